@@ -269,7 +269,7 @@ encode = exercise("9.2", encode)
 # %%
 numbers = torch.randn(100_003) ** 3
 codes, scales = encode(numbers, SIGNED)
-library = quantize_blockwise(numbers, code=SIGNED)
+library = quantize_blockwise(numbers, codebook=SIGNED)
 equal = (codes == library.codes).float().mean().item()
 print(f"more than 99.9 % of the codes are equal: {equal > 0.999}")
 print(f"all scales are equal: {torch.equal(scales, library.scales)}")

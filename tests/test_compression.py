@@ -1,4 +1,4 @@
-"""Compressed activations: bytes to the byte, gradients within the error that the bits allow."""
+"""Compressed activations: exact bytes, and gradient errors within the expected bounds."""
 
 import math
 from contextlib import nullcontext
@@ -18,14 +18,14 @@ from memlab.checkpointing import checkpoint
 from memlab.compression import (
     compressed_activations,
     kind_of,
-    lowered_,
-    pack_flags,
-    raised,
+    pack_bools,
+    shift_down_,
+    shift_up,
     two_values,
-    unpack_flags,
+    unpack_bools,
 )
 from memlab.data import batches, source_bytes
-from memlab.internals.saved_tensors import Facts
+from memlab.internals.saved_tensors import TensorInfo
 from memlab.model import GPT, PRESETS, GPTConfig
 from memlab.quantize import dequantize_blockwise, quantize_blockwise
 from memlab.train import Plugs, Setting, build, dry_trace, measured
@@ -55,32 +55,32 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def gradients(make, around) -> torch.Tensor:
-    """Of one block, data and masks of dropout, float64 in a row."""
+    """Return all gradients of a block as one float64 vector, for fixed data and dropout masks."""
     torch.manual_seed(0)
     block = make()
-    x, towards = torch.randn(2, B, T, C).unbind()
+    x, upstream = torch.randn(2, B, T, C).unbind()
     x.requires_grad_()
     with around:
         out = block(x)
-    found = torch.autograd.grad(out, [x, *block.parameters()], towards)
-    return torch.cat([gradient.flatten().double() for gradient in found])
+    result = torch.autograd.grad(out, [x, *block.parameters()], upstream)
+    return torch.cat([gradient.flatten().double() for gradient in result])
 
 
-def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((found - exact).norm() / exact.norm()).item()
+def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((result - exact).norm() / exact.norm()).item()
 
 
-def coded_bytes(numbers: int, bits: int = 8) -> int:
-    return math.ceil(numbers * bits / 8) + 4 * math.ceil(numbers / 256)
+def encoded_bytes(numel: int, bits: int = 8) -> int:
+    return math.ceil(numel * bits / 8) + 4 * math.ceil(numel / 256)
 
 
 def activation_bytes(forward, around, model=None) -> int:
-    """Alive between forward and backward, without what `forward` returns."""
-    kept = []
+    """Return bytes alive between forward and backward, without `forward`'s result."""
+    graphs = []
 
     def step() -> None:
         with around:
-            kept.append(forward().grad_fn)  # the graph, not the value
+            graphs.append(forward().grad_fn)  # the graph, not the value
 
     events = memlab.measure(step, model=model).events
     return sum(event.bytes for event in events if event.phase == "forward")
@@ -90,16 +90,16 @@ def activation_bytes(forward, around, model=None) -> int:
 
 
 @pytest.mark.parametrize("make", BLOCKS)
-def test_at_8_bits_gradients_are_within_a_percent(make):
+def test_gradients_at_8_bits_are_within_a_percent(make):
     exact = gradients(make, nullcontext())
-    found = gradients(make, compressed_activations(bits=8))
-    assert 0.001 < relative_error(found, exact) < 0.01
-    assert torch.cosine_similarity(found, exact, dim=0) > 0.9999
+    result = gradients(make, compressed_activations(bits=8))
+    assert 0.001 < relative_error(result, exact) < 0.01
+    assert torch.cosine_similarity(result, exact, dim=0) > 0.9999
 
 
 @pytest.mark.parametrize("make", quick([our_block], [our_block, torchs_block]))
 @pytest.mark.parametrize("bits", quick([2], [8, 4, 2]))
-def test_the_mean_of_16_stochastic_draws_errs_a_third_as_much_as_one(make, bits):
+def test_the_mean_of_16_stochastic_draws_has_a_third_of_the_error(make, bits):
     exact = gradients(make, nullcontext())
     draws = [
         gradients(make, compressed_activations(bits, mode="stochastic", generator=seeded(n)))
@@ -110,7 +110,7 @@ def test_the_mean_of_16_stochastic_draws_errs_a_third_as_much_as_one(make, bits)
 
 
 @pytest.mark.parametrize("make", BLOCKS)
-def test_the_forward_pass_is_the_same_to_the_bit(make):
+def test_the_forward_pass_is_bitwise_equal(make):
     def out(around) -> torch.Tensor:
         torch.manual_seed(0)
         block, x = make(), torch.randn(B, T, C)
@@ -121,7 +121,7 @@ def test_the_forward_pass_is_the_same_to_the_bit(make):
 
 
 @pytest.mark.slow
-def test_a_model_trained_on_text_loses_less_than_a_percent_at_8_bits():
+def test_training_on_text_at_8_bits_changes_the_loss_by_less_than_a_percent():
     def final_loss(around) -> float:
         torch.manual_seed(0)
         model = GPT(PRESETS["tiny"])
@@ -137,10 +137,10 @@ def test_a_model_trained_on_text_loses_less_than_a_percent_at_8_bits():
             losses.append(loss.item())
         return sum(losses[-20:]) / 20
 
-    exact, found = final_loss(nullcontext), final_loss(compressed_activations)
-    assert exact < 4  # it has learned: 5.5 is where it began
-    assert found != exact
-    assert found == pytest.approx(exact, rel=0.01)
+    exact, result = final_loss(nullcontext), final_loss(compressed_activations)
+    assert exact < 4  # the loss started at 5.5
+    assert result != exact
+    assert result == pytest.approx(exact, rel=0.01)
 
 
 # ------------------------------------------------------------------ bytes
@@ -148,7 +148,7 @@ def test_a_model_trained_on_text_loses_less_than_a_percent_at_8_bits():
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("shape", [(32, 64), (3, 5, 7, 11), (256 * 5 + 1,)])
-def test_each_storage_takes_bits_over_8_a_number_and_4_a_group(bits, shape):
+def test_each_storage_takes_bits_over_8_per_element_and_4_per_group(bits, shape):
     x = torch.randn(shape, requires_grad=True)
 
     def forward() -> torch.Tensor:
@@ -161,20 +161,20 @@ def test_each_storage_takes_bits_over_8_a_number_and_4_a_group(bits, shape):
         )
 
     got = activation_bytes(forward, compressed_activations(bits))
-    assert got == 2 * coded_bytes(x.numel(), bits)  # y, and the result of exp
+    assert got == 2 * encoded_bytes(x.numel(), bits)  # y, and the output of exp
 
 
-def test_a_swiglu_mlp_takes_what_its_five_storages_take():
+def test_a_swiglu_mlp_saves_five_storages():
     rows, hidden = 64, 96
     mlp = GPT(PRESETS["tiny"]).blocks[0].mlp
     x = torch.randn(rows, 32, requires_grad=True)
     forward = lambda: mlp(x * 1)  # noqa: E731
     got = activation_bytes(forward, compressed_activations(), mlp)
-    assert got == coded_bytes(rows * 32) + 4 * coded_bytes(rows * hidden)
+    assert got == encoded_bytes(rows * 32) + 4 * encoded_bytes(rows * hidden)
     assert activation_bytes(forward, nullcontext(), mlp) / got > 3.9
 
 
-def test_on_eligible_bytes_the_ratio_is_that_of_the_formula():
+def test_the_ratio_on_eligible_bytes_is_the_formula_s():
     torch.manual_seed(0)
     block, x = our_block(), torch.randn(B, T, C, requires_grad=True)
     with compressed_activations() as report:
@@ -185,19 +185,19 @@ def test_on_eligible_bytes_the_ratio_is_that_of_the_formula():
     assert entry.bytes_before / entry.bytes_after > 3.9
 
 
-def test_weights_cost_nothing_more():
+def test_weights_need_no_extra_memory():
     linear = nn.Linear(64, 64, bias=False)
     x = torch.randn(32, 64, requires_grad=True)
     assert activation_bytes(lambda: linear(x), compressed_activations(), linear) == 0
 
 
-def test_a_dropout_s_mask_takes_a_bit_a_number_on_the_cpu():
+def test_a_dropout_mask_on_the_cpu_takes_one_bit_per_element():
     x = torch.randn(80, 40, requires_grad=True)
     got = activation_bytes(lambda: F.dropout(x, 0.3), compressed_activations())
-    assert got == 80 * 40 / 8 + 2 * 4  # and its two values
+    assert got == 80 * 40 / 8 + 2 * 4  # the mask and its two values
 
 
-def test_a_bool_mask_takes_a_bit_a_number():
+def test_a_bool_mask_takes_one_bit_per_element():
     x, mask = torch.randn(1001, requires_grad=True), torch.rand(1001) > 0.5
     got = activation_bytes(
         lambda: x.masked_fill(mask.clone(), 0), compressed_activations(min_numel=1)
@@ -209,22 +209,22 @@ def test_a_bool_mask_takes_a_bit_a_number():
 
 
 @pytest.mark.parametrize("n", [1, 7, 8, 9, 1000])
-def test_flags_come_back_and_take_an_eighth(n):
+def test_packed_bools_take_an_eighth_and_unpack_exactly(n):
     flags = torch.rand(n) > 0.4
-    packed = pack_flags(flags)
+    packed = pack_bools(flags)
     assert packed.untyped_storage().nbytes() == math.ceil(n / 8)
-    assert torch.equal(unpack_flags(packed, n), flags)
+    assert torch.equal(unpack_bools(packed, n), flags)
 
 
-def test_the_first_flag_is_the_lowest_bit():
+def test_the_first_bool_is_the_lowest_bit():
     flags = torch.tensor([1, 0, 1, 0, 0, 0, 0, 1, 1]).bool()
-    assert pack_flags(flags).tolist() == [0b1000_0101, 1]
+    assert pack_bools(flags).tolist() == [0b1000_0101, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("bits", [8, 2])
-def test_dropout_s_gradient_is_exact_to_the_bit(dtype, p, bits):
+def test_dropout_s_gradient_is_bitwise_equal(dtype, p, bits):
     x = torch.randn(64, 64, dtype=dtype, requires_grad=True)
 
     def gradient(around) -> torch.Tensor:
@@ -237,15 +237,15 @@ def test_dropout_s_gradient_is_exact_to_the_bit(dtype, p, bits):
 
 
 @pytest.mark.parametrize(
-    ("numbers", "count"),
+    ("values", "count"),
     [([0.0, 2.0, 0.0], 2), ([-1.0, -1.0, 3.0], 2), ([0.0, 1.0, 2.0], 3), ([0.0, math.nan], 0)],
 )
-def test_two_values_are_told_from_others(numbers, count):
-    found = two_values(torch.tensor(numbers))
-    assert (found is not None) == (count == 2)
+def test_two_values_finds_tensors_of_two_values(values, count):
+    result = two_values(torch.tensor(values))
+    assert (result is not None) == (count == 2)
 
 
-def test_what_was_written_in_place_and_is_no_mask_stays_as_it_is():
+def test_a_tensor_written_in_place_with_other_values_is_kept_unchanged():
     x, buffer = torch.randn(2000, requires_grad=True), torch.randn(2000).mul_(2)
     with compressed_activations() as report:
         out = x * buffer
@@ -253,46 +253,46 @@ def test_what_was_written_in_place_and_is_no_mask_stays_as_it_is():
     assert report.kinds["without a gradient"].storages == 1
 
 
-# ------------------------------------------------------------------ outputs of ReLU
+# ------------------------------------------------------------------ ReLU outputs
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("mode", ["nearest", "stochastic"])
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_relu_lets_the_same_gradients_pass_at_any_number_of_bits(bits, mode, inplace, dtype):
+def test_relu_passes_the_same_gradients_at_any_bit_width(bits, mode, inplace, dtype):
     x = torch.randn(33, 100, dtype=dtype, requires_grad=True)
     with compressed_activations(bits, mode=mode) as report:
         out = F.relu(x * 10 ** torch.linspace(-6, 3, 100), inplace=inplace)
         out = F.relu(x * 1, inplace=inplace)
     [gradient] = torch.autograd.grad(out.sum(), x)
     assert torch.equal(gradient != 0, x > 0)
-    assert report.kinds["outputs of ReLU"].storages == 2
+    assert report.kinds["ReLU outputs"].storages == 2
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("n", quick([255], [255, 256, 1000]))
-def test_zero_has_a_code_of_its_own_and_the_mean_of_what_is_above_is_right(bits, n):
+def test_zero_has_its_own_code_and_positive_values_are_unbiased(bits, n):
     x = torch.randn(n, generator=seeded(1)).relu_()
     draws, generator = [], seeded(2)
     for _ in range(1000):
         q = quantize_blockwise(
-            raised(x, 256, bits), bits=bits, mode="stochastic", generator=generator
+            shift_up(x, 256, bits), bits=bits, mode="stochastic", generator=generator
         )
-        draws.append(lowered_(dequantize_blockwise(q), q.scales.float(), 256).double())
+        draws.append(shift_down_(dequantize_blockwise(q), q.scales.float(), 256).double())
     draws = torch.stack(draws)
     steps = q.scales.double().repeat_interleave(256)[:n]
     assert ((draws > 0) == (x > 0)).all()
-    # 5 standard errors of a mean, and what two bfloat16 roundings shift: 2.5 % of a step.
+    # 5 standard errors of a mean, plus 2.5 % of a step for two bfloat16 roundings.
     assert ((draws.mean(0) - x).abs() <= steps * (2.5 / 1000**0.5 + 0.025)).all()
     assert ((draws - x).abs() <= 1.05 * steps).all()
 
 
-# ------------------------------------------------------------------ what is left alone
+# ------------------------------------------------------------------ what to encode
 
 
-def facts(**changes) -> Facts:
-    usual = Facts((64, 64), torch.float32, 4096, True, "MulBackward0", 0)
+def info(**changes) -> TensorInfo:
+    usual = TensorInfo((64, 64), torch.float32, 4096, True, "MulBackward0", 0)
     return usual._replace(**changes)
 
 
@@ -302,22 +302,22 @@ def facts(**changes) -> Facts:
         ({}, "activations"),
         ({"dtype": torch.bfloat16, "version": 1}, "activations"),
         ({"operator": "ToCopyBackward0"}, "activations"),
-        ({"operator": "ReluBackward0"}, "outputs of ReLU"),
+        ({"operator": "ReluBackward0"}, "ReLU outputs"),
         ({"operator": ""}, "weights"),
-        ({"numbers": 1023}, "small"),
+        ({"numel": 1023}, "small"),
         ({"dtype": torch.bool, "requires_grad": False, "operator": ""}, "bool masks"),
         ({"dtype": torch.int64, "requires_grad": False, "operator": ""}, "int64"),
         ({"dtype": torch.float64}, "float64"),
         ({"requires_grad": False, "operator": ""}, "without a gradient"),
-        ({"requires_grad": False, "operator": "", "version": 2}, "masks of two values"),
-        ({"shape": (4096, 1)}, "one number a row"),
+        ({"requires_grad": False, "operator": "", "version": 2}, "two-value masks"),
+        ({"shape": (4096, 1)}, "one element per row"),
         ({"operator": "LogSoftmaxBackward0"}, "logarithms"),
         ({"operator": "LogsumexpBackward0"}, "logarithms"),
         ({"operator": "LogBackward0"}, "logarithms"),
     ],
 )
-def test_the_plan(changes, kind):
-    assert kind_of(facts(**changes), min_numel=1024) == kind
+def test_kind_of_a_storage(changes, kind):
+    assert kind_of(info(**changes), min_numel=1024) == kind
 
 
 @pytest.mark.parametrize(
@@ -328,18 +328,18 @@ def test_the_plan(changes, kind):
         ("SafeSoftmaxBackward0", "activations"),
     ],
 )
-def test_the_plan_inside_of_attention(operator, kind):
-    assert kind_of(facts(operator=operator), 1024, in_attention=True) == kind
+def test_kind_of_a_storage_inside_attention(operator, kind):
+    assert kind_of(info(operator=operator), 1024, in_attention=True) == kind
 
 
-def test_a_report_says_what_became_of_everything():
+def test_the_report_covers_every_kind():
     model, tokens = GPT(PRESETS["tiny"]), torch.randint(256, (20, 64))
     with compressed_activations() as report:
         model(tokens, tokens)
     kinds = report.kinds
     assert set(kinds) == {
         *("activations", "weights", "logarithms", "int64"),
-        *("without a gradient", "one number a row", "small"),
+        *("without a gradient", "one element per row", "small"),
     }
     assert kinds["logarithms"].bytes_after == 20 * 64 * 256 * 4
     assert kinds["int64"].storages == 1
@@ -349,32 +349,32 @@ def test_a_report_says_what_became_of_everything():
     assert len(report.summary.splitlines()) == len(kinds)
 
 
-def test_buffers_frozen_weights_and_data_pass_untouched():
+def test_buffers_frozen_weights_and_data_are_kept_unchanged():
     frozen = nn.Linear(64, 64).requires_grad_(False)
     data, table = torch.randn(64, 64), torch.randn(64, 64)
     weight = nn.Parameter(torch.randn(64, 64))
     with compressed_activations() as report:
         frozen(data @ weight) * table
     assert set(report.kinds) == {"weights", "without a gradient"}
-    assert report.kinds["weights"].storages == 1  # a Parameter, whose initialization wrote to it
+    assert report.kinds["weights"].storages == 1  # a Parameter, written to by its initialization
     assert report.kinds["without a gradient"].storages == 2
 
 
-def test_whatever_is_asked_for_is_left_alone():
+def test_leave_alone_keeps_the_chosen_tensors_unchanged():
     x = torch.randn(2000, requires_grad=True)
-    wide = lambda facts: facts.operator == "MulBackward0"  # noqa: E731
-    with compressed_activations(leave_alone=wide) as report:
+    keep = lambda info: info.operator == "MulBackward0"  # noqa: E731
+    with compressed_activations(leave_alone=keep) as report:
         out = (x * 2).sin().exp()
-    assert report.kinds["left alone as asked"].storages == 1
+    assert report.kinds["left alone by request"].storages == 1
     assert report.kinds["activations"].storages == 1
     out.sum().backward()
 
 
-# ------------------------------------------------------------------ what is exponentiated
+# ------------------------------------------------------------------ exponentiated tensors
 
 
 def trained() -> tuple[GPT, tuple[torch.Tensor, torch.Tensor]]:
-    """A model whose attention has learned to choose, and a batch."""
+    """Return a model with trained attention, and a batch."""
     model = GPT(GPTConfig(256, 64, layers=2, heads=4, kv_heads=2, hidden=192, seq_len=64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     drawn = batches(source_bytes("256 KiB"), 8, 64, seed=0)
@@ -386,36 +386,38 @@ def trained() -> tuple[GPT, tuple[torch.Tensor, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("bits", "kind", "is_it"),
+    ("bits", "kind", "applies"),
     [
-        (8, "logarithms", lambda facts: facts.operator == "LogSoftmaxBackward0"),
-        slow((2, "without a gradient", lambda facts: facts.shape == (8, 4, 64))),  # log-sum-exp
-        slow((2, "queries and keys", lambda facts: True)),
+        (8, "logarithms", lambda info: info.operator == "LogSoftmaxBackward0"),
+        slow((2, "without a gradient", lambda info: info.shape == (8, 4, 64))),  # log-sum-exp
+        slow((2, "queries and keys", lambda info: True)),
     ],
 )
-def test_what_is_exponentiated_would_spoil_the_gradient(monkeypatch, bits, kind, is_it):
+def test_compressing_exponentiated_tensors_would_increase_gradient_errors(
+    monkeypatch, bits, kind, applies
+):
     model, batch = trained()
 
     def error(around) -> float:
-        def found(around) -> torch.Tensor:
+        def result(around) -> torch.Tensor:
             with around:
                 loss = model(*batch)
             grads = torch.autograd.grad(loss, list(model.parameters()))
             return torch.cat([gradient.flatten() for gradient in grads])
 
-        return relative_error(found(around), found(nullcontext()))
+        return relative_error(result(around), result(nullcontext()))
 
     safe = error(compressed_activations(bits, mode="nearest"))
 
-    def careless(facts: Facts, *others) -> str:
-        right = kind_of(facts, *others)
-        return "activations" if right == kind and is_it(facts) else right
+    def without_the_rule(info: TensorInfo, *others) -> str:
+        correct = kind_of(info, *others)
+        return "activations" if correct == kind and applies(info) else correct
 
-    monkeypatch.setattr(compression, "kind_of", careless)
+    monkeypatch.setattr(compression, "kind_of", without_the_rule)
     assert error(compressed_activations(bits, mode="nearest")) > 1.05 * safe
 
 
-def test_memlab_s_flash_attention_is_known_as_torch_s_is():
+def test_memlab_s_flash_attention_is_detected_like_torch_s():
     q, k, v, upstream = (torch.randn(2, 4, 64, 16) for _ in range(4))
 
     def gradients(attention, around) -> torch.Tensor:
@@ -436,14 +438,14 @@ def test_memlab_s_flash_attention_is_known_as_torch_s_is():
 # ------------------------------------------------------------------ random numbers
 
 
-def test_the_user_s_random_numbers_are_untouched():
+def test_the_default_generator_is_untouched():
     before = torch.get_rng_state()
     with compressed_activations(bits=2):
         (torch.ones(5000, requires_grad=True) * 2).sin().sum().backward()
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_two_steps_draw_different_numbers_and_a_generator_repeats_them():
+def test_two_steps_draw_different_bits_and_a_generator_repeats_them():
     def gradient(**settings) -> torch.Tensor:
         x = torch.linspace(0, 1, 5000, requires_grad=True)
         with compressed_activations(bits=2, **settings):
@@ -455,7 +457,7 @@ def test_two_steps_draw_different_numbers_and_a_generator_repeats_them():
     assert torch.equal(gradient(mode="nearest"), gradient(mode="nearest"))
 
 
-# ------------------------------------------------------------------ beside everything else
+# ------------------------------------------------------------------ combinations
 
 
 @pytest.mark.parametrize(
@@ -467,20 +469,20 @@ def test_two_steps_draw_different_numbers_and_a_generator_repeats_them():
         nn.Sequential(nn.Linear(64, 64), nn.Softmax(-1), nn.Linear(64, 64)),
     ],
 )
-def test_other_layers_have_the_right_gradients_too(module):
+def test_other_layers_have_the_right_gradients(module):
     torch.manual_seed(0)
     x = torch.randn(512, 64, requires_grad=True)
 
-    def found(around) -> torch.Tensor:
+    def result(around) -> torch.Tensor:
         with around:
             out = module(x * 1)
         torch.manual_seed(1)
-        towards = torch.randn_like(out)
-        grads = torch.autograd.grad(out, [x, *module.parameters()], towards)
+        upstream = torch.randn_like(out)
+        grads = torch.autograd.grad(out, [x, *module.parameters()], upstream)
         return torch.cat([gradient.flatten() for gradient in grads])
 
-    exact = found(nullcontext())
-    assert 0 < relative_error(found(compressed_activations()), exact) < 0.01
+    exact = result(nullcontext())
+    assert 0 < relative_error(result(compressed_activations()), exact) < 0.01
 
 
 def test_an_embedding_s_indices_are_exact():
@@ -495,15 +497,15 @@ def test_under_autocast_bfloat16_activations_are_compressed():
     torch.manual_seed(0)
     model, tokens = GPT(PRESETS["tiny"]), torch.randint(256, (8, 64))
 
-    def found(around) -> torch.Tensor:
+    def result(around) -> torch.Tensor:
         with around, torch.autocast("cpu", torch.bfloat16):
             loss = model(tokens, tokens)
         grads = torch.autograd.grad(loss, list(model.parameters()))
         return torch.cat([gradient.flatten() for gradient in grads])
 
-    exact = found(nullcontext())
+    exact = result(nullcontext())
     context = compressed_activations()
-    assert relative_error(found(context), exact) < 0.02
+    assert relative_error(result(context), exact) < 0.02
     mlp = model.blocks[0].mlp
     x = torch.randn(64, 32, requires_grad=True)
 
@@ -511,16 +513,16 @@ def test_under_autocast_bfloat16_activations_are_compressed():
         with torch.autocast("cpu", torch.bfloat16):
             return mlp(x)
 
-    cast_weights = 3 * coded_bytes(32 * 96)
-    wanted = coded_bytes(64 * 32) + 4 * coded_bytes(64 * 96) + cast_weights
-    assert activation_bytes(forward, compressed_activations(), mlp) == wanted
+    cast_weights = 3 * encoded_bytes(32 * 96)
+    expected = encoded_bytes(64 * 32) + 4 * encoded_bytes(64 * 96) + cast_weights
+    assert activation_bytes(forward, compressed_activations(), mlp) == expected
 
 
 @pytest.mark.parametrize("bits", [8, 2])
 @pytest.mark.parametrize(
     "again", [checkpoint, lambda fn, x: torch_checkpoint(fn, x, use_reentrant=False)]
 )
-def test_inside_of_a_checkpoint_and_around_one_gradients_stay_near(again, bits):
+def test_gradients_stay_close_inside_and_around_a_checkpoint(again, bits):
     torch.manual_seed(0)
     block, x = our_block(), torch.randn(B, T, C, requires_grad=True)
 
@@ -540,11 +542,11 @@ def test_inside_of_a_checkpoint_and_around_one_gradients_stay_near(again, bits):
     assert relative_error(gradient(around), exact) <= relative_error(plain, exact) * 1.5 + 0.005
 
 
-def test_around_a_checkpoint_its_input_is_what_is_compressed():
+def test_around_a_checkpoint_its_input_is_compressed():
     block, x = our_block(), torch.randn(B, T, C, requires_grad=True)
     got = activation_bytes(lambda: checkpoint(block, x * 1), compressed_activations(), block)
-    kept = activation_bytes(lambda: checkpoint(block, x * 1), nullcontext(), block)
-    assert kept - got == x.nbytes - coded_bytes(x.numel())
+    graphs = activation_bytes(lambda: checkpoint(block, x * 1), nullcontext(), block)
+    assert graphs - got == x.nbytes - encoded_bytes(x.numel())
 
 
 def test_backward_passes_and_second_derivatives_work():
@@ -560,7 +562,7 @@ def test_backward_passes_and_second_derivatives_work():
     assert relative_error(second, 6 * x.detach()) < 0.001
 
 
-def test_after_an_exception_nothing_is_compressed_any_more():
+def test_after_an_exception_nothing_is_compressed():
     with pytest.raises(KeyError), compressed_activations(bits=2) as report:
         raise KeyError
     x = torch.randn(5000, requires_grad=True)
@@ -603,6 +605,6 @@ def test_a_dry_run_of_storages_of_many_chunks_has_the_step_s_peak():
         ({"mode": "up"}, "got mode 'up'; give 'nearest' or 'stochastic'"),
     ],
 )
-def test_what_cannot_be_done_is_refused_at_the_call(settings, message):
+def test_invalid_settings_are_refused_at_the_call(settings, message):
     with pytest.raises(ValueError, match=message):
         compressed_activations(**settings)

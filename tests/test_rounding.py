@@ -1,10 +1,10 @@
-"""Stochastic rounding: its mean, its two outcomes, its bytes; Kahan's compensated sum."""
+"""Stochastic rounding: mean, outcomes and bytes. Kahan summation."""
 
 import pytest
 import torch
 
 import memlab
-from memlab.rounding import CHUNK, kahan_add_, stochastic_round_
+from memlab.rounding import CHUNK_SIZE, kahan_add_, stochastic_round_
 
 MIB = 2**20
 
@@ -15,40 +15,40 @@ def rounded(precise: torch.Tensor, seed: int = 0) -> torch.Tensor:
     return stochastic_round_(out, precise, generator=generator)
 
 
-def neighbours(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bfloat16 towards zero, and the one away from it: by cutting bits off, in plain words."""
-    towards = (numbers.view(torch.int32) & ~0xFFFF).view(torch.float32)
-    away = ((numbers.view(torch.int32) & ~0xFFFF) + 0x10000).view(torch.float32)
-    return towards, away
+def neighbors(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bfloat16 towards zero and the one away from zero, computed from the bits."""
+    towards_zero = (x.view(torch.int32) & ~0xFFFF).view(torch.float32)
+    away = ((x.view(torch.int32) & ~0xFFFF) + 0x10000).view(torch.float32)
+    return towards_zero, away
 
 
-@pytest.mark.parametrize("number", [1.001, -1.001, 3.14159, 1e-3, -2.7e5, 1e-39, 255.9])
-def test_the_mean_of_many_roundings_is_the_number(number):
-    precise = torch.full((100_000,), number)
+@pytest.mark.parametrize("value", [1.001, -1.001, 3.14159, 1e-3, -2.7e5, 1e-39, 255.9])
+def test_stochastic_rounding_is_unbiased(value):
+    precise = torch.full((100_000,), value)
     mean = rounded(precise).double().mean().item()
-    step = (neighbours(precise[:1])[1] - neighbours(precise[:1])[0]).abs().item()
-    # The standard error of the mean is at most step/2/√100,000: four of them.
+    step = (neighbors(precise[:1])[1] - neighbors(precise[:1])[0]).abs().item()
+    # The standard error of the mean is at most step/2/√100,000; allow four.
     assert abs(mean - precise[0].double().item()) <= 4 * step / 2 / 100_000**0.5
-    assert abs(mean - number) <= 3e-5 * max(1, abs(number))
+    assert abs(mean - value) <= 3e-5 * max(1, abs(value))
 
 
-def test_it_is_one_of_the_two_neighbours_with_the_right_odds():
-    numbers = torch.randn(4096, generator=torch.Generator().manual_seed(1))
-    towards, away = neighbours(numbers)
-    draws = torch.stack([rounded(numbers, seed).float() for seed in range(200)])
-    assert ((draws == towards) | (draws == away)).all()
-    share = (draws == away).double().mean(0)
-    wanted = (numbers.view(torch.int32) & 0xFFFF).double() / 2**16
-    assert (share - wanted).abs().max() < 5 * 0.5 / 200**0.5
-    assert (share - wanted).mean().abs() < 3 * 0.5 / (200 * 4096) ** 0.5
+def test_each_neighbor_has_the_right_probability():
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(1))
+    towards_zero, away = neighbors(x)
+    draws = torch.stack([rounded(x, seed).float() for seed in range(200)])
+    assert ((draws == towards_zero) | (draws == away)).all()
+    fraction = (draws == away).double().mean(0)
+    expected = (x.view(torch.int32) & 0xFFFF).double() / 2**16
+    assert (fraction - expected).abs().max() < 5 * 0.5 / 200**0.5
+    assert (fraction - expected).mean().abs() < 3 * 0.5 / (200 * 4096) ** 0.5
 
 
-def test_a_bfloat16_stays_as_it_is():
-    numbers = torch.randn(10_000).bfloat16().float()
-    assert torch.equal(rounded(numbers).float(), numbers)
+def test_bfloat16_values_are_unchanged():
+    x = torch.randn(10_000).bfloat16().float()
+    assert torch.equal(rounded(x).float(), x)
 
 
-def test_infinities_and_nan_pass_and_zero_keeps_its_sign():
+def test_infinities_and_nan_are_kept_and_zero_keeps_its_sign():
     special = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0, 0.0])
     quiet_in_low_bits = torch.tensor([0x7F800001, -1], dtype=torch.int32).view(torch.float32)
     for _ in range(20):
@@ -58,46 +58,46 @@ def test_infinities_and_nan_pass_and_zero_keeps_its_sign():
         assert out[3:5].signbit().tolist() == [True, False]
 
 
-def test_the_same_generator_gives_the_same_and_the_users_stream_is_untouched():
-    numbers = torch.randn(1000)
+def test_a_generator_repeats_its_draws_and_the_default_one_is_untouched():
+    x = torch.randn(1000)
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    assert torch.equal(rounded(numbers, 3), rounded(numbers, 3))
-    assert not torch.equal(rounded(numbers, 3), rounded(numbers, 4))
+    assert torch.equal(rounded(x, 3), rounded(x, 3))
+    assert not torch.equal(rounded(x, 3), rounded(x, 4))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (CHUNK + 1,)])
-def test_every_shape_is_rounded_whole(shape):
-    numbers = torch.full(shape, 1.5)
-    assert torch.equal(rounded(numbers), numbers.bfloat16())
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (CHUNK_SIZE + 1,)])
+def test_every_element_of_any_shape_is_rounded(shape):
+    x = torch.full(shape, 1.5)
+    assert torch.equal(rounded(x), x.bfloat16())
 
 
-def test_a_part_of_a_matrix_is_rounded_in_its_place():
+def test_a_view_of_a_matrix_is_rounded_in_place():
     out = torch.zeros(6, 8, dtype=torch.bfloat16)
-    numbers = torch.full((8, 3), 2.0)
-    assert stochastic_round_(out.T[:, 1:4], numbers).data_ptr() == out.T[:, 1:4].data_ptr()
+    x = torch.full((8, 3), 2.0)
+    assert stochastic_round_(out.T[:, 1:4], x).data_ptr() == out.T[:, 1:4].data_ptr()
     assert out.sum() == 2 * 24
     assert (out[1:4] == 2).all()
-    drawn = [torch.zeros(3, 8, dtype=torch.bfloat16).T for _ in range(2)]
-    for part in drawn:
+    results = [torch.zeros(3, 8, dtype=torch.bfloat16).T for _ in range(2)]
+    for result in results:
         generator = torch.Generator().manual_seed(0)
-        stochastic_round_(part, numbers + 0.003, generator=generator)
-    assert torch.equal(*drawn)
-    assert set(drawn[0].flatten().tolist()) == {2, 2 + 2**-6}
+        stochastic_round_(result, x + 0.003, generator=generator)
+    assert torch.equal(*results)
+    assert set(results[0].flatten().tolist()) == {2, 2 + 2**-6}
 
 
-def test_it_takes_12_mib_however_large_the_tensors_are():
-    numbers = torch.ones(8 * CHUNK)
-    out = torch.empty(8 * CHUNK, dtype=torch.bfloat16)
-    trace = memlab.measure(lambda: stochastic_round_(out, numbers))
-    assert 8 * MIB <= trace.peak_bytes - (4 + 2) * 8 * CHUNK <= 12 * MIB
+def test_temporaries_take_at_most_12_mib_for_any_size():
+    x = torch.ones(8 * CHUNK_SIZE)
+    out = torch.empty(8 * CHUNK_SIZE, dtype=torch.bfloat16)
+    trace = memlab.measure(lambda: stochastic_round_(out, x))
+    assert 8 * MIB <= trace.peak_bytes - (4 + 2) * 8 * CHUNK_SIZE <= 12 * MIB
 
 
 @pytest.mark.parametrize(
     ("out", "precise", "error", "message"),
     [
-        (torch.float16, torch.float32, TypeError, "float16 is not the upper half"),
+        (torch.float16, torch.float32, TypeError, r"\(float16 is not the upper half"),
         (torch.bfloat16, torch.float64, TypeError, "got torch.float64 to round into torch.bfloat"),
     ],
 )
@@ -111,7 +111,7 @@ def test_other_shapes_are_refused():
         stochastic_round_(torch.ones(3, dtype=torch.bfloat16), torch.ones(2))
 
 
-# ------------------------------------------------------------------ what updates survive
+# ------------------------------------------------------------------ small updates
 
 
 def weights_after(add, times: int = 1000, update: float = 1e-3) -> torch.Tensor:
@@ -125,21 +125,21 @@ def test_small_updates_vanish_in_bfloat16():
     assert weights_after(lambda w, u: w.add_(u)).eq(1).all()
 
 
-def test_small_updates_survive_stochastic_rounding_in_the_mean():
+def test_small_updates_survive_stochastic_rounding_on_average():
     generator = torch.Generator().manual_seed(0)
     weights = weights_after(lambda w, u: stochastic_round_(w, w.float() + u, generator=generator))
     assert abs(weights.mean().item() - 2) < 0.02
 
 
-def test_small_updates_survive_kahan_each():
+def test_every_small_update_survives_kahan_summation():
     compensation = torch.zeros(256, dtype=torch.bfloat16)
     weights = weights_after(lambda w, u: kahan_add_(w, compensation, torch.full_like(w, u)))
     exact = 1 + 1000 * torch.tensor(1e-3).bfloat16().double().item()
-    assert (weights.double() - exact).abs().max() <= 2**-7  # a step of bfloat16 there
+    assert (weights.double() - exact).abs().max() <= 2**-7  # bfloat16's spacing near 2
     assert (weights.double() + compensation.double() - exact).abs().max() < 2**-8
 
 
-def test_kahan_takes_one_more_tensor_meanwhile():
+def test_kahan_needs_one_temporary_tensor():
     weight, compensation, update = (torch.zeros(MIB, dtype=torch.bfloat16) for _ in range(3))
     trace = memlab.measure(lambda: kahan_add_(weight, compensation, update))
     assert trace.peak_bytes == 4 * 2 * MIB

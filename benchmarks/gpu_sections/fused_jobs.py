@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memlab.attention import attention_reference, flash_attention
+from memlab.cli.rows import time_in_turn
 from memlab.losses import chunked_cross_entropy
 
 Answer = dict[str, Any]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memlab.internals.chunks import size_on, starts
+from memlab.internals.chunks import chunk_size_on, chunk_starts
 from memlab.internals.torch_internals import foreach_lerp_
 
 Kinds = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -138,7 +138,7 @@ def _same_kind(tensor: Tensor, other: Tensor) -> bool:
 
 def _lerp_in_chunks(average: Tensor, weight: Tensor, share: float) -> None:
     to, of = average.view(-1), weight.reshape(-1)  # copies only layouts such as channels_last
-    size = size_on(average.device)
-    for start in starts(to, size):
+    size = chunk_size_on(average.device)
+    for start in chunk_starts(to, size):
         # Don't name the cast chunk, so that it is freed before the next one.
         to[start : start + size].lerp_(of[start : start + size].to(to.device, to.dtype), share)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from memlab.ema.profiles import Profile, power_profile
 from memlab.ema.tensor_files import TensorFile
-from memlab.internals.chunks import size_on, starts
+from memlab.internals.chunks import chunk_size_on, chunk_starts
 from memlab.internals.torch_internals import FakeTensor
 from memlab.quantize import Quantized, dequantize_blockwise, quantize_blockwise
 
@@ -84,8 +84,8 @@ def parts(
 def encode(name: str, elements: Tensor, encoding: Encoding) -> Iterator[tuple[str, int, Tensor]]:
     """Yield (file tensor, start, elements) of an averaged tensor, in chunks."""
     flat = elements.reshape(-1)
-    size = size_on(flat.device)
-    for start in starts(flat, size):
+    size = chunk_size_on(flat.device)
+    for start in chunk_starts(flat, size):
         part = flat[start : start + size]
         if encoding != INT8 or len(flat) < SMALL:
             yield name, start, _cast(name, part, torch.float32 if encoding == INT8 else encoding)

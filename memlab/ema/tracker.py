@@ -47,7 +47,7 @@ from memlab.ema.averages import Average, require_store, start_average
 from memlab.ema.profiles import decay, gamma_from_sigma
 from memlab.ema.snapshots import Encoding
 from memlab.ema.tensor_files import TensorFile, create_file
-from memlab.internals.chunks import PIECE_ELSEWHERE
+from memlab.internals.chunks import CHUNK_SIZE_ON_ACCELERATOR
 from memlab.internals.torch_internals import FakeTensor
 
 STATE_FORMAT = "memlab ema state 1"
@@ -226,8 +226,8 @@ class PostHocEMA:
         with create_file(path, kinds, about) as file:
             for name, tensor in self._numbered():
                 flat = tensor.reshape(-1)
-                for start in range(0, len(flat), PIECE_ELSEWHERE):
-                    file.write(name, start, flat[start : start + PIECE_ELSEWHERE])
+                for start in range(0, len(flat), CHUNK_SIZE_ON_ACCELERATOR):
+                    file.write(name, start, flat[start : start + CHUNK_SIZE_ON_ACCELERATOR])
         return path
 
     def load(self, path: str | os.PathLike[str] | None = None, *, verify: bool = True) -> None:

@@ -1,1 +1,1 @@
-"""Internal helpers: no technique lives here, and users import nothing from here."""
+"""Internal helpers shared by every technique; not part of the public API."""

@@ -1,4 +1,4 @@
-"""Pieces: long tensors worked through a run of numbers at a time."""
+"""Chunks: process a long tensor a fixed number of elements at a time."""
 
 from collections.abc import Iterable, Iterator
 
@@ -7,43 +7,44 @@ from torch import Tensor
 
 from memlab.internals.torch_internals import FakeTensor
 
-# Numbers: on a CPU 1 MiB of float32, for its cache; on an accelerator, which begins each operator
-# anew, 16 MiB. A prediction's tensors are on the CPU's device 0 and count as CUDA's.
-PIECE, PIECE_ELSEWHERE = 2**18, 2**22
+# In elements. On a CPU 1 MiB of float32, which fits its cache. On an accelerator 16 MiB, because
+# each operator is a kernel launch. A prediction's tensors on CPU device 0 count as CUDA tensors.
+CHUNK_SIZE, CHUNK_SIZE_ON_ACCELERATOR = 2**18, 2**22
 _CPU = torch.device("cpu")
 
 
-def size_on(device: torch.device) -> int:
-    """Numbers of a piece there."""
-    return PIECE if device == _CPU else PIECE_ELSEWHERE
+def chunk_size_on(device: torch.device) -> int:
+    """Return the chunk size for a device, in elements."""
+    return CHUNK_SIZE if device == _CPU else CHUNK_SIZE_ON_ACCELERATOR
 
 
-def starts(numbers: Tensor, size: int) -> Iterable[int]:
-    """Where pieces of `size` numbers begin, in order.
+def chunk_starts(tensor: Tensor, size: int) -> Iterable[int]:
+    """Return the index of the first element of each chunk of `size` elements, in order.
 
-    Of fake tensors the first two and the last alone: two, for what is made of one may be there
-    until that of the next is. The others would take the same bytes again, and a model of seven
-    billion weights has fifty thousand. While the second is worked at, `stands_for` says how many.
+    A fake tensor gets only its first two chunks and its last. Two, because the temporaries of one
+    chunk may live until the next chunk replaces them. The chunks between would allocate the same
+    bytes again, and a model of seven billion weights has fifty thousand of them. During the second
+    chunk, `repeat_count` returns how many chunks it represents.
     """
-    every = range(0, numbers.numel(), size)
-    return _some(every) if isinstance(numbers, FakeTensor) else every
+    every = range(0, tensor.numel(), size)
+    return _representatives(every) if isinstance(tensor, FakeTensor) else every
 
 
-_stands_for = 1
+_repeat_count = 1
 
 
-def stands_for() -> int:
-    """How many pieces the one that is worked at just now stands for, itself counted."""
-    return _stands_for
+def repeat_count() -> int:
+    """Return how many chunks the current chunk represents, itself included."""
+    return _repeat_count
 
 
-def _some(every: range) -> Iterator[int]:
-    global _stands_for
-    outside = _stands_for  # pieces of a piece
+def _representatives(every: range) -> Iterator[int]:
+    global _repeat_count
+    outer_count = _repeat_count  # more than 1 when chunks are nested
     for start in sorted({*every[:2], *every[-1:]}):
         is_second = start in every[1:-1]
-        _stands_for = outside * (len(every) - 2 if is_second else 1)
+        _repeat_count = outer_count * (len(every) - 2 if is_second else 1)
         try:
             yield start
         finally:
-            _stands_for = outside
+            _repeat_count = outer_count

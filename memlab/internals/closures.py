@@ -1,6 +1,6 @@
-"""Closures: an optimizer such as LBFGS runs backward itself, by a function that it asks for.
+"""Closures: optimizers such as LBFGS call a function, the closure, that runs backward.
 
-Whoever steps another's optimizer, weight by weight, has none to give.
+Code that steps an optimizer one weight at a time has no closure to pass.
 """
 
 from inspect import Parameter, signature
@@ -9,10 +9,10 @@ import torch
 
 
 def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Raise TypeError for an optimizer whose step cannot do without."""
+    """Raise TypeError for an optimizer whose `step` requires a closure."""
     closure = signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is Parameter.empty:
         raise TypeError(
             f"got {type(optimizer).__name__}, whose step needs a closure that runs backward; give "
-            f"an optimizer that steps by the gradients it finds"
+            f"an optimizer that reads the gradients from .grad"
         )

@@ -1,13 +1,13 @@
-"""Files that are whole or not there, and what killed processes left of them.
+"""Write files atomically, and remove unfinished files of killed processes.
 
-A file is written beside its final name, forced to the disk (fsync) and renamed, and then the folder
-is forced to the disk: after a crash or a power failure the old file is there, or the new one,
-whole. It costs two waits for the disk.
+A file is written under a temporary name in the same folder, synced to disk (fsync) and renamed;
+then the folder is synced. After a crash or a power failure either the old file or the complete new
+file exists. The cost is two disk syncs.
 
-While it is written the unfinished file is locked. The system releases the lock of a killed process,
-so whoever writes into the same folder later can tell an orphan from a file that is being written,
-and removes it. Temporary folders work the same way. (On Windows unfinished files are not locked,
-because a locked file cannot be renamed there, and orphans stay.)
+The unfinished file is locked while it is written. The operating system releases the lock of a
+killed process, so a later writer can tell an orphan from a file in progress and removes it.
+Temporary folders use the same lock. (Windows cannot rename a locked file, so unfinished files are
+not locked there and orphans stay.)
 """
 
 import os
@@ -26,26 +26,26 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-_NUMBERS = count()
+_COUNTER = count()
 _UNFINISHED = re.compile(r"\..+\.\d+-\d+(\.\w+)?")
-TEMPORARY_LOCK = ".temporary.lock"  # held for as long as a temporary folder is in use
+TEMPORARY_LOCK = ".temporary.lock"  # held while a temporary folder is in use
 
 
 @contextmanager
 def write_beside(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator[Path]:
-    """Where to write what will be `path` when the block ends: `with write_beside(path) as beside:`.
+    """Yield a temporary path that becomes `path` when the block ends.
 
-    If the block raises, Ctrl-C included, `path` is as it was and nothing lies beside it. The folder
-    must be there. A link stays a link: what it leads to is replaced. Without `durable` nothing is
-    forced to the disk. Inside another such block, what that gave is written in place: it keeps its
-    lock, and is whole or not there as the outer block is.
+    If the block raises, Ctrl-C included, `path` is unchanged and the temporary file is removed. The
+    folder must exist. If `path` is a symbolic link, its target is replaced and the link stays.
+    `durable=False` skips the disk syncs. A nested block on a yielded path writes to it directly;
+    the outer block keeps the lock and does the rename.
     """
     path = Path(path).resolve()
     if _UNFINISHED.fullmatch(path.name):
         yield path
         return
     remove_orphans(path.parent)
-    beside = path.with_name(f".{path.stem}.{os.getpid()}-{next(_NUMBERS)}{path.suffix}")
+    beside = path.with_name(f".{path.stem}.{os.getpid()}-{next(_COUNTER)}{path.suffix}")
     with _locked(beside):
         try:
             yield beside
@@ -59,7 +59,7 @@ def write_beside(path: str | os.PathLike[str], *, durable: bool = True) -> Itera
 
 
 def remove_orphans(folder: Path) -> None:
-    """Remove the unfinished files that killed processes left in a folder."""
+    """Remove unfinished files that killed processes left in a folder."""
     if fcntl is None:
         return
     for path in folder.glob(".*"):
@@ -70,7 +70,7 @@ def remove_orphans(folder: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """BlockingIOError if another holds the lock."""
+    """Hold an exclusive lock on a file; raise BlockingIOError if another process holds it."""
     if fcntl is None:
         yield
         return
@@ -84,8 +84,10 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """A folder in the system's temporary one, removed when the block ends; so are those of the same
-    prefix whose process was killed."""
+    """Yield a new folder in the system's temporary folder, and remove it when the block ends.
+
+    Also remove folders with the same prefix whose process was killed.
+    """
     parent = Path(tempfile.gettempdir())
     remove_orphaned_folders(parent, f"{prefix}*")
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
@@ -97,9 +99,9 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 
 
 def remove_orphaned_folders(parent: Path, pattern: str) -> None:
-    """Remove the temporary folders whose process was killed: nobody holds their TEMPORARY_LOCK.
+    """Remove temporary folders whose process was killed, so that their TEMPORARY_LOCK is free.
 
-    A folder without that file is somebody else's.
+    Folders without that file belong to other programs and stay.
     """
     for folder in parent.glob(pattern):
         if (folder / TEMPORARY_LOCK).is_file():
@@ -108,9 +110,9 @@ def remove_orphaned_folders(parent: Path, pattern: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Force a file, or a folder's names, to the disk."""
+    """Force a file's contents, or a folder's entries, to disk (fsync)."""
     if path.is_dir() and os.name == "nt":
-        return  # folders cannot be opened there
+        return  # Windows cannot open a folder
     descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
     try:
         os.fsync(descriptor)

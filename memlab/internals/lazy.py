@@ -1,6 +1,6 @@
-"""Names of a package that are imported when they are first used.
+"""Lazy imports: import a package's module when one of its names is first used.
 
-torch takes seconds, and neither `memlab --help` nor a hint needs any of it.
+Importing torch takes seconds, and `memlab --help` and hints do not need it.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,8 +9,10 @@ from typing import Any
 
 
 def lazily(package: str, home_of: Mapping[str, str]) -> Callable[[str], Any]:
-    """The package's `__getattr__`; a name's home is the module that it is imported from, or "" for
-    a module of the package itself."""
+    """Return a `__getattr__` for a package that imports names on first use.
+
+    `home_of` maps each name to the module it is imported from, or to "" for a submodule.
+    """
 
     def find(name: str) -> Any:
         if name not in home_of:
@@ -22,7 +24,7 @@ def lazily(package: str, home_of: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 class LazyModule:
-    """A module that is imported when one of its names is first used: `optim.Adam8bit`."""
+    """A module imported on first use of one of its attributes."""
 
     def __init__(self, name: str) -> None:
         self._name = name

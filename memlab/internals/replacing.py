@@ -1,4 +1,4 @@
-"""Replace functions of other modules for a while."""
+"""Temporarily replace functions of other modules."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 
 @contextmanager
 def replaced(replacements: dict[tuple[Any, str], Callable[[Any], Any]]) -> Iterator[None]:
-    """Put `replacement(what is there)` in the place of each (owner, name), and take it back."""
+    """Replace each (owner, name) by `replacement(original)` inside the block, then restore it."""
     own = {(owner, name): vars(owner).get(name) for owner, name in replacements}
     try:
         for (owner, name), replacement in replacements.items():
@@ -17,5 +17,5 @@ def replaced(replacements: dict[tuple[Any, str], Callable[[Any], Any]]) -> Itera
         for (owner, name), value in own.items():
             if value is not None:
                 setattr(owner, name, value)
-            elif name in vars(owner):  # it was inherited
+            elif name in vars(owner):  # the original was inherited
                 delattr(owner, name)

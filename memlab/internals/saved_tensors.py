@@ -1,35 +1,34 @@
-"""Saved tensors: what autograd keeps for backward, kept in another form.
+"""Saved tensors: encode the tensors that autograd keeps for backward.
 
-Saves    what the form saves: of each storage once, however many operators save views of it.
-Costs    an encoding in the forward pass, a decoding for each operator of backward that asks.
-Source   torch's saved-tensor hooks; one encoding for all that save a tensor: Liu et al. 2022
-         (GACT), arXiv 2206.11357.
+Saves    each saved storage takes the encoding's size, once, however many operators save views.
+Costs    encoding in the forward pass, and decoding for each backward operator that unpacks it.
+Source   torch's saved-tensor hooks. One encoding shared by all operators: Liu et al. 2022 (GACT),
+         arXiv 2206.11357.
 
-Autograd hands every tensor that it is about to save to a hook, and what the hook returns is saved
-in its place; when backward wants the tensor, another hook has to come up with it. Some techniques
-are no more than an encoding of what passes by: in fewer bits (compression), or in another place
-(offloading).
+Autograd passes every tensor it saves to a pack hook and keeps the hook's result instead. When
+backward needs the tensor, an unpack hook must return it. Activation compression (fewer bits) and
+activation offloading (another device) are such encodings.
 
-    with encoded(choose):              encode = choose(facts)       or None: leave it as it is
-        loss = model(batch)            decode = encode(numbers)     or None: it cannot
-    loss.backward()                    numbers = decode()
+    with encoded(choose):              encode = choose(info)        or None: keep the tensor
+        loss = model(batch)            decode = encode(flat)        or None: cannot encode
+    loss.backward()                    flat = decode()
 
-`numbers` are all those of a storage, flat. What is easily done wrong:
+`flat` is the whole storage as a 1-D tensor. Pitfalls:
 
-    the same bytes twice   x and x.T, saved by two operators, are one storage and get one encoding;
-                           it dies with the last of the graph's nodes that hold it
-    another's bytes        a storage dies, the next gets its address: encodings are found by the
-                           storage as an object, weakly, never by a number
-    the bytes of before    x, x.mul_(2), x: an encoding is of one version of a storage
-    the original, held     neither hook nor encoding may refer to it; nor may a decoding outlive its
-                           use, but two that use it at the same time share one
-    weights                are alive anyway, and an encoding would come on top
-    no check any more      with hooks, torch does not notice that a saved tensor has been written
-                           to: that of what is left as it is, is checked here. What is encoded may
-                           be written to; its bytes are of the right moment
+    duplicates             x and x.T share a storage and get one encoding; it is freed with the
+                           last graph node that uses it
+    reused addresses       a new storage may get a dead storage's address, so encodings are looked
+                           up by weak references to storage objects, never by address
+    in-place writes        x, x.mul_(2), x: an encoding is valid for one version of a storage
+    leaks                  hooks and encodings must not reference the original; a decoded tensor
+                           must not outlive its use, but simultaneous uses share it
+    weights                stay in memory anyway, so encoding them would add memory
+    version checks         torch does not check saved tensors for in-place writes when hooks are
+                           set, so tensors kept as they are get the check here. Encoded tensors may
+                           be overwritten, because the encoding has its own copy
 
-torch counts versions for a tensor and all its views. `x.data` has a count of its own: who writes
-by way of it can make torch, and this, take one content for another.
+torch counts versions per tensor and its views. `x.data` has its own counter, so neither torch nor
+this module detects writes through it.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,173 +44,174 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 from memlab.internals.torch_internals import is_traceable_wrapper_subclass
 
 
-class Facts(NamedTuple):
-    """What is known of a storage when the first tensor of it is about to be saved.
+class TensorInfo(NamedTuple):
+    """Properties of a storage when its first tensor is about to be saved.
 
-    If that is a view, shape, gradient and operator are those of the tensor that it is a view of.
+    For a view, shape, gradient and operator describe the base tensor.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    numbers: int  # of the whole storage
+    numel: int  # elements in the whole storage
     requires_grad: bool
-    operator: str  # that made it, in autograd's words, as "MulBackward0"; "" where it has no graph
-    version: int  # how often it was written to in place
+    operator: str  # autograd's name, such as "MulBackward0"; "" without a graph
+    version: int  # counts in-place writes
     is_parameter: bool = False
 
     @property
     def is_weight(self) -> bool:
-        """A leaf that requires a gradient, or an `nn.Parameter`, which may be frozen."""
+        """True for a leaf that requires grad and for an `nn.Parameter`, frozen or not."""
         return self.is_parameter or (self.requires_grad and not self.operator)
 
     @property
     def bytes(self) -> int:
-        return self.numbers * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
 Decode = Callable[[], Tensor]
 Encode = Callable[[Tensor], Decode | None]
-Choose = Callable[[Facts], Encode | None]
-Note = Callable[[Decode], Any]
+Choose = Callable[[TensorInfo], Encode | None]
+OnPack = Callable[[Decode], Any]
 
 
-def facts_of(tensor: Tensor) -> Facts:
-    """The facts by which a plan decides."""
-    origin = tensor if tensor._base is None else tensor._base
-    return Facts(
-        shape=tuple(origin.shape),
+def tensor_info(tensor: Tensor) -> TensorInfo:
+    """Describe a tensor's storage."""
+    base = tensor if tensor._base is None else tensor._base
+    return TensorInfo(
+        shape=tuple(base.shape),
         dtype=tensor.dtype,
-        numbers=tensor.untyped_storage().nbytes() // tensor.itemsize,
-        requires_grad=origin.requires_grad,
-        operator="" if origin.grad_fn is None else origin.grad_fn.name(),
+        numel=tensor.untyped_storage().nbytes() // tensor.itemsize,
+        requires_grad=base.requires_grad,
+        operator="" if base.grad_fn is None else base.grad_fn.name(),
         version=tensor._version,
-        is_parameter=isinstance(origin, nn.Parameter),
+        is_parameter=isinstance(base, nn.Parameter),
     )
 
 
 @contextmanager
-def encoded(choose: Choose, note: Note | None = None) -> Iterator[None]:
-    """Encode what operators inside `with` save for backward, as `choose` decides.
+def encoded(choose: Choose, on_pack: OnPack | None = None) -> Iterator[None]:
+    """Encode tensors that operators inside the block save for backward.
 
-    `note` is told of each tensor that an operator saves of an encoded storage, the first and every
-    other; what it returns lives as long as the operator's hold on that tensor.
+    `choose` is called once for each storage, version and dtype. Weights are never encoded, whatever
+    it returns; it is not called for sparse tensors and tensor subclasses. When several saved-tensor
+    hooks are nested, only the innermost sees a tensor.
 
-    `choose` is asked once about each storage, version and dtype. Weights stay as they are, whatever
-    it says, and it is not asked about sparse tensors and subclasses. Of hooks inside hooks, these
-    or others, the innermost alone gets to see a tensor.
+    `on_pack` is called with the decoder each time an operator saves a tensor of an encoded storage.
+    Its result lives as long as that operator holds the tensor.
     """
-    hooks = _Hooks(choose, note)
+    hooks = _Hooks(choose, on_pack)
     with saved_tensors_hooks(hooks.pack, hooks.unpack):
         yield
 
 
 class _Hooks:
-    """Whose encodings live in the graph; they are known here by weak references."""
+    """The graph owns the encodings; the hooks hold weak references."""
 
-    def __init__(self, choose: Choose, note: Note | None) -> None:
-        self._choose, self._note = choose, note
-        self._known = WeakIdKeyDictionary()  # storage: what is _Known of it
+    def __init__(self, choose: Choose, on_pack: OnPack | None) -> None:
+        self._choose, self._on_pack = choose, on_pack
+        self._records = WeakIdKeyDictionary()  # storage → _StorageRecord
 
-    def pack(self, tensor: Tensor) -> "_View | _Untouched":
+    def pack(self, tensor: Tensor) -> "_EncodedView | _Unencoded":
         encoding = self._encoding_of(tensor) if _is_plain(tensor) else None
         if encoding is None:
-            return _Untouched(tensor)
-        noted = None if self._note is None else self._note(encoding.decode)
-        return _View(encoding, tensor.size(), tensor.stride(), tensor.storage_offset(), noted)
+            return _Unencoded(tensor)
+        pack_result = None if self._on_pack is None else self._on_pack(encoding.decode)
+        layout = tensor.size(), tensor.stride(), tensor.storage_offset()
+        return _EncodedView(encoding, *layout, pack_result)
 
-    def unpack(self, packed: "_View | _Untouched") -> Tensor:
+    def unpack(self, packed: "_EncodedView | _Unencoded") -> Tensor:
         return packed.tensor()
 
     def _encoding_of(self, tensor: Tensor) -> "_Encoding | None":
-        known = self._known.setdefault(tensor.untyped_storage(), _Known())
+        record = self._records.setdefault(tensor.untyped_storage(), _StorageRecord())
         key = tensor._version, tensor.dtype
-        encoding = known.encodings.get(key)
-        if encoding is None and key not in known.left_alone:
+        encoding = record.encodings.get(key)
+        if encoding is None and key not in record.unencoded:
             encoding = self._encode(tensor)
             if encoding is None:
-                known.left_alone.add(key)
+                record.unencoded.add(key)
             else:
-                known.encodings[key] = encoding
+                record.encodings[key] = encoding
         return encoding
 
     def _encode(self, tensor: Tensor) -> "_Encoding | None":
-        facts = facts_of(tensor)
-        encode = self._choose(facts)
-        if encode is None or facts.is_weight:
+        info = tensor_info(tensor)
+        encode = self._choose(info)
+        if encode is None or info.is_weight:
             return None
-        decode = encode(tensor.detach().as_strided((facts.numbers,), (1,), 0))
+        decode = encode(tensor.detach().as_strided((info.numel,), (1,), 0))
         return None if decode is None else _Encoding(decode)
 
 
-class _Known:
-    """What has become of one storage, by (version, dtype)."""
+class _StorageRecord:
+    """A storage's encodings, by (version, dtype)."""
 
     def __init__(self) -> None:
         self.encodings: WeakValueDictionary[tuple[int, torch.dtype], _Encoding]
         self.encodings = WeakValueDictionary()
-        self.left_alone: set[tuple[int, torch.dtype]] = set()
+        self.unencoded: set[tuple[int, torch.dtype]] = set()
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its numbers are what its storage holds."""
-    is_lazy = tensor.is_neg() or tensor.is_conj()  # the sign to be changed by whoever reads
+    """Return whether a tensor's elements are the values in its storage."""
+    is_lazy = tensor.is_neg() or tensor.is_conj()  # readers must change the sign
     is_dense = tensor.layout is torch.strided and not tensor.is_nested
     return is_dense and not is_lazy and not is_traceable_wrapper_subclass(tensor)
 
 
-# ------------------------------------------------------------------ what the graph holds
+# ------------------------------------------------------------------ kept by the graph
 
 
-class _View(NamedTuple):
-    """A tensor, as a way to look at an encoded storage."""
+class _EncodedView(NamedTuple):
+    """A saved tensor as a view of an encoded storage."""
 
     encoding: "_Encoding"
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    noted: Any
+    pack_result: Any
 
     def tensor(self) -> Tensor:
-        return self.encoding.numbers().as_strided(self.size, self.stride, self.offset)
+        return self.encoding.flat().as_strided(self.size, self.stride, self.offset)
 
 
 class _Encoding:
-    """A storage in its other form."""
+    """An encoded storage and its decoder."""
 
-    __slots__ = ("__weakref__", "_decoded", "_kind", "decode")
+    __slots__ = ("__weakref__", "_decoded", "_dtype_and_device", "decode")
 
     def __init__(self, decode: Decode) -> None:
         self.decode = decode
         self._decoded: Callable[[], torch.UntypedStorage | None] = lambda: None
 
-    def numbers(self) -> Tensor:
-        """(n,): decoded anew, unless somebody still holds what was decoded before.
+    def flat(self) -> Tensor:
+        """Return the decoded storage as a 1-D tensor (n,), shared with earlier calls while in use.
 
-        What they hold is the storage: autograd wraps a tensor of its own around it.
+        The cache refers to the storage, because autograd wraps the tensor in another tensor object.
         """
         if (storage := self._decoded()) is not None:
-            dtype, device = self._kind
+            dtype, device = self._dtype_and_device
             return torch.empty(0, dtype=dtype, device=device).set_(storage)
-        numbers = self.decode()
-        self._decoded = WeakIdRef(numbers.untyped_storage())
-        self._kind = numbers.dtype, numbers.device
-        return numbers
+        flat = self.decode()
+        self._decoded = WeakIdRef(flat.untyped_storage())
+        self._dtype_and_device = flat.dtype, flat.device
+        return flat
 
 
-class _Untouched:
-    """A tensor as it is, and the check that torch leaves out where there are hooks."""
+class _Unencoded:
+    """A tensor saved as it is, with the version check that torch skips under hooks."""
 
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach()  # with its graph, an output would hold what holds it
+        self._tensor = tensor.detach()  # an output with its graph would be a reference cycle
         self._version = tensor._version
 
     def tensor(self) -> Tensor:
         if self._tensor._version != self._version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self._tensor.shape)} and {self._tensor.dtype} was "
-                f"written to after it had been saved for backward; write into a new one, such as "
-                f"x * 2 in place of x.mul_(2)"
+                f"written to after it had been saved for backward; create a new tensor instead, "
+                f"such as x * 2 in place of x.mul_(2)"
             )
         return self._tensor

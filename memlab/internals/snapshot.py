@@ -1,26 +1,25 @@
-"""Events in the form that PyTorch's memory viewer (pytorch.org/memory_viz) opens.
+"""Export events in the format of PyTorch's memory viewer (pytorch.org/memory_viz).
 
-It is the form of `torch.cuda.memory._snapshot()`: what happened, as entries of a device's trace,
-and what is there at the end, as segments of blocks. A snapshot of CUDA's knows the allocator's own
-segments; events know storages, so here each storage is a segment of its own, at an address that no
-other ever has. In place of a stack each block has the operator that made it and the module it ran
-in, and the user's line where it is known.
+The format is the result of `torch.cuda.memory._snapshot()`: a device trace lists what happened, and
+segments of blocks list the allocations that are live at the end. A CUDA snapshot has the
+allocator's segments. memlab's events only have storages, so each storage becomes a segment at a
+unique address. A block's stack shows its operator, the module, and the user's line where known.
 
-An entry for a storage that was there before comes first, so that the viewer's timeline shows it.
+Storages that already existed come first, so that the viewer's timeline shows them.
 
-Source   torch.cuda.memory._snapshot's documentation, torch 2.13; torch.cuda._memory_viz reads it.
+Source torch.cuda.memory._snapshot's documentation, torch 2.13; read by torch.cuda._memory_viz.
 """
 
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-FIRST_ADDRESS = 0x7F00_0000_0000  # where CUDA's begin, too
+FIRST_ADDRESS = 0x7F00_0000_0000  # as on CUDA
 ALIGNMENT = 512
-PROTOCOL = 4  # of pickle: the viewer shows an empty page for a newer one
+PROTOCOL = 4  # pickle protocol; the viewer shows an empty page for newer ones
 
 
 class StorageEvent(Protocol):
-    """An allocation or free of a storage: a memlab.trace.Event, say."""
+    """An allocation or free of a storage, such as memlab.trace.Event."""
 
     bytes: int
     storage: int
@@ -31,7 +30,7 @@ class StorageEvent(Protocol):
 
 
 def snapshot(events: Iterable[StorageEvent]) -> dict[str, Any]:
-    """The whole content of a snapshot's file, for one device."""
+    """Return the contents of a snapshot file for one device."""
     blocks: dict[int, dict[str, Any]] = {}  # alive, by storage
     entries = list(_entries(events, blocks))
     return {
@@ -45,7 +44,7 @@ def snapshot(events: Iterable[StorageEvent]) -> dict[str, Any]:
 def _entries(
     events: Iterable[StorageEvent], blocks: dict[int, dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """A storage that changes its size is freed and allocated anew, as on a GPU."""
+    """Yield trace entries; a resized storage is freed and allocated again, as on a GPU."""
     address = FIRST_ADDRESS
     frames = _Frames()
     for moment, event in enumerate(events):
@@ -98,7 +97,7 @@ def _segment(block: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Frames:
-    """The stack of an event; equal ones are one object, which keeps the file small."""
+    """Stacks of events; equal stacks share one object, which keeps the file small."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str | None, ...], list[dict[str, Any]]] = {}
@@ -111,11 +110,11 @@ class _Frames:
 
 
 def _stack(event: StorageEvent) -> Iterator[dict[str, Any]]:
-    """Innermost first: what it is, the operator, the module, the user's line."""
+    """Yield frames, innermost first: category, operator, module, the user's line."""
     for name in (event.category, event.operator, event.module):
         if name:
             yield {"name": name, "filename": "memlab", "line": 0}
     if event.line:
-        place, _, function = event.line.rpartition(" ")  # a path may have blanks
+        place, _, function = event.line.rpartition(" ")  # a path may contain spaces
         filename, _, line = place.rpartition(":")
         yield {"name": function, "filename": filename, "line": int(line)}

@@ -1,7 +1,7 @@
-"""Everything private of torch that memlab uses: what a release may move or change without a word.
+"""Every private part of torch that memlab uses; a torch release may move or change any of them.
 
-Seen in torch 2.11 and 2.13. After an upgrade run tests/test_torch_internals.py, which names each
-part that is gone. Names are torch's own, without the underscore in front.
+Checked with torch 2.11 and 2.13. After an upgrade run tests/internals/test_torch_internals.py,
+which names each missing part. Names are torch's, without the leading underscore.
 """
 # ruff: noqa: F401 - other modules import these from here
 
@@ -58,22 +58,22 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 from torch.utils._python_dispatch import _get_current_dispatch_mode as get_current_dispatch_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-# Modules that torch.compile imports when it is first used, where memlab hooks in.
+# Modules that torch.compile imports on first use, and memlab patches.
 EVAL_FRAME, CODE_CACHE = "torch._dynamo.eval_frame", "torch._inductor.codecache"
 CONVERT_FRAME = "torch._dynamo.convert_frame"
-GUARDS = "torch._C._dynamo.guards"  # where generated code has its allocation from
+GUARDS = "torch._C._dynamo.guards"  # provides generated code's allocation function
 
 
 # ------------------------------------------------------------------ autograd's engine
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward pass."""
+    """Return whether this thread is running a backward pass."""
     return current_graph_task_id() != -1
 
 
 def when_backward_ends(do: Callable[[], None]) -> None:
-    """Call `do` once, when the backward pass that runs now is over."""
+    """Call `do` once, when the current backward pass ends."""
     torch.autograd.Variable._execution_engine.queue_callback(do)
 
 
@@ -81,12 +81,12 @@ def when_backward_ends(do: Callable[[], None]) -> None:
 
 
 def load_dynamos_rules() -> None:
-    """Dynamo's tables of torch's functions, which it fills when it first needs them."""
+    """Fill Dynamo's tables of torch functions, which otherwise happens on first use."""
     torch._dynamo.trace_rules.get_torch_obj_rule_map()
 
 
 def eval_frame() -> Any:
-    """Dynamo's module that decides which functions are compiled."""
+    """Return the Dynamo module that decides which functions are compiled."""
     return torch._dynamo.eval_frame
 
 
@@ -94,12 +94,12 @@ def eval_frame() -> Any:
 
 
 def cuda_snapshot() -> dict[str, Any]:
-    """The caching allocator's blocks and its recorded history."""
+    """Return the caching allocator's blocks and recorded history."""
     return torch.cuda.memory._snapshot()
 
 
 def record_cuda_history(on: bool) -> None:
-    """Start or stop the history, without the stack of each entry, which would take gigabytes."""
+    """Start or stop recording the history, without stacks, which would take gigabytes."""
     torch.cuda.memory._record_memory_history("all" if on else None, context=None)
 
 
@@ -108,33 +108,33 @@ def cuda_history_is_on() -> bool:
 
 
 def set_cuda_metadata(text: str) -> None:
-    """Write a note into the history."""
+    """Add a note to the history."""
     torch.cuda.memory._set_memory_metadata(text)
 
 
 def cuda_driver_version() -> int:
-    """12080 is 12.8."""
+    """Return the driver's CUDA version; 12080 means 12.8."""
     return torch._C._cuda_getDriverVersion()
 
 
 def finished_work(future: Any) -> Any:
-    """What a collective returns whose result is there."""
+    """Return the handle of a collective that has already finished."""
     return torch._C._distributed_c10d._create_work_from_future(future).boxed()
 
 
 def sharding_propagator() -> Any:
-    """DTensor's class that learns the shape of a result."""
+    """Return DTensor's class that computes the shape of a result."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     return ShardingPropagator
 
 
 def storage_from_weak_pointer(pointer: int) -> torch.UntypedStorage | None:
-    """The storage that a weak reference points to; None once it is gone."""
+    """Return the storage behind a weak pointer, or None if it was freed."""
     return torch.UntypedStorage._new_with_weak_ptr(pointer)
 
 
 def storage_use_count(storage: int) -> int:
-    """How many tensors share a storage; 0 where this torch does not say."""
+    """Return how many tensors share a storage, or 0 if this torch cannot count them."""
     count_of = getattr(torch._C, "_storage_Use_Count", None)
     return 0 if count_of is None else count_of(storage)

@@ -1,8 +1,8 @@
-"""Read a pickle as data.
+"""Unpickle data safely.
 
-`pickle.load` runs whatever the file says: a memory snapshot or a checkpoint from somebody else
-could start any program. Here a pickle may hold Python's own plain types (numbers, text, lists,
-dictionaries, …), and of classes and functions only those that the caller names.
+`pickle.load` runs code from the file, so a snapshot or checkpoint from elsewhere could start any
+program. Here a pickle may only contain Python's plain types (numbers, text, lists, dictionaries, …)
+and the classes and functions that the caller allows.
 """
 
 import pickle
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-Allowed = Mapping[tuple[str, str], Callable[..., Any]]  # (module, name): what stands for it
+Allowed = Mapping[tuple[str, str], Callable[..., Any]]  # (module, name): its replacement
 
 
 class _Unpickler(pickle.Unpickler):
@@ -20,13 +20,16 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self._allowed:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no plain data")
+            raise pickle.UnpicklingError(f"it references {module}.{name}, which is not plain data")
         return self._allowed[module, name]
 
 
 def unpickle(path: Path, allowed: Allowed | None = None) -> Any:
-    """What a pickle holds; ValueError, and nothing has run, if that is more than plain data and
-    what is `allowed`, or if the file is damaged."""
+    """Return the contents of a pickle.
+
+    Raise ValueError, before any code runs, if the file is damaged or contains anything but plain
+    data and `allowed` classes and functions.
+    """
     try:
         with path.open("rb") as file:
             return _Unpickler(file, allowed or {}).load()
@@ -34,5 +37,5 @@ def unpickle(path: Path, allowed: Allowed | None = None) -> Any:
         raise
     except Exception as error:  # a damaged pickle can raise anything
         raise ValueError(
-            f"{path} cannot be read: {error}; give a file that was written as expected and is whole"
+            f"{path} cannot be read: {error}; give a complete file of the expected format"
         ) from error

@@ -1,14 +1,14 @@
-"""Techniques as kernels of a GPU, in Triton: what the readable versions cost is had back.
+"""Triton kernels for techniques whose readable versions launch many small operators on a GPU.
 
-attention.py     flash attention, forward and backward
-optim.py         8-bit Adam and 8-bit Lion, a step of a weight in one launch
-compression.py   activations to 8, 4 or 2 bits and back, one pass over the numbers each
-losses.py        a chunk's losses and gradients, from its logits, in place
-launching.py     how a kernel is started
-arithmetic.py    what they reckon with, rounded alike on a GPU and in the interpreter
-compiling.py     what the compiler makes of a kernel, for a GPU that is not there
+    attention.py     flash attention, forward and backward
+    optim.py         8-bit Adam and 8-bit Lion: one launch per weight and step
+    compression.py   activations to 8, 4 or 2 bits and back, in one pass each
+    losses.py        losses and gradients of a chunk of logits, in place
+    launching.py     kernel launches
+    arithmetic.py    operations that round the same on a GPU and in the interpreter
+    compiling.py     compiles kernels without a GPU
 
-Each is chosen from outside, in the place of its readable twin, and does the same:
+Each replaces its readable version, with the same results:
 
     from memlab import kernels
 
@@ -16,15 +16,15 @@ Each is chosen from outside, in the place of its readable twin, and does the sam
     kernels.Adam8bit(model.parameters())
     with kernels.compressed_activations(bits=8): ...
 
-Nothing else in memlab imports this: without Triton, importing it is an ImportError. Without a GPU,
-TRITON_INTERPRET=1 in the environment has the kernels run on a CPU, slowly.
+No other part of memlab imports this package; without Triton, importing it raises ImportError.
+Without a GPU, set TRITON_INTERPRET=1 to run the kernels on a CPU, slowly.
 """
 
 from importlib.util import find_spec
 
 if find_spec("triton") is None:
     raise ImportError(
-        "memlab.kernels needs Triton, and there is none; install it (`pip install triton`, on "
+        "memlab.kernels needs Triton, which is not installed; install it (`pip install triton`, on "
         "Linux), or use memlab.attention, memlab.optim, memlab.compression and memlab.losses, "
         "which do the same without it"
     )

@@ -1,10 +1,10 @@
-"""What a kernel reckons with, rounded alike on a GPU and in Triton's interpreter.
+"""Operations for kernels that round the same on a GPU and in Triton's interpreter.
 
-The interpreter differs from a GPU in three points, and all are mended here:
+The interpreter differs from a GPU in three ways, which are fixed here:
 
-    tl.dot of bfloat16      multiplies the bit patterns (Triton 3.7): `product` takes float32 there
-    float32 to bfloat16     cuts off, where a GPU rounds to the nearest: `rounded` does there too
-    tl.fma                  rounds twice: `fused` takes float64 there
+    tl.dot of bfloat16      multiplies the bit patterns (Triton 3.7); `matmul_add` uses float32
+    float32 to bfloat16     truncates, but a GPU rounds to nearest; `cast` rounds to nearest
+    tl.fma                  rounds twice; `fma` uses float64
 """
 
 import triton
@@ -12,22 +12,22 @@ import triton.language as tl
 
 from memlab.kernels.launching import INTERPRETED
 
-# What a kernel sees of a module must be a constant of the language.
+# Kernels can only use a module's globals if they are constexpr.
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def product(a, b, total):
-    """total + a @ b, in float32; float32 factors are taken in full, not in tf32."""
+def matmul_add(a, b, acc):
+    """acc + a @ b in float32; float32 inputs are not rounded to tf32."""
     if _INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, total, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
-def rounded(x, dtype: tl.constexpr):
-    """float32 `x` in `dtype`, to the nearest, ties to even."""
+def cast(x, dtype: tl.constexpr):
+    """Cast float32 `x` to `dtype`, rounding to nearest, ties to even."""
     if _INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         up = bits + 0x7FFF + ((bits >> 16) & 1)
@@ -37,33 +37,34 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def fused(a, b, c):
+def fma(a, b, c):
     """a·b + c, rounded once."""
-    if _INTERPRETED:  # numpy rounds twice; in float64 the product is exact
+    if _INTERPRETED:  # numpy rounds twice; a·b is exact in float64
         exact = tl.to_tensor(a).to(tl.float64) * tl.to_tensor(b).to(tl.float64)
         return (exact + c.to(tl.float64)).to(tl.float32)
     return tl.fma(a, b, c)
 
 
 @triton.jit
-def quotient(x, divisor):
-    """x/divisor to the nearest, of finite numbers; `divisor` is one of many x.
+def divide_by_shared(x, divisor):
+    """x/divisor, rounded to nearest, for finite values and a `divisor` shared by many x.
 
-    Markstein 1990: one division for all, then three operations each. What the first quotient
-    leaves over is exact, and corrects it.
+    Markstein 1990: one division for all, then three operations each. The remainder of the estimate
+    is exact and corrects it.
     """
-    inverse = tl.div_rn(1.0, divisor)
-    about = x * inverse
-    left = fused(-about, divisor, x)
-    return fused(left, inverse, about)
+    reciprocal = tl.div_rn(1.0, divisor)
+    estimate = x * reciprocal
+    remainder = fma(-estimate, divisor, x)
+    return fma(remainder, reciprocal, estimate)
 
 
 @triton.jit
-def fractions(numbers, scales):
-    """numbers/scales, of a block of zeros 0; both times the same power of two.
+def divide_by_scales(x, scales):
+    """Divide each block by its scale; a block of zeros gives zeros.
 
-    Without it the inverse of a scale below 2⁻¹²⁶ would be infinite.
+    Both are multiplied by the same power of two first, because the reciprocal of a scale below
+    2⁻¹²⁶ would overflow.
     """
     power = tl.where(scales < 2.0**-60, 2.0**64, tl.where(scales > 2.0**60, 2.0**-64, 1.0))
     divisors = tl.where(scales == 0, 1.0, scales * power)
-    return quotient(numbers * power[:, None], divisors[:, None])
+    return divide_by_shared(x * power[:, None], divisors[:, None])

@@ -1,57 +1,57 @@
-"""Flash attention for a GPU: a tile of scores lives in registers and is never written down.
+"""Flash attention on a GPU: tiles of scores stay in registers and are never written to memory.
 
-Saves    the T² weights a head, as `memlab.attention.flash_attention` does: for backward it keeps
-         q, k, v, the result, and one number a query. And their traffic: that one writes each tile
-         of scores to memory and reads it back, several times; here no score leaves the processor.
-Costs    the scores twice more in backward, and dout vᵀ twice: 9 products of matrices where
-         `attention_reference` takes 6. Dropout, which only
-         `memlab.attention.flash_attention` has.
+Saves    the T² probabilities per head, like `memlab.attention.flash_attention`; backward needs q,
+         k, v, the output, and one log-sum-exp per query. Also memory traffic: that version writes
+         and reads each tile of scores several times.
+Costs    backward recomputes the scores twice, and dout vᵀ twice: 9 matmuls, where
+         `attention_reference` needs 6. No dropout; use `memlab.attention.flash_attention` for it.
 Source   Dao 2023 (FlashAttention-2), arXiv 2307.08691, algorithms 1 and 2; Tillet et al. 2019
          (Triton), doi 10.1145/3315508.3329973.
 
-Three kernels. A program of each holds one tile and walks along those that it meets:
+Adds to memlab.reference.tiled_attention: one Triton kernel per pass, causal masks and sliding
+windows, grouped queries, 16-bit dtypes, and any strides.
 
-    flash_forward   a tile of queries, along the keys       out, lse
-    flash_dq        a tile of queries, along the keys       dq; delta = rowsum(dout ∘ out)
-    flash_dkdv      a tile of keys, along the queries       dk, dv
+There are three kernels. Each program owns one tile and loops over the tiles it needs:
 
-    s = scale · log₂e · q kᵀ                 dv = wᵀ dout
-    w = 2^(s - log₂e · lse)                  ds = w ∘ (dout vᵀ - delta)
+    flash_forward   a tile of queries, over the keys        out, lse
+    flash_dq        a tile of queries, over the keys        dq; delta = rowsum(dout ∘ out)
+    flash_dkdv      a tile of keys, over the queries        dk, dv
+
+    s = scale · log₂e · q kᵀ                 dv = pᵀ dout
+    p = 2^(s - log₂e · lse)                  ds = p ∘ (dout vᵀ - delta)
                                              dq = scale · ds k        dk = scale · dsᵀ q
 
-What is easily done wrong:
+Pitfalls and design choices:
 
-    one kernel for all gradients   saves 2 of the 9 products, and adds to dq from many programs at
-                                   once: atomic additions, in no fixed order. Here every number is
-                                   one program's, and two runs give the same bits
-    grouped queries                share a key: its program walks along all heads of the group, so
-                                   their gradients are summed before they are rounded
-    a mask on every tile           costs as much as the exponentials. A walk has two parts: first
-                                   the tiles that are seen whole, then those at the edges of the
-                                   band. A condition inside of one loop would cost more: Triton then
-                                   no longer sees that the weights go into a product, and passes
-                                   them from warp to warp by way of shared memory
-    where a load stands            is where its registers begin to be taken: right before its use
-    the scale in q                 would be rounded, in 16 bits. It comes after the product; and as
-                                   the highest score, scaled, is the highest of the scaled ones, it
-                                   takes part in the exponential's subtraction, for free. Of a scale
-                                   below 0 this is the lowest: such scores are scaled first
-    the order of programs          a causal mask leaves the last queries with the most to do. They
-                                   start first, lest one of them begin when all others are done; and
-                                   only as many heads at a time as the cache has room for
-    offsets                        to a tile are 64 bits wide, 2³¹ numbers being few. Inside of a
-                                   tile they have 32: what is laid out so that 256 tokens span 2³¹
-                                   numbers is copied
+    one kernel for all gradients   would save 2 of the 9 matmuls, but needs atomic additions to dq
+                                   in no fixed order. Here each element is written by one program,
+                                   so results are deterministic
+    grouped queries                share a key. The key's program loops over all heads of the group,
+                                   so gradients are summed before they are rounded
+    masking                        every tile would cost as much as the exponentials. The loop has
+                                   two parts: fully visible tiles first, then tiles at the edges of
+                                   the band. A condition inside one loop costs more, because Triton
+                                   then passes the probabilities through shared memory
+    loads                          stand right before their use, to keep register use low
+    scale                          folding it into q would round it to 16 bits, so it is applied
+                                   after the matmul. For a positive scale the scaled row max is the
+                                   max of the scaled scores, so the multiplication merges with the
+                                   subtraction in the exponent. Otherwise the scores are scaled
+                                   first
+    program order                  the last queries have the most work under a causal mask, so they
+                                   start first. Only as many heads run at a time as fit the cache
+    offsets                        to a tile are 64 bits wide, within a tile 32 bits. Tensors in
+                                   which 256 tokens span 2³¹ elements are copied
 
-To the kernels `scale` is scale · log₂e, so that what they sum is a power of two; hence ln 2 in the
-gradients of q and k.
+The kernels receive scale · log₂e as `scale`, so that exponentials are powers of two. The gradients
+of q and k therefore contain ln 2.
 
-Products are of the inputs' dtype with sums in float32: weights and their gradients are rounded for
-them, as in production. All else is float32, and float32 inputs are multiplied in full, not in tf32.
-Beside float64, of inputs around 1, float32 is off by at most 2e-6 of the largest number (in the
-interpreter; on a GPU, whose 2^x is an approximation and whose a·b + c is rounded once, allow twice
-that). Gradients' errors grow with the scores: an exponent is rounded at the size of the largest. In
-16 bits the error is at most twice that of `attention_reference`, of gradients three times.
+Matmuls use the inputs' dtype with float32 accumulators: probabilities and their gradients are cast
+for them, as in production. Everything else is float32, and float32 inputs are not rounded to tf32.
+For inputs around 1, float32 results differ from float64 by at most 2e-6 of the largest element in
+the interpreter. Allow twice that on a GPU, which approximates 2^x and rounds a·b + c once. Gradient
+errors grow with the scores, because an exponent is rounded relative to the largest score. In 16
+bits, errors are at most twice `attention_reference`'s, and three times for gradients.
 """
 
 import math
@@ -66,18 +66,18 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from memlab.attention.flash import NO_SECOND_DERIVATIVE, cast_for_autocast, check_inputs
 from memlab.attention.tiling import Alignment, Band, Window, band
-from memlab.kernels.arithmetic import product, rounded
-from memlab.kernels.launching import blocks, capability_of, launch
+from memlab.kernels.arithmetic import cast, matmul_add
+from memlab.kernels.launching import block_count, capability_of, launch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MOST_WIDE = 256  # D: beyond it, a tile of 64 queries is more than the registers hold
-CACHE_BYTES = 16 * 2**20  # what programs that run side by side may walk along, all in all
+MAX_HEAD_DIM = 256  # above it, a tile of 64 queries exceeds the registers
+CACHE_BYTES = 16 * 2**20  # keys and values that concurrent programs may read, in total
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2))
 
-# Numbers of which it is all the same whether they are 1, or a multiple of 16.
-PLAIN = ["heads", "low", "high", "heads_at_once"]
+# Integer arguments that Triton should not specialize on being 1 or a multiple of 16.
+UNSPECIALIZED = ["heads", "low", "high", "heads_at_once"]
 
 
 def flash_attention(
@@ -91,39 +91,39 @@ def flash_attention(
     window: Window | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention, exactly, in one kernel, and two for the gradients.
+    """Compute exact attention in one kernel, and its gradients in two.
 
-    q is (B, H, Tq, D), k and v are (B, KV, Tk, D), where KV divides H; returns (B, H, Tq, D), laid
-    out in memory like q. float32, float16 or bfloat16, D up to 256, any strides. The settings are
-    those of `memlab.attention.flash_attention`, less dropout.
+    q is (B, H, Tq, D), k and v are (B, KV, Tk, D), and KV divides H. Returns (B, H, Tq, D), laid
+    out in memory like q. float32, float16 or bfloat16, D up to 256, any strides. See
+    `memlab.attention.flash_attention` for the settings; `dropout` must be 0.
 
-    ValueError for shapes, dtypes and settings that do not fit; RuntimeError for tensors that are
-    not on a GPU, and in a second derivative.
+    Raise ValueError for unsupported shapes, dtypes and settings. Raise RuntimeError for CPU
+    tensors, and for a second derivative.
     """
-    if has_torch_function((q, k, v)):  # of a mode that wants to know that attention runs
+    if has_torch_function((q, k, v)):  # lets function modes detect attention
         settings = {"causal": causal, "alignment": alignment, "scale": scale, "window": window}
         return handle_torch_function(
             flash_attention, (q, k, v), q, k, v, **settings, dropout=dropout
         )
-    q, k, v = map(_within_reach, cast_for_autocast(q, k, v))
+    q, k, v = map(_with_int32_offsets, cast_for_autocast(q, k, v))
     check_inputs(q, k, v)
     _require_supported(q, dropout)
     limits = band(q.shape[2], k.shape[2], causal=causal, alignment=alignment, window=window)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-    return FlashAttention.apply(q, k, v, limits, scale)
+    return FlashAttentionKernel.apply(q, k, v, limits, scale)
 
 
-# ------------------------------------------------------------------ the sizes of tiles
+# ------------------------------------------------------------------ tile sizes
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How much one program does: a tile of so many queries by so many keys."""
+    """The tile of one program: queries × keys."""
 
     queries: int
     keys: int
     warps: int
-    stages: int  # tiles that are on their way from memory at once
+    stages: int  # tiles prefetched at once
 
     def constants(self, D: int) -> dict[str, int]:
         return {
@@ -136,11 +136,10 @@ class Tiling:
         }
 
 
-# By the bytes of a number and the padded D: flash_forward, flash_dq, flash_dkdv. All fit into 99 KB
-# of shared memory, which is what the smaller GPUs give a program. Of tensors whose heads lie in one
-# piece, and whose D is a power of 2, none spills a register from 8.0 to 9.0, but for a few of
-# float32 on 9.0. With 8 warps and fewer rows than D, an A100 or RTX would do some of the products
-# twice: hence 128 rows for D = 128.
+# By bytes per element and padded D, for flash_forward, flash_dq and flash_dkdv. All fit into 99 KB
+# of shared memory, the limit on smaller GPUs. With contiguous heads and D a power of 2, none spills
+# registers on 8.0 to 9.0, except a few of float32 on 9.0. D = 128 has 128 rows, because with 8
+# warps and fewer rows than D, an A100 or RTX would compute some matmuls twice.
 TILINGS = {
     (2, 16): (Tiling(128, 64, 4, 3), Tiling(64, 64, 4, 3), Tiling(64, 128, 8, 3)),
     (2, 32): (Tiling(128, 64, 4, 3), Tiling(64, 64, 4, 3), Tiling(64, 128, 8, 3)),
@@ -154,293 +153,298 @@ TILINGS = {
     (4, 256): (Tiling(32, 16, 8, 1), Tiling(16, 16, 8, 2), Tiling(16, 16, 8, 1)),
 }
 
-# An H100's tensor cores read the tiles where they lie, so registers are left for larger ones.
+# An H100's tensor cores read tiles from shared memory, which leaves registers for larger tiles.
 HOPPER = 90
-OF_HOPPER = {
+HOPPER_TILINGS = {
     (2, 64): (Tiling(128, 128, 8, 3), Tiling(128, 64, 8, 3), Tiling(64, 128, 8, 2)),
     (2, 128): (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 3), Tiling(32, 128, 8, 2)),
 }
 
 
 def tilings(q: Tensor) -> tuple[Tiling, Tiling, Tiling]:
-    """Of flash_forward, flash_dq and flash_dkdv, for heads like those of q."""
+    """Return the tilings of flash_forward, flash_dq and flash_dkdv for heads like q's."""
     key = q.dtype.itemsize, _padded(q.shape[3])
     is_hopper = capability_of(q.device) == HOPPER
-    return OF_HOPPER.get(key, TILINGS[key]) if is_hopper else TILINGS[key]
+    return HOPPER_TILINGS.get(key, TILINGS[key]) if is_hopper else TILINGS[key]
 
 
 def _padded(D: int) -> int:
-    """Tensor cores multiply 16 at a time, and a tile's sides are powers of 2."""
+    """Pad D to a power of 2 of at least 16, as tensor cores and Triton require."""
     return max(16, triton.next_power_of_2(D))
 
 
-# ------------------------------------------------------------------ what the kernels share
+# ------------------------------------------------------------------ shared by the kernels
 
 
 @triton.jit
-def _place(heads, heads_at_once, tiles):
-    """Which head and which tile a program is given: by sections of heads, tile by tile."""
+def _assign_tile(heads, heads_at_once, tiles):
+    """Return a program's head and tile: by sections of heads, then by tile, then by head."""
     program = tl.program_id(0)
     section = program // (heads_at_once * tiles)
-    within = program % (heads_at_once * tiles)
-    first = section * heads_at_once
-    size = tl.minimum(heads_at_once, heads - first)
-    return first + within % size, within // size
+    offset = program % (heads_at_once * tiles)
+    first_head = section * heads_at_once
+    size = tl.minimum(heads_at_once, heads - first_head)
+    return first_head + offset % size, offset // size
 
 
 @triton.jit
-def _head(x, strides, sequence, head):
-    """Where a head of (B, H, T, D) begins."""
+def _head_pointer(x, strides, sequence, head):
+    """Return a pointer to one head of (B, H, T, D)."""
     return x + tl.cast(sequence, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
 
 
 @triton.jit
-def _places(x, strides, start, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Of the tile of a head that begins at token `start`: (BLOCK_T, BLOCK_D)."""
+def _tile_pointers(x, strides, start, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return pointers (BLOCK_T, BLOCK_D) to the tile that starts at token `start`."""
     x += tl.cast(start, tl.int64) * strides[2]
     rows, columns = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     return x + rows[:, None] * strides[2] + columns[None, :] * strides[3]
 
 
 @triton.jit
-def _there(start, length, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
-    """bool (BLOCK_T, BLOCK_D): what of a tile is inside of the matrix."""
+def _in_bounds(start, length, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return bool (BLOCK_T, BLOCK_D): the elements of a tile inside the head."""
     rows, columns = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     return (start + rows < length)[:, None] & (columns < D)[None, :]
 
 
 @triton.jit
-def _load(
+def _load_tile(
     x, strides, start, length,
     D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK_T, BLOCK_D) of a head, 0 beyond its edges; unmasked, it has to have all the rows."""
-    places = _places(x, strides, start, BLOCK_T, BLOCK_D)
+    """Load (BLOCK_T, BLOCK_D), with 0 out of bounds; if not MASKED, all rows must be in bounds."""
+    pointers = _tile_pointers(x, strides, start, BLOCK_T, BLOCK_D)
     if MASKED:
-        there = _there(start, length, D, BLOCK_T, BLOCK_D)
-        tile = tl.load(places, mask=there, other=0.0)
+        in_bounds = _in_bounds(start, length, D, BLOCK_T, BLOCK_D)
+        tile = tl.load(pointers, mask=in_bounds, other=0.0)
     elif D < BLOCK_D:
-        tile = tl.load(places, mask=(tl.arange(0, BLOCK_D) < D)[None, :], other=0.0)
+        tile = tl.load(pointers, mask=(tl.arange(0, BLOCK_D) < D)[None, :], other=0.0)
     else:
-        tile = tl.load(places)
+        tile = tl.load(pointers)
     return tile
 
 
 @triton.jit
-def _load_numbers(x, places, length, other, MASKED: tl.constexpr):
-    """A number of each place, `other` beyond the last; unmasked, none may be beyond it."""
+def _load_vector(x, indices, length, other, MASKED: tl.constexpr):
+    """Load one value per index, `other` out of bounds; if not MASKED, all must be in bounds."""
     if MASKED:
-        numbers = tl.load(x + places, mask=places < length, other=other)
+        values = tl.load(x + indices, mask=indices < length, other=other)
     else:
-        numbers = tl.load(x + places)
-    return numbers
+        values = tl.load(x + indices)
+    return values
 
 
 @triton.jit
-def _store(x, strides, start, length, values, D: tl.constexpr):
-    """(BLOCK_T, BLOCK_D) float32 `values` into a head, those inside of it."""
+def _store_tile(x, strides, start, length, values, D: tl.constexpr):
+    """Cast float32 `values` (BLOCK_T, BLOCK_D) and store the elements in bounds."""
     BLOCK_T: tl.constexpr = values.shape[0]
     BLOCK_D: tl.constexpr = values.shape[1]
-    places = _places(x, strides, start, BLOCK_T, BLOCK_D)
-    there = _there(start, length, D, BLOCK_T, BLOCK_D)
-    tl.store(places, rounded(values, x.dtype.element_ty), mask=there)
+    pointers = _tile_pointers(x, strides, start, BLOCK_T, BLOCK_D)
+    in_bounds = _in_bounds(start, length, D, BLOCK_T, BLOCK_D)
+    tl.store(pointers, cast(values, x.dtype.element_ty), mask=in_bounds)
 
 
 @triton.jit
-def _walk(start, stop, low, high, length, BLOCK: tl.constexpr):
-    """The walk of the tile from `start` to `stop`, in which i sees others from i + low to i + high.
-    Of queries the others are keys; of keys, with the band turned round, queries.
+def _loop_bounds(start, stop, low, high, length, BLOCK: tl.constexpr):
+    """Return the loop bounds of a tile from `start` to `stop`, where i sees i + low to i + high.
 
-    Of the others, `length` in all, those that the whole tile sees are from the first to the second;
-    those that some of it see from the third to the fourth, with the former left out: see `_past`.
-    Steps are of BLOCK, from multiples of it.
+    For a tile of queries the loop runs over keys. For a tile of keys it runs over queries, with the
+    band mirrored. `length` is the length of the looped dimension, and steps are multiples of BLOCK.
+
+    The first two bounds enclose steps that the whole tile sees. The last two enclose the partly
+    visible steps, numbered without the first ones: see `_step_start`.
     """
     begin = tl.maximum(start + low, 0) // BLOCK * BLOCK
     end = tl.maximum(tl.minimum(stop + high, length), 0)
-    middle = tl.minimum(tl.cdiv(tl.maximum(stop - 1 + low, 0), BLOCK) * BLOCK, end)
-    until = tl.maximum(tl.minimum(start + high + 1, length), 0) // BLOCK * BLOCK
-    until = tl.maximum(until, middle)
-    return middle, until, begin, end - (until - middle)
+    unmasked_start = tl.minimum(tl.cdiv(tl.maximum(stop - 1 + low, 0), BLOCK) * BLOCK, end)
+    unmasked_stop = tl.maximum(tl.minimum(start + high + 1, length), 0) // BLOCK * BLOCK
+    unmasked_stop = tl.maximum(unmasked_stop, unmasked_start)
+    return unmasked_start, unmasked_stop, begin, end - (unmasked_stop - unmasked_start)
 
 
 @triton.jit
-def _past(step, edges):
-    """Where a step of the second part of a walk is: beyond the first, if that has been reached."""
-    return tl.where(step < edges[0], step, step + edges[1] - edges[0])
+def _step_start(step, bounds):
+    """Return the position of a partly visible step, skipping the fully visible range."""
+    return tl.where(step < bounds[0], step, step + bounds[1] - bounds[0])
 
 
 @triton.jit
-def _seen(ones, others, low, high, length):
-    """bool (ones, others): the others from one's place + low to + high, those that there are."""
-    last = tl.minimum(ones + high, length - 1)  # a number a row, where a difference is one a pair
-    return (others[None, :] >= (ones + low)[:, None]) & (others[None, :] <= last[:, None])
+def _visible(rows, columns, low, high, length):
+    """Return bool (rows, columns): column in row + low … row + high, and below `length`."""
+    last_column = tl.minimum(rows + high, length - 1)  # one operation per row, not per pair
+    return (columns[None, :] >= (rows + low)[:, None]) & (columns[None, :] <= last_column[:, None])
 
 
 @triton.jit
-def _products(rows, columns):
-    """rows @ columnsᵀ, in float32."""
-    nothing = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
-    return product(rows, tl.trans(columns), nothing)
+def _matmul_transposed(a, b):
+    """a @ bᵀ in float32."""
+    zeros = tl.zeros((a.shape[0], b.shape[0]), tl.float32)
+    return matmul_add(a, tl.trans(b), zeros)
 
 
 @triton.jit
-def _weighed(scores, scale, top):
-    """The highest score of each row so far, these scores' weights, and the correction of earlier
-    ones. `scale` is above 0, and `top` is scaled."""
-    higher = tl.maximum(top, tl.max(scores, 1) * scale)
-    zero = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - (-inf) is NaN
-    return higher, tl.exp2(scores * scale - zero[:, None]), tl.exp2(top - zero)
+def _online_softmax(scores, scale, row_max):
+    """Return the new row max, the unnormalized probabilities, and the correction of earlier ones.
+
+    `scale` must be positive, and `row_max` is already scaled.
+    """
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # -inf - (-inf) is NaN
+    return new_max, tl.exp2(scores * scale - shift[:, None]), tl.exp2(row_max - shift)
 
 
 # ------------------------------------------------------------------ the kernels
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def flash_forward(
     q, k, v, out, lse,
     q_strides, k_strides, v_strides, out_strides,
     heads, H, group, Tq, Tk, low, high, scale, heads_at_once,
-    RISING: tl.constexpr,
+    POSITIVE_SCALE: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The results of BLOCK_Q queries, and their lse. The last tile has the most to do."""
+    """Compute the outputs and lse of BLOCK_Q queries, the tile with the most work first."""
     tiles = tl.cdiv(Tq, BLOCK_Q)
-    head, place = _place(heads, heads_at_once, tiles)
-    first = (tiles - 1 - place) * BLOCK_Q
+    head, tile_index = _assign_tile(heads, heads_at_once, tiles)
+    first = (tiles - 1 - tile_index) * BLOCK_Q
     b, h = head // H, head % H
-    q, out = _head(q, q_strides, b, h), _head(out, out_strides, b, h)
-    k, v = _head(k, k_strides, b, h // group), _head(v, v_strides, b, h // group)
+    q, out = _head_pointer(q, q_strides, b, h), _head_pointer(out, out_strides, b, h)
+    k, v = _head_pointer(k, k_strides, b, h // group), _head_pointer(v, v_strides, b, h // group)
     queries = first + tl.arange(0, BLOCK_Q)
-    rows = _load(q, q_strides, first, Tq, D, BLOCK_Q, BLOCK_D, True)
-    top = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_Q,), tl.float32)
-    mixed = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
-    edges = _walk(first, tl.minimum(first + BLOCK_Q, Tq), low, high, Tk, BLOCK_K)
+    q_tile = _load_tile(q, q_strides, first, Tq, D, BLOCK_Q, BLOCK_D, True)
+    row_max = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_Q,), tl.float32)
+    acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+    bounds = _loop_bounds(first, tl.minimum(first + BLOCK_Q, Tq), low, high, Tk, BLOCK_K)
     for masked in tl.static_range(2):
-        for step in range(edges[2 * masked], edges[2 * masked + 1], BLOCK_K):
-            start = _past(step, edges) if masked else step
-            columns = _load(k, k_strides, start, Tk, D, BLOCK_K, BLOCK_D, masked)
-            scores = _products(rows, columns)
-            if not RISING:
+        for step in range(bounds[2 * masked], bounds[2 * masked + 1], BLOCK_K):
+            start = _step_start(step, bounds) if masked else step
+            k_tile = _load_tile(k, k_strides, start, Tk, D, BLOCK_K, BLOCK_D, masked)
+            scores = _matmul_transposed(q_tile, k_tile)
+            if not POSITIVE_SCALE:
                 scores *= scale
             if masked:
-                seen = _seen(queries, start + tl.arange(0, BLOCK_K), low, high, Tk)
-                scores = tl.where(seen, scores, float("-inf"))
-            steep = scale if RISING else 1.0
-            top, weights, correction = _weighed(scores, steep, top)
-            total = total * correction + tl.sum(weights, 1)
-            columns = _load(v, v_strides, start, Tk, D, BLOCK_K, BLOCK_D, masked)
-            mixed = mixed * correction[:, None]
-            mixed = product(rounded(weights, columns.dtype), columns, mixed)
-    saw_nothing = total == 0
-    total = tl.where(saw_nothing, 1.0, total)
-    _store(out, out_strides, first, Tq, mixed / total[:, None], D)
-    log_sum_exp = tl.where(saw_nothing, float("inf"), (top + tl.log2(total)) * LN_2)
+                visible = _visible(queries, start + tl.arange(0, BLOCK_K), low, high, Tk)
+                scores = tl.where(visible, scores, float("-inf"))
+            score_scale = scale if POSITIVE_SCALE else 1.0
+            row_max, probs, correction = _online_softmax(scores, score_scale, row_max)
+            row_sum = row_sum * correction + tl.sum(probs, 1)
+            v_tile = _load_tile(v, v_strides, start, Tk, D, BLOCK_K, BLOCK_D, masked)
+            acc = acc * correction[:, None]
+            acc = matmul_add(cast(probs, v_tile.dtype), v_tile, acc)
+    is_empty = row_sum == 0
+    row_sum = tl.where(is_empty, 1.0, row_sum)
+    _store_tile(out, out_strides, first, Tq, acc / row_sum[:, None], D)
+    log_sum_exp = tl.where(is_empty, float("inf"), (row_max + tl.log2(row_sum)) * LN_2)
     tl.store(lse + tl.cast(head, tl.int64) * Tq + queries, log_sum_exp, mask=queries < Tq)
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def flash_dq(
     q, k, v, out, lse, dout, dq, delta,
     q_strides, k_strides, v_strides, out_strides, dout_strides, dq_strides,
     heads, H, group, Tq, Tk, low, high, scale, heads_at_once,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of BLOCK_Q queries, and their delta, which flash_dkdv reads."""
+    """Compute dq of BLOCK_Q queries, and delta, which flash_dkdv reads."""
     tiles = tl.cdiv(Tq, BLOCK_Q)
-    head, place = _place(heads, heads_at_once, tiles)
-    first = (tiles - 1 - place) * BLOCK_Q
+    head, tile_index = _assign_tile(heads, heads_at_once, tiles)
+    first = (tiles - 1 - tile_index) * BLOCK_Q
     b, h = head // H, head % H
-    q, dq = _head(q, q_strides, b, h), _head(dq, dq_strides, b, h)
-    out, dout = _head(out, out_strides, b, h), _head(dout, dout_strides, b, h)
-    k, v = _head(k, k_strides, b, h // group), _head(v, v_strides, b, h // group)
+    q, dq = _head_pointer(q, q_strides, b, h), _head_pointer(dq, dq_strides, b, h)
+    out, dout = _head_pointer(out, out_strides, b, h), _head_pointer(dout, dout_strides, b, h)
+    k, v = _head_pointer(k, k_strides, b, h // group), _head_pointer(v, v_strides, b, h // group)
     queries = first + tl.arange(0, BLOCK_Q)
-    numbers = tl.cast(head, tl.int64) * Tq + queries
-    rows = _load(q, q_strides, first, Tq, D, BLOCK_Q, BLOCK_D, True)
-    upstream = _load(dout, dout_strides, first, Tq, D, BLOCK_Q, BLOCK_D, True)
-    result = _load(out, out_strides, first, Tq, D, BLOCK_Q, BLOCK_D, True)
-    share = tl.sum(upstream.to(tl.float32) * result.to(tl.float32), 1)
-    tl.store(delta + numbers, share, mask=queries < Tq)
-    log_sum = tl.load(lse + numbers, mask=queries < Tq, other=float("inf")) * LOG2_E
-    total = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
-    edges = _walk(first, tl.minimum(first + BLOCK_Q, Tq), low, high, Tk, BLOCK_K)
+    row_indices = tl.cast(head, tl.int64) * Tq + queries
+    q_tile = _load_tile(q, q_strides, first, Tq, D, BLOCK_Q, BLOCK_D, True)
+    dout_tile = _load_tile(dout, dout_strides, first, Tq, D, BLOCK_Q, BLOCK_D, True)
+    out_tile = _load_tile(out, out_strides, first, Tq, D, BLOCK_Q, BLOCK_D, True)
+    row_delta = tl.sum(dout_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
+    tl.store(delta + row_indices, row_delta, mask=queries < Tq)
+    row_lse = tl.load(lse + row_indices, mask=queries < Tq, other=float("inf")) * LOG2_E
+    acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+    bounds = _loop_bounds(first, tl.minimum(first + BLOCK_Q, Tq), low, high, Tk, BLOCK_K)
     for masked in tl.static_range(2):
-        for step in range(edges[2 * masked], edges[2 * masked + 1], BLOCK_K):
-            start = _past(step, edges) if masked else step
-            columns = _load(k, k_strides, start, Tk, D, BLOCK_K, BLOCK_D, masked)
-            scores = _products(rows, columns)
-            weights = tl.exp2(scores * scale - log_sum[:, None])
+        for step in range(bounds[2 * masked], bounds[2 * masked + 1], BLOCK_K):
+            start = _step_start(step, bounds) if masked else step
+            k_tile = _load_tile(k, k_strides, start, Tk, D, BLOCK_K, BLOCK_D, masked)
+            scores = _matmul_transposed(q_tile, k_tile)
+            probs = tl.exp2(scores * scale - row_lse[:, None])
             if masked:
-                seen = _seen(queries, start + tl.arange(0, BLOCK_K), low, high, Tk)
-                weights = tl.where(seen, weights, 0.0)
-            values = _load(v, v_strides, start, Tk, D, BLOCK_K, BLOCK_D, masked)
-            dweights = _products(upstream, values)
-            dscores = rounded(weights * (dweights - share[:, None]), columns.dtype)
-            total = product(dscores, columns, total)
-    _store(dq, dq_strides, first, Tq, total * (scale * LN_2), D)
+                visible = _visible(queries, start + tl.arange(0, BLOCK_K), low, high, Tk)
+                probs = tl.where(visible, probs, 0.0)
+            v_tile = _load_tile(v, v_strides, start, Tk, D, BLOCK_K, BLOCK_D, masked)
+            dprobs = _matmul_transposed(dout_tile, v_tile)
+            dscores = cast(probs * (dprobs - row_delta[:, None]), k_tile.dtype)
+            acc = matmul_add(dscores, k_tile, acc)
+    _store_tile(dq, dq_strides, first, Tq, acc * (scale * LN_2), D)
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def flash_dkdv(
     q, k, v, lse, delta, dout, dk, dv,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
     heads, KV, group, Tq, Tk, low, high, scale, heads_at_once,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of BLOCK_K keys and their values, summed over the heads that share them."""
-    head, place = _place(heads, heads_at_once, tl.cdiv(Tk, BLOCK_K))
-    first = place * BLOCK_K
+    """Compute dk and dv of BLOCK_K keys, summed over the heads that share them."""
+    head, tile_index = _assign_tile(heads, heads_at_once, tl.cdiv(Tk, BLOCK_K))
+    first = tile_index * BLOCK_K
     b, h = head // KV, head % KV
-    k, dk = _head(k, k_strides, b, h), _head(dk, dk_strides, b, h)
-    v, dv = _head(v, v_strides, b, h), _head(dv, dv_strides, b, h)
+    k, dk = _head_pointer(k, k_strides, b, h), _head_pointer(dk, dk_strides, b, h)
+    v, dv = _head_pointer(v, v_strides, b, h), _head_pointer(dv, dv_strides, b, h)
     keys = first + tl.arange(0, BLOCK_K)
-    columns = _load(k, k_strides, first, Tk, D, BLOCK_K, BLOCK_D, True)
-    values = _load(v, v_strides, first, Tk, D, BLOCK_K, BLOCK_D, True)
-    dcolumns = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
-    dvalues = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
-    edges = _walk(first, tl.minimum(first + BLOCK_K, Tk), -high, -low, Tq, BLOCK_Q)
+    k_tile = _load_tile(k, k_strides, first, Tk, D, BLOCK_K, BLOCK_D, True)
+    v_tile = _load_tile(v, v_strides, first, Tk, D, BLOCK_K, BLOCK_D, True)
+    dk_acc = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+    dv_acc = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+    bounds = _loop_bounds(first, tl.minimum(first + BLOCK_K, Tk), -high, -low, Tq, BLOCK_Q)
     for masked in tl.static_range(2):
         for member in range(group):
-            one_q = _head(q, q_strides, b, h * group + member)
-            one_dout = _head(dout, dout_strides, b, h * group + member)
-            numbers = (tl.cast(head, tl.int64) * group + member) * Tq
-            for step in range(edges[2 * masked], edges[2 * masked + 1], BLOCK_Q):
-                start = _past(step, edges) if masked else step
+            q_head = _head_pointer(q, q_strides, b, h * group + member)
+            dout_head = _head_pointer(dout, dout_strides, b, h * group + member)
+            row_offset = (tl.cast(head, tl.int64) * group + member) * Tq
+            for step in range(bounds[2 * masked], bounds[2 * masked + 1], BLOCK_Q):
+                start = _step_start(step, bounds) if masked else step
                 queries = start + tl.arange(0, BLOCK_Q)
-                rows = _load(one_q, q_strides, start, Tq, D, BLOCK_Q, BLOCK_D, masked)
-                scores = _products(columns, rows)
-                log_sum = _load_numbers(lse + numbers, queries, Tq, float("inf"), masked)
-                weights = tl.exp2(scores * scale - log_sum[None, :] * LOG2_E)
+                q_tile = _load_tile(q_head, q_strides, start, Tq, D, BLOCK_Q, BLOCK_D, masked)
+                scores = _matmul_transposed(k_tile, q_tile)
+                row_lse = _load_vector(lse + row_offset, queries, Tq, float("inf"), masked)
+                probs = tl.exp2(scores * scale - row_lse[None, :] * LOG2_E)
                 if masked:
-                    seen = _seen(keys, queries, -high, -low, Tq)
-                    weights = tl.where(seen, weights, 0.0)
-                upstream = _load(one_dout, dout_strides, start, Tq, D, BLOCK_Q, BLOCK_D, masked)
-                dvalues = product(rounded(weights, rows.dtype), upstream, dvalues)
-                dweights = _products(values, upstream)
-                share = _load_numbers(delta + numbers, queries, Tq, 0.0, masked)
-                dscores = rounded(weights * (dweights - share[None, :]), rows.dtype)
-                dcolumns = product(dscores, rows, dcolumns)
-    _store(dk, dk_strides, first, Tk, dcolumns * (scale * LN_2), D)
-    _store(dv, dv_strides, first, Tk, dvalues, D)
+                    visible = _visible(keys, queries, -high, -low, Tq)
+                    probs = tl.where(visible, probs, 0.0)
+                dout_tile = _load_tile(
+                    dout_head, dout_strides, start, Tq, D, BLOCK_Q, BLOCK_D, masked
+                )
+                dv_acc = matmul_add(cast(probs, q_tile.dtype), dout_tile, dv_acc)
+                dprobs = _matmul_transposed(v_tile, dout_tile)
+                row_delta = _load_vector(delta + row_offset, queries, Tq, 0.0, masked)
+                dscores = cast(probs * (dprobs - row_delta[None, :]), q_tile.dtype)
+                dk_acc = matmul_add(dscores, q_tile, dk_acc)
+    _store_tile(dk, dk_strides, first, Tk, dk_acc * (scale * LN_2), D)
+    _store_tile(dv, dv_strides, first, Tk, dv_acc, D)
 
 
-# ------------------------------------------------------------------ their launches
+# ------------------------------------------------------------------ launches
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, limits: Band, scale: float) -> tuple[Tensor, Tensor]:
-    """The result, and the lse of every query: (B, H, Tq)."""
+    """Return the output and the lse of every query (B, H, Tq)."""
     (B, H, Tq, D), (KV, Tk) = q.shape, k.shape[1:3]
     out = torch.empty_like(q)
     lse = torch.empty((B, H, Tq), dtype=torch.float32, device=q.device)
     tiling, _, _ = tilings(q)
     launch(
         flash_forward,
-        (B * H * blocks(Tq, tiling.queries),),
+        (B * H * block_count(Tq, tiling.queries),),
         *(q, k, v, out, lse),
         *(x.stride() for x in (q, k, v, out)),
         *(B * H, H, H // KV, Tq, Tk, *limits, scale * LOG2_E.value),
         H // KV * _heads_at_once(B * KV, 2, k),
-        RISING=scale > 0,
+        POSITIVE_SCALE=scale > 0,
         **tiling.constants(D),
     )
     return out, lse
@@ -456,7 +460,7 @@ def backward(
     limits: Band,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v."""
+    """Return the gradients of q, k and v."""
     (B, H, Tq, D), (KV, Tk) = q.shape, k.shape[1:3]
     group = H // KV
     _, by_queries, by_keys = tilings(q)
@@ -465,7 +469,7 @@ def backward(
     shape = (group, Tq, Tk, *limits, scale * LOG2_E.value)
     launch(
         flash_dq,
-        (B * H * blocks(Tq, by_queries.queries),),
+        (B * H * block_count(Tq, by_queries.queries),),
         *(q, k, v, out, lse, dout, dq, delta),
         *(x.stride() for x in (q, k, v, out, dout, dq)),
         *(B * H, H, *shape, group * _heads_at_once(B * KV, 2, k)),
@@ -473,7 +477,7 @@ def backward(
     )
     launch(
         flash_dkdv,
-        (B * KV * blocks(Tk, by_keys.keys),),
+        (B * KV * block_count(Tk, by_keys.keys),),
         *(q, k, v, lse, delta, dout, dk, dv),
         *(x.stride() for x in (q, k, v, dout, dk, dv)),
         *(B * KV, KV, *shape, _heads_at_once(B * KV, 2 * group, q)),
@@ -482,17 +486,17 @@ def backward(
     return dq, dk, dv
 
 
-def _heads_at_once(heads: int, walked: int, x: Tensor) -> int:
-    """How many heads' programs may run side by side: `walked` heads like x's are what one reads."""
-    bytes_a_head = walked * x.shape[2] * x.shape[3] * x.element_size()
-    return max(1, min(heads, CACHE_BYTES // max(1, bytes_a_head)))
+def _heads_at_once(heads: int, heads_read: int, x: Tensor) -> int:
+    """Return how many heads may run at once, if a program reads `heads_read` heads like x's."""
+    bytes_per_head = heads_read * x.shape[2] * x.shape[3] * x.element_size()
+    return max(1, min(heads, CACHE_BYTES // max(1, bytes_per_head)))
 
 
-# ------------------------------------------------------------------ in autograd
+# ------------------------------------------------------------------ autograd
 
 
-class FlashAttention(torch.autograd.Function):
-    """The node of the graph: it saves q, k, v, out and lse."""
+class FlashAttentionKernel(torch.autograd.Function):
+    """The autograd node; it saves q, k, v, out and lse."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, limits: Band, scale: float) -> Tensor:
@@ -503,11 +507,11 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return *_Gradients.apply(dout, *ctx.saved_tensors, *ctx.settings), None, None
+        return *_FlashGradients.apply(dout, *ctx.saved_tensors, *ctx.settings), None, None
 
 
-class _Gradients(torch.autograd.Function):
-    """A node of its own, so that a second derivative is refused where it is asked for."""
+class _FlashGradients(torch.autograd.Function):
+    """A separate node, so that a second derivative raises an error where it is requested."""
 
     @staticmethod
     def forward(ctx: Any, dout: Tensor, *saved: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -518,28 +522,28 @@ class _Gradients(torch.autograd.Function):
         raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ validation
 
 
-def _within_reach(x: Tensor) -> Tensor:
-    """Copied to one run where a tile of it would span 2³¹ numbers, which 32 bits do not count."""
-    is_far = any(MOST_WIDE * stride >= 2**31 for stride in x.stride()[2:])
-    return x.contiguous() if is_far else x
+def _with_int32_offsets(x: Tensor) -> Tensor:
+    """Copy x to contiguous memory if offsets within a tile would exceed 32 bits."""
+    overflows = any(MAX_HEAD_DIM * stride >= 2**31 for stride in x.stride()[2:])
+    return x.contiguous() if overflows else x
 
 
 def _require_supported(q: Tensor, dropout: float) -> None:
     if dropout:
         raise ValueError(
-            f"got dropout={dropout}, which this kernel has not; use "
-            f"memlab.attention.flash_attention, or leave it at 0"
+            f"got dropout={dropout}, which this kernel does not support; use "
+            f"memlab.attention.flash_attention, or set it to 0"
         )
     if q.dtype not in DTYPES:
         raise ValueError(
-            f"got {q.dtype}, and this kernel takes float32, float16 and bfloat16; convert q, k and "
+            f"got {q.dtype}, and this kernel supports float32, float16 and bfloat16; cast q, k and "
             f"v, or use memlab.attention.flash_attention"
         )
-    if q.shape[3] > MOST_WIDE:
+    if q.shape[3] > MAX_HEAD_DIM:
         raise ValueError(
-            f"got heads of width {q.shape[3]}, and this kernel takes up to {MOST_WIDE}; use "
-            f"memlab.attention.flash_attention"
+            f"got a head dimension of {q.shape[3]}, and this kernel supports up to "
+            f"{MAX_HEAD_DIM}; use memlab.attention.flash_attention"
         )

@@ -1,13 +1,11 @@
-"""What the compiler makes of a kernel, for a GPU that is not there.
+"""Compile kernels without a GPU, and report their resource use.
 
-Triton and its assembler need no GPU to compile for one, and a launch goes here all the way that it
-goes on a GPU, up to where the kernel would be loaded. What they say is the half of a kernel's speed
-that can be known without one: how many registers a thread takes, whether some of them had to
-be spilled to memory, and how much shared memory a program takes, of which a GPU has so much and no
-more: a kernel that takes too much does not start.
+Triton and the assembler need no GPU. A launch proceeds as on a GPU up to loading the kernel. The
+report lists registers per thread, register spills, and shared memory per program. A kernel that
+needs more shared memory than the GPU has does not start.
 
     with compiled_for(89) as made:                       # an RTX 4090
-        flash_attention(q, k, v)                         # of the meta device: nothing runs
+        flash_attention(q, k, v)                         # on the meta device: nothing runs
     made[0].shared_bytes, made[0].registers, made[0].spilled_bytes
 """
 
@@ -27,14 +25,14 @@ from triton.runtime import driver
 
 from memlab.kernels.launching import INTERPRETED, observed, targeting
 
-# Compute capability: the shared memory that one program may take there (CUDA's programming guide,
-# table of technical specifications).
+# Compute capability: shared memory per program, in bytes (CUDA programming guide, technical
+# specifications).
 SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for one kind of GPU."""
+    """One kernel compiled for one compute capability."""
 
     name: str
     capability: int
@@ -46,35 +44,35 @@ class Compiled:
 
 @contextmanager
 def compiled_for(capability: int) -> Iterator[list[Compiled]]:
-    """Every kernel that is launched inside, compiled for `capability` (89 is 8.9), each once.
+    """Compile every kernel launched inside the block for `capability` (89 is 8.9), once each.
 
-    RuntimeError with Triton's interpreter on, which has no compiler.
+    Raise RuntimeError if Triton's interpreter is on, because it has no compiler.
     """
     if INTERPRETED:
         raise RuntimeError(
-            "got TRITON_INTERPRET=1, which puts the interpreter in the compiler's place; unset it"
+            "got TRITON_INTERPRET=1, which replaces the compiler by an interpreter; unset it"
         )
-    made: dict[int, Compiled] = {}
+    compiled: dict[int, Compiled] = {}
 
     def compile_one(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        given = [x.dtype if isinstance(x, Tensor) else x for x in arguments]
-        one = kernel.warmup(*given, grid=(1,), **constants)  # a launch, but for its last step
-        if id(one) not in made:
-            made[id(one)] = _described(one, capability)
-            found.append(made[id(one)])
+        specialized = [x.dtype if isinstance(x, Tensor) else x for x in arguments]
+        binary = kernel.warmup(*specialized, grid=(1,), **constants)  # compiles without running
+        if id(binary) not in compiled:
+            compiled[id(binary)] = _inspect(binary, capability)
+            results.append(compiled[id(binary)])
 
-    found: list[Compiled] = []
-    before = driver._active
-    driver.set_active(_Absent(capability))
+    results: list[Compiled] = []
+    previous = driver._active
+    driver.set_active(_TargetDriver(capability))
     try:
         with observed(compile_one), targeting(capability):
-            yield found
+            yield results
     finally:
-        driver.set_active(before)
+        driver.set_active(previous)
 
 
-class _Absent:
-    """As much of Triton's driver as is asked before a kernel is loaded."""
+class _TargetDriver:
+    """The parts of Triton's driver that compilation uses."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -83,14 +81,14 @@ class _Absent:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return self.capability  # a kernel is kept by the number of its device
+        return self.capability  # Triton caches kernels by device index
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
-def _described(kernel: Any, capability: int) -> Compiled:
-    registers, spilled = _assembled(kernel.asm["ptx"], capability)
+def _inspect(kernel: Any, capability: int) -> Compiled:
+    registers, spilled = _assemble(kernel.asm["ptx"], capability)
     return Compiled(
         name=kernel.src.fn.__name__,
         capability=capability,
@@ -101,16 +99,16 @@ def _described(kernel: Any, capability: int) -> Compiled:
     )
 
 
-def _assembled(ptx: str, capability: int) -> tuple[int, int]:
-    """Registers a thread, and the bytes of them that the assembler had to spill."""
+def _assemble(ptx: str, capability: int) -> tuple[int, int]:
+    """Return registers per thread and bytes of spilled registers."""
     chip = re.search(r"^\.target (\w+)", ptx, re.MULTILINE).group(1)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.ptx")
         path.write_text(ptx)
-        words = [get_ptxas(capability).path, "-v", f"--gpu-name={chip}", str(path), "-o"]
-        done = subprocess.run(
-            [*words, str(path.with_suffix(".cubin"))], capture_output=True, text=True, check=True
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={chip}", str(path), "-o"]
+        completed = subprocess.run(
+            [*command, str(path.with_suffix(".cubin"))], capture_output=True, text=True, check=True
         )
-    registers = re.search(r"Used (\d+) registers", done.stderr).group(1)
-    spilled = re.search(r"(\d+) bytes spill stores", done.stderr).group(1)
+    registers = re.search(r"Used (\d+) registers", completed.stderr).group(1)
+    spilled = re.search(r"(\d+) bytes spill stores", completed.stderr).group(1)
     return int(registers), int(spilled)

@@ -1,39 +1,41 @@
-"""Activation compression in a kernel: one pass over the numbers to encode, one to decode.
+"""Activation compression in Triton: one pass over the elements to encode, one to decode.
 
-Saves    bytes moved: of float32 at 8 bits 5 a number to encode and 5 to decode, where
-         memlab.quantize, operator by operator, reads and writes 43 and 21. And what those need
-         meanwhile: a kernel needs nothing but what is kept.
-Costs    blocks of a power of two from 32 to 4096 numbers, affine alone; stochastic rounding draws
-         other random numbers than memlab.quantize, of 16 bits (15 for codes of 8): the odds are
-         the fraction's to 2⁻¹⁷.
-Source   Chen et al. 2021 (ActNN), arXiv 2104.14129, whose coding was one CUDA kernel too.
+Saves    memory traffic: at 8 bits 5 bytes per float32 element to encode and 5 to decode, where
+         memlab.quantize moves 43 and 21 in separate operators. Also their temporaries.
+Costs    blocks must be a power of two from 32 to 4096 elements, affine only. Stochastic rounding
+         draws different random bits than memlab.quantize, 16 per element (15 for 8-bit codes), so
+         probabilities are exact to 2⁻¹⁷.
+Source   Chen et al. 2021 (ActNN), arXiv 2104.14129, which also used one CUDA kernel.
 
-What is kept is what `quantize_blockwise` keeps without a code, to the bit:
+Adds to memlab.reference.activation_compression: one kernel each for encoding and decoding, 4 and 2
+bits, and stochastic rounding.
 
-    offset  = bfloat16, rounded down,  of  the block's smallest x
-    scale   = bfloat16, rounded up,    of  (largest − offset) / (2ᵇ − 1);   not finite: NaN
-    c       = (x − offset) / scale, to the nearest, ties to even
+Encoding is bitwise equal to `quantize_blockwise` without a codebook:
+
+    offset  = min of the block, rounded down to bfloat16
+    scale   = (max − offset) / (2ᵇ − 1), rounded up to bfloat16; NaN if not finite
+    c       = (x − offset) / scale, rounded to nearest, ties to even
     x       ≈ offset + c·scale
 
-A float32's upper half is a bfloat16, that towards zero. So to round down is to cut the lower half
-off, and to add one to what is left where x is negative and something was cut; up, where x is
-positive. And c is in the lowest bits of (x − offset) / scale + 1.5·2²³: a float32 of that size has
-no bits for a fraction, and the addition rounds as c has to be. No c is above 2ᵇ − 1, as no scale
-falls short by more than 2⁻¹⁷ of itself, the subnormal ones included.
+The upper half of a float32 is the bfloat16 next to it towards zero. Rounding down clears the lower
+half, and adds one to the upper half if x is negative and the lower half was not zero. Rounding up
+does the same for positive x. The lowest bits of (x − offset) / scale + 1.5·2²³ are c: a float32 of
+that size has no bits for a fraction, so the addition rounds. c never exceeds 2ᵇ − 1, because a
+scale is at most 2⁻¹⁷ of itself too small, even if subnormal.
 
-What is easily done wrong:
+Pitfalls:
 
-    a division by multiplying    with 1/scale: one more rounding, and c is off by one near a tie.
-                                 Triton's `/` is not exactly rounded either: hence `fractions`
-    the minimum of NaN           a GPU's minimum takes the other number: NaN is looked for apart
-    NaN, rounded by its bits     one added to all ones is zero: a scale is tested before
-    the end                      a mask on every load would be a load of 4 bytes at a time where n
-                                 is odd: the last program alone has one
+    multiplying by 1/scale       rounds once more, and c is off by one near ties. Triton's `/` is
+                                 not exactly rounded either, hence `divide_by_scales`
+    the minimum of NaN           a GPU's minimum ignores NaN, so NaN is detected separately
+    rounding NaN by its bits     adding one to all ones gives zero, so scales are tested first
+    the last block               a mask on every load would split it into loads of 4 bytes for odd
+                                 n, so only the last program uses one
 
-On a GPU codes, scales and offsets are as exact as here: each operation is one of IEEE's, and there
-is no product to be contracted with a sum. (memlab.quantize, on CUDA, is not: torch divides by 255
-as by a product, and a scale can be a bfloat16 lower or higher.) Decoded, a float32 may differ in
-its last bit, where offset + c·scale is rounded once and not twice.
+On a GPU codes, scales and offsets are equally exact: each operation is an IEEE operation, and no
+multiplication is contracted with an addition. (memlab.quantize on CUDA is not: torch divides by 255
+through a reciprocal, so a scale can be one bfloat16 off.) A decoded float32 may differ in its last
+bit, where offset + c·scale is rounded once instead of twice.
 """
 
 from collections.abc import Callable
@@ -45,15 +47,15 @@ import triton.language as tl
 from torch import Tensor
 
 from memlab import compression
-from memlab.compression import CodingKernel, Report
-from memlab.internals.saved_tensors import Facts
-from memlab.kernels.arithmetic import fractions, rounded
-from memlab.kernels.launching import blocks, launch
+from memlab.compression import CompressionReport, QuantizationKernel
+from memlab.internals.saved_tensors import TensorInfo
+from memlab.kernels.arithmetic import cast, divide_by_scales
+from memlab.kernels.launching import block_count, launch
 from memlab.quantize import Mode, Quantized, quantize_blockwise
 
-_TILE = 4096  # numbers of a program: 32 a thread
-# Numbers side by side of one thread. Of 8, a warp has a block of 256, whose range it finds without
-# another warp; its codes, at 2 bits, are 64 bytes in a row.
+_TILE = 4096  # elements per program, 32 per thread
+# Consecutive elements per thread. With 8, one warp holds a block of 256 and finds its range alone,
+# and stores 2-bit codes as 64 consecutive bytes.
 _RUN = tl.constexpr(8)
 _LARGEST_BFLOAT16 = tl.constexpr(torch.finfo(torch.bfloat16).max)
 _NO_FRACTION = tl.constexpr(1.5 * 2**23)
@@ -71,24 +73,24 @@ def quantize_affine(
     mode: Mode = "nearest",
     generator: torch.Generator | None = None,
 ) -> Quantized:
-    """What `memlab.quantize.quantize_blockwise` makes of `x` without a code.
+    """Encode `x` like `memlab.quantize.quantize_blockwise` without a codebook.
 
-    Arguments and errors are the same; ValueError for a block that is no power of two from 32 to
-    4096, too. Stochastic, a seed is drawn with `generator`, on the device of `x`.
+    Arguments and errors are the same, but blocks must be a power of two from 32 to 4096. Stochastic
+    rounding draws a seed from `generator`, on the device of `x`.
     """
-    quantize_blockwise(x.new_empty(0), block=block, bits=bits, mode=mode)  # or raise
+    quantize_blockwise(x.new_empty(0), block=block, bits=bits, mode=mode)  # validates
     _check_block(block)
-    kept = _empty(x, block, bits)
+    out = _empty(x, block, bits)
     seed = None
     if mode == "stochastic":
         seed = torch.randint(2**63 - 1, (1,), generator=generator, device=x.device)
     launch(
         _encode,
-        (blocks(x.numel(), _TILE),),
+        (block_count(x.numel(), _TILE),),
         x.reshape(-1),
-        kept.codes,
-        kept.scales,
-        kept.offsets,
+        out.codes,
+        out.scales,
+        out.offsets,
         seed,
         x.numel(),
         BLOCK=block,
@@ -96,23 +98,21 @@ def quantize_affine(
         BITS=bits,
         num_warps=4,
     )
-    return kept
+    return out
 
 
 def _check_block(block: int) -> None:
     if block & (block - 1) or not 32 <= block <= _TILE:
         raise ValueError(
             f"got blocks of {block}; give a power of two from 32 to {_TILE}, or use "
-            f"memlab.compression and memlab.quantize, which take any"
+            f"memlab.compression and memlab.quantize, which support any block"
         )
 
 
 def _empty(x: Tensor, block: int, bits: int) -> Quantized:
-    block_count = blocks(x.numel(), block)
-    codes = torch.empty(blocks(x.numel() * bits, 8), dtype=torch.uint8, device=x.device)
-    scales, offsets = (
-        torch.empty(block_count, dtype=torch.bfloat16, device=x.device) for _ in range(2)
-    )
+    count = block_count(x.numel(), block)
+    codes = torch.empty(block_count(x.numel() * bits, 8), dtype=torch.uint8, device=x.device)
+    scales, offsets = (torch.empty(count, dtype=torch.bfloat16, device=x.device) for _ in range(2))
     return Quantized(codes, scales, offsets, None, x.shape, x.dtype, bits, block)
 
 
@@ -128,47 +128,47 @@ def _encode(
     BLOCKS: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """BLOCKS whole blocks; the last program's may end before."""
+    """Encode BLOCKS whole blocks; the last program may have fewer."""
     LEVELS: tl.constexpr = 2**BITS - 1
     first_block = tl.program_id(0).to(tl.int64) * BLOCKS
-    first = first_block * BLOCK
-    left = tl.minimum(count - first, BLOCKS * BLOCK).to(tl.int32)
-    x = _loaded(x_ptr + first, left, BLOCK, BLOCKS)  # (BLOCKS, BLOCK)
+    start = first_block * BLOCK
+    remaining = tl.minimum(count - start, BLOCKS * BLOCK).to(tl.int32)
+    x = _load_blocks(x_ptr + start, remaining, BLOCK, BLOCKS)  # (BLOCKS, BLOCK)
     scales, offsets = _scales_and_offsets(x, LEVELS)  # (BLOCKS,)
-    steps = fractions(x - offsets[:, None], scales)  # at most LEVELS·(1 + 2⁻¹⁷)
+    steps = divide_by_scales(x - offsets[:, None], scales)  # ≤ LEVELS·(1 + 2⁻¹⁷)
     if seed_ptr is None:
         codes = (steps + _NO_FRACTION).to(tl.int32, bitcast=True)
     else:
-        draws = _draws(tl.load(seed_ptr), BLOCK, BLOCKS)
-        codes = _at_random(tl.minimum(steps, LEVELS), draws, min(16, 23 - BITS))
-    codes &= tl.where(scales == scales, LEVELS, 0)[:, None]  # 0 of NaN
-    _store_codes(codes_ptr + first * BITS // 8, codes, left, BITS)
-    each_block = tl.arange(0, BLOCKS)
-    is_block = each_block * BLOCK < left
-    tl.store(scales_ptr + first_block + each_block, _upper_half(scales), is_block)
-    tl.store(offsets_ptr + first_block + each_block, _upper_half(offsets), is_block)
+        random_bits = _random_halves(tl.load(seed_ptr), BLOCK, BLOCKS)
+        codes = _stochastic_codes(tl.minimum(steps, LEVELS), random_bits, min(16, 23 - BITS))
+    codes &= tl.where(scales == scales, LEVELS, 0)[:, None]  # 0 for NaN
+    _store_codes(codes_ptr + start * BITS // 8, codes, remaining, BITS)
+    block_indices = tl.arange(0, BLOCKS)
+    is_block = block_indices * BLOCK < remaining
+    tl.store(scales_ptr + first_block + block_indices, _to_bfloat16_exact(scales), is_block)
+    tl.store(offsets_ptr + first_block + block_indices, _to_bfloat16_exact(offsets), is_block)
 
 
 @triton.jit
-def _in_runs(LENGTH: tl.constexpr, RUN: tl.constexpr):
-    """0 … LENGTH − 1, (LENGTH / RUN, RUN): as the last axis is so short, a thread has all of it."""
+def _tile_indices(LENGTH: tl.constexpr, RUN: tl.constexpr):
+    """Return 0 … LENGTH − 1 as (LENGTH / RUN, RUN), so that a thread holds a whole short row."""
     return tl.arange(0, LENGTH // RUN)[:, None] * RUN + tl.arange(0, RUN)[None, :]
 
 
 @triton.jit
-def _loaded(x_ptr, left, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """float32 (BLOCKS, BLOCK); beyond the end the last number again, which stretches no range."""
-    places = _in_runs(BLOCKS * BLOCK, _RUN)
-    if left == BLOCKS * BLOCK:
-        x = tl.load(x_ptr + places)
+def _load_blocks(x_ptr, remaining, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """Load float32 (BLOCKS, BLOCK), padded with the last element, which widens no range."""
+    indices = _tile_indices(BLOCKS * BLOCK, _RUN)
+    if remaining == BLOCKS * BLOCK:
+        x = tl.load(x_ptr + indices)
     else:
-        x = tl.load(x_ptr + places, places < left, other=tl.load(x_ptr + left - 1))
+        x = tl.load(x_ptr + indices, indices < remaining, other=tl.load(x_ptr + remaining - 1))
     return x.to(tl.float32).reshape(BLOCKS, BLOCK)
 
 
 @triton.jit
 def _scales_and_offsets(x, LEVELS: tl.constexpr):
-    """Both float32, of which bfloat16 keeps every bit."""
+    """Return both as float32 that bfloat16 represents exactly."""
     has_nan = tl.max((x != x).to(tl.int32), axis=1) == 1
     low = tl.min(x, axis=1)
     offsets = tl.where(has_nan, float("nan"), _bfloat16_down(low))
@@ -180,86 +180,92 @@ def _scales_and_offsets(x, LEVELS: tl.constexpr):
 @triton.jit
 def _bfloat16_down(x):
     bits = x.to(tl.uint32, bitcast=True)
-    is_past = (bits >> 31 == 1) & (bits & 0xFFFF != 0)
-    return ((bits & 0xFFFF0000) + tl.where(is_past, 0x10000, 0)).to(tl.float32, bitcast=True)
+    is_inexact = (bits >> 31 == 1) & (bits & 0xFFFF != 0)
+    return ((bits & 0xFFFF0000) + tl.where(is_inexact, 0x10000, 0)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _bfloat16_up(x):
     bits = x.to(tl.uint32, bitcast=True)
-    is_past = (bits >> 31 == 0) & (bits & 0xFFFF != 0)
-    return ((bits & 0xFFFF0000) + tl.where(is_past, 0x10000, 0)).to(tl.float32, bitcast=True)
+    is_inexact = (bits >> 31 == 0) & (bits & 0xFFFF != 0)
+    return ((bits & 0xFFFF0000) + tl.where(is_inexact, 0x10000, 0)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _upper_half(x):
-    """float32 of which bfloat16 keeps every bit; by them, as the interpreter makes 0 of numbers
-    below 2⁻¹²⁶."""
+def _to_bfloat16_exact(x):
+    """Convert float32 that bfloat16 represents exactly, by its bits.
+
+    The interpreter's cast would flush values below 2⁻¹²⁶ to 0.
+    """
     return (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
-def _as_float32(x):
+def _bfloat16_bits_to_float32(x):
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _at_random(steps, draws, PLACES: tl.constexpr):
-    """In the lowest bits the whole number below or, as often as the fraction says, above: a float32
-    of this size has so many binary places, and draws that are added to them carry one."""
+def _stochastic_codes(steps, random_bits, PLACES: tl.constexpr):
+    """Return in the lowest bits `steps` rounded up with its fraction's probability, else down.
+
+    A float32 of this size has PLACES binary places, and adding random bits to them carries into the
+    integer.
+    """
     fixed = (steps + 2.0 ** (23 - PLACES)).to(tl.int32, bitcast=True)
-    return (fixed + (draws >> (16 - PLACES))) >> PLACES
+    return (fixed + (random_bits >> (16 - PLACES))) >> PLACES
 
 
 @triton.jit
-def _draws(seed, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """int32 (BLOCKS, BLOCK) from 0 to 2¹⁶ − 1: eight of each round of Philox, which counts by two
-    words, the place here and the program, so that no tensor is too long."""
-    place = _in_runs(BLOCKS * BLOCK // 8, BLOCK // 8)
-    a, b, c, d = tl.philox(seed, place, tl.program_id(0), 0, 0)
-    drawn = tl.join(tl.join(a, b), tl.join(c, d))
-    halves = tl.join(drawn & 0xFFFF, drawn >> 16)
+def _random_halves(seed, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return int32 (BLOCKS, BLOCK) random values below 2¹⁶, eight from each Philox call.
+
+    The counter is the index in the tile and the program index, so any tensor size works.
+    """
+    index = _tile_indices(BLOCKS * BLOCK // 8, BLOCK // 8)
+    a, b, c, d = tl.philox(seed, index, tl.program_id(0), 0, 0)
+    words = tl.join(tl.join(a, b), tl.join(c, d))
+    halves = tl.join(words & 0xFFFF, words >> 16)
     return halves.to(tl.int32).reshape(BLOCKS, BLOCK)
 
 
 @triton.jit
-def _store_codes(codes_ptr, codes, left, BITS: tl.constexpr):
-    """Packed: the first of a byte's numbers in its lowest bits; zeros in what the last spares."""
+def _store_codes(codes_ptr, codes, remaining, BITS: tl.constexpr):
+    """Pack and store codes, the first of a byte in its lowest bits, with zeros as padding."""
     PER_BYTE: tl.constexpr = 8 // BITS
     LENGTH: tl.constexpr = codes.numel // PER_BYTE
     codes = codes.reshape(LENGTH // (_RUN // PER_BYTE), _RUN)
-    is_code = _in_runs(LENGTH * PER_BYTE, _RUN) < left
+    is_code = _tile_indices(LENGTH * PER_BYTE, _RUN) < remaining
     if PER_BYTE > 1:
         shape: tl.constexpr = (codes.shape[0], _RUN // PER_BYTE, PER_BYTE)
         shifts = (tl.arange(0, PER_BYTE) * BITS)[None, None, :]
         codes = tl.sum(tl.where(is_code, codes, 0).reshape(shape) << shifts, axis=2)
-    places = _in_runs(LENGTH, _RUN // PER_BYTE)
-    if left == LENGTH * PER_BYTE:
-        tl.store(codes_ptr + places, codes.to(tl.uint8))
+    indices = _tile_indices(LENGTH, _RUN // PER_BYTE)
+    if remaining == LENGTH * PER_BYTE:
+        tl.store(codes_ptr + indices, codes.to(tl.uint8))
     else:
-        tl.store(codes_ptr + places, codes.to(tl.uint8), places * PER_BYTE < left)
+        tl.store(codes_ptr + indices, codes.to(tl.uint8), indices * PER_BYTE < remaining)
 
 
 # ------------------------------------------------------------------ decoding
 
 
 def dequantize_affine(quantized: Quantized) -> Tensor:
-    """The numbers again, in their first shape and dtype, each as near as its code is.
+    """Decode to the original shape and dtype; also decodes affine results of `quantize_blockwise`.
 
-    Those of `quantize_blockwise`, too. ValueError for numbers that were quantized by a code, and
-    for blocks as there.
+    Raise ValueError for tensors quantized with a codebook, and for unsupported block sizes.
     """
     q = quantized
     _check_block(q.block)
     if q.offsets is None:
         raise ValueError(
-            "got numbers quantized by a code, which have no offsets; decode them with "
+            "got a tensor quantized with a codebook, which has no offsets; decode it with "
             "memlab.quantize.dequantize_blockwise"
         )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.codes.device)
     launch(
         _decode,
-        (blocks(out.numel(), _TILE),),
+        (block_count(out.numel(), _TILE),),
         out.view(-1),
         q.codes,
         q.scales,
@@ -285,43 +291,46 @@ def _decode(
     BITS: tl.constexpr,
 ):
     first_block = tl.program_id(0).to(tl.int64) * BLOCKS
-    first = first_block * BLOCK
-    left = tl.minimum(count - first, BLOCKS * BLOCK).to(tl.int32)
-    RUN: tl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth  # a store of 16 bytes
-    codes = _load_codes(codes_ptr + first * BITS // 8, left, BLOCKS * BLOCK, RUN, BITS)
+    start = first_block * BLOCK
+    remaining = tl.minimum(count - start, BLOCKS * BLOCK).to(tl.int32)
+    RUN: tl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth  # stores of 16 bytes
+    codes = _load_codes(codes_ptr + start * BITS // 8, remaining, BLOCKS * BLOCK, RUN, BITS)
     codes = codes.to(tl.float32).reshape(BLOCKS, BLOCK)
-    each_block = tl.arange(0, BLOCKS)
-    is_block = each_block * BLOCK < left
-    scales = tl.load(scales_ptr + first_block + each_block, is_block, 0)
-    offsets = tl.load(offsets_ptr + first_block + each_block, is_block, 0)
-    x = _as_float32(offsets)[:, None] + codes * _as_float32(scales)[:, None]
-    x = rounded(x, out_ptr.dtype.element_ty)
+    block_indices = tl.arange(0, BLOCKS)
+    is_block = block_indices * BLOCK < remaining
+    scales = tl.load(scales_ptr + first_block + block_indices, is_block, 0)
+    offsets = tl.load(offsets_ptr + first_block + block_indices, is_block, 0)
+    x = (
+        _bfloat16_bits_to_float32(offsets)[:, None]
+        + codes * _bfloat16_bits_to_float32(scales)[:, None]
+    )
+    x = cast(x, out_ptr.dtype.element_ty)
     x = x.reshape(BLOCKS * BLOCK // RUN, RUN)
-    places = _in_runs(BLOCKS * BLOCK, RUN)
-    if left == BLOCKS * BLOCK:
-        tl.store(out_ptr + first + places, x)
+    indices = _tile_indices(BLOCKS * BLOCK, RUN)
+    if remaining == BLOCKS * BLOCK:
+        tl.store(out_ptr + start + indices, x)
     else:
-        tl.store(out_ptr + first + places, x, places < left)
+        tl.store(out_ptr + start + indices, x, indices < remaining)
 
 
 @triton.jit
-def _load_codes(codes_ptr, left, LENGTH: tl.constexpr, RUN: tl.constexpr, BITS: tl.constexpr):
-    """(LENGTH / RUN, RUN) of codes"""
+def _load_codes(codes_ptr, remaining, LENGTH: tl.constexpr, RUN: tl.constexpr, BITS: tl.constexpr):
+    """Load and unpack codes (LENGTH / RUN, RUN)."""
     PER_BYTE: tl.constexpr = 8 // BITS
-    places = _in_runs(LENGTH // PER_BYTE, RUN // PER_BYTE)
-    if left == LENGTH:
-        codes = tl.load(codes_ptr + places)
+    indices = _tile_indices(LENGTH // PER_BYTE, RUN // PER_BYTE)
+    if remaining == LENGTH:
+        codes = tl.load(codes_ptr + indices)
     else:
-        codes = tl.load(codes_ptr + places, places * PER_BYTE < left, other=0)
+        codes = tl.load(codes_ptr + indices, indices * PER_BYTE < remaining, other=0)
     if PER_BYTE > 1:
         shifts = (tl.arange(0, PER_BYTE) * BITS)[None, None, :]
         codes = ((codes[:, :, None] >> shifts) & (2**BITS - 1)).reshape(LENGTH // RUN, RUN)
     return codes
 
 
-# ------------------------------------------------------------------ the context
+# ------------------------------------------------------------------ the context manager
 
-KERNEL = CodingKernel(quantize_affine, dequantize_affine)
+KERNEL = QuantizationKernel(quantize_affine, dequantize_affine)
 
 
 def compressed_activations(
@@ -331,10 +340,12 @@ def compressed_activations(
     mode: Mode | None = None,
     min_numel: int = 1024,
     generator: torch.Generator | None = None,
-    leave_alone: Callable[[Facts], bool] | None = None,
-) -> AbstractContextManager[Report]:
-    """`memlab.compression.compressed_activations` with these kernels: arguments, report and errors
-    are the same; ValueError for a group that is no power of two from 32 to 4096, too."""
+    leave_alone: Callable[[TensorInfo], bool] | None = None,
+) -> AbstractContextManager[CompressionReport]:
+    """Run `memlab.compression.compressed_activations` with these kernels.
+
+    Arguments, report and errors are the same, but groups must be a power of two from 32 to 4096.
+    """
     return compression.compressed_activations(
         bits,
         group,

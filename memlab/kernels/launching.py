@@ -1,8 +1,8 @@
-"""How every kernel here is started.
+"""Launch Triton kernels.
 
-A kernel is a function for one tile; Triton compiles it for the GPU at hand and starts one program
-for each tile. With TRITON_INTERPRET=1 in the environment before this is imported, the same
-functions run on a CPU, program by program, in numpy: slowly, and to the same results.
+A kernel is a function for one tile; Triton compiles it for the GPU and runs one program per tile.
+With TRITON_INTERPRET=1 set before import, the same functions run on a CPU in numpy, one program at
+a time: slowly, with the same results.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,8 +20,8 @@ from memlab.internals.torch_internals import FakeTensor, disable_dynamo
 INTERPRETED = triton.knobs.runtime.interpret
 if INTERPRETED and isinstance(tl.sum, triton.JITFunction):
     raise ImportError(
-        "got TRITON_INTERPRET=1 after Triton had been imported, too late for its own functions; "
-        "set it before Python starts"
+        "got TRITON_INTERPRET=1 after Triton was imported, which is too late; set it before Python "
+        "starts"
     )
 
 Observer = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
@@ -30,7 +30,7 @@ _observers: list[Observer] = []
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Inside, `observer(kernel, arguments, constants)` is told of every launch, dry ones too."""
+    """Call `observer(kernel, arguments, constants)` for every launch in the block, dry ones too."""
     _observers.append(observer)
     try:
         yield
@@ -38,24 +38,24 @@ def observed(observer: Observer) -> Iterator[None]:
         _observers.remove(observer)
 
 
-@disable_dynamo  # torch.compile would have to know what a kernel writes to; it steps aside
+@disable_dynamo  # torch.compile cannot see which tensors a kernel writes
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Run `kernel` once for each place of `grid`; where tensors have no values, don't.
+    """Run `kernel` once for each index of `grid`; skip it for meta and fake tensors.
 
-    RuntimeError for tensors on several devices, and on a CPU, unless the interpreter is on; and
-    where torch.export or make_fx records operators: a kernel is none.
+    Raise RuntimeError for tensors on several devices, for CPU tensors without the interpreter, and
+    while torch.export or make_fx traces, because a kernel is not an operator.
     """
     for observer in _observers:
         observer(kernel, arguments, constants)
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     device = _one_device(tensors)
-    if any(has_no_values(x) for x in tensors):
-        _require_no_recording()
+    if any(is_dry(x) for x in tensors):
+        _require_no_tracing()
         return
     if 0 in grid:
         return
     if INTERPRETED:
-        with np.errstate(all="ignore"):  # an infinity is a number here as on a GPU
+        with np.errstate(all="ignore"):  # infinities do not warn on a GPU
             kernel[grid](*arguments, **constants)
         return
     require_gpu(device)
@@ -63,14 +63,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         kernel[grid](*arguments, **constants)
 
 
-def _require_no_recording() -> None:
-    """What records a step from tensors without values would leave the kernel out of it."""
+def _require_no_tracing() -> None:
+    """Raise RuntimeError while operators are traced, because the trace would omit the kernel."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     if get_proxy_mode() is not None:
         raise RuntimeError(
-            "got a recording of operators (torch.export or make_fx), which a Triton kernel of "
-            "memlab is not part of; record memlab.attention's, memlab.losses' or memlab.optim's"
+            "got a recording of operators (torch.export or make_fx), which cannot contain memlab's "
+            "Triton kernels; use the versions in memlab.attention, memlab.losses or memlab.optim"
         )
 
 
@@ -78,17 +78,16 @@ def _one_device(tensors: list[Tensor]) -> torch.device:
     first, *others = dict.fromkeys(x.device for x in tensors)
     if others:
         raise RuntimeError(
-            f"got tensors on {first} and on {others[0]}; move all that one kernel takes to one of "
-            f"them"
+            f"got tensors on {first} and on {others[0]}; move all tensors to one device"
         )
     return first
 
 
 def require_gpu(device: torch.device) -> None:
-    """RuntimeError where a kernel cannot run."""
+    """Raise RuntimeError if a kernel cannot run on `device`."""
     if device.type != "cuda" and not INTERPRETED:
         raise RuntimeError(
-            f"got tensors on {device}, and Triton's kernels run on a GPU; move them there, or set "
+            f"got tensors on {device}, and Triton kernels run on a GPU; move them there, or set "
             f"TRITON_INTERPRET=1 before Python starts to try the kernels on a CPU, slowly"
         )
 
@@ -98,7 +97,7 @@ _targets: list[int] = []
 
 @contextmanager
 def targeting(capability: int) -> Iterator[None]:
-    """Inside, every device is said to be of this compute capability: 89 is 8.9."""
+    """Report this compute capability for every device inside the block; 89 is 8.9."""
     _targets.append(capability)
     try:
         yield
@@ -107,7 +106,7 @@ def targeting(capability: int) -> Iterator[None]:
 
 
 def capability_of(device: torch.device) -> int | None:
-    """The compute capability that a kernel's tiles are chosen for; None if that is not known."""
+    """Return the compute capability that determines tile sizes, or None if unknown."""
     if _targets:
         return _targets[-1]
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -116,11 +115,11 @@ def capability_of(device: torch.device) -> int | None:
     return 10 * major + minor
 
 
-def has_no_values(x: Tensor) -> bool:
-    """Whether it is of a dry run: a shape, a dtype, and nothing to compute."""
+def is_dry(x: Tensor) -> bool:
+    """Return whether a tensor has no data, as in a dry run."""
     return x.is_meta or isinstance(x, FakeTensor)
 
 
-def blocks(count: int, size: int) -> int:
-    """How many blocks of `size` hold `count`."""
+def block_count(count: int, size: int) -> int:
+    """Return ⌈count / size⌉."""
     return -(-count // size)

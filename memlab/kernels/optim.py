@@ -1,42 +1,44 @@
-"""Adam8bit and Lion8bit, a step of a weight in one kernel.
+"""Adam8bit and Lion8bit in Triton: one kernel launch per weight and step.
 
-Saves    what memlab.optim's makes on the way, 8 MiB a piece: here it is nothing but, for bfloat16
-         weights rounded at random, one seed of 8 bytes. And time: a weight, its gradient, its
-         codes and its scales are read once and written once.
-Costs    Triton, and a GPU that it compiles for.
-Source   Dettmers et al. 2021, arXiv 2110.02861, whose bitsandbytes fuses so too; Salmon et al.
-         2011, "Parallel random numbers: as easy as 1, 2, 3" (philox).
+Saves    the temporaries of memlab.optim, 8 MiB per chunk; only bfloat16 weights with stochastic
+         rounding need a seed of 8 bytes. Also time: weight, gradient, codes and scales are read
+         once and written once.
+Costs    Triton, and a GPU that it supports.
+Source   Dettmers et al. 2021, arXiv 2110.02861, fused as in bitsandbytes; Salmon et al. 2011,
+         "Parallel random numbers: as easy as 1, 2, 3" (Philox).
 
-A program takes some blocks of 256 numbers, a warp each, and does in registers what memlab.optim
-does in memory: decode, update, find each block's new scale, encode. A float32 weight moves 16
-bytes in a step of Adam (8 weight, 4 gradient, 4 codes), and of Lion 14.
+Adds to memlab.reference.adam8bit and memlab.reference.lion: a fused kernel, and everything that
+memlab.optim adds.
 
-What is left to be slow is the encoding. A binary search for one of 255 thresholds is eight looks
-at a table, each waiting for the one before. The dynamic code needs one: it is so regular that a
-number's place can be reckoned. With |x| = y·10^(i−6) in decade i (y from 0.1 to 1), which is cut
-into P parts, P = 64/2^(6−i) signed, twice as many unsigned,
+A program processes several blocks of 256 elements, one per warp. It works in registers: decode,
+update, compute each block's new scale, encode. A float32 weight moves 16 bytes per step with Adam
+(8 weight, 4 gradient, 4 codes), and 14 with Lion.
+
+The slow part is encoding. A binary search over 255 thresholds takes eight dependent table lookups.
+The dynamic codebook needs one, because its entries are regular enough to compute a position. Let
+|x| = y·10^(i−6) in decade i (y from 0.1 to 1), which has P = 64/2^(6−i) parts if signed and twice
+as many if unsigned:
 
     u = (y − 0.1)/0.9·P          parts from the decade's lower end
-    place = P + u                unsigned P − 1 + u; 0 is number 0
+    position = P + u             unsigned P − 1 + u; zero is at position 0
 
-A threshold lies where u is whole; between two decades at u = 0.2 (the parts there differ in size),
-above the last middle at u = P − 0.25, below the first of all at u = 0.19, unsigned 0.14. So the
-number's code is ⌊place − ½⌋ or the one above, however u was rounded: no threshold is nearer than
-0.2 to where that guess changes. One look at the threshold between the two settles it, to the last
-bit. Negative numbers are counted down from zero, number 127.
+Thresholds lie at integer u, at u = 0.2 between two decades (their parts differ in size), at u = P −
+0.25 above the last midpoint, and at u = 0.19 (unsigned 0.14) below the first. The code is therefore
+⌊position − ½⌋ or the next one, even if u is rounded, because every threshold is at least 0.2 away
+from the points where that estimate changes. Comparing with the threshold between the two gives the
+exact code. Negative values count down from zero, entry 127.
 
-Easily done wrong: the step must come from the moments before they are rounded; a positive second
-moment must not get code 0 (memlab.optim.moments.kept_positive); the numbers that a last, short
-block lacks must not count in its scale; and NaN is not larger than anything, so a maximum passes
-it over.
+Pitfalls: the step must use the moments before they are rounded. A positive second moment must not
+get code 0 (memlab.optim.moments.keep_nonzero). Padding of a short last block must not affect its
+scale. A maximum ignores NaN, because NaN compares as not larger.
 
-The arithmetic is memlab.optim's, rounding for rounding: products that torch adds on are fused with
-the sum (fma), other operations are not, and roots and quotients are rounded to the nearest. So
-moments, codes and scales are those of the reference on a CPU that has fma, to the bit, and so are
-Lion's weights. Adam's are but for the last place of a step: torch's own root is at times a unit of
-the last place off: weights agree within 1e-6 of a step and a rounding of their own. torch's
-operators on a GPU round otherwise here and there. Against them the tests allow scales 1e-6 of their
-size, and one code in a thousand to be a neighbour, where a number is that close to a threshold.
+The arithmetic rounds like memlab.optim: multiplications that torch fuses into additions use fma,
+other operations do not, and roots and quotients are rounded to nearest. Moments, codes, scales and
+Lion's weights are therefore bitwise equal to the reference on a CPU with fma. Adam's weights agree
+within 1e-6 of a step plus their own rounding, because torch's square root is sometimes off by one
+unit in the last place. torch's GPU operators round differently in places; compared with them, the
+tests allow a relative error of 1e-6 in scales, and neighboring codes for one element in a thousand,
+near thresholds.
 """
 
 import math
@@ -52,19 +54,19 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import memlab.optim
-from memlab.kernels.arithmetic import fractions, fused, quotient, rounded
-from memlab.kernels.launching import INTERPRETED, blocks, has_no_values, launch, require_gpu
+from memlab.kernels.arithmetic import cast, divide_by_scales, divide_by_shared, fma
+from memlab.kernels.launching import INTERPRETED, block_count, is_dry, launch, require_gpu
 from memlab.optim.adamw import adam_settings
 from memlab.optim.base import Optimizer
-from memlab.optim.moments import BLOCK, Dynamic, Moment, Piece
-from memlab.quantize import middles_between
+from memlab.optim.moments import BLOCK_SIZE, Chunk, Moment, QuantizedMoment
+from memlab.quantize import thresholds
 
-# Blocks a program, a warp each: 8 numbers a thread, and a block's largest is found within its warp.
+# Blocks per program, one per warp: 8 elements per thread, and each warp finds its block's absmax.
 # The interpreter takes as long for a large tile as for a small one.
 ROWS = 64 if INTERPRETED else 4
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_BLOCK = tl.constexpr(BLOCK)
+_BLOCK = tl.constexpr(BLOCK_SIZE)
 _INFINITY = tl.constexpr(math.inf)
 
 
@@ -73,64 +75,66 @@ _INFINITY = tl.constexpr(math.inf)
 
 @dataclass(frozen=True)
 class FusedStep:
-    """A step of a piece in one launch: see memlab.optim.base.StepKernel.
+    """Step a chunk in one launch; implements memlab.optim.base.StepKernel.
 
-    It takes weights whose moments are in 8 bits and that are not float64. `arguments(step, group)`
-    returns the kernel's numbers and its further constants.
+    Supports weights with 8-bit moments in any dtype but float64. `arguments(step, group)` returns
+    the kernel's scalars and its further constants.
     """
 
     kernel: Any
     arguments: Callable[[int, dict[str, Any]], tuple[tuple[float, ...], dict[str, Any]]]
 
     def takes(self, weight: Tensor, moments: Sequence[Moment]) -> bool:
-        # Not for a subclass of Dynamic: it may encode otherwise.
-        return weight.dtype in _DTYPES and all(type(moment) is Dynamic for moment in moments)
+        # A subclass of QuantizedMoment may encode differently.
+        return weight.dtype in _DTYPES and all(
+            type(moment) is QuantizedMoment for moment in moments
+        )
 
     def require_device(self, weight: Tensor) -> None:
         """Raise RuntimeError for weights on a CPU, unless Triton's interpreter is on."""
-        if not has_no_values(weight):
+        if not is_dry(weight):
             require_gpu(weight.device)
 
-    def pieces(self, weight: Tensor) -> Iterable[Piece]:
-        """One piece: the kernel makes no temporaries that pieces would keep small.
+    def chunks(self, weight: Tensor) -> Iterable[Chunk]:
+        """Return one chunk, because the kernel has no temporaries to limit.
 
-        A length that is no multiple of 16 leaves its last, short block to a piece of its own: a GPU
-        reads eight elements at once only where it can tell that all eight are there.
+        If the length is not a multiple of 16, the short last block becomes a second chunk: a GPU
+        loads eight elements at once only if it can prove that all eight exist.
         """
         count = weight.numel()
-        whole = count if count % 16 == 0 else count // BLOCK * BLOCK
-        return (Piece(*span) for span in pairwise(sorted({0, whole, count})))
+        full = count if count % 16 == 0 else count // BLOCK_SIZE * BLOCK_SIZE
+        return (Chunk(*span) for span in pairwise(sorted({0, full, count})))
 
-    def step_piece(
+    def step_chunk(
         self,
         optimizer: Optimizer,
         weight: Tensor,
         gradient: Tensor,
-        moments: Sequence[Dynamic],
-        piece: Piece,
+        moments: Sequence[QuantizedMoment],
+        chunk: Chunk,
         state: dict[str, Any],
         group: dict[str, Any],
     ) -> None:
-        """In place, by one launch."""
-        is_random = group["rounding"] == "stochastic" and weight.dtype == torch.bfloat16
-        seed = _drawn_seed(optimizer.generator, weight.device) if is_random else None
-        kept = [tensor for moment in moments for tensor in _kept(moment, state, piece)]
-        numbers, constants = self.arguments(state["step"], group)
-        constants |= {"MAXIMIZE": group["maximize"], "RANDOM": is_random}
-        tensors = [weight, gradient.contiguous(), *kept, seed]
-        _launch(self.kernel, tensors, numbers, **constants)
+        """Step a chunk in place with one launch."""
+        is_stochastic = group["rounding"] == "stochastic" and weight.dtype == torch.bfloat16
+        seed = _drawn_seed(optimizer.generator, weight.device) if is_stochastic else None
+        stored = [tensor for moment in moments for tensor in _moment_tensors(moment, state, chunk)]
+        scalars, constants = self.arguments(state["step"], group)
+        constants |= {"MAXIMIZE": group["maximize"], "STOCHASTIC": is_stochastic}
+        tensors = [weight, gradient.contiguous(), *stored, seed]
+        _launch(self.kernel, tensors, scalars, **constants)
 
 
 def _drawn_seed(generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """int64 (1,), read by the kernel: the host need not wait for it."""
+    """Return int64 (1,), read by the kernel, so that the host does not wait for it."""
     return torch.randint(2**63 - 1, (1,), generator=generator, device=device)
 
 
 def _adam_arguments(step: int, group: dict[str, Any]) -> tuple[tuple[float, ...], dict[str, Any]]:
-    """See `adam_kernel`."""
+    """Return the scalars of `adam_kernel`."""
     settings = adam_settings(group)
     lr, (beta1, beta2) = settings["lr"], settings["betas"]
-    numbers = (
+    scalars = (
         1 - lr * settings["weight_decay"],
         1 - beta1,
         beta2,
@@ -139,40 +143,51 @@ def _adam_arguments(step: int, group: dict[str, Any]) -> tuple[tuple[float, ...]
         settings["eps"],
         -lr / (1 - beta1**step),
     )
-    return numbers, {"FROM_END": 1 - beta1 >= 0.5}
+    return scalars, {"FROM_END": 1 - beta1 >= 0.5}
 
 
 def _lion_arguments(step: int, group: dict[str, Any]) -> tuple[tuple[float, ...], dict[str, Any]]:
-    """See `lion_kernel`."""
+    """Return the scalars of `lion_kernel`."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     decay = 1 - lr * group["weight_decay"]
     return (decay, beta1, 1 - beta1, beta2, 1 - beta2, -lr), {}
 
 
-def _kept(moment: Dynamic, state: dict[str, Any], piece: Piece) -> tuple[Tensor, ...]:
-    """Codes and scales of a piece, and the tables: the code and its thresholds."""
-    codes, scales, code = (state[f"{moment.name}_{part}"] for part in ("codes", "scales", "code"))
-    return codes[piece.span], scales[piece.blocks(BLOCK)], code, thresholds_of(code)
+def _moment_tensors(
+    moment: QuantizedMoment, state: dict[str, Any], chunk: Chunk
+) -> tuple[Tensor, ...]:
+    """Return a chunk's codes and scales, the codebook and its thresholds."""
+    codes, scales, codebook = (
+        state[f"{moment.name}_{part}"] for part in ("codes", "scales", "codebook")
+    )
+    return (
+        codes[chunk.as_slice],
+        scales[chunk.blocks(BLOCK_SIZE)],
+        codebook,
+        thresholds_of(codebook),
+    )
 
 
-_thresholds = WeakTensorKeyDictionary()  # 1 KiB a code, as long as the code itself lives
+_cached_thresholds = WeakTensorKeyDictionary()  # 1 KiB per codebook, freed with it
 
 
-def thresholds_of(code: Tensor) -> Tensor:
-    """float32 (255,): the largest number whose nearest of `code` is c, for each c but the last."""
-    if code not in _thresholds:
-        _thresholds[code] = middles_between(code)
-    return _thresholds[code].detach()  # an operator: a meter sees what goes through one
+def thresholds_of(codebook: Tensor) -> Tensor:
+    """Return float32 (255,): for each code but the last, the largest value that rounds to it."""
+    if codebook not in _cached_thresholds:
+        _cached_thresholds[codebook] = thresholds(codebook)
+    return _cached_thresholds[
+        codebook
+    ].detach()  # detach is an operator, so that a meter sees the tensor
 
 
 def _launch(
-    kernel: Any, tensors: list[Tensor | None], numbers: tuple[float, ...], **constants: Any
+    kernel: Any, tensors: list[Tensor | None], scalars: tuple[float, ...], **constants: Any
 ) -> None:
     count = tensors[0].numel()
-    grid = (blocks(count, ROWS * BLOCK),)
-    # Whether to fuse is said in the kernel: see `fused`.
+    grid = (block_count(count, ROWS * BLOCK_SIZE),)
+    # The kernels fuse explicitly with `fma`.
     options = {"num_warps": ROWS, "enable_fp_fusion": False}
-    launch(kernel, grid, *tensors, count, *numbers, **constants, ROWS=ROWS, **options)
+    launch(kernel, grid, *tensors, count, *scalars, **constants, ROWS=ROWS, **options)
 
 
 # ------------------------------------------------------------------ the kernels
@@ -184,41 +199,41 @@ def adam_kernel(
     gradient_ptr,
     m_codes_ptr,
     m_scales_ptr,
-    m_code_ptr,
+    m_codebook_ptr,
     m_thresholds_ptr,
     v_codes_ptr,
     v_scales_ptr,
-    v_code_ptr,
+    v_codebook_ptr,
     v_thresholds_ptr,
     seed_ptr,
     count,
     decay,
-    m_share,
+    m_fraction,
     beta2,
-    v_share,
-    root_bias,
+    v_fraction,
+    root_correction,
     eps,
     step_size,
     MAXIMIZE: tl.constexpr,
     FROM_END: tl.constexpr,
-    RANDOM: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """memlab.optim.adamw.adamw_ of ROWS blocks, between decoding and encoding."""
-    m = decoded(m_codes_ptr, m_scales_ptr, m_code_ptr, count, 127, ROWS)
-    v = decoded(v_codes_ptr, v_scales_ptr, v_code_ptr, count, 0, ROWS)
-    gradient = downhill(gradient_ptr, count, MAXIMIZE, ROWS)
-    weight = read(weight_ptr, count, ROWS) * decay
-    m = between(m, gradient, m_share, FROM_END)
-    v = fused(v_share * gradient, gradient, v * beta2)
-    root = unbiased_root(v, root_bias) + eps
+    """memlab.optim.adamw.adamw_ for ROWS blocks, between decoding and encoding."""
+    m = decode(m_codes_ptr, m_scales_ptr, m_codebook_ptr, count, 127, ROWS)
+    v = decode(v_codes_ptr, v_scales_ptr, v_codebook_ptr, count, 0, ROWS)
+    gradient = load_descent_gradient(gradient_ptr, count, MAXIMIZE, ROWS)
+    weight = load_float32(weight_ptr, count, ROWS) * decay
+    m = lerp(m, gradient, m_fraction, FROM_END)
+    v = fma(v_fraction * gradient, gradient, v * beta2)
+    root = bias_corrected_root(v, root_correction) + eps
     weight += tl.div_rn(step_size * m, root)
-    write(weight_ptr, weight, seed_ptr, count, RANDOM, ROWS)
-    codes, scales = encoded(m, m_thresholds_ptr, True)
-    keep(m_codes_ptr, m_scales_ptr, codes, scales, count, ROWS)
-    codes, scales = encoded(v, v_thresholds_ptr, False)
+    store_cast(weight_ptr, weight, seed_ptr, count, STOCHASTIC, ROWS)
+    codes, scales = encode(m, m_thresholds_ptr, True)
+    store_codes(m_codes_ptr, m_scales_ptr, codes, scales, count, ROWS)
+    codes, scales = encode(v, v_thresholds_ptr, False)
     codes = tl.where(v == 0, codes, tl.maximum(codes, 1))
-    keep(v_codes_ptr, v_scales_ptr, codes, scales, count, ROWS)
+    store_codes(v_codes_ptr, v_scales_ptr, codes, scales, count, ROWS)
 
 
 @triton.jit
@@ -227,192 +242,192 @@ def lion_kernel(
     gradient_ptr,
     codes_ptr,
     scales_ptr,
-    code_ptr,
+    codebook_ptr,
     thresholds_ptr,
     seed_ptr,
     count,
     decay,
     beta1,
-    mix_share,
+    average_fraction,
     beta2,
-    m_share,
+    m_fraction,
     step_size,
     MAXIMIZE: tl.constexpr,
-    RANDOM: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """memlab.optim.lion.lion_ of ROWS blocks, between decoding and encoding."""
-    m = decoded(codes_ptr, scales_ptr, code_ptr, count, 127, ROWS)
-    gradient = downhill(gradient_ptr, count, MAXIMIZE, ROWS)
-    weight = read(weight_ptr, count, ROWS) * decay
-    mix = fused(gradient, mix_share, m * beta1)
-    sign = tl.where(mix > 0, 1.0, tl.where(mix < 0, -1.0, 0.0))  # of NaN, 0
-    weight = fused(sign, step_size, weight)
-    write(weight_ptr, weight, seed_ptr, count, RANDOM, ROWS)
-    m = fused(gradient, m_share, m * beta2)
-    codes, scales = encoded(m, thresholds_ptr, True)
-    keep(codes_ptr, scales_ptr, codes, scales, count, ROWS)
+    """memlab.optim.lion.lion_ for ROWS blocks, between decoding and encoding."""
+    m = decode(codes_ptr, scales_ptr, codebook_ptr, count, 127, ROWS)
+    gradient = load_descent_gradient(gradient_ptr, count, MAXIMIZE, ROWS)
+    weight = load_float32(weight_ptr, count, ROWS) * decay
+    average = fma(gradient, average_fraction, m * beta1)
+    sign = tl.where(average > 0, 1.0, tl.where(average < 0, -1.0, 0.0))  # 0 for NaN
+    weight = fma(sign, step_size, weight)
+    store_cast(weight_ptr, weight, seed_ptr, count, STOCHASTIC, ROWS)
+    m = fma(gradient, m_fraction, m * beta2)
+    codes, scales = encode(m, thresholds_ptr, True)
+    store_codes(codes_ptr, scales_ptr, codes, scales, count, ROWS)
 
 
 # ------------------------------------------------------------------ arithmetic
 
 
 @triton.jit
-def between(start, end, share, FROM_END: tl.constexpr):
-    """torch.lerp, which begins at the end that is nearer."""
+def lerp(start, end, fraction, FROM_END: tl.constexpr):
+    """torch.lerp, which starts from the nearer end."""
     if FROM_END:
-        return fused(tl.to_tensor(share) - 1.0, end - start, end)
-    return fused(share, end - start, start)
+        return fma(tl.to_tensor(fraction) - 1.0, end - start, end)
+    return fma(fraction, end - start, start)
 
 
 @triton.jit
-def unbiased_root(v, root_bias):
-    """√v/root_bias, infinity included: a gradient may be finite and its square not."""
+def bias_corrected_root(v, root_correction):
+    """√v/root_correction; v can be infinite even if the gradient is finite."""
     root = tl.sqrt_rn(v)
-    return tl.where(root < _INFINITY, quotient(root, root_bias), root)
+    return tl.where(root < _INFINITY, divide_by_shared(root, root_correction), root)
 
 
-# ------------------------------------------------------------------ a program's numbers
-
-
-@triton.jit
-def places(count, ROWS: tl.constexpr):
-    """Where its numbers are, and which of them there are: (ROWS, 256)."""
-    rows, _ = row_places(count, ROWS)
-    at = rows[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    return at, at < count
+# ------------------------------------------------------------------ loads and stores
 
 
 @triton.jit
-def row_places(count, ROWS: tl.constexpr):
-    """Where its blocks' scales are, and which of them there are: (ROWS,)."""
+def element_indices(count, ROWS: tl.constexpr):
+    """Return the program's element indices (ROWS, 256), and which are in bounds."""
+    rows, _ = row_indices(count, ROWS)
+    indices = rows[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    return indices, indices < count
+
+
+@triton.jit
+def row_indices(count, ROWS: tl.constexpr):
+    """Return the program's block indices (ROWS,), and which are in bounds."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     return rows, rows * _BLOCK < count
 
 
 @triton.jit
-def read(numbers_ptr, count, ROWS: tl.constexpr):
-    """float32 (ROWS, 256); zeros where there is none."""
-    at, there = places(count, ROWS)
-    return tl.load(numbers_ptr + at, there, other=0.0).to(tl.float32)
+def load_float32(x_ptr, count, ROWS: tl.constexpr):
+    """Load float32 (ROWS, 256), with zeros out of bounds."""
+    indices, in_bounds = element_indices(count, ROWS)
+    return tl.load(x_ptr + indices, in_bounds, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def downhill(gradient_ptr, count, MAXIMIZE: tl.constexpr, ROWS: tl.constexpr):
-    """The gradient of what is to be small."""
-    gradient = read(gradient_ptr, count, ROWS)
+def load_descent_gradient(gradient_ptr, count, MAXIMIZE: tl.constexpr, ROWS: tl.constexpr):
+    """Load the gradient, negated if the step maximizes."""
+    gradient = load_float32(gradient_ptr, count, ROWS)
     return -gradient if MAXIMIZE else gradient
 
 
 @triton.jit
-def write(numbers_ptr, numbers, seed_ptr, count, RANDOM: tl.constexpr, ROWS: tl.constexpr):
-    """Rounded to the nearest of the dtype, or to bfloat16 at random."""
-    at, there = places(count, ROWS)
-    if RANDOM:
-        numbers = rounded_at_random(numbers, seed_ptr, ROWS)
-    tl.store(numbers_ptr + at, rounded(numbers, numbers_ptr.dtype.element_ty), there)
+def store_cast(x_ptr, x, seed_ptr, count, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr):
+    """Store rounded to nearest in the target dtype, or stochastically to bfloat16."""
+    indices, in_bounds = element_indices(count, ROWS)
+    if STOCHASTIC:
+        x = stochastic_round(x, seed_ptr, ROWS)
+    tl.store(x_ptr + indices, cast(x, x_ptr.dtype.element_ty), in_bounds)
 
 
 # ------------------------------------------------------------------ codes
 
 
 @triton.jit
-def decoded(codes_ptr, scales_ptr, code_ptr, count, ZERO: tl.constexpr, ROWS: tl.constexpr):
-    """float32 (ROWS, 256); where there is none, the number of code ZERO: 0."""
-    at, there = places(count, ROWS)
-    rows, row_there = row_places(count, ROWS)
-    codes = tl.load(codes_ptr + at, there, other=ZERO)
-    scales = tl.load(scales_ptr + rows, row_there, other=0.0)
-    return tl.load(code_ptr + codes.to(tl.int32)) * scales[:, None]
+def decode(codes_ptr, scales_ptr, codebook_ptr, count, ZERO: tl.constexpr, ROWS: tl.constexpr):
+    """Return float32 (ROWS, 256), with code ZERO, which decodes to 0, out of bounds."""
+    indices, in_bounds = element_indices(count, ROWS)
+    rows, row_in_bounds = row_indices(count, ROWS)
+    codes = tl.load(codes_ptr + indices, in_bounds, other=ZERO)
+    scales = tl.load(scales_ptr + rows, row_in_bounds, other=0.0)
+    return tl.load(codebook_ptr + codes.to(tl.int32)) * scales[:, None]
 
 
 @triton.jit
-def encoded(numbers, thresholds_ptr, SIGNED: tl.constexpr):
-    """The nearest codes, int32 (ROWS, 256), and the scales, float32 (ROWS,)."""
-    sizes = tl.abs(numbers)
-    # A maximum passes NaN over, but not infinity.
-    largest = tl.max(tl.where(sizes < _INFINITY, sizes, _INFINITY), axis=1)
-    scales = tl.where(largest < _INFINITY, largest, float("nan"))
-    return nearest(fractions(numbers, scales), thresholds_ptr, SIGNED), scales
+def encode(x, thresholds_ptr, SIGNED: tl.constexpr):
+    """Return the nearest codes, int32 (ROWS, 256), and the scales, float32 (ROWS,)."""
+    magnitudes = tl.abs(x)
+    # tl.max ignores NaN but not infinity.
+    absmax = tl.max(tl.where(magnitudes < _INFINITY, magnitudes, _INFINITY), axis=1)
+    scales = tl.where(absmax < _INFINITY, absmax, float("nan"))
+    return nearest_entry(divide_by_scales(x, scales), thresholds_ptr, SIGNED), scales
 
 
 @triton.jit
-def nearest(x, thresholds_ptr, SIGNED: tl.constexpr):
-    """The index (int32) in the dynamic code of the number nearest to x: at least −1, unsigned 0.
+def nearest_entry(x, thresholds_ptr, SIGNED: tl.constexpr):
+    """Return the index (int32) of the dynamic codebook's entry nearest to x ≥ −1 (unsigned x ≥ 0).
 
-    Of what is above 1, and of NaN, the last.
+    x > 1 and NaN give the last entry.
     """
-    size = tl.abs(x)
-    below = guess(tl.where(size <= 1, size, 1.0), SIGNED)
+    magnitude = tl.abs(x)
+    lower = estimate_position(tl.where(magnitude <= 1, magnitude, 1.0), SIGNED)
     if SIGNED:
-        below = tl.maximum(tl.where(x < 0, 126 - below, 127 + below), 0)
-    return below + tl.where(x <= tl.load(thresholds_ptr + below), 0, 1)
+        lower = tl.maximum(tl.where(x < 0, 126 - lower, 127 + lower), 0)
+    return lower + tl.where(x <= tl.load(thresholds_ptr + lower), 0, 1)
 
 
 @triton.jit
-def guess(size, SIGNED: tl.constexpr):
-    """⌊place − ½⌋, at least 0, of a size from 0 to 1: the module says what a place is.
+def estimate_position(magnitude, SIGNED: tl.constexpr):
+    """Return ⌊position − ½⌋, at least 0, for a magnitude from 0 to 1; see the module's docstring.
 
-    Three halvings find the decade: is it among the lowest three of seven, of what is left among
-    the lowest two, is it the lowest.
+    Three comparisons find the decade: whether it is among the lowest three of seven, then among the
+    lowest two of the remaining, then the lowest.
     """
-    parts = tl.where(size <= 1e-4, 4.0, 64.0)
-    size = tl.where(size <= 1e-4, size * 1e4, size)
-    parts = tl.where(size <= 1e-2, parts * 0.25, parts)
-    size = tl.where(size <= 1e-2, size * 1e2, size)
-    parts = tl.where(size <= 1e-1, parts * 0.5, parts)
-    size = tl.where(size <= 1e-1, size * 1e1, size)
+    parts = tl.where(magnitude <= 1e-4, 4.0, 64.0)
+    magnitude = tl.where(magnitude <= 1e-4, magnitude * 1e4, magnitude)
+    parts = tl.where(magnitude <= 1e-2, parts * 0.25, parts)
+    magnitude = tl.where(magnitude <= 1e-2, magnitude * 1e2, magnitude)
+    parts = tl.where(magnitude <= 1e-1, parts * 0.5, parts)
+    magnitude = tl.where(magnitude <= 1e-1, magnitude * 1e1, magnitude)
     if SIGNED:
-        return ((size + 0.8) * (parts / 0.9) - 0.5).to(tl.int32)
-    return ((size + 0.8) * (parts / 0.45) - 1.5).to(tl.int32)
+        return ((magnitude + 0.8) * (parts / 0.9) - 0.5).to(tl.int32)
+    return ((magnitude + 0.8) * (parts / 0.45) - 1.5).to(tl.int32)
 
 
 @triton.jit
-def keep(codes_ptr, scales_ptr, codes, scales, count, ROWS: tl.constexpr):
-    """Write codes and scales."""
-    at, there = places(count, ROWS)
-    rows, row_there = row_places(count, ROWS)
-    tl.store(codes_ptr + at, codes.to(tl.uint8), there)
-    tl.store(scales_ptr + rows, scales, row_there)
+def store_codes(codes_ptr, scales_ptr, codes, scales, count, ROWS: tl.constexpr):
+    """Store codes and scales."""
+    indices, in_bounds = element_indices(count, ROWS)
+    rows, row_in_bounds = row_indices(count, ROWS)
+    tl.store(codes_ptr + indices, codes.to(tl.uint8), in_bounds)
+    tl.store(scales_ptr + rows, scales, row_in_bounds)
 
 
-# ------------------------------------------------------------------ rounding at random
+# ------------------------------------------------------------------ stochastic rounding
 
 
 @triton.jit
-def rounded_at_random(x, seed_ptr, ROWS: tl.constexpr):
-    """float32 (ROWS, 256) that are bfloat16s: see memlab.rounding. Infinities and NaN pass."""
-    carried = x.to(tl.uint32, bitcast=True) + random_halves(seed_ptr, ROWS)
-    cut = (carried & 0xFFFF0000).to(tl.float32, bitcast=True)
-    return tl.where(tl.abs(x) < _INFINITY, cut, x)
+def stochastic_round(x, seed_ptr, ROWS: tl.constexpr):
+    """Round to float32 values that bfloat16 represents exactly; infinities and NaN stay."""
+    bits = x.to(tl.uint32, bitcast=True) + random_halves(seed_ptr, ROWS)
+    truncated = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(x) < _INFINITY, truncated, x)
 
 
 @triton.jit
 def random_halves(seed_ptr, ROWS: tl.constexpr):
-    """uint32 (ROWS, 256) below 2¹⁶: a draw of philox is 128 bits, for eight neighbours."""
-    eighths: tl.constexpr = ROWS * _BLOCK // 8
-    draws = tl.program_id(0) * eighths + tl.arange(0, eighths)
+    """Return uint32 (ROWS, 256) random values below 2¹⁶, eight from each Philox call."""
+    DRAWS: tl.constexpr = ROWS * _BLOCK // 8
+    draws = tl.program_id(0) * DRAWS + tl.arange(0, DRAWS)
     a, b, c, d = tl.randint4x(tl.load(seed_ptr), draws)
     words = tl.join(tl.join(a, b), tl.join(c, d)).to(tl.uint32, bitcast=True)
     return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (ROWS, _BLOCK))
 
 
-# ------------------------------------------------------------------ with the kernels
+# ------------------------------------------------------------------ the optimizers with kernels
 
 
 class Adam8bit(memlab.optim.Adam8bit):
-    """memlab.optim.Adam8bit: its arguments, its states, and its steps but for the last place.
+    """memlab.optim.Adam8bit with a kernel: the same arguments and states, nearly the same steps.
 
-    Rounded stochastically, weights are other draws from the same distribution.
+    Stochastic rounding draws different random bits.
     """
 
     kernel = FusedStep(adam_kernel, _adam_arguments)
 
 
 class Lion8bit(memlab.optim.Lion8bit):
-    """memlab.optim.Lion8bit: its arguments, its states, its steps.
+    """memlab.optim.Lion8bit with a kernel: the same arguments, states and steps.
 
-    Rounded stochastically, weights are other draws from the same distribution.
+    Stochastic rounding draws different random bits.
     """
 
     kernel = FusedStep(lion_kernel, _lion_arguments)

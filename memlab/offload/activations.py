@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
-from memlab.internals.saved_tensors import Decode, Encode, Facts, encoded
+from memlab.internals.saved_tensors import Decode, Encode, TensorInfo, encoded
 from memlab.internals.torch_internals import current_autograd_node, get_sequence_nr
 from memlab.offload.stores import Store
 
@@ -91,9 +91,9 @@ class _Offload:
         self._held: tuple[int, torch.UntypedStorage] | None = None  # loaded, and needed next
         self._prefetched: int | None = None  # the last prefetch
 
-    def choose(self, facts: Facts) -> Encode | None:
+    def choose(self, facts: TensorInfo) -> Encode | None:
         """Return the encoder for a storage that should be offloaded."""
-        return None if facts.is_weight or facts.numbers < self.minimum else self.encode
+        return None if facts.is_weight or facts.numel < self.minimum else self.encode
 
     def encode(self, values: Tensor) -> Decode | None:
         """Put a storage in the store; return the function that loads it."""

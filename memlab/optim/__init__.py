@@ -1,4 +1,4 @@
-"""Optimizers whose state takes fewer bytes; each is torch's Optimizer with one loop, in base.py."""
+"""Optimizers with smaller state; each is a torch.optim.Optimizer, with its loop in base.py."""
 
 from memlab.optim.adam8bit import Adam8bit
 from memlab.optim.adam_mini import GPT_RULES, AdamMini, ByRules, gpt_partition, llama_partition

@@ -1,30 +1,30 @@
-"""Adam-mini: one second moment for a block of weights, not for each.
+"""Adam-mini: one second moment per block of weights, instead of one per weight.
 
-Saves    nearly half of AdamW's state: 4N bytes and 4 a block, not 8N.
-Costs    a partition: someone has to say which weights are alike. A wrong one trains, and worse.
-Source   Zhang et al. 2024, arXiv 2406.16793.
+Saves nearly half of AdamW's state: 4N bytes plus 4 per block, not 8N. Costs a partition, which says
+which weights share a second moment. A wrong one trains worse. Source Zhang et al. 2024, arXiv
+2406.16793.
 
 Adds to memlab.reference.adam_mini: partitions by rules for any model, by rows where there are no
-names, and all that AdamW adds.
+names, and everything that AdamW adds.
 
-AdamW's v says how long a step each weight may take. Weights that work together see gradients of
-about one size, and one v does for all of them: the mean of their g². In a Transformer these are
+AdamW's v sets each weight's step size. Weights that work together have gradients of similar size,
+so they can share one v, the mean of their g². In a Transformer they are:
 
-    a row       of an embedding (a token), of an unembedding, and of the value, output and MLP
-                matrices (what makes one number of the output)
-    a head      of a query or key matrix: D rows, for its attention scores depend on all of them
-    a tensor    a norm's weights
-    a number    a bias: plain AdamW
+    row       of an embedding (a token), of an unembedding, and of the value, output and MLP
+              matrices (one output element)
+    head      of a query or key matrix: D rows, because a head's scores depend on all of them
+    tensor    the weights of a norm
+    element   of a bias, as in AdamW
 
-The partition is declared, a size of block for each parameter's name, and never guessed: of a layer
-that is in no rule, one v for the whole of it trains without a word and slowly. `gpt_partition` and
-`llama_partition` apply tables of rules; a mapping from names to sizes is a partition too. Without
-one, every row has its own v, which needs no names and is never too coarse.
+The partition is declared: it maps each parameter name to a block size, and is never guessed. If a
+layer wrongly shared one v, it would train slowly without an error. `gpt_partition` and
+`llama_partition` use tables of rules; a mapping from names to block sizes works too. Without a
+partition every row has its own v, which needs no names and is never too coarse.
 
     AdamMini(model.named_parameters(), partition=gpt_partition(model.config.head_width))
 
-The authors' package switches weight decay off wherever a name contains "norm", "ln" or "bias". Here
-groups decide, as in AdamW: give such weights a group with weight_decay=0.
+The authors' package disables weight decay for names that contain "norm", "ln" or "bias". Here
+groups decide, as in AdamW: put such weights in a group with weight_decay=0.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,12 +35,12 @@ from typing import Any, Literal
 from torch import Tensor
 
 from memlab.optim.adamw import AdamW, adam_settings
-from memlab.optim.moments import Moment, PerBlock
+from memlab.optim.moments import Moment, SharedMoment
 
-Share = Literal["number", "row", "head", "tensor"]  # what shares one second moment
+Share = Literal["element", "row", "head", "tensor"]  # weights that share a second moment
 Partition = Mapping[str, int] | Callable[[str, Sequence[int]], int]
 
-# The end of a parameter's name, and what shares a second moment there.
+# The end of a parameter's name, and the weights that share a second moment.
 GPT_RULES: dict[str, Share] = {
     "embedding.weight": "row",
     "unembedding.weight": "row",
@@ -58,10 +58,10 @@ GPT_RULES: dict[str, Share] = {
     "mlp_norm.weight": "tensor",
     "mlp_post_norm.weight": "tensor",
     "norm.weight": "tensor",
-    "bias": "number",
+    "bias": "element",
 }
 
-# As Llama, Mistral, Qwen and Gemma are named in Hugging Face's transformers.
+# The names of Llama, Mistral, Qwen and Gemma in Hugging Face transformers.
 LLAMA_RULES: dict[str, Share] = {
     "embed_tokens.weight": "row",
     "lm_head.weight": "row",
@@ -79,27 +79,25 @@ LLAMA_RULES: dict[str, Share] = {
     "pre_feedforward_layernorm.weight": "tensor",
     "post_feedforward_layernorm.weight": "tensor",
     "norm.weight": "tensor",
-    "bias": "number",
+    "bias": "element",
 }
 
-# Queries, keys and values in one matrix, in an order that the name does not tell.
-FUSED = ("c_attn", "qkv_proj", "query_key_value", "qkv", "Wqkv", "in_proj_weight")
+# Queries, keys and values in one matrix; their order cannot be told from the name.
+FUSED_NAMES = ("c_attn", "qkv_proj", "query_key_value", "qkv", "Wqkv", "in_proj_weight")
 
 
-# ------------------------------------------------------------------ the partition: plain data
+# ------------------------------------------------------------------ partitions
 
 
 @dataclass(frozen=True)
 class ByRules:
-    """The partition that asks, of each parameter, the rule for the end of its name.
+    """A partition by rules for the ends of parameter names; the longest matching rule applies.
 
-    Of several such rules the longest counts. `head_width` is D, the rows of a head in a query or
-    key matrix: not always the width over the number of heads. `default` is for parameters of which
-    no rule knows.
+    `head_width` is the head dimension D, the rows of a head in a query or key matrix. It may differ
+    from width / heads. `default` is for parameters without a matching rule.
 
-    Called with a name and a shape, it raises ValueError for those where there is no default, for
-    matrices that hold queries, keys and values at once and have no rule of their own, and for heads
-    that don't fit.
+    When called, raise ValueError for parameters without a rule or default, for matrices that fuse
+    queries, keys and values without a rule, and for heads that don't divide the rows.
     """
 
     rules: Mapping[str, Share]
@@ -107,47 +105,46 @@ class ByRules:
     default: Share | None = None
 
     def __call__(self, name: str, shape: Sequence[int]) -> int:
-        """How many neighbours share a v in that parameter."""
-        known = [end for end in self.rules if f".{name}".endswith(f".{end}")]
-        if known:
-            return block_size(self.rules[max(known, key=len)], name, shape, self.head_width)
-        if not set(FUSED).isdisjoint(name.split(".")):
+        """Return how many neighboring elements of a parameter share a v."""
+        matching = [end for end in self.rules if f".{name}".endswith(f".{end}")]
+        if matching:
+            return block_size(self.rules[max(matching, key=len)], name, shape, self.head_width)
+        if not set(FUSED_NAMES).isdisjoint(name.split(".")):
             raise ValueError(
-                f"got {name} of shape {tuple(shape)}, which holds queries, keys and values at "
-                f"once, in an order that its name does not tell; split it into three layers, or "
-                f'give it a rule of its own: "row" if its shape is (out, in), else "number"'
+                f"got {name} of shape {tuple(shape)}, which fuses queries, keys and values in an "
+                f"order that its name does not show; split it into three layers, or give it a "
+                f'rule: "row" if its shape is (out, in), else "element"'
             )
         if self.default is None:
             raise ValueError(
-                f"got {name} of shape {tuple(shape)}, of which no rule knows: they are for names "
-                f"that end in {', '.join(self.rules)}; give ByRules a further one, or default="
+                f"got {name} of shape {tuple(shape)}, which matches no rule; the rules are for "
+                f"names that end in {', '.join(self.rules)}; add a rule, or pass default="
             )
         return block_size(self.default, name, shape, self.head_width)
 
 
 def gpt_partition(head_width: int, *, default: Share | None = None) -> ByRules:
-    """The paper's partition of memlab.model's GPT."""
+    """Return the paper's partition for memlab.model's GPT."""
     return ByRules(GPT_RULES, head_width, default)
 
 
 def llama_partition(head_width: int, *, default: Share | None = None) -> ByRules:
-    """The paper's partition of a Llama with Hugging Face's names."""
+    """Return the paper's partition for a Llama with Hugging Face names."""
     return ByRules(LLAMA_RULES, head_width, default)
 
 
 def by_rows(name: str, shape: Sequence[int]) -> int:
-    """One v for each row of a matrix, (out, in): what makes one element of the output. Each element
-    of a vector has its own."""
+    """Return the row size of a matrix (out, in), or 1 for a vector: one v per output element."""
     return max(1, prod(shape[1:]))
 
 
 def block_size(share: Share, name: str, shape: Sequence[int], head_width: int) -> int:
-    """How many neighbours share a v in a weight of that shape, whose first dimension is the output.
+    """Return how many neighboring elements of a weight share a v.
 
-    A row of a vector is a number: each makes one number of the output.
+    The first dimension is the output. A row of a vector is one element.
     """
     row = by_rows(name, shape)
-    if share == "number":
+    if share == "element":
         return 1
     if share == "row":
         return row
@@ -155,12 +152,12 @@ def block_size(share: Share, name: str, shape: Sequence[int], head_width: int) -
         return max(1, prod(shape))
     if share != "head":
         raise ValueError(
-            f"got the rule {share!r} for {name}; give 'number', 'row', 'head' or 'tensor'"
+            f"got the rule {share!r} for {name}; give 'element', 'row', 'head' or 'tensor'"
         )
     if head_width < 1 or not shape or shape[0] % head_width:
         raise ValueError(
-            f"got {name} of shape {tuple(shape)}, whose rows don't make whole heads of "
-            f"{head_width}; give the model's head width, which need not be its width over its heads"
+            f"got {name} of shape {tuple(shape)}, whose rows {head_width} does not divide; give "
+            f"the model's head dimension, which may differ from its width over its heads"
         )
     return head_width * row
 
@@ -169,18 +166,18 @@ def block_size(share: Share, name: str, shape: Sequence[int], head_width: int) -
 
 
 class AdamMini(AdamW):
-    """AdamW with one second moment for each block of a declared partition.
+    """AdamW with one second moment per block of a declared partition.
 
-    `partition` maps a name, or is called with a name and a shape, and returns how many neighboring
-    elements share a v. It needs names: pass `model.named_parameters()`, or groups of such pairs, as
-    torch's optimizers accept them. A tied weight that comes twice counts once, by its first name.
+    `partition` maps a name to how many neighboring elements share a v, or is called with a name and
+    a shape. It needs names: pass `model.named_parameters()`, or groups of such pairs, as for
+    torch's optimizers. A tied weight given twice counts once, by its first name.
 
-    Without a partition `model.parameters()` will do: each row of a matrix shares a v, and each
-    element of a vector has its own (`by_rows`). Queries and keys then have one v a row where the
-    paper has one a head: finer, so as safe, for a few bytes more.
+    Without a partition `model.parameters()` is enough: each row of a matrix shares a v, and each
+    element of a vector has its own (`by_rows`). Queries and keys then have one v per row instead of
+    one per head, which is finer, equally safe, and takes a few bytes more.
 
-    Other arguments and their defaults are AdamW's. Raises TypeError for a partition and weights
-    without names, and ValueError for a parameter that the partition does not cover or divide.
+    Other arguments and defaults are AdamW's. Raise TypeError for a partition with weights without
+    names, and ValueError for a parameter that the partition does not contain or divide.
     """
 
     def __init__(
@@ -192,57 +189,67 @@ class AdamMini(AdamW):
         **settings: Any,
     ) -> None:
         self._partition = partition
-        self._sizes: dict[Tensor, int] = {}
+        self._block_sizes: dict[Tensor, int] = {}
         super().__init__(params, lr, *adamw, **settings)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, for named weights of which the partition knows."""
+        """Add a group like torch.optim.Optimizer, after looking up its weights in the partition."""
         weights = param_group["params"]
-        if not isinstance(weights, (Tensor, set)):  # of which torch says what is wrong
-            param_group = {**param_group, "params": _each_once(weights)}
+        if not isinstance(weights, (Tensor, set)):  # torch reports the error
+            param_group = {**param_group, "params": _without_duplicates(weights)}
         super().add_param_group(param_group)
         try:
-            self._sizes.update(self._sizes_of(self.param_groups[-1]))
+            self._block_sizes.update(self._group_block_sizes(self.param_groups[-1]))
         except (TypeError, ValueError):
             del self.param_groups[-1]
             raise
 
     def moments(self, weight: Tensor, group: dict[str, Any]) -> Sequence[Moment]:
-        """The first for each number, the second for each block."""
-        return self.number("exp_avg", group), PerBlock("exp_avg_sq", self.block(weight, group))
+        """Return a first moment per element and a second moment per block."""
+        return self.float_moment("exp_avg", group), SharedMoment(
+            "exp_avg_sq", self.block_size(weight, group)
+        )
 
-    def block(self, weight: Tensor, group: dict[str, Any]) -> int:
-        """Those that share a second moment; of a copy that is stepped in a weight's place, by the
-        name that stands for it in the group."""
-        if weight in self._sizes:
-            return self._sizes[weight]
+    def block_size(self, weight: Tensor, group: dict[str, Any]) -> int:
+        """Return how many elements share a second moment.
+
+        A copy stepped in a weight's place is looked up by its name in the group.
+        """
+        if weight in self._block_sizes:
+            return self._block_sizes[weight]
         if self._partition is None or len(group.get("param_names", ())) == len(group["params"]):
-            return self._sizes_of(group)[weight]
+            return self._group_block_sizes(group)[weight]
         raise ValueError(
-            f"got a weight of shape {tuple(weight.shape)} that has no name, by which a partition "
-            f"would know it"
+            f"got a weight of shape {tuple(weight.shape)} without a name, which the partition "
+            f"needs; add it to its group's param_names"
         )
 
     def update_(
         self, weight: Tensor, gradient: Tensor, *moments: Tensor, step: int, group: dict[str, Any]
     ) -> None:
-        """See `adam_mini_`."""
+        """Call `adam_mini_`."""
         adam_mini_(weight, gradient, *moments, step=step, **adam_settings(group))
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: the base's, and what is ours."""
-        return {**super().__getstate__(), "_partition": self._partition, "_sizes": self._sizes}
+        """Add this class's attributes, for copies and pickles."""
+        return {
+            **super().__getstate__(),
+            "_partition": self._partition,
+            "_block_sizes": self._block_sizes,
+        }
 
-    def _sizes_of(self, group: dict[str, Any]) -> dict[Tensor, int]:
+    def _group_block_sizes(self, group: dict[str, Any]) -> dict[Tensor, int]:
         if self._partition is None:
             return {weight: by_rows("", weight.shape) for weight in group["params"]}
         if "param_names" not in group:
             raise TypeError(
-                "got weights without names, by which a partition finds them; pass "
-                "model.named_parameters(), or leave out partition= for one v a row"
+                "got weights without names, which a partition needs; pass "
+                "model.named_parameters(), or omit partition= for one v per row"
             )
         named = zip(group["param_names"], group["params"], strict=True)
-        return {weight: _size_in(self._partition, name, weight.shape) for name, weight in named}
+        return {
+            weight: _named_block_size(self._partition, name, weight.shape) for name, weight in named
+        }
 
 
 def adam_mini_(
@@ -257,9 +264,9 @@ def adam_mini_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """AdamW's step in place, with a mean over each block where g² stood; `step` begins at 1.
+    """AdamW's step in place, with the mean of g² over each block instead of g²; `step` starts at 1.
 
-    `exp_avg_sq` is (blocks, 1); the others are flat and hold as many blocks.
+    `exp_avg_sq` is (blocks, 1); the other tensors are flat, with the same number of blocks.
     """
     beta1, beta2 = betas
     weight, gradient, exp_avg = (t.view(len(exp_avg_sq), -1) for t in (weight, gradient, exp_avg))
@@ -271,27 +278,27 @@ def adam_mini_(
     weight.addcdiv_(exp_avg, root, value=-lr / (1 - beta1**step))
 
 
-def _size_in(partition: Partition, name: str, shape: Sequence[int]) -> int:
+def _named_block_size(partition: Partition, name: str, shape: Sequence[int]) -> int:
     if callable(partition):
         size = partition(name, shape)
     elif name in partition:
         size = partition[name]
     else:
         raise ValueError(
-            f"got {name} of shape {tuple(shape)}, which the partition does not name; add how many "
-            f"of its numbers share a second moment"
+            f"got {name} of shape {tuple(shape)}, which the partition does not contain; add how "
+            f"many of its elements share a second moment"
         )
     if size < 1 or prod(shape) % size:
         raise ValueError(
-            f"got blocks of {size} for {name}, whose {prod(shape)} numbers they don't divide; give "
-            f"a divisor, such as {max(1, prod(shape[1:]))} for its rows"
+            f"got blocks of {size} for {name}, which do not divide its {prod(shape)} elements; "
+            f"give a divisor, such as {max(1, prod(shape[1:]))} for its rows"
         )
     return size
 
 
-def _each_once(weights: Iterable[Any]) -> list[Any]:
-    """The weights, or pairs of name and weight, without those that came before."""
-    first: dict[Any, Any] = {}
-    for each in weights:
-        first.setdefault(each[1] if isinstance(each, tuple) else each, each)
-    return list(first.values())
+def _without_duplicates(weights: Iterable[Any]) -> list[Any]:
+    """Return the weights, or (name, weight) pairs, without repeated weights."""
+    unique: dict[Any, Any] = {}
+    for item in weights:
+        unique.setdefault(item[1] if isinstance(item, tuple) else item, item)
+    return list(unique.values())

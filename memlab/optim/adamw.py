@@ -1,16 +1,17 @@
-"""AdamW: a mean of the gradients over the root of a mean of their squares.
+"""AdamW: step by the mean of the gradients over the root of the mean of their squares.
 
-Saves    nothing: it is the yardstick. Its state is two float32 numbers a weight, 8N bytes.
-Costs    pieces of 1 MiB on the way. torch's for-loop makes whole tensors, its fused kernel none.
+Saves    nothing: it is the baseline. Its state is two float32 values per weight, 8N bytes.
+Costs    temporaries of 1 MiB chunks. torch's for-loop allocates whole tensors, its fused kernel
+         none.
 Source   Loshchilov and Hutter 2019, arXiv 1711.05101, Algorithm 2.
 
 Adds to memlab.reference.adamw: chunked updates whose temporaries stay small, moments in other
 dtypes or in 8 bits, stochastic rounding of the weights, and the checks and state dicts of torch's
 optimizers.
 
-Each weight has a step size of its own: where gradients are large, or point to and fro, it is short.
-At the first step m/√v is the gradient's sign: every weight moves by lr. Later no step is longer
-than 7.27·lr, whatever the gradients (with β = 0.9, 0.999).
+Each weight has its own step size, which is small if gradients are large or change sign. At the
+first step m/√v is the gradient's sign, so every weight moves by lr. Later steps are at most 7.27·lr
+for any gradients (with β = 0.9, 0.999).
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,10 +24,10 @@ from memlab.optim.moments import Moment
 
 
 class AdamW(Optimizer):
-    """AdamW with moments of float32: torch.optim.AdamW's arguments, steps and names of states.
+    """AdamW with float32 moments: the arguments, steps and state names of torch.optim.AdamW.
 
-    Further arguments are the base's: maximize, rounding, moment_dtype, generator, piece, and
-    torch's own foreach, fused, capturable and differentiable.
+    The base class accepts further arguments: maximize, rounding, moment_dtype, generator,
+    chunk, and torch's foreach, fused, capturable and differentiable.
     """
 
     def __init__(
@@ -43,10 +44,10 @@ class AdamW(Optimizer):
         super().__init__(params, defaults, amsgrad=amsgrad, **base)
 
     def require_group(self, group: dict[str, Any]) -> None:
-        """Of torch's states too: neither AMSGrad nor a decay that is part of the gradient."""
+        """Raise ValueError also for loaded states of AMSGrad, or of Adam's coupled weight decay."""
         super().require_group(group)
         if group.get("amsgrad"):
-            raise ValueError("got a state of AMSGrad, which keeps a third moment; give AdamW's")
+            raise ValueError("got a state of AMSGrad, which has a third moment; give AdamW's")
         if group["weight_decay"] and not group.get("decoupled_weight_decay", True):
             raise ValueError(
                 "got a state of torch.optim.Adam, whose weight_decay is part of the gradient; give "
@@ -54,18 +55,18 @@ class AdamW(Optimizer):
             )
 
     def moments(self, weight: Tensor, group: dict[str, Any]) -> Sequence[Moment]:
-        """Both, a number a weight."""
-        return self.number("exp_avg", group), self.number("exp_avg_sq", group)
+        """Return both moments, one value per element."""
+        return self.float_moment("exp_avg", group), self.float_moment("exp_avg_sq", group)
 
     def update_(
         self, weight: Tensor, gradient: Tensor, *moments: Tensor, step: int, group: dict[str, Any]
     ) -> None:
-        """See `adamw_`."""
+        """Call `adamw_`."""
         adamw_(weight, gradient, *moments, step=step, **adam_settings(group))
 
 
 def adam_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Those of a group that an update of Adam's kind takes."""
+    """Return a group's settings for an Adam update."""
     settings = {name: group[name] for name in ("betas", "eps", "weight_decay")}
     return {"lr": float(group["lr"]), **settings}
 
@@ -82,7 +83,7 @@ def adamw_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Algorithm 2, lines 6 to 12, in place: all of one shape and dtype; `step` begins at 1."""
+    """Algorithm 2, lines 6 to 12, in place; shapes and dtypes are equal, and `step` starts at 1."""
     beta1, beta2 = betas
     weight.mul_(1 - lr * weight_decay)
     exp_avg.lerp_(gradient, 1 - beta1)

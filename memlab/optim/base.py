@@ -1,21 +1,21 @@
-"""The loop that all optimizers here share: weight by weight, a piece of each at a time.
+"""The update loop shared by all optimizers: one weight at a time, one chunk of it at a time.
 
-    for each group of weights, for each weight with a gradient:
-        count the step; make the moments, if this is the first
-        for each piece of the weight:
-            the piece, its gradient and its moments, in float32      a view, where they are kept so
-            update them in place                                     what the paper says
-            put them back                                            rounded, or encoded
+    for each group, for each weight with a gradient:
+        count the step; create the moments at the first step
+        for each chunk of the weight:
+            read weight, gradient and moments as float32     views if stored so
+            update them in place                             the paper's algorithm
+            write them back                                  rounded or encoded
 
-An optimizer says no more than what its moments are (memlab.optim.moments) and how a piece is
-updated: a pure function of float32 tensors. Because a piece is small, what is made on the way fits
-in the processor's cache, and takes a few MiB however large the weight: an optimizer that decoded a
-whole tensor of 8-bit moments would need, for a moment, more than one that never encoded them.
+A subclass defines only its moments (memlab.optim.moments) and the update of a chunk, a pure
+function of float32 tensors. Because chunks are small, temporaries fit the processor's cache and
+take a few MiB for any weight. Decoding a whole tensor of 8-bit moments would briefly need more
+memory than storing them in float32.
 
-A gradient that is not finite passes into its moments, as in torch's optimizers, and stays there to
-be seen. In 8 bits it takes the scale of its block of 256: at this step the others of the block are
-stepped as ever, from the next on all their moments are NaN. No other block knows of it. To leave
-such a step out, look before it: `LossScaler`, or `clip_grad_norm_(..., error_if_nonfinite=True)`.
+A non-finite gradient makes its moments non-finite, as in torch's optimizers. In 8 bits it also
+makes the scale of its block of 256 non-finite: the block's other elements take a normal step now,
+and all of the block's moments are NaN from the next step on. Other blocks are unaffected. To skip
+such steps, use `LossScaler` or `clip_grad_norm_(..., error_if_nonfinite=True)`.
 """
 
 import math
@@ -28,57 +28,57 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from memlab.internals.chunks import size_on, starts
-from memlab.optim.moments import Float, Moment, Piece, State
+from memlab.internals.chunks import chunk_size_on, chunk_starts
+from memlab.optim.moments import Chunk, FloatMoment, Moment, State
 from memlab.rounding import stochastic_round_
 
 
 class StepKernel(Protocol):
-    """A kernel that takes the place of torch's operators in the step of a piece."""
+    """A kernel that steps a chunk in place of torch's operators."""
 
     def takes(self, weight: Tensor, moments: Sequence[Moment]) -> bool:
-        """Return whether it can step this weight; torch's operators step the others."""
+        """Return whether the kernel can step this weight; torch's operators step the others."""
 
     def require_device(self, weight: Tensor) -> None:
-        """Raise RuntimeError where the kernel cannot run."""
+        """Raise RuntimeError if the kernel cannot run on the weight's device."""
 
-    def pieces(self, weight: Tensor) -> Iterable[Piece]:
-        """Split a weight into pieces, one launch each."""
+    def chunks(self, weight: Tensor) -> Iterable[Chunk]:
+        """Split a weight into chunks, one launch each."""
 
-    def step_piece(
+    def step_chunk(
         self,
         optimizer: "Optimizer",
         weight: Tensor,
         gradient: Tensor,
         moments: Sequence[Moment],
-        piece: Piece,
+        chunk: Chunk,
         state: State,
         group: dict[str, Any],
     ) -> None:
-        """Step a piece of a weight in place, with its moments."""
+        """Step a chunk of a weight and its moments in place."""
 
 
 class Optimizer(torch.optim.Optimizer):
-    """What every optimizer of memlab is: torch's, with the loop of this file.
+    """The base class of memlab's optimizers: torch.optim.Optimizer with this file's update loop.
 
-    `maximize` steps up the gradient. `rounding` says how a step reaches a bfloat16 weight: to the
-    nearest, which loses steps of less than half a step of bfloat16, or "stochastic", which keeps
-    them in the mean; float32 weights don't need it. `moment_dtype` is for moments that are neither
-    encoded nor shared: None is float32 at least; bfloat16 halves them, and they are rounded at
-    random. `generator` draws for both. `piece` is how many numbers are stepped at a time: 2¹⁸ on a
-    CPU, 2²² elsewhere. A weight that is no contiguous run of numbers (channels_last, transposed) is
-    copied to one, whole, and back.
+    maximize      step up the gradient
+    rounding      how updates reach bfloat16 weights: "nearest" loses updates below half the spacing
+                  of bfloat16, "stochastic" keeps them on average; float32 weights don't need it
+    moment_dtype  dtype of unquantized, unshared moments. None: at least float32. bfloat16 takes
+                  half the memory, with stochastic rounding
+    generator     for stochastic rounding
+    chunk         elements stepped at a time: 2¹⁸ on a CPU, 2²² elsewhere. A non-contiguous weight
+                  (channels_last, transposed) is copied as a whole, and back
 
-    torch's `foreach` and `fused` are accepted and change nothing: they choose how torch computes
-    the same step, and this loop always steps one piece at a time. `amsgrad`, `capturable` and
-    `differentiable` ask for another step, so True is refused.
+    `foreach` and `fused` are accepted and ignored: they choose how torch computes the same step.
+    `amsgrad`, `capturable` and `differentiable` need a different step, so True is refused.
 
-    Raises ValueError for settings that nothing can step by and for a parameter given twice;
-    TypeError for a setting of the wrong type, for weights of integers or complex numbers and for
-    stochastic rounding to float16, and in step() for a sparse gradient.
+    Raise ValueError for invalid settings and for a parameter given twice. Raise TypeError for a
+    setting of the wrong type, integer or complex weights, stochastic rounding to float16, and a
+    sparse gradient in step().
     """
 
-    kernel: ClassVar[StepKernel | None] = None  # memlab.kernels.optim has two
+    kernel: ClassVar[StepKernel | None] = None  # see memlab.kernels.optim
 
     def __init__(
         self,
@@ -89,45 +89,44 @@ class Optimizer(torch.optim.Optimizer):
         rounding: Literal["nearest", "stochastic"] = "nearest",
         moment_dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
-        piece: int | None = None,
+        chunk: int | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
         **unsupported: bool,
     ) -> None:
-        if piece is not None and piece < 1:
-            raise ValueError(f"got pieces of {piece} numbers; give at least 1")
+        if chunk is not None and chunk < 1:
+            raise ValueError(f"got chunk={chunk}; give at least 1 element")
         require_bools(maximize=maximize, foreach=foreach or False, fused=fused or False)
         require_off(type(self).__name__, unsupported)
-        self.generator, self.piece = generator, piece
-        own = {"maximize": maximize, "rounding": rounding, "moment_dtype": moment_dtype}
-        super().__init__(params, {**defaults, **own})
+        self.generator, self.chunk = generator, chunk
+        base_settings = {"maximize": maximize, "rounding": rounding, "moment_dtype": moment_dtype}
+        super().__init__(params, {**defaults, **base_settings})
 
-    # -------------------------------------------------------------- what each brings
+    # -------------------------------------------------------------- defined by subclasses
 
     def moments(self, weight: Tensor, group: dict[str, Any]) -> Sequence[Moment]:
-        """What is kept of a weight between steps."""
+        """Return the moments of a weight."""
         raise NotImplementedError
 
-    def number(self, name: str, group: dict[str, Any]) -> Float:
-        """The moment of that name, one number a weight."""
-        return Float(name, group["moment_dtype"], self.generator)
+    def float_moment(self, name: str, group: dict[str, Any]) -> FloatMoment:
+        """Return a moment with one value per element."""
+        return FloatMoment(name, group["moment_dtype"], self.generator)
 
     def update_(
         self, weight: Tensor, gradient: Tensor, *moments: Tensor, step: int, group: dict[str, Any]
     ) -> None:
-        """One step of a piece, in place, `step` begins at 1: flat, and float32 or, of a float64
-        weight, that."""
+        """Update a flat chunk in place, in float32 or like a float64 weight; `step` starts at 1."""
         raise NotImplementedError
 
-    def block(self, weight: Tensor, group: dict[str, Any]) -> int:
-        """How many neighbours in a weight share something: a piece is a multiple of it."""
+    def block_size(self, weight: Tensor, group: dict[str, Any]) -> int:
+        """Return how many neighboring elements share state; chunks are multiples of it."""
         return 1
 
     # -------------------------------------------------------------- the loop
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every weight that has a gradient; returns what the closure returns."""
+        """Step every weight that has a gradient; return the closure's result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -143,62 +142,62 @@ class Optimizer(torch.optim.Optimizer):
         moments, state = self.moments(weight, group), self.state[weight]
         kernel = self.kernel if self.kernel and self.kernel.takes(weight, moments) else None
         if kernel is not None:
-            kernel.require_device(weight)  # before the step counts
+            kernel.require_device(weight)  # before the step is counted
         if not state:
             state.update(self._new_state(weight, group, self.state.values()))
         state["step"] += 1
-        flat = weight.contiguous().view(-1)  # a copy only of channels_last and its like
+        flat = weight.contiguous().view(-1)  # copies only non-contiguous weights
         gradient = weight.grad.reshape(-1)
-        step_piece = self.step_piece if kernel is None else partial(kernel.step_piece, self)
-        for piece in self.pieces(weight, group, kernel):
-            step_piece(flat[piece.span], gradient[piece.span], moments, piece, state, group)
+        step_chunk = self.step_chunk if kernel is None else partial(kernel.step_chunk, self)
+        for chunk in self.chunks(weight, group, kernel):
+            step_chunk(flat[chunk.as_slice], gradient[chunk.as_slice], moments, chunk, state, group)
         if not weight.is_contiguous():
             weight.copy_(flat.view(weight.shape))
 
-    def step_piece(
+    def step_chunk(
         self,
         weight: Tensor,
         gradient: Tensor,
         moments: Sequence[Moment],
-        piece: Piece,
+        chunk: Chunk,
         state: dict[str, Any],
         group: dict[str, Any],
     ) -> None:
         precision = torch.promote_types(weight.dtype, torch.float32)
-        exact = weight.to(precision)
-        values = [moment.read(state, piece).to(precision) for moment in moments]
+        float_weight = weight.to(precision)
+        values = [moment.read(state, chunk).to(precision) for moment in moments]
         self.update_(
-            exact,
-            # No name for it: it is gone before the moments are encoded.
+            float_weight,
+            # Passed without a name, so that it is freed before the moments are encoded.
             (-gradient if group["maximize"] else gradient).to(precision),
             *values,
             step=state["step"],
             group=group,
         )
         for moment, value in zip(moments, values, strict=True):
-            moment.write(state, piece, value)
-        if exact is weight:
+            moment.write(state, chunk, value)
+        if float_weight is weight:
             return
         if group["rounding"] == "stochastic":
-            stochastic_round_(weight, exact, generator=self.generator)
+            stochastic_round_(weight, float_weight, generator=self.generator)
         else:
-            weight.copy_(exact)
+            weight.copy_(float_weight)
 
-    def pieces(
+    def chunks(
         self, weight: Tensor, group: dict[str, Any], kernel: "StepKernel | None" = None
-    ) -> Iterable[Piece]:
-        """Split a weight into pieces of whole blocks: a kernel's own, unless `piece` was given."""
-        if kernel is not None and self.piece is None:
-            return kernel.pieces(weight)
-        count, block = weight.numel(), self.block(weight, group)
-        wanted = self.piece or size_on(weight.device)
-        size = max(1, wanted // block) * block
-        return (Piece(start, min(start + size, count)) for start in starts(weight, size))
+    ) -> Iterable[Chunk]:
+        """Split a weight into chunks of whole blocks: the kernel's own, unless `chunk` is set."""
+        if kernel is not None and self.chunk is None:
+            return kernel.chunks(weight)
+        count, block_size = weight.numel(), self.block_size(weight, group)
+        wanted = self.chunk or chunk_size_on(weight.device)
+        size = max(1, wanted // block_size) * block_size
+        return (Chunk(start, min(start + size, count)) for start in chunk_starts(weight, size))
 
     # -------------------------------------------------------------- groups and states
 
     def require_group(self, group: dict[str, Any]) -> None:
-        """Raises for settings, or weights, that this optimizer cannot step by."""
+        """Raise ValueError or TypeError for settings or weights this optimizer does not support."""
         require_settings(**{name: group[name] for name in _SETTINGS if name in group})
         require_bools(maximize=group.get("maximize", False))
         _require_each_once(group)
@@ -207,16 +206,14 @@ class Optimizer(torch.optim.Optimizer):
         if group["moment_dtype"] not in _MOMENT_DTYPES:
             raise ValueError(
                 f"got moment_dtype={group['moment_dtype']}; give torch.bfloat16, torch.float32, "
-                f"torch.float64 or None: in float16 squares of small gradients vanish"
+                f"torch.float64 or None: float16 squares of small gradients underflow"
             )
         for weight in group["params"]:
             _require_floats(weight, group["rounding"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, for what can be stepped."""
-        with (
-            warnings.catch_warnings()
-        ):  # torch warns of a parameter given twice; here it is refused
+        """Add a group like torch.optim.Optimizer, after checking it."""
+        with warnings.catch_warnings():  # torch's warning is an error in require_group
             warnings.filterwarnings("ignore", message=".*contains a parameter group with duplicate")
             super().add_param_group(param_group)
         try:
@@ -226,43 +223,49 @@ class Optimizer(torch.optim.Optimizer):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state: copied to where each weight is now, in the dtype it is kept in.
+        """Load a state, copied to each weight's device, in the dtype this optimizer stores it in.
 
-        torch's own casts every tensor of a state to its weight's dtype: codes would become floats,
-        and float32 moments of a bfloat16 weight would be rounded. A setting that the state has no
-        word for stays. ValueError, and nothing has changed, for a state of other weights or of
-        another optimizer.
+        torch's own method casts every state tensor to its weight's dtype: codes would become
+        floats, and float32 moments of bfloat16 weights would be rounded. Settings missing from the
+        state keep their value. Raise ValueError, with nothing changed, for a state of other weights
+        or another optimizer.
         """
-        with self.register_load_state_dict_pre_hook(type(self)._with_states_by_weight):
+        with self.register_load_state_dict_pre_hook(type(self)._key_states_by_weight):
             super().load_state_dict(state_dict)
 
-    def _with_states_by_weight(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state dict after the user's own hooks; torch leaves a state alone whose key is no
-        weight's number, so here the keys are the weights themselves."""
+    def _key_states_by_weight(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the state dict keyed by weights, after the user's own hooks.
+
+        torch casts states only if the key is a parameter index, so these pass unchanged.
+        """
         saved = state_dict["param_groups"]
         _require_as_many_weights(saved, self.param_groups)
-        groups = [{**now, **then} for now, then in zip(self.param_groups, saved, strict=True)]
+        groups = [
+            {**current, **loaded} for current, loaded in zip(self.param_groups, saved, strict=True)
+        ]
         states: dict[Tensor, dict[str, Any]] = {}
-        for group, now in zip(groups, self.param_groups, strict=True):
-            self.require_group({**group, "params": now["params"]})
-            for index, weight in zip(group["params"], now["params"], strict=True):
+        for group, current in zip(groups, self.param_groups, strict=True):
+            self.require_group({**group, "params": current["params"]})
+            for index, weight in zip(group["params"], current["params"], strict=True):
                 if state := state_dict["state"].get(index):
-                    states[weight] = self._copied(state, weight, group, states.values())
+                    states[weight] = self._copy_state(state, weight, group, states.values())
         return {"state": states, "param_groups": groups}
 
-    def _copied(
+    def _copy_state(
         self, state: dict[str, Any], weight: Tensor, group: dict[str, Any], others: Iterable[State]
     ) -> State:
         copy = self._new_state(weight, group, others)
         wanted, got = _shapes(copy), _shapes(state)
         if got != wanted:
             raise ValueError(
-                f"got a state of {_listed(got)} for a weight of shape {tuple(weight.shape)}, whose "
-                f"state has {_listed(wanted)}; give the state of {type(self).__name__} on the same "
-                f"weights in the same order"
+                f"got a state of {_format_shapes(got)} for a weight of shape "
+                f"{tuple(weight.shape)}, whose state has {_format_shapes(wanted)}; give the state "
+                f"of {type(self).__name__} on the same weights in the same order"
             )
-        for name, kept in copy.items():
-            copy[name] = kept.copy_(state[name]) if isinstance(kept, Tensor) else int(state[name])
+        for name, tensor in copy.items():
+            copy[name] = (
+                tensor.copy_(state[name]) if isinstance(tensor, Tensor) else int(state[name])
+            )
         return copy
 
     def _new_state(self, weight: Tensor, group: dict[str, Any], others: Iterable[State]) -> State:
@@ -272,8 +275,8 @@ class Optimizer(torch.optim.Optimizer):
         return state
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: torch's, and what is ours."""
-        return {**super().__getstate__(), "generator": self.generator, "piece": self.piece}
+        """Add this class's attributes to torch's, for copies and pickles."""
+        return {**super().__getstate__(), "generator": self.generator, "chunk": self.chunk}
 
 
 def _require_dense(gradient: Tensor) -> None:
@@ -286,10 +289,10 @@ def _require_dense(gradient: Tensor) -> None:
 
 def _require_floats(weight: Tensor, rounding: str) -> None:
     if not weight.is_floating_point():
-        raise TypeError(f"got weights of {weight.dtype}; give floating-point numbers")
+        raise TypeError(f"got weights of {weight.dtype}; give floating-point weights")
     if rounding == "stochastic" and weight.dtype == torch.float16:
         raise TypeError(
-            "got weights of torch.float16 to round at random; give bfloat16 weights, or "
+            "got weights of torch.float16 to round stochastically; give bfloat16 weights, or "
             "rounding='nearest'"
         )
 
@@ -300,8 +303,8 @@ def _require_as_many_weights(
     got, wanted = ([len(group["params"]) for group in found] for found in (saved, groups))
     if got != wanted:
         raise ValueError(
-            f"got a state of groups of {got} weights for groups of {wanted}; give the state of an "
-            f"optimizer of the same groups"
+            f"got a state with groups of {got} weights for groups of {wanted}; give a state "
+            f"with the same groups"
         )
 
 
@@ -309,7 +312,7 @@ def _shapes(state: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(getattr(value, "shape", ())) for name, value in state.items()}
 
 
-def _listed(shapes: dict[str, tuple[int, ...]]) -> str:
+def _format_shapes(shapes: dict[str, tuple[int, ...]]) -> str:
     return ", ".join(f"{name} {shape}" if shape else name for name, shape in shapes.items())
 
 
@@ -320,7 +323,7 @@ _SETTINGS = ("lr", "betas", "weight_decay", "eps")
 def require_settings(
     lr: float | Tensor, weight_decay: float, betas: Any = (), eps: float = 0.0
 ) -> None:
-    """ValueError or TypeError for settings that no optimizer can step by."""
+    """Raise ValueError or TypeError for invalid settings."""
     for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
         if not 0 <= _number(name, value) < math.inf:
             raise ValueError(f"got {name}={value}; give at least 0, and a finite number")
@@ -340,7 +343,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def require_bools(**settings: Any) -> None:
-    """TypeError for a switch that is neither True nor False."""
+    """Raise TypeError for settings other than True and False."""
     for name, value in settings.items():
         if not isinstance(value, bool):
             raise TypeError(f"got {name}={value!r}; give True or False")
@@ -354,7 +357,7 @@ _UNSUPPORTED = {
 
 
 def require_off(optimizer: str, settings: dict[str, Any]) -> None:
-    """torch's switches may be passed as False; what they would change is refused."""
+    """Accept torch's switches only as False."""
     for name, value in settings.items():
         if name not in _UNSUPPORTED:
             raise TypeError(f"{optimizer} got an unexpected argument {name!r}={value!r}")
@@ -364,7 +367,7 @@ def require_off(optimizer: str, settings: dict[str, Any]) -> None:
 
 
 def _require_each_once(group: dict[str, Any]) -> None:
-    """A parameter given twice would take two steps at once."""
+    """Raise ValueError for a parameter given twice, which would be stepped twice."""
     if len(set(group["params"])) == len(group["params"]):
         return
     names = group.get("param_names") or [f"parameter {at}" for at in range(len(group["params"]))]

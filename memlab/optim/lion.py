@@ -1,19 +1,19 @@
-"""Lion: keep one momentum a weight, and step by its sign.
+"""Lion: keep one momentum per weight, and step by its sign.
 
-Saves    half of AdamW's state: 4N bytes of float32, and N + 4⌈N/256⌉ in 8 bits, not 8N. What
-         Adam8bit says of small weights, codes and tables holds of 8 bits here.
-Costs    a search for its learning rate, 3 to 10 times below AdamW's, with a weight decay that is as
-         many times above.
+Saves    half of AdamW's state: 4N bytes in float32, or N + 4⌈N/256⌉ in 8 bits, not 8N. As in
+         Adam8bit, small weights keep float32, and all weights share the codebook and its tables.
+Costs    a learning-rate search: 3 to 10 times below AdamW's, with a weight decay higher by the same
+         factor.
 Source   Chen et al. 2023, arXiv 2302.06675, Algorithm 2.
 
 Adds to memlab.reference.lion: an 8-bit momentum, chunked updates whose temporaries stay small,
 stochastic rounding of the weights, and the checks and state dicts of torch's optimizers.
 
-Every weight moves by lr at each step, up or down; where momentum and gradient are both zero it
-stays. Two betas for one momentum: the step looks at a mix in which today's gradient weighs 1 − β1,
-and what is kept is another, in which it weighs 1 − β2.
+Every weight moves by lr at each step, up or down; if momentum and gradient are both zero, it stays.
+There are two betas for one momentum: the step uses an average that weighs the gradient by 1 − β1,
+and the stored momentum weighs it by 1 − β2.
 
-A momentum that is NaN has no sign: its weight stands still from then on, without a word.
+The sign of a NaN momentum counts as zero: the weight silently stops moving.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,11 +22,11 @@ from typing import Any
 from torch import Tensor
 
 from memlab.optim.base import Optimizer
-from memlab.optim.moments import BLOCK, Dynamic, Moment, in_8_bits
+from memlab.optim.moments import BLOCK_SIZE, Moment, QuantizedMoment, is_worth_quantizing
 
 
 class Lion(Optimizer):
-    """Lion with a momentum of float32; what else it takes is the base's."""
+    """Lion with a float32 momentum; other arguments are memlab.optim.base.Optimizer's."""
 
     def __init__(
         self,
@@ -40,29 +40,31 @@ class Lion(Optimizer):
         super().__init__(params, defaults, **base)
 
     def moments(self, weight: Tensor, group: dict[str, Any]) -> Sequence[Moment]:
-        """One, a number a weight."""
-        return (self.number("exp_avg", group),)
+        """Return one moment, one value per element."""
+        return (self.float_moment("exp_avg", group),)
 
     def update_(
         self, weight: Tensor, gradient: Tensor, *moments: Tensor, step: int, group: dict[str, Any]
     ) -> None:
-        """See `lion_`."""
+        """Call `lion_`."""
         settings = {name: group[name] for name in ("betas", "weight_decay")}
         lion_(weight, gradient, *moments, lr=float(group["lr"]), **settings)
 
 
 class Lion8bit(Lion):
-    """Lion with a momentum of 8 bits for every weight of at least 4096 numbers."""
+    """Lion with an 8-bit momentum for weights with at least 4096 elements."""
 
     def moments(self, weight: Tensor, group: dict[str, Any]) -> Sequence[Moment]:
-        """One, in 8 bits where that is worth it."""
+        """Return one moment, in 8 bits if the weight is large enough."""
         return (
-            Dynamic("exp_avg", signed=True) if in_8_bits(weight) else self.number("exp_avg", group),
+            QuantizedMoment("exp_avg", signed=True)
+            if is_worth_quantizing(weight)
+            else self.float_moment("exp_avg", group),
         )
 
-    def block(self, weight: Tensor, group: dict[str, Any]) -> int:
-        """Those that share a scale."""
-        return BLOCK
+    def block_size(self, weight: Tensor, group: dict[str, Any]) -> int:
+        """Return how many elements share a scale."""
+        return BLOCK_SIZE
 
 
 def lion_(
@@ -74,8 +76,10 @@ def lion_(
     betas: tuple[float, float],
     weight_decay: float,
 ) -> None:
-    """Algorithm 2 in place: all of one shape and dtype. The sign is that of the mix, taken before
-    the momentum is brought up to date."""
+    """Algorithm 2 in place, for tensors of equal shape and dtype.
+
+    The sign uses the momentum before its update.
+    """
     beta1, beta2 = betas
     weight.mul_(1 - lr * weight_decay)
     sign = (exp_avg * beta1).add_(gradient, alpha=1 - beta1).sign_()

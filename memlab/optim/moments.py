@@ -1,12 +1,12 @@
-"""What an optimizer keeps of a weight between steps, and in how many bits.
+"""Optimizer state: the tensors stored per weight between steps, and their formats.
 
-    Float       a number a weight: 4 bytes of float32, or 2 of bfloat16, rounded at random
-    Dynamic     a code of 8 bits a weight, and a float32 scale for each 256
-    PerBlock    one number for all the weights of a block
+    FloatMoment       one value per element: float32, or bfloat16 with stochastic rounding
+    QuantizedMoment   one 8-bit code per element, and one float32 scale per 256 elements
+    SharedMoment      one value for all elements of a block
 
-Each can make itself anew (zeros), give a piece of itself as numbers, and take the piece back. The
-tensors lie in the optimizer's state by name: `exp_avg`, or `exp_avg_codes` with its scales and the
-code by which they are read, which all weights share.
+Each can create its zero state, read a chunk as float tensors, and write the chunk back. Tensors are
+stored in the optimizer's state by name: `exp_avg`, or `exp_avg_codes` with `exp_avg_scales` and
+`exp_avg_codebook`, which all weights share.
 """
 
 from collections.abc import Iterable
@@ -20,44 +20,44 @@ from memlab.quantize import Quantized, dequantize_blockwise, dynamic_code, quant
 from memlab.rounding import stochastic_round_
 
 State = dict[str, Any]
-BLOCK = 256
-SMALLEST = 4096  # numbers in a weight whose moments are worth encoding; as in bitsandbytes
+BLOCK_SIZE = 256
+MIN_NUMEL = 4096  # smaller weights keep float32 moments, as in bitsandbytes
 
 
-class Piece(NamedTuple):
-    """The numbers from `start` to before `stop` of a flattened weight."""
+class Chunk(NamedTuple):
+    """Elements `start` to `stop` (exclusive) of a flattened weight."""
 
     start: int
     stop: int
 
     @property
-    def span(self) -> slice:
+    def as_slice(self) -> slice:
         return slice(self.start, self.stop)
 
     def blocks(self, size: int) -> slice:
-        """The blocks that it touches; it begins with one."""
+        """Return the blocks of `size` elements that the chunk overlaps; it starts at one."""
         return slice(self.start // size, -(-self.stop // size))
 
 
 class Moment(Protocol):
-    """A tensor of an optimizer's state, however it is kept."""
+    """A tensor of an optimizer's state, in any storage format."""
 
     def new(self, weight: Tensor, others: Iterable[State]) -> State:
-        """Zeros, for a weight; what weights can share is taken from the other weights' states."""
+        """Return zeros for a weight, sharing what weights can share with the `others`' states."""
 
-    def read(self, state: State, piece: Piece) -> Tensor:
-        """The piece as numbers: a view to be updated in place, or decoded to float32."""
+    def read(self, state: State, chunk: Chunk) -> Tensor:
+        """Return a chunk: a view to update in place, or a decoded float32 copy."""
 
-    def write(self, state: State, piece: Piece, value: Tensor) -> None:
-        """Keep the piece; nothing is left to do where `value` is the view that `read` gave."""
+    def write(self, state: State, chunk: Chunk, value: Tensor) -> None:
+        """Store a chunk; does nothing if `value` is the view that `read` returned."""
 
 
 @dataclass(frozen=True)
-class Float:
-    """One number a weight, in float32 at least unless `dtype` says otherwise.
+class FloatMoment:
+    """One value per element, in at least float32 unless `dtype` is set.
 
-    In bfloat16 it is rounded at random: to the nearest, a second moment would never fall. In a step
-    it loses a thousandth, and half a step of bfloat16 is at least two.
+    bfloat16 is rounded stochastically. With round to nearest a second moment would never decrease:
+    it shrinks by 1/1000 per step, less than half the spacing of bfloat16, which is at least 2/1000.
     """
 
     name: str
@@ -65,101 +65,102 @@ class Float:
     generator: torch.Generator | None = None
 
     def new(self, weight: Tensor, others: Iterable[State]) -> State:
-        """(the weight's shape)"""
+        """Return zeros in the weight's shape."""
         dtype = self.dtype or torch.promote_types(weight.dtype, torch.float32)
         zeros = torch.zeros_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
         return {self.name: zeros}
 
-    def read(self, state: State, piece: Piece) -> Tensor:
-        """A view."""
-        return state[self.name].view(-1)[piece.span]
+    def read(self, state: State, chunk: Chunk) -> Tensor:
+        """Return a view."""
+        return state[self.name].view(-1)[chunk.as_slice]
 
-    def write(self, state: State, piece: Piece, value: Tensor) -> None:
-        """Rounded; nothing where it was updated in place."""
-        kept = self.read(state, piece)
-        if kept.dtype == torch.bfloat16:
-            stochastic_round_(kept, value.float(), generator=self.generator)
-        elif kept.dtype != value.dtype:  # the weight's has changed since this was made
-            kept.copy_(value)
+    def write(self, state: State, chunk: Chunk, value: Tensor) -> None:
+        """Round and store; does nothing for a float32 view updated in place."""
+        stored = self.read(state, chunk)
+        if stored.dtype == torch.bfloat16:
+            stochastic_round_(stored, value.float(), generator=self.generator)
+        elif stored.dtype != value.dtype:  # the weight's dtype has changed since
+            stored.copy_(value)
 
 
 @dataclass(frozen=True)
-class Dynamic:
-    """One byte a weight, by the dynamic code (memlab.quantize), and a scale for each 256.
+class QuantizedMoment:
+    """One byte per element in the dynamic codebook (memlab.quantize), and a scale per 256 elements.
 
-    Without a sign, what is positive stays positive: see `kept_positive`.
+    If unsigned, positive values never decode as zero: see `keep_nonzero`.
     """
 
     name: str
     signed: bool
 
     def new(self, weight: Tensor, others: Iterable[State]) -> State:
-        """uint8 (n,), float32 (⌈n/256⌉,), and the code, float32 (256,), which all weights share."""
+        """Return uint8 codes (n,), float32 scales (⌈n/256⌉,) and the shared codebook (256,)."""
         count, device = weight.numel(), weight.device
         zero = 127 if self.signed else 0
         return {
             f"{self.name}_codes": torch.full((count,), zero, dtype=torch.uint8, device=device),
-            f"{self.name}_scales": torch.zeros(-(-count // BLOCK), device=device),
-            f"{self.name}_code": self._code(device, others),
+            f"{self.name}_scales": torch.zeros(-(-count // BLOCK_SIZE), device=device),
+            f"{self.name}_codebook": self._shared_codebook(device, others),
         }
 
-    def read(self, state: State, piece: Piece) -> Tensor:
-        """Decoded."""
-        return dequantize_blockwise(self._kept(state, piece))
+    def read(self, state: State, chunk: Chunk) -> Tensor:
+        """Return a decoded copy."""
+        return dequantize_blockwise(self._quantized_view(state, chunk))
 
-    def write(self, state: State, piece: Piece, value: Tensor) -> None:
-        """Encoded, each number by the nearest of the code."""
-        kept = self._kept(state, piece)
-        new = quantize_blockwise(value.float(), block=BLOCK, code=kept.code)
-        kept.codes.copy_(new.codes if self.signed else kept_positive(new.codes, value))
-        kept.scales.copy_(new.scales)
+    def write(self, state: State, chunk: Chunk, value: Tensor) -> None:
+        """Encode to the nearest codebook entries and store."""
+        stored = self._quantized_view(state, chunk)
+        new = quantize_blockwise(value.float(), block=BLOCK_SIZE, codebook=stored.codebook)
+        stored.codes.copy_(new.codes if self.signed else keep_nonzero(new.codes, value))
+        stored.scales.copy_(new.scales)
 
-    def _kept(self, state: State, piece: Piece) -> Quantized:
-        codes = state[f"{self.name}_codes"][piece.span]
-        scales = state[f"{self.name}_scales"][piece.blocks(BLOCK)]
-        code = state[f"{self.name}_code"]
-        return Quantized(codes, scales, None, code, codes.shape, torch.float32, 8, BLOCK)
+    def _quantized_view(self, state: State, chunk: Chunk) -> Quantized:
+        codes = state[f"{self.name}_codes"][chunk.as_slice]
+        scales = state[f"{self.name}_scales"][chunk.blocks(BLOCK_SIZE)]
+        codebook = state[f"{self.name}_codebook"]
+        return Quantized(codes, scales, None, codebook, codes.shape, torch.float32, 8, BLOCK_SIZE)
 
-    def _code(self, device: torch.device, others: Iterable[State]) -> Tensor:
-        codes = (state.get(f"{self.name}_code") for state in others)
-        there = (code for code in codes if code is not None and code.device == device)
-        found = next(there, None)
-        return dynamic_code(self.signed).to(device) if found is None else found
+    def _shared_codebook(self, device: torch.device, others: Iterable[State]) -> Tensor:
+        for state in others:
+            codebook = state.get(f"{self.name}_codebook")
+            if codebook is not None and codebook.device == device:
+                return codebook
+        return dynamic_code(self.signed).to(device)
 
 
-def kept_positive(codes: Tensor, numbers: Tensor) -> Tensor:
-    """Code 1 in place of code 0 for each number that is not zero; there are no negative ones.
+def keep_nonzero(codes: Tensor, values: Tensor) -> Tensor:
+    """Replace code 0 by code 1 for every nonzero value; values are never negative.
 
-    Code 0 of a second moment would come back as zero, and the step of a weight whose first moment
-    is not zero would have no bound but its share of eps.
+    A second moment that decodes as zero beside a nonzero first moment makes a step bounded only by
+    eps.
     """
-    return torch.maximum(codes, numbers.bool().view(torch.uint8))
+    return torch.maximum(codes, values.bool().view(torch.uint8))
 
 
-def in_8_bits(weight: Tensor) -> bool:
-    """Whether a weight's moments are worth encoding."""
-    return weight.numel() >= SMALLEST
+def is_worth_quantizing(weight: Tensor) -> bool:
+    """Return whether a weight is large enough to quantize its moments."""
+    return weight.numel() >= MIN_NUMEL
 
 
 @dataclass(frozen=True)
-class PerBlock:
-    """One number for each `size` neighbours of a flattened weight, in float32 at least."""
+class SharedMoment:
+    """One value for each `size` neighboring elements of a flattened weight, in at least float32."""
 
     name: str
     size: int
 
     def new(self, weight: Tensor, others: Iterable[State]) -> State:
-        """(⌈n/size⌉,)"""
+        """Return zeros (⌈n/size⌉,)."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         blocks = -(-weight.numel() // self.size)
         return {self.name: torch.zeros(blocks, dtype=dtype, device=weight.device)}
 
-    def read(self, state: State, piece: Piece) -> Tensor:
-        """A view, (blocks, 1)."""
-        return state[self.name][piece.blocks(self.size)].view(-1, 1)
+    def read(self, state: State, chunk: Chunk) -> Tensor:
+        """Return a view (blocks, 1)."""
+        return state[self.name][chunk.blocks(self.size)].view(-1, 1)
 
-    def write(self, state: State, piece: Piece, value: Tensor) -> None:
-        """Nothing, unless the weight has another dtype now than when this was made."""
-        kept = self.read(state, piece)
-        if kept.dtype != value.dtype:
-            kept.copy_(value)
+    def write(self, state: State, chunk: Chunk, value: Tensor) -> None:
+        """Do nothing, unless the weight's dtype has changed since the state was created."""
+        stored = self.read(state, chunk)
+        if stored.dtype != value.dtype:
+            stored.copy_(value)

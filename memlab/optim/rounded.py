@@ -1,13 +1,15 @@
-"""AdamW in bfloat16: weights, gradients and moments of two bytes, every update rounded at random.
+"""AdamW in pure bfloat16: weights, gradients and moments of two bytes, with stochastic rounding.
 
-Saves    8 of 16 bytes a weight: 2 of weight, 2 of gradient and 4 of moments are left.
-Costs    random numbers for three tensors, and the noise of their roundings.
+Saves    8 of 16 bytes per weight; 2 for the weight, 2 for its gradient, 4 for its moments remain.
+Costs    random bits for three tensors, and rounding noise.
 Source   Loshchilov and Hutter 2019, arXiv 1711.05101, Algorithm 2 (AdamW); Gupta et al. 2015,
-         arXiv 1502.02551 (stochastic rounding); torchao's optimizers with bf16_stochastic_round
-         round the weights so, and the moments to the nearest.
+         arXiv 1502.02551 (stochastic rounding). torchao's optimizers with bf16_stochastic_round
+         round weights stochastically and moments to nearest.
 
-Rounded to the nearest, a weight does not move by less than half a step of bfloat16, and a second
-moment never falls: in a step it loses a thousandth, and half a step of bfloat16 is at least two.
+Adds to memlab.reference.adamw: bfloat16 storage with stochastic rounding (memlab.rounding).
+
+With round to nearest a weight ignores updates below half the spacing of bfloat16, and a second
+moment never decreases: it shrinks by 1/1000 per step, and half a spacing is at least 2/1000.
 """
 
 from collections.abc import Iterable
@@ -19,18 +21,18 @@ from memlab.optim.adamw import AdamW
 
 
 class RoundedAdamW(AdamW):
-    """AdamW whose weights and moments are bfloat16, computed in float32 and rounded at random.
+    """AdamW with bfloat16 weights and moments, computed in float32 and rounded stochastically.
 
-    Arguments are AdamW's but for `rounding` and `moment_dtype`, which are settled. Raises TypeError
+    Arguments are AdamW's without `rounding` and `moment_dtype`, which are fixed. Raise TypeError
     for weights of another dtype.
     """
 
     def __init__(self, params: Iterable[Any], *args: Any, **adamw: Any) -> None:
-        settled = {"rounding": "stochastic", "moment_dtype": torch.bfloat16}
-        super().__init__(params, *args, **adamw, **settled)
+        fixed = {"rounding": "stochastic", "moment_dtype": torch.bfloat16}
+        super().__init__(params, *args, **adamw, **fixed)
 
     def require_group(self, group: dict[str, Any]) -> None:
-        """As AdamW's, for bfloat16 alone."""
+        """Raise TypeError also for weights of any dtype but bfloat16."""
         super().require_group(group)
         for weight in group["params"]:
             if weight.dtype != torch.bfloat16:

@@ -35,7 +35,7 @@ from typing import Any
 
 from memlab.configs.shapes import GPTConfig
 from memlab.configs.targets import TARGETS
-from memlab.internals.chunks import PIECE, PIECE_ELSEWHERE
+from memlab.internals.chunks import CHUNK_SIZE, CHUNK_SIZE_ON_ACCELERATOR
 from memlab.lora import added_weights
 from memlab.losses import chunk_rows
 from memlab.planner.recipes import Recipe
@@ -183,7 +183,7 @@ class StepFormula:
         self.rows = tuple(recipe.rows.values())
         self.on_disk = frozenset().union(*(row.on_disk for row in self.rows))
         self.workspace = 0 if target == "cpu" else 2 * TARGETS[target].workspace_bytes
-        self.piece = PIECE if target == "cpu" else PIECE_ELSEWHERE
+        self.piece = CHUNK_SIZE if target == "cpu" else CHUNK_SIZE_ON_ACCELERATOR
 
     def _fact(self, name: str) -> Any:
         """Return a fact that one of the recipe's rows states in the registry, or None."""

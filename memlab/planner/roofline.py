@@ -23,7 +23,7 @@ from torch import Tensor
 
 from memlab.checkpointing.operations import operations
 from memlab.dry_runs.fake_tensors import dry_run
-from memlab.internals.chunks import stands_for
+from memlab.internals.chunks import repeat_count
 from memlab.internals.torch_internals import OpOverload
 from memlab.metering.tensors import tensors_among
 from memlab.planner.cards import Card
@@ -83,7 +83,7 @@ class Roofline:
         moving = moved_bytes(func, args, kwargs, result) / self.card.memory_bandwidth
         if computing or moving:
             bound = "compute" if computing > moving else "memory"
-            self.seconds[bound] += max(computing, moving) * stands_for()
+            self.seconds[bound] += max(computing, moving) * repeat_count()
 
 
 def _offloaded_bytes(step: Callable[[], Any]) -> int:

@@ -145,7 +145,7 @@ def test_a_correct_answer_written_differently_passes(exercise, answer):
 
 
 def through_the_library(x, code):
-    kept = quantize.quantize_blockwise(x, code=code)
+    kept = quantize.quantize_blockwise(x, codebook=code)
     return kept.codes, kept.scales
 
 

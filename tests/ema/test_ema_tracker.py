@@ -16,7 +16,7 @@ from memlab.ema import (
     relative_width,
     synthesize,
 )
-from memlab.internals.chunks import PIECE, PIECE_ELSEWHERE
+from memlab.internals.chunks import CHUNK_SIZE, CHUNK_SIZE_ON_ACCELERATOR
 
 SIGMAS = (0.05, 0.10)
 
@@ -161,7 +161,7 @@ def test_an_update_of_16_bit_weights_takes_one_chunk(tmp_path):
     model = nn.Linear(1000, 1000, bias=False).bfloat16()
     ema = PostHocEMA(model, tmp_path)
     trace = memlab.measure(lambda: ema.update(1), model=model)
-    assert trace.peak_bytes == 2 * 10**6 + ema.nbytes + 4 * PIECE
+    assert trace.peak_bytes == 2 * 10**6 + ema.nbytes + 4 * CHUNK_SIZE
 
 
 def test_a_snapshot_takes_two_chunks_for_any_model(tmp_path):
@@ -171,7 +171,7 @@ def test_a_snapshot_takes_two_chunks_for_any_model(tmp_path):
     ema.update(1)
     trace = memlab.measure(ema.snapshot, model=model)
     numbers = 2 * 10**6
-    assert trace.peak_bytes - 4 * numbers - ema.nbytes == 2 * (2 * PIECE) + 8
+    assert trace.peak_bytes - 4 * numbers - ema.nbytes == 2 * (2 * CHUNK_SIZE) + 8
 
 
 def test_a_dry_run_has_the_same_bytes_and_writes_nothing(tmp_path):
@@ -199,7 +199,7 @@ def test_on_a_gpu_an_update_takes_no_temporary_or_one_chunk(dtype, tmp_path):
     torch.cuda.reset_peak_memory_stats()
     ema.update(2)
     beside = torch.cuda.max_memory_allocated() - before
-    assert beside <= (0 if dtype == torch.float32 else 4 * PIECE_ELSEWHERE)
+    assert beside <= (0 if dtype == torch.float32 else 4 * CHUNK_SIZE_ON_ACCELERATOR)
     ema.update(3)
     found = synthesize(tmp_path, 0.05, out=copy.deepcopy(model)).weight
     assert found.is_cuda

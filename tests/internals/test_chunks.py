@@ -1,14 +1,14 @@
-"""Pieces of a tensor: all of a real one; of a fake one those that tell the peak."""
+"""Chunks: a real tensor gets all of them, a fake tensor enough of them to find the peak."""
 
 import pytest
 import torch
 
 import memlab
-from memlab.internals.chunks import stands_for, starts
+from memlab.internals.chunks import chunk_starts, repeat_count
 
 
 @pytest.mark.parametrize(
-    ("numbers", "wanted", "of_a_fake_one"),
+    ("numel", "expected", "expected_fake"),
     [
         (0, [], []),
         (1, [0], [0]),
@@ -18,44 +18,46 @@ from memlab.internals.chunks import stands_for, starts
         (41, [*range(0, 41, 4)], [0, 4, 40]),
     ],
 )
-def test_where_pieces_of_four_begin(numbers, wanted, of_a_fake_one):
-    assert list(starts(torch.zeros(numbers), 4)) == wanted
+def test_chunk_starts_of_real_and_fake_tensors(numel, expected, expected_fake):
+    assert list(chunk_starts(torch.zeros(numel), 4)) == expected
     with memlab.dry_run():
-        assert list(starts(torch.zeros(numbers), 4)) == of_a_fake_one
+        assert list(chunk_starts(torch.zeros(numel), 4)) == expected_fake
 
 
-@pytest.mark.parametrize("numbers", [0, 1, 4, 5, 8, 12, 13, 41])
-def test_the_pieces_of_a_fake_one_stand_for_all(numbers):
-    every = len(range(0, numbers, 4))
+@pytest.mark.parametrize("numel", [0, 1, 4, 5, 8, 12, 13, 41])
+def test_repeat_counts_add_up_to_all_chunks(numel):
+    every = len(range(0, numel, 4))
     with memlab.dry_run():
-        assert sum(stands_for() for _ in starts(torch.zeros(numbers), 4)) == every
-    assert sum(stands_for() for _ in starts(torch.zeros(numbers), 4)) == every
+        assert sum(repeat_count() for _ in chunk_starts(torch.zeros(numel), 4)) == every
+    assert sum(repeat_count() for _ in chunk_starts(torch.zeros(numel), 4)) == every
 
 
-def test_pieces_of_pieces_stand_for_as_many_of_each():
+def test_repeat_counts_multiply_in_nested_chunks():
     with memlab.dry_run():
         found = [
-            stands_for() for _ in starts(torch.zeros(41), 4) for _ in starts(torch.zeros(20), 4)
+            repeat_count()
+            for _ in chunk_starts(torch.zeros(41), 4)
+            for _ in chunk_starts(torch.zeros(20), 4)
         ]
     assert sum(found) == 11 * 5
     assert max(found) == 9 * 3
 
 
-def test_whoever_leaves_between_two_pieces_leaves_nothing_behind():
+def test_leaving_the_loop_early_resets_the_repeat_count():
     with memlab.dry_run():
-        for start in starts(torch.zeros(41), 4):
+        for start in chunk_starts(torch.zeros(41), 4):
             if start == 4:
-                assert stands_for() == 9
+                assert repeat_count() == 9
                 break
         del start
-    assert stands_for() == 1
+    assert repeat_count() == 1
 
 
-@pytest.mark.parametrize("numbers", [5, 8, 41, 44])
-def test_the_peak_is_the_same_though_one_piece_is_there_until_the_next_is(numbers):
+@pytest.mark.parametrize("numel", [5, 8, 41, 44])
+def test_a_dry_run_has_the_real_peak_when_temporaries_outlive_their_chunk(numel):
     def step():
-        x = torch.zeros(numbers)
-        for start in starts(x, 4):
+        x = torch.zeros(numel)
+        for start in chunk_starts(x, 4):
             copy = x[start : start + 4] * 2
         return copy
 

@@ -1,4 +1,4 @@
-"""A file is as it was, or whole and new; nothing is left beside it."""
+"""A file is either unchanged or completely replaced, and no temporary file remains."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ def test_the_file_holds_what_was_written(tmp_path):
     assert (tmp_path / "table.json").read_text() == "new"
 
 
-def test_the_file_is_as_it_was_until_the_block_ends(tmp_path):
+def test_the_file_is_unchanged_until_the_block_ends(tmp_path):
     path = tmp_path / "table.json"
     path.write_text("old")
     with write_beside(path) as beside:
@@ -35,7 +35,7 @@ def write_half(path, failure):
 
 
 @pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt])
-def test_a_failure_leaves_the_file_as_it_was(tmp_path, failure):
+def test_a_failure_leaves_the_file_unchanged(tmp_path, failure):
     path = tmp_path / "table.json"
     path.write_text("old")
     with pytest.raises(failure):
@@ -44,32 +44,32 @@ def test_a_failure_leaves_the_file_as_it_was(tmp_path, failure):
 
 
 @pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt])
-def test_a_failure_makes_no_file_where_none_was(tmp_path, failure):
+def test_a_failure_creates_no_file(tmp_path, failure):
     with pytest.raises(failure):
         write_half(tmp_path / "table.json", failure)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_left_beside_the_file(tmp_path):
+def test_no_temporary_file_remains(tmp_path):
     with write_beside(tmp_path / "table.json") as beside:
         beside.write_text("new")
     assert list(tmp_path.iterdir()) == [tmp_path / "table.json"]
 
 
-def test_a_file_that_cannot_be_replaced_leaves_nothing_beside_it(tmp_path):
+def test_a_failed_replacement_leaves_no_temporary_file(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError, match="folder"), write_beside(tmp_path / "folder") as beside:
         beside.touch()
     assert list(tmp_path.iterdir()) == [tmp_path / "folder"]
 
 
-def test_what_is_written_has_the_suffix_that_tells_its_format(tmp_path):
+def test_the_temporary_file_keeps_the_suffix(tmp_path):
     with write_beside(tmp_path / "picture.svg") as beside:
         assert beside.suffix == ".svg"
         beside.touch()
 
 
-def test_a_link_stays_a_link_to_what_was_written(tmp_path):
+def test_a_symbolic_link_stays_and_its_target_is_replaced(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "table.json")
     with write_beside(tmp_path / "link") as beside:
         beside.write_text("new")
@@ -77,7 +77,7 @@ def test_a_link_stays_a_link_to_what_was_written(tmp_path):
     assert (tmp_path / "table.json").read_text() == "new"
 
 
-def test_a_file_in_the_current_folder_needs_no_folder_in_its_name(tmp_path, monkeypatch):
+def test_a_bare_file_name_is_in_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with write_beside("table.json") as beside:
         beside.write_text("new")
@@ -98,14 +98,14 @@ needs_locks = pytest.mark.skipif(sys.platform == "win32", reason="unfinished fil
 
 
 def kill_inside(block: str, **environment: str) -> None:
-    """Run a block in a process of its own that is killed in it."""
+    """Run a block in a subprocess killed inside it."""
     command = [sys.executable, "-c", KILLED.format(block=block)]
     killed = subprocess.run(command, env={**os.environ, **environment})
     assert killed.returncode == -signal.SIGKILL
 
 
 @needs_locks
-def test_what_a_killed_process_left_is_removed_by_the_next_write_in_the_folder(tmp_path):
+def test_the_next_write_removes_files_of_killed_processes(tmp_path):
     kill_inside(f"with write_beside({str(tmp_path / 'results.json')!r})")
     [orphan] = tmp_path.iterdir()
     assert orphan.read_text() == "half"
@@ -115,14 +115,14 @@ def test_what_a_killed_process_left_is_removed_by_the_next_write_in_the_folder(t
 
 
 @needs_locks
-def test_a_file_that_is_being_written_is_not_taken_for_an_orphan(tmp_path):
+def test_a_file_being_written_is_not_an_orphan(tmp_path):
     with write_beside(tmp_path / "one.json") as first, write_beside(tmp_path / "two.json"):
         first.write_text("whole")
     assert (tmp_path / "one.json").read_text() == "whole"
 
 
 @needs_locks
-def test_a_block_inside_a_block_keeps_the_lock_of_the_outer_one(tmp_path):
+def test_a_nested_block_keeps_the_outer_lock(tmp_path):
     with write_beside(tmp_path / "one.png") as outer:
         with write_beside(outer) as inner:
             inner.write_text("whole")
@@ -132,7 +132,7 @@ def test_a_block_inside_a_block_keeps_the_lock_of_the_outer_one(tmp_path):
 
 
 @needs_locks
-def test_files_of_others_whose_names_begin_with_a_dot_stay(tmp_path):
+def test_hidden_files_of_other_programs_stay(tmp_path):
     names = (".hidden", ".config.json", ".x.12.json", ".x.a-b.json")
     for name in names:
         (tmp_path / name).touch()
@@ -141,10 +141,8 @@ def test_files_of_others_whose_names_begin_with_a_dot_stay(tmp_path):
 
 
 @needs_locks
-def test_the_temporary_folder_of_a_killed_process_is_removed_by_the_next_of_its_kind(
-    tmp_path, monkeypatch
-):
-    (tmp_path / "memlab-mine").mkdir()  # somebody's own: it has no lock
+def test_the_next_temporary_folder_removes_folders_of_killed_processes(tmp_path, monkeypatch):
+    (tmp_path / "memlab-mine").mkdir()  # another program's folder: it has no lock
     kill_inside('with temporary_folder("memlab-")', TMPDIR=str(tmp_path))
     assert len(list(tmp_path.iterdir())) == 2
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -160,7 +158,7 @@ def test_the_temporary_folder_of_a_killed_process_is_removed_by_the_next_of_its_
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Each fsync and each renaming, in order: what it was of."""
+    """Record each fsync and each rename, in order."""
     found = []
     real_fsync, real_replace = os.fsync, Path.replace
 
@@ -177,13 +175,13 @@ def calls(monkeypatch):
     return found
 
 
-def test_data_is_on_the_disk_before_the_name_and_the_name_before_it_returns(tmp_path, calls):
+def test_the_data_is_synced_before_the_rename_and_the_folder_after(tmp_path, calls):
     with write_beside(tmp_path / "table.json") as beside:
         beside.write_text("new")
     assert calls == ["file", "rename", "folder"]
 
 
-def test_what_ends_with_the_process_is_not_forced_to_the_disk(tmp_path, calls):
+def test_durable_false_skips_fsync(tmp_path, calls):
     with write_beside(tmp_path / "table.json", durable=False) as beside:
         beside.write_text("new")
     assert calls == ["rename"]

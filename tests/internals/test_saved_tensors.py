@@ -1,4 +1,4 @@
-"""Saved tensors in another form: one encoding a storage, of the right moment, and nothing held."""
+"""Saved tensors: one encoding per storage and version, and no leaks."""
 
 import gc
 import math
@@ -10,19 +10,19 @@ import torch.nn.functional as F
 from torch import nn
 
 import memlab
-from memlab.internals.saved_tensors import Facts, encoded, facts_of
+from memlab.internals.saved_tensors import TensorInfo, encoded, tensor_info
 
 
 class Copies:
-    """The simplest form: a copy. It counts, and refers to its copies weakly."""
+    """The simplest encoding: a copy. Counts calls, and references its copies weakly."""
 
     def __init__(self) -> None:
-        self.asked: list[Facts] = []
+        self.asked: list[TensorInfo] = []
         self.alive: weakref.WeakSet = weakref.WeakSet()
         self.encoded = self.decoded = 0
 
-    def choose(self, facts: Facts):
-        self.asked.append(facts)
+    def choose(self, info: TensorInfo):
+        self.asked.append(info)
         return self.encode
 
     def encode(self, numbers: torch.Tensor):
@@ -49,7 +49,7 @@ def leaf(*shape: int) -> torch.Tensor:
 
 
 class Saving(torch.autograd.Function):
-    """Saves what it is given, and keeps what it gets back in `seen`."""
+    """Saves its inputs, and stores the unpacked tensors in `seen`."""
 
     seen: tuple[torch.Tensor, ...] = ()
 
@@ -64,8 +64,8 @@ class Saving(torch.autograd.Function):
         return (None,) * len(Saving.seen)
 
 
-def back(*tensors: torch.Tensor, choose) -> tuple[torch.Tensor, ...]:
-    """What backward gets of tensors that one operator saves."""
+def unpacked(*tensors: torch.Tensor, choose) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that backward unpacks after one operator saved `tensors`."""
     with encoded(choose):
         out = Saving.apply(*tensors)
     out.backward()
@@ -73,10 +73,10 @@ def back(*tensors: torch.Tensor, choose) -> tuple[torch.Tensor, ...]:
     return seen
 
 
-# ------------------------------------------------------------------ one encoding a storage
+# ------------------------------------------------------------------ one encoding per storage
 
 
-def test_a_storage_is_encoded_once_whoever_saves_it_and_whatever_view(copies):
+def test_a_storage_is_encoded_once_for_all_operators_and_views(copies):
     x = leaf(6, 4) * 2
     with encoded(copies.choose):
         out = x.sin() + (x.t() * x.t()).t() + x.cos()
@@ -84,22 +84,22 @@ def test_a_storage_is_encoded_once_whoever_saves_it_and_whatever_view(copies):
     out.sum().backward()
 
 
-def test_each_operator_that_saves_it_is_noted_until_it_lets_go(copies):
+def test_on_pack_is_called_for_each_operator_and_its_result_lives_as_long(copies):
     class Hold:
         pass
 
-    x, holds, noted = leaf(6, 4) * 2, weakref.WeakSet(), []
+    x, holds, packed_sums = leaf(6, 4) * 2, weakref.WeakSet(), []
 
-    def note(decode):
-        noted.append(decode().sum())
+    def on_pack(decode):
+        packed_sums.append(decode().sum())
         holds.add(hold := Hold())
         return hold
 
-    with encoded(copies.choose, note):
+    with encoded(copies.choose, on_pack):
         out, other = x.sin().sum(), x.cos().sum()
-        leaf(3).sin()  # a weight's
+        leaf(3).sin()  # saves a weight
     assert copies.encoded == 1
-    assert [float(total) for total in noted] == [float(x.detach().sum())] * 2
+    assert [float(total) for total in packed_sums] == [float(x.detach().sum())] * 2
     out.backward(retain_graph=True)
     assert len(holds) == 2
     out.backward()
@@ -122,7 +122,7 @@ def test_each_operator_that_saves_it_is_noted_until_it_lets_go(copies):
 )
 def test_a_view_comes_back_with_its_shape_strides_offset_and_values(copies, view):
     x = view(leaf(6, 8) * 2)
-    [found] = back(x, choose=copies.choose)
+    [found] = unpacked(x, choose=copies.choose)
     assert copies.encoded == 1
     assert torch.equal(found, x)
     assert (found.stride(), found.storage_offset()) == (x.stride(), x.storage_offset())
@@ -132,14 +132,14 @@ def test_a_view_comes_back_with_its_shape_strides_offset_and_values(copies, view
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
 def test_the_dtype_comes_back(copies, dtype):
     x = leaf(5).to(dtype)
-    [found] = back(x, choose=copies.choose)
+    [found] = unpacked(x, choose=copies.choose)
     assert found.dtype == dtype
     assert torch.equal(found, x)
 
 
 def test_one_storage_in_two_dtypes_has_two_encodings(copies):
     x = leaf(4, 2) * 2
-    again, as_complex = back(x, torch.view_as_complex(x), choose=copies.choose)
+    again, as_complex = unpacked(x, torch.view_as_complex(x), choose=copies.choose)
     assert copies.encoded == 2
     assert torch.equal(again, x)
     assert torch.equal(torch.view_as_real(as_complex), x)
@@ -147,13 +147,13 @@ def test_one_storage_in_two_dtypes_has_two_encodings(copies):
 
 def test_views_that_are_unpacked_together_share_what_was_decoded(copies):
     x = leaf(4, 6) * 2
-    first, second = back(x, x.t(), choose=copies.choose)
+    first, second = unpacked(x, x.t(), choose=copies.choose)
     assert copies.decoded == 1
     assert first.data_ptr() == second.data_ptr()
     assert torch.equal(second, x.t())
 
 
-def test_what_was_decoded_dies_with_its_last_user(copies):
+def test_a_decoded_tensor_is_freed_with_its_last_use(copies):
     with encoded(copies.choose):
         out = (leaf(4) * 2).sin()
     for times in (1, 2, 3):
@@ -161,7 +161,7 @@ def test_what_was_decoded_dies_with_its_last_user(copies):
         assert copies.decoded == times
 
 
-# ------------------------------------------------------------------ the right moment
+# ------------------------------------------------------------------ versions
 
 
 def test_each_version_of_a_storage_has_its_own_encoding(copies):
@@ -172,13 +172,13 @@ def test_each_version_of_a_storage_has_its_own_encoding(copies):
         x.mul_(3)
         second = x.sin()
     assert copies.encoded == 2
-    # Without hooks torch refuses: the first x is gone.
+    # Without hooks torch raises an error, because the first x is overwritten.
     [gradient] = torch.autograd.grad((first + second).sum(), start)
     wanted = start.detach().cos() + 3 * (3 * start.detach()).cos()
     assert torch.allclose(gradient, wanted)
 
 
-def test_an_address_that_another_storage_gets_is_not_taken_for_the_first(copies):
+def test_a_reused_address_gets_a_new_encoding(copies):
     addresses, wanted, outs = set(), [], []
     start = leaf(1000)
     with encoded(copies.choose):
@@ -188,17 +188,17 @@ def test_an_address_that_another_storage_gets_is_not_taken_for_the_first(copies)
             outs.append(x.sin())
             wanted.append(n * x.detach().cos())
             del x
-    assert len(addresses) < 20  # or this tests nothing
+    assert len(addresses) < 20  # otherwise no address was reused
     assert copies.encoded == 20
     for out, right in zip(outs, wanted, strict=True):
         [gradient] = torch.autograd.grad(out.sum(), start, retain_graph=True)
         assert torch.allclose(gradient, right)
 
 
-# ------------------------------------------------------------------ how long anything lives
+# ------------------------------------------------------------------ lifetimes
 
 
-def test_the_original_dies_as_soon_as_its_user_lets_go(copies):
+def test_the_original_is_freed_when_its_user_releases_it(copies):
     with encoded(copies.choose):
         x = leaf(100) * 2
         out = x.sin()
@@ -208,8 +208,8 @@ def test_the_original_dies_as_soon_as_its_user_lets_go(copies):
     out.sum().backward()
 
 
-def test_an_encoding_dies_with_the_last_node_that_saved_its_storage(copies):
-    gc.disable()  # no cycle may need it
+def test_an_encoding_is_freed_with_the_last_node_that_saved_its_storage(copies):
+    gc.disable()  # reference cycles would keep it alive
     try:
         with encoded(copies.choose):
             x = leaf(100) * 2
@@ -225,10 +225,10 @@ def test_an_encoding_dies_with_the_last_node_that_saved_its_storage(copies):
 
 
 @pytest.mark.parametrize("is_encoded", [True, False])
-def test_a_graph_that_is_dropped_leaves_nothing_behind(copies, is_encoded):
+def test_dropping_the_graph_frees_everything(copies, is_encoded):
     gc.disable()
     try:
-        with encoded(copies.choose if is_encoded else lambda facts: None):
+        with encoded(copies.choose if is_encoded else lambda info: None):
             x = leaf(100)
             out = (x * 2).exp()  # an operator that saves its own output
             storage = weakref.ref(out.untyped_storage())
@@ -240,7 +240,7 @@ def test_a_graph_that_is_dropped_leaves_nothing_behind(copies, is_encoded):
         gc.enable()
 
 
-def test_an_encoding_dies_with_the_graph_though_the_tensor_lives_on(copies):
+def test_an_encoding_is_freed_with_the_graph_even_if_the_tensor_lives(copies):
     with encoded(copies.choose):
         x = leaf(100) * 2
         out = x.sin()
@@ -250,38 +250,38 @@ def test_an_encoding_dies_with_the_graph_though_the_tensor_lives_on(copies):
     assert copies.encoded == 2
 
 
-# ------------------------------------------------------------------ what is left alone
+# ------------------------------------------------------------------ tensors kept unchanged
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Parameter(torch.randn(4, 4)), lambda: leaf(4, 4)])
 @pytest.mark.parametrize("view", [lambda w: w, lambda w: w.t(), lambda w: w[1:3, :2].unsqueeze(0)])
-def test_weights_and_their_views_pass_whatever_the_plan_says(copies, make, view):
+def test_weights_and_their_views_are_never_encoded(copies, make, view):
     weight = make()
-    [found] = back(view(weight), choose=copies.choose)
+    [found] = unpacked(view(weight), choose=copies.choose)
     assert copies.encoded == 0
     assert copies.asked[0].is_weight
     assert found.data_ptr() == view(weight).data_ptr()
 
 
-def test_what_the_plan_leaves_alone_is_the_same_memory():
+def test_an_unencoded_tensor_is_the_same_memory():
     x = leaf(5) * 2
-    [found] = back(x, choose=lambda facts: None)
+    [found] = unpacked(x, choose=lambda info: None)
     assert found.data_ptr() == x.data_ptr()
 
 
-def test_an_encoding_may_find_that_it_cannot(copies):
+def test_an_encoder_may_return_none(copies):
     x = leaf(5) * 2
-    [found] = back(x, choose=lambda facts: lambda numbers: None)
+    [found] = unpacked(x, choose=lambda info: lambda numbers: None)
     assert found.data_ptr() == x.data_ptr()
 
 
-def test_sparse_tensors_pass_without_asking(copies):
+def test_choose_is_not_called_for_sparse_tensors(copies):
     x = leaf(3, 3)
     sparse = torch.eye(3).to_sparse()
     with encoded(copies.choose):
         out = torch.sparse.mm(sparse, x)
     out.sum().backward()
-    assert all(facts.numbers for facts in copies.asked)
+    assert all(info.numel for info in copies.asked)
     assert torch.allclose(x.grad, torch.ones(3, 3))
 
 
@@ -289,13 +289,13 @@ def test_a_lazily_negated_view_and_a_plain_one_of_the_same_storage_come_back_rig
     z = leaf(4).to(torch.complex64) * (1 + 2j)
     negated, plain = z.conj().imag, torch.view_as_real(z)
     assert negated.is_neg()
-    first, second = back(negated, plain, choose=copies.choose)
+    first, second = unpacked(negated, plain, choose=copies.choose)
     assert torch.equal(first, negated)
     assert torch.equal(second, plain)
 
 
 @pytest.mark.parametrize("written", ["weight", "activation"])
-def test_what_is_left_alone_and_then_written_to_is_refused_as_torch_does(written):
+def test_writing_to_an_unencoded_tensor_is_an_error_as_in_torch(written):
     def out(choose) -> torch.Tensor:
         weight = leaf(4)
         with encoded(choose) if choose else torch.enable_grad():
@@ -308,18 +308,18 @@ def test_what_is_left_alone_and_then_written_to_is_refused_as_torch_does(written
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out(None).backward()
     with pytest.raises(RuntimeError, match=r"shape \(4,\) and torch.float32 was written to after"):
-        out(lambda facts: None).backward()
+        out(lambda info: None).backward()
 
 
-# ------------------------------------------------------------------ the facts
+# ------------------------------------------------------------------ tensor info
 
 
-def test_the_facts_of_a_view_are_those_of_what_it_views():
+def test_tensor_info_of_a_view_describes_its_base():
     x = leaf(6, 4).exp()
-    assert facts_of(x[1:2, :1]) == facts_of(x)
-    assert facts_of(x) == Facts((6, 4), torch.float32, 24, True, "ExpBackward0", 0)
-    assert facts_of(x).bytes == 96
-    assert facts_of(torch.zeros(3).add_(1)) == Facts((3,), torch.float32, 3, False, "", 1)
+    assert tensor_info(x[1:2, :1]) == tensor_info(x)
+    assert tensor_info(x) == TensorInfo((6, 4), torch.float32, 24, True, "ExpBackward0", 0)
+    assert tensor_info(x).bytes == 96
+    assert tensor_info(torch.zeros(3).add_(1)) == TensorInfo((3,), torch.float32, 3, False, "", 1)
 
 
 # ------------------------------------------------------------------ several backward passes
@@ -330,7 +330,7 @@ def third_power(x: torch.Tensor) -> torch.Tensor:
     return (y * y * y).sum()
 
 
-def test_gradients_of_gradients_are_right(copies):
+def test_second_derivatives_are_right(copies):
     x = leaf(5)
     with encoded(copies.choose):
         out = third_power(x)
@@ -350,7 +350,7 @@ def _encoded_copy(copies):
     return function
 
 
-def test_a_retained_graph_is_walked_twice(copies):
+def test_a_retained_graph_allows_two_backward_passes(copies):
     x = leaf(5)
     with encoded(copies.choose):
         out = third_power(x)
@@ -359,7 +359,7 @@ def test_a_retained_graph_is_walked_twice(copies):
     assert torch.allclose(passes[0], 3 * x**2)
 
 
-def test_a_walk_through_a_graph_that_was_freed_is_refused_as_always(copies):
+def test_backward_through_a_freed_graph_is_an_error(copies):
     with encoded(copies.choose):
         out = third_power(leaf(5))
     out.backward()
@@ -374,7 +374,7 @@ def test_an_exception_inside_leaves_no_hook_behind(copies):
     assert copies.asked == []
 
 
-def test_of_two_contexts_the_inner_one_gets_the_tensors(copies):
+def test_the_inner_of_two_contexts_gets_the_tensors(copies):
     outer, x = Copies(), leaf(3)
     with encoded(outer.choose):
         with encoded(copies.choose):
@@ -392,7 +392,7 @@ def test_of_two_contexts_the_inner_one_gets_the_tensors(copies):
         nn.TransformerEncoderLayer(8, 2, 16),
     ],
 )
-def test_with_copies_every_gradient_is_exact_to_the_bit(copies, module):
+def test_gradients_with_copies_are_bitwise_equal(copies, module):
     x = leaf(6, 8)
 
     def gradients(choose) -> list[torch.Tensor]:
@@ -406,8 +406,8 @@ def test_with_copies_every_gradient_is_exact_to_the_bit(copies, module):
     assert all(map(torch.equal, exact, found))
 
 
-def test_in_a_dry_run_the_same_is_encoded(copies):
-    def run(copies: Copies) -> list[Facts]:
+def test_a_dry_run_encodes_the_same_tensors(copies):
+    def run(copies: Copies) -> list[TensorInfo]:
         x = leaf(6, 4)
         with encoded(copies.choose):
             out = (x * 2).exp().t() @ (x @ x.t() @ x)
@@ -420,9 +420,9 @@ def test_in_a_dry_run_the_same_is_encoded(copies):
     assert (dry.encoded, dry.decoded) == (copies.encoded, copies.decoded)
 
 
-def test_attention_s_saved_tensors_are_of_five_storages(copies):
+def test_attention_saves_five_storages(copies):
     q, k, v = (leaf(1, 2, 8, 16) * 1 for _ in range(3))
     with encoded(copies.choose):
         out = F.scaled_dot_product_attention(q, k, v)
-    assert copies.encoded == 5  # and the log-sum-exp, and what comes out
+    assert copies.encoded == 5  # q, k, v, output, log-sum-exp
     out.sum().backward()

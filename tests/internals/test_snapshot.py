@@ -1,4 +1,4 @@
-"""Snapshots, as torch's own reader of them takes them apart."""
+"""Snapshots, checked with torch's own reader."""
 
 import pickle
 import pickletools
@@ -31,7 +31,7 @@ def written(trace, tmp_path):
 
 
 def events(*changes: tuple[int, int]) -> Trace:
-    """Of (storage, bytes)."""
+    """Return events for (storage, bytes) pairs."""
     rest = ("activations", "aten.mm.default", "blocks.0", "forward", "float32", (1,))
     return Trace(tuple(Event(bytes_, storage, *rest) for storage, bytes_ in changes))
 
@@ -42,7 +42,7 @@ def read(trace: Trace, tmp_path) -> dict:
 
 
 def replayed(entries: list[dict]) -> list[int]:
-    """What is alive after each entry; an entry for what is not there, or is twice, fails."""
+    """Return live bytes after each entry; fail on a double allocation or free."""
     alive, totals = {}, []
     for entry in entries:
         if entry["action"] == "alloc":
@@ -67,17 +67,17 @@ def test_torch_s_reader_accounts_for_every_byte_at_the_end(written, trace):
     assert f"total_reserved: {size}" in summary
 
 
-def test_torch_s_reader_knows_every_action(written):
+def test_torch_s_reader_supports_every_action(written):
     lines = _memory_viz.trace(written).splitlines()
     told = re.compile(r"Device 0 -+|\d+ entries|\w+ = \w+\[\d+:.*\]|del .* # .*|# free.*|TOTAL.*")
     assert [line for line in lines if not told.fullmatch(line)] == []
 
 
-def test_torch_s_flame_graph_names_what_made_a_block(written):
+def test_torch_s_flame_graph_names_a_block_s_operator(written):
     assert _memory_viz.memory(written, lambda text: text).count(";memlab:0:optimizer_state ") > 10
 
 
-def test_entries_and_segments_have_the_keys_that_torch_documents(written):
+def test_entries_and_segments_have_torch_s_documented_keys(written):
     documented = set(
         re.findall(r"^ +(\w+): (?:int|List|Tuple|Literal|str)", _snapshot.__doc__, re.M)
     )
@@ -103,7 +103,7 @@ def test_a_storage_that_shrinks_is_freed_and_allocated_anew(tmp_path):
     assert written["segments"] == []
 
 
-def test_the_pickle_is_one_that_the_viewer_reads(trace, tmp_path):
+def test_the_viewer_reads_the_pickle_protocol(trace, tmp_path):
     trace.to_snapshot(tmp_path / "step.pickle")
     operations = pickletools.genops((tmp_path / "step.pickle").read_bytes())
     protocol = next(argument for operation, argument, _ in operations if operation.name == "PROTO")
@@ -122,10 +122,10 @@ def test_a_line_is_a_frame(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_far_larger_than_this_machine_has_a_snapshot(tmp_path):
+def test_a_model_larger_than_this_machine_has_a_snapshot(tmp_path):
     trace = dry_trace(Setting("llama-3-8b", batch=1, seq_len=128), combined("sgd"))
     path = tmp_path / "8b.pickle"
     trace.to_snapshot(path)
     written = pickle.loads(path.read_bytes())
     assert max(replayed(written["device_traces"][0])) == trace.peak_bytes > 2 * 8e9 * 4
-    assert path.stat().st_size < 300 * len(trace.events)  # bytes an event: the viewer dies of GBs
+    assert path.stat().st_size < 300 * len(trace.events)  # the viewer fails on gigabytes

@@ -1,4 +1,4 @@
-"""What memlab uses of torch's private parts stands in one module, and each part is there."""
+"""memlab uses torch's private parts in one module only, and every one of them exists."""
 
 import ast
 import importlib
@@ -9,16 +9,16 @@ import pytest
 
 from memlab.internals import torch_internals
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HOME = Path(torch_internals.__file__)
-# The files of memlab/reference need torch alone: two of them import a dispatch mode by themselves.
-ALONE = ROOT / "memlab" / "reference"
+# Files in memlab/reference only need torch, so two of them import a dispatch mode directly.
+STANDALONE = ROOT / "memlab" / "reference"
 FILES = sorted((ROOT / "memlab").rglob("*.py"))
-OTHERS = [path for path in FILES if path != HOME and path.parent != ALONE]
+OTHERS = [path for path in FILES if path != HOME and path.parent != STANDALONE]
 
 
 def imported(path: Path) -> Iterator[tuple[str, str]]:
-    """(module, name) of each name that a file imports from torch."""
+    """Yield (module, name) of each name that a file imports from torch."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             yield from ((node.module, alias.name) for alias in node.names)
@@ -28,29 +28,29 @@ def imported(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def private_uses(path: Path) -> Iterator[str]:
-    """The private names of torch in a file: imported, or read from a module of torch."""
+    """Yield the private torch names that a file imports or accesses."""
     for module, name in imported(path):
         if any(part.startswith("_") for part in f"{module}.{name}".split(".")):
             yield f"{module}.{name}"
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute) and node.attr[0] == "_" != node.attr[:2][-1]:
             words = ast.unparse(node).split(".")
-            is_operator = words[:2] == ["torch", "ops"]  # a name that is part of PyTorch's IR
+            is_operator = words[:2] == ["torch", "ops"]  # operator names are part of PyTorch's IR
             if words[0] == "torch" and not is_operator and all(map(str.isidentifier, words)):
                 yield ".".join(words)
 
 
 @pytest.mark.parametrize(("module", "name"), list(imported(HOME)), ids=".".join)
-def test_what_is_imported_from_torch_is_there(module, name):
+def test_every_name_imported_from_torch_exists(module, name):
     assert not name or hasattr(importlib.import_module(module), name)
 
 
 @pytest.mark.parametrize("path", OTHERS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_no_other_module_names_a_private_part_of_torch(path):
+def test_no_other_module_uses_private_parts_of_torch(path):
     assert list(private_uses(path)) == []
 
 
-def test_a_private_part_is_found_in_an_import_and_in_an_expression(tmp_path):
+def test_private_uses_finds_imports_and_expressions(tmp_path):
     path = tmp_path / "module.py"
     path.write_text(
         "import torch\nimport torch._inductor\nfrom torch._C import Node\n"

@@ -1,4 +1,4 @@
-"""A pickle is read as data, and runs nothing."""
+"""Unpickling returns plain data and runs no code."""
 
 import gzip
 import json
@@ -20,37 +20,37 @@ class Harmful:
 
 
 @pytest.mark.parametrize("content", [Harmful(), {"segments": [Harmful()]}, torch.float32, Path()])
-def test_what_is_more_than_plain_data_is_refused_and_nothing_has_run(
-    tmp_path, monkeypatch, content
-):
+def test_other_than_plain_data_is_refused_before_any_code_runs(tmp_path, monkeypatch, content):
     monkeypatch.chdir(tmp_path)
     Path("file.pickle").write_bytes(pickle.dumps(content))
-    with pytest.raises(ValueError, match=r"file\.pickle cannot be read: it asks for .* plain data"):
+    with pytest.raises(
+        ValueError, match=r"file\.pickle cannot be read: it references .* plain data"
+    ):
         unpickle(Path("file.pickle"))
     assert not Path("harm").exists()
 
 
-def test_what_is_allowed_is_called_by_its_stand_in(tmp_path):
+def test_an_allowed_name_is_replaced(tmp_path):
     (tmp_path / "file").write_bytes(pickle.dumps({"file": Path("a/b")}))
     names = {(Path().__class__.__module__, Path().__class__.__name__): lambda *parts: parts}
     assert unpickle(tmp_path / "file", names) == {"file": ("a", "b")}
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps([1] * 100)[:-20]])
-def test_a_damaged_pickle_is_a_sentence(tmp_path, content):
+def test_a_damaged_pickle_is_a_one_line_error(tmp_path, content):
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(ValueError, match="cannot be read"):
         unpickle(tmp_path / "file")
 
 
-def test_a_snapshot_of_ours_is_read_back(tmp_path):
+def test_a_snapshot_is_read_back(tmp_path):
     trace = memlab.measure(lambda: torch.zeros(128) + 1)
     trace.to_snapshot(tmp_path / "step.pickle")
     found = read_recording(tmp_path / "step.pickle")
     assert {entry["size"] for entry in found["device_traces"][0]} == {512}
 
 
-def test_recordings_are_read_from_json_and_a_damaged_one_is_a_sentence(tmp_path):
+def test_recordings_are_read_from_json_and_a_damaged_one_is_a_one_line_error(tmp_path):
     plain, packed = tmp_path / "a.json", tmp_path / "a.json.gz"
     plain.write_text(json.dumps({"events": []}))
     packed.write_bytes(gzip.compress(plain.read_bytes()))

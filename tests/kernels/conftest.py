@@ -1,4 +1,4 @@
-"""Kernels run in Triton's interpreter here, on a CPU; with a GPU and no interpreter, on that."""
+"""Run kernels in Triton's interpreter on a CPU, or on a GPU if there is one and no interpreter."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="session")
 def compiled() -> Callable[[str], list[dict[str, Any]]]:
-    """Runs a snippet that ends in `report(made)` where the compiler is, not the interpreter."""
+    """Run a snippet that ends in `report(made)` with the compiler instead of the interpreter."""
 
     def run(snippet: str) -> list[dict[str, Any]]:
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

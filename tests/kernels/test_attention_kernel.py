@@ -1,4 +1,4 @@
-"""The attention kernels against the reference in float64, and what they allocate."""
+"""The attention kernels against the reference in float64, and their allocations."""
 
 import math
 from functools import partial
@@ -27,14 +27,14 @@ MASKS = [
         (False, True), ("top-left", "bottom-right"), (None, (3, 2), (0, None))
     )
 ]
-BLIND = {"causal": True, "alignment": "bottom-right"}  # the first of many queries see nothing
-FLOAT32 = 2e-6  # how far from float64, by the largest number or 1
+BLIND = {"causal": True, "alignment": "bottom-right"}  # the first queries see no keys
+FLOAT32 = 2e-6  # error relative to the absmax, or to 1 if larger
 TILES = {"square": (16, 16), "wide": (16, 32), "tall": (32, 16)}
 
 
 @pytest.fixture
 def small_tiles(monkeypatch, request):
-    """Many tiles where the table's would be one."""
+    """Use small tiles, so that small inputs have many."""
     queries, keys = TILES[getattr(request, "param", "square")]
     for itemsize in (2, 4):
         tiling = (Tiling(queries, keys, 4, 2),) * 3
@@ -62,8 +62,8 @@ def value_and_gradients(attend, q, k, v):
 
 def assert_exact(qkv, **settings):
     ours = value_and_gradients(partial(flash_attention, **settings), *qkv)
-    wanted = value_and_gradients(partial(attention_reference, **settings), *in_float64(qkv))
-    for a, b in zip(ours, wanted, strict=True):
+    expected = value_and_gradients(partial(attention_reference, **settings), *in_float64(qkv))
+    for a, b in zip(ours, expected, strict=True):
         largest = max(1, b.abs().max())
         torch.testing.assert_close(a.double(), b, rtol=0, atol=FLOAT32 * largest)
 
@@ -73,10 +73,12 @@ def assert_exact(qkv, **settings):
 
 @pytest.mark.parametrize("small_tiles", quick(["square"], TILES), indirect=True)
 @pytest.mark.parametrize(("queries", "keys"), LENGTHS)
-def test_value_and_gradients_are_those_of_the_reference(device, small_tiles, queries, keys):
+def test_output_and_gradients_match_the_reference(device, small_tiles, queries, keys):
     qkv = random_qkv(device, heads=1, kv_heads=1, queries=queries, keys=keys)
     for mask in MASKS:
-        if queries != keys or mask["alignment"] == "top-left":  # else it is the same again
+        if (
+            queries != keys or mask["alignment"] == "top-left"
+        ):  # otherwise both alignments are equal
             assert_exact(qkv, **mask)
 
 
@@ -87,12 +89,12 @@ def test_tiles_need_not_be_square(device, small_tiles, mask):
 
 
 @pytest.mark.parametrize("kv_heads", quick([2], [4, 2, 1]))
-def test_heads_that_share_their_keys_add_up_their_gradients(device, kv_heads):
+def test_heads_that_share_keys_sum_their_gradients(device, kv_heads):
     assert_exact(random_qkv(device, heads=4, kv_heads=kv_heads), causal=True)
 
 
 @pytest.mark.parametrize("width", quick([1, 20, 100], [1, 16, 20, 64, 100, 128, 256]))
-def test_every_width_of_a_head_is_taken_with_the_tiles_of_its_own(device, width):
+def test_every_head_dimension_works_with_its_tiles(device, width):
     qkv = random_qkv(device, heads=1, kv_heads=1, queries=150, keys=80, width=width)
     assert_exact(qkv, causal=True)
 
@@ -101,16 +103,16 @@ def test_every_width_of_a_head_is_taken_with_the_tiles_of_its_own(device, width)
 @pytest.mark.parametrize(
     ("causal", "width"), quick([(True, 8), (False, 64)], [(True, 8), (False, 64), (True, 128)])
 )
-def test_the_error_is_at_most_twice_that_of_the_reference(device, causal, width, dtype):
-    """FlashAttention's own rule: beside float64, and three times for gradients."""
+def test_errors_are_at_most_twice_the_reference(device, causal, width, dtype):
+    """FlashAttention's own criterion, relative to float64; three times for gradients."""
     qkv = random_qkv(device, queries=150, width=width, dtype=dtype)
     reference = partial(attention_reference, causal=causal)
-    wanted = value_and_gradients(reference, *in_float64(qkv))
+    expected = value_and_gradients(reference, *in_float64(qkv))
     ours = value_and_gradients(partial(flash_attention, causal=causal), *qkv)
     naive = value_and_gradients(reference, *qkv)
-    for most, a, b, c in zip((2, 3, 3, 3), ours, naive, wanted, strict=True):
+    for factor, a, b, c in zip((2, 3, 3, 3), ours, naive, expected, strict=True):
         assert a.dtype == dtype
-        assert 0 < (a - c).abs().max() <= most * (b - c).abs().max() + 1e-5
+        assert 0 < (a - c).abs().max() <= factor * (b - c).abs().max() + 1e-5
 
 
 @pytest.mark.parametrize("scale", quick([0.0, -1.0], [0.7, 0.0, -1.0]))
@@ -122,11 +124,11 @@ def test_scores_in_the_thousands_do_not_overflow(device, small_tiles):
     q, k, v = (x.detach() for x in random_qkv(device))
     for scale in (1e3, -1e3):
         result = flash_attention(q, k, v, scale=scale)
-        wanted = attention_reference(*in_float64((q, k, v)), scale=scale)
-        torch.testing.assert_close(result.double(), wanted, rtol=0, atol=2e-3)
+        expected = attention_reference(*in_float64((q, k, v)), scale=scale)
+        torch.testing.assert_close(result.double(), expected, rtol=0, atol=2e-3)
 
 
-def test_a_query_that_sees_no_key_gets_zero_and_gives_no_gradient(device, small_tiles):
+def test_a_query_without_keys_gives_zero_and_no_gradient(device, small_tiles):
     qkv = random_qkv(device, queries=40, keys=20)
     out, dq, *others = value_and_gradients(partial(flash_attention, **BLIND), *qkv)
     assert out[:, :, :20].eq(0).all()
@@ -135,7 +137,7 @@ def test_a_query_that_sees_no_key_gets_zero_and_gives_no_gradient(device, small_
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0)])
-def test_no_queries_or_no_keys_are_no_error(device, queries, keys):
+def test_empty_queries_or_keys_are_accepted(device, queries, keys):
     q, k, v = random_qkv(device, queries=queries, keys=keys)
     out, dq, dk, dv = value_and_gradients(flash_attention, q, k, v)
     assert torch.equal(out, torch.zeros_like(q))
@@ -145,18 +147,20 @@ def test_no_queries_or_no_keys_are_no_error(device, queries, keys):
 def test_two_runs_give_the_same_bits(device):
     qkv = random_qkv(device, queries=80)
     attend = partial(flash_attention, causal=True)
-    one, other = (value_and_gradients(attend, *qkv) for _ in range(2))
-    assert all(map(torch.equal, one, other))
+    kernel, other = (value_and_gradients(attend, *qkv) for _ in range(2))
+    assert all(map(torch.equal, kernel, other))
 
 
-def test_every_tile_is_done_however_many_heads_run_at_once(device, small_tiles, monkeypatch):
+def test_every_tile_is_computed_for_any_number_of_concurrent_heads(
+    device, small_tiles, monkeypatch
+):
     qkv = random_qkv(device, batch=3, heads=2, queries=20)
-    wanted = value_and_gradients(flash_attention, *qkv)
-    monkeypatch.setattr(attention, "CACHE_BYTES", 4 * 2 * 20 * D * 4)  # of 4 heads of the 6
-    assert all(map(torch.equal, value_and_gradients(flash_attention, *qkv), wanted))
+    expected = value_and_gradients(flash_attention, *qkv)
+    monkeypatch.setattr(attention, "CACHE_BYTES", 4 * 2 * 20 * D * 4)  # fits 4 of 6 heads
+    assert all(map(torch.equal, value_and_gradients(flash_attention, *qkv), expected))
 
 
-def test_what_is_kept_of_the_weights_is_the_log_sum_exp_of_the_scaled_scores(device, small_tiles):
+def test_lse_is_the_log_sum_exp_of_the_scaled_scores(device, small_tiles):
     q, k, v = random_qkv(device, queries=20, keys=18)
     for scale in (0.3, -0.3):
         *_, lse = flash_attention(q, k, v, scale=scale).grad_fn.saved_tensors
@@ -169,7 +173,7 @@ def test_what_is_kept_of_the_weights_is_the_log_sum_exp_of_the_scaled_scores(dev
 # ------------------------------------------------------------------ layouts
 
 
-def test_the_result_and_the_gradients_are_laid_out_like_the_arguments(device):
+def test_output_and_gradients_are_laid_out_like_the_inputs(device):
     tensors = [x.detach() for x in random_qkv(device, batch=2, queries=20)]
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors)
     assert_exact((q, k, v), causal=True)
@@ -178,25 +182,27 @@ def test_the_result_and_the_gradients_are_laid_out_like_the_arguments(device):
     assert dk.stride() == dv.stride() == k.stride()
 
 
-def test_strides_of_all_kinds_are_read(device, small_tiles):
+def test_any_strides_are_supported(device, small_tiles):
     q, k, v = (x.detach() for x in random_qkv(device, queries=20))
-    q = q.mT.contiguous().mT  # a head's numbers apart, tokens side by side
+    q = q.mT.contiguous().mT  # tokens contiguous, head dimension strided
     k = k.repeat_interleave(2, dim=3)[..., ::2]
     v = v[:, :1].expand(-1, H, -1, -1)
     assert_exact([x.requires_grad_() for x in (q, k, v)], causal=True)
 
 
-def test_an_upstream_gradient_without_memory_of_its_own_is_read(device):
+def test_an_expanded_upstream_gradient_is_supported(device):
     qkv = random_qkv(device)
-    [dv] = torch.autograd.grad(flash_attention(*qkv).sum(), qkv[2])  # expanded: strides of 0
-    [wanted] = torch.autograd.grad(attention_reference(*qkv).sum(), qkv[2])
-    torch.testing.assert_close(dv, wanted)
+    [dv] = torch.autograd.grad(
+        flash_attention(*qkv).sum(), qkv[2]
+    )  # an expanded gradient with strides of 0
+    [expected] = torch.autograd.grad(attention_reference(*qkv).sum(), qkv[2])
+    torch.testing.assert_close(dv, expected)
 
 
 # ------------------------------------------------------------------ bytes
 
 
-def kept_for_backward(*arguments, **settings):
+def saved_bytes(*arguments, **settings):
     storages = {}
 
     def keep(tensor):
@@ -210,16 +216,16 @@ def kept_for_backward(*arguments, **settings):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_backward_keeps_the_arguments_the_result_and_a_number_a_query(device, dtype):
+def test_backward_saves_the_inputs_the_output_and_one_value_per_query(device, dtype):
     T = 50
     qkv = random_qkv(device, queries=T, kv_heads=1, dtype=dtype)
     q_bytes, k_bytes = B * H * T * D * dtype.itemsize, B * T * D * dtype.itemsize
-    kept = kept_for_backward(*qkv, causal=True)
-    assert kept == sorted([q_bytes, q_bytes, k_bytes, k_bytes, 4 * B * H * T])
+    saved = saved_bytes(*qkv, causal=True)
+    assert saved == sorted([q_bytes, q_bytes, k_bytes, k_bytes, 4 * B * H * T])
 
 
-def test_without_a_gradient_nothing_is_kept(device):
-    assert kept_for_backward(*random_qkv(device, requires_grad=False)) == []
+def test_nothing_is_saved_without_gradients(device):
+    assert saved_bytes(*random_qkv(device, requires_grad=False)) == []
 
 
 CASES = [
@@ -230,12 +236,10 @@ CASES = [
 
 @pytest.mark.parametrize("is_dry", [False, True], ids=["real", "dry"])
 @pytest.mark.parametrize("case", CASES)
-def test_the_result_its_gradients_and_two_numbers_a_query_are_all_that_is_made(
-    device, case, is_dry
-):
-    of_tensors = {"queries", "keys", "kv_heads", "dtype"}
-    tensors = {name: x for name, x in case.items() if name in of_tensors}
-    settings = {name: x for name, x in case.items() if name not in of_tensors}
+def test_only_output_gradients_and_two_values_per_query_are_allocated(device, case, is_dry):
+    tensor_options = {"queries", "keys", "kv_heads", "dtype"}
+    tensors = {name: x for name, x in case.items() if name in tensor_options}
+    settings = {name: x for name, x in case.items() if name not in tensor_options}
 
     def traced():
         q, k, v = random_qkv(device, **tensors)
@@ -244,11 +248,11 @@ def test_the_result_its_gradients_and_two_numbers_a_query_are_all_that_is_made(
         step = lambda: flash_attention(q, k, v, **settings).backward(upstream)  # noqa: E731
         return memlab.measure(step), sizes
 
-    trace, (numbers, q_bytes, k_bytes) = dry(traced) if is_dry else traced()
-    made = [e.bytes for e in trace.events if e.bytes > 0 and e.phase != "before"]
-    assert sorted(made) == sorted([q_bytes, numbers, numbers, q_bytes, k_bytes, k_bytes])
+    trace, (row_bytes, q_bytes, k_bytes) = dry(traced) if is_dry else traced()
+    allocated = [e.bytes for e in trace.events if e.bytes > 0 and e.phase != "before"]
+    assert sorted(allocated) == sorted([q_bytes, row_bytes, row_bytes, q_bytes, k_bytes, k_bytes])
     before = sum(e.bytes for e in trace.events if e.phase == "before")
-    assert trace.peak_bytes == before + 2 * numbers + 2 * q_bytes + 2 * k_bytes
+    assert trace.peak_bytes == before + 2 * row_bytes + 2 * q_bytes + 2 * k_bytes
 
 
 def dry(function):
@@ -256,7 +260,7 @@ def dry(function):
         return function()
 
 
-# ------------------------------------------------------------------ in company
+# ------------------------------------------------------------------ combinations
 
 
 def loss_and_gradients(attend, device):
@@ -268,13 +272,13 @@ def loss_and_gradients(attend, device):
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
-def test_a_model_takes_it_in_place_of_torchs(device):
+def test_a_model_can_use_it_instead_of_torchs(device):
     ours, theirs = (loss_and_gradients(a, device) for a in (flash_attention, attention_reference))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
-def test_a_prediction_goes_through_it():
+def test_a_prediction_supports_it():
     def build():
         model = GPT(PRESETS["tiny"], attention=flash_attention)
         tokens = torch.zeros(1, 64, dtype=torch.long)
@@ -293,7 +297,7 @@ class Seen(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_mode_sees_one_call_with_its_settings_as_of_torchs_own(device):
+def test_a_function_mode_sees_one_call_with_its_settings(device):
     qkv = random_qkv(device)
     expected = flash_attention(*qkv, causal=True, window=(3, 0), scale=0.5)
     with Seen() as seen:
@@ -302,7 +306,7 @@ def test_a_mode_sees_one_call_with_its_settings_as_of_torchs_own(device):
     assert torch.equal(out, expected)
 
 
-def test_activations_in_eight_bits_change_its_gradients_by_little(device):
+def test_eight_bit_activations_barely_change_its_gradients(device):
     qkv = random_qkv(device, queries=64)
 
     def attend(q, k, v):
@@ -314,7 +318,7 @@ def test_activations_in_eight_bits_change_its_gradients_by_little(device):
         assert 0 < (a - b).norm() / b.norm() < 0.02
 
 
-def test_under_autocast_it_computes_with_what_torchs_attention_would_get(device):
+def test_autocast_casts_inputs_as_for_torchs_attention(device):
     qkv = random_qkv(device)
     with torch.autocast(device.type, torch.bfloat16):
         ours = value_and_gradients(flash_attention, *qkv)
@@ -323,17 +327,17 @@ def test_under_autocast_it_computes_with_what_torchs_attention_would_get(device)
     assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(ours, halves, strict=True))
 
 
-def test_several_backward_passes_over_one_graph_agree(device):
+def test_repeated_backward_passes_agree(device):
     q, k, v = random_qkv(device)
     out = flash_attention(q, k, v).sum()
     first = torch.autograd.grad(out, (q, k, v), retain_graph=True)
     assert all(map(torch.equal, first, torch.autograd.grad(out, (q, k, v))))
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ invalid input
 
 
-def test_a_second_derivative_is_refused_where_it_is_asked_for(device):
+def test_a_second_derivative_is_refused(device):
     q, k, v = random_qkv(device)
     [gradient] = torch.autograd.grad(flash_attention(q, k, v).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match=r"no second derivative: .* use attention_reference"):
@@ -341,23 +345,27 @@ def test_a_second_derivative_is_refused_where_it_is_asked_for(device):
 
 
 @pytest.mark.parametrize(
-    ("shapes", "settings", "wanted"),
+    ("shapes", "settings", "expected"),
     [
         (((4, 6, 8),) * 3, {}, r"got q \(4, 6, 8\), .*; give q as \(B, H, Tq, D\)"),
         (((1, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8)), {}, "the same B and D"),
         (((1, 4, 6, 8), (1, 3, 6, 8), (1, 3, 6, 8)), {}, "4 query heads cannot share 3 key/val"),
-        (((1, 4, 6, 257),) * 3, {}, "of width 257, .* use memlab.attention.flash_attention"),
+        (
+            ((1, 4, 6, 257),) * 3,
+            {},
+            "a head dimension of 257, .* use memlab.attention.flash_attention",
+        ),
         (((1, 4, 6, 8),) * 3, {"dropout": 0.1}, "dropout=0.1.*memlab.attention.flash_attention"),
         (((1, 4, 6, 8),) * 3, {"alignment": "top"}, "got alignment='top'; choose"),
         (((1, 4, 6, 8),) * 3, {"window": (-1, 0)}, r"got window=\(-1, 0\); give how many"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_a_sentence(shapes, settings, wanted):
-    with pytest.raises(ValueError, match=wanted):
+def test_invalid_input_is_refused_with_a_message(shapes, settings, expected):
+    with pytest.raises(ValueError, match=expected):
         flash_attention(*map(torch.zeros, shapes), **settings)
 
 
-def test_float64_and_dtypes_that_differ_are_refused():
+def test_float64_and_mixed_dtypes_are_refused():
     q, k, v = (torch.zeros(1, 2, 3, 4) for _ in range(3))
     with pytest.raises(ValueError, match=r"got torch.float64.*memlab.attention.flash_attention"):
         flash_attention(*in_float64((q, k, v)))
@@ -365,7 +373,7 @@ def test_float64_and_dtypes_that_differ_are_refused():
         flash_attention(q, k, v.bfloat16())
 
 
-def test_it_takes_what_memlabs_other_flash_attention_takes_but_for_the_tile():
+def test_arguments_are_those_of_the_readable_version_without_tile():
     names = [plain.flash_attention.__kwdefaults__, flash_attention.__kwdefaults__]
     assert names[0] == names[1] | {"tile": 256}
 
@@ -390,14 +398,16 @@ report(made)
 
 
 @pytest.mark.parametrize("capability", quick([89], [80, 86, 89, 90]))
-def test_no_register_is_spilled_and_shared_memory_suffices(compiled, capability):
-    made = compiled(COMPILED.format(capability=capability))
+def test_no_register_is_spilled_and_shared_memory_fits(compiled, capability):
+    allocated = compiled(COMPILED.format(capability=capability))
     names = ["flash_forward", "flash_dq", "flash_dkdv"]
-    assert [(one["name"], one["spilled"]) for one in made] == [(name, 0) for name in names * 2]
+    assert [(kernel["name"], kernel["spilled"]) for kernel in allocated] == [
+        (name, 0) for name in names * 2
+    ]
 
 
-def test_what_is_too_far_apart_for_32_bits_is_copied_and_nothing_else_is():
-    near = torch.empty(1, 2, 64, 8).mT  # (1, 2, 8, 64): strides of 8 numbers and of 1
+def test_only_tensors_beyond_32_bit_offsets_are_copied():
+    near = torch.empty(1, 2, 64, 8).mT  # (1, 2, 8, 64): strides of 1 and 8
     far = torch.empty(1, device="meta").as_strided((1, 2, 64, 8), (0, 0, 1, 2**23))
-    assert attention._within_reach(near) is near
-    assert attention._within_reach(far).is_contiguous()
+    assert attention._with_int32_offsets(near) is near
+    assert attention._with_int32_offsets(far).is_contiguous()

@@ -1,4 +1,4 @@
-"""benchmarks/kernels.py says what is compiled, and complains; the GPU's section races all of it."""
+"""benchmarks/kernels.py reports compiled kernels and problems, and the GPU section races them."""
 
 import json
 import os
@@ -21,32 +21,32 @@ def compiled(name="kernel", gpu=89, registers=40, spilled=0, shared=1024):
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """Where the compiler is, not the interpreter."""
-    rest = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    """Run the script with the compiler, not the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(SCRIPT), *words]
-    return subprocess.run(command, env=rest, capture_output=True, text=True, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("gpu", [slow("8.0"), slow("8.6"), "8.9", slow("9.0")])
-def test_every_kernel_is_launched_up_to_where_a_gpu_is_needed_and_fits(gpu):
-    done = run("--gpu", gpu)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"compute capability {gpu}" in done.stdout
-    assert "No kernel spills registers, and all fit in shared memory." in done.stdout
+def test_every_kernel_compiles_and_fits_without_a_gpu(gpu):
+    completed = run("--gpu", gpu)
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert f"compute capability {gpu}" in completed.stdout
+    assert "No kernel spills registers, and all fit in shared memory." in completed.stdout
 
 
-def test_another_gpu_is_refused_with_those_there_are():
-    done = run("--gpu", "7.5")
-    assert done.returncode == 2
-    assert "got 7.5; choose one of 8.0, 8.6, 8.9, 9.0, 12.0" in done.stderr
+def test_an_unknown_gpu_is_refused_with_the_choices():
+    completed = run("--gpu", "7.5")
+    assert completed.returncode == 2
+    assert "got 7.5; choose one of 8.0, 8.6, 8.9, 9.0, 12.0" in completed.stderr
 
 
-def test_the_interpreter_is_no_compiler(capsys):
+def test_the_interpreter_is_refused(capsys):
     assert kernels.main(["--gpu", "8.9", "--case", "8 bits"]) == 2
     assert "unset it" in capsys.readouterr().err
 
 
-def test_what_is_spilled_and_what_does_not_fit_is_complained_of():
+def test_spills_and_oversized_kernels_are_reported():
     fine, spilled = compiled(), compiled(spilled=8)
     large = compiled(shared=100 * 1024)
     rows = [("fine", [fine]), ("dq", [spilled, large])]
@@ -54,7 +54,7 @@ def test_what_is_spilled_and_what_does_not_fit_is_complained_of():
     assert kernels.too_large(rows) == ["dq, 8.9: 100.00 KiB of shared memory, limit 99.00 KiB"]
 
 
-def test_every_kernel_is_compiled_by_a_case_and_raced_on_a_gpu():
+def test_every_kernel_has_a_case_and_a_race():
     for name in ("Adam8bit", "Lion8bit", "attention", "8 bits", "4 bits", "2 bits", "loss"):
         assert any(name in case for case in kernels.CASES), name
         assert any(name in race for race in kernel_jobs.RACES), name
@@ -62,7 +62,7 @@ def test_every_kernel_is_compiled_by_a_case_and_raced_on_a_gpu():
 
 @pytest.fixture
 def races(monkeypatch):
-    """Few of them, in no time: 3 ms to the peer's 2."""
+    """Run a few races with a fake clock: 3 ms against the peer's 2 ms."""
     monkeypatch.setattr(kernel_jobs, "RACES", {name: kernel_jobs.RACES[name] for name in FEW})
     monkeypatch.setattr(part("gpu_sections.peers_sections"), "RACES", dict.fromkeys(FEW))
     clock = iter([0.003, 0.002, 0.004, 0.004] * len(FEW))
@@ -71,7 +71,7 @@ def races(monkeypatch):
     monkeypatch.setattr(kernel_jobs, "seconds", lambda run, device: next(clock))
 
 
-def test_kernels_stand_beside_production_and_the_cards_limits(races, tmp_path, capsys):
+def test_kernels_are_compared_with_production_and_hardware_limits(races, tmp_path, capsys):
     pytest.importorskip("bitsandbytes")
     assert gpu.main(["--section", "kernels", "--quick", "--out", str(tmp_path)]) == 0
     told = capsys.readouterr().out
@@ -84,7 +84,7 @@ def test_kernels_stand_beside_production_and_the_cards_limits(races, tmp_path, c
     assert section["encode 8 bits, error"] == 0
 
 
-def test_a_wrong_kernel_shows_in_its_error(monkeypatch):
+def test_a_wrong_kernel_has_an_error(monkeypatch):
     right = kernel_jobs.kernels().quantize_affine
     wrong = type(
         "Kernels",

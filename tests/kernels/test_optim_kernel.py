@@ -1,6 +1,4 @@
-"""The fused 8-bit optimizers: the reference's codes, scales and weights; the code of any number by
-one look at a table; nothing made on the way.
-"""
+"""The fused 8-bit optimizers: codes, scales and weights of the reference, and no temporaries."""
 
 import math
 from collections.abc import Callable
@@ -14,17 +12,17 @@ from torch import Tensor, nn
 import memlab
 from memlab import optim as reference
 from memlab.kernels import launching, optim
-from memlab.kernels.arithmetic import fractions
+from memlab.kernels.arithmetic import divide_by_scales
 from memlab.kernels.launching import observed
 from memlab.optim import step_in_backward
-from memlab.optim.moments import Dynamic
-from memlab.quantize import dynamic_code, middles_between, nearest_code
+from memlab.optim.moments import QuantizedMoment
+from memlab.quantize import dynamic_code, nearest_code, thresholds
 
 NAMES = ["Adam8bit", "Lion8bit"]
 LR = 1e-3
 
-each = pytest.mark.parametrize("name", NAMES)
-# numpy, in the interpreter, warns of what a GPU passes over.
+each_optimizer = pytest.mark.parametrize("name", NAMES)
+# numpy, used by the interpreter, warns about operations that a GPU ignores.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
 ]
@@ -39,7 +37,7 @@ def weight_of(count: int, device, dtype=torch.float32, seed: int = 0) -> nn.Para
 
 
 def gradient_of(weight: Tensor, seed: int, spread: float = 2.0) -> Tensor:
-    """Of sizes that are log-normal, one in seven of them zero."""
+    """Return gradients of log-normal sizes, one in seven of them zero."""
     generator = seeded(100 + seed)
     numbers, scales = (torch.randn(weight.numel(), generator=generator) for _ in range(2))
     numbers[::7] = 0
@@ -56,7 +54,7 @@ def run(optimizer, seeds=range(4), spread: float = 2.0) -> None:
 
 
 def pair(name: str, count: int, device, dtype=torch.float32, **settings):
-    """The reference and the kernel's, of weights of their own."""
+    """Return the reference and the kernel's optimizer, each with its own weights."""
     classes = getattr(reference, name), getattr(optim, name)
     return [cls([weight_of(count, device, dtype)], **settings) for cls in classes]
 
@@ -66,74 +64,75 @@ def only(optimizer) -> tuple[nn.Parameter, dict]:
     return weight, optimizer.state[weight]
 
 
-def has_the_references_arithmetic(device: torch.device) -> bool:
-    """Where its operators fuse what they multiply and add: not all CPUs can, a GPU does other."""
+def has_reference_arithmetic(device: torch.device) -> bool:
+    """Return whether torch's operators use fma: not on all CPUs, and differently on a GPU."""
     return device.type == "cpu" and "AVX" in torch.backends.cpu.get_cpu_capability()
 
 
-def assert_same_state(wanted: dict, got: dict, device: torch.device) -> None:
-    """To the bit, or one code in a thousand the neighbour's and scales within 1e-6."""
-    assert wanted.keys() == got.keys()
-    assert wanted["step"] == got["step"]
-    is_exact = has_the_references_arithmetic(device)
-    for name in wanted:
+def assert_same_state(expected: dict, got: dict, device: torch.device) -> None:
+    """Require equal states, or one code in a thousand off by one and scales within 1e-6."""
+    assert expected.keys() == got.keys()
+    assert expected["step"] == got["step"]
+    is_exact = has_reference_arithmetic(device)
+    for name in expected:
         if name.endswith("_codes"):
-            apart = (wanted[name].int() - got[name].int()).abs()
-            assert apart.max() <= 1
-            assert apart.double().mean() <= (0 if is_exact else 1e-3)
+            difference = (expected[name].int() - got[name].int()).abs()
+            assert difference.max() <= 1
+            assert difference.double().mean() <= (0 if is_exact else 1e-3)
         elif name.endswith("_scales"):
             rtol = 0 if is_exact else 1e-6
-            torch.testing.assert_close(got[name], wanted[name], rtol=rtol, atol=0)
+            torch.testing.assert_close(got[name], expected[name], rtol=rtol, atol=0)
 
 
-def assert_near_weights(wanted: Tensor, got: Tensor, lr: float) -> None:
-    """Within 1e-6 of a step and a rounding of themselves, but for those whose code is another."""
-    low = wanted.dtype != torch.float32
-    rounding = torch.finfo(wanted.dtype).eps * wanted.float().abs() + (6e-8 if low else 0)
-    apart = (wanted.float() - got.float()).abs()
-    is_exact = has_the_references_arithmetic(wanted.device)
-    assert (apart > rounding + 1e-6 * lr).double().mean() <= (0 if is_exact else 5e-3)
-    if low:  # a last place of float32 that decides a rounding
-        assert (apart > 0).double().mean() <= 0.01
+def assert_near_weights(expected: Tensor, got: Tensor, lr: float) -> None:
+    """Require weights within 1e-6 of a step and their rounding, except where codes differ."""
+    is_low_precision = expected.dtype != torch.float32
+    rounding = torch.finfo(expected.dtype).eps * expected.float().abs() + (
+        6e-8 if is_low_precision else 0
+    )
+    difference = (expected.float() - got.float()).abs()
+    is_exact = has_reference_arithmetic(expected.device)
+    assert (difference > rounding + 1e-6 * lr).double().mean() <= (0 if is_exact else 5e-3)
+    if is_low_precision:  # the last bit of float32 can change the rounding
+        assert (difference > 0).double().mean() <= 0.01
 
 
-# ------------------------------------------------------------------ the code of a number
+# ------------------------------------------------------------------ nearest entries
 
 
 @triton.jit
 def nearest_kernel(x_ptr, thresholds_ptr, out_ptr, count, SIGNED: tl.constexpr):
     at = tl.program_id(0) * 4096 + tl.arange(0, 4096)
     x = tl.load(x_ptr + at, at < count, other=0.0)
-    tl.store(out_ptr + at, optim.nearest(x, thresholds_ptr, SIGNED), at < count)
+    tl.store(out_ptr + at, optim.nearest_entry(x, thresholds_ptr, SIGNED), at < count)
 
 
 @triton.jit
-def guess_kernel(x_ptr, out_ptr, count, SIGNED: tl.constexpr):
+def estimate_kernel(x_ptr, out_ptr, count, SIGNED: tl.constexpr):
     at = tl.program_id(0) * 4096 + tl.arange(0, 4096)
     x = tl.load(x_ptr + at, at < count, other=0.0)
-    tl.store(out_ptr + at, optim.guess(x, SIGNED), at < count)
+    tl.store(out_ptr + at, optim.estimate_position(x, SIGNED), at < count)
 
 
 @triton.jit
-def fractions_kernel(x_ptr, scales_ptr, out_ptr):
+def divide_kernel(x_ptr, scales_ptr, out_ptr):
     rows = tl.program_id(0) * 8 + tl.arange(0, 8)
     at = rows[:, None] * 256 + tl.arange(0, 256)[None, :]
-    quotients = fractions(tl.load(x_ptr + at), tl.load(scales_ptr + rows))
+    quotients = divide_by_scales(tl.load(x_ptr + at), tl.load(scales_ptr + rows))
     tl.store(out_ptr + at, quotients)
 
 
-def started(kernel, x: Tensor, *others: Tensor, signed: bool) -> Tensor:
+def run_kernel(kernel, x: Tensor, *others: Tensor, signed: bool) -> Tensor:
     out = torch.empty(len(x), dtype=torch.int32, device=x.device)
     kernel[(-(-len(x) // 4096),)](x, *others, out, len(x), SIGNED=signed)
     return out
 
 
 def edge_cases(signed: bool) -> Tensor:
-    """Every threshold, number and end of a decade with their neighbours, random numbers of every
-    size, and what is beyond."""
-    code = dynamic_code(signed)
+    """Return thresholds, entries and decade ends with neighbors, random and special values."""
+    codebook = dynamic_code(signed)
     ends = 10.0 ** torch.arange(-9, 1)
-    edges = torch.cat([middles_between(code), code, ends, -ends])
+    edges = torch.cat([thresholds(codebook), codebook, ends, -ends])
     for _ in range(2):
         ups, downs = (torch.nextafter(edges, torch.tensor(end)) for end in (math.inf, -math.inf))
         edges = torch.cat([edges, ups, downs])
@@ -146,38 +145,38 @@ def edge_cases(signed: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_the_code_of_any_number_is_the_nearest_by_one_look_at_a_table(signed, device):
+def test_nearest_entry_is_exact_with_one_table_lookup(signed, device):
     numbers = edge_cases(signed).to(device)
-    code = dynamic_code(signed).to(device)
-    found = started(nearest_kernel, numbers, middles_between(code), signed=signed)
-    assert torch.equal(found, nearest_code(numbers, code).int())
+    codebook = dynamic_code(signed).to(device)
+    result = run_kernel(nearest_kernel, numbers, thresholds(codebook), signed=signed)
+    assert torch.equal(result, nearest_code(numbers, codebook).int())
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_no_threshold_is_near_to_where_the_guess_changes(signed, device):
-    """A fifth of a part, less what the reckoning rounds: it is right however a GPU rounds."""
-    thresholds = middles_between(dynamic_code(signed))
-    thresholds = thresholds[thresholds > 0]
-    decades = torch.floor(torch.log10(thresholds.double())) + 1
+def test_no_threshold_is_close_to_where_the_estimate_changes(signed, device):
+    """The distance is a fifth of a part minus rounding errors, so any GPU's rounding is safe."""
+    positive = thresholds(dynamic_code(signed))
+    positive = positive[positive > 0]
+    decades = torch.floor(torch.log10(positive.double())) + 1
     part = 10**decades * 0.9 / 2 ** (decades + 6) / (1 if signed else 2)
     wide = torch.tensor([-1, 1]).view(2, 1) * 0.2 * part
-    around = (thresholds + wide).float().clamp(max=1).to(device)
-    guesses = [started(guess_kernel, some, signed=signed) for some in around]
-    assert torch.equal(*guesses)
+    around = (positive + wide).float().clamp(max=1).to(device)
+    estimates = [run_kernel(estimate_kernel, some, signed=signed) for some in around]
+    assert torch.equal(*estimates)
 
 
-def test_fractions_are_the_quotients_rounded_to_the_nearest_whatever_the_scale(device):
-    """Where they have a code: below 2⁻²⁴ it is zero's however they were rounded."""
+def test_divide_by_scales_rounds_to_nearest_for_any_scale(device):
+    """Exact above 2⁻²⁴; smaller quotients get the code of zero in any case."""
     scales = torch.cat([2.0 ** torch.linspace(-149, 127, 510), torch.tensor([0.0, math.nan])])
     scales[:510] *= 1 + torch.rand(510, generator=seeded(1)) / 2
     numbers = scales[:, None] * (2 * torch.rand(512, 256, generator=seeded(2)) - 1)
     numbers *= 2.0 ** -torch.randint(20, (512, 256), generator=seeded(3))
     out = torch.empty(512, 256, device=device)
-    fractions_kernel[(64,)](numbers.to(device), scales.to(device), out)
-    wanted, found = (numbers / scales[:, None])[:510], out.cpu()[:510]
-    has_code = wanted.abs() > 2.0**-24
-    assert torch.equal(found[has_code], wanted[has_code])
-    assert found[~has_code].abs().max() <= 1.01 * 2.0**-24
+    divide_kernel[(64,)](numbers.to(device), scales.to(device), out)
+    expected, result = (numbers / scales[:, None])[:510], out.cpu()[:510]
+    has_code = expected.abs() > 2.0**-24
+    assert torch.equal(result[has_code], expected[has_code])
+    assert result[~has_code].abs().max() <= 1.01 * 2.0**-24
     assert not out[510].any()
     assert out[511].isnan().all()
 
@@ -192,69 +191,69 @@ SETTINGS = {
         "betas": (0.3, 0.8),
         "weight_decay": 0.1,
     },
-    "in pieces": {"piece": 1100, "weight_decay": 0.1},
+    "in chunks": {"chunk": 1100, "weight_decay": 0.1},
 }
 
 
-@each
+@each_optimizer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_steps_are_the_references(name, dtype, settings, device):
-    wanted, got = pair(name, 5000, device, dtype, **settings)
+def test_steps_match_the_reference(name, dtype, settings, device):
+    expected, got = pair(name, 5000, device, dtype, **settings)
     for seed in range(3):
-        run(wanted, [seed]), run(got, [seed])
-        assert_same_state(only(wanted)[1], only(got)[1], device)
-        lr = float(wanted.param_groups[0]["lr"])
-        assert_near_weights(only(wanted)[0], only(got)[0], 5 * lr)
+        run(expected, [seed]), run(got, [seed])
+        assert_same_state(only(expected)[1], only(got)[1], device)
+        lr = float(expected.param_groups[0]["lr"])
+        assert_near_weights(only(expected)[0], only(got)[0], 5 * lr)
 
 
-@each
+@each_optimizer
 @pytest.mark.parametrize("count", [4096, 4097, 4111, 4112, 65_536 + 1])
-def test_a_weight_of_any_length_is_stepped_whole_and_no_further(name, count, device):
-    """The weight, its gradient and its codes stand before other numbers, which stay."""
-    wanted, got = pair(name, count, device)
+def test_a_weight_of_any_length_is_stepped_within_its_bounds(name, count, device):
+    """The weight's buffer continues with other values, which must not change."""
+    expected, got = pair(name, count, device)
     roomy = torch.full((count + 600,), 7.0, device=device)
     weight, _ = only(got)
     roomy[:count] = weight.detach()
     weight.data = roomy[:count]
-    run(wanted, range(2)), run(got, range(2))
-    assert_same_state(only(wanted)[1], only(got)[1], device)
-    assert_near_weights(only(wanted)[0], weight, 5 * LR)
+    run(expected, range(2)), run(got, range(2))
+    assert_same_state(only(expected)[1], only(got)[1], device)
+    assert_near_weights(only(expected)[0], weight, 5 * LR)
     assert (roomy[count:] == 7).all()
 
 
-@each
+@each_optimizer
 def test_tiles_of_four_blocks_take_the_same_steps(name, device, monkeypatch):
-    """A GPU's; the interpreter's are larger."""
+    """A GPU uses four; the interpreter uses larger tiles."""
     monkeypatch.setattr(optim, "ROWS", 4)
-    wanted, got = pair(name, 5000, device, weight_decay=0.1)
-    run(wanted, range(2)), run(got, range(2))
-    assert_same_state(only(wanted)[1], only(got)[1], device)
-    assert_near_weights(only(wanted)[0], only(got)[0], 5 * LR)
+    expected, got = pair(name, 5000, device, weight_decay=0.1)
+    run(expected, range(2)), run(got, range(2))
+    assert_same_state(only(expected)[1], only(got)[1], device)
+    assert_near_weights(only(expected)[0], only(got)[0], 5 * LR)
 
 
-@each
-def test_forty_steps_have_the_references_codes(name, device):
-    wanted, got = pair(name, 4096, device, weight_decay=0.1)
-    run(wanted, range(40)), run(got, range(40))
-    assert_same_state(only(wanted)[1], only(got)[1], device)
-    assert_near_weights(only(wanted)[0], only(got)[0], 40 * LR)
+@each_optimizer
+def test_forty_steps_match_the_reference(name, device):
+    expected, got = pair(name, 4096, device, weight_decay=0.1)
+    run(expected, range(40)), run(got, range(40))
+    assert_same_state(only(expected)[1], only(got)[1], device)
+    assert_near_weights(only(expected)[0], only(got)[0], 40 * LR)
 
 
-def test_lions_weights_are_the_references_to_the_bit(device):
-    if not has_the_references_arithmetic(device):
-        pytest.skip("the reference's operators round otherwise here")
-    wanted, got = pair("Lion8bit", 5000, device, weight_decay=0.3)
-    run(wanted), run(got)
-    assert torch.equal(only(wanted)[0], only(got)[0])
+def test_lions_weights_are_bitwise_equal_to_the_reference(device):
+    if not has_reference_arithmetic(device):
+        pytest.skip("the reference's operators round differently here")
+    expected, got = pair("Lion8bit", 5000, device, weight_decay=0.3)
+    run(expected), run(got)
+    assert torch.equal(only(expected)[0], only(got)[0])
 
 
-@each
-def test_a_layout_changes_nothing_but_itself(name, device):
+@each_optimizer
+def test_the_memory_layout_does_not_change_the_step(name, device):
     flat = weight_of(5760, device)
     strided = nn.Parameter(flat.detach().view(72, 80).T.contiguous().T.detach())
-    made = getattr(optim, name)
-    twin, optimizer = made([flat]), made([strided])
+    optimizer_class = getattr(optim, name)
+    twin, optimizer = optimizer_class([flat]), optimizer_class([strided])
     for seed in range(2):
         flat.grad = gradient_of(flat, seed)
         strided.grad = flat.grad.repeat_interleave(2)[::2].view(72, 80)
@@ -262,13 +261,13 @@ def test_a_layout_changes_nothing_but_itself(name, device):
     assert torch.equal(strided.reshape(-1), flat)
     every_other = nn.Parameter(flat.detach().clone())
     every_other.grad = flat.grad.repeat_interleave(2)[::2]
-    again = made([every_other])
-    again.step(), made([flat]).step()
+    again = optimizer_class([every_other])
+    again.step(), optimizer_class([flat]).step()
     assert torch.equal(every_other, flat)
 
 
-class OtherCodes(Dynamic):
-    """What a kernel knows nothing of."""
+class OtherCodes(QuantizedMoment):
+    """A moment that the kernel does not support."""
 
 
 class WithOtherCodes(optim.Lion8bit):
@@ -276,7 +275,7 @@ class WithOtherCodes(optim.Lion8bit):
         return (OtherCodes("exp_avg", signed=True),)
 
 
-def test_moments_that_are_encoded_otherwise_go_the_references_way(device):
+def test_other_encodings_use_the_reference(device):
     with observed(refuse):
         run(WithOtherCodes([weight_of(4096, device)]))
 
@@ -285,33 +284,32 @@ def refuse(kernel, *_) -> None:
     raise AssertionError(f"launched {kernel.__name__}")
 
 
-@each
-def test_small_weights_and_float64_go_the_references_way_to_the_bit(name, device):
+@each_optimizer
+def test_small_weights_and_float64_use_the_reference(name, device):
     for count, dtype in ((4095, torch.float32), (5000, torch.float64)):
-        wanted, got = pair(name, count, device, dtype)
+        expected, got = pair(name, count, device, dtype)
         with observed(refuse):
-            run(wanted), run(got)
-        assert torch.equal(only(wanted)[0], only(got)[0])
+            run(expected), run(got)
+        assert torch.equal(only(expected)[0], only(got)[0])
 
 
-@each
-def test_a_weight_takes_one_launch_a_short_last_block_one_more(name, device):
-    made = getattr(optim, name)
+@each_optimizer
+def test_a_weight_takes_one_launch_and_a_short_last_block_another(name, device):
+    optimizer_class = getattr(optim, name)
     for count, spans in ((4096, 1), (2**20, 1), (5000, 2), (5008, 1), (2**20 + 1, 2)):
         weight = torch.empty(count, device="meta", requires_grad=True)
         weight.grad = torch.empty_like(weight)
         seen = []
         with observed(lambda kernel, given, _: seen.append(given[0].numel())):  # noqa: B023
-            made([weight]).step()
+            optimizer_class([weight]).step()
         assert (len(seen), sum(seen)) == (spans, count)
 
 
-# ------------------------------------------------------------------ safety, as the reference's
+# ------------------------------------------------------------------ step length
 
 
-def ways(spread: float, device) -> tuple[float, float]:
-    """How far 100 steps lead from float64 Adam's, as a part of the way, and the longest step as a
-    multiple of lr."""
+def drift_and_longest_step(spread: float, device) -> tuple[float, float]:
+    """Return the relative drift from float64 Adam in 100 steps, and the longest step / lr."""
     scales = torch.exp(spread * torch.randn(4096, generator=seeded(1))).to(device)
     weight = nn.Parameter(torch.zeros(4096, device=device))
     exact = nn.Parameter(torch.zeros(4096, dtype=torch.float64, device=device))
@@ -324,86 +322,86 @@ def ways(spread: float, device) -> tuple[float, float]:
         before = weight.detach().clone()
         optimizer.step(), adamw.step()
         longest = max(longest, ((weight - before).abs().max() / LR).item())
-    way, wanted = weight.detach().double(), exact.detach()
-    return ((way - wanted).norm() / wanted.norm()).item(), longest
+    distance, expected = weight.detach().double(), exact.detach()
+    return ((distance - expected).norm() / expected.norm()).item(), longest
 
 
-def test_log_normal_gradients_make_no_step_long(device):
-    drift, longest = ways(3.0, device)
+def test_log_normal_gradients_take_no_long_step(device):
+    drift, longest = drift_and_longest_step(3.0, device)
     assert drift <= 0.7
     assert longest <= 3.5
 
 
-@each
-def test_weights_that_never_have_a_gradient_do_not_move_at_all(name, device):
+@each_optimizer
+def test_weights_without_gradients_do_not_move(name, device):
     weight = weight_of(4096, device)
-    before, quiet = weight.detach().clone(), torch.arange(4096, device=device) % 3 == 0
+    before, is_idle = weight.detach().clone(), torch.arange(4096, device=device) % 3 == 0
     optimizer = getattr(optim, name)([weight], weight_decay=0.0)
     for seed in range(20):
-        weight.grad = gradient_of(weight, seed).masked_fill(quiet, 0)
+        weight.grad = gradient_of(weight, seed).masked_fill(is_idle, 0)
         optimizer.step()
-    assert torch.equal(weight[quiet], before[quiet])
-    assert not torch.equal(weight[~quiet], before[~quiet])
+    assert torch.equal(weight[is_idle], before[is_idle])
+    assert not torch.equal(weight[~is_idle], before[~is_idle])
 
 
-@each
-@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_takes_its_block_at_the_next_step_and_no_other(name, wrong, device):
-    """Block 1 of 20 is 256 … 511. At the step itself its other numbers are stepped as ever."""
-    made = getattr(optim, name)
-    weight, wanted = weight_of(5000, device), weight_of(5000, device)
-    optimizer, clean = made([weight]), made([wanted])
+@each_optimizer
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_non_finite_gradient_only_affects_its_block(name, value, device):
+    """Block 1 of 20 is 256 … 511. Its other elements still take the current step."""
+    optimizer_class = getattr(optim, name)
+    weight, expected = weight_of(5000, device), weight_of(5000, device)
+    optimizer, clean = optimizer_class([weight]), optimizer_class([expected])
     run(optimizer, [1]), run(clean, [1])
-    weight.grad, wanted.grad = gradient_of(weight, 2), gradient_of(weight, 2)
-    weight.grad[300] = wrong
+    weight.grad, expected.grad = gradient_of(weight, 2), gradient_of(weight, 2)
+    weight.grad[300] = value
     optimizer.step(), clean.step()
     numbers = torch.arange(5000, device=device)
-    assert torch.equal(weight[numbers != 300], wanted[numbers != 300])
+    assert torch.equal(weight[numbers != 300], expected[numbers != 300])
     at_300 = weight.detach()[300].clone()
     run(optimizer), run(clean)
     in_block = (numbers >= 256) & (numbers < 512)
-    assert torch.equal(weight[~in_block], wanted[~in_block])
+    assert torch.equal(weight[~in_block], expected[~in_block])
     assert optimizer.state[weight]["exp_avg_scales"].isnan().nonzero().tolist() == [[1]]
     if name == "Adam8bit":
         assert weight[in_block].isnan().all()
-    elif math.isnan(wrong):  # has no sign: the weight stands
+    elif math.isnan(value):  # the sign of NaN is 0, so the weight stays
         assert weight[300] == at_300
 
 
-def test_a_square_beyond_float32_stops_its_weight_and_no_other(device):
-    """v is infinite there, m is not: a step of zero, as the reference's."""
-    wanted, got = pair("Adam8bit", 4096, device, weight_decay=0.0)
-    for optimizer in (wanted, got):
+def test_a_square_beyond_float32_only_stops_its_weight(device):
+    """v is infinite and m is not, so the step is zero, as in the reference."""
+    expected, got = pair("Adam8bit", 4096, device, weight_decay=0.0)
+    for optimizer in (expected, got):
         weight, _ = only(optimizer)
         weight.grad = gradient_of(weight, 0)
         weight.grad[5] = 1e25
         optimizer.step()
-    assert only(got)[0][5] == only(wanted)[0][5] == weight_of(4096, device)[5]
-    assert_near_weights(only(wanted)[0], only(got)[0], LR)
+    assert only(got)[0][5] == only(expected)[0][5] == weight_of(4096, device)[5]
+    assert_near_weights(only(expected)[0], only(got)[0], LR)
 
 
-@each
+@each_optimizer
 @pytest.mark.parametrize("scale", [1e-21, 1e-15, 1e12])
-def test_gradients_of_any_size_have_the_references_codes(name, scale, device):
-    """Of 1e-21, squares are not float32s any more; of 1e-15, their scales barely are."""
-    wanted, got = pair(name, 4096, device)
-    for optimizer in (wanted, got):
+def test_gradients_of_any_size_match_the_reference(name, scale, device):
+    """At 1e-21 squares underflow float32; at 1e-15 their scales almost do."""
+    expected, got = pair(name, 4096, device)
+    for optimizer in (expected, got):
         weight, _ = only(optimizer)
         for seed in range(2):
             weight.grad = gradient_of(weight, seed) * scale
             optimizer.step()
-    assert_same_state(only(wanted)[1], only(got)[1], device)
-    assert_near_weights(only(wanted)[0], only(got)[0], 5 * LR)
+    assert_same_state(only(expected)[1], only(got)[1], device)
+    assert_near_weights(only(expected)[0], only(got)[0], 5 * LR)
 
 
-# ------------------------------------------------------------------ rounding at random
+# ------------------------------------------------------------------ stochastic rounding
 
 
 @triton.jit
 def random_kernel(x_ptr, seed_ptr, out_ptr):
     rows = tl.program_id(0) * 4 + tl.arange(0, 4)
     at = rows[:, None] * 256 + tl.arange(0, 256)[None, :]
-    tl.store(out_ptr + at, optim.rounded_at_random(tl.load(x_ptr + at), seed_ptr, 4))
+    tl.store(out_ptr + at, optim.stochastic_round(tl.load(x_ptr + at), seed_ptr, 4))
 
 
 def rounded(x: Tensor, seed: int = 0) -> Tensor:
@@ -414,19 +412,19 @@ def rounded(x: Tensor, seed: int = 0) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("number", [1.001, -3.14159, 1e-3, 1e-39])
-def test_the_mean_of_many_roundings_is_the_number(number, device):
-    precise = torch.full((16 * 1024,), number, device=device)
+@pytest.mark.parametrize("value", [1.001, -3.14159, 1e-3, 1e-39])
+def test_stochastic_rounding_is_unbiased(value, device):
+    precise = torch.full((16 * 1024,), value, device=device)
     down = (precise[:1].view(torch.int32) & ~0xFFFF).view(torch.float32).double().item()
     up = ((precise[:1].view(torch.int32) & ~0xFFFF) + 0x10000).view(torch.float32).double().item()
-    found = rounded(precise)
-    assert set(found.tolist()) == {down, up}
-    error = abs(found.double().mean().item() - precise[0].double().item())
+    result = rounded(precise)
+    assert set(result.tolist()) == {down, up}
+    error = abs(result.double().mean().item() - precise[0].double().item())
     assert error <= 4 * abs(up - down) / 2 / len(precise) ** 0.5
 
 
-def test_the_eight_numbers_of_a_draw_and_the_programs_round_each_for_itself(device):
-    """Half-way between two bfloat16s: up or down by a coin, and no two coins are one."""
+def test_elements_of_a_draw_and_programs_round_independently(device):
+    """Values half-way between two bfloat16s round up or down independently."""
     x = torch.full((16 * 1024,), 1 + 2**-8, device=device)
     coins = (rounded(x) > 1).double()
     for parts in (coins.view(-1, 8), coins.view(16, 1024).T, coins.view(-1, 256)[:, :8]):
@@ -437,19 +435,19 @@ def test_the_eight_numbers_of_a_draw_and_the_programs_round_each_for_itself(devi
     assert not torch.equal(coins, (rounded(x, 2**40) > 1).double())
 
 
-def test_bfloat16s_infinities_nan_and_zeros_stay(device):
+def test_bfloat16_values_infinities_nan_and_zeros_are_unchanged(device):
     x = torch.randn(1024, generator=seeded()).bfloat16().float().to(device)
     x[:5] = torch.tensor([math.inf, -math.inf, math.nan, -0.0, 0.0])
     x[5:7] = torch.tensor([2**31 - 1, -1], dtype=torch.int32).view(torch.float32)  # NaN: all ones
-    found = rounded(x)
-    assert torch.equal(found.nan_to_num(7), x.nan_to_num(7))
-    assert found[3:5].signbit().tolist() == [True, False]
-    assert found[[2, 5, 6]].isnan().all()
+    result = rounded(x)
+    assert torch.equal(result.nan_to_num(7), x.nan_to_num(7))
+    assert result[3:5].signbit().tolist() == [True, False]
+    assert result[[2, 5, 6]].isnan().all()
 
 
-@each
-def test_rounded_at_random_weights_are_in_the_mean_those_of_float32(name, device):
-    """All numbers of one size; every step moves each by 1/300 of a bfloat16's step."""
+@each_optimizer
+def test_stochastically_rounded_weights_match_float32_on_average(name, device):
+    """Equal weights move by 1/300 of bfloat16's spacing in every step."""
     start, lr = 1.0, 2**-7 / 300
     settings = {"lr": lr, "weight_decay": 0.0, "rounding": "stochastic"}
     weight = nn.Parameter(torch.full((8192,), start, device=device, dtype=torch.bfloat16))
@@ -459,17 +457,17 @@ def test_rounded_at_random_weights_are_in_the_mean_those_of_float32(name, device
         weight.grad = torch.full_like(weight, -1.0)
         optimizer.step()
     moved = weight.detach().double().mean().item() - start
-    # A coin of odds 1/30 for each number, four standard errors.
+    # Each weight moves with probability 1/30; allow four standard errors.
     assert abs(moved - 10 * lr) <= 4 * 2**-7 * (1 / 30 / 8192) ** 0.5
 
 
-@each
-def test_a_generator_decides_the_draws_and_the_users_is_untouched(name, device):
+@each_optimizer
+def test_a_generator_repeats_its_draws_and_the_default_one_is_untouched(name, device):
     def stepped(seed: int) -> Tensor:
         generator = torch.Generator(device).manual_seed(seed)
         weight = weight_of(4096, device, torch.bfloat16)
-        made = getattr(optim, name)([weight], rounding="stochastic", generator=generator)
-        run(made, range(2))
+        optimizer_class = getattr(optim, name)([weight], rounding="stochastic", generator=generator)
+        run(optimizer_class, range(2))
         return weight.detach()
 
     before = torch.get_rng_state()
@@ -478,47 +476,47 @@ def test_a_generator_decides_the_draws_and_the_users_is_untouched(name, device):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@each
-def test_rounding_at_random_leaves_the_moments_as_they_are(name, device):
-    wanted, got = pair(name, 4096, device, torch.bfloat16)
+@each_optimizer
+def test_stochastic_rounding_does_not_change_the_moments(name, device):
+    expected, got = pair(name, 4096, device, torch.bfloat16)
     got.param_groups[0]["rounding"] = "stochastic"
-    run(wanted), run(got)
-    assert_same_state(only(wanted)[1], only(got)[1], device)
+    run(expected), run(got)
+    assert_same_state(only(expected)[1], only(got)[1], device)
 
 
 # ------------------------------------------------------------------ states
 
 
-@each
-@pytest.mark.parametrize("there", [True, False], ids=["to the kernel", "to the reference"])
-def test_a_state_goes_to_and_fro(name, there, device):
+@each_optimizer
+@pytest.mark.parametrize("to_kernel", [True, False], ids=["to the kernel", "to the reference"])
+def test_states_load_in_both_directions(name, to_kernel, device):
     classes = [getattr(reference, name), getattr(optim, name)]
-    first, second = classes if there else classes[::-1]
+    first, second = classes if to_kernel else classes[::-1]
     weights = weight_of(5000, device), weight_of(100, device)
-    begun = first(weights, lr=0.003, weight_decay=0.1)
-    run(begun, range(2))
+    original = first(weights, lr=0.003, weight_decay=0.1)
+    run(original, range(2))
     copies = [nn.Parameter(weight.detach().clone()) for weight in weights]
     resumed = second(copies)
-    resumed.load_state_dict(begun.state_dict())
-    run(begun, [5, 6]), run(resumed, [5, 6])
+    resumed.load_state_dict(original.state_dict())
+    run(original, [5, 6]), run(resumed, [5, 6])
     for weight, copy in zip(weights, copies, strict=True):
-        assert_same_state(begun.state[weight], resumed.state[copy], device)
+        assert_same_state(original.state[weight], resumed.state[copy], device)
         assert_near_weights(weight, copy, 5 * 0.003)
 
 
-@each
-def test_two_groups_have_settings_of_their_own(name, device):
+@each_optimizer
+def test_two_groups_have_their_own_settings(name, device):
     def stepped(module) -> list[Tensor]:
         weights = [weight_of(4096, device, seed=seed) for seed in range(2)]
         groups = [{"params": weights[:1], "weight_decay": 0.5}, {"params": weights[1:], "lr": 0.1}]
         run(getattr(module, name)(groups, lr=0.01))
         return weights
 
-    for wanted, got in zip(stepped(reference), stepped(optim), strict=True):
-        assert_near_weights(wanted, got, 0.5)
+    for expected, got in zip(stepped(reference), stepped(optim), strict=True):
+        assert_near_weights(expected, got, 0.5)
 
 
-# ------------------------------------------------------------------ beside other techniques
+# ------------------------------------------------------------------ combinations
 
 
 def model_of(device) -> nn.Sequential:
@@ -527,9 +525,11 @@ def model_of(device) -> nn.Sequential:
     return nn.Sequential(*layers).to(device)
 
 
-def trained(device, made: Callable, wrap: Callable = lambda optimizer: optimizer) -> list[Tensor]:
+def trained(
+    device, optimizer_class: Callable, wrap: Callable = lambda optimizer: optimizer
+) -> list[Tensor]:
     model = model_of(device)
-    optimizer = wrap(made(model.parameters(), lr=0.01))
+    optimizer = wrap(optimizer_class(model.parameters(), lr=0.01))
     for seed in range(3):
         optimizer.zero_grad()
         x = torch.randn(5, 64, generator=seeded(seed)).to(device)
@@ -544,16 +544,16 @@ def offloaded(optimizer):
     return OffloadedOptimizer(optimizer, DiskStore(), sub_group=6000)
 
 
-@each
+@each_optimizer
 @pytest.mark.parametrize("wrap", [step_in_backward, offloaded])
-def test_in_backward_and_offloaded_it_takes_the_same_steps(name, wrap, device):
-    made = getattr(optim, name)
-    plain, wrapped = trained(device, made), trained(device, made, wrap)
+def test_steps_are_the_same_in_backward_and_offloaded(name, wrap, device):
+    optimizer_class = getattr(optim, name)
+    plain, wrapped = trained(device, optimizer_class), trained(device, optimizer_class, wrap)
     assert all(map(torch.equal, plain, wrapped))
 
 
-@each
-def test_zero_refuses_it_as_it_does_the_reference(name, device):
+@each_optimizer
+def test_zero_refuses_it_like_the_reference(name, device):
     from memlab.zero import simulate
 
     model = model_of(device)
@@ -573,57 +573,57 @@ def traced(name: str, device, dtype=torch.float32, count: int = 2**14, **setting
     return memlab.measure(optimizer.step, model=model, optimizer=optimizer)
 
 
-def made_on_the_way(trace) -> list[int]:
+def allocated_by_step(trace) -> list[int]:
     events = [event for event in trace.events if event.phase == "optimizer"]
     return [event.bytes for event in events if event.bytes > 0]
 
 
-@each
+@each_optimizer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_makes_nothing_on_the_way(name, dtype, device):
+def test_a_step_allocates_nothing(name, dtype, device):
     trace = traced(name, device, dtype)
-    assert made_on_the_way(trace) == []
+    assert allocated_by_step(trace) == []
     assert trace.peak_bytes == trace.live_bytes
 
 
-@each
-def test_rounded_at_random_it_makes_one_seed(name, device):
+@each_optimizer
+def test_stochastic_rounding_allocates_one_seed(name, device):
     trace = traced(name, device, torch.bfloat16, rounding="stochastic")
-    (seed,) = made_on_the_way(trace)
+    (seed,) = allocated_by_step(trace)
     assert seed == (8 if device.type == "cpu" else 512)
 
 
-@each
+@each_optimizer
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_a_dry_step_has_the_bytes_of_the_real_one(name, rounding, device):
     settings = {"dtype": torch.bfloat16, "rounding": rounding, "count": 8192}
     real = traced(name, device, **settings)
     with memlab.dry_run():
         dry = traced(name, device, **settings)
-    assert made_on_the_way(dry) == made_on_the_way(real)
+    assert allocated_by_step(dry) == allocated_by_step(real)
     assert dry.peak_bytes == real.peak_bytes
     assert dry.at_end["optimizer_state"] == real.at_end["optimizer_state"]
 
 
-@each
-def test_the_state_has_the_references_bytes_and_smaller_tables(name, device):
-    """Thresholds alone: 255 a code, where the reference has 65 KiB too."""
+@each_optimizer
+def test_the_state_has_the_reference_bytes_and_smaller_tables(name, device):
+    """255 thresholds per codebook, where the reference also has tables of 65 KiB."""
     codes = 2 if name == "Adam8bit" else 1
-    wanted = codes * (10_000 + 4 * 40 + 1024 + 4 * 255)
-    assert traced(name, device, count=10_000).at_end["optimizer_state"] == wanted
+    expected = codes * (10_000 + 4 * 40 + 1024 + 4 * 255)
+    assert traced(name, device, count=10_000).at_end["optimizer_state"] == expected
 
 
-def test_thresholds_are_made_once_and_live_as_long_as_their_code():
-    code = dynamic_code(True)
-    first = optim.thresholds_of(code)
-    before = len(optim._thresholds)
-    assert optim.thresholds_of(code).data_ptr() == first.data_ptr()
-    assert len(optim._thresholds) == before
-    del code
-    assert len(optim._thresholds) == before - 1
+def test_thresholds_are_cached_as_long_as_their_codebook():
+    codebook = dynamic_code(True)
+    first = optim.thresholds_of(codebook)
+    before = len(optim._cached_thresholds)
+    assert optim.thresholds_of(codebook).data_ptr() == first.data_ptr()
+    assert len(optim._cached_thresholds) == before
+    del codebook
+    assert len(optim._cached_thresholds) == before - 1
 
 
-# ------------------------------------------------------------------ for GPUs
+# ------------------------------------------------------------------ compiled
 
 COMPILE = """
 from torch import nn
@@ -642,10 +642,10 @@ report(made)
 """
 
 
-def test_for_a_gpu_nothing_spills_and_codes_are_read_eight_at_a_time(compiled):
-    made = compiled(COMPILE)
-    assert len(made) == 3
-    for kernel in made:
+def test_compiled_kernels_spill_nothing_and_load_eight_codes_at_a_time(compiled):
+    optimizer_class = compiled(COMPILE)
+    assert len(optimizer_class) == 3
+    for kernel in optimizer_class:
         assert kernel["spilled"] == 0
         assert kernel["registers"] <= 96
         assert kernel["shared"] <= 4096
@@ -654,7 +654,7 @@ def test_for_a_gpu_nothing_spills_and_codes_are_read_eight_at_a_time(compiled):
         assert "fma.rn.f32" in kernel["ptx"]
 
 
-def test_a_step_that_is_refused_does_not_count(monkeypatch):
+def test_a_refused_step_is_not_counted(monkeypatch):
     monkeypatch.setattr(launching, "INTERPRETED", False)
     weight = torch.nn.Parameter(torch.zeros(4096))
     weight.grad = torch.ones(4096)

@@ -1,4 +1,4 @@
-"""Adam-mini: the partition as plain data, the package's steps, AdamW at one number a block."""
+"""Adam-mini: partitions as plain data, and steps of the authors' package and of AdamW."""
 
 import contextlib
 import copy
@@ -15,7 +15,7 @@ from memlab.model import GPT, PRESETS, GPTConfig
 from memlab.optim import AdamMini, AdamW, ByRules, gpt_partition, llama_partition
 from memlab.optim.adam_mini import GPT_RULES, LLAMA_RULES
 
-TINY = PRESETS["tiny"]  # 4 heads of width 8, 2 of keys and values
+TINY = PRESETS["tiny"]  # 4 heads of dimension 8, 2 for keys and values
 UNTIED = replace(TINY, layers=2, tied=False)
 
 
@@ -47,10 +47,10 @@ def largest_difference(model: nn.Module, other: nn.Module) -> float:
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
-# ------------------------------------------------------------------ the partition, without a tensor
+# ------------------------------------------------------------------ partitions
 
 
-def test_the_papers_blocks_of_the_gpt():
+def test_gpt_blocks_match_the_paper():
     size = gpt_partition(8)
     assert size("embedding.weight", (256, 32)) == 32  # a token
     assert size("unembedding.weight", (256, 32)) == 32
@@ -65,8 +65,8 @@ def test_the_papers_blocks_of_the_gpt():
         assert size(norm, (32,)) == 32  # the tensor
 
 
-def test_the_papers_blocks_of_a_llama_with_grouped_queries_and_wide_heads():
-    size = llama_partition(128)  # 2 heads of 128 in a width of 96
+def test_llama_blocks_match_the_paper_with_grouped_queries_and_wide_heads():
+    size = llama_partition(128)  # 2 heads of 128 in a hidden size of 96
     layer = "model.layers.0"
     assert size("model.embed_tokens.weight", (1000, 96)) == 96
     assert size(f"{layer}.self_attn.q_proj.weight", (256, 96)) == 128 * 96
@@ -80,30 +80,32 @@ def test_the_papers_blocks_of_a_llama_with_grouped_queries_and_wide_heads():
     assert size("lm_head.weight", (1000, 96)) == 96
 
 
-def test_every_rule_is_of_a_parameter_of_the_gpt():
-    all_of_it = replace(UNTIED, head_norms=True, post_norms=True, attention_biases=("query",))
-    names = [name for name, _ in gpt(all_of_it).named_parameters()]
+def test_every_rule_matches_a_parameter_of_the_gpt():
+    full_config = replace(UNTIED, head_norms=True, post_norms=True, attention_biases=("query",))
+    names = [name for name, _ in gpt(full_config).named_parameters()]
     unused = [end for end in GPT_RULES if not any(f".{n}".endswith(f".{end}") for n in names)]
     assert unused == []
 
 
-def test_an_unknown_layer_is_an_error_that_names_it():
-    with pytest.raises(ValueError, match=r"got blocks\.0\.mixer\.weight of shape \(4, 4\), of wh"):
+def test_an_unknown_layer_is_named_in_the_error():
+    with pytest.raises(
+        ValueError, match=r"got blocks\.0\.mixer\.weight of shape \(4, 4\), which m"
+    ):
         gpt_partition(8)("blocks.0.mixer.weight", (4, 4))
 
 
-def test_a_name_is_matched_by_its_parts_not_by_its_letters():
+def test_rules_match_whole_parts_of_a_name():
     with pytest.raises(ValueError, match="subnorm"):
         gpt_partition(8)("blocks.0.subnorm.weight", (32,))
 
 
-@pytest.mark.parametrize(("share", "size"), [("number", 1), ("row", 5), ("tensor", 35)])
-def test_an_unknown_layer_takes_the_default_that_is_given(share, size):
+@pytest.mark.parametrize(("share", "size"), [("element", 1), ("row", 5), ("tensor", 35)])
+def test_an_unknown_layer_uses_the_default(share, size):
     assert gpt_partition(8, default=share)("mixer.weight", (7, 5)) == size
 
 
-def test_the_longest_rule_counts():
-    size = ByRules({"norm.weight": "tensor", "query.norm.weight": "number"}, head_width=8)
+def test_the_longest_rule_applies():
+    size = ByRules({"norm.weight": "tensor", "query.norm.weight": "element"}, head_width=8)
     assert size("a.query.norm.weight", (8,)) == 1
     assert size("a.norm.weight", (8,)) == 8
 
@@ -118,23 +120,23 @@ def test_the_longest_rule_counts():
     ],
 )
 @pytest.mark.parametrize("default", [None, "row", "tensor"])
-def test_fused_queries_keys_and_values_are_refused_whatever_the_default(name, shape, default):
-    with pytest.raises(ValueError, match=f"got {name} .* queries, keys and values at once"):
+def test_fused_queries_keys_and_values_are_refused_for_any_default(name, shape, default):
+    with pytest.raises(ValueError, match=f"got {name} .* fuses queries, keys and values"):
         llama_partition(8, default=default)(name, shape)
 
 
-def test_fused_queries_keys_and_values_take_a_rule_of_their_own():
+def test_fused_queries_keys_and_values_accept_their_own_rule():
     size = ByRules({**LLAMA_RULES, "qkv_proj.weight": "row"}, head_width=8)
     assert size("layers.0.self_attn.qkv_proj.weight", (96, 32)) == 32
 
 
 @pytest.mark.parametrize("shape", [(20, 32), ()])
-def test_rows_that_make_no_whole_heads_are_refused(shape):
-    with pytest.raises(ValueError, match="don't make whole heads of 8; give the model's head"):
+def test_rows_that_heads_do_not_divide_are_refused(shape):
+    with pytest.raises(ValueError, match="whose rows 8 does not divide; give the model's head"):
         gpt_partition(8)("blocks.0.attention.query.weight", shape)
 
 
-def test_a_vector_in_the_mlp_has_a_second_moment_for_each_number():
+def test_a_vector_in_the_mlp_has_one_second_moment_per_element():
     assert ByRules({"mlp.scale": "row"}, head_width=8)("blocks.0.mlp.scale", (7,)) == 1
 
 
@@ -145,7 +147,7 @@ def test_an_unknown_share_is_refused():
 
 # ------------------------------------------------------------------ the steps
 
-# Ours, and a name in which the package finds what it has to.
+# Our names, and names that the package recognizes.
 PACKAGE_NAMES = {
     "embedding": "embed_tokens",
     "unembedding": "lm_head",
@@ -168,7 +170,7 @@ def package_name(name: str) -> str:
     ("dtype", "tolerance"),
     [(torch.float64, 1e-12), (torch.float32, 2**-23)],  # float32's spacing at 1, where norms are
 )
-def test_twenty_steps_with_weight_decay_are_the_packages(dtype, tolerance):
+def test_twenty_steps_with_weight_decay_match_the_package(dtype, tolerance):
     adam_mini = pytest.importorskip("adam_mini")
     model, other = gpt(dtype=dtype), gpt(dtype=dtype)
     settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -181,25 +183,25 @@ def test_twenty_steps_with_weight_decay_are_the_packages(dtype, tolerance):
         for norm in (False, True)
     ]
     ours = AdamMini(groups, partition=gpt_partition(UNTIED.head_width), **settings)
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it makes of each name
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints how it classifies each name
         named = [(package_name(name), p) for name, p in other.named_parameters()]
         shape = {"dim": UNTIED.width, "n_heads": UNTIED.heads}
         theirs = adam_mini.Adam_mini(named, weight_decay=0.1, verbose=False, **settings, **shape)
     train(model, ours, steps=20)
     train(other, theirs, steps=20)
-    assert largest_difference(gpt(dtype=dtype), model) > 5e-3  # they moved
+    assert largest_difference(gpt(dtype=dtype), model) > 5e-3  # the weights moved
     assert largest_difference(model, other) <= tolerance
     kept = [theirs.state[p]["vmean"].numel() for p in other.parameters()]
     assert [ours.state[p]["exp_avg_sq"].numel() for p in model.parameters()] == kept
 
 
-def test_at_one_number_a_block_it_is_adamw():
+def test_one_element_per_block_equals_adamw():
     model, other = gpt(), gpt()
     ones = {name: 1 for name, _ in model.named_parameters()}
     train(model, AdamMini(model.named_parameters(), weight_decay=0.1, partition=ones), steps=20)
     train(other, AdamW(other.parameters(), weight_decay=0.1), steps=20)
     assert largest_difference(gpt(), model) > 5e-3
-    assert largest_difference(model, other) <= 2.4e-7  # two units in the last place of 1
+    assert largest_difference(model, other) <= 2.4e-7  # two ulps at 1
 
 
 def test_the_first_step_divides_by_the_root_of_the_blocks_mean_square():
@@ -211,14 +213,14 @@ def test_the_first_step_divides_by_the_root_of_the_blocks_mean_square():
     assert torch.allclose(weight, -0.5 * weight.grad / root_mean_squares, rtol=1e-12)
 
 
-def test_pieces_of_any_size_take_the_same_steps():
+def test_chunks_of_any_size_take_the_same_steps():
     model, other = gpt(), gpt()
     train(model, mini(model), steps=3)
-    train(other, mini(other, piece=100), steps=3)  # a row or three at a time; a head stays whole
+    train(other, mini(other, chunk=100), steps=3)  # one to three rows; a head is never split
     assert largest_difference(model, other) == 0
 
 
-def test_each_group_has_its_own_decay_whatever_its_names():
+def test_each_group_has_its_own_decay_for_any_names():
     weight, norm = (nn.Parameter(torch.ones(4)) for _ in range(2))
     weight.grad, norm.grad = torch.zeros(4), torch.zeros(4)
     pairs = [("weight", weight), ("norm.weight", norm)]
@@ -237,7 +239,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def blocks_of(config: GPTConfig) -> int:
-    """A second moment for each token, head, row and norm, counted from the shapes alone."""
+    """Count second moments from the shapes: one per token, head, row and norm."""
     embeddings = config.vocab_size * (1 if config.tied else 2)
     heads = config.heads + config.kv_heads
     rows = config.kv_heads * config.head_width + config.width  # value, output
@@ -247,7 +249,7 @@ def blocks_of(config: GPTConfig) -> int:
 
 @pytest.mark.parametrize("config", [TINY, UNTIED, replace(TINY, heads=2, kv_heads=1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_state_is_four_bytes_a_number_and_four_a_block(config, dtype):
+def test_the_state_is_four_bytes_per_element_and_per_block(config, dtype):
     model = gpt(config, dtype)
     optimizer = mini(model)
     train(model, optimizer, steps=1)
@@ -265,7 +267,7 @@ def test_a_tied_weight_counts_once_under_its_first_name():
     assert state_bytes(optimizer) == 4 * 24 + 4 * 6
 
 
-def test_a_run_goes_on_from_its_saved_state(tmp_path):
+def test_training_resumes_from_a_saved_state(tmp_path):
     model, other = gpt(), gpt()
     optimizer = mini(model)
     train(model, optimizer, steps=3)
@@ -279,7 +281,7 @@ def test_a_run_goes_on_from_its_saved_state(tmp_path):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-def test_a_copy_of_model_and_optimizer_trains_on_alike(copied):
+def test_a_copy_of_model_and_optimizer_trains_the_same(copied):
     model = gpt()
     optimizer = mini(model)
     train(model, optimizer, steps=2)
@@ -299,7 +301,7 @@ def test_the_state_of_another_partition_is_refused():
         other.load_state_dict(optimizer.state_dict())
 
 
-def test_a_group_that_comes_later_is_stepped_with_its_names():
+def test_a_group_added_later_is_stepped():
     first, later = (nn.Parameter(torch.ones(2, 3)) for _ in range(2))
     optimizer = AdamMini([("a", first)], partition={"a": 3, "b": 6}, lr=0.1)
     optimizer.add_param_group({"params": [("b", later)], "lr": 0.2})
@@ -309,10 +311,10 @@ def test_a_group_that_comes_later_is_stepped_with_its_names():
     assert first.mean() > later.mean()
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ invalid input
 
 
-def test_a_group_that_is_refused_leaves_the_others_as_they_were():
+def test_a_refused_group_leaves_the_others_unchanged():
     optimizer = AdamMini([("a", nn.Parameter(torch.ones(3)))], partition={"a": 3})
     with pytest.raises(ValueError, match="got b of shape"):
         optimizer.add_param_group({"params": [("b", nn.Parameter(torch.ones(3)))]})
@@ -324,19 +326,21 @@ def test_weights_without_names_are_refused():
         AdamMini(gpt().parameters(), partition=gpt_partition(8))
 
 
-def test_a_partition_that_leaves_a_weight_out_is_refused():
+def test_a_partition_without_a_weight_is_refused():
     with pytest.raises(ValueError, match=r"got b of shape \(2, 3\), which the partition does not"):
         AdamMini([("b", nn.Parameter(torch.ones(2, 3)))], partition={"a": 3})
 
 
 @pytest.mark.parametrize("size", [0, -1, 4, 7, 12])
 def test_blocks_that_do_not_divide_a_weight_are_refused(size):
-    with pytest.raises(ValueError, match=f"got blocks of {size} for a, whose 6 .* such as 3 for"):
+    with pytest.raises(
+        ValueError, match=f"got blocks of {size} for a, which do not divide its 6 .* such as 3 for"
+    ):
         AdamMini([("a", nn.Parameter(torch.ones(2, 3)))], partition={"a": size})
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (3, 5, 7), ()])
-@pytest.mark.parametrize("share", ["number", "row", "tensor"])
+@pytest.mark.parametrize("share", ["element", "row", "tensor"])
 def test_odd_and_small_shapes_are_stepped(shape, share):
     weight = nn.Parameter(torch.ones(shape))
     weight.grad = torch.ones(shape)

@@ -1,4 +1,4 @@
-"""AdamW: torch's own to the last digits, its longest step, and its bytes."""
+"""AdamW: torch's results to the last digits, its longest step, and its bytes."""
 
 from functools import partial
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import memlab
-from memlab.internals.chunks import PIECE
+from memlab.internals.chunks import CHUNK_SIZE
 from memlab.optim import AdamW
 from memlab.optim.adamw import adamw_
 
@@ -22,8 +22,8 @@ SETTINGS = [
 ]
 
 
-def pair_of(numbers: int, **settings) -> tuple[nn.Parameter, nn.Parameter, list]:
-    start = torch.randn(numbers, generator=torch.Generator().manual_seed(0))
+def pair_of(numel: int, **settings) -> tuple[nn.Parameter, nn.Parameter, list]:
+    start = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     weights = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     return *weights, [cls([w], **settings) for cls, w in zip((AdamW, torchs), weights, strict=True)]
 
@@ -35,8 +35,8 @@ def step_all(weights, optimizers, gradient) -> None:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_two_hundred_steps_are_torchs(settings):
-    """Gradients of six decades; weights of about 1."""
+def test_two_hundred_steps_match_torch(settings):
+    """Use gradients over six decades and weights around 1."""
     *weights, optimizers = pair_of(500, **settings)
     generator = torch.Generator().manual_seed(1)
     scales = 10 ** (torch.rand(500, generator=generator) * 6 - 4)
@@ -50,8 +50,8 @@ def test_two_hundred_steps_are_torchs(settings):
         torch.testing.assert_close(states[0][name], states[1][name], rtol=1e-6, atol=1e-12)
 
 
-def test_it_is_algorithm_2_line_by_line():
-    """In float64, with Python's numbers."""
+def test_adamw_matches_algorithm_2_line_by_line():
+    """Compare float64 with Python floats."""
     lr, beta1, beta2, eps, decay = 0.01, 0.8, 0.9, 1e-3, 0.1
     weight, m, v = 0.7, 0.0, 0.0
     tensors = [torch.tensor([number], dtype=torch.float64) for number in (weight, 0.0, 0.0)]
@@ -67,8 +67,10 @@ def test_it_is_algorithm_2_line_by_line():
 
 
 def test_the_longest_step_is_7_27_learning_rates():
-    """By the inequality of Cauchy and Schwarz: gradients that grow by β2/β1 a step reach it, late,
-    when the bias corrections are 1."""
+    """The Cauchy-Schwarz bound is reached by gradients that grow by β2/β1 per step.
+
+    The steps are late, so that the bias corrections are 1.
+    """
     beta1, beta2 = 0.9, 0.999
     bound = (1 - beta1) / (1 - beta2) ** 0.5 / (1 - beta1**2 / beta2) ** 0.5
     assert round(bound, 2) == 7.27
@@ -84,12 +86,12 @@ def test_the_longest_step_is_7_27_learning_rates():
     assert max(steps) == pytest.approx(bound, rel=1e-6)
 
 
-def test_its_state_is_8_bytes_a_weight_and_its_way_a_piece_of_four():
+def test_state_is_8_bytes_per_weight_and_temporaries_are_one_chunk():
     model = nn.Module()
-    model.weight = nn.Parameter(torch.ones(3 * PIECE))
+    model.weight = nn.Parameter(torch.ones(3 * CHUNK_SIZE))
     optimizer = AdamW(model.parameters())
     model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()
     trace = memlab.measure(optimizer.step, model=model, optimizer=optimizer)
-    assert trace.at_end["optimizer_state"] == 8 * 3 * PIECE
-    assert trace.peak_bytes - trace.live_bytes == 4 * PIECE
+    assert trace.at_end["optimizer_state"] == 8 * 3 * CHUNK_SIZE
+    assert trace.peak_bytes - trace.live_bytes == 4 * CHUNK_SIZE

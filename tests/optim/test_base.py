@@ -1,6 +1,6 @@
-"""The loop that all optimizers share: groups, states, dtypes, layouts, pieces; and what is refused.
+"""The loop shared by all optimizers: groups, states, dtypes, layouts, chunks and invalid input.
 
-The oracle is torch's own AdamW, one weight at a time, where it has one.
+Where torch has the same optimizer, it is the oracle, stepping one weight at a time.
 """
 
 import copy
@@ -15,17 +15,14 @@ import torch
 from torch import nn
 
 import memlab
-from memlab.internals.chunks import PIECE, PIECE_ELSEWHERE
+from memlab.internals.chunks import CHUNK_SIZE, CHUNK_SIZE_ON_ACCELERATOR
 from memlab.optim import Adam8bit, AdamMini, AdamW, Lion, Lion8bit
 from memlab.trace import Trace
 
 OURS = [AdamW, Adam8bit, AdamMini, Lion, Lion8bit]
-BY_ELEMENT = [AdamW, Adam8bit, Lion, Lion8bit]  # to AdamMini a weight's shape matters
-SIZES = (
-    5000,
-    7,
-)  # of weights: one that is encoded, in no whole number of blocks, and one that isn't
-torchs = partial(torch.optim.AdamW, foreach=False)
+BY_ELEMENT = [AdamW, Adam8bit, Lion, Lion8bit]  # AdamMini depends on the shape
+SIZES = (5000, 7)  # a quantized weight with a short last block, and an unquantized one
+torch_adamw = partial(torch.optim.AdamW, foreach=False)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -44,7 +41,7 @@ def give_gradients(weights, seed: int) -> None:
 
 
 def run(optimizer, steps=range(100, 105)) -> None:
-    """Steps with gradients of their own, the same for every optimizer."""
+    """Step with random gradients, the same for every optimizer."""
     for seed in steps:
         for number, group in enumerate(optimizer.param_groups):
             give_gradients(group["params"], seed + 1000 * number)
@@ -81,7 +78,7 @@ def module_of(*weights) -> nn.Module:
     return module
 
 
-# ------------------------------------------------------------------ groups, and when a step comes
+# ------------------------------------------------------------------ groups and steps
 
 
 def test_each_group_has_its_own_learning_rate_and_decay():
@@ -89,14 +86,14 @@ def test_each_group_has_its_own_learning_rate_and_decay():
     twins = [weights_of(6, 7), weights_of(6, 7)]
     ours, theirs = (
         cls([{"params": [weight], **own} for weight, own in zip(twin, settings, strict=True)])
-        for cls, twin in zip((AdamW, torchs), twins, strict=True)
+        for cls, twin in zip((AdamW, torch_adamw), twins, strict=True)
     )
     run(ours), run(theirs)
     assert_near(ours, theirs)
 
 
 @pytest.mark.parametrize("cls", OURS)
-def test_a_group_added_later_begins_at_its_own_first_step(cls):
+def test_a_group_added_later_starts_at_its_first_step(cls):
     first, second = weights_of(*SIZES)
     late = cls([first])
     run(late)
@@ -107,7 +104,7 @@ def test_a_group_added_later_begins_at_its_own_first_step(cls):
 
 
 @pytest.mark.parametrize("cls", OURS)
-def test_a_weight_without_a_gradient_stays_and_has_no_state(cls):
+def test_a_weight_without_a_gradient_is_unchanged_and_has_no_state(cls):
     idle, busy = weights_of(*SIZES)
     before = idle.detach().clone()
     optimizer = cls([idle, busy], weight_decay=0.1)
@@ -119,7 +116,7 @@ def test_a_weight_without_a_gradient_stays_and_has_no_state(cls):
 
 
 @pytest.mark.parametrize("cls", OURS)
-def test_weights_may_come_with_names(cls):
+def test_named_parameters_are_accepted(cls):
     named, plain = module_of(*weights_of(*SIZES)), weights_of(*SIZES)
     optimizer, twin = cls(named.named_parameters()), cls(plain)
     run(optimizer), run(twin)
@@ -130,7 +127,7 @@ def test_weights_may_come_with_names(cls):
 
 
 def test_a_scheduler_sets_the_learning_rate():
-    ours, theirs = AdamW(weights_of(9)), torchs(weights_of(9))
+    ours, theirs = AdamW(weights_of(9)), torch_adamw(weights_of(9))
     for optimizer in (ours, theirs):
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
         for seed in range(4):
@@ -141,7 +138,7 @@ def test_a_scheduler_sets_the_learning_rate():
 
 
 @pytest.mark.parametrize("cls", OURS)
-def test_a_learning_rate_may_be_a_tensor_that_a_scheduler_fills(cls):
+def test_a_scheduler_can_fill_a_tensor_learning_rate(cls):
     number, tensor = (
         cls(weights_of(*SIZES), lr=0.25),
         cls(weights_of(*SIZES), lr=torch.tensor(0.25)),
@@ -156,7 +153,7 @@ def test_a_learning_rate_may_be_a_tensor_that_a_scheduler_fills(cls):
 
 
 @pytest.mark.parametrize("cls", OURS)
-def test_maximize_steps_up_what_minimize_steps_down(cls):
+def test_maximize_steps_in_the_opposite_direction(cls):
     up, down = cls(weights_of(*SIZES), maximize=True), cls(weights_of(*SIZES))
     for seed in range(3):
         for optimizer, sign in ((up, 1), (down, -1)):
@@ -168,7 +165,7 @@ def test_maximize_steps_up_what_minimize_steps_down(cls):
     assert_equal(up, down)
 
 
-def test_a_closure_runs_with_gradients_and_its_loss_is_handed_on():
+def test_a_closure_runs_with_gradients_and_its_loss_is_returned():
     (weight,) = weights_of(3)
     optimizer = AdamW([weight], lr=0.1, weight_decay=0)
     before = weight.detach().clone()
@@ -183,7 +180,7 @@ def test_a_closure_runs_with_gradients_and_its_loss_is_handed_on():
     torch.testing.assert_close(weight.detach(), before - 0.1 * before.sign())
 
 
-def test_hooks_of_a_step_are_called_around_it():
+def test_step_hooks_are_called():
     (weight,) = weights_of(3)
     optimizer, seen = AdamW([weight]), []
     optimizer.register_step_pre_hook(lambda *given: seen.append(weight.detach().clone()))
@@ -194,7 +191,7 @@ def test_hooks_of_a_step_are_called_around_it():
     assert changed == [True, False, True]
 
 
-def test_zero_grad_drops_the_gradients():
+def test_zero_grad_frees_the_gradients():
     weights = weights_of(*SIZES)
     optimizer = Adam8bit(weights)
     run(optimizer)
@@ -202,7 +199,7 @@ def test_zero_grad_drops_the_gradients():
     assert all(weight.grad is None for weight in weights)
 
 
-def test_torchs_grad_scaler_leaves_out_a_step_that_overflowed():
+def test_torchs_grad_scaler_skips_a_step_that_overflowed():
     optimizer, scaler = Adam8bit(weights_of(*SIZES)), torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(()))
     give_gradients(optimizer.param_groups[0]["params"], 0)
@@ -213,12 +210,12 @@ def test_torchs_grad_scaler_leaves_out_a_step_that_overflowed():
         assert torch.equal(weight, kept)
 
 
-# ------------------------------------------------------------------ shapes, layouts, dtypes, pieces
+# ------------------------------------------------------------------ shapes, layouts, dtypes, chunks
 
 
 @pytest.mark.parametrize("cls", BY_ELEMENT)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (70, 70)])
-def test_any_shape_is_stepped_as_its_flat_twin(cls, shape):
+def test_any_shape_is_stepped_like_the_flat_weight(cls, shape):
     shaped, flat = weights_of(shape), weights_of(math.prod(shape))
     optimizer, twin = cls(shaped), cls(flat)
     run(optimizer), run(twin)
@@ -234,7 +231,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("cls", BY_ELEMENT)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_changes_nothing_but_itself(cls, layout):
+def test_the_memory_layout_does_not_change_the_step(cls, layout):
     (contiguous,) = weights_of(5760)
     strided = nn.Parameter(LAYOUTS[layout](contiguous.detach()).detach())
     strides = strided.stride()
@@ -248,8 +245,8 @@ def test_a_layout_changes_nothing_but_itself(cls, layout):
     assert strided.stride() == strides
 
 
-def test_float64_is_torchs_to_the_last_digits():
-    ours, theirs = (cls(weights_of(50, dtype=torch.float64)) for cls in (AdamW, torchs))
+def test_float64_matches_torch_to_the_last_digits():
+    ours, theirs = (cls(weights_of(50, dtype=torch.float64)) for cls in (AdamW, torch_adamw))
     run(ours, range(50)), run(theirs, range(50))
     assert {tensor.dtype for tensor in tensors_of(ours)} == {torch.float64}
     assert_near(ours, theirs, atol=1e-14)
@@ -257,8 +254,8 @@ def test_float64_is_torchs_to_the_last_digits():
 
 @pytest.mark.parametrize("cls", OURS)
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
-def test_a_step_of_low_weights_is_a_float32_step_rounded_to_the_nearest(cls, low):
-    """And the moments are those of float32."""
+def test_a_16_bit_step_is_the_float32_step_rounded_to_nearest(cls, low):
+    """The moments equal float32 moments too."""
     (weight,) = weights_of(5000, dtype=low)
     exact = nn.Parameter(weight.detach().float())
     optimizer, twin = cls([weight]), cls([exact])
@@ -275,8 +272,8 @@ def test_a_step_of_low_weights_is_a_float32_step_rounded_to_the_nearest(cls, low
 
 
 @pytest.mark.parametrize("cls", OURS)
-def test_float64_weights_step_in_float64_whatever_their_moments_are_kept_in(cls):
-    """A step of 1e-12 is lost in float32."""
+def test_float64_weights_step_in_float64_for_any_moment_dtype(cls):
+    """Use steps of 1e-12, which float32 would lose."""
     (weight,) = weights_of(5000, dtype=torch.float64)
     before = weight.detach().clone()
     optimizer = cls([weight], lr=1e-12, weight_decay=0)
@@ -287,7 +284,7 @@ def test_float64_weights_step_in_float64_whatever_their_moments_are_kept_in(cls)
 
 @pytest.mark.parametrize("cls", OURS)
 @pytest.mark.parametrize("dtypes", [("float32", "float64"), ("float64", "float32")])
-def test_a_model_moved_to_another_dtype_after_some_steps_goes_on(cls, dtypes):
+def test_a_model_cast_after_some_steps_continues(cls, dtypes):
     first, then = (getattr(torch, name) for name in dtypes)
     module = module_of(*weights_of(*SIZES, dtype=first))
     moved, stayed = cls(module.parameters()), cls(weights_of(*SIZES))
@@ -301,15 +298,15 @@ def test_a_model_moved_to_another_dtype_after_some_steps_goes_on(cls, dtypes):
 
 
 @pytest.mark.parametrize("cls", OURS)
-@pytest.mark.parametrize("piece", [1, 100, 256, 1000, 4999, 10**6])
-def test_the_size_of_a_piece_changes_nothing(cls, piece):
-    if piece < 100:
-        whole, pieces = cls(weights_of(7)), cls(weights_of(7), piece=piece)
+@pytest.mark.parametrize("chunk", [1, 100, 256, 1000, 4999, 10**6])
+def test_the_chunk_size_does_not_change_the_step(cls, chunk):
+    if chunk < 100:
+        whole, chunked = cls(weights_of(7)), cls(weights_of(7), chunk=chunk)
     else:
-        whole, pieces = cls(weights_of(*SIZES)), cls(weights_of(*SIZES), piece=piece)
-    run(whole), run(pieces)
-    assert_equal(whole, pieces)
-    for ours, theirs in zip(tensors_of(pieces), tensors_of(whole), strict=True):
+        whole, chunked = cls(weights_of(*SIZES)), cls(weights_of(*SIZES), chunk=chunk)
+    run(whole), run(chunked)
+    assert_equal(whole, chunked)
+    for ours, theirs in zip(tensors_of(chunked), tensors_of(whole), strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -317,8 +314,8 @@ def test_the_size_of_a_piece_changes_nothing(cls, piece):
 
 
 @pytest.mark.parametrize("cls", OURS)
-def test_stochastic_rounding_goes_to_a_neighbour_and_its_mean_is_the_float32_step(cls):
-    """10,000 weights of one value and one gradient: one number, rounded 10,000 times."""
+def test_stochastic_rounding_gives_a_neighbor_and_is_unbiased(cls):
+    """Round one value 10,000 times: equal weights with equal gradients."""
     start, lr, draws = 1.5, 1e-3, 10_000
     settings = {"lr": lr, "weight_decay": 0.1}
     low = nn.Parameter(torch.full((draws,), start, dtype=torch.bfloat16))
@@ -336,7 +333,7 @@ def test_stochastic_rounding_goes_to_a_neighbour_and_its_mean_is_the_float32_ste
 
 
 @pytest.mark.parametrize("cls", OURS)
-def test_nearest_rounding_loses_what_stochastic_rounding_keeps(cls):
+def test_stochastic_rounding_keeps_updates_that_nearest_loses(cls):
     moved = {}
     for rounding in ("nearest", "stochastic"):
         weight = nn.Parameter(torch.ones(5000, dtype=torch.bfloat16))
@@ -349,7 +346,7 @@ def test_nearest_rounding_loses_what_stochastic_rounding_keeps(cls):
     assert moved["stochastic"] == pytest.approx(0.1, rel=0.02)
 
 
-def test_a_generator_draws_the_same_again_and_leaves_the_users_stream_alone():
+def test_a_generator_repeats_its_draws_and_the_default_one_is_untouched():
     def stepped(seed: int) -> AdamW:
         optimizer = AdamW(
             weights_of(50, dtype=torch.bfloat16), rounding="stochastic", generator=seeded(seed)
@@ -363,7 +360,7 @@ def test_a_generator_draws_the_same_again_and_leaves_the_users_stream_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_rounding_may_be_a_groups_own():
+def test_a_group_can_set_its_rounding():
     nearest, stochastic = (nn.Parameter(torch.ones(4000, dtype=torch.bfloat16)) for _ in range(2))
     groups = [{"params": [nearest]}, {"params": [stochastic], "rounding": "stochastic"}]
     optimizer = AdamW(groups, lr=1e-3, weight_decay=0, generator=seeded())
@@ -373,7 +370,7 @@ def test_a_rounding_may_be_a_groups_own():
     assert not stochastic.eq(1).all()
 
 
-def test_float32_weights_are_the_same_with_either_rounding():
+def test_rounding_does_not_affect_float32_weights():
     nearest, stochastic = (
         Adam8bit(weights_of(5000)),
         Adam8bit(weights_of(5000), rounding="stochastic"),
@@ -382,7 +379,7 @@ def test_float32_weights_are_the_same_with_either_rounding():
     assert_equal(nearest, stochastic)
 
 
-# ------------------------------------------------------------------ states, saved and loaded
+# ------------------------------------------------------------------ state dicts
 
 
 def through_a_file(state: dict) -> dict:
@@ -393,13 +390,13 @@ def through_a_file(state: dict) -> dict:
 
 
 def twin_of(optimizer):
-    """Another of the same kind, on copies of the weights, that knows of no step."""
+    """Return a new optimizer of the same class on copies of the weights."""
     return type(optimizer)([nn.Parameter(weight.clone()) for weight in weights_in(optimizer)])
 
 
 @pytest.mark.parametrize("cls", OURS)
 @pytest.mark.parametrize("way", [lambda state: state, through_a_file], ids=["memory", "file"])
-def test_a_loaded_state_goes_on_to_the_bit(cls, way):
+def test_training_from_a_loaded_state_is_bitwise_equal(cls, way):
     first = cls(weights_of(*SIZES), lr=3e-3, weight_decay=0.1)
     run(first)
     second = twin_of(first)
@@ -421,8 +418,8 @@ def test_a_loaded_state_is_a_copy(cls):
 
 
 @pytest.mark.parametrize("cls", OURS)
-def test_a_loaded_state_takes_the_bytes_of_the_first(cls):
-    """The code of 8 bits is shared again."""
+def test_a_loaded_state_has_the_same_bytes(cls):
+    """Loaded 8-bit states share the codebook again."""
     first = cls(weights_of(5000, 6000, 7))
     run(first)
     second = twin_of(first)
@@ -432,7 +429,7 @@ def test_a_loaded_state_takes_the_bytes_of_the_first(cls):
 
 @pytest.mark.parametrize("cls", OURS)
 @pytest.mark.parametrize("moved", [torch.bfloat16, torch.float16, torch.float64])
-def test_a_state_keeps_its_numbers_in_a_model_that_was_moved_to_another_dtype(cls, moved):
+def test_a_state_loaded_into_a_cast_model_is_unchanged(cls, moved):
     first = cls(weights_of(*SIZES))
     run(first)
     second = cls([nn.Parameter(weight.to(moved)) for weight in weights_in(first)])
@@ -445,8 +442,8 @@ def test_a_state_keeps_its_numbers_in_a_model_that_was_moved_to_another_dtype(cl
     run(second)
 
 
-def test_torchs_state_goes_on_in_ours_and_ours_in_torchs():
-    theirs, straight = torchs(weights_of(40)), torchs(weights_of(40))
+def test_states_are_interchangeable_with_torchs():
+    theirs, straight = torch_adamw(weights_of(40)), torch_adamw(weights_of(40))
     run(theirs), run(straight)
     ours = AdamW([nn.Parameter(weight.clone()) for weight in weights_in(theirs)])
     ours.load_state_dict(through_a_file(theirs.state_dict()))
@@ -454,14 +451,14 @@ def test_torchs_state_goes_on_in_ours_and_ours_in_torchs():
     assert_near(ours, straight)
 
 
-def test_a_setting_that_a_state_has_no_word_for_stays():
-    theirs = torchs(weights_of(40, dtype=torch.bfloat16))
+def test_a_setting_missing_from_the_state_is_kept():
+    theirs = torch_adamw(weights_of(40, dtype=torch.bfloat16))
     ours = AdamW(weights_of(40, dtype=torch.bfloat16), rounding="stochastic")
     ours.load_state_dict(theirs.state_dict())
     assert ours.param_groups[0]["rounding"] == "stochastic"
 
 
-def test_hooks_of_loading_see_and_change_what_is_loaded():
+def test_loading_hooks_can_change_the_state():
     first, second = AdamW(weights_of(9)), AdamW(weights_of(9))
     run(first)
 
@@ -498,7 +495,7 @@ REFUSED = {
         lambda: torch.optim.SGD(weights_of(*SIZES), momentum=0.9),
         r"momentum_buffer \(5000,\)",
     ),
-    "AMSGrad": (lambda: torchs(weights_of(*SIZES), amsgrad=True), r"got a state of AMSGrad"),
+    "AMSGrad": (lambda: torch_adamw(weights_of(*SIZES), amsgrad=True), r"got a state of AMSGrad"),
     "a coupled decay": (
         lambda: torch.optim.Adam(weights_of(*SIZES), weight_decay=0.1),
         r"got a state of torch.optim.Adam",
@@ -508,15 +505,15 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_state_of_something_else_is_refused_and_nothing_has_changed(name):
-    other, words = REFUSED[name]
+def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(name):
+    other, message = REFUSED[name]
     theirs, ours, untouched = (
         other(),
         AdamW(weights_of(*SIZES), lr=5e-3),
         AdamW(weights_of(*SIZES), lr=5e-3),
     )
     run(theirs), run(ours), run(untouched)
-    with pytest.raises(ValueError, match=words) as refusal:
+    with pytest.raises(ValueError, match=message) as refusal:
         ours.load_state_dict(theirs.state_dict())
     assert str(refusal.value).count("\n") == 0
     assert ours.param_groups[0]["lr"] == 5e-3
@@ -526,17 +523,17 @@ def test_a_state_of_something_else_is_refused_and_nothing_has_changed(name):
 
 @pytest.mark.parametrize("cls", OURS)
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_a_copy_or_a_pickle_steps_as_the_first_does(cls, way):
+def test_a_copy_or_a_pickle_takes_the_same_steps(cls, way):
     first = cls(
         weights_of(*SIZES, dtype=torch.bfloat16),
         rounding="stochastic",
         generator=seeded(),
-        piece=512,
+        chunk=512,
     )
     run(first)
     second = way(first)
     run(first, range(3)), run(second, range(3))
-    assert second.piece == 512
+    assert second.chunk == 512
     assert_equal(first, second)
     assert {t.data_ptr() for t in weights_in(first)}.isdisjoint(
         t.data_ptr() for t in weights_in(second)
@@ -571,8 +568,8 @@ def events_of(trace: Trace) -> list[tuple]:
 
 @pytest.mark.parametrize("cls", OURS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_dry_step_is_the_real_one_event_for_event(cls, dtype):
-    shapes = (2 * PIECE - 100,), (70, 70), (9,)
+def test_a_dry_step_has_the_events_of_the_real_one(cls, dtype):
+    shapes = (2 * CHUNK_SIZE - 100,), (70, 70), (9,)
     real = traced(*training(cls, *shapes, dtype=dtype))
     with memlab.dry_run():
         dry = traced(*training(cls, *shapes, dtype=dtype))
@@ -580,9 +577,9 @@ def test_a_dry_step_is_the_real_one_event_for_event(cls, dtype):
 
 
 @pytest.mark.parametrize("cls", OURS)
-def test_a_dry_step_of_many_pieces_has_the_bytes_of_the_real_one(cls):
-    """It runs the first and the last: those between take the same."""
-    shapes = [(5 * PIECE + 100,)]
+def test_a_dry_step_of_many_chunks_has_the_bytes_of_the_real_one(cls):
+    """It runs the first two chunks and the last; the others allocate the same bytes."""
+    shapes = [(5 * CHUNK_SIZE + 100,)]
     real = traced(*training(cls, *shapes))
     with memlab.dry_run():
         dry = traced(*training(cls, *shapes))
@@ -591,18 +588,18 @@ def test_a_dry_step_of_many_pieces_has_the_bytes_of_the_real_one(cls):
     assert dry.at_end == real.at_end
 
 
-def test_a_prediction_has_the_pieces_of_cuda():
-    """What AdamW makes on the way is the root of one piece."""
-    build = partial(training, AdamW, (2 * PIECE_ELSEWHERE,), device="cuda")
-    assert memlab.predict(build).peak_bytes == (4 * 4 * 2 + 4) * PIECE_ELSEWHERE
+def test_a_prediction_uses_cudas_chunk_size():
+    """AdamW's only temporary is the square root of one chunk."""
+    build = partial(training, AdamW, (2 * CHUNK_SIZE_ON_ACCELERATOR,), device="cuda")
+    assert memlab.predict(build).peak_bytes == (4 * 4 * 2 + 4) * CHUNK_SIZE_ON_ACCELERATOR
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ invalid input
 
 
 @pytest.mark.parametrize("cls", OURS)
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
         ({"lr": -1.0}, "got lr=-1.0; give at least 0"),
         ({"lr": math.nan}, "got lr=nan; give at least 0"),
@@ -613,32 +610,32 @@ def test_a_prediction_has_the_pieces_of_cuda():
         ({"rounding": "up"}, "got rounding='up'; give 'nearest' or 'stochastic'"),
     ],
 )
-def test_a_setting_that_nothing_can_step_by_is_refused_of_a_group_too(cls, settings, words):
+def test_an_invalid_setting_is_refused_also_in_a_group(cls, settings, message):
     first, second = weights_of(3, 4)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         cls([first], **settings)
     optimizer = cls([first])
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         optimizer.add_param_group({"params": [second], **settings})
     assert len(optimizer.param_groups) == 1
 
 
-def test_a_negative_eps_and_empty_pieces_are_refused():
+def test_a_negative_eps_and_empty_chunks_are_refused():
     with pytest.raises(ValueError, match="got eps=-1; give at least 0"):
         AdamW(weights_of(3), eps=-1)
-    with pytest.raises(ValueError, match="got pieces of 0 numbers; give at least 1"):
-        AdamW(weights_of(3), piece=0)
+    with pytest.raises(ValueError, match="got chunk=0; give at least 1 element"):
+        AdamW(weights_of(3), chunk=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
-def test_weights_that_are_no_floating_point_numbers_are_refused(dtype):
+def test_weights_that_are_not_floating_point_are_refused(dtype):
     weight = torch.ones(3, dtype=dtype)
-    with pytest.raises(TypeError, match=f"got weights of {dtype}; give floating-point numbers"):
+    with pytest.raises(TypeError, match=f"got weights of {dtype}; give floating-point weights"):
         AdamW([weight])
 
 
-def test_float16_is_not_rounded_at_random():
-    with pytest.raises(TypeError, match=r"got weights of torch.float16 to round at random"):
+def test_stochastic_rounding_to_float16_is_refused():
+    with pytest.raises(TypeError, match=r"got weights of torch.float16 to round stochastically"):
         AdamW(weights_of(3, dtype=torch.float16), rounding="stochastic")
 
 
@@ -652,13 +649,13 @@ def test_a_sparse_gradient_is_refused(cls):
     assert not optimizer.state_dict()["state"]
 
 
-# ------------------------------------------------------------------ gradients that are not finite
+# ------------------------------------------------------------------ non-finite gradients
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-def test_a_gradient_that_is_not_finite_is_torchs_matter_of_one_number(wrong):
-    """The weight becomes NaN and stays so; no other number knows of it."""
-    ours, theirs = AdamW(weights_of(600)), torchs(weights_of(600))
+def test_a_non_finite_gradient_only_affects_its_element(wrong):
+    """Only this element becomes NaN."""
+    ours, theirs = AdamW(weights_of(600)), torch_adamw(weights_of(600))
     for optimizer in (ours, theirs):
         (weight,) = optimizer.param_groups[0]["params"]
         give_gradients([weight], 0)
@@ -672,8 +669,8 @@ def test_a_gradient_that_is_not_finite_is_torchs_matter_of_one_number(wrong):
 
 @pytest.mark.parametrize("cls", [Adam8bit, Lion8bit])
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-def test_in_8_bits_it_takes_its_block_at_the_next_step_and_no_other(cls, wrong):
-    """Block 1 of 20 is 256 … 511. At the step itself its other numbers are stepped as ever."""
+def test_a_non_finite_gradient_in_8_bits_only_affects_its_block(cls, wrong):
+    """Block 1 of 20 is 256 … 511. Its other elements still take the current step."""
     optimizer, clean = cls(weights_of(5000)), cls(weights_of(5000))
     for each in (optimizer, clean):
         run(each, [1])
@@ -681,12 +678,12 @@ def test_in_8_bits_it_takes_its_block_at_the_next_step_and_no_other(cls, wrong):
     (weight,), (wanted,) = weights_in(optimizer), weights_in(clean)
     optimizer.param_groups[0]["params"][0].grad[300] = wrong
     optimizer.step(), clean.step()
-    numbers = torch.arange(5000)
-    assert torch.equal(weight[numbers != 300], wanted[numbers != 300])
+    indices = torch.arange(5000)
+    assert torch.equal(weight[indices != 300], wanted[indices != 300])
     run(optimizer), run(clean)
-    in_block = (numbers >= 256) & (numbers < 512)
+    in_block = (indices >= 256) & (indices < 512)
     assert torch.equal(weight[~in_block], wanted[~in_block])
     state = optimizer.state[optimizer.param_groups[0]["params"][0]]
     assert state["exp_avg_scales"].isnan().nonzero().tolist() == [[1]]
-    if cls is Adam8bit:  # of Lion see test_lion.py: NaN has no sign
+    if cls is Adam8bit:  # for Lion see test_lion.py: the sign of NaN is 0
         assert weight[in_block].isnan().all()

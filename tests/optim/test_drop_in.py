@@ -1,4 +1,4 @@
-"""Every optimizer here takes the place of torch's: its arguments, copies, states, schedulers."""
+"""Every optimizer replaces torch's: arguments, copies, states and schedulers."""
 
 import copy
 import io
@@ -28,7 +28,7 @@ def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def train(model: nn.Module, optimizer: Any, steps: int = 2) -> None:
-    """By closures, each with a batch of its own."""
+    """Train with closures, one batch each."""
     for seed in range(steps):
         batch = torch.randn(3, 70, generator=torch.Generator().manual_seed(seed))
 
@@ -67,7 +67,7 @@ def test_a_model_and_its_optimizer_are_copied_together(cls, copied):
 
 
 @pytest.mark.parametrize("cls", OURS)
-def test_a_state_goes_through_a_file_of_weights_only(cls):
+def test_a_state_loads_with_weights_only(cls):
     model = model_of()
     optimizer = cls(model.parameters(), lr=0.01)
     train(model, optimizer)
@@ -93,7 +93,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("cls", OURS)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_schedulers_set_what_they_set_in_torchs(cls, scheduler):
+def test_schedulers_set_the_same_values_as_in_torch(cls, scheduler):
     ours, torchs = (
         kind(model_of().parameters(), lr=0.01, betas=(0.9, 0.99))
         for kind in (cls, torch.optim.AdamW)
@@ -110,7 +110,7 @@ def test_schedulers_set_what_they_set_in_torchs(cls, scheduler):
 
 
 @pytest.mark.parametrize("cls", LIKE_ADAMW)
-def test_arguments_stand_where_torchs_do(cls):
+def test_positional_arguments_are_in_torchs_order(cls):
     given = (1e-2, (0.8, 0.95), 1e-6, 0.1, False)
     ours = cls(model_of().parameters(), *given)
     torchs = torch.optim.AdamW(model_of().parameters(), *given)
@@ -119,7 +119,7 @@ def test_arguments_stand_where_torchs_do(cls):
 
 
 @pytest.mark.parametrize("cls", OURS)
-def test_torchs_choices_of_a_kernel_are_accepted_and_change_nothing(cls):
+def test_foreach_and_fused_are_accepted_and_ignored(cls):
     plain, hinted = model_of(), model_of()
     train(plain, cls(plain.parameters()))
     off = dict.fromkeys(("amsgrad", "capturable", "differentiable"), False)
@@ -129,7 +129,7 @@ def test_torchs_choices_of_a_kernel_are_accepted_and_change_nothing(cls):
 
 @pytest.mark.parametrize("cls", OURS)
 @pytest.mark.parametrize(
-    ("settings", "error", "words"),
+    ("settings", "error", "message"),
     [
         ({"capturable": True}, ValueError, "capturable=True: a step here reads its count on the"),
         ({"differentiable": True}, ValueError, "differentiable=True: a step here runs in place"),
@@ -146,13 +146,13 @@ def test_torchs_choices_of_a_kernel_are_accepted_and_change_nothing(cls):
         ({"momentum": 0.9}, TypeError, "an unexpected argument 'momentum'=0.9"),
     ],
 )
-def test_what_no_step_can_be_taken_by_is_refused_in_a_sentence(cls, settings, error, words):
-    with pytest.raises(error, match=words):
+def test_invalid_settings_are_refused_with_a_message(cls, settings, error, message):
+    with pytest.raises(error, match=message):
         cls(model_of().parameters(), **settings)
 
 
 @pytest.mark.parametrize("cls", [AdamW, Adam8bit, Lion, Lion8bit])
-def test_a_parameter_given_twice_is_refused_by_its_name(cls):
+def test_a_parameter_given_twice_is_named_in_the_error(cls):
     weight = nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match="twice, as parameter 0 and as parameter 1; give each"):
         cls([weight, weight])
@@ -160,8 +160,8 @@ def test_a_parameter_given_twice_is_refused_by_its_name(cls):
         cls([("head", weight), ("tail", weight)])
 
 
-def test_adam_mini_without_a_partition_shares_by_rows():
-    """The oracle: the same rule as a partition, for a model with names."""
+def test_adam_mini_without_a_partition_uses_rows():
+    """The oracle is the same rule as a partition of named parameters."""
     plain, named = model_of(), model_of()
     ours = AdamMini(plain.parameters(), lr=0.01)
     train(plain, ours)
@@ -171,10 +171,10 @@ def test_adam_mini_without_a_partition_shares_by_rows():
     assert shared == [80, 80, 80, 80, 5, 5]
 
 
-# ------------------------------------------------------------------ optimizers around optimizers
+# ------------------------------------------------------------------ wrapped optimizers
 
 
-def test_master_weights_step_by_a_closure_as_without_one():
+def test_master_weights_accept_a_closure():
     ways = []
     for by_closure in (True, False):
         model = model_of(torch.bfloat16)
@@ -196,7 +196,7 @@ def test_master_weights_step_by_a_closure_as_without_one():
     assert_equal(*ways)
 
 
-def test_master_weights_find_the_minimum_that_lbfgs_finds_in_float32():
+def test_master_weights_with_lbfgs_find_the_float32_minimum():
     weight = nn.Parameter(torch.tensor([3.0, -2.0], dtype=torch.bfloat16))
     master = MasterWeights([weight], lambda w: torch.optim.LBFGS(w, max_iter=20))
 
@@ -211,7 +211,7 @@ def test_master_weights_find_the_minimum_that_lbfgs_finds_in_float32():
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_master_weights_take_a_further_group_with_its_own_settings(at_once):
+def test_master_weights_accept_another_group_with_its_own_settings(at_once):
     first, second = (nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2))
     master = MasterWeights([first], lambda w: torch.optim.SGD(w, lr=0.5), gather_at_once=at_once)
     master.add_param_group({"params": [second], "lr": 0.25})
@@ -222,7 +222,7 @@ def test_master_weights_take_a_further_group_with_its_own_settings(at_once):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
-def test_a_copy_of_a_step_in_backward_steps_its_own_model_in_backward(copied):
+def test_a_copy_of_step_in_backward_steps_the_copied_model(copied):
     model = model_of()
     stepping = step_in_backward(AdamW(model.parameters(), lr=0.01))
     train(model, stepping)

@@ -1,4 +1,4 @@
-"""Stepping in backward: the same weights to the bit, and one gradient alive at a time."""
+"""Stepping in backward: bitwise equal weights, and one gradient alive at a time."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -36,7 +36,7 @@ def adam_mini(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def in_two_groups(model: nn.Module) -> torch.optim.Optimizer:
-    """With a rate and a decay of their own, and with names."""
+    """Return named groups with different learning rates and decays."""
     named = list(model.named_parameters())
     vectors = [(name, p) for name, p in named if p.ndim == 1]
     others = [(name, p) for name, p in named if p.ndim != 1]
@@ -110,7 +110,7 @@ def one_weight(*shape: int) -> tuple[nn.Parameter, InBackward]:
 
 @each_optimizer
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_weights_are_those_of_ordinary_steps_to_the_bit(make, tied):
+def test_weights_are_bitwise_equal_to_ordinary_steps(make, tied):
     ordinary = trained(make, in_backward=False, tied=tied)
     assert same(ordinary, trained(make, in_backward=True, tied=tied))
     assert not same(ordinary, gpt(tied=tied))
@@ -118,8 +118,8 @@ def test_the_weights_are_those_of_ordinary_steps_to_the_bit(make, tied):
 
 @pytest.mark.gpu
 @each_optimizer
-def test_on_a_gpu_too(make):
-    """Without an embedding: there its gradient is added up in no fixed order."""
+def test_weights_are_bitwise_equal_on_a_gpu(make):
+    """Use no embedding, because its gradient is accumulated in no fixed order."""
     models = []
     for wrap in (lambda optimizer: optimizer, step_in_backward):
         torch.manual_seed(0)
@@ -142,7 +142,7 @@ def test_it_works_with_checkpointing(using):
     assert same(ordinary, trained(adamw, in_backward=True, change=change))
 
 
-def test_frozen_weights_stay_and_the_others_step():
+def test_frozen_weights_are_unchanged_and_the_others_step():
     def change(model: GPT) -> None:
         model.blocks[0].requires_grad_(False)
 
@@ -152,7 +152,7 @@ def test_frozen_weights_stay_and_the_others_step():
     assert same(stepped.blocks[0], gpt().blocks[0])
 
 
-def test_a_weight_that_is_thawed_later_is_stepped_at_the_end():
+def test_a_weight_unfrozen_later_is_stepped_at_the_end():
     models = gpt(), gpt()
     for model, wrap in zip(models, (lambda optimizer: optimizer, step_in_backward), strict=True):
         model.blocks[0].requires_grad_(False)
@@ -164,7 +164,7 @@ def test_a_weight_that_is_thawed_later_is_stepped_at_the_end():
     assert not same(models[0].blocks[0], gpt().blocks[0])
 
 
-def test_a_learning_rate_schedule_acts_as_before():
+def test_a_learning_rate_schedule_works():
     models = gpt(), gpt()
     for model, in_backward in zip(models, (False, True), strict=True):
         optimizer = adamw(model)
@@ -188,7 +188,7 @@ def test_several_losses_in_one_backward_are_one_step():
     assert torch.equal(*weights)
 
 
-def test_losses_of_different_weights_may_go_backward_one_after_another():
+def test_losses_of_different_weights_can_run_backward_in_turn():
     weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     stepping = step_in_backward(torch.optim.SGD(weights, lr=0.5))
     for weight in weights:
@@ -197,7 +197,7 @@ def test_losses_of_different_weights_may_go_backward_one_after_another():
     assert all(torch.equal(weight, torch.full((3,), 0.5)) for weight in weights)
 
 
-def test_it_goes_on_from_a_loaded_state():
+def test_training_resumes_from_a_loaded_state():
     ordinary = trained(adamw, in_backward=False)
     model = gpt()
     stepping = step_in_backward(adamw(model))
@@ -206,19 +206,19 @@ def test_it_goes_on_from_a_loaded_state():
     other = gpt()
     other.load_state_dict(weights)
     resumed = step_in_backward(adamw(other))
-    resumed.load_state_dict(state)  # which brings new groups
+    resumed.load_state_dict(state)  # which replaces the groups
     train(other, resumed, seeds=range(2, 5))
     assert same(ordinary, other)
 
 
-def test_a_gradient_can_be_clipped_by_itself_on_its_way():
+def test_a_hook_can_clip_each_gradient():
     weight, _ = one_weight()
     weight.register_hook(lambda gradient: gradient.clamp(max=0.5))
     weight.sum().backward()
     torch.testing.assert_close(weight.detach(), torch.full((3,), 0.95))
 
 
-def test_a_loaded_state_begins_a_new_step():
+def test_loading_a_state_starts_a_new_step():
     weight, stepping = one_weight()
     state = stepping.state_dict()
     weight.sum().backward()
@@ -231,7 +231,7 @@ def test_a_loaded_state_begins_a_new_step():
 
 
 @pytest.mark.parametrize("make", [adamw, adam_mini], ids=["torch", "memlab"])
-def test_when_backward_returns_the_weights_have_moved_and_no_gradient_is_left(make):
+def test_backward_steps_the_weights_and_leaves_no_gradient(make):
     model = gpt()
     step_in_backward(make(model))
     model(*batch(0)).backward()
@@ -240,7 +240,7 @@ def test_when_backward_returns_the_weights_have_moved_and_no_gradient_is_left(ma
     assert not any(torch.equal(after, before) for after, before in pairs)
 
 
-def test_the_optimizer_sees_one_weight_its_name_and_its_groups_settings():
+def test_the_optimizer_steps_one_weight_with_its_name_and_settings():
     seen = []
     model = gpt()
     optimizer = in_two_groups(model)
@@ -259,7 +259,7 @@ def test_the_optimizer_sees_one_weight_its_name_and_its_groups_settings():
     assert groups == settings
 
 
-def test_a_gradient_set_by_hand_is_stepped_and_dropped_by_step():
+def test_step_applies_and_frees_a_gradient_set_by_hand():
     weight, stepping = one_weight()
     weight.grad = torch.ones(3)
     stepping.step()
@@ -267,7 +267,7 @@ def test_a_gradient_set_by_hand_is_stepped_and_dropped_by_step():
     assert weight.grad is None
 
 
-def test_a_weight_of_a_group_that_comes_later_is_stepped_by_step():
+def test_step_steps_weights_of_a_group_added_later():
     weight, stepping = one_weight()
     later = nn.Parameter(torch.ones(3))
     stepping.optimizer.add_param_group({"params": [later]})
@@ -277,7 +277,7 @@ def test_a_weight_of_a_group_that_comes_later_is_stepped_by_step():
     assert torch.equal(later, weight)
 
 
-def test_removed_it_steps_no_more():
+def test_remove_stops_stepping_in_backward():
     weight, stepping = one_weight()
     stepping.remove()
     weight.sum().backward()
@@ -286,7 +286,7 @@ def test_removed_it_steps_no_more():
     assert torch.equal(weight.grad, torch.full((3,), 2.0))
 
 
-def test_with_takes_the_hooks_away_at_its_end():
+def test_leaving_a_with_block_removes_the_hooks():
     weight, stepping = one_weight()
     with stepping as entered:
         weight.sum().backward()
@@ -319,7 +319,7 @@ def second_step(make: Make, *, in_backward: bool, tied: bool = True) -> Trace:
 
 
 def most(trace: Trace, wanted) -> int:
-    """The most bytes alive at once of the storages that are wanted."""
+    """Return the peak bytes of the selected storages."""
     alive = peak = 0
     for event in trace.events:
         alive += event.bytes if wanted(event) else 0
@@ -338,7 +338,7 @@ def of_the_embeddings_shape(event) -> bool:
 
 @some_optimizers
 @pytest.mark.parametrize("tied", quick([True], [True, False]))
-def test_the_most_gradient_bytes_are_those_of_the_largest_weight_not_of_all(make, tied):
+def test_peak_gradient_bytes_are_those_of_the_largest_weight(make, tied):
     parameters = replace(TINY, tied=tied).parameters
     assert most(second_step(make, in_backward=False, tied=tied), is_gradient) == 4 * parameters
     trace = second_step(make, in_backward=True, tied=tied)
@@ -347,26 +347,26 @@ def test_the_most_gradient_bytes_are_those_of_the_largest_weight_not_of_all(make
 
 
 @pytest.mark.parametrize(("tied", "copies"), [(False, 1), (True, 3)])
-def test_a_tied_matrix_has_two_parts_of_a_gradient_and_for_a_moment_their_sum(tied, copies):
+def test_a_tied_matrix_needs_two_gradients_and_briefly_their_sum(tied, copies):
     trace = second_step(OPTIMIZERS["AdamW"], in_backward=True, tied=tied)
     assert most(trace, of_the_embeddings_shape) == copies * EMBEDDING_BYTES
 
 
-def test_at_the_end_of_a_step_it_has_the_bytes_of_an_ordinary_one_less_the_gradients():
+def test_bytes_after_a_step_are_those_of_an_ordinary_step_without_gradients():
     ordinary = second_step(adamw, in_backward=False).at_end
     stepped = second_step(adamw, in_backward=True).at_end
     assert stepped == {name: n for name, n in ordinary.items() if name != "gradients"}
     assert ordinary["gradients"] == 4 * TINY.parameters
 
 
-def test_what_the_step_makes_in_backward_is_metered_as_the_optimizers():
+def test_the_meter_attributes_state_created_in_backward_to_the_optimizer():
     model = gpt()
     optimizer = adamw(model)
     step = step_of(model, step_in_backward(optimizer))
-    first = memlab.measure(step, model=model)  # the optimizer is found as it steps
+    first = memlab.measure(step, model=model)  # the meter finds the optimizer when it steps
     state = {e.phase for e in first.events if e.category == "optimizer_state" and e.bytes > 0}
     assert state == {"optimizer"}
-    adam = 2 * 4 * TINY.parameters + 4 * len(list(model.parameters()))  # and a count of steps each
+    adam = 2 * 4 * TINY.parameters + 4 * len(list(model.parameters()))  # and a step count each
     assert first.at_end["optimizer_state"] == adam
     phases = [event.phase for event in first.events]
     assert "backward" in phases[phases.index("optimizer") :]
@@ -374,7 +374,7 @@ def test_what_the_step_makes_in_backward_is_metered_as_the_optimizers():
 
 @pytest.mark.parametrize("make", [adamw, OPTIMIZERS["Adam8bit"]], ids=["torch", "memlab"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_meter_sees_what_the_allocator_hands_out(make, tied):
+def test_the_meter_matches_the_allocator(make, tied):
     model = gpt(tied=tied)
     optimizer = make(model)
     step = step_of(model, step_in_backward(optimizer))
@@ -391,7 +391,7 @@ def test_a_dry_run_counts_the_same_bytes(make):
         stepping = step_in_backward(make(model))
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        stepping.step()  # makes the state, and drops the zeros
+        stepping.step()  # creates the state, and frees the zeros
         dry = memlab.measure(step_of(model, stepping), model=model, optimizer=stepping.optimizer)
     assert [(e.bytes, e.category, e.phase) for e in dry.events if e.phase != "before"] == [
         (e.bytes, e.category, e.phase) for e in real.events if e.phase != "before"
@@ -399,7 +399,7 @@ def test_a_dry_run_counts_the_same_bytes(make):
     assert (dry.peak_bytes, dry.at_peak) == (real.peak_bytes, real.at_peak)
 
 
-def test_a_dry_run_of_a_model_from_outside_leaves_it_as_it_was():
+def test_a_dry_run_leaves_an_existing_model_unchanged():
     model = gpt()
     stepping = step_in_backward(adamw(model))
     train(model, stepping, seeds=[0])
@@ -412,7 +412,7 @@ def test_a_dry_run_of_a_model_from_outside_leaves_it_as_it_was():
     assert all(p.grad is None for p in model.parameters())
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ invalid use
 
 
 def test_a_second_gradient_before_the_step_is_refused():
@@ -426,10 +426,10 @@ def test_a_second_gradient_before_the_step_is_refused():
     torch.testing.assert_close(weight.detach(), torch.full((3,), 0.8))
 
 
-def test_a_gradient_that_was_there_before_backward_is_refused():
+def test_an_existing_gradient_before_backward_is_refused():
     weight, stepping = one_weight()
     weight.grad = torch.ones(3)
-    with pytest.raises(RuntimeError, match=r"that has one already, .* call zero_grad\(\) before"):
+    with pytest.raises(RuntimeError, match=r"that has one already; call zero_grad\(\) before"):
         weight.sum().backward()
     assert torch.equal(weight, torch.ones(3))
     stepping.zero_grad()
@@ -439,11 +439,11 @@ def test_a_gradient_that_was_there_before_backward_is_refused():
 
 def test_accumulation_is_refused():
     weight, _ = one_weight()
-    with pytest.raises(RuntimeError, match="to add up gradients of several, use the optimizer"):
+    with pytest.raises(RuntimeError, match="or accumulate gradients with the optimizer"):
         accumulate([1, 2], lambda n: (weight.sum(), n), [weight])
 
 
-def test_torchs_loss_scaler_refuses_it():
+def test_torchs_loss_scaler_raises_an_error():
     weight, stepping = one_weight()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(weight.sum()).backward()
@@ -452,18 +452,18 @@ def test_torchs_loss_scaler_refuses_it():
 
 
 @each_optimizer
-def test_a_weight_that_backward_still_needs_is_an_error(make):
-    """Fused kernels don't raise a tensor's version: without our doing so this passed in silence."""
+def test_stepping_a_weight_that_backward_still_needs_is_an_error(make):
+    """Fused kernels don't increment a tensor's version, so step_in_backward does."""
     layer = nn.Linear(1, 3, bias=False)
     weight, x = layer.weight, torch.ones(3, 1, requires_grad=True)
     step_in_backward(make(nn.ModuleDict({"down_proj": layer})))
-    scaled = x * weight.detach()  # its backward reads the weight, and is none of its gradients
+    scaled = x * weight.detach()  # its backward reads the weight but gives it no gradient
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (scaled * weight).sum().backward()
 
 
 @pytest.mark.parametrize("using", [checkpoint, partial(torch_checkpoint, use_reentrant=False)])
-def test_a_weight_that_a_checkpoint_was_handed_and_still_needs_is_an_error(using):
+def test_stepping_a_weight_that_a_checkpoint_still_needs_is_an_error(using):
     weight, _ = one_weight()
     x = torch.ones(3, requires_grad=True)
     scaled = using(lambda x, scale: (x * scale).sin(), x, weight.detach())
@@ -473,7 +473,7 @@ def test_a_weight_that_a_checkpoint_was_handed_and_still_needs_is_an_error(using
 
 def test_master_weights_are_refused():
     master = MasterWeights([nn.Parameter(torch.ones(3))], torch.optim.SGD)
-    with pytest.raises(TypeError, match=r"got MasterWeights, which is no torch\.optim\.Opt"):
+    with pytest.raises(TypeError, match=r"got MasterWeights, which is not a torch\.optim\.Opt"):
         step_in_backward(master)
 
 
@@ -484,7 +484,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused():
 
 
 class CountsInItsGroup(torch.optim.SGD):
-    """Some optimizers count a group's steps in the group: once for all of its weights."""
+    """Some optimizers count steps per group, once for all weights."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -492,15 +492,17 @@ class CountsInItsGroup(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_optimizer_that_counts_in_its_groups_is_refused():
+def test_an_optimizer_that_changes_its_groups_is_refused():
     weight = nn.Parameter(torch.ones(3))
     optimizer = CountsInItsGroup([weight], lr=0.1)
     step_in_backward(optimizer)
-    with pytest.raises(TypeError, match="got CountsInItsGroup, whose step changes its group's k,"):
+    with pytest.raises(
+        TypeError, match="got CountsInItsGroup, whose step changes its group's k once"
+    ):
         weight.sum().backward()
 
 
-def test_after_an_exception_the_groups_are_whole_and_step_begins_anew():
+def test_an_exception_restores_the_groups_and_step_starts_anew():
     table, weight = nn.Embedding(4, 3, sparse=True), nn.Parameter(torch.ones(3))
     optimizer = optim.AdamW([table.weight, weight])
     stepping = step_in_backward(optimizer)

@@ -1,4 +1,4 @@
-"""Lion: its authors' weights to the bit, bitsandbytes' in 8 bits but for some signs, its bytes."""
+"""Lion: bitwise equal to lion_pytorch, 8-bit steps close to bitsandbytes, and its bytes."""
 
 import pytest
 import torch
@@ -7,15 +7,11 @@ from torch import nn
 import memlab
 from memlab.optim import Lion, Lion8bit
 from memlab.optim.lion import lion_
-from memlab.optim.moments import SMALLEST
-from memlab.quantize import _Lookup, dynamic_code
+from memlab.optim.moments import MIN_NUMEL
+from memlab.quantize import _ThresholdTables, dynamic_code
 
 MIB = 2**20
-SETTINGS = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.95),
-    "weight_decay": 0.3,
-}  # decay: a test without sees none
+SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.3}
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -23,7 +19,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def run(optimizer, steps: int) -> torch.Tensor:
-    """The weights after so many steps with Gaussian gradients, the same for every optimizer."""
+    """Return the weights after steps with Gaussian gradients, the same for every optimizer."""
     ((weight,),) = (group["params"] for group in optimizer.param_groups)
     generator = seeded(1)
     for _ in range(steps):
@@ -32,30 +28,32 @@ def run(optimizer, steps: int) -> torch.Tensor:
     return weight.detach()
 
 
-def start(numbers: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(numbers, generator=seeded()))
+def start(numel: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(numel, generator=seeded()))
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, {"lr": 1e-3, "weight_decay": 0.0}])
-def test_twenty_steps_are_those_of_lion_pytorch_to_the_bit(settings):
+def test_twenty_steps_are_bitwise_equal_to_lion_pytorch(settings):
     package = pytest.importorskip("lion_pytorch")
     ours = Lion([start(5000)], **settings)
     theirs = package.Lion([start(5000)], decoupled_weight_decay=False, **settings)
     assert torch.equal(run(ours, 20), run(theirs, 20))
-    (kept,), (wanted,) = ours.state.values(), theirs.state.values()
-    assert torch.equal(kept["exp_avg"], wanted["exp_avg"])
+    (state,), (expected,) = ours.state.values(), theirs.state.values()
+    assert torch.equal(state["exp_avg"], expected["exp_avg"])
 
 
-def test_it_is_algorithm_2_line_by_line():
+def test_lion_matches_algorithm_2_line_by_line():
     lr, beta1, beta2, decay = 0.01, 0.9, 0.99, 0.1
     weight, m = 0.7, 0.0
     tensors = [torch.tensor([number], dtype=torch.float64) for number in (weight, m)]
     for gradient in (0.3, -0.001, -5.0, 0.0, 0.2):
-        mix = beta1 * m + (1 - beta1) * gradient
-        weight -= lr * ((mix > 0) - (mix < 0) + decay * weight)
+        average = beta1 * m + (1 - beta1) * gradient
+        weight -= lr * ((average > 0) - (average < 0) + decay * weight)
         m = beta2 * m + (1 - beta2) * gradient
-        given = torch.tensor([gradient], dtype=torch.float64)
-        lion_(tensors[0], given, tensors[1], lr=lr, betas=(beta1, beta2), weight_decay=decay)
+        gradient_tensor = torch.tensor([gradient], dtype=torch.float64)
+        lion_(
+            tensors[0], gradient_tensor, tensors[1], lr=lr, betas=(beta1, beta2), weight_decay=decay
+        )
         assert tensors[0].item() == pytest.approx(weight, rel=1e-13)
         assert tensors[1].item() == pytest.approx(m, rel=1e-13)
 
@@ -71,25 +69,25 @@ def test_every_weight_moves_by_lr_or_not_at_all(cls):
     assert torch.equal(weight, -0.25 * before)
 
 
-def test_weights_that_never_have_a_gradient_stay_in_8_bits_too():
+def test_weights_without_gradients_do_not_move_in_8_bits():
     weight = start(5000)
-    before, quiet = weight.detach().clone(), torch.arange(5000) % 3 == 0
+    before, is_idle = weight.detach().clone(), torch.arange(5000) % 3 == 0
     optimizer = Lion8bit([weight], lr=0.1)
     for seed in range(50):
-        weight.grad = torch.randn(5000, generator=seeded(seed)).masked_fill(quiet, 0)
+        weight.grad = torch.randn(5000, generator=seeded(seed)).masked_fill(is_idle, 0)
         optimizer.step()
-    assert torch.equal(weight[quiet], before[quiet])
+    assert torch.equal(weight[is_idle], before[is_idle])
 
 
-def test_below_4096_numbers_8_bits_are_lion_to_the_bit():
-    small = SMALLEST - 1
+def test_weights_below_4096_elements_are_bitwise_equal_to_lion():
+    small = MIN_NUMEL - 1
     ours, exact = Lion8bit([start(small)], **SETTINGS), Lion([start(small)], **SETTINGS)
     assert torch.equal(run(ours, 20), run(exact, 20))
 
 
-@pytest.mark.parametrize(("cls", "stands"), [(Lion, [300]), (Lion8bit, list(range(256, 512)))])
-def test_a_weight_whose_momentum_is_nan_stands_still(cls, stands):
-    """NaN has no sign. In 8 bits its whole block stands, from the next step on."""
+@pytest.mark.parametrize(("cls", "unmoved"), [(Lion, [300]), (Lion8bit, list(range(256, 512)))])
+def test_a_weight_with_nan_momentum_does_not_move(cls, unmoved):
+    """The sign of NaN is zero. In 8 bits the whole block stops, from the next step on."""
     weight = start(5000)
     optimizer = cls([weight], lr=0.1)
     weight.grad = torch.ones(5000)
@@ -98,24 +96,26 @@ def test_a_weight_whose_momentum_is_nan_stands_still(cls, stands):
     before = weight.detach().clone()
     weight.grad = torch.ones(5000)
     optimizer.step()
-    assert (weight == before).nonzero().view(-1).tolist() == stands
+    assert (weight == before).nonzero().view(-1).tolist() == unmoved
 
 
-# ------------------------------------------------------------------ bitsandbytes'
+# ------------------------------------------------------------------ bitsandbytes
 
 
 def momentum_of(state: dict) -> torch.Tensor:
-    """bitsandbytes' 8-bit momentum as numbers."""
-    numbers = state["qmap1"][state["state1"].long()].view(-1)
-    return numbers * state["absmax1"].repeat_interleave(256)[: len(numbers)]
+    """Decode bitsandbytes' 8-bit momentum."""
+    numel = state["qmap1"][state["state1"].long()].view(-1)
+    return numel * state["absmax1"].repeat_interleave(256)[: len(numel)]
 
 
-def test_fifty_steps_from_the_same_state_have_at_most_15_signs_other_than_bitsandbytes():
-    """Each step begins with bitsandbytes' weights and momentum: one sign that differs would differ
-    at every step from then on. Where the mix is about zero, the last bit decides."""
+def test_steps_differ_from_bitsandbytes_in_at_most_15_signs():
+    """Each step starts from bitsandbytes' state, so that differences do not accumulate.
+
+    Signs differ where the average is close to zero and the last bit decides.
+    """
     package = pytest.importorskip("bitsandbytes")
-    numbers = 10_000
-    ours, theirs = start(numbers), start(numbers)
+    numel = 10_000
+    ours, theirs = start(numel), start(numel)
     optimizer, reference = (
         Lion8bit([ours], **SETTINGS),
         package.optim.Lion8bit([theirs], **SETTINGS),
@@ -123,51 +123,51 @@ def test_fifty_steps_from_the_same_state_have_at_most_15_signs_other_than_bitsan
     generator = seeded(1)
     flips = []
     for _ in range(50):
-        ours.grad = torch.randn(numbers, generator=generator) * 0.01
+        ours.grad = torch.randn(numel, generator=generator) * 0.01
         theirs.grad = ours.grad.clone()
         optimizer.step(), reference.step()
-        is_other = (ours - theirs).abs() > 1e-6
+        differs = (ours - theirs).abs() > 1e-6
         assert (ours - theirs).abs().max() < 2.1 * SETTINGS["lr"]
-        flips.append(is_other.sum().item())
-        state, wanted = optimizer.state[ours], reference.state[theirs]
-        decoded = state["exp_avg_code"][state["exp_avg_codes"].int()]
-        mine = decoded * state["exp_avg_scales"].repeat_interleave(256)[:numbers]
-        assert ((mine - momentum_of(wanted)).abs() > 1e-3).sum() < 20
+        flips.append(differs.sum().item())
+        state, expected = optimizer.state[ours], reference.state[theirs]
+        decoded = state["exp_avg_codebook"][state["exp_avg_codes"].int()]
+        momentum = decoded * state["exp_avg_scales"].repeat_interleave(256)[:numel]
+        assert ((momentum - momentum_of(expected)).abs() > 1e-3).sum() < 20
         with torch.no_grad():
             ours.copy_(theirs)
-            state["exp_avg_codes"].copy_(wanted["state1"].view(-1))
-            state["exp_avg_scales"].copy_(wanted["absmax1"])
+            state["exp_avg_codes"].copy_(expected["state1"].view(-1))
+            state["exp_avg_scales"].copy_(expected["absmax1"])
     assert max(flips) <= 15
 
 
 # ------------------------------------------------------------------ bytes
 
 
-def traced_of(cls, numbers: int) -> memlab.Trace:
+def traced_of(cls, numel: int) -> memlab.Trace:
     model = nn.Module()
-    model.weight = start(numbers)
+    model.weight = start(numel)
     optimizer = cls(model.parameters())
-    model.weight.grad = torch.ones(numbers)
+    model.weight.grad = torch.ones(numel)
     optimizer.step()
     return memlab.measure(optimizer.step, model=model, optimizer=optimizer)
 
 
 def table_bytes() -> int:
-    tables = vars(_Lookup.of(dynamic_code(signed=True), "nearest")).values()
+    tables = vars(_ThresholdTables.of(dynamic_code(signed=True), "nearest")).values()
     return sum(table.nbytes for table in tables if torch.is_tensor(table))
 
 
-@pytest.mark.parametrize("numbers", [1, 4095, 4096, 4097, 10_000, MIB])
-def test_state_bytes_are_those_of_the_formula(numbers):
-    """4n; in 8 bits n + 4⌈n/256⌉, and once the code, with the tables by which it is found."""
-    once = 1024 + table_bytes()
-    in_8_bits = numbers + 4 * -(-numbers // 256) + once
-    wanted = in_8_bits if numbers >= 4096 else 4 * numbers
-    assert traced_of(Lion, numbers).at_end["optimizer_state"] == 4 * numbers
-    assert traced_of(Lion8bit, numbers).at_end["optimizer_state"] == wanted
+@pytest.mark.parametrize("numel", [1, 4095, 4096, 4097, 10_000, MIB])
+def test_state_bytes_match_the_formula(numel):
+    """4n bytes, or n + 4⌈n/256⌉ in 8 bits plus the shared codebook and its lookup table."""
+    shared_bytes = 1024 + table_bytes()
+    quantized_bytes = numel + 4 * -(-numel // 256) + shared_bytes
+    expected = quantized_bytes if numel >= 4096 else 4 * numel
+    assert traced_of(Lion, numel).at_end["optimizer_state"] == 4 * numel
+    assert traced_of(Lion8bit, numel).at_end["optimizer_state"] == expected
 
 
-def test_a_step_in_8_bits_takes_no_more_of_a_larger_weight():
-    small, large = (traced_of(Lion8bit, numbers) for numbers in (MIB, 4 * MIB))
-    on_the_way = large.peak_bytes - large.live_bytes
-    assert on_the_way == small.peak_bytes - small.live_bytes <= 8 * MIB
+def test_temporaries_of_an_8_bit_step_do_not_grow_with_the_weight():
+    small, large = (traced_of(Lion8bit, numel) for numel in (MIB, 4 * MIB))
+    temporary_bytes = large.peak_bytes - large.live_bytes
+    assert temporary_bytes == small.peak_bytes - small.live_bytes <= 8 * MIB

@@ -1,4 +1,4 @@
-"""The benchmark of optimizers computes what it prints: drift, long steps and bytes show up."""
+"""The optimizer benchmark's results are right: drift, long steps and bytes."""
 
 import json
 
@@ -17,7 +17,7 @@ TORCHS = benchmark.CONTENDERS[benchmark.LOOP]
 
 
 class Wild(AdamW):
-    """One weight of every step goes ten times as far; so do those without a gradient."""
+    """Moves one weight ten times too far in every step, even without a gradient."""
 
     def update_(self, weight, gradient, *moments, step, group):
         super().update_(weight, gradient, *moments, step=step, group=group)
@@ -27,13 +27,13 @@ class Wild(AdamW):
 WILD = benchmark.of_ours(Wild)
 
 
-def test_torchs_adamw_drifts_from_itself_by_nothing():
+def test_torchs_adamw_does_not_drift_from_itself():
     assert benchmark.drift(TORCHS, PLAN) == 0
     assert benchmark.idle_movement(TORCHS, PLAN) == 0
 
 
-def test_a_weight_that_goes_astray_shows_up_in_each_column():
-    """30 · lr after three steps, of a way of about √8192 · 3 · lr / 2."""
+def test_a_wrong_weight_shows_up_in_each_column():
+    """30 · lr after three steps, relative to a distance of about √8192 · 3 · lr / 2."""
     assert 0.1 < benchmark.drift(WILD, PLAN) < 0.3
     assert 9 < benchmark.longest_steps(WILD, PLAN)[1.0] < 11.1
     assert benchmark.idle_movement(WILD, PLAN) == pytest.approx(50, rel=1e-5)
@@ -49,18 +49,18 @@ def test_a_weight_that_goes_astray_shows_up_in_each_column():
         ("memlab AdamMini", 4 + 4 / 1024),
     ],
 )
-def test_state_is_bytes_a_weight(name, state):
+def test_state_is_in_bytes_per_weight(name, state):
     assert benchmark.bytes_of(benchmark.CONTENDERS[name], PLAN)["state"] == state
 
 
-def test_on_the_way_is_the_root_that_adamw_makes():
-    """And some numbers of Python, which are tensors for a moment."""
+def test_temporaries_are_adamws_square_root():
+    """Python scalars briefly become tensors too."""
     root = 4 * PLAN.timed
     found = benchmark.bytes_of(benchmark.CONTENDERS["memlab AdamW"], PLAN)["on the way"]
     assert root <= found < root + 64
 
 
-def test_a_tensor_subclass_is_the_tensors_that_it_is_made_of():
+def test_a_tensor_subclass_counts_its_inner_tensors():
     contender = benchmark.CONTENDERS["torchao AdamW8bit"]
     if not contender.is_installed:
         pytest.skip("torchao is not installed")
@@ -81,7 +81,7 @@ def test_absent_packages_are_named(monkeypatch):
     assert "Not installed, and left out: no_such_package." in " ".join(benchmark.sentences({}))
 
 
-def test_it_prints_a_line_for_each_and_writes_them(tmp_path, monkeypatch, capsys):
+def test_it_prints_and_writes_a_line_for_each(tmp_path, monkeypatch, capsys):
     ours = {
         name: each
         for name, each in benchmark.CONTENDERS.items()

@@ -1,4 +1,4 @@
-"""AdamW in bfloat16: torch's own AdamW, up to a rounding at random; its bytes."""
+"""AdamW in bfloat16: torch's AdamW up to stochastic rounding, and its bytes."""
 
 from copy import deepcopy
 
@@ -7,21 +7,21 @@ import torch
 from torch import nn
 
 import memlab
-from memlab.internals.chunks import PIECE
+from memlab.internals.chunks import CHUNK_SIZE
 from memlab.optim import RoundedAdamW
 
 SETTINGS = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
 
-def start(numbers: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and a gradient, both bfloat16."""
+def start(numel: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return bfloat16 weights with a gradient."""
     generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(numbers, generator=generator).bfloat16() for _ in range(2))
+    return tuple(torch.randn(numel, generator=generator).bfloat16() for _ in range(2))
 
 
 def stepped(seed: int, steps: int = 1) -> tuple[nn.Parameter, RoundedAdamW]:
-    numbers, gradient = start()
-    weight = nn.Parameter(numbers.clone())
+    values, gradient = start()
+    weight = nn.Parameter(values.clone())
     generator = torch.Generator().manual_seed(seed)
     optimizer = RoundedAdamW([weight], **SETTINGS, generator=generator)
     for _ in range(steps):
@@ -31,42 +31,42 @@ def stepped(seed: int, steps: int = 1) -> tuple[nn.Parameter, RoundedAdamW]:
 
 
 def torchs_step() -> dict[str, torch.Tensor]:
-    numbers, gradient = start()
-    weight = nn.Parameter(numbers.float())
+    values, gradient = start()
+    weight = nn.Parameter(values.float())
     weight.grad = gradient.float()
     optimizer = torch.optim.AdamW([weight], **SETTINGS, foreach=False)
     optimizer.step()
     return {"weight": weight.detach(), **optimizer.state[weight]}
 
 
-def neighbours(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bfloat16 towards zero, and the one away from it."""
-    towards = numbers.view(torch.int32) & ~0xFFFF
-    return towards.view(torch.float32), (towards + 0x10000).view(torch.float32)
+def neighbors(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bfloat16 towards zero and the one away from zero."""
+    towards_zero = values.view(torch.int32) & ~0xFFFF
+    return towards_zero.view(torch.float32), (towards_zero + 0x10000).view(torch.float32)
 
 
-def test_a_step_is_torchs_rounded_to_a_neighbour():
+def test_a_step_is_torchs_rounded_to_a_neighbor():
     exact = torchs_step()
     for seed in range(20):
         weight, optimizer = stepped(seed)
         kept = {"weight": weight.detach(), **optimizer.state[weight]}
         for name in ("weight", "exp_avg", "exp_avg_sq"):
             assert kept[name].dtype == torch.bfloat16
-            low, high = neighbours(exact[name] * (1 + 1e-6))
-            lower, higher = neighbours(exact[name] * (1 - 1e-6))
+            low, high = neighbors(exact[name] * (1 + 1e-6))
+            lower, higher = neighbors(exact[name] * (1 - 1e-6))
             found = kept[name].float()
             assert ((found == low) | (found == high) | (found == lower) | (found == higher)).all()
 
 
-def test_the_mean_of_many_steps_is_torchs():
+def test_the_mean_of_many_steps_matches_torch():
     exact = torchs_step()["weight"].double()
     mean = torch.stack([stepped(seed)[0].detach().double() for seed in range(400)]).mean(0)
-    steps = exact.abs() * 2**-7  # at most a step of bfloat16
+    steps = exact.abs() * 2**-7  # at most bfloat16's spacing
     assert ((mean - exact).abs() <= 5 * steps / 2 / 400**0.5).all()
 
 
-def test_a_second_moment_falls_when_gradients_do():
-    """To the nearest it would stay: 0.999 of a bfloat16 is that bfloat16."""
+def test_a_second_moment_decreases_with_the_gradients():
+    """With round to nearest it would stay: 0.999 of a bfloat16 rounds to the same bfloat16."""
     weight = nn.Parameter(torch.ones(256, dtype=torch.bfloat16))
     optimizer = RoundedAdamW([weight], generator=torch.Generator().manual_seed(0))
     for gradient in [1.0, *[0.0] * 700]:
@@ -83,32 +83,32 @@ def test_updates_that_nearest_rounding_loses_add_up():
     )
     for _ in range(200):
         weight.grad = torch.ones_like(weight)
-        optimizer.step()  # Adam moves by lr where gradients agree
+        optimizer.step()  # Adam moves by lr if all gradients agree
     assert abs(weight.mean(dtype=torch.float32).item() - 0.8) < 0.01
 
 
-def test_the_same_generator_gives_the_same_and_the_users_stream_is_untouched():
+def test_a_generator_repeats_its_draws_and_the_default_one_is_untouched():
     before = torch.get_rng_state()
     assert torch.equal(stepped(1, steps=3)[0], stepped(1, steps=3)[0])
     assert not torch.equal(stepped(1, steps=3)[0], stepped(2, steps=3)[0])
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_the_closure_returns_is_handed_on_and_a_frozen_weight_stays():
+def test_the_closures_result_is_returned_and_a_frozen_weight_stays():
     weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     optimizer = RoundedAdamW([weight])
     assert optimizer.step(lambda: 7) == 7
     assert torch.equal(weight, torch.ones(3, dtype=torch.bfloat16))
 
 
-def test_every_piece_of_a_large_weight_is_stepped():
-    weight = nn.Parameter(torch.ones(PIECE + 5, dtype=torch.bfloat16))
+def test_every_chunk_of_a_large_weight_is_stepped():
+    weight = nn.Parameter(torch.ones(CHUNK_SIZE + 5, dtype=torch.bfloat16))
     weight.grad = torch.ones_like(weight)
     RoundedAdamW([weight], lr=0.5, weight_decay=0).step()
-    assert weight.eq(0.5).float().mean() > 0.99  # 0.5 and a millionth
+    assert weight.eq(0.5).float().mean() > 0.99  # exactly 0.5 plus one millionth
 
 
-def test_it_goes_on_from_a_state():
+def test_training_resumes_from_a_state():
     weight, optimizer = stepped(0, steps=2)
     twin = nn.Parameter(weight.detach().clone())
     resumed = RoundedAdamW([twin], **SETTINGS, generator=torch.Generator().manual_seed(9))
@@ -124,8 +124,8 @@ def test_it_goes_on_from_a_state():
 # ------------------------------------------------------------------ bytes
 
 
-def test_eight_bytes_a_weight_and_scratch_for_a_piece():
-    weight = nn.Parameter(torch.ones(2 * PIECE, dtype=torch.bfloat16))
+def test_eight_bytes_per_weight_and_temporaries_for_one_chunk():
+    weight = nn.Parameter(torch.ones(2 * CHUNK_SIZE, dtype=torch.bfloat16))
     weight.grad = torch.ones_like(weight)
     optimizer = RoundedAdamW([weight])
     optimizer.step()
@@ -133,12 +133,12 @@ def test_eight_bytes_a_weight_and_scratch_for_a_piece():
     model.weight = weight
     trace = memlab.measure(optimizer.step, model=model, optimizer=optimizer)
     assert trace.at_end == {
-        "parameters": 2 * 2 * PIECE,
-        "gradients": 2 * 2 * PIECE,
-        "optimizer_state": 4 * 2 * PIECE,
+        "parameters": 2 * 2 * CHUNK_SIZE,
+        "gradients": 2 * 2 * CHUNK_SIZE,
+        "optimizer_state": 4 * 2 * CHUNK_SIZE,
     }
-    # Weight and two moments in float32; to round one of them, random bits, a size and a flag each.
-    assert trace.peak_bytes - trace.live_bytes == (3 * 4 + 4 + 4 + 1) * PIECE
+    # float32 weight and two moments; rounding one adds random bits, a magnitude and a flag.
+    assert trace.peak_bytes - trace.live_bytes == (3 * 4 + 4 + 4 + 1) * CHUNK_SIZE
 
 
 # ------------------------------------------------------------------ bad input

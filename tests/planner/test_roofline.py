@@ -183,7 +183,7 @@ class Moved(TorchDispatchMode):
 @pytest.mark.parametrize("numbers", [256, 5 * 256, 5 * 256 + 7])
 def test_chunks_that_a_dry_run_skips_are_counted(numbers):
     def step() -> None:
-        optimizer = Adam8bit([weight], piece=256)
+        optimizer = Adam8bit([weight], chunk=256)
         optimizer.step()
 
     weight = nn.Parameter(torch.ones(numbers))

@@ -129,7 +129,7 @@ def test_an_index_that_would_run_code_is_refused_without_running_it(folder, monk
     monkeypatch.chdir(folder)
     (folder / ".metadata").write_bytes(pickle.dumps(Harmful()))
     (folder / files.CHECKSUMS).unlink()
-    with pytest.raises(ValueError, match=r"asks for posix\.mkdir, which is no plain data"):
+    with pytest.raises(ValueError, match=r"references posix\.mkdir, which is not plain data"):
         files.verify_boxes(folder, 0, 1), files.read_index(folder)
     assert not Path("harm").exists()
 
