@@ -1,15 +1,15 @@
 """SGD with momentum, kept in bfloat16.
 
-Saves    6 of AdamW's 8 bytes of float32 state per weight: 2N bytes are left.
-Costs    one learning rate for all weights, and random numbers for the rounding.
+Saves    6 of AdamW's 8 bytes of float32 state per weight; 2N bytes remain.
+Costs    one learning rate for all weights, and random bits for the rounding.
 Source   Sutskever et al. 2013, "On the importance of initialization and momentum in deep
          learning", section 2; Gupta et al. 2015, arXiv 1502.02551 (stochastic rounding).
 
     m = μ·m + g
     w = w − lr·m
 
-Rounded to nearest, a bfloat16 momentum ignores every gradient below half of one of its steps,
-about m/512. Stochastic rounding keeps such gradients on average.
+With round to nearest, a bfloat16 momentum ignores gradients below half its spacing, about m/512.
+Stochastic rounding keeps them on average.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,10 +23,10 @@ from memlab.optim.moments import Moment
 
 
 class MomentumSGD(Optimizer):
-    """torch.optim.SGD with momentum, whose momentum is bfloat16 and stochastically rounded.
+    """torch.optim.SGD with a bfloat16 momentum and stochastic rounding.
 
-    Pass `moment_dtype=None` for a float32 momentum: then the steps are torch's. Further arguments
-    are those of memlab.optim.base.Optimizer.
+    Pass `moment_dtype=None` for a float32 momentum and torch's exact steps. Further arguments are
+    memlab.optim.base.Optimizer's.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class MomentumSGD(Optimizer):
         super().__init__(params, defaults, moment_dtype=moment_dtype, **base)
 
     def moments(self, weight: Tensor, group: dict[str, Any]) -> Sequence[Moment]:
-        """One momentum per weight."""
-        return (self.number("momentum_buffer", group),)
+        """Return one momentum per weight."""
+        return (self.float_moment("momentum_buffer", group),)
 
     def update_(
         self, weight: Tensor, gradient: Tensor, *moments: Tensor, step: int, group: dict[str, Any]
     ) -> None:
-        """See `momentum_sgd_`."""
+        """Call `momentum_sgd_`."""
         settings = {name: group[name] for name in ("momentum", "weight_decay")}
         momentum_sgd_(weight, gradient, *moments, lr=float(group["lr"]), **settings)
 
@@ -64,7 +64,7 @@ def momentum_sgd_(
     momentum: float,
     weight_decay: float,
 ) -> None:
-    """One step in place, as torch.optim.SGD takes it; all tensors have one shape and dtype."""
+    """torch.optim.SGD's step in place, for tensors of equal shape and dtype."""
     if weight_decay:
         gradient = gradient.add(weight, alpha=weight_decay)
     momentum_buffer.mul_(momentum).add_(gradient)

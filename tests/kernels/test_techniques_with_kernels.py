@@ -147,9 +147,8 @@ def test_kernels_without_triton_are_refused(monkeypatch):
         choose_techniques(Request(techniques=("adam8bit",), kernels=True))
 
 
-def test_the_doctor_tries_the_kernels_where_there_is_cuda(monkeypatch):
-    said = "every technique with a Triton kernel works on cpu"
-    assert doctor._kernels_work("cpu") == said
+def test_the_doctor_tries_the_kernels(monkeypatch):
+    assert "Triton kernel works on cpu" in doctor._kernels_work("cpu")
     monkeypatch.setattr(launching, "INTERPRETED", False)
     with pytest.raises(
         RuntimeError, match=r"failed on cpu: .*flash-attention .*got tensors on cpu"

@@ -10,12 +10,12 @@ from memlab.optim import MomentumSGD
 SETTINGS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
 
-def start(elements: int = 5000) -> nn.Parameter:
-    return nn.Parameter(torch.randn(elements, generator=torch.Generator().manual_seed(0)))
+def start(numel: int = 5000) -> nn.Parameter:
+    return nn.Parameter(torch.randn(numel, generator=torch.Generator().manual_seed(0)))
 
 
-def stepped(optimizer: torch.optim.Optimizer, steps: int) -> torch.Tensor:
-    """The weights after so many steps with the same Gaussian gradients."""
+def run(optimizer: torch.optim.Optimizer, steps: int) -> torch.Tensor:
+    """Return the weights after steps with Gaussian gradients, the same for every optimizer."""
     ((weight,),) = (group["params"] for group in optimizer.param_groups)
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
@@ -24,15 +24,14 @@ def stepped(optimizer: torch.optim.Optimizer, steps: int) -> torch.Tensor:
     return weight.detach()
 
 
-def test_with_a_float32_momentum_the_steps_are_torchs_to_the_bit():
+def test_float32_momentum_is_bitwise_equal_to_torch():
     ours = MomentumSGD([start()], moment_dtype=None, **SETTINGS)
     theirs = torch.optim.SGD([start()], **SETTINGS)
-    assert torch.equal(stepped(ours, 20), stepped(theirs, 20))
+    assert torch.equal(run(ours, 20), run(theirs, 20))
 
 
-def test_a_bfloat16_momentum_is_right_on_average():
-    """A gradient that rounding to nearest would ignore moves the momentum, in the mean of 20,000
-    elements, as far as in float32."""
+def test_bfloat16_momentum_is_unbiased():
+    """Use gradients that round to nearest would ignore, and average 20,000 elements."""
     weight = nn.Parameter(torch.zeros(20_000))
     optimizer = MomentumSGD([weight], lr=0.0, momentum=0.99)
     for gradient in (1.0, *[0.0001] * 20):
@@ -59,6 +58,6 @@ def test_the_state_is_two_bytes_per_weight():
 
 
 @pytest.mark.parametrize("momentum", [-0.1, 1.0, float("nan")])
-def test_a_momentum_that_cannot_be_is_refused(momentum):
+def test_an_invalid_momentum_is_refused(momentum):
     with pytest.raises(ValueError, match="give a number from 0 to below 1"):
         MomentumSGD([start()], momentum=momentum)
