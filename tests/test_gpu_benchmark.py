@@ -397,7 +397,7 @@ def test_every_setting_is_valid_and_distinct():
 def test_a_limit_lies_between_the_smallest_and_the_need():
     prediction = alternating(30 * MIB, 40 * MIB, 50 * MIB)  # reserves 120 MiB, 50 MiB at once
     caps = [
-        allocator_section.AllocatorRun("", room).cap_bytes(prediction, 80 * GIB)
+        allocator_section.PredictedRun("", room).cap_bytes(prediction, 80 * GIB)
         for room in (None, 0.0, 0.5, 1.0)
     ]
     assert caps[0] is None
@@ -415,7 +415,7 @@ def test_a_recording_is_replayed_with_its_own_settings(rehearsal):
         **{"name": "a", "conf": conf, "cap_bytes": cap},
     }
     assert any(entry["action"] == "segment_free" for entry in recording["events"])
-    setting = allocator_section.AllocatorRun(conf, 1.0)
+    setting = allocator_section.PredictedRun(conf, 1.0)
     assert allocator_section.row(rehearsal, setting, recording)["exact"]
     wrong = {**recording, "conf": "garbage_collection_threshold:0.9"}
     row = allocator_section.row(rehearsal, setting, wrong)

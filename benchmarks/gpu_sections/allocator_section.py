@@ -26,7 +26,7 @@ HEADER = (
 LENGTHS, SIDE_STREAM = "varying lengths", "batch copied on a side stream"
 
 
-class AllocatorRun(NamedTuple):
+class PredictedRun(NamedTuple):
     """An allocator setting to record."""
 
     conf: str  # PYTORCH_ALLOC_CONF
@@ -50,23 +50,23 @@ class AllocatorRun(NamedTuple):
 
 
 SETTINGS = (
-    AllocatorRun(""),
-    AllocatorRun("", configuration=SIDE_STREAM),
-    AllocatorRun("", room=0.5),
-    AllocatorRun("", room=0.1),
-    AllocatorRun("max_split_size_mb:20"),
-    AllocatorRun("max_split_size_mb:64"),
-    AllocatorRun("max_split_size_mb:64", room=0.3),
-    AllocatorRun("max_split_size_mb:32,max_non_split_rounding_mb:64"),
-    AllocatorRun("expandable_segments:True"),
-    AllocatorRun("expandable_segments:True", configuration=SIDE_STREAM),
-    AllocatorRun("expandable_segments:True", room=1.0),
-    AllocatorRun("expandable_segments:True,roundup_power2_divisions:8"),
-    AllocatorRun("roundup_power2_divisions:4"),
-    AllocatorRun("roundup_power2_divisions:[256:1,512:2,1024:4,>:8]"),
-    AllocatorRun("garbage_collection_threshold:0.6", room=1.0),
-    AllocatorRun("garbage_collection_threshold:0.8", room=0.3),
-    AllocatorRun("garbage_collection_threshold:0.7,max_split_size_mb:64", room=0.6),
+    PredictedRun(""),
+    PredictedRun("", configuration=SIDE_STREAM),
+    PredictedRun("", room=0.5),
+    PredictedRun("", room=0.1),
+    PredictedRun("max_split_size_mb:20"),
+    PredictedRun("max_split_size_mb:64"),
+    PredictedRun("max_split_size_mb:64", room=0.3),
+    PredictedRun("max_split_size_mb:32,max_non_split_rounding_mb:64"),
+    PredictedRun("expandable_segments:True"),
+    PredictedRun("expandable_segments:True", configuration=SIDE_STREAM),
+    PredictedRun("expandable_segments:True", room=1.0),
+    PredictedRun("expandable_segments:True,roundup_power2_divisions:8"),
+    PredictedRun("roundup_power2_divisions:4"),
+    PredictedRun("roundup_power2_divisions:[256:1,512:2,1024:4,>:8]"),
+    PredictedRun("garbage_collection_threshold:0.6", room=1.0),
+    PredictedRun("garbage_collection_threshold:0.8", room=0.3),
+    PredictedRun("garbage_collection_threshold:0.7,max_split_size_mb:64", room=0.6),
 )
 
 
@@ -90,7 +90,7 @@ def run(bench: Bench) -> SectionReport:
     return report(rows)
 
 
-def row(bench: Bench, setting: AllocatorRun, recording: dict[str, Any]) -> dict[str, Any]:
+def row(bench: Bench, setting: PredictedRun, recording: dict[str, Any]) -> dict[str, Any]:
     """Store a recording, replay it with its own settings, and return the result's row."""
     known: dict[str, Any] = {"setting": str(setting)}
     if "failure" in recording:

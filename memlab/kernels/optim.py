@@ -158,7 +158,7 @@ def _moment_tensors(
 ) -> tuple[Tensor, ...]:
     """Return a chunk's codes and scales, the codebook and its thresholds."""
     codes, scales, codebook = (
-        state[f"{moment.name}_{part}"] for part in ("codes", "scales", "codebook")
+        state[f"{moment.name}_{part}"] for part in ("codes", "scales", "code")
     )
     return (
         codes[chunk.as_slice],

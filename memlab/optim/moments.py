@@ -100,7 +100,7 @@ class QuantizedMoment:
         return {
             f"{self.name}_codes": torch.full((count,), zero, dtype=torch.uint8, device=device),
             f"{self.name}_scales": torch.zeros(-(-count // BLOCK_SIZE), device=device),
-            f"{self.name}_codebook": self._shared_codebook(device, others),
+            f"{self.name}_code": self._shared_codebook(device, others),
         }
 
     def read(self, state: State, chunk: Chunk) -> Tensor:
@@ -117,12 +117,12 @@ class QuantizedMoment:
     def _quantized_view(self, state: State, chunk: Chunk) -> Quantized:
         codes = state[f"{self.name}_codes"][chunk.as_slice]
         scales = state[f"{self.name}_scales"][chunk.blocks(BLOCK_SIZE)]
-        codebook = state[f"{self.name}_codebook"]
+        codebook = state[f"{self.name}_code"]
         return Quantized(codes, scales, None, codebook, codes.shape, torch.float32, 8, BLOCK_SIZE)
 
     def _shared_codebook(self, device: torch.device, others: Iterable[State]) -> Tensor:
         for state in others:
-            codebook = state.get(f"{self.name}_codebook")
+            codebook = state.get(f"{self.name}_code")
             if codebook is not None and codebook.device == device:
                 return codebook
         return dynamic_code(self.signed).to(device)

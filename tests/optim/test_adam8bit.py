@@ -42,7 +42,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 def decoded(state: dict, name: str) -> torch.Tensor:
     codes, scales = state[f"{name}_codes"], state[f"{name}_scales"]
-    values = state[f"{name}_codebook"][codes.int()]
+    values = state[f"{name}_code"][codes.int()]
     return values * scales.repeat_interleave(BLOCK_SIZE)[: len(codes)]
 
 
@@ -64,7 +64,7 @@ def test_a_moment_decodes_to_the_nearest_entry_and_zero_to_zero(signed):
     weight, moment = torch.empty(1000), QuantizedMoment("m", signed=signed)
     state = moment.new(weight, ())
     assert not moment.read(state, Chunk(0, 1000)).any()
-    assert not state["m_codebook"][state["m_codes"].int()].any()  # independent of the scale
+    assert not state["m_code"][state["m_codes"].int()].any()  # independent of the scale
     moment.write(state, Chunk(0, 1000), values)
     decoded_values = moment.read(state, Chunk(0, 1000))
     assert torch.equal(decoded_values == 0, values == 0)

@@ -130,7 +130,7 @@ def test_steps_differ_from_bitsandbytes_in_at_most_15_signs():
         assert (ours - theirs).abs().max() < 2.1 * SETTINGS["lr"]
         flips.append(differs.sum().item())
         state, expected = optimizer.state[ours], reference.state[theirs]
-        decoded = state["exp_avg_codebook"][state["exp_avg_codes"].int()]
+        decoded = state["exp_avg_code"][state["exp_avg_codes"].int()]
         momentum = decoded * state["exp_avg_scales"].repeat_interleave(256)[:numel]
         assert ((momentum - momentum_of(expected)).abs() > 1e-3).sum() < 20
         with torch.no_grad():
