@@ -60,6 +60,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from memlab.configs.block_size import BLOCK_SIZE
 from memlab.internals.saved_tensors import Decode, Encode, TensorInfo, encoded
 from memlab.internals.torch_internals import FakeTensor
 from memlab.quantize import (
@@ -199,7 +200,7 @@ class CompressionReport:
 
 def compressed_activations(
     bits: int = 8,
-    group: int = 256,
+    group: int = BLOCK_SIZE,
     *,
     mode: Mode | None = None,
     min_numel: int = 1024,

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from memlab.configs.block_size import BLOCK_SIZE
 from memlab.quantize import Quantized, dequantize_blockwise, dynamic_code, quantize_blockwise
 from memlab.rounding import stochastic_round_
 
 State = dict[str, Any]
-BLOCK_SIZE = 256
 MIN_NUMEL = 4096  # smaller weights keep float32 moments, as in bitsandbytes
 
 

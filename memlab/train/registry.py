@@ -7,6 +7,7 @@ read it. To add a technique, write its file, its test and its row here.
 from collections.abc import Callable, Mapping
 from itertools import combinations
 
+from memlab.configs.block_size import BLOCK_SIZE
 from memlab.internals.lazy import LazyModule
 from memlab.train.technique import Code, Technique
 
@@ -29,7 +30,6 @@ AUTOCAST = "autocast"
 
 FLOAT32 = 4  # bytes
 LORA_RANK = 8
-BLOCK_SIZE = 256  # elements that share a float32 scale, in optimizer state and saved tensors
 ENCODED = 1 + FLOAT32 / BLOCK_SIZE  # bytes of an 8-bit element and its share of a scale
 
 FLOAT16_MEETS_BFLOAT16 = (
