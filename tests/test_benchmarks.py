@@ -60,7 +60,7 @@ def test_only_memlab_is_exact_if_a_dispatch_mode_changes_the_peak():
 
 
 def test_a_meter_without_the_correction_is_reported_as_inexact(monkeypatch):
-    monkeypatch.setattr(folding, "is_in_place_unwatched", lambda *arguments: False)
+    monkeypatch.setattr(folding, "is_in_place_without_mode", lambda *arguments: False)
     row = exactness.exactness_of("fan_out", KINDS["fan_out"])
     assert row.memlab == row.watched
     assert row.missing > 0
@@ -70,12 +70,12 @@ def test_a_meter_without_the_correction_is_reported_as_inexact(monkeypatch):
 
 
 def test_a_meter_that_misses_an_allocation_is_reported_as_inexact(monkeypatch):
-    see_all = storages.StorageMeter._born
+    see_all = storages.StorageMeter._record_birth
 
     def see_all_but_one(self, *arguments):
         monkeypatch.setattr(storages.StorageMeter, "_record_birth", see_all)
         storage = see_all(self, *arguments)
-        self._stream._accounted.discard(storage.number)
+        self._stream._counted.discard(storage.number)
         return storage
 
     monkeypatch.setattr(storages.StorageMeter, "_record_birth", see_all_but_one)

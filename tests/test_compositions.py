@@ -83,7 +83,7 @@ class Outcome(NamedTuple):
 
 @cache
 def outcome(names: str) -> Outcome:
-    compression._own_generator.cache_clear()  # the same draws each time
+    compression._default_generator.cache_clear()  # the same draws each time
     training = build(SETTING, combined(names))
     training.step()
     gradients = gradients_of(training)

@@ -904,7 +904,7 @@ def test_a_wrong_implementation_has_a_large_error(monkeypatch):
     monkeypatch.setitem(
         fused_jobs.PROBLEMS, "causal attention", replace(problem, ways=lambda: wrong)
     )
-    monkeypatch.setattr(fused_jobs, "in_turn", lambda ours, theirs: [(1.0, 1.0)])
+    monkeypatch.setattr(fused_jobs, "time_in_turn", lambda ours, theirs: [(1.0, 1.0)])
     found = fused_jobs.compare("causal attention", small=True, rehearsal=True)
     assert found["memlab, error / unfused"] > 10
 

@@ -10,13 +10,14 @@ ROOT = Path(__file__).parents[1]
 MOST_LINES = 40
 
 OPTIONS = "typer reads a command's options from its signature"
-PLANTED = "the right answer, and in each of its lines the mistake that can be planted there"
-SENTENCES = "most of its lines are the sentences for what an answer may get wrong, in order"
+KERNEL = "the loop of a kernel reads best whole"
 
 LONGER = {
     "memlab.cli.measure_command": OPTIONS,
     "memlab.cli.plan_command": OPTIONS,
     "memlab.cli.train_command": OPTIONS,
+    "memlab.kernels.attention.flash_dkdv": KERNEL,
+    "memlab.kernels.losses._row": KERNEL,
     "memlab.cli.plan.plan_model": "one argument for each of the command's options",
 }
 

@@ -12,7 +12,9 @@ from memlab import Kernels
 
 
 def test_an_unknown_option_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"norms='fast'.: norms is one of 'fused', 'composite'"):
+    with pytest.raises(
+        ValueError, match=r"got Kernels\(norms='fast'\); use one of 'fused', 'composite'"
+    ):
         Kernels(norms="fast")
 
 

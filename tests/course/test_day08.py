@@ -91,7 +91,7 @@ def block_size_by_cases(name, shape, head_width):
 
 def by_the_librarys_rules(name, shape, head_width):
     """By a table of rules."""
-    rules = {**optim.adam_mini.GPT_RULES, "bias": "number"}
+    rules = {**optim.adam_mini.GPT_RULES, "bias": "element"}
     ends = [end for end in rules if f".{name}".endswith(f".{end}")]
     if not ends:
         raise ValueError(name)
