@@ -898,7 +898,7 @@ for stage in range(4):
     calls = ", ".join(
         f"{count} × {what.kind.replace('_', '-')}"
         for what, count in sorted(traffic.calls.items())
-        if what.of != "numbers"
+        if what.payload != "numbers"
     )
     print(f"stage {stage}: {traffic.model_elements() / (psi / 2):.2f} passes ({calls})")
 
