@@ -170,12 +170,13 @@ def _remarks(found: ScriptSearch) -> Iterator[str]:
     elif chosen is None:
         yield "No technique here makes it fit; try a smaller batch, LoRA or bfloat16 weights"
     else:
-        where = "once the model and the optimizer exist, before you create a scheduler"
-        yield _indented(f"It fits with this code, {where}:", chosen.lines)
+        where = "after creating the optimizer, before creating a scheduler"
+        yield _indented(f"It fits. Add this {where}:", chosen.lines)
         if chosen.lines_inside:
             yield _indented("and around the forward pass of the step:", chosen.lines_inside)
         yield "\n".join(map(terminal.paragraph, chosen.costs))
-        yield _indented("The same with other packages:", chosen.production)
+        if chosen.production:
+            yield _indented("The same with other packages:", chosen.production)
     if notes := _last(rows).notes:
         yield "\n".join(terminal.paragraph(f"note: {note}") for note in notes)
 
@@ -186,7 +187,7 @@ def _last(rows: list[Row]) -> Trace:
 
 
 def _indented(sentence: str, lines: list[str]) -> str:
-    return "\n\n  ".join([sentence, "\n  ".join(lines)])
+    return "\n\n  ".join([terminal.paragraph(sentence), "\n  ".join(lines)])
 
 
 def _table(found: ScriptSearch, budget: int) -> Table:

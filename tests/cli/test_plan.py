@@ -174,6 +174,7 @@ def test_a_users_own_training_is_planned(memory, status, words, memlab_command, 
     outcome = memlab_command("plan", "--script", "own.py:build", "--memory", memory)
     assert (outcome.status, outcome.err) == (status, "")
     assert words in outcome.out
+    assert all(len(line) <= 80 for line in outcome.out.splitlines() if line[:2] != "  ")  # no code
 
 
 def test_the_time_of_a_technique_is_estimated_for_a_gpu(memlab_command, tmp_path):
