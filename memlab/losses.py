@@ -169,7 +169,7 @@ def chunked_cross_entropy(
     z_loss: float = 0.0,
     soft_cap: float | None = None,
     reduction: Reduction = "mean",
-    row_losses: "RowLosses | None" = None,
+    kernel: "LossKernel | None" = None,
 ) -> Tensor:
     """Compute the cross-entropy in nats of the logits `hidden @ weightᵀ + bias`, in chunks of rows.
 
@@ -187,7 +187,7 @@ def chunked_cross_entropy(
         reduction: "mean" or "sum" over rows, or "none" for a loss per row in the shape of targets.
             "none" recomputes the logits in backward, because dW is a sum over rows with factors
             known only then.
-        row_losses: turns a chunk's logits into losses and gradients; None: torch's operators. See
+        kernel: turns a chunk's logits into losses and gradients; None: torch's operators. See
             memlab.kernels.losses for a kernel.
 
     Returns:
@@ -210,7 +210,7 @@ def chunked_cross_entropy(
     elif chunk < 1:
         raise ValueError(f"got chunk={chunk}; give at least 1 row, or None to choose it")
     dtype, grad_enabled = _matmul_dtype(hidden), torch.is_grad_enabled()
-    plan = _Plan(terms, reduction, chunk, dtype, grad_enabled, row_losses or row_losses_)
+    plan = _Plan(terms, reduction, chunk, dtype, grad_enabled, kernel or row_losses_)
     loss = _ChunkedLoss.apply(hidden.reshape(-1, C), weight, bias, targets.flatten(), plan)
     return loss.view(targets.shape) if reduction == "none" else loss
 
@@ -224,7 +224,7 @@ class _Plan:
     chunk: int
     matmul_dtype: torch.dtype  # of the inputs of matmuls
     grad_enabled: bool  # at the call; inside a Function it is always False
-    row_losses: "RowLosses"
+    kernel: "LossKernel"
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -316,7 +316,7 @@ def _compute_chunks(
         if bias is not None:
             x += bias
         factor = factors[rows] if any_gradient else None
-        losses[rows] = plan.row_losses(x, labels[rows], factor, plan.terms)
+        losses[rows] = plan.kernel(x, labels[rows], factor, plan.terms)
         if d_hidden is not None:
             d_hidden[rows] = torch.mm(x.to(plan.matmul_dtype), weight)
         if d_weight is not None:
@@ -328,7 +328,7 @@ def _compute_chunks(
 
 # The interface of kernels that replace `row_losses_`. The returned losses are not used for rows
 # with a factor of 0 (ignored rows), or in a recomputation.
-RowLosses = Callable[[Tensor, Tensor, Tensor | None, LossTerms], Tensor]
+LossKernel = Callable[[Tensor, Tensor, Tensor | None, LossTerms], Tensor]
 
 
 def row_losses_(x: Tensor, labels: Tensor, factors: Tensor | None, terms: LossTerms) -> Tensor:

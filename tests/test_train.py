@@ -29,6 +29,7 @@ from memlab.train import (
     dry_trace,
     measured,
     of_all_weights,
+    rank_step,
 )
 
 FLOAT32 = 4
@@ -644,3 +645,16 @@ def test_a_scaled_loss_in_micro_batches_overflows_no_more_than_in_one():
     training = build(TINY, combined("loss-scaling+accumulation"))
     training.step()
     assert training.optimizer.state  # the first step was taken, not skipped
+
+
+@pytest.mark.parametrize(
+    "plugs",
+    [
+        Plugs(stepping=lambda optimizer: optimizer),
+        Plugs(after_step=lambda model: lambda: None),
+        *(combined(name) for name in ("step-in-backward", "offloaded-optimizer", "post-hoc-ema")),
+    ],
+)
+def test_plugs_that_ranks_cannot_run_are_refused_even_if_handmade(plugs):
+    with pytest.raises(ValueError, match=r"; leave (step-in-backward|post-hoc-ema)"):
+        rank_step(TINY, plugs, 2, 1)

@@ -50,8 +50,9 @@ deterministic.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -117,7 +118,11 @@ def flash_attention(
     limits = band(q.shape[2], k.shape[2], causal=causal, alignment=alignment, window=window)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     seed = _draw_seed() if dropout and not _is_fake(q) else 0
-    return FlashAttention.apply(q, k, v, FlashSettings(limits, scale, dropout, tile, seed))
+    settings = FlashSettings(limits, scale, dropout, tile, seed)
+    kernel = AttentionKernel(
+        partial(forward, settings=settings), partial(backward, settings=settings)
+    )
+    return FlashAttention.apply(q, k, v, kernel)
 
 
 @dataclass(frozen=True)
@@ -346,29 +351,41 @@ NO_SECOND_DERIVATIVE = (
 )
 
 
+class AttentionKernel(NamedTuple):
+    """How attention and its gradients are computed: here in tiles, in memlab.kernels by Triton.
+
+    forward(q, k, v)                       returns out and lse
+    backward(dout, q, k, v, out, lse)      returns the gradients of q, k and v
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
 class FlashAttention(torch.autograd.Function):
     """The autograd function. It saves q, k, v, out and lse."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: FlashSettings) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel) -> Tensor:
         with _autocast_disabled(q):
-            out, lse = forward(q, k, v, settings)
+            out, lse = kernel.forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = settings
+        ctx.kernel = kernel
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return *_FlashGradients.apply(dout, *ctx.saved_tensors, ctx.settings), None
+        return *_FlashGradients.apply(dout, *ctx.saved_tensors, ctx.kernel), None
 
 
 class _FlashGradients(torch.autograd.Function):
     """A separate node for the gradients, so that a second derivative raises an error."""
 
     @staticmethod
-    def forward(ctx: Any, dout: Tensor, *saved: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, dout: Tensor, *saved_and_kernel: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *saved, kernel = saved_and_kernel
         with _autocast_disabled(dout):
-            return backward(dout, *saved)
+            return kernel.backward(dout, *saved)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:

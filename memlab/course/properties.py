@@ -406,6 +406,20 @@ def new_bytes(trace: Trace) -> int:
     return sum(event.bytes for event in trace.events if event.phase != "before")
 
 
+def survives_a_reused_address(
+    pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+) -> bool:
+    """Return whether saved-tensor hooks hand a tensor back unchanged if its address is that of an
+    earlier tensor, whose packed form is still there."""
+    memory = torch.zeros(512).numpy()
+    first = torch.from_numpy(memory).requires_grad_()
+    kept = pack(first)  # noqa: F841 - alive until the second tensor has come back
+    del first
+    memory += 1
+    second = torch.from_numpy(memory).requires_grad_()
+    return torch.equal(unpack(pack(second)), second)
+
+
 def limited(
     case: str, measured: Peaks, *, forward: int | None = None, backward: int | None = None
 ) -> None:

@@ -56,7 +56,7 @@ bits, errors are at most twice `attention_reference`'s, and three times for grad
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import triton
@@ -64,7 +64,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from memlab.attention.flash import NO_SECOND_DERIVATIVE, cast_for_autocast, check_inputs
+from memlab.attention.flash import (
+    AttentionKernel,
+    FlashAttention,
+    cast_for_autocast,
+    check_inputs,
+)
 from memlab.attention.tiling import Alignment, Band, Window, band
 from memlab.kernels.arithmetic import cast, matmul_add
 from memlab.kernels.launching import block_count, capability_of, launch
@@ -110,7 +115,11 @@ def flash_attention(
     _require_supported(q, dropout)
     limits = band(q.shape[2], k.shape[2], causal=causal, alignment=alignment, window=window)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-    return FlashAttentionKernel.apply(q, k, v, limits, scale)
+    band_and_scale = {"limits": limits, "scale": scale}
+    kernel = AttentionKernel(
+        partial(forward, **band_and_scale), partial(backward, **band_and_scale)
+    )
+    return FlashAttention.apply(q, k, v, kernel)
 
 
 # ------------------------------------------------------------------ tile sizes
@@ -490,36 +499,6 @@ def _heads_at_once(heads: int, heads_read: int, x: Tensor) -> int:
     """Return how many heads may run at once, if a program reads `heads_read` heads like x's."""
     bytes_per_head = heads_read * x.shape[2] * x.shape[3] * x.element_size()
     return max(1, min(heads, CACHE_BYTES // max(1, bytes_per_head)))
-
-
-# ------------------------------------------------------------------ autograd
-
-
-class FlashAttentionKernel(torch.autograd.Function):
-    """The autograd node; it saves q, k, v, out and lse."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, limits: Band, scale: float) -> Tensor:
-        out, lse = forward(q, k, v, limits, scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = limits, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return *_FlashGradients.apply(dout, *ctx.saved_tensors, *ctx.settings), None, None
-
-
-class _FlashGradients(torch.autograd.Function):
-    """A separate node, so that a second derivative raises an error where it is requested."""
-
-    @staticmethod
-    def forward(ctx: Any, dout: Tensor, *saved: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return backward(dout, *saved)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> None:
-        raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
 # ------------------------------------------------------------------ validation

@@ -85,7 +85,7 @@ def chunked_cross_entropy(
         z_loss=z_loss,
         soft_cap=soft_cap,
         reduction=reduction,
-        row_losses=rows_,
+        kernel=rows_,
     )
 
 

@@ -16,7 +16,7 @@ from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from memlab.train.registry import TECHNIQUES, why_not_together
+from memlab.train.registry import ONE_PROCESS, TECHNIQUES, why_not_together
 from memlab.train.technique import Technique
 
 if TYPE_CHECKING:  # the choices are known without torch
@@ -96,7 +96,8 @@ class Recipe:
         if reason := why_not_together(self.rows):
             return reason
         if self.zero_stage:
-            return next((row.one_process for row in self.rows.values() if row.one_process), None)
+            filled = {plug for row in self.rows.values() for plug in row.plugs}
+            return next((reason for plug, reason in ONE_PROCESS.items() if plug in filled), None)
         return None
 
     @property

@@ -12,8 +12,8 @@
 `combined("checkpointing+autocast")` returns the plugs of several rows at once.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
@@ -43,7 +43,7 @@ from memlab.model import (
 )
 from memlab.offload import DiskStore, OffloadedOptimizer, offloaded_activations, stream_layers
 from memlab.precision import LossScaler, MasterWeights
-from memlab.train.registry import LORA_RANK, TECHNIQUES, rows_of
+from memlab.train.registry import JOIN, LORA_RANK, TECHNIQUES, rows_of
 from memlab.train.technique import Technique
 
 Optimizer = torch.optim.Optimizer | MasterWeights | optim.InBackward
@@ -73,7 +73,6 @@ class Plugs:
     optimizer: OptimizerFunction = plain_optimizer
     stepping: Callable[[Optimizer], Optimizer] = lambda optimizer: optimizer
     after_step: Callable[[nn.Module], Callable[[], object]] = lambda model: lambda: None
-    one_process: str | None = None  # why it does not run on ZeRO's ranks
 
 
 # ------------------------------------------------------------------ several rows at once
@@ -86,56 +85,30 @@ def combined(names: str, *, kernels: bool = False) -> Plugs:
     Raises KeyError for an unknown name, ValueError for two that do not work together, and
     ImportError for kernels without Triton.
     """
-    rows = rows_of(names).values()
-    filled: dict[str, list[Any]] = {}
-    for row in rows:
-        for plug, make in (row.plugs | row.kernel if kernels else row.plugs).items():
-            filled.setdefault(plug, []).append(make())
-    joined = {
-        plug: values[0] if len(values) == 1 else _JOIN[plug](values)
-        for plug, values in filled.items()
-    }
-    reasons = [row.one_process for row in rows if row.one_process]
-    return Plugs(**joined, one_process=reasons[0] if reasons else None)
+    return _filled(rows_of(names).values(), kernels=kernels)
 
 
 def plugs_of(technique: "Technique | Plugs") -> Plugs:
     """Return the plugs of a row of the registry; Plugs are returned as they are."""
-    if isinstance(technique, Plugs):
-        return technique
-    filled = {plug: make() for plug, make in technique.plugs.items()}
-    return Plugs(**filled, one_process=technique.one_process)
+    return technique if isinstance(technique, Plugs) else _filled([technique])
+
+
+def _filled(rows: Iterable[Technique], *, kernels: bool = False) -> Plugs:
+    filled: dict[str, list[Any]] = {}
+    for row in rows:
+        for plug, make in (row.plugs | row.kernel if kernels else row.plugs).items():
+            filled.setdefault(plug, []).append(make())
+    return Plugs(
+        **{
+            plug: values[0] if len(values) == 1 else JOIN[plug](values)
+            for plug, values in filled.items()
+        }
+    )
 
 
 def techniques_with_kernels() -> list[str]:
     """Return the names of the rows that have a Triton kernel."""
     return [name for name, row in TECHNIQUES.items() if row.kernel]
-
-
-def _one_after_another(changes: Sequence[Callable[[nn.Module], object]]) -> Any:
-    def change(model: nn.Module) -> None:
-        for each in changes:
-            each(model)
-
-    return change
-
-
-def _one_inside_another(arounds: Sequence[Callable[[str], AbstractContextManager[object]]]) -> Any:
-    @contextmanager
-    def around(device: str) -> Iterator[None]:
-        with ExitStack() as stack:
-            for each in arounds:
-                stack.enter_context(each(device))
-            yield
-
-    return around
-
-
-# registry.SHARED_PLUGS, and how they take several.
-_JOIN: dict[str, Callable[[Sequence[Any]], Any]] = {
-    "change_model": _one_after_another,
-    "around_forward": _one_inside_another,
-}
 
 
 # ------------------------------------------------------------------ what the rows put in

@@ -4,8 +4,10 @@
 read it. To add a technique, write its file, its test and its row here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import combinations
+from typing import Any
 
 from memlab.configs.block_size import BLOCK_SIZE
 from memlab.internals.lazy import LazyModule
@@ -14,7 +16,6 @@ from memlab.train.technique import Code, Technique
 torch = LazyModule("torch")
 attention = LazyModule("memlab.attention")
 checkpointing = LazyModule("memlab.checkpointing")
-compression = LazyModule("memlab.compression")
 kernels = LazyModule("memlab.kernels")
 losses = LazyModule("memlab.losses")
 optim = LazyModule("memlab.optim")
@@ -44,10 +45,12 @@ GRADIENTS_LEAVE = (
     "take autocast, whose bfloat16 needs no scale"
 )
 NEIGHBORS_SHARE = "elements of a block share a scale, and the edge of a shard cuts blocks"
-GRADIENT_IS_USED_UP = (
-    "its gradients are used up, or on the disk, before they can be sent to other ranks; leave "
-    "step-in-backward, offloaded-optimizer and streamed-layers out"
-)
+RANDOM_PER_SHARD = "stochastic rounding draws other random numbers for each shard"
+
+
+def torch_code(*lines: str) -> Code:
+    """The code of a technique that torch itself has."""
+    return Code(lines, lines)
 
 
 def blockwise(bits: int) -> Callable[[int], int]:
@@ -166,15 +169,9 @@ TECHNIQUES: dict[str, Technique] = {
         slot=AUTOCAST,
         matmul_dtype="bfloat16",
         costs="matmuls round to bfloat16; a bfloat16 copy of each weight lives until its backward",
-        code=Code(
-            (
-                'with torch.autocast("cuda", torch.bfloat16):',
-                "    loss = loss_of(model, inputs, targets)",
-            ),
-            (
-                'with torch.autocast("cuda", torch.bfloat16):',
-                "    loss = loss_of(model, inputs, targets)",
-            ),
+        code=torch_code(
+            'with torch.autocast("cuda", torch.bfloat16):',
+            "    loss = loss_of(model, inputs, targets)",
         ),
     ),
     "loss-scaling": Technique(
@@ -219,7 +216,7 @@ TECHNIQUES: dict[str, Technique] = {
             "change_model": lambda: plugs.to_bfloat16,
             "optimizer": lambda: plugs.of_all_weights(optim.RoundedAdamW),
         },
-        cannot_shard="stochastic rounding draws other random numbers for each shard",
+        cannot_shard=RANDOM_PER_SHARD,
         matmul_dtype="bfloat16",
         state_bytes=4,
         costs="weights and state keep 8 significant bits; the loss can end slightly higher",
@@ -315,20 +312,14 @@ TECHNIQUES: dict[str, Technique] = {
         plugs={"optimizer": lambda: plugs.of_all_weights(torch.optim.AdamW, foreach=True)},
         state_bytes=8,
         costs="temporaries as large as all the weights",
-        code=Code(
-            ("optimizer = torch.optim.AdamW(model.parameters(), foreach=True)",),
-            ("optimizer = torch.optim.AdamW(model.parameters(), foreach=True)",),
-        ),
+        code=torch_code("optimizer = torch.optim.AdamW(model.parameters(), foreach=True)"),
     ),
     "fused-adamw": Technique(
         "torch's AdamW in one kernel",
         plugs={"optimizer": lambda: plugs.of_all_weights(torch.optim.AdamW, fused=True)},
         state_bytes=8,
         costs="nothing where a kernel for it exists",
-        code=Code(
-            ("optimizer = torch.optim.AdamW(model.parameters(), fused=True)",),
-            ("optimizer = torch.optim.AdamW(model.parameters(), fused=True)",),
-        ),
+        code=torch_code("optimizer = torch.optim.AdamW(model.parameters(), fused=True)"),
     ),
     "accumulation": Technique(
         "one sequence at a time, their gradients added",
@@ -452,7 +443,6 @@ TECHNIQUES: dict[str, Technique] = {
         "steps each weight as soon as its gradient is complete",
         choice=("step_in_backward", True),
         plugs={"stepping": lambda: optim.step_in_backward},
-        one_process=GRADIENT_IS_USED_UP,
         costs="a stepped weight has no gradient left: no accumulation, no loss scaling, and "
         "clipping by the global norm finds nothing to clip; a scheduler takes optimizer.optimizer",
         code=Code(
@@ -473,7 +463,6 @@ TECHNIQUES: dict[str, Technique] = {
         "optimizer state on the disk, a few weights' state at a time on the device",
         choice=("offload", "offloaded-optimizer"),
         plugs={"stepping": lambda: plugs.offloaded},
-        one_process=GRADIENT_IS_USED_UP,
         on_disk=frozenset({"state"}),
         costs="each step reads the state from the disk and writes it again",
         code=Code(
@@ -514,7 +503,6 @@ TECHNIQUES: dict[str, Technique] = {
             "change_model": lambda: plugs.streamed,
             "stepping": lambda: plugs.offloaded_with_weights,
         },
-        one_process=GRADIENT_IS_USED_UP,
         on_disk=frozenset({"weights", "gradients", "state"}),
         costs="each step moves all weights, gradients and state through the disk",
         code=Code(
@@ -540,10 +528,6 @@ TECHNIQUES: dict[str, Technique] = {
             "streamed-layers": "averages need weights that are on the device, and streamed ones "
             "are on the disk between steps; leave one of them out",
         },
-        one_process=(
-            "averages are of whole weights, which a rank of ZeRO's third stage doesn't have; leave "
-            "post-hoc-ema out"
-        ),
         costs="two float32 copies of the weights",
         code=Code(
             (
@@ -563,15 +547,12 @@ TECHNIQUES: dict[str, Technique] = {
         plugs={"optimizer": lambda: plugs.of_all_weights(torch.optim.SGD, lr=0.01)},
         state_bytes=0,
         costs="another optimizer, which transformers rarely train well with",
-        code=Code(
-            ("optimizer = torch.optim.SGD(model.parameters(), lr=0.01)",),
-            ("optimizer = torch.optim.SGD(model.parameters(), lr=0.01)",),
-        ),
+        code=torch_code("optimizer = torch.optim.SGD(model.parameters(), lr=0.01)"),
     ),
     "momentum-sgd": Technique(
         "SGD with a bfloat16 momentum, stochastically rounded",
         plugs={"optimizer": lambda: plugs.stochastically_rounded(optim.MomentumSGD)},
-        cannot_shard="stochastic rounding draws other random numbers for each shard",
+        cannot_shard=RANDOM_PER_SHARD,
         state_bytes=2,
         costs="another optimizer: look for its learning rate again",
         code=Code(
@@ -591,19 +572,49 @@ COMBINATIONS = (
     "checkpointing+lion8bit+step-in-backward",
 )
 
-# Plugs that take several techniques at once.
-SHARED_PLUGS = ("change_model", "around_forward")
+# Why a step that fills a plug does not run on ZeRO's ranks, sharded or not.
+ONE_PROCESS = {
+    "stepping": "its gradients are used up, or on the disk, before they can be sent to other "
+    "ranks; leave step-in-backward, offloaded-optimizer and streamed-layers out",
+    "after_step": "averages are of whole weights, which a rank of ZeRO's third stage doesn't have; "
+    "leave post-hoc-ema out",
+}
 
 
-def rows_of(names: str, rows: Mapping[str, Technique] | None = None) -> dict[str, Technique]:
+def _one_after_another(changes: Sequence[Callable[[Any], object]]) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        for each in changes:
+            each(model)
+
+    return change
+
+
+def _one_inside_another(arounds: Sequence[Callable[[str], Any]]) -> Callable[[str], Any]:
+    @contextmanager
+    def around(device: str) -> Iterator[None]:
+        with ExitStack() as stack:
+            for each in arounds:
+                stack.enter_context(each(device))
+            yield
+
+    return around
+
+
+# The plugs that take several techniques at once, and how they are joined.
+JOIN: dict[str, Callable[[Sequence[Any]], Any]] = {
+    "change_model": _one_after_another,
+    "around_forward": _one_inside_another,
+}
+
+
+def rows_of(names: str) -> dict[str, Technique]:
     """The rows that "a+b" names, in the registry's order.
 
     Raises KeyError for an unknown name, and ValueError, with the reason, for two that do not work
     together.
     """
-    rows = TECHNIQUES if rows is None else rows
-    given = {name: rows[name] for name in names.split("+")}
-    chosen = {name: row for name, row in rows.items() if name in given}
+    given = {name: TECHNIQUES[name] for name in names.split("+")}
+    chosen = {name: row for name, row in TECHNIQUES.items() if name in given}
     if reason := why_not_together(chosen):
         raise ValueError(reason)
     return chosen
@@ -631,7 +642,7 @@ def exclusions() -> dict[frozenset[str], str]:
 
 
 def _is_taken_twice(plug: str, other: Technique) -> bool:
-    return plug in other.plugs and plug not in SHARED_PLUGS
+    return plug in other.plugs and plug not in JOIN
 
 
 def _taken_twice(name: str, other: str, plug: str) -> str:

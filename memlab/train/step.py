@@ -18,6 +18,7 @@ from memlab.precision import LossScaler
 from memlab.prediction import predict
 from memlab.trace import Trace
 from memlab.train.plugs import Plugs, master_weights_optimizer, plain_optimizer, plugs_of
+from memlab.train.registry import ONE_PROCESS
 from memlab.train.technique import Technique
 
 SEED = 0
@@ -195,8 +196,9 @@ def _rank(
 ) -> Callable[[], zero.Step]:
     """The step of one rank, of fake tensors."""
     plugs = plugs_of(technique)
-    if plugs.one_process:
-        raise ValueError(plugs.one_process)
+    for plug, reason in ONE_PROCESS.items():
+        if getattr(plugs, plug) is not getattr(Plugs, plug):
+            raise ValueError(reason)
 
     def sum_of_losses(model: nn.Module, part: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
         with plugs.around_forward(setting.device):

@@ -11,7 +11,7 @@ from torch import nn
 from memlab.course import ledger
 from memlab.course.bill import plain
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, equal, require
-from memlab.course.properties import same_bytes, unchanged
+from memlab.course.properties import dimensions, same_bytes, unchanged
 from memlab.course.solutions import body, mistakes, solution
 from memlab.model import PRESETS, GPTConfig
 from memlab.units import format_bytes
@@ -52,10 +52,7 @@ def _check_parameter_count(answer: Callable[[GPTConfig], int]) -> str:
 
 def _in_words(config: GPTConfig) -> str:
     """A shape in the course's letters."""
-    return (
-        f"V={config.vocab_size} C={config.width} L={config.layers} H={config.heads} "
-        f"KV={config.kv_heads} hidden={config.hidden}, {'tied' if config.tied else 'untied'},"
-    )
+    return f"{dimensions(config)}, {'tied' if config.tied else 'untied'},"
 
 
 def _count(config: GPTConfig) -> int:

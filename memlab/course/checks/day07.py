@@ -11,7 +11,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memlab.course.checks.day06 import attention_kept
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, equal, require
-from memlab.course.properties import Peaks, elements, is_tensor, limited, peaks, unchanged
+from memlab.course.properties import (
+    Peaks,
+    elements,
+    is_tensor,
+    limited,
+    peaks,
+    survives_a_reused_address,
+    unchanged,
+)
 from memlab.course.solutions import Edit, body, given, mistakes, solution
 from memlab.metering import measure
 from memlab.reference.activation_compression import as_bfloat16, hooks, quantize
@@ -902,18 +910,11 @@ def _require_storages_told_apart(answer: MakeHooks) -> None:
         all(map(torch.equal, back, alive)),
         "hooks: of two live tensors (512,), one comes back with the other's values.",
     )
-    memory = torch.zeros(512).numpy()
-    first = torch.from_numpy(memory).requires_grad_()
-    kept = pack(first)
-    del first
-    memory += 1
-    second = torch.from_numpy(memory).requires_grad_()
-    if not torch.equal(unpack(pack(second)), second):
+    if not survives_a_reused_address(pack, unpack):
         raise Wrong(
             "hooks: a tensor died, another one got its address, and comes back with the values of "
             "the first."
         )
-    del kept
 
 
 def _require_calls_independent(answer: MakeHooks) -> None:

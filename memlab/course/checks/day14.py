@@ -18,7 +18,13 @@ from torch.nn.utils import clip_grad_norm_
 
 from memlab.course.checks.day11 import in_chunks
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, equal, require
-from memlab.course.properties import at_most_bytes, is_tensor, same_values
+from memlab.course.properties import (
+    at_most_bytes,
+    is_tensor,
+    new_bytes,
+    same_values,
+    survives_a_reused_address,
+)
 from memlab.course.solutions import body, given, mistakes, solution
 from memlab.metering import measure
 from memlab.offload import DiskStore, OffloadedOptimizer, Store, offloaded_activations
@@ -114,11 +120,6 @@ def _traced_bytes(run: Callable[[], Any]) -> int:
     finally:
         tracemalloc.stop()
     return traced
-
-
-def _bytes_left(trace: Trace) -> int:
-    """Bytes alive at the end that were not alive before."""
-    return sum(event.bytes for event in trace.events if event.phase != "before")
 
 
 def _peak_bytes(trace: Trace) -> int:
@@ -238,20 +239,12 @@ def _check_what_stays(answer: MakeHooks) -> None:
 
 def _check_reused_address(answer: MakeHooks) -> None:
     """Two tensors, the second at the address of the first, which is gone."""
-    memory = torch.zeros(512).numpy()
     with _a_store() as store:
-        pack, unpack = _hooks_of(answer, [], store, 4)
-        first = torch.from_numpy(memory).requires_grad_()
-        kept = pack(first)
-        del first
-        memory += 1
-        second = torch.from_numpy(memory).requires_grad_()
-        if not torch.equal(unpack(pack(second)), second):
+        if not survives_a_reused_address(*_hooks_of(answer, [], store, 4)):
             raise Wrong(  # what follows would depend on addresses
                 "hooks: a tensor was freed, another got its address, and unpack gives the elements "
                 "of the first."
             )
-        del kept
 
 
 def _check_two_stores(answer: MakeHooks) -> None:
@@ -279,14 +272,14 @@ def _check_layer(answer: MakeHooks) -> str:
             forward()
             losses.clear()
 
-        before = _bytes_left(measure(forward, model=layer)) - losses[0].nbytes
+        before = new_bytes(measure(forward, model=layer)) - losses[0].nbytes
         equal(f"{case}, written to the store", store.traffic.written, wanted, "bytes")
         equal(f"{case}, alive when backward begins", before, small, "bytes")
         losses.pop().backward()
         for (name, w), other in zip(layer.named_parameters(), plain.parameters(), strict=True):
             _require_close(f"{case}: the gradient of {name}.weight", w.grad, other.grad)
         equal(f"{case}, values in the store after backward", len(store.keys()), 0)
-        left = _bytes_left(measure(forward_only, model=layer))
+        left = new_bytes(measure(forward_only, model=layer))
         equal(f"{case}, alive after the loss is gone", left, 0, "bytes")
         _require_few_objects(case, forward, 16 * 1024)
         losses.clear()
@@ -460,7 +453,7 @@ def _check_order(answer: Any, order: ReadOrder) -> None:
         equal(f"{order.case}: read from the store", store.traffic.read, read, "bytes")
     with _a_store() as store:
         ahead = _ahead_of(answer, store)
-        left = _bytes_left(measure(lambda: _put_all(ahead, order.put)))
+        left = new_bytes(measure(lambda: _put_all(ahead, order.put)))
         at_most_bytes(f"{order.case}: left in memory by forward", left, 64)
         peak = _peak_bytes(measure(lambda: _backward(ahead, store, order, checks_values=False)))
         at_most_bytes(f"{order.case}: the tensor in use and the next", peak, 2 * BYTES + 64)
@@ -641,7 +634,7 @@ def _check_bytes(answer: Any) -> str:
         for step in range(3):
             _give_gradients(groups, step)
             trace = _measured_step(optimizer, store)
-            left = _bytes_left(trace)
+            left = new_bytes(trace)
             at_most_bytes(f"{case}: left on the device by step {step + 1}", left, 256)
             equal(f"{case}: prefetched and not read by step {step + 1}", store.coming(), [])
         moved = store.traffic
@@ -834,7 +827,7 @@ def _check_stream(answer: Any) -> str:
         at_most_bytes(words, _peak_bytes(trace), allowed)
         equal(f"{case}: read in a step", moved.read, 2 * layers * BYTES, "bytes")
         equal(f"{case}: written in a step", moved.written, layers * BYTES, "bytes")
-        left = _bytes_left(trace)
+        left = new_bytes(trace)
         at_most_bytes(f"{case}: left by a step", left, 256)
         _require_few_objects(f"{case}: a step", lambda: _peak_of_objects(step), 40 * 1024)
     return (
