@@ -155,6 +155,11 @@ SCALE, MEAN = "output.detach().abs().mean().item()", "sum(seen) / len(seen)"
 
 REFUSED = [
     (
+        "2.5",
+        "the mean is over the number of held-out batches",
+        ("/ len(seen)", "/ len(held_out)"),
+    ),
+    (
         "2.1",
         "powers of two above 1 MiB",
         (

@@ -222,6 +222,14 @@ ELIGIBLE = "tensor.requires_grad and count >= 256"
 SEEN = "        seen.add(storage)"
 
 REFUSED = [
+    ("7.1", "another default of round", ("round=torch.round", "round=torch.floor")),
+    ("7.1", "elements of 0 are not divided", ("where(step == 0,", "where(groups == 0,")),
+    ("7.1", "groups up to 0 are not divided", ("where(step == 0,", "where(high == 0,")),
+    (
+        "7.1",
+        "overflow above 65,504",
+        ("(groups - smallest.float())", "(groups - smallest.half())"),
+    ),
     (
         "7.1",
         "no step where all elements are equal",

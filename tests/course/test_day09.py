@@ -317,6 +317,7 @@ LIFTED = "(x.flatten() > 0) & (codes == 0)"
 FRACTIONS = "x.flatten() / scales.repeat_interleave(256)[: x.numel()]"
 
 REFUSED = [
+    ("9.3", "NaN from the second step on", ("1 - beta2**t", "1 - beta2 * t")),
     ("9.1", "upper edges", ("(edges[:-1] + edges[1:]) / 2", "edges[1:]"), ("1.0]", "1e-7]")),
     ("9.2", "code 127 for zeros of both kinds", (ENCODED, FILLED_WITH_127)),
     ("9.2", "padding with ones", ("(0, -n % 256))", "(0, -n % 256), value=1.0)")),

@@ -14,6 +14,7 @@ from memlab.course.exercises import Bill, Day, Exercise, Wrong, equal, require
 from memlab.course.properties import (
     Peaks,
     elements,
+    furthest,
     is_tensor,
     limited,
     peaks,
@@ -39,11 +40,13 @@ Quantize = Callable[[Tensor, int, Round], Kept]
 
 
 def _groups(*ranges: tuple[float, float], size: int = GROUP) -> Tensor:
-    """Random groups, one per range, (len(ranges), size); each contains both ends of its range."""
+    """Random groups, one per range, (len(ranges), size); each contains both ends of its range, and
+    0 if that lies between."""
     generator = torch.Generator().manual_seed(7)
     rows = []
     for low, high in ranges:
         row = low + (high - low) * torch.rand(size, generator=generator)
+        row[53 % size] = min(max(low, 0.0), high)
         row[17 % size], row[101 % size] = low, high
         rows.append(row)
     return torch.stack(rows)
@@ -63,6 +66,8 @@ _QUANTIZED: dict[str, tuple[Tensor, int]] = {  # groups and levels
     "a group from 100.3 to 100.4": (_groups((100.3, 100.4)), 255),
     "a group from -1.3 to 2.9": (_groups((-1.3, 2.9)), 255),
     "a group from -0.1 to 2.9": (_groups((-0.1, 2.9)), 255),
+    "a group from -2.9 to 0": (_groups((-2.9, 0)), 255),
+    "a group from -70,000 to 80,000": (_groups((-7e4, 8e4)), 255),
     "a group of zeros": (torch.zeros(1, GROUP), 255),
     "a group of 256 times 0.1": (torch.full((1, GROUP), 0.1), 255),
     "3 groups, from -5.3 to -2.9, all 0, and all 0.1": (
@@ -182,6 +187,10 @@ def _require_round_is_called(answer: Quantize) -> None:
         not torch.equal(down, nearest),
         "quantize with round=torch.floor gives the same codes as with torch.round: it does not "
         "call the function `round` that it gets.",
+    )
+    require(
+        torch.equal(answer(groups, 255)[0], nearest),
+        "quantize without `round` gives other codes than with torch.round, which is its default.",
     )
 
 
@@ -851,7 +860,7 @@ def _require_exact(answer: MakeHooks, plain: _HooksRun) -> None:
         f"{_LAYER} compressed {_in_words(got)}; wanted {_in_words(wanted)}. Too much: "
         f"{_in_words(got - wanted)}; missing: {_in_words(wanted - got)}.",
     )
-    far = max((a - b).abs().max().item() for a, b in zip(exact[0], plain[0], strict=True))
+    far = max(furthest(a, b) for a, b in zip(exact[0], plain[0], strict=True))
     require(
         far == 0,
         f"{_LAYER}, with a compress that loses nothing: gradients are up to {far:.1e} off from "

@@ -14,7 +14,7 @@ from memlab.checkpointing import ATTENTION
 from memlab.course.bill import SETTING
 from memlab.course.checks.day06 import keep_of_each_block
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, require
-from memlab.course.properties import is_tensor
+from memlab.course.properties import furthest, is_tensor
 from memlab.course.solutions import body, mistakes
 from memlab.metering import measure
 from memlab.optim import Lion8bit
@@ -370,7 +370,7 @@ def _check_groups(answer: type[torch.optim.Optimizer]) -> None:
     settings, and the defaults are different."""
     got, wanted = _stepped_in_groups(answer), _stepped_in_groups(NearestCodeAdam)
     for (name, weight), right in zip(got.items(), wanted.values(), strict=True):
-        share = ((weight - right).abs() / LR > 1e-3).float().mean().item()
+        share = _share_wrong(weight, right)
         require(
             share < 0.01,
             f"Adam8bit of three weights in two groups: after {STEPS} steps {share:.0%} of the "
@@ -518,15 +518,20 @@ def _require_state_bytes(call: str, shape: tuple[int, ...], held: int) -> None:
     )
 
 
+def _share_wrong(got: Tensor, wanted: Tensor) -> float:
+    """The share of elements off by more than lr / 1000, or NaN."""
+    is_right = (got - wanted).abs() <= 1e-3 * LR
+    return 1 - is_right.float().mean().item()
+
+
 def _require_steps(call: str, got: list[Tensor], wanted: list[Tensor]) -> None:
     """The last bit can decide between two codes, so 1 of 100 elements may differ."""
     for n, (a, b) in enumerate(zip(got, wanted, strict=True), start=1):
-        off = (a - b).abs() / LR
-        share = (off > 1e-3).float().mean().item()
+        share, off = _share_wrong(a, b), furthest(a, b) / LR
         require(
             share < 0.01,
             f"{call}: after step {n}, {share:.0%} of the elements are wrong by more than "
-            f"lr / 1000, by up to {off.max():.1g} · lr.",
+            f"lr / 1000, by up to {off:.1g} · lr.",
         )
 
 

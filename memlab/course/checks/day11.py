@@ -143,6 +143,7 @@ def _chunks() -> dict[str, tuple[Tensor, Tensor]]:
             torch.tensor([[10000.25, 9999.5, 9998.75]]),
             second,
         ),
+        "[[0.0, 0.0, 0.0, 500.0]] and target 0": (torch.tensor([[0.0, 0.0, 0.0, 500.0]]), first),
         "[[−900.0, −1000.0]] and target 0": (torch.tensor([[-900.0, -1000.0]]), first),
         "2 rows, both ignored": (many[:2], torch.tensor([IGNORED, IGNORED])),
     }
