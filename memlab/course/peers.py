@@ -41,11 +41,11 @@ class Peer:
         self.dtypes: list[torch.dtype] = []  # of sent and summed tensors
         self._communicator = communicator
 
-    def send(self, numbers: Tensor) -> None:
+    def send(self, tensor: Tensor) -> None:
         """Send a tensor to the next rank; the last rank sends to the first."""
-        _require_tensor("send", numbers)
-        self._note("send", numbers)
-        self._communicator.boxes[(self.rank + 1) % self.ranks].append(numbers.detach().clone())
+        _require_tensor("send", tensor)
+        self._note("send", tensor)
+        self._communicator.boxes[(self.rank + 1) % self.ranks].append(tensor.detach().clone())
 
     def receive(self) -> Tensor:
         """Wait for a tensor from the previous rank."""
@@ -54,28 +54,28 @@ class Peer:
         self.events.append(("receive", None))
         return self._communicator.altered(box.popleft())
 
-    def begin(self, numbers: Tensor) -> "Work":
+    def begin(self, tensor: Tensor) -> "Work":
         """Start the sum of all ranks' tensors without waiting. `wait` returns the sum."""
-        _require_tensor("begin", numbers)
-        self._note("begin", numbers)
-        what = f"a sum of {counted(numbers.numel(), 'number')}"
-        return Work(self, self._communicator.join(self.rank, what, numbers.clone()))
+        _require_tensor("begin", tensor)
+        self._note("begin", tensor)
+        what = f"a sum of {counted(tensor.numel(), 'element')}"
+        return Work(self, self._communicator.join(self.rank, what, tensor.clone()))
 
-    def sum(self, numbers: Tensor) -> Tensor:
+    def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of all ranks' tensors. Waits for all ranks."""
-        return self.begin(numbers).wait()
+        return self.begin(tensor).wait()
 
     def most(self, number: float) -> float:
         """Return the maximum of one number per rank. Waits for all ranks."""
         if not isinstance(number, (int, float)):
             raise Wrong(f"peer.most got {type(number).__name__}; wanted a number.")
         self.events.append(("most", number))
-        place = self._communicator.join(self.rank, "the greatest of a number", number)
+        place = self._communicator.join(self.rank, "the maximum of one number per rank", number)
         return max(self._communicator.all_of(self.rank, place))
 
-    def _note(self, event: str, numbers: Tensor) -> None:
-        self.events.append((event, numbers.nbytes))
-        self.dtypes.append(numbers.dtype)
+    def _note(self, event: str, tensor: Tensor) -> None:
+        self.events.append((event, tensor.nbytes))
+        self.dtypes.append(tensor.dtype)
 
 
 class Work:
@@ -87,7 +87,7 @@ class Work:
     def wait(self) -> Tensor:
         """Wait for the sum and return it."""
         if self.waited:
-            raise Wrong("wait() was called twice of one sum; wanted once.")
+            raise Wrong("wait() was called twice on one sum; wanted once.")
         self.waited = True
         self._peer.events.append(("wait", self._place))
         communicator = self._peer._communicator
@@ -99,7 +99,7 @@ class Work:
 def in_turns(
     program: Callable[..., Any],
     given: Sequence[Sequence[Any]],
-    altered: Callable[[Tensor], Tensor] = lambda numbers: numbers,
+    altered: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     peers: list[Peer] | None = None,
 ) -> list[Any]:
     """Return the results of `program(peer, *given[rank])` for all ranks.
@@ -121,9 +121,9 @@ def _bound(program: Callable[..., Any], peer: Peer, given: Sequence[Any]) -> Cal
     return lambda: program(peer, *given)
 
 
-def _require_tensor(method: str, numbers: Any) -> None:
-    if not isinstance(numbers, Tensor):
-        raise Wrong(f"peer.{method} got {type(numbers).__name__}; wanted a tensor.")
+def _require_tensor(method: str, tensor: Any) -> None:
+    if not isinstance(tensor, Tensor):
+        raise Wrong(f"peer.{method} got {type(tensor).__name__}; wanted a tensor.")
 
 
 def counted(number: int, what: str) -> str:
@@ -175,9 +175,9 @@ class _TurnCommunicator:
             if theirs != kind:
                 first, second = sorted(((other, theirs), (rank, kind)))
                 raise Stuck(
-                    f"the collectives do not match: number {place + 1} of rank {first[0]} is "
-                    f"{first[1]}, of rank {second[0]} {second[1]}; real ranks would hang, or mix "
-                    f"up their numbers."
+                    f"the collectives do not match: collective {place + 1} is {first[1]} on rank "
+                    f"{first[0]}, and {second[1]} on rank {second[0]}; real ranks would hang, or "
+                    f"mix up their data."
                 )
         self._joined[place][rank] = kind, given
         return place
@@ -242,7 +242,7 @@ class _TurnCommunicator:
         ]
         over = [f"rank {rank} has ended" for rank in range(self.ranks) if self._ended[rank]]
         what = ", ".join([*waiting, *over])
-        return f"nobody can go on: {what}; real ranks would hang."
+        return f"all ranks are stuck: {what}; real ranks would hang."
 
     def _stop(self, threads: Sequence[threading.Thread]) -> None:
         """End the threads that still run, even in an endless loop."""

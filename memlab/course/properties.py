@@ -74,7 +74,7 @@ def _changed(kind: str, words: str, before: Any, after: Any) -> str:
     if kind == "values" and isinstance(before, int):
         return f"writes into {words}; wanted it as it was."
     if words.startswith("the memory of "):
-        return f"puts {words.removeprefix('the memory of ')} in other memory; wanted it in its own."
+        return f"moves {words.removeprefix('the memory of ')} to new memory; wanted it in place."
     is_id = words.startswith(("which object ", "which tensor "))
     if is_id or kind in ("values", "gradients") or isinstance(before, (Tensor, np.ndarray)):
         return f"changes {words}; wanted it as it was."
@@ -453,7 +453,7 @@ def limited_outside_of_tensors(case: str, run: Callable[[], Any], most: int) -> 
 
 def same_bytes(case: str, got: Any, wanted: int, units: Mapping[str, int]) -> None:
     """Require a number of bytes. The message gives the difference in the first unit that divides
-    it: {"numbers a token": 4 * tokens, "numbers": 4}."""
+    it: {"elements per token": 4 * tokens, "elements": 4}."""
     gap = f" {_gap(got - wanted, units)}" if type(got) is int and got != wanted else ""
     equal(case, got, wanted, "bytes", also=gap)
 

@@ -309,6 +309,15 @@ ROW = "rows.append((slice(first, last), "
 ONE_SLICE = f"visited = [slice(0, visited[-1].stop)] if visited else []\n        {ROW}"
 
 REFUSED = [
+    (
+        "10.3",
+        "tiles kept until the end of their row",
+        (
+            "        for column in columns:\n",
+            "        of_row = []\n        for column in columns:\n",
+        ),
+        ("row_max, row_sum, acc = add", "of_row.append(scores); row_max, row_sum, acc = add"),
+    ),
     ("10.1", "an epsilon in row_sum", ("probs.sum(-1", "1e-6 + probs.sum(-1")),
     ("10.1", "−10³⁰ for −∞ in the result", ("return new_max", "return new_max.clamp(min=-1e30)")),
     ("10.1", "written in place", ("row_sum = correction *", "row_sum[:] = correction *")),

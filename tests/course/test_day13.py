@@ -432,18 +432,18 @@ def test_a_rank_goes_on_while_a_sum_is_in_flight():
     [
         (
             lambda peer: peer.receive(),
-            "nobody can go on: rank 0 waits for a message of rank 1, rank 1 waits for a message "
+            "all ranks are stuck: rank 0 waits for a message of rank 1, rank 1 waits for a message "
             "of rank 0; real ranks would hang.",
         ),
         (
             lambda peer: peer.rank or peer.most(1),
-            "nobody can go on: rank 0 waits in the greatest of a number, rank 1 has ended; real "
-            "ranks would hang.",
+            "all ranks are stuck: rank 0 waits in the maximum of one number per rank, rank 1 has "
+            "ended; real ranks would hang.",
         ),
         (
             lambda peer: peer.sum(torch.ones(peer.rank + 1)),
-            "the collectives do not match: number 1 of rank 0 is a sum of 1 number, of rank 1 a "
-            "sum of 2 numbers; real ranks would hang, or mix up their numbers.",
+            "the collectives do not match: collective 1 is a sum of 1 element on rank 0, and a sum "
+            "of 2 elements on rank 1; real ranks would hang, or mix up their data.",
         ),
     ],
     ids=["messages", "ended", "unlike"],

@@ -64,7 +64,7 @@ TENSOR_CHANGES = {
     ),
     "new data": (
         replace_data,
-        "f puts x in other memory; wanted it in its own.",
+        "f moves x to new memory; wanted it in place.",
     ),
     "other dtype": (
         lambda x: setattr(x, "data", x.double()),

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from textwrap import indent
 from typing import Any
 
@@ -130,6 +130,9 @@ CASES = (
 # Costs are measured on these. Lengths are neither powers of two nor multiples of the tile, and with
 # several heads a tile is small beside q.
 LONG = AttentionCase("causal", (1, 3, 76, 76, 8), 12, 0)
+FEWER_KEYS, MORE_KEYS = (
+    AttentionCase("few queries", (1, 3, 32, keys, 2), 32, keys) for keys in (64, 512)
+)
 UNEVEN = AttentionCase("more queries than keys, bottom-right", (2, 30, 22, 5), 4, -8)
 OUTSIDE = 4 * LONG.heads * LONG.queries * LONG.keys // 2  # half of the bytes of the score matrix
 
@@ -575,6 +578,21 @@ def _require_costs(
     return made
 
 
+def _require_no_tile_stays(
+    call: str, run: Callable[[AttentionCase], Callable[[], Any]], *, of_k: int
+) -> None:
+    """Require that more keys add at most `of_k` tensors of k's size, k and v included. Tiles kept
+    until the end of their row would add 16 more."""
+    few, many = (measure(run(case)).peak_bytes for case in (FEWER_KEYS, MORE_KEYS))
+    more = 4 * MORE_KEYS.heads * MORE_KEYS.head_dim * (MORE_KEYS.keys - FEWER_KEYS.keys)
+    require(
+        many - few <= of_k * more,
+        f"{call} peaks {many - few:,} bytes above the same with {FEWER_KEYS.keys} keys, whose k is "
+        f"{more:,} bytes smaller. Is a tensor kept of each tile in a row?",
+        evidence=(call, "tiles of a row"),
+    )
+
+
 def _require_no_matrix(call: str, case: AttentionCase, trace: Trace) -> None:
     made = [e for e in trace.events if e.bytes > 0 and e.phase != "before"]
     largest = max(made, key=lambda e: math.prod(e.shape), default=None)
@@ -655,6 +673,7 @@ def _check_costs_of_attend(answer: Attend) -> tuple[int, int]:
     room = 2 * LONG.kept_bytes + LONG.bytes_of_tiles
     made = _require_costs(f"attend, {LONG}", LONG, costs, room=room, matmuls=2, of_scores=1)
     _require_tiles(f"attend, {UNEVEN}", UNEVEN, _matmuls_of(run(UNEVEN))[1], 1)
+    _require_no_tile_stays(f"attend, {MORE_KEYS}", run, of_k=6)
     limited_outside_of_tensors(f"attend, {LONG},", run(LONG), OUTSIDE)
     return costs.peak_bytes, made
 
@@ -865,6 +884,9 @@ def _check_costs_of_flash(answer: Flash) -> tuple[int, int, int]:
     made = _require_costs(call, LONG, costs, room=room, matmuls=7, of_scores=3)
     _, matmuls = _matmuls_of(_both_passes(answer, UNEVEN))
     _require_tiles(f"flash, {UNEVEN}, forward and backward,", UNEVEN, matmuls, 3)
+    _require_no_tile_stays(
+        f"flash, {MORE_KEYS}, forward and backward,", partial(_both_passes, answer), of_k=10
+    )
     limited_outside_of_tensors(call, _both_passes(answer, LONG), OUTSIDE)
     return held, costs.peak_bytes, made
 
