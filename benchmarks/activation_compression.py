@@ -64,7 +64,9 @@ class CompressionSizes:
     @property
     def config(self) -> GPTConfig:
         C = self.width
-        return GPTConfig(256, C, layers=1, heads=4, kv_heads=2, hidden=3 * C, seq_len=self.seq_len)
+        return GPTConfig(
+            256, C, layers=1, heads=4, kv_heads=2, intermediate_size=3 * C, seq_len=self.seq_len
+        )
 
 
 # ------------------------------------------------------------------ bytes and gradients

@@ -211,7 +211,7 @@ def korthikanti_activations(inputs: EstimatorInputs) -> int:
 
     The paper assumes 2 bytes per activation; float32 activations are scaled in proportion.
     """
-    s, b, h, a = inputs.seq_len, inputs.batch, inputs.config.width, inputs.config.heads
+    s, b, h, a = inputs.seq_len, inputs.batch, inputs.config.hidden_size, inputs.config.heads
     per_token = 2 if inputs.recomputed else 34 + (0 if inputs.fused else 5 * a * s / h)
     end = 4 * (1 + inputs.config.vocab_size / h)
     return round(s * b * h * (inputs.config.layers * per_token + end) * inputs.activation_bytes / 2)
@@ -223,7 +223,7 @@ def with_activations(inputs: EstimatorInputs) -> int:
 
 def cookbook(inputs: EstimatorInputs) -> int:
     """EleutherAI/cookbook, calc/calc_transformer_mem.py, for one GPU."""
-    s, b, h, a = inputs.seq_len, inputs.batch, inputs.config.width, inputs.config.heads
+    s, b, h, a = inputs.seq_len, inputs.batch, inputs.config.hidden_size, inputs.config.heads
     p = inputs.activation_bytes
     per_token = 16 * p + 2 + (0 if inputs.recomputed else (2 * p + 1) * a * s / h)
     return states(inputs) + round(s * b * h * inputs.config.layers * per_token)

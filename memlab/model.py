@@ -116,7 +116,7 @@ class Rotary(nn.Module):
 
     def __init__(self, config: GPTConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        D = config.head_width
+        D = config.head_dim
         precise = torch.promote_types(dtype, torch.float32)
         positions = torch.arange(config.seq_len, dtype=precise)
         frequencies = config.rope_theta ** (-torch.arange(0, D, 2, dtype=precise) / D)
@@ -141,9 +141,9 @@ class Attention(nn.Module):
         self, config: GPTConfig, rotary: Rotary, attend: AttentionFunction, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        C, H, KV, D = config.width, config.heads, config.kv_heads, config.head_width
+        C, H, KV, D = config.hidden_size, config.heads, config.kv_heads, config.head_dim
         biased = config.attention_biases
-        self.head_width = D
+        self.head_dim = D
         self.rotary = rotary
         self.attend = attend
         self.query = Linear(C, H * D, dtype, bias="query" in biased)
@@ -154,7 +154,7 @@ class Attention(nn.Module):
         self.key_norm = rms_norm(config, D, dtype) if config.head_norms else identity
 
     def forward(self, x: Tensor) -> Tensor:
-        D = self.head_width
+        D = self.head_dim
         q = self.query_norm(self.query(x).unflatten(-1, (-1, D)))  # (B, T, H, D)
         k = self.key_norm(self.key(x).unflatten(-1, (-1, D)))  # (B, T, KV, D)
         v = self.value(x).unflatten(-1, (-1, D))  # (B, T, KV, D)
@@ -172,9 +172,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.gate = Linear(config.width, config.hidden, dtype)
-        self.up = Linear(config.width, config.hidden, dtype)
-        self.down = Linear(config.hidden, config.width, dtype)
+        self.gate = Linear(config.hidden_size, config.intermediate_size, dtype)
+        self.up = Linear(config.hidden_size, config.intermediate_size, dtype)
+        self.down = Linear(config.intermediate_size, config.hidden_size, dtype)
         self.activation = ACTIVATION_FUNCTIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class Block(nn.Module):
         self, config: GPTConfig, rotary: Rotary, attend: AttentionFunction, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        C, after = config.width, config.post_norms
+        C, after = config.hidden_size, config.post_norms
         self.attention_norm = rms_norm(config, C, dtype)
         self.attention = Attention(config, rotary, attend, dtype)
         self.attention_post_norm = rms_norm(config, C, dtype) if after else identity
@@ -218,7 +218,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         dtype = dtype or torch.get_default_dtype()
-        V, C = config.vocab_size, config.width
+        V, C = config.vocab_size, config.hidden_size
         self.config = config
         self.loss = loss
         self.rotary = Rotary(config, dtype)
@@ -259,7 +259,7 @@ class GPT(nn.Module):
             )
         x = self.embedding(tokens)  # (B, T, C)
         if self.config.scaled_embeddings:
-            x = x * math.sqrt(self.config.width)
+            x = x * math.sqrt(self.config.hidden_size)
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)

@@ -105,23 +105,23 @@ plot.timeline(trace, title=f"One training step: {setting}")
 # | --- | --- |
 # | embedding | V × C; the same matrix scores the tokens at the end if `tied`, else a second one |
 # | attention, in each block | query, output: C × C; key, value: C × (KV · D) |
-# | MLP, in each block | gate, up, down: C × `hidden` |
+# | MLP, in each block | gate, up, down: C × `intermediate_size` |
 # | norms | C each: two in a block, one at the end |
 
 # %% [markdown]
 # ### Exercise 1.1: count the weights
 #
-# About 8 minutes. `config` has `vocab_size`, `width`, `layers`, `heads`, `kv_heads`, `head_width`,
-# `hidden` and `tied`.
+# About 8 minutes. `config` has `vocab_size`, `hidden_size`, `layers`, `heads`, `kv_heads`,
+# `head_dim`, `intermediate_size` and `tied`.
 
 
 # %%
 def parameter_count(config: GPTConfig) -> int:
     """How many numbers there are to learn."""
     ### BEGIN SOLUTION
-    C, KV_D = config.width, config.kv_heads * config.head_width
+    C, KV_D = config.hidden_size, config.kv_heads * config.head_dim
     attention = 2 * C * C + 2 * C * KV_D
-    mlp = 3 * C * config.hidden
+    mlp = 3 * C * config.intermediate_size
     norms = 2 * C
     embeddings = config.vocab_size * C * (1 if config.tied else 2)
     return embeddings + config.layers * (attention + mlp + norms) + C
@@ -235,7 +235,7 @@ print(f"the loss went down: {losses[-1] < losses[0]}")
 # Backward needs what forward computed: to find the gradient of `w` in `x @ w` it needs `x`. All
 # that is kept for it are the **activations**. The meter knows which operator of which module made
 # each. This is what one block keeps, in the order it was made, for 8 × 64 tokens. Here C = 32,
-# H = 4, KV = 2, D = 8 and `hidden` = 96.
+# H = 4, KV = 2, D = 8 and `intermediate_size` = 96.
 
 # %%
 kept = [e for e in second.alive(second.peak_position) if e.category == "activations"]
@@ -250,7 +250,7 @@ for e in sorted(kept, key=lambda e: e.storage):
 # | each of the two norms: the normalised x, the weighted x, 1/rms | 2 · C + 1 |
 # | attention: q and k after rotation (RoPE); v; the output; log-sum-exp | C + 2 · KV · D + C + H |
 # | the sum after attention, the sum after the MLP | 2 · C |
-# | MLP: gate, silu(gate), up, their product | 4 · `hidden` |
+# | MLP: gate, silu(gate), up, their product | 4 · `intermediate_size` |
 #
 # RoPE turns q and k by angles that tell a token's place. The log-sum-exp is one number for each
 # head, with which backward computes attention's weights again. Outside of the blocks: the
@@ -268,10 +268,10 @@ for e in sorted(kept, key=lambda e: e.storage):
 def activation_bytes(config: GPTConfig, batch: int, seq_len: int) -> int:
     """Bytes that the forward pass keeps for backward."""
     ### BEGIN SOLUTION
-    C, KV_D = config.width, config.kv_heads * config.head_width
+    C, KV_D = config.hidden_size, config.kv_heads * config.head_dim
     norm = 2 * C + 1
     attention = C + 2 * KV_D + C + config.heads
-    block = 2 * norm + attention + 2 * C + 4 * config.hidden
+    block = 2 * norm + attention + 2 * C + 4 * config.intermediate_size
     ends = C + norm + config.vocab_size
     return 4 * (batch * seq_len * (config.layers * block + ends) + 1)
     ### END SOLUTION
@@ -556,7 +556,7 @@ def operations_per_byte(tokens: int, C: int) -> float:
     return counter.get_total_flops() / (x.nbytes + weight.nbytes + y.nbytes)
 
 
-C, H100 = PRESETS["1b"].width, 989 / 3.35
+C, H100 = PRESETS["1b"].hidden_size, 989 / 3.35
 few_tokens, many_tokens = (operations_per_byte(tokens, C) for tokens in (64, 6 * 8192))
 verdict(
     "1b",
@@ -572,7 +572,9 @@ verdict(
 # %%
 without_one = replace(config, layers=config.layers - 1)
 in_a_block = activation_bytes(config, 8, 640) - activation_bytes(without_one, 8, 640)
-wide = replace(PRESETS["tiny"], width=64, hidden=2 * PRESETS["tiny"].hidden)
+wide = replace(
+    PRESETS["tiny"], hidden_size=64, intermediate_size=2 * PRESETS["tiny"].intermediate_size
+)
 kept = {name: t.at_peak["activations"] for name, t in costs.items()}
 ratios = {
     "batch": kept["8 × 64"] / kept["4 × 64"],
@@ -584,7 +586,7 @@ verdict(
     "3",
     abs(ratios["batch"] - 2) < 0.01 and abs(ratios["length"] - 2) < 0.01,
     f"twice the {', '.join(f'{name}: {ratio:.2f} ×' for name, ratio in ratios.items())}; a block "
-    f"of 124m keeps {in_a_block / (4 * 8 * 640 * config.width):.1f} tensors of that size",
+    f"of 124m keeps {in_a_block / (4 * 8 * 640 * config.hidden_size):.1f} tensors of that size",
     condition="with fused attention, and for width all but the logits; the factor is about twenty",
 )
 

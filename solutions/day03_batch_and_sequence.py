@@ -348,7 +348,7 @@ guess("3.2", upper_frozen_percent=50, lower_frozen_percent=50)  # half of the bl
 # | each of the two norms | 2 · C + 1 | 1 |
 # | attention: q, k, v, output, log-sum-exp | 2 · C + 2 · KV · D + H | the same |
 # | the two sums | 2 · C | the same |
-# | MLP | 4 · `hidden` | 3 · `hidden` |
+# | MLP | 4 · `intermediate_size` | 3 · `intermediate_size` |
 #
 # Above the blocks, frozen: the last norm keeps 1 (its 1/rms), the loss V log-probabilities. Below
 # them nothing learns, so nothing has to pass the first norm that learns: its own 1/rms is not kept,
@@ -359,22 +359,22 @@ guess("3.2", upper_frozen_percent=50, lower_frozen_percent=50)  # half of the bl
 #
 # About 15 minutes. Only the blocks in the range `trained` learn; the others, the embedding, the
 # last norm and the unembedding are frozen. Bytes in float32, with AdamW (its counters: 4 bytes for
-# each of a block's 9 tensors). A block has 2·C² + 2·C·KV·D + 3·C·`hidden` + 2·C weights. The loss
-# is one more number.
+# each of a block's 9 tensors). A block has 2·C² + 2·C·KV·D + 3·C·F + 2·C weights, with F for
+# `intermediate_size`. The loss is one more number.
 
 
 # %%
 def trained_bytes(config, batch, seq_len, trained):
     """Bytes of "gradients", "optimizer_state" and "activations"."""
     ### BEGIN SOLUTION
-    C, KV_D = config.width, config.kv_heads * config.head_width
+    C, KV_D = config.hidden_size, config.kv_heads * config.head_dim
     shared = 2 * C + 2 * KV_D + config.heads + 2 * C
-    learns = 2 * (2 * C + 1) + shared + 4 * config.hidden
-    passed = 2 + shared + 3 * config.hidden
+    learns = 2 * (2 * C + 1) + shared + 4 * config.intermediate_size
+    passed = 2 + shared + 3 * config.intermediate_size
     above = config.layers - trained.stop
     # The last norm's 1/rms is one more, the first trained norm's is one less.
     per_token = len(trained) * learns + above * passed + config.vocab_size
-    weights = len(trained) * (2 * C * C + 2 * C * KV_D + 3 * C * config.hidden + 2 * C)
+    weights = len(trained) * (2 * C * C + 2 * C * KV_D + 3 * C * config.intermediate_size + 2 * C)
     return {
         "gradients": 4 * weights,
         "optimizer_state": 8 * weights + 4 * 9 * len(trained),
@@ -772,9 +772,9 @@ verdict(
 
 # %%
 wide = PRESETS["25m"]
-narrow = replace(wide, width=448, hidden=1204)  # an eighth less of both
+narrow = replace(wide, hidden_size=448, intermediate_size=1204)  # an eighth less of both
 fewer = activation_bytes(narrow, 2, 512) / activation_bytes(wide, 2, 512)
-features = 4 * 2 * 512 * wide.width / activation_bytes(wide, 2, 512)
+features = 4 * 2 * 512 * wide.hidden_size / activation_bytes(wide, 2, 512)
 verdict(
     "10c",
     fewer < 1 and narrow.parameters < wide.parameters,

@@ -193,7 +193,7 @@ def held_bytes(config: GPTConfig, policy: str) -> dict[str, int]:
         "master": (2 + 4, 2, 4, 0),
         "master32": (2 + 4, 4, 4, 0),
     }[policy]
-    N, L, C = config.parameters, config.layers, config.width
+    N, L, C = config.parameters, config.layers, config.hidden_size
     looked_up = 0 if config.tied else config.vocab_size * C
     return {
         "parameters": weight * N,

@@ -322,7 +322,7 @@ with memlab.dry_run():
     )
     operations = {}
     for name, way in (("plain", ways["plain"]), ("early", checkpoint), ("to the end", to_the_end)):
-        x = torch.randn(8, 640, config.width, requires_grad=True)
+        x = torch.randn(8, 640, config.hidden_size, requires_grad=True)
         with Operations() as counter:
             way(block, x).sum().backward()
         operations[name] = counter.total
@@ -510,7 +510,7 @@ for name in ("25m", "124m", "llama-2-7b", "llama-3-70b", "llama-3-405b"):
     shape = PRESETS[name]
     fewer = replace(shape, layers=shape.layers - 1)
     own = activation_bytes(shape, 1, 64) - activation_bytes(fewer, 1, 64)
-    one_input = 4 * 64 * shape.width
+    one_input = 4 * 64 * shape.hidden_size
     segments, _ = best_segments(shape.layers, one_input, own)
     each_alone += [shape.layers] if segments == shape.layers else []
     print(f"{name:13}{shape.layers:4} blocks, each keeps {own / one_input:.1f} inputs: ", end="")

@@ -139,14 +139,19 @@ reveal("6.1", gone_percent=100 * gone, again_percent=100 * again_of[selected])
 #
 # If all blocks are alike, an even schedule is hard to beat. Real models often are not: OpenELM
 # (2024) lets its MLPs grow from block to block. So does today's patient: the tiny model with nine
-# blocks, `hidden` from 32 to 288. It reads torch's own source.
+# blocks, `intermediate_size` from 32 to 288. It reads torch's own source.
 
 # %%
 torch.manual_seed(0)
 config = PRESETS["tiny"]
 model = GPT(config)
 model.blocks = nn.ModuleList(
-    Block(replace(config, hidden=32 * n), model.rotary, scaled_dot_product_attention, torch.float32)
+    Block(
+        replace(config, intermediate_size=32 * n),
+        model.rotary,
+        scaled_dot_product_attention,
+        torch.float32,
+    )
     for n in range(1, 10)
 )
 model.initialize_()

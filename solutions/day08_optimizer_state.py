@@ -72,7 +72,7 @@ SMALL = Setting("25m", batch=1, seq_len=256)
 
 
 def mini(model):
-    partition = optim.gpt_partition(model.config.head_width)
+    partition = optim.gpt_partition(model.config.head_dim)
     return optim.AdamMini(model.named_parameters(), partition=partition)
 
 
@@ -260,7 +260,7 @@ class Stepping(torch.optim.Optimizer):
 
 
 # %%
-CONFIG = replace(PRESETS["tiny"], width=64, layers=2, kv_heads=4, hidden=192)
+CONFIG = replace(PRESETS["tiny"], hidden_size=64, layers=2, kv_heads=4, intermediate_size=192)
 TEXT = source_bytes("256 KiB")
 
 
@@ -403,7 +403,7 @@ else:
 
 # %%
 roots = {n: adamw.state[w]["v"].clamp(min=1e-30).sqrt() for n, w in model.named_parameters()}
-D = CONFIG.head_width
+D = CONFIG.head_dim
 shown = ("mlp.gate", "attention.query", "mlp.down")
 fig, axes = plt.subplots(1, 3, figsize=(9, 4.2), width_ratios=(1, 1, 3), layout="constrained")
 for one, part in zip(axes, shown, strict=True):
@@ -412,7 +412,7 @@ for one, part in zip(axes, shown, strict=True):
     rows, columns = root.shape
     one.set(title=f"{part}\n({rows}, {columns})", xticks=[], yticks=[])
     one.set(xlabel="inputs", ylabel="outputs")
-for edge in range(D, CONFIG.width, D):
+for edge in range(D, CONFIG.hidden_size, D):
     axes[1].axhline(edge - 0.5, color="w", linewidth=1)
 _ = fig.colorbar(picture, ax=axes, location="bottom", aspect=50, label="√v, as a power of ten")
 
@@ -461,22 +461,22 @@ for name in names:
 # | layer | share a v |
 # | --- | --- |
 # | first: any whose name ends in `.bias` | none: 1 |
-# | `query`, `key` | a head: `head_width` rows |
+# | `query`, `key` | a head: `head_dim` rows |
 # | `embedding`, `unembedding`, `value`, `output`, `gate`, `up`, `down` | a row |
 # | `attention_norm`, `mlp_norm`, `norm`; shape (n,) | all |
 # | any other, `q_norm`, too; rows that make no whole heads | ValueError |
 
 
 # %%
-def block_size(name, shape, head_width):
+def block_size(name, shape, head_dim):
     ### BEGIN SOLUTION memlab.reference.adam_mini.block_size
     layer, kind = name.split(".")[-2:]
     if kind == "bias":
         return 1
     if layer in ("query", "key"):
-        if shape[0] % head_width:
-            raise ValueError(f"got {shape[0]} rows in {name}; give heads of {head_width}")
-        return head_width * shape[1]
+        if shape[0] % head_dim:
+            raise ValueError(f"got {shape[0]} rows in {name}; give heads of {head_dim}")
+        return head_dim * shape[1]
     if layer in ("attention_norm", "mlp_norm", "norm"):
         return shape[0]
     if layer in ("embedding", "unembedding", "value", "output", "gate", "up", "down"):
@@ -539,7 +539,7 @@ def by_blocks(size_of, step_=adam_mini_, **settings):
     return make
 
 
-def whole(name, shape, head_width):
+def whole(name, shape, head_dim):
     return shape.numel()
 
 
@@ -582,7 +582,7 @@ if package := imported("adam_mini"):
     def theirs_of(model):
         # In "mlp_norm" it would find "mlp", and fail on a vector.
         named = [(n.replace("mlp_norm", "post_norm"), w) for n, w in model.named_parameters()]
-        shape = {"dim": CONFIG.width, "n_heads": CONFIG.heads}
+        shape = {"dim": CONFIG.hidden_size, "n_heads": CONFIG.heads}
         return package.Adam_mini(named, lr=LR, weight_decay=0.0, verbose=False, **shape)
 
     theirs, *_ = learn(theirs_of, steps=5)

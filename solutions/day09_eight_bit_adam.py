@@ -73,7 +73,7 @@ guess("9.1", state_kib=241, zeros_percent=0.5)  # two bytes a weight; hardly any
 # 8-bit one.
 
 # %%
-CONFIG = replace(PRESETS["tiny"], width=64, layers=2, kv_heads=4, hidden=192)
+CONFIG = replace(PRESETS["tiny"], hidden_size=64, layers=2, kv_heads=4, intermediate_size=192)
 TEXT = source_bytes("256 KiB")
 
 
@@ -543,7 +543,7 @@ for reduction in ("mean", "sum"):
 # no verdict about optimizers.)
 
 # %%
-partition = optim.gpt_partition(CONFIG.width // CONFIG.heads)
+partition = optim.gpt_partition(CONFIG.hidden_size // CONFIG.heads)
 learnt["Lion"] = learn(lambda model: optim.Lion(model.parameters(), lr=2e-3))
 learnt["Adam-mini"] = learn(
     lambda model: optim.AdamMini(

@@ -632,12 +632,12 @@ print(f"all 8 losses equal torch's to 1e-4: {torch.allclose(mine, torchs, atol=1
 # %%
 def kept_by_tiles(config, tokens, element=2):
     """q and the result; k and v; a float32 for each query of each head."""
-    q, kv = config.width, config.kv_heads * config.head_width
+    q, kv = config.hidden_size, config.kv_heads * config.head_dim
     return tokens * ((2 * q + 2 * kv) * element + 4 * config.heads)
 
 
 def given_bytes(config, tokens, element=2):
-    return tokens * (config.width + 2 * config.kv_heads * config.head_width) * element
+    return tokens * (config.hidden_size + 2 * config.kv_heads * config.head_dim) * element
 
 
 for name in ("llama-2-7b", "llama-3-8b"):

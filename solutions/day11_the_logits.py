@@ -443,7 +443,7 @@ def in_chunks(hidden, weight, targets):
 
 def learn(steps=8, **plug):
     torch.manual_seed(0)
-    model, losses = GPT(replace(PRESETS["tiny"], vocab_size=2048, width=64), **plug), []
+    model, losses = GPT(replace(PRESETS["tiny"], vocab_size=2048, hidden_size=64), **plug), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
     drawn = batches(tokens, 8, 64, seed=0)
     for _ in range(steps):
@@ -500,7 +500,7 @@ print(f"a block keeps {format_bytes(a_block)}, checkpointed {format_bytes(an_inp
 def head_bytes(loss, rows=8192):
     """The peak of the head's loss, beyond what it is handed."""
     with memlab.dry_run():
-        C, V = PRESETS["llama-3-8b"].width, PRESETS["llama-3-8b"].vocab_size
+        C, V = PRESETS["llama-3-8b"].hidden_size, PRESETS["llama-3-8b"].vocab_size
         hidden, weight = (torch.zeros(n, C, dtype=BF16, requires_grad=True) for n in (rows, V))
         targets = torch.zeros(rows, dtype=torch.long)
         trace = memlab.measure(lambda: loss(hidden, weight, targets).backward())

@@ -779,13 +779,13 @@ of_a_rank = exercise("13.5", of_a_rank)
 
 # %%
 huge, K, TOKENS = PRESETS["llama-3-405b"], 16, 8192
-block = (huge.parameters - 2 * huge.vocab_size * huge.width - huge.width) // huge.layers
+block = (huge.parameters - 2 * huge.vocab_size * huge.hidden_size - huge.hidden_size) // huge.layers
 
 
 def cut(tensor, pipeline, data):
     """In GB; all GPUs together see as many tokens, however they are cut."""
     k = 4 * K // data
-    given = block, huge.layers, huge.width, tensor, pipeline, data, k, TOKENS
+    given = block, huge.layers, huge.hidden_size, tensor, pipeline, data, k, TOKENS
     return [n / 1e9 for n in of_a_rank(*given)]
 
 

@@ -764,7 +764,9 @@ def peak_of(config, way):
 
 # %%
 seven, card = PRESETS["llama-2-7b"], 24 * 2**30  # sold as 24 GB; less is free (Day 16)
-thirteen = replace(seven, layers=40, width=5120, heads=40, kv_heads=40, hidden=13824)
+thirteen = replace(
+    seven, layers=40, hidden_size=5120, heads=40, kv_heads=40, intermediate_size=13824
+)
 peaks = {way: peak_of(seven, way) for way in WAYS}
 for way in ("and gradients", "everything"):
     peaks[way, 13] = peak_of(thirteen, way)

@@ -135,8 +135,8 @@ peak = exercise("16.1", peak)
 # %%
 def sizes_of(config):
     """Of each weight of our GPT."""
-    C, F, V = config.width, config.hidden, config.vocab_size
-    Q, K = config.heads * config.head_width, config.kv_heads * config.head_width
+    C, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
+    Q, K = config.heads * config.head_dim, config.kv_heads * config.head_dim
     block = [C * Q, C * K, C * K, Q * C, C * F, C * F, F * C, C, C]
     return [V * C] * (1 if config.tied else 2) + block * config.layers + [C]
 
@@ -177,14 +177,14 @@ class Block:
 
 def block_of(config, fused=True):
     """On a CPU norms are not fused, and keep one tensor more each."""
-    C, F = config.width, config.hidden
-    Q, K = config.heads * config.head_width, config.kv_heads * config.head_width
+    C, F = config.hidden_size, config.intermediate_size
+    Q, K = config.heads * config.head_dim, config.kv_heads * config.head_dim
     norms = 2 * C if fused else 4 * C
     return Block(C, 2 * C + norms + 2 * Q + 2 * K + 4 * F, config.heads + 2, 2 * F + C)
 
 
 print(f"a block of 7B keeps {2 * block_of(seven).numbers + 4 * block_of(seven).floats:,} bytes")
-print(f"of each token in bfloat16; its input is {2 * seven.width:,} of them")
+print(f"of each token in bfloat16; its input is {2 * seven.hidden_size:,} of them")
 
 # %% [markdown]
 # ### Exercise 16.2: activations, kept or made again
@@ -215,7 +215,7 @@ activations = exercise("16.2", activations)
 # %%
 def ends_of(config, tokens, itemsize, fused=True):
     """The last norm; the logits three times over (Day 11); on a CPU the embedding, too."""
-    C, V = config.width, config.vocab_size
+    C, V = config.hidden_size, config.vocab_size
     return tokens * (itemsize * (2 if fused else 3) * C + 4 + 3 * itemsize * V)
 
 
@@ -239,7 +239,7 @@ for batch, length, how in ((1, 4, "plain"), (16, 64, "checkpointing")):
     trace = train.measured(training)
     tokens, checkpointed = batch * length, how == "checkpointing"
     moment, count = estimate(tiny, torchs_adamw, tokens, 4, checkpointed, fused=False)
-    known = 4 * tiny.seq_len * tiny.head_width + 16 * tokens + 4 * len(sizes_of(tiny))
+    known = 4 * tiny.seq_len * tiny.head_dim + 16 * tokens + 4 * len(sizes_of(tiny))
     print(f"{how}, {batch} × {length}: formula {format_bytes(count)}, in {moment!r}; ", end="")
     print(f"meter {format_bytes(trace.peak_bytes)}")
     print(f"  of it not known: {trace.peak_bytes - known - count:,} bytes")
@@ -555,9 +555,9 @@ of_a_rank = exercise("16.5", of_a_rank)
 
 # %%
 huge, TOKENS = PRESETS["llama-3-405b"], 8192
-end = huge.vocab_size * huge.width
-block = (huge.parameters - 2 * end - huge.width) // huge.layers
-kept = 2 * TOKENS * huge.width
+end = huge.vocab_size * huge.hidden_size
+block = (huge.parameters - 2 * end - huge.hidden_size) // huge.layers
+kept = 2 * TOKENS * huge.hidden_size
 of_h100 = memory_named("h100").budget_bytes
 WAYS = {
     "BF16, Adam and copies in float32": (2, 2, 12),

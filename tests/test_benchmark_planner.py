@@ -20,7 +20,15 @@ benchmark = script("planner")
 Case = benchmark.PlannerCase
 # s·b·h = 16·2·8 = 256, a·s/h = 4, v/h = 12.5, L = 3.
 INPUTS = benchmark.EstimatorInputs(
-    GPTConfig(vocab_size=100, width=8, layers=3, heads=2, kv_heads=2, hidden=16, seq_len=32),
+    GPTConfig(
+        vocab_size=100,
+        hidden_size=8,
+        layers=3,
+        heads=2,
+        kv_heads=2,
+        intermediate_size=16,
+        seq_len=32,
+    ),
     weights=1000,
     trained=100,
     largest_layer=300,

@@ -203,7 +203,7 @@ def expected_at_end(names: set[str]) -> dict[str, int]:
     if "master-weights" in names:
         parameters, gradients = parameters + 4 * sum(trained), 4 * sum(trained)
     if "streamed-layers" in names:
-        outside_the_blocks = CONFIG.vocab_size * CONFIG.width + CONFIG.width
+        outside_the_blocks = CONFIG.vocab_size * CONFIG.hidden_size + CONFIG.hidden_size
         parameters = of_a_number * outside_the_blocks
     if names & WITHOUT_GRADIENTS:
         gradients = 0
@@ -214,7 +214,11 @@ def expected_at_end(names: set[str]) -> dict[str, int]:
 
 def added() -> list[int]:
     """The numbers of each of LoRA's factors: of seven matrices a block."""
-    C, KV_D, hidden = CONFIG.width, CONFIG.kv_heads * CONFIG.head_width, CONFIG.hidden
+    C, KV_D, hidden = (
+        CONFIG.hidden_size,
+        CONFIG.kv_heads * CONFIG.head_dim,
+        CONFIG.intermediate_size,
+    )
     sizes = [(C, C), (C, KV_D), (C, KV_D), (C, C), (C, hidden), (C, hidden), (hidden, C)]
     factors = [RANK * n for size in sizes for n in size] * CONFIG.layers
     assert sum(factors) == CONFIG.layers * sum(added_weights(*size, RANK) for size in sizes)
@@ -250,8 +254,8 @@ def state_bytes(sizes: list[int], names: set[str]) -> int:
 
 def blocks(names: set[str]) -> int:
     """The second moments of Adam-mini: one for each row, or head, or norm."""
-    C, KV_D, D = CONFIG.width, CONFIG.kv_heads * CONFIG.head_width, CONFIG.head_width
-    hidden, L = CONFIG.hidden, CONFIG.layers
+    C, KV_D, D = CONFIG.hidden_size, CONFIG.kv_heads * CONFIG.head_dim, CONFIG.head_dim
+    hidden, L = CONFIG.intermediate_size, CONFIG.layers
     if "lora" in names:
         return L * (7 * RANK + C + 2 * KV_D + C + 2 * hidden + C)
     of_a_block = C // D + KV_D // D + KV_D + C + 2 * hidden + C + 2

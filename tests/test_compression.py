@@ -31,7 +31,7 @@ from memlab.quantize import dequantize_blockwise, quantize_blockwise
 from memlab.train import Plugs, Setting, build, dry_trace, measured
 
 B, T, C = 8, 128, 128
-CONFIG = GPTConfig(256, C, layers=1, heads=4, kv_heads=2, hidden=3 * C, seq_len=T)
+CONFIG = GPTConfig(256, C, layers=1, heads=4, kv_heads=2, intermediate_size=3 * C, seq_len=T)
 
 
 def our_block() -> nn.Module:
@@ -375,7 +375,9 @@ def test_leave_alone_keeps_the_chosen_tensors_unchanged():
 
 def trained() -> tuple[GPT, tuple[torch.Tensor, torch.Tensor]]:
     """Return a model with trained attention, and a batch."""
-    model = GPT(GPTConfig(256, 64, layers=2, heads=4, kv_heads=2, hidden=192, seq_len=64))
+    model = GPT(
+        GPTConfig(256, 64, layers=2, heads=4, kv_heads=2, intermediate_size=192, seq_len=64)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     drawn = batches(source_bytes("256 KiB"), 8, 64, seed=0)
     for _ in range(150):

@@ -940,7 +940,7 @@ def test_averages_are_measured_in_each_place(rehearsal, capsys):
     rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines()]
     lines = {row[1]: row[2:-1] for row in rows if row[1:2] and row[1] in ema_jobs.PLACES}
     averages = format_bytes(8 * PRESETS["tiny"].parameters)
-    largest = 4 * PRESETS["tiny"].width * PRESETS["tiny"].vocab_size
+    largest = 4 * PRESETS["tiny"].hidden_size * PRESETS["tiny"].vocab_size
     assert lines[ema_jobs.ON_THE_GPU][:3] == [averages, averages, "0 B"]
     assert lines[ema_jobs.ON_THE_HOST][:3] == [
         averages,

@@ -30,12 +30,12 @@ TINY = PRESETS["tiny"]
 # What each family adds to Llama's parts, with a head width other than width / heads.
 FAMILIES = {
     "llama": {"attention_biases": ("query", "key", "value", "output")},
-    "mistral": {"own_head_width": 12},
+    "mistral": {"custom_head_dim": 12},
     "qwen2": {"attention_biases": ("query", "key", "value")},
-    "qwen3": {"own_head_width": 12, "head_norms": True},
-    "gemma": {"own_head_width": 12, "activation": "gelu_tanh", "scaled_embeddings": True},
+    "qwen3": {"custom_head_dim": 12, "head_norms": True},
+    "gemma": {"custom_head_dim": 12, "activation": "gelu_tanh", "scaled_embeddings": True},
     "gemma3_text": {
-        "own_head_width": 12,
+        "custom_head_dim": 12,
         "head_norms": True,
         "post_norms": True,
         "activation": "gelu_tanh",
@@ -103,7 +103,7 @@ def test_the_formula_equals_the_built_model_of_each_family(family):
 
 def test_untying_adds_one_matrix_of_vocabulary_by_width():
     tied, untied = TINY.parameters, replace(TINY, tied=False).parameters
-    assert untied - tied == TINY.vocab_size * TINY.width
+    assert untied - tied == TINY.vocab_size * TINY.hidden_size
 
 
 def test_the_tiny_preset_is_tiny_and_shares_its_keys():
@@ -115,8 +115,8 @@ def test_the_25m_preset_has_the_proportions_of_llama_3_8b():
     small, large = PRESETS["25m"], PRESETS["llama-3-8b"]
     assert small.parameters == pytest.approx(25e6, rel=0.001)
     assert small.heads // small.kv_heads == large.heads // large.kv_heads
-    assert small.vocab_size / small.width == 32
-    assert large.vocab_size / large.width == pytest.approx(32, rel=0.03)
+    assert small.vocab_size / small.hidden_size == 32
+    assert large.vocab_size / large.hidden_size == pytest.approx(32, rel=0.03)
 
 
 def test_the_34m_preset_is_64_weights_short_of_the_published_one():
@@ -178,18 +178,18 @@ def test_logits_equal_those_of_transformers(family, tied):
         transformers.AutoConfig.for_model(
             family,
             vocab_size=TINY.vocab_size,
-            hidden_size=TINY.width,
-            intermediate_size=TINY.hidden,
+            hidden_size=TINY.hidden_size,
+            intermediate_size=TINY.intermediate_size,
             num_hidden_layers=TINY.layers,
             num_attention_heads=TINY.heads,
             num_key_value_heads=TINY.kv_heads,
-            head_dim=ours.config.head_width,
+            head_dim=ours.config.head_dim,
             max_position_embeddings=TINY.seq_len,
             rms_norm_eps=TINY.norm_eps,
             tie_word_embeddings=tied,
             attention_bias=family == "llama",
             rope_theta=TINY.rope_theta,
-            query_pre_attn_scalar=ours.config.head_width,  # Gemma 3's scale, like all others
+            query_pre_attn_scalar=ours.config.head_dim,  # Gemma 3's scale, like all others
             bos_token_id=0,  # Gemma's own ids exceed this vocabulary
             eos_token_id=1,
             pad_token_id=None,
@@ -226,7 +226,7 @@ def test_an_earlier_token_changes_every_later_logit():
 
 
 def test_rotated_dot_products_depend_only_on_the_distance():
-    D, positions = TINY.head_width, torch.arange(TINY.seq_len)
+    D, positions = TINY.head_dim, torch.arange(TINY.seq_len)
     cos, sin = Rotary(TINY, torch.float64).tables(TINY.seq_len, torch.float64)
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 1, 1, D, dtype=torch.float64).expand(2, 1, TINY.seq_len, 1, D)
@@ -242,7 +242,7 @@ def test_rotated_dot_products_depend_only_on_the_distance():
 def test_pair_i_turns_by_theta_to_the_minus_2i_over_d_a_position(theta):
     rotary = Rotary(replace(TINY, rope_theta=theta), torch.float64)
     cos, sin = rotary.tables(TINY.seq_len, torch.float64)
-    pairs = TINY.head_width // 2
+    pairs = TINY.head_dim // 2
     for position in (0, 1, 63):
         angles = [position * theta ** (-pair / pairs) for pair in range(pairs)]
         assert cos[position, 0].tolist() == pytest.approx([math.cos(a) for a in angles])
@@ -256,7 +256,7 @@ def test_shared_keys_equal_keys_repeated_for_every_query_head():
     times = TINY.heads // TINY.kv_heads
     for name, weight in state.items():
         if name.endswith(("key.weight", "value.weight")):
-            heads = weight.view(TINY.kv_heads, TINY.head_width, TINY.width)
+            heads = weight.view(TINY.kv_heads, TINY.head_dim, TINY.hidden_size)
             state[name] = heads.repeat_interleave(times, dim=0).flatten(0, 1)
     repeated.load_state_dict(state)
     tokens = random_tokens()
@@ -297,7 +297,7 @@ def test_the_first_loss_is_the_loss_of_guessing(name):
 
 
 def test_matrices_start_with_a_spread_of_0_02_and_norms_at_one():
-    for name, weight in tiny_model(width=128, kv_heads=4).named_parameters():
+    for name, weight in tiny_model(hidden_size=128, kv_heads=4).named_parameters():
         if name.endswith("norm.weight"):
             assert (weight == 1).all()
         elif not name.endswith(("output.weight", "down.weight")):
@@ -305,7 +305,7 @@ def test_matrices_start_with_a_spread_of_0_02_and_norms_at_one():
 
 
 def test_residual_matrices_start_smaller_by_the_root_of_their_number():
-    model = tiny_model(width=128, kv_heads=4)
+    model = tiny_model(hidden_size=128, kv_heads=4)
     residual = [block.attention.output for block in model.blocks]
     residual += [block.mlp.down for block in model.blocks]
     for matrix in residual:
@@ -335,7 +335,7 @@ def test_a_bfloat16_model_is_never_created_in_float32():
     with Recorded() as recorded:
         tiny_model(dtype=torch.bfloat16)
     wide = [numel for _, dtype, numel in recorded.calls if dtype == torch.float32]
-    assert max(wide) == TINY.seq_len * TINY.head_width // 2  # the angles before rounding
+    assert max(wide) == TINY.seq_len * TINY.head_dim // 2  # the angles before rounding
 
 
 def test_a_7b_step_runs_on_fake_tensors():
@@ -355,7 +355,7 @@ def test_the_rotation_keeps_only_its_tables_for_backward():
     cos, sin = Rotary(TINY, torch.float32).tables(16, torch.float32)
     saved = []
     with saved_tensors_hooks(lambda tensor: saved.append(tensor), lambda packed: packed):
-        rotate(torch.randn(2, 16, 4, TINY.head_width, requires_grad=True), cos, sin)
+        rotate(torch.randn(2, 16, 4, TINY.head_dim, requires_grad=True), cos, sin)
     assert {tensor.data_ptr() for tensor in saved} == {cos.data_ptr(), sin.data_ptr()}
 
 
@@ -363,7 +363,7 @@ def test_all_blocks_share_one_pair_of_tables_even_after_a_cast():
     model = tiny_model(dtype=torch.float32).to(torch.bfloat16)
     tables = {b.attention.rotary.cos.untyped_storage().data_ptr() for b in model.blocks}
     assert len(tables) == 1
-    assert sum(b.nbytes for b in model.buffers()) == 2 * TINY.seq_len * TINY.head_width // 2 * 2
+    assert sum(b.nbytes for b in model.buffers()) == 2 * TINY.seq_len * TINY.head_dim // 2 * 2
 
 
 def test_bfloat16_tables_are_the_float32_tables_rounded():
@@ -410,14 +410,14 @@ def test_the_attention_plug_gets_batch_heads_tokens_width_in_every_layer():
         return scaled_dot_product_attention(q, k, v, causal=causal)
 
     tiny_model(attention=attention)(random_tokens(2, 16))
-    H, KV, D = TINY.heads, TINY.kv_heads, TINY.head_width
+    H, KV, D = TINY.heads, TINY.kv_heads, TINY.head_dim
     assert calls == [((2, H, 16, D), (2, KV, 16, D), (2, KV, 16, D), True)] * TINY.layers
 
 
 def test_the_block_adds_the_result_of_the_attention_plug():
     model = tiny_model(attention=lambda q, k, v, *, causal: torch.zeros_like(q))
     attention = model.blocks[0].attention
-    assert not attention(torch.ones(1, 4, TINY.width, dtype=torch.float64)).any()
+    assert not attention(torch.ones(1, 4, TINY.hidden_size, dtype=torch.float64)).any()
 
 
 def test_the_reference_attention_gives_the_logits_of_the_fused_one():
@@ -558,17 +558,17 @@ def test_operators_of_the_rotation_run_inside_the_attention_module():
     ("changes", "message"),
     [
         (
-            {"width": 100},
-            "a width of 100 does not split into 4 heads of even width .* use 96 or 104",
+            {"hidden_size": 100},
+            "hidden_size=100 does not split into 4 heads of an even head_dim .* use 96 or 104",
         ),
-        ({"width": 4}, r"a width of 4 does not split into 4 heads .* use 8$"),
+        ({"hidden_size": 4}, r"hidden_size=4 does not split into 4 heads .* use 8$"),
         ({"kv_heads": 3}, "4 heads cannot share 3 key/value heads evenly; use kv_heads=1, 2, 4"),
         ({"kv_heads": 8}, "4 heads cannot share 8 key/value heads evenly"),
         ({"layers": 0}, "got layers=0; give at least 1"),
         ({"kv_heads": 0}, "got kv_heads=0; give at least 1"),
-        ({"own_head_width": 7}, "got own_head_width=7; rotary .*: give an even number from 2 on$"),
-        ({"own_head_width": 0}, "got own_head_width=0; rotary"),
-        ({"own_head_width": -2}, "got own_head_width=-2; rotary"),
+        ({"custom_head_dim": 7}, "got custom_head_dim=7; rotary .*: give an even integer from 2$"),
+        ({"custom_head_dim": 0}, "got custom_head_dim=0; rotary"),
+        ({"custom_head_dim": -2}, "got custom_head_dim=-2; rotary"),
         (
             {"attention_biases": ("query", "gate")},
             "got attention_biases for 'gate'; the matrices are query, key, value, output",
@@ -581,9 +581,9 @@ def test_an_invalid_shape_is_an_error_with_a_remedy(changes, message):
         replace(TINY, **changes)
 
 
-def test_with_own_head_width_the_width_need_not_be_divisible():
-    config = replace(TINY, width=33, own_head_width=6)
-    assert config.head_width == 6
+def test_with_a_custom_head_dim_the_hidden_size_need_not_be_divisible():
+    config = replace(TINY, hidden_size=33, custom_head_dim=6)
+    assert config.head_dim == 6
     assert GPT(config)(random_tokens(1, 8)).shape == (1, 8, TINY.vocab_size)
 
 
@@ -601,4 +601,4 @@ def test_the_longest_sequence_is_accepted():
 
 def test_a_config_cannot_be_changed():
     with pytest.raises(AttributeError):
-        GPTConfig(256, 32, 4, 4, 2, 96, 64).width = 64
+        GPTConfig(256, 32, 4, 4, 2, 96, 64).hidden_size = 64

@@ -40,7 +40,7 @@ NOTHING = Plugs()
 B, T = TINY.batch, TINY.seq_len
 CONFIG = PRESETS["tiny"]
 H, L, N = CONFIG.heads, CONFIG.layers, CONFIG.parameters
-STREAM_BYTES = B * T * CONFIG.width * FLOAT32  # what passes from block to block
+STREAM_BYTES = B * T * CONFIG.hidden_size * FLOAT32  # what passes from block to block
 
 
 def each_block(wrap: Callable[[nn.Module], None]) -> Callable[[nn.Module], object]:
@@ -202,7 +202,7 @@ def a_block_keeps_its_activations_in(bits: int):
     def claim(technique: Plugs) -> None:
         deeper = second_step(technique, replace(TINY, model="deeper"))
         grown = most(deeper, "activations") - most(second_step(technique), "activations")
-        sums = (2 + H) / CONFIG.width
+        sums = (2 + H) / CONFIG.hidden_size
         inputs = 21 * (bits / 32 + 1 / 256) + 2 * (8 - bits) / 32 + sums
         assert grown == 2 * inputs * STREAM_BYTES
 
@@ -223,7 +223,11 @@ def blocks_keep_their_products_and_attention(technique: Plugs) -> None:
     """Each block's input, q, k and v, attention's output and log-sum-exp, its projection, and the
     first two products of the MLP."""
     deeper, tiny = (alive_before_backward(technique, model) for model in ("deeper", "tiny"))
-    C, KV_D, hidden = CONFIG.width, CONFIG.kv_heads * CONFIG.head_width, CONFIG.hidden
+    C, KV_D, hidden = (
+        CONFIG.hidden_size,
+        CONFIG.kv_heads * CONFIG.head_dim,
+        CONFIG.intermediate_size,
+    )
     a_token = C + (C + 2 * KV_D) + (C + H) + C + 2 * hidden
     assert deeper - tiny == 2 * B * T * a_token * FLOAT32
 
@@ -280,7 +284,7 @@ def moments_take(in_8_bits: int, in_float32: int, codes: int):
 
 
 def the_second_moment_is_one_for_each_row_or_head(technique: Plugs) -> None:
-    C, KV_D, D, hidden = CONFIG.width, CONFIG.kv_heads * CONFIG.head_width, CONFIG.head_width, 96
+    C, KV_D, D, hidden = CONFIG.hidden_size, CONFIG.kv_heads * CONFIG.head_dim, CONFIG.head_dim, 96
     of_a_block = C // D + KV_D // D + KV_D + C + 2 * hidden + C + 2  # q, k, v, output, MLP, norms
     blocks = CONFIG.vocab_size + 1 + L * of_a_block
     assert second_step(technique).at_end["optimizer_state"] == FLOAT32 * (N + blocks)
@@ -289,7 +293,9 @@ def the_second_moment_is_one_for_each_row_or_head(technique: Plugs) -> None:
 def no_gradient_is_left_and_no_two_are_there_at_once(technique: Plugs) -> None:
     trace = second_step(technique)
     assert "gradients" not in trace.at_end
-    assert most(trace, "gradients") == CONFIG.vocab_size * CONFIG.width * FLOAT32  # the largest
+    assert (
+        most(trace, "gradients") == CONFIG.vocab_size * CONFIG.hidden_size * FLOAT32
+    )  # the largest
 
 
 def the_state_is_there_in_the_step_alone(technique: Plugs) -> None:
@@ -311,7 +317,7 @@ def nothing_is_kept_but_sums_of_each_token(technique: Plugs) -> None:
 def two_blocks_weights_are_there_and_neither_gradients_nor_state(technique: Plugs) -> None:
     """Beside the embedding and the last norm; between steps not even those two."""
     trace = second_step(technique)
-    rest = (CONFIG.vocab_size + 1) * CONFIG.width
+    rest = (CONFIG.vocab_size + 1) * CONFIG.hidden_size
     block = (N - rest) // L
     before_the_step = [event for event in trace.events if event.phase != "optimizer"]
     assert most(replace(trace, events=before_the_step), "parameters") == (
@@ -334,7 +340,7 @@ def attention_keeps_what_torch_s_kernel_does_without_it(technique: Plugs) -> Non
 
 def the_logits_are_there_a_chunk_at_a_time(technique: Plugs) -> None:
     """And their gradients are kept in their place: of the hidden states, and of the weight."""
-    V, C = CONFIG.vocab_size, CONFIG.width
+    V, C = CONFIG.vocab_size, CONFIG.hidden_size
     of_the_loss = [e.bytes for e in second_step(technique).events if e.module == "GPT"]
     assert max(of_the_loss) == chunk_rows(B * T, V, C) * V * FLOAT32
     plain, ours = kept_for_backward(second_step(PLAIN)), kept_for_backward(second_step(technique))
@@ -366,7 +372,11 @@ def the_most_activations_are_those_of_one_sequence(technique: Plugs) -> None:
 
 
 def gradients_and_state_are_those_of_the_added_weights(technique: Plugs) -> None:
-    C, KV_D, hidden = CONFIG.width, CONFIG.kv_heads * CONFIG.head_width, CONFIG.hidden
+    C, KV_D, hidden = (
+        CONFIG.hidden_size,
+        CONFIG.kv_heads * CONFIG.head_dim,
+        CONFIG.intermediate_size,
+    )
     sizes = [(C, C), (C, KV_D), (C, KV_D), (C, C), (C, hidden), (C, hidden), (hidden, C)]
     n = L * sum(added_weights(*size, 8) for size in sizes)
     at_end = second_step(technique).at_end

@@ -140,9 +140,9 @@ def require_countable(config: GPTConfig, batch: int, seq_len: int) -> None:
             f"got a model of {config.layers:,} layers; give one of at most {MAX_LAYERS:,}"
         )
     tokens = batch * seq_len
-    attention = config.heads * config.head_width
-    rows = max(config.width, tokens)
-    columns = max(config.vocab_size, config.hidden, attention)
+    attention = config.heads * config.head_dim
+    rows = max(config.hidden_size, tokens)
+    columns = max(config.vocab_size, config.intermediate_size, attention)
     largest = max(rows * columns, batch * config.heads * seq_len**2)
     if largest > MAX_ELEMENTS:
         raise UsageError(

@@ -39,7 +39,7 @@ class Family:
     """The facts that a `model_type` implies and its file leaves out."""
 
     tied: bool = False  # default of `tie_word_embeddings`
-    head_width: int | None = None  # default of `head_dim`; None: width / heads
+    head_dim: int | None = None  # default of `head_dim`; None: hidden_size / heads
     biases: tuple[str, ...] = ()  # always present
     optional_biases: tuple[str, ...] = ()  # present if `attention_bias` is true
     head_norms: bool = False
@@ -53,17 +53,17 @@ FAMILIES = {
     "llama": Family(optional_biases=ATTENTION),
     "mistral": Family(),
     "qwen2": Family(biases=("query", "key", "value")),
-    "qwen3": Family(head_width=128, optional_biases=ATTENTION, head_norms=True),
+    "qwen3": Family(head_dim=128, optional_biases=ATTENTION, head_norms=True),
     "gemma": Family(
         tied=True,
-        head_width=256,
+        head_dim=256,
         optional_biases=ATTENTION,
         activation="gelu_tanh",
         scaled_embeddings=True,
     ),
     "gemma3_text": Family(
         tied=True,
-        head_width=256,
+        head_dim=256,
         optional_biases=ATTENTION,
         head_norms=True,
         post_norms=True,
@@ -120,13 +120,13 @@ def config_from(fields: object, *, source: str = FILE) -> GPTConfig:
     file = _Fields(fields, source)
     family = file.family()
     file.refuse_unsupported()
-    width, heads = file.count("hidden_size"), file.count("num_attention_heads")
-    head_width = file.count("head_dim", family.head_width or width // heads)
+    hidden_size, heads = file.count("hidden_size"), file.count("num_attention_heads")
+    head_dim = file.count("head_dim", family.head_dim or hidden_size // heads)
     kv_heads = file.count("num_key_value_heads", heads)
-    if head_width < 2 or head_width % 2:
+    if head_dim < 2 or head_dim % 2:
         raise ValueError(
-            f"{source} has heads of {head_width} elements (its head_dim, or hidden_size {width} "
-            f"over num_attention_heads {heads}); rotary positions turn pairs: wanted an even number"
+            f"{source} has head_dim {head_dim} (given, or hidden_size {hidden_size} over "
+            f"num_attention_heads {heads}); rotary embeddings rotate pairs: wanted an even integer"
         )
     if heads % kv_heads:
         raise ValueError(
@@ -136,16 +136,16 @@ def config_from(fields: object, *, source: str = FILE) -> GPTConfig:
     biases = family.optional_biases if file.flag("attention_bias", False) else ()
     return GPTConfig(
         vocab_size=file.count("vocab_size"),
-        width=width,
+        hidden_size=hidden_size,
         layers=file.count("num_hidden_layers"),
         heads=heads,
         kv_heads=kv_heads,
-        hidden=file.count("intermediate_size"),
+        intermediate_size=file.count("intermediate_size"),
         seq_len=file.count("max_position_embeddings"),
         tied=file.flag("tie_word_embeddings", family.tied),
         rope_theta=file.rope_theta(family.rope_theta),
         norm_eps=file.number("rms_norm_eps", 1e-6),
-        own_head_width=None if head_width == width / heads else head_width,
+        custom_head_dim=None if head_dim == hidden_size / heads else head_dim,
         attention_biases=family.biases or biases,
         head_norms=family.head_norms,
         post_norms=family.post_norms,
@@ -159,7 +159,7 @@ def name_of(config: GPTConfig) -> str:
     for name, preset in PRESETS.items():
         if preset == config:
             return name
-    return f"{_rounded(config.parameters)}: {config.layers} layers, {config.width} wide"
+    return f"{_rounded(config.parameters)}: {config.layers} layers, {config.hidden_size} wide"
 
 
 def _rounded(count: int) -> str:

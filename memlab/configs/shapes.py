@@ -2,9 +2,10 @@
 
 A Llama has
 
-    N = V·C (2·V·C untied) + C + L·(2·C·H·D + 2·C·KV·D + 3·C·hidden + 2·C)
+    N = V·C (2·V·C untied) + C + L·(2·C·H·D + 2·C·KV·D + 3·C·F + 2·C)
 
-weights, with V vocabulary, C width, L layers, H heads of width D = C/H, and KV key/value heads.
+weights, with V vocab_size, C hidden_size, F intermediate_size, L layers, H heads, KV key/value
+heads, and head_dim D = C/H.
 Later families change this, each by a field of the shape:
 
     Mistral    some models set D themselves
@@ -24,78 +25,87 @@ class GPTConfig:
     """The shape of a model. Together with the dtype it determines the bytes of the weights."""
 
     vocab_size: int
-    width: int
+    hidden_size: int
     layers: int
     heads: int
     kv_heads: int
-    hidden: int  # the intermediate size of the MLP
+    intermediate_size: int  # of the MLP
     seq_len: int  # the longest sequence
     tied: bool = True  # one matrix for embedding and unembedding
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
-    own_head_width: int | None = None  # D if it is not width / heads
+    custom_head_dim: int | None = None  # D if it is not hidden_size / heads
     attention_biases: tuple[str, ...] = ()  # the matrices with a bias: query, key, value, output
     head_norms: bool = False  # a norm on each query and key head, before rotation
     post_norms: bool = False  # a norm after each branch too, before the residual addition
     activation: str = "silu"  # of the MLP's gate: one of ACTIVATIONS
-    scaled_embeddings: bool = False  # multiplied by √width
+    scaled_embeddings: bool = False  # multiplied by √hidden_size
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "hidden", "seq_len"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "layers",
+            "heads",
+            "kv_heads",
+            "intermediate_size",
+            "seq_len",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"got {name}={getattr(self, name)}; give at least 1")
-        self._check_head_width()
+        self._check_head_dim()
         if self.heads % self.kv_heads:
             divisors = [str(n) for n in range(1, self.heads + 1) if self.heads % n == 0]
             raise ValueError(
                 f"{self.heads} heads cannot share {self.kv_heads} key/value heads evenly; "
                 f"use kv_heads={', '.join(divisors)}"
             )
-        if unknown := set(self.attention_biases) - set(self.attention_widths):
+        if unknown := set(self.attention_biases) - set(self.attention_sizes):
             raise ValueError(
                 f"got attention_biases for {', '.join(map(repr, sorted(unknown)))}; "
-                f"the matrices are {', '.join(self.attention_widths)}"
+                f"the matrices are {', '.join(self.attention_sizes)}"
             )
         if self.activation not in ACTIVATIONS:
             raise ValueError(
                 f"got activation={self.activation!r}; choose one of {', '.join(ACTIVATIONS)}"
             )
 
-    def _check_head_width(self) -> None:
-        """Require an even head width, because rotary positions turn pairs of elements."""
-        if self.own_head_width is not None:
-            if self.own_head_width < 2 or self.own_head_width % 2:
+    def _check_head_dim(self) -> None:
+        """Require an even head_dim, because rotary embeddings rotate pairs of elements."""
+        if self.custom_head_dim is not None:
+            if self.custom_head_dim < 2 or self.custom_head_dim % 2:
                 raise ValueError(
-                    f"got own_head_width={self.own_head_width}; rotary positions turn pairs: "
+                    f"got custom_head_dim={self.custom_head_dim}; rotary embeddings rotate pairs: "
                     f"give an even integer from 2"
                 )
             return
         pair = 2 * self.heads
-        if self.width % pair:
-            below, above = self.width // pair * pair, (self.width // pair + 1) * pair
+        if self.hidden_size % pair:
+            below, above = self.hidden_size // pair * pair, (self.hidden_size // pair + 1) * pair
             raise ValueError(
-                f"a width of {self.width} does not split into {self.heads} heads of even width "
-                f"(rotary positions turn pairs); use {f'{below} or ' if below else ''}{above}"
+                f"hidden_size={self.hidden_size} does not split into {self.heads} heads of an even "
+                f"head_dim (rotary embeddings rotate pairs); use "
+                f"{f'{below} or ' if below else ''}{above}"
             )
 
     @property
-    def head_width(self) -> int:
-        return self.own_head_width or self.width // self.heads
+    def head_dim(self) -> int:
+        return self.custom_head_dim or self.hidden_size // self.heads
 
     @property
-    def attention_widths(self) -> dict[str, int]:
+    def attention_sizes(self) -> dict[str, int]:
         """The number of output elements per token of each attention matrix."""
-        D = self.head_width
+        D = self.head_dim
         keys = self.kv_heads * D
-        return {"query": self.heads * D, "key": keys, "value": keys, "output": self.width}
+        return {"query": self.heads * D, "key": keys, "value": keys, "output": self.hidden_size}
 
     @property
     def parameters(self) -> int:
         """N, by the formula at the top of this file; a tied matrix counts once."""
-        C, D = self.width, self.head_width
-        biases = sum(self.attention_widths[name] for name in set(self.attention_biases))
+        C, D = self.hidden_size, self.head_dim
+        biases = sum(self.attention_sizes[name] for name in set(self.attention_biases))
         attention = 2 * C * self.heads * D + 2 * C * self.kv_heads * D + biases
-        mlp = 3 * C * self.hidden
+        mlp = 3 * C * self.intermediate_size
         norms = (4 if self.post_norms else 2) * C + (2 * D if self.head_norms else 0)
         block = attention + mlp + norms
         embeddings = self.vocab_size * C * (1 if self.tied else 2)
@@ -104,10 +114,10 @@ class GPTConfig:
 
 # Every vocabulary here includes the 256 byte values, so all presets can train on memlab.data.
 #
-# 25m   Llama 3 8B's proportions where they matter for memory: the vocabulary is 32 times the width,
+# 25m   Llama 3 8B's proportions where they matter for memory: the vocabulary is 32 × hidden_size,
 #       so the logits have the same share, and there are 4 query heads per key head.
 # 34m   34,083,840 weights, 64 fewer than the 34,083,904 of a published memory test. Every tensor
-#       here is a multiple of the width; that number is not. Token 32,000 would add 320 too many.
+#       here is a multiple of hidden_size; that number is not. Token 32,000 would add 320 too many.
 # 124m  GPT-2 small's weights without its position table and biases. The intermediate size is 2/3
 #       of GPT-2's 3072, because SwiGLU has three matrices where GPT-2 has two.
 #
@@ -115,7 +125,7 @@ class GPTConfig:
 # extended to 131,072 by scaling the rotary angles.
 # fmt: off
 PRESETS: dict[str, GPTConfig] = {
-    #                               V       C    L    H   KV  hidden      T
+    #                               V       C    L    H   KV       F      T
     "tiny":         GPTConfig(    256,     32,   4,   4,   2,     96,    64),
     "5m":           GPTConfig(  8_192,    256,   4,   8,   4,    704,   512),
     "25m":          GPTConfig( 16_384,    512,   6,   8,   2,  1_376,   512),

@@ -48,8 +48,8 @@ def state_bytes(
 
 def activation_terms(config: GPTConfig, batch: int, seq_len: int) -> dict[str, int]:
     """Return the bytes that the forward pass saves for backward, by layer type."""
-    C, H, V, L = config.width, config.heads, config.vocab_size, config.layers
-    H_D, KV_D = H * config.head_width, config.kv_heads * config.head_width
+    C, H, V, L = config.hidden_size, config.heads, config.vocab_size, config.layers
+    H_D, KV_D = H * config.head_dim, config.kv_heads * config.head_dim
     head_norms = 2 * (H_D + KV_D) + H + config.kv_heads if config.head_norms else 0
     post_norms = 2 * (2 * C + 1) if config.post_norms else 0
     more_norms = L * (head_norms + post_norms)  # the input, the normalized input; 1/rms
@@ -57,7 +57,7 @@ def activation_terms(config: GPTConfig, batch: int, seq_len: int) -> dict[str, i
         "residual_stream": C + 2 * L * C,  # the embedding, and the sums after attention and MLP
         "norms": (2 * L + 1) * (2 * C + 1) + more_norms,  # normalized, then scaled; 1/rms
         "attention": L * (H_D + 2 * KV_D + H_D + H),  # q, k, v; the output; log-sum-exp
-        "mlp": L * 4 * config.hidden,  # gate, silu(gate), up, their product
+        "mlp": L * 4 * config.intermediate_size,  # gate, silu(gate), up, their product
         "logits": V,  # as log-probabilities
     }
     tokens = batch * seq_len
@@ -73,7 +73,7 @@ def activation_bytes(config: GPTConfig, batch: int, seq_len: int) -> int:
 def start_of_backward_terms(config: GPTConfig, batch: int, seq_len: int) -> dict[str, int]:
     """Return the live bytes at the start of backward, from the second step on, by category."""
     N, V, tokens = config.parameters, config.vocab_size, batch * seq_len
-    angles = config.seq_len * config.head_width // 2  # rotary angles for the maximum length
+    angles = config.seq_len * config.head_dim // 2  # rotary angles for the maximum length
     return {
         "parameters": FLOAT32 * N,
         "buffers": 2 * FLOAT32 * angles,

@@ -483,10 +483,10 @@ def same_byte_counts(
 
 
 def dimensions(config: GPTConfig) -> str:
-    """Format a model's sizes for a message: "V=10 C=8 L=1 H=2 KV=2 hidden=5"."""
+    """Format a model's sizes for a message: "V=10 C=8 L=1 H=2 KV=2 intermediate_size=5"."""
     return (
-        f"V={config.vocab_size} C={config.width} L={config.layers} H={config.heads} "
-        f"KV={config.kv_heads} hidden={config.hidden}"
+        f"V={config.vocab_size} C={config.hidden_size} L={config.layers} H={config.heads} "
+        f"KV={config.kv_heads} intermediate_size={config.intermediate_size}"
     )
 
 

@@ -21,7 +21,7 @@ layer wrongly shared one v, it would train slowly without an error. `gpt_partiti
 `llama_partition` use tables of rules; a mapping from names to block sizes works too. Without a
 partition every row has its own v, which needs no names and is never too coarse.
 
-    AdamMini(model.named_parameters(), partition=gpt_partition(model.config.head_width))
+    AdamMini(model.named_parameters(), partition=gpt_partition(model.config.head_dim))
 
 The authors' package disables weight decay for names that contain "norm", "ln" or "bias". Here
 groups decide, as in AdamW: put such weights in a group with weight_decay=0.
@@ -93,7 +93,7 @@ FUSED_NAMES = ("c_attn", "qkv_proj", "query_key_value", "qkv", "Wqkv", "in_proj_
 class ByRules:
     """A partition by rules for the ends of parameter names; the longest matching rule applies.
 
-    `head_width` is the head dimension D, the rows of a head in a query or key matrix. It may differ
+    `head_dim` is the head dimension D, the rows of a head in a query or key matrix. It may differ
     from width / heads. `default` is for parameters without a matching rule.
 
     When called, raise ValueError for parameters without a rule or default, for matrices that fuse
@@ -101,14 +101,14 @@ class ByRules:
     """
 
     rules: Mapping[str, Share]
-    head_width: int
+    head_dim: int
     default: Share | None = None
 
     def __call__(self, name: str, shape: Sequence[int]) -> int:
         """Return how many neighboring elements of a parameter share a v."""
         matching = [end for end in self.rules if f".{name}".endswith(f".{end}")]
         if matching:
-            return block_size(self.rules[max(matching, key=len)], name, shape, self.head_width)
+            return block_size(self.rules[max(matching, key=len)], name, shape, self.head_dim)
         if not set(FUSED_NAMES).isdisjoint(name.split(".")):
             raise ValueError(
                 f"got {name} of shape {tuple(shape)}, which fuses queries, keys and values in an "
@@ -120,17 +120,17 @@ class ByRules:
                 f"got {name} of shape {tuple(shape)}, which matches no rule; the rules are for "
                 f"names that end in {', '.join(self.rules)}; add a rule, or pass default="
             )
-        return block_size(self.default, name, shape, self.head_width)
+        return block_size(self.default, name, shape, self.head_dim)
 
 
-def gpt_partition(head_width: int, *, default: Share | None = None) -> ByRules:
+def gpt_partition(head_dim: int, *, default: Share | None = None) -> ByRules:
     """Return the paper's partition for memlab.model's GPT."""
-    return ByRules(GPT_RULES, head_width, default)
+    return ByRules(GPT_RULES, head_dim, default)
 
 
-def llama_partition(head_width: int, *, default: Share | None = None) -> ByRules:
+def llama_partition(head_dim: int, *, default: Share | None = None) -> ByRules:
     """Return the paper's partition for a Llama with Hugging Face names."""
-    return ByRules(LLAMA_RULES, head_width, default)
+    return ByRules(LLAMA_RULES, head_dim, default)
 
 
 def by_rows(name: str, shape: Sequence[int]) -> int:
@@ -138,7 +138,7 @@ def by_rows(name: str, shape: Sequence[int]) -> int:
     return max(1, prod(shape[1:]))
 
 
-def block_size(share: Share, name: str, shape: Sequence[int], head_width: int) -> int:
+def block_size(share: Share, name: str, shape: Sequence[int], head_dim: int) -> int:
     """Return how many neighboring elements of a weight share a v.
 
     The first dimension is the output. A row of a vector is one element.
@@ -154,12 +154,12 @@ def block_size(share: Share, name: str, shape: Sequence[int], head_width: int) -
         raise ValueError(
             f"got the rule {share!r} for {name}; give 'element', 'row', 'head' or 'tensor'"
         )
-    if head_width < 1 or not shape or shape[0] % head_width:
+    if head_dim < 1 or not shape or shape[0] % head_dim:
         raise ValueError(
-            f"got {name} of shape {tuple(shape)}, whose rows {head_width} does not divide; give "
+            f"got {name} of shape {tuple(shape)}, whose rows {head_dim} does not divide; give "
             f"the model's head dimension, which may differ from its width over its heads"
         )
-    return head_width * row
+    return head_dim * row
 
 
 # ------------------------------------------------------------------ the optimizer

@@ -50,8 +50,8 @@ def _operations(config: GPTConfig, step: StepFormula) -> dict[str, float]:
     recipe, tokens = step.recipe, step.batch_tokens
     backward = 2 if recipe.lora else 4  # with frozen weights, only the input's gradient
     # The causal mask hides half of the scores and half of their products with the values.
-    attention = 2 * config.layers * step.seq_len * config.heads * config.head_width
-    head = config.vocab_size * config.width
+    attention = 2 * config.layers * step.seq_len * config.heads * config.head_dim
+    head = config.vocab_size * config.hidden_size
     forward_of_blocks = 2 * (step.weights.matmuls - head) + attention
     recomputed = sum(row.recomputed for row in step.rows)
     return {
@@ -99,6 +99,6 @@ def _network_bytes(config: GPTConfig, recipe: Recipe, step: StepFormula, batch: 
         )
     parts = recipe.tensor_parallel
     if parts > 1:  # two all-reduces forward and two backward in each block
-        elements = 2 * (parts - 1) / parts * step.batch_tokens * config.width
+        elements = 2 * (parts - 1) / parts * step.batch_tokens * config.hidden_size
         sent += 4 * config.layers * elements * step.activation_bytes
     return sent

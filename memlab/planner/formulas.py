@@ -126,8 +126,8 @@ class WeightCounts:
 
     @classmethod
     def of(cls, config: GPTConfig, recipe: Recipe) -> "WeightCounts":
-        V, C, F = config.vocab_size, config.width, config.hidden
-        QD, KD = config.heads * config.head_width, config.kv_heads * config.head_width
+        V, C, F = config.vocab_size, config.hidden_size, config.intermediate_size
+        QD, KD = config.heads * config.head_dim, config.kv_heads * config.head_dim
         ends = V * C * (1 if config.tied else 2) + C
         block = (config.parameters - ends) // config.layers
         largest = max(V * C, C * F, C * QD)
@@ -211,7 +211,7 @@ class StepFormula:
         the unembedding, if weights are stepped in backward."""
         stepped = 0
         if self.recipe.step_in_backward and not self.recipe.lora:
-            unembedding = self.weight_bytes * self.config.vocab_size * self.config.width
+            unembedding = self.weight_bytes * self.config.vocab_size * self.config.hidden_size
             stepped = unembedding + self._step_temporaries()
         return self._held(
             blocks_kept=self._blocks_kept(),
@@ -250,7 +250,7 @@ class StepFormula:
             "weights": self._weight_bytes(is_stepping),
             "optimizer_state": self._state_bytes(is_stepping),
             "inputs": 2 * INT64 * self.batch_tokens,
-            "rotary_tables": self.config.seq_len * self.config.head_width * self.weight_bytes,
+            "rotary_tables": self.config.seq_len * self.config.head_dim * self.weight_bytes,
             "workspace": self.workspace,
             **others,
         }
@@ -333,7 +333,7 @@ class StepFormula:
         """Return the bytes of the unembedding's gradient."""
         if self.recipe.lora or self.recipe.step_in_backward:
             return 0
-        return self.weight_bytes * self.config.vocab_size * self.config.width // self.tensor
+        return self.weight_bytes * self.config.vocab_size * self.config.hidden_size // self.tensor
 
     def _cast_weights(self) -> int:
         """Return the bytes of autocast's bfloat16 copies of weights, which backward needs."""
@@ -355,8 +355,8 @@ class StepFormula:
     def _block_kept(self) -> int:
         """Return the bytes that one block saves until its backward pass."""
         config, a, r = self.config, self.activation_bytes, self.residual_bytes
-        C, QD, KD = config.width, *self._head_widths
-        matmuls = QD + 2 * KD + 2 * C + 2 * config.hidden
+        C, QD, KD = config.hidden_size, *self._head_widths
+        matmuls = QD + 2 * KD + 2 * C + 2 * config.intermediate_size
         outputs = QD + matmuls * (2 if self.recipe.lora else 1)  # and LoRA's matmuls
         saved = BlockBytes(
             input=self.tokens * r * C,
@@ -368,9 +368,9 @@ class StepFormula:
     def _block_made(self) -> int:
         """Return the bytes that a block without checkpointing saves."""
         config, a, r = self.config, self.activation_bytes, self.residual_bytes
-        C, QD, KD = config.width, *self._head_widths
+        C, QD, KD = config.hidden_size, *self._head_widths
         casts = 3 * C if self.recipe.precision == "autocast" else 0
-        elements = a * (2 * C + casts + 2 * QD + 2 * KD + 4 * config.hidden) + r * 2 * C
+        elements = a * (2 * C + casts + 2 * QD + 2 * KD + 4 * config.intermediate_size) + r * 2 * C
         per_token = elements + 4 * (config.heads + 2) + self._scores()
         return self._compressed(self.tokens * per_token)
 
@@ -394,13 +394,13 @@ class StepFormula:
     @property
     def _head_widths(self) -> tuple[int, int]:
         """The queries' and the keys' total width over all heads."""
-        D = self.config.head_width
+        D = self.config.head_dim
         return self.config.heads * D, self.config.kv_heads * D
 
     def _ends_kept(self) -> int:
         """Return the bytes saved by the last norm and the loss: log-probabilities, or gradients
         that the chunked loss has already computed."""
-        C, V = self.config.width, self.config.vocab_size // self.tensor
+        C, V = self.config.hidden_size, self.config.vocab_size // self.tensor
         norm = self.tokens * ((self.residual_bytes + self.activation_bytes) * C + 4)
         if self.recipe.chunked_loss:
             weight_gradient = 0 if self.recipe.lora else V * C
@@ -410,7 +410,7 @@ class StepFormula:
     def _loss_temporaries(self) -> int:
         """Return the bytes of the gradients of log-probabilities and logits. With the chunked loss,
         a chunk's logits or the gradients cast to the weights' dtype."""
-        C, V, n = self.config.width, self.config.vocab_size // self.tensor, self.tokens
+        C, V, n = self.config.hidden_size, self.config.vocab_size // self.tensor, self.tokens
         if not self.recipe.chunked_loss:  # with autocast, one of the two is in bfloat16
             return n * V * (self.logit_bytes + self.activation_bytes)
         logit_copy = 0 if self.activation_bytes == 4 else self.activation_bytes
@@ -422,7 +422,7 @@ class StepFormula:
         """Return the MLP backward's temporaries: two gradients of the intermediate size, one of the
         residual stream, and the scores' gradients if there are scores."""
         made = 0 if self.recipe.checkpointing is None else self._block_made() - self._block_kept()
-        a, C, F = self.activation_bytes, self.config.width, self.config.hidden
+        a, C, F = self.activation_bytes, self.config.hidden_size, self.config.intermediate_size
         gradients = 2 * F * a + C * self.residual_bytes + self._scores()
         return (max(0, made) + self.tokens * gradients) // self.tensor
 

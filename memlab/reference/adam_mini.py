@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 
-def block_size(name: str, shape: torch.Size, head_width: int) -> int:
+def block_size(name: str, shape: torch.Size, head_dim: int) -> int:
     """Return the number of elements that share a v: a head's rows, a norm, or one output row."""
     layer, kind = name.split(".")[-2:]
     if kind == "bias":
         return 1
     if layer in ("query", "key"):
-        if shape[0] % head_width:
-            raise ValueError(f"got {shape[0]} rows in {name}; give heads of {head_width}")
-        return head_width * shape[1]
+        if shape[0] % head_dim:
+            raise ValueError(f"got {shape[0]} rows in {name}; give heads of {head_dim}")
+        return head_dim * shape[1]
     if layer in ("attention_norm", "mlp_norm", "norm"):
         return shape[0]
     if layer in ("embedding", "unembedding", "value", "output", "gate", "up", "down"):

@@ -190,6 +190,6 @@ def add_lora_to_blocks(model: nn.Module) -> object:
 def adam_mini(model: nn.Module) -> optim.AdamMini:
     """Adam-mini of all the trained weights of our GPT; LoRA's factors by rows."""
     rules = optim.GPT_RULES | {"down": "row", "up": "row"}
-    partition = optim.ByRules(rules, model.config.head_width)
+    partition = optim.ByRules(rules, model.config.head_dim)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return optim.AdamMini(trained, partition=partition, rounding="stochastic")

@@ -356,9 +356,12 @@ def test_only_chosen_outputs_needed_by_backward_are_kept():
 def test_keeping_matmuls_and_attention_of_a_block_takes_the_predicted_bytes():
     block, x = block_and_input()
     config = PRESETS["tiny"]
-    C, KV_D, H = config.width, config.kv_heads * config.head_width, config.heads
+    C, KV_D, H = config.hidden_size, config.kv_heads * config.head_dim, config.heads
     per_token = {
-        "matmuls": C + 2 * KV_D + C + 2 * config.hidden,  # the last one's output is not needed
+        "matmuls": C
+        + 2 * KV_D
+        + C
+        + 2 * config.intermediate_size,  # the last one's output is not needed
         "attention": C + H,  # including its log-sum-exp
     }
     per_token["both"] = sum(per_token.values())
@@ -521,8 +524,10 @@ def test_flash_attention_is_one_operator_to_a_budget():
     block, x = block_and_input(attention=BY_TILES)
     (attention,) = (o for o in operators_of(block, x) if o.func is flash_attention)
     config = PRESETS["tiny"]
-    assert attention.bytes == 4 * 2 * 16 * (config.width + config.heads)  # including log-sum-exp
-    assert attention.operations == 2 * 2 * 10 * 2 * config.heads * 4 * 4 * config.head_width
+    assert attention.bytes == 4 * 2 * 16 * (
+        config.hidden_size + config.heads
+    )  # including log-sum-exp
+    assert attention.operations == 2 * 2 * 10 * 2 * config.heads * 4 * 4 * config.head_dim
     check_every_budget(block, x)
 
 

@@ -234,16 +234,16 @@ def test_a_presets_file_gives_the_preset(fields, preset):
 def test_each_field_of_a_file_is_read():
     assert config_from(GEMMA_3_1B) == GPTConfig(
         vocab_size=262144,
-        width=1152,
+        hidden_size=1152,
         layers=26,
         heads=4,
         kv_heads=1,
-        hidden=6912,
+        intermediate_size=6912,
         seq_len=32768,
         tied=True,
         rope_theta=1e6,
         norm_eps=1e-6,
-        own_head_width=256,
+        custom_head_dim=256,
         head_norms=True,
         post_norms=True,
         activation="gelu_tanh",
@@ -258,7 +258,7 @@ def test_missing_fields_take_the_familys_defaults(family):
     assert config.tied == family.startswith("gemma")
     assert config.kv_heads == config.heads
     of_family = {"qwen3": 128, "gemma": 256, "gemma3_text": 256}
-    assert config.head_width == of_family.get(family, config.width // config.heads)
+    assert config.head_dim == of_family.get(family, config.hidden_size // config.heads)
 
 
 @pytest.mark.parametrize(
@@ -510,10 +510,10 @@ def test_an_unsupported_activation_is_refused(name, value):
         ({"num_key_value_heads": 64}, "num_attention_heads 32 and num_key_value_heads 64; wanted"),
         (
             {"head_dim": 127},
-            "heads of 127 elements (its head_dim, or hidden_size 4096 over num_att",
+            "head_dim 127 (given, or hidden_size 4096 over num_att",
         ),
-        ({"num_attention_heads": 4097}, "heads of 0 elements (its head_dim, or hidden_size 4096 o"),
-        ({"num_attention_heads": 4096}, "heads of 1 elements (its head_dim, or hidden_size 4096 o"),
+        ({"num_attention_heads": 4097}, "head_dim 0 (given, or hidden_size 4096 o"),
+        ({"num_attention_heads": 4096}, "head_dim 1 (given, or hidden_size 4096 o"),
     ],
 )
 def test_inconsistent_fields_are_named(more, rest):

@@ -18,7 +18,7 @@ OF_THE_FIRST_GROUP = (
 OF_THE_MODEL = "(optimizer.state.get(p, {}) for p in parameters)"
 
 REFUSED = [
-    ("1.1", "no groups", ("config.kv_heads * config.head_width", "config.width")),
+    ("1.1", "no groups", ("config.kv_heads * config.head_dim", "config.hidden_size")),
     ("1.2", "a step", (FIRST, f"optimizer.step(); {FIRST}")),
     ("1.2", "gradients dropped", (FIRST, f"optimizer.zero_grad(); {FIRST}")),
     ("1.2", "the first group alone", ("optimizer.state.values()", OF_THE_FIRST_GROUP)),
@@ -107,7 +107,7 @@ def test_a_right_answer_written_differently_passes(exercise, answer):
 
 def test_one_norm_a_block_is_not_taken_for_the_last_norm():
     def one_norm_a_block(config):
-        return COUNT.reference(config) - config.layers * config.width
+        return COUNT.reference(config) - config.layers * config.hidden_size
 
     verdict = judge(COUNT, one_norm_a_block)
     assert "After the last block" not in verdict.text

@@ -204,6 +204,25 @@ LEAVES_STAY = (  # weights are in memory anyway
 BY_SUM = "with torch.enable_grad():\n            (output * gradient).sum().backward()"
 
 REFUSED = [
+    (
+        "5.1",
+        "the output is saved too",
+        (
+            "ctx.save_for_backward(*inputs)\n        return fn(*inputs)",
+            "y = fn(*inputs)\n        ctx.save_for_backward(*inputs, y)\n        return y",
+        ),
+        ("for x in ctx.saved_tensors]", "for x in ctx.saved_tensors[:-1]]"),
+    ),
+    (
+        "5.2",
+        "the random state is read after fn has drawn",
+        ("slots, state = [], torch.get_rng_state()", "slots, states = [], []"),
+        (
+            "        slots.append(None)\n",
+            "        slots.append(None); states.append(torch.get_rng_state())\n",
+        ),
+        ("set_rng_state(state)", "set_rng_state(states[0])"),
+    ),
     ("5.1", "the first input alone", (RETURN, "return None, inputs[0].grad, *[None] * 3")),
     (
         "5.1",

@@ -222,6 +222,25 @@ ELIGIBLE = "tensor.requires_grad and count >= 256"
 SEEN = "        seen.add(storage)"
 
 REFUSED = [
+    (
+        "7.2",
+        "256 different draws",
+        (
+            "torch.rand(steps.shape, generator=generator)",
+            "torch.randint(256, steps.shape, generator=generator) / 256",
+        ),
+    ),
+    ("7.2", "draws in half precision", ("generator=generator)", "generator=generator).half()")),
+    (
+        "7.4",
+        "weights by their first address",
+        (
+            "{weight.untyped_storage() for weight in weights}",
+            "{weight.data_ptr() for weight in weights}; ours = set()",
+        ),
+        ("if storage in seen:", "if storage in ours or tensor.data_ptr() in seen:"),
+        ("seen.add(storage)", "ours.add(storage)"),
+    ),
     ("7.1", "another default of round", ("round=torch.round", "round=torch.floor")),
     ("7.1", "elements of 0 are not divided", ("where(step == 0,", "where(groups == 0,")),
     ("7.1", "groups up to 0 are not divided", ("where(step == 0,", "where(high == 0,")),

@@ -75,13 +75,13 @@ def lion_by_comparing(weight, gradient, state, lr, betas=(0.9, 0.99), weight_dec
     state["m"] = betas[1] * m + (1 - betas[1]) * gradient
 
 
-def block_size_by_cases(name, shape, head_width):
+def block_size_by_cases(name, shape, head_dim):
     *_, layer, kind = name.split(".")
     match kind, layer:
         case "bias", _:
             return 1
-        case _, "query" | "key" if shape[0] % head_width == 0:
-            return head_width * shape[1]
+        case _, "query" | "key" if shape[0] % head_dim == 0:
+            return head_dim * shape[1]
         case _, "norm" | "mlp_norm" | "attention_norm":
             return shape[0]
         case _, "embedding" | "unembedding" | "value" | "output" | "gate" | "up" | "down":
@@ -89,13 +89,13 @@ def block_size_by_cases(name, shape, head_width):
     raise ValueError(name)
 
 
-def by_the_librarys_rules(name, shape, head_width):
+def by_the_librarys_rules(name, shape, head_dim):
     """By a table of rules."""
     rules = {**optim.adam_mini.GPT_RULES, "bias": "element"}
     ends = [end for end in rules if f".{name}".endswith(f".{end}")]
     if not ends:
         raise ValueError(name)
-    return optim.adam_mini.block_size(rules[max(ends, key=len)], name, shape, head_width)
+    return optim.adam_mini.block_size(rules[max(ends, key=len)], name, shape, head_dim)
 
 
 def adam_mini_flat(
@@ -251,7 +251,7 @@ def sign_of_the_new_momentum(weight, gradient, state, lr, betas=(0.9, 0.99), wei
     weight.add_((betas[0] * m + (1 - betas[0]) * gradient).sign(), alpha=-lr)
 
 
-def rows_for_all(name, shape, head_width):
+def rows_for_all(name, shape, head_dim):
     return shape[-1] if len(shape) > 1 else shape[0] if name.endswith("norm.weight") else 1
 
 
@@ -343,6 +343,11 @@ ONLY_IF_ALL = """    def end_step():
 ONE_STATE = "    if len(state) == 0:\n        state.update(STATE)\n    STATE.update(state)"
 
 REFUSED = [
+    (
+        "8.3",
+        "fewer rows than a head",
+        ("if shape[0] % head_dim:", "if shape[0] > head_dim and shape[0] % head_dim:"),
+    ),
     ("8.1", "the smaller beta first", (BETAS, "beta1, beta2 = sorted(betas)")),
     (
         "8.1",
@@ -407,8 +412,8 @@ REFUSED = [
         "any layer of the MLP",
         ('"gate", "up", "down")', '"gate", "up", "down") or ".mlp." in name'),
     ),
-    ("8.3", "the number of heads", ("head_width * shape[1]", "shape[0] // head_width")),
-    ("8.3", "one v per matrix", ("head_width * shape[1]", "shape.numel()")),
+    ("8.3", "the number of heads", ("head_dim * shape[1]", "shape[0] // head_dim")),
+    ("8.3", "one v per matrix", ("head_dim * shape[1]", "shape.numel()")),
     ("8.4", "t is reset", (COUNTED, 'state["t"] = state["t"] % 5_000 + 1')),
     ("8.4", "betas of its own", (BETAS, "beta1, beta2 = 0.9, 0.999")),
     ("8.4", "no decay of single weights", (DECAY, f"{DECAY} * (size > 1)")),
@@ -460,7 +465,7 @@ ACCEPTED = [
         ("t=0, m", "t=torch.tensor(1.0), m"),
         (f"    {COUNTED}\n{T}", f'    t = state["t"].item()\n    {COUNTED}\n'),
     ),
-    ("8.3", "by numel", ("head_width * shape[1]", "shape.numel() // (shape[0] // head_width)")),
+    ("8.3", "by numel", ("head_dim * shape[1]", "shape.numel() // (shape[0] // head_dim)")),
     ("8.3", "by the ending", ('kind == "bias"', 'name.endswith(".bias")')),
     (
         "8.4",
@@ -557,7 +562,7 @@ def by_hand(step_, sizes=None):
         @torch.no_grad()
         def update():
             for name, weight in model.named_parameters():
-                size = (sizes(name, weight.shape, TINY.head_width),) if sizes else ()
+                size = (sizes(name, weight.shape, TINY.head_dim),) if sizes else ()
                 step_(weight, weight.grad, states[name], *size, **SETTINGS)
 
         return update
@@ -566,7 +571,7 @@ def by_hand(step_, sizes=None):
 
 
 def mini(model):
-    partition = optim.gpt_partition(TINY.head_width)
+    partition = optim.gpt_partition(TINY.head_dim)
     return optim.AdamMini(model.named_parameters(), partition=partition, **SETTINGS).step
 
 
@@ -585,9 +590,9 @@ def test_the_references_step_as_the_library_does(ours, librarys):
 
 
 def test_the_partition_is_the_librarys():
-    partition = optim.gpt_partition(TINY.head_width)
+    partition = optim.gpt_partition(TINY.head_dim)
     for name, weight in GPT(TINY).named_parameters():
-        assert block_size(name, weight.shape, TINY.head_width) == partition(name, weight.shape)
+        assert block_size(name, weight.shape, TINY.head_dim) == partition(name, weight.shape)
 
 
 def test_a_refused_gradient_is_not_added_to_the_next():
@@ -671,7 +676,7 @@ def test_adam_mini_with_a_bfloat16_momentum_uses_as_many_bytes_as_lion():
         return trace.at_end["optimizer_state"] / PRESETS["25m"].parameters
 
     brain = {"moment_dtype": torch.bfloat16}
-    partition = optim.gpt_partition(PRESETS["25m"].head_width)
+    partition = optim.gpt_partition(PRESETS["25m"].head_dim)
     assert state_bytes(lambda model: optim.Lion(model.parameters(), **brain)) == 2
     of_mini = state_bytes(
         lambda model: optim.AdamMini(model.named_parameters(), partition=partition, **brain)

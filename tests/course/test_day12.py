@@ -630,13 +630,13 @@ def test_one_of_eight_ranks_peaks_in_the_step_with_float32_gradients(stage, peak
 def test_the_parts_of_a_ranks_peak_with_eight_blocks_are_the_lessons():
     config = replace(PRESETS["llama-2-7b"], layers=8)
     trace = of_7b(3, config)
-    ends = 2 * config.vocab_size * config.width  # elements of embedding and head
+    ends = 2 * config.vocab_size * config.hidden_size  # elements of embedding and head
     n, block = config.parameters, (config.parameters - ends) // 8
     shard, a_block_s = n / 8, block / 8
     whole = 2 * (block + ends)
     assert trace.at_peak["parameters"] == pytest.approx((2 + 4) * shard + whole, rel=1e-4)
     assert trace.at_peak["optimizer_state"] == pytest.approx(8 * shard, rel=1e-4)
-    mlp = 3 * config.width * config.hidden
+    mlp = 3 * config.hidden_size * config.intermediate_size
     gradients = 2 * (7 * a_block_s + ends / 2 + mlp)
     assert trace.at_peak["gradients"] == pytest.approx(gradients, rel=1e-4)
     rest = sum(trace.at_peak[k] for k in ("activations", "backward_temporaries", "buffers"))

@@ -562,10 +562,10 @@ def test_the_closed_form_equals_a_count_message_by_message():
 
 def test_405b_on_128_gpus_holds_and_sends_what_the_lesson_says():
     huge = PRESETS["llama-3-405b"]
-    ends = 2 * huge.vocab_size * huge.width + huge.width
+    ends = 2 * huge.vocab_size * huge.hidden_size + huge.hidden_size
     block = (huge.parameters - ends) // huge.layers
     assert (huge.parameters - ends) % huge.layers == 0
-    found = of_a_rank(block, huge.layers, huge.width, 8, 4, 4, 16, 8192)
+    found = of_a_rank(block, huge.layers, huge.hidden_size, 8, 4, 4, 16, 8192)
     assert [f"{n / 1e9:.1f}" for n in found] == ["89.3", "962.1", "8.6", "38.3"]
     assert 0.01 < ends / huge.parameters < 0.011
     assert f"{found[1] / found[3]:.2f}" == "25.15"

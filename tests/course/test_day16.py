@@ -242,7 +242,7 @@ def test_the_peak_of_a_plain_step_matches_the_meter_to_the_byte(batch, length, m
     ends = ends_of(config, tokens, 4, fused=False)
     block = block_of(config, fused=False)
     kept = activations(block, config.layers, tokens, 4, False, ends)
-    counters, tables = 4 * len(sizes_of(config)), 4 * config.seq_len * config.head_width
+    counters, tables = 4 * len(sizes_of(config)), 4 * config.seq_len * config.head_dim
     losses = 2 * 4  # the loss and its gradient
     trace = train.dry_trace(train.Setting("tiny", batch, length), train.combined("plain"))
     found = peak(sizes_of(config), 4, Optimizer(2, 4, scratch=2), kept)
@@ -268,11 +268,11 @@ def test_a_rank_matches_the_library_except_for_the_last_norm():
     config = PRESETS["llama-3-405b"]
     recipe = Recipe(checkpointing="checkpointing", zero_stage=1, tensor_parallel=8)
     terms = training_bytes(config, recipe, 1, 8192, gpus=32).moments["optimizer"]
-    end = config.vocab_size * config.width
-    block = (config.parameters - 2 * end - config.width) // config.layers
+    end = config.vocab_size * config.hidden_size
+    block = (config.parameters - 2 * end - config.hidden_size) // config.layers
     found = of_a_rank(block, end, config.layers, (8, 1, 4), 1, (2, 2, 4), 0)
     wanted = terms["weights"] + terms["gradients"] + terms["optimizer_state"]
-    assert 0 <= wanted - found <= 5 * config.width
+    assert 0 <= wanted - found <= 5 * config.hidden_size
 
 
 @pytest.mark.parametrize("memory", ["24GB", "24GiB", "900 MiB", *CARDS])

@@ -26,14 +26,14 @@ def configs(draw) -> GPTConfig:
     own = draw(st.sampled_from([None, 2, 6]))
     return GPTConfig(
         vocab_size=draw(st.integers(3, 70)),
-        width=draw(st.integers(1, 30)) if own else heads * 2 * draw(st.integers(1, 4)),
+        hidden_size=draw(st.integers(1, 30)) if own else heads * 2 * draw(st.integers(1, 4)),
         layers=draw(st.integers(1, 3)),
         heads=heads,
         kv_heads=kv_heads,
-        hidden=draw(st.integers(1, 50)),
+        intermediate_size=draw(st.integers(1, 50)),
         seq_len=draw(st.integers(12, 20)),
         tied=draw(st.booleans()),
-        own_head_width=own,
+        custom_head_dim=own,
         attention_biases=tuple(draw(st.sets(st.sampled_from(["query", "key", "value", "output"])))),
         head_norms=draw(st.booleans()),
         post_norms=draw(st.booleans()),

@@ -17,7 +17,9 @@ from memlab.model import GPTConfig
 from memlab.train import Setting, build, combined, dry_trace, techniques_with_kernels
 
 # Only the MLP's weights have at least 4,096 elements and get 8-bit moments.
-SETTING = Setting(GPTConfig(256, 32, layers=1, heads=4, kv_heads=2, hidden=128, seq_len=32), 2, 32)
+SETTING = Setting(
+    GPTConfig(256, 32, layers=1, heads=4, kv_heads=2, intermediate_size=128, seq_len=32), 2, 32
+)
 WITH_KERNELS = {name: combined(name, kernels=True) for name in techniques_with_kernels()}
 STOCHASTIC_ERROR = {"int4-activations": 0.3}  # relative to the largest gradient; random bits differ
 

@@ -106,10 +106,10 @@ def test_around_checkpoints_their_inputs_are_offloaded(store, every):
     plain(*a_batch()).backward()
     with offloaded_activations(store, minimum=4096, model=ours) as report:
         loss = ours(*a_batch())
-    inputs = -(-CONFIG.layers // every) * B * T * CONFIG.width * 4
+    inputs = -(-CONFIG.layers // every) * B * T * CONFIG.hidden_size * 4
     of_norm_and_loss = report.bytes - inputs
     with offloaded_activations(DiskStore(), minimum=4096, model=ours) as without_blocks:
-        x = 1 * torch.randn(B, T, CONFIG.width, requires_grad=True)
+        x = 1 * torch.randn(B, T, CONFIG.hidden_size, requires_grad=True)
         ours.loss(ours.norm(x), ours.embedding.weight, a_batch()[1])
     assert of_norm_and_loss == without_blocks.bytes
     loss.backward()

@@ -31,7 +31,7 @@ def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def mini(model: GPT, **settings) -> AdamMini:
-    partition = gpt_partition(model.config.head_width)
+    partition = gpt_partition(model.config.head_dim)
     return AdamMini(model.named_parameters(), partition=partition, **settings)
 
 
@@ -105,7 +105,7 @@ def test_an_unknown_layer_uses_the_default(share, size):
 
 
 def test_the_longest_rule_applies():
-    size = ByRules({"norm.weight": "tensor", "query.norm.weight": "element"}, head_width=8)
+    size = ByRules({"norm.weight": "tensor", "query.norm.weight": "element"}, head_dim=8)
     assert size("a.query.norm.weight", (8,)) == 1
     assert size("a.norm.weight", (8,)) == 8
 
@@ -126,7 +126,7 @@ def test_fused_queries_keys_and_values_are_refused_for_any_default(name, shape, 
 
 
 def test_fused_queries_keys_and_values_accept_their_own_rule():
-    size = ByRules({**LLAMA_RULES, "qkv_proj.weight": "row"}, head_width=8)
+    size = ByRules({**LLAMA_RULES, "qkv_proj.weight": "row"}, head_dim=8)
     assert size("layers.0.self_attn.qkv_proj.weight", (96, 32)) == 32
 
 
@@ -137,12 +137,12 @@ def test_rows_that_heads_do_not_divide_are_refused(shape):
 
 
 def test_a_vector_in_the_mlp_has_one_second_moment_per_element():
-    assert ByRules({"mlp.scale": "row"}, head_width=8)("blocks.0.mlp.scale", (7,)) == 1
+    assert ByRules({"mlp.scale": "row"}, head_dim=8)("blocks.0.mlp.scale", (7,)) == 1
 
 
 def test_an_unknown_share_is_refused():
     with pytest.raises(ValueError, match=r"got the rule 'column' for a\.weight"):
-        ByRules({"weight": "column"}, head_width=8)("a.weight", (2, 2))
+        ByRules({"weight": "column"}, head_dim=8)("a.weight", (2, 2))
 
 
 # ------------------------------------------------------------------ the steps
@@ -182,10 +182,10 @@ def test_twenty_steps_with_weight_decay_match_the_package(dtype, tolerance):
         }
         for norm in (False, True)
     ]
-    ours = AdamMini(groups, partition=gpt_partition(UNTIED.head_width), **settings)
+    ours = AdamMini(groups, partition=gpt_partition(UNTIED.head_dim), **settings)
     with contextlib.redirect_stdout(io.StringIO()):  # it prints how it classifies each name
         named = [(package_name(name), p) for name, p in other.named_parameters()]
-        shape = {"dim": UNTIED.width, "n_heads": UNTIED.heads}
+        shape = {"dim": UNTIED.hidden_size, "n_heads": UNTIED.heads}
         theirs = adam_mini.Adam_mini(named, weight_decay=0.1, verbose=False, **settings, **shape)
     train(model, ours, steps=20)
     train(other, theirs, steps=20)
@@ -242,8 +242,8 @@ def blocks_of(config: GPTConfig) -> int:
     """Count second moments from the shapes: one per token, head, row and norm."""
     embeddings = config.vocab_size * (1 if config.tied else 2)
     heads = config.heads + config.kv_heads
-    rows = config.kv_heads * config.head_width + config.width  # value, output
-    mlp = 2 * config.hidden + config.width
+    rows = config.kv_heads * config.head_dim + config.hidden_size  # value, output
+    mlp = 2 * config.intermediate_size + config.hidden_size
     return embeddings + config.layers * (heads + rows + mlp + 2) + 1
 
 
@@ -344,7 +344,7 @@ def test_blocks_that_do_not_divide_a_weight_are_refused(size):
 def test_odd_and_small_shapes_are_stepped(shape, share):
     weight = nn.Parameter(torch.ones(shape))
     weight.grad = torch.ones(shape)
-    partition = ByRules({"a": share}, head_width=8)
+    partition = ByRules({"a": share}, head_dim=8)
     optimizer = AdamMini([("a", weight)], lr=0.1, weight_decay=0.0, partition=partition)
     optimizer.step()
     torch.testing.assert_close(weight.detach(), torch.full(shape, 0.9))

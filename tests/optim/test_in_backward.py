@@ -21,7 +21,7 @@ from memlab.precision import MasterWeights
 from memlab.trace import Trace
 
 TINY = replace(PRESETS["tiny"], layers=2)
-EMBEDDING_BYTES = 4 * TINY.vocab_size * TINY.width  # the largest weight
+EMBEDDING_BYTES = 4 * TINY.vocab_size * TINY.hidden_size  # the largest weight
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -31,7 +31,7 @@ def of_all(made: Callable[..., torch.optim.Optimizer], **settings) -> Make:
 
 
 def adam_mini(model: nn.Module) -> torch.optim.Optimizer:
-    partition = optim.gpt_partition(TINY.head_width, default="row")
+    partition = optim.gpt_partition(TINY.head_dim, default="row")
     return optim.AdamMini(model.named_parameters(), 1e-2, weight_decay=0.1, partition=partition)
 
 
@@ -333,7 +333,7 @@ def is_gradient(event) -> bool:
 
 def of_the_embeddings_shape(event) -> bool:
     is_new = event.category in ("gradients", "backward_temporaries")
-    return is_new and event.shape == (TINY.vocab_size, TINY.width)
+    return is_new and event.shape == (TINY.vocab_size, TINY.hidden_size)
 
 
 @some_optimizers

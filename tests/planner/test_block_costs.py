@@ -27,7 +27,13 @@ from memlab.planner.block_costs import chain_costs, metered_peak_bytes
 
 LAYERS = 4
 SMALL = GPTConfig(
-    vocab_size=96, width=24, layers=LAYERS, heads=4, kv_heads=2, hidden=40, seq_len=48
+    vocab_size=96,
+    hidden_size=24,
+    layers=LAYERS,
+    heads=4,
+    kv_heads=2,
+    intermediate_size=40,
+    seq_len=48,
 )
 
 
@@ -156,7 +162,7 @@ def test_equal_blocks_have_equal_costs():
         chain = chain_costs(GPT(SMALL), *batch(50, 2, 32))
     assert len(set(chain.stages)) == 1
     [block] = set(chain.stages)
-    assert block.output_bytes == 4 * 2 * 32 * SMALL.width
+    assert block.output_bytes == 4 * 2 * 32 * SMALL.hidden_size
     assert block.gradient_bytes == 4 * sum(p.numel() for p in GPT(SMALL).blocks[0].parameters())
 
 
@@ -204,12 +210,14 @@ def test_a_blocks_operations_are_its_matmuls():
     B, T = 2, 32
     with memlab.dry_run():
         chain = chain_costs(GPT(SMALL), *batch(50, B, T))
-    C, KV, D = SMALL.width, SMALL.kv_heads, SMALL.head_width
-    weights = 2 * C * C + 2 * C * KV * D + 3 * C * SMALL.hidden
+    C, KV, D = SMALL.hidden_size, SMALL.kv_heads, SMALL.head_dim
+    weights = 2 * C * C + 2 * C * KV * D + 3 * C * SMALL.intermediate_size
     attention = 2 * 2 * B * SMALL.heads * T * T * D
     assert chain.stages[0].forward == 2 * B * T * weights + attention
     assert chain.stages[0].backward == 2 * 2 * B * T * weights + attention * 5 // 2
-    assert chain.stages[0].tail == 2 * B * T * SMALL.hidden * C  # the last matrix of the MLP
+    assert (
+        chain.stages[0].tail == 2 * B * T * SMALL.intermediate_size * C
+    )  # the last matrix of the MLP
     assert chain.last.forward == 2 * B * T * C * SMALL.vocab_size
 
 

@@ -187,7 +187,7 @@ def test_adamw_and_lion(step_, kind):
 def test_adam_mini():
     model = GPT(PRESETS["tiny"])
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-    head = PRESETS["tiny"].width // PRESETS["tiny"].heads
+    head = PRESETS["tiny"].hidden_size // PRESETS["tiny"].heads
     sizes = [block_size(name, torch.Size(shape), head) for name, shape in shapes.items()]
     weights, states = stepped(adam_mini_, list(shapes.values()), size=sizes)
 

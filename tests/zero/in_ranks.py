@@ -319,7 +319,7 @@ def refused() -> dict[str, str]:
         kind = torch.optim.Adafactor if rank else torch.optim.SGD
         return processes.shard(model, kind(model.parameters(), lr=0.1), 1)
 
-    other = model_of(replace(TIED, hidden=TIED.hidden + 2 * rank))
+    other = model_of(replace(TIED, intermediate_size=TIED.intermediate_size + 2 * rank))
     note("model", lambda: sharded(2, model=other))
     note("settings", lambda: sharded(3, overlap=rank == 0))
     note("rate", another_rate)
@@ -424,7 +424,7 @@ def resumed(folder: str, stages: dict[str, int], group: Any) -> dict[str, Any]:
         at_once = weights(zero)
         zero.step(mine(micro_batches(12, seed=2), group), sum_of_losses)
         found[label] = at_once, weights(zero)
-    small = model_of(replace(TIED, hidden=4))
+    small = model_of(replace(TIED, intermediate_size=4))
     zero = processes.shard(small, adamw(two_groups(small)), 2, group=group)
     for case, path in (("refused", f"{folder}/stage 2"), ("nothing there", f"{folder}/nothing")):
         try:

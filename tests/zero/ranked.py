@@ -11,7 +11,9 @@ from memlab.accumulation import accumulate
 from memlab.model import GPT, GPTConfig
 
 MASKED = -100
-TIED = GPTConfig(vocab_size=37, width=12, layers=3, heads=3, kv_heads=1, hidden=10, seq_len=16)
+TIED = GPTConfig(
+    vocab_size=37, hidden_size=12, layers=3, heads=3, kv_heads=1, intermediate_size=10, seq_len=16
+)
 VOCABULARY, TOKENS = TIED.vocab_size, 8
 
 

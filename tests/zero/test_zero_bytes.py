@@ -133,7 +133,7 @@ def test_stage_2_frees_the_gradients_of_a_block_after_reducing_them():
     [trace, _] = zero.step(micro_batches(2), sum_of_losses).traces
     _, first, *others = zero.plan.buckets
     shards = sum(block.shard_elements for block in others)
-    expected = first.elements + first.padded_elements + shards + TIED.width
+    expected = first.elements + first.padded_elements + shards + TIED.hidden_size
     assert most(trace, "gradients") == FLOAT * expected
 
 
@@ -284,7 +284,7 @@ def test_one_rank_on_fake_tensors_matches_with_float32_copies_of_shards(stage):
 @pytest.mark.parametrize("stage", quick([2], STAGES))
 def test_with_float32_copies_a_rank_stores_the_papers_16_bytes_per_weight(stage):
     """2 + 2 + 12 bytes when backward ends, for an R that divides every size."""
-    config = replace(TIED, vocab_size=36, hidden=12)
+    config = replace(TIED, vocab_size=36, intermediate_size=12)
     with memlab.dry_run():
         model = GPT(config, dtype=torch.bfloat16)
         optimizer = adamw(model.parameters())

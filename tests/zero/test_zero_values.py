@@ -304,7 +304,7 @@ def weighted(model, x):
 
 
 def adam_mini(parameters):
-    partition = optim.gpt_partition(TIED.head_width)
+    partition = optim.gpt_partition(TIED.head_dim)
     return optim.AdamMini(model_of().named_parameters(), partition=partition)
 
 

@@ -320,7 +320,7 @@ _ACTIVATION_BYTES = Exercise(
         ),
         (
             "A key has D elements per head, and so has a value: KV · D each.",
-            ("config.kv_heads * config.head_width", "config.kv_heads"),
+            ("config.kv_heads * config.head_dim", "config.kv_heads"),
         ),
         (
             "Only one tensor as large as the logits is kept until backward.",
@@ -338,7 +338,7 @@ _ACTIVATION_BYTES = Exercise(
         ),
         (
             "The MLP keeps four tensors of width hidden: gate, silu(gate), up and their product.",
-            ("4 * config.hidden", "3 * config.hidden"),
+            ("4 * config.intermediate_size", "3 * config.intermediate_size"),
         ),
         (
             "Fused attention never stores the T × T scores, only H elements per token.",

@@ -57,7 +57,7 @@ def _units(config: GPTConfig) -> dict[str, dict[str, int]]:
         "parameters": per_weight,
         "gradients": per_weight,
         "optimizer_state": per_weight | {"bytes per tensor": tensors},
-        "casts": {"casts per weight": 2 * config.parameters, "· C casts": 2 * config.width},
+        "casts": {"casts per weight": 2 * config.parameters, "· C casts": 2 * config.hidden_size},
     }
 
 

@@ -236,10 +236,17 @@ def _check_several_inputs(answer: Checkpointing, name: str) -> None:
         same_gradients(case, *found)
     twice = (gradients(partial(_square, way), x=elements(ROWS, seed=4)) for way in (answer, _plain))
     same_gradients(f"{name}(torch.mul, x, x)", *twice)
+    drawn = (gradients(partial(_noisy, way), x=elements(ROWS, seed=5)) for way in (answer, _plain))
+    same_gradients(f"{name} of an fn that adds noise before it saves a tensor", *drawn)
 
 
 def _square(way: Checkpointing, x: Tensor) -> Tensor:
     return way(torch.mul, x, x)
+
+
+def _noisy(way: Checkpointing, x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return way(lambda x: (x + torch.rand_like(x)).square(), x)
 
 
 def _of_several_inputs(case: str, way: Checkpointing, as_fn: Any) -> dict[str, Tensor | None]:
@@ -312,6 +319,12 @@ def _check_masks_and_leaks(answer: Checkpointing, name: str) -> None:
         held <= OUTPUT_BYTES,
         f"{name} of a block that makes a mask holds {held:,} bytes between forward and backward; "
         f"wanted {OUTPUT_BYTES:,}, the result alone.",
+    )
+    summed = new_bytes(measure(lambda: kept.append(answer(block, *inputs).sum()), model=block))
+    require(
+        summed < OUTPUT_BYTES,
+        f"{name} of a block holds {summed:,} bytes after its result was summed and deleted; wanted "
+        f"the sum alone: save the inputs, not the result.",
     )
     left = new_bytes(measure(lambda: (answer(block, *inputs), gc.collect()), model=block))
     require(

@@ -317,6 +317,7 @@ def _check_round_at_random(answer: RoundAtRandom) -> str:
     )
     _mean(answer, 4.0, seed=_SEED_WITH_A_ZERO)
     _mean(answer, 3e9)
+    _require_fine_draws(answer)
     _require_generator_is_used(answer)
     _require_independent_draws(answer)
     return (
@@ -375,6 +376,18 @@ def _require_generator_is_used(answer: RoundAtRandom) -> None:
         torch.equal(first, answer(steps, _seeded(2))),
         f"{_CASE} with the same seed of `generator` rounds differently the second time.",
     )
+
+
+def _require_fine_draws(answer: RoundAtRandom) -> None:
+    """Fractions near 0 and near 1 round the unlikely way as often as they should."""
+    for value, likely, words in ((2.0**-14, 0.0, "up"), (1 - 2.0**-14, 1.0, "down")):
+        found = int((answer(torch.full((2**22,), value), _seeded(5)) != likely).sum())
+        require(
+            abs(found - 256) < 128,  # 8 standard deviations
+            f"{_CASE} of 4,194,304 times {value:.6f} rounds {found:,} of them {words}; wanted "
+            f"about 256. Are the draws as fine as float32?",
+            evidence=("coarse draws", value),
+        )
 
 
 def _require_independent_draws(answer: RoundAtRandom) -> None:
@@ -584,6 +597,7 @@ def _saved_cases() -> dict[str, _SavedCase]:
         "the first 100 elements of a tensor (10000,)": [_made(10_000)[:100]],
         "a tensor in bfloat16": [_made(40, 64, dtype=torch.bfloat16)],
         "a tensor, and a weight's transpose": [h, weight.T],
+        "a tensor, and a weight's last 8 rows": [h, weight[-8:]],
         "tensors (40, 64) and (40, 1), and int64 (512,)": [h, _made(40, 1), int64],
         "a tensor (40, 64), and a float32 (512,) without a gradient": [h, float32],
     }

@@ -180,6 +180,10 @@ def _require_kept(
             shape == _SHAPE,
             f"state[{name!r}] has the shape {shape}, wanted the weight's, {_SHAPE}.",
         )
+        require(
+            bool(state[name].any()),
+            f"state[{name!r}] is still 0 after two steps: store the new value in `state`.",
+        )
 
 
 def _state_in_words(state: State) -> str:
@@ -390,6 +394,11 @@ _LION = Exercise(
             (_STEP_MIX, _KEPT_MIX),
         ),
         ("This is the sign of the gradient alone: mix the momentum in.", (_STEP_MIX, "gradient")),
+        (
+            "The new momentum is lost: store it in state['m'].",
+            ('state.get("m", torch.zeros_like(gradient))', 'state.setdefault("m", gradient * 0)'),
+            ('state["m"] = beta2', "m = beta2"),
+        ),
         ("Keep the mix with β₂; the one with β₁ is for the step.", (_KEPT_MIX, _STEP_MIX)),
         (
             "The betas are swapped: β₁ is for the step, β₂ for the momentum that you keep.",
@@ -455,6 +464,7 @@ _REFUSED: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("blocks.0.post_norm.weight", (32,)),
     ("blocks.0.attention.output_gate.weight", (32, 32)),
     ("blocks.0.attention.query.weight", (20, 32)),
+    ("blocks.0.attention.key.weight", (4, 32)),
 )
 
 
@@ -486,7 +496,7 @@ def _require_refused_name(answer: BlockSize, name: str, shape: tuple[int, ...]) 
     raise Wrong(f"{call} gave {got!r}, wanted a ValueError.")
 
 
-_OF_A_HEAD = "head_width * shape[1]"
+_OF_A_HEAD = "head_dim * shape[1]"
 _UNKNOWN = 'raise ValueError(f"got {name}, of which no rule knows; add one")'
 
 _BLOCK_SIZE = Exercise(
@@ -497,10 +507,10 @@ _BLOCK_SIZE = Exercise(
     hints=(
         "First find the layer: in 'blocks.0.mlp.up.weight' it is 'up', the last but one part of "
         "name.split('.'). Then write one if for each line of the table, biases first.",
-        "A row of (out, in) has shape[1] elements, and a head has head_width rows. Raise "
-        "ValueError if no line of the table fits, and if shape[0] % head_width is not 0.",
+        "A row of (out, in) has shape[1] elements, and a head has head_dim rows. Raise "
+        "ValueError if no line of the table fits, and if shape[0] % head_dim is not 0.",
         "layer, kind = name.split('.')[-2:]; if kind == 'bias': return 1; if layer in ('query', "
-        "'key'): refuse rows that do not divide into heads, and return head_width * shape[1]. Two "
+        "'key'): refuse rows that do not divide into heads, and return head_dim * shape[1]. Two "
         "lines of the table are left, and then all other layers.",
     ),
     reference=block_size,
@@ -508,7 +518,7 @@ _BLOCK_SIZE = Exercise(
     wrong_answers=mistakes(
         "8.3",
         (
-            "Queries and keys go by rows here; wanted heads, head_width rows each.",
+            "Queries and keys go by rows here; wanted heads, head_dim rows each.",
             (_OF_A_HEAD, "shape[1]"),
         ),
         (
@@ -522,10 +532,10 @@ _BLOCK_SIZE = Exercise(
         ),
         (
             "This takes four heads in every matrix: keys have fewer heads than queries here. A "
-            "head has head_width rows.",
+            "head has head_dim rows.",
             (_OF_A_HEAD, "shape.numel() // 4"),
         ),
-        ("A head has head_width rows, not head_width elements.", (_OF_A_HEAD, "head_width")),
+        ("A head has head_dim rows, not head_dim elements.", (_OF_A_HEAD, "head_dim")),
         (
             "These are columns: in (out, in) a row makes one output, and has shape[1] elements.",
             ("return shape[1]", "return shape[0]"),
@@ -549,7 +559,7 @@ _BLOCK_SIZE = Exercise(
         ),
         (
             "20 rows do not divide into heads of 8: a block would begin inside a head.",
-            ("if shape[0] % head_width", "if False"),
+            ("if shape[0] % head_dim", "if False"),
         ),
     ),
 )
