@@ -117,6 +117,5 @@ $(torch_stamp): constraints.txt
 
 $(stamp): $(torch_stamp) pyproject.toml constraints.txt
 	@echo 'installing memlab and the rest into .venv: about half a minute'
-	@$(VENV_PYTHON) -m pip install -qq -e '.[$(EXTRAS)]' -c constraints.txt \
-		--config-settings editable_mode=compat
+	@$(VENV_PYTHON) -m pip install -qq -e '.[$(EXTRAS)]' -c constraints.txt
 	@touch $@

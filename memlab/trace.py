@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from memlab.internals import snapshot
 from memlab.internals.files import write_beside
-from memlab.units import format_bytes
+from memlab.units import format_bytes, paragraph
 
 CATEGORIES = (
     "parameters",
@@ -222,7 +222,7 @@ class Trace:
             if count is not None:
                 label = name.removesuffix("_bytes").replace("_", " ")
                 lines.append(f"{source}: {label} {format_bytes(count)}")
-        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+        return "\n".join(lines + [paragraph(f"note: {note}") for note in self.notes])
 
     __repr__ = __str__
 

@@ -1,10 +1,11 @@
-"""Format and parse bytes.
+"""Format and parse bytes; wrap sentences to 80 columns.
 
 GB is 10⁹ bytes and GiB is 2³⁰: a card sold as "24 GB" has 24 GiB = 25.8 GB.
 """
 
 import re
 from fractions import Fraction
+from textwrap import fill
 
 BINARY_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 DECIMAL_UNITS = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -14,6 +15,15 @@ _FACTORS = {
 }
 MOST_DIGITS = 40  # before a unit; limits the size of the integer
 _QUANTITY = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*")
+
+
+WIDTH = 80  # columns that every terminal has
+
+
+def paragraph(sentence: str) -> str:
+    """Wrap the sentence to WIDTH without breaking option names."""
+    unbroken = {"break_long_words": False, "break_on_hyphens": False}
+    return fill(sentence, WIDTH, subsequent_indent="  ", **unbroken)
 
 
 def format_bytes(count: int) -> str:

@@ -95,7 +95,7 @@ def step_predicted(
     """Predict the second step, with its history."""
     with no_cycle_collection():
         return memlab.predict(
-            lambda: configuration.build(size, "cuda"), target=target, kernels=kernels or Kernels()
+            lambda: configuration.build(size, "cuda"), device=target, kernels=kernels or Kernels()
         )
 
 

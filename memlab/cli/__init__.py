@@ -45,6 +45,7 @@ IN_ASCII = {
 
 app = typer.Typer(
     cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

@@ -23,6 +23,7 @@ from memlab.course import answers, days, notebooks, workspace
 from memlab.course import progress as records
 from memlab.course.exercises import DIFFICULTIES, HINTS, NOT_ATTEMPTED, OK, Exercise, Verdict
 from memlab.course.progress import Progress, Record
+from memlab.units import paragraph
 
 DECLINED = 1  # exit status after the user answered no
 SHUTDOWN_SECONDS = 10  # JupyterLab gets this long to stop after Ctrl-C
@@ -220,7 +221,7 @@ def _relative(path: Path) -> Path:
 
 
 def _wrapped(text: str) -> str:
-    return "\n".join(terminal.paragraph(line) for line in text.splitlines())
+    return "\n".join(paragraph(line) for line in text.splitlines())
 
 
 def _confirmed(question: str) -> bool:

@@ -25,6 +25,7 @@ from memlab.cli.rows import Announce, PairedRuns, Row, dry_row, predicted_row
 from memlab.cli.time_budget import MAX_SECONDS, TimeBudget
 from memlab.configs.targets import TARGETS
 from memlab.train import Plugs, Setting
+from memlab.units import paragraph
 
 
 def measure_techniques(request: Request) -> int:
@@ -85,7 +86,7 @@ def options(setting: Setting) -> str:
 def _show(rows: list[Row], *sentences: Iterable[str]) -> None:
     """Print the table and the sentences that explain it."""
     terminal.show_table(report.table(rows))
-    if text := "\n".join(map(terminal.paragraph, chain(*sentences))):
+    if text := "\n".join(map(paragraph, chain(*sentences))):
         terminal.echo(f"\n{text}")
 
 

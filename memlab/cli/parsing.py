@@ -42,7 +42,18 @@ def integer_option(option: str, maximum: int, help: str) -> Any:
     return typer.Option(option, help=help, parser=parser, metavar="NUMBER")
 
 
-class Command(TyperCommand):
+class _FlagsWithoutValues:
+    """Hide the type of flags in the help: `--dry-run <bool>` reads as if a value had to follow."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params = super().get_params(ctx)
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class Command(_FlagsWithoutValues, TyperCommand):
     """A command that refuses repeated options and extra arguments. Its help is its docstring, with
     paragraphs wrapped to the terminal's width."""
 
@@ -60,7 +71,7 @@ class Command(TyperCommand):
             return super().parse_args(ctx, args)
 
 
-class Commands(TyperGroup):
+class Commands(_FlagsWithoutValues, TyperGroup):
     """The group of all commands. It requires the name of one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -109,7 +120,7 @@ def _refuse_too_many(ctx: Any, rest: Sequence[str]) -> None:
     if not rest:
         return
     takes = [param.metavar for param in ctx.command.get_params(ctx) if not _is_option(param)]
-    takes += ["options"] * (len(_options(ctx)) > 1)  # more than --help
+    takes += ["options"] * (len(set(_options(ctx).values())) > 1)  # more than --help
     allowed = f"only {' and '.join(takes)}" if takes else "no arguments"
     raise UsageError(
         f"got extra arguments {' '.join(map(quoted, rest))}; {ctx.command_path} takes {allowed}"
@@ -133,7 +144,8 @@ def _sentence(error: Any, ctx: Any) -> str:
     """Reword an error of the parser."""
     options, name = _options(ctx), getattr(error, "option_name", None)
     if hasattr(error, "possibilities"):
-        return f"got {quoted(name)}; {suggestions(name, options)}"
+        long_names = [option for option in options if option.startswith("--")]
+        return f"got {quoted(name)}; {suggestions(name, long_names)}"
     if name in options and options[name].is_flag:
         return f"got {name} with a value; it takes none: remove the value"
     if name in options:

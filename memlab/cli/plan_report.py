@@ -7,18 +7,18 @@ from rich.table import Table
 from memlab.cli import terminal
 from memlab.planner import Memory, Option, Plan
 from memlab.planner.options import AS_IT_IS, budget_bytes
-from memlab.units import format_bytes
+from memlab.units import format_bytes, paragraph
 
 MAX_FORMULA_RECIPES = 3  # recipes to show that were not predicted operator by operator
 
 
 def show(found: Plan) -> None:
     """Print the headline, the table of recipes, the remarks and the commands to train with."""
-    terminal.echo("\n".join(map(terminal.paragraph, headline(found))) + "\n")
+    terminal.echo("\n".join(map(paragraph, headline(found))) + "\n")
     others = found.others[:MAX_FORMULA_RECIPES]
     if rows := [*found.options, *others, *([found.miss] if found.miss else [])]:
         terminal.show_table(table(rows))
-    sentences = "\n".join(map(terminal.paragraph, remarks(found)))
+    sentences = "\n".join(map(paragraph, remarks(found)))
     terminal.echo(f"\n{sentences}")
     for option in found.options:
         if option.recipe.by_formula_only:

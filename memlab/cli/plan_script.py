@@ -31,7 +31,7 @@ from memlab.planner.outside import (
 )
 from memlab.planner.roofline import Roofline
 from memlab.trace import Trace
-from memlab.units import format_bytes
+from memlab.units import format_bytes, paragraph
 
 
 def plan_script(
@@ -142,9 +142,9 @@ def _show(
     terminal.echo(f"{room(memory, target)}\n")
     terminal.show_table(_table(found, budget))
     if found.has_times:
-        terminal.echo(f"\n{terminal.paragraph(_about_times(found.plain))}")
+        terminal.echo(f"\n{paragraph(_about_times(found.plain))}")
     for sentence in report.failures(found.rows):
-        terminal.echo(f"\n{terminal.paragraph(sentence)}")
+        terminal.echo(f"\n{paragraph(sentence)}")
     for sentence in _remarks(found):
         terminal.echo(f"\n{sentence}")
     terminal.echo("")
@@ -162,9 +162,9 @@ def _remarks(found: ScriptSearch) -> Iterator[str]:
     """Say what was found, with the code that applies the techniques."""
     rows, chosen, places, _ = found
     if len(rows) > 1 and not places.layers:
-        yield terminal.paragraph(NO_LAYERS)
+        yield paragraph(NO_LAYERS)
     if len(rows) > 1 and not places.is_adam:
-        yield terminal.paragraph(NO_ADAM)
+        yield paragraph(NO_ADAM)
     if chosen is AS_IT_IS:
         yield "It fits as it is"
     elif chosen is None:
@@ -174,11 +174,11 @@ def _remarks(found: ScriptSearch) -> Iterator[str]:
         yield _indented(f"It fits. Add this {where}:", chosen.lines)
         if chosen.lines_inside:
             yield _indented("and around the forward pass of the step:", chosen.lines_inside)
-        yield "\n".join(map(terminal.paragraph, chosen.costs))
+        yield "\n".join(map(paragraph, chosen.costs))
         if chosen.production:
             yield _indented("The same with other packages:", chosen.production)
     if notes := _last(rows).notes:
-        yield "\n".join(terminal.paragraph(f"note: {note}") for note in notes)
+        yield "\n".join(paragraph(f"note: {note}") for note in notes)
 
 
 def _last(rows: list[Row]) -> Trace:
@@ -187,7 +187,7 @@ def _last(rows: list[Row]) -> Trace:
 
 
 def _indented(sentence: str, lines: list[str]) -> str:
-    return "\n\n  ".join([terminal.paragraph(sentence), "\n  ".join(lines)])
+    return "\n\n  ".join([paragraph(sentence), "\n  ".join(lines)])
 
 
 def _table(found: ScriptSearch, budget: int) -> Table:

@@ -12,7 +12,7 @@ from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row, silent
 from memlab.trace import Trace
 from memlab.train import Plugs, Setting, rank_step
-from memlab.units import format_bytes
+from memlab.units import format_bytes, paragraph
 from memlab.zero import Step
 from memlab.zero.partitioning import STAGES
 
@@ -50,7 +50,7 @@ def measure_ranks(request: Request) -> int:
     rank = f"one rank of {ranks}, each with this batch"
     terminal.echo(f"{report.headline(setting, dry=True)}\n{rank}\n")
     terminal.show_table(report.table(rows, columns(rows)))
-    terminal.echo("\n" + "\n".join(map(terminal.paragraph, legend(rows))))
+    terminal.echo("\n" + "\n".join(map(paragraph, legend(rows))))
     write(rows, f"{setting}, one rank of {ranks}, dry run", folder)
     return int(any(row.failure for row in rows))
 

@@ -14,7 +14,7 @@ from memlab.configs.targets import TARGETS
 from memlab.planner.cards import CONTEXT_BYTES
 from memlab.trace import CATEGORIES, Trace
 from memlab.train import Setting
-from memlab.units import format_bytes
+from memlab.units import format_bytes, paragraph
 
 NOTABLE = 0.01  # of the plain peak: a smaller change is no saving and no cost
 DOUBTFUL = 0.2  # relative spread: rounds that differ more were disturbed
@@ -27,7 +27,7 @@ PHASE_WORDS = {
 
 
 def headline(setting: Setting, dry: bool) -> str:
-    """Describe the setting and the device in two lines."""
+    """Describe the setting, and on a new line the device."""
     parameters = setting.config.parameters
     if dry:
         how = "dry run, nothing is computed"
@@ -35,7 +35,8 @@ def headline(setting: Setting, dry: bool) -> str:
             how = f"predicted for CUDA ({TARGETS[setting.device].name}), nothing is computed"
     else:
         how = name_of(torch.device(setting.device))
-    return f"{setting}\n{parameters:,} parameters; {how}; torch {torch.__version__}"
+    second = paragraph(f"{parameters:,} parameters; {how}; torch {torch.__version__}")
+    return f"{setting}\n{second}"
 
 
 def table(rows: Sequence[Row], more: Mapping[str, list[str]] | None = None) -> Table:

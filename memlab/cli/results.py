@@ -17,10 +17,11 @@ import torch
 from memlab.allocator import simulate
 from memlab.cli.errors import UsageError
 from memlab.cli.rows import Row
-from memlab.cli.terminal import echo, paragraph
+from memlab.cli.terminal import echo
 from memlab.internals.files import write_beside
 from memlab.planner import Measured, Plan
 from memlab.trace import Event, Trace
+from memlab.units import paragraph
 
 Drawing = Callable[[Any], Any]  # takes the module memlab.plot, returns a figure
 

@@ -37,6 +37,7 @@ from memlab.configs.targets import TARGETS
 from memlab.dry_runs.assumptions import ASSUMED, fraction_of
 from memlab.dry_runs.fake_tensors import UNCOMPILED
 from memlab.trace import Trace
+from memlab.units import paragraph
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ def measure_script(request: Request) -> int:
         )
     first = [f"{script}: {_how(dry, device)}", *assumed(trace), ""]
     for line in [*first, *str(trace).splitlines()]:
-        terminal.echo(terminal.paragraph(line) if len(line) > terminal.WIDTH else line)
-    if numbers := "\n".join(map(terminal.paragraph, report.memory_numbers(trace))):
+        terminal.echo(paragraph(line) if len(line) > terminal.WIDTH else line)
+    if numbers := "\n".join(map(paragraph, report.memory_numbers(trace))):
         terminal.echo(f"\n{numbers}")
     write([Row(str(script), trace)], f"{script}, dry run" if dry else str(script), folder)
     return 0
@@ -155,7 +156,7 @@ def predicted(
         return announced, model, optimizer
 
     with _as_python_runs_it(script.path), _as_usage_errors(script):
-        return memlab.predict(build, target=target, assume=script.assume)
+        return memlab.predict(build, device=target, assume=script.assume)
 
 
 @contextmanager
@@ -250,7 +251,8 @@ def _parts(built: Any, script: Script) -> tuple[Callable[[], Any], torch.nn.Modu
         raise _wrong_parts(names, script)
     step, model, optimizer = built
     is_model = model is None or isinstance(model, torch.nn.Module)
-    is_optimizer = optimizer is None or hasattr(optimizer, "step")
+    optimizers = optimizer if isinstance(optimizer, (tuple, list)) else [optimizer]
+    is_optimizer = optimizer is None or all(hasattr(each, "step") for each in optimizers)
     if not (callable(step) and is_model and is_optimizer):
         raise _wrong_parts(names, script)
     if inspect.iscoroutinefunction(step):
@@ -265,7 +267,7 @@ def _is_async(what: str, remedy: str) -> UsageError:
 def _wrong_parts(got: str, script: Script) -> UsageError:
     return UsageError(
         f"{script} returned {got}; expected (step, model, optimizer), where step() is one training "
-        f"step, and model and optimizer may be None"
+        f"step, model and optimizer may be None, and optimizer may be a list of several"
     )
 
 
@@ -286,20 +288,35 @@ def _as_usage_errors(script: Script) -> Iterator[None]:
 
 
 def _describe(error: BaseException, path: Path) -> str:
-    line = _line(error, path)
-    where = str(path) if line is None else f"{path.name}:{line}"
-    if where in message_of(error):  # a dry run's message has the line already
+    where = _where(error, path)
+    if where.split(",")[0] in message_of(error):  # a dry run's message has the line already
         return message_of(error)
     return f"{where} raised {error_summary(error)}"
 
 
-def _line(error: BaseException, path: Path) -> int | None:
-    """Return the innermost line of the script in the error's traceback."""
-    path = path.resolve()
-    if isinstance(error, SyntaxError) and error.filename and Path(error.filename).resolve() == path:
-        return error.lineno
-    frames = traceback.extract_tb(error.__traceback__)
-    return next((f.lineno for f in reversed(frames) if Path(f.filename).resolve() == path), None)
+def _where(error: BaseException, path: Path) -> str:
+    """Return the innermost line of the user's code in the error's traceback: of the script, or of
+    another file in its folder and below, with the line of the script that led there."""
+    frames = [(Path(f.filename).resolve(), f.lineno) for f in _frames(error)]
+    script, own = path.resolve(), [f for f in frames if _is_beside(f[0], path.resolve().parent)]
+    if not own:
+        return str(path)
+    (file, line), in_script = own[-1], [line for file, line in own if file == script]
+    if file == script or not in_script:
+        return f"{file.name}:{line}"
+    return f"{file.name}:{line}, called from {path.name}:{in_script[-1]},"
+
+
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    frames = list(traceback.extract_tb(error.__traceback__))
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append(traceback.FrameSummary(error.filename, error.lineno, ""))
+    return frames
+
+
+def _is_beside(file: Path, folder: Path) -> bool:
+    """A package in an environment inside of the folder is not the user's code."""
+    return file.is_relative_to(folder) and "site-packages" not in file.parts
 
 
 def _advice(error: BaseException) -> str:

@@ -8,16 +8,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
-from textwrap import fill
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from memlab.units import WIDTH
+
 # A wide console keeps rich from truncating numbers; the terminal wraps long lines itself.
 console = Console(highlight=False, emoji=False, width=200)
 
-WIDTH = 80  # columns that every terminal has
 SECONDS_BETWEEN_LINES = 2.0  # for output without a progress bar
 
 
@@ -60,12 +60,6 @@ def _lines(stages: int) -> Callable[[str], None]:
                 print(f"{number} of {stages}: {stage}", file=sys.stderr, flush=True)
 
     return announce
-
-
-def paragraph(sentence: str) -> str:
-    """Wrap the sentence to WIDTH without breaking option names."""
-    unbroken = {"break_long_words": False, "break_on_hyphens": False}
-    return fill(sentence, WIDTH, subsequent_indent="  ", **unbroken)
 
 
 def show_table(table: Table) -> None:

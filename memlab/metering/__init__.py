@@ -12,15 +12,10 @@ from memlab.metering.devices import complete, monitor_for
 from memlab.metering.dry import DryRun
 from memlab.metering.limits import BudgetExceeded, budget
 from memlab.metering.observer import formulas_note
-from memlab.metering.storages import THREADS_NOTE, Change, StorageMeter
+from memlab.metering.storages import SCRATCH_NOTE, THREADS_NOTE, Change, StorageMeter
 from memlab.trace import Trace
 
 __all__ = ["BudgetExceeded", "budget", "measure", "meter"]
-
-SCRATCH_NOTE = (
-    "kernel workspaces are not counted; in convolutions and recurrent layers they can raise the "
-    "real peak by a quarter (metering.profiler_recording adds them)"
-)
 
 
 def measure(

@@ -39,6 +39,7 @@ from memlab.internals.torch_internals import (
     has_kernel,
 )
 from memlab.metering.cycles import no_cycle_collection
+from memlab.metering.storages import SCRATCH_NOTE
 from memlab.trace import Event, Trace
 from memlab.units import format_bytes
 
@@ -68,11 +69,13 @@ class MemoryEvent(NamedTuple):
 class AllocatorRecording:
     """The memory events of one step, in order, relative to the memory at its start.
 
-    `bytes_at_start` is the memory that `warm_up` allocated and kept.
+    `bytes_at_start` is the memory that `warm_up` allocated and kept. Without a warm-up, frees of
+    blocks from before the step are not recorded.
     """
 
     events: tuple[MemoryEvent, ...]
     bytes_at_start: int = 0
+    warmed_up: bool = False
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -108,7 +111,8 @@ def record(step: Step, *, warm_up: Step | None = None) -> AllocatorRecording:
     of one step. Turn it off for the trace to compare with, too. Cycles left by the warm-up are
     collected before the step.
     """
-    return _recording(_profiled(step, warm_up))
+    recording = _recording(_profiled(step, warm_up))
+    return replace(recording, warmed_up=warm_up is not None)
 
 
 # ------------------------------------------------------------------ comparing a trace
@@ -156,11 +160,11 @@ class TraceComparison:
 def compare(observed: Trace | Iterable[int], recording: AllocatorRecording) -> TraceComparison:
     """Compare a Trace, or a sequence of sizes (frees negative), with a recording of the same step.
 
-    A Trace's storages from before the step are left out, but their frees are not. An allocation is
-    matched with a result of its size, or else with a stray. It never matches scratch, which would
-    hide a wrong allocation.
+    A Trace's storages from before the step are left out; their frees too, if the recording has no
+    warm-up. An allocation is matched with a result of its size, or else with a stray. It never
+    matches scratch, which would hide a wrong allocation.
     """
-    sizes = _sizes(observed)
+    sizes = _sizes(observed, recording)
     seen = Counter(size for size in sizes if size > 0)
     results, strays = _allocated(recording, "result"), _allocated(recording, "stray")
     visible = list(_visible(recording.events, seen - results))
@@ -188,18 +192,28 @@ def with_workspace(trace: Trace, recording: AllocatorRecording) -> Trace:
         raise ValueError(
             f"the trace and the recording differ; pass a recording of the same step:\n{comparison}"
         )
-    strays = Counter(s for s in _sizes(trace) if s > 0) - _allocated(recording, "result")
+    recorded = _recorded_events(trace, recording)
+    strays = Counter(e.bytes for e in recorded if e.bytes > 0) - _allocated(recording, "result")
     merged = [event for event in trace.events if event.phase == "before"]
-    seen = iter(trace.events[len(merged) :])
+    seen, recorded = iter(trace.events[len(merged) :]), iter(recorded)
     numbers: dict[int, int] = {}
     for event, is_visible in _with_visibility(recording.events, strays):
         if is_visible:
-            merged.append(next(seen))
+            merged += _until(next(recorded), seen)
         else:
             if event.bytes > 0:
                 numbers[event.address] = -1 - len(numbers)
             merged.append(_workspace(event, numbers[event.address], merged[-1].phase))
-    return replace(trace, events=tuple(merged))
+    notes = tuple(note for note in trace.notes if note != SCRATCH_NOTE)
+    return replace(trace, events=(*merged, *seen), notes=notes)
+
+
+def _until(last: Event, events: Iterator[Event]) -> Iterator[Event]:
+    """Yield the events up to `last`, inclusive."""
+    for event in events:
+        yield event
+        if event is last:
+            return
 
 
 def _workspace(event: MemoryEvent, number: int, phase: str) -> Event:
@@ -213,10 +227,19 @@ def _allocated(recording: AllocatorRecording, kind: Kind) -> Counter[int]:
     return Counter(e.bytes for e in recording.events if e.kind == kind and e.bytes > 0)
 
 
-def _sizes(observed: Trace | Iterable[int]) -> list[int]:
+def _sizes(observed: Trace | Iterable[int], recording: AllocatorRecording) -> list[int]:
     if isinstance(observed, Trace):
-        return [event.bytes for event in observed.events if event.phase != "before"]
+        return [event.bytes for event in _recorded_events(observed, recording)]
     return list(observed)
+
+
+def _recorded_events(trace: Trace, recording: AllocatorRecording) -> list[Event]:
+    """Return a trace's events that the recording should have."""
+    events = [event for event in trace.events if event.phase != "before"]
+    if recording.warmed_up:
+        return events
+    older = {event.storage for event in trace.events if event.phase == "before"}
+    return [event for event in events if event.storage not in older]
 
 
 def _visible(events: Iterable[MemoryEvent], strays: Counter[int]) -> Iterator[int]:

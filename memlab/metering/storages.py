@@ -43,6 +43,10 @@ from memlab.metering.tensors import (
 
 aten = torch.ops.aten
 
+SCRATCH_NOTE = (
+    "kernel workspaces are not counted; in convolutions and recurrent layers they can raise the "
+    "real peak by a quarter (memlab.metering.profiler_recording adds them)"
+)
 THREADS_NOTE = (
     "the step computed gradients in its own thread; allocations in such threads are not counted"
 )

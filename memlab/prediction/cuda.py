@@ -74,7 +74,7 @@ EVERYTHING_NOTE = (
 def predict(
     build: Build,
     *,
-    target: str = "cuda",
+    device: str = "cuda",
     kernels: Kernels = DEFAULT,
     steps: int = 2,
     lines: bool = False,
@@ -84,7 +84,7 @@ def predict(
 
     build    returns (step, model, optimizer); model and optimizer may be None. It may use
              device="cuda" as on a machine with CUDA
-    target   the class of GPUs: "cuda" (scripts see an A100 with 80 GB) or "cuda:hopper" (an H100)
+    device   the class of GPUs: "cuda" (scripts see an A100 with 80 GB) or "cuda:hopper" (an H100)
     kernels  the kernels to assume; `Kernels()` are torch's defaults
     steps    the number of steps to run. The last is measured; the first allocates optimizer state
     lines    also record the Python line of each allocation (slower)
@@ -92,11 +92,11 @@ def predict(
              that part of them
 
     The Trace's notes list the kernels and the limits of the prediction. Raises TypeError for an
-    invalid builder, and ValueError for an unknown target or anything that a dry run does not
+    invalid builder, and ValueError for an unknown device or anything that a dry run does not
     support.
     """
     _check(build, kernels, steps)
-    prediction = _CudaDryRun(kernels, target_named(target), assume=assume)
+    prediction = _CudaDryRun(kernels, target_named(device), assume=assume)
     with prediction.policy():
         history = _PredictionMeter(prediction)
         with history:

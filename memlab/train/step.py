@@ -188,7 +188,7 @@ def predicted_rank_trace(
         on_cuda = replace(setting, device="cuda")
         return _rank(on_cuda, technique, ranks, stage), None, None
 
-    return predict(parts, target=setting.device)
+    return predict(parts, device=setting.device)
 
 
 def _rank(
@@ -222,4 +222,4 @@ def predicted_trace(setting: Setting, technique: Technique | Plugs) -> Trace:
         training = build(replace(setting, device="cuda"), technique)
         return training.step, training.model, training.optimizer
 
-    return predict(parts, target=setting.device)
+    return predict(parts, device=setting.device)

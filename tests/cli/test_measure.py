@@ -41,7 +41,7 @@ from memlab.train import (
     of_all_weights,
     predicted_trace,
 )
-from memlab.units import format_bytes
+from memlab.units import format_bytes, paragraph
 
 TINY = Setting("tiny", batch=2, seq_len=32)
 PLAIN = combined("plain")
@@ -158,7 +158,7 @@ def test_a_dry_run_for_a_gpu_has_the_predicted_trace(target):
         training = build(replace(TINY, device="cuda"), PLAIN)
         return training.step, training.model, training.optimizer
 
-    assert without_numbers(row.trace) == without_numbers(memlab.predict(parts, target=target))
+    assert without_numbers(row.trace) == without_numbers(memlab.predict(parts, device=target))
     assert row.trace.peak_bytes > second_step(PLAIN).peak_bytes
 
 
@@ -822,7 +822,7 @@ def test_extra_tensors_of_a_technique_are_reported():
 
 def test_a_remark_is_wrapped_without_breaking_words():
     words = ["eager-attention:", *["--batch"] * 40, "x" * 90]
-    lines = terminal.paragraph(" ".join(words)).splitlines()
+    lines = paragraph(" ".join(words)).splitlines()
     assert " ".join(lines).split() == words
     assert max(map(len, lines[:-1])) <= 80
 

@@ -295,11 +295,22 @@ def test_an_error_is_one_line_with_the_scripts_line(usage_error, script, lines, 
     assert line.startswith(message)
 
 
-def test_the_line_is_the_scripts_even_if_the_error_is_deeper(usage_error, script):
+def test_an_error_in_a_file_beside_the_script_names_both_lines(usage_error, script):
     script("def check(): raise ValueError('too deep')", name="helper_that_raises.py")
     text = GOOD.replace("optimizer.step()", "import helper_that_raises as h; h.check()")
     line = usage_error("measure", "--script", script(text))
-    assert line == "train.py:12 raised ValueError: too deep"
+    assert line == ("helper_that_raises.py:1, called from train.py:12, raised ValueError: too deep")
+
+
+def test_an_error_in_a_library_names_the_scripts_line(usage_error, script):
+    text = GOOD.replace("optimizer.step()", "torch.zeros(2) @ torch.zeros(3)")
+    line = usage_error("measure", "--script", script(text))
+    assert line.startswith("train.py:12 raised RuntimeError")
+
+
+def test_several_optimizers_are_a_list(memlab_command, script):
+    text = GOOD.replace("model, optimizer", "model, [optimizer, optimizer]")
+    assert memlab_command("measure", "--script", script(text)).status == 0
 
 
 def test_the_innermost_of_several_script_lines_is_shown(usage_error, script):

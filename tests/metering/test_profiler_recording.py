@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from collections import Counter
+from dataclasses import replace
 from threading import Thread
 
 import pytest
@@ -13,6 +14,7 @@ from kinds import KINDS
 from quick import quick
 from torch import Tensor
 
+import memlab
 from memlab.metering.profiler_recording import (
     AllocatorRecording,
     MemoryEvent,
@@ -22,6 +24,7 @@ from memlab.metering.profiler_recording import (
     compare,
     dispatch_mode_effects,
     record,
+    with_workspace,
 )
 from memlab.trace import Event, Trace
 
@@ -358,7 +361,41 @@ def test_storages_from_before_are_left_out_but_their_frees_are_compared() -> Non
     freed = event(-70, 1, "backward"), event(-400, 2, "backward")
     trace = Trace((found, made, *freed))
     recording = recording_of((400, 2, "result"), (-70, 1, "result"), (-400, 2, "result"))
-    assert compare(trace, recording).exact
+    assert compare(trace, replace(recording, warmed_up=True)).exact
+
+
+def test_frees_of_older_storages_are_left_out_of_a_recording_without_a_warm_up() -> None:
+    older = [torch.ones(100, requires_grad=True)]
+    older[0].grad = torch.ones(100)
+
+    def step() -> None:
+        older[0].grad = None
+        (older[0] * torch.ones(50, 100)).sum().backward()
+
+    trace = memlab.measure(step, model=torch.nn.ParameterList(older))
+    assert compare(trace, record(step)).exact
+    assert compare(trace, record(step, warm_up=step)).exact
+
+
+def test_workspaces_are_added_to_a_step_that_frees_older_gradients() -> None:
+    model = torch.nn.Conv2d(3, 8, 3)
+    x = torch.randn(2, 3, 16, 16)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).square().sum().backward()
+
+    step()
+    trace = memlab.measure(step, model=model)
+    added = [with_workspace(trace, recording) for recording in (record(step), second(step))]
+    assert [a.live_bytes for a in added] == [trace.live_bytes] * 2
+    assert all(any(e.category == "workspace" for e in a.events) for a in added)
+    assert any("workspaces are not counted" in note for note in trace.notes)
+    assert not any("workspaces are not counted" in note for a in added for note in a.notes)
+
+
+def second(step) -> AllocatorRecording:
+    return record(step, warm_up=step)
 
 
 def test_an_empty_step_is_exact() -> None:

@@ -139,7 +139,7 @@ def roofline_of(change, card, target="cuda") -> tuple[Roofline, memlab.Trace]:
         step, model, optimizer = change(*build())
         return roofline.counted(step), model, optimizer
 
-    return roofline, memlab.predict(changed, target=target)
+    return roofline, memlab.predict(changed, device=target)
 
 
 def unchanged(*parts):

@@ -23,7 +23,7 @@ def heard(ask, target: str = "cuda") -> Any:
         answers.append(ask())
         return (lambda: answers.append(ask())), None, None
 
-    memlab.predict(build, target=target)
+    memlab.predict(build, device=target)
     assert all(answer == answers[0] for answer in answers)
     return answers[0]
 

@@ -375,7 +375,7 @@ def test_without_a_matmul_there_is_no_workspace():
 
 
 def test_hopper_workspaces_are_larger():
-    trace = memlab.predict(linear_training(), target="cuda:hopper")
+    trace = memlab.predict(linear_training(), device="cuda:hopper")
     assert trace.at_peak["workspace"] == 2 * 32 * 2**20
 
 
