@@ -16,6 +16,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md"
 # Commands that are not run, by how they start, and why.
 NOT_RUN = {
     "git clone": "the repository is here",
+    "pip install": "installs into another environment",
     "cd": "each command runs in a copy of the repository",
     "conda": "sets up; test_environment holds environment.yml against pyproject.toml",
     "source .venv/bin/activate": "each command finds this environment's programs first",

@@ -6,7 +6,8 @@ from rich.table import Table
 
 from memlab.cli import terminal
 from memlab.planner import Memory, Option, Plan
-from memlab.planner.options import AS_IT_IS, budget_bytes
+from memlab.planner.options import AS_IT_IS, budget_bytes, command
+from memlab.planner.search import MAX_SEQUENCES
 from memlab.units import format_bytes, paragraph
 
 MAX_FORMULA_RECIPES = 3  # recipes to show that were not predicted operator by operator
@@ -20,6 +21,8 @@ def show(found: Plan) -> None:
         terminal.show_table(table(rows))
     sentences = "\n".join(map(paragraph, remarks(found)))
     terminal.echo(f"\n{sentences}")
+    if found.bytes_as_it_is <= found.budget_bytes:
+        terminal.echo(f"\nwithout techniques:\n  {command(found, AS_IT_IS)}")
     for option in found.options:
         if option.recipe.by_formula_only:
             continue
@@ -78,10 +81,15 @@ def table(rows: list[Option]) -> Table:
             for row in rows
         ],
         "time": [f"{row.candidate.step_seconds / first:.2f} ×" for row in rows],
-        "batch up to": [str(row.largest_batch or "") for row in rows],
+        "batch up to": [_up_to(row.largest_batch) for row in rows],
         "length up to": [f"{row.longest:,}" if row.longest else "" for row in rows],
     }
     return terminal.table_of(columns)
+
+
+def _up_to(batch: int | None) -> str:
+    """Format a batch; "+" if larger ones were not tried."""
+    return f"{batch:,}{'+' if batch == MAX_SEQUENCES else ''}" if batch else ""
 
 
 def remarks(found: Plan) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from rich.table import Table
@@ -66,7 +67,8 @@ class ScriptSearch(NamedTuple):
 def search(
     script: Script, target: str, budget: int, card: Card, announce: Announce
 ) -> ScriptSearch:
-    """Predict one attempt after another until one fits. A CPU gets no time estimates."""
+    """Predict one attempt after another until one fits. Combinations with a technique that needs
+    more memory by itself come last. A CPU gets no time estimates."""
     found: list[Places] = []
 
     def find_places(step: Callable[[], Any], model: nn.Module | None, optimizer: Any) -> Parts:
@@ -80,8 +82,14 @@ def search(
     if needed(trace) <= budget:
         return ScriptSearch(rows, AS_IT_IS, places, plain)
     failed: set[str] = set()  # techniques that cannot be applied to this training
-    for attempt in attempts(places):
-        if failed & {each.name for each in attempt.wrappers}:
+    harmful: set[str] = set()
+    postponed: list[Attempt] = []
+    for attempt in chain(attempts(places), postponed):
+        names = {each.name for each in attempt.wrappers}
+        if failed & names:
+            continue
+        if harmful & names and attempt not in postponed:
+            postponed.append(attempt)
             continue
         changed = plain and Roofline(card)
         try:
@@ -95,6 +103,8 @@ def search(
         rows.append(Row(attempt.name, trace, estimated_time_ratio=ratio))
         if needed(trace) <= budget:
             return ScriptSearch(rows, attempt, places, plain)
+        if len(names) == 1 and needed(trace) > needed(rows[0].trace):
+            harmful |= names
     return ScriptSearch(rows, None, places, plain)
 
 

@@ -78,7 +78,11 @@ TECHNIQUES: dict[str, Technique] = {
                 "from memlab.checkpointing import checkpoint",
                 "for layer in model.layers: layer.forward = partial(checkpoint, layer.forward)",
             ),
-            ("model.gradient_checkpointing_enable()  # transformers",),
+            (
+                "model.gradient_checkpointing_enable()  # a transformers model; others:",
+                "from torch.utils.checkpoint import checkpoint",
+                "x = checkpoint(layer, x, use_reentrant=False)  # in the model's forward",
+            ),
         ),
     ),
     "sqrt-checkpointing": Technique(

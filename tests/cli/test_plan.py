@@ -177,6 +177,15 @@ def test_a_users_own_training_is_planned(memory, status, words, memlab_command, 
     assert all(len(line) <= 80 for line in outcome.out.splitlines() if line[:2] != "  ")  # no code
 
 
+def test_a_plain_training_that_fits_gets_its_command(memlab_command):
+    outcome = memlab_command("plan", "--model", "tiny", "--memory", "24GB", "--recipes", "1")
+    plain = "memlab train --model tiny --dtype float32 --batch 1 --seq 64 --technique plain"
+    assert f"\nwithout techniques:\n  {plain}\n" in outcome.out
+    assert "4,096+" in outcome.out.split()  # no larger batch was tried
+    lacking = memlab_command("plan", "--model", "5m", "--memory", "750MiB", "--recipes", "1")
+    assert "\nwithout techniques:" not in lacking.out
+
+
 def test_the_time_of_a_technique_is_estimated_for_a_gpu(memlab_command, tmp_path):
     (tmp_path / "own.py").write_text(SCRIPT)
     outcome = memlab_command("plan", "--script", "own.py:build", "--gpu", "rtx4090")
@@ -237,6 +246,45 @@ def test_a_model_without_layers_is_tried_without_checkpointing(memlab_command, t
     assert "time" not in outcome.out.split()  # a CPU has no time estimate
     assert 'optimizer = Lion8bit(groups, rounding="stochastic")' in outcome.out
     assert "optimizer = step_in_backward(optimizer)" in outcome.out
+
+
+FLAT = """
+import torch
+from torch import nn
+
+def build():
+    pairs = [(nn.Linear(512, 512), nn.ReLU()) for _ in range(3)]
+    model = nn.Sequential(*(layer for pair in pairs for layer in pair))
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.randn(4096, 512)).square().mean().backward()
+        optimizer.step()
+
+    return step, model, optimizer
+"""
+
+
+def test_a_technique_that_needs_more_memory_is_combined_last(memlab_command, tmp_path):
+    """A ReLU's output is saved once for two layers; checkpointed, each layer saves its own."""
+    (tmp_path / "own.py").write_text(FLAT)
+    outcome = memlab_command(
+        "plan", "--script", "own.py:build", "--memory", "20MiB", "--device", "cpu"
+    )
+    assert outcome.status == 1
+    rows = [line for line in outcome.out.splitlines() if "lacks" in line]
+    needed = {
+        name.strip(): float(size)
+        for name, size in (row[:56].rsplit(maxsplit=2)[:2] for row in rows)
+    }
+    assert needed["checkpointing"] > needed["as it is"]
+    assert list(needed) == [
+        "as it is",
+        "checkpointing",
+        "offloaded-activations",
+        "checkpointing, offloaded-activations",
+    ]
 
 
 def test_an_optimizer_without_an_8_bit_counterpart_stays(memlab_command, tmp_path):

@@ -320,6 +320,13 @@ _ADAMW = Exercise(
             ('root = (state["v"] / (1 - beta2**t)).sqrt()', _CORRECTED_KEPT),
             ('state["m"] / (1 - beta1**t) / root', 'state["m"] / root'),
         ),
+        (
+            "m and v are never stored: write the new values back into `state`.",
+            ('state["m"] = beta1', "m = beta1"),
+            ('state["v"] = beta2', "v = beta2"),
+            ('state["v"] / (1', "v / (1"),
+            ('state["m"] / (1', "m / (1"),
+        ),
         ("Add eps outside of the root.", _EPS_IN_THE_ROOT),
         ("Divide m by the root of v, not by v.", (".sqrt() + eps", " + eps")),
         (
