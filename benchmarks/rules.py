@@ -17,7 +17,7 @@ from textwrap import shorten
 
 from common import ROOT, circumstances, progress, set_environment, table
 
-from memlab.course.rules import RULES, Verdict, verdicts
+from memlab.course.rules import RULES, RuleVerdict, verdicts
 from memlab.internals.files import write_beside
 
 PAGE = ROOT / "RULES.md"
@@ -55,7 +55,7 @@ def run(solution: Path) -> None:
         runpy.run_path(str(solution))
 
 
-def page(reached: Iterable[Verdict]) -> str:
+def page(reached: Iterable[RuleVerdict]) -> str:
     """Return the verdicts as a Markdown page, sorted by rule."""
     reached = sorted(reached, key=lambda verdict: (number(verdict.rule), verdict.rule))
     here = circumstances()
@@ -71,7 +71,7 @@ def page(reached: Iterable[Verdict]) -> str:
     return introduction + overview(reached) + "".join(_sections(reached))
 
 
-def overview(reached: Iterable[Verdict]) -> str:
+def overview(reached: Iterable[RuleVerdict]) -> str:
     """Return a table of all verdicts, each in at most three words."""
     rows = [
         (verdict.rule, shorten(RULES[verdict.rule].claim, 80, placeholder=" …"), in_short(verdict))
@@ -81,7 +81,7 @@ def overview(reached: Iterable[Verdict]) -> str:
     return f"\n{text}\n"
 
 
-def in_short(verdict: Verdict) -> str:
+def in_short(verdict: RuleVerdict) -> str:
     """Return the verdict in at most three words: its first clause if that clause is short."""
     clause = re.split(r"[:;,]", verdict.words)[0].split(" (")[0]
     if len(clause.split()) <= 3:
@@ -89,7 +89,7 @@ def in_short(verdict: Verdict) -> str:
     return "holds under conditions" if clause.startswith("holds") else "wrong"
 
 
-def _sections(reached: Iterable[Verdict]) -> Iterator[str]:
+def _sections(reached: Iterable[RuleVerdict]) -> Iterator[str]:
     """Yield a heading and the verdicts for each day."""
     for day, of_day in groupby(reached, key=lambda verdict: RULES[verdict.rule].day):
         (notebook,) = (ROOT / "solutions").glob(f"day{day:02}_*.ipynb")
@@ -99,7 +99,7 @@ def _sections(reached: Iterable[Verdict]) -> Iterator[str]:
         yield from map(entry, of_day)
 
 
-def entry(verdict: Verdict) -> str:
+def entry(verdict: RuleVerdict) -> str:
     """Return the claim, the measurement and the verdict."""
     rule = RULES[verdict.rule]
     return (

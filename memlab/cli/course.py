@@ -22,7 +22,7 @@ from memlab.cli.errors import UsageError, quoted
 from memlab.course import answers, days, notebooks, workspace
 from memlab.course import progress as records
 from memlab.course.exercises import DIFFICULTIES, HINTS, NOT_ATTEMPTED, OK, Exercise, Verdict
-from memlab.course.progress import Progress, Record
+from memlab.course.progress import ExerciseProgress, Progress
 from memlab.units import paragraph
 
 DECLINED = 1  # exit status after the user answered no
@@ -352,8 +352,8 @@ def _require_exercises(ids: Iterable[str], file: Path) -> None:
             ) from error
 
 
-def _record(done: Progress, exercise: days.Text) -> Record:
-    return done.exercises.get(exercise.id, Record())
+def _record(done: Progress, exercise: days.Text) -> ExerciseProgress:
+    return done.exercises.get(exercise.id, ExerciseProgress())
 
 
 def _exercises_table(exercises: dict[int, tuple[days.Text, ...]], done: Progress) -> Table:
@@ -382,7 +382,7 @@ def _title(number: int) -> str:
         return f"Day {number}"
 
 
-def _state(record: Record) -> str:
+def _state(record: ExerciseProgress) -> str:
     if record.status == OK:
         return "ok"
     return "tried" if record.status not in ("", NOT_ATTEMPTED) else "–"

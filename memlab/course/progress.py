@@ -21,7 +21,7 @@ _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, R
 
 
 @dataclass
-class Record:
+class ExerciseProgress:
     """One exercise: its status, the number of checks, and the number of hints shown."""
 
     status: str = ""
@@ -34,12 +34,12 @@ class Progress:
     """`guesses` maps id and quantity, such as "peak_gib", to the guessed number and, once revealed,
     the measured one, both in the quantity's own unit."""
 
-    exercises: dict[str, Record] = field(default_factory=dict)
+    exercises: dict[str, ExerciseProgress] = field(default_factory=dict)
     guesses: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 
-    def exercise(self, id_: str) -> Record:
+    def exercise(self, id_: str) -> ExerciseProgress:
         """Return the record of an exercise, creating it if needed."""
-        return self.exercises.setdefault(id_, Record())
+        return self.exercises.setdefault(id_, ExerciseProgress())
 
     def forget(self, day: int) -> None:
         """Delete a day's records."""
@@ -108,8 +108,8 @@ def _from_plain(plain: dict[str, Any]) -> Progress:
     return Progress(exercises, guesses)
 
 
-def _record(plain: dict[str, Any]) -> Record:
-    record = Record(**plain)
+def _record(plain: dict[str, Any]) -> ExerciseProgress:
+    record = ExerciseProgress(**plain)
     if [type(value) for value in vars(record).values()] != [str, int, int]:
         raise TypeError(f"record {plain}")
     return record

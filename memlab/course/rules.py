@@ -17,7 +17,7 @@ class Rule(NamedTuple):
     day: int
 
 
-class Verdict(NamedTuple):
+class RuleVerdict(NamedTuple):
     """The measured verdict on a rule or on a part of one."""
 
     rule: str
@@ -289,7 +289,7 @@ RULES: dict[str, Rule] = {
     ),
 }
 
-verdicts: list[Verdict] = []  # of this process, in order
+verdicts: list[RuleVerdict] = []  # of this process, in order
 
 
 def verdict(
@@ -305,7 +305,7 @@ def verdict(
     if not (holds or otherwise):
         raise ValueError(f"rule {rule} does not hold: {measured}; say what is true, otherwise=...")
     words = " ".join(("holds", condition)).strip() if holds else f"wrong: {otherwise}"
-    result = Verdict(rule, words, measured)
+    result = RuleVerdict(rule, words, measured)
     verdicts.append(result)
     say(f"Rule {rule}. {RULES[rule].claim} ({RULES[rule].guide})")
     say(f"Measured: {measured}")

@@ -9,6 +9,14 @@ events, so the peak is always visible. Labels never overlap. Figures do not use 
 backend or window is touched and matplotlib's settings stay unchanged.
 """
 
+from importlib.util import find_spec
+
+if find_spec("matplotlib") is None:
+    raise ModuleNotFoundError(
+        "memlab.plot draws with matplotlib, which is not installed; run pip install matplotlib",
+        name="matplotlib",
+    )
+
 from memlab.plot.breakdowns import breakdown
 from memlab.plot.fragmentation import blocks
 from memlab.plot.page import COLOURS, save

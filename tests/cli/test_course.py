@@ -358,8 +358,8 @@ def test_check_checks_every_exercise_and_records_the_results(memlab_command, cop
         "",
         "1 of 2 right",
     ]
-    assert record("7.1") == progress.Record("wrong", checks=1)
-    assert record("7.2") == progress.Record("ok", checks=1)
+    assert record("7.1") == progress.ExerciseProgress("wrong", checks=1)
+    assert record("7.2") == progress.ExerciseProgress("ok", checks=1)
 
 
 def test_check_succeeds_if_all_is_right(memlab_command, copy):
@@ -374,7 +374,7 @@ def test_an_unchanged_lesson_is_not_attempted(memlab_command, record):
     outcome = memlab_command("check", "7.1")
     assert outcome.status == 1
     assert outcome.out == "[ ] 7.1 not attempted\n"
-    assert record() == progress.Record("not attempted", checks=0)
+    assert record() == progress.ExerciseProgress("not attempted", checks=0)
 
 
 def test_checking_one_exercise_leaves_the_others(memlab_command, copy, record):
@@ -389,7 +389,7 @@ def test_checks_are_counted_and_a_solved_exercise_stays_solved(memlab_command, c
     memlab_command("check", "7.1")
     copy(WRONG, CALL)
     memlab_command("check", "7.1")
-    assert record() == progress.Record("ok", checks=2)
+    assert record() == progress.ExerciseProgress("ok", checks=2)
 
 
 def test_an_interrupted_check_records_nothing(memlab_command, copy, root):
@@ -428,7 +428,7 @@ def test_each_hint_is_shown_below_the_earlier_ones(memlab_command, copy, record)
     assert said[1] == ["7.1 Double [it]", first, second]
     assert said[2] == ["7.1 Double [it]", first, second, *third, SPENT]
     assert said[3] == said[2]
-    assert record() == progress.Record(hints=3)
+    assert record() == progress.ExerciseProgress(hints=3)
 
 
 def test_hints_are_counted_per_exercise(memlab_command, copy, record):
@@ -610,7 +610,7 @@ def test_reset_announces_its_changes_and_makes_them(memlab_command, copy, answer
     assert third.startswith(f"work/{NAME} is a fresh copy; if it is open in JupyterLab")
     assert (root / backup).read_bytes() == mine
     assert json.loads(path.read_text())["cells"][1]["source"] == STUB
-    assert record() == progress.Record()
+    assert record() == progress.ExerciseProgress()
 
 
 @pytest.mark.parametrize("answer", ["n\n", "\n", "what?\n", ""])

@@ -101,7 +101,7 @@ def test_the_reference_does_not_count_as_an_answer(folder, capsys):
     capsys.readouterr()
     assert exercise("7.1", answer) is double  # the same cell runs again
     assert capsys.readouterr().out == REFERENCE
-    assert progress.read(folder).exercise("7.1") == progress.Record("wrong", checks=1)
+    assert progress.read(folder).exercise("7.1") == progress.ExerciseProgress("wrong", checks=1)
 
 
 def test_an_interrupted_check_is_interrupted(folder):

@@ -8,13 +8,23 @@ import pytest
 
 from memlab.course import progress
 from memlab.course.exercises import NOT_ATTEMPTED, OK, WRONG
-from memlab.course.progress import FILE, VERSION, Progress, Record, note_check, read, update
+from memlab.course.progress import (
+    FILE,
+    VERSION,
+    ExerciseProgress,
+    Progress,
+    note_check,
+    read,
+    update,
+)
 
 GUESSES = {"1.1": {"peak_gib": {"guessed": 2.0, "measured": 4.5}, "live_mib": {"guessed": 1.0}}}
 
 
 def full() -> Progress:
-    return Progress({"1.1": Record(OK, checks=3, hints=1), "1.2": Record(hints=2)}, GUESSES)
+    return Progress(
+        {"1.1": ExerciseProgress(OK, checks=3, hints=1), "1.2": ExerciseProgress(hints=2)}, GUESSES
+    )
 
 
 def fill(p: Progress) -> None:
@@ -57,7 +67,7 @@ def test_an_update_changes_existing_progress(tmp_path):
     update(tmp_path, fill)
     update(tmp_path, lambda p: note_check(p, "1.3", WRONG))
     wanted = full()
-    wanted.exercises["1.3"] = Record(WRONG, checks=1)
+    wanted.exercises["1.3"] = ExerciseProgress(WRONG, checks=1)
     assert read(tmp_path) == wanted
 
 
@@ -80,12 +90,12 @@ def test_a_solved_exercise_stays_solved(statuses, stands):
     for status in statuses:
         note_check(done, "1.1", status)
     attempts = len(statuses) - statuses.count(NOT_ATTEMPTED)
-    assert done.exercises == {"1.1": Record(stands, checks=attempts)}
+    assert done.exercises == {"1.1": ExerciseProgress(stands, checks=attempts)}
 
 
 def test_deleting_a_day_leaves_the_others():
     ids = ("1.1", "1.12", "11.1", "2.1")
-    done = Progress({id_: Record(OK) for id_ in ids}, {id_: {} for id_ in ids})
+    done = Progress({id_: ExerciseProgress(OK) for id_ in ids}, {id_: {} for id_ in ids})
     done.forget(1)
     assert list(done.exercises) == list(done.guesses) == ["11.1", "2.1"]
 
@@ -175,14 +185,14 @@ def test_concurrent_updates_lose_nothing(tmp_path, many_turns):
     ids = [f"1.{number}" for number in range(40)]
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda id_: update(tmp_path, lambda p: note_check(p, id_, OK)), ids))
-    assert read(tmp_path).exercises == {id_: Record(OK, checks=1) for id_ in ids}
+    assert read(tmp_path).exercises == {id_: ExerciseProgress(OK, checks=1) for id_ in ids}
 
 
 def test_concurrent_checks_of_one_exercise_are_all_counted(tmp_path, many_turns):
     with ThreadPoolExecutor(8) as threads:
         for _ in range(40):
             threads.submit(update, tmp_path, lambda p: note_check(p, "1.1", WRONG))
-    assert read(tmp_path).exercises == {"1.1": Record(WRONG, checks=40)}
+    assert read(tmp_path).exercises == {"1.1": ExerciseProgress(WRONG, checks=40)}
 
 
 def test_concurrent_reads_rename_a_file_once(tmp_path, many_turns):

@@ -6,7 +6,7 @@ from itertools import groupby
 import pytest
 
 from memlab.course import rules, verdict
-from memlab.course.rules import RULES, Rule, Verdict
+from memlab.course.rules import RULES, Rule, RuleVerdict
 
 
 @pytest.fixture(autouse=True)
@@ -29,13 +29,13 @@ def test_a_rule_that_holds_is_printed_with_its_condition(reached, capsys):
         "Measured: 0.50 ×",
         "Verdict: holds if all is kept",
     ]
-    assert reached == [Verdict("1a", "holds if all is kept", "0.50 ×")]
+    assert reached == [RuleVerdict("1a", "holds if all is kept", "0.50 ×")]
 
 
 def test_a_wrong_rule_is_printed_with_the_truth(reached, capsys):
     verdict("1a", False, "0.90 ×", condition="never said", otherwise="a tenth is")
     assert capsys.readouterr().out.endswith("\nVerdict: wrong: a tenth is\n")
-    assert reached == [Verdict("1a", "wrong: a tenth is", "0.90 ×")]
+    assert reached == [RuleVerdict("1a", "wrong: a tenth is", "0.90 ×")]
 
 
 def test_a_rule_that_holds_without_a_condition_just_holds(reached, capsys):
@@ -56,7 +56,7 @@ def test_long_sentences_are_wrapped_without_losing_text(reached, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 9
     assert max(map(len, lines)) <= 96
-    assert reached == [Verdict("2", f"holds {'if ' * 80}".strip(), "much " * 50)]
+    assert reached == [RuleVerdict("2", f"holds {'if ' * 80}".strip(), "much " * 50)]
 
 
 @pytest.mark.parametrize("rule", ["1", "3", 2, "1A"])

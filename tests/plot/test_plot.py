@@ -1,5 +1,6 @@
 """Plots of traces show exactly the traced bytes, and labels never overlap."""
 
+import importlib.util
 import itertools
 import subprocess
 import sys
@@ -741,3 +742,10 @@ assert "matplotlib.pyplot" not in sys.modules
 def test_importing_memlab_imports_no_matplotlib():
     program = "import sys, memlab; assert 'matplotlib' not in sys.modules; memlab.plot.blocks"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "memlab.plot")
+    with pytest.raises(ModuleNotFoundError, match="not installed; run pip install matplotlib"):
+        importlib.import_module("memlab.plot")
