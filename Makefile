@@ -50,7 +50,7 @@ measure: $(stamp) ## measure every technique on this machine
 test: $(stamp) ## format, lint, tests, every notebook
 	@$(VENV_PYTHON) -m ruff format --check .
 	@$(VENV_PYTHON) -m ruff check .
-	@$(RUN_TESTS) -m 'not slow' --few 8
+	@$(RUN_TESTS) -m 'not slow'
 	@$(MAKE) --no-print-directory solutions
 	@$(RUN_NOTEBOOKS) --nbval-lax $(ONE_LESSON)
 

@@ -684,11 +684,11 @@ _ = axes.legend(frameon=False)
 # %% [markdown]
 # ### Exercise 2.5: mend it
 #
-# About 15 minutes. After each epoch the same bytes are alive. No tensors may pile up within an
-# epoch either. `register_forward_hook` returns a handle, and `handle.remove()` takes that hook off
-# again. And nothing else changes: what is learnt; `notes["losses"]`, a Python float for each
-# held-out batch; `notes["scales"]`, a Python float for each epoch, of training alone; the model's
-# mode and the hooks of others.
+# About 15 minutes. After each epoch the same bytes are alive. Within an epoch nothing may pile up
+# either, except one number for each batch. `register_forward_hook` returns a handle, and
+# `handle.remove()` takes that hook off again. And nothing else changes: what is learnt;
+# `notes["losses"]`, a Python float for each held-out batch; `notes["scales"]`, a Python float for
+# each epoch, of training alone; the model's mode and the hooks of others.
 
 
 # %%

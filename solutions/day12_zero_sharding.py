@@ -236,7 +236,7 @@ for name, wire in (("by way of rank 0", obvious), ("two collectives", ours)):
 # copy of piece r alone, and `torch.optim.AdamW([copy], lr=lr, foreach=False)`. In `step`,
 # `gradients[r]` (flat) are rank r's: use their **mean**, clip it to max_norm (one call of
 # `self.wire.sum` for the norm), and write the stepped weights into every `weights[r]`. What stays
-# is 12 bytes for each number of the piece.
+# is 12 bytes for each element of the piece, and AdamW's step count.
 
 
 # %%
@@ -348,7 +348,8 @@ def backward_of(w, x, dy):
 # forward) are there, and of each rank `dys[rank]`, the gradient of the last unit's output. Go
 # through all units, backwards. Of each one's gradients add rank r's piece of the sum over ranks to
 # `sums[r][unit]`, **in place**: earlier micro-batches may be in it. (The mean is for the step.)
-# Return a list: each rank's gradient of the first unit's input. R divides every unit.
+# Reduce the gradients of one unit before you compute those of the next. Return a list: each rank's
+# gradient of the first unit's input. R divides every unit.
 
 
 # %%

@@ -23,7 +23,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from hypothesis import settings
-from quick import few_of_each
 
 # The same examples on every run and machine, and no clock: a slow machine is not a wrong answer.
 settings.register_profile("memlab", derandomize=True, deadline=None)
@@ -62,20 +61,8 @@ LONG = {
 }
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--few", type=int, help="of each test with many parameters, so many cases, spread evenly"
-    )
-
-
-@pytest.hookimpl(trylast=True)  # of those that `-m` and `-k` leave
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first; skip what is marked `gpu` where there is none."""
-    if most := config.getoption("few"):
-        kept = few_of_each(items, most)
-        left = set(items) - set(kept)
-        config.hook.pytest_deselected(items=[item for item in items if item in left])
-        items[:] = kept
     items.sort(key=lambda item: item.path.name not in LONG)
     if torch.cuda.is_available():
         return

@@ -1,7 +1,6 @@
 """Which parameters of a test are tried by `make test`: the others wait for `make slow`."""
 
 from collections.abc import Collection, Iterable, Sequence
-from itertools import groupby
 from typing import Any
 
 import pytest
@@ -16,14 +15,6 @@ def slow(value: Any) -> Any:
     """A parameter that `make test` leaves out; a tuple is several arguments."""
     arguments = value if isinstance(value, tuple) else (value,)
     return pytest.param(*arguments, marks=pytest.mark.slow)
-
-
-def few_of_each(items: Sequence[pytest.Item], most: int) -> list[pytest.Item]:
-    """Of each test that has many parameters so many cases, from the first to the last."""
-    kept = []
-    for _, cases in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
-        kept += spread(list(cases), most)
-    return kept
 
 
 def spread(values: Sequence[Any], most: int) -> list[Any]:

@@ -1,9 +1,7 @@
 """What `make test` leaves out, it leaves out evenly."""
 
-from types import SimpleNamespace
-
 import pytest
-from quick import few_of_each, quick, slow, spread
+from quick import quick, slow, spread
 
 
 @pytest.mark.parametrize(
@@ -18,13 +16,6 @@ from quick import few_of_each, quick, slow, spread
 )
 def test_few_are_spread_from_the_first_to_the_last(count, most, kept):
     assert spread(range(count), most) == kept
-
-
-def test_few_are_taken_of_each_test():
-    names = ["a.py::one[1]", "a.py::one[2]", "a.py::one[3]", "a.py::two", "b.py::one[x[1]]"]
-    items = [SimpleNamespace(nodeid=name) for name in names]
-    kept = [item.nodeid for item in few_of_each(items, 2)]
-    assert kept == ["a.py::one[1]", "a.py::one[3]", "a.py::two", "b.py::one[x[1]]"]
 
 
 def test_what_is_not_kept_is_slow():

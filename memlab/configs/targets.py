@@ -78,5 +78,5 @@ TARGETS = {
 def target_named(name: str) -> Target:
     """Return the target with this name. Raises ValueError for an unknown name."""
     if name not in TARGETS:
-        raise ValueError(f"got target {name!r}; use one of {', '.join(map(repr, TARGETS))}")
+        raise ValueError(f"got device {name!r}; use one of {', '.join(map(repr, TARGETS))}")
     return TARGETS[name]

@@ -18,6 +18,14 @@ OF_THE_FIRST_GROUP = (
 OF_THE_MODEL = "(optimizer.state.get(p, {}) for p in parameters)"
 
 REFUSED = [
+    (
+        "1.4",
+        "never less than the end of backward",
+        (
+            "return always + activation_bytes(config, batch, seq_len) + 2 * logits",
+            "begins = always + activation_bytes(config, batch, seq_len) + 2 * logits\n    return max(begins, 16 * parameter_count(config))",
+        ),
+    ),
     ("1.1", "no groups", ("config.kv_heads * config.head_dim", "config.hidden_size")),
     ("1.2", "a step", (FIRST, f"optimizer.step(); {FIRST}")),
     ("1.2", "gradients dropped", (FIRST, f"optimizer.zero_grad(); {FIRST}")),

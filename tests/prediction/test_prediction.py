@@ -503,7 +503,7 @@ def test_recomputation_in_a_checkpoint_uses_the_same_kernels():
         ({"build": 3}, TypeError, "got a int to predict"),
         ({"build": lambda: None}, TypeError, "returned a NoneType; return .step, model, optim"),
         ({"build": lambda: (1, None, None)}, TypeError, "returned a tuple"),
-        ({"target": "cuda:turing"}, ValueError, "'cuda:turing'; use one of 'cuda', 'cuda:hopper'"),
+        ({"device": "cuda:turing"}, ValueError, "'cuda:turing'; use one of 'cuda', 'cuda:hopper'"),
         ({"steps": 0}, ValueError, "got steps=0; pass 1 or more"),
         ({"kernels": "flash"}, TypeError, r"got a str as kernels; pass memlab.Kernels"),
     ],

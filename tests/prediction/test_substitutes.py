@@ -149,7 +149,7 @@ def test_a_bool_mask_is_converted_to_the_query_dtype():
 
 
 def test_cudnn_saves_a_row_of_statistics_and_two_seeds():
-    assert births(predicted(attending(), target="cuda:hopper"), "attention") == [
+    assert births(predicted(attending(), device="cuda:hopper"), "attention") == [
         (B * H * T * D * 2, "bfloat16"),
         (B * H * T * 4, "float32"),
         (8, "int64"),

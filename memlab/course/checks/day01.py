@@ -352,6 +352,7 @@ _ACTIVATION_BYTES = Exercise(
 _PEAK_CASES = (
     ("tiny, 8 × 64 tokens", PRESETS["tiny"], 8, 64),
     ("25m, 4 × 256 tokens", PRESETS["25m"], 4, 256),
+    ("25m, 1 × 16 tokens", PRESETS["25m"], 1, 16),
     ("124m, 8 × 640 tokens", PRESETS["124m"], 8, 640),
     ("llama-2-7b, 1 × 4096 tokens", PRESETS["llama-2-7b"], 1, 4096),
 )

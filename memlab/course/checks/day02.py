@@ -691,8 +691,8 @@ TrainEpoch = Callable[
     [nn.Sequential, torch.optim.Optimizer, Sequence[Batch], Sequence[Batch], Notes], None
 ]
 EPOCHS = 4
-FEW, MANY = 4, 7  # batches in an epoch, unlike the lesson's 2; one more is held out
 SCALARS_BYTES = 16  # that a batch may leave until its epoch's end: less than any tensor
+FEW, MANY = 4, 7  # batches in an epoch, unlike the lesson's 2; one more is held out
 
 
 def _new_training() -> tuple[nn.Sequential, torch.optim.Optimizer]:
