@@ -1,6 +1,6 @@
 """Which parameters of a test are tried by `make test`: the others wait for `make slow`."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -15,10 +15,3 @@ def slow(value: Any) -> Any:
     """A parameter that `make test` leaves out; a tuple is several arguments."""
     arguments = value if isinstance(value, tuple) else (value,)
     return pytest.param(*arguments, marks=pytest.mark.slow)
-
-
-def spread(values: Sequence[Any], most: int) -> list[Any]:
-    """So many of the values at most, evenly from the first to the last."""
-    if len(values) <= most:
-        return list(values)
-    return [values[number * (len(values) - 1) // (most - 1)] for number in range(most)]

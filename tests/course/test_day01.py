@@ -21,10 +21,8 @@ REFUSED = [
     (
         "1.4",
         "never less than the end of backward",
-        (
-            "return always + activation_bytes(config, batch, seq_len) + 2 * logits",
-            "begins = always + activation_bytes(config, batch, seq_len) + 2 * logits\n    return max(begins, 16 * parameter_count(config))",
-        ),
+        ("return always +", "return max(16 * parameter_count(config), always +"),
+        ("+ 2 * logits", "+ 2 * logits)"),
     ),
     ("1.1", "no groups", ("config.kv_heads * config.head_dim", "config.hidden_size")),
     ("1.2", "a step", (FIRST, f"optimizer.step(); {FIRST}")),
