@@ -357,10 +357,10 @@ guess("3.2", upper_frozen_percent=50, lower_frozen_percent=50)  # half of the bl
 # %% [markdown]
 # ### Exercise 3.2: freeze, and count what goes
 #
-# About 15 minutes. Only the blocks in the range `trained` learn; the others, the embedding, the
-# last norm and the unembedding are frozen. Bytes in float32, with AdamW (its counters: 4 bytes for
-# each of a block's 9 tensors). A block has 2·C² + 2·C·KV·D + 3·C·F + 2·C weights, with F for
-# `intermediate_size`. The loss is one more number.
+# About 15 minutes. Only the blocks in the range `trained`, without gaps, learn; the others, the
+# embedding, the last norm and the unembedding are frozen. Bytes in float32, with AdamW (its
+# counters: 4 bytes for each of a block's 9 tensors). A block has 2·C² + 2·C·KV·D + 3·C·F + 2·C
+# weights, with F for `intermediate_size`. The loss is one more number.
 
 
 # %%
