@@ -103,8 +103,8 @@ def remarks(found: Plan) -> Iterator[str]:
             f"{shares(best.candidate.seconds)}; every copy is counted"
         )
         yield (
-            "each recipe trains differently (precision, optimizer or LoRA), and is the fastest "
-            "found of its kind that fits"
+            "each row is the fastest recipe that fits with its precision, optimizer and LoRA or "
+            "not; rows train differently"
         )
         if any(option.largest_batch for option in found.options):
             how = "predicted" if found.exact else "by formula, scaled to the prediction; --exact"

@@ -154,8 +154,8 @@ def _meanings(trace: Trace) -> dict[str, str]:
             "category and the pictures count the requested bytes, which are slightly fewer"
         ),
         "reserved": (
-            "taken from the driver by the caching allocator, which keeps it; a smaller GPU may "
-            "be enough, and the minimum lies between allocated and reserved"
+            "taken from the driver by the caching allocator, which keeps it; the memory that the "
+            "step needs at least lies between allocated and reserved"
         ),
         "nvidia-smi": (
             f"reserved plus the CUDA context, {context}"
@@ -225,10 +225,11 @@ def _hidden_change(trace: Trace, plain: Trace) -> str | None:
     if not hidden:
         return None
     category = max(hidden, key=lambda c: abs(hidden[c]))
-    advice = "; a larger --batch or --seq lets it show" if category == "activations" else ""
+    advice = "; try a larger --batch or --seq" if category == "activations" else ""
     return (
-        f"{category.replace('_', ' ')} reach {format_bytes(most[category])}, not "
-        f"{format_bytes(plain_most[category])}, but the peak is {PHASE_WORDS[plain.peak_phase]}"
+        f"{category.replace('_', ' ')} reach {format_bytes(most[category])} (plain: "
+        f"{format_bytes(plain_most[category])}), which does not change the peak, "
+        f"{PHASE_WORDS[plain.peak_phase]}"
         f"{advice}"
     )
 

@@ -34,8 +34,8 @@ NO_LAYERS = (
     "memlab.checkpointing.checkpoint(layer, x) in its forward"
 )
 NO_ADAM = (
-    "the optimizer stays: only Adam and AdamW (decoupled weight decay, no AMSGrad, a learning rate "
-    "that is a number) have a known learning rate for another optimizer"
+    "the optimizer is not replaced: memlab can convert the learning rate only of Adam and AdamW "
+    "(decoupled weight decay, no AMSGrad, a learning rate that is a number)"
 )
 
 

@@ -217,10 +217,10 @@ class _CudaDryRun(dry_run):
         if meter.context.has_recurrent_layer:
             unknown.add("recurrent layers (cuDNN)")
         return (
-            f"predicted for {self.target.name}, by these kernels: {self.kernels}",
+            f"predicted for {self.target.name} with these kernels: {self.kernels}",
             *([f"not yet confirmed by a GPU: {', '.join(unconfirmed)}"] * bool(unconfirmed)),
             *(
-                f"the scratch of {kind} is not known and not in here; the real peak can be higher"
+                f"not counted: the scratch memory of {kind}; the real peak can be higher"
                 for kind in sorted(unknown)
             ),
             *([recurrent.RESERVE_NOTE] if recurrent.LABEL in unconfirmed else []),
