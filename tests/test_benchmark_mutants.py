@@ -1,0 +1,63 @@
+"""benchmarks/mutants.py: one-step edits, and whether a check accepts them."""
+
+import ast
+from importlib import import_module
+
+import pytest
+from scripts import script
+
+from memlab.course.answers import cell_of
+from memlab.course.days import exercise_of, notebook
+
+benchmark = script("mutants")
+import_module("torch._dynamo")  # once, not in each child process
+
+SOURCE = """\
+def mean(values, count):
+    total = values.float().sum(0)
+    if count > 1:
+        total /= count
+    return total
+"""
+
+
+def test_each_edit_is_one_step_and_differs():
+    found = list(benchmark.edits(SOURCE))
+    plain = ast.unparse(ast.parse(SOURCE))
+    assert len(set(found)) == len(found)
+    assert plain not in found
+    for line in (
+        "    total = values.float().mean(0)",
+        "    total = values.sum(0)",
+        "    total = values.float().sum()",
+        "    if count >= 1:",
+        "    if count > 2:",
+        "    if True:",
+        "        total *= count",
+        "        total /= total",
+        "    return count",
+        "        pass",
+    ):
+        [edited] = [text for text in found if line in text.split("\n")]
+        assert len(edited.split("\n")) == len(plain.split("\n"))
+
+
+@pytest.mark.parametrize(
+    ("edit", "accepted"),
+    [
+        (("", ""), True),
+        (("3 * logits", "2 * logits"), False),
+        (("return 4", "import os; os._exit(1)\n    return 4"), False),
+    ],
+    ids=["the solution", "another factor", "ends the process"],
+)
+def test_an_edit_is_checked_in_its_own_process(edit, accepted):
+    source = cell_of(notebook(11, "solutions"), "11.1").replace(*edit)
+    assert benchmark.is_accepted(exercise_of("11.1"), source) == accepted
+
+
+def test_an_edit_that_never_ends_is_refused(monkeypatch):
+    monkeypatch.setattr(benchmark, "SECONDS", 1)
+    source = cell_of(notebook(11, "solutions"), "11.1")
+    source = source.replace("return 4", "while True: pass\n    return 4")
+    assert not benchmark.is_accepted(exercise_of("11.1"), source)
