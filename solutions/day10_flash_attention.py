@@ -251,11 +251,11 @@ print(f"torch, 2 queries, 5 keys: they see {seen.count_nonzero(1).tolist()} keys
 # %% [markdown]
 # ### Exercise 10.2: which tiles are visited
 #
-# About 12 minutes. Cut `queries` × `keys` scores into tiles of `tile` × `tile`; the last of a row
-# or column may be smaller, and its slice ends at `queries` or `keys`. Return a list of rows of
-# tiles, from the top: each a pair of a slice of queries, and the list of the slices of keys that
-# are visited, from the left. Visit a tile if one of its queries sees one of its keys, up to i +
-# `shift`. A row in which nobody sees anything is there, with an empty list.
+# About 12 minutes. Cut `queries` × `keys` scores into tiles of `tile` × `tile`; the last may be
+# smaller: slices end at `queries` and `keys`. Return a list of rows of tiles, from the top: each a
+# pair of a slice of queries, and the list of the slices of keys that are visited, from the left.
+# Visit a tile if one of its queries sees one of its keys, up to i + `shift`. A row in which nobody
+# sees anything is there, with an empty list.
 
 
 # %%
