@@ -236,12 +236,12 @@ print(f"the log-softmaxes alone are {format_bytes(kept)}")
 # %% [markdown]
 # ### Exercise 11.3: chunked cross-entropy
 #
-# About 25 minutes. The mean over rows that count, its gradients; 0 if none counts. `chunk` need not
-# divide the rows. Three products in all; at the peak both gradients and **one** chunk of logits
-# (two may pass): `dw.addmm_(a, b)` makes no tensor of its own, `dw += a @ b` does; `del x` before
-# the next chunk. In bfloat16, `x` and sums stay float32 (a float32 copy of weight may exist, not of all
-# of hidden). `backward` returns a gradient for each argument, None for the last two; multiply in
-# place (`mul_`).
+# About 25 minutes. The mean over rows that count, its gradients; 0 if none counts. Chunks need not
+# divide the rows. Three matmuls; at the peak both gradients and **one** chunk of logits (two may
+# pass): `dw.addmm_(a, b)` makes no tensor of its own, `dw += a @ b` does; `del x` before the next
+# chunk. In bfloat16, `x` and sums stay float32 (a float32 copy of weight may exist, not of all of
+# hidden). `backward` returns a gradient for each argument, None for the last two; multiply in place
+# (`mul_`).
 
 
 # %%
