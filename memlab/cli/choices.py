@@ -93,6 +93,11 @@ def choose_techniques(request: Request) -> dict[str, Plugs]:
     """
     wanted = dict.fromkeys(request.techniques or (*TECHNIQUES, *COMBINATIONS))
     for name in wanted:
+        if name.replace(",", "+") != name:
+            raise UsageError(
+                f"got --technique {quoted(name)}; join techniques with +: "
+                f"{quoted(name.replace(' ', '').replace(',', '+'))}"
+            )
         parts = name.split("+")
         for part in parts:
             _require_known("--technique", part, TECHNIQUES)

@@ -18,9 +18,12 @@ def quoted(given: str) -> str:
     return shortened(given if is_plain else repr(given), MAX_VALUE_LENGTH)
 
 
+SHORT_NAMES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
+
+
 def suggestions(given: str, known: Collection[str]) -> str:
     """List the known names, after the one most similar to `given` if there is a similar one."""
-    near = get_close_matches(given, known, n=1)
+    near = get_close_matches(SHORT_NAMES.get(given, given), known, n=1)
     return f"{f'did you mean {near[0]}? Choose from' if near else 'choose from'} {', '.join(known)}"
 
 

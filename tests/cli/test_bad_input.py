@@ -1041,6 +1041,8 @@ def test_a_read_error_is_refused(memlab_in, folder, monkeypatch):
          "exercise, such as 1.2"),
         (["check", "9" * 5000], f"got {'9' * 53}…{'9' * 26}; give a day, such as 1, or one of its "
          "exercises, such as 1.2"),
+        (["measure", "--technique", "sgd, lora"], "got --technique 'sgd, lora'; join techniques "
+         "with +: sgd+lora"),
         (["diff", "1.1", "--yess"], "got --yess; did you mean --yes? Choose from --yes, --help; "
          "see memlab diff --help"),
     ],
@@ -1059,6 +1061,8 @@ def test_an_error_names_the_input_the_expectation_and_the_help(memlab_in, folder
         (["plan", "--memory", "rtx409", "--model", "tiny"], "rtx4090"),
         (["plan", "--memory", "24GB", "--model", "tiny", "--optimizer", "adamw8bit"], "adam8bit"),
         (["train", "--dtype", "bfloat"], "bfloat16"),
+        (["train", "--dtype", "fp16"], "float16"),
+        (["train", "--dtype", "bf16"], "bfloat16"),
     ],
 )
 def test_a_typo_gets_the_nearest_name(memlab_in, folder, line, near):
