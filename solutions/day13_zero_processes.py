@@ -383,6 +383,7 @@ def reduce_in_buckets(peer, made, buckets):
     there, way, sums, left = {}, [], [], list(buckets)
     for name, gradient in made:
         there[name] = gradient
+        del gradient
         while left and all(n in there for n in left[0]):
             if len(way) == 2:
                 sums.append(way.pop(0).wait())
