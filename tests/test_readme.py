@@ -128,7 +128,7 @@ def test_the_readme_has_a_memlab_command_to_run():
     assert {"memlab", ".venv/bin/memlab"} & set(programs), f"no memlab command in {programs}"
 
 
-# Of the larger models, and those that predict several steps; those of tiny are tried always.
+# Of larger models, and with several predicted steps; commands for tiny are tried always.
 SLOW = (
     *("memlab measure --model llama", "memlab measure --model 124m", "memlab plan"),
     "memlab doctor",  # which test_doctor tries

@@ -404,8 +404,8 @@ def plan_command(
     """Find the recipes with which a model's training fits into a given amount of memory.
 
     All recipes are compared by formula. The fastest ones are then predicted operator by
-    operator, including reserved memory and the CUDA context, so a recipe that is reported
-    to fit has been predicted to fit. No GPU is needed. The output ends with the command
+    operator, including reserved memory and the CUDA context, so a recipe reported to
+    fit has been predicted to fit. No GPU is needed. The output ends with the command
     that runs the training. The exit status is 1 if nothing fits.
 
     [bold]memlab plan --model llama-2-7b --memory 24GB[/]

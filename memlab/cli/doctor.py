@@ -111,7 +111,7 @@ def _checked(name: str, attempt: Callable[..., str], *arguments: object) -> Find
 
 def _devices() -> Iterator[Finding]:
     """Describe each accelerator, its driver and free memory, or say why none can be used."""
-    with warnings.catch_warnings(record=True) as caught:  # such as a driver that is too old
+    with warnings.catch_warnings(record=True) as caught:  # such as an outdated driver
         warnings.simplefilter("always")
         kind = devices_present()[-1]
     if kind != "cpu":

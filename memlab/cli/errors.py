@@ -28,7 +28,7 @@ def suggestions(given: str, known: Collection[str]) -> str:
 
 
 def shortened(text: str, length: int) -> str:
-    """Cut the middle out of a text that is longer than `length`."""
+    """Cut the middle out of a text longer than `length`."""
     if len(text) <= length:
         return text
     end = (length - 1) // 3

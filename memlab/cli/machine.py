@@ -25,7 +25,7 @@ def name_of(device: torch.device) -> str:
 def memory_of(device: torch.device) -> tuple[int, int] | None:
     """Return (free, total) bytes, or None if the system does not report them.
 
-    The CPU's free memory excludes caches, even those that the system could drop.
+    The CPU's free memory excludes caches, even ones that the system could drop.
     """
     try:
         if device.type != "cpu":

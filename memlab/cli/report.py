@@ -210,7 +210,7 @@ def _difference(difference: float) -> str:
 
 
 def _hidden_change(trace: Trace, plain: Trace) -> str | None:
-    """Describe the largest change in a category that is not at its maximum at the peak; None if the
+    """Describe the largest change in a category below its maximum at the peak; None if the
     peaks differ, or nothing else does."""
     notable = NOTABLE * plain.peak_bytes
     if abs(trace.peak_bytes - plain.peak_bytes) >= notable:

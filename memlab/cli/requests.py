@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Request:
-    """The options of `memlab measure`, some of which `memlab train` shares.
+    """The options of `memlab measure`; `memlab train` shares some.
 
     An option that was not given is None; memlab.cli.choices replaces it by a suitable value.
     """

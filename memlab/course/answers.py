@@ -30,7 +30,7 @@ def judged(
 ) -> Iterator[Verdict]:
     """Yield a verdict on each exercise, or on some of them, in the notebook's order.
 
-    As in the notebook, the reference replaces an answer that is not right. Raises ValueError at
+    As in the notebook, the reference replaces a wrong answer. Raises ValueError at
     once if the file is not a notebook.
     """
     return _judged(

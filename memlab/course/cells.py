@@ -74,7 +74,7 @@ class CodeCell:
 
     @cached_property
     def defines(self) -> set[str]:
-        """The names that it binds, except those that only pass through `exercise`."""
+        """The names that it binds, except ones that only pass through `exercise`."""
         if self.error is None:
             kept = (statement for statement in self.body if _call_in(statement) is None)
             return set().union(*(_names_bound(statement, self.filename) for statement in kept))

@@ -28,7 +28,7 @@ from memlab.trace import Trace
 HINTS = 3
 DIFFICULTIES = range(1, 6)
 LONGEST_VALUE = 200  # characters of a value in a message; a verdict is one line
-FEW_CHARACTERS = 40  # characters of a value that is shown beside a line
+FEW_CHARACTERS = 40  # characters of a value shown beside a line
 
 
 class Wrong(Exception):  # noqa: N818 - the answer is wrong; nothing failed

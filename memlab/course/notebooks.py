@@ -1,6 +1,6 @@
 """Read notebooks as plain JSON, without Jupyter and without running them.
 
-A file that is not a notebook, such as a truncated file or one with a merge conflict, is refused in
+A file other than a notebook, such as a truncated file or one with a merge conflict, is refused in
 one sentence with the remedy.
 """
 

@@ -80,7 +80,7 @@ def synthesize(
 
     Raises:
         ValueError: for damaged, truncated or unrelated snapshots, unknown names, tensors of other
-            shapes, or an output path that is a snapshot's.
+            shapes, or an output path equal to a snapshot's.
 
     Warns if the profile error exceeds 1 %. Rounding in the snapshots is not counted.
 

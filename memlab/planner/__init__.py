@@ -13,7 +13,7 @@ repetition   the trace of a deep model, extrapolated from two shallow ones
 measuring    the bytes of a recipe, by a dry run or a prediction
 options      tried recipes, and the plan
 processes    several measurements at once
-search       the fastest recipe that is measured to fit
+search       the fastest recipe measured to fit
 """
 
 from typing import TYPE_CHECKING

@@ -141,7 +141,7 @@ def card_named(name: str) -> Card:
 def memory_named(text: str, target: str | None = None) -> Memory:
     """Parse "24GB" (24·10⁹ bytes), "24GiB" (24·2³⁰ bytes), a number of bytes, or a card's name.
 
-    Raises ValueError for anything else, and for memory that is no larger than the CUDA context or,
+    Raises ValueError for anything else, and for memory no larger than the CUDA context or,
     with target "cpu", smaller than 1 MiB.
     """
     if card := _BY_NORMALIZED_NAME.get(_normalized(text)):

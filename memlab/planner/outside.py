@@ -178,7 +178,7 @@ def find(model: nn.Module | None, optimizer: Any) -> Places:
 class Wrapper:
     """Techniques of the registry that are applied together.
 
-    change   applies them to a training that is already built
+    change   applies them to a built training
     inside   the number of the code's last lines that go around the forward pass
     """
 
@@ -291,7 +291,7 @@ ORDER = (
 
 
 def attempts(places: Places) -> tuple[Attempt, ...]:
-    """Return the attempts in order, without those that this training has no place for."""
+    """Return the attempts in order; leave out what this training has no place for."""
     return tuple(
         Attempt(wrappers, places)
         for wrappers in ORDER

@@ -304,7 +304,7 @@ _NOWHERE = np.array([[_NONE], [0]])
 
 
 class _Repeats:
-    """The sections of two traces, the longer of which has one more copy of each group."""
+    """The sections of two traces; the longer one has one more copy of each group."""
 
     def __init__(self, found: Sequence[Insertion], long: Numbers) -> None:
         lengths, copies = [], []

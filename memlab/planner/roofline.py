@@ -114,7 +114,7 @@ def moved_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     known = {x.untyped_storage()._cdata for x in (*given, *changed)}
     made = [x for x in tensors_among([result]) if x.untyped_storage()._cdata not in known]
     if not made and not changed:
-        return 0  # a view that is not declared as one, or a query without an output tensor
+        return 0  # a view not declared as one, or a query without an output tensor
     if packet in _ROW_OPERATORS:
         rows = made or given[1:]
         return sum(map(_bytes, [*given[1:], *rows, *rows]))

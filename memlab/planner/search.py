@@ -26,7 +26,7 @@ from memlab.planner.processes import processes
 from memlab.planner.recipes import Recipe, recipes, usual_kinds
 from memlab.train import Setting
 
-SLACK = 0.02  # of the memory: left free by a batch or length that is not measured
+SLACK = 0.02  # of the memory: left free by an unmeasured batch or length
 RESERVED = 0.1  # of a peak: allowance for reserved bytes beyond it if nothing was measured
 MARGIN = 0.05  # of the memory: left free by the next recipe after one that was too large
 TRIES = 4  # recipes of one kind to measure before giving up on the kind
@@ -149,7 +149,7 @@ class _KindSearch:
 
 
 class _Search:
-    """Tries recipes and collects those that are too large or fail."""
+    """Tries recipes and collects the ones that are too large or fail."""
 
     def __init__(self, query: _Query, exact: bool, announce: Announce) -> None:
         self.query, self.exact, self.announce = query, exact, announce
@@ -235,7 +235,7 @@ class _Search:
         return None if option is None else self.with_limits(option)
 
     def _first_that_fits(self, kind: list[Candidate]) -> Option | None:
-        """Return the fastest that fits. After one that is too large, skip to smaller ones."""
+        """Return the fastest that fits. After one too large, skip to smaller ones."""
         budget = self.query.budget_bytes
         bound = float(budget)
         tries = 0
@@ -278,7 +278,7 @@ class _Search:
     def miss(self, kinds: list[list[Candidate]], fitting: list[Option]) -> Option | None:
         """Return the next recipe that more memory would allow.
 
-        With the best option's kind of training, this is the slowest recipe that is faster than the
+        With the best option's kind of training, this is the slowest recipe faster than the
         best option and does not fit. If nothing fits, it is the smallest recipe of all. Its bytes
         are the formula's unless the recipe was measured on the way.
         """

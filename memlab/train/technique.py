@@ -42,7 +42,7 @@ class Technique:
     slot             what a step has room for once: techniques with the same slot exclude each other
     exclusive_with   techniques that it does not work with, and why
     cannot_shard     why ZeRO cannot shard its state
-    matmul_dtype     the dtype of its matmuls, where that is not the weights' dtype
+    matmul_dtype     the dtype of its matmuls, if not the weights' dtype
     state_bytes      optimizer state for each trained weight
     step_copies      how many float32 copies of a chunk of a weight its step makes
     kept             bytes of a block's saved tensors that it keeps for backward

@@ -12,7 +12,7 @@ Some input looks wrong but is valid, so it is left out:
     files           "~", ".", folders that can be created, and readable files (root reads all files)
     "--" alone      ends the options and is not an argument
     null characters a shell cannot pass them
-    start           keeps a copy that is not a notebook, reports it and continues
+    start           keeps a copy other than a notebook, reports it and continues
     progress        backs up an unreadable progress file, reports it and continues
 """
 
@@ -197,7 +197,7 @@ def misspelt(rng: random.Random, name: str) -> str:
 
 
 def no_name(rng: random.Random, known: tuple[str, ...]) -> str:
-    """Return text that is not a known name but may resemble one."""
+    """Return a text that may resemble a known name."""
     while True:
         name = misspelt(rng, rng.choice(known)) if rng.random() < 0.6 else rng.choice(JUNK)
         if name not in known and set(name.split("+")) - set(known):
@@ -346,7 +346,7 @@ def bad_model(command: str) -> Kind:
 
 
 def bad_config(command: str) -> Kind:
-    """Return an existing file or folder that is not a valid config.json."""
+    """Return an existing file or folder other than a valid config.json."""
     memory = given(command, "--memory") if command == "plan" else []
 
     def line(rng: random.Random) -> Line:
@@ -581,7 +581,7 @@ def days_too_many(rng: random.Random) -> Line:
 
 
 def no_exercise(command: str) -> Kind:
-    """Return text that is not an exercise's number. Each day has fewer than 50 exercises."""
+    """Return text other than an exercise's number. Each day has fewer than 50 exercises."""
 
     def line(rng: random.Random) -> Line:
         kind = rng.random()

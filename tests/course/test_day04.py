@@ -320,7 +320,7 @@ ACCEPTED = [
             "        if not all(fine.all() for fine in noted):",
         ),
     ),
-    ("4.4", "a scale that is a tensor", ("/ scale", "/ torch.tensor(scale)")),
+    ("4.4", "a tensor as scale", ("/ scale", "/ torch.tensor(scale)")),
     (
         "4.2",
         "clipped by hand",

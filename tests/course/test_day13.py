@@ -367,7 +367,7 @@ REFUSED = [
         ("F.pad(", "(lambda x, _: x)("),
     ),
     ("13.4", "through float32", (FOUND, f"{FOUND}.float().to(parts[0].dtype)")),
-    ("13.4", "padding that is not initialized", (PADDED, "empty"), (FOUND, EMPTY)),
+    ("13.4", "uninitialized padding", (PADDED, "empty"), (FOUND, EMPTY)),
     ("13.5", "weights over t rounded up", (OVER_T, "-(-blocks * block // tensor)")),
     ("13.5", "each block rounded down", (OVER_T, "blocks * (block // tensor)")),
     ("13.5", "blocks to nearest", ("-(-layers // pipeline)", "round(layers / pipeline)")),
@@ -375,7 +375,7 @@ REFUSED = [
 ]
 ACCEPTED = [
     ("13.1", "a copy is sent", (SENT, f"{SENT}.clone()")),
-    ("13.2", "a variable that is deleted", (BEGIN, f"{FLAT}\n            del flat")),
+    ("13.2", "a deleted variable", (BEGIN, f"{FLAT}\n            del flat")),
     ("13.3", "by torch.all", (FINE, "torch.isfinite(gradient).all()")),
     ("13.4", "starts at the first file it needs", ("range(old)", "range(start // size, old)")),
     ("13.5", "by divmod", (OVER_T, "divmod(blocks * block, tensor)[0]")),

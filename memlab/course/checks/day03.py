@@ -50,7 +50,7 @@ def _new_model(width: int = 8) -> nn.Sequential:
 
 def _micro_batches(seq_len: int, *masked: int, batch: int = 2) -> list[Batch]:
     """One micro-batch per entry of `masked`: the mean number of masked targets at the end of each
-    sequence. The sequences of a micro-batch differ in it where that is possible."""
+    sequence. The sequences of a micro-batch differ in it where possible."""
     generator = torch.Generator().manual_seed(1)
     made = []
     for padding in masked:

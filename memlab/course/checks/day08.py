@@ -688,7 +688,7 @@ _LAYERS, _WIDTH, _VOCABULARY = 12, 32, 64
 
 
 class _TiedTable(nn.Module):
-    """A table that is both embedding and unembedding, with layers between."""
+    """A table used as both embedding and unembedding, with layers between."""
 
     def __init__(self) -> None:
         super().__init__()

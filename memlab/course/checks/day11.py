@@ -673,12 +673,12 @@ def _chunk_losses(
 
 
 def _by_loop(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """In chunks, each of which autograd saves."""
+    """In chunks that autograd saves."""
     return _chunk_losses(hidden, weight, targets, chunk, lambda loss, *part: loss(*part))
 
 
 def _checkpointed(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """In chunks, each of which is recomputed."""
+    """In chunks, each recomputed."""
     run = partial(torch_checkpoint, use_reentrant=False)
     return _chunk_losses(hidden, weight, targets, chunk, run)
 

@@ -864,7 +864,7 @@ def _require_one_whole(trace: Trace, case: ShardedCase) -> None:
     """From the start of a unit's all-gather until its matmul, no other unit is whole.
 
     A gather may allocate one unit's bytes beside its result, for the pieces that arrive. A tensor
-    of a unit's size that is older than the last matmul is a leftover, on however few ranks.
+    of a unit's size older than the last matmul is a leftover, on however few ranks.
     """
     units, events = case.units, trace.events
     before = sum(event.bytes for event in events if event.phase == "before")

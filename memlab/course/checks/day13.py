@@ -302,7 +302,7 @@ def _require_sums(at: str, got: Any, case: BackwardCase, added: int) -> None:
 
 
 class _WatchedRank(LightMode):
-    """Hands out one rank's gradients, and finds those that its answer holds after sending them."""
+    """Hands out a rank's gradients, and finds the ones that its answer holds after sending."""
 
     def __init__(self, at: str, case: BackwardCase, peer: Peer) -> None:
         super().__init__()
