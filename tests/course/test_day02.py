@@ -155,6 +155,17 @@ SCALE, MEAN = "output.detach().abs().mean().item()", "sum(seen) / len(seen)"
 
 REFUSED = [
     (
+        "2.4",
+        "the number of tensors decides",
+        ("before, after = {}, {}", "before, after = {}, {}\n    counts = {}, {}"),
+        (
+            "in epoch.alive():",
+            "in epoch.alive():\n            number = counts[sums is after]\n"
+            "            number[event.line] = number.get(event.line, 0) + 1",
+        ),
+        ("if size > 0}", "if size > 0 and counts[1][line] > counts[0].get(line, 0)}"),
+    ),
+    (
         "2.5",
         "the mean is over the number of held-out batches",
         ("/ len(seen)", "/ len(held_out)"),

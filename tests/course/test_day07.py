@@ -223,6 +223,11 @@ SEEN = "        seen.add(storage)"
 
 REFUSED = [
     (
+        "7.1",
+        "0 / 0 in a group of ones",
+        ("torch.where(step == 0,", "torch.where((low == 0) & (high == 0),"),
+    ),
+    (
         "7.2",
         "256 different draws",
         (

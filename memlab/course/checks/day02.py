@@ -563,6 +563,10 @@ _LEAK_CASES: dict[str, tuple[list[Trace], Leaks]] = {
         _traces(_Allocation("late.py:8 keep", 90, range(5, 8))),
         {"late.py:8 keep": 90},
     ),
+    "a run that replaces a tensor by a longer one in each epoch": (
+        _traces(*(_Allocation("cat.py:2 join", 1_000 + 100 * n, (n,), 1) for n in range(8))),
+        {"cat.py:2 join": 100},
+    ),
     "a run that frees as many bytes as it leaks": (
         _traces(_NOTE, *(_Allocation("data.py:6 load", 50, (0,), n) for n in range(9))),
         {"log.py:7 note": 50},

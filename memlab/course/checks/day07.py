@@ -69,6 +69,7 @@ _QUANTIZED: dict[str, tuple[Tensor, int]] = {  # groups and levels
     "a group from -2.9 to 0": (_groups((-2.9, 0)), 255),
     "a group from -70,000 to 80,000": (_groups((-7e4, 8e4)), 255),
     "a group of zeros": (torch.zeros(1, GROUP), 255),
+    "a group of 256 ones": (torch.ones(1, GROUP), 255),
     "a group of 256 times 0.1": (torch.full((1, GROUP), 0.1), 255),
     "3 groups, from -5.3 to -2.9, all 0, and all 0.1": (
         _groups((-5.3, -2.9), (0, 0), (0.1, 0.1)),
