@@ -19,6 +19,11 @@ OF_THE_MODEL = "(optimizer.state.get(p, {}) for p in parameters)"
 
 REFUSED = [
     (
+        "1.2",
+        "frozen weights have no gradient",
+        ("if p.grad is not None", "if p.requires_grad and p.grad is not None"),
+    ),
+    (
         "1.4",
         "never less than the end of backward",
         ("return always +", "return max(16 * parameter_count(config), always +"),

@@ -142,10 +142,13 @@ def _with_momentum() -> Training:
     return model, optimizer
 
 
-def _half_frozen() -> nn.Module:
+def _half_frozen() -> Training:
+    """One layer is frozen before the step, and one bias after it, which keeps its gradient."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
     model[0].requires_grad_(False)
-    return model
+    trained = _trained(model)
+    model[1].bias.requires_grad_(False)
+    return trained
 
 
 def _after_zero_grad() -> Training:
@@ -169,7 +172,7 @@ _TRAININGS: dict[str, Callable[[], Training]] = {
     "a model that was never trained": lambda: _trained(nn.Linear(6, 2), steps=0),
     "a model after one step": lambda: _trained(nn.Linear(6, 2)),
     "a model after zero_grad": _after_zero_grad,
-    "a model with a frozen layer": lambda: _trained(_half_frozen()),
+    "a model with a frozen layer": _half_frozen,
     "a bfloat16 model": lambda: _trained(nn.Linear(6, 2, dtype=torch.bfloat16)),
     "a bfloat16 model with float32 master weights": _with_master_weights,
     "two layers that share their matrix": lambda: _trained(_SharedMatrix()),
