@@ -364,6 +364,14 @@ BEGIN, CHUNKS = "of_hidden = torch.zeros_like(hidden,", "-(-rows // most)"
 IN_FLOAT = f"whole = hidden.float()\n        {BEGIN}"
 
 REFUSED = [
+    (
+        "11.1",
+        "the moment by rows",
+        (
+            "max(3 * logits, logits + gradients)",
+            "(logits + gradients if rows < width else 3 * logits)",
+        ),
+    ),
     ("11.2", "the mean of the logits subtracted", ("x.amax(", "x.mean(")),
     ("11.1", "two tensors and gradients", ("logits + gradients)", "2 * logits + gradients)")),
     ("11.2", "x[y] before the subtraction", (FIRST, LATE), ADDED),

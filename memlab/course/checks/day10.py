@@ -345,6 +345,7 @@ _ADD = Exercise(
 # ------------------------------------------------------------------ 10.2: the plan of tiles
 
 PLANS = (
+    ((8, 8, 2, -6), "the first queries see nothing, by several tiles"),
     ((4, 4, 4, 4), "one tile"),
     ((3, 11, 2, 4), "many keys, and a smaller last row"),
     ((4, 4, 2, 4), "no mask"),
