@@ -1,12 +1,12 @@
 """Try every one-step edit of the course's solutions: which of them does a check accept?
 
-    python benchmarks/mutants.py             # all exercises: about 15 minutes
+    python benchmarks/mutants.py             # all exercises
     python benchmarks/mutants.py 9.3 12.2
 
 An edit swaps an operator, changes a constant, drops a call, an argument or a statement, swaps two
 statements, or takes another variable. Almost all of them are wrong answers. The output lists the
-accepted ones to read: most are equal to the solution (`max(a, b)` as `max(b, a)`), and each of the
-others is a hole in a check. Each edit is checked in a process of its own, on POSIX only.
+accepted ones to read: most are equal to the solution (`max(a, b)` as `max(b, a)`), and every
+other one is a hole in a check. Each edit is checked in a process of its own, on POSIX only.
 """
 
 import argparse

@@ -128,7 +128,7 @@ def test_the_readme_has_a_memlab_command_to_run():
     assert {"memlab", ".venv/bin/memlab"} & set(programs), f"no memlab command in {programs}"
 
 
-# Of larger models, and with several predicted steps; commands for tiny are tried always.
+# Commands for larger models or several predictions wait for `make slow`; those for tiny do not.
 SLOW = (
     *("memlab measure --model llama", "memlab measure --model 124m", "memlab plan"),
     "memlab doctor",  # which test_doctor tries

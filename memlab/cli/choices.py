@@ -93,7 +93,7 @@ def choose_techniques(request: Request) -> dict[str, Plugs]:
     """
     wanted = dict.fromkeys(request.techniques or (*TECHNIQUES, *COMBINATIONS))
     for name in wanted:
-        if name.replace(",", "+") != name:
+        if "," in name:
             raise UsageError(
                 f"got --technique {quoted(name)}; join techniques with +: "
                 f"{quoted(name.replace(' ', '').replace(',', '+'))}"

@@ -39,6 +39,8 @@ from memlab.dry_runs.fake_tensors import UNCOMPILED
 from memlab.trace import Trace
 from memlab.units import paragraph
 
+_MEMLAB_FOLDER = Path(memlab.__file__).resolve().parent
+
 
 @dataclass(frozen=True)
 class Script:
@@ -288,23 +290,24 @@ def _as_usage_errors(script: Script) -> Iterator[None]:
 
 
 def _describe(error: BaseException, path: Path) -> str:
-    where = _where(error, path)
-    if where.split(",")[0] in message_of(error):  # a dry run's message has the line already
+    lines = _lines(error, path) or [str(path)]
+    if lines[0] in message_of(error):  # a dry run's message has the line already
         return message_of(error)
+    where = ", called from ".join(lines) + "," * (len(lines) > 1)
     return f"{where} raised {error_summary(error)}"
 
 
-def _where(error: BaseException, path: Path) -> str:
-    """Return the innermost line of the user's code in the error's traceback: of the script, or of
-    another file in its folder and below, with the line of the script that led there."""
-    frames = [(Path(f.filename).resolve(), f.lineno) for f in _frames(error)]
-    script, own = path.resolve(), [f for f in frames if _is_beside(f[0], path.resolve().parent)]
-    if not own:
-        return str(path)
-    (file, line), in_script = own[-1], [line for file, line in own if file == script]
-    if file == script or not in_script:
-        return f"{file.name}:{line}"
-    return f"{file.name}:{line}, called from {path.name}:{in_script[-1]},"
+def _lines(error: BaseException, path: Path) -> list[str]:
+    """Return the innermost line of the user's code in the error's traceback, and the script's line
+    that led there if it is another one."""
+    script = path.resolve()
+    frames = [(Path(frame.filename).resolve(), frame.lineno) for frame in _frames(error)]
+    own = [(file, line) for file, line in frames if _is_users(file, script.parent)]
+    in_script = [(file, line) for file, line in own if file == script]
+    return [
+        f"{path.name if file == script else file.name}:{line}"
+        for file, line in dict.fromkeys((*own[-1:], *in_script[-1:]))
+    ]
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
@@ -314,9 +317,10 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
     return frames
 
 
-def _is_beside(file: Path, folder: Path) -> bool:
-    """A package in an environment inside of the folder is not the user's code."""
-    return file.is_relative_to(folder) and "site-packages" not in file.parts
+def _is_users(file: Path, folder: Path) -> bool:
+    """Return whether a file in the script's folder is neither memlab's nor an environment's."""
+    is_librarys = file.is_relative_to(_MEMLAB_FOLDER) or "site-packages" in file.parts
+    return file.is_relative_to(folder) and not is_librarys
 
 
 def _advice(error: BaseException) -> str:

@@ -111,8 +111,7 @@ def record(step: Step, *, warm_up: Step | None = None) -> AllocatorRecording:
     of one step. Turn it off for the trace to compare with, too. Cycles left by the warm-up are
     collected before the step.
     """
-    recording = _recording(_profiled(step, warm_up))
-    return replace(recording, warmed_up=warm_up is not None)
+    return _recording(_profiled(step, warm_up), warmed_up=warm_up is not None)
 
 
 # ------------------------------------------------------------------ comparing a trace
@@ -454,7 +453,7 @@ def _with_blocks(notes: Iterable[_LogEntry]) -> Iterator[tuple[_LogEntry, _Profi
             yield note, block
 
 
-def _recording(roots: list[Any]) -> AllocatorRecording:
+def _recording(roots: list[Any], *, warmed_up: bool) -> AllocatorRecording:
     """Return the allocator's events during the step."""
     (step,) = (event for event in roots if event.name == _STEP)
     history = list(_with_blocks(_in_order(_log_entries(roots))))  # a block's free decides its kind
@@ -464,4 +463,4 @@ def _recording(roots: list[Any]) -> AllocatorRecording:
         for note, block in history
         if step.start_time_ns <= note.time_ns <= step.end_time_ns
     )
-    return AllocatorRecording(events, bytes_at_start=sum(note.bytes for note in before))
+    return AllocatorRecording(events, sum(note.bytes for note in before), warmed_up)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import memlab
+from memlab.cli.script import _is_users
 from memlab.trace import Trace
 from memlab.units import format_bytes
 
@@ -306,6 +308,14 @@ def test_an_error_in_a_library_names_the_scripts_line(usage_error, script):
     text = GOOD.replace("optimizer.step()", "torch.zeros(2) @ torch.zeros(3)")
     line = usage_error("measure", "--script", script(text))
     assert line.startswith("train.py:12 raised RuntimeError")
+
+
+def test_neither_the_library_nor_an_environment_beside_a_script_is_its_code():
+    """As in a clone's root, which contains both."""
+    root = Path(memlab.__file__).resolve().parents[1]
+    assert _is_users(root / "train.py", root)
+    assert not _is_users(root / "memlab/units.py", root)
+    assert not _is_users(root / ".venv/lib/python3.11/site-packages/timm/data.py", root)
 
 
 def test_several_optimizers_are_a_list(memlab_command, script):
