@@ -159,8 +159,8 @@ def test_a_rest_of_1_mib_of_a_large_block_is_wasted_and_a_larger_one_split_off(t
     tape.take(19 * MIB - 512)
     blocks = simulate(tape.trace)
     assert layout(blocks.at_end) == [
-        [(20 * MIB, "allocated")],
         [(19 * MIB - 512, "allocated"), (MIB + 512, "free")],
+        [(20 * MIB, "allocated")],
     ]
     assert blocks.allocated_bytes == 39 * MIB - 512
 
@@ -184,10 +184,10 @@ def test_a_request_takes_the_smallest_free_block_that_is_large_enough():
 
 def test_among_free_blocks_of_one_size_a_request_takes_the_lowest():
     allocator = Allocator()
-    first, second, third = taken(allocator, *[12 * MIB] * 3)
-    for block in (third, first, second):
+    first, second, third = taken(allocator, *[12 * MIB] * 3)  # the third in a new range, below
+    for block in (second, third, first):
         allocator.free(block)
-    assert taken(allocator, 12 * MIB) == [first]
+    assert taken(allocator, *[12 * MIB] * 3) == [third, first, second]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0), (1, 2, 0)])
@@ -454,7 +454,7 @@ def test_an_expandable_segment_grows_by_pages_of_20_mib_and_small_ones_of_2(tape
     blocks = simulate(tape.trace, EXPANDING)
     assert list(blocks.reserved) == [40 * MIB, 40 * MIB, 80 * MIB, 82 * MIB]
     assert blocks.segment_allocations == 3
-    assert layout(blocks.at_end)[0] == [
+    assert layout(blocks.at_end)[1] == [
         (30 * MIB, "allocated"),
         (5 * MIB, "allocated"),
         (30 * MIB, "allocated"),
@@ -472,38 +472,41 @@ def test_an_expandable_large_block_is_split_down_to_512_bytes(tape):
 def test_pages_in_the_middle_are_released_and_mapped_again_at_the_lowest_address():
     allocator = Allocator(EXPANDING)
     first, _, third, _ = taken(allocator, 50 * MIB, 30 * MIB, 70 * MIB, 10 * MIB)
+    (start,) = allocator.heads
     allocator.free(first)
     allocator.free(third)
     allocator.empty_cache()
     # released: pages 0–40 of 0–50, and pages 80–140 of 80–150
     assert allocator.reserved_bytes == (160 - 40 - 60) * MIB
-    assert [(segment.address // MIB, segment.bytes // MIB) for segment in segments(allocator)] == [
-        (40, 40),
-        (140, 20),
+    assert [(segment.address - start, segment.bytes) for segment in segments(allocator)] == [
+        (40 * MIB, 40 * MIB),
+        (140 * MIB, 20 * MIB),
     ]
     (block,) = taken(allocator, 15 * MIB)
-    assert (block.address, allocator.reserved_bytes) == (0, 80 * MIB)
+    assert (block.address - start, allocator.reserved_bytes) == (0, 80 * MIB)
     (block,) = taken(allocator, 52 * MIB)  # 0–50 is too short, but 80–150 is not
-    assert block.address == 80 * MIB
+    assert block.address - start == 80 * MIB
 
 
 def test_free_memory_below_unmapped_pages_is_combined_with_them():
     allocator = Allocator(EXPANDING)
     first, second = taken(allocator, 30 * MIB, 30 * MIB)
-    assert (second.address, allocator.reserved_bytes) == (30 * MIB, 60 * MIB)
+    (start,) = allocator.heads
+    assert (second.address - start, allocator.reserved_bytes) == (30 * MIB, 60 * MIB)
     allocator.free(second)
     (block,) = taken(allocator, 45 * MIB)
-    assert (block.address, allocator.reserved_bytes) == (30 * MIB, 80 * MIB)
-    assert first.address == 0
+    assert (block.address - start, allocator.reserved_bytes) == (30 * MIB, 80 * MIB)
+    assert first.address == start
 
 
 def test_a_request_avoids_a_block_that_can_grow():
     allocator = Allocator(EXPANDING)
     first, _ = taken(allocator, 12 * MIB, 20 * MIB)
+    (start,) = allocator.heads
     allocator.free(first)
-    # 12 MiB are free at 0, and 8 MiB at 32, which can grow without limit
+    # 12 MiB are free at the start, and 8 MiB 32 MiB above it, which can grow without limit
     (block,) = taken(allocator, 6 * MIB)
-    assert block.address == 0
+    assert block.address == start
 
 
 def test_an_expandable_segment_gets_pages_up_to_the_devices_capacity():
@@ -551,7 +554,7 @@ def test_a_resized_storage_is_moved_and_briefly_holds_both_blocks(tape):
     blocks = simulate(tape.trace)
     assert list(blocks.allocated) == [30 * MIB, (30 + 40) * MIB, (40 + 12) * MIB]
     assert blocks.allocated_bytes == 70 * MIB
-    assert layout(blocks.at_end)[0][0] == (12 * MIB, "allocated")
+    assert layout(blocks.at_end)[1][0] == (12 * MIB, "allocated")
     assert blocks.reserved_bytes == 70 * MIB  # the 12 MiB fit where the 30 were
 
 
@@ -608,8 +611,8 @@ def test_segments_are_available_for_any_moment(tape):
     assert [layout(blocks.segments(position)) for position in range(4)] == [
         [],
         [[(30 * MIB, "allocated")]],
-        [[(30 * MIB, "allocated")], [(12 * MIB, "allocated")]],
-        [[(30 * MIB, "free")], [(12 * MIB, "allocated")]],
+        [[(12 * MIB, "allocated")], [(30 * MIB, "allocated")]],
+        [[(12 * MIB, "allocated")], [(30 * MIB, "free")]],
     ]
     assert blocks.peak_position == 2
     assert blocks.at_peak == blocks.segments(2)
@@ -637,8 +640,8 @@ def later(tape):
 def test_a_trace_with_a_history_begins_with_the_historys_final_state(later):
     blocks = simulate(later)
     assert layout(blocks.at_end) == [
-        [(12 * MIB, "allocated"), (18 * MIB, "free")],
         [(35 * MIB, "allocated"), (5 * MIB, "free")],
+        [(12 * MIB, "allocated"), (18 * MIB, "free")],
     ]
     assert blocks.reserved_bytes == 70 * MIB
     assert simulate(Trace(later.events)).reserved_bytes == 48 * MIB  # without the history
@@ -670,8 +673,8 @@ def test_a_storage_moved_after_the_history_holds_one_block_at_the_end(later):
 def test_the_segments_of_any_moment_include_the_history(later):
     blocks = simulate(later)
     assert layout(blocks.segments(0)) == [
-        [(12 * MIB, "allocated"), (18 * MIB, "free")],
         [(40 * MIB, "free")],
+        [(12 * MIB, "allocated"), (18 * MIB, "free")],
     ]
     assert blocks.segments(2) == blocks.at_end
 
@@ -837,12 +840,35 @@ def shuffled(sizes: list[int], random) -> Trace:
 # ------------------------------------------------------------------ naive oracle
 
 
-class NaiveAllocator:
-    """The rules without settings, on one list of all blocks: [segment, start, size, used]."""
+class NaiveDriver:
+    """The addresses of segments that are never released. A range is [its free address, its end]."""
 
     def __init__(self) -> None:
+        self.lowest = 2**57
+        self.ranges: list[list[int]] = []
+
+    def place(self, size: int) -> int:
+        fits = [known for known in self.ranges if known[1] - known[0] >= size]
+        if not fits:
+            end = self.lowest
+            self.lowest -= -(-size // (32 * MIB)) * 32 * MIB
+            fits = [[self.lowest, end]]
+            self.ranges += fits
+        newest = fits[-1]
+        newest[0] += size
+        return newest[0] - size
+
+
+class NaiveAllocator:
+    """The rules without settings, on one list of all blocks: [segment, start, size, used].
+
+    A segment is named by its address.
+    """
+
+    def __init__(self) -> None:
+        self.driver = NaiveDriver()
         self.blocks: list[list[int]] = []
-        self.small: list[bool] = []  # by segment
+        self.small: dict[int, bool] = {}  # by segment
 
     def take(self, requested: int) -> tuple[int, int, int]:
         """Return (segment, start in it, size)."""
@@ -852,9 +878,10 @@ class NaiveAllocator:
         if not fits:
             whole = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB))
             whole = whole if whole >= MIB else whole * 2 * MIB
-            fits = [[len(self.small), 0, whole, False]]
+            segment = self.driver.place(whole)
+            fits = [[segment, 0, whole, False]]
             self.blocks += fits
-            self.small.append(small)
+            self.small[segment] = small
         block = min(fits, key=lambda b: (b[2], b[0], b[1]))
         rest = block[2] - size
         if rest >= 512 if small else rest > MIB:
@@ -881,14 +908,11 @@ class NaiveAllocator:
 @given(st.lists(SIZES, max_size=40), st.randoms(use_true_random=False))
 def test_every_block_has_the_address_of_the_naive_allocator(sizes, random):
     obvious, allocator = NaiveAllocator(), Allocator()
-    starts: list[int] = []  # segment addresses, in allocation order
     alive = []
     for size in sizes:
         segment, start, whole = obvious.take(size)
         block = allocator.malloc(size)
-        if segment == len(starts):
-            starts.append(block.address)
-        assert (block.address, block.size) == (starts[segment] + start, whole)
+        assert (block.address, block.size) == (segment + start, whole)
         alive.append((segment, start, block))
         while alive and random.random() < 0.5:
             segment, start, block = alive.pop(random.randrange(len(alive)))

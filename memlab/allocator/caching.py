@@ -7,6 +7,7 @@ out-of-memory retries, garbage collection, expandable segments, streams and a re
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 
+from memlab.allocator.addresses import DriverAddresses
 from memlab.allocator.blocks import (
     ALLOCATED,
     FREE,
@@ -22,7 +23,6 @@ from memlab.allocator.blocks import (
 from memlab.allocator.settings import UNLIMITED_BYTES, Settings
 from memlab.allocator.sizes import (
     GRANULE_BYTES,
-    SEGMENT_GRANULE_BYTES,
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
     block_bytes,
@@ -34,7 +34,7 @@ from memlab.allocator.sizes import (
 class Allocator:
     """Simulate torch's allocator on one device, one call at a time.
 
-    `place(bytes)` returns the address of a new segment. By default, segments follow one another.
+    `place(bytes)` returns the address of a new segment, by default as the driver would.
     With `keeps_history`, `history` holds the events that CUDA would record.
     """
 
@@ -54,8 +54,9 @@ class Allocator:
         self.heads: dict[int, MemoryBlock] = {}  # the first block of each segment
         self._small = Pools("small", SMALL_SEGMENT_BYTES)
         self._large = Pools("large", self.settings.large_segment_bytes)
-        self._place = place or self._next_address
-        self._end = 0
+        addresses = DriverAddresses()
+        self._place = place or addresses.place
+        self._give_back = (lambda address, size: None) if place else addresses.release
         self._block_bytes: dict[int, int] = {}  # by requested bytes
         self._pending_frees: dict[
             int, MemoryBlock
@@ -351,12 +352,8 @@ class Allocator:
         assert block.state == FREE
         block.pool.remove(block)
         del self.heads[block.address]
+        self._give_back(block.address, block.size)
         self._count_return("segment_free", block.address, block.size, block.pool)
-
-    def _next_address(self, size: int) -> int:
-        address = self._end
-        self._end += round_up(size, SEGMENT_GRANULE_BYTES)
-        return address
 
     def _count_grant(self, action: str, address: int, size: int, pool: Pool) -> None:
         self._count_segment(size)
@@ -461,5 +458,6 @@ class Allocator:
             block = below
         if block.spans_segment:
             del self.heads[block.address]
+            self._give_back(block.address, block.size)
         else:
             insort(pool.unmapped, (block.address, block))

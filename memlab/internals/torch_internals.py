@@ -90,6 +90,18 @@ def eval_frame() -> Any:
     return torch._dynamo.eval_frame
 
 
+# ------------------------------------------------------------------ composite operators
+
+
+def call_composite(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Run a composite operator as the operators that implement it in C++.
+
+    `func.decompose` prefers torch's decompositions for tracing, which may allocate otherwise:
+    dropout with p = 0 clones its input there.
+    """
+    return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
 # ------------------------------------------------------------------ CUDA, collectives, storages
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.autograd.graph import Node
 from torch.library import Library
 
+from memlab.internals.torch_internals import call_composite
 from memlab.metering.registry import Storage
 
 aten = torch.ops.aten
@@ -100,7 +101,7 @@ class CompositeTracker:
         def run(*args: Any, **kwargs: Any) -> Any:
             self.depth += 1
             try:
-                return operator.decompose(*args, **kwargs)
+                return call_composite(operator, *args, **kwargs)
             finally:
                 self.depth -= 1
 

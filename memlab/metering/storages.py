@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from memlab.internals.torch_internals import has_kernel
+from memlab.internals.torch_internals import call_composite, has_kernel
 from memlab.metering.casts import Casts
 from memlab.metering.compiled import CompiledCode, ignore_hook_warning
 from memlab.metering.context import Context
@@ -202,7 +202,7 @@ class StorageMeter(LightMode):
 
     def _decomposition(self, func: Any) -> Callable[..., Any] | None:
         """Return the operator's decomposition if it is composite, else None."""
-        return func.decompose if is_composite(func) else None
+        return functools.partial(call_composite, func) if is_composite(func) else None
 
     def _becomes_grad(self, tensor: torch.Tensor, phase: str) -> bool:
         """Return whether backward assigns this gradient to `.grad` without a copy."""

@@ -8,7 +8,7 @@ The dry run has exactly the storages of the CPU's step. The differences on CUDA 
                 results (_RESULTS); the kernel choices are configurable (targets.py)
     autocast    CUDA's operator list (autocast_lists.py)
     optimizers  all parameters at once, as torch.optim does on CUDA
-    workspace   one per cuBLAS handle: one for the forward thread, one for the backward thread
+    workspace   one each of cuBLAS and cuBLASLt (matmuls with a bias), for forward and for backward
     rounding    block sizes are multiples of 512 bytes
 
 The Trace's notes name the rest, which is not predicted.
@@ -62,6 +62,8 @@ _MATMULS = frozenset(
         *(aten._addmm_activation.default, aten._scaled_mm.default, aten.addbmm.default),
     }
 )
+_CUBLASLT = frozenset({aten.addmm.default, aten._addmm_activation.default, aten._scaled_mm.default})
+_CUBLASLT_BYTES = 2**20  # per thread
 _COPIES = frozenset({aten._to_copy.default, aten.to.device, aten.to.dtype_layout})
 Build = Callable[[], tuple[Callable[[], Any], torch.nn.Module | None, Any]]
 
@@ -143,7 +145,7 @@ class _CudaDryRun(dry_run):
         super().__init__(assume=assume)
         self.kernels, self.target = kernels, target
         self.substitutes = Substitutes(kernels, target)
-        self.workspaces: dict[bool, torch.Tensor] = {}  # True: the backward thread's
+        self.workspaces: dict[tuple[str, bool], torch.Tensor] = {}  # by library; True: backward
         self.unknown_scratch: set[str] = set()
 
     @contextmanager
@@ -175,18 +177,20 @@ class _CudaDryRun(dry_run):
             result.fake_device = CUDA  # torch keeps a small literal's copy as a CPU constant
             result.constant = None
         if func in _MATMULS or _is_grouped_cublas_matmul(func, args):
-            self._use_handle()
+            self._use_workspace("cuBLAS", self.target.workspace_bytes)
+        if func in _CUBLASLT and (func is not aten.addmm.default or _adds_bias(*args)):
+            self._use_workspace("cuBLASLt", _CUBLASLT_BYTES)
         elif func in _RESULTS:
             result = _RESULTS[func](result)
         if func in _UNKNOWN_SCRATCH:
             self.unknown_scratch.add(_UNKNOWN_SCRATCH[func])
         return result
 
-    def _use_handle(self) -> None:
-        """Allocate the workspace of the thread's cuBLAS handle at its first use."""
-        backward = in_backward()
-        if backward not in self.workspaces:
-            self.workspaces[backward] = _buffer(self.target.workspace_bytes)
+    def _use_workspace(self, library: str, size: int) -> None:
+        """Allocate the library's workspace at its first use in this thread."""
+        key = library, in_backward()
+        if key not in self.workspaces:
+            self.workspaces[key] = _buffer(size)
 
     # -------------------------------------------------------------- the result
 
@@ -243,6 +247,11 @@ def _is_grouped_cublas_matmul(func: Any, args: Any) -> bool:
     return func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16
 
 
+def _adds_bias(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return whether cuBLASLt adds the bias in the matmul's kernel (`addmm_out_cuda_impl`)."""
+    return bias.dim() == 1 and bias.is_contiguous() and min(right.shape) > 1
+
+
 def _names_cuda(*arguments: Any) -> bool:
     return any(isinstance(argument, torch.device) and argument == CUDA for argument in arguments)
 
@@ -275,18 +284,19 @@ class _PredictionMeter(StorageMeter):
         result = super().handle(func, types, args, kwargs)
         if sizes := scratch_bytes(func, args, kwargs, self._prediction.target.multiprocessors):
             self._note_scratch(func, sizes)
-        if len(self._prediction.workspaces) > self._known_workspaces:
-            self._note_workspace(func)
+        self._note_workspaces(func)
         return result
 
     def _decomposition(self, func: Any) -> Callable[..., Any] | None:
         return self._prediction.substitutes.replacements.get(func) or super()._decomposition(func)
 
-    def _note_workspace(self, func: Any) -> None:
-        """Record a cuBLAS handle's new workspace."""
-        self._known_workspaces += 1
-        *_, workspace = self._prediction.workspaces.values()
-        self._enter_workspace(workspace, func)
+    def _note_workspaces(self, func: Any) -> None:
+        """Record workspaces that an operator was the first to use."""
+        workspaces = self._prediction.workspaces
+        if len(workspaces) > self._known_workspaces:
+            for workspace in list(workspaces.values())[self._known_workspaces :]:
+                self._enter_workspace(workspace, func)
+            self._known_workspaces = len(workspaces)
 
     def _note_scratch(self, func: Any, sizes: tuple[int, ...]) -> None:
         """Record the buffers that a kernel allocated together and freed."""

@@ -17,7 +17,11 @@ from typing import Any
 import torch
 
 from memlab.dry_runs.known_values import without_modes
-from memlab.internals.torch_internals import get_mkldnn_enabled, set_mkldnn_enabled
+from memlab.internals.torch_internals import (
+    call_composite,
+    get_mkldnn_enabled,
+    set_mkldnn_enabled,
+)
 
 aten = torch.ops.aten
 
@@ -58,7 +62,7 @@ def _padded(
     """Run on padded input: all sequences have the same number of steps."""
     if input.dtype not in _DTYPES:
         with _without_onednn():
-            return composite.decompose(input, *args)
+            return call_composite(composite, input, *args)
     on_use()
     hidden, params, has_biases, layers, dropout, train, bidirectional, batch_first = args
     options = layers, batch_first, dropout, train, bidirectional
@@ -75,7 +79,7 @@ def _packed(
 ) -> Any:
     """Run on packed input. `batch_sizes`, the sequences at each step, is real (readers.py)."""
     if data.dtype not in _DTYPES:
-        return composite.decompose(data, batch_sizes, *args)
+        return call_composite(composite, data, batch_sizes, *args)
     on_use()
     hidden, params, has_biases, layers, dropout, train, bidirectional = args
     with without_modes():

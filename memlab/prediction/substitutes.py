@@ -15,6 +15,7 @@ import torch
 from torch.library import Library
 
 from memlab.configs.targets import Kernels, Target
+from memlab.internals.torch_internals import call_composite
 from memlab.prediction import recurrent
 
 aten = torch.ops.aten
@@ -140,7 +141,7 @@ class Substitutes:
         eps: float | None = None,
     ) -> torch.Tensor:
         if weight is not None and weight.dtype != input.dtype:
-            return aten.rms_norm.default.decompose(input, normalized_shape, weight, eps)
+            return call_composite(aten.rms_norm.default, input, normalized_shape, weight, eps)
         self.used.add("RMSNorm in one kernel")
         return aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
 
@@ -148,7 +149,7 @@ class Substitutes:
         if train and 0 < p < 1 and input.numel():
             self.used.add("dropout in one kernel")
             return aten.native_dropout(input, p, train)[0]
-        return aten.dropout.default.decompose(input, p, train)
+        return call_composite(aten.dropout.default, input, p, train)
 
 
 def _allows_fused_kernel(
@@ -215,6 +216,6 @@ def _fused_half_softmax(composite: Any, kernel: Any) -> Callable[..., torch.Tens
     def softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         if input.dtype == torch.float16 and dtype == torch.float32:
             return kernel(input, dim, True)
-        return composite.decompose(input, dim, dtype)
+        return call_composite(composite, input, dim, dtype)
 
     return softmax

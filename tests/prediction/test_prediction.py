@@ -362,12 +362,29 @@ def test_the_first_step_allocates_the_state_and_the_workspaces():
     assert {e.phase for e in second.events if e.category == "workspace"} == {"before"}
 
 
-def test_without_a_backward_pass_there_is_one_workspace():
+@pytest.mark.parametrize(
+    ("width", "bias", "expected"),
+    [(8, False, WORKSPACE), (8, True, WORKSPACE + 2**20), (1, True, WORKSPACE)],
+)
+def test_without_a_backward_pass_there_is_one_workspace_of_each_library(width, bias, expected):
+    """cuBLASLt adds the bias inside the matmul, unless the weight is a vector."""
+
     def step(device):
         with torch.no_grad():
-            return nn.Linear(8, 8, device=device)(torch.zeros(2, 8, device=device))
+            return nn.Linear(8, width, bias, device=device)(torch.zeros(2, 8, device=device))
 
-    assert predicted(step).at_end["workspace"] == WORKSPACE
+    assert predicted(step).at_end["workspace"] == expected
+
+
+def test_dropout_without_dropping_returns_its_input():
+    def step(device):
+        x = torch.ones(1000, device=device, requires_grad=True)
+        return F.dropout(x, 0.0, training=True).mul(2)
+
+    assert [e.operator for e in predicted(step).events if e.bytes > 1000] == [
+        "aten.ones.default",
+        "aten.mul.Tensor",
+    ]
 
 
 def test_without_a_matmul_there_is_no_workspace():
