@@ -41,6 +41,7 @@ from memlab.dry_runs import (
     known_values,
     readers,
     samplers,
+    subclasses,
 )
 from memlab.dry_runs.assumptions import Assumptions
 from memlab.dry_runs.collectives import finished, is_collective
@@ -160,7 +161,7 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
             (_LOG, "disabled"): lambda real: True,  # it would repeat the user's exception
             (eval_frame(), "_callback_from_stance"): self._record_compiled,
         }
-        parts = (fake_accelerator, fake_checks, collectives, samplers, self._loaders)
+        parts = (fake_accelerator, fake_checks, collectives, samplers, subclasses, self._loaders)
         replacements = {key: new for part in parts for key, new in part.replacements().items()}
         self._replaced = replaced({**_REPLACEMENTS, **own, **replacements})
         self._replaced.__enter__()
@@ -542,7 +543,11 @@ def _apply_by_data(module: torch.nn.Module, fn: Callable[..., Any], recurse: boo
                 f"got a {type(module).__name__} built outside the dry run; converting it here "
                 f"would change the real module; build it inside the dry run, or convert it before"
             )
-        converted = fn(parameter.data)
+        # A subclass may have its own `cuda`, which changes the parameter (`Params4bit` quantizes).
+        is_plain = type(parameter).cuda is torch.Tensor.cuda
+        converted = fn(parameter.data if is_plain else parameter)
+        if converted is parameter:
+            continue
         if not has_compatible_shallow_copy_type(parameter, converted):
             module._parameters[name] = torch.nn.Parameter(converted, parameter.requires_grad)
             continue
