@@ -12,6 +12,7 @@ _TORCH_FOLDER = str(Path(torch.__file__).parent)
 _MEMLAB_FOLDER = Path(__file__).parents[1]
 _INTERNAL_FRAMES = (
     *(f"{_MEMLAB_FOLDER / part}{os.sep}" for part in ("metering", "dry_runs", "prediction")),
+    str(_MEMLAB_FOLDER / "internals" / "torch_internals.py"),
     f"{_TORCH_FOLDER}/_ops.py",
     f"{_TORCH_FOLDER}/_compile.py",
     f"{_TORCH_FOLDER}/_dynamo/eval_frame.py",
