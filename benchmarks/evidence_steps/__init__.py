@@ -1,0 +1,1 @@
+"""Training steps that other people measured on GPUs, rebuilt from their descriptions."""
