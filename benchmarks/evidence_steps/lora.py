@@ -4,8 +4,8 @@ Weights are random: only their shapes count. The measured runs loaded 4-bit weig
 `from_pretrained(device_map=…)`, which leaves other gaps in the pool than quantizing in `cuda()`.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -26,10 +26,11 @@ def build(shape: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[Callable[[]
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float16, attn_implementation=run["attn_impl"]
     )
-    if run["quantization"] == "nf4":
+    has_four_bits = run["quantization"] == "nf4"
+    if has_four_bits:
         _to_four_bits(model)
     model.cuda()
-    if run["quantization"] == "nf4":
+    if has_four_bits:
         model.is_loaded_in_4bit = True
         model = prepare_model_for_kbit_training(model)
     rank = run["lora_rank"]
@@ -83,12 +84,10 @@ def _to_four_bits(model: PreTrainedModel) -> None:
             continue
         has_bias = module.bias is not None
         four_bits = Linear4bit(
-            *(module.in_features, module.out_features, has_bias),
-            **{"compute_dtype": torch.float16, "quant_type": "nf4", "compress_statistics": False},
+            module.in_features, module.out_features, has_bias, torch.float16, quant_type="nf4"
         )
         four_bits.weight = Params4bit(
-            module.weight.data,
-            **{"quant_type": "nf4", "compress_statistics": False, "module": four_bits},
+            module.weight.data, quant_type="nf4", compress_statistics=False, module=four_bits
         )
         four_bits.bias = module.bias
         parent, _, attribute = name.rpartition(".")
@@ -105,15 +104,11 @@ def _with_all_heads(
     return _ATTENTION(query, key, value, *args, **options)
 
 
-class _efficient_attention:  # noqa: N801 - used as a function
+@contextmanager
+def _efficient_attention() -> Iterator[None]:
     """Run attention by the memory-efficient kernel alone."""
-
-    def __enter__(self) -> None:
-        self._kernel = sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)
-        self._patch = patch.object(F, "scaled_dot_product_attention", _with_all_heads)
-        self._kernel.__enter__()
-        self._patch.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        self._patch.__exit__(*exception)
-        self._kernel.__exit__(*exception)
+    with (
+        sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION),
+        patch.object(F, "scaled_dot_product_attention", _with_all_heads),
+    ):
+        yield

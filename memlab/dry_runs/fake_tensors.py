@@ -543,11 +543,7 @@ def _apply_by_data(module: torch.nn.Module, fn: Callable[..., Any], recurse: boo
                 f"got a {type(module).__name__} built outside the dry run; converting it here "
                 f"would change the real module; build it inside the dry run, or convert it before"
             )
-        # A subclass may have its own `cuda`, which changes the parameter (`Params4bit` quantizes).
-        is_plain = type(parameter).cuda is torch.Tensor.cuda
-        converted = fn(parameter.data if is_plain else parameter)
-        if converted is parameter:
-            continue
+        converted = fn(parameter)
         if not has_compatible_shallow_copy_type(parameter, converted):
             module._parameters[name] = torch.nn.Parameter(converted, parameter.requires_grad)
             continue

@@ -62,7 +62,7 @@ _MATMULS = frozenset(
         *(aten._addmm_activation.default, aten._scaled_mm.default, aten.addbmm.default),
     }
 )
-_CUBLASLT = frozenset({aten.addmm.default, aten._addmm_activation.default, aten._scaled_mm.default})
+_CUBLASLT = frozenset({aten._addmm_activation.default, aten._scaled_mm.default})
 _CUBLASLT_BYTES = 2**20  # per thread
 _COPIES = frozenset({aten._to_copy.default, aten.to.device, aten.to.dtype_layout})
 Build = Callable[[], tuple[Callable[[], Any], torch.nn.Module | None, Any]]
@@ -178,9 +178,9 @@ class _CudaDryRun(dry_run):
             result.constant = None
         if func in _MATMULS or _is_grouped_cublas_matmul(func, args):
             self._use_workspace("cuBLAS", self.target.workspace_bytes)
-        if func in _CUBLASLT and (func is not aten.addmm.default or _adds_bias(*args)):
+        if _uses_cublaslt(func, args):
             self._use_workspace("cuBLASLt", _CUBLASLT_BYTES)
-        elif func in _RESULTS:
+        if func in _RESULTS:
             result = _RESULTS[func](result)
         if func in _UNKNOWN_SCRATCH:
             self.unknown_scratch.add(_UNKNOWN_SCRATCH[func])
@@ -247,8 +247,11 @@ def _is_grouped_cublas_matmul(func: Any, args: Any) -> bool:
     return func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16
 
 
-def _adds_bias(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return whether cuBLASLt adds the bias in the matmul's kernel (`addmm_out_cuda_impl`)."""
+def _uses_cublaslt(func: Any, args: Any) -> bool:
+    """Return whether cuBLASLt runs the matmul, as one with a bias (`addmm_out_cuda_impl`)."""
+    if func is not aten.addmm.default:
+        return func in _CUBLASLT
+    bias, _, right = args
     return bias.dim() == 1 and bias.is_contiguous() and min(right.shape) > 1
 
 

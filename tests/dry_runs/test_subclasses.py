@@ -46,10 +46,8 @@ def test_four_bit_weights_have_their_bytes(double):
     bitsandbytes = pytest.importorskip("bitsandbytes")
 
     def build():
-        layer = bitsandbytes.nn.Linear4bit(
-            *(512, 1024, False, torch.float16),
-            **{"quant_type": "nf4", "compress_statistics": double},
-        ).cuda()
+        options = {"quant_type": "nf4", "compress_statistics": double}
+        layer = bitsandbytes.nn.Linear4bit(512, 1024, False, torch.float16, **options).cuda()
         x = torch.ones(8, 512, device="cuda", dtype=torch.float16, requires_grad=True)
         return (lambda: layer(x).sum().backward()), layer, None
 

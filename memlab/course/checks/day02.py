@@ -308,8 +308,8 @@ class _TwoPools:
 
 def _against_cuda(take: Take, give_back: GiveBack) -> str:
     """Random requests to both: equal addresses, reserved bytes and largest free piece."""
+    cuda = Allocator(place=lambda size: cuda.reserved_bytes)  # one after another
     ours = _TwoPools(take, give_back)
-    cuda = Allocator(place=lambda size: ours.reserved_bytes)  # one after another
     held: list[tuple[Any, int]] = []
     for number, requested in enumerate(_random_requests(), 1):
         if requested:
