@@ -32,6 +32,7 @@ CATEGORIES = (
     "unattributed",  # reported by a device but not explained by any category
 )
 PHASES = ("before", "forward", "backward", "optimizer")
+EMPTY_CACHE = "empty_cache"  # the operator of an event of no bytes: unused segments are released
 
 
 class Event(NamedTuple):
@@ -61,12 +62,14 @@ class DeviceMemory:
 
     `allocated_peak_bytes` is used by tensors and kernels. `reserved_peak_bytes` is held by the
     caching allocator. `used_bytes` is the driver's total for the whole device at the end, as in
-    `nvidia-smi`, including other processes and contexts.
+    `nvidia-smi`, including other processes and contexts. `reserved_most_bytes` is the upper bound
+    of a predicted `reserved_peak_bytes`, for libraries that may choose kernels that need more.
     """
 
     allocated_peak_bytes: int | None = None
     reserved_peak_bytes: int | None = None
     used_bytes: int | None = None
+    reserved_most_bytes: int | None = None
 
 
 @dataclass(frozen=True)

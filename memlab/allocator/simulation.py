@@ -12,7 +12,7 @@ from memlab.allocator.blocks import FREE, UNMAPPED, MemoryBlock
 from memlab.allocator.caching import Allocator
 from memlab.allocator.settings import Settings
 from memlab.allocator.sizes import block_bytes, segment_bytes
-from memlab.trace import Event, Trace
+from memlab.trace import EMPTY_CACHE, Event, Trace
 from memlab.units import format_bytes
 
 
@@ -189,7 +189,8 @@ def simulate(
     raised, because the events before it are part of the result.
 
     Args:
-        empty_cache_before: positions of events before which the cache is emptied.
+        empty_cache_before: positions of events before which the cache is emptied, besides the
+            events of a prediction that empty it.
         changes: fields of Settings to replace.
     """
     settings = replace(settings or Settings(), **changes)
@@ -221,6 +222,7 @@ class AllocatorRun:
         self.empty_cache_before = empty_cache_before
         self._held: dict[int, MemoryBlock] = {}  # by storage
         self._left: dict[int, MemoryBlock] = {}  # old blocks of storages that moved
+        self._done_without: set[int] = set()  # storages that did not fit and were not needed
         self._restated = restated = _restated(history, events)
         self._moves = _moves(
             (position, event) for position, event in self._numbered() if position not in restated
@@ -232,7 +234,7 @@ class AllocatorRun:
         allocator = self.allocator
         allocated, reserved, largest_free = self._lists
         for position, event in self._numbered():
-            if position in self.empty_cache_before:
+            if position in self.empty_cache_before or event.operator == EMPTY_CACHE:
                 allocator.empty_cache()
             if position == 0:
                 allocator.reset_peaks()
@@ -270,6 +272,8 @@ class AllocatorRun:
     def _change(self, position: int, event: Event) -> int:
         """Apply a storage's size change. Return the bytes that could not be allocated, or 0."""
         storage, size = event.storage, event.bytes
+        if storage in self._done_without:
+            return 0
         old = self._held.pop(storage, None)
         if old is not None:
             if storage in self._left and size == -self._left[storage].requested_bytes:
@@ -283,7 +287,10 @@ class AllocatorRun:
         if size:
             block = self.allocator.malloc(size)
             if block is None:
-                return size
+                if not _is_optional(event):
+                    return size
+                self._done_without.add(storage)
+                return 0
             block.owner = event
             self._held[storage] = block
             if old is not None:
@@ -306,6 +313,15 @@ class AllocatorRun:
             min(settings.fraction_bytes, settings.driver_bytes),
             tuple(pieces),
         )
+
+
+def _is_optional(event: Event) -> bool:
+    """Return whether the operator also runs without this memory.
+
+    If a convolution's workspace does not fit, torch tries the next kernel (Conv_v8.cpp,
+    `try_plans`).
+    """
+    return event.category == "workspace" and event.operator.startswith("aten.convolution")
 
 
 def _restated(history: Iterable[Event], events: Iterable[Event]) -> set[int]:

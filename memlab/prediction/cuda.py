@@ -43,12 +43,12 @@ from memlab.metering.storages import (
     StorageMeter,
     is_composite,
 )
-from memlab.prediction import recurrent
+from memlab.prediction import bitsandbytes_kernels, convolutions, recurrent
 from memlab.prediction.autocast_lists import cuda_autocast, forget_casts
 from memlab.prediction.fake_gpu import fake_gpu
 from memlab.prediction.scratch import scratch_bytes
 from memlab.prediction.substitutes import Substitutes
-from memlab.trace import DeviceMemory, Trace
+from memlab.trace import EMPTY_CACHE, DeviceMemory, Trace
 
 aten = torch.ops.aten
 
@@ -63,7 +63,10 @@ _MATMULS = frozenset(
     }
 )
 _CUBLASLT = frozenset({aten._addmm_activation.default, aten._scaled_mm.default})
-_CUBLASLT_BYTES = 2**20  # per thread
+_EMPTY_CACHE = tuple(
+    (module, "empty_cache")
+    for module in (torch.cuda, torch.cuda.memory, torch.accelerator, torch.accelerator.memory)
+)
 _COPIES = frozenset({aten._to_copy.default, aten.to.device, aten.to.dtype_layout})
 Build = Callable[[], tuple[Callable[[], Any], torch.nn.Module | None, Any]]
 
@@ -71,6 +74,7 @@ EVERYTHING_NOTE = (
     "the script puts nothing on an accelerator, so every tensor is counted as on CUDA, even data "
     'that would stay on the CPU; use device="cuda" for tensors on CUDA'
 )
+_AMD_NOTE = "never compared with an AMD GPU: apart from workspaces, CUDA's kernels are assumed"
 
 
 def predict(
@@ -86,7 +90,8 @@ def predict(
 
     build    returns (step, model, optimizer); model and optimizer may be None. It may use
              device="cuda" as on a machine with CUDA
-    device   the class of GPUs: "cuda" (scripts see an A100 with 80 GB) or "cuda:hopper" (an H100)
+    device   the GPU: "cuda" (scripts see an A100 with 80 GB), "cuda:hopper" (an H100), a GPU's name
+             ("cuda:t4", "cuda:rtx3060") or an architecture ("cuda:sm_86"); all in targets.py
     kernels  the kernels to assume; `Kernels()` are torch's defaults
     steps    the number of steps to run. The last is measured; the first allocates optimizer state
     lines    also record the Python line of each allocation (slower)
@@ -147,15 +152,21 @@ class _CudaDryRun(dry_run):
         self.substitutes = Substitutes(kernels, target)
         self.workspaces: dict[tuple[str, bool], torch.Tensor] = {}  # by library; True: backward
         self.unknown_scratch: set[str] = set()
+        self.meter: _PredictionMeter | None = None  # the active one
+        self._bitsandbytes: bitsandbytes_kernels.Kernels | None = None
+        self._emptied: list[torch.Tensor] = []  # of no bytes, one for each `empty_cache()`
+        self.largest_workspaces: dict[int, int] = {}  # of convolutions (convolutions.with_largest)
 
     @contextmanager
     def policy(self) -> Iterator[None]:
         """Install CUDA's behaviour inside `with`."""
         with ExitStack() as stack:
+            self._installed = stack
             stack.enter_context(_cache_cleared(is_composite))
             stack.enter_context(StandIn.use(CUDA))
             stack.enter_context(self)
             stack.enter_context(fake_gpu(self.target))
+            stack.enter_context(replaced(dict.fromkeys(_EMPTY_CACHE, self._with_empty_cache)))
             stack.enter_context(self.substitutes.installed())
             if self.kernels.autocast == "cuda":
                 stack.enter_context(cuda_autocast())
@@ -179,7 +190,7 @@ class _CudaDryRun(dry_run):
         if func in _MATMULS or _is_grouped_cublas_matmul(func, args):
             self._use_workspace("cuBLAS", self.target.workspace_bytes)
         if _uses_cublaslt(func, args):
-            self._use_workspace("cuBLASLt", _CUBLASLT_BYTES)
+            self._use_workspace("cuBLASLt", self.target.lt_workspace_bytes)
         if func in _RESULTS:
             result = _RESULTS[func](result)
         if func in _UNKNOWN_SCRATCH:
@@ -191,6 +202,22 @@ class _CudaDryRun(dry_run):
         key = library, in_backward()
         if key not in self.workspaces:
             self.workspaces[key] = _buffer(size)
+
+    def bitsandbytes(self) -> bitsandbytes_kernels.Kernels:
+        """Return bitsandbytes' CUDA kernels. From the first call on, its layers run as on CUDA."""
+        if self._bitsandbytes is None:
+            self._bitsandbytes = self._installed.enter_context(bitsandbytes_kernels.cuda_kernels())
+        return self._bitsandbytes
+
+    def _with_empty_cache(self, real: Callable[[], None]) -> Callable[[], None]:
+        """Return an `empty_cache` that adds an event of no bytes, for the simulated allocator."""
+
+        def empty_cache() -> None:
+            if self.meter is not None:
+                self._emptied.append(_buffer(0))
+                self.meter.note_empty_cache(self._emptied[-1])
+
+        return empty_cache
 
     # -------------------------------------------------------------- the result
 
@@ -213,7 +240,21 @@ class _CudaDryRun(dry_run):
             )
             blocks = simulate(trace)
             memory = DeviceMemory(blocks.allocated_bytes, blocks.reserved_bytes)
-            return replace(trace, memory=memory)
+            return self._with_range(replace(trace, memory=memory))
+
+    def _with_range(self, trace: Trace) -> Trace:
+        """Add the memory that convolutions' largest workspaces would need, if there are any."""
+        if not self.largest_workspaces:
+            return trace
+        parts = [
+            tuple(convolutions.with_largest(events, self.largest_workspaces))
+            for events in (trace.events, trace.history)
+        ]
+        largest = simulate(replace(trace, events=parts[0], history=parts[1]))
+        most = max(largest.reserved_bytes, trace.memory.reserved_peak_bytes or 0)
+        note = convolutions.range_note(trace.memory.reserved_peak_bytes or 0, most)
+        memory = replace(trace.memory, reserved_most_bytes=most)
+        return replace(trace, memory=memory, notes=(*trace.notes, note))
 
     def _notes(self, meter: "_PredictionMeter") -> tuple[str, ...]:
         unconfirmed = sorted(self.substitutes.used | self._optimizer_kernels(meter))
@@ -222,6 +263,7 @@ class _CudaDryRun(dry_run):
             unknown.add("recurrent layers (cuDNN)")
         return (
             f"predicted for {self.target.name} with these kernels: {self.kernels}",
+            *([_AMD_NOTE] if self.target.gpu.is_amd else []),
             *([f"not yet confirmed by a GPU: {', '.join(unconfirmed)}"] * bool(unconfirmed)),
             *(
                 f"not counted: the scratch memory of {kind}; the real peak can be higher"
@@ -259,9 +301,15 @@ def _names_cuda(*arguments: Any) -> bool:
     return any(isinstance(argument, torch.device) and argument == CUDA for argument in arguments)
 
 
-def _buffer(count: int) -> torch.Tensor:
+def _device(result: Any) -> torch.device:
+    """Return the device on which an operator ran: CPU operators of a script also pass by."""
+    tensors = result if isinstance(result, (tuple, list)) else (result,)
+    return next((x.device for x in tensors if isinstance(x, torch.Tensor)), CUDA)
+
+
+def _buffer(count: int, device: torch.device = CUDA) -> torch.Tensor:
     with DisableTorchFunction():
-        return torch.empty(count, dtype=torch.uint8, device=CUDA)
+        return torch.empty(count, dtype=torch.uint8, device=device)
 
 
 class _PredictionMeter(StorageMeter):
@@ -270,6 +318,7 @@ class _PredictionMeter(StorageMeter):
     def __init__(self, prediction: _CudaDryRun, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._prediction = prediction
+        self._in_kernel = False  # inside a CUDA kernel of bitsandbytes
         self._casts = Casts(cpu_list=prediction.kernels.autocast)
 
     def set_subject(self, subject: Any) -> None:
@@ -279,19 +328,40 @@ class _PredictionMeter(StorageMeter):
     def __enter__(self) -> "_PredictionMeter":
         super().__enter__()
         self._known_workspaces = len(self._prediction.workspaces)
+        self._prediction.meter = self
         for workspace in self._prediction.workspaces.values():
             self._scanner.scan(workspace, "workspace", "")
         return self
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if bitsandbytes_kernels.is_operator(func) and _has_cuda(args):
+            return self._run_bitsandbytes(func, args, kwargs)
+        if self._in_kernel and (parts := self._decomposition(func)):
+            with self.reenter():
+                return parts(*args, **kwargs)
         result = super().handle(func, types, args, kwargs)
-        if sizes := scratch_bytes(func, args, kwargs, self._prediction.target.multiprocessors):
-            self._note_scratch(func, sizes)
+        if sizes := scratch_bytes(func, args, kwargs, result, self._prediction.target):
+            self._note_scratch(func, sizes, _device(result))
+        if func in (convolutions.FORWARD, convolutions.BACKWARD):
+            self._note_convolution(func, args, result)
         self._note_workspaces(func)
         return result
 
     def _decomposition(self, func: Any) -> Callable[..., Any] | None:
         return self._prediction.substitutes.replacements.get(func) or super()._decomposition(func)
+
+    def _run_bitsandbytes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run the operator as the operators that its CUDA kernel calls."""
+        outer, self._in_kernel = self._in_kernel, True
+        try:
+            with self.reenter():
+                return bitsandbytes_kernels.run(self._prediction.bitsandbytes(), func, args, kwargs)
+        finally:
+            self._in_kernel = outer
+
+    def note_empty_cache(self, nothing: torch.Tensor) -> None:
+        """Record that the cache is emptied, with a tensor of no bytes."""
+        self._enter_workspace(nothing, EMPTY_CACHE)
 
     def _note_workspaces(self, func: Any) -> None:
         """Record workspaces that an operator was the first to use."""
@@ -301,9 +371,19 @@ class _PredictionMeter(StorageMeter):
                 self._enter_workspace(workspace, func)
             self._known_workspaces = len(workspaces)
 
-    def _note_scratch(self, func: Any, sizes: tuple[int, ...]) -> None:
+    def _note_convolution(self, func: Any, args: Any, result: Any) -> None:
+        """Record cuDNN's workspaces, which it allocates and frees one after another."""
+        target = self._prediction.target
+        for size in convolutions.workspace_bytes(func, args, result, target):
+            self._note_scratch(func, (size,))
+        made = [tensor for tensor in result if isinstance(tensor, torch.Tensor)]
+        if func is convolutions.BACKWARD and made and (record := REGISTRY.find(made[-1])):
+            largest = convolutions.largest_bytes(*args[:2])
+            self._prediction.largest_workspaces[record.number] = largest
+
+    def _note_scratch(self, func: Any, sizes: tuple[int, ...], device: torch.device = CUDA) -> None:
         """Record the buffers that a kernel allocated together and freed."""
-        buffers = [_buffer(size) for size in sizes]
+        buffers = [_buffer(size, device) for size in sizes]
         for buffer in buffers:
             self._enter_workspace(buffer, func)
 
@@ -312,6 +392,10 @@ class _PredictionMeter(StorageMeter):
         record.operator, record.phase = func, self.context.last_phase
         record.mark("workspace")
         self._stream.add(record)
+
+
+def _has_cuda(arguments: Any) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.device == CUDA for x in arguments)
 
 
 def _is_on_cuda_or_workspace(change: Change) -> bool:
@@ -402,15 +486,5 @@ _RESULTS: dict[Any, Callable[[Any], Any]] = {
     aten._scaled_dot_product_efficient_attention.default: _seeds_on_the_cpu,
 }
 _UNKNOWN_SCRATCH = {
-    aten.convolution.default: "convolutions (cuDNN)",
-    aten.convolution_backward.default: "convolutions (cuDNN)",
-    aten._convolution.default: "convolutions (cuDNN)",
-    aten.sort.default: "sorts",
-    aten.topk.default: "sorts",
-    aten.cumsum.default: "cumulative sums",
-    aten.embedding_dense_backward.default: "an embedding's gradient (a sort of the indices)",
-    aten._grouped_mm.default: "grouped matmuls (mixtures of experts)",
-    aten.index_put.default: "sums by index (a sort of the indices)",
-    aten._scaled_dot_product_efficient_attention_backward.default: "attention's backward",
-    aten._scaled_dot_product_cudnn_attention_backward.default: "attention's backward",
+    aten._scaled_dot_product_cudnn_attention_backward.default: "cuDNN's attention in backward",
 }

@@ -1,0 +1,92 @@
+"""Training steps that somebody measured on a GPU, read from benchmarks/evidence."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+EVIDENCE = Path(__file__).parents[1] / "evidence"
+MIB = 2**20
+_FULL_BATCH = 15  # from here on, some text of each batch has all 128 tokens
+_SEQUENCES = "the lengths of the texts, which small batches draw at random"
+PEERS = {"xmem": "xMem", "dnnmem": "DNNMem", "schedtune": "SchedTune", "llmem": "LLMem"}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A measured step or run; sizes are in bytes."""
+
+    name: str
+    source: str  # "T4", "xMem" or a GPU's name
+    kind: str  # what errors are summarized by, such as "LoRA"
+    model: str
+    reserved_bytes: float  # reserved by torch, or used on the device (xMem)
+    allocated_bytes: float | None = None
+    peers: Mapping[str, float] = field(default_factory=dict)  # bytes by estimator
+    packages: str = ""  # the folder of .venv/evidence with the versions that were measured
+    unrecorded: str = ""  # what decides the memory and was not recorded
+    facts: Any = None  # how the step was run, for its builder
+
+
+def measurements() -> list[Measurement]:
+    return [*lora_steps(), *xmem_runs(), *own_steps()]
+
+
+def _read(name: str) -> Any:
+    return json.loads((EVIDENCE / name).read_text(encoding="utf-8"))
+
+
+def lora_steps() -> Iterator[Measurement]:
+    facts = _read("t4.json")
+    for entry in facts["runs"]:
+        run, shape = entry["run"], facts["model_configs"][entry["model_id"]]
+        weights = run["quantization"].replace("none", "fp16")
+        size = f"{run['batch_size']} × {run['seq_len']}"
+        yield Measurement(
+            f"{shape['name']}, {run['attn_impl']}, {weights}, {size}",
+            "T4",
+            "LoRA" if weights == "fp16" else "QLoRA",
+            shape["name"],
+            entry["measured"]["peak_reserved_mib"] * MIB,
+            entry["measured"]["peak_allocated_mib"] * MIB,
+            facts=(shape, run),
+        )
+
+
+def xmem_runs() -> Iterator[Measurement]:
+    for row in _read("xmem.json")["rows"]:
+        card = next(name for name in ("3060", "4060") if name in row["gpu"])
+        model = row["model"].split("/")[-1]
+        is_cnn = row["input"] is not None
+        yield Measurement(
+            f"{model}, {row['optimizer']}, batch {row['batch']}, RTX {card}",
+            "xMem",
+            "CNN" if is_cnn else "transformer",
+            model,
+            row["ground"],
+            peers={
+                name: row[key]["estimate"]
+                for key, name in PEERS.items()
+                if key in row and row[key]["estimate"] is not None
+            },
+            packages="torchvision" if is_cnn else "transformers",
+            unrecorded="" if is_cnn or row["batch"] >= _FULL_BATCH else _SEQUENCES,
+            facts=row,
+        )
+
+
+def own_steps() -> Iterator[Measurement]:
+    """Yield the steps that `python benchmarks/gpu.py` recorded, one file for each GPU."""
+    for path in sorted(EVIDENCE.glob("own-*.json")):
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+        for row in recorded["runs"]:
+            yield Measurement(
+                f"{row['configuration']}, {recorded['source']['gpu']}",
+                recorded["source"]["gpu"],
+                "memlab's steps",
+                row["configuration"],
+                row["measured"]["reserved_bytes"],
+                row["measured"]["allocated_bytes"],
+                facts=(recorded["source"], row),
+            )

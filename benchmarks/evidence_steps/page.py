@@ -1,0 +1,190 @@
+"""EVIDENCE.md: every measured row beside its prediction, the summary by kind, and the picture."""
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+from common import ROOT, circumstances, heading, save, table
+
+from memlab import plot
+
+from .measurements import MIB, PEERS
+from .predictions import EvidenceRow
+from .reasons import reason
+
+PAGE, PICTURE = ROOT / "EVIDENCE.md", ROOT / "images" / "evidence.png"
+ERRORS = ROOT / "memlab" / "prediction" / "errors.json"
+INTRODUCTION = """\
+Other people measured these training steps on real GPUs and published the figures. memlab predicts
+each of them without a GPU. `python benchmarks/evidence.py` makes this page.
+
+- **T4**: LoRA and QLoRA steps on a Tesla T4, torch 2.14
+  ([fitcheck](https://github.com/Anassbzdd/fitcheck), MIT, 2026-09-15). torch's own counters.
+- **xMem**: trainings on an RTX 3060 and an RTX 4060, torch 2.6 and 2.3
+  ([xMem](https://github.com/Stone-ResearchLife/xMem), MIT, Middleware 2025). NVML measured the
+  whole device, so the figure is compared with reserved memory. The same authors published what four
+  other estimators say about these trainings.
+
+NVML's figure is relative to its first sample. In the CNN trainings on the RTX 3060, the first
+sample fell after the start of the training; what torch had reserved by then is inferred from the
+rows themselves."""
+
+
+def markdown(rows: Sequence[EvidenceRow]) -> str:
+    """Return the page."""
+    parts = [
+        heading("Evidence: predictions and GPU measurements"),
+        INTRODUCTION,
+        "## Summary",
+        summary_table(rows),
+        "## Rows",
+        table(
+            ("row", "allocated", "predicted", "reserved or used", "predicted", "error", "why"),
+            map(_cells, rows),
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def write(rows: Sequence[EvidenceRow], results: Path) -> None:
+    """Write the page, the picture, the errors for `memlab.predict`, and the results."""
+    PAGE.write_text(markdown(rows), encoding="utf-8")
+    plot.save(picture(rows), PICTURE)
+    errors = {"date": circumstances()["date"], "kinds": library_errors(rows)}
+    ERRORS.write_text(json.dumps(errors, indent=1) + "\n", encoding="utf-8")
+    found = {row.measurement.name: [row.allocated_bytes, row.reserved_bytes] for row in rows}
+    save(results, "evidence", "rows", {"summary": summary(rows), "predicted_bytes": found})
+
+
+# ------------------------------------------------------------------ rows
+
+
+def _cells(row: EvidenceRow) -> tuple[str, ...]:
+    of = row.measurement
+    allocated = [of.allocated_bytes, row.allocated_bytes] if of.allocated_bytes else [None, None]
+    return (
+        of.name,
+        *(f"{size / MIB:,.2f} MiB" if size else "" for size in allocated),
+        *(f"{size / MIB:,.0f} MiB" for size in (of.reserved_bytes, row.reserved_bytes)),
+        f"{row.reserved_error:+.2%}",
+        reason(row),
+    )
+
+
+# ------------------------------------------------------------------ summary
+
+
+def percentile_95(errors: Sequence[float]) -> float:
+    """Return the smallest error that at least 95 % of the rows stay within."""
+    return sorted(errors)[-(-95 * len(errors) // 100) - 1]
+
+
+def spread(errors: Iterable[float]) -> dict[str, float]:
+    """Return the number of rows and the median, 95th percentile and worst absolute error."""
+    sizes = [abs(error) for error in errors]
+    return {
+        "rows": len(sizes),
+        "median": statistics.median(sizes),
+        "95 %": percentile_95(sizes),
+        "worst": max(sizes),
+    }
+
+
+def summary(rows: Sequence[EvidenceRow]) -> dict[str, dict[str, float]]:
+    """Return the errors of each kind of step, and the peers' on the same rows."""
+    found = {}
+    for kind in dict.fromkeys(row.measurement.kind for row in rows):
+        of_kind = [row for row in rows if row.measurement.kind == kind]
+        known = [row for row in of_kind if not row.measurement.unrecorded]
+        if all(row.allocated_error is not None for row in of_kind):
+            found[f"{kind}, allocated"] = spread(row.allocated_error or 0 for row in of_kind)
+        found[f"{kind}, reserved"] = spread(row.reserved_error for row in known or of_kind)
+        if known and len(known) < len(of_kind):
+            found[f"{kind}, reserved, all rows"] = spread(row.reserved_error for row in of_kind)
+        found.update(_of_peers(kind, known or of_kind))
+    return found
+
+
+def _of_peers(kind: str, rows: Sequence[EvidenceRow]) -> dict[str, dict[str, float]]:
+    found = {}
+    for peer in PEERS.values():
+        measured = [row.measurement for row in rows if peer in row.measurement.peers]
+        if measured:
+            found[f"{kind}, {peer}"] = spread(
+                m.peers[peer] / m.reserved_bytes - 1 for m in measured
+            )
+    return found
+
+
+def summary_table(rows: Sequence[EvidenceRow]) -> str:
+    lines = [
+        (what, str(of["rows"]), *(f"{of[name]:.2%}" for name in ("median", "95 %", "worst")))
+        for what, of in summary(rows).items()
+    ]
+    return table(("kind of step, figure or estimator", "rows", "median", "95 %", "worst"), lines)
+
+
+# ------------------------------------------------------------------ errors that predict reports
+
+
+LIBRARY_KINDS: dict[str, Callable[[EvidenceRow], bool]] = {
+    "convolutions": lambda row: row.measurement.kind == "CNN",
+    "4-bit weights": lambda row: row.measurement.kind == "QLoRA",
+    "transformers": lambda row: row.measurement.kind in ("LoRA", "transformer"),
+}
+
+
+def library_errors(rows: Sequence[EvidenceRow]) -> dict[str, dict[str, Any]]:
+    """Return the errors by the kinds that `memlab.prediction.errors` distinguishes."""
+    found = {}
+    for kind, belongs in LIBRARY_KINDS.items():
+        chosen = [row for row in rows if belongs(row) and not row.measurement.unrecorded]
+        allocated = [row.allocated_error for row in chosen if row.allocated_error is not None]
+        reserved = [row.reserved_error for row in chosen]
+        found[kind] = {
+            "allocated": _range(allocated) if allocated else None,
+            "reserved": _range(reserved),
+        }
+    return found
+
+
+def _range(errors: Sequence[float]) -> dict[str, float]:
+    """Return how far predictions were below and above the measurements."""
+    rounded = [round(error, 5) for error in errors]
+    return {"rows": len(errors), "lowest": min(0.0, *rounded), "highest": max(0.0, *rounded)}
+
+
+# ------------------------------------------------------------------ picture
+
+
+def picture(rows: Sequence[EvidenceRow]) -> Any:
+    """Draw predicted against measured memory, for memlab and its peers."""
+    figure, axes = plt.subplots(figsize=(7.5, 6))
+    for peer, marker in zip(PEERS.values(), "^vsD", strict=True):
+        points = [
+            (row.measurement.reserved_bytes, row.measurement.peers[peer])
+            for row in rows
+            if peer in row.measurement.peers
+        ]
+        if points:
+            axes.scatter(*_in_gib(points), s=14, marker=marker, alpha=0.45, label=peer)
+    ours = [(row.measurement.reserved_bytes, row.reserved_bytes) for row in rows]
+    axes.scatter(*_in_gib(ours), s=18, color="black", zorder=3, label="memlab")
+    ends = [1, 16]
+    axes.plot(ends, ends, color="grey", linewidth=1, zorder=0)
+    axes.set(xscale="log", yscale="log", xlim=(1, 16), ylim=(0.9, 24))
+    ticks = [1, 2, 4, 8, 16]
+    axes.set_xticks(ticks, map(str, ticks))
+    axes.set_yticks(ticks, map(str, ticks))
+    axes.minorticks_off()
+    axes.set(xlabel="measured on the GPU, GiB", ylabel="predicted without a GPU, GiB")
+    axes.set_title(f"Reserved memory of {len(rows)} trainings on three GPUs")
+    axes.legend(title="estimator")
+    return figure
+
+
+def _in_gib(points: Sequence[tuple[float, float]]) -> list[list[float]]:
+    return [[size / 2**30 for size in sizes] for sizes in zip(*points, strict=True)]

@@ -1,0 +1,33 @@
+"""Why a prediction differs from a measurement, in one sentence for each row."""
+
+from .predictions import EvidenceRow
+
+_TOLERANCE = 0.005  # of the measurement: the device's figure itself is no better
+_DEPTHWISE = ("MnasNet", "MobileNetV2")
+REASONS = {
+    "LoRA": "repeats of this measurement differ by up to 20 MiB",
+    "QLoRA": "loading left other gaps; repeats of this measurement differ by up to 20 MiB",
+    "transformer": "NVML also counts the kernels that CUDA loads during the run",
+    "CNN": "cuDNN chooses kernels, and NVML's first sample is inferred",
+}
+
+
+def reason(row: EvidenceRow) -> str:
+    """Return why the prediction differs, or "exact"."""
+    of = row.measurement
+    if row.reserved_bytes == of.reserved_bytes and row.allocated_bytes == of.allocated_bytes:
+        return "exact"
+    if of.unrecorded and abs(row.reserved_error) > _TOLERANCE:
+        return f"not recorded: {of.unrecorded}"
+    if of.kind == "CNN" and row.reserved_error < -0.02:
+        return _too_low(row)
+    return REASONS.get(of.kind, "")
+
+
+def _too_low(row: EvidenceRow) -> str:
+    if row.measurement.facts["set"] == "anova-2024":
+        return "torch 2.3's cuDNN chooses other kernels"
+    if row.measurement.model in _DEPTHWISE:
+        most = f"{(row.reserved_most_bytes or 0) / 2**20:,.0f}"
+        return f"small batches of depthwise convolutions need more; upper bound {most} MiB"
+    return REASONS["CNN"]

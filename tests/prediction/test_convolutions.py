@@ -1,0 +1,97 @@
+"""Tests of memlab/prediction/convolutions.py: cuDNN's workspaces."""
+
+import pytest
+import torch
+from torch import nn
+
+import memlab
+from memlab.allocator import simulate
+from memlab.trace import Event
+
+MIB = 2**20
+BATCH, SIZE, CHANNELS = 8, 32, 16
+COPY_BYTES = 4 * BATCH * CHANNELS * SIZE * SIZE  # one tensor of activations
+FORWARD, BACKWARD = "aten.convolution.default", "aten.convolution_backward.default"
+
+
+def predicted(kernel, *, channels=CHANNELS, dtype=torch.float32, layout=None, **options):
+    """A predicted step of one convolution."""
+    layout = layout or torch.contiguous_format
+
+    def build():
+        model = nn.Conv2d(channels, CHANNELS, kernel, **options).to("cuda", dtype)
+        x = torch.rand(BATCH, channels, SIZE, SIZE, device="cuda", dtype=dtype)
+        x = x.to(memory_format=layout).requires_grad_()
+        return lambda: model(x).sum().backward(), model, None
+
+    return memlab.predict(build)
+
+
+def workspaces(trace, operator):
+    """The sizes of a convolution's workspaces in the measured step."""
+    return [
+        event.bytes
+        for event in trace.events
+        if event.category == "workspace" and event.operator == operator and event.bytes > 0
+    ]
+
+
+def test_a_convolution_copies_input_and_output_to_channels_last():
+    trace = predicted(3, padding=1)
+    assert workspaces(trace, FORWARD) == [2 * COPY_BYTES]
+    assert workspaces(trace, BACKWARD) == [2 * COPY_BYTES] * 2  # input's and weight's gradient
+
+
+def test_a_strided_convolution_copies_a_smaller_output():
+    trace = predicted(3, stride=2, padding=1)
+    assert workspaces(trace, FORWARD) == [COPY_BYTES + COPY_BYTES // 4]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options"),
+    [
+        (1, {}),
+        (3, {"groups": 2}),
+        (3, {"groups": CHANNELS}),
+        (3, {"channels": 3}),
+        (3, {"layout": torch.channels_last}),
+        (3, {"dtype": torch.float64}),
+    ],
+    ids=["1 × 1", "grouped", "depthwise", "image", "channels last", "float64"],
+)
+def test_other_convolutions_copy_nothing(kernel, options):
+    trace = predicted(kernel, **options)
+    assert workspaces(trace, FORWARD) == workspaces(trace, BACKWARD) == []
+
+
+def test_without_tf32_a_float32_convolution_copies_nothing():
+    allowed = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        trace = predicted(3)
+    finally:
+        torch.backends.cudnn.allow_tf32 = allowed
+    assert workspaces(trace, FORWARD) == []
+
+
+def test_the_upper_bound_is_twice_the_copies_in_backward():
+    trace = predicted(1)
+    assert trace.memory.reserved_most_bytes > trace.memory.reserved_peak_bytes
+    assert any("cuDNN's workspaces" in note for note in trace.notes)
+
+
+def test_a_step_without_convolutions_has_no_upper_bound():
+    def build():
+        model = nn.Linear(8, 8).cuda()
+        return lambda: model(torch.rand(8, 8, device="cuda")).sum().backward(), model, None
+
+    assert memlab.predict(build).memory.reserved_most_bytes is None
+
+
+@pytest.mark.parametrize(("operator", "fits"), [(FORWARD, True), ("aten.mm.default", False)])
+def test_a_convolution_does_without_a_workspace_that_does_not_fit(operator, fits):
+    size, facts = 30 * MIB, ("", "forward", "torch.uint8", (30 * MIB,))
+    tensor = Event(size, 1, "activations", "aten.relu.default", *facts)
+    workspace = Event(size, 2, "workspace", operator, *facts)
+    events = (tensor, workspace, workspace._replace(bytes=-size))
+    assert simulate(events, capacity_bytes=40 * MIB).fits is fits
