@@ -1,188 +1,63 @@
-"""Scratch memory of CUDA kernels that can be computed from shapes.
+"""Scratch memory of CUDA kernels that can be computed from shapes, from the sources of torch 2.13.
 
-The dispatcher does not see scratch. Three kinds are covered, from the sources of torch 2.13:
+The dispatcher does not see scratch. Counted are the buffers that are alive together at the largest
+moment of an operator, after it has allocated its results. Sources are in torch's aten/src/ATen.
 
-Long reductions over a slow dimension (such as a bias's gradient, a sum over tokens) are split among
-thread blocks, which exchange partial results through a buffer. `reduction_bytes` follows
-`setReduceConfig` (ATen/native/cuda/Reduce.cuh) line by line.
+    operator                      source                         buffers
+    sum, mean, norm, max, argmax  native/cuda/Reduce.cuh         partial results, counters
+    softmax, log_softmax          native/cuda/SoftMax.cu         gradient × output, copies
+    attention in backward         native/transformers/cuda/      row sums, float32 gradients
+                                  attention_backward.cu
+    sort, argsort                 native/cuda/SortStable.cu      indices, copies, CUB's storage
+    topk                          native/cuda/TensorTopK.cu      digit counts per thread block
+    cumsum, cumprod               native/cuda/ScanUtils.cuh      casts, copies, CUB's storage (1-D)
+    randperm                      native/cuda/Randperm.cu        range, random keys, CUB's storage
+    embedding in backward         native/cuda/Embedding.cu,      sorted indices, partial sums; only
+                                  EmbeddingBackwardKernel.cu     copies below 3073 indices
+    index_put, accumulated        native/cuda/Indexing.cu        indices, copies, CUB's storage
+    masks: index, masked_select   native/cuda/Nonzero.cu         indices of the selected elements
+    masked_scatter                native/cuda/IndexKernel.cpp    source positions (int64), copies
+    grouped matmul                native/cuda/GroupMM.cu         arguments and tensor maps
+                                                                 (bfloat16 on Hopper)
 
-Flash attention's backward allocates a float32 gradient of the queries, a float32 row sum and, with
-grouped queries, gradients of keys and values for all heads (flash_api.cpp, `mha_bwd`).
+CUB is the CUDA library for sorts and scans (cub.py). Softmax's backward first multiplies gradient
+and output into a temporary of their size; log_softmax's does not. Both copy non-contiguous inputs.
 
-Softmax's backward first multiplies gradient and output into a temporary of their size;
-log_softmax's does not. Both copy non-contiguous inputs (SoftMax.cu).
+`scatter_add`, `index_add`, `nll_loss`, and `index_put` with neither masks nor accumulation have no
+scratch for contiguous tensors. Not counted: tens of KiB of `nonzero`; `unique` and `multinomial`.
 """
 
-from collections.abc import Sequence
-from math import prod
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from memlab.configs.targets import Target
 from memlab.internals.torch_internals import compute_elementwise_output_strides
+from memlab.prediction import attention_backward, indexing, sorting
+from memlab.prediction.reductions import REDUCTIONS, reduction_scratch
 
 aten = torch.ops.aten
 
-_WARP = 32
-_MAX_THREADS = 512
-_MIN_VALUES, _MAX_VALUES = 16, 256  # per thread
-_THREADS_PER_MULTIPROCESSOR = 2048
 
-
-def scratch_bytes(func: Any, args: Any, kwargs: Any, multiprocessors: int) -> tuple[int, ...]:
+def scratch_bytes(
+    func: Any, args: Any, kwargs: Any, result: Any, target: Target
+) -> tuple[int, ...]:
     """Return the sizes of the scratch buffers that an operator's kernel allocates."""
-    if func in _REDUCTIONS:
-        return _reduction_scratch(func, args, kwargs, multiprocessors)
-    if func is aten._scaled_dot_product_flash_attention_backward.default:
-        return _flash_backward_scratch(*args[1:3])
+    if func in REDUCTIONS:
+        return reduction_scratch(func, args, kwargs, target.multiprocessors)
     if func in _SOFTMAXES:
         return _softmax_scratch(func, *args)
+    if func in _KERNELS:
+        return _KERNELS[func](_arguments(func, args, kwargs), result, target)
     return ()
 
 
-# ------------------------------------------------------------------ reductions
-
-
-class _ReductionLayout(NamedTuple):
-    """A tensor's dimensions as (size, stride), fastest first, with contiguous ones merged."""
-
-    reduced: list[tuple[int, int]]
-    kept: list[tuple[int, int]]
-
-
-def reduction_bytes(
-    shape: Sequence[int],
-    strides: Sequence[int],
-    reduced: Sequence[int],
-    accumulator_bytes: int,
-    *,
-    offset: int = 0,
-    multiprocessors: int = 108,
-) -> tuple[int, ...]:
-    """Return the two buffers of a reduction over dimensions `reduced`: partial results, counters.
-
-    Returns () if one thread block reduces each output. `accumulator_bytes` is the accumulator's
-    size: 4 for a float32 sum, 16 for a maximum with its index.
-    """
-    layout = _layout(shape, strides, reduced)
-    inputs = prod(size for size, _ in layout.reduced)
-    outputs = prod(size for size, _ in layout.kept)
-    if not inputs * outputs:
-        return ()
-    along = not layout.kept or (layout.reduced and layout.reduced[0][1] < layout.kept[0][1])
-    dim0, dim1 = (inputs, outputs) if along else (outputs, inputs)
-    vector = 1
-    fastest = [*(layout.reduced if along else layout.kept), (1, 1)][0][1]
-    if fastest == 1 and not along:
-        vector = _vector(layout, offset)
-        dim0 //= vector
-    elif fastest == 1 and dim0 >= 128 and len(layout.reduced) == 1:
-        dim0 //= 4
-    width, height = _block(dim0, dim1, _MAX_THREADS // vector)
-    step_input, step_output = (width, 1) if along else (1, width)
-    splits = _ceil(inputs, step_input) >= min(height * 16, _MAX_VALUES)
-    if not splits:
-        return ()
-    values = _ceil(inputs, step_input * height)
-    grid = _ceil(outputs // vector, step_output)
-    wanted = multiprocessors * (_THREADS_PER_MULTIPROCESSOR // (width * height))
-    if values < _MAX_VALUES or grid > wanted:
-        return ()
-    blocks = max(min(_ceil(wanted, grid), _ceil(values, _MIN_VALUES)), _ceil(values, _MAX_VALUES))
-    if blocks == 1:
-        return ()
-    lanes = 1 if along else width * vector
-    return accumulator_bytes * outputs * blocks * lanes, 4 * grid
-
-
-def _layout(
-    shape: Sequence[int], strides: Sequence[int], reduced: Sequence[int]
-) -> _ReductionLayout:
-    sizes = [(size, stride) for size, stride in zip(shape, strides, strict=True)]
-    reduced_dims = sorted((sizes[dim] for dim in reduced), key=lambda dim: dim[1])
-    kept = [dim for position, dim in enumerate(sizes) if position not in reduced]
-    return _ReductionLayout(_merged(reduced_dims), _merged(kept[::-1]))  # the output is contiguous
-
-
-def _merged(dims: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for size, stride in dims:
-        if size == 1:
-            continue
-        if merged and merged[-1][0] * merged[-1][1] == stride:
-            merged[-1] = merged[-1][0] * size, merged[-1][1]
-        else:
-            merged.append((size, stride))
-    return merged
-
-
-def _vector(layout: _ReductionLayout, offset: int) -> int:
-    """Return the number of adjacent outputs per thread: up to 4, and a divisor of all strides."""
-    vector = 4
-    numbers = (offset, layout.kept[0][0], *(s for _, s in (*layout.reduced, *layout.kept[1:])))
-    for number in numbers:
-        while number % vector:
-            vector //= 2
-    return vector
-
-
-def _block(dim0: int, dim1: int, limit: int) -> tuple[int, int]:
-    """Return the (width, height) of a thread block."""
-    width, height = _power_of_2(dim0, limit), _power_of_2(dim1, limit)
-    height = min(height, limit // min(width, _WARP))
-    return min(width, limit // height), height
-
-
-def _power_of_2(number: int, limit: int) -> int:
-    """Return the largest power of 2 up to `number`, or `limit` if `number` reaches it."""
-    return limit if number >= limit else 1 << max(number.bit_length() - 1, 0)
-
-
-def _ceil(number: int, divisor: int) -> int:
-    return -(-number // divisor)
-
-
-def _reduction_scratch(func: Any, args: Any, kwargs: Any, multiprocessors: int) -> tuple[int, ...]:
-    position, accumulator_bytes = _REDUCTIONS[func]
-    tensor = args[0]
-    dims = kwargs.get("dim", args[position] if len(args) > position else None)
-    dims = [dims] if isinstance(dims, int) else dims
-    if not dims or not tensor.dim():
-        dims = range(tensor.dim())
-    return reduction_bytes(
-        tensor.shape,
-        tensor.stride(),
-        [dim % tensor.dim() for dim in dims],
-        accumulator_bytes or max(4, tensor.element_size()),
-        offset=tensor.storage_offset(),
-        multiprocessors=multiprocessors,
-    )
-
-
-_NO_DIM = 99  # in place of a position: the operator has no argument for dimensions
-_REDUCTIONS = {  # operator: (position of its dimensions, accumulator bytes; 0 means from the dtype)
-    aten.sum.default: (_NO_DIM, 0),
-    aten.sum.dim_IntList: (1, 0),
-    aten.mean.default: (_NO_DIM, 0),
-    aten.mean.dim: (1, 0),
-    aten.linalg_vector_norm.default: (2, 0),
-    aten.max.dim: (1, 16),
-    aten.min.dim: (1, 16),
-    aten.argmax.default: (1, 16),
-    aten.argmin.default: (1, 16),
-}
-
-
-# ------------------------------------------------------------------ attention
-
-
-def _flash_backward_scratch(query: torch.Tensor, key: torch.Tensor) -> tuple[int, ...]:
-    B, H, T, D = query.shape
-    rounded_T, rounded_D = _ceil(T, 128) * 128, 256 if D > 192 else _ceil(D, 32) * 32
-    buffers = [4 * B * H * rounded_T, 4 * B * H * rounded_T * rounded_D]
-    if key.shape[1] != H:
-        buffers += 2 * [query.element_size() * B * key.shape[2] * H * D]
-    return tuple(buffers)
+def _arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return all arguments in the schema's order, with defaults."""
+    schema = func._schema.arguments
+    given = {argument.name: value for argument, value in zip(schema, args, strict=False)} | kwargs
+    return [given.get(argument.name, argument.default_value) for argument in schema]
 
 
 # ------------------------------------------------------------------ softmax
@@ -209,4 +84,82 @@ _SOFTMAXES = {  # operator: number of tensors it reads
     aten._log_softmax.default: 1,
     aten._softmax_backward_data.default: 2,
     aten._log_softmax_backward_data.default: 2,
+}
+
+
+# ------------------------------------------------------------------ grouped matmuls
+
+_TENSOR_MAP_BYTES = 128
+
+
+def _grouped_matmul_scratch(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None, target: Target
+) -> tuple[int, ...]:
+    """Return Hopper's buffers of a bfloat16 matmul: arguments per group, maps per multiprocessor.
+
+    CUTLASS's workspace is at most 5 tensor maps: two inputs, one output and two for the epilogue.
+    """
+    if a.dtype != torch.bfloat16 or target.capability[0] not in (9, 10):
+        return ()
+    ragged = offsets if a.dim() == b.dim() == 2 else b if b.dim() == 3 else a
+    if ragged is None:
+        return ()
+    groups = ragged.shape[0]
+    pointers, strides, shapes = 3 * 8 * (groups + groups % 2), 3 * 8 * groups, 3 * 4 * groups
+    return pointers + strides + shapes, 5 * _TENSOR_MAP_BYTES * target.multiprocessors
+
+
+# ------------------------------------------------------------------ operators
+
+_Kernel = Callable[[list[Any], Any, Target], tuple[int, ...]]
+
+
+def _topk(a: list[Any], result: Any, target: Target) -> tuple[int, ...]:
+    x, _, dim, _, is_sorted = a
+    return sorting.topk_scratch(x, dim, is_sorted, result[0], target)
+
+
+def _index_put(a: list[Any], result: Any, target: Target) -> tuple[int, ...]:
+    return indexing.index_put_scratch(*a[:4], target)
+
+
+_KERNELS: dict[Any, _Kernel] = {
+    aten._scaled_dot_product_flash_attention_backward.default: (
+        lambda a, result, target: attention_backward.flash_scratch(*a[1:3])
+    ),
+    aten._scaled_dot_product_efficient_attention_backward.default: (
+        lambda a, result, target: attention_backward.efficient_scratch(*a[:4], target.capability)
+    ),
+    aten._scaled_dot_product_cudnn_attention_backward.default: (
+        lambda a, result, target: attention_backward.cudnn_scratch(a[1])
+    ),
+    aten.sort.default: lambda a, result, target: sorting.sort_scratch(a[0], a[1], target),
+    aten.sort.stable: lambda a, result, target: sorting.sort_scratch(a[0], a[2], target),
+    aten.topk.default: _topk,
+    **dict.fromkeys(
+        (aten.cumsum.default, aten.cumprod.default, aten._logcumsumexp.default),
+        lambda a, result, target: sorting.scan_scratch(a[0], a[1], result),
+    ),
+    aten.randperm.default: (
+        lambda a, result, target: sorting.randperm_scratch(a[0], result, target)
+    ),
+    aten.embedding_dense_backward.default: (
+        lambda a, result, target: indexing.embedding_backward_scratch(*a[:3], a[4])
+    ),
+    **dict.fromkeys(
+        (
+            *(aten.index_put.default, aten.index_put_.default),
+            *(aten._unsafe_index_put.default, aten._index_put_impl_.default),
+        ),
+        _index_put,
+    ),
+    aten.index.Tensor: lambda a, result, target: indexing.index_scratch(*a, result),
+    aten.masked_select.default: (
+        lambda a, result, target: indexing.masked_select_scratch(*a, result)
+    ),
+    **dict.fromkeys(
+        (aten.masked_scatter.default, aten.masked_scatter_.default),
+        lambda a, result, target: indexing.masked_scatter_scratch(result, *a[1:]),
+    ),
+    aten._grouped_mm.default: lambda a, result, target: _grouped_matmul_scratch(*a[:3], target),
 }

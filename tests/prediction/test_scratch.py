@@ -4,11 +4,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from memlab.prediction.scratch import reduction_bytes
+from memlab import Kernels
+from memlab.configs.targets import target_named
+from memlab.prediction import attention_backward, cub
+from memlab.prediction.reductions import reduction_bytes
 
 from traces import predicted  # isort: skip
 
 HOPPER = 132  # multiprocessors
+A100, H100 = target_named("cuda"), target_named("cuda:hopper")
 
 
 @pytest.mark.parametrize(
@@ -138,3 +142,328 @@ def test_softmax_scratch_is_alive_with_both_gradients():
 
     # the scores, the output, its gradient, the scores' gradient, and the scratch
     assert predicted(step).peak_bytes == 5 * 4 * 64 * 1024
+
+
+# ------------------------------------------------------------------ sorts, scans
+
+
+def scratch(operator, function, **options) -> list[int]:
+    """Return the scratch of an operator in a prediction of `function`."""
+    events = predicted(function, **options).events
+    workspaces = [e for e in events if e.category == "workspace" and operator in e.operator]
+    assert sum(e.bytes for e in workspaces) == 0
+    return [e.bytes for e in workspaces if e.bytes > 0]
+
+
+@pytest.mark.parametrize(
+    ("bits", "expected"),
+    # The first two are what CUB 3.0 returned for A100's tiles: 10,000 pairs of 8 bytes are 3 tiles
+    # of 3840 (3 KiB of counts); 8 passes have 8 × 256 counts of 8 bytes, and 32 bytes of counters.
+    [
+        (64, 8 * 256 * 8 + 3 * 1024 + 2 * 80_128 + 256 + 255),
+        (20, 3 * 256 * 8 + 3 * 1024 + 2 * 80_128 + 256 + 255),
+        (8, 256 * 8 + 3 * 1024 + 256 + 255),  # one pass needs no copies
+    ],
+)
+def test_a_radix_sort_copies_keys_and_values_unless_one_digit_is_enough(bits, expected):
+    assert cub.radix_sort_bytes(10_000, 8, 8, A100, bits=bits) == expected
+    assert expected == {64: 180_223, 20: 169_983, 8: 5_631}[bits]
+
+
+def test_cub_returned_the_same_sizes():
+    got = [cub.radix_sort_bytes(1_000_000, *pair, card) for pair in ((8, 8), (4, 8))
+           for card in (A100, H100)]  # fmt: skip
+    assert got == [16_284_159, 16_240_127, 12_342_527, 12_200_191]
+
+
+def test_one_thread_block_sorts_2304_pairs_without_storage():
+    assert cub.radix_sort_bytes(2304, 8, 8, A100) == 1
+    assert cub.radix_sort_bytes(2305, 8, 8, A100) > 2 * 8 * 2305
+
+
+def test_rows_of_4096_are_sorted_in_place():
+    assert scratch("sort", lambda device: torch.zeros(9, 4096, device=device).sort()) == [8 * 4096]
+
+
+def test_a_long_row_is_sorted_with_copies_of_keys_and_indices():
+    n = 5000
+    temporary = 4 * 256 * 8 + 2 * 1024 + 20_224 + 40_192 + 256 + 255  # 2 tiles of 3072
+    expected = [8 * n, temporary]
+    assert scratch("sort", lambda device: torch.zeros(n, device=device).sort()) == expected
+    assert scratch("sort", lambda device: torch.zeros(n, device=device).argsort()) == expected
+
+
+def test_a_few_long_rows_are_sorted_together_by_value_then_by_row():
+    rows, n = 2, 2 * 5000
+    temporary = 4 * 256 * 8 + 4 * 1024 + 40_192 + 80_128 + 256 + 255  # 4 tiles of 3072
+    got = scratch("sort", lambda device: torch.zeros(rows, n // rows, device=device).sort(-1))
+    assert got == [8 * n, 8 * n, 4 * n, temporary]
+
+
+def test_many_long_rows_are_sorted_as_segments():
+    n = 128 * 5000
+    got = scratch("sort", lambda device: torch.zeros(128, 5000, device=device).sort(-1))
+    assert got == [8 * n, 4 * n + 8 * n + 255]
+
+
+def test_a_sort_along_a_slow_dimension_copies_input_and_results():
+    n = 2 * 5000
+    got = scratch("sort", lambda device: torch.zeros(5000, 2, device=device).sort(0))
+    assert got[:3] == [4 * n, 4 * n, 8 * n]
+    assert len(got) == 7
+
+
+def test_topk_counts_digits_of_rows_that_several_blocks_share():
+    def step(device):
+        torch.zeros(2, 50_000, device=device).topk(10)
+
+    # 108 multiprocessors × 6 blocks × 256 threads for 100,000 elements: the least, 4 per thread
+    blocks = 2 * 49
+    per_row = [2 * 4, 2 * 4, 2 * 8, 2 * 8]
+    temporary = 768 + 256 + 255  # 33 tiles' status words of 16 bytes, 2 keys
+    assert scratch("topk", step) == [*per_row, 512 * blocks, 4 * blocks, 4 * blocks, temporary]
+
+
+def test_topk_of_short_rows_needs_no_scratch():
+    assert scratch("topk", lambda device: torch.zeros(4096, 64, device=device).topk(2)) == []
+    assert scratch("topk", lambda device: torch.zeros(2, 19_999, device=device).topk(2)) == []
+
+
+def test_topk_sorts_more_than_4096_results_with_copies():
+    got = scratch("topk", lambda device: torch.zeros(5000, device=device).topk(4097))
+    sort = scratch("sort", lambda device: torch.zeros(4097, device=device).sort())
+    assert got == [4 * 4097, 8 * 4097, *sort]
+    unsorted = scratch(
+        "topk", lambda device: torch.zeros(5000, device=device).topk(4097, sorted=False)
+    )
+    assert unsorted == []
+
+
+def test_a_cumulative_sum_of_a_mask_casts_it_to_int64_first():
+    def step(device):
+        torch.zeros(4, 512, dtype=torch.bool, device=device).cumsum(-1)
+
+    assert scratch("cumsum", step) == [8 * 4 * 512]
+    assert scratch("cumsum", lambda device: torch.zeros(4, 512, device=device).cumsum(-1)) == []
+
+
+def test_a_cumulative_sum_copies_a_transposed_input():
+    got = scratch("cumsum", lambda device: torch.zeros(512, 4, device=device).T.cumsum(-1))
+    assert got == [4 * 4 * 512]
+
+
+def test_a_cumulative_sum_of_one_row_keeps_a_status_per_tile():
+    tiles = 6  # of 1920 elements
+    status_bytes = 8 * (tiles + 32)
+    got = scratch("cumsum", lambda device: torch.zeros(10_000, device=device).cumsum(0))
+    assert got == [-(-status_bytes // 256) * 256 + 255]
+
+
+def test_a_random_permutation_sorts_random_keys():
+    n = 10_000  # 27 bits of an int32 key would often be equal; log2(n² / 0.21) = 29
+    temporary = cub.radix_sort_bytes(n, 4, 8, A100, bits=29)
+    got = scratch("randperm", lambda device: torch.randperm(n, device=device))
+    assert got == [8 * n, 4 * n, 4 * n, temporary]
+
+
+def test_scratch_of_cpu_operators_is_not_counted():
+    def step(device):
+        torch.randperm(10_000)
+        torch.zeros(8192, 4096).sum(0)
+        torch.zeros(10, device=device)
+
+    assert [e for e in predicted(step).events if e.category == "workspace"] == []
+
+
+# ------------------------------------------------------------------ indexing
+
+
+def embedding_scratch(count, vocab_size, width=64, dtype=torch.float32) -> list[int]:
+    def step(device):
+        table = torch.zeros(vocab_size, width, dtype=dtype, device=device, requires_grad=True)
+        rows = F.embedding(torch.zeros(count, dtype=torch.long, device=device), table)
+        rows.backward(torch.zeros_like(rows))
+
+    return scratch("embedding_dense_backward", step)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_embeddings_gradient_adds_up_partial_sums_in_float32(dtype):
+    n, segments = 5000, 1000  # at most one segment for each row of the table
+    partial_sums = 500 + segments  # and one more for every 10 indices
+    assert embedding_scratch(n, 1000, dtype=dtype) == [
+        *[8 * n] * 3,
+        *[8 * segments] * 2,
+        *(8, 8),
+        *(8 * partial_sums, 4 * 64 * partial_sums),
+    ]
+
+
+def test_an_embeddings_gradient_sorts_only_from_3073_indices():
+    assert embedding_scratch(3072, 1000) == []
+    assert sum(embedding_scratch(3073, 1000)) > 4 * 64 * (307 + 1000)
+
+
+def test_an_embeddings_gradient_copies_an_expanded_output_gradient():
+    def step(device):
+        table = torch.zeros(1000, 64, device=device, requires_grad=True)
+        F.embedding(torch.zeros(5000, dtype=torch.long, device=device), table).sum().backward()
+
+    assert scratch("embedding_dense_backward", step)[0] == 4 * 5000 * 64
+
+
+def test_a_sum_by_index_sorts_the_indices():
+    def step(device):
+        rows = torch.zeros(1000, 64, device=device, requires_grad=True)
+        chosen = rows[torch.zeros(5000, dtype=torch.long, device=device)]
+        chosen.backward(torch.zeros_like(chosen))
+
+    # linear, sorted, original and counted indices; CUB sorts by the 10 bits of indices below 1000
+    temporary = 2 * 256 * 8 + 2 * 1024 + 2 * 40_192 + 256 + 255
+    assert scratch("index_put", step) == [*[8 * 5000] * 4, temporary]
+
+
+def test_a_sum_by_index_into_few_rows_needs_one_pass():
+    def step(device):
+        index = torch.zeros(5000, dtype=torch.long, device=device)
+        values = torch.zeros(5000, 64, device=device)
+        torch.zeros(256, 64, device=device).index_put_((index,), values, accumulate=True)
+
+    assert scratch("index_put", step) == [*[8 * 5000] * 4, 256 * 8 + 2 * 1024 + 256 + 255]
+
+
+def test_assignment_by_index_needs_no_scratch():
+    def step(device):
+        x = torch.zeros(1000, 64, device=device)
+        x[torch.zeros(50, dtype=torch.long, device=device)] = torch.zeros(50, 64, device=device)
+        x[x > 0] = 1.0
+
+    assert scratch("index_put", step) == []
+
+
+def test_a_sum_by_two_separated_indices_copies_the_transposed_tensor():
+    def step(device):
+        i = torch.zeros(50, dtype=torch.long, device=device)
+        chosen = torch.zeros(8, 16, 4, device=device, requires_grad=True)[i, :, i]
+        chosen.backward(torch.zeros_like(chosen))
+
+    assert scratch("index_put", step) == [4 * 8 * 16 * 4, *[8 * 50] * 4, 1]
+
+
+def test_a_mask_becomes_an_int64_index_per_dimension():
+    def step(device):
+        x = torch.zeros(30, 20, 64, device=device)
+        mask = torch.ones(30, 20, dtype=torch.bool, device=device)
+        x[mask]
+
+    assert scratch("index", step, assume="most") == [8 * 2 * 30 * 20]
+
+
+def test_a_masks_gradient_sorts_the_masks_indices():
+    def step(device):
+        x = torch.zeros(100, 64, device=device, requires_grad=True)
+        chosen = x[torch.ones(100, dtype=torch.bool, device=device)]
+        chosen.backward(torch.zeros_like(chosen))
+
+    assert scratch("index_put", step, assume="most") == [8 * 100, *[8 * 100] * 4, 1]
+
+
+def test_masked_select_has_an_index_for_each_dimension():
+    def step(device):
+        x = torch.zeros(30, 20, 64, device=device)
+        x.masked_select(torch.ones(30, 20, 1, dtype=torch.bool, device=device))
+
+    assert scratch("masked_select", step, assume="most") == [8 * 3 * 30 * 20 * 64]
+
+
+def test_masked_scatter_has_a_position_for_each_element():
+    n = 30 * 64
+
+    def step(device):
+        x, source = torch.zeros(30, 64, device=device), torch.zeros(30, 64, device=device)
+        x.masked_scatter(torch.ones(30, 1, dtype=torch.bool, device=device), source)
+
+    temporary = 768 + 255  # 3 tiles of 896 elements and 32 more, of 16 bytes
+    assert scratch("masked_scatter", step) == [8 * n, n, temporary]
+
+
+# ------------------------------------------------------------------ efficient attention, cuDNN
+
+
+def attention_scratch(kernel, *, D=64, H=4, T=100, dtype=torch.float16, **options) -> list[int]:
+    def step(device):
+        q, k, v = (
+            torch.zeros(2, H, T, D, dtype=dtype, device=device, requires_grad=True)
+            for _ in range(3)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y.backward(torch.zeros_like(y))
+
+    return scratch("attention_backward", step, kernels=Kernels(attention=kernel), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_efficient_attention_has_float32_tiles_of_the_queries_gradient(dtype):
+    tiles = 2 * 4 * 2  # of 64 × 64 elements, and 16 bytes for a lock
+    got = attention_scratch("efficient", dtype=dtype)
+    assert got[-2:] == [4 * 2 * 4 * 100, tiles * (4 * 64 * 64 + 16)]
+
+
+def test_efficient_attentions_tiles_are_larger_for_wide_heads():
+    half = attention_scratch("efficient", D=128)
+    assert half[-1] == 2 * 4 * (4 * 128 * 128 + 16)
+    single = attention_scratch("efficient", D=128, dtype=torch.float32)
+    assert single[-1] == 2 * 4 * 2 * (4 * 128 * 64 + 16)
+
+
+def test_efficient_attention_accumulates_the_gradients_of_very_wide_keys_and_values():
+    queries = 4 * (4 * 128 * 64 + 16)  # 4 tiles of 64 columns
+    keys = values = 2 * (4 * 64 * 256)  # 2 parts of 64 keys
+    assert attention_scratch("efficient", D=256)[-1] == 2 * 4 * (queries + keys + values)
+
+
+@pytest.mark.parametrize(
+    ("capability", "D", "half", "expected"),
+    [
+        ((7, 5), 64, True, (64, 64, False)),
+        ((7, 5), 128, True, (64, 64, True)),  # a T4 has 64 KiB of shared memory per block
+        ((7, 0), 128, True, (128, 64, False)),  # V100
+        ((8, 6), 96, True, (128, 64, False)),
+        ((8, 6), 128, True, (64, 64, True)),
+        ((8, 6), 128, False, (64, 64, False)),
+        ((8, 0), 128, True, (128, 128, False)),
+    ],
+)
+def test_efficient_attentions_tiles_depend_on_shared_memory(capability, D, half, expected):
+    assert attention_backward._tile(half, D, capability) == expected
+
+
+def test_efficient_attention_copies_an_expanded_output_gradient():
+    def step(device):
+        q, k, v = (torch.zeros(2, 4, 100, 64, device=device, requires_grad=True) for _ in range(3))
+        F.scaled_dot_product_attention(q, k, v).sum().backward()
+
+    got = scratch("attention_backward", step, kernels=Kernels(attention="efficient"))
+    assert got[0] == 4 * 2 * 4 * 100 * 64
+
+
+def test_cudnns_frontend_asks_for_a_float32_gradient_of_the_queries():
+    got = attention_scratch("cudnn", device="cuda:hopper")
+    assert got == [4 * 2 * 4 * 100 * (64 + 1)]
+
+
+# ------------------------------------------------------------------ grouped matmuls
+
+
+def grouped_matmul(device):
+    a = torch.zeros(64, 32, dtype=torch.bfloat16, device=device)
+    b = torch.zeros(5, 32, 64, dtype=torch.bfloat16, device=device)
+    torch._grouped_mm(a, b, offs=torch.zeros(5, dtype=torch.int32, device=device))
+
+
+def test_a_grouped_matmul_has_arguments_for_each_group_and_tensor_maps():
+    pointers, strides, shapes = 3 * 8 * 6, 3 * 8 * 5, 3 * 4 * 5  # pointers for an even number
+    assert scratch("grouped_mm", grouped_matmul, device="cuda:hopper") == [
+        pointers + strides + shapes,
+        5 * 128 * HOPPER,
+    ]
