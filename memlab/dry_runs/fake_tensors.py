@@ -47,6 +47,7 @@ from memlab.dry_runs.assumptions import Assumptions
 from memlab.dry_runs.collectives import finished, is_collective
 from memlab.dry_runs.endless import LoopGuard
 from memlab.dry_runs.fake_kernels import KERNELS
+from memlab.dry_runs.fake_results import FakeResults
 from memlab.dry_runs.known_values import UNKNOWN
 from memlab.dry_runs.loaders import Loaders
 from memlab.dry_runs.oversized import enlarge
@@ -141,6 +142,7 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         self._outside = _OutsideTensors()
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._fake_mode.create_symbolic_nested_int = _reject_jagged
+        self._results = FakeResults(self._fake_mode)
         self._operators = _DispatchMode(self)
         self._functions = _FunctionMode()
         self._modes = (self._fake_mode, self._functions, self._operators)
@@ -287,7 +289,11 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
                     with disable_fake_tensor_cache(self._fake_mode):
                         result = func(*args, **kwargs)
                 else:
-                    result = self._fake_kernels.get(func, func)(*args, **kwargs)
+                    kernel = self._fake_kernels.get(func)
+                    if kernel is None:
+                        result = self._results.run(func, args, kwargs)
+                    else:
+                        result = kernel(*args, **kwargs)
                 enlarge(func, args, result)
                 known_values.propagate(func, args, kwargs, result)
         except DataDependentOutputException:

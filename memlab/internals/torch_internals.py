@@ -15,22 +15,25 @@ from torch import _has_compatible_shallow_copy_type as has_compatible_shallow_co
 from torch import _pack_padded_sequence as packing_operator
 from torch import _pad_packed_sequence as unpacking_operator
 from torch import _subclasses as subclasses
-from torch._C import DisableTorchFunction, DispatchKey, DispatchKeySet, StorageBase
+from torch._C import DisableTorchFunction, DispatchKey, DispatchKeySet, StorageBase, TensorBase
 from torch._C import _AutoDispatchBelowAutograd as AutoDispatchBelowAutograd
 from torch._C import _current_autograd_node as current_autograd_node
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._C import _DisableTorchDispatch as DisableTorchDispatch
 from torch._C import _dispatch_get_all_op_names as dispatch_get_all_op_names
 from torch._C import _dispatch_has_kernel_for_dispatch_key as has_kernel
+from torch._C import _dispatch_keys as dispatch_keys
 from torch._C import _dispatch_tls_local_exclude_set as dispatch_tls_local_exclude_set
 from torch._C import _dispatch_tls_local_include_set as dispatch_tls_local_include_set
 from torch._C import _ExcludeDispatchKeyGuard as ExcludeDispatchKeyGuard
 from torch._C import _ForceDispatchKeyGuard as ForceDispatchKeyGuard
 from torch._C import _functorch as functorch
+from torch._C import _get_default_device as get_default_device
 from torch._C import _get_mkldnn_enabled as get_mkldnn_enabled
 from torch._C import _len_torch_function_stack as len_torch_function_stack
 from torch._C import _nn as c_nn
 from torch._C import _set_mkldnn_enabled as set_mkldnn_enabled
+from torch._C import _set_throw_on_mutable_data_ptr as set_throw_on_mutable_data_ptr
 from torch._C import _SetExcludeDispatchKeyGuard as SetExcludeDispatchKeyGuard
 from torch._C._autograd import _get_sequence_nr as get_sequence_nr
 from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
