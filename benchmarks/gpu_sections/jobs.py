@@ -23,7 +23,7 @@ import torch
 from common import cores
 
 from memlab.allocator import Settings
-from memlab.configs.targets import TARGETS
+from memlab.configs.targets import TARGETS, target_of
 from memlab.units import format_bytes
 
 from . import (
@@ -78,15 +78,15 @@ def facts(job: Job) -> Answer:
     if not torch.cuda.is_available():
         return {"failure": "torch finds no GPU"}
     card = torch.cuda.get_device_properties(0)
-    target = "cuda:hopper" if card.major == 9 else "cuda"
+    target = target_of(card.name, f"sm_{card.major}{card.minor}") or TARGETS["cuda"]
     return {
         "device": card.name,
         "total_bytes": torch.cuda.mem_get_info()[1],
         "total_bytes_of_properties": card.total_memory,
         "capability": [card.major, card.minor],
         "multiprocessors": card.multi_processor_count,
-        "multiprocessors_assumed": TARGETS[target].multiprocessors,
-        "target": target,
+        "multiprocessors_assumed": target.multiprocessors,
+        "target": target.device,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "allocator": torch.cuda.get_allocator_backend(),

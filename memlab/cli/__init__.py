@@ -121,8 +121,9 @@ def measure_command(
         str | None,
         typer.Option(
             help="cpu, cuda (also ROCm), mps or xpu. Default: the accelerator if there is one, "
-            "else the CPU. With --dry-run, cuda or cuda:hopper predicts the memory needed on "
-            "such a GPU.",
+            "else the CPU. With --dry-run, cuda (most GPUs), cuda:hopper, a GPU such as "
+            "cuda:rtx3060 or cuda:t4, or an architecture such as cuda:sm_86 predicts the memory "
+            "needed there.",
             metavar="NAME",
         ),
     ] = None,
@@ -384,8 +385,9 @@ def plan_command(
     device: Annotated[
         str | None,
         typer.Option(
-            help="Kind of device to plan for: cuda, cuda:hopper, or cpu for a machine without a "
-            "GPU. Default: the kind of the GPU given by --memory.",
+            help="Device to predict for: cuda (most GPUs), cuda:hopper, a GPU such as "
+            "cuda:rtx3060, an architecture such as cuda:sm_86, or cpu for a machine without a "
+            "GPU. Default: the GPU given by --gpu, else cuda.",
             metavar="NAME",
         ),
     ] = None,

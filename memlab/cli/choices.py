@@ -12,7 +12,7 @@ from memlab.cli.machine import devices_present, memory_of
 from memlab.cli.requests import Request
 from memlab.cli.rows import dry_row
 from memlab.configs.config_json import config_named
-from memlab.configs.targets import TARGETS
+from memlab.configs.targets import accepted_devices, find_target
 from memlab.model import PRESETS, GPTConfig
 from memlab.train import (
     COMBINATIONS,
@@ -36,18 +36,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def choose_device(request: Request) -> str:
     """Return the requested device, or the accelerator, or the CPU. A dry run takes the CPU or a
-    class of GPUs to predict."""
+    GPU to predict."""
     given = request.device
+    target = find_target(given or "")
     if request.dry:
-        if given not in (None, "cpu", *TARGETS):
+        if target is None and given not in (None, "cpu"):
             raise UsageError(
-                f"got --device {quoted(given)} with --dry-run, which takes cpu or predicts "
-                f"{' or '.join(TARGETS)}; choose one of these, or leave --dry-run out"
+                f"got --device {quoted(given)} with --dry-run; {accepted_devices(given, 'cpu')}, "
+                f"or leave --dry-run out"
             )
-        return given or "cpu"
+        return target.device if target else "cpu"
     present = devices_present()
     if given is not None and given not in present:
-        dry = f"--dry-run --device {given} predicts it" if given in TARGETS else "use --dry-run"
+        dry = f"--dry-run --device {target.device} predicts it" if target else "use --dry-run"
         raise UsageError(
             f"got --device {quoted(given)}; this machine has {' and '.join(present)} (see memlab "
             f"doctor); {dry}"

@@ -18,6 +18,7 @@ from rich.console import Console
 import memlab
 from memlab.cli.errors import error_summary
 from memlab.cli.machine import devices_present, memory_of, name_of
+from memlab.configs.targets import target_of
 from memlab.internals.torch_internals import cuda_driver_version
 from memlab.train import TECHNIQUES, Plugs, Setting, Technique, build, combined, measured
 from memlab.train.plugs import techniques_with_kernels
@@ -67,6 +68,7 @@ def _findings() -> Iterator[Finding]:
         if device == "cuda" and find_spec("triton"):
             yield _checked("kernels", _kernels_work, device)
     yield _checked("dry run", _dry_run_works)
+    yield _predictions()
     yield _disk()
     for package, use in OPTIONAL.items():
         yield _package(package, use)
@@ -126,6 +128,30 @@ def _devices() -> Iterator[Finding]:
         yield Finding("device", False, f"{card} was found, but this torch cannot use it: {reason}")
     else:
         yield Finding("device", None, "no accelerator found; everything runs on the CPU")
+
+
+def _predictions() -> Finding:
+    """Say which --device stands for this machine's GPU, or which GPU is assumed without one."""
+    if devices_present()[-1] != "cuda":
+        return Finding("predictions", None, _DEFAULT_TARGET)
+    return _checked("predictions", _target_here)
+
+
+_DEFAULT_TARGET = "assume an A100 unless you pass --device cuda:rtx4090"
+
+
+def _target_here() -> str:
+    device = torch.device("cuda", 0)
+    if torch.version.hip:
+        arch = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    else:
+        arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    target = target_of(name_of(device), arch)
+    if target is None:
+        return f"{_DEFAULT_TARGET}; {arch} is unknown"
+    workspace = f"{target.workspace_bytes / 2**20:.3g} MiB"
+    kernel = target.attention_order[0]
+    return f"{target.device}: {target.gpu.arch}, workspace {workspace}, attention by {kernel}"
 
 
 def _describe(device: torch.device) -> str:

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import chain
 
 import torch
+from rich.table import Table
 
 from memlab.cli import report, terminal
 from memlab.cli.choices import (
@@ -45,12 +46,14 @@ def measure_techniques(request: Request) -> int:
     with terminal.progress((1 if dry else 2) * len(chosen) + len(to_predict)) as announce:
         rows = measured_rows(setting, chosen, dry, announce, time_budget)
         predicted = measured_rows(on_cuda, to_predict, True, announce)
-    _show(rows, report.legend(rows), report.remarks(rows), report.dry_rows_note(rows))
+    context = report.context_of(setting.device if dry else None)
+    parts = report.legend(rows, context), report.remarks(rows), report.dry_rows_note(rows)
+    _show(report.table(rows, context=context), *parts)
     terminal.echo(f"\nplain: {rows[0].trace}")
     if predicted:
         terminal.echo("\nThe same steps on CUDA, predicted:\n")
         _show(
-            predicted,
+            report.table(predicted),
             report.legend(predicted),
             report.failures(predicted),
             report.notes(predicted[0]),
@@ -83,9 +86,9 @@ def options(setting: Setting) -> str:
     return f"--model {setting.model} --batch {setting.batch} --seq {setting.seq_len}{dtype}"
 
 
-def _show(rows: list[Row], *sentences: Iterable[str]) -> None:
+def _show(table: Table, *sentences: Iterable[str]) -> None:
     """Print the table and the sentences that explain it."""
-    terminal.show_table(report.table(rows))
+    terminal.show_table(table)
     if text := "\n".join(map(paragraph, chain(*sentences))):
         terminal.echo(f"\n{text}")
 

@@ -11,7 +11,7 @@ from memlab.cli.errors import UsageError, quoted, suggestions
 from memlab.cli.parsing import choose_folder
 from memlab.configs.config_json import config_named
 from memlab.configs.shapes import PRESETS
-from memlab.configs.targets import TARGETS
+from memlab.configs.targets import accepted_devices, find_target
 from memlab.planner.cards import Memory, memory_named
 from memlab.planner.recipes import OPTIMIZERS, PRECISIONS, Recipe, usual_kinds
 
@@ -82,13 +82,15 @@ def choose_memory(given: str | None, target: str | None) -> tuple[Memory, str]:
     on the GPU unless the user gives it."""
     if given is None:
         raise UsageError("got no --memory; give it as 24GB, 24GiB or a GPU's name, such as rtx4090")
-    if target not in (None, "cpu", *TARGETS):
-        raise UsageError(f"got --device {quoted(target)}; {suggestions(target, ('cpu', *TARGETS))}")
+    if target not in (None, "cpu"):
+        if (found := find_target(target)) is None:
+            raise UsageError(f"got --device {quoted(target)}; {accepted_devices(target, 'cpu')}")
+        target = found.device
     try:
         memory = memory_named(given, target)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return memory, target or memory.card_for_costs.target
+    return memory, target or memory.target
 
 
 def choose_kinds(

@@ -10,8 +10,8 @@ from rich.table import Table
 from memlab.cli import terminal
 from memlab.cli.machine import name_of
 from memlab.cli.rows import Row
+from memlab.configs.gpus import CONTEXT_BYTES
 from memlab.configs.targets import TARGETS
-from memlab.planner.cards import CONTEXT_BYTES
 from memlab.trace import CATEGORIES, Trace
 from memlab.train import Setting
 from memlab.units import format_bytes, paragraph
@@ -39,7 +39,18 @@ def headline(setting: Setting, dry: bool) -> str:
     return f"{setting}\n{second}"
 
 
-def table(rows: Sequence[Row], more: Mapping[str, list[str]] | None = None) -> Table:
+def context_of(device: str | None) -> tuple[int, int]:
+    """Return the smallest and largest CUDA context seen: on the predicted GPU if it was measured
+    there, else on any GPU."""
+    is_gpu = device not in ("cuda", "cuda:hopper") and device in TARGETS
+    return TARGETS[device].gpu.context_bytes if is_gpu else CONTEXT_BYTES
+
+
+def table(
+    rows: Sequence[Row],
+    more: Mapping[str, list[str]] | None = None,
+    context: tuple[int, int] = CONTEXT_BYTES,
+) -> Table:
     """Build a line for each row, without the empty columns. `more` adds columns."""
     plain = rows[0]
     has_an_allocator = any(row.trace and row.trace.reserved_bytes for row in rows)
@@ -57,7 +68,7 @@ def table(rows: Sequence[Row], more: Mapping[str, list[str]] | None = None) -> T
             for row in rows
         ],
         "nvidia-smi": [
-            _nvidia_smi(row.trace) if row.trace and row.trace.dry else "" for row in rows
+            _nvidia_smi(row.trace, context) if row.trace and row.trace.dry else "" for row in rows
         ],
         "peak in": [_optional(row.trace, lambda t: t.peak_phase) for row in rows],
         "time": [_optional(plain.seconds, _seconds)]
@@ -124,30 +135,30 @@ def notes(row: Row) -> Iterator[str]:
     return (f"{row.name}: {note}" for note in (row.trace.notes if row.trace else ()))
 
 
-def legend(rows: Sequence[Row]) -> Iterator[str]:
+def legend(rows: Sequence[Row], context: tuple[int, int] = CONTEXT_BYTES) -> Iterator[str]:
     """Explain the columns of an accelerator's memory."""
     trace = rows[0].trace
     if trace is not None and trace.reserved_bytes is not None:
-        for name, meaning in _meanings(trace).items():
+        for name, meaning in _meanings(trace, context).items():
             yield f"{name}: {meaning}"
 
 
-def memory_numbers(trace: Trace) -> Iterator[str]:
+def memory_numbers(trace: Trace, context: tuple[int, int] = CONTEXT_BYTES) -> Iterator[str]:
     """Describe an accelerator's allocated, reserved and nvidia-smi memory, one line each."""
     numbers = {
         "allocated": format_bytes(trace.allocated_bytes),
         "reserved": _optional(trace.reserved_bytes, format_bytes),
-        "nvidia-smi": _nvidia_smi(trace),
+        "nvidia-smi": _nvidia_smi(trace, context),
     }
     if numbers["reserved"]:
-        for name, meaning in _meanings(trace).items():
+        for name, meaning in _meanings(trace, context).items():
             yield f"{name} {numbers[name]}: {meaning}"
 
 
-def _meanings(trace: Trace) -> dict[str, str]:
+def _meanings(trace: Trace, context: tuple[int, int]) -> dict[str, str]:
     """Explain each of an accelerator's memory numbers."""
-    least, most = map(format_bytes, CONTEXT_BYTES)
-    context = f"{least} to {most} depending on GPU and driver; other processes come on top"
+    least, most = map(format_bytes, context)
+    size = f"{least} to {most} depending on GPU and driver" if least != most else f"{least} here"
     return {
         "allocated": (
             "held by tensors and kernels at the peak, in the allocator's blocks; the peak by "
@@ -158,7 +169,7 @@ def _meanings(trace: Trace) -> dict[str, str]:
             "step needs at least lies between allocated and reserved"
         ),
         "nvidia-smi": (
-            f"reserved plus the CUDA context, {context}"
+            f"reserved plus the CUDA context, {size}; other processes come on top"
             if trace.dry
             else "reserved plus each process's CUDA context, for all processes"
         ),
@@ -186,12 +197,12 @@ def _saved(plain: Trace) -> Callable[[Trace], str]:
     return text
 
 
-def _nvidia_smi(trace: Trace) -> str:
+def _nvidia_smi(trace: Trace, context: tuple[int, int]) -> str:
     """Format what nvidia-smi shows; for a prediction, the range over CUDA context sizes."""
     if not trace.dry or trace.reserved_bytes is None:
         return _optional(trace.memory.used_bytes, format_bytes)
-    least, most = ((trace.reserved_bytes + count) / 2**30 for count in CONTEXT_BYTES)
-    return f"{least:.2f}–{most:.2f} GiB"
+    least, most = (f"{(trace.reserved_bytes + count) / 2**30:.2f}" for count in context)
+    return f"{least} GiB" if least == most else f"{least}–{most} GiB"
 
 
 def _seconds(seconds: float) -> str:

@@ -77,7 +77,8 @@ def measure_script(request: Request) -> int:
     first = [f"{script}: {_how(dry, device)}", *assumed(trace), ""]
     for line in [*first, *str(trace).splitlines()]:
         terminal.echo(paragraph(line) if len(line) > terminal.WIDTH else line)
-    if numbers := "\n".join(map(paragraph, report.memory_numbers(trace))):
+    context = report.context_of(device if dry else None)
+    if numbers := "\n".join(map(paragraph, report.memory_numbers(trace, context))):
         terminal.echo(f"\n{numbers}")
     write([Row(str(script), trace)], f"{script}, dry run" if dry else str(script), folder)
     return 0

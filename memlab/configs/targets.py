@@ -1,4 +1,4 @@
-"""The CUDA kernels and cards that a prediction assumes.
+"""The CUDA kernels and GPUs that a prediction assumes.
 
 On CUDA, torch chooses a kernel by shape, dtype and options, and kernels save different tensors:
 flash attention saves no score matrix, fused RMSNorm one element per row, dropout one byte per
@@ -6,8 +6,12 @@ element. A prediction runs on fake CPU tensors, for which torch would choose CPU
 settings decide instead.
 """
 
+import re
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any
+
+from memlab.configs.gpus import GPUS, Gpu, find_gpu, nearest_gpus
 
 _OPTIONS = {
     "attention": ("auto", "flash", "efficient", "cudnn", "math"),
@@ -56,27 +60,148 @@ DEFAULT = Kernels()
 
 @dataclass(frozen=True)
 class Target:
-    """A class of GPUs with the same memory behaviour, and the card that scripts see."""
+    """The GPU of a prediction. Its architecture decides which kernels torch can choose.
 
-    name: str
-    workspace_bytes: int  # per cuBLAS handle
-    multiprocessors: int  # streaming multiprocessors, which large reductions are split among
-    card: str  # as torch.cuda.get_device_name returns it
-    capability: tuple[int, int]
-    total_bytes: int  # as torch.cuda reports it
-    prefers_cudnn: bool = False  # for attention, before flash
+    The rules are from torch's sources of 2026: `parseChosenWorkspaceSize` in CublasHandlePool.cpp,
+    and sdp_utils.cpp. They assume cuDNN 9.16 or newer, as in the wheels for CUDA 13.
+    """
+
+    device: str  # as passed to `memlab.predict`
+    name: str  # as printed
+    gpu: Gpu
+
+    @property
+    def card(self) -> str:
+        return self.gpu.full_name
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        return self.gpu.capability
+
+    @property
+    def multiprocessors(self) -> int:
+        return self.gpu.multiprocessors
+
+    @property
+    def total_bytes(self) -> int:
+        return self.gpu.total_bytes
+
+    # ---------------------------------------------------------------- matmuls
+
+    @property
+    def workspace_bytes(self) -> int:
+        """The workspace of a cuBLAS or hipBLAS handle: 32 MiB on Hopper and, since torch 2.12
+        (pytorch #175344), on Blackwell; else ":4096:2:16:8" in KiB."""
+        if self.gpu.is_amd:
+            return 128 * 2**20  # gfx94x; 32 MiB on older ones
+        return 32 * 2**20 if self.capability >= (9, 0) else 8_519_680
+
+    @property
+    def lt_workspace_bytes(self) -> int:
+        """The workspace of cuBLASLt or hipBLASLt, per thread."""
+        return 76 * 2**20 if self.gpu.is_amd else 2**20
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether the hardware has bfloat16 and TF32, which older cards emulate or lack."""
+        return self.gpu.is_amd or self.capability >= (8, 0)
+
+    # ---------------------------------------------------------------- attention
+
+    @property
+    def attention_order(self) -> tuple[str, ...]:
+        """The fused attention kernels that this GPU has, in torch's order of preference."""
+        if self.gpu.is_amd:
+            return ("flash", "efficient")
+        if self.capability < (8, 0):
+            return ("efficient",)
+        if self.capability[0] in (9, 10):
+            return ("cudnn", "flash", "efficient")
+        return ("flash", "efficient", "cudnn")
+
+    @property
+    def max_flash_head_dim(self) -> int:
+        return 512 if self.gpu.is_amd else 256  # AOTriton 0.9 and newer
+
+    def flash_can_train(self, head_dim: int, dropout_p: float) -> bool:
+        """Return whether flash attention's backward fits into shared memory, which is smaller in
+        consumer and workstation cards."""
+        if self.gpu.is_amd or not ((8, 6) <= self.capability <= (8, 9) or self.capability >= (12,)):
+            return True
+        return head_dim <= 192 or (head_dim > 224 and dropout_p == 0)
+
+    def efficient_alignment(self, element_bytes: int) -> int:
+        """Return the number of elements that must divide the head dimension: 16 bytes where
+        tensor cores multiply this dtype, else 1."""
+        has_tensor_cores = self.has_bfloat16 or element_bytes == 2
+        return 16 // element_bytes if has_tensor_cores else 1
+
+    def cudnn_head_dims(self, query: int, value: int) -> bool:
+        """Return whether cuDNN's attention takes these head dimensions."""
+        if self.capability[0] == 10 and (query, value) == (192, 128):  # DeepSeek's
+            return True
+        return max(query, value) <= (256 if self.capability == (9, 0) else 128)
 
 
-_A100 = ("NVIDIA A100-SXM4-80GB", (8, 0), 81_152 * 2**20)
-_H100 = ("NVIDIA H100 80GB HBM3", (9, 0), 81_009 * 2**20)
+# The GPU that stands for an architecture: the one with the most multiprocessors, because large
+# reductions have more scratch memory there.
+_BY_ARCH = {
+    **{"sm_70": "v100-32", "sm_75": "t4", "sm_80": "a100-80", "sm_86": "a6000", "sm_89": "l40s"},
+    **{"sm_90": "h100", "sm_100": "b200", "sm_120": "rtx5090", "gfx942": "mi300x"},
+}
 TARGETS = {
-    "cuda": Target("most cards", 8_519_680, 108, *_A100),  # :4096:2:16:8, in KiB
-    "cuda:hopper": Target("Hopper", 32 * 2**20, 132, *_H100, prefers_cudnn=True),  # cuDNN > 9.15
+    target.device: target
+    for target in (
+        Target("cuda", "most cards", GPUS["a100-80"]),
+        Target("cuda:hopper", "Hopper", GPUS["h100"]),
+        *(Target(f"cuda:{gpu.name}", gpu.full_name, gpu) for gpu in GPUS.values()),
+        *(
+            Target(f"cuda:{arch}", f"{arch} ({GPUS[name].full_name})", GPUS[name])
+            for arch, name in _BY_ARCH.items()
+        ),
+    )
 }
 
 
 def target_named(name: str) -> Target:
-    """Return the target with this name. Raises ValueError for an unknown name."""
-    if name not in TARGETS:
-        raise ValueError(f"got device {name!r}; use one of {', '.join(map(repr, TARGETS))}")
-    return TARGETS[name]
+    """Return the target of "cuda", "cuda:hopper", a GPU ("cuda:t4", "cuda:RTX 3060", "cuda:a100")
+    or an architecture ("cuda:sm_86", "cuda:8.6"). Raises ValueError for an unknown name."""
+    if target := find_target(name):
+        return target
+    raise ValueError(f"got device {name!r}; {accepted_devices(name)}")
+
+
+def find_target(name: str) -> Target | None:
+    """Return the target by any of its spellings; None if the name is unknown."""
+    prefix, colon, rest = name.partition(":")
+    if name in TARGETS or (prefix, colon) != ("cuda", ":"):
+        return TARGETS.get(name)
+    if digits := re.fullmatch(r"sm_?(\d+)(\d)[af]?|(\d+)\.(\d)", rest):
+        return TARGETS.get(f"cuda:sm_{''.join(filter(None, digits.groups()))}")
+    return _target_of(find_gpu(rest) or _largest_of(rest))
+
+
+def target_of(gpu_name: str, arch: str) -> Target | None:
+    """Return the target of a real GPU: its own, else its architecture's, else None."""
+    return _target_of(find_gpu(gpu_name)) or TARGETS.get(f"cuda:{arch}")
+
+
+def accepted_devices(name: str, *others: str) -> str:
+    """Suggest the target that a wrong name may mean, and list the accepted names."""
+    near = [f"cuda:{gpu}" for gpu in nearest_gpus(name.removeprefix("cuda:"))]
+    near = near or get_close_matches(name, [*others, "cuda", "cuda:hopper"], n=1)
+    question = f"did you mean {' or '.join(near)}? Use" if near else "use"
+    return (
+        f"{question} {', '.join((*others, 'cuda', 'cuda:hopper'))}, cuda:GPU (where GPU is "
+        f"{', '.join(GPUS)}) or cuda:ARCHITECTURE ({', '.join(_BY_ARCH)})"
+    )
+
+
+def _target_of(gpu: Gpu | None) -> Target | None:
+    return None if gpu is None else TARGETS[f"cuda:{gpu.name}"]
+
+
+def _largest_of(family: str) -> Gpu | None:
+    """Return the GPU with the most memory of a family with several sizes: a100, v100."""
+    found = [gpu for gpu in GPUS.values() if gpu.name.startswith(f"{family.lower()}-")]
+    return max(found, key=lambda gpu: gpu.total_bytes, default=None)

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memlab.configs.shapes import GPTConfig
-from memlab.configs.targets import TARGETS
+from memlab.configs.targets import target_named
 from memlab.internals.chunks import CHUNK_SIZE, CHUNK_SIZE_ON_ACCELERATOR
 from memlab.lora import added_weights
 from memlab.losses import chunk_rows
@@ -182,7 +182,7 @@ class StepFormula:
         self.weights = WeightCounts.of(config, recipe)
         self.rows = tuple(recipe.rows.values())
         self.on_disk = frozenset().union(*(row.on_disk for row in self.rows))
-        self.workspace = 0 if target == "cpu" else 2 * TARGETS[target].workspace_bytes
+        self.workspace = 0 if target == "cpu" else 2 * target_named(target).workspace_bytes
         self.piece = CHUNK_SIZE if target == "cpu" else CHUNK_SIZE_ON_ACCELERATOR
 
     def _fact(self, name: str) -> Any:

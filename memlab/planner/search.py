@@ -63,7 +63,8 @@ def plan(
     count     kinds to measure; the other kinds are computed by formula
     exact     measure the largest batch and length, which takes several times as long, instead of
               scaling the formula
-    target    "cuda", "cuda:hopper" or "cpu", whose allocator reserves nothing; default: the GPU's
+    target    a device of `memlab.predict`, or "cpu", whose allocator reserves nothing; default: the
+              card's, and "cuda" for a number of bytes
     workers   processes that measure at once; with more than one, the calling script must be
               importable (`if __name__ == "__main__":`)
     announce  called with the name of each measurement
@@ -82,7 +83,7 @@ def plan(
         batch,
         seq_len,
         (tensor_parallel, pipeline_parallel),
-        target or gpu_memory.card_for_costs.target,
+        target or gpu_memory.target,
     )
     kinds = usual_kinds() if learned is None else learned
     return _Search(query, exact, announce).plan(kinds, count, workers)

@@ -44,27 +44,32 @@ class DeviceProperties(NamedTuple):
 
 def properties(target: Target) -> DeviceProperties:
     return DeviceProperties(
-        target.card, *target.capability, target.total_bytes, target.multiprocessors
+        target.card,
+        *target.capability,
+        target.total_bytes,
+        target.multiprocessors,
+        warp_size=64 if target.gpu.is_amd else 32,
     )
 
 
 @contextmanager
 def fake_gpu(target: Target) -> Iterator[None]:
     """Report the target's card inside `with`."""
-    with _caches_cleared(), replaced(_replacements(properties(target))):
+    with _caches_cleared(), replaced(_replacements(target)):
         yield
 
 
-def _replacements(card: DeviceProperties) -> dict[tuple[Any, str], Callable[[Any], Any]]:
-    memory = (card.total_memory, card.total_memory)
+def _replacements(target: Target) -> dict[tuple[Any, str], Callable[[Any], Any]]:
+    memory = (target.total_bytes, target.total_bytes)
     modules = {
-        torch.cuda: {"mem_get_info": memory, **_cuda_answers(card)},
+        torch.cuda: {"mem_get_info": memory, **_cuda_answers(target)},
         torch.cuda.memory: {"mem_get_info": memory},
         torch.accelerator: {"get_memory_info": memory, **_ACCELERATOR_ANSWERS},
         torch.accelerator.memory: {"get_memory_info": memory},
     }
     answers = {
         **{(torch.cuda, name): _replace_by(answer) for name, answer in CUDA_REPLACEMENTS.items()},
+        (torch.cuda, "is_bf16_supported"): _replace_by(_bf16_support(target)),
         (torch.accelerator, "current_stream"): _replace_by(CUDA_REPLACEMENTS["current_stream"]),
         **{
             (module, name): _replace_by(_always(answer))
@@ -75,22 +80,25 @@ def _replacements(card: DeviceProperties) -> dict[tuple[Any, str], Callable[[Any
     return {key: answer for key, answer in answers.items() if hasattr(*key)}
 
 
-def _cuda_answers(card: DeviceProperties) -> dict[str, Any]:
-    capability = (card.major, card.minor)
+def _cuda_answers(target: Target) -> dict[str, Any]:
     return {
         **_AVAILABLE,
         "_device_count_nvml": 1,
         "is_initialized": True,
-        "is_bf16_supported": capability >= (8, 0),
-        "is_tf32_supported": capability >= (8, 0),
-        "get_device_name": card.name,
-        "get_device_properties": card,
-        "get_device_capability": capability,
-        "get_arch_list": [f"sm_{card.major}{card.minor}"],
+        "is_tf32_supported": target.has_bfloat16,
+        "get_device_name": target.card,
+        "get_device_properties": properties(target),
+        "get_device_capability": target.capability,
+        "get_arch_list": [target.gpu.arch],
         "can_device_access_peer": False,
         **dict.fromkeys(_GENERATOR_NO_OPS),
         "get_rng_state_all": [],
     }
+
+
+def _bf16_support(target: Target) -> Callable[..., bool]:
+    """Like torch, count bfloat16 as supported if kernels emulate it, as on a T4."""
+    return lambda including_emulation=True: including_emulation or target.has_bfloat16
 
 
 _AVAILABLE = {"is_available": True, "device_count": 1}

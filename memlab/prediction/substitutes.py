@@ -19,9 +19,6 @@ from memlab.internals.torch_internals import call_composite
 from memlab.prediction import recurrent
 
 aten = torch.ops.aten
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
-_MAX_FLASH_HEAD_DIM = 256
-_MAX_CUDNN_HEAD_DIM = 128
 
 
 class Substitutes:
@@ -103,33 +100,38 @@ class Substitutes:
         enable_gqa: bool,
     ) -> str:
         """Return the requested kernel, or torch's choice; "math" if the inputs rule it out."""
+        target, width = self.target, query.shape[-1]
+        half = query.dtype == torch.float16 or (
+            query.dtype == torch.bfloat16 and target.has_bfloat16
+        )
+        trains = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        alignment = target.efficient_alignment(query.element_size())
         supported = {
             "flash": attn_mask is None
-            and query.dtype in _LOW_PRECISION
-            and query.shape[-1] == key.shape[-1] == value.shape[-1] <= _MAX_FLASH_HEAD_DIM
+            and half
+            and width == key.shape[-1] == value.shape[-1] <= target.max_flash_head_dim
+            and (not trains or target.flash_can_train(width, dropout_p))
             and (not is_causal or query.shape[-2] == key.shape[-2])
             and torch.backends.cuda.flash_sdp_enabled(),
-            "efficient": query.dtype in (*_LOW_PRECISION, torch.float32)
+            "efficient": (half or query.dtype == torch.float32)
             and query.shape[1] == key.shape[1] == value.shape[1]
-            and query.shape[-1] == key.shape[-1]
-            and query.shape[-1] % _alignment(query) == value.shape[-1] % _alignment(query) == 0
+            and width == key.shape[-1]
+            and width % alignment == value.shape[-1] % alignment == 0
             and torch.backends.cuda.mem_efficient_sdp_enabled(),
-            "cudnn": query.dtype in _LOW_PRECISION
-            and max(query.shape[-1], value.shape[-1]) <= _MAX_CUDNN_HEAD_DIM
-            and query.shape[-1] % 8 == value.shape[-1] % 8 == 0
+            "cudnn": half
+            and target.cudnn_head_dims(width, value.shape[-1])
+            and width % 8 == value.shape[-1] % 8 == 0
             and key.shape[-2] != 1
             and (dropout_p * 16).is_integer()
             and torch.backends.cuda.cudnn_sdp_enabled(),
         }
+        kernels = [kernel for kernel in target.attention_order if supported[kernel]]
         if not _allows_fused_kernel(query, key, value, enable_gqa):
             return "math"
         requested = self.kernels.attention
         if requested != "auto":
-            return requested if supported.get(requested) else "math"
-        order = ("flash", "efficient", "cudnn")
-        if self.target.prefers_cudnn:
-            order = ("cudnn", "flash", "efficient")
-        return next((kernel for kernel in order if supported[kernel]), "math")
+            return requested if requested in kernels else "math"
+        return kernels[0] if kernels else "math"
 
     # -------------------------------------------------------------- norms, dropout
 
@@ -177,11 +179,6 @@ def _flash_attention(
         *padded, dropout_p, is_causal, scale=width**-0.5 if scale is None else scale
     )
     return result[0][..., :width] if width % 8 else result[0]
-
-
-def _alignment(query: torch.Tensor) -> int:
-    """Return the alignment of the head dimension for tensor cores: 16 bytes, in elements."""
-    return 16 // query.element_size()
 
 
 def _as_bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -53,6 +53,7 @@ def cuda(no_accelerator, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(properties))
     monkeypatch.setattr(torch.accelerator, "get_memory_info", memory)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: properties[device.index][0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12080, raising=False)
     return properties
@@ -98,6 +99,39 @@ def test_each_gpu_is_listed_with_its_memory_and_driver():
         ("device", True, "cuda:0 H200, 100.00 GiB free of 140.00 GiB, driver for CUDA 12.8"),
         ("device", True, "cuda:1 RTX 4090, 20.00 GiB free of 24.00 GiB, driver for CUDA 12.8"),
     ]
+
+
+def test_without_a_gpu_the_report_names_the_default_target(report):
+    line = "     predictions  assume an A100 unless you pass --device cuda:rtx4090"
+    assert line in report.out.splitlines()
+    assert len(line) <= 80
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "text"),
+    [
+        ("NVIDIA H200", (9, 0), "cuda:h200: sm_90, workspace 32 MiB, attention by cudnn"),
+        ("Tesla T4", (7, 5), "cuda:t4: sm_75, workspace 8.12 MiB, attention by efficient"),
+        ("RTX 4070", (8, 9), "cuda:sm_89: sm_89, workspace 8.12 MiB, attention by flash"),
+        (
+            "GTX 1080",
+            (6, 1),
+            "assume an A100 unless you pass --device cuda:rtx4090; sm_61 is unknown",
+        ),
+    ],
+)
+def test_predictions_take_this_machines_gpu_for_a_target(cuda, monkeypatch, name, capability, text):
+    cuda[0] = (name, *cuda[0][1:])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert doctor._predictions() == ("predictions", True, text)
+
+
+def test_predictions_for_an_amd_gpu_ask_for_its_architecture(cuda, monkeypatch):
+    cuda[0] = ("AMD Instinct MI325X", *cuda[0][1:])
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    properties = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert doctor._predictions().text.startswith("cuda:gfx942: gfx942, workspace 128 MiB")
 
 
 @pytest.mark.usefixtures("cuda")

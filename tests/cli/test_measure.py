@@ -27,7 +27,6 @@ from memlab.cli.parsing import choose_folder
 from memlab.cli.requests import Request
 from memlab.cli.rows import PairedRuns, Row, dry_row, silent, time_in_turn
 from memlab.cli.time_budget import TimeBudget
-from memlab.configs.targets import TARGETS
 from memlab.model import PRESETS, cross_entropy
 from memlab.trace import DeviceMemory, Event, Trace
 from memlab.train import (
@@ -149,7 +148,7 @@ def test_a_gradient_kept_from_the_first_step_changes_the_trace():
     assert without_numbers(disturbed) != without_numbers(second_step(PLAIN))
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", ["cuda", "cuda:hopper", "cuda:t4"])
 def test_a_dry_run_for_a_gpu_has_the_predicted_trace(target):
     setting = replace(TINY, device=target)
     [row] = measured_rows(setting, {"plain": PLAIN}, True, silent)
@@ -413,8 +412,10 @@ def test_the_default_sequence_length_is_the_models_maximum():
         (["--seq", "0"], "got --seq 0; expected an integer from 1 to 100,000,000"),
         (["--seq", "513"], "got sequences of 513 tokens; 5m takes 1 to 512"),
         (["--device", "tpu"], "got --device tpu; this machine has cpu"),
-        (["--device", "mps", "--dry-run"], "takes cpu or predicts cuda or cuda:hopper; choose"),
+        (["--device", "mps", "--dry-run"], "mps with --dry-run; use cpu, cuda, cuda:hopper, "),
+        (["--device", "t4", "--dry-run"], "t4 with --dry-run; did you mean cuda:t4? Use cpu, "),
         (["--device", "cuda"], "; --dry-run --device cuda predicts it"),
+        (["--device", "cuda:3060"], "; --dry-run --device cuda:rtx3060 predicts it"),
         (["--device", "mps"], "; use --dry-run"),
     ],
 )
@@ -717,6 +718,18 @@ def test_a_prediction_shows_and_explains_three_numbers():
         "reserved",
         "nvidia-smi",
     ]
+
+
+def test_nvidia_smi_shows_one_number_where_the_context_was_measured():
+    memory = DeviceMemory(allocated_peak_bytes=2**30, reserved_peak_bytes=2 * 2**30)
+    trace = replace(trace_of(2**30), device="cuda", dry=True, memory=memory)
+    *_, line = report.memory_numbers(trace, report.context_of("cuda:t4"))
+    assert line == (
+        "nvidia-smi 2.14 GiB: reserved plus the CUDA context, 140.88 MiB here; other processes "
+        "come on top"
+    )
+    for device in ("cuda", "cuda:rtx3060", "cpu", None):
+        assert report.context_of(device) == (LEAST, MOST)
 
 
 def test_the_saving_of_a_prediction_uses_allocated_bytes():

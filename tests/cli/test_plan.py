@@ -194,7 +194,7 @@ def test_the_time_of_a_technique_is_estimated_for_a_gpu(memlab_command, tmp_path
     plain, checkpointing = (line.split() for line in outcome.out.splitlines() if "×" in line)
     assert plain[-2:] == ["1.00", "×"]
     assert 1.1 < float(checkpointing[-2]) < 1.4  # recomputes one of two matmuls of each layer
-    assert "time: estimated for rtx3080, relative to" in " ".join(outcome.out.split())
+    assert "time: estimated for rtx4060, relative to" in " ".join(outcome.out.split())
     assert " ".join(outcome.out.split()).count("note: predicted for most cards") == 1
     numbers = json.loads((tmp_path / "work/plan.json").read_text())
     estimates = [row["estimated_time_ratio"] for row in numbers["rows"]]

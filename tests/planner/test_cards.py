@@ -2,12 +2,11 @@
 
 import pytest
 
+from memlab.configs.gpus import GIB, GPUS, MIB
 from memlab.configs.targets import TARGETS
 from memlab.planner.cards import (
     CARDS,
     CONTEXT_BYTES,
-    GIB,
-    MIB,
     PCIE_3,
     PCIE_4,
     PCIE_5,
@@ -17,7 +16,8 @@ from memlab.planner.cards import (
 )
 
 SOLD_WITH_GIB = {
-    **{"rtx3060": 12, "rtx3080": 10, "rtx3090": 24, "rtx4080": 16, "rtx4090": 24, "rtx5090": 32},
+    **{"rtx3060": 12, "rtx3080": 10, "rtx3090": 24},
+    **{"rtx4060": 8, "rtx4080": 16, "rtx4090": 24, "rtx5090": 32},
     **{"t4": 16, "v100-16": 16, "v100-32": 32, "a10g": 24, "l4": 24, "a6000": 48, "l40s": 48},
     **{"a100-40": 40, "a100-80": 80, "h100": 80, "h200": 141, "b200": 180, "mi300x": 192},
 }
@@ -42,7 +42,7 @@ def test_a_card_has_a_little_less_than_its_advertised_memory(name):
 
 
 def test_every_card_is_tested_here():
-    assert set(CARDS) == set(SOLD_WITH_GIB)
+    assert set(CARDS) == set(GPUS) == set(SOLD_WITH_GIB)
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
@@ -53,9 +53,13 @@ def test_speeds_have_a_plausible_order(card):
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
-def test_every_card_has_a_known_prediction_target(card):
-    assert card.target in TARGETS
-    assert (card.target == "cuda:hopper") == (card.name in ("h100", "h200", "b200"))
+def test_a_card_is_its_own_prediction_target(card):
+    assert TARGETS[card.target].gpu is GPUS[card.name]
+    assert memory_named(card.name).target == card.target
+
+
+def test_a_number_of_bytes_is_predicted_for_most_cards():
+    assert memory_named("80GiB").target == memory_named("16GB").target == "cuda"
 
 
 def test_pcie_speeds_follow_from_16_lanes_and_their_encoding():
@@ -205,7 +209,7 @@ def test_one_byte_more_than_the_cuda_context_is_accepted():
         ("h100", "h100"),
         ("24GiB", "rtx3090"),
         ("24GB", "a10g"),  # 22.35 GiB
-        ("1GB", "rtx3080"),
+        ("1GB", "rtx4060"),
         ("80GiB", "a100-80"),
         ("31.74GiB", "v100-32"),
         ("9999GiB", "mi300x"),

@@ -79,6 +79,28 @@ def test_it_is_the_targets_gpu():
     assert card == fake_gpu.properties(TARGETS["cuda:hopper"])
 
 
+def test_an_rtx_3060_has_28_multiprocessors():
+    card = heard(lambda: torch.cuda.get_device_properties(0), "cuda:rtx3060")
+    assert (card.name, card.multi_processor_count) == ("NVIDIA GeForce RTX 3060", 28)
+    assert (card.major, card.minor, card.total_memory) == (8, 6, 11_931 * 2**20)
+    assert card.warp_size == 32
+
+
+def test_an_amd_gpu_has_its_own_architecture_and_wavefront():
+    asked = heard(
+        lambda: (torch.cuda.get_arch_list(), torch.cuda.get_device_properties(0).warp_size),
+        "cuda:mi300x",
+    )
+    assert asked == (["gfx942"], 64)
+
+
+@pytest.mark.parametrize(("device", "native"), [("cuda:t4", False), ("cuda:rtx3060", True)])
+def test_bfloat16_is_emulated_before_ampere(device, native):
+    assert heard(lambda: torch.cuda.is_bf16_supported(), device)
+    assert heard(lambda: torch.cuda.is_bf16_supported(including_emulation=False), device) == native
+    assert heard(lambda: torch.cuda.is_tf32_supported(), device) == native
+
+
 def test_before_and_after_torch_reports_the_machine():
     asked = (torch.cuda.is_available, torch.cuda.get_device_name, torch.accelerator.is_available)
     there = torch.cuda.is_available(), torch.cuda.device_count(), torch.accelerator.is_available()

@@ -391,9 +391,28 @@ def test_without_a_matmul_there_is_no_workspace():
     assert "workspace" not in predicted(lambda device: torch.zeros(9, device=device) * 2).at_end
 
 
-def test_hopper_workspaces_are_larger():
-    trace = memlab.predict(linear_training(), device="cuda:hopper")
-    assert trace.at_peak["workspace"] == 2 * 32 * 2**20
+@pytest.mark.parametrize(
+    ("device", "mib"),
+    [("cuda:t4", 8.125), ("cuda:hopper", 32), ("cuda:h100", 32), ("cuda:8.6", 8.125)],
+)
+def test_the_workspaces_are_the_gpus(device, mib):
+    trace = memlab.predict(linear_training(), device=device)
+    assert trace.at_peak["workspace"] == 2 * mib * 2**20
+
+
+def test_an_amd_gpu_has_larger_workspaces_and_a_note():
+    def step(device):
+        return torch.zeros(4, 16, device=device) @ torch.zeros(16, 2, device=device)
+
+    trace = predicted(step, device="cuda:mi300x")
+    assert trace.at_peak["workspace"] == 128 * 2**20
+    assert any(note.startswith("never compared with an AMD GPU") for note in trace.notes)
+    assert not any("AMD" in note for note in predicted(step).notes)
+
+
+def test_a_prediction_for_a_gpu_names_it():
+    [note, *_] = memlab.predict(linear_training(), device="cuda:3060").notes
+    assert note.startswith("predicted for NVIDIA GeForce RTX 3060 with these kernels: attention")
 
 
 # ------------------------------------------------------------------ optimizers
@@ -471,6 +490,15 @@ def test_a_large_reduction_has_scratch_besides_its_result():
     assert trace.peak_bytes == 8192 * 4096 * 4 + 4096 * 4 + 4 * 4096 * 54 * 128 + 512
 
 
+def test_a_gpu_with_fewer_multiprocessors_splits_a_reduction_less():
+    def step(device):
+        return torch.zeros(8192, 4096, device=device).sum(0)
+
+    trace = predicted(step, device="cuda:rtx3060")
+    scratch = [e.bytes for e in trace.events if e.category == "workspace"]
+    assert scratch[0] == 4 * 4096 * 14 * 128  # 28 × 4 blocks among 8, in place of 108 × 4
+
+
 def test_a_note_names_unknown_scratch():
     def step(device):
         q = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device=device, requires_grad=True)
@@ -523,7 +551,8 @@ def test_recomputation_in_a_checkpoint_uses_the_same_kernels():
         ({"build": 3}, TypeError, "got a int to predict"),
         ({"build": lambda: None}, TypeError, "returned a NoneType; return .step, model, optim"),
         ({"build": lambda: (1, None, None)}, TypeError, "returned a tuple"),
-        ({"device": "cuda:turing"}, ValueError, "'cuda:turing'; use one of 'cuda', 'cuda:hopper'"),
+        ({"device": "cuda:turing"}, ValueError, "'cuda:turing'; use cuda, cuda:hopper, cuda:GPU"),
+        ({"device": "cuda:rtx3061"}, ValueError, "; did you mean cuda:rtx3060. Use cuda, "),
         ({"steps": 0}, ValueError, "got steps=0; pass 1 or more"),
         ({"kernels": "flash"}, TypeError, r"got a str as kernels; pass memlab.Kernels"),
     ],

@@ -59,7 +59,20 @@ def chosen(
         ({"shape": (H, T, D)}, "math"),
         ({"target": "cuda:hopper"}, "cudnn"),
         ({"target": "cuda:hopper", "dtype": F32}, "efficient"),
-        ({"target": "cuda:hopper", "shape": (B, H, T, 136)}, "flash"),
+        ({"target": "cuda:hopper", "shape": (B, H, T, 136)}, "cudnn"),
+        ({"target": "cuda:hopper", "shape": (B, H, T, 264)}, "efficient"),
+        ({"target": "cuda:b200", "shape": (B, H, T, 136)}, "flash"),
+        ({"target": "cuda:b200", "shape": (B, H, T, 192), "value_shape": (B, H, T, 128)}, "cudnn"),
+        ({"target": "cuda:t4"}, "math"),  # bfloat16
+        ({"target": "cuda:t4", "dtype": torch.float16}, "efficient"),
+        ({"target": "cuda:t4", "dtype": torch.float16, "attention": "flash"}, "math"),
+        ({"target": "cuda:t4", "dtype": torch.float16, "attention": "cudnn"}, "math"),
+        ({"target": "cuda:t4", "dtype": torch.float16, "shape": (B, H, T, 20)}, "math"),
+        ({"target": "cuda:t4", "dtype": F32, "shape": (B, H, T, 22)}, "efficient"),
+        ({"target": "cuda:v100-16", "dtype": torch.float16, "is_causal": True}, "efficient"),
+        ({"target": "cuda:rtx5090"}, "flash"),
+        ({"target": "cuda:mi300x", "shape": (B, H, T, 512)}, "flash"),
+        ({"target": "cuda:mi300x", "attention": "cudnn"}, "math"),
         ({"target": "cuda:hopper", "dropout_p": 0.1}, "flash"),
         ({"target": "cuda:hopper", "dropout_p": 0.125}, "cudnn"),
         ({"attention": "math"}, "math"),
@@ -70,6 +83,25 @@ def chosen(
 )
 def test_attention_runs_the_kernel_that_torch_would_choose(arguments, kernel):
     assert chosen(**arguments) == kernel
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dropout_p", "kernel"),
+    [(192, 0.1, "flash"), (224, 0.0, "efficient"), (256, 0.0, "flash"), (256, 0.1, "efficient")],
+)
+def test_flash_trains_large_heads_on_an_a100_but_not_on_every_card(head_dim, dropout_p, kernel):
+    tensors = [torch.empty(B, H, T, head_dim, dtype=BF16, device="meta") for _ in range(3)]
+    inputs = *tensors, None, dropout_p, False, False
+
+    def chosen_on(device):
+        return Substitutes(Kernels(), TARGETS[device]).choose(*inputs)
+
+    assert chosen_on("cuda:sm_86") == "flash"  # without a gradient
+    tensors[1].requires_grad_()
+    assert chosen_on("cuda:a100-80") == "flash"
+    assert {chosen_on(f"cuda:sm_{sm}") for sm in (86, 89, 120)} == {kernel}
+    with torch.no_grad():
+        assert chosen_on("cuda:sm_86") == "flash"
 
 
 def test_a_transposed_head_rules_out_the_fused_kernels():
@@ -131,6 +163,15 @@ def test_efficient_saves_statistics_for_a_multiple_of_32_rows_and_seeds_on_the_c
     assert births(predicted(attending(F32, T=50)), "attention") == [
         (B * H * 50 * D * 4, "float32"),
         (B * H * 64 * 4, "float32"),
+    ]
+
+
+def test_a_t4_never_runs_flash_attention():
+    trace = predicted(attending(torch.float16, is_causal=True, backward=True), device="cuda:t4")
+    assert not any("flash" in event.operator for event in trace.events)
+    assert births(trace, "_efficient_attention.default") == [
+        (B * H * T * D * 2, "float16"),
+        (B * H * T * 4, "float32"),
     ]
 
 
