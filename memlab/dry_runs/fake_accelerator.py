@@ -112,7 +112,14 @@ def _like_values(like: torch.Tensor, data: Any, *, device: Any = None, **kwargs:
     return _from_values(partial(torch.Tensor.new_tensor, like), data, device=device, **kwargs)
 
 
+def _device(*args: Any, **kwargs: Any) -> torch.device:
+    """Accept an index alone, which torch rejects on a machine without an accelerator."""
+    is_index = not kwargs and len(args) == 1 and type(args[0]) is int
+    return torch.device("cuda", args[0]) if is_index else torch.device(*args, **kwargs)
+
+
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.device: _device,
     **{
         make: partial(_create, make)
         for make in (*device_constructors(), torch.empty_like, torch.zeros_like, torch.ones_like)

@@ -8,6 +8,7 @@ import torch
 
 from memlab.metering.dry import DryRun
 from memlab.metering.registry import REGISTRY, Storage
+from memlab.trace import EMPTY_CACHE
 
 
 class Change(NamedTuple):
@@ -78,9 +79,10 @@ class ChangeStream:
         return record.number in self._counted
 
     def changes(self) -> Iterator[Change]:
-        """Yield the storages from before, then each allocation and free."""
+        """Yield the storages from before, then each allocation, free and emptying of the cache."""
         for change in (*self._before, *self._changes):
-            if change.bytes and change.record in self:
+            counts = change.bytes or change.record.operator == EMPTY_CACHE
+            if counts and change.record in self:
                 yield change
 
     @property

@@ -1,0 +1,129 @@
+"""bitsandbytes' layers in a prediction: the allocations of their CUDA kernels."""
+
+import pytest
+import torch
+from torch import nn
+
+import memlab
+from memlab.allocator import simulate
+
+bitsandbytes = pytest.importorskip("bitsandbytes")
+IN, OUT = 1024, 2048
+HALF = 2 * IN * OUT  # bytes of the weight in float16
+WORKSPACE, LT_WORKSPACE = 8_519_680, 2**20
+
+
+def four_bits(rows, *, bias=False, double=False, device="cuda:t4"):
+    """Predict one layer, forward and backward."""
+
+    def build():
+        layer = nn.Linear(IN, OUT, bias, dtype=torch.float16)
+        made = bitsandbytes.nn.Linear4bit(
+            IN, OUT, bias, torch.float16, quant_type="nf4", compress_statistics=double
+        )
+        made.weight = bitsandbytes.nn.Params4bit(
+            layer.weight.data, quant_type="nf4", compress_statistics=double, module=made
+        )
+        made.bias = layer.bias
+        made.cuda()
+        x = torch.ones(rows, IN, device="cuda", dtype=torch.float16, requires_grad=True)
+        return (lambda: made(x).sum().backward()), made, None
+
+    return memlab.predict(build, device=device)
+
+
+def eight_bits(rows, threshold, *, trains=True):
+    def build():
+        layer = bitsandbytes.nn.Linear8bitLt(
+            IN, OUT, False, has_fp16_weights=False, threshold=threshold
+        )
+        layer.half().cuda().train(trains)
+        x = torch.ones(rows, IN, device="cuda", dtype=torch.float16, requires_grad=True)
+        return (lambda: layer(x).sum().backward()), layer, None
+
+    return memlab.predict(build)
+
+
+def allocated(trace, phase):
+    """Return the sizes allocated in a phase, without the loss, its gradient and scratch of sums."""
+    return [e.bytes for e in trace.events if e.phase == phase and e.bytes > 8192]
+
+
+def test_a_four_bit_matmul_with_many_rows_holds_the_dequantized_weight():
+    trace = four_bits(2048)
+    assert allocated(trace, "forward") == [HALF, 2 * 2048 * OUT]
+    assert allocated(trace, "backward") == [HALF, 2 * 2048 * IN]
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "dequantizes"),
+    [("cuda:t4", 64, False), ("cuda:t4", 65, True), ("cuda:hopper", 64, True)],
+)
+def test_the_card_and_the_rows_choose_the_four_bit_kernel(device, rows, dequantizes):
+    weight = [HALF] * dequantizes
+    assert allocated(four_bits(rows, device=device), "forward") == [*weight, 2 * rows * OUT]
+
+
+def test_a_four_bit_matmul_uses_the_workspaces_of_its_matmul():
+    def workspaces(trace):
+        events = (e for e in trace.history if e.category == "workspace")
+        return sorted(e.bytes for e in events if e.bytes in (WORKSPACE, LT_WORKSPACE))
+
+    assert workspaces(four_bits(64)) == [WORKSPACE]  # of backward
+    assert workspaces(four_bits(2048)) == [WORKSPACE, WORKSPACE]
+    assert workspaces(four_bits(2048, bias=True)) == [LT_WORKSPACE, WORKSPACE, WORKSPACE]
+
+
+def test_nested_statistics_are_dequantized_twice():
+    absmax = 4 * IN * OUT // 64
+    forward = allocated(four_bits(2048, double=True), "forward")
+    assert forward == [absmax, absmax, HALF, 2 * 2048 * OUT]
+
+
+@pytest.mark.parametrize("threshold", [0.0, 6.0])
+def test_an_eight_bit_layer_takes_the_path_of_cuda(threshold):
+    rows = 512
+    outliers = [2 * rows * IN, rows * IN] if threshold else []  # |x|, |x| >= 6
+    trace = eight_bits(rows, threshold)
+    assert allocated(trace, "forward") == [
+        *(rows * IN, *outliers),  # x in 8 bits
+        *(4 * rows * OUT, 2 * rows * OUT),  # the product in int32 and in float16
+    ]
+    assert allocated(trace, "backward") == [HALF, 2 * rows * IN]
+
+
+def test_an_eight_bit_weight_is_one_byte_per_element():
+    parameters = eight_bits(512, 0.0).at_peak["parameters"]
+    assert parameters == IN * OUT + 2 * 512 * IN  # and x, which needs a gradient
+
+
+def test_the_library_is_unchanged_after_a_prediction():
+    functions = bitsandbytes.autograd._functions
+    before = functions.MatMul8bitFp, hasattr(torch._C, "_cuda_getCurrentRawStream")
+    eight_bits(512, 6.0)
+    assert (functions.MatMul8bitFp, hasattr(torch._C, "_cuda_getCurrentRawStream")) == before
+
+
+# ------------------------------------------------------------------ empty_cache
+
+
+@pytest.mark.parametrize("empties", [False, True])
+@pytest.mark.parametrize("module", [torch.cuda, torch.accelerator])
+def test_a_prediction_empties_the_cache_where_the_script_does(module, empties):
+    mib = 2**20
+
+    def build():
+        torch.empty(100 * mib, dtype=torch.uint8, device="cuda")
+        if empties:
+            module.empty_cache()
+        return (lambda: torch.empty(150 * mib, dtype=torch.uint8, device="cuda")), None, None
+
+    trace = memlab.predict(build, steps=1)
+    assert trace.reserved_bytes == (150 if empties else 250) * mib
+    assert simulate(trace).reserved_bytes == trace.reserved_bytes
+
+
+def test_a_device_index_is_an_accelerator_without_one():
+    with memlab.dry_run():
+        assert torch.device(0) == torch.device("cuda:0")
+        assert torch.device("cpu", 0).index == 0
