@@ -229,7 +229,7 @@ def test_a_missing_device_is_named(usage_error, script):
 
 def test_a_device_without_a_dry_run_is_refused(usage_error, script):
     line = usage_error("measure", "--script", script(), "--device", "mps", "--dry-run")
-    assert line.startswith("got --device mps with --dry-run, which takes cpu or predicts cuda")
+    assert line.startswith("got --device mps with --dry-run; use cpu, cuda, cuda:hopper, ")
 
 
 def unfolded(output):
