@@ -100,13 +100,32 @@ class Substitutes:
         enable_gqa: bool,
     ) -> str:
         """Return the requested kernel, or torch's choice; "math" if the inputs rule it out."""
+        supported = self._supported(query, key, value, attn_mask, dropout_p, is_causal)
+        kernels = [kernel for kernel in self.target.attention_order if supported[kernel]]
+        if not _allows_fused_kernel(query, key, value, enable_gqa):
+            return "math"
+        requested = self.kernels.attention
+        if requested != "auto":
+            return requested if requested in kernels else "math"
+        return kernels[0] if kernels else "math"
+
+    def _supported(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+    ) -> dict[str, bool]:
+        """Return whether each fused kernel takes these inputs, if the target has that kernel."""
         target, width = self.target, query.shape[-1]
         half = query.dtype == torch.float16 or (
             query.dtype == torch.bfloat16 and target.has_bfloat16
         )
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         alignment = target.efficient_alignment(query.element_size())
-        supported = {
+        return {
             "flash": attn_mask is None
             and half
             and width == key.shape[-1] == value.shape[-1] <= target.max_flash_head_dim
@@ -125,13 +144,6 @@ class Substitutes:
             and (dropout_p * 16).is_integer()
             and torch.backends.cuda.cudnn_sdp_enabled(),
         }
-        kernels = [kernel for kernel in target.attention_order if supported[kernel]]
-        if not _allows_fused_kernel(query, key, value, enable_gqa):
-            return "math"
-        requested = self.kernels.attention
-        if requested != "auto":
-            return requested if requested in kernels else "math"
-        return kernels[0] if kernels else "math"
 
     # -------------------------------------------------------------- norms, dropout
 
