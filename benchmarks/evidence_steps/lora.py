@@ -1,7 +1,8 @@
 """LoRA and QLoRA steps as fitcheck measured them on a Tesla T4 (benchmarks/evidence/t4.json).
 
-Weights are random: only their shapes count. The measured runs loaded 4-bit weights with
-`from_pretrained(device_map=…)`, which leaves other gaps in the pool than quantizing in `cuda()`.
+Weights are random: only their shapes count. 4-bit weights are loaded with transformers' own loader,
+which leaves other gaps in the pool than quantizing in `cuda()`: it allocates the model's bytes once
+and frees them, then copies weights to the GPU in float16 and quantizes them one by one.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,24 +16,31 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    core_model_loading,
+)
 
 _ATTENTION = F.scaled_dot_product_attention
+_SPAWN = core_model_loading.spawn_materialize
+# Fitted to the 14 4-bit rows: a thread's copies in 0.1 s at 1 GB/s, and later per byte quantized.
+_AHEAD_BYTES = 100e6
+_AHEAD_SHARE = 0.95
 
 
 def build(shape: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[Callable[[], None], Any, Any]:
     """Return (step, model, optimizer) of a row; `shape` is its entry in model_configs."""
     config = _config(shape)
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float16, attn_implementation=run["attn_impl"]
-    )
-    has_four_bits = run["quantization"] == "nf4"
-    if has_four_bits:
-        _to_four_bits(model)
-    model.cuda()
-    if has_four_bits:
-        model.is_loaded_in_4bit = True
-        model = prepare_model_for_kbit_training(model)
+    options = {"dtype": torch.float16, "attn_implementation": run["attn_impl"]}
+    if run["quantization"] == "nf4":
+        model = _load_in_four_bits(config, **options)
+        model = prepare_model_for_kbit_training(model, auto_clear_cache=False)
+    else:
+        model = AutoModelForCausalLM.from_config(config, **options).cuda()
     rank = run["lora_rank"]
     adapters = LoraConfig(
         r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM", target_modules=run["lora_targets"]
@@ -75,23 +83,53 @@ def _config(shape: Mapping[str, Any]) -> Any:
     )
 
 
-def _to_four_bits(model: PreTrainedModel) -> None:
-    """Replace all linear layers but the head by bitsandbytes', which quantize in `cuda()`."""
-    from bitsandbytes.nn import Linear4bit, Params4bit
+def _load_in_four_bits(config: Any, **options: Any) -> PreTrainedModel:
+    """Load random weights with `from_pretrained`, which quantizes them on the GPU."""
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    weights = made.state_dict()
+    for tied in made.all_tied_weights_keys:  # not in a checkpoint
+        del weights[tied]
+    four_bits = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16
+    )
+    options |= {"config": config, "quantization_config": four_bits, "device_map": {"": 0}}
+    with patch.object(core_model_loading, "spawn_materialize", _ReadAhead().spawn):
+        return type(made).from_pretrained(None, state_dict=weights, **options)
 
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear) or name == "lm_head":
-            continue
-        has_bias = module.bias is not None
-        four_bits = Linear4bit(
-            module.in_features, module.out_features, has_bias, torch.float16, quant_type="nf4"
-        )
-        four_bits.weight = Params4bit(
-            module.weight.data, quant_type="nf4", compress_statistics=False, module=four_bits
-        )
-        four_bits.bias = module.bias
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, four_bits)
+
+class _ReadAhead:
+    """Copy weights to the GPU before the loader quantizes them, as its worker threads do.
+
+    While the loader waits for a weight (the embedding comes first), another thread copies as many
+    bytes. It copies _AHEAD_BYTES while the first kernel loads, and later a little less than the
+    loader quantizes. The gaps that the copies leave in the pool last until the measured step.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: list[tuple[Callable[[], torch.Tensor], int]] = []  # and bytes in float16
+        self._copied: dict[int, torch.Tensor] = {}
+        self._count = 0  # weights copied so far
+        self._budget_bytes = _AHEAD_BYTES
+
+    def spawn(self, pool: Any, weight: torch.Tensor, *args: Any, **options: Any) -> Any:
+        """Replace `core_model_loading.spawn_materialize`."""
+        self._jobs.append((_SPAWN(None, weight, *args, **options), 2 * weight.numel()))
+        return partial(self._take, len(self._jobs) - 1)
+
+    def _take(self, index: int) -> torch.Tensor:
+        is_late = index == self._count
+        num_bytes = self._copy() if is_late else _AHEAD_SHARE * self._jobs[index][1]
+        self._budget_bytes += num_bytes
+        while self._count < len(self._jobs) and self._budget_bytes > 0:
+            self._budget_bytes -= self._copy()
+        return self._copied.pop(index)
+
+    def _copy(self) -> int:
+        """Copy the next weight and return its bytes."""
+        job, num_bytes = self._jobs[self._count]
+        self._copied[self._count] = job()
+        self._count += 1
+        return num_bytes
 
 
 def _with_all_heads(

@@ -127,3 +127,58 @@ def test_a_device_index_is_an_accelerator_without_one():
     with memlab.dry_run():
         assert torch.device(0) == torch.device("cuda:0")
         assert torch.device("cpu", 0).index == 0
+
+
+# ------------------------------------------------------------------ transformers and LoRA
+
+
+def lora(layers, **quantization):
+    """Predict LoRA on a small Llama that transformers' loader quantizes."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+
+    def build():
+        config = transformers.LlamaConfig(
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=1000,
+        )
+        made = transformers.LlamaForCausalLM(config)
+        model = type(made).from_pretrained(
+            None,
+            config=config,
+            state_dict=made.state_dict(),
+            quantization_config=transformers.BitsAndBytesConfig(**quantization),
+            device_map={"": 0},
+            dtype=torch.float16,
+        )
+        model = peft.prepare_model_for_kbit_training(model)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["q_proj"]))
+        model.train()
+        tokens = torch.zeros(2, 16, dtype=torch.int64, device="cuda")
+        step = lambda: model(input_ids=tokens, labels=tokens).loss.backward()  # noqa: E731
+        return step, model, None
+
+    return memlab.predict(build)
+
+
+WEIGHTS = 2 * 256 * 256 + 2 * 128 * 256 + 3 * 512 * 256  # of one layer
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers, about its next version
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [
+        ("int8", {"load_in_8bit": True, "llm_int8_threshold": 0.0}),
+        ("int8", {"load_in_8bit": True, "llm_int8_threshold": 6.0}),
+        ("uint8", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+    ],
+)
+def test_lora_on_weights_that_the_loader_quantizes_has_their_bytes(dtype, quantization):
+    trace = lora(2, **quantization)
+    weights = [e for e in trace.events if e.phase == "before" and e.category == "parameters"]
+    stored = sum(e.bytes for e in weights if e.dtype == dtype)
+    assert stored == 2 * WEIGHTS // (1 if dtype == "int8" else 2)
+    assert trace.at_peak["gradients"] == 2 * 4 * 8 * (256 + 256)  # of the factors, in float32
