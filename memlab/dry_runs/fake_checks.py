@@ -5,12 +5,16 @@ masks that a real run does not build, and skips other work. It checks with
 `isinstance(x, torch._subclasses.FakeTensor)`, as torch does. During a dry run that name refers to a
 stand-in class: torch and memlab get the true answer, other callers get False. The class is also
 replaced in modules that have imported it under this name.
+
+The type of a fake parameter makes parameters, as that of a real one does.
 """
 
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from memlab.internals.torch_internals import FakeTensor, subclasses
 
@@ -22,13 +26,13 @@ class _AnswersByCaller(type):
     """Metaclass whose `isinstance` and `issubclass` depend on the calling module."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return _caller_is_trusted() and isinstance(instance, FakeTensor)
+        return caller_is_trusted() and isinstance(instance, FakeTensor)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        return _caller_is_trusted() and issubclass(subclass, FakeTensor)
+        return caller_is_trusted() and issubclass(subclass, FakeTensor)
 
     def __eq__(cls, other: object) -> bool:  # torch compares types, too
-        return other is cls or (_caller_is_trusted() and other is FakeTensor)
+        return other is cls or (caller_is_trusted() and other is FakeTensor)
 
     def __hash__(cls) -> int:
         return hash(FakeTensor)
@@ -44,16 +48,31 @@ class _FakeTensorProxy(metaclass=_AnswersByCaller):
     pass
 
 
-def _caller_is_trusted() -> bool:
+def caller_is_trusted() -> bool:
     """Return whether the caller, two frames up, belongs to torch or memlab."""
     name = sys._getframe(2).f_globals.get("__name__", "")
     return name.partition(".")[0] in _TRUSTED
 
 
+def _new(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a parameter for `type(parameter)(tensor, requires_grad=...)`, as for a real one."""
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        is_conversion = len(args) == 1 and isinstance(args[0], FakeTensor) and cls is FakeTensor
+        if is_conversion and kwargs.keys() == {"requires_grad"}:
+            return torch.nn.Parameter(args[0], **kwargs)
+        return real(cls, *args, **kwargs)
+
+    return new
+
+
 def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
     """Return the places where the stand-in replaces FakeTensor, for `replaced`."""
     return {
-        (module, _NAME): lambda real: _FakeTensorProxy for module in (subclasses, *_importers())
+        (FakeTensor, "__new__"): _new,
+        **{
+            (module, _NAME): lambda real: _FakeTensorProxy for module in (subclasses, *_importers())
+        },
     }
 
 

@@ -25,7 +25,7 @@ from memlab.internals.torch_internals import (
     dispatch_keys,
     get_default_device,
     has_kernel,
-    set_throw_on_mutable_data_ptr,
+    set_warn_deprecated_on_mutable_data_ptr,
 )
 
 aten = torch.ops.aten
@@ -168,7 +168,7 @@ class _Output(NamedTuple):
             FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=self.device
         )
         if self.base is None:
-            set_throw_on_mutable_data_ptr(made)
+            set_warn_deprecated_on_mutable_data_ptr(made)
         made.__dict__.update(self.attributes)
         return made
 

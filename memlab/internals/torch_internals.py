@@ -33,7 +33,9 @@ from torch._C import _get_mkldnn_enabled as get_mkldnn_enabled
 from torch._C import _len_torch_function_stack as len_torch_function_stack
 from torch._C import _nn as c_nn
 from torch._C import _set_mkldnn_enabled as set_mkldnn_enabled
-from torch._C import _set_throw_on_mutable_data_ptr as set_throw_on_mutable_data_ptr
+from torch._C import (
+    _set_warn_deprecated_on_mutable_data_ptr as set_warn_deprecated_on_mutable_data_ptr,
+)
 from torch._C import _SetExcludeDispatchKeyGuard as SetExcludeDispatchKeyGuard
 from torch._C._autograd import _get_sequence_nr as get_sequence_nr
 from torch._C._dynamo.eval_frame import _FrameAction as FrameAction

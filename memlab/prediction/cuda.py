@@ -43,7 +43,12 @@ from memlab.metering.storages import (
     StorageMeter,
     is_composite,
 )
-from memlab.prediction import bitsandbytes_kernels, convolutions, recurrent
+from memlab.prediction import (
+    bitsandbytes_kernels,
+    convolutions,
+    recurrent,
+    reported_devices,
+)
 from memlab.prediction.autocast_lists import cuda_autocast, forget_casts
 from memlab.prediction.fake_gpu import fake_gpu
 from memlab.prediction.scratch import scratch_bytes
@@ -166,6 +171,7 @@ class _CudaDryRun(dry_run):
             stack.enter_context(StandIn.use(CUDA))
             stack.enter_context(self)
             stack.enter_context(fake_gpu(self.target))
+            stack.enter_context(replaced(reported_devices.replacements()))
             stack.enter_context(replaced(dict.fromkeys(_EMPTY_CACHE, self._with_empty_cache)))
             stack.enter_context(self.substitutes.installed())
             if self.kernels.autocast == "cuda":

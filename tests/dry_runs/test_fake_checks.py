@@ -78,3 +78,26 @@ def test_transformers_checks_give_the_answers_of_a_real_run():
     predicted(lambda device: in_a_prediction.update(answers(torch.zeros(2, device=device))))
     assert in_a_prediction == real
     assert not any(real.values())
+
+
+def test_the_type_of_a_parameter_makes_a_parameter():
+    """accelerate moves a parameter with `type(old)(new, requires_grad=...)`."""
+    with memlab.dry_run():
+        old = torch.nn.Linear(2, 2).weight
+        made = type(old)(torch.ones(3), requires_grad=old.requires_grad)
+        assert isinstance(made, torch.nn.Parameter)
+        assert (made.shape, made.requires_grad) == ((3,), True)
+
+
+def test_weights_that_accelerate_offloads_allocate_as_on_real_tensors():
+    accelerate = pytest.importorskip("accelerate")
+
+    def measured():
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        return memlab.measure(lambda: model(torch.ones(2, 8)).sum(), model=model, device="cpu")
+
+    real = measured()
+    with memlab.dry_run():
+        dry = measured()
+    assert [event.bytes for event in real.events] == [event.bytes for event in dry.events]

@@ -1,0 +1,47 @@
+"""Report CUDA as the device of tensors on the stand-in.
+
+In a prediction, tensors on CUDA are on a fake device of type "cpu". Libraries branch on
+`x.device.type` and `x.is_cuda`: on the CPU, peft casts half-precision weights to float32 and
+transformers computes in other dtypes. So all code outside torch and memlab reads "cuda:0". torch
+itself compares devices, and reads the stand-in.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memlab.dry_runs.fake_accelerator import StandIn
+from memlab.dry_runs.fake_checks import caller_is_trusted
+from memlab.internals.torch_internals import FakeTensor
+
+_REPORTED = torch.device("cuda", 0)
+
+
+def _device(real: property) -> property:
+    def device(tensor: FakeTensor) -> torch.device:
+        found = real.fget(tensor)
+        return _REPORTED if found == StandIn.device and not caller_is_trusted() else found
+
+    return property(device, real.fset)
+
+
+def _is_type(wanted: str) -> Callable[[Any], property]:
+    def replacement(real: Any) -> property:
+        def is_type(tensor: FakeTensor) -> bool:
+            if tensor.fake_device != StandIn.device or caller_is_trusted():
+                return real.__get__(tensor)
+            return wanted == _REPORTED.type
+
+        return property(is_type)
+
+    return replacement
+
+
+def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
+    """Return the properties to replace in a prediction, for `replaced`."""
+    return {
+        (FakeTensor, "device"): _device,
+        (FakeTensor, "is_cuda"): _is_type("cuda"),
+        (FakeTensor, "is_cpu"): _is_type("cpu"),
+    }
