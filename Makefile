@@ -33,9 +33,11 @@ CPUS := ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41 \
 label := $(shell printf '%s' '$(CURDIR) $(TORCH_INDEX)' | cksum | cut -d ' ' -f 1)
 torch_stamp := .venv/.torch-$(label)
 stamp := .venv/.installed-$(label)
+evidence_stamp := .venv/.evidence-$(label)
+evidence_packages := $(wildcard benchmarks/evidence/packages/*.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help measure test slow bench solutions lessons cpus lab lessons-exist benchmarks-exist
+.PHONY: help measure test slow evidence bench solutions lessons cpus lab lessons-exist benchmarks-exist
 
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /\1 /p' $(MAKEFILE_LIST) | \
@@ -47,17 +49,20 @@ help: ## list these targets
 measure: $(stamp) ## measure every technique on this machine
 	@.venv/bin/memlab measure
 
-test: $(stamp) ## format, lint, tests, every notebook
+test: $(stamp) $(evidence_stamp) ## format, lint, tests, every notebook
 	@$(VENV_PYTHON) -m ruff format --check .
 	@$(VENV_PYTHON) -m ruff check .
 	@$(RUN_TESTS) -m 'not slow'
 	@$(MAKE) --no-print-directory solutions
 	@$(RUN_NOTEBOOKS) --nbval-lax $(ONE_LESSON)
 
-slow: $(stamp) ## every test, with every parameter: about an hour
+slow: $(stamp) $(evidence_stamp) ## every test, with every parameter: about an hour
 	@$(RUN_TESTS)
 
-bench: benchmarks-exist $(stamp) ## every number of the README, as Markdown
+evidence: $(stamp) $(evidence_stamp) ## predict every step that others measured on a GPU: EVIDENCE.md
+	@$(VENV_PYTHON) benchmarks/evidence.py
+
+bench: benchmarks-exist $(stamp) $(evidence_stamp) ## every number of the README, as Markdown
 	@set -e; for script in $(BENCHMARKS); do $(VENV_PYTHON) "$$script"; done
 
 # The outputs were stored without a GPU's results, or with fewer; here a made-up GPU has some. A cell
@@ -118,4 +123,13 @@ $(torch_stamp): constraints.txt
 $(stamp): $(torch_stamp) pyproject.toml constraints.txt
 	@echo 'installing memlab and the rest into .venv: about half a minute'
 	@$(VENV_PYTHON) -m pip install -qq -e '.[$(EXTRAS)]' -c constraints.txt
+	@touch $@
+
+# Steps that others measured are predicted with the package versions that were measured. Each list
+# has a folder of its own, so that nothing else imports from it.
+$(evidence_stamp): $(torch_stamp) $(evidence_packages)
+	@for list in $(evidence_packages); do \
+	  $(VENV_PYTHON) -m pip install -qq --no-deps --upgrade -r $$list \
+	    --target .venv/evidence/$$(basename $$list .txt) || exit 1; \
+	done
 	@touch $@

@@ -9,7 +9,7 @@ predicted with this torch; no GPU is used and no weights are downloaded. `make e
 installs the package versions that were measured.
 
 Prints Markdown. If all rows ran, writes EVIDENCE.md, images/evidence.png, the errors that
-`memlab.predict` reports (memlab/prediction/errors.json) and benchmarks/results/<machine>.json.
+`memlab.predict` reports (memlab/configs/evidence.json) and benchmarks/results/<machine>.json.
 Takes about eight minutes on two cores.
 """
 

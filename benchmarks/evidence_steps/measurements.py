@@ -1,10 +1,12 @@
 """Training steps that somebody measured on a GPU, read from benchmarks/evidence."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from memlab.internals.files import write_beside
 
 EVIDENCE = Path(__file__).parents[1] / "evidence"
 MIB = 2**20
@@ -77,7 +79,7 @@ def xmem_runs() -> Iterator[Measurement]:
 
 
 def own_steps() -> Iterator[Measurement]:
-    """Yield the steps that `python benchmarks/gpu.py` recorded, one file for each GPU."""
+    """Yield the steps that `put_own_steps` wrote, one file for each GPU."""
     for path in sorted(EVIDENCE.glob("own-*.json")):
         recorded = json.loads(path.read_text(encoding="utf-8"))
         for row in recorded["runs"]:
@@ -90,3 +92,19 @@ def own_steps() -> Iterator[Measurement]:
                 row["measured"]["allocated_bytes"],
                 facts=(recorded["source"], row),
             )
+
+
+def put_own_steps(
+    folder: Path, device: str, source: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]
+) -> Path:
+    """Write the steps that `python benchmarks/gpu.py` recorded on a GPU."""
+    figures = ("allocated_bytes", "reserved_bytes")
+    runs = [
+        {"configuration": row["configuration"], "measured": {name: row[name] for name in figures}}
+        for row in rows
+    ]
+    path = folder / f"own-{device}.json"
+    with write_beside(path) as beside:
+        text = json.dumps({"source": dict(source), "runs": runs}, indent=1, ensure_ascii=False)
+        beside.write_text(text + "\n", encoding="utf-8")
+    return path

@@ -16,7 +16,7 @@ from .predictions import EvidenceRow
 from .reasons import reason
 
 PAGE, PICTURE = ROOT / "EVIDENCE.md", ROOT / "images" / "evidence.png"
-ERRORS = ROOT / "memlab" / "prediction" / "errors.json"
+ERRORS = ROOT / "memlab" / "configs" / "evidence.json"
 INTRODUCTION = """\
 Other people measured these training steps on real GPUs and published the figures. memlab predicts
 each of them without a GPU. `python benchmarks/evidence.py` makes this page.
@@ -32,13 +32,21 @@ NVML's figure is relative to its first sample. In the CNN trainings on the RTX 3
 sample fell after the start of the training; what torch had reserved by then is inferred from the
 rows themselves."""
 
+BY_MODEL = """\
+Errors are relative to the measurement. The figures of the peers are their median errors on the same
+rows. A dash means that the figure was not measured, or that the estimator does not support the
+model."""
+
 
 def markdown(rows: Sequence[EvidenceRow]) -> str:
     """Return the page."""
     parts = [
         heading("Evidence: predictions and GPU measurements"),
         INTRODUCTION,
-        "## Summary",
+        "## By model",
+        BY_MODEL,
+        by_model_table(rows),
+        "## By kind of step",
         summary_table(rows),
         "## Rows",
         table(
@@ -53,7 +61,11 @@ def write(rows: Sequence[EvidenceRow], results: Path) -> None:
     """Write the page, the picture, the errors for `memlab.predict`, and the results."""
     PAGE.write_text(markdown(rows), encoding="utf-8")
     plot.save(picture(rows), PICTURE)
-    errors = {"date": circumstances()["date"], "kinds": library_errors(rows)}
+    errors = {
+        "date": circumstances()["date"],
+        "kinds": library_errors(rows),
+        "kernels": confirmed_kernels(rows),
+    }
     ERRORS.write_text(json.dumps(errors, indent=1) + "\n", encoding="utf-8")
     found = {row.measurement.name: [row.allocated_bytes, row.reserved_bytes] for row in rows}
     save(results, "evidence", "rows", {"summary": summary(rows), "predicted_bytes": found})
@@ -74,7 +86,43 @@ def _cells(row: EvidenceRow) -> tuple[str, ...]:
     )
 
 
-# ------------------------------------------------------------------ summary
+# ------------------------------------------------------------------ by model
+
+
+def by_model_table(rows: Sequence[EvidenceRow]) -> str:
+    """Return a table with one line for each kind of step and model; README shows it too."""
+    header = (
+        *("model", "step", "rows", "allocated: worst", "reserved: median", "worst"),
+        *PEERS.values(),
+    )
+    groups: dict[tuple[str, str], list[EvidenceRow]] = {}
+    for row in rows:
+        groups.setdefault((row.measurement.kind, row.measurement.model), []).append(row)
+    return table(header, [_of_model(*of, group) for of, group in groups.items()])
+
+
+def _of_model(kind: str, model: str, rows: Sequence[EvidenceRow]) -> tuple[str, ...]:
+    allocated = [row.allocated_error for row in rows if row.allocated_error is not None]
+    reserved = spread(row.reserved_error for row in rows)
+    peers = [_errors_of(peer, rows) for peer in PEERS.values()]
+    return (
+        *(model, kind, str(len(rows))),
+        _percent(max(map(abs, allocated))) if allocated else "–",
+        *(_percent(reserved[name]) for name in ("median", "worst")),
+        *(f"{statistics.median(map(abs, errors)):.1%}" if errors else "–" for errors in peers),
+    )
+
+
+def _percent(error: float) -> str:
+    return f"{error:.2%}" if error else "0"
+
+
+def _errors_of(peer: str, rows: Sequence[EvidenceRow]) -> list[float]:
+    of_peer = [row.measurement for row in rows if peer in row.measurement.peers]
+    return [of.peers[peer] / of.reserved_bytes - 1 for of in of_peer]
+
+
+# ------------------------------------------------------------------ by kind
 
 
 def percentile_95(errors: Sequence[float]) -> float:
@@ -109,14 +157,8 @@ def summary(rows: Sequence[EvidenceRow]) -> dict[str, dict[str, float]]:
 
 
 def _of_peers(kind: str, rows: Sequence[EvidenceRow]) -> dict[str, dict[str, float]]:
-    found = {}
-    for peer in PEERS.values():
-        measured = [row.measurement for row in rows if peer in row.measurement.peers]
-        if measured:
-            found[f"{kind}, {peer}"] = spread(
-                m.peers[peer] / m.reserved_bytes - 1 for m in measured
-            )
-    return found
+    errors = {peer: _errors_of(peer, rows) for peer in PEERS.values()}
+    return {f"{kind}, {peer}": spread(of) for peer, of in errors.items() if of}
 
 
 def summary_table(rows: Sequence[EvidenceRow]) -> str:
@@ -138,7 +180,7 @@ LIBRARY_KINDS: dict[str, Callable[[EvidenceRow], bool]] = {
 
 
 def library_errors(rows: Sequence[EvidenceRow]) -> dict[str, dict[str, Any]]:
-    """Return the errors by the kinds that `memlab.prediction.errors` distinguishes."""
+    """Return the errors by the kinds that `memlab.configs.evidence` distinguishes."""
     found = {}
     for kind, belongs in LIBRARY_KINDS.items():
         chosen = [row for row in rows if belongs(row) and not row.measurement.unrecorded]
@@ -149,6 +191,12 @@ def library_errors(rows: Sequence[EvidenceRow]) -> dict[str, dict[str, Any]]:
             "reserved": _range(reserved),
         }
     return found
+
+
+def confirmed_kernels(rows: Sequence[EvidenceRow]) -> list[str]:
+    """Return the kernels used in a row that was predicted within 1 %."""
+    close = [row for row in rows if abs(row.reserved_error) <= 0.01]
+    return sorted({kernel for row in close for kernel in row.kernels})
 
 
 def _range(errors: Sequence[float]) -> dict[str, float]:

@@ -14,10 +14,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from unittest.mock import patch
 
 from common import ROOT, set_environment
 
 import memlab
+from memlab.trace import Trace
 
 from .measurements import Measurement
 
@@ -33,6 +35,7 @@ class EvidenceRow:
     allocated_bytes: int
     reserved_bytes: int
     reserved_most_bytes: int | None  # upper bound, for convolutions
+    kernels: tuple[str, ...]  # that the prediction chose as CUDA does
     cpu_seconds: float
 
     @property
@@ -72,33 +75,44 @@ def predicted(measurement: Measurement) -> EvidenceRow:
     """Predict a measured step with the packages of this process."""
     start = time.process_time()
     how = {"T4": _lora, "xMem": _xmem}.get(measurement.source, _own)
-    allocated, reserved, most = how(measurement)
-    return EvidenceRow(measurement, allocated, reserved, most, time.process_time() - start)
+    with patch("memlab.prediction.accuracy.confirmed_kernels", frozenset):
+        trace = how(measurement)
+    memory, reserved = trace.memory, trace.memory.reserved_peak_bytes or 0
+    most = memory.reserved_most_bytes
+    if measurement.source == "xMem":
+        from . import xmem
+
+        used = xmem.used_bytes(measurement.facts, trace)
+        most, reserved = most and used + most - reserved, used
+    allocated, seconds = memory.allocated_peak_bytes or 0, time.process_time() - start
+    return EvidenceRow(measurement, allocated, reserved, most, _kernels(trace), seconds)
 
 
-def _lora(measurement: Measurement) -> tuple[int, int, int | None]:
+def _lora(measurement: Measurement) -> Trace:
     from . import lora
 
-    memory = memlab.predict(partial(lora.build, *measurement.facts)).memory
-    return memory.allocated_peak_bytes or 0, memory.reserved_peak_bytes or 0, None
+    return memlab.predict(partial(lora.build, *measurement.facts), device="cuda:t4")
 
 
-def _xmem(measurement: Measurement) -> tuple[int, int, int | None]:
+def _xmem(measurement: Measurement) -> Trace:
     from . import xmem
 
     row = measurement.facts
-    trace = memlab.predict(partial(xmem.build, row), steps=xmem.STEPS)
-    memory, used = trace.memory, xmem.used_bytes(row, trace)
-    most = memory.reserved_most_bytes
-    more = most - (memory.reserved_peak_bytes or 0) if most else None
-    return memory.allocated_peak_bytes or 0, used, None if more is None else used + more
+    device = "cuda:rtx4060" if "4060" in row["gpu"] else "cuda:rtx3060"
+    return memlab.predict(partial(xmem.build, row), device=device, steps=xmem.STEPS)
 
 
-def _own(measurement: Measurement) -> tuple[int, int, int | None]:
-    from gpu_sections.configurations import CONFIGURATIONS, FULL
+def _own(measurement: Measurement) -> Trace:
+    from gpu_sections.configurations import CONFIGURATIONS, FULL, SMALL
     from gpu_sections.predictions import step_predicted
 
     source, row = measurement.facts
-    trace = step_predicted(CONFIGURATIONS[row["configuration"]], FULL, source["target"])
-    memory = trace.memory
-    return memory.allocated_peak_bytes or 0, memory.reserved_peak_bytes or 0, None
+    size = SMALL if source["small"] else FULL
+    return step_predicted(CONFIGURATIONS[row["configuration"]], size, source["target"])
+
+
+def _kernels(trace: Trace) -> tuple[str, ...]:
+    """Return the kernels that the trace's notes name; with none confirmed, these are all."""
+    start = "not yet confirmed by a GPU: "
+    notes = [note.removeprefix(start) for note in trace.notes if note.startswith(start)]
+    return tuple(name for note in notes for name in note.split(", "))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from common import RESULTS, ROOT, circumstances, put
+from evidence_steps.measurements import EVIDENCE, put_own_steps
 
 from . import archive
 from .configurations import FULL, SMALL, Size
@@ -94,6 +95,21 @@ class Bench:
     def keep_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows of an unfinished section, in case the run is killed."""
         self.keep({"complete": False, "rows": list(rows)})
+
+    def keep_evidence(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write the measured rows for benchmarks/evidence.py."""
+        if self.keeps:
+            put_own_steps(
+                self.out or EVIDENCE,
+                self.name,
+                {
+                    "gpu": self.facts["device"],
+                    "target": self.target,
+                    "small": self.small,
+                    **circumstances(self.facts["device"]),
+                },
+                [row for row in rows if "failure" not in row],
+            )
 
     def keep_recording(self, recording: Mapping[str, Any]) -> None:
         """Append a recording to the archive, with device and versions."""

@@ -54,6 +54,7 @@ def run(bench: Bench) -> SectionReport:
         rows.append(row(bench, name, recordings.pop(name).result()))
         bench.say(progress_line(rows[-1]))
         bench.keep_rows(rows)
+    bench.keep_evidence(rows)
     explain(bench, rows)
     return report(rows, near_gpu(bench, near.result()))
 

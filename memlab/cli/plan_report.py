@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from rich.table import Table
 
 from memlab.cli import terminal
+from memlab.configs.evidence import margin_share
 from memlab.planner import Memory, Option, Plan
 from memlab.planner.options import AS_IT_IS, budget_bytes, command
 from memlab.planner.search import MAX_SEQUENCES
@@ -39,7 +40,8 @@ def headline(found: Plan) -> Iterator[str]:
     how = f"predicted for {found.target} without running anything"
     if found.target == "cpu":
         how = "predicted by dry runs for the CPU"
-    yield f"{room(found.memory, found.target)}; {how}"
+    yield room(found.memory, found.target)
+    yield how
     needed = found.bytes_as_it_is
     lacks = format_bytes(needed - found.budget_bytes)
     yield (
@@ -54,7 +56,10 @@ def room(memory: Memory, target: str) -> str:
     if target == "cpu":
         return f"{total}, all available for tensors"
     budget = format_bytes(budget_bytes(memory, target))
-    return f"{total}, {budget} for PyTorch after the CUDA context"
+    return (
+        f"{total}, {budget} for PyTorch after the CUDA context and a margin of "
+        f"{margin_share():.1%}, the most that measured transformers needed above their prediction"
+    )
 
 
 def table(rows: list[Option]) -> Table:

@@ -149,7 +149,7 @@ def _show(
     if found.rows[0].trace is not None:
         for note in assumed(found.rows[0].trace):
             terminal.echo(note)
-    terminal.echo(f"{room(memory, target)}\n")
+    terminal.echo(f"{paragraph(room(memory, target))}\n")
     terminal.show_table(_table(found, budget))
     if found.has_times:
         terminal.echo(f"\n{paragraph(_about_times(found.plain))}")

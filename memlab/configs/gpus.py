@@ -43,6 +43,11 @@ class Gpu:
         return major, minor
 
     @property
+    def threads_per_multiprocessor(self) -> int:
+        """The most resident threads (CUDA Programming Guide, technical specifications)."""
+        return {"sm_75": 1024, "sm_86": 1536, "sm_89": 1536, "sm_120": 1536}.get(self.arch, 2048)
+
+    @property
     def is_amd(self) -> bool:
         return self.arch.startswith("gfx")
 

@@ -1,9 +1,11 @@
 """The result of a search: tried recipes, and the plan."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from memlab.configs.evidence import margin_share
 from memlab.configs.shapes import GPTConfig
 from memlab.planner.cards import Memory
 from memlab.planner.formulas import Estimate, training_bytes
@@ -165,8 +167,13 @@ def _verdict(option: Option) -> str:
 
 
 def budget_bytes(memory: Memory, target: str) -> int:
-    """Return the bytes available to tensors, which on a GPU excludes the CUDA context."""
-    return memory.total_bytes if target == "cpu" else memory.budget_bytes
+    """Return the bytes available to tensors, on a GPU without the CUDA context and the margin."""
+    return memory.total_bytes if target == "cpu" else memory.budget_bytes - margin_bytes(memory)
+
+
+def margin_bytes(memory: Memory) -> int:
+    """Return the bytes to leave free, because measured steps needed more than predicted."""
+    return math.ceil(margin_share() * memory.total_bytes)
 
 
 def command(asked: Plan, recipe: Recipe) -> str:

@@ -4,7 +4,8 @@ cuDNN's fastest kernels run on tensor cores and need channels-last tensors. For 
 tensors, cuDNN copies input and output into a workspace. torch allocates it for one call of cuDNN
 and frees it right after (Conv_v8.cpp, `run_conv_plan`).
 
-    counted      the copies, in forward and twice in backward (input's and weight's gradient)
+    counted      these copies, in forward and twice in backward (input's and weight's gradient);
+                 torch's copies of tensors in another layout than the kernel's
     not counted  1 × 1 kernels (a plain matmul), grouped and depthwise convolutions, and channel
                  counts that tensor cores cannot load (the 3 of an image)
 
@@ -29,16 +30,20 @@ aten = torch.ops.aten
 FORWARD = aten.convolution.default
 BACKWARD = aten.convolution_backward.default
 _FIRST_TENSOR_CORES = {torch.float16: (7, 0), torch.bfloat16: (8, 0), torch.float32: (8, 0)}
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
 _LOADED_BYTES = 16  # channels are loaded in groups of 16 bytes
 
 
-def workspace_bytes(func: Any, args: Any, result: Any, target: Target) -> list[int]:
-    """Return the workspaces that a convolution's calls of cuDNN allocate one after another."""
+def scratch_bytes(func: Any, args: Any, result: Any, target: Target) -> list[tuple[int, ...]]:
+    """Return the buffers of each of a convolution's kernels, which run one after another."""
     x, weight, y, groups = _tensors(func, args, result)
-    if not _copies_to_channels_last(x, weight, groups, target):
-        return []
-    size = _bytes(x) + _bytes(y)
-    return [size] * (1 if func is FORWARD else sum(args[-1][:2]))
+    is_forward = func is FORWARD
+    read = (x, weight) if is_forward else (x, weight, y)
+    copies = tuple(_bytes(tensor) for tensor in read if not _has_layout(tensor, x, weight))
+    kernels = 1 if is_forward else sum(args[-1][:2])
+    if _copies_to_channels_last(x, weight, groups, target):
+        return [(*copies, _bytes(x) + _bytes(y))] * kernels
+    return [copies] if copies else []
 
 
 def largest_bytes(grad: torch.Tensor, x: torch.Tensor) -> int:
@@ -95,8 +100,15 @@ def _copies_to_channels_last(
     )
 
 
+def _has_layout(tensor: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether the tensor has the kernel's layout: channels-last if input or weight has."""
+    if _is_channels_last(x) or _is_channels_last(weight):
+        return tensor.is_contiguous(memory_format=_CHANNELS_LAST[x.dim()])
+    return tensor.is_contiguous()
+
+
 def _is_channels_last(tensor: torch.Tensor) -> bool:
-    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    layout = _CHANNELS_LAST.get(tensor.dim())
     return (
         layout is not None
         and not tensor.is_contiguous()

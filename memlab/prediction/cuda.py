@@ -49,6 +49,7 @@ from memlab.prediction import (
     recurrent,
     reported_devices,
 )
+from memlab.prediction.accuracy import accuracy_note, unconfirmed_note
 from memlab.prediction.autocast_lists import cuda_autocast, forget_casts
 from memlab.prediction.fake_gpu import fake_gpu
 from memlab.prediction.scratch import scratch_bytes
@@ -246,7 +247,8 @@ class _CudaDryRun(dry_run):
             )
             blocks = simulate(trace)
             memory = DeviceMemory(blocks.allocated_bytes, blocks.reserved_bytes)
-            return self._with_range(replace(trace, memory=memory))
+            trace = replace(trace, memory=memory, notes=(*trace.notes, accuracy_note(trace)))
+            return self._with_range(trace)
 
     def _with_range(self, trace: Trace) -> Trace:
         """Add the memory that convolutions' largest workspaces would need, if there are any."""
@@ -263,19 +265,19 @@ class _CudaDryRun(dry_run):
         return replace(trace, memory=memory, notes=(*trace.notes, note))
 
     def _notes(self, meter: "_PredictionMeter") -> tuple[str, ...]:
-        unconfirmed = sorted(self.substitutes.used | self._optimizer_kernels(meter))
+        kernels = self.substitutes.used | self._optimizer_kernels(meter)
         unknown = set(self.unknown_scratch)
         if meter.context.has_recurrent_layer:
             unknown.add("recurrent layers (cuDNN)")
         return (
             f"predicted for {self.target.name} with these kernels: {self.kernels}",
             *([_AMD_NOTE] if self.target.gpu.is_amd else []),
-            *([f"not yet confirmed by a GPU: {', '.join(unconfirmed)}"] * bool(unconfirmed)),
+            *unconfirmed_note(kernels),
             *(
                 f"not counted: the scratch memory of {kind}; the real peak can be higher"
                 for kind in sorted(unknown)
             ),
-            *([recurrent.RESERVE_NOTE] if recurrent.LABEL in unconfirmed else []),
+            *([recurrent.RESERVE_NOTE] if recurrent.LABEL in kernels else []),
             *([THREADS_NOTE] if meter.found_thread_gradients else []),
             *formulas_note(meter.nodes),
             *self.notes(),
@@ -379,9 +381,8 @@ class _PredictionMeter(StorageMeter):
 
     def _note_convolution(self, func: Any, args: Any, result: Any) -> None:
         """Record cuDNN's workspaces, which it allocates and frees one after another."""
-        target = self._prediction.target
-        for size in convolutions.workspace_bytes(func, args, result, target):
-            self._note_scratch(func, (size,))
+        for sizes in convolutions.scratch_bytes(func, args, result, self._prediction.target):
+            self._note_scratch(func, sizes)
         made = [tensor for tensor in result if isinstance(tensor, torch.Tensor)]
         if func is convolutions.BACKWARD and made and (record := REGISTRY.find(made[-1])):
             largest = convolutions.largest_bytes(*args[:2])

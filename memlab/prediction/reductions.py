@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memlab.configs.gpus import Gpu
+
 aten = torch.ops.aten
 
 _WARP = 32
 _MAX_THREADS = 512
 _MIN_VALUES, _MAX_VALUES = 16, 256  # per thread
-_THREADS_PER_MULTIPROCESSOR = 2048
 
 
 class _ReductionLayout(NamedTuple):
@@ -34,6 +35,7 @@ def reduction_bytes(
     *,
     offset: int = 0,
     multiprocessors: int = 108,
+    threads_per_multiprocessor: int = 2048,
 ) -> tuple[int, ...]:
     """Return the two buffers of a reduction over dimensions `reduced`: partial results, counters.
 
@@ -61,7 +63,7 @@ def reduction_bytes(
         return ()
     values = _ceil(inputs, step_input * height)
     grid = _ceil(outputs // vector, step_output)
-    wanted = multiprocessors * (_THREADS_PER_MULTIPROCESSOR // (width * height))
+    wanted = multiprocessors * (threads_per_multiprocessor // (width * height))
     if values < _MAX_VALUES or grid > wanted:
         return ()
     blocks = max(min(_ceil(wanted, grid), _ceil(values, _MIN_VALUES)), _ceil(values, _MAX_VALUES))
@@ -118,7 +120,7 @@ def _ceil(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
-def reduction_scratch(func: Any, args: Any, kwargs: Any, multiprocessors: int) -> tuple[int, ...]:
+def reduction_scratch(func: Any, args: Any, kwargs: Any, gpu: Gpu) -> tuple[int, ...]:
     """Return the buffers of one of the REDUCTIONS."""
     position, accumulator_bytes = REDUCTIONS[func]
     tensor = args[0]
@@ -132,7 +134,8 @@ def reduction_scratch(func: Any, args: Any, kwargs: Any, multiprocessors: int) -
         [dim % tensor.dim() for dim in dims],
         accumulator_bytes or max(4, tensor.element_size()),
         offset=tensor.storage_offset(),
-        multiprocessors=multiprocessors,
+        multiprocessors=gpu.multiprocessors,
+        threads_per_multiprocessor=gpu.threads_per_multiprocessor,
     )
 
 

@@ -45,7 +45,7 @@ def scratch_bytes(
 ) -> tuple[int, ...]:
     """Return the sizes of the scratch buffers that an operator's kernel allocates."""
     if func in REDUCTIONS:
-        return reduction_scratch(func, args, kwargs, target.multiprocessors)
+        return reduction_scratch(func, args, kwargs, target.gpu)
     if func in _SOFTMAXES:
         return _softmax_scratch(func, *args)
     if func in _KERNELS:

@@ -14,15 +14,19 @@ COPY_BYTES = 4 * BATCH * CHANNELS * SIZE * SIZE  # one tensor of activations
 FORWARD, BACKWARD = "aten.convolution.default", "aten.convolution_backward.default"
 
 
-def predicted(kernel, *, channels=CHANNELS, dtype=torch.float32, layout=None, **options):
+def predicted(
+    kernel, *, channels=CHANNELS, dtype=torch.float32, layout=None, loss=torch.square, **options
+):
     """A predicted step of one convolution."""
     layout = layout or torch.contiguous_format
 
     def build():
-        model = nn.Conv2d(channels, CHANNELS, kernel, **options).to("cuda", dtype)
+        model = nn.Conv2d(channels, CHANNELS, kernel, **options).to(
+            "cuda", dtype, memory_format=layout
+        )
         x = torch.rand(BATCH, channels, SIZE, SIZE, device="cuda", dtype=dtype)
         x = x.to(memory_format=layout).requires_grad_()
-        return lambda: model(x).sum().backward(), model, None
+        return lambda: loss(model(x)).sum().backward(), model, None
 
     return memlab.predict(build)
 
@@ -62,6 +66,12 @@ def test_a_strided_convolution_copies_a_smaller_output():
 def test_other_convolutions_copy_nothing(kernel, options):
     trace = predicted(kernel, **options)
     assert workspaces(trace, FORWARD) == workspaces(trace, BACKWARD) == []
+
+
+def test_backward_first_copies_a_gradient_in_another_layout():
+    trace = predicted(1, loss=lambda output: output)  # the sum's gradient is one expanded element
+    assert workspaces(trace, BACKWARD) == [COPY_BYTES]
+    assert workspaces(trace, FORWARD) == []
 
 
 def test_without_tf32_a_float32_convolution_copies_nothing():

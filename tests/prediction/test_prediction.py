@@ -15,9 +15,11 @@ from traces import WORKSPACE, births, peak_of_storages, predicted
 import memlab
 from memlab import Kernels
 from memlab.allocator import simulate
+from memlab.configs import evidence
 from memlab.configs.targets import TARGETS
 from memlab.dry_runs.fake_accelerator import StandIn
 from memlab.metering import THREADS_NOTE
+from memlab.prediction import accuracy
 from memlab.trace import Trace
 
 B, H, T, D = 2, 4, 64, 32
@@ -490,13 +492,13 @@ def test_a_large_reduction_has_scratch_besides_its_result():
     assert trace.peak_bytes == 8192 * 4096 * 4 + 4096 * 4 + 4 * 4096 * 54 * 128 + 512
 
 
-def test_a_gpu_with_fewer_multiprocessors_splits_a_reduction_less():
+def test_a_gpu_with_fewer_and_smaller_multiprocessors_splits_a_reduction_less():
     def step(device):
         return torch.zeros(8192, 4096, device=device).sum(0)
 
     trace = predicted(step, device="cuda:rtx3060")
     scratch = [e.bytes for e in trace.events if e.category == "workspace"]
-    assert scratch[0] == 4 * 4096 * 14 * 128  # 28 × 4 blocks among 8, in place of 108 × 4
+    assert scratch[0] == 4 * 4096 * 11 * 128  # 28 × 3 blocks among 8, in place of 108 × 4
 
 
 def test_a_note_names_unknown_scratch():
@@ -510,14 +512,30 @@ def test_a_note_names_unknown_scratch():
     assert not any("scratch" in note for note in memlab.predict(linear_training()).notes)
 
 
-def test_a_note_names_unconfirmed_kernels():
+def test_a_note_names_kernels_that_no_measured_step_used(monkeypatch):
     def step(device):
-        return F.dropout(torch.zeros(8, device=device), 0.5)
+        x = torch.zeros(8, 8, device=device)
+        F.rms_norm(F.dropout(x, 0.5), (8,))
 
-    assert "not yet confirmed by a GPU: dropout in one kernel" in predicted(step).notes
-    [note] = memlab.predict(linear_training()).notes[1:]
-    assert note == "not yet confirmed by a GPU: AdamW all weights at once"
-    assert len(memlab.predict(eager_training("cuda")).notes) == 1
+    monkeypatch.setattr(accuracy, "confirmed_kernels", lambda: {"dropout in one kernel"})
+    assert "not yet confirmed by a GPU: RMSNorm in one kernel" in predicted(step).notes
+
+
+def test_a_note_has_the_errors_of_measured_steps_of_its_kind():
+    assert evidence.accuracy("transformers") in memlab.predict(linear_training()).notes
+
+    def convolution(device):
+        return F.conv2d(*(torch.zeros(1, 1, 8, 8, device=device) for _ in range(2)))
+
+    assert evidence.accuracy("convolutions") in predicted(convolution).notes
+
+
+def test_a_note_says_that_no_recurrent_layer_was_measured():
+    def step(device):
+        nn.LSTM(8, 8).to(device)(torch.zeros(2, 2, 8, device=device))
+
+    note = "no step of this kind (recurrent layers) has been measured on a GPU yet"
+    assert note in predicted(step).notes
 
 
 def test_a_note_mentions_gradients_from_other_threads():
