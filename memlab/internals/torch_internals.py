@@ -5,7 +5,8 @@ which names each missing part. Names are torch's, without the leading underscore
 """
 # ruff: noqa: F401 - other modules import these from here
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -108,6 +109,21 @@ def call_composite(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 # ------------------------------------------------------------------ CUDA, collectives, storages
+
+
+@contextmanager
+def stream_without_driver() -> Iterator[None]:
+    """Make CUDA's current raw stream 0 inside `with`, even if torch is built without CUDA."""
+    name = "_cuda_getCurrentRawStream"
+    real = getattr(torch._C, name, None)
+    setattr(torch._C, name, lambda device: 0)
+    try:
+        yield
+    finally:
+        if real is None:
+            delattr(torch._C, name)
+        else:
+            setattr(torch._C, name, real)
 
 
 def cuda_snapshot() -> dict[str, Any]:

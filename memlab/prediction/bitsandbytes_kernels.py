@@ -25,10 +25,14 @@ from typing import Any
 import torch
 
 from memlab.internals.replacing import replaced
-from memlab.internals.torch_internals import DispatchKey, FakeTensor, has_kernel
+from memlab.internals.torch_internals import (
+    DispatchKey,
+    FakeTensor,
+    has_kernel,
+    stream_without_driver,
+)
 
 _CUDA_MODULE = "bitsandbytes.backends.cuda.ops"
-_CURRENT_STREAM = "_cuda_getCurrentRawStream"  # in torch._C, if torch is built with CUDA
 Kernels = dict[str, Callable[..., Any]]  # by the operator's name
 
 
@@ -41,7 +45,7 @@ def is_operator(func: Any) -> bool:
 @contextmanager
 def cuda_kernels() -> Iterator[Kernels]:
     """Yield bitsandbytes' CUDA kernels. Inside `with`, its layers run as on CUDA."""
-    with replaced(_layers_on_cuda()), _stream_without_driver():
+    with replaced(_layers_on_cuda()), stream_without_driver():
         yield _load()
 
 
@@ -127,17 +131,3 @@ def _collect(kernels: Kernels) -> Callable[[str, str], Callable[[Any], Any]]:
         return lambda kernel: kernels.setdefault(name, kernel)
 
     return register
-
-
-@contextmanager
-def _stream_without_driver() -> Iterator[None]:
-    """Make torch's current stream 0 inside `with`, even if torch lacks the function."""
-    real = getattr(torch._C, _CURRENT_STREAM, None)
-    setattr(torch._C, _CURRENT_STREAM, _succeed)
-    try:
-        yield
-    finally:
-        if real is None:
-            delattr(torch._C, _CURRENT_STREAM)
-        else:
-            setattr(torch._C, _CURRENT_STREAM, real)
