@@ -14,9 +14,10 @@ reasons = script("evidence_steps.reasons")
 EXACT = (
     "SmolLM2-135M, eager, fp16, 2 × 512",
     "SmolLM2-135M, sdpa, fp16, 2 × 512",
+    "SmolLM2-135M, sdpa, nf4, 1 × 4096",
 )
 CLOSE = {  # the largest error of reserved memory
-    "SmolLM2-135M, sdpa, nf4, 2 × 512": 0.03,
+    "SmolLM2-135M, sdpa, nf4, 2 × 512": 0.005,
     "distilgpt2, AdamW, batch 30, RTX 3060": 0.005,
     "opt-125m, AdamW, batch 38, RTX 3060": 0.005,
     "gpt-neo-125M, AdamW, batch 25, RTX 3060": 0.005,
@@ -50,8 +51,8 @@ def test_a_measured_training_is_predicted_closely(predicted, name):
     assert abs(predicted[name].reserved_error) <= CLOSE[name]
 
 
-def test_a_four_bit_step_on_a_t4_is_allocated_within_a_thousandth(predicted):
-    assert abs(predicted["SmolLM2-135M, sdpa, nf4, 2 × 512"].allocated_error) < 1e-3
+def test_a_four_bit_step_on_a_t4_is_allocated_within_two_thousandths(predicted):
+    assert abs(predicted["SmolLM2-135M, sdpa, nf4, 2 × 512"].allocated_error) < 2e-3
 
 
 # ------------------------------------------------------------------ summary
