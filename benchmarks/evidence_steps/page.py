@@ -210,7 +210,7 @@ def _range(errors: Sequence[float]) -> dict[str, float]:
 
 def picture(rows: Sequence[EvidenceRow]) -> Any:
     """Draw predicted against measured memory, for memlab and its peers."""
-    figure, axes = plt.subplots(figsize=(7.5, 6))
+    figure, axes = plt.subplots(figsize=(7.5, 6), layout="constrained")
     for peer, marker in zip(PEERS.values(), "^vsD", strict=True):
         points = [
             (row.measurement.reserved_bytes, row.measurement.peers[peer])
@@ -223,7 +223,7 @@ def picture(rows: Sequence[EvidenceRow]) -> Any:
     axes.scatter(*_in_gib(ours), s=18, color="black", zorder=3, label="memlab")
     ends = [1, 16]
     axes.plot(ends, ends, color="grey", linewidth=1, zorder=0)
-    axes.set(xscale="log", yscale="log", xlim=(1, 16), ylim=(0.9, 24))
+    axes.set(xscale="log", yscale="log", xlim=(1, 16), ylim=(0.6, 24))
     ticks = [1, 2, 4, 8, 16]
     axes.set_xticks(ticks, map(str, ticks))
     axes.set_yticks(ticks, map(str, ticks))

@@ -7,6 +7,7 @@ import from there.
 
 import logging
 import multiprocessing
+import os
 import sys
 import time
 import warnings
@@ -69,6 +70,7 @@ def _prepare(packages: str) -> None:
     set_environment()
     warnings.simplefilter("ignore")  # of libraries, about each other's versions
     logging.disable(logging.WARNING)
+    os.environ["TQDM_DISABLE"] = "1"  # transformers shows the loading of weights
 
 
 def predicted(measurement: Measurement) -> EvidenceRow:

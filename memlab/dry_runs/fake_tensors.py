@@ -284,18 +284,7 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             self._zeros[args[1]] = True
         try:
-            with DisableTorchFunction():  # _FunctionMode would slow down every attribute access
-                if func in _STORAGE_ARGUMENT:
-                    with disable_fake_tensor_cache(self._fake_mode):
-                        result = func(*args, **kwargs)
-                else:
-                    kernel = self._fake_kernels.get(func)
-                    if kernel is None:
-                        result = self._results.run(func, args, kwargs)
-                    else:
-                        result = kernel(*args, **kwargs)
-                enlarge(func, args, result)
-                known_values.propagate(func, args, kwargs, result)
+            result = self._fake_result(func, args, kwargs)
         except DataDependentOutputException:
             return self._read(func, args, kwargs)
         except DynamicOutputShapeException as error:
@@ -310,6 +299,19 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
             self._compute_integer(func, args, kwargs, result)
         if self._observer is not None:
             self._observer(func, args, kwargs, result)
+        return result
+
+    def _fake_result(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with DisableTorchFunction():  # _FunctionMode would slow down every attribute access
+            if func in _STORAGE_ARGUMENT:
+                with disable_fake_tensor_cache(self._fake_mode):
+                    result = func(*args, **kwargs)
+            elif kernel := self._fake_kernels.get(func):
+                result = kernel(*args, **kwargs)
+            else:
+                result = self._results.run(func, args, kwargs)
+            enlarge(func, args, result)
+            known_values.propagate(func, args, kwargs, result)
         return result
 
     def _data_dependent_shape(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:

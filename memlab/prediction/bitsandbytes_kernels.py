@@ -29,7 +29,6 @@ from memlab.internals.torch_internals import (
     DispatchKey,
     FakeTensor,
     has_kernel,
-    stream_without_driver,
 )
 
 _CUDA_MODULE = "bitsandbytes.backends.cuda.ops"
@@ -45,7 +44,7 @@ def is_operator(func: Any) -> bool:
 @contextmanager
 def cuda_kernels() -> Iterator[Kernels]:
     """Yield bitsandbytes' CUDA kernels. Inside `with`, its layers run as on CUDA."""
-    with replaced(_layers_on_cuda()), stream_without_driver():
+    with replaced(_layers_on_cuda()):
         yield _load()
 
 

@@ -28,7 +28,12 @@ from memlab.dry_runs.fake_accelerator import StandIn
 from memlab.dry_runs.fake_kernels import KERNELS
 from memlab.dry_runs.fake_tensors import dry_run
 from memlab.internals.replacing import replaced
-from memlab.internals.torch_internals import DisableTorchFunction, foreach_utils, in_backward
+from memlab.internals.torch_internals import (
+    DisableTorchFunction,
+    foreach_utils,
+    in_backward,
+    stream_without_driver,
+)
 from memlab.metering.casts import Casts
 from memlab.metering.cuda import GRANULARITY
 from memlab.metering.cycles import no_cycle_collection
@@ -172,6 +177,7 @@ class _CudaDryRun(dry_run):
             stack.enter_context(StandIn.use(CUDA))
             stack.enter_context(self)
             stack.enter_context(fake_gpu(self.target))
+            stack.enter_context(stream_without_driver())  # bitsandbytes reads it at its import
             stack.enter_context(replaced(reported_devices.replacements()))
             stack.enter_context(replaced(dict.fromkeys(_EMPTY_CACHE, self._with_empty_cache)))
             stack.enter_context(self.substitutes.installed())
