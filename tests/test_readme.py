@@ -250,3 +250,9 @@ def test_a_command_that_fails_is_noticed_with_what_it_printed(tmp_path):
 def test_a_make_target_that_is_not_there_is_noticed(copy_of_the_repository):
     with pytest.raises(AssertionError, match="No rule to make target"):
         run(["make", "-n", "no-such-target"], copy_of_the_repository)
+
+
+def test_the_readme_shows_the_table_of_the_evidence_page():
+    page = (ROOT / "EVIDENCE.md").read_text(encoding="utf-8")
+    [table] = re.findall(r"^\| model \|.*?(?=\n\n)", page, re.M | re.S)
+    assert table in README

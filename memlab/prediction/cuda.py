@@ -100,7 +100,9 @@ def predict(
     """Predict the memory of the last of `steps` steps on CUDA, without CUDA.
 
     build    returns (step, model, optimizer); model and optimizer may be None. It may use
-             device="cuda" as on a machine with CUDA
+             device="cuda" as on a machine with CUDA. What it allocates and frees, such as copies
+             while loading, shapes the reserved memory; keep in the step what your loop keeps
+             (outputs, loss, the last batch)
     device   the GPU: "cuda" (scripts see an A100 with 80 GB), "cuda:hopper" (an H100), a GPU's name
              ("cuda:t4", "cuda:rtx3060") or an architecture ("cuda:sm_86"); all in targets.py
     kernels  the kernels to assume; `Kernels()` are torch's defaults
@@ -200,7 +202,7 @@ class _CudaDryRun(dry_run):
         if func in _COPIES and _names_cuda(*args[1:], *kwargs.values()):
             result.fake_device = CUDA  # torch keeps a small literal's copy as a CPU constant
             result.constant = None
-        if func in _MATMULS or _is_grouped_cublas_matmul(func, args):
+        if func in _MATMULS or _is_grouped_cublas_matmul(func, args, self.target):
             self._use_workspace("cuBLAS", self.target.workspace_bytes)
         if _uses_cublaslt(func, args):
             self._use_workspace("cuBLASLt", self.target.lt_workspace_bytes)
@@ -298,9 +300,11 @@ class _CudaDryRun(dry_run):
         }
 
 
-def _is_grouped_cublas_matmul(func: Any, args: Any) -> bool:
-    """Return whether a grouped matmul runs as one matmul per group; bfloat16 has its own kernel."""
-    return func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16
+def _is_grouped_cublas_matmul(func: Any, args: Any, target: Target) -> bool:
+    """Return whether a grouped matmul runs as one matmul per group (GroupedBlas.cpp)."""
+    if func is not aten._grouped_mm.default:
+        return False
+    return args[0].dtype != torch.bfloat16 or target.capability[0] not in (9, 10)
 
 
 def _uses_cublaslt(func: Any, args: Any) -> bool:

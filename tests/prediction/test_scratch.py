@@ -9,7 +9,7 @@ from memlab.configs.targets import target_named
 from memlab.prediction import attention_backward, cub
 from memlab.prediction.reductions import reduction_bytes
 
-from traces import predicted  # isort: skip
+from traces import WORKSPACE, predicted  # isort: skip
 
 HOPPER = 132  # multiprocessors
 A100, H100 = target_named("cuda"), target_named("cuda:hopper")
@@ -467,3 +467,9 @@ def test_a_grouped_matmul_has_arguments_for_each_group_and_tensor_maps():
         pointers + strides + shapes,
         5 * 128 * HOPPER,
     ]
+
+
+@pytest.mark.parametrize(("device", "workspaces"), [("cuda", [WORKSPACE]), ("cuda:hopper", [])])
+def test_a_grouped_matmul_runs_group_by_group_where_it_has_no_kernel(device, workspaces):
+    events = predicted(grouped_matmul, device=device).events
+    assert [e.bytes for e in events if e.bytes == WORKSPACE] == workspaces
