@@ -6,6 +6,8 @@ moment of an operator, after it has allocated its results. Sources are in torch'
     operator                      source                         buffers
     sum, mean, norm, max, argmax  native/cuda/Reduce.cuh         partial results, counters
     softmax, log_softmax          native/cuda/SoftMax.cu         gradient × output, copies
+    LayerNorm, RMSNorm, backward  native/cuda/                   partial sums, above 65,536 rows
+                                  layer_norm_kernel.cu           that are narrow
     attention in backward         native/transformers/cuda/      row sums, float32 gradients
                                   attention_backward.cu
     sort, argsort                 native/cuda/SortStable.cu      indices, copies, CUB's storage
@@ -27,7 +29,8 @@ and output into a temporary of their size; log_softmax's does not. Both copy non
 scratch for contiguous tensors. Not counted: tens of KiB of `nonzero`; `unique` and `multinomial`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -35,9 +38,10 @@ import torch
 from memlab.configs.targets import Target
 from memlab.internals.torch_internals import compute_elementwise_output_strides
 from memlab.prediction import attention_backward, indexing, sorting
-from memlab.prediction.reductions import REDUCTIONS, reduction_scratch
+from memlab.prediction.reductions import REDUCTIONS, reduction_bytes, reduction_scratch
 
 aten = torch.ops.aten
+_WARP = 32
 
 
 def scratch_bytes(
@@ -87,6 +91,33 @@ _SOFTMAXES = {  # operator: number of tensors it reads
 }
 
 
+# ------------------------------------------------------------------ norms
+
+_MANY_ROWS, _ROWS_PER_BLOCK, _MAX_BLOCKS = 64 * 1024, 32, 32 * 1024
+
+
+def _norm_backward_scratch(
+    x: torch.Tensor, normalized_shape: Sequence[int], gradients: Sequence[Any], target: Target
+) -> tuple[int, ...]:
+    """Return the partial sums of the weight's and the bias's gradient, and of their reduction.
+
+    `gradients` are those of weight and bias, None if they are not computed. Only many short rows
+    are split among blocks.
+    """
+    N = prod(normalized_shape)
+    M = x.numel() // N if N else 0
+    if M <= _MANY_ROWS or target.multiprocessors // 2 <= N // _WARP:
+        return ()
+    blocks = min(_MAX_BLOCKS // -(-N // _WARP), -(-M // _ROWS_PER_BLOCK))
+    sizes = [blocks * N * g.element_size() for g in gradients if isinstance(g, torch.Tensor)]
+    reduction = reduction_bytes(
+        *((blocks, N), (N, 1), [0], 4),
+        multiprocessors=target.multiprocessors,
+        threads_per_multiprocessor=target.gpu.threads_per_multiprocessor,
+    )
+    return (*sizes, *reduction) if sizes else ()
+
+
 # ------------------------------------------------------------------ grouped matmuls
 
 _TENSOR_MAP_BYTES = 128
@@ -132,6 +163,12 @@ _KERNELS: dict[Any, _Kernel] = {
     ),
     aten._scaled_dot_product_cudnn_attention_backward.default: (
         lambda a, result, target: attention_backward.cudnn_scratch(a[1])
+    ),
+    aten.native_layer_norm_backward.default: (
+        lambda a, result, target: _norm_backward_scratch(a[1], a[2], result[1:], target)
+    ),
+    aten._fused_rms_norm_backward.default: (
+        lambda a, result, target: _norm_backward_scratch(a[1], a[2], result[1:], target)
     ),
     aten.sort.default: lambda a, result, target: sorting.sort_scratch(a[0], a[1], target),
     aten.sort.stable: lambda a, result, target: sorting.sort_scratch(a[0], a[2], target),

@@ -46,7 +46,7 @@ def test_recipes_show_what_they_need_and_the_smallest_miss_shows_what_it_lacks(
 ):
     outcome = memlab_command("plan", "--model", "llama-2-7b", "--memory", "24GB", "--full")
     assert outcome.status == 0
-    assert "21.75 GiB for PyTorch after the CUDA context" in outcome.out
+    assert "21.64 GiB for PyTorch after the CUDA context and a margin of\n" in outcome.out
     assert "bfloat16 lion8bit, checkpointing, step in backward" in outcome.out
     assert "does not fit: it lacks" in " ".join(outcome.out.split())
     numbers = json.loads((tmp_path / "work" / "plan.json").read_text())
@@ -76,7 +76,7 @@ def test_if_nothing_fits_the_status_is_one_and_the_output_suggests_changes(quick
 
 def test_a_gpu_has_less_memory_than_advertised(quick, memlab_command):
     outcome = memlab_command("plan", "--model", "1b", "--gpu", "RTX 4090", "--lora")
-    assert "rtx4090: 23.52 GiB, 22.92 GiB for PyTorch after the CUDA context" in outcome.out
+    assert "rtx4090: 23.52 GiB, 22.80 GiB for PyTorch after the CUDA context" in outcome.out
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_the_time_of_a_technique_is_estimated_for_a_gpu(memlab_command, tmp_path
     (tmp_path / "own.py").write_text(SCRIPT)
     outcome = memlab_command("plan", "--script", "own.py:build", "--gpu", "rtx4090")
     assert "time" not in outcome.out.split()  # it fits, so there is nothing to compare
-    outcome = memlab_command("plan", "--script", "own.py:build", "--memory", "1500MiB")
+    outcome = memlab_command("plan", "--script", "own.py:build", "--memory", "1510MiB")
     plain, checkpointing = (line.split() for line in outcome.out.splitlines() if "×" in line)
     assert plain[-2:] == ["1.00", "×"]
     assert 1.1 < float(checkpointing[-2]) < 1.4  # recomputes one of two matmuls of each layer

@@ -473,3 +473,32 @@ def test_a_grouped_matmul_has_arguments_for_each_group_and_tensor_maps():
 def test_a_grouped_matmul_runs_group_by_group_where_it_has_no_kernel(device, workspaces):
     events = predicted(grouped_matmul, device=device).events
     assert [e.bytes for e in events if e.bytes == WORKSPACE] == workspaces
+
+
+# ------------------------------------------------------------------ norms
+
+
+def layer_norm(rows, width, norm=F.layer_norm):
+    def step(device):
+        x = torch.zeros(rows, width, device=device)
+        weight = torch.ones(width, device=device, requires_grad=True)
+        norm(x, (width,), weight).sum().backward()
+
+    return step
+
+
+def test_a_norm_of_many_short_rows_sums_its_weights_gradient_in_two_passes():
+    got = scratch("layer_norm_backward", layer_norm(2**17, 64))
+    blocks = 2**17 // 32
+    assert got[0] == blocks * 64 * 4
+    assert tuple(got[1:]) == reduction_bytes((blocks, 64), (64, 1), [0], 4)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(2**16, 64), (2**17, 32 * 54)])
+def test_a_norm_of_few_or_long_rows_has_no_scratch(rows, width):
+    assert scratch("layer_norm_backward", layer_norm(rows, width)) == []
+
+
+def test_rms_norm_has_the_partial_sums_of_its_weight():
+    got = scratch("rms_norm_backward", layer_norm(2**17, 64, F.rms_norm))
+    assert got[0] == 2**17 // 32 * 64 * 4

@@ -1,0 +1,48 @@
+"""Tests of memlab/configs/evidence.py: the errors that predictions report."""
+
+import json
+
+import pytest
+
+from memlab.configs import evidence
+from memlab.configs.evidence import KINDS, ErrorRange, accuracy, errors, margin_share
+
+
+def write(folder, monkeypatch, lowest):
+    of = {"rows": 3, "lowest": lowest, "highest": 0.004}
+    kinds = {"transformers": {"allocated": {**of, "lowest": 0, "highest": 0}, "reserved": of}}
+    path = folder / "evidence.json"
+    path.write_text(json.dumps({"kinds": kinds, "kernels": []}))
+    monkeypatch.setattr(evidence, "_FILE", path)
+    evidence._written.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    yield
+    evidence._written.cache_clear()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_step_has_measured_rows(kind):
+    assert errors(kind)["reserved"].rows > 10
+
+
+def test_the_unquantized_lora_steps_are_allocated_exactly():
+    assert errors("transformers")["allocated"] == ErrorRange(14, 0, 0)
+
+
+def test_the_accuracy_is_one_sentence(tmp_path, monkeypatch):
+    write(tmp_path, monkeypatch, -0.0031)
+    assert accuracy("transformers") == (
+        "error of predictions on GPUs, transformers: allocated exact in all 3, "
+        "reserved -0.31% to +0.40% (3); see EVIDENCE.md"
+    )
+
+
+@pytest.mark.parametrize(("lowest", "share"), [(-0.0031, 0.004), (-0.003, 0.003), (0, 0)])
+def test_the_margin_covers_the_largest_need_above_a_prediction(
+    lowest, share, tmp_path, monkeypatch
+):
+    write(tmp_path, monkeypatch, lowest)
+    assert margin_share() == share
