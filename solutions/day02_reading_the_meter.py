@@ -121,11 +121,13 @@ print(
 # %% [markdown]
 # "Measured" says too much here: no GPU ran. The tensors are *predicted*, and torch's allocator is
 # *simulated*. The gap in your guess is made of free blocks: memory that a tensor gave back stays
-# with torch. Here they are, at the moment when most is reserved.
+# with torch. Here they are, when torch asks for its last large segment.
 
 # %%
-free = [p.bytes for s in blocks.at_peak for p in s.pieces if p.state == "free"]
-asked = trace.events[blocks.peak_position - 1]
+growth = [after - before for before, after in pairwise((0, *blocks.reserved))]
+asked_at = max(position for position, size in enumerate(growth) if size > 100 * MIB)
+just_before, asked = blocks.segments(asked_at), trace.events[asked_at]
+free = [p.bytes for s in just_before for p in s.pieces if p.state == "free"]
 print(f"{format_bytes(sum(free))} are free, in {len(free)} pieces: the largest has ", end="")
 print(format_bytes(max(free)))
 print(f"asked for, by {asked.operator} in {asked.phase}: {format_bytes(asked.bytes)}")
@@ -134,7 +136,8 @@ for note in trace.notes:
 
 # %% [markdown]
 # So 2.6 GiB were free, and no piece of it was large enough: that is **fragmentation**. The notes
-# are the prediction's own: what it assumed, and what no GPU has confirmed yet.
+# are the prediction's own: what it assumed, what no GPU has confirmed
+# yet, and how far the predictions of measured steps were off.
 
 # %% [markdown]
 # ## Build, rule 1: two sizes
@@ -929,13 +932,13 @@ verdict(
 # length, and with expandable segments.
 
 # %%
-small = [segment for segment in blocks.at_peak if segment.pool == "small"]
+small = [segment for segment in just_before if segment.pool == "small"]
 in_small = sum(p.bytes for segment in small for p in segment.pieces if p.state == "free")
 verdict(
     "7c",
     in_small / sum(free) > 0.5,
-    f"of {format_bytes(sum(free))} that lie free when most is reserved, {format_bytes(in_small)} "
-    f"are in the segments of small allocations (of up to 1 MiB)",
+    f"of {format_bytes(sum(free))} that lie free before the last large segment, "
+    f"{format_bytes(in_small)} are in the segments of small allocations (of up to 1 MiB)",
     otherwise="large allocations of many sizes fragment; small ones have segments of their own",
 )
 
