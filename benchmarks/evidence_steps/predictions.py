@@ -70,7 +70,7 @@ def _prepare(packages: str) -> None:
     set_environment()
     warnings.simplefilter("ignore")  # of libraries, about each other's versions
     logging.disable(logging.WARNING)
-    os.environ["TQDM_DISABLE"] = "1"  # transformers shows the loading of weights
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # transformers shows how it loads weights
 
 
 def predicted(measurement: Measurement) -> EvidenceRow:
