@@ -6,9 +6,9 @@ _TOLERANCE = 0.005  # of the measurement: the device's figure itself is no bette
 _DEPTHWISE = ("MnasNet", "MobileNetV2")
 REASONS = {
     "LoRA": "repeats of this measurement differ by up to 20 MiB",
-    "QLoRA": "loading left other gaps; repeats of this measurement differ by up to 20 MiB",
-    "transformer": "NVML also counts the kernels that CUDA loads during the run",
-    "CNN": "cuDNN chooses kernels, and NVML's first sample is inferred",
+    "QLoRA": "loading left other gaps; repeats differ by 8 MiB allocated and 20 MiB reserved",
+    "transformer": "NVML samples every few milliseconds, and counts the kernels that CUDA loads",
+    "CNN": "cuDNN's workspaces decide how freed blocks are used again",
 }
 
 
@@ -29,5 +29,5 @@ def _too_low(row: EvidenceRow) -> str:
         return "torch 2.3's cuDNN chooses other kernels"
     if row.measurement.model in _DEPTHWISE:
         most = f"{(row.reserved_most_bytes or 0) / 2**20:,.0f}"
-        return f"small batches of depthwise convolutions need more; upper bound {most} MiB"
+        return f"larger workspaces for depthwise convolutions; upper bound {most} MiB"
     return REASONS["CNN"]

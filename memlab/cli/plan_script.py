@@ -134,8 +134,9 @@ def _announce_stage(announce: Announce, name: str, stage: str) -> None:
 
 
 def needed(trace: Trace) -> int:
-    """Return the memory that the device must have: reserved bytes if there is an allocator."""
-    return trace.reserved_bytes or trace.allocated_bytes
+    """Return the memory that the device must have: reserved bytes if there is an allocator, and
+    their upper bound if there are convolutions."""
+    return trace.memory.reserved_most_bytes or trace.reserved_bytes or trace.allocated_bytes
 
 
 def _show(
@@ -145,7 +146,8 @@ def _show(
     budget: int,
     found: ScriptSearch,
 ) -> None:
-    terminal.echo(f"{script}: its second step, predicted for {target} without running anything")
+    how = f"its second step, predicted for {target} without running anything"
+    terminal.echo(paragraph(f"{script}: {how}"))
     if found.rows[0].trace is not None:
         for note in assumed(found.rows[0].trace):
             terminal.echo(note)

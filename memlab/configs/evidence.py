@@ -26,7 +26,10 @@ class ErrorRange:
     def __str__(self) -> str:
         if self.lowest == self.highest == 0:
             return f"exact in all {self.rows}"
-        return f"{self.lowest:+.2%} to {self.highest:+.2%} ({self.rows})"
+        return (
+            f"predicted up to {-self.lowest:.2%} too low and {self.highest:.2%} too high "
+            f"({self.rows})"
+        )
 
 
 @cache
@@ -45,9 +48,9 @@ def confirmed_kernels() -> frozenset[str]:
 
 
 def accuracy(kind: str) -> str:
-    """Return one sentence about the predictions of a kind of step."""
+    """Return one sentence about the measured steps of a kind."""
     figures = ", ".join(f"{figure} {of}" for figure, of in errors(kind).items())
-    return f"error of predictions on GPUs, {kind}: {figures}; see EVIDENCE.md"
+    return f"steps measured on GPUs, {kind}: {figures}; see EVIDENCE.md"
 
 
 def margin_share() -> float:

@@ -174,6 +174,8 @@ def target_named(name: str) -> Target:
 def find_target(name: str) -> Target | None:
     """Return the target by any of its spellings; None if the name is unknown."""
     prefix, colon, rest = name.partition(":")
+    if prefix == "cuda" and re.fullmatch(r"\d", rest):  # the index of a device
+        return TARGETS["cuda"]
     if name in TARGETS or (prefix, colon) != ("cuda", ":"):
         return TARGETS.get(name)
     if digits := re.fullmatch(r"sm_?(\d+)(\d)[af]?|(\d+)\.(\d)", rest):

@@ -2,30 +2,33 @@
 
 from collections.abc import Collection
 
-from memlab.configs.evidence import accuracy, confirmed_kernels
+from memlab.configs.evidence import KINDS, accuracy, confirmed_kernels
 from memlab.trace import Trace
 
-NO_EVIDENCE = "no step of this kind ({}) has been measured on a GPU yet"
-_KINDS = {
-    "bitsandbytes": "4-bit weights",
-    "_rnn": "recurrent layers",
-    "convolution": "convolutions",
+_KINDS = {  # by parts of operators' names
+    "recurrent layers": ("_rnn",),
+    "convolutions": ("convolution",),
+    "transformers": ("attention", "aten._softmax", "aten.embedding"),
 }
 
 
-def kind_of(trace: Trace) -> str:
+def kind_of(trace: Trace, has_four_bits: bool) -> str:
     """Return the kind of step, by its operators."""
+    if has_four_bits:
+        return "4-bit weights"
     operators = {event.operator for event in (*trace.history, *trace.events)}
-    for part, kind in _KINDS.items():
-        if any(part in operator for operator in operators):
+    for kind, parts in _KINDS.items():
+        if any(part in operator for part in parts for operator in operators):
             return kind
-    return "transformers"
+    return "neither attention nor convolutions"
 
 
-def accuracy_note(trace: Trace) -> str:
+def accuracy_note(trace: Trace, has_four_bits: bool) -> str:
     """Return how far predictions of such steps were from GPU measurements."""
-    kind = kind_of(trace)
-    return NO_EVIDENCE.format(kind) if kind == "recurrent layers" else accuracy(kind)
+    kind = kind_of(trace, has_four_bits)
+    if kind in KINDS:
+        return accuracy(kind)
+    return f"no step of this kind ({kind}) has been measured on a GPU yet"
 
 
 def unconfirmed_note(kernels: Collection[str]) -> list[str]:

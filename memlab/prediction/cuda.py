@@ -91,7 +91,7 @@ _AMD_NOTE = "never compared with an AMD GPU: apart from workspaces, CUDA's kerne
 def predict(
     build: Build,
     *,
-    device: str = "cuda",
+    device: str | torch.device = "cuda",
     kernels: Kernels = DEFAULT,
     steps: int = 2,
     lines: bool = False,
@@ -116,7 +116,7 @@ def predict(
     support.
     """
     _check(build, kernels, steps)
-    prediction = _CudaDryRun(kernels, target_named(device), assume=assume)
+    prediction = _CudaDryRun(kernels, target_named(str(device)), assume=assume)
     with prediction.policy():
         history = _PredictionMeter(prediction)
         with history:
@@ -255,7 +255,11 @@ class _CudaDryRun(dry_run):
             )
             blocks = simulate(trace)
             memory = DeviceMemory(blocks.allocated_bytes, blocks.reserved_bytes)
-            trace = replace(trace, memory=memory, notes=(*trace.notes, accuracy_note(trace)))
+            trace = replace(
+                trace,
+                memory=memory,
+                notes=(*trace.notes, accuracy_note(trace, self._bitsandbytes is not None)),
+            )
             return self._with_range(trace)
 
     def _with_range(self, trace: Trace) -> Trace:
@@ -270,7 +274,7 @@ class _CudaDryRun(dry_run):
         most = max(largest.reserved_bytes, trace.memory.reserved_peak_bytes or 0)
         note = convolutions.range_note(trace.memory.reserved_peak_bytes or 0, most)
         memory = replace(trace.memory, reserved_most_bytes=most)
-        return replace(trace, memory=memory, notes=(*trace.notes, note))
+        return replace(trace, memory=memory, notes=(*trace.notes, *note))
 
     def _notes(self, meter: "_PredictionMeter") -> tuple[str, ...]:
         kernels = self.substitutes.used | self._optimizer_kernels(meter)
@@ -280,6 +284,7 @@ class _CudaDryRun(dry_run):
         return (
             f"predicted for {self.target.name} with these kernels: {self.kernels}",
             *([_AMD_NOTE] if self.target.gpu.is_amd else []),
+            *([f"kernels chosen on this GPU: {', '.join(sorted(kernels))}"] * bool(kernels)),
             *unconfirmed_note(kernels),
             *(
                 f"not counted: the scratch memory of {kind}; the real peak can be higher"

@@ -35,8 +35,8 @@ def test_the_unquantized_lora_steps_are_allocated_exactly():
 def test_the_accuracy_is_one_sentence(tmp_path, monkeypatch):
     write(tmp_path, monkeypatch, -0.0031)
     assert accuracy("transformers") == (
-        "error of predictions on GPUs, transformers: allocated exact in all 3, "
-        "reserved -0.31% to +0.40% (3); see EVIDENCE.md"
+        "steps measured on GPUs, transformers: allocated exact in all 3, reserved predicted up to "
+        "0.31% too low and 0.40% too high (3); see EVIDENCE.md"
     )
 
 

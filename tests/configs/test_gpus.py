@@ -77,7 +77,6 @@ def test_a_target_is_found_by_any_spelling(name, device):
     [
         ("cuda:rtx3061", "did you mean cuda:rtx3060? Use "),
         ("t4", "did you mean cuda:t4? Use "),
-        ("cuda:0", "did you mean cuda? Use "),
         ("hopper", "did you mean cuda:hopper? Use "),
         ("cuda:turing", "use "),
         ("cuda:sm_87", "use "),

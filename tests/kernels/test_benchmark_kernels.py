@@ -1,4 +1,4 @@
-"""benchmarks/kernels.py reports compiled kernels and problems, and the GPU section races them."""
+"""benchmarks/compiled_kernels.py reports compiled kernels and problems; the GPU races them."""
 
 import json
 import os
@@ -10,9 +10,9 @@ import pytest
 from quick import slow
 from scripts import script as part
 
-kernels = part("kernels")
+kernels = part("compiled_kernels")
 gpu, jobs, kernel_jobs = part("gpu"), part("gpu_sections.jobs"), part("gpu_sections.kernel_jobs")
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernels.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "compiled_kernels.py"
 FEW = ("Adam8bit, float32", "encode 8 bits", "loss in chunks")
 
 

@@ -6,6 +6,7 @@ from torch import nn
 
 import memlab
 from memlab.allocator import simulate
+from memlab.configs.evidence import accuracy
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 IN, OUT = 1024, 2048
@@ -182,3 +183,7 @@ def test_lora_on_weights_that_the_loader_quantizes_has_their_bytes(dtype, quanti
     stored = sum(e.bytes for e in weights if e.dtype == dtype)
     assert stored == 2 * WEIGHTS // (1 if dtype == "int8" else 2)
     assert trace.at_peak["gradients"] == 2 * 4 * 8 * (256 + 256)  # of the factors, in float32
+
+
+def test_a_four_bit_step_reports_the_errors_of_measured_four_bit_steps():
+    assert accuracy("4-bit weights") in four_bits(8).notes

@@ -522,7 +522,12 @@ def test_a_note_names_kernels_that_no_measured_step_used(monkeypatch):
 
 
 def test_a_note_has_the_errors_of_measured_steps_of_its_kind():
-    assert evidence.accuracy("transformers") in memlab.predict(linear_training()).notes
+    def embedding(device):
+        F.embedding(
+            torch.zeros(2, dtype=torch.int64, device=device), torch.zeros(8, 8, device=device)
+        )
+
+    assert evidence.accuracy("transformers") in predicted(embedding).notes
 
     def convolution(device):
         return F.conv2d(*(torch.zeros(1, 1, 8, 8, device=device) for _ in range(2)))
@@ -530,12 +535,21 @@ def test_a_note_has_the_errors_of_measured_steps_of_its_kind():
     assert evidence.accuracy("convolutions") in predicted(convolution).notes
 
 
-def test_a_note_says_that_no_recurrent_layer_was_measured():
-    def step(device):
+def test_a_note_says_that_no_step_of_a_kind_was_measured():
+    def recurrent(device):
         nn.LSTM(8, 8).to(device)(torch.zeros(2, 2, 8, device=device))
 
-    note = "no step of this kind (recurrent layers) has been measured on a GPU yet"
-    assert note in predicted(step).notes
+    note = "no step of this kind ({}) has been measured on a GPU yet"
+    assert note.format("recurrent layers") in predicted(recurrent).notes
+    linear = memlab.predict(linear_training())
+    assert note.format("neither attention nor convolutions") in linear.notes
+
+
+def test_a_device_can_be_a_torch_device_with_an_index():
+    for device in (torch.device("cuda"), torch.device("cuda:0"), "cuda:0"):
+        assert memlab.predict(linear_training(), device=device).memory == (
+            memlab.predict(linear_training()).memory
+        )
 
 
 def test_a_note_mentions_gradients_from_other_threads():

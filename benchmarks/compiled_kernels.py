@@ -1,7 +1,7 @@
 """Compile memlab's Triton kernels for several GPUs, without needing one.
 
-    python benchmarks/kernels.py                             all kernels, in about a minute
-    python benchmarks/kernels.py --gpu 8.9 --case "8 bits"   one kernel and GPU; writes nothing
+    python benchmarks/compiled_kernels.py                       all kernels, in about a minute
+    python benchmarks/compiled_kernels.py --gpu 8.9 --case "8 bits"   one of each; writes nothing
 
 Shows the registers per thread, spilled bytes (the goal is 0) and shared memory per program, for
 each kernel and compute capability. To time the kernels on a GPU, run
