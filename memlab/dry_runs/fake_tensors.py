@@ -548,8 +548,9 @@ def _apply_by_data(module: torch.nn.Module, fn: Callable[..., Any], recurse: boo
             continue
         if not isinstance(parameter, FakeTensor):
             raise ValueError(
-                f"got a {type(module).__name__} built outside the dry run; converting it here "
-                f"would change the real module; build it inside the dry run, or convert it before"
+                f"got {type(module).__name__} with real weights, loaded from a file or built "
+                f"outside the dry run; converting it here would change the real module; build it "
+                f"inside the dry run, from its config if it is pretrained, or convert it before"
             )
         converted = fn(parameter)
         if not has_compatible_shallow_copy_type(parameter, converted):
