@@ -35,7 +35,14 @@ def predicted():
     wanted = {*EXACT, *CLOSE}
     by_name = {m.name: m for m in measurements.measurements() if m.name in wanted}
     assert by_name.keys() == wanted
-    return {row.measurement.name: row for row in predictions.predictions(list(by_name.values()))}
+    missing = predictions.missing_packages(list(by_name.values()))
+    possible = [m for m in by_name.values() if m.packages not in missing]
+    return {row.measurement.name: row for row in predictions.predictions(possible)}
+
+
+def row_of(predicted, name):
+    """The row, if `make evidence` or `make test` has installed the versions that it needs."""
+    return predicted[name] if name in predicted else pytest.skip("run make evidence first")
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -48,7 +55,7 @@ def test_a_lora_step_on_a_t4_is_predicted_to_the_byte(predicted, name):
 
 @pytest.mark.parametrize("name", CLOSE)
 def test_a_measured_training_is_predicted_closely(predicted, name):
-    assert abs(predicted[name].reserved_error) <= CLOSE[name]
+    assert abs(row_of(predicted, name).reserved_error) <= CLOSE[name]
 
 
 def test_a_four_bit_step_on_a_t4_is_allocated_within_two_thousandths(predicted):

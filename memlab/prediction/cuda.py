@@ -20,7 +20,6 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch.optim import optimizer as torch_optimizer
 
 from memlab.allocator import simulate
 from memlab.configs.targets import DEFAULT, Kernels, Target, target_named
@@ -29,12 +28,9 @@ from memlab.dry_runs.fake_kernels import KERNELS
 from memlab.dry_runs.fake_tensors import dry_run
 from memlab.internals.replacing import replaced
 from memlab.internals.torch_internals import (
-    DisableTorchFunction,
-    foreach_utils,
     in_backward,
     stream_without_driver,
 )
-from memlab.metering.casts import Casts
 from memlab.metering.cuda import GRANULARITY
 from memlab.metering.cycles import no_cycle_collection
 from memlab.metering.device_stats import DeviceStats
@@ -45,7 +41,6 @@ from memlab.metering.registry import REGISTRY
 from memlab.metering.storages import (
     THREADS_NOTE,
     Change,
-    StorageMeter,
     is_composite,
 )
 from memlab.prediction import (
@@ -57,14 +52,12 @@ from memlab.prediction import (
 from memlab.prediction.accuracy import accuracy_note, unconfirmed_note
 from memlab.prediction.autocast_lists import cuda_autocast, forget_casts
 from memlab.prediction.fake_gpu import fake_gpu
-from memlab.prediction.scratch import scratch_bytes
+from memlab.prediction.meter import CUDA, PredictionMeter, buffer
+from memlab.prediction.optimizers import optimizer_defaults
 from memlab.prediction.substitutes import Substitutes
-from memlab.trace import EMPTY_CACHE, DeviceMemory, Trace
+from memlab.trace import DeviceMemory, Trace
 
 aten = torch.ops.aten
-
-# Fake tensors treat this device as different from "cpu"; the dispatcher treats both as the CPU.
-CUDA = torch.device("cpu", 0)
 
 _MATMULS = frozenset(
     {
@@ -118,13 +111,13 @@ def predict(
     _check(build, kernels, steps)
     prediction = _CudaDryRun(kernels, target_named(str(device)), assume=assume)
     with prediction.policy():
-        history = _PredictionMeter(prediction)
+        history = PredictionMeter(prediction)
         with history:
             step, model, optimizer = _build(build)
             for _ in range(steps - 1):
                 step()
         history.set_subject(step if model is None else model)
-        meter = _PredictionMeter(prediction, model, optimizer, step=step, lines=lines)
+        meter = PredictionMeter(prediction, model, optimizer, step=step, lines=lines)
         with meter:
             step()
         return prediction.trace(history, meter, optimizer)
@@ -165,7 +158,7 @@ class _CudaDryRun(dry_run):
         self.substitutes = Substitutes(kernels, target)
         self.workspaces: dict[tuple[str, bool], torch.Tensor] = {}  # by library; True: backward
         self.unknown_scratch: set[str] = set()
-        self.meter: _PredictionMeter | None = None  # the active one
+        self.meter: PredictionMeter | None = None  # the active one
         self._bitsandbytes: bitsandbytes_kernels.Kernels | None = None
         self._emptied: list[torch.Tensor] = []  # of no bytes, one for each `empty_cache()`
         self.largest_workspaces: dict[int, int] = {}  # of convolutions (convolutions.with_largest)
@@ -186,7 +179,7 @@ class _CudaDryRun(dry_run):
             if self.kernels.autocast == "cuda":
                 stack.enter_context(cuda_autocast())
                 stack.enter_context(replaced({(torch, "clear_autocast_cache"): forget_casts}))
-            stack.enter_context(_optimizer_defaults(self.kernels.optimizer))
+            stack.enter_context(optimizer_defaults(self.kernels.optimizer))
             yield
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -216,7 +209,7 @@ class _CudaDryRun(dry_run):
         """Allocate the library's workspace at its first use in this thread."""
         key = library, in_backward()
         if key not in self.workspaces:
-            self.workspaces[key] = _buffer(size)
+            self.workspaces[key] = buffer(size)
 
     def bitsandbytes(self) -> bitsandbytes_kernels.Kernels:
         """Return bitsandbytes' CUDA kernels. From the first call on, its layers run as on CUDA."""
@@ -229,16 +222,14 @@ class _CudaDryRun(dry_run):
 
         def empty_cache() -> None:
             if self.meter is not None:
-                self._emptied.append(_buffer(0))
+                self._emptied.append(buffer(0))
                 self.meter.note_empty_cache(self._emptied[-1])
 
         return empty_cache
 
     # -------------------------------------------------------------- the result
 
-    def trace(
-        self, history: "_PredictionMeter", meter: "_PredictionMeter", optimizer: Any
-    ) -> Trace:
+    def trace(self, history: "PredictionMeter", meter: "PredictionMeter", optimizer: Any) -> Trace:
         with no_cycle_collection():
             before, during = list(history.changes()), list(meter.changes())
             names_cuda = any(map(_is_on_cuda, (*before, *during)))
@@ -276,7 +267,7 @@ class _CudaDryRun(dry_run):
         memory = replace(trace.memory, reserved_most_bytes=most)
         return replace(trace, memory=memory, notes=(*trace.notes, *note))
 
-    def _notes(self, meter: "_PredictionMeter") -> tuple[str, ...]:
+    def _notes(self, meter: "PredictionMeter") -> tuple[str, ...]:
         kernels = self.substitutes.used | self._optimizer_kernels(meter)
         unknown = set(self.unknown_scratch)
         if meter.context.has_recurrent_layer:
@@ -296,7 +287,7 @@ class _CudaDryRun(dry_run):
             *self.notes(),
         )
 
-    def _optimizer_kernels(self, meter: "_PredictionMeter") -> set[str]:
+    def _optimizer_kernels(self, meter: "PredictionMeter") -> set[str]:
         kinds = {type(optimizer) for optimizer in meter.context.optimizers}
         choice = self.kernels.optimizer
         how = "all weights at once" if choice in ("auto", "foreach") else f"by {choice}"
@@ -322,102 +313,6 @@ def _uses_cublaslt(func: Any, args: Any) -> bool:
 
 def _names_cuda(*arguments: Any) -> bool:
     return any(isinstance(argument, torch.device) and argument == CUDA for argument in arguments)
-
-
-def _device(result: Any) -> torch.device:
-    """Return the device on which an operator ran: CPU operators of a script also pass by."""
-    tensors = result if isinstance(result, (tuple, list)) else (result,)
-    return next((x.device for x in tensors if isinstance(x, torch.Tensor)), CUDA)
-
-
-def _buffer(count: int, device: torch.device = CUDA) -> torch.Tensor:
-    with DisableTorchFunction():
-        return torch.empty(count, dtype=torch.uint8, device=device)
-
-
-class _PredictionMeter(StorageMeter):
-    """Meter a prediction, with CUDA's decompositions and workspaces."""
-
-    def __init__(self, prediction: _CudaDryRun, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._prediction = prediction
-        self._in_kernel = False  # inside a CUDA kernel of bitsandbytes
-        self._casts = Casts(cpu_list=prediction.kernels.autocast)
-
-    def set_subject(self, subject: Any) -> None:
-        """Set the metered subject, so that a later meter of it counts storages left alive here."""
-        self._stream.run.set_subject(subject)
-
-    def __enter__(self) -> "_PredictionMeter":
-        super().__enter__()
-        self._known_workspaces = len(self._prediction.workspaces)
-        self._prediction.meter = self
-        for workspace in self._prediction.workspaces.values():
-            self._scanner.scan(workspace, "workspace", "")
-        return self
-
-    def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if bitsandbytes_kernels.is_operator(func) and _has_cuda(args):
-            return self._run_bitsandbytes(func, args, kwargs)
-        if self._in_kernel and (parts := self._decomposition(func)):
-            with self.reenter():
-                return parts(*args, **kwargs)
-        result = super().handle(func, types, args, kwargs)
-        if sizes := scratch_bytes(func, args, kwargs, result, self._prediction.target):
-            self._note_scratch(func, sizes, _device(result))
-        if func in (convolutions.FORWARD, convolutions.BACKWARD):
-            self._note_convolution(func, args, result)
-        self._note_workspaces(func)
-        return result
-
-    def _decomposition(self, func: Any) -> Callable[..., Any] | None:
-        return self._prediction.substitutes.replacements.get(func) or super()._decomposition(func)
-
-    def _run_bitsandbytes(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run the operator as the operators that its CUDA kernel calls."""
-        outer, self._in_kernel = self._in_kernel, True
-        try:
-            with self.reenter():
-                return bitsandbytes_kernels.run(self._prediction.bitsandbytes(), func, args, kwargs)
-        finally:
-            self._in_kernel = outer
-
-    def note_empty_cache(self, nothing: torch.Tensor) -> None:
-        """Record that the cache is emptied, with a tensor of no bytes."""
-        self._enter_workspace(nothing, EMPTY_CACHE)
-
-    def _note_workspaces(self, func: Any) -> None:
-        """Record workspaces that an operator was the first to use."""
-        workspaces = self._prediction.workspaces
-        if len(workspaces) > self._known_workspaces:
-            for workspace in list(workspaces.values())[self._known_workspaces :]:
-                self._enter_workspace(workspace, func)
-            self._known_workspaces = len(workspaces)
-
-    def _note_convolution(self, func: Any, args: Any, result: Any) -> None:
-        """Record cuDNN's workspaces, which it allocates and frees one after another."""
-        for sizes in convolutions.scratch_bytes(func, args, result, self._prediction.target):
-            self._note_scratch(func, sizes)
-        made = [tensor for tensor in result if isinstance(tensor, torch.Tensor)]
-        if func is convolutions.BACKWARD and made and (record := REGISTRY.find(made[-1])):
-            largest = convolutions.largest_bytes(*args[:2])
-            self._prediction.largest_workspaces[record.number] = largest
-
-    def _note_scratch(self, func: Any, sizes: tuple[int, ...], device: torch.device = CUDA) -> None:
-        """Record the buffers that a kernel allocated together and freed."""
-        buffers = [_buffer(size, device) for size in sizes]
-        for buffer in buffers:
-            self._enter_workspace(buffer, func)
-
-    def _enter_workspace(self, buffer: torch.Tensor, func: Any) -> None:
-        record = REGISTRY.add(buffer, self._stream.run)
-        record.operator, record.phase = func, self.context.last_phase
-        record.mark("workspace")
-        self._stream.add(record)
-
-
-def _has_cuda(arguments: Any) -> bool:
-    return any(isinstance(x, torch.Tensor) and x.device == CUDA for x in arguments)
 
 
 def _is_on_cuda_or_workspace(change: Change) -> bool:
@@ -451,42 +346,6 @@ def _cache_cleared(cached: Any) -> Iterator[None]:
         yield
     finally:
         cached.cache_clear()
-
-
-# ------------------------------------------------------------------ optimizers
-
-
-@contextmanager
-def _optimizer_defaults(choice: str) -> Iterator[None]:
-    """Make torch.optim and `clip_grad_norm_` use CUDA's default implementations."""
-    kinds = [] if choice == "loop" else ["cpu"]
-    lists = (foreach_utils, torch_optimizer)
-    name = "_get_foreach_kernels_supported_devices"
-    with ExitStack() as stack:
-        stack.enter_context(
-            replaced({(owner, name): lambda real: lambda: kinds for owner in lists})
-        )
-        if choice == "fused":
-            chosen: list[dict[str, Any]] = []
-            hook = torch_optimizer.register_optimizer_step_pre_hook(_choose_fused(chosen))
-            stack.callback(_undo_fused, chosen)
-            stack.callback(hook.remove)
-        yield
-
-
-def _choose_fused(chosen: list[dict[str, Any]]) -> Callable[..., None]:
-    def choose(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            if group.get("fused", False) is None and group.get("foreach") is None:
-                group["fused"] = True
-                chosen.append(group)
-
-    return choose
-
-
-def _undo_fused(chosen: list[dict[str, Any]]) -> None:
-    for group in chosen:
-        group["fused"] = None
 
 
 # ------------------------------------------------------------------ results and scratch of kernels

@@ -1,0 +1,44 @@
+"""Optimizers in a prediction: torch.optim's default implementations on CUDA."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from memlab.internals.replacing import replaced
+from memlab.internals.torch_internals import foreach_utils
+
+
+@contextmanager
+def optimizer_defaults(choice: str) -> Iterator[None]:
+    """Make torch.optim and `clip_grad_norm_` use CUDA's default implementations."""
+    kinds = [] if choice == "loop" else ["cpu"]
+    lists = (foreach_utils, torch_optimizer)
+    name = "_get_foreach_kernels_supported_devices"
+    with ExitStack() as stack:
+        stack.enter_context(
+            replaced({(owner, name): lambda real: lambda: kinds for owner in lists})
+        )
+        if choice == "fused":
+            chosen: list[dict[str, Any]] = []
+            hook = torch_optimizer.register_optimizer_step_pre_hook(_choose_fused(chosen))
+            stack.callback(_undo_fused, chosen)
+            stack.callback(hook.remove)
+        yield
+
+
+def _choose_fused(chosen: list[dict[str, Any]]) -> Callable[..., None]:
+    def choose(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            if group.get("fused", False) is None and group.get("foreach") is None:
+                group["fused"] = True
+                chosen.append(group)
+
+    return choose
+
+
+def _undo_fused(chosen: list[dict[str, Any]]) -> None:
+    for group in chosen:
+        group["fused"] = None
