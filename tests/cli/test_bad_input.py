@@ -403,7 +403,7 @@ def absent_device(command: str) -> Kind:
 
     def line(rng: random.Random) -> Line:
         names = [
-            n for n in ("cuda", "mps", "xpu", "tpu", "gpu", "cuda:0", "CPU") if n not in present
+            n for n in ("cuda", "mps", "xpu", "tpu", "gpu", "cuda:zero", "CPU") if n not in present
         ]
         name = rng.choice(names) if rng.random() < 0.5 else no_name(rng, present)
         return [*needed, "--device", name]
@@ -505,7 +505,7 @@ def ranks_and_more(rng: random.Random) -> Line:
 
 
 def foreign_dry_run(rng: random.Random) -> Line:
-    device = rng.choice(("mps", "xpu", "cuda:0", "cuda:ampere", "tpu", "CPU", "", "hopper"))
+    device = rng.choice(("mps", "xpu", "cuda:zero", "cuda:ampere", "tpu", "CPU", "", "hopper"))
     return ["--dry-run", "--device", device, "--batch", str(rng.randint(1, 99))]
 
 
