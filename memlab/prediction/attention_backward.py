@@ -59,7 +59,7 @@ def efficient_scratch(
 ) -> Sizes:
     """Return the buffers of efficient attention's backward."""
     B, H, T, _ = query.shape
-    copy = () if grad.transpose(1, 2).is_contiguous() else (grad.numel() * grad.element_size(),)
+    copy = () if grad.transpose(1, 2).is_contiguous() else (grad.nbytes,)
     row_sums = 4 * B * H * T
     return (*copy, row_sums, _efficient_workspace(query, key, value, capability))
 

@@ -39,16 +39,16 @@ def scratch_bytes(func: Any, args: Any, result: Any, target: Target) -> list[tup
     x, weight, y, groups = _tensors(func, args, result)
     is_forward = func is FORWARD
     read = (x, weight) if is_forward else (x, weight, y)
-    copies = tuple(_bytes(tensor) for tensor in read if not _has_layout(tensor, x, weight))
+    copies = tuple(tensor.nbytes for tensor in read if not _has_layout(tensor, x, weight))
     kernels = 1 if is_forward else sum(args[-1][:2])
     if _copies_to_channels_last(x, weight, groups, target):
-        return [(*copies, _bytes(x) + _bytes(y))] * kernels
+        return [(*copies, x.nbytes + y.nbytes)] * kernels
     return [copies] if copies else []
 
 
 def largest_bytes(grad: torch.Tensor, x: torch.Tensor) -> int:
     """Return the largest workspace in backward: twice the copies of input and output."""
-    return 2 * (_bytes(x) + _bytes(grad))
+    return 2 * (x.nbytes + grad.nbytes)
 
 
 def with_largest(events: Iterable[Event], largest: Mapping[int, int]) -> Iterator[Event]:
@@ -117,7 +117,3 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
         and not tensor.is_contiguous()
         and tensor.is_contiguous(memory_format=layout)
     )
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -32,7 +32,7 @@ def embedding_backward_scratch(
     indices, so torch allocates the most there can be: one per index and one per 10 rows.
     """
     count, size = indices.numel(), indices.element_size()
-    copies = tuple(_bytes(tensor) for tensor in (grad, indices) if not tensor.is_contiguous())
+    copies = tuple(tensor.nbytes for tensor in (grad, indices) if not tensor.is_contiguous())
     if count <= _MOST_UNSORTED and not by_frequency:
         return copies
     segments = min(count, vocab_size)
@@ -70,9 +70,9 @@ def _copies(x: torch.Tensor, indices: Indices, values: torch.Tensor) -> Sizes:
     """Return the copies of tensors that are not contiguous, once expanded and transposed."""
     expanded = _count(x, indices, values) * prod(_kept(x, indices)) * x.element_size()
     return (
-        *[_bytes(x)] * (not x.is_contiguous()),
-        *[_bytes(x)] * (not _is_adjacent(x, indices)),
-        *[expanded] * (not values.is_contiguous() or _bytes(values) != expanded),
+        *[x.nbytes] * (not x.is_contiguous()),
+        *[x.nbytes] * (not _is_adjacent(x, indices)),
+        *[expanded] * (not values.is_contiguous() or values.nbytes != expanded),
         *[_INDEX_BYTES * i.numel() for i in indices if i is not None and i.dtype == torch.int32],
     )
 
@@ -93,7 +93,7 @@ def masked_select_scratch(x: torch.Tensor, mask: torch.Tensor, result: torch.Ten
 def masked_scatter_scratch(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> Sizes:
     """Return the buffers of `x.masked_scatter(mask, source)`: for each element, its source."""
     expanded = mask.expand(x.shape)
-    copies = [_bytes(tensor) for tensor in (source,) if not tensor.is_contiguous()]
+    copies = [tensor.nbytes for tensor in (source,) if not tensor.is_contiguous()]
     copies += [x.numel()] if not expanded.is_contiguous() else []
     return (_INDEX_BYTES * x.numel(), *copies, scan_bytes(x.numel(), _INDEX_BYTES))
 
@@ -143,7 +143,3 @@ def _slice_size(x: torch.Tensor, indices: Indices) -> int:
     """Return the number of elements per index: the dimensions after the indexed ones."""
     first = _are_indexed(x, indices).index(True) if _is_adjacent(x, indices) else 0
     return max(1, prod(_kept(x, indices)[first:]))
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

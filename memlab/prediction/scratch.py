@@ -73,14 +73,10 @@ def _softmax_scratch(func: Any, *args: Any) -> tuple[int, ...]:
     buffers = []
     if func is aten._softmax_backward_data.default:
         grad, output = inputs
-        buffers = [_bytes(output)]  # grad * output, which the kernel reads instead of grad
+        buffers = [output.nbytes]  # grad * output, which the kernel reads instead of grad
         strides = compute_elementwise_output_strides(grad, output)
         inputs[0] = output.as_strided(output.shape, strides)
-    return tuple(buffers + [_bytes(x) for x in inputs if not x.is_contiguous()])
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return tuple(buffers + [x.nbytes for x in inputs if not x.is_contiguous()])
 
 
 _SOFTMAXES = {  # operator: number of tensors it reads

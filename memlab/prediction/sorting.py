@@ -62,11 +62,11 @@ def topk_scratch(
     """Return the buffers of `topk`: of the selection, or of the results' sort if that has more."""
     if not x.dim() or not values.numel():
         return ()
-    copy = () if x.is_contiguous() else (x.numel() * x.element_size(),)
+    copy = () if x.is_contiguous() else (x.nbytes,)
     selection = (*copy, *_selection(x, dim, target.multiprocessors))
     if not is_sorted or values.shape[dim] <= _LONGEST_SMALL_ROW:
         return selection
-    sorted_results = values.numel() * values.element_size(), values.numel() * _INDEX_BYTES
+    sorted_results = values.nbytes, values.numel() * _INDEX_BYTES
     return max(selection, (*sorted_results, *sort_scratch(values, dim, target)), key=sum)
 
 
@@ -94,7 +94,7 @@ def scan_scratch(x: torch.Tensor, dim: int, result: torch.Tensor) -> Sizes:
     copies = (x.dtype != result.dtype) + (not x.is_contiguous())
     is_one_row = x.numel() == x.shape[dim]
     temporary = (scan_bytes(x.numel(), result.element_size()),) if is_one_row else ()
-    return (*[result.numel() * result.element_size()] * copies, *temporary)
+    return (*[result.nbytes] * copies, *temporary)
 
 
 def randperm_scratch(count: int, result: torch.Tensor, target: Target) -> Sizes:
