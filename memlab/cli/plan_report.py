@@ -12,6 +12,10 @@ from memlab.planner.search import MAX_SEQUENCES
 from memlab.units import format_bytes, paragraph
 
 MAX_FORMULA_RECIPES = 3  # recipes to show that were not predicted operator by operator
+EMPTIES_CACHE = (
+    "reserved: on a larger card. Where it is more than there is, torch releases its unused memory "
+    "when the driver refuses and asks again; this step then fits, and each release costs time"
+)
 
 
 def show(found: Plan) -> None:
@@ -117,6 +121,8 @@ def remarks(found: Plan) -> Iterator[str]:
                 f"batch up to: at {found.seq_len} tokens per sequence; length up to: at batch "
                 f"{found.batch}, in steps of 128. Both {how}{'' if found.exact else ' predicts'}"
             )
+    if any(option.empties_cache for option in found.options):
+        yield EMPTIES_CACHE
     if best and miss:
         yield (
             f"The next recipe, {miss.recipe.words}, does not fit: it lacks "

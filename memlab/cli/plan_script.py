@@ -9,11 +9,12 @@ from rich.table import Table
 from torch import nn
 
 import memlab
+from memlab.allocator.capacity import needed_bytes
 from memlab.cli import report, terminal
 from memlab.cli.errors import UsageError
 from memlab.cli.parsing import choose_folder
 from memlab.cli.plan import choose_memory
-from memlab.cli.plan_report import room, shares
+from memlab.cli.plan_report import EMPTIES_CACHE, room, shares
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row
 from memlab.cli.script import Script, assumed, find_script, measured, predicted
@@ -54,6 +55,7 @@ class ScriptSearch(NamedTuple):
     """The attempts up to the first that fits, and the places where techniques can be applied."""
 
     rows: list[Row]
+    needed: dict[str, int]  # bytes that the device must have, by row
     chosen: Attempt | None
     places: Places
     plain: Roofline | None  # times of the unmodified step; None on a CPU
@@ -78,9 +80,10 @@ def search(
     plain = None if target == "cpu" else Roofline(card)
     trace = _trace(script, target, AS_IT_IS.name, find_places, plain, announce)
     rows = [Row(AS_IT_IS.name, trace)]
+    needed = {AS_IT_IS.name: needed_bytes(trace, budget)}
     [places] = found
-    if needed(trace) <= budget:
-        return ScriptSearch(rows, AS_IT_IS, places, plain)
+    if needed[AS_IT_IS.name] <= budget:
+        return ScriptSearch(rows, needed, AS_IT_IS, places, plain)
     failed: set[str] = set()  # techniques that cannot be applied to this training
     harmful: set[str] = set()
     postponed: list[Attempt] = []
@@ -101,11 +104,12 @@ def search(
             continue
         ratio = changed.total / plain.total if changed and plain.total else None
         rows.append(Row(attempt.name, trace, estimated_time_ratio=ratio))
-        if needed(trace) <= budget:
-            return ScriptSearch(rows, attempt, places, plain)
-        if len(names) == 1 and needed(trace) > needed(rows[0].trace):
+        needed[attempt.name] = needed_bytes(trace, budget)
+        if needed[attempt.name] <= budget:
+            return ScriptSearch(rows, needed, attempt, places, plain)
+        if len(names) == 1 and needed[attempt.name] > needed[AS_IT_IS.name]:
             harmful |= names
-    return ScriptSearch(rows, None, places, plain)
+    return ScriptSearch(rows, needed, None, places, plain)
 
 
 def _trace(
@@ -133,12 +137,6 @@ def _announce_stage(announce: Announce, name: str, stage: str) -> None:
     announce(f"{name}: {stage}")
 
 
-def needed(trace: Trace) -> int:
-    """Return the memory that the device must have: reserved bytes if there is an allocator, and
-    their upper bound if there are convolutions."""
-    return trace.memory.reserved_most_bytes or trace.reserved_bytes or trace.allocated_bytes
-
-
 def _show(
     script: Script,
     memory: Memory,
@@ -157,7 +155,7 @@ def _show(
         terminal.echo(f"\n{paragraph(_about_times(found.plain))}")
     for sentence in report.failures(found.rows):
         terminal.echo(f"\n{paragraph(sentence)}")
-    for sentence in _remarks(found):
+    for sentence in _remarks(found, budget):
         terminal.echo(f"\n{sentence}")
     terminal.echo("")
 
@@ -170,9 +168,9 @@ def _about_times(plain: Roofline) -> str:
     )
 
 
-def _remarks(found: ScriptSearch) -> Iterator[str]:
+def _remarks(found: ScriptSearch, budget: int) -> Iterator[str]:
     """Say what was found, with the code that applies the techniques."""
-    rows, chosen, places, _ = found
+    rows, _, chosen, places, _ = found
     if len(rows) > 1 and not places.layers:
         yield paragraph(NO_LAYERS)
     if len(rows) > 1 and not places.is_adam:
@@ -189,6 +187,8 @@ def _remarks(found: ScriptSearch) -> Iterator[str]:
         yield "\n".join(map(paragraph, chosen.costs))
         if chosen.production:
             yield _indented("The same with other packages:", chosen.production)
+    if chosen and (_last(rows).reserved_bytes or 0) > budget:
+        yield paragraph(EMPTIES_CACHE)
     if notes := _last(rows).notes:
         yield "\n".join(paragraph(f"note: {note}") for note in notes)
 
@@ -210,7 +210,7 @@ def _table(found: ScriptSearch, budget: int) -> Table:
         if row.trace is None:
             lines.add_row(row.name, "failed")
             continue
-        left = budget - needed(row.trace)
+        left = budget - found.needed[row.name]
         reserved = row.trace.reserved_bytes
         lines.add_row(
             row.name,

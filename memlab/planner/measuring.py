@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from memlab import train
+from memlab.allocator.capacity import needed_bytes
 from memlab.planner.repetition import NotRepeating, extrapolate
 from memlab.trace import Trace
 
@@ -21,11 +22,17 @@ class Measured:
     """The bytes of a step."""
 
     allocated_bytes: int
-    reserved_bytes: int | None  # None on the CPU, which has no caching allocator
+    reserved_bytes: int | None  # without a limit; None on the CPU, which has no caching allocator
     at_peak: dict[str, int]  # by category
     peak_phase: str
     extrapolated: bool  # from runs with fewer blocks; otherwise the whole depth ran
     trace: Trace | None  # None if it was dropped
+
+    def needed_bytes(self, budget: int) -> int:
+        """Return the bytes that a card with `budget` bytes for tensors must have for the step."""
+        if self.trace is None:
+            return self.reserved_bytes or self.allocated_bytes
+        return needed_bytes(self.trace, budget)
 
 
 def measured(

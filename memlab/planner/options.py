@@ -33,12 +33,14 @@ class Candidate:
 class Option:
     """A tried recipe.
 
-    `measured` is None if memlab cannot run the recipe, so its bytes are the formula's. If it fits,
-    `largest_batch` is the limit at this length, and `longest` the limit at this batch.
+    `measured` is None if memlab cannot run the recipe, so its bytes are the formula's.
+    `needed_bytes` is the memory that a card must have for it (`memlab.allocator.capacity`). If it
+    fits, `largest_batch` is the limit at this length, and `longest` the limit at this batch.
     """
 
     candidate: Candidate
     measured: Measured | None
+    needed_bytes: int
     budget_bytes: int
     largest_batch: int | None = None
     longest: int | None = None
@@ -48,13 +50,6 @@ class Option:
         return self.candidate.recipe
 
     @property
-    def needed_bytes(self) -> int:
-        """The memory that a card must have: reserved bytes if they are known."""
-        if self.measured is None:
-            return self.candidate.estimate.peak_bytes
-        return self.measured.reserved_bytes or self.measured.allocated_bytes
-
-    @property
     def missing_bytes(self) -> int:
         """How much the memory is too small; negative if the recipe fits."""
         return self.needed_bytes - self.budget_bytes
@@ -62,6 +57,12 @@ class Option:
     @property
     def fits(self) -> bool:
         return self.missing_bytes <= 0
+
+    @property
+    def empties_cache(self) -> bool:
+        """Whether it only fits because torch releases unused memory and asks the driver again."""
+        reserved = self.measured and self.measured.reserved_bytes
+        return self.fits and bool(reserved) and reserved > self.budget_bytes
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ class Plan:
             "recipe": asdict(option.recipe),
             "allocated_bytes": found and found.allocated_bytes,
             "reserved_bytes": found and found.reserved_bytes,
+            "needed_bytes": option.needed_bytes,
             "at_peak": found and found.at_peak,
             "missing_bytes": option.missing_bytes,
             "by_formula": option.candidate.estimate.moments,

@@ -6,8 +6,8 @@
     batch, length increased to the limit, by the formula scaled to the measurement, or measured
                   up to the first that does not fit
 
-The formula only decides which recipes to try. A recipe is reported to fit if its predicted reserved
-bytes are within the memory minus the CUDA context.
+The formula only decides which recipes to try. A recipe is reported to fit if the simulated
+allocator serves its predicted requests within the memory minus the CUDA context and a margin.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ from memlab.configs.shapes import GPTConfig
 from memlab.planner.cards import Memory, memory_named
 from memlab.planner.costs import step_seconds
 from memlab.planner.formulas import Estimate, data_ranks, training_bytes
-from memlab.planner.measuring import Measured, measured
+from memlab.planner.measuring import measured
 from memlab.planner.options import Candidate, Option, Plan, budget_bytes
 from memlab.planner.processes import processes
 from memlab.planner.recipes import Recipe, recipes, usual_kinds
@@ -258,23 +258,23 @@ class _Search:
         """Measure the recipe; return None if it fails."""
         query = self.query
         try:
-            found = self._measured(candidate.recipe, query.batch, query.seq_len)
+            return self._option(candidate, query.batch, query.seq_len)
         except Exception as error:  # one failing recipe must not stop the search
             self.failures.append(f"{candidate.recipe}: {_message(error)}")
             return None
-        return Option(candidate, found, query.budget_bytes)
 
-    def _measured(self, recipe: Recipe, batch: int, seq_len: int) -> Measured | None:
-        """Return None if the recipe is only computed by formula."""
-        query = self.query
+    def _option(self, candidate: Candidate, batch: int, seq_len: int) -> Option:
+        """Measure the recipe, unless it is only computed by formula."""
+        query, recipe = self.query, candidate.recipe
         if recipe.by_formula_only:
-            return None
+            return _by_formula(candidate, query.budget_bytes)
         self.announce(f"{recipe.techniques}, {batch} × {seq_len}")
         setting = Setting(query.config, batch, seq_len, recipe.dtype, query.target)
-        # Drop the trace: it is long, and the search does not use it.
         ranks = data_ranks(query.config, recipe, query.gpus)
         found = measured(setting, recipe.techniques, ranks=ranks, stage=recipe.zero_stage)
-        return replace(found, trace=None)
+        needed = found.needed_bytes(query.budget_bytes)
+        # Drop the trace: it is long, and nothing else uses it.
+        return Option(candidate, replace(found, trace=None), needed, query.budget_bytes)
 
     def miss(self, kinds: list[list[Candidate]], fitting: list[Option]) -> Option | None:
         """Return the next recipe that more memory would allow.
@@ -296,7 +296,7 @@ class _Search:
             ]
         measured_ones = {option.recipe: option for option in self.misses}
         budget = self.query.budget_bytes
-        options = [measured_ones.get(c.recipe, Option(c, None, budget)) for c in candidates]
+        options = [measured_ones.get(c.recipe, _by_formula(c, budget)) for c in candidates]
         too_large = [option for option in options if not option.fits]
         if fitting:
             return max(
@@ -313,16 +313,14 @@ class _Search:
             fitting = (c for c in kind if (1 + RESERVED) * c.estimate.peak_bytes <= budget)
             first = next(fitting, None)
             if first is not None and first.recipe.learned not in known:
-                found.append(self.with_limits(Option(first, None, budget)))
+                found.append(self.with_limits(_by_formula(first, budget)))
         return sorted(found, key=lambda option: option.candidate.step_seconds)
 
     def _needed(self, option: Option, batch: int, seq_len: int) -> int:
         """Return the recipe's bytes for another batch or length."""
         estimate = self._estimate(option.recipe, batch, seq_len)
-        found = self._measured(option.recipe, batch, seq_len)
-        return replace(
-            option, candidate=replace(option.candidate, estimate=estimate), measured=found
-        ).needed_bytes
+        candidate = replace(option.candidate, estimate=estimate)
+        return self._option(candidate, batch, seq_len).needed_bytes
 
     # -------------------------------------------------------------- largest batch and length
 
@@ -384,6 +382,10 @@ def _last_within(
         else:
             many = middle
     return fits + few * step
+
+
+def _by_formula(candidate: Candidate, budget: int) -> Option:
+    return Option(candidate, None, candidate.estimate.peak_bytes, budget)
 
 
 def _message(error: Exception) -> str:

@@ -35,8 +35,8 @@ def test_the_command_that_is_printed_runs(memlab_command):
     planned = memlab_command("plan", "--model", "tiny", "--memory", "1GiB", "--recipes", "2")
     assert (planned.status, planned.err) == (0, "")
     commands = [line.strip() for line in planned.out.splitlines() if line.startswith("  memlab ")]
-    assert len(commands) == 2
-    trained = memlab_command(*shlex.split(commands[1])[1:], "--steps", "2", "--device", "cpu")
+    assert len(commands) == 3  # without techniques, and two recipes
+    trained = memlab_command(*shlex.split(commands[2])[1:], "--steps", "2", "--device", "cpu")
     assert (trained.status, trained.err) == (0, "")
     assert "peak" in trained.out
 
@@ -175,6 +175,22 @@ def test_a_users_own_training_is_planned(memory, status, words, memlab_command, 
     assert (outcome.status, outcome.err) == (status, "")
     assert words in outcome.out
     assert all(len(line) <= 80 for line in outcome.out.splitlines() if line[:2] != "  ")  # no code
+
+
+@pytest.mark.parametrize(("memory", "is_tight"), [("8GiB", False), ("3400MiB", True)])
+def test_a_step_that_fits_only_with_an_emptied_cache_gets_a_remark(
+    memory, is_tight, memlab_command, tmp_path
+):
+    sizes = """    sizes = iter((24_000, 32_768))
+
+    def step():
+        x = torch.randn(next(sizes), 256, device="cuda")
+"""
+    (tmp_path / "own.py").write_text(SCRIPT.replace("    def step():\n", sizes))
+    outcome = memlab_command("plan", "--script", "own.py:build", "--memory", memory)
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "It fits as it is" in outcome.out
+    assert ("each release costs time" in " ".join(outcome.out.split())) == is_tight
 
 
 def test_a_plain_training_that_fits_gets_its_command(memlab_command):

@@ -1,0 +1,44 @@
+"""How much memory a card must have for a step.
+
+A step reserves more on a large card than on one that is nearly full. When the driver refuses, torch
+releases the segments of its cache that are entirely free and asks again. So a step whose reserved
+peak exceeds the card may still run, at the price of releasing and allocating segments in each step.
+"""
+
+from memlab.allocator.simulation import simulate
+from memlab.trace import Trace
+
+PRECISION = 0.01  # of the reserved peak
+
+
+def needed_bytes(trace: Trace, budget: int) -> int:
+    """Return the bytes that a step needs on a card that has `budget` bytes for tensors.
+
+    If the most that the step may reserve is within the budget, this is the result. Otherwise it is
+    the smallest capacity in which the simulated allocator can serve all requests: at most `budget`
+    if the step runs within it, and accurate to 1 % of the reserved peak. A device without a caching
+    allocator needs the allocated bytes.
+    """
+    reserved = trace.reserved_bytes
+    most = trace.memory.reserved_most_bytes or reserved
+    if most is None or reserved is None:
+        return trace.allocated_bytes
+    return most if most <= budget else _least_capacity(trace, budget, most)
+
+
+def _least_capacity(trace: Trace, budget: int, most: int) -> int:
+    """Search between the allocated bytes and `most`. The budget itself is the first guess."""
+    too_small, enough = trace.allocated_bytes - 1, most
+    guess = budget
+    while enough - too_small > max(1, PRECISION * most):
+        if too_small < guess < enough:
+            if _runs_in(trace, guess):
+                enough = guess
+            else:
+                too_small = guess
+        guess = (too_small + enough) // 2
+    return enough
+
+
+def _runs_in(trace: Trace, capacity: int) -> bool:
+    return simulate(trace, capacity_bytes=capacity).fits
