@@ -59,9 +59,14 @@ def predictions(measurements: Sequence[Measurement]) -> Iterator[EvidenceRow]:
     """Predict in processes that import the measured versions, one group of versions at a time."""
     for packages in dict.fromkeys(m.packages for m in measurements):
         group = [m for m in measurements if m.packages == packages]
-        spawned = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(WORKERS, spawned, _prepare, (packages,)) as pool:
-            yield from pool.map(predicted, group)
+        with importing(packages, WORKERS) as processes:
+            yield from processes.map(predicted, group)
+
+
+def importing(packages: str, workers: int) -> ProcessPoolExecutor:
+    """Return processes that import from this folder of .venv/evidence; "" is none."""
+    spawned = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(workers, spawned, _prepare, (packages,))
 
 
 def _prepare(packages: str) -> None:
