@@ -14,7 +14,7 @@ LESSONS := $(wildcard lessons/*.ipynb)
 SOLUTIONS := $(wildcard solutions/*.ipynb)
 ONE_LESSON := $(wildcard lessons/day10_*.ipynb) # among the quickest to run with its stubs
 
-RUN_TESTS := PYTHONHASHSEED=0 $(VENV_PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+RUN_TESTS := PYTHONHASHSEED=0 $(VENV_PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -p no:nbval
 
 # Two files at a time, each as memlab.course.build ran it: no result hangs on the number of threads,
 # and pictures show inside the page.
