@@ -1,5 +1,6 @@
 """Kernels are chosen from outside, also on the command line, and training results stay the same."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -100,15 +101,23 @@ def test_the_command_line_uses_kernels_on_request():
     assert plain.attention is combined("flash-attention").attention
 
 
-def measure(folder, **options):
+def measure(folder, model="tiny", **options):
     """Run `memlab measure --kernels`."""
-    return measure_techniques(Request(model="tiny", out=str(folder), kernels=True, **options))
+    return measure_techniques(Request(model=model, out=str(folder), kernels=True, **options))
+
+
+ONE_LAYER = {
+    **{"model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1e4},
+    **{"vocab_size": 256, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1},
+    **{"num_attention_heads": 1, "max_position_embeddings": 64, "tie_word_embeddings": True},
+}
 
 
 def test_measure_shows_kernels(tmp_path, capsys):
-    assert (
-        measure(tmp_path, techniques=("flash-attention",), batch=1, seq_len=16, device="cpu") == 0
-    )
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(ONE_LAYER))
+    options = {"batch": 1, "seq_len": 16, "device": "cpu"}
+    assert measure(tmp_path, str(config), techniques=("flash-attention",), **options) == 0
     assert "Triton kernels: flash-attention\n" in capsys.readouterr().out
 
 
@@ -150,6 +159,7 @@ def test_kernels_without_triton_are_refused(monkeypatch):
 
 
 def test_the_doctor_tries_the_kernels(monkeypatch):
+    monkeypatch.setattr(doctor, "SMALL", SETTING)  # in the interpreter, time grows with the sizes
     assert "Triton kernel works on cpu" in doctor._kernels_work("cpu")
     monkeypatch.setattr(launching, "INTERPRETED", False)
     with pytest.raises(
