@@ -9,14 +9,15 @@ import torch
 from quick import quick
 
 import memlab
-from memlab import quantize
 from memlab.internals.chunks import CHUNK_SIZE
 from memlab.quantize import (
+    codebooks,
     dequantize_blockwise,
     dynamic_code,
     nearest_code,
     quantize_blockwise,
 )
+from memlab.quantize.codebooks import ThresholdTables
 
 MIB = 2**20
 SIGNED, UNSIGNED = True, False
@@ -119,7 +120,7 @@ def test_nearest_is_the_argmin_at_and_around_every_threshold(signed):
 
 @pytest.mark.parametrize("signed", [SIGNED, UNSIGNED])
 def test_nearest_is_the_argmin_at_the_ends_of_each_table_interval(signed):
-    ends = quantize._interval_ends(torch.device("cpu")).view(-1)
+    ends = codebooks._interval_ends(torch.device("cpu")).view(-1)
     assert len(ends.unique()) >= 2**17 - 2**10  # without NaN
     assert mismatch_count(ends[ends.abs() <= 1], dynamic_code(signed)) == 0
 
@@ -145,14 +146,14 @@ def test_ties_go_to_the_lower_entry():
 
 def test_a_lookup_table_lives_as_long_as_its_codebook():
     gc.collect()  # frees codebooks of other tests
-    before = len(quantize._ThresholdTables._cache)
+    before = len(ThresholdTables._cache)
     codebook = linear_codebook(4)
     nearest_code(torch.zeros(1), codebook)
     nearest_code(torch.zeros(1), codebook)
-    assert len(quantize._ThresholdTables._cache) == before + 1
+    assert len(ThresholdTables._cache) == before + 1
     del codebook
     gc.collect()
-    assert len(quantize._ThresholdTables._cache) == before
+    assert len(ThresholdTables._cache) == before
 
 
 # ------------------------------------------------------------------ bytes

@@ -15,7 +15,8 @@ from torch import nn
 import memlab
 from memlab.optim import Adam8bit, AdamW
 from memlab.optim.moments import BLOCK_SIZE, Chunk, QuantizedMoment, keep_nonzero
-from memlab.quantize import _ThresholdTables, dequantize_blockwise, dynamic_code, quantize_blockwise
+from memlab.quantize import dequantize_blockwise, dynamic_code, quantize_blockwise
+from memlab.quantize.codebooks import ThresholdTables
 
 MIB = 2**20
 LR = 1e-3
@@ -87,9 +88,7 @@ def state_bytes(*sizes: int) -> int:
 
 def table_bytes() -> int:
     """Return the bytes of the two lookup tables, which live as long as their codebooks."""
-    tables = [
-        vars(_ThresholdTables.of(dynamic_code(signed), "nearest")) for signed in (True, False)
-    ]
+    tables = [vars(ThresholdTables.of(dynamic_code(signed), "nearest")) for signed in (True, False)]
     return sum(t.nbytes for table in tables for t in table.values() if torch.is_tensor(t))
 
 

@@ -8,7 +8,8 @@ import memlab
 from memlab.optim import Lion, Lion8bit
 from memlab.optim.lion import lion_
 from memlab.optim.moments import MIN_NUMEL
-from memlab.quantize import _ThresholdTables, dynamic_code
+from memlab.quantize import dynamic_code
+from memlab.quantize.codebooks import ThresholdTables
 
 MIB = 2**20
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.3}
@@ -153,7 +154,7 @@ def traced_of(cls, numel: int) -> memlab.Trace:
 
 
 def table_bytes() -> int:
-    tables = vars(_ThresholdTables.of(dynamic_code(signed=True), "nearest")).values()
+    tables = vars(ThresholdTables.of(dynamic_code(signed=True), "nearest")).values()
     return sum(table.nbytes for table in tables if torch.is_tensor(table))
 
 

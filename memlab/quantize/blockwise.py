@@ -29,18 +29,18 @@ With blocks, an outlier only costs precision in the block that shares its scale.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.internals.chunks import chunk_size_on, chunk_starts
 from memlab.internals.torch_internals import FakeTensor
+from memlab.quantize.codebooks import ThresholdTables, nearest_code
+from memlab.quantize.packing import pack, unpack
 
 Mode = Literal["nearest", "stochastic"]
 
-_DECADES = 7
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -65,32 +65,6 @@ class Quantized:
         """
         offset_bytes = 0 if self.offsets is None else self.offsets.nbytes
         return self.codes.nbytes + self.scales.nbytes + offset_bytes
-
-
-def dynamic_code(signed: bool) -> Tensor:
-    """Return the dynamic codebook of bitsandbytes and torchao: 256 sorted float32 entries.
-
-    Each decade i of 7 is cut into 2ⁱ equal parts (twice as many if unsigned). The entries are the
-    midpoints of the parts, 0 and 1, so they are dense near zero. If signed, midpoints appear with
-    both signs, zero is entry 127, and the smallest entry is −0.993, not −1. If unsigned, zero is
-    entry 0.
-    """
-    positive = torch.cat([_midpoints(i, 2**i if signed else 2 ** (i + 1)) for i in range(_DECADES)])
-    negative = -positive if signed else positive[:0]
-    return torch.cat([negative, positive, torch.tensor([0.0, 1.0])]).sort().values
-
-
-def _midpoints(decade: int, parts: int) -> Tensor:
-    """Return the midpoints of equal parts of 0.1 … 1, scaled by the decade's power of ten.
-
-    Computed in float32 throughout, as bitsandbytes does: rounding once from float64 would change
-    the last bit of a third of them.
-    """
-    edges = torch.linspace(0.1, 1, parts + 1, dtype=torch.float32)
-    return (edges[:-1] + edges[1:]) / 2 * 10 ** (decade - _DECADES + 1)
-
-
-# ------------------------------------------------------------------ blocks
 
 
 @torch.no_grad()
@@ -264,123 +238,16 @@ def _uniform(like: Tensor, generator: torch.Generator | None) -> Tensor:
     return torch.rand(like.shape, generator=generator, device=like.device)
 
 
-# ------------------------------------------------------------------ codebook lookup
-
-
-@torch.no_grad()
-def nearest_code(x: Tensor, codebook: Tensor) -> Tensor:
-    """Return the index (uint8) of the codebook entry nearest to each element of `x` (float32).
-
-    Ties go to the lower index. Exact to the last bit: the thresholds are float64 midpoints rounded
-    down to float32, and no float32 lies between a midpoint and its threshold.
-    """
-    return _ThresholdTables.of(codebook, "nearest").count_below(x)
-
-
 def _encode(x: Tensor, codebook: Tensor, mode: Mode, generator: torch.Generator | None) -> Tensor:
     """Return the index of the nearest entry, or draw one of the two neighboring entries."""
     if mode == "nearest":
         return nearest_code(x, codebook)
-    down = _ThresholdTables.of(codebook, "below").count_below(x)
+    down = ThresholdTables.of(codebook, "below").count_below(x)
     index = down.view(-1).int()
     lower = codebook.index_select(0, index).view_as(x)
     upper = codebook.index_select(0, index.add_(1)).view_as(x)
     fraction = (x - lower) / (upper - lower)
     return down.add_(_uniform(x, generator) < fraction)
-
-
-class _Thresholds:
-    """Count the thresholds below a value with one lookup and one comparison, not eight comparisons.
-
-    The upper 16 bits of a float32 are its sign, exponent and 7 mantissa bits. Values that share
-    them form a short interval. A table of 2¹⁶ entries stores the count at each interval's lower
-    end. An interval contains at most one threshold, so comparing with the next threshold finishes
-    the count.
-    """
-
-    def __init__(self, thresholds: Tensor):
-        ends = _interval_ends(thresholds.device)  # (2, 2¹⁶)
-        low, high = torch.searchsorted(thresholds, ends, out_int32=True)
-        is_too_close = (high - low).max() > 1
-        if not isinstance(thresholds, FakeTensor) and is_too_close:
-            raise ValueError(
-                "got a codebook with entries closer than 1/128 of their size; give fewer or wider "
-                "spaced entries"
-            )
-        self.count_at_low_end = low.to(torch.uint8)
-        self.next = torch.cat([thresholds, thresholds.new_full((1,), math.inf)])
-
-    def count_below(self, x: Tensor) -> Tensor:
-        """Return uint8 counts in the shape of `x` (float32)."""
-        flat = x.reshape(-1)
-        upper_bits = flat.view(torch.int32).bitwise_right_shift(16).bitwise_and_(0xFFFF)
-        count = self.count_at_low_end.index_select(0, upper_bits)
-        count += self.next.index_select(0, count.int()).lt_(flat).bool()  # adds 0 or 1
-        return count.view(x.shape)
-
-
-def _interval_ends(device: torch.device) -> Tensor:
-    """Return float32 (2, 2¹⁶): the smallest and the largest value with the same upper 16 bits."""
-    upper = torch.arange(2**16, device=device, dtype=torch.int32) << 16
-    ends = torch.stack([upper, upper | 0xFFFF])
-    return torch.where(upper < 0, ends.flip(0), ends).view(torch.float32)
-
-
-def thresholds(codebook: Tensor) -> Tensor:
-    """Return the thresholds between nearest entries: float64 midpoints, rounded down."""
-    exact = codebook.double()
-    return _float32_down((exact[:-1] + exact[1:]) / 2)
-
-
-def _interior_entries(codebook: Tensor) -> Tensor:
-    """Return the thresholds for the entry below a value: all entries but the ends."""
-    return codebook[1:-1].clone()
-
-
-class _ThresholdTables:
-    """Cache of threshold tables per codebook and kind, built on first use."""
-
-    _cache = WeakTensorKeyDictionary()  # 131 KiB per kind, freed with the codebook
-    _make_thresholds: ClassVar = {"nearest": thresholds, "below": _interior_entries}
-
-    @classmethod
-    def of(cls, codebook: Tensor, kind: str) -> _Thresholds:
-        tables = cls._cache.setdefault(codebook, {})
-        if kind not in tables:
-            tables[kind] = _Thresholds(cls._make_thresholds[kind](codebook))
-        return tables[kind]
-
-
-def _float32_down(x: Tensor) -> Tensor:
-    """Return the largest float32 at or below each float64."""
-    nearest = x.float()
-    down = torch.nextafter(nearest, torch.full_like(nearest, -math.inf))
-    return torch.where(nearest.double() > x, down, nearest)
-
-
-# ------------------------------------------------------------------ bit packing
-
-
-def pack(codes: Tensor, bits: int, count: int) -> Tensor:
-    """Pack `count` codes (uint8, below 2ᵇ, padded to whole bytes) into ⌈count·bits/8⌉ bytes."""
-    per_byte = 8 // bits
-    codes[count:] = 0  # padding of the last byte
-    in_byte = codes.view(-1, per_byte)
-    packed = in_byte[:, 0].clone() if per_byte > 1 else codes
-    for place in range(1, per_byte):
-        packed |= in_byte[:, place] << place * bits
-    return packed[: -(-count // per_byte)]
-
-
-def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Unpack `count` codes, padded with zeros."""
-    per_byte = 8 // bits
-    if padding := count // per_byte - len(packed):
-        packed = torch.cat([packed, packed.new_zeros(padding)])
-    if per_byte == 1:
-        return packed
-    places = torch.arange(per_byte, device=packed.device, dtype=torch.uint8) * bits
-    return (packed.view(-1, 1) >> places).bitwise_and_(2**bits - 1).view(-1)
 
 
 # ------------------------------------------------------------------ validation
@@ -408,7 +275,7 @@ def _check_codebook(codebook: Tensor, bits: int) -> None:
             f"got a codebook of {codebook.dtype} and shape {tuple(codebook.shape)}; give {2**bits} "
             f"float32 entries for {bits} bits"
         )
-    if codebook in _ThresholdTables._cache:
+    if ThresholdTables.knows(codebook):
         return
     is_fine = (codebook.diff() > 0).all() & (codebook[0] >= -1) & (codebook[-1] <= 1)
     if not isinstance(codebook, FakeTensor) and not is_fine:
