@@ -229,8 +229,12 @@ class _FinishedWork:
     synchronize = wait = wait_event = wait_stream = record = _nothing
 
 
+class DeviceNeededError(ValueError, RuntimeError):
+    """Also a RuntimeError, as torch's own, for libraries that go on without an answer."""
+
+
 def _raise_unsupported(name: str, *args: Any, **kwargs: Any) -> NoReturn:
-    raise ValueError(
+    raise DeviceNeededError(
         f"{user_line()}: {name} needs a real device, and a dry run uses none; remove the call, or "
         f"make it only if a device is available"
     )

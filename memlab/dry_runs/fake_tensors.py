@@ -14,6 +14,7 @@ does is handled here:
     DataLoaders           draw the samples that a real one would (samplers.py)
     compiled code         runs uncompiled
     converting a model    `.to()`, `.half()`, `.cuda()`: parameters stay the same objects
+    files of weights      give tensors in their shapes; the bytes stay unread (weight_files.py)
     accelerators          replaced by the CPU, with autocast and loss scaling (fake_accelerator.py)
     tensors from outside  are converted at their first operator, and not changed
     checks for fake tensors
@@ -25,7 +26,7 @@ does is handled here:
 import logging
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn
 
 import numpy as np
@@ -39,9 +40,11 @@ from memlab.dry_runs import (
     fake_accelerator,
     fake_checks,
     known_values,
+    library_caches,
     readers,
     samplers,
     subclasses,
+    weight_files,
 )
 from memlab.dry_runs.assumptions import Assumptions
 from memlab.dry_runs.collectives import finished, is_collective
@@ -74,6 +77,8 @@ from memlab.metering.modes import LightMode
 from memlab.metering.tensors import has_own_handler
 
 aten = torch.ops.aten
+# The modules that replace functions during a dry run.
+_PARTS = (fake_accelerator, fake_checks, collectives, samplers, subclasses, weight_files)
 STAND_IN_NOTE = (
     "the script uses an accelerator, but this dry run counts the memory of CPU kernels; use "
     "memlab.predict for CUDA (at the command line, --dry-run --device cuda)"
@@ -157,13 +162,16 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         self._loaders = Loaders()
         self._stance = torch.compiler.set_stance("force_eager")  # compiled kernels need addresses
         self._stance.__enter__()
+        self._libraries = ExitStack()
+        self._libraries.enter_context(weight_files.loaded_in_this_thread())
+        self._libraries.enter_context(library_caches.emptied())
         load_dynamos_rules()  # before functions in it are replaced
         own = {
             (torch.autograd, "_engine_run_backward"): self._with_function_mode,
             (_LOG, "disabled"): lambda real: True,  # it would repeat the user's exception
             (eval_frame(), "_callback_from_stance"): self._record_compiled,
         }
-        parts = (fake_accelerator, fake_checks, collectives, samplers, subclasses, self._loaders)
+        parts = (*_PARTS, self._loaders)
         replacements = {key: new for part in parts for key, new in part.replacements().items()}
         self._replaced = replaced({**_REPLACEMENTS, **own, **replacements})
         self._replaced.__enter__()
@@ -173,6 +181,7 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
 
     def __exit__(self, *exception: Any) -> None:
         self._replaced.__exit__(None, None, None)
+        self._libraries.close()
         self._stance.__exit__(*exception)
         for kinds in _FOREACH_TYPES:
             kinds.remove(FakeTensor)
@@ -504,6 +513,7 @@ def _tolist(by_elements: Callable[[FakeTensor], Any]) -> Callable[[FakeTensor], 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **fake_accelerator.FUNCTIONS,
     **readers.FUNCTIONS,
+    **weight_files.FUNCTIONS,
     torch.Tensor.__format__: _format,
     torch.Tensor.__deepcopy__: _deepcopy,
     torch.Tensor.data.__set__: _set_data,
@@ -548,9 +558,9 @@ def _apply_by_data(module: torch.nn.Module, fn: Callable[..., Any], recurse: boo
             continue
         if not isinstance(parameter, FakeTensor):
             raise ValueError(
-                f"got {type(module).__name__} with real weights, loaded from a file or built "
-                f"outside the dry run; converting it here would change the real module; build it "
-                f"inside the dry run, from its config if it is pretrained, or convert it before"
+                f"got {type(module).__name__} with real weights, built outside the dry run or in "
+                f"another thread; converting it here would change the real module; build or load "
+                f"it inside the dry run, or convert it before"
             )
         converted = fn(parameter)
         if not has_compatible_shallow_copy_type(parameter, converted):

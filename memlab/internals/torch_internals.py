@@ -16,6 +16,7 @@ from torch import _has_compatible_shallow_copy_type as has_compatible_shallow_co
 from torch import _pack_padded_sequence as packing_operator
 from torch import _pad_packed_sequence as unpacking_operator
 from torch import _subclasses as subclasses
+from torch import _utils as torch_utils
 from torch._C import DisableTorchFunction, DispatchKey, DispatchKeySet, StorageBase, TensorBase
 from torch._C import _AutoDispatchBelowAutograd as AutoDispatchBelowAutograd
 from torch._C import _current_autograd_node as current_autograd_node

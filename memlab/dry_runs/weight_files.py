@@ -1,0 +1,183 @@
+"""Files of weights in a dry run: fake tensors with the file's shapes, whose bytes stay unread.
+
+    safetensors    maps the file into memory and calls `torch.asarray` on parts of the map; here
+                   the file is not mapped, and the tensors are fake. For an accelerator it would
+                   copy bytes to an address, so the file is opened for the CPU, and each tensor is
+                   moved when it is read
+    torch.load     makes fake tensors itself, without a storage on their device; here they have one.
+                   Files from before torch 1.6 give tensors on "meta"
+    transformers   loads weights in threads, which a dry run does not see; its own setting makes it
+                   load them one after another, in the order in which the threads begin. Copies that
+                   threads make ahead of the model are not counted
+
+Small tensors, such as counters and the settings of quantized weights, have their real values.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memlab.dry_runs import fake_accelerator, known_values
+from memlab.dry_runs.fake_accelerator import to_stand_in
+from memlab.internals.torch_internals import FakeTensor, torch_utils
+from memlab.metering.dry import DryRun
+
+_NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # read by transformers 5 at each load
+_NAME = "safe_open"
+_TORCH = ("pt", "torch", "pytorch")
+
+
+@contextmanager
+def loaded_in_this_thread() -> Iterator[None]:
+    """Make transformers load weights without threads inside `with`."""
+    before = os.environ.get(_NO_THREADS)
+    os.environ[_NO_THREADS] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_THREADS]
+        else:
+            os.environ[_NO_THREADS] = before
+
+
+class _FileBytes:
+    """A range of a file's bytes. A map of a file larger than the memory would fail."""
+
+    def __init__(self, path: str, start: int, stop: int) -> None:
+        self._path, self._start, self.nbytes = path, start, stop - start
+
+    def untyped(self) -> "_FileBytes":
+        return self
+
+    def __getitem__(self, part: slice) -> "_FileBytes":
+        return _FileBytes(self._path, self._start + part.start, self._start + part.stop)
+
+    def read(self) -> bytearray:
+        with open(self._path, "rb") as file:
+            file.seek(self._start)
+            return bytearray(file.read(self.nbytes))
+
+
+def _from_file(filename: str, shared: bool = False, nbytes: int = 0) -> _FileBytes:
+    return _FileBytes(filename, 0, nbytes)
+
+
+def _asarray(data: Any, **options: Any) -> torch.Tensor:
+    """Return a fake tensor of a file's bytes, with their values if they are few."""
+    if not isinstance(data, _FileBytes):
+        return fake_accelerator.FUNCTIONS[torch.asarray](data, **options)
+    fake = torch.empty(data.nbytes, dtype=torch.uint8)
+    if 0 < data.nbytes <= known_values.BOUND:
+        with known_values.without_modes():
+            values = torch.frombuffer(data.read(), dtype=torch.uint8)
+        known_values.borrow(fake, values)
+    return fake
+
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {torch.asarray: _asarray}
+
+# ------------------------------------------------------------------ safetensors
+
+
+class _Moved:
+    """A file, or a slice of one, whose tensors move to a device when they are read."""
+
+    def __init__(self, opened: Any, device: Any) -> None:
+        self._opened, self._device = opened, device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._opened, name)
+
+    def __enter__(self) -> "_Moved":
+        self._opened.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._opened.__exit__(*exception)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._opened[index].to(self._device)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self._opened.get_tensor(name).to(self._device)
+
+    def get_tensors(self) -> dict[str, torch.Tensor]:
+        return {name: self.get_tensor(name) for name in self._opened.offset_keys()}
+
+    def get_slice(self, name: str) -> "_Moved":
+        return _Moved(self._opened.get_slice(name), self._device)
+
+
+def _safe_open(real: Callable[..., Any]) -> Callable[..., Any]:
+    def safe_open(filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
+        """Modules that are imported in a dry run keep this function, so check for one."""
+        if DryRun.active is None or framework not in _TORCH:
+            return real(filename, framework, device, **options)
+        opened = real(filename, framework)
+        return opened if str(device) == "cpu" else _Moved(opened, device)
+
+    return safe_open
+
+
+def _importers() -> Iterator[Any]:
+    """Yield the modules that have safetensors' `safe_open`."""
+    try:
+        import safetensors
+    except ImportError:
+        return
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(_NAME) is safetensors.safe_open:
+            yield module
+
+
+# ------------------------------------------------------------------ torch.load
+
+
+class _Storages:
+    """The storages of the file that `torch.load` is reading, each made once on its device."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, torch.Tensor] = {}  # bytes on the device, by the offset in the file
+
+    def load(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def load(*args: Any, **options: Any) -> Any:
+            outer, self._made = self._made, {}
+            try:
+                return real(*args, **options)
+            finally:
+                self._made = outer
+
+        return load
+
+    def restore(self, real: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+        """Return a function that gives a loaded tensor its storage on its device."""
+
+        def restored(tensor: torch.Tensor) -> torch.Tensor:
+            tensor, storage = real(tensor), tensor.untyped_storage()
+            if not isinstance(tensor, FakeTensor) or storage._fake_device is None:
+                return tensor
+            device, place = to_stand_in(tensor.fake_device), storage._checkpoint_offset
+            if place not in self._made:
+                self._made[place] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
+            made = torch.empty(0, dtype=tensor.dtype, device=device)
+            parts = tensor.storage_offset(), tensor.shape, tensor.stride()
+            made.set_(self._made[place].untyped_storage(), *parts)
+            return made.requires_grad_(tensor.requires_grad)
+
+        return restored
+
+
+def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
+    """Return the functions to replace in a dry run, for `replaced`."""
+    storages = _Storages()
+    return {
+        (torch.UntypedStorage, "from_file"): lambda real: _from_file,
+        (torch, "load"): storages.load,
+        (torch_utils, "_restore_device_fake_mode"): storages.restore,
+        **{(module, _NAME): _safe_open for module in _importers()},
+    }
