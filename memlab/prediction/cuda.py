@@ -54,6 +54,7 @@ from memlab.prediction.autocast_lists import cuda_autocast, forget_casts
 from memlab.prediction.fake_gpu import fake_gpu
 from memlab.prediction.meter import CUDA, PredictionMeter, buffer
 from memlab.prediction.optimizers import optimizer_defaults
+from memlab.prediction.paged_state import PagedState
 from memlab.prediction.substitutes import Substitutes
 from memlab.trace import DeviceMemory, Trace
 
@@ -160,6 +161,7 @@ class _CudaDryRun(dry_run):
         self.unknown_scratch: set[str] = set()
         self.meter: PredictionMeter | None = None  # the active one
         self._bitsandbytes: bitsandbytes_kernels.Kernels | None = None
+        self._paged_state = PagedState()
         self._emptied: list[torch.Tensor] = []  # of no bytes, one for each `empty_cache()`
         self.largest_workspaces: dict[int, int] = {}  # of convolutions (convolutions.with_largest)
 
@@ -180,6 +182,7 @@ class _CudaDryRun(dry_run):
                 stack.enter_context(cuda_autocast())
                 stack.enter_context(replaced({(torch, "clear_autocast_cache"): forget_casts}))
             stack.enter_context(optimizer_defaults(self.kernels.optimizer))
+            stack.enter_context(self._paged_state.installed())
             yield
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -281,6 +284,7 @@ class _CudaDryRun(dry_run):
                 f"not counted: the scratch memory of {kind}; the real peak can be higher"
                 for kind in sorted(unknown)
             ),
+            *self._paged_state.notes(),
             *([recurrent.RESERVE_NOTE] if recurrent.LABEL in kernels else []),
             *([THREADS_NOTE] if meter.found_thread_gradients else []),
             *formulas_note(meter.nodes),
