@@ -312,8 +312,16 @@ def plan_command(
             "--memory",
             "--gpu",
             help="Memory of each GPU: 24GB (24·10⁹ bytes), 24GiB (24·2³⁰ bytes), or a GPU's name "
-            "such as rtx4090.",
-            metavar="BYTES|GPU",
+            "such as rtx4090 or m3-max-64; list prints all names.",
+            metavar="BYTES|GPU|list",
+        ),
+    ] = None,
+    margin: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory to leave free: a percentage such as 2% or bytes such as 500MiB. Default: "
+            "as much as measured steps needed above their prediction.",
+            metavar="PERCENT|BYTES",
         ),
     ] = None,
     gpus: Annotated[
@@ -418,17 +426,24 @@ def plan_command(
 
     [bold]memlab plan --script train.py:build --memory 16GiB[/]
     """
+    if memory == "list":
+        from memlab.cli.gpu_list import show_gpus
+
+        show_gpus()
+        raise typer.Exit
     if script is not None:
         from memlab.cli.plan_script import plan_script
 
-        script_options = ("script", "memory", "device", "assume", "out")
+        script_options = ("script", "memory", "margin", "device", "assume", "out")
         others = [n for n in context.params if n not in script_options]
         if given := ", ".join(_given(context, *others)):
             raise UsageError(
                 f"got --script together with {given}; a script brings its own model, batch and "
                 f"optimizer, and is planned for one GPU, so leave them out"
             )
-        raise typer.Exit(plan_script(script, memory=memory, target=device, out=out, assume=assume))
+        raise typer.Exit(
+            plan_script(script, memory=memory, target=device, out=out, assume=assume, margin=margin)
+        )
 
     _require_script_for(assume, script)
     from memlab.cli.plan import plan_model
@@ -447,6 +462,7 @@ def plan_command(
         count=count,
         exact=exact,
         target=device,
+        margin=margin,
         out=out,
     )
     raise typer.Exit(status)

@@ -150,7 +150,7 @@ def _target_here() -> str:
     if target is None:
         return f"{_DEFAULT_TARGET}; {arch} is unknown"
     workspace = f"{target.workspace_bytes / 2**20:.3g} MiB"
-    kernel = target.attention_order[0]
+    kernel = (*target.attention_order, "math")[0]
     return f"{target.device}: {target.gpu.arch}, workspace {workspace}, attention by {kernel}"
 
 

@@ -12,7 +12,7 @@ from memlab.cli.parsing import choose_folder
 from memlab.configs.config_json import config_named
 from memlab.configs.shapes import PRESETS
 from memlab.configs.targets import accepted_devices, find_target
-from memlab.planner.cards import Memory, memory_named
+from memlab.planner.cards import Memory, memory_named, with_margin
 from memlab.planner.recipes import OPTIMIZERS, PRECISIONS, Recipe, usual_kinds
 
 MAX_WORKERS = 4  # each imports torch, which takes seconds and about 300 MiB
@@ -33,6 +33,7 @@ def plan_model(
     count: int,
     exact: bool,
     target: str | None,
+    margin: str | None,
     out: str,
 ) -> int:
     """Search, print what fits, write a picture and results; return 1 if nothing fits, else 0."""
@@ -40,7 +41,7 @@ def plan_model(
         raise UsageError(
             f"got no --model; give one of {', '.join(PRESETS)}, a config.json, or --script"
         )
-    gpu_memory, target = choose_memory(memory, target)
+    gpu_memory, target = choose_memory(memory, target, margin)
     folder = choose_folder(out)
     try:
         config = config_named(model)
@@ -77,7 +78,9 @@ def plan_model(
     return 0 if found.best else 1
 
 
-def choose_memory(given: str | None, target: str | None) -> tuple[Memory, str]:
+def choose_memory(
+    given: str | None, target: str | None, margin: str | None = None
+) -> tuple[Memory, str]:
     """Return the memory that the training has to fit into, and the kind of device, which depends
     on the GPU unless the user gives it."""
     if given is None:
@@ -88,9 +91,12 @@ def choose_memory(given: str | None, target: str | None) -> tuple[Memory, str]:
         target = found.device
     try:
         memory = memory_named(given, target)
+        target = target or memory.target
+        if margin is not None:
+            memory = with_margin(memory, margin, target)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return memory, target or memory.target
+    return memory, target
 
 
 def choose_kinds(

@@ -6,8 +6,10 @@ from rich.table import Table
 
 from memlab.cli import terminal
 from memlab.configs.evidence import margin_share
+from memlab.configs.targets import find_target
 from memlab.planner import Memory, Option, Plan
-from memlab.planner.options import AS_IT_IS, budget_bytes, command
+from memlab.planner.cards import budget_bytes
+from memlab.planner.options import AS_IT_IS, command
 from memlab.planner.search import MAX_SEQUENCES
 from memlab.units import format_bytes, paragraph
 
@@ -46,6 +48,8 @@ def headline(found: Plan) -> Iterator[str]:
         how = "predicted by dry runs for the CPU"
     yield room(found.memory, found.target)
     yield how
+    if note := getattr(find_target(found.target), "note", None):
+        yield note
     needed = found.bytes_as_it_is
     lacks = format_bytes(needed - found.budget_bytes)
     yield (
@@ -56,13 +60,34 @@ def headline(found: Plan) -> Iterator[str]:
 
 def room(memory: Memory, target: str) -> str:
     """Describe the total memory and how much of it tensors can use."""
-    total = f"{memory.name}: {format_bytes(memory.total_bytes)}"
-    if target == "cpu":
-        return f"{total}, all available for tensors"
+    total = f"{memory.name}: {_total(memory)}"
     budget = format_bytes(budget_bytes(memory, target))
+    if target == "cpu":
+        rest = f"{budget} for tensors after {_margin(memory)}"
+        return f"{total}, {'all available for tensors' if not memory.margin_bytes else rest}"
+    runs_cuda = memory.card is None or memory.card.runs_cuda
+    context = "the CUDA context" if runs_cuda else "616 MiB for the driver"
+    return f"{total}, {budget} for PyTorch after {context} and {_margin(memory)}"
+
+
+def _total(memory: Memory) -> str:
+    """Format the memory, and say where it is not what a GPU of that name was seen to report."""
+    total, card = format_bytes(memory.total_bytes), memory.card
+    if card is None or card.is_measured:
+        return total
+    if card.vendor == "Apple":
+        return f"{total} of {card.advertised_gb} GB, the most that macOS recommends for the GPU"
+    return f"about {total} of {card.advertised_gb} GB"
+
+
+def _margin(memory: Memory) -> str:
+    if memory.margin_bytes == 0:
+        return "no margin"
+    if memory.margin_bytes is not None:
+        return f"a margin of {format_bytes(memory.margin_bytes)}"
     return (
-        f"{total}, {budget} for PyTorch after the CUDA context and a margin of "
-        f"{margin_share():.1%}, the most that measured transformers needed above their prediction"
+        f"a margin of {margin_share():.1%}, the most that measured transformers needed above their "
+        f"prediction"
     )
 
 

@@ -19,7 +19,7 @@ from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row
 from memlab.cli.script import Script, assumed, find_script, measured, predicted
 from memlab.planner import Card, Memory
-from memlab.planner.options import budget_bytes
+from memlab.planner.cards import budget_bytes
 from memlab.planner.outside import (
     AS_IT_IS,
     NO_ADAM,
@@ -37,11 +37,17 @@ from memlab.units import format_bytes, paragraph
 
 
 def plan_script(
-    given: str, *, memory: str | None, target: str | None, out: str, assume: str | None = None
+    given: str,
+    *,
+    memory: str | None,
+    target: str | None,
+    out: str,
+    assume: str | None = None,
+    margin: str | None = None,
 ) -> int:
     """Predict the step, then add techniques until it fits; return 1 if it never does."""
     script = find_script(given, assume)
-    gpu_memory, target = choose_memory(memory, target)
+    gpu_memory, target = choose_memory(memory, target, margin)
     folder = choose_folder(out)
     budget = budget_bytes(gpu_memory, target)
     with terminal.progress(3 * len(ORDER)) as announce:

@@ -1,17 +1,36 @@
-"""Common GPUs: architecture, multiprocessors and memory.
+"""GPUs: architecture, multiprocessors, memory and speeds, from gpus.csv.
 
-    gpu_named("RTX 4090").total_bytes      23.52 GiB of the advertised "24 GB"
+    GPUS["rtx4090"].total_bytes         23.52 GiB of the advertised "24 GB"
+    GPUS["rtx4090"].memory_bandwidth    1.008e12 bytes per second
 
 A card sold as "24 GB" has 24 GiB. The driver keeps a part, and error correction another one (T4,
 L4, A10G, L40S). `torch.cuda` reports the rest as `total_memory`, which out-of-memory messages call
 the total capacity. It also depends on the driver. The table has the smallest value found on Linux,
 so that a plan fits with every driver. On Windows a card reports nearly all of its memory, and the
 desktop uses some of that.
+
+Where no value was found, `is_measured` is False and the memory follows a rule:
+
+    NVIDIA, AMD, Intel   the advertised memory minus what the most similar measured GPU loses: of
+                         the same architecture and kind of memory, else of the same vendor and
+                         kind; of these the nearest in size. A larger GPU loses the same share, a
+                         smaller one the same bytes, or with error correction the same share.
+    Apple                what macOS recommends as the most that a GPU uses, `torch.mps.
+                         recommended_max_memory()`: two thirds of 8 to 32 GB (ollama #434: 21845 of
+                         32768 MiB) and three quarters of more (llama.cpp #3213: 73728 of 98304
+                         MiB). torch allows 1.7 times as much by default, which swaps.
+
+The multiprocessors are as torch.cuda.get_device_properties or deviceQuery printed them, or by the
+vendor's specification. The speeds are the data sheets' peaks, which no training step reaches.
 """
 
+import csv
+import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
 
 from memlab.units import BINARY_UNITS
 
@@ -21,23 +40,62 @@ MIB = BINARY_UNITS["MiB"]
 # CUDA context of a torch process: the smallest and largest values that users reported 2023 to 2026
 # (pytorch #107667, #109888, invoke-ai #9413, unsloth-zoo #1053, LMCache #4019).
 CONTEXT_BYTES = 256 * MIB, 616 * MIB
+# The T4's context is from 28 training steps with torch 2.14 and CUDA 13.0 (Anassbzdd/fitcheck). It
+# is 104.9 MiB before the first step.
+_MEASURED_CONTEXT = {"t4": 2 * (round(140.875 * MIB),)}
+
+# One direction of 16 lanes, by the standard: 8, 16 or 32 Gbit/s per lane, minus the encoding.
+PCIE_3, PCIE_4, PCIE_5 = 15.75e9, 31.5e9, 63e9
+NVLINK_C2C = 450e9
+
+_FILE = Path(__file__).parent / "gpus.csv"
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """The properties of a GPU on which predictions depend."""
+    """The properties of a GPU on which predictions and plans depend."""
 
     name: str  # as typed at the command line
     full_name: str  # as torch.cuda.get_device_name returns it
     arch: str  # as torch.cuda.get_arch_list returns it
-    multiprocessors: int  # streaming multiprocessors; compute units on AMD
-    total_bytes: int  # as torch.cuda reports it
+    multiprocessors: int  # streaming multiprocessors, Xe cores or GPU cores, as torch counts them
+    advertised_gb: int
+    total_bytes: int  # as torch reports it
+    is_measured: bool  # False if the total is by rule
+    flops: float  # per second: dense bfloat16 matmuls, float32 accumulation; else float16
+    float32_flops: float  # per second: outside tensor cores, torch's default
+    memory_bandwidth: float  # bytes per second
+    host_bandwidth: float  # bytes per second from or to the host, one direction
+    link_bandwidth: float  # bytes per second from or to another such card, one direction
     context_bytes: tuple[int, int] = CONTEXT_BYTES  # smallest and largest after a training step
 
     @property
+    def target(self) -> str:
+        """The device that predictions for this GPU take."""
+        return f"cuda:{self.name}"
+
+    @property
+    def family(self) -> str:
+        """The name without the memory size: "a100" of "a100-80"."""
+        return self.name.removesuffix(f"-{self.advertised_gb}")
+
+    @cached_property
+    def vendor(self) -> str:
+        return _vendor(self.full_name)
+
+    @property
+    def is_amd(self) -> bool:
+        return self.vendor == "AMD"
+
+    @property
+    def runs_cuda(self) -> bool:
+        """Whether torch drives it as "cuda", with NVIDIA's or AMD's libraries."""
+        return self.vendor in ("NVIDIA", "AMD")
+
+    @cached_property
     def capability(self) -> tuple[int, int]:
-        """The compute capability, as torch.cuda reports it."""
-        digits = re.fullmatch(r"sm_(\d+)(\d)|gfx(\d)(\d)\w", self.arch)
+        """The compute capability, as torch.cuda reports it. Only GPUs that run "cuda" have one."""
+        digits = re.fullmatch(r"sm_(\d+)(\d)|gfx(\d+)(\d)\w", self.arch)
         assert digits is not None
         major, minor = (int(digit) for digit in digits.groups() if digit is not None)
         return major, minor
@@ -45,96 +103,86 @@ class Gpu:
     @property
     def threads_per_multiprocessor(self) -> int:
         """The most resident threads (CUDA Programming Guide, technical specifications)."""
-        return {"sm_75": 1024, "sm_86": 1536, "sm_89": 1536, "sm_120": 1536}.get(self.arch, 2048)
-
-    @property
-    def is_amd(self) -> bool:
-        return self.arch.startswith("gfx")
+        small = dict.fromkeys(("sm_86", "sm_87", "sm_89", "sm_120"), 1536)
+        return {"sm_75": 1024, **small}.get(self.arch, 2048)
 
 
-def _gib(number: float) -> int:
-    """Convert GiB, given with the two decimals of an out-of-memory message, to bytes."""
-    return round(number * GIB)
+# ------------------------------------------------------------------ the table
 
 
-# The multiprocessors are as torch.cuda.get_device_properties or deviceQuery printed them on such a
-# GPU, which agrees with the CUDA cores of NVIDIA's architecture papers and datasheets (64 per
-# multiprocessor on V100, T4 and A100, else 128; none are published for A10G and B200) and with the
-# compute units of AMD's. No print of an rtx4060 was found: 3,072 cores by NVIDIA's specification.
-#
-# The total bytes are from users' error messages:
-#   rtx3080 zai-org/CogVideo #34 · rtx3090 vllm #16343 · rtx4090 Soul-AILab/SoulX-FlashTalk #5
-#   (23.64 with older drivers: ali-vilab/VGen #104) · rtx5090 TrajectoryCrafter #20
-#   rtx4060 Stone-ResearchLife/xMem
-#   t4 Zheng-Chong/CatVTON #133 (14.75 with older drivers: hpcaitech/Open-Sora #697)
-#   v100-16 kchengiva/Shift-GCN #34 · v100-32 haotian-liu/LLaVA #812 · l4 ArcInstitute/evo2 #190
-#   l40s stepfun-ai/Step-Video-T2V #8 · a100-40 TianheWu/CoSeR #10 · a100-80 OOTDiffusion #235
-#   h200 stas00/ml-engineering · b200 pytorch/ao #4002
-# or from get_device_properties, in MiB: rtx3060, rtx4080, a10g, a6000 (47.54 in
-# google-research/semivl #18), h100 (79.11 in vllm #27508), mi300x (ROCm/ROCm #4203).
-#
-# The T4's context is from 28 training steps with torch 2.14 and CUDA 13.0 (Anassbzdd/fitcheck). It
-# is 104.9 MiB before the first step.
-_T4_CONTEXT = 2 * (round(140.875 * MIB),)
-# fmt: off
-_TABLE = (
-    #   name       torch.cuda.get_device_name  arch      SMs  total
-    Gpu("rtx3060", "NVIDIA GeForce RTX 3060", "sm_86",    28, 11_931 * MIB),
-    Gpu("rtx3080", "NVIDIA GeForce RTX 3080", "sm_86",    68, _gib(9.78)),
-    Gpu("rtx3090", "NVIDIA GeForce RTX 3090", "sm_86",    82, _gib(23.68)),
-    Gpu("rtx4060", "NVIDIA GeForce RTX 4060", "sm_89",    24, _gib(7.64)),
-    Gpu("rtx4080", "NVIDIA GeForce RTX 4080", "sm_89",    76, 16_049 * MIB),
-    Gpu("rtx4090", "NVIDIA GeForce RTX 4090", "sm_89",   128, _gib(23.52)),
-    Gpu("rtx5090", "NVIDIA GeForce RTX 5090", "sm_120",  170, _gib(31.36)),
-    Gpu("t4",      "Tesla T4",                "sm_75",    40, _gib(14.56), _T4_CONTEXT),
-    Gpu("v100-16", "Tesla V100-SXM2-16GB",    "sm_70",    80, _gib(15.78)),
-    Gpu("v100-32", "Tesla V100-SXM2-32GB",    "sm_70",    80, _gib(31.74)),
-    Gpu("a10g",    "NVIDIA A10G",             "sm_86",    80, 22_587 * MIB),
-    Gpu("l4",      "NVIDIA L4",               "sm_89",    58, _gib(22.03)),
-    Gpu("a6000",   "NVIDIA RTX A6000",        "sm_86",    84, 48_676 * MIB),
-    Gpu("l40s",    "NVIDIA L40S",             "sm_89",   142, _gib(44.42)),
-    Gpu("a100-40", "NVIDIA A100-SXM4-40GB",   "sm_80",   108, _gib(39.50)),
-    Gpu("a100-80", "NVIDIA A100-SXM4-80GB",   "sm_80",   108, _gib(79.25)),
-    Gpu("h100",    "NVIDIA H100 80GB HBM3",   "sm_90",   132, 81_009 * MIB),
-    Gpu("h200",    "NVIDIA H200",             "sm_90",   132, _gib(139.80)),
-    Gpu("b200",    "NVIDIA B200",             "sm_100",  148, _gib(178.35)),
-    Gpu("mi300x",  "AMD Instinct MI300X",     "gfx942",  304, 196_592 * MIB),
-)
-# fmt: on
-GPUS = {gpu.name: gpu for gpu in _TABLE}
-
-# Words in the names that nvidia-smi and torch print which do not distinguish these GPUs.
-_FILLER_WORDS = frozenset(
-    {
-        *("nvidia", "geforce", "tesla", "quadro", "amd", "instinct", "gpu", "gb"),
-        *("sxm", "sxm2", "sxm4", "sxm5", "hbm2", "hbm2e", "hbm3", "hbm3e"),
-    }
-)
+def _rows() -> Iterator[dict[str, str]]:
+    """Yield the lines of the table, one for each choice of memory."""
+    lines = _FILE.read_text(encoding="utf-8").splitlines()
+    for row in csv.DictReader(line for line in lines if not line.startswith("#")):
+        for size in row["memory"].split("/"):
+            name = f"{row['name']}-{size}" if row["kind"] == "unified" else row["name"]
+            yield {**row, "name": name, "memory": size}
 
 
-def find_gpu(name: str) -> Gpu | None:
-    """Find a GPU by any spelling: "rtx4090", "NVIDIA GeForce RTX 4090", "4090"."""
-    return _BY_NORMALIZED_NAME.get(_normalized(name))
+def _gpus() -> Iterator[Gpu]:
+    rows = list(_rows())
+    for row in rows:
+        link = row["link"]
+        memory_bandwidth = float(row["bandwidth"]) * 1e9
+        host_bandwidth = _host_bandwidth(row["host"], memory_bandwidth)
+        yield Gpu(
+            row["name"],
+            row["full_name"],
+            row["arch"],
+            int(row["multiprocessors"]),
+            int(row["memory"]),
+            _reported_bytes(row) if row["reported_mib"] else _bytes_by_rule(row, rows),
+            bool(row["reported_mib"]),
+            float(row["bf16"]) * 1e12,
+            float(row["float32"]) * 1e12,
+            memory_bandwidth,
+            host_bandwidth,
+            float(link) * 1e9 if link else host_bandwidth,
+            _MEASURED_CONTEXT.get(row["name"], CONTEXT_BYTES),
+        )
 
 
-def nearest_gpus(name: str) -> list[str]:
-    """Return the names of the GPUs that a partial or misspelled name may mean."""
-    wanted = _normalized(name)
-    near = [known for known in _BY_NORMALIZED_NAME if wanted and known.startswith(wanted)]
-    near = near or get_close_matches(wanted, _BY_NORMALIZED_NAME, n=1)
-    return list(dict.fromkeys(_BY_NORMALIZED_NAME[known].name for known in near))
+def _reported_bytes(row: dict[str, str]) -> int:
+    return round(float(row["reported_mib"]) * MIB)
 
 
-def _normalized(name: str) -> str:
-    """Return the name in lower case, without separators, filler words and "GB"."""
-    words = [word for word in re.split(r"[\s_-]+", name.lower()) if word not in _FILLER_WORDS]
-    return "".join(re.sub(r"^([0-9]+)gi?b$", r"\1", word) for word in words)
+def _bytes_by_rule(row: dict[str, str], rows: list[dict[str, str]]) -> int:
+    """Return the memory that torch reports, by the rule of the module's docstring."""
+    size_gb = int(row["memory"])
+    vendor = _vendor(row["full_name"])
+    if vendor == "Apple":
+        return size_gb * GIB * 2 // 3 if size_gb <= 32 else size_gb * GIB * 3 // 4
+    measured = [
+        other
+        for other in rows
+        if other["reported_mib"]
+        and other["kind"] == row["kind"]
+        and _vendor(other["full_name"]) == vendor
+    ]
+    alike = [other for other in measured if other["arch"] == row["arch"]] or measured
+    distance = {other["name"]: abs(int(other["memory"]) - size_gb) for other in alike}
+    nearest = min(distance.values())
+    lost = max(_lost_bytes(row, o) for o in alike if distance[o["name"]] == nearest)
+    return (size_gb * GIB - lost) // MIB * MIB
 
 
-# Also "4090" and "RTX A6000", as people write them, and "H100 80GB HBM3", as torch prints it.
-_BY_NORMALIZED_NAME = {
-    **{_normalized(gpu.name): gpu for gpu in _TABLE},
-    **{gpu.name.removeprefix("rtx"): gpu for gpu in _TABLE if gpu.name.startswith("rtx")},
-    "rtxa6000": GPUS["a6000"],
-    "h10080": GPUS["h100"],
-}
+def _lost_bytes(row: dict[str, str], measured: dict[str, str]) -> int:
+    """Return what a GPU loses of its advertised memory if it is like a measured one."""
+    lost = int(measured["memory"]) * GIB - _reported_bytes(measured)
+    ratio = int(row["memory"]) / int(measured["memory"])
+    return math.ceil(lost * (ratio if row["kind"] == "gddr-ecc" else max(1, ratio)))
+
+
+def _vendor(full_name: str) -> str:
+    first = full_name.split()[0].removesuffix("(R)")
+    return first if first in ("AMD", "Intel", "Apple") else "NVIDIA"
+
+
+def _host_bandwidth(host: str, memory_bandwidth: float) -> float:
+    if host in ("c2c", "unified"):
+        return NVLINK_C2C if host == "c2c" else memory_bandwidth
+    generation, lanes = host.split("x")
+    return {"3": PCIE_3, "4": PCIE_4, "5": PCIE_5}[generation] * int(lanes) / 16
+
+
+GPUS = {gpu.name: gpu for gpu in _gpus()}

@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
-from memlab.configs.gpus import GPUS, Gpu, find_gpu, nearest_gpus
+from memlab.configs.gpu_names import LIST_HINT, gpus_called, nearest_gpus
+from memlab.configs.gpus import GPUS, Gpu
 
 _OPTIONS = {
     "attention": ("auto", "flash", "efficient", "cudnn", "math"),
@@ -63,7 +64,9 @@ class Target:
     """The GPU of a prediction. Its architecture decides which kernels torch can choose.
 
     The rules are from torch's sources of 2026: `parseChosenWorkspaceSize` in CublasHandlePool.cpp,
-    and sdp_utils.cpp. They assume cuDNN 9.16 or newer, as in the wheels for CUDA 13.
+    and sdp_utils.cpp. They assume cuDNN 9.16 or newer, as in the wheels for CUDA 13, and AOTriton
+    0.11 without TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL. A GPU that torch does not drive as "cuda"
+    (Intel's, Apple's) has no such rules: the kernels of most cards are assumed.
     """
 
     device: str  # as passed to `memlab.predict`
@@ -75,12 +78,32 @@ class Target:
         return self.gpu.full_name
 
     @property
+    def chip(self) -> Gpu:
+        """The GPU whose kernels are assumed."""
+        return self.gpu if self.gpu.runs_cuda else GPUS[_MOST_CARDS]
+
+    @property
+    def note(self) -> str | None:
+        """One sentence for a GPU of a kind that no prediction was ever compared with."""
+        if self.gpu.is_amd:
+            return (
+                "never compared with an AMD GPU: apart from workspaces and the choice of the "
+                "attention kernel, CUDA's kernels are assumed"
+            )
+        if not self.gpu.runs_cuda:
+            return (
+                f"never compared with an {self.gpu.vendor} GPU: the kernels and the allocator of "
+                f"an {self.chip.full_name} are assumed"
+            )
+        return None
+
+    @property
     def capability(self) -> tuple[int, int]:
-        return self.gpu.capability
+        return self.chip.capability
 
     @property
     def multiprocessors(self) -> int:
-        return self.gpu.multiprocessors
+        return self.chip.multiprocessors
 
     @property
     def total_bytes(self) -> int:
@@ -93,7 +116,7 @@ class Target:
         """The workspace of a cuBLAS or hipBLAS handle: 32 MiB on Hopper and, since torch 2.12
         (pytorch #175344), on Blackwell; else ":4096:2:16:8" in KiB."""
         if self.gpu.is_amd:
-            return 128 * 2**20  # gfx94x; 32 MiB on older ones
+            return (128 if self.gpu.arch.startswith(("gfx94", "gfx95")) else 32) * 2**20
         return 32 * 2**20 if self.capability >= (9, 0) else 8_519_680
 
     @property
@@ -112,7 +135,7 @@ class Target:
     def attention_order(self) -> tuple[str, ...]:
         """The fused attention kernels that this GPU has, in torch's order of preference."""
         if self.gpu.is_amd:
-            return ("flash", "efficient")
+            return ("flash", "efficient") if self.gpu.arch in _AOTRITON else ()
         if self.capability < (8, 0):
             return ("efficient",)
         if self.capability[0] in (9, 10):
@@ -121,7 +144,7 @@ class Target:
 
     @property
     def max_flash_head_dim(self) -> int:
-        return 512 if self.gpu.is_amd else 256  # AOTriton 0.9 and newer
+        return 512 if self.gpu.is_amd and not self.gpu.arch.startswith("gfx11") else 256
 
     def flash_can_train(self, head_dim: int, dropout_p: float) -> bool:
         """Return whether flash attention's backward fits into shared memory, which is smaller in
@@ -132,8 +155,8 @@ class Target:
 
     def efficient_alignment(self, element_bytes: int) -> int:
         """Return the number of elements that must divide the head dimension: 16 bytes where
-        tensor cores multiply this dtype, else 1."""
-        has_tensor_cores = self.has_bfloat16 or element_bytes == 2
+        tensor cores multiply this dtype (torch counts those that a GTX 16 lacks), else 1."""
+        has_tensor_cores = self.has_bfloat16 or (element_bytes == 2 and self.capability >= (7, 0))
         return 16 // element_bytes if has_tensor_cores else 1
 
     def cudnn_head_dims(self, query: int, value: int) -> bool:
@@ -143,21 +166,33 @@ class Target:
         return max(query, value) <= (256 if self.capability == (9, 0) else 128)
 
 
-# The GPU that stands for an architecture: the one with the most multiprocessors, because large
-# reductions have more scratch memory there.
-_BY_ARCH = {
-    **{"sm_70": "v100-32", "sm_75": "t4", "sm_80": "a100-80", "sm_86": "a6000", "sm_89": "l40s"},
-    **{"sm_90": "h100", "sm_100": "b200", "sm_120": "rtx5090", "gfx942": "mi300x"},
-}
+_MOST_CARDS = "a100-80"
+
+# The AMD architectures with AOTriton's attention kernels. Others have none, or experimental ones.
+_AOTRITON = frozenset({"gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"})
+
+
+def _by_arch() -> dict[str, Gpu]:
+    """Return the GPU that stands for each architecture: the one with the most multiprocessors,
+    because large reductions have more scratch memory there; the first of several."""
+    found: dict[str, Gpu] = {}
+    for gpu in GPUS.values():
+        if gpu.runs_cuda and gpu.multiprocessors > getattr(
+            found.get(gpu.arch), "multiprocessors", 0
+        ):
+            found[gpu.arch] = gpu
+    return found
+
+
 TARGETS = {
     target.device: target
     for target in (
-        Target("cuda", "most cards", GPUS["a100-80"]),
+        Target("cuda", "most cards", GPUS[_MOST_CARDS]),
         Target("cuda:hopper", "Hopper", GPUS["h100"]),
-        *(Target(f"cuda:{gpu.name}", gpu.full_name, gpu) for gpu in GPUS.values()),
+        *(Target(gpu.target, gpu.full_name, gpu) for gpu in GPUS.values()),
         *(
-            Target(f"cuda:{arch}", f"{arch} ({GPUS[name].full_name})", GPUS[name])
-            for arch, name in _BY_ARCH.items()
+            Target(f"cuda:{arch}", f"{arch} ({gpu.full_name})", gpu)
+            for arch, gpu in _by_arch().items()
         ),
     )
 }
@@ -180,12 +215,12 @@ def find_target(name: str) -> Target | None:
         return TARGETS.get(name)
     if digits := re.fullmatch(r"sm_?(\d+)(\d)[af]?|(\d+)\.(\d)", rest):
         return TARGETS.get(f"cuda:sm_{''.join(filter(None, digits.groups()))}")
-    return _target_of(find_gpu(rest) or _largest_of(rest))
+    return _target_called(rest)
 
 
 def target_of(gpu_name: str, arch: str) -> Target | None:
     """Return the target of a real GPU: its own, else its architecture's, else None."""
-    return _target_of(find_gpu(gpu_name)) or TARGETS.get(f"cuda:{arch}")
+    return _target_called(gpu_name) or TARGETS.get(f"cuda:{arch}")
 
 
 def accepted_devices(name: str, *others: str) -> str:
@@ -194,16 +229,12 @@ def accepted_devices(name: str, *others: str) -> str:
     near = near or get_close_matches(name, [*others, "cuda", "cuda:hopper"], n=1)
     question = f"did you mean {' or '.join(near)}? Use" if near else "use"
     return (
-        f"{question} {', '.join((*others, 'cuda', 'cuda:hopper'))}, cuda:GPU (where GPU is "
-        f"{', '.join(GPUS)}) or cuda:ARCHITECTURE ({', '.join(_BY_ARCH)})"
+        f"{question} {', '.join((*others, 'cuda', 'cuda:hopper'))}, cuda:GPU such as cuda:rtx4090 "
+        f"({LIST_HINT}) or cuda:ARCHITECTURE such as cuda:sm_86"
     )
 
 
-def _target_of(gpu: Gpu | None) -> Target | None:
-    return None if gpu is None else TARGETS[f"cuda:{gpu.name}"]
-
-
-def _largest_of(family: str) -> Gpu | None:
-    """Return the GPU with the most memory of a family with several sizes: a100, v100."""
-    found = [gpu for gpu in GPUS.values() if gpu.name.startswith(f"{family.lower()}-")]
-    return max(found, key=lambda gpu: gpu.total_bytes, default=None)
+def _target_called(name: str) -> Target | None:
+    """Return the target of a GPU's name; of several memory sizes, the largest."""
+    largest = max(gpus_called(name), key=lambda gpu: gpu.total_bytes, default=None)
+    return None if largest is None else TARGETS[largest.target]

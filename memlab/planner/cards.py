@@ -1,77 +1,34 @@
-"""Memory and speed of common GPUs.
+"""The memory of a plan: a GPU's, or a number of bytes.
 
     card_named("RTX 4090").total_bytes      23.52 GiB of the advertised "24 GB"
     memory_named("24GB").budget_bytes       24·10⁹ bytes minus the CUDA context
+    margin_named("2%", memory)              two percent of that memory, in bytes
 
-Architecture and memory are in memlab/configs/gpus.py, which predictions read too. Speeds are the
-datasheets' peaks, which no training step reaches. They rank recipes and give a lower bound of a
-step's time.
+The table of GPUs is memlab/configs/gpus.csv, which predictions read too. Their speeds rank recipes
+and give a lower bound of a step's time.
 """
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 
-from memlab.configs.gpus import CONTEXT_BYTES, GPUS, MIB, find_gpu, nearest_gpus
+from memlab.configs.evidence import margin_share
+from memlab.configs.gpu_names import LIST_HINT, find_gpu, gpus_called, nearest_gpus
+from memlab.configs.gpus import CONTEXT_BYTES, GPUS, MIB, Gpu
 from memlab.units import format_bytes, parse_bytes
 
-# One direction of 16 lanes, by the standard: 8, 16 or 32 Gbit/s per lane, minus the encoding.
-PCIE_3, PCIE_4, PCIE_5 = 15.75e9, 31.5e9, 63e9
+Card = Gpu
+CARDS = GPUS
 
+_PERCENT = re.compile(r"\s*(\d{1,3}(?:\.\d{1,6})?)\s*%\s*", re.ASCII)
 
-@dataclass(frozen=True)
-class Card:
-    """The properties of a GPU that a plan uses."""
-
-    name: str  # of one of memlab.configs.gpus.GPUS
-    flops: float  # per second: dense bfloat16 matmuls in tensor cores, float32 accumulation
-    float32_flops: float  # per second: outside tensor cores, torch's default
-    memory_bandwidth: float  # bytes per second
-    host_bandwidth: float  # bytes per second from or to the host, one direction
-    link_bandwidth: float  # bytes per second from or to another such card, one direction
-
-    @property
-    def total_bytes(self) -> int:
-        """The memory, as torch.cuda reports it."""
-        return GPUS[self.name].total_bytes
-
-    @property
-    def target(self) -> str:
-        """The device that predictions for this card take."""
-        return f"cuda:{self.name}"
-
-
-# Speeds are from NVIDIA's datasheets and architecture papers, AMD's for the MI300X, in the variant
-# with the fastest links (SXM); the B200's memory from pytorch/ao #4002. Cards without NVLink, or
-# with one only where somebody bought the bridge (rtx3090, a6000), are linked by PCIe. The rtx4060
-# has eight lanes of PCIe 4.0, which is the speed of PCIE_3.
-#
-# T4 and V100 have no bfloat16 in their tensor cores: their figure is float16's.
-# fmt: off
-_TABLE = (
-    #    name          bf16   float32  memory  host    link
-    Card("rtx3060",  25.5e12,  12.7e12,  360e9, PCIE_4, PCIE_4),
-    Card("rtx3080",  59.5e12,  29.8e12,  760e9, PCIE_4, PCIE_4),
-    Card("rtx3090",  71.2e12,  35.6e12,  936e9, PCIE_4, PCIE_4),
-    Card("rtx4060",  30.2e12,  15.1e12,  272e9, PCIE_3, PCIE_3),
-    Card("rtx4080",  97.5e12,  48.7e12,  717e9, PCIE_4, PCIE_4),
-    Card("rtx4090", 165.2e12,  82.6e12, 1008e9, PCIE_4, PCIE_4),
-    Card("rtx5090", 209.5e12, 104.8e12, 1792e9, PCIE_5, PCIE_5),
-    Card("t4",       65.0e12,   8.1e12,  320e9, PCIE_3, PCIE_3),
-    Card("v100-16", 125.0e12,  15.7e12,  900e9, PCIE_3, 150e9),
-    Card("v100-32", 125.0e12,  15.7e12,  900e9, PCIE_3, 150e9),
-    Card("a10g",     70.0e12,  31.5e12,  600e9, PCIE_4, PCIE_4),
-    Card("l4",      121.0e12,  30.3e12,  300e9, PCIE_4, PCIE_4),
-    Card("a6000",   154.8e12,  38.7e12,  768e9, PCIE_4, PCIE_4),
-    Card("l40s",    362.0e12,  91.6e12,  864e9, PCIE_4, PCIE_4),
-    Card("a100-40", 312.0e12,  19.5e12, 1555e9, PCIE_4, 300e9),
-    Card("a100-80", 312.0e12,  19.5e12, 2039e9, PCIE_4, 300e9),
-    Card("h100",    989.4e12,  66.9e12, 3350e9, PCIE_5, 450e9),
-    Card("h200",    989.4e12,  66.9e12, 4800e9, PCIE_5, 450e9),
-    Card("b200",   2250.0e12,  75.0e12, 7672e9, PCIE_5, 900e9),
-    Card("mi300x", 1307.4e12, 163.4e12, 5300e9, PCIE_5, 448e9),
+# The cards whose speeds stand for a memory size that was given as a number of bytes.
+_USUAL = (
+    *("rtx3060", "rtx3080", "rtx3090", "rtx4060", "rtx4080", "rtx4090", "rtx5090"),
+    *("t4", "v100-16", "v100-32", "a10g", "l4", "a6000", "l40s", "a100-40", "a100-80"),
+    *("h100", "h200", "b200", "mi300x"),
 )
-# fmt: on
-CARDS = {card.name: card for card in _TABLE}
 
 
 @dataclass(frozen=True)
@@ -81,6 +38,7 @@ class Memory:
     name: str  # as it was typed, or the card's
     total_bytes: int
     card: Card | None = None
+    margin_bytes: int | None = None  # to leave free; None: as much as evidence suggests
 
     @property
     def budget_bytes(self) -> int:
@@ -95,24 +53,22 @@ class Memory:
 
     @property
     def card_for_costs(self) -> Card:
-        """The card whose speeds to use. For a number of bytes, this is the card with the nearest
-        memory size, the first in the table if two are equally near."""
+        """The card whose speeds to use. For a number of bytes, this is the usual card with the
+        nearest memory size, the first of them if two are equally near."""
         if self.card is not None:
             return self.card
-        return min(_TABLE, key=lambda card: abs(card.total_bytes - self.total_bytes))
+        usual = (CARDS[name] for name in _USUAL)
+        return min(usual, key=lambda card: abs(card.total_bytes - self.total_bytes))
 
 
 def card_named(name: str) -> Card:
     """Find a card by any spelling: "rtx4090", "NVIDIA GeForce RTX 4090", "4090".
 
-    Raises ValueError for an unknown card, with the nearest known ones.
+    Raises ValueError for an unknown or ambiguous card, with the nearest known ones.
     """
     if gpu := find_gpu(name):
-        return CARDS[gpu.name]
-    raise ValueError(
-        f"got unknown card {name!r}{_nearest(name)}; give its memory, such as 24GiB, or one of "
-        f"{', '.join(CARDS)}"
-    )
+        return gpu
+    raise ValueError(_ambiguous(name) or _unknown(name))
 
 
 def memory_named(text: str, target: str | None = None) -> Memory:
@@ -122,11 +78,17 @@ def memory_named(text: str, target: str | None = None) -> Memory:
     with target "cpu", smaller than 1 MiB.
     """
     if gpu := find_gpu(text):
-        return Memory(gpu.name, gpu.total_bytes, CARDS[gpu.name])
-    if not re.match(r"\s*[-+]?\.?[0-9]", text):
+        return Memory(gpu.name, gpu.total_bytes, gpu)
+    if ambiguous := _ambiguous(text):
+        raise ValueError(ambiguous)
+    is_number = re.match(r"\s*[-+]?\.?[0-9]", text) is not None
+    near = nearest_gpus(text)
+    if near and not (is_number and _is_quantity(text)):
+        raise ValueError(_unknown(text))
+    if not is_number:
         raise ValueError(
             f"got {text!r} as a memory, which is neither a number with a unit, such as 24GB or "
-            f"24GiB, nor a known card{_nearest(text)}: {', '.join(CARDS)}"
+            f"24GiB, nor a known GPU; {LIST_HINT}"
         )
     total = parse_bytes(text)
     if target == "cpu" and total < MIB:
@@ -135,13 +97,82 @@ def memory_named(text: str, target: str | None = None) -> Memory:
         why = f"the CUDA context needs up to {format_bytes(CONTEXT_BYTES[1])}"
     else:
         return Memory(text.strip(), total)
+    question = f", or a GPU: did you mean {' or '.join(near)}?" if near else ""
     raise ValueError(
         f"got {text!r} as a memory, which is {format_bytes(total)}, and {why}; give more, with a "
-        f"unit, such as 24GB or 24GiB"
+        f"unit, such as 24GB or 24GiB{question}"
     )
 
 
-def _nearest(text: str) -> str:
-    """Suggest the cards that a partial or misspelled name may mean; "" if there are none."""
-    names = nearest_gpus(text)
-    return f" (did you mean {' or '.join(names)}?)" if names else ""
+def budget_bytes(memory: Memory, target: str) -> int:
+    """Return the bytes available to tensors, on a GPU without the CUDA context and the margin."""
+    total = memory.total_bytes if target == "cpu" else memory.budget_bytes
+    return total - margin_bytes(memory, target)
+
+
+def margin_bytes(memory: Memory, target: str) -> int:
+    """Return the bytes to leave free: as many as the user wants, else, on a GPU, a share because
+    measured steps needed more than predicted."""
+    if memory.margin_bytes is not None:
+        return memory.margin_bytes
+    return 0 if target == "cpu" else math.ceil(margin_share() * memory.total_bytes)
+
+
+def with_margin(memory: Memory, margin: int | str, target: str) -> Memory:
+    """Return the memory with this margin to leave free: "2%", "500MiB", or bytes.
+
+    Raises ValueError for anything else, and for a margin that leaves nothing for tensors.
+    """
+    found = replace(memory, margin_bytes=margin_named(margin, memory))
+    if budget_bytes(found, target) <= 0:
+        raise ValueError(
+            f"got a margin of {margin!r}, which leaves nothing of the "
+            f"{format_bytes(budget_bytes(replace(memory, margin_bytes=0), target))} that tensors "
+            f"can use on {memory.name}; give less"
+        )
+    return found
+
+
+def margin_named(given: int | str, memory: Memory) -> int:
+    """Return the bytes to leave free: "2%" of the memory, "500MiB", or a number of bytes.
+
+    Raises ValueError for anything else.
+    """
+    if percent := _PERCENT.fullmatch(str(given)):
+        return math.ceil(Fraction(percent[1]) / 100 * memory.total_bytes)
+    try:
+        return parse_bytes(given)
+    except ValueError:
+        raise ValueError(
+            f"got a margin of {given!r}; give a percentage of the memory, such as 2%, or bytes "
+            f"with a unit, such as 500MiB"
+        ) from None
+
+
+def _is_quantity(text: str) -> bool:
+    try:
+        parse_bytes(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _ambiguous(text: str) -> str | None:
+    """Ask which GPU is meant if the name has several; None otherwise."""
+    gpus = gpus_called(text)
+    if len(gpus) < 2:
+        return None
+    sizes = _listed(sorted({f"{gpu.advertised_gb}" for gpu in gpus}, key=int))
+    names = _listed([gpu.name for gpu in sorted(gpus, key=lambda gpu: gpu.total_bytes)])
+    return f"got {text!r}, which has {sizes} GB; give one of {names}"
+
+
+def _unknown(text: str) -> str:
+    near = nearest_gpus(text)
+    if near:
+        return f"got unknown GPU {text!r}; did you mean {' or '.join(near)}? {LIST_HINT}"
+    return f"got unknown GPU {text!r}; give its memory, such as 24GiB; {LIST_HINT}"
+
+
+def _listed(words: list[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -1,13 +1,11 @@
 """The result of a search: tried recipes, and the plan."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from memlab.configs.evidence import margin_share
 from memlab.configs.shapes import GPTConfig
-from memlab.planner.cards import Memory
+from memlab.planner.cards import Memory, budget_bytes, margin_bytes
 from memlab.planner.formulas import Estimate, training_bytes
 from memlab.planner.measuring import Measured
 from memlab.planner.recipes import Recipe
@@ -120,6 +118,7 @@ class Plan:
             "model": self.model,
             "parameters": self.config.parameters,
             "memory": {"name": self.memory.name, "total_bytes": self.memory.total_bytes},
+            "margin_bytes": margin_bytes(self.memory, self.target),
             "budget_bytes": self.budget_bytes,
             "gpus": self.gpus,
             "batch": self.batch,
@@ -166,16 +165,6 @@ def _verdict(option: Option) -> str:
     if option.fits:
         return f"fits   {needed:>10}"
     return f"lacks  {format_bytes(option.missing_bytes):>10} of {needed}"
-
-
-def budget_bytes(memory: Memory, target: str) -> int:
-    """Return the bytes available to tensors, on a GPU without the CUDA context and the margin."""
-    return memory.total_bytes if target == "cpu" else memory.budget_bytes - margin_bytes(memory)
-
-
-def margin_bytes(memory: Memory) -> int:
-    """Return the bytes to leave free, because measured steps needed more than predicted."""
-    return math.ceil(margin_share() * memory.total_bytes)
 
 
 def command(asked: Plan, recipe: Recipe) -> str:

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from memlab.configs.config_json import config_named, name_of
 from memlab.configs.shapes import GPTConfig
-from memlab.planner.cards import Memory, memory_named
+from memlab.planner.cards import Memory, budget_bytes, memory_named, with_margin
 from memlab.planner.costs import step_seconds
 from memlab.planner.formulas import Estimate, data_ranks, training_bytes
 from memlab.planner.measuring import measured
-from memlab.planner.options import Candidate, Option, Plan, budget_bytes
+from memlab.planner.options import Candidate, Option, Plan
 from memlab.planner.processes import processes
 from memlab.planner.recipes import Recipe, recipes, usual_kinds
 from memlab.train import Setting
@@ -50,6 +50,7 @@ def plan(
     count: int = 2,
     exact: bool = False,
     target: str | None = None,
+    margin: int | str | None = None,
     workers: int = 1,
     announce: Announce = lambda stage: None,
 ) -> Plan:
@@ -65,6 +66,8 @@ def plan(
               scaling the formula
     target    a device of `memlab.predict`, or "cpu", whose allocator reserves nothing; default: the
               card's, and "cuda" for a number of bytes
+    margin    of the memory to leave free: "2%", "500MiB", bytes; default: as much as measured
+              steps needed above their prediction, nothing on a CPU
     workers   processes that measure at once; with more than one, the calling script must be
               importable (`if __name__ == "__main__":`)
     announce  called with the name of each measurement
@@ -73,6 +76,8 @@ def plan(
     """
     config = config_named(model) if isinstance(model, str) else model
     gpu_memory = _memory(memory, target)
+    if margin is not None:
+        gpu_memory = with_margin(gpu_memory, margin, target or gpu_memory.target)
     seq_len = min(USUAL_SEQ_LEN, config.seq_len) if seq_len is None else seq_len
     _require_numbers(count=count, batch=batch, seq_len=seq_len)
     query = _Query(

@@ -79,7 +79,6 @@ EVERYTHING_NOTE = (
     "the script puts nothing on an accelerator, so every tensor is counted as on CUDA, even data "
     'that would stay on the CPU; use device="cuda" for tensors on CUDA'
 )
-_AMD_NOTE = "never compared with an AMD GPU: apart from workspaces, CUDA's kernels are assumed"
 
 
 def predict(
@@ -277,7 +276,7 @@ class _CudaDryRun(dry_run):
             unknown.add("recurrent layers (cuDNN)")
         return (
             f"predicted for {self.target.name} with these kernels: {self.kernels}",
-            *([_AMD_NOTE] if self.target.gpu.is_amd else []),
+            *([self.target.note] if self.target.note else []),
             *([f"kernels chosen on this GPU: {', '.join(sorted(kernels))}"] * bool(kernels)),
             *unconfirmed_note(kernels),
             *(

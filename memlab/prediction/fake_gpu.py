@@ -48,7 +48,7 @@ def properties(target: Target) -> DeviceProperties:
         *target.capability,
         target.total_bytes,
         target.multiprocessors,
-        warp_size=64 if target.gpu.is_amd else 32,
+        warp_size=64 if target.gpu.arch.startswith("gfx9") else 32,
     )
 
 
@@ -89,7 +89,7 @@ def _cuda_answers(target: Target) -> dict[str, Any]:
         "get_device_name": target.card,
         "get_device_properties": properties(target),
         "get_device_capability": target.capability,
-        "get_arch_list": [target.gpu.arch],
+        "get_arch_list": [target.chip.arch],
         "can_device_access_peer": False,
         **dict.fromkeys(_GENERATOR_NO_OPS),
         "get_rng_state_all": [],

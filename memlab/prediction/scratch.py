@@ -49,7 +49,7 @@ def scratch_bytes(
 ) -> tuple[int, ...]:
     """Return the sizes of the scratch buffers that an operator's kernel allocates."""
     if func in REDUCTIONS:
-        return reduction_scratch(func, args, kwargs, target.gpu)
+        return reduction_scratch(func, args, kwargs, target.chip)
     if func in _SOFTMAXES:
         return _softmax_scratch(func, *args)
     if func in _KERNELS:
@@ -109,7 +109,7 @@ def _norm_backward_scratch(
     reduction = reduction_bytes(
         *((blocks, N), (N, 1), [0], 4),
         multiprocessors=target.multiprocessors,
-        threads_per_multiprocessor=target.gpu.threads_per_multiprocessor,
+        threads_per_multiprocessor=target.chip.threads_per_multiprocessor,
     )
     return (*sizes, *reduction) if sizes else ()
 

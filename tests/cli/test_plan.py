@@ -7,6 +7,8 @@ from itertools import pairwise
 import pytest
 from quick import slow
 
+from memlab.configs.evidence import margin_share
+from memlab.configs.gpus import GPUS
 from memlab.model import PRESETS
 from memlab.planner import search
 from memlab.planner.formulas import training_bytes
@@ -86,6 +88,9 @@ def test_a_gpu_has_less_memory_than_advertised(quick, memlab_command):
         (["--model", "25m"], "got no --memory; give it as 24GB, 24GiB or a GPU's name"),
         (["--model", "lama-2-7b", "--memory", "24GB"], "llama-2-7b"),
         (["--model", "25m", "--memory", "plenty"], "got 'plenty' as a memory"),
+        (["--model", "25m", "--gpu", "rtx3061"], "got unknown GPU 'rtx3061'; did you mean rtx3060"),
+        (["--model", "25m", "--gpu", "4060 Ti"], "give one of rtx4060ti-8 or rtx4060ti-16"),
+        (["--model", "25m", "--gpu", "t4", "--margin", "2x"], "got a margin of '2x'; give a perc"),
         (["--model", "25m", "--memory", "twenty-four GB"], "got 'twenty-four GB' as a memory"),
         (["--model", "25m", "--memory", "24GB", "--gpus", "0"], "got --gpus 0; expected an int"),
         (["--model", "25m", "--memory", "24GB", "--batch", "0"], "got --batch 0; expected an int"),
@@ -104,6 +109,62 @@ def test_a_gpu_has_less_memory_than_advertised(quick, memlab_command):
 )
 def test_bad_input_is_one_line(arguments, words, usage_error):
     assert words in usage_error("plan", *arguments)
+
+
+def test_the_margin_is_shown_and_left_free(quick, memlab_command, tmp_path):
+    arguments = ("plan", "--model", "5m", "--gpu", "rtx3060", "--recipes", "1")
+    budgets = {}
+    usual = f"a margin of {margin_share():.1%}, the most that measured transformers"
+    for margin, words in ((None, usual), ("0", "no margin"), ("1GiB", "a margin of 1.00 GiB ")):
+        given = ("--margin", margin) if margin else ()
+        outcome = memlab_command(*arguments, *given)
+        said = " ".join(outcome.out.split())
+        assert f"after the CUDA context and {words}" in said
+        numbers = json.loads((tmp_path / "work" / "plan.json").read_text())
+        assert numbers["memory"]["total_bytes"] == 11_931 * 2**20
+        budgets[margin] = numbers["budget_bytes"]
+        assert numbers["margin_bytes"] == (11_931 - 616) * 2**20 - numbers["budget_bytes"]
+    assert budgets["0"] - budgets["1GiB"] == 2**30
+    assert budgets["1GiB"] < budgets[None] < budgets["0"] == (11_931 - 616) * 2**20
+
+
+def test_python_takes_a_margin_too(quick):
+    found = search.plan("5m", "24GB", count=1, margin="500MiB")
+    less = search.plan("5m", "24GB", count=1, margin=600 * 2**20)
+    assert found.budget_bytes == 24 * 10**9 - (616 + 500) * 2**20
+    assert found.budget_bytes - less.budget_bytes == 100 * 2**20
+    with pytest.raises(ValueError, match="got a margin of 'some'; give a percentage"):
+        search.plan("5m", "24GB", count=1, margin="some")
+
+
+def test_a_gpu_of_another_kind_is_planned_and_the_output_says_what_is_assumed(
+    quick, memlab_command
+):
+    outcome = memlab_command("plan", "--model", "5m", "--gpu", "M3 Max 64GB", "--recipes", "1")
+    said = " ".join(outcome.out.split())
+    assert "m3-max-64: 48.00 GiB of 64 GB, the most that macOS recommends for the GPU" in said
+    assert "never compared with an Apple GPU: the kernels and the allocator of an NVIDIA A1" in said
+    assert all(len(line) <= 80 for line in outcome.out.splitlines() if "  memlab" not in line)
+
+
+def test_a_memory_by_rule_is_marked(quick, memlab_command):
+    outcome = memlab_command("plan", "--model", "5m", "--gpu", "4070", "--recipes", "1")
+    assert "rtx4070: about 11.70 GiB of 12 GB, " in outcome.out
+    assert "never compared" not in outcome.out
+
+
+def test_the_list_has_every_gpu_by_vendor_in_80_columns(memlab_command):
+    outcome = memlab_command("plan", "--gpu", "list")
+    assert (outcome.status, outcome.err) == (0, "")
+    lines = outcome.out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    words = [line.split() for line in lines if line]
+    titles = [row[0] for row in words if row[1:3] == ["sold", "as"]]
+    assert titles == ["NVIDIA", "AMD", "Intel", "Apple"]
+    assert [row[0] for row in words if row[0] in GPUS] == list(GPUS)
+    rows = {row[0]: row[1:] for row in words}
+    assert rows["rtx4090"] == ["24", "GB", "23.52", "1,008", "165.2", "82.6", "sm_89"]
+    assert rows["rtx4070"][2:4] == ["≈", "11.70"]
 
 
 def test_a_config_of_an_unknown_family_is_one_line(usage_error, tmp_path):
@@ -175,6 +236,17 @@ def test_a_users_own_training_is_planned(memory, status, words, memlab_command, 
     assert (outcome.status, outcome.err) == (status, "")
     assert words in outcome.out
     assert all(len(line) <= 80 for line in outcome.out.splitlines() if line[:2] != "  ")  # no code
+
+
+def test_a_margin_can_decide_whether_a_users_own_training_fits(memlab_command, tmp_path):
+    (tmp_path / "own.py").write_text(SCRIPT)
+    arguments = ("plan", "--script", "own.py:build", "--memory", "8GiB", "--margin", "6500MiB")
+    outcome = memlab_command(*arguments)
+    assert outcome.status == 0
+    said = " ".join(outcome.out.split())
+    assert "1.05 GiB for PyTorch after the CUDA context and a margin of 6.35 GiB" in said
+    assert "It fits as it is" not in said
+    assert "layer.forward = partial(checkpoint, layer.forward)" in outcome.out
 
 
 @pytest.mark.parametrize(("memory", "is_tight"), [("8GiB", False), ("3400MiB", True)])
@@ -319,3 +391,6 @@ def test_a_script_needs_a_memory_and_has_no_model(usage_error, tmp_path):
     assert "got no --memory" in usage_error("plan", "--script", "own.py:build")
     said = usage_error("plan", "--script", "own.py:build", "--memory", "lots")
     assert "got 'lots' as a memory" in said
+    given = ("plan", "--script", "own.py:build", "--memory", "8GiB")
+    assert "got a margin of '2x'; give a percentage" in usage_error(*given, "--margin", "2x")
+    assert "got a margin of '8GiB', which leaves" in usage_error(*given, "--margin", "8GiB")
