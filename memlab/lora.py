@@ -19,6 +19,7 @@ weights. After merging, W + (alpha/rank)·B A costs nothing.
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,12 @@ from torch.nn import functional as F
 
 
 class LoRALinear(nn.Module):
-    """A frozen linear layer with a trained low-rank bypass."""
+    """A frozen linear layer with a trained low-rank bypass.
+
+    `frozen` is an nn.Linear, which `memlab.qlora` replaces by its 4-bit layer.
+    """
+
+    frozen: Any
 
     def __init__(self, frozen: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__()
@@ -38,17 +44,24 @@ class LoRALinear(nn.Module):
         nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))  # like nn.Linear
 
     def forward(self, x: Tensor) -> Tensor:
+        out = self.frozen(x)  # first, because a 4-bit layer decodes its weight for it
+        # Autocast casts by itself. Without it, float32 adapters may stand beside a 16-bit layer.
+        x = x if torch.is_autocast_enabled(x.device.type) else x.to(self.down.dtype)
         detour = F.linear(F.linear(x, self.down), self.up)  # (..., rank), then (..., out)
-        return self.frozen(x) + self.scale * detour
+        return out + (self.scale * detour).to(out.dtype)
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """Add the change to the frozen weight in place, rounded once from at least float32."""
-        weight = self.frozen.weight
+        """Add the change to the frozen weight in place, rounded once from at least float32.
+
+        A 4-bit weight is decoded first, and the layer is an nn.Linear again.
+        """
+        layer = self.frozen if isinstance(self.frozen, nn.Linear) else self.frozen.decoded()
+        weight = layer.weight
         precise = torch.promote_types(weight.dtype, torch.float32)
         change = self.up.to(precise) @ self.down.to(precise)  # (out, in)
         weight.copy_(change.mul_(self.scale).add_(weight))
-        return self.frozen
+        return layer
 
 
 def add_lora(
@@ -70,7 +83,7 @@ def add_lora(
         raise ValueError(f"got rank {rank}; give at least 1")
     if any(isinstance(module, LoRALinear) for module in model.modules()):
         raise ValueError("the model has LoRA layers already; call merge_lora(model) first")
-    layers = {name: m for name, m in _named(model) if name and isinstance(m, nn.Linear)}
+    layers = {name: m for name, m in named_layers(model) if name and isinstance(m, nn.Linear)}
     chosen = [name for name in layers if where(name)]
     if not chosen:
         known = ", ".join(list(layers)[:3]) or "none"
@@ -83,7 +96,7 @@ def add_lora(
         layer = layers[name]
         if layer not in made:
             made[layer] = LoRALinear(layer, rank, 2.0 * rank if alpha is None else alpha)
-        _replace(model, name, made[layer])
+        replace_layer(model, name, made[layer])
     return chosen
 
 
@@ -92,12 +105,12 @@ def merge_lora(model: nn.Module) -> list[str]:
 
     Outputs are equal up to rounding. Frozen weights stay frozen.
     """
-    layers = {n: m for n, m in _named(model) if isinstance(m, LoRALinear)}
+    layers = {n: m for n, m in named_layers(model) if isinstance(m, LoRALinear)}
     merged: dict[LoRALinear, nn.Linear] = {}
     for name, layer in layers.items():
         if layer not in merged:
             merged[layer] = layer.merged()
-        _replace(model, name, merged[layer])
+        replace_layer(model, name, merged[layer])
     return list(layers)
 
 
@@ -112,13 +125,13 @@ def added_weights(in_features: int, out_features: int, rank: int) -> int:
     return rank * (in_features + out_features)
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield every module by name; a shared module appears under each of its names."""
     return model.named_modules(remove_duplicate=False)
 
 
-def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
+def replace_layer(model: nn.Module, name: str, layer: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     # get_submodule uses attributes, but a model with a checkpointing schedule has an attribute
     # `blocks` without modules.
-    setattr(dict(_named(model))[parent], child, layer)
+    setattr(dict(named_layers(model))[parent], child, layer)

@@ -20,7 +20,7 @@ LAYERS = (
         *("allocator", "model", "data", "checkpointing", "precision", "accumulation"),
         *("lora", "optim", "compression", "attention", "losses", "zero", "offload", "ema"),
     ),
-    ("metering", "plot", "kernels"),
+    ("metering", "plot", "kernels", "qlora"),
     ("dry_runs",),
     ("prediction",),
     ("train",),

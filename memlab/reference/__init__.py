@@ -19,6 +19,8 @@ compare the library's versions with them, in values and bytes.
     sharded_weights
     offloaded_optimizer                 memlab.offload.OffloadedOptimizer
     post_hoc_ema                        memlab.ema
+    nf4                                 memlab.quantize (NF4)
+    qlora                               memlab.qlora
     meter                               memlab.measure
     caching_allocator                   memlab.allocator.simulate
 """

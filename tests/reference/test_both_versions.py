@@ -25,20 +25,24 @@ from memlab.attention import flash_attention
 from memlab.checkpointing import checkpoint, selective
 from memlab.compression import compressed_activations
 from memlab.course.checks.day08 import most_of
+from memlab.lora import LoRALinear
 from memlab.losses import chunked_cross_entropy
 from memlab.model import GPT, PRESETS
 from memlab.offload import HostStore, OffloadedOptimizer
 from memlab.optim.adam_mini import gpt_partition
 from memlab.precision import LossScaler
+from memlab.qlora import NF4Linear, add_qlora
+from memlab.quantize import nf4_code, quantize_nf4
 from memlab.reference import (
     activation_compression,
     caching_allocator,
+    nf4,
     offloaded_optimizer,
     post_hoc_ema,
     selective_checkpointing,
     tiled_attention,
 )
-from memlab.reference.adam8bit import Adam8bit
+from memlab.reference.adam8bit import Adam8bit, dynamic_code
 from memlab.reference.adam_mini import adam_mini_, block_size
 from memlab.reference.adamw import adamw_
 from memlab.reference.checkpointing import forget
@@ -47,6 +51,7 @@ from memlab.reference.collectives import Wire
 from memlab.reference.lion import lion_
 from memlab.reference.loss_scaling import Scaler
 from memlab.reference.meter import Meter
+from memlab.reference.qlora import QLoRALinear
 from memlab.reference.sharded_optimizer import ShardedAdam
 from memlab.reference.sharded_weights import sharded_pass
 from memlab.reference.step_in_backward import in_backward
@@ -123,6 +128,8 @@ LIBRARY_FILES = {
     "memlab/zero/simulation.py": "sharded_optimizer",
     "memlab/offload/optimizer.py": "offloaded_optimizer",
     "memlab/ema/profiles.py": "post_hoc_ema",
+    "memlab/quantize/nf4.py": "nf4",
+    "memlab/qlora.py": "qlora",
     "memlab/metering/storages.py": "meter",
     "memlab/allocator/caching.py": "caching_allocator",
 }
@@ -536,3 +543,40 @@ def test_caching_allocator(seed):
 
 def event(storage: int, nbytes: int) -> Event:
     return Event(nbytes, storage, "activations", "aten.empty", "", "forward", "uint8", (nbytes,))
+
+
+# ------------------------------------------------------------------ 4-bit weights
+
+
+def test_both_nf4_versions_store_the_same_bits():
+    weight, codebook = seeded(512, 256), dynamic_code(True)
+    codes, absmax = nf4.encode(weight)
+    single, double = quantize_nf4(weight, double=False), quantize_nf4(weight)
+    assert torch.equal(codes, single.codes)
+    assert torch.equal(absmax, single.absmax)
+    small, scales, mean = nf4.double_encode(absmax, codebook)
+    for mine, theirs in zip(
+        (small, scales, mean), (double.absmax, double.scales, double.mean), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+    assert state_bytes([codes, small, scales]) + 4 == double.nbytes
+    torch.testing.assert_close(nf4.levels(), nf4_code(), rtol=0, atol=2e-7)
+
+
+def test_both_qlora_versions_compute_the_same():
+    linear = nn.Linear(128, 64, bias=False)
+    mine = QLoRALinear(linear, rank=4, alpha=8)
+    model = nn.Sequential(linear)
+    add_qlora(model, 4, double=False)
+    [theirs] = model
+    assert isinstance(theirs, LoRALinear)
+    assert isinstance(theirs.frozen, NF4Linear)
+    with torch.no_grad():
+        mine.A.copy_(theirs.down)
+        theirs.up.copy_(seeded(64, 4, seed=1))
+        mine.B.copy_(theirs.up)
+    ours, other = (seeded(5, 128, seed=2).requires_grad_() for _ in range(2))
+    mine(ours).square().sum().backward()
+    theirs(other).square().sum().backward()
+    for got, wanted in ((mine.A, theirs.down), (mine.B, theirs.up), (ours, other)):
+        torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-5, atol=1e-4)
