@@ -121,6 +121,7 @@ def _rows() -> Iterator[dict[str, str]]:
 
 def _gpus() -> Iterator[Gpu]:
     rows = list(_rows())
+    measured = [row for row in rows if row["reported_mib"]]
     for row in rows:
         link = row["link"]
         memory_bandwidth = float(row["bandwidth"]) * 1e9
@@ -131,7 +132,7 @@ def _gpus() -> Iterator[Gpu]:
             row["arch"],
             int(row["multiprocessors"]),
             int(row["memory"]),
-            _reported_bytes(row) if row["reported_mib"] else _bytes_by_rule(row, rows),
+            _reported_bytes(row) if row["reported_mib"] else _bytes_by_rule(row, measured),
             bool(row["reported_mib"]),
             float(row["bf16"]) * 1e12,
             float(row["float32"]) * 1e12,
@@ -146,20 +147,18 @@ def _reported_bytes(row: dict[str, str]) -> int:
     return round(float(row["reported_mib"]) * MIB)
 
 
-def _bytes_by_rule(row: dict[str, str], rows: list[dict[str, str]]) -> int:
+def _bytes_by_rule(row: dict[str, str], measured: list[dict[str, str]]) -> int:
     """Return the memory that torch reports, by the rule of the module's docstring."""
     size_gb = int(row["memory"])
     vendor = _vendor(row["full_name"])
     if vendor == "Apple":
         return size_gb * GIB * 2 // 3 if size_gb <= 32 else size_gb * GIB * 3 // 4
-    measured = [
+    alike = [
         other
-        for other in rows
-        if other["reported_mib"]
-        and other["kind"] == row["kind"]
-        and _vendor(other["full_name"]) == vendor
+        for other in measured
+        if other["kind"] == row["kind"] and _vendor(other["full_name"]) == vendor
     ]
-    alike = [other for other in measured if other["arch"] == row["arch"]] or measured
+    alike = [other for other in alike if other["arch"] == row["arch"]] or alike
     distance = {other["name"]: abs(int(other["memory"]) - size_gb) for other in alike}
     nearest = min(distance.values())
     lost = max(_lost_bytes(row, o) for o in alike if distance[o["name"]] == nearest)

@@ -147,6 +147,7 @@ OPTIONS = {  # of each command, with a right value; None: a flag
     "plan": {
         "--model": "tiny",
         "--memory": "24GB",
+        "--margin": "2%",
         "--gpus": "2",
         "--batch": "2",
         "--seq": "16",
@@ -430,7 +431,9 @@ def script_and_more(command: str) -> Kind:
     apart = {
         "measure": ("--model", "--batch", "--seq", "--dtype", "--technique"),
         "plan": tuple(
-            o for o in OPTIONS["plan"] if o not in ("--script", "--memory", "--device", "--out")
+            o
+            for o in OPTIONS["plan"]
+            if o not in ("--script", "--memory", "--margin", "--device", "--out")
         ),
     }[command]
 
@@ -518,6 +521,11 @@ def capped_cpu(rng: random.Random) -> Line:
 def bad_memory(rng: random.Random) -> Line:
     option = rng.choice(("--memory", "--gpu"))
     return [*given("plan", "--model"), f"{option}={no_bytes(rng)}"]
+
+
+def bad_margin(rng: random.Random) -> Line:
+    wrong = ("", "%", "two", "-1%", "2 percent", "1.5", "2%%", "1000%", "5XB", "99TB", "0x10")
+    return [*given("plan", "--model", "--memory"), f"--margin={rng.choice(wrong)}"]
 
 
 def unplanned(rng: random.Random) -> Line:
@@ -661,7 +669,7 @@ KINDS: dict[str, tuple[Kind, ...]] = {
         failing_script("plan"),
         bad_name("plan", "--precision", PRECISIONS),
         bad_name("plan", "--optimizer", OPTIMIZERS),
-        *(bad_memory, unplanned, indivisible, both_ways, memory_twice),
+        *(bad_memory, bad_margin, unplanned, indivisible, both_ways, memory_twice),
     ),
     "doctor": (unknown_option("doctor"), too_many("doctor")),
     "start": (

@@ -112,11 +112,13 @@ def test_without_a_gpu_the_report_names_the_default_target(report):
     [
         ("NVIDIA H200", (9, 0), "cuda:h200: sm_90, workspace 32 MiB, attention by cudnn"),
         ("Tesla T4", (7, 5), "cuda:t4: sm_75, workspace 8.12 MiB, attention by efficient"),
-        ("RTX 4070", (8, 9), "cuda:sm_89: sm_89, workspace 8.12 MiB, attention by flash"),
+        ("RTX 4070", (8, 9), "cuda:rtx4070: sm_89, workspace 8.12 MiB, attention by flash"),
+        ("RTX 4050", (8, 9), "cuda:sm_89: sm_89, workspace 8.12 MiB, attention by flash"),
+        ("GTX 1080", (6, 1), "cuda:sm_61: sm_61, workspace 8.12 MiB, attention by efficient"),
         (
-            "GTX 1080",
-            (6, 1),
-            "assume an A100 unless you pass --device cuda:rtx4090; sm_61 is unknown",
+            "NVIDIA Thor",
+            (11, 0),
+            "assume an A100 unless you pass --device cuda:rtx4090; sm_110 is unknown",
         ),
     ],
 )
@@ -127,7 +129,7 @@ def test_predictions_take_this_machines_gpu_for_a_target(cuda, monkeypatch, name
 
 
 def test_predictions_for_an_amd_gpu_ask_for_its_architecture(cuda, monkeypatch):
-    cuda[0] = ("AMD Instinct MI325X", *cuda[0][1:])
+    cuda[0] = ("AMD Instinct MI300A", *cuda[0][1:])
     monkeypatch.setattr(torch.version, "hip", "7.0")
     properties = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
