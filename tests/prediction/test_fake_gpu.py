@@ -86,12 +86,26 @@ def test_an_rtx_3060_has_28_multiprocessors():
     assert card.warp_size == 32
 
 
-def test_an_amd_gpu_has_its_own_architecture_and_wavefront():
+@pytest.mark.parametrize(
+    ("device", "arch", "warp_size"),
+    [
+        ("cuda:mi300x", "gfx942", 64),
+        ("cuda:rx7900xtx", "gfx1100", 32),
+        ("cuda:m3-max-64", "sm_80", 32),  # predicted as an A100
+    ],
+)
+def test_an_amd_gpu_has_its_own_architecture_and_wavefront(device, arch, warp_size):
     asked = heard(
         lambda: (torch.cuda.get_arch_list(), torch.cuda.get_device_properties(0).warp_size),
-        "cuda:mi300x",
+        device,
     )
-    assert asked == (["gfx942"], 64)
+    assert asked == ([arch], warp_size)
+
+
+def test_a_gpu_without_cuda_has_its_own_name_and_memory():
+    card = heard(lambda: torch.cuda.get_device_properties(0), "cuda:m3-max-64")
+    assert (card.name, card.total_memory) == ("Apple M3 Max", 48 * 2**30)
+    assert (card.major, card.minor, card.multi_processor_count) == (8, 0, 108)
 
 
 @pytest.mark.parametrize(("device", "native"), [("cuda:t4", False), ("cuda:rtx3060", True)])

@@ -412,6 +412,15 @@ def test_an_amd_gpu_has_larger_workspaces_and_a_note():
     assert not any("AMD" in note for note in predicted(step).notes)
 
 
+def test_a_gpu_without_cuda_is_predicted_like_most_cards_with_a_note():
+    def step(device):
+        return torch.zeros(4, 16, device=device) @ torch.zeros(16, 2, device=device)
+
+    trace = predicted(step, device="cuda:m3-max-64")
+    assert trace.at_peak == predicted(step).at_peak
+    assert any(note.startswith("never compared with an Apple GPU") for note in trace.notes)
+
+
 def test_a_prediction_for_a_gpu_names_it():
     [note, *_] = memlab.predict(linear_training(), device="cuda:3060").notes
     assert note.startswith("predicted for NVIDIA GeForce RTX 3060 with these kernels: attention")
