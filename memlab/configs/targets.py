@@ -6,6 +6,7 @@ element. A prediction runs on fake CPU tensors, for which torch would choose CPU
 settings decide instead.
 """
 
+import math
 import re
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -145,6 +146,10 @@ class Target:
     @property
     def max_flash_head_dim(self) -> int:
         return 512 if self.gpu.is_amd and not self.gpu.arch.startswith("gfx11") else 256
+
+    @property
+    def max_efficient_head_dim(self) -> float:
+        return 256 if self.gpu.is_amd else math.inf
 
     def flash_can_train(self, head_dim: int, dropout_p: float) -> bool:
         """Return whether flash attention's backward fits into shared memory, which is smaller in

@@ -135,6 +135,7 @@ class Substitutes:
             "efficient": (half or query.dtype == torch.float32)
             and query.shape[1] == key.shape[1] == value.shape[1]
             and width == key.shape[-1]
+            and max(width, value.shape[-1]) <= target.max_efficient_head_dim
             and width % alignment == value.shape[-1] % alignment == 0
             and torch.backends.cuda.mem_efficient_sdp_enabled(),
             "cudnn": half

@@ -343,3 +343,4 @@ def test_the_alignment_is_16_bytes_where_tensor_cores_have_the_dtype():
 def test_the_widest_head_of_flash_attention():
     widths = {name: target(name).max_flash_head_dim for name in ("a100-80", "rx7900xtx", "mi300x")}
     assert widths == {"a100-80": 256, "rx7900xtx": 256, "mi300x": 512}
+    assert target("mi300x").max_efficient_head_dim == 256 < target("t4").max_efficient_head_dim
