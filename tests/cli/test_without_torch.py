@@ -30,6 +30,8 @@ finally:
         ("plan --model 5x --memory 24GB", 2),
         ("plan --model 5m --memory 24XB", 2),
         ("plan --model 5m --gpu rtx9999", 2),
+        ("plan --gpu list", 0),
+        ("plan --model 5m --gpu rtx3060 --margin 2x", 2),
         ("plan --model 5m --memory 24GB --device tpu", 2),
         ("plan --model 5m --memory 24GB --precision float8", 2),
         ("plan --model 5m --memory 24GB --optimizer adan", 2),
