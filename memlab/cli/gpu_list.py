@@ -9,7 +9,7 @@ from memlab.units import paragraph
 _REMARK = (
     "memory: as torch reports it, in GiB, the smallest value that users reported on Linux; ≈ by a "
     "rule (memlab/configs/gpus.py). GB/s and TFLOPS (dense bfloat16 or float16, and float32) are "
-    "the data sheets' peaks"
+    "the data sheets' peaks. torch sees each half of an MI250, MI250X or Max 1550 as a GPU"
 )
 
 

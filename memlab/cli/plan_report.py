@@ -6,6 +6,7 @@ from rich.table import Table
 
 from memlab.cli import terminal
 from memlab.configs.evidence import margin_share
+from memlab.configs.gpus import CONTEXT_BYTES
 from memlab.configs.targets import find_target
 from memlab.planner import Memory, Option, Plan
 from memlab.planner.cards import budget_bytes
@@ -66,7 +67,9 @@ def room(memory: Memory, target: str) -> str:
         rest = f"{budget} for tensors after {_margin(memory)}"
         return f"{total}, {'all available for tensors' if not memory.margin_bytes else rest}"
     runs_cuda = memory.card is None or memory.card.runs_cuda
-    context = "the CUDA context" if runs_cuda else "616 MiB for the driver"
+    context = (
+        "the CUDA context" if runs_cuda else f"{format_bytes(CONTEXT_BYTES[1])} for the driver"
+    )
     return f"{total}, {budget} for PyTorch after {context} and {_margin(memory)}"
 
 
