@@ -31,6 +31,7 @@ CONFIG = replace(PRESETS["tiny"], layers=2)
 SETTING = Setting(CONFIG, batch=2, seq_len=16)
 SIZES = [p.numel() for p in GPT(CONFIG).parameters()]
 RANK = 8
+ADAPTERS = {"lora", "qlora"}
 LEARNING_RATE = 1e-3  # of every AdamW
 
 ROWS = [name for name in TECHNIQUES if name != "plain"]
@@ -44,6 +45,7 @@ EITHER_OR = (
     {"int8-activations", "int4-activations", "offloaded-activations"},
     {"autocast", "loss-scaling"},
     {"eager-attention", "flash-attention"},
+    {"lora", "qlora"},
     {"step-in-backward", "offloaded-optimizer", "streamed-layers"},
 )
 
@@ -100,15 +102,20 @@ def gradients_of(training) -> dict[str, Tensor]:
     }
 
 
-def gradients_of_lora_from(pair: str) -> dict[str, Tensor]:
+def gradients_of_adapters_from(pair: str) -> dict[str, Tensor]:
     """In float32, from where the pair starts: LoRA's factors are drawn in the weights' dtype."""
     start = dict(build(SETTING, combined(pair)).model.named_parameters())
-    training = build(SETTING, combined("lora"))
+    training = build(SETTING, combined(adapting(pair)))
     with torch.no_grad():
         for name, weight in training.model.named_parameters():
             weight.copy_(start[name])
     training.step()
     return gradients_of(training)
+
+
+def adapting(pair: str) -> str | None:
+    """Which of the two trains adapters alone, if one does."""
+    return next((name for name in pair.split("+") if name in ADAPTERS), None)
 
 
 def stepped_weights(training) -> Iterator[tuple[str, Tensor]]:
@@ -150,7 +157,8 @@ WITHOUT_GRADIENTS = {"step-in-backward", "streamed-layers"}  # after the step
 def error(pair: str) -> float:
     """Of both: where one rounds, another order of sums is rounded, too."""
     names = pair.split("+")
-    scale = 0.1 if "lora" in names else 1  # whose gradients are a tenth of the others'
+    # Gradients of adapters are a tenth of the others', and beside 4-bit weights a quarter.
+    scale = 0.25 if "qlora" in names else 0.1 if "lora" in names else 1
     return scale * sum(ERRORS.get(name, 0) for name in names)
 
 
@@ -162,7 +170,7 @@ def test_two_techniques_have_the_gradients_of_the_plain_step(pair):
         has_the_weights_of_the_other_alone(*names)
         return
     ours = outcome(pair).gradients
-    wanted = gradients_of_lora_from(pair) if "lora" in names else outcome("plain").gradients
+    wanted = gradients_of_adapters_from(pair) if adapting(pair) else outcome("plain").gradients
     assert ours.keys() == wanted.keys()
     assert max((ours[n] - wanted[n]).abs().max().item() for n in wanted) <= error(pair)
 
@@ -196,8 +204,10 @@ def expected_at_end(names: set[str]) -> dict[str, int]:
     """Bytes of weights, gradients and state after a step."""
     is_low = bool(names & {"bfloat16", "master-weights"})
     of_a_number = 2 if is_low else 4
-    trained = added() if "lora" in names else SIZES
-    held = sum(SIZES) + (sum(trained) if "lora" in names else 0)
+    trained = added() if ADAPTERS & names else SIZES
+    held = sum(SIZES) + (sum(trained) if ADAPTERS & names else 0)
+    if "qlora" in names:  # matrices of blocks are buffers
+        held -= sum(rows * columns for rows, columns in matrices()) * CONFIG.layers
     parameters, gradients = of_a_number * held, of_a_number * sum(trained)
     state = state_bytes(trained, names)
     if "master-weights" in names:
@@ -212,16 +222,17 @@ def expected_at_end(names: set[str]) -> dict[str, int]:
     return {"parameters": parameters, "gradients": gradients, "optimizer_state": state}
 
 
+def matrices() -> list[tuple[int, int]]:
+    """The inputs and outputs of a block's seven matrices."""
+    C, hidden = CONFIG.hidden_size, CONFIG.intermediate_size
+    KV_D = CONFIG.kv_heads * CONFIG.head_dim
+    return [(C, C), (C, KV_D), (C, KV_D), (C, C), (C, hidden), (C, hidden), (hidden, C)]
+
+
 def added() -> list[int]:
-    """The numbers of each of LoRA's factors: of seven matrices a block."""
-    C, KV_D, hidden = (
-        CONFIG.hidden_size,
-        CONFIG.kv_heads * CONFIG.head_dim,
-        CONFIG.intermediate_size,
-    )
-    sizes = [(C, C), (C, KV_D), (C, KV_D), (C, C), (C, hidden), (C, hidden), (hidden, C)]
-    factors = [RANK * n for size in sizes for n in size] * CONFIG.layers
-    assert sum(factors) == CONFIG.layers * sum(added_weights(*size, RANK) for size in sizes)
+    """The numbers of each of LoRA's factors."""
+    factors = [RANK * n for size in matrices() for n in size] * CONFIG.layers
+    assert sum(factors) == CONFIG.layers * sum(added_weights(*size, RANK) for size in matrices())
     return factors
 
 
@@ -256,7 +267,7 @@ def blocks(names: set[str]) -> int:
     """The second moments of Adam-mini: one for each row, or head, or norm."""
     C, KV_D, D = CONFIG.hidden_size, CONFIG.kv_heads * CONFIG.head_dim, CONFIG.head_dim
     hidden, L = CONFIG.intermediate_size, CONFIG.layers
-    if "lora" in names:
+    if ADAPTERS & names:
         return L * (7 * RANK + C + 2 * KV_D + C + 2 * hidden + C)
     of_a_block = C // D + KV_D // D + KV_D + C + 2 * hidden + C + 2
     return CONFIG.vocab_size + 1 + L * of_a_block
@@ -294,7 +305,7 @@ def test_an_optimizer_leaves_what_is_kept_for_backward_to_the_other(pair):
 @pytest.mark.parametrize("pair", [pair for pair in TOGETHER if "post-hoc-ema" in pair])
 def test_two_averages_come_on_top_of_the_other_technique(pair):
     other = pair.replace("+post-hoc-ema", "").replace("post-hoc-ema+", "")
-    trained = added() if other == "lora" else SIZES
+    trained = added() if other in ADAPTERS else SIZES
     ours, alone = outcome(pair).trace.live_bytes, outcome(other).trace.live_bytes
     assert ours - alone == 2 * 4 * sum(trained)
 

@@ -18,6 +18,8 @@ from memlab.lora import LoRALinear, added_weights
 from memlab.losses import chunk_rows
 from memlab.model import PRESETS
 from memlab.offload.layers import stream_of
+from memlab.qlora import NF4Linear
+from memlab.quantize import nf4_bytes, quantize_nf4
 from memlab.trace import Trace
 from memlab.train import (
     SEED,
@@ -39,6 +41,13 @@ NOTHING = Plugs()
 
 B, T = TINY.batch, TINY.seq_len
 CONFIG = PRESETS["tiny"]
+_C, _KV_D = CONFIG.hidden_size, CONFIG.kv_heads * CONFIG.head_dim
+_HIDDEN = CONFIG.intermediate_size
+# The inputs and outputs of a block's seven matrices.
+MATRICES = [
+    *((_C, _C), (_C, _KV_D), (_C, _KV_D), (_C, _C)),
+    *((_C, _HIDDEN), (_C, _HIDDEN), (_HIDDEN, _C)),
+]
 H, L, N = CONFIG.heads, CONFIG.layers, CONFIG.parameters
 STREAM_BYTES = B * T * CONFIG.hidden_size * FLOAT32  # what passes from block to block
 
@@ -121,17 +130,19 @@ TOLERANCES = {
 }
 
 
-def test_lora_has_the_gradients_of_its_two_factors():
-    """At first B is zero: the gradient of B is scale · G Aᵀ, of A it is zero."""
-    plain, ours = gradients(PLAIN), build(TINY, combined("lora"))
+@pytest.mark.parametrize(("name", "tolerance"), [("lora", 1e-6), ("qlora", 0.02)])
+def test_lora_has_the_gradients_of_its_two_factors(name, tolerance):
+    """At first B is zero: the gradient of B is scale · G Aᵀ, of A it is zero. In 4 bits, G is that
+    of rounded weights."""
+    plain, ours = gradients(PLAIN), build(TINY, combined(name))
     ours.step()
     changes = {n: m for n, m in ours.model.named_modules() if isinstance(m, LoRALinear)}
     assert len(changes) == 7 * L
-    start = build(TINY, combined("lora")).model
+    start = build(TINY, combined(name)).model
     for name, layer in changes.items():
         A = start.get_submodule(name).down
         expected = layer.scale * plain[f"{name}.weight"] @ A.T
-        torch.testing.assert_close(layer.up.grad, expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(layer.up.grad, expected, rtol=1e-4, atol=tolerance)
         assert layer.down.grad.count_nonzero() == 0
 
 
@@ -372,17 +383,22 @@ def the_most_activations_are_those_of_one_sequence(technique: Plugs) -> None:
 
 
 def gradients_and_state_are_those_of_the_added_weights(technique: Plugs) -> None:
-    C, KV_D, hidden = (
-        CONFIG.hidden_size,
-        CONFIG.kv_heads * CONFIG.head_dim,
-        CONFIG.intermediate_size,
-    )
-    sizes = [(C, C), (C, KV_D), (C, KV_D), (C, C), (C, hidden), (C, hidden), (hidden, C)]
-    n = L * sum(added_weights(*size, 8) for size in sizes)
+    n = L * sum(added_weights(*size, 8) for size in MATRICES)
     at_end = second_step(technique).at_end
     assert at_end["gradients"] == FLOAT32 * n
     assert at_end["optimizer_state"] == 2 * FLOAT32 * n + FLOAT32 * 2 * 7 * L
     assert at_end["parameters"] == FLOAT32 * (N + n)
+
+
+def the_blocks_matrices_are_in_4_bits_beside_adapters(technique: Plugs) -> None:
+    n = L * sum(added_weights(*size, 8) for size in MATRICES)
+    in_blocks = L * sum(columns * rows for columns, rows in MATRICES)
+    codes = L * sum(nf4_bytes(columns * rows) for columns, rows in MATRICES)
+    at_end, plain = second_step(technique).at_end, second_step(PLAIN).at_end
+    assert at_end["gradients"] == FLOAT32 * n
+    assert at_end["optimizer_state"] == 2 * FLOAT32 * n + FLOAT32 * 2 * 7 * L
+    assert at_end["parameters"] == FLOAT32 * (N - in_blocks + n)
+    assert at_end["buffers"] - plain["buffers"] == codes + 4 * (16 + 256)  # the codebooks
 
 
 def two_averages_are_there(technique: Plugs) -> None:
@@ -413,6 +429,7 @@ CLAIMS = {
     "adam-mini": the_second_moment_is_one_for_each_row_or_head,
     "step-in-backward": no_gradient_is_left_and_no_two_are_there_at_once,
     "lora": gradients_and_state_are_those_of_the_added_weights,
+    "qlora": the_blocks_matrices_are_in_4_bits_beside_adapters,
     "offloaded-optimizer": the_state_is_there_in_the_step_alone,
     "offloaded-activations": nothing_is_kept_but_sums_of_each_token,
     "streamed-layers": two_blocks_weights_are_there_and_neither_gradients_nor_state,
@@ -435,7 +452,9 @@ def test_a_technique_that_does_nothing_fails_the_claim(name):
 
 def test_every_technique_has_a_claim_and_a_tolerance():
     assert CLAIMS.keys() == TECHNIQUES.keys() - {"plain"}
-    in_tests_of_their_own = {"lora", "master-weights", "step-in-backward", "streamed-layers"}
+    in_tests_of_their_own = {
+        *("lora", "qlora", "master-weights", "step-in-backward", "streamed-layers"),
+    }
     assert TOLERANCES.keys() == CLAIMS.keys() - in_tests_of_their_own
 
 
@@ -518,6 +537,11 @@ def test_every_technique_starts_from_the_same_weights():
         with all_present(model):
             named = [(n, p.detach().clone()) for n, p in model.named_parameters()]
         of_the_model = {n.replace(".frozen", ""): p.flatten() for n, p in named}
+        for name, layer in model.named_modules():
+            if isinstance(layer, NF4Linear):  # put in what was rounded, if it was that
+                weight = gpt.get_submodule(name.removesuffix(".frozen")).weight.detach()
+                assert torch.equal(layer.codes, quantize_nf4(weight).codes)
+                of_the_model[f"{name.removesuffix('.frozen')}.weight"] = weight.flatten()
         return torch.cat([of_the_model[name] for name, _ in gpt.named_parameters()])
 
     gpt = build(TINY, PLAIN).model
@@ -642,7 +666,7 @@ def test_combined_with_nothing_a_technique_is_itself():
     alone, beside_plain = combined("sgd+lora"), combined("plain+lora+sgd")
     filled = {field.name for field in fields(Plugs)}
     same = {name for name in filled if getattr(alone, name) is getattr(beside_plain, name)}
-    assert filled - same == {"optimizer"}  # made anew by each call
+    assert filled - same == {"change_model", "optimizer"}  # made anew by each call
     assert alone.optimizer.__code__ is beside_plain.optimizer.__code__
 
 

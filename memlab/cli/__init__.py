@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from memlab.cli import adapter_options
 from memlab.cli.errors import UsageError, escaped_line
 from memlab.cli.parsing import Command, Commands, integer_option, integer_parser
 from memlab.cli.requests import Request
@@ -152,6 +153,8 @@ def measure_command(
         ),
     ] = None,
     assume: Annotated[str | None, typer.Option(help=ASSUME, metavar="most|FRACTION")] = None,
+    lora_rank: adapter_options.Rank = None,
+    lora_targets: adapter_options.Targets = None,
     kernels: Annotated[bool, typer.Option("--kernels", help=KERNELS)] = False,
     out: Annotated[
         str, typer.Option(help="Folder for the pictures and the results.", metavar="FOLDER")
@@ -182,6 +185,8 @@ def measure_command(
         script=script,
         assume=assume,
         kernels=kernels,
+        lora_rank=lora_rank,
+        lora_targets=lora_targets,
         out=out,
     )
     _refuse_conflicts(request, context)
@@ -265,6 +270,8 @@ def train_command(
             metavar="NAME",
         ),
     ] = None,
+    lora_rank: adapter_options.Rank = None,
+    lora_targets: adapter_options.Targets = None,
     kernels: Annotated[bool, typer.Option("--kernels", help=KERNELS)] = False,
 ) -> None:
     """Run real training steps and print their loss, peak memory and time.
@@ -291,6 +298,8 @@ def train_command(
         techniques=(technique,),
         device=device,
         kernels=kernels,
+        lora_rank=lora_rank,
+        lora_targets=lora_targets,
     )
     train(request, steps=steps, memory=memory)
 
@@ -358,6 +367,12 @@ def plan_command(
         bool | None,
         typer.Option("--lora/--full", help="Consider only LoRA, or only training all weights."),
     ] = None,
+    qlora: Annotated[
+        bool,
+        typer.Option("--qlora", help="Consider only QLoRA: LoRA beside frozen weights in 4 bits."),
+    ] = False,
+    lora_rank: adapter_options.Rank = None,
+    lora_targets: adapter_options.Targets = None,
     tensor_parallel: Annotated[
         int,
         integer_option(
@@ -379,9 +394,10 @@ def plan_command(
         integer_option(
             "--recipes",
             MAX_RECIPES,
-            "Recipes to predict operator by operator. The others are computed by formula.",
+            "Recipes to predict operator by operator, by turns of full fine-tuning, LoRA and "
+            "QLoRA. The others are computed by formula.",
         ),
-    ] = 2,
+    ] = 3,
     exact: Annotated[
         bool,
         typer.Option(
@@ -456,7 +472,9 @@ def plan_command(
         seq_len=seq,
         precision=precision,
         optimizer=optimizer,
-        lora=lora,
+        group=_group(lora, qlora),
+        lora_rank=lora_rank,
+        lora_targets=lora_targets,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
         count=count,
@@ -466,6 +484,15 @@ def plan_command(
         out=out,
     )
     raise typer.Exit(status)
+
+
+def _group(lora: bool | None, qlora: bool) -> str | None:
+    """Return the group of recipes that the options ask for; None: all."""
+    if qlora and lora is not None:
+        raise UsageError("got --qlora together with --lora or --full; give one of them")
+    if qlora:
+        return "QLoRA"
+    return {None: None, True: "LoRA", False: "full fine-tuning"}[lora]
 
 
 @app.command("doctor", cls=Command)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from memlab.cli.adapter_options import choose_adapters
 from memlab.cli.errors import UsageError, quoted, suggestions
 from memlab.cli.machine import devices_present, memory_of
 from memlab.cli.requests import Request
@@ -106,10 +107,16 @@ def choose_techniques(request: Request) -> dict[str, Plugs]:
             raise UsageError(
                 f"got --technique {quoted(name)}, which names a technique twice; give each once"
             )
+    adapters = choose_adapters(
+        request.lora_rank, request.lora_targets, request.techniques or TECHNIQUES
+    )
     single = [name for name in TECHNIQUES if name == "plain" or name in wanted]
     several = [name for name in wanted if name not in TECHNIQUES]
     try:
-        return {name: combined(name, kernels=request.kernels) for name in (*single, *several)}
+        return {
+            name: combined(name, kernels=request.kernels, adapters=adapters)
+            for name in (*single, *several)
+        }
     except ValueError as error:
         raise UsageError(
             f"got --technique {' and '.join(map(quoted, several))}: {error}"

@@ -10,6 +10,7 @@ import torch
 from rich.table import Table
 
 from memlab.cli import report, terminal
+from memlab.cli.adapter_options import choose_adapters, list_adapters
 from memlab.cli.choices import (
     SUITABLE,
     choose_device,
@@ -42,6 +43,8 @@ def measure_techniques(request: Request) -> int:
     terminal.echo(report.headline(setting, dry) + "\n")
     if request.kernels:
         terminal.echo(list_kernels(chosen) + "\n")
+    if line := list_adapters(chosen, choose_adapters(request.lora_rank, request.lora_targets)):
+        terminal.echo(line + "\n")
     time_budget = None if dry or request.techniques else _time_budget(setting, chosen)
     with terminal.progress((1 if dry else 2) * len(chosen) + len(to_predict)) as announce:
         rows = measured_rows(setting, chosen, dry, announce, time_budget)

@@ -7,13 +7,15 @@ import os
 from dataclasses import replace
 
 from memlab.cli import terminal
+from memlab.cli.adapter_options import choose_adapters
 from memlab.cli.errors import UsageError, quoted, suggestions
 from memlab.cli.parsing import choose_folder
 from memlab.configs.config_json import config_named
 from memlab.configs.shapes import PRESETS
 from memlab.configs.targets import accepted_devices, find_target
 from memlab.planner.cards import Memory, memory_named, with_margin
-from memlab.planner.recipes import OPTIMIZERS, PRECISIONS, Recipe, usual_kinds
+from memlab.planner.recipes import OPTIMIZERS, PRECISIONS, USUAL_ADAPTERS, Recipe, usual_kinds
+from memlab.train.adapters import Adapters
 
 MAX_WORKERS = 4  # each imports torch, which takes seconds and about 300 MiB
 
@@ -27,7 +29,9 @@ def plan_model(
     seq_len: int | None,
     precision: str | None,
     optimizer: str | None,
-    lora: bool | None,
+    group: str | None,
+    lora_rank: int | None,
+    lora_targets: str | None,
     tensor_parallel: int,
     pipeline_parallel: int,
     count: int,
@@ -47,7 +51,7 @@ def plan_model(
         config = config_named(model)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    learned = choose_kinds(precision, optimizer, lora)
+    learned = choose_kinds(precision, optimizer, group, choose_adapters(lora_rank, lora_targets))
     from memlab.cli.choices import require_countable
     from memlab.cli.plan_report import show
     from memlab.cli.results import write_plan
@@ -100,7 +104,10 @@ def choose_memory(
 
 
 def choose_kinds(
-    precision: str | None, optimizer: str | None, lora: bool | None
+    precision: str | None,
+    optimizer: str | None,
+    group: str | None = None,
+    adapters: Adapters = USUAL_ADAPTERS,
 ) -> tuple[Recipe, ...]:
     """Return the kinds of training that the options allow. A combination that the options name
     need not be among the usual kinds."""
@@ -111,11 +118,11 @@ def choose_kinds(
         if got is not None and got not in known:
             raise UsageError(f"got {option} {quoted(got)}; {suggestions(got, known)}")
     kinds = [
-        each
+        replace(each, adapters=adapters) if each.has_adapters else each
         for each in usual_kinds()
         if precision in (None, each.precision)
         and optimizer in (None, each.optimizer)
-        and lora in (None, each.lora)
+        and group in (None, each.group)
     ]
     if kinds:
         return tuple(kinds)
@@ -125,7 +132,9 @@ def choose_kinds(
                 Recipe(),
                 precision=precision or "bfloat16",
                 optimizer=optimizer or "adamw",
-                lora=bool(lora),
+                lora=group == "LoRA",
+                qlora=group == "QLoRA",
+                adapters=adapters,
             ),
         )
     except ValueError as error:

@@ -11,10 +11,12 @@ from memlab.configs.targets import find_target
 from memlab.planner import Memory, Option, Plan
 from memlab.planner.cards import budget_bytes
 from memlab.planner.options import AS_IT_IS, command
+from memlab.planner.recipes import GROUPS
 from memlab.planner.search import MAX_SEQUENCES
 from memlab.units import format_bytes, paragraph
 
 MAX_FORMULA_RECIPES = 3  # recipes to show that were not predicted operator by operator
+COLUMNS = ("recipe", "allocated", "reserved", "left", "time", "batch up to", "length up to")
 EMPTIES_CACHE = (
     "reserved: on a larger card. Where it is more than there is, torch releases its unused memory "
     "when the driver refuses and asks again; this step then fits, and each release costs time"
@@ -95,33 +97,32 @@ def _margin(memory: Memory) -> str:
 
 
 def table(rows: list[Option]) -> Table:
-    """Build a line for each recipe that fits, and for the smallest that does not."""
-    first = rows[0].candidate.step_seconds
-    columns = {
-        "recipe": [row.recipe.words for row in rows],
-        "allocated": [
-            format_bytes(row.measured.allocated_bytes)
-            if row.measured
-            else f"≈ {format_bytes(row.needed_bytes)}"
-            for row in rows
-        ],
-        "reserved": [
-            format_bytes(row.measured.reserved_bytes)
-            if row.measured and row.measured.reserved_bytes
-            else ""
-            for row in rows
-        ],
-        "left": [
-            format_bytes(-row.missing_bytes)
-            if row.fits
-            else f"lacks {format_bytes(row.missing_bytes)}"
-            for row in rows
-        ],
-        "time": [f"{row.candidate.step_seconds / first:.2f} ×" for row in rows],
-        "batch up to": [_up_to(row.largest_batch) for row in rows],
-        "length up to": [f"{row.longest:,}" if row.longest else "" for row in rows],
+    """Build a line for each recipe that fits, and for the smallest that does not, by group.
+
+    Times are relative to the first recipe of a group: the groups train different things.
+    """
+    lines: list[dict[str, str]] = []
+    for group in GROUPS:
+        if of_group := [row for row in rows if row.recipe.group == group]:
+            first = of_group[0].candidate.step_seconds
+            lines += [{"recipe": f"{group}:"}, *(_line(row, first) for row in of_group)]
+    return terminal.table_of({name: [line.get(name, "") for line in lines] for name in COLUMNS})
+
+
+def _line(row: Option, first: float) -> dict[str, str]:
+    """Return the cells of a recipe; `first` is the time of the first recipe of its group."""
+    found, missing = row.measured, format_bytes(row.missing_bytes)
+    return {
+        "recipe": f"  {row.recipe.words}",
+        "allocated": format_bytes(found.allocated_bytes)
+        if found
+        else f"≈ {format_bytes(row.needed_bytes)}",
+        "reserved": format_bytes(found.reserved_bytes) if found and found.reserved_bytes else "",
+        "left": format_bytes(-row.missing_bytes) if row.fits else f"lacks {missing}",
+        "time": f"{row.candidate.step_seconds / first:.2f} ×",
+        "batch up to": _up_to(row.largest_batch),
+        "length up to": f"{row.longest:,}" if row.longest else "",
     }
-    return terminal.table_of(columns)
 
 
 def _up_to(batch: int | None) -> str:
@@ -136,12 +137,13 @@ def remarks(found: Plan) -> Iterator[str]:
         yield f"Nothing fits {found.memory.name}{_smallest(found)}"
     else:
         yield (
-            f"time: estimated, relative to the first recipe, whose step is "
+            f"time: estimated, relative to the first recipe of the same group; the step of "
+            f"{best.recipe.words} is "
             f"{shares(best.candidate.seconds)}; every copy is counted"
         )
         yield (
-            "each row is the fastest recipe that fits with its precision, optimizer and LoRA or "
-            "not; rows train differently"
+            "each row is the fastest recipe that fits with its precision and optimizer; rows train "
+            "differently, and full fine-tuning, LoRA and QLoRA are not compared by time"
         )
         if any(option.largest_batch for option in found.options):
             how = "predicted" if found.exact else "by formula, scaled to the prediction; --exact"

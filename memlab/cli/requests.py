@@ -21,4 +21,6 @@ class Request:
     script: str | None = None
     assume: str | None = None
     kernels: bool = False
+    lora_rank: int | None = None
+    lora_targets: str | None = None
     out: str = "work"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from memlab.cli import report, terminal
+from memlab.cli.adapter_options import choose_adapters, list_adapters
 from memlab.cli.choices import (
     choose_device,
     choose_setting,
@@ -63,8 +64,11 @@ def train(request: Request, *, steps: int, memory: str | None) -> None:
             what, wanted = f"a step with {technique}", dry_trace(setting, chosen).peak_bytes
             require_memory(what, setting, wanted, "use memlab measure --dry-run")
         by_kernels = f"\n{list_kernels([technique])}" if request.kernels else ""
+        adapters = choose_adapters(request.lora_rank, request.lora_targets)
+        with_adapters = f"\n{line}" if (line := list_adapters([technique], adapters)) else ""
         terminal.echo(
-            f"{report.headline(setting, dry=False)}\ntechnique: {technique}{by_kernels}\n"
+            f"{report.headline(setting, dry=False)}\ntechnique: {technique}{by_kernels}"
+            f"{with_adapters}\n"
         )
         with memory_cap(cap_bytes):
             try:

@@ -3,6 +3,7 @@
     matmuls        2 operations per weight and token forward, 4 backward, 2 with frozen weights
     attention      4·T·C per token and block forward, half of them masked; twice as many backward
     recomputed     the forward pass of checkpointed parts, again
+    decoding       4-bit weights decoded in forward, backward and recomputation, by our operators
     compression    saved tensors are read and written once more to encode and once to decode
     optimizer      weights, gradients and state read, weights and state written
     accumulation   gradients read and written again for each further micro-batch
@@ -26,6 +27,9 @@ from memlab.zero import communication_bytes
 
 UTILIZATION = 0.5  # of peak operations, as well-fed GPUs reach in training
 DISK_BANDWIDTH = 3e9  # bytes per second: a common NVMe disk, sequential
+# Bytes per decoded weight that pass through memory before it is written: half a byte of codes read,
+# two as int32 written and read, a float32 written, read and written by its absmax, and read.
+DECODE_BYTES = 0.5 + 2 * 2 + 4 * 4
 COMPRESSION_PASSES = 3  # encode and decode each: read, write in float32, read
 
 
@@ -48,7 +52,7 @@ def step_seconds(
 def _operations(config: GPTConfig, step: StepFormula) -> dict[str, float]:
     """Return the operations of all tokens."""
     recipe, tokens = step.recipe, step.batch_tokens
-    backward = 2 if recipe.lora else 4  # with frozen weights, only the input's gradient
+    backward = 2 if recipe.has_adapters else 4  # with frozen weights, only the input's gradient
     # The causal mask hides half of the scores and half of their products with the values.
     attention = 2 * config.layers * step.seq_len * config.heads * config.head_dim
     head = config.vocab_size * config.hidden_size
@@ -67,7 +71,10 @@ def _moved_bytes(step: StepFormula, batch: int) -> dict[str, float]:
     passes = 2 * COMPRESSION_PASSES if recipe.activation_bits else 0
     micro_batches = batch if recipe.accumulation else 1
     weights, gradients, state = step.stepped_bytes()
+    uses = 3 if recipe.checkpointing else 2
+    decoded_bytes = DECODE_BYTES + step.activation_bytes
     return {
+        "decoding": 1.0 * uses * micro_batches * decoded_bytes * step.decoded_elements(),
         "compression": passes * micro_batches * step.saved_bytes_uncompressed(),
         "optimizer": 2.0 * weights + gradients + 2.0 * state,
         "accumulation": 3.0 * (micro_batches - 1) * gradients,

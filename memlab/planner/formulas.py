@@ -15,6 +15,10 @@ output for each matmul that reads it. A checkpointed block saves its input, r·C
 checkpointed one its matmuls and attention, too. At the start of backward the logits take V·a bytes
 per token three times: the log-probabilities, their gradient, and the logits' gradient.
 
+LoRA adds rank·(in + out) trained weights per adapted layer, and a frozen layer without an adapter
+saves no input. QLoRA keeps the blocks' matrices in 4 bits (memlab.quantize.nf4) outside of N, and
+holds one decoded matrix, a·C·hidden at most, while a block runs.
+
 A step has its peak at one of four moments, and the formula gives all of them:
 
     loss        the last logits are computed        weights, state, saved, the loss's temporaries
@@ -39,7 +43,8 @@ from memlab.internals.chunks import CHUNK_SIZE, CHUNK_SIZE_ON_ACCELERATOR
 from memlab.lora import added_weights
 from memlab.losses import chunk_rows
 from memlab.planner.recipes import Recipe
-from memlab.train.registry import LORA_RANK, TECHNIQUES
+from memlab.quantize import nf4_bytes
+from memlab.train.registry import TECHNIQUES
 from memlab.train.technique import BlockBytes
 from memlab.units import format_bytes
 
@@ -122,22 +127,37 @@ class WeightCounts:
     trained_block: int
     trained_ends: int
     after_block_0: int  # weights without a gradient when backward reaches block 0's MLP
-    matmuls: int  # weights of the blocks' matmuls and the unembedding, which autocast casts
+    matmuls: int  # weights of the blocks' matmuls and the unembedding
+    in_4_bits: int = 0  # bytes of a block's matrices that are kept in 4 bits, and not in `block`
 
     @classmethod
     def of(cls, config: GPTConfig, recipe: Recipe) -> "WeightCounts":
         V, C, F = config.vocab_size, config.hidden_size, config.intermediate_size
-        QD, KD = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        QD = config.heads * config.head_dim
         ends = V * C * (1 if config.tied else 2) + C
         block = (config.parameters - ends) // config.layers
         largest = max(V * C, C * F, C * QD)
         matmuls = config.layers * (block - 2 * C) + V * C
-        if not recipe.lora:
+        if not recipe.has_adapters:
             embedding = 0 if config.tied else V * C
             return cls(block, ends, largest, block, ends, block - C * F + embedding, matmuls)
-        shapes = [(C, QD), (C, KD), (C, KD), (QD, C), (C, F), (C, F), (F, C)]
-        added = sum(added_weights(*shape, rank=LORA_RANK) for shape in shapes)
-        return cls(block + added, ends, LORA_RANK * max(C, F), added, 0, added, matmuls)
+        rank, shapes = recipe.adapters.rank, layer_shapes(config)
+        adapted = [shapes[name] for name in recipe.adapters.layers]
+        added = sum(added_weights(*shape, rank=rank) for shape in adapted)
+        in_4_bits = 0
+        if recipe.qlora:
+            block -= sum(columns * rows for columns, rows in shapes.values())
+            in_4_bits = sum(nf4_bytes(columns * rows) for columns, rows in shapes.values())
+        largest = rank * max(map(max, adapted))
+        return cls(block + added, ends, largest, added, 0, added, matmuls, in_4_bits)
+
+
+def layer_shapes(config: GPTConfig) -> dict[str, tuple[int, int]]:
+    """Return the inputs and outputs of each linear layer of a block."""
+    C, F = config.hidden_size, config.intermediate_size
+    QD, KD = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    attention = {"query": (C, QD), "key": (C, KD), "value": (C, KD), "output": (QD, C)}
+    return attention | {"gate": (C, F), "up": (C, F), "down": (F, C)}
 
 
 class StepFormula:
@@ -210,7 +230,7 @@ class StepFormula:
         """Backward runs the last block, which is recomputed if it was checkpointed; or the step of
         the unembedding, if weights are stepped in backward."""
         stepped = 0
-        if self.recipe.step_in_backward and not self.recipe.lora:
+        if self.recipe.step_in_backward and not self.recipe.has_adapters:
             unembedding = self.weight_bytes * self.config.vocab_size * self.config.hidden_size
             stepped = unembedding + self._step_temporaries()
         return self._held(
@@ -303,7 +323,22 @@ class StepFormula:
         whole = self._on_rank(self._all(), from_stage=3)
         if self.recipe.zero_stage == 3:  # one running block and one prefetched, or the ends
             whole += max(2 * self.weights.block, self.weights.ends + self.weights.block)
-        return self.weight_bytes * whole
+        in_4_bits = -(-self.layers * self.weights.in_4_bits // self.tensor)  # no rank shards them
+        return self.weight_bytes * whole + in_4_bits
+
+    def decoded_elements(self) -> int:
+        """Return the number of weights that one pass over the blocks decodes."""
+        if not self.recipe.qlora:
+            return 0
+        shapes = layer_shapes(self.config).values()
+        return self.layers * sum(columns * rows for columns, rows in shapes) // self.tensor
+
+    def _decoded_weight(self) -> int:
+        """Return the bytes of the largest decoded 4-bit weight."""
+        if not self.recipe.qlora:
+            return 0
+        shapes = layer_shapes(self.config).values()
+        return self.activation_bytes * max(columns * rows for columns, rows in shapes)
 
     def _state_bytes(self, is_stepping: bool) -> int:
         elements = self._on_rank(self._trained(), from_stage=1)
@@ -331,13 +366,18 @@ class StepFormula:
 
     def _first_gradient(self) -> int:
         """Return the bytes of the unembedding's gradient."""
-        if self.recipe.lora or self.recipe.step_in_backward:
+        if self.recipe.has_adapters or self.recipe.step_in_backward:
             return 0
         return self.weight_bytes * self.config.vocab_size * self.config.hidden_size // self.tensor
 
     def _cast_weights(self) -> int:
         """Return the bytes of autocast's bfloat16 copies of weights, which backward needs."""
-        return 2 * self.weights.matmuls if self.recipe.precision == "autocast" else 0
+        if self.recipe.precision != "autocast":
+            return 0
+        if self.recipe.qlora:  # decoded in bfloat16 and dropped again
+            head = self.config.vocab_size * self.config.hidden_size
+            return 2 * (head + self._trained())
+        return 2 * self.weights.matmuls
 
     # -------------------------------------------------------------- activations
 
@@ -357,7 +397,10 @@ class StepFormula:
         config, a, r = self.config, self.activation_bytes, self.residual_bytes
         C, QD, KD = config.hidden_size, *self._head_widths
         matmuls = QD + 2 * KD + 2 * C + 2 * config.intermediate_size
-        outputs = QD + matmuls * (2 if self.recipe.lora else 1)  # and LoRA's matmuls
+        if self.recipe.has_adapters:  # their matmuls, too
+            shapes = layer_shapes(config)
+            matmuls += sum(shapes[name][1] for name in self.recipe.adapters.layers)
+        outputs = QD + matmuls
         saved = BlockBytes(
             input=self.tokens * r * C,
             matmuls=self.tokens * (a * outputs + 4 * config.heads),
@@ -369,10 +412,23 @@ class StepFormula:
         """Return the bytes that a block without checkpointing saves."""
         config, a, r = self.config, self.activation_bytes, self.residual_bytes
         C, QD, KD = config.hidden_size, *self._head_widths
-        casts = 3 * C if self.recipe.precision == "autocast" else 0
-        elements = a * (2 * C + casts + 2 * QD + 2 * KD + 4 * config.intermediate_size) + r * 2 * C
+        norms = C * self._saved_norms()
+        mlp = config.intermediate_size * (3 + self._saves_input("down"))
+        elements = a * (norms + 2 * QD + 2 * KD + mlp) + r * 2 * C
         per_token = elements + 4 * (config.heads + 2) + self._scores()
         return self._compressed(self.tokens * per_token)
+
+    def _saved_norms(self) -> int:
+        """Return how many norm outputs a block saves: two; under autocast a copy per reader."""
+        readers = ("query", "key", "value"), ("gate", "up")
+        if self.recipe.precision == "autocast":
+            return sum(self._saves_input(name) for names in readers for name in names)
+        return sum(self._saves_input(*names) for names in readers)
+
+    def _saves_input(self, *layers: str) -> bool:
+        """Return whether one of the layers saves its input: it has a gradient, or its adapter."""
+        recipe = self.recipe
+        return not recipe.has_adapters or any(name in recipe.adapters.layers for name in layers)
 
     def _scores(self) -> int:
         """Return the bytes of score matrices per token. CUDA's fused kernels support float32 or
@@ -399,11 +455,12 @@ class StepFormula:
 
     def _ends_kept(self) -> int:
         """Return the bytes saved by the last norm and the loss: log-probabilities, or gradients
-        that the chunked loss has already computed."""
+        that the chunked loss has already computed. A frozen unembedding does not save its input."""
         C, V = self.config.hidden_size, self.config.vocab_size // self.tensor
-        norm = self.tokens * ((self.residual_bytes + self.activation_bytes) * C + 4)
+        read = 0 if self.recipe.has_adapters else self.activation_bytes
+        norm = self.tokens * ((self.residual_bytes + read) * C + 4)
         if self.recipe.chunked_loss:
-            weight_gradient = 0 if self.recipe.lora else V * C
+            weight_gradient = 0 if self.recipe.has_adapters else V * C
             return norm + FLOAT32 * (self.tokens * C + weight_gradient)
         return norm + self.tokens * V * self.logit_bytes
 
@@ -415,7 +472,7 @@ class StepFormula:
             return n * V * (self.logit_bytes + self.activation_bytes)
         logit_copy = 0 if self.activation_bytes == 4 else self.activation_bytes
         chunk = (FLOAT32 + logit_copy) * chunk_rows(n, V, C) * V
-        has_cast = self.weight_bytes < FLOAT32 and not self.recipe.lora
+        has_cast = self.weight_bytes < FLOAT32 and not self.recipe.has_adapters
         return max(chunk, self.weight_bytes * V * C if has_cast else 0)
 
     def _block_temporaries(self) -> int:
@@ -424,7 +481,8 @@ class StepFormula:
         made = 0 if self.recipe.checkpointing is None else self._block_made() - self._block_kept()
         a, C, F = self.activation_bytes, self.config.hidden_size, self.config.intermediate_size
         gradients = 2 * F * a + C * self.residual_bytes + self._scores()
-        return (max(0, made) + self.tokens * gradients) // self.tensor
+        temporaries = max(0, made) + self.tokens * gradients + self._decoded_weight()
+        return temporaries // self.tensor
 
     # -------------------------------------------------------------- the optimizer
 

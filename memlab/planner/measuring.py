@@ -11,8 +11,10 @@ from functools import cache
 
 from memlab import train
 from memlab.allocator.capacity import needed_bytes
+from memlab.planner.recipes import USUAL_ADAPTERS
 from memlab.planner.repetition import NotRepeating, extrapolate
 from memlab.trace import Trace
+from memlab.train.adapters import Adapters
 
 FEWEST_UNITS = 3  # the fewest repetitions that establish a rule
 
@@ -36,7 +38,13 @@ class Measured:
 
 
 def measured(
-    setting: train.Setting, names: str, *, unit: int = 1, ranks: int = 1, stage: int = 0
+    setting: train.Setting,
+    names: str,
+    *,
+    unit: int = 1,
+    ranks: int = 1,
+    stage: int = 0,
+    adapters: Adapters = USUAL_ADAPTERS,
 ) -> Measured:
     """Measure the second step of a training with the techniques `names`, joined by "+".
 
@@ -47,7 +55,7 @@ def measured(
 
     Raises KeyError and ValueError as `train.combined` does.
     """
-    query = _Training(replace(setting, model=setting.config), names, ranks, stage)
+    query = _Training(replace(setting, model=setting.config), names, ranks, stage, adapters)
     return _answer(query, unit)
 
 
@@ -59,6 +67,7 @@ class _Training:
     names: str
     ranks: int
     stage: int
+    adapters: Adapters
 
     def run(self, blocks: int | None = None) -> Trace:
         """Run it with `blocks` blocks, by default all of them."""
@@ -70,7 +79,7 @@ class _Training:
 def _answer(query: _Training, unit: int) -> Measured:
     blocks = query.setting.config.layers
     # If block 0 is frozen, no gradient leaves it, so it differs from the others.
-    units = FEWEST_UNITS + ("lora" in query.names.split("+"))
+    units = FEWEST_UNITS + bool({"lora", "qlora"} & set(query.names.split("+")))
     fewer = shallow_blocks(blocks, unit, units)
     if fewer is None:
         return _measured(query.run(), extrapolated=False)
@@ -104,7 +113,8 @@ def _run(query: _Training, blocks: int) -> Trace:
 
 @cache
 def _run_whole(query: _Training) -> Trace:
-    setting, technique = query.setting, train.combined(query.names)
+    setting = query.setting
+    technique = train.combined(query.names, adapters=query.adapters)
     on_cpu = setting.device == "cpu"
     if query.ranks == 1:
         return (train.dry_trace if on_cpu else train.predicted_trace)(setting, technique)

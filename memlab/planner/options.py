@@ -67,7 +67,7 @@ class Option:
 class Plan:
     """The recipes that fit.
 
-    options   recipes that are measured to fit, the fastest first
+    options   recipes that are measured to fit: by group, the fastest of a group first
     others    the fastest recipe that fits by formula, of each kind that was not measured
     miss      the nearest recipe that does not fit
     """
@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def best(self) -> Option | None:
-        """The fastest recipe that fits."""
+        """The fastest recipe that fits, of the first group of which one does."""
         return self.options[0] if self.options else None
 
     def command(self, option: Option | None = None) -> str:
@@ -176,6 +176,7 @@ def command(asked: Plan, recipe: Recipe) -> str:
         "--batch": asked.batch,
         "--seq": asked.seq_len,
         "--technique": recipe.techniques,
+        **(recipe.adapters.options if recipe.has_adapters else {}),
     }
     words = " ".join(f"{option} {value}" for option, value in options.items())
     if asked.gpus > 1:

@@ -4,10 +4,12 @@ Each field of a recipe corresponds to a row of `memlab.train.TECHNIQUES` or keep
 `techniques` is the text that `memlab train --technique` and `combined` take. There are two kinds of
 fields:
 
-    what is trained      precision, optimizer, lora, activation_bits: they change the result
+    what is trained      precision, optimizer, lora, qlora, adapters, activation_bits: they change
+                         the result
     how it is computed   all others: the same gradients, up to summation order, in fewer bytes
 
-Recipes that train the same compete by time alone. A person chooses between the others.
+Recipes that train the same compete by time alone. A person chooses between the others. Full
+fine-tuning, LoRA and QLoRA are separate groups: they learn different things at different prices.
 """
 
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from memlab.train.adapters import Adapters
 from memlab.train.registry import ONE_PROCESS, TECHNIQUES, why_not_together
 from memlab.train.technique import Technique
 
@@ -30,6 +33,8 @@ PRECISIONS = {
     "master-weights": "bfloat16",
 }
 STAGES = (0, 1, 2, 3)
+USUAL_ADAPTERS = Adapters()
+GROUPS = ("full fine-tuning", "LoRA", "QLoRA")  # in the order of a plan's table
 
 
 def words_for(field: str) -> tuple[Any, ...]:
@@ -49,7 +54,9 @@ class Recipe:
     precision         "float32"; "autocast": bfloat16 matmuls; "bfloat16": weights rounded
                       stochastically; "master-weights": bfloat16 with float32 copies
     optimizer         "adamw" or a row of the registry; AdamW's moments have the weights' dtype
-    lora              frozen weights and trained adapters of rank 8 in every block
+    lora              frozen weights and trained adapters in every block
+    qlora             the same, with the blocks' frozen weights in 4 bits
+    adapters          their rank and layers
     activation_bits   8 or 4 bits per saved element; None: no compression
     checkpointing     which activations are dropped and recomputed; None: none
     attention         None: torch's fused kernel
@@ -67,6 +74,8 @@ class Recipe:
     precision: str = "bfloat16"
     optimizer: str = "adamw"
     lora: bool = False
+    qlora: bool = False
+    adapters: Adapters = USUAL_ADAPTERS
     activation_bits: int | None = None
     checkpointing: str | None = None
     attention: str | None = None
@@ -129,7 +138,18 @@ class Recipe:
     @property
     def learned(self) -> "Recipe":
         """The fields that change the result, equal for all recipes that train the same."""
-        return Recipe(self.precision, self.optimizer, self.lora, self.activation_bits)
+        trained = (self.lora, self.qlora, self.adapters, self.activation_bits)
+        return Recipe(self.precision, self.optimizer, *trained)
+
+    @property
+    def has_adapters(self) -> bool:
+        """True if the model is frozen and only adapters are trained."""
+        return self.lora or self.qlora
+
+    @property
+    def group(self) -> str:
+        """Which of GROUPS the training belongs to."""
+        return "QLoRA" if self.qlora else "LoRA" if self.lora else "full fine-tuning"
 
     @property
     def by_formula_only(self) -> bool:
@@ -140,7 +160,7 @@ class Recipe:
     def words(self) -> str:
         """A readable description: what is trained, then how."""
         how = [
-            "LoRA" if self.lora else None,
+            self._adapter_words,
             f"int{self.activation_bits}-activations" if self.activation_bits else None,
             self.checkpointing,
             self.attention,
@@ -152,6 +172,14 @@ class Recipe:
         ]
         learned = f"{self.precision} {self.optimizer}"
         return ", ".join([learned, *(word for word in how if word)])
+
+    @property
+    def _adapter_words(self) -> str | None:
+        if not self.has_adapters:
+            return None
+        rank = "" if self.adapters.rank == USUAL_ADAPTERS.rank else f" rank {self.adapters.rank}"
+        targets = self.adapters.targets
+        return f"{self.group}{rank}{'' if targets == USUAL_ADAPTERS.targets else f' on {targets}'}"
 
     def __str__(self) -> str:
         return self.words
@@ -169,6 +197,7 @@ _KNOWN: dict[str, tuple[Any, ...]] = {
     "precision": tuple(PRECISIONS),
     "optimizer": OPTIMIZERS,
     "lora": (False, True),
+    "qlora": (False, True),
     "activation_bits": (None, *words_for("activation_bits")),
     "checkpointing": (None, *words_for("checkpointing")),
     "attention": (None, *words_for("attention")),
@@ -182,12 +211,13 @@ _KNOWN: dict[str, tuple[Any, ...]] = {
 
 @cache
 def usual_kinds() -> tuple[Recipe, ...]:
-    """Return the kinds of training to search, from the smallest change on. LoRA trains a smaller
-    model, and is searched in bfloat16 only."""
+    """Return the kinds of training to search, from the smallest change on. LoRA and QLoRA train a
+    smaller model, and are searched in bfloat16 only."""
     return (
         *(Recipe(precision) for precision in PRECISIONS),
         *(Recipe(optimizer=optimizer) for optimizer in OPTIMIZERS[1:]),
         Recipe(lora=True),
+        Recipe(qlora=True),
     )
 
 

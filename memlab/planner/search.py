@@ -23,7 +23,7 @@ from memlab.planner.formulas import Estimate, data_ranks, training_bytes
 from memlab.planner.measuring import measured
 from memlab.planner.options import Candidate, Option, Plan
 from memlab.planner.processes import processes
-from memlab.planner.recipes import Recipe, recipes, usual_kinds
+from memlab.planner.recipes import GROUPS, Recipe, recipes, usual_kinds
 from memlab.train import Setting
 
 SLACK = 0.02  # of the memory: left free by an unmeasured batch or length
@@ -47,14 +47,16 @@ def plan(
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
     learned: Iterable[Recipe] | None = None,
-    count: int = 2,
+    count: int = len(GROUPS),
     exact: bool = False,
     target: str | None = None,
     margin: int | str | None = None,
     workers: int = 1,
     announce: Announce = lambda stage: None,
 ) -> Plan:
-    """Find the recipes that fit, the fastest first, each of another kind of training.
+    """Find the recipes that fit, each of another kind of training, the fastest of a group first.
+
+    The groups are full fine-tuning, LoRA and QLoRA, in this order. They are not compared by time.
 
     model     a preset, the path of a Hugging Face `config.json`, or a GPTConfig
     memory    of each GPU: "24GB", "24GiB", bytes, or a GPU's name
@@ -221,9 +223,12 @@ class _Search:
     # -------------------------------------------------------------- measured
 
     def options(self, kinds: list[list[Candidate]], count: int, map_: KindMap) -> list[Option]:
-        """Return the fastest fitting recipe of each kind, in the order of their time."""
+        """Return the fastest fitting recipe of each kind, in the order of their group and time.
+
+        Each group of kinds gets a turn before a group gets a second one.
+        """
         hopeful = [[c for c in kind if self._may_fit(c)] for kind in kinds]
-        hopeful = sorted(filter(None, hopeful), key=lambda kind: kind[0].step_seconds)
+        hopeful = _groups_in_turn(list(filter(None, hopeful)))
         tried: list[Option] = []
         while hopeful and len(tried) < count:
             now, hopeful = hopeful[: count - len(tried)], hopeful[count - len(tried) :]
@@ -233,7 +238,7 @@ class _Search:
                 if found.option is not None:
                     self.announce(f"fits: {found.option.recipe.words}")
                     tried.append(found.option)
-        return sorted(tried, key=lambda option: option.candidate.step_seconds)
+        return sorted(tried, key=_by_group)
 
     def search_kind(self, kind: list[Candidate]) -> Option | None:
         """Return the fastest recipe of a kind that fits, with its largest batch and length."""
@@ -276,7 +281,13 @@ class _Search:
         self.announce(f"{recipe.techniques}, {batch} × {seq_len}")
         setting = Setting(query.config, batch, seq_len, recipe.dtype, query.target)
         ranks = data_ranks(query.config, recipe, query.gpus)
-        found = measured(setting, recipe.techniques, ranks=ranks, stage=recipe.zero_stage)
+        found = measured(
+            setting,
+            recipe.techniques,
+            ranks=ranks,
+            stage=recipe.zero_stage,
+            adapters=recipe.adapters,
+        )
         needed = found.needed_bytes(query.budget_bytes)
         # Drop the trace: it is long, and nothing else uses it.
         return Option(candidate, replace(found, trace=None), needed, query.budget_bytes)
@@ -319,7 +330,7 @@ class _Search:
             first = next(fitting, None)
             if first is not None and first.recipe.learned not in known:
                 found.append(self.with_limits(_by_formula(first, budget)))
-        return sorted(found, key=lambda option: option.candidate.step_seconds)
+        return sorted(found, key=_by_group)
 
     def _needed(self, option: Option, batch: int, seq_len: int) -> int:
         """Return the recipe's bytes for another batch or length."""
@@ -371,6 +382,20 @@ class _Search:
             else:
                 too_many = guess
         return fits
+
+
+def _groups_in_turn(kinds: list[list[Candidate]]) -> list[list[Candidate]]:
+    """Order kinds by their fastest recipe's place in its group, then by group."""
+    placed = []
+    for group in GROUPS:
+        of_group = [kind for kind in kinds if kind[0].recipe.group == group]
+        of_group.sort(key=lambda kind: kind[0].step_seconds)
+        placed += [(place, GROUPS.index(group), kind) for place, kind in enumerate(of_group)]
+    return [kind for *_, kind in sorted(placed, key=lambda each: each[:2])]
+
+
+def _by_group(option: Option) -> tuple[int, float]:
+    return GROUPS.index(option.recipe.group), option.candidate.step_seconds
 
 
 def _last_within(

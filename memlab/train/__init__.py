@@ -1,5 +1,6 @@
 """Training steps: what is trained, with which techniques, and the traces of a step.
 
+adapters    the adapters of LoRA and QLoRA
 technique   what memlab knows about a technique, in one record
 registry    the techniques, one row each
 plugs       what the rows put into the plugs of a step
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from memlab.internals.lazy import lazily
 
 if TYPE_CHECKING:
+    from memlab.train.adapters import Adapters
     from memlab.train.plugs import (
         Plugs,
         combined,
@@ -44,12 +46,14 @@ _HOME_OF = {
         ("SEED", "Setting", "Training", "build", "dry_trace", "measured"), "memlab.train.step"
     ),
     **dict.fromkeys(("predicted_rank_trace", "predicted_trace", "rank_step"), "memlab.train.step"),
+    "Adapters": "memlab.train.adapters",
     "Technique": "memlab.train.technique",
 }
 __all__ = [
     "COMBINATIONS",
     "SEED",
     "TECHNIQUES",
+    "Adapters",
     "Plugs",
     "Setting",
     "Technique",

@@ -43,7 +43,9 @@ from memlab.model import (
 )
 from memlab.offload import DiskStore, OffloadedOptimizer, offloaded_activations, stream_layers
 from memlab.precision import LossScaler, MasterWeights
-from memlab.train.registry import JOIN, LORA_RANK, TECHNIQUES, rows_of
+from memlab.qlora import add_qlora
+from memlab.train.adapters import Adapters
+from memlab.train.registry import ADAPTERS, JOIN, TECHNIQUES, rows_of
 from memlab.train.technique import Technique
 
 Optimizer = torch.optim.Optimizer | MasterWeights | optim.InBackward
@@ -58,6 +60,7 @@ def of_all_weights(made: Callable[..., Optimizer], **settings: Any) -> Optimizer
 
 one_by_one_adamw = partial(torch.optim.AdamW, foreach=False)
 plain_optimizer = of_all_weights(one_by_one_adamw)
+USUAL_ADAPTERS = Adapters()
 
 
 @dataclass(frozen=True)
@@ -78,14 +81,14 @@ class Plugs:
 # ------------------------------------------------------------------ several rows at once
 
 
-def combined(names: str, *, kernels: bool = False) -> Plugs:
+def combined(names: str, *, kernels: bool = False, adapters: Adapters = USUAL_ADAPTERS) -> Plugs:
     """Return the plugs of one row, or of several joined by "+", in any order; with `kernels`, of
-    their Triton kernels where they have one.
+    their Triton kernels where they have one. `adapters` are those of lora and qlora.
 
     Raises KeyError for an unknown name, ValueError for two that do not work together, and
     ImportError for kernels without Triton.
     """
-    return _filled(rows_of(names).values(), kernels=kernels)
+    return _filled(rows_of(names).values(), kernels=kernels, adapters=adapters)
 
 
 def plugs_of(technique: "Technique | Plugs") -> Plugs:
@@ -93,11 +96,14 @@ def plugs_of(technique: "Technique | Plugs") -> Plugs:
     return technique if isinstance(technique, Plugs) else _filled([technique])
 
 
-def _filled(rows: Iterable[Technique], *, kernels: bool = False) -> Plugs:
+def _filled(
+    rows: Iterable[Technique], *, kernels: bool = False, adapters: Adapters = USUAL_ADAPTERS
+) -> Plugs:
     filled: dict[str, list[Any]] = {}
     for row in rows:
         for plug, make in (row.plugs | row.kernel if kernels else row.plugs).items():
-            filled.setdefault(plug, []).append(make())
+            put_in = partial(make(), adapters=adapters) if row.slot == ADAPTERS else make()
+            filled.setdefault(plug, []).append(put_in)
     return Plugs(
         **{
             plug: values[0] if len(values) == 1 else JOIN[plug](values)
@@ -182,9 +188,18 @@ def to_bfloat16(model: nn.Module) -> None:
     model.to(torch.bfloat16)
 
 
-def add_lora_to_blocks(model: nn.Module) -> object:
-    """Freeze the model, and train a change of rank LORA_RANK beside each matrix of its blocks."""
-    return add_lora(model, rank=LORA_RANK, where=lambda name: name.startswith("blocks."))
+def add_lora_to_blocks(model: nn.Module, adapters: Adapters) -> object:
+    """Freeze the model, and train a low-rank change beside matrices of its blocks."""
+    return add_lora(model, adapters.rank, where=adapters.selects)
+
+
+def add_qlora_to_blocks(model: nn.Module, adapters: Adapters) -> object:
+    """Freeze the model, quantize all matrices of its blocks to 4 bits, and train such changes."""
+    return add_qlora(model, adapters.rank, where=_is_in_block, adapt=adapters.selects)
+
+
+def _is_in_block(name: str) -> bool:
+    return name.startswith("blocks.")
 
 
 def adam_mini(model: nn.Module) -> optim.AdamMini:

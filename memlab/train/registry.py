@@ -25,12 +25,12 @@ precision = LazyModule("memlab.precision")
 # Slots: a step has one of each.
 SCHEDULE = "schedule of what runs again"
 SAVED_TENSORS = "form of what is kept for backward"
+ADAPTERS = "adapters"
 AUTOCAST = "autocast"
 
 # ------------------------------------------------------------------ reasons and formulas
 
 FLOAT32 = 4  # bytes
-LORA_RANK = 8
 ENCODED = 1 + FLOAT32 / BLOCK_SIZE  # bytes of an 8-bit element and its share of a scale
 
 FLOAT16_MEETS_BFLOAT16 = (
@@ -352,6 +352,7 @@ TECHNIQUES: dict[str, Technique] = {
         "frozen weights, and a trained change of rank 8 beside each matrix",
         choice=("lora", True),
         plugs={"change_model": lambda: plugs.add_lora_to_blocks},
+        slot=ADAPTERS,
         costs="another training: only a low-rank change of each matrix is learned",
         code=Code(
             (
@@ -360,6 +361,34 @@ TECHNIQUES: dict[str, Technique] = {
             ),
             (
                 "from peft import LoraConfig, get_peft_model",
+                'model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))',
+            ),
+        ),
+    ),
+    "qlora": Technique(
+        "LoRA beside frozen weights in 4 bits, which are decoded for each use",
+        choice=("qlora", True),
+        plugs={"change_model": lambda: plugs.add_qlora_to_blocks},
+        slot=ADAPTERS,
+        exclusive_with={
+            "streamed-layers": "4-bit weights stay on the device; take lora, whose frozen weights "
+            "are streamed",
+        },
+        costs="another training: frozen weights are rounded to 4 bits, and decoded in forward and "
+        "again in backward",
+        code=Code(
+            (
+                "from memlab.qlora import add_qlora, prepare_for_low_bits",
+                "add_qlora(model, rank=8)",
+                "prepare_for_low_bits(model)  # optional: norms, embeddings and head in float32",
+            ),
+            (
+                "from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training",
+                "from transformers import AutoModelForCausalLM, BitsAndBytesConfig",
+                'four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",',
+                "    bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)",
+                "model = AutoModelForCausalLM.from_pretrained(name, quantization_config=four)",
+                "model = prepare_model_for_kbit_training(model)",
                 'model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))',
             ),
         ),

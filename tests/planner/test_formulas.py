@@ -8,7 +8,7 @@ from quick import quick
 from memlab.model import PRESETS, GPTConfig
 from memlab.planner.formulas import MOMENTS, StepFormula, training_bytes
 from memlab.planner.recipes import Recipe, usual_kinds
-from memlab.train import Setting, combined, predicted_trace
+from memlab.train import Adapters, Setting, combined, predicted_trace
 from memlab.zero import model_state_bytes
 
 # Grouped heads, an odd MLP, and a large vocabulary relative to the width, as in real models.
@@ -32,6 +32,9 @@ RECIPES = [
     Recipe(optimizer="adam-mini", step_in_backward=True),
     Recipe(lora=True),
     Recipe(lora=True, checkpointing="checkpointing", chunked_loss=True),
+    Recipe(qlora=True),
+    Recipe(qlora=True, checkpointing="checkpointing", chunked_loss=True),
+    Recipe("autocast", qlora=True, adapters=Adapters(64, "attention")),
     Recipe(activation_bits=8),
     Recipe(offload="offloaded-optimizer", checkpointing="checkpointing"),
     Recipe("float32", offload="streamed-layers", chunked_loss=True, checkpointing="checkpointing"),
@@ -41,12 +44,16 @@ RECIPES = [
 def error(config: GPTConfig, recipe: Recipe, batch: int, seq_len: int) -> float:
     """Return the formula's relative error against the prediction."""
     setting = Setting(config, batch, seq_len, recipe.dtype, "cuda")
-    predicted = predicted_trace(setting, combined(recipe.techniques)).allocated_bytes
+    predicted = predicted_trace(
+        setting, combined(recipe.techniques, adapters=recipe.adapters)
+    ).allocated_bytes
     return training_bytes(config, recipe, batch, seq_len).peak_bytes / predicted - 1
 
 
 @pytest.mark.parametrize(
-    "recipe", quick(RECIPES[:1], [*RECIPES[:6:2], *RECIPES[7:9], RECIPES[14]]), ids=str
+    "recipe",
+    quick(RECIPES[:1], [*RECIPES[:6:2], *RECIPES[7:9], *RECIPES[13:16], RECIPES[17]]),
+    ids=str,
 )
 def test_the_formula_is_near_the_prediction_for_a_small_model(recipe):
     """The formula's omissions matter most here: 4,096 tokens, and weights of 40 MiB."""
@@ -160,3 +167,30 @@ def test_invalid_sizes_are_refused_in_one_sentence(wrong, sentence):
 def test_every_kind_of_training_has_a_formula():
     for recipe in usual_kinds():
         assert training_bytes(SMALL, recipe, 1, 64).peak_bytes > 0
+
+
+def test_qlora_holds_a_block_in_4_bits_and_decodes_one_weight():
+    config, layers = SEVEN_BILLION, SEVEN_BILLION.layers
+    lora, qlora = (
+        training_bytes(config, Recipe(**{name: True}), 1, 512).moments for name in ("lora", "qlora")
+    )
+    C, F = config.hidden_size, config.intermediate_size
+    elements = layers * (4 * C * C + 3 * C * F)
+    saved = lora["loss"]["weights"] - qlora["loss"]["weights"]
+    means = 4 * 7 * layers
+    assert saved == (2 - 0.515869140625) * elements - means
+    decoded = qlora["backward"]["block_temporaries"] - lora["backward"]["block_temporaries"]
+    assert decoded == 2 * C * F
+    assert qlora["loss"]["optimizer_state"] == lora["loss"]["optimizer_state"]
+
+
+def test_adapters_on_attention_alone_save_no_input_of_the_mlp():
+    every, attention = (
+        training_bytes(SEVEN_BILLION, Recipe(lora=True, adapters=Adapters(8, targets)), 1, 512)
+        for targets in ("all", "attention")
+    )
+    fewer = SEVEN_BILLION.hidden_size + SEVEN_BILLION.intermediate_size
+    kept = [found.moments["loss"]["blocks_kept"] for found in (every, attention)]
+    assert kept[0] - kept[1] == SEVEN_BILLION.layers * 512 * 2 * fewer
+    state = [found.moments["loss"]["optimizer_state"] for found in (every, attention)]
+    assert state[1] == 4 * SEVEN_BILLION.layers * 8 * 4 * 2 * SEVEN_BILLION.hidden_size < state[0]

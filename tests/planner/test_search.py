@@ -13,8 +13,8 @@ from memlab.planner.cards import CARDS
 from memlab.planner.costs import step_seconds
 from memlab.planner.formulas import training_bytes
 from memlab.planner.measuring import Measured
-from memlab.planner.recipes import Recipe, recipes, usual_kinds
-from memlab.train import Setting, build, combined, rank_step
+from memlab.planner.recipes import GROUPS, Recipe, recipes, usual_kinds
+from memlab.train import Adapters, Setting, build, combined, rank_step
 from memlab.train import measured as metered
 
 SEVEN_BILLION = PRESETS["llama-2-7b"]
@@ -27,7 +27,7 @@ def by_formula(monkeypatch):
     """Replace predictions by formulas, with 5 % more reserved; record the measurements."""
     asked = []
 
-    def answer(setting, names, ranks=1, stage=0):
+    def answer(setting, names, ranks=1, stage=0, adapters=None):
         recipe = next(
             r
             for r in everything(setting.batch)
@@ -200,6 +200,37 @@ def test_limits_by_formula_leave_some_memory(by_formula):
     exact = search.plan("llama-2-7b", "24GB", learned=(Recipe(lora=True),), count=1, exact=True)
     assert 1 <= found.best.largest_batch <= exact.best.largest_batch
     assert found.best.longest <= SEVEN_BILLION.seq_len
+
+
+def test_groups_are_measured_in_turn_and_not_ranked_by_time(by_formula):
+    """LoRA is faster than what fits of full fine-tuning, and comes after it."""
+    found = search.plan("llama-2-7b", "24GB")
+    groups = [option.recipe.group for option in found.options]
+    assert groups == list(GROUPS)
+    full, lora, _ = (option.candidate.step_seconds for option in found.options)
+    assert lora < full
+    more = search.plan("llama-2-7b", "24GB", count=4)
+    assert [o.recipe.group for o in more.options] == [GROUPS[0], *GROUPS]
+    assert found.best.recipe.group == GROUPS[0]
+
+
+def test_qlora_decodes_its_weights_in_each_pass():
+    lora, qlora = seconds_of(recipe=Recipe(lora=True)), seconds_of(recipe=Recipe(qlora=True))
+    assert lora.keys() == qlora.keys() - {"decoding"}
+    recomputed = seconds_of(recipe=Recipe(qlora=True, checkpointing="checkpointing"))
+    assert recomputed["decoding"] == pytest.approx(1.5 * qlora["decoding"])
+    twice = seconds_of(recipe=Recipe(qlora=True, accumulation=True), batch=2)
+    assert twice["decoding"] == pytest.approx(2 * qlora["decoding"])
+
+
+def test_the_command_has_the_adapters(by_formula):
+    adapters = Adapters(32, "query,value")
+    [option] = search.plan(
+        "llama-2-7b", "24GB", learned=(Recipe(qlora=True, adapters=adapters),), count=1
+    ).options
+    assert option.recipe.words.split(", ")[1] == "QLoRA rank 32 on query,value"
+    found = search.plan("llama-2-7b", "24GB", learned=(option.recipe.learned,), count=1)
+    assert found.command().endswith(" --lora-rank 32 --lora-targets query,value")
 
 
 def test_if_nothing_fits_the_smallest_is_named(by_formula):
