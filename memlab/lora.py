@@ -44,10 +44,10 @@ class LoRALinear(nn.Module):
         nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))  # like nn.Linear
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.frozen(x)  # first, because a 4-bit layer decodes its weight for it
         # Autocast casts by itself. Without it, float32 adapters may stand beside a 16-bit layer.
-        x = x if torch.is_autocast_enabled(x.device.type) else x.to(self.down.dtype)
-        detour = F.linear(F.linear(x, self.down), self.up)  # (..., rank), then (..., out)
+        cast = x if torch.is_autocast_enabled(x.device.type) else x.to(self.down.dtype)
+        detour = F.linear(F.linear(cast, self.down), self.up)  # (..., rank), then (..., out)
+        out = self.frozen(x)
         return out + (self.scale * detour).to(out.dtype)
 
     @torch.no_grad()

@@ -74,7 +74,7 @@ def show_table(table: Table) -> None:
     for cells in zip(*((column.header, *column.cells) for column in others), strict=True):
         figures.add_row(*cells)
     for name, line in zip((title.header, *title.cells), _lines_of(figures), strict=True):
-        echo(f"{name}\n  {line.rstrip()}")
+        echo(f"{name}\n  {line.rstrip()}" if line.strip() else name)  # or a heading
 
 
 def _lines_of(table: Table) -> list[str]:

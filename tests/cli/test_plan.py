@@ -21,7 +21,7 @@ from memlab.units import format_bytes
 def quick(monkeypatch):
     """One process, and formulas instead of predictions, to test the output only."""
 
-    def answer(setting, names, ranks=1, stage=0):
+    def answer(setting, names, ranks=1, stage=0, adapters=None):
         everything = (r for each in usual_kinds() for r in recipes(each, sequences=setting.batch))
         recipe = next(r for r in everything if (r.techniques, r.dtype) == (names, setting.dtype))
         peak = training_bytes(setting.config, recipe, setting.batch, setting.seq_len).peak_bytes
