@@ -4,7 +4,7 @@ The lines are stored in bill.json. To measure and write them, run
 
     python -m memlab.course.build --bill
 
-Measuring sixteen steps in a notebook would take too long. One of them has eight micro-batches and
+Measuring seventeen steps in a notebook would take too long. One of them has eight micro-batches and
 recomputes its blocks. A test measures the lines again.
 """
 

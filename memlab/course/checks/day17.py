@@ -1,0 +1,809 @@
+"""Day 17: four bits under a frozen model."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memlab.course.checks.day16 import everything_elsewhere
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, require
+from memlab.course.properties import (
+    elements,
+    gradients,
+    is_tensor,
+    limited,
+    new_bytes,
+    peaks,
+    same_byte_counts,
+    same_gradients,
+    unchanged,
+)
+from memlab.course.solutions import body, mistakes, solution
+from memlab.metering import measure
+from memlab.reference.adam8bit import dynamic_code
+from memlab.reference.nf4 import double_encode, encode, levels
+from memlab.reference.qlora import Matmul
+
+BLOCK = 64  # weights that share an absmax
+ABSMAX_BLOCK = 256  # absmax values that share a scale
+ZERO = 7  # the code of 0
+_LIBRARIES = ("memlab.quantize", "memlab.qlora", "bitsandbytes", "torchao")
+
+held = solution("17.5")
+
+
+def matmul(x: Tensor, codes: Tensor, absmax: Tensor, out_features: int) -> Tensor:
+    return Matmul.apply(x, codes, absmax, out_features)
+
+
+# ------------------------------------------------------------------ 17.1: sixteen quantiles
+
+
+def _check_levels(answer: Callable[[], Tensor]) -> str:
+    got, wanted = answer(), levels()
+    is_tensor("levels()", got, dtype=torch.float32, shape=(16,))
+    falls = (got.diff() <= 0).nonzero().flatten().tolist()
+    if falls:
+        k = falls[0]
+        raise Wrong(
+            f"levels() is not sorted: entry {k} is {got[k]:.6g}, entry {k + 1} is {got[k + 1]:.6g}."
+        )
+    require((got == 0).any().item(), "levels() has no 0; wanted a level for weights of zero.")
+    off = (~((got - wanted).abs() <= 1e-6)).nonzero().flatten().tolist()
+    if off:
+        k = off[0]
+        raise Wrong(
+            f"levels(): entry {k} is {got[k]:.6g}; wanted {wanted[k]:.6g}. {len(off)} of 16 "
+            f"entries are wrong."
+        )
+    return "16 levels from −1 to 1, at most 1e-6 off · zero is entry 7"
+
+
+_ENDS = "range(1, count + 1)"
+_QUANTILE = "NormalDist().inv_cdf(0.5 + step * i)"
+_SIDES = "[*(-q for q in quantiles(7)), 0.0, *quantiles(8)]"
+_SYMMETRIC = """
+found = torch.tensor([NormalDist().inv_cdf((i + 0.5) / 16) for i in range(16)])
+return found / found.max()
+"""
+
+_LEVELS = Exercise(
+    id="17.1",
+    title="Sixteen quantiles",
+    minutes=10,
+    difficulty=2,
+    hints=(
+        "Write a function of the number of parts, 8 or 7, and call it once for each side. A part "
+        "is (OUTERMOST - 0.5) / parts wide, and its upper end is 0.5 plus a multiple of that.",
+        "NormalDist().inv_cdf(0.5 + step * i) for i in range(1, parts + 1) are the levels of one "
+        "side. The 7 of the other side get a minus sign. Don't forget 0.",
+        "found = torch.tensor(sorted([*(-q for q in quantiles(7)), 0.0, *quantiles(8)])). Divide "
+        "it by its largest element.",
+    ),
+    reference=levels,
+    check=_check_levels,
+    rebuilds=_LIBRARIES,
+    wrong_answers=mistakes(
+        "17.1",
+        (
+            "These are even steps. Quantiles are dense near zero, where most weights are.",
+            body("levels", "return torch.linspace(-1, 1, 16)"),
+        ),
+        (
+            "Eight levels on both sides and 0 are 17. Below zero there are 7.",
+            ("quantiles(7)", "quantiles(8)"),
+        ),
+        ("Zero is a level, too: 7 + 1 + 8.", ("0.0, *quantiles(8)", "*quantiles(8)")),
+        (
+            "The sides are exchanged. The 8 levels are above zero, and the 7 below.",
+            (_SIDES, "[*(-q for q in quantiles(8)), 0.0, *quantiles(7)]"),
+        ),
+        ("Divide by the largest level, so that they end at 1.", (" / found.max()", "")),
+        (
+            "Take the quantiles at the upper ends of the parts. The lowest lower end is 0.5, whose "
+            "quantile is 0 once more.",
+            (_ENDS, "range(count)"),
+        ),
+        (
+            "Take the quantiles at the upper ends of the parts, not at their middles.",
+            ("step * i", "step * (i - 0.5)"),
+        ),
+        (
+            "The probabilities are evenly spaced, not the levels. Take a quantile for each.",
+            (_QUANTILE, "NormalDist().inv_cdf(OUTERMOST) * i / count"),
+        ),
+        (
+            "16 quantiles of equal parts don't include 0. Each side gets its own parts.",
+            body("levels", _SYMMETRIC),
+        ),
+        (
+            "inv_cdf goes from a probability to a level. cdf goes the other way.",
+            ("inv_cdf", "cdf"),
+        ),
+        (
+            "The levels are in float64. Everything is decoded in float32.",
+            (" / found.max()", ".double() / found.max()"),
+        ),
+        ("Sort the levels, for a binary search.", ("sorted(", "list(")),
+    ),
+)
+
+# ------------------------------------------------------------------ 17.2: encode and pack
+
+MOST_BYTES = 64  # of temporaries, per weight
+
+Encode = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def _weights() -> dict[str, Tensor]:
+    """Weights to encode, small ones first."""
+    random = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random)
+
+    ends = torch.zeros(BLOCK)
+    ends[0], ends[3] = 1.0, -1.0
+    return {
+        "[1, 0, 0, −1] and 60 zeros": ends,
+        "64 weights": normal(BLOCK),
+        "64 weights, the largest |w| below zero": -normal(BLOCK).abs() - 0.1,
+        "3 blocks of different sizes, (3, 64)": normal(3, BLOCK)
+        * torch.tensor([[1.0], [1e-4], [300.0]]),
+        "a block of weights and a block of zeros": torch.cat([normal(BLOCK), torch.zeros(BLOCK)]),
+        "64 weights below 10⁻²⁵": 1e-26 * normal(BLOCK),
+        "a matrix with rows of 48, (4, 48)": normal(4, 48),
+        "a matrix that is not contiguous, (16, 12)": normal(12, 16).mT,
+        "a tensor of shape (2, 8, 8)": normal(2, 8, 8),
+        "a matrix in bfloat16, (32, 64)": normal(32, 64).bfloat16(),
+        "a matrix over many decades, (20, 64)": elements(20, BLOCK),
+    }
+
+
+def _check_encode(answer: Encode) -> str:
+    for name, weight in _weights().items():
+        call = f"encode of {name}"
+        codes, absmax = _encoded(call, answer, weight)
+        _require_absmax(call, weight, absmax)
+        _require_nearest_level(call, weight, codes)
+    weight = torch.linspace(-1, 1, 2**14)
+    per_weight = measure(lambda: answer(weight)).peak_bytes / weight.numel()
+    require(
+        per_weight <= MOST_BYTES,
+        f"encode needs {per_weight:,.0f} bytes per weight at its peak; wanted at most "
+        f"{MOST_BYTES}.",
+    )
+    return (
+        f"each weight gets the nearest level · two codes per byte, the first in the upper bits · "
+        f"192 weights in 108 bytes · at most {MOST_BYTES} bytes per weight at the peak"
+    )
+
+
+def _encoded(call: str, answer: Encode, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and absmax of the right types and shapes, and no larger tensor behind them."""
+    mine = weight.clone(memory_format=torch.preserve_format)
+    with unchanged(call, weight=mine):
+        got = answer(mine)
+    _require_tuple(call, got, 2, "codes and absmax")
+    count = weight.numel()
+    is_tensor(f"{call}, codes,", got[0], dtype=torch.uint8, shape=(count // 2,))
+    is_tensor(f"{call}, absmax,", got[1], dtype=torch.float32, shape=(count // BLOCK,))
+    _require_own_memory(call, got)
+    return got
+
+
+def _require_tuple(call: str, got: Any, length: int, parts: str) -> None:
+    require(
+        isinstance(got, tuple) and len(got) == length,
+        f"{call} gave {type(got).__name__}; wanted a tuple of {parts}."
+        f"{' Is there a return?' if got is None else ''}",
+    )
+
+
+def _require_own_memory(call: str, got: Sequence[Tensor]) -> None:
+    """Slices of larger tensors keep those alive."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in got}
+    kept, wanted = sum(storages.values()), sum(t.nbytes for t in got)
+    require(
+        kept <= wanted,
+        f"{call} gave tensors that keep {kept:,} bytes alive; wanted {wanted:,}. A slice keeps the "
+        f"whole tensor alive; .clone() does not.",
+    )
+
+
+def _require_absmax(call: str, weight: Tensor, absmax: Tensor) -> None:
+    for n, block in enumerate(weight.flatten().float().split(BLOCK)):
+        wanted, got = block.abs().max().item(), absmax[n].item()
+        if got != wanted:
+            raise Wrong(f"{call}: the absmax of block {n} is {got:.4g}; wanted {wanted:.4g}.")
+
+
+def _require_nearest_level(call: str, weight: Tensor, codes: Tensor) -> None:
+    """By distance, in float64. At a tie, both neighbors are right."""
+    flat, table = weight.flatten().double(), levels().double()
+    absmax = flat.view(-1, BLOCK).abs().amax(1).repeat_interleave(BLOCK)
+    indices = torch.stack([codes >> 4, codes & 15], 1).flatten().long()
+    got = table[indices] * absmax
+    nearest = (flat.view(-1, 1) - table * absmax.view(-1, 1)).abs().argmin(1)
+    further = (got - flat).abs() - (table[nearest] * absmax - flat).abs()
+    off = (further > 1e-6 * absmax).nonzero().flatten().tolist()
+    if off:
+        k = off[0]
+        raise Wrong(
+            f"{call}: weight {k} is {flat[k] / absmax[k]:.4g} of its absmax and has code "
+            f"{indices[k]}; wanted {nearest[k]}. {len(off)} of {len(flat)} codes are wrong."
+        )
+    zeros = indices[(flat == 0) & (indices != ZERO)]
+    require(
+        not len(zeros),
+        f"{call}: {len(zeros)} weights of 0 should have code {ZERO}, but the first of them has "
+        f"{zeros[:1].sum()}.",
+    )
+
+
+_ABSMAX = "blocks.abs().amax(1)"
+_SPLIT = "first, second = codes.view(-1, 2).unbind(1)"
+_PACKED = "first << 4 | second"
+_NEAREST = "torch.bucketize(fractions, (table[:-1] + table[1:]) / 2)"
+
+_ENCODE = Exercise(
+    id="17.2",
+    title="Four bits",
+    minutes=15,
+    difficulty=3,
+    hints=(
+        "Make blocks: weight.flatten().float().view(-1, 64). Each row has an absmax. What happens "
+        "to a row of zeros when you divide?",
+        "The nearest level changes halfway between two levels. torch.bucketize(fractions, middles) "
+        "counts the middles below each fraction, and that count is the code.",
+        "table = levels(); codes = torch.bucketize(fractions, (table[:-1] + table[1:]) / 2)"
+        ".to(torch.uint8); first, second = codes.view(-1, 2).unbind(1). A byte is first << 4 | "
+        "second.",
+    ),
+    reference=encode,
+    check=_check_encode,
+    rebuilds=_LIBRARIES,
+    wrong_answers=mistakes(
+        "17.2",
+        (
+            "The whole weight has one absmax. Each block of 64 needs its own.",
+            (_ABSMAX, "blocks.abs().amax().expand(len(blocks)).clone()"),
+        ),
+        (
+            "This is the largest w, not the largest |w|. An absmax is never negative.",
+            (_ABSMAX, "blocks.amax(1)"),
+        ),
+        (
+            "In a block of zeros w / absmax is 0 / 0, which is NaN and gets code 15.",
+            ("absmax.where(absmax > 0, 1)", "absmax"),
+        ),
+        (
+            "Weights may be tiny. Replace only an absmax of 0.",
+            ("absmax.where(absmax > 0, 1)", "absmax.clamp(1e-8)"),
+        ),
+        (
+            "The two codes of a byte are exchanged. The first is in the upper four bits.",
+            (_PACKED, "second << 4 | first"),
+        ),
+        (
+            "A byte has two neighbors, not one weight of each half: codes.view(-1, 2).",
+            (_SPLIT, "first, second = codes.flatten().chunk(2)"),
+        ),
+        (
+            "Each code has a byte of its own. Pack two into one: first << 4 | second.",
+            (_PACKED, "codes.flatten()"),
+        ),
+        (
+            "This is the level below, not the nearest one. Compare with the middles.",
+            (_NEAREST, "(torch.bucketize(fractions, table, right=True) - 1)"),
+        ),
+        (
+            "The levels end at 1. Divide by the absmax before you look for the nearest.",
+            ("blocks / absmax.where(absmax > 0, 1).view(-1, 1)", "blocks"),
+        ),
+        (
+            "The signs are lost. Use |w| only for the absmax.",
+            ("blocks / absmax", "blocks.abs() / absmax"),
+        ),
+        (
+            "The fractions were computed in bfloat16. Cast the weight to float32 first.",
+            (".flatten().float()", ".flatten()"),
+            ("return", "absmax = absmax.float()\n    return"),
+        ),
+        (
+            "A block is 64 neighbors, so a row of view(-1, 64), not a column of view(64, -1).",
+            (".view(-1, BLOCK)", ".view(BLOCK, -1).T.contiguous()"),
+        ),
+        (
+            "All distances at once need more bytes than the codes save. Use a binary search.",
+            (_NEAREST, "(fractions.unsqueeze(-1) - table).abs().argmin(-1)"),
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 17.3: double quantization
+
+DoubleEncode = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def _absmax_values() -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(0)
+
+    def near(count: int, around: float = 0.05) -> Tensor:
+        return around * (1 + 0.2 * torch.randn(count, generator=random)).abs()
+
+    return {
+        "[1, 2, 3, 4, 10]": torch.tensor([1.0, 2.0, 3.0, 4.0, 10.0]),
+        "256 values": near(256),
+        "100 equal values": torch.full((100,), 0.5),
+        "3 × 256 values, each block larger": torch.cat([near(256, a) for a in (0.02, 0.05, 0.3)]),
+        "300 values": near(300),
+        "700 values, one of them far away": torch.cat([near(699), torch.tensor([2.0])]),
+        "[0.25]": torch.tensor([0.25]),
+    }
+
+
+def _check_double_encode(answer: DoubleEncode) -> str:
+    codebook = dynamic_code(True)
+    for name, absmax in _absmax_values().items():
+        call = f"double_encode of {name}"
+        mine, mine_codebook = absmax.clone(), codebook.clone()
+        with unchanged(call, absmax=mine, codebook=mine_codebook):
+            got = _called(call, answer, mine, mine_codebook)
+        _require_tuple(call, got, 3, "codes, scales and the mean")
+        blocks = -(-len(absmax) // ABSMAX_BLOCK)
+        is_tensor(f"{call}, codes,", got[0], dtype=torch.uint8, shape=(len(absmax),))
+        is_tensor(f"{call}, scales,", got[1], dtype=torch.float32, shape=(blocks,))
+        is_tensor(f"{call}, mean,", got[2], dtype=torch.float32, shape=())
+        _require_own_memory(call, got)
+        _require_double(call, absmax, got, codebook)
+    return (
+        "each absmax gets the nearest of 256 codes, around the mean · 300 values in 312 bytes · "
+        "equal values get the code of zero"
+    )
+
+
+def _called(call: str, answer: DoubleEncode, absmax: Tensor, codebook: Tensor) -> Any:
+    """An error about a short last block is a mistake that the check names."""
+    if len(absmax) % ABSMAX_BLOCK == 0:
+        return answer(absmax, codebook)
+    try:
+        return answer(absmax, codebook)
+    except NotImplementedError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        first_line = str(error).splitlines()[0].rstrip(".")
+        raise Wrong(f"{call} raised {type(error).__name__}: {first_line}.") from None
+
+
+def _require_double(
+    call: str, absmax: Tensor, got: tuple[Tensor, Tensor, Tensor], codebook: Tensor
+) -> None:
+    """The mean and scales up to rounding, and codes by distance in float64."""
+    codes, scales, mean = got
+    exact = absmax.double()
+    wanted_mean = exact.mean()
+    require(
+        abs(mean.double() - wanted_mean).item() <= 1e-6 * wanted_mean.item(),
+        f"{call}: the mean is {mean:.4g}; wanted {wanted_mean:.4g}.",
+    )
+    centered = exact - wanted_mean
+    wanted_scales = torch.stack([b.abs().max() for b in centered.split(ABSMAX_BLOCK)])
+    tolerance = 1e-6 * exact.max().item()  # differences of two rounded values
+    for n, (one, right) in enumerate(zip(scales.tolist(), wanted_scales.tolist(), strict=True)):
+        if not abs(one - right) <= tolerance:
+            raise Wrong(f"{call}: the scale of block {n} is {one:.4g}; wanted {right:.4g}.")
+    table, each = codebook.double(), wanted_scales.repeat_interleave(ABSMAX_BLOCK)[: len(exact)]
+    decoded = table[codes.long()] * each
+    nearest = table[(centered.view(-1, 1) - table * each.view(-1, 1)).abs().argmin(1)] * each
+    further = (decoded - centered).abs() - (nearest - centered).abs()
+    off = (further > 4 * tolerance).nonzero().flatten().tolist()
+    if off:
+        k = off[0]
+        raise Wrong(
+            f"{call}: {exact[k]:.4g} decodes to {decoded[k] + wanted_mean:.4g}; wanted "
+            f"{nearest[k] + wanted_mean:.4g}. {len(off)} of {len(exact)} values are wrong."
+        )
+    zero = table.abs().argmin().item()
+    lost = codes[(each == 0) & (codes != zero)]
+    require(
+        not len(lost),
+        f"{call}: equal values should get code {zero}, that of zero, but the first of them gets "
+        f"{lost[:1].sum()}.",
+    )
+
+
+_CENTERED = "torch.nn.functional.pad(absmax - mean, (0, -len(absmax) % 256)).view(-1, 256)"
+_PADDED_FIRST = "(torch.nn.functional.pad(absmax, (0, -len(absmax) % 256)) - mean).view(-1, 256)"
+_SCALES = "centered.abs().amax(1)"
+_NEAREST_ENTRY = "torch.bucketize(fractions, (codebook[:-1] + codebook[1:]) / 2)"
+
+_DOUBLE = Exercise(
+    id="17.3",
+    title="Double quantization",
+    minutes=10,
+    difficulty=2,
+    hints=(
+        "This is Exercise 17.2 once more, with blocks of 256, another table and no packing. The "
+        "last block may be short: F.pad(x, (0, missing)) appends zeros. What must have been "
+        "subtracted before?",
+        "centered = F.pad(absmax - mean, (0, -len(absmax) % 256)).view(-1, 256). Divide each row "
+        "by its largest absolute value, unless that is 0.",
+        "codes = torch.bucketize(fractions, (codebook[:-1] + codebook[1:]) / 2).to(torch.uint8). "
+        "Return codes.flatten()[: len(absmax)].clone(), the scales, and absmax.mean().",
+    ),
+    reference=double_encode,
+    check=_check_double_encode,
+    rebuilds=_LIBRARIES,
+    wrong_answers=mistakes(
+        "17.3",
+        (
+            "The mean was not subtracted. All values are positive, so half of the signed code is "
+            "never used.",
+            ("absmax - mean", "absmax"),
+        ),
+        (
+            "Pad after subtracting the mean. Zeros that are appended before become −mean, and may "
+            "be the largest of the last block.",
+            (_CENTERED, _PADDED_FIRST),
+        ),
+        (
+            "All values have one scale. Each block of 256 needs its own.",
+            (_SCALES, "centered.abs().amax().expand(len(centered)).clone()"),
+        ),
+        (
+            "Values below the mean are negative. A scale is the largest absolute value.",
+            (_SCALES, "centered.amax(1)"),
+        ),
+        (
+            "The last block may be short. Pad it, and remove the padding at the end.",
+            (_CENTERED, "(absmax - mean).view(-1, 256)"),
+        ),
+        (
+            "The padding is still there. Return as many codes as there are absmax values.",
+            ("codes.flatten()[: len(absmax)].clone()", "codes.flatten()"),
+        ),
+        (
+            "The codes are a slice of a padded tensor, which stays in memory.",
+            ("[: len(absmax)].clone()", "[: len(absmax)]"),
+        ),
+        (
+            "Where all values are equal, 0 / 0 is NaN and gets code 255.",
+            ("scales.where(scales > 0, 1)", "scales"),
+        ),
+        (
+            "This is the entry below, not the nearest one. Compare with the middles.",
+            (_NEAREST_ENTRY, "(torch.bucketize(fractions, codebook, right=True) - 1).clamp(min=0)"),
+        ),
+        (
+            "The codes need the fractions: divide by the block's scale first.",
+            ("centered / scales.where(scales > 0, 1).view(-1, 1)", "centered"),
+        ),
+        (
+            "Return the mean as a tensor. A Python number moves to the host, and waits for a GPU.",
+            ("scales, mean", "scales, mean.item()"),
+        ),
+        (
+            "This is the median. Subtract the mean.",
+            ("absmax.mean()", "absmax.median()"),
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 17.4: decode, use, forget
+
+MatmulFunction = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+class MatmulCase(NamedTuple):
+    out_features: int
+    shape: tuple[int, ...]  # of x
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"x of shape {self.shape}, {dtype}, and W ({self.out_features}, {self.shape[-1]})"
+
+    @property
+    def weight(self) -> tuple[Tensor, Tensor]:
+        """Codes and absmax."""
+        random = torch.Generator().manual_seed(self.out_features)
+        return encode(torch.randn(self.out_features, self.shape[-1], generator=random))
+
+    @property
+    def x(self) -> Tensor:
+        random = torch.Generator().manual_seed(1)
+        return torch.randn(self.shape, generator=random).to(self.dtype)
+
+
+MATMULS = (
+    MatmulCase(8, (1, 8)),
+    MatmulCase(24, (5, 40)),
+    MatmulCase(40, (2, 3, 24)),
+    MatmulCase(16, (36,)),
+    MatmulCase(24, (5, 40), torch.bfloat16),
+    MatmulCase(12, (2, 3, 16), torch.bfloat16),
+)
+LARGE = MatmulCase(256, (4, 512))
+
+
+def _check_matmul(answer: MatmulFunction) -> str:
+    for case in MATMULS:
+        _check_values(answer, case)
+    _check_two_layers(answer)
+    _check_forgotten(answer, MATMULS[1])
+    return _check_bytes(answer)
+
+
+def _check_values(answer: MatmulFunction, case: MatmulCase) -> None:
+    call = f"matmul of {case}"
+    codes, absmax = case.weight
+    wanted = gradients(lambda x: matmul(x, codes, absmax, case.out_features), x=case.x)
+    largest = max(t.abs().max().item() for t in wanted.values() if t is not None)
+    with unchanged(call, codes=codes, absmax=absmax):
+        got = gradients(lambda x: answer(x, codes, absmax, case.out_features), x=case.x)
+    tolerance = largest * (1e-5 if case.dtype == torch.float32 else 2**-6)
+    require("output 0" in got, f"{call} gave no tensor. Is there a return?")
+    same_gradients(call, got, wanted, tolerance=tolerance)
+
+
+def _check_two_layers(answer: MatmulFunction) -> None:
+    """Two forward passes before backward, each with its own weight; and a second backward."""
+    first, second = MATMULS[1], MatmulCase(40, (5, 24))
+    call = "matmul of two layers, one after the other"
+
+    def through(multiply: MatmulFunction, x: Tensor) -> Tensor:
+        hidden = multiply(x, *first.weight, first.out_features)
+        return multiply(hidden, *second.weight, second.out_features)
+
+    wanted = gradients(partial(through, matmul), x=first.x)
+    largest = max(t.abs().max().item() for t in wanted.values() if t is not None)
+    got = gradients(partial(through, answer), x=first.x)
+    same_gradients(call, got, wanted, tolerance=1e-5 * largest)
+    x = first.x.requires_grad_()
+    out = through(answer, x)
+    again = [torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for _ in range(2)]
+    require(
+        torch.equal(*again), f"{call} gives another gradient in a second backward pass; wanted it."
+    )
+
+
+def _check_forgotten(answer: MatmulFunction, case: MatmulCase) -> None:
+    """What forward saves is codes and absmax: not the decoded weight, and not x."""
+    call = f"matmul of {case}"
+    codes, absmax = case.weight
+    own = {t.untyped_storage().data_ptr() for t in (codes, absmax)}
+    x = case.x.requires_grad_() * 1.0  # not a leaf, so only the graph could keep it alive
+    inputs = StorageWeakRef(x.untyped_storage())
+    saved: list[tuple[int, ...]] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            saved.append(tuple(tensor.shape))
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        out = answer(x, codes, absmax, case.out_features)
+    del x
+    require(
+        inputs.expired(),
+        f"{call} keeps x for backward. x is needed for a gradient of W, which is frozen.",
+    )
+    require(
+        not saved,
+        f"{call} saves {len(saved)} tensor{'s' * (len(saved) > 1)} for backward beside codes and "
+        f"absmax, of shape {', '.join(map(str, saved))}.",
+    )
+    del out
+
+
+def _check_bytes(answer: MatmulFunction) -> str:
+    call = f"matmul of {LARGE}"
+    codes, absmax = LARGE.weight
+    x, kept = LARGE.x.requires_grad_(), []
+    trace = measure(lambda: kept.append(answer(x, codes, absmax, LARGE.out_features)))
+    held_bytes, result = new_bytes(trace), kept.pop().nbytes
+    weight_bytes = 4 * LARGE.out_features * LARGE.shape[-1]
+    require(
+        held_bytes <= result,
+        f"{call} holds {held_bytes:,} bytes between forward and backward; wanted {result:,}, the "
+        f"result (W decoded has {weight_bytes:,}).",
+        evidence=(call, "held"),
+    )
+    most = _passes(matmul, x, codes, absmax)
+    room = weight_bytes + 64  # another copy of W
+    limited(
+        call,
+        _passes(answer, x, codes, absmax),
+        forward=most.forward + room,
+        backward=most.backward + room,
+    )
+    return (
+        f"results and gradients are right, in float32 and bfloat16 · between forward and backward "
+        f"0 of {weight_bytes:,} bytes of W"
+    )
+
+
+def _passes(multiply: MatmulFunction, x: Tensor, codes: Tensor, absmax: Tensor) -> Any:
+    return peaks(lambda: multiply(x, codes, absmax, LARGE.out_features))
+
+
+_FORWARD = "x @ decode(codes, absmax).view(out_features, -1).to(x.dtype).T"
+_KEPT = "ctx.weight = codes, absmax"
+
+_MATMUL = Exercise(
+    id="17.4",
+    title="Decode, use, forget",
+    minutes=15,
+    difficulty=3,
+    hints=(
+        "forward: put codes and absmax on ctx, decode, and multiply. backward: decode once more. "
+        "The gradient of x Wᵀ for x is gradient · W. How many values does backward return?",
+        "decode gives float32 of shape (n,). .view(out_features, -1) makes it W, .to(x.dtype) "
+        "casts it. backward knows out_features too: it is gradient.shape[-1].",
+        "forward: ctx.weight = codes, absmax; return x @ decode(codes, absmax).view(out_features, "
+        "-1).to(x.dtype).T. backward: weight = decode(*ctx.weight).view(gradient.shape[-1], -1); "
+        "return gradient @ weight.to(gradient.dtype), and None for each other argument.",
+    ),
+    reference=matmul,
+    check=_check_matmul,
+    rebuilds=_LIBRARIES,
+    wrong_answers=mistakes(
+        "17.4",
+        (
+            "The decoded weight stays in memory until backward. Keep the codes, and decode again.",
+            (_KEPT, "ctx.weight = decode(codes, absmax)"),
+            ("decode(*ctx.weight)", "ctx.weight"),
+        ),
+        (
+            "ctx.save_for_backward(x) keeps every layer's input, for a gradient that a frozen "
+            "weight doesn't have.",
+            (_KEPT, f"{_KEPT}\n        ctx.save_for_backward(x)"),
+        ),
+        (
+            "The weight is frozen, but its input is not: the layers below need their gradient.",
+            ("gradient @ weight.to(gradient.dtype), None", "None, None"),
+        ),
+        (
+            "Codes are stored row by row: W is .view(out_features, -1), and then .T.",
+            (".view(out_features, -1).to(x.dtype).T", ".view(-1, out_features).to(x.dtype)"),
+        ),
+        (
+            "In backward W is (out, in) as well: .view(gradient.shape[-1], -1).",
+            (".view(gradient.shape[-1], -1)", ".view(-1, gradient.shape[-1]).T"),
+        ),
+        (
+            "The result is in float32. Cast the decoded weight to the dtype of x.",
+            (_FORWARD, "x.float() @ decode(codes, absmax).view(out_features, -1).T"),
+        ),
+        (
+            "Matmul.weight belongs to all layers. What belongs to one call goes on ctx.",
+            ("ctx.weight", "Matmul.weight"),
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 17.5: before the first token
+
+Held = Callable[[Sequence[tuple[int, int]], int, int, bool], dict[str, int]]
+
+_MODELS: tuple[tuple[list[tuple[int, int]], int, int, bool], ...] = (
+    ([(64, 64)], 0, 1, False),
+    ([(64, 64)], 100, 2, False),
+    ([(64, 64)], 100, 2, True),
+    ([(512, 128)], 0, 4, True),
+    ([(96, 40), (40, 96), (7, 5)], 33, 3, True),
+    ([(128, 256), (256, 128), (300, 77)], 1000, 16, False),
+    ([(4096, 4096)] * 4 + [(11_008, 4096)] * 2 + [(4096, 11_008)], 262_148_096, 16, True),
+)
+
+
+def _check_held(answer: Held) -> str:
+    for shapes, others, rank, prepared in _MODELS:
+        mine = list(shapes)
+        listed = shapes if len(shapes) < 4 else f"the {len(shapes)} matrices of a 7B block"
+        case = f"held({listed}, {others:,}, {rank}, {prepared})"
+        with unchanged(case, shapes=mine):
+            got = answer(mine, others, rank, prepared)
+        same_byte_counts(case, got, held(shapes, others, rank, prepared), _units(shapes, others))
+    return f"{len(_MODELS)} models match to the byte"
+
+
+def _units(shapes: Sequence[tuple[int, int]], others: int) -> dict[str, dict[str, int]]:
+    each = {"per matrix": len(shapes)} if len(shapes) > 1 else {}
+    of_others = {"bytes per element": others} if others else {}
+    return {"codes": {}, "others": of_others, "adapters": {"elements": 4}, "training": each}
+
+
+_CODES = "-(-rows * columns // 2)"
+_SCALES_BYTES = "4 * -(-blocks // 256)"
+_TOGETHER = """
+weights = sum(rows * columns for rows, columns in shapes)
+blocks = -(-weights // 64)
+adapters = sum(rank * (rows + columns) for rows, columns in shapes)
+return {
+    "codes": -(-weights // 2) + blocks + 4 * -(-blocks // 256) + 4 * len(shapes),
+    "others": others * (4 if prepared else 2),
+    "adapters": 4 * adapters,
+    "training": 12 * adapters,
+}
+"""
+
+_HELD = Exercise(
+    id="17.5",
+    title="Before the first token",
+    minutes=10,
+    difficulty=2,
+    hints=(
+        "Go through the matrices and add up two numbers: the bytes of their codes, and the weights "
+        "of their adapters. -(-a // b) rounds a / b up.",
+        "A matrix of n weights has ⌈n/2⌉ bytes of codes, ⌈n/64⌉ blocks with a byte each, 4 bytes "
+        "for each 256 blocks, and 4 for the mean. Its adapters have rank · (in + out) weights.",
+        'blocks = -(-n // 64); codes += -(-n // 2) + blocks + 4 * -(-blocks // 256) + 4. "others": '
+        'others * (4 if prepared else 2). "adapters": 4 bytes each; "training": a gradient and two '
+        "moments, 12.",
+    ),
+    reference=held,
+    check=_check_held,
+    wrong_answers=mistakes(
+        "17.5",
+        (
+            "Double quantization stores an absmax in one byte, not in four.",
+            (" + blocks + ", " + 4 * blocks + "),
+        ),
+        ("Two codes share a byte.", (_CODES, "rows * columns")),
+        ("Each matrix has a mean, too: 4 bytes.", (f"{_SCALES_BYTES} + 4", _SCALES_BYTES)),
+        ("The scales are missing: 4 bytes for each 256 blocks.", (f" + {_SCALES_BYTES}", "")),
+        (
+            "A scale belongs to 256 absmax values, not to 256 weights.",
+            (_SCALES_BYTES, "4 * -(-rows * columns // 256)"),
+        ),
+        (
+            "Blocks don't span two matrices: round up for each one.",
+            body("held", _TOGETHER),
+        ),
+        (
+            "Prepared means cast to float32: 4 bytes for each weight that is not quantized.",
+            ("4 if prepared else 2", "2"),
+        ),
+        (
+            "Only a prepared model has float32 weights. Otherwise they stay in bfloat16.",
+            ("4 if prepared else 2", "4"),
+        ),
+        (
+            "The adapters are low-rank: A has rank · in weights and B has out · rank.",
+            ("rank * (rows + columns)", "rank * rows * columns"),
+        ),
+        (
+            "Only one of the two factors is counted. A is (rank, in), B is (out, rank).",
+            ("rank * (rows + columns)", "rank * columns"),
+        ),
+        (
+            "The gradients are missing: each adapter weight has one, and two moments.",
+            ("12 * adapters", "8 * adapters"),
+        ),
+        (
+            "You counted the adapters themselves twice.",
+            ("12 * adapters", "16 * adapters"),
+        ),
+        (
+            "The adapters are in float32: 4 bytes, whatever the other weights have.",
+            ("4 * adapters", "(4 if prepared else 2) * adapters"),
+        ),
+        (
+            "The weights that are not quantized are frozen. They have no gradient and no moments.",
+            ("12 * adapters", "12 * (adapters + others)"),
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ the bill
+
+DAY = Day(
+    exercises=(_LEVELS, _ENCODE, _DOUBLE, _MATMUL, _HELD),
+    bill=Bill("day 17: four bits for frozen weights, and none is frozen", everything_elsewhere),
+)

@@ -1,0 +1,978 @@
+# %% [markdown]
+# # Day 17: Four bits under a frozen model
+#
+# **Seven billion weights in four bits are 3.3 GiB. Why does training on top of them still run out
+# of memory?**
+#
+# After today you have built QLoRA: the sixteen numbers of NF4, the packing, double quantization,
+# and a frozen layer that keeps nothing for backward. You can also say what fills the card when the
+# weights don't.
+#
+# About 90 minutes, 60 of them for five exercises. You need a laptop; a GPU is welcome and not
+# needed. Nothing is downloaded.
+
+# %% [markdown]
+# As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
+# your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
+# stuck, type `memlab hint 17.1` in a terminal. An exercise left open blocks nothing.
+
+# %% [markdown]
+# ## The question
+#
+# LoRA (Day 3) freezes the weights and trains a low-rank change beside each matrix. Frozen weights
+# have no gradient and no optimizer state: in bfloat16 they need 2 bytes each, and no more.
+#
+# A weight that never changes can be stored more coarsely. **QLoRA** stores it in four bits, and
+# decodes it each time it is used. For 7B weights that is 3.3 GiB instead of 12.6. Still, "QLoRA out
+# of memory" is one of the most common questions about training. What fills the card?
+
+# %%
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import NormalDist
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import memlab
+from memlab import optim
+from memlab.checkpointing import checkpoint
+from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu
+from memlab.data import batches, source_bytes
+from memlab.lora import add_lora
+from memlab.losses import chunked_cross_entropy
+from memlab.model import GPT, PRESETS
+from memlab.planner import memory_named
+from memlab.qlora import NF4Linear, add_qlora, prepare_for_low_bits
+from memlab.quantize import dynamic_code, nf4_bytes, nf4_code, quantize_nf4
+from memlab.units import format_bytes
+
+# %% [markdown]
+# ## Guess
+#
+# Llama 2 7B on one GPU, QLoRA with rank 16 beside every matrix of the blocks, 4 × 1,024 tokens, set
+# up with the usual call, peft's `prepare_model_for_kbit_training`, in a plain training loop.
+#
+# 1. A quantized matrix is how many times smaller than in bfloat16?
+# 2. How many GiB is the model, adapters included, before the first step?
+# 3. How many GiB does a step need at its peak?
+
+# %%
+### BEGIN SOLUTION
+guess("17.1", smaller_times=4, model_gib=3.3, step_gib=6)  # 16 bits to 4; and some activations
+### END SOLUTION
+### BEGIN STUB
+# guess("17.1", smaller_times=..., model_gib=..., step_gib=...)
+### END STUB
+
+# %% [markdown]
+# ## Measure
+#
+# The step is **predicted** (Day 16): it runs on tensors without values, as CUDA would allocate
+# them. `add_qlora` quantizes every matrix of the blocks and adds adapters in float32, as peft does.
+# `prepare_for_low_bits` is memlab's copy of `prepare_model_for_kbit_training`. You will see what it
+# does.
+
+
+# %%
+@dataclass(frozen=True)
+class Setup:
+    """What people switch on or leave out."""
+
+    prepared: bool = True
+    autocast: bool = False
+    checkpointed: bool = False
+    chunked: bool = False  # the logits (Day 11)
+    ends: bool = False  # embedding and output layer trained, too
+
+
+def float32_loss(hidden, weight, targets):
+    """From logits in float32, as transformers computes it."""
+    logits = F.linear(hidden, weight).float()
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+# %%
+def qlora_model(config, setup):
+    loss = chunked_cross_entropy if setup.chunked else float32_loss
+    model = GPT(config, dtype=torch.bfloat16, loss=loss)
+    add_qlora(model, 16, compute_dtype=torch.bfloat16, adapter_dtype=torch.float32)
+    if setup.prepared:
+        prepare_for_low_bits(model)
+    if setup.checkpointed:
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward)
+    if setup.ends:
+        model.embedding.requires_grad_()
+        model.unembedding.requires_grad_()
+    return model
+
+
+# %%
+def qlora_step(config, setup, batch, length, device="cuda"):
+    """A training step, its model and its optimizer."""
+    model = qlora_model(config, setup).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.zeros(batch, length, dtype=torch.long, device=device)
+
+    def step():
+        optimizer.zero_grad()
+        with torch.autocast(device, torch.bfloat16, enabled=setup.autocast):
+            loss = model(tokens, tokens)
+        loss.backward()
+        optimizer.step()
+
+    return step, model, optimizer
+
+
+# %% [markdown]
+# The blocks are alike, so models with one and with two are enough: each further block adds the same
+# bytes to the peak. (`tests/course/test_day17.py` compares this with all 32 blocks, to the byte.)
+
+
+# %%
+def predicted(config, setup, batch, length):
+    """The allocated bytes of a step, and what holds them at its peak."""
+    one, two = (
+        memlab.predict(partial(qlora_step, replace(config, layers=n), setup, batch, length))
+        for n in (1, 2)
+    )
+
+    def deep(of_one, of_two):
+        return of_two + (config.layers - 2) * (of_two - of_one)
+
+    parts = {name: deep(one.at_peak.get(name, 0), n) for name, n in two.at_peak.items()}
+    return deep(one.allocated_bytes, two.allocated_bytes), parts
+
+
+seven = PRESETS["llama-2-7b"]
+peak, usual = predicted(seven, Setup(), 4, 1024)
+for name, count in usual.items():
+    if count > 2**20:
+        print(f"{name:21}{format_bytes(count):>12}")
+
+# %%
+codes_of_one = nf4_bytes(4096 * 4096)  # of a matrix as large as 7B's query projection
+reveal("17.1", smaller_times=2 * 4096 * 4096 / codes_of_one,
+       model_gib=usual["parameters"] + usual["buffers"], step_gib=peak)  # fmt: skip
+
+# %% [markdown]
+# The quantized weights are the *buffers*. They are 7 % of the peak. The largest part is
+# **activations**, and four bits take nothing off those.
+#
+# Two questions, then. How do sixteen values represent a weight, and what do they cost beside the
+# four bits? And what are the other 93 %? First the sixteen values.
+
+# %% [markdown]
+# ## Sixteen values
+#
+# A block of 64 neighboring weights is divided by its **absmax**, its largest |w|. That leaves
+# fractions from −1 to 1. Day 9's dynamic code spread its 256 values over seven decades, because
+# moments differ by as much. Weights don't. A model is initialized from a normal distribution, and
+# the QLoRA paper finds that trained weights are still nearly normal. Ours, after 60 steps:
+
+# %%
+CONFIG = replace(PRESETS["tiny"], hidden_size=64, layers=2, kv_heads=4, intermediate_size=192)
+TEXT = source_bytes("256 KiB")
+
+
+def train(model, steps, lr, seed=1):
+    """Train on torch's own source; return the mean loss of the last five steps."""
+    weights = [w for w in model.parameters() if w.requires_grad]
+    optimizer, drawn, losses = optim.AdamW(weights, lr=lr), batches(TEXT, 8, 64, seed=seed), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(*next(drawn))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return sum(losses[-5:]) / 5
+
+
+# %%
+torch.manual_seed(0)
+base = GPT(CONFIG)
+train(base, 60, lr=3e-3)
+matrices = {name: w.detach() for name, w in base.blocks.named_parameters() if w.ndim == 2}
+of_std = torch.cat([(w / w.std()).flatten() for w in matrices.values()])
+for within in (1, 2):
+    normal = 2 * NormalDist().cdf(within) - 1
+    share = (of_std.abs() < within).float().mean()
+    print(f"within {within} std: {share:.0%} of the weights, {normal:.0%} of a normal distribution")
+
+# %% [markdown]
+# Where many weights are, values should be close together. **Quantiles** do that: cut the area under
+# the bell curve into equal parts, and each part has equally many weights.
+
+# %% [markdown]
+# ### Exercise 17.1: sixteen quantiles
+#
+# About 10 minutes. Above zero: cut the probabilities from 1/2 to `OUTERMOST` into 8 equal parts.
+# The levels are the quantiles at the upper ends of the parts. Below zero: the same with 7 parts,
+# and with a minus sign. Add 0, divide all 16 by the largest, and return them sorted, in float32.
+# `NormalDist().inv_cdf(p)` is the quantile of a probability p.
+
+# %%
+OUTERMOST = 1 - (1 / 32 + 1 / 30) / 2  # the probability whose quantile becomes level 1
+
+
+def levels():
+    ### BEGIN SOLUTION memlab.reference.nf4.levels
+
+    def quantiles(count: int) -> list[float]:
+        step = (OUTERMOST - 0.5) / count
+        return [NormalDist().inv_cdf(0.5 + step * i) for i in range(1, count + 1)]
+
+    found = torch.tensor(sorted([*(-q for q in quantiles(7)), 0.0, *quantiles(8)]))
+    return found / found.max()
+    ### END SOLUTION
+
+
+# %%
+levels = exercise("17.1", levels)
+
+# %% [markdown]
+# Zero must be a level, or no weight could be exactly 0 (padding, pruned weights). That leaves 15
+# levels, an odd number: 8 above and 7 below. At probability 1 the quantile would be infinite, so
+# the paper stops at `OUTERMOST`, half a part before the end.
+
+# %%
+NF4, EVEN = levels(), torch.linspace(-1, 1, 16)
+fractions = torch.cat([(b := w.view(-1, 64)) / b.abs().amax(1, keepdim=True)
+                       for w in matrices.values()])  # fmt: skip
+fig, axes = plt.subplots(3, sharex=True, figsize=(9, 3.4), height_ratios=(5, 1, 1),
+                         layout="constrained")  # fmt: skip
+axes[0].hist(fractions.flatten().tolist(), bins=101, color="#4477aa")
+axes[0].set(ylabel="weights", title="Weights as fractions of the absmax of their block of 64")
+for one, (name, table, colour) in zip(axes[1:], (("NF4", NF4, "C0"), ("even steps", EVEN, "C3")),
+                                      strict=True):  # fmt: skip
+    one.vlines(table, 0, 1, color=colour)
+    one.set(yticks=[])
+    one.set_ylabel(name, rotation=0, ha="right", va="center")
+axes[2].set_xlabel("fraction of the absmax (the bars at −1 and 1: each block's largest)")
+print("NF4:", " ".join(f"{level:.3f}" for level in NF4))
+
+# %% [markdown]
+# The sixteen levels are dense near zero, where most weights are. The two gaps at the ends are wide:
+# few weights are there.
+#
+# ## Two codes in a byte
+#
+# A code is a number from 0 to 15, and the smallest tensor element is a byte. So two codes share
+# one: the first of a pair takes the upper four bits. Decoding splits them, looks each up, and
+# multiplies by its block's absmax:
+
+# %%
+BLOCK = 64
+
+
+def decode(codes, absmax):
+    """float32 (n,): from codes, two per byte, and the absmax of each block."""
+    indices = torch.stack([codes >> 4, codes & 15], 1).int()
+    return (levels()[indices].view(-1, BLOCK) * absmax.view(-1, 1)).flatten()
+
+
+# %% [markdown]
+# ### Exercise 17.2: four bits
+#
+# About 15 minutes. `weight` has any shape, n elements, a multiple of 64, in float32 or bfloat16.
+# Return `(codes, absmax)`: uint8 (n/2,) and float32 (n/64,). Blocks are 64 neighbors of the
+# flattened weight. A code is the index of the level nearest to w / absmax (at a tie, either),
+# computed in float32. A block of zeros decodes to zeros, with the code of 0, which is 7.
+#
+# Allocate at most 64 bytes per weight on the way, so no table of all distances.
+
+
+# %%
+def encode(weight):
+    ### BEGIN SOLUTION memlab.reference.nf4.encode
+    blocks = weight.flatten().float().view(-1, BLOCK)
+    absmax = blocks.abs().amax(1)
+    fractions = blocks / absmax.where(absmax > 0, 1).view(-1, 1)
+    table = levels()
+    codes = torch.bucketize(fractions, (table[:-1] + table[1:]) / 2).to(torch.uint8)
+    first, second = codes.view(-1, 2).unbind(1)
+    return first << 4 | second, absmax
+    ### END SOLUTION
+
+
+# %%
+encode = exercise("17.2", encode)
+
+
+# %%
+def rounded(weight, table, block):
+    """The weight rounded to a table's values, times the absmax of each block."""
+    rows = weight.flatten().view(-1, block)
+    absmax = rows.abs().amax(1, keepdim=True)
+    nearest = torch.bucketize(rows / absmax, (table[:-1] + table[1:]) / 2)
+    return (table[nearest] * absmax).view_as(weight)
+
+
+def error(weight, other):
+    """The norm of the difference, as a share of the weight's."""
+    return ((weight - other.view_as(weight)).norm() / weight.norm()).item()
+
+
+some = torch.randn(2**18, generator=torch.Generator().manual_seed(0))
+outlier = some.clone()
+outlier[:: 2**12] = 20  # one weight of 4,096 is far larger than the others
+print("block   bits per weight   NF4 error   even steps   NF4 with outliers")
+for block in (16, 64, 256, 4096):
+    found = [error(some, rounded(some, table, block)) for table in (NF4, EVEN)]
+    usual_weights = outlier != 20
+    far = rounded(outlier, NF4, block)[usual_weights]
+    print(f"{block:5}{4 + 32 / block:14.2f}{found[0]:15.0%}{found[1]:12.0%}", end="")
+    print(f"{error(outlier[usual_weights], far):17.0%}")
+same = torch.equal(decode(*encode(some)), rounded(some, NF4, 64))
+print(f"decode(encode(w)) is the same: {same}")
+
+# %% [markdown]
+# Three findings. NF4 is more exact than even steps, and at larger blocks clearly so. Smaller
+# blocks are more exact, and cost more bits: an absmax in float32 is 32 bits for each block. And an
+# outlier spoils its own block alone. At 64 that is a small share of the weights.
+
+# %% [markdown]
+# ## The scales cost half a bit
+#
+# At blocks of 64 the absmax adds 4/64 bytes, half a bit per weight: one eighth of what the codes
+# take, 386 MiB for 7B. **Double quantization** encodes the absmax values as well: 8 bits each, with
+# Day 9's signed dynamic code, and one float32 scale for each 256 of them. Here are those of one
+# 7B-like matrix:
+
+# %%
+torch.manual_seed(0)
+matrix = 0.02 * torch.randn(1024, 1024)
+codes, absmax = encode(matrix)
+fig, axes = plt.subplots(figsize=(9, 2.6), layout="constrained")
+axes.hist(absmax.tolist(), bins=80, color="#4477aa")
+axes.axvline(absmax.mean().item(), color="#cc6677")
+axes.set(xlim=(0, None), xlabel="absmax of a block of 64", ylabel="blocks")
+_ = axes.set_title("All absmax values are positive, and near their mean (red)")
+
+# %% [markdown]
+# The signed code covers −1 to 1, and is finest near zero. So the **mean** is subtracted first. Then
+# both halves of the code are used, and its fine part lies where most values are.
+
+# %% [markdown]
+# ### Exercise 17.3: double quantization
+#
+# About 10 minutes. `absmax` is float32 (n,), any n; `codebook` has 256 sorted values, zero among
+# them. Return `(codes, scales, mean)`: subtract the `mean` of all n; each block of 256 of what is
+# left (the last may be short) has a scale, its largest absolute value; a code is the index of the
+# entry nearest to value / scale. uint8 (n,), float32 (⌈n/256⌉,), float32 (). The result keeps no
+# larger tensor alive. If all absmax values are equal, the codes are those of zero.
+
+
+# %%
+def double_encode(absmax, codebook):
+    ### BEGIN SOLUTION memlab.reference.nf4.double_encode
+    mean = absmax.mean()
+    centered = torch.nn.functional.pad(absmax - mean, (0, -len(absmax) % 256)).view(-1, 256)
+    scales = centered.abs().amax(1)
+    fractions = centered / scales.where(scales > 0, 1).view(-1, 1)
+    codes = torch.bucketize(fractions, (codebook[:-1] + codebook[1:]) / 2).to(torch.uint8)
+    return codes.flatten()[: len(absmax)].clone(), scales, mean
+    ### END SOLUTION
+
+
+# %%
+double_encode = exercise("17.3", double_encode)
+
+
+# %%
+def double_decode(codes, scales, mean, codebook):
+    return codebook[codes.int()] * scales.repeat_interleave(256)[: len(codes)] + mean
+
+
+SIGNED = dynamic_code(True)
+small, scales, mean = double_encode(absmax, SIGNED)
+restored = double_decode(small, scales, mean, SIGNED)
+
+
+def bytes_per_weight(*tensors):
+    """By the meter: what stays alive of a step that makes copies of the tensors."""
+    kept = []
+    trace = memlab.measure(lambda: kept.extend(t.clone() for t in tensors))
+    made = sum(event.bytes for event in trace.events if event.phase != "before")
+    return made / matrix.numel()
+
+
+print(f"codes and absmax in float32:  {bytes_per_weight(codes, absmax):.6f} bytes per weight")
+print(f"  by formula 1/2 + 4/64:      {1 / 2 + 4 / 64:.6f}")
+print(f"absmax in 8 bits:             {bytes_per_weight(codes, small, scales, mean):.6f}")
+print(f"  1/2 + 1/64 + 4/(64·256):    {1 / 2 + 1 / 64 + 4 / (64 * 256):.6f}, and the mean")
+print(f"error of the absmax values: {error(absmax, restored):.1%}")
+print(f"error of the weights: {error(matrix, decode(codes, absmax)):.2%} before, ", end="")
+print(f"{error(matrix, decode(codes, restored)):.2%} with both")
+
+# %% [markdown]
+# Half a bit has become an eighth of one, and the weights are no worse. 16 bits are now 4.13: 3.88
+# times less, not 4.
+#
+# ## A layer that keeps nothing
+#
+# The layer decodes its weight and multiplies. What does autograd keep? For y = x Wᵀ the gradient of
+# x is dy W: backward needs W. If you decode outside of a Function, autograd saves the *decoded*
+# weight of every layer until backward. Then the four bits have saved nothing.
+#
+# Backward doesn't need x: that would be for the gradient of W, which is frozen.
+
+# %% [markdown]
+# ### Exercise 17.4: decode, use, forget
+#
+# About 15 minutes. Write the Function. `matmul(x, codes, absmax, out_features)` is x · Wᵀ with W =
+# `decode(codes, absmax)`, of shape (out_features, in). `x` is (..., in), in float32 or bfloat16;
+# decode gives float32, so cast W to the dtype of x, and in backward to that of the gradient. Result
+# and gradient have the dtype of x. Between forward and backward nothing is kept but `codes` and
+# `absmax`. Each pass decodes once.
+
+
+# %%
+class Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, codes, absmax, out_features):
+        ### BEGIN SOLUTION memlab.reference.qlora.Matmul.forward
+        ctx.weight = codes, absmax
+        return x @ decode(codes, absmax).view(out_features, -1).to(x.dtype).T
+        ### END SOLUTION
+        ### BEGIN STUB
+        # raise NotImplementedError("exercise 17.4, about 2 lines")
+        ### END STUB
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ### BEGIN SOLUTION memlab.reference.qlora.Matmul.backward
+        weight = decode(*ctx.weight).view(gradient.shape[-1], -1)
+        return gradient @ weight.to(gradient.dtype), None, None, None
+        ### END SOLUTION
+        ### BEGIN STUB
+        # raise NotImplementedError("exercise 17.4, about 2 lines")
+        ### END STUB
+
+
+def matmul(x, codes, absmax, out_features):
+    return Matmul.apply(x, codes, absmax, out_features)
+
+
+# %%
+matmul = exercise("17.4", matmul)
+
+# %% [markdown]
+# Day 3's adapter beside it, and that is QLoRA: y = x Wᵀ + (alpha / rank) · x Aᵀ Bᵀ. Only A and B
+# are trained.
+
+
+# %%
+class QLoRALinear(nn.Module):
+    """In place of a linear layer without bias."""
+
+    def __init__(self, linear, rank, alpha):
+        super().__init__()
+        for name, tensor in zip(("codes", "absmax"), encode(linear.weight.detach()), strict=True):
+            self.register_buffer(name, tensor)
+        self.A = nn.Parameter(torch.empty(rank, linear.in_features))
+        self.B = nn.Parameter(torch.zeros(linear.out_features, rank))  # no change at first
+        self.scale = alpha / rank
+        nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
+
+    def forward(self, x):
+        frozen = matmul(x, self.codes, self.absmax, len(self.B))
+        return frozen + self.scale * (x @ self.A.T @ self.B.T)
+
+
+class DecodesOutside(QLoRALinear):
+    """Autograd sees the decoded weight."""
+
+    def forward(self, x):
+        weight = decode(self.codes, self.absmax).view(len(self.B), -1)
+        return F.linear(x, weight) + self.scale * (x @ self.A.T @ self.B.T)
+
+
+# %%
+def stack(make):
+    """Eight layers of 512 × 512, and what forward leaves for backward."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(make(nn.Linear(512, 512, bias=False)) for _ in range(8)))
+    x, outputs = torch.randn(4, 512).requires_grad_(), []
+    trace = memlab.measure(lambda: outputs.append(layers(x)), model=layers)
+    held = sum(t.nbytes for t in [*layers.parameters(), *layers.buffers()])
+    return held, trace.live_bytes - held
+
+
+frozen = {
+    "float32, frozen": lambda layer: layer.requires_grad_(False),
+    "4 bits, decoded outside": partial(DecodesOutside, rank=4, alpha=8),
+    "4 bits, your Function": partial(QLoRALinear, rank=4, alpha=8),
+}
+for name, make in frozen.items():
+    held, left = stack(make)
+    print(f"{name:24} weights {format_bytes(held):>11}, kept by forward {format_bytes(left):>11}")
+
+# %% [markdown]
+# Decoded outside, the eight weights come back in full, 8 MiB beside their codes: more than before.
+# With the Function, what is left are the inputs of the adapters, which need them.
+#
+# ## One decoded weight at a time
+#
+# In each pass one decoded weight exists while its matmul runs. That **transient** is a peak, too:
+# how large is it for the largest matrix of a 7B block, 11,008 × 4,096?
+
+# %%
+rows, columns = seven.intermediate_size, seven.hidden_size
+one_token = torch.ones(1, columns, dtype=torch.bfloat16)
+with memlab.dry_run():
+    linear = nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16)
+    layers = {"yours": QLoRALinear(linear, 16, 32).bfloat16(), "memlab's": NF4Linear(linear)}
+    layers["yours"].absmax = layers["yours"].absmax.float()
+    x = torch.ones(1, columns, dtype=torch.bfloat16)
+    for name, layer in layers.items():
+        trace = memlab.measure(partial(layer, x), model=layer)
+        before = sum(event.bytes for event in trace.events if event.phase == "before")
+        print(f"{name:9} {format_bytes(trace.peak_bytes - before):>11} on the way")
+print(f"the decoded weight, in bfloat16: {format_bytes(2 * rows * columns)}")
+
+# %% [markdown]
+# Yours has indices, values and products of the whole matrix at once. memlab decodes a chunk at a
+# time, into a buffer of the result's dtype: the decoded weight and little more. It is needed once,
+# not once per layer, so at 7B the difference is a few hundred MiB.
+#
+# ## Does it still learn?
+#
+# The base model in four bits, and then the same adapters beside exact and beside quantized weights,
+# on other parts of the text.
+
+
+# %%
+def loss_of(model):
+    with torch.no_grad():
+        drawn = batches(TEXT, 8, 64, seed=7)
+        return sum(model(*next(drawn)).item() for _ in range(8)) / 8
+
+
+def copy_of_base():
+    model = GPT(CONFIG)
+    model.load_state_dict(base.state_dict())
+    return model
+
+
+exact = loss_of(base)
+worse = {}
+for name, table in (("NF4", NF4), ("even steps", EVEN)):
+    model = copy_of_base()
+    for weight in model.blocks.parameters():
+        if weight.ndim == 2:
+            weight.data = rounded(weight.data, table, 64)
+    worse[name] = loss_of(model) / exact - 1
+print(f"in NF4 the loss is less than 2 % higher: {worse['NF4'] < 0.02}")
+print(f"in even steps it rises by more than in NF4: {worse['even steps'] > worse['NF4']}")
+
+# %%
+trained = {}
+for name, add in (("LoRA", add_lora), ("QLoRA", add_qlora)):
+    torch.manual_seed(1)
+    model = copy_of_base()
+    add(model, 4, where=lambda name: name.startswith("blocks."))
+    trained[name] = train(model, 20, lr=3e-3, seed=2)
+print(f"20 steps of LoRA take the loss below the base model's: {trained['LoRA'] < exact}")
+print(f"QLoRA ends within 2 % of LoRA: {abs(trained['QLoRA'] / trained['LoRA'] - 1) < 0.02}")
+
+# %% [markdown]
+# Four bits cost this model little, and the adapters train through them. (A small model proves
+# nothing about large ones; the paper compares many, up to 65B.)
+#
+# ## What is on the card before the first token
+#
+# Back to the question. The model was 4.2 GiB, not 3.3. What is the rest?
+#
+# - **Not quantized:** embedding, output layer, norms. In 7B that is 262 million weights.
+# - `prepare_model_for_kbit_training` casts those to **float32**, for stability: 4 bytes each.
+# - **Adapters** in float32, each weight with a gradient and two moments.
+
+# %% [markdown]
+# ### Exercise 17.5: before the first token
+#
+# About 10 minutes. `shapes` has (out, in) of each quantized matrix, `others` is the number of all
+# other weights. Return a dictionary of bytes with the keys `"codes"` (with everything that double
+# quantization stores for each matrix, its mean too), `"others"` (in bfloat16; in float32 if
+# `prepared`), `"adapters"` (A and B of each matrix, float32) and `"training"` (their gradients and
+# AdamW's two moments, float32). Blocks and bytes are rounded up, for each matrix.
+
+
+# %%
+def held(shapes, others, rank, prepared):
+    ### BEGIN SOLUTION
+    codes = adapters = 0
+    for rows, columns in shapes:
+        blocks = -(-rows * columns // 64)
+        codes += -(-rows * columns // 2) + blocks + 4 * -(-blocks // 256) + 4
+        adapters += rank * (rows + columns)
+    return {
+        "codes": codes,
+        "others": others * (4 if prepared else 2),
+        "adapters": 4 * adapters,
+        "training": 12 * adapters,
+    }
+    ### END SOLUTION
+
+
+# %%
+held = exercise("17.5", held)
+
+
+# %%
+def shapes_of(config):
+    C, F = config.hidden_size, config.intermediate_size
+    Q, K = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    block = [(Q, C), (K, C), (K, C), (C, Q), (F, C), (F, C), (C, F)]
+    return block * config.layers
+
+
+def held_by(config, prepared=True, rank=16):
+    shapes = shapes_of(config)
+    quantized = sum(rows * columns for rows, columns in shapes)
+    return held(shapes, config.parameters - quantized, rank, prepared)
+
+
+thirteen = replace(seven, hidden_size=5_120, layers=40, heads=40, kv_heads=40,
+                   intermediate_size=13_824)  # fmt: skip
+SIZES = {"7B": seven, "13B": thirteen}
+for name, config in SIZES.items():
+    for prepared in (True, False):
+        parts = held_by(config, prepared)
+        print(f"{name}, {'prepared' if prepared else 'as it was'}:", end="")
+        print("".join(f" {part} {n / 2**30:.2f}" for part, n in parts.items()), end="")
+        print(f"; {format_bytes(sum(parts.values()))} in all")
+# %%
+known = held_by(seven)
+tables = 4 * (16 + 256) + 2 * seven.seq_len * seven.head_dim  # codebooks; rotary, in bfloat16
+print(f"7B, the formula against the meter: {known['codes'] + tables - usual['buffers']:,} and ",
+      end="")  # fmt: skip
+print(f"{known['others'] + known['adapters'] - usual['parameters']:,} bytes apart")
+
+# %% [markdown]
+# By formula and by the meter the same bytes. Under 5 GiB for 7B, under 9 for 13B: everything before
+# the first token. bitsandbytes' *paged* optimizers can move the moments to the host, two thirds of
+# "training" here: with adapters alone that is little.
+#
+# ## Why it still runs out of memory
+#
+# The 38 GiB are activations. These predictions are made by `tests/course/test_day17.py`, with every
+# block (each takes ten seconds); the first one you have just made.
+
+
+# %%
+@dataclass(frozen=True)
+class Predicted:
+    allocated: int
+    reserved: int
+
+
+STEPS = {
+    "the usual call, a plain loop": (Setup(), Predicted(46_870_235_648, 50_843_353_088)),
+    "+ autocast": (Setup(autocast=True), Predicted(32_401_885_696, 34_886_123_520)),
+    "+ checkpointing": (
+        Setup(autocast=True, checkpointed=True), Predicted(8_988_346_880, 11_408_506_880)
+    ),
+    "+ logits in chunks": (
+        Setup(autocast=True, checkpointed=True, chunked=True),
+        Predicted(8_201_064_448, 9_753_853_952),
+    ),
+    "+ not prepared": (
+        Setup(False, autocast=True, checkpointed=True, chunked=True),
+        Predicted(6_636_089_344, 7_728_005_120),
+    ),
+}  # fmt: skip
+CARDS = {"rtx4060": 8, "rtx4070": 12, "rtx4080": 16, "rtx4090": 24, "a6000": 48}
+
+
+# %%
+def fits(reserved):
+    """The smallest of the cards that has the reserved bytes free for tensors."""
+    names = [name for name in CARDS if reserved <= memory_named(name).budget_bytes]
+    return names[0] if names else "none of these cards"
+
+
+print("7B, 4 × 1,024 tokens            allocated    reserved    fits on")
+for name, (_, step) in STEPS.items():
+    taken = f"{format_bytes(step.allocated):>11}{format_bytes(step.reserved):>12}"
+    print(f"{name:30}{taken}    {fits(step.reserved)}")
+agree = peak == STEPS["the usual call, a plain loop"][1].allocated
+print(f"the first row is what you predicted with two blocks: {agree}")
+
+# %%
+COLORS = {"4-bit weights": "#4477aa", "not quantized": "#cc6677", "adapters, training": "#ddaa33",
+          "everything else": "0.75"}  # fmt: skip
+fig, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
+for name in CARDS:
+    free = memory_named(name).budget_bytes / 2**30
+    axes.axvline(free, color="0.3", linewidth=0.8, linestyle="--", zorder=0)
+    axes.text(free, -0.6, f"{CARDS[name]} GB", ha="center", fontsize=8)
+for row, (setup, step) in enumerate(STEPS.values()):
+    parts, left = held_by(seven, setup.prepared), 0
+    training = parts["adapters"] + parts["training"]
+    rest = step.allocated - sum(parts.values())
+    counts = (parts["codes"], parts["others"], training, rest)
+    for (part, color), count in zip(COLORS.items(), counts, strict=True):
+        axes.barh(row, count / 2**30, left=left, color=color, label=None if row else part)
+        left += count / 2**30
+    axes.text(left + 0.3, row, f"{left:.2f}", va="center", fontsize=9, backgroundcolor="white")
+axes.set_yticks(range(len(STEPS)), list(STEPS))
+axes.set(xlabel="GiB allocated at the peak", xlim=(0, 49), ylim=(4.6, -1.1))
+axes.set_title("QLoRA, 7B, 4 × 1,024 tokens: the blue part is the same in each row")
+axes.legend(frameon=False, fontsize=9, loc="lower center", bbox_to_anchor=(0.7, 0))
+axes.spines[["top", "right"]].set_visible(False)
+
+# %% [markdown]
+# What happened in each row?
+#
+# 1. **float32 norms.** Their outputs are float32, and every activation after them. Preparation
+#    doubled the activations, not only the norms. Autocast casts them back.
+# 2. **No checkpointing.** LoRA and four bits save no activation: gradients flow through every block
+#    down to its adapters.
+# 3. **Logits.** Cast to float32, with their gradient: three tensors of tokens × vocabulary.
+# 4. **Not prepared:** embedding, output layer and norms stay in bfloat16.
+
+# %% [markdown]
+# ### Longer texts, larger vocabularies
+#
+# With the fourth row's setup, what is left grows with the tokens of a step: block inputs, one block
+# at work, a chunk of logits. Without chunks the logits alone need 4 + 4 bytes (and 2 before the
+# cast) for each token and vocabulary entry:
+
+# %%
+GROWN = {(1, 512): Predicted(5_587_910_656, 6_287_261_696),
+         (4, 1024): STEPS["+ logits in chunks"][1],
+         (16, 1024): Predicted(17_982_115_840, 21_940_404_224),
+         (32, 1024): Predicted(31_023_517_696, 38_241_566_720)}  # fmt: skip
+for (batch, length), step in GROWN.items():
+    tokens = batch * length
+    logits = {v: (4 + 4 + 2) * tokens * v / 2**30 for v in (32_000, 128_256)}
+    print(f"{tokens:6,} tokens: allocated {format_bytes(step.allocated):>9}, ", end="")
+    print(f"reserved {format_bytes(step.reserved):>9}: {fits(step.reserved)}")
+    print("    logits without chunks, by formula: ", end="")
+    print(", ".join(f"V = {v:,}: {gib:.2f} GiB" for v, gib in logits.items()))
+
+# %% [markdown]
+# At 512 tokens 7B fits on 8 GB; at 32,768 not on 24 GB, and its weights take a ninth of what is
+# there. "7B needs 6 GB with QLoRA" says nothing without the tokens of a step.
+#
+# ### An optimizer over all parameters
+#
+# `AdamW(model.parameters())` is often named as a mistake. It is what `qlora_step` did. Is it one?
+
+# %%
+little = replace(PRESETS["tiny"], layers=1, tied=False)
+setups = {"all parameters, ends frozen": Setup(), "the ends trained, too": Setup(ends=True)}
+for name, setup in setups.items():
+    step, model, optimizer = qlora_step(little, setup, 1, 16, device="cpu")
+    trace = memlab.measure(step, model=model, optimizer=optimizer)
+    learned = sum(w.numel() for w in model.parameters() if w.requires_grad)
+    frozen_weights = sum(w.numel() for w in model.parameters()) - learned
+    state = trace.at_end["optimizer_state"] / 4  # elements
+    print(f"{name:28} {learned:6,} weights learn, {frozen_weights:6,} are frozen; ", end="")
+    print(f"state: {state / learned:.2f} numbers for each that learns")
+ENDS = Predicted(11_119_053_312, 14_029_946_880)
+more = ENDS.allocated - STEPS["+ checkpointing"][1].allocated
+print(f"7B with both ends trained (third row's setup): {format_bytes(more)} more at the peak")
+
+# %% [markdown]
+# The optimizer is innocent: a frozen weight has no gradient, and AdamW skips it. The mistake is to
+# leave embedding and output layer **unfrozen**, or to name them in peft's `modules_to_save`, which
+# copies them as well. Then 262 million weights get a gradient and two moments, 12 bytes each. (The
+# peak grows by the moments: most of these gradients come after the fullest moment of backward.)
+
+# %% [markdown]
+# ## At scale: thirteen billion
+#
+# The same setup with 13B, and with the paper's 65B: which card? (These predictions, too, are made
+# by the tests. What is there before the first token is by your formula, here and now.)
+
+# %%
+BEST = Setup(autocast=True, checkpointed=True, chunked=True)
+sixty_five = replace(seven, hidden_size=8_192, layers=80, heads=64, kv_heads=64,
+                     intermediate_size=22_016)  # fmt: skip
+BIG = {
+    "13B, 4 × 1,024, the usual call": (Setup(), Predicted(73_493_654_016, 79_391_883_264)),
+    "13B, 4 × 1,024, this setup": (BEST, Predicted(13_468_512_256, 15_554_576_384)),
+    "65B, 1 × 512": (BEST, Predicted(40_259_117_056, 41_485_860_864)),
+}
+for name, (_, step) in BIG.items():
+    print(f"{name:32}{format_bytes(step.allocated):>11}{format_bytes(step.reserved):>11}", end="")
+    print(f"    {fits(step.reserved)}")
+for name, config in {"13B": thirteen, "65B": sixty_five}.items():
+    before = sum(held_by(config).values())
+    print(f"{name} before the first token: {format_bytes(before)}; ", end="")
+    print(f"all in bfloat16: {format_bytes(2 * config.parameters)}")
+
+# %% [markdown]
+# 13B, which has 24 GiB of weights in bfloat16, trains on a card of 16 GB, with 4,096 tokens in a
+# step. 65B needs 38.6 GiB on 48 GB, as the paper says, at 512 tokens: what is before the first
+# token takes nearly all of it.
+
+# %% [markdown]
+# ## Explain the gap
+#
+# The guess of the model: 3.3 GiB are seven billion times four bits. Scales add 0.13 bits. The
+# embedding, the output layer and the norms are not quantized, and were cast to float32: 4.2 GiB.
+# The guess of the step: a weight's bits say nothing about activations. Of 43.7 GiB the weights were
+# 3.1.
+#
+# ## Held against bitsandbytes and peft
+#
+# All three are optional here: `pip install -e ".[oracles]"` in the repository's folder brings them.
+
+# %%
+import importlib
+import io
+import logging
+import warnings
+from contextlib import redirect_stderr
+
+
+def imported(name):
+    """The module without the warnings it prints, or None where it is not installed."""
+    logging.disable()
+    try:
+        with redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(name)
+    except ImportError:
+        return None
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+bnb = imported("bitsandbytes")
+peft = imported("peft") if bnb else None
+MISSING = 'not installed: pip install -e ".[oracles]" in the repository\'s folder'
+
+# %% tags=["nbval-ignore-output"] reason="the package is optional"
+if bnb:
+    theirs, state = bnb.functional.quantize_4bit(matrix, blocksize=64, quant_type="nf4")
+    print(f"levels, to the bit: {torch.equal(state.code, nf4_code())}; ", end="")
+    print(f"yours differ by less than 1e-6: {((state.code - NF4).abs() < 1e-6).all()}")
+    library = quantize_nf4(matrix, double=False)
+    print(f"memlab's codes, to the bit: {torch.equal(theirs.flatten(), library.codes)}")
+    print(f"your codes equal: {(theirs.flatten() == codes).float().mean():.4%}; ", end="")
+    print(f"absmax, to the bit: {torch.equal(state.absmax, absmax)}")
+    _, double = bnb.functional.quantize_4bit(
+        matrix, blocksize=64, quant_type="nf4", compress_statistics=True
+    )
+    print(f"your 8-bit codes equal: {(double.absmax == small).float().mean():.2%}; ", end="")
+    print(f"scales, to the bit: {torch.equal(double.state2.absmax, scales)}")
+else:
+    print(f"bitsandbytes is {MISSING}")
+
+# %% [markdown]
+# A few of the 8-bit codes differ: on a CPU, bitsandbytes looks them up on a grid of 65,536 points
+# (Day 9), and takes the second nearest now and then.
+#
+# And the layer: bitsandbytes' `Linear4bit` with peft's LoRA around it, against yours. The same
+# adapters, the same input: are their gradients the same?
+
+
+# %%
+def peft_layer(linear, rank):
+    """bitsandbytes' 4-bit layer with peft's adapter beside it."""
+    four = bnb.nn.Linear4bit(linear.in_features, linear.out_features, bias=False,
+                             compute_dtype=torch.float32, compress_statistics=False,
+                             quant_type="nf4")  # fmt: skip
+    four.weight = bnb.nn.Params4bit(linear.weight.data.clone(), requires_grad=False,
+                                    compress_statistics=False, quant_type="nf4",
+                                    module=four)  # fmt: skip
+    holder = nn.Sequential(four.to("cpu"))  # this quantizes
+    holder.is_loaded_in_4bit = True
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["0"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return peft.LoraModel(holder, config, "default").model[0]
+
+
+# %% tags=["nbval-ignore-output"] reason="the packages are optional"
+if peft:
+    torch.manual_seed(0)
+    linear, x = nn.Linear(192, 320, bias=False), torch.randn(64, 192)
+    theirs, yours = peft_layer(linear, 4), QLoRALinear(linear, 4, 8)
+    A, B = theirs.lora_A["default"].weight, theirs.lora_B["default"].weight
+    nn.init.normal_(B, std=0.1)
+    yours.A.data, yours.B.data = A.data.clone(), B.data.clone()
+    for layer in (theirs, yours):
+        layer(x).square().mean().backward()
+    for name, own, other in (("A", yours.A, A), ("B", yours.B, B)):
+        apart = (own.grad - other.grad).abs().max() / other.grad.abs().max()
+        print(f"gradient of {name}: at most 1e-5 of the largest apart: {bool(apart < 1e-5)}")
+else:
+    print(f"bitsandbytes or peft is {MISSING}")
+
+# %% [markdown]
+# ## On your GPU
+#
+# Where there is a GPU, this takes the fourth row's step with four of the 32 blocks, and compares it
+# with its prediction. (In transformers: `BitsAndBytesConfig(load_in_4bit=True,
+# bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)`.)
+
+# %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
+if torch.cuda.is_available():
+    four = replace(seven, layers=4)
+    step, *_ = qlora_step(four, BEST, 4, 1024)
+    for _ in range(2):
+        step()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    print(f"allocated {format_bytes(torch.cuda.max_memory_allocated())}; predicted ", end="")
+    trace = memlab.predict(partial(qlora_step, four, BEST, 4, 1024))
+    print(format_bytes(trace.allocated_bytes))
+else:
+    print(stored_on_a_gpu("day 17"))
+
+# %% [markdown]
+# ## Claims on trial
+#
+# The guides of the other days don't mention four bits. The QLoRA paper and its readers do:
+
+# %%
+before, after = 32 / 64, 8 / 64 + 32 / (64 * 256)
+loop, cast = (STEPS[name][1] for name in ("the usual call, a plain loop", "+ autocast"))
+CLAIMS = {
+    "double quantization saves 0.373 bits per weight (paper)":
+        f"{before - after:.3f}: {before:.3f} become {after:.3f}",
+    "four bits: a quarter of bfloat16's memory":
+        f"{usual['parameters'] + usual['buffers']:,} of {2 * seven.parameters:,} bytes: "
+        f"{(usual['parameters'] + usual['buffers']) / (2 * seven.parameters):.2f} for 7B",
+    "65B on one 48 GB GPU (paper), 1 × 512":
+        f"{format_bytes(BIG['65B, 1 × 512'][1].reserved)} reserved: "
+        f"{BIG['65B, 1 × 512'][1].reserved <= memory_named('a6000').budget_bytes}",
+    "an optimizer over all parameters costs memory":
+        "only if a weight that should be frozen is not",
+    "preparing costs two bytes for each weight left in 16 bits":
+        f"and without autocast {format_bytes(loop.allocated - cast.allocated)} of activations",
+}  # fmt: skip
+for claim, found in CLAIMS.items():
+    print(f"{claim}\n    {found}")
+
+# %% [markdown]
+# ## What you can do now
+#
+# | of a QLoRA training | bytes |
+# | --- | --- |
+# | a quantized weight | 0.516: 1/2 + 1/64 + 4/(64 · 256) |
+# | a weight that is not quantized | 2; prepared 4 |
+# | an adapter weight | 16 |
+# | one decoded weight | 2 · out · in, once |
+# | activations, logits | as in any training: checkpoint, chunk |
+#
+# Of "QLoRA runs out of memory" you can ask the right questions: how many tokens, checkpointed,
+# under autocast, which logits, and what is not frozen?
+
+# %% [markdown]
+# ## The running bill
+#
+# The bill trains all of its weights, so none is frozen and none can be in four bits. Its line stays
+# what it was.
+
+# %%
+running_bill(17)
