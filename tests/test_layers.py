@@ -25,7 +25,7 @@ LAYERS = (
     ("prediction",),
     ("train",),
     ("planner",),
-    ("course",),
+    ("course", "transformers_models"),
     ("__init__",),
     ("cli",),
     ("__main__",),

@@ -14,12 +14,14 @@ import typer
 
 from memlab.cli import adapter_options
 from memlab.cli.errors import UsageError, escaped_line
+from memlab.cli.models import LIBRARY
 from memlab.cli.parsing import Command, Commands, integer_option, integer_parser
 from memlab.cli.requests import Request
 
 INTERRUPTED = 130  # the shells' exit status after SIGINT: 128 + the signal's number
 # A larger value is a typo, and would take too long to process.
 MAX_SEQUENCES, MAX_TOKENS, MAX_STEPS = 10**6, 10**8, 10**9
+MAX_PIXELS = 10**5
 MAX_RANKS = 100_000  # with more ranks, shards hold nothing but padding
 MAX_RECIPES = 100
 ASSUME = (
@@ -310,11 +312,12 @@ def plan_command(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Model to plan for: a preset (memlab measure --help lists them) or the path of a "
-            "config.json in Hugging Face's format.",
-            metavar="NAME|PATH",
+            help="Model to plan for: a preset (memlab measure --help lists them), a config.json in "
+            "Hugging Face's format or its folder, or an id on the Hub such as Qwen/Qwen2.5-7B.",
+            metavar="NAME|PATH|ID",
         ),
     ] = None,
+    library: Annotated[str | None, typer.Option(help=LIBRARY, metavar="NAME")] = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -348,6 +351,10 @@ def plan_command(
             MAX_TOKENS,
             "Tokens per sequence. Default: 2048, or the model's maximum if that is less.",
         ),
+    ] = None,
+    image: Annotated[
+        int | None,
+        integer_option("--image", MAX_PIXELS, "Height and width of images, in pixels."),
     ] = None,
     precision: Annotated[
         str | None,
@@ -475,6 +482,8 @@ def plan_command(
         group=_group(lora, qlora),
         lora_rank=lora_rank,
         lora_targets=lora_targets,
+        library=library,
+        image=image,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
         count=count,

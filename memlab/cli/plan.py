@@ -9,13 +9,14 @@ from dataclasses import replace
 from memlab.cli import terminal
 from memlab.cli.adapter_options import choose_adapters
 from memlab.cli.errors import UsageError, quoted, suggestions
+from memlab.cli.models import choose_model
 from memlab.cli.parsing import choose_folder
-from memlab.configs.config_json import config_named
 from memlab.configs.shapes import PRESETS
 from memlab.configs.targets import accepted_devices, find_target
 from memlab.planner.cards import Memory, memory_named, with_margin
 from memlab.planner.recipes import OPTIMIZERS, PRECISIONS, USUAL_ADAPTERS, Recipe, usual_kinds
 from memlab.train.adapters import Adapters
+from memlab.transformers_models.sources import Source
 
 MAX_WORKERS = 4  # each imports torch, which takes seconds and about 300 MiB
 
@@ -32,6 +33,8 @@ def plan_model(
     group: str | None,
     lora_rank: int | None,
     lora_targets: str | None,
+    library: str | None,
+    image: int | None,
     tensor_parallel: int,
     pipeline_parallel: int,
     count: int,
@@ -47,10 +50,24 @@ def plan_model(
         )
     gpu_memory, target = choose_memory(memory, target, margin)
     folder = choose_folder(out)
-    try:
-        config = config_named(model)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    config = choose_model(model, library)
+    if isinstance(config, Source):
+        from memlab.cli.plan_transformers import choose_recipes, plan_transformers
+        from memlab.transformers_models.tasks import Size
+
+        if (gpus, tensor_parallel, pipeline_parallel, exact) != (1, 1, 1, False):
+            raise UsageError(
+                f"got --gpus, --tensor-parallel, --pipeline-parallel or --exact for {model}, a "
+                f"model of transformers; it is planned for one GPU, and always predicted: leave "
+                f"them out"
+            )
+        has_adapters = None if group is None else group != "full fine-tuning"
+        choice = choose_recipes(precision, optimizer, has_adapters)
+        return plan_transformers(
+            config, Size(batch, seq_len, image), choice, gpu_memory, target, out
+        )
+    if image is not None:
+        raise UsageError(f"got --image {image}; {model} takes no images")
     learned = choose_kinds(precision, optimizer, group, choose_adapters(lora_rank, lora_targets))
     from memlab.cli.choices import require_countable
     from memlab.cli.plan_report import show

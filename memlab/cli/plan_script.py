@@ -90,32 +90,54 @@ def search(
     [places] = found
     if needed[AS_IT_IS.name] <= budget:
         return ScriptSearch(rows, needed, AS_IT_IS, places, plain)
-    failed: set[str] = set()  # techniques that cannot be applied to this training
-    harmful: set[str] = set()
-    postponed: list[Attempt] = []
-    for attempt in chain(attempts(places), postponed):
-        names = {each.name for each in attempt.wrappers}
-        if failed & names:
-            continue
-        if harmful & names and attempt not in postponed:
-            postponed.append(attempt)
-            continue
+    order = _Order(places)
+    for attempt in order:
         changed = plain and Roofline(card)
         try:
             trace = _trace(script, target, attempt.name, attempt.applied, changed, announce)
         except UsageError as error:
             rows.append(Row(attempt.name, failure=str(error)))
-            if len(attempt.wrappers) == 1:
-                failed.add(attempt.name)
+            order.failed(attempt)
             continue
         ratio = changed.total / plain.total if changed and plain.total else None
         rows.append(Row(attempt.name, trace, estimated_time_ratio=ratio))
         needed[attempt.name] = needed_bytes(trace, budget)
         if needed[attempt.name] <= budget:
             return ScriptSearch(rows, needed, attempt, places, plain)
-        if len(names) == 1 and needed[attempt.name] > needed[AS_IT_IS.name]:
-            harmful |= names
+        if needed[attempt.name] > needed[AS_IT_IS.name]:
+            order.harmed(attempt)
     return ScriptSearch(rows, needed, None, places, plain)
+
+
+class _Order:
+    """The attempts for a training, without those whose technique failed alone. Those whose
+    technique needs more memory by itself come last."""
+
+    def __init__(self, places: Places) -> None:
+        self._attempts = attempts(places)
+        self._failed: set[str] = set()
+        self._harmful: set[str] = set()
+
+    def __iter__(self) -> Iterator[Attempt]:
+        postponed: list[Attempt] = []
+        for attempt in chain(self._attempts, postponed):
+            names = {each.name for each in attempt.wrappers}
+            if self._failed & names:
+                continue
+            if self._harmful & names and attempt not in postponed:
+                postponed.append(attempt)
+                continue
+            yield attempt
+
+    def failed(self, attempt: Attempt) -> None:
+        """Leave out the technique from now on, if it was tried alone."""
+        if len(attempt.wrappers) == 1:
+            self._failed.add(attempt.name)
+
+    def harmed(self, attempt: Attempt) -> None:
+        """Try the technique last from now on, if it was tried alone."""
+        if len(attempt.wrappers) == 1:
+            self._harmful.add(attempt.name)
 
 
 def _trace(

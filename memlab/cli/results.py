@@ -65,16 +65,24 @@ def _write_all(
 def write_plan(plan: Plan, folder: Path) -> None:
     """Write a plan's results and, if matplotlib is installed, a picture."""
     listed = [*plan.options, *([plan.miss] if plan.miss else [])]
-    traces = {o.recipe.words: _peak_trace(o.measured) for o in listed if o.measured}
     title = f"{plan.model}, {plan.batch} × {plan.seq_len} tokens, in {plan.memory.name}"
+    measured = {o.recipe.words: o.measured for o in listed if o.measured}
+    write_breakdown(measured, title, plan.to_dict(), folder)
+
+
+def write_breakdown(
+    measured: dict[str, Measured], title: str, numbers: dict[str, Any], folder: Path
+) -> None:
+    """Write a plan's numbers, and a picture of the peaks with the limit `budget_bytes`."""
+    traces = {name: _peak_trace(found) for name, found in measured.items()}
     drawings: dict[str, Drawing] = {}
     if traces:
         drawings["plan.png"] = lambda plot: plot.breakdown(
-            traces, title=title, limit_bytes=plan.budget_bytes
+            traces, title=title, limit_bytes=numbers["budget_bytes"]
         )
     _write_all(
         "plan.json",
-        lambda path: _write_json(path, {"what": title, **plan.to_dict()}),
+        lambda path: _write_json(path, {"what": title, **numbers}),
         drawings,
         folder,
     )

@@ -92,11 +92,15 @@ UNSUPPORTED = {
 }
 
 
+class NoShapeHere(ValueError):  # noqa: N818 - describes the file
+    """The model is not one of memlab.model's; transformers may know it."""
+
+
 def config_named(name: str) -> GPTConfig:
     """Return the shape of a preset, or of the `config.json` at this path or in this folder.
 
-    Raises ValueError, in one sentence, for an unknown name, for a file that describes no shape, and
-    for a model that memlab.model does not support.
+    Raises NoShapeHere, in one sentence, for a name that is neither, and for a model that
+    memlab.model does not support; ValueError for a file with a missing or wrong field.
     """
     if name in PRESETS:
         return PRESETS[name]
@@ -104,12 +108,12 @@ def config_named(name: str) -> GPTConfig:
     if os.path.isdir(path):
         if not os.path.isfile(os.path.join(path, FILE)):
             raise ValueError(f"got the folder {name!r} as a model; it contains no {FILE}")
-        return config_from(_read(os.path.join(path, FILE)), source=os.path.join(name, FILE))
+        return config_from(read_json(os.path.join(path, FILE)), source=os.path.join(name, FILE))
     if os.path.isfile(path):
-        return config_from(_read(path), source=name)
+        return config_from(read_json(path), source=name)
     near = get_close_matches(name.lower(), PRESETS, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
-    raise ValueError(
+    raise NoShapeHere(
         f"got model {name!r}; choose one of {', '.join(PRESETS)}{hint}, or give the path of an "
         f"existing {FILE} in Hugging Face's format"
     )
@@ -169,7 +173,7 @@ def _rounded(count: int) -> str:
     return f"{count / 1e6:.0f}M" if count >= 999_500 else f"{count / 1e3:.0f}K"
 
 
-def _read(path: str) -> object:
+def read_json(path: str) -> object:
     """Load a JSON file."""
     try:
         with open(path, encoding="utf-8") as file:
@@ -206,13 +210,13 @@ class _Fields:
             why = ", and memlab.model has no caps on attention scores and logits"
         if "text_config" in self.fields:
             why = ", which combines several models, with a text model in its text_config"
-        raise ValueError(f"{self.source} has model_type {_shown(name)}{why}; {known}")
+        raise NoShapeHere(f"{self.source} has model_type {_shown(name)}{why}; {known}")
 
     def refuse_unsupported(self) -> None:
         """Raise ValueError for fields that memlab.model does not support."""
         for name, part in UNSUPPORTED.items():
             if self.fields.get(name):
-                raise ValueError(
+                raise NoShapeHere(
                     f"{self.source} has {name} {_shown(self.fields[name])}, and memlab.model has "
                     f"no {part}; --script path.py:build plans any model"
                 )

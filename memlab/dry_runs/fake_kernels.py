@@ -12,6 +12,8 @@ CTC loss (`_ctc_loss`): torch's fake version rejects length tensors even if thei
 
 Layer norm's backward: the real gradient is contiguous. torch's fake gradient has the order of the
 output's gradient, and the next matmul would copy a permuted one.
+
+Histogram (`histc`): torch has no fake version, and its real one on the CPU takes no integers.
 """
 
 from collections.abc import Callable
@@ -160,6 +162,10 @@ def _native_layer_norm_backward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor
     return to_input, *others
 
 
+def _histc(input: torch.Tensor, bins: int = 100, *limits: Any, **options: Any) -> torch.Tensor:
+    return input.new_empty(bins)
+
+
 def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
@@ -170,6 +176,7 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     aten._ctc_loss_backward.default: _ctc_loss_backward,
     aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
     aten._grouped_mm.default: _grouped_mm,
+    aten.histc.default: _histc,
     aten.mkldnn_rnn_layer.default: _mkldnn_rnn_layer,
     aten.native_layer_norm_backward.default: _native_layer_norm_backward,
 }

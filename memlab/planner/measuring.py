@@ -82,13 +82,13 @@ def _answer(query: _Training, unit: int) -> Measured:
     units = FEWEST_UNITS + bool({"lora", "qlora"} & set(query.names.split("+")))
     fewer = shallow_blocks(blocks, unit, units)
     if fewer is None:
-        return _measured(query.run(), extrapolated=False)
+        return summarized(query.run(), extrapolated=False)
     try:
         traces = query.run(fewer), query.run(fewer + unit)
         whole = extrapolate(*traces, fewer + unit, blocks, unit=unit)
     except NotRepeating:
-        return _measured(query.run(), extrapolated=False)
-    return _measured(whole, extrapolated=True)
+        return summarized(query.run(), extrapolated=False)
+    return summarized(whole, extrapolated=True)
 
 
 def shallow_blocks(blocks: int, unit: int = 1, units: int = FEWEST_UNITS) -> int | None:
@@ -122,7 +122,8 @@ def _run_whole(query: _Training) -> Trace:
     return train.rank_step(*share).traces[0] if on_cpu else train.predicted_rank_trace(*share)
 
 
-def _measured(trace: Trace, *, extrapolated: bool) -> Measured:
+def summarized(trace: Trace, *, extrapolated: bool) -> Measured:
+    """Return the numbers of a trace."""
     return Measured(
         trace.allocated_bytes,
         trace.reserved_bytes,

@@ -65,10 +65,51 @@ def extrapolate(
         )
     if (fewer.device, fewer.dry, fewer.notes) != (more.device, more.dry, more.notes):
         raise NotRepeating("the two traces have different devices or notes")
+    grown = _first_growth(fewer, more)
+    fewer = _with_size(fewer, grown, 0)
     try:
-        return _extrapolate(fewer, more, added + 1, unit)
+        made = _extrapolate(fewer, more, added + 1, unit)
     except NotRepeating:
-        return _extrapolate(*map(sort_frees_by_age, (fewer, more)), added + 1, unit)
+        made = _extrapolate(*map(sort_frees_by_age, (fewer, more)), added + 1, unit)
+    return _simulated(_with_size(made, grown, added), more)
+
+
+class _Growth(NamedTuple):
+    """A buffer that is allocated and freed at once, in the size of the whole model."""
+
+    position: int  # of its allocation in the history, before all blocks
+    bytes: int  # in the longer trace
+    growth: int  # bytes per added unit
+    itemsize: int  # bytes per element
+
+
+def _first_growth(fewer: Trace, more: Trace) -> _Growth | None:
+    """Return such a buffer if it is the first difference of the histories: transformers' loader
+    allocates the bytes of all weights once, so that the allocator has them."""
+    pairs = zip(fewer.history, more.history, strict=False)
+    for position, (short, long) in enumerate(pairs):
+        if short[2:7] != long[2:7]:
+            return None
+        if short.bytes == long.bytes:
+            continue
+        freed = [trace.history[position + 1 : position + 2] for trace in (fewer, more)]
+        sizes = [event.bytes for events in freed for event in events]
+        if sizes != [-short.bytes, -long.bytes] or len(long.shape) != 1:
+            return None
+        itemsize = long.bytes // long.shape[0]
+        return _Growth(position, long.bytes, long.bytes - short.bytes, itemsize)
+    return None
+
+
+def _with_size(trace: Trace, grown: _Growth | None, added: int) -> Trace:
+    """Give the buffer its size in the longer trace plus that of the added units."""
+    if grown is None:
+        return trace
+    size, history = grown.bytes + added * grown.growth, list(trace.history)
+    for position, signed in ((grown.position, size), (grown.position + 1, -size)):
+        shape = (size // grown.itemsize,)
+        history[position] = history[position]._replace(bytes=signed, shape=shape)
+    return replace(trace, history=tuple(history))
 
 
 def sort_frees_by_age(trace: Trace) -> Trace:
@@ -453,16 +494,23 @@ def _levels(sequence: _Sequence) -> Numbers:
 def _trace(more: Trace, made: _Sequence) -> Trace:
     with no_cycle_collection():
         mark = made.events.index(None)
-        trace = replace(
-            more,
-            events=tuple(made.events[mark + 1 :]),
-            history=tuple(made.events[:mark]),
-            memory=DeviceMemory(),
-        )
-        if more.reserved_bytes is None:
-            return trace
+        events, history = tuple(made.events[mark + 1 :]), tuple(made.events[:mark])
+        return replace(more, events=events, history=history, memory=DeviceMemory())
+
+
+def _simulated(trace: Trace, more: Trace) -> Trace:
+    """Add the reserved memory, if the shallow traces have it."""
+    if more.reserved_bytes is None:
+        return trace
+    with no_cycle_collection():
         blocks = simulate(trace)
-        return replace(trace, memory=DeviceMemory(blocks.allocated_bytes, blocks.reserved_bytes))
+    memory = DeviceMemory(blocks.allocated_bytes, blocks.reserved_bytes)
+    if (most := more.memory.reserved_most_bytes) is not None:
+        # Largest workspaces are freed at once, so further blocks add nothing to them.
+        memory = replace(
+            memory, reserved_most_bytes=blocks.reserved_bytes + most - more.reserved_bytes
+        )
+    return replace(trace, memory=memory)
 
 
 def _events(long: _Sequence, sources: Numbers, births: Numbers, blocks: Numbers) -> list[Any]:

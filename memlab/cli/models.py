@@ -1,0 +1,71 @@
+"""What `--model` names: a shape of memlab's own model, or a config that transformers builds.
+
+This module does not import torch.
+"""
+
+import importlib.util
+import os
+
+from memlab.cli.errors import UsageError, quoted, suggestions
+from memlab.configs.config_json import NoShapeHere, config_named
+from memlab.configs.shapes import PRESETS, GPTConfig
+from memlab.transformers_models.sources import Source, find_source
+
+LIBRARIES = ("memlab", "transformers")
+LIBRARY = (
+    "Whose code of the model to train: memlab (Llama, Mistral, Qwen and Gemma) or transformers "
+    "(any model it has). Default: memlab's if it has the model."
+)
+
+
+def choose_model(given: str, library: str | None = None) -> GPTConfig | Source:
+    """Return a shape of memlab's model, or the config of any other model.
+
+    A path, a folder, or an id in the local Hugging Face cache has a config.json.
+    """
+    if library is not None and library not in LIBRARIES:
+        raise UsageError(f"got --library {quoted(library)}; {suggestions(library, LIBRARIES)}")
+    if given in PRESETS:
+        if library == "transformers":
+            raise UsageError(
+                f"got --model {quoted(given)} with --library transformers; a preset is memlab's "
+                f"own: give the path of a config.json, or an id on the Hugging Face Hub"
+            )
+        return PRESETS[given]
+    try:
+        if library == "transformers":
+            raise NoShapeHere
+        return config_named(given if _is_path(given) else _find(given).path)
+    except NoShapeHere as error:
+        if library == "memlab":
+            raise UsageError(str(error)) from error
+        return _for_transformers(given)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _for_transformers(given: str) -> Source:
+    source = _find(given)
+    if importlib.util.find_spec("transformers") is None:
+        raise UsageError(
+            f"got --model {quoted(given)}, which only transformers can build, and it is not "
+            f"installed: pip install 'memlab[transformers]'"
+        )
+    return source
+
+
+def _find(given: str) -> Source:
+    if not (_is_path(given) or "/" in given):
+        near = suggestions(given, PRESETS)
+        raise UsageError(
+            f"got --model {quoted(given)}; {near}, or the path of a config.json, or an id on the "
+            f"Hugging Face Hub such as Qwen/Qwen2.5-7B"
+        )
+    try:
+        return find_source(given)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _is_path(given: str) -> bool:
+    return given.endswith(".json") or os.path.exists(os.path.expanduser(given))

@@ -1,0 +1,190 @@
+"""`memlab plan` for a model of transformers: a row for each group of recipes, and its code."""
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from textwrap import indent
+from typing import Any
+
+from memlab.cli import terminal
+from memlab.cli.errors import UsageError, quoted, suggestions
+from memlab.cli.parsing import choose_folder
+from memlab.cli.plan_report import EMPTIES_CACHE, room, shares
+from memlab.cli.results import write_breakdown
+from memlab.planner import Memory
+from memlab.planner.options import budget_bytes
+from memlab.planner.processes import processes
+from memlab.transformers_models.planning import MAX_SEQUENCES, Choice, Option, Search
+from memlab.transformers_models.recipes import METHODS, OPTIMIZERS, PRECISIONS, Recipe, code
+from memlab.transformers_models.sources import Source
+from memlab.transformers_models.tasks import Size
+from memlab.transformers_models.training import Training
+from memlab.units import format_bytes, paragraph
+
+MAX_WORKERS = 2  # each imports torch and transformers, which takes seconds and about 700 MiB
+
+
+def plan_transformers(
+    source: Source, size: Size, choice: Choice, memory: Memory, target: str, out: str
+) -> int:
+    """Search each group of recipes, print what fits, write results; return 1 if nothing fits."""
+    folder = choose_folder(out)
+    training = Training(source, size)
+    try:
+        headline = list(_headline(training, memory, target))
+        groups = choice.groups()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    terminal.echo("\n".join(map(paragraph, headline)) + "\n")
+    options = list(_best_options(groups, source, size, target, memory))
+    _show(training, options)
+    write_breakdown(
+        {option.title: option.measured for option in options if option.measured},
+        f"{training}, in {memory.name}",
+        _numbers(training, memory, target, options),
+        folder,
+    )
+    return 0 if any(option.fits for option in options) else 1
+
+
+def _best_options(
+    groups: list[list[Recipe]], source: Source, size: Size, target: str, memory: Memory
+) -> Iterator[Option]:
+    """Search the groups, several at once."""
+    workers = min(MAX_WORKERS, os.cpu_count() or 1, len(groups))
+    with terminal.progress(len(groups) + 1) as announce, processes(workers) as map_:
+        announce(groups[0][0].group)
+        found = map_(partial(_best, source, size, target, memory), groups)
+        for number, option in enumerate(found, start=1):
+            if number < len(groups):
+                announce(groups[number][0].group)
+            yield option
+
+
+def choose_recipes(precision: str | None, optimizer: str | None, lora: bool | None) -> Choice:
+    """Return the recipes that the options allow."""
+    for option, got, known in (
+        ("--precision", precision, PRECISIONS),
+        ("--optimizer", optimizer, OPTIMIZERS),
+    ):
+        if got is not None and got not in known:
+            raise UsageError(f"got {option} {quoted(got)}; {suggestions(got, known)}")
+    methods = METHODS if lora is None else METHODS[1:] if lora else METHODS[:1]
+    return Choice(methods, precision, optimizer)
+
+
+def _best(source: Source, size: Size, target: str, memory: Memory, group: list[Recipe]) -> Option:
+    """Search one group. Runs in another process."""
+    budget = budget_bytes(memory, target)
+    search = Search(
+        Training(source, size), target, memory.card_for_costs, budget, lambda stage: None
+    )
+    return search.best_of(group)
+
+
+def _headline(training: Training, memory: Memory, target: str) -> Iterator[str]:
+    weights = sum(weight.numel() for weight in training.skeleton.parameters())
+    yield (
+        f"{training.source.name}: transformers' {training.class_name}, {weights:,} parameters, "
+        f"{training.described}"
+    )
+    if training.stored_quantized:
+        yield (
+            f"the file's weights are stored in {training.stored_quantized}; trained weights are not"
+        )
+    yield room(memory, target)
+    yield f"predicted for {target} without running anything"
+
+
+def _show(training: Training, options: list[Option]) -> None:
+    first = next((option for option in options if option.fits), None)
+    terminal.show_table(_table(options, first))
+    sentences = "\n".join(map(paragraph, _remarks(options, first)))
+    terminal.echo(f"\n{sentences}")
+    if first is not None:
+        lines = "\n".join(code(first.recipe, training.task.auto_class, training.source.name))
+        terminal.echo(f"\n{first.title}:\n\n{indent(lines, '  ')}\n")
+
+
+def _table(options: list[Option], first: Option | None) -> Any:
+    return terminal.table_of(
+        {
+            "recipe": [option.title for option in options],
+            "allocated": [_bytes_of(option, "allocated_bytes") for option in options],
+            "reserved": [_bytes_of(option, "reserved_bytes") for option in options],
+            "left": [_left(option) for option in options],
+            "time": [_time(option, first) for option in options],
+            "batch up to": [_number(option.largest_batch, MAX_SEQUENCES) for option in options],
+            "length up to": [_number(option.longest) for option in options],
+        }
+    )
+
+
+def _bytes_of(option: Option, field: str) -> str:
+    if option.measured is None:
+        return f"≥ {format_bytes(option.fixed_bytes)}" if field == "allocated_bytes" else ""
+    found = getattr(option.measured, field)
+    return "" if found is None else format_bytes(found)
+
+
+def _left(option: Option) -> str:
+    if option.failure:
+        return "failed"
+    at_least = "" if option.measured else "≥ "
+    missing = option.missing_bytes
+    return format_bytes(-missing) if option.fits else f"lacks {at_least}{format_bytes(missing)}"
+
+
+def _time(option: Option, first: Option | None) -> str:
+    if option.seconds is None or first is None:
+        return ""
+    return f"{option.total_seconds / first.total_seconds:.2f} ×"
+
+
+def _number(found: int | None, limit: int | None = None) -> str:
+    return "" if found is None else f"{found:,}{'+' if found == limit else ''}"
+
+
+def _remarks(options: list[Option], first: Option | None) -> Iterator[str]:
+    yield (
+        "each row is the fastest recipe of its group that fits, or the smallest; groups train "
+        "differently, so their times alone do not rank them"
+    )
+    if first is None:
+        yield "Nothing fits; use a shorter sequence, a smaller batch or a larger GPU"
+    else:
+        yield (
+            f"time: estimated, relative to the first row that fits, whose step is bound by "
+            f"{shares(first.seconds)}"
+        )
+        yield (
+            "batch up to, length up to: predicted to fit, each with the other as given; a little "
+            "more may fit"
+        )
+        if sum(option.fits for option in options) > 1:
+            yield "the code is for the first row that fits; --full and --lora choose another"
+    if any(option.measured is None and not option.failure for option in options):
+        yield "≥: weights, gradients and optimizer state alone, which already exceed the memory"
+    if any(option.empties_cache for option in options):
+        yield EMPTIES_CACHE
+    yield from dict.fromkeys(note for option in options for note in option.notes)
+    for option in options:
+        if option.failure:
+            yield f"{option.title} failed: {option.failure}"
+
+
+def _numbers(
+    training: Training, memory: Memory, target: str, options: list[Option]
+) -> dict[str, Any]:
+    return {
+        "model": training.source.name,
+        "class": training.class_name,
+        "task": training.task.words,
+        "batch": training.size.batch,
+        "seq_len": training.completed_size.seq_len,
+        "target": target,
+        "memory": {"name": memory.name, "total_bytes": memory.total_bytes},
+        "budget_bytes": budget_bytes(memory, target),
+        "fits": [option.to_dict() for option in options if option.fits],
+        "does_not_fit": [option.to_dict() for option in options if not option.fits],
+    }

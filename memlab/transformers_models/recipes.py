@@ -1,0 +1,153 @@
+"""How to train a transformers model with the usual packages, as settings and as code.
+
+    method         full: all weights. lora: adapters beside frozen weights. qlora: beside 4-bit ones
+    precision      dtype of the weights, and whether autocast runs in bfloat16
+    optimizer      of torch or of bitsandbytes
+    checkpointing  transformers' own, one segment per layer
+
+This module does not import torch.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+METHODS = ("full", "lora", "qlora")
+PRECISIONS = ("float32", "autocast", "bfloat16")
+OPTIMIZERS = {
+    "adamw": "torch.optim.AdamW",
+    "adam8bit": "bitsandbytes.optim.AdamW8bit",
+    "paged-adam8bit": "bitsandbytes.optim.PagedAdamW8bit",
+    "sgd": "torch.optim.SGD",
+}
+# Optimizer state per weight on the GPU, by the weight's itemsize. Paged state is in host memory.
+STATE_BYTES: dict[str, Callable[[int], int]] = {
+    "adamw": lambda itemsize: 2 * itemsize,
+    "adam8bit": lambda itemsize: 2,
+    "paged-adam8bit": lambda itemsize: 0,
+    "sgd": lambda itemsize: 0,
+}
+ATTENTIONS = ("default", "sdpa", "eager")  # default: what transformers chooses for the model
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train. Adapters' weights are in float32, as peft makes them, and run in autocast."""
+
+    method: str = "full"
+    precision: str = "float32"
+    optimizer: str = "adamw"
+    checkpointing: bool = False
+    attention: str = "default"
+    rank: int = 8
+    targets: str = ALL_LINEAR  # or names of layers, joined by commas
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("method", METHODS),
+            ("precision", PRECISIONS),
+            ("optimizer", OPTIMIZERS),
+            ("attention", ATTENTIONS),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"got {name}={getattr(self, name)!r} in a recipe; choose one of "
+                    f"{', '.join(known)}"
+                )
+        if self.rank < 1:
+            raise ValueError(f"got rank {self.rank}; give at least 1")
+
+    @property
+    def uses_autocast(self) -> bool:
+        return self.precision == "autocast" or self.method != "full"
+
+    @property
+    def weights_dtype(self) -> str:
+        return "bfloat16" if self.precision == "bfloat16" or self.method != "full" else "float32"
+
+    @property
+    def group(self) -> str:
+        """What is trained, and how precisely: only rows of one group can be compared."""
+        if self.method == "full":
+            return f"all weights, {_PRECISION_WORDS[self.precision]}"
+        base = "4-bit" if self.method == "qlora" else "bfloat16"
+        return f"LoRA of rank {self.rank} beside {base} weights"
+
+    @property
+    def words(self) -> str:
+        """The techniques beyond the group's."""
+        parts = [self.optimizer]
+        parts += ["checkpointing"] * self.checkpointing
+        parts += ["eager attention"] * (self.attention == "eager")
+        return ", ".join(parts)
+
+    @property
+    def adapter_targets(self) -> str | list[str]:
+        """peft's target_modules."""
+        return self.targets if self.targets == ALL_LINEAR else self.targets.split(",")
+
+
+_PRECISION_WORDS = {
+    "float32": "float32",
+    "autocast": "float32 with bfloat16 autocast",
+    "bfloat16": "bfloat16",
+}
+
+
+def code(recipe: Recipe, auto_class: str, name: str) -> Iterator[str]:
+    """Yield the lines of Python that set up the training with transformers, peft and
+    bitsandbytes; the batches and the loop are the user's."""
+    yield "import torch"
+    yield from sorted(_imports(recipe, auto_class))
+    yield ""
+    options = [f'"{name}"', f"dtype=torch.{recipe.weights_dtype}", "use_cache=False"]
+    if recipe.attention != "default":
+        options.append(f'attn_implementation="{recipe.attention}"')
+    if recipe.method == "qlora":
+        yield "four_bits = BitsAndBytesConfig("
+        yield '    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,'
+        yield "    bnb_4bit_compute_dtype=torch.bfloat16,"
+        yield ")"
+        options += ["quantization_config=four_bits", 'device_map={"": 0}']
+    yield f"model = {auto_class}.from_pretrained("
+    yield from (f"    {option}," for option in options)
+    yield ")" if recipe.method == "qlora" else ").cuda()"
+    yield from _prepared(recipe)
+    yield f"optimizer = {OPTIMIZERS[recipe.optimizer].removeprefix('bitsandbytes.optim.')}("
+    yield "    [p for p in model.parameters() if p.requires_grad]"
+    yield ")"
+    yield ""
+    if recipe.uses_autocast:
+        yield 'with torch.autocast("cuda", dtype=torch.bfloat16):'
+    yield f"{'    ' * recipe.uses_autocast}loss = model(**batch).loss"
+    yield "loss.backward()"
+    yield "optimizer.step()"
+    yield "optimizer.zero_grad()"
+
+
+def _prepared(recipe: Recipe) -> Iterator[str]:
+    """Yield the lines that add checkpointing and adapters."""
+    if recipe.method == "qlora":
+        yield "model = prepare_model_for_kbit_training("
+        yield f"    model, use_gradient_checkpointing={recipe.checkpointing},"
+        yield '    gradient_checkpointing_kwargs={"use_reentrant": False},'
+        yield ")"
+    elif recipe.checkpointing:
+        yield 'model.gradient_checkpointing_enable({"use_reentrant": False})'
+    if recipe.method != "full":
+        targets = repr(recipe.adapter_targets).replace("'", '"')
+        yield "adapters = LoraConfig("
+        yield f"    r={recipe.rank}, lora_alpha={2 * recipe.rank}, target_modules={targets}"
+        yield ")"
+        yield "model = get_peft_model(model, adapters)"
+
+
+def _imports(recipe: Recipe, auto_class: str) -> Iterator[str]:
+    four_bits = ", BitsAndBytesConfig" if recipe.method == "qlora" else ""
+    yield f"from transformers import {auto_class}{four_bits}"
+    if recipe.method != "full":
+        kbit = ", prepare_model_for_kbit_training" if recipe.method == "qlora" else ""
+        yield f"from peft import LoraConfig, get_peft_model{kbit}"
+    package, _, name = OPTIMIZERS[recipe.optimizer].rpartition(".")
+    if package == "bitsandbytes.optim":
+        yield f"from {package} import {name}"

@@ -1,0 +1,92 @@
+"""The stacks of a model's layers, and which of their layers are alike.
+
+A stack is an nn.ModuleList of layers that run one after another. Two layers are alike if their
+modules have the same classes, settings and weights' shapes. In most models all layers are alike; in
+some the first ones differ (DeepSeek's have no experts), or layers alternate (gpt-oss: sliding and
+full attention).
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from types import NoneType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class Stack(NamedTuple):
+    """A list of layers.
+
+    path    of the nn.ModuleList in the model
+    count   the number of layers
+    head    the number of layers before the repetition; `count` if nothing repeats
+    unit    the number of layers that repeat
+    """
+
+    path: str
+    count: int
+    head: int
+    unit: int
+
+
+def stacks(model: nn.Module) -> tuple[Stack, ...]:
+    """Return the outermost lists of at least two layers with weights."""
+    return tuple(_stacks(model, ""))
+
+
+def _stacks(module: nn.Module, path: str) -> Iterator[Stack]:
+    if isinstance(module, nn.ModuleList) and sum(map(_has_weights, module)) > 1:
+        signatures = [_signature(layer) for layer in module]
+        yield Stack(path, len(module), *_repetition(signatures))
+        return
+    for name, child in module.named_children():
+        yield from _stacks(child, f"{path}.{name}".lstrip("."))
+
+
+def _has_weights(layer: nn.Module) -> bool:
+    return any(True for _ in islice(layer.parameters(), 1))
+
+
+def _repetition(signatures: list[Any]) -> tuple[int, int]:
+    """Return (head, unit), with the fewest layers in both together."""
+    count = len(signatures)
+    for length in range(1, count):
+        for unit in range(1, length + 1):
+            head = length - unit
+            if signatures[length:] == signatures[head : count - unit]:
+                return head, unit
+    return count, 1
+
+
+def _signature(layer: nn.Module) -> tuple[Any, ...]:
+    return tuple(
+        (name, type(module), _settings(module), _shapes(module))
+        for name, module in layer.named_modules()
+    )
+
+
+def _settings(module: nn.Module) -> tuple[Any, ...]:
+    """Return the module's attributes that may change what it computes, except its position."""
+    return tuple(
+        (name, value)
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, bool | int | float | str | NoneType) and not name.endswith(_POSITIONS)
+    )
+
+
+_POSITIONS = ("idx", "index", "layer_id", "layer_number")
+
+
+def _shapes(module: nn.Module) -> tuple[Any, ...]:
+    tensors = (*module._parameters.items(), *module._buffers.items())
+    return tuple(
+        (name, tensor.shape, tensor.dtype) for name, tensor in tensors if tensor is not None
+    )
+
+
+def shorten(model: nn.Module, depths: Mapping[str, int]) -> None:
+    """Keep only the first layers of the stacks at these paths."""
+    for path, depth in depths.items():
+        parent, _, name = path.rpartition(".")
+        layers = model.get_submodule(path)
+        setattr(model.get_submodule(parent), name, layers[:depth])

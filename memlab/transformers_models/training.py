@@ -1,0 +1,196 @@
+"""Build a training of a transformers model as a user would, with random weights."""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from memlab.internals.lazy import LazyModule
+from memlab.transformers_models.recipes import OPTIMIZERS, Recipe
+from memlab.transformers_models.sources import Source
+from memlab.transformers_models.structure import Stack, shorten, stacks
+from memlab.transformers_models.tasks import Size, Task, class_names, completed, described, task_of
+
+peft = LazyModule("peft")  # an adapter's recipe needs it
+
+Parts = tuple[Callable[[], Any], nn.Module, torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model of a config, its task, and the size of a batch."""
+
+    source: Source
+    size: Size = field(default_factory=Size)
+
+    def __str__(self) -> str:
+        return f"{self.source.name}, {self.described}"
+
+    @property
+    def described(self) -> str:
+        """What is assumed of the training, in one line."""
+        return described(self.task, self.completed_size, self.config)
+
+    @property
+    def stored_quantized(self) -> str:
+        """How the file's weights are quantized; "" if they are not."""
+        return str(self.source.fields().get("quantization_config", {}).get("quant_method", ""))
+
+    @cached_property
+    def config(self) -> Any:
+        """The config. Raises ValueError if transformers cannot read it."""
+        try:
+            return transformers.AutoConfig.from_pretrained(
+                self.source.path, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # many kinds: unknown model types, wrong fields, remote code
+            raise ValueError(
+                f"transformers {transformers.__version__} cannot read {self.source.path}: "
+                f"{' '.join(str(error).split())[:200]}"
+            ) from error
+
+    @cached_property
+    def task(self) -> Task:
+        return task_of(self.config)
+
+    @cached_property
+    def class_name(self) -> str:
+        """The model's class: the config's, if it is one for the task."""
+        names = class_names(self.task, self.config.model_type)
+        return next((name for name in self.config.architectures or () if name in names), names[0])
+
+    @cached_property
+    def completed_size(self) -> Size:
+        return completed(self.size, self.task, self.config)
+
+    @cached_property
+    def skeleton(self) -> nn.Module:
+        """The model on the meta device: shapes only."""
+        with torch.device("meta"), _quiet():
+            return self.model(Recipe())
+
+    @cached_property
+    def stacks(self) -> tuple[Stack, ...]:
+        return stacks(self.skeleton)
+
+    def model(self, recipe: Recipe) -> nn.Module:
+        """Build the model with random weights."""
+        auto = getattr(transformers, self.task.auto_class)
+        config = type(self.config).from_dict(self.config.to_dict())  # a model changes its config
+        if self.size.image is not None:
+            config.image_size = self.size.image
+        config.use_cache = False
+        config.architectures = [self.class_name]
+        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = 0
+        options = {"dtype": getattr(torch, recipe.weights_dtype)}
+        if recipe.attention != "default":
+            options["attn_implementation"] = recipe.attention
+        return auto.from_config(config, **options)
+
+    def build(
+        self, recipe: Recipe, device: str = "cuda", depths: Mapping[str, int] | None = None
+    ) -> Parts:
+        """Return (step, model, optimizer), optionally with stacks of fewer layers."""
+        with _quiet():
+            model = self.model(recipe)
+            shorten(model, depths or {})
+            if recipe.method == "qlora":
+                model = _in_four_bits(model, depths or {}, device)
+            model = _prepared(model.to(device), recipe)
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        optimizer = _class(OPTIMIZERS[recipe.optimizer])(trained)
+        batch = self.task.inputs(self.config, self.completed_size)
+        inputs = {name: _moved(tensor, device, model.dtype) for name, tensor in batch.items()}
+
+        def step() -> None:
+            autocast = torch.autocast(device, torch.bfloat16)
+            with autocast if recipe.uses_autocast else nullcontext():
+                loss = model(**inputs).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step, model, optimizer
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide progress bars and advice on a model that is only built to be measured."""
+    bars = transformers.utils.logging
+    level, shows_bars = logging.root.manager.disable, bars.is_progress_bar_enabled()
+    logging.disable(logging.WARNING)
+    bars.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+        if shows_bars:
+            bars.enable_progress_bar()
+
+
+def _prepared(model: nn.Module, recipe: Recipe) -> nn.Module:
+    """Add adapters and checkpointing, if the recipe has them."""
+    without_reentrance = {"use_reentrant": False}
+    if recipe.method == "qlora":
+        model = peft.prepare_model_for_kbit_training(
+            model, recipe.checkpointing, gradient_checkpointing_kwargs=without_reentrance
+        )
+    elif recipe.checkpointing:
+        model.gradient_checkpointing_enable(without_reentrance)
+    if recipe.method != "full":
+        adapters = peft.LoraConfig(
+            r=recipe.rank, lora_alpha=2 * recipe.rank, target_modules=recipe.adapter_targets
+        )
+        model = peft.get_peft_model(model, adapters)
+    model.train()
+    return model
+
+
+def _moved(tensor: torch.Tensor, device: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return an input on the device, images and sound in the dtype of the weights."""
+    return tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
+
+
+def _in_four_bits(model: nn.Module, depths: Mapping[str, int], device: str) -> nn.Module:
+    """Load the model's weights again as `from_pretrained` does, which quantizes them one by one."""
+    kind = type(model)
+
+    class Shortened(kind):
+        def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+            super().__init__(config, *args, **options)
+            shorten(self, depths)
+
+    Shortened.__name__ = kind.__name__  # it decides the loss
+    weights = model.state_dict()
+    for tied in model.all_tied_weights_keys:  # not in a file
+        weights.pop(tied, None)
+    four_bits = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    return Shortened.from_pretrained(
+        None,
+        config=model.config,
+        state_dict=weights,
+        dtype=model.dtype,
+        quantization_config=four_bits,
+        device_map={"": 0 if device == "cuda" else device},
+    )
+
+
+def _class(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)

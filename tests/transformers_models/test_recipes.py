@@ -1,0 +1,65 @@
+"""Recipes, and the code that is printed for them."""
+
+import pytest
+import transformers
+
+import memlab
+from memlab.transformers_models.recipes import METHODS, OPTIMIZERS, PRECISIONS, Recipe, code
+from tests.transformers_models.configs import TINY
+
+RECIPES = [
+    Recipe(),
+    Recipe(precision="autocast", optimizer="adam8bit"),
+    Recipe(precision="bfloat16", checkpointing=True, optimizer="paged-adam8bit"),
+    Recipe("lora", checkpointing=True, rank=4, targets="q_proj,v_proj"),
+    Recipe("lora", attention="eager"),
+    Recipe("qlora", checkpointing=True),
+    Recipe("qlora"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft calls what transformers will remove
+@pytest.mark.filterwarnings("ignore:inner dimension")  # tiny weights are too narrow for bitsandbytes
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_the_printed_code_trains_as_predicted(recipe, training_of, tmp_path):
+    """The code runs in a prediction, from a folder of weights, and allocates the same."""
+    training = training_of("mistral")
+    folder = tmp_path / "weights"
+    config = transformers.AutoConfig.for_model("mistral", **TINY["mistral"])
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    lines = list(code(recipe, training.task.auto_class, str(folder)))
+    blank = len(lines) - lines[::-1].index("")
+    setup, loop = "\n".join(lines[:blank]), "\n".join(lines[blank:])
+
+    def build():
+        names = {}
+        exec(setup, names)
+        batch = training.task.inputs(training.config, training.completed_size)
+        names["batch"] = {name: tensor.cuda() for name, tensor in batch.items()}
+        names["model"].train()
+        return lambda: exec(loop, names), names["model"], names["optimizer"]
+
+    printed = memlab.predict(build)
+    ours = memlab.predict(lambda: training.build(recipe))
+    assert printed.allocated_bytes == ours.allocated_bytes
+
+
+def test_lines_are_short_enough_to_read():
+    for recipe in RECIPES:
+        lines = list(code(recipe, "AutoModelForCausalLM", "Qwen/Qwen2.5-7B"))
+        assert max(map(len, lines)) <= 88
+        assert not any(line != line.rstrip() for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ({"method": "dora"}, f"got method='dora' in a recipe; choose one of {', '.join(METHODS)}"),
+        ({"precision": "half"}, f"choose one of {', '.join(PRECISIONS)}"),
+        ({"optimizer": "adam"}, f"choose one of {', '.join(OPTIMIZERS)}"),
+        ({"rank": 0}, "got rank 0; give at least 1"),
+    ],
+)
+def test_a_wrong_recipe_is_one_sentence(words, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        Recipe(**words)
