@@ -150,7 +150,7 @@ def test_train_refuses_kernels_without_a_gpu(monkeypatch):
 
 
 def test_kernels_without_triton_are_refused(monkeypatch):
-    def missing(names, *, kernels):
+    def missing(names, *, kernels, adapters):
         raise ImportError("memlab.kernels needs Triton, which is not installed")
 
     monkeypatch.setattr(choices, "combined", missing)
