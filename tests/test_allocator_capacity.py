@@ -1,4 +1,4 @@
-"""The memory that a card must have: reserved if there is room, otherwise what the allocator needs."""
+"""The memory that a card must have: reserved if there is room, else what the allocator needs."""
 
 from dataclasses import replace
 

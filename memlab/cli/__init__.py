@@ -24,6 +24,10 @@ MAX_SEQUENCES, MAX_TOKENS, MAX_STEPS = 10**6, 10**8, 10**9
 MAX_PIXELS = 10**5
 MAX_RANKS = 100_000  # with more ranks, shards hold nothing but padding
 MAX_RECIPES = 100
+MODEL = (
+    "a name listed below, a config.json in Hugging Face's format or its folder, or an id on the "
+    "Hub such as Qwen/Qwen2.5-7B, whose config.json is in the local cache."
+)
 ASSUME = (
     "Size to assume where a tensor's size depends on its values, as with boolean indexing: 'most' "
     "selects every element, a fraction such as 0.15 that share. Only with --script."
@@ -98,7 +102,12 @@ def measure_command(
     context: typer.Context,
     model: Annotated[
         str | None,
-        typer.Option(help="Model to measure. The names are listed below.", metavar="NAME"),
+        typer.Option(help=f"Model to measure: {MODEL}", metavar="NAME|PATH|ID"),
+    ] = None,
+    library: Annotated[str | None, typer.Option(help=LIBRARY, metavar="NAME")] = None,
+    image: Annotated[
+        int | None,
+        integer_option("--image", MAX_PIXELS, "Height and width of images, in pixels."),
     ] = None,
     batch: Annotated[
         int | None,
@@ -177,6 +186,8 @@ def measure_command(
     """
     request = Request(
         model=model,
+        library=library,
+        image=image,
         batch=batch,
         seq_len=seq,
         dtype=dtype,
@@ -197,7 +208,7 @@ def measure_command(
     elif script is not None:
         from memlab.cli.script import measure_script as measure
     else:
-        from memlab.cli.measure import measure_techniques as measure
+        from memlab.cli.measure import measure_model as measure
     raise typer.Exit(measure(request))
 
 
@@ -229,10 +240,12 @@ def _refuse_conflicts(request: Request, context: typer.Context) -> None:
 def train_command(
     model: Annotated[
         str | None,
-        typer.Option(
-            help="Model to train: a name listed below, or a config.json in Hugging Face's format.",
-            metavar="NAME|CONFIG.json",
-        ),
+        typer.Option(help=f"Model to train: {MODEL}", metavar="NAME|PATH|ID"),
+    ] = None,
+    library: Annotated[str | None, typer.Option(help=LIBRARY, metavar="NAME")] = None,
+    image: Annotated[
+        int | None,
+        integer_option("--image", MAX_PIXELS, "Height and width of images, in pixels."),
     ] = None,
     technique: Annotated[
         str,
@@ -294,6 +307,8 @@ def train_command(
 
     request = Request(
         model=model,
+        library=library,
+        image=image,
         batch=batch,
         seq_len=seq,
         dtype=dtype,

@@ -20,6 +20,7 @@ from memlab.cli.choices import (
     require_kernels,
 )
 from memlab.cli.errors import UsageError, error_summary, is_out_of_memory
+from memlab.cli.models import choose_model
 from memlab.cli.parsing import choose_folder
 from memlab.cli.requests import Request
 from memlab.cli.results import write
@@ -27,7 +28,18 @@ from memlab.cli.rows import Announce, PairedRuns, Row, dry_row, predicted_row
 from memlab.cli.time_budget import MAX_SECONDS, TimeBudget
 from memlab.configs.targets import TARGETS
 from memlab.train import Plugs, Setting
+from memlab.transformers_models.sources import Source
 from memlab.units import paragraph
+
+
+def measure_model(request: Request) -> int:
+    """Measure the model that `--model` names; return 1 if a technique failed."""
+    found = choose_model(request.model, request.library) if request.model else None
+    if isinstance(found, Source):
+        from memlab.cli.transformers_steps import measure_transformers
+
+        return measure_transformers(request, found)
+    return measure_techniques(request)
 
 
 def measure_techniques(request: Request) -> int:
@@ -51,11 +63,11 @@ def measure_techniques(request: Request) -> int:
         predicted = measured_rows(on_cuda, to_predict, True, announce)
     context = report.context_of(setting.device if dry else None)
     parts = report.legend(rows, context), report.remarks(rows), report.dry_rows_note(rows)
-    _show(report.table(rows, context=context), *parts)
+    show(report.table(rows, context=context), *parts)
     terminal.echo(f"\nplain: {rows[0].trace}")
     if predicted:
         terminal.echo("\nThe same steps on CUDA, predicted:\n")
-        _show(
+        show(
             report.table(predicted),
             report.legend(predicted),
             report.failures(predicted),
@@ -89,7 +101,7 @@ def options(setting: Setting) -> str:
     return f"--model {setting.model} --batch {setting.batch} --seq {setting.seq_len}{dtype}"
 
 
-def _show(table: Table, *sentences: Iterable[str]) -> None:
+def show(table: Table, *sentences: Iterable[str]) -> None:
     """Print the table and the sentences that explain it."""
     terminal.show_table(table)
     if text := "\n".join(map(paragraph, chain(*sentences))):

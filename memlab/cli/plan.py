@@ -54,6 +54,7 @@ def plan_model(
     if isinstance(config, Source):
         from memlab.cli.plan_transformers import choose_recipes, plan_transformers
         from memlab.transformers_models.tasks import Size
+        from memlab.transformers_models.training import Training
 
         if (gpus, tensor_parallel, pipeline_parallel, exact) != (1, 1, 1, False):
             raise UsageError(
@@ -61,11 +62,9 @@ def plan_model(
                 f"model of transformers; it is planned for one GPU, and always predicted: leave "
                 f"them out"
             )
-        has_adapters = None if group is None else group != "full fine-tuning"
-        choice = choose_recipes(precision, optimizer, has_adapters)
-        return plan_transformers(
-            config, Size(batch, seq_len, image), choice, gpu_memory, target, out
-        )
+        training = Training(config, Size(batch, seq_len, image))
+        choice = choose_recipes(training, precision, optimizer, group, lora_rank, lora_targets)
+        return plan_transformers(training, choice, gpu_memory, target, out)
     if image is not None:
         raise UsageError(f"got --image {image}; {model} takes no images")
     learned = choose_kinds(precision, optimizer, group, choose_adapters(lora_rank, lora_targets))

@@ -14,9 +14,11 @@ from memlab.cli.results import write_breakdown
 from memlab.planner import Memory
 from memlab.planner.options import budget_bytes
 from memlab.planner.processes import processes
+from memlab.train.adapters import LORA_RANK
 from memlab.transformers_models.planning import MAX_SEQUENCES, Choice, Option, Search
 from memlab.transformers_models.recipes import METHODS, OPTIMIZERS, PRECISIONS, Recipe, code
 from memlab.transformers_models.sources import Source
+from memlab.transformers_models.structure import adapted_layers
 from memlab.transformers_models.tasks import Size
 from memlab.transformers_models.training import Training
 from memlab.units import format_bytes, paragraph
@@ -25,18 +27,13 @@ MAX_WORKERS = 2  # each imports torch and transformers, which takes seconds and 
 
 
 def plan_transformers(
-    source: Source, size: Size, choice: Choice, memory: Memory, target: str, out: str
+    training: Training, choice: Choice, memory: Memory, target: str, out: str
 ) -> int:
     """Search each group of recipes, print what fits, write results; return 1 if nothing fits."""
     folder = choose_folder(out)
-    training = Training(source, size)
-    try:
-        headline = list(_headline(training, memory, target))
-        groups = choice.groups()
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    terminal.echo("\n".join(map(paragraph, headline)) + "\n")
-    options = list(_best_options(groups, source, size, target, memory))
+    groups = choice.groups()
+    terminal.echo("\n".join(map(paragraph, _headline(training, memory, target))) + "\n")
+    options = list(_best_options(groups, training, target, memory))
     _show(training, options)
     write_breakdown(
         {option.title: option.measured for option in options if option.measured},
@@ -48,29 +45,44 @@ def plan_transformers(
 
 
 def _best_options(
-    groups: list[list[Recipe]], source: Source, size: Size, target: str, memory: Memory
+    groups: list[list[Recipe]], training: Training, target: str, memory: Memory
 ) -> Iterator[Option]:
     """Search the groups, several at once."""
     workers = min(MAX_WORKERS, os.cpu_count() or 1, len(groups))
     with terminal.progress(len(groups) + 1) as announce, processes(workers) as map_:
         announce(groups[0][0].group)
-        found = map_(partial(_best, source, size, target, memory), groups)
+        found = map_(partial(_best, training.source, training.size, target, memory), groups)
         for number, option in enumerate(found, start=1):
             if number < len(groups):
                 announce(groups[number][0].group)
             yield option
 
 
-def choose_recipes(precision: str | None, optimizer: str | None, lora: bool | None) -> Choice:
-    """Return the recipes that the options allow."""
+_METHODS = {"full fine-tuning": "full", "LoRA": "lora", "QLoRA": "qlora"}  # by group of recipes
+
+
+def choose_recipes(
+    training: Training,
+    precision: str | None,
+    optimizer: str | None,
+    group: str | None,
+    rank: int | None,
+    targets: str | None,
+) -> Choice:
+    """Return the recipes that the options allow, after checking that the model takes the size."""
     for option, got, known in (
         ("--precision", precision, PRECISIONS),
         ("--optimizer", optimizer, OPTIMIZERS),
     ):
         if got is not None and got not in known:
             raise UsageError(f"got {option} {quoted(got)}; {suggestions(got, known)}")
-    methods = METHODS if lora is None else METHODS[1:] if lora else METHODS[:1]
-    return Choice(methods, precision, optimizer)
+    methods = METHODS if group is None else (_METHODS[group],)
+    try:
+        _ = training.described
+        layers = adapted_layers(training.skeleton, targets or "all")
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return Choice(methods, precision, optimizer, rank=rank or LORA_RANK, targets=layers)
 
 
 def _best(source: Source, size: Size, target: str, memory: Memory, group: list[Recipe]) -> Option:
@@ -162,7 +174,7 @@ def _remarks(options: list[Option], first: Option | None) -> Iterator[str]:
             "more may fit"
         )
         if sum(option.fits for option in options) > 1:
-            yield "the code is for the first row that fits; --full and --lora choose another"
+            yield "the code is for the first row that fits; --full, --lora, --qlora choose another"
     if any(option.measured is None and not option.failure for option in options):
         yield "≥: weights, gradients and optimizer state alone, which already exceed the memory"
     if any(option.empties_cache for option in options):

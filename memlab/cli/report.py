@@ -13,7 +13,6 @@ from memlab.cli.rows import Row
 from memlab.configs.gpus import CONTEXT_BYTES
 from memlab.configs.targets import TARGETS
 from memlab.trace import CATEGORIES, Trace
-from memlab.train import Setting
 from memlab.units import format_bytes, paragraph
 
 NOTABLE = 0.01  # of the plain peak: a smaller change is no saving and no cost
@@ -26,17 +25,16 @@ PHASE_WORDS = {
 }
 
 
-def headline(setting: Setting, dry: bool) -> str:
+def headline(setting: Any, dry: bool) -> str:
     """Describe the setting, and on a new line the device."""
-    parameters = setting.config.parameters
     if dry:
         how = "dry run, nothing is computed"
         if setting.device in TARGETS:
             how = f"predicted for CUDA ({TARGETS[setting.device].name}), nothing is computed"
     else:
         how = name_of(torch.device(setting.device))
-    second = paragraph(f"{parameters:,} parameters; {how}; torch {torch.__version__}")
-    return f"{setting}\n{second}"
+    second = paragraph(f"{setting.parameters:,} parameters; {how}; torch {torch.__version__}")
+    return f"{paragraph(str(setting))}\n{second}"
 
 
 def context_of(device: str | None) -> tuple[int, int]:

@@ -6,6 +6,8 @@ same weights with every technique, so its gradients are the ones to compare.
 While the meter measures a step on an accelerator, nothing else may be alive there, because the
 allocator's statistics cover the whole device. On the CPU the meter counts one model only. So there
 the plain training stays in memory and is built once for all comparisons of time.
+
+A setting is memlab.train's, with plugs as techniques, or a TransformersSetting, with recipes.
 """
 
 import gc
@@ -13,12 +15,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from memlab.cli.errors import is_out_of_memory
 from memlab.trace import Trace
-from memlab.train import Plugs, Setting, Training, build, dry_trace, measured, predicted_trace
+from memlab.train import Training, measured
 
 LONG_SECONDS = 0.4  # total time after which fewer rounds are enough
 AGREEMENT = 1.1  # two ratios agree if they differ by at most this factor
@@ -54,30 +57,28 @@ def silent(stage: str) -> None:
     """Announce nothing."""
 
 
-def dry_row(setting: Setting, name: str, technique: Plugs, announce: Announce = silent) -> Row:
+def dry_row(setting: Any, name: str, technique: Any, announce: Announce = silent) -> Row:
     """Measure the exact bytes without computing anything."""
     announce(name)
-    return Row(name, dry_trace(setting, technique))
+    return Row(name, setting.dry_trace(technique))
 
 
-def predicted_row(
-    setting: Setting, name: str, technique: Plugs, announce: Announce = silent
-) -> Row:
+def predicted_row(setting: Any, name: str, technique: Any, announce: Announce = silent) -> Row:
     """Predict the memory on the setting's class of GPUs."""
     announce(f"{name}: on CUDA")
-    return Row(name, predicted_trace(setting, technique))
+    return Row(name, setting.predicted_trace(technique))
 
 
 class PairedRuns:
     """Runs real steps, each technique's in alternation with the plain one's."""
 
-    def __init__(self, setting: Setting, plain: Plugs) -> None:
+    def __init__(self, setting: Any, plain: Any) -> None:
         self._setting = setting
         self._plain = plain
         self._baseline: Training | None = None
         self._gradients: dict[str, torch.Tensor] = {}
 
-    def row(self, name: str, technique: Plugs, announce: Announce = silent) -> Row:
+    def row(self, name: str, technique: Any, announce: Announce = silent) -> Row:
         """Measure the technique. The plain one has to come first."""
         _clear_memory(self._setting)
         announce(f"{name}: bytes")
@@ -89,8 +90,8 @@ class PairedRuns:
         seconds = statistics.median(ours for ours, *_ in rounds) if rounds else None
         return Row(name, trace, seconds, _ratios(rounds), difference, largest)
 
-    def _started(self, technique: Plugs) -> Training:
-        training = build(self._setting, technique)
+    def _started(self, technique: Any) -> Training:
+        training = self._setting.build(technique)
         training.step()
         return training
 
@@ -105,7 +106,7 @@ class PairedRuns:
         differences = (gradients[name] - self._gradients[name] for name in both)
         return _largest(differences), _largest(gradients[name] for name in both)
 
-    def _rounds(self, training: Training, technique: Plugs) -> list[tuple[float, ...]]:
+    def _rounds(self, training: Training, technique: Any) -> list[tuple[float, ...]]:
         """Time the technique's step and the plain one; return [] if both do not fit at once."""
         if technique is self._plain:
             self._keep(training)
@@ -177,7 +178,7 @@ def _largest(tensors: Iterable[torch.Tensor]) -> float | None:
     return torch.stack(largest).max().item() if largest else None
 
 
-def _clear_memory(setting: Setting) -> None:
+def _clear_memory(setting: Any) -> None:
     """Free the previous technique: a wrapped block and its wrapper form a reference cycle."""
     gc.collect()
     if setting.device != "cpu":

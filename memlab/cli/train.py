@@ -26,6 +26,7 @@ from memlab.cli.choices import (
     require_memory,
 )
 from memlab.cli.errors import UsageError, is_out_of_memory, quoted
+from memlab.cli.models import choose_model
 from memlab.cli.requests import Request
 from memlab.cli.rows import Announce
 from memlab.data import TOKENS, batches, source_bytes
@@ -39,6 +40,7 @@ from memlab.train import (
     measured,
     predicted_trace,
 )
+from memlab.transformers_models.sources import Source
 from memlab.units import format_bytes, parse_bytes
 
 TEXT = "4 MiB"
@@ -49,6 +51,16 @@ Batch = tuple[Tensor, Tensor]
 
 def train(request: Request, *, steps: int, memory: str | None) -> None:
     """Run the steps and print their losses, then the peak and the time."""
+    found = choose_model(request.model, request.library) if request.model else None
+    if isinstance(found, Source):
+        from memlab.cli.transformers_steps import train_transformers
+
+        train_transformers(request, found, steps=steps, memory=memory)
+    else:
+        _train(request, steps=steps, memory=memory)
+
+
+def _train(request: Request, *, steps: int, memory: str | None) -> None:
     (technique,) = request.techniques
     chosen = choose_techniques(request)[technique]
     device = choose_device(request)

@@ -10,6 +10,7 @@ This module does not import torch.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 METHODS = ("full", "lora", "qlora")
 PRECISIONS = ("float32", "autocast", "bfloat16")
@@ -92,6 +93,43 @@ _PRECISION_WORDS = {
     "autocast": "float32 with bfloat16 autocast",
     "bfloat16": "bfloat16",
 }
+
+
+# What memlab's names of techniques change in a recipe.
+TECHNIQUES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "checkpointing": {"checkpointing": True},
+    "autocast": {"precision": "autocast"},
+    "bfloat16": {"precision": "bfloat16"},
+    "adam8bit": {"optimizer": "adam8bit"},
+    "paged-adam8bit": {"optimizer": "paged-adam8bit"},
+    "sgd": {"optimizer": "sgd"},
+    "lora": {"method": "lora"},
+    "qlora": {"method": "qlora"},
+    "eager-attention": {"attention": "eager"},
+}
+USUAL = (
+    *("plain", "checkpointing", "autocast", "bfloat16", "adam8bit", "lora", "qlora"),
+    *("autocast+adam8bit+checkpointing", "lora+checkpointing", "qlora+checkpointing"),
+)
+
+
+def recipe_named(names: str, **settings: Any) -> Recipe:
+    """Return the recipe of techniques joined by "+", with further settings of a Recipe.
+
+    Raises ValueError for an unknown technique, and for two that change the same.
+    """
+    changes: dict[str, Any] = {}
+    for name in names.split("+"):
+        if name not in TECHNIQUES:
+            raise ValueError(
+                f"got the technique {name!r}; a model of transformers trains with "
+                f"{', '.join(TECHNIQUES)}"
+            )
+        if both := changes.keys() & TECHNIQUES[name].keys():
+            raise ValueError(f"got {names!r}, whose parts set the {both.pop()} twice; choose one")
+        changes |= TECHNIQUES[name]
+    return Recipe(**{**settings, **changes})
 
 
 def code(recipe: Recipe, auto_class: str, name: str) -> Iterator[str]:

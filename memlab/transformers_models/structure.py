@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from memlab.transformers_models.recipes import ALL_LINEAR
+
 
 class Stack(NamedTuple):
     """A list of layers.
@@ -90,3 +92,28 @@ def shorten(model: nn.Module, depths: Mapping[str, int]) -> None:
         parent, _, name = path.rpartition(".")
         layers = model.get_submodule(path)
         setattr(model.get_submodule(parent), name, layers[:depth])
+
+
+def adapted_layers(model: nn.Module, targets: str) -> str:
+    """Return peft's target_modules for "all", "attention", "mlp", or names joined by commas.
+
+    Attention's layers are the linear ones in the stacks with "attention" or "attn" in their path,
+    the MLP's the others. The result is "all-linear", or names joined by commas. Raises ValueError
+    for a name that the model does not have.
+    """
+    if targets == "all":
+        return ALL_LINEAR
+    found: dict[str, set[str]] = {"attention": set(), "mlp": set()}
+    for stack in stacks(model):
+        for path, module in model.get_submodule(stack.path).named_modules():
+            if isinstance(module, nn.Linear):
+                is_attention = "attention" in path.lower() or "attn" in path.lower()
+                found["attention" if is_attention else "mlp"].add(path.rpartition(".")[2])
+    names = found.get(targets) or set(targets.split(","))
+    known = found["attention"] | found["mlp"]
+    if unknown := sorted(names - known):
+        raise ValueError(
+            f"got {unknown[0]!r} as a layer with adapters; give all, attention, mlp, or some of "
+            f"{', '.join(sorted(known))}, joined by commas"
+        )
+    return ",".join(sorted(names))

@@ -97,9 +97,15 @@ class Training:
         return auto.from_config(config, **options)
 
     def build(
-        self, recipe: Recipe, device: str = "cuda", depths: Mapping[str, int] | None = None
+        self,
+        recipe: Recipe,
+        device: str = "cuda",
+        *,
+        depths: Mapping[str, int] | None = None,
+        on_loss: Callable[[torch.Tensor], object] = lambda loss: None,
     ) -> Parts:
-        """Return (step, model, optimizer), optionally with stacks of fewer layers."""
+        """Return (step, model, optimizer), optionally with stacks of fewer layers. `on_loss` is
+        called with the loss of each step."""
         with _quiet():
             model = self.model(recipe)
             shorten(model, depths or {})
@@ -115,6 +121,7 @@ class Training:
             autocast = torch.autocast(device, torch.bfloat16)
             with autocast if recipe.uses_autocast else nullcontext():
                 loss = model(**inputs).loss
+            on_loss(loss.detach())
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -19,7 +19,9 @@ RECIPES = [
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft calls what transformers will remove
-@pytest.mark.filterwarnings("ignore:inner dimension")  # tiny weights are too narrow for bitsandbytes
+@pytest.mark.filterwarnings(
+    "ignore:inner dimension"
+)  # tiny weights are too narrow for bitsandbytes
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_the_printed_code_trains_as_predicted(recipe, training_of, tmp_path):
     """The code runs in a prediction, from a folder of weights, and allocates the same."""

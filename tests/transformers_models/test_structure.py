@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from memlab.transformers_models.structure import Stack, shorten, stacks
+from memlab.transformers_models.structure import Stack, adapted_layers, shorten, stacks
 
 
 def layer(width=4, **settings):
@@ -51,3 +51,21 @@ def test_a_shortened_stack_keeps_its_first_layers():
     model = model_of(*layers)
     shorten(model, {"body.layers": 2})
     assert list(model.body.layers) == layers[:2]
+
+
+@pytest.mark.parametrize(
+    ("targets", "layers"),
+    [
+        ("all", "all-linear"),
+        ("attention", "k_proj,o_proj,q_proj,v_proj"),
+        ("mlp", "c_fc,c_proj"),
+        ("q_proj,c_fc", "c_fc,q_proj"),
+    ],
+)
+def test_adapted_layers(targets, layers, training_of):
+    assert adapted_layers(training_of("starcoder2").skeleton, targets) == layers
+
+
+def test_an_unknown_layer_is_one_sentence(training_of):
+    with pytest.raises(ValueError, match="got 'wq' as a layer with adapters; give all, attention"):
+        adapted_layers(training_of("starcoder2").skeleton, "wq")

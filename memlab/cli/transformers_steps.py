@@ -1,0 +1,150 @@
+"""`memlab measure` and `memlab train` for a model of transformers."""
+
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memlab.cli import report, terminal
+from memlab.cli.choices import choose_device
+from memlab.cli.errors import UsageError, is_out_of_memory, quoted
+from memlab.cli.machine import memory_of
+from memlab.cli.measure import measured_rows, show
+from memlab.cli.parsing import choose_folder
+from memlab.cli.requests import Request
+from memlab.cli.results import write
+from memlab.cli.train import choose_cap, memory_cap
+from memlab.metering import measure
+from memlab.train.adapters import LORA_RANK
+from memlab.transformers_models.recipes import USUAL, Recipe, recipe_named
+from memlab.transformers_models.setting import TransformersSetting
+from memlab.transformers_models.sources import Source
+from memlab.transformers_models.structure import adapted_layers
+from memlab.transformers_models.tasks import Size
+from memlab.transformers_models.training import Training
+from memlab.units import format_bytes
+
+
+def measure_transformers(request: Request, source: Source) -> int:
+    """Measure, print a table, write pictures and results; return 1 if a technique failed."""
+    folder = choose_folder(request.out)
+    setting = _setting(request, source)
+    names = dict.fromkeys(("plain", *(request.techniques or USUAL)))
+    chosen = {name: _recipe(name, request, setting) for name in names}
+    if not request.dry:
+        _require_memory(setting, chosen["plain"])
+    terminal.echo(report.headline(setting, request.dry) + "\n")
+    with terminal.progress((1 if request.dry else 2) * len(chosen)) as announce:
+        rows = measured_rows(setting, chosen, request.dry, announce)
+    context = report.context_of(setting.device if request.dry else None)
+    parts = report.legend(rows, context), report.remarks(rows), report.dry_rows_note(rows)
+    show(report.table(rows, context=context), *parts)
+    terminal.echo(f"\nplain: {rows[0].trace}")
+    write(rows, f"{setting}, dry run" if request.dry else str(setting), folder)
+    return int(any(row.failure for row in rows))
+
+
+def train_transformers(request: Request, source: Source, *, steps: int, memory: str | None) -> None:
+    """Run the steps and print their losses, then the peak and the time."""
+    [name] = request.techniques
+    setting = _setting(request, source)
+    recipe = _recipe(name, request, setting)
+    cap_bytes = choose_cap(memory, setting.device)
+    _require_memory(setting, recipe)
+    terminal.echo(f"{report.headline(setting, dry=False)}\ntechnique: {name}\n")
+    with terminal.progress(steps + 2) as announce, memory_cap(cap_bytes):
+        try:
+            summary = _run(setting, recipe, steps, announce)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise UsageError(
+                f"{name} ran out of memory with {setting}; memlab plan --model {source.name} finds "
+                f"recipes that fit"
+            ) from error
+    terminal.echo(f"\n{summary}")
+
+
+def _setting(request: Request, source: Source) -> TransformersSetting:
+    for option, given in (("--kernels", request.kernels), ("--ranks", request.ranks)):
+        if given:
+            raise UsageError(
+                f"got {option} for {source.name}, a model of transformers; it works with memlab's "
+                f"own models only: leave it out"
+            )
+    size = Size(request.batch or 1, request.seq_len, request.image)
+    setting = TransformersSetting(Training(source, size), choose_device(request))
+    try:
+        str(setting)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return setting
+
+
+def _recipe(name: str, request: Request, setting: TransformersSetting) -> Recipe:
+    if request.dtype not in (None, "float32", "bfloat16"):
+        raise UsageError(f"got --dtype {quoted(request.dtype)}; give float32 or bfloat16")
+    try:
+        layers = adapted_layers(setting.training.skeleton, request.lora_targets or "all")
+    except ValueError as error:
+        raise UsageError(f"--lora-targets: {error}") from error
+    settings = {
+        "precision": request.dtype or "float32",
+        "rank": request.lora_rank or LORA_RANK,
+        "targets": layers,
+    }
+    try:
+        return recipe_named(name, **settings)
+    except ValueError as error:
+        raise UsageError(f"got --technique {quoted(name)}: {error}") from error
+
+
+def _require_memory(setting: TransformersSetting, recipe: Recipe) -> None:
+    """Check first: Linux overcommits memory and later kills the process without a message."""
+    if setting.device != "cpu":
+        return
+    memory = memory_of(torch.device("cpu"))
+    wanted = 4 * setting.parameters
+    if memory is None or wanted < memory[0]:
+        wanted = setting.dry_trace(recipe).peak_bytes
+    if memory is not None and wanted > memory[1]:
+        raise UsageError(
+            f"a step of {setting} needs {format_bytes(wanted)}; this machine has "
+            f"{format_bytes(memory[1])}; make it smaller, or use memlab measure --dry-run, which "
+            f"allocates nothing"
+        )
+
+
+def _run(setting: TransformersSetting, recipe: Recipe, steps: int, announce: Any) -> str:
+    announce("building")
+    losses: list[Tensor] = []
+    training = setting.build(recipe, on_loss=losses.append)
+    seconds = []
+    for number in range(1, steps + 1):
+        announce(f"step {number}")
+        started = time.perf_counter()
+        training.step()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        seconds.append(time.perf_counter() - started)
+        terminal.echo(f"step {number:>{len(str(steps))}}: loss {float(losses[-1]):.4f}")
+    typical = statistics.median(seconds[1:] or seconds)
+    announce("peak")
+    return (
+        f"loss: {float(losses[0]):.4f} in the first step, {float(losses[-1]):.4f} in the last, on "
+        f"the same random batch\n"
+        f"time: {typical:.3g} s per step\n"
+        f"peak: {_peak(setting, training)}"
+    )
+
+
+def _peak(setting: TransformersSetting, training: Any) -> str:
+    if setting.device != "cpu":
+        return (
+            f"{format_bytes(torch.accelerator.max_memory_allocated())} allocated, "
+            f"{format_bytes(torch.accelerator.max_memory_reserved())} reserved"
+        )
+    trace = measure(training.step, model=training.model, optimizer=training.optimizer)
+    return f"{format_bytes(trace.peak_bytes)}, measured in one more step"
