@@ -30,7 +30,8 @@ MODEL = (
 )
 ASSUME = (
     "Size to assume where a tensor's size depends on its values, as with boolean indexing: 'most' "
-    "selects every element, a fraction such as 0.15 that share. Only with --script."
+    "selects every element, a fraction such as 0.15 that share. imbalance:2 gives the busiest "
+    "expert of a mixture twice the average number of tokens. Only with --script."
 )
 KERNELS = (
     "Use the Triton kernels for flash-attention, chunked-loss, int8-activations, int4-activations, "
@@ -163,7 +164,7 @@ def measure_command(
             metavar="PATH.py:FUNCTION",
         ),
     ] = None,
-    assume: Annotated[str | None, typer.Option(help=ASSUME, metavar="most|FRACTION")] = None,
+    assume: Annotated[str | None, typer.Option(help=ASSUME, metavar="most|FRACTION|imbalance:N")] = None,
     lora_rank: adapter_options.Rank = None,
     lora_targets: adapter_options.Targets = None,
     kernels: Annotated[bool, typer.Option("--kernels", help=KERNELS)] = False,
@@ -444,7 +445,7 @@ def plan_command(
             metavar="PATH.py:FUNCTION",
         ),
     ] = None,
-    assume: Annotated[str | None, typer.Option(help=ASSUME, metavar="most|FRACTION")] = None,
+    assume: Annotated[str | None, typer.Option(help=ASSUME, metavar="most|FRACTION|imbalance:N")] = None,
     out: Annotated[
         str, typer.Option(help="Folder for the picture and the results.", metavar="FOLDER")
     ] = "work",

@@ -35,6 +35,7 @@ from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row
 from memlab.configs.targets import TARGETS
 from memlab.dry_runs.assumptions import ASSUMED, fraction_of
+from memlab.dry_runs.routing import ASSUMED_ROUTING, imbalance_of
 from memlab.dry_runs.fake_tensors import UNCOMPILED
 from memlab.trace import Trace
 from memlab.units import paragraph
@@ -86,7 +87,7 @@ def measure_script(request: Request) -> int:
 
 def assumed(trace: Trace) -> list[str]:
     """Return the notes to print in the first lines."""
-    return [note for note in trace.notes if note.startswith(ASSUMED) or note == UNCOMPILED]
+    return [note for note in trace.notes if note.startswith((ASSUMED, ASSUMED_ROUTING)) or note == UNCOMPILED]
 
 
 def _how(dry: bool, device: str | None) -> str:
@@ -103,10 +104,12 @@ def find_script(given: str, assume: str | None = None) -> Script:
     """Parse the path and the function's name, and check that the file exists."""
     try:
         fraction_of(assume)
+        imbalance_of(assume)
     except ValueError:
         raise UsageError(
-            f"got --assume {quoted(assume)}; give 'most' (every element is chosen) or a fraction "
-            f"above 0, up to 1"
+            f"got --assume {quoted(assume)}; give 'most' (every element is chosen), a fraction "
+            f"above 0, up to 1, or imbalance:N (tokens of the busiest expert, from 1 times the "
+            f"average)"
         ) from None
     path, _, function = given.rpartition(":")
     if not path.endswith(".py") or not function.isidentifier():

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from memlab.dry_runs.routing import IMBALANCE
 from memlab.metering.frames import user_line
 
 aten = torch.ops.aten
@@ -25,8 +26,9 @@ ASSUMED = "assumed where a size depends on values"  # the beginning of the note
 
 
 def fraction_of(assume: object) -> float | None:
-    """Return 1.0 for "most", a fraction unchanged and None for None; raise ValueError otherwise."""
-    if assume is None:
+    """Return 1.0 for "most", a fraction unchanged, and None for None and for an assumption on the
+    routing; raise ValueError otherwise."""
+    if assume is None or str(assume).startswith(IMBALANCE):
         return None
     if assume == "most":
         return 1.0
@@ -36,8 +38,8 @@ def fraction_of(assume: object) -> float | None:
         fraction = math.nan
     if not 0 < fraction <= 1:
         raise ValueError(
-            f'got assume={assume!r}; use "most" (every element is chosen) or a fraction above 0 '
-            f"and at most 1"
+            f'got assume={assume!r}; use "most" (every element is chosen), a fraction above 0 '
+            f'and at most 1, or "{IMBALANCE}2"'
         )
     return fraction
 

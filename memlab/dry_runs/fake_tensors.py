@@ -54,6 +54,7 @@ from memlab.dry_runs.fake_results import FakeResults
 from memlab.dry_runs.known_values import UNKNOWN
 from memlab.dry_runs.loaders import Loaders
 from memlab.dry_runs.oversized import enlarge
+from memlab.dry_runs.routing import Routing
 from memlab.dry_runs.validations import valid_answer
 from memlab.internals.replacing import replaced
 from memlab.internals.torch_internals import (
@@ -122,7 +123,9 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
     nothing.
 
     assume   the size of results that depends on values: "most" chooses every element, a fraction
-             that part of them; by default such results raise ValueError (assumptions.py)
+             that part of them; by default such results raise ValueError (assumptions.py).
+             "imbalance:2" gives the busiest expert of a mixture twice the average number of tokens;
+             by default every expert gets the same number (routing.py)
 
     Raises RuntimeError if a dry run is already active, and ValueError, with the line, for unknown
     shapes and for questions that only a real device can answer.
@@ -138,6 +141,7 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
                 f"the model and measure a step inside `with memlab.dry_run():`"
             )
         self._assumptions = Assumptions(assume)
+        self._routing = Routing(assume)
 
     def __enter__(self) -> "dry_run":
         if DryRun.active is not None:
@@ -198,6 +202,7 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
             *([STAND_IN_NOTE] if stands_in else []),
             *([UNCOMPILED] if self._is_uncompiled else []),
             *assumed,
+            *self._routing.notes(),
             *self._integer_note(),
             *loaded,
         )
@@ -321,11 +326,15 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
                 result = self._results.run(func, args, kwargs)
             enlarge(func, args, result)
             known_values.propagate(func, args, kwargs, result)
+            if func is aten.topk.default:
+                self._routing.assume(args[0], result[1])
         return result
 
     def _data_dependent_shape(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
         with DisableTorchFunction():
             result = known_values.fake_result(func, args, kwargs)
+            if result is not UNKNOWN and known_values.is_assumed((*args, *kwargs.values())):
+                self._routing.note_use()
             if result is UNKNOWN:
                 result = self._assumptions.result(func, args, kwargs)
         if result is None:
@@ -340,6 +349,8 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         """Return the result of an operator that reads values."""
         with DisableTorchFunction():
             result = known_values.compute(func, args, kwargs)
+            if result is not UNKNOWN and known_values.is_assumed((*args, *kwargs.values())):
+                self._routing.note_use()
         return self._answer(func, *args) if result is UNKNOWN else result
 
     def _compute_integer(self, func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> None:

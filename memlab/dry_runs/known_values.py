@@ -57,16 +57,21 @@ _EMPTY = frozenset(
         aten.new_empty_strided.default,
     }
 )
+# `one_hot` writes into int64 zeros.
+_ZEROS = frozenset({aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default})
 UNKNOWN: Any = object()  # the result of an operator that cannot be computed
 
 
 class _Values:
-    """The real storage of a fake one; `borrowed` if it belongs to the user's tensor."""
+    """The real storage of a fake one; `borrowed` if it belongs to the user's tensor, `assumed` if
+    its values follow from assumed ones."""
 
-    __slots__ = ("borrowed", "storage")
+    __slots__ = ("assumed", "borrowed", "storage")
 
-    def __init__(self, storage: torch.UntypedStorage, borrowed: bool) -> None:
-        self.storage, self.borrowed = storage, borrowed
+    def __init__(
+        self, storage: torch.UntypedStorage, borrowed: bool, assumed: bool = False
+    ) -> None:
+        self.storage, self.borrowed, self.assumed = storage, borrowed, assumed
 
 
 _NO_ELEMENTS = _Values(torch.UntypedStorage(0), borrowed=False)  # for tensors without elements
@@ -110,6 +115,24 @@ def as_list(tensor: torch.Tensor) -> Any:
     values = real(tensor)
     with without_modes():
         return values.tolist()
+
+
+def assume(fake: torch.Tensor, values: torch.Tensor) -> None:
+    """Give a fake tensor assumed values, which larger results also follow."""
+    with without_modes():
+        _store(fake, values, assumed=True)
+
+
+def is_assumed(arguments: Any) -> bool:
+    """Return whether the values of a tensor among the arguments follow from assumed ones."""
+    found = (_values_of(tensor) for tensor in _tensors(arguments))
+    return any(values is not None and values.assumed for values in found)
+
+
+def _mark_assumed(tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if (values := _values_of(tensor)) is not None:
+            values.assumed = True
 
 
 def borrow(fake: torch.Tensor, outside: torch.Tensor) -> None:
@@ -168,19 +191,20 @@ def _tensor_over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Ten
     )
 
 
-def _store(fake: Any, result: Any) -> None:
+def _store(fake: Any, result: Any, assumed: bool = False, *, large: bool = False) -> None:
     """Store a real result as the values of the fake one."""
     if isinstance(fake, (list, tuple)):
         for one, values in zip(fake, result, strict=True):
-            _store(one, values)
+            _store(one, values, assumed, large=large)
     elif isinstance(fake, FakeTensor) and isinstance(result, torch.Tensor):
         storage, own = fake.untyped_storage(), result.untyped_storage()
-        if _NAME in storage.__dict__ or not 0 < storage.nbytes() <= _LARGEST_STORAGE:
+        largest = 8 * _LARGEST_INPUT if assumed or large else _LARGEST_STORAGE
+        if _NAME in storage.__dict__ or not 0 < storage.nbytes() <= largest:
             return
         if own.nbytes() != storage.nbytes() or _layout(result) != _layout(fake):
             own = torch.UntypedStorage(storage.nbytes())
             _tensor_over(own, fake).copy_(result)
-        setattr(storage, _NAME, _Values(own, borrowed=False))
+        setattr(storage, _NAME, _Values(own, borrowed=False, assumed=assumed))
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -246,13 +270,19 @@ def _propagate_functional(func: Any, args: Any, kwargs: Any, result: Any) -> Non
                 return
             break
     made = _tensors((result,))
-    if sum(tensor.numel() for tensor in made) > BOUND:
+    count = sum(tensor.numel() for tensor in made)
+    if count > _LARGEST_INPUT:
         return
-    if all(map(is_known, _tensors((*args, *kwargs.values())))):
+    given = (*args, *kwargs.values())
+    if all(map(is_known, _tensors(given))):
+        assumed = is_assumed(given)
+        is_short = count <= BOUND or (func in _ZEROS and made[0].dtype is torch.int64)
+        if not (is_short or assumed):
+            return
         values = _run(func, args, kwargs)
         if values is not UNKNOWN:
             with without_modes():
-                _store(result, values)
+                _store(result, values, assumed, large=count > BOUND)
 
 
 def _propagate_in_place(func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -274,6 +304,8 @@ def _propagate_in_place(func: Any, args: Any, kwargs: Any, result: Any) -> None:
         or _run(func, args, kwargs) is UNKNOWN
     ):
         _clear(targets)
+    elif is_assumed(others):
+        _mark_assumed(targets)
 
 
 @functools.cache
@@ -313,7 +345,7 @@ def fake_result(func: Any, args: Any, kwargs: Any) -> Any:
         if result is not UNKNOWN:
             return result
     values = compute(func, args, kwargs)
-    return values if values is UNKNOWN else _to_fake(values)
+    return values if values is UNKNOWN else _to_fake(values, is_assumed((*args, *kwargs.values())))
 
 
 def _index(func: Any, tensor: torch.Tensor, indices: Any) -> Any:
@@ -323,7 +355,7 @@ def _index(func: Any, tensor: torch.Tensor, indices: Any) -> Any:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             expanded.append(index)
         elif is_known(index):
-            chosen = _to_fake(_run(aten.nonzero.default, (index,), {}))
+            chosen = _to_fake(_run(aten.nonzero.default, (index,), {}), is_assumed(index))
             expanded += [aten.select.int(chosen, 1, i) for i in range(index.dim())]
         else:
             return UNKNOWN
@@ -335,7 +367,7 @@ def _index(func: Any, tensor: torch.Tensor, indices: Any) -> Any:
 
 def _store_if_computed(func: Any, args: Any, result: Any) -> None:
     if result.numel() <= BOUND and (values := compute(func, args, {})) is not UNKNOWN:
-        _store(result, values)
+        _store(result, values, is_assumed(args))
 
 
 def _masked_select(func: Any, tensor: torch.Tensor, mask: torch.Tensor) -> Any:
@@ -367,16 +399,16 @@ _SHAPES: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _to_fake(values: Any) -> Any:
+def _to_fake(values: Any, assumed: bool = False) -> Any:
     """Return fake tensors with the real results' metadata and values."""
     if isinstance(values, (list, tuple)):
-        return tuple(map(_to_fake, values))
+        return tuple(_to_fake(one, assumed) for one in values)
     if not isinstance(values, torch.Tensor):
         return values
     fake = aten.empty_strided.default(values.shape, values.stride(), dtype=values.dtype)
     StorageBase.resize_(fake.untyped_storage(), values.untyped_storage().nbytes())
     with without_modes():
-        _store(fake, values)
+        _store(fake, values, assumed)
     return fake
 
 

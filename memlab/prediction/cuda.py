@@ -102,7 +102,8 @@ def predict(
     steps    the number of steps to run. The last is measured; the first allocates optimizer state
     lines    also record the Python line of each allocation (slower)
     assume   the size of results that depends on values: "most" chooses every element, a fraction
-             that part of them
+             that part of them, "imbalance:2" twice the average number of tokens for the busiest
+             expert of a mixture
 
     The Trace's notes list the kernels and the limits of the prediction. Raises TypeError for an
     invalid builder, and ValueError for an unknown device or anything that a dry run does not

@@ -13,8 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from memlab.dry_runs.assumptions import ASSUMED
+from memlab.dry_runs.routing import ASSUMED_ROUTING
 from memlab.planner.limits import largest
 from memlab.planner.measuring import Measured
+from memlab.planner.options import option_numbers
 from memlab.transformers_models.measuring import predicted
 from memlab.transformers_models.recipes import METHODS, STATE_BYTES, Recipe
 from memlab.transformers_models.tasks import Size, positions
@@ -112,22 +114,21 @@ class Option:
         return self.fits and bool(reserved) and reserved > self.budget_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Return numbers and text for JSON."""
-        found = self.measured
-        return {
-            "group": self.recipe.group,
-            "recipe": asdict(self.recipe),
-            "fixed_bytes": self.fixed_bytes,
-            "allocated_bytes": found and found.allocated_bytes,
-            "reserved_bytes": found and found.reserved_bytes,
-            "needed_bytes": self.needed_bytes,
-            "missing_bytes": self.missing_bytes,
-            "at_peak": found and found.at_peak,
-            "estimated_seconds": self.seconds,
-            "largest_batch": self.largest_batch,
-            "longest": self.longest,
-            "failure": self.failure,
-        }
+        """Return numbers and text for JSON, with the fields of memlab/cli/schema.json."""
+        return option_numbers(
+            self.recipe.words,
+            fits=self.fits,
+            measured=self.measured,
+            needed_bytes=self.needed_bytes,
+            missing_bytes=self.missing_bytes,
+            empties_cache=self.empties_cache,
+            group=self.recipe.group,
+            settings=asdict(self.recipe),
+            estimated_seconds=self.seconds and dict(self.seconds),
+            largest_batch=self.largest_batch,
+            longest_sequence=self.longest,
+            failure=self.failure,
+        )
 
 
 class Search:
@@ -171,7 +172,7 @@ class Search:
             needed_bytes=needed,
             measured=replace(found.measured, trace=None),  # it is long
             seconds=found.seconds,
-            notes=tuple(note for note in found.measured.trace.notes if note.startswith(ASSUMED)),
+            notes=tuple(note for note in found.measured.trace.notes if note.startswith((ASSUMED, ASSUMED_ROUTING))),
         )
 
     def with_limits(self, option: Option) -> Option:
