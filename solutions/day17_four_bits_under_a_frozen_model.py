@@ -46,7 +46,7 @@ from memlab.lora import add_lora
 from memlab.losses import chunked_cross_entropy
 from memlab.model import GPT, PRESETS
 from memlab.planner import memory_named
-from memlab.qlora import NF4Linear, add_qlora, prepare_for_low_bits
+from memlab.qlora import NF4Linear, add_qlora, prepare_for_low_bits, quantize_layers
 from memlab.quantize import dynamic_code, nf4_bytes, nf4_code, quantize_nf4
 from memlab.units import format_bytes
 
@@ -172,30 +172,27 @@ reveal("17.1", smaller_times=2 * 4096 * 4096 / codes_of_one,
 # A block of 64 neighboring weights is divided by its **absmax**, its largest |w|. That leaves
 # fractions from −1 to 1. Day 9's dynamic code spread its 256 values over seven decades, because
 # moments differ by as much. Weights don't. A model is initialized from a normal distribution, and
-# the QLoRA paper finds that trained weights are still nearly normal. Ours, after 60 steps:
+# the QLoRA paper finds that trained weights are still nearly normal. Ours, after 40 steps:
 
 # %%
 CONFIG = replace(PRESETS["tiny"], hidden_size=64, layers=2, kv_heads=4, intermediate_size=192)
 TEXT = source_bytes("256 KiB")
 
 
-def train(model, steps, lr, seed=1):
-    """Train on torch's own source; return the mean loss of the last five steps."""
+def train(model, steps, lr, seed=1, text=TEXT):
+    """Train on torch's own source."""
     weights = [w for w in model.parameters() if w.requires_grad]
-    optimizer, drawn, losses = optim.AdamW(weights, lr=lr), batches(TEXT, 8, 64, seed=seed), []
+    optimizer, drawn = optim.AdamW(weights, lr=lr), batches(text, 8, 64, seed=seed)
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = model(*next(drawn))
-        loss.backward()
+        model(*next(drawn)).backward()
         optimizer.step()
-        losses.append(loss.item())
-    return sum(losses[-5:]) / 5
 
 
 # %%
 torch.manual_seed(0)
 base = GPT(CONFIG)
-train(base, 60, lr=3e-3)
+train(base, 40, lr=3e-3)
 matrices = {name: w.detach() for name, w in base.blocks.named_parameters() if w.ndim == 2}
 of_std = torch.cat([(w / w.std()).flatten() for w in matrices.values()])
 for within in (1, 2):
@@ -237,7 +234,8 @@ levels = exercise("17.1", levels)
 # %% [markdown]
 # Zero must be a level, or no weight could be exactly 0 (padding, pruned weights). That leaves 15
 # levels, an odd number: 8 above and 7 below. At probability 1 the quantile would be infinite, so
-# the paper stops at `OUTERMOST`, half a part before the end.
+# the paper stops before it: `OUTERMOST` is 1 minus the mean of 1/32 and 1/30, half a part of 16 and
+# half a part of 15.
 
 # %%
 NF4, EVEN = levels(), torch.linspace(-1, 1, 16)
@@ -245,7 +243,7 @@ fractions = torch.cat([(b := w.view(-1, 64)) / b.abs().amax(1, keepdim=True)
                        for w in matrices.values()])  # fmt: skip
 fig, axes = plt.subplots(3, sharex=True, figsize=(9, 3.4), height_ratios=(5, 1, 1),
                          layout="constrained")  # fmt: skip
-axes[0].hist(fractions.flatten().tolist(), bins=101, color="#4477aa")
+axes[0].hist(fractions.flatten().numpy(), bins=101, color="#4477aa")
 axes[0].set(ylabel="weights", title="Weights as fractions of the absmax of their block of 64")
 for one, (name, table, colour) in zip(axes[1:], (("NF4", NF4, "C0"), ("even steps", EVEN, "C3")),
                                       strict=True):  # fmt: skip
@@ -331,9 +329,9 @@ same = torch.equal(decode(*encode(some)), rounded(some, NF4, 64))
 print(f"decode(encode(w)) is the same: {same}")
 
 # %% [markdown]
-# Three findings. NF4 is more exact than even steps, and at larger blocks clearly so. Smaller
-# blocks are more exact, and cost more bits: an absmax in float32 is 32 bits for each block. And an
-# outlier spoils its own block alone. At 64 that is a small share of the weights.
+# Three findings. From blocks of 64 on, NF4 is more exact than even steps. Smaller blocks are more
+# exact, and cost more bits: an absmax in float32 is 32 bits for each block. And an outlier spoils
+# its own block alone. At 64 that is a small share of the weights.
 
 # %% [markdown]
 # ## The scales cost half a bit
@@ -348,7 +346,7 @@ torch.manual_seed(0)
 matrix = 0.02 * torch.randn(1024, 1024)
 codes, absmax = encode(matrix)
 fig, axes = plt.subplots(figsize=(9, 2.6), layout="constrained")
-axes.hist(absmax.tolist(), bins=80, color="#4477aa")
+axes.hist(absmax.numpy(), bins=80, color="#4477aa")
 axes.axvline(absmax.mean().item(), color="#cc6677")
 axes.set(xlim=(0, None), xlabel="absmax of a block of 64", ylabel="blocks")
 _ = axes.set_title("All absmax values are positive, and near their mean (red)")
@@ -428,7 +426,7 @@ print(f"{error(matrix, decode(codes, restored)):.2%} with both")
 # `decode(codes, absmax)`, of shape (out_features, in). `x` is (..., in), in float32 or bfloat16;
 # decode gives float32, so cast W to the dtype of x, and in backward to that of the gradient. Result
 # and gradient have the dtype of x. Between forward and backward nothing is kept but `codes` and
-# `absmax`. Each pass decodes once.
+# `absmax`.
 
 
 # %%
@@ -539,18 +537,23 @@ print(f"the decoded weight, in bfloat16: {format_bytes(2 * rows * columns)}")
 # Yours has indices, values and products of the whole matrix at once. memlab decodes a chunk at a
 # time, into a buffer of the result's dtype: the decoded weight and little more. It is needed once,
 # not once per layer, so at 7B the difference is a few hundred MiB.
-#
+
+# %% [markdown]
 # ## Does it still learn?
 #
-# The base model in four bits, and then the same adapters beside exact and beside quantized weights,
-# on other parts of the text.
-
+# First the base model in four bits: how much does its loss change? Then another task: the same
+# text in capitals, which the base model has hardly seen. Adapters beside exact weights (LoRA) and
+# beside quantized ones (QLoRA) get 15 steps each.
 
 # %%
-def loss_of(model):
+# The letters a to z are the bytes 97 to 122.
+CAPITALS = torch.where((TEXT > 96) & (TEXT < 123), TEXT - 32, TEXT)
+
+
+def loss_of(model, text):
     with torch.no_grad():
-        drawn = batches(TEXT, 8, 64, seed=7)
-        return sum(model(*next(drawn)).item() for _ in range(8)) / 8
+        drawn = batches(text, 8, 64, seed=7)
+        return sum(model(*next(drawn)).item() for _ in range(4)) / 4
 
 
 def copy_of_base():
@@ -559,26 +562,27 @@ def copy_of_base():
     return model
 
 
-exact = loss_of(base)
-worse = {}
-for name, table in (("NF4", NF4), ("even steps", EVEN)):
-    model = copy_of_base()
-    for weight in model.blocks.parameters():
-        if weight.ndim == 2:
-            weight.data = rounded(weight.data, table, 64)
-    worse[name] = loss_of(model) / exact - 1
-print(f"in NF4 the loss is less than 2 % higher: {worse['NF4'] < 0.02}")
-print(f"in even steps it rises by more than in NF4: {worse['even steps'] > worse['NF4']}")
+quantized, of_base = copy_of_base(), {}
+quantize_layers(quantized)
+for name, text in {"the text": TEXT, "in capitals": CAPITALS}.items():
+    of_base[name] = loss_of(base, text)
+    change = loss_of(quantized, text) / of_base[name] - 1
+    print(f"{name}: four bits change the loss by less than 0.5 %: {abs(change) < 0.005}")
+whole = torch.cat([w.flatten() for w in matrices.values()])
+in_nf4, in_even = (error(whole, rounded(whole, table, 64)) for table in (NF4, EVEN))
+print(f"error of the weights: {in_nf4:.0%} in NF4; in even steps it is larger: {in_even > in_nf4}")
 
 # %%
-trained = {}
+learned = {}
 for name, add in (("LoRA", add_lora), ("QLoRA", add_qlora)):
     torch.manual_seed(1)
     model = copy_of_base()
     add(model, 4, where=lambda name: name.startswith("blocks."))
-    trained[name] = train(model, 20, lr=3e-3, seed=2)
-print(f"20 steps of LoRA take the loss below the base model's: {trained['LoRA'] < exact}")
-print(f"QLoRA ends within 2 % of LoRA: {abs(trained['QLoRA'] / trained['LoRA'] - 1) < 0.02}")
+    train(model, 15, lr=1e-2, seed=2, text=CAPITALS)
+    learned[name] = loss_of(model, CAPITALS)
+    gained = of_base["in capitals"] - learned[name]
+    print(f"{name}: the loss on capitals falls by more than 0.5: {gained > 0.5}")
+print(f"QLoRA ends within 1 % of LoRA: {abs(learned['QLoRA'] / learned['LoRA'] - 1) < 0.01}")
 
 # %% [markdown]
 # Four bits cost this model little, and the adapters train through them. (A small model proves
@@ -660,8 +664,9 @@ print(f"{known['others'] + known['adapters'] - usual['parameters']:,} bytes apar
 #
 # ## Why it still runs out of memory
 #
-# The 38 GiB are activations. These predictions are made by `tests/course/test_day17.py`, with every
-# block (each takes ten seconds); the first one you have just made.
+# The 38 GiB are activations. What takes them off? `tests/course/test_day17.py` makes these
+# predictions, for all blocks and with what the allocator reserves (each takes ten seconds). The
+# first one you have made above.
 
 
 # %%
@@ -672,18 +677,18 @@ class Predicted:
 
 
 STEPS = {
-    "the usual call, a plain loop": (Setup(), Predicted(46_870_235_648, 50_843_353_088)),
+    "the usual call, a plain loop": (Setup(), Predicted(46_870_235_648, 50_866_421_760)),
     "+ autocast": (Setup(autocast=True), Predicted(32_401_885_696, 34_886_123_520)),
     "+ checkpointing": (
         Setup(autocast=True, checkpointed=True), Predicted(8_988_346_880, 11_408_506_880)
     ),
     "+ logits in chunks": (
         Setup(autocast=True, checkpointed=True, chunked=True),
-        Predicted(8_201_064_448, 9_753_853_952),
+        Predicted(8_257_687_552, 9_753_853_952),
     ),
     "+ not prepared": (
         Setup(False, autocast=True, checkpointed=True, chunked=True),
-        Predicted(6_636_089_344, 7_728_005_120),
+        Predicted(6_726_266_880, 7_818_182_656),
     ),
 }  # fmt: skip
 CARDS = {"rtx4060": 8, "rtx4070": 12, "rtx4080": 16, "rtx4090": 24, "a6000": 48}
@@ -719,7 +724,8 @@ for row, (setup, step) in enumerate(STEPS.values()):
     for (part, color), count in zip(COLORS.items(), counts, strict=True):
         axes.barh(row, count / 2**30, left=left, color=color, label=None if row else part)
         left += count / 2**30
-    axes.text(left + 0.3, row, f"{left:.2f}", va="center", fontsize=9, backgroundcolor="white")
+    axes.text(left + 0.3, row, f"{left:.2f}", va="center", fontsize=9,
+              bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
 axes.set_yticks(range(len(STEPS)), list(STEPS))
 axes.set(xlabel="GiB allocated at the peak", xlim=(0, 49), ylim=(4.6, -1.1))
 axes.set_title("QLoRA, 7B, 4 × 1,024 tokens: the blue part is the same in each row")
@@ -729,35 +735,48 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # What happened in each row?
 #
-# 1. **float32 norms.** Their outputs are float32, and every activation after them. Preparation
-#    doubled the activations, not only the norms. Autocast casts them back.
+# 1. **float32 norms.** Their outputs are float32, and so is every activation after them. Under
+#    autocast, matmuls return bfloat16 again.
 # 2. **No checkpointing.** LoRA and four bits save no activation: gradients flow through every block
-#    down to its adapters.
-# 3. **Logits.** Cast to float32, with their gradient: three tensors of tokens × vocabulary.
-# 4. **Not prepared:** embedding, output layer and norms stay in bfloat16.
+#    down to the first adapter.
+# 3. **Logits in float32:** several tensors of tokens × vocabulary (Day 11).
+# 4. **Not prepared:** embedding, output layer and norms stay in bfloat16, and so do the block
+#    inputs that checkpointing keeps.
 
 # %% [markdown]
 # ### Longer texts, larger vocabularies
 #
 # With the fourth row's setup, what is left grows with the tokens of a step: block inputs, one block
-# at work, a chunk of logits. Without chunks the logits alone need 4 + 4 bytes (and 2 before the
-# cast) for each token and vocabulary entry:
+# at work, a chunk of logits. And without chunks? The meter says how many bytes `float32_loss` needs
+# for each token and vocabulary entry:
 
 # %%
-GROWN = {(1, 512): Predicted(5_587_910_656, 6_287_261_696),
+tokens, vocab = 256, 4096
+hidden = torch.randn(1, tokens, 8, dtype=torch.bfloat16).requires_grad_()
+head = torch.randn(vocab, 8, dtype=torch.bfloat16)  # frozen
+targets = torch.zeros(1, tokens, dtype=torch.long)
+per_logit = {}
+for name, loss in (("all logits", float32_loss), ("in chunks", chunked_cross_entropy)):
+    trace = memlab.measure(lambda loss=loss: loss(hidden, head, targets).backward())
+    before = hidden.nbytes + head.nbytes + targets.nbytes
+    per_logit[name] = (trace.peak_bytes - before) / (tokens * vocab)
+    print(f"{name}: {per_logit[name]:.1f} bytes for each token and vocabulary entry")
+
+# %%
+GROWN = {(1, 512): Predicted(5_587_845_120, 6_257_901_568),
          (4, 1024): STEPS["+ logits in chunks"][1],
-         (16, 1024): Predicted(17_982_115_840, 21_940_404_224),
-         (32, 1024): Predicted(31_023_517_696, 38_241_566_720)}  # fmt: skip
+         (16, 1024): Predicted(18_208_608_256, 21_940_404_224),
+         (32, 1024): Predicted(31_476_502_528, 38_241_566_720)}  # fmt: skip
 for (batch, length), step in GROWN.items():
     tokens = batch * length
-    logits = {v: (4 + 4 + 2) * tokens * v / 2**30 for v in (32_000, 128_256)}
+    logits = {v: per_logit["all logits"] * tokens * v / 2**30 for v in (32_000, 128_256)}
     print(f"{tokens:6,} tokens: allocated {format_bytes(step.allocated):>9}, ", end="")
     print(f"reserved {format_bytes(step.reserved):>9}: {fits(step.reserved)}")
-    print("    logits without chunks, by formula: ", end="")
+    print("    without chunks, logits for ", end="")
     print(", ".join(f"V = {v:,}: {gib:.2f} GiB" for v, gib in logits.items()))
 
 # %% [markdown]
-# At 512 tokens 7B fits on 8 GB; at 32,768 not on 24 GB, and its weights take a ninth of what is
+# At 512 tokens 7B fits on 8 GB; at 32,768 not on 24 GB, and its weights are a tenth of what is
 # there. "7B needs 6 GB with QLoRA" says nothing without the tokens of a step.
 #
 # ### An optimizer over all parameters
@@ -770,11 +789,11 @@ setups = {"all parameters, ends frozen": Setup(), "the ends trained, too": Setup
 for name, setup in setups.items():
     step, model, optimizer = qlora_step(little, setup, 1, 16, device="cpu")
     trace = memlab.measure(step, model=model, optimizer=optimizer)
-    learned = sum(w.numel() for w in model.parameters() if w.requires_grad)
-    frozen_weights = sum(w.numel() for w in model.parameters()) - learned
+    learning = sum(w.numel() for w in model.parameters() if w.requires_grad)
+    still = sum(w.numel() for w in model.parameters()) - learning
     state = trace.at_end["optimizer_state"] / 4  # elements
-    print(f"{name:28} {learned:6,} weights learn, {frozen_weights:6,} are frozen; ", end="")
-    print(f"state: {state / learned:.2f} numbers for each that learns")
+    print(f"{name:28} {learning:6,} weights learn, {still:6,} don't; ", end="")
+    print(f"state: {state / learning:.2f} elements for each that learns")
 ENDS = Predicted(11_119_053_312, 14_029_946_880)
 more = ENDS.allocated - STEPS["+ checkpointing"][1].allocated
 print(f"7B with both ends trained (third row's setup): {format_bytes(more)} more at the peak")
@@ -796,9 +815,9 @@ BEST = Setup(autocast=True, checkpointed=True, chunked=True)
 sixty_five = replace(seven, hidden_size=8_192, layers=80, heads=64, kv_heads=64,
                      intermediate_size=22_016)  # fmt: skip
 BIG = {
-    "13B, 4 × 1,024, the usual call": (Setup(), Predicted(73_493_654_016, 79_391_883_264)),
-    "13B, 4 × 1,024, this setup": (BEST, Predicted(13_468_512_256, 15_554_576_384)),
-    "65B, 1 × 512": (BEST, Predicted(40_259_117_056, 41_485_860_864)),
+    "13B, 4 × 1,024, the usual call": (Setup(), Predicted(73_493_654_016, 79_421_243_392)),
+    "13B, 4 × 1,024, this setup": (BEST, Predicted(13_539_815_424, 15_565_062_144)),
+    "65B, 1 × 512": (BEST, Predicted(40_258_396_160, 41_483_763_712)),
 }
 for name, (_, step) in BIG.items():
     print(f"{name:32}{format_bytes(step.allocated):>11}{format_bytes(step.reserved):>11}", end="")
@@ -810,8 +829,8 @@ for name, config in {"13B": thirteen, "65B": sixty_five}.items():
 
 # %% [markdown]
 # 13B, which has 24 GiB of weights in bfloat16, trains on a card of 16 GB, with 4,096 tokens in a
-# step. 65B needs 38.6 GiB on 48 GB, as the paper says, at 512 tokens: what is before the first
-# token takes nearly all of it.
+# step. 65B needs 38.6 GiB at 512 tokens, so 48 GB are enough, as the paper says. Nearly all of it
+# is there before the first token.
 
 # %% [markdown]
 # ## Explain the gap

@@ -46,19 +46,19 @@ def matmul(x: Tensor, codes: Tensor, absmax: Tensor, out_features: int) -> Tenso
 def _check_levels(answer: Callable[[], Tensor]) -> str:
     got, wanted = answer(), levels()
     is_tensor("levels()", got, dtype=torch.float32, shape=(16,))
-    falls = (got.diff() <= 0).nonzero().flatten().tolist()
-    if falls:
-        k = falls[0]
-        raise Wrong(
-            f"levels() is not sorted: entry {k} is {got[k]:.6g}, entry {k + 1} is {got[k + 1]:.6g}."
+    for k in (got.diff() <= 0).nonzero().flatten().tolist()[:1]:
+        require(
+            False,
+            f"levels() is not sorted: entry {k} is {got[k]:.6g}, entry {k + 1} is "
+            f"{got[k + 1]:.6g}.",
         )
     require((got == 0).any().item(), "levels() has no 0; wanted a level for weights of zero.")
     off = (~((got - wanted).abs() <= 1e-6)).nonzero().flatten().tolist()
-    if off:
-        k = off[0]
-        raise Wrong(
+    for k in off[:1]:
+        require(
+            False,
             f"levels(): entry {k} is {got[k]:.6g}; wanted {wanted[k]:.6g}. {len(off)} of 16 "
-            f"entries are wrong."
+            f"entries are wrong.",
         )
     return "16 levels from −1 to 1, at most 1e-6 off · zero is entry 7"
 
@@ -106,6 +106,12 @@ _LEVELS = Exercise(
         (
             "Take the quantiles at the upper ends of the parts. The lowest lower end is 0.5, whose "
             "quantile is 0 once more.",
+            (_ENDS, "range(count)"),
+        ),
+        (
+            "Eight parts have nine ends. These are seven parts, and the first end is 0.5, whose "
+            "quantile is 0 once more.",
+            (_QUANTILE, "NormalDist().inv_cdf(0.5 + (OUTERMOST - 0.5) / (count - 1) * i)"),
             (_ENDS, "range(count)"),
         ),
         (
@@ -219,7 +225,8 @@ def _require_absmax(call: str, weight: Tensor, absmax: Tensor) -> None:
     for n, block in enumerate(weight.flatten().float().split(BLOCK)):
         wanted, got = block.abs().max().item(), absmax[n].item()
         if got != wanted:
-            raise Wrong(f"{call}: the absmax of block {n} is {got:.4g}; wanted {wanted:.4g}.")
+            require(False, f"{call}: the absmax of block {n} is {got:.4g}; wanted {wanted:.4g}.")
+            return
 
 
 def _require_nearest_level(call: str, weight: Tensor, codes: Tensor) -> None:
@@ -231,11 +238,11 @@ def _require_nearest_level(call: str, weight: Tensor, codes: Tensor) -> None:
     nearest = (flat.view(-1, 1) - table * absmax.view(-1, 1)).abs().argmin(1)
     further = (got - flat).abs() - (table[nearest] * absmax - flat).abs()
     off = (further > 1e-6 * absmax).nonzero().flatten().tolist()
-    if off:
-        k = off[0]
-        raise Wrong(
+    for k in off[:1]:
+        require(
+            False,
             f"{call}: weight {k} is {flat[k] / absmax[k]:.4g} of its absmax and has code "
-            f"{indices[k]}; wanted {nearest[k]}. {len(off)} of {len(flat)} codes are wrong."
+            f"{indices[k]}; wanted {nearest[k]}. {len(off)} of {len(flat)} codes are wrong.",
         )
     zeros = indices[(flat == 0) & (indices != ZERO)]
     require(
@@ -290,6 +297,10 @@ _ENCODE = Exercise(
             (_PACKED, "second << 4 | first"),
         ),
         (
+            "+ binds more tightly than <<. Write (first << 4) + second, or first << 4 | second.",
+            (_PACKED, "first << 4 + second"),
+        ),
+        (
             "A byte has two neighbors, not one weight of each half: codes.view(-1, 2).",
             (_SPLIT, "first, second = codes.flatten().chunk(2)"),
         ),
@@ -300,6 +311,15 @@ _ENCODE = Exercise(
         (
             "This is the level below, not the nearest one. Compare with the middles.",
             (_NEAREST, "(torch.bucketize(fractions, table, right=True) - 1)"),
+        ),
+        (
+            "bucketize(fractions, table) gives the level above. Compare with the middles between "
+            "two levels, to get the nearest.",
+            (_NEAREST, "torch.bucketize(fractions, table)"),
+        ),
+        (
+            "The codes are numbered as if levels had even steps. Look for the nearest level.",
+            (_NEAREST, "((fractions + 1) * 7.5).round()"),
         ),
         (
             "The levels end at 1. Divide by the absmax before you look for the nearest.",
@@ -396,17 +416,18 @@ def _require_double(
     tolerance = 1e-6 * exact.max().item()  # differences of two rounded values
     for n, (one, right) in enumerate(zip(scales.tolist(), wanted_scales.tolist(), strict=True)):
         if not abs(one - right) <= tolerance:
-            raise Wrong(f"{call}: the scale of block {n} is {one:.4g}; wanted {right:.4g}.")
+            require(False, f"{call}: the scale of block {n} is {one:.4g}; wanted {right:.4g}.")
+            break
     table, each = codebook.double(), wanted_scales.repeat_interleave(ABSMAX_BLOCK)[: len(exact)]
     decoded = table[codes.long()] * each
     nearest = table[(centered.view(-1, 1) - table * each.view(-1, 1)).abs().argmin(1)] * each
     further = (decoded - centered).abs() - (nearest - centered).abs()
     off = (further > 4 * tolerance).nonzero().flatten().tolist()
-    if off:
-        k = off[0]
-        raise Wrong(
+    for k in off[:1]:
+        require(
+            False,
             f"{call}: {exact[k]:.4g} decodes to {decoded[k] + wanted_mean:.4g}; wanted "
-            f"{nearest[k] + wanted_mean:.4g}. {len(off)} of {len(exact)} values are wrong."
+            f"{nearest[k] + wanted_mean:.4g}. {len(off)} of {len(exact)} values are wrong.",
         )
     zero = table.abs().argmin().item()
     lost = codes[(each == 0) & (codes != zero)]
@@ -458,6 +479,15 @@ _DOUBLE = Exercise(
         (
             "Values below the mean are negative. A scale is the largest absolute value.",
             (_SCALES, "centered.amax(1)"),
+        ),
+        (
+            "The scale is that of the absmax values. Take the largest of what is left without the "
+            "mean.",
+            (_SCALES, "(centered + mean).amax(1)"),
+        ),
+        (
+            "These are even steps. Look for the nearest entry of the codebook.",
+            (_NEAREST_ENTRY, "((fractions * 127).round() + 127)"),
         ),
         (
             "The last block may be short. Pad it, and remove the padding at the end.",
@@ -597,6 +627,7 @@ def _check_forgotten(answer: MatmulFunction, case: MatmulCase) -> None:
         not saved,
         f"{call} saves {len(saved)} tensor{'s' * (len(saved) > 1)} for backward beside codes and "
         f"absmax, of shape {', '.join(map(str, saved))}.",
+        evidence=(call, "saved", len(saved)),
     )
     del out
 
@@ -658,6 +689,22 @@ _MATMUL = Exercise(
             "The decoded weight stays in memory until backward. Keep the codes, and decode again.",
             (_KEPT, "ctx.weight = decode(codes, absmax)"),
             ("decode(*ctx.weight)", "ctx.weight"),
+        ),
+        (
+            "This saves the decoded weight for backward, as autograd does where there is no "
+            "Function. Save the codes, and decode it once more.",
+            body(
+                "matmul",
+                "return x @ decode(codes, absmax).view(out_features, -1).to(x.dtype).T",
+            ),
+        ),
+        (
+            "x is (..., in) and W is (out, in): multiply by Wᵀ.",
+            (".view(out_features, -1).to(x.dtype).T", ".view(out_features, -1).to(x.dtype)"),
+        ),
+        (
+            "The gradient of x Wᵀ is gradient · W, without a transpose.",
+            ("weight.to(gradient.dtype)", "weight.to(gradient.dtype).T"),
         ),
         (
             "ctx.save_for_backward(x) keeps every layer's input, for a gradient that a frozen "
@@ -755,6 +802,17 @@ _HELD = Exercise(
             "Double quantization stores an absmax in one byte, not in four.",
             (" + blocks + ", " + 4 * blocks + "),
         ),
+        (
+            "This is without double quantization, which has a byte for each absmax, a scale for "
+            "256 of them, and a mean.",
+            (f"blocks + {_SCALES_BYTES} + 4", "4 * blocks"),
+        ),
+        (
+            "Round up: the last block may be short.",
+            ("blocks = -(-rows * columns // 64)", "blocks = rows * columns // 64"),
+            (_CODES, "rows * columns // 2"),
+            ("-(-blocks // 256)", "(blocks // 256)"),
+        ),
         ("Two codes share a byte.", (_CODES, "rows * columns")),
         ("Each matrix has a mean, too: 4 bytes.", (f"{_SCALES_BYTES} + 4", _SCALES_BYTES)),
         ("The scales are missing: 4 bytes for each 256 blocks.", (f" + {_SCALES_BYTES}", "")),
@@ -793,6 +851,11 @@ _HELD = Exercise(
         (
             "The adapters are in float32: 4 bytes, whatever the other weights have.",
             ("4 * adapters", "(4 if prepared else 2) * adapters"),
+        ),
+        (
+            "Adapters, their gradients and moments are in float32: 4 + 12 bytes for each.",
+            ("4 * adapters", "2 * adapters"),
+            ("12 * adapters", "6 * adapters"),
         ),
         (
             "The weights that are not quantized are frozen. They have no gradient and no moments.",
