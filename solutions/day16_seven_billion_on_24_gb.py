@@ -694,8 +694,8 @@ print(f"from {peaks[0]:.2f} GiB to {peaks[-1]:.2f}: {peaks[0] / peaks[-1]:.1f} t
 # bfloat16 (Day 4), Lion for Adam (Day 8), its moment in eight bits (Day 9). At all others it is the
 # same training, paid in time where it is paid at all.
 #
-# That is the course. What runs out of memory next will be yours: measure it first. And here are the
-# bytes of each stair:
+# What runs out of memory next will be yours: measure it first. (One day more, Day 17, is about
+# weights that are not trained.) And here are the bytes of each stair:
 
 # %%
 running_bill(16)

@@ -60,6 +60,12 @@ SIDE_BY_SIDE: dict[str, dict[str, str]] = {
         "chunked loss": "chunked-loss",
         "chunked loss, checkpointing": "checkpointing+chunked-loss",
     },
+    "day 17": {
+        "all weights": "plain",
+        "LoRA": "lora",
+        "QLoRA": "qlora",
+        "QLoRA, checkpointing": "checkpointing+qlora",
+    },
 }
 
 # Techniques timed against the plain step on an otherwise idle GPU.
