@@ -4,7 +4,7 @@
 # **Seven billion weights in four bits are 3.3 GiB. Why does training on top of them still run out
 # of memory?**
 #
-# After today you have built QLoRA: the sixteen numbers of NF4, the packing, double quantization,
+# After today you have built QLoRA: the sixteen values of NF4, the packing, double quantization,
 # and a frozen layer that keeps nothing for backward. You can also say what fills the card when the
 # weights don't.
 #
@@ -152,7 +152,7 @@ seven = PRESETS["llama-2-7b"]
 peak, usual = predicted(seven, Setup(), 4, 1024)
 for name, count in usual.items():
     if count > 2**20:
-        print(f"{name:21}{format_bytes(count):>12}")
+        print(f"{name:21}{format_bytes(count):>12}  {count / peak:4.0%}")
 
 # %%
 codes_of_one = nf4_bytes(4096 * 4096)  # of a matrix as large as 7B's query projection
@@ -770,14 +770,16 @@ GROWN = {(1, 512): Predicted(5_587_845_120, 6_257_901_568),
 for (batch, length), step in GROWN.items():
     tokens = batch * length
     logits = {v: per_logit["all logits"] * tokens * v / 2**30 for v in (32_000, 128_256)}
-    print(f"{tokens:6,} tokens: allocated {format_bytes(step.allocated):>9}, ", end="")
+    share = held_by(seven)["codes"] / step.allocated
+    print(f"{tokens:6,} tokens, weights {share:.0%}: allocated ", end="")
+    print(f"{format_bytes(step.allocated):>9}, ", end="")
     print(f"reserved {format_bytes(step.reserved):>9}: {fits(step.reserved)}")
     print("    without chunks, logits for ", end="")
     print(", ".join(f"V = {v:,}: {gib:.2f} GiB" for v, gib in logits.items()))
 
 # %% [markdown]
-# At 512 tokens 7B fits on 8 GB; at 32,768 not on 24 GB, and its weights are a tenth of what is
-# there. "7B needs 6 GB with QLoRA" says nothing without the tokens of a step.
+# At 512 tokens 7B fits on 8 GB. At 32,768 it doesn't fit on 24 GB, and the 4-bit weights are a
+# tenth of the peak. "7B needs 6 GB with QLoRA" says nothing without the tokens of a step.
 #
 # ### An optimizer over all parameters
 #
@@ -842,7 +844,7 @@ for name, config in {"13B": thirteen, "65B": sixty_five}.items():
 #
 # ## Held against bitsandbytes and peft
 #
-# All three are optional here: `pip install -e ".[oracles]"` in the repository's folder brings them.
+# Both are optional here: `pip install -e ".[oracles]"` in the repository's folder brings them.
 
 # %%
 import importlib
@@ -984,8 +986,8 @@ for claim, found in CLAIMS.items():
 # | one decoded weight | 2 · out · in, once |
 # | activations, logits | as in any training: checkpoint, chunk |
 #
-# Of "QLoRA runs out of memory" you can ask the right questions: how many tokens, checkpointed,
-# under autocast, which logits, and what is not frozen?
+# When QLoRA runs out of memory, you know what to ask. How many tokens are in a step? Is it
+# checkpointed, and under autocast? Are all logits there at once? What is not frozen?
 
 # %% [markdown]
 # ## The running bill
