@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from memlab.cli import adapter_options
+from memlab.cli import adapter_options, terminal
 from memlab.cli.errors import UsageError, escaped_line
 from memlab.cli.models import LIBRARY
 from memlab.cli.parsing import Command, Commands, integer_option, integer_parser
@@ -28,6 +28,11 @@ MODEL = (
     "a name listed below, a config.json in Hugging Face's format or its folder, or an id on the "
     "Hub such as Qwen/Qwen2.5-7B, whose config.json is in the local cache."
 )
+WIDE = "Print each row of a table on one line, even if it is longer than 80 columns."
+AS_JSON = (
+    "Print one JSON document instead of text; progress goes to standard error. Its fields are "
+    "described in memlab/cli/schema.json."
+)
 ASSUME = (
     "Size to assume where a tensor's size depends on its values, as with boolean indexing: 'most' "
     "selects every element, a fraction such as 0.15 that share. imbalance:2 gives the busiest "
@@ -37,6 +42,8 @@ KERNELS = (
     "Use the Triton kernels for flash-attention, chunked-loss, int8-activations, int4-activations, "
     "adam8bit and lion8bit. Needs CUDA."
 )
+# The parameters of `memlab plan` that can stand beside --script.
+WITH_SCRIPT = ("script", "memory", "margin", "device", "assume", "out", "wide", "as_json")
 IN_ASCII = {
     "×": "x",
     "█": "#",
@@ -164,18 +171,23 @@ def measure_command(
             metavar="PATH.py:FUNCTION",
         ),
     ] = None,
-    assume: Annotated[str | None, typer.Option(help=ASSUME, metavar="most|FRACTION|imbalance:N")] = None,
+    assume: Annotated[
+        str | None, typer.Option(help=ASSUME, metavar="most|FRACTION|imbalance:N")
+    ] = None,
     lora_rank: adapter_options.Rank = None,
     lora_targets: adapter_options.Targets = None,
     kernels: Annotated[bool, typer.Option("--kernels", help=KERNELS)] = False,
     out: Annotated[
         str, typer.Option(help="Folder for the pictures and the results.", metavar="FOLDER")
     ] = "work",
+    wide: Annotated[bool, typer.Option("--wide", help=WIDE)] = False,
+    as_json: Annotated[bool, typer.Option("--json", help=AS_JSON)] = False,
 ) -> None:
     """Show where the bytes of one training step go, and what each technique saves and costs.
 
     Without options, memlab picks a model that suits this machine and takes a minute or two.
     It measures the second step, because the first step creates the optimizer state.
+    The exit status is 0, or 1 if a technique failed, or 2 if an option is wrong.
 
     [bold]memlab measure --technique checkpointing --batch 8[/]
 
@@ -204,13 +216,21 @@ def measure_command(
         out=out,
     )
     _refuse_conflicts(request, context)
+    _refuse_wide_json(wide, as_json)
     if ranks is not None:
         from memlab.cli.ranks import measure_ranks as measure
     elif script is not None:
         from memlab.cli.script import measure_script as measure
     else:
         from memlab.cli.measure import measure_model as measure
-    raise typer.Exit(measure(request))
+    with terminal.style(wide=wide, as_json=as_json):
+        status = measure(request)
+    raise typer.Exit(status)
+
+
+def _refuse_wide_json(wide: bool, as_json: bool) -> None:
+    if wide and as_json:
+        raise UsageError("got --wide together with --json, which prints no table: leave one out")
 
 
 def _refuse_conflicts(request: Request, context: typer.Context) -> None:
@@ -303,6 +323,7 @@ def train_command(
 
     [bold]memlab train --model llama-2-7b --dtype bfloat16 --batch 1 --seq 2048 --memory 24GB \
 --technique checkpointing+lion8bit+step-in-backward+chunked-loss[/]
+
     """
     from memlab.cli.train import train
 
@@ -445,17 +466,26 @@ def plan_command(
             metavar="PATH.py:FUNCTION",
         ),
     ] = None,
-    assume: Annotated[str | None, typer.Option(help=ASSUME, metavar="most|FRACTION|imbalance:N")] = None,
+    assume: Annotated[
+        str | None, typer.Option(help=ASSUME, metavar="most|FRACTION|imbalance:N")
+    ] = None,
     out: Annotated[
         str, typer.Option(help="Folder for the picture and the results.", metavar="FOLDER")
     ] = "work",
+    wide: Annotated[bool, typer.Option("--wide", help=WIDE)] = False,
+    as_json: Annotated[bool, typer.Option("--json", help=AS_JSON)] = False,
 ) -> None:
     """Find the recipes with which a model's training fits into a given amount of memory.
 
     All recipes are compared by formula. The fastest ones are then predicted operator by
     operator, including reserved memory and the CUDA context, so a recipe reported to
     fit has been predicted to fit. No GPU is needed. The output ends with the command
-    that runs the training. The exit status is 1 if nothing fits.
+    that runs the training. The exit status is 0 if something fits, 1 if nothing fits, and
+    2 if an option is wrong.
+
+    For the largest batch and sequence length of a script, write its function with the
+    parameters batch (or batch_size) and seq (or seq_len), with defaults, such as
+    def build(batch=8, seq_len=1024), and use both for the inputs of the step.
 
     [bold]memlab plan --model llama-2-7b --memory 24GB[/]
 
@@ -465,7 +495,10 @@ def plan_command(
 
     [bold]memlab plan --script train.py:build --memory 16GiB[/]
     """
+    _refuse_wide_json(wide, as_json)
     if memory == "list":
+        if as_json:
+            raise UsageError("got --json together with the list of GPUs; leave --json out")
         from memlab.cli.gpu_list import show_gpus
 
         show_gpus()
@@ -473,41 +506,43 @@ def plan_command(
     if script is not None:
         from memlab.cli.plan_script import plan_script
 
-        script_options = ("script", "memory", "margin", "device", "assume", "out")
-        others = [n for n in context.params if n not in script_options]
+        others = [n for n in context.params if n not in WITH_SCRIPT]
         if given := ", ".join(_given(context, *others)):
             raise UsageError(
                 f"got --script together with {given}; a script brings its own model, batch and "
                 f"optimizer, and is planned for one GPU, so leave them out"
             )
-        raise typer.Exit(
-            plan_script(script, memory=memory, target=device, out=out, assume=assume, margin=margin)
-        )
+        with terminal.style(wide=wide, as_json=as_json):
+            status = plan_script(
+                script, memory=memory, target=device, out=out, assume=assume, margin=margin
+            )
+        raise typer.Exit(status)
 
     _require_script_for(assume, script)
     from memlab.cli.plan import plan_model
 
-    status = plan_model(
-        model=model,
-        memory=memory,
-        gpus=gpus,
-        batch=batch,
-        seq_len=seq,
-        precision=precision,
-        optimizer=optimizer,
-        group=_group(lora, qlora),
-        lora_rank=lora_rank,
-        lora_targets=lora_targets,
-        library=library,
-        image=image,
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-        count=count,
-        exact=exact,
-        target=device,
-        margin=margin,
-        out=out,
-    )
+    with terminal.style(wide=wide, as_json=as_json):
+        status = plan_model(
+            model=model,
+            memory=memory,
+            gpus=gpus,
+            batch=batch,
+            seq_len=seq,
+            precision=precision,
+            optimizer=optimizer,
+            group=_group(lora, qlora),
+            lora_rank=lora_rank,
+            lora_targets=lora_targets,
+            library=library,
+            image=image,
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
+            count=count,
+            exact=exact,
+            target=device,
+            margin=margin,
+            out=out,
+        )
     raise typer.Exit(status)
 
 

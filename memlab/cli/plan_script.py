@@ -1,36 +1,26 @@
 """`memlab plan --script`: predict whether your training fits, and which techniques make it fit."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from itertools import chain
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 from rich.table import Table
-from torch import nn
 
-import memlab
-from memlab.allocator.capacity import needed_bytes
 from memlab.cli import report, terminal
-from memlab.cli.errors import UsageError
+from memlab.cli.documents import room_numbers
 from memlab.cli.parsing import choose_folder
 from memlab.cli.plan import choose_memory
 from memlab.cli.plan_report import EMPTIES_CACHE, room, shares
-from memlab.cli.results import write
-from memlab.cli.rows import Announce, Row
-from memlab.cli.script import Script, assumed, find_script, measured, predicted
-from memlab.planner import Card, Memory
+from memlab.cli.results import write_script_plan
+from memlab.cli.rows import Row
+from memlab.cli.script import Script, assumed, find_script
+from memlab.cli.script_search import ScriptSearch, search, with_limits
+from memlab.cli.script_sizes import MOST
+from memlab.planner import Memory
 from memlab.planner.cards import budget_bytes
-from memlab.planner.outside import (
-    AS_IT_IS,
-    NO_ADAM,
-    NO_LAYERS,
-    ORDER,
-    Attempt,
-    Parts,
-    Places,
-    attempts,
-    find,
-)
+from memlab.planner.limits import MOST_PREDICTIONS
+from memlab.planner.measuring import summarized
+from memlab.planner.options import option_numbers, verdict
+from memlab.planner.outside import AS_IT_IS, NO_ADAM, NO_LAYERS, ORDER
 from memlab.planner.roofline import Roofline
 from memlab.trace import Trace
 from memlab.units import format_bytes, paragraph
@@ -50,119 +40,13 @@ def plan_script(
     gpu_memory, target = choose_memory(memory, target, margin)
     folder = choose_folder(out)
     budget = budget_bytes(gpu_memory, target)
-    with terminal.progress(3 * len(ORDER)) as announce:
+    with terminal.progress(3 * (len(ORDER) + 2 * MOST_PREDICTIONS)) as announce:
         found = search(script, target, budget, gpu_memory.card_for_costs, announce)
+        found = with_limits(found, script, target, budget, announce)
     _show(script, gpu_memory, target, budget, found)
-    write(found.rows, f"{script}, planned for {gpu_memory.name}", folder, stem="plan")
+    numbers = {"script": str(script), **room_numbers(gpu_memory, target)}
+    write_script_plan(found.rows, {**numbers, **_numbers(script, found, budget)}, folder)
     return 0 if found.chosen else 1
-
-
-class ScriptSearch(NamedTuple):
-    """The attempts up to the first that fits, and the places where techniques can be applied."""
-
-    rows: list[Row]
-    needed: dict[str, int]  # bytes that the device must have, by row
-    chosen: Attempt | None
-    places: Places
-    plain: Roofline | None  # times of the unmodified step; None on a CPU
-
-    @property
-    def has_times(self) -> bool:
-        """Return True if any estimated time can be compared."""
-        return any(row.estimated_time_ratio for row in self.rows)
-
-
-def search(
-    script: Script, target: str, budget: int, card: Card, announce: Announce
-) -> ScriptSearch:
-    """Predict one attempt after another until one fits. Combinations with a technique that needs
-    more memory by itself come last. A CPU gets no time estimates."""
-    found: list[Places] = []
-
-    def find_places(step: Callable[[], Any], model: nn.Module | None, optimizer: Any) -> Parts:
-        found.append(find(model, optimizer))
-        return step, model, optimizer
-
-    plain = None if target == "cpu" else Roofline(card)
-    trace = _trace(script, target, AS_IT_IS.name, find_places, plain, announce)
-    rows = [Row(AS_IT_IS.name, trace)]
-    needed = {AS_IT_IS.name: needed_bytes(trace, budget)}
-    [places] = found
-    if needed[AS_IT_IS.name] <= budget:
-        return ScriptSearch(rows, needed, AS_IT_IS, places, plain)
-    order = _Order(places)
-    for attempt in order:
-        changed = plain and Roofline(card)
-        try:
-            trace = _trace(script, target, attempt.name, attempt.applied, changed, announce)
-        except UsageError as error:
-            rows.append(Row(attempt.name, failure=str(error)))
-            order.failed(attempt)
-            continue
-        ratio = changed.total / plain.total if changed and plain.total else None
-        rows.append(Row(attempt.name, trace, estimated_time_ratio=ratio))
-        needed[attempt.name] = needed_bytes(trace, budget)
-        if needed[attempt.name] <= budget:
-            return ScriptSearch(rows, needed, attempt, places, plain)
-        if needed[attempt.name] > needed[AS_IT_IS.name]:
-            order.harmed(attempt)
-    return ScriptSearch(rows, needed, None, places, plain)
-
-
-class _Order:
-    """The attempts for a training, without those whose technique failed alone. Those whose
-    technique needs more memory by itself come last."""
-
-    def __init__(self, places: Places) -> None:
-        self._attempts = attempts(places)
-        self._failed: set[str] = set()
-        self._harmful: set[str] = set()
-
-    def __iter__(self) -> Iterator[Attempt]:
-        postponed: list[Attempt] = []
-        for attempt in chain(self._attempts, postponed):
-            names = {each.name for each in attempt.wrappers}
-            if self._failed & names:
-                continue
-            if self._harmful & names and attempt not in postponed:
-                postponed.append(attempt)
-                continue
-            yield attempt
-
-    def failed(self, attempt: Attempt) -> None:
-        """Leave out the technique from now on, if it was tried alone."""
-        if len(attempt.wrappers) == 1:
-            self._failed.add(attempt.name)
-
-    def harmed(self, attempt: Attempt) -> None:
-        """Try the technique last from now on, if it was tried alone."""
-        if len(attempt.wrappers) == 1:
-            self._harmful.add(attempt.name)
-
-
-def _trace(
-    script: Script,
-    target: str,
-    name: str,
-    change: Callable[..., Parts],
-    roofline: Roofline | None,
-    announce: Announce,
-) -> Trace:
-    """Predict the second step after a change to the training, and count its seconds."""
-
-    def counted(*parts: Any) -> Parts:
-        step, model, optimizer = change(*parts)
-        return (roofline.counted(step) if roofline else step), model, optimizer
-
-    announce_stage = partial(_announce_stage, announce, name)
-    if target == "cpu":
-        with memlab.dry_run(assume=script.assume):
-            return measured(script, None, announce_stage, counted)
-    return predicted(script, target, announce_stage, counted)
-
-
-def _announce_stage(announce: Announce, name: str, stage: str) -> None:
-    announce(f"{name}: {stage}")
 
 
 def _show(
@@ -179,6 +63,10 @@ def _show(
             terminal.echo(note)
     terminal.echo(f"{paragraph(room(memory, target))}\n")
     terminal.show_table(_table(found, budget))
+    if found.limits.remarks:
+        terminal.echo("\n" + "\n".join(map(paragraph, found.limits.remarks)))
+    if found.limits.batch or found.limits.length:
+        terminal.echo(f"\n{paragraph(_about_limits(script))}")
     if found.has_times:
         terminal.echo(f"\n{paragraph(_about_times(found.plain))}")
     for sentence in report.failures(found.rows):
@@ -186,6 +74,14 @@ def _show(
     for sentence in _remarks(found, budget):
         terminal.echo(f"\n{sentence}")
     terminal.echo("")
+
+
+def _about_limits(script: Script) -> str:
+    given = ", ".join(f"{size.name}={size.default}" for size in script.sizes.values())
+    return (
+        f"batch up to, length up to: predicted to fit, each with the others as by default "
+        f"({given}), the length in steps of 128; a little more may fit"
+    )
 
 
 def _about_times(plain: Roofline) -> str:
@@ -198,7 +94,7 @@ def _about_times(plain: Roofline) -> str:
 
 def _remarks(found: ScriptSearch, budget: int) -> Iterator[str]:
     """Say what was found, with the code that applies the techniques."""
-    rows, _, chosen, places, _ = found
+    rows, chosen, places = found.rows, found.chosen, found.places
     if len(rows) > 1 and not places.layers:
         yield paragraph(NO_LAYERS)
     if len(rows) > 1 and not places.is_adam:
@@ -231,20 +127,66 @@ def _indented(sentence: str, lines: list[str]) -> str:
 
 
 def _table(found: ScriptSearch, budget: int) -> Table:
-    lines = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("with", "allocated", "reserved", "left", *["time"] * found.has_times):
-        lines.add_column(title, justify="left" if title == "with" else "right", no_wrap=True)
-    for row in found.rows:
-        if row.trace is None:
-            lines.add_row(row.name, "failed")
-            continue
-        left = budget - found.needed[row.name]
-        reserved = row.trace.reserved_bytes
-        lines.add_row(
-            row.name,
-            format_bytes(row.trace.allocated_bytes),
-            "" if reserved is None else format_bytes(reserved),
-            format_bytes(left) if left >= 0 else f"lacks {format_bytes(-left)}",
-            *[f"{row.estimated_time_ratio or 1:.2f} ×"] * found.has_times,
-        )
-    return lines
+    lines = [_line(found, row, budget) for row in found.rows]
+    columns = ("with", "allocated", "reserved", "left", "time", "batch up to", "length up to")
+    return terminal.table_of({name: [line.get(name, "") for line in lines] for name in columns})
+
+
+def _line(found: ScriptSearch, row: Row, budget: int) -> dict[str, str]:
+    if row.trace is None:
+        return {"with": row.name, "allocated": "failed"}
+    left = budget - found.needed[row.name]
+    reserved = row.trace.reserved_bytes
+    time = f"{row.estimated_time_ratio or 1:.2f} ×" if found.has_times else ""
+    is_chosen = found.chosen is not None and row.name == found.chosen.name
+    return {
+        "with": row.name,
+        "allocated": format_bytes(row.trace.allocated_bytes),
+        "reserved": "" if reserved is None else format_bytes(reserved),
+        "left": format_bytes(left) if left >= 0 else f"lacks {format_bytes(-left)}",
+        "time": time,
+        "batch up to": _up_to("batch", found.limits.batch) if is_chosen else "",
+        "length up to": _up_to("length", found.limits.length) if is_chosen else "",
+    }
+
+
+def _up_to(what: str, number: int | None) -> str:
+    """Format a limit; "+" if larger ones were not tried."""
+    return f"{number:,}{'+' if number >= MOST[what] else ''}" if number else ""
+
+
+# ------------------------------------------------------------------ the plan as JSON
+
+
+def _numbers(script: Script, found: ScriptSearch, budget: int) -> dict[str, Any]:
+    """Return the plan's fields for JSON, without those of the memory."""
+    defaults = {what: size.default for what, size in script.sizes.items()}
+    notes = [*found.limits.remarks, *_last(found.rows).notes]
+    return {
+        "verdict": verdict(found.chosen is not None, found.chosen is AS_IT_IS),
+        "batch": defaults.get("batch"),
+        "seq_len": defaults.get("length"),
+        "bytes_as_it_is": found.needed[AS_IT_IS.name],
+        "chosen": None if found.chosen is None else len(found.rows) - 1,
+        "options": [_option_numbers(found, row, budget) for row in found.rows],
+        "notes": notes,
+    }
+
+
+def _option_numbers(found: ScriptSearch, row: Row, budget: int) -> dict[str, Any]:
+    if row.trace is None:
+        return option_numbers(row.name, fits=False, failure=row.failure)
+    needed = found.needed[row.name]
+    chosen = found.chosen if found.chosen is not None and row.name == found.chosen.name else None
+    return option_numbers(
+        row.name,
+        fits=needed <= budget,
+        measured=summarized(row.trace, extrapolated=False),
+        needed_bytes=needed,
+        missing_bytes=needed - budget,
+        empties_cache=needed <= budget < (row.trace.reserved_bytes or 0),
+        estimated_seconds=found.seconds.get(row.name),
+        largest_batch=found.limits.batch if chosen else None,
+        longest_sequence=found.limits.length if chosen else None,
+        code=[*chosen.lines, *chosen.lines_inside] if chosen else None,
+    )

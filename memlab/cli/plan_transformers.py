@@ -7,12 +7,13 @@ from textwrap import indent
 from typing import Any
 
 from memlab.cli import terminal
+from memlab.cli.documents import room_numbers
 from memlab.cli.errors import UsageError, quoted, suggestions
 from memlab.cli.parsing import choose_folder
 from memlab.cli.plan_report import EMPTIES_CACHE, room, shares
 from memlab.cli.results import write_breakdown
 from memlab.planner import Memory
-from memlab.planner.options import budget_bytes
+from memlab.planner.options import budget_bytes, verdict
 from memlab.planner.processes import processes
 from memlab.train.adapters import LORA_RANK
 from memlab.transformers_models.planning import MAX_SEQUENCES, Choice, Option, Search
@@ -38,7 +39,7 @@ def plan_transformers(
     write_breakdown(
         {option.title: option.measured for option in options if option.measured},
         f"{training}, in {memory.name}",
-        _numbers(training, memory, target, options),
+        _numbers(training, groups, memory, target, options),
         folder,
     )
     return 0 if any(option.fits for option in options) else 1
@@ -186,17 +187,36 @@ def _remarks(options: list[Option], first: Option | None) -> Iterator[str]:
 
 
 def _numbers(
-    training: Training, memory: Memory, target: str, options: list[Option]
+    training: Training,
+    groups: list[list[Recipe]],
+    memory: Memory,
+    target: str,
+    options: list[Option],
 ) -> dict[str, Any]:
+    """Return the plan's fields for JSON. The training as it is has the first recipe of all."""
+    chosen = next((number for number, option in enumerate(options) if option.fits), None)
+    as_it_is = options[0] if options[0].recipe == groups[0][0] else None
     return {
+        **room_numbers(memory, target),
+        "verdict": verdict(chosen is not None, as_it_is is not None and as_it_is.fits),
         "model": training.source.name,
-        "class": training.class_name,
-        "task": training.task.words,
+        "library": "transformers",
+        "parameters": sum(weight.numel() for weight in training.skeleton.parameters()),
         "batch": training.size.batch,
         "seq_len": training.completed_size.seq_len,
-        "target": target,
-        "memory": {"name": memory.name, "total_bytes": memory.total_bytes},
-        "budget_bytes": budget_bytes(memory, target),
-        "fits": [option.to_dict() for option in options if option.fits],
-        "does_not_fit": [option.to_dict() for option in options if not option.fits],
+        "bytes_as_it_is": as_it_is and as_it_is.needed_bytes,
+        "chosen": chosen,
+        "options": [_option_numbers(training, option) for option in options],
+        "notes": list(_notes(training, options)),
     }
+
+
+def _option_numbers(training: Training, option: Option) -> dict[str, Any]:
+    lines = code(option.recipe, training.task.auto_class, training.source.name)
+    return {**option.to_dict(), "code": list(lines) if option.fits else None}
+
+
+def _notes(training: Training, options: list[Option]) -> Iterator[str]:
+    """Yield what the predictions assumed."""
+    yield f"{training.class_name}, {training.described}"
+    yield from dict.fromkeys(note for option in options for note in option.notes)

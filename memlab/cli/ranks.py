@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from memlab.cli import report, terminal
 from memlab.cli.choices import choose_setting, choose_techniques
@@ -27,6 +28,14 @@ class RankRow(Row):
     states_bytes: int | None = None
     sent_bytes: int | None = None
     gathered: tuple[str, ...] = ()
+
+    def more_numbers(self) -> dict[str, Any]:
+        """Return the numbers of a rank, for JSON."""
+        return {
+            "model_states_bytes": self.states_bytes,
+            "sent_bytes": self.sent_bytes,
+            "gathered": list(self.gathered),
+        }
 
 
 def measure_ranks(request: Request) -> int:

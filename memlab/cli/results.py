@@ -2,22 +2,17 @@
 
 import importlib.util
 import json
-import math
-import platform
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from memlab.allocator import simulate
+from memlab.cli.documents import measure_document, plan_document
 from memlab.cli.errors import UsageError
 from memlab.cli.rows import Row
-from memlab.cli.terminal import echo
+from memlab.cli.terminal import note, show_document
 from memlab.internals.files import write_beside
 from memlab.planner import Measured, Plan
 from memlab.trace import Event, Trace
@@ -26,66 +21,59 @@ from memlab.units import paragraph
 Drawing = Callable[[Any], Any]  # takes the module memlab.plot, returns a figure
 
 
-def write(
-    rows: Sequence[Row],
-    title: str,
-    folder: Path,
-    predicted: Sequence[Row] = (),
-    stem: str = "measure",
-) -> None:
-    """Write the results and, if matplotlib is installed, the pictures."""
-    drawings = _drawings([row for row in rows if row.trace is not None], predicted, title)
-    _write_all(
-        f"{stem}.json",
-        lambda path: _write_numbers(rows, predicted, title, path),
-        {f"{stem}{name}.png": draw for name, draw in drawings.items()},
-        folder,
-    )
+def write(rows: Sequence[Row], title: str, folder: Path, predicted: Sequence[Row] = ()) -> None:
+    """Write a measurement's document and, if matplotlib is installed, the pictures."""
+    document = measure_document(title, rows, predicted)
+    _write_all("measure", document, _drawings(rows, predicted, title), folder)
 
 
-def _write_all(
-    numbers: str, write_numbers: Callable[[Path], None], drawings: dict[str, Drawing], folder: Path
-) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        echo("no pictures: matplotlib is not installed; run pip install matplotlib")
-        drawings = {}
-    names = [numbers, *drawings]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as files:
-            beside = {name: files.enter_context(write_beside(folder / name)) for name in names}
-            write_numbers(beside[numbers])
-            for name, draw in drawings.items():
-                _draw(draw, beside[name])
-    except OSError as error:
-        raise UsageError(f"writing to {folder} failed: {error}") from error
-    echo(paragraph("written: " + ", ".join(str(folder / name) for name in names)))
+def write_script_plan(rows: Sequence[Row], numbers: Mapping[str, Any], folder: Path) -> None:
+    """Write the plan of a script, with pictures of its attempts as of a measurement."""
+    title = f"{numbers['script']}, planned for {numbers['memory']['name']}"
+    _write_all("plan", plan_document(title, numbers), _drawings(rows, (), title), folder)
 
 
 def write_plan(plan: Plan, folder: Path) -> None:
-    """Write a plan's results and, if matplotlib is installed, a picture."""
+    """Write a plan's document and, if matplotlib is installed, a picture."""
     listed = [*plan.options, *([plan.miss] if plan.miss else [])]
     title = f"{plan.model}, {plan.batch} × {plan.seq_len} tokens, in {plan.memory.name}"
     measured = {o.recipe.words: o.measured for o in listed if o.measured}
-    write_breakdown(measured, title, plan.to_dict(), folder)
+    write_breakdown(measured, title, {"library": "memlab", **plan.to_dict()}, folder)
 
 
 def write_breakdown(
-    measured: dict[str, Measured], title: str, numbers: dict[str, Any], folder: Path
+    measured: Mapping[str, Measured], title: str, numbers: Mapping[str, Any], folder: Path
 ) -> None:
-    """Write a plan's numbers, and a picture of the peaks with the limit `budget_bytes`."""
+    """Write a plan's document, and a picture of the peaks with the limit `budget_bytes`."""
     traces = {name: _peak_trace(found) for name, found in measured.items()}
     drawings: dict[str, Drawing] = {}
     if traces:
-        drawings["plan.png"] = lambda plot: plot.breakdown(
+        drawings[""] = lambda plot: plot.breakdown(
             traces, title=title, limit_bytes=numbers["budget_bytes"]
         )
-    _write_all(
-        "plan.json",
-        lambda path: _write_json(path, {"what": title, **numbers}),
-        drawings,
-        folder,
-    )
+    _write_all("plan", plan_document(title, numbers), drawings, folder)
+
+
+def _write_all(
+    stem: str, document: Mapping[str, Any], drawings: Mapping[str, Drawing], folder: Path
+) -> None:
+    """Write the document and the drawings, by their suffix; with `--json`, also print it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        note("no pictures: matplotlib is not installed; run pip install matplotlib")
+        drawings = {}
+    names = [f"{stem}.json", *(f"{stem}{suffix}.png" for suffix in drawings)]
+    text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as files:
+            first, *others = [files.enter_context(write_beside(folder / name)) for name in names]
+            first.write_text(text, encoding="utf-8")
+            for draw, path in zip(drawings.values(), others, strict=True):
+                _draw(draw, path)
+    except OSError as error:
+        raise UsageError(f"writing to {folder} failed: {error}") from error
+    note(paragraph("written: " + ", ".join(str(folder / name) for name in names)))
+    show_document(document)
 
 
 def _peak_trace(measured: Measured) -> Trace:
@@ -99,9 +87,10 @@ def _peak_trace(measured: Measured) -> Trace:
     )
 
 
-def _drawings(rows: Sequence[Row], predicted: Sequence[Row], title: str) -> dict[str, Drawing]:
+def _drawings(all_rows: Sequence[Row], predicted: Sequence[Row], title: str) -> dict[str, Drawing]:
     """Return the figures by the suffix of their file: the peaks, the plain step's timeline, and the
     allocator's blocks on CUDA."""
+    rows = [row for row in all_rows if row.trace is not None]
     plain = f"{rows[0].name}: {title}"
     drawings: dict[str, Drawing] = {
         "": lambda plot: plot.breakdown({r.name: r.trace for r in rows}, title=title),
@@ -119,52 +108,3 @@ def _draw(draw: Drawing, path: Path) -> None:
     from memlab import plot  # imported late: measuring does not need matplotlib
 
     plot.save(draw(plot), path)
-
-
-def _write_numbers(rows: Sequence[Row], predicted: Sequence[Row], title: str, path: Path) -> None:
-    numbers = {"rows": list(map(_numbers, rows)), "on_cuda": list(map(_numbers, predicted))}
-    _write_json(path, {"what": title, **numbers})
-
-
-def _write_json(path: Path, numbers: dict[str, Any]) -> None:
-    """Write the numbers with the date, machine and versions."""
-    where = {
-        "date": date.today().isoformat(),
-        "machine": f"{platform.system()} {platform.machine()}",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    what = {"what": numbers.pop("what"), **where, **numbers}
-    path.write_text(json.dumps(what, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _numbers(row: Row) -> dict[str, Any]:
-    return {
-        "technique": row.name,
-        **({} if row.trace is None else _bytes_of(row.trace)),
-        "seconds": row.seconds,
-        "time_ratio": row.time_ratio,
-        "time_ratios": row.time_ratios,
-        "estimated_time_ratio": row.estimated_time_ratio,
-        "gradient_difference": _json_number(row.gradient_difference),
-        "largest_gradient": _json_number(row.largest_gradient),
-        "failure": row.failure,
-        "dry_for": row.dry_for,
-    }
-
-
-def _bytes_of(trace: Trace) -> dict[str, Any]:
-    return {
-        "device": trace.device,
-        "dry": trace.dry,
-        "peak_bytes": trace.peak_bytes,
-        "peak_in": trace.peak_phase,
-        "at_peak": trace.at_peak,
-        "memory": asdict(trace.memory),
-        "notes": trace.notes,
-    }
-
-
-def _json_number(number: float | None) -> float | str | None:
-    """Return nan and infinity as text, because JSON lacks them."""
-    return number if number is None or math.isfinite(number) else str(number)

@@ -52,6 +52,10 @@ class Row:
         """Return the median of the rounds, which one disturbed round does not change."""
         return statistics.median(self.time_ratios) if self.time_ratios else None
 
+    def more_numbers(self) -> dict[str, Any]:
+        """Return the numbers that only this kind of row has, for JSON."""
+        return {}
+
 
 def silent(stage: str) -> None:
     """Announce nothing."""

@@ -9,9 +9,9 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -33,10 +33,11 @@ from memlab.cli.parsing import choose_folder
 from memlab.cli.requests import Request
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row
+from memlab.cli.script_sizes import Size, sizes_of
 from memlab.configs.targets import TARGETS
 from memlab.dry_runs.assumptions import ASSUMED, fraction_of
-from memlab.dry_runs.routing import ASSUMED_ROUTING, imbalance_of
 from memlab.dry_runs.fake_tensors import UNCOMPILED
+from memlab.dry_runs.routing import ASSUMED_ROUTING, imbalance_of
 from memlab.trace import Trace
 from memlab.units import paragraph
 
@@ -50,6 +51,8 @@ class Script:
     path: Path
     function: str
     assume: str | None = None  # for sizes that depend on values in a dry run
+    arguments: Mapping[str, int] = field(default_factory=dict)  # of the function
+    sizes: dict[str, Size] = field(default_factory=dict)  # that it takes, known once it has run
 
     def __str__(self) -> str:
         return f"{self.path}:{self.function}"
@@ -87,7 +90,11 @@ def measure_script(request: Request) -> int:
 
 def assumed(trace: Trace) -> list[str]:
     """Return the notes to print in the first lines."""
-    return [note for note in trace.notes if note.startswith((ASSUMED, ASSUMED_ROUTING)) or note == UNCOMPILED]
+    return [
+        note
+        for note in trace.notes
+        if note.startswith((ASSUMED, ASSUMED_ROUTING)) or note == UNCOMPILED
+    ]
 
 
 def _how(dry: bool, device: str | None) -> str:
@@ -138,7 +145,7 @@ def measured(
     """Measure the second step of the user's training, optionally changed, on this machine."""
     with _as_python_runs_it(script.path), _as_usage_errors(script):
         announce("building")
-        step, model, optimizer = change(*_parts(_load(script)(), script))
+        step, model, optimizer = change(*_parts(_called(script), script))
         announce("first step")
         step()
         announce("measured step")
@@ -152,7 +159,7 @@ def predicted(
 
     def build() -> tuple[Callable[[], Any], torch.nn.Module | None, Any]:
         announce("building")
-        step, model, optimizer = change(*_parts(_load(script)(), script))
+        step, model, optimizer = change(*_parts(_called(script), script))
         stages = iter(("first step", "predicted step"))
 
         def announced() -> None:
@@ -238,6 +245,13 @@ def _load(script: Script) -> Callable[[], Any]:
             f"got --script {script}; {script.path} has no function {script.function}{there}"
         )
     return function
+
+
+def _called(script: Script) -> Any:
+    """Load and call the function."""
+    function = _load(script)
+    script.sizes.update(sizes_of(function, str(script)))
+    return function(**script.arguments)
 
 
 def _is_offered(name: str, value: Any, module: str) -> bool:

@@ -1,14 +1,23 @@
 """Terminal output: lines, tables and progress. Output to a file is handled, too.
 
+With `--json`, a command prints one JSON document instead of text (memlab/cli/documents.py).
+
 This module does not import torch, so hints and usage errors appear at once.
 """
 
+import json
+import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
 from itertools import count
+from typing import Any, TextIO
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -16,14 +25,75 @@ from rich.table import Table
 from memlab.units import WIDTH
 
 # A wide console keeps rich from truncating numbers; the terminal wraps long lines itself.
-console = Console(highlight=False, emoji=False, width=200)
+console = Console(highlight=False, emoji=False, width=10_000)
 
 SECONDS_BETWEEN_LINES = 2.0  # for output without a progress bar
 
 
-def echo(text: str) -> None:
-    """Print the text unchanged, without markup or line breaks."""
+@dataclass(frozen=True)
+class Style:
+    """How a command prints its results.
+
+    wide        a row of a table is one line, however long
+    documents   the stream for a JSON document, which replaces all text; None: print text
+    """
+
+    wide: bool = False
+    documents: TextIO | None = None
+
+
+_TEXT = Style()
+_style: ContextVar[Style] = ContextVar("style", default=_TEXT)
+
+
+@contextmanager
+def style(*, wide: bool = False, as_json: bool = False) -> Iterator[None]:
+    """Print results in this style. With `as_json`, standard output gets JSON documents only, and
+    whatever else is printed there, also by a user's script, goes to standard error."""
+    with _documents_only() if as_json else nullcontext() as documents:
+        token = _style.set(Style(wide, documents))
+        try:
+            yield
+        finally:
+            _style.reset(token)
+
+
+@contextmanager
+def _documents_only() -> Iterator[TextIO]:
+    """Yield standard output, and send what others print there to standard error."""
+    stdout = sys.stdout
+    try:
+        descriptor, errors = stdout.fileno(), sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):  # not a file, as in a notebook
+        with redirect_stdout(sys.stderr):
+            yield stdout
+        return
+    stdout.flush()
+    with open(os.dup(descriptor), "w", encoding="utf-8") as documents:
+        os.dup2(errors, descriptor)  # other processes and C code write to the descriptor
+        try:
+            yield documents
+        finally:
+            with suppress(OSError, ValueError):  # a script may have closed it
+                sys.stdout.flush()
+            os.dup2(documents.fileno(), descriptor)
+
+
+def show_document(document: Mapping[str, Any]) -> None:
+    """With `--json`, print the document."""
+    if stream := _style.get().documents:
+        print(json.dumps(document, indent=1, allow_nan=False), file=stream, flush=True)
+
+
+def note(text: str) -> None:
+    """Print a remark on the run itself. With `--json`, it goes to standard error."""
     console.print(text, markup=False, soft_wrap=True)
+
+
+def echo(text: str) -> None:
+    """Print the text unchanged, without markup or line breaks. With `--json`, print nothing."""
+    if _style.get().documents is None:
+        note(text)
 
 
 @contextmanager
@@ -63,24 +133,39 @@ def _lines(stages: int) -> Callable[[str], None]:
 
 
 def show_table(table: Table) -> None:
-    """Print a table. If it is wider than WIDTH, print each row's name above its figures."""
-    if console.measure(table).maximum <= WIDTH:
+    """Print a table. If it is wider than WIDTH, print each row's name above its figures, unless the
+    user wants wide tables."""
+    if _style.get().documents is not None:
+        return
+    if _style.get().wide or console.measure(table).maximum <= WIDTH:
         console.print(table)
         return
-    title, *others = table.columns
-    figures = Table.grid(padding=(0, 2, 0, 0))
-    for _ in others:
-        figures.add_column(justify="right", no_wrap=True)
-    for cells in zip(*((column.header, *column.cells) for column in others), strict=True):
-        figures.add_row(*cells)
-    for name, line in zip((title.header, *title.cells), _lines_of(figures), strict=True):
-        echo(f"{name}\n  {line.rstrip()}" if line.strip() else name)  # or a heading
+    title, *others = ([column.header, *column.cells] for column in table.columns)
+    for name, lines in zip(title, _figures(others), strict=True):
+        echo("\n".join([*_wrapped(name), *lines]))
 
 
-def _lines_of(table: Table) -> list[str]:
-    with console.capture() as printed:
-        console.print(table)
-    return printed.get().splitlines()
+def _figures(columns: list[list[str]]) -> Iterator[list[str]]:
+    """Yield the lines with each row's figures, which have as many lines as WIDTH requires."""
+    widths = [max(map(cell_len, column)) for column in columns]
+    for row in zip(*columns, strict=True):
+        lines = [""]
+        for cell, width in zip(row, widths, strict=True):
+            if cell_len(lines[-1]) + 2 + width > WIDTH and lines[-1]:
+                lines.append("")
+            lines[-1] += "  " + " " * (width - cell_len(cell)) + cell
+        yield [line.rstrip() for line in lines if line.strip()]  # a heading has no figures
+
+
+def _wrapped(name: str) -> list[str]:
+    """Break a long name after a comma, a space or a plus sign."""
+    indent = " " * (len(name) - len(name.lstrip()))
+    lines = [indent]
+    for part in re.findall(r"[^ +]+[ +]*", name):
+        if cell_len(lines[-1] + part.rstrip()) > WIDTH and lines[-1].strip():
+            lines.append(f"{indent}    ")
+        lines[-1] += part
+    return [line.rstrip() for line in lines]
 
 
 def table_of(columns: Mapping[str, Sequence[str]]) -> Table:

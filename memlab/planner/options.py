@@ -12,6 +12,46 @@ from memlab.planner.recipes import Recipe
 from memlab.units import format_bytes
 
 AS_IT_IS = Recipe(precision="float32")  # torch's defaults: AdamW, no techniques
+RESERVED = 0.1  # of a peak by formula: allowance for reserved bytes beyond it
+
+
+def verdict(fits: bool, fits_as_it_is: bool) -> str:
+    """Return a plan's result in words; the second argument only matters if something fits."""
+    if not fits:
+        return "does not fit"
+    return "fits" if fits_as_it_is else "fits with another recipe"
+
+
+def option_numbers(
+    recipe: str,
+    *,
+    fits: bool,
+    measured: Measured | None = None,
+    needed_bytes: int | None = None,
+    missing_bytes: int | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Return one option's numbers and text for JSON, with the fields of memlab/cli/schema.json.
+
+    The fields of `more` are null if they are left out.
+    """
+    others = (
+        *("group", "settings", "estimated_seconds", "by_formula", "largest_batch"),
+        *("longest_sequence", "command", "code", "failure"),
+    )
+    return {
+        "recipe": recipe,
+        "fits": fits,
+        "predicted": measured is not None,
+        "allocated_bytes": measured and measured.allocated_bytes,
+        "reserved_bytes": measured and measured.reserved_bytes,
+        "needed_bytes": needed_bytes,
+        "missing_bytes": missing_bytes,
+        "at_peak": measured and dict(measured.at_peak),
+        "empties_cache": False,
+        **dict.fromkeys(others),
+        **more,
+    }
 
 
 @dataclass(frozen=True)
@@ -112,9 +152,16 @@ class Plan:
             )
         return command(self, chosen.recipe)
 
+    @property
+    def fits_as_it_is(self) -> bool:
+        """Whether a training without techniques fits by formula, with an allowance for reserved
+        memory."""
+        return (1 + RESERVED) * self.bytes_as_it_is <= self.budget_bytes
+
     def to_dict(self) -> dict[str, Any]:
-        """Return numbers and text for JSON."""
+        """Return numbers and text for JSON, with the fields of memlab/cli/schema.json."""
         return {
+            "verdict": verdict(self.best is not None, self.fits_as_it_is),
             "model": self.model,
             "parameters": self.config.parameters,
             "memory": {"name": self.memory.name, "total_bytes": self.memory.total_bytes},
@@ -125,27 +172,27 @@ class Plan:
             "seq_len": self.seq_len,
             "target": self.target,
             "bytes_as_it_is": self.bytes_as_it_is,
-            "fits": [self._numbers(option) for option in self.options],
-            "fits_by_formula": [self._numbers(option) for option in self.others],
-            "does_not_fit": None if self.miss is None else self._numbers(self.miss),
-            "not_tried": list(self.failures),
+            "chosen": 0 if self.best else None,
+            "options": [self._numbers(option) for option in self._shown()],
+            "notes": list(self.failures),
         }
 
     def _numbers(self, option: Option) -> dict[str, Any]:
-        found = option.measured
-        return {
-            "recipe": asdict(option.recipe),
-            "allocated_bytes": found and found.allocated_bytes,
-            "reserved_bytes": found and found.reserved_bytes,
-            "needed_bytes": option.needed_bytes,
-            "at_peak": found and found.at_peak,
-            "missing_bytes": option.missing_bytes,
-            "by_formula": option.candidate.estimate.moments,
-            "estimated_seconds": option.candidate.seconds,
-            "largest_batch": option.largest_batch,
-            "longest": option.longest,
-            "command": None if option.recipe.by_formula_only else self.command(option),
-        }
+        return option_numbers(
+            option.recipe.words,
+            fits=option.fits,
+            measured=option.measured,
+            needed_bytes=option.needed_bytes,
+            missing_bytes=option.missing_bytes,
+            empties_cache=option.empties_cache,
+            group=option.recipe.group,
+            settings=asdict(option.recipe),
+            by_formula=option.candidate.estimate.moments,
+            estimated_seconds=dict(option.candidate.seconds),
+            largest_batch=option.largest_batch,
+            longest_sequence=option.longest,
+            command=None if option.recipe.by_formula_only else self.command(option),
+        )
 
     def __str__(self) -> str:
         of = f"{self.model}, {self.batch} × {self.seq_len} tokens, {self.memory.name}"

@@ -21,13 +21,12 @@ from memlab.planner.cards import Memory, budget_bytes, memory_named, with_margin
 from memlab.planner.costs import step_seconds
 from memlab.planner.formulas import Estimate, data_ranks, training_bytes
 from memlab.planner.measuring import measured
-from memlab.planner.options import Candidate, Option, Plan
+from memlab.planner.options import RESERVED, Candidate, Option, Plan
 from memlab.planner.processes import processes
 from memlab.planner.recipes import GROUPS, Recipe, recipes, usual_kinds
 from memlab.train import Setting
 
 SLACK = 0.02  # of the memory: left free by an unmeasured batch or length
-RESERVED = 0.1  # of a peak: allowance for reserved bytes beyond it if nothing was measured
 MARGIN = 0.05  # of the memory: left free by the next recipe after one that was too large
 TRIES = 4  # recipes of one kind to measure before giving up on the kind
 USUAL_SEQ_LEN = 2048

@@ -172,7 +172,11 @@ class Search:
             needed_bytes=needed,
             measured=replace(found.measured, trace=None),  # it is long
             seconds=found.seconds,
-            notes=tuple(note for note in found.measured.trace.notes if note.startswith((ASSUMED, ASSUMED_ROUTING))),
+            notes=tuple(
+                note
+                for note in found.measured.trace.notes
+                if note.startswith((ASSUMED, ASSUMED_ROUTING))
+            ),
         )
 
     def with_limits(self, option: Option) -> Option:

@@ -1,5 +1,8 @@
 """Progress without a terminal, and tables wider than the terminal."""
 
+import subprocess
+import sys
+
 import pytest
 
 from memlab.cli import terminal
@@ -36,7 +39,7 @@ def test_without_a_terminal_there_is_a_line_every_two_seconds(monkeypatch, capsy
 def test_a_table_that_is_too_wide_has_each_name_above_its_figures(capsys):
     name = "a name of many words"
     for wide in (False, True):
-        name *= 1 + 4 * wide
+        name *= 1 + 3 * wide  # 80 characters
         terminal.show_table(terminal.table_of({"name": ["x", name], "a": ["1", "22"]}))
     narrow = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert narrow[:3] == [
@@ -45,3 +48,77 @@ def test_a_table_that_is_too_wide_has_each_name_above_its_figures(capsys):
         f"{name[:20]}  22",
     ]
     assert narrow[3:] == ["name", "   a", "x", "   1", name, "  22"]
+
+
+LONG = (
+    "  bfloat16 momentum-sgd, QLoRA of rank 128 on wq,wk,wv,wo, selective-checkpointing, "
+    "flash-attention, chunked loss, accumulation"
+)
+COLUMNS = {
+    "recipe": ["full fine-tuning:", LONG, "+".join(["offloaded-activations"] * 8)],
+    "allocated": ["", "≈ 1023.99 GiB", "1.00 B"],
+    "reserved": ["", "1023.99 GiB", "2.00 B"],
+    "left": ["", "lacks 1023.99 GiB", "3.00 B"],
+    "time": ["", "1234.56 ×", "4.00 ×"],
+    "batch up to": ["", "1,000,000+", "5"],
+    "length up to": ["", "1,048,576+", "6"],
+    "gathered": ["", "layers.10 + layers.11 + root", "7"],
+}
+
+
+def test_every_line_of_a_table_fits_80_columns_and_nothing_is_lost(capsys):
+    terminal.show_table(terminal.table_of(COLUMNS))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    cells = list(COLUMNS)
+    cells += [cell for row in zip(*COLUMNS.values(), strict=True) for cell in row]
+    printed, shown = "".join("".join(lines).split()), "".join("".join(cells).split())
+    moved = shown.replace("recipe", "", 1)  # each name is above its figures
+    assert sorted(printed) == sorted(shown)
+    assert printed.startswith("recipeallocatedreserved")
+    assert printed.removeprefix("recipe") == moved
+    assert lines[lines.index("full fine-tuning:") + 1].startswith("  bfloat16 momentum-sgd, QLoRA")
+
+
+def test_a_wide_table_has_one_line_per_row(capsys):
+    with terminal.style(wide=True):
+        terminal.show_table(terminal.table_of(COLUMNS))
+    header, heading, long, other = capsys.readouterr().out.splitlines()
+    assert header.split()[:2] == ["recipe", "allocated"]
+    assert heading.strip() == "full fine-tuning:"
+    assert long.startswith(LONG)
+    assert "≈ 1023.99 GiB" in long
+    assert long.rstrip().endswith("layers.10 + layers.11 + root")
+    assert other.startswith(COLUMNS["recipe"][2])
+    terminal.show_table(terminal.table_of(COLUMNS))  # the style has ended
+    assert len(capsys.readouterr().out.splitlines()) > 4
+
+
+def test_with_json_only_documents_reach_standard_output(capfd):
+    with terminal.style(as_json=True):
+        terminal.echo("text")
+        terminal.show_table(terminal.table_of(COLUMNS))
+        terminal.note("written: a file")
+        print("printed by a script")
+        terminal.show_document({"a": 1})
+    out, err = capfd.readouterr()
+    assert out == '{\n "a": 1\n}\n'
+    assert err == "written: a file\nprinted by a script\n"
+    terminal.echo("text again")
+    terminal.show_document({"a": 1})  # without --json, there are no documents
+    assert capfd.readouterr() == ("text again\n", "")
+
+
+def test_with_json_other_processes_print_to_standard_error(tmp_path):
+    script = (
+        "import subprocess, sys\n"
+        "from memlab.cli import terminal\n"
+        "with terminal.style(as_json=True):\n"
+        "    print('from python')\n"
+        "    subprocess.run(['echo', 'from a process'])\n"
+        "    terminal.show_document({})\n"
+        "    sys.stdout.close()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "{}\n")
+    assert sorted(done.stderr.splitlines()) == ["from a process", "from python"]

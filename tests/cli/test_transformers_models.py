@@ -46,9 +46,10 @@ def test_a_plan_has_a_row_for_each_group_and_code_for_the_first(config, memlab_c
     assert 'from_pretrained( "mixtral"' in words
     assert all(len(line) <= 80 for line in outcome.out.splitlines())
     numbers = json.loads((tmp_path / "work" / "plan.json").read_text())
-    assert [row["recipe"]["method"] for row in numbers["fits"]] == ["full", "full", "lora", "qlora"]
-    assert all(row["missing_bytes"] < 0 for row in numbers["fits"])
-    assert all(row["longest"] == 64 and row["largest_batch"] > 1 for row in numbers["fits"])
+    rows = numbers["options"]
+    assert [row["settings"]["method"] for row in rows] == ["full", "full", "lora", "qlora"]
+    assert all(row["fits"] and row["missing_bytes"] < 0 for row in rows)
+    assert all(row["longest_sequence"] == 64 and row["largest_batch"] > 1 for row in rows)
     assert (tmp_path / "work" / "plan.png").stat().st_size > 10_000
 
 

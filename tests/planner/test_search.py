@@ -272,7 +272,7 @@ def test_a_plan_is_plain_data(by_formula):
     found = search.plan("llama-2-7b", "24GB", count=1).to_dict()
     margin = math.ceil(margin_share() * 24 * 10**9)
     assert found["budget_bytes"] == 24 * 10**9 - 616 * 2**20 - margin
-    assert found["fits"][0]["command"].startswith("memlab train")
+    assert found["options"][0]["command"].startswith("memlab train")
 
 
 @pytest.mark.parametrize(

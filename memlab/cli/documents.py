@@ -1,0 +1,103 @@
+"""The JSON documents of `memlab plan` and `memlab measure`, which schema.json describes.
+
+`--json` prints the document; `plan.json` and `measure.json` in the folder of `--out` hold the same.
+A field that cannot be known is null. Bytes are integers.
+"""
+
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import date
+from typing import Any
+
+import torch
+
+from memlab.cli.rows import Row
+from memlab.configs.targets import find_target
+from memlab.planner import Memory
+from memlab.planner.cards import budget_bytes, margin_bytes
+from memlab.trace import Trace
+
+SCHEMA = 1  # increased when a field is removed, renamed or means something else
+
+
+def measure_document(what: str, rows: Sequence[Row], on_cuda: Sequence[Row]) -> dict[str, Any]:
+    """Return the document of `memlab measure`."""
+    failed = any(row.failure for row in rows)
+    return {
+        **_head("measure", "a technique failed" if failed else "measured", what),
+        "rows": list(map(row_numbers, rows)),
+        "on_cuda": list(map(row_numbers, on_cuda)),
+    }
+
+
+def plan_document(what: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the document of `memlab plan`. Fields that `numbers` lacks are null."""
+    about_target = getattr(find_target(numbers["target"]), "note", None)
+    return {
+        **_head("plan", numbers["verdict"], what),
+        **dict.fromkeys(("model", "library", "script", "parameters", "batch", "seq_len")),
+        "gpus": 1,
+        **numbers,
+        "notes": [*filter(None, [about_target]), *numbers["notes"]],
+    }
+
+
+def room_numbers(memory: Memory, target: str) -> dict[str, Any]:
+    """Return a plan's fields of the memory that it has to fit into."""
+    return {
+        "target": target,
+        "memory": {"name": memory.name, "total_bytes": memory.total_bytes},
+        "margin_bytes": margin_bytes(memory, target),
+        "budget_bytes": budget_bytes(memory, target),
+    }
+
+
+def _head(command: str, verdict: str, what: str) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "command": command,
+        "verdict": verdict,
+        "what": what,
+        "date": date.today().isoformat(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def row_numbers(row: Row) -> dict[str, Any]:
+    """Return a measured row's fields. A row that failed has no bytes."""
+    return {
+        "technique": row.name,
+        **({} if row.trace is None else _bytes_of(row.trace)),
+        **row.more_numbers(),
+        "seconds": row.seconds,
+        "time_ratio": row.time_ratio,
+        "time_ratios": list(row.time_ratios),
+        "estimated_time_ratio": row.estimated_time_ratio,
+        "gradient_difference": _json_number(row.gradient_difference),
+        "largest_gradient": _json_number(row.largest_gradient),
+        "failure": row.failure,
+        "dry_for": row.dry_for,
+    }
+
+
+def _bytes_of(trace: Trace) -> dict[str, Any]:
+    return {
+        "device": trace.device,
+        "dry": trace.dry,
+        "peak_bytes": trace.peak_bytes,
+        "allocated_bytes": trace.allocated_bytes,
+        "reserved_bytes": trace.reserved_bytes,
+        "peak_in": trace.peak_phase,
+        "at_peak": dict(trace.at_peak),
+        "memory": asdict(trace.memory),
+        "notes": list(trace.notes),
+    }
+
+
+def _json_number(number: float | None) -> float | str | None:
+    """Return nan and infinity as text, because JSON lacks them."""
+    return number if number is None or math.isfinite(number) else str(number)
