@@ -4,7 +4,8 @@ adapters    the adapters of LoRA and QLoRA
 technique   what memlab knows about a technique, in one record
 registry    the techniques, one row each
 plugs       what the rows put into the plugs of a step
-step        the step itself: run, metered, run dry, predicted, on ZeRO's ranks
+step        the step itself: run, metered, run dry, predicted
+ranks       the same for one of ZeRO's ranks
 
     trace = dry_trace(Setting("124m"), combined("checkpointing+autocast"))
 """
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
         techniques_with_kernels,
         to_bfloat16,
     )
+    from memlab.train.ranks import (
+        RankTraining,
+        build_rank,
+        measured_rank,
+        predicted_rank_trace,
+        rank_step,
+    )
     from memlab.train.registry import COMBINATIONS, TECHNIQUES
     from memlab.train.step import (
         SEED,
@@ -30,9 +38,7 @@ if TYPE_CHECKING:
         build,
         dry_trace,
         measured,
-        predicted_rank_trace,
         predicted_trace,
-        rank_step,
     )
     from memlab.train.technique import Technique
 
@@ -43,9 +49,13 @@ _HOME_OF = {
     ),
     **dict.fromkeys(("COMBINATIONS", "TECHNIQUES"), "memlab.train.registry"),
     **dict.fromkeys(
-        ("SEED", "Setting", "Training", "build", "dry_trace", "measured"), "memlab.train.step"
+        ("SEED", "Setting", "Training", "build", "dry_trace", "measured", "predicted_trace"),
+        "memlab.train.step",
     ),
-    **dict.fromkeys(("predicted_rank_trace", "predicted_trace", "rank_step"), "memlab.train.step"),
+    **dict.fromkeys(
+        ("RankTraining", "build_rank", "measured_rank", "predicted_rank_trace", "rank_step"),
+        "memlab.train.ranks",
+    ),
     "Adapters": "memlab.train.adapters",
     "Technique": "memlab.train.technique",
 }
@@ -55,13 +65,16 @@ __all__ = [
     "TECHNIQUES",
     "Adapters",
     "Plugs",
+    "RankTraining",
     "Setting",
     "Technique",
     "Training",
     "build",
+    "build_rank",
     "combined",
     "dry_trace",
     "measured",
+    "measured_rank",
     "of_all_weights",
     "predicted_rank_trace",
     "predicted_trace",

@@ -1,4 +1,4 @@
-"""One training step with plugs: the only file that knows the model and the techniques together."""
+"""One training step with plugs: where the model and the techniques come together."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -7,18 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memlab import zero
 from memlab.accumulation import accumulate, split
 from memlab.configs import GPTConfig, config_named, name_of
 from memlab.data import batches, source_bytes
 from memlab.dry_runs import dry_run
-from memlab.metering import measure, meter
+from memlab.metering import measure
 from memlab.model import GPT
 from memlab.precision import LossScaler
 from memlab.prediction import predict
 from memlab.trace import Trace
-from memlab.train.plugs import Plugs, master_weights_optimizer, plain_optimizer, plugs_of
-from memlab.train.registry import ONE_PROCESS
+from memlab.train.plugs import Plugs, plugs_of
 from memlab.train.technique import Technique
 
 SEED = 0
@@ -99,11 +97,11 @@ def build(
     torch's seed.
     """
     plugs = plugs_of(technique)
-    model = _model(setting, plugs)
+    model = make_model(setting, plugs)
     optimizer = plugs.stepping(plugs.optimizer(model))
     scaler = plugs.scaler() if plugs.scaler else None
     update = _update(optimizer, scaler, plugs.after_step(model))
-    tokens, targets = _batch(setting)
+    tokens, targets = make_batch(setting)
 
     def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
         with plugs.around_forward(setting.device):
@@ -146,7 +144,8 @@ def _update(
     return update
 
 
-def _model(setting: Setting, plugs: Plugs) -> GPT:
+def make_model(setting: Setting, plugs: Plugs) -> GPT:
+    """Make the model, with the same weights for every technique. Sets torch's seed."""
     torch.manual_seed(SEED)
     with torch.device(setting.device):
         model = GPT(
@@ -159,8 +158,8 @@ def _model(setting: Setting, plugs: Plugs) -> GPT:
     return model
 
 
-def _batch(setting: Setting) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, each (B, T)."""
+def make_batch(setting: Setting) -> tuple[Tensor, Tensor]:
+    """Make tokens and targets, each (B, T)."""
     text = source_bytes(TEXT)
     tokens, targets = next(batches(text, setting.batch, setting.seq_len, SEED))
     return tokens.to(setting.device), targets.to(setting.device)
@@ -183,52 +182,6 @@ def dry_trace(setting: Setting, technique: Technique | Plugs) -> Trace:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         training.update()
         return measured(training)
-
-
-def rank_step(setting: Setting, technique: Technique | Plugs, ranks: int, stage: int) -> zero.Step:
-    """The second step of one rank of so many, each with the setting's batch, in a stage of ZeRO; in
-    it nothing is computed and no memory taken.
-
-    Raises ValueError and TypeError for what `zero.one_rank` cannot shard.
-    """
-    with dry_run():
-        return _rank(setting, technique, ranks, stage, meter=meter)()
-
-
-def predicted_rank_trace(
-    setting: Setting, technique: Technique | Plugs, ranks: int, stage: int
-) -> Trace:
-    """The trace of such a step as the setting's device, "cuda" or another target of `predict`,
-    would take it, without one."""
-
-    def parts() -> tuple[Callable[[], zero.Step], None, None]:
-        on_cuda = replace(setting, device="cuda")
-        return _rank(on_cuda, technique, ranks, stage), None, None
-
-    return predict(parts, device=setting.device)
-
-
-def _rank(
-    setting: Setting, technique: Technique | Plugs, ranks: int, stage: int, meter: Any = None
-) -> Callable[[], zero.Step]:
-    """The step of one rank, of fake tensors."""
-    plugs = plugs_of(technique)
-    for plug, reason in ONE_PROCESS.items():
-        if getattr(plugs, plug) is not getattr(Plugs, plug):
-            raise ValueError(reason)
-
-    def sum_of_losses(model: nn.Module, part: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-        with plugs.around_forward(setting.device):
-            return model(*part) * part[1].numel(), part[1].numel()
-
-    # Ranks have float32 copies of their own: of shards.
-    copies = plugs.optimizer is master_weights_optimizer
-    made = plain_optimizer if copies else plugs.optimizer
-    model = _model(setting, plugs)
-    rank = zero.one_rank(model, made(model), ranks, stage, meter=meter, master_weights=copies)
-    parts = list(split(_batch(setting), plugs.micro_batch or setting.batch))
-    scaler = plugs.scaler() if plugs.scaler else None
-    return lambda: rank.step(parts, sum_of_losses, scaler=scaler)
 
 
 def predicted_trace(setting: Setting, technique: Technique | Plugs) -> Trace:
