@@ -12,17 +12,17 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from memlab.cli import adapter_options, terminal
-from memlab.cli.errors import UsageError, escaped_line
+from memlab.cli import adapter_options, terminal, torchrun
+from memlab.cli.errors import INTERRUPTED, INTERRUPTED_MESSAGE, UsageError, error_line
 from memlab.cli.models import LIBRARY
 from memlab.cli.parsing import Command, Commands, integer_option, integer_parser
 from memlab.cli.requests import Request
 
-INTERRUPTED = 130  # the shells' exit status after SIGINT: 128 + the signal's number
 # A larger value is a typo, and would take too long to process.
 MAX_SEQUENCES, MAX_TOKENS, MAX_STEPS = 10**6, 10**8, 10**9
 MAX_PIXELS = 10**5
 MAX_RANKS = 100_000  # with more ranks, shards hold nothing but padding
+MAX_STAGE = 3  # of ZeRO
 MAX_RECIPES = 100
 MODEL = (
     "a name listed below, a config.json in Hugging Face's format or its folder, or an id on the "
@@ -306,6 +306,25 @@ def train_command(
             metavar="NAME",
         ),
     ] = None,
+    zero: Annotated[
+        int | None,
+        integer_option(
+            "--zero",
+            MAX_STAGE,
+            "Train on several GPUs with this stage of ZeRO, 0 (data parallel) to 3. Needs "
+            "torchrun.",
+            minimum=0,
+        ),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        integer_option(
+            "--ranks",
+            MAX_RANKS,
+            "Processes that the recipe was planned for. With another number of them, nothing is "
+            "trained.",
+        ),
+    ] = None,
     lora_rank: adapter_options.Rank = None,
     lora_targets: adapter_options.Targets = None,
     kernels: Annotated[bool, typer.Option("--kernels", help=KERNELS)] = False,
@@ -324,6 +343,10 @@ def train_command(
     [bold]memlab train --model llama-2-7b --dtype bfloat16 --batch 1 --seq 2048 --memory 24GB \
 --technique checkpointing+lion8bit+step-in-backward+chunked-loss[/]
 
+    On several GPUs, torchrun starts a process for each. Every process takes its own batches;
+    the first prints the mean loss, and the largest and smallest peak of all.
+
+    [bold]torchrun --nproc-per-node 2 -m memlab train --model 25m --zero 3[/]
     """
     from memlab.cli.train import train
 
@@ -336,6 +359,8 @@ def train_command(
         dtype=dtype,
         techniques=(technique,),
         device=device,
+        ranks=ranks,
+        zero=zero,
         kernels=kernels,
         lora_rank=lora_rank,
         lora_targets=lora_targets,
@@ -480,8 +505,9 @@ def plan_command(
     All recipes are compared by formula. The fastest ones are then predicted operator by
     operator, including reserved memory and the CUDA context, so a recipe reported to
     fit has been predicted to fit. No GPU is needed. The output ends with the command
-    that runs the training. The exit status is 0 if something fits, 1 if nothing fits, and
-    2 if an option is wrong.
+    that runs the training; with --gpus, it starts a process for each GPU and shards by ZeRO
+    (memlab does not run tensor or pipeline parallelism). The exit status is 0 if something
+    fits, 1 if nothing fits, and 2 if an option is wrong.
 
     For the largest batch and sequence length of a script, write its function with the
     parameters batch (or batch_size) and seq (or seq_len), with defaults, such as
@@ -696,7 +722,7 @@ def main() -> None:
     except UsageError as error:  # any other exception is a bug in memlab: keep its traceback
         _fail(str(error), 2)
     if status == INTERRUPTED:
-        _fail("interrupted; nothing was written", INTERRUPTED)
+        _fail(INTERRUPTED_MESSAGE, INTERRUPTED)
     sys.exit(status)
 
 
@@ -716,7 +742,11 @@ def _require_script_for(assume: str | None, script: str | None) -> None:
 
 
 def _fail(message: str, status: int) -> NoReturn:
-    print(f"memlab: {escaped_line(message)}", file=sys.stderr)
+    rank = torchrun.find_rank() if sys.argv[1:2] == ["train"] else None
+    if rank is None:
+        print(error_line(message), file=sys.stderr)
+    else:
+        torchrun.print_once(message, rank, waits=status != INTERRUPTED)
     sys.exit(status)
 
 

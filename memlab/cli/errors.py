@@ -5,6 +5,8 @@ from difflib import get_close_matches
 
 MAX_VALUE_LENGTH, MAX_LINE_LENGTH = 80, 1000  # characters; longer text loses its middle
 QUOTED = frozenset(" '\"")
+INTERRUPTED = 130  # the shells' exit status after SIGINT: 128 + the signal's number
+INTERRUPTED_MESSAGE = "interrupted; nothing was written"
 
 
 class UsageError(Exception):
@@ -39,6 +41,11 @@ def escaped_line(message: str) -> str:
     """Put the message on one line and escape control characters."""
     written = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
     return shortened("".join(written), MAX_LINE_LENGTH)
+
+
+def error_line(message: str) -> str:
+    """Return the message as a command prints it on standard error."""
+    return f"memlab: {escaped_line(message)}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -20,25 +20,27 @@ from typer.core import TyperCommand, TyperGroup
 from memlab.cli.errors import UsageError, quoted, suggestions
 
 
-def integer_parser(option: str, maximum: int | None = None) -> Callable[[Any], int]:
-    """Return a parser for an integer, which is in 1..maximum if there is a maximum."""
+def integer_parser(
+    option: str, maximum: int | None = None, minimum: int = 1
+) -> Callable[[Any], int]:
+    """Return a parser for an integer, which is in minimum..maximum if there is a maximum."""
 
     def parse(given: Any) -> int:  # a default is already an int
         try:
             count = int(given)
         except ValueError:
             count = None
-        if count is None or (maximum is not None and not 1 <= count <= maximum):
-            wanted = "an integer" + (f" from 1 to {maximum:,}" if maximum else ", such as 1")
-            raise UsageError(f"got {option} {quoted(str(given))}; expected {wanted}")
+        if count is None or (maximum is not None and not minimum <= count <= maximum):
+            wanted = f" from {minimum} to {maximum:,}" if maximum else ", such as 1"
+            raise UsageError(f"got {option} {quoted(str(given))}; expected an integer{wanted}")
         return count
 
     return parse
 
 
-def integer_option(option: str, maximum: int, help: str) -> Any:
-    """Declare an option that takes an integer from 1 to `maximum`."""
-    parser = integer_parser(option, maximum)
+def integer_option(option: str, maximum: int, help: str, minimum: int = 1) -> Any:
+    """Declare an option that takes an integer from `minimum` to `maximum`."""
+    parser = integer_parser(option, maximum, minimum)
     return typer.Option(option, help=help, parser=parser, metavar="NUMBER")
 
 

@@ -8,6 +8,7 @@ from memlab.cli import terminal
 from memlab.configs.evidence import margin_share
 from memlab.configs.gpus import CONTEXT_BYTES
 from memlab.configs.targets import find_target
+from memlab.configs.torchrun import MAX_GPUS_PER_MACHINE
 from memlab.planner import Memory, Option, Plan
 from memlab.planner.cards import budget_bytes
 from memlab.planner.options import AS_IT_IS, command
@@ -37,6 +38,8 @@ def show(found: Plan) -> None:
         if option.recipe.by_formula_only:
             continue
         terminal.echo(f"\n{option.recipe.words}:\n  {found.command(option)}")
+    if found.gpus > MAX_GPUS_PER_MACHINE:
+        terminal.echo("\nRun it on each machine; replace HOST by the name of the first.")
 
 
 def headline(found: Plan) -> Iterator[str]:
@@ -160,7 +163,10 @@ def remarks(found: Plan) -> Iterator[str]:
         )
     listed = (*found.options, *found.others)
     if any(option.recipe.by_formula_only for option in listed):
-        yield "≈: by formula only; memlab does not run tensor or pipeline parallelism"
+        yield (
+            "≈: by formula only; memlab does not run tensor or pipeline parallelism, so these "
+            "recipes have no command"
+        )
     elif found.others:
         yield (
             f"≈: by formula, without what the allocator reserves beyond it; --recipes "

@@ -20,6 +20,7 @@ class Request:
     device: str | None = None
     dry: bool = False
     ranks: int | None = None
+    zero: int | None = None
     script: str | None = None
     assume: str | None = None
     kernels: bool = False

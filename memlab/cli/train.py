@@ -7,7 +7,7 @@ and not the memorization of one batch.
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -29,10 +29,12 @@ from memlab.cli.errors import UsageError, is_out_of_memory, quoted
 from memlab.cli.models import choose_model
 from memlab.cli.requests import Request
 from memlab.cli.rows import Announce
+from memlab.cli.torchrun import choose_rank
 from memlab.data import TOKENS, batches, source_bytes
 from memlab.train import (
     SEED,
     Plugs,
+    RankTraining,
     Setting,
     Training,
     build,
@@ -51,11 +53,16 @@ Batch = tuple[Tensor, Tensor]
 
 def train(request: Request, *, steps: int, memory: str | None) -> None:
     """Run the steps and print their losses, then the peak and the time."""
+    rank = choose_rank(request)
     found = choose_model(request.model, request.library) if request.model else None
     if isinstance(found, Source):
         from memlab.cli.transformers_steps import train_transformers
 
         train_transformers(request, found, steps=steps, memory=memory)
+    elif request.zero is not None:
+        from memlab.cli.train_rank import train_rank
+
+        train_rank(request, rank, steps=steps, memory=memory)
     else:
         _train(request, steps=steps, memory=memory)
 
@@ -71,7 +78,7 @@ def _train(request: Request, *, steps: int, memory: str | None) -> None:
         announce("checking memory")
         # A CPU step is checked below, with its technique, so skip the check of the plain step.
         setting = choose_setting(replace(request, device=device, dry=device == "cpu"))
-        _require_byte_vocabulary(setting)
+        require_byte_vocabulary(setting)
         if device == "cpu":
             what, wanted = f"a step with {technique}", dry_trace(setting, chosen).peak_bytes
             require_memory(what, setting, wanted, "use memlab measure --dry-run")
@@ -98,7 +105,7 @@ def _train(request: Request, *, steps: int, memory: str | None) -> None:
         terminal.echo(f"cap: {format_bytes(cap_bytes)} of reserved memory")
 
 
-def _require_byte_vocabulary(setting: Setting) -> None:
+def require_byte_vocabulary(setting: Setting) -> None:
     """Require a token for each of the 256 byte values of the text."""
     got = setting.config.vocab_size
     if got < TOKENS:
@@ -125,17 +132,25 @@ def run(setting: Setting, technique: Plugs, steps: int, announce: Announce) -> s
     losses: list[Tensor] = []
     training = build(setting, technique, on_loss=losses.append)
     text = batches(source_bytes(TEXT), setting.batch, setting.seq_len, SEED)
-    taken: list[StepResult] = []
-    every = math.ceil(steps / MAX_LINES)
-    for number in range(1, steps + 1):
-        announce(f"step {number}")
-        taken.append(step(training, next(text), losses))
-        if number % every == 0 or number in (1, steps):
-            terminal.echo(f"step {number:>{len(str(steps))}}: loss {taken[-1].loss:.4f}")
+    taken = run_steps(lambda: step(training, next(text), losses), steps, announce)
     dtype = losses[0].dtype
     losses.clear()
     announce("peak")
     return summary(taken, dtype, peak(training, next(text)))
+
+
+def run_steps(
+    run_step: Callable[[], StepResult], steps: int, announce: Announce
+) -> list[StepResult]:
+    """Run the steps and print the losses of some of them, the first and the last included."""
+    taken: list[StepResult] = []
+    every = math.ceil(steps / MAX_LINES)
+    for number in range(1, steps + 1):
+        announce(f"step {number}")
+        taken.append(run_step())
+        if number % every == 0 or number in (1, steps):
+            terminal.echo(f"step {number:>{len(str(steps))}}: loss {taken[-1].loss:.4f}")
+    return taken
 
 
 def step(training: Training, batch: Batch, losses: list[Tensor]) -> StepResult:
@@ -150,7 +165,7 @@ def step(training: Training, batch: Batch, losses: list[Tensor]) -> StepResult:
     return StepResult(statistics.fmean(map(float, losses)), seconds)
 
 
-def load_batch(training: Training, batch: Batch) -> None:
+def load_batch(training: Training | RankTraining, batch: Batch) -> None:
     """Copy the batch into the tensors that the training's next step reads."""
     for held, new in zip(training.batch, batch, strict=True):
         held.copy_(new)

@@ -68,8 +68,9 @@ def train_transformers(request: Request, source: Source, *, steps: int, memory: 
 
 
 def _setting(request: Request, source: Source) -> TransformersSetting:
-    for option, given in (("--kernels", request.kernels), ("--ranks", request.ranks)):
-        if given:
+    options = {"--kernels": request.kernels, "--ranks": request.ranks, "--zero": request.zero}
+    for option, given in options.items():
+        if given not in (None, False):
             raise UsageError(
                 f"got {option} for {source.name}, a model of transformers; it works with memlab's "
                 f"own models only: leave it out"

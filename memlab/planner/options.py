@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from memlab.configs.shapes import GPTConfig
+from memlab.configs.torchrun import torchrun
 from memlab.planner.cards import Memory, budget_bytes, margin_bytes
 from memlab.planner.formulas import Estimate, training_bytes
 from memlab.planner.measuring import Measured
@@ -215,7 +216,7 @@ def _verdict(option: Option) -> str:
 
 
 def command(asked: Plan, recipe: Recipe) -> str:
-    """Return the command that trains with the recipe, or measures one of several ranks."""
+    """Return the command that trains with the recipe, in a process for each GPU."""
     dtype = str(recipe.dtype).removeprefix("torch.")
     options = {
         "--model": asked.model,
@@ -227,5 +228,6 @@ def command(asked: Plan, recipe: Recipe) -> str:
     }
     words = " ".join(f"{option} {value}" for option, value in options.items())
     if asked.gpus > 1:
-        return f"memlab measure {words} --ranks {asked.gpus}"
+        on_ranks = f"--zero {recipe.zero_stage} --ranks {asked.gpus}"
+        return f"{torchrun(asked.gpus)} train {words} {on_ranks}"
     return f"memlab train {words}"

@@ -104,10 +104,13 @@ class Recipe:
         """Return why two of the choices exclude each other; None if none do."""
         if reason := why_not_together(self.rows):
             return reason
-        if self.zero_stage:
-            filled = {plug for row in self.rows.values() for plug in row.plugs}
-            return next((reason for plug, reason in ONE_PROCESS.items() if plug in filled), None)
-        return None
+        return self.why_not_on_ranks if self.zero_stage else None
+
+    @property
+    def why_not_on_ranks(self) -> str | None:
+        """Why data-parallel ranks cannot run it, sharded or not; None if they can."""
+        filled = {plug for row in self.rows.values() for plug in row.plugs}
+        return next((reason for plug, reason in ONE_PROCESS.items() if plug in filled), None)
 
     @property
     def rows(self) -> dict[str, Technique]:
@@ -226,9 +229,9 @@ def recipes(
 ) -> Iterator[Recipe]:
     """Yield all ways to compute a training, which differ in bytes and time but train the same.
 
-    With several ranks, skip an optimizer that cannot step a shard. `sequences` per GPU decides
-    whether there is anything to accumulate. Attention stays torch's fused kernel: memlab's needs
-    the same bytes and more time, and eager attention more of both.
+    With several ranks, skip what they cannot run. `sequences` per GPU decides whether there is
+    anything to accumulate. Attention stays torch's fused kernel: memlab's needs the same bytes and
+    more time, and eager attention more of both.
     """
     tensor, pipeline = parallel
     has_ranks = gpus > tensor * pipeline
@@ -244,7 +247,7 @@ def recipes(
         stages,
     ):
         try:
-            yield replace(
+            recipe = replace(
                 learned,
                 checkpointing=checkpointing,
                 chunked_loss=chunked,
@@ -257,3 +260,5 @@ def recipes(
             )
         except ValueError:  # two of the choices exclude each other
             continue
+        if not (has_ranks and recipe.why_not_on_ranks):
+            yield recipe
