@@ -38,8 +38,21 @@ def show(found: Plan) -> None:
         if option.recipe.by_formula_only:
             continue
         terminal.echo(f"\n{option.recipe.words}:\n  {found.command(option)}")
+    if found.gpus > 1 and (stopped := list(_too_large_to_make(found))):
+        terminal.echo("\n" + "\n".join(map(paragraph, stopped)))
     if found.gpus > MAX_GPUS_PER_MACHINE:
         terminal.echo("\nRun it on each machine; replace HOST by the name of the first.")
+
+
+def _too_large_to_make(found: Plan) -> Iterator[str]:
+    """Say which recipes' ranks cannot make their model: it is whole before it is sharded."""
+    for option in found.options:
+        needed = found.config.parameters * option.recipe.dtype.itemsize
+        if needed > found.budget_bytes and not option.recipe.by_formula_only:
+            yield (
+                f"{option.recipe.words}: its command stops, because memlab makes the whole model, "
+                f"{format_bytes(needed)}, on each GPU before it shards it"
+            )
 
 
 def headline(found: Plan) -> Iterator[str]:

@@ -173,8 +173,17 @@ def _choose_setting(request: Request) -> Setting:
 def _require_memory(
     setting: Setting, technique: Plugs, name: str, stage: int, rank: Rank
 ) -> int | None:
-    """Predict a rank's peak on the CPU, and require memory for all ranks of this machine."""
+    """Predict a rank's peak on the CPU, and require memory for all ranks of this machine. On a GPU,
+    require memory for the whole weights, which a rank makes before it keeps its shards."""
     if setting.device != "cpu":
+        whole_bytes = setting.parameters * setting.dtype.itemsize
+        _, total_bytes = torch.cuda.mem_get_info()
+        if whole_bytes > total_bytes:
+            raise UsageError(
+                f"got a model of {format_bytes(whole_bytes)} of weights on GPUs of "
+                f"{format_bytes(total_bytes)}; memlab makes the whole model on each GPU before it "
+                f"shards it: give a smaller model"
+            )
         return None
     try:
         [trace] = rank_step(setting, technique, rank.ranks, stage).traces

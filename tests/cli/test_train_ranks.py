@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -208,6 +209,16 @@ def test_all_ranks_of_a_machine_need_their_memory(monkeypatch):
     monkeypatch.setattr("memlab.cli.choices.memory_of", lambda device: (0, wanted - 1))
     with pytest.raises(command.UsageError, match="a step with plain on 2 ranks of tiny"):
         command._require_memory(setting, technique, "plain", 2, rank)
+
+
+def test_a_gpu_needs_room_for_the_whole_weights(monkeypatch):
+    setting, technique = replace(setting_of("bfloat16"), device="cuda"), combined("plain")
+    rank, wanted = Rank(0, 4, 0, 2), 2 * setting.parameters
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, wanted))
+    assert command._require_memory(setting, technique, "plain", 3, rank) is None
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, wanted - 1))
+    with pytest.raises(command.UsageError, match=r"got a model of 112\.56 KiB of weights on GPUs"):
+        command._require_memory(setting, technique, "plain", 3, rank)
 
 
 # ------------------------------------------------------------------ Ctrl-C

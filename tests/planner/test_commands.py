@@ -73,6 +73,19 @@ def test_a_plan_for_several_machines_explains_the_host(by_formula, capsys):
     assert printed.endswith("\nRun it on each machine; replace HOST by the name of the first.\n")
 
 
+@pytest.mark.parametrize(("model", "stops"), [("llama-3-70b", True), ("llama-3-8b", False)])
+def test_a_model_that_is_too_large_to_be_made_whole_is_named(monkeypatch, capsys, model, stops):
+    monkeypatch.setattr(
+        search, "measured", lambda *given, **more: Measured(1, 1, {}, "backward", False, None)
+    )
+    show(search.plan(model, "a100-80", gpus=64, count=1, learned=(Recipe("master-weights"),)))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ("its command stops, because memlab makes the whole model, 131.42 GiB" in printed) == (
+        stops
+    )
+    assert ("its command stops" in printed) == stops
+
+
 def test_a_recipe_by_formula_has_no_command(by_formula, capsys):
     found = search.plan("llama-3-8b", "a100-80", gpus=8, tensor_parallel=8, seq_len=1_024, count=1)
     assert found.best.recipe.by_formula_only
