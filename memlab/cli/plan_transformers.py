@@ -19,11 +19,12 @@ from memlab.train.adapters import LORA_RANK
 from memlab.transformers_models.planning import MAX_SEQUENCES, Choice, Option, Search
 from memlab.transformers_models.recipes import METHODS, OPTIMIZERS, PRECISIONS, Recipe, code
 from memlab.transformers_models.sources import Source
-from memlab.transformers_models.structure import adapted_layers
+from memlab.transformers_models.structure import adapted_layers, linear_share
 from memlab.transformers_models.tasks import Size
 from memlab.transformers_models.training import Training
 from memlab.units import format_bytes, paragraph
 
+NOTABLE_SHARE = 0.2  # of the weights: said if so many are not in 4 bits
 MAX_WORKERS = 2  # each imports torch and transformers, which takes seconds and about 700 MiB
 
 
@@ -101,10 +102,8 @@ def _headline(training: Training, memory: Memory, target: str) -> Iterator[str]:
         f"{training.source.name}: transformers' {training.class_name}, {weights:,} parameters, "
         f"{training.described}"
     )
-    if training.stored_quantized:
-        yield (
-            f"the file's weights are stored in {training.stored_quantized}; trained weights are not"
-        )
+    if stored := training.stored_quantized:
+        yield f"the published weights are stored as {stored}; here they are counted as bfloat16"
     yield room(memory, target)
     yield f"predicted for {target} without running anything"
 
@@ -112,7 +111,7 @@ def _headline(training: Training, memory: Memory, target: str) -> Iterator[str]:
 def _show(training: Training, options: list[Option]) -> None:
     first = next((option for option in options if option.fits), None)
     terminal.show_table(_table(options, first))
-    sentences = "\n".join(map(paragraph, _remarks(options, first)))
+    sentences = "\n".join(map(paragraph, _remarks(training, options, first)))
     terminal.echo(f"\n{sentences}")
     if first is not None:
         lines = "\n".join(code(first.recipe, training.task.auto_class, training.source.name))
@@ -158,7 +157,7 @@ def _number(found: int | None, limit: int | None = None) -> str:
     return "" if found is None else f"{found:,}{'+' if found == limit else ''}"
 
 
-def _remarks(options: list[Option], first: Option | None) -> Iterator[str]:
+def _remarks(training: Training, options: list[Option], first: Option | None) -> Iterator[str]:
     yield (
         "each row is the fastest recipe of its group that fits, or the smallest; groups train "
         "differently, so their times alone do not rank them"
@@ -178,6 +177,12 @@ def _remarks(options: list[Option], first: Option | None) -> Iterator[str]:
             yield "the code is for the first row that fits; --full, --lora, --qlora choose another"
     if any(option.measured is None and not option.failure for option in options):
         yield "≥: weights, gradients and optimizer state alone, which already exceed the memory"
+    others = 1 - linear_share(training.skeleton)
+    if others > NOTABLE_SHARE and any(option.recipe.method == "qlora" for option in options):
+        yield (
+            f"4-bit weights: bitsandbytes quantizes linear layers alone; {others:.0%} of this "
+            f"model's weights, such as experts and embeddings, stay in 16 or 32 bits"
+        )
     if any(option.empties_cache for option in options):
         yield EMPTIES_CACHE
     yield from dict.fromkeys(note for option in options for note in option.notes)

@@ -94,6 +94,18 @@ def shorten(model: nn.Module, depths: Mapping[str, int]) -> None:
         setattr(model.get_submodule(parent), name, layers[:depth])
 
 
+def linear_share(model: nn.Module) -> float:
+    """Return the share of the weights that are in linear layers of the stacks."""
+    layers = (
+        module
+        for stack in stacks(model)
+        for module in model.get_submodule(stack.path).modules()
+        if isinstance(module, nn.Linear)
+    )
+    linear = sum(layer.weight.numel() for layer in layers)
+    return linear / sum(weight.numel() for weight in model.parameters())
+
+
 def adapted_layers(model: nn.Module, targets: str) -> str:
     """Return peft's target_modules for "all", "attention", "mlp", or names joined by commas.
 

@@ -44,6 +44,7 @@ def test_a_plan_has_a_row_for_each_group_and_code_for_the_first(config, memlab_c
     ):
         assert group in words
     assert 'from_pretrained( "mixtral"' in words
+    assert "bitsandbytes quantizes linear layers alone; 81% of this model's weights" in words
     assert all(len(line) <= 80 for line in outcome.out.splitlines())
     numbers = json.loads((tmp_path / "work" / "plan.json").read_text())
     rows = numbers["options"]

@@ -3,7 +3,13 @@
 import pytest
 from torch import nn
 
-from memlab.transformers_models.structure import Stack, adapted_layers, shorten, stacks
+from memlab.transformers_models.structure import (
+    Stack,
+    adapted_layers,
+    linear_share,
+    shorten,
+    stacks,
+)
 
 
 def layer(width=4, **settings):
@@ -69,3 +75,8 @@ def test_adapted_layers(targets, layers, training_of):
 def test_an_unknown_layer_is_one_sentence(training_of):
     with pytest.raises(ValueError, match="got 'wq' as a layer with adapters; give all, attention"):
         adapted_layers(training_of("starcoder2").skeleton, "wq")
+
+
+def test_the_share_of_linear_layers():
+    model = model_of(layer(), layer())  # two of 4 × 4 weights and 4 biases, and such a head
+    assert linear_share(model) == 32 / 60
