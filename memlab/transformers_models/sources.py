@@ -49,7 +49,7 @@ def find_source(given: str) -> Source:
         return Source(given, path)
     if os.path.isfile(path):
         return Source(given, path)
-    if not _ID.fullmatch(given):
+    if given.endswith(".json") or not _ID.fullmatch(given):
         raise ValueError(f"got model {given!r}; there is no such file, folder or id on the Hub")
     return Source(given, _from_the_hub(given))
 

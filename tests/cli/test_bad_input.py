@@ -90,7 +90,7 @@ NO_BYTES = (
     *("rtx", "rtx9999", "rtx 4909", "a10000", "h1000", "NVIDIA", "two\nlines", "\x1b[31m24GB"),
 )
 NO_EXERCISES = (
-    *("1.99", "1.0", "0.1", "17.1", "99.99", "1..2", "1.2.3", ".", ".1", "1.", "..", "a.b", "1.b"),
+    *("1.99", "1.0", "0.1", "18.1", "99.99", "1..2", "1.2.3", ".", ".1", "1.", "..", "a.b", "1.b"),
     *(
         "٣.١",
         "²",
@@ -108,7 +108,7 @@ NO_EXERCISES = (
     ),
     *("1.1\n", "\x1b[31m1.1", "9" * 5000, "1." + "9" * 5000, "9" * 5000 + ".1", HUGE, f"{HUGE}.1"),
 )
-NO_DAYS = ("0", "17", "99", "1000", HUGE, "9" * 5000)
+NO_DAYS = ("0", "18", "99", "1000", HUGE, "9" * 5000)
 NO_FOLDERS = ("", "taken", "taken/below", "/dev/null/x", "d" * 300, "new/" + "d" * 300, "nowhere")
 
 FILLS_THE_OPTIMIZER = ("sgd", "lion", "lion8bit", "adam8bit", "adam-mini", "foreach-adamw")
@@ -133,6 +133,8 @@ OPTIONS = {  # of each command, with a right value; None: a flag
         "--ranks": "2",
         "--script": "good.py:build",
         "--out": "elsewhere",
+        "--wide": None,
+        "--json": None,
     },
     "train": {
         "--model": "tiny",
@@ -162,6 +164,8 @@ OPTIONS = {  # of each command, with a right value; None: a flag
         "--device": "cuda",
         "--script": "good.py:build",
         "--out": "elsewhere",
+        "--wide": None,
+        "--json": None,
     },
     "start": {"--no-open": None},
     "diff": {"--yes": None},
@@ -182,9 +186,9 @@ NUMBERS = {
 }
 # Valid options that can stand beside any mistake, because they do not change which check fails.
 BESIDE = {
-    "measure": ("--dtype", "--out"),
+    "measure": ("--dtype", "--out", "--json"),
     "train": ("--dtype",),
-    "plan": ("--recipes", "--out"),
+    "plan": ("--recipes", "--out", "--json"),
 }
 
 
@@ -351,7 +355,7 @@ def bad_config(command: str) -> Kind:
     memory = given(command, "--memory") if command == "plan" else []
 
     def line(rng: random.Random) -> Line:
-        return ["--model", rng.choice(sorted(CONFIGS)), *memory]
+        return ["--model", rng.choice(sorted(CONFIGS)), "--library", "memlab", *memory]
 
     return line
 
@@ -433,7 +437,8 @@ def script_and_more(command: str) -> Kind:
         "plan": tuple(
             o
             for o in OPTIONS["plan"]
-            if o not in ("--script", "--memory", "--margin", "--device", "--out")
+            if o
+            not in ("--script", "--memory", "--margin", "--device", "--out", "--wide", "--json")
         ),
     }[command]
 
@@ -803,6 +808,7 @@ SCRIPTS = {
     "no_function.py": b"build = 3\n",
     "no_module.py": b"import nowhere_to_be_found\n",
     "wants_more.py": b"def build(size):\n    return size\n",
+    "no_default.py": b"def build(batch):\n    return batch\n",
     "nothing.py": b"def build():\n    pass\n",
     "number.py": b"def build():\n    return 3\n",
     "text.py": b"def build():\n    return 'abc'\n",
@@ -966,8 +972,9 @@ def test_without_a_command_the_help_and_the_error_list_the_commands(memlab_in, f
 
 def test_every_invalid_config_is_refused(memlab_in, folder):
     names = [*CONFIGS, *COUNTLESS]
-    lines = [["measure", "--model", name, "--dry-run"] for name in names]
-    lines += [["plan", "--model", name, "--memory", "24GB"] for name in names]
+    ours = ("--library", "memlab")  # transformers builds more
+    lines = [["measure", "--model", name, "--dry-run", *ours] for name in names]
+    lines += [["plan", "--model", name, "--memory", "24GB", *ours] for name in names]
     assert not refused(memlab_in, folder, lines)
 
 
