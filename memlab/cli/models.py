@@ -38,10 +38,10 @@ def choose_model(given: str, library: str | None = None) -> GPTConfig | Source:
         return config_named(given if _is_path(given) else _find(given).path)
     except NoShapeHere as error:
         if library == "memlab":
-            raise UsageError(str(error)) from error
+            raise UsageError(f"got --model {quoted(given)}: {error}") from error
         return _for_transformers(given)
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(f"got --model {quoted(given)}: {error}") from error
 
 
 def _for_transformers(given: str) -> Source:
@@ -64,7 +64,7 @@ def _find(given: str) -> Source:
     try:
         return find_source(given)
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(f"got --model {quoted(given)}: {error}") from error
 
 
 def _is_path(given: str) -> bool:

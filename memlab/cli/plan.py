@@ -62,6 +62,11 @@ def plan_model(
                 f"model of transformers; it is planned for one GPU, and always predicted: leave "
                 f"them out"
             )
+        if target == "cpu":
+            raise UsageError(
+                f"got --device cpu for {model}, a model of transformers, which is planned for a "
+                f"GPU; memlab measure --model {model} --dry-run counts a step on the CPU"
+            )
         training = Training(config, Size(batch, seq_len, image))
         choice = choose_recipes(training, precision, optimizer, group, lora_rank, lora_targets)
         return plan_transformers(training, choice, gpu_memory, target, out)

@@ -11,11 +11,11 @@ class Request:
     """
 
     model: str | None = None
-    library: str | None = None
-    image: int | None = None
     batch: int | None = None
     seq_len: int | None = None
     dtype: str | None = None
+    library: str | None = None
+    image: int | None = None
     techniques: tuple[str, ...] = ()
     device: str | None = None
     dry: bool = False

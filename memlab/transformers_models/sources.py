@@ -9,11 +9,15 @@ This module does not import torch.
 import json
 import os
 import re
+import socket
+import urllib.request
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from memlab.configs.config_json import FILE, read_json
 
+_SECONDS = 5  # to wait for the Hub
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+|[A-Za-z0-9][\w.-]*")
 
 
@@ -56,7 +60,7 @@ def find_source(given: str) -> Source:
 
 def _from_the_hub(given: str) -> str:
     try:
-        from huggingface_hub import hf_hub_download, try_to_load_from_cache
+        from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     except ImportError as error:
         raise ValueError(
             f"got model {given!r}; to look it up in the Hugging Face cache, install transformers: "
@@ -66,9 +70,19 @@ def _from_the_hub(given: str) -> str:
     if isinstance(found, str):
         return found
     try:
-        return hf_hub_download(given, FILE, etag_timeout=5)
+        _require_network(constants.ENDPOINT)
+        return hf_hub_download(given, FILE, etag_timeout=_SECONDS)
     except Exception as error:  # no network, no such model, no access
         raise ValueError(
             f"got model {given!r}; its {FILE} is not in the local Hugging Face cache and could not "
             f"be downloaded ({type(error).__name__}): give the path of the file instead"
         ) from error
+
+
+def _require_network(endpoint: str) -> None:
+    """Raise OSError at once if the Hub cannot be reached; huggingface_hub would retry for 20 s."""
+    if urllib.request.getproxies():
+        return
+    url = urlsplit(endpoint)
+    port = url.port or (443 if url.scheme == "https" else 80)
+    socket.create_connection((url.hostname, port), timeout=_SECONDS).close()

@@ -179,7 +179,7 @@ def living_models(monkeypatch):
         counts.append(len(models))
         return measured(training)
 
-    monkeypatch.setattr(rows, "build", building)
+    monkeypatch.setattr("memlab.train.step.build", building)
     monkeypatch.setattr(rows, "measured", metering)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     return counts
@@ -352,7 +352,7 @@ def test_a_failing_technique_is_in_the_results(memlab_command, monkeypatch, tmp_
 def test_out_of_memory_in_the_plain_step_suggests_a_smaller_batch(
     memlab_command, monkeypatch, error
 ):
-    monkeypatch.setattr(rows, "build", raising(error))
+    monkeypatch.setattr("memlab.train.step.build", raising(error))
     monkeypatch.setattr(choices, "_step_bytes", lambda setting: 0)
     outcome = memlab_command("measure", "--model", "tiny", "--batch", "8")
     assert outcome.status == 2
@@ -363,7 +363,7 @@ def test_out_of_memory_in_the_plain_step_suggests_a_smaller_batch(
 
 
 def test_another_error_in_the_plain_step_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr(rows, "build", raising(RuntimeError("shapes do not match")))
+    monkeypatch.setattr("memlab.train.step.build", raising(RuntimeError("shapes do not match")))
     with pytest.raises(RuntimeError, match="shapes do not match"):
         measured_rows(TINY, TECHNIQUES, False, silent)
 
@@ -619,7 +619,7 @@ def test_ctrl_c_is_one_line_and_leaves_every_old_file(quick, old_files, monkeypa
     before = old_files()
     interrupt = lambda *arguments, **named: signal.raise_signal(signal.SIGINT)  # noqa: E731
     if moment == "the plain step":
-        monkeypatch.setattr(rows, "dry_trace", interrupt)
+        monkeypatch.setattr("memlab.train.step.dry_trace", interrupt)
     elif moment == "a technique":
         monkeypatch.setitem(TECHNIQUES, "sgd", with_attention(interrupt))
     else:

@@ -1,6 +1,7 @@
 """`memlab plan`: from a model and a memory size to a command that runs; errors in one line."""
 
 import json
+import re
 import shlex
 from itertools import pairwise
 
@@ -363,10 +364,8 @@ def test_a_technique_that_needs_more_memory_is_combined_last(memlab_command, tmp
     )
     assert outcome.status == 1
     rows = [line for line in outcome.out.splitlines() if "lacks" in line]
-    needed = {
-        name.strip(): float(size)
-        for name, size in (row[:56].rsplit(maxsplit=2)[:2] for row in rows)
-    }
+    found = (re.match(r"(.+?) {2,}([\d.]+) MiB", row) for row in rows)
+    needed = {match[1]: float(match[2]) for match in found}
     assert needed["checkpointing"] > needed["as it is"]
     assert list(needed) == [
         "as it is",

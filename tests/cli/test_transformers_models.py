@@ -108,6 +108,7 @@ def test_llama_is_memlabs_own_unless_the_library_is_given(config, memlab_command
         (("plan", "--gpu", "t4", "--seq", "65"), "got sequences of 65 tokens; the model takes 1 "),
         (("plan", "--gpu", "t4", "--image", "8"), "takes no images"),
         (("plan", "--gpu", "t4", "--gpus", "2"), "it is planned for one GPU"),
+        (("plan", "--gpu", "t4", "--device", "cpu"), "which is planned for a GPU"),
         (
             ("plan", "--gpu", "t4", "--optimizer", "lion"),
             "got --optimizer lion; choose from",

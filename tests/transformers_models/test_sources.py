@@ -39,6 +39,7 @@ def test_an_id_is_found_in_the_cache(tmp_path, monkeypatch):
         ("someone/missing", "its config.json is not in the local Hugging Face cache"),
         ("no such thing", "there is no such file, folder or id on the Hub"),
         ("", "there is no such file, folder or id on the Hub"),
+        ("nowhere.json", "there is no such file, folder or id on the Hub"),
     ],
 )
 def test_a_model_that_is_not_there_is_one_sentence(given, complaint, monkeypatch, tmp_path):
