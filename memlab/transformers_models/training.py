@@ -88,6 +88,8 @@ class Training:
         if self.size.image is not None:
             config.image_size = self.size.image
         config.use_cache = False
+        if hasattr(config, "quantization_config"):  # of the published weights
+            del config.quantization_config
         config.architectures = [self.class_name]
         if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = 0

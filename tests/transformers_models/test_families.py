@@ -48,3 +48,12 @@ def test_so_it_has_with_each_recipe(recipe, training_of):
     with memlab.dry_run():
         dry = peak(training, recipe)
     assert dry == peak(training, recipe)
+
+
+def test_how_the_published_weights_are_quantized_makes_no_difference(training_of):
+    recipe = Recipe("qlora", checkpointing=True)
+    published = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    with memlab.dry_run():
+        as_published = peak(training_of("gpt_oss", quantization_config=published), recipe)
+        plain = peak(training_of("gpt_oss"), recipe)
+    assert as_published == plain
