@@ -418,6 +418,14 @@ def plan_command(
         int | None,
         integer_option("--image", MAX_PIXELS, "Height and width of images, in pixels."),
     ] = None,
+    code: Annotated[
+        str | None,
+        typer.Option(
+            help="Whose techniques the printed code of a transformers model uses: production "
+            "(transformers, peft, bitsandbytes; the default) or memlab.",
+            metavar="NAME",
+        ),
+    ] = None,
     precision: Annotated[
         str | None,
         typer.Option(
@@ -561,6 +569,7 @@ def plan_command(
             lora_targets=lora_targets,
             library=library,
             image=image,
+            code=code,
             tensor_parallel=tensor_parallel,
             pipeline_parallel=pipeline_parallel,
             count=count,

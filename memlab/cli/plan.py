@@ -35,6 +35,7 @@ def plan_model(
     lora_targets: str | None,
     library: str | None,
     image: int | None,
+    code: str | None,
     tensor_parallel: int,
     pipeline_parallel: int,
     count: int,
@@ -52,7 +53,7 @@ def plan_model(
     folder = choose_folder(out)
     config = choose_model(model, library)
     if isinstance(config, Source):
-        from memlab.cli.plan_transformers import choose_recipes, plan_transformers
+        from memlab.cli.plan_transformers import CODE, choose_recipes, plan_transformers
         from memlab.transformers_models.tasks import Size
         from memlab.transformers_models.training import Training
 
@@ -67,11 +68,18 @@ def plan_model(
                 f"got --device cpu for {model}, a model of transformers, which is planned for a "
                 f"GPU; memlab measure --model {model} --dry-run counts a step on the CPU"
             )
+        if code not in (None, *CODE):
+            raise UsageError(f"got --code {quoted(code)}; {suggestions(code, CODE)}")
         training = Training(config, Size(batch, seq_len, image))
         choice = choose_recipes(training, precision, optimizer, group, lora_rank, lora_targets)
-        return plan_transformers(training, choice, gpu_memory, target, out)
+        return plan_transformers(training, choice, gpu_memory, target, out, code or CODE[0])
     if image is not None:
         raise UsageError(f"got --image {image}; {model} takes no images")
+    if code is not None:
+        raise UsageError(
+            f"got --code {quoted(code)} for {model}, which memlab trains itself: leave it out, or "
+            f"add --library transformers"
+        )
     learned = choose_kinds(precision, optimizer, group, choose_adapters(lora_rank, lora_targets))
     from memlab.cli.choices import require_countable
     from memlab.cli.plan_report import show

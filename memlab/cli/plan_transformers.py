@@ -16,8 +16,10 @@ from memlab.planner import Memory
 from memlab.planner.options import budget_bytes, verdict
 from memlab.planner.processes import processes
 from memlab.train.adapters import LORA_RANK
+from memlab.transformers_models.memlab_code import memlab_code
 from memlab.transformers_models.planning import MAX_SEQUENCES, Choice, Option, Search
-from memlab.transformers_models.recipes import METHODS, OPTIMIZERS, PRECISIONS, Recipe, code
+from memlab.transformers_models.recipes import METHODS, OPTIMIZERS, PRECISIONS, Recipe
+from memlab.transformers_models.recipes import code as production_code
 from memlab.transformers_models.sources import Source
 from memlab.transformers_models.structure import adapted_layers, linear_share
 from memlab.transformers_models.tasks import Size
@@ -28,19 +30,22 @@ NOTABLE_SHARE = 0.2  # of the weights: said if so many are not in 4 bits
 MAX_WORKERS = 2  # each imports torch and transformers, which takes seconds and about 700 MiB
 
 
+CODE = ("production", "memlab")  # whose techniques the printed code uses
+
+
 def plan_transformers(
-    training: Training, choice: Choice, memory: Memory, target: str, out: str
+    training: Training, choice: Choice, memory: Memory, target: str, out: str, code: str
 ) -> int:
     """Search each group of recipes, print what fits, write results; return 1 if nothing fits."""
     folder = choose_folder(out)
     groups = choice.groups()
     terminal.echo("\n".join(map(paragraph, _headline(training, memory, target))) + "\n")
     options = list(_best_options(groups, training, target, memory))
-    _show(training, options)
+    _show(training, options, code)
     write_breakdown(
         {option.title: option.measured for option in options if option.measured},
         f"{training}, in {memory.name}",
-        _numbers(training, groups, memory, target, options),
+        _numbers(training, groups, memory, target, options, code),
         folder,
     )
     return 0 if any(option.fits for option in options) else 1
@@ -108,14 +113,23 @@ def _headline(training: Training, memory: Memory, target: str) -> Iterator[str]:
     yield f"predicted for {target} without running anything"
 
 
-def _show(training: Training, options: list[Option]) -> None:
+def _show(training: Training, options: list[Option], code: str) -> None:
     first = next((option for option in options if option.fits), None)
     terminal.show_table(_table(options, first))
     sentences = "\n".join(map(paragraph, _remarks(training, options, first)))
     terminal.echo(f"\n{sentences}")
     if first is not None:
-        lines = "\n".join(code(first.recipe, training.task.auto_class, training.source.name))
+        lines = "\n".join(_lines(training, first.recipe, code))
         terminal.echo(f"\n{first.title}:\n\n{indent(lines, '  ')}\n")
+
+
+def _lines(training: Training, recipe: Recipe, code: str) -> list[str]:
+    """Return the code that trains with a recipe."""
+    auto_class, name = training.task.auto_class, training.source.name
+    if code == "production":
+        return list(production_code(recipe, auto_class, name))
+    paths = [stack.path for stack in training.stacks]
+    return list(memlab_code(recipe, auto_class, name, paths))
 
 
 def _table(options: list[Option], first: Option | None) -> Any:
@@ -197,6 +211,7 @@ def _numbers(
     memory: Memory,
     target: str,
     options: list[Option],
+    code: str,
 ) -> dict[str, Any]:
     """Return the plan's fields for JSON. The training as it is has the first recipe of all."""
     chosen = next((number for number, option in enumerate(options) if option.fits), None)
@@ -211,14 +226,14 @@ def _numbers(
         "seq_len": training.completed_size.seq_len,
         "bytes_as_it_is": as_it_is and as_it_is.needed_bytes,
         "chosen": chosen,
-        "options": [_option_numbers(training, option) for option in options],
+        "options": [_option_numbers(training, option, code) for option in options],
         "notes": list(_notes(training, options)),
     }
 
 
-def _option_numbers(training: Training, option: Option) -> dict[str, Any]:
-    lines = code(option.recipe, training.task.auto_class, training.source.name)
-    return {**option.to_dict(), "code": list(lines) if option.fits else None}
+def _option_numbers(training: Training, option: Option, code: str) -> dict[str, Any]:
+    lines = _lines(training, option.recipe, code) if option.fits else None
+    return {**option.to_dict(), "code": lines}
 
 
 def _notes(training: Training, options: list[Option]) -> Iterator[str]:

@@ -54,6 +54,14 @@ def test_a_plan_has_a_row_for_each_group_and_code_for_the_first(config, memlab_c
     assert (tmp_path / "work" / "plan.png").stat().st_size > 10_000
 
 
+def test_the_code_can_be_memlabs(config, memlab_command):
+    given = ("plan", "--model", config("mixtral"), "--gpu", "rtx4090", "--lora", "--code", "memlab")
+    outcome = memlab_command(*given)
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "  add_lora(model, rank=8, where=where)\n" in outcome.out
+    assert "peft" not in outcome.out
+
+
 def test_if_nothing_fits_the_status_is_one(config, memlab_command):
     model = config("bert", vocab_size=10_000_000, hidden_size=512)
     outcome = memlab_command("plan", "--model", model, "--gpu", "rtx3060", "--full")
@@ -114,6 +122,7 @@ def test_llama_is_memlabs_own_unless_the_library_is_given(config, memlab_command
             "got --optimizer lion; choose from",
         ),
         (("plan", "--gpu", "t4", "--library", "memlab"), "known are llama, mistral"),
+        (("plan", "--gpu", "t4", "--code", "mine"), "got --code mine; choose from production"),
         (("plan", "--gpu", "t4", "--library", "jax"), "got --library jax; choose from"),
         (("measure", "--kernels"), "it works with memlab's own models only"),
         (("measure", "--technique", "lion"), "a model of transformers trains with"),

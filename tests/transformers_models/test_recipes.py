@@ -4,6 +4,7 @@ import pytest
 import transformers
 
 import memlab
+from memlab.transformers_models.memlab_code import memlab_code
 from memlab.transformers_models.recipes import METHODS, OPTIMIZERS, PRECISIONS, Recipe, code
 from tests.transformers_models.configs import TINY
 
@@ -18,18 +19,15 @@ RECIPES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft calls what transformers will remove
-@pytest.mark.filterwarnings(
-    "ignore:inner dimension"
-)  # tiny weights are too narrow for bitsandbytes
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_the_printed_code_trains_as_predicted(recipe, training_of, tmp_path):
-    """The code runs in a prediction, from a folder of weights, and allocates the same."""
-    training = training_of("mistral")
-    folder = tmp_path / "weights"
+def weights_in(folder):
+    """Write random weights, and return their folder."""
     config = transformers.AutoConfig.for_model("mistral", **TINY["mistral"])
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    lines = list(code(recipe, training.task.auto_class, str(folder)))
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "weights")
+    return folder / "weights"
+
+
+def builder(training, lines):
+    """Return a builder that runs the lines up to the last blank one, and a step of the others."""
     blank = len(lines) - lines[::-1].index("")
     setup, loop = "\n".join(lines[:blank]), "\n".join(lines[blank:])
 
@@ -41,9 +39,36 @@ def test_the_printed_code_trains_as_predicted(recipe, training_of, tmp_path):
         names["model"].train()
         return lambda: exec(loop, names), names["model"], names["optimizer"]
 
-    printed = memlab.predict(build)
+    return build
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft calls what transformers will remove
+@pytest.mark.filterwarnings(
+    "ignore:inner dimension"
+)  # tiny weights are too narrow for bitsandbytes
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_the_printed_code_trains_as_predicted(recipe, training_of, tmp_path):
+    """The code runs in a prediction, from a folder of weights, and allocates the same."""
+    training = training_of("mistral")
+    lines = list(code(recipe, training.task.auto_class, str(weights_in(tmp_path))))
+    printed = memlab.predict(builder(training, lines))
     ours = memlab.predict(lambda: training.build(recipe))
     assert printed.allocated_bytes == ours.allocated_bytes
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:inner dimension")
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_memlabs_code_trains_as_well(recipe, training_of, tmp_path):
+    """It needs about the same: its adapters are in the weights' dtype, and other kernels run."""
+    training = training_of("mistral")
+    folder = weights_in(tmp_path)
+    paths = [stack.path for stack in training.stacks]
+    lines = memlab_code(recipe, training.task.auto_class, str(folder), paths)
+    printed = memlab.predict(builder(training, list(lines)))
+    ours = memlab.predict(lambda: training.build(recipe))
+    assert printed.allocated_bytes == pytest.approx(ours.allocated_bytes, rel=0.1)
+    assert any(event.phase == "optimizer" for event in printed.events)
 
 
 def test_lines_are_short_enough_to_read():
