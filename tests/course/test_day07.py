@@ -189,7 +189,11 @@ def mostly_exact(weights, compress, decompress):
 @pytest.mark.parametrize(
     ("exercise", "answer", "message"),
     [
-        (QUANTIZE, by_the_library, "Your answer calls memlab.quantize.quantize_blockwise,"),
+        (
+            QUANTIZE,
+            by_the_library,
+            "Your answer calls memlab.quantize.blockwise.quantize_blockwise,",
+        ),
         (HOOKS, a_list_beside, "393,580 bytes"),
         (HOOKS, exact_below, "bytes between forward and backward"),
         (HOOKS, mostly_exact, "with a decompress that returns 8 bits"),

@@ -11,8 +11,8 @@ from tests.transformers_models.configs import TINY
 FAMILIES = sorted(TINY)
 # One of each kind of architecture; the others are as alike as their code.
 QUICK = {
-    *("llama", "gemma2", "phi3", "mixtral", "gpt_oss", "deepseek_v3", "jamba", "gpt2", "mamba2"),
-    *("bert", "deberta-v2", "t5", "whisper", "vit", "swin", "convnext", "wav2vec2", "qwen2_vl"),
+    *("gemma2", "mixtral", "deepseek_v3", "gpt2", "mamba2"),
+    *("bert", "t5", "whisper", "vit", "convnext", "wav2vec2", "qwen2_vl"),
 }
 
 

@@ -6,6 +6,7 @@ import transformers
 import memlab
 from memlab.transformers_models.memlab_code import memlab_code
 from memlab.transformers_models.recipes import METHODS, OPTIMIZERS, PRECISIONS, Recipe, code
+from tests.quick import quick
 from tests.transformers_models.configs import TINY
 
 RECIPES = [
@@ -46,7 +47,7 @@ def builder(training, lines):
 @pytest.mark.filterwarnings(
     "ignore:inner dimension"
 )  # tiny weights are too narrow for bitsandbytes
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("recipe", quick(RECIPES[2:6:3], RECIPES), ids=str)
 def test_the_printed_code_trains_as_predicted(recipe, training_of, tmp_path):
     """The code runs in a prediction, from a folder of weights, and allocates the same."""
     training = training_of("mistral")
@@ -58,7 +59,7 @@ def test_the_printed_code_trains_as_predicted(recipe, training_of, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore:inner dimension")
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("recipe", quick(RECIPES[3:6:2], RECIPES), ids=str)
 def test_memlabs_code_trains_as_well(recipe, training_of, tmp_path):
     """It needs about the same: its adapters are in the weights' dtype, and other kernels run."""
     training = training_of("mistral")

@@ -22,8 +22,8 @@ def whole(training, recipe):
 @pytest.mark.parametrize(
     ("family", "changes", "recipe"),
     [
-        ("llama", DEEP, Recipe(precision="autocast")),
-        ("llama", DEEP, Recipe("lora", checkpointing=True)),
+        slow(("llama", DEEP, Recipe(precision="autocast"))),
+        slow(("llama", DEEP, Recipe("lora", checkpointing=True))),
         ("llama", DEEP, Recipe("qlora", checkpointing=True)),  # the loader's buffer grows
         ("gpt_oss", {"num_hidden_layers": 12}, Recipe()),  # two kinds of layers in turn
         ("deepseek_v3", DEEP, Recipe()),  # another first layer
