@@ -102,7 +102,7 @@ def _best(source: Source, size: Size, target: str, memory: Memory, group: list[R
 
 
 def _headline(training: Training, memory: Memory, target: str) -> Iterator[str]:
-    weights = sum(weight.numel() for weight in training.skeleton.parameters())
+    weights = training.parameters
     yield (
         f"{training.source.name}: transformers' {training.class_name}, {weights:,} parameters, "
         f"{training.described}"
@@ -221,7 +221,7 @@ def _numbers(
         "verdict": verdict(chosen is not None, as_it_is is not None and as_it_is.fits),
         "model": training.source.name,
         "library": "transformers",
-        "parameters": sum(weight.numel() for weight in training.skeleton.parameters()),
+        "parameters": training.parameters,
         "batch": training.size.batch,
         "seq_len": training.completed_size.seq_len,
         "bytes_as_it_is": as_it_is and as_it_is.needed_bytes,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from memlab.transformers_models.recipes import ALL_LINEAR, Recipe
+from memlab.transformers_models.recipes import ALL_LINEAR, Recipe, loop_code
 
 _OPTIMIZERS = {
     "adamw": "torch.optim.AdamW(weights)",
@@ -33,12 +33,7 @@ def memlab_code(recipe: Recipe, auto_class: str, name: str, paths: Sequence[str]
     yield "weights = [p for p in model.parameters() if p.requires_grad]"
     yield f"optimizer = {_OPTIMIZERS[recipe.optimizer]}"
     yield ""
-    if recipe.uses_autocast:
-        yield 'with torch.autocast("cuda", dtype=torch.bfloat16):'
-    yield f"{'    ' * recipe.uses_autocast}loss = model(**batch).loss"
-    yield "loss.backward()"
-    yield "optimizer.step()"
-    yield "optimizer.zero_grad()"
+    yield from loop_code(recipe)
 
 
 def _imports(recipe: Recipe) -> Iterator[str]:

@@ -213,7 +213,7 @@ def fixed_bytes(training: Training, recipe: Recipe) -> int:
 
     4-bit weights are counted as if all weights had half a byte, which is too little.
     """
-    weights = sum(weight.numel() for weight in training.skeleton.parameters())
+    weights = training.parameters
     if recipe.method == "qlora":
         return weights // 2
     itemsize = _ITEMSIZE[recipe.weights_dtype]

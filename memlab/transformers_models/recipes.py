@@ -155,6 +155,11 @@ def code(recipe: Recipe, auto_class: str, name: str) -> Iterator[str]:
     yield "    [p for p in model.parameters() if p.requires_grad]"
     yield ")"
     yield ""
+    yield from loop_code(recipe)
+
+
+def loop_code(recipe: Recipe) -> Iterator[str]:
+    """Yield the lines of one training step."""
     if recipe.uses_autocast:
         yield 'with torch.autocast("cuda", dtype=torch.bfloat16):'
     yield f"{'    ' * recipe.uses_autocast}loss = model(**batch).loss"

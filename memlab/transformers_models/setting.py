@@ -31,7 +31,7 @@ class TransformersSetting:
     @property
     def parameters(self) -> int:
         """The number of the model's weights."""
-        return sum(weight.numel() for weight in self.training.skeleton.parameters())
+        return self.training.parameters
 
     def build(
         self, recipe: Recipe, *, on_loss: Callable[[Tensor], object] = lambda loss: None

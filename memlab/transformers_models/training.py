@@ -77,6 +77,11 @@ class Training:
         with torch.device("meta"), _quiet():
             return self.model(Recipe())
 
+    @property
+    def parameters(self) -> int:
+        """The number of the model's weights."""
+        return sum(weight.numel() for weight in self.skeleton.parameters())
+
     @cached_property
     def stacks(self) -> tuple[Stack, ...]:
         return stacks(self.skeleton)
