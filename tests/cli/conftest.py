@@ -14,6 +14,10 @@ import pytest
 import torch
 
 from memlab.cli import main, terminal
+from memlab.planner import search
+from memlab.planner.formulas import training_bytes
+from memlab.planner.measuring import Measured
+from memlab.planner.recipes import recipes, usual_kinds
 
 # Standard error must not depend on timing.
 terminal.SECONDS_BETWEEN_LINES = math.inf
@@ -74,3 +78,17 @@ def usage_error(memlab_command) -> Callable[..., str]:
         return line.removeprefix("memlab: ")
 
     return run
+
+
+@pytest.fixture
+def by_formula(monkeypatch) -> None:
+    """Plan in one process, with formulas instead of predictions, to test the output only."""
+
+    def answer(setting, names, ranks=1, stage=0, adapters=None):
+        everything = (r for each in usual_kinds() for r in recipes(each, sequences=setting.batch))
+        recipe = next(r for r in everything if (r.techniques, r.dtype) == (names, setting.dtype))
+        peak = training_bytes(setting.config, recipe, setting.batch, setting.seq_len).peak_bytes
+        return Measured(peak, peak, {"parameters": peak}, "backward", False, None)
+
+    monkeypatch.setattr(search, "measured", answer)
+    monkeypatch.setattr("memlab.cli.plan.MAX_WORKERS", 1)

@@ -14,10 +14,6 @@ import pytest
 from memlab.cli import documents
 from memlab.cli.rows import Row
 from memlab.configs.gpus import CONTEXT_BYTES
-from memlab.planner import search
-from memlab.planner.formulas import training_bytes
-from memlab.planner.measuring import Measured
-from memlab.planner.recipes import recipes, usual_kinds
 from memlab.train import TECHNIQUES
 from tests.transformers_models.configs import TINY
 
@@ -58,20 +54,6 @@ def document(memlab_command, tmp_path):
         return outcome.status, found
 
     return run
-
-
-@pytest.fixture
-def by_formula(monkeypatch):
-    """One process, and formulas instead of predictions."""
-
-    def answer(setting, names, ranks=1, stage=0, adapters=None):
-        everything = (r for each in usual_kinds() for r in recipes(each, sequences=setting.batch))
-        recipe = next(r for r in everything if (r.techniques, r.dtype) == (names, setting.dtype))
-        peak = training_bytes(setting.config, recipe, setting.batch, setting.seq_len).peak_bytes
-        return Measured(peak, peak, {"parameters": peak}, "backward", False, None)
-
-    monkeypatch.setattr(search, "measured", answer)
-    monkeypatch.setattr("memlab.cli.plan.MAX_WORKERS", 1)
 
 
 # ------------------------------------------------------------------ the schema

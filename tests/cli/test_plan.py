@@ -13,23 +13,8 @@ from memlab.configs.gpus import GPUS
 from memlab.model import PRESETS
 from memlab.planner import search
 from memlab.planner.formulas import training_bytes
-from memlab.planner.measuring import Measured
-from memlab.planner.recipes import Recipe, recipes, usual_kinds
+from memlab.planner.recipes import Recipe
 from memlab.units import format_bytes
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """One process, and formulas instead of predictions, to test the output only."""
-
-    def answer(setting, names, ranks=1, stage=0, adapters=None):
-        everything = (r for each in usual_kinds() for r in recipes(each, sequences=setting.batch))
-        recipe = next(r for r in everything if (r.techniques, r.dtype) == (names, setting.dtype))
-        peak = training_bytes(setting.config, recipe, setting.batch, setting.seq_len).peak_bytes
-        return Measured(peak, peak, {"parameters": peak}, "backward", False, None)
-
-    monkeypatch.setattr(search, "measured", answer)
-    monkeypatch.setattr("memlab.cli.plan.MAX_WORKERS", 1)
 
 
 @pytest.mark.slow
@@ -45,7 +30,7 @@ def test_the_command_that_is_printed_runs(memlab_command):
 
 
 def test_recipes_show_what_they_need_and_the_smallest_miss_shows_what_it_lacks(
-    quick, memlab_command, tmp_path
+    by_formula, memlab_command, tmp_path
 ):
     outcome = memlab_command("plan", "--model", "llama-2-7b", "--memory", "24GB", "--full")
     assert outcome.status == 0
@@ -66,19 +51,21 @@ def test_recipes_show_what_they_need_and_the_smallest_miss_shows_what_it_lacks(
     assert (tmp_path / "work" / "plan.png").stat().st_size > 10_000
 
 
-def test_an_unmodified_training_that_fits_is_reported(quick, memlab_command):
+def test_an_unmodified_training_that_fits_is_reported(by_formula, memlab_command):
     outcome = memlab_command("plan", "--model", "5m", "--memory", "24GB")
     assert "without techniques (float32 adamw): ≈ 1" in outcome.out
     assert "by formula, fits\n" in outcome.out
 
 
-def test_if_nothing_fits_the_status_is_one_and_the_output_suggests_changes(quick, memlab_command):
+def test_if_nothing_fits_the_status_is_one_and_the_output_suggests_changes(
+    by_formula, memlab_command
+):
     outcome = memlab_command("plan", "--model", "llama-3-405b", "--memory", "8GiB")
     assert outcome.status == 1
     assert "Nothing fits 8GiB: the smallest recipe tried" in " ".join(outcome.out.split())
 
 
-def test_a_gpu_has_less_memory_than_advertised(quick, memlab_command):
+def test_a_gpu_has_less_memory_than_advertised(by_formula, memlab_command):
     outcome = memlab_command("plan", "--model", "1b", "--gpu", "RTX 4090", "--lora")
     assert "rtx4090: 23.52 GiB, 22.80 GiB for PyTorch after the CUDA context" in outcome.out
 
@@ -113,7 +100,7 @@ def test_bad_input_is_one_line(arguments, words, usage_error):
     assert words in usage_error("plan", *arguments)
 
 
-def test_the_margin_is_shown_and_left_free(quick, memlab_command, tmp_path):
+def test_the_margin_is_shown_and_left_free(by_formula, memlab_command, tmp_path):
     arguments = ("plan", "--model", "5m", "--gpu", "rtx3060", "--recipes", "1")
     budgets = {}
     usual = f"a margin of {margin_share():.1%}, the most that measured transformers"
@@ -130,7 +117,7 @@ def test_the_margin_is_shown_and_left_free(quick, memlab_command, tmp_path):
     assert budgets["1GiB"] < budgets[None] < budgets["0"] == (11_931 - 616) * 2**20
 
 
-def test_python_takes_a_margin_too(quick):
+def test_python_takes_a_margin_too(by_formula):
     found = search.plan("5m", "24GB", count=1, margin="500MiB")
     less = search.plan("5m", "24GB", count=1, margin=600 * 2**20)
     assert found.budget_bytes == 24 * 10**9 - (616 + 500) * 2**20
@@ -140,7 +127,7 @@ def test_python_takes_a_margin_too(quick):
 
 
 def test_a_gpu_of_another_kind_is_planned_and_the_output_says_what_is_assumed(
-    quick, memlab_command
+    by_formula, memlab_command
 ):
     outcome = memlab_command("plan", "--model", "5m", "--gpu", "M3 Max 64GB", "--recipes", "1")
     said = " ".join(outcome.out.split())
@@ -149,7 +136,7 @@ def test_a_gpu_of_another_kind_is_planned_and_the_output_says_what_is_assumed(
     assert all(len(line) <= 80 for line in outcome.out.splitlines() if "  memlab" not in line)
 
 
-def test_a_memory_by_rule_is_marked(quick, memlab_command):
+def test_a_memory_by_rule_is_marked(by_formula, memlab_command):
     outcome = memlab_command("plan", "--model", "5m", "--gpu", "4070", "--recipes", "1")
     assert "rtx4070: about 11.70 GiB of 12 GB, " in outcome.out
     assert "never compared" not in outcome.out
@@ -177,7 +164,7 @@ def test_a_config_of_a_family_that_memlab_lacks_is_one_line(usage_error, tmp_pat
     assert "llama" in said
 
 
-def test_a_config_of_a_known_family_is_planned(quick, memlab_command, tmp_path):
+def test_a_config_of_a_known_family_is_planned(by_formula, memlab_command, tmp_path):
     fields = {
         "model_type": "qwen2",
         "hidden_size": 896,
