@@ -524,6 +524,7 @@ def _tolist(by_elements: Callable[[FakeTensor], Any]) -> Callable[[FakeTensor], 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **fake_accelerator.FUNCTIONS,
     **readers.FUNCTIONS,
+    **subclasses.FUNCTIONS,
     **weight_files.FUNCTIONS,
     torch.Tensor.__format__: _format,
     torch.Tensor.__deepcopy__: _deepcopy,

@@ -3,6 +3,10 @@
 They are made by `torch.Tensor._make_subclass(cls, data)`, which fails on a fake tensor because that
 already is an object of another class. In a dry run the result is a fake tensor whose class
 inherits from `cls` as well: it has the methods of `cls`, and torch handles it as a fake tensor.
+
+Wrappers made by `_make_wrapper_subclass`, such as torchao's optimizer state, work as they are,
+except for `copy_`: `torch.Tensor.copy_` fails for a wrapper on a device that torch was built
+without. The operator runs the wrapper's own code.
 """
 
 from collections.abc import Callable
@@ -12,6 +16,7 @@ from typing import Any
 import torch
 
 from memlab.internals.torch_internals import FakeTensor
+from memlab.metering.tensors import has_own_handler
 
 
 @cache
@@ -32,6 +37,15 @@ def _make_subclass(real: Callable[..., Any]) -> Callable[..., Any]:
         return made.requires_grad_(require_grad)
 
     return make
+
+
+def _copy_(tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if has_own_handler((type(tensor),)):
+        return torch.ops.aten.copy_.default(tensor, source, non_blocking)
+    return tensor.copy_(source, non_blocking)
+
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {torch.Tensor.copy_: _copy_}
 
 
 def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:

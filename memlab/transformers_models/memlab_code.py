@@ -8,6 +8,7 @@ _OPTIMIZERS = {
     "adamw": "torch.optim.AdamW(weights)",
     "adam8bit": 'Adam8bit(weights, rounding="stochastic")',
     "paged-adam8bit": 'OffloadedOptimizer(Adam8bit(weights, rounding="stochastic"), DiskStore())',
+    "torchao-adam8bit": 'Adam8bit(weights, rounding="stochastic")',
     "sgd": "torch.optim.SGD(weights)",
 }
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from memlab.dry_runs.assumptions import ASSUMED
+from memlab.dry_runs.fake_tensors import UNCOMPILED
 from memlab.dry_runs.routing import ASSUMED_ROUTING
 from memlab.planner.limits import largest
 from memlab.planner.measuring import Measured
@@ -175,7 +176,7 @@ class Search:
             notes=tuple(
                 note
                 for note in found.measured.trace.notes
-                if note.startswith((ASSUMED, ASSUMED_ROUTING))
+                if note.startswith((ASSUMED, ASSUMED_ROUTING)) or note == UNCOMPILED
             ),
         )
 

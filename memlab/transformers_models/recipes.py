@@ -2,7 +2,7 @@
 
     method         full: all weights. lora: adapters beside frozen weights. qlora: beside 4-bit ones
     precision      dtype of the weights, and whether autocast runs in bfloat16
-    optimizer      of torch or of bitsandbytes
+    optimizer      of torch, bitsandbytes or torchao
     checkpointing  transformers' own, one segment per layer
 
 This module does not import torch.
@@ -18,6 +18,7 @@ OPTIMIZERS = {
     "adamw": "torch.optim.AdamW",
     "adam8bit": "bitsandbytes.optim.AdamW8bit",
     "paged-adam8bit": "bitsandbytes.optim.PagedAdamW8bit",
+    "torchao-adam8bit": "torchao.optim.AdamW8bit",
     "sgd": "torch.optim.SGD",
 }
 # Optimizer state per weight on the GPU, by the weight's itemsize. Paged state is in host memory.
@@ -25,6 +26,7 @@ STATE_BYTES: dict[str, Callable[[int], int]] = {
     "adamw": lambda itemsize: 2 * itemsize,
     "adam8bit": lambda itemsize: 2,
     "paged-adam8bit": lambda itemsize: 0,
+    "torchao-adam8bit": lambda itemsize: 2,
     "sgd": lambda itemsize: 0,
 }
 ATTENTIONS = ("default", "sdpa", "eager")  # default: what transformers chooses for the model
@@ -103,6 +105,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "bfloat16": {"precision": "bfloat16"},
     "adam8bit": {"optimizer": "adam8bit"},
     "paged-adam8bit": {"optimizer": "paged-adam8bit"},
+    "torchao-adam8bit": {"optimizer": "torchao-adam8bit"},
     "sgd": {"optimizer": "sgd"},
     "lora": {"method": "lora"},
     "qlora": {"method": "qlora"},
@@ -151,7 +154,8 @@ def code(recipe: Recipe, auto_class: str, name: str) -> Iterator[str]:
     yield from (f"    {option}," for option in options)
     yield ")" if recipe.method == "qlora" else ").cuda()"
     yield from _prepared(recipe)
-    yield f"optimizer = {OPTIMIZERS[recipe.optimizer].removeprefix('bitsandbytes.optim.')}("
+    package, _, kind = OPTIMIZERS[recipe.optimizer].rpartition(".")
+    yield f"optimizer = {f'torch.optim.{kind}' if package == 'torch.optim' else kind}("
     yield "    [p for p in model.parameters() if p.requires_grad]"
     yield ")"
     yield ""
@@ -192,5 +196,5 @@ def _imports(recipe: Recipe, auto_class: str) -> Iterator[str]:
         kbit = ", prepare_model_for_kbit_training" if recipe.method == "qlora" else ""
         yield f"from peft import LoraConfig, get_peft_model{kbit}"
     package, _, name = OPTIMIZERS[recipe.optimizer].rpartition(".")
-    if package == "bitsandbytes.optim":
+    if package != "torch.optim":
         yield f"from {package} import {name}"

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import memlab
+from memlab.dry_runs.fake_tensors import UNCOMPILED
 from memlab.internals.torch_internals import FakeTensor
 
 
@@ -56,3 +57,45 @@ def test_four_bit_weights_have_their_bytes(double):
     assert count // 2 in sizes
     assert (count // 64 if double else 4 * count // 64) in sizes
     assert 2 * count not in sizes
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_quantized_optimizer_state_has_the_bytes_of_a_real_step(name):
+    """torchao compiles its step, which a dry run counts uncompiled."""
+    optim = pytest.importorskip("torchao.optim")
+
+    def trace():
+        layer = nn.Linear(128, 256, dtype=torch.bfloat16)
+        optimizer = getattr(optim, name)(layer.parameters(), bf16_stochastic_round=True)
+
+        def step():
+            layer(torch.ones(8, 128, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        return memlab.measure(step, model=layer, optimizer=optimizer)
+
+    with torch.compiler.set_stance("force_eager"):
+        real = trace()
+    with memlab.dry_run():
+        dry = trace()
+    assert [event.bytes for event in dry.events] == [event.bytes for event in real.events]
+    assert UNCOMPILED in dry.notes
+
+
+def test_a_prediction_counts_the_parts_of_quantized_optimizer_state():
+    optim = pytest.importorskip("torchao.optim")
+
+    def build():
+        layer = nn.Linear(128, 256, bias=False).cuda()
+        optimizer = optim.AdamW8bit(layer.parameters())
+
+        def step():
+            layer(torch.ones(8, 128, device="cuda")).sum().backward()
+            optimizer.step()
+
+        return step, layer, optimizer
+
+    codes, scales, codebook = 128 * 256, 4 * 128, 4 * 256
+    assert memlab.predict(build).at_peak["optimizer_state"] == 2 * (codes + scales + codebook)

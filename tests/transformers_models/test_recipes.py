@@ -17,6 +17,7 @@ RECIPES = [
     Recipe("lora", attention="eager"),
     Recipe("qlora", checkpointing=True),
     Recipe("qlora"),
+    Recipe(precision="bfloat16", optimizer="torchao-adam8bit"),
 ]
 
 
