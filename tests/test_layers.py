@@ -25,7 +25,7 @@ LAYERS = (
     ("prediction",),
     ("train",),
     ("planner",),
-    ("course", "transformers_models"),
+    ("course", "transformers_models", "scripts"),
     ("__init__",),
     ("cli",),
     ("__main__",),

@@ -15,7 +15,13 @@ import typer
 from memlab.cli import adapter_options, terminal, torchrun
 from memlab.cli.errors import INTERRUPTED, INTERRUPTED_MESSAGE, UsageError, error_line
 from memlab.cli.models import LIBRARY
-from memlab.cli.parsing import Command, Commands, integer_option, integer_parser
+from memlab.cli.parsing import (
+    Command,
+    Commands,
+    ScriptCommand,
+    integer_option,
+    integer_parser,
+)
 from memlab.cli.requests import Request
 
 # A larger value is a typo, and would take too long to process.
@@ -588,6 +594,100 @@ def _group(lora: bool | None, qlora: bool) -> str | None:
     if qlora:
         return "QLoRA"
     return {None: None, True: "LoRA", False: "full fine-tuning"}[lora]
+
+
+@app.command("run", cls=ScriptCommand)
+def run_command(
+    script: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SCRIPT [ITS OWN ARGUMENTS]",
+            help="A script, torchrun or accelerate launch with their options and a script.",
+        ),
+    ] = None,
+    module: Annotated[
+        str | None,
+        typer.Option("-m", help="Run a module instead, as python -m does.", metavar="MODULE"),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            "--gpu",
+            help="Say whether the step fits: 24GB (24·10⁹ bytes), 24GiB (24·2³⁰ bytes), or a GPU's "
+            "name such as rtx4090.",
+            metavar="BYTES|GPU",
+        ),
+    ] = None,
+    margin: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory to leave free: a percentage such as 2% or bytes such as 500MiB.",
+            metavar="PERCENT|BYTES",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Device to predict for: cuda (most GPUs), a GPU such as cuda:rtx3060, or cpu. "
+            "Default: the GPU given by --gpu, else cuda.",
+            metavar="NAME",
+        ),
+    ] = None,
+    real: Annotated[
+        bool,
+        typer.Option("--real", help="Compute: measure the script on the device that it uses."),
+    ] = False,
+    steps: Annotated[
+        int,
+        integer_option(
+            "--steps",
+            MAX_STEPS,
+            "Training steps to run. The last one is measured; the first allocates the optimizer's "
+            "state.",
+        ),
+    ] = 2,
+    assume: Annotated[
+        str | None,
+        typer.Option(help=ASSUME.removesuffix(" Only with --script."), metavar="most|FRACTION"),
+    ] = None,
+    allow_writes: Annotated[
+        bool,
+        typer.Option(
+            "--allow-writes",
+            help="Let the script write files, open connections and start programs.",
+        ),
+    ] = False,
+    out: Annotated[
+        str, typer.Option(help="Folder for the pictures and the results.", metavar="FOLDER")
+    ] = "work",
+    as_json: Annotated[bool, typer.Option("--json", help=AS_JSON)] = False,
+) -> None:
+    """Find the memory of a training script as it is, without changing a line.
+
+    The script runs with fake tensors until its second training step has ended: nothing is
+    computed, no GPU is needed, and the step's memory is predicted for one. Put memlab's options
+    before the script and the script's own after it. Models, optimizers and steps are found while
+    it runs. Files that it writes go to a temporary folder, and it connects to nothing. Data sets
+    of torchvision and memory-mapped files that are not on this machine are replaced by others of
+    the same size. The exit status is 0 if the step fits or no memory is given, 1 if it does not
+    fit, and 2 if the script or an option is wrong.
+
+    [bold]memlab run --gpu rtx4090 train.py --batch-size 8[/]
+
+    [bold]memlab run --gpu t4 -m package.train --config small.yaml[/]
+
+    [bold]memlab run --real train.py --device cpu[/]
+
+    [bold]memlab run torchrun --nproc-per-node 2 train_ddp.py[/]
+    """
+    from memlab.cli.run import Wanted, run_script
+
+    words = [*(["-m", module] if module else []), *(script or [])]
+    wanted = Wanted(words, memory, margin, device, real, steps, assume, allow_writes, out)
+    with terminal.style(as_json=as_json):
+        status = run_script(wanted)
+    raise typer.Exit(status)
 
 
 @app.command("doctor", cls=Command)

@@ -32,6 +32,11 @@ def measure_document(what: str, rows: Sequence[Row], on_cuda: Sequence[Row]) -> 
     }
 
 
+def run_document(what: str, row: Row) -> dict[str, Any]:
+    """Return the document of `memlab run`."""
+    return {**_head("run", "measured", what), "rows": [row_numbers(row)], "on_cuda": []}
+
+
 def plan_document(what: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
     """Return the document of `memlab plan`. Fields that `numbers` lacks are null."""
     about_target = getattr(find_target(numbers["target"]), "note", None)

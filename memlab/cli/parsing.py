@@ -73,6 +73,21 @@ class Command(_FlagsWithoutValues, TyperCommand):
             return super().parse_args(ctx, args)
 
 
+class ScriptCommand(Command):
+    """A command whose first argument is a script; what follows belongs to the script."""
+
+    allow_interspersed_args = False
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with _as_usage_errors(ctx):
+            _, rest, given = self.make_parser(ctx).parse_args(args=list(args))
+            own = args[: len(args) - len(rest)]
+            _refuse_options_as_values(ctx, own)
+            if not any(param.is_eager for param in given):  # --help
+                _refuse_twice(given)
+            return TyperCommand.parse_args(self, ctx, args)
+
+
 class Commands(_FlagsWithoutValues, TyperGroup):
     """The group of all commands. It requires the name of one."""
 

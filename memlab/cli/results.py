@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from memlab.allocator import simulate
-from memlab.cli.documents import measure_document, plan_document
+from memlab.cli.documents import measure_document, plan_document, run_document
 from memlab.cli.errors import UsageError
 from memlab.cli.rows import Row
 from memlab.cli.terminal import note, show_document
@@ -25,6 +25,11 @@ def write(rows: Sequence[Row], title: str, folder: Path, predicted: Sequence[Row
     """Write a measurement's document and, if matplotlib is installed, the pictures."""
     document = measure_document(title, rows, predicted)
     _write_all("measure", document, _drawings(rows, predicted, title), folder)
+
+
+def write_run(row: Row, title: str, folder: Path) -> None:
+    """Write the document of a script that ran unmodified, with the pictures of a measurement."""
+    _write_all("run", run_document(title, row), _drawings([row], (), title), folder)
 
 
 def write_script_plan(rows: Sequence[Row], numbers: Mapping[str, Any], folder: Path) -> None:

@@ -109,15 +109,7 @@ def _how(dry: bool, device: str | None) -> str:
 
 def find_script(given: str, assume: str | None = None) -> Script:
     """Parse the path and the function's name, and check that the file exists."""
-    try:
-        fraction_of(assume)
-        imbalance_of(assume)
-    except ValueError:
-        raise UsageError(
-            f"got --assume {quoted(assume)}; give 'most' (every element is chosen), a fraction "
-            f"above 0, up to 1, or imbalance:N (tokens of the busiest expert, from 1 times the "
-            f"average)"
-        ) from None
+    check_assumption(assume)
     path, _, function = given.rpartition(":")
     if not path.endswith(".py") or not function.isidentifier():
         raise UsageError(
@@ -129,6 +121,19 @@ def find_script(given: str, assume: str | None = None) -> Script:
             f"got --script {quoted(given)}; there is no file {quoted(path)}: give an existing file"
         )
     return Script(Path(path), function, assume)
+
+
+def check_assumption(assume: str | None) -> None:
+    """Raise UsageError for a wrong --assume."""
+    try:
+        fraction_of(assume)
+        imbalance_of(assume)
+    except ValueError:
+        raise UsageError(
+            f"got --assume {quoted(assume)}; give 'most' (every element is chosen), a fraction "
+            f"above 0, up to 1, or imbalance:N (tokens of the busiest expert, from 1 times the "
+            f"average)"
+        ) from None
 
 
 def identity(*parts: Any) -> Any:
@@ -143,7 +148,7 @@ def measured(
     change: Callable[..., Any] = identity,
 ) -> Trace:
     """Measure the second step of the user's training, optionally changed, on this machine."""
-    with _as_python_runs_it(script.path), _as_usage_errors(script):
+    with _as_python_runs_it(script.path), as_usage_errors(script.path):
         announce("building")
         step, model, optimizer = change(*_parts(_called(script), script))
         announce("first step")
@@ -168,7 +173,7 @@ def predicted(
 
         return announced, model, optimizer
 
-    with _as_python_runs_it(script.path), _as_usage_errors(script):
+    with _as_python_runs_it(script.path), as_usage_errors(script.path):
         return memlab.predict(build, device=target, assume=script.assume)
 
 
@@ -295,8 +300,9 @@ def _wrong_parts(got: str, script: Script) -> UsageError:
 
 
 @contextmanager
-def _as_usage_errors(script: Script) -> Iterator[None]:
-    """Turn an exception of the user's code into one sentence that names the line of the script."""
+def as_usage_errors(path: Path, folder: Path | None = None) -> Iterator[None]:
+    """Turn an exception of the user's code into one sentence that names the line of the script.
+    `folder` has the user's code, by default the script's."""
     try:
         yield
     except UsageError:
@@ -304,23 +310,23 @@ def _as_usage_errors(script: Script) -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # also SystemExit, and BaseExceptions that a script defines
-        raise UsageError(_describe(error, script.path) + _advice(error)) from error
+        raise UsageError(_describe(error, path, folder) + _advice(error)) from error
 
 
-def _describe(error: BaseException, path: Path) -> str:
-    lines = _lines(error, path) or [str(path)]
+def _describe(error: BaseException, path: Path, folder: Path | None) -> str:
+    lines = _lines(error, path, folder) or [str(path)]
     if lines[0] in message_of(error):  # a dry run's message has the line already
         return message_of(error)
     where = ", called from ".join(lines) + "," * (len(lines) > 1)
     return f"{where} raised {error_summary(error)}"
 
 
-def _lines(error: BaseException, path: Path) -> list[str]:
+def _lines(error: BaseException, path: Path, folder: Path | None) -> list[str]:
     """Return the innermost line of the user's code in the error's traceback, and the script's line
     that led there if it is another one."""
     script = path.resolve()
     frames = [(Path(frame.filename).resolve(), frame.lineno) for frame in _frames(error)]
-    own = [(file, line) for file, line in frames if _is_users(file, script.parent)]
+    own = [(file, line) for file, line in frames if _is_users(file, folder or script.parent)]
     in_script = [(file, line) for file, line in own if file == script]
     return [
         f"{path.name if file == script else file.name}:{line}"

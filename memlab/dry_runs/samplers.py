@@ -8,6 +8,7 @@ draw real random numbers, and the random number generators are restored afterwar
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from memlab.dry_runs import known_values
 from memlab.internals.torch_internals import FakeTensor
 from memlab.metering.frames import frames
 
+_BLOCK = 4096  # samples drawn at once
 _FOLDER = str(Path(data.__file__).parent)
 
 
@@ -34,14 +36,38 @@ def _draw_real_samples(iterate: Callable[[Sampler], Iterator[Any]]) -> Callable[
             return iterate(sampler)
         real = copy.copy(sampler)
         vars(real).update({name: known_values.real(fake) for name, fake in fakes.items()})
-        with known_values.without_modes(), _restored(getattr(sampler, "generator", None)):
-            return iter(list(iterate(real)))
+        return _drawn(lambda: iterate(real), getattr(sampler, "generator", None))
 
     return indices
 
 
+def _drawn(iterate: Callable[[], Iterator[Any]], generator: torch.Generator | None) -> Iterator:
+    """Draw block by block: a sampler with replacement may be endless."""
+    samples, state = None, None
+    while samples is None or len(block) == _BLOCK:
+        with known_values.without_modes(), _restored(generator):
+            if state is not None:
+                _set_state(generator, state)
+            samples = iterate() if samples is None else samples
+            block = list(islice(samples, _BLOCK))
+            state = _state(generator)
+        yield from block
+
+
+def _state(generator: torch.Generator | None) -> torch.Tensor:
+    return torch.get_rng_state() if generator is None else generator.get_state()
+
+
+def _set_state(generator: torch.Generator | None, state: torch.Tensor) -> None:
+    if generator is None:
+        torch.set_rng_state(state)
+    else:
+        generator.set_state(state)
+
+
 @contextmanager
 def _restored(generator: torch.Generator | None) -> Iterator[None]:
+    """Restore the generators after the block."""
     state = None if generator is None else generator.get_state()
     with torch.random.fork_rng(devices=[]):
         yield

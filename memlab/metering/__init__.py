@@ -53,12 +53,21 @@ class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as ru
         device: torch.device | str | None = None,
         lines: bool = False,
         step: Callable[[], Any] | None = None,
+        subject: Any = None,
+        in_step: bool = False,
     ) -> None:
+        """`subject` and `in_step` are those of StorageMeter."""
         _check(model, optimizer, step)
         self._device = None if device is None else torch.device(device)
         self._monitor = monitor_for(self._device or _likely_device(model))
         self._storages = StorageMeter(
-            model, optimizer, step=step, lines=lines, on_operator=self._monitor.tag
+            model,
+            optimizer,
+            step=step,
+            subject=subject,
+            in_step=in_step,
+            lines=lines,
+            on_operator=self._monitor.tag,
         )
         self._trace: Trace | None = None
 

@@ -67,6 +67,7 @@ class Context:
     on_step_end(optimizer)      after each step
     on_backward_start()         at the first operator of a backward pass
     on_backward_end()           at the first operator after it
+    in_step                     starts at the end of an optimizer's step, inside one of its hooks
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class Context:
         on_step_end: Callable[[torch.optim.Optimizer], None],
         on_backward_start: Callable[[], None],
         on_backward_end: Callable[[], None],
+        *,
+        in_step: bool = False,
     ) -> None:
         self.names = ModuleNames()
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -83,7 +86,7 @@ class Context:
         self.in_backward = False
         self.last_phase = "forward"
         self._after_backward = False
-        self._step_depth = 0
+        self._step_depth = int(in_step)
         self._thread = get_ident()
         self._running: list[str] = []
         self._numbers: list[int] = []  # sequence numbers at which the running module changed …

@@ -11,7 +11,10 @@ import torch
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
 _MEMLAB_FOLDER = Path(__file__).parents[1]
 _INTERNAL_FRAMES = (
-    *(f"{_MEMLAB_FOLDER / part}{os.sep}" for part in ("metering", "dry_runs", "prediction")),
+    *(
+        f"{_MEMLAB_FOLDER / part}{os.sep}"
+        for part in ("metering", "dry_runs", "prediction", "scripts")
+    ),
     str(_MEMLAB_FOLDER / "internals" / "torch_internals.py"),
     f"{_TORCH_FOLDER}/_ops.py",
     f"{_TORCH_FOLDER}/_compile.py",

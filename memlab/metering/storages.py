@@ -57,6 +57,10 @@ _PYTHON_SCALAR_DTYPES = (torch.float64, torch.int64, torch.bool, torch.complex12
 class StorageMeter(LightMode):
     """Meter the code inside `with`; in a dry run, its fake tensors.
 
+    subject                                storages that an earlier meter of the same subject left
+                                           alive count; by default the model, else the step
+    in_step                                the meter starts at the end of an optimizer's step,
+                                           inside one of its hooks
     lines                                  record the user's line of each allocation (slower)
     on_birth(record)                       called for each allocation in the corrected stream
     on_operator(operator, phase, module)   called before each operator
@@ -68,6 +72,8 @@ class StorageMeter(LightMode):
         optimizer: Any = None,
         *,
         step: Callable[[], Any] | None = None,
+        subject: Any = None,
+        in_step: bool = False,
         lines: bool = False,
         on_birth: Callable[[Storage], None] | None = None,
         on_operator: Callable[[Any, str, str], None] | None = None,
@@ -79,12 +85,13 @@ class StorageMeter(LightMode):
             on_step_end=_weak_callback(self._on_step_end),
             on_backward_start=_weak_callback(self._on_backward_start),
             on_backward_end=_weak_callback(self._on_backward_end),
+            in_step=in_step,
         )
         self._dry_run = DryRun.active
         self._on_birth = on_birth or _ignore
         self._on_operator, self._lines = on_operator, lines
         self._stream = ChangeStream(
-            MeteredRun(step if model is None else model), lambda: context.last_phase
+            MeteredRun(subject or (step if model is None else model)), lambda: context.last_phase
         )
         self._scanner = Scanner(self._stream, context.names, self._dry_run)
         self._folding = Folding(self._stream, context, self._on_birth)
@@ -95,7 +102,7 @@ class StorageMeter(LightMode):
         )
         self._model, self._optimizer = model, optimizer
         self._roots = (step, model, optimizer)
-        self._subject_is_step = model is None
+        self._subject_is_step = model is None and subject is None
         self.nodes: set[str] = set()  # names of the autograd nodes that allocated
 
     # ------------------------------------------------------------------ begin and end

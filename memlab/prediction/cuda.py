@@ -110,18 +110,76 @@ def predict(
     support.
     """
     _check(build, kernels, steps)
-    prediction = _CudaDryRun(kernels, target_named(str(device)), assume=assume)
-    with prediction.policy():
-        history = PredictionMeter(prediction)
-        with history:
-            step, model, optimizer = _build(build)
-            for _ in range(steps - 1):
-                step()
-        history.set_subject(step if model is None else model)
-        meter = PredictionMeter(prediction, model, optimizer, step=step, lines=lines)
-        with meter:
+    with PredictedRun(device=device, kernels=kernels, assume=assume) as run:
+        step, model, optimizer = _build(build)
+        for _ in range(steps - 1):
             step()
-        return prediction.trace(history, meter, optimizer)
+        run.begin_step(model, optimizer, step=step, lines=lines)
+        step()
+        return run.end_step()
+
+
+class PredictedRun:
+    """A prediction of code that takes its own steps, such as a script.
+
+    with PredictedRun(device="cuda:t4") as run:
+        ...                 # builds the model, and takes the first step
+        run.begin_step()    # from here on the trace's events; before, its history
+        ...                 # takes another step
+        trace = run.end_step()
+
+    device, kernels and assume are those of `predict`.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: str | torch.device = "cuda",
+        kernels: Kernels = DEFAULT,
+        assume: str | float | None = None,
+    ) -> None:
+        self._prediction = _CudaDryRun(kernels, target_named(str(device)), assume=assume)
+
+    def __enter__(self) -> "PredictedRun":
+        self._stack = ExitStack()
+        self._stack.enter_context(self._prediction.policy())
+        self.history = PredictionMeter(self._prediction)
+        self._metering = self._stack.enter_context(ExitStack())
+        self._metering.enter_context(self.history)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.__exit__(*exception)
+
+    def begin_step(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: Any = None,
+        *,
+        step: Callable[[], Any] | None = None,
+        subject: Any = None,
+        in_step: bool = False,
+        lines: bool = False,
+    ) -> None:
+        """End the history and start the measured step. The arguments are those of StorageMeter."""
+        self._metering.close()
+        self.history.set_subject(subject or (step if model is None else model))
+        self._optimizer = optimizer
+        self._meter = PredictionMeter(
+            self._prediction,
+            model,
+            optimizer,
+            step=step,
+            subject=subject,
+            in_step=in_step,
+            lines=lines,
+        )
+        self._metering.enter_context(self._meter)
+
+    def end_step(self) -> Trace:
+        """End the measured step and return its trace."""
+        self._metering.close()
+        return self._prediction.trace(self.history, self._meter, self._optimizer)
 
 
 def _check(build: Any, kernels: Any, steps: Any) -> None:

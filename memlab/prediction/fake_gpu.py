@@ -7,6 +7,7 @@ that GPU. The driver is never called, even if there is one.
     name, memory and capability     of the target's card (targets.py)
     free memory                     all of it
     torch.accelerator               the same GPU; its streams have no work to wait for
+    DataParallel                    runs its module on that GPU
 
 transformers, accelerate and Lightning use these functions. Answers that they cache for the life of
 the process are cleared before and after.
@@ -22,6 +23,7 @@ import torch
 from memlab.configs.targets import Target
 from memlab.dry_runs.fake_accelerator import CUDA_REPLACEMENTS
 from memlab.internals.replacing import replaced
+from memlab.internals.torch_internals import tree_map_only
 
 _CACHING_MODULES = ("transformers.utils.import_utils", "accelerate.utils.imports")
 
@@ -71,6 +73,7 @@ def _replacements(target: Target) -> dict[tuple[Any, str], Callable[[Any], Any]]
         **{(torch.cuda, name): _replace_by(answer) for name, answer in CUDA_REPLACEMENTS.items()},
         (torch.cuda, "is_bf16_supported"): _replace_by(_bf16_support(target)),
         (torch.accelerator, "current_stream"): _replace_by(CUDA_REPLACEMENTS["current_stream"]),
+        (torch.nn.DataParallel, "forward"): _replace_by(_data_parallel),
         **{
             (module, name): _replace_by(_always(answer))
             for module, named in modules.items()
@@ -115,6 +118,12 @@ _ACCELERATOR_ANSWERS = {
     "current_device_idx": 0,
     **dict.fromkeys(_STREAM_NO_OPS),
 }
+
+
+def _data_parallel(self: torch.nn.DataParallel, *inputs: Any, **kwargs: Any) -> Any:
+    """Move the inputs to the GPU, and run the module there, as DataParallel does for one GPU."""
+    moved, named = tree_map_only(torch.Tensor, lambda x: x.to("cuda"), (inputs, kwargs))
+    return self.module(*moved, **named)
 
 
 def _always(answer: Any) -> Callable[..., Any]:

@@ -1,0 +1,193 @@
+"""`memlab run`: predict or measure a training script as it is, without changing a line."""
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from memlab.allocator.capacity import needed_bytes
+from memlab.cli import report, terminal
+from memlab.cli.errors import UsageError
+from memlab.cli.parsing import choose_folder
+from memlab.cli.plan import choose_memory
+from memlab.cli.plan_report import EMPTIES_CACHE, room
+from memlab.cli.results import write_run
+from memlab.cli.rows import Row
+from memlab.cli.script import as_usage_errors, assumed, check_assumption
+from memlab.configs.targets import accepted_devices, find_target
+from memlab.planner import Memory
+from memlab.planner.cards import budget_bytes
+from memlab.scripts.launch import Launch, launch_of
+from memlab.scripts.running import Outcome, run
+from memlab.trace import Event, Trace
+from memlab.units import WIDTH, format_bytes, paragraph
+
+LARGEST = 8  # rows in each list
+
+
+class Wanted(NamedTuple):
+    """What the options of `memlab run` ask for."""
+
+    words: Sequence[str]
+    memory: str | None = None
+    margin: str | None = None
+    device: str | None = None
+    real: bool = False
+    steps: int = 2
+    assume: str | None = None
+    allow_writes: bool = False
+    out: str = "work"
+
+
+def run_script(wanted: Wanted) -> int:
+    """Run the script, print where its memory goes, write results; return 1 if it does not fit."""
+    launch = _launch(wanted.words)
+    memory, target = _target(wanted)
+    check_assumption(wanted.assume)
+    folder = choose_folder(wanted.out)
+    outcome = _outcome(launch, wanted, target)
+    trace = outcome.trace
+    assert trace is not None
+    terminal.echo(paragraph(f"{launch}: {_how(wanted, target, outcome)}"))
+    for note in (*assumed(trace), *outcome.notes):
+        terminal.echo(paragraph(note))
+    terminal.echo("")
+    _show_peak(trace, None if wanted.real else target)
+    status = 0 if memory is None else _show_verdict(trace, memory, target)
+    if rest := [note for note in trace.notes if note not in assumed(trace)]:
+        terminal.echo("\n" + "\n".join(paragraph(f"note: {note}") for note in rest))
+    write_run(Row(str(launch), trace), _title(launch, wanted, target), folder)
+    return status
+
+
+def _launch(words: Sequence[str]) -> Launch:
+    try:
+        return launch_of(words)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _target(wanted: Wanted) -> tuple[Memory | None, str]:
+    """Return the memory that the step has to fit into, if it is given, and what to predict for."""
+    if wanted.real and wanted.device:
+        raise UsageError(
+            f"got --real together with --device {wanted.device}; a real run uses the device that "
+            f"the script chooses, so leave --device out"
+        )
+    if wanted.real and wanted.assume:
+        raise UsageError("got --assume with --real; a real step knows its sizes, so leave it out")
+    if wanted.memory is not None:
+        return choose_memory(wanted.memory, wanted.device, wanted.margin)
+    if wanted.margin is not None:
+        raise UsageError("got --margin without --gpu; name a GPU, such as --gpu rtx4090")
+    if wanted.device in (None, "cpu"):
+        return None, wanted.device or "cuda"
+    found = find_target(wanted.device)
+    if found is None:
+        raise UsageError(f"got --device {wanted.device}; {accepted_devices(wanted.device, 'cpu')}")
+    return None, found.device
+
+
+def _outcome(launch: Launch, wanted: Wanted, target: str) -> Outcome:
+    """Run the script. What it prints goes to standard error.
+
+    A script that ends before the wanted step is run again, and measured from its start.
+    """
+
+    def announce(stage: str) -> None:
+        print(f"memlab: {stage}", file=sys.stderr, flush=True)
+
+    settings = {
+        "device": None if wanted.real else target,
+        "real": wanted.real,
+        "assume": wanted.assume,
+        "allow_writes": wanted.allow_writes,
+        "announce": announce,
+    }
+    with as_usage_errors(Path(launch.script), launch.folder), redirect_stdout(sys.stderr):
+        outcome = run(launch, steps=wanted.steps, **settings)
+        if outcome.trace is None and outcome.steps:
+            announce(f"the script ended after step {outcome.steps}; running it again")
+            outcome = run(launch, steps=outcome.steps, **settings)
+    if outcome.trace is None:
+        raise UsageError(
+            f"{launch} ended without a training step: no optimizer of torch.optim stepped and "
+            f"nothing called backward; give the arguments with which it trains"
+        )
+    if not outcome.trace.peak_bytes:
+        raise UsageError(f"the step of {launch} allocated nothing on {outcome.trace.device}")
+    return outcome
+
+
+def _how(wanted: Wanted, target: str, outcome: Outcome) -> str:
+    which = f"step {outcome.steps}" + (" (its only one)" if outcome.steps == 1 else "")
+    if wanted.real:
+        return f"{which}, measured on this machine"
+    on = "the CPU's memory, in a dry run" if target == "cpu" else f"predicted for {target}"
+    return f"{which}, {on}; nothing is computed, so a printed loss is meaningless"
+
+
+def _title(launch: Launch, wanted: Wanted, target: str) -> str:
+    return str(launch) if wanted.real else f"{launch}, predicted for {target}"
+
+
+# ------------------------------------------------------------------ the peak
+
+
+def _show_peak(trace: Trace, target: str | None) -> None:
+    """Print the peak by category, by layers and by lines."""
+    terminal.echo(str(replace(trace, notes=())))
+    if numbers := "\n".join(
+        map(paragraph, report.memory_numbers(trace, report.context_of(target)))
+    ):
+        terminal.echo(f"\n{numbers}")
+    alive = trace.alive(trace.peak_position)
+    terminal.echo("\nat the peak, by layer (* stands for a number):")
+    _show_largest((_layer(event), event) for event in alive)
+    if any(event.line for event in alive):
+        terminal.echo("\nallocated in the step, by line of code:")
+        _show_largest((f"{event.line}  {event.category}", event) for event in alive if event.line)
+
+
+def _layer(event: Event) -> str:
+    """Return the module's path with its numbers replaced, and the category."""
+    path = event.module.removeprefix("_orig_mod.")  # of a compiled model
+    path = re.sub(r"(?<![^.])\d+(?![^.])", "*", path) or "outside modules"
+    return f"{path}  {event.category}"
+
+
+def _show_largest(named: Iterator[tuple[str, Event]]) -> None:
+    """Print the groups with most bytes, each with its number of tensors."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for name, event in named:
+        groups[name].append(event.bytes)
+    ranked = sorted(groups.items(), key=lambda group: -sum(group[1]))
+    for name, sizes in ranked[:LARGEST]:
+        total, count = format_bytes(sum(sizes)), f"{len(sizes)} ×" if len(sizes) > 1 else ""
+        where, category = name.split("  ")
+        line = f"  {total:>11}  {count:>6} {category.replace('_', ' '):<20} {where}"
+        terminal.echo(line if len(line) <= WIDTH else f"{line[:39].rstrip()}\n{' ' * 15}{where}")
+    if rest := ranked[LARGEST:]:
+        total = format_bytes(sum(sum(sizes) for _, sizes in rest))
+        terminal.echo(f"  {total:>11}  in {len(rest)} more groups")
+
+
+# ------------------------------------------------------------------ does it fit?
+
+
+def _show_verdict(trace: Trace, memory: Memory, target: str) -> int:
+    budget = budget_bytes(memory, target)
+    needed = needed_bytes(trace, budget)
+    terminal.echo(f"\n{paragraph(room(memory, target))}")
+    left = budget - needed
+    if left >= 0:
+        terminal.echo(f"it fits, {format_bytes(left)} left")
+        if (trace.reserved_bytes or 0) > budget:
+            terminal.echo(paragraph(EMPTIES_CACHE))
+        return 0
+    terminal.echo(f"it does not fit: it lacks {format_bytes(-left)}")
+    return 1

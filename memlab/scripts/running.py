@@ -1,0 +1,188 @@
+"""Run a script unmodified until its second step has ended, and return that step's trace.
+
+Nothing is computed by default: all tensors are fake, on the CPU or on a GPU that need not exist.
+"""
+
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from memlab.dry_runs import dry_run
+from memlab.metering import meter
+from memlab.metering.storages import StorageMeter
+from memlab.prediction import PredictedRun
+from memlab.scripts import data, processes
+from memlab.scripts.isolation import Isolation, environment
+from memlab.scripts.launch import Launch
+from memlab.scripts.steps import Finished, StepWatcher
+from memlab.trace import Trace
+
+Announce = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run found.
+
+    trace        of the last step; None if the script ended before
+    steps        that the script took
+    backwards    gradients that it computed
+    models       modules that it called, outermost only, with weights
+    optimizers   that stepped
+    notes        what was redirected, refused or replaced, one sentence each
+    """
+
+    trace: Trace | None
+    steps: int
+    backwards: int
+    models: tuple[torch.nn.Module, ...]
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    notes: tuple[str, ...]
+
+
+class _Metering(Protocol):
+    """Meters a script: its history, then one step."""
+
+    history: StorageMeter
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exception: Any) -> None: ...
+
+    def begin_step(self, optimizers: Any, in_step: bool) -> None: ...
+
+    def end_step(self) -> Trace: ...
+
+
+def run(
+    launch: Launch,
+    *,
+    device: str | None = "cuda",
+    steps: int = 2,
+    real: bool = False,
+    assume: str | None = None,
+    allow_writes: bool = False,
+    announce: Announce = lambda stage: None,
+) -> Outcome:
+    """Run a script until `steps` steps have ended.
+
+    device   of the prediction, as in `memlab.predict`; "cpu" makes a dry run of the CPU's step
+    real     compute, on whatever device the script uses
+    assume   as in `memlab.predict`
+
+    Raises what the script raises before the last step has ended.
+    """
+    isolation, stand_ins = Isolation(), data.StandIns()
+    metering: _Metering = (
+        _Measured(real, assume) if real or device == "cpu" else _Predicted(device, assume)
+    )
+    traces: list[Trace] = []
+    watcher = StepWatcher(
+        steps,
+        on_begin=lambda in_step: metering.begin_step(watcher.optimizers, in_step),
+        on_end=lambda: traces.append(metering.end_step()),
+        on_step=lambda number: announce(f"step {number} ended"),
+    )
+    with ExitStack() as stack:
+        stack.enter_context(metering)
+        stack.enter_context(isolation.active(allow_writes=allow_writes))
+        if not real:
+            stack.enter_context(processes.one_rank(launch.ranks))
+            stack.enter_context(stand_ins.active())
+        stack.enter_context(watcher.watching())
+        _run(launch, watcher)
+        roots = metering.history.context.names.roots
+    models = tuple(root for root in roots if next(root.parameters(), None) is not None)
+    return Outcome(
+        traces[0] if traces else None,
+        watcher.finished,
+        watcher.backwards,
+        models,
+        tuple(watcher.optimizers),
+        (*isolation.notes(), *stand_ins.notes()),
+    )
+
+
+def _run(launch: Launch, watcher: StepWatcher) -> None:
+    """Run the script as `__main__`. What it raises after its last wanted step does not matter."""
+    try:
+        with _as_python_starts_it(launch), environment(launch.environment):
+            if launch.is_module:
+                runpy.run_module(launch.script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(launch.script, run_name="__main__")
+    except Finished:
+        pass
+    except KeyboardInterrupt:
+        raise
+    except SystemExit as error:
+        if error.code not in (None, 0) and not watcher.has_ended:
+            raise
+    except BaseException:
+        if not watcher.has_ended:
+            raise
+
+
+@contextmanager
+def _as_python_starts_it(launch: Launch) -> Iterator[None]:
+    folders, arguments = sys.path[:], sys.argv
+    sys.path.insert(0, str(launch.folder))
+    sys.argv = [launch.script, *launch.arguments]
+    try:
+        yield
+    finally:
+        sys.path[:], sys.argv = folders, arguments
+
+
+class _Predicted:
+    """Predicts the script for a GPU."""
+
+    def __init__(self, device: str | None, assume: str | None) -> None:
+        self._run = PredictedRun(device=device or "cuda", assume=assume)
+
+    def __enter__(self) -> "_Predicted":
+        self._run.__enter__()
+        self.history = self._run.history
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._run.__exit__(*exception)
+
+    def begin_step(self, optimizers: Any, in_step: bool) -> None:
+        self._run.begin_step(None, optimizers, subject=self, in_step=in_step, lines=True)
+
+    def end_step(self) -> Trace:
+        return self._run.end_step()
+
+
+class _Measured:
+    """Measures the script, for real or on the CPU's fake tensors."""
+
+    def __init__(self, real: bool, assume: str | None) -> None:
+        self._dry_run = None if real else dry_run(assume=assume)
+
+    def __enter__(self) -> "_Measured":
+        self._stack = ExitStack()
+        if self._dry_run is not None:
+            self._stack.enter_context(self._dry_run)
+        self.history = StorageMeter(subject=self)
+        self._metering = self._stack.enter_context(ExitStack())
+        self._metering.enter_context(self.history)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.__exit__(*exception)
+
+    def begin_step(self, optimizers: Any, in_step: bool) -> None:
+        self._metering.close()
+        self._meter = meter(optimizer=optimizers, subject=self, in_step=in_step, lines=True)
+        self._metering.enter_context(self._meter)
+
+    def end_step(self) -> Trace:
+        self._metering.close()
+        return self._meter.trace

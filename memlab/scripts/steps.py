@@ -1,0 +1,133 @@
+"""Find the training steps of a script from outside: no line of the script is changed.
+
+A step ends with an optimizer's step. With several optimizers (a GAN), it ends when all of them have
+stepped. A script without an optimizer of torch.optim updates its weights by hand: there a step ends
+with `backward`.
+
+The measured step lasts from the end of one step to the end of the next, so it has everything in the
+loop: loading, forward, backward, the update, and what an earlier step left alive.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from memlab.internals.replacing import replaced
+
+_MOST_UNUSED = 20  # steps of one optimizer until another one counts as unused
+
+
+class Finished(BaseException):
+    """Ends the script after its last wanted step. Not an Exception: scripts catch those."""
+
+
+class StepWatcher:
+    """Count a script's steps.
+
+    on_begin    called at the end of the step before the measured one; its argument says whether
+                an optimizer's hook calls it
+    on_end      called at the end of the measured step; then Finished is raised
+    on_step     called with the number of each finished step
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        on_begin: Callable[[bool], None],
+        on_end: Callable[[], None],
+        on_step: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        if steps < 1:
+            raise ValueError(f"got {steps} steps; give at least 1")
+        self.steps, self._on_step = steps, on_step
+        self._on_begin, self._on_end = on_begin, on_end
+        self._made: WeakSet[Optimizer] = WeakSet()
+        self._taken: dict[Optimizer, int] = {}  # by the order of their first steps
+        self._last: Optimizer | None = None  # whose step ended the one before the measured
+        self.has_begun = self.has_ended = False
+        self.finished = 0  # steps
+        self.backwards = 0
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that have stepped."""
+        return list(self._taken)
+
+    @property
+    def updates_by_hand(self) -> bool:
+        """Whether gradients were computed, and no optimizer exists."""
+        return bool(self.backwards) and not self._made
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch all optimizers and backward passes inside `with`."""
+        if self.steps == 1:
+            self._begin(False)
+        handle = register_optimizer_step_pre_hook(self._before_step)
+        try:
+            with replaced(
+                {
+                    (Optimizer, "__init__"): self._noting_optimizers,
+                    (torch.autograd, "backward"): self._counting_backwards,
+                }
+            ):
+                yield
+        finally:
+            handle.remove()
+
+    def _noting_optimizers(self, initialize: Callable[..., None]) -> Callable[..., None]:
+        def initialized(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            initialize(optimizer, *args, **kwargs)
+            self._made.add(optimizer)
+
+        return initialized
+
+    def _counting_backwards(self, run: Callable[..., None]) -> Callable[..., None]:
+        def backward(*args: Any, **kwargs: Any) -> None:
+            run(*args, **kwargs)
+            self.backwards += 1
+            if not self._made and not self._taken:
+                self._end_step(self.backwards)
+
+        return backward
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Follow an optimizer from its first step on.
+
+        Its own hook runs before the global ones, so that a meter may end or start there.
+        """
+        if optimizer not in self._taken:
+            self._taken[optimizer] = 0
+            optimizer.register_step_post_hook(self._after_step)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._taken[optimizer] += 1
+        if self._last is None:
+            unused = len(self._made) > len(self._taken) and max(self._taken.values()) < _MOST_UNUSED
+            if not unused:
+                self._last = optimizer
+                self._end_step(1)
+        elif optimizer is self._last:
+            self._end_step(self.finished + 1)
+
+    def _end_step(self, number: int) -> None:
+        self.finished = number
+        self._on_step(number)
+        if self.has_ended or number >= self.steps:
+            self._end()
+        elif number == self.steps - 1:
+            self._begin(bool(self._taken))
+
+    def _begin(self, in_step: bool) -> None:
+        self.has_begun = True
+        self._on_begin(in_step)
+
+    def _end(self) -> None:
+        if not self.has_ended:
+            self.has_ended = True
+            self._on_end()
+        raise Finished
