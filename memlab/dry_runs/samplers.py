@@ -43,14 +43,15 @@ def _draw_real_samples(iterate: Callable[[Sampler], Iterator[Any]]) -> Callable[
 
 def _drawn(iterate: Callable[[], Iterator[Any]], generator: torch.Generator | None) -> Iterator:
     """Draw block by block: a sampler with replacement may be endless."""
-    samples, state = None, None
-    while samples is None or len(block) == _BLOCK:
+    samples, state, has_more = None, None, True
+    while has_more:
         with known_values.without_modes(), _restored(generator):
             if state is not None:
                 _set_state(generator, state)
             samples = iterate() if samples is None else samples
             block = list(islice(samples, _BLOCK))
             state = _state(generator)
+        has_more = len(block) == _BLOCK
         yield from block
 
 

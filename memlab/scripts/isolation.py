@@ -39,11 +39,11 @@ _ENVIRONMENT = {
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
 
 
-class ConnectionRefused(ConnectionRefusedError):
+class RefusedConnectionError(ConnectionRefusedError):
     """A connection that `memlab run` refused."""
 
 
-class ProcessRefused(FileNotFoundError):
+class RefusedProcessError(FileNotFoundError):
     """A process that `memlab run` did not start."""
 
 
@@ -97,7 +97,7 @@ class Isolation:
             address = next((a for a in args if isinstance(a, (tuple, str, bytes))), "a host")
             host = address[0] if isinstance(address, tuple) else address
             self.connections[str(host)] += 1
-            raise ConnectionRefused(f"memlab run does not connect to {host}")
+            raise RefusedConnectionError(f"memlab run does not connect to {host}")
 
         def process(*args: Any, **kwargs: Any) -> Any:
             words = next((a for a in args if isinstance(a, (str, bytes, list, tuple))), "")
@@ -105,7 +105,7 @@ class Isolation:
             name = words if isinstance(words, (str, bytes)) else (words[0] if words else "")
             name = os.path.basename(str(name).split(" ")[0])
             self.processes[name] += 1
-            raise ProcessRefused(errno.ENOENT, "memlab run does not start programs", name)
+            raise RefusedProcessError(errno.ENOENT, "memlab run does not start programs", name)
 
         return {
             (socket.socket, "connect"): lambda real: connection,
