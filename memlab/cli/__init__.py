@@ -658,6 +658,23 @@ def run_command(
             help="Let the script write files, open connections and start programs.",
         ),
     ] = False,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="config.json, or its folder, of a model that the script loads from the Hub and "
+            "that is not on this machine. Its weights are random. Can be repeated.",
+            metavar="NAME=PATH",
+        ),
+    ] = None,
+    batch_like: Annotated[
+        str | None,
+        typer.Option(
+            help="Columns of a data set that the script loads from the Hub and that is not on this "
+            "machine: text=str:400 (400 words), label=int:2 (2 classes), input_ids=ids:1024, "
+            "image=image:512x512, values=float:10 or messages=chat:400, joined by commas.",
+            metavar="COLUMNS",
+        ),
+    ] = None,
     out: Annotated[
         str, typer.Option(help="Folder for the pictures and the results.", metavar="FOLDER")
     ] = "work",
@@ -677,6 +694,9 @@ def run_command(
 
     [bold]memlab run --gpu t4 -m package.train --config small.yaml[/]
 
+    [bold]memlab run --config gpt2=config.json --batch-like text=str:400 run_clm.py \
+--model_name_or_path gpt2 --dataset_name wikitext --do_train --output_dir out[/]
+
     [bold]memlab run --real train.py --device cpu[/]
 
     [bold]memlab run torchrun --nproc-per-node 2 train_ddp.py[/]
@@ -684,7 +704,19 @@ def run_command(
     from memlab.cli.run import Wanted, run_script
 
     words = [*(["-m", module] if module else []), *(script or [])]
-    wanted = Wanted(words, memory, margin, device, real, steps, assume, allow_writes, out)
+    wanted = Wanted(
+        words=words,
+        memory=memory,
+        margin=margin,
+        device=device,
+        real=real,
+        steps=steps,
+        assume=assume,
+        allow_writes=allow_writes,
+        configs=config or (),
+        batch_like=batch_like,
+        out=out,
+    )
     with terminal.style(as_json=as_json):
         status = run_script(wanted)
     raise typer.Exit(status)

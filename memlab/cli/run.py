@@ -1,5 +1,6 @@
 """`memlab run`: predict or measure a training script as it is, without changing a line."""
 
+import os
 import re
 import sys
 from collections import defaultdict
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 from memlab.allocator.capacity import needed_bytes
 from memlab.cli import report, terminal
-from memlab.cli.errors import UsageError
+from memlab.cli.errors import UsageError, quoted
 from memlab.cli.parsing import choose_folder
 from memlab.cli.plan import choose_memory
 from memlab.cli.plan_report import EMPTIES_CACHE, room
@@ -21,6 +22,7 @@ from memlab.cli.script import as_usage_errors, assumed, check_assumption
 from memlab.configs.targets import accepted_devices, find_target
 from memlab.planner import Memory
 from memlab.planner.cards import budget_bytes
+from memlab.scripts.columns import Columns, columns_of
 from memlab.scripts.launch import Launch, launch_of
 from memlab.scripts.running import Outcome, run
 from memlab.trace import Event, Trace
@@ -40,6 +42,8 @@ class Wanted(NamedTuple):
     steps: int = 2
     assume: str | None = None
     allow_writes: bool = False
+    configs: Sequence[str] = ()
+    batch_like: str | None = None
     out: str = "work"
 
 
@@ -106,6 +110,8 @@ def _outcome(launch: Launch, wanted: Wanted, target: str) -> Outcome:
         "real": wanted.real,
         "assume": wanted.assume,
         "allow_writes": wanted.allow_writes,
+        "configs": _configs(wanted.configs),
+        "columns": _columns(wanted.batch_like),
         "announce": announce,
     }
     with as_usage_errors(Path(launch.script), launch.folder), redirect_stdout(sys.stderr):
@@ -121,6 +127,27 @@ def _outcome(launch: Launch, wanted: Wanted, target: str) -> Outcome:
     if not outcome.trace.peak_bytes:
         raise UsageError(f"the step of {launch} allocated nothing on {outcome.trace.device}")
     return outcome
+
+
+def _configs(given: Sequence[str]) -> dict[str, str]:
+    """Return the paths of config.json files by the names that the script uses."""
+    paths = {}
+    for pair in given:
+        name, _, path = pair.partition("=")
+        if not name or not os.path.exists(path):
+            raise UsageError(
+                f"got --config {quoted(pair)}; give the model's name in the script and an existing "
+                f"config.json or its folder, such as --config gpt2=gpt2/config.json"
+            )
+        paths[name] = path
+    return paths
+
+
+def _columns(given: str | None) -> Columns | None:
+    try:
+        return None if given is None else columns_of(given)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _how(wanted: Wanted, target: str, outcome: Outcome) -> str:

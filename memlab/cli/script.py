@@ -38,6 +38,7 @@ from memlab.configs.targets import TARGETS
 from memlab.dry_runs.assumptions import ASSUMED, fraction_of
 from memlab.dry_runs.fake_tensors import UNCOMPILED
 from memlab.dry_runs.routing import ASSUMED_ROUTING, imbalance_of
+from memlab.scripts.hub import UnavailableError
 from memlab.trace import Trace
 from memlab.units import paragraph
 
@@ -317,6 +318,8 @@ def _describe(error: BaseException, path: Path, folder: Path | None) -> str:
     lines = _lines(error, path, folder) or [str(path)]
     if lines[0] in message_of(error):  # a dry run's message has the line already
         return message_of(error)
+    if isinstance(error, UnavailableError):
+        return f"{lines[-1]}: {error}"
     where = ", called from ".join(lines) + "," * (len(lines) > 1)
     return f"{where} raised {error_summary(error)}"
 

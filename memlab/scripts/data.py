@@ -1,6 +1,6 @@
 """Stand in for data that is not on this machine, in its true shapes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
@@ -10,6 +10,8 @@ import numpy as np
 from memlab.internals.imports import when_imported
 from memlab.internals.replacing import replaced
 from memlab.scripts import vision_data
+from memlab.scripts.columns import Columns
+from memlab.scripts.hub import Hub
 
 _LENGTH = 2**24  # elements of a file whose size is not known
 
@@ -17,8 +19,11 @@ _LENGTH = 2**24  # elements of a file whose size is not known
 class StandIns:
     """The stand-ins that a script used."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, configs: Mapping[str, str] | None = None, columns: Columns | None = None
+    ) -> None:
         self._used: dict[str, str] = {}  # what stands in, by what is missing
+        self._hub = Hub(self._note, configs, columns)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -26,17 +31,22 @@ class StandIns:
         with ExitStack() as stack:
             stack.enter_context(replaced({(np.memmap, "__new__"): self._memmap}))
 
-            def vision(datasets: ModuleType) -> None:
-                constructors = dict(vision_data.replacements(datasets, self._note))
-                stack.enter_context(replaced(constructors))
+            def replacing(patch: Callable[[ModuleType], Any]) -> Callable[[ModuleType], None]:
+                return lambda module: stack.enter_context(replaced(dict(patch(module))))
 
-            stack.enter_context(when_imported({"torchvision.datasets": vision}))
+            patches = {"torchvision.datasets": self._vision, **self._hub.patches()}
+            stack.enter_context(
+                when_imported({name: replacing(patch) for name, patch in patches.items()})
+            )
             yield
 
     def notes(self) -> Iterator[str]:
         """Yield a sentence for each stand-in."""
         for missing, instead in self._used.items():
-            yield f"{missing} is not on this machine; {instead} are in its place"
+            yield f"not on this machine: {missing}; instead: {instead}"
+
+    def _vision(self, datasets: ModuleType) -> Any:
+        return vision_data.replacements(datasets, self._note)
 
     def _note(self, missing: str, instead: str) -> None:
         self._used[missing] = instead

@@ -5,7 +5,7 @@ Nothing is computed by default: all tensors are fake, on the CPU or on a GPU tha
 
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from memlab.metering import meter
 from memlab.metering.storages import StorageMeter
 from memlab.prediction import PredictedRun
 from memlab.scripts import data, processes
+from memlab.scripts.columns import Columns
 from memlab.scripts.isolation import Isolation, environment
 from memlab.scripts.launch import Launch
 from memlab.scripts.steps import Finished, StepWatcher
@@ -67,6 +68,8 @@ def run(
     real: bool = False,
     assume: str | None = None,
     allow_writes: bool = False,
+    configs: Mapping[str, str] | None = None,
+    columns: Columns | None = None,
     announce: Announce = lambda stage: None,
 ) -> Outcome:
     """Run a script until `steps` steps have ended.
@@ -74,10 +77,12 @@ def run(
     device   of the prediction, as in `memlab.predict`; "cpu" makes a dry run of the CPU's step
     real     compute, on whatever device the script uses
     assume   as in `memlab.predict`
+    configs  paths of the config.json of models that are not on this machine, by name
+    columns  of the rows of data sets that are not on this machine
 
     Raises what the script raises before the last step has ended.
     """
-    isolation, stand_ins = Isolation(), data.StandIns()
+    isolation, stand_ins = Isolation(), data.StandIns(configs, columns)
     metering: _Metering = (
         _Measured(real, assume) if real or device == "cpu" else _Predicted(device, assume)
     )
