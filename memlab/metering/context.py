@@ -87,6 +87,7 @@ class Context:
         self.last_phase = "forward"
         self._after_backward = False
         self._step_depth = int(in_step)
+        self._step_in_backward = False  # whether backward runs the step, not the step backward
         self._thread = get_ident()
         self._running: list[str] = []
         self._numbers: list[int] = []  # sequence numbers at which the running module changed …
@@ -133,11 +134,11 @@ class Context:
             if not self.in_backward:
                 self.in_backward = self._after_backward = True
                 self._on_backward_start()
-            return "optimizer" if self._step_depth else "backward"
+            return "optimizer" if self._step_in_backward else "backward"
         if self.in_backward:
             self._leave_backward()
-        if self._step_depth:
-            return "optimizer"
+        if self._step_depth:  # steps run without gradients, and their closures with them
+            return "forward" if torch.is_grad_enabled() else "optimizer"
         if self._after_backward and (self._running or torch.is_grad_enabled()):
             self._after_backward = False
         return "optimizer" if self._after_backward else "forward"
@@ -197,9 +198,11 @@ class Context:
             self.optimizers.append(optimizer)
             self._on_first_step(optimizer)
         self._step_depth += 1
+        self._step_in_backward = in_backward()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._step_depth -= 1
+        self._step_in_backward = False
         self._after_backward = False  # the update is done, even if it ran inside backward
         self._on_step_end(optimizer)
 

@@ -26,7 +26,7 @@ _CHAT = (
 )
 
 
-class UnavailableError(Exception):
+class UnavailableError(OSError):
     """What the script needs is not on this machine. The message says what to pass."""
 
 
