@@ -1,0 +1,139 @@
+"""Write the allocator's snapshot at an out-of-memory error, and explain it.
+
+torch calls an observer before it raises the error, while every tensor is still alive. Afterwards
+the exception frees what only the failed call held. torch cannot detach an observer, so one is
+attached for the whole process, and it calls the monitors that run.
+"""
+
+import importlib
+import os
+import sys
+import weakref
+from pathlib import Path
+
+import torch
+
+from memlab.internals.torch_internals import (
+    attach_oom_observer,
+    cuda_history_is_on,
+    dump_snapshot,
+    record_allocations,
+    stop_recording_allocations,
+)
+from memlab.units import format_bytes
+
+MAX_ENTRIES = 100_000  # of the history
+_MESSAGES = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+class OomWatch:
+    """Write a snapshot at an out-of-memory error, of one device or of whichever runs out first."""
+
+    def __init__(
+        self, folder: str | os.PathLike[str], device: torch.device | None, max_entries: int | None
+    ) -> None:
+        self.device = device
+        self.next_step = 1
+        self.requested: str | None = None  # what the failed allocation asked for
+        self.path: Path | None = None  # the newest snapshot
+        self._folder = folder
+        self._max_entries = max_entries  # of the history; None records none
+        self._failed_step: int | None = None
+        self._recorded_type: str | None = None
+        _watches.add(self)
+        if not _attached:
+            _attached.append(True)
+            attach_oom_observer(_on_oom)
+
+    def start(self) -> None:
+        """Record the stacks of allocations, unless somebody else already does."""
+        _watches.add(self)
+        if self._max_entries is None or self._recorded_type is not None:
+            return
+        device = self.device or torch.accelerator.current_accelerator(check_available=True)
+        if device is None or not has_snapshots(device.type):
+            return
+        if device.type == "cuda" and cuda_history_is_on():
+            return
+        record_allocations(device.type, self._max_entries)
+        self._recorded_type = device.type
+
+    def stop(self) -> None:
+        _watches.discard(self)
+        if self._recorded_type is not None:
+            stop_recording_allocations(self._recorded_type)
+            self._recorded_type = None
+
+    def on_oom(self, device_index: int, requested: int, total: int, free: int) -> None:
+        """Write the snapshot while every tensor is still alive; one for each step."""
+        if self.device is not None and (
+            self.device.type != "cuda" or self.device.index not in (None, device_index)
+        ):
+            return
+        if self._failed_step == self.next_step:
+            return
+        self._failed_step = self.next_step
+        self.requested = (
+            f"{format_bytes(requested)}, with {format_bytes(free)} free of {format_bytes(total)}"
+        )
+        note = self.dump(torch.device("cuda", device_index), "oom", self.next_step)
+        say(f"memlab: out of memory in step {self.next_step}: requested {self.requested}.{note}")
+
+    def has_seen_this_step(self) -> bool:
+        return self._failed_step == self.next_step
+
+    def dump(self, device: torch.device, reason: str, step: int) -> str:
+        """Write a snapshot, and return a sentence about it for a message."""
+        if not has_snapshots(device.type):
+            return ""
+        path = snapshot_path(self._folder, reason, step)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            dump_snapshot(device.type, str(path))
+        except Exception as error:  # it must not hide the memory error
+            return f" The snapshot failed ({type(error).__name__}: {error})."
+        self.path = path
+        return f" Snapshot: {path}"
+
+
+_watches: "weakref.WeakSet[OomWatch]" = weakref.WeakSet()
+_attached: list[bool] = []
+
+
+def _on_oom(device_index: int, requested: int, total: int, free: int) -> None:
+    for watch in list(_watches):
+        watch.on_oom(device_index, requested, total, free)
+
+
+def has_snapshots(device_type: str) -> bool:
+    """Return whether the device's allocator can write its blocks to a file."""
+    return device_type in ("cuda", "xpu")
+
+
+def is_oom(error: BaseException | None) -> bool:
+    """Return whether the exception is a device's or the CPU's out-of-memory error."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _MESSAGES)
+
+
+def snapshot_path(folder: str | os.PathLike[str], reason: str, step: int) -> Path:
+    """Return a name for a snapshot; in a distributed run it contains the rank."""
+    rank = os.environ.get("RANK")
+    words = ("memlab", reason, *([f"rank{rank}"] if rank else []), f"step{step}")
+    return Path(folder) / f"{'-'.join(words)}.pickle"
+
+
+def explanation(path: Path) -> str:
+    """Return what `memlab explain FILE` prints, or name that command if it is not installed."""
+    try:
+        explain = importlib.import_module("memlab.explain").explain
+        return str(explain(path))
+    except (ImportError, AttributeError):
+        return f"Run `memlab explain {path}` to see what filled the memory."
+    except Exception as error:  # an explanation must not hide the memory error
+        return f"No explanation ({type(error).__name__}: {error}). Try `memlab explain {path}`."
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
