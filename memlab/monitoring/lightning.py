@@ -38,7 +38,9 @@ class MemoryCallback(_callback_class()):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._last_step = trainer.global_step
-        self.monitor.__enter__()
+        self._enters = not self.monitor.is_running
+        if self._enters:
+            self.monitor.__enter__()
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -54,7 +56,8 @@ class MemoryCallback(_callback_class()):
                 logger.log_metrics(report.values(), step=report.step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.monitor.__exit__(None, None, None)
+        if self._enters:
+            self.monitor.__exit__(None, None, None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self.monitor.__exit__(type(exception), exception, exception.__traceback__)

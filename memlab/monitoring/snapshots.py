@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,16 +28,23 @@ _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 class OomWatch:
-    """Write a snapshot at an out-of-memory error, of one device or of whichever runs out first."""
+    """Write a snapshot at an out-of-memory error, of one device or of whichever runs out first.
+
+    `describe(device)` returns what is known about the steps before.
+    """
 
     def __init__(
-        self, folder: str | os.PathLike[str], device: torch.device | None, max_entries: int | None
+        self,
+        folder: str | os.PathLike[str],
+        device: torch.device | None,
+        max_entries: int | None,
+        describe: Callable[[torch.device], str],
     ) -> None:
         self.device = device
         self.next_step = 1
         self.requested: str | None = None  # what the failed allocation asked for
         self.path: Path | None = None  # the newest snapshot
-        self._folder = folder
+        self._folder, self._describe = folder, describe
         self._max_entries = max_entries  # of the history; None records none
         self._failed_step: int | None = None
         self._recorded_type: str | None = None
@@ -76,8 +84,9 @@ class OomWatch:
         self.requested = (
             f"{format_bytes(requested)}, with {format_bytes(free)} free of {format_bytes(total)}"
         )
-        note = self.dump(torch.device("cuda", device_index), "oom", self.next_step)
-        say(f"memlab: out of memory in step {self.next_step}: requested {self.requested}.{note}")
+        device = torch.device("cuda", device_index)
+        note = self.dump(device, "oom", self.next_step)
+        say(f"{self._describe(device)}{note}")
 
     def has_seen_this_step(self) -> bool:
         return self._failed_step == self.next_step
@@ -91,9 +100,9 @@ class OomWatch:
             path.parent.mkdir(parents=True, exist_ok=True)
             dump_snapshot(device.type, str(path))
         except Exception as error:  # it must not hide the memory error
-            return f" The snapshot failed ({type(error).__name__}: {error})."
+            return f"\n  snapshot    failed ({type(error).__name__}: {error})"
         self.path = path
-        return f" Snapshot: {path}"
+        return f"\n  snapshot    {path}"
 
 
 _watches: "weakref.WeakSet[OomWatch]" = weakref.WeakSet()

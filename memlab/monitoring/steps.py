@@ -82,6 +82,7 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
         self.peak_bytes = 0  # of the whole run
         self.peak_step = 0
         self.num_steps = 0
+        self.is_running = False  # inside `with`
         self.recent: deque[StepMemory] = deque(maxlen=KEPT_STEPS)
         self._device = None if device is None else torch.device(device)
         self._counters: Counters | None = None
@@ -89,7 +90,9 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
         self._prints = every is not None
         self._dump_at = DUMP_AT if dump_at is None and history else dump_at
         self._outlets: list[Interval] = []
-        self._oom = OomWatch(snapshot_dir, self._device, max_entries if history else None)
+        self._oom = OomWatch(
+            snapshot_dir, self._device, max_entries if history else None, _describer(self)
+        )
         self._warned: set[type[MemoryWarning]] = set()
         self._carried_peak = 0
         self._hook: Any = None
@@ -186,12 +189,14 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
     # ------------------------------------------------------------------ with
 
     def __enter__(self) -> "monitor":
+        self.is_running = True
         if self._hook is None:
             self._hook = register_optimizer_step_post_hook(_hook_of(weakref.ref(self)))
         self._oom.start()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self.is_running = False
         self._remove_hook()
         if is_oom(error):
             self._explain_oom()
@@ -227,10 +232,13 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
         """Print what filled the memory, after the error left `with`."""
         device = (self._counters or self._start()).device
         if not self._oom.has_seen_this_step():
-            self._oom.dump(device, "oom", self._oom.next_step)
-        say(oom_text(device, self._oom.requested, self.recent, self.peak_bytes))
+            note = self._oom.dump(device, "oom", self._oom.next_step)
+            say(self._describe_oom(device) + note)
         if self._oom.path is not None:
             say(explanation(self._oom.path))
+
+    def _describe_oom(self, device: torch.device) -> str:
+        return oom_text(device, self._oom.requested, self.recent, self.peak_bytes)
 
     def __str__(self) -> str:
         if not self.recent:
@@ -270,6 +278,12 @@ def _hook_of(reference: "weakref.ref[monitor]") -> Callable[..., None]:
             running._after_optimizer_step(optimizer)
 
     return after_step
+
+
+def _describer(running: monitor) -> Callable[[torch.device], str]:
+    """Return a function that does not keep the monitor alive."""
+    reference = weakref.WeakMethod(running._describe_oom)
+    return lambda device: reference()(device)  # type: ignore[misc] # only the monitor's watch calls
 
 
 def _nothing() -> None:

@@ -5,7 +5,11 @@
     Trainer(..., callbacks=[MemoryCallback()])
 
 The bytes join the Trainer's own logs as memory/peak_allocated, memory/reserved and memory/growth:
-its log history, its progress bar, and each service in `report_to`.
+its log history, its progress bar, and each service in `report_to`. For the report of an
+out-of-memory error, train inside the monitor:
+
+    with callback.monitor:
+        trainer.train()
 """
 
 import sys
@@ -27,7 +31,9 @@ class MemoryCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         _move_to_front(self, sys._getframe(1).f_locals.get("self"))
-        self.monitor.__enter__()
+        self._enters = not self.monitor.is_running
+        if self._enters:
+            self.monitor.__enter__()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._since_log.add(self.monitor.step(state.global_step))
@@ -44,7 +50,8 @@ class MemoryCallback(TrainerCallback):
                 state.log_history[-1].update(report.values())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.monitor.__exit__(None, None, None)
+        if self._enters:
+            self.monitor.__exit__(None, None, None)
 
 
 def _move_to_front(callback: MemoryCallback, handler: Any) -> None:
