@@ -40,7 +40,7 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
         with memlab.monitor():          # finds the steps by the optimizer's
             train()
 
-        monitor = memlab.monitor()      # or mark them yourself
+        monitor = memlab.monitor()      # or mark them yourself, also inside `with`
         for batch in loader:
             ...
             optimizer.step()
@@ -95,6 +95,7 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
         )
         self._warned: set[type[MemoryWarning]] = set()
         self._carried_peak = 0
+        self._finds_steps = True  # inside `with`, until the first call of `step`
         self._hook: Any = None
         self._first_optimizer: Callable[[], Any] = _nothing
         if every is not None:
@@ -104,7 +105,7 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
 
     def step(self, number: int | None = None) -> StepMemory:
         """End a training step, and return its memory. `number` is its number in the logs."""
-        if self._hook is not None:
+        if self._finds_steps:
             self._stop_finding_steps()
         return self._record(number)
 
@@ -177,9 +178,10 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
         if self._dump_at is None or capacity is None or MemoryWarning in self._warned:
             return
         if now.peak_bytes >= self._dump_at * capacity:
-            note = self._oom.dump(device, "full", now.step)
+            self._oom.dump(device, "full", now.step)
+            path = self._oom.path
             self._warn(
-                MemoryWarning, nearly_full_text(now.step, now.peak_bytes, capacity, device, note)
+                MemoryWarning, nearly_full_text(now.step, now.peak_bytes, capacity, device, path)
             )
 
     def _warn(self, category: type[MemoryWarning], text: str) -> None:
@@ -190,7 +192,7 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
 
     def __enter__(self) -> "monitor":
         self.is_running = True
-        if self._hook is None:
+        if self._finds_steps and self._hook is None:
             self._hook = register_optimizer_step_post_hook(_hook_of(weakref.ref(self)))
         self._oom.start()
         return self
@@ -213,7 +215,8 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
             self._record(None, optimizer)
 
     def _stop_finding_steps(self) -> None:
-        """Forget the steps found so far: the caller marks them itself."""
+        """Forget the steps found so far: from now on the caller marks them."""
+        self._finds_steps = False
         self._remove_hook()
         if self.num_steps:
             self._carried_peak, self.peak_bytes = self.peak_bytes, 0

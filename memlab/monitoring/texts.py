@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -44,8 +45,8 @@ def fragmentation_text(found: Fragmentation, device: torch.device) -> str:
     unused = format_bytes(found.unused_bytes)
     share = found.unused_bytes / max(1, found.reserved_bytes)
     retries = (
-        f" It had to empty its cache {found.retries:,} times to serve a request, and each time "
-        f"stalls the step."
+        f" It had to empty its cache {plural(found.retries, 'time')} to serve a request, and each "
+        f"time stalls the step."
         if found.retries
         else ""
     )
@@ -70,18 +71,18 @@ def retries_text(found: Fragmentation, device: torch.device) -> str:
     return (
         f"The memory of {device} is full: tensors used up to {format_bytes(found.peak_bytes)} of "
         f"{format_bytes(found.reserved_bytes)} reserved. The allocator had to empty its cache "
-        f"{found.retries:,} times, and each time stalls the step. Use a smaller batch, or "
+        f"{plural(found.retries, 'time')}, and each time stalls the step. Use a smaller batch, or "
         f"`memlab plan` to see what saves memory."
     )
 
 
 def nearly_full_text(
-    step: int, peak_bytes: int, capacity_bytes: int, device: torch.device, snapshot: str
+    step: int, peak_bytes: int, capacity_bytes: int, device: torch.device, snapshot: Path | None
 ) -> str:
     return (
         f"Step {step} used {format_bytes(peak_bytes)} at its peak, "
         f"{peak_bytes / capacity_bytes:.0%} of the {format_bytes(capacity_bytes)} that this "
-        f"process can have on {device}.{snapshot}"
+        f"process can have on {device}.{'' if snapshot is None else f' Snapshot: {snapshot}'}"
     )
 
 
