@@ -7,6 +7,7 @@ attached for the whole process, and it calls the monitors that run.
 
 import importlib
 import os
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from memlab.internals.torch_internals import (
 from memlab.units import format_bytes
 
 MAX_ENTRIES = 100_000  # of the history
+EXPLAIN = (sys.executable, "-m", "memlab", "explain")
+EXPLAIN_SECONDS = 60
 _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory")
 
 
@@ -134,14 +137,19 @@ def snapshot_path(folder: str | os.PathLike[str], reason: str, step: int) -> Pat
 
 
 def explanation(path: Path) -> str:
-    """Return what `memlab explain FILE` prints, or name that command if it is not installed."""
+    """Return what `memlab explain FILE` prints, or name that command if that takes too long.
+
+    It runs as a process of its own: this one has just run out of memory.
+    """
+    advice = f"Run `memlab explain {path}` to see what filled the memory."
     try:
-        explain = importlib.import_module("memlab.explain").explain
-        return str(explain(path))
-    except (ImportError, AttributeError):
-        return f"Run `memlab explain {path}` to see what filled the memory."
-    except Exception as error:  # an explanation must not hide the memory error
-        return f"No explanation ({type(error).__name__}: {error}). Try `memlab explain {path}`."
+        importlib.import_module("memlab.explain")  # not every version of memlab has it
+        result = subprocess.run(
+            [*EXPLAIN, str(path)], capture_output=True, text=True, timeout=EXPLAIN_SECONDS
+        )
+    except Exception:  # an explanation must not hide the memory error
+        return advice
+    return result.stdout.rstrip() if result.returncode == 0 else advice
 
 
 def say(text: str) -> None:

@@ -1,10 +1,12 @@
 """`memlab.monitor`: the memory of every step of a training, while it trains."""
 
 import os
+import sys
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -31,7 +33,7 @@ from memlab.units import format_bytes
 T = TypeVar("T")
 DUMP_AT = 0.95  # with a history, of the capacity
 KEPT_STEPS = 16  # in `recent`
-_CALLER = 5  # frames from `warnings.warn` up to the caller of `monitor.step`
+_LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
 
 
 class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as monitor:`
@@ -186,7 +188,7 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
 
     def _warn(self, category: type[MemoryWarning], text: str) -> None:
         self._warned.add(category)
-        warnings.warn(text, category, stacklevel=_CALLER)
+        warnings.warn(text, category, stacklevel=_level_of_user_code())
 
     # ------------------------------------------------------------------ with
 
@@ -287,6 +289,14 @@ def _describer(running: monitor) -> Callable[[torch.device], str]:
     """Return a function that does not keep the monitor alive."""
     reference = weakref.WeakMethod(running._describe_oom)
     return lambda device: reference()(device)  # type: ignore[misc] # only the monitor's watch calls
+
+
+def _level_of_user_code() -> int:
+    """Return the `stacklevel` at which the caller of this function should warn."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _nothing() -> None:

@@ -267,8 +267,9 @@ def test_a_leak_that_a_training_keeps_in_a_list_is_told_on_the_cpu():
             model(torch.ones(4, 16)).sum().backward()
             optimizer.step()
 
-    with pytest.warns(LeakWarning, match="process memory"), memlab.monitor("cpu"):
+    with pytest.warns(LeakWarning, match="process memory") as caught, memlab.monitor("cpu"):
         train()
+    assert caught[0].filename == __file__  # not torch's, where the optimizer calls the monitor
 
 
 def test_a_training_without_a_leak_is_not_warned_of():
@@ -379,7 +380,10 @@ def oom() -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def test_the_observer_writes_the_snapshot_before_the_error_leaves(gpu, tmp_path, capsys):
+def test_the_observer_writes_the_snapshot_before_the_error_leaves(
+    gpu, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "memlab.explain", None)
     monitor = memlab.monitor("cuda:0", snapshot_dir=tmp_path)
 
     def train() -> None:
@@ -443,22 +447,29 @@ def test_a_snapshot_that_cannot_be_written_does_not_hide_the_error(gpu, tmp_path
     assert "snapshot    failed (" in capsys.readouterr().err
 
 
-def test_the_explanation_is_printed_where_it_is_installed(gpu, tmp_path, capsys, monkeypatch):
-    module = types.ModuleType("memlab.explain")
-    module.explain = lambda path: f"explained {path.name}"
-    monkeypatch.setitem(sys.modules, "memlab.explain", module)
-    with pytest.raises(torch.OutOfMemoryError), memlab.monitor("cuda:0", snapshot_dir=tmp_path):
-        raise oom()
-    assert capsys.readouterr().err.endswith("explained memlab-oom-step1.pickle\n")
+@pytest.fixture
+def explain(monkeypatch):
+    """Put a Python program in the place of `memlab explain`."""
+
+    def replace(program: str) -> None:
+        monkeypatch.setitem(sys.modules, "memlab.explain", types.ModuleType("memlab.explain"))
+        monkeypatch.setattr(snapshots, "EXPLAIN", (sys.executable, "-c", program))
+
+    return replace
 
 
-def test_an_explanation_that_fails_does_not_hide_the_error(gpu, tmp_path, capsys, monkeypatch):
-    module = types.ModuleType("memlab.explain")
-    module.explain = lambda path: 1 / 0
-    monkeypatch.setitem(sys.modules, "memlab.explain", module)
+def test_the_explanation_is_printed_where_it_is_installed(gpu, tmp_path, capsys, explain):
+    explain("import sys; print('explained', sys.argv[1])")
     with pytest.raises(torch.OutOfMemoryError), memlab.monitor("cuda:0", snapshot_dir=tmp_path):
         raise oom()
-    assert "No explanation (ZeroDivisionError" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith(f"explained {tmp_path}/memlab-oom-step1.pickle\n")
+
+
+def test_an_explanation_that_fails_names_the_command(gpu, tmp_path, capsys, explain):
+    explain("1 / 0")
+    with pytest.raises(torch.OutOfMemoryError), memlab.monitor("cuda:0", snapshot_dir=tmp_path):
+        raise oom()
+    assert capsys.readouterr().err.endswith("pickle` to see what filled the memory.\n")
 
 
 def test_an_out_of_memory_error_of_the_cpu_is_explained_without_a_snapshot(capsys):
