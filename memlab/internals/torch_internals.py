@@ -142,6 +142,12 @@ def cuda_history_is_on() -> bool:
     return torch._C._cuda_isHistoryEnabled()
 
 
+def has_snapshots(device_type: str) -> bool:
+    """Return whether the device's caching allocator can write its blocks to a file."""
+    memory = getattr(getattr(torch, device_type, None), "memory", None)
+    return hasattr(memory, "_dump_snapshot") and hasattr(memory, "_record_memory_history")
+
+
 def record_allocations(device_type: str, max_entries: int) -> None:
     """Record the Python stack of each allocation and free, for `dump_snapshot`."""
     memory = getattr(torch, device_type).memory

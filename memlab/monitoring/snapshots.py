@@ -19,6 +19,7 @@ from memlab.internals.torch_internals import (
     attach_oom_observer,
     cuda_history_is_on,
     dump_snapshot,
+    has_snapshots,
     record_allocations,
     stop_recording_allocations,
 )
@@ -98,7 +99,7 @@ class OomWatch:
         """Write a snapshot, and return a sentence about it for a message."""
         if not has_snapshots(device.type):
             return ""
-        path = snapshot_path(self._folder, reason, step)
+        path, self.path = snapshot_path(self._folder, reason, step), None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             dump_snapshot(device.type, str(path))
@@ -115,11 +116,6 @@ _attached: list[bool] = []
 def _on_oom(device_index: int, requested: int, total: int, free: int) -> None:
     for watch in list(_watches):
         watch.on_oom(device_index, requested, total, free)
-
-
-def has_snapshots(device_type: str) -> bool:
-    """Return whether the device's allocator can write its blocks to a file."""
-    return device_type in ("cuda", "xpu")
 
 
 def is_oom(error: BaseException | None) -> bool:

@@ -39,7 +39,7 @@ _LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).
 class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as monitor:`
     """Watch the memory of each training step, and warn at the first sign of trouble.
 
-        with memlab.monitor():          # finds the steps by the optimizer's
+        with memlab.monitor():          # a step ends with each optimizer.step()
             train()
 
         monitor = memlab.monitor()      # or mark them yourself, also inside `with`
@@ -56,7 +56,8 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
     device        the device to watch; by default the one that the training uses. One monitor
                   watches one device
     every         print a line after so many steps, and a summary after `with`
-    history       record the stack of each allocation on CUDA or XPU, for the snapshots
+    history       record the stack of each allocation on CUDA or XPU, for the snapshots. Without
+                  `with`, the recording starts after the first step and does not end
     max_entries   the number of recorded allocations and frees that are kept
     dump_at       write a snapshot (once) when a step's peak passes this share of the memory. The
                   default is 0.95 with `history`, else never
@@ -152,6 +153,7 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
         device = self._device or device_in_use(optimizer)
         self._counters = counters = counters_for(device)
         self._oom.device = device
+        self._oom.start()
         self._capacity = counters.capacity_bytes()
         self._reset_detectors(counters)
         return counters
@@ -203,7 +205,10 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
         self.is_running = False
         self._remove_hook()
         if is_oom(error):
-            self._explain_oom()
+            try:
+                self._explain_oom()
+            except Exception as another:  # it must not replace the memory error
+                say(f"memlab: no report ({type(another).__name__}: {another})")
         elif self._prints:
             print(self)
         self._oom.stop()

@@ -376,6 +376,14 @@ def test_a_history_that_somebody_else_records_goes_on(gpu, monkeypatch):
     assert gpu.recording == ("theirs", {})
 
 
+def test_without_with_a_history_begins_after_the_first_step(gpu, monkeypatch):
+    monkeypatch.setattr(snapshots, "cuda_history_is_on", lambda: False)
+    monitor = memlab.monitor("cuda:0", history=True)
+    assert gpu.recording is None
+    monitor.step()
+    assert gpu.recording is not None
+
+
 def oom() -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -480,6 +488,13 @@ def test_an_out_of_memory_error_of_the_cpu_is_explained_without_a_snapshot(capsy
     printed = capsys.readouterr().err
     assert "out of memory in step 2 on cpu" in printed
     assert "snapshot" not in printed
+
+
+def test_a_report_that_fails_does_not_replace_the_error(gpu, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: 1 / 0)
+    with pytest.raises(torch.OutOfMemoryError), memlab.monitor("cuda:0"):
+        raise oom()
+    assert "memlab: no report (ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_another_error_prints_nothing(gpu, capsys):
