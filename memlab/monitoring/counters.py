@@ -5,8 +5,8 @@
     CPU                the process's anonymous memory (resident pages without a file behind them);
                        on Linux its peak can be reset too
 
-Resetting a peak also resets it for everybody else in the process: `torch.cuda.max_memory_allocated`
-and the VmHWM line of /proc/self/status then start over after each step.
+A reset affects the whole process: `torch.cuda.max_memory_allocated` and the VmHWM line of
+/proc/self/status also start over.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ class Reading(NamedTuple):
 
 
 class Counters:
-    """The counters of one device. Without a subclass's peak, the peak is what `read` has seen."""
+    """The counters of one device."""
 
     counts = "tensors"  # what allocated_bytes is made of
-    peak_is_exact = True  # False: only moments at which `read` was called count
+    peak_is_exact = True  # False: a peak between two calls of `read` is missed
     smallest_leak_bytes = 2**20  # below this, growth is noise
     smallest_leak_share = 0.001  # of what is allocated
 
@@ -84,7 +84,7 @@ class CachingAllocator(Counters):
 
 
 class Accelerator(Counters):
-    """Any other accelerator, through `torch.accelerator`."""
+    """Other accelerators, through `torch.accelerator`."""
 
     def read(self) -> Reading:
         stats = torch.accelerator.memory_stats(self.device)
@@ -102,7 +102,7 @@ class Accelerator(Counters):
 
 
 class Mps(Accelerator):
-    """Apple's GPUs. Reserved bytes are Metal's for this process, with its cache."""
+    """Apple's GPUs. The reserved bytes are what Metal holds for this process."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -140,7 +140,7 @@ class LinuxProcess(Counters):
     """
 
     counts = "process memory"
-    smallest_leak_bytes = 32 * 2**20  # malloc keeps freed memory, and returns it when it likes
+    smallest_leak_bytes = 32 * 2**20  # malloc keeps some of the freed memory
     smallest_leak_share = 0.01
 
     def __init__(self, device: torch.device, folder: Path = Path("/proc/self")) -> None:

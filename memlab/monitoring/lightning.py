@@ -35,6 +35,7 @@ class MemoryCallback(_callback_class()):
         self.monitor = running or monitor()
         self._since_log = Interval(None)
         self._last_step = 0
+        self._enters = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._last_step = trainer.global_step
@@ -60,4 +61,5 @@ class MemoryCallback(_callback_class()):
             self.monitor.__exit__(None, None, None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self.monitor.__exit__(type(exception), exception, exception.__traceback__)
+        if self._enters:  # else the `with` around the training reports it
+            self.monitor.__exit__(type(exception), exception, exception.__traceback__)

@@ -11,8 +11,8 @@ PEAK, RESERVED, GROWTH = "memory/peak_allocated", "memory/reserved", "memory/gro
 class StepMemory(NamedTuple):
     """The memory of one step, in bytes.
 
-    `allocated_bytes` is what is allocated after the step, and `growth_bytes` by how much that
-    exceeds the step before. `reserved_bytes` is None if the device does not report it.
+    `allocated_bytes` is allocated after the step. `growth_bytes` is the difference to the step
+    before. `reserved_bytes` is None if the device does not report it.
     """
 
     step: int

@@ -32,7 +32,7 @@ _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 class OomWatch:
-    """Write a snapshot at an out-of-memory error, of one device or of whichever runs out first.
+    """Write a snapshot at an out-of-memory error of `device`; of any device if it is None.
 
     `describe(device)` returns what is known about the steps before.
     """
@@ -58,7 +58,7 @@ class OomWatch:
             attach_oom_observer(_on_oom)
 
     def start(self) -> None:
-        """Record the stacks of allocations, unless somebody else already does."""
+        """Record the stacks of allocations, unless a recording already runs."""
         _watches.add(self)
         if self._max_entries is None or self._recorded_type is not None:
             return

@@ -63,7 +63,7 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
                   default is 0.95 with `history`, else never
     snapshot_dir  where snapshots are written
     reset_peak    False leaves the device's peak counter alone. Each step's peak is then the
-                  highest since somebody else reset it. True resets it after each step, also for
+                  highest since other code reset it. True resets it after each step, also for
                   torch.cuda.max_memory_allocated; `monitor.peak_bytes` has the whole run's peak
 
     The first step's peak includes everything before it. On the CPU the memory is the process's

@@ -1,4 +1,4 @@
-"""What the monitor says: its warnings, with numbers and a remedy, and its report of an OOM."""
+"""The monitor's messages: warnings with numbers and a remedy, and the report of an OOM."""
 
 import os
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from memlab.units import format_bytes
 
 
 class MemoryWarning(UserWarning):
-    """The monitor's warnings; this class itself says that the memory is nearly full."""
+    """The base class of the monitor's warnings. By itself: the memory is nearly full."""
 
 
 class LeakWarning(MemoryWarning):
-    """What is allocated after each step keeps growing."""
+    """The memory allocated after each step keeps growing."""
 
 
 class FragmentationWarning(MemoryWarning):
@@ -67,7 +67,7 @@ def _fragmentation_remedy() -> str:
 
 
 def retries_text(found: Fragmentation, device: torch.device) -> str:
-    """Of retries without fragmentation: the tensors themselves fill the device."""
+    """Return the warning of retries without fragmentation."""
     return (
         f"The memory of {device} is full: tensors used up to {format_bytes(found.peak_bytes)} of "
         f"{format_bytes(found.reserved_bytes)} reserved. The allocator had to empty its cache "
@@ -92,7 +92,7 @@ def nearly_full_text(
 def oom_text(
     device: torch.device, requested: str | None, recent: Sequence[StepMemory], run_peak_bytes: int
 ) -> str:
-    """Return what is known at an out-of-memory error: the request, and the steps before it."""
+    """Return the failed request and the memory of the steps before it."""
     step = recent[-1].step + 1 if recent else 1
     lines = [f"memlab: out of memory in step {step} on {device}"]
     if requested is not None:

@@ -28,6 +28,7 @@ class MemoryCallback(TrainerCallback):
     def __init__(self, running: monitor | None = None) -> None:
         self.monitor = running or monitor()
         self._since_log = Interval(None)
+        self._enters = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         _move_to_front(self, sys._getframe(1).f_locals.get("self"))
@@ -57,8 +58,8 @@ class MemoryCallback(TrainerCallback):
 def _move_to_front(callback: MemoryCallback, handler: Any) -> None:
     """Let the callback add its values to the logs before TensorBoard's and W&B's read them.
 
-    A Trainer calls its own callbacks first, and gives none of them access to their list. So the
-    list is taken from the caller.
+    A Trainer calls these before the callbacks that you pass, and does not pass the list of
+    callbacks. So the list is read from the caller's frame.
     """
     if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
         handler.callbacks.remove(callback)

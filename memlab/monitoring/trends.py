@@ -1,16 +1,16 @@
 """Find a leak or fragmentation in the memory of successive steps. Plain numbers in and out.
 
-A leak shows in what is allocated *after* each step, when activations and gradients are gone. That
-number also changes for good reasons: another sequence length, an evaluation, an accumulated
+A leak shows in the memory allocated *after* each step, when activations are gone. This number also
+changes for good reasons: another sequence length, an evaluation, an accumulated
 gradient. So the lowest values of windows are compared instead of single values:
 
     level 0    windows of 1 step     12 in a row, each lowest value above the one before: 12 steps
     level 1    windows of 2 steps    24 steps
     level j    windows of 2ʲ steps   finds slow leaks and leaks below noise, in the time they take
 
-By chance, 12 unrelated values rise in a row once in 12! = 479,001,600 times. What rises for a
-reason is told apart by its peak: longer sequences raise the peak by much more than what remains
-after the step, a leak raises both by the same amount.
+By chance, 12 unrelated values rise in a row once in 12! = 479,001,600 times. The peak separates
+leaks from larger steps: longer sequences raise the peak by much more than the memory after the
+step. A leak raises both by the same amount.
 """
 
 from itertools import pairwise
@@ -32,7 +32,7 @@ class Window(NamedTuple):
 
 
 class Leak(NamedTuple):
-    """Growth of what is allocated after a step."""
+    """Growth of the memory allocated after a step."""
 
     from_bytes: int
     to_bytes: int
@@ -105,7 +105,7 @@ def steps_until_full(leak: Leak, capacity_bytes: int | None) -> int | None:
 
 LARGE_SHARE = 0.2  # of the reserved bytes
 LARGE_BYTES = 256 * 2**20
-FULL_SHARE = 0.5  # of the capacity: below, unused reserved bytes hurt nobody
+FULL_SHARE = 0.5  # of the capacity: below, fragmentation does no harm
 RISES = 3
 RISE_SHARE = 0.02  # of the reserved bytes
 

@@ -32,8 +32,8 @@ MARKER = "memory_budget"
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        f"{MARKER}(limit, *, device=None, assume=None): fail if the test allocates more than "
-        f"`limit` bytes of tensors; with a device such as 'cuda:rtx4090', in a prediction for it",
+        f"{MARKER}(limit, *, device=None, assume=None): fail if the test allocates more tensors "
+        f"than `limit`, such as '1.5 GiB'; with device='cuda:rtx4090', in a prediction for it",
     )
 
 

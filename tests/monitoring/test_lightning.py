@@ -40,7 +40,7 @@ class Trainer:
 
 @pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
 def module(request, monkeypatch):
-    """The callback's module, upon a stand-in of one of Lightning's two packages."""
+    """The callback's module, with a stand-in for one of Lightning's two packages."""
     stand_in = types.ModuleType(request.param)
     stand_in.Callback = type("Callback", (), {})
     for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
@@ -76,6 +76,19 @@ def test_an_out_of_memory_error_is_explained(module, optimizer, capsys):
     callback.on_exception(Trainer(), None, MemoryError())
     assert "memlab: out of memory in step 1" in capsys.readouterr().err
     assert not callback.monitor.is_running
+
+
+def test_a_monitor_around_the_training_reports_the_error_itself(module, capsys):
+    callback = module.MemoryCallback()
+
+    def fit() -> None:
+        callback.on_train_start(Trainer(), None)
+        callback.on_exception(Trainer(), None, MemoryError())
+        raise MemoryError
+
+    with pytest.raises(MemoryError), callback.monitor:
+        fit()
+    assert capsys.readouterr().err.count("memlab: out of memory") == 1
 
 
 def test_lightning_itself_calls_it(tmp_path):

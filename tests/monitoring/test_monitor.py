@@ -235,7 +235,7 @@ def test_a_run_of_wandb_gets_values_that_do_not_move_its_step(gpu):
 # ------------------------------------------------------------------ warnings
 
 
-def test_a_leak_is_told_once_with_its_rate_and_the_time_that_is_left(gpu):
+def test_a_leak_is_reported_once_with_its_rate_and_the_time_that_is_left(gpu):
     monitor = memlab.monitor("cuda:0")
     with pytest.warns(LeakWarning) as caught:
         leaking(gpu, monitor)
@@ -250,14 +250,14 @@ def test_a_leak_is_told_once_with_its_rate_and_the_time_that_is_left(gpu):
     assert warning.filename == __file__
 
 
-def test_a_leak_that_would_take_a_million_steps_is_not_told(gpu):
+def test_a_leak_that_would_take_a_million_steps_is_not_reported(gpu):
     monitor = memlab.monitor("cuda:0")
     for _ in range(5000):
         gpu.step(GIB, kept=512)
         monitor.step()
 
 
-def test_a_leak_that_a_training_keeps_in_a_list_is_told_on_the_cpu():
+def test_a_leak_that_a_training_keeps_in_a_list_is_reported_on_the_cpu():
     model, optimizer = linear(16)
     kept = []
 
@@ -281,7 +281,7 @@ def test_a_training_without_a_leak_is_not_warned_of():
             optimizer.step()
 
 
-def test_fragmentation_is_told_once_with_a_remedy(gpu, monkeypatch):
+def test_fragmentation_is_reported_once_with_a_remedy(gpu, monkeypatch):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monitor = memlab.monitor("cuda:0")
@@ -368,7 +368,7 @@ def test_a_history_is_recorded_inside_with_and_dumps_at_95_percent(gpu, tmp_path
     assert gpu.recording is None
 
 
-def test_a_history_that_somebody_else_records_goes_on(gpu, monkeypatch):
+def test_a_history_that_was_already_recorded_goes_on(gpu, monkeypatch):
     gpu.recording = ("theirs", {})
     monkeypatch.setattr(snapshots, "cuda_history_is_on", lambda: True)
     with memlab.monitor("cuda:0", history=True):
@@ -425,7 +425,7 @@ def test_without_an_observer_the_snapshot_is_written_as_the_error_leaves(gpu, tm
     assert "No step has finished" in capsys.readouterr().err
 
 
-def test_an_out_of_memory_error_of_another_device_is_none_of_ours(gpu, tmp_path, capsys):
+def test_an_out_of_memory_error_of_another_device_is_ignored(gpu, tmp_path, capsys):
     monitor = memlab.monitor("cuda:0", snapshot_dir=tmp_path)
     snapshots._on_oom(1, 2 * GIB, 24 * GIB, GIB)
     assert (gpu.snapshots, capsys.readouterr().err) == ([], "")
