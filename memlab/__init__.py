@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # for whoever reads the source and doesn't run it
     from memlab.metering import budget as budget
     from memlab.metering import measure as measure
     from memlab.metering import meter as meter
+    from memlab.monitoring import monitor as monitor
     from memlab.prediction import predict as predict
     from memlab.trace import Event as Event
     from memlab.trace import Trace as Trace
@@ -32,16 +33,21 @@ _HOME_OF = {
     "dry_run": "memlab.dry_runs",
     "measure": "memlab.metering",
     "meter": "memlab.metering",
+    "monitor": "memlab.monitoring",
     "predict": "memlab.prediction",
     **dict.fromkeys(
-        ("allocator", "course", "dry_runs", "metering", "plot", "prediction", "trace"), ""
+        (
+            *("allocator", "course", "dry_runs", "metering", "monitoring"),
+            *("plot", "prediction", "trace"),
+        ),
+        "",
     ),
 }
 
 __version__ = "0.1.0"
 __all__ = [
     *("BudgetExceeded", "Event", "Kernels", "Trace"),
-    *("budget", "dry_run", "measure", "meter", "plot", "predict"),
+    *("budget", "dry_run", "measure", "meter", "monitor", "plot", "predict"),
 ]
 
 

@@ -8,12 +8,13 @@ import sys
 import pytest
 
 import memlab
-from memlab import dry_runs, metering, prediction, trace
+from memlab import dry_runs, metering, monitoring, prediction, trace
 from memlab.configs import targets
 
 HOMES = {
     **dict.fromkeys(("BudgetExceeded", "budget", "measure", "meter"), metering),
     "dry_run": dry_runs,
+    "monitor": monitoring,
     "predict": prediction,
     "Kernels": targets,
     **dict.fromkeys(("Event", "Trace"), trace),

@@ -54,6 +54,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     disable_fake_tensor_cache,
 )
+from torch.cuda import _lazy_call as call_when_cuda_starts
 from torch.nn.modules.conv import _ConvNd as ConvNd
 from torch.overrides import _get_current_function_mode_stack as get_current_function_mode_stack
 from torch.serialization import _get_layout as get_layout
@@ -139,6 +140,37 @@ def record_cuda_history(on: bool) -> None:
 
 def cuda_history_is_on() -> bool:
     return torch._C._cuda_isHistoryEnabled()
+
+
+def has_snapshots(device_type: str) -> bool:
+    """Return whether the device's caching allocator can write its blocks to a file."""
+    memory = getattr(getattr(torch, device_type, None), "memory", None)
+    return hasattr(memory, "_dump_snapshot") and hasattr(memory, "_record_memory_history")
+
+
+def record_allocations(device_type: str, max_entries: int) -> None:
+    """Record the Python stack of each allocation and free, for `dump_snapshot`."""
+    memory = getattr(torch, device_type).memory
+    memory._record_memory_history("all", stacks="python", max_entries=max_entries)
+
+
+def stop_recording_allocations(device_type: str) -> None:
+    getattr(torch, device_type).memory._record_memory_history(None)
+
+
+def dump_snapshot(device_type: str, path: str) -> None:
+    """Write the caching allocator's blocks and recorded history as a pickle."""
+    getattr(torch, device_type).memory._dump_snapshot(path)
+
+
+def attach_oom_observer(observer: Callable[[int, int, int, int], None]) -> None:
+    """Call `observer(device, requested, total, free)` before CUDA raises an out-of-memory error.
+
+    It is attached when CUDA starts, and torch cannot detach it. Without CUDA, nothing happens.
+    """
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is not None:
+        call_when_cuda_starts(lambda: attach(observer))
 
 
 def set_cuda_metadata(text: str) -> None:

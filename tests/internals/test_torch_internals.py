@@ -2,10 +2,12 @@
 
 import ast
 import importlib
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from memlab.internals import torch_internals
 
@@ -61,3 +63,38 @@ def test_private_uses_finds_imports_and_expressions(tmp_path):
         *("torch._inductor.", "torch._C.Node", "torch._disable_dynamo"),
         "torch.cuda.memory._snapshot",
     ]
+
+
+# ------------------------------------------------------------------ memory snapshots
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "xpu"])
+def test_caching_allocators_take_the_arguments_that_snapshots_pass(device_type):
+    memory = getattr(torch, device_type).memory
+    inspect.signature(memory._record_memory_history).bind("all", stacks="python", max_entries=1)
+    inspect.signature(memory._record_memory_history).bind(None)
+    inspect.signature(memory._dump_snapshot).bind("file.pickle")
+    assert torch_internals.has_snapshots(device_type)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "mps", "privateuseone"])
+def test_other_devices_have_no_snapshots(device_type):
+    assert not torch_internals.has_snapshots(device_type)
+
+
+def test_an_oom_observer_is_attached_when_cuda_starts(monkeypatch):
+    attached, waiting = [], []
+    name = "_cuda_attach_out_of_memory_observer"
+    monkeypatch.setattr(torch._C, name, attached.append, raising=False)
+    monkeypatch.setattr(torch_internals, "call_when_cuda_starts", waiting.append)
+    torch_internals.attach_oom_observer(print)
+    assert attached == []
+    [start] = waiting
+    start()
+    assert attached == [print]
+
+
+def test_a_torch_without_cuda_has_no_oom_observer(monkeypatch):
+    monkeypatch.delattr(torch._C, "_cuda_attach_out_of_memory_observer", raising=False)
+    monkeypatch.setattr(torch_internals, "call_when_cuda_starts", lambda do: 1 / 0)
+    torch_internals.attach_oom_observer(print)

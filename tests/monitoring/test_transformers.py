@@ -1,0 +1,100 @@
+"""The callback of transformers' Trainer, in a real training of a tiny model."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import memlab  # noqa: E402 - after the skips
+from memlab.monitoring.transformers import MemoryCallback  # noqa: E402
+
+NAMES = ("memory/peak_allocated", "memory/growth")  # the CPU has no reserved memory
+MIB = 2**20
+
+
+class Reporter(transformers.TrainerCallback):
+    """What a service such as TensorBoard sees."""
+
+    def __init__(self) -> None:
+        self.rows = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.rows.append(dict(logs))
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x, labels=None):
+        return {"loss": (self.layer(x) - labels).square().mean()}
+
+
+@pytest.fixture
+def trainer_of(tmp_path):
+    def make(*callbacks, **settings) -> transformers.Trainer:
+        data = [{"x": torch.ones(8), "labels": torch.zeros(8)} for _ in range(64)]
+        arguments = transformers.TrainingArguments(
+            str(tmp_path),
+            use_cpu=True,
+            max_steps=6,
+            logging_steps=2,
+            per_device_train_batch_size=4,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            **settings,
+        )
+        return transformers.Trainer(Model(), arguments, train_dataset=data, callbacks=[*callbacks])
+
+    return make
+
+
+def test_each_log_has_the_memory_of_the_steps_since_the_one_before(trainer_of, capsys):
+    callback = MemoryCallback()
+    trainer = trainer_of(callback)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert [row["step"] for row in rows] == [2, 4, 6]
+    assert all(row[name] is not None for row in rows for name in NAMES)
+    assert callback.monitor.num_steps == 6
+    assert "memory/peak_allocated" in capsys.readouterr().out  # the Trainer's own line
+
+
+def test_services_that_are_called_before_the_callback_get_the_memory_too(trainer_of):
+    reporter = Reporter()
+    trainer_of(reporter, MemoryCallback()).train()
+    assert [NAMES[0] in row for row in reporter.rows if "loss" in row] == [True] * 3
+
+
+def test_the_summary_at_the_end_stays_as_it_is(trainer_of):
+    trainer = trainer_of(MemoryCallback())
+    trainer.train()
+    assert NAMES[0] not in trainer.state.log_history[-1]
+
+
+def test_accumulated_batches_are_one_step(trainer_of):
+    callback = MemoryCallback()
+    trainer_of(callback, gradient_accumulation_steps=3).train()
+    assert callback.monitor.num_steps == 6
+
+
+def test_a_monitor_around_the_training_goes_on_after_it(trainer_of, capsys):
+    callback = MemoryCallback(memlab.monitor(every=3))
+    with callback.monitor:
+        trainer_of(callback).train()
+        assert callback.monitor.is_running
+    printed = capsys.readouterr().out
+    assert printed.count("growth") == 2 + 3  # the monitor's lines, and the Trainer's
+    assert printed.count("6 steps on cpu: peak") == 1
+
+
+def test_a_training_can_be_taken_up_again(trainer_of):
+    callback = MemoryCallback()
+    trainer = trainer_of(callback)
+    trainer.train()
+    trainer.train()
+    assert callback.monitor.num_steps == 12
