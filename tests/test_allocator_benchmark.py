@@ -4,7 +4,7 @@ import gzip
 import json
 
 import pytest
-from scripts import script
+from benchmark_scripts import script
 
 from memlab.allocator import history, simulate
 from memlab.trace import Event

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from scripts import script
+from benchmark_scripts import script
 
 from memlab.internals.saved_tensors import encoded
 

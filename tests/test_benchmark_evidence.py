@@ -5,8 +5,8 @@ from contextlib import ExitStack
 from functools import cache
 
 import pytest
+from benchmark_scripts import script
 from quick import slow
-from scripts import script
 
 evidence = script("evidence")
 measurements = script("evidence_steps.measurements")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from scripts import script
+from benchmark_scripts import script
 
 from memlab.losses import chunked_cross_entropy
 

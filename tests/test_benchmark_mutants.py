@@ -4,7 +4,7 @@ import ast
 from importlib import import_module
 
 import pytest
-from scripts import script
+from benchmark_scripts import script
 
 from memlab.course.answers import cell_of
 from memlab.course.days import exercise_of, notebook

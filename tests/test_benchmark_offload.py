@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scripts import script
+from benchmark_scripts import script
 
 from memlab.model import PRESETS
 from memlab.offload import HostStore, Traffic

@@ -6,7 +6,7 @@ import warnings
 from dataclasses import replace
 
 import pytest
-from scripts import script
+from benchmark_scripts import script
 
 from memlab.model import GPTConfig
 from memlab.trace import Event, Trace

@@ -1,7 +1,7 @@
 """Tests of benchmarks/roofline.py."""
 
 import pytest
-from scripts import script
+from benchmark_scripts import script
 
 from memlab.planner.outside import AS_IT_IS
 

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 import torch
-from scripts import script
+from benchmark_scripts import script
 
 run = script("trainings.run")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmark_scripts import script
 from quick import quick
 from rich.progress import Progress
-from scripts import script
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from benchmark_scripts import script as part
 from quick import quick
-from scripts import script as part
 
 import memlab
 from memlab.allocator import Allocator, Settings, history, recording

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from scripts import script
+from benchmark_scripts import script
 
 ROOT = Path(__file__).parents[1]
 peers = script("peers")

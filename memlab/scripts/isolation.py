@@ -265,7 +265,7 @@ class _Files:
 
     def _remove(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def removed(path: Any, *args: Any, **kwargs: Any) -> None:
-            if not self._is_redirected(path):
+            if kwargs.get("dir_fd") is not None or not self._is_redirected(path):
                 real(path, *args, **kwargs)
                 return
             absolute = self._absolute(path)

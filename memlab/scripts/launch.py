@@ -72,8 +72,10 @@ def launch_of(words: Sequence[str]) -> Launch:
     first, *others = words
     if first in ("python", "python3"):
         return launch_of(others)
-    if first == "torchrun" or words[:3] == ["-m", "torch.distributed.run"]:
-        return _launched(list(words[1:] if first == "torchrun" else words[3:]), ranks=1)
+    if first == "torchrun":
+        return _launched(others, ranks=1)
+    if list(words[:2]) == ["-m", "torch.distributed.run"]:
+        return _launched(others[1:], ranks=1)
     if first == "accelerate":
         if others[:1] != ["launch"]:
             raise ValueError(f"got accelerate {' '.join(others[:1])}; only accelerate launch runs")

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from scripts import script
+from benchmark_scripts import script
 
 benchmark = script("attention")
 

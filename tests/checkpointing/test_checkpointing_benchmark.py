@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from scripts import script
+from benchmark_scripts import script
 
 benchmark = script("checkpointing")
 

@@ -117,7 +117,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 PRECISIONS = ("float32", "autocast", "bfloat16", "master-weights")
 OPTIMIZERS = ("adamw", "adam8bit", "adam-mini", "lion", "lion8bit")
 COMMANDS = (
-    *("measure", "train", "plan", "doctor"),
+    *("measure", "train", "plan", "run", "doctor"),
     *("start", "check", "hint", "diff", "progress", "reset"),
 )
 
@@ -167,12 +167,25 @@ OPTIONS = {  # of each command, with a right value; None: a flag
         "--wide": None,
         "--json": None,
     },
+    "run": {
+        "--memory": "24GB",
+        "--margin": "2%",
+        "--device": "cuda",
+        "--real": None,
+        "--steps": "2",
+        "--allow-writes": None,
+        "--config": "gpt2=good.py",
+        "--batch-like": "text=str:4",
+        "--out": "elsewhere",
+        "--json": None,
+    },
     "start": {"--no-open": None},
     "diff": {"--yes": None},
     "reset": {"--yes": None},
     **{command: {} for command in ("doctor", "check", "hint", "progress")},
 }
 ARGUMENTS = {  # right ones
+    "run": ["good.py"],
     "start": ["1"],
     "check": ["1.1"],
     "hint": ["1.1"],
@@ -182,6 +195,7 @@ ARGUMENTS = {  # right ones
 NUMBERS = {
     "measure": ("--batch", "--seq", "--ranks"),
     "train": ("--batch", "--seq", "--steps"),
+    "run": ("--steps",),
     "plan": ("--batch", "--seq", "--gpus", "--recipes", "--tensor-parallel", "--pipeline-parallel"),
 }
 # Valid options that can stand beside any mistake, because they do not change which check fails.
@@ -189,6 +203,7 @@ BESIDE = {
     "measure": ("--dtype", "--out", "--json"),
     "train": ("--dtype",),
     "plan": ("--recipes", "--out", "--json"),
+    "run": ("--out", "--json"),
 }
 
 

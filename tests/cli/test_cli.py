@@ -17,7 +17,7 @@ from memlab.cli import app
 from memlab.model import PRESETS
 from memlab.train import TECHNIQUES
 
-COMMANDS = ("measure", "plan", "train", "doctor")
+COMMANDS = ("measure", "plan", "train", "run", "doctor")
 QUICK = ("measure", "--model", "tiny", "--technique", "sgd", "--device", "cpu")
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from scripts import script
+from benchmark_scripts import script
 
 from memlab.ema import power_profile, profile_error
 from memlab.ema.synthesis import CHUNK, ROWS

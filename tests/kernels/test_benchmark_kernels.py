@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmark_scripts import script as part
 from quick import slow
-from scripts import script as part
 
 kernels = part("compiled_kernels")
 gpu, jobs, kernel_jobs = part("gpu"), part("gpu_sections.jobs"), part("gpu_sections.kernel_jobs")

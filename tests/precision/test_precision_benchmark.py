@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from scripts import script
+from benchmark_scripts import script
 
 from memlab.course.checks.day04 import POLICIES, held_bytes
 from memlab.model import PRESETS

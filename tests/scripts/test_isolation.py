@@ -1,0 +1,138 @@
+"""A script finds its own changes, and the machine has none of them."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from memlab.scripts.isolation import Isolation
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a file and a folder of two files, which must not change."""
+    monkeypatch.chdir(tmp_path)
+    Path("kept.txt").write_text("old")
+    Path("data").mkdir()
+    Path("data/a.txt").write_text("a")
+    Path("data/b.txt").write_text("b")
+
+    def tree():
+        return {
+            str(path.relative_to(tmp_path)): path.read_text() if path.is_file() else None
+            for path in sorted(tmp_path.rglob("*"))
+        }
+
+    before = tree()
+    yield tmp_path
+    assert tree() == before
+
+
+def test_a_written_file_is_found_again(folder):
+    with Isolation().active():
+        with open("new.txt", "w") as file:
+            file.write("new")
+        with open("new.txt") as file:
+            assert file.read() == "new"
+        assert Path("new.txt").read_text() == "new"
+        assert os.path.exists("new.txt")
+        assert "new.txt" in os.listdir()
+        assert os.path.getsize(folder / "new.txt") == 3
+
+
+def test_a_changed_file_keeps_its_old_content_outside(folder):
+    with Isolation().active():
+        with open("kept.txt", "a") as file:
+            file.write(" and new")
+        assert Path("kept.txt").read_text() == "old and new"
+        Path("kept.txt").write_text("other")
+        assert Path("kept.txt").read_text() == "other"
+
+
+def test_new_folders_hold_new_files(folder):
+    with Isolation().active():
+        os.makedirs("out/run/1", exist_ok=True)
+        Path("out/run/1/log").write_text("x")
+        assert [str(path) for path in Path("out").rglob("log")] == ["out/run/1/log"]
+        with pytest.raises(FileExistsError):
+            os.mkdir("out")
+        os.makedirs("data/more")
+        assert sorted(os.listdir("data")) == ["a.txt", "b.txt", "more"]
+        assert sorted(entry.name for entry in os.scandir("data")) == ["a.txt", "b.txt", "more"]
+
+
+def test_deleted_and_renamed_files_are_gone_for_the_script_alone(folder):
+    with Isolation().active():
+        os.remove("kept.txt")
+        assert not os.path.exists("kept.txt")
+        with pytest.raises(FileNotFoundError):
+            open("kept.txt")
+        os.rename("data/a.txt", "data/c.txt")
+        os.mkdir("data/d")
+        assert sorted(os.listdir("data")) == ["b.txt", "c.txt", "d"]
+        assert Path("data/c.txt").read_text() == "a"
+        shutil.rmtree("data")
+        assert not os.path.exists("data/b.txt")
+        Path("kept.txt").write_text("again")
+        assert Path("kept.txt").read_text() == "again"
+
+
+def test_a_temporary_file_may_replace_a_lasting_one(folder):
+    with Isolation().active():
+        with tempfile.NamedTemporaryFile("w", delete=False) as file:
+            file.write("whole")
+        os.replace(file.name, "kept.txt")
+        assert Path("kept.txt").read_text() == "whole"
+
+
+def test_a_file_in_a_folder_that_is_not_there_fails_as_outside(folder):
+    with Isolation().active(), pytest.raises(FileNotFoundError):
+        open("nowhere/new.txt", "w")
+
+
+def test_exclusive_creation_refuses_a_file_that_is_there(folder):
+    with Isolation().active(), pytest.raises(FileExistsError):
+        open("kept.txt", "x")
+
+
+def test_imports_write_no_bytecode(folder, monkeypatch):
+    before = sys.dont_write_bytecode
+    with Isolation().active():
+        assert sys.dont_write_bytecode
+    assert sys.dont_write_bytecode == before
+
+
+def test_connections_and_processes_are_refused_and_recorded():
+    isolation = Isolation()
+    with isolation.active():
+        with pytest.raises(OSError, match="memlab run does not connect to example.org"):
+            socket.create_connection(("example.org", 80))
+        with pytest.raises(FileNotFoundError, match="memlab run does not start programs"):
+            subprocess.run(["git", "status"])
+        with pytest.raises(FileNotFoundError):
+            os.system("git status")
+        Path("new.txt").write_text("")
+    assert list(isolation.notes()) == [
+        "new.txt would have been written; --allow-writes lets the script write",
+        "the script asked for a connection to example.org, and was refused",
+        "the script asked for the program git, and was refused",
+    ]
+
+
+def test_services_are_off_inside_alone():
+    assert os.environ.get("WANDB_MODE") is None
+    with Isolation().active():
+        assert os.environ["WANDB_MODE"] == "disabled"
+    assert os.environ.get("WANDB_MODE") is None
+
+
+def test_with_writes_allowed_nothing_is_redirected(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with Isolation().active(allow_writes=True):
+        Path("new.txt").write_text("new")
+    assert Path("new.txt").read_text() == "new"

@@ -1,0 +1,57 @@
+"""Every way to start a script names the same script and arguments."""
+
+import pytest
+
+from memlab.scripts.launch import Launch, launch_of
+
+
+@pytest.fixture(autouse=True)
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "folder").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("train.py --lr 0.1", Launch("train.py", arguments=("--lr", "0.1"))),
+        ("python train.py -m x", Launch("train.py", arguments=("-m", "x"))),
+        ("-m package.train --lr 0.1", Launch("package.train", True, ("--lr", "0.1"))),
+        ("torchrun train.py", Launch("train.py", ranks=1)),
+        ("torchrun --nproc_per_node=4 train.py --x", Launch("train.py", False, ("--x",), 4)),
+        ("torchrun --standalone --nproc-per-node 2 train.py", Launch("train.py", ranks=2)),
+        ("torchrun --nproc_per_node=gpu -m a.b c", Launch("a.b", True, ("c",), 1)),
+        ("-m torch.distributed.run --nproc_per_node 2 train.py", Launch("train.py", ranks=2)),
+        ("accelerate launch train.py --a b", Launch("train.py", arguments=("--a", "b"))),
+        ("accelerate launch --config_file c.yaml train.py", Launch("train.py")),
+        ("accelerate launch --multi_gpu --num_processes 8 train.py", Launch("train.py", ranks=8)),
+        ("accelerate launch --mixed_precision=bf16 -m a.b", Launch("a.b", True)),
+    ],
+)
+def test_a_line_names_the_script_and_its_arguments(line, wanted):
+    assert launch_of(line.split()) == wanted
+
+
+def test_torchruns_variables_are_those_of_rank_0():
+    variables = launch_of(["torchrun", "--nproc_per_node=4", "train.py"]).environment
+    assert (variables["RANK"], variables["LOCAL_RANK"], variables["WORLD_SIZE"]) == ("0", "0", "4")
+    assert launch_of(["train.py"]).environment == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("", "got no script; give one"),
+        ("missing.py", "got 'missing.py'; there is no such file"),
+        ("folder", "got 'folder', a folder; give the script in it"),
+        ("-m", "got -m without a module"),
+        ("torchrun --nproc_per_node 2", "got a launcher without a script"),
+        ("torchrun --nproc_per_node=no train.py", "give the number of processes"),
+        ("accelerate config", "got accelerate config; only accelerate launch runs"),
+    ],
+)
+def test_a_wrong_line_is_refused_in_one_sentence(line, complaint):
+    with pytest.raises(ValueError, match=complaint) as caught:
+        launch_of(line.split())
+    assert "\n" not in str(caught.value)
