@@ -24,6 +24,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from memlab.internals.replacing import replaced
 
 # No library asks the network, logs to a service, or writes to a shared cache of data sets.
@@ -229,6 +231,7 @@ class _Files:
             **{(os, name): self._list for name in ("listdir", "scandir")},
             **{(os, name): self._change for name in ("chmod", "utime", "truncate")},
             **{(os, name): self._link for name in ("link", "symlink")},
+            (torch, "save"): self._save,
         }
 
     def _open(self, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -341,6 +344,14 @@ class _Files:
                 real(above, *args, **kwargs)  # nothing changes for a real file
 
         return _as(real, changed)
+
+    def _save(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Redirect `torch.save`, which opens files in C++."""
+
+        def save(saved: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+            real(saved, self.writable(f), *args, **kwargs)
+
+        return _as(real, save)
 
     def _link(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def linked(source: Any, target: Any, *args: Any, **kwargs: Any) -> None:

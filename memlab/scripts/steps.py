@@ -11,7 +11,7 @@ loop: loading, forward, backward, the update, and what an earlier step left aliv
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -102,7 +102,8 @@ class StepWatcher:
         """
         if optimizer not in self._taken:
             self._taken[optimizer] = 0
-            optimizer.register_step_post_hook(self._after_step)
+            hook = WeakMethod(self._after_step)  # what an optimizer's hooks reach counts as its own
+            optimizer.register_step_post_hook(lambda *arguments: hook()(*arguments))
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._taken[optimizer] += 1

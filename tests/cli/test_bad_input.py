@@ -262,6 +262,8 @@ def with_some(command: str, rng: random.Random, wrong: Line) -> Line:
     right = BESIDE.get(command, ()) if "--script" not in named else ("--out",)
     free = [o for o in right if o not in named]
     right = given(command, *rng.sample(free, rng.randint(0, len(free))))
+    if command == "run":  # what follows the script is the script's
+        return [*right, *wrong]
     return [*right, *wrong] if rng.random() < 0.5 else [*wrong, *right]
 
 
@@ -275,7 +277,8 @@ def unknown_option(command: str) -> Kind:
         if name == "--" or name.split("=")[0] in names:
             name = "--nothing-of-the-kind"
         value = rng.choice(([], [word(rng)], [rng.choice(JUNK)]))
-        return [*ARGUMENTS.get(command, []), name, *value]
+        before = [] if command == "run" else ARGUMENTS.get(command, [])
+        return [*before, name, *value]
 
     return line
 
@@ -295,6 +298,8 @@ def value_of_a_flag(command: str) -> Kind:
 
     def line(rng: random.Random) -> Line:
         value = rng.choice(("", "1", "true", "yes", word(rng), rng.choice(JUNK)))
+        if command == "run":
+            return [f"{rng.choice(flags)}={value}", *ARGUMENTS["run"]]
         return [*ARGUMENTS.get(command, []), f"{rng.choice(flags)}={value}"]
 
     return line
@@ -314,8 +319,8 @@ def no_value(command: str) -> Kind:
 
 def twice(command: str) -> Kind:
     once = [o for o, value in OPTIONS[command].items() if value is not None]
-    if command == "measure":
-        once.remove("--technique")  # may be given again
+    for repeated in {"--technique", "--config"} & set(once):
+        once.remove(repeated)
 
     def line(rng: random.Random) -> Line:
         option = rng.choice(once)
@@ -548,6 +553,41 @@ def bad_margin(rng: random.Random) -> Line:
     return [*given("plan", "--model", "--memory"), f"--margin={rng.choice(wrong)}"]
 
 
+def no_such_script(rng: random.Random) -> Line:
+    return [rng.choice((f"{word(rng)}.py", word(rng), f"{word(rng)}/train.py"))]
+
+
+def half_a_launcher(rng: random.Random) -> Line:
+    number = rng.choice(("no", "0", "-1", "1.5"))
+    return rng.choice(
+        (
+            ["torchrun"],
+            ["torchrun", "--nproc_per_node", "2"],
+            ["torchrun", f"--nproc_per_node={number}", "good.py"],
+            ["accelerate", word(rng)],
+            ["accelerate", "launch", "--multi_gpu"],
+        )
+    )
+
+
+def wrong_stand_in(rng: random.Random) -> Line:
+    columns = ("text", "text=str", "text=str:0", f"{word(rng)}=str:x", "text=words:4", "=str:4")
+    option = rng.choice((f"--batch-like={rng.choice(columns)}", f"--config={word(rng)}"))
+    return [option, "good.py"]
+
+
+def wrong_run(rng: random.Random) -> Line:
+    """Options that do not go together, or that name nothing."""
+    options = (
+        ["--real", "--device", "cpu"],
+        ["--margin", "2%"],
+        ["--device", word(rng)],
+        ["--memory", no_bytes(rng)],
+        ["--real", "--assume", "most"],
+    )
+    return [*rng.choice(options), "good.py"]
+
+
 def unplanned(rng: random.Random) -> Line:
     """Leave out the model or the memory."""
     option = rng.choice(("--model", "--memory"))
@@ -690,6 +730,10 @@ KINDS: dict[str, tuple[Kind, ...]] = {
         bad_name("plan", "--precision", PRECISIONS),
         bad_name("plan", "--optimizer", OPTIMIZERS),
         *(bad_memory, bad_margin, unplanned, indivisible, both_ways, memory_twice),
+    ),
+    "run": (
+        *(make("run") for make in (unknown_option, value_of_a_flag, twice, bad_number)),
+        *(no_such_script, half_a_launcher, wrong_stand_in, wrong_run),
     ),
     "doctor": (unknown_option("doctor"), too_many("doctor")),
     "start": (

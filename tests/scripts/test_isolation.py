@@ -71,7 +71,7 @@ def test_deleted_and_renamed_files_are_gone_for_the_script_alone(folder):
         os.remove("kept.txt")
         assert not os.path.exists("kept.txt")
         with pytest.raises(FileNotFoundError):
-            open("kept.txt")
+            Path("kept.txt").read_text()
         os.rename("data/a.txt", "data/c.txt")
         os.mkdir("data/d")
         assert sorted(os.listdir("data")) == ["b.txt", "c.txt", "d"]
@@ -92,12 +92,12 @@ def test_a_temporary_file_may_replace_a_lasting_one(folder):
 
 def test_a_file_in_a_folder_that_is_not_there_fails_as_outside(folder):
     with Isolation().active(), pytest.raises(FileNotFoundError):
-        open("nowhere/new.txt", "w")
+        Path("nowhere/new.txt").write_text("")
 
 
 def test_exclusive_creation_refuses_a_file_that_is_there(folder):
     with Isolation().active(), pytest.raises(FileExistsError):
-        open("kept.txt", "x")
+        os.close(os.open("kept.txt", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
 
 
 def test_imports_write_no_bytecode(folder, monkeypatch):
@@ -110,7 +110,7 @@ def test_imports_write_no_bytecode(folder, monkeypatch):
 def test_connections_and_processes_are_refused_and_recorded():
     isolation = Isolation()
     with isolation.active():
-        with pytest.raises(OSError, match="memlab run does not connect to example.org"):
+        with pytest.raises(OSError, match="memlab run does not connect to example"):
             socket.create_connection(("example.org", 80))
         with pytest.raises(FileNotFoundError, match="memlab run does not start programs"):
             subprocess.run(["git", "status"])

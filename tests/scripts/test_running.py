@@ -14,7 +14,8 @@ from tests.quick import quick
 SCRIPTS = {
     "an optimizer": """
         import torch
-        model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
+        from torch import nn
+        model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(5):
             optimizer.zero_grad()

@@ -1,0 +1,113 @@
+"""`memlab run`: what it prints for a script as it is."""
+
+import json
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from memlab.units import WIDTH
+
+TRAIN = """
+    import argparse, os
+    import torch
+    from torch import nn
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, default=64)
+    arguments = parser.parse_args()
+    os.makedirs("checkpoints", exist_ok=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layers = [layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.ReLU())]
+    model = nn.Sequential(*layers).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number in range(100):
+        x = torch.randn(arguments.batch_size, 512, device=device)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print("step", number, loss.item())
+        torch.save(model.state_dict(), "checkpoints/model.pt")
+    raise RuntimeError("not reached")
+    """
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "train.py").write_text(dedent(TRAIN))
+    return tmp_path
+
+
+def test_a_script_that_fits_is_explained_by_layer_and_by_line(memlab_in, folder):
+    outcome = memlab_in(folder, "run", "--gpu", "t4", "train.py", "--batch-size", "4096")
+    assert outcome.status == 0
+    assert outcome.out.startswith("train.py: step 2, predicted for cuda:t4")
+    assert "checkpoints and 1 more would have been written" in " ".join(outcome.out.split())
+    assert "it fits, " in outcome.out
+    assert " ".join(outcome.out.split()).count("4 × activations *") == 1
+    assert "train.py:17 <module>" in outcome.out  # loss.backward()
+    assert max(map(len, outcome.out.splitlines())) <= WIDTH
+    assert outcome.err.count("memlab: step") == 2
+    assert "step 1 " not in outcome.out
+    assert sorted(path.name for path in folder.iterdir()) == ["train.py", "work"]
+    assert {path.suffix for path in (folder / "work").iterdir()} <= {".json", ".png"}
+
+
+def test_a_script_that_does_not_fit_has_status_1(memlab_in, folder):
+    outcome = memlab_in(folder, "run", "--memory", "700MiB", "train.py", "--batch-size", "65536")
+    assert outcome.status == 1
+    assert "it does not fit: it lacks " in outcome.out
+
+
+def test_the_document_has_the_peak(memlab_in, folder):
+    outcome = memlab_in(folder, "run", "--json", "--device", "cpu", "train.py")
+    document = json.loads(outcome.out)
+    weights = 4 * 4 * (512 * 512 + 512)
+    assert (document["command"], document["verdict"]) == ("run", "measured")
+    assert document["rows"][0]["at_peak"]["parameters"] == weights
+
+
+def test_a_real_run_computes(memlab_in, folder):
+    real = memlab_in(folder, "run", "--real", "train.py")
+    dry = memlab_in(folder, "run", "--device", "cpu", "train.py")
+    assert "step 2, measured on this machine" in real.out
+    [measured], [predicted] = (
+        [line.split("(")[0] for line in out.splitlines() if line.startswith("peak ")]
+        for out in (real.out, dry.out)
+    )
+    assert measured == predicted
+    assert not (folder / "checkpoints").exists()
+
+
+def test_written_files_stay_if_they_are_allowed(memlab_in, folder):
+    memlab_in(folder, "run", "--real", "--allow-writes", "train.py")
+    assert (folder / "checkpoints" / "model.pt").exists()
+
+
+def test_a_script_that_ends_early_is_measured_from_its_start(memlab_in, folder):
+    source = (folder / "train.py").read_text().replace("range(100)", "range(1)")
+    (folder / "train.py").write_text(source.replace('raise RuntimeError("not reached")', ""))
+    outcome = memlab_in(folder, "run", "train.py")
+    assert outcome.status == 0
+    assert outcome.out.startswith("train.py: step 1 (its only one), predicted for cuda")
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("1 / 0", "train.py:1 raised ZeroDivisionError: division by zero"),
+        ("def f(:", "train.py:1 raised SyntaxError"),
+        ("import sys; sys.exit(3)", "train.py:1 raised SystemExit: 3"),
+        ("print('hello')", "train.py ended without a training step"),
+        ("import torch; torch.save({}, 'a/b.pt')", "train.py"),
+    ],
+)
+def test_a_script_that_cannot_train_is_one_sentence(memlab_in, tmp_path, source, complaint):
+    (tmp_path / "train.py").write_text(source)
+    outcome = memlab_in(tmp_path, "run", "train.py")
+    assert outcome.status == 2
+    [line] = [line for line in outcome.err.splitlines() if line.startswith("memlab: ")]
+    assert complaint in line
+    assert "Traceback" not in outcome.err
+    assert sorted(path.name for path in Path(tmp_path).iterdir()) == ["train.py"]
