@@ -5,8 +5,8 @@ finding, or None if nothing speaks for the cause. `explain` shows the most confi
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from memlab.allocator.sizes import LARGE_REQUEST_BYTES
 from memlab.explain.findings import Finding, finding, ranked
 from memlab.explain.histories import share
 from memlab.explain.situation import Situation
@@ -18,13 +18,14 @@ EVEN_LAYERS = 8  # with more equal layers, checkpointing saves more than a small
 LEAST_SHARE = 0.15  # of the needed memory, for a cause to be named
 KEPT_WITHOUT_GRAD = 0.35  # of a forward pass's bytes, at most, stay alive under no_grad
 CONTEXT_BYTES = 1_000_000_000  # at most, of one CUDA context
-WASTE_OF_SMALL = 2 * LARGE_REQUEST_BYTES  # a segment for a request below 10 MiB
+SIZES = {"batch", "sequence", "logits", "no-checkpointing"}  # causes that need too much at once
+SURE_OF_WASTE = 0.6  # confidence in fragmentation from which it explains the failure by itself
 
 
 def findings(situation: Situation) -> tuple[Finding, ...]:
     """Return the causes with evidence, the most confident first."""
-    found = [rule(situation) for rule in RULES]
-    return ranked([each for each in found if each is not None])
+    found = [each for each in (rule(situation) for rule in RULES) if each is not None]
+    return ranked(doubt_sizes(found))
 
 
 def kept_graphs(s: Situation) -> Finding | None:
@@ -164,6 +165,8 @@ def no_checkpointing(s: Situation) -> Finding | None:
     held = _layer_activations(s)
     if s.recomputes or s.share(held) < LEAST_SHARE or s.layers < 2:
         return None
+    if s.phase == "forward" and s.kept_share < KEPT_WITHOUT_GRAD and s.trained_before:
+        return None  # nothing is kept for backward
     depth = s.layers / (s.layers + EVEN_LAYERS)
     return finding(
         "no-checkpointing",
@@ -182,9 +185,10 @@ def batch(s: Situation) -> Finding | None:
     depth = s.layers / (s.layers + EVEN_LAYERS) if not s.recomputes else 0
     weights = s.by_category.get("parameters", 0)
     ratio = f"{held / weights:.0f}× the weights" if weights else "no weights in the record"
+    trains = 1 if s.trained_before or s.phase == "forward" or not s.history.has_frames else 0.6
     return finding(
         "batch",
-        _of_one_step(s, (0.25 + 0.75 * s.share(held)) * (1 - 0.7 * depth)),
+        _of_one_step(s, (0.25 + 0.75 * s.share(held)) * (1 - 0.7 * depth) * trains),
         f"{format_bytes(held)} ({s.share(held):.0%}) are activations and inputs, {ratio}",
         f"about {s.layers:.0f} equal layers keep activations" if s.layers >= 2 else "",
     )
@@ -254,6 +258,17 @@ def other_process(s: Situation) -> Finding | None:
         f"free; {format_bytes(elsewhere)} are used elsewhere, and a CUDA context needs less than "
         f"{format_bytes(CONTEXT_BYTES)}",
     )
+
+
+def doubt_sizes(found: list[Finding]) -> list[Finding]:
+    """Lower the confidence that too much is needed where much memory is free in small pieces."""
+    wasted = next((f.confidence for f in found if f.cause.name == "fragmentation"), 0)
+    if wasted < SURE_OF_WASTE:
+        return found
+    return [
+        replace(f, confidence=f.confidence * (1 - 0.6 * wasted)) if f.cause.name in SIZES else f
+        for f in found
+    ]
 
 
 RULES: tuple[Rule, ...] = (

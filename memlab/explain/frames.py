@@ -52,7 +52,9 @@ _EVALUATION = {
     *("eval", "evaluate", "evaluation", "evaluator", "validate", "validation", "valid", "val"),
     *("infer", "inference", "predict", "prediction", "test"),
 }
-_GENERATION = {"generate", "generation", "decode", "decoding", "autoregressive"}
+_GENERATION = {
+    *("generate", "generation", "decode", "decoding", "autoregressive", "sample", "sampling"),
+}
 _CONVERSIONS = {"to", "cuda", "_apply", "convert", "from_pretrained", "load_state_dict"}
 
 

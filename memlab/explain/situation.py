@@ -258,7 +258,8 @@ class Situation:
         """The current activations by stack and size. Equal layers make equal blocks."""
         groups: dict[tuple[Stack, int], list[Block]] = defaultdict(list)
         for block in self.activations:
-            if self.categories.name(block) == "activations":
+            is_layer = in_forward(block.stack) or not block.stack or block.stated
+            if self.categories.name(block) == "activations" and is_layer:
                 groups[block.stack, block.bytes].append(block)
         return groups
 

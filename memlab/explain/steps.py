@@ -9,10 +9,18 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from memlab.explain.frames import Frame, Stack, in_backward, in_optimizer, user_frames
+from memlab.explain.frames import (
+    Frame,
+    Stack,
+    in_backward,
+    in_forward,
+    in_optimizer,
+    user_frames,
+)
 from memlab.explain.histories import Block, History
 
 MODULE_FUNCTIONS = {"forward", "__init__", "__call__", "reset_parameters"}
@@ -58,27 +66,40 @@ def loops_of(history: History) -> list[Loop]:
     """Return the loops of the script, outer ones before inner ones."""
     if not history.has_frames:
         return _loops_by_size(history)
-    made = [(b.born, user_frames(b.stack)) for b in history.blocks if b.born and b.stack]
-    if history.refusal and history.refusal.stack:
-        made.append((history.refusal.position, user_frames(history.refusal.stack)))
-    made = sorted((item for item in made if item[1]), key=lambda item: item[0])
+    stacks = [(block.born, block.stack) for block in history.blocks if block.born]
+    if history.refusal:
+        stacks.append((history.refusal.position, history.refusal.stack))
+    made = [
+        Made(position, user_frames(stack), in_forward(stack))
+        for position, stack in sorted(stacks, key=lambda item: item[0])
+        if user_frames(stack)
+    ]
     return list(_loops_within(made, 0, history.length))
 
 
-def _loops_within(made: Sequence[tuple[int, Stack]], depth: int, end: int) -> Iterable[Loop]:
+class Made(NamedTuple):
+    """An allocation by its position, its user's frames, and whether a module made it."""
+
+    position: int
+    frames: Stack
+    in_module: bool
+
+
+def _loops_within(made: Sequence[Made], depth: int, end: int) -> Iterable[Loop]:
     """Yield the loops at a depth of the user's stacks, then those of the functions called there."""
     if depth >= MOST_DEPTH:
         return
-    by_function = groupby(made, key=lambda item: _function(item[1], depth))
+    by_function = groupby(made, key=lambda item: _function(item.frames, depth))
     groups = [(name, list(items)) for name, items in by_function]
     for number, (name, items) in enumerate(groups):
         if name is None or name[1].rpartition(".")[2] in MODULE_FUNCTIONS:
             continue
-        last = groups[number + 1][1][0][0] - 1 if number + 1 < len(groups) else end
-        runs = [(line, list(run)) for line, run in groupby(items, lambda i: i[1][depth].line)]
+        last = groups[number + 1][1][0].position - 1 if number + 1 < len(groups) else end
+        runs = [(line, list(run)) for line, run in groupby(items, lambda i: i.frames[depth].line)]
         yield from _loop(runs, depth, last)
         for index, (_, run) in enumerate(runs):
-            until = runs[index + 1][1][0][0] - 1 if index + 1 < len(runs) else last
+            until = runs[index + 1][1][0].position - 1 if index + 1 < len(runs) else last
+            yield from _loop_on_one_line(run, depth, until)
             yield from _loops_within(run, depth + 1, until)
 
 
@@ -86,18 +107,33 @@ def _function(stack: Stack, depth: int) -> tuple[str, str] | None:
     return (stack[depth].filename, stack[depth].name) if depth < len(stack) else None
 
 
-def _loop(runs: Sequence[tuple[int, list]], depth: int, end: int) -> Iterable[Loop]:
+def _loop(runs: Sequence[tuple[int, list[Made]]], depth: int, end: int) -> Iterable[Loop]:
     """Yield a loop if lines repeat: its steps begin at the first line of those that do most."""
     visits: dict[int, list[int]] = defaultdict(list)
     for line, run in runs:
-        visits[line].append(run[0][0])
+        visits[line].append(run[0].position)
     most = max(map(len, visits.values()), default=0)
     if most < 2:
         return
     often = [line for line, starts in visits.items() if len(starts) >= max(2, most - 1)]
     line = min(often, key=lambda line: visits[line][0])
-    stack = next(run[0][1] for at, run in runs if at == line)
-    yield Loop(stack[depth], tuple(visits[line]), end, depth)
+    frames = next(run[0].frames for at, run in runs if at == line)
+    yield Loop(frames[depth], tuple(visits[line]), end, depth)
+
+
+def _loop_on_one_line(run: Sequence[Made], depth: int, end: int) -> Iterable[Loop]:
+    """Yield a loop whose body is one line, such as `outputs.append(model(x.cuda()))`.
+
+    A step begins where the line itself allocates again, after a module did.
+    """
+    own = [not item.in_module and len(item.frames) == depth + 1 for item in run]
+    begins = [
+        a.position
+        for a, now, before in zip(run, own, [False, *own], strict=False)
+        if now and not before
+    ]
+    if len(begins) >= 2:
+        yield Loop(run[0].frames[depth], tuple(begins), end, depth)
 
 
 def _loops_by_size(history: History) -> list[Loop]:

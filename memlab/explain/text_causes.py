@@ -153,6 +153,12 @@ class TextSituation:
         """Whether many steps of the same kind were completed."""
         return (self.log.steps_done or 0) >= MANY_STEPS
 
+    @cached_property
+    def weight(self) -> float:
+        """How much the failing line says: a small request is only the last of many."""
+        portion = share(self.message.requested or 0, self.message.allocated or 0)
+        return 1 if portion > 0.03 or not portion else 0.85 if portion > 0.01 else 0.6
+
     @property
     def place(self) -> str:
         line = self.log.line
@@ -205,10 +211,11 @@ def kv_cache(s: TextSituation) -> Finding | None:
     if not (s.generation or concatenates or library):
         return None
     training = s.phase in ("backward", "optimizer")
-    strength = 0.6 * bool(s.generation) + 0.35 * concatenates + 0.35 * library
+    strength = 0.6 * bool(s.generation) + 0.35 * (concatenates or library)
     return finding(
         "kv-cache",
-        max(0.5, strength) * (0.3 if training else 1) + 0.1 * bool(s.growing),
+        max(0.6, strength + 0.15 * (concatenates or library)) * (0.3 if training else 1)
+        + 0.1 * bool(s.growing),
         f"memory ran out in {s.generation.name}()" if s.generation else "",
         f"the failing line concatenates keys or values: {s.place}" if concatenates else "",
         "the traceback passes transformers' cache_utils" if library else "",
@@ -250,7 +257,7 @@ def logits(s: TextSituation) -> Finding | None:
     size = format_bytes(s.message.requested or 0)
     return finding(
         "logits",
-        0.93 if product and named else 0.85 if product else 0.8,
+        (0.93 if product and named else 0.85 if product else 0.8) * s.weight,
         f"the refused request of {size} is {product}" if product else "",
         f"the failing line works on logits: {s.place}" if named else "",
     )
@@ -291,7 +298,7 @@ def sequence(s: TextSituation) -> Finding | None:
         return None
     return finding(
         "sequence",
-        strength,
+        strength * s.weight,
         f"the refused request of {format_bytes(s.message.requested or 0)} is {product}"
         if product
         else "",
@@ -314,7 +321,7 @@ def _scores_product(s: TextSituation) -> str:
 
 def no_checkpointing(s: TextSituation) -> Finding | None:
     """Forward or backward of a stack of layers, none of them recomputed."""
-    if s.phase not in ("forward", "backward") or s.recomputes:
+    if s.phase not in ("forward", "backward") or s.recomputes or s.disables_grad:
         return None
     off = bool(_NO_CHECKPOINTING.search(s.log.text))
     deep, small = (s.depth or 0) >= DEEP, s.batch is not None and s.batch <= SMALL_BATCH
@@ -362,7 +369,7 @@ def fragmentation(s: TextSituation) -> Finding | None:
     strength = 2 * wasted + 0.15 * (free >= 2 * requested and wasted > 0.1)
     return finding(
         "fragmentation",
-        strength * (0.7 if s.generation else 1),  # a growing cache leaves its old blocks behind
+        strength * (0.6 if kv_cache(s) else 1),  # a growing cache leaves its old blocks behind
         f"{format_bytes(free)} are reserved but unallocated ({wasted:.0%} of reserved), more than "
         f"the request of {format_bytes(requested)}: no free block is large enough",
     )

@@ -169,15 +169,65 @@ def generation():
 
 
 def fragmentation():
-    """Sequences of many lengths: the holes that short ones leave never fit longer ones."""
-    model = GPT(layers=2, width=256)
+    """Features of a middle length stay in the holes that long sequences left."""
+    cache = []
+    long = [torch.empty(10 * 2**20) for _ in range(8)]
+    model = nn.Linear(256, 256)
+    del long
+    for _ in range(8):
+        cache.append(torch.empty(21 * 2**18))
+    model(torch.empty(24 * 2**10, 256))
+
+
+# ------------------------------------------------------------------ near misses
+
+
+def checkpointed():
+    train(GPT(layers=24, checkpointed=True), B=24, T=64)
+
+
+def validation_without_gradients():
+    model = GPT(layers=6)
+    train(model, B=2, T=32)
+    with torch.no_grad():
+        validate(model)
+
+
+def losses_detached():
+    model = GPT(layers=2)
     optimizer = torch.optim.AdamW(model.parameters())
-    kept = []
-    for length in range(8, 80):
-        kept.append(torch.zeros(length, 2048))
-        loss = loss_of(model, 8, 4 * length, 64)
+    history = []
+    for _ in range(8):
+        loss = loss_of(model, 8, 64, 64)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if len(kept) % 2:
-            kept[-1] = None
+        history.append(loss.item())
+
+
+def fused_attention():
+    train(GPT(layers=4), B=2, T=512)
+
+
+def small_vocabulary():
+    train(GPT(layers=3, vocab=64), B=64, T=64, vocab=64)
+
+
+def later_optimizer_step():
+    """The state is small, and the third step has a larger batch."""
+    model = GPT(layers=3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for B in (1, 1, 64):
+        loss_of(model, B, 64, 64).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def fixed_cache():
+    """A preallocated cache does not grow; the batch of prompts is too large."""
+    model = GPT(layers=3)
+    with torch.no_grad():
+        cache = torch.zeros(3, 4, 64, 64)
+        for position in range(4):
+            cache[:, :, position] = 1
+            loss_of(model, 256, 64, 64)

@@ -7,16 +7,15 @@ thread. If the simulated card is full, the mode raises torch's own error with to
 """
 
 import sys
+import traceback
 import weakref
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memlab.allocator import Allocator, Settings, block_bytes, recording
-from memlab.allocator.sizes import segment_bytes
+from memlab.allocator import Allocator, Settings, recording
 
 ENGINE = "_engine_run_backward"
 SKIPPED = (
@@ -128,15 +127,26 @@ def torch_bytes(size: int) -> str:
     return f"{size} bytes"
 
 
-@contextmanager
-def expected_out_of_memory():
-    """Swallow the error, as a script does that writes its snapshot afterwards."""
+def record(script, capacity: int | None = None, **how) -> tuple[dict[str, Any], str]:
+    """Run a script on a card of `capacity` bytes. Return its snapshot and its log.
+
+    The log is "" if the script did not run out of memory.
+    """
+    recorder, log = Recorder(capacity, **how), ""
     try:
-        yield
-    except torch.OutOfMemoryError:
-        pass
-    else:
-        raise AssertionError("the script did not run out of memory")
+        with recorder:
+            script()
+    except torch.OutOfMemoryError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        shown = [f for f in frames if not any(part in f.filename for part in SKIPPED)]
+        log = f"Traceback (most recent call last):\n{''.join(traceback.format_list(shown[1:]))}"
+        log += f"torch.OutOfMemoryError: {error}\n"
+    return recorder.snapshot(), log
 
 
-__all__ = ["Recorder", "block_bytes", "expected_out_of_memory", "segment_bytes", "torch_bytes"]
+def peak_bytes(script) -> int:
+    """Return the reserved peak of a script that has enough memory."""
+    recorder = Recorder()
+    with recorder:
+        script()
+    return recorder.allocator.reserved_peak_bytes
