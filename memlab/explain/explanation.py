@@ -12,9 +12,9 @@ from memlab.explain.remedies import Replays, replays
 from memlab.explain.situation import Situation
 from memlab.explain.text_causes import TextSituation, text_findings
 
-RECORD_NEXT = (
-    "torch.cuda.memory._record_memory_history(max_entries=200_000)  # before the model is made",
-    "try: ...  # the training",
+RECORD_NEXT = (  # three lines for the user's script
+    "torch.cuda.memory._record_memory_history(max_entries=200_000)",
+    "try: train()",
     'finally: torch.cuda.memory._dump_snapshot("snapshot.pickle")',
 )
 

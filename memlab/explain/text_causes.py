@@ -342,11 +342,13 @@ def batch(s: TextSituation) -> Finding | None:
         return None
     large = (s.batch or 0) >= LARGE_BATCH
     small = s.batch is not None and s.batch <= SMALL_BATCH
-    strength = 0.48 + 0.3 * large - 0.3 * small + 0.17 * s.convolves
+    strength = (0.48 if s.phase else 0.3) + 0.3 * large - 0.3 * small + 0.17 * s.convolves
     return finding(
         "batch",
         _static(s, strength),
-        f"memory ran out in {s.phase}: {s.place}" if s.phase else "no traceback shows the phase",
+        f"memory ran out in {s.phase}: {s.place}"
+        if s.phase
+        else "without a traceback, the sizes alone show no other cause",
         f"the log prints a batch of {s.batch}" if s.batch else "",
     )
 

@@ -18,9 +18,9 @@ TORCH_1_13 = (
 )
 TORCH_2_1 = (
     "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a "
-    "total capacty of 23.65 GiB of which 1.20 GiB is free. Process 1234 has 10.00 GiB memory in use. "
-    "Including non-PyTorch memory, this process has 12.40 GiB memory in use. 20.00 GiB allowed; Of "
-    "the allocated memory 11.00 GiB is allocated by PyTorch, with 100.00 MiB allocated in private "
+    "total capacty of 23.65 GiB of which 1.20 GiB is free. Process 1234 has 10.00 GiB memory in "
+    "use. Including non-PyTorch memory, this process has 12.40 GiB memory in use. 20.00 GiB allowed; "
+    "Of the allocated memory 11.00 GiB is allocated by PyTorch, with 100.00 MiB allocated in private "
     "pools (e.g., CUDA Graphs), and 512.00 MiB is reserved by PyTorch but unallocated."
 )
 HIP = (
@@ -30,8 +30,8 @@ HIP = (
 )
 XPU = (
     "XPU out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 15.91 GiB. Of "
-    "the allocated memory 14.00 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but "
-    "unallocated. Please use `empty_cache` to release all unoccupied cached memory."
+    "the allocated memory 14.00 GiB is allocated by PyTorch, and 100.00 MiB is reserved by "
+    "PyTorch but unallocated. Please use `empty_cache` to release all unoccupied cached memory."
 )
 MPS = (
     "RuntimeError: MPS backend out of memory (MPS allocated: 17.00 GB, other allocations: 1.00 GB, "
@@ -40,7 +40,7 @@ MPS = (
 )
 CPU = (
     "RuntimeError: [enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't "
-    "allocate memory: you tried to allocate 4294967296 bytes. Error code 12 (Cannot allocate memory)"
+    "allocate memory: you tried to allocate 4294967296 bytes. Error code 12"
 )
 
 
