@@ -77,16 +77,19 @@ def kv_cache(s: Situation) -> Finding | None:
 
 def no_grad(s: Situation) -> Finding | None:
     """A forward pass outside training keeps the activations that only backward needs."""
+    repeated = s.passes_without_backward >= 2
     kept = sum(block.bytes for block in s.activations)
     leaked = sum(b.bytes for b in s.leaked_blocks) if not s.trains_now else 0
-    held = max(kept, leaked)
+    held = max(kept, leaked, s.untrained_bytes if repeated else 0)
     outside_training = s.evaluation is not None or (s.trained_before and _another_loop(s))
-    if s.trains_now or not outside_training or s.share(held) < LEAST_SHARE:
+    if (s.trains_now or not outside_training) and not repeated:
+        return None
+    if s.share(held) < LEAST_SHARE:
         return None
     if s.kept_share < KEPT_WITHOUT_GRAD or (s.generation and s.caches):
         return None
-    strength = 0.5 + 0.3 * s.share(held) + 0.2 * (s.evaluation is not None)
-    where = f"{s.evaluation.name}()" if s.evaluation else "a loop without backward"
+    strength = 0.5 + 0.3 * s.share(held) + 0.2 * (s.evaluation is not None or repeated)
+    where = f"{s.evaluation.name}()" if s.evaluation else "code after training"
     return finding(
         "no-grad",
         strength * (0.6 if s.disables_grad else 1),

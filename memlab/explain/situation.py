@@ -4,14 +4,16 @@ Every fact is about one moment: the refused request, or the peak if no request w
 `needed_bytes` is what is alive then plus the refused request; shares are relative to it.
 """
 
+import re
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from memlab.explain import steps
 from memlab.explain.categories import Categories, bytes_by_category, unsure_bytes
 from memlab.explain.frames import (
+    MEMLAB,
     Frame,
     Stack,
     disables_grad,
@@ -54,7 +56,17 @@ class Situation:
         self.categories = Categories(history)
         self.moment = history.moment
         self.alive = history.alive(self.moment)
-        self.loops = steps.loops_of(history)
+        self.loops = self._find_loops()
+
+    def _find_loops(self) -> list[steps.Loop]:
+        """Return the loops that stacks show. If none trains, add the one that phases show."""
+        found = steps.loops_of(self.history)
+        if steps.training_loop(self.history, found) is None:
+            phases = self.categories.phases.items()
+            ordered = [(b.born, phase) for b, phase in phases if phase not in ("other", "setup")]
+            by_phase = steps.loop_by_phase(ordered, self.history.length)
+            found += [by_phase] if by_phase else []
+        return found
 
     # -------------------------------------------------------------- sizes
 
@@ -254,13 +266,47 @@ class Situation:
         return share(kept, made)
 
     @cached_property
+    def passes_without_backward(self) -> int:
+        """How often forward ran between the backward before the moment and the next one.
+
+        It is 1 in an ordinary training step. Allocations that a training step makes once are
+        counted.
+        """
+        phases = self.categories.phases
+        trained = [b.born for b, phase in phases.items() if phase in ("backward", "optimizer")]
+        if not trained or self.training is None or min(trained) > self.moment:
+            return 1
+        last = max(position for position in trained if position <= self.moment)
+        end = min((p for p in trained if p > self.moment), default=self.history.length + 1)
+        starts = [start for start in self.training.starts if start < last]
+        once, since = Counter(), Counter()
+        for block, phase in phases.items():
+            if phase == "forward" and starts and starts[-1] <= block.born < last:
+                once[block.stack] += 1
+            elif phase == "forward" and last < block.born < end:
+                since[block.stack] += 1
+        counts = sorted((since[stack] for stack, n in once.items() if n == 1), reverse=True)
+        return max(1, counts[len(counts) // 3]) if counts else 1
+
+    @cached_property
+    def untrained_bytes(self) -> int:
+        """The bytes alive that forward made since the last backward."""
+        phases = self.categories.phases
+        trained = sorted(
+            b.born for b, phase in phases.items() if phase in ("backward", "optimizer")
+        )
+        index = bisect_right(trained, self.moment) - 1
+        last = trained[index] if index >= 0 else 0
+        return sum(b.bytes for b in self.alive if b.born > last and phases.get(b) == "forward")
+
+    @cached_property
     def layer_groups(self) -> dict[tuple[Stack, int], list[Block]]:
         """The current activations by stack and size. Equal layers make equal blocks."""
         groups: dict[tuple[Stack, int], list[Block]] = defaultdict(list)
         for block in self.activations:
             is_layer = in_forward(block.stack) or not block.stack or block.stated
             if self.categories.name(block) == "activations" and is_layer:
-                groups[block.stack, block.bytes].append(block)
+                groups[without_numbers(block.stack), block.bytes].append(block)
         return groups
 
     @cached_property
@@ -374,5 +420,8 @@ class Situation:
         return max(self.history.reserved[: self.moment + 1], default=0)
 
 
-def largest(blocks: Iterable[Block]) -> int:
-    return max((block.bytes for block in blocks), default=0)
+def without_numbers(stack: Stack) -> Stack:
+    """Return a stack in which equal layers are equal: memlab's frames name layers.0, layers.1, …"""
+    if not any(frame.filename == MEMLAB for frame in stack):
+        return stack
+    return tuple(frame._replace(name=re.sub(r"\d+", "*", frame.name)) for frame in stack)

@@ -136,6 +136,21 @@ def _loop_on_one_line(run: Sequence[Made], depth: int, end: int) -> Iterable[Loo
         yield Loop(run[0].frames[depth], tuple(begins), end, depth)
 
 
+def loop_by_phase(phases: Sequence[tuple[int, str]], end: int) -> Loop | None:
+    """Return the loop that phases show, given (position, phase) of the allocations in order.
+
+    A step begins with the first forward after backward or the optimizer. This finds the steps of a
+    library's training loop, and of memlab's traces, whose stacks have one line.
+    """
+    trained = ("backward", "optimizer")
+    starts = [
+        at
+        for (_, before), (at, now) in pairwise([(0, "optimizer"), *phases])
+        if before in trained and now == "forward"
+    ]
+    return Loop(None, tuple(starts), end, 0) if len(starts) >= 2 else None
+
+
 def _loops_by_size(history: History) -> list[Loop]:
     """Return the loop that the sizes show, if they repeat."""
     made = sorted((b for b in history.blocks if b.born), key=lambda b: b.born)

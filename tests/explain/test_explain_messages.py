@@ -19,9 +19,9 @@ TORCH_1_13 = (
 TORCH_2_1 = (
     "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a "
     "total capacty of 23.65 GiB of which 1.20 GiB is free. Process 1234 has 10.00 GiB memory in "
-    "use. Including non-PyTorch memory, this process has 12.40 GiB memory in use. 20.00 GiB allowed; "
-    "Of the allocated memory 11.00 GiB is allocated by PyTorch, with 100.00 MiB allocated in private "
-    "pools (e.g., CUDA Graphs), and 512.00 MiB is reserved by PyTorch but unallocated."
+    "use. Including non-PyTorch memory, this process has 12.40 GiB memory in use. 20.00 GiB "
+    "allowed; Of the allocated memory 11.00 GiB is allocated by PyTorch, with 100.00 MiB allocated "
+    "in private pools (e.g., CUDA Graphs), and 512.00 MiB is reserved by PyTorch but unallocated."
 )
 HIP = (
     "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total "
