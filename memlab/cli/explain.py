@@ -93,7 +93,8 @@ def _show_memory(found: Explanation) -> None:
     if rows:
         terminal.show_table(table_of(dict(zip(titles, zip(*rows, strict=True), strict=True))))
     if found.situation:
-        lines = [*summary.growth_lines(found.situation)]
+        lines = [*filter(None, [summary.stack_note(found.situation)])]
+        lines += summary.growth_lines(found.situation)
         lines += summary.fragmentation_lines(found.situation)
         echo("\n".join(["", *map(paragraph, lines)]))
 

@@ -17,6 +17,7 @@ Rule = Callable[[Situation], Finding | None]
 EVEN_LAYERS = 8  # with more equal layers, checkpointing saves more than a smaller batch
 LEAST_SHARE = 0.15  # of the needed memory, for a cause to be named
 KEPT_WITHOUT_GRAD = 0.35  # of a forward pass's bytes, at most, stay alive under no_grad
+WITHOUT_STACKS = 0.65  # of the confidence, where categories come from sizes alone
 CONTEXT_BYTES = 1_000_000_000  # at most, of one CUDA context
 SIZES = {"batch", "sequence", "logits", "no-checkpointing"}  # causes that need too much at once
 SURE_OF_WASTE = 0.6  # confidence in fragmentation from which it explains the failure by itself
@@ -25,7 +26,10 @@ SURE_OF_WASTE = 0.6  # confidence in fragmentation from which it explains the fa
 def findings(situation: Situation) -> tuple[Finding, ...]:
     """Return the causes with evidence, the most confident first."""
     found = [each for each in (rule(situation) for rule in RULES) if each is not None]
-    return ranked(doubt_sizes(found))
+    found = doubt_sizes(found)
+    if not situation.history.has_frames:
+        found = [replace(each, confidence=each.confidence * WITHOUT_STACKS) for each in found]
+    return ranked(found)
 
 
 def kept_graphs(s: Situation) -> Finding | None:

@@ -59,12 +59,17 @@ _CONVERSIONS = {"to", "cuda", "_apply", "convert", "from_pretrained", "load_stat
 
 
 def stack_of(frames: Iterable[Mapping[str, Any]] | None) -> Stack:
-    """Return the frames of a snapshot as a stack. Equal frames become one object."""
-    found = (
+    """Return the frames of a snapshot as a stack. Equal frames become one object.
+
+    Some tools write the outermost frame first; it is the module's.
+    """
+    every = [
         _frame(str(f.get("filename", "")), f.get("line", 0), str(f.get("name", "")))
         for f in frames or ()
-    )
-    return tuple(frame for frame in found if not _DISPATCH.search(frame.filename))
+    ]
+    if every and every[0].name == "<module>" != every[-1].name:
+        every.reverse()
+    return tuple(frame for frame in every if not _DISPATCH.search(frame.filename))
 
 
 @cache
@@ -120,6 +125,7 @@ def in_backward(stack: Stack) -> bool:
         if _CPP_BACKWARD.search(inner.name) or inner.name == "_engine_run_backward":
             return True
         called_by_autograd = outer is None or outer.filename.endswith("autograd/function.py")
+        called_by_autograd |= inner.filename.endswith(("torch/_tensor.py", "autograd/__init__.py"))
         if inner.name.endswith("backward") and called_by_autograd:
             return True
     return False

@@ -127,6 +127,16 @@ def advice(found: Finding, replayed: Replays | None) -> Iterator[str]:
     yield from found.cause.advice
 
 
+def stack_note(s: Situation) -> str:
+    """Say that the file has no stacks, or ""."""
+    if s.history.has_frames:
+        return ""
+    return (
+        "the file has no stacks, so categories come from sizes and lifetimes; "
+        'record with context="all"'
+    )
+
+
 def replay_note(replayed: Replays | None) -> str:
     """Say what the replays are worth."""
     if replayed is None:
