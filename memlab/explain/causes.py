@@ -131,7 +131,10 @@ def optimizer_state(s: Situation) -> Finding | None:
         evidence.append("the first step, before the state existed, had enough memory")
     else:
         strength = 0.9 * s.share(state)
-    return finding("optimizer-state", strength, *evidence)
+    guessed = share(s.unsure.get("optimizer_state", 0), state)
+    if guessed > 0.5:
+        evidence.append("this category was inferred from equal counts of equal sizes")
+    return finding("optimizer-state", strength * (1 - 0.4 * guessed), *evidence)
 
 
 def logits(s: Situation) -> Finding | None:

@@ -226,19 +226,25 @@ def leaks_of(history: History, loop: Loop, until: int) -> list[Leak]:
     """Return the lines whose blocks outlive their step and the next, the most bytes first.
 
     Blocks of the first step do not count, nor lines that leave blocks in fewer than three steps.
+    What such a line left before the record began counts too.
     """
     starts = [start for start in loop.starts if start <= until]
     by_line: dict[Frame | None, list[tuple[int, Block]]] = defaultdict(list)
+    older: dict[Frame | None, list[Block]] = defaultdict(list)
     for block in history.blocks:
         step = int(np.searchsorted(starts, block.born, side="right")) - 1
-        if step < WARM_UP or not block.alive(until) or step + 2 > len(starts):
+        if not block.alive(until) or step + 2 > len(starts):
             continue
-        by_line[line_in(block.stack, loop.depth)].append((step, block))
+        if step >= WARM_UP:
+            by_line[line_in(block.stack, loop.depth)].append((step, block))
+        elif not block.born and in_forward(block.stack):
+            older[line_in(block.stack, loop.depth)].append(block)
     found = []
     for frame, made in by_line.items():
         steps = len({step for step, _ in made})
         if steps >= LEAST_STEPS:
-            found.append(Leak(frame, tuple(block for _, block in made), steps))
+            blocks = [*(block for _, block in made), *older[frame]]
+            found.append(Leak(frame, tuple(blocks), steps))
     return sorted(found, key=lambda leak: -leak.bytes)
 
 

@@ -139,7 +139,7 @@ def record(script, capacity: int | None = None, **how) -> tuple[dict[str, Any], 
     except torch.OutOfMemoryError as error:
         frames = traceback.extract_tb(error.__traceback__)
         shown = [f for f in frames if not any(part in f.filename for part in SKIPPED)]
-        log = f"Traceback (most recent call last):\n{''.join(traceback.format_list(shown[1:]))}"
+        log = f"Traceback (most recent call last):\n{''.join(traceback.format_list(shown))}"
         log += f"torch.OutOfMemoryError: {error}\n"
     return recorder.snapshot(), log
 

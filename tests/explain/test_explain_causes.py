@@ -97,7 +97,7 @@ def test_a_record_that_begins_late_has_the_same_cause():
     recorder = Recorder(int(peak_bytes(script) * 0.65))
     with pytest.raises(Exception, match="out of memory"), recorder:
         script()
-    found = explain_source(of_data(recorder.snapshot(max_entries=3000)))
+    found = explain_source(of_data(recorder.snapshot(max_entries=5000)))
     assert found.cause == "kept-graphs"
 
 
