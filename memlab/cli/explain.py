@@ -50,7 +50,8 @@ def _explanation(question: Question) -> Explanation:
 
 def _source(file: str) -> Source:
     if file == STANDARD_INPUT:
-        return of_text(sys.stdin.read())
+        stream = getattr(sys.stdin, "buffer", None)  # a log may hold any bytes
+        return of_text(stream.read().decode("utf-8", "replace") if stream else sys.stdin.read())
     return read_file(Path(file))
 
 

@@ -7,6 +7,7 @@ finding, or None if nothing speaks for the cause. `explain` shows the most confi
 from collections.abc import Callable
 from dataclasses import replace
 
+from memlab.configs.gpus import GPUS
 from memlab.explain.findings import Finding, finding, ranked
 from memlab.explain.histories import share
 from memlab.explain.situation import Situation
@@ -17,6 +18,7 @@ Rule = Callable[[Situation], Finding | None]
 EVEN_LAYERS = 8  # with more equal layers, checkpointing saves more than a smaller batch
 LEAST_SHARE = 0.15  # of the needed memory, for a cause to be named
 KEPT_WITHOUT_GRAD = 0.35  # of a forward pass's bytes, at most, stay alive under no_grad
+UNEXPLAINED_SHARE = 0.12  # of a GPU's memory: more than contexts and libraries need
 WITHOUT_STACKS = 0.65  # of the confidence, where categories come from sizes alone
 CONTEXT_BYTES = 1_000_000_000  # at most, of one CUDA context
 SIZES = {"batch", "sequence", "logits", "no-checkpointing"}  # causes that need too much at once
@@ -257,7 +259,7 @@ def other_process(s: Situation) -> Finding | None:
             f"{format_bytes(lost)}",
         )
     if s.total_bytes is None:
-        return None
+        return _maybe_other_process(room)
     elsewhere = s.total_bytes - room
     if elsewhere < max(CONTEXT_BYTES, 0.1 * s.total_bytes):
         return None
@@ -267,6 +269,19 @@ def other_process(s: Situation) -> Finding | None:
         f"{format_bytes(room)} of {format_bytes(s.total_bytes)} are reserved by this process or "
         f"free; {format_bytes(elsewhere)} are used elsewhere, and a CUDA context needs less than "
         f"{format_bytes(CONTEXT_BYTES)}",
+    )
+
+
+def _maybe_other_process(room: int) -> Finding | None:
+    """Return a guess if no GPU is as small as what was reserved or free; its size is unknown."""
+    larger = [gpu.total_bytes for gpu in GPUS.values() if gpu.total_bytes >= room]
+    if larger and share(min(larger) - room, min(larger)) < UNEXPLAINED_SHARE:
+        return None
+    return finding(
+        "other-process",
+        0.2,
+        f"only {format_bytes(room)} are reserved or free; if the GPU has more, something else "
+        f"holds the rest: pass --memory with its size",
     )
 
 

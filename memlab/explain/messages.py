@@ -12,7 +12,7 @@ from functools import cached_property
 
 from memlab.explain.frames import Frame, is_user
 
-_SIZE = r"([\d.]+) ?(TiB|GiB|MiB|KiB|TB|GB|MB|KB|kB|bytes|B)(?![a-zA-Z])"
+_SIZE = r"(\d+(?:\.\d+)?) ?(TiB|GiB|MiB|KiB|TB|GB|MB|KB|kB|bytes|B)(?![a-zA-Z])"
 _BINARY = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}  # by the unit's first letter
 
 # Each field of a message, and the wordings that state it. MPS and old versions write GB for 2³⁰.
@@ -186,7 +186,7 @@ def _message(text: str, match: re.Match[str]) -> Message:
 
 
 def _bytes(number: str, unit: str) -> int:
-    return round(float(number.rstrip(".")) * _BINARY[unit.lower()[0]])
+    return round(float(number) * _BINARY[unit.lower()[0]])
 
 
 def _lines(text: str) -> Iterator[Line]:
@@ -211,8 +211,9 @@ _SETTING = re.compile(
     r")\b['\"]?\s*[=:]?\s*(\d+)\b"
 )
 _SYMBOL = re.compile(r"\b([BT])\s*=\s*(\d+)\b")  # as many a script calls them
-_MEMORY = re.compile(
-    rf"(?i)\b(?:mem(?:ory)?|alloc(?:ated)?|reserved|vram|cuda)\w*[^\d\n]{{0,20}}{_SIZE}"
+_MEMORY = re.compile(  # as progress lines print it; without a unit, it is in MiB
+    r"(?i)\b(?:(?:max|peak|gpu)_?)?(?:mem(?:ory)?|alloc(?:ated)?|reserved|vram|cuda)\w*[^\d\n]{0,20}"
+    r"(\d+(?:\.\d+)?) ?(TiB|GiB|MiB|KiB|TB|GB|MB|KB|G|M)?(?![a-zA-Z\d])"
 )
 _STEP = re.compile(
     r"(?i)\b(?:step|iter(?:ation)?|batch|global_step|it|update)s?\b\s*[:=#\[(]?\s*(\d+)"
@@ -239,9 +240,10 @@ def _kind_of(key: str) -> str:
 
 
 def _printed_memory(text: str) -> Iterator[int]:
-    for row in text.split("\n"):
-        if match := _MEMORY.search(row):
-            yield _bytes(match[1], match[2])
+    for row in re.split(r"[\r\n]", text):
+        match = _MEMORY.search(row)
+        if match:
+            yield _bytes(match[1], match[2] or "MiB")
 
 
 def _last_step(text: str) -> int | None:

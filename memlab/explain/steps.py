@@ -108,7 +108,7 @@ def _function(stack: Stack, depth: int) -> tuple[str, str] | None:
 
 
 def _loop(runs: Sequence[tuple[int, list[Made]]], depth: int, end: int) -> Iterable[Loop]:
-    """Yield a loop if lines repeat: its steps begin at the first line of those that do most."""
+    """Yield a loop if lines repeat. Its steps begin at the first line that repeats most often."""
     visits: dict[int, list[int]] = defaultdict(list)
     for line, run in runs:
         visits[line].append(run[0].position)

@@ -190,6 +190,20 @@ def test_a_near_miss_of_a_log_has_another_cause(text, cause):
     assert explain_text(text).cause not in (cause, None)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        "step {n} loss 2.0 mem {gib:.1f} GiB\n",
+        "{n}/1000 [00:10<01:00] loss=2.0, mem={gib:.1f}G\r",
+        "[{n}] max_mem: {mib}\n",
+    ],
+)
+def test_growth_in_progress_lines_is_noticed(row):
+    before = "".join(row.format(n=n, gib=6 + n / 10, mib=6000 + 100 * n) for n in range(1, 90))
+    text = log(MAIN, STEP, LAYER, MLP, before=before, size="20.00 MiB")
+    assert explain_text(text).cause == "kept-graphs"
+
+
 def test_a_request_equal_to_a_product_of_printed_sizes_is_named():
     text = log(
         *(MAIN, STEP, ("model.py", 60, "forward", "loss = self.loss_fn(logits, y)")),
