@@ -35,10 +35,14 @@ _LIBRARY = re.compile(
 _DISPATCH = re.compile(  # Python code between an operator and the code that called it
     r"(^|/)torch/(_ops|_compile|utils/_python_dispatch|overrides|_dynamo/eval_frame)\.py$"
 )
-_CPP_FILE = re.compile(r"\.(cpp|cc|c|h|hpp|cu|cuh|so(\.\d+)*)$|^\?\?$|^$")
+_CPP_FILE = re.compile(r"\.(cpp|cc|c|h|hpp|cu|cuh|so(\.\d+)*)$|^\?\?$|^:?\d*$")
 _OPTIMIZER_FILE = re.compile(
     r"(^|/)(torch|torchao|bitsandbytes|apex|memlab|deepspeed)/(\w+/)*optim(izers?)?/"
     r"|(^|/)transformers/optimization\.py|(^|/)deepspeed/ops/adam"
+)
+_CHECKPOINT_FILE = re.compile(  # a user's utils/checkpoint.py saves weights
+    r"(^|/)(torch/utils/checkpoint\.py|activation_checkpointing/|memlab/checkpointing/"
+    r"|algorithms/_checkpoint/)"
 )
 _SCHEDULER_FILE = re.compile(r"lr_scheduler|swa_utils")
 _CPP_BACKWARD = re.compile(r"autograd::Engine|Backward\d*::apply|autograd::Node|AccumulateGrad")
@@ -119,7 +123,7 @@ def in_backward(stack: Stack) -> bool:
     """Whether the frames name autograd's engine, or start in code that only autograd calls."""
     if not stack:
         return False
-    if stack[-1].filename.endswith(("utils/checkpoint.py", "autograd/function.py")):
+    if stack[-1].filename.endswith(("torch/utils/checkpoint.py", "torch/autograd/function.py")):
         return True
     for inner, outer in zip(stack, (*stack[1:], None), strict=True):
         if _CPP_BACKWARD.search(inner.name) or inner.name == "_engine_run_backward":
@@ -134,7 +138,7 @@ def in_backward(stack: Stack) -> bool:
 @cache
 def in_recompute(stack: Stack) -> bool:
     """Whether activation checkpointing ran this code, in forward or in backward."""
-    return any(f.filename.endswith(("utils/checkpoint.py", "checkpointing.py")) for f in stack)
+    return any(_CHECKPOINT_FILE.search(f.filename.replace("\\", "/")) for f in stack)
 
 
 @cache

@@ -11,6 +11,7 @@ from memlab import Event, Trace
 from memlab.allocator import history
 from memlab.explain import explain
 from memlab.explain.categories import Categories
+from memlab.explain.frames import Frame, in_recompute
 from memlab.explain.histories import free_memory, history_of
 
 MIB = 2**20
@@ -181,3 +182,15 @@ def test_four_equal_matrices_in_a_layer_are_no_sign_of_adam():
     segments = [segment(each["address"], each) for each in blocks]
     found = history_of({"segments": segments, "device_traces": []})
     assert {Categories(found).name(b) for b in found.blocks} == {"parameters"}
+
+
+@pytest.mark.parametrize(
+    ("filename", "recomputes"),
+    [
+        ("/env/site-packages/torch/utils/checkpoint.py", True),
+        ("C:\\env\\site-packages\\torch\\utils\\checkpoint.py", True),
+        ("/home/me/project/utils/checkpoint.py", False),
+    ],
+)
+def test_a_users_file_of_checkpoints_is_no_activation_checkpointing(filename, recomputes):
+    assert in_recompute((Frame(filename, 1, "checkpoint"),)) == recomputes
