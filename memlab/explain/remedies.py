@@ -19,9 +19,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memlab.allocator import Allocator, Settings
+from memlab.allocator.blocks import MemoryBlock
 from memlab.allocator.recorded_settings import stated_settings
-from memlab.allocator.settings import UNLIMITED_BYTES
-from memlab.explain.histories import NEVER, Block
+from memlab.explain.categories import Category
+from memlab.explain.histories import Block
 from memlab.explain.situation import Situation
 from memlab.units import format_bytes
 
@@ -236,11 +237,12 @@ def _replay(
 ) -> Outcome:
     """Serve the history's requests up to the moment, and the refused one."""
     allocator = Allocator(settings)
+    held: dict[Block | None, MemoryBlock] = {}
     failed_at = None
     for position, actions in _schedule(s, change):
         if position in empty_before:
             allocator.empty_cache()
-        if not _serve(allocator, actions):
+        if not _serve(allocator, actions, held):
             failed_at = position
             break
     return Outcome(
@@ -278,16 +280,15 @@ def _schedule(s: Situation, change: Change) -> list[tuple[int, list[Action]]]:
 
 def _refused(s: Situation) -> Block:
     """Return the refused request as a block with the category that it would have had."""
-    from memlab.explain.categories import Category
-
     block = Block(-1, s.request_bytes, 0, s.moment, s.stack)
     s.categories.of[block] = Category(s.request_category)
     return block
 
 
-def _serve(allocator: Any, actions: list[Action]) -> bool:
-    """Serve the actions. Return whether every request was served."""
-    held: dict[Block | None, Any] = allocator.__dict__.setdefault("held", {})
+def _serve(
+    allocator: Allocator, actions: list[Action], held: dict[Block | None, MemoryBlock]
+) -> bool:
+    """Serve the actions. Return whether every request was served. `held` has what is in use."""
     for block, size in actions:
         if size:
             served = allocator.malloc(size, block.stream if block else 0)
@@ -302,6 +303,3 @@ def _serve(allocator: Any, actions: list[Action]) -> bool:
 def outcome_for(found: Replays | None, cause: str) -> Mapping[str, Outcome]:
     """Return the outcomes of a cause's remedies by their name."""
     return {o.name: o for o in found.remedies if o.cause == cause} if found else {}
-
-
-__all__ = ["NEVER", "UNLIMITED_BYTES", "Outcome", "Replays", "outcome_for", "replays"]

@@ -13,6 +13,7 @@ import numpy as np
 from memlab.explain import summary
 from memlab.explain.categories import CATEGORIES
 from memlab.explain.explanation import Explanation
+from memlab.explain.frames import user_line
 from memlab.explain.histories import Block
 from memlab.explain.situation import Situation
 from memlab.units import format_bytes
@@ -163,8 +164,6 @@ class _Stacks:
 
 
 def _stack_lines(block: Block) -> list[str]:
-    from memlab.explain.frames import user_line
-
     line = user_line(block.stack)
     frames = [str(frame) for frame in block.stack[:MOST_FRAMES]]
     return [str(line), *frames] if line else frames
