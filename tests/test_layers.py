@@ -20,7 +20,7 @@ LAYERS = (
         *("allocator", "model", "data", "checkpointing", "precision", "accumulation"),
         *("lora", "optim", "compression", "attention", "losses", "zero", "offload", "ema"),
     ),
-    ("metering", "monitoring", "plot", "kernels", "qlora"),
+    ("metering", "monitoring", "plot", "kernels", "qlora", "explain"),
     ("dry_runs",),
     ("prediction",),
     ("train", "pytest_plugin"),

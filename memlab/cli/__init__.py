@@ -52,6 +52,7 @@ KERNELS = (
 WITH_SCRIPT = ("script", "memory", "margin", "device", "assume", "out", "wide", "as_json")
 IN_ASCII = {
     "×": "x",
+    "→": "->",
     "█": "#",
     "·": "-",
     "–": "-",
@@ -720,6 +721,61 @@ def run_command(
     with terminal.style(as_json=as_json):
         status = run_script(wanted)
     raise typer.Exit(status)
+
+
+@app.command("explain", cls=Command)
+def explain_command(
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="A memory snapshot, a log with an out-of-memory message (- for standard input), "
+            "or a memlab trace as JSON.",
+        ),
+    ],
+    device: Annotated[
+        int | None,
+        integer_option(
+            "--device",
+            MAX_RANKS,
+            "Number of the GPU in a snapshot of several. Default: the one that ran out of memory.",
+            minimum=0,
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            "--gpu",
+            help="Memory of the GPU, which a snapshot does not state: 24GB, 24GiB, or a GPU's "
+            "name such as rtx4090. It shows what other processes used.",
+            metavar="BYTES|GPU",
+        ),
+    ] = None,
+    out: Annotated[
+        str, typer.Option(help="Folder for the report, explain.html.", metavar="FOLDER")
+    ] = "work",
+) -> None:
+    """Explain why a training ran out of memory.
+
+    FILE is a snapshot from torch.cuda.memory._dump_snapshot, the text of a torch.OutOfMemoryError
+    or a log that contains one, or a memlab trace (Trace.to_dict() as JSON). memlab prints what the
+    memory held, the likely causes with their evidence, and what each remedy would save. The report
+    has an interactive timeline and a map of the segments, and loads nothing from the network.
+    Snapshots are pickles; memlab reads plain data from them and runs no code.
+
+    [bold]memlab explain snapshot.pickle[/]
+
+    [bold]python train.py 2>&1 | memlab explain -[/]
+
+    To record a snapshot, add these lines to the training:
+
+    torch.cuda.memory._record_memory_history(max_entries=200_000) before the model is made, and
+    torch.cuda.memory._dump_snapshot("snapshot.pickle") when it fails.
+    """
+    from memlab.cli.explain import Question, explain_file
+
+    explain_file(Question(file, device, memory, out))
 
 
 @app.command("doctor", cls=Command)

@@ -105,11 +105,11 @@ class _Frames:
     def of(self, event: StorageEvent) -> list[dict[str, Any]]:
         key = (event.category, event.operator, event.module, event.line)
         if key not in self._known:
-            self._known[key] = list(_stack(event))
+            self._known[key] = list(stack_frames(event))
         return self._known[key]
 
 
-def _stack(event: StorageEvent) -> Iterator[dict[str, Any]]:
+def stack_frames(event: StorageEvent) -> Iterator[dict[str, Any]]:
     """Yield frames, innermost first: category, operator, module, the user's line."""
     for name in (event.category, event.operator, event.module):
         if name:

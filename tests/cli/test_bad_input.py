@@ -117,7 +117,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 PRECISIONS = ("float32", "autocast", "bfloat16", "master-weights")
 OPTIMIZERS = ("adamw", "adam8bit", "adam-mini", "lion", "lion8bit")
 COMMANDS = (
-    *("measure", "train", "plan", "run", "doctor"),
+    *("measure", "train", "plan", "run", "explain", "doctor"),
     *("start", "check", "hint", "diff", "progress", "reset"),
 )
 
@@ -179,6 +179,7 @@ OPTIONS = {  # of each command, with a right value; None: a flag
         "--out": "elsewhere",
         "--json": None,
     },
+    "explain": {"--device": "0", "--memory": "24GB", "--out": "elsewhere"},
     "start": {"--no-open": None},
     "diff": {"--yes": None},
     "reset": {"--yes": None},
@@ -186,6 +187,7 @@ OPTIONS = {  # of each command, with a right value; None: a flag
 }
 ARGUMENTS = {  # right ones
     "run": ["good.py"],
+    "explain": ["failed.log"],
     "start": ["1"],
     "check": ["1.1"],
     "hint": ["1.1"],
@@ -698,6 +700,16 @@ def missing(command: str) -> Kind:
     return line
 
 
+def not_explained(rng: random.Random) -> Line:
+    """Return a file that is no snapshot, log or trace, or that is absent."""
+    name = rng.choice((*sorted(CONFIGS), *sorted(SCRIPTS), "taken", "nowhere", "/dev/null"))
+    return [name if rng.random() < 0.5 else f"{word(rng)}.pickle"]
+
+
+def bad_card(rng: random.Random) -> Line:
+    return ["failed.log", "--memory", no_bytes(rng)]
+
+
 KINDS: dict[str, tuple[Kind, ...]] = {
     "measure": (
         *(make("measure") for make in (unknown_option, too_many, value_of_a_flag, no_value, twice)),
@@ -734,6 +746,11 @@ KINDS: dict[str, tuple[Kind, ...]] = {
     "run": (
         *(make("run") for make in (unknown_option, value_of_a_flag, twice, bad_number)),
         *(no_such_script, half_a_launcher, wrong_stand_in, wrong_run),
+    ),
+    "explain": (
+        *(make("explain") for make in (unknown_option, too_many, no_value, twice)),
+        not_explained,
+        bad_card,
     ),
     "doctor": (unknown_option("doctor"), too_many("doctor")),
     "start": (
@@ -912,6 +929,7 @@ def folder(tmp_path_factory) -> Path:
     for name, text in SCRIPTS.items():
         (root / name).write_bytes(text)
     (root / "good.py").write_text(GOOD)
+    (root / "failed.log").write_text("CUDA out of memory. Tried to allocate 2.00 GiB.")
     (root / "taken").write_text("a file")
     (root / "nowhere").symlink_to("nowhere/at/all")
     return root
@@ -933,6 +951,7 @@ def nothing_is_measured(monkeypatch, folder) -> None:
         "memlab.planner.search._Search.options",
         "memlab.cli.course._run_jupyterlab",
         "memlab.cli.doctor.examine",
+        "memlab.cli.explain._show",
     ):
         monkeypatch.setattr(place, fail)
 

@@ -1,0 +1,226 @@
+"""Stack frames of allocations: which part of a training step they belong to.
+
+A frame is (filename, line, name), innermost first in a stack. Snapshots recorded with stacks="all"
+mix C++ frames in. Snapshots recorded with stacks="python" have no frames for backward, because
+autograd's thread runs no Python code.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+
+class Frame(NamedTuple):
+    """One line of a stack."""
+
+    filename: str
+    line: int
+    name: str
+
+    def __str__(self) -> str:
+        short = "/".join(self.filename.replace("\\", "/").split("/")[-2:])
+        return f"{short}:{self.line} {self.name}"
+
+
+Stack = tuple[Frame, ...]
+
+MEMLAB = "memlab"  # the filename of frames that memlab's own exporter writes
+_LIBRARY = re.compile(
+    r"(^|/)(site-packages|dist-packages|lib/python3[.\d]*)/"
+    r"|(^|/)torch/(nn|optim|autograd|utils|functional|amp|cuda|distributed|_\w+)[/.]"
+    r"|(^|/)(transformers|accelerate|lightning|pytorch_lightning|peft|trl|deepspeed|timm)/\w"
+    r"|^<frozen|^<__array_function__"
+)
+_DISPATCH = re.compile(  # Python code between an operator and the code that called it
+    r"(^|/)torch/(_ops|_compile|utils/_python_dispatch|overrides|_dynamo/eval_frame)\.py$"
+)
+_CPP_FILE = re.compile(r"\.(cpp|cc|c|h|hpp|cu|cuh|so(\.\d+)*)$|^\?\?$|^:?\d*$")
+_OPTIMIZER_FILE = re.compile(
+    r"(^|/)(torch|torchao|bitsandbytes|apex|memlab|deepspeed)/(\w+/)*optim(izers?)?/"
+    r"|(^|/)transformers/optimization\.py|(^|/)deepspeed/ops/adam"
+)
+_CHECKPOINT_FILE = re.compile(  # a user's utils/checkpoint.py saves weights
+    r"(^|/)(torch/utils/checkpoint\.py|activation_checkpointing/|memlab/checkpointing/"
+    r"|algorithms/_checkpoint/)"
+)
+_SCHEDULER_FILE = re.compile(r"lr_scheduler|swa_utils")
+_CPP_BACKWARD = re.compile(r"autograd::Engine|Backward\d*::apply|autograd::Node|AccumulateGrad")
+_CPP_WORKSPACE = re.compile(r"[Ww]orkspace|cudnn\w*[Pp]lan|getCUDABlas|getNewWorkspace")
+_LOSS = re.compile(r"cross_entropy|log_softmax|nll_loss|CrossEntropy|LogSoftmax|ForCausalLMLoss")
+_LOSS_FILE = re.compile(r"nn/modules/loss\.py|transformers/loss/|(^|/)\w*loss\w*\.py$")
+_ATTENTION = re.compile(r"attention|attn|(^|[_.:])softmax|masked_fill", re.IGNORECASE)
+_CAT = re.compile(r"(^|[_.:])cat(_out)?(_cuda)?($|[_.:(])|cache_utils")
+_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
+_EVALUATION = {
+    *("eval", "evaluate", "evaluation", "evaluator", "validate", "validation", "valid", "val"),
+    *("infer", "inference", "predict", "prediction", "test"),
+}
+_GENERATION = {
+    *("generate", "generation", "decode", "decoding", "autoregressive", "sample", "sampling"),
+}
+_CONVERSIONS = {"to", "cuda", "_apply", "convert", "from_pretrained", "load_state_dict"}
+
+
+def stack_of(frames: Iterable[Mapping[str, Any]] | None) -> Stack:
+    """Return the frames of a snapshot as a stack. Equal frames become one object.
+
+    Some tools write the outermost frame first; it is the module's.
+    """
+    every = [
+        _frame(str(f.get("filename", "")), f.get("line", 0), str(f.get("name", "")))
+        for f in frames or ()
+    ]
+    if every and every[0].name == "<module>" != every[-1].name:
+        every.reverse()
+    return tuple(frame for frame in every if not _DISPATCH.search(frame.filename))
+
+
+@cache
+def _frame(filename: str, line: int, name: str) -> Frame:
+    return Frame(filename, line, name)
+
+
+@cache
+def is_cpp(frame: Frame) -> bool:
+    """Whether the frame is C++ code."""
+    return "::" in frame.name or bool(_CPP_FILE.search(frame.filename))
+
+
+@cache
+def is_user(frame: Frame) -> bool:
+    """Whether the frame is the user's own Python code."""
+    path = frame.filename.replace("\\", "/")
+    return path != MEMLAB and not is_cpp(frame) and not _LIBRARY.search(path)
+
+
+@cache
+def user_frames(stack: Stack) -> Stack:
+    """Return the user's frames, outermost first."""
+    return tuple(frame for frame in reversed(stack) if is_user(frame))
+
+
+@cache
+def in_optimizer(stack: Stack) -> bool:
+    """Whether an optimizer's `step` made the allocation."""
+    return any(
+        _OPTIMIZER_FILE.search(path) and not _SCHEDULER_FILE.search(path)
+        for path in (frame.filename.replace("\\", "/") for frame in stack)
+    )
+
+
+@cache
+def makes_state(stack: Stack) -> bool:
+    """Whether the optimizer was creating its state. SGD makes its momentum in the update itself."""
+    names = {frame.name.rpartition(".")[2] for frame in stack}
+    if names & {"_init_group", "init_state", "init_states", "_init_state", "state_init"}:
+        return True
+    return in_optimizer(stack) and any("sgd" in name for name in names)
+
+
+@cache
+def in_backward(stack: Stack) -> bool:
+    """Whether the frames name autograd's engine, or start in code that only autograd calls."""
+    if not stack:
+        return False
+    if stack[-1].filename.endswith(("torch/utils/checkpoint.py", "torch/autograd/function.py")):
+        return True
+    for inner, outer in zip(stack, (*stack[1:], None), strict=True):
+        if _CPP_BACKWARD.search(inner.name) or inner.name == "_engine_run_backward":
+            return True
+        called_by_autograd = outer is None or outer.filename.endswith("autograd/function.py")
+        called_by_autograd |= inner.filename.endswith(("torch/_tensor.py", "autograd/__init__.py"))
+        if inner.name.endswith("backward") and called_by_autograd:
+            return True
+    return False
+
+
+@cache
+def in_recompute(stack: Stack) -> bool:
+    """Whether activation checkpointing ran this code, in forward or in backward."""
+    return any(_CHECKPOINT_FILE.search(f.filename.replace("\\", "/")) for f in stack)
+
+
+@cache
+def in_forward(stack: Stack) -> bool:
+    """Whether a module, a functional operator or a function called forward was running."""
+    for frame in stack:
+        path, name = frame.filename.replace("\\", "/"), frame.name.rpartition(".")[2]
+        if name == "forward" or path.endswith(("torch/nn/functional.py", "torch/functional.py")):
+            return name not in ("__init__", "reset_parameters") and not _is_building(stack)
+    return in_loss(stack)
+
+
+def _is_building(stack: Stack) -> bool:
+    names = {frame.name.rpartition(".")[2] for frame in stack}
+    return bool(names & {"__init__", "reset_parameters"}) and "forward" not in names
+
+
+@cache
+def in_loss(stack: Stack) -> bool:
+    """Whether a loss over classes was running."""
+    return any(_LOSS.search(f.name) or _LOSS_FILE.search(f.filename) for f in stack)
+
+
+@cache
+def in_attention(stack: Stack) -> bool:
+    """Whether the names mention attention or its softmax. A loss has a softmax too."""
+    if in_loss(stack):
+        return False
+    return any(_ATTENTION.search(f.name) or _ATTENTION.search(f.filename) for f in stack)
+
+
+@cache
+def in_cat(stack: Stack) -> bool:
+    """Whether tensors were concatenated, or a library's cache of keys and values grew."""
+    return any(_CAT.search(f.name) or "cache_utils" in f.filename for f in stack)
+
+
+@cache
+def in_workspace(stack: Stack) -> bool:
+    """Whether a library asked for scratch memory."""
+    return any(_CPP_WORKSPACE.search(f.name) for f in stack if is_cpp(f))
+
+
+@cache
+def in_setup(stack: Stack) -> bool:
+    """Whether a model was built, moved or loaded."""
+    names = {frame.name.rpartition(".")[2] for frame in stack}
+    return bool(names & (_CONVERSIONS | {"__init__", "reset_parameters"}))
+
+
+@cache
+def evaluation_frame(stack: Stack) -> Frame | None:
+    """Return the innermost frame of a function that evaluates, by its name."""
+    return next((f for f in stack if _named(f, _EVALUATION)), None)
+
+
+@cache
+def generation_frame(stack: Stack) -> Frame | None:
+    """Return the innermost frame of a function that generates text, by its name."""
+    return next((f for f in stack if _named(f, _GENERATION)), None)
+
+
+def runs(stack: Stack, function: Frame) -> bool:
+    """Whether the function of a frame is on the stack, at any line."""
+    return any(f.name == function.name and f.filename == function.filename for f in stack)
+
+
+def _named(frame: Frame, words: set[str]) -> bool:
+    if is_cpp(frame) or frame.filename == MEMLAB or frame.name.startswith("test_"):
+        return False
+    last = frame.name.rpartition(".")[2]
+    return bool({word.lower() for word in _WORDS.findall(last)} & words)
+
+
+def disables_grad(stack: Sequence[Frame]) -> bool:
+    """Whether a decorator such as `torch.no_grad()` stands around the code."""
+    return any(f.filename.endswith("utils/_contextlib.py") for f in stack)
+
+
+def user_line(stack: Stack) -> Frame | None:
+    """Return the user's innermost frame, or else the innermost Python frame."""
+    found = user_frames(stack)
+    if found:
+        return found[-1]
+    return next((f for f in stack if not is_cpp(f) and f.filename != MEMLAB), None)

@@ -1,0 +1,162 @@
+"""An explanation as lines of text, for the terminal and the report."""
+
+from collections.abc import Iterator
+
+from memlab.explain.categories import CATEGORIES
+from memlab.explain.explanation import RECORD_NEXT, Explanation
+from memlab.explain.findings import Finding
+from memlab.explain.histories import share
+from memlab.explain.messages import Log, Message
+from memlab.explain.remedies import Replays, outcome_for
+from memlab.explain.situation import Situation
+from memlab.units import format_bytes
+
+MOST_LINES = 5  # of leaks
+KINDS = {
+    "snapshot": "memory snapshot",
+    "recording": "recording of the allocator",
+    "trace": "memlab trace",
+    "log": "log with an out-of-memory message",
+}
+WORDS = {name: name.replace("_", " ") for name in CATEGORIES}
+
+
+def headline(found: Explanation) -> str:
+    """Say what failed, or what the peak was."""
+    if found.log:
+        return _log_headline(found.log)
+    s = found.situation
+    assert s is not None
+    if s.history.refusal:
+        where = f" in {s.phase}" if s.phase not in ("", "other") else ""
+        after = f" after {s.steps_done} completed steps" if s.steps_done else ""
+        return (
+            f"out of memory{where}{after}: {format_bytes(s.request_bytes)} requested, "
+            f"{format_bytes(s.allocated_bytes)} allocated, "
+            f"{format_bytes(s.reserved_bytes)} reserved"
+        )
+    return f"no request was refused; the peak is {format_bytes(s.allocated_bytes)} allocated"
+
+
+def _log_headline(log: Log) -> str:
+    message = log.message
+    if message.requested is None:
+        return f"{message.backend} out of memory; the message states no sizes"
+    parts = [f"{format_bytes(message.requested)} requested"]
+    for words, size in (("allocated", message.allocated), ("free", message.free)):
+        if size is not None:
+            parts.append(f"{format_bytes(size)} {words}")
+    whole = message.capacity or message.allowed
+    of = f" of {format_bytes(whole)}" if whole else ""
+    return f"{message.backend} out of memory: {', '.join(parts)}{of}"
+
+
+def place(found: Explanation) -> str:
+    """Return the failing line, or ""."""
+    if found.log:
+        line = found.log.line
+        return f"{line.frame}: {line.source}" if line else ""
+    assert found.situation is not None
+    return str(found.situation.line or "")
+
+
+def peak_rows(s: Situation) -> list[tuple[str, str, str, str]]:
+    """Return (category, bytes, share, note) of what was alive, the most bytes first."""
+    rows = []
+    for name, size in sorted(s.by_category.items(), key=lambda item: -item[1]):
+        unsure = s.unsure.get(name, 0)
+        note = "" if unsure < 0.1 * size else "ambiguous" if unsure > 0.5 * size else "partly"
+        portion = f"{share(size, s.allocated_bytes):.1%}"
+        rows.append((WORDS[name], format_bytes(size), portion, note))
+    return rows
+
+
+def size_rows(message: Message) -> list[tuple[str, str]]:
+    """Return (what, bytes) of each size that a message states."""
+    fields = (
+        ("the card", message.capacity),
+        ("allowed", message.allowed),
+        ("allocated by PyTorch", message.allocated),
+        ("reserved, but unallocated", message.free_reserved),
+        ("free on the card", message.free),
+        ("this process, with its CUDA context", message.process),
+        ("outside this process", message.elsewhere),
+        ("the request", message.requested),
+    )
+    rows = [(words, format_bytes(size)) for words, size in fields if size is not None]
+    return rows + [(f"process {pid}", format_bytes(size)) for pid, size in message.processes]
+
+
+def growth_lines(s: Situation) -> Iterator[str]:
+    """Yield the growth from step to step and the lines that leave memory behind."""
+    steps = s.growth[1:]
+    if s.loop and steps:
+        where = f" at {s.loop.frame}" if s.loop.frame else ""
+        mean = sum(steps) / len(steps)
+        yield f"{len(s.growth) + 1} steps{where}: {_signed(round(mean))} per step after the first"
+    for leak in s.leaks[:MOST_LINES]:
+        yield (
+            f"{format_bytes(leak.bytes)} left behind by {leak.steps} steps: "
+            f"{leak.frame or 'line unknown'}"
+        )
+
+
+def _signed(size: int) -> str:
+    return f"{'+' if size >= 0 else ''}{format_bytes(size)}"
+
+
+def fragmentation_lines(s: Situation) -> Iterator[str]:
+    """Yield the free reserved memory, and what the refused request needed."""
+    if not s.history.has_segments:
+        return
+    free = s.free
+    pieces = f" in {len(free.gaps)} pieces, the largest {format_bytes(free.largest_bytes)}"
+    yield (
+        f"{format_bytes(free.free_bytes)} of {format_bytes(free.reserved_bytes)} reserved are free"
+        f"{pieces if free.gaps else ''}"
+    )
+    if s.device_free is not None:
+        yield f"{format_bytes(s.device_free)} were free on the card outside PyTorch's reserve"
+
+
+def advice(found: Finding, replayed: Replays | None) -> Iterator[str]:
+    """Yield what to do about a finding, the replayed remedies first."""
+    for name, outcome in outcome_for(replayed, found.cause.name).items():
+        assert replayed is not None
+        yield f"{name}: {outcome.against(replayed.base)}"
+    yield from found.cause.advice
+
+
+def stack_note(s: Situation) -> str:
+    """Say that the file has no stacks, or ""."""
+    if s.history.has_frames:
+        return ""
+    return (
+        "the file has no stacks, so categories come from sizes and lifetimes; "
+        'record with context="all"'
+    )
+
+
+def replay_note(replayed: Replays | None) -> str:
+    """Say what the replays are worth."""
+    if replayed is None:
+        return "remedies were not replayed: the history is too long"
+    if not replayed.reproduces:
+        return (
+            "approximate: replayed with the recorded settings, the history does not fail where the "
+            "recorded one did"
+        )
+    return "predicted by replaying the history up to this request; later requests may need more"
+
+
+def needs_recording(found: Explanation) -> bool:
+    """Whether a snapshot would say more."""
+    if not found.findings:
+        return True
+    best = found.findings[0].confidence
+    second = found.findings[1].confidence if len(found.findings) > 1 else 0
+    return best < 0.6 or best - second < 0.15
+
+
+def record_next() -> tuple[str, ...]:
+    return RECORD_NEXT

@@ -1,0 +1,124 @@
+"""`memlab explain`: the summary, the report, and bad input."""
+
+import io
+import json
+import pickle
+import re
+import sys
+
+import pytest
+
+from memlab import Event, Trace
+from memlab.allocator import history
+
+MIB = 2**20
+MESSAGE = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.65 GiB of "
+    "which 1.20 GiB is free. Process 1234 has 10.00 GiB memory in use. Including non-PyTorch "
+    "memory, this process has 12.40 GiB memory in use. Of the allocated memory 11.00 GiB is "
+    "allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but unallocated."
+)
+
+
+def trace() -> Trace:
+    kinds = [("parameters", "before"), *[("activations", "forward")] * 9]
+    return Trace(
+        tuple(
+            Event(8 * MIB, n, kind, "aten.mm", f"blocks.{n}", phase, "float32", (2**21,))
+            for n, (kind, phase) in enumerate(kinds)
+        )
+    )
+
+
+@pytest.fixture
+def trace_file(tmp_path):
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(trace().to_dict()), encoding="utf-8")
+    return path
+
+
+def test_a_trace_is_summarized_and_the_report_is_written(memlab_command, tmp_path, trace_file):
+    outcome = memlab_command("explain", trace_file)
+    assert outcome.status == 0
+    assert "memlab trace: no request was refused; the peak is 80.00 MiB" in outcome.out
+    assert re.search(r"activations +72\.00 MiB +90\.0%", outcome.out)
+    assert "written: work/explain.html" in outcome.out
+    assert max(map(len, outcome.out.split("\n"))) <= 80
+    assert (tmp_path / "work" / "explain.html").exists()
+
+
+def test_a_message_from_standard_input_is_explained(memlab_command, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(MESSAGE))
+    outcome = memlab_command("explain", "-")
+    assert outcome.status == 0
+    assert "cause: another process on the card" in outcome.out
+    assert "process 1234" in outcome.out
+    assert "_record_memory_history" in outcome.out
+
+
+def test_the_report_loads_nothing_and_contains_its_data(memlab_command, tmp_path, trace_file):
+    memlab_command("explain", trace_file)
+    page = (tmp_path / "work" / "explain.html").read_text(encoding="utf-8")
+    assert not re.search(r"(src|href)=|https?://|@import|url\(", page)
+    data = re.search(r'id="data">(.*?)</script>', page, re.S)[1]
+    shown = json.loads(data)
+    assert shown["history"]["categories"] == ["parameters", "activations"]
+    assert max(shown["history"]["totals"]) == 80 * MIB
+    assert shown["table"][1][:2] == ["activations", "72.00 MiB"]
+
+
+def test_text_of_a_file_cannot_end_the_reports_script(memlab_command, tmp_path):
+    path = tmp_path / "log.txt"
+    path.write_text(
+        f'  File "a.py", line 1, in f\n    x = "</script><b>"\n{MESSAGE}', encoding="utf-8"
+    )
+    memlab_command("explain", path)
+    page = (tmp_path / "work" / "explain.html").read_text(encoding="utf-8")
+    assert "</script><b>" not in page
+
+
+class Malicious:
+    def __reduce__(self):
+        return print, ("ran",)
+
+
+def test_a_malicious_snapshot_is_refused_in_one_line(memlab_command, tmp_path):
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps({"segments": [Malicious()]}))
+    outcome = memlab_command("explain", path)
+    assert (outcome.status, outcome.out) == (2, "")
+    assert "not plain data" in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["missing.pickle"], "cannot be read (No such file or directory)"),
+        (["."], "cannot be read (Is a directory)"),
+        ([], "got no FILE"),
+        (["trace.json", "--device", "3"], "no device 3"),
+        (["trace.json", "--memory", "many"], "--memory"),
+        (["trace.json", "--out", ""], "--out"),
+    ],
+)
+def test_bad_input_is_one_line(memlab_command, trace_file, arguments, words):
+    outcome = memlab_command("explain", *arguments)
+    assert (outcome.status, outcome.out) == (2, "")
+    assert words in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_the_help_has_two_examples_and_the_lines_that_record(memlab_command):
+    out = memlab_command("explain", "--help").out
+    assert "memlab explain snapshot.pickle" in out
+    assert "| memlab explain -" in out
+    assert "_dump_snapshot" in out
+
+
+def test_a_recording_without_stacks_says_that_its_categories_are_ambiguous(
+    memlab_command, tmp_path
+):
+    path = tmp_path / "recording.json"
+    path.write_text(json.dumps(history(trace())), encoding="utf-8")
+    assert "ambiguous" in memlab_command("explain", path).out

@@ -1,0 +1,148 @@
+"""Each cause is found in the snapshot of a script that has it, and not in a near miss."""
+
+import linecache
+import pickle
+from functools import cache
+
+import failing_scripts
+import pytest
+from cuda_recorder import Recorder, peak_bytes, record
+
+from memlab.explain import explain, explain_source, of_text
+from memlab.explain.findings import CAUSES
+from memlab.explain.reading import of_data
+
+# script: (its cause, the share of its peak that the card has)
+SCRIPTS = {
+    "large_batch": ("batch", 0.8),
+    "large_batch_gpt": ("batch", 0.8),
+    "long_sequence": ("sequence", 0.8),
+    "deep_without_checkpointing": ("no-checkpointing", 0.8),
+    "large_vocabulary": ("logits", 0.8),
+    "optimizer_state": ("optimizer-state", 0.7),
+    "validation_with_gradients": ("no-grad", 0.85),
+    "losses_kept": ("kept-graphs", 0.65),
+    "accumulated_loss": ("kept-graphs", 0.65),
+    "generation": ("kv-cache", 0.9),
+    "fragmentation": ("fragmentation", 0.9),
+}
+# script: (the cause that it nearly has, the share of its peak that the card has)
+NEAR_MISSES = {
+    "checkpointed": ("no-checkpointing", 0.8),
+    "validation_without_gradients": ("no-grad", 0.8),
+    "losses_detached": ("kept-graphs", 0.7),
+    "fused_attention": ("sequence", 0.8),
+    "small_vocabulary": ("logits", 0.8),
+    "later_optimizer_step": ("optimizer-state", 0.8),
+    "fixed_cache": ("kv-cache", 0.8),
+}
+
+
+@cache
+def recorded(name: str, share: float, stacks: str = "python") -> tuple[dict, str]:
+    script = getattr(failing_scripts, name)
+    return record(script, int(peak_bytes(script) * share), stacks=stacks)
+
+
+@pytest.mark.parametrize(
+    ("name", "stacks"),
+    [*((name, "python") for name in SCRIPTS), ("large_vocabulary", "all"), ("losses_kept", "all")],
+)
+def test_the_cause_of_a_snapshot_is_found(name, stacks):
+    cause, share = SCRIPTS[name]
+    snapshot, log = recorded(name, share, stacks)
+    assert log, "the script did not run out of memory"
+    found = explain_source(of_data(snapshot))
+    assert found.cause == cause
+    assert found.findings[0].evidence
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_a_near_miss_has_another_cause(name):
+    cause, share = NEAR_MISSES[name]
+    snapshot, log = recorded(name, share)
+    assert log, "the script did not run out of memory"
+    assert explain_source(of_data(snapshot)).cause not in (cause, None)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_replay_with_the_recorded_settings_fails_at_the_same_request(name):
+    snapshot, _ = recorded(name, SCRIPTS[name][1])
+    found = explain_source(of_data(snapshot))
+    assert found.replays.reproduces
+    assert found.replays.base.failed_at == found.situation.moment
+
+
+def test_the_remedy_of_a_leak_is_replayed_and_fits():
+    found = explain_source(of_data(recorded("losses_kept", 0.65)[0]))
+    [outcome] = [o for o in found.replays.remedies if o.cause == "kept-graphs"]
+    assert outcome.fits
+
+
+def test_expandable_segments_help_against_fragmentation_and_not_against_a_leak():
+    for name, helps in (("fragmentation", True), ("losses_kept", False)):
+        found = explain_source(of_data(recorded(name, SCRIPTS[name][1])[0]))
+        by_name = {outcome.name: outcome for outcome in found.replays.remedies}
+        assert by_name["expandable_segments:True"].fits == helps
+
+
+def test_the_line_that_leaks_is_named():
+    found = explain_source(of_data(recorded("losses_kept", 0.65)[0]))
+    frame = found.situation.leaks[0].frame
+    assert "extra = loss_of(model" in linecache.getline(frame.filename, frame.line)
+
+
+def test_a_record_that_begins_late_has_the_same_cause():
+    script = failing_scripts.losses_kept
+    recorder = Recorder(int(peak_bytes(script) * 0.65))
+    with pytest.raises(Exception, match="out of memory"), recorder:
+        script()
+    found = explain_source(of_data(recorder.snapshot(max_entries=5000)))
+    assert found.cause == "kept-graphs"
+
+
+def test_memory_that_another_process_takes_is_noticed():
+    """The process had more reserved before than is now reserved or free."""
+    snapshot, _ = recorded("large_batch", 0.8)
+    entries = [
+        {"action": "segment_alloc", "addr": 2**40, "size": 2**30, "stream": 0, "frames": []},
+        {"action": "segment_free", "addr": 2**40, "size": 2**30, "stream": 0, "frames": []},
+    ]
+    changed = snapshot | {"device_traces": [entries + snapshot["device_traces"][0]]}
+    assert explain_source(of_data(changed)).cause == "other-process"
+    assert explain_source(of_data(snapshot)).cause == "batch"
+
+
+def test_the_size_of_the_card_shows_another_process():
+    snapshot, _ = recorded("large_batch", 0.8)
+    found = explain_source(of_data(snapshot), total_bytes=24 * 2**30)
+    assert found.cause == "other-process"
+
+
+def test_every_cause_has_a_script_or_a_test_of_its_own():
+    tested = {cause for cause, _ in SCRIPTS.values()} | {"other-process"}
+    assert tested == CAUSES.keys()
+
+
+def test_a_history_without_stacks_is_explained_with_ambiguous_categories(tmp_path):
+    snapshot, _ = recorded("deep_without_checkpointing", 0.8)
+    entries = [{k: v for k, v in e.items() if k != "frames"} for e in snapshot["device_traces"][0]]
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps(snapshot | {"device_traces": [entries]}))
+    situation = explain(path).situation
+    assert situation.unsure["activations"] == situation.by_category["activations"]
+
+
+# ------------------------------------------------------------------ the logs of the same scripts
+
+LOGS = (
+    *("long_sequence", "deep_without_checkpointing", "large_vocabulary", "optimizer_state"),
+    *("validation_with_gradients", "generation", "fragmentation"),
+)
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_the_cause_of_a_log_is_found(name):
+    cause, share = SCRIPTS[name]
+    found = explain_source(of_text(recorded(name, share)[1]))
+    assert found.cause == cause

@@ -1,0 +1,214 @@
+"""Every wording of torch's out-of-memory messages is read, and logs around them are understood."""
+
+import pytest
+
+from memlab.explain import explain_text
+from memlab.explain.messages import read_log
+
+GIB, MIB = 2**30, 2**20
+
+TORCH_1_3 = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 10.91 GiB total "
+    "capacity; 10.20 GiB already allocated; 9.44 MiB free; 60.50 MiB cached)"
+)
+TORCH_1_13 = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 23.65 GiB total capacity; 21.10 GiB "
+    "already allocated; 1.20 GiB free; 21.30 GiB reserved in total by PyTorch) If reserved memory "
+    "is >> allocated memory try setting max_split_size_mb to avoid fragmentation."
+)
+TORCH_2_1 = (
+    "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a "
+    "total capacty of 23.65 GiB of which 1.20 GiB is free. Process 1234 has 10.00 GiB memory in "
+    "use. Including non-PyTorch memory, this process has 12.40 GiB memory in use. 20.00 GiB "
+    "allowed; Of the allocated memory 11.00 GiB is allocated by PyTorch, with 100.00 MiB allocated "
+    "in private pools (e.g., CUDA Graphs), and 512.00 MiB is reserved by PyTorch but unallocated."
+)
+HIP = (
+    "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total "
+    "capacity of 63.98 GiB of which 0 bytes is free. Of the allocated memory 60.00 GiB is "
+    "allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated."
+)
+XPU = (
+    "XPU out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 15.91 GiB. Of "
+    "the allocated memory 14.00 GiB is allocated by PyTorch, and 100.00 MiB is reserved by "
+    "PyTorch but unallocated. Please use `empty_cache` to release all unoccupied cached memory."
+)
+MPS = (
+    "RuntimeError: MPS backend out of memory (MPS allocated: 17.00 GB, other allocations: 1.00 GB, "
+    "max allowed: 18.13 GB). Tried to allocate 256.00 MB on private pool. Use "
+    "PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to disable upper limit for memory allocations."
+)
+CPU = (
+    "RuntimeError: [enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't "
+    "allocate memory: you tried to allocate 4294967296 bytes. Error code 12"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "backend", "requested", "capacity", "allocated", "free_reserved"),
+    [
+        (TORCH_1_3, "CUDA", 20 * MIB, 10.91 * GIB, 10.2 * GIB, 60.5 * MIB),
+        (TORCH_1_13, "CUDA", 2 * GIB, 23.65 * GIB, 21.1 * GIB, 0.2 * GIB),
+        (TORCH_2_1, "CUDA", 2 * GIB, 23.65 * GIB, 11 * GIB, 512 * MIB),
+        (HIP, "HIP", 512 * MIB, 63.98 * GIB, 60 * GIB, 100 * MIB),
+        (XPU, "XPU", GIB, 15.91 * GIB, 14 * GIB, 100 * MIB),
+        (MPS, "MPS", 256 * MIB, None, 17 * GIB, None),
+        (CPU, "CPU", 4 * GIB, None, None, None),
+        ("RuntimeError: CUDA error: out of memory", "CUDA", None, None, None, None),
+    ],
+)
+def test_each_wording_is_read(text, backend, requested, capacity, allocated, free_reserved):
+    message = read_log(text).message
+    found = (message.requested, message.capacity, message.allocated, message.free_reserved)
+    assert message.backend == backend
+    for got, wanted in zip(found, (requested, capacity, allocated, free_reserved), strict=True):
+        assert got == (None if wanted is None else pytest.approx(wanted, abs=2))
+
+
+def test_a_message_wrapped_over_lines_is_read():
+    assert read_log(TORCH_2_1.replace(". ", ".\n")).message.processes == ((1234, 10 * GIB),)
+
+
+def test_the_last_message_of_a_log_counts():
+    text = f"{TORCH_1_3}\nretrying with a smaller batch\n{TORCH_1_13}"
+    assert read_log(text).message.requested == 2 * GIB
+
+
+def test_a_text_without_a_message_is_refused():
+    with pytest.raises(ValueError, match="no out-of-memory message"):
+        read_log("step 1: loss 2.31")
+
+
+# ------------------------------------------------------------------ causes of logs
+
+FULL = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {size}. GPU 0 has a total "
+    "capacity of 23.65 GiB of which 300.00 MiB is free. Including non-PyTorch memory, this process "
+    "has 23.35 GiB memory in use. Of the allocated memory 22.50 GiB is allocated by PyTorch, and "
+    "{unallocated} is reserved by PyTorch but unallocated."
+)
+
+
+def log(*frames: tuple[str, int, str, str], size="1.00 GiB", unallocated="350.00 MiB", before=""):
+    """Return a log with a traceback of (file, line, function, source)."""
+    rows = [f'  File "{f}", line {n}, in {name}\n    {source}' for f, n, name, source in frames]
+    head = "Traceback (most recent call last):"
+    return "\n".join([before, head, *rows, FULL.format(size=size, unallocated=unallocated)])
+
+
+MAIN = ("train.py", 80, "<module>", "main()")
+STEP = ("train.py", 61, "main", "loss = model(ids, labels)")
+TORCH = "/env/lib/python3.12/site-packages/torch"
+LAYER = ("model.py", 40, "forward", "x = block(x)")
+MLP = ("model.py", 22, "forward", "return self.down(F.gelu(self.up(x)))")
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (
+            log(
+                *(MAIN, ("train.py", 70, "main", "optimizer.step()")),
+                (f"{TORCH}/optim/adamw.py", 150, "_init_group", 'state["exp_avg"] = zeros_like('),
+            ),
+            "optimizer-state",
+        ),
+        (log(MAIN, ("train.py", 90, "validate", "logits = model(x)"), LAYER, MLP), "no-grad"),
+        (
+            log(
+                *(MAIN, STEP, ("model.py", 60, "forward", "F.cross_entropy(logits.float(), y)")),
+                (f"{TORCH}/nn/functional.py", 3400, "cross_entropy", "return torch._C._nn.cross("),
+                size="7.83 GiB",
+            ),
+            "logits",
+        ),
+        (
+            log(*(MAIN, STEP, LAYER), ("model.py", 30, "forward", "att = q @ k.transpose(-2, -1)")),
+            "sequence",
+        ),
+        (log(MAIN, STEP, LAYER, MLP, before="layers=32 batch_size=2"), "no-checkpointing"),
+        (
+            log(*(MAIN, STEP), ("model.py", 9, "forward", "x = self.conv2(F.relu(self.conv1(x)))")),
+            "batch",
+        ),
+        (log(MAIN, STEP, LAYER, MLP, unallocated="9.20 GiB"), "fragmentation"),
+        (
+            log(
+                *(MAIN, ("chat.py", 5, "generate", "logits, past = model(x, past)")),
+                ("model.py", 33, "forward", "k = torch.cat([past_key, k], dim=2)"),
+            ),
+            "kv-cache",
+        ),
+        (
+            log(
+                *(MAIN, STEP, LAYER, MLP),
+                before="\n".join(f"step {n} loss 2.0 mem {6 + n / 10:.2f} GiB" for n in range(120)),
+                size="20.00 MiB",
+            ),
+            "kept-graphs",
+        ),
+        (TORCH_2_1, "other-process"),
+    ],
+)
+def test_the_cause_of_a_log_is_found(text, cause):
+    assert explain_text(text).cause == cause
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (  # the state was made in an earlier step; this is the forward pass
+            log(MAIN, STEP, LAYER, MLP, before="step 400 loss 2.1"),
+            "optimizer-state",
+        ),
+        (  # a decorator disables gradients
+            log(
+                *(MAIN, (f"{TORCH}/utils/_contextlib.py", 116, "decorate_context", "return f()")),
+                *(("train.py", 90, "validate", "logits = model(x)"), LAYER, MLP),
+            ),
+            "no-grad",
+        ),
+        (log(MAIN, STEP, LAYER, MLP, unallocated="900.00 MiB"), "fragmentation"),
+        (  # the fused attention stores no scores
+            log(
+                *(MAIN, STEP, LAYER),
+                ("model.py", 30, "forward", "y = F.scaled_dot_product_attention(q, k, v)"),
+            ),
+            "sequence",
+        ),
+        (FULL.format(size="1.00 GiB", unallocated="350.00 MiB"), "other-process"),
+        (  # memory that rises and falls is no leak
+            log(
+                *(MAIN, STEP, LAYER, MLP),
+                before="\n".join(f"step {n} mem {9 + n % 3:.2f} GiB" for n in range(12)),
+            ),
+            "kept-graphs",
+        ),
+    ],
+)
+def test_a_near_miss_of_a_log_has_another_cause(text, cause):
+    assert explain_text(text).cause not in (cause, None)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "step {n} loss 2.0 mem {gib:.1f} GiB\n",
+        "{n}/1000 [00:10<01:00] loss=2.0, mem={gib:.1f}G\r",
+        "[{n}] max_mem: {mib}\n",
+    ],
+)
+def test_growth_in_progress_lines_is_noticed(row):
+    before = "".join(row.format(n=n, gib=6 + n / 10, mib=6000 + 100 * n) for n in range(1, 90))
+    text = log(MAIN, STEP, LAYER, MLP, before=before, size="20.00 MiB")
+    assert explain_text(text).cause == "kept-graphs"
+
+
+def test_a_request_equal_to_a_product_of_printed_sizes_is_named():
+    text = log(
+        *(MAIN, STEP, ("model.py", 60, "forward", "loss = self.loss_fn(logits, y)")),
+        size="3.91 GiB",
+        before="batch_size=8 seq_len=4096 vocab_size=32000",
+    )
+    [evidence, *_] = explain_text(text).findings[0].evidence
+    assert "8 × 4,096 tokens × 32,000 logits in float32" in evidence

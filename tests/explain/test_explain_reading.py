@@ -1,0 +1,196 @@
+"""Files of every kind are read; damaged and malicious ones are refused before any code runs."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from memlab import Event, Trace
+from memlab.allocator import history
+from memlab.explain import explain
+from memlab.explain.categories import Categories
+from memlab.explain.frames import Frame, in_recompute
+from memlab.explain.histories import free_memory, history_of
+
+MIB = 2**20
+RECORDINGS = sorted(Path(os.environ.get("MEMLAB_RECORDINGS", "none")).glob("*.json.gz"))
+
+
+def event(
+    size: int, storage: int, category: str, phase: str = "forward", module: str = ""
+) -> Event:
+    return Event(size, storage, category, "aten.mm", module, phase, "float32", (size // 4,))
+
+
+TRACE = Trace(
+    (
+        event(4 * MIB, 0, "parameters", "before"),
+        *(event(8 * MIB, n, "activations", module=f"blocks.{n}") for n in range(1, 9)),
+        event(4 * MIB, 9, "gradients", "backward"),
+        *(event(-8 * MIB, n, "activations", "backward") for n in range(8, 0, -1)),
+        event(8 * MIB, 10, "optimizer_state", "optimizer"),
+    )
+)
+
+
+def write(path: Path, content) -> Path:
+    path.write_bytes(content if isinstance(content, bytes) else pickle.dumps(content))
+    return path
+
+
+def test_a_trace_keeps_its_own_categories(tmp_path):
+    path = write(tmp_path / "trace.json", json.dumps(TRACE.to_dict()).encode())
+    found = explain(path)
+    assert found.kind == "trace"
+    assert found.situation.by_category == {
+        "parameters": 4 * MIB,
+        "gradients": 4 * MIB,
+        "activations": 64 * MIB,
+    }
+    assert not any(found.situation.unsure.values())
+
+
+def test_an_exported_snapshot_has_the_same_categories_as_its_trace(tmp_path):
+    TRACE.to_snapshot(tmp_path / "snapshot.pickle")
+    found = explain(tmp_path / "snapshot.pickle")
+    assert found.kind == "snapshot"
+    assert found.situation.by_category["activations"] == 64 * MIB
+
+
+def test_a_recording_of_the_simulated_allocator_is_read(tmp_path):
+    path = write(tmp_path / "recording.json", json.dumps(history(TRACE)).encode())
+    assert explain(path).situation.allocated_bytes == TRACE.peak_bytes
+
+
+@pytest.mark.skipif(not RECORDINGS, reason="MEMLAB_RECORDINGS names no folder of recordings")
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.name)
+def test_recordings_of_a_real_gpu_are_explained(path):
+    found = explain(path)
+    assert found.situation.by_category["parameters"] == pytest.approx(12.7 * 2**30, rel=0.01)
+
+
+# ------------------------------------------------------------------ refused
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.mkdir, ("made-by-a-pickle",)
+
+
+def test_a_malicious_pickle_is_refused_before_it_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path / "snapshot.pickle", {"segments": [Malicious()], "device_traces": []})
+    with pytest.raises(ValueError, match="not plain data"):
+        explain(path)
+    assert not (tmp_path / "made-by-a-pickle").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "empty"),
+        (pickle.dumps({"segments": []})[:-4], "cannot be read"),
+        (b'{"events": [', "no complete JSON"),
+        (b"\x1f\x8bnot gzip", "damaged"),
+        ([1, 2], "holds a list"),
+        ({"other": 1}, "its keys are other"),
+        ({"segments": [], "device_traces": [[]]}, "neither segments nor a trace"),
+        ({"segments": 3, "device_traces": [[]]}, "must be lists"),
+        ({"segments": [3], "device_traces": [[]]}, "no dictionary"),
+        ({"segments": [], "device_traces": [[{"action": "alloc"}]]}, "malformed"),
+        ({"segments": [], "device_traces": [[{"action": "snapshot"}]]}, "no memory was allocated"),
+        (b'{"schema": 1, "command": "plan"}', "result of memlab plan"),
+        (b"hello", "no out-of-memory message"),
+    ],
+)
+def test_other_files_are_refused_in_one_sentence(tmp_path, content, words):
+    with pytest.raises(ValueError, match=words) as error:
+        explain(write(tmp_path / "file", content))
+    assert "\n" not in str(error.value)
+
+
+# ------------------------------------------------------------------ histories
+
+
+def entry(action: str, addr: int, size: int, **more) -> dict:
+    return {"action": action, "addr": addr, "size": size, "stream": 0, **more}
+
+
+def block(address: int, size: int, state: str = "active_allocated") -> dict:
+    return {"address": address, "size": size, "requested_size": size, "state": state}
+
+
+def segment(address: int, *blocks: dict, device: int = 0) -> dict:
+    size = sum(each["size"] for each in blocks)
+    head = {"device": device, "address": address, "total_size": size, "stream": 0}
+    return {**head, "segment_type": "large", "blocks": list(blocks)}
+
+
+def test_blocks_and_segments_older_than_the_record_count_from_its_start():
+    """The first is alive at the end; the second is freed during the record."""
+    at_end = segment(0, block(0, 2 * MIB), block(2 * MIB, 18 * MIB, "inactive"))
+    freed = [entry("free_requested", 2 * MIB, 4 * MIB), entry("free_completed", 2 * MIB, 4 * MIB)]
+    found = history_of({"segments": [at_end], "device_traces": [freed]})
+    assert found.allocated == [6 * MIB, 2 * MIB, 2 * MIB]
+    assert found.reserved == [20 * MIB] * 3
+
+
+def test_the_device_that_ran_out_of_memory_is_chosen():
+    traces = [[entry("alloc", 0, MIB)], [{"action": "oom", "size": 8, "device_free": 0}]]
+    segments = [segment(0, block(0, 40 * MIB)), segment(0, block(0, 2 * MIB), device=1)]
+    snapshot = {"segments": segments, "device_traces": traces}
+    assert history_of(snapshot).device == 1
+    assert history_of(snapshot, 0).device == 0
+    with pytest.raises(ValueError, match=r"no device 2; choose from \[0, 1\]"):
+        history_of(snapshot, 2)
+
+
+def test_free_memory_counts_gaps_and_merges_pages_of_an_expandable_segment():
+    maps = [entry("segment_map", n * 2 * MIB, 2 * MIB) for n in range(3)]
+    found = history_of(
+        {
+            "segments": [],
+            "device_traces": [[*maps, entry("alloc", 0, MIB), entry("alloc", MIB, MIB)]],
+        }
+    )
+    assert free_memory(found, found.length).gaps == (4 * MIB,)
+
+
+def test_part_of_a_range_can_be_unmapped():
+    maps = [entry("segment_map", 0, 6 * MIB), entry("segment_unmap", 2 * MIB, 2 * MIB)]
+    found = history_of({"segments": [], "device_traces": [maps]})
+    assert found.reserved == [0, 6 * MIB, 4 * MIB]
+    assert free_memory(found, 2).gaps == (2 * MIB, 2 * MIB)
+
+
+def test_equal_counts_of_equal_sizes_are_weights_gradients_and_two_moments():
+    sizes = [8 * MIB, 4 * MIB, 2 * MIB]
+    blocks = [block(0, size) for size in sizes for _ in range(4)]
+    for each, address in zip(blocks, range(0, 2**40, 16 * MIB), strict=False):
+        each["address"] = address
+    segments = [segment(each["address"], each) for each in blocks]
+    found = history_of({"segments": segments, "device_traces": []})
+    names = [Categories(found).name(b) for b in found.blocks if b.bytes == 8 * MIB]
+    assert names == ["parameters", "gradients", "optimizer_state", "optimizer_state"]
+
+
+def test_four_equal_matrices_in_a_layer_are_no_sign_of_adam():
+    blocks = [block(n * 16 * MIB, 8 * MIB) for n in range(4)]
+    blocks += [block(2**40 + n * 16 * MIB, (n + 1) * MIB) for n in range(3)]
+    segments = [segment(each["address"], each) for each in blocks]
+    found = history_of({"segments": segments, "device_traces": []})
+    assert {Categories(found).name(b) for b in found.blocks} == {"parameters"}
+
+
+@pytest.mark.parametrize(
+    ("filename", "recomputes"),
+    [
+        ("/env/site-packages/torch/utils/checkpoint.py", True),
+        ("C:\\env\\site-packages\\torch\\utils\\checkpoint.py", True),
+        ("/home/me/project/utils/checkpoint.py", False),
+    ],
+)
+def test_a_users_file_of_checkpoints_is_no_activation_checkpointing(filename, recomputes):
+    assert in_recompute((Frame(filename, 1, "checkpoint"),)) == recomputes
