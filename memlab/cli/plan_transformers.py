@@ -41,7 +41,7 @@ def plan_transformers(
     groups = choice.groups()
     terminal.echo("\n".join(map(paragraph, _headline(training, memory, target))) + "\n")
     options = list(_best_options(groups, training, target, memory))
-    _show(training, options, code)
+    _show(training, options, code, memory)
     write_breakdown(
         {option.title: option.measured for option in options if option.measured},
         f"{training}, in {memory.name}",
@@ -113,23 +113,21 @@ def _headline(training: Training, memory: Memory, target: str) -> Iterator[str]:
     yield f"predicted for {target} without running anything"
 
 
-def _show(training: Training, options: list[Option], code: str) -> None:
+def _show(training: Training, options: list[Option], code: str, memory: Memory) -> None:
     first = next((option for option in options if option.fits), None)
     terminal.show_table(_table(options, first))
     sentences = "\n".join(map(paragraph, _remarks(training, options, first)))
     terminal.echo(f"\n{sentences}")
     if first is not None:
-        lines = "\n".join(_lines(training, first.recipe, code))
+        lines = "\n".join(_lines(training, first.recipe, code, memory))
         terminal.echo(f"\n{first.title}:\n\n{indent(lines, '  ')}\n")
 
 
-def _lines(training: Training, recipe: Recipe, code: str) -> list[str]:
+def _lines(training: Training, recipe: Recipe, code: str, memory: Memory) -> list[str]:
     """Return the code that trains with a recipe."""
-    auto_class, name = training.task.auto_class, training.source.name
-    if code == "production":
-        return list(production_code(recipe, auto_class, name))
-    paths = [stack.path for stack in training.stacks]
-    return list(memlab_code(recipe, auto_class, name, paths))
+    is_apple = memory.card is not None and memory.card.vendor == "Apple"
+    loaded = training.loaded("mps" if is_apple else "cuda")
+    return list((production_code if code == "production" else memlab_code)(recipe, loaded))
 
 
 def _table(options: list[Option], first: Option | None) -> Any:
@@ -176,17 +174,22 @@ def _remarks(training: Training, options: list[Option], first: Option | None) ->
         "each row is the fastest recipe of its group that fits, or the smallest; groups train "
         "differently, so their times alone do not rank them"
     )
-    if first is None:
-        yield "Nothing fits; use a shorter sequence, a smaller batch or a larger GPU"
+    if first is None and all(option.failure for option in options):
+        yield "nothing could be predicted; the reasons are below"
+    elif first is None:
+        yield "nothing fits; use a shorter sequence, a smaller batch or a larger GPU"
     else:
         yield (
             f"time: estimated, relative to the first row that fits, whose step is bound by "
             f"{shares(first.seconds)}"
         )
-        yield (
-            "batch up to, length up to: predicted to fit, each with the other as given; a little "
-            "more may fit"
-        )
+        if any(option.longest for option in options):
+            yield (
+                "batch up to, length up to: predicted to fit, each with the other as given; a "
+                "little more may fit"
+            )
+        elif any(option.largest_batch for option in options):
+            yield "batch up to: predicted to fit; a little more may fit"
         if sum(option.fits for option in options) > 1:
             yield "the code is for the first row that fits; --full, --lora, --qlora choose another"
     if any(option.measured is None and not option.failure for option in options):
@@ -195,7 +198,8 @@ def _remarks(training: Training, options: list[Option], first: Option | None) ->
     if others > NOTABLE_SHARE and any(option.recipe.method == "qlora" for option in options):
         yield (
             f"4-bit weights: bitsandbytes quantizes linear layers alone; {others:.0%} of this "
-            f"model's weights, such as experts and embeddings, stay in 16 or 32 bits"
+            f"model's weights, such as experts and embeddings, are not, and peft's "
+            f"prepare_model_for_kbit_training casts them to float32"
         )
     if any(option.empties_cache for option in options):
         yield EMPTIES_CACHE
@@ -226,13 +230,15 @@ def _numbers(
         "seq_len": training.completed_size.seq_len,
         "bytes_as_it_is": as_it_is and as_it_is.needed_bytes,
         "chosen": chosen,
-        "options": [_option_numbers(training, option, code) for option in options],
+        "options": [_option_numbers(training, option, code, memory) for option in options],
         "notes": list(_notes(training, options)),
     }
 
 
-def _option_numbers(training: Training, option: Option, code: str) -> dict[str, Any]:
-    lines = _lines(training, option.recipe, code) if option.fits else None
+def _option_numbers(
+    training: Training, option: Option, code: str, memory: Memory
+) -> dict[str, Any]:
+    lines = _lines(training, option.recipe, code, memory) if option.fits else None
     return {**option.to_dict(), "code": lines}
 
 

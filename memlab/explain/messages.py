@@ -212,7 +212,7 @@ _SETTING = re.compile(
 )
 _SYMBOL = re.compile(r"\b([BT])\s*=\s*(\d+)\b")  # as many a script calls them
 _MEMORY = re.compile(  # as progress lines print it; without a unit, it is in MiB
-    r"(?i)\b(?:(?:max|peak|gpu)_?)?(?:mem(?:ory)?|alloc(?:ated)?|reserved|vram|cuda)\w*[^\d\n]{0,20}"
+    r"(?i)\b(?:(?:max|peak|gpu)_?)?(?:mem(?:ory)?|alloc(?:ated)?|reserved|vram|cuda(?!:\d))\w*[^\d\n]{0,20}"
     r"(\d+(?:\.\d+)?) ?(TiB|GiB|MiB|KiB|TB|GB|MB|KB|G|M)?(?![a-zA-Z\d])"
 )
 _STEP = re.compile(

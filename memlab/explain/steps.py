@@ -226,7 +226,8 @@ def leaks_of(history: History, loop: Loop, until: int) -> list[Leak]:
     """Return the lines whose blocks outlive their step and the next, the most bytes first.
 
     Blocks of the first step do not count, nor lines that leave blocks in fewer than three steps.
-    What such a line left before the record began counts too.
+    What such a line left before the record began counts too, as earlier steps of as many bytes:
+    a short record may hold no more than two steps, of which the first is then no warm-up.
     """
     starts = [start for start in loop.starts if start <= until]
     by_line: dict[Frame | None, list[tuple[int, Block]]] = defaultdict(list)
@@ -235,16 +236,21 @@ def leaks_of(history: History, loop: Loop, until: int) -> list[Leak]:
         step = int(np.searchsorted(starts, block.born, side="right")) - 1
         if not block.alive(until) or step + 2 > len(starts):
             continue
-        if step >= WARM_UP:
+        if block.born and step >= 0:
             by_line[line_in(block.stack, loop.depth)].append((step, block))
         elif not block.born and in_forward(block.stack):
             older[line_in(block.stack, loop.depth)].append(block)
     found = []
-    for frame, made in by_line.items():
+    for frame, blocks in by_line.items():
+        warm_up = 0 if older[frame] else WARM_UP
+        made = [(step, block) for step, block in blocks if step >= warm_up]
         steps = len({step for step, _ in made})
+        if steps:
+            per_step = sum(block.bytes for _, block in made) / steps
+            steps += int(sum(block.bytes for block in older[frame]) / per_step)
         if steps >= LEAST_STEPS:
-            blocks = [*(block for _, block in made), *older[frame]]
-            found.append(Leak(frame, tuple(blocks), steps))
+            left = (*(block for _, block in made), *older[frame])
+            found.append(Leak(frame, left, steps))
     return sorted(found, key=lambda leak: -leak.bytes)
 
 

@@ -58,6 +58,7 @@ _KEPT_LOSS = re.compile(
     r"retain_graph\s*=\s*True|(losses|history|outputs|all_\w+)\.append\((?!.*(item|detach|float\())"
     r"|\b(total|running|epoch|sum|avg|train)\w*loss\s*\+=\s*(?!.*(item|detach|float\())\w*loss"
 )
+_PRINTED_GRAPH = re.compile(r"[\w ]*[:= ]\s*tensor\([^()\n]*grad_fn=<\w+>\)")
 _TOO_LONG = re.compile(r"Token indices sequence length is longer|exceeds? the (model|maximum)")
 
 
@@ -225,7 +226,7 @@ def kv_cache(s: TextSituation) -> Finding | None:
 def kept_graphs(s: TextSituation) -> Finding | None:
     """Printed memory grew from step to step, or many steps ran before this one failed."""
     training = not (s.evaluation or s.generation)
-    kept = _KEPT_LOSS.search(s.log.text)
+    kept = _KEPT_LOSS.search(s.log.text) or _PRINTED_GRAPH.search(s.log.text)
     if s.growing:
         first, last = s.growing[0], s.growing[-1]
         return finding(
@@ -233,10 +234,11 @@ def kept_graphs(s: TextSituation) -> Finding | None:
             0.88 if training else 0.45,
             f"printed memory grew in {len(s.growing)} lines of the log, from "
             f"{format_bytes(first)} to {format_bytes(last)}",
-            f"a line that keeps graphs: {kept.group(0)}" if kept else "",
+            f"the log has what keeps graphs: {kept.group(0).strip()}" if kept else "",
         )
     if kept and training:
-        return finding("kept-graphs", 0.72, f"a line that keeps graphs: {kept.group(0)}")
+        sentence = f"the log has what keeps graphs: {kept.group(0).strip()}"
+        return finding("kept-graphs", 0.72, sentence)
     if s.ran_before and training and s.phase != "optimizer":
         return finding(
             "kept-graphs",

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-MOST_PREDICTIONS = 6
+MOST_PREDICTIONS = 7
+FURTHEST = 16  # times the largest number that fits, for the next one to try
 CLOSE = 0.98  # of the budget: not worth another prediction
 
 
@@ -27,9 +28,10 @@ def largest(
 ) -> Limit:
     """Return a number up to `maximum` that needs at most `budget` bytes, the largest or nearly.
 
-    Bytes grow with the number, or with its square (eager attention). So each guess is where a line
-    or a parabola through the known points meets the budget; the first is given by the slope, or is
-    twice the number. The result was predicted to fit.
+    Bytes grow with the number, or with its square (eager attention), and often not at all at first:
+    a small batch's peak is in the optimizer's step. So the number at least doubles until one does
+    not fit; then a line or a parabola through the known points says where the budget is met. The
+    result was predicted to fit.
 
     Args:
         needed: predicts the bytes of a number.
@@ -41,12 +43,7 @@ def largest(
     for _ in range(MOST_PREDICTIONS):
         if too_many - fits <= step or known[fits] > CLOSE * budget:
             break
-        if len(known) > 1:
-            guess = _where(known, budget, fits)
-        else:
-            guess = (
-                2 * fits if slope is None else fits + int((budget - known[fits]) / max(1, slope))
-            )
+        guess = _between(known, budget, fits, too_many) or _above(known, budget, fits, slope)
         guess = start + (guess - start) // step * step
         guess = min(max(guess, fits + step), fits + (too_many - 1 - fits) // step * step)
         known[guess] = needed(guess)
@@ -58,11 +55,29 @@ def largest(
     return Limit(fits, slope or 0.0)
 
 
-def _where(known: dict[int, int], budget: int, fits: int) -> int:
-    """Return the number at which a curve through the three points nearest the budget meets it."""
+def _above(known: dict[int, int], budget: int, fits: int, slope: float | None) -> int:
+    """Return a larger number, while all known ones fit: where the latest slope meets the budget."""
+    below = max((number for number in known if number < fits), default=None)
+    if below is None and slope is None:
+        return 2 * fits
+    if below is not None:
+        slope = (known[fits] - known[below]) / (fits - below)
+    straight = fits + int((budget - known[fits]) / slope) if slope > 0 else FURTHEST * fits
+    return straight if below is None else min(straight, FURTHEST * fits)
+
+
+def _between(known: dict[int, int], budget: int, fits: int, too_many: int) -> int | None:
+    """Return where a curve through the points nearest the budget meets it, between the largest
+    number that fits and the smallest that does not; None if all known ones fit."""
+    if too_many not in known:
+        return None
     numbers = sorted(known, key=lambda number: abs(known[number] - budget))[:3]
     curve = np.polynomial.Polynomial.fit(
         numbers, [known[number] - budget for number in numbers], len(numbers) - 1
     )
-    beyond = [root.real for root in curve.roots() if abs(root.imag) < 1e-6 and root.real > fits]
-    return int(min(beyond, default=2 * fits))
+    roots = (root.real for root in curve.roots() if abs(root.imag) < 1e-6)
+    inside = [root for root in roots if fits < root < too_many]
+    if not inside:  # a line between the two
+        share = (budget - known[fits]) / (known[too_many] - known[fits])
+        return fits + int(share * (too_many - fits))
+    return int(min(inside))

@@ -1,8 +1,8 @@
 """The code that sets up a recipe with memlab's own techniques around a transformers model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from memlab.transformers_models.recipes import ALL_LINEAR, Recipe, loop_code
+from memlab.transformers_models.recipes import ALL_LINEAR, TRAIN, Loaded, Recipe, loop_code
 
 _OPTIMIZERS = {
     "adamw": "torch.optim.AdamW(weights)",
@@ -13,28 +13,23 @@ _OPTIMIZERS = {
 }
 
 
-def memlab_code(recipe: Recipe, auto_class: str, name: str, paths: Sequence[str]) -> Iterator[str]:
-    """Yield the lines; `paths` are those of the model's stacks of layers."""
+def memlab_code(recipe: Recipe, loaded: Loaded) -> Iterator[str]:
+    """Yield the lines that train with memlab's techniques in place of production's."""
     yield "import torch"
-    yield f"from transformers import {auto_class}"
+    yield f"from transformers import {loaded.auto_class}"
     yield from sorted(_imports(recipe))
     yield ""
-    yield f"model = {auto_class}.from_pretrained("
-    yield f'    "{name}",'
-    yield f"    dtype=torch.{recipe.weights_dtype},"
-    if recipe.attention != "default":
-        yield f'    attn_implementation="{recipe.attention}",'
-    yield "    use_cache=False,"
-    yield ")" if recipe.method == "qlora" else ").cuda()"
-    yield from _adapters(recipe)
+    yield from loaded.loading(recipe, on_device=recipe.method == "qlora")
+    yield from _adapters(recipe, loaded)
     if recipe.checkpointing:
-        for path in paths:
+        for path in loaded.stacks:
             yield f"for layer in model.{path}:"
             yield "    layer.forward = partial(checkpoint, layer.forward)"
+    yield TRAIN
     yield "weights = [p for p in model.parameters() if p.requires_grad]"
     yield f"optimizer = {_OPTIMIZERS[recipe.optimizer]}"
     yield ""
-    yield from loop_code(recipe)
+    yield from loop_code(recipe, loaded.device)
 
 
 def _imports(recipe: Recipe) -> Iterator[str]:
@@ -51,11 +46,11 @@ def _imports(recipe: Recipe) -> Iterator[str]:
         yield "from memlab.offload import DiskStore, OffloadedOptimizer"
 
 
-def _adapters(recipe: Recipe) -> Iterator[str]:
+def _adapters(recipe: Recipe, loaded: Loaded) -> Iterator[str]:
     if recipe.method == "full":
         return
     if recipe.targets == ALL_LINEAR:
-        chosen = 'not name.endswith("lm_head")'
+        chosen = f'name != "{loaded.head}"' if loaded.head else "True"
     else:
         names = ", ".join(f'"{name}"' for name in recipe.targets.split(","))
         chosen = f'name.rpartition(".")[2] in ({names},)'
@@ -65,4 +60,4 @@ def _adapters(recipe: Recipe) -> Iterator[str]:
     else:
         yield f"add_qlora(model, rank={recipe.rank}, adapt=where)"
         yield "prepare_for_low_bits(model)"
-        yield "model.cuda()"
+        yield f"model{loaded.move}"

@@ -135,37 +135,75 @@ def recipe_named(names: str, **settings: Any) -> Recipe:
     return Recipe(**{**settings, **changes})
 
 
-def code(recipe: Recipe, auto_class: str, name: str) -> Iterator[str]:
+@dataclass(frozen=True)
+class Loaded:
+    """The model that printed code loads.
+
+    auto_class   of transformers, such as AutoModelForCausalLM
+    name         of the model, for from_pretrained
+    device       of the training
+    has_cache    whether its config has `use_cache`, which training turns off
+    head         path of its output layer, which gets no adapter; "" if it has none
+    stacks       paths of its lists of layers
+    """
+
+    auto_class: str
+    name: str
+    device: str = "cuda"
+    has_cache: bool = True
+    head: str = "lm_head"
+    stacks: tuple[str, ...] = ()
+
+    def loading(self, recipe: Recipe, *options: str, on_device: bool) -> Iterator[str]:
+        """Yield the lines that load the model, and move it unless it is `on_device` already."""
+        yield f"model = {self.auto_class}.from_pretrained("
+        yield f'    "{self.name}",'
+        yield f"    dtype=torch.{recipe.weights_dtype},"
+        if self.has_cache:
+            yield "    use_cache=False,"
+        if recipe.attention != "default":
+            yield f'    attn_implementation="{recipe.attention}",'
+        yield from (f"    {option}," for option in options)
+        yield ")" if on_device else f"){self.move}"
+
+    @property
+    def move(self) -> str:
+        return ".cuda()" if self.device == "cuda" else f'.to("{self.device}")'
+
+
+TRAIN = "model.train()  # from_pretrained returns it in evaluation mode"
+
+
+def code(recipe: Recipe, loaded: Loaded) -> Iterator[str]:
     """Yield the lines of Python that set up the training with transformers, peft and
     bitsandbytes; the batches and the loop are the user's."""
     yield "import torch"
-    yield from sorted(_imports(recipe, auto_class))
+    yield from sorted(_imports(recipe, loaded.auto_class))
     yield ""
-    options = [f'"{name}"', f"dtype=torch.{recipe.weights_dtype}", "use_cache=False"]
-    if recipe.attention != "default":
-        options.append(f'attn_implementation="{recipe.attention}"')
+    options: tuple[str, ...] = ()
     if recipe.method == "qlora":
         yield "four_bits = BitsAndBytesConfig("
-        yield '    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,'
+        yield '    load_in_4bit=True, bnb_4bit_quant_type="nf4",'
+        yield "    bnb_4bit_use_double_quant=True,"
         yield "    bnb_4bit_compute_dtype=torch.bfloat16,"
         yield ")"
-        options += ["quantization_config=four_bits", 'device_map={"": 0}']
-    yield f"model = {auto_class}.from_pretrained("
-    yield from (f"    {option}," for option in options)
-    yield ")" if recipe.method == "qlora" else ").cuda()"
+        options = ("quantization_config=four_bits", 'device_map={"": 0}')
+    yield from loaded.loading(recipe, *options, on_device=recipe.method == "qlora")
     yield from _prepared(recipe)
+    yield TRAIN
     package, _, kind = OPTIMIZERS[recipe.optimizer].rpartition(".")
     yield f"optimizer = {f'torch.optim.{kind}' if package == 'torch.optim' else kind}("
     yield "    [p for p in model.parameters() if p.requires_grad]"
     yield ")"
     yield ""
-    yield from loop_code(recipe)
+    yield from loop_code(recipe, loaded.device)
 
 
-def loop_code(recipe: Recipe) -> Iterator[str]:
+def loop_code(recipe: Recipe, device: str) -> Iterator[str]:
     """Yield the lines of one training step."""
+    yield "# batch: a dictionary of the model's inputs and labels, on the GPU"
     if recipe.uses_autocast:
-        yield 'with torch.autocast("cuda", dtype=torch.bfloat16):'
+        yield f'with torch.autocast("{device}", dtype=torch.bfloat16):'
     yield f"{'    ' * recipe.uses_autocast}loss = model(**batch).loss"
     yield "loss.backward()"
     yield "optimizer.step()"

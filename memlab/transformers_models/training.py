@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 from memlab.internals.lazy import LazyModule
-from memlab.transformers_models.recipes import OPTIMIZERS, Recipe
+from memlab.transformers_models.recipes import OPTIMIZERS, Loaded, Recipe
 from memlab.transformers_models.sources import Source
 from memlab.transformers_models.structure import Stack, shorten, stacks
 from memlab.transformers_models.tasks import Size, Task, class_names, completed, described, task_of
@@ -85,6 +85,18 @@ class Training:
     @cached_property
     def stacks(self) -> tuple[Stack, ...]:
         return stacks(self.skeleton)
+
+    def loaded(self, device: str = "cuda", name: str | None = None) -> Loaded:
+        """Return what printed code has to know of the model."""
+        output = self.skeleton.get_output_embeddings()
+        return Loaded(
+            self.task.auto_class,
+            name or self.source.name,
+            device,
+            has_cache=hasattr(self.config, "use_cache"),
+            head=next((n for n, m in self.skeleton.named_modules() if m is output), ""),
+            stacks=tuple(stack.path for stack in self.stacks),
+        )
 
     def model(self, recipe: Recipe) -> nn.Module:
         """Build the model with random weights."""

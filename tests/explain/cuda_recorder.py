@@ -78,7 +78,7 @@ class Recorder(TorchDispatchMode):
         """Return the Python frames, innermost first, that CUDA would have recorded."""
         found = []
         frame = sys._getframe(2)
-        while frame is not None:
+        while frame is not None and frame.f_code is not record.__code__:  # not the test runner's
             code = frame.f_code
             if code.co_name == ENGINE:
                 backward = {"filename": "??", "line": 0, "name": "torch::autograd::Engine::execute"}

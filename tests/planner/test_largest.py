@@ -15,6 +15,9 @@ from memlab.planner.limits import MOST_PREDICTIONS, largest
         (lambda n: 100 + n, 1000, 10**6, 128, 100, 868),  # multiples of 128 above 100
         (lambda n: 100 + n * n // 10, 10_000, 10**6, 1, 4, 280),  # no line: 90 % of 314
         (lambda n: 500, 1000, 64, 1, 1, 64),  # no growth at all
+        (lambda n: max(300, 100 + 10 * n), 1000, 4096, 1, 1, 90),  # none up to 20
+        (lambda n: max(400 + n, 37 * n), 20_000, 4096, 1, 1, 540),  # slowly at first
+        (lambda n: max(400, 100 + n * n // 10), 10_000, 10**6, 1, 4, 280),
     ],
 )
 def test_the_largest_number_that_fits(bytes_of, budget, maximum, step, start, wanted):

@@ -5,7 +5,14 @@ import transformers
 
 import memlab
 from memlab.transformers_models.memlab_code import memlab_code
-from memlab.transformers_models.recipes import METHODS, OPTIMIZERS, PRECISIONS, Recipe, code
+from memlab.transformers_models.recipes import (
+    METHODS,
+    OPTIMIZERS,
+    PRECISIONS,
+    Loaded,
+    Recipe,
+    code,
+)
 from tests.quick import quick
 from tests.transformers_models.configs import TINY
 
@@ -38,7 +45,6 @@ def builder(training, lines):
         exec(setup, names)
         batch = training.task.inputs(training.config, training.completed_size)
         names["batch"] = {name: tensor.cuda() for name, tensor in batch.items()}
-        names["model"].train()
         return lambda: exec(loop, names), names["model"], names["optimizer"]
 
     return build
@@ -52,7 +58,7 @@ def builder(training, lines):
 def test_the_printed_code_trains_as_predicted(recipe, training_of, tmp_path):
     """The code runs in a prediction, from a folder of weights, and allocates the same."""
     training = training_of("mistral")
-    lines = list(code(recipe, training.task.auto_class, str(weights_in(tmp_path))))
+    lines = list(code(recipe, training.loaded(name=str(weights_in(tmp_path)))))
     printed = memlab.predict(builder(training, lines))
     ours = memlab.predict(lambda: training.build(recipe))
     assert printed.allocated_bytes == ours.allocated_bytes
@@ -64,9 +70,7 @@ def test_the_printed_code_trains_as_predicted(recipe, training_of, tmp_path):
 def test_memlabs_code_trains_as_well(recipe, training_of, tmp_path):
     """It needs about the same: its adapters are in the weights' dtype, and other kernels run."""
     training = training_of("mistral")
-    folder = weights_in(tmp_path)
-    paths = [stack.path for stack in training.stacks]
-    lines = memlab_code(recipe, training.task.auto_class, str(folder), paths)
+    lines = memlab_code(recipe, training.loaded(name=str(weights_in(tmp_path))))
     printed = memlab.predict(builder(training, list(lines)))
     ours = memlab.predict(lambda: training.build(recipe))
     assert printed.allocated_bytes == pytest.approx(ours.allocated_bytes, rel=0.1)
@@ -75,8 +79,8 @@ def test_memlabs_code_trains_as_well(recipe, training_of, tmp_path):
 
 def test_lines_are_short_enough_to_read():
     for recipe in RECIPES:
-        lines = list(code(recipe, "AutoModelForCausalLM", "Qwen/Qwen2.5-7B"))
-        assert max(map(len, lines)) <= 88
+        lines = list(code(recipe, Loaded("AutoModelForCausalLM", "Qwen/Qwen2.5-7B")))
+        assert max(map(len, lines)) <= 78  # indented by two
         assert not any(line != line.rstrip() for line in lines)
 
 
