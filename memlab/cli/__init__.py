@@ -933,8 +933,8 @@ def _given(context: typer.Context, *names: str) -> list[str]:
 def _require_script_for(assume: str | None, script: str | None) -> None:
     if assume is not None and script is None:
         raise UsageError(
-            "got --assume without --script; in memlab's own models no size depends on values, so "
-            "leave --assume out"
+            "got --assume without --script; plans of models assume that routing gives every expert "
+            "the same number of tokens, so leave --assume out"
         )
 
 

@@ -28,8 +28,8 @@ LOWEST_PYTHON, LOWEST_TORCH = (3, 11), (2, 11)
 OPTIONAL = {
     "matplotlib": "pictures",
     "jupyterlab": "the course's notebooks",
-    "transformers": "some tests",
-    "bitsandbytes": "comparisons with its 8-bit optimizers",
+    "transformers": "plans of any model",
+    "bitsandbytes": "plans with 8-bit optimizers and QLoRA",
     "triton": "memlab.kernels, on a GPU",
 }
 NEEDED_DISK_BYTES = 100 * 2**20

@@ -57,11 +57,16 @@ def plan_model(
         from memlab.transformers_models.tasks import Size
         from memlab.transformers_models.training import Training
 
-        if (gpus, tensor_parallel, pipeline_parallel, exact) != (1, 1, 1, False):
+        sharing = {
+            "--gpus": gpus != 1,
+            "--tensor-parallel": tensor_parallel != 1,
+            "--pipeline-parallel": pipeline_parallel != 1,
+            "--exact": exact,
+        }
+        if given := " and ".join(option for option, is_given in sharing.items() if is_given):
             raise UsageError(
-                f"got --gpus, --tensor-parallel, --pipeline-parallel or --exact for {model}, a "
-                f"model of transformers; it is planned for one GPU, and always predicted: leave "
-                f"them out"
+                f"got {given} for {model}, a model of transformers; it is planned for one GPU, and "
+                f"always predicted: leave it out"
             )
         if target == "cpu":
             raise UsageError(

@@ -107,6 +107,14 @@ def _headline(training: Training, memory: Memory, target: str) -> Iterator[str]:
         f"{training.source.name}: transformers' {training.class_name}, {weights:,} parameters, "
         f"{training.described}"
     )
+    declared = training.config.architectures or ()
+    if declared and training.class_name not in declared:
+        yield f"the config names {declared[0]}, whose training memlab does not know"
+    if (card := memory.card) is not None and not card.runs_cuda:
+        yield (
+            f"{card.vendor}: predicted with CUDA's kernels and allocator, and not compared with "
+            f"such a GPU; bitsandbytes' optimizers and 4-bit weights may not run there"
+        )
     if stored := training.stored_quantized:
         yield f"the published weights are stored as {stored}; here they are counted as bfloat16"
     yield room(memory, target)

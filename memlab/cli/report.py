@@ -107,7 +107,10 @@ def _extra_inputs(trace: Trace, plain: Trace) -> str | None:
     more = trace.at_peak.get("inputs", 0) - plain.at_peak.get("inputs", 0)
     if more <= 0:
         return None
-    return f"keeps {format_bytes(more)} across steps, such as weight averages, counted as inputs"
+    return (
+        f"keeps {format_bytes(more)} across steps beside weights and optimizer state, counted as "
+        f"inputs"
+    )
 
 
 def failures(rows: Sequence[Row]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from memlab.prediction import predict
 from memlab.trace import Trace
 from memlab.transformers_models.recipes import Recipe
 from memlab.transformers_models.structure import Stack
-from memlab.transformers_models.training import Training
+from memlab.transformers_models.training import Training, quiet
 
 Depths = dict[str, int]  # layers to keep, by the stack's path
 _UNITS = 3  # repetitions that establish a rule
@@ -106,4 +106,5 @@ class _Runs:
             step, model, optimizer = self.training.build(self.recipe, depths=depths)
             return roofline.counted(step), model, optimizer
 
-        return _Run(predict(build, device=self.target), roofline.seconds)
+        with quiet():
+            return _Run(predict(build, device=self.target), roofline.seconds)

@@ -20,9 +20,13 @@ from memlab.planner.measuring import Measured
 from memlab.planner.options import option_numbers
 from memlab.transformers_models.measuring import predicted
 from memlab.transformers_models.recipes import METHODS, STATE_BYTES, Recipe
-from memlab.transformers_models.tasks import Size, positions
+from memlab.transformers_models.tasks import Size, loops_over_tokens, positions
 from memlab.transformers_models.training import Training
 
+NO_LIMITS = (
+    "the largest batch and length were not searched: without the kernels of its own packages, this "
+    "model loops over the tokens, so each prediction takes long"
+)
 Announce = Callable[[str], object]
 MAX_SEQUENCES = 4096
 TOKENS = 128  # granularity of the longest length
@@ -182,6 +186,8 @@ class Search:
 
     def with_limits(self, option: Option) -> Option:
         """Add the largest batch, and the longest length at the given batch."""
+        if loops_over_tokens(self.training.config):
+            return replace(option, notes=(*option.notes, NO_LIMITS))
         size, recipe = self.training.completed_size, option.recipe
 
         def needed(changed: Size) -> int:

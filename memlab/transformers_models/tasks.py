@@ -223,10 +223,17 @@ def completed(size: Size, task: Task, config: Any) -> Size:
             raise ValueError(f"got --seq {size.seq_len}; training on {task.words} takes no text")
         return size
     most = positions(config)
-    seq_len = size.seq_len or min(task.tokens, most or task.tokens)
+    usual = LOOPED_TOKENS if loops_over_tokens(config) else task.tokens
+    seq_len = size.seq_len or min(usual, most or usual)
     if most is not None and seq_len > most:
         raise ValueError(f"got sequences of {seq_len} tokens; the model takes 1 to {most:,}")
     return Size(size.batch, seq_len, size.image)
+
+
+def loops_over_tokens(config: Any) -> bool:
+    """Return whether layers loop over the tokens in Python, which takes minutes for long texts.
+    On CUDA, their packages' own kernels replace the loop."""
+    return config.model_type in _LOOPING
 
 
 def positions(config: Any) -> int | None:
@@ -240,6 +247,8 @@ def positions(config: Any) -> int | None:
     return found - reserved - 1 if found and config.model_type in _FROM_PADDING else found
 
 
+LOOPED_TOKENS = 128
+_LOOPING = {"mamba", "falcon_mamba", "jamba", "rwkv"}
 _POSITIONS = ("max_target_positions", "max_position_embeddings", "n_positions", "max_seq_len")
 _RELATIVE = {"t5", "mt5", "umt5", "longt5", "bloom", "mpt"}  # distances, not positions
 _FROM_PADDING = {"roberta", "xlm-roberta", "camembert", "mpnet", "longformer"}  # count from there
@@ -262,7 +271,8 @@ def _parts(task: Task, size: Size, config: Any) -> Iterator[str]:
         yield f"{size.batch} × {size.seq_len} tokens without padding"
     if task.inputs is _class_of_image:
         height, width = _image_sides(config, size)
-        yield f"{size.batch} images of {height} × {width} pixels"
+        images = "image" if size.batch == 1 else "images"
+        yield f"{size.batch} {images} of {height} × {width} pixels"
     if task.inputs is _speech:
         yield f"{2 * config.max_source_positions} frames of speech each"
     if task.inputs is _audio:

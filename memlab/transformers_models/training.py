@@ -1,6 +1,7 @@
 """Build a training of a transformers model as a user would, with random weights."""
 
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -21,6 +22,7 @@ from memlab.transformers_models.tasks import Size, Task, class_names, completed,
 
 peft = LazyModule("peft")  # an adapter's recipe needs it
 
+_SIZE = re.compile(r"size|layers|heads|dim$|^d_|^n_|width|channels|experts")
 Parts = tuple[Callable[[], Any], nn.Module, torch.optim.Optimizer]
 
 
@@ -47,6 +49,7 @@ class Training:
     @cached_property
     def config(self) -> Any:
         """The config. Raises ValueError if transformers cannot read it."""
+        self._require_positive_sizes()
         try:
             return transformers.AutoConfig.from_pretrained(
                 self.source.path, local_files_only=True, trust_remote_code=False
@@ -56,6 +59,12 @@ class Training:
                 f"transformers {transformers.__version__} cannot read {self.source.path}: "
                 f"{' '.join(str(error).split())[:200]}"
             ) from error
+
+    def _require_positive_sizes(self) -> None:
+        """Raise ValueError for a negative number of layers, heads and the like."""
+        for name, value in self.source.fields().items():
+            if _SIZE.search(name) and isinstance(value, int) and value < 0:
+                raise ValueError(f"{self.source.path} has {name} = {value}, which is negative")
 
     @cached_property
     def task(self) -> Task:
@@ -73,9 +82,15 @@ class Training:
 
     @cached_property
     def skeleton(self) -> nn.Module:
-        """The model on the meta device: shapes only."""
-        with torch.device("meta"), _quiet():
-            return self.model(Recipe())
+        """The model on the meta device: shapes only. Raises ValueError if it cannot be built."""
+        try:
+            with torch.device("meta"), quiet():
+                return self.model(Recipe())
+        except Exception as error:  # many kinds: sizes that do not go together
+            raise ValueError(
+                f"transformers {transformers.__version__} cannot build the model of "
+                f"{self.source.path}: {' '.join(str(error).split())[:200]}"
+            ) from error
 
     @property
     def parameters(self) -> int:
@@ -125,7 +140,7 @@ class Training:
     ) -> Parts:
         """Return (step, model, optimizer), optionally with stacks of fewer layers. `on_loss` is
         called with the loss of each step."""
-        with _quiet():
+        with quiet():
             model = self.model(recipe)
             shorten(model, depths or {})
             if recipe.method == "qlora":
@@ -149,7 +164,7 @@ class Training:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Hide progress bars and advice on a model that is only built to be measured."""
     bars = transformers.utils.logging
     level, shows_bars = logging.root.manager.disable, bars.is_progress_bar_enabled()

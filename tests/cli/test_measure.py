@@ -829,8 +829,8 @@ def test_extra_tensors_of_a_technique_are_reported():
     plain, ours = (dry_row(TINY, n, combined(n)) for n in ("plain", "post-hoc-ema"))
     averages = 2 * 4 * PRESETS["tiny"].parameters  # two averages in float32
     assert list(report.remarks([plain, ours])) == [
-        f"post-hoc-ema: keeps {format_bytes(averages)} across steps, such as weight averages, "
-        f"counted as inputs"
+        f"post-hoc-ema: keeps {format_bytes(averages)} across steps beside weights and "
+        f"optimizer state, counted as inputs"
     ]
 
 

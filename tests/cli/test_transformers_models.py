@@ -68,7 +68,7 @@ def test_if_nothing_fits_the_status_is_one(config, memlab_command):
     assert outcome.status == 1
     words = " ".join(outcome.out.split())
     assert "lacks ≥" in words
-    assert "Nothing fits; use a shorter sequence, a smaller batch or a larger GPU" in words
+    assert "nothing fits; use a shorter sequence, a smaller batch or a larger GPU" in words
 
 
 @pytest.mark.parametrize(
