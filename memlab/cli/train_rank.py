@@ -39,6 +39,7 @@ from memlab.cli.train import (
 )
 from memlab.data import batches, source_bytes
 from memlab.train import SEED, Plugs, RankTraining, Setting, build_rank, measured_rank, rank_step
+from memlab.train.registry import rows_of, whole_weights
 from memlab.units import format_bytes
 from memlab.zero.joining import RankLost, joined
 from memlab.zero.partitioning import STAGES
@@ -58,6 +59,8 @@ def train_rank(request: Request, rank: Rank, *, steps: int, memory: str | None) 
     terminal.console.quiet = not rank.is_first
     [name] = request.techniques
     technique = choose_techniques(request)[name]
+    if request.zero == max(STAGES) and (reason := whole_weights(rows_of(name).values())):
+        raise _not_sharded(ValueError(reason))
     device = _choose_device(request, rank)
     if request.kernels:
         require_kernels(device)

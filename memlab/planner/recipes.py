@@ -19,7 +19,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from memlab.train.adapters import Adapters
-from memlab.train.registry import ONE_PROCESS, TECHNIQUES, why_not_together
+from memlab.train.registry import ONE_PROCESS, TECHNIQUES, whole_weights, why_not_together
 from memlab.train.technique import Technique
 
 if TYPE_CHECKING:  # the choices are known without torch
@@ -104,6 +104,8 @@ class Recipe:
         """Return why two of the choices exclude each other; None if none do."""
         if reason := why_not_together(self.rows):
             return reason
+        if self.zero_stage == STAGES[-1] and (whole := whole_weights(self.rows.values())):
+            return whole
         return self.why_not_on_ranks if self.zero_stage else None
 
     @property

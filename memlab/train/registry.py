@@ -4,7 +4,7 @@
 read it. To add a technique, write its file, its test and its row here.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import combinations
 from typing import Any
@@ -107,6 +107,8 @@ TECHNIQUES: dict[str, Technique] = {
     "selective-checkpointing": Technique(
         "checkpoints every block, but keeps the outputs of its matmuls and attention",
         choice=("checkpointing", "selective-checkpointing"),
+        whole_weights="running a block again must call the same operators, and ZeRO's third stage "
+        "gathers the weights in between; use checkpointing, or stage 2",
         plugs={"change_model": lambda: plugs.selectively_checkpointed(attention.flash_attention)},
         kernel={"change_model": lambda: plugs.selectively_checkpointed(kernels.flash_attention)},
         slot=SCHEDULE,
@@ -651,6 +653,11 @@ def rows_of(names: str) -> dict[str, Technique]:
     if reason := why_not_together(chosen):
         raise ValueError(reason)
     return chosen
+
+
+def whole_weights(chosen: Iterable[Technique]) -> str | None:
+    """Why ZeRO's third stage cannot run with one of these rows; None if it can with all."""
+    return next((row.whole_weights for row in chosen if row.whole_weights), None)
 
 
 def why_not_together(chosen: Mapping[str, Technique]) -> str | None:

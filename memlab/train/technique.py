@@ -42,6 +42,7 @@ class Technique:
     slot             what a step has room for once: techniques with the same slot exclude each other
     exclusive_with   techniques that it does not work with, and why
     cannot_shard     why ZeRO cannot shard its state
+    whole_weights    why ZeRO cannot shard the weights (stage 3)
     matmul_dtype     the dtype of its matmuls, if not the weights' dtype
     state_bytes      optimizer state for each trained weight
     step_copies      how many float32 copies of a chunk of a weight its step makes
@@ -61,6 +62,7 @@ class Technique:
     slot: str | None = None
     exclusive_with: Mapping[str, str] = field(default_factory=dict)
     cannot_shard: str | None = None
+    whole_weights: str | None = None
     matmul_dtype: str | None = None
     state_bytes: float | None = None
     step_copies: float | None = None
