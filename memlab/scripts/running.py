@@ -96,9 +96,8 @@ def run(
     with ExitStack() as stack:
         stack.enter_context(metering)
         stack.enter_context(isolation.active(allow_writes=allow_writes))
-        if not real:
-            stack.enter_context(processes.one_rank(launch.ranks))
-            stack.enter_context(stand_ins.active())
+        stack.enter_context(processes.one_rank(launch.ranks))
+        stack.enter_context(stand_ins.active())
         stack.enter_context(watcher.watching())
         _run(launch, watcher)
         roots = metering.history.context.names.roots

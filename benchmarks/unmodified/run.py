@@ -1,0 +1,245 @@
+"""`memlab run` on training scripts of others, unmodified: does it run, and is the dry peak the
+real one?
+
+    git clone https://github.com/karpathy/nanoGPT clones/nanoGPT  # and the others of REPOSITORIES
+    python benchmarks/unmodified/run.py --clones clones [--only nanoGPT]
+
+Each script runs three times in its own process, until its second training step has ended:
+
+    predicted   for an A100, with fake tensors
+    dry         on the CPU, with fake tensors
+    real        on the CPU
+
+Data sets and weights that are not on this machine are replaced by others of the same shapes, in all
+three. Prints Markdown and writes docs/SCRIPTS.md if every script was tried. The scripts of packages
+in this folder are short, as the packages' documentation has them; they need the extra `trainings`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from memlab.internals.files import write_beside
+from memlab.units import format_bytes
+
+HERE = Path(__file__).parent
+DOCUMENT = HERE.parents[1] / "docs" / "SCRIPTS.md"
+REPOSITORIES = {
+    "nanoGPT": "https://github.com/karpathy/nanoGPT",
+    "minGPT": "https://github.com/karpathy/minGPT",
+    "examples": "https://github.com/pytorch/examples",
+    "transformers": "https://github.com/huggingface/transformers",
+    "pytorch-image-models": "https://github.com/huggingface/pytorch-image-models",
+    "diffusers": "https://github.com/huggingface/diffusers",
+}
+# Small models of the right kind, for names that scripts load from the Hub.
+CONFIGS = {
+    "gpt2": {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4},
+    "bert-base-cased": {
+        "model_type": "bert",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+    },
+    "Qwen/Qwen2.5-0.5B": {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 1000,
+    },
+}
+CONFIGS["google-bert/bert-base-cased"] = CONFIGS["bert-base-cased"]
+LIMIT_S = 600
+
+
+class Script(NamedTuple):
+    """A script, its arguments, those that choose the device, and what stands in."""
+
+    folder: str  # in the clones; "" for this folder
+    path: str
+    arguments: str = ""
+    on_cpu: str = ""
+    on_cuda: str = ""
+    columns: str = ""
+    configs: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.folder}/{self.path}" if self.folder else f"benchmarks/unmodified/{self.path}"
+
+
+_HF = "examples/pytorch"
+_SMALL_GPT = "--batch_size=4 --block_size=64 --n_layer=2 --n_head=4 --n_embd=128 --eval_iters=1"
+SCRIPTS = (
+    Script(
+        "nanoGPT",
+        "train.py",
+        f"config/train_shakespeare_char.py --compile=False {_SMALL_GPT}",
+        on_cpu="--device=cpu",
+    ),
+    Script("minGPT", "projects/adder/adder.py", "--trainer.num_workers=0"),
+    Script("examples", "mnist/main.py", on_cpu="--no-accel"),
+    Script("examples", "imagenet/main.py", "/data/imagenet --batch-size 4 --workers 0"),
+    Script("examples", "vae/main.py", on_cpu="--no-accel"),
+    Script(
+        "examples",
+        "dcgan/main.py",
+        "--dataset cifar10 --dataroot data --workers 0",
+        on_cuda="--accel",
+    ),
+    Script("examples", "word_language_model/main.py", on_cuda="--accel"),
+    Script("examples", "word_language_model/main.py", "--model Transformer", on_cuda="--accel"),
+    Script("examples", "siamese_network/main.py", on_cpu="--no-accel"),
+    Script(
+        "transformers",
+        f"{_HF}/language-modeling/run_clm.py",
+        "--model_name_or_path gpt2 --dataset_name wikitext --do_train --output_dir out "
+        "--block_size 128",
+        columns="text=str:400",
+        configs=("gpt2",),
+    ),
+    Script(
+        "transformers",
+        f"{_HF}/language-modeling/run_clm_no_trainer.py",
+        "--model_name_or_path gpt2 --dataset_name wikitext --output_dir out --block_size 128",
+        columns="text=str:400",
+        configs=("gpt2",),
+    ),
+    Script(
+        "transformers",
+        f"{_HF}/text-classification/run_glue.py",
+        "--model_name_or_path bert-base-cased --task_name sst2 --do_train --max_seq_length 64 "
+        "--output_dir out",
+        columns="sentence=str:30,label=int:2",
+        configs=("bert-base-cased",),
+    ),
+    Script(
+        "pytorch-image-models",
+        "train.py",
+        "--dataset torch/cifar10 --data-dir data --dataset-download --model resnet18 "
+        "--batch-size 8 --workers 0 --input-size 3 32 32",
+        on_cpu="--device cpu",
+    ),
+    Script(
+        "",
+        "trainer.py",
+        columns="text=str:100,label=int:5",
+        configs=("google-bert/bert-base-cased",),
+    ),
+    Script("", "sft.py", columns="messages=chat:300", configs=("Qwen/Qwen2.5-0.5B",)),
+    Script(
+        "",
+        "dpo.py",
+        columns="prompt=str:50,chosen=str:100,rejected=str:100",
+        configs=("Qwen/Qwen2.5-0.5B",),
+    ),
+    Script("", "accelerate_loop.py"),
+    Script("", "lightning_fit.py"),
+)
+
+
+class Answer(NamedTuple):
+    """The peak in bytes, or why there is none."""
+
+    peak: int | None
+    reason: str
+    seconds: float
+
+
+def answer(script: Script, clones: Path, options: list[str], arguments: str) -> Answer:
+    """Run a script once."""
+    folder = clones / script.folder if script.folder else HERE
+    path = folder / script.path
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in script.configs:
+            file = Path(scratch) / f"{name.replace('/', '-')}.json"
+            file.write_text(json.dumps(CONFIGS[name]))
+            options = [*options, "--config", f"{name}={file}"]
+        if script.columns:
+            options = [*options, "--batch-like", script.columns]
+        words = f"{script.arguments} {arguments}".split()
+        line = ["run", "--json", "--out", scratch, *options, path.name, *words]
+        start = time.monotonic()
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "memlab", *line],
+                cwd=path.parent,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+            )
+        except subprocess.TimeoutExpired:
+            return Answer(None, f"took more than {LIMIT_S} s", LIMIT_S)
+    seconds = time.monotonic() - start
+    if done.returncode:
+        return Answer(None, done.stderr.strip().splitlines()[-1].removeprefix("memlab: "), seconds)
+    return Answer(json.loads(done.stdout)["rows"][0]["peak_bytes"], "", seconds)
+
+
+def row(script: Script, clones: Path) -> str:
+    """Run a script three times, and return its line of the table."""
+    predicted = answer(script, clones, ["--device", "cuda:a100-80"], script.on_cuda)
+    dry = answer(script, clones, ["--device", "cpu"], script.on_cpu)
+    real = answer(script, clones, ["--real"], script.on_cpu)
+    cells = [format_bytes(each.peak) if each.peak else each.reason for each in (predicted, dry)]
+    if dry.peak and real.peak:
+        cells.append("equal" if dry.peak == real.peak else f"{dry.peak / real.peak - 1:+.2%}")
+    else:
+        cells.append(real.reason or "not compared")
+    return f"| `{script.name}` | {' | '.join(cells)} | {predicted.seconds:.0f} s |"
+
+
+HEADING = f"""# Training scripts that `memlab run` runs unmodified
+
+Made by `python benchmarks/unmodified/run.py` with torch {torch.__version__} on a machine without a
+GPU. Each script ran until its second training step had ended, with small arguments (they are in
+`benchmarks/unmodified/run.py`). Data sets and weights that were not on the machine were replaced by
+others of the same shapes.
+
+- predicted: the peak of allocated memory on an A100, from fake tensors
+- dry: the peak on the CPU, from fake tensors
+- dry and real: whether the peak of the real step on the CPU is the same
+- time: of the prediction, with the import of the packages
+
+| script | predicted | dry | dry and real | time |
+| --- | ---: | ---: | --- | ---: |
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--clones", type=Path, required=True, help="folder of the repositories")
+    parser.add_argument("--only", action="append", help="scripts whose name contains this")
+    given = parser.parse_args()
+    wanted = [
+        script
+        for script in SCRIPTS
+        if not given.only or any(part in script.name for part in given.only)
+    ]
+    print(HEADING, end="", flush=True)
+    lines = []
+    for script in wanted:
+        lines.append(row(script, given.clones.resolve()))
+        print(lines[-1], flush=True)
+    if len(wanted) == len(SCRIPTS):
+        DOCUMENT.parent.mkdir(exist_ok=True)
+        with write_beside(DOCUMENT) as beside:
+            beside.write_text(HEADING + "\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
