@@ -659,6 +659,14 @@ def run_command(
             help="Let the script write files, open connections and start programs.",
         ),
     ] = False,
+    advise: Annotated[
+        bool | None,
+        typer.Option(
+            "--advise/--no-advice",
+            help="Predict what checkpointing, autocast and an 8-bit optimizer would save, and "
+            "print the code. Takes one more run for each. Default: if the step does not fit.",
+        ),
+    ] = None,
     config: Annotated[
         list[str] | None,
         typer.Option(
@@ -714,6 +722,7 @@ def run_command(
         steps=steps,
         assume=assume,
         allow_writes=allow_writes,
+        advise=advise,
         configs=config or (),
         batch_like=batch_like,
         out=out,

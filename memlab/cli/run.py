@@ -8,11 +8,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from rich.table import Table
 
 from memlab.allocator.capacity import needed_bytes
 from memlab.cli import report, terminal
-from memlab.cli.errors import UsageError, quoted
+from memlab.cli.errors import UsageError, error_summary, quoted
 from memlab.cli.parsing import choose_folder
 from memlab.cli.plan import choose_memory
 from memlab.cli.plan_report import EMPTIES_CACHE, room
@@ -22,6 +24,14 @@ from memlab.cli.script import as_usage_errors, assumed, check_assumption
 from memlab.configs.targets import accepted_devices, find_target
 from memlab.planner import Memory
 from memlab.planner.cards import budget_bytes
+from memlab.scripts.changes import (
+    CHANGES,
+    CHUNKED_LOSS,
+    Change,
+    NotPossibleError,
+    logits_bytes,
+    together,
+)
 from memlab.scripts.columns import Columns, columns_of
 from memlab.scripts.launch import Launch, launch_of
 from memlab.scripts.running import Outcome, run
@@ -29,6 +39,7 @@ from memlab.trace import Event, Trace
 from memlab.units import WIDTH, format_bytes, paragraph
 
 LARGEST = 8  # rows in each list
+NOTABLE_LOGITS = 0.1  # of the peak
 
 
 class Wanted(NamedTuple):
@@ -42,6 +53,7 @@ class Wanted(NamedTuple):
     steps: int = 2
     assume: str | None = None
     allow_writes: bool = False
+    advise: bool | None = None
     configs: Sequence[str] = ()
     batch_like: str | None = None
     out: str = "work"
@@ -62,6 +74,10 @@ def run_script(wanted: Wanted) -> int:
     terminal.echo("")
     _show_peak(trace, None if wanted.real else target)
     status = 0 if memory is None else _show_verdict(trace, memory, target)
+    if wanted.advise or (wanted.advise is None and status):
+        _show_advice(launch, wanted, target, outcome, memory)
+    elif not wanted.real:
+        terminal.echo("\n--advise predicts what would save memory, with the code")
     if rest := [note for note in trace.notes if note not in assumed(trace)]:
         terminal.echo("\n" + "\n".join(paragraph(f"note: {note}") for note in rest))
     write_run(Row(str(launch), trace), _title(launch, wanted, target), folder)
@@ -105,15 +121,7 @@ def _outcome(launch: Launch, wanted: Wanted, target: str) -> Outcome:
     def announce(stage: str) -> None:
         print(f"memlab: {stage}", file=sys.stderr, flush=True)
 
-    settings = {
-        "device": None if wanted.real else target,
-        "real": wanted.real,
-        "assume": wanted.assume,
-        "allow_writes": wanted.allow_writes,
-        "configs": _configs(wanted.configs),
-        "columns": _columns(wanted.batch_like),
-        "announce": announce,
-    }
+    settings = {**_settings(wanted, target), "announce": announce}
     with as_usage_errors(Path(launch.script), launch.folder), redirect_stdout(sys.stderr):
         outcome = run(launch, steps=wanted.steps, **settings)
         if outcome.trace is None and outcome.steps:
@@ -127,6 +135,18 @@ def _outcome(launch: Launch, wanted: Wanted, target: str) -> Outcome:
     if not outcome.trace.peak_bytes:
         raise UsageError(f"the step of {launch} allocated nothing on {outcome.trace.device}")
     return outcome
+
+
+def _settings(wanted: Wanted, target: str) -> dict[str, Any]:
+    """Return the arguments of `run` that the options choose."""
+    return {
+        "device": None if wanted.real else target,
+        "real": wanted.real,
+        "assume": wanted.assume,
+        "allow_writes": wanted.allow_writes,
+        "configs": _configs(wanted.configs),
+        "columns": _columns(wanted.batch_like),
+    }
 
 
 def _configs(given: Sequence[str]) -> dict[str, str]:
@@ -218,3 +238,73 @@ def _show_verdict(trace: Trace, memory: Memory, target: str) -> int:
         return 0
     terminal.echo(f"it does not fit: it lacks {format_bytes(-left)}")
     return 1
+
+
+# ------------------------------------------------------------------ what to change
+
+
+def _show_advice(
+    launch: Launch, wanted: Wanted, target: str, plain: Outcome, memory: Memory | None
+) -> None:
+    """Predict the script with each change, then with more and more until it fits."""
+    assert plain.trace is not None
+    budget = None if memory is None else budget_bytes(memory, target)
+    rows = [("as it is", plain.trace)]
+    reasons = []
+    helpful: list[Change] = []
+    for change in CHANGES:
+        try:
+            trace = _changed(launch, wanted, target, plain, change)
+        except NotPossibleError as error:
+            reasons.append(f"{change.name}: {error}")
+            continue
+        except Exception as error:  # a change may not suit the model
+            reasons.append(f"{change.name}: {error_summary(error)}")
+            continue
+        rows.append((change.name, trace))
+        if trace.allocated_bytes < plain.trace.allocated_bytes:
+            helpful.append(change)
+    helpful.sort(key=lambda change: dict(rows)[change.name].allocated_bytes)
+    for count in range(2, len(helpful) + 1):
+        both = together(tuple(helpful[:count]))
+        rows.append((both.name, _changed(launch, wanted, target, plain, both)))
+    terminal.echo("\nwhat would save memory, predicted with each change:\n")
+    terminal.show_table(_advice_table(rows, budget))
+    for reason in reasons:
+        terminal.echo(paragraph(f"not tried: {reason}"))
+    terminal.echo(paragraph("a smaller batch saves its share of activations and inputs"))
+    for change in helpful:
+        _show_code(change.name, change.lines(plain.framework))
+    logits = logits_bytes(plain.trace, plain.models)
+    if logits > NOTABLE_LOGITS * plain.trace.peak_bytes:
+        name = f"a loss in chunks: logits and their gradients hold {format_bytes(logits)}"
+        _show_code(name, CHUNKED_LOSS.get(plain.framework, CHUNKED_LOSS["plain"]))
+
+
+def _show_code(name: str, lines: Sequence[str]) -> None:
+    terminal.echo("\n  ".join([f"\n{name}:", *lines]))
+
+
+def _changed(launch: Launch, wanted: Wanted, target: str, plain: Outcome, change: Change) -> Trace:
+    """Return the trace of the script's step with a change."""
+    print(f"memlab: with {change.name}", file=sys.stderr, flush=True)
+    with redirect_stdout(sys.stderr):
+        settings = _settings(wanted, target)
+        found = run(launch, steps=plain.steps, change=change, **settings).trace
+    assert found is not None
+    return found
+
+
+def _advice_table(rows: list[tuple[str, Trace]], budget: int | None) -> Table:
+    columns = {
+        "with": [name for name, _ in rows],
+        "allocated": [format_bytes(trace.allocated_bytes) for _, trace in rows],
+        "reserved": [format_bytes(trace.reserved_bytes or 0) for _, trace in rows],
+    }
+    if budget is not None:
+        columns["left"] = [_left(budget - needed_bytes(trace, budget)) for _, trace in rows]
+    return terminal.table_of(columns)
+
+
+def _left(count: int) -> str:
+    return format_bytes(count) if count >= 0 else f"lacks {format_bytes(-count)}"

@@ -17,6 +17,7 @@ from memlab.metering import meter
 from memlab.metering.storages import StorageMeter
 from memlab.prediction import PredictedRun
 from memlab.scripts import data, processes
+from memlab.scripts.changes import Change, applied
 from memlab.scripts.columns import Columns
 from memlab.scripts.isolation import Isolation, environment
 from memlab.scripts.launch import Launch
@@ -35,6 +36,7 @@ class Outcome:
     backwards    gradients that it computed
     models       modules that it called, outermost only, with weights
     optimizers   that stepped
+    framework    whose loop ran: Trainer, Lightning, accelerate or plain
     notes        what was redirected, refused or replaced, one sentence each
     """
 
@@ -43,6 +45,7 @@ class Outcome:
     backwards: int
     models: tuple[torch.nn.Module, ...]
     optimizers: tuple[torch.optim.Optimizer, ...]
+    framework: str
     notes: tuple[str, ...]
 
 
@@ -70,6 +73,7 @@ def run(
     allow_writes: bool = False,
     configs: Mapping[str, str] | None = None,
     columns: Columns | None = None,
+    change: Change | None = None,
     announce: Announce = lambda stage: None,
 ) -> Outcome:
     """Run a script until `steps` steps have ended.
@@ -79,6 +83,7 @@ def run(
     assume   as in `memlab.predict`
     configs  paths of the config.json of models that are not on this machine, by name
     columns  of the rows of data sets that are not on this machine
+    change   applied to the model and its optimizers before they train
 
     Raises what the script raises before the last step has ended.
     """
@@ -99,6 +104,7 @@ def run(
         stack.enter_context(processes.one_rank(launch.ranks))
         stack.enter_context(stand_ins.active())
         stack.enter_context(watcher.watching())
+        stack.enter_context(applied(change, watcher.replaceable))
         _run(launch, watcher)
         roots = metering.history.context.names.roots
     models = tuple(root for root in roots if next(root.parameters(), None) is not None)
@@ -108,6 +114,7 @@ def run(
         watcher.backwards,
         models,
         tuple(watcher.optimizers),
+        watcher.framework,
         (*isolation.notes(), *stand_ins.notes()),
     )
 

@@ -17,6 +17,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from memlab.internals.replacing import replaced
+from memlab.scripts.changes import running_framework
 
 _MOST_UNUSED = 20  # steps of one optimizer until another one counts as unused
 
@@ -48,6 +49,8 @@ class StepWatcher:
         self._made: WeakSet[Optimizer] = WeakSet()
         self._taken: dict[Optimizer, int] = {}  # by the order of their first steps
         self._last: Optimizer | None = None  # whose step ended the one before the measured
+        self._replaced: WeakSet[Optimizer] = WeakSet()  # by others, so that they never step
+        self.framework = "plain"
         self.has_begun = self.has_ended = False
         self.finished = 0  # steps
         self.backwards = 0
@@ -56,6 +59,11 @@ class StepWatcher:
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that have stepped."""
         return list(self._taken)
+
+    def replaceable(self) -> list[Optimizer]:
+        """Return the optimizers that exist. From now on, they need not step."""
+        self._replaced.update(self._made)
+        return list(self._made)
 
     @property
     def updates_by_hand(self) -> bool:
@@ -102,13 +110,16 @@ class StepWatcher:
         """
         if optimizer not in self._taken:
             self._taken[optimizer] = 0
+            self._replaced.discard(optimizer)
+            self.framework = running_framework()
             hook = WeakMethod(self._after_step)  # what an optimizer's hooks reach counts as its own
             optimizer.register_step_post_hook(lambda *arguments: hook()(*arguments))
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._taken[optimizer] += 1
         if self._last is None:
-            unused = len(self._made) > len(self._taken) and max(self._taken.values()) < _MOST_UNUSED
+            waiting = set(self._made) - set(self._replaced) - set(self._taken)
+            unused = bool(waiting) and max(self._taken.values()) < _MOST_UNUSED
             if not unused:
                 self._last = optimizer
                 self._end_step(1)

@@ -1,0 +1,217 @@
+"""Changes that save memory in a script that runs unmodified, each with the code that makes it.
+
+A change is applied from outside, at the model's first forward pass with gradients, when the script
+has made its model and its optimizer. So its saving is predicted, not estimated. The code is for the
+framework that runs the script's loop.
+
+    checkpointing    transformers' own, or around each layer of a list
+    autocast         the forward pass in bfloat16
+    8-bit optimizer  in place of Adam and AdamW
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from memlab.optim import Adam8bit
+from memlab.planner.outside import adams_groups, checkpointed, is_adam, paths_of_layers, stepped_by
+from memlab.trace import Trace
+
+FRAMEWORKS = {  # a part of the file of a loop that a framework runs
+    "transformers/trainer.py": "Trainer",
+    "lightning/pytorch": "Lightning",
+    "pytorch_lightning": "Lightning",
+    "accelerate/": "accelerate",
+}
+_PLAIN = "plain"
+
+
+class NotPossibleError(Exception):
+    """The change does not apply to the script. The message says why."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change, or several.
+
+    apply    changes the model and its optimizers; raises NotPossibleError
+    code     lines of Python by framework; "plain" is for any other
+    """
+
+    name: str
+    apply: Callable[[nn.Module, list[torch.optim.Optimizer]], None]
+    code: Mapping[str, tuple[str, ...]]
+
+    def lines(self, framework: str) -> tuple[str, ...]:
+        return self.code.get(framework, self.code[_PLAIN])
+
+
+def _checkpointing(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    own = next((m for m in model.modules() if hasattr(m, "gradient_checkpointing_enable")), None)
+    if own is not None and getattr(own, "supports_gradient_checkpointing", True):
+        if getattr(own, "is_gradient_checkpointing", False):
+            raise NotPossibleError("the script checkpoints already")
+        own.gradient_checkpointing_enable({"use_reentrant": False})
+        return
+    if not paths_of_layers(model):
+        raise NotPossibleError("no nn.ModuleList or nn.Sequential holds the layers")
+    checkpointed(lambda: None, model, None)
+
+
+def _autocast(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    kinds = {weight.dtype for weight in model.parameters()}
+    if kinds != {torch.float32}:
+        raise NotPossibleError("not all weights are in float32")
+    if torch.is_autocast_enabled(_device_type(model)):
+        raise NotPossibleError("the script uses autocast already")
+    forward, device = model.forward, _device_type(model)
+
+    @wraps(forward)
+    def in_bfloat16(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device, torch.bfloat16):
+            return forward(*args, **kwargs)
+
+    model.forward = in_bfloat16  # type: ignore[method-assign]
+
+
+def _device_type(model: nn.Module) -> str:
+    return next(islice(model.parameters(), 1)).device.type
+
+
+def _eight_bits(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    replaceable = [optimizer for optimizer in optimizers if is_adam(optimizer)]
+    if not replaceable:
+        raise NotPossibleError(
+            "no optimizer is Adam or AdamW with a learning rate that is a number"
+        )
+    for optimizer in replaceable:
+        stepped_by(Adam8bit, adams_groups)(lambda: None, model, optimizer)
+
+
+CHANGES = (
+    Change(
+        "checkpointing",
+        _checkpointing,
+        {
+            "Trainer": ("TrainingArguments(..., gradient_checkpointing=True)",),
+            _PLAIN: (
+                "model.gradient_checkpointing_enable()  # a model of transformers",
+                "# any other, in forward, around each layer:",
+                "x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)",
+            ),
+        },
+    ),
+    Change(
+        "bfloat16 autocast",
+        _autocast,
+        {
+            "Trainer": ("TrainingArguments(..., bf16=True)",),
+            "Lightning": ('Trainer(..., precision="bf16-mixed")',),
+            "accelerate": ('Accelerator(..., mixed_precision="bf16")',),
+            _PLAIN: (
+                'with torch.autocast("cuda", dtype=torch.bfloat16):',
+                "    loss = ...  # the forward pass and the loss",
+            ),
+        },
+    ),
+    Change(
+        "8-bit AdamW",
+        _eight_bits,
+        {
+            "Trainer": ('TrainingArguments(..., optim="adamw_bnb_8bit")',),
+            _PLAIN: (
+                "import bitsandbytes",
+                "optimizer = bitsandbytes.optim.AdamW8bit(model.parameters(), lr=...)",
+            ),
+        },
+    ),
+)
+
+
+CHUNKED_LOSS = {
+    "Trainer": ("TrainingArguments(..., use_liger_kernel=True)  # pip install liger-kernel",),
+    _PLAIN: (
+        "from memlab.losses import chunked_cross_entropy",
+        "loss = chunked_cross_entropy(hidden, model.lm_head.weight, targets)",
+    ),
+}
+_LEAST_VOCABULARY = 4096
+
+
+def logits_bytes(trace: Trace, models: Iterable[nn.Module]) -> int:
+    """Return the bytes at the peak in tensors whose rows are a vocabulary: logits, their gradients
+    and copies. A vocabulary is the largest output of a linear layer, from 4,096 up."""
+    outputs = {
+        module.out_features
+        for model in models
+        for module in model.modules()
+        if isinstance(module, nn.Linear)
+    }
+    vocabulary = max(outputs, default=0)
+    if vocabulary < _LEAST_VOCABULARY:
+        return 0
+    weights = ("parameters", "gradients", "optimizer_state")
+    return sum(
+        event.bytes
+        for event in trace.alive(trace.peak_position)
+        if event.shape[-1:] == (vocabulary,) and event.category not in weights
+    )
+
+
+def together(changes: tuple[Change, ...]) -> Change:
+    """Return all of them as one change."""
+
+    def apply(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        for change in changes:
+            change.apply(model, optimizers)
+
+    names = {name for change in changes for name in change.code}
+    code = {name: tuple(line for c in changes for line in c.lines(name)) for name in names}
+    return Change(" + ".join(change.name for change in changes), apply, code)
+
+
+@contextmanager
+def applied(
+    change: Change | None, optimizers: Callable[[], list[torch.optim.Optimizer]]
+) -> Iterator[None]:
+    """Apply the change at the first forward pass with gradients inside `with`.
+
+    `optimizers` returns those that exist by then. The optimizers that the change makes are not
+    among them.
+    """
+    if change is None:
+        yield
+        return
+
+    def before_forward(module: nn.Module, args: Any) -> None:
+        trains = any(weight.requires_grad for weight in module.parameters())
+        if torch.is_grad_enabled() and trains:
+            handle.remove()
+            change.apply(module, optimizers())
+
+    handle = register_module_forward_pre_hook(before_forward)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def running_framework() -> str:
+    """Return the framework whose loop is running, from the files on the stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename).as_posix()
+        for part, name in FRAMEWORKS.items():
+            if part in path:
+                return name
+        frame = frame.f_back  # type: ignore[assignment]
+    return _PLAIN

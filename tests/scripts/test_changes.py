@@ -1,0 +1,96 @@
+"""Changes from outside save what the same change in the script saves."""
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from memlab.scripts.changes import CHANGES, NotPossibleError, logits_bytes, together
+from memlab.scripts.launch import launch_of
+from memlab.scripts.running import run
+
+SCRIPT = """
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+                      for _ in range(4))
+            self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(64, 8192)
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = CALL
+            return self.head(x)
+
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(4):
+        AROUND:
+            loss = model(torch.randn(512, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+CHANGE_OF = {change.name: change for change in CHANGES}
+PLAIN = {"CALL": "block(x)", "AROUND": "if True"}
+OWN = {
+    "checkpointing": {"CALL": "checkpoint(block, x, use_reentrant=False)"},
+    "bfloat16 autocast": {"AROUND": "with torch.autocast('cpu', torch.bfloat16)"},
+}
+
+
+@pytest.fixture
+def outcome(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def run_with(change=None, **parts):
+        source = SCRIPT
+        for name, code in {**PLAIN, **parts}.items():
+            source = source.replace(name, code)
+        Path("train.py").write_text(dedent(source))
+        return run(launch_of(["train.py"]), device="cpu", change=change)
+
+    return run_with
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_change_from_outside_has_the_peak_of_the_scripts_own(outcome, name):
+    plain, ours, own = outcome(), outcome(CHANGE_OF[name]), outcome(**OWN[name])
+    assert ours.trace.peak_bytes == pytest.approx(own.trace.peak_bytes, rel=0.01)
+    assert ours.trace.peak_bytes < plain.trace.peak_bytes
+
+
+def test_an_8_bit_optimizer_shrinks_the_state(outcome):
+    plain, ours = outcome(), outcome(CHANGE_OF["8-bit AdamW"])
+    states = [each.trace.at_end["optimizer_state"] for each in (plain, ours)]
+    assert states[1] < 0.3 * states[0]  # biases stay in 32 bits
+    assert ours.steps == 2
+
+
+def test_changes_work_together(outcome):
+    all_three = outcome(together(CHANGES)).trace
+    assert all_three.peak_bytes < min(outcome(each).trace.peak_bytes for each in CHANGES)
+
+
+def test_what_the_script_does_already_is_not_possible(outcome):
+    with pytest.raises(NotPossibleError, match="uses autocast already"):
+        outcome(CHANGE_OF["bfloat16 autocast"], **OWN["bfloat16 autocast"])
+
+
+def test_tensors_of_vocabulary_size_at_the_peak_are_logits(outcome):
+    found = outcome()
+    logits = 4 * 512 * 8192  # and their square, and the gradients of both
+    assert logits_bytes(found.trace, found.models) == 5 * logits
+    assert logits_bytes(found.trace, ()) == 0
+
+
+def test_the_code_is_the_frameworks():
+    checkpointing = CHANGE_OF["checkpointing"]
+    assert checkpointing.lines("Trainer") == (
+        "TrainingArguments(..., gradient_checkpointing=True)",
+    )
+    assert checkpointing.lines("accelerate") == checkpointing.lines("plain")
