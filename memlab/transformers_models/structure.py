@@ -6,7 +6,8 @@ some the first ones differ (DeepSeek's have no experts), or layers alternate (gp
 full attention).
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from types import NoneType
 from typing import Any, NamedTuple
@@ -92,6 +93,50 @@ def shorten(model: nn.Module, depths: Mapping[str, int]) -> None:
         parent, _, name = path.rpartition(".")
         layers = model.get_submodule(path)
         setattr(model.get_submodule(parent), name, layers[:depth])
+
+
+def with_fewer_layers(
+    fields: Mapping[str, Any], stacks: Iterable[Stack], depths: Mapping[str, int]
+) -> dict[str, Any] | None:
+    """Return a config's fields for a model whose stacks have these depths; None if the fields do
+    not say so. Numbers of layers are found by their names and values, and lists of one entry per
+    layer, such as `layer_types`, are cut."""
+    counts = {stack.count: depths[stack.path] for stack in stacks if stack.path in depths}
+    wanted = {(stack.count, depths[stack.path]) for stack in stacks if stack.path in depths}
+    if len(wanted) != len(counts):
+        return None
+
+    def cut(name: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: cut(key, part) for key, part in value.items()}
+        if isinstance(value, list) and len(value) in counts and "layer" in name:
+            return value[: counts[len(value)]]
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        return counts.get(value, value) if is_number and _LAYERS.search(name) else value
+
+    return {name: cut(name, value) for name, value in fields.items()}
+
+
+_LAYERS = re.compile(r"layers?$|^n_layer|depth|num_blocks")
+
+
+def is_shortened(model: nn.Module, whole: nn.Module, depths: Mapping[str, int]) -> bool:
+    """Return whether the model is the whole one with only the first layers of these stacks."""
+    kept = {
+        name: parameter.shape
+        for name, parameter in whole.named_parameters()
+        if all(_is_kept(name, path, depth) for path, depth in depths.items())
+    }
+    return kept == {name: parameter.shape for name, parameter in model.named_parameters()} and all(
+        list(map(_signature, model.get_submodule(path)))
+        == list(map(_signature, whole.get_submodule(path)[:depth]))
+        for path, depth in depths.items()
+    )
+
+
+def _is_kept(name: str, path: str, depth: int) -> bool:
+    inside = name.removeprefix(f"{path}.")
+    return inside == name or int(inside.partition(".")[0]) < depth
 
 
 def linear_share(model: nn.Module) -> float:

@@ -72,7 +72,7 @@ def test_an_image_size_changes_the_inputs(training_of):
     training = Training(training_of("vit").source, Size(1, None, 64))
     step, *_ = training.build(Recipe(), "cpu")
     step()
-    assert "1 images of 64 × 64 pixels" in str(training)
+    assert "1 image of 64 × 64 pixels" in str(training)
 
 
 def test_what_is_assumed_is_one_line(training_of):
