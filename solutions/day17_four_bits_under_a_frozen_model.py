@@ -234,8 +234,8 @@ levels = exercise("17.1", levels)
 # %% [markdown]
 # Zero must be a level, or no weight could be exactly 0 (padding, pruned weights). That leaves 15
 # levels, an odd number: 8 above and 7 below. At probability 1 the quantile would be infinite, so
-# the paper stops before it: `OUTERMOST` is 1 minus the mean of 1/32 and 1/30, half a part of 16 and
-# half a part of 15.
+# the paper stops before it: 16 levels would leave half of 1/16 on each side, 15 levels half of
+# 1/15, and `OUTERMOST` is 1 minus the mean of the two.
 
 # %%
 NF4, EVEN = levels(), torch.linspace(-1, 1, 16)
@@ -279,9 +279,11 @@ def decode(codes, absmax):
 # About 15 minutes. `weight` has any shape, n elements, a multiple of 64, in float32 or bfloat16.
 # Return `(codes, absmax)`: uint8 (n/2,) and float32 (n/64,). Blocks are 64 neighbors of the
 # flattened weight. A code is the index of the level nearest to w / absmax (at a tie, either),
-# computed in float32. A block of zeros decodes to zeros, with the code of 0, which is 7.
+# computed in float32. A block of zeros decodes to zeros, with the code of 0, which is 7. Weights may
+# be tiny (10⁻²⁵): only an absmax of exactly 0 needs replacing.
 #
-# Allocate at most 64 bytes per weight on the way, so no table of all distances.
+# Allocate at most 64 bytes per weight on the way. A table of the distances to all 16 levels takes
+# 64 bytes alone, which leaves nothing for the rest.
 
 
 # %%
@@ -803,8 +805,8 @@ print(f"7B with both ends trained (third row's setup): {format_bytes(more)} more
 # %% [markdown]
 # The optimizer is innocent: a frozen weight has no gradient, and AdamW skips it. The mistake is to
 # leave embedding and output layer **unfrozen**, or to name them in peft's `modules_to_save`, which
-# copies them as well. Then 262 million weights get a gradient and two moments, 12 bytes each. (The
-# peak grows by the moments: most of these gradients come after the fullest moment of backward.)
+# copies them as well. Then 262 million weights get a gradient and two moments, 12 bytes each. The
+# peak grows by the moments alone: backward peaks before it computes most of these gradients.
 
 # %% [markdown]
 # ## At scale: thirteen billion
@@ -837,10 +839,10 @@ for name, config in {"13B": thirteen, "65B": sixty_five}.items():
 # %% [markdown]
 # ## Explain the gap
 #
-# The guess of the model: 3.3 GiB are seven billion times four bits. Scales add 0.13 bits. The
-# embedding, the output layer and the norms are not quantized, and were cast to float32: 4.2 GiB.
-# The guess of the step: a weight's bits say nothing about activations. Of 43.7 GiB the weights were
-# 3.1.
+# The guess of the model: 3.3 GiB are seven billion times four bits. Doubly quantized scales add 0.13
+# bits per weight. The embedding, the output layer and the norms are not quantized, and were cast to
+# float32: 4.2 GiB. The guess of the step: a weight's bits say nothing about activations. Of 43.7 GiB
+# the weights were 3.1.
 #
 # ## Held against bitsandbytes and peft
 #
