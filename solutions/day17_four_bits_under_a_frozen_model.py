@@ -279,11 +279,10 @@ def decode(codes, absmax):
 # About 15 minutes. `weight` has any shape, n elements, a multiple of 64, in float32 or bfloat16.
 # Return `(codes, absmax)`: uint8 (n/2,) and float32 (n/64,). Blocks are 64 neighbors of the
 # flattened weight. A code is the index of the level nearest to w / absmax (at a tie, either),
-# computed in float32. A block of zeros decodes to zeros, with the code of 0, which is 7. Weights may
-# be tiny (10⁻²⁵): only an absmax of exactly 0 needs replacing.
+# computed in float32. A block of zeros decodes to zeros, with code 7. Weights may be tiny: replace
+# only an absmax of 0.
 #
-# Allocate at most 64 bytes per weight on the way. A table of the distances to all 16 levels takes
-# 64 bytes alone, which leaves nothing for the rest.
+# Allocate at most 64 bytes per weight on the way; a table of all distances takes that alone.
 
 
 # %%
