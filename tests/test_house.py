@@ -19,6 +19,7 @@ LONGER = {
     "memlab.kernels.attention.flash_dkdv": KERNEL,
     "memlab.kernels.losses._row": KERNEL,
     "memlab.cli.plan.plan_model": "one argument for each of the command's options",
+    "memlab.cli.run_command": "one argument for each of the command's options",
 }
 
 

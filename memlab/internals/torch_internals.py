@@ -183,6 +183,13 @@ def cuda_driver_version() -> int:
     return torch._C._cuda_getDriverVersion()
 
 
+def fake_process_group_store() -> Any:
+    """Return the store of a process group whose collectives do nothing (backend "fake")."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
 def finished_work(future: Any) -> Any:
     """Return the handle of a collective that has already finished."""
     return torch._C._distributed_c10d._create_work_from_future(future).boxed()

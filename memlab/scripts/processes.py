@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from memlab.internals.replacing import replaced
+from memlab.internals.torch_internals import fake_process_group_store
 
 
 @contextmanager
@@ -18,11 +19,14 @@ def one_rank(ranks: int | None) -> Iterator[None]:
 
     def initialize(real: Callable[..., None]) -> Callable[..., None]:
         def initialized(*args: Any, **kwargs: Any) -> None:
-            from torch.testing._internal.distributed.fake_pg import FakeStore
-
             size = kwargs.get("world_size", -1)
             size = size if size > 0 else (ranks or 1)
-            real("fake", store=FakeStore(), rank=max(0, kwargs.get("rank", 0)), world_size=size)
+            real(
+                "fake",
+                store=fake_process_group_store(),
+                rank=max(0, kwargs.get("rank", 0)),
+                world_size=size,
+            )
 
         return initialized
 

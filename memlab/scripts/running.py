@@ -107,15 +107,24 @@ def run(
         stack.enter_context(applied(change, watcher.replaceable))
         _run(launch, watcher)
         roots = metering.history.context.names.roots
-    models = tuple(root for root in roots if next(root.parameters(), None) is not None)
+    notes = (*isolation.notes(), *stand_ins.notes())
+    return _outcome(traces, watcher, roots, notes)
+
+
+def _outcome(
+    traces: list[Trace],
+    watcher: StepWatcher,
+    roots: list[torch.nn.Module],
+    notes: tuple[str, ...],
+) -> Outcome:
     return Outcome(
         traces[0] if traces else None,
         watcher.finished,
         watcher.backwards,
-        models,
+        tuple(root for root in roots if next(root.parameters(), None) is not None),
         tuple(watcher.optimizers),
         watcher.framework,
-        (*isolation.notes(), *stand_ins.notes()),
+        notes,
     )
 
 

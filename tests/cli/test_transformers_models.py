@@ -74,7 +74,7 @@ def test_if_nothing_fits_the_status_is_one(config, memlab_command):
 @pytest.mark.parametrize(
     ("family", "options", "assumed"),
     [
-        ("vit", ("--image", "64"), "trained on image classification, 1 images of 64 × 64 pixels"),
+        ("vit", ("--image", "64"), "trained on image classification, 1 image of 64 × 64 pixels"),
         ("t5", ("--seq", "8"), "trained on text to text, equally long, 1 × 8 tokens"),
         ("whisper", ("--batch", "3"), "3 × 32 tokens without padding, 60 frames of speech each"),
     ],
