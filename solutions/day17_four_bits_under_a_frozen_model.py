@@ -838,10 +838,10 @@ for name, config in {"13B": thirteen, "65B": sixty_five}.items():
 # %% [markdown]
 # ## Explain the gap
 #
-# The guess of the model: 3.3 GiB are seven billion times four bits. Doubly quantized scales add 0.13
-# bits per weight. The embedding, the output layer and the norms are not quantized, and were cast to
-# float32: 4.2 GiB. The guess of the step: a weight's bits say nothing about activations. Of 43.7 GiB
-# the weights were 3.1.
+# The guess of the model: 3.3 GiB are seven billion times four bits. Doubly quantized scales add
+# 0.13 bits per weight. The embedding, the output layer and the norms are not quantized, and were
+# cast to float32: 4.2 GiB. The guess of the step: a weight's bits say nothing about activations. Of
+# 43.7 GiB the weights were 3.1.
 #
 # ## Held against bitsandbytes and peft
 #
