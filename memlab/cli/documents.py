@@ -1,4 +1,4 @@
-"""The JSON documents of `memlab plan` and `memlab measure`, which schema.json describes.
+"""The JSON documents of `memlab plan`, `measure` and `run`, which schema.json describes.
 
 `--json` prints the document; `plan.json` and `measure.json` in the folder of `--out` hold the same.
 A field that cannot be known is null. Bytes are integers.
@@ -32,9 +32,9 @@ def measure_document(what: str, rows: Sequence[Row], on_cuda: Sequence[Row]) -> 
     }
 
 
-def run_document(what: str, row: Row) -> dict[str, Any]:
+def run_document(what: str, row: Row, verdict: str) -> dict[str, Any]:
     """Return the document of `memlab run`."""
-    return {**_head("run", "measured", what), "rows": [row_numbers(row)], "on_cuda": []}
+    return {**_head("run", verdict, what), "rows": [row_numbers(row)]}
 
 
 def plan_document(what: str, numbers: Mapping[str, Any]) -> dict[str, Any]:

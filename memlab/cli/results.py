@@ -27,9 +27,9 @@ def write(rows: Sequence[Row], title: str, folder: Path, predicted: Sequence[Row
     _write_all("measure", document, _drawings(rows, predicted, title), folder)
 
 
-def write_run(row: Row, title: str, folder: Path) -> None:
+def write_run(row: Row, title: str, folder: Path, verdict: str) -> None:
     """Write the document of a script that ran unmodified, with the pictures of a measurement."""
-    _write_all("run", run_document(title, row), _drawings([row], (), title), folder)
+    _write_all("run", run_document(title, row, verdict), _drawings([row], (), title), folder)
 
 
 def write_script_plan(rows: Sequence[Row], numbers: Mapping[str, Any], folder: Path) -> None:

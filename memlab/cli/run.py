@@ -80,7 +80,8 @@ def run_script(wanted: Wanted) -> int:
         terminal.echo("\n--advise predicts what would save memory, with the code")
     if rest := [note for note in trace.notes if note not in assumed(trace)]:
         terminal.echo("\n" + "\n".join(paragraph(f"note: {note}") for note in rest))
-    write_run(Row(str(launch), trace), _title(launch, wanted, target), folder)
+    verdict = "measured" if memory is None else "does not fit" if status else "fits"
+    write_run(Row(str(launch), trace), _title(launch, wanted, target), folder, verdict)
     return status
 
 

@@ -1,12 +1,18 @@
 """`memlab run`: what it prints for a script as it is."""
 
 import json
+from importlib.resources import files
 from pathlib import Path
 from textwrap import dedent
 
+import jsonschema
 import pytest
 
 from memlab.units import WIDTH
+
+VALIDATOR = jsonschema.Draft202012Validator(
+    json.loads((files("memlab.cli") / "schema.json").read_text(encoding="utf-8"))
+)
 
 TRAIN = """
     import argparse, os
@@ -66,6 +72,16 @@ def test_the_document_has_the_peak(memlab_in, folder):
     weights = 4 * 4 * (512 * 512 + 512)
     assert (document["command"], document["verdict"]) == ("run", "measured")
     assert document["rows"][0]["at_peak"]["parameters"] == weights
+    VALIDATOR.validate(document)
+
+
+def test_the_documents_verdict_is_the_exit_status(memlab_in, folder):
+    for batch, status, verdict in (("64", 0, "fits"), ("65536", 1, "does not fit")):
+        words = ("--json", "--no-advice", "--memory", "700MiB", "train.py", "--batch-size", batch)
+        outcome = memlab_in(folder, "run", *words)
+        document = json.loads(outcome.out)
+        VALIDATOR.validate(document)
+        assert (outcome.status, document["verdict"]) == (status, verdict)
 
 
 def test_a_real_run_computes(memlab_in, folder):
