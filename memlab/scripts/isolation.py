@@ -75,6 +75,7 @@ class Isolation:
             stack.enter_context(_without_bytecode())
             stack.callback(setattr, tempfile, "tempdir", tempfile.tempdir)
             tempfile.tempdir = files.environment["TMPDIR"]
+            stack.enter_context(replaced(_offline_hub()))
             # last, because what comes before uses files
             stack.enter_context(replaced({**files.replacements(), **self._refusals()}))
             yield
@@ -131,6 +132,13 @@ def environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _offline_hub() -> dict[tuple[Any, str], Callable[[Any], Any]]:
+    """Return what stops huggingface_hub from trying to connect, if it has read its environment.
+    It would try again and again, for minutes."""
+    constants = sys.modules.get("huggingface_hub.constants")
+    return {} if constants is None else {(constants, "HF_HUB_OFFLINE"): lambda real: True}
 
 
 @contextmanager
