@@ -35,9 +35,9 @@ from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row
 from memlab.cli.script_sizes import Size, sizes_of
 from memlab.configs.targets import TARGETS
-from memlab.dry_runs.assumptions import ASSUMED, fraction_of
-from memlab.dry_runs.fake_tensors import UNCOMPILED
-from memlab.dry_runs.routing import ASSUMED_ROUTING, imbalance_of
+from memlab.dry_runs.assumptions import fraction_of
+from memlab.dry_runs.fake_tensors import is_assumption
+from memlab.dry_runs.routing import imbalance_of
 from memlab.scripts.hub import UnavailableError
 from memlab.trace import Trace
 from memlab.units import paragraph
@@ -91,11 +91,7 @@ def measure_script(request: Request) -> int:
 
 def assumed(trace: Trace) -> list[str]:
     """Return the notes to print in the first lines."""
-    return [
-        note
-        for note in trace.notes
-        if note.startswith((ASSUMED, ASSUMED_ROUTING)) or note == UNCOMPILED
-    ]
+    return list(filter(is_assumption, trace.notes))
 
 
 def _how(dry: bool, device: str | None) -> str:

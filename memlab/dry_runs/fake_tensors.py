@@ -46,7 +46,7 @@ from memlab.dry_runs import (
     subclasses,
     weight_files,
 )
-from memlab.dry_runs.assumptions import Assumptions
+from memlab.dry_runs.assumptions import ASSUMED, Assumptions
 from memlab.dry_runs.collectives import finished, is_collective
 from memlab.dry_runs.endless import LoopGuard
 from memlab.dry_runs.fake_kernels import KERNELS
@@ -54,7 +54,7 @@ from memlab.dry_runs.fake_results import FakeResults
 from memlab.dry_runs.known_values import UNKNOWN
 from memlab.dry_runs.loaders import Loaders
 from memlab.dry_runs.oversized import enlarge
-from memlab.dry_runs.routing import Routing
+from memlab.dry_runs.routing import ASSUMED_ROUTING, Routing
 from memlab.dry_runs.validations import valid_answer
 from memlab.internals.replacing import replaced
 from memlab.internals.torch_internals import (
@@ -88,6 +88,13 @@ UNCOMPILED = (
     "code under torch.compile is counted as it runs uncompiled, usually an upper bound, because "
     "compiled code saves fewer tensors; use memlab.measure on a real step for its real memory"
 )
+
+
+def is_assumption(note: str) -> bool:
+    """Return whether a note says what a dry run assumed, which belongs in the first lines."""
+    return note.startswith((ASSUMED, ASSUMED_ROUTING)) or note == UNCOMPILED
+
+
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 Observer = Callable[[Any, Any, Any, Any], None]  # (func, args, kwargs, result)
 # Integer arithmetic whose results may become sizes.

@@ -158,8 +158,7 @@ class PredictedRun:
         *,
         step: Callable[[], Any] | None = None,
         subject: Any = None,
-        in_step: bool = False,
-        lines: bool = False,
+        **options: Any,
     ) -> None:
         """End the history and start the measured step. The arguments are those of StorageMeter."""
         self._metering.close()
@@ -171,8 +170,7 @@ class PredictedRun:
             optimizer,
             step=step,
             subject=subject,
-            in_step=in_step,
-            lines=lines,
+            **options,
         )
         self._metering.enter_context(self._meter)
 

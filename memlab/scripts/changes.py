@@ -9,12 +9,10 @@ framework that runs the script's loop.
     8-bit optimizer  in place of Adam and AdamW
 """
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from memlab.metering.frames import frames
 from memlab.optim import Adam8bit
 from memlab.planner.outside import adams_groups, checkpointed, is_adam, paths_of_layers, stepped_by
 from memlab.trace import Trace
@@ -84,7 +83,7 @@ def _autocast(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None
 
 
 def _device_type(model: nn.Module) -> str:
-    return next(islice(model.parameters(), 1)).device.type
+    return next(model.parameters()).device.type
 
 
 def _eight_bits(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -207,11 +206,9 @@ def applied(
 
 def running_framework() -> str:
     """Return the framework whose loop is running, from the files on the stack."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in frames():
         path = Path(frame.f_code.co_filename).as_posix()
         for part, name in FRAMEWORKS.items():
             if part in path:
                 return name
-        frame = frame.f_back  # type: ignore[assignment]
     return _PLAIN

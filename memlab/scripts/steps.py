@@ -51,7 +51,7 @@ class StepWatcher:
         self._last: Optimizer | None = None  # whose step ended the one before the measured
         self._replaced: WeakSet[Optimizer] = WeakSet()  # by others, so that they never step
         self.framework = "plain"
-        self.has_begun = self.has_ended = False
+        self.has_ended = False
         self.finished = 0  # steps
         self.backwards = 0
 
@@ -64,11 +64,6 @@ class StepWatcher:
         """Return the optimizers that exist. From now on, they need not step."""
         self._replaced.update(self._made)
         return list(self._made)
-
-    @property
-    def updates_by_hand(self) -> bool:
-        """Whether gradients were computed, and no optimizer exists."""
-        return bool(self.backwards) and not self._made
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -135,7 +130,6 @@ class StepWatcher:
             self._begin(bool(self._taken))
 
     def _begin(self, in_step: bool) -> None:
-        self.has_begun = True
         self._on_begin(in_step)
 
     def _end(self) -> None:

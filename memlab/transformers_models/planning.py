@@ -12,9 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from memlab.dry_runs.assumptions import ASSUMED
-from memlab.dry_runs.fake_tensors import UNCOMPILED
-from memlab.dry_runs.routing import ASSUMED_ROUTING
+from memlab.dry_runs.fake_tensors import is_assumption
 from memlab.planner.limits import largest
 from memlab.planner.measuring import Measured
 from memlab.planner.options import option_numbers
@@ -177,11 +175,7 @@ class Search:
             needed_bytes=needed,
             measured=replace(found.measured, trace=None),  # it is long
             seconds=found.seconds,
-            notes=tuple(
-                note
-                for note in found.measured.trace.notes
-                if note.startswith((ASSUMED, ASSUMED_ROUTING)) or note == UNCOMPILED
-            ),
+            notes=tuple(filter(is_assumption, found.measured.trace.notes)),
         )
 
     def with_limits(self, option: Option) -> Option:
