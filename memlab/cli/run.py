@@ -247,30 +247,12 @@ def _show_verdict(trace: Trace, memory: Memory, target: str) -> int:
 def _show_advice(
     launch: Launch, wanted: Wanted, target: str, plain: Outcome, memory: Memory | None
 ) -> None:
-    """Predict the script with each change, then with more and more until it fits."""
+    """Predict the script with changes; print what each saves, and the code of those that do."""
     assert plain.trace is not None
+    traces, reasons, helpful = _tried(launch, _settings(wanted, target), plain)
     budget = None if memory is None else budget_bytes(memory, target)
-    rows = [("as it is", plain.trace)]
-    reasons = []
-    helpful: list[Change] = []
-    for change in CHANGES:
-        try:
-            trace = _changed(launch, wanted, target, plain, change)
-        except NotPossibleError as error:
-            reasons.append(f"{change.name}: {error}")
-            continue
-        except Exception as error:  # a change may not suit the model
-            reasons.append(f"{change.name}: {error_summary(error)}")
-            continue
-        rows.append((change.name, trace))
-        if trace.allocated_bytes < plain.trace.allocated_bytes:
-            helpful.append(change)
-    helpful.sort(key=lambda change: dict(rows)[change.name].allocated_bytes)
-    for count in range(2, len(helpful) + 1):
-        both = together(tuple(helpful[:count]))
-        rows.append((both.name, _changed(launch, wanted, target, plain, both)))
     terminal.echo("\nwhat would save memory, predicted with each change:\n")
-    terminal.show_table(_advice_table(rows, budget))
+    terminal.show_table(_advice_table(traces, budget))
     for reason in reasons:
         terminal.echo(paragraph(f"not tried: {reason}"))
     terminal.echo(paragraph("a smaller batch saves its share of activations and inputs"))
@@ -282,28 +264,59 @@ def _show_advice(
         _show_code(name, CHUNKED_LOSS.get(plain.framework, CHUNKED_LOSS["plain"]))
 
 
+def _tried(
+    launch: Launch, settings: dict[str, Any], plain: Outcome
+) -> tuple[dict[str, Trace], list[str], list[Change]]:
+    """Predict the script with each change, then with the two, three, … that save most.
+
+    Returns the traces by name, why changes failed, and those that save memory, the best first.
+    """
+    assert plain.trace is not None
+    traces, reasons = {"as it is": plain.trace}, []
+
+    def attempt(change: Change) -> None:
+        try:
+            traces[change.name] = _changed(launch, settings, plain, change)
+        except NotPossibleError as error:
+            reasons.append(f"{change.name}: {error}")
+        except Exception as error:  # a change may not suit the model
+            reasons.append(f"{change.name}: {error_summary(error)}")
+
+    def allocated(change: Change) -> int:
+        return traces.get(change.name, plain.trace).allocated_bytes
+
+    for change in CHANGES:
+        attempt(change)
+    helpful = sorted(
+        (change for change in CHANGES if allocated(change) < plain.trace.allocated_bytes),
+        key=allocated,
+    )
+    for count in range(2, len(helpful) + 1):
+        attempt(together(tuple(helpful[:count])))
+    return traces, reasons, helpful
+
+
 def _show_code(name: str, lines: Sequence[str]) -> None:
     terminal.echo("\n  ".join([f"\n{name}:", *lines]))
 
 
-def _changed(launch: Launch, wanted: Wanted, target: str, plain: Outcome, change: Change) -> Trace:
+def _changed(launch: Launch, settings: dict[str, Any], plain: Outcome, change: Change) -> Trace:
     """Return the trace of the script's step with a change."""
     print(f"memlab: with {change.name}", file=sys.stderr, flush=True)
     with redirect_stdout(sys.stderr):
-        settings = _settings(wanted, target)
         found = run(launch, steps=plain.steps, change=change, **settings).trace
     assert found is not None
     return found
 
 
-def _advice_table(rows: list[tuple[str, Trace]], budget: int | None) -> Table:
+def _advice_table(traces: dict[str, Trace], budget: int | None) -> Table:
     columns = {
-        "with": [name for name, _ in rows],
-        "allocated": [format_bytes(trace.allocated_bytes) for _, trace in rows],
-        "reserved": [format_bytes(trace.reserved_bytes or 0) for _, trace in rows],
+        "with": list(traces),
+        "allocated": [format_bytes(trace.allocated_bytes) for trace in traces.values()],
+        "reserved": [format_bytes(trace.reserved_bytes or 0) for trace in traces.values()],
     }
     if budget is not None:
-        columns["left"] = [_left(budget - needed_bytes(trace, budget)) for _, trace in rows]
+        columns["left"] = [_left(budget - needed_bytes(trace, budget)) for trace in traces.values()]
     return terminal.table_of(columns)
 
 
