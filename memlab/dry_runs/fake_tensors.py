@@ -13,6 +13,7 @@ does is handled here:
                           a note names the line
     DataLoaders           draw the samples that a real one would (samplers.py)
     compiled code         runs uncompiled
+    Triton kernels        do nothing; what they write is unknown (triton_launches.py)
     converting a model    `.to()`, `.half()`, `.cuda()`: parameters stay the same objects
     files of weights      give tensors in their shapes; the bytes stay unread (weight_files.py)
     accelerators          replaced by the CPU, with autocast and loss scaling (fake_accelerator.py)
@@ -44,6 +45,7 @@ from memlab.dry_runs import (
     readers,
     samplers,
     subclasses,
+    triton_launches,
     weight_files,
 )
 from memlab.dry_runs.assumptions import ASSUMED, Assumptions
@@ -176,6 +178,7 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         self._libraries = ExitStack()
         self._libraries.enter_context(weight_files.loaded_in_this_thread())
         self._libraries.enter_context(library_caches.emptied())
+        self._libraries.enter_context(triton_launches.skipped())
         load_dynamos_rules()  # before functions in it are replaced
         own = {
             (torch.autograd, "_engine_run_backward"): self._with_function_mode,

@@ -125,7 +125,7 @@ def assume(fake: torch.Tensor, values: torch.Tensor) -> None:
 
 def is_assumed(arguments: Any) -> bool:
     """Return whether the values of a tensor among the arguments follow from assumed ones."""
-    found = (_values_of(tensor) for tensor in _tensors(arguments))
+    found = (_values_of(tensor) for tensor in tensors_in(arguments))
     return any(values is not None and values.assumed for values in found)
 
 
@@ -179,7 +179,8 @@ def _attach(fake: torch.Tensor, values: _Values) -> None:
         setattr(storage, _NAME, values)
 
 
-def _clear(tensors: list[torch.Tensor]) -> None:
+def forget(tensors: list[torch.Tensor]) -> None:
+    """Make the values of tensors unknown."""
     for tensor in tensors:
         setattr(tensor.untyped_storage(), _NAME, None)
 
@@ -225,7 +226,7 @@ def compute(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the real result of a functional operator on known tensors, UNKNOWN otherwise."""
     if not isinstance(func, OpOverload) or func._schema.is_mutable or _is_never_computed(func):
         return UNKNOWN
-    if not all(map(is_known, _tensors((*args, *kwargs.values())))):
+    if not all(map(is_known, tensors_in((*args, *kwargs.values())))):
         return UNKNOWN
     return _run(func, args, kwargs)
 
@@ -260,7 +261,7 @@ def _propagate_lift(func: Any, args: Any, kwargs: Any, result: Any) -> None:
 
 
 def _propagate_possible_write(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    _clear(_tensors(args))
+    forget(tensors_in(args))
 
 
 def _propagate_functional(func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -269,12 +270,12 @@ def _propagate_functional(func: Any, args: Any, kwargs: Any, result: Any) -> Non
             if not is_known(argument):
                 return
             break
-    made = _tensors((result,))
+    made = tensors_in((result,))
     count = sum(tensor.numel() for tensor in made)
     if count > _LARGEST_INPUT:
         return
     given = (*args, *kwargs.values())
-    if all(map(is_known, _tensors(given))):
+    if all(map(is_known, tensors_in(given))):
         assumed = is_assumed(given)
         is_short = count <= BOUND or (func in _ZEROS and made[0].dtype is torch.int64)
         if not (is_short or assumed):
@@ -287,10 +288,10 @@ def _propagate_functional(func: Any, args: Any, kwargs: Any, result: Any) -> Non
 
 def _propagate_in_place(func: Any, args: Any, kwargs: Any, result: Any) -> None:
     places, names = _written_arguments(func)
-    targets = _tensors(
+    targets = tensors_in(
         (*(args[i] for i in places if i < len(args)), *(kwargs.get(name) for name in names))
     )
-    others = _tensors(
+    others = tensors_in(
         (
             *(argument for i, argument in enumerate(args) if i not in places),
             *(argument for name, argument in kwargs.items() if name not in names),
@@ -303,7 +304,7 @@ def _propagate_in_place(func: Any, args: Any, kwargs: Any, result: Any) -> None:
         or not all(_prepare_write(target, overwrites) for target in targets)
         or _run(func, args, kwargs) is UNKNOWN
     ):
-        _clear(targets)
+        forget(targets)
     elif is_assumed(others):
         _mark_assumed(targets)
 
@@ -446,11 +447,12 @@ def _real_argument(argument: Any) -> Any:
     return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
 
-def _tensors(arguments: Any) -> list[torch.Tensor]:
+def tensors_in(arguments: Any) -> list[torch.Tensor]:
+    """Return the tensors among arguments, also those in lists."""
     found = []
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             found.append(argument)
         elif isinstance(argument, (list, tuple)):
-            found += _tensors(argument)
+            found += tensors_in(argument)
     return found

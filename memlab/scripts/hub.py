@@ -98,7 +98,9 @@ class Hub:
         for tied in made.all_tied_weights_keys:  # not in a file
             weights.pop(tied, None)
         del made
-        return real(cls, None, *args, config=config, state_dict=weights, **options)
+        model = real(cls, None, *args, config=config, state_dict=weights, **options)
+        model.name_or_path = model.config.name_or_path = name  # trl loads the tokenizer of it
+        return model
 
     def _weights_of_diffusers(self, module: ModuleType) -> Iterator[Replacement]:
         yield (module.ModelMixin, "from_pretrained"), _of_class(self._model_of_diffusers)
