@@ -1,9 +1,8 @@
 """Triton kernels of other libraries in a dry run: a launch does nothing.
 
-A kernel allocates no tensor: it writes into tensors that its caller made, and those were counted. So
-the bytes are exact without it. What it writes is unknown. Which of its arguments it writes is
-unknown, too, so the values of all of them are forgotten. An autotuner takes no time and chooses no
-configuration.
+A kernel allocates no tensor: it writes into tensors that its caller made, and those were counted.
+So the bytes are exact without it. It may write any of its arguments, so the values of all of them
+become unknown. An autotuner takes no time and chooses no configuration.
 """
 
 from collections.abc import Callable, Iterator

@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def twice(x, y, n, BLOCK: tl.constexpr):  # noqa: N803 - Triton's convention
+def twice(x, y, n, BLOCK: tl.constexpr):
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y + places, 2 * tl.load(x + places, mask=places < n), mask=places < n)
 
