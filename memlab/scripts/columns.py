@@ -3,7 +3,7 @@
 text=str:400                 texts of 400 words
 label=int:2                  classes 0 and 1
 input_ids=ids:1024           lists of 1,024 token ids
-image=image:512x512          images, width x height
+image=image:512x512          images, width x height; 512 is 512x512
 values=float:10              lists of 10 numbers
 messages=chat:400            conversations of a question and an answer with 400 words in all
 """
@@ -54,9 +54,9 @@ def columns_of(given: str) -> Columns:
         kind, _, size = described.partition(":")
         sizes = size.split("x")
         is_size = all(each.isdigit() and int(each) for each in sizes)
-        if not name or kind not in _KINDS or not is_size or len(sizes) != 1 + (kind == "image"):
+        if not name or kind not in _KINDS or not is_size or len(sizes) > 1 + (kind == "image"):
             raise ValueError(
-                f"got --batch-like {given!r}; give columns such as text=str:400, label=int:2, "
+                f"got {part!r} in --batch-like; give columns such as text=str:400, label=int:2, "
                 f"input_ids=ids:1024, image=image:512x512, values=float:10 or messages=chat:400, "
                 f"joined by commas"
             )
@@ -79,8 +79,8 @@ def _ids(size: str) -> list[list[int]]:
 def _images(size: str) -> list[Any]:
     from PIL import Image
 
-    width, height = map(int, size.split("x"))
-    return [Image.new("RGB", (width, height))] * ROWS
+    width, _, height = size.partition("x")
+    return [Image.new("RGB", (int(width), int(height or width)))] * ROWS
 
 
 def _floats(size: str) -> list[list[float]]:

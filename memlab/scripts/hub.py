@@ -20,6 +20,7 @@ from memlab.scripts.columns import Columns
 Note = Callable[[str, str], None]  # (what is missing, what stands in)
 Replacement = tuple[tuple[Any, str], Callable[[Any], Any]]
 _WORD_TOKENS = {"<unk>": 0, "<s>": 1, "</s>": 2, "<pad>": 3}
+_NAME = "pretrained_model_name_or_path"
 _FEWEST_TOKENS = 100  # of any tokenizer that has its files
 _CHAT = (
     "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} </s> {% endfor %}"
@@ -135,7 +136,19 @@ class Hub:
         except (OSError, ValueError, TypeError, ImportError, UnavailableError):
             pass
         self._note(f"the tokenizer of {name}", "tokens of one word each")
-        return _words_tokenizer(options)
+        return _words_tokenizer({"model_max_length": self._positions(name, options), **options})
+
+    def _positions(self, name: Any, options: Mapping[str, Any]) -> int | None:
+        """Return the longest text that the model reads, if its config is known and says so."""
+        from transformers import AutoConfig
+
+        # a pipeline of diffusers has its text encoder's config beside the tokenizer
+        where = options.get("subfolder", "").replace("tokenizer", "text_encoder")
+        try:
+            config = AutoConfig.from_pretrained(name, subfolder=where)
+        except (OSError, ValueError):
+            return None
+        return getattr(config, "max_position_embeddings", None)
 
     # ------------------------------------------------------------------ data sets and metrics
 
@@ -185,10 +198,17 @@ class _NoMetric:
 
 
 def _of_class(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Return a replacement of a class method. It gets the original, which takes the class first."""
-    return lambda real: classmethod(
-        lambda cls, *args, **kwargs: replacement(real.__func__, cls, *args, **kwargs)
-    )
+    """Return a replacement of a class method. It gets the original, the class and the name."""
+
+    def replace(real: Any) -> Any:
+        def method(cls: Any, *args: Any, **options: Any) -> Any:
+            if not args and _NAME in options:
+                args = (options.pop(_NAME),)
+            return replacement(real.__func__, cls, *args, **options)
+
+        return classmethod(method)
+
+    return replace
 
 
 def _words_tokenizer(options: Mapping[str, Any]) -> Any:
