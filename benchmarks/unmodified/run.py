@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import torch
 
+from memlab.data import source_bytes
 from memlab.internals.files import write_beside
 from memlab.units import format_bytes
 
@@ -62,6 +63,35 @@ CONFIGS = {
     },
 }
 CONFIGS["google-bert/bert-base-cased"] = CONFIGS["bert-base-cased"]
+# A pipeline of diffusers is a folder of several configs.
+CONFIGS["stable-diffusion"] = {
+    "unet": {
+        "_class_name": "UNet2DConditionModel",
+        "block_out_channels": [32, 64],
+        "cross_attention_dim": 32,
+        "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+        "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+        "layers_per_block": 1,
+        "sample_size": 32,
+    },
+    "vae": {
+        "_class_name": "AutoencoderKL",
+        "block_out_channels": [32, 64],
+        "down_block_types": ["DownEncoderBlock2D"] * 2,
+        "up_block_types": ["UpDecoderBlock2D"] * 2,
+        "latent_channels": 4,
+    },
+    "text_encoder": {
+        "model_type": "clip_text_model",
+        "architectures": ["CLIPTextModel"],
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "vocab_size": 1000,
+    },
+    "scheduler": {"_class_name": "DDPMScheduler"},
+}
 LIMIT_S = 600
 
 
@@ -75,6 +105,7 @@ class Script(NamedTuple):
     on_cuda: str = ""
     columns: str = ""
     configs: tuple[str, ...] = ()
+    text: str = ""  # a file of any text that the script reads
 
     @property
     def name(self) -> str:
@@ -91,6 +122,7 @@ SCRIPTS = (
         on_cpu="--device=cpu",
     ),
     Script("minGPT", "projects/adder/adder.py", "--trainer.num_workers=0"),
+    Script("minGPT", "projects/chargpt/chargpt.py", "--trainer.num_workers=0", text="input.txt"),
     Script("examples", "mnist/main.py", on_cpu="--no-accel"),
     Script("examples", "imagenet/main.py", "/data/imagenet --batch-size 4 --workers 0"),
     Script("examples", "vae/main.py", on_cpu="--no-accel"),
@@ -146,6 +178,14 @@ SCRIPTS = (
         columns="prompt=str:50,chosen=str:100,rejected=str:100",
         configs=("Qwen/Qwen2.5-0.5B",),
     ),
+    Script(
+        "diffusers",
+        "examples/text_to_image/train_text_to_image.py",
+        "--pretrained_model_name_or_path stable-diffusion --dataset_name images --output_dir out "
+        "--resolution 64 --train_batch_size 2",
+        columns="image=image:64,text=str:20",
+        configs=("stable-diffusion",),
+    ),
     Script("", "accelerate_loop.py"),
     Script("", "lightning_fit.py"),
 )
@@ -159,15 +199,26 @@ class Answer(NamedTuple):
     seconds: float
 
 
+def written(name: str, folder: Path) -> Path:
+    """Write a config, or a pipeline's, into the folder."""
+    config, place = CONFIGS[name], folder / name.replace("/", "-")
+    parts = {"": config} if "model_type" in config else config
+    for part, values in parts.items():
+        (place / part).mkdir(parents=True)
+        file = "scheduler_config.json" if part == "scheduler" else "config.json"
+        (place / part / file).write_text(json.dumps(values))
+    return place
+
+
 def answer(script: Script, clones: Path, options: list[str], arguments: str) -> Answer:
     """Run a script once."""
     folder = clones / script.folder if script.folder else HERE
     path = folder / script.path
     with tempfile.TemporaryDirectory() as scratch:
         for name in script.configs:
-            file = Path(scratch) / f"{name.replace('/', '-')}.json"
-            file.write_text(json.dumps(CONFIGS[name]))
-            options = [*options, "--config", f"{name}={file}"]
+            options = [*options, "--config", f"{name}={written(name, Path(scratch))}"]
+        if script.text and not (path.parent / script.text).exists():
+            (path.parent / script.text).write_bytes(source_bytes("64 KiB"))
         if script.columns:
             options = [*options, "--batch-like", script.columns]
         words = f"{script.arguments} {arguments}".split()

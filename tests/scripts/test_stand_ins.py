@@ -109,7 +109,9 @@ HUB = """
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("someone/model")
-tokenizer = AutoTokenizer.from_pretrained("someone/model")
+assert model.name_or_path == model.config.name_or_path == "someone/model"  # trl reads it
+tokenizer = AutoTokenizer.from_pretrained(pretrained_model_name_or_path="someone/model")
+assert tokenizer.model_max_length == model.config.max_position_embeddings
 optimizer = torch.optim.AdamW(model.parameters())
 ids = torch.tensor([tokenizer("a text of five words")["input_ids"]])
 assert ids.shape == (1, 5)
@@ -145,7 +147,7 @@ def test_without_the_config_the_script_stops_with_what_to_pass(script):
 
 
 @pytest.mark.parametrize(
-    "given", ["", "text", "text=str", "text=str:0", "text=no:3", "image=image:512", "text=str:4x4"]
+    "given", ["", "text", "text=str", "text=str:0", "text=no:3", "image=image:5x", "text=str:4x4"]
 )
 def test_wrong_columns_are_refused_in_one_sentence(given):
     with pytest.raises(ValueError, match="give columns such as"):
@@ -155,6 +157,13 @@ def test_wrong_columns_are_refused_in_one_sentence(given):
 def test_columns_print_as_they_were_given():
     given = "text=str:400, label=int:2, image=image:64x32, chat=chat:10"
     assert str(columns_of(given.replace(" ", ""))) == given
+
+
+def test_one_size_of_an_image_is_a_square():
+    pytest.importorskip("PIL")
+    datasets = pytest.importorskip("datasets")
+    rows = columns_of("image=image:8").data_set(datasets, "train", streaming=False)
+    assert rows[0]["image"].size == (8, 8)
 
 
 def test_rows_have_the_described_sizes():
