@@ -27,9 +27,11 @@ from memlab.planner.cards import budget_bytes
 from memlab.scripts.changes import (
     CHANGES,
     CHUNKED_LOSS,
+    FSDP,
     Change,
     NotPossibleError,
     logits_bytes,
+    sharded_bytes,
     together,
 )
 from memlab.scripts.columns import Columns, columns_of
@@ -262,6 +264,17 @@ def _show_advice(
     if logits > NOTABLE_LOGITS * plain.trace.peak_bytes:
         name = f"a loss in chunks: logits and their gradients hold {format_bytes(logits)}"
         _show_code(name, CHUNKED_LOSS.get(plain.framework, CHUNKED_LOSS["plain"]))
+    _show_sharding(plain)
+
+
+def _show_sharding(plain: Outcome) -> None:
+    """Print what several GPUs would hold each, with FSDP2."""
+    assert plain.trace is not None
+    held = {ranks: sharded_bytes(plain.trace, plain.models, ranks) for ranks in (2, 4, 8)}
+    known = [f"{format_bytes(size)} on each of {n}" for n, size in held.items() if size]
+    if known and plain.trace.device != "cpu":
+        name = f"FSDP2 over several GPUs, by formula: about {', '.join(known)}"
+        _show_code(paragraph(name), FSDP.get(plain.framework, FSDP["plain"]))
 
 
 def _tried(

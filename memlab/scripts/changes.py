@@ -4,6 +4,7 @@ A change is applied from outside, at the model's first forward pass with gradien
 has made its model and its optimizer. So its saving is predicted, not estimated. The code is for the
 framework that runs the script's loop.
 
+    LoRA             of peft, in a model of transformers with weights from a file
     checkpointing    transformers' own, or around each layer of a list
     autocast         the forward pass in bfloat16
     8-bit optimizer  in place of Adam and AdamW
@@ -54,10 +55,27 @@ class Change:
         return self.code.get(framework, self.code[_PLAIN])
 
 
+def _lora(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    if not getattr(model, "name_or_path", ""):
+        raise NotPossibleError("the model is not one of transformers with weights from a file")
+    if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
+        raise NotPossibleError("the script has adapters already")
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise NotPossibleError("peft is not installed; pip install peft") from error
+    inject_adapter_in_model(LoraConfig(r=LORA_RANK, target_modules="all-linear"), model)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = []
+        optimizer.param_groups[0]["params"] = trained
+
+
 def _checkpointing(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     own = next((m for m in model.modules() if hasattr(m, "gradient_checkpointing_enable")), None)
     if own is not None and getattr(own, "supports_gradient_checkpointing", True):
-        if getattr(own, "is_gradient_checkpointing", False):
+        if any(getattr(m, "gradient_checkpointing", False) for m in own.modules()):
             raise NotPossibleError("the script checkpoints already")
         own.gradient_checkpointing_enable({"use_reentrant": False})
         return
@@ -96,7 +114,20 @@ def _eight_bits(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> No
         stepped_by(Adam8bit, adams_groups)(lambda: None, model, optimizer)
 
 
-CHANGES = (
+LORA_RANK = 16
+CHANGES = (  # in the order in which they are applied
+    Change(
+        "LoRA",
+        _lora,
+        {
+            _PLAIN: (
+                "# trains adapters beside frozen weights: another training",
+                "from peft import LoraConfig, get_peft_model",
+                f'lora = LoraConfig(r={LORA_RANK}, target_modules="all-linear")',
+                "model = get_peft_model(model, lora)  # before the optimizer is made",
+            ),
+        },
+    ),
     Change(
         "checkpointing",
         _checkpointing,
@@ -166,8 +197,43 @@ def logits_bytes(trace: Trace, models: Iterable[nn.Module]) -> int:
     )
 
 
+FSDP = {
+    "Trainer": ("TrainingArguments(..., fsdp=True)  # from transformers 5 on this is FSDP2",),
+    "Lightning": ('Trainer(..., strategy="fsdp", devices=2)',),
+    "accelerate": ("accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 ...",),
+    _PLAIN: (
+        "from torch.distributed.fsdp import fully_shard  # started by torchrun",
+        "for layer in layers:  # the model's own list of them",
+        "    fully_shard(layer)",
+        "fully_shard(model)  # before the optimizer is made",
+    ),
+}
+_SHARDED = ("parameters", "gradients", "optimizer_state", "optimizer_temporaries")
+
+
+def sharded_bytes(trace: Trace, models: Iterable[nn.Module], ranks: int) -> int | None:
+    """Return about what each GPU holds at the peak with FSDP2, by formula.
+
+    Each has its share of the weights, gradients and optimizer state, everything else as before, and
+    the whole weights of two layers: one computes while the next arrives. None if no model has a
+    list of layers.
+    """
+    layers = [
+        layer
+        for model in models
+        for path in paths_of_layers(model)
+        for layer in model.get_submodule(path)
+    ]
+    if not layers:
+        return None
+    whole = max(sum(w.nbytes for w in layer.parameters()) for layer in layers)
+    shared = sum(trace.at_peak.get(category, 0) for category in _SHARDED)
+    return trace.peak_bytes - shared + -(-shared // ranks) + 2 * whole
+
+
 def together(changes: tuple[Change, ...]) -> Change:
     """Return all of them as one change."""
+    changes = tuple(sorted(changes, key=CHANGES.index))
 
     def apply(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         for change in changes:

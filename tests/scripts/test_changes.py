@@ -1,13 +1,21 @@
 """Changes from outside save what the same change in the script saves."""
 
+import json
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
-from memlab.scripts.changes import CHANGES, NotPossibleError, logits_bytes, together
+from memlab.scripts.changes import (
+    CHANGES,
+    NotPossibleError,
+    logits_bytes,
+    sharded_bytes,
+    together,
+)
 from memlab.scripts.launch import launch_of
 from memlab.scripts.running import run
+from tests.transformers_models.configs import TINY
 
 SCRIPT = """
     import torch
@@ -72,8 +80,63 @@ def test_an_8_bit_optimizer_shrinks_the_state(outcome):
 
 
 def test_changes_work_together(outcome):
-    all_three = outcome(together(CHANGES)).trace
-    assert all_three.peak_bytes < min(outcome(each).trace.peak_bytes for each in CHANGES)
+    from_the_start = [change for change in CHANGES if change.name != "LoRA"]
+    all_three = outcome(together(tuple(from_the_start))).trace
+    assert all_three.peak_bytes < min(outcome(each).trace.peak_bytes for each in from_the_start)
+
+
+FINE_TUNING = """
+    import torch
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained("someone/model")
+    ADAPTERS
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.ones(2, 64, dtype=torch.int64)
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+PEFTS = """
+    from peft import LoraConfig, get_peft_model
+    model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
+    """
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # from peft, of transformers' names
+def test_lora_from_outside_has_the_bytes_of_pefts(tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps({"model_type": "mistral", **TINY["mistral"]}))
+
+    def fine_tuned(adapters, change=None):
+        Path("train.py").write_text(dedent(FINE_TUNING).replace("ADAPTERS", dedent(adapters)))
+        configs = {"someone/model": "config.json"}
+        return run(launch_of(["train.py"]), device="cpu", change=change, configs=configs).trace
+
+    ours, own = fine_tuned("", CHANGE_OF["LoRA"]), fine_tuned(PEFTS)
+    assert ours.at_peak == own.at_peak
+    state = [trace.at_end["optimizer_state"] for trace in (ours, fine_tuned(""))]
+    assert state[0] < state[1]
+    with pytest.raises(NotPossibleError, match="adapters already"):
+        fine_tuned(PEFTS, CHANGE_OF["LoRA"])
+
+
+def test_lora_is_for_weights_from_a_file(outcome):
+    with pytest.raises(NotPossibleError, match="weights from a file"):
+        outcome(CHANGE_OF["LoRA"])
+
+
+def test_each_gpu_holds_its_share_and_two_whole_layers(outcome):
+    found = outcome()
+    layer = 4 * (64 * 256 + 256 + 256 * 64 + 64)
+    rest = 4 * (64 * 8192 + 8192)
+    held = found.trace.at_peak  # in backward, before the first gradient
+    shared = held["parameters"] + held["optimizer_state"]
+    assert (held["parameters"], "gradients" in held) == (4 * layer + rest, False)
+    unshared = found.trace.peak_bytes - shared
+    assert sharded_bytes(found.trace, found.models, 4) == unshared + shared // 4 + 2 * layer
+    assert sharded_bytes(found.trace, (), 4) is None
 
 
 def test_what_the_script_does_already_is_not_possible(outcome):
