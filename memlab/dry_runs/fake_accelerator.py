@@ -3,7 +3,7 @@
     devices               the CPU replaces every accelerator: `.cuda()`, `.to(0)`, `device="xpu"`,
                           `torch.Generator("cuda")`, `capturable=True`
     autocast              an accelerator's autocast acts on the CPU, in the accelerator's dtype
-    GradScaler("cuda")    is enabled
+    GradScaler("cuda")    is enabled, unless by its first step nothing else named an accelerator
     pin_memory            returns its input, because pinned memory is not on the device
     torch.save            writes nothing: there are no values, and the file to overwrite could be a
                           real checkpoint
@@ -185,9 +185,15 @@ def _exit_cpu_autocast_too(leave: Callable[..., Any]) -> Callable[..., Any]:
 def _checked_scale(scale: Callable[..., Any]) -> Callable[..., Any]:
     def checked_scale(scaler: Any, outputs: Any) -> Any:
         _require_made_in_dry_run(scaler, scaler._device)
+        if scaler._device not in _REAL_DEVICES and _script_is_for_the_cpu():
+            scaler._enabled = False  # as torch does without the accelerator
         return scale(scaler, outputs)
 
     return checked_scale
+
+
+def _script_is_for_the_cpu() -> bool:
+    return not (StandIn.was_named or StandIn.device != "cpu" or torch.cuda.is_available())
 
 
 def _cast_on_cpu(cast: Callable[..., Any]) -> Callable[..., Any]:

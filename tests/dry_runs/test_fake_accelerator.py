@@ -419,3 +419,15 @@ def test_a_real_accelerators_functions_are_not_replaced(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a real one")
     with memlab.dry_run():
         assert torch.cuda.get_device_name() == "a real one"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here CUDA's scaler works")
+@pytest.mark.parametrize("named", [False, True])
+def test_a_scaler_scales_only_if_the_script_uses_an_accelerator(named):
+    with memlab.dry_run():
+        loss = torch.ones((), requires_grad=True)
+        if named:
+            loss = loss.to("cuda")
+        scaler = torch.amp.GradScaler("cuda")
+        assert (scaler.scale(loss) is not loss) == named
+        assert scaler.is_enabled() == named
