@@ -218,7 +218,7 @@ def answer(script: Script, clones: Path, options: list[str], arguments: str) -> 
         for name in script.configs:
             options = [*options, "--config", f"{name}={written(name, Path(scratch))}"]
         if script.text and not (path.parent / script.text).exists():
-            (path.parent / script.text).write_bytes(source_bytes("64 KiB"))
+            (path.parent / script.text).write_bytes(bytes(source_bytes("64 KiB").tolist()))
         if script.columns:
             options = [*options, "--batch-like", script.columns]
         words = f"{script.arguments} {arguments}".split()
@@ -248,7 +248,8 @@ def row(script: Script, clones: Path) -> str:
     real = answer(script, clones, ["--real"], script.on_cpu)
     cells = [format_bytes(each.peak) if each.peak else each.reason for each in (predicted, dry)]
     if dry.peak and real.peak:
-        cells.append("equal" if dry.peak == real.peak else f"{dry.peak / real.peak - 1:+.2%}")
+        apart = dry.peak - real.peak
+        cells.append(f"{apart:+,} B of {real.peak:,}" if apart else "equal")
     else:
         cells.append(real.reason or "not compared")
     return f"| `{script.name}` | {' | '.join(cells)} | {predicted.seconds:.0f} s |"

@@ -764,6 +764,7 @@ def explain_command(
     out: Annotated[
         str, typer.Option(help="Folder for the report, explain.html.", metavar="FOLDER")
     ] = "work",
+    as_json: Annotated[bool, typer.Option("--json", help=AS_JSON)] = False,
 ) -> None:
     """Explain why a training ran out of memory.
 
@@ -784,7 +785,8 @@ def explain_command(
     """
     from memlab.cli.explain import Question, explain_file
 
-    explain_file(Question(file, device, memory, out))
+    with terminal.style(as_json=as_json):
+        explain_file(Question(file, device, memory, out))
 
 
 @app.command("doctor", cls=Command)

@@ -1,4 +1,4 @@
-"""The JSON documents of `memlab plan`, `measure` and `run`, which schema.json describes.
+"""The JSON documents of `memlab plan`, `measure`, `run` and `explain`, which schema.json describes.
 
 `--json` prints the document; `plan.json` and `measure.json` in the folder of `--out` hold the same.
 A field that cannot be known is null. Bytes are integers.
@@ -15,6 +15,9 @@ import torch
 
 from memlab.cli.rows import Row
 from memlab.configs.targets import find_target
+from memlab.explain import Explanation, summary
+from memlab.explain.messages import Message
+from memlab.explain.situation import Situation
 from memlab.planner import Memory
 from memlab.planner.cards import budget_bytes, margin_bytes
 from memlab.trace import Trace
@@ -46,6 +49,58 @@ def plan_document(what: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
         "gpus": 1,
         **numbers,
         "notes": [*filter(None, [about_target]), *numbers["notes"]],
+    }
+
+
+def explain_document(what: str, found: Explanation) -> dict[str, Any]:
+    """Return the document of `memlab explain`."""
+    replayed = found.replays
+    return {
+        **_head("explain", found.cause or "unknown", what),
+        "kind": found.kind,
+        "line": summary.place(found) or None,
+        "stated": _stated(found.log.message) if found.log else {},
+        **_held(found.situation),
+        "causes": [
+            {
+                "name": each.cause.name,
+                "title": each.cause.title,
+                "confidence": each.confidence,
+                "evidence": list(each.evidence),
+                "advice": list(summary.advice(each, replayed)),
+            }
+            for each in found.findings
+        ],
+        "remedies": [asdict(each) for each in replayed.remedies] if replayed else [],
+        "reproduced": replayed.reproduces if replayed else None,
+    }
+
+
+def _stated(message: Message) -> dict[str, int]:
+    """Return the sizes in a message."""
+    fields = asdict(message)
+    del fields["backend"], fields["processes"]
+    return {name: size for name, size in fields.items() if size is not None}
+
+
+def _held(situation: Situation | None) -> dict[str, Any]:
+    """Return what a snapshot or a trace shows of the moment that is explained."""
+    names = ("requested_bytes", "allocated_bytes", "reserved_bytes", "largest_free_bytes")
+    if situation is None:
+        return {**dict.fromkeys(names), "alive": {}, "ambiguous": {}, "growth": [], "leaks": []}
+    requested = situation.request_bytes if situation.history.refusal else None
+    largest = situation.free.largest_bytes if situation.history.has_segments else None
+    reserved = situation.reserved_bytes if situation.history.has_segments else None
+    sizes = (requested, situation.allocated_bytes, reserved, largest)
+    return {
+        **dict(zip(names, sizes, strict=True)),
+        "alive": dict(situation.by_category),
+        "ambiguous": dict(situation.unsure),
+        "growth": list(situation.growth),
+        "leaks": [
+            {"line": str(leak.frame or "") or None, "bytes": leak.bytes, "steps": leak.steps}
+            for leak in situation.leaks
+        ],
     }
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from memlab.cli import terminal
 from memlab.cli.errors import UsageError, quoted
 from memlab.cli.parsing import choose_folder
+from memlab.cli.results import write_explanation
 from memlab.cli.terminal import echo, table_of
 from memlab.explain import Explanation, Source, explain_source, of_text, read_file, summary
-from memlab.internals.files import write_beside
 from memlab.units import paragraph
 
 STANDARD_INPUT = "-"
@@ -31,7 +31,8 @@ def explain_file(question: Question) -> None:
     folder = choose_folder(question.out)
     found = _explanation(question)
     _show(found)
-    _write_report(found, question.file, folder)
+    echo("")
+    write_explanation(found, question.file, folder)
 
 
 def _explanation(question: Question) -> Explanation:
@@ -115,16 +116,3 @@ def _show_recording(found: Explanation) -> None:
     echo("\n" + paragraph(f"To decide, record the next run ({why}):"))
     for line in summary.record_next():
         echo(f"  {line}")
-
-
-def _write_report(found: Explanation, file: str, folder: Path) -> None:
-    from memlab.explain.report_html import report
-
-    path = folder / "explain.html"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with write_beside(path) as beside:
-            beside.write_text(report(found, file), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"writing to {folder} failed: {error}") from error
-    terminal.note("\n" + paragraph(f"written: {path}"))

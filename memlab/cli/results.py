@@ -1,41 +1,52 @@
-"""Write the files of a measurement, results and pictures: all of them or none."""
+"""Write the files of a command, results and pictures: all of them or none."""
 
 import importlib.util
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from memlab.allocator import simulate
-from memlab.cli.documents import measure_document, plan_document, run_document
+from memlab.cli.documents import (
+    explain_document,
+    measure_document,
+    plan_document,
+    run_document,
+)
 from memlab.cli.errors import UsageError
 from memlab.cli.rows import Row
 from memlab.cli.terminal import note, show_document
+from memlab.explain import Explanation, summary
+from memlab.explain.report_html import report
 from memlab.internals.files import write_beside
 from memlab.planner import Measured, Plan
 from memlab.trace import Event, Trace
 from memlab.units import paragraph
 
 Drawing = Callable[[Any], Any]  # takes the module memlab.plot, returns a figure
+Writer = Callable[[Path], Any]
 
 
 def write(rows: Sequence[Row], title: str, folder: Path, predicted: Sequence[Row] = ()) -> None:
     """Write a measurement's document and, if matplotlib is installed, the pictures."""
     document = measure_document(title, rows, predicted)
-    _write_all("measure", document, _drawings(rows, predicted, title), folder)
+    _write_all("measure", document, _pictures(_drawings(rows, predicted, title)), folder)
 
 
 def write_run(row: Row, title: str, folder: Path, verdict: str) -> None:
     """Write the document of a script that ran unmodified, with the pictures of a measurement."""
-    _write_all("run", run_document(title, row, verdict), _drawings([row], (), title), folder)
+    pictures = _pictures(_drawings([row], (), title))
+    _write_all("run", run_document(title, row, verdict), pictures, folder)
 
 
 def write_script_plan(rows: Sequence[Row], numbers: Mapping[str, Any], folder: Path) -> None:
     """Write the plan of a script, with pictures of its attempts as of a measurement."""
     title = f"{numbers['script']}, planned for {numbers['memory']['name']}"
-    _write_all("plan", plan_document(title, numbers), _drawings(rows, (), title), folder)
+    pictures = _pictures(_drawings(rows, (), title))
+    _write_all("plan", plan_document(title, numbers), pictures, folder)
 
 
 def write_plan(plan: Plan, folder: Path) -> None:
@@ -56,25 +67,31 @@ def write_breakdown(
         drawings[""] = lambda plot: plot.breakdown(
             traces, title=title, limit_bytes=numbers["budget_bytes"]
         )
-    _write_all("plan", plan_document(title, numbers), drawings, folder)
+    _write_all("plan", plan_document(title, numbers), _pictures(drawings), folder)
+
+
+def write_explanation(found: Explanation, file: str, folder: Path) -> None:
+    """Write an explanation's document and its report, a page of HTML."""
+    page = report(found, file)
+    document = explain_document(summary.headline(found), found)
+    files = {".html": lambda path: path.write_text(page, encoding="utf-8")}
+    _write_all("explain", document, files, folder)
 
 
 def _write_all(
-    stem: str, document: Mapping[str, Any], drawings: Mapping[str, Drawing], folder: Path
+    stem: str, document: Mapping[str, Any], others: Mapping[str, Writer], folder: Path
 ) -> None:
-    """Write the document and the drawings, by their suffix; with `--json`, also print it."""
-    if importlib.util.find_spec("matplotlib") is None:
-        note("no pictures: matplotlib is not installed; run pip install matplotlib")
-        drawings = {}
-    names = [f"{stem}.json", *(f"{stem}{suffix}.png" for suffix in drawings)]
+    """Write the document, and other files by the end of their name; with `--json`, also print the
+    document."""
+    names = [f"{stem}.json", *(f"{stem}{end}" for end in others)]
     text = json.dumps(document, indent=1, allow_nan=False) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as files:
-            first, *others = [files.enter_context(write_beside(folder / name)) for name in names]
+            first, *paths = [files.enter_context(write_beside(folder / name)) for name in names]
             first.write_text(text, encoding="utf-8")
-            for draw, path in zip(drawings.values(), others, strict=True):
-                _draw(draw, path)
+            for write_to, path in zip(others.values(), paths, strict=True):
+                write_to(path)
     except OSError as error:
         raise UsageError(f"writing to {folder} failed: {error}") from error
     note(paragraph("written: " + ", ".join(str(folder / name) for name in names)))
@@ -107,6 +124,14 @@ def _drawings(all_rows: Sequence[Row], predicted: Sequence[Row], title: str) -> 
         cuda_title = f"{what}, predicted for CUDA"
         drawings["-blocks"] = lambda plot: plot.blocks(simulate(on_cuda), title=cuda_title)
     return drawings
+
+
+def _pictures(drawings: Mapping[str, Drawing]) -> dict[str, Writer]:
+    """Return what writes the drawings; nothing without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        note("no pictures: matplotlib is not installed; run pip install matplotlib")
+        return {}
+    return {f"{end}.png": partial(_draw, draw) for end, draw in drawings.items()}
 
 
 def _draw(draw: Drawing, path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_trace_is_summarized_and_the_report_is_written(memlab_command, tmp_pat
     assert outcome.status == 0
     assert "memlab trace: no request was refused; the peak is 80.00 MiB" in outcome.out
     assert re.search(r"activations +72\.00 MiB +90\.0%", outcome.out)
-    assert "written: work/explain.html" in outcome.out
+    assert "written: work/explain.json, work/explain.html" in outcome.out
     assert max(map(len, outcome.out.split("\n"))) <= 80
     assert (tmp_path / "work" / "explain.html").exists()
 

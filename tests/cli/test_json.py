@@ -11,6 +11,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from memlab import Event, Trace
 from memlab.cli import documents
 from memlab.cli.rows import Row
 from memlab.configs.gpus import CONTEXT_BYTES
@@ -265,3 +266,36 @@ def test_an_error_of_a_script_is_one_line(usage_error, tmp_path):
     (tmp_path / "own.py").write_text("def build():\n    raise ValueError('no data')\n")
     said = usage_error("plan", "--json", "--script", "own.py:build", "--memory", "1GiB")
     assert said == "own.py:2 raised ValueError: no data"
+
+
+# ------------------------------------------------------------------ explain
+
+
+@pytest.mark.parametrize(
+    ("file", "verdict", "kind"),
+    [("oom.txt", "other-process", "log"), ("trace.json", "no-grad", "trace")],
+)
+def test_an_explanation_is_a_document(memlab_command, tmp_path, file, verdict, kind):
+    (tmp_path / "oom.txt").write_text(
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total "
+        "capacity of 23.65 GiB of which 1.20 GiB is free. Process 1234 has 10.00 GiB memory in use."
+    )
+    layers = [
+        Event(2**23, n, "activations", "aten.mm", f"blocks.{n}", "forward", "float32", (2**21,))
+        for n in range(9)
+    ]
+    (tmp_path / "trace.json").write_text(json.dumps(Trace(tuple(layers)).to_dict()))
+    outcome = memlab_command("explain", tmp_path / file, "--json")
+    found = json.loads(outcome.out)
+    VALIDATOR.validate(found)
+    assert json.loads((tmp_path / "work/explain.json").read_text(encoding="utf-8")) == found
+    assert (found["verdict"], found["kind"]) == (found["causes"][0]["name"], kind)
+    if kind == "log":
+        assert found["verdict"] == "other-process"
+        assert found["stated"] == {
+            "requested": 2 * 2**30,
+            "capacity": round(23.65 * 2**30),
+            "free": round(1.2 * 2**30),
+        }
+    else:
+        assert (found["allocated_bytes"], found["alive"]) == (9 * 2**23, {"activations": 9 * 2**23})
