@@ -57,6 +57,7 @@ from torch._subclasses.fake_tensor import (
 from torch.cuda import _lazy_call as call_when_cuda_starts
 from torch.nn.modules.conv import _ConvNd as ConvNd
 from torch.overrides import _get_current_function_mode_stack as get_current_function_mode_stack
+from torch.overrides import _pop_mode_temporarily as pop_function_mode_temporarily
 from torch.serialization import _get_layout as get_layout
 from torch.utils import _foreach_utils as foreach_utils
 from torch.utils import _python_dispatch as python_dispatch
@@ -65,6 +66,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode as get_current_dispatch_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils.data._utils.fetch import _MapDatasetFetcher as MapDatasetFetcher
 
 # Modules that torch.compile imports on first use, and memlab patches.
 EVAL_FRAME, CODE_CACHE = "torch._dynamo.eval_frame", "torch._inductor.codecache"

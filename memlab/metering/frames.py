@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -42,12 +43,18 @@ def called_by(name: str) -> bool:
 def user_line() -> str:
     """Return the line of user code that led to the operator, as `file.py:12 function`."""
     for frame in frames():
-        path = Path(frame.f_code.co_filename)
-        if not path.is_relative_to(_TORCH_FOLDER):
-            here = Path.cwd()
-            name = path.relative_to(here) if path.is_relative_to(here) else path.name
+        if name := _shown(frame.f_code.co_filename, os.getcwd()):
             return f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
     return "autograd's engine"
+
+
+@cache
+def _shown(file: str, folder: str) -> str:
+    """Return the name of a file as a user in the folder knows it; "" for a file of torch."""
+    path = Path(file)
+    if path.is_relative_to(_TORCH_FOLDER):
+        return ""
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else path.name
 
 
 def frames() -> Iterator[FrameType]:
