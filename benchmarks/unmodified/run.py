@@ -2,6 +2,7 @@
 real one?
 
     git clone https://github.com/karpathy/nanoGPT clones/nanoGPT  # and the others of REPOSITORIES
+    pip install --no-deps --target clones/accelerate-0.34.2/site-packages accelerate==0.34.2
     python benchmarks/unmodified/run.py --clones clones [--only nanoGPT]
 
 Each script runs three times in its own process, until its second training step has ended:
@@ -106,6 +107,7 @@ class Script(NamedTuple):
     columns: str = ""
     configs: tuple[str, ...] = ()
     text: str = ""  # a file of any text that the script reads
+    package: str = ""  # in the clones: an older version of a package, which the script is for
 
     @property
     def name(self) -> str:
@@ -147,6 +149,7 @@ SCRIPTS = (
         "transformers",
         f"{_HF}/language-modeling/run_clm_no_trainer.py",
         "--model_name_or_path gpt2 --dataset_name wikitext --output_dir out --block_size 128",
+        package="accelerate-0.34.2",
         columns="text=str:400",
         configs=("gpt2",),
     ),
@@ -223,12 +226,14 @@ def answer(script: Script, clones: Path, options: list[str], arguments: str) -> 
             options = [*options, "--batch-like", script.columns]
         words = f"{script.arguments} {arguments}".split()
         line = ["run", "--json", "--out", scratch, *options, path.name, *words]
+        older = [clones / script.package / "site-packages"] if script.package else []
+        paths = [folder, *older, *sys.path]
         start = time.monotonic()
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "memlab", *line],
                 cwd=path.parent,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
                 capture_output=True,
                 text=True,
                 timeout=LIMIT_S,
@@ -252,7 +257,8 @@ def row(script: Script, clones: Path) -> str:
         cells.append(f"{apart:+,} B of {real.peak:,}" if apart else "equal")
     else:
         cells.append(real.reason or "not compared")
-    return f"| `{script.name}` | {' | '.join(cells)} | {predicted.seconds:.0f} s |"
+    name = f"`{script.name}`" + (f", with {script.package}" if script.package else "")
+    return f"| {name} | {' | '.join(cells)} | {predicted.seconds:.0f} s |"
 
 
 HEADING = f"""# Training scripts that `memlab run` runs unmodified
