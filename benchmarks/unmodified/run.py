@@ -113,6 +113,13 @@ class Script(NamedTuple):
     def name(self) -> str:
         return f"{self.folder}/{self.path}" if self.folder else f"benchmarks/unmodified/{self.path}"
 
+    @property
+    def title(self) -> str:
+        """The first cell of its line."""
+        model = self.arguments.partition("--model ")[2].split(" ")[0]
+        parts = [f"`{self.name}`", f"`{model}`" if model else "", self.package]
+        return ", ".join(filter(None, parts))
+
 
 _HF = "examples/pytorch"
 _SMALL_GPT = "--batch_size=4 --block_size=64 --n_layer=2 --n_head=4 --n_embd=128 --eval_iters=1"
@@ -257,8 +264,7 @@ def row(script: Script, clones: Path) -> str:
         cells.append(f"{apart:+,} B of {real.peak:,}" if apart else "equal")
     else:
         cells.append(real.reason or "not compared")
-    name = f"`{script.name}`" + (f", with {script.package}" if script.package else "")
-    return f"| {name} | {' | '.join(cells)} | {predicted.seconds:.0f} s |"
+    return f"| {script.title} | {' | '.join(cells)} | {predicted.seconds:.0f} s |"
 
 
 HEADING = f"""# Training scripts that `memlab run` runs unmodified
@@ -278,25 +284,41 @@ others of the same shapes.
 """
 
 
+def stored_rows() -> dict[str, str]:
+    """Return the lines of the document's table by their scripts."""
+    if not DOCUMENT.exists():
+        return {}
+    lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
+    return {title(line): line for line in lines if line.startswith("| `")}
+
+
+def title(line: str) -> str:
+    """Return the first cell of a line."""
+    return line.split("|")[1].strip()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--clones", type=Path, required=True, help="folder of the repositories")
-    parser.add_argument("--only", action="append", help="scripts whose name contains this")
+    parser.add_argument(
+        "--only", action="append", help="scripts whose name contains this; other rows are kept"
+    )
     given = parser.parse_args()
     wanted = [
         script
         for script in SCRIPTS
         if not given.only or any(part in script.name for part in given.only)
     ]
-    print(HEADING, end="", flush=True)
-    lines = []
+    lines = stored_rows()
     for script in wanted:
-        lines.append(row(script, given.clones.resolve()))
-        print(lines[-1], flush=True)
-    if len(wanted) == len(SCRIPTS):
+        line = row(script, given.clones.resolve())
+        print(line, flush=True)
+        lines[title(line)] = line
+    if {script.title for script in SCRIPTS} <= lines.keys():
+        table = [lines[script.title] for script in SCRIPTS]
         DOCUMENT.parent.mkdir(exist_ok=True)
         with write_beside(DOCUMENT) as beside:
-            beside.write_text(HEADING + "\n".join(lines) + "\n", encoding="utf-8")
+            beside.write_text(HEADING + "\n".join(table) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
