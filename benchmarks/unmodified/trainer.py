@@ -1,5 +1,6 @@
-"""transformers' Trainer on a tokenized data set, with gradient checkpointing and bfloat16."""
+"""transformers' Trainer with gradient checkpointing, and on a GPU with bfloat16."""
 
+import torch
 from datasets import load_dataset
 from transformers import (
     AutoModelForSequenceClassification,
@@ -17,6 +18,9 @@ model = AutoModelForSequenceClassification.from_pretrained(
     "google-bert/bert-base-cased", num_labels=5
 )
 arguments = TrainingArguments(
-    output_dir="reviews", per_device_train_batch_size=4, gradient_checkpointing=True, bf16=True
+    output_dir="reviews",
+    per_device_train_batch_size=4,
+    gradient_checkpointing=True,
+    bf16=torch.cuda.is_available(),
 )
 Trainer(model=model, args=arguments, train_dataset=reviews).train()

@@ -341,8 +341,11 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def _is_users(file: Path, folder: Path) -> bool:
-    """Return whether a file in the script's folder is neither memlab's nor an environment's."""
+    """Return whether a file in the script's folder is neither memlab's nor an environment's. The
+    name of generated code is no file, such as <string> for a dataclass."""
     is_librarys = file.is_relative_to(_MEMLAB_FOLDER) or "site-packages" in file.parts
+    if file.name.startswith("<"):
+        return False
     return file.is_relative_to(folder) and not is_librarys
 
 

@@ -287,6 +287,7 @@ def test_a_step_that_allocates_nothing_is_named(usage_error, script):
         (("x = torch", "x = touch"), "train.py:7 raised NameError: name 'touch'"),
         (("torch.ones(4, 8)", "torch.ones(4, 9)"), "train.py:11 raised RuntimeError: "),
         (("optimizer.step()", "raise KeyError"), "train.py:12 raised KeyError"),
+        (("optimizer.step()", "exec('1 / 0')"), "train.py:12 raised ZeroDivisionError: "),
         (("def build():", "def build(size):"), "train.py raised TypeError: build() missing 1"),
     ],
     ids=lambda case: case if isinstance(case, str) else None,
