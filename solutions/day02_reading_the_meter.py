@@ -219,8 +219,8 @@ class Piece:
 #
 # ### Exercise 2.2: take a piece
 #
-# About 15 minutes. `size`, a block's, also tells you the pool. Return the address of the piece, or
-# None if nothing fits.
+# About 15 minutes. `size` is a block's size, which also tells you the pool. Return the piece's
+# address, or None if nothing fits.
 
 
 # %%
@@ -643,8 +643,7 @@ print(f"allocated {format_bytes(ada_died.allocated_bytes)}")
 
 # %% [markdown]
 # Almost all reserved memory is allocated: this is what a leak looks like. Dora has no leak. She
-# trains with 1,024 sequences in a batch, on a card with 4.3 GiB of room, and her tensors need
-# 4.02 GiB at most.
+# trains with 1,024 sequences in a batch, on a card with 4.3 GiB of room, and her tensors need less.
 
 # %%
 many = whole_run(dora, 12, batch=1024, seed=0)  # the lengths in another order
@@ -832,7 +831,7 @@ doras = numbers_of(dora_died, card)
 print(MESSAGE.format(**{name: format_bytes(size) for name, size in doras._asdict().items()}))
 
 # %% [markdown]
-# Every number is one of the three, or a difference between them:
+# The message contains all three numbers:
 #
 # | in the message | it is |
 # | --- | --- |
@@ -977,9 +976,9 @@ for remedy in list(summary.advice(cause, found.replays))[:2]:
 # %% tags=["nbval-ignore-output"] reason="the memory of a process differs from run to run"
 model, optimizer = new_model()
 run = ben(model, optimizer, batches(text, 4, 128, seed=0))
-with warnings.catch_warnings(record=True) as caught, memlab.monitor(every=25):
+with warnings.catch_warnings(record=True) as caught, memlab.monitor(every=20):
     warnings.simplefilter("always")
-    for _ in range(50):
+    for _ in range(30):
         next(run)
 for warning in caught:
     print(fill(f"{warning.category.__name__}: {warning.message}", 96))
@@ -988,7 +987,7 @@ print(f"Ben keeps {format_bytes(4 * 128 * 512 * 4)} of GELU outputs per step")
 # %% [markdown]
 # Without `every`, the monitor prints nothing while all is well. On a GPU it reads torch's own
 # counters. On the CPU it reads the memory of the process, which also holds freed memory that the C
-# library keeps. So there a warning comes later, and its MiB per step are rough.
+# library keeps. So a warning on the CPU may come late or never, and its MiB per step are rough.
 
 # %% [markdown]
 # ## At scale
@@ -1023,7 +1022,7 @@ for name, batch, seq_len in (("124m", 8, 640), ("1b", 1, 8192), ("llama-2-7b", 1
 # programs take memory from your training, and offloading tensors to the CPU saves nothing.
 #
 # With a GPU, the next cell takes the four steps under the monitor, which reads the counters of your
-# platform. They need about 8 GiB.
+# platform. They reserve about 10 GiB on CUDA.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 gpu = torch.accelerator.current_accelerator(check_available=True)
