@@ -3,45 +3,52 @@
 #
 # **`nvidia-smi` says 11 GB, PyTorch says 7. Who is right? And what dies at epoch 60?**
 #
-# After today you can tell apart the three numbers that people call "memory", say why one of them
-# is higher, and find the line that makes a run die after hours.
+# After today you can tell apart the three numbers that people call "memory", read an out-of-memory
+# message, and find the line that makes a run die after hours.
 #
-# About 90 minutes, 60 of them for five exercises. You need a laptop; a GPU is welcome and not
+# About 100 minutes, 68 of them for six exercises. You need a laptop; a GPU is welcome and not
 # needed. Nothing is downloaded.
 
 # %% [markdown]
-# As yesterday: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
-# your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
-# stuck, type `memlab hint 2.1` in a terminal. An exercise left open blocks nothing.
+# As yesterday, you **guess**, **measure**, and **build** what explains the gap. In an exercise,
+# replace `raise NotImplementedError` with your own lines; the cell below checks them. If you are
+# stuck, type `memlab hint 2.1` in a terminal. You can skip an exercise and go on.
 
 # %% [markdown]
 # ## The question
 #
-# Three numbers are called "memory". They are all right, and they count different things.
+# Three numbers are called "memory". All three are right, because they count different things.
 #
-# | number | who says it | what it counts |
+# | number | who reports it | what it counts |
 # | --- | --- | --- |
-# | **allocated** | `torch.cuda.memory_allocated()` | what tensors hold, rounded up |
-# | **reserved** | `torch.cuda.memory_reserved()` | what torch got from the driver, used or not |
+# | **allocated** | `torch.cuda.memory_allocated()` | tensors, each rounded up |
+# | **reserved** | `torch.cuda.memory_reserved()` | memory that torch got from the driver |
 # | **in use** | `nvidia-smi`, `torch.cuda.mem_get_info()` | reserved + *context*, all processes |
 #
-# The context is CUDA's own code and tables: some hundred MiB for each process, more or less by card
-# and driver. (The title's 11 and 7 GB are what somebody read; the run below has numbers of its
-# own.)
+# The CUDA context holds the driver's own code and tables: several hundred MiB for each process,
+# depending on card and driver. The section *On your GPU* has the names for AMD, Apple and Intel.
 
 # %%
+import gc
+import pickle
 import random
+import tempfile
+import warnings
 from bisect import bisect_left
-from collections import namedtuple
+from collections import Counter, namedtuple
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from textwrap import fill
+from typing import NamedTuple
 
+# %%
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.cuda import _memory_viz
 
 import memlab
 from memlab import plot
@@ -49,6 +56,7 @@ from memlab.allocator import Settings, simulate
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
 from memlab.course.ledger import activation_bytes
 from memlab.data import batches, source_bytes
+from memlab.explain import explain, summary
 from memlab.model import GPT, PRESETS
 from memlab.trace import Event, Trace
 from memlab.units import format_bytes
@@ -56,16 +64,16 @@ from memlab.units import format_bytes
 MIB, GIB = 2**20, 2**30
 
 # %% [markdown]
-# Here is a training run as many are: the batches have different lengths. Four steps of yesterday's
-# model with 124M weights, 8 sequences each, in float32. It is written for `"cuda"`.
+# Many training runs look like this one: the batches have different lengths. It takes four steps of
+# yesterday's 124M model, with 8 sequences each, in float32. The code is written for `"cuda"`.
 
 # %%
 text = source_bytes("64 KiB")
 lengths = (448, 512, 640, 576)
 
 
-def build():
-    with torch.device("cuda"):
+def build(device="cuda"):
+    with torch.device(device):
         model = GPT(PRESETS["124m"])
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -73,7 +81,7 @@ def build():
         for seq_len in lengths:
             tokens, targets = next(batches(text, 8, seq_len, seed=0))
             optimizer.zero_grad()
-            model(tokens.to("cuda"), targets.to("cuda")).backward()
+            model(tokens.to(device), targets.to(device)).backward()
             optimizer.step()
 
     return four_steps, model, optimizer
@@ -82,9 +90,9 @@ def build():
 # %% [markdown]
 # ## Guess
 #
-# `memlab.predict` takes the steps on fake tensors (they have sizes and no memory) with the kernels
-# that CUDA would take. At their peak the tensors hold 7.6 GiB. How much will torch have
-# **reserved** from the driver by then? Write a number in place of the dots.
+# `memlab.predict` runs the steps on fake tensors, which have sizes but no memory, with the kernels
+# that CUDA would use. At the peak, the tensors hold 7.6 GiB. How much will torch have **reserved**
+# from the driver? Replace the dots with a number.
 
 # %%
 ### BEGIN SOLUTION
@@ -97,12 +105,12 @@ guess("2.1", reserved_gib=8)  # what tensors hold, and a little more
 # %% [markdown]
 # ## Measure
 #
-# Torch does not ask the driver for each tensor: that is slow. A *caching allocator* stands in
-# between. It asks for large *segments*, cuts *blocks* off them, and keeps what is freed.
-# `simulate` runs a trace through its rules, which are simple enough for you to build them today.
+# Asking the driver for every tensor would be slow, so torch has a *caching allocator*. It requests
+# large *segments* from the driver, cuts *blocks* off them for tensors, and keeps freed blocks for
+# later tensors. `simulate` runs a trace through its rules. Today you build these rules yourself.
 #
-# (Yesterday's step took 7.94 GiB: a CPU's. CUDA's kernel for norms keeps one tensor less for each
-# norm.)
+# (Yesterday's step peaked at 7.94 GiB, on a CPU. CUDA's RMSNorm kernel saves one tensor fewer for
+# each norm.)
 
 # %%
 trace = memlab.predict(build, steps=1)
@@ -119,25 +127,26 @@ print(
 )
 
 # %% [markdown]
-# "Measured" says too much here: no GPU ran. The tensors are *predicted*, and torch's allocator is
-# *simulated*. The gap in your guess is made of free blocks: memory that a tensor gave back stays
-# with torch. Here they are, when torch asks for its last large segment.
+# No GPU ran: the tensors are *predicted*, and the allocator is *simulated*. The gap between your
+# guess and the reserved memory is made of free blocks, because torch keeps the memory of freed
+# tensors. The next cell lists the free blocks at the moment when torch requests its last large
+# segment.
 
 # %%
 growth = [after - before for before, after in pairwise((0, *blocks.reserved))]
 asked_at = max(position for position, size in enumerate(growth) if size > 100 * MIB)
 just_before, asked = blocks.segments(asked_at), trace.events[asked_at]
 free = [p.bytes for s in just_before for p in s.pieces if p.state == "free"]
-print(f"{format_bytes(sum(free))} are free, in {len(free)} pieces: the largest has ", end="")
+print(f"free: {format_bytes(sum(free))} in {len(free)} pieces, the largest ", end="")
 print(format_bytes(max(free)))
-print(f"asked for, by {asked.operator} in {asked.phase}: {format_bytes(asked.bytes)}")
+print(f"requested by {asked.operator} in {asked.phase}: {format_bytes(asked.bytes)}")
 for note in trace.notes:
     print(fill(f"note: {note}", 96))
 
 # %% [markdown]
-# So 2.6 GiB were free, and no piece of it was large enough: that is **fragmentation**. The notes
-# are the prediction's own: what it assumed, what no GPU has confirmed
-# yet, and how far the predictions of measured steps were off.
+# 2.6 GiB were free, but no single piece was large enough for the request. This is
+# **fragmentation**. The notes belong to the prediction: its assumptions, the kernels that no GPU
+# has confirmed yet, and its error for steps that were measured on GPUs.
 
 # %% [markdown]
 # ## Build, rule 1: two sizes
@@ -151,7 +160,8 @@ for note in trace.notes:
 #
 # ### Exercise 2.1: from a request to a block and a segment
 #
-# About 8 minutes. Nothing is free; what does the driver get asked for?
+# About 8 minutes. Nothing is free. Return the size of the block and of the segment that torch
+# requests from the driver.
 
 
 # %%
@@ -171,23 +181,24 @@ def sizes(requested_bytes: int) -> tuple[int, int]:
 sizes = exercise("2.1", sizes)
 
 # %% [markdown]
-# One quantity, three numbers: what was asked for, your formula, and torch's rules as simulated. The
-# smallest tensor is rounded most. And the logits' block gets its whole segment: rule 2 says why.
+# Compare the request, your formula, and the simulated allocator. Rounding matters most for the
+# smallest tensor. The simulated block of the logits is a little larger than yours: it gets the
+# whole segment, for a reason that rule 2 explains.
 
 # %%
 for what, requested in (("the loss", 4), ("a bias of 768", 3072), ("logits", 8 * 640 * 50257 * 4)):
     block, segment = sizes(requested)
     one = Event(requested, 1, "activations", "", "", "forward", "float32", ())
     by_rules = simulate([one])
-    print(f"{what:14}{requested:>13,} B asked, block {block:>13,}, segment {segment:>13,}")
-    print(f"{'simulated':>35}, block {by_rules.allocated_bytes:>13,}, ", end="")
+    print(f"{what:14}{requested:>13,} B wanted, block {block:>13,}, segment {segment:>13,}")
+    print(f"{'simulated':>36}, block {by_rules.allocated_bytes:>13,}, ", end="")
     print(f"segment {by_rules.reserved_bytes:>13,}")
 
 # %% [markdown]
 # ## Rule 2: which piece
 #
-# A segment is cut into pieces. Small blocks (up to and with 1 MiB) and large ones never share a
-# segment: each kind has a *pool*, a list of pieces in the order of their addresses.
+# A segment is cut into pieces. Small blocks (at most 1 MiB) and large blocks never share a segment.
+# Each kind has its own *pool*: a list of pieces, sorted by address.
 
 
 # %%
@@ -200,20 +211,21 @@ class Piece:
 
 
 # %% [markdown]
-# - **Best fit**: the smallest free piece that is large enough. Among equals, the lowest address.
-# - **Split**: the request gets the lower part, and the rest becomes a free piece of its own,
-#   behind it in the list. In the small pool a rest becomes a piece from 512 bytes; in the large
-#   pool only above 1 MiB, and less goes with the request and is wasted.
+# - **Best fit**: take the smallest free piece that is large enough. Of equal pieces, take the one
+#   with the lowest address.
+# - **Split**: the request gets the lower part. A rest of at least 512 bytes (small pool) or more
+#   than 1 MiB (large pool) becomes a free piece, right behind it in the list. A smaller rest stays
+#   with the request and is wasted.
 #
 # ### Exercise 2.2: take a piece
 #
-# About 15 minutes. `size` is a block's and says which pool this is. Give the address; where nothing
-# fits, change nothing and give None.
+# About 15 minutes. `size` is a block's size, which also tells you the pool. Return the piece's
+# address, or None if nothing fits.
 
 
 # %%
 def take(pieces: list[Piece], size: int) -> int | None:
-    """Mark `size` bytes as taken, and say where they begin."""
+    """Mark `size` bytes as taken, and return their address."""
     ### BEGIN SOLUTION memlab.reference.caching_allocator.take
     fitting = [piece for piece in pieces if piece.free and piece.bytes >= size]
     if not fitting:
@@ -235,13 +247,13 @@ take = exercise("2.2", take)
 # %% [markdown]
 # ## Rule 3: give it back
 #
-# Cut only, and all memory would soon be crumbs. So a piece that is freed **merges** with free
-# neighbours. Neighbours are those of the same segment: the driver gave each segment in one piece
-# and takes it back in one piece.
+# With splits alone, pieces would only get smaller. So a freed piece **merges** with its free
+# neighbours in the same segment. Pieces of two segments never merge, because the driver can only
+# take back a segment as a whole.
 #
 # ### Exercise 2.3: give a piece back
 #
-# About 10 minutes. Nothing is returned; the list itself is changed.
+# About 10 minutes. Change the list itself, and return nothing.
 
 
 # %%
@@ -263,8 +275,8 @@ def give_back(pieces: list[Piece], address: int) -> None:
 give_back = exercise("2.3", give_back)
 
 # %% [markdown]
-# That was all. Around your three functions goes a class that holds the two pools and asks the
-# driver where nothing fits.
+# These are all the rules. This class has the two pools, calls your three functions, and requests a
+# segment if nothing fits.
 
 
 # %%
@@ -290,8 +302,8 @@ class Cache:
 
 
 # %% [markdown]
-# The four steps of the question, allocation by allocation, through your three functions (or the
-# reference, for one that isn't right yet).
+# Run the four steps through your three functions, allocation by allocation. For an open exercise,
+# the reference runs instead.
 
 # %%
 cache = Cache()
@@ -302,16 +314,16 @@ for event in trace.events:
         cache.malloc(event.storage, event.bytes)
     else:
         cache.free(event.storage)
-print(f"this one: {cache.segments} segments, {format_bytes(cache.reserved)} reserved")
-print(f"memlab's: {blocks.segment_allocations} segments, ", end="")
+print(f"your allocator:   {cache.segments} segments, {format_bytes(cache.reserved)} reserved")
+print(f"memlab.allocator: {blocks.segment_allocations} segments, ", end="")
 print(f"{format_bytes(blocks.reserved_bytes)} reserved")
 print(f"the same to the byte: {cache.reserved == blocks.reserved_bytes}")
 
 # %% [markdown]
 # ## Fragment it
 #
-# Four tensors of 5 MiB share a segment of 20 MiB. The first and the third are freed: 10 MiB are
-# free. Then 6 MiB are asked for: first on a card with room, then on one that has 24 MiB in all.
+# Four tensors of 5 MiB share a segment of 20 MiB. Free the first and the third: 10 MiB are free.
+# Then request 6 MiB, on a large card and on a card with 24 MiB.
 
 # %%
 changes = (1, 5), (2, 5), (3, 5), (4, 5), (1, -5), (3, -5), (5, 6)  # storage, MiB
@@ -320,38 +332,33 @@ events = [
     for storage, mib in changes
 ]
 roomy = simulate(events)
-print(f"with room: {format_bytes(roomy.reserved_bytes)} reserved for 16 MiB of tensors")
+print(f"on a large card: {format_bytes(roomy.reserved_bytes)} reserved for 16 MiB of tensors")
 plot.blocks(
     simulate(events, capacity_bytes=24 * MIB),
     title="10 MiB are free, and a request of 6 MiB finds no room",
 )
 
 # %% [markdown]
-# Nobody can push the two tensors together: a tensor's address stays as long as it lives. Now the
-# same picture of the four steps. What tensors hold goes up and down in each step; what is reserved
-# only rises. Hatched is reserved and free.
-
-# %%
-plot.blocks(blocks, title="Four steps of 124m, when most is reserved")
+# Hatched memory is reserved but free. Torch cannot move the two tensors together, because the
+# address of a tensor is fixed.
 
 # %% [markdown]
-# ## Who needs what
+# ## How much does the run need?
 #
-# The reserved bytes are not the *need*. Where the driver has no more, torch gives whole free
-# segments back and asks again (a *retry*), before it gives up. So the same run may fit a smaller
-# card. How much must a card have left beside the context, at least? Halving finds it, in steps of
-# 32 MiB.
+# A run needs less than it reserves. If the driver refuses a segment, torch releases all segments
+# that are entirely free and asks again (a *retry*). So the same run may fit a smaller card. A
+# binary search, in steps of 32 MiB, finds the smallest room beside the context in which it fits.
 
 
 # %%
 def step_starts(trace: Trace) -> list[int]:
-    """The places of the events with which each forward pass but the first begins."""
+    """Positions of the events that begin a forward pass, without the first pass."""
     phases = [event.phase for event in trace.events]
     return [i for i, pair in enumerate(pairwise(phases), 1) if pair == ("optimizer", "forward")]
 
 
 def smallest_card(words: str = "", **how) -> int:
-    cards = range(7 * 1024, 12 * 1024, 32)  # MiB
+    cards = range(7 * 1024, 10 * 1024, 32)  # MiB
 
     def fits(mib: int) -> bool:
         return simulate(trace, Settings.parse(words, capacity_bytes=mib * MIB), **how).fits
@@ -360,25 +367,24 @@ def smallest_card(words: str = "", **how) -> int:
 
 
 need = smallest_card()
-print(f"tensors need {format_bytes(blocks.allocated_bytes)}, ", end="")
-print(f"torch takes {format_bytes(blocks.reserved_bytes)} if it can, ", end="")
-print(f"and {format_bytes(need)} will do, left beside the context")
+print(f"allocated {format_bytes(blocks.allocated_bytes)} at the peak")
+print(f"reserved  {format_bytes(blocks.reserved_bytes)} on a large card")
+print(f"needed    {format_bytes(need)} beside the context")
 
 # %% [markdown]
-# **So who is right?** PyTorch's number is what tensors hold, and with no more than that the run
-# fails. `nvidia-smi`'s is what torch has taken, and with less the run still fits. The need lies
-# between.
+# **So who is right?** With only the allocated bytes (PyTorch's number) the run fails. With fewer
+# than the reserved bytes (most of `nvidia-smi`'s number) it can still fit. The need lies between.
 #
 # ## What the settings change
 #
-# They are words in an environment variable (in older torch `PYTORCH_CUDA_ALLOC_CONF`):
+# Set them in an environment variable (`PYTORCH_CUDA_ALLOC_CONF` in older torch):
 #
 # ```
 # PYTORCH_ALLOC_CONF=expandable_segments:True python train.py
 # ```
 #
-# A function of torch, `empty_cache()`, gives all whole free segments back at once; here it is
-# called before every step.
+# `torch.cuda.empty_cache()` releases all entirely free segments at once. The second row calls it
+# before every step.
 
 # %%
 trials = {
@@ -402,30 +408,29 @@ for name, trial in trials.items():
     print(f"{name:34}{peaks}{calls:>7}{tried.smallest / GIB:>10.2f}")
 
 # %% [markdown]
-# In GiB: both peaks, and the least that a card must have left beside the context (*smallest*).
-# *Calls* are those of `cudaMalloc` and `cudaFree`; with expandable segments, the times that pages
-# are mapped and unmapped. No setting changes what tensors need: `allocated` moves by rounding
-# alone.
+# The sizes are in GiB. *Smallest* is the room that the run needs beside the context. *Calls* counts
+# `cudaMalloc` and `cudaFree`, or the mappings of pages for expandable segments. No setting changes
+# what tensors need: `allocated` differs by rounding only.
 #
 # | setting | what it does | here |
 # | --- | --- | --- |
-# | `max_split_size_mb` | keeps large blocks whole | takes 17 GiB if it can, and fits 8.4 |
-# | `roundup_power2_divisions` | rounds more, so that more requests are alike | worse |
-# | `garbage_collection_threshold` | gives free segments back early | helps on a card nearly full |
-# | `per_process_memory_fraction` | a limit | saves nothing |
-# | `expandable_segments` | one segment that grows by pages | hardly a hole: try it first |
+# | `max_split_size_mb` | keeps large blocks whole | reserves 17 GiB, needs 8.4 |
+# | `roundup_power2_divisions` | rounds more, so that sizes repeat | worse |
+# | `garbage_collection_threshold` | releases free segments early | helps on a nearly full card |
+# | `per_process_memory_fraction` | limits the process | saves nothing |
+# | `expandable_segments` | one segment that grows by pages | almost no waste: try it first |
 
 # %% [markdown]
 # ## What dies at epoch 60?
 #
-# Four people train a small model on torch's own source. Each added a few innocent lines:
+# Four people train a small model on torch's own source code. Each added a few innocent lines:
 #
-# - **Ada** notes the loss on a batch that is *held out*: only looked at, not learnt.
-# - **Ben** watches how large the activations get, with a hook.
-# - **Cleo** keeps the soft targets of a batch, so as to make them only once.
-# - **Dora** has texts of several lengths, and keeps a table of positions for each length.
+# - **Ada** records the loss on a *held-out* batch, which she does not train on.
+# - **Ben** watches the size of the activations with a hook.
+# - **Cleo** caches the soft targets of a batch, to compute them only once.
+# - **Dora** has texts of several lengths, and caches a table of positions for each length.
 #
-# An epoch here is two batches for training. What they share, and Ada:
+# An epoch here is two training batches. The next cells hold what they share, and Ada's loop.
 
 
 # %%
@@ -446,13 +451,13 @@ def train_on(model, optimizer, tokens, targets, positions=None):
 
 
 def soften(targets):
-    """The right byte gets 0.9; a tenth is spread over all 256."""
+    """Give the right byte 0.9, and spread a tenth over all 256."""
     return 0.9 * F.one_hot(targets, 256) + 0.1 / 256
 
 
 # %%
 def ada(model, optimizer, data, times=1):
-    """Notes the loss on text that is held out."""
+    """Records the loss on held-out text."""
     losses = []
     while True:
         for _ in range(2 * times):
@@ -464,8 +469,8 @@ def ada(model, optimizer, data, times=1):
 
 
 # %% [markdown]
-# Ada keeps *one number* a held-out batch. How many MiB more are alive after each epoch than after
-# the one before? A batch is 64 sequences of 512 bytes.
+# Ada keeps *one number* for each held-out batch. By how many MiB does the memory that is alive
+# after an epoch grow, from epoch to epoch? A batch is 64 sequences of 512 bytes.
 
 # %%
 ### BEGIN SOLUTION
@@ -476,12 +481,12 @@ guess("2.2", growth_mib=0)  # a loss is one number of four bytes
 ### END STUB
 
 # %% [markdown]
-# The other three. `model[2]` is the GELU, and its hook runs in every forward pass.
+# Here are the other three loops. `model[2]` is the GELU; its hook runs in every forward pass.
 
 
 # %%
 def ben(model, optimizer, data):
-    """Notes the mean size of the GELU's outputs."""
+    """Records the mean size of the GELU's outputs."""
     outputs, scales = [], []
     model[2].register_forward_hook(lambda module, args, output: outputs.append(output.detach()))
     while True:
@@ -493,7 +498,7 @@ def ben(model, optimizer, data):
 
 # %%
 def cleo(model, optimizer, data):
-    """Makes the soft targets of a batch only once."""
+    """Computes the soft targets of a batch only once."""
     soft = {}
     while True:
         for _ in range(2):
@@ -505,7 +510,7 @@ def cleo(model, optimizer, data):
 
 
 def dora(model, optimizer, data, lengths=range(192, 513, 64), seed=7):
-    """Adds positions to the text, from a table for each length."""
+    """Adds positions to the text, from one table for each length."""
     drawn, tables = random.Random(seed), {}
     while True:
         for _ in range(2):
@@ -518,8 +523,8 @@ def dora(model, optimizer, data, lengths=range(192, 513, 64), seed=7):
 
 
 # %% [markdown]
-# Eight epochs of each, dry: with fake tensors, a card may be larger than the laptop.
-# `lines=True` notes the line that made each tensor.
+# Run six epochs of each loop on fake tensors, so that the card may be larger than your laptop.
+# `lines=True` records the line that allocates each tensor.
 
 
 # %%
@@ -535,39 +540,39 @@ def epochs_of(person, epochs, batch=64, **how) -> list[Trace]:
 
 
 people = (ada, ben, cleo, dora)
-runs = {person.__name__: epochs_of(person, 8) for person in people}
+runs = {person.__name__: epochs_of(person, 6) for person in people}
 growth = runs["ada"][-1].live_bytes - runs["ada"][-2].live_bytes
 reveal("2.2", growth_mib=growth)
 
 # %% [markdown]
-# A loss remembers how it came about: its *graph*, with every activation that backward would need.
-# In training `backward()` frees them. On held-out text nobody calls it, so the gap is made of what
-# the forward pass kept for a backward pass that never comes.
+# A loss keeps its *graph* alive, with every saved tensor that backward would need. In training,
+# `backward()` frees the saved tensors. Ada never calls it on held-out text. So the gap is made of
+# the tensors that each forward pass saved for a backward pass that never comes.
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
 for name, epochs in runs.items():
     alive = [epoch.live_bytes / MIB for epoch in epochs]
-    axes.plot(range(1, 9), alive, marker="o", markersize=3, label=name.title())
+    axes.plot(range(1, 7), alive, marker="o", markersize=3, label=name.title())
 axes.set(xlabel="epoch", ylabel="MiB alive after it", ylim=(0, None))
 axes.set_title("What is still alive when an epoch is over")
 axes.legend(frameon=False)
 print("dora, MiB:", *(f"{epoch.live_bytes / MIB:.2f}" for epoch in runs["dora"]))
 
 # %% [markdown]
-# Three of them grow for ever. Dora's line lies at the bottom: it grew at first (a table for each of
-# six lengths) and then no more. What gets full is no leak.
+# Three of the lines keep growing. Dora's line, at the bottom, stops growing once she has a table
+# for each of her six lengths. A cache that fills up is not a leak.
 #
 # ### Exercise 2.4: find the leak, and its line
 #
-# About 12 minutes. Of each epoch you have a Trace. `epoch.alive()` gives what is alive at its end,
-# an event for each tensor, with its `bytes` and its `line`. Compare the epoch in the middle,
-# `epochs[len(epochs) // 2]`, with the last, for the first ones fill what is then full.
+# About 12 minutes. You get one Trace per epoch. `epoch.alive()` returns an event for each tensor
+# that is alive at the end of the epoch, with its `bytes` and its `line`. Compare the middle epoch,
+# `epochs[len(epochs) // 2]`, with the last one: the first epochs fill optimizer state and caches.
 
 
 # %%
 def leaks(epochs: list[Trace]) -> dict[str, int]:
-    """For each line that made more and more that stays: by how many bytes an epoch."""
+    """Return the lines whose tensors pile up, and by how many bytes per epoch."""
     ### BEGIN SOLUTION
     middle = len(epochs) // 2
     between = len(epochs) - 1 - middle
@@ -593,9 +598,9 @@ for name, epochs in runs.items():
         print(f"  {format_bytes(size)} an epoch, from {where}, in {function}")
 
 # %% [markdown]
-# The line is where a tensor was *born* (the text itself, in memlab's `data.py`). Who keeps it is
-# another question: Ben's are born in `train_on`, as all activations are. `diff` tells more of them:
-# which module made them, how large, how many.
+# The line is where a tensor was *allocated*. (The text comes from memlab's `data.py`.) Another line
+# may keep it alive: Ben's tensors are allocated in `train_on`, as all activations are. `diff` shows
+# more: the module that made them, their shape and their count.
 
 # %%
 for name in ("ada", "ben"):
@@ -608,60 +613,61 @@ for name in ("ada", "ben"):
 # %% [markdown]
 # ## When will it die?
 #
-# A leak is a straight line. Ada has a card with 11.2 GiB of room. You know the peak of epoch 8 and
-# what an epoch adds: that gives the epoch in which her run dies. Then the whole run, through the
-# allocator of such a card.
+# A leak grows along a straight line. Ada's card has 11.2 GiB of room. From the peak of epoch 6 and
+# the growth per epoch you can compute the epoch in which her run dies. Then run all epochs through
+# the simulated allocator of that card.
 
 
 # %%
-def whole_run(person, epochs, batch=64, **how) -> Trace:
-    """All epochs as one trace."""
+def whole_run(person, epochs, batch=64, lines=False, **how) -> Trace:
+    """Return all epochs as one trace."""
     with memlab.dry_run():
         model, optimizer = new_model()
         run = person(model, optimizer, batches(text, batch, 512, seed=0), **how)
-        with memlab.meter(model, optimizer) as running:
+        with memlab.meter(model, optimizer, lines=lines) as running:
             for _ in range(epochs):
                 next(run)
     return running.trace
 
 
 room = int(11.2 * GIB)
-fit = 8 + (room - runs["ada"][-1].peak_bytes) // growth
-print(f"by the line, the last epoch that fits: {fit}")
+fit = len(runs["ada"]) + (room - runs["ada"][-1].peak_bytes) // growth
+print(f"by the straight line, the last epoch that fits: {fit}")
 
 whole = whole_run(ada, 62)
-died = simulate(whole, capacity_bytes=room).out_of_memory
-print(f"by the allocator, it dies in epoch {1 + 62 * died.position // len(whole.events)}: ", end="")
-print(f"of {format_bytes(died.reserved_bytes)} reserved, ", end="")
-print(f"{format_bytes(died.allocated_bytes)} are allocated")
+ada_died = simulate(whole, capacity_bytes=room).out_of_memory
+epoch = 1 + 62 * ada_died.position // len(whole.events)
+print(f"in the simulated allocator, the epoch that dies: {epoch}")
+print(f"reserved  {format_bytes(ada_died.reserved_bytes)}")
+print(f"allocated {format_bytes(ada_died.allocated_bytes)}")
 
 # %% [markdown]
-# Nearly all of what is reserved is in use: that is a leak. Now Dora, who leaks nothing. She has a
-# large batch (1,024 sequences) on a card with 4.3 GiB of room, and her tensors need 4 GiB at most.
+# Almost all reserved memory is allocated: this is what a leak looks like. Dora has no leak. She
+# trains with 1,024 sequences in a batch, on a card with 4.3 GiB of room, and her tensors need less.
 
 # %%
 many = whole_run(dora, 12, batch=1024, seed=0)  # the lengths in another order
-print(f"the peak of what is allocated: {format_bytes(simulate(many).allocated_bytes)}")
+plenty = simulate(many)
+print(f"allocated at the peak: {format_bytes(plenty.allocated_bytes)}")
 
 card = int(4.3 * GIB)
 with_pages = simulate(many, expandable_segments=True, capacity_bytes=card)
 print(f"with expandable segments all 12 epochs fit: {with_pages.fits}")
 
-died = simulate(many, capacity_bytes=card).out_of_memory
-pieces, left = died.free_piece_bytes, card - died.reserved_bytes
-print(f"with nothing set it dies in epoch {1 + 12 * died.position // len(many.events)}; ", end="")
-print(f"{format_bytes(died.allocated_bytes)} are allocated")
-print(f"  asked for                {format_bytes(died.requested_bytes):>12}")
-print(f"  free in what is reserved {format_bytes(sum(pieces)):>12}", end=", ")
+dora_died = simulate(many, capacity_bytes=card).out_of_memory
+pieces = dora_died.free_piece_bytes
+epoch = 1 + 12 * dora_died.position // len(many.events)
+print(f"without them, epoch {epoch} dies:")
+print(f"  requested                {format_bytes(dora_died.requested_bytes):>12}")
+print(f"  free in reserved memory  {format_bytes(sum(pieces)):>12}", end=", ")
 print(f"the largest piece {format_bytes(pieces[0])}")
-print(f"  left with the driver     {format_bytes(left):>12}")
+print(f"  left with the driver     {format_bytes(card - dora_died.reserved_bytes):>12}")
 
 # %% [markdown]
-# Enough is there, and it lies in two places, of which neither has enough. Tensors of earlier,
-# shorter batches were cut to other sizes, and what was left between them stayed.
+# The free memory is larger than the request, but it lies in two places, and neither has enough.
+# Tensors of shorter batches were cut to other sizes, and the gaps between them remain.
 
 # %%
-plenty = simulate(many)
 fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
 places = [1 + 12 * i / len(many.events) for i in range(len(many.events))]
 allocated = [b / GIB for b in plenty.allocated]
@@ -673,30 +679,34 @@ axes.set_title("Dora, on a card with room for all")
 _ = axes.legend(frameon=False)
 
 # %% [markdown]
-# Where there is room, her reserved memory rises in jumps, in epochs 1, 3 and 11, to more than twice
-# what she needs. `nvidia-smi` sees only that, and it looks like a leak. The test is the other
-# number, `memory_allocated()` at the end of each epoch: if that stays flat, nothing leaks.
+# On a large card, her reserved memory jumps in epochs 1, 3 and 11, to more than twice what she
+# needs. `nvidia-smi` shows only this number, and it looks like a leak. To tell the two apart, print
+# `memory_allocated()` at the end of each epoch: if it stays flat, nothing leaks.
 
 # %% [markdown]
 # ## Mend it
 #
-# All three leaks in one loop, and for real this time: no dry run. The loop is there; ask of each
-# line what it keeps. Every epoch gets batches of its own, and `notes` stays for the whole run.
-# `model[2]` is the GELU; `.mT` puts the classes second, where `cross_entropy` wants them.
-
-# %% [markdown]
+# This loop has all three leaks, and it runs for real, without a dry run. Ask what each line keeps.
+# Every epoch gets new batches, and `notes` lives for the whole run. `.mT` puts the classes second,
+# as `cross_entropy` wants them.
+#
 # ### Exercise 2.5: mend it
 #
-# About 15 minutes. After each epoch the same bytes are alive. Within an epoch nothing may pile up
-# either, except one number for each batch. `register_forward_hook` returns a handle, and
-# `handle.remove()` takes that hook off again. And nothing else changes: what is learnt;
-# `notes["losses"]`, a Python float for each held-out batch; `notes["scales"]`, a Python float for
-# each epoch, of training alone; the model's mode and the hooks of others.
+# About 15 minutes. After each epoch, the same number of bytes must be alive. Within an epoch,
+# nothing may pile up except one number per batch. Remove a hook with `handle.remove()`, where
+# `handle` is what `register_forward_hook` returns.
+
+# %% [markdown]
+# Keep everything else as it is:
+#
+# - the trained weights, the modules' modes, and hooks of others
+# - `notes["losses"]`: one Python float per held-out batch
+# - `notes["scales"]`: one Python float per epoch, from training batches alone
 
 
 # %%
 def train_epoch(model, optimizer, training, held_out, notes):
-    """Train on each batch, then note the losses on held-out text."""
+    """Train on each batch, then record the losses on held-out text."""
     ### BEGIN SOLUTION
     seen = []
     hook = model[2].register_forward_hook(
@@ -728,7 +738,7 @@ def train_epoch(model, optimizer, training, held_out, notes):
 train_epoch = exercise("2.5", train_epoch)
 
 # %% [markdown]
-# Twelve epochs of it, on real text and for real: what is alive after each, and what is learnt.
+# Train for twelve epochs on real text. Plot the memory that is alive after each, and the loss.
 
 # %%
 torch.manual_seed(0)
@@ -750,25 +760,22 @@ print(f"the loss went down: {notes['losses'][-1] < notes['losses'][0]}")
 # %% [markdown]
 # ## What `gc.collect()` does
 #
-# A tensor dies with the last reference to it, at once; nothing has to be collected. One case is
-# left: objects that refer to each other in a circle. Python's collector finds those, now and then.
+# Python frees a tensor as soon as the last reference to it is gone. The exception is a *reference
+# cycle*: objects that refer to each other stay until the garbage collector runs.
 
 
 # %%
-import gc
-
-
 class Logger:
     def __init__(self):
         self.last = torch.zeros(2**18)  # 1 MiB
-        self.callback = self.log  # a method refers to its object: a circle
+        self.callback = self.log  # a method refers to its object: a cycle
 
     def log(self): ...
 
 
 # %%
 def alive_bytes(make, then=lambda: None) -> int:
-    """What stays of `make()` once it is dropped, and `then` was called."""
+    """Return what stays alive after `make()`, whose result is dropped, and `then()`."""
     gc.disable()
     with memlab.meter() as running:
         make()
@@ -777,88 +784,271 @@ def alive_bytes(make, then=lambda: None) -> int:
     return running.trace.live_bytes
 
 
-print(f"a tensor, dropped:  {format_bytes(alive_bytes(lambda: torch.zeros(2**18)))}")
-print(f"a circle, dropped:  {format_bytes(alive_bytes(Logger))}")
-print(f"after gc.collect(): {format_bytes(alive_bytes(Logger, gc.collect))}")
-kept = []
-still = alive_bytes(lambda: kept.append(torch.zeros(2**18)), gc.collect)
-print(f"kept in a list, after gc.collect(): {format_bytes(still)}")
+print(f"a tensor, dropped: {format_bytes(alive_bytes(lambda: torch.zeros(2**18)))}")
+print(f"a cycle, dropped: {format_bytes(alive_bytes(Logger))}")
+print(f"a cycle, after gc.collect(): {format_bytes(alive_bytes(Logger, gc.collect))}")
 
 # %% [markdown]
-# ## A snapshot
+# ## Read an out-of-memory message
 #
-# Torch's own picture of memory is a web page,
-# [pytorch.org/memory_viz](https://pytorch.org/memory_viz). Every Trace can be written for it: here
-# Ada's second epoch. Drop the file onto the page (it stays in your browser) and look at *Active
-# Memory Timeline*: a band that runs to the right edge is still alive, and a click on it shows the
-# line that made it.
+# On a GPU, Dora's run ends with this message of torch. The next cells fill it with the numbers of
+# her simulated run.
+
 
 # %%
-import pickle
-import tempfile
-from pathlib import Path
+class Oom(NamedTuple):
+    requested: int
+    total: int  # of the card
+    free: int  # on the card
+    process: int  # in use by this process, with its context
+    allocated: int
+    unallocated: int  # but reserved
 
-from torch.cuda import _memory_viz
 
+MESSAGE = """CUDA out of memory. Tried to allocate {requested}.
+GPU 0 has a total capacity of {total} of which {free} is free.
+Including non-PyTorch memory, this process has {process} memory in use.
+Of the allocated memory {allocated} is allocated by PyTorch,
+and {unallocated} is reserved by PyTorch but unallocated.
+If reserved but unallocated memory is large try setting
+PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."""
+
+
+# %%
+def numbers_of(died, room: int, others: int = 0) -> Oom:
+    """Return the message's numbers on a card with `room` beside the context and other processes."""
+    return Oom(
+        requested=died.requested_bytes,
+        total=room + context + others,
+        free=room - died.reserved_bytes,
+        process=died.reserved_bytes + context,
+        allocated=died.allocated_bytes,
+        unallocated=died.reserved_bytes - died.allocated_bytes,
+    )
+
+
+doras = numbers_of(dora_died, card)
+print(MESSAGE.format(**{name: format_bytes(size) for name, size in doras._asdict().items()}))
+
+# %% [markdown]
+# The message contains all three numbers:
+#
+# | in the message | it is |
+# | --- | --- |
+# | allocated by PyTorch | **allocated** |
+# | allocated + reserved but unallocated | **reserved** |
+# | this process has … in use | reserved + context |
+# | total capacity − free | **in use**, as in `nvidia-smi` |
+#
+# Torch gives up only after it has released all entirely free segments. So the "reserved but
+# unallocated" bytes lie in pieces, between tensors.
+
+# %% [markdown]
+# ### Exercise 2.6: diagnose the message
+#
+# About 8 minutes. Compute what this process *needs*: its context, its tensors and the request, as
+# if no memory were wasted. Rounding always wastes a little, so count on 98 % of the memory only.
+# Return the first answer that is true:
+#
+# - `"too much"`: the need exceeds 98 % of the card.
+# - `"another process"`: the need exceeds 98 % of what other processes leave of the card.
+# - `"fragmentation"`: neither, so the memory is there, but in pieces.
+
+
+# %%
+def diagnose(oom: Oom) -> str:
+    """Return why the request failed."""
+    ### BEGIN SOLUTION
+    need = oom.process - oom.unallocated + oom.requested
+    others = oom.total - oom.free - oom.process
+    if need > 0.98 * oom.total:
+        return "too much"
+    if need > 0.98 * (oom.total - others):
+        return "another process"
+    return "fragmentation"
+    ### END SOLUTION
+
+
+# %%
+diagnose = exercise("2.6", diagnose)
+
+# %% [markdown]
+# Try it on three failures of today's runs. In the third, Dora uses expandable segments, but another
+# process holds 1 GiB of her card.
+
+# %%
+crowded = simulate(many, expandable_segments=True, capacity_bytes=card - GIB).out_of_memory
+failures = {
+    "Dora": doras,
+    "Ada in epoch 60": numbers_of(ada_died, room),
+    "Dora and another": numbers_of(crowded, card - GIB, others=GIB),
+}
+print(f"{'':18}{'requested':>10}{'free':>12}{'unallocated':>13}")
+for name, oom in failures.items():
+    sizes_of = map(format_bytes, (oom.requested, oom.free, oom.unallocated))
+    print(f"{name:18}{{:>10}}{{:>12}}{{:>13}}  {diagnose(oom)}".format(*sizes_of))
+
+# %% [markdown]
+# | diagnosis | do |
+# | --- | --- |
+# | too much | if `allocated` grows from epoch to epoch, find the leak; otherwise Day 3 |
+# | another process | find it with `nvidia-smi`; end it, or choose another GPU |
+# | fragmentation | set `expandable_segments:True`, use few lengths |
+
+# %% [markdown]
+# ## Record every allocation
+#
+# A message has six numbers. A *snapshot* has every allocation and its stack. On CUDA, ROCm or XPU
+# (`torch.xpu.memory`), add three statements to your own script:
+#
+# ```python
+# torch.cuda.memory._record_memory_history(max_entries=200_000)  # the newest entries stay
+# try:
+#     train()
+# finally:  # also after an out-of-memory error
+#     torch.cuda.memory._dump_snapshot("snapshot.pickle")
+# ```
+#
+# Without a GPU, a Trace can write the same kind of file: here Ada's first six epochs.
+
+# %%
 yours = Path("progress.json").exists()  # a folder that `memlab start` made
 path = Path("." if yours else tempfile.mkdtemp(), "ada.pickle")
-runs["ada"][1].to_snapshot(path)
+whole_run(ada, 6, lines=True).to_snapshot(path)
 print(f"{path.name} is {'beside this notebook' if yours else 'where `path` says'}")
 
 # %% [markdown]
-# The code that ships in torch reads it, too. Each tensor stands as a segment, each letter for 20
-# MiB of it.
+# `device_traces` holds the history of each device. `segments` holds what is reserved at the end,
+# block by block. Torch's own reader sums it up.
 
 # %%
 snapshot = pickle.loads(path.read_bytes())
-print(_memory_viz.segsum(snapshot).partition("Legend")[0].strip())
-print(f"by the meter: {format_bytes(runs['ada'][1].live_bytes)} alive")
+print(dict(Counter(entry["action"] for entry in snapshot["device_traces"][0])))
+alive_blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
+largest = max(alive_blocks, key=lambda block: block["size"])
+print(f"{len(alive_blocks)} blocks alive; one of the largest has {format_bytes(largest['size'])}")
+print("its stack:", " in ".join(frame["name"] for frame in largest["frames"]))
+totals = _memory_viz.segsum(snapshot).splitlines()
+print(*(line for line in totals if line.startswith("total_")), sep=", ")
+
+# %% [markdown]
+# To look at it, drop the file onto [pytorch.org/memory_viz](https://pytorch.org/memory_viz), where
+# it stays in your browser. Or write the page yourself with
+# `python -m torch.cuda._memory_viz trace_plot ada.pickle -o ada.html`.
+#
+# | view | how to read it |
+# | --- | --- |
+# | *Active Memory Timeline* | a band is a tensor; click it for its stack |
+# | *Allocator State History* | segments after each event, with the gaps of fragmentation |
+#
+# In the timeline, Ada's leak is a staircase: each epoch adds bands that reach the right edge, so
+# these tensors are still alive.
+
+# %% [markdown]
+# ## Let `memlab explain` read it
+#
+# `memlab explain ada.pickle` in a terminal prints what memory held, the likely cause and the
+# remedies. In Python:
+
+# %%
+found = explain(path)
+cause = found.findings[0]
+print(f"cause: {cause.cause.title} ({cause.word})")
+for sentence in cause.evidence[:2]:
+    print(f"  - {sentence}")
+frame = found.situation.leaks[0].frame
+print(f"line: {frame.line} of its cell, in {frame.name}")
+for remedy in list(summary.advice(cause, found.replays))[:2]:
+    print(f"remedy: {remedy}")
+
+# %% [markdown]
+# It names the line that exercise 2.4 found, and the remedy of exercise 2.5. To predict what a
+# remedy saves, it replays the history through the simulated allocator. Record several epochs: in
+# Ada's first three alone, `explain` finds no leak.
+
+# %% [markdown]
+# ## Watch the loop
+#
+# A snapshot explains a run that has failed. A monitor warns while the run trains: wrap your loop in
+# `with memlab.monitor():`. It reads the counters after each `optimizer.step()`, and warns once of a
+# leak, of fragmentation, or of full memory. Here it watches Ben's loop, for real on the CPU.
+
+# %% tags=["nbval-ignore-output"] reason="the memory of a process differs from run to run"
+model, optimizer = new_model()
+run = ben(model, optimizer, batches(text, 4, 128, seed=0))
+with warnings.catch_warnings(record=True) as caught, memlab.monitor(every=20):
+    warnings.simplefilter("always")
+    for _ in range(30):
+        next(run)
+for warning in caught:
+    print(fill(f"{warning.category.__name__}: {warning.message}", 96))
+print(f"Ben keeps {format_bytes(4 * 128 * 512 * 4)} of GELU outputs per step")
+
+# %% [markdown]
+# Without `every`, the monitor prints nothing while all is well. On a GPU it reads torch's own
+# counters. On the CPU it reads the memory of the process, which also holds freed memory that the C
+# library keeps. So a warning on the CPU may come late or never, and its MiB per step are rough.
 
 # %% [markdown]
 # ## At scale
 #
-# One batch of held-out text, kept with its graph, is what a forward pass keeps. For that there is
-# yesterday's formula, in float32.
+# A loss that is kept with its graph keeps all saved tensors of its forward pass. Yesterday's
+# formula gives their bytes for larger models, in float32.
 
 # %%
 for name, batch, seq_len in (("124m", 8, 640), ("1b", 1, 8192), ("llama-2-7b", 1, 4096)):
     kept_bytes = activation_bytes(PRESETS[name], batch, seq_len)
-    print(f"{name:12}{batch} × {seq_len} tokens: {format_bytes(kept_bytes):>10} for each loss kept")
+    print(f"{name:12}{batch} × {seq_len} tokens: {format_bytes(kept_bytes):>10} per kept loss")
 
 # %% [markdown]
-# At seven billion weights such a run does not die at epoch 60. In float32, with AdamW, 100 GiB are
-# weights, gradients and state; on a card with 180 GiB the second held-out batch finds no room.
-# Small models leak slowly, and that is why their leaks are found late.
+# A 7B run with such a leak does not reach epoch 60. In float32 with AdamW, 100 GiB hold weights,
+# gradients and optimizer state, so on a card with 180 GiB the second kept loss finds no room. Small
+# models leak slowly, so their leaks are found late.
 #
 # ## On your GPU
 #
-# Where there is a GPU, this takes the four steps on it, and shows all three numbers beside the
-# prediction.
+# | platform | in use, all processes | torch's counters |
+# | --- | --- | --- |
+# | NVIDIA | `nvidia-smi` | `torch.cuda.memory_allocated()`, `memory_reserved()` |
+# | AMD | `rocm-smi --showmeminfo vram`, `amd-smi` | the same `torch.cuda` functions |
+# | Intel | `xpu-smi` | `torch.xpu.memory_allocated()`, `memory_reserved()` |
+# | Apple | Activity Monitor | `torch.mps.current_allocated_memory()`, `driver_allocated_memory()` |
+#
+# On Apple, `driver_allocated_memory()` is the reserved number, and `recommended_max_memory()` the
+# most that Metal recommends.
+
+# %% [markdown]
+# Apple's GPU has *unified memory*: model, system and other programs share the same RAM. So other
+# programs take memory from your training, and offloading tensors to the CPU saves nothing.
+#
+# With a GPU, the next cell takes the four steps under the monitor, which reads the counters of your
+# platform. They reserve about 10 GiB on CUDA.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
-if torch.cuda.is_available():
-    four_steps, *_ = build()
-    four_steps()
-    torch.cuda.synchronize()
-    left, total = torch.cuda.mem_get_info()
-    for what, measured, predicted in (
-        ("allocated", torch.cuda.max_memory_allocated(), blocks.allocated_bytes),
-        ("reserved", torch.cuda.max_memory_reserved(), blocks.reserved_bytes),
-    ):
-        print(f"{what}: {format_bytes(measured)}, predicted {format_bytes(predicted)}")
-    print(f"in use on the card, as in nvidia-smi: {format_bytes(total - left)}")
-else:
+gpu = torch.accelerator.current_accelerator(check_available=True)
+if gpu is None:
     print(stored_on_a_gpu("day 2"))
+else:
+    four_steps, *_ = build(gpu.type)
+    with memlab.monitor() as watching:
+        four_steps()
+    print(watching)
+    print(f"predicted for CUDA: peak {format_bytes(blocks.allocated_bytes)}, ", end="")
+    print(f"{format_bytes(blocks.reserved_bytes)} reserved")
+    if gpu.type == "mps":
+        print(f"Metal recommends at most {format_bytes(torch.mps.recommended_max_memory())}")
+    else:
+        left, total = torch.accelerator.get_memory_info()
+        print(f"in use, by all processes: {format_bytes(total - left)}")
 
 # %% [markdown]
 # ## Rules on trial
 #
-# The guides are five that people read today on saving memory; RULES.md has the verdict on each rule
-# of theirs. Today's trials are of predictions and of the simulated allocator, not of a GPU.
+# Five guides that people read today state rules for saving memory; RULES.md has the verdict on each
+# rule. Today's trials use predictions and the simulated allocator, not a GPU.
 #
-# The first: clear the cache in every batch, and collect garbage every few steps. The guides'
-# "memory" may be any of the three numbers, so all are tried: with lengths that vary, and with one
-# length.
+# First: clear the cache in every batch, and collect garbage every few steps. The guides don't say
+# which "memory" they mean, so try all three numbers, with varying lengths and with one length.
 
 
 # %%
@@ -874,17 +1064,17 @@ verdict(
     "6a",
     0.1 <= saved <= 0.2,
     f"with four lengths, clearing before each step reserves "
-    f"{1 - emptied.blocks.reserved_bytes / plain.blocks.reserved_bytes:.0%} less, and the run fits "
-    f"where {saved:.0%} less is left on the card; with one length it reserves "
+    f"{1 - emptied.blocks.reserved_bytes / plain.blocks.reserved_bytes:.0%} less, and the run "
+    f"needs {saved:.0%} less on the card; with one length it reserves "
     f"{1 - same[1] / same[0]:.0%} less; the driver is called {emptied.calls} times with clearing, "
     f"{plain.calls} without",
-    condition="for what is reserved, if lengths vary, by empty_cache alone (gc.collect frees only "
-    "circles); what tensors need it never lowers, and expandable segments save more without the "
-    "calls",
+    condition="for reserved memory, if lengths vary, through empty_cache alone (gc.collect frees "
+    "only reference cycles); tensors need as much as before, and expandable segments save more "
+    "without the calls",
 )
 
 # %% [markdown]
-# The monitor. What it shows, against what the same run could do with.
+# Second: watch memory with `nvidia-smi`. Compare what it shows with what the run needs.
 
 # %%
 split = table["max_split_size_mb:128"]
@@ -892,16 +1082,16 @@ shown = [tried.blocks.reserved_bytes / tried.smallest for tried in (plain, split
 verdict(
     "6b",
     all(abs(ratio - 1) < 0.1 for ratio in shown),
-    f"beside the context it shows {plain.blocks.reserved_bytes / GIB:.2f} GiB where "
-    f"{plain.smallest / GIB:.2f} GiB would do; with max_split_size_mb:128 it shows "
-    f"{split.blocks.reserved_bytes / GIB:.2f} where {split.smallest / GIB:.2f} would do",
-    otherwise="it shows what is held, by everybody on the card, not what is needed; the need lies "
-    "between max_memory_allocated and max_memory_reserved, and a leak shows in memory_allocated "
-    "after each epoch",
+    f"beside the context it shows {plain.blocks.reserved_bytes / GIB:.2f} GiB for a run that needs "
+    f"{plain.smallest / GIB:.2f}; with max_split_size_mb:128 it shows "
+    f"{split.blocks.reserved_bytes / GIB:.2f} for a run that needs {split.smallest / GIB:.2f}",
+    otherwise="it shows what all processes hold, not what the run needs; the need lies between "
+    "max_memory_allocated and max_memory_reserved, and a leak shows in memory_allocated after each "
+    "epoch",
 )
 
 # %% [markdown]
-# A limit of 95 %, and "smaller chunks", by which `max_split_size_mb` is most likely meant.
+# Third: a limit of 95 %, and "smaller chunks", which most likely means `max_split_size_mb`.
 
 # %%
 fraction = table["per_process_memory_fraction:0.95"]
@@ -909,9 +1099,9 @@ verdict(
     "7a",
     fraction.smallest < plain.smallest,
     f"on a card with 24 GiB the run reserves {fraction.blocks.reserved_bytes / GIB:.2f} GiB with "
-    f"the limit and {plain.blocks.reserved_bytes / GIB:.2f} without; the least that it needs on a "
-    f"card is {fraction.smallest / GIB:.2f} with the limit and {plain.smallest / GIB:.2f} without",
-    otherwise="it saves nothing: out of memory comes earlier; it is for leaving room to others",
+    f"the limit and {plain.blocks.reserved_bytes / GIB:.2f} without; it needs a card with "
+    f"{fraction.smallest / GIB:.2f} GiB with the limit and {plain.smallest / GIB:.2f} without",
+    otherwise="it saves nothing, and the run fails earlier; it leaves room for other processes",
 )
 
 # %%
@@ -921,15 +1111,15 @@ verdict(
     split.smallest < plain.smallest,
     f"with nothing set the run needs {plain.smallest / GIB:.2f} GiB on a card, with "
     f"max_split_size_mb:128 {split.smallest / GIB:.2f}, with expandable segments "
-    f"{expandable.smallest / GIB:.2f}; where there is room, max_split_size_mb:128 reserves "
+    f"{expandable.smallest / GIB:.2f}; on a large card, max_split_size_mb:128 reserves "
     f"{split.blocks.reserved_bytes / GIB:.2f}",
     condition="if the card is full, where lengths vary, by a little; nvidia-smi shows more, and "
     "expandable segments save more",
 )
 
 # %% [markdown]
-# Fragmentation: whose fault, and what helps? Dora with half the batch, with all of it, with one
-# length, and with expandable segments.
+# Fourth: what fragments, and what helps? Compare Dora's run with half the batch, with one length,
+# and with expandable segments.
 
 # %%
 small = [segment for segment in just_before if segment.pool == "small"]
@@ -937,31 +1127,29 @@ in_small = sum(p.bytes for segment in small for p in segment.pieces if p.state =
 verdict(
     "7c",
     in_small / sum(free) > 0.5,
-    f"of {format_bytes(sum(free))} that lie free before the last large segment, "
+    f"of {format_bytes(sum(free))} that are free before the last large segment, "
     f"{format_bytes(in_small)} are in the segments of small allocations (of up to 1 MiB)",
     otherwise="large allocations of many sizes fragment; small ones have segments of their own",
 )
 
 # %%
-half, full, one_length = (
-    simulate(run) for run in (whole_run(dora, 12, batch=512, seed=0), many, same_length)
-)
+half, one_length = (simulate(run) for run in (whole_run(dora, 12, batch=512, seed=0), same_length))
 grows = simulate(many, expandable_segments=True)
-shares = [ran.fragmentation for ran in (half, full, one_length, grows)]
-wasted = [ran.reserved_bytes - ran.allocated_bytes for ran in (half, full)]
+shares = [ran.fragmentation for ran in (half, plenty, one_length, grows)]
+wasted = [ran.reserved_bytes - ran.allocated_bytes for ran in (half, plenty)]
 verdict(
     "7d",
     shares[1] < shares[0] - 0.05,
-    f"of what Dora's run reserves, {shares[0]:.0%} lie free with 512 sequences in a batch, and "
-    f"{shares[1]:.0%} with 1,024, which are {wasted[1] / wasted[0]:.1f} times the bytes; of the "
-    f"latter, {shares[2]:.0%} with one length, {shares[3]:.0%} with expandable segments",
-    otherwise="a larger batch wastes the same share of more; sequences of one length (padded, or "
-    "cut to few lengths) and expandable segments help. Pools of one's own are not tried here",
+    f"of Dora's reserved memory, {shares[0]:.0%} are free with 512 sequences in a batch, and "
+    f"{shares[1]:.0%} with 1,024, which are {wasted[1] / wasted[0]:.1f} times the bytes; with "
+    f"1,024 of one length {shares[2]:.0%}, with expandable segments {shares[3]:.0%}",
+    otherwise="a larger batch wastes the same share of more memory; expandable segments help, and "
+    "so do sequences of one length (padded, or cut to few lengths). Memory pools are not tried",
 )
 
 # %% [markdown]
-# The leak. Ada deletes her loss and empties the cache, as the guide says; the list still has it.
-# Then she takes half the batch, twice as often.
+# Fifth: the leak. Ada deletes her loss and empties the cache, as the guide says, but the list still
+# refers to the loss. Then she takes half the batch, twice as often.
 
 
 # %%
@@ -979,7 +1167,7 @@ def ada_cleans_up(model, optimizer, data):
         yield
 
 
-cleaned = epochs_of(ada_cleans_up, 3)
+cleaned = epochs_of(ada_cleans_up, 2)
 after_it = cleaned[-1].live_bytes - cleaned[-2].live_bytes
 verdict(
     "8a",
@@ -987,24 +1175,24 @@ verdict(
     f"Ada's epoch leaves {format_bytes(growth)} more; with del, empty_cache() and gc.collect() it "
     f"leaves {format_bytes(after_it)} more; the mended loop of exercise 2.5, which calls none of "
     f"these, {format_bytes(alive[-1] - alive[-2])}",
-    otherwise="del removes a name, and a tensor lives as long as anything refers to it; once "
-    "nothing does it is freed without empty_cache(), which only gives free segments back",
+    otherwise="del removes one name, and a tensor lives as long as anything refers to it; without "
+    "references it is freed even without empty_cache(), which only releases free segments",
 )
 
 # %%
-halved = epochs_of(ada, 3, batch=32, times=2)
+halved = epochs_of(ada, 2, batch=32, times=2)
 growth_halved = halved[-1].live_bytes - halved[-2].live_bytes
-fit_halved = 3 + (room - halved[-1].peak_bytes) // growth_halved
+fit_halved = len(halved) + (room - halved[-1].peak_bytes) // growth_halved
 verdict(
     "8b",
     fit_halved >= 2 * fit,
     f"Ada's epochs leave {format_bytes(growth)} more each, and {fit} fit; with half the batch, "
-    f"twice as often, {format_bytes(growth_halved)}, and {fit_halved} fit; Dora leaks nothing, and "
-    f"reserves {full.reserved_bytes / GIB:.2f} GiB, with half the batch "
+    f"twice as often, {format_bytes(growth_halved)}, and {fit_halved} fit; Dora, who has no leak, "
+    f"reserves {plenty.reserved_bytes / GIB:.2f} GiB, with half the batch "
     f"{half.reserved_bytes / GIB:.2f}",
-    otherwise="if memory_allocated grows from epoch to epoch it is a leak, and an epoch leaks the "
-    "same in smaller batches; if it stays flat (fragmentation, a longer text), half the batch does "
-    "buy room",
+    otherwise="if memory_allocated grows from epoch to epoch it is a leak, and an epoch leaks as "
+    "much in smaller batches; if it stays flat (fragmentation, a longer text), half the batch does "
+    "help",
 )
 
 # %% [markdown]
@@ -1012,35 +1200,27 @@ verdict(
 #
 # | you see | it is | do |
 # | --- | --- | --- |
-# | allocated after each epoch grows | a leak | `leaks`, then look for who keeps it |
-# | it grows, then stops | a table filling, Adam's state | nothing |
+# | allocated after each epoch grows | a leak | `leaks`, then look for what keeps the tensors |
+# | it grows, then stops | a cache that fills, Adam's state | nothing |
 # | it is flat, reserved grows | fragmentation | `expandable_segments:True`, few lengths |
-# | both flat, `nvidia-smi` higher | contexts, other processes | look who else is there |
-# | the peak alone jumps | a longer text | Day 3 |
+# | both flat, `nvidia-smi` higher | contexts, other processes | find the other process |
+# | only the peak jumps | a longer text | Day 3 |
 #
-# And before you start: reserved memory by your own rules, and the epoch in which a leak ends a run.
+# You can also estimate reserved memory before a run, and the epoch in which a leak ends it.
 
 # %% [markdown]
-# For a training of your own: put one epoch of it into a function, and measure a few.
-#
-# ```python
-# def one_epoch(): ...  # your loop: it trains, looks at held-out data, and takes its notes
-#
-# watched = [
-#     memlab.measure(one_epoch, model=model, optimizer=optimizer, lines=True) for _ in range(6)
-# ]
-# for line, size in leaks(watched).items():
-#     print(f"{size:,} bytes more after each epoch, from {line}")
-# print(watched[-2].diff(watched[-1]))  # what they are
-# ```
-#
-# Measuring notes each allocation and makes a loop slower: a few batches for an epoch will do.
+# | when | tool |
+# | --- | --- |
+# | before the run | `memlab.predict`, `memlab.allocator.simulate` |
+# | while it trains | `with memlab.monitor():` |
+# | it grows on your laptop | six epochs of `memlab.measure(one_epoch, lines=True)`, then `leaks` |
+# | it ran out of memory | the message; next time the snapshot, the viewer, `memlab explain` |
 
 # %% [markdown]
 # ## The running bill
 #
-# Reading saves nothing, so today's line is yesterday's. It counts what tensors hold; a card also
-# has to have what is reserved beyond that, and the context.
+# Reading the meter saves nothing, so today's line equals yesterday's. It counts allocated memory. A
+# card also needs room for the reserved rest and for the context.
 
 # %%
 running_bill(2)

@@ -59,8 +59,13 @@ class Situation:
         self.loops = self._find_loops()
 
     def _find_loops(self) -> list[steps.Loop]:
-        """Return the loops that stacks show. If none trains, add the one that phases show."""
-        found = steps.loops_of(self.history)
+        """Return the loops that stacks show. If none trains, add the one that phases show.
+
+        memlab's stacks have one line of the user, which cannot tell a loop from a function that
+        runs again.
+        """
+        by_memlab = any(frame.filename == MEMLAB for b in self.history.blocks for frame in b.stack)
+        found = [] if by_memlab else steps.loops_of(self.history)
         if steps.training_loop(self.history, found) is None:
             phases = self.categories.phases.items()
             ordered = [(b.born, phase) for b, phase in phases if phase not in ("other", "setup")]

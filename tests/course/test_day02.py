@@ -14,7 +14,7 @@ from memlab.course import days
 from memlab.course.exercises import OK, WRONG, judge
 from memlab.trace import Event
 
-SIZES, TAKE, GIVE_BACK, LEAKS, TRAIN_EPOCH = days.day(2).exercises
+SIZES, TAKE, GIVE_BACK, LEAKS, TRAIN_EPOCH, DIAGNOSE = days.day(2).exercises
 
 
 @dataclass
@@ -81,6 +81,15 @@ def leaks_in_floats(epochs):
     return {line: size * 3 / 3 for line, size in LEAKS.reference(epochs).items()}
 
 
+def diagnose_by_room(oom):
+    """In integers, and from what this process can have, not from what others hold."""
+    wanted = 100 * (oom.process + oom.requested - oom.unallocated)
+    for answer, room in (("too much", oom.total), ("another process", oom.free + oom.process)):
+        if wanted > 98 * room:
+            return answer
+    return "fragmentation"
+
+
 def train_epoch_with(of_output, keeps_soft_targets=False):
     """A repair whose hook keeps `of_output(output)` until the end of the epoch."""
 
@@ -125,6 +134,7 @@ def train_epoch_without_a_hook(model, optimizer, training, held_out, notes):
         (LEAKS, leaks_by_counter),
         (LEAKS, leaks_by_difference),
         (LEAKS, leaks_in_floats),
+        (DIAGNOSE, diagnose_by_room),
         (TRAIN_EPOCH, train_epoch_without_a_hook),
         (TRAIN_EPOCH, train_epoch_with(lambda output: output.detach().abs().mean())),
     ],

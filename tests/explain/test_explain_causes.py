@@ -6,9 +6,11 @@ from functools import cache
 
 import failing_scripts
 import pytest
+import torch
 from cuda_recorder import Recorder, peak_bytes, record
 from quick import quick
 
+import memlab
 from memlab.explain import explain, explain_source, of_text
 from memlab.explain.findings import CAUSES
 from memlab.explain.reading import of_data
@@ -91,6 +93,30 @@ def test_the_line_that_leaks_is_named():
     found = explain_source(of_data(recorded("losses_kept", 0.65)[0]))
     frame = found.situation.leaks[0].frame
     assert "extra = loss_of(model" in linecache.getline(frame.filename, frame.line)
+
+
+def test_the_line_that_leaks_is_named_in_memlabs_own_snapshot(tmp_path):
+    """Its stacks have one line of the user: a helper's lines repeat within every step."""
+
+    def train(model, optimizer):
+        optimizer.zero_grad()
+        model(torch.zeros(64, 256)).square().mean().backward()
+        optimizer.step()
+
+    losses = []
+    with memlab.dry_run():
+        model = torch.nn.Linear(256, 1024)
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        with memlab.meter(model, optimizer, lines=True) as running:
+            for _ in range(6):
+                train(model, optimizer)
+                train(model, optimizer)
+                losses.append(model(torch.zeros(1024, 256)).square().mean())
+    running.trace.to_snapshot(tmp_path / "kept.pickle")
+    found = explain(tmp_path / "kept.pickle")
+    assert found.cause == "kept-graphs"
+    frame = found.situation.leaks[0].frame
+    assert "losses.append" in linecache.getline(__file__, frame.line)
 
 
 def test_a_record_that_begins_late_has_the_same_cause():

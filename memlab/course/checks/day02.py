@@ -956,7 +956,171 @@ _TRAIN_EPOCH = Exercise(
     ),
 )
 
+# ------------------------------------------------------------------ 2.6: an out-of-memory message
+
+
+class Oom(NamedTuple):
+    """The numbers of an out-of-memory message, as in the notebook, in bytes."""
+
+    requested: int
+    total: int
+    free: int
+    process: int
+    allocated: int
+    unallocated: int
+
+
+Diagnose = Callable[[Oom], str]
+
+
+def diagnose(oom: Oom) -> str:
+    """The reference: compare what the process needs with the card, and with what others leave."""
+    need = oom.process - oom.unallocated + oom.requested
+    others = oom.total - oom.free - oom.process
+    if need > 0.98 * oom.total:
+        return "too much"
+    return "another process" if need > 0.98 * (oom.total - others) else "fragmentation"
+
+
+def _oom(
+    *, requested: int, allocated: int, unallocated: int, context: int, others: int, total: int
+) -> Oom:
+    """A message from its parts, in MiB. What is free is the rest of the card."""
+    process = context + allocated + unallocated
+    sizes = (requested, total, total - others - process, process, allocated, unallocated)
+    return Oom(*(MIB * size for size in sizes))
+
+
+# In MiB: the request, allocated, unallocated, the context, other processes, the card.
+_OOM_CASES: dict[str, tuple[Oom, str]] = {
+    name: (
+        _oom(
+            requested=requested,
+            allocated=allocated,
+            unallocated=unallocated,
+            context=context,
+            others=others,
+            total=total,
+        ),
+        wanted,
+    )
+    for name, requested, allocated, unallocated, context, others, total, wanted in (
+        ("much unallocated", 1_000, 18_000, 5_000, 500, 0, 24_000, "fragmentation"),
+        ("half free, half unallocated", 512, 3_600, 390, 500, 0, 4_900, "fragmentation"),
+        ("a full card", 700, 22_900, 100, 500, 0, 24_000, "too much"),
+        ("a large context", 300, 6_900, 150, 900, 0, 8_000, "too much"),
+        ("a large context, and room", 200, 20_500, 1_900, 1_500, 0, 24_000, "fragmentation"),
+        ("a little more than is free", 700, 21_900, 1_000, 500, 0, 24_000, "fragmentation"),
+        ("the last 2 % of the card", 600, 22_700, 300, 500, 0, 24_000, "too much"),
+        ("a need of exactly 98 %", 400, 9_100, 250, 300, 0, 10_000, "fragmentation"),
+        ("a large process", 2_000, 13_000, 100, 500, 10_000, 24_000, "another process"),
+        ("a process, and the last 2 %", 500, 14_800, 300, 500, 8_000, 24_000, "another process"),
+        ("a process, and pieces", 1_000, 15_000, 6_000, 500, 2_000, 24_000, "fragmentation"),
+        ("a process, and too much", 3_000, 21_000, 100, 500, 2_000, 24_000, "too much"),
+    )
+}
+
+
+def _check_diagnose(answer: Diagnose) -> str:
+    for name, (oom, wanted) in _OOM_CASES.items():
+        got = answer(oom)
+        require(
+            got == wanted,
+            f"diagnose, {name} ({_oom_in_words(oom)}), gave {got!r}; wanted {wanted!r}.",
+            evidence=f"{name}: {got!r}",
+        )
+    return f"{len(_OOM_CASES)} messages"
+
+
+def _oom_in_words(oom: Oom) -> str:
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in oom._asdict().items())
+
+
+_NEED = "oom.process - oom.unallocated + oom.requested"
+_OTHERS = "oom.total - oom.free - oom.process"
+_TOO_MUCH = "need > 0.98 * oom.total"
+_LEFT = "0.98 * (oom.total - others)"
+
+_DIAGNOSE = Exercise(
+    id="2.6",
+    title="Diagnose an out-of-memory message",
+    minutes=8,
+    difficulty=2,
+    hints=(
+        "Compute two sizes first: what this process needs if no memory is wasted, and what other "
+        "processes hold.",
+        "The need is what the process has in use, without the unallocated bytes, plus the request. "
+        "Other processes hold what is neither free nor in use by this process.",
+        "need = oom.process - oom.unallocated + oom.requested and others = oom.total - oom.free - "
+        "oom.process. Compare the need with 0.98 * oom.total first. What do you compare it with "
+        "next?",
+    ),
+    reference=diagnose,
+    check=_check_diagnose,
+    wrong_answers=mistakes(
+        "2.6",
+        (
+            "The request is part of the need: add it.",
+            (_NEED, "oom.process - oom.unallocated"),
+        ),
+        (
+            "Unallocated bytes hold no tensor: they are not part of the need.",
+            (_NEED, "oom.process + oom.requested"),
+        ),
+        (
+            "The context is part of the need: start from what the process has in use.",
+            (_NEED, "oom.allocated + oom.requested"),
+        ),
+        (
+            "The context belongs to this process: subtract what the process has in use, not only "
+            "what it reserves.",
+            (_OTHERS, "oom.total - oom.free - oom.allocated - oom.unallocated"),
+        ),
+        (
+            "Free memory belongs to no process: subtract it as well.",
+            (_OTHERS, "oom.total - oom.process"),
+        ),
+        (
+            "Count on 98 % of the memory only: rounding wastes some.",
+            (_TOO_MUCH, "need > oom.total"),
+            (_LEFT, "oom.total - others"),
+        ),
+        (
+            "The 98 % are for the second question, too: of what other processes leave.",
+            (_LEFT, "oom.total - others"),
+        ),
+        (
+            "Another process is the cause only if its memory would be enough.",
+            (f"need > {_LEFT}", "others"),
+        ),
+        (
+            "If even the whole card is too small, another process is not the cause: compare with "
+            "the whole card first.",
+            (_TOO_MUCH, f"others and need > {_LEFT}"),
+            ('"too much"', '"another process"'),
+            (f"    if need > {_LEFT}", f"    if {_TOO_MUCH}"),
+            (
+                '        return "another process"\n    return "frag',
+                '        return "too much"\n    return "frag',
+            ),
+        ),
+        (
+            "The request also fits if the free and the unallocated bytes are enough together.",
+            (
+                f"if {_TOO_MUCH}",
+                'if oom.unallocated >= oom.requested:\n        return "fragmentation"\n'
+                "    if others < oom.requested",
+            ),
+            (f"need > {_LEFT}", "others"),
+        ),
+        (
+            "A need of exactly 98 % does not exceed it.",
+            (_TOO_MUCH, _TOO_MUCH.replace(">", ">=")),
+        ),
+    ),
+)
+
 DAY = Day(
-    exercises=(_SIZES, _TAKE, _GIVE_BACK, _LEAKS, _TRAIN_EPOCH),
+    exercises=(_SIZES, _TAKE, _GIVE_BACK, _LEAKS, _TRAIN_EPOCH, _DIAGNOSE),
     bill=Bill("day 2: read, not changed", plain),  # the plain step: reading saves nothing
 )
