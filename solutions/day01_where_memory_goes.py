@@ -456,8 +456,8 @@ print(f"by your formula: {format_bytes(peak_bytes(PRESETS['llama-2-7b'], 1, 4096
 # tomorrow's question.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
-if torch.cuda.is_available():
-    on_gpu = build(replace(setting, device="cuda"), plain)
+if gpu := torch.accelerator.current_accelerator(check_available=True):
+    on_gpu = build(replace(setting, device=gpu.type), plain)
     on_gpu.step()
     print(measured(on_gpu))
 else:

@@ -693,8 +693,8 @@ print(f"LoRA, one sequence at a time, whatever the batch: {format_bytes(accumula
 # Where there is a GPU, this takes the first and the last of the question's three steps on it.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
-if torch.cuda.is_available():
-    on_gpu = replace(setting, device="cuda")
+if gpu := torch.accelerator.current_accelerator(check_available=True):
+    on_gpu = replace(setting, device=gpu.type)
     for name, how in (("8 at once", plain), ("8, one at a time", accumulation)):
         training = build(on_gpu, how)
         training.step()

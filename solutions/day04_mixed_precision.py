@@ -696,8 +696,8 @@ print(f"and under autocast, when backward begins, {casts_of_seven} of casts")
 # bfloat16.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
-if torch.cuda.is_available():
-    on_gpu = replace(two, batch=8, device="cuda")
+if gpu := torch.accelerator.current_accelerator(check_available=True):
+    on_gpu = replace(two, batch=8, device=gpu.type)
     low = replace(on_gpu, dtype=torch.bfloat16)
     rounded = replace(one_at_a_time, optimizer=combined("bfloat16").optimizer)
     for name, where, how in (

@@ -623,9 +623,9 @@ plot.timeline(again, title="Llama 2 7B in bfloat16, 1 × 2048 tokens: every bloc
 # Where there is a GPU, this takes the question's step on it.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
-if torch.cuda.is_available():
+if gpu := torch.accelerator.current_accelerator(check_available=True):
     for name in ("plain", "checkpointing", "sqrt-checkpointing"):
-        training = build(replace(setting, device="cuda"), TECHNIQUES[name])
+        training = build(replace(setting, device=gpu.type), TECHNIQUES[name])
         training.step()
         trace = measured(training)
         print(f"{name}: {format_bytes(trace.peak_bytes)}, ", end="")

@@ -665,8 +665,8 @@ for name, (held, operations) in seven.items():
 # products kept.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
-if torch.cuda.is_available():
-    on_gpu = replace(SETTING, device="cuda")
+if gpu := torch.accelerator.current_accelerator(check_available=True):
+    on_gpu = replace(SETTING, device=gpu.type)
 
     def choose_dear(model):
         for block in model.blocks:

@@ -823,8 +823,8 @@ for name, (kept, peak) in seven.items():
 # one each, in Triton, as ActNN and GACT do it.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
-if torch.cuda.is_available():
-    on_gpu = replace(SETTING, device="cuda")
+if gpu := torch.accelerator.current_accelerator(check_available=True):
+    on_gpu = replace(SETTING, device=gpu.type)
     plain = TECHNIQUES["plain"]
     in_eight = replace(plain, around_forward=lambda device: compressed_activations())
     for name, how in (("plain", plain), ("in 8 bits", in_eight)):

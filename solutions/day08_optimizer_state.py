@@ -806,11 +806,11 @@ _ = axes.legend(["weights", "gradients", "state", "all else"], frameon=False, lo
 # the beginning of backward: what do you expect of the last line?
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
-if torch.cuda.is_available():
+if gpu := torch.accelerator.current_accelerator(check_available=True):
     four = {name: MAKE[name] for name in ("AdamW", "Adam-mini", "Lion")}
     for name, make in (four | {"AdamW, inside": inside(MAKE["AdamW"])}).items():
         how = Plugs(optimizer=make)
-        training = build(replace(SETTING, device="cuda"), how)
+        training = build(replace(SETTING, device=gpu.type), how)
         training.step()
         trace = measured(training)
         print(f"{name}: {format_bytes(trace.peak_bytes)}, ", end="")

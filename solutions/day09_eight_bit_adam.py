@@ -762,9 +762,9 @@ print(f" to a state of {format_bytes(trace.at_end['optimizer_state'])}")
 # `memlab.kernels` a step of a weight is one kernel, in Triton: same states, same codes.)
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
-if torch.cuda.is_available():
+if gpu := torch.accelerator.current_accelerator(check_available=True):
     for name in ("plain", "adam8bit", "lion8bit"):
-        training = build(replace(SETTING, device="cuda"), TECHNIQUES[name])
+        training = build(replace(SETTING, device=gpu.type), TECHNIQUES[name])
         training.step()
         trace = measured(training)
         print(f"{name}: {format_bytes(trace.peak_bytes)}, ", end="")

@@ -664,11 +664,11 @@ for name in ("llama-2-7b", "llama-3-8b"):
 # scores belongs into registers: see `memlab/kernels/attention.py`, in Triton.)
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
-if torch.cuda.is_available():
+if gpu := torch.accelerator.current_accelerator(check_available=True):
     qkv, dout = random_qkv(4096, heads=8, D=64, dtype=torch.bfloat16)
-    qkv, dout = [x.detach().cuda().requires_grad_() for x in qkv], dout.cuda()
+    qkv, dout = [x.detach().to(gpu).requires_grad_() for x in qkv], dout.to(gpu)
     for name, way in WAYS.items():
-        trace = memlab.measure(partial(passes, way, qkv, dout), device="cuda")
+        trace = memlab.measure(partial(passes, way, qkv, dout), device=gpu.type)
         print(f"{name:13} {format_bytes(trace.peak_bytes - 4 * dout.nbytes)}")
 else:
     print(stored_on_a_gpu("day 10"))

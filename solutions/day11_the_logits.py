@@ -605,9 +605,9 @@ for name, setting in settings.items():
 # chunk's logits into gradients in one kernel.)
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
-if torch.cuda.is_available():
+if gpu := torch.accelerator.current_accelerator(check_available=True):
     for name in ("plain", "chunked-loss"):
-        training = build(replace(SETTING, device="cuda"), TECHNIQUES[name])
+        training = build(replace(SETTING, device=gpu.type), TECHNIQUES[name])
         training.step()
         trace = measured(training)
         print(f"{name}: {format_bytes(trace.peak_bytes)}, ", end="")

@@ -39,6 +39,7 @@ from memlab.accumulation import accumulate
 from memlab.course import exercise, guess, reveal, running_bill, verdict
 from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS
+from memlab.monitoring.counters import counters_for
 from memlab.train import combined
 from memlab.units import format_bytes
 from memlab.zero import model_state_bytes, one_rank, simulate
@@ -668,12 +669,12 @@ for ranks, peak in peaks.items():
 # One GPU has nobody to share with. Where there is one, this says which rank of eight would fit.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
-if torch.cuda.is_available():
-    card = torch.cuda.get_device_properties(0)
+if gpu := torch.accelerator.current_accelerator(check_available=True):
+    room = counters_for(gpu).capacity_bytes()
     for stage in range(4):
         states = held_and_sent(N, RANKS, stage, K=12, k=1)[0]
-        fits = "fits" if states < card.total_memory else "does not fit"
-        print(f"{card.name}: stage {stage} of 7B, {format_bytes(states)} of states, {fits}")
+        fits = "fits" if states < room else "does not fit"
+        print(f"stage {stage} of 7B: {format_bytes(states)} of states, {fits} this {gpu.type}")
 else:
     print("No GPU here; and what benchmarks/gpu.py measures is one GPU, which shares with nobody.")
 

@@ -48,6 +48,7 @@ from memlab.checkpointing import checkpoint_blocks, uniform_schedule
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
 from memlab.losses import chunked_cross_entropy
 from memlab.model import GPT, PRESETS
+from memlab.monitoring.counters import counters_for
 from memlab.offload import DiskStore, HostStore, OffloadedOptimizer, offloaded_activations
 from memlab.offload.layers import stream_layers
 from memlab.precision import MasterWeights
@@ -860,13 +861,13 @@ reveal("14.1", **found)
 # disk, by `benchmarks/offload.py`.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
-if torch.cuda.is_available():
+if gpu := torch.accelerator.current_accelerator(check_available=True):
+    counters = counters_for(gpu)
     for name, store in (("all kept", None), ("HostStore", HostStore())):
-        model, (x, y) = a_model().cuda(), (part.cuda() for part in batch)
-        torch.cuda.reset_peak_memory_stats()
+        model, (x, y) = a_model().to(gpu), (part.to(gpu) for part in batch)
         with offloaded_activations(store, minimum=1) if store else nullcontext():
             loss = model(x, y)
-        print(f"{name}: {format_bytes(torch.cuda.memory_allocated())} when backward begins")
+        print(f"{name}: {format_bytes(counters.read().allocated_bytes)} when backward begins")
         loss.backward()
 else:
     print(stored_on_a_gpu("offload"))

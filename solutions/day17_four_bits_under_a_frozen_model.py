@@ -45,6 +45,7 @@ from memlab.data import batches, source_bytes
 from memlab.lora import add_lora
 from memlab.losses import chunked_cross_entropy
 from memlab.model import GPT, PRESETS
+from memlab.monitoring.counters import counters_for
 from memlab.planner import memory_named
 from memlab.qlora import NF4Linear, add_qlora, prepare_for_low_bits, quantize_layers
 from memlab.quantize import dynamic_code, nf4_bytes, nf4_code, quantize_nf4
@@ -938,14 +939,15 @@ else:
 # bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)`.)
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
-if torch.cuda.is_available():
+if gpu := torch.accelerator.current_accelerator(check_available=True):
+    counters = counters_for(gpu)
     four = replace(seven, layers=4)
-    step, *_ = qlora_step(four, BEST, 4, 1024)
+    step, *_ = qlora_step(four, BEST, 4, 1024, gpu.type)
     for _ in range(2):
         step()
-    torch.cuda.reset_peak_memory_stats()
+    counters.reset_peak()
     step()
-    print(f"allocated {format_bytes(torch.cuda.max_memory_allocated())}; predicted ", end="")
+    print(f"allocated {format_bytes(counters.read().peak_bytes)}; predicted for CUDA ", end="")
     trace = memlab.predict(partial(qlora_step, four, BEST, 4, 1024))
     print(format_bytes(trace.allocated_bytes))
 else:
