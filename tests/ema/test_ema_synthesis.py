@@ -27,7 +27,8 @@ from memlab.ema import (
     synthesize,
 )
 from memlab.ema import synthesis as module
-from memlab.ema.synthesis import CHUNK, ROWS, chosen
+from memlab.ema.selection import chosen
+from memlab.ema.synthesis import CHUNK, ROWS
 
 STEPS = 200
 
