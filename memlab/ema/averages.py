@@ -166,8 +166,9 @@ def _lerp_in_chunks(averages: Sequence[tuple[Tensor, float]], weight: Tensor) ->
     of = weight.reshape(-1)  # copies only layouts such as channels_last
     size = chunk_size_on(first.device)
     for start in chunk_starts(of, size):
-        # Don't name the cast chunk, so that it is freed before the next one.
-        _lerp_each(averages, start, of[start : start + size].to(first.device, first.dtype))
+        # Send first, then cast: 16-bit weights cross the bus as 16 bits, and the cast chunk is on
+        # the averages' device. Don't name the chunk, so that it is freed before the next one.
+        _lerp_each(averages, start, of[start : start + size].to(first.device).to(first.dtype))
 
 
 def _lerp_each(averages: Sequence[tuple[Tensor, float]], start: int, chunk: Tensor) -> None:

@@ -231,7 +231,7 @@ def predicted(device, dtype=torch.float32, mib=16, sigmas=SIGMAS):
 
 
 class Sent(TorchDispatchMode):
-    """Count the bytes of tensors that casts and copies put into the host's memory."""
+    """Count the bytes of tensors that are copied to another device."""
 
     def __init__(self):
         super().__init__()
@@ -239,7 +239,7 @@ class Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
-        if operator is torch.ops.aten._to_copy.default and result.device == torch.device("cpu"):
+        if operator is torch.ops.aten._to_copy.default and result.device != args[0].device:
             self.bytes += result.nbytes
         return result
 
@@ -258,6 +258,12 @@ def test_an_update_sends_the_weights_to_the_cpu_once_for_any_number_of_averages(
     assert sent == 16 * 2**20
     _, sent = predicted(None, sigmas=sigmas)
     assert sent == 0
+
+
+def test_16_bit_weights_are_sent_in_16_bits_and_cast_on_the_cpu():
+    trace, sent = predicted("cpu", torch.bfloat16)
+    assert sent == 8 * 2**20
+    assert trace.peak_bytes == 8 * 2**20
 
 
 # ------------------------------------------------------------------ a part of the model
