@@ -9,6 +9,11 @@
     profiles    profile error by number of snapshots, and its slope; the paper says 4
     pruning     profile error for several ways to keep 20 of 100 snapshots
     files       bytes per weight of tracked averages and snapshots, and the rounding error
+    decoding    CPU time to read and to synthesize from snapshots of each encoding, of a quarter of
+                the model, side by side: what the smaller files cost
+    float16     error of a synthesis by the dtype of the files and of the sums, against float64
+    update      CPU time of an update of two averages: memlab, lerp_ on each tensor, mul_ and add_
+                as packages do it; for float32 and bfloat16 weights
 
     python benchmarks/ema.py [--section synthesis] [--quick]
 
@@ -25,7 +30,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +40,7 @@ from common import (
     Runner,
     SectionReport,
     Spread,
+    core_seconds,
     heading,
     parser_of_sections,
     ratios,
@@ -60,6 +67,8 @@ from memlab.ema import (
     solve_weights,
     synthesize,
 )
+from memlab.ema.averages import InMemoryAverage, move_towards
+from memlab.ema.synthesis import CHUNK
 from memlab.metering.cycles import no_cycle_collection
 from memlab.units import format_bytes
 
@@ -455,17 +464,15 @@ def pruning_section(plan: EmaSizes, bar: Progress) -> SectionReport:
 
 
 def files_section(plan: EmaSizes, bar: Progress) -> SectionReport:
-    encodings = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
-                 "int8": "int8"}  # fmt: skip
     sizes, made, tracked = {}, {}, 0
-    for name, encoding in bar.track(encodings.items(), description="files"):
+    for name, encoding in bar.track(ENCODINGS.items(), description="files"):
         with tempfile.TemporaryDirectory() as folder:
             tracked = track(plan, Path(folder), snapshot_dtype=encoding).nbytes
             sizes[name] = find_snapshots(folder)[0].nbytes
             made[name] = synthesize(folder, WANTED[0])
             if name == "float16":
                 verified = verification(plan, Path(folder))
-    off = {name: relative_error(made[name], made["float32"]) for name in encodings}
+    off = {name: relative_error(made[name], made["float32"]) for name in ENCODINGS}
     sentence = (
         f"Two averages need {tracked / plan.weights:.2f} bytes per weight, and a snapshot of both "
         f"{2 * sizes['float16'] / plan.weights:.2f} in float16 or "
@@ -505,6 +512,198 @@ def relative_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float
     return math.sqrt(error / sum((tensor**2).sum().item() for tensor in wanted.values()))
 
 
+# ------------------------------------------------------------------ decoding
+
+ENCODINGS: dict[str, Any] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": "int8",
+}
+
+
+def decoding_section(plan: EmaSizes, bar: Progress) -> SectionReport:
+    smaller = replace(plan, layers=max(1, plan.layers // 4))
+    with tempfile.TemporaryDirectory() as name:
+        folders = {encoding: Path(name, encoding) for encoding in ENCODINGS}
+        for encoding, folder in folders.items():
+            track(smaller, folder, snapshot_dtype=ENCODINGS[encoding])
+        reading, making = (
+            side_by_side(
+                {
+                    encoding: partial(core_seconds, way(folder))
+                    for encoding, folder in folders.items()
+                },
+                bar.track(range(plan.rounds), description=way.__name__),
+            )
+            for way in (reads, synthesizes)
+        )
+        sizes = {encoding: find_snapshots(folder)[0].nbytes for encoding, folder in folders.items()}
+    found = {
+        encoding: {
+            "file_bytes": sizes[encoding],
+            "reading": ratios(reading[encoding], reading["float32"]),
+            "synthesis": ratios(making[encoding], making["float32"]),
+        }
+        for encoding in ENCODINGS
+    }
+    rows = [
+        (name, f"{row['file_bytes'] / smaller.weights:.3f}",
+         f"{row['reading']} ×", f"{row['synthesis']} ×")
+        for name, row in found.items()
+    ]  # fmt: skip
+    sentence = (
+        f"Reading int8 snapshots takes {found['int8']['reading']} × the CPU time of float32 ones, "
+        f"from the page cache, and a synthesis {found['int8']['synthesis']} ×, with "
+        f"{sizes['float32'] / sizes['int8']:.1f} × fewer bytes on disk."
+    )
+    plain = {
+        name: {**row, "reading": row["reading"]._asdict(), "synthesis": row["synthesis"]._asdict()}
+        for name, row in found.items()
+    }
+    return SectionReport(
+        sentence, table(("encoding", "bytes per weight", "reading", "synthesis"), rows), plain
+    )
+
+
+def reads(folder: Path) -> Callable[[], object]:
+    """Read every element of every snapshot into float32, in synthesis' chunks, unverified."""
+
+    def run() -> Tensor:
+        buffer = torch.empty(CHUNK)
+        for snapshot in find_snapshots(folder, verify=False):
+            for name, shape in snapshot.shapes.items():
+                read, numel = snapshot.reader(name), math.prod(shape)
+                for start in range(0, numel, CHUNK):
+                    stop = min(start + CHUNK, numel)
+                    buffer[: stop - start].copy_(read(start, stop))
+        return buffer
+
+    return run
+
+
+def synthesizes(folder: Path) -> Callable[[], object]:
+    """Synthesize one average into new tensors, with checksums verified."""
+    return lambda: synthesize(find_snapshots(folder), WANTED[0])
+
+
+# ------------------------------------------------------------------ float16
+
+
+def float16_section(plan: EmaSizes, bar: Progress) -> SectionReport:
+    """Float16 may round the files, the sums, or both."""
+    smaller = replace(plan, layers=1)
+    sigmas = (0.03, 0.07, 0.15, 0.25)
+    with tempfile.TemporaryDirectory() as folder:
+        track(smaller, Path(folder), snapshot_dtype=torch.float32)
+        snapshots = find_snapshots(folder)
+        rows = {s.path: s.read("0.weight", 0, math.prod(s.shapes["0.weight"])) for s in snapshots}
+        profiles = [snapshot.profile for snapshot in snapshots]
+        found = {}
+        for sigma in bar.track(sigmas, description="float16"):
+            shares = solve_weights(profiles, power_profile(sigma, plan.steps)).tolist()
+            found[sigma] = {
+                f"{_short(files)} files, {_short(sums)} sums": sum_error(
+                    list(rows.values()), shares, files, sums
+                )
+                for files in (torch.float32, torch.float16)
+                for sums in (torch.float32, torch.float16)
+            }
+    cases = list(found[sigmas[0]])
+    lines = [(case, *(f"{found[sigma][case]:.1e}" for sigma in sigmas)) for case in cases]
+    at = found[0.07]
+    in_files, in_sums = at["float16 files, float32 sums"], at["float32 files, float16 sums"]
+    sentence = (
+        f"At σ = 0.07, float16 files give a relative error of {in_files:.1e}, and float16 sums of "
+        f"float32 files {in_sums:.1e}, {in_sums / in_files:.1f} × as much. Sums in float32 cost 2 "
+        f"bytes more per element of a chunk."
+    )
+    header = ("relative error", *(f"σ = {sigma}" for sigma in sigmas))
+    return SectionReport(sentence, table(header, lines), {"errors": found})
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def sum_error(
+    snapshots: Sequence[Tensor],
+    shares: Sequence[float],
+    files: torch.dtype,
+    sums: torch.dtype,
+) -> float:
+    """Return the relative RMS error of a sum in `sums` of snapshots rounded to `files`."""
+    total = torch.zeros(snapshots[0].shape, dtype=sums)
+    wanted = torch.zeros(snapshots[0].shape, dtype=torch.float64)
+    for snapshot, share in zip(snapshots, shares, strict=True):
+        total.add_(snapshot.to(files).to(sums), alpha=share)
+        wanted.add_(snapshot.double(), alpha=share)
+    return relative_error({"": total.double()}, {"": wanted})
+
+
+# ------------------------------------------------------------------ updates
+
+Averages = list[dict[str, Tensor]]
+
+
+@torch.no_grad()
+def lerp_each_tensor(averages: Averages, weights: dict[str, Tensor], share: float) -> None:
+    for average in averages:
+        for name, tensor in average.items():
+            tensor.lerp_(weights[name].to(tensor.dtype), share)
+
+
+@torch.no_grad()
+def multiply_and_add(averages: Averages, weights: dict[str, Tensor], share: float) -> None:
+    for average in averages:
+        for name, tensor in average.items():
+            tensor.mul_(1 - share).add_(weights[name] * share)
+
+
+@torch.no_grad()
+def move_all(averages: Averages, weights: dict[str, Tensor], share: float) -> None:
+    move_towards([InMemoryAverage(a) for a in averages], weights, [share] * len(averages))
+
+
+UPDATES: dict[str, Callable[[Averages, dict[str, Tensor], float], None]] = {
+    OURS: move_all,
+    "lerp_ on each tensor": lerp_each_tensor,
+    "mul_ and add_": multiply_and_add,
+}
+
+
+def update_section(plan: EmaSizes, bar: Progress) -> SectionReport:
+    models = {
+        "large tensors": (plan.layers, plan.width),
+        "small tensors": (8 * plan.layers, max(2, plan.width // 16)),
+    }
+    kinds = [(what, dtype) for what in models for dtype in (torch.float32, torch.bfloat16)]
+    lines, plain = [], {}
+    for what, dtype in bar.track(kinds, description="update"):
+        count, width = models[what]
+        weights = {f"{n}": torch.randn(width, width, dtype=dtype) for n in range(count)}
+        averages = [{n: w.float() for n, w in weights.items()} for _ in TRACKED]
+        runs = {
+            name: partial(core_seconds, partial(update, averages, weights, 0.01))
+            for name, update in UPDATES.items()
+        }
+        seconds = side_by_side(runs, range(4 * plan.rounds))
+        over = {name: ratios(seconds[name], seconds[OURS]) for name in UPDATES if name != OURS}
+        kind = f"{what}, {_short(dtype)}"
+        lines.append((kind, *(f"{ratio} ×" for ratio in over.values())))
+        plain[kind] = {
+            "ratios": {name: ratio._asdict() for name, ratio in over.items()},
+            "weight_bytes": sum(weight.nbytes for weight in weights.values()),
+        }
+    names = [name for name in UPDATES if name != OURS]
+    in_words = ", ".join(f"{cell} ({name})" for cell, name in zip(lines[0][1:], names, strict=True))
+    sentence = (
+        f"On the CPU, two averages of float32 weights in large tensors are updated by others in "
+        f"{in_words} of memlab's CPU time."
+    )
+    return SectionReport(sentence, table(("weights", *names), lines), plain)
+
+
 # ------------------------------------------------------------------ the command
 
 SECTIONS: dict[str, Callable[[EmaSizes, Progress], SectionReport]] = {
@@ -512,6 +711,9 @@ SECTIONS: dict[str, Callable[[EmaSizes, Progress], SectionReport]] = {
     "profiles": profiles_section,
     "pruning": pruning_section,
     "files": files_section,
+    "decoding": decoding_section,
+    "float16": float16_section,
+    "update": update_section,
 }
 
 

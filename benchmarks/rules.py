@@ -13,6 +13,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 from itertools import groupby
 from pathlib import Path
+from string import ascii_lowercase
 from textwrap import shorten
 
 from common import ROOT, circumstances, progress, set_environment, table
@@ -111,7 +112,7 @@ def entry(verdict: RuleVerdict) -> str:
 
 def number(rule: str) -> int:
     """Return the number of a rule: 12 for "12b"."""
-    return int(rule.rstrip("abcdefgh"))
+    return int(rule.rstrip(ascii_lowercase))
 
 
 if __name__ == "__main__":

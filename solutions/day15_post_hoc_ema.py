@@ -7,7 +7,7 @@
 # length of them afterwards, say how good it will be before you read a byte, and do it all in a few
 # megabytes.
 #
-# About 90 minutes, 60 of them for five exercises. You need a laptop; a GPU is not needed. Nothing
+# About 105 minutes, 60 of them for five exercises. You need a laptop; a GPU is not needed. Nothing
 # is downloaded.
 
 # %% [markdown]
@@ -28,10 +28,12 @@
 import importlib
 import io
 import tempfile
+import time
 import warnings
 from contextlib import redirect_stderr
 from dataclasses import replace
 from itertools import accumulate as running_sums
+from itertools import count as counter
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -41,6 +43,7 @@ from torch import nn
 
 import memlab
 from memlab import ema
+from memlab.configs.gpus import GPUS
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
 from memlab.data import source_bytes
 from memlab.ema import inner_product, power_profile, profile_error
@@ -521,24 +524,30 @@ class Made(nn.Module):
         self.layers = nn.ParameterList(torch.zeros(512, 512) for _ in range(mib))
 
 
-def fill(place, mib, count, **settings):
-    """Snapshots of two averages at so many times."""
-    tracker = ema.PostHocEMA(Made(mib), place, snapshot_every=1, **settings)
+def fill(place, mib, count, walk=0, **settings):
+    """Snapshots of two averages at so many times; the weights move by random steps of this size."""
+    model, random = Made(mib), torch.Generator().manual_seed(0)
+    tracker = ema.PostHocEMA(model, place, snapshot_every=1, **settings)
     for step in range(1, count + 1):
+        for weight in model.parameters() if walk else ():
+            weight.data.add_(torch.randn(weight.shape, generator=random), alpha=walk)
         tracker.update(step)
     return ema.find_snapshots(place)
 
 
-def usual_loop(found, sigmas):
-    """Whole sums, to which each snapshot is added when it is loaded."""
-    sums = [{n: torch.zeros(shape) for n, shape in found[0].shapes.items()} for _ in sigmas]
+# %%
+def usual_loop(found, sigmas, names=None, dtype=torch.float32):
+    """Whole sums of the tensors named, to which each snapshot is added when it is loaded."""
+    shapes = {n: found[0].shapes[n] for n in names or found[0].shapes}
+    sums = [{n: torch.zeros(shape, dtype=dtype) for n, shape in shapes.items()} for _ in sigmas]
     known, end = [s.profile for s in found], found[-1].step
     shares = [solve(known, power_profile(sigma, end)) for sigma in sigmas]
     for snapshot, *of_each in zip(found, *shares, strict=True):
-        loaded = {n: snapshot.read(n, 0, w.numel()).float() for n, w in sums[0].items()}
+        loaded = {n: snapshot.read(n, 0, w.numel()).to(dtype) for n, w in sums[0].items()}
         for total, share in zip(sums, of_each, strict=True):
             for name, weight in loaded.items():
                 total[name].add_(weight.view_as(total[name]), alpha=share)
+    return sums
 
 
 # %%
@@ -570,6 +579,153 @@ print(f"the linear system of {len(profiles)} snapshots: {format_bytes(system.nby
 # whole, of a model of 128 MiB.
 #
 # `out=model` writes into weights that are there, and no file is made.
+
+# %% [markdown]
+# ## What the guide calls less effective
+#
+# **Batches of parameters.** The usual loop can sum a batch of tensors, write it, and go on with the
+# next batch. The guide saw no significant saving. Here are 8 tensors of 1 MiB and four targets:
+
+# %%
+shelf = tempfile.TemporaryDirectory()
+KINDS = {"float32": torch.float32, "float16": torch.float16, "int8": "int8"}
+files = {name: Path(shelf.name, name) for name in KINDS}
+for name, dtype in KINDS.items():
+    fill(files[name], 8, 4, walk=1, snapshot_dtype=dtype)
+
+
+def in_batches(found, size, keep):
+    names = list(found[0].shapes)
+    for start in range(0, len(names), size):
+        keep(usual_loop(found, FOUR, names[start : start + size])[0])
+
+
+whole, batch_bytes = usual_loop(ema.find_snapshots(files["float16"]), FOUR)[0], {}
+kept = {}
+for size in (1, 4, 8):
+    found = ema.find_snapshots(files["float16"])
+    batch_bytes[size] = taken(lambda s=found, n=size: in_batches(s, n, lambda sums: None), found)
+    print(f"batches of {size}: {format_bytes(batch_bytes[size])}")
+in_batches(found, 1, kept.update)
+same_bits = all(torch.equal(kept[name], whole[name]) for name in whole)
+print(f"one by one and all at once give the same bits: {same_bits}")
+
+# %% [markdown]
+# Memory is proportional to the batch: six copies of each tensor in it, four sums and two that are
+# loaded. Every element sees the same additions in the same order, so the bits agree. A piece is
+# smaller than a batch of one tensor: a tensor of 64 MiB would take 384 MiB, in pieces 6 MiB.
+#
+# **float16.** It can round the files, the sums, or both. Which one costs accuracy? The error is
+# relative to a sum in float64 of float32 files, for σ = 0.07.
+
+# %%
+rounding, sums_bytes = {}, {}
+exact = usual_loop(ema.find_snapshots(files["float32"]), [0.07], dtype=torch.float64)[0]
+norm = sum(w.square().sum() for w in exact.values()).sqrt()
+for in_files in ("float32", "float16"):
+    for sums in (torch.float32, torch.float16):
+        found = ema.find_snapshots(files[in_files])
+        made = usual_loop(found, [0.07], dtype=sums)[0]
+        off_by = sum((made[n].double() - w).square().sum() for n, w in exact.items()).sqrt()
+        rounding[in_files, sums] = float(off_by / norm)
+        below = 10.0 ** np.ceil(np.log10(rounding[in_files, sums]))
+        print(f"files in {in_files}, sums in {str(sums)[6:]}: error below {below:.0e}")
+lost_by_files = rounding["float16", torch.float32]
+sums_lose_more = rounding["float32", torch.float16] > 1.5 * lost_by_files
+print(f"sums lose over 1.5 × as much as files: {sums_lose_more}")
+
+# %%
+for sums in (torch.float32, torch.float16):
+    found = ema.find_snapshots(files["float16"])
+    sums_bytes[sums] = taken(lambda s=found, d=sums: usual_loop(s, FOUR, dtype=d), found)
+print("whole sums:", ", ".join(map(format_bytes, sums_bytes.values())))
+
+# %% [markdown]
+# Sums lose more than files do. A file is rounded once, a sum after each snapshot. So keep float16
+# files and float32 sums. Whole sums in float16 take a third, because loaded tensors need no cast;
+# pieces take an eighth, with sums in float32.
+#
+# **int8.** Smaller files must be decoded. This compares the CPU time of a synthesis.
+
+
+# %%
+def seconds(call):
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+took = {name: [] for name in KINDS}
+for _ in range(2):
+    for name, spent in took.items():
+        spent.append(seconds(lambda n=name: ema.synthesize(files[n], 0.07)))
+took = {name: min(spent) / min(took["float32"]) for name, spent in took.items()}
+
+# %% tags=["nbval-ignore-output"] reason="a time"
+print(", ".join(f"{name} files {ratio:.2f} ×" for name, ratio in took.items()))
+
+# %% [markdown]
+# `benchmarks/ema.py --section decoding` repeats this with a larger model, from the page cache:
+# int8 files take about twice the time of float32 files, and float16 files two thirds.
+#
+# ## One step for every parameter
+#
+# The guide names a challenge of going parameter by parameter: consistency. All tensors must be
+# averages over the same steps. What if they are not? Here every other tensor comes from the first
+# snapshot, and the others from the last.
+
+# %%
+narrow = {s.step: averaged(s) for s in snapshots if s.sigma == 0.05}
+early, late = narrow[EVERY], narrow[STEPS]
+mixed = {name: (early, late)[n % 2][name] for n, name in enumerate(sorted(late))}
+of_early, of_late, of_mixed = map(loss_of, (early, late, mixed))
+print(f"the mixture is worse than either, by over 1 nat: {of_mixed > max(of_early, of_late) + 1}")
+
+
+# %% [markdown]
+# Three properties rule that out. First, the coefficients depend on times alone, so they are the
+# same for every tensor. Below, row k of each tensor is 1 at step k, so each column shows what a
+# tensor counts each step.
+
+
+# %%
+class OneHots(nn.Module):
+    def __init__(self, steps, widths):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(steps, width) for width in widths)
+
+
+with tempfile.TemporaryDirectory() as place:
+    hot = OneHots(64, (1, 100, 5000))
+    tracker = ema.PostHocEMA(hot, place, snapshot_every=4, snapshot_dtype=torch.float32)
+    for step in range(1, 65):
+        for weight in hot.weights:
+            weight.data.zero_()[step - 1] = 1
+        tracker.update(step)
+    columns = torch.cat(list(ema.synthesize(place, 0.07).values()), dim=1)
+uneven = (columns - columns[:, :1]).abs().max().item()
+print(f"{columns.shape[1]:,} columns count each step alike, within 1e-6: {uneven < 1e-6}")
+print(f"the last step counts {columns[-1, 0]:.3f}, the one before {columns[-2, 0]:.3f}")
+
+# %% [markdown]
+# Second, averages after an interrupted update can't be written: the tracker refuses until `load()`
+# restores a whole state. Third, a snapshot is written under another name and renamed when it is
+# complete (`tests/ema/` interrupts both between two tensors). And each tensor has a checksum: here
+# one is replaced by the same tensor of an earlier step.
+
+# %%
+before, last = tenth[-2:]
+at = last.file.places["embedding.weight"]
+swapped, span = bytearray(last.path.read_bytes()), slice(at.offset, at.offset + at.nbytes)
+swapped[span] = before.path.read_bytes()[span]
+with tempfile.TemporaryDirectory() as place:
+    copy = Path(place, last.path.name)
+    copy.write_bytes(swapped)
+    try:
+        refused = not ema.synthesize([copy], 0.10)
+    except ValueError as error:
+        refused = "the checksum of its tensor 'embedding.weight'" in str(error)
+print(f"the tensor of another step is refused: {refused}")
 
 # %% [markdown]
 # ## Which to keep
@@ -644,9 +800,52 @@ print(f"to read these at 3 GB/s takes {12 * 4 * N / 3e9:.0f} s, for any number o
 
 # %% [markdown]
 # So it is the **tracking** that takes memory, not the synthesis: 8 bytes a weight for two averages,
-# as much as Adam has. They are wanted once an update. With `device="cpu"` they are in the host's
-# memory; and the right Δ makes updates ten steps apart as good as any, so the way there is taken
-# seldom.
+# as much as Adam has. Two settings reduce it.
+#
+# `only=` tracks a part of the model. It takes names, patterns or a function, as in `synthesize`,
+# and snapshots hold that part alone.
+
+# %%
+with memlab.dry_run():
+    seven = GPT(two_blocks, dtype=torch.bfloat16)
+    part = ema.PostHocEMA(seven, "nowhere", only="blocks.*.attention")
+in_attention = sum(w.numel() for n, w in seven.named_parameters() if ".attention." in n)
+print(f"8 bytes for each weight of attention: {part.nbytes == 8 * in_attention}")
+print(f"of both averages of these two blocks: {part.nbytes / two.nbytes:.1%}")
+
+# %% [markdown]
+# `device="cpu"` keeps the averages in the host's memory. This predicts the GPU's memory in an
+# update, for a made-up model of 16 MiB:
+
+# %%
+on_the_card = {}
+for where in (None, "cpu"):
+
+    def build(where=where):
+        model, steps = Made(16).cuda(), counter(1)
+        average = ema.PostHocEMA(model, "nowhere", device=where)
+        return lambda: average.update(next(steps)), model, None
+
+    on_the_card[where] = memlab.predict(build).peak_bytes
+    print(f"averages on {where or 'the GPU'}: {format_bytes(on_the_card[where])} on the GPU")
+
+# %% [markdown]
+# The host holds the other 32 MiB, and 1 MiB for the chunk that is being copied. An update sends
+# each weight once, for any number of averages. How much slower is it? By formula, from data sheets,
+# for float32 weights: on the GPU, two averages read and write 24 bytes a weight; to the host, 4
+# bytes a weight cross the bus.
+
+# %%
+slower = {}
+for name in ("a100-80", "h100"):
+    gpu = GPUS[name]
+    on_it, by_the_bus = 24 / gpu.memory_bandwidth, 4 / gpu.host_bandwidth
+    slower[name] = by_the_bus / on_it
+    print(f"{name}: an update by the bus takes at least {slower[name]:.0f} × the time on the GPU;")
+    print(f"    for 7B, {on_it * N * 1e3:.0f} ms on the GPU and {by_the_bus * N * 1e3:.0f} ms")
+
+# %% [markdown]
+# The right Δ makes updates ten steps apart as good as any, so the bus is needed seldom.
 #
 # ## Explain the gap
 
@@ -666,20 +865,26 @@ reveal("15.1", **found)
 #
 # ## On your GPU
 #
-# Averages of a model on a GPU are there, too, or on the host with `device="cpu"`.
-# `benchmarks/gpu.py` measures an update of each kind.
+# This measures the bytes and the time of an update, on the GPU and with `device="cpu"`.
+# `benchmarks/gpu.py --section ema` does so beside a training step. No GPU has run either yet.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if torch.cuda.is_available():
-    on_gpu = Made(64).cuda()
+    on_gpu, spent = Made(64).cuda(), {}
     for where in (None, "cpu"):
         average = ema.PostHocEMA(on_gpu, "nowhere", device=where)
+        average.update(1)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        average.update(1)
+        start = time.perf_counter()
+        for step in range(2, 22):
+            average.update(step)
+        torch.cuda.synchronize()
+        spent[where] = time.perf_counter() - start
         beside_it = torch.cuda.max_memory_allocated() - before
         print(f"on {where or 'the GPU'}: {format_bytes(average.nbytes)} of averages, ", end="")
         print(f"{format_bytes(beside_it)} beside them in an update")
+    print(f"updates on the host take {spent['cpu'] / spent[None]:.1f} × the time")
 else:
     print(stored_on_a_gpu("ema"))
 
@@ -711,25 +916,20 @@ verdict(
 )
 
 # %%
-with tempfile.TemporaryDirectory() as place:
-    bytes_of = {}
-    for dtype in (torch.float32, torch.float16, "int8"):
-        found = fill(Path(place, str(dtype)), 8, 1, snapshot_dtype=dtype)
-        bytes_of[str(dtype).removeprefix("torch.")] = found[0].nbytes
-    weights = Made(8)
-    in_place = taken(lambda: ema.synthesize(found, 0.05, out=weights), found)
-    one_layer = ema.synthesize(found, 0.05, only="layers.1")
-    a_copy = taken(lambda: [w.clone() for w in weights.parameters()])
-    a_dict = taken(weights.state_dict)
-files = ", ".join(f"{name} {format_bytes(size)}" for name, size in bytes_of.items())
+bytes_of = {name: ema.find_snapshots(place)[0].nbytes for name, place in files.items()}
+weights, found = Made(8), ema.find_snapshots(files["int8"])
+in_place = taken(lambda: ema.synthesize(found, 0.05, out=weights), found)
+one_layer = ema.synthesize(found, 0.05, only="layers.1")
+a_copy = taken(lambda: [w.clone() for w in weights.parameters()])
+a_dict = taken(weights.state_dict)
+in_files = ", ".join(f"{name} {format_bytes(size)}" for name, size in bytes_of.items())
 of_pieces, sequential = beside[16, 10]
 verdict(
     "25c",
     of_pieces > sequential / 2,
     f"16 MiB, ten times, four targets: snapshot after snapshot {format_bytes(sequential)}, by "
-    f"pieces {format_bytes(of_pieces)}; a snapshot of 8 MiB in {files}",
-    otherwise="snapshots one after another keep whole sums, and pieces are what saves; 16 bits "
-    "halve the files",
+    f"pieces {format_bytes(of_pieces)}",
+    otherwise="snapshots one after another keep whole sums, and pieces are what saves",
 )
 
 # %%
@@ -742,7 +942,7 @@ verdict(
         and bytes_of["int8"] < bytes_of["float32"] / 3
     ),
     f"by pieces as above; one layer of 8: {len(one_layer)} tensor; of int8's files, in place: "
-    f"{format_bytes(in_place)} beside the model",
+    f"{format_bytes(in_place)} beside the model; a snapshot of 8 MiB in {in_files}",
     otherwise="all four are done: streaming, parts of a model, in place, compressed snapshots",
 )
 
@@ -755,6 +955,73 @@ verdict(
     condition="for one parameter at a time and for no copies of the model; a state dict refers to "
     "the weights and takes nothing, and a cache that is emptied has not been needed",
     otherwise="a state dict takes bytes",
+)
+
+# %%
+verdict(
+    "25f",
+    batch_bytes[1] > batch_bytes[8] / 2,
+    "8 tensors of 1 MiB, four targets: "
+    + ", ".join(f"{size} at a time {format_bytes(b)}" for size, b in batch_bytes.items())
+    + f"; the same bits: {same_bits}",
+    otherwise="memory is proportional to the batch, and pieces of a tensor save most",
+)
+
+# %%
+kept_32, kept_16 = (sums_bytes[dtype] for dtype in (torch.float32, torch.float16))
+verdict(
+    "25g",
+    kept_32 / kept_16 < beside[8, 10][1] / beside[8, 10][0],
+    f"sums in float16 take {kept_32 / kept_16:.1f} × less, pieces "
+    f"{beside[8, 10][1] / beside[8, 10][0]:.1f} × less (8 MiB, four targets); "
+    f"by float16 files σ = 0.07 is off by {lost_by_files:.1e}, by float16 sums over 1.5 × as "
+    f"much: {sums_lose_more}",
+    condition="for the sums, where float16 loses more than in the files; float16 files halve the "
+    "disk",
+)
+
+# %%
+verdict(
+    "25h",
+    uneven > 1e-6 or not refused,
+    f"{columns.shape[1]:,} columns of three tensors count each step alike, within 1e-6: "
+    f"{uneven < 1e-6}; a tensor of another step in a file is refused: {refused}; with every other "
+    f"tensor of step {EVERY}, not {STEPS}, the loss is over 1 nat worse than either's: "
+    f"{of_mixed > max(of_early, of_late) + 1}",
+    otherwise="the coefficients are the same for every tensor; what has to be of one step is the "
+    "snapshot, which is written whole or not at all",
+)
+
+# %%
+verdict(
+    "25i",
+    bytes_of["int8"] < bytes_of["float16"] < bytes_of["float32"] and took["int8"] > 1.2,
+    f"a snapshot of 8 MiB in {in_files}; a synthesis of int8 files takes over 1.2 × the CPU time "
+    f"of float32 files: {took['int8'] > 1.2} (times: benchmarks/ema.py)",
+    condition="for int8; memory in the synthesis is a chunk's either way, so the trade is of disk "
+    "against time",
+)
+
+# %%
+verdict(
+    "25j",
+    on_the_card["cpu"] < on_the_card[None] and min(slower.values()) > 1,
+    f"an update of two averages of 16 MiB, predicted: {format_bytes(on_the_card[None])} on the "
+    f"GPU, {format_bytes(on_the_card['cpu'])} with averages on the CPU; the bus alone takes "
+    + " and ".join(f"{times:.0f} × ({name})" for name, times in slower.items())
+    + " the time of an update on the GPU, by formula",
+    condition="for tracking, by prediction and formula, as no GPU has timed it; one update can "
+    "replace ten",
+)
+
+# %%
+verdict(
+    "25k",
+    part.nbytes == 8 * in_attention < two.nbytes,
+    f"attention alone of two 7B blocks, with embedding and logits: {part.nbytes / two.nbytes:.1%} "
+    f"of the averages' bytes",
+    condition="for tracking, in proportion to the part; a synthesis takes a chunk's memory for any "
+    "part",
 )
 
 # %%
@@ -776,7 +1043,7 @@ verdict(
 #
 # | what | bytes |
 # | --- | --- |
-# | tracking K averages | 4·K a weight, wherever they are |
+# | tracking K averages | 4·K a weight, on the GPU or the host; with `only=`, of the part |
 # | a snapshot of one | 2 a weight, on the disk; 1.02 in int8 |
 # | the linear system of S snapshots | 8·S² |
 # | a synthesis of T targets | T sums of a piece and a few pieces, whatever the model |

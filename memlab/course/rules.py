@@ -249,7 +249,10 @@ RULES: dict[str, Rule] = {
         15,
     ),
     "25c": Rule(
-        "Less effective: checkpoints one after another, batches of parameters, float16.", _EMA, 15
+        "Less effective: processing checkpoints one after another, as all weights are still "
+        "needed.",
+        _EMA,
+        15,
     ),
     "25d": Rule(
         "Ideas for the future: streaming parameters, updating only some layers, in place, "
@@ -261,6 +264,27 @@ RULES: dict[str, Rule] = {
         "Effective: parameters one at a time, CPU in place of VRAM, no deepcopy, state dicts in "
         "place of models, clearing the cache; the spikes are in copying the model, making the "
         "state dict, and the synthesis.",
+        _EMA,
+        15,
+    ),
+    "25f": Rule(
+        "Batches of parameters add complexity without significant memory savings.", _EMA, 15
+    ),
+    "25g": Rule(
+        "Reduced precision (float16) saves little memory compared with better algorithms.",
+        _EMA,
+        15,
+    ),
+    "25h": Rule(
+        "Streaming one parameter at a time has a challenge: consistency across parameters.",
+        _EMA,
+        15,
+    ),
+    "25i": Rule("Compressed checkpoints trade decompression time against memory.", _EMA, 15),
+    "25j": Rule("CPU operations are slower but help avoid spikes of the GPU's memory.", _EMA, 15),
+    "25k": Rule(
+        "Updating only some layers could reduce memory, when only a part of the model needs an "
+        "average.",
         _EMA,
         15,
     ),

@@ -6,7 +6,7 @@ Costs    in a store: each update reads and writes all its bytes. Updates can be 
 Source   memlab.offload's stores; any object with put, get, prefetch and claim works.
 """
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -37,19 +37,6 @@ class InMemoryAverage(dict[str, Tensor]):
         """Yield each tensor. Store a changed tensor with `average[name] = tensor`."""
         return iter(self.items())
 
-    def move_towards(self, weights: Mapping[str, Tensor], share: float) -> None:
-        """Compute avg ← avg + share·(weights − avg) in place.
-
-        Tensors with the same dtype and device as their weight use one fused call without
-        temporaries. Other weights are cast in chunks.
-        """
-        alike = [name for name, tensor in self.items() if _same_kind(tensor, weights[name])]
-        if alike:
-            here, there = [self[name] for name in alike], [weights[name] for name in alike]
-            foreach_lerp_(here, there, share)
-        for name in (name for name in self if name not in set(alike)):
-            _lerp_in_chunks(self[name], weights[name], share)
-
 
 class StoredAverage(MutableMapping[str, Tensor]):
     """An average with its tensors in a store. Reading a name fetches it; setting writes it."""
@@ -71,13 +58,6 @@ class StoredAverage(MutableMapping[str, Tensor]):
             if following is not None:
                 self._store.prefetch(self._key(following))
             yield name, brought.pop()  # drop the reference before fetching the next tensor
-
-    def move_towards(self, weights: Mapping[str, Tensor], share: float) -> None:
-        """Compute avg ← avg + share·(weights − avg), one tensor at a time."""
-        for name, tensor in self.iter_tensors():
-            InMemoryAverage({name: tensor}).move_towards(weights, share)
-            self[name] = tensor
-            del tensor  # at most this tensor and the prefetched one are in memory
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.kinds:
@@ -117,6 +97,50 @@ def start_average(
     return average
 
 
+def move_towards(
+    averages: Sequence[Average], weights: Mapping[str, Tensor], shares: Sequence[float]
+) -> None:
+    """Compute avg ← avg + share·(weights − avg) in place, for each average and its share.
+
+    Tensors with the same dtype and device as their weight use one fused call without temporaries.
+    Other weights are cast or copied to the averages' device in chunks, once for all averages.
+    Averages in a store are updated one tensor at a time.
+    """
+    in_memory = [
+        (average, share)
+        for average, share in zip(averages, shares, strict=True)
+        if isinstance(average, InMemoryAverage)
+    ]
+    _move_in_memory(in_memory, weights)
+    for average, share in zip(averages, shares, strict=True):
+        if isinstance(average, StoredAverage):
+            _move_stored(average, weights, share)
+
+
+def _move_in_memory(
+    averages: Sequence[tuple[InMemoryAverage, float]], weights: Mapping[str, Tensor]
+) -> None:
+    other: dict[str, list[tuple[Tensor, float]]] = {}
+    for average, share in averages:
+        alike = []
+        for name, tensor in average.items():
+            if _same_kind(tensor, weights[name]):
+                alike.append(name)
+            else:
+                other.setdefault(name, []).append((tensor, share))
+        if alike:
+            foreach_lerp_([average[n] for n in alike], [weights[n] for n in alike], share)
+    for name, several in other.items():
+        _lerp_in_chunks(several, weights[name])
+
+
+def _move_stored(average: StoredAverage, weights: Mapping[str, Tensor], share: float) -> None:
+    for name, tensor in average.iter_tensors():
+        _move_in_memory([(InMemoryAverage({name: tensor}), share)], weights)
+        average[name] = tensor
+        del tensor  # at most this tensor and the prefetched one are in memory
+
+
 def require_store(store: Any) -> None:
     """Raise TypeError unless `store` is a store."""
     wanted = ("put", "get", "prefetch", "claim")
@@ -136,9 +160,17 @@ def _same_kind(tensor: Tensor, other: Tensor) -> bool:
     return (tensor.dtype, tensor.device) == (other.dtype, other.device)
 
 
-def _lerp_in_chunks(average: Tensor, weight: Tensor, share: float) -> None:
-    to, of = average.view(-1), weight.reshape(-1)  # copies only layouts such as channels_last
-    size = chunk_size_on(average.device)
-    for start in chunk_starts(to, size):
-        # Don't name the cast chunk, so that it is freed before the next one.
-        to[start : start + size].lerp_(of[start : start + size].to(to.device, to.dtype), share)
+def _lerp_in_chunks(averages: Sequence[tuple[Tensor, float]], weight: Tensor) -> None:
+    """Update one tensor of several averages, which share dtype and device."""
+    first, _ = averages[0]
+    of = weight.reshape(-1)  # copies only layouts such as channels_last
+    size = chunk_size_on(first.device)
+    for start in chunk_starts(of, size):
+        # Send first, then cast: 16-bit weights cross the bus as 16 bits, and the cast chunk is on
+        # the averages' device. Don't name the chunk, so that it is freed before the next one.
+        _lerp_each(averages, start, of[start : start + size].to(first.device).to(first.dtype))
+
+
+def _lerp_each(averages: Sequence[tuple[Tensor, float]], start: int, chunk: Tensor) -> None:
+    for average, share in averages:
+        average.view(-1)[start : start + len(chunk)].lerp_(chunk, share)

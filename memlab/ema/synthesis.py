@@ -39,6 +39,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from memlab.ema.profiles import power_profile, profile_error, solve_weights
+from memlab.ema.selection import Only, chosen
 from memlab.ema.snapshots import PATTERN, Reader, Shapes, Snapshot, snapshots_of_one_run
 from memlab.ema.tensor_files import TensorWriter, create_file
 
@@ -56,7 +57,7 @@ def synthesize(
     snapshots: Any,
     sigma: float | Sequence[float],
     *,
-    only: str | Sequence[str] | None = None,
+    only: Only = None,
     out: Out | Sequence[Out] = None,
     at: float | None = None,
     dtype: torch.dtype = torch.float32,
@@ -69,7 +70,8 @@ def synthesize(
     Args:
         snapshots: a folder, paths, or the result of `find_snapshots`. To skip the checksums, pass
             `find_snapshots(folder, verify=False)`.
-        only: names or patterns of tensors or modules, such as "head" or "blocks.*.attention".
+        only: names or patterns of tensors or modules, such as "head" or "blocks.*.attention", or a
+            function that is true for the names to synthesize.
         out: a model or a mapping of tensors to write in place; a path for a safetensors file; None
             for a dict of new tensors. For several sigmas, a list.
         at: the time of a snapshot; None for the last.
@@ -95,7 +97,7 @@ def synthesize(
     found = [snapshot for snapshot in found if snapshot.step <= time_of]
     weights = _weights(found, sigmas, time_of)
     everything = found[-1].shapes
-    shapes = {name: everything[name] for name in chosen(everything, only)}
+    shapes = {name: everything[name] for name in chosen(everything, only, tied=found[-1].tied)}
     about = [_metadata(found[-1], each) for each in sigmas]
     with ExitStack() as stack:
         targets = [
@@ -194,32 +196,6 @@ def _exact_matmuls() -> Iterator[None]:
 
 
 # ------------------------------------------------------------------ the plan
-
-
-def chosen(names: Sequence[str] | Mapping[str, Any], only: str | Sequence[str] | None) -> list[str]:
-    """Return the names that match a pattern, or lie in a module that matches.
-
-    Raise ValueError for a pattern without a match.
-    """
-    if only is None:
-        return list(names)
-    picked: set[str] = set()
-    for pattern in [only] if isinstance(only, str) else only:
-        fit = {name for name in names if _matches(name, pattern)}
-        if not fit:
-            raise ValueError(
-                f"got only={pattern!r}, which fits none of {len(names)} tensors; give a name such "
-                f"as {next(iter(names), '')!r}, or a pattern"
-            )
-        picked |= fit
-    return [name for name in names if name in picked]
-
-
-def _matches(name: str, pattern: str) -> bool:
-    path = name.split(".")
-    return any(
-        fnmatch.fnmatchcase(".".join(path[:depth]), pattern) for depth in range(1, len(path) + 1)
-    )
 
 
 def _checked_time(found: Sequence[Snapshot], at: float | None) -> float:

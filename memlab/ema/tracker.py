@@ -27,6 +27,14 @@ The first update has Δ = t, so β = 0: weights before training never count.
 **Averaged tensors.** Trained weights are averaged. Other tensors of the state dict (buffers, frozen
 weights) are copied from the live model. A tied weight counts once.
 
+**A part of the model.** `only` tracks the tensors that it fits: `only="head"` needs K·4 bytes per
+weight of the head, and its snapshots hold nothing else. Synthesis writes these tensors and leaves
+the others of `out` as they are.
+
+**Consistency.** Every average of a snapshot is of the same step. An update that was interrupted
+between two tensors leaves averages of two steps; they cannot be updated, written or returned until
+`load()` restores a whole state.
+
 **Resuming.** Use `save()` and `load()`, or put `state_dict()` into your own checkpoint. Both keep
 float32 averages, which continue to the bit. A snapshot is rounded and cannot resume a run.
 """
@@ -43,8 +51,9 @@ import torch
 from torch import Tensor, nn
 
 from memlab.ema import snapshots as files
-from memlab.ema.averages import Average, require_store, start_average
+from memlab.ema.averages import Average, move_towards, require_store, start_average
 from memlab.ema.profiles import decay, gamma_from_sigma
+from memlab.ema.selection import Only, chosen
 from memlab.ema.snapshots import Encoding
 from memlab.ema.tensor_files import TensorFile, create_file
 from memlab.internals.chunks import CHUNK_SIZE_ON_ACCELERATOR
@@ -66,6 +75,8 @@ class PostHocEMA:
         device: of the averages; None: the device of each weight.
         clock: the unit of the steps, for messages.
         store: a memlab.offload store for the averages; None: in memory.
+        only: names or patterns of the tensors or modules to track, such as "head" or
+            "blocks.*.norm", or a function that is true for their names; None: all.
 
     Attributes:
         averages: float32 tensors (float64 for float64 weights) by sigma and name.
@@ -87,6 +98,7 @@ class PostHocEMA:
         device: torch.device | str | None = None,
         clock: str = "steps",
         store: Any = None,
+        only: Only = None,
     ) -> None:
         self.sigmas = _checked_sigmas(sigmas)
         self.gammas = [gamma_from_sigma(sigma) for sigma in self.sigmas]
@@ -99,8 +111,8 @@ class PostHocEMA:
         self.step: int | float = 0
         self._folder_checked = False  # whether the folder's snapshots were checked
         self._interrupted = False
-        weights, self._tied = _named(model)
-        trained = _trainable(weights)
+        weights, self._tied = _tracked(model, only)
+        trained = _trainable(weights, only)
         self._frozen = weights.keys() - trained.keys()
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         self.fingerprint = files.fingerprint(shapes, self._frozen)
@@ -126,11 +138,7 @@ class PostHocEMA:
         Call it after each optimizer step, or less often. Raise ValueError if the clock did not
         advance.
         """
-        if self._interrupted:
-            raise ValueError(
-                "got an update after an interrupted update, which changed only some of the "
-                "averages; load() the last state"
-            )
+        self._require_one_step("an update")
         step = _checked_step(step, self.step)
         before = self.step
         if not _passes(before, step, self.every):
@@ -138,10 +146,9 @@ class PostHocEMA:
         if not self._folder_checked:
             self._check_folder()
         weights = self._trained()
+        shares = [1 - decay(gamma, step - before, step) for gamma in self.gammas]
         self._interrupted = True
-        for gamma, average in zip(self.gammas, self.averages.values(), strict=True):
-            share = 1 - decay(gamma, step - before, step)
-            average.move_towards(weights, share)
+        move_towards(list(self.averages.values()), weights, shares)
         self._interrupted = False
         self.step = step
         if self.snapshot_every is not None and _passes(before, step, self.snapshot_every):
@@ -151,8 +158,10 @@ class PostHocEMA:
     def snapshot(self) -> list[Path]:
         """Write each average, as of the last update, to its own file. Return the paths.
 
-        A file is either complete or absent. Dry runs write no files.
+        A file is either complete or absent. Dry runs write no files. Raise ValueError before the
+        first update, and after an interrupted one.
         """
+        self._require_one_step("a snapshot")
         if self.step == 0:
             raise ValueError("got no update yet, so there is no average; call update(step) first")
         return [self._write_snapshot(sigma, average) for sigma, average in self.averages.items()]
@@ -186,7 +195,11 @@ class PostHocEMA:
     # -------------------------------------------------------------- resuming
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to resume from, to the bit. Its tensors are not copies."""
+        """Return the state to resume from, to the bit. Its tensors are not copies.
+
+        Raise ValueError after an interrupted update.
+        """
+        self._require_one_step("state_dict()")
         averages = [dict(average) for average in self.averages.values()]
         return {**self._identity(), "run": self.run, "step": self.step, "averages": averages}
 
@@ -205,8 +218,9 @@ class PostHocEMA:
         """Write the state, by default to `state.safetensors` in the folder. Return the path.
 
         The file is either complete or absent. Raise ValueError rather than overwrite another
-        run's state.
+        run's state, and after an interrupted update.
         """
+        self._require_one_step("save()")
         path = self.folder / STATE_FILE if path is None else Path(path)
         if path.exists() and (there := TensorFile(path).metadata.get("run")) != self.run:
             raise ValueError(
@@ -261,6 +275,14 @@ class PostHocEMA:
                     f"got a state with {key} {got!r}, wanted {wanted!r}; create the model and the "
                     f"PostHocEMA with the same settings as the saved run"
                 )
+
+    def _require_one_step(self, what: str) -> None:
+        """Raise ValueError if the averages are of two steps."""
+        if self._interrupted:
+            raise ValueError(
+                f"got {what} after an interrupted update, which changed only some of the averages; "
+                f"load() the last state"
+            )
 
     def _numbered(self) -> Iterator[tuple[str, Tensor]]:
         for number, average in enumerate(self.averages.values()):
@@ -331,12 +353,26 @@ def _named(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, tied
 
 
+def _tracked(model: nn.Module, only: Only) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors that `only` fits, and the tied names of these; see `_named`."""
+    tensors, tied = _named(model)
+    names = dict.fromkeys(chosen(tensors, only, tied=tied))
+    return (
+        {name: tensors[name] for name in names},
+        {name: first for name, first in tied.items() if first in names},
+    )
+
+
 def _is_trained(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
-def _trainable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _trainable(tensors: Mapping[str, Tensor], only: Only) -> dict[str, Tensor]:
     trained = {name: tensor for name, tensor in tensors.items() if _is_trained(tensor)}
+    if not trained and only is not None:
+        raise ValueError(
+            f"got only={only!r}, which fits no trainable weight; give a name of one, or a pattern"
+        )
     if not trained:
         raise ValueError("got a model without trainable weights; there is nothing to average")
     for name, tensor in trained.items():

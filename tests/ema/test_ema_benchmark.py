@@ -1,12 +1,14 @@
 """The post-hoc EMA benchmark measures correctly."""
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 import torch
 from benchmark_scripts import script
 
-from memlab.ema import power_profile, profile_error
+from memlab.ema import Snapshot, find_snapshots, power_profile, profile_error
 from memlab.ema.synthesis import CHUNK, ROWS
 
 benchmark = script("ema")
@@ -146,6 +148,82 @@ def test_files_have_the_bytes_of_their_encodings(quick, tmp_path):
     assert 0 < header < 1024
     assert abs(sizes["float16"] - 2 * QUICK.weights - header) <= 64
     assert section["errors"]["float32"] == 0 < section["errors"]["float16"] < 5e-4
+
+
+def test_decoding_compares_times_with_float32_and_bytes(monkeypatch, quick, tmp_path):
+    """Tensors of 10,000 elements, so that int8 files have codes."""
+    monkeypatch.setattr(benchmark, "FULL", replace(QUICK, width=100))
+    read = []
+    proper = benchmark.reads
+    monkeypatch.setattr(benchmark, "reads", lambda folder: read.append(folder) or proper(folder))
+    section = run(tmp_path, "--section", "decoding")["decoding"]
+    assert [folder.name for folder in read] == list(benchmark.ENCODINGS)
+    assert section["float32"]["reading"]["median"] == section["float32"]["synthesis"]["median"] == 1
+    assert section["int8"]["file_bytes"] < section["float16"]["file_bytes"]
+    assert all(row["reading"]["low"] > 0 for row in section.values() if "reading" in row)
+
+
+def test_reading_decodes_every_element(monkeypatch, tmp_path):
+    track = replace(QUICK, width=100)
+    benchmark.track(track, tmp_path, snapshot_dtype="int8")
+    chunks = []
+    proper = Snapshot.reader
+
+    def counted(self, name):
+        read = proper(self, name)
+        return lambda start, stop: chunks.append(stop - start) or read(start, stop)
+
+    monkeypatch.setattr(Snapshot, "reader", counted)
+    last = benchmark.reads(tmp_path)()
+    every = sum(math.prod(s) for s in find_snapshots(tmp_path)[0].shapes.values())
+    assert sum(chunks) == 2 * track.steps * every
+    snapshot = find_snapshots(tmp_path)[-1]
+    name, shape = list(snapshot.shapes.items())[-1]
+    assert torch.equal(last[: math.prod(shape)], snapshot.read(name, 0, math.prod(shape)))
+
+
+def test_float16_sums_lose_more_than_float16_files(quick, tmp_path):
+    errors = run(tmp_path, "--section", "float16")["float16"]["errors"]
+    for of_each in errors.values():
+        assert of_each["float32 files, float32 sums"] < 1e-6
+        files, sums = (
+            of_each["float16 files, float32 sums"],
+            of_each["float32 files, float16 sums"],
+        )
+        assert 1e-5 < files < sums < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("files", "sums", "wanted"),
+    [
+        (torch.float32, torch.float32, 0),
+        (torch.float16, torch.float32, 2**-12 / (1 + 2**-12)),  # 1 + 2⁻¹² becomes 1
+        (torch.float32, torch.float16, 2**-12 / (1 + 2**-12)),
+    ],
+)
+def test_a_sum_is_rounded_in_the_files_or_in_the_sums(files, sums, wanted):
+    numbers = [torch.full((8,), 1 + 2**-12)]
+    assert benchmark.sum_error(numbers, [1.0], files, sums) == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", list(benchmark.UPDATES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_update_gives_the_same_averages(name, dtype):
+    torch.manual_seed(0)
+    weights = {str(n): torch.randn(50, 40, dtype=dtype) for n in range(3)}
+    averages = [{n: torch.randn(50, 40) for n in weights} for _ in range(2)]
+    wanted = [{n: a + 0.3 * (weights[n].float() - a) for n, a in one.items()} for one in averages]
+    benchmark.UPDATES[name](averages, weights, 0.3)
+    tolerance = 1e-6 if dtype == torch.float32 or name != "mul_ and add_" else 1e-2
+    for one, exact in zip(averages, wanted, strict=True):
+        assert all(torch.allclose(one[n], exact[n], atol=tolerance) for n in exact)
+
+
+def test_updates_are_compared_with_memlabs(quick, tmp_path):
+    section = run(tmp_path, "--section", "update")["update"]
+    large = section["large tensors, bfloat16"]
+    assert large["ratios"].keys() == benchmark.UPDATES.keys() - {OURS}
+    assert large["weight_bytes"] == 2 * QUICK.layers * QUICK.width**2
 
 
 def test_a_relative_error_covers_all_tensors():

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from memlab.ema import PostHocEMA, Snapshot, find_snapshots, synthesize
-from memlab.ema.tensor_files import TensorFile, create_file
+from memlab.ema.tensor_files import TensorFile, TensorWriter, create_file
 
 STEP = 10**9 + 1  # too large for exact float32 or float16
 
@@ -161,6 +161,54 @@ def test_an_interrupted_snapshot_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         ema.snapshot()
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+# ------------------------------------------------------------------ one step for every tensor
+
+
+def test_a_snapshot_interrupted_between_two_tensors_is_not_written(tmp_path, monkeypatch):
+    ema = trained(Small(), tmp_path, 10)
+    go_on(ema.model, ema, 11, 15)
+    before = {path.name for path in tmp_path.iterdir()}
+    proper, written = TensorWriter.write, []
+
+    def write(self, name, start, elements):
+        if name == "hidden.weight":
+            raise KeyboardInterrupt
+        written.append(name)
+        proper(self, name, start, elements)
+
+    monkeypatch.setattr(TensorWriter, "write", write)
+    with pytest.raises(KeyboardInterrupt):
+        ema.snapshot()
+    assert "embedding.weight" in written
+    assert {path.name for path in tmp_path.iterdir()} == before
+
+
+def test_a_file_that_ends_between_two_tensors_is_an_error(tmp_path):
+    trained(Small(), tmp_path, 10)
+    snapshot = last_of(tmp_path)
+    content = snapshot.path.read_bytes()
+    ends = {place.offset for place in snapshot.file.places.values() if place.nbytes}
+    assert len(ends) == len(Small().state_dict()) - 1  # the tied weight is stored once
+    for end in ends:
+        snapshot.path.write_bytes(content[:end])
+        with pytest.raises(ValueError, match=r"is truncated: got .* bytes, wanted"):
+            synthesize(tmp_path, 0.05)
+
+
+def test_a_tensor_of_another_step_in_a_file_is_an_error(tmp_path):
+    trained(Small(), tmp_path, 20)
+    first, second = (s for s in find_snapshots(tmp_path) if s.sigma == 0.05)
+    place = second.file.places["hidden.weight"]
+    assert first.file.places["hidden.weight"] == place
+    mixed = bytearray(second.path.read_bytes())
+    part = slice(place.offset, place.offset + place.nbytes)
+    mixed[part] = first.path.read_bytes()[part]
+    second.path.write_bytes(mixed)
+    with pytest.raises(ValueError, match=r"damaged: the checksum of its tensor 'hidden\.weight'"):
+        synthesize(tmp_path, 0.07)
+    synthesize(tmp_path, 0.07, only="embedding")  # other tensors are readable
 
 
 # ------------------------------------------------------------------ errors

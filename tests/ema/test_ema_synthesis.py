@@ -27,7 +27,8 @@ from memlab.ema import (
     synthesize,
 )
 from memlab.ema import synthesis as module
-from memlab.ema.synthesis import CHUNK, ROWS, chosen
+from memlab.ema.selection import chosen
+from memlab.ema.synthesis import CHUNK, ROWS
 
 STEPS = 200
 
@@ -179,6 +180,55 @@ def test_a_width_out_of_reach_is_a_warning(tmp_path):
     trained(nn.Linear(2, 2), tmp_path, 20)
     with pytest.warns(UserWarning, match=r"4 snapshots approximate sigma 0\.25 with .* of 0\.53"):
         synthesize(tmp_path, 0.25)
+
+
+class OneHots(nn.Module):
+    """At step k, element k of every tensor is 1, so each tensor shows what it counts each step."""
+
+    def __init__(self, steps, sizes):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(steps, size).double() for size in sizes)
+
+    @torch.no_grad()
+    def go_to(self, step):
+        for weight in self.weights:
+            weight.zero_()[step - 1] = 1
+
+
+@pytest.mark.parametrize("sigma", [0.03, 0.07, 0.2])
+def test_every_tensor_counts_each_step_alike(sigma, tmp_path):
+    """Tensors of part of a chunk, of one chunk and more, and of several."""
+    steps, sizes = 64, (1, 3, 2**11, 2**11 + 5, 5000)
+    model = OneHots(steps, sizes)
+    ema = PostHocEMA(model, tmp_path, every=2, snapshot_every=4, snapshot_dtype=torch.float64)
+    for step in range(1, steps + 1):
+        model.go_to(step)
+        ema.update(step)
+    found = synthesize(tmp_path, sigma, dtype=torch.float64)
+    profiles = [s.profile for s in find_snapshots(tmp_path)]
+    shares = solve_weights(profiles, power_profile(sigma, steps))
+    wanted = torch.zeros(steps, dtype=torch.float64)
+    for share, (end, gamma) in zip(shares, profiles, strict=True):
+        times = range(2, end + 1, 2)
+        wanted[1:end:2] += share * torch.tensor(impulse_response(times, gamma))
+    for tensor in found.values():
+        assert (tensor - wanted[:, None]).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, "int8"])
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_batches_of_tensors_give_the_same_bits(batch, dtype, tmp_path):
+    model = nn.ParameterDict({f"w{n}": torch.randn(300, 500) for n in range(4)})
+    trained(model, tmp_path, 60, snapshot_dtype=dtype)
+    whole = synthesize(tmp_path, (0.07, 0.12))
+    names = list(whole[0])
+    for start in range(0, len(names), batch):
+        part = names[start : start + batch]
+        for of_each, wanted in zip(
+            synthesize(tmp_path, (0.07, 0.12), only=part), whole, strict=True
+        ):
+            assert list(of_each) == part
+            assert all(torch.equal(of_each[name], wanted[name]) for name in part)
 
 
 # ------------------------------------------------------------------ outputs

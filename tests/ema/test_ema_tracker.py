@@ -6,6 +6,7 @@ import pytest
 import torch
 from drifting import OneHot, Small, drift, go_on, responses, trained
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memlab
 from memlab.ema import (
@@ -17,6 +18,8 @@ from memlab.ema import (
     synthesize,
 )
 from memlab.internals.chunks import CHUNK_SIZE, CHUNK_SIZE_ON_ACCELERATOR
+from memlab.internals.torch_internals import foreach_lerp_
+from memlab.offload import DiskStore
 
 SIGMAS = (0.05, 0.10)
 
@@ -206,6 +209,176 @@ def test_on_a_gpu_an_update_takes_no_temporary_or_one_chunk(dtype, tmp_path):
     assert torch.allclose(found.float(), ema.averages[0.05]["weight"], rtol=2**-7)
 
 
+# ------------------------------------------------------------------ averages on the CPU
+
+
+def predicted(device, dtype=torch.float32, mib=16, sigmas=SIGMAS):
+    """Predict an update's memory on a GPU, and count the bytes that it copies to the host."""
+    sent = Sent()
+
+    def build():
+        model = nn.ParameterList(torch.zeros(2**18, dtype=dtype, device="cuda") for _ in range(mib))
+        ema = PostHocEMA(model, "nowhere", sigmas, device=device)
+        steps = iter((1, 2))
+
+        def update():
+            with sent:
+                ema.update(next(steps))
+
+        return update, model, None
+
+    return memlab.predict(build, steps=1), sent.bytes
+
+
+class Sent(TorchDispatchMode):
+    """Count the bytes of tensors that are copied to another device."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        if operator is torch.ops.aten._to_copy.default and result.device != args[0].device:
+            self.bytes += result.nbytes
+        return result
+
+
+def test_averages_on_the_cpu_take_no_memory_of_the_gpu():
+    """16 MiB of weights, and two averages of 16 MiB each."""
+    on_the_gpu, _ = predicted(None)
+    on_the_host, _ = predicted("cpu")
+    assert on_the_gpu.peak_bytes == 48 * 2**20
+    assert on_the_host.peak_bytes == 16 * 2**20
+
+
+@pytest.mark.parametrize("sigmas", [(0.05, 0.10), (0.05, 0.10, 0.2)])
+def test_an_update_sends_the_weights_to_the_cpu_once_for_any_number_of_averages(sigmas):
+    _, sent = predicted("cpu", sigmas=sigmas)
+    assert sent == 16 * 2**20
+    _, sent = predicted(None, sigmas=sigmas)
+    assert sent == 0
+
+
+def test_16_bit_weights_are_sent_in_16_bits_and_cast_on_the_cpu():
+    trace, sent = predicted("cpu", torch.bfloat16)
+    assert sent == 8 * 2**20
+    assert trace.peak_bytes == 8 * 2**20
+
+
+# ------------------------------------------------------------------ a part of the model
+
+
+def test_a_part_takes_its_share_of_the_bytes(tmp_path):
+    model = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.Linear(1000, 7))
+    ema = PostHocEMA(model, tmp_path, only="1")
+    part = 1000 * 7 + 7
+    assert ema.nbytes == 2 * 4 * part
+    trace = memlab.measure(lambda: ema.update(1), model=model)
+    assert trace.peak_bytes == 4 * 1000 * 1000 + 4 * part + ema.nbytes
+    ema.snapshot()
+    for snapshot in find_snapshots(tmp_path):
+        assert snapshot.shapes == {"1.bias": (7,), "1.weight": (7, 1000)}
+        assert snapshot.nbytes == snapshot.file.places["1.bias"].offset + 2 * part
+
+
+@pytest.mark.parametrize(
+    ("only", "tracked", "followed"),
+    [
+        ("hidden", {"hidden.weight", "hidden.bias"}, set()),
+        ("*.weight", {"embedding.weight", "hidden.weight", "norm.weight"}, set()),
+        (
+            ["hidden.bias", "norm"],
+            {"hidden.bias", "norm.weight", "norm.bias"},
+            {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"},
+        ),
+        (lambda name: name.endswith(".bias"), {"hidden.bias", "norm.bias"}, set()),
+        ("head", {"embedding.weight"}, set()),  # tied
+        (("hidden.bias", "frozen"), {"hidden.bias"}, {"frozen"}),
+    ],
+)
+def test_a_part_is_averaged_as_in_the_whole(only, tracked, followed, tmp_path):
+    model = Small()
+    whole = PostHocEMA(model, tmp_path / "whole", snapshot_every=10)
+    part = PostHocEMA(model, tmp_path / "part", snapshot_every=10, only=only)
+    for step in range(1, 31):
+        drift(model, step)
+        whole.update(step)
+        part.update(step)
+    for sigma in SIGMAS:
+        assert part.averages[sigma].keys() == tracked
+        for name, tensor in part.averages[sigma].items():
+            assert torch.equal(tensor, whole.averages[sigma][name])
+    assert find_snapshots(tmp_path / "part")[0].shapes.keys() == tracked | followed
+    found, wanted = (synthesize(tmp_path / folder, 0.07) for folder in ("part", "whole"))
+    assert found.keys() - {"head.weight"} == tracked | followed
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+
+
+def test_synthesis_of_a_part_leaves_other_weights_of_a_model_as_they_are(tmp_path):
+    model = Small()
+    trained(model, tmp_path, 30, only="hidden")
+    before = copy.deepcopy(model.state_dict())
+    synthesize(tmp_path, 0.07, out=model)
+    changed = {n for n, t in model.state_dict().items() if not torch.equal(t, before[n])}
+    assert changed == {"hidden.weight", "hidden.bias"}
+
+
+@pytest.mark.parametrize("by", ["file", "dict"])
+def test_a_part_is_resumed_to_the_bit_and_only_as_the_same_part(by, tmp_path):
+    model = Small()
+    ema = trained(model, tmp_path / "whole", 25, only="hidden")
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(ema.state_dict())
+    path = ema.save(tmp_path / "state.safetensors")
+    assert {name for average in state["averages"] for name in average} == {
+        "hidden.weight", "hidden.bias",
+    }  # fmt: skip
+    go_on(model, ema, 26, 50)
+
+    again = Small()
+    again.load_state_dict(weights)
+    resumed = PostHocEMA(again, tmp_path / "again", snapshot_every=10, only="hidden")
+    resumed.load(path) if by == "file" else resumed.load_state_dict(state)
+    go_on(again, resumed, 26, 50)
+    assert same(ema, resumed)
+    for only in ("norm", None):
+        other = PostHocEMA(Small(), tmp_path / "other", only=only)
+        with pytest.raises(ValueError, match="got a state with model "):
+            other.load(path) if by == "file" else other.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("only", "message"),
+    [
+        ("hiden", "got only='hiden', which fits none of 10 tensors; give a name such as "),
+        (["hidden", "hiden"], "got only='hiden', which fits none"),
+        (lambda name: False, "got only=<function .*, which fits none of 10 tensors"),
+        ("frozen", "got only='frozen', which fits no trainable weight; give a name of one"),
+    ],
+)
+def test_a_part_without_a_trained_weight_is_an_error(only, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        PostHocEMA(Small(), tmp_path, only=only)
+
+
+@pytest.mark.parametrize("only", [3, [], [3], ["hidden", None]])
+def test_a_part_that_is_not_named_is_an_error(only, tmp_path):
+    with pytest.raises(TypeError, match=r"got only=.*, wanted names, patterns, or a function"):
+        PostHocEMA(Small(), tmp_path, only=only)
+
+
+def test_a_part_in_a_store_is_averaged_as_in_memory(tmp_path):
+    model = Small()
+    here = PostHocEMA(model, tmp_path / "here", only="hidden")
+    away = PostHocEMA(model, tmp_path / "away", only="hidden", store=DiskStore())
+    for step in (1, 2, 3):
+        drift(model, step)
+        here.update(step)
+        away.update(step)
+    assert here.nbytes == away.nbytes
+    assert same(here, away)
+
+
 # ------------------------------------------------------------------ resuming
 
 
@@ -337,25 +510,49 @@ def test_saving_does_not_overwrite_the_state_of_another_run(tmp_path):
     forgot.save()
 
 
-def test_an_update_after_an_interrupted_one_is_an_error(tmp_path, monkeypatch):
-    model = Small()
-    ema = trained(model, tmp_path, 20)
+@pytest.fixture
+def interrupted(tmp_path, monkeypatch):
+    """A tracker whose update to step 21 stopped after the first of two averages."""
+    ema = trained(Small(), tmp_path, 20)
     ema.save()
-    second = ema.averages[0.10]
+    before = copy.deepcopy(ema.averages)
 
-    def stop(weights, share):
-        raise KeyboardInterrupt
+    def stop_at_the_second(here, there, share):
+        if here[0] is ema.averages[0.10]["embedding.weight"]:
+            raise KeyboardInterrupt
+        foreach_lerp_(here, there, share)
 
+    drift(ema.model, 21)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            type(second), "move_towards", lambda self, w, s: stop(w, s) if self is second else None
-        )
+        patch.setattr("memlab.ema.averages.foreach_lerp_", stop_at_the_second)
         with pytest.raises(KeyboardInterrupt):
             ema.update(21)
-    with pytest.raises(ValueError, match=r"interrupted.* load\(\) the last state"):
-        ema.update(21)
-    ema.load()
-    assert ema.update(21)
+    changed = [
+        not torch.equal(before[sigma]["hidden.weight"], average["hidden.weight"])
+        for sigma, average in ema.averages.items()
+    ]
+    assert changed == [True, False]  # the averages are of two steps now
+    return ema
+
+
+@pytest.mark.parametrize(
+    ("what", "call"),
+    [
+        ("an update", lambda ema: ema.update(21)),
+        ("a snapshot", lambda ema: ema.snapshot()),
+        (r"save\(\)", lambda ema: ema.save()),
+        (r"state_dict\(\)", lambda ema: ema.state_dict()),
+    ],
+)
+def test_averages_of_two_steps_are_not_updated_written_or_returned(what, call, interrupted):
+    """As `finally: ema.save()` would after Ctrl-C."""
+    files = {path.name: path.read_bytes() for path in interrupted.folder.iterdir()}
+    with pytest.raises(ValueError, match=rf"got {what} after an inter.* load\(\) the last state"):
+        call(interrupted)
+    assert {path.name: path.read_bytes() for path in interrupted.folder.iterdir()} == files
+    interrupted.load()
+    assert interrupted.update(21)
+    interrupted.snapshot()
 
 
 def test_tenths_of_an_epoch_are_counted_as_tenths(tmp_path):
