@@ -6,7 +6,7 @@
 # After today you know what a loss holds, to the byte, have built a cross-entropy that never has all
 # of its logits, know how few rows it needs at once, and can say when it is not worth it.
 #
-# About 80 minutes, 55 of them for four exercises. You need a laptop; a GPU is welcome and not
+# About 85 minutes, 55 of them for four exercises. You need a laptop; a GPU is welcome and not
 # needed. Nothing is downloaded.
 
 # %% [markdown]
@@ -36,13 +36,15 @@ from torch.utils.checkpoint import checkpoint
 import memlab
 from memlab import plot
 from memlab.checkpointing.operations import Operations
-from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu
+from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
 from memlab.course.bill import SETTING
 from memlab.course.ledger import activation_bytes
 from memlab.data import batches, source_bytes
 from memlab.losses import chunked_cross_entropy
 from memlab.model import GPT, PRESETS
-from memlab.train import TECHNIQUES, build, combined, measured
+from memlab.planner import memory_named
+from memlab.planner.cards import budget_bytes
+from memlab.train import TECHNIQUES, Setting, build, combined, dry_trace, measured
 from memlab.units import format_bytes
 
 # %%
@@ -619,15 +621,70 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# None of the guides' rules speaks of logits: their lists have checkpointing, 8-bit states and flash
-# attention, and none of these touches the loss. So it is the logits that two rules left over: under
-# autocast the log-probabilities stay float32 (Day 4), and of a small model that is checkpointed
-# they are most of what stays (Day 5).
+# No rule of the guides mentions the logits. Their lists have checkpointing, 8-bit states and flash
+# attention, and none of these changes the loss. Two rules left the logits over: under autocast the
+# log-probabilities stay float32 (Day 4), and in a small model with checkpointing they are most of
+# what stays (Day 5).
 
 # %% [markdown]
 # So here is one to take along: *a loss holds three tensors of tokens · vocabulary, in float32 12
 # bytes for each logit. Make them in chunks where there are more tokens than a third of the width if
 # all is float32, than half of it in bfloat16 with logits.float(), than all of it without.*
+
+# %% [markdown]
+# A guide of several platforms gives the same small model, with checkpointing, a peak of 4–5 GB on
+# two machines: an RTX 3060 with 8 sequences of 1,024 tokens, and an Apple M2 with 4 of 512. Its
+# weights of 0.5 GB are those of our 124M model (Day 1). Here is the model, with and without
+# checkpointing, and with today's loss.
+
+# %%
+GB, WAYS = 10**9, ("plain", "checkpointing", "checkpointing+chunked-loss")
+peaks = {}
+for batch, seq_len, ways in ((8, 1024, WAYS), (4, 512, WAYS[:2]), (2, 512, WAYS[1:2])):
+    for name in ways:
+        trace = dry_trace(Setting("124m", batch, seq_len), combined(name))
+        peaks[batch, name] = trace.peak_bytes / GB
+        logits_gb = 4 * batch * seq_len * V / GB
+        print(f"{batch} × {seq_len:4} {name:27}{peaks[batch, name]:6.2f} GB, ", end="")
+        print(f"of which {trace.at_peak['activations'] / GB:.2f} activations")
+    print(f"  one tensor of its logits: {logits_gb:.2f} GB")
+
+# %%
+plain, again, in_chunks = (peaks[8, name] for name in WAYS)
+verdict(
+    "30a",
+    4 <= again <= 5,
+    f"8 × 1,024 tokens of 124M in float32 peak at {plain:.2f} GB, with checkpointing at "
+    f"{again:.2f}, and with a loss in chunks, too, at {in_chunks:.2f}",
+    otherwise="the table leaves out the logits and their gradient; with a loss in chunks the peak "
+    "is below the range",
+)
+apple = [peaks[4, name] for name in WAYS[:2]]
+verdict(
+    "30b",
+    4 <= apple[1] <= 5,
+    f"4 × 512 tokens peak at {apple[0]:.2f} GB without checkpointing, and at {apple[1]:.2f} with",
+    otherwise="it is the peak without checkpointing; an Apple GPU's own allocator was not measured",
+)
+
+# %% [markdown]
+# And "works on 8 GB and more". On a Mac, Metal recommends two thirds of a small machine's memory;
+# the rest is for the system, which shares it.
+
+# %%
+room = {
+    name: budget_bytes(memory_named(name), device) / GB
+    for name, device in (("rtx3060-8", "cuda"), ("m2-8", "mps"))
+}
+reduced = peaks[2, "checkpointing"]
+verdict(
+    "30c",
+    again < room["rtx3060-8"] and reduced < room["m2-8"],
+    f"an RTX 3060 with 8 GB has {room['rtx3060-8']:.2f} GB for tensors, an M2 with 8 GB "
+    f"{room['m2-8']:.2f}; 8 × 1,024 tokens with checkpointing peak at {again:.2f} GB, "
+    f"2 × 512 at {reduced:.2f}",
+    condition="with checkpointing, and on a Mac with the small batch; reserved memory comes on top",
+)
 
 # %% [markdown]
 # Last, the four ways of today side by side, the 512 rows in chunks of 128:

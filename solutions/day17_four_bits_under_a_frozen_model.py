@@ -30,6 +30,7 @@
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from statistics import NormalDist
 
 import matplotlib.pyplot as plt
@@ -40,7 +41,7 @@ from torch import nn
 import memlab
 from memlab import optim
 from memlab.checkpointing import checkpoint
-from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu
+from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
 from memlab.data import batches, source_bytes
 from memlab.lora import add_lora
 from memlab.losses import chunked_cross_entropy
@@ -952,6 +953,51 @@ if gpu := torch.accelerator.current_accelerator(check_available=True):
     print(format_bytes(trace.allocated_bytes))
 else:
     print(stored_on_a_gpu("day 17"))
+
+# %% [markdown]
+# ## Rules on trial
+#
+# One guide turns on checkpointing in a model of transformers with a single call, which every QLoRA
+# script has, too. (From transformers 6 on it is `activation_checkpointing_enable()`.) Here it is in
+# GPT-2, with 2 × 512 tokens. `from_pretrained` returns a model in evaluation mode, where
+# transformers ignores the call.
+
+
+# %%
+def most_activations(transformers, checkpointing, training=True):
+    """The most bytes of activations that are alive at once in forward and backward."""
+    with memlab.dry_run():
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(loss_type="ForCausalLM"))
+        model.train(training)
+        if checkpointing:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model.gradient_checkpointing_enable()
+        tokens = torch.zeros(2, 512, dtype=torch.long)
+        trace = memlab.measure(
+            lambda: model(tokens, labels=tokens, use_cache=False).loss.backward(), model=model
+        )
+    events = (event.bytes for event in trace.events if event.category == "activations")
+    return max(accumulate(events))
+
+
+# %% tags=["nbval-ignore-output"] reason="the package is optional"
+if peft:
+    transformers = imported("transformers")
+    plain, again = (most_activations(transformers, on) for on in (False, True))
+    ignored = most_activations(transformers, True, training=False)
+    without = most_activations(transformers, False, training=False)
+    verdict(
+        "31",
+        0.5 <= 1 - again / plain <= 0.7,
+        f"GPT-2's activations fall from {plain / 1e9:.2f} to {again / 1e9:.2f} GB "
+        f"({1 - again / plain:.0%} less); in evaluation mode they are {ignored / 1e9:.2f} GB with "
+        f"the call and {without / 1e9:.2f} without it",
+        otherwise="in training mode it saves more, and most of what is left are logits, which it "
+        "does not touch; in evaluation mode it saves nothing, without a warning",
+    )
+else:
+    print(f"transformers is {MISSING}")
 
 # %% [markdown]
 # ## Claims on trial

@@ -311,6 +311,28 @@ RULES: dict[str, Rule] = {
         _MEMORY_GUIDE,
         16,
     ),
+    "30a": Rule(
+        "An RTX 3060 with 12 GB, 8 × 1,024 tokens: weights 0.5, AdamW 1.0, gradients 0.5, "
+        "activations 2–3 GB, a peak of 4–5 GB.",
+        _PLATFORMS,
+        11,
+    ),
+    "30b": Rule(
+        "An Apple M2 with 16 GB, 4 × 512 tokens: a peak of 4–5 GB of unified memory.",
+        _PLATFORMS,
+        11,
+    ),
+    "30c": Rule(
+        "It works on NVIDIA GPUs with 8 GB and more, and on Macs with 8 GB and more with a smaller "
+        "batch.",
+        _PLATFORMS,
+        11,
+    ),
+    "31": Rule(
+        "`model.gradient_checkpointing_enable()` reduces activation memory by 50–70 %.",
+        _PLATFORMS,
+        17,
+    ),
 }
 
 verdicts: list[RuleVerdict] = []  # of this process, in order
