@@ -30,7 +30,8 @@ two of the three matmuls need transposed copies. Tiles of 1 × 128 lie along tha
 
 `torch._scaled_mm` multiplies where it can (see `has_scaled_mm`). Otherwise the codes are decoded to
 float32 and multiplied there: equal rounding of the operands, exact products and float32 sums, but
-no speed, and temporaries of 4 bytes per element.
+no speed, and temporaries of 4 bytes per element. A cast, too, has a float32 copy of its tensor on
+the way, which a fused kernel has not.
 """
 
 import weakref
@@ -61,6 +62,7 @@ class FP8Recipe:
     gradients         the format of gradients
     history           take scales from the largest amax of so many steps; 0: from the tensor itself
     keep_weights      keep the FP8 copy of each weight until its backward, instead of casting again
+    share_inputs      let layers with the same input share its FP8 copy
     """
 
     inputs: Tile | None = None
@@ -68,12 +70,13 @@ class FP8Recipe:
     gradients: torch.dtype = E5M2
     history: int = 0
     keep_weights: bool = False
+    share_inputs: bool = True
 
     def __post_init__(self) -> None:
         if (self.inputs is None) != (self.weights is None) or (self.inputs and self.history):
             raise ValueError(
-                f"got {self}; give tiles for inputs and weights, or for neither; and a history only "
-                f"without tiles"
+                f"got {self}; give tiles for inputs and weights, or for neither; and a history "
+                f"only without tiles"
             )
 
 
@@ -94,9 +97,8 @@ class Scaled(NamedTuple):
     scales: Tensor
     tile: Tile | None
 
-    @property
-    def T(self) -> "Scaled":
-        """The transposed matrix, a view."""
+    def transposed(self) -> "Scaled":
+        """Return a view of the transposed matrix."""
         return Scaled(self.codes.T, self.scales.T if self.tile else self.scales, _turned(self.tile))
 
 
@@ -119,7 +121,8 @@ def quantize_fp8(
     (n, k), (rows, columns) = x.shape, tile
     padded = F.pad(x, (0, -k % columns, 0, -n % rows)) if k % columns or n % rows else x
     tiles = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # (·, rows, ·, columns)
-    codes, scales = _cast(tiles, tiles.abs().amax((1, 3), keepdim=True), dtype)
+    most, least = (extreme((1, 3), keepdim=True) for extreme in (tiles.amax, tiles.amin))
+    codes, scales = _cast(tiles, torch.maximum(most, -least), dtype)
     codes = codes.reshape(padded.shape)
     return Scaled(codes if padded is x else codes[:n, :k].clone(), scales[:, 0, :, 0].clone(), tile)
 
@@ -135,16 +138,20 @@ def dequantize_fp8(x: Scaled) -> Tensor:
 
 
 def _amax(x: Tensor) -> Tensor:
-    return x.abs().amax() if x.numel() else x.new_zeros(())
+    """Return the largest |x| (), without a tensor of all of them."""
+    if not x.numel():
+        return x.new_zeros(())
+    least, most = x.aminmax()
+    return torch.maximum(most, -least)
 
 
 def _cast(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return codes of x, and scales of the shape of amax."""
+    """Return codes of x, and scales of the shape of amax. Makes one float32 copy of x."""
     largest = torch.finfo(dtype).max
     amax = amax.float().clamp(min=SMALLEST_AMAX)
+    in_steps = x.to(torch.float32, copy=True).mul_(largest / amax)
     # torch 2.11 casts values above the largest to NaN.
-    codes = x.float().mul(largest / amax).clamp_(-largest, largest).to(dtype)
-    return codes, amax / largest
+    return in_steps.clamp_(-largest, largest).to(dtype), amax / largest
 
 
 def fp8_bytes(rows: int, columns: int, tile: Tile | None = None) -> int:
@@ -202,7 +209,7 @@ class _LinearFP8(torch.autograd.Function):
         kept += [*x8[:2]] if needs_weight else [None, None]
         ctx.save_for_backward(*kept)
         ctx.layer, ctx.dtypes = layer, (x.dtype, weight.dtype)
-        return matmul_fp8(x8, w8.T, layer.output_dtype(x))
+        return matmul_fp8(x8, w8.transposed(), layer.output_dtype(x))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -222,7 +229,7 @@ class _LinearFP8(torch.autograd.Function):
             if in_rows is not None:  # tiles along the tokens, which this matmul sums over
                 g8 = quantize_fp8(gradient, recipe.gradients, _turned(in_rows))
                 x8 = quantize_fp8(dequantize_fp8(x8), E4M3, _turned(in_rows))
-            for_weight = matmul_fp8(g8.T, x8, ctx.dtypes[1])  # (out, in)
+            for_weight = matmul_fp8(g8.transposed(), x8, ctx.dtypes[1])  # (out, in)
         return for_x, for_weight, None, None, None
 
 
@@ -315,7 +322,7 @@ class FP8Linear(nn.Linear):
         return quantize_fp8(weight, E4M3, self.recipe.weights, amax=amax)
 
     def _input_in_fp8(self, x: Tensor) -> Scaled:
-        if x.is_inference():  # it has no version to compare
+        if not self.recipe.share_inputs or x.is_inference():  # which has no version to compare
             return self._cast_input(x)
         if (copy := self.last.get(x, self.recipe.inputs)) is None:
             copy = self._cast_input(x)

@@ -21,24 +21,21 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST = 2.0**-100  # of an amax, so that neither scale nor 1 / scale overflows
 
 
-def scaled(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return x divided by its scale, in FP8, and the scale; `amax` broadcasts over x."""
-    largest, amax = torch.finfo(dtype).max, amax.float().clamp(min=SMALLEST)
-    return (x.float() * (largest / amax)).clamp(-largest, largest).to(dtype), amax / largest
-
-
 def cast(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return FP8 codes of the shape of x, and one float32 scale ()."""
-    return scaled(x, x.abs().amax(), dtype)
+    largest = torch.finfo(dtype).max
+    amax = x.abs().amax().float().clamp(min=SMALLEST)
+    return (x.float() * (largest / amax)).to(dtype), amax / largest
 
 
 def cast_tiles(x: Tensor, dtype: torch.dtype, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     """Return FP8 codes (n, k), and a scale for each tile (⌈n/rows⌉, ⌈k/columns⌉) of x (n, k)."""
-    n, k = x.shape
+    largest, (n, k) = torch.finfo(dtype).max, x.shape
     padded = nn.functional.pad(x, (0, -k % columns, 0, -n % rows))
     tiles = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # (·, rows, ·, columns)
-    codes, scales = scaled(tiles, tiles.abs().amax((1, 3), keepdim=True), dtype)
-    return codes.reshape(padded.shape)[:n, :k].clone(), scales[:, 0, :, 0].clone()
+    amax = tiles.abs().amax((1, 3), keepdim=True).float().clamp(min=SMALLEST)
+    codes = (tiles.float() * (largest / amax)).to(dtype).view(padded.shape)
+    return codes[:n, :k].clone(), (amax / largest)[:, 0, :, 0].clone()
 
 
 def multiply(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
