@@ -365,16 +365,14 @@ def convert_to_fp8(
     alone. Raises ValueError if the recipe is unknown, or if `where` selects no layer.
     """
     chosen = _recipe(recipe)
-    last, made, names = LastCast(), {}, []
-    for path, parent in list(model.named_modules(remove_duplicate=False)):
-        for child, layer in list(parent.named_children()):
-            name = f"{path}.{child}".removeprefix(".")
-            if not (_is_plain_linear(layer) and where(name)):
-                continue
-            if layer not in made:
-                made[layer] = FP8Linear(layer, chosen, last)
-            setattr(parent, child, made[layer])
-            names.append(name)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names = [n for n, m in modules.items() if n and _is_plain_linear(m) and where(n)]
+    last, made = LastCast(), {}
+    for name in names:
+        layer, (path, _, child) = modules[name], name.rpartition(".")
+        if layer not in made:
+            made[layer] = FP8Linear(layer, chosen, last)
+        setattr(modules[path], child, made[layer])
     if not names:
         raise ValueError(
             f"where= selected no nn.Linear layer of {type(model).__name__}; select at least one of "
