@@ -224,8 +224,8 @@ TECHNIQUES: dict[str, Technique] = {
             "qlora": "the frozen matrices are decoded from 4 bits for matmuls of their own; take "
             "lora, whose frozen matmuls can run in FP8",
         },
-        costs="matmuls round to 4 significant bits, and gradients to 3; casts take time, which a GPU "
-        "with FP8 matmuls (H100, RTX 4090) can win back",
+        costs="matmuls round to 4 significant bits, and gradients to 3; casts take time, which a "
+        "GPU with FP8 matmuls (H100, RTX 4090) can win back",
         code=Code(
             (
                 "from memlab.precision import convert_to_fp8",
