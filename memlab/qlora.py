@@ -31,18 +31,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from memlab.internals.layer_names import is_inner
 from memlab.lora import add_lora, named_layers, replace_layer
 from memlab.quantize import NF4, Codebooks, dequantize_nf4, nf4_codebooks, quantize_nf4
 
-# Layers that compute logits: bitsandbytes leaves them in 16 bits, and so does `add_qlora`.
-OUTPUT_LAYERS = frozenset({"classifier", "embed_out", "lm_head", "score", "unembedding"})
-
 Select = Callable[[str], bool]  # of a layer's name
-
-
-def is_inner(name: str) -> bool:
-    """Return whether a layer of this name is no output layer."""
-    return name.rpartition(".")[2] not in OUTPUT_LAYERS
 
 
 class SharedCodebooks(nn.Module):
@@ -177,7 +170,8 @@ def add_qlora(
 
     Args:
         alpha: scales the adapters' change by alpha/rank; None scales it by 2.
-        where: selects the layers to quantize by name; by default all but output layers.
+        where: selects the layers to quantize by name; by default all but output layers,
+            as bitsandbytes does.
         adapt: selects which of them get an adapter; by default all.
         double: quantize the absmax values too.
         compute_dtype: dtype of the matmuls; by default that of autocast or of their input.

@@ -145,6 +145,7 @@ ERRORS = {
     "int4-activations": 0.12,  # what is drawn depends on the CPU's last bits
     "autocast": 0.01,
     "loss-scaling": 0.002,
+    "fp8": 0.015,
     "bfloat16": 0.03,
     "master-weights": 0.03,
     "eager-attention": 1e-6,
@@ -158,8 +159,11 @@ WITHOUT_GRADIENTS = {"step-in-backward", "streamed-layers"}  # after the step
 def error(pair: str) -> float:
     """Of both: where one rounds, another order of sums is rounded, too."""
     names = pair.split("+")
-    # Gradients of adapters are a tenth of the others', and beside 4-bit weights a quarter.
+    # Gradients of adapters are a tenth of the others', beside 4-bit weights a quarter, and beside
+    # FP8 matmuls two fifths.
     scale = 0.25 if "qlora" in names else 0.1 if "lora" in names else 1
+    if "lora" in names and "fp8" in names:
+        scale = 0.4
     return scale * sum(ERRORS.get(name, 0) for name in names)
 
 

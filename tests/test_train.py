@@ -111,6 +111,7 @@ TOLERANCES = {
     "int4-activations": 0.02,
     "autocast": 0.01,  # bfloat16 keeps 8 bits
     "loss-scaling": 0.002,  # float16 keeps 11
+    "fp8": 0.01,  # E4M3 keeps 4 bits, E5M2 3
     "bfloat16": 0.02,  # weights, too
     "eager-attention": 1e-6,  # another order of sums in float32, in these three
     "flash-attention": 1e-6,
@@ -218,6 +219,19 @@ def a_block_keeps_its_activations_in(bits: int):
         assert grown == 2 * inputs * STREAM_BYTES
 
     return claim
+
+
+def linear_layers_keep_a_byte_per_element(technique: Plugs) -> None:
+    """In float32 the linear layers of a block keep two norms' outputs and the input of `down`. In
+    FP8 it is these and the output layer's input, each with a scale."""
+    kept = [
+        alive_before_backward(which, "deeper") - alive_before_backward(which, "tiny")
+        for which in (PLAIN, technique)
+    ]
+    a_token = 2 * CONFIG.hidden_size + CONFIG.intermediate_size
+    copies = a_token + CONFIG.heads * CONFIG.head_dim
+    saved = B * T * (FLOAT32 * a_token - copies) - 4 * FLOAT32
+    assert kept[0] - kept[1] == 2 * saved
 
 
 def segments_keep_only_their_inputs(technique: Plugs) -> None:
@@ -415,6 +429,7 @@ CLAIMS = {
     "int4-activations": a_block_keeps_its_activations_in(bits=4),
     "autocast": partial(matrix_products_of_the_forward_pass_are, "bfloat16"),
     "loss-scaling": partial(matrix_products_of_the_forward_pass_are, "float16"),
+    "fp8": linear_layers_keep_a_byte_per_element,
     "bfloat16": weights_gradients_and_state_take(2, 2, 4),
     "master-weights": weights_gradients_and_state_take(2 + 4, 4, 8),
     "eager-attention": each_head_keeps_its_weights_and_each_block_its_mask,

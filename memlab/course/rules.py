@@ -25,7 +25,8 @@ class RuleVerdict(NamedTuple):
     measured: str
 
 
-# A rule with several claims has a letter for each. A rule tested on two days has the first.
+# A rule with several claims has a letter for each. A rule tested on two days has the first. A rule
+# that a later day tests again, with other means, has its number there with the letter b.
 _DAY_19 = "Day 19: Memory Optimization"
 _MEMORY_GUIDE = "Memory Optimization Guide"
 _PLATFORMS = "Multi-Platform Memory Optimization"
@@ -45,6 +46,7 @@ RULES: dict[str, Rule] = {
     "2b": Rule(
         "The weights of a 7B model are 28, 14 or 7 GB in FP32, BF16 or FP8.", _MEMORY_GUIDE, 1
     ),
+    "2c": Rule("FP8: 1 byte a parameter, 7 GB for 7B (H100).", _MEMORY_GUIDE, 19),
     "3": Rule("Activations scale with batch × length × width.", _DAY_19, 1),
     "4": Rule(
         "A model of 34,083,904 parameters with checkpointing, batch 2, length 512, peaks at "
@@ -310,6 +312,12 @@ RULES: dict[str, Rule] = {
         "ZeRO-1, checkpointing, flash attention 3.",
         _MEMORY_GUIDE,
         16,
+    ),
+    "29b": Rule(
+        "A 405B model on 128 H100 in FP8, with tensor parallel 8, pipeline parallel 4, data "
+        "parallel 4, ZeRO-1 and checkpointing.",
+        _MEMORY_GUIDE,
+        19,
     ),
     "30a": Rule(
         "An RTX 3060 with 12 GB, 8 × 1,024 tokens: weights 0.5, AdamW 1.0, gradients 0.5, "

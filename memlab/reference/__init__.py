@@ -21,6 +21,7 @@ compare the library's versions with them, in values and bytes.
     post_hoc_ema                        memlab.ema
     nf4                                 memlab.quantize (NF4)
     qlora                               memlab.qlora
+    fp8                                 memlab.precision.convert_to_fp8
     meter                               memlab.measure
     caching_allocator                   memlab.allocator.simulate
 """

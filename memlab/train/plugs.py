@@ -42,7 +42,7 @@ from memlab.model import (
     scaled_dot_product_attention,
 )
 from memlab.offload import DiskStore, OffloadedOptimizer, offloaded_activations, stream_layers
-from memlab.precision import LossScaler, MasterWeights
+from memlab.precision import LossScaler, MasterWeights, convert_to_fp8
 from memlab.qlora import add_qlora
 from memlab.train.adapters import Adapters
 from memlab.train.registry import ADAPTERS, JOIN, TECHNIQUES, rows_of
@@ -186,6 +186,11 @@ def averaged(model: nn.Module, **settings: Any) -> Callable[[], object]:
 def to_bfloat16(model: nn.Module) -> None:
     """Convert the weights to bfloat16, and with them activations and gradients."""
     model.to(torch.bfloat16)
+
+
+def blocks_to_fp8(model: nn.Module) -> None:
+    """Run the matmuls of the blocks' linear layers in FP8."""
+    convert_to_fp8(model, where=_is_in_block)
 
 
 def add_lora_to_blocks(model: nn.Module, adapters: Adapters) -> object:

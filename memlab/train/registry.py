@@ -215,6 +215,28 @@ TECHNIQUES: dict[str, Technique] = {
             ),
         ),
     ),
+    "fp8": Technique(
+        "matmuls of the blocks in FP8, with a scale per tensor; weights keep their dtype",
+        plugs={"change_model": lambda: plugs.blocks_to_fp8},
+        exclusive_with={
+            "selective-checkpointing": "running a block again must call the same operators, and "
+            "whether layers share an FP8 copy depends on what is alive; take checkpointing",
+            "qlora": "the frozen matrices are decoded from 4 bits for matmuls of their own; take "
+            "lora, whose frozen matmuls can run in FP8",
+        },
+        costs="matmuls round to 4 significant bits, and gradients to 3; casts take time, which a "
+        "GPU with FP8 matmuls (H100, RTX 4090) can win back",
+        code=Code(
+            (
+                "from memlab.precision import convert_to_fp8",
+                "convert_to_fp8(model)",
+            ),
+            (
+                "from torchao.float8 import convert_to_float8_training",
+                "convert_to_float8_training(model)  # faster, but saves no activations",
+            ),
+        ),
+    ),
     "bfloat16": Technique(
         "pure bfloat16 weights and AdamW state, with stochastic rounding",
         choice=("rounded_adamw", True),

@@ -30,12 +30,14 @@ from memlab.losses import chunked_cross_entropy
 from memlab.model import GPT, PRESETS
 from memlab.offload import HostStore, OffloadedOptimizer
 from memlab.optim.adam_mini import gpt_partition
-from memlab.precision import LossScaler
+from memlab.precision import LossScaler, convert_to_fp8
+from memlab.precision.fp8 import quantize_fp8
 from memlab.qlora import NF4Linear, add_qlora
 from memlab.quantize import nf4_code, quantize_nf4
 from memlab.reference import (
     activation_compression,
     caching_allocator,
+    fp8,
     nf4,
     offloaded_optimizer,
     post_hoc_ema,
@@ -120,6 +122,7 @@ LIBRARY_FILES = {
     "memlab/optim/adam8bit.py": "adam8bit",
     "memlab/optim/in_backward.py": "step_in_backward",
     "memlab/precision/scaling.py": "loss_scaling",
+    "memlab/precision/fp8.py": "fp8",
     "memlab/checkpointing/recompute.py": "checkpointing",
     "memlab/checkpointing/selection.py": "selective_checkpointing",
     "memlab/compression.py": "activation_compression",
@@ -580,3 +583,37 @@ def test_both_qlora_versions_compute_the_same():
     theirs(other).square().sum().backward()
     for got, wanted in ((mine.A, theirs.down), (mine.B, theirs.up), (ours, other)):
         torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-5, atol=1e-4)
+
+
+# ------------------------------------------------------------------ FP8
+
+
+@pytest.mark.parametrize("dtype", [fp8.E4M3, fp8.E5M2], ids=str)
+def test_both_fp8_casts_store_the_same_bits(dtype):
+    x = seeded(40, 300)
+    for mine, theirs in (
+        (fp8.cast(x, dtype), quantize_fp8(x, dtype)),
+        (fp8.cast_tiles(x, dtype, 16, 128), quantize_fp8(x, dtype, (16, 128))),
+    ):
+        assert torch.equal(mine[0].view(torch.uint8), theirs.codes.view(torch.uint8))
+        assert torch.equal(mine[1], theirs.scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_both_fp8_layers_compute_and_keep_the_same(dtype):
+    found = []
+    for library in (False, True):
+        torch.manual_seed(0)
+        linear = nn.Linear(96, 64, bias=False).to(dtype)
+        model = nn.Sequential(linear if library else fp8.FP8Linear(linear))
+        if library:
+            convert_to_fp8(model)
+        leaf, outputs = seeded(2, 8, 96).to(dtype).requires_grad_(), []
+        trace = memlab.measure(lambda m=model, x=leaf, o=outputs: o.append(m(x * 1)), model=model)
+        held = sum(event.bytes for event in trace.events if event.phase != "before")
+        (outputs[0] * seeded(2, 8, 64, seed=1)).sum().backward()
+        found.append(([outputs[0], leaf.grad, linear.weight.grad], held - outputs[0].nbytes))
+    for mine, theirs in zip(found[0][0], found[1][0], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5 if dtype == torch.float32 else 2**-7,
+                                   atol=1e-5)  # fmt: skip
+    assert found[0][1] == found[1][1] == 16 * 96 + 4

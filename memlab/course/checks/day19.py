@@ -1,0 +1,674 @@
+"""Day 19: eight bits in the matmul."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memlab.course.checks.day16 import everything_elsewhere
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, require
+from memlab.course.properties import (
+    elements,
+    gradients,
+    is_tensor,
+    new_bytes,
+    same_bytes,
+    same_gradients,
+    unchanged,
+)
+from memlab.course.solutions import body, mistakes, solution
+from memlab.metering import measure
+from memlab.reference.fp8 import E4M3, E5M2, FP8Matmul, cast, cast_tiles
+
+_LIBRARIES = ("memlab.precision", "torchao")
+_NAMES = {E4M3: "E4M3", E5M2: "E5M2"}
+
+kept = solution("19.4")
+
+
+def matmul(x: Tensor, weight: Tensor) -> Tensor:
+    return FP8Matmul.apply(x, weight)
+
+
+def _normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ------------------------------------------------------------------ 19.1: a cast with a scale
+
+Cast = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
+
+
+def _tensors() -> dict[str, Tensor]:
+    """Tensors to cast, small ones first."""
+    return {
+        "[1, −2, 0.3]": torch.tensor([1.0, -2.0, 0.3]),
+        "four zeros": torch.zeros(4),
+        "one element": torch.tensor([-3.0]),
+        "gradients of a millionth, (8, 16)": 1e-6 * _normal(8, 16),
+        "gradients below 10⁻²⁴": 1e-25 * _normal(40),
+        "activations up to 10⁴, (4, 5, 6)": 3e3 * _normal(4, 5, 6),
+        "a matrix in bfloat16, (16, 24)": _normal(16, 24, seed=1).bfloat16(),
+        "a matrix that is not contiguous, (12, 10)": _normal(10, 12).T,
+        "a matrix over many decades, (20, 30)": elements(20, 30),
+    }
+
+
+def _check_cast(answer: Cast) -> str:
+    for name, x in _tensors().items():
+        for dtype in (E4M3, E5M2):
+            call = f"cast of {name} to {_NAMES[dtype]}"
+            codes, scale = _pair(call, answer, (x, dtype), "codes and scale")
+            is_tensor(f"{call}, codes,", codes, dtype=dtype, shape=tuple(x.shape))
+            is_tensor(f"{call}, the scale,", scale, dtype=torch.float32, shape=())
+            _require_own_memory(call, (codes, scale))
+            _require_scale(call, "the scale", x, scale, dtype)
+            _require_nearest(call, x, codes, scale, dtype)
+    return "the largest |x| becomes 448 or 57,344 · each other element its nearest code"
+
+
+def _pair(
+    call: str, answer: Callable[..., Any], arguments: tuple[Any, ...], parts: str
+) -> tuple[Any, Any]:
+    x, *others = arguments
+    mine = x.clone(memory_format=torch.preserve_format)
+    with unchanged(call, x=mine):
+        got = answer(mine, *others)
+    if not (isinstance(got, tuple) and len(got) == 2):
+        require(
+            False,
+            f"{call} gave {type(got).__name__}; wanted a tuple of {parts}."
+            f"{' Is there a return?' if got is None else ''}",
+        )
+        raise Wrong(f"{call} gave no tuple of {parts}.", (call, "no tuple"))
+    return got[0], got[1]
+
+
+def _require_own_memory(call: str, got: Iterable[Any]) -> None:
+    tensors = [t for t in got if isinstance(t, Tensor)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    held, wanted = sum(storages.values()), sum(t.nbytes for t in tensors)
+    require(
+        held <= wanted,
+        f"{call} gave tensors that keep {held:,} bytes alive; wanted {wanted:,}. A slice keeps the "
+        f"whole tensor alive; .clone() does not.",
+        evidence=(call, "a slice"),
+    )
+
+
+def _require_scale(call: str, what: str, x: Tensor, scale: Any, dtype: torch.dtype) -> None:
+    """The scale must bring the amax to the largest value of the format."""
+    if not isinstance(scale, Tensor) or scale.numel() != 1:
+        return
+    wanted, got = x.double().abs().max().item() / torch.finfo(dtype).max, scale.item()
+    if wanted == 0:
+        require(0 < got < float("inf"), f"{call}: {what} is {got:.3g}; wanted a positive number.")
+        return
+    require(
+        abs(got - wanted) <= 1e-5 * wanted,
+        f"{call}: {what} is {got:.4g}; wanted {wanted:.4g}, the largest |x| divided by "
+        f"{torch.finfo(dtype).max:,.0f}.",
+    )
+
+
+def _require_nearest(call: str, x: Tensor, codes: Any, scale: Any, dtype: torch.dtype) -> None:
+    """By distance, in float64. At a tie, both neighbors are right."""
+    if not isinstance(codes, Tensor) or codes.shape != x.shape:
+        return
+    exact = (x.double() / scale.double()).flatten()
+    got = codes.flatten().double()
+    table = _values(dtype)
+    wanted = table[(exact.view(-1, 1) - table).abs().argmin(1)]
+    further = (got - exact).abs() - (wanted - exact).abs()
+    off = (~(further <= 1e-5 * exact.abs())).nonzero().flatten().tolist()
+    for k in off[:1]:
+        require(
+            False,
+            f"{call}: element {k} is {exact[k]:.5g} scales and has code {got[k]:.5g}; wanted "
+            f"{wanted[k]:.5g}. {len(off)} of {len(got)} codes are wrong.",
+        )
+
+
+def _values(dtype: torch.dtype) -> Tensor:
+    """All finite values of the format, in float64."""
+    every = torch.arange(256, dtype=torch.uint8).view(dtype).double()
+    return every[every.isfinite()]
+
+
+_AMAX = "x.abs().amax().float().clamp(min=SMALLEST)"
+_CODES = "(x.float() * (largest / amax)).to(dtype)"
+
+_CAST = Exercise(
+    id="19.1",
+    title="A cast with a scale",
+    minutes=10,
+    difficulty=2,
+    hints=(
+        "The largest |x| is x.abs().amax(), and the format's largest value torch.finfo(dtype).max. "
+        "Which number, multiplied by the second, gives the first? What if x is zero everywhere?",
+        "scale = amax / largest, in float32. x / scale is then within the format's range, and "
+        ".to(dtype) rounds it. Keep an amax of zero away from the division: .clamp(min=SMALLEST).",
+        "largest = torch.finfo(dtype).max; amax = x.abs().amax().float().clamp(min=SMALLEST); "
+        "return (x.float() * (largest / amax)).to(dtype), amax / largest.",
+    ),
+    reference=cast,
+    check=_check_cast,
+    rebuilds=_LIBRARIES,
+    wrong_answers=mistakes(
+        "19.1",
+        (
+            "This casts without a scale. What is below the format's range becomes zero.",
+            (f"return {_CODES}, amax / largest", "return x.to(dtype), amax / amax"),
+        ),
+        (
+            "This is the largest x, not the largest |x|.",
+            ("x.abs().amax()", "x.amax()"),
+        ),
+        (
+            "This is the reciprocal. codes · scale should give x.",
+            ("amax / largest", "largest / amax"),
+        ),
+        (
+            "You multiplied by the scale. Divide by it, so that the codes fill the format's range.",
+            ("(largest / amax)", "(amax / largest)"),
+        ),
+        (
+            "448 is the largest value of E4M3. E5M2 goes to 57,344: torch.finfo(dtype).max.",
+            ("torch.finfo(dtype).max", "448"),
+        ),
+        (
+            "Rounded to integers. FP8 is a floating-point format: .to(dtype) rounds.",
+            (_CODES, "(x.float() * (largest / amax)).round().to(dtype)"),
+        ),
+        (
+            "A tensor of zeros has an amax of 0, and 0 / 0 is NaN.",
+            (".clamp(min=SMALLEST)", ""),
+        ),
+        (
+            "Gradients may be far smaller. Clamp the amax at SMALLEST.",
+            ("clamp(min=SMALLEST)", "clamp(min=1e-12)"),
+        ),
+        (
+            "For a tensor in bfloat16 this computes in bfloat16, which rounds twice.",
+            (_AMAX, "x.abs().amax().clamp(min=SMALLEST)"),
+            (_CODES, "(x * (largest / amax)).to(dtype)"),
+            ("amax / largest", "(amax / largest).float()"),
+        ),
+        (
+            "The codes are multiplied by the scale again. Return them in the format's range.",
+            (_CODES, f"({_CODES}.float() * (amax / largest)).to(dtype)"),
+        ),
+        (
+            "Each row has its own scale here. This exercise wants one for the tensor.",
+            ("x.abs().amax()", "x.abs().amax(-1, keepdim=True)"),
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 19.2: a scale for each tile
+
+CastTiles = Callable[[Tensor, torch.dtype, int, int], tuple[Tensor, Tensor]]
+
+
+class TileCase(NamedTuple):
+    n: int
+    k: int
+    rows: int
+    columns: int
+    dtype: torch.dtype = E4M3
+    of: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        in_ = "" if self.of == torch.float32 else ", bfloat16"
+        return (
+            f"x ({self.n}, {self.k}){in_} to {_NAMES[self.dtype]} in tiles of {self.rows} × "
+            f"{self.columns}"
+        )
+
+    @property
+    def x(self) -> Tensor:
+        """Rows and columns of different sizes, so that each tile has an amax of its own."""
+        sizes = torch.logspace(-4, 3, self.n).view(-1, 1) * torch.logspace(2, -3, self.k)
+        return (_normal(self.n, self.k, seed=self.n) * sizes).to(self.of)
+
+
+TILES = (
+    TileCase(1, 4, 1, 2),
+    TileCase(4, 6, 2, 3),
+    TileCase(4, 6, 1, 6, E5M2),
+    TileCase(6, 8, 2, 2, E4M3, torch.bfloat16),
+    TileCase(3, 7, 1, 4),
+    TileCase(7, 4, 3, 4),
+    TileCase(5, 11, 2, 4, E5M2),
+    TileCase(40, 300, 16, 128),
+)
+
+
+def _check_tiles(answer: CastTiles) -> str:
+    for case in TILES:
+        _check_tile_case(answer, case)
+    zeros = torch.zeros(2, 4)
+    zeros[0, 0] = 1.0
+    call = "cast_tiles of a tile of zeros beside another"
+    codes, scales = _pair(call, answer, (zeros, E4M3, 1, 2), "codes and scales")
+    is_tensor(f"{call}, scales,", scales, dtype=torch.float32, shape=(2, 2))
+    require(
+        torch.equal(codes.float(), 448 * zeros), f"{call}: the codes of the zeros are not zeros."
+    )
+    return f"{len(TILES)} matrices, 4 of them with smaller tiles at the edges · each tile its scale"
+
+
+def _check_tile_case(answer: CastTiles, case: TileCase) -> None:
+    call, x = f"cast_tiles of {case}", case.x
+    arguments = (x, case.dtype, case.rows, case.columns)
+    codes, scales = _pair(call, answer, arguments, "codes and scales")
+    down, across = -(-case.n // case.rows), -(-case.k // case.columns)
+    is_tensor(f"{call}, codes,", codes, dtype=case.dtype, shape=(case.n, case.k))
+    is_tensor(f"{call}, scales,", scales, dtype=torch.float32, shape=(down, across))
+    if not isinstance(scales, Tensor) or scales.shape != (down, across):
+        return
+    _require_own_memory(call, (codes, scales))
+    for i in range(down):
+        for j in range(across):
+            place = (
+                slice(i * case.rows, (i + 1) * case.rows),
+                slice(j * case.columns, (j + 1) * case.columns),
+            )
+            what, scale = f"the scale of tile ({i}, {j})", scales[i, j]
+            _require_scale(call, what, x[place], scale, case.dtype)
+            if isinstance(codes, Tensor) and codes.shape == x.shape:
+                _require_nearest(
+                    f"{call}, tile ({i}, {j})", x[place], codes[place], scale, case.dtype
+                )
+
+
+_PAD = "nn.functional.pad(x, (0, -k % columns, 0, -n % rows))"
+_SPLIT = "padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))"
+_RETURNED = "return codes[:n, :k].clone(), (amax / largest)[:, 0, :, 0].clone()"
+
+_CAST_TILES = Exercise(
+    id="19.2",
+    title="A scale for each tile",
+    minutes=15,
+    difficulty=3,
+    hints=(
+        "Pad x to whole tiles: -k % columns columns and -n % rows rows are missing. Then give each "
+        "tile axes of its own, and take the amax over them.",
+        "padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)) is (tiles down, rows, tiles "
+        "across, columns). The amax is over axes 1 and 3; keepdim=True lets it broadcast.",
+        "amax = tiles.abs().amax((1, 3), keepdim=True).float().clamp(min=SMALLEST); codes = "
+        "(tiles.float() * (largest / amax)).to(dtype).view(padded.shape); return "
+        "codes[:n, :k].clone(), (amax / largest)[:, 0, :, 0].clone().",
+    ),
+    reference=cast_tiles,
+    check=_check_tiles,
+    rebuilds=_LIBRARIES,
+    wrong_answers=mistakes(
+        "19.2",
+        (
+            "All tiles have one scale, that of the largest element.",
+            (
+                "tiles.abs().amax((1, 3), keepdim=True)",
+                "tiles.abs().amax().expand(len(tiles), 1, tiles.shape[2], 1)",
+            ),
+        ),
+        (
+            "The axes are exchanged: a tile's own axes are 1 and 3.",
+            (_SPLIT, "padded.unflatten(1, (columns, -1)).unflatten(0, (rows, -1))"),
+            ("amax((1, 3), keepdim=True)", "amax((0, 2), keepdim=True)"),
+            ("[:, 0, :, 0]", "[0, :, 0, :]"),
+        ),
+        (
+            "rows and columns are exchanged.",
+            (_PAD, "nn.functional.pad(x, (0, -k % rows, 0, -n % columns))"),
+            (_SPLIT, "padded.unflatten(1, (-1, rows)).unflatten(0, (-1, columns))"),
+        ),
+        (
+            "This pads at the beginning. The smaller tiles are the last ones.",
+            (_PAD, "nn.functional.pad(x, (-k % columns, 0, -n % rows, 0))"),
+            ("codes[:n, :k].clone()", "codes[-n:, -k:].clone()"),
+        ),
+        (
+            "Padding with ones changes the amax of the tiles at the edges. Pad with zeros.",
+            (_PAD, _PAD[:-1] + ", value=1.0)"),
+        ),
+        (
+            "The padding is still there. The codes have the shape of x.",
+            ("codes[:n, :k].clone()", "codes"),
+        ),
+        (
+            "A slice keeps the padded tensor alive. Return .clone() of it.",
+            ("codes[:n, :k].clone()", "codes[:n, :k]"),
+        ),
+        (
+            "The scales have the shape (tiles down, tiles across), without axes of length 1.",
+            ("(amax / largest)[:, 0, :, 0].clone()", "amax / largest"),
+        ),
+        (
+            "These are reciprocals. codes · scale should give x.",
+            ("(amax / largest)[", "(largest / amax)["),
+        ),
+        (
+            "A tile of zeros has an amax of 0, and 0 / 0 is NaN.",
+            (".clamp(min=SMALLEST)", ""),
+        ),
+        (
+            "448 is the largest value of E4M3. E5M2 goes to 57,344: torch.finfo(dtype).max.",
+            ("torch.finfo(dtype).max", "448"),
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 19.3: forward and backward
+
+MatmulFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+class MatmulCase(NamedTuple):
+    n: int
+    in_features: int
+    out_features: int
+    x_dtype: torch.dtype = torch.float32
+    weight_dtype: torch.dtype = torch.float32
+    size: float = 1.0  # of the gradient
+
+    def __str__(self) -> str:
+        n, inner, out = self[:3]
+        names = [str(d).removeprefix("torch.") for d in (self.x_dtype, self.weight_dtype)]
+        small = "" if self.size == 1 else f", gradients of {self.size:.0e}"
+        return f"x ({n}, {inner}), {names[0]}, and weight ({out}, {inner}), {names[1]}{small}"
+
+    @property
+    def x(self) -> Tensor:
+        return _normal(self.n, self.in_features, seed=1).to(self.x_dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        return (0.02 * _normal(self.out_features, self.in_features, seed=2)).to(self.weight_dtype)
+
+
+BF16 = torch.bfloat16
+MATMULS = (
+    MatmulCase(1, 2, 3),
+    MatmulCase(5, 8, 12),
+    MatmulCase(12, 40, 24, size=1e-7),
+    MatmulCase(9, 24, 16, BF16, BF16),
+    MatmulCase(9, 24, 16, BF16, torch.float32),
+)
+LARGE = MatmulCase(64, 256, 128, BF16, BF16)
+
+
+def _check_matmul(answer: MatmulFunction) -> str:
+    for case in MATMULS:
+        _check_values(answer, case)
+    _check_two_layers(answer)
+    return _check_bytes(answer)
+
+
+def _check_values(answer: MatmulFunction, case: MatmulCase) -> None:
+    call, given = f"matmul of {case}", {"x": case.x, "weight": case.weight}
+
+    def scaled(multiply: MatmulFunction, x: Tensor, weight: Tensor) -> Tensor:
+        return multiply(x, weight) * case.size
+
+    wanted = gradients(partial(scaled, matmul), **given)
+    with unchanged(call, **given):
+        out = answer(*given.values())
+    is_tensor(call, out, dtype=case.x_dtype, shape=(case.n, case.out_features))
+    if not isinstance(out, Tensor):
+        raise Wrong(f"{call} gave no tensor.", (call, "no tensor"))
+    got = gradients(partial(scaled, answer), **given)
+    for name, right in wanted.items():
+        mine = {name: got[name]} if name in got else {}
+        largest = 0.0 if right is None else right.abs().max().item()
+        is_bf16 = right is not None and right.dtype == BF16
+        tolerance = largest * (2**-7 if is_bf16 else 1e-4)
+        same_gradients(call, mine, {name: right}, tolerance=tolerance)
+
+
+def _check_two_layers(answer: MatmulFunction) -> None:
+    """Two forward passes before backward, each with its own weight; and a second backward."""
+    first = MatmulCase(5, 8, 8)
+    second = 0.02 * _normal(8, 8, seed=3)
+    call = "matmul of two layers, one after the other"
+
+    def through(multiply: MatmulFunction, x: Tensor, one: Tensor, two: Tensor) -> Tensor:
+        return multiply(multiply(x, one), two)
+
+    given = {"x": first.x, "one": first.weight, "two": second}
+    wanted = gradients(partial(through, matmul), **given)
+    for name, got in gradients(partial(through, answer), **given).items():
+        right = wanted[name]
+        largest = 0.0 if right is None else right.abs().max().item()
+        same_gradients(call, {name: got}, {name: right}, tolerance=1e-4 * largest)
+    x = first.x.requires_grad_()
+    out = through(answer, x, first.weight, second)
+    again = [torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for _ in range(2)]
+    require(
+        torch.equal(*again), f"{call} gives another gradient in a second backward pass; wanted it."
+    )
+
+
+def _check_bytes(answer: MatmulFunction) -> str:
+    call = f"matmul of {LARGE}"
+    weight, leaf, outputs, inputs = LARGE.weight.requires_grad_(), LARGE.x.requires_grad_(), [], []
+
+    def run() -> None:
+        x = leaf * 1  # not a leaf, so only the graph could keep it alive
+        inputs.append(StorageWeakRef(x.untyped_storage()))
+        outputs.append(answer(x, weight))
+
+    trace = measure(run)
+    held = new_bytes(trace) - outputs[0].nbytes
+    require(
+        inputs[0].expired(),
+        f"{call} keeps x for backward: {2 * leaf.numel():,} bytes. Keep its FP8 codes instead.",
+        evidence=(call, "keeps x"),
+    )
+    most = leaf.numel() + 4
+    require(
+        held <= most,
+        f"{call} keeps {held:,} bytes for backward; wanted {most:,}: {leaf.numel():,} codes of x "
+        f"and a scale (the weight has {weight.numel():,} elements).",
+        evidence=(call, "keeps", held),
+    )
+    return (
+        f"result and both gradients are those of FP8 matmuls · {held:,} bytes kept for backward, "
+        f"not {2 * leaf.numel():,}"
+    )
+
+
+_FORWARD_CASTS = "x8, (w8, scale) = cast(x, E4M3), cast(weight, E4M3)"
+_SAVED = "ctx.save_for_backward(*x8, weight)"
+_UNPACKED = "x8, x_scale, weight = ctx.saved_tensors"
+_G8 = "g8, scale = cast(gradient, E5M2)"
+_Y = "return multiply(x8, (w8.T, scale), x.dtype)  # (n, out)"
+_DX = "multiply((g8, scale), cast(weight, E4M3), gradient.dtype)"
+_DW = "multiply((g8.T, scale), (x8, x_scale), weight.dtype)"
+
+_MATMUL = Exercise(
+    id="19.3",
+    title="Forward and backward in FP8",
+    minutes=20,
+    difficulty=4,
+    hints=(
+        "Three matmuls: y = x Wᵀ, dx = g W, dW = gᵀ x. Each takes (codes, scale) pairs. .T "
+        "transposes codes; the scale stays. What does backward need that forward has?",
+        "forward: cast both to E4M3, ctx.save_for_backward(codes of x, its scale, weight), and "
+        "multiply x8 with (w8.T, scale of W). backward: g8 in E5M2; W is cast to E4M3 once more.",
+        "dx = multiply((g8, scale), cast(weight, E4M3), gradient.dtype); dW = multiply((g8.T, "
+        "scale), (x8, x_scale), weight.dtype). forward: return multiply(x8, (w8.T, scale), "
+        "x.dtype).",
+    ),
+    reference=matmul,
+    check=_check_matmul,
+    rebuilds=_LIBRARIES,
+    wrong_answers=mistakes(
+        "19.3",
+        (
+            "This keeps x and casts it again in backward: right, but no byte is saved.",
+            (_SAVED, "ctx.save_for_backward(x, weight)"),
+            (_UNPACKED, "x, weight = ctx.saved_tensors\n        x8, x_scale = cast(x, E4M3)"),
+        ),
+        (
+            "The FP8 copy of the weight is kept, too. The weight itself is there in backward.",
+            (_SAVED, "ctx.save_for_backward(*x8, weight, w8, scale)"),
+            (_UNPACKED, "x8, x_scale, weight, w8, w_scale = ctx.saved_tensors"),
+            (_DX, "multiply((g8, scale), (w8, w_scale), gradient.dtype)"),
+        ),
+        (
+            "Gradients are cast to E5M2, which has the wider range.",
+            (_G8, "g8, scale = cast(gradient, E4M3)"),
+        ),
+        (
+            "Inputs and weights are cast to E4M3, which has the smaller steps.",
+            (_FORWARD_CASTS, "x8, (w8, scale) = cast(x, E5M2), cast(weight, E5M2)"),
+        ),
+        (
+            "The gradient isn't cast: backward's matmuls are not in FP8.",
+            (_G8, "g8, scale = gradient, torch.ones(())"),
+        ),
+        (
+            "The matmul for dx takes the exact weight. It should run in FP8, too.",
+            (_DX, "multiply((g8, scale), (weight, torch.ones(())), gradient.dtype)"),
+        ),
+        (
+            "Codes alone are x / scale. Multiply the result by both scales, as `multiply` does.",
+            (_Y, "return (x8[0].float() @ w8.float().T).to(x.dtype)"),
+        ),
+        (
+            "The result is float32. It should have the dtype of x.",
+            (_Y, "return multiply(x8, (w8.T, scale), torch.float32)"),
+        ),
+        (
+            "The gradient of a float32 weight is rounded to bfloat16 here. Use weight.dtype.",
+            (_DW, "multiply((g8.T, scale), (x8, x_scale), gradient.dtype)"),
+        ),
+        (
+            "What belongs to one call goes on ctx. FP8Matmul itself belongs to all layers.",
+            (_SAVED, "FP8Matmul.saved = *x8, weight"),
+            (_UNPACKED, "x8, x_scale, weight = FP8Matmul.saved"),
+        ),
+        (
+            "Autograd does this: it saves the decoded tensors, and no gradient is in FP8.",
+            body(
+                "matmul",
+                """
+                pairs = cast(x.detach(), E4M3), cast(weight.detach(), E4M3)
+                near = [c.float() * s for c, s in pairs]
+                return F.linear(
+                    x + (near[0] - x).detach(), weight + (near[1] - weight).detach()
+                ).to(x.dtype)
+                """,
+            ),
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 19.4: what is kept
+
+Kept = Callable[..., int]
+
+_BLOCKS: tuple[tuple[int, int, int, int, str, int | None], ...] = (
+    (1, 1, 1, 1, "bf16", None),
+    (1, 10, 3, 100, "bf16", None),
+    (2, 10, 3, 100, "own", None),
+    (2, 10, 3, 100, "shared", None),
+    (3, 10, 3, 100, "own", 5),
+    (3, 11, 4, 102, "shared", 4),
+    (7, 256, 128, 700, "own", 128),
+    (8192, 4096, 4096, 11_008, "bf16", None),
+    (8192, 4096, 4096, 11_008, "shared", 128),
+)
+
+
+def _check_kept(answer: Kept) -> str:
+    for tokens, C, Q, F, way, columns in _BLOCKS:
+        tail = "" if columns is None else f", {columns}"
+        call = f'kept({tokens}, {C}, {Q}, {F}, "{way}"{tail})'
+        extra = () if columns is None else (columns,)
+        units = {"bytes per token": tokens} if tokens > 1 else {}
+        same_bytes(
+            call,
+            answer(tokens, C, Q, F, way, *extra),
+            kept(tokens, C, Q, F, way, *extra),
+            units,
+        )
+    return f"{len(_BLOCKS)} blocks match to the byte"
+
+
+_INPUTS = '{"bf16": [C, C, F], "own": [C, C, C, Q, C, C, F], "shared": [C, Q, C, F]}[way]'
+_SCALES = "[1 if columns is None else tokens * -(-k // columns) for k in inputs]"
+
+_KEPT = Exercise(
+    id="19.4",
+    title="What the linear layers of a block keep",
+    minutes=10,
+    difficulty=2,
+    hints=(
+        "Write down the features of the tensors that are kept, as a list for each way. In bf16 one "
+        "tensor serves all layers that read it, and attention's output is kept anyway.",
+        '"bf16": [C, C, F]; "own": one entry for each of the seven layers; "shared": [C, Q, C, F]. '
+        "An FP8 element is 1 byte, a scale 4. With columns, a row of k has ⌈k / columns⌉ scales.",
+        "scales = [1 if columns is None else tokens * -(-k // columns) for k in inputs]; return "
+        'tokens * sum(inputs) + 4 * sum(scales), and 2 * tokens * sum(inputs) for "bf16".',
+    ),
+    reference=kept,
+    check=_check_kept,
+    wrong_answers=mistakes(
+        "19.4",
+        (
+            "Attention keeps its output anyway, so in BF16 the output layer adds nothing.",
+            ('"bf16": [C, C, F]', '"bf16": [C, Q, C, F]'),
+        ),
+        (
+            "In BF16, too, layers with the same input share it: autograd keeps references.",
+            ('"bf16": [C, C, F]', '"bf16": [C, C, C, C, C, F]'),
+        ),
+        (
+            "The output layer's FP8 copy is missing. Attention keeps BF16, not FP8.",
+            (
+                '"own": [C, C, C, Q, C, C, F], "shared": [C, Q, C, F]',
+                '"own": [C, C, C, C, C, F], "shared": [C, C, F]',
+            ),
+        ),
+        (
+            "Each of the seven layers has a copy of its own: query, key, value, output, gate, up, "
+            "down.",
+            ('"own": [C, C, C, Q, C, C, F]', '"own": [C, Q, C, F]'),
+        ),
+        (
+            "Query, key and value share one copy, and so do gate and up. These are two inputs.",
+            ('"shared": [C, Q, C, F]', '"shared": [C, Q, F]'),
+        ),
+        ("A bfloat16 element has 2 bytes.", ("2 * tokens * sum(inputs)", "tokens * sum(inputs)")),
+        (
+            "An FP8 element has 1 byte.",
+            ("return tokens * sum(inputs) +", "return 2 * tokens * sum(inputs) +"),
+        ),
+        ("The scales are missing.", (" + 4 * sum(scales)", "")),
+        ("A scale is a float32: 4 bytes.", ("4 * sum(scales)", "sum(scales)")),
+        (
+            "Round up: the last tile of a row may be smaller.",
+            ("-(-k // columns)", "(k // columns)"),
+        ),
+        (
+            "Each row has its own tiles: multiply their number by the tokens.",
+            ("tokens * -(-k // columns)", "-(-k // columns)"),
+        ),
+        (
+            "Without tiles a copy has one scale, not one for each token.",
+            ("1 if columns is None", "tokens if columns is None"),
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ the bill
+
+DAY = Day(
+    exercises=(_CAST, _CAST_TILES, _MATMUL, _KEPT),
+    bill=Bill("day 19: FP8 matmuls; the peak is the optimizer's", everything_elsewhere),
+)
