@@ -48,7 +48,6 @@ from memlab.checkpointing import checkpoint_blocks, uniform_schedule
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
 from memlab.losses import chunked_cross_entropy
 from memlab.model import GPT, PRESETS
-from memlab.monitoring.counters import counters_for
 from memlab.offload import DiskStore, HostStore, OffloadedOptimizer, offloaded_activations
 from memlab.offload.layers import stream_layers
 from memlab.precision import MasterWeights
@@ -862,6 +861,8 @@ reveal("14.1", **found)
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):
+    from memlab.monitoring.counters import counters_for
+
     counters = counters_for(gpu)
     for name, store in (("all kept", None), ("HostStore", HostStore())):
         model, (x, y) = a_model().to(gpu), (part.to(gpu) for part in batch)

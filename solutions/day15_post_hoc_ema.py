@@ -869,19 +869,22 @@ reveal("15.1", **found)
 # `benchmarks/gpu.py --section ema` does so beside a training step. No GPU has run either yet.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
-if torch.cuda.is_available():
-    on_gpu, spent = Made(64).cuda(), {}
+from memlab.monitoring.counters import counters_for
+
+if gpu := torch.accelerator.current_accelerator(check_available=True):
+    counters = counters_for(gpu)
+    on_gpu, spent = Made(64).to(gpu), {}
     for where in (None, "cpu"):
         average = ema.PostHocEMA(on_gpu, "nowhere", device=where)
         average.update(1)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        counters.reset_peak()
+        before = counters.read().allocated_bytes
         start = time.perf_counter()
         for step in range(2, 22):
             average.update(step)
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         spent[where] = time.perf_counter() - start
-        beside_it = torch.cuda.max_memory_allocated() - before
+        beside_it = counters.read().peak_bytes - before
         print(f"on {where or 'the GPU'}: {format_bytes(average.nbytes)} of averages, ", end="")
         print(f"{format_bytes(beside_it)} beside them in an update")
     print(f"updates on the host take {spent['cpu'] / spent[None]:.1f} × the time")
