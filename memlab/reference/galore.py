@@ -18,15 +18,6 @@ import torch
 from torch import Tensor
 
 
-def projector(gradient: Tensor, rank: int) -> Tensor:
-    """Return the first `rank` left singular vectors of a gradient (m, n), as (m, rank).
-
-    A slice of U would keep all m·m elements in memory, so this is a copy.
-    """
-    u, _, _ = torch.linalg.svd(gradient, full_matrices=False)
-    return u[:, :rank].clone()
-
-
 def galore_(
     weight: Tensor,
     gradient: Tensor,
@@ -44,7 +35,8 @@ def galore_(
         weight, gradient = weight.T, gradient.T
     state["t"] = t = state.get("t", 0) + 1
     if (t - 1) % gap == 0:
-        state["P"] = projector(gradient, rank)
+        u, _, _ = torch.linalg.svd(gradient, full_matrices=False)
+        state["P"] = u[:, :rank].clone()  # a slice would keep all of U alive
     low = state["P"].T @ gradient  # (r, n)
     zeros = torch.zeros_like(low)
     state["m"] = m = beta1 * state.get("m", zeros) + (1 - beta1) * low
