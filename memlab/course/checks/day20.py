@@ -279,17 +279,13 @@ _MUON = Exercise(
     wrong_answers=mistakes(
         "20.2",
         ("Orthogonalize X, one gradient ahead, not M.", ("ahead.to(dtype)", "m.to(dtype)")),
-        (
-            "This orthogonalizes the gradient; the momentum is unused.",
-            ("ahead.to(dtype)", "gradient.to(dtype)"),
-        ),
         ("Nothing is orthogonalized.", ("newton_schulz(ahead.to(dtype))", "ahead.to(dtype)")),
         (
             "The state is X. Keep M, without the gradient ahead.",
             (_AHEAD, f'{_AHEAD}\n    state["m"] = ahead'),
         ),
         (
-            "The momentum starts again at each step: read it from the state.",
+            "The gradients of earlier steps play no part: read M from the state, and use it.",
             ('state.get("m", torch.zeros_like(gradient))', "torch.zeros_like(gradient)"),
         ),
         ("The weight decay is missing.", (_DECAY, "")),
@@ -374,6 +370,14 @@ def _require_projector(call: str, case: Case, step: int, got: Tensor, before: Te
             f"{call}: P changed at step {step + 1}; wanted new directions every `gap` steps.",
         )
         return
+    lengths = got.double().norm(dim=0)
+    if not torch.allclose(lengths, torch.ones_like(lengths)):
+        require(
+            False,
+            f"{call}: the columns of P of step {step + 1} have lengths {_values(lengths)}; wanted "
+            f"1.",
+        )
+        return
     u = torch.linalg.svd(_gradient_of(case, step))[0][:, : case.settings["rank"]]
     apart = (got.double() @ got.double().T - u @ u.T).abs().max().item()
     require(
@@ -414,8 +418,8 @@ _GALORE = Exercise(
         "weight.T is a view, so `weight -= …` on it writes into the weight itself. (t - 1) % gap "
         "== 0 is true at steps 1, 1 + gap, … What does u[:, :rank] keep alive?",
         'state["P"] = u[:, :rank].clone(); low = state["P"].T @ gradient; m and v as in Adam, '
-        'with low in the gradient\'s place; weight -= lr * scale * state["P"] @ (m / (1 - beta1**t) / '
-        "((v / (1 - beta2**t)).sqrt() + eps)).",
+        'with low in the gradient\'s place; weight -= lr * scale * state["P"] @ (m / (1 - beta1**t) '
+        "/ ((v / (1 - beta2**t)).sqrt() + eps)).",
     ),
     reference=galore_,
     check=_check_galore,
