@@ -418,8 +418,8 @@ _GALORE = Exercise(
         "weight.T is a view, so `weight -= …` on it writes into the weight itself. (t - 1) % gap "
         "== 0 is true at steps 1, 1 + gap, … What does u[:, :rank] keep alive?",
         'state["P"] = u[:, :rank].clone(); low = state["P"].T @ gradient; m and v as in Adam, '
-        'with low in the gradient\'s place; weight -= lr * scale * state["P"] @ (m / (1 - beta1**t) '
-        "/ ((v / (1 - beta2**t)).sqrt() + eps)).",
+        'with low in the gradient\'s place; weight -= lr * scale * state["P"] @ (m / (1 - '
+        "beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps)).",
     ),
     reference=galore_,
     check=_check_galore,
