@@ -5,8 +5,8 @@ Saves    for a matrix of m × n weights (m ≤ n) the state is 8·n·r + 4 bytes
          vectors keep AdamW's 8 bytes per weight.
 Costs    normal numbers for the projection in every step, and two passes over the gradient. Without
          momentum in full size, steps are noisier than AdamW's.
-Source   Zhu et al. 2024, arXiv 2412.05270, Algorithm 1 and section 4.2; the limit on the norm's
-         growth: Chen et al. 2024 (Fira), arXiv 2410.01623, equation 9. The authors' package is
+Source   Zhu et al. 2024, arXiv 2412.05270; the limit on the norm's
+         growth: Chen et al. 2024 (Fira), arXiv 2410.01623. The authors' package is
          apollo-torch.
 
 Adds to memlab.reference.apollo: AdamW for all other weights in the same optimizer, passes over some
@@ -42,7 +42,7 @@ from memlab.optim.moments import Moment, State
 
 MOST_GROWTH = 1.01  # of an update's norm from step to step
 SMALLEST_NORM = 1e-8
-MINI: dict[str, Any] = {"rank": 1, "scale": 128**0.5, "scale_by": "tensor"}  # section 4.3
+MINI: dict[str, Any] = {"rank": 1, "scale": 128**0.5, "scale_by": "tensor"}
 
 
 class Apollo(MatrixOptimizer):

@@ -4,7 +4,7 @@ Saves    for a matrix of m × n weights (m ≤ n) the state is 4·(m·r + 2·n·
          Embeddings, the output layer and vectors keep AdamW's 8 bytes per weight.
 Costs    an SVD of each matrix's gradient once in `gap` steps. Between two of them the weights only
          move in r directions, and the moments stay as they are when the directions change.
-Source   Zhao et al. 2024, arXiv 2403.03507, Algorithm 2 and section 4.2. The authors' package is
+Source   Zhao et al. 2024, arXiv 2403.03507. The authors' package is
          galore-torch.
 
 Adds to memlab.reference.galore: AdamW for all other weights in the same optimizer, steps of some

@@ -5,7 +5,7 @@ Saves    half of AdamW's state for matrices: 4 bytes per weight. Embeddings, the
 Costs    fifteen matmuls per matrix in every step, in bfloat16, whose temporaries are those of one
          matrix: 4·m·n + 2·m² bytes for m × n weights with m ≤ n.
 Source   Jordan et al. 2024, kellerjordan.github.io/posts/muon; learning rates: Liu et al. 2025,
-         arXiv 2502.16982, section 2.2. torch.optim.Muon is the same step for matrices alone.
+         arXiv 2502.16982. torch.optim.Muon is the same step for matrices alone.
 
 Adds to memlab.reference.muon: AdamW for all other weights in the same optimizer, a momentum updated
 and a weight stepped some rows at a time, moments in bfloat16, stochastic rounding, both rules for

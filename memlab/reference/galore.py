@@ -2,7 +2,7 @@
 
 Saves    for a matrix of m × n weights (m ≤ n) 4·(m·r + 2·n·r) bytes are kept, not 8·m·n.
 Costs    an SVD of each gradient, once in `gap` steps; only r directions are learned in between.
-Source   Zhao et al. 2024, arXiv 2403.03507, Algorithm 2 and section 4.2.
+Source   Zhao et al. 2024, arXiv 2403.03507, Algorithm 2.
 
     P = first r columns of U, for G = U Σ Vᵀ        (m, r), once in `gap` steps
     R = Pᵀ G                                        (r, n)
