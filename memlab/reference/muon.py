@@ -3,7 +3,7 @@
 Saves    4 bytes per weight against AdamW in float32: one momentum, 4N bytes, not 8N.
 Costs    fifteen matmuls per matrix and step. Embeddings, output layer and vectors stay with AdamW.
 Source   Jordan et al. 2024, kellerjordan.github.io/posts/muon. Newton–Schulz: five steps of the odd
-         polynomial there. Learning rate: Liu et al. 2025, arXiv 2502.16982.
+         polynomial there, and its factor of the learning rate.
 
     M = μ·M + (1 − μ)·G                the momentum, (rows, columns)
     X = (1 − μ)·G + μ·M                Nesterov's look ahead
