@@ -120,9 +120,12 @@ def adapting(pair: str) -> str | None:
 
 
 def stepped_weights(training) -> Iterator[tuple[str, Tensor]]:
-    """By the model's names: the weights that are trained, or the copies that are stepped."""
+    """By the model's names: the weights that are trained, or the copies that are stepped. Groups of
+    matrices and others have names, and another order than the model's."""
     names = [name for name, p in training.model.named_parameters() if p.requires_grad]
     groups = training.optimizer.param_groups
+    if all("param_names" in group for group in groups):
+        names = [name for group in groups for name in group["param_names"]]
     stepped = [p for group in groups for p in group["params"] if p.requires_grad]
     return zip(names, stepped, strict=True)
 
@@ -263,11 +266,33 @@ def state_bytes(sizes: list[int], names: set[str]) -> int:
         return 4 * n
     if "adam-mini" in names:
         return 4 * (n + blocks(names))
+    if own := names & MATRICES_KEEP.keys():
+        return 4 * matrix_state(sizes, names, *own)
     moments = 2 if "adam8bit" in names else 1
     large = [size for size in sizes if size >= 4096]
     codes = 66 * 1024 if large else 0  # 1 KiB, and 65 of the table by which 16 bits find it
     in_8_bits = sum(size + 4 * -(-size // 256) for size in large)
     return moments * (in_8_bits + 4 * (n - sum(large)) + codes)
+
+
+# Numbers in the state of a matrix, by its short and long side.
+MATRICES_KEEP = {
+    "muon": lambda short, long: short * long,
+    "galore": lambda short, long: CONFIG.hidden_size // 4 * (short + 2 * long),
+    "apollo-mini": lambda short, long: 2 * long + 1,
+}
+
+
+def matrix_state(sizes: list[int], names: set[str], own: str) -> int:
+    """Numbers in the state: of hidden layers' matrices, and two for all other weights. GaLore's
+    rank is that of the adapters, whose matrices it therefore leaves to AdamW."""
+    shapes = CONFIG.layers * matrices()
+    if ADAPTERS & names:
+        shapes = [(RANK, side) for shape in shapes for side in shape]
+    if own == "galore" and ADAPTERS & names:
+        shapes = []
+    others = sum(sizes) - sum(rows * columns for rows, columns in shapes)
+    return 2 * others + sum(MATRICES_KEEP[own](min(shape), max(shape)) for shape in shapes)
 
 
 def blocks(names: set[str]) -> int:

@@ -123,6 +123,9 @@ TOLERANCES = {
     "lion": 0,
     "lion8bit": 0,
     "adam-mini": 0,
+    "muon": 0,
+    "galore": 0,
+    "apollo-mini": 0,
     "offloaded-optimizer": 0,
     "offloaded-activations": 0,
     "post-hoc-ema": 0,
@@ -315,6 +318,18 @@ def the_second_moment_is_one_for_each_row_or_head(technique: Plugs) -> None:
     assert second_step(technique).at_end["optimizer_state"] == FLOAT32 * (N + blocks)
 
 
+def matrices_keep(elements: Callable[[int, int], int]):
+    """Numbers for a block's matrix, by its short and its long side; two for all other weights."""
+
+    def claim(technique: Plugs) -> None:
+        in_matrices = L * sum(columns * rows for columns, rows in MATRICES)
+        kept = L * sum(elements(min(shape), max(shape)) for shape in MATRICES)
+        expected = kept + 2 * (N - in_matrices)
+        assert second_step(technique).at_end["optimizer_state"] == FLOAT32 * expected
+
+    return claim
+
+
 def no_gradient_is_left_and_no_two_are_there_at_once(technique: Plugs) -> None:
     trace = second_step(technique)
     assert "gradients" not in trace.at_end
@@ -442,6 +457,9 @@ CLAIMS = {
     "lion": moments_take(in_8_bits=0, in_float32=1, codes=0),
     "lion8bit": moments_take(in_8_bits=1, in_float32=1, codes=1),
     "adam-mini": the_second_moment_is_one_for_each_row_or_head,
+    "muon": matrices_keep(lambda short, long: short * long),
+    "galore": matrices_keep(lambda short, long: _C // 4 * (short + 2 * long)),
+    "apollo-mini": matrices_keep(lambda short, long: 2 * long + 1),
     "step-in-backward": no_gradient_is_left_and_no_two_are_there_at_once,
     "lora": gradients_and_state_are_those_of_the_added_weights,
     "qlora": the_blocks_matrices_are_in_4_bits_beside_adapters,

@@ -443,7 +443,8 @@ def plan_command(
     optimizer: Annotated[
         str | None,
         typer.Option(
-            help="Consider only this optimizer: adamw, adam8bit, adam-mini, lion or lion8bit.",
+            help="Consider only this optimizer: adamw, adam8bit, lion, lion8bit, adam-mini, muon, "
+            "galore or apollo-mini.",
             metavar="NAME",
         ),
     ] = None,

@@ -79,6 +79,7 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     kernel: ClassVar[StepKernel | None] = None  # see memlab.kernels.optim
+    is_elementwise: ClassVar[bool] = True  # False: never; True: memlab.zero checks
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def _step_weight(self, weight: Tensor, group: dict[str, Any]) -> None:
-        _require_dense(weight.grad)
+        require_dense(weight.grad)
         moments, state = self.moments(weight, group), self.state[weight]
         kernel = self.kernel if self.kernel and self.kernel.takes(weight, moments) else None
         if kernel is not None:
@@ -176,12 +177,15 @@ class Optimizer(torch.optim.Optimizer):
         )
         for moment, value in zip(moments, values, strict=True):
             moment.write(state, chunk, value)
-        if float_weight is weight:
-            return
+        if float_weight is not weight:
+            self.write_weight(weight, float_weight, group)
+
+    def write_weight(self, weight: Tensor, value: Tensor, group: dict[str, Any]) -> None:
+        """Round the value of a weight, or of a chunk, into it."""
         if group["rounding"] == "stochastic":
-            stochastic_round_(weight, float_weight, generator=self.generator)
+            stochastic_round_(weight, value, generator=self.generator)
         else:
-            weight.copy_(float_weight)
+            weight.copy_(value)
 
     def chunks(
         self, weight: Tensor, group: dict[str, Any], kernel: "StepKernel | None" = None
@@ -279,7 +283,8 @@ class Optimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), "generator": self.generator, "chunk": self.chunk}
 
 
-def _require_dense(gradient: Tensor) -> None:
+def require_dense(gradient: Tensor) -> None:
+    """Raise TypeError for a sparse gradient."""
     if gradient.layout is not torch.strided:
         raise TypeError(
             "got a sparse gradient; give the layer sparse=False, or its weights to "

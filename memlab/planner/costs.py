@@ -6,6 +6,7 @@
     decoding       4-bit weights decoded in forward, backward and recomputation, by our operators
     compression    saved tensors are read and written once more to encode and once to decode
     optimizer      weights, gradients and state read, weights and state written
+    matrix step    the matmuls of an optimizer that steps matrices as a whole
     accumulation   gradients read and written again for each further micro-batch
     disk           offloaded tensors written and read, by the `on_disk` of the registry's rows
     network        ZeRO's collectives, and tensor parallelism's all-reduces
@@ -42,6 +43,9 @@ def step_seconds(
     operations = _operations(config, step)
     gpus_of_model = recipe.tensor_parallel * recipe.pipeline_parallel
     seconds = {name: count / rate / gpus_of_model for name, count in operations.items()}
+    count, dtype = step.matrix_operations()
+    own_rate = UTILIZATION * (card.float32_flops if dtype == "float32" else card.flops)
+    seconds["matrix step"] = count / own_rate / gpus_of_model
     moved = _moved_bytes(step, batch)
     seconds |= {name: count / card.memory_bandwidth for name, count in moved.items()}
     seconds["disk"] = _offloaded_bytes(step) / min(DISK_BANDWIDTH, card.host_bandwidth)

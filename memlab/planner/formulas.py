@@ -341,16 +341,51 @@ class StepFormula:
         return self.activation_bytes * max(columns * rows for columns, rows in shapes)
 
     def _state_bytes(self, is_stepping: bool) -> int:
-        elements = self._on_rank(self._trained(), from_stage=1)
-        if "state" in self.on_disk:
-            elements = self.weights.largest if is_stepping else 0
-        return round(self._by_weight * elements)
+        if "state" in self.on_disk:  # the largest weight is no hidden layer's matrix
+            return round(self._by_other_weight * self.weights.largest) if is_stepping else 0
+        return round(self._by_weight * self._on_rank(self._trained(), from_stage=1))
 
     @property
     def _by_weight(self) -> float:
-        """The bytes of optimizer state per trained weight."""
+        """The bytes of optimizer state per trained weight, on average."""
+        step, shapes = self._fact("matrix_step"), self._own_matrices()
+        by_other, trained = self._by_other_weight, self._trained()
+        if step is None:
+            return by_other
+        others = trained - self.layers * sum(short * long for short, long in shapes)
+        state = sum(step.state_bytes(*shape, self._rank) for shape in shapes)
+        return (by_other * others + self.layers * state) / trained
+
+    @property
+    def _by_other_weight(self) -> float:
         known = self._fact("state_bytes")
         return PLAIN.state_bytes if known is None else known
+
+    @property
+    def _rank(self) -> int:
+        """The rank of the optimizer's matrix step."""
+        return self._fact("matrix_step").rank(self.config.hidden_size)
+
+    def _own_matrices(self) -> list[tuple[int, int]]:
+        """Return the short and long side of a block's trained matrices that the optimizer steps in
+        a way of its own."""
+        if self._fact("matrix_step") is None:
+            return []
+        shapes, adapters = layer_shapes(self.config), self.recipe.adapters
+        matrices = list(shapes.values())
+        if self.recipe.has_adapters:
+            adapted = [shapes[name] for name in adapters.layers]
+            matrices = [(adapters.rank, side) for shape in adapted for side in shape]
+        sides = [(min(shape), max(shape)) for shape in matrices]
+        return [(short, long) for short, long in sides if short > self._rank]
+
+    def matrix_operations(self) -> tuple[int, str]:
+        """Return the operations of the optimizer's matmuls in a step, and their dtype."""
+        step, shapes = self._fact("matrix_step"), self._own_matrices()
+        if step is None:
+            return 0, "bfloat16"
+        count = self.layers * sum(step.operations(*shape, self._rank) for shape in shapes)
+        return count, step.operations_dtype
 
     def _gradients(self, *, but: int = 0) -> int:
         """Return the bytes of gradients after backward, without `but` elements; 0 if each gradient
@@ -495,5 +530,7 @@ class StepFormula:
             return 2 * FLOAT32 * largest
         copies = self._fact("step_copies") or USUAL_STEP_COPIES
         chunks = round(copies * FLOAT32 * min(self.piece, largest))
+        step, shapes = self._fact("matrix_step"), self._own_matrices()
+        chunks = max([chunks, *(step.temporary_bytes(*shape, self._rank) for shape in shapes)])
         is_cast = self.is_streamed and self.weight_bytes < FLOAT32
         return max(chunks, self.weight_bytes * largest) if is_cast else chunks

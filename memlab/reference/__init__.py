@@ -8,6 +8,10 @@ compare the library's versions with them, in values and bytes.
     lion                                memlab.optim.Lion
     adam_mini                           memlab.optim.AdamMini
     adam8bit                            memlab.optim.Adam8bit
+    muon                                memlab.optim.Muon
+    galore                              memlab.optim.GaLore
+    apollo                              memlab.optim.Apollo
+    soap (Shampoo and SOAP)             none: their state is larger than AdamW's
     step_in_backward                    memlab.optim.step_in_backward
     loss_scaling                        memlab.precision.LossScaler
     checkpointing                       memlab.checkpointing.checkpoint

@@ -42,6 +42,7 @@ from memlab.model import (
     scaled_dot_product_attention,
 )
 from memlab.offload import DiskStore, OffloadedOptimizer, offloaded_activations, stream_layers
+from memlab.optim.apollo import MINI
 from memlab.precision import LossScaler, MasterWeights, convert_to_fp8
 from memlab.qlora import add_qlora
 from memlab.train.adapters import Adapters
@@ -205,6 +206,24 @@ def add_qlora_to_blocks(model: nn.Module, adapters: Adapters) -> object:
 
 def _is_in_block(name: str) -> bool:
     return name.startswith("blocks.")
+
+
+def of_matrices(made: Callable[..., Optimizer], **settings: Any) -> OptimizerFunction:
+    """Return a function that makes an optimizer with a step of its own for matrices of hidden
+    layers, which rounds bfloat16 weights stochastically.
+
+    A setting that is a function gets the model's hidden size.
+    """
+
+    def make(model: nn.Module) -> Optimizer:
+        hidden_size = model.config.hidden_size
+        own = {name: got(hidden_size) if callable(got) else got for name, got in settings.items()}
+        return made(optim.matrix_groups(model), rounding="stochastic", **own)
+
+    return make
+
+
+apollo_mini = of_matrices(optim.Apollo, **MINI)
 
 
 def adam_mini(model: nn.Module) -> optim.AdamMini:

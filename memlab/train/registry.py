@@ -11,7 +11,7 @@ from typing import Any
 
 from memlab.configs.block_size import BLOCK_SIZE
 from memlab.internals.lazy import LazyModule
-from memlab.train.technique import Code, Technique
+from memlab.train.technique import Code, MatrixStep, Technique
 
 torch = LazyModule("torch")
 attention = LazyModule("memlab.attention")
@@ -45,12 +45,23 @@ GRADIENTS_LEAVE = (
     "take autocast, whose bfloat16 needs no scale"
 )
 NEIGHBORS_SHARE = "elements of a block share a scale, and the edge of a shard cuts blocks"
+WHOLE_MATRICES = "a step needs whole matrices, and a shard holds only part of one"
 RANDOM_PER_SHARD = "stochastic rounding draws other random numbers for each shard"
 
 
 def torch_code(*lines: str) -> Code:
     """The code of a technique that torch itself has."""
     return Code(lines, lines)
+
+
+def quarter(hidden_size: int) -> int:
+    """The rank that GaLore's paper uses for 350M, 1B and 7B weights."""
+    return max(1, hidden_size // 4)
+
+
+def newton_schulz_operations(short: int, long: int, steps: int = 5) -> int:
+    """Two products with the long side and one of squares, in each step."""
+    return steps * (2 * 2 * short * short * long + 2 * short**3)
 
 
 def blockwise(bits: int) -> Callable[[int], int]:
@@ -493,6 +504,86 @@ TECHNIQUES: dict[str, Technique] = {
             (
                 "from adam_mini import Adam_mini",
                 "optimizer = Adam_mini(model.named_parameters(), dim=hidden_size, n_heads=heads)",
+            ),
+        ),
+    ),
+    "muon": Technique(
+        "Muon: one momentum per matrix, orthogonalized; AdamW for all other weights",
+        choice=("optimizer", "muon"),
+        plugs={"optimizer": lambda: plugs.of_matrices(optim.Muon)},
+        cannot_shard=WHOLE_MATRICES,
+        state_bytes=8,
+        matrix_step=MatrixStep(
+            state_bytes=lambda short, long, rank: FLOAT32 * short * long,
+            temporary_bytes=lambda short, long, rank: 4 * short * long + 2 * short**2,
+            operations=lambda short, long, rank: newton_schulz_operations(short, long),
+        ),
+        costs="another optimizer, and fifteen matmuls per matrix in every step: about 5 · width / "
+        "tokens of the model's own operations, so it needs large batches",
+        code=Code(
+            (
+                "from memlab.optim import Muon, matrix_groups",
+                "optimizer = Muon(matrix_groups(model), lr=1e-3)",
+            ),
+            (
+                "matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]",
+                "others = [p for p in model.parameters() if all(p is not m for m in matrices)]",
+                'muon = torch.optim.Muon(matrices, lr=1e-3, adjust_lr_fn="match_rms_adamw")',
+                "adamw = torch.optim.AdamW(others, lr=1e-3)  # step both",
+            ),
+        ),
+    ),
+    "galore": Technique(
+        "GaLore: AdamW's moments of gradients projected to a quarter of the width",
+        choice=("optimizer", "galore"),
+        plugs={"optimizer": lambda: plugs.of_matrices(optim.GaLore, rank=quarter)},
+        cannot_shard=WHOLE_MATRICES,
+        state_bytes=8,
+        matrix_step=MatrixStep(
+            state_bytes=lambda short, long, rank: FLOAT32 * rank * (short + 2 * long),
+            temporary_bytes=lambda short, long, rank: 0,
+            operations=lambda short, long, rank: 2 * 2 * short * long * rank,
+            rank=quarter,
+            operations_dtype="float32",
+        ),
+        costs="another optimizer; once in 200 steps an SVD of each matrix's gradient, whose time "
+        "and memory are not in these figures",
+        code=Code(
+            (
+                "from memlab.optim import GaLore, matrix_groups",
+                "optimizer = GaLore(matrix_groups(model), lr=1e-3, rank=1024)",
+            ),
+            (
+                "from transformers import TrainingArguments",
+                'TrainingArguments(optim="galore_adamw", optim_target_modules=["attn", "mlp"],',
+                '    optim_args="rank=1024, update_proj_gap=200, scale=0.25")',
+            ),
+        ),
+    ),
+    "apollo-mini": Technique(
+        "APOLLO-Mini: gradients scaled per matrix, as AdamW's moments of one dimension say",
+        choice=("optimizer", "apollo-mini"),
+        plugs={"optimizer": lambda: plugs.apollo_mini},
+        cannot_shard=WHOLE_MATRICES,
+        state_bytes=8,
+        matrix_step=MatrixStep(
+            state_bytes=lambda short, long, rank: 2 * FLOAT32 * long + FLOAT32,
+            temporary_bytes=lambda short, long, rank: 0,
+            operations=lambda short, long, rank: 2 * short * long,
+            rank=lambda hidden_size: 1,
+            operations_dtype="float32",
+        ),
+        costs="another optimizer: look for its learning rate again; no momentum in full size",
+        code=Code(
+            (
+                "from memlab.optim import Apollo, matrix_groups",
+                "from memlab.optim.apollo import MINI",
+                "optimizer = Apollo(matrix_groups(model), lr=1e-2, **MINI)",
+            ),
+            (
+                "from transformers import TrainingArguments",
+                'TrainingArguments(optim="apollo_adamw", optim_target_modules=["attn", "mlp"],',
+                '    optim_args="rank=1, proj=random, scale_type=tensor, scale=128")',
             ),
         ),
     ),

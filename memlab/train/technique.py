@@ -29,6 +29,31 @@ class Code:
     production: tuple[str, ...] = ()
 
 
+def _whole(hidden_size: int) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class MatrixStep:
+    """What an optimizer takes for a hidden layer's matrix that it steps in a way of its own.
+
+    Each is a function of the matrix's short side, its long side and the rank.
+
+    state_bytes       optimizer state
+    temporary_bytes   the most temporaries of its step, chunks of rows aside
+    operations        operations of the step's matmuls
+    rank              the rank for a model's hidden size; a matrix whose short side is not longer
+                      takes AdamW's step
+    operations_dtype  the dtype of those matmuls
+    """
+
+    state_bytes: Callable[[int, int, int], int]
+    temporary_bytes: Callable[[int, int, int], int]
+    operations: Callable[[int, int, int], int]
+    rank: Callable[[int], int] = _whole
+    operations_dtype: str = "bfloat16"
+
+
 @dataclass(frozen=True)
 class Technique:
     """One row of the registry (memlab.train.registry). Every default is the plain step's.
@@ -46,6 +71,8 @@ class Technique:
     matmul_dtype     the dtype of its matmuls, if not the weights' dtype
     state_bytes      optimizer state for each trained weight
     step_copies      how many float32 copies of a chunk of a weight its step makes
+    matrix_step      what its step takes for matrices of hidden layers, if it has one for those;
+                     `state_bytes` is then the state of all other weights
     kept             bytes of a block's saved tensors that it keeps for backward
     encoded          bytes of so many elements that are kept for backward; None: as they are
     recomputed       the share of the blocks' forward pass that runs again
@@ -66,6 +93,7 @@ class Technique:
     matmul_dtype: str | None = None
     state_bytes: float | None = None
     step_copies: float | None = None
+    matrix_step: MatrixStep | None = None
     kept: Callable[[BlockBytes], int] | None = None
     encoded: Callable[[int], int] | None = None
     recomputed: float = 0.0

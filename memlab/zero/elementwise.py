@@ -3,7 +3,8 @@
 SGD, AdamW and Lion update each element by itself. Other optimizers share something between
 elements: an 8-bit scale, a second moment, a norm, a matrix. In a shard they would share it with the
 wrong elements. The check does not rely on the optimizer's name. It steps a small matrix whole and
-again in two parts, and compares the results and the state.
+again in two parts, and compares the results and the state. An optimizer that steps only some
+matrices as a whole, such as those larger than its rank, says so itself: `is_elementwise = False`.
 """
 
 import copy
@@ -21,6 +22,8 @@ SHAPE, SPLIT_AT, STEPS = (72, 129), 4_500, 2
 
 def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Raise TypeError for an optimizer whose step on shards differs from its step on the whole."""
+    if not getattr(optimizer, "is_elementwise", True):
+        raise TypeError(_refusal(optimizer, "steps matrices as a whole"))
     with disable_current_modes():  # also in a dry run, because the check needs real values
         _require_elementwise(optimizer)
 

@@ -111,11 +111,20 @@ NO_EXERCISES = (
 NO_DAYS = ("0", "18", "99", "1000", HUGE, "9" * 5000)
 NO_FOLDERS = ("", "taken", "taken/below", "/dev/null/x", "d" * 300, "new/" + "d" * 300, "nowhere")
 
-FILLS_THE_OPTIMIZER = ("sgd", "lion", "lion8bit", "adam8bit", "adam-mini", "foreach-adamw")
-NO_SHARDS = ("lion8bit", "adam-mini", "step-in-backward", "offloaded-optimizer", "post-hoc-ema")
+FILLS_THE_OPTIMIZER = (
+    *("sgd", "lion", "lion8bit", "adam8bit", "adam-mini", "foreach-adamw"),
+    *("muon", "galore", "apollo-mini"),
+)
+NO_SHARDS = (
+    *("lion8bit", "adam-mini", "step-in-backward", "offloaded-optimizer", "post-hoc-ema"),
+    *("muon", "galore", "apollo-mini"),
+)
 DTYPES = ("float32", "bfloat16", "float16")
 PRECISIONS = ("float32", "autocast", "bfloat16", "master-weights")
-OPTIMIZERS = ("adamw", "adam8bit", "adam-mini", "lion", "lion8bit")
+OPTIMIZERS = (
+    *("adamw", "adam8bit", "adam-mini", "lion", "lion8bit"),
+    *("muon", "galore", "apollo-mini"),
+)
 COMMANDS = (
     *("measure", "train", "plan", "run", "explain", "doctor"),
     *("start", "check", "hint", "diff", "progress", "reset"),

@@ -5,6 +5,7 @@ import io
 import math
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +14,24 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from memlab.offload import HostStore, OffloadedOptimizer
-from memlab.optim import Adam8bit, AdamMini, AdamW, Lion, Lion8bit, step_in_backward
+from memlab.optim import (
+    Adam8bit,
+    AdamMini,
+    AdamW,
+    Apollo,
+    GaLore,
+    Lion,
+    Lion8bit,
+    Muon,
+    step_in_backward,
+)
 from memlab.optim.adam_mini import by_rows
 from memlab.precision import MasterWeights
 
-OURS = [AdamW, Adam8bit, AdamMini, Lion, Lion8bit]
+OURS = [
+    *(AdamW, Adam8bit, AdamMini, Lion, Lion8bit, Muon),
+    *(partial(kind, rank=3, gap=2) for kind in (GaLore, Apollo)),
+]
 LIKE_ADAMW = [AdamW, Adam8bit, AdamMini]
 
 
@@ -143,7 +157,7 @@ def test_foreach_and_fused_are_accepted_and_ignored(cls):
         ({"betas": ("a", 0.9)}, TypeError, "got betas='a'; give a number"),
         ({"maximize": "no"}, TypeError, "got maximize='no'; give True or False"),
         ({"fused": "yes"}, TypeError, "got fused='yes'; give True or False"),
-        ({"momentum": 0.9}, TypeError, "an unexpected argument 'momentum'=0.9"),
+        ({"dampening": 0.9}, TypeError, "an unexpected argument 'dampening'=0.9"),
     ],
 )
 def test_invalid_settings_are_refused_with_a_message(cls, settings, error, message):

@@ -6,9 +6,11 @@ import pytest
 from quick import quick
 
 from memlab.model import PRESETS, GPTConfig
+from memlab.planner.cards import CARDS
+from memlab.planner.costs import step_seconds
 from memlab.planner.formulas import MOMENTS, StepFormula, training_bytes
 from memlab.planner.recipes import Recipe, usual_kinds
-from memlab.train import Adapters, Setting, combined, predicted_trace
+from memlab.train import TECHNIQUES, Adapters, Setting, combined, predicted_trace
 from memlab.zero import model_state_bytes
 
 # Grouped heads, an odd MLP, and a large vocabulary relative to the width, as in real models.
@@ -30,6 +32,10 @@ RECIPES = [
     FOUND,
     Recipe(optimizer="adam8bit", checkpointing="selective-checkpointing"),
     Recipe(optimizer="adam-mini", step_in_backward=True),
+    Recipe(optimizer="muon", checkpointing="checkpointing"),
+    Recipe(optimizer="galore", step_in_backward=True, chunked_loss=True),
+    Recipe(optimizer="apollo-mini", checkpointing="checkpointing", chunked_loss=True),
+    Recipe("float32", optimizer="muon", lora=True),
     Recipe(lora=True),
     Recipe(lora=True, checkpointing="checkpointing", chunked_loss=True),
     Recipe(qlora=True),
@@ -52,7 +58,9 @@ def error(config: GPTConfig, recipe: Recipe, batch: int, seq_len: int) -> float:
 
 @pytest.mark.parametrize(
     "recipe",
-    quick(RECIPES[:1], [*RECIPES[:6:2], *RECIPES[7:9], *RECIPES[13:16], RECIPES[17]]),
+    quick(
+        RECIPES[:1], [*RECIPES[:6:2], *RECIPES[7:9], *RECIPES[11:15], *RECIPES[17:20], RECIPES[21]]
+    ),
     ids=str,
 )
 def test_the_formula_is_near_the_prediction_for_a_small_model(recipe):
@@ -194,3 +202,37 @@ def test_adapters_on_attention_alone_save_no_input_of_the_mlp():
     assert kept[0] - kept[1] == SEVEN_BILLION.layers * 512 * 2 * fewer
     state = [found.moments["loss"]["optimizer_state"] for found in (every, attention)]
     assert state[1] == 4 * SEVEN_BILLION.layers * 8 * 4 * 2 * SEVEN_BILLION.hidden_size < state[0]
+
+
+# ------------------------------------------------------------------ optimizers of matrices
+
+
+@pytest.mark.parametrize("name", ["muon", "galore", "apollo-mini"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_state_of_an_optimizer_of_matrices_is_that_of_a_step(name, lora):
+    recipe = Recipe("float32", optimizer=name, lora=lora)
+    setting = Setting(SMALL, 1, 16, recipe.dtype, "cuda")
+    trace = predicted_trace(setting, combined(recipe.techniques, adapters=recipe.adapters))
+    terms = training_bytes(SMALL, recipe, 1, 16).moments["optimizer"]
+    assert terms["optimizer_state"] == trace.at_end["optimizer_state"]
+
+
+def test_newton_schulz_costs_5_widths_over_tokens_of_the_models_own_matmuls():
+    """For square matrices: 30·m³ operations against 6·m² per token. The registry says so."""
+    muon = TECHNIQUES["muon"].matrix_step
+    m, tokens = 1_024, 4_096
+    assert muon.operations(m, m, 0) / (6 * m * m * tokens) == 5 * m / tokens
+
+
+def test_the_matmuls_of_an_optimizer_take_time():
+    card = CARDS["h100"]
+    seconds = {
+        name: step_seconds(SEVEN_BILLION, Recipe(optimizer=name), 1, 2_048, gpus=1, card=card)
+        for name in ("lion", "muon", "galore", "apollo-mini")
+    }
+    assert "matrix step" not in seconds["lion"]
+    of = {name: terms.get("matrix step", 0) for name, terms in seconds.items()}
+    assert of["muon"] > of["apollo-mini"] > 0
+    assert of["galore"] > of["apollo-mini"]
+    ratio = of["muon"] / seconds["muon"]["matmuls"]
+    assert 4 < ratio < 5 * 4_096 / 2_048  # below the bound of square matrices

@@ -9,6 +9,7 @@ import re
 import sys
 import tokenize
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,15 @@ from memlab.reference import (
 from memlab.reference.adam8bit import Adam8bit, dynamic_code
 from memlab.reference.adam_mini import adam_mini_, block_size
 from memlab.reference.adamw import adamw_
+from memlab.reference.apollo import apollo_
 from memlab.reference.checkpointing import forget
 from memlab.reference.chunked_loss import chunked_loss
 from memlab.reference.collectives import Wire
+from memlab.reference.galore import galore_
 from memlab.reference.lion import lion_
 from memlab.reference.loss_scaling import Scaler
 from memlab.reference.meter import Meter
+from memlab.reference.muon import muon_
 from memlab.reference.qlora import QLoRALinear
 from memlab.reference.sharded_optimizer import ShardedAdam
 from memlab.reference.sharded_weights import sharded_pass
@@ -120,6 +124,9 @@ LIBRARY_FILES = {
     "memlab/optim/lion.py": "lion",
     "memlab/optim/adam_mini.py": "adam_mini",
     "memlab/optim/adam8bit.py": "adam8bit",
+    "memlab/optim/muon.py": "muon",
+    "memlab/optim/galore.py": "galore",
+    "memlab/optim/apollo.py": "apollo",
     "memlab/optim/in_backward.py": "step_in_backward",
     "memlab/precision/scaling.py": "loss_scaling",
     "memlab/precision/fp8.py": "fp8",
@@ -208,6 +215,31 @@ def test_adam_mini():
     theirs, their_states = stepped_by_library(mini, list(shapes.values()))
     for mine, other in zip(weights, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    assert state_bytes(states) == state_bytes(their_states)
+
+
+MATRICES = [(30, 40), (40, 30), (20, 20)]
+
+
+@pytest.mark.parametrize(
+    ("step_", "kind", "settings", "tolerance"),
+    [
+        # In bfloat16 each Newton–Schulz step rounds; the two versions round in another order.
+        (muon_, partial(optim.Muon, adjust_lr="original"), {"weight_decay": 0.1}, 2e-3),
+        (galore_, partial(optim.GaLore, weight_decay=0), {"rank": 4, "gap": 3}, 1e-5),
+        (apollo_, partial(optim.Apollo, weight_decay=0), {"rank": 4, "gap": 3}, 1e-5),
+    ],
+)
+def test_muon_galore_and_apollo(step_, kind, settings, tolerance):
+    settings = {"lr": 0.01, **settings}
+    weights = [seeded(*shape, seed=n) for n, shape in enumerate(MATRICES)]
+    states: list[dict[str, Any]] = [{} for _ in weights]
+    for step in range(6):
+        for n, (weight, state) in enumerate(zip(weights, states, strict=True)):
+            step_(weight, seeded(*weight.shape, seed=10 * step + n), state, **settings)
+    theirs, their_states = stepped_by_library(lambda w: kind(w, **settings), MATRICES)
+    for mine, other in zip(weights, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=tolerance)
     assert state_bytes(states) == state_bytes(their_states)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -318,7 +319,11 @@ class ByNorm(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    "optimizer", [optim.Adam8bit, optim.Lion8bit, adam_mini, torch.optim.Adafactor, ByNorm]
+    "optimizer",
+    [
+        *(optim.Adam8bit, optim.Lion8bit, adam_mini, torch.optim.Adafactor, ByNorm),
+        *(optim.Muon, partial(optim.GaLore, rank=3), partial(optim.Apollo, rank=1024)),
+    ],
 )
 def test_an_optimizer_that_is_not_elementwise_is_refused(optimizer):
     model = model_of()

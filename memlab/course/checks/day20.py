@@ -1,0 +1,600 @@
+"""Day 20: optimizers since Adam."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from memlab.course.checks.day16 import everything_elsewhere
+from memlab.course.exercises import Bill, Day, Exercise, require
+from memlab.course.properties import is_tensor, same_byte_counts, unchanged
+from memlab.course.solutions import body, mistakes, solution
+from memlab.metering import measure
+from memlab.reference.galore import galore_
+from memlab.reference.muon import muon_, newton_schulz
+
+_LIBRARIES = ("memlab.optim", "memlab.reference", "torch.optim", "galore_torch", "apollo_torch")
+
+elements_kept = solution("20.4")
+
+
+def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _values(tensor: Tensor) -> str:
+    """The first three elements, to three digits."""
+    return f"[{', '.join(f'{value:.3g}' for value in tensor.flatten()[:3].tolist())}, …]"
+
+
+def _require_near(call: str, got: Tensor, wanted: Tensor, tolerance: float) -> None:
+    apart = (got - wanted).abs().max().item()
+    require(
+        apart <= tolerance * wanted.abs().max().item() + 1e-12,
+        f"{call} starts with {_values(got)}; wanted {_values(wanted)}.",
+    )
+
+
+# ------------------------------------------------------------------ 20.1: Newton–Schulz
+
+NewtonSchulz = Callable[..., Tensor]
+
+_MATRICES: dict[str, tuple[Tensor, int]] = {
+    "a wide matrix (2, 3), 1 step": (_random(2, 3), 1),
+    "a wide matrix (4, 6), 5 steps": (_random(4, 6, seed=1), 5),
+    "a tall matrix (6, 4), 5 steps": (_random(6, 4, seed=2), 5),
+    "a square matrix (5, 5), 3 steps": (_random(5, 5, seed=3), 3),
+    "a row (1, 7), 5 steps": (_random(1, 7, seed=4), 5),
+    "a matrix (4, 6) of elements near 1e-3, 5 steps": (1e-3 * _random(4, 6, seed=5), 5),
+    "a matrix (4, 6) of zeros, 5 steps": (torch.zeros(4, 6).double(), 5),
+    "a float32 matrix (8, 5), 2 steps": (_random(8, 5, seed=6, dtype=torch.float32), 2),
+}
+_LARGE = _random(1024, 64, dtype=torch.float32)
+
+
+def _check_newton_schulz(answer: NewtonSchulz) -> str:
+    for name, (matrix, steps) in _MATRICES.items():
+        call = f"newton_schulz of {name}"
+        mine = matrix.clone()
+        with unchanged(call, matrix=mine):
+            got = answer(mine, steps)
+        wanted = newton_schulz(matrix, steps)
+        is_tensor(call, got, dtype=matrix.dtype, shape=tuple(matrix.shape))
+        if isinstance(got, Tensor) and got.shape == wanted.shape:
+            _require_near(call, got, wanted, 1e-4 if matrix.dtype == torch.float32 else 1e-9)
+    peak = {who: _peak(step) for who, step in (("got", answer), ("wanted", newton_schulz))}
+    limit = peak["wanted"] + 2 * _LARGE.nbytes
+    require(
+        peak["got"] <= limit,
+        f"newton_schulz of a tall matrix (1024, 64), {_LARGE.nbytes:,} bytes, allocates up to "
+        f"{peak['got']:,} bytes; wanted at most {limit:,}.",
+        evidence="peak",
+    )
+    return (
+        f"{len(_MATRICES)} matrices, wide, tall and square · unchanged arguments · no square "
+        f"larger than the short side's"
+    )
+
+
+def _peak(step: NewtonSchulz) -> int:
+    trace = measure(lambda: step(_LARGE, 5))
+    return trace.peak_bytes - _LARGE.nbytes
+
+
+_X = "x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix  # (short, long)"
+_SCALED = "x = x / x.norm().clamp(min=1e-7)"
+_BACK = "return x.T if matrix.shape[0] > matrix.shape[1] else x"
+_STEP = "x = a * x + (b * gram + c * gram @ gram) @ x"
+
+_NEWTON_SCHULZ = Exercise(
+    id="20.1",
+    title="Newton–Schulz",
+    minutes=12,
+    difficulty=2,
+    hints=(
+        "Before the loop: transpose if there are more rows than columns, and divide by the norm. "
+        "In the loop, X Xᵀ occurs twice: compute it once. At the end, transpose back.",
+        "gram = x @ x.T. Then aX + b(XXᵀ)X + c(XXᵀ)²X is a * x plus one product of a square matrix "
+        "with x.",
+        "x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix; x = x / "
+        "x.norm().clamp(min=1e-7); in the loop: gram = x @ x.T; x = a * x + (b * gram + c * gram @ "
+        "gram) @ x.",
+    ),
+    reference=newton_schulz,
+    check=_check_newton_schulz,
+    rebuilds=(*_LIBRARIES, "torch.linalg.svd", "torch.linalg.eigh", "torch.svd"),
+    wrong_answers=mistakes(
+        "20.1",
+        (
+            "Divide by the norm first: above 1 the polynomial makes singular values explode.",
+            (_SCALED, "x = x * 1.0"),
+        ),
+        (
+            "A matrix of zeros has a norm of 0: divide by at least 1e-7.",
+            (".clamp(min=1e-7)", ""),
+        ),
+        (
+            "The norm is that of the whole matrix, √Σx². This is its largest element.",
+            ("x.norm().clamp(min=1e-7)", "x.abs().max().clamp(min=1e-7)"),
+        ),
+        (
+            "Gradients are small: 1e-7 is the least to divide by, not 1.",
+            ("clamp(min=1e-7)", "clamp(min=1)"),
+        ),
+        ("`steps` says how many steps; this takes five.", ("range(steps)", "range(5)")),
+        ("This is one step. Repeat it `steps` times.", ("range(steps)", "range(1)")),
+        (
+            "c belongs to (X Xᵀ)², so square the product.",
+            ("c * gram @ gram", "c * gram"),
+        ),
+        (
+            "This squares each element. (X Xᵀ)² is a product of matrices.",
+            ("c * gram @ gram", "c * gram**2"),
+        ),
+        ("The term aX is missing.", ("a * x + ", "")),
+        (
+            "b and c are exchanged: b is for σ³, with one X Xᵀ.",
+            ("a, b, c = COEFFICIENTS", "a, c, b = COEFFICIENTS"),
+        ),
+        (
+            "These coefficients, 3/2 and −1/2, converge to exactly 1, but lift small values "
+            "slowly. Use COEFFICIENTS.",
+            ("a, b, c = COEFFICIENTS", "a, b, c = 1.5, -0.5, 0.0"),
+        ),
+        (
+            "Of a tall matrix X Xᵀ is the larger square. Transpose it first.",
+            (_X, "x = matrix"),
+            (_BACK, "return x"),
+        ),
+        ("The result of a tall matrix is still transposed.", (_BACK, "return x")),
+        (
+            "The matrix itself was scaled. Divide into a new tensor.",
+            (_SCALED, "x.div_(x.norm().clamp(min=1e-7))"),
+        ),
+        (
+            "This scales the matrix again in each step, which undoes the step before.",
+            (_STEP, f"{_STEP}\n        x = x / x.norm().clamp(min=1e-7)"),
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 20.2: Muon's step
+
+Step = Callable[..., None]
+
+
+class Case(NamedTuple):
+    """A matrix, its settings, and how many steps it takes."""
+
+    shape: tuple[int, int]
+    settings: dict[str, Any]
+    steps: int = 3
+
+    def __str__(self) -> str:
+        named = ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        return f"weight {self.shape}, {named}"
+
+
+_MUON_CASES = (
+    Case((2, 3), {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}, 1),
+    Case((2, 3), {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}),
+    Case((4, 6), {"lr": 0.5, "momentum": 0.6, "weight_decay": 0.3}),
+    Case((7, 3), {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.2}),
+    Case((5, 5), {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.1}),
+)
+
+
+def _run(
+    step_: Step, case: Case, call: str | None = None, dtype: torch.dtype = torch.float64
+) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    """The weight and a copy of the state after each step. With `call`, require that the step is in
+    place and leaves the gradient alone."""
+    weight, state = _random(*case.shape, dtype=dtype), {}
+    address, weights, states = weight.data_ptr(), [], []
+    for seed in range(1, case.steps + 1):
+        gradient = seed * _random(*case.shape, seed=seed, dtype=dtype)
+        passed = gradient.clone()
+        with torch.no_grad():
+            step_(weight, passed, state, **case.settings)
+        if call is not None:
+            require(torch.equal(passed, gradient), f"{call} changed the gradient.")
+            require(weight.data_ptr() == address, f"{call} gave the weight other memory.")
+        passed.zero_()  # as zero_grad(set_to_none=False) does: the state must not be a view of it
+        weights.append(weight.clone())
+        states.append({k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()})
+    return weights, [*states, state]
+
+
+def _stored_bytes(state: dict[str, Any]) -> int:
+    """Of the storages of the state's tensors, without single numbers."""
+    tensors = [value for value in state.values() if isinstance(value, Tensor) and value.numel() > 1]
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
+
+
+def _require_weights(
+    call: str, got: Iterable[Tensor], wanted: Iterable[Tensor], tol: float
+) -> None:
+    for step, (mine, right) in enumerate(zip(got, wanted, strict=True), 1):
+        _require_near(f"{call}: after step {step} the weight", mine, right, tol)
+
+
+def _require_bytes(call: str, state: dict[str, Any], wanted: int) -> None:
+    held = _stored_bytes(state)
+    require(
+        held == wanted,
+        f"{call}: the state keeps {held:,} bytes alive; wanted {wanted:,}.",
+    )
+
+
+def _check_muon(answer: Step) -> str:
+    for case in _MUON_CASES:
+        call = f"muon_, {case}"
+        in_float64 = partial(answer, dtype=torch.float64)
+        got, states = _run(in_float64, case, call)
+        wanted, _ = _run(partial(muon_, dtype=torch.float64), case)
+        _require_weights(call, got, wanted, 1e-9)
+        _require_bytes(call, states[-1], 8 * got[0].numel())
+    case = Case((24, 40), {"lr": 1.0, "weight_decay": 0.0}, 1)
+    call = "muon_, weight (24, 40) in float32, default dtype"
+    ((mine,), _), ((exact,), _) = (
+        _run(step, case, dtype=torch.float32)
+        for step in (answer, partial(muon_, dtype=torch.float32))
+    )
+    apart = ((mine - exact).norm() / exact.norm()).item()
+    require(mine.dtype == torch.float32, f"{call} changed the weight's dtype.")
+    require(
+        1e-5 < apart < 0.05,
+        f"{call}: the step is {'too near to' if apart < 0.05 else 'too far from'} that in float32; "
+        f"wanted the rounding of bfloat16.",
+    )
+    return f"{sum(case.steps for case in _MUON_CASES)} steps are right · one tensor in the state"
+
+
+_AHEAD = "ahead = (1 - momentum) * gradient + momentum * m"
+_NEW_M = "m = momentum * m + (1 - momentum) * gradient"
+_DECAY = "weight *= 1 - lr * weight_decay"
+_SHAPE = "max(1, rows / columns) ** 0.5"
+
+_MUON = Exercise(
+    id="20.2",
+    title="Muon's step",
+    minutes=10,
+    difficulty=2,
+    hints=(
+        'state.get("m", torch.zeros_like(gradient)) is the momentum before the step. Which of M '
+        "and X is kept, and which is orthogonalized?",
+        "Keep the new M. X, one gradient ahead, is a temporary: cast it with .to(dtype), pass it "
+        "to newton_schulz, cast the result with .to(weight.dtype). `weight *=` works in place.",
+        'state["m"] = m = momentum * m + (1 - momentum) * gradient; ahead = (1 - momentum) * '
+        "gradient + momentum * m; weight *= 1 - lr * weight_decay; weight -= lr * "
+        "max(1, rows / columns) ** 0.5 * newton_schulz(ahead.to(dtype)).to(weight.dtype).",
+    ),
+    reference=muon_,
+    check=_check_muon,
+    rebuilds=_LIBRARIES,
+    wrong_answers=mistakes(
+        "20.2",
+        ("Orthogonalize X, one gradient ahead, not M.", ("ahead.to(dtype)", "m.to(dtype)")),
+        ("Nothing is orthogonalized.", ("newton_schulz(ahead.to(dtype))", "ahead.to(dtype)")),
+        (
+            "The state is X. Keep M, without the gradient ahead.",
+            (_AHEAD, f'{_AHEAD}\n    state["m"] = ahead'),
+        ),
+        (
+            "The gradients of earlier steps play no part: read M from the state, and use it.",
+            ('state.get("m", torch.zeros_like(gradient))', "torch.zeros_like(gradient)"),
+        ),
+        ("The weight decay is missing.", (_DECAY, "")),
+        (
+            "The decay is not multiplied by the learning rate.",
+            (_DECAY, "weight *= 1 - weight_decay"),
+        ),
+        (
+            "Coupled decay: it went into the gradient, and was orthogonalized with it.",
+            (_DECAY, ""),
+            (
+                "rows, columns = weight.shape",
+                "rows, columns = weight.shape\n    gradient = gradient + weight_decay * weight",
+            ),
+        ),
+        ("The factor √max(1, rows / columns) is missing.", (f"{_SHAPE} * ", "")),
+        ("Rows over columns: this is the inverse.", ("rows / columns", "columns / rows")),
+        ("The root of the ratio is missing.", (_SHAPE, "max(1, rows / columns)")),
+        ("The ratio counts only if it is above 1.", (_SHAPE, "(rows / columns) ** 0.5")),
+        (
+            "Cast X to `dtype` before you orthogonalize it.",
+            ("ahead.to(dtype)", "ahead"),
+        ),
+        (
+            "This makes a new weight. Write into the one that you get.",
+            (_DECAY, "weight = weight * (1 - lr * weight_decay)"),
+        ),
+        (
+            "Two tensors are kept. X is a temporary.",
+            (_AHEAD, f'{_AHEAD}\n    state["ahead"] = ahead'),
+        ),
+        ("The step goes up the gradient.", ("weight -= lr", "weight += lr")),
+    ),
+)
+
+# ------------------------------------------------------------------ 20.3: GaLore's step
+
+_GALORE_CASES = (
+    Case((3, 5), {"lr": 0.1, "rank": 2}, 1),
+    Case((3, 5), {"lr": 0.1, "rank": 2, "gap": 100}),
+    Case((6, 4), {"lr": 0.3, "rank": 1, "gap": 2, "scale": 0.5, "eps": 0.1}, 5),
+    Case((5, 5), {"lr": 0.1, "rank": 3, "gap": 3, "betas": (0.6, 0.8)}, 5),
+    Case((8, 30), {"lr": 0.1, "rank": 4, "gap": 1, "scale": 1.0}, 3),
+)
+
+
+def _check_galore(answer: Step) -> str:
+    for case in _GALORE_CASES:
+        call = f"galore_, {case}"
+        got, states = _run(answer, case, call)
+        _require_state(call, case, states[0])
+        wanted = _with_projectors(case, [state["P"] for state in states[:-1]])
+        for step, state in enumerate(states[:-1]):
+            _require_projector(call, case, step, state["P"], states[step - 1]["P"])
+        _require_weights(call, got, wanted, 1e-7)
+        short, long = sorted(case.shape)
+        _require_bytes(call, states[-1], 8 * case.settings["rank"] * (short + 2 * long))
+    return (
+        f"{sum(case.steps for case in _GALORE_CASES)} steps, wide, tall and square · P renewed "
+        f"after `gap` steps · r(m + 2n) elements kept"
+    )
+
+
+def _require_state(call: str, case: Case, state: dict[str, Any]) -> None:
+    short, long = sorted(case.shape)
+    rank = case.settings["rank"]
+    for name, shape in {"P": (short, rank), "m": (rank, long), "v": (rank, long)}.items():
+        is_tensor(f'{call}: state["{name}"]', state.get(name), shape=shape)
+
+
+def _gradient_of(case: Case, step: int) -> Tensor:
+    """The gradient of a step, from 0, short side first."""
+    gradient = (step + 1) * _random(*case.shape, seed=step + 1)
+    return gradient.T if case.shape[0] >= case.shape[1] else gradient
+
+
+def _require_projector(call: str, case: Case, step: int, got: Tensor, before: Tensor) -> None:
+    """By the space that it spans: singular vectors have no sign of their own."""
+    if step % case.settings.get("gap", 200):
+        require(
+            torch.equal(got, before),
+            f"{call}: P changed at step {step + 1}; wanted new directions every `gap` steps.",
+        )
+        return
+    lengths = got.double().norm(dim=0)
+    if not torch.allclose(lengths, torch.ones_like(lengths)):
+        require(
+            False,
+            f"{call}: the columns of P of step {step + 1} have lengths {_values(lengths)}; wanted "
+            f"1.",
+        )
+        return
+    u = torch.linalg.svd(_gradient_of(case, step))[0][:, : case.settings["rank"]]
+    apart = (got.double() @ got.double().T - u @ u.T).abs().max().item()
+    require(
+        apart < 1e-6,
+        f"{call}: P of step {step + 1} does not have the {u.shape[1]} largest directions of that "
+        f"step's gradient.",
+    )
+
+
+def _with_projectors(case: Case, projectors: list[Tensor]) -> list[Tensor]:
+    """The weights after each step, with these projections."""
+    settings = {"gap": 200, "scale": 0.25, "betas": (0.9, 0.999), "eps": 1e-8, **case.settings}
+    (beta1, beta2), weight, found = settings["betas"], _random(*case.shape), []
+    m = v = torch.zeros(()).double()
+    for t, projector in enumerate(projectors, 1):
+        low = projector.T @ _gradient_of(case, t - 1)
+        m, v = beta1 * m + (1 - beta1) * low, beta2 * v + (1 - beta2) * low**2
+        step = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + settings["eps"])
+        back = settings["lr"] * settings["scale"] * projector @ step
+        weight = weight - (back.T if case.shape[0] >= case.shape[1] else back)
+        found.append(weight.clone())
+    return found
+
+
+_IS_TALL = "weight.shape[0] >= weight.shape[1]"
+_RENEWED = "(t - 1) % gap == 0"
+_P = "u[:, :rank].clone()"
+_ROOT = "((v / (1 - beta2**t)).sqrt() + eps)"
+
+_GALORE = Exercise(
+    id="20.3",
+    title="GaLore's step",
+    minutes=18,
+    difficulty=3,
+    hints=(
+        "Start like Day 8's AdamW: count t in the state. The moments are those of P.T @ gradient, "
+        "and only the last line sees the weight's shape.",
+        "weight.T is a view, so `weight -= …` on it writes into the weight itself. (t - 1) % gap "
+        "== 0 is true at steps 1, 1 + gap, … What does u[:, :rank] keep alive?",
+        'state["P"] = u[:, :rank].clone(); low = state["P"].T @ gradient; m and v as in Adam, '
+        'with low in the gradient\'s place; weight -= lr * scale * state["P"] @ (m / (1 - '
+        "beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps)).",
+    ),
+    reference=galore_,
+    check=_check_galore,
+    rebuilds=_LIBRARIES,
+    wrong_answers=mistakes(
+        "20.3",
+        (
+            "The slice keeps all of U in memory. Clone it.",
+            (_P, "u[:, :rank]"),
+        ),
+        ("P is found at every step. Keep it for `gap` steps.", (_RENEWED, "True")),
+        (
+            "P is found once and never again.",
+            (_RENEWED, "t == 1"),
+        ),
+        (
+            "Steps count from 1: this renews P one step early.",
+            (_RENEWED, 't % gap == 0 or "P" not in state'),
+        ),
+        (
+            "These are the smallest directions. Singular values come sorted, the largest first.",
+            (_P, "u[:, -rank:].clone()"),
+        ),
+        (
+            "Of a square matrix, too, work on the transpose: rows ≥ columns.",
+            (_IS_TALL, "weight.shape[0] > weight.shape[1]"),
+        ),
+        (
+            "Project the short side. Tall matrices are transposed, not wide ones.",
+            (_IS_TALL, "weight.shape[0] < weight.shape[1]"),
+        ),
+        (
+            "A tall matrix has its short side in the columns: work on its transpose.",
+            (_IS_TALL, "False"),
+        ),
+        (
+            "New directions do not set the moments back to zero.",
+            (
+                "zeros = torch.zeros_like(low)",
+                "zeros = torch.zeros_like(low)\n    if (t - 1) % gap == 0:\n"
+                '        state.pop("m", None), state.pop("v", None)',
+            ),
+        ),
+        ("The update is multiplied by `scale`, too.", ("lr * scale *", "lr *")),
+        ("v starts at zero: divide it by 1 − β₂ᵗ.", (_ROOT, "(v.sqrt() + eps)")),
+        ("m starts at zero: divide it by 1 − β₁ᵗ.", ("m / (1 - beta1**t)", "m")),
+        (
+            "Add eps outside of the root, as in AdamW.",
+            (_ROOT, "(v / (1 - beta2**t) + eps).sqrt()"),
+        ),
+        ("v has the squares of R.", ("low**2", "low.abs()")),
+        (
+            "The moments have the gradient's full size: nothing is saved. Project it before.",
+            ('low = state["P"].T @ gradient  # (r, n)', "low = gradient"),
+            ('state["P"] @ step', 'state["P"] @ (state["P"].T @ step)'),
+        ),
+        (
+            "This makes a new weight. Write into the one that you get.",
+            ("weight -= lr * scale", "weight = weight - lr * scale"),
+        ),
+        (
+            "P also multiplies by the singular values. Its columns are directions of length 1.",
+            (
+                "u, _, _ = torch.linalg.svd(gradient, full_matrices=False)",
+                "u, s, _ = torch.linalg.svd(gradient, full_matrices=False)\n        u = u * s",
+            ),
+        ),
+        (
+            "The betas are always 0.9 and 0.999: take them from `betas`.",
+            ("beta1, beta2 = betas", "beta1, beta2 = 0.9, 0.999"),
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 20.4: the state of a matrix
+
+Kept = Callable[[int, int, int], dict[str, int]]
+
+_SHAPES = (
+    (2, 3, 1),
+    (3, 2, 1),
+    (4, 4, 2),
+    (6, 40, 5),
+    (6, 40, 6),
+    (40, 6, 9),
+    (4096, 11_008, 1024),
+)
+
+
+def _check_kept(answer: Kept) -> str:
+    for rows, columns, rank in _SHAPES:
+        call = f"elements_kept({rows}, {columns}, {rank})"
+        wanted = elements_kept(rows, columns, rank)
+        units: dict[str, dict[str, int]] = {name: {} for name in wanted}
+        same_byte_counts(call, answer(rows, columns, rank), wanted, units)
+    return f"{len(_SHAPES)} shapes match"
+
+
+_KEPT = Exercise(
+    id="20.4",
+    title="The state of a matrix",
+    minutes=10,
+    difficulty=2,
+    hints=(
+        "Sort the two sides first. GaLore has one tensor along the short side and two along the "
+        "long one.",
+        "P is (short, rank); its moments are (rank, long). APOLLO's P is drawn from a seed. SOAP "
+        "has two squares of each side, and both moments.",
+        'short, long = sorted((rows, columns)); "galore": rank * (short + 2 * long), "apollo": 2 * '
+        'rank * long, "soap": 2 * short**2 + 2 * long**2 + 2 * short * long.',
+    ),
+    reference=elements_kept,
+    check=_check_kept,
+    wrong_answers=mistakes(
+        "20.4",
+        (
+            "GaLore's moments lie along the long side, and P along the short one.",
+            ("rank * (short + 2 * long)", "rank * (long + 2 * short)"),
+        ),
+        ("GaLore keeps P, too.", ("rank * (short + 2 * long)", "2 * rank * long")),
+        ("GaLore keeps two moments.", ("(short + 2 * long)", "(short + long)")),
+        (
+            "APOLLO has no P to keep: it is drawn again from a seed.",
+            ('"apollo": 2 * rank * long', '"apollo": rank * (short + 2 * long)'),
+        ),
+        ("APOLLO's moments lie along the long side.", ("2 * rank * long", "2 * rank * short")),
+        (
+            "At a rank of the short side or above, nothing is projected.",
+            ("projected = rank < short", "projected = True"),
+        ),
+        (
+            "At a rank of exactly the short side, nothing is projected either.",
+            ("rank < short", "rank <= short"),
+        ),
+        (
+            "Rows can be the long side. Sort the two.",
+            ("sorted((rows, columns))", "(rows, columns)"),
+        ),
+        ("Muon has a momentum, and nothing else.", ('"muon": short * long', '"muon": whole')),
+        (
+            "SOAP keeps eigenvectors as well: two squares of each side.",
+            ("2 * short**2 + 2 * long**2 + whole", "short**2 + long**2 + whole"),
+        ),
+        (
+            "SOAP is Adam in another basis: it has both moments, too.",
+            ("2 * long**2 + whole", "2 * long**2"),
+        ),
+        (
+            "Shampoo has a square of each side, m² + n².",
+            ('"shampoo": short**2 + long**2', '"shampoo": short**2'),
+        ),
+        (
+            "These are bytes. Wanted elements.",
+            body(
+                "elements_kept",
+                """
+                short, long = sorted((rows, columns))
+                whole, projected = 8 * short * long, rank < short
+                return {
+                    "adamw": whole,
+                    "muon": 4 * short * long,
+                    "galore": 4 * rank * (short + 2 * long) if projected else whole,
+                    "apollo": 8 * rank * long if projected else whole,
+                    "shampoo": 4 * (short**2 + long**2),
+                    "soap": 8 * short**2 + 8 * long**2 + whole,
+                }
+                """,
+            ),
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ the bill
+
+DAY = Day(
+    exercises=(_NEWTON_SCHULZ, _MUON, _GALORE, _KEPT),
+    bill=Bill("day 20: smaller state, where none is on the device", everything_elsewhere),
+)
