@@ -26,6 +26,7 @@
 # What does that cost?
 
 # %%
+import time
 from dataclasses import replace
 from functools import cache, partial
 
@@ -39,6 +40,7 @@ from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu
 from memlab.course.bill import SETTING
 from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS
+from memlab.monitoring.counters import counters_for
 from memlab.optim.apollo import MINI
 from memlab.planner import memory_named
 from memlab.reference.soap import shampoo_, soap_
@@ -556,33 +558,32 @@ for claim, found in CLAIMS.items():
 
 
 # %%
-def on_gpu(make):
+def on_gpu(make, gpu):
     """Milliseconds of a step, and GiB at its peak beyond what is there before."""
-    weights = [torch.randn(s, device="cuda").requires_grad_() for s in sides[:7]]
+    counters = counters_for(gpu)
+    weights = [torch.randn(s, device=gpu).requires_grad_() for s in sides[:7]]
     optimizer = make(weights)
     for weight in weights:
         weight.grad = torch.randn_like(weight)
     optimizer.step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
+    torch.accelerator.synchronize()
+    counters.reset_peak()
+    before, begin = counters.read().allocated_bytes, time.perf_counter()
     optimizer.step()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end), (torch.cuda.max_memory_allocated() - before) / 2**30
+    torch.accelerator.synchronize()
+    spent = time.perf_counter() - begin
+    return 1000 * spent, (counters.read().peak_bytes - before) / 2**30
 
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
-if torch.cuda.is_available():
+if gpu := torch.accelerator.current_accelerator(check_available=True):
     for name, make in {
         "AdamW": optim.AdamW, "Muon": optim.Muon, "APOLLO-Mini": partial(optim.Apollo, **MINI),
         "GaLore, with an SVD": partial(optim.GaLore, rank=1024, gap=1),
         "GaLore, without": partial(optim.GaLore, rank=1024),
     }.items():  # fmt: skip
-        time, extra = on_gpu(make)
-        print(f"{name:20} {time:8.1f} ms, {extra:.2f} GiB of temporaries")
+        spent, extra = on_gpu(make, gpu)
+        print(f"{name:20} {spent:8.1f} ms, {extra:.2f} GiB of temporaries")
 else:
     print(stored_on_a_gpu("day 20"))
 

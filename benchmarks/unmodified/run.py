@@ -22,7 +22,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -206,7 +205,6 @@ class Answer(NamedTuple):
 
     peak: int | None
     reason: str
-    seconds: float
 
 
 def written(name: str, folder: Path) -> Path:
@@ -235,7 +233,6 @@ def answer(script: Script, clones: Path, options: list[str], arguments: str) -> 
         line = ["run", "--json", "--out", scratch, *options, path.name, *words]
         older = [clones / script.package / "site-packages"] if script.package else []
         paths = [folder, *older, *sys.path]
-        start = time.monotonic()
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "memlab", *line],
@@ -246,11 +243,10 @@ def answer(script: Script, clones: Path, options: list[str], arguments: str) -> 
                 timeout=LIMIT_S,
             )
         except subprocess.TimeoutExpired:
-            return Answer(None, f"took more than {LIMIT_S} s", LIMIT_S)
-    seconds = time.monotonic() - start
+            return Answer(None, f"took more than {LIMIT_S} s")
     if done.returncode:
-        return Answer(None, done.stderr.strip().splitlines()[-1].removeprefix("memlab: "), seconds)
-    return Answer(json.loads(done.stdout)["rows"][0]["peak_bytes"], "", seconds)
+        return Answer(None, done.stderr.strip().splitlines()[-1].removeprefix("memlab: "))
+    return Answer(json.loads(done.stdout)["rows"][0]["peak_bytes"], "")
 
 
 def row(script: Script, clones: Path) -> str:
@@ -264,7 +260,7 @@ def row(script: Script, clones: Path) -> str:
         cells.append(f"{apart:+,} B of {real.peak:,}" if apart else "equal")
     else:
         cells.append(real.reason or "not compared")
-    return f"| {script.title} | {' | '.join(cells)} | {predicted.seconds:.0f} s |"
+    return f"| {script.title} | {' | '.join(cells)} |"
 
 
 HEADING = f"""# Training scripts that `memlab run` runs unmodified
@@ -277,10 +273,9 @@ others of the same shapes.
 - predicted: the peak of allocated memory on an A100, from fake tensors
 - dry: the peak on the CPU, from fake tensors
 - dry and real: whether the peak of the real step on the CPU is the same
-- time: of the prediction, with the import of the packages
 
-| script | predicted | dry | dry and real | time |
-| --- | ---: | ---: | --- | ---: |
+| script | predicted | dry | dry and real |
+| --- | ---: | ---: | --- |
 """
 
 
