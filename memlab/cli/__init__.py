@@ -576,14 +576,14 @@ def plan_command(
 
     _require_script_for(assume, script)
     if deepspeed is not None:
-        from memlab.cli.plan_deepspeed import plan_deepspeed
-
         others = [n for n in context.params if n not in WITH_DEEPSPEED]
         if given := ", ".join(_given(context, *others)):
             raise UsageError(
                 f"got --deepspeed together with {given}; the config says how the model is trained, "
                 f"so leave them out"
             )
+        from memlab.cli.plan_deepspeed import plan_deepspeed
+
         with terminal.style(wide=wide, as_json=as_json):
             status = plan_deepspeed(
                 deepspeed,
