@@ -621,6 +621,8 @@ print(f"all 8 losses equal torch's to 1e-4: {torch.allclose(mine, torchs, atol=1
 # is one way; in the library the queries of a group are rows of one matrix, so the product that
 # makes dk (or dv) sums over the group, too. What else `memlab.attention.flash_attention` has:
 # windows, dropout whose mask is made again from a seed, and float32 inside for bfloat16.
+# `memlab.attention.package_interface` has it with the arguments of the package's `flash_attn_func`:
+# q is (batch, tokens, heads, width) there, and the causal diagonal is the bottom-right one.
 
 # %% [markdown]
 # ## At scale: seven billion

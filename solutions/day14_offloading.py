@@ -8,7 +8,7 @@
 # hooks, the optimizer and the stream of layers that do it, and a commit that no power failure can
 # hurt.
 #
-# About 105 minutes, 77 of them for five exercises. You need a laptop; a GPU is not needed. Nothing
+# About 110 minutes, 77 of them for five exercises. You need a laptop; a GPU is not needed. Nothing
 # is downloaded, and nothing stays on the disk.
 
 # %% [markdown]
@@ -928,6 +928,49 @@ verdict(
     condition="for a GPU of 32 GB, which is what its paper used, and a host with 14 bytes a "
     "weight, 182 GB; one of 24 GB wants weights streamed, too",
     otherwise="the weights alone are too large",
+)
+
+# %% [markdown]
+# The examples are configs of DeepSpeed. `memlab plan --deepspeed ds_config.json` says of each key
+# what it costs and saves. Here are both, for 7B on one GPU: as they stand, and with 16-bit weights
+# and checkpointing, as in the dry runs. By formula; DeepSpeed itself does not run here.
+
+# %%
+from memlab.configs.deepspeed import CHECKPOINTING, parse_deepspeed
+from memlab.planner.deepspeed import DeepSpeedStep
+
+CONFIGS = {
+    "CPU": """{"zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": true},
+        "offload_param": {"device": "cpu", "pin_memory": true}}}""",
+    "NVMe": """{"zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"}}}""",
+}
+in_deepspeed = {}
+for name, text in CONFIGS.items():
+    given = parse_deepspeed(text)
+    better = given.with_value("bf16.enabled", True).with_value(CHECKPOINTING, True)
+    for how, config in (("as it stands", given), ("bf16, checkpoints", better)):
+        step = in_deepspeed[name, how] = DeepSpeedStep(seven, config, seq_len=2048)
+        places = step.gpu_bytes, step.host_bytes, step.disk_bytes
+        print(f"{name:5}{how:18}", end="")
+        words = zip(("GPU", "host", "NVMe"), places, strict=True)
+        print(", ".join(f"{place} {count / 1e9:6.1f} GB" for place, count in words))
+
+# %%
+cpu, nvme = (in_deepspeed[name, "bf16, checkpoints"] for name in CONFIGS)
+verdict(
+    "23d",
+    nvme.gpu_bytes <= cpu.gpu_bytes,
+    f"7B, 1 × 2,048 tokens, by formula: the GPU holds {cpu.gpu_bytes / 1e9:.1f} GB with the first "
+    f"config and {nvme.gpu_bytes / 1e9:.1f} with the second, of which "
+    f"{nvme.terms['weights'] / 1e9:.1f} are weights; the host {cpu.host_bytes / 1e9:.1f} and "
+    f"{nvme.host_bytes / 1e9:.1f}; as they stand, without bf16, both train in float32",
+    condition="for the GPU and the host",
+    otherwise="the second config leaves the weights on the GPU, so a GPU holds a smaller model "
+    "with it; it spares the host, not the GPU: for larger models add offload_param",
 )
 
 # %%

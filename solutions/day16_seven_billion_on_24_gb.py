@@ -576,6 +576,24 @@ print(
     f"of it block inputs {4 * 32 * kept / 8 / 1e9:.1f} GB; not cut in t {4 * 32 * kept / 1e9:.1f}"
 )
 
+# %%
+layout = Recipe("master-weights", checkpointing="checkpointing", zero_stage=1, tensor_parallel=8,
+                pipeline_parallel=4)  # fmt: skip
+of_planner = training_bytes(huge, layout, 1, TOKENS, gpus=128)
+print("the planner, BF16, one micro-batch; GB of a GPU at its fullest moments:")
+for moment in ("gradients", "optimizer"):
+    terms = of_planner.moments[moment]
+    print(f"  {moment}: {sum(terms.values()) / 1e9:.1f} =", end=" ")
+    large = {name: n / 1e9 for name, n in terms.items() if n > 1e8}
+    print(" + ".join(f"{n:.1f} {name.replace('_', ' ')}" for name, n in large.items()))
+
+# %% [markdown]
+# `memlab plan --tensor-parallel 8 --pipeline-parallel 4` prints such rows. In the step, the planner
+# counts float32 gradients of a rank's share beside the others, which the guide leaves out, too.
+#
+# Nothing of this is measured. memlab runs neither tensor nor pipeline parallelism. FP8 copies of
+# matrices, the network's buffers and FlashAttention 3's workspace are in no formula.
+
 # %% [markdown]
 # "Left" has to hold a block at work, the last stage's logits, the network's buffers and the
 # allocator's holes: some gigabytes. A formula that is 5 % off can't promise the third line.

@@ -1,12 +1,14 @@
 """Tests of benchmarks/gpu.py without a GPU: predictions, comparisons, scores, files, processes."""
 
+import importlib.machinery
 import json
 import os
 import re
+import sys
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from quick import quick
 
 import memlab
 from memlab.allocator import Allocator, Settings, history, recording
+from memlab.attention.package_interface import flash_attn_func
 from memlab.course.elsewhere import stored_on_a_gpu
 from memlab.data import batches, source_bytes
 from memlab.model import PRESETS
@@ -907,6 +910,20 @@ def test_a_wrong_implementation_has_a_large_error(monkeypatch):
     monkeypatch.setattr(fused_jobs, "time_in_turn", lambda ours, theirs: [(1.0, 1.0)])
     found = fused_jobs.compare("causal attention", small=True, rehearsal=True)
     assert found["memlab, error / unfused"] > 10
+
+
+def test_the_flash_attn_package_is_called_in_its_own_layout_where_it_is(monkeypatch):
+    """memlab's function of the package's interface stands in for the package."""
+    package = ModuleType("flash_attn")
+    package.flash_attn_func = flash_attn_func
+    package.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    assert fused_jobs.PACKAGE not in fused_jobs.attention_ways(True)  # without a GPU
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    ways = fused_jobs.attention_ways(True)
+    qkv = [torch.randn(1, 2, 33, 8, dtype=torch.float64) for _ in range(3)]
+    theirs = ways[fused_jobs.TORCH](*qkv)
+    torch.testing.assert_close(ways[fused_jobs.PACKAGE](*qkv), theirs)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Tiled attention and chunked loss against torch's and unfused versions: error, memory, time."""
 
+import importlib.util
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ Answer = dict[str, Any]
 Way = Callable[..., Tensor]
 
 DTYPE = torch.bfloat16
-MEMLAB, TORCH, UNFUSED = "memlab", "torch", "unfused"
+MEMLAB, TORCH, UNFUSED, PACKAGE = "memlab", "torch", "unfused", "flash-attn"
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,22 @@ class Problem:
 
 
 def attention_ways(causal: bool) -> dict[str, Way]:
-    return {
+    """Return the implementations; the flash-attn package's where it and a GPU are there."""
+    ways: dict[str, Way] = {
         MEMLAB: partial(flash_attention, causal=causal, tile=1024),
         TORCH: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
         UNFUSED: partial(attention_reference, causal=causal),
     }
+    if torch.cuda.is_available() and importlib.util.find_spec("flash_attn"):
+        from flash_attn import flash_attn_func
+
+        ways[PACKAGE] = by_heads(partial(flash_attn_func, causal=causal))
+    return ways
+
+
+def by_heads(of_package: Way) -> Way:
+    """Return a function of (B, H, T, D) for one of the flash-attn package's (B, T, H, D)."""
+    return lambda *qkv: of_package(*(x.transpose(1, 2) for x in qkv)).transpose(1, 2)
 
 
 def queries_keys_values(device: str, heads: int, tokens: int, width: int) -> list[Tensor]:

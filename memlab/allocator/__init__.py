@@ -20,11 +20,15 @@ not contiguous. Three settings help. `max_split_size_bytes` keeps large blocks u
 `garbage_collection_threshold` releases old blocks before the driver refuses. With
 `expandable_segments`, a pool is one long segment that grows by pages and can release any free page.
 
+A private pool (`torch.cuda.MemPool`) has its own free blocks: what is freed in it serves only its
+own requests, and its segments stay until the pool is deleted. `simulate(trace, pool_of=...)` routes
+each storage to a pool.
+
 `simulate` runs a Trace through these rules. `replay` compares them with a history recorded by
 CUDA: the driver's answers come from the recording, every other decision from the simulation.
 
-Source   torch's c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h. Graph captures
-         and user-made pools are not simulated.
+Source   torch's c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h. Graph captures,
+         and pools with use_on_oom, no_split or an allocator of their own, are not simulated.
 
 memlab.reference.caching_allocator is the short version; `caching` lists what this one adds.
 """

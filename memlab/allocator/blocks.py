@@ -71,11 +71,15 @@ class MemoryBlock:
 
 
 class Pool:
-    """The free blocks of one stream and kind, sorted by (size, address)."""
+    """The free blocks of one stream and kind, sorted by (size, address).
 
-    def __init__(self, stream: int, kind: str, page_bytes: int) -> None:
+    `owner` is the number of the private pool that it belongs to, 0 for none.
+    """
+
+    def __init__(self, stream: int, kind: str, page_bytes: int, owner: int = 0) -> None:
         self.stream = stream
         self.kind = kind
+        self.owner = owner
         self.page_bytes = page_bytes  # for expandable segments
         self.free: list[tuple[int, int, MemoryBlock]] = []
         self.unmapped: list[tuple[int, MemoryBlock]] = []  # by address
@@ -92,15 +96,16 @@ class Pool:
         return rest >= GRANULE_BYTES if self.kind == "small" else rest > SMALL_BYTES
 
 
-class Pools(dict[int, Pool]):
-    """The pools of one kind, by stream. Pools are created on first use."""
+class Pools(dict[tuple[int, int], Pool]):
+    """The pools of one kind, by (stream, owner). Pools are created on first use."""
 
     def __init__(self, kind: str, page_bytes: int) -> None:
         self._kind = kind
         self._page_bytes = page_bytes
 
-    def __missing__(self, stream: int) -> Pool:
-        pool = self[stream] = Pool(stream, self._kind, self._page_bytes)
+    def __missing__(self, key: tuple[int, int]) -> Pool:
+        stream, owner = key
+        pool = self[key] = Pool(stream, self._kind, self._page_bytes, owner)
         return pool
 
 

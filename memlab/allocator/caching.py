@@ -36,6 +36,9 @@ class Allocator:
 
     `place(bytes)` returns the address of a new segment, by default as the driver would.
     With `keeps_history`, `history` holds the events that CUDA would record.
+
+    A private pool, as of `torch.cuda.MemPool`, has a number from 1. Its free blocks serve only its
+    own requests. `empty_cache`, retries and garbage collection leave it alone until `delete_pool`.
     """
 
     def __init__(
@@ -61,19 +64,22 @@ class Allocator:
         self._pending_frees: dict[
             int, MemoryBlock
         ] = {}  # freed but still in use by a stream, by address
+        self._deleted_pools: set[int] = set()
         self._searches = 0  # searches of the large pools: the clock for a free block's age
         self._expands = self.settings.expandable_segments
         self._collects = self.settings.garbage_collection_threshold is not None
         self._max_split_bytes = self.settings.max_split_size_bytes or UNLIMITED_BYTES
         self._is_plain = not self._expands and self._max_split_bytes == UNLIMITED_BYTES
 
-    def malloc(self, requested_bytes: int, stream: int = 0) -> MemoryBlock | None:
+    def malloc(
+        self, requested_bytes: int, stream: int = 0, private_pool: int = 0
+    ) -> MemoryBlock | None:
         """Return a block of at least `requested_bytes` (at least 1), or None if out of memory."""
         size = self._block_bytes.get(requested_bytes)
         if size is None:
             size = block_bytes(requested_bytes, self.settings.roundup_power2_divisions)
             self._block_bytes[requested_bytes] = size
-        pool = (self._small if size <= SMALL_BYTES else self._large)[stream]
+        pool = (self._small if size <= SMALL_BYTES else self._large)[stream, private_pool]
         block = self._take_cached(pool, size) or self._allocate_new(pool, size)
         if block is None:
             return None
@@ -121,10 +127,24 @@ class Allocator:
         for block in self.releasable().values():
             self.release(block)
 
+    def delete_pool(self, private_pool: int) -> None:
+        """Delete a private pool, as when a `MemPool` is garbage collected: release its unused
+        segments now. Those with live blocks are released by later calls of `empty_cache`."""
+        self._deleted_pools.add(private_pool)
+        for block in self._releasable_in(lambda pool: pool.owner == private_pool).values():
+            self.release(block)
+
     def releasable(self) -> dict[tuple[int, int], MemoryBlock]:
         """Return the free block of each (address, bytes) that could be released now."""
+        return self._releasable_in(lambda pool: not pool.owner or pool.owner in self._deleted_pools)
+
+    def _releasable_in(
+        self, may_release: Callable[[Pool], bool]
+    ) -> dict[tuple[int, int], MemoryBlock]:
         found = {}
         for block in self.free_blocks():
+            if not may_release(block.pool):
+                continue
             start, end = whole_pages(block) if self._expands else (block.address, end_of(block))
             if start < end and (self._expands or block.spans_segment):
                 found[start, end - start] = block
@@ -140,7 +160,7 @@ class Allocator:
     def must_release_first(self, requested_bytes: int, stream: int = 0) -> bool:
         """Whether `malloc` would have to release memory to the driver first."""
         size = block_bytes(requested_bytes, self.settings.roundup_power2_divisions)
-        pool = (self._small if size <= SMALL_BYTES else self._large)[stream]
+        pool = (self._small if size <= SMALL_BYTES else self._large)[stream, 0]
         if self._fit(pool, size) < len(pool.free):
             return False
         segment = segment_bytes(size, self.settings.large_segment_bytes)
@@ -153,11 +173,11 @@ class Allocator:
         self.reserved_peak_bytes = self.reserved_bytes
 
     def largest_free_bytes(self) -> int:
-        """Return the size of the largest free block."""
+        """Return the size of the largest free block outside private pools."""
         largest = 0
         for pools in (self._large, self._small):
             for pool in pools.values():
-                if pool.free and pool.free[-1][0] > largest:
+                if pool.free and pool.free[-1][0] > largest and not pool.owner:
                     largest = pool.free[-1][0]
         return largest
 
@@ -170,7 +190,7 @@ class Allocator:
 
     def adopt(self, address: int, size: int, stream: int, kind: str) -> MemoryBlock:
         """Add an existing segment as one free block."""
-        pool = (self._small if kind == "small" else self._large)[stream]
+        pool = (self._small if kind == "small" else self._large)[stream, 0]
         block = self.heads[address] = MemoryBlock(address, size, pool)
         self._count_segment(size)
         self._put(pool, block)
@@ -183,7 +203,7 @@ class Allocator:
 
         Return one free block per range, by address.
         """
-        pool = (self._small if kind == "small" else self._large)[stream]
+        pool = (self._small if kind == "small" else self._large)[stream, 0]
         block = self._range(pool, base)
         found = {}
         for start, size in sorted(mapped):
@@ -282,7 +302,7 @@ class Allocator:
         block = self._grow(pool, size)
         if block is None and self._release_oversize(pool, size):
             block = self._grow(pool, size)
-        if block is None:
+        if block is None and not pool.owner:  # torch does not retry while a private pool is in use
             self.empty_cache()
             self.retries += 1
             block = self._grow(pool, size)
@@ -328,7 +348,7 @@ class Allocator:
             block
             for pool in self._large.values()
             for _, _, block in pool.free
-            if block.spans_segment
+            if block.spans_segment and not pool.owner
         ]
         ages = {block: self._searches - block.searches_at_birth for block in free}
         while goal > 0 and ages:

@@ -2,7 +2,7 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -14,6 +14,8 @@ from memlab.allocator.settings import Settings
 from memlab.allocator.sizes import block_bytes, segment_bytes
 from memlab.trace import EMPTY_CACHE, Event, Trace
 from memlab.units import format_bytes
+
+PoolOf = Callable[[Event], int]
 
 
 class SegmentBlock(NamedTuple):
@@ -34,6 +36,7 @@ class Segment(NamedTuple):
     stream: int
     pool: str  # "small" or "large"
     pieces: tuple[SegmentBlock, ...]
+    private_pool: int = 0  # 0: none
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Blocks:
     events: tuple[Event, ...] = field(repr=False)
     history: tuple[Event, ...] = field(repr=False)
     empty_cache_before: frozenset[int] = field(repr=False)
+    pool_of: PoolOf | None = field(default=None, repr=False)
 
     @property
     def fits(self) -> bool:
@@ -118,7 +122,11 @@ class Blocks:
         if not 0 <= position <= len(self.reserved):
             raise ValueError(f"got position {position}; this run has 0 to {len(self.reserved)}")
         run = AllocatorRun(
-            self.settings, self.events[:position], self.history, self.empty_cache_before
+            self.settings,
+            self.events[:position],
+            self.history,
+            self.empty_cache_before,
+            pool_of=self.pool_of,
         )
         run.go()
         return segments(run.allocator)
@@ -159,7 +167,7 @@ def _mapped_segments(head: MemoryBlock) -> Iterator[Segment]:
             pieces = tuple(map(_as_segment_block, blocks))
             size = sum(piece.bytes for piece in pieces)
             pool = blocks[0].pool
-            yield Segment(pieces[0].address, size, pool.stream, pool.kind, pieces)
+            yield Segment(pieces[0].address, size, pool.stream, pool.kind, pieces, pool.owner)
             blocks = []
 
 
@@ -176,6 +184,7 @@ def simulate(
     settings: Settings | None = None,
     *,
     empty_cache_before: Collection[int] = (),
+    pool_of: PoolOf | None = None,
     **changes: Any,
 ) -> Blocks:
     """Run a trace through the allocator of a new process.
@@ -191,10 +200,13 @@ def simulate(
     Args:
         empty_cache_before: positions of events before which the cache is emptied, besides the
             events of a prediction that empty it.
+        pool_of: returns the number of the private pool that an event's storage is allocated in, 0
+            for none; default: no private pools. In torch, `use_mem_pool` routes the requests of the
+            thread that enters it, so not those of backward, which runs in another thread.
         changes: fields of Settings to replace.
     """
     settings = replace(settings or Settings(), **changes)
-    run = AllocatorRun(settings, *events_of(trace), frozenset(empty_cache_before))
+    run = AllocatorRun(settings, *events_of(trace), frozenset(empty_cache_before), pool_of=pool_of)
     return run.blocks(run.go())
 
 
@@ -215,8 +227,10 @@ class AllocatorRun:
         history: tuple[Event, ...] = (),
         empty_cache_before: frozenset[int] = frozenset(),
         keeps_history: bool = False,
+        pool_of: PoolOf | None = None,
     ) -> None:
         self.allocator = Allocator(settings, keeps_history=keeps_history)
+        self.pool_of = pool_of
         self.events = events
         self.history = history
         self.empty_cache_before = empty_cache_before
@@ -267,6 +281,7 @@ class AllocatorRun:
             self.events,
             self.history,
             self.empty_cache_before,
+            self.pool_of,
         )
 
     def _change(self, position: int, event: Event) -> int:
@@ -285,7 +300,8 @@ class AllocatorRun:
                 size += old.requested_bytes
         assert size >= 0, f"event {position} frees more than storage {storage} holds"
         if size:
-            block = self.allocator.malloc(size)
+            owner = self.pool_of(event) if self.pool_of else 0
+            block = self.allocator.malloc(size, private_pool=owner)
             if block is None:
                 if not _is_optional(event):
                     return size

@@ -3,6 +3,7 @@
 tiling.py      the mask as plain data: visible keys per query, and tiles to visit
 reference.py   attention with the full score matrix, the oracle for all other versions
 flash.py       tiled forward and backward passes with an online softmax
+package_interface.py    the same with the arguments of the flash-attn package's flash_attn_func
 """
 
 from memlab.attention.flash import flash_attention

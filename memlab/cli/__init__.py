@@ -50,6 +50,11 @@ KERNELS = (
 )
 # The parameters of `memlab plan` that can stand beside --script.
 WITH_SCRIPT = ("script", "memory", "margin", "device", "assume", "out", "wide", "as_json")
+# The parameters of `memlab plan` that can stand beside --deepspeed.
+WITH_DEEPSPEED = (
+    *("deepspeed", "model", "memory", "margin", "gpus", "batch", "seq"),
+    *("device", "out", "wide", "as_json"),
+)
 IN_ASCII = {
     "×": "x",
     "→": "->",
@@ -510,6 +515,14 @@ def plan_command(
     assume: Annotated[
         str | None, typer.Option(help=ASSUME, metavar="most|FRACTION|imbalance:N")
     ] = None,
+    deepspeed: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan the training of a DeepSpeed config: what each of its keys costs and saves, "
+            "and whether it fits. By formula only.",
+            metavar="CONFIG.json",
+        ),
+    ] = None,
     out: Annotated[
         str, typer.Option(help="Folder for the picture and the results.", metavar="FOLDER")
     ] = "work",
@@ -536,6 +549,8 @@ def plan_command(
     [bold]memlab plan --model path/to/config.json --gpu a100-80 --gpus 8[/]
 
     [bold]memlab plan --script train.py:build --memory 16GiB[/]
+
+    [bold]memlab plan --model llama-2-7b --gpu rtx4090 --deepspeed ds_config.json[/]
     """
     _refuse_wide_json(wide, as_json)
     if memory == "list":
@@ -561,6 +576,28 @@ def plan_command(
         raise typer.Exit(status)
 
     _require_script_for(assume, script)
+    if deepspeed is not None:
+        others = [n for n in context.params if n not in WITH_DEEPSPEED]
+        if given := ", ".join(_given(context, *others)):
+            raise UsageError(
+                f"got --deepspeed together with {given}; the config says how the model is trained, "
+                f"so leave them out"
+            )
+        from memlab.cli.plan_deepspeed import plan_deepspeed
+
+        with terminal.style(wide=wide, as_json=as_json):
+            status = plan_deepspeed(
+                deepspeed,
+                model=model,
+                memory=memory,
+                gpus=gpus,
+                batch=batch if _given(context, "batch") else None,
+                seq_len=seq,
+                target=device,
+                margin=margin,
+                out=out,
+            )
+        raise typer.Exit(status)
     from memlab.cli.plan import plan_model
 
     with terminal.style(wide=wide, as_json=as_json):

@@ -46,6 +46,7 @@ def plan_document(what: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_head("plan", numbers["verdict"], what),
         **dict.fromkeys(("model", "library", "script", "parameters", "batch", "seq_len")),
+        "deepspeed": None,
         "gpus": 1,
         **numbers,
         "notes": [*filter(None, [about_target]), *numbers["notes"]],

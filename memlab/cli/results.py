@@ -70,6 +70,11 @@ def write_breakdown(
     _write_all("plan", plan_document(title, numbers), _pictures(drawings), folder)
 
 
+def write_formula_plan(title: str, numbers: Mapping[str, Any], folder: Path) -> None:
+    """Write the document of a plan that nothing was predicted for, so that there is no picture."""
+    _write_all("plan", plan_document(title, numbers), {}, folder)
+
+
 def write_explanation(found: Explanation, file: str, folder: Path) -> None:
     """Write an explanation's document and its report, a page of HTML."""
     page = report(found, file)

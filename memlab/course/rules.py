@@ -232,6 +232,12 @@ RULES: dict[str, Rule] = {
         _DAY_19,
         14,
     ),
+    "23d": Rule(
+        "DeepSpeed ZeRO-Offload: stage 3 with optimizer and parameters on the CPU; for even larger "
+        "models, stage 3 with the optimizer on NVMe.",
+        _MEMORY_GUIDE,
+        14,
+    ),
     "24": Rule(
         "For extreme cases, process transformer layers sequentially rather than in parallel "
         "(requires code modification).",

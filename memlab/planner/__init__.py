@@ -12,6 +12,7 @@ roofline     its estimated seconds, operator by operator
 repetition   the trace of a deep model, extrapolated from two shallow ones
 measuring    the bytes of a recipe, by a dry run or a prediction
 options      tried recipes, and the plan
+deepspeed    the bytes of a DeepSpeed config, key by key
 processes    several measurements at once
 search       the fastest recipe measured to fit
 """

@@ -254,12 +254,12 @@ class StepFormula:
 
     def optimizer(self) -> dict[str, int]:
         """The optimizer step."""
-        size = 4 if self._steps_copies else self.weight_bytes
+        size = FLOAT32 if self._steps_copies else self.weight_bytes
         largest = size * self._on_rank(self.weights.largest, from_stage=1)
         takes_one = self.recipe.step_in_backward or self.is_streamed
         return self._held(
             stepped_copy=largest if self.is_streamed else 0,
-            gradients=largest if takes_one else size * self._gradients() // self.weight_bytes,
+            gradients=largest if takes_one else self._stepped_gradients(),
             optimizer_temporaries=self._step_temporaries(),
         )
 
@@ -393,6 +393,16 @@ class StepFormula:
         if self.recipe.step_in_backward or self.is_streamed:
             return 0
         return self.weight_bytes * self._on_rank(self._trained() - but, from_stage=2)
+
+    def _stepped_gradients(self) -> int:
+        """Return the bytes of gradients in the step. Copies in float32 are made for the stepped
+        weights. They replace the others, but in stages 0 and 1 all ranks' gradients are one flat
+        tensor, which stays."""
+        if not self._steps_copies:
+            return self._gradients()
+        stays = self.ranks > 1 and self.recipe.zero_stage < 2
+        copies = FLOAT32 * self._on_rank(self._trained(), from_stage=1)
+        return copies + (self._gradients() if stays else 0)
 
     def _gradients_from_before(self) -> int:
         """Return the bytes of the accumulated float32 gradients of earlier micro-batches."""
