@@ -617,12 +617,14 @@ print(f"the loss fell from {mine[0]:.1f} to {mine[-1]:.1f}")
 print(f"all 8 losses equal torch's to 1e-4: {torch.allclose(mine, torchs, atol=1e-4)}")
 
 # %% [markdown]
-# The tiny model's heads are *grouped*: two query heads share a key head. A copy of k and v for each
-# is one way; in the library the queries of a group are rows of one matrix, so the product that
-# makes dk (or dv) sums over the group, too. What else `memlab.attention.flash_attention` has:
-# windows, dropout whose mask is made again from a seed, and float32 inside for bfloat16.
-# `memlab.attention.package_interface` has it with the arguments of the package's `flash_attn_func`:
-# q is (batch, tokens, heads, width) there, and the causal diagonal is the bottom-right one.
+# The tiny model's heads are *grouped*: two query heads share a key head. You can copy k and v for
+# each query head. The library instead makes the queries of a group rows of one matrix, so that the
+# product for dk and dv also sums over the group.
+#
+# `memlab.attention.flash_attention` also has windows, dropout with a mask recomputed from a seed,
+# and float32 sums for bfloat16. `memlab.attention.package_interface` takes the arguments of the
+# package's `flash_attn_func`: there q is (batch, tokens, heads, width), and causal means the
+# bottom-right diagonal.
 
 # %% [markdown]
 # ## At scale: seven billion

@@ -204,7 +204,7 @@ def has_the_weights_of_the_other_alone(one: str, other: str) -> None:
 KEPT = ("parameters", "gradients", "optimizer_state")
 
 
-@pytest.mark.parametrize("pair", TOGETHER)
+@pytest.mark.parametrize("pair", quick(TOGETHER[::4], TOGETHER))
 def test_after_the_step_two_techniques_hold_what_the_formulas_of_both_say(pair):
     at_end = outcome(pair).trace.at_end
     assert {what: at_end.get(what, 0) for what in KEPT} == expected_at_end(set(pair.split("+")))
