@@ -74,6 +74,8 @@ def _show(found: Explanation) -> None:
     echo(paragraph(f"{summary.KINDS[found.kind]}: {summary.headline(found)}"))
     if place := summary.place(found):
         echo(paragraph(f"at {place}"))
+    for line in summary.notes(found):
+        echo(paragraph(line))
     _show_memory(found)
     for number, finding in enumerate(found.findings):
         _show_finding(found, number, finding)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from memlab.configs.gpus import GPUS
-from memlab.explain.findings import Finding, finding, ranked
+from memlab.explain.findings import CONTEXT_BYTES, Finding, finding, ranked
 from memlab.explain.histories import share
 from memlab.explain.situation import Situation
 from memlab.units import format_bytes
@@ -20,7 +20,6 @@ LEAST_SHARE = 0.15  # of the needed memory, for a cause to be named
 KEPT_WITHOUT_GRAD = 0.35  # of a forward pass's bytes, at most, stay alive under no_grad
 UNEXPLAINED_SHARE = 0.12  # of a GPU's memory: more than contexts and libraries need
 WITHOUT_STACKS = 0.65  # of the confidence, where categories come from sizes alone
-CONTEXT_BYTES = 1_000_000_000  # at most, of one CUDA context
 SIZES = {"batch", "sequence", "logits", "no-checkpointing"}  # causes that need too much at once
 SURE_OF_WASTE = 0.6  # confidence in fragmentation from which it explains the failure by itself
 

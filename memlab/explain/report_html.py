@@ -38,6 +38,7 @@ def page_data(found: Explanation, title: str) -> dict[str, Any]:
         "title": f"memlab explain: {title}",
         "headline": f"{summary.KINDS[found.kind]}: {summary.headline(found)}",
         "place": summary.place(found),
+        "notes": list(summary.notes(found)),
         "findings": [_finding(found, number) for number in range(len(found.findings))],
         "record": list(summary.record_next()) if found.log else [],
         "table_title": "What was alive" if s else "What the message states",

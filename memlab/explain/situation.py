@@ -16,6 +16,7 @@ from memlab.explain.frames import (
     MEMLAB,
     Frame,
     Stack,
+    decoding_frame,
     disables_grad,
     evaluation_frame,
     generation_frame,
@@ -154,7 +155,7 @@ class Situation:
 
     @cached_property
     def generation(self) -> Frame | None:
-        return generation_frame(self.context_stack)
+        return generation_frame(self.context_stack) or decoding_frame(self.context_stack)
 
     @cached_property
     def context_stack(self) -> Stack:

@@ -29,6 +29,7 @@ def headline(found: Explanation) -> str:
     assert s is not None
     if s.history.refusal:
         where = f" in {s.phase}" if s.phase not in ("", "other") else ""
+        where += f" on GPU {s.history.device}" if found.kind != "trace" else ""
         after = f" after {s.steps_done} completed steps" if s.steps_done else ""
         return (
             f"out of memory{where}{after}: {format_bytes(s.request_bytes)} requested, "
@@ -48,14 +49,46 @@ def _log_headline(log: Log) -> str:
             parts.append(f"{format_bytes(size)} {words}")
     whole = message.capacity or message.allowed
     of = f" of {format_bytes(whole)}" if whole else ""
-    return f"{message.backend} out of memory: {', '.join(parts)}{of}"
+    where = "" if message.device is None else f" on GPU {message.device}"
+    rank = "" if log.rank is None else f" (rank {log.rank})"
+    return f"{message.backend} out of memory{where}{rank}: {', '.join(parts)}{of}"
+
+
+def device(found: Explanation) -> int | None:
+    """Return the number of the GPU that is explained, if the file states it."""
+    if found.log:
+        return found.log.message.device
+    if found.kind == "trace" or found.situation is None:
+        return None
+    return found.situation.history.device
+
+
+def notes(found: Explanation) -> Iterator[str]:
+    """Yield what the explanation leaves out."""
+    if found.log:
+        yield from _log_notes(found.log)
+    elif found.situation and found.situation.history.others:
+        others = found.situation.history.others
+        sizes = ", ".join(f"GPU {n} has {format_bytes(size)}" for n, size in sorted(others.items()))
+        yield (
+            f"this explains GPU {found.situation.history.device}; {sizes} reserved: "
+            f"choose another with --device"
+        )
+
+
+def _log_notes(log: Log) -> Iterator[str]:
+    if log.failures > 1:
+        yield f"the log has {log.failures} out-of-memory messages; this explains the last one"
+    if log.skipped_chars:
+        yield (
+            f"the log is long: {log.skipped_chars:,} characters before the traceback were not read"
+        )
 
 
 def place(found: Explanation) -> str:
     """Return the failing line, or ""."""
     if found.log:
-        line = found.log.line
-        return f"{line.frame}: {line.source}" if line else ""
+        return str(found.log.line or "")
     assert found.situation is not None
     return str(found.situation.line or "")
 
@@ -80,7 +113,11 @@ def size_rows(message: Message) -> list[tuple[str, str]]:
         ("reserved, but unallocated", message.free_reserved),
         ("free on the card", message.free),
         ("this process, with its CUDA context", message.process),
-        ("outside this process", message.elsewhere),
+        ("of it, not by PyTorch", message.outside_pytorch),
+        (
+            "contexts and other processes" if message.has_context else "outside this process",
+            message.elsewhere,
+        ),
         ("the request", message.requested),
     )
     rows = [(words, format_bytes(size)) for words, size in fields if size is not None]
@@ -124,7 +161,7 @@ def advice(found: Finding, replayed: Replays | None) -> Iterator[str]:
     for name, outcome in outcome_for(replayed, found.cause.name).items():
         assert replayed is not None
         yield f"{name}: {outcome.against(replayed.base)}"
-    yield from found.cause.advice
+    yield from found.todo
 
 
 def stack_note(s: Situation) -> str:
