@@ -79,8 +79,9 @@ def _show(found: Explanation) -> None:
     _show_memory(found)
     for number, finding in enumerate(found.findings):
         _show_finding(found, number, finding)
-    if found.situation:
-        echo("\n" + paragraph(f"remedies: {summary.replay_note(found.replays)}"))
+    if found.situation and found.findings:
+        note = summary.replay_note(found.replays, found.situation)
+        echo("\n" + paragraph(f"remedies: {note}"))
     if found.log or summary.needs_recording(found):
         _show_recording(found)
 
@@ -104,7 +105,7 @@ def _show_memory(found: Explanation) -> None:
 
 
 def _show_finding(found: Explanation, number: int, finding) -> None:
-    title = "cause" if number == 0 else "or"
+    title = summary.title_of_causes(found) if number == 0 else "or"
     echo("\n" + paragraph(f"{title}: {finding.cause.title} ({finding.word})"))
     for line in finding.evidence:
         echo(paragraph(f"  - {line}"))
@@ -114,7 +115,6 @@ def _show_finding(found: Explanation, number: int, finding) -> None:
 
 
 def _show_recording(found: Explanation) -> None:
-    why = "a snapshot says more than a message" if found.log else "the causes are close"
-    echo("\n" + paragraph(f"To decide, record the next run ({why}):"))
+    echo("\n" + paragraph(f"To decide, record the next run ({summary.why_record(found)}):"))
     for line in summary.record_next():
         echo(f"  {line}")

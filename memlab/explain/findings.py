@@ -127,7 +127,7 @@ CAUSES = {
         ),
         Cause(
             "weights",
-            "the weights do not fit, before anything runs",
+            "the weights alone fill the memory",
             (
                 "Load the model in 16 or 4 bits (torch_dtype, BitsAndBytesConfig).",
                 'Split it: device_map="auto" offloads layers to the CPU; FSDP or ZeRO-3 shards '

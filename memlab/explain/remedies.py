@@ -46,12 +46,15 @@ class Outcome:
 
     def against(self, base: "Outcome") -> str:
         """Say what the remedy changes."""
-        saved = base.reserved_peak_bytes - self.reserved_peak_bytes
-        verdict = "fits" if self.fits else "still runs out of memory"
         if not base.fits and self.fits:
-            return f"{verdict}, {format_bytes(self.reserved_peak_bytes)} reserved at most"
-        change = f"saves {format_bytes(saved)}" if saved > 0 else "saves nothing"
-        return f"{verdict}, {change}" if not base.fits else change
+            return f"fits, {format_bytes(self.reserved_peak_bytes)} reserved at most"
+        allocated = base.allocated_peak_bytes - self.allocated_peak_bytes
+        reserved = base.reserved_peak_bytes - self.reserved_peak_bytes
+        saved, of = (
+            (reserved, "reserved") if self.cause == "fragmentation" else (allocated, "allocated")
+        )
+        change = f"saves {format_bytes(saved)} of what is {of}" if saved > 0 else "saves nothing"
+        return f"still runs out of memory, {change}" if not base.fits else change
 
 
 @dataclass(frozen=True)

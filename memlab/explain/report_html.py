@@ -45,7 +45,7 @@ def page_data(found: Explanation, title: str) -> dict[str, Any]:
         "table": _table(found),
         "facts": [*summary.growth_lines(s), *summary.fragmentation_lines(s)] if s else [],
         "remedies": _remedies(found),
-        "replay_note": summary.replay_note(found.replays),
+        "replay_note": summary.replay_note(found.replays, s),
         "history": _history(s) if s else None,
     }
 
@@ -94,6 +94,7 @@ def _history(s: Situation) -> dict[str, Any]:
     return {
         "moment": s.moment,
         "length": history.length,
+        "has_segments": history.has_segments,
         "categories": names,
         "positions": positions.tolist(),
         "levels": levels[:, positions].tolist(),

@@ -9,7 +9,7 @@ from memlab.explain.histories import share
 from memlab.explain.messages import Log, Message
 from memlab.explain.remedies import Replays, outcome_for
 from memlab.explain.situation import Situation
-from memlab.units import format_bytes
+from memlab.units import format_bytes, plural
 
 MOST_LINES = 5  # of leaks
 KINDS = {
@@ -17,6 +17,10 @@ KINDS = {
     "recording": "recording of the allocator",
     "trace": "memlab trace",
     "log": "log with an out-of-memory message",
+}
+PHASES = {
+    "setup": " while a model was loaded",
+    **{name: f" in {name}" for name in ("forward", "backward", "optimizer")},
 }
 WORDS = {name: name.replace("_", " ") for name in CATEGORIES}
 
@@ -28,15 +32,22 @@ def headline(found: Explanation) -> str:
     s = found.situation
     assert s is not None
     if s.history.refusal:
-        where = f" in {s.phase}" if s.phase not in ("", "other") else ""
+        where = PHASES.get(s.phase, "")
         where += f" on GPU {s.history.device}" if found.kind != "trace" else ""
-        after = f" after {s.steps_done} completed steps" if s.steps_done else ""
+        after = f" after {_completed(s)}" if s.steps_done else ""
         return (
             f"out of memory{where}{after}: {format_bytes(s.request_bytes)} requested, "
             f"{format_bytes(s.allocated_bytes)} allocated, "
             f"{format_bytes(s.reserved_bytes)} reserved"
         )
     return f"no request was refused; the peak is {format_bytes(s.allocated_bytes)} allocated"
+
+
+def _completed(s: Situation) -> str:
+    """Say how many steps were completed, or how often an evaluation ran its loop."""
+    if s.evaluation and not s.trains_now:
+        return f"{plural(s.steps_done, 'pass', 'passes')} of {s.evaluation.name}()"
+    return plural(s.steps_done, "completed step")
 
 
 def _log_headline(log: Log) -> str:
@@ -67,7 +78,10 @@ def notes(found: Explanation) -> Iterator[str]:
     """Yield what the explanation leaves out."""
     if found.log:
         yield from _log_notes(found.log)
-    elif found.situation and found.situation.history.others:
+        return
+    if found.kind == "trace":
+        yield "a trace has no segments: what is reserved and free is simulated, as CUDA would do it"
+    if found.situation and found.situation.history.others:
         others = found.situation.history.others
         sizes = ", ".join(f"GPU {n} has {format_bytes(size)}" for n, size in sorted(others.items()))
         yield (
@@ -147,7 +161,9 @@ def fragmentation_lines(s: Situation) -> Iterator[str]:
     if not s.history.has_segments:
         return
     free = s.free
-    pieces = f" in {len(free.gaps)} pieces, the largest {format_bytes(free.largest_bytes)}"
+    count = plural(len(free.gaps), "piece")
+    largest = f", the largest {format_bytes(free.largest_bytes)}" if len(free.gaps) > 1 else ""
+    pieces = f" in {count}{largest}"
     yield (
         f"{format_bytes(free.free_bytes)} of {format_bytes(free.reserved_bytes)} reserved are free"
         f"{pieces if free.gaps else ''}"
@@ -174,7 +190,7 @@ def stack_note(s: Situation) -> str:
     )
 
 
-def replay_note(replayed: Replays | None) -> str:
+def replay_note(replayed: Replays | None, situation: Situation | None) -> str:
     """Say what the replays are worth."""
     if replayed is None:
         return "remedies were not replayed: the history is too long"
@@ -183,7 +199,8 @@ def replay_note(replayed: Replays | None) -> str:
             "approximate: replayed with the recorded settings, the history does not fail where the "
             "recorded one did"
         )
-    return "predicted by replaying the history up to this request; later requests may need more"
+    until = "this request" if situation and situation.history.refusal else "the peak"
+    return f"predicted by replaying the history up to {until}; later requests may need more"
 
 
 def needs_recording(found: Explanation) -> bool:
@@ -197,3 +214,16 @@ def needs_recording(found: Explanation) -> bool:
 
 def record_next() -> tuple[str, ...]:
     return RECORD_NEXT
+
+
+def why_record(found: Explanation) -> str:
+    """Say why the next run should be recorded."""
+    if found.log:
+        return "a snapshot says more than a message"
+    return "the causes are close" if found.findings else "no known cause is seen"
+
+
+def title_of_causes(found: Explanation) -> str:
+    """Return what the first finding is: the cause of a failure, or of a peak."""
+    failed = found.log is not None or (found.situation and found.situation.history.refusal)
+    return "cause" if failed else "what fills the peak"

@@ -41,6 +41,7 @@ LARGE_BATCH, SMALL_BATCH = 32, 4
 DEEP = 12  # layers
 MOST_HEADS = 512
 LEAST_VOCABULARY = 8192  # columns: wider than layers are
+CONTEXT_SHARE = 0.05  # of a card: what a CUDA context takes at least
 LIMIT_SHARE = 0.9  # of the card: a smaller limit of the process is worth naming
 # No pattern repeats anything without a bound; see messages.
 _LOGITS = re.compile(
@@ -241,7 +242,9 @@ def large_request(s: TextSituation) -> Finding | None:
     """The request is larger than the card, so no remedy that frees memory can help."""
     message = s.message
     whole, requested = message.capacity or message.allowed, message.requested
-    if not whole or not requested or requested <= whole - CONTEXT_BYTES / 2:
+    if not whole or not requested:
+        return None
+    if requested <= whole - min(CONTEXT_BYTES / 2, CONTEXT_SHARE * whole):
         return None
     return finding(
         "request",

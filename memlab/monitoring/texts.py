@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from memlab.monitoring.reports import StepMemory, plural, signed
+from memlab.monitoring.reports import StepMemory, signed
 from memlab.monitoring.trends import HARMLESS_STEPS, Fragmentation, Leak, steps_until_full
-from memlab.units import format_bytes
+from memlab.units import format_bytes, plural
 
 
 class MemoryWarning(UserWarning):
