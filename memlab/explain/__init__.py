@@ -19,7 +19,7 @@ from memlab.explain.explanation import (
     explain_text,
 )
 from memlab.explain.findings import CAUSES, Cause, Finding
-from memlab.explain.reading import Source, of_text, read_file
+from memlab.explain.reading import Source, of_bytes, of_text, read_file
 
 __all__ = [
     "CAUSES",
@@ -31,6 +31,7 @@ __all__ = [
     "explain",
     "explain_source",
     "explain_text",
+    "of_bytes",
     "of_text",
     "read_file",
 ]

@@ -190,8 +190,11 @@ def read_log(text: str) -> Log:
     found = list(_messages_in(text))
     if not found:
         raise ValueError(
-            "it has no out-of-memory message; give a log that contains one, such as "
-            "'CUDA out of memory. Tried to allocate 2.00 GiB'"
+            _other_failure(text)
+            or (
+                "it has no out-of-memory message; give a log that contains one, such as "
+                "'CUDA out of memory. Tried to allocate 2.00 GiB'"
+            )
         )
     match = _best(text, found)
     start = text.rfind("\n", 0, match.start()) + 1
@@ -215,6 +218,50 @@ def read_log(text: str) -> Log:
         failures=_count_failures(text, found),
         skipped_chars=first - len(head),
     )
+
+
+_RAM = "this is the computer's own memory (RAM), not the GPU's: "
+# Words of other failures, and what to say about them. The first that occurs counts.
+_OTHER_FAILURES = (
+    (
+        "No available memory for the cache blocks",
+        "vLLM has no room for the KV cache beside the weights: raise gpu_memory_utilization, "
+        "lower max_model_len, or load the model in fewer bits",
+    ),
+    (
+        "insufficient shared memory",
+        "a DataLoader worker ran out of shared memory (/dev/shm): start the container with "
+        "--shm-size=8g or --ipc=host, or set num_workers=0",
+    ),
+    (
+        "is killed by signal",
+        f"a DataLoader worker was killed; {_RAM}use fewer workers, or load less for each sample",
+    ),
+    (
+        "RESOURCE_EXHAUSTED",
+        "it has an out-of-memory message of JAX or TensorFlow; memlab reads those of PyTorch",
+    ),
+    (
+        "Unable to allocate",
+        f"numpy ran out of memory; {_RAM}load the data in parts (numpy.memmap), or use float32",
+    ),
+    ("MemoryError", f"Python ran out of memory; {_RAM}load less at once"),
+    (
+        "oom-kill",
+        f"the system killed the process; {_RAM}ask for more, use fewer DataLoader workers, or load "
+        f"the weights straight onto the GPU",
+    ),
+    (
+        "Killed",
+        f"the system killed the process; {_RAM}use fewer DataLoader workers, or load the weights "
+        f"straight onto the GPU",
+    ),
+)
+
+
+def _other_failure(text: str) -> str | None:
+    """Return what to say of a failure that is not of PyTorch's GPU memory."""
+    return next((said for words, said in _OTHER_FAILURES if words in text), None)
 
 
 def _messages_in(text: str) -> Iterator[re.Match[str]]:

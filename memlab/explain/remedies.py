@@ -67,18 +67,21 @@ class Replays:
     room_bytes: int | None  # what this process could reserve; None if the history does not say
 
 
-def replays(situation: Situation) -> Replays | None:
-    """Replay the history with each remedy. Return None if the history is too long."""
+def replays(situation: Situation, on_remedy: Callable[[str], None] = str) -> Replays | None:
+    """Replay the history with each remedy. Return None if the history is too long.
+
+    `on_remedy` is called with the name of each remedy before it is replayed.
+    """
     history = situation.history
     if not history.blocks or history.length > MOST_EVENTS:
         return None
     room = _room(situation)
     settings = _settings(situation, room)
     base = _replay(situation, "as recorded", "", settings)
-    found = [
-        _replay(situation, name, cause, s, **how)
-        for name, cause, s, how in _variants(situation, settings)
-    ]
+    found = []
+    for name, cause, variant, how in _variants(situation, settings):
+        on_remedy(name)
+        found.append(_replay(situation, name, cause, variant, **how))
     failed = history.refusal is not None
     return Replays(base, tuple(found), base.fits != failed, room)
 

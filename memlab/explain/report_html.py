@@ -40,7 +40,7 @@ def page_data(found: Explanation, title: str) -> dict[str, Any]:
         "place": summary.place(found),
         "notes": list(summary.notes(found)),
         "findings": [_finding(found, number) for number in range(len(found.findings))],
-        "record": list(summary.record_next()) if found.log else [],
+        "record": list(summary.record_next()) if summary.needs_recording(found) else [],
         "table_title": "What was alive" if s else "What the message states",
         "table": _table(found),
         "facts": [*summary.growth_lines(s), *summary.fragmentation_lines(s)] if s else [],

@@ -204,7 +204,12 @@ def replay_note(replayed: Replays | None, situation: Situation | None) -> str:
 
 
 def needs_recording(found: Explanation) -> bool:
-    """Whether a snapshot would say more."""
+    """Whether a snapshot of the next run would say more."""
+    if found.log:
+        return found.log.message.backend in ("CUDA", "HIP")
+    s = found.situation
+    if found.kind == "snapshot" and s and s.history.has_frames and s.history.length:
+        return False  # it is such a recording
     if not found.findings:
         return True
     best = found.findings[0].confidence
