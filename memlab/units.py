@@ -50,3 +50,8 @@ def parse_bytes(quantity: int | str) -> int:
             f"such as '6 MiB' (6·2²⁰ bytes) or '24GB' (24·10⁹ bytes)"
         )
     return round(Fraction(match[1].replace("_", "")) * factor)
+
+
+def plural(count: int, noun: str, many: str | None = None) -> str:
+    """Return a count with its noun, such as "1 step" and "2,000 steps"."""
+    return f"{count:,} {noun if count == 1 else many or noun + 's'}"

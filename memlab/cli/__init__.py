@@ -814,7 +814,7 @@ def explain_command(
 
     [bold]memlab explain snapshot.pickle[/]
 
-    [bold]python train.py 2>&1 | memlab explain -[/]
+    [bold]python train.py 2>&1 | tee log.txt | memlab explain -[/]
 
     To record a snapshot, add these lines to the training:
 

@@ -60,6 +60,9 @@ def explain_document(what: str, found: Explanation) -> dict[str, Any]:
         **_head("explain", found.cause or "unknown", what),
         "kind": found.kind,
         "line": summary.place(found) or None,
+        "device": summary.device(found),
+        "rank": found.log.rank if found.log else None,
+        "notes": list(summary.notes(found)),
         "stated": _stated(found.log.message) if found.log else {},
         **_held(found.situation),
         "causes": [
@@ -79,9 +82,9 @@ def explain_document(what: str, found: Explanation) -> dict[str, Any]:
 
 def _stated(message: Message) -> dict[str, int]:
     """Return the sizes in a message."""
-    fields = asdict(message)
-    del fields["backend"], fields["processes"]
-    return {name: size for name, size in fields.items() if size is not None}
+    no_sizes = ("backend", "processes", "device", "variable", "names_expandable")
+    fields = asdict(message).items()
+    return {name: size for name, size in fields if name not in no_sizes and size is not None}
 
 
 def _held(situation: Situation | None) -> dict[str, Any]:

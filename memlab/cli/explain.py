@@ -1,6 +1,8 @@
 """`memlab explain`: why memory ran out, from a snapshot, a log or a trace."""
 
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,11 +10,20 @@ from memlab.cli import terminal
 from memlab.cli.errors import UsageError, quoted
 from memlab.cli.parsing import choose_folder
 from memlab.cli.results import write_explanation
-from memlab.cli.terminal import echo, table_of
-from memlab.explain import Explanation, Source, explain_source, of_text, read_file, summary
+from memlab.cli.terminal import echo, note, table_of
+from memlab.explain import (
+    Explanation,
+    Source,
+    explain_source,
+    of_bytes,
+    of_text,
+    read_file,
+    summary,
+)
 from memlab.units import paragraph
 
 STANDARD_INPUT = "-"
+PATIENCE_SECONDS = 2  # of silence
 MOST_ADVICE = 4  # lines for each of the first findings
 
 
@@ -39,7 +50,10 @@ def _explanation(question: Question) -> Explanation:
     total = _total_bytes(question.memory)
     try:
         source = _source(question.file)
-        return explain_source(source, device=question.device, total_bytes=total)
+        _note_ignored(question, source)
+        return explain_source(
+            source, device=question.device, total_bytes=total, on_remedy=Progress()
+        )
     except OSError as error:
         raise UsageError(
             f"got {quoted(question.file)}, which cannot be read ({error.strerror}); name a "
@@ -51,9 +65,29 @@ def _explanation(question: Question) -> Explanation:
 
 def _source(file: str) -> Source:
     if file == STANDARD_INPUT:
-        stream = getattr(sys.stdin, "buffer", None)  # a log may hold any bytes
-        return of_text(stream.read().decode("utf-8", "replace") if stream else sys.stdin.read())
+        stream = getattr(sys.stdin, "buffer", None)  # a snapshot, or a log with any bytes
+        return of_bytes(stream.read()) if stream else of_text(sys.stdin.read())
     return read_file(Path(file))
+
+
+class Progress:
+    """Names the remedies as they are replayed, on standard error, if that takes long."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._start = clock()
+
+    def __call__(self, remedy: str) -> None:
+        if self._clock() - self._start > PATIENCE_SECONDS:
+            print(f"replaying: {remedy}", file=sys.stderr, flush=True)
+
+
+def _note_ignored(question: Question, source: Source) -> None:
+    """Say which options have no effect on a log."""
+    given = {"--device": question.device, "--memory": question.memory}
+    ignored = [name for name, value in given.items() if value is not None]
+    if source.kind == "log" and ignored:
+        note(paragraph(f"ignored {' and '.join(ignored)}: a log states its own GPU and memory"))
 
 
 def _total_bytes(memory: str | None) -> int | None:
@@ -74,12 +108,15 @@ def _show(found: Explanation) -> None:
     echo(paragraph(f"{summary.KINDS[found.kind]}: {summary.headline(found)}"))
     if place := summary.place(found):
         echo(paragraph(f"at {place}"))
+    for line in summary.notes(found):
+        echo(paragraph(line))
     _show_memory(found)
     for number, finding in enumerate(found.findings):
         _show_finding(found, number, finding)
-    if found.situation:
-        echo("\n" + paragraph(f"remedies: {summary.replay_note(found.replays)}"))
-    if found.log or summary.needs_recording(found):
+    if found.situation and found.findings:
+        note = summary.replay_note(found.replays, found.situation)
+        echo("\n" + paragraph(f"remedies: {note}"))
+    if summary.needs_recording(found):
         _show_recording(found)
 
 
@@ -102,17 +139,18 @@ def _show_memory(found: Explanation) -> None:
 
 
 def _show_finding(found: Explanation, number: int, finding) -> None:
-    title = "cause" if number == 0 else "or"
+    title = summary.title_of_causes(found) if number == 0 else "or"
     echo("\n" + paragraph(f"{title}: {finding.cause.title} ({finding.word})"))
     for line in finding.evidence:
         echo(paragraph(f"  - {line}"))
     if number == 0:
         for line in [*summary.advice(finding, found.replays)][: MOST_ADVICE + 1]:
             echo(paragraph(f"  → {line}"))
+    elif first := next(summary.advice(finding, found.replays), None):
+        echo(paragraph(f"  → {first}"))
 
 
 def _show_recording(found: Explanation) -> None:
-    why = "a snapshot says more than a message" if found.log else "the causes are close"
-    echo("\n" + paragraph(f"To decide, record the next run ({why}):"))
+    echo("\n" + paragraph(f"To decide, record the next run ({summary.why_record(found)}):"))
     for line in summary.record_next():
         echo(f"  {line}")

@@ -4,9 +4,9 @@
     explain_text(text)  an out-of-memory message
 
 The file is a snapshot of `torch.cuda.memory._dump_snapshot`, a log with an out-of-memory message in
-any wording of torch, or `Trace.to_dict()` as JSON. Ten causes are known (`findings.CAUSES`). Each
-has a rule for histories (`causes`) and one for texts (`text_causes`), with evidence in bytes. Where
-a history is available, remedies are replayed through the simulated allocator (`remedies`).
+any wording of torch, or `Trace.to_dict()` as JSON. The known causes are in `findings.CAUSES`. Most
+have a rule for histories (`causes`) and one for texts (`text_causes`), with evidence in bytes.
+Where a history is available, remedies are replayed through the simulated allocator (`remedies`).
 
 Snapshots are pickles. They are read with an unpickler that allows plain data only.
 """
@@ -19,7 +19,7 @@ from memlab.explain.explanation import (
     explain_text,
 )
 from memlab.explain.findings import CAUSES, Cause, Finding
-from memlab.explain.reading import Source, of_text, read_file
+from memlab.explain.reading import Source, of_bytes, of_text, read_file
 
 __all__ = [
     "CAUSES",
@@ -31,6 +31,7 @@ __all__ = [
     "explain",
     "explain_source",
     "explain_text",
+    "of_bytes",
     "of_text",
     "read_file",
 ]

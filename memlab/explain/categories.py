@@ -22,6 +22,7 @@ from functools import cached_property
 from itertools import groupby
 
 from memlab.explain.frames import (
+    Stack,
     in_forward,
     in_loss,
     in_optimizer,
@@ -94,6 +95,15 @@ class Categories:
         return min(made, default=self.history.length + 1)
 
     @cached_property
+    def _setup_end(self) -> int:
+        """Where a model is complete: at its first forward, or where memory ran out before.
+
+        Afterwards the exception frees what was built.
+        """
+        refusal = self.history.refusal
+        return min(self.first_forward, refusal.position) if refusal else self.first_forward
+
+    @cached_property
     def _phase_ends(self) -> dict[Block, int]:
         """The position of the last allocation in each block's own run of a phase."""
         ends = {}
@@ -139,7 +149,7 @@ class Categories:
                 is_activation = stays is False and in_recompute(block.stack)
                 return Category("activations" if is_activation else "temporaries")
             case "setup":
-                return Category("parameters" if block.died > self.first_forward else "temporaries")
+                return Category("parameters" if block.died > self._setup_end else "temporaries")
             case "other":
                 return self._user_category(block, stays)
         return Category("activations" if stays else "temporaries")
@@ -148,7 +158,19 @@ class Categories:
         """Whether an optimizer's block is still there when the optimizer has finished."""
         index = bisect_right(self._outside_optimizer, block.born)
         later = self._outside_optimizer[index : index + 1]
-        return block.died > later[0] if later else block.died == NEVER
+        if later:
+            return block.died > later[0]
+        return block.died == NEVER and block.stack not in self._scratch_stacks
+
+    @cached_property
+    def _scratch_stacks(self) -> set[Stack]:
+        """Lines of the optimizer whose blocks died in an earlier step.
+
+        A step that memory runs out in holds its temporaries to the end of the record.
+        """
+        return {
+            b.stack for b in self._recorded if self.phases[b] == "optimizer" and b.died != NEVER
+        }
 
     @cached_property
     def _outside_optimizer(self) -> list[int]:

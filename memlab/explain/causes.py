@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from memlab.configs.gpus import GPUS
-from memlab.explain.findings import Finding, finding, ranked
+from memlab.explain.findings import CONTEXT_BYTES, Finding, finding, ranked
 from memlab.explain.histories import share
 from memlab.explain.situation import Situation
-from memlab.units import format_bytes
+from memlab.units import format_bytes, plural
 
 Rule = Callable[[Situation], Finding | None]
 
@@ -20,8 +20,8 @@ LEAST_SHARE = 0.15  # of the needed memory, for a cause to be named
 KEPT_WITHOUT_GRAD = 0.35  # of a forward pass's bytes, at most, stay alive under no_grad
 UNEXPLAINED_SHARE = 0.12  # of a GPU's memory: more than contexts and libraries need
 WITHOUT_STACKS = 0.65  # of the confidence, where categories come from sizes alone
-CONTEXT_BYTES = 1_000_000_000  # at most, of one CUDA context
 SIZES = {"batch", "sequence", "logits", "no-checkpointing"}  # causes that need too much at once
+MOSTLY_WEIGHTS = 0.6  # of the needed memory, for weights to be the cause of a running step
 SURE_OF_WASTE = 0.6  # confidence in fragmentation from which it explains the failure by itself
 
 
@@ -69,7 +69,7 @@ def kv_cache(s: Situation) -> Finding | None:
             f"{format_bytes(held)} ({s.share(held):.0%}) are blocks that grow: "
             f"{top.frame} replaced its block {top.replacements} times, "
             f"from {format_bytes(top.first_bytes)} to {format_bytes(top.last_bytes)}",
-            f"memory ran out in {s.generation.name}()" if s.generation else "",
+            f"{_at_the_moment(s)} {s.generation.name}()" if s.generation else "",
         )
     if s.generation and not s.trains_now and s.share(leaked) >= LEAST_SHARE:
         return finding(
@@ -99,10 +99,14 @@ def no_grad(s: Situation) -> Finding | None:
     return finding(
         "no-grad",
         strength * (0.6 if s.disables_grad else 1),
-        f"memory ran out in {where}, where neither backward nor an optimizer runs",
+        f"{_at_the_moment(s)} {where}, where neither backward nor an optimizer runs",
         f"{s.kept_share:.0%} of what its forward pass allocated is still alive, "
         f"{format_bytes(held)}; under no_grad each layer's blocks die after the next layer",
     )
+
+
+def _at_the_moment(s: Situation) -> str:
+    return "memory ran out in" if s.history.refusal else "the peak is in"
 
 
 def _another_loop(s: Situation) -> bool:
@@ -114,20 +118,15 @@ def optimizer_state(s: Situation) -> Finding | None:
     """The first `optimizer.step()` allocates the state, and everything after has less room."""
     state = s.held("optimizer_state")
     weights = s.by_category.get("parameters", 0)
-    made_now = [
-        b
-        for b in s.alive
-        if s.categories.name(b) == "optimizer_state" and b.born >= s.step_start > 0
-    ]
     in_step = s.phase == "optimizer"
     if not in_step and s.share(state) < LEAST_SHARE:
         return None
     evidence = [f"{format_bytes(state)} ({s.share(state):.0%}) are optimizer state"]
     if weights:
         evidence.append(f"the weights are {format_bytes(weights)}; AdamW keeps twice their size")
-    if in_step:
-        strength = 0.95 if s.steps_done == 0 or made_now else 0.6
-        evidence.append(f"memory ran out in {s.stack[0].name}, in the optimizer's step")
+    if in_step and (s.makes_state_now or not s.stepped_before):
+        strength = 0.95
+        evidence.append(f"{_at_the_moment(s)} {s.stack[0].name}, in the optimizer's first step")
     elif s.steps_done == 1:
         strength = 0.45 + 0.9 * s.share(state)
         evidence.append("the first step, before the state existed, had enough memory")
@@ -183,9 +182,9 @@ def no_checkpointing(s: Situation) -> Finding | None:
     return finding(
         "no-checkpointing",
         _of_one_step(s, (0.25 + 0.75 * s.share(held)) * (0.35 + 0.75 * depth)),
-        f"{format_bytes(held)} ({s.share(held):.0%}) are activations, spread over about "
-        f"{s.layers:.0f} equal layers",
-        "no activation checkpointing in any stack",
+        f"{format_bytes(held)} ({s.share(held):.0%}) are activations; the lines that made them "
+        f"made about {s.layers:.0f} blocks of equal size each",
+        "no activation checkpointing in any stack" if s.history.has_frames else "",
     )
 
 
@@ -202,7 +201,6 @@ def batch(s: Situation) -> Finding | None:
         "batch",
         _of_one_step(s, (0.25 + 0.75 * s.share(held)) * (1 - 0.7 * depth) * trains),
         f"{format_bytes(held)} ({s.share(held):.0%}) are activations and inputs, {ratio}",
-        f"about {s.layers:.0f} equal layers keep activations" if s.layers >= 2 else "",
     )
 
 
@@ -235,7 +233,7 @@ def fragmentation(s: Situation) -> Finding | None:
         "fragmentation",
         strength,
         f"{format_bytes(free)} ({wasted:.0%} of reserved) are free in "
-        f"{len(s.free.gaps)} pieces, the largest {format_bytes(largest)}; "
+        f"{plural(len(s.free.gaps), 'piece')}, the largest {format_bytes(largest)}; "
         f"the refused request needs {format_bytes(s.request_bytes)}",
         f"{format_bytes(s.earlier_peak_bytes)} were allocated before, more than the "
         f"{format_bytes(s.needed_bytes)} needed now"
@@ -296,7 +294,40 @@ def doubt_sizes(found: list[Finding]) -> list[Finding]:
     ]
 
 
+def weights(s: Situation) -> Finding | None:
+    """The weights alone fill the memory, or memory ran out while a model was loaded."""
+    held = s.held("parameters")
+    loads = s.phase == "setup"
+    if s.share(held) < (LEAST_SHARE if loads else MOSTLY_WEIGHTS):
+        return None
+    guessed = share(s.unsure.get("parameters", 0), held)
+    strength = (0.6 if loads else 0.1) + 0.5 * s.share(held)
+    ran_out = "memory ran out" if s.history.refusal else "the peak is"
+    return finding(
+        "weights",
+        strength * (1 - 0.6 * guessed),
+        f"{format_bytes(held)} ({s.share(held):.0%}) are weights",
+        f"{ran_out} where a model is built, moved or loaded" if loads else "",
+    )
+
+
+def large_request(s: Situation) -> Finding | None:
+    """The request is larger than all that this process could ever reserve."""
+    if s.device_free is None or not s.history.has_segments:
+        return None
+    room = max(s.reserved_bytes + s.device_free, s.total_bytes or 0)
+    if s.request_bytes <= room:
+        return None
+    return finding(
+        "request",
+        0.97,
+        f"the request of {format_bytes(s.request_bytes)} is {s.request_bytes / room:.1f} times "
+        f"the {format_bytes(room)} that this process could have; freeing everything would not help",
+    )
+
+
 RULES: tuple[Rule, ...] = (
+    *(weights, large_request),
     *(kept_graphs, kv_cache, no_grad, optimizer_state, logits),
     *(sequence, no_checkpointing, batch, fragmentation, other_process),
 )

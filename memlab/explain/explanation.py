@@ -1,5 +1,6 @@
 """Explain a file: why memory ran out, with evidence and the predicted effect of each remedy."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -60,16 +61,20 @@ def explain_text(text: str) -> Explanation:
 
 
 def explain_source(
-    source: Source, *, device: int | None = None, total_bytes: int | None = None
+    source: Source,
+    *,
+    device: int | None = None,
+    total_bytes: int | None = None,
+    on_remedy: Callable[[str], None] = str,
 ) -> Explanation:
-    """Explain what a file holds."""
+    """Explain what a file holds. `on_remedy` is called before each remedy is replayed."""
     if source.snapshot is None:
         log = read_log(source.text)
         return Explanation(source.kind, text_findings(TextSituation(log)), log=log)
     situation = Situation(history_of(source.snapshot, device), total_bytes)
     if not situation.history.blocks:
         raise ValueError("no memory was allocated in it; record a step before you dump a snapshot")
-    replayed = replays(situation)
+    replayed = replays(situation, on_remedy)
     found = tuple(_after_replay(each, replayed) for each in findings(situation))
     return Explanation(source.kind, ranked(list(found)), situation, replayed)
 

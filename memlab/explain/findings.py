@@ -3,9 +3,10 @@
 A finding names one cause with a confidence between 0 and 1, the evidence for it, and what to do.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 CONFIDENT, LIKELY, POSSIBLE = 0.7, 0.4, 0.15  # least confidence of each word
+CONTEXT_BYTES = 1_000_000_000  # at most, of one CUDA context
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,17 @@ class Cause:
 
 @dataclass(frozen=True)
 class Finding:
-    """A cause with its evidence."""
+    """A cause with its evidence. `advice`, if given, replaces the advice of the cause."""
 
     cause: Cause
     confidence: float
     evidence: tuple[str, ...]
+    advice: tuple[str, ...] | None = None
+
+    @property
+    def todo(self) -> tuple[str, ...]:
+        """What to do."""
+        return self.cause.advice if self.advice is None else self.advice
 
     @property
     def word(self) -> str:
@@ -106,7 +113,7 @@ CAUSES = {
             "fragmentation",
             "fragmentation: enough memory is free, but not in one piece",
             (
-                "Set PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts.",
+                "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the program starts.",
                 "Pad to a few fixed lengths, so that freed blocks fit again.",
             ),
         ),
@@ -118,6 +125,42 @@ CAUSES = {
                 "CUDA_VISIBLE_DEVICES.",
             ),
         ),
+        Cause(
+            "weights",
+            "the weights alone fill the memory",
+            (
+                "Load the model in 16 or 4 bits (torch_dtype, BitsAndBytesConfig).",
+                'Split it: device_map="auto" offloads layers to the CPU; FSDP or ZeRO-3 shards '
+                "them over GPUs.",
+                "Choose a smaller model, or a card with more memory.",
+            ),
+        ),
+        Cause(
+            "request",
+            "one request is larger than the card",
+            (
+                "Print the shapes at this line: a missing dimension broadcasts to B × B or T × T.",
+                "If the shapes are right, split the work: a lower resolution, shorter sequences, "
+                "fused attention instead of T² scores, or the batch in parts.",
+            ),
+        ),
+        Cause(
+            "limit",
+            "a limit of this process's memory, below what the card has free",
+            (
+                "Raise or remove torch.cuda.set_per_process_memory_fraction "
+                "(per_process_memory_fraction in the allocator's settings).",
+            ),
+        ),
+        Cause(
+            "predictions",
+            "predictions collected on the GPU: each evaluation batch adds its outputs",
+            (
+                "Move each batch's outputs to the CPU before you collect them: output.cpu().",
+                "With transformers' Trainer, set eval_accumulation_steps, or reduce the outputs in "
+                "preprocess_logits_for_metrics.",
+            ),
+        ),
     )
 }
 
@@ -125,6 +168,11 @@ CAUSES = {
 def finding(name: str, confidence: float, *evidence: str) -> Finding:
     """Return a finding, its confidence limited to 0.01..0.99."""
     return Finding(CAUSES[name], min(0.99, max(0.01, confidence)), tuple(filter(None, evidence)))
+
+
+def with_advice(found: Finding, *advice: str) -> Finding:
+    """Return the finding with advice of its own."""
+    return replace(found, advice=tuple(filter(None, advice)))
 
 
 def ranked(found: list[Finding]) -> tuple[Finding, ...]:

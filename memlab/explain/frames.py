@@ -54,12 +54,28 @@ _CAT = re.compile(r"(^|[_.:])cat(_out)?(_cuda)?($|[_.:(])|cache_utils")
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _EVALUATION = {
     *("eval", "evaluate", "evaluation", "evaluator", "validate", "validation", "valid", "val"),
-    *("infer", "inference", "predict", "prediction", "test"),
+    *("infer", "inference", "test"),
 }
-_GENERATION = {
-    *("generate", "generation", "decode", "decoding", "autoregressive", "sample", "sampling"),
+_EVALUATION_ALONE = {"predict", "prediction"}  # predict_noise() of a training evaluates nothing
+_STEPS = {"step", "epoch", "loop", "batch", "all", "one", "run", "on", "self"}
+_TRAINING = {"train", "training", "trains", "fit", "learn", "optimize", "update", "finetune"}
+_GENERATION = {"generate", "generation", "autoregressive"}
+_DECODING = {"decode", "decoding", "sample", "sampling"}  # a VAE decodes, a policy samples
+_MODULE_FILE = re.compile(
+    r"torch/nn/modules/module\.py$|(^|/)modeling_utils\.py$|(^|/)(accelerate|diffusers|peft)/"
+)
+_CONVERSIONS = {"to", "cuda", "half", "bfloat16", "float", "_apply", "convert"}
+_LOADING = re.compile(
+    r"^(from_pretrained|create_weights|load_(model|weights|checkpoint)|\w{0,60}state_dict\w{0,60})$"
+)
+_NO_GRAD_FRAMEWORK = re.compile(  # their evaluation loops disable gradients
+    r"(^|/)transformers/trainer\w*\.py$|(^|/)(lightning|pytorch_lightning|lightning_fabric)/"
+    r"|(^|/)(ignite|fastai|mmengine|ultralytics|composer|keras)/"
+)
+_COLLECTING = {
+    *("nested_concat", "torch_pad_and_concatenate", "nested_gather", "gather", "all_gather"),
+    *("gather_for_metrics", "pad_across_processes", "_gpu_gather", "dim_zero_cat"),
 }
-_CONVERSIONS = {"to", "cuda", "_apply", "convert", "from_pretrained", "load_state_dict"}
 
 
 def stack_of(frames: Iterable[Mapping[str, Any]] | None) -> Stack:
@@ -184,21 +200,62 @@ def in_workspace(stack: Stack) -> bool:
 
 @cache
 def in_setup(stack: Stack) -> bool:
-    """Whether a model was built, moved or loaded."""
-    names = {frame.name.rpartition(".")[2] for frame in stack}
-    return bool(names & (_CONVERSIONS | {"__init__", "reset_parameters"}))
+    """Whether a model was built, moved, loaded or saved."""
+    return any(map(_sets_up, stack))
+
+
+def _sets_up(frame: Frame) -> bool:
+    name = frame.name.rpartition(".")[2]
+    if name in _CONVERSIONS:  # a batch has a method to() as well
+        return bool(_MODULE_FILE.search(frame.filename.replace("\\", "/")))
+    return name in ("__init__", "reset_parameters") or bool(_LOADING.search(name))
 
 
 @cache
 def evaluation_frame(stack: Stack) -> Frame | None:
     """Return the innermost frame of a function that evaluates, by its name."""
-    return next((f for f in stack if _named(f, _EVALUATION)), None)
+    return next((f for f in stack if _evaluates(f)), None)
+
+
+def _evaluates(frame: Frame) -> bool:
+    words = _words(frame)
+    alone = bool(words & _EVALUATION_ALONE) and not words - _EVALUATION_ALONE - _STEPS
+    return (bool(words & _EVALUATION) or alone) and not words & _TRAINING
 
 
 @cache
 def generation_frame(stack: Stack) -> Frame | None:
     """Return the innermost frame of a function that generates text, by its name."""
-    return next((f for f in stack if _named(f, _GENERATION)), None)
+    return next((f for f in stack if _words(f) & _GENERATION), None)
+
+
+@cache
+def decoding_frame(stack: Stack) -> Frame | None:
+    """Return the innermost frame of a function that may generate text: other things decode too."""
+    return next((f for f in stack if _words(f) & _DECODING), None)
+
+
+@cache
+def framework_without_grad(stack: Stack) -> Frame | None:
+    """Return a frame of a framework's evaluation loop, which disables gradients itself."""
+    for frame in stack:
+        path = frame.filename.replace("\\", "/")
+        of_file = frame._replace(name=path.rpartition("/")[2].removesuffix(".py"))
+        named = _evaluates(frame) or _evaluates(of_file)
+        if named and _NO_GRAD_FRAMEWORK.search(path):
+            return frame
+    return None
+
+
+@cache
+def collecting_frame(stack: Stack) -> Frame | None:
+    """Return the innermost frame that joins the outputs of several batches or processes."""
+    return next((f for f in stack if f.name.rpartition(".")[2] in _COLLECTING), None)
+
+
+def in_worker(stack: Sequence[Frame]) -> bool:
+    """Whether a worker process of a DataLoader was running."""
+    return any(f.filename.replace("\\", "/").endswith("data/_utils/worker.py") for f in stack)
 
 
 def runs(stack: Stack, function: Frame) -> bool:
@@ -206,16 +263,19 @@ def runs(stack: Stack, function: Frame) -> bool:
     return any(f.name == function.name and f.filename == function.filename for f in stack)
 
 
-def _named(frame: Frame, words: set[str]) -> bool:
+def _words(frame: Frame) -> set[str]:
+    """Return the words of a function's name; none for tests, C++ and memlab's own frames."""
     if is_cpp(frame) or frame.filename == MEMLAB or frame.name.startswith("test_"):
-        return False
+        return set()
     last = frame.name.rpartition(".")[2]
-    return bool({word.lower() for word in _WORDS.findall(last)} & words)
+    return {word.lower() for word in _WORDS.findall(last)}
 
 
-def disables_grad(stack: Sequence[Frame]) -> bool:
-    """Whether a decorator such as `torch.no_grad()` stands around the code."""
-    return any(f.filename.endswith("utils/_contextlib.py") for f in stack)
+def disables_grad(stack: Stack) -> bool:
+    """Whether a decorator such as `torch.no_grad()` or a framework's evaluation is around the
+    code."""
+    decorated = any(f.filename.endswith("utils/_contextlib.py") for f in stack)
+    return decorated or framework_without_grad(stack) is not None
 
 
 def user_line(stack: Stack) -> Frame | None:

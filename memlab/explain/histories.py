@@ -75,8 +75,8 @@ class History:
 
     @cached_property
     def has_frames(self) -> bool:
-        """Whether most allocations during the record have a stack."""
-        recorded = [block for block in self.blocks if block.born]
+        """Whether enough allocations of the record have a stack, or blocks if there is none."""
+        recorded = [block for block in self.blocks if block.born] or self.blocks
         with_stack = sum(bool(block.stack) for block in recorded)
         return bool(recorded) and with_stack > 0.2 * len(recorded)
 

@@ -3,16 +3,23 @@
 Every wording from torch 1.0 on is read field by field, so an unknown sentence in between does no
 harm. Backends: CUDA, HIP, XPU, MPS and the CPU. From the traceback come the failing line and the
 phase of the training step; from the log's other lines the completed steps and printed sizes.
+
+A log may be long, and so may its lines. Of a long log only its first part and the part before the
+message are read. No pattern here repeats anything without a bound, so the work for a character does
+not grow with the length of its line.
 """
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from memlab.explain.frames import Frame, is_user
+from memlab.explain import tracebacks
+from memlab.explain.findings import CONTEXT_BYTES
+from memlab.explain.frames import is_user
+from memlab.explain.tracebacks import Line
 
-_SIZE = r"(\d+(?:\.\d+)?) ?(TiB|GiB|MiB|KiB|TB|GB|MB|KB|kB|bytes|B)(?![a-zA-Z])"
+_SIZE = r"(\d{1,20}(?:\.\d{1,9})?) ?(TiB|GiB|MiB|KiB|TB|GB|MB|KB|kB|bytes|B)(?![a-zA-Z])"
 _BINARY = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}  # by the unit's first letter
 
 # Each field of a message, and the wordings that state it. MPS and old versions write GB for 2³⁰.
@@ -21,45 +28,58 @@ _FIELDS = {
         rf"[Tt]ried to allocate {_SIZE}",
         rf"you tried to allocate {_SIZE}",
         rf"Failed to allocate {_SIZE}",
+        rf"Requested {{1,20}}: {_SIZE}",  # of cudaMallocAsync, which writes one field a line
     ),
-    "capacity": (rf"total capac?i?ty of {_SIZE}", rf"{_SIZE} total capacity"),
-    "free": (rf"of which {_SIZE} is free", rf"; {_SIZE} free[;)]"),
+    "capacity": (
+        rf"total capac?i?ty of {_SIZE}",
+        rf"{_SIZE} total capacity",
+        rf"Device limit {{1,20}}: {_SIZE}",
+    ),
+    "free": (
+        rf"of which {_SIZE} is free",
+        rf"; {_SIZE} free[;)]",
+        rf"Free \(according to CUDA\) ?: {_SIZE}",
+    ),
     "process": (rf"this process has {_SIZE} memory in use",),
     "allowed": (rf"{_SIZE} allowed;", rf"max allowed: {_SIZE}"),
     "allocated": (
         rf"Of the allocated memory {_SIZE} is allocated by PyTorch",
         rf"{_SIZE} already allocated",
         rf"MPS allocated: {_SIZE}",
+        rf"Currently allocated {{1,20}}: {_SIZE}",
     ),
     "reserved": (rf"{_SIZE} reserved in total by PyTorch",),
     "unallocated": (rf"{_SIZE} is reserved by PyTorch but unallocated", rf"{_SIZE} cached[;)]"),
     "private": (rf"with {_SIZE} allocated in private pools",),
     "other_allocations": (rf"other allocations: {_SIZE}",),
 }
-_OTHER_PROCESS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
+_LISTED_PROCESS = re.compile(rf"Process (\d{{1,10}}) has {_SIZE} memory in use")
+_DEVICE = re.compile(r"\bGPU (\d{1,4})\b|\bon device (\d{1,4})\b")
+_VARIABLE = re.compile(r"PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF")
 _OUT_OF_MEMORY = re.compile(
     r"(CUDA|HIP|XPU|MPS)(?: backend)? out of memory"
     r"|(CUDA|HIP|cuda runtime|XPU) error.{0,20}out of memory"
     r"|(DefaultCPUAllocator).{0,60}(?:allocate|memory)"
+    r"|Allocation on device \d{1,4} would exceed allowed memory"
     r"|OutOfMemoryError"
     r"|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED"
     r"|Cuda failure '?out of memory"
-    r"|Tried to allocate [\d.]+ ?[KMGT]?i?B"
+    r"|Tried to allocate [\d.]{1,20} ?[KMGT]?i?B"
+)
+# Every match of _OUT_OF_MEMORY contains one of these. Searching for plain text is fast.
+_KEYWORDS = (
+    *("out of memory", "OutOfMemoryError", "ALLOC_FAILED", "DefaultCPUAllocator"),
+    *("Tried to allocate", "would exceed allowed memory"),
 )
 _BACKENDS = {"cuda runtime": "CUDA", "DefaultCPUAllocator": "CPU", "CUBLAS": "CUDA"}
 _BACKENDS["CUDNN"] = "CUDA"
-_FILE_LINE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-_TRACEBACK = "Traceback (most recent call last)"
-_PREFIX = re.compile(r"^\s*(?:\[\w*rank\d+\]:?|\d+:|\|)?\s*")
+_RANK = re.compile(r"^[ \t]{0,8}\[[a-z]{0,9}rank(\d{1,5})\]:?")
 WIDEST_MESSAGE = 2000  # characters after the match that may belong to the message
-
-
-@dataclass(frozen=True)
-class Line:
-    """A frame of a traceback with its source line, outermost first in a traceback."""
-
-    frame: Frame
-    source: str
+WIDEST_PREFIX = 300  # characters of the message's line before the match
+NEAR_KEYWORD = 100  # characters around a keyword that a match may reach
+MOST_HEAD = 2**16  # characters from the start of a log, where scripts print their settings
+MOST_BEFORE = 2**19  # characters before the message
+MOST_TRACEBACK = 2**18  # characters of a traceback
 
 
 @dataclass(frozen=True)
@@ -78,6 +98,9 @@ class Message:
     private: int | None = None
     other_allocations: int | None = None
     processes: tuple[tuple[int, int], ...] = ()  # (process id, bytes) of other processes
+    device: int | None = None
+    variable: str = ""  # the environment variable of the allocator's settings that it names
+    names_expandable: bool = False  # whether it recommends expandable segments
 
     @property
     def free_reserved(self) -> int | None:
@@ -107,6 +130,13 @@ class Message:
         return None if ours is None else max(0, self.capacity - self.free - ours)
 
     @property
+    def outside_pytorch(self) -> int | None:
+        """Bytes of this process that its allocator did not reserve: the CUDA context, libraries."""
+        if self.process is None or self.reserved_bytes is None:
+            return None
+        return max(0, self.process - self.reserved_bytes)
+
+    @property
     def has_context(self) -> bool:
         """Whether `elsewhere` still includes this process's own CUDA context."""
         return self.process is None
@@ -116,10 +146,13 @@ class Message:
 class Log:
     """A text with an out-of-memory message."""
 
-    text: str
+    text: str  # what was read: the start, and the part before and after the message
     message: Message
     lines: tuple[Line, ...]  # of the traceback that ends with the message, outermost first
     before: str = field(repr=False)  # the text above the traceback
+    rank: int | None = None  # of the process that printed the message, in a distributed run
+    failures: int = 1  # tracebacks or lines with an out-of-memory message in the whole log
+    skipped_chars: int = 0  # of the log, not read
 
     @property
     def user_lines(self) -> tuple[Line, ...]:
@@ -146,22 +179,107 @@ class Log:
         """The last step or batch that a progress line names; None if no line names one."""
         return _last_step(self.before)
 
+    @cached_property
+    def trained(self) -> bool:
+        """Whether the log shows that training ran before."""
+        return bool(self.steps_done) or bool(_EPOCH.search(self.before))
+
 
 def read_log(text: str) -> Log:
     """Find the last out-of-memory message of a text. Raise ValueError if there is none."""
-    found = list(_OUT_OF_MEMORY.finditer(text))
+    found = list(_messages_in(text))
     if not found:
         raise ValueError(
-            "it has no out-of-memory message; give a log that contains one, such as "
-            "'CUDA out of memory. Tried to allocate 2.00 GiB'"
+            _other_failure(text)
+            or (
+                "it has no out-of-memory message; give a log that contains one, such as "
+                "'CUDA out of memory. Tried to allocate 2.00 GiB'"
+            )
         )
     match = _best(text, found)
     start = text.rfind("\n", 0, match.start()) + 1
-    message = _message(text[start : match.start() + WIDEST_MESSAGE], match)
-    traceback_start = text.rfind(_TRACEBACK, 0, match.start())
-    before = text[: traceback_start if traceback_start >= 0 else start]
-    lines = tuple(_lines(text[len(before) : match.start()]))
-    return Log(text, message, lines, before)
+    start = max(start, match.start() - WIDEST_PREFIX)
+    first = max(0, start - MOST_BEFORE)
+    head, before = text[: min(first, MOST_HEAD)], text[first:start]
+    after = text[start : match.start() + WIDEST_MESSAGE]
+    if after.lstrip().startswith(">"):  # quoted in a forum or a mail
+        before, after = _unquoted(before), _unquoted(after)
+    message = _message(after, match)
+    rank = _RANK.search(after)
+    if rank:
+        before = _of_rank(before, rank[0])
+    above, lines = tracebacks.last(before, MOST_TRACEBACK)
+    return Log(
+        head + before + after,
+        message,
+        lines,
+        head + above,
+        rank=int(rank[1]) if rank else None,
+        failures=_count_failures(text, found),
+        skipped_chars=first - len(head),
+    )
+
+
+_RAM = "this is the computer's own memory (RAM), not the GPU's: "
+# Words of other failures, and what to say about them. The first that occurs counts.
+_OTHER_FAILURES = (
+    (
+        "No available memory for the cache blocks",
+        "vLLM has no room for the KV cache beside the weights: raise gpu_memory_utilization, "
+        "lower max_model_len, or load the model in fewer bits",
+    ),
+    (
+        "insufficient shared memory",
+        "a DataLoader worker ran out of shared memory (/dev/shm): start the container with "
+        "--shm-size=8g or --ipc=host, or set num_workers=0",
+    ),
+    (
+        "is killed by signal",
+        f"a DataLoader worker was killed; {_RAM}use fewer workers, or load less for each sample",
+    ),
+    (
+        "RESOURCE_EXHAUSTED",
+        "it has an out-of-memory message of JAX or TensorFlow; memlab reads those of PyTorch",
+    ),
+    (
+        "Unable to allocate",
+        f"numpy ran out of memory; {_RAM}load the data in parts (numpy.memmap), or use float32",
+    ),
+    ("MemoryError", f"Python ran out of memory; {_RAM}load less at once"),
+    (
+        "oom-kill",
+        f"the system killed the process; {_RAM}ask for more, use fewer DataLoader workers, or load "
+        f"the weights straight onto the GPU",
+    ),
+    (
+        "Killed",
+        f"the system killed the process; {_RAM}use fewer DataLoader workers, or load the weights "
+        f"straight onto the GPU",
+    ),
+)
+
+
+def _other_failure(text: str) -> str | None:
+    """Return what to say of a failure that is not of PyTorch's GPU memory."""
+    return next((said for words, said in _OTHER_FAILURES if words in text), None)
+
+
+def _messages_in(text: str) -> Iterator[re.Match[str]]:
+    """Yield the out-of-memory messages in order, each once."""
+    places = sorted(place for word in _KEYWORDS for place in _places(text, word))
+    last = 0
+    for place in places:
+        begin = max(last, place - NEAR_KEYWORD)
+        for match in _OUT_OF_MEMORY.finditer(text, begin, place + NEAR_KEYWORD):
+            last = match.end()
+            yield match
+
+
+def _places(text: str, word: str) -> Iterator[int]:
+    place = text.find(word)
+    while place >= 0:
+        yield place
+        place = text.find(word, place + len(word))
 
 
 def _best(text: str, found: Sequence[re.Match[str]]) -> re.Match[str]:
@@ -169,6 +287,23 @@ def _best(text: str, found: Sequence[re.Match[str]]) -> re.Match[str]:
     stated = [m for m in found if "allocate" in text[m.start() : m.start() + 150]]
     named = [m for m in stated if m.group(0) != "OutOfMemoryError"]
     return (named or stated or list(found))[-1]
+
+
+def _count_failures(text: str, found: Sequence[re.Match[str]]) -> int:
+    """Return how many messages state a request; 1 if none does."""
+    ends = (m.end() for m in found if m.group(0).startswith("Tried to allocate"))
+    return max(1, len(set(ends)))
+
+
+def _unquoted(text: str) -> str:
+    return re.sub(r"(?m)^[ \t]{0,8}> ?", "", text)
+
+
+def _of_rank(text: str, prefix: str) -> str:
+    """Return the lines of one rank, and those without a rank. Ranks print at the same time."""
+    rows = text.split("\n")
+    kept = [row for row in rows if row.startswith(prefix) or not _RANK.search(row)]
+    return "\n".join(kept)
 
 
 def _message(text: str, match: re.Match[str]) -> Message:
@@ -181,22 +316,43 @@ def _message(text: str, match: re.Match[str]) -> Message:
         hits = (re.search(wording, flat) for wording in wordings)
         if hit := next(filter(None, hits), None):
             values[name] = _bytes(hit[1], hit[2])
-    others = tuple((int(pid), _bytes(n, u)) for pid, n, u in _OTHER_PROCESS.findall(flat))
-    return Message(_BACKENDS.get(backend, backend), **values, processes=others)
+    listed = tuple((int(pid), _bytes(n, u)) for pid, n, u in _LISTED_PROCESS.findall(flat))
+    device, variable = _DEVICE.search(flat), _VARIABLE.search(flat)
+    message = Message(
+        _BACKENDS.get(backend, backend),
+        **values,
+        processes=listed,
+        device=int(device[1] or device[2]) if device else None,
+        variable=variable[0] if variable else "",
+        names_expandable="expandable_segments" in flat,
+    )
+    return _without_own_process(message)
+
+
+def _without_own_process(message: Message) -> Message:
+    """Find this process among the listed ones.
+
+    In a container the driver's process ids differ from the container's, so torch does not recognize
+    its own process, lists it with the others and leaves the words "this process has" out. It is the
+    one as large as what this process reserved plus a CUDA context.
+    """
+    ours = message.reserved_bytes
+    if message.process is not None or ours is None:
+        return message
+    larger = [entry for entry in message.processes if ours <= entry[1] + CONTEXT_BYTES // 100]
+    if not larger:
+        return message
+    own = min(larger, key=lambda entry: entry[1])
+    listed = sum(size for _, size in message.processes)
+    impossible = message.capacity is not None and listed + ours > message.capacity
+    if own[1] - ours > CONTEXT_BYTES and not impossible:
+        return message
+    others = tuple(entry for entry in message.processes if entry is not own)
+    return replace(message, process=own[1], processes=others)
 
 
 def _bytes(number: str, unit: str) -> int:
     return round(float(number) * _BINARY[unit.lower()[0]])
-
-
-def _lines(text: str) -> Iterator[Line]:
-    """Yield the frames of a traceback with their source lines."""
-    rows = text.split("\n")
-    for number, row in enumerate(rows):
-        if match := _FILE_LINE.search(row):
-            below = rows[number + 1] if number + 1 < len(rows) else ""
-            source = "" if _FILE_LINE.search(below) else _PREFIX.sub("", below).strip()
-            yield Line(Frame(match[1], int(match[2]), match[3]), source)
 
 
 # ------------------------------------------------------------------ the rest of the log
@@ -208,17 +364,18 @@ _SETTING = re.compile(
     r"|max[_-]?length|seqlen|ctx|tokens|prompt[_-]len(?:gth)?|max[_-]new[_-]tokens)"
     r"|vocab(?:ulary)?(?:[_ -]?size)?"
     r"|(?:num[_-]?(?:hidden[_-])?|n[_-]?)?layers?|depth"
-    r")\b['\"]?\s*[=:]?\s*(\d+)\b"
+    r")\b['\"]?[ \t]{0,4}[=:]?[ \t]{0,4}(\d{1,12})\b"
 )
-_SYMBOL = re.compile(r"\b([BT])\s*=\s*(\d+)\b")  # as many a script calls them
+_SYMBOL = re.compile(r"\b([BT])[ \t]{0,4}=[ \t]{0,4}(\d{1,12})\b")  # as many a script calls them
 _MEMORY = re.compile(  # as progress lines print it; without a unit, it is in MiB
-    r"(?i)\b(?:(?:max|peak|gpu)_?)?(?:mem(?:ory)?|alloc(?:ated)?|reserved|vram|cuda(?!:\d))\w*[^\d\n]{0,20}"
-    r"(\d+(?:\.\d+)?) ?(TiB|GiB|MiB|KiB|TB|GB|MB|KB|G|M)?(?![a-zA-Z\d])"
+    r"(?i)\b(?:(?:max|peak|gpu)_?)?(?:mem(?:ory)?|alloc(?:ated)?|reserved|vram|cuda(?!:\d))\w{0,20}[^\d\n]{0,20}"
+    r"(\d{1,15}(?:\.\d{1,9})?) ?(TiB|GiB|MiB|KiB|TB|GB|MB|KB|G|M)?(?![a-zA-Z\d])"
 )
 _STEP = re.compile(
-    r"(?i)\b(?:step|iter(?:ation)?|batch|global_step|it|update)s?\b\s*[:=#\[(]?\s*(\d+)"
-    r"|\b(\d+)/\d+ \["
+    r"(?i)\b(?:step|iter(?:ation)?|batch|global_step|it|update)s?\b\s{0,4}[:=#\[(]?\s{0,4}(\d{1,12})"
+    r"|\b(\d{1,12})/\d{1,12} \["
 )
+_EPOCH = re.compile(r"(?i)\bepochs?\b.{0,40}\bloss\b|\bepoch\b[ \t:=#\[(]{0,4}\d")
 
 
 def _settings_in(text: str) -> Iterator[tuple[str, float]]:

@@ -15,10 +15,10 @@ from typing import Any
 from memlab.allocator import Allocator
 from memlab.allocator.recorded_settings import as_stated
 from memlab.internals.snapshot import stack_frames
-from memlab.internals.unpickling import unpickle
+from memlab.internals.unpickling import unpickle_bytes
 from memlab.trace import Trace
 
-PICKLE_START, GZIP_START = b"\x80", b"\x1f\x8b"
+PICKLE_START, GZIP_START, ZIP_START = b"\x80", b"\x1f\x8b", b"PK\x03\x04"
 MOST_TEXT_BYTES = 2**28  # of a log; only its end is read
 WANTED = (
     "give a snapshot of torch.cuda.memory._dump_snapshot, a log with an out-of-memory message, or "
@@ -36,18 +36,31 @@ class Source:
 
 
 def read_file(path: Path) -> Source:
-    """Return what a file holds. Raise ValueError if it is nothing that memlab can explain."""
+    """Return what a file holds. Raise ValueError if it is nothing that memlab can explain.
+
+    The file is read once, so it may be a pipe.
+    """
     with path.open("rb") as file:
-        start = file.read(2)
-    if not start:
+        return of_bytes(file.read())
+
+
+def of_bytes(content: bytes) -> Source:
+    """Return what the bytes of a file hold: a pickle, JSON or text, also compressed with gzip."""
+    if not content:
         raise ValueError(f"it is empty; {WANTED}")
-    if start[:1] == PICKLE_START:
-        return of_data(unpickle(path))
-    if start == GZIP_START:
-        return of_text(_decompressed(path))
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - MOST_TEXT_BYTES))
-        return of_text(file.read().decode("utf-8", "replace"))
+    if content.startswith(GZIP_START):
+        content = _decompressed(content)
+    if content.startswith(PICKLE_START):
+        return of_data(unpickle_bytes(content))
+    if content.startswith(ZIP_START):
+        raise ValueError(f"it is a zip file, such as a checkpoint of torch.save; {WANTED}")
+    return of_text(_decoded(content[-MOST_TEXT_BYTES:], content[:2]))
+
+
+def _decoded(content: bytes, start: bytes) -> str:
+    """Decode a text, which PowerShell writes as UTF-16."""
+    encoding = "utf-16" if start in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
+    return content.decode(encoding, "replace")
 
 
 def of_text(text: str) -> Source:
@@ -63,6 +76,8 @@ def of_text(text: str) -> Source:
 
 def of_data(data: Any) -> Source:
     """Return the source of a pickle's or a JSON document's data."""
+    if _are_segments(data):  # torch.cuda.memory_snapshot() returns a list
+        return Source("snapshot", {"segments": data, "device_traces": []})
     if not isinstance(data, dict):
         raise ValueError(f"it holds a {type(data).__name__}, and no snapshot; {WANTED}")
     if "fields" in data and "events" in data:
@@ -86,10 +101,17 @@ def _trace(data: Mapping[str, Any]) -> Trace:
         raise ValueError(f"its trace is damaged: {error!r}; write it again with to_dict") from error
 
 
-def _decompressed(path: Path) -> str:
+def _are_segments(data: Any) -> bool:
+    return (
+        isinstance(data, list)
+        and bool(data)
+        and all(isinstance(each, dict) and {"address", "blocks"} <= each.keys() for each in data)
+    )
+
+
+def _decompressed(content: bytes) -> bytes:
     try:
-        with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
-            return file.read()
+        return gzip.decompress(content)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"it is damaged: {error}; give the complete file") from error
 

@@ -46,12 +46,15 @@ class Outcome:
 
     def against(self, base: "Outcome") -> str:
         """Say what the remedy changes."""
-        saved = base.reserved_peak_bytes - self.reserved_peak_bytes
-        verdict = "fits" if self.fits else "still runs out of memory"
         if not base.fits and self.fits:
-            return f"{verdict}, {format_bytes(self.reserved_peak_bytes)} reserved at most"
-        change = f"saves {format_bytes(saved)}" if saved > 0 else "saves nothing"
-        return f"{verdict}, {change}" if not base.fits else change
+            return f"fits, {format_bytes(self.reserved_peak_bytes)} reserved at most"
+        allocated = base.allocated_peak_bytes - self.allocated_peak_bytes
+        reserved = base.reserved_peak_bytes - self.reserved_peak_bytes
+        saved, of = (
+            (reserved, "reserved") if self.cause == "fragmentation" else (allocated, "allocated")
+        )
+        change = f"saves {format_bytes(saved)} of what is {of}" if saved > 0 else "saves nothing"
+        return f"still runs out of memory, {change}" if not base.fits else change
 
 
 @dataclass(frozen=True)
@@ -64,18 +67,21 @@ class Replays:
     room_bytes: int | None  # what this process could reserve; None if the history does not say
 
 
-def replays(situation: Situation) -> Replays | None:
-    """Replay the history with each remedy. Return None if the history is too long."""
+def replays(situation: Situation, on_remedy: Callable[[str], None] = str) -> Replays | None:
+    """Replay the history with each remedy. Return None if the history is too long.
+
+    `on_remedy` is called with the name of each remedy before it is replayed.
+    """
     history = situation.history
     if not history.blocks or history.length > MOST_EVENTS:
         return None
     room = _room(situation)
     settings = _settings(situation, room)
     base = _replay(situation, "as recorded", "", settings)
-    found = [
-        _replay(situation, name, cause, s, **how)
-        for name, cause, s, how in _variants(situation, settings)
-    ]
+    found = []
+    for name, cause, variant, how in _variants(situation, settings):
+        on_remedy(name)
+        found.append(_replay(situation, name, cause, variant, **how))
     failed = history.refusal is not None
     return Replays(base, tuple(found), base.fits != failed, room)
 

@@ -38,13 +38,14 @@ def page_data(found: Explanation, title: str) -> dict[str, Any]:
         "title": f"memlab explain: {title}",
         "headline": f"{summary.KINDS[found.kind]}: {summary.headline(found)}",
         "place": summary.place(found),
+        "notes": list(summary.notes(found)),
         "findings": [_finding(found, number) for number in range(len(found.findings))],
-        "record": list(summary.record_next()) if found.log else [],
+        "record": list(summary.record_next()) if summary.needs_recording(found) else [],
         "table_title": "What was alive" if s else "What the message states",
         "table": _table(found),
         "facts": [*summary.growth_lines(s), *summary.fragmentation_lines(s)] if s else [],
         "remedies": _remedies(found),
-        "replay_note": summary.replay_note(found.replays),
+        "replay_note": summary.replay_note(found.replays, s),
         "history": _history(s) if s else None,
     }
 
@@ -93,6 +94,7 @@ def _history(s: Situation) -> dict[str, Any]:
     return {
         "moment": s.moment,
         "length": history.length,
+        "has_segments": history.has_segments,
         "categories": names,
         "positions": positions.tolist(),
         "levels": levels[:, positions].tolist(),

@@ -16,6 +16,7 @@ from memlab.explain.frames import (
     MEMLAB,
     Frame,
     Stack,
+    decoding_frame,
     disables_grad,
     evaluation_frame,
     generation_frame,
@@ -26,6 +27,8 @@ from memlab.explain.frames import (
     in_loss,
     in_optimizer,
     in_recompute,
+    in_setup,
+    makes_state,
     runs,
     user_line,
 )
@@ -128,26 +131,30 @@ class Situation:
 
     @cached_property
     def phase(self) -> str:
-        """forward, backward, optimizer, or "" if the record does not say."""
+        """setup, forward, backward, optimizer, other, or "" if the record does not say."""
         if in_optimizer(self.stack):
             return "optimizer"
         if in_backward(self.stack):
             return "backward"
         if not self.stack:
             return "backward" if self.history.has_frames and self.history.refusal else ""
-        return "forward" if in_forward(self.stack) else "other"
+        if in_forward(self.stack):
+            return "forward"
+        return "setup" if in_setup(self.stack) else "other"
 
     @cached_property
     def request_category(self) -> str:
         """The category that the refused request would have had."""
         if self.is_logits_request:
             return "logits"
-        names = {"optimizer": "optimizer_state", "backward": "temporaries"}
+        names = {"optimizer": "optimizer_state", "backward": "temporaries", "setup": "parameters"}
         return names.get(self.phase, "activations")
 
     @cached_property
     def is_logits_request(self) -> bool:
         """Whether the refused request is as large as the logits, or made by the loss."""
+        if not self.request_bytes:
+            return False
         if in_loss(self.stack):
             return True
         size = self.categories.logits_bytes
@@ -159,7 +166,7 @@ class Situation:
 
     @cached_property
     def generation(self) -> Frame | None:
-        return generation_frame(self.context_stack)
+        return generation_frame(self.context_stack) or decoding_frame(self.context_stack)
 
     @cached_property
     def context_stack(self) -> Stack:
@@ -201,7 +208,7 @@ class Situation:
         """The position of the first allocation of the evaluation that runs, 1 without any."""
         frame = self.evaluation
         if frame is None:
-            return 1
+            return min(1, self.history.length)  # 0 without a record: its blocks are all older
         last = 0
         for block in self.history.blocks:
             if 0 < block.born <= self.moment and block.stack and not runs(block.stack, frame):
@@ -245,6 +252,24 @@ class Situation:
         phases = self.categories.phases
         return any(phases[b] in ("backward", "optimizer") and b.born <= self.moment for b in phases)
 
+    @cached_property
+    def stepped_before(self) -> bool:
+        """Whether the optimizer has finished a step before the current one."""
+        phases = self.categories.phases
+        return any(phases[b] == "optimizer" and b.born < self.step_start for b in phases)
+
+    @cached_property
+    def makes_state_now(self) -> bool:
+        """Whether the current step of the optimizer creates state."""
+        if self.history.refusal and makes_state(self.stack) and not self.stepped_before:
+            return True
+        phases = self.categories.phases
+        return any(
+            phases.get(b) == "optimizer" and self.categories.name(b) == "optimizer_state"
+            for b in self.alive
+            if b.born >= self.step_start > 0
+        )
+
     # -------------------------------------------------------------- the current forward pass
 
     @cached_property
@@ -275,7 +300,8 @@ class Situation:
         """How often forward ran between the backward before the moment and the next one.
 
         It is 1 in an ordinary training step. Allocations that a training step makes once are
-        counted.
+        counted, if they are still alive: a backward that allocates nothing, as when gradients are
+        kept, shows in the record only by what it frees.
         """
         phases = self.categories.phases
         trained = [b.born for b, phase in phases.items() if phase in ("backward", "optimizer")]
@@ -287,9 +313,9 @@ class Situation:
         once, since = Counter(), Counter()
         for block, phase in phases.items():
             if phase == "forward" and starts and starts[-1] <= block.born < last:
-                once[block.stack] += 1
-            elif phase == "forward" and last < block.born < end:
-                since[block.stack] += 1
+                once[_place(block)] += 1
+            elif phase == "forward" and last < block.born < end and block.alive(self.moment):
+                since[_place(block)] += 1
         counts = sorted((since[stack] for stack, n in once.items() if n == 1), reverse=True)
         return max(1, counts[len(counts) // 3]) if counts else 1
 
@@ -423,6 +449,11 @@ class Situation:
     @cached_property
     def earlier_reserved_bytes(self) -> int:
         return max(self.history.reserved[: self.moment + 1], default=0)
+
+
+def _place(block: Block) -> Stack:
+    """Return a block's stack without the category that memlab's own frames begin with."""
+    return block.stack[1:] if block.stated else block.stack
 
 
 def without_numbers(stack: Stack) -> Stack:

@@ -9,7 +9,7 @@ from memlab.explain.histories import share
 from memlab.explain.messages import Log, Message
 from memlab.explain.remedies import Replays, outcome_for
 from memlab.explain.situation import Situation
-from memlab.units import format_bytes
+from memlab.units import format_bytes, plural
 
 MOST_LINES = 5  # of leaks
 KINDS = {
@@ -17,6 +17,10 @@ KINDS = {
     "recording": "recording of the allocator",
     "trace": "memlab trace",
     "log": "log with an out-of-memory message",
+}
+PHASES = {
+    "setup": " while a model was loaded",
+    **{name: f" in {name}" for name in ("forward", "backward", "optimizer")},
 }
 WORDS = {name: name.replace("_", " ") for name in CATEGORIES}
 
@@ -28,14 +32,22 @@ def headline(found: Explanation) -> str:
     s = found.situation
     assert s is not None
     if s.history.refusal:
-        where = f" in {s.phase}" if s.phase not in ("", "other") else ""
-        after = f" after {s.steps_done} completed steps" if s.steps_done else ""
+        where = PHASES.get(s.phase, "")
+        where += f" on GPU {s.history.device}" if found.kind != "trace" else ""
+        after = f" after {_completed(s)}" if s.steps_done else ""
         return (
             f"out of memory{where}{after}: {format_bytes(s.request_bytes)} requested, "
             f"{format_bytes(s.allocated_bytes)} allocated, "
             f"{format_bytes(s.reserved_bytes)} reserved"
         )
     return f"no request was refused; the peak is {format_bytes(s.allocated_bytes)} allocated"
+
+
+def _completed(s: Situation) -> str:
+    """Say how many steps were completed, or how often an evaluation ran its loop."""
+    if s.evaluation and not s.trains_now:
+        return f"{plural(s.steps_done, 'pass', 'passes')} of {s.evaluation.name}()"
+    return plural(s.steps_done, "completed step")
 
 
 def _log_headline(log: Log) -> str:
@@ -48,14 +60,49 @@ def _log_headline(log: Log) -> str:
             parts.append(f"{format_bytes(size)} {words}")
     whole = message.capacity or message.allowed
     of = f" of {format_bytes(whole)}" if whole else ""
-    return f"{message.backend} out of memory: {', '.join(parts)}{of}"
+    where = "" if message.device is None else f" on GPU {message.device}"
+    rank = "" if log.rank is None else f" (rank {log.rank})"
+    return f"{message.backend} out of memory{where}{rank}: {', '.join(parts)}{of}"
+
+
+def device(found: Explanation) -> int | None:
+    """Return the number of the GPU that is explained, if the file states it."""
+    if found.log:
+        return found.log.message.device
+    if found.kind == "trace" or found.situation is None:
+        return None
+    return found.situation.history.device
+
+
+def notes(found: Explanation) -> Iterator[str]:
+    """Yield what the explanation leaves out."""
+    if found.log:
+        yield from _log_notes(found.log)
+        return
+    if found.kind == "trace":
+        yield "a trace has no segments: what is reserved and free is simulated, as CUDA would do it"
+    if found.situation and found.situation.history.others:
+        others = found.situation.history.others
+        sizes = ", ".join(f"GPU {n} has {format_bytes(size)}" for n, size in sorted(others.items()))
+        yield (
+            f"this explains GPU {found.situation.history.device}; {sizes} reserved: "
+            f"choose another with --device"
+        )
+
+
+def _log_notes(log: Log) -> Iterator[str]:
+    if log.failures > 1:
+        yield f"the log has {log.failures} out-of-memory messages; this explains the last one"
+    if log.skipped_chars:
+        yield (
+            f"the log is long: {log.skipped_chars:,} characters before the traceback were not read"
+        )
 
 
 def place(found: Explanation) -> str:
     """Return the failing line, or ""."""
     if found.log:
-        line = found.log.line
-        return f"{line.frame}: {line.source}" if line else ""
+        return str(found.log.line or "")
     assert found.situation is not None
     return str(found.situation.line or "")
 
@@ -80,7 +127,11 @@ def size_rows(message: Message) -> list[tuple[str, str]]:
         ("reserved, but unallocated", message.free_reserved),
         ("free on the card", message.free),
         ("this process, with its CUDA context", message.process),
-        ("outside this process", message.elsewhere),
+        ("of it, not by PyTorch", message.outside_pytorch),
+        (
+            "contexts and other processes" if message.has_context else "outside this process",
+            message.elsewhere,
+        ),
         ("the request", message.requested),
     )
     rows = [(words, format_bytes(size)) for words, size in fields if size is not None]
@@ -110,7 +161,9 @@ def fragmentation_lines(s: Situation) -> Iterator[str]:
     if not s.history.has_segments:
         return
     free = s.free
-    pieces = f" in {len(free.gaps)} pieces, the largest {format_bytes(free.largest_bytes)}"
+    count = plural(len(free.gaps), "piece")
+    largest = f", the largest {format_bytes(free.largest_bytes)}" if len(free.gaps) > 1 else ""
+    pieces = f" in {count}{largest}"
     yield (
         f"{format_bytes(free.free_bytes)} of {format_bytes(free.reserved_bytes)} reserved are free"
         f"{pieces if free.gaps else ''}"
@@ -124,7 +177,7 @@ def advice(found: Finding, replayed: Replays | None) -> Iterator[str]:
     for name, outcome in outcome_for(replayed, found.cause.name).items():
         assert replayed is not None
         yield f"{name}: {outcome.against(replayed.base)}"
-    yield from found.cause.advice
+    yield from found.todo
 
 
 def stack_note(s: Situation) -> str:
@@ -137,7 +190,7 @@ def stack_note(s: Situation) -> str:
     )
 
 
-def replay_note(replayed: Replays | None) -> str:
+def replay_note(replayed: Replays | None, situation: Situation | None) -> str:
     """Say what the replays are worth."""
     if replayed is None:
         return "remedies were not replayed: the history is too long"
@@ -146,11 +199,17 @@ def replay_note(replayed: Replays | None) -> str:
             "approximate: replayed with the recorded settings, the history does not fail where the "
             "recorded one did"
         )
-    return "predicted by replaying the history up to this request; later requests may need more"
+    until = "this request" if situation and situation.history.refusal else "the peak"
+    return f"predicted by replaying the history up to {until}; later requests may need more"
 
 
 def needs_recording(found: Explanation) -> bool:
-    """Whether a snapshot would say more."""
+    """Whether a snapshot of the next run would say more."""
+    if found.log:
+        return found.log.message.backend in ("CUDA", "HIP")
+    s = found.situation
+    if found.kind == "snapshot" and s and s.history.has_frames and s.history.length:
+        return False  # it is such a recording
     if not found.findings:
         return True
     best = found.findings[0].confidence
@@ -160,3 +219,16 @@ def needs_recording(found: Explanation) -> bool:
 
 def record_next() -> tuple[str, ...]:
     return RECORD_NEXT
+
+
+def why_record(found: Explanation) -> str:
+    """Say why the next run should be recorded."""
+    if found.log:
+        return "a snapshot says more than a message"
+    return "the causes are close" if found.findings else "no known cause is seen"
+
+
+def title_of_causes(found: Explanation) -> str:
+    """Return what the first finding is: the cause of a failure, or of a peak."""
+    failed = found.log is not None or (found.situation and found.situation.history.refusal)
+    return "cause" if failed else "what fills the peak"

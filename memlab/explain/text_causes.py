@@ -11,19 +11,26 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from memlab.explain.causes import CONTEXT_BYTES
-from memlab.explain.findings import Finding, finding, ranked
+from memlab.explain import advice
+from memlab.explain.findings import CONTEXT_BYTES, Finding, finding, ranked, with_advice
 from memlab.explain.frames import (
     Frame,
+    collecting_frame,
+    decoding_frame,
     disables_grad,
     evaluation_frame,
+    framework_without_grad,
     generation_frame,
+    in_forward,
     in_optimizer,
     in_recompute,
+    in_setup,
+    in_worker,
     makes_state,
 )
 from memlab.explain.histories import share
 from memlab.explain.messages import Log, Message
+from memlab.explain.tracebacks import Line
 from memlab.units import format_bytes
 
 TextRule = Callable[["TextSituation"], Finding | None]
@@ -33,33 +40,44 @@ LONG, VERY_LONG = 2048, 4096  # tokens
 LARGE_BATCH, SMALL_BATCH = 32, 4
 DEEP = 12  # layers
 MOST_HEADS = 512
+LEAST_VOCABULARY = 8192  # columns: wider than layers are
+CONTEXT_SHARE = 0.05  # of a card: what a CUDA context takes at least
+LIMIT_SHARE = 0.9  # of the card: a smaller limit of the process is worth naming
+# No pattern repeats anything without a bound; see messages.
 _LOGITS = re.compile(
     r"cross_entropy|CrossEntropy|log_softmax|nll_loss|lm_head|logits|vocab|unembed|loss_f(n|unction)"
 )
 _SCORES = re.compile(
     r"attn_w|attn_scores|attention_scores|attention_probs|\bscores?\b|\batt\b|attn_prob|baddbmm"
-    r"|\b(q|query|query_states|query_layer|xq)\s*(@|,\s*k)|masked_fill|attn\s*=|bmm\(q"
-    r"|einsum\([^)]*(qk|bhqk|bhij|bhtt|q.*k)"
+    r"|\b(q|query|query_states|query_layer|xq)[ \t]{0,4}(@|,[ \t]{0,4}k)|masked_fill"
+    r"|attn[ \t]{0,4}=|bmm\(q|einsum\([^)]{0,60}(qk|bhqk|bhij|bhtt|q[^)]{0,60}k)"
 )
 _ATTENTION_PLACE = re.compile(r"attn|attention", re.IGNORECASE)
 _CACHE = re.compile(r"past_key|key_cache|value_cache|kv_cache|k_cache|v_cache|\bcache\b|\bpast\b")
 _LAYER_CALL = re.compile(
     r"\b(layer|block|blk|decoder_layer|encoder_layer|layer_module|module|mod|resblock|stage)"
-    r"(_\w+|\[\w+\])?\(|self\.(layers|blocks|h|layer|encoder|decoder|transformer)\b"
+    r"(_\w{1,40}|\[\w{1,40}\])?\(|self\.(layers|blocks|h|layer|encoder|decoder|transformer)\b"
 )
+_MODEL_CALL = re.compile(r"\b(model|net|network|criterion|loss_fn|loss_func|forward)\(")
+_LOADS = re.compile(r"\bmodel\w{0,40}\.(to|cuda)\(|\bfrom_pretrained\(|\.(load_)?state_dict\(")
 _CONVOLUTION = re.compile(r"conv\d?d?|batchnorm|batch_norm|resnet|unet|vgg|pool", re.IGNORECASE)
 _NO_CHECKPOINTING = re.compile(
-    r"(?i)(gradient|activation)_?[ ]?checkpointing['\"]?\s*[=:]\s*(false|off|0|no|none)"
+    r"(?i)(gradient|activation)[_ ]?checkpointing['\"]?[ \t]{0,4}[=:][ \t]{0,4}"
+    r"(false|off|0|no|none)"
 )
 _CHECKPOINTING = re.compile(
-    r"(?i)(gradient|activation)_?[ ]?checkpointing['\"]?\s*[=:]\s*(true|on|1|yes)"
+    r"(?i)(gradient|activation)[_ ]?checkpointing['\"]?[ \t]{0,4}([=:][ \t]{0,4}|is )?"
+    r"(true|on\b|1|yes|enabled)"
 )
 _KEPT_LOSS = re.compile(
-    r"retain_graph\s*=\s*True|(losses|history|outputs|all_\w+)\.append\((?!.*(item|detach|float\())"
-    r"|\b(total|running|epoch|sum|avg|train)\w*loss\s*\+=\s*(?!.*(item|detach|float\())\w*loss"
+    r"retain_graph[ \t]{0,4}=[ \t]{0,4}True"
+    r"|(losses|history|outputs|all_\w{1,40})\.append\((?!.{0,200}(item|detach|float\())"
+    r"|\b(total|running|epoch|sum|avg|train)\w{0,40}loss[ \t]{0,4}\+=[ \t]{0,4}"
+    r"(?!.{0,200}(item|detach|float\())\w{0,40}loss"
 )
-_PRINTED_GRAPH = re.compile(r"[\w ]*[:= ]\s*tensor\([^()\n]*grad_fn=<\w+>\)")
+_PRINTED_GRAPH = re.compile(r"tensor\([^()\n]{0,200}grad_fn=<\w{1,60}>\)")
 _TOO_LONG = re.compile(r"Token indices sequence length is longer|exceeds? the (model|maximum)")
+_BUFFER = re.compile(r"empty_strided\w{0,10}\(\((\d{1,12}), (\d{1,12})\)")  # of Inductor's code
 
 
 @dataclass(frozen=True)
@@ -89,14 +107,29 @@ class TextSituation:
         user = [n for n, line in enumerate(rows) if line in self.log.user_lines]
         return "\n".join(line.source for line in rows[user[-1] if user else -2 :])
 
+    def matching(self, pattern: re.Pattern[str]) -> Line | None:
+        """Return the innermost line whose source matches."""
+        return next((x for x in reversed(self.log.lines) if pattern.search(x.source)), None)
+
+    def line_of(self, frame: Frame) -> Line | Frame:
+        """Return a frame's line of the traceback."""
+        return next((line for line in reversed(self.log.lines) if line.frame == frame), frame)
+
     @cached_property
     def phase(self) -> str:
-        if in_optimizer(self.stack) or re.search(r"\boptim\w*\.step\(", self.inner_sources):
+        """setup, forward, backward, optimizer, other, or "" without a traceback."""
+        if in_optimizer(self.stack) or re.search(r"\boptim\w{0,40}\.step\(", self.inner_sources):
             return "optimizer"
-        names = {frame.name for frame in self.stack}
+        names = {frame.name.rpartition(".")[2] for frame in self.stack}
         if names & {"_engine_run_backward", "run_backward"} or ".backward(" in self.sources:
             return "backward"
-        return "forward" if self.log.lines else ""
+        if in_forward(self.stack):
+            return "forward"
+        if in_setup(self.stack) or _LOADS.search(self.inner_sources):
+            return "setup"
+        if names & {"_call_impl", "_wrapped_call_impl"} or _MODEL_CALL.search(self.inner_sources):
+            return "forward"
+        return "other" if self.log.lines else ""
 
     @cached_property
     def evaluation(self) -> Frame | None:
@@ -104,7 +137,16 @@ class TextSituation:
 
     @cached_property
     def generation(self) -> Frame | None:
-        return None if self.phase in ("backward", "optimizer") else generation_frame(self.stack)
+        """The function that generates text. A function called decode needs a cache beside it."""
+        if self.phase in ("backward", "optimizer"):
+            return None
+        caches = self.grows_cache or _CACHE.search(self.inner_sources)
+        return generation_frame(self.stack) or (decoding_frame(self.stack) if caches else None)
+
+    @cached_property
+    def grows_cache(self) -> bool:
+        """Whether the failing lines are a library's cache of keys and values."""
+        return any("cache_utils" in frame.filename for frame in self.stack)
 
     @cached_property
     def disables_grad(self) -> bool:
@@ -131,8 +173,9 @@ class TextSituation:
         return int(number) if number else None
 
     @cached_property
-    def has_layers(self) -> bool:
-        return bool(_LAYER_CALL.search(self.sources))
+    def layer_line(self) -> Line | None:
+        """The innermost line that calls a layer of a stack of layers."""
+        return self.matching(_LAYER_CALL) if self.phase in ("forward", "backward") else None
 
     @cached_property
     def convolves(self) -> bool:
@@ -162,14 +205,98 @@ class TextSituation:
 
     @property
     def place(self) -> str:
-        line = self.log.line
-        return f"{line.frame}: {line.source}" if line else "no traceback"
+        return str(self.log.line) if self.log.line else "no traceback"
 
 
 def text_findings(situation: TextSituation) -> tuple[Finding, ...]:
     """Return the causes with evidence, the most confident first."""
-    found = [rule(situation) for rule in RULES]
-    return ranked([each for each in found if each is not None])
+    found = [each for each in (rule(situation) for rule in RULES) if each is not None]
+    infers = situation.disables_grad or situation.phase == "setup"
+    return ranked([advice.for_log(each, situation.log, infers=infers) for each in found])
+
+
+def weights(s: TextSituation) -> Finding | None:
+    """The traceback builds, moves, loads or saves a model, and no step runs."""
+    if s.phase != "setup":
+        return None
+    message = s.message
+    needed = (message.allocated or 0) + (message.requested or 0)
+    filled = min(1.0, share(needed, message.capacity or message.allowed or 0))
+    found = finding(
+        "weights",
+        0.55 + 0.35 * filled,
+        f"memory ran out while a model was built, moved, loaded or saved: {s.place}",
+        f"{format_bytes(message.allocated)} were allocated before" if message.allocated else "",
+    )
+    if any("state_dict" in frame.name for frame in s.stack):
+        return with_advice(
+            found,
+            "Save shards instead of the whole model: StateDictType.SHARDED_STATE_DICT, or "
+            "torch.distributed.checkpoint.",
+            "Gather the weights on the CPU: offload_to_cpu=True.",
+        )
+    return found
+
+
+def large_request(s: TextSituation) -> Finding | None:
+    """The request is larger than the card, so no remedy that frees memory can help."""
+    message = s.message
+    whole, requested = message.capacity or message.allowed, message.requested
+    if not whole or not requested:
+        return None
+    if requested <= whole - min(CONTEXT_BYTES / 2, CONTEXT_SHARE * whole):
+        return None
+    return finding(
+        "request",
+        0.9,
+        f"the request of {format_bytes(requested)} is {requested / whole:.1f} times the card's "
+        f"{format_bytes(whole)}; even an empty card refuses it",
+        f"the line that asks for it: {s.place}" if s.log.line else "",
+    )
+
+
+def limit(s: TextSituation) -> Finding | None:
+    """The driver has enough free memory, and yet the request was refused."""
+    message = s.message
+    if message.free is None or not message.requested or message.free < message.requested:
+        return None
+    if message.allowed is None or message.capacity is None:
+        return finding(
+            "limit",
+            0.3,
+            _enough_free(message),
+            "a limit would explain it; so would free memory that is not in one piece",
+        )
+    if message.allowed > LIMIT_SHARE * message.capacity:
+        return None
+    return finding(
+        "limit",
+        0.95,
+        f"this process is allowed {format_bytes(message.allowed)} of the card's "
+        f"{format_bytes(message.capacity)}",
+        _enough_free(message),
+    )
+
+
+def _enough_free(message: Message) -> str:
+    return (
+        f"{format_bytes(message.free or 0)} are free on the card, and the request of "
+        f"{format_bytes(message.requested or 0)} was refused"
+    )
+
+
+def predictions(s: TextSituation) -> Finding | None:
+    """An evaluation joins the outputs of its batches on the GPU."""
+    collecting = collecting_frame(s.stack)
+    evaluates = s.evaluation or framework_without_grad(s.stack)
+    if collecting is None or evaluates is None:
+        return None
+    return finding(
+        "predictions",
+        0.9,
+        f"memory ran out where {evaluates.name}() joins the outputs of its batches: "
+        f"{s.line_of(collecting)}",
+    )
 
 
 def optimizer_state(s: TextSituation) -> Finding | None:
@@ -189,14 +316,19 @@ def optimizer_state(s: TextSituation) -> Finding | None:
 
 
 def no_grad(s: TextSituation) -> Finding | None:
-    """The traceback passes a function that evaluates, and no decorator disables gradients."""
+    """The traceback passes a function that evaluates, and nothing in it disables gradients.
+
+    The name alone is weak evidence. That training ran before, and so fitted, makes it stronger.
+    """
     if s.evaluation is None or s.disables_grad:
         return None
     is_generation = s.generation is not None or bool(_CACHE.search(s.inner_sources))
+    trained = s.log.trained
     return finding(
         "no-grad",
-        0.35 if is_generation else 0.82,
-        f"memory ran out in {s.evaluation.name}(), after training fit",
+        0.35 if is_generation else 0.82 if trained else 0.6,
+        f"memory ran out in {s.evaluation.name}(): {s.line_of(s.evaluation)}",
+        "the log shows that training ran before, so a training step fits" if trained else "",
         "no torch.no_grad() decorator in the traceback (a with statement would not show in it)",
         f"printed memory grew from {format_bytes(s.growing[0])} to {format_bytes(s.growing[-1])}"
         if s.growing
@@ -206,20 +338,21 @@ def no_grad(s: TextSituation) -> Finding | None:
 
 def kv_cache(s: TextSituation) -> Finding | None:
     """The traceback passes a generating function, or concatenates keys and values."""
-    inner = s.inner_sources
-    concatenates = "cat(" in inner and bool(_CACHE.search(inner) or re.search(r"\b[kv]\b", inner))
-    library = any("cache_utils" in frame.filename for frame in s.stack)
-    if not (s.generation or concatenates or library):
+    joins = re.compile(r"\bcat\(")
+    line = s.matching(joins) if joins.search(s.inner_sources) else None
+    keys = re.compile(rf"{_CACHE.pattern}|\b[kv]\b")
+    concatenates = line is not None and bool(keys.search(line.source))
+    if not (s.generation or concatenates or s.grows_cache):
         return None
     training = s.phase in ("backward", "optimizer")
-    strength = 0.6 * bool(s.generation) + 0.35 * (concatenates or library)
+    strength = 0.6 * bool(s.generation) + 0.35 * (concatenates or s.grows_cache)
     return finding(
         "kv-cache",
-        max(0.6, strength + 0.15 * (concatenates or library)) * (0.3 if training else 1)
+        max(0.6, strength + 0.15 * (concatenates or s.grows_cache)) * (0.3 if training else 1)
         + 0.1 * bool(s.growing),
         f"memory ran out in {s.generation.name}()" if s.generation else "",
-        f"the failing line concatenates keys or values: {s.place}" if concatenates else "",
-        "the traceback passes transformers' cache_utils" if library else "",
+        f"the failing line concatenates keys or values: {line}" if concatenates else "",
+        "the traceback passes transformers' cache_utils" if s.grows_cache else "",
     )
 
 
@@ -239,7 +372,7 @@ def kept_graphs(s: TextSituation) -> Finding | None:
     if kept and training:
         sentence = f"the log has what keeps graphs: {kept.group(0).strip()}"
         return finding("kept-graphs", 0.72, sentence)
-    if s.ran_before and training and s.phase != "optimizer":
+    if s.ran_before and training and s.phase not in ("optimizer", "setup"):
         return finding(
             "kept-graphs",
             0.42,
@@ -250,10 +383,12 @@ def kept_graphs(s: TextSituation) -> Finding | None:
 
 def logits(s: TextSituation) -> Finding | None:
     """The failing line computes the logits or their loss, or the request has their size."""
-    if s.phase == "optimizer":
+    if s.phase in ("optimizer", "setup") or collecting_frame(s.stack):
         return None
     product = _logits_product(s)
-    named = _LOGITS.search(s.inner_sources) or _LOGITS.search(s.stack[0].name if s.stack else "")
+    line = s.matching(_LOGITS) if _LOGITS.search(s.inner_sources) else None
+    function = bool(s.stack) and _LOGITS.search(s.stack[0].name)
+    named = line or (s.line_of(s.stack[0]) if function else None)
     if not product and (not named or s.phase == "backward"):
         return None
     size = format_bytes(s.message.requested or 0)
@@ -261,15 +396,17 @@ def logits(s: TextSituation) -> Finding | None:
         "logits",
         (0.93 if product and named else 0.85 if product else 0.8) * s.weight,
         f"the refused request of {size} is {product}" if product else "",
-        f"the failing line works on logits: {s.place}" if named else "",
+        f"the failing line works on logits: {named}" if named else "",
     )
 
 
 def _logits_product(s: TextSituation) -> str:
     """Return the product of printed sizes that equals the request, or ""."""
     vocabulary, requested = s.log.numbers.get("vocabulary"), s.message.requested
-    if not vocabulary or not requested or not s.tokens:
+    if not requested:
         return ""
+    if not vocabulary or not s.tokens:
+        return _compiled_logits(s, requested)
     for size, dtype in ((4, "float32"), (2, "16 bits")):
         for tokens in (s.tokens, s.tokens - 1):
             product = (s.batch or 1) * tokens * vocabulary * size
@@ -278,20 +415,35 @@ def _logits_product(s: TextSituation) -> str:
     return ""
 
 
+def _compiled_logits(s: TextSituation, requested: int) -> str:
+    """Return the shape of a compiled step's buffer if it is as wide as a vocabulary, or ""."""
+    line = s.log.line
+    match = _BUFFER.search(line.source) if line else None
+    if match is None or int(match[2]) < LEAST_VOCABULARY:
+        return ""
+    for size, dtype in ((4, "float32"), (2, "16 bits")):
+        if abs(int(match[1]) * int(match[2]) * size - requested) <= 0.01 * requested:
+            return f"a buffer of {int(match[1]):,} × {int(match[2]):,} in {dtype}"
+    return ""
+
+
 def sequence(s: TextSituation) -> Finding | None:
     """The failing line computes attention scores, or the request has their size."""
-    if s.phase == "optimizer":
+    if s.phase in ("optimizer", "setup"):
         return None
     product = _scores_product(s)
     inner = s.inner_sources
     attention = any(_ATTENTION_PLACE.search(f"{f.filename} {f.name}") for f in s.stack[:3])
-    named = bool(_SCORES.search(inner)) or (attention and "softmax" in inner)
-    named = named and "scaled_dot_product" not in inner  # which stores no scores
+    line = s.matching(_SCORES) if _SCORES.search(inner) else None
+    if line is None and attention and "softmax" in inner:
+        line = s.matching(re.compile("softmax"))
+    if "scaled_dot_product" in inner:  # which stores no scores
+        line = None
     warned = bool(_TOO_LONG.search(s.log.text))
     long = (s.tokens or 0) >= LONG and (s.batch is None or s.batch <= SMALL_BATCH)
     strength = max(
-        0.92 * bool(product and (named or attention)),
-        0.8 * (named and not _LOGITS.search(inner)),
+        0.92 * bool(product and (line or attention)),
+        0.8 * bool(line and not _LOGITS.search(inner)),
         0.5 * bool(product and (s.tokens or 0) > 256),
         0.55 * warned,
         (0.62 if (s.tokens or 0) >= VERY_LONG else 0.5) * long,
@@ -304,7 +456,7 @@ def sequence(s: TextSituation) -> Finding | None:
         f"the refused request of {format_bytes(s.message.requested or 0)} is {product}"
         if product
         else "",
-        f"the failing line computes attention scores: {s.place}" if named else "",
+        f"the failing line computes attention scores: {line}" if line else "",
         "the tokenizer warned of a sequence longer than the model's maximum" if warned else "",
         f"the log prints {s.tokens:,} tokens per sequence" if s.tokens else "",
     )
@@ -327,12 +479,12 @@ def no_checkpointing(s: TextSituation) -> Finding | None:
         return None
     off = bool(_NO_CHECKPOINTING.search(s.log.text))
     deep, small = (s.depth or 0) >= DEEP, s.batch is not None and s.batch <= SMALL_BATCH
-    strength = 0.38 + 0.17 * s.has_layers + 0.2 * off + 0.17 * deep + 0.12 * small
+    strength = 0.38 + 0.17 * bool(s.layer_line) + 0.2 * off + 0.17 * deep + 0.12 * small
     return finding(
         "no-checkpointing",
-        _static(s, strength - 0.2 * s.convolves),
+        _static(s, strength - 0.2 * s.convolves) * (0.7 if s.evaluation else 1),
         f"memory ran out in {s.phase}, and no frame belongs to activation checkpointing",
-        f"the failing line is in a stack of layers: {s.place}" if s.has_layers else "",
+        f"this line calls a layer: {s.layer_line}" if s.layer_line else "",
         "the log says that checkpointing is off" if off else "",
         f"the log prints {s.depth} layers" if s.depth else "",
     )
@@ -340,17 +492,17 @@ def no_checkpointing(s: TextSituation) -> Finding | None:
 
 def batch(s: TextSituation) -> Finding | None:
     """Forward or backward with a large batch, or nothing more specific."""
-    if s.phase not in ("forward", "backward", ""):
+    if s.phase in ("optimizer", "setup"):
         return None
     large = (s.batch or 0) >= LARGE_BATCH
     small = s.batch is not None and s.batch <= SMALL_BATCH
-    strength = (0.48 if s.phase else 0.3) + 0.3 * large - 0.3 * small + 0.17 * s.convolves
+    runs = s.phase in ("forward", "backward")
+    strength = (0.48 if runs else 0.3) + 0.3 * large - 0.3 * small + 0.17 * s.convolves
+    where = f"memory ran out in {s.phase}: {s.place}" if runs else f"memory ran out at {s.place}"
     return finding(
         "batch",
         _static(s, strength),
-        f"memory ran out in {s.phase}: {s.place}"
-        if s.phase
-        else "without a traceback, the sizes alone show no other cause",
+        where if s.log.lines else "there is no traceback; this is the most common cause",
         f"the log prints a batch of {s.batch}" if s.batch else "",
     )
 
@@ -362,11 +514,18 @@ def _static(s: TextSituation, strength: float) -> float:
 
 def fragmentation(s: TextSituation) -> Finding | None:
     """More bytes are reserved but unallocated than the request asks for."""
-    free, requested, reserved = (
-        s.message.free_reserved,
-        s.message.requested,
-        s.message.reserved_bytes,
-    )
+    message = s.message
+    free, requested = message.free_reserved, message.requested
+    if requested and message.allowed is None and requested <= (message.free or 0):
+        found = finding(
+            "fragmentation",
+            0.45,
+            f"{_enough_free(message)}: the card's free memory is not in one piece",
+        )
+        return with_advice(
+            found, "Restart the program, and update torch and the driver: old versions fail so."
+        )
+    reserved = message.reserved_bytes
     if not free or not requested or not reserved or free < requested:
         return None
     wasted = share(free, reserved)
@@ -385,19 +544,35 @@ def other_process(s: TextSituation) -> Finding | None:
     whole = message.capacity or message.allowed
     if not whole:
         return None
+    if message.free is not None and message.free >= (message.requested or whole):
+        return None  # what others use is not what is missing
+    if message.requested and message.requested > whole:
+        return None
     named = [(pid, size) for pid, size in message.processes if size <= whole]
     elsewhere = max(sum(size for _, size in named), _elsewhere(message))
     if share(elsewhere, whole) < 0.05:
         return None
     ours = message.process or message.reserved_bytes
-    return finding(
+    found = finding(
         "other-process",
         0.35 + 1.3 * share(elsewhere, whole) + 0.2 * bool(named),
         f"{format_bytes(elsewhere)} of {format_bytes(whole)} ({share(elsewhere, whole):.0%}) "
         f"are used outside this process",
         *(f"process {pid} has {format_bytes(size)}" for pid, size in named),
         f"this process has {format_bytes(ours)}" if ours else "",
+        "this process is a worker of a DataLoader; the training that started it is another process"
+        if in_worker(s.stack)
+        else "",
     )
+    if in_worker(s.stack):
+        return with_advice(
+            found,
+            "Return CPU tensors from the dataset, and move the batch to the GPU in the training "
+            "loop: each worker that uses CUDA needs a context of its own.",
+            "If the workers must use CUDA, set num_workers=0 or make the batch of the training "
+            "smaller.",
+        )
+    return found
 
 
 def _elsewhere(message: Message) -> int:
@@ -407,6 +582,7 @@ def _elsewhere(message: Message) -> int:
 
 
 RULES: tuple[TextRule, ...] = (
+    *(large_request, limit, weights, predictions),
     *(optimizer_state, no_grad, kv_cache, kept_graphs, logits),
     *(sequence, no_checkpointing, batch, fragmentation, other_process),
 )

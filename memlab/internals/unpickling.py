@@ -7,6 +7,7 @@ and the classes and functions that the caller allows.
 
 import pickle
 from collections.abc import Callable, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +23,16 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) not in self._allowed:
             raise pickle.UnpicklingError(f"it references {module}.{name}, which is not plain data")
         return self._allowed[module, name]
+
+
+def unpickle_bytes(data: bytes, allowed: Allowed | None = None) -> Any:
+    """Return the contents of a pickle that is in memory, as `unpickle` does for a file."""
+    try:
+        return _Unpickler(BytesIO(data), allowed or {}).load()
+    except Exception as error:  # a damaged pickle can raise anything
+        raise ValueError(
+            f"it cannot be read: {error}; give a complete file of the expected format"
+        ) from error
 
 
 def unpickle(path: Path, allowed: Allowed | None = None) -> Any:

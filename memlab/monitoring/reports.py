@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from memlab.units import format_bytes
+from memlab.units import format_bytes, plural
 
 PEAK, RESERVED, GROWTH = "memory/peak_allocated", "memory/reserved", "memory/growth"
 
@@ -109,7 +109,3 @@ def _send(report: Report, scalar: Callable[[str, int, int], Any]) -> None:
 
 def signed(num_bytes: int) -> str:
     return f"{'+' if num_bytes >= 0 else '−'}{format_bytes(abs(num_bytes))}"
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -81,7 +81,7 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
         snapshot_dir: str | os.PathLike[str] = ".",
         reset_peak: bool = True,
     ) -> None:
-        _check(every, dump_at)
+        _check(every, dump_at, max_entries)
         self.peak_bytes = 0  # of the whole run
         self.peak_step = 0
         self.num_steps = 0
@@ -308,8 +308,12 @@ def _nothing() -> None:
     """A reference to no optimizer."""
 
 
-def _check(every: int | None, dump_at: float | None = None) -> None:
+def _check(every: int | None, dump_at: float | None = None, max_entries: int = 1) -> None:
     if every is not None and (not isinstance(every, int) or every < 1):
         raise ValueError(f"got every={every!r}; pass the number of steps between two lines")
     if dump_at is not None and not 0 < dump_at <= 1:
         raise ValueError(f"got dump_at={dump_at!r}; pass a share of the memory, such as 0.95")
+    if not isinstance(max_entries, int) or max_entries < 1:
+        raise ValueError(
+            f"got max_entries={max_entries!r}; pass how many allocations to keep, such as 100_000"
+        )

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import torch
 
-from memlab.monitoring.reports import StepMemory, plural, signed
+from memlab.monitoring.reports import StepMemory, signed
 from memlab.monitoring.trends import HARMLESS_STEPS, Fragmentation, Leak, steps_until_full
-from memlab.units import format_bytes
+from memlab.units import format_bytes, plural
+
+VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"  # which every version of torch reads, on AMD GPUs as well
 
 
 class MemoryWarning(UserWarning):
@@ -59,11 +61,11 @@ def fragmentation_text(found: Fragmentation, device: torch.device) -> str:
 
 def _fragmentation_remedy() -> str:
     if torch.version.hip:
-        return "Set PYTORCH_ALLOC_CONF=garbage_collection_threshold:0.8,max_split_size_mb:512."
-    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+        return f"Set {VARIABLE}=garbage_collection_threshold:0.8,max_split_size_mb:512."
+    settings = os.environ.get(VARIABLE) or os.environ.get("PYTORCH_ALLOC_CONF")
     if "expandable_segments:true" in (settings or "").lower():
         return "Pad batches to a few fixed lengths: expandable segments are already on."
-    return "Set PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts."
+    return f"Set {VARIABLE}=expandable_segments:True before the program starts."
 
 
 def retries_text(found: Fragmentation, device: torch.device) -> str:

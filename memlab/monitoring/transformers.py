@@ -5,17 +5,16 @@
     Trainer(..., callbacks=[MemoryCallback()])
 
 The bytes join the Trainer's own logs as memory/peak_allocated, memory/reserved and memory/growth:
-its log history, its progress bar, and each service in `report_to`. For the report of an
-out-of-memory error, train inside the monitor:
-
-    with callback.monitor:
-        trainer.train()
+its log history, its progress bar, and each service in `report_to`. An out-of-memory error that
+leaves `trainer.train()` is reported. transformers does not tell callbacks of errors, so the first
+callback wraps `Trainer.train`.
 """
 
+import functools
 import sys
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from memlab.monitoring.reports import Interval
@@ -29,9 +28,11 @@ class MemoryCallback(TrainerCallback):
         self.monitor = running or monitor()
         self._since_log = Interval(None)
         self._enters = False
+        _report_errors()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         _move_to_front(self, sys._getframe(1).f_locals.get("self"))
+        self._leave(None)  # a training before failed, as when auto_find_batch_size tries again
         self._enters = not self.monitor.is_running
         if self._enters:
             self.monitor.__enter__()
@@ -51,8 +52,34 @@ class MemoryCallback(TrainerCallback):
                 state.log_history[-1].update(report.values())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._leave(None)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Stop the monitor if this callback started it."""
         if self._enters:
-            self.monitor.__exit__(None, None, None)
+            self._enters = False
+            traceback = None if error is None else error.__traceback__
+            self.monitor.__exit__(type(error) if error else None, error, traceback)
+
+
+def _report_errors() -> None:
+    """Let `Trainer.train` tell its memory callbacks of the error that leaves it."""
+    train = Trainer.train
+    if getattr(train, "tells_memory_callbacks", False):
+        return
+
+    @functools.wraps(train)
+    def train_and_report(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return train(trainer, *args, **kwargs)
+        except BaseException as error:
+            for callback in trainer.callback_handler.callbacks:
+                if isinstance(callback, MemoryCallback):
+                    callback._leave(error)
+            raise
+
+    train_and_report.tells_memory_callbacks = True  # type: ignore[attr-defined]
+    Trainer.train = train_and_report
 
 
 def _move_to_front(callback: MemoryCallback, handler: Any) -> None:

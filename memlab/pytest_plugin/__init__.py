@@ -4,7 +4,8 @@
     def test_a_step_stays_small():
         step()
 
-fails if the tensors that the test allocates exceed 1.5 GiB at once, on all devices together.
+fails if the tensors that the test allocates exceed 1.5 GiB at once, on all devices together. What
+counts is allocated memory; only a GPU's whole memory as the budget counts what is reserved.
 Fixtures and what existed before do not count.
 
     @pytest.mark.memory_budget("20 GiB", device="cuda:rtx4090")
@@ -61,10 +62,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     marker = pyfuncitem.get_closest_marker(MARKER)
     if marker is None:
         return (yield)
-    from memlab.pytest_plugin.budgets import Budget
+    from memlab.pytest_plugin.budgets import budget_of
 
     function = pyfuncitem.obj
-    budget = Budget.from_marker(*marker.args, **marker.kwargs)
+    try:
+        budget = budget_of(marker.args, marker.kwargs)
+    except ValueError as error:
+        pytest.fail(str(error), pytrace=False)
 
     def within_budget(**fixtures: object) -> None:
         failure = budget.failure_of(lambda: function(**fixtures))

@@ -1,7 +1,7 @@
 """Measure or predict a test's memory, and say which lines exceeded its budget."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,9 +58,10 @@ class Budget:
 
     def _text(self, trace: Trace, peak: int) -> str:
         kind = "reserved" if self.counts_reserved else "allocated"
+        over = peak - self.limit_bytes
         lines = [
             f"Memory budget exceeded: the peak is {format_bytes(peak)} {kind}, the budget "
-            f"{format_bytes(self.limit_bytes)} ({format_bytes(peak - self.limit_bytes)} less)."
+            f"{format_bytes(self.limit_bytes)} ({format_bytes(over)} over the budget)."
         ]
         if self.device is not None:
             lines.append(
@@ -74,6 +75,26 @@ class Budget:
                 *(f"  {row}" for row in largest_lines(trace)),
             ]
         )
+
+
+def budget_of(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Budget:
+    """Return the budget of a marker. Raise ValueError if its arguments are wrong."""
+    unknown = sorted(set(options) - {"limit", "device", "assume"})
+    if unknown or len(arguments) > 1:
+        got = [*map(repr, arguments), *(f"{name}={value!r}" for name, value in options.items())]
+        raise ValueError(
+            f"got memory_budget({', '.join(got)}); pass one limit such as '1.5 GiB', and device= "
+            f"or assume= if you need them"
+        )
+    try:
+        budget = Budget.from_marker(*arguments, **options)
+    except TypeError as error:
+        raise ValueError(f"memory_budget: {error}") from error
+    if budget.limit_bytes <= 0:
+        raise ValueError(
+            f"got memory_budget({budget.limit_bytes}); pass a positive limit such as '1.5 GiB'"
+        )
+    return budget
 
 
 def _measured(test: Callable[[], Any]) -> Trace:
@@ -106,5 +127,6 @@ def largest_lines(trace: Trace, count: int = LINES) -> Iterator[str]:
 
 
 def _described(event: Event) -> str:
+    operator = f" by {event.operator}" if event.operator else ""
     where = f" in {event.module}" if event.module else ""
-    return f"{event.dtype} {event.shape} by {event.operator}{where}"
+    return f"{event.dtype} {event.shape}{operator}{where}"

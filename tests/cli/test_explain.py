@@ -10,6 +10,7 @@ import pytest
 
 from memlab import Event, Trace
 from memlab.allocator import history
+from memlab.cli.explain import Progress
 
 MIB = 2**20
 MESSAGE = (
@@ -54,6 +55,57 @@ def test_a_message_from_standard_input_is_explained(memlab_command, monkeypatch)
     assert "cause: another process on the card" in outcome.out
     assert "process 1234" in outcome.out
     assert "_record_memory_history" in outcome.out
+
+
+class Bytes(io.StringIO):
+    """Standard input with bytes beneath."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__()
+        self.buffer = io.BytesIO(content)
+
+
+def test_a_snapshot_from_standard_input_is_explained(memlab_command, monkeypatch):
+    content = pickle.dumps({"segments": [], "device_traces": [trace_entries()]})
+    monkeypatch.setattr(sys, "stdin", Bytes(content))
+    outcome = memlab_command("explain", "-")
+    assert outcome.status == 0
+    assert "memory snapshot: no request was refused" in outcome.out
+
+
+def test_a_long_replay_names_its_remedies_on_standard_error(capsys):
+    times = iter((0.0, 1.0, 3.0))
+    progress = Progress(lambda: next(times))
+    progress("first")
+    progress("second")
+    assert capsys.readouterr() == ("", "replaying: second\n")
+
+
+def trace_entries() -> list[dict]:
+    return history(trace())["events"]
+
+
+def test_options_that_a_log_ignores_are_named(memlab_command, tmp_path):
+    (tmp_path / "oom.txt").write_text(MESSAGE, encoding="utf-8")
+    outcome = memlab_command("explain", "oom.txt", "--device", "0", "--memory", "24GB")
+    assert outcome.status == 0
+    assert "ignored --device and --memory" in outcome.out
+    assert "ignored" not in memlab_command("explain", "oom.txt").out
+
+
+def test_a_recording_on_another_device_than_cuda_is_not_advised(memlab_command, tmp_path):
+    (tmp_path / "oom.txt").write_text(MESSAGE.replace("CUDA", "XPU"), encoding="utf-8")
+    assert "torch.cuda" not in memlab_command("explain", "oom.txt").out
+
+
+def test_a_snapshot_that_states_blocks_alone_shows_no_reserved_memory(memlab_command, tmp_path):
+    """memlab's own exporter writes no segments that were reserved at a time."""
+    trace().to_snapshot(tmp_path / "snapshot.pickle")
+    memlab_command("explain", "snapshot.pickle")
+    page = (tmp_path / "work" / "explain.html").read_text(encoding="utf-8")
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])
+    assert data["history"]["has_segments"] is False
+    assert 'h.has_segments ? ", " + bytes(h.reserved[n]) + " reserved"' in page
 
 
 def test_the_report_loads_nothing_and_contains_its_data(memlab_command, tmp_path, trace_file):

@@ -179,6 +179,10 @@ def fragmentation():
     model(torch.empty(24 * 2**10, 256))
 
 
+def loading():
+    GPT(layers=8, width=128)
+
+
 # ------------------------------------------------------------------ near misses
 
 
@@ -231,3 +235,28 @@ def fixed_cache():
         for position in range(4):
             cache[:, :, position] = 1
             loss_of(model, 256, 64, 64)
+
+
+def leak_that_fails_in_the_optimizer():
+    """Each step keeps a tensor; the last temporaries of the optimizer do not fit any more."""
+    model = GPT(layers=6, width=128)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    kept = []
+    for _ in range(30):
+        loss_of(model, 1, 8, 64).backward()
+        optimizer.step()
+        kept.append(torch.ones(2**18))
+        optimizer.zero_grad()
+
+
+def validate_and_keep(model, batches=12):
+    kept = []
+    for _ in range(batches):
+        loss = loss_of(model, 8, 64, 64)
+        kept.append(loss)
+
+
+def validation_that_keeps_outputs():
+    model = GPT(layers=4)
+    train(model, B=2, T=64)
+    validate_and_keep(model)

@@ -2,18 +2,21 @@
 
 import linecache
 import pickle
+import re
 from functools import cache
 
 import failing_scripts
 import pytest
 import torch
+import torch.nn.functional as F
 from cuda_recorder import Recorder, peak_bytes, record
 from quick import quick
 
 import memlab
-from memlab.explain import explain, explain_source, of_text
+from memlab.explain import explain, explain_source, of_text, summary
 from memlab.explain.findings import CAUSES
 from memlab.explain.reading import of_data
+from memlab.units import format_bytes
 
 # script: (its cause, the share of its peak that the card has)
 SCRIPTS = {
@@ -28,6 +31,7 @@ SCRIPTS = {
     "accumulated_loss": ("kept-graphs", 0.65),
     "generation": ("kv-cache", 0.9),
     "fragmentation": ("fragmentation", 0.9),
+    "loading": ("weights", 0.8),
 }
 # script: (the cause that it nearly has, the share of its peak that the card has)
 NEAR_MISSES = {
@@ -146,9 +150,151 @@ def test_the_size_of_the_card_shows_another_process():
     assert found.cause == "other-process"
 
 
+def test_a_request_larger_than_all_memory_is_the_cause():
+    snapshot, _ = recorded("large_batch", 0.8)
+    entries = snapshot["device_traces"][0]
+    larger = [e | {"size": 2**40} if e["action"] == "oom" else e for e in entries]
+    found = explain_source(of_data(snapshot | {"device_traces": [larger]}))
+    assert found.cause == "request"
+    assert "request" not in {f.cause.name for f in explain_source(of_data(snapshot)).findings}
+
+
+IN_LOGS = {"limit", "predictions"}  # tests/explain/test_explain_logs.py
+
+
 def test_every_cause_has_a_script_or_a_test_of_its_own():
-    tested = {cause for cause, _ in SCRIPTS.values()} | {"other-process"}
+    tested = {cause for cause, _ in SCRIPTS.values()} | {"other-process", "request"} | IN_LOGS
     assert tested == CAUSES.keys()
+
+
+def test_temporaries_of_a_later_optimizer_step_are_no_new_state():
+    """A leak fills the memory, and the optimizer's step is where it ends."""
+    snapshot, _ = recorded("leak_that_fails_in_the_optimizer", 0.9)
+    found = explain_source(of_data(snapshot))
+    assert found.situation.phase == "optimizer"
+    assert found.cause == "kept-graphs"
+    weights = found.situation.by_category["parameters"]
+    assert found.situation.by_category["optimizer_state"] == pytest.approx(2 * weights, rel=0.01)
+
+
+def frames(*names: str, line: int) -> list[dict]:
+    """Return the stack of a training step that calls functions, innermost first."""
+    inner = [{"filename": "model.py", "line": 9, "name": name} for name in reversed(names)]
+    outer = [("train.py", line, "train_step"), ("train.py", 90, "<module>")]
+    keys = ("filename", "line", "name")
+    return inner + [dict(zip(keys, frame, strict=True)) for frame in outer]
+
+
+class Entries:
+    """The entries of a device's trace, and its segments at the end."""
+
+    def __init__(self) -> None:
+        self.entries, self.alive = [], {}
+
+    def add(self, size: int, stack: list[dict]) -> int:
+        address = (len(self.entries) + 1) * 2**32
+        self._write("segment_alloc", address, size, stack)
+        self._write("alloc", address, size, stack)
+        self.alive[address] = (size, stack)
+        return address
+
+    def free(self, address: int) -> None:
+        size, _ = self.alive.pop(address)
+        for action in ("free_requested", "free_completed", "segment_free"):
+            self._write(action, address, size, [])
+
+    def refuse(self, size: int, stack: list[dict]) -> None:
+        self._write("oom", 0, size, stack)
+        self.entries[-1]["device_free"] = 0
+
+    def _write(self, action: str, address: int, size: int, stack: list[dict]) -> None:
+        entry = {"action": action, "addr": address, "size": size, "stream": 0}
+        self.entries.append({**entry, "frames": stack})
+
+    def snapshot(self) -> dict:
+        segments = []
+        for address, (size, stack) in self.alive.items():
+            state = {"state": "active_allocated", "requested_size": size, "frames": stack}
+            block = {"address": address, "size": size, **state}
+            segment = {"address": address, "total_size": size, "blocks": [block]}
+            segments.append({"device": 0, "stream": 0, **segment})
+        return {"segments": segments, "device_traces": [self.entries]}
+
+
+def test_a_leak_in_training_whose_backward_allocates_nothing_is_no_evaluation():
+    """Gradients stay after the first step, and later backwards only free activations."""
+    found, leak = Entries(), 2**21
+    for step in range(40):
+        made = [found.add(2**20, frames("forward", line=41)) for _ in range(4)]
+        found.add(leak, frames("forward", line=46))
+        if step == 0:
+            found.add(2**20, frames("_engine_run_backward", line=43))
+        for address in made:
+            found.free(address)
+    found.refuse(leak, frames("forward", line=46))
+    found = explain_source(of_data(found.snapshot()))
+    assert found.cause == "kept-graphs"
+    assert "no-grad" not in {each.cause.name for each in found.findings}
+
+
+def trace_of_evaluation() -> memlab.Trace:
+    model = failing_scripts.CNN()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    images, labels = torch.randn(16, 3, 32, 32), torch.randint(10, (16,))
+
+    def train_and_evaluate() -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+        total = 0
+        for _ in range(5):
+            total = total + F.cross_entropy(model(images), labels)
+
+    return memlab.measure(train_and_evaluate, model=model, optimizer=optimizer)
+
+
+def test_a_snapshot_without_a_history_uses_the_stacks_of_its_blocks():
+    blocks = Entries()
+    for size in (2**24, 2**25, 2**26):
+        blocks.add(size, frames("forward", line=41))
+    found = explain_source(of_data(blocks.snapshot() | {"device_traces": [[]]}))
+    assert found.situation.history.has_frames
+    assert summary.stack_note(found.situation) == ""
+    assert found.cause == "batch"
+
+
+def test_without_a_refused_request_no_finding_says_that_memory_ran_out():
+    snapshot, log = record(failing_scripts.large_vocabulary)
+    assert not log
+    found = explain_source(of_data(snapshot))
+    said = [line for each in found.findings for line in each.evidence]
+    said.append(summary.replay_note(found.replays, found.situation))
+    assert found.cause == "logits"
+    assert not re.search("refused|ran out|this request| 0 B", " ".join(said))
+    assert summary.title_of_causes(found) == "what fills the peak"
+
+
+def test_a_saving_says_whether_it_is_of_allocated_or_of_reserved_memory():
+    found = explain_source(of_data(record(failing_scripts.large_vocabulary)[0]))
+    base = found.replays.base
+    for outcome in found.replays.remedies:
+        kind = "reserved" if outcome.cause == "fragmentation" else "allocated"
+        words = outcome.against(base)
+        assert words == "saves nothing" or words.endswith(f"of what is {kind}")
+        saved = getattr(base, f"{kind}_peak_bytes") - getattr(outcome, f"{kind}_peak_bytes")
+        assert format_bytes(max(0, saved)) in words or saved <= 0
+
+
+def test_evaluation_passes_are_not_called_completed_steps():
+    found = explain_source(of_data(recorded("validation_that_keeps_outputs", 0.8)[0]))
+    assert "passes of validate_and_keep()" in summary.headline(found)
+
+
+def test_passes_of_memlabs_own_trace_without_backward_are_found():
+    """Without a backward, memlab calls what a forward keeps its temporaries."""
+    found = explain_source(of_data(trace_of_evaluation().to_dict()))
+    assert found.cause == "no-grad"
 
 
 def test_a_history_without_stacks_is_explained_with_ambiguous_categories(tmp_path):

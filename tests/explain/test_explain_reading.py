@@ -1,8 +1,10 @@
 """Files of every kind are read; damaged and malicious ones are refused before any code runs."""
 
+import gzip
 import json
 import os
 import pickle
+import threading
 from pathlib import Path
 
 import pytest
@@ -103,12 +105,56 @@ def test_a_malicious_pickle_is_refused_before_it_runs(tmp_path, monkeypatch):
         ({"segments": [], "device_traces": [[{"action": "snapshot"}]]}, "no memory was allocated"),
         (b'{"schema": 1, "command": "plan"}', "result of memlab plan"),
         (b"hello", "no out-of-memory message"),
+        (b"PK\x03\x04and so on", "a zip file, such as a checkpoint of torch.save"),
+        (b"Loading checkpoint shards: 67%\nKilled\n", "killed the process; this is the computer's"),
+        (b"slurmstepd: error: Detected 1 oom-kill event(s)", "killed the process"),
+        (b"RuntimeError: DataLoader worker (pid 1) is killed by signal: Killed.", "fewer workers"),
+        (b"This might be caused by insufficient shared memory (shm).", "--shm-size"),
+        (b"numpy: Unable to allocate 22.4 GiB for an array", "numpy ran out of memory"),
+        (b"ValueError: No available memory for the cache blocks.", "gpu_memory_utilization"),
     ],
 )
 def test_other_files_are_refused_in_one_sentence(tmp_path, content, words):
     with pytest.raises(ValueError, match=words) as error:
         explain(write(tmp_path / "file", content))
     assert "\n" not in str(error.value)
+
+
+def test_what_is_wrong_with_a_file_does_not_repeat_its_path(tmp_path):
+    path = write(tmp_path / "snapshot.pickle", pickle.dumps({"segments": []})[:-4])
+    with pytest.raises(ValueError, match=r"^it cannot be read") as error:
+        explain(path)
+    assert str(path) not in str(error.value)
+
+
+def test_a_compressed_snapshot_is_read(tmp_path):
+    snapshot = {"segments": [segment(0, block(0, 2 * MIB))], "device_traces": []}
+    path = write(tmp_path / "snapshot.pickle.gz", gzip.compress(pickle.dumps(snapshot)))
+    assert explain(path).situation.allocated_bytes == 2 * MIB
+
+
+def test_the_list_of_segments_of_memory_snapshot_is_read(tmp_path):
+    path = write(tmp_path / "list.pickle", [segment(0, block(0, 2 * MIB))])
+    assert explain(path).situation.allocated_bytes == 2 * MIB
+
+
+def test_a_log_in_utf_16_is_read(tmp_path):
+    text = "CUDA out of memory. Tried to allocate 2.00 MiB"
+    path = write(tmp_path / "log.txt", text.encode("utf-16"))
+    assert explain(path).log.message.requested == 2 * MIB
+
+
+def test_a_pipe_is_read_once(tmp_path):
+    """A named pipe, as a shell's <(...) is, gives its bytes to one reader only."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    snapshot = pickle.dumps({"segments": [segment(0, block(0, 2 * MIB))], "device_traces": []})
+    writer = threading.Thread(target=path.write_bytes, args=(snapshot,))
+    writer.start()
+    try:
+        assert explain(path).situation.allocated_bytes == 2 * MIB
+    finally:
+        writer.join()
 
 
 # ------------------------------------------------------------------ histories

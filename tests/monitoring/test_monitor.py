@@ -288,8 +288,8 @@ def test_fragmentation_is_reported_once_with_a_remedy(gpu, monkeypatch):
     [warning] = caught
     assert str(warning.message) == (
         "The allocator reserves 16.00 GiB on cuda:0, and tensors used at most 12.00 GiB. 4.00 GiB "
-        "(25%) are lost to fragmentation. Set PYTORCH_ALLOC_CONF=expandable_segments:True before "
-        "the program starts."
+        "(25%) are lost to fragmentation. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
+        "before the program starts."
     )
 
 

@@ -8,6 +8,7 @@ import torch._dynamo  # noqa: F401 - pytester forgets imports, and this allows o
 
 import memlab.pytest_plugin
 from memlab.pytest_plugin.budgets import Budget
+from memlab.trace import Event, Trace
 
 pytest_plugins = ["pytester"]
 
@@ -164,7 +165,7 @@ def test_a_budget_for_a_gpu_is_predicted_without_one(pytester):
             "*768.00 MiB in 3 tensors: test_it.py:10 step, float32 (8192, 8192) by *",
             "*256.00 MiB in 1 tensor: test_it.py:9 step, float32 (8192, 8192) by aten.mm.default *",
             "*test_too_much_for_the_card*",
-            "*the peak is 25.00 GiB reserved, the budget 22.92 GiB (2.08 GiB less).",
+            "*the peak is 25.00 GiB reserved, the budget 22.92 GiB (2.08 GiB over the budget).",
         ]
     )
 
@@ -200,6 +201,39 @@ def test_tests_whose_memory_cannot_be_measured_are_refused(run):
 def test_a_marker_without_a_usable_limit_says_what_to_pass(arguments, message):
     with pytest.raises(ValueError, match=message):
         Budget.from_marker(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("marker", "words"),
+    [
+        ('"16 bananas"', "*got '16 bananas'*"),
+        ("-5", "*got*-5*"),
+        ('"1 GiB", devices="cuda"', "got memory_budget('1 GiB', devices='cuda'); pass one limit*"),
+        ('"1 GiB", "x"', "got memory_budget('1 GiB', 'x'); pass one limit*"),
+        ("", "*pass a limit such as '1.5 GiB'*"),
+    ],
+)
+def test_a_wrong_marker_is_one_sentence_without_memlabs_code(run, marker, words):
+    result = run(
+        f"""
+        import pytest
+
+        @pytest.mark.memory_budget({marker})
+        def test_it():
+            pass
+        """
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([words])
+    result.stdout.no_fnmatch_line("*budgets.py*")
+    result.stdout.no_fnmatch_line("*Traceback*")
+
+
+def test_a_budget_that_is_exceeded_says_by_how_much():
+    rounding = Event(24 * 2**20, 1, "rounding", "", "", "before", "uint8", ())
+    text = Budget(16 * 2**20)._text(Trace((rounding,)), 24 * 2**20)
+    assert "the budget 16.00 MiB (8.00 MiB over the budget)." in text
+    assert text.endswith("uint8 ()")
 
 
 def test_tests_without_the_marker_import_no_torch(tmp_path):

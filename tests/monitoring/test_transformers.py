@@ -1,7 +1,11 @@
 """The callback of transformers' Trainer, in a real training of a tiny model."""
 
+import gc
+import weakref
+
 import pytest
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -98,3 +102,68 @@ def test_a_training_can_be_taken_up_again(trainer_of):
     trainer.train()
     trainer.train()
     assert callback.monitor.num_steps == 12
+
+
+class Failing(torch.utils.data.Dataset):
+    """Raises an out-of-memory error when a sample is read for the `fails_at`-th time."""
+
+    def __init__(self, fails_at: int) -> None:
+        self.fails_at, self.reads = fails_at, 0
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict:
+        self.reads += 1
+        if self.reads == self.fails_at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return {"x": torch.ones(8), "labels": torch.zeros(8)}
+
+
+def hooks() -> int:
+    """Return how many monitors see the optimizers' steps."""
+    return len(_global_optimizer_post_hooks)
+
+
+def test_an_out_of_memory_error_that_leaves_train_is_reported_once(trainer_of, capsys):
+    callback, before = MemoryCallback(), hooks()
+    trainer = trainer_of(callback)
+    trainer.train_dataset = Failing(fails_at=14)  # of the fourth batch, read during the third step
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.train()
+    assert capsys.readouterr().err.count("memlab: out of memory in step 3") == 1
+    assert not callback.monitor.is_running
+    assert hooks() == before
+
+
+def test_a_training_that_is_tried_again_with_half_the_batch_leaves_no_monitor_running(trainer_of):
+    callback, before = MemoryCallback(), hooks()
+    trainer = trainer_of(callback, auto_find_batch_size=True)
+    trainer.train_dataset = Failing(fails_at=14)
+    trainer.train()
+    assert not callback.monitor.is_running
+    assert hooks() == before
+
+
+def test_the_trainer_is_freed_with_its_last_reference(trainer_of):
+    """Its weights must not wait for the garbage collector."""
+    trainer = trainer_of(MemoryCallback())
+    trainer.train()
+    gc.collect()
+    gc.disable()
+    try:
+        model = weakref.ref(trainer.model)
+        del trainer
+        assert model() is None
+    finally:
+        gc.enable()
+
+
+def test_another_error_stops_the_monitor_without_a_report(trainer_of, capsys):
+    callback = MemoryCallback()
+    trainer = trainer_of(callback)
+    trainer.train_dataset = None
+    with pytest.raises(ValueError, match="train_dataset"):
+        trainer.train()
+    assert "out of memory" not in capsys.readouterr().err
+    assert not callback.monitor.is_running
