@@ -6,9 +6,11 @@ communication is not counted.
 """
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from memlab.internals.torch_internals import (
     DisableTorchFunction,
@@ -43,16 +45,35 @@ def _nothing(real: Callable[..., Any]) -> Callable[..., None]:
     return lambda *args, **kwargs: None
 
 
+def _on_any_device(init: Callable[..., None]) -> Callable[..., None]:
+    """Make DDP without `device_ids`, which it refuses for the stand-in of a GPU: that has the type
+    of the CPU. They only say where inputs go, and there is one device."""
+
+    @wraps(init)
+    def made(
+        self: Any,
+        module: Any,
+        device_ids: Any = None,
+        output_device: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        init(self, module, None, None, *args, **kwargs)
+
+    return made
+
+
 def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
     """Return replacements for DTensor's shape inference and for checks that read values.
 
     DTensor infers shapes on its own fake tensors, so it runs outside the dry run's modes. DDP's
-    check that all ranks have the same model is skipped.
+    check that all ranks have the same model is skipped, and so are its device ids.
     """
     if not torch.distributed.is_available():
         return {}
     return {
         (sharding_propagator(), "_propagate_tensor_meta_non_cached"): _outside_modes,
+        (DistributedDataParallel, "__init__"): _on_any_device,
         (torch.distributed, "_verify_params_across_processes"): _nothing,
         # Keep DDP's initial buckets; rebuilding only reorders the same bytes.
         (torch.distributed.Reducer, "_rebuild_buckets"): _nothing,

@@ -23,11 +23,12 @@ keeps their input dtype, so their results can be half as large as on CUDA.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NoReturn
 
 import torch
 
+from memlab.dry_runs import known_values
 from memlab.internals.torch_internals import c_nn, device_constructors
 from memlab.metering.frames import user_line
 
@@ -95,16 +96,33 @@ def _create(make: Callable[..., Any], *args: Any, device: Any = None, **kwargs: 
 
 def _from_values(
     make: Callable[..., Any],
+    data: Any,
     *args: Any,
     device: Any = None,
     requires_grad: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Create the tensor on the CPU, then copy it to the stand-in."""
-    tensor = make(*args, device=to_stand_in(device), **kwargs)
+    """Create the tensor on the CPU, then copy it to the stand-in.
+
+    torch reads the elements of a list of tensors from their memory, which fake ones lack. So they
+    are read as numbers first, and the result's values are known only if all of theirs are.
+    """
+    elements = known_values.tensors_in(data) if isinstance(data, list | tuple) else []
+    if elements and "dtype" not in kwargs and not args:
+        kwargs["dtype"] = reduce(torch.promote_types, (each.dtype for each in elements))
+    tensor = make(_numbers(data), *args, device=to_stand_in(device), **kwargs)
+    if not all(map(known_values.is_known, elements)):
+        known_values.forget([tensor])
     if device is not None and to_stand_in(device) == StandIn.device:
         tensor = tensor.to(StandIn.device)
     return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _numbers(data: Any) -> Any:
+    """Replace the tensors in nested lists by numbers."""
+    if not isinstance(data, list | tuple):
+        return data
+    return [each.tolist() if isinstance(each, torch.Tensor) else _numbers(each) for each in data]
 
 
 def _like_values(like: torch.Tensor, data: Any, *, device: Any = None, **kwargs: Any) -> Any:

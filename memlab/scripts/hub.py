@@ -19,7 +19,16 @@ from memlab.scripts.columns import Columns
 
 Note = Callable[[str, str], None]  # (what is missing, what stands in)
 Replacement = tuple[tuple[Any, str], Callable[[Any], Any]]
-_WORD_TOKENS = {"<unk>": 0, "<s>": 1, "</s>": 2, "<pad>": 3}
+_SPECIAL_TOKENS = {
+    "unk_token": "<unk>",
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "pad_token": "<pad>",
+    "mask_token": "<mask>",
+    "cls_token": "<cls>",
+    "sep_token": "<sep>",
+}
+_WORD_TOKENS = {token: number for number, token in enumerate(_SPECIAL_TOKENS.values())}
 _NAME = "pretrained_model_name_or_path"
 _FEWEST_TOKENS = 100  # of any tokenizer that has its files
 _CHAT = (
@@ -50,6 +59,8 @@ class Hub:
             "transformers.modeling_utils": self._weights_of_transformers,
             "transformers.tokenization_utils_base": self._tokenizers,
             "transformers.models.auto.tokenization_auto": self._auto_tokenizers,
+            "transformers.models.auto.image_processing_auto": self._image_processors,
+            "transformers.models.auto.feature_extraction_auto": self._feature_extractors,
             "diffusers.configuration_utils": self._configs_of_diffusers,
             "diffusers.models.modeling_utils": self._weights_of_diffusers,
             "datasets": self._data_sets,
@@ -138,6 +149,39 @@ class Hub:
         self._note(f"the tokenizer of {name}", "tokens of one word each")
         return _words_tokenizer({"model_max_length": self._positions(name, options), **options})
 
+    def _image_processors(self, module: ModuleType) -> Iterator[Replacement]:
+        make = partial(self._processor, "IMAGE_PROCESSOR_MAPPING", module)
+        yield (module.AutoImageProcessor, "from_pretrained"), _of_class(make)
+
+    def _feature_extractors(self, module: ModuleType) -> Iterator[Replacement]:
+        make = partial(self._processor, "FEATURE_EXTRACTOR_MAPPING", module)
+        yield (module.AutoFeatureExtractor, "from_pretrained"), _of_class(make)
+
+    def _processor(
+        self,
+        mapping: str,
+        module: ModuleType,
+        real: Callable[..., Any],
+        cls: Any,
+        name: Any,
+        **options: Any,
+    ) -> Any:
+        """Return the processor of the config's class with its default settings, for images of the
+        config's size."""
+        try:
+            return real(cls, name, **options)
+        except (OSError, ValueError):
+            from transformers import AutoConfig
+
+            config = AutoConfig.from_pretrained(name)
+        found = getattr(module, mapping)[type(config)]
+        kinds = found.values() if isinstance(found, dict) else found
+        processor = next(filter(None, kinds)) if isinstance(found, dict | tuple) else found
+        self._note(f"the processor of {name}", "its class's default settings")
+        side = getattr(config, "image_size", None)
+        size = {"size": {"height": side, "width": side}} if isinstance(side, int) else {}
+        return processor(**size)
+
     def _positions(self, name: Any, options: Mapping[str, Any]) -> int | None:
         """Return the longest text that the model reads, if its config is known and says so."""
         from transformers import AutoConfig
@@ -220,10 +264,7 @@ def _words_tokenizer(options: Mapping[str, Any]) -> Any:
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made = PreTrainedTokenizerFast(
         tokenizer_object=words,
-        unk_token="<unk>",
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
+        **_SPECIAL_TOKENS,
         **{key: options[key] for key in ("padding_side", "model_max_length") if key in options},
     )
     made.chat_template = _CHAT

@@ -126,3 +126,17 @@ def test_a_prediction_has_the_same_weights_and_states(wrap):
 
     predicted = memlab.predict(lambda: build(wrap), steps=3)
     assert before(predicted) == before(measured(wrap, is_dry=True))
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_ddp_takes_the_device_ids_that_a_script_for_gpus_gives():
+    def with_ids(model):
+        model = DistributedDataParallel(model.to("cuda"), device_ids=[0], output_device=0)
+        return model, torch.optim.AdamW(model.parameters())
+
+    def events(wrap):
+        with memlab.dry_run():
+            step, model, optimizer = build(wrap)
+            return renumbered(memlab.measure(step, model=model, optimizer=optimizer))
+
+    assert events(with_ids) == events(ddp)

@@ -431,3 +431,13 @@ def test_a_scaler_scales_only_if_the_script_uses_an_accelerator(named):
         scaler = torch.amp.GradScaler("cuda")
         assert (scaler.scale(loss) is not loss) == named
         assert scaler.is_enabled() == named
+
+
+def test_a_list_of_tensors_becomes_a_tensor_of_their_values_if_these_are_known():
+    with memlab.dry_run():
+        known = torch.tensor([[torch.tensor(1.5), 2], [3, torch.tensor(4.0)]])
+        assert (known.tolist(), known.dtype) == ([[1.5, 2.0], [3.0, 4.0]], torch.float32)
+        assert torch.as_tensor([torch.arange(3)[i] for i in range(3)]).tolist() == [0, 1, 2]
+        loss = torch.nn.Linear(4, 1)(torch.randn(8, 4)).mean()
+        losses = torch.tensor([loss, loss])
+        assert (losses.shape, losses.dtype, losses.mean().item()) == ((2,), torch.float32, 0.5)

@@ -111,6 +111,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("someone/model")
 assert model.name_or_path == model.config.name_or_path == "someone/model"  # trl reads it
 tokenizer = AutoTokenizer.from_pretrained(pretrained_model_name_or_path="someone/model")
+assert tokenizer.mask_token_id is not None  # masked language modeling asks for it
 assert tokenizer.model_max_length == model.config.max_position_embeddings
 optimizer = torch.optim.AdamW(model.parameters())
 ids = torch.tensor([tokenizer("a text of five words")["input_ids"]])
@@ -139,6 +140,19 @@ def test_a_models_weights_are_random_in_the_shapes_of_its_config(script):
         "not on this machine: the weights of someone/model",
         "not on this machine: the tokenizer of someone/model",
     ]
+
+
+def test_a_processors_settings_are_its_classs_at_the_configs_size(tmp_path, monkeypatch):
+    pytest.importorskip("PIL")
+    config = {"model_type": "vit", "image_size": 48, "hidden_size": 32, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    stand_ins = StandIns(configs={"someone/vit": str(tmp_path / "config.json")})
+    with stand_ins.active():
+        from transformers import AutoImageProcessor
+
+        processor = AutoImageProcessor.from_pretrained("someone/vit")
+    assert (processor.size["height"], processor.size["width"]) == (48, 48)
+    assert any("the processor of someone/vit" in note for note in stand_ins.notes())
 
 
 def test_without_the_config_the_script_stops_with_what_to_pass(script):
