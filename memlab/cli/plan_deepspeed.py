@@ -44,6 +44,19 @@ def plan_deepspeed(
             "got --device cpu with --deepspeed, which is planned for GPUs; leave it out"
         )
     folder = choose_folder(out)
+    step = _step_of(path, model, batch=batch, seq_len=seq_len, gpus=gpus, target=target)
+    found = list(effects(step))
+    budget = budget_bytes(gpu_memory, target)
+    limits = _limits(step, budget)
+    _show(path, model, step, found, gpu_memory, limits)
+    numbers = _numbers(path, model, step, found, gpu_memory, limits)
+    write_formula_plan(f"{model} with {path}, in {gpu_memory.name}", numbers, folder)
+    return 0 if _needed(step) <= budget else 1
+
+
+def _step_of(
+    path: str, model: str, *, batch: int | None, seq_len: int | None, gpus: int, target: str
+) -> DeepSpeedStep:
     shape = choose_model(model)
     if not isinstance(shape, GPTConfig):
         raise UsageError(
@@ -55,16 +68,9 @@ def plan_deepspeed(
         raise UsageError(f"got --seq {seq_len}; {model} takes 1 to {shape.seq_len}")
     try:
         config = read_deepspeed(path, gpus=gpus, batch=batch, hidden_size=shape.hidden_size)
-        step = DeepSpeedStep(shape, config, seq_len=seq_len, gpus=gpus, target=target)
-        found = list(effects(step))
+        return DeepSpeedStep(shape, config, seq_len=seq_len, gpus=gpus, target=target)
     except ValueError as error:
         raise UsageError(f"got --deepspeed {quoted(path)}: {error}") from error
-    budget = budget_bytes(gpu_memory, target)
-    limits = _limits(step, budget)
-    _show(path, model, step, found, gpu_memory, limits)
-    numbers = _numbers(path, model, step, found, gpu_memory, limits)
-    write_formula_plan(f"{model} with {path}, in {gpu_memory.name}", numbers, folder)
-    return 0 if _needed(step) <= budget else 1
 
 
 def _needed(step: DeepSpeedStep) -> int:
