@@ -1135,16 +1135,23 @@ verdict(
 # %%
 half, one_length = (simulate(run) for run in (whole_run(dora, 12, batch=512, seed=0), same_length))
 grows = simulate(many, expandable_segments=True)
-shares = [ran.fragmentation for ran in (half, plenty, one_length, grows)]
+LONG_LIVED = ("parameters", "gradients", "optimizer_state", "inputs")
+apart = simulate(many, pool_of=lambda event: int(event.category in LONG_LIVED))
+by_thread = simulate(  # use_mem_pool around forward; backward runs in another thread
+    many, pool_of=lambda e: int(e.phase == "forward" and e.category not in LONG_LIVED)
+)
+compared = half, plenty, one_length, grows, apart, by_thread
+shares = [ran.fragmentation for ran in compared]
 wasted = [ran.reserved_bytes - ran.allocated_bytes for ran in (half, plenty)]
 verdict(
     "7d",
-    shares[1] < shares[0] - 0.05,
+    min(shares[1], shares[4]) < shares[0] - 0.05,
     f"of Dora's reserved memory, {shares[0]:.0%} are free with 512 sequences in a batch, and "
     f"{shares[1]:.0%} with 1,024, which are {wasted[1] / wasted[0]:.1f} times the bytes; with "
-    f"1,024 of one length {shares[2]:.0%}, with expandable segments {shares[3]:.0%}",
-    otherwise="a larger batch wastes the same share of more memory; expandable segments help, and "
-    "so do sequences of one length (padded, or cut to few lengths). Memory pools are not tried",
+    f"1,024 of one length {shares[2]:.0%}, with expandable segments {shares[3]:.0%}, with a "
+    f"memory pool for long-lived tensors {shares[4]:.0%}, around the forward pass {shares[5]:.0%}",
+    otherwise="a larger batch wastes the same share of more memory, and a memory pool keeps its "
+    "free memory from all others; expandable segments help, and so do sequences of one length",
 )
 
 # %% [markdown]
