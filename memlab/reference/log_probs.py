@@ -9,9 +9,16 @@ Source   the identity log softmax(x)[y] = x[y] − log Σ exp x; recomputation: 
 `memlab.losses.token_log_probs` is the version to train with.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+
+def recompute(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return function(*inputs), of which autograd keeps the inputs alone."""
+    return checkpoint(function, *inputs, use_reentrant=False)
 
 
 def of_rows(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -24,5 +31,5 @@ def log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Te
     """Return the same, `chunk` rows at a time; backward computes a chunk's logits again."""
     parts = []
     for rows, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-        parts.append(checkpoint(of_rows, rows, weight, wanted, use_reentrant=False))
+        parts.append(recompute(of_rows, rows, weight, wanted))
     return torch.cat(parts)
