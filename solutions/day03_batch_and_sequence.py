@@ -760,33 +760,42 @@ verdict(
 
 
 # %%
-def plain_loop(size, deleted, steps=3):
-    """Train on micro-batches of this size; delete the step's variables here or there."""
+on_a_gpu = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)  # the default there
+
+
+def plain_loop(size, length, deleted, steps=2):
+    """Train on micro-batches cut to this length; delete the step's variables here or there."""
     for tokens, targets in micro_batches(100, steps, size):
-        optimizer.zero_grad()
-        logits = model(tokens)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=MASKED)
+        on_a_gpu.zero_grad()
+        logits = model(tokens[:, :length])
+        kept = targets[:, :length].flatten()
+        loss = F.cross_entropy(logits.flatten(0, 1), kept, ignore_index=MASKED)
         loss.backward()
         if deleted == "before the optimizer":
             del logits
-        optimizer.step()
+        on_a_gpu.step()
         if deleted == "at the end":
             del logits, loss
 
 
 # %%
 places = ("nowhere", "at the end", "before the optimizer")
-of_many, of_one = ([peak(partial(plain_loop, size, place)) for place in places] for size in (16, 1))
-gained = of_many[0] - of_many[1]
+plain_loop(1, 8, "nowhere")  # makes the optimizer's state
+many, few = (
+    [peak(partial(plain_loop, size, length, place)) for place in places]
+    for size, length in ((8, 32), (1, 8))
+)
+gained = many[0] - many[1]
 verdict(
     "8c",
     gained > 0,
-    f"16 sequences: {format_bytes(of_many[0])} at the peak, with loss and logits deleted at the "
-    f"end of each step {gained:,} bytes less; one sequence, whose peak is in the optimizer: at the "
-    f"end {of_one[0] - of_one[1]:,} less, before the optimizer {of_one[0] - of_one[2]:,} less",
+    f"8 × 32 tokens: {format_bytes(many[0])} at the peak, {gained:,} bytes less with loss and "
+    f"logits deleted at the end of each step; 1 × 8 tokens, the peak in the optimizer: "
+    f"{few[0] - few[1]:,} less, and {few[0] - few[2]:,} if the logits ({4 * 8 * 256:,} bytes) are "
+    f"deleted before it",
     otherwise="the peak is in backward, and by then each name has a new value; backward frees the "
-    "graph by itself. Deleting the logits before optimizer.step() helps if that is the peak, and "
-    "so does a step written as a function",
+    "graph by itself. Where the optimizer makes the peak, delete the logits before "
+    "optimizer.step(), or write forward and backward as a function",
 )
 
 # %% [markdown]
