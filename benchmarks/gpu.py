@@ -8,7 +8,7 @@
     allocator  recorded allocator histories under several settings, replayed by the simulation
     meter      measured steps against the allocator's statistics, for three dozen kinds of step
     day 1 …    the figures that the course's days show without a GPU
-    time       time of mixed precision and checkpointing
+    time       time of mixed precision, of checkpointing, and of clearing the cache after each step
     optim      8-bit optimizers against bitsandbytes' kernels (if installed)
     fused      tiled attention and chunked loss against torch's
     kernels    memlab's Triton kernels against production kernels and the hardware limits
@@ -90,7 +90,9 @@ SECTIONS: dict[str, GpuSection] = {
         day: GpuSection(f"figures of {day.capitalize()}", day_sections.compared)
         for day in SIDE_BY_SIDE
     },
-    "time": GpuSection("time of mixed precision and checkpointing", day_sections.timed),
+    "time": GpuSection(
+        "time of mixed precision, checkpointing, and clearing the cache", day_sections.timed
+    ),
     "optim": GpuSection(
         "8-bit optimizers against bitsandbytes' kernels", peers_sections.optimizers
     ),

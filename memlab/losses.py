@@ -215,6 +215,47 @@ def chunked_cross_entropy(
     return loss.view(targets.shape) if reduction == "none" else loss
 
 
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    ignore_index: int = -100,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Return log p(token) of each row, float32 (…), as DPO and GRPO need them, in chunks of rows.
+
+    Arguments are those of `chunked_cross_entropy`; p is the softmax of the logits / temperature. A
+    row whose token is `ignore_index` gives 0, but its logits are computed. Leave rows out
+    before the call where you can: the tokens of a prompt need no log-probability.
+
+    memlab.reference.log_probs has it in a few lines.
+    """
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"got temperature={temperature}; give a number above 0")
+    if temperature != 1 and (soft_cap is not None or bias is not None):
+        raise ValueError(
+            f"got temperature={temperature} with a soft cap or a bias, which are applied to the "
+            f"logits; divide the logits of your own, or use temperature 1"
+        )
+    # The logits are linear in hidden, which has V / C times fewer elements.
+    scaled = hidden if temperature == 1 else hidden / temperature
+    losses = chunked_cross_entropy(
+        scaled,
+        weight,
+        tokens,
+        bias=bias,
+        chunk=chunk,
+        ignore_index=ignore_index,
+        soft_cap=soft_cap,
+        reduction="none",
+    )
+    return -losses
+
+
 @dataclass(frozen=True)
 class _Plan:
     """The settings of one call."""

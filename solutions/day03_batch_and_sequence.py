@@ -640,9 +640,25 @@ print(f"one worker has a second copy of the data: {answer}")
 
 # %% [markdown]
 # **Pinned** memory (`pin_memory=True`) is host memory that the system promises not to move, so that
-# a GPU can fetch from it by itself. It cannot be measured without one. By formula: the batches that
-# wait, *workers · prefetch_factor + 1* at most, times the bytes of one. A batch of 16 × 2048 tokens
-# in int64, with its targets, has half a MiB. For images it is another matter.
+# a GPU can fetch from it by itself. It can't be measured without one; torch's source says what it
+# takes. A thread copies each batch of the workers into pinned memory. That allocator rounds every
+# tensor up to the next **power of two**, and keeps what is freed for the next batch.
+
+
+# %%
+def pinned_bytes(count):
+    """What torch's pinned allocator takes for a tensor (ATen/core/CachingHostAllocator.h)."""
+    return 1 << (count - 1).bit_length()
+
+
+BATCHES = {"text, 16 × 2048 in int64": 8 * 16 * 2048,
+           "images, 32 × 3 × 224 × 224 in float32": 4 * 32 * 3 * 224 * 224}  # fmt: skip
+for name, count in BATCHES.items():
+    print(f"{name}: {format_bytes(count)}, pinned {format_bytes(pinned_bytes(count))}")
+
+# %% [markdown]
+# *workers · prefetch_factor + 1* batches wait at most, whether pinned or not. The pinned copies
+# come on top of them: of a batch of text that is next to nothing, of one of images 32 MiB.
 
 # %% [markdown]
 # ## At scale: seven billion
@@ -739,6 +755,50 @@ verdict(
 )
 
 # %% [markdown]
+# Deleting the step's variables at the end of the loop. Without that, the names keep the logits and
+# the loss until the next step gives them new values.
+
+
+# %%
+on_a_gpu = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)  # the default there
+
+
+def plain_loop(size, length, deleted, steps=2):
+    """Train on micro-batches cut to this length; delete the step's variables here or there."""
+    for tokens, targets in micro_batches(100, steps, size):
+        on_a_gpu.zero_grad()
+        logits = model(tokens[:, :length])
+        kept = targets[:, :length].flatten()
+        loss = F.cross_entropy(logits.flatten(0, 1), kept, ignore_index=MASKED)
+        loss.backward()
+        if deleted == "before the optimizer":
+            del logits
+        on_a_gpu.step()
+        if deleted == "at the end":
+            del logits, loss
+
+
+# %%
+places = ("nowhere", "at the end", "before the optimizer")
+plain_loop(1, 8, "nowhere")  # makes the optimizer's state
+many, few = (
+    [peak(partial(plain_loop, size, length, place)) for place in places]
+    for size, length in ((8, 32), (1, 8))
+)
+gained = many[0] - many[1]
+verdict(
+    "8c",
+    gained > 0,
+    f"8 × 32 tokens: {format_bytes(many[0])} at the peak, {gained:,} bytes less with loss and "
+    f"logits deleted at the end of each step; 1 × 8 tokens, the peak in the optimizer: "
+    f"{few[0] - few[1]:,} less, and {few[0] - few[2]:,} if the logits ({4 * 8 * 256:,} bytes) are "
+    f"deleted before it",
+    otherwise="the peak is in backward, and by then each name has a new value; backward frees the "
+    "graph by itself. Where the optimizer makes the peak, delete the logits before "
+    "optimizer.step(), or write forward and backward as a function",
+)
+
+# %% [markdown]
 # Shorter sequences. The guide's peaks are the tokens of its spectra.
 
 # %%
@@ -812,13 +872,15 @@ verdict(
 
 # %%
 waiting = [workers * 2 + 1 for workers in (1, 4)]
+images = BATCHES["images, 32 × 3 × 224 × 224 in float32"]
 verdict(
     "11c",
     waiting[0] < waiting[1],
     f"a worker has a second copy of a data set that is one tensor: {by_worker > 100 * MIB}; by "
-    f"formula {waiting[0]} batches wait with 1 worker, {waiting[1]} with 4",
-    condition="for the host's memory, by the batches that wait, pinned or not, and what a worker "
-    "changes (pinned memory was not measured); the GPU's memory does not change",
+    f"formula {waiting[0]} batches wait with 1 worker, {waiting[1]} with 4, and a pinned copy of "
+    f"32 images takes {pinned_bytes(images) / images:.2f} × their bytes",
+    condition="for the host's memory: the batches that wait, their pinned copies (by torch's "
+    "source, not measured), and what a worker changes; the GPU's memory does not change",
 )
 
 # %%

@@ -862,6 +862,23 @@ def test_times_are_ratios_to_the_plain_step(rehearsal, monkeypatch, capsys):
     assert gpu.run(rehearsal, ["time"])
     assert "| checkpointing | 2.00 × |" in capsys.readouterr().out
     assert "  autocast: 2.00" in stored_on_a_gpu("time", rehearsal.out)
+    assert "  empty_cache: 2.00" in stored_on_a_gpu("time", rehearsal.out)
+
+
+def test_clearing_is_timed_after_the_plain_step(monkeypatch):
+    called = []
+    monkeypatch.setattr(day_jobs, "TIMED", ())
+    monkeypatch.setattr(day_jobs, "CLEARING", {"clear": lambda: called.append("clear")})
+    monkeypatch.setattr(day_jobs, "_warm", lambda *_: lambda: called.append("step"))
+
+    def in_turn(ours, plain):
+        ours()
+        plain()
+        return [(3.0, 2.0)]
+
+    monkeypatch.setattr(day_jobs, "time_in_turn", in_turn)
+    assert day_jobs.times("", True, True)["clear"] == 1.5
+    assert called == ["step", "clear", "step"]
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ LAYERS = (
     (
         *("allocator", "model", "data", "checkpointing", "precision", "accumulation"),
         *("lora", "optim", "compression", "attention", "losses", "zero", "offload", "ema"),
+        "packing",
     ),
     ("metering", "monitoring", "plot", "kernels", "qlora", "explain"),
     ("dry_runs",),

@@ -19,6 +19,7 @@ from memlab.losses import (
     chunked_cross_entropy,
     cross_entropy_reference,
     row_losses_,
+    token_log_probs,
 )
 from memlab.model import GPT, PRESETS
 from memlab.train import Plugs, Setting, build, combined
@@ -712,3 +713,61 @@ def test_a_chunk_below_one_row_is_an_error(chunk):
     *parts, targets = inputs()
     with pytest.raises(ValueError, match=f"chunk={chunk}; give at least 1 row"):
         chunked_cross_entropy(*parts[:2], targets, chunk=chunk)
+
+
+# ------------------------------------------------------------------ log-probabilities of tokens
+
+
+def all_log_probs(hidden, weight, tokens, *, bias=None, temperature=1.0):
+    """From all logits, by torch."""
+    logits = F.linear(hidden, weight, bias) / temperature
+    return logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [None, 1, 7])
+def test_log_probs_and_their_gradients_are_those_of_all_logits(temperature, chunk):
+    hidden, weight, _, tokens = inputs(bias=False, ignored=())
+    options = {"temperature": temperature}
+    mine = outcome(token_log_probs, hidden, weight, None, tokens, chunk=chunk, **options)
+    theirs = outcome(all_log_probs, hidden, weight, None, tokens, **options)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_an_ignored_token_has_log_probability_zero_and_no_gradient():
+    hidden, weight, _, tokens = inputs(bias=False)
+    found = token_log_probs(hidden, weight, tokens)
+    [gradient] = torch.autograd.grad(found.sum(), [hidden])
+    ignored = tokens == -100
+    assert (found[ignored] == 0).all()
+    assert (gradient[ignored] == 0).all()
+    assert (gradient[~ignored].abs().sum(-1) > 0).all()
+
+
+def test_log_probs_without_gradients_need_one_chunk_of_logits():
+    """As for the reference model of DPO."""
+    rows, width, vocab, chunk = 256, 8, 1000, 16
+    hidden, weight, _, tokens = inputs(rows, width, vocab, torch.float32, bias=False, ignored=())
+
+    def step():
+        with torch.no_grad():
+            token_log_probs(hidden, weight, tokens, chunk=chunk)
+
+    before = sum(x.nbytes for x in (hidden, weight, tokens))
+    most = memlab.measure(step).peak_bytes - before
+    all_at_once = 4 * rows * vocab
+    assert 4 * chunk * vocab <= most < all_at_once / 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 0.0}, "got temperature=0.0; give a number above 0"),
+        ({"temperature": 2.0, "soft_cap": 3.0}, "with a soft cap or a bias"),
+    ],
+)
+def test_temperatures_that_have_no_meaning_are_an_error(options, message):
+    hidden, weight, _, tokens = inputs(bias=False)
+    with pytest.raises(ValueError, match=message):
+        token_log_probs(hidden, weight, tokens, **options)

@@ -1,8 +1,10 @@
 """Jobs for the figures of the course's days: measured in their own process, or predicted."""
 
+import gc
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,6 +78,12 @@ TIMED = (
     *("eager-attention", "flash-attention", "chunked-loss"),
 )
 
+# What a loop may call after each step, timed against the step alone (rule 6a).
+CLEARING: dict[str, Callable[[], object]] = {
+    "empty_cache": torch.cuda.empty_cache,
+    "gc.collect": gc.collect,
+}
+
 
 def first_day(_: str, small: bool, rehearsal: bool) -> Answer:
     """Measure the step of Day 1's lesson."""
@@ -114,14 +122,23 @@ def _step(technique: str, small: bool, rehearsal: bool) -> tuple[Setting, Trace]
 
 
 def times(_: str, small: bool, rehearsal: bool) -> Answer:
-    """Return each technique's time ratio to the plain step; a rehearsal uses the CPU."""
+    """Return the time ratio to the plain step of each technique, and of clearing after each step;
+    a rehearsal uses the CPU."""
     setting = replace(SMALL_BILL if small else BILL, device="cpu" if rehearsal else "cuda")
     plain = _warm(setting, "plain")
     ratios = {}
     for technique in TIMED:
         rounds = time_in_turn(_warm(setting, technique), plain)
         ratios[technique] = statistics.median(ours / theirs for ours, theirs in rounds)
+    for name, clear in CLEARING.items():
+        rounds = time_in_turn(partial(_one_after_the_other, plain, clear), plain)
+        ratios[name] = statistics.median(ours / theirs for ours, theirs in rounds)
     return {"what": str(setting), **ratios}
+
+
+def _one_after_the_other(*calls: Callable[[], object]) -> None:
+    for call in calls:
+        call()
 
 
 def _warm(setting: Setting, technique: str) -> Callable[[], None]:

@@ -7,6 +7,7 @@ from rich.table import Table
 from memlab.cli import terminal
 from memlab.configs.evidence import margin_share
 from memlab.configs.gpus import CONTEXT_BYTES
+from memlab.configs.nccl import CHANNELS, REPORTED_BYTES, ring_bytes
 from memlab.configs.targets import find_target
 from memlab.configs.torchrun import MAX_GPUS_PER_MACHINE
 from memlab.planner import Memory, Option, Plan
@@ -112,6 +113,17 @@ def _margin(memory: Memory) -> str:
     )
 
 
+def nccl_buffers() -> str:
+    """Say what NCCL allocates beside torch, which no column of the table has."""
+    least, most = (format_bytes(ring_bytes(channels)) for channels in CHANNELS)
+    reported = " to ".join(map(format_bytes, REPORTED_BYTES))
+    return (
+        f"NCCL's buffers are not in the table: {least} to {most} for the rings of each process "
+        f"group, by the number of channels, and more for trees and networks ({reported} reported "
+        f"on A100s); --margin keeps room for them"
+    )
+
+
 def table(rows: list[Option]) -> Table:
     """Build a line for each recipe that fits, and for the smallest that does not, by group.
 
@@ -185,6 +197,8 @@ def remarks(found: Plan) -> Iterator[str]:
             f"≈: by formula, without what the allocator reserves beyond it; --recipes "
             f"{len(listed)} predicts these, --optimizer or --precision selects one of them"
         )
+    if found.gpus > 1 and found.target != "cpu":
+        yield nccl_buffers()
     yield from found.failures
 
 

@@ -19,6 +19,8 @@ compare the library's versions with them, in values and bytes.
     activation_compression              memlab.compression.compressed_activations
     tiled_attention                     memlab.attention.flash_attention
     chunked_loss                        memlab.losses.chunked_cross_entropy
+    log_probs                           memlab.losses.token_log_probs
+    packing                             memlab.packing
     collectives, sharded_optimizer,     memlab.zero.simulate
     sharded_weights
     offloaded_optimizer                 memlab.offload.OffloadedOptimizer

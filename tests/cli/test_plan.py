@@ -57,6 +57,14 @@ def test_an_unmodified_training_that_fits_is_reported(by_formula, memlab_command
     assert "by formula, fits\n" in outcome.out
 
 
+def test_nccls_buffers_are_named_where_there_is_more_than_one_gpu(by_formula, memlab_command):
+    asked = ("plan", "--model", "5m", "--memory", "24GB")
+    alone, together = (memlab_command(*asked, "--gpus", gpus) for gpus in ("1", "2"))
+    words = "NCCL's buffers are not in the table: 24.00 MiB to 384.00 MiB for the rings"
+    assert words in " ".join(together.out.split())
+    assert "NCCL" not in alone.out
+
+
 def test_if_nothing_fits_the_status_is_one_and_the_output_suggests_changes(
     by_formula, memlab_command
 ):

@@ -27,7 +27,7 @@ from memlab.checkpointing import checkpoint, selective
 from memlab.compression import compressed_activations
 from memlab.course.checks.day08 import most_of
 from memlab.lora import LoRALinear
-from memlab.losses import chunked_cross_entropy
+from memlab.losses import chunked_cross_entropy, token_log_probs
 from memlab.model import GPT, PRESETS
 from memlab.offload import HostStore, OffloadedOptimizer
 from memlab.optim.adam_mini import gpt_partition
@@ -54,6 +54,7 @@ from memlab.reference.chunked_loss import chunked_loss
 from memlab.reference.collectives import Wire
 from memlab.reference.galore import galore_
 from memlab.reference.lion import lion_
+from memlab.reference.log_probs import log_probs, of_rows
 from memlab.reference.loss_scaling import Scaler
 from memlab.reference.meter import Meter
 from memlab.reference.muon import muon_
@@ -135,6 +136,7 @@ LIBRARY_FILES = {
     "memlab/compression.py": "activation_compression",
     "memlab/attention/flash.py": "tiled_attention",
     "memlab/losses.py": "chunked_loss",
+    "memlab/packing.py": "packing",
     "memlab/zero/simulation.py": "sharded_optimizer",
     "memlab/offload/optimizer.py": "offloaded_optimizer",
     "memlab/ema/profiles.py": "post_hoc_ema",
@@ -401,6 +403,37 @@ def test_chunked_loss():
         torch.testing.assert_close(mine, theirs)
     a_few_a_row = 17 * 100
     assert abs(peaks[0] - peaks[1]) <= a_few_a_row
+
+
+@pytest.mark.parametrize("rows", [1, 90, 100])
+def test_log_probs(rows):
+    """Both against all logits at once; a chunk of 32 needs less memory than all rows."""
+    found, peaks = [], []
+    tokens = torch.randint(50, (rows,), generator=torch.Generator().manual_seed(2))
+
+    def library(hidden, weight):
+        return token_log_probs(hidden, weight, tokens, chunk=32)
+
+    for compute in (
+        library,
+        lambda hidden, weight: log_probs(hidden, weight, tokens, 32),
+        lambda hidden, weight: of_rows(hidden, weight, tokens),
+    ):
+        hidden, weight = seeded(rows, 16).requires_grad_(), seeded(50, 16, seed=1).requires_grad_()
+        upstream, outputs = seeded(rows, seed=3), []
+
+        def both(given=(hidden, weight), compute=compute, outputs=outputs, upstream=upstream):
+            out = compute(*given)
+            out.backward(upstream)
+            outputs.append(out.detach())
+
+        peaks.append(memlab.measure(both).peak_bytes)
+        found.append([outputs[0], hidden.grad, weight.grad])
+    for mine, theirs, all_at_once in zip(*found, strict=True):
+        torch.testing.assert_close(mine, all_at_once)
+        torch.testing.assert_close(theirs, all_at_once)
+    if rows == 100:
+        assert max(peaks[:2]) < peaks[2]
 
 
 # ------------------------------------------------------------------ ranks, stores, averages

@@ -1,0 +1,536 @@
+"""Day 21: tokens that train nothing."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memlab.course.checks.day16 import everything_elsewhere
+from memlab.course.exercises import Bill, Day, Exercise, equal, require
+from memlab.course.properties import (
+    elements,
+    gradients,
+    is_tensor,
+    limited,
+    new_bytes,
+    peaks,
+    same_bytes,
+    same_gradients,
+    same_values,
+    unchanged,
+)
+from memlab.course.solutions import body, mistakes, solution
+from memlab.metering import measure
+from memlab.reference.log_probs import log_probs, of_rows
+from memlab.reference.packing import attend_within, join, pack
+
+_LIBRARIES = ("memlab.packing", "memlab.losses", "trl", "flash_attn")
+
+cache_bytes = solution("21.4")
+
+# ------------------------------------------------------------------ 21.1: first-fit decreasing
+
+Pack = Callable[[Sequence[int], int], list[list[int]]]
+
+_DOCUMENTS: tuple[tuple[list[int], int], ...] = (
+    ([], 8),
+    ([5], 8),
+    ([3, 5], 8),
+    ([3, 6], 8),
+    ([2, 5, 4], 8),
+    ([6, 5, 3, 2], 8),
+    ([4, 4, 4], 8),
+    ([6, 4, 3, 2, 1], 8),
+    ([8, 1, 7, 1], 8),
+    ([5, 6, 10, 1, 4], 12),
+    ([1, 6, 2, 5, 3, 4, 2], 10),
+    ([7, 6, 3, 2, 2, 1], 10),
+    ([3, 9, 5, 4, 1, 9, 2, 2, 6, 7, 1, 3], 12),
+)
+
+
+def _check_pack(answer: Pack) -> str:
+    for lengths, capacity in _DOCUMENTS:
+        call = f"pack({lengths}, {capacity})"
+        mine = list(lengths)
+        with unchanged(call, lengths=mine):
+            got = answer(mine, capacity)
+        equal(call, got, pack(lengths, capacity))
+    return f"{len(_DOCUMENTS)} sets of documents are in the rows of first-fit decreasing"
+
+
+_SORTED = "sorted(range(len(lengths)), key=lambda number: -lengths[number])"
+_FITTING = "[row for row, left in enumerate(free) if left >= lengths[number]]"
+
+_PACK = Exercise(
+    id="21.1",
+    title="First-fit decreasing",
+    minutes=10,
+    difficulty=2,
+    hints=(
+        "Sort the numbers of the documents by length, longest first. Keep a second list beside the "
+        "rows: how many tokens are still free in each.",
+        "sorted(range(len(lengths)), key=lambda number: -lengths[number]) is the order, and it "
+        "keeps equally long ones as they were. Look for the first row with free >= length.",
+        "For each number: fitting = [row for row, left in enumerate(free) if left >= "
+        "lengths[number]]. If it is empty, append [] to rows and capacity to free. Then append the "
+        "number to rows[fitting[0]], and subtract its length from free[fitting[0]].",
+    ),
+    reference=pack,
+    check=_check_pack,
+    rebuilds=_LIBRARIES,
+    wrong_answers=mistakes(
+        "21.1",
+        (
+            "The documents are taken in their own order. Take the longest first.",
+            (_SORTED, "range(len(lengths))"),
+        ),
+        (
+            "This begins with the shortest document. Take the longest first.",
+            ("-lengths[number])", "lengths[number])"),
+        ),
+        (
+            "Only the row opened last is tried. A document may fit into an earlier one.",
+            (_FITTING, "[row for row, left in enumerate(free) if left >= lengths[number]][-1:]"),
+            ("left >= lengths[number]", "left >= lengths[number] and row == len(free) - 1"),
+        ),
+        (
+            "This takes the last row with room. Take the first.",
+            ("fitting[0]", "fitting[-1]"),
+        ),
+        (
+            "This takes the row with the least room (best fit). Take the first row with room.",
+            (_FITTING, f"sorted({_FITTING}, key=lambda row: free[row])"),
+        ),
+        (
+            "This takes the row with the most room (worst fit). Take the first row with room.",
+            (_FITTING, f"sorted({_FITTING}, key=lambda row: -free[row])"),
+        ),
+        (
+            "A document that fills the row exactly fits, too: >=, not >.",
+            ("left >= lengths", "left > lengths"),
+        ),
+        (
+            "The rows have lengths. Put in the documents' numbers.",
+            (".append(number)", ".append(lengths[number])"),
+        ),
+        (
+            "Equally long documents come in their order.",
+            ("-lengths[number])", "(-lengths[number], -number))"),
+        ),
+        (
+            "A row's free tokens must shrink with each document.",
+            ("free[fitting[0]] -= lengths[number]", "pass"),
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 21.2: join
+
+Join = Callable[[Sequence[Tensor]], tuple[Tensor, Tensor, Tensor, Tensor]]
+
+_PARTS = ("tokens", "targets", "positions", "boundaries")
+_ROWS = ([[5, 6, 7]], [[5, 6], [7, 8, 9]], [[4], [5, 6, 7], [8]], [[9, 8, 7, 6], [5, 4], [3, 2, 1]])
+
+
+def _check_join(answer: Join) -> str:
+    for texts in _ROWS:
+        call = f"join of {', '.join(map(str, texts))}"
+        documents = [torch.tensor(text) for text in texts]
+        with unchanged(call, documents=documents):
+            got = answer(documents)
+        require(
+            isinstance(got, tuple) and len(got) == len(_PARTS),
+            f"{call} gave {type(got).__name__}; wanted a tuple of {', '.join(_PARTS)}."
+            f"{' Is there a return?' if got is None else ''}",
+        )
+        for name, mine, wanted in zip(_PARTS, got, join(documents), strict=True):
+            is_tensor(f"{call}: {name}", mine, dtype=wanted.dtype, shape=tuple(wanted.shape))
+            equal(f"{call}: {name}", mine.tolist(), wanted.tolist())
+    return f"{len(_ROWS)} rows · no target across a boundary · boundaries in int32"
+
+
+_TARGETS = "targets[boundaries[1:] - 1] = IGNORED"
+_POSITIONS = "torch.arange(len(tokens)) - starts"
+
+_JOIN = Exercise(
+    id="21.2",
+    title="Documents in a row",
+    minutes=10,
+    difficulty=2,
+    hints=(
+        "torch.cat joins the tokens. The boundaries are the running sum of the lengths, with a 0 "
+        "before it. Both other results can be made from these two.",
+        "tokens.roll(-1) moves each next token to its place, in a new tensor. The last token of a "
+        "document is at boundaries[1:] - 1. A document's start, for each of its tokens, is "
+        "boundaries[:-1].repeat_interleave(lengths).",
+        "boundaries = F.pad(lengths.cumsum(0), (1, 0)); targets = tokens.roll(-1); "
+        "targets[boundaries[1:] - 1] = -100; positions = torch.arange(len(tokens)) - "
+        "boundaries[:-1].repeat_interleave(lengths). Return boundaries.int().",
+    ),
+    reference=join,
+    check=_check_join,
+    rebuilds=_LIBRARIES,
+    wrong_answers=mistakes(
+        "21.2",
+        (
+            "The last token of a document is trained to predict the first of the next. Its target "
+            "is −100.",
+            (_TARGETS, "targets[-1] = IGNORED"),
+        ),
+        (
+            "The last target is the row's first token: roll goes around. Every document ends with "
+            "−100, the last one too.",
+            (_TARGETS, "targets[boundaries[1:-1] - 1] = IGNORED"),
+        ),
+        (
+            "The first token of each document lost its target. It is the last one that has none.",
+            (_TARGETS, "targets[boundaries[:-1]] = IGNORED"),
+        ),
+        (
+            "A target is the next token, not the token itself.",
+            ("tokens.roll(-1)", "tokens.clone()"),
+        ),
+        (
+            "This is the token before. A target is the next one.",
+            ("tokens.roll(-1)", "tokens.roll(1)"),
+        ),
+        (
+            "Positions go on through the row. They start at 0 in each document.",
+            (_POSITIONS, "torch.arange(len(tokens))"),
+        ),
+        (
+            "Positions start at 0, not at 1.",
+            (_POSITIONS, f"{_POSITIONS} + 1"),
+        ),
+        (
+            "Boundaries are int32: kernels for variable lengths take nothing else.",
+            ("boundaries.int()", "boundaries"),
+        ),
+        (
+            "These are lengths. Boundaries are their running sum.",
+            ("boundaries.int()", "F.pad(lengths, (1, 0)).int()"),
+        ),
+        (
+            "The boundaries lack the 0 at the start.",
+            ("boundaries.int()", "boundaries[1:].int()"),
+        ),
+        (
+            "The boundaries lack the end of the last document.",
+            ("boundaries.int()", "boundaries[:-1].int()"),
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 21.3: attention within
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+_BOUNDARIES = ([0, 5], [0, 3, 5], [0, 1, 2, 7], [0, 4, 5, 11, 12])
+_LONG = list(range(0, 513, 32))
+
+
+def _check_attend(answer: Attend) -> str:
+    for ends in _BOUNDARIES:
+        call = f"attend_within with boundaries {ends}"
+        q, k, v, boundaries = _row(ends)
+        with unchanged(call, q=q, k=k, v=v, boundaries=boundaries):
+            got = gradients(partial(_of_row, answer, boundaries), q=q, k=k, v=v)
+        require("output 0" in got, f"{call} gave no tensor. Is there a return?")
+        same_values(call, got["output 0"], _by_mask(q, k, v, boundaries), tolerance=1e-5)
+        wanted = gradients(partial(_of_row, _by_mask, boundaries), q=q, k=k, v=v)
+        same_gradients(call, got, wanted, tolerance=1e-4)
+    return _check_no_squares(answer)
+
+
+def _of_row(attend: Attend, boundaries: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attend(q, k, v, boundaries)
+
+
+def _row(ends: Sequence[int], head_dim: int = 4) -> tuple[Tensor, ...]:
+    """q, k, v (1, 2, T, D) and the boundaries."""
+    random = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, ends[-1], head_dim, generator=random)
+    return q, k, v, torch.tensor(ends, dtype=torch.int32)
+
+
+def _by_mask(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> Tensor:
+    """All scores, and a mask: the oracle."""
+    lengths = boundaries.diff().long()
+    number = torch.arange(len(lengths)).repeat_interleave(lengths)
+    mask = (number[:, None] == number).tril()
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+
+
+def _check_no_squares(answer: Attend) -> str:
+    call = f"attend_within of {len(_LONG) - 1} documents, {_LONG[-1]} tokens"
+    q, k, v, boundaries = _row(_LONG)
+    for x in (q, k, v):
+        x.requires_grad_()
+    most = peaks(lambda: attend_within(q, k, v, boundaries))
+    room = _LONG[-1] ** 2 * 3 // 4  # less than a mask, with a byte per element
+    got = peaks(lambda: answer(q, k, v, boundaries))
+    limited(call, got, forward=most.forward + room, backward=most.backward + room)
+    return f"results and gradients are right · at most {got.forward:,} bytes, no T × T tensor"
+
+
+_OF_DOCUMENT = "(x[:, :, start:end] for x in (q, k, v))"
+_MASKED = """
+number = torch.arange(len(boundaries) - 1).repeat_interleave(boundaries.diff().long())
+mask = (number[:, None] == number).tril()
+return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+"""
+
+_ATTEND = Exercise(
+    id="21.3",
+    title="Attention within documents",
+    minutes=15,
+    difficulty=3,
+    hints=(
+        "Each document is a slice of q, k and v, from one boundary to the next. What does "
+        "attention of these slices give?",
+        "pairwise(boundaries.tolist()) gives start and end of each document. "
+        "F.scaled_dot_product_attention(..., is_causal=True) of the slices [:, :, start:end], and "
+        "torch.cat along the tokens.",
+        "outputs = [F.scaled_dot_product_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], "
+        "is_causal=True) for a, b in pairwise(boundaries.tolist())]; return torch.cat(outputs, "
+        "dim=2).",
+    ),
+    reference=attend_within,
+    check=_check_attend,
+    rebuilds=_LIBRARIES,
+    wrong_answers=mistakes(
+        "21.3",
+        (
+            "Every token sees all earlier documents. The boundaries are not used.",
+            body(
+                "attend_within",
+                "return F.scaled_dot_product_attention(q, k, v, is_causal=True)",
+            ),
+        ),
+        (
+            "Within its document a token sees later ones. Pass is_causal=True.",
+            ("is_causal=True", "is_causal=False"),
+        ),
+        (
+            "The values are right, but this makes a T × T mask. Attend document by document.",
+            body("attend_within", _MASKED),
+        ),
+        (
+            "Keys and values begin at the start of the row. They begin at the document's start.",
+            (_OF_DOCUMENT, "(q[:, :, start:end], k[:, :, : end - start], v[:, :, : end - start])"),
+        ),
+        (
+            "Scores are divided by √D, which scaled_dot_product_attention does by itself.",
+            ("is_causal=True", "is_causal=True, scale=1.0"),
+        ),
+        (
+            "The result is cut off from autograd.",
+            (_OF_DOCUMENT, "(x[:, :, start:end].detach() for x in (q, k, v))"),
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 21.4: the KV cache
+
+CacheBytes = Callable[[Sequence[int | None], int, int, int, int, int], int]
+
+_CACHES: tuple[tuple[list[int | None], int, int, int, int, int], ...] = (
+    ([None], 1, 2, 3, 1, 4),
+    ([None, None], 2, 8, 10, 1, 2),
+    ([None] * 3, 2, 8, 10, 5, 2),
+    ([4], 1, 8, 10, 1, 2),
+    ([4], 1, 8, 3, 1, 2),
+    ([4], 1, 8, 2, 1, 2),
+    ([7, 7, None], 3, 16, 20, 2, 4),
+    ([None] * 32, 32, 128, 4096, 8, 2),
+    ([1024] * 5 + [None], 4, 256, 32_768, 2, 1),
+)
+
+
+def _check_cache(answer: CacheBytes) -> str:
+    for case in _CACHES:
+        windows, kv_heads, head_dim, tokens, batch, element_bytes = case
+        mine = list(windows)
+        listed = windows if len(windows) < 7 else f"{len(windows)} layers without a window"
+        call = f"cache_bytes({listed}, {', '.join(map(str, case[1:]))})"
+        with unchanged(call, windows=mine):
+            got = answer(mine, kv_heads, head_dim, tokens, batch, element_bytes)
+        one_token = 2 * kv_heads * head_dim * batch * element_bytes
+        units = {"tokens of a layer": one_token}
+        same_bytes(call, got, cache_bytes(windows, *case[1:]), units)
+    return f"{len(_CACHES)} caches match to the byte"
+
+
+_KEPT = "tokens if window is None else min(tokens, window - 1)"
+
+_CACHE = Exercise(
+    id="21.4",
+    title="The bytes of a KV cache",
+    minutes=10,
+    difficulty=1,
+    hints=(
+        "For each token a layer keeps one key and one value for each of its key/value heads. How "
+        "many tokens does each layer keep?",
+        "A layer without a window keeps all tokens. With one it keeps at most window - 1, and no "
+        "more than there are.",
+        "kept = sum(tokens if window is None else min(tokens, window - 1) for window in windows). "
+        "Multiply it by 2 (key and value), kv_heads, head_dim, batch and element_bytes.",
+    ),
+    reference=cache_bytes,
+    check=_check_cache,
+    wrong_answers=mistakes(
+        "21.4",
+        ("Keys are kept, and values as well: twice as much.", ("2 * kept", "kept")),
+        (
+            "A layer with a window keeps one token less than the window.",
+            ("window - 1", "window"),
+        ),
+        (
+            "With fewer tokens than the window there is nothing more to keep.",
+            ("min(tokens, window - 1)", "window - 1"),
+        ),
+        ("Windows are not used: such a layer keeps less.", (_KEPT, "tokens")),
+        (
+            "A window belongs to its layer alone. The others keep all tokens.",
+            (
+                f"sum({_KEPT} for window in windows)",
+                "len(windows) * min([tokens] + [w - 1 for w in windows if w])",
+            ),
+        ),
+        ("Each sequence of the batch has its own cache.", (" * batch", "")),
+        ("This is a number of elements. Multiply by their bytes.", (" * element_bytes", "")),
+        ("Each key/value head has a key and a value of its own.", (" * kv_heads", "")),
+    ),
+)
+
+# ------------------------------------------------------------------ 21.5: one number per token
+
+LogProbs = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+# Rows, width, vocabulary, chunk, dtype.
+_SMALL = (
+    (1, 3, 5, 4, torch.float32),
+    (6, 3, 5, 2, torch.float32),
+    (7, 4, 9, 3, torch.float32),
+    (5, 4, 9, 2, torch.bfloat16),
+)
+_LARGE = (96, 8, 512, 8, torch.float32)
+
+
+def _check_log_probs(answer: LogProbs) -> str:
+    for case in _SMALL:
+        rows, _, vocab, chunk, dtype = case
+        call = f"log_probs of {rows} rows, {vocab} vocabulary entries, chunk {chunk}"
+        call += "" if dtype == torch.float32 else ", in bfloat16"
+        hidden, weight, targets = _inputs(*case)
+        wanted = gradients(lambda h, w, t=targets: of_rows(h, w, t), h=hidden, w=weight)
+        with unchanged(call, hidden=hidden, weight=weight, targets=targets):
+            got = gradients(
+                lambda h, w, t=targets, chunk=chunk: answer(h, w, t, chunk), h=hidden, w=weight
+            )
+        require("output 0" in got, f"{call} gave no tensor. Is there a return?")
+        largest = max(t.abs().max().item() for t in wanted.values() if t is not None)
+        same_gradients(call, got, wanted, tolerance=largest * _tolerance(dtype))
+    return _check_chunks(answer)
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return 1e-5 if dtype == torch.float32 else 2**-5
+
+
+def _inputs(
+    rows: int, width: int, vocab: int, chunk: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight = elements(rows, width), elements(vocab, width, seed=1)
+    targets = torch.arange(rows) * 3 % vocab
+    return hidden.clamp(-2, 2).to(dtype), weight.clamp(-2, 2).to(dtype), targets
+
+
+def _check_chunks(answer: LogProbs) -> str:
+    rows, _, vocab, chunk, _ = _LARGE
+    call = f"log_probs of {rows} rows, {vocab} vocabulary entries, chunk {chunk}"
+    hidden, weight, targets = _inputs(*_LARGE)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    logits = 4 * chunk * vocab  # of a chunk
+    kept: list[Any] = []
+    trace = measure(lambda: kept.append(answer(hidden, weight, targets, chunk)))
+    # Beside the result, checkpointing keeps nothing as large as a chunk's logits.
+    left = new_bytes(trace) - kept.pop().nbytes
+    require(
+        left < logits,
+        f"{call} keeps {left:,} bytes between forward and backward beside its result; wanted less "
+        f"than a chunk's logits, {logits:,}.",
+        evidence=(call, "held"),
+    )
+    most = peaks(lambda: log_probs(hidden, weight, targets, chunk))
+    got = peaks(lambda: answer(hidden, weight, targets, chunk))
+    limited(call, got, forward=most.forward + logits, backward=most.backward + logits)
+    return (
+        f"values and gradients are right · {left:,} bytes between forward and backward, all logits "
+        f"have {rows // chunk * logits:,}"
+    )
+
+
+_SPLIT = "zip(hidden.split(chunk), targets.split(chunk), strict=True)"
+_CALL = "recompute(of_rows, rows, weight, wanted)"
+
+_LOG_PROBS = Exercise(
+    id="21.5",
+    title="One number per token",
+    minutes=15,
+    difficulty=3,
+    hints=(
+        "Rows are independent: of_rows of a few rows gives their part of the result. Which rows "
+        "come last, if N is no multiple of chunk? And what does autograd keep of each part?",
+        "hidden.split(chunk) and targets.split(chunk) go together, and end with a shorter part. "
+        "recompute(of_rows, rows, weight, wanted) keeps only its inputs.",
+        "parts = [recompute(of_rows, rows, weight, wanted) for rows, wanted "
+        "in zip(hidden.split(chunk), targets.split(chunk))]; return torch.cat(parts).",
+    ),
+    reference=log_probs,
+    check=_check_log_probs,
+    rebuilds=_LIBRARIES,
+    wrong_answers=mistakes(
+        "21.5",
+        (
+            "Every chunk's logits are kept for backward. Recompute them there.",
+            (_CALL, "of_rows(rows, weight, wanted)"),
+        ),
+        (
+            "All rows are one chunk. Their logits exist at once when backward recomputes them.",
+            (_SPLIT, "[(hidden, targets)]"),
+        ),
+        (
+            "The rows after the last whole chunk are missing.",
+            (_SPLIT, f"list({_SPLIT})[: max(1, len(hidden) // chunk)]"),
+        ),
+        (
+            "Without gradients nothing is kept, and nothing is trained.",
+            (_CALL, "torch.no_grad()(of_rows)(rows, weight, wanted)"),
+        ),
+        (
+            "This is the loss, −log p. Return log p.",
+            (_CALL, f"-{_CALL}"),
+        ),
+        (
+            "The result is in float32, whatever the dtype of hidden.",
+            ("torch.cat(parts)", "torch.cat(parts).to(hidden.dtype)"),
+        ),
+        (
+            "One number per token: this is their sum.",
+            ("torch.cat(parts)", "torch.cat(parts).sum()"),
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ the bill
+
+DAY = Day(
+    exercises=(_PACK, _JOIN, _ATTEND, _CACHE, _LOG_PROBS),
+    bill=Bill("day 21: packed rows, and no token is padding", everything_elsewhere),
+)

@@ -1,0 +1,872 @@
+# %% [markdown]
+# # Day 21: Tokens that train nothing
+#
+# **Half of my batch is padding, evaluation runs out of memory where training does not, and
+# preference training needs twice what fine-tuning needs. What is all that memory for?**
+#
+# After today you have built sequence packing, attention that stays within a document, and
+# log-probabilities without full logits. You can also compute a KV cache to the byte, and say where
+# the memory of DPO and GRPO goes.
+#
+# About 90 minutes, 60 of them for five exercises. You need a laptop; a GPU is welcome and not
+# needed. Nothing is downloaded.
+
+# %% [markdown]
+# As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
+# your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
+# stuck, type `memlab hint 21.1` in a terminal. An exercise left open blocks nothing.
+
+# %% [markdown]
+# ## The question
+#
+# So far each token of a step was trained on. In practice many are not:
+#
+# - **padding** makes the sequences of a batch equally long;
+# - **generated tokens** leave keys and values behind, the KV cache;
+# - **reference log-probabilities**, for preference training, come from a second model.
+#
+# Such tokens have no loss of their own, but they have activations, caches and logits.
+
+# %%
+import importlib
+import io
+import logging
+import random
+import warnings
+from contextlib import redirect_stderr
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import memlab
+from memlab.checkpointing import checkpoint as checkpointed
+from memlab.configs.nccl import all_to_all_bytes, connection_bytes, ring_bytes
+from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu
+from memlab.data import source_bytes
+from memlab.lora import LoRALinear, add_lora
+from memlab.losses import token_log_probs
+from memlab.model import GPT, PRESETS, rotate
+from memlab.planner.repetition import extrapolate
+from memlab.units import format_bytes
+
+# %% [markdown]
+# ## Guess
+#
+# 1. 24 documents of different lengths, padded to the longest. How many percent of the tokens are
+#    padding?
+# 2. Llama 2 7B in bfloat16 generates 8 sequences of 4,096 tokens. How many GiB is its KV cache?
+#    (The weights are 12.6.)
+# 3. DPO with LoRA, Llama 3 8B, 4 pairs of 2,048 tokens, checkpointed. The 8B weights are 15 GiB.
+#    How many GiB does a step take, the way DPO is usually written?
+
+# %%
+### BEGIN SOLUTION
+guess("21.1", padding_percent=25, cache_gib=4, step_gib=24)
+### END SOLUTION
+### BEGIN STUB
+# guess("21.1", padding_percent=..., cache_gib=..., step_gib=...)
+### END STUB
+
+# %% [markdown]
+# ## Measure: a padded batch
+#
+# Lengths of real documents are spread over an order of magnitude, with a few long ones. Here are
+# 24 from a log-normal distribution. Their text is torch's own source.
+
+# %%
+CONFIG = replace(PRESETS["tiny"], hidden_size=64, heads=4, kv_heads=2, seq_len=256)
+drawn = random.Random(21)
+LENGTHS = [min(256, max(8, round(drawn.lognormvariate(4, 0.7)))) for _ in range(24)]
+TEXT = source_bytes("64 KiB").long()
+DOCUMENTS = [TEXT[128 * n :][:length] for n, length in enumerate(LENGTHS)]
+
+longest, useful = max(LENGTHS), sum(LENGTHS)
+padding = 1 - useful / (len(LENGTHS) * longest)
+print(f"{len(LENGTHS)} documents of {min(LENGTHS)} to {longest} tokens, {useful:,} in all")
+print(f"padded to {len(LENGTHS)} × {longest} = {len(LENGTHS) * longest:,}: {padding:.0%} padding")
+
+
+# %%
+def padded(documents):
+    """Tokens and targets (documents, longest); −100: no loss."""
+    tokens = torch.zeros(len(documents), longest, dtype=torch.long)
+    targets = torch.full_like(tokens, -100)
+    for row, document in enumerate(documents):
+        tokens[row, : len(document)] = document
+        targets[row, : len(document) - 1] = document[1:]
+    return tokens, targets
+
+
+def activations_of(model, *batch):
+    """The activations at the peak of a forward and a backward pass."""
+    model.zero_grad()
+    return memlab.measure(lambda: model(*batch).backward(), model=model).at_peak["activations"]
+
+
+torch.manual_seed(0)
+model = GPT(CONFIG)
+of_padded = activations_of(model, *padded(DOCUMENTS))
+print(f"{format_bytes(of_padded)} of activations: {of_padded / useful:,.0f} bytes per useful token")
+
+# %% [markdown]
+# Each padding token costs as much as a real one. Sorting documents by length helps, and makes
+# every batch a batch of one kind. **Packing** puts several documents into one row instead. Which
+# documents go into which row?
+
+# %% [markdown]
+# ### Exercise 21.1: first-fit decreasing
+#
+# About 10 minutes. Go through the documents from the longest to the shortest (equally long ones in
+# their order). Each goes into the *first* row that has room for it; if none has, open a new row.
+# Return the rows in the order in which they were opened, each a list of document numbers in the
+# order in which they came in. No document is longer than `capacity`.
+
+
+# %%
+def pack(lengths, capacity):
+    ### BEGIN SOLUTION memlab.reference.packing.pack
+    rows: list[list[int]] = []
+    free: list[int] = []  # tokens left in each row
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        fitting = [row for row, left in enumerate(free) if left >= lengths[number]]
+        if not fitting:
+            fitting = [len(rows)]
+            rows.append([])
+            free.append(capacity)
+        rows[fitting[0]].append(number)
+        free[fitting[0]] -= lengths[number]
+    return rows
+    ### END SOLUTION
+
+
+# %%
+pack = exercise("21.1", pack)
+
+# %%
+rows = pack(LENGTHS, 256)
+fig, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+for place, in_rows in enumerate(([[n] for n in range(len(LENGTHS))], rows)):
+    for row, numbers in enumerate(in_rows):
+        ends = [0, *torch.tensor([LENGTHS[n] for n in numbers]).cumsum(0).tolist()]
+        for color, (start, end) in enumerate(pairwise(ends)):
+            axes[place].barh(row, end - start, left=start, color=f"C{color}", edgecolor="white")
+    filled = useful / (len(in_rows) * 256)
+    axes[place].set(xlim=(0, 256), xlabel="tokens", ylim=(24, -1),
+                    title=f"{len(in_rows)} rows, {filled:.0%} of the tokens useful")  # fmt: skip
+axes[0].set_ylabel("row")
+print(f"{len(rows)} rows; the fewest that could hold {useful:,} tokens: {-(-useful // 256)}")
+
+# %% [markdown]
+# First-fit decreasing is never far off: it needs at most 11/9 of the fewest rows, and with many
+# documents nearly the fewest.
+#
+# ## Documents in a row
+#
+# A row is one long sequence. Two things would go wrong if it were trained as one. The last token
+# of a document would be trained to predict the first of the next. And attention would look into
+# the documents before.
+#
+# Kernels for variable lengths take the **boundaries**: 0, n₁, n₁ + n₂, … (in FlashAttention
+# `cu_seqlens`, int32).
+
+# %% [markdown]
+# ### Exercise 21.2: join
+#
+# About 10 minutes. `documents` is a list of 1-D tensors of tokens. Return `(tokens, targets,
+# positions, boundaries)`. A target is the next token of the same document, or −100 where there is
+# none. Positions start at 0 in each document. `boundaries` has one element more than there are
+# documents, in int32; the others have T elements, in int64. The documents stay as they are.
+
+
+# %%
+def join(documents):
+    ### BEGIN SOLUTION memlab.reference.packing.join
+    tokens = torch.cat(list(documents))
+    lengths = torch.tensor([len(document) for document in documents])
+    boundaries = F.pad(lengths.cumsum(0), (1, 0))
+    targets = tokens.roll(-1)
+    targets[boundaries[1:] - 1] = IGNORED  # the next token is another document's
+    starts = boundaries[:-1].repeat_interleave(lengths)
+    return tokens, targets, torch.arange(len(tokens)) - starts, boundaries.int()
+    ### END SOLUTION
+
+
+# %%
+IGNORED = -100
+join = exercise("21.2", join)
+
+# %% [markdown]
+# ### Exercise 21.3: attention within documents
+#
+# About 15 minutes. `q`, `k` and `v` are (1, H, T, D), with the rotary positions in them. Return
+# causal attention of shape (1, H, T, D), in which a token sees the earlier tokens of its own
+# document and itself. Use `F.scaled_dot_product_attention`, but no T × T mask: nothing with T²
+# elements may be allocated.
+
+
+# %%
+def attend_within(q, k, v, boundaries):
+    ### BEGIN SOLUTION memlab.reference.packing.attend_within
+    outputs = []
+    for start, end in pairwise(boundaries.tolist()):
+        of_document = (x[:, :, start:end] for x in (q, k, v))
+        outputs.append(F.scaled_dot_product_attention(*of_document, is_causal=True))
+    return torch.cat(outputs, dim=2)
+    ### END SOLUTION
+
+
+# %%
+attend_within = exercise("21.3", attend_within)
+
+# %% [markdown]
+# Is a packed row the same as its documents, each on its own? The model takes attention as a
+# function (Day 10). Rotary positions need no reset: q·k depends on the distance of two tokens
+# alone. With *learned* positions, the model needs `positions`.
+
+
+# %%
+def packed_model(boundaries, config=CONFIG):
+    """The same weights, and attention within documents."""
+
+    def attend(q, k, v, *, causal):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        return attend_within(q, k, v, boundaries)
+
+    torch.manual_seed(0)
+    return GPT(config, attention=attend)
+
+
+# %%
+def gradient(model, batches):
+    """Of the sum over all tokens, as one vector."""
+    model.zero_grad()
+    for tokens, targets in batches:
+        (model(tokens[None], targets[None]) * (targets != -100).sum()).backward()
+    return torch.cat([w.grad.flatten() for w in model.parameters()])
+
+
+packed = [join([DOCUMENTS[n] for n in numbers]) for numbers in rows]
+first = packed[1]
+alone = gradient(model, [join([DOCUMENTS[n]])[:2] for n in rows[1]])
+print(f"{len(rows[1])} documents in a row; how far is the gradient from that of each on its own?")
+for name, other in (("attention within", packed_model(first[3])), ("plain causal", model)):
+    apart = (gradient(other, [first[:2]]) - alone).norm() / alone.norm()
+    print(f"  {name:17} less than 1e-5: {bool(apart < 1e-5)}, more than 5 %: {bool(apart > 0.05)}")
+
+# %% [markdown]
+# And the memory? A micro-batch is now a row. So that both steps have the same documents, all rows
+# of a step are joined to one here. (Frameworks call that *padding-free*.)
+
+# %%
+tokens, targets, _, boundaries = join(DOCUMENTS)
+long_row = packed_model(boundaries, replace(CONFIG, seq_len=useful))
+of_packed = activations_of(long_row, tokens[None], targets[None])
+for name, count in (("padded", of_padded), ("packed", of_packed)):
+    print(f"{name}: {format_bytes(count):>10}, {count / useful:,.0f} bytes per useful token")
+print(f"ratio {of_packed / of_padded:.2f}; useful tokens of the padded batch {1 - padding:.2f}")
+
+# %% [markdown]
+# The ratio is the share of useful tokens, plus a little: your function joins its outputs, and
+# repeating k and v for the groups of heads copies them. A kernel for variable lengths does neither
+# (`torch.nn.attention.varlen.varlen_attn`, flash-attn's `flash_attn_varlen_func`).
+#
+# ### Why not a mask?
+#
+# A mask gives the same values. On CUDA torch then takes another kernel, which wants the mask in
+# q's dtype. Predicted for a block of the 124M model, one row of 4,096 tokens in bfloat16:
+
+
+# %%
+def row_on_cuda(kind, layers, length=4096):
+    """A row of eight documents."""
+    boundaries = torch.arange(0, length + 1, length // 8)
+    mask = torch.ones(length, length, dtype=torch.bool, device="cuda")
+
+    def attend(q, k, v, *, causal):
+        if kind == "a mask":
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return attend_within(q, k, v, boundaries)
+
+    config = replace(PRESETS["124m"], layers=layers, seq_len=length)
+    gpt = GPT(config, attention=attend, dtype=torch.bfloat16).to("cuda")
+    tokens = torch.zeros(1, length, dtype=torch.long, device="cuda")
+    return lambda: gpt(tokens, tokens).backward(), gpt, None
+
+
+per_block = {}
+for kind in ("a mask", "within documents"):
+    one, two = (memlab.predict(partial(row_on_cuda, kind, layers), steps=1) for layers in (1, 2))
+    per_block[kind] = two.allocated_bytes - one.allocated_bytes
+    print(f"{kind:17} {format_bytes(per_block[kind])} for each block")
+print(f"two bytes for each pair of tokens: {format_bytes(2 * 4096**2)}")
+
+# %% [markdown]
+# The converted mask is kept for backward by *every* block: 2 · T² bytes each. At 4,096 tokens that
+# is a quarter of the block; at 32,768 it would be 2 GiB for each.
+#
+# ## The KV cache
+#
+# A model that generates computes one token at a time. The new token attends to all earlier ones,
+# so their keys and values are kept, layer by layer. Our model takes attention as a function, so
+# the cache can be put in from outside:
+
+
+# %%
+class KVCache:
+    """An attention function that keeps the keys and values of earlier tokens."""
+
+    def __init__(self, model):
+        self.layers, self.rotary = [None] * model.config.layers, model.rotary
+        self.turn = -1
+
+    def __call__(self, q, k, v, *, causal):
+        self.turn = (self.turn + 1) % len(self.layers)
+        if (kept := self.layers[self.turn]) is not None:
+            # The model rotated these tokens as if they were the first ones.
+            cos, sin = (t[kept[0].shape[2]].squeeze(0) for t in (self.rotary.cos, self.rotary.sin))
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            k, v = (torch.cat(pair, dim=2) for pair in zip(kept, (k, v), strict=True))
+        self.layers[self.turn] = k, v
+        return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
+
+    @property
+    def bytes(self):
+        return sum(x.untyped_storage().nbytes() for pair in self.layers for x in pair)
+
+
+# %%
+@torch.no_grad()
+def generate(model, tokens, count, cache=None):
+    """Append the likeliest token, `count` times."""
+    for block in model.blocks:
+        block.attention.attend = cache or memlab.model.scaled_dot_product_attention
+    new = tokens
+    for _ in range(count):
+        likeliest = model(new)[:, -1:].argmax(-1)
+        tokens = torch.cat([tokens, likeliest], dim=1)
+        new = likeliest if cache else tokens
+    return tokens
+
+
+torch.manual_seed(0)
+writer = GPT(CONFIG)
+prompt = torch.stack([TEXT[start : start + 64] for start in (0, 1000, 2000, 3000)])
+cache = KVCache(writer)
+same = torch.equal(generate(writer, prompt, 32, cache), generate(writer, prompt, 32))
+print(f"the same tokens with the cache and without: {same}")
+print(f"kept after 64 + 31 tokens, 4 sequences: {cache.bytes:,} bytes")
+
+# %% [markdown]
+# ### Exercise 21.4: the bytes of a KV cache
+#
+# About 10 minutes. `windows` has one entry per layer: None where a token sees everything before
+# it, or the size of its sliding window, itself included. Such a layer keeps one token less than
+# the window, because the next token brings its own key and value. Return the bytes after `tokens`
+# tokens in each of `batch` sequences.
+
+
+# %%
+def cache_bytes(windows, kv_heads, head_dim, tokens, batch, element_bytes):
+    ### BEGIN SOLUTION
+    kept = sum(tokens if window is None else min(tokens, window - 1) for window in windows)
+    return 2 * kept * kv_heads * head_dim * batch * element_bytes
+    ### END SOLUTION
+
+
+# %%
+cache_bytes = exercise("21.4", cache_bytes)
+
+
+# %%
+def cache_of(config, tokens, batch, element_bytes=2, windows=None):
+    windows = windows or [None] * config.layers
+    return cache_bytes(windows, config.kv_heads, config.head_dim, tokens, batch, element_bytes)
+
+
+print(f"yours and the meter: {cache_of(CONFIG, 95, 4, 4):,} and {cache.bytes:,} bytes\n")
+seven, eight = PRESETS["llama-2-7b"], PRESETS["llama-3-8b"]
+sliding = [4096 if layer % 6 < 5 else None for layer in range(eight.layers)]  # 5 of 6, as Gemma 3
+print("bfloat16, bytes per token, and 8 sequences of 4,096 and of 32,768 tokens:")
+for name, config, windows in (
+    ("7B: 32 key/value heads", seven, None),
+    ("8B: 8 key/value heads", eight, None),
+    ("8B, 5 of 6 layers with a window", eight, sliding),
+):
+    each = cache_of(config, 1, 1, windows=windows)
+    sizes = (format_bytes(cache_of(config, n, 8, windows=windows)) for n in (4096, 32_768))
+    print(f"  {name:32}{format_bytes(each):>12}{''.join(f'{size:>12}' for size in sizes)}")
+cache_gib = cache_of(seven, 4096, 8)
+
+# %% [markdown]
+# Half a MiB per token: 8 sequences have a cache larger than the weights. Grouped queries (GQA)
+# take it by the number of heads that share a key, and sliding windows bound it. 8-bit and 4-bit
+# caches exist as well: Day 7's and Day 17's means.
+#
+# ### What evaluation keeps
+#
+# In transformers, a forward pass **fills a cache by default**, in evaluation too, where nothing is
+# generated. What does that cost? A small Llama, 8 × 128 tokens, under `no_grad`:
+
+
+# %%
+def imported(name):
+    """The module without the warnings it prints, or None where it is not installed."""
+    logging.disable()
+    try:
+        with redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(name)
+    except ImportError:
+        return None
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+llama_code = imported("transformers.models.llama.modeling_llama")
+mistral_code = imported("transformers.models.mistral.modeling_mistral")
+SHAPE = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8,
+         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+
+
+def left_after(trace):
+    """Bytes alive that were not there before."""
+    return sum(event.bytes for event in trace.events if event.phase != "before")
+
+
+# %% tags=["nbval-ignore-output"] reason="the package is optional"
+if llama_code:
+    llama = llama_code.LlamaForCausalLM(llama_code.LlamaConfig(**SHAPE)).eval()
+    ids = torch.zeros(8, 128, dtype=torch.long)
+
+    def evaluate(kept, keep, use_cache):
+        with torch.no_grad():
+            kept.append(keep(llama(ids, labels=ids, use_cache=use_cache)))
+
+    for name, keep, use_cache in (
+        ("the loss, as is", lambda out: out.loss, True),
+        ("the whole output, as is", lambda out: out, True),
+        ("the loss, use_cache=False", lambda out: out.loss, False),
+    ):
+        kept = []
+        trace = memlab.measure(partial(evaluate, kept, keep, use_cache), model=llama)
+        print(f"keep {name:26} peak {trace.peak_bytes:9,}, left {left_after(trace):9,} bytes")
+    print(f"cache by formula {cache_bytes([None] * 8, 2, 16, 128, 8, 4):,}, "
+          f"logits {4 * 8 * 128 * 256:,} bytes")  # fmt: skip
+else:
+    print("transformers is not installed")
+
+# %% [markdown]
+# The peak falls by exactly the cache with `use_cache=False`. And an output that a list keeps holds
+# the cache of its batch *and* its logits: keep `out.loss.item()`.
+#
+# ### A window that frees nothing
+#
+# Mistral's cache keeps the last `window − 1` tokens, as a slice. A slice keeps its whole tensor
+# (Day 17):
+
+# %% tags=["nbval-ignore-output"] reason="the package is optional"
+if mistral_code:
+    config = mistral_code.MistralConfig(**SHAPE, sliding_window=16)
+    mistral = mistral_code.MistralForCausalLM(config).eval()
+    for count in (1, 2):
+        kept = []
+
+        def prefill_and_go_on(kept=kept, count=count):
+            with torch.no_grad():
+                out = mistral(ids[:, :64])
+                for _ in range(count - 1):
+                    out = mistral(ids[:, :1], past_key_values=out.past_key_values)
+            kept.append(out.past_key_values)
+
+        left = left_after(memlab.measure(prefill_and_go_on, model=mistral))
+        print(f"after {'the prompt' if count == 1 else 'one token more'}: {left:,} bytes; ", end="")
+        print(f"formula {cache_bytes([16] * 8, 2, 16, 64, 8, 4):,}, ", end="")
+        print(f"whole prompt {cache_bytes([None] * 8, 2, 16, 64, 8, 4):,}")
+
+# %% [markdown]
+# After a long prompt the full cache is there, window or not, until the next token replaces it (by
+# one with the window's 16 tokens: the slice again). So the peak of generation with a sliding
+# window is still that of the prompt.
+
+# %% [markdown]
+# ## Preference training
+#
+# **DPO** (Rafailov et al. 2023) has pairs of answers to a prompt, one chosen and one rejected.
+# With log p the sum over an answer's tokens, the loss is
+#
+# $$-\log \sigma\big(\beta\,[(\log p - \log p_\text{ref})_\text{chosen}
+# - (\log p - \log p_\text{ref})_\text{rejected}]\big)$$
+#
+# So each step has two sequences per pair, a second model for p_ref, and log-probabilities of all
+# tokens from both.
+
+# %% [markdown]
+# ## Where the memory of DPO goes
+#
+# The reference can be a second model; numbers stored before training (it never changes); or, with
+# LoRA, the same model with its adapters switched off.
+
+
+# %%
+def by_log_softmax(hidden, weight, targets):
+    """The way it is usually written."""
+    x = F.linear(hidden, weight).float().log_softmax(-1)
+    return x.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+def selected(hidden, weight, targets):
+    """Without the log-softmax: x[y] − log Σ exp x."""
+    x = F.linear(hidden, weight).float()
+    return x.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - x.logsumexp(-1)
+
+
+# %%
+@dataclass(frozen=True)
+class Setup:
+    log_probs: object = by_log_softmax
+    reference: str = "a model"  # or "stored", or "adapters off"
+    lora: bool = False
+
+
+# %%
+def without_adapters(policy, tokens):
+    """The model before training: LoRA's change times 0."""
+    layers = [module for module in policy.modules() if isinstance(module, LoRALinear)]
+    scales = [layer.scale for layer in layers]
+    for layer in layers:
+        layer.scale = 0
+    out = policy(tokens, tokens)
+    for layer, scale in zip(layers, scales, strict=True):
+        layer.scale = scale
+    return out
+
+
+def dpo_loss(policy, reference, beta=0.1):
+    """Both (2 · pairs,): first the chosen answers, then the rejected ones."""
+    chosen, rejected = (policy - reference).chunk(2)
+    return -F.logsigmoid(beta * (chosen - rejected)).mean()
+
+
+# %%
+def dpo_step(config, setup, pairs, length, device="cuda"):
+    """A step, its model and its optimizer."""
+    make = partial(GPT, config, dtype=torch.bfloat16, loss=setup.log_probs)
+    policy = make()
+    if setup.lora:
+        add_lora(policy, 16, where=lambda name: name.startswith("blocks."))
+    policy.to(device)
+    frozen = make().to(device) if setup.reference == "a model" else None
+    for block in policy.blocks:
+        block.forward = partial(checkpointed, block.forward)
+    weights = [w for w in policy.parameters() if w.requires_grad]
+    optimizer = torch.optim.AdamW(weights, fused=True)
+    tokens = torch.zeros(2 * pairs, length, dtype=torch.long, device=device)
+
+    def step():
+        optimizer.zero_grad()
+        reference = torch.zeros(2 * pairs, device=device)
+        if setup.reference != "stored":
+            with torch.no_grad():
+                scored = frozen(tokens, tokens) if frozen else without_adapters(policy, tokens)
+            reference = scored.sum(1)
+        dpo_loss(policy(tokens, tokens).sum(1), reference).backward()
+        optimizer.step()
+
+    return step, policy, optimizer
+
+
+# %% [markdown]
+# Predicted for CUDA with four and with five blocks; each further block adds the same events
+# (Day 16).
+
+
+# %%
+def predicted(setup, config=eight, pairs=4, length=2048):
+    """The trace of a step of all blocks."""
+    fewer, more = (
+        memlab.predict(partial(dpo_step, replace(config, layers=n), setup, pairs, length))
+        for n in (4, 5)
+    )
+    return extrapolate(fewer, more, 5, config.layers)
+
+
+usual = predicted(Setup(lora=True))
+for name, count in usual.at_peak.items():
+    if count > 2**28:
+        print(f"{name:21}{format_bytes(count):>12}  {count / usual.allocated_bytes:4.0%}")
+
+# %%
+reveal("21.1", padding_percent=100 * padding, cache_gib=cache_gib, step_gib=usual.allocated_bytes)
+
+# %% [markdown]
+# Two sets of weights, and tensors of 4 · 2 · 2,048 tokens × 128,256 vocabulary entries. The
+# adapters and their optimizer are nothing. But what is needed of all those logits is one number
+# per token.
+
+# %% [markdown]
+# ### Exercise 21.5: one number per token
+#
+# About 15 minutes. log p(y) = x[y] − log Σ exp x, with x the logits. `hidden` is (N, C), `weight`
+# (V, C), `targets` (N,). Return the float32 log-probabilities (N,), computed `chunk` rows at a
+# time: no more than one chunk's logits may be alive, in forward or backward. `of_rows` below does
+# one chunk, and `recompute` is torch's checkpointing. N need not be a multiple of `chunk`.
+
+
+# %%
+def recompute(function, *inputs):
+    """Autograd keeps the inputs alone; backward calls the function again (Day 5)."""
+    return checkpoint(function, *inputs, use_reentrant=False)
+
+
+def of_rows(hidden, weight, targets):
+    """log p(target) of each row, from all logits."""
+    x = (hidden @ weight.mT).float()  # (N, V)
+    return x.gather(1, targets.unsqueeze(1)).squeeze(1) - x.logsumexp(1)
+
+
+def log_probs(hidden, weight, targets, chunk):
+    ### BEGIN SOLUTION memlab.reference.log_probs.log_probs
+    parts = []
+    for rows, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        parts.append(recompute(of_rows, rows, weight, wanted))
+    return torch.cat(parts)
+    ### END SOLUTION
+
+
+# %%
+log_probs = exercise("21.5", log_probs)
+
+
+# %%
+def in_chunks(hidden, weight, targets):
+    """Yours."""
+    rows, wanted = hidden.flatten(0, -2), targets.flatten()
+    return log_probs(rows, weight, wanted, 64).view(targets.shape)
+
+
+hidden = torch.randn(4, 256, 16, requires_grad=True)
+weight, targets = torch.randn(4096, 16), torch.zeros(4, 256, dtype=torch.long)
+size = 4 * targets.numel() * len(weight)  # of all logits, in float32
+for compute in (by_log_softmax, selected, in_chunks, token_log_probs):
+    peaks = []
+    for train in (False, True):
+
+        def step(compute=compute, train=train):
+            with torch.set_grad_enabled(train):
+                out = compute(hidden, weight, targets).sum()
+            return out.backward() if train else out
+
+        trace = memlab.measure(step)
+        peaks.append((trace.peak_bytes - weight.nbytes - hidden.nbytes - targets.nbytes) / size)
+    print(f"{compute.__name__:16} without gradients {peaks[0]:5.2f}, with {peaks[1]:5.2f} × logits")
+
+# %% [markdown]
+# A surprise: leaving out the log-softmax saves memory only *without* gradients. In backward, x[y]
+# and log Σ exp x each make a gradient as large as the logits, and then their sum. Chunks save in
+# both. memlab's `token_log_probs` (Day 11's loss, per row) is what the rest of today uses.
+
+# %% [markdown]
+# ### At scale: what each change saves
+#
+# `tests/course/test_day21.py` makes the other predictions (two seconds each). The second row is
+# the one you have made.
+
+
+# %%
+@dataclass(frozen=True)
+class Predicted:
+    allocated: int
+    reserved: int
+
+
+LORA = replace(Setup(), lora=True)
+STEPS = {
+    "all weights, as usual": (Setup(), Predicted(94_043_294_720, 105_960_701_952)),
+    "LoRA, as usual": (LORA, Predicted(62_039_770_624, 72_993_472_512)),
+    "+ without log-softmax": (
+        replace(LORA, log_probs=selected), Predicted(70_445_287_424, 81_398_857_728)
+    ),
+    "+ in chunks": (
+        replace(LORA, log_probs=token_log_probs), Predicted(40_519_911_936, 42_383_441_920)
+    ),
+    "+ adapters off": (
+        Setup(token_log_probs, "adapters off", True), Predicted(24_457_292_288, 25_583_157_248)
+    ),
+    "all weights, in chunks": (Setup(token_log_probs), Predicted(82_782_171_136, 84_278_247_424)),
+    "+ stored reference": (
+        Setup(token_log_probs, "stored"), Predicted(66_719_485_952, 68_123_885_568)
+    ),
+}  # fmt: skip
+
+# %%
+print("DPO, Llama 3 8B, 4 pairs of 2,048 tokens   allocated    reserved")
+for name, (_, step) in STEPS.items():
+    print(f"{name:40}{format_bytes(step.allocated):>12}{format_bytes(step.reserved):>12}")
+agree = usual.allocated_bytes == STEPS["LoRA, as usual"][1].allocated
+print(f"the second row is what you predicted: {agree}")
+
+# %%
+fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
+weights_of_one = 2 * eight.parameters / 2**30
+for row, (setup, step) in enumerate(STEPS.values()):
+    moments = 0 if setup.lora else 2 * weights_of_one
+    parts = {"policy": weights_of_one, "AdamW's moments": moments,
+             "reference model": weights_of_one * (setup.reference == "a model")}  # fmt: skip
+    parts["logits, activations, gradients"] = step.allocated / 2**30 - sum(parts.values())
+    left = 0
+    for (part, size), color in zip(parts.items(), ("#4477aa", "#ddaa33", "#cc6677", "0.75"),
+                                   strict=True):  # fmt: skip
+        axes.barh(row, size, left=left, color=color, label=None if row else part)
+        left += size
+axes.set_yticks(range(len(STEPS)), list(STEPS))
+axes.set(xlabel="GiB allocated at the peak", ylim=(6.6, -0.6))
+axes.legend(frameon=False, fontsize=9, loc="lower right")
+axes.spines[["top", "right"]].set_visible(False)
+
+# %% [markdown]
+# Four findings:
+#
+# 1. Of LoRA's step as usual, nearly half is **logits** and activations. Chunks take off 20 GiB.
+# 2. Without log-softmax it is *worse*, as you measured.
+# 3. **Adapters off** saves the second model. A quarter of the first bar is left.
+# 4. With all weights trained, gradients and moments fill the card. A stored reference saves the
+#    second model there, too.
+
+# %% [markdown]
+# ### GRPO: three phases
+#
+# **GRPO** (Shao et al. 2024) samples a group of answers to each prompt and compares their rewards.
+# A step has three phases on the same card: *roll out* (weights and a KV cache), *score* (log p_ref
+# without gradients), *train*. Here are 8 prompts of 512 tokens with 8 answers of 1,024 each, by
+# formula:
+
+# %%
+ANSWERS, PROMPT, ANSWER = 8 * 8, 512, 1024
+print("64 answers                        7B (32 kv heads)   8B (8 kv heads)")
+for name, count in {
+    "weights, bfloat16": lambda c: 2 * c.parameters,
+    "roll out: KV cache": lambda c: cache_of(c, PROMPT + ANSWER, ANSWERS),
+    "  8 answers at a time": lambda c: cache_of(c, PROMPT + ANSWER, 8),
+    "score: all logits, float32": lambda c: 4 * ANSWERS * (PROMPT + ANSWER) * c.vocab_size,
+    "  of the answers alone": lambda c: 4 * ANSWERS * ANSWER * c.vocab_size,
+    "  log-probabilities": lambda c: 4 * ANSWERS * ANSWER,
+}.items():
+    print(f"{name:30}{format_bytes(count(seven)):>18}{format_bytes(count(eight)):>18}")
+
+# %% [markdown]
+# The phases follow each other. So the peak is the largest phase, not their sum, if each frees what
+# it made. Answers can be rolled out and scored a few at a time, since all that is kept of a token
+# is one number. PPO has two more models, for values and rewards. GRPO has none, and with a KL
+# weight of 0 not even the reference.
+
+# %% [markdown]
+# An engine of its own (vLLM) *reserves* its cache when it starts, as a share of the card, and holds
+# it while you train, unless it is put to sleep.
+
+# %% [markdown]
+# ## What `nvidia-smi` shows beside all this
+#
+# Day 2's question again, with two things that torch's *allocated* does not have:
+#
+# - **CUDA graphs.** A captured graph has the addresses of its tensors built in. So torch's
+#   allocator gives it a *private pool*, which other tensors never use, until the graph is deleted.
+#   It counts as reserved; a finished capture's own temporaries do not count as allocated. Graphs
+#   may share a pool (`pool=`) if they run in their order.
+# - **NCCL.** Buffers for each connection of two GPUs, outside of torch's allocator altogether.
+
+# %%
+print(f"one channel between two GPUs, both directions: {format_bytes(connection_bytes())}")
+for channels in (2, 16, 32):
+    rings = f"rings {format_bytes(ring_bytes(channels)):>11}"
+    pairs = f"all-to-all, 8 GPUs {format_bytes(all_to_all_bytes(channels, 8)):>11}"
+    print(f"  {channels:2} channels: {rings}, {pairs}")
+print(f"NCCL_BUFFSIZE=1 MiB: {format_bytes(connection_bytes(2**20))} for each connection")
+
+# %% [markdown]
+# NCCL chooses the channels, and each process group has its own buffers: users report 544 to 688
+# MiB for the first all-reduce of a group on A100s, and 3.05 GiB for the first all-to-all on 8
+# H100s. So leave room on several GPUs (`memlab plan --gpus` says so), reuse process groups, and
+# set `NCCL_MAX_NCHANNELS` before you give up a batch.
+
+# %% [markdown]
+# ## Explain the gap
+#
+# The guess of the padding: the longest document sets the length of all, and it is far above the
+# mean. The guess of the cache: 2 · 32 layers · 4,096 elements · 2 bytes are half a MiB *per
+# token*. The guess of the step: a second model, and logits of 16,384 tokens in float32, several
+# times.
+#
+# ## On your GPU
+#
+# Where there is a GPU, this takes the step with chunks and adapters off, with four of the 32
+# blocks, and compares it with its prediction.
+
+# %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
+if torch.cuda.is_available():
+    four, best = replace(eight, layers=4), Setup(token_log_probs, "adapters off", True)
+    step, *_ = dpo_step(four, best, 1, 1024)
+    for _ in range(2):
+        step()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    print(f"allocated {format_bytes(torch.cuda.max_memory_allocated())}; predicted ", end="")
+    trace = memlab.predict(partial(dpo_step, four, best, 1, 1024))
+    print(format_bytes(trace.allocated_bytes))
+else:
+    print(stored_on_a_gpu("day 21"))
+
+# %% [markdown]
+# ## Claims on trial
+#
+# The guides of the other days mention none of this. These claims are common:
+
+# %%
+one, two, chunked, off = (STEPS[name][1].allocated for name in (
+    "LoRA, as usual", "+ without log-softmax", "+ in chunks", "+ adapters off"))  # fmt: skip
+CLAIMS = {
+    "packing removes the memory of padding":
+        f"activations {of_packed / of_padded:.2f} of the padded batch's, with {1 - padding:.0%} "
+        f"useful tokens",
+    "a mask is as good as a kernel for packed rows":
+        f"in values; in memory it costs {format_bytes(per_block['a mask'])} for a block, not "
+        f"{format_bytes(per_block['within documents'])}",
+    "a sliding window bounds the cache":
+        f"of 8B with five of six windows: {format_bytes(cache_of(eight, 32_768, 8))} become "
+        f"{format_bytes(cache_of(eight, 32_768, 8, windows=sliding))}, after the prompt",
+    "selecting log-probabilities avoids the log-softmax and saves memory":
+        f"without gradients; in training {two / one:.2f} of the step as usual, in chunks "
+        f"{chunked / one:.2f}",
+    "DPO needs two models in memory":
+        f"with LoRA one: {format_bytes(chunked - off)} less; or stored log-probabilities",
+}  # fmt: skip
+for claim, found in CLAIMS.items():
+    print(f"{claim}\n    {found}")
+
+# %% [markdown]
+# ## What you can do now
+#
+# | what | bytes |
+# | --- | --- |
+# | padding | activations · (1 − useful / (documents · longest)) |
+# | a mask for packed rows | 2 · T² in each block, on CUDA |
+# | KV cache | 2 · layers · kv heads · head dimension · tokens · bytes |
+# | reference model | 2 per weight; 0 with adapters off or stored |
+# | log-probabilities | one chunk of logits; 4 per token afterwards |
+# | NCCL | 12 MiB for each channel and neighbor, and more |
+#
+# When such a run is out of memory, ask: which tokens of this step have a loss? Who keeps keys and
+# values, and for how long? Are the logits of any model there at once?
+
+# %% [markdown]
+# ## The running bill
+#
+# The bill's documents are as long as its rows: nothing is padded, generated or compared. Its line
+# stays what it was.
+
+# %%
+running_bill(21)

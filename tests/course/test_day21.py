@@ -1,0 +1,328 @@
+"""Day 21's checks accept right answers and refuse wrong ones, and the lesson's figures hold."""
+
+import ast
+from dataclasses import replace
+from functools import cache, partial
+from itertools import accumulate
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from edited import each, verdict_on
+
+import memlab
+from memlab.course import bill, days
+from memlab.course.checks import day21
+from memlab.course.checks.day21 import DAY, cache_bytes
+from memlab.course.exercises import OK, WRONG, judge
+from memlab.course.solutions import given
+from memlab.lora import add_lora
+from memlab.losses import token_log_probs
+from memlab.model import GPT, PRESETS
+from memlab.planner.repetition import extrapolate
+
+PACK, JOIN, ATTEND, CACHE, LOG_PROBS = DAY.exercises
+Setup, dpo_step, dpo_loss, selected, without_adapters, KVCache, generate = given(
+    21, "Setup", "dpo_step", "dpo_loss", "selected", "without_adapters", "KVCache", "generate"
+)
+EIGHT = PRESETS["llama-3-8b"]
+SHAPE = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+
+
+class Predicted(NamedTuple):
+    """As in the lesson."""
+
+    allocated: int
+    reserved: int
+
+
+# ------------------------------------------------------------------ right answers
+
+
+def row_by_row(lengths, capacity):
+    """Fill one row after the other: the same rows, in the same order."""
+    waiting = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    rows = []
+    while waiting:
+        row, left = [], capacity
+        for number in list(waiting):
+            if lengths[number] <= left:
+                row.append(number)
+                left -= lengths[number]
+                waiting.remove(number)
+        rows.append(row)
+    return rows
+
+
+def with_lists(documents):
+    """Python lists, made to tensors at the end."""
+    texts = [document.tolist() for document in documents]
+    targets = [token for text in texts for token in [*text[1:], -100]]
+    positions = [place for text in texts for place in range(len(text))]
+    ends = [0, *accumulate(map(len, texts))]
+    rows = (torch.tensor(x) for x in ([t for text in texts for t in text], targets, positions))
+    return *rows, torch.tensor(ends, dtype=torch.int32)
+
+
+def into_one_output(q, k, v, boundaries):
+    """Each document's scores, written out; the results are stacked along the tokens."""
+    parts = []
+    for number in range(len(boundaries) - 1):
+        a, b = int(boundaries[number]), int(boundaries[number + 1])
+        scores = q[..., a:b, :] @ k[..., a:b, :].mT / q.shape[-1] ** 0.5
+        later = torch.ones(b - a, b - a, dtype=torch.bool).triu(1)
+        parts.append(scores.masked_fill(later, -torch.inf).softmax(-1) @ v[..., a:b, :])
+    return torch.cat(parts, -2)
+
+
+def layer_by_layer(windows, kv_heads, head_dim, tokens, batch, element_bytes):
+    total = 0
+    for window in windows:
+        kept = tokens if not window or window > tokens else window - 1
+        total += batch * kv_heads * kept * (head_dim + head_dim) * element_bytes
+    return total
+
+
+class Chunked(torch.autograd.Function):
+    """Gradients by hand: d log p(y) / dx = onehot(y) − softmax(x)."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, chunk):
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.chunk = chunk
+        found = []
+        for start in range(0, len(hidden), chunk):
+            x = F.linear(hidden[start : start + chunk], weight).float()
+            y = targets[start : start + chunk, None]
+            found.append((x.gather(1, y) - x.logsumexp(1, keepdim=True))[:, 0])
+        return torch.cat(found)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        hidden, weight, targets = ctx.saved_tensors
+        of_hidden, of_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        for start in range(0, len(hidden), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            x = F.linear(hidden[rows], weight).float()
+            dx = -x.softmax(1)
+            dx.scatter_add_(1, targets[rows, None], torch.ones(len(dx), 1))
+            dx = (dx * upstream[rows, None]).to(hidden.dtype)
+            of_hidden[rows] = dx @ weight
+            of_weight += dx.mT @ hidden[rows]
+        return of_hidden, of_weight, None, None
+
+
+def by_hand(hidden, weight, targets, chunk):
+    return Chunked.apply(hidden, weight, targets, chunk)
+
+
+RIGHT = [
+    (PACK, row_by_row),
+    (JOIN, with_lists),
+    (ATTEND, into_one_output),
+    (CACHE, layer_by_layer),
+    (LOG_PROBS, by_hand),
+]
+
+
+@pytest.mark.parametrize(("exercise", "answer"), RIGHT, ids=lambda x: getattr(x, "id", ""))
+def test_right_answers_of_another_form_are_right(exercise, answer):
+    verdict = judge(exercise, answer)
+    assert verdict.status == OK, verdict
+
+
+def test_a_window_as_long_as_the_text_keeps_one_token_less():
+    assert layer_by_layer([4], 1, 1, 4, 1, 1) == cache_bytes([4], 1, 1, 4, 1, 1) == 2 * 3
+
+
+# ------------------------------------------------------------------ wrong answers
+
+REFUSED = [
+    (
+        "21.1",
+        "rows are as they came in",
+        ("    return rows", "    return [sorted(r) for r in rows]"),
+    ),
+    ("21.1", "a row too small by one", ("free.append(capacity)", "free.append(capacity - 1)")),
+    ("21.2", "targets are a view of tokens", ("tokens.roll(-1)", "tokens")),
+    ("21.2", "positions from the wrong end", ("boundaries[:-1].repeat", "boundaries[1:].repeat")),
+    ("21.3", "the last document only", ("torch.cat(outputs, dim=2)", "outputs[-1]")),
+    ("21.3", "in another order", ("torch.cat(outputs, dim=2)", "torch.cat(outputs[::-1], dim=2)")),
+    ("21.4", "key and value of each head dimension", ("2 * kept", "4 * kept")),
+    ("21.5", "the logit alone", ("- x.logsumexp(1)", "- x.logsumexp(1).detach()")),
+    ("21.5", "reversed parts", ("torch.cat(parts)", "torch.cat(parts[::-1])")),
+]
+
+
+@each(REFUSED)
+def test_wrong_answers_are_wrong(edit, tmp_path):
+    verdict = verdict_on(edit, tmp_path)
+    assert verdict.status == WRONG, verdict
+
+
+# ------------------------------------------------------------------ figures of the lesson
+
+
+@cache
+def source() -> ast.Module:
+    path = days.notebook(21, "solutions").with_suffix(".py")
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def constant(name: str):
+    """Evaluate a table of the lesson."""
+    [assigned] = [
+        node.value
+        for node in ast.walk(source())
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
+    ]
+    names = {"Setup": Setup, "Predicted": Predicted, "replace": replace, "selected": selected}
+    names |= {"token_log_probs": token_log_probs, "LORA": Setup(lora=True)}
+    return eval(compile(ast.Expression(assigned), name, "eval"), names)
+
+
+STEPS = constant("STEPS")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEPS)
+def test_the_lessons_table_is_predicted(name):
+    setup, stated = STEPS[name]
+    fewer, more = (
+        memlab.predict(partial(dpo_step, replace(EIGHT, layers=n), setup, 4, 2048)) for n in (4, 5)
+    )
+    trace = extrapolate(fewer, more, 5, EIGHT.layers)
+    assert (trace.allocated_bytes, trace.reserved_bytes) == stated
+
+
+def test_the_table_says_what_the_text_says():
+    allocated = {name: step.allocated for name, (_, step) in STEPS.items()}
+    weights = 2 * EIGHT.parameters
+    usual = allocated["LoRA, as usual"]
+    assert 0.45 < (usual - 2 * weights) / usual < 0.5
+    assert f"{(usual - allocated['+ in chunks']) / 2**30:.0f}" == "20"
+    assert allocated["+ without log-softmax"] > usual
+    assert abs(allocated["+ in chunks"] - allocated["+ adapters off"] - weights) < 2**22
+    assert f"{allocated['+ adapters off'] / allocated['all weights, as usual']:.2f}" == "0.26"
+    saved = allocated["all weights, in chunks"] - allocated["+ stored reference"]
+    assert abs(saved - weights) < 2**22
+
+
+def test_every_setup_has_the_same_gradients():
+    """On a CPU, with one seed: a second model, adapters off, and stored log-probabilities."""
+    config = replace(PRESETS["tiny"], layers=1)
+    tokens = torch.randint(256, (4, 16), generator=torch.Generator().manual_seed(0))
+
+    def policy(log_probs):
+        torch.manual_seed(0)
+        model = GPT(config, loss=log_probs)
+        before = GPT(config, loss=log_probs)
+        before.load_state_dict(model.state_dict())
+        add_lora(model, 2)
+        for name, weight in model.named_parameters():
+            if name.endswith("up"):
+                torch.nn.init.normal_(weight, std=0.1)
+        return model, before
+
+    found = []
+    for log_probs in (Setup().log_probs, selected, token_log_probs):
+        model, before = policy(log_probs)
+        with torch.no_grad():
+            references = before(tokens, tokens).sum(1), without_adapters(model, tokens).sum(1)
+        torch.testing.assert_close(*references)
+        assert model(tokens, tokens).sum(1).sub(references[0]).abs().min() > 1e-3
+        dpo_loss(model(tokens, tokens).sum(1), references[1]).backward()
+        found.append([w.grad for w in model.parameters() if w.requires_grad])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-6)
+
+
+def test_dpos_loss_is_the_papers():
+    policy, reference = (
+        torch.tensor([-3.0, -5.0, -4.0, -4.5]),
+        torch.tensor([-3.5, -5.0, -4.0, -4.0]),
+    )
+    margins = torch.tensor([(0.5) - (0.0), (0.0) - (-0.5)])
+    torch.testing.assert_close(dpo_loss(policy, reference), -F.logsigmoid(0.1 * margins).mean())
+
+
+@pytest.mark.parametrize("fraction", ["cache", "no cache"])
+def test_the_lessons_cache_has_the_bytes_of_the_formula(fraction):
+    config = replace(PRESETS["tiny"], heads=4, kv_heads=2)
+    torch.manual_seed(0)
+    model, tokens = GPT(config), torch.arange(24).view(2, 12)
+    cache = KVCache(model) if fraction == "cache" else None
+    written = generate(model, tokens, 20, cache)
+    torch.testing.assert_close(written, generate(model, tokens, 20))
+    if cache:
+        wanted = cache_bytes([None] * config.layers, 2, config.head_dim, 31, 2, 4)
+        assert cache.bytes == wanted
+
+
+def left_after(trace):
+    return sum(event.bytes for event in trace.events if event.phase != "before")
+
+
+def prompt_and(model, tokens, more):
+    """The bytes that a cache leaves after a prompt and `more` tokens."""
+    kept = []
+
+    def run():
+        with torch.no_grad():
+            out = model(tokens)
+            for _ in range(more):
+                out = model(tokens[:, :1], past_key_values=out.past_key_values)
+        kept.append(out.past_key_values)
+
+    return left_after(memlab.measure(run, model=model)), kept[0]
+
+
+def test_transformers_caches_have_the_bytes_of_the_formula():
+    transformers = pytest.importorskip("transformers")
+    tokens = torch.zeros(3, 40, dtype=torch.long)
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).eval()
+    _, cache = prompt_and(llama, tokens, 2)
+    held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    assert held == cache_bytes([None] * 2, 2, 16, 42, 3, 4)
+    config = transformers.MistralConfig(**SHAPE, sliding_window=16)
+    mistral = transformers.MistralForCausalLM(config).eval()
+    _, cache = prompt_and(mistral, tokens, 2)
+    held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    assert held == cache_bytes([16] * 2, 2, 16, 42, 3, 4)
+
+
+def test_after_a_prompt_a_window_keeps_all_of_it_alive():
+    """The kept keys are a slice; so are those after the next token, of a tensor of 16."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MistralConfig(**SHAPE, sliding_window=16)
+    mistral = transformers.MistralForCausalLM(config).eval()
+    tokens = torch.zeros(3, 40, dtype=torch.long)
+    counters = 1024  # of the cache: its lengths
+    for more, kept in ((0, 40), (1, 16)):
+        left, _ = prompt_and(mistral, tokens, more)
+        whole = cache_bytes([None] * 2, 2, 16, kept, 3, 4)
+        assert whole <= left <= whole + counters
+
+
+def test_evaluation_with_a_cache_peaks_higher_by_the_cache():
+    transformers = pytest.importorskip("transformers")
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).eval()
+    tokens = torch.zeros(3, 40, dtype=torch.long)
+    found = {}
+    for use_cache in (True, False):
+
+        def evaluate(use_cache=use_cache):
+            with torch.no_grad():
+                llama(tokens, labels=tokens, use_cache=use_cache)
+
+        found[use_cache] = memlab.measure(evaluate, model=llama).peak_bytes
+    assert found[True] - found[False] == cache_bytes([None] * 2, 2, 16, 40, 3, 4)
+
+
+def test_the_bill_is_day_16s():
+    before, now = (bill.stored(days.day(n).bill) for n in (16, 21))
+    assert before.at_peak == now.at_peak
+    assert day21.DAY.bill.measure is days.day(16).bill.measure
