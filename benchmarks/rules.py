@@ -22,7 +22,7 @@ from memlab.course.rules import RULES, RuleVerdict, verdicts
 from memlab.internals.files import write_beside
 
 PAGE = ROOT / "RULES.md"
-RULES_IN_THE_GUIDES = 29
+RULES_IN_THE_GUIDES = 31
 INTRODUCTION = """\
 # Rules on trial
 
