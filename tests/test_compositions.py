@@ -324,9 +324,10 @@ def kept_for_backward(names: str) -> int:
 LEAVES_ACTIVATIONS = {"step-in-backward", "offloaded-optimizer", "post-hoc-ema"} | (
     OPTIMIZERS - {"bfloat16", "master-weights"}
 )
+BESIDE_AN_OPTIMIZER = [p for p in TOGETHER if LEAVES_ACTIVATIONS & set(p.split("+"))]
 
 
-@pytest.mark.parametrize("pair", [p for p in TOGETHER if LEAVES_ACTIVATIONS & set(p.split("+"))])
+@pytest.mark.parametrize("pair", quick(BESIDE_AN_OPTIMIZER[::4], BESIDE_AN_OPTIMIZER))
 def test_an_optimizer_leaves_what_is_kept_for_backward_to_the_other(pair):
     one, other = pair.split("+")
     alone = other if one in LEAVES_ACTIVATIONS else one

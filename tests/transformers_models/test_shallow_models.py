@@ -26,8 +26,8 @@ def whole(training, recipe):
         slow(("llama", DEEP, Recipe("lora", checkpointing=True))),
         ("llama", DEEP, Recipe("qlora", checkpointing=True)),  # the loader's buffer grows
         ("gpt_oss", {"num_hidden_layers": 12}, Recipe()),  # two kinds of layers in turn
-        ("deepseek_v3", DEEP, Recipe()),  # another first layer
-        ("t5", {"num_layers": 9}, Recipe()),  # two equal stacks
+        slow(("deepseek_v3", DEEP, Recipe())),  # another first layer
+        slow(("t5", {"num_layers": 9}, Recipe())),  # two equal stacks
         ("whisper", {"encoder_layers": 8, "decoder_layers": 7}, Recipe()),  # two others
         slow(("jamba", {"num_hidden_layers": 12}, Recipe())),
         slow(("vit", DEEP, Recipe(optimizer="adam8bit"))),
