@@ -547,15 +547,19 @@ def decoding_section(plan: EmaSizes, bar: Progress) -> SectionReport:
         }
         for encoding in ENCODINGS
     }
+    return _decoding_report(found, smaller.weights)
+
+
+def _decoding_report(found: dict[str, dict[str, Any]], weights: int) -> SectionReport:
     rows = [
-        (name, f"{row['file_bytes'] / smaller.weights:.3f}",
+        (name, f"{row['file_bytes'] / weights:.3f}",
          f"{row['reading']} ×", f"{row['synthesis']} ×")
         for name, row in found.items()
     ]  # fmt: skip
     sentence = (
         f"Reading int8 snapshots takes {found['int8']['reading']} × the CPU time of float32 ones, "
         f"from the page cache, and a synthesis {found['int8']['synthesis']} ×, with "
-        f"{sizes['float32'] / sizes['int8']:.1f} × fewer bytes on disk."
+        f"{found['float32']['file_bytes'] / found['int8']['file_bytes']:.1f} × fewer bytes on disk."
     )
     plain = {
         name: {**row, "reading": row["reading"]._asdict(), "synthesis": row["synthesis"]._asdict()}

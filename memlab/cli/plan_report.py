@@ -186,6 +186,14 @@ def remarks(found: Plan) -> Iterator[str]:
             f"The next recipe, {miss.recipe.words}, does not fit: it lacks "
             f"{format_bytes(miss.missing_bytes)} of {format_bytes(miss.needed_bytes)}"
         )
+    yield from _formula_remarks(found)
+    if found.gpus > 1 and found.target != "cpu":
+        yield nccl_buffers()
+    yield from found.failures
+
+
+def _formula_remarks(found: Plan) -> Iterator[str]:
+    """Explain the rows that are by formula alone."""
     listed = (*found.options, *found.others)
     if any(option.recipe.by_formula_only for option in listed):
         yield (
@@ -197,9 +205,6 @@ def remarks(found: Plan) -> Iterator[str]:
             f"≈: by formula, without what the allocator reserves beyond it; --recipes "
             f"{len(listed)} predicts these, --optimizer or --precision selects one of them"
         )
-    if found.gpus > 1 and found.target != "cpu":
-        yield nccl_buffers()
-    yield from found.failures
 
 
 def _smallest(found: Plan) -> str:

@@ -167,11 +167,14 @@ def _copied_gradients(training: Training) -> dict[str, torch.Tensor]:
     """Copy the gradients, because references to them would keep them alive in the measured step.
 
     The copies are cast to float32 on the CPU, so the cast uses no device memory between the two
-    steps. If the optimizer steps copies of the weights, those copies hold the gradients.
+    steps. If the optimizer steps copies of the weights, those copies hold the gradients, in the
+    model's order.
     """
-    names = [name for name, p in training.model.named_parameters() if p.requires_grad]
+    trained = {p: name for name, p in training.model.named_parameters() if p.requires_grad}
     groups = training.optimizer.param_groups
     stepped = [p for group in groups for p in group["params"] if p.requires_grad]
+    are_own = all(p in trained for p in stepped)
+    names = [trained[p] for p in stepped] if are_own else trained.values()
     gradients = {n: p.grad for n, p in zip(names, stepped, strict=True) if p.grad is not None}
     return {name: g.to("cpu", copy=True).float() for name, g in gradients.items()}
 

@@ -204,8 +204,9 @@ def test_on_the_cpu_the_plain_training_stays_alive(living_models):
 # ------------------------------------------------------------------ gradients
 
 
-def test_techniques_with_the_same_kernels_have_equal_gradients(real_rows):
-    assert real_rows["checkpointing"].gradient_difference == 0
+@pytest.mark.parametrize("name", ["checkpointing", "muon"])  # muon steps matrices first
+def test_techniques_with_the_same_kernels_have_equal_gradients(real_rows, name):
+    assert real_rows[name].gradient_difference == 0
 
 
 def test_a_wrong_gradient_is_reported_with_its_size():
