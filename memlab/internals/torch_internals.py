@@ -15,6 +15,7 @@ from torch import _foreach_lerp_ as foreach_lerp_
 from torch import _has_compatible_shallow_copy_type as has_compatible_shallow_copy_type
 from torch import _pack_padded_sequence as packing_operator
 from torch import _pad_packed_sequence as unpacking_operator
+from torch import _scaled_mm as scaled_mm
 from torch import _subclasses as subclasses
 from torch import _utils as torch_utils
 from torch._C import DisableTorchFunction, DispatchKey, DispatchKeySet, StorageBase, TensorBase

@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memlab.internals.layer_names import is_inner
+from memlab.internals.torch_internals import scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST_AMAX = 2.0**-100  # so that neither a scale nor its reciprocal overflows
@@ -191,7 +192,7 @@ def matmul_fp8(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
     left, right = a.codes, b.codes
     if left.device.type == "cuda":  # its kernel wants rows of a and columns of b to be contiguous
         left, right = left.contiguous(), right.T.contiguous().T
-    return torch._scaled_mm(left, right, scale_a=a.scales, scale_b=b.scales, out_dtype=dtype)
+    return scaled_mm(left, right, scale_a=a.scales, scale_b=b.scales, out_dtype=dtype)
 
 
 class _LinearFP8(torch.autograd.Function):
