@@ -862,7 +862,7 @@ def test_times_are_ratios_to_the_plain_step(rehearsal, monkeypatch, capsys):
     assert gpu.run(rehearsal, ["time"])
     assert "| checkpointing | 2.00 × |" in capsys.readouterr().out
     assert "  autocast: 2.00" in stored_on_a_gpu("time", rehearsal.out)
-    assert "  empty_cache: 2.00" in stored_on_a_gpu("time", rehearsal.out)
+    assert "  empty cache: 2.00" in stored_on_a_gpu("time", rehearsal.out)
 
 
 def test_clearing_is_timed_after_the_plain_step(monkeypatch):

@@ -1,5 +1,6 @@
 """Tiled attention and chunked loss against torch's and unfused versions: error, memory, time."""
 
+import importlib
 import importlib.util
 import statistics
 from collections.abc import Callable
@@ -40,7 +41,7 @@ def attention_ways(causal: bool) -> dict[str, Way]:
         UNFUSED: partial(attention_reference, causal=causal),
     }
     if torch.cuda.is_available() and importlib.util.find_spec("flash_attn"):
-        from flash_attn import flash_attn_func
+        flash_attn_func = importlib.import_module("flash_attn").flash_attn_func
 
         ways[PACKAGE] = by_heads(partial(flash_attn_func, causal=causal))
     return ways
