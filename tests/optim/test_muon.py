@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from matrix_steps import seeded
 from torch import nn
 
 import memlab
@@ -16,10 +17,6 @@ from memlab.train import Setting, build, dry_trace, measured, of_all_weights
 from memlab.train.plugs import Plugs
 
 SHAPES = [(6, 9), (9, 6), (1, 5), (700, 40), (40, 700)]
-
-
-def seeded(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def run(optimizer, steps: int = 5) -> list[torch.Tensor]:
