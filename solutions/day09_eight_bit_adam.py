@@ -25,13 +25,9 @@
 
 # %%
 import importlib
-import io
-import logging
 import re
 import time
-import warnings
 from collections import Counter
-from contextlib import redirect_stderr
 from dataclasses import replace
 from functools import partial
 from math import log10
@@ -44,6 +40,7 @@ import memlab
 from memlab import optim
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
 from memlab.course.bill import SETTING
+from memlab.course.optional import MISSING, imported
 from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS
 from memlab.quantize import quantize_blockwise
@@ -576,23 +573,8 @@ right.invert_yaxis()
 #
 # Both are optional here: `pip install -e ".[oracles]"` in the repository's folder brings them.
 
-
 # %%
-def imported(name):
-    """The module without the warnings it prints, or None where it is not installed."""
-    logging.disable()
-    try:
-        with redirect_stderr(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return importlib.import_module(name)
-    except ImportError:
-        return None
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 bnb, ao = imported("bitsandbytes.optim"), imported("torchao.optim")
-MISSING = 'not installed: pip install -e ".[oracles]" in the repository\'s folder'
 
 # %% tags=["nbval-ignore-output"] reason="the packages are optional"
 if bnb:

@@ -42,6 +42,7 @@ import memlab
 from memlab import optim
 from memlab.checkpointing import checkpoint
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
+from memlab.course.optional import MISSING, imported
 from memlab.data import batches, source_bytes
 from memlab.lora import add_lora
 from memlab.losses import chunked_cross_entropy
@@ -850,29 +851,10 @@ for name, config in {"13B": thirteen, "65B": sixty_five}.items():
 # Both are optional here: `pip install -e ".[oracles]"` in the repository's folder brings them.
 
 # %%
-import importlib
-import io
-import logging
 import warnings
-from contextlib import redirect_stderr
-
-
-def imported(name):
-    """The module without the warnings it prints, or None where it is not installed."""
-    logging.disable()
-    try:
-        with redirect_stderr(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return importlib.import_module(name)
-    except ImportError:
-        return None
-    finally:
-        logging.disable(logging.NOTSET)
-
 
 bnb = imported("bitsandbytes")
 peft = imported("peft") if bnb else None
-MISSING = 'not installed: pip install -e ".[oracles]" in the repository\'s folder'
 
 # %% tags=["nbval-ignore-output"] reason="the package is optional"
 if bnb:

@@ -26,11 +26,6 @@
 # the **matmuls** run in 8 bits: forward, and both in backward. What does that take off a training?
 
 # %%
-import importlib
-import io
-import logging
-import warnings
-from contextlib import redirect_stderr
 from dataclasses import replace
 from functools import partial
 
@@ -43,6 +38,7 @@ import memlab
 from memlab import optim
 from memlab.checkpointing import checkpoint
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
+from memlab.course.optional import imported
 from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS
 from memlab.planner import memory_named
@@ -592,21 +588,7 @@ _ = axes.legend(frameon=False)
 # torchao's `convert_to_float8_training` does the same for production. It is optional here:
 # `pip install -e ".[oracles]"` in the repository's folder brings it.
 
-
 # %%
-def imported(name):
-    """The module without the warnings it prints, or None where it is not installed."""
-    logging.disable()
-    try:
-        with redirect_stderr(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return importlib.import_module(name)
-    except ImportError:
-        return None
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 float8 = imported("torchao.float8")
 
 # %% tags=["nbval-ignore-output"] reason="the package is optional"

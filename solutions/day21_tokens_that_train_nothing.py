@@ -28,12 +28,7 @@
 # Such tokens have no loss of their own, but they have activations, caches and logits.
 
 # %%
-import importlib
-import io
-import logging
 import random
-import warnings
-from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -47,6 +42,7 @@ import memlab
 from memlab.checkpointing import checkpoint as checkpointed
 from memlab.configs.nccl import all_to_all_bytes, connection_bytes, ring_bytes
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu
+from memlab.course.optional import imported
 from memlab.data import source_bytes
 from memlab.lora import LoRALinear, add_lora
 from memlab.losses import token_log_probs
@@ -412,21 +408,7 @@ cache_gib = cache_of(seven, 4096, 8)
 # In transformers, a forward pass **fills a cache by default**, in evaluation too, where nothing is
 # generated. What does that cost? A small Llama, 8 × 128 tokens, under `no_grad`:
 
-
 # %%
-def imported(name):
-    """The module without the warnings it prints, or None where it is not installed."""
-    logging.disable()
-    try:
-        with redirect_stderr(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return importlib.import_module(name)
-    except ImportError:
-        return None
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 llama_code = imported("transformers.models.llama.modeling_llama")
 mistral_code = imported("transformers.models.mistral.modeling_mistral")
 SHAPE = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8,
