@@ -641,12 +641,9 @@ def run_command(
         list[str] | None,
         typer.Argument(
             metavar="SCRIPT [ITS OWN ARGUMENTS]",
-            help="A script, torchrun or accelerate launch with their options and a script.",
+            help="A script, -m and a module, or torchrun, accelerate launch or deepspeed with "
+            "their options and a script.",
         ),
-    ] = None,
-    module: Annotated[
-        str | None,
-        typer.Option("-m", help="Run a module instead, as python -m does.", metavar="MODULE"),
     ] = None,
     memory: Annotated[
         str | None,
@@ -671,6 +668,15 @@ def run_command(
             help="Device to predict for: cuda (most GPUs), a GPU such as cuda:rtx3060, or cpu. "
             "Default: the GPU given by --gpu, else cuda.",
             metavar="NAME",
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        integer_option(
+            "--gpus",
+            MAX_RANKS,
+            "GPUs that the script finds. The first one is predicted. Default: one, or the number "
+            "of processes that torchrun would start.",
         ),
     ] = None,
     real: Annotated[
@@ -747,15 +753,18 @@ def run_command(
     [bold]memlab run --real train.py --device cpu[/]
 
     [bold]memlab run torchrun --nproc-per-node 2 train_ddp.py[/]
+
+    Of several processes (torchrun, torch.multiprocessing) only rank 0 runs, and its collectives
+    finish at once.
     """
     from memlab.cli.run import Wanted, run_script
 
-    words = [*(["-m", module] if module else []), *(script or [])]
     wanted = Wanted(
-        words=words,
+        words=script or [],
         memory=memory,
         margin=margin,
         device=device,
+        gpus=gpus,
         real=real,
         steps=steps,
         assume=assume,

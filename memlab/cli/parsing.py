@@ -74,11 +74,12 @@ class Command(_FlagsWithoutValues, TyperCommand):
 
 
 class ScriptCommand(Command):
-    """A command whose first argument is a script; what follows belongs to the script."""
+    """A command whose first argument is a script, or -m and a module; the rest is its own."""
 
     allow_interspersed_args = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        args = _with_module_as_argument(ctx, args)
         with _as_usage_errors(ctx):
             _, rest, given = self.make_parser(ctx).parse_args(args=list(args))
             own = args[: len(args) - len(rest)]
@@ -109,6 +110,17 @@ class Commands(_FlagsWithoutValues, TyperGroup):
 
 
 # ------------------------------------------------------------------ errors
+
+
+def _with_module_as_argument(ctx: Any, args: list[str]) -> list[str]:
+    """Put `--` before `-m MODULE`, so that the parser takes it and what follows as arguments."""
+    options, place = _options(ctx), 0
+    while place < len(args) and args[place].startswith("-") and args[place] != "--":
+        if args[place] == "-m":
+            return [*args[:place], "--", *args[place:]]
+        option = options.get(args[place])
+        place += 2 if option is not None and not option.is_flag else 1
+    return args
 
 
 def _refuse_options_as_values(ctx: Any, args: Sequence[str]) -> None:

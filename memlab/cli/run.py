@@ -51,6 +51,7 @@ class Wanted(NamedTuple):
     memory: str | None = None
     margin: str | None = None
     device: str | None = None
+    gpus: int | None = None
     real: bool = False
     steps: int = 2
     assume: str | None = None
@@ -103,6 +104,8 @@ def _target(wanted: Wanted) -> tuple[Memory | None, str]:
         )
     if wanted.real and wanted.assume:
         raise UsageError("got --assume with --real; a real step knows its sizes, so leave it out")
+    if wanted.gpus and (wanted.real or wanted.device == "cpu"):
+        raise UsageError("got --gpus without a prediction for a GPU; leave it out")
     if wanted.memory is not None:
         return choose_memory(wanted.memory, wanted.device, wanted.margin)
     if wanted.margin is not None:
@@ -144,6 +147,7 @@ def _settings(wanted: Wanted, target: str) -> dict[str, Any]:
     """Return the arguments of `run` that the options choose."""
     return {
         "device": None if wanted.real else target,
+        "gpus": wanted.gpus,
         "real": wanted.real,
         "assume": wanted.assume,
         "allow_writes": wanted.allow_writes,
@@ -175,6 +179,8 @@ def _columns(given: str | None) -> Columns | None:
 
 def _how(wanted: Wanted, target: str, outcome: Outcome) -> str:
     which = f"step {outcome.steps}" + (" (its only one)" if outcome.steps == 1 else "")
+    if outcome.ranks is not None and outcome.ranks > 1:
+        which += f" of rank 0 of {outcome.ranks}"
     if wanted.real:
         return f"{which}, measured on this machine"
     on = "the CPU's memory, in a dry run" if target == "cpu" else f"predicted for {target}"

@@ -323,6 +323,7 @@ def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
             for module in _OPTIMIZERS_WITH_CAPTURABLE
         },
         (torch.Tensor, "record_stream"): _always(_nothing),
+        (torch.Tensor, "share_memory_"): _always(_unchanged),  # no other process sees it
         **{
             (module, name): _always(answer)
             for module, accelerator in _MODULES.items()

@@ -128,7 +128,7 @@ class PredictedRun:
         ...                 # takes another step
         trace = run.end_step()
 
-    device, kernels and assume are those of `predict`.
+    device, kernels and assume are those of `predict`; `gpus` are how many the code finds.
     """
 
     def __init__(
@@ -137,8 +137,9 @@ class PredictedRun:
         device: str | torch.device = "cuda",
         kernels: Kernels = DEFAULT,
         assume: str | float | None = None,
+        gpus: int = 1,
     ) -> None:
-        self._prediction = _CudaDryRun(kernels, target_named(str(device)), assume=assume)
+        self._prediction = _CudaDryRun(kernels, target_named(str(device)), assume, gpus)
 
     def __enter__(self) -> "PredictedRun":
         self._stack = ExitStack()
@@ -208,10 +209,10 @@ class _CudaDryRun(dry_run):
     _fake_kernels: ClassVar = {**KERNELS, **recurrent.KERNELS}
 
     def __init__(
-        self, kernels: Kernels, target: Target, *, assume: str | float | None = None
+        self, kernels: Kernels, target: Target, assume: str | float | None, gpus: int
     ) -> None:
         super().__init__(assume=assume)
-        self.kernels, self.target = kernels, target
+        self.kernels, self.target, self._gpus = kernels, target, gpus
         self.substitutes = Substitutes(kernels, target)
         self.workspaces: dict[tuple[str, bool], torch.Tensor] = {}  # by library; True: backward
         self.unknown_scratch: set[str] = set()
@@ -229,7 +230,7 @@ class _CudaDryRun(dry_run):
             stack.enter_context(_cache_cleared(is_composite))
             stack.enter_context(StandIn.use(CUDA))
             stack.enter_context(self)
-            stack.enter_context(fake_gpu(self.target))
+            stack.enter_context(fake_gpu(self.target, self._gpus))
             stack.enter_context(stream_without_driver())  # bitsandbytes reads it at its import
             stack.enter_context(replaced(reported_devices.replacements()))
             stack.enter_context(replaced(dict.fromkeys(_EMPTY_CACHE, self._with_empty_cache)))

@@ -3,7 +3,7 @@
 Scripts that check `torch.cuda.is_available()` or bfloat16 support then take the same branches as on
 that GPU. The driver is never called, even if there is one.
 
-    is_available, device_count      one GPU, with index 0
+    is_available, device_count      one GPU, with index 0, or as many as the caller says
     name, memory and capability     of the target's card (targets.py)
     free memory                     all of it
     torch.accelerator               the same GPU; its streams have no work to wait for
@@ -55,18 +55,22 @@ def properties(target: Target) -> DeviceProperties:
 
 
 @contextmanager
-def fake_gpu(target: Target) -> Iterator[None]:
-    """Report the target's card inside `with`."""
-    with _caches_cleared(), replaced(_replacements(target)):
+def fake_gpu(target: Target, count: int = 1) -> Iterator[None]:
+    """Report so many of the target's card inside `with`."""
+    with _caches_cleared(), replaced(_replacements(target, count)):
         yield
 
 
-def _replacements(target: Target) -> dict[tuple[Any, str], Callable[[Any], Any]]:
+def _replacements(target: Target, count: int) -> dict[tuple[Any, str], Callable[[Any], Any]]:
     memory = (target.total_bytes, target.total_bytes)
     modules = {
-        torch.cuda: {"mem_get_info": memory, **_cuda_answers(target)},
+        torch.cuda: {"mem_get_info": memory, **_cuda_answers(target, count)},
         torch.cuda.memory: {"mem_get_info": memory},
-        torch.accelerator: {"get_memory_info": memory, **_ACCELERATOR_ANSWERS},
+        torch.accelerator: {
+            "get_memory_info": memory,
+            "device_count": count,
+            **_ACCELERATOR_ANSWERS,
+        },
         torch.accelerator.memory: {"get_memory_info": memory},
     }
     answers = {
@@ -83,10 +87,11 @@ def _replacements(target: Target) -> dict[tuple[Any, str], Callable[[Any], Any]]
     return {key: answer for key, answer in answers.items() if hasattr(*key)}
 
 
-def _cuda_answers(target: Target) -> dict[str, Any]:
+def _cuda_answers(target: Target, count: int) -> dict[str, Any]:
     return {
-        **_AVAILABLE,
-        "_device_count_nvml": 1,
+        "is_available": True,
+        "device_count": count,
+        "_device_count_nvml": count,
         "is_initialized": True,
         "is_tf32_supported": target.has_bfloat16,
         "get_device_name": target.card,
@@ -104,7 +109,6 @@ def _bf16_support(target: Target) -> Callable[..., bool]:
     return lambda including_emulation=True: including_emulation or target.has_bfloat16
 
 
-_AVAILABLE = {"is_available": True, "device_count": 1}
 # Functions that do nothing: the stand-in has its own generator, and no work to wait for.
 _GENERATOR_NO_OPS = (
     *("_lazy_init", "manual_seed", "manual_seed_all", "seed", "seed_all"),
@@ -112,7 +116,7 @@ _GENERATOR_NO_OPS = (
 )
 _STREAM_NO_OPS = ("synchronize", "empty_cache", "set_device_index", "set_device_idx", "set_stream")
 _ACCELERATOR_ANSWERS = {
-    **_AVAILABLE,
+    "is_available": True,
     "current_accelerator": torch.device("cuda"),
     "current_device_index": 0,
     "current_device_idx": 0,

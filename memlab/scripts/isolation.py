@@ -2,9 +2,11 @@
 
     files         a file that the script writes is in the temporary folder, where the script also
                   finds it again; a file that it deletes stays. Libraries that open files in C, such
-                  as HDF5, are not redirected
-    connections   refused, as on a machine without a network; libraries fall back on their caches
-    processes     refused, as if the program did not exist
+                  as HDF5, are not redirected (sqlite3 is)
+    connections   to other machines and ports are refused, as without a network; libraries fall
+                  back on their caches
+    programs      refused, as if they did not exist; so are `fork` and `exec`. What `memlab run`
+                  does with Python's own processes is in processes.py
 
 What was redirected or refused is recorded, for one sentence each.
 """
@@ -21,10 +23,16 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+
+try:
+    import sqlite3
+except ImportError:  # Python may be built without it
+    sqlite3 = None  # type: ignore[assignment]
 
 from memlab.internals.replacing import replaced
 
@@ -38,6 +46,15 @@ _ENVIRONMENT = {
     "MLFLOW_TRACKING_URI": "",
     "TOKENIZERS_PARALLELISM": "false",
 }
+# Functions of `os` that start a program, in this process or another, and where its name is.
+_STARTERS = {
+    **dict.fromkeys(("execl", "execle", "execlp", "execlpe", "execv", "execve", "execvp"), 0),
+    **dict.fromkeys(("execvpe", "posix_spawn", "posix_spawnp", "startfile"), 0),
+    **dict.fromkeys(("spawnl", "spawnle", "spawnlp", "spawnlpe", "spawnv", "spawnve"), 1),
+    **dict.fromkeys(("spawnvp", "spawnvpe"), 1),
+}
+_NOT_FOUND = 127  # a shell's exit status for a program that does not exist
+_FORKING = ("multiprocessing.popen_fork", "multiprocess.popen_fork")  # they run a given function
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
 
 
@@ -70,6 +87,7 @@ class Isolation:
             return
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="memlab-run-"))
+            stack.callback(os.chdir, os.getcwd())
             files = _Files(Path(folder), self.written)
             stack.enter_context(environment({**_ENVIRONMENT, **files.environment}))
             stack.enter_context(_without_bytecode())
@@ -96,28 +114,85 @@ class Isolation:
                 yield f"the script asked for {what} {first}{more}, and was refused"
 
     def _refusals(self) -> dict[tuple[Any, str], Callable[[Any], Any]]:
-        def connection(*args: Any, **kwargs: Any) -> Any:
-            address = next((a for a in args if isinstance(a, (tuple, str, bytes))), "a host")
-            host = address[0] if isinstance(address, tuple) else address
-            self.connections[str(host)] += 1
-            raise RefusedConnectionError(f"memlab run does not connect to {host}")
-
-        def process(*args: Any, **kwargs: Any) -> Any:
-            words = next((a for a in args if isinstance(a, (str, bytes, list, tuple))), "")
-            words = kwargs.get("args", words)
-            name = words if isinstance(words, (str, bytes)) else (words[0] if words else "")
-            name = os.path.basename(str(name).split(" ")[0])
-            self.processes[name] += 1
-            raise RefusedProcessError(errno.ENOENT, "memlab run does not start programs", name)
-
         return {
-            (socket.socket, "connect"): lambda real: connection,
-            (socket.socket, "connect_ex"): lambda real: connection,
-            (socket, "create_connection"): lambda real: connection,
-            (socket, "getaddrinfo"): lambda real: connection,
-            (subprocess.Popen, "__init__"): lambda real: process,
-            (os, "system"): lambda real: process,
+            **{(socket.socket, name): self._connect for name in ("connect", "connect_ex")},
+            **{(socket, name): self._look_up for name in ("create_connection", "getaddrinfo")},
+            (subprocess.Popen, "__init__"): self._popen,
+            (os, "system"): lambda real: self._refuse_command,
+            (os, "_exit"): self._exit,
+            **{(os, name): self._fork for name in ("fork", "forkpty") if hasattr(os, name)},
+            **{
+                (os, name): lambda real, place=place: partial(self._refuse_at, place)
+                for name, place in _STARTERS.items()
+                if hasattr(os, name)
+            },
         }
+
+    def _connect(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Refuse other machines; a socket between processes of this one may connect."""
+
+        def connect(connecting: socket.socket, address: Any) -> Any:
+            if connecting.family not in (socket.AF_INET, socket.AF_INET6):
+                return real(connecting, address)
+            self._refuse_host(address[0])
+
+        return connect
+
+    def _look_up(self, real: Any) -> Callable[..., NoReturn]:
+        def look_up(address: Any, *args: Any, **kwargs: Any) -> NoReturn:
+            self._refuse_host(address[0] if isinstance(address, tuple) else address)
+
+        return look_up
+
+    def _refuse_host(self, host: Any) -> NoReturn:
+        self.connections[str(host)] += 1
+        raise RefusedConnectionError(f"memlab run does not connect to {host}")
+
+    def _popen(self, real: Any) -> Callable[..., NoReturn]:
+        def start(popen: Any, args: Any, *others: Any, **kwargs: Any) -> NoReturn:
+            self._refuse_program(args)
+
+        return start
+
+    def _refuse_at(self, place: int, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse_program(args[place])
+
+    def _refuse_program(self, command: Any) -> NoReturn:
+        name = self._note_program(command)
+        raise RefusedProcessError(errno.ENOENT, "memlab run does not start programs", name)
+
+    def _refuse_command(self, command: Any) -> int:
+        self._note_program(command)
+        return _NOT_FOUND
+
+    def _note_program(self, command: Any) -> str:
+        """Record a program by its name, and return that."""
+        if isinstance(command, (list, tuple)):
+            command = command[0] if command else ""
+        name = os.path.basename(os.fsdecode(command).split(" ")[0])
+        self.processes[name] += 1
+        return name
+
+    def _fork(self, real: Callable[[], Any]) -> Callable[[], Any]:
+        """Let a library fork to call a function; a script would run on twice."""
+
+        def fork() -> Any:
+            if sys._getframe(1).f_globals.get("__name__") in _FORKING:
+                return real()
+            self._refuse_program("fork")
+
+        return fork
+
+    def _exit(self, real: Callable[[int], None]) -> Callable[[int], None]:
+        """End the script and not memlab. A forked process ends as it wants to."""
+        own = os.getpid()
+
+        def exit_at_once(status: int) -> None:
+            if os.getpid() != own:
+                real(status)
+            raise SystemExit(status)
+
+        return exit_at_once
 
 
 @contextmanager
@@ -160,7 +235,9 @@ class _Files:
         self._own = str(folder)
         self._written = written
         self._removed: set[str] = set()
-        self._lexists, self._isdir = os.path.lexists, os.path.isdir
+        self._current_real = os.getcwd
+        self._start = self._current = os.getcwd()  # the script's current folder
+        self._is_here = True  # else that folder is in the temporary one
 
     @property
     def environment(self) -> dict[str, str]:
@@ -173,11 +250,13 @@ class _Files:
     def _is_redirected(self, path: Any) -> bool:
         if not isinstance(path, (str, bytes, os.PathLike)):
             return False  # a file descriptor
-        absolute = self._absolute(path)
-        return not absolute.startswith((self._own, "/dev/", "/proc/"))
+        return not self._is_own(path) and not self._absolute(path).startswith(("/dev/", "/proc/"))
+
+    def _is_own(self, path: Any) -> bool:
+        return type(path) is not int and self._absolute(path).startswith(self._own)
 
     def _absolute(self, path: Any) -> str:
-        return os.path.normpath(os.path.join(os.getcwd(), os.fsdecode(path)))
+        return os.path.normpath(os.path.join(self._current, os.fsdecode(path)))
 
     def _above(self, absolute: str) -> str:
         """Return where the file lies if the script wrote it."""
@@ -190,8 +269,19 @@ class _Files:
             return path
         absolute = self._absolute(path)
         above = self._above(absolute)
-        is_gone = any(str(each) in self._removed for each in (absolute, *Path(absolute).parents))
-        return above if is_gone or self._real(os.lstat, above) else path
+        if self._is_gone(absolute) or self._real(os.lstat, above):
+            return above
+        return self._outside(path)
+
+    def _is_gone(self, absolute: str) -> bool:
+        """Return whether the script removed the file or a folder that it is in."""
+        return any(str(each) in self._removed for each in (absolute, *Path(absolute).parents))
+
+    def _outside(self, path: Any) -> Any:
+        """Return a path of the machine's own files that holds in any folder."""
+        if self._is_here:
+            return path
+        return os.fsencode(self._absolute(path)) if type(path) is bytes else self._absolute(path)
 
     def writable(self, path: Any, *, keeps: bool = False) -> Any:
         """Return where to write the file, and note it. `keeps`: with its present content."""
@@ -205,7 +295,7 @@ class _Files:
         self._call("makedirs", os.path.dirname(above), exist_ok=True)
         if keeps and not self._real(os.lstat, above) and self._exists(absolute):
             self._call("copyfile", absolute, above)
-        self._written.setdefault(os.path.relpath(absolute))
+        self._written.setdefault(os.path.relpath(absolute, self._start))
         self._removed.discard(absolute)
         return above
 
@@ -226,7 +316,7 @@ class _Files:
     # ------------------------------------------------------------------ functions
 
     def replacements(self) -> dict[tuple[Any, str], Callable[[Any], Any]]:
-        reading = ("stat", "lstat", "listdir", "scandir", "access", "readlink", "chdir")
+        reading = ("stat", "lstat", "access", "readlink")
         return {
             (builtins, "open"): self._open,
             (io, "open"): self._open,
@@ -239,7 +329,10 @@ class _Files:
             **{(os, name): self._list for name in ("listdir", "scandir")},
             **{(os, name): self._change for name in ("chmod", "utime", "truncate")},
             **{(os, name): self._link for name in ("link", "symlink")},
+            (os, "chdir"): self._change_folder,
+            (os, "getcwd"): lambda real: lambda: self._current,
             (torch, "save"): self._save,
+            **({} if sqlite3 is None else {(sqlite3, "connect"): self._database}),
         }
 
     def _open(self, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -334,10 +427,10 @@ class _Files:
             absolute = self._absolute(path)
             above = self._above(absolute)
             if not self._real(os.lstat, above):
-                return real(path)
+                return real(self._outside(path))
             found = {_name(entry): entry for entry in real(above)}
             if self._real(os.lstat, absolute) and absolute not in self._removed:
-                for entry in real(path):
+                for entry in real(self._outside(path)):
                     if os.path.join(absolute, os.fsdecode(_name(entry))) not in self._removed:
                         found.setdefault(_name(entry), entry)
             return list(found) if real.__name__ == "listdir" else _Entries(found.values())
@@ -352,6 +445,31 @@ class _Files:
                 real(above, *args, **kwargs)  # nothing changes for a real file
 
         return _as(real, changed)
+
+    def _change_folder(self, real: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Go to a folder. One that the script made is elsewhere, and keeps its name."""
+
+        def changed(path: Any) -> None:
+            if type(path) is int:  # an open folder's descriptor
+                real(path)
+                self._current, self._is_here = self._current_real(), True
+                return
+            absolute = self._absolute(path)
+            is_made = self._is_gone(absolute) or not self._real(os.stat, absolute)
+            real(self._above(absolute) if is_made else absolute)
+            self._current, self._is_here = absolute, not is_made
+
+        return _as(real, changed)
+
+    def _database(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Redirect sqlite3, which opens files in C."""
+
+        def connect(database: Any, *args: Any, **kwargs: Any) -> Any:
+            if database not in ("", ":memory:") and not kwargs.get("uri"):
+                database = self.writable(database, keeps=True)
+            return real(database, *args, **kwargs)
+
+        return _as(real, connect)
 
     def _save(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """Redirect `torch.save`, which opens files in C++."""

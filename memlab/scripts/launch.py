@@ -2,25 +2,33 @@
 
 train.py --lr 0.1                                python train.py --lr 0.1
 -m package.train --lr 0.1                        python -m package.train --lr 0.1
+SEED=1 python -u train.py                        the same, with that variable
 torchrun --nproc_per_node=2 train.py             the same script as rank 0 of 2
+deepspeed --num_gpus 2 train.py                  as well
 accelerate launch --config_file c.yaml train.py  python train.py
 """
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-# Options of torchrun and of accelerate launch that have no value.
+# Options of torchrun, accelerate launch and deepspeed that have no value.
 _FLAGS = frozenset(
     {
         *("--standalone", "--no-python", "--run-path", "--run_path"),
         *("--cpu", "--multi_gpu", "--tpu", "--use_deepspeed", "--use_fsdp", "--use_megatron_lm"),
         *("--quiet", "-q", "--debug", "--same_network", "--rdzv_conf", "--no_python"),
         *("--dynamo_use_fullgraph", "--dynamo_use_dynamic", "--use_xpu", "--enable_cpu_affinity"),
+        *("--no_local_rank", "--no_ssh", "--save_pid", "--force_multi"),
     }
 )
-_PROCESSES = ("--nproc_per_node", "--nproc-per-node", "--num_processes", "--num-processes")
+_PER_NODE = ("--nproc_per_node", "--nproc-per-node", "--num_gpus")
+_IN_ALL = ("--num_processes", "--num-processes")
+_NODES = ("--nnodes", "--num_machines", "--num-machines", "--num_nodes")
+_PYTHON_WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
+_VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -30,13 +38,17 @@ class Launch:
     script      the path of a file, or the name of a module
     is_module   whether it is a module (`-m`)
     arguments   the script's own
-    ranks       processes that the user's launcher would start; rank 0 of them runs
+    ranks       processes that the user's launcher would start on each node; the first one runs
+    nodes       machines of the training
+    variables   of the environment, set on the command line
     """
 
     script: str
     is_module: bool = False
     arguments: tuple[str, ...] = ()
     ranks: int | None = None
+    nodes: int = 1
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"-m {self.script}" if self.is_module else self.script
@@ -48,12 +60,14 @@ class Launch:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that torchrun sets for rank 0."""
+        """The variables on the command line, and those that torchrun sets for rank 0."""
         if self.ranks is None:
-            return {}
+            return dict(self.variables)
         return {
+            **self.variables,
             **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"), "0"),
-            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(self.ranks)),
+            **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), str(self.ranks * self.nodes)),
+            "LOCAL_WORLD_SIZE": str(self.ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "29500",
             "TORCHELASTIC_RUN_ID": "memlab",
@@ -70,9 +84,12 @@ def launch_of(words: Sequence[str]) -> Launch:
     if not words:
         raise ValueError("got no script; give one, such as memlab run train.py --batch-size 8")
     first, *others = words
-    if first in ("python", "python3"):
-        return launch_of(others)
-    if first == "torchrun":
+    if variable := _VARIABLE.fullmatch(first):
+        launch, (name, value) = launch_of(others), variable.groups()
+        return replace(launch, variables={name: value, **launch.variables})
+    if re.fullmatch(r"python(3(\.\d+)?)?", os.path.basename(first)):
+        return launch_of(_without_python_options(others))
+    if first in ("torchrun", "deepspeed"):
         return _launched(others, ranks=1)
     if list(words[:2]) == ["-m", "torch.distributed.run"]:
         return _launched(others[1:], ranks=1)
@@ -83,43 +100,64 @@ def launch_of(words: Sequence[str]) -> Launch:
     if first == "-m":
         if not others:
             raise ValueError("got -m without a module; give one, such as -m package.train")
-        return _module(others[0], others[1:], None)
-    return _file(first, others, None)
+        return Launch(others[0], True, tuple(others[1:]))
+    return _file(first, others)
+
+
+def _without_python_options(words: Sequence[str]) -> Sequence[str]:
+    """Leave out the options of `python` itself, such as -u."""
+    while words and words[0].startswith("-") and words[0] != "-m":
+        if words[0] in ("-c", "-"):
+            raise ValueError(f"got python {words[0]}; give a script's path, or -m and a module")
+        words = words[2 if words[0] in _PYTHON_WITH_VALUE else 1 :]
+    return words
 
 
 def _launched(words: list[str], ranks: int | None) -> Launch:
     """Return the script among a launcher's words, after its options."""
+    nodes, in_all = 1, None
+
+    def found(launch: Launch) -> Launch:
+        return replace(launch, ranks=ranks if in_all is None else in_all // nodes, nodes=nodes)
+
     while words:
         word = words.pop(0)
         if word in ("-m", "--module"):
             if not words:
                 break
-            return _module(words[0], words[1:], ranks)
+            return found(Launch(words[0], True, tuple(words[1:])))
         if not word.startswith("-"):
-            return _file(word, words, ranks)
+            return found(_file(word, words))
         name, equals, value = word.partition("=")
         if not equals and name not in _FLAGS and words and not words[0].startswith("-"):
             value = words.pop(0)
-        if name in _PROCESSES:
-            ranks = _ranks(name, value)
+        if name in _PER_NODE:
+            ranks = _count(name, value)
+        elif name in _IN_ALL:
+            in_all = _count(name, value)
+        elif name in _NODES:
+            nodes = _count(name, value.split(":")[-1])  # 1:4 is from 1 to 4
     raise ValueError("got a launcher without a script; give one after its options")
 
 
-def _ranks(name: str, value: str) -> int | None:
+def _count(name: str, value: str) -> int:
     if value in ("auto", "gpu", "cpu"):
         return 1
     if not value.isdigit() or int(value) < 1:
-        raise ValueError(f"got {name} {value!r}; give the number of processes, from 1")
+        raise ValueError(f"got {name} {value!r}; give a number from 1")
     return int(value)
 
 
-def _file(path: str, arguments: Sequence[str], ranks: int | None) -> Launch:
+def _file(path: str, arguments: Sequence[str]) -> Launch:
     if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "__main__.py")):
         raise ValueError(f"got {path!r}, a folder; give the script in it, such as {path}/train.py")
     if not os.path.exists(path):
         raise ValueError(f"got {path!r}; there is no such file: give a script, or -m and a module")
-    return Launch(path, False, tuple(arguments), ranks)
-
-
-def _module(name: str, arguments: Sequence[str], ranks: int | None) -> Launch:
-    return Launch(name, True, tuple(arguments), ranks)
+    if path.endswith(".ipynb"):
+        raise ValueError(
+            f"got {path!r}, a notebook; make a script of it (jupyter nbconvert --to script "
+            f"{path}) and give that"
+        )
+    if path.endswith((".sh", ".bash", ".sbatch")):
+        raise ValueError(f"got {path!r}, a shell script; give the python command in it")
+    return Launch(path, False, tuple(arguments))

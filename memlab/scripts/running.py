@@ -16,11 +16,12 @@ from memlab.dry_runs import dry_run
 from memlab.metering import meter
 from memlab.metering.storages import StorageMeter
 from memlab.prediction import PredictedRun
-from memlab.scripts import data, processes
+from memlab.scripts import data
 from memlab.scripts.changes import Change, applied
 from memlab.scripts.columns import Columns
 from memlab.scripts.isolation import Isolation, environment
 from memlab.scripts.launch import Launch
+from memlab.scripts.processes import Processes
 from memlab.scripts.steps import Finished, StepWatcher
 from memlab.trace import Trace
 
@@ -37,6 +38,7 @@ class Outcome:
     models       modules that it called, outermost only, with weights
     optimizers   that stepped
     framework    whose loop ran: Trainer, Lightning, accelerate or plain
+    ranks        processes of the training, of which rank 0 ran; None: it is not distributed
     notes        what was redirected, refused or replaced, one sentence each
     """
 
@@ -46,6 +48,7 @@ class Outcome:
     models: tuple[torch.nn.Module, ...]
     optimizers: tuple[torch.optim.Optimizer, ...]
     framework: str
+    ranks: int | None
     notes: tuple[str, ...]
 
 
@@ -67,6 +70,7 @@ def run(
     launch: Launch,
     *,
     device: str | None = "cuda",
+    gpus: int | None = None,
     steps: int = 2,
     real: bool = False,
     assume: str | None = None,
@@ -79,6 +83,7 @@ def run(
     """Run a script until `steps` steps have ended.
 
     device   of the prediction, as in `memlab.predict`; "cpu" makes a dry run of the CPU's step
+    gpus     of that kind that a prediction's script finds; by default one for each rank on a node
     real     compute, on whatever device the script uses
     assume   as in `memlab.predict`
     configs  paths of the config.json of models that are not on this machine, by name
@@ -89,8 +94,11 @@ def run(
     """
     isolation, stand_ins = Isolation(), data.StandIns(configs, columns)
     metering: _Metering = (
-        _Measured(real, assume) if real or device == "cpu" else _Predicted(device, assume)
+        _Measured(real, assume)
+        if real or device == "cpu"
+        else _Predicted(device, gpus or launch.ranks or 1, assume)
     )
+    started = Processes(launch.ranks, announce)
     traces: list[Trace] = []
     watcher = StepWatcher(
         steps,
@@ -101,20 +109,21 @@ def run(
     with ExitStack() as stack:
         stack.enter_context(metering)
         stack.enter_context(isolation.active(allow_writes=allow_writes))
-        stack.enter_context(processes.one_rank(launch.ranks))
+        stack.enter_context(started.in_this_one())
         stack.enter_context(stand_ins.active())
         stack.enter_context(watcher.watching())
         stack.enter_context(applied(change, watcher.replaceable))
-        _run(launch, watcher)
+        _run(launch, watcher, started)
         roots = metering.history.context.names.roots
     notes = (*isolation.notes(), *stand_ins.notes())
-    return _outcome(traces, watcher, roots, notes)
+    return _outcome(traces, watcher, roots, started.ranks, notes)
 
 
 def _outcome(
     traces: list[Trace],
     watcher: StepWatcher,
     roots: list[torch.nn.Module],
+    ranks: int | None,
     notes: tuple[str, ...],
 ) -> Outcome:
     return Outcome(
@@ -124,11 +133,12 @@ def _outcome(
         tuple(root for root in roots if next(root.parameters(), None) is not None),
         tuple(watcher.optimizers),
         watcher.framework,
+        ranks,
         notes,
     )
 
 
-def _run(launch: Launch, watcher: StepWatcher) -> None:
+def _run(launch: Launch, watcher: StepWatcher, started: Processes) -> None:
     """Run the script as `__main__`. What it raises after its last wanted step does not matter."""
     try:
         with _as_python_starts_it(launch), environment(launch.environment):
@@ -136,6 +146,7 @@ def _run(launch: Launch, watcher: StepWatcher) -> None:
                 runpy.run_module(launch.script, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(launch.script, run_name="__main__")
+            started.run_waiting()
     except Finished:
         pass
     except KeyboardInterrupt:
@@ -162,8 +173,8 @@ def _as_python_starts_it(launch: Launch) -> Iterator[None]:
 class _Predicted:
     """Predicts the script for a GPU."""
 
-    def __init__(self, device: str | None, assume: str | None) -> None:
-        self._run = PredictedRun(device=device or "cuda", assume=assume)
+    def __init__(self, device: str | None, gpus: int, assume: str | None) -> None:
+        self._run = PredictedRun(device=device or "cuda", assume=assume, gpus=gpus)
 
     def __enter__(self) -> "_Predicted":
         self._run.__enter__()

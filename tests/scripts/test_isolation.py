@@ -3,6 +3,7 @@
 import os
 import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -114,8 +115,7 @@ def test_connections_and_processes_are_refused_and_recorded():
             socket.create_connection(("example.org", 80))
         with pytest.raises(FileNotFoundError, match="memlab run does not start programs"):
             subprocess.run(["git", "status"])
-        with pytest.raises(FileNotFoundError):
-            os.system("git status")
+        assert os.system("git status") == 127
         Path("new.txt").write_text("")
     assert list(isolation.notes()) == [
         "new.txt would have been written; --allow-writes lets the script write",
@@ -136,3 +136,70 @@ def test_with_writes_allowed_nothing_is_redirected(tmp_path, monkeypatch):
     with Isolation().active(allow_writes=True):
         Path("new.txt").write_text("new")
     assert Path("new.txt").read_text() == "new"
+
+
+def test_a_script_may_go_into_a_folder_that_it_made(folder):
+    with Isolation().active():
+        os.makedirs("out/run")
+        os.chdir("out/run")
+        assert Path.cwd() == folder / "out/run"
+        assert Path("../../kept.txt").read_text() == "old"
+        Path("log.txt").write_text("new")
+        assert os.listdir(".") == ["log.txt"]
+        os.chdir("../..")
+        assert os.getcwd() == str(folder)
+        assert Path("out/run/log.txt").read_text() == "new"
+        assert sorted(os.listdir(b"data")) == [b"a.txt", b"b.txt"]
+        os.chdir("data")
+        assert sorted(os.listdir()) == ["a.txt", "b.txt"]
+    assert Path.cwd() == folder
+
+
+def test_a_database_is_a_file_too(folder):
+    with Isolation().active():
+        for _ in range(2):
+            with sqlite3.connect("runs.db") as database:
+                database.execute("create table if not exists losses (loss real)")
+                database.execute("insert into losses values (1)")
+            database.close()
+        with sqlite3.connect("runs.db") as database:
+            assert database.execute("select count(*) from losses").fetchone() == (2,)
+        database.close()
+        with sqlite3.connect(":memory:") as database:
+            database.execute("create table a (b real)")
+
+
+def test_sockets_within_the_machine_connect(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with Isolation().active(), socket.socket(socket.AF_UNIX) as server:
+        server.bind("s")
+        server.listen()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect("s")
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda: os.execvp("touch", ["touch", "new.txt"]),
+        lambda: os.spawnlp(os.P_WAIT, "touch", "touch", "new.txt"),
+        lambda: os.posix_spawn("/bin/touch", ["touch", "new.txt"], {}),
+        lambda: os.popen("touch new.txt").read(),
+    ],
+)
+def test_no_function_starts_a_program(folder, start):
+    isolation = Isolation()
+    with isolation.active(), pytest.raises(FileNotFoundError, match="does not start programs"):
+        start()
+    assert list(isolation.processes) == ["touch"]
+
+
+def test_a_script_does_not_fork(folder):
+    with Isolation().active(), pytest.raises(FileNotFoundError, match="'fork'"):
+        os.fork()
+
+
+def test_a_script_ends_itself_alone(folder):
+    with Isolation().active(), pytest.raises(SystemExit) as caught:
+        os._exit(3)
+    assert caught.value.code == 3

@@ -10,6 +10,8 @@ def script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "train.ipynb").write_text("")
+    (tmp_path / "train.sh").write_text("")
 
 
 @pytest.mark.parametrize(
@@ -23,6 +25,18 @@ def script(tmp_path, monkeypatch):
         ("torchrun --standalone --nproc-per-node 2 train.py", Launch("train.py", ranks=2)),
         ("torchrun --nproc_per_node=gpu -m a.b c", Launch("a.b", True, ("c",), 1)),
         ("-m torch.distributed.run --nproc_per_node 2 train.py", Launch("train.py", ranks=2)),
+        ("python -u -X dev train.py -u", Launch("train.py", arguments=("-u",))),
+        ("/usr/bin/python3.12 -O -m a.b", Launch("a.b", True)),
+        ("SEED=1 L= python train.py", Launch("train.py", variables={"SEED": "1", "L": ""})),
+        ("torchrun --nnodes 1:4 --nproc-per-node 2 train.py", Launch("train.py", ranks=2, nodes=4)),
+        (
+            "deepspeed --num_gpus 2 train.py --deepspeed",
+            Launch("train.py", False, ("--deepspeed",), 2),
+        ),
+        (
+            "accelerate launch --num_machines 2 --num_processes 8 train.py",
+            Launch("train.py", ranks=4, nodes=2),
+        ),
         ("accelerate launch train.py --a b", Launch("train.py", arguments=("--a", "b"))),
         ("accelerate launch --config_file c.yaml train.py", Launch("train.py")),
         ("accelerate launch --multi_gpu --num_processes 8 train.py", Launch("train.py", ranks=8)),
@@ -36,7 +50,11 @@ def test_a_line_names_the_script_and_its_arguments(line, wanted):
 def test_torchruns_variables_are_those_of_rank_0():
     variables = launch_of(["torchrun", "--nproc_per_node=4", "train.py"]).environment
     assert (variables["RANK"], variables["LOCAL_RANK"], variables["WORLD_SIZE"]) == ("0", "0", "4")
+    assert variables["LOCAL_WORLD_SIZE"] == "4"
     assert launch_of(["train.py"]).environment == {}
+    nodes = launch_of(["A=1", "torchrun", "--nnodes=2", "--nproc_per_node=4", "train.py"])
+    assert nodes.environment["WORLD_SIZE"] == "8"
+    assert nodes.environment["A"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -47,7 +65,11 @@ def test_torchruns_variables_are_those_of_rank_0():
         ("folder", "got 'folder', a folder; give the script in it"),
         ("-m", "got -m without a module"),
         ("torchrun --nproc_per_node 2", "got a launcher without a script"),
-        ("torchrun --nproc_per_node=no train.py", "give the number of processes"),
+        ("torchrun --nproc_per_node=no train.py", "give a number from 1"),
+        ("train.ipynb", "got 'train.ipynb', a notebook; make a script of it"),
+        ("train.sh", "got 'train.sh', a shell script; give the python command in it"),
+        ("python -c 1", "got python -c; give a script's path"),
+        ("python", "got no script"),
         ("accelerate config", "got accelerate config; only accelerate launch runs"),
     ],
 )
