@@ -10,8 +10,11 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from memlab.internals.replacing import importers
 from memlab.internals.torch_internals import (
     DisableTorchFunction,
     disable_current_modes,
@@ -63,18 +66,29 @@ def _on_any_device(init: Callable[..., None]) -> Callable[..., None]:
     return made
 
 
+def _property_outside_modes(real: property) -> property:
+    return property(_outside_modes(real.fget))
+
+
 def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
     """Return replacements for DTensor's shape inference and for checks that read values.
 
-    DTensor infers shapes on its own fake tensors, so it runs outside the dry run's modes. DDP's
-    check that all ranks have the same model is skipped, and so are its device ids.
+    DTensor infers shapes on its own fake tensors, so it runs outside the dry run's modes. So does
+    a device mesh, which computes with the numbers of ranks. DDP's check that all ranks have the
+    same model is skipped, and so are its device ids.
     """
-    if not torch.distributed.is_available():
+    if not dist.is_available():
         return {}
     return {
         (sharding_propagator(), "_propagate_tensor_meta_non_cached"): _outside_modes,
+        (DeviceMesh, "__init__"): _outside_modes,
+        (DeviceMesh, "mesh"): _property_outside_modes,
+        **{
+            (owner, "init_device_mesh"): _outside_modes
+            for owner in importers("init_device_mesh", dist.init_device_mesh)
+        },
         (DistributedDataParallel, "__init__"): _on_any_device,
-        (torch.distributed, "_verify_params_across_processes"): _nothing,
+        (dist, "_verify_params_across_processes"): _nothing,
         # Keep DDP's initial buckets; rebuilding only reorders the same bytes.
-        (torch.distributed.Reducer, "_rebuild_buckets"): _nothing,
+        (dist.Reducer, "_rebuild_buckets"): _nothing,
     }

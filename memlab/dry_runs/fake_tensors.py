@@ -71,6 +71,8 @@ from memlab.internals.torch_internals import (
     get_current_dispatch_mode,
     get_current_function_mode_stack,
     has_compatible_shallow_copy_type,
+    is_fake,
+    is_traceable_wrapper_subclass,
     load_dynamos_rules,
     tree_map_only,
 )
@@ -578,13 +580,17 @@ def _apply_by_data(module: torch.nn.Module, fn: Callable[..., Any], recurse: boo
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
-        if not isinstance(parameter, FakeTensor):
+        if not is_fake(parameter):
             raise ValueError(
                 f"got {type(module).__name__} with real weights, built outside the dry run or in "
                 f"another thread; converting it here would change the real module; build or load "
                 f"it inside the dry run, or convert it before"
             )
         converted = fn(parameter)
+        if is_traceable_wrapper_subclass(converted):  # as torch does
+            converted = torch.nn.Parameter(converted, parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, converted)
+            continue
         if not has_compatible_shallow_copy_type(parameter, converted):
             module._parameters[name] = torch.nn.Parameter(converted, parameter.requires_grad)
             continue

@@ -14,7 +14,6 @@ Small tensors, such as counters and the settings of quantized weights, have thei
 """
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 
 from memlab.dry_runs import fake_accelerator, known_values
 from memlab.dry_runs.fake_accelerator import to_stand_in
+from memlab.internals.replacing import importers
 from memlab.internals.torch_internals import FakeTensor, torch_utils
 from memlab.metering.dry import DryRun
 
@@ -130,9 +130,7 @@ def _importers() -> Iterator[Any]:
         import safetensors
     except ImportError:
         return
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(_NAME) is safetensors.safe_open:
-            yield module
+    yield from importers(_NAME, safetensors.safe_open)
 
 
 # ------------------------------------------------------------------ torch.load

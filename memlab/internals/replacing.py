@@ -1,8 +1,17 @@
 """Temporarily replace functions of other modules."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
+
+
+def importers(name: str, value: Any) -> Iterator[ModuleType]:
+    """Yield the modules that have this value under this name: its own, and those that import it."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is value:
+            yield module
 
 
 @contextmanager

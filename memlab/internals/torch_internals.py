@@ -54,6 +54,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     disable_fake_tensor_cache,
+    is_fake,
 )
 from torch.cuda import _lazy_call as call_when_cuda_starts
 from torch.nn.modules.conv import _ConvNd as ConvNd

@@ -75,6 +75,8 @@ def _replacements(target: Target, count: int) -> dict[tuple[Any, str], Callable[
     }
     answers = {
         **{(torch.cuda, name): _replace_by(answer) for name, answer in CUDA_REPLACEMENTS.items()},
+        # FSDP2 and DTensor ask for the device of a new mesh here
+        (torch._C, "_get_accelerator"): _replace_by(_always(torch.device("cuda"))),
         (torch.cuda, "is_bf16_supported"): _replace_by(_bf16_support(target)),
         (torch.accelerator, "current_stream"): _replace_by(CUDA_REPLACEMENTS["current_stream"]),
         (torch.nn.DataParallel, "forward"): _replace_by(_data_parallel),

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing.spawn
 
-from memlab.internals.replacing import replaced
+from memlab.internals.replacing import importers, replaced
 from memlab.internals.torch_internals import fake_process_group_store
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
@@ -69,7 +69,10 @@ class Processes:
             (multiprocessing.process, "_cleanup"): lambda real: lambda: None,
             **{(queue, "get"): self._get for queue in _QUEUES},
             (subprocess.Popen, "__init__"): self._start_program,
-            **{(owner, "init_process_group"): self._initialize for owner in _importers()},
+            **{
+                (owner, "init_process_group"): self._initialize
+                for owner in importers("init_process_group", dist.init_process_group)
+            },
         }
 
     def _spawn(self, real: Any) -> Callable[..., Any]:
@@ -212,11 +215,3 @@ def _is_librarys(process: Any) -> bool:
 def _is_another_rank(variables: Any) -> bool:
     """Return whether a program's environment makes it a rank of this training other than 0."""
     return bool(variables) and variables.get("LOCAL_RANK", "0") != "0"
-
-
-def _importers() -> Iterator[Any]:
-    """Yield the modules that have torch's `init_process_group` by name."""
-    if dist.is_available():
-        for module in list(sys.modules.values()):
-            if getattr(module, "__dict__", {}).get("init_process_group") is dist.init_process_group:
-                yield module
