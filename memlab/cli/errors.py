@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from difflib import get_close_matches
+from itertools import islice
 
 MAX_VALUE_LENGTH, MAX_LINE_LENGTH = 80, 1000  # characters; longer text loses its middle
 QUOTED = frozenset(" '\"")
@@ -67,6 +68,6 @@ def message_of(error: BaseException) -> str:
 
 
 def error_summary(error: BaseException) -> str:
-    """Return `ValueError: message`, with the first line of the message only."""
-    lines = message_of(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    """Return `ValueError: message`, with the first line of the message that is not empty."""
+    lines = filter(None, map(str.strip, message_of(error).splitlines()))
+    return ": ".join([type(error).__name__, *islice(lines, 1)])

@@ -2,13 +2,16 @@
 
 import os
 import re
+import signal
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from time import monotonic
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
 
 from rich.table import Table
 
@@ -20,7 +23,7 @@ from memlab.cli.plan import choose_memory
 from memlab.cli.plan_report import EMPTIES_CACHE, room
 from memlab.cli.results import write_run
 from memlab.cli.rows import Row
-from memlab.cli.script import as_usage_errors, assumed, check_assumption
+from memlab.cli.script import as_usage_errors, assumed, check_assumption, is_users
 from memlab.configs.targets import accepted_devices, find_target
 from memlab.planner import Memory
 from memlab.planner.cards import budget_bytes
@@ -40,6 +43,7 @@ from memlab.scripts.running import Outcome, run
 from memlab.trace import Event, Trace
 from memlab.units import WIDTH, format_bytes, paragraph
 
+SECONDS = 10  # between two lines that say where the script is
 LARGEST = 8  # rows in each list
 NOTABLE_LOGITS = 0.1  # of the peak
 
@@ -124,11 +128,15 @@ def _outcome(launch: Launch, wanted: Wanted, target: str) -> Outcome:
     A script that ends before the wanted step is run again, and measured from its start.
     """
 
-    def announce(stage: str) -> None:
-        print(f"memlab: {stage}", file=sys.stderr, flush=True)
-
     settings = {**_settings(wanted, target), "announce": announce}
-    with as_usage_errors(Path(launch.script), launch.folder), redirect_stdout(sys.stderr):
+    dry = "a run without --real" if wanted.real else ""
+    announce(f"running {launch} until step {wanted.steps} has ended")
+    with (
+        _ended_by_a_signal(),
+        _telling_where(launch.folder),
+        as_usage_errors(Path(launch.script), launch.folder, dry),
+        redirect_stdout(sys.stderr),
+    ):
         outcome = run(launch, steps=wanted.steps, **settings)
         if outcome.trace is None and outcome.steps:
             announce(f"the script ended after step {outcome.steps}; running it again")
@@ -141,6 +149,58 @@ def _outcome(launch: Launch, wanted: Wanted, target: str) -> Outcome:
     if not outcome.trace.peak_bytes:
         raise UsageError(f"the step of {launch} allocated nothing on {outcome.trace.device}")
     return outcome
+
+
+def announce(stage: str) -> None:
+    print(f"memlab: {stage}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _ended_by_a_signal() -> Iterator[None]:
+    """Let SIGTERM end the command as Ctrl-C does, so that temporary files go."""
+
+    def interrupt(*args: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _telling_where(folder: Path) -> Iterator[None]:
+    """Print every few seconds which line of the user's code runs.
+
+    A signal's handler runs in the script's own thread. Another thread that looks at a frame could
+    keep the tensors in it alive.
+    """
+    if not hasattr(signal, "setitimer"):  # Windows
+        yield
+        return
+    start = monotonic()
+
+    def tell(number: int, frame: FrameType | None) -> None:
+        where = next(_lines_of(frame, folder), "an import")
+        announce(f"{where} after {monotonic() - start:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, tell)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _lines_of(frame: FrameType | None, folder: Path) -> Iterator[str]:
+    """Yield the lines of the user's code that led to a frame, the innermost first."""
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        if is_users(file.absolute(), folder):
+            yield f"{file.name}:{frame.f_lineno}"
+        frame = frame.f_back
 
 
 def _settings(wanted: Wanted, target: str) -> dict[str, Any]:
@@ -205,7 +265,7 @@ def _show_peak(trace: Trace, target: str | None) -> None:
     terminal.echo("\nat the peak, by layer (* stands for a number):")
     _show_largest((_layer(event), event) for event in alive)
     if any(event.line for event in alive):
-        terminal.echo("\nallocated in the step, by line of code:")
+        terminal.echo("\nof it, allocated in this step, by line of code:")
         _show_largest((f"{event.line}  {event.category}", event) for event in alive if event.line)
 
 
@@ -239,13 +299,13 @@ def _show_verdict(trace: Trace, memory: Memory, target: str) -> int:
     budget = budget_bytes(memory, target)
     needed = needed_bytes(trace, budget)
     terminal.echo(f"\n{paragraph(room(memory, target))}")
-    left = budget - needed
+    left, needs = budget - needed, f"it needs {format_bytes(needed)}"
     if left >= 0:
-        terminal.echo(f"it fits, {format_bytes(left)} left")
+        terminal.echo(f"{needs}: it fits, {format_bytes(left)} are left")
         if (trace.reserved_bytes or 0) > budget:
             terminal.echo(paragraph(EMPTIES_CACHE))
         return 0
-    terminal.echo(f"it does not fit: it lacks {format_bytes(-left)}")
+    terminal.echo(f"{needs}: it does not fit, {format_bytes(-left)} are lacking")
     return 1
 
 

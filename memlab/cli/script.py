@@ -297,9 +297,14 @@ def _wrong_parts(got: str, script: Script) -> UsageError:
 
 
 @contextmanager
-def as_usage_errors(path: Path, folder: Path | None = None) -> Iterator[None]:
+def as_usage_errors(
+    path: Path, folder: Path | None = None, dry: str = "--dry-run"
+) -> Iterator[None]:
     """Turn an exception of the user's code into one sentence that names the line of the script.
-    `folder` has the user's code, by default the script's."""
+
+    folder  has the user's code, by default the script's
+    dry     what the user adds for a run that needs no device; "" if this was one
+    """
     try:
         yield
     except UsageError:
@@ -307,7 +312,9 @@ def as_usage_errors(path: Path, folder: Path | None = None) -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # also SystemExit, and BaseExceptions that a script defines
-        raise UsageError(_describe(error, path, folder) + _advice(error)) from error
+        notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+        described = _describe(error, path, folder)
+        raise UsageError(f"{described}{notes}{_advice(error, dry)}") from error
 
 
 def _describe(error: BaseException, path: Path, folder: Path | None) -> str:
@@ -325,7 +332,7 @@ def _lines(error: BaseException, path: Path, folder: Path | None) -> list[str]:
     that led there if it is another one."""
     script = path.resolve()
     frames = [(Path(frame.filename).resolve(), frame.lineno) for frame in _frames(error)]
-    own = [(file, line) for file, line in frames if _is_users(file, folder or script.parent)]
+    own = [(file, line) for file, line in frames if is_users(file, folder or script.parent)]
     in_script = [(file, line) for file, line in own if file == script]
     return [
         f"{path.name if file == script else file.name}:{line}"
@@ -340,7 +347,7 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
     return frames
 
 
-def _is_users(file: Path, folder: Path) -> bool:
+def is_users(file: Path, folder: Path) -> bool:
     """Return whether a file in the script's folder is neither memlab's nor an environment's. The
     name of generated code is no file, such as <string> for a dataclass."""
     is_librarys = file.is_relative_to(_MEMLAB_FOLDER) or "site-packages" in file.parts
@@ -349,13 +356,13 @@ def _is_users(file: Path, folder: Path) -> bool:
     return file.is_relative_to(folder) and not is_librarys
 
 
-def _advice(error: BaseException) -> str:
-    if memlab.dry_run.active is not None:
+def _advice(error: BaseException, dry: str) -> str:
+    if memlab.dry_run.active is not None or not dry:
         return ""
     if is_out_of_memory(error):
-        return "; --dry-run allocates nothing"
+        return f"; {dry} allocates nothing"
     device_of_word = {"CUDA": "cuda", "NVIDIA": "cuda", "MPS": "mps", "XPU": "xpu"}
     missing = {d for word, d in device_of_word.items() if word in message_of(error)} - set(
         devices_present()
     )
-    return f"; there is no {missing.pop()} here, and --dry-run needs none" if missing else ""
+    return f"; there is no {missing.pop()} here, and {dry} needs none" if missing else ""

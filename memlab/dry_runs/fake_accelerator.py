@@ -210,6 +210,11 @@ def _checked_scale(scale: Callable[..., Any]) -> Callable[..., Any]:
     return checked_scale
 
 
+def _initial_scale(real: Callable[[Any], float]) -> Callable[[Any], float]:
+    """Return a function that reads the scale as a number: there are no infinities to lower it."""
+    return lambda scaler: scaler._init_scale if scaler._enabled else real(scaler)
+
+
 def _script_is_for_the_cpu() -> bool:
     return not (StandIn.was_named or StandIn.device != "cpu" or torch.cuda.is_available())
 
@@ -226,13 +231,13 @@ class _Generator(torch.Generator):
         return super().__new__(cls, _to_cpu(device))
 
 
-class _FinishedWork:
+class FinishedWork:
     """A stream, event or context manager with no work to wait for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def __enter__(self) -> "_FinishedWork":
+    def __enter__(self) -> "FinishedWork":
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -244,10 +249,10 @@ class _FinishedWork:
     def is_capturing(self) -> bool:
         return False
 
-    def record_event(self, event: "_FinishedWork | None" = None) -> "_FinishedWork":
-        return event or _FinishedWork()
+    def record_event(self, event: "FinishedWork | None" = None) -> "FinishedWork":
+        return event or FinishedWork()
 
-    def elapsed_time(self, end: "_FinishedWork") -> NoReturn:
+    def elapsed_time(self, end: "FinishedWork") -> NoReturn:
         _raise_unsupported("elapsed_time")
 
     synchronize = wait = wait_event = wait_stream = record = _nothing
@@ -286,7 +291,7 @@ _STREAMS = ("Stream", "Event", "current_stream", "default_stream", "stream", "de
 CUDA_REPLACEMENTS: dict[str, Any] = {
     **{name: partial(_raise_unsupported, name) for name in _UNSUPPORTED},
     **dict.fromkeys(_NO_OPS, _nothing),
-    **dict.fromkeys(_STREAMS, _FinishedWork),
+    **dict.fromkeys(_STREAMS, FinishedWork),
     "current_device": lambda: 0,
     "is_current_stream_capturing": lambda: False,
 }
@@ -313,6 +318,7 @@ def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
         (torch.amp.autocast_mode, "_cast"): _cast_on_cpu,
         (torch.amp.GradScaler, "__init__"): _mark_as_dry,
         (torch.amp.GradScaler, "scale"): _checked_scale,
+        (torch.amp.GradScaler, "get_scale"): _initial_scale,
         (torch.cuda.amp.common, "amp_definitely_not_available"): _always(lambda: False),
         (torch.cuda, "is_bf16_supported"): _always(lambda *args, **kwargs: True),
         (c_nn, "_parse_to"): _to,  # used by `Module.to`

@@ -6,6 +6,7 @@ that GPU. The driver is never called, even if there is one.
     is_available, device_count      one GPU, with index 0, or as many as the caller says
     name, memory and capability     of the target's card (targets.py)
     free memory                     all of it
+    times, loads, own statistics    1 ms, 0 and none, as nothing is computed
     torch.accelerator               the same GPU; its streams have no work to wait for
     DataParallel                    runs its module on that GPU
 
@@ -21,11 +22,18 @@ from typing import Any, NamedTuple
 import torch
 
 from memlab.configs.targets import Target
-from memlab.dry_runs.fake_accelerator import CUDA_REPLACEMENTS
+from memlab.dry_runs.fake_accelerator import CUDA_REPLACEMENTS, FinishedWork
 from memlab.internals.replacing import replaced
 from memlab.internals.torch_internals import tree_map_only
 
 _CACHING_MODULES = ("transformers.utils.import_utils", "accelerate.utils.imports")
+
+
+class _Event(FinishedWork):
+    """An event of a prediction. Scripts divide by the time, so it is not 0."""
+
+    def elapsed_time(self, end: FinishedWork) -> float:
+        return 1.0
 
 
 class DeviceProperties(NamedTuple):
@@ -65,7 +73,8 @@ def _replacements(target: Target, count: int) -> dict[tuple[Any, str], Callable[
     memory = (target.total_bytes, target.total_bytes)
     modules = {
         torch.cuda: {"mem_get_info": memory, **_cuda_answers(target, count)},
-        torch.cuda.memory: {"mem_get_info": memory},
+        torch.cuda.memory: {"mem_get_info": memory, **_STATISTICS},
+        torch.backends.cudnn: {"version": _CUDNN},
         torch.accelerator: {
             "get_memory_info": memory,
             "device_count": count,
@@ -77,6 +86,7 @@ def _replacements(target: Target, count: int) -> dict[tuple[Any, str], Callable[
         **{(torch.cuda, name): _replace_by(answer) for name, answer in CUDA_REPLACEMENTS.items()},
         # FSDP2 and DTensor ask for the device of a new mesh here
         (torch._C, "_get_accelerator"): _replace_by(_always(torch.device("cuda"))),
+        (torch.cuda, "Event"): _replace_by(_Event),
         (torch.cuda, "is_bf16_supported"): _replace_by(_bf16_support(target)),
         (torch.accelerator, "current_stream"): _replace_by(CUDA_REPLACEMENTS["current_stream"]),
         (torch.nn.DataParallel, "forward"): _replace_by(_data_parallel),
@@ -103,6 +113,8 @@ def _cuda_answers(target: Target, count: int) -> dict[str, Any]:
         "can_device_access_peer": False,
         **dict.fromkeys(_GENERATOR_NO_OPS),
         "get_rng_state_all": [],
+        **dict.fromkeys(("utilization", "memory_usage", "temperature", "power_draw"), 0),
+        **_STATISTICS,
     }
 
 
@@ -111,6 +123,8 @@ def _bf16_support(target: Target) -> Callable[..., bool]:
     return lambda including_emulation=True: including_emulation or target.has_bfloat16
 
 
+_CUDNN = 91002  # 9.10.2, of torch 2.11's builds
+_STATISTICS = {"memory_summary": "", "memory_snapshot": [], "_dump_snapshot": None}
 # Functions that do nothing: the stand-in has its own generator, and no work to wait for.
 _GENERATOR_NO_OPS = (
     *("_lazy_init", "manual_seed", "manual_seed_all", "seed", "seed_all"),

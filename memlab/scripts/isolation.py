@@ -104,6 +104,22 @@ class Isolation:
             first, *others = self.written
             more = f" and {len(others)} more" if others else ""
             yield f"{first}{more} would have been written; --allow-writes lets the script write"
+        yield from self._refused()
+
+    @contextmanager
+    def refusals_noted(self) -> Iterator[None]:
+        """Add to an exception what was refused before, because that may be its cause."""
+        try:
+            yield
+        except (RefusedConnectionError, RefusedProcessError) as error:
+            error.add_note("--allow-writes permits it")
+            raise
+        except Exception as error:
+            for note in self._refused():
+                error.add_note(f"{note}; --allow-writes permits it")
+            raise
+
+    def _refused(self) -> Iterator[str]:
         for what, names in (
             ("a connection to", self.connections),
             ("the program", self.processes),

@@ -52,6 +52,8 @@ class Processes:
             try:
                 yield
             finally:
+                for each in tuple(self._waiting):  # Python asks for them when it exits
+                    each.terminate()
                 if dist.is_available() and dist.is_initialized():
                     dist.destroy_process_group()
 

@@ -90,7 +90,8 @@ def run(
     columns  of the rows of data sets that are not on this machine
     change   applied to the model and its optimizers before they train
 
-    Raises what the script raises before the last step has ended.
+    Raises what the script raises before the last step has ended, with a note (`__notes__`) for each
+    kind of attempt that was refused.
     """
     isolation, stand_ins = Isolation(), data.StandIns(configs, columns)
     metering: _Metering = (
@@ -113,7 +114,8 @@ def run(
         stack.enter_context(stand_ins.active())
         stack.enter_context(watcher.watching())
         stack.enter_context(applied(change, watcher.replaceable))
-        _run(launch, watcher, started)
+        with isolation.refusals_noted():
+            _run(launch, watcher, started)
         roots = metering.history.context.names.roots
     notes = (*isolation.notes(), *stand_ins.notes())
     return _outcome(traces, watcher, roots, started.ranks, notes)

@@ -50,7 +50,7 @@ def test_a_script_that_fits_is_explained_by_layer_and_by_line(memlab_in, folder)
     assert outcome.status == 0
     assert outcome.out.startswith("train.py: step 2, predicted for cuda:t4")
     assert "checkpoints and 1 more would have been written" in " ".join(outcome.out.split())
-    assert "it fits, " in outcome.out
+    assert ": it fits, " in outcome.out
     assert " ".join(outcome.out.split()).count("4 × activations *") == 1
     assert "train.py:17 <module>" in outcome.out  # loss.backward()
     assert max(map(len, outcome.out.splitlines())) <= WIDTH
@@ -63,7 +63,7 @@ def test_a_script_that_fits_is_explained_by_layer_and_by_line(memlab_in, folder)
 def test_a_script_that_does_not_fit_has_status_1(memlab_in, folder):
     outcome = memlab_in(folder, "run", "--memory", "700MiB", "train.py", "--batch-size", "65536")
     assert outcome.status == 1
-    assert "it does not fit: it lacks " in outcome.out
+    assert ": it does not fit, " in outcome.out
 
 
 def test_the_document_has_the_peak(memlab_in, folder):
@@ -123,7 +123,51 @@ def test_a_script_that_cannot_train_is_one_sentence(memlab_in, tmp_path, source,
     (tmp_path / "train.py").write_text(source)
     outcome = memlab_in(tmp_path, "run", "train.py")
     assert outcome.status == 2
-    [line] = [line for line in outcome.err.splitlines() if line.startswith("memlab: ")]
+    started, line = [line for line in outcome.err.splitlines() if line.startswith("memlab: ")]
+    assert started == "memlab: running train.py until step 2 has ended"
     assert complaint in line
     assert "Traceback" not in outcome.err
     assert sorted(path.name for path in Path(tmp_path).iterdir()) == ["train.py"]
+
+
+def test_a_module_has_its_own_options(memlab_in, folder):
+    """Those of memlab's names too, such as --gpus."""
+    script = folder / "train.py"
+    script.write_text(script.read_text().replace('"--batch-size"', '"--batch-size", "--gpus"'))
+    outcome = memlab_in(folder, "run", "--device", "cpu", "-m", "train", "--gpus", "4")
+    assert outcome.status == 0
+    assert outcome.out.startswith("-m train: step 2")
+
+
+def test_the_header_says_which_rank_ran(memlab_in, folder):
+    outcome = memlab_in(folder, "run", "torchrun", "--nproc-per-node", "2", "train.py")
+    assert outcome.out.startswith("train.py: step 2 of rank 0 of 2, predicted for cuda")
+    for words in (("--real",), ("--device", "cpu")):
+        refused = memlab_in(folder, "run", "--gpus", "2", *words, "train.py")
+        assert refused.err.startswith("memlab: got --gpus without a prediction for a GPU")
+
+
+def test_a_slow_script_says_where_it_is(memlab_in, folder, monkeypatch):
+    """The signal comes from the script itself, so that the result hangs on no clock."""
+    script = folder / "train.py"
+    script.write_text("import signal\nsignal.raise_signal(signal.SIGALRM)\n" + script.read_text())
+    outcome = memlab_in(folder, "run", "--device", "cpu", "train.py")
+    assert outcome.err.startswith("memlab: running train.py until step 2 has ended\n")
+    assert "\nmemlab: train.py:2 after " in outcome.err
+
+
+def test_sigterm_ends_it_as_ctrl_c_does(memlab_in, folder):
+    (folder / "train.py").write_text("import signal; signal.raise_signal(signal.SIGTERM)")
+    outcome = memlab_in(folder, "run", "train.py")
+    assert outcome.status == 130
+    assert "interrupted; nothing was written" in outcome.err
+
+
+def test_an_error_names_what_was_refused(memlab_in, folder):
+    (folder / "train.py").write_text("import os\nos.system('git log > log')\nopen('log')\n")
+    outcome = memlab_in(folder, "run", "train.py")
+    assert (outcome.status, outcome.out) == (2, "")
+    assert outcome.err.splitlines()[-1] == (
+        "memlab: train.py:3 raised FileNotFoundError: [Errno 2] No such file or directory: 'log'; "
+        "the script asked for the program git, and was refused; --allow-writes permits it"
+    )

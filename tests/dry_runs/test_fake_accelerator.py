@@ -383,6 +383,18 @@ def test_functions_that_need_a_device_raise_with_the_line(name, ask):
     assert "\n" not in str(e.value)
 
 
+def test_the_scale_is_the_first_one():
+    """No gradient is infinite, because there are no values."""
+    with memlab.dry_run():
+        weight = torch.ones(4, device="cuda", requires_grad=True)
+        optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cuda", 2.0**10)
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == scaler.state_dict()["scale"] == 2.0**10
+        assert torch.amp.GradScaler("cuda", enabled=False).get_scale() == 1.0
+
+
 # ------------------------------------------------------------------ begin and end
 
 

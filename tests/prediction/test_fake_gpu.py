@@ -67,6 +67,12 @@ def _with_or_without_a_driver(request, monkeypatch):
         (lambda: torch.accelerator.current_device_index(), 0),
         (lambda: torch.accelerator.synchronize(), None),
         (lambda: torch.cuda.manual_seed_all(0), None),
+        (lambda: torch.cuda.Event().elapsed_time(torch.cuda.Event()), 1.0),
+        (lambda: torch.cuda.utilization(), 0),
+        (lambda: torch.cuda.memory_summary(), ""),
+        (lambda: torch.cuda.memory.memory_snapshot(), []),
+        (lambda: torch.cuda.memory._dump_snapshot("snapshot.pickle"), None),
+        (lambda: torch.backends.cudnn.version() > 90000, True),
     ],
 )
 def test_there_is_one_gpu(ask, answer):

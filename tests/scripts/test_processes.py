@@ -1,0 +1,161 @@
+"""What a script starts in other processes runs in this one, as rank 0."""
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch.distributed as dist
+
+from memlab.scripts.isolation import RefusedProcessError
+from memlab.scripts.launch import launch_of
+from memlab.scripts.running import run
+
+LOOP = """
+    import os, subprocess, sys, torch
+    import torch.multiprocessing as mp
+    import torch.distributed as dist
+
+    def train(rank=0, world=1, setup=False, steps=3):
+        if setup:
+            dist.init_process_group("nccl", rank=rank, world_size=world)
+        model = torch.nn.Linear(64, 64).to(f"cuda:{rank}")
+        if setup:
+            model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank])
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(32, 64, device=f"cuda:{rank}")).sum().backward()
+            optimizer.step()
+        raise SystemExit("not reached")
+
+    def number(of):
+        return os.getpid()
+
+    def work(queue):
+        queue.put(os.getpid())
+
+    if __name__ == "__main__":
+    """
+WEIGHTS = 4 * 64 * 65
+
+
+@pytest.fixture
+def outcome(tmp_path, monkeypatch):
+    """Run a script with this main part."""
+    monkeypatch.chdir(tmp_path)
+
+    def ran(main, *words, **settings):
+        body = dedent(main).strip().replace("\n", "\n    ")
+        Path("train.py").write_text(f"{dedent(LOOP)}    {body}\n")
+        return run(launch_of([*words, "train.py"]), **settings)
+
+    yield ran
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_spawn_runs_rank_0_here(outcome):
+    found = outcome("mp.spawn(train, args=(2, True), nprocs=2)")
+    assert (found.steps, found.ranks) == (2, 2)
+    assert found.trace.at_peak["optimizer_state"] == 2 * WEIGHTS
+
+
+def test_the_script_finds_as_many_gpus_as_are_asked_for(outcome):
+    main = """
+        world = torch.cuda.device_count()
+        assert world == torch.accelerator.device_count() == 4
+        mp.start_processes(train, (world, True), world)
+        """
+    assert outcome(main, gpus=4).ranks == 4
+
+
+def test_torchruns_ranks_each_have_a_gpu(outcome):
+    found = outcome(
+        'train(0, int(os.environ["WORLD_SIZE"]), True) if torch.cuda.device_count() == 2 else 1',
+        *("torchrun", "--nproc_per_node=2"),
+    )
+    assert (found.steps, found.ranks) == (2, 2)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_started_process_trains_here(outcome, method):
+    main = f"""
+        model = torch.nn.Linear(4, 4).share_memory()
+        context = mp.get_context("{method}")
+        started = [context.Process(target=train, args=(0, 2)) for _ in range(2)]
+        for process in started: process.start()
+        for process in started: process.join()
+        """
+    found = outcome(main)
+    assert (found.steps, found.ranks) == (2, None)
+
+
+@pytest.mark.parametrize("wait", ["process.is_alive()", "1", "assert process.exitcode == 0"])
+def test_a_process_runs_when_the_script_waits_for_it(outcome, wait):
+    main = f"""
+        queue = mp.Queue()
+        process = mp.Process(target=work, args=(queue,))
+        process.start()
+        {wait}
+        assert queue.get() == os.getpid()
+        process.join()
+        train()
+        """
+    assert outcome(main).steps == 2
+
+
+def test_a_process_that_nobody_waits_for_runs_at_the_end(outcome):
+    assert outcome("mp.Process(target=train).start()").steps == 2
+
+
+def test_a_processs_error_is_the_scripts(outcome):
+    with pytest.raises(ZeroDivisionError):
+        outcome("mp.Process(target=lambda: 1 / 0).start()")
+
+
+def test_workers_of_a_pool_start(outcome):
+    """A library's own functions run there, and call the script's."""
+    main = """
+        with mp.Pool(2) as pool:
+            assert os.getpid() not in pool.map(number, range(4))
+        train()
+        """
+    assert outcome(main).steps == 2
+
+
+def test_a_launchers_other_ranks_have_ended(outcome):
+    main = """
+        environment = {**os.environ, "LOCAL_RANK": "1"}
+        other = subprocess.Popen([sys.executable, "train.py"], env=environment)
+        assert (other.poll(), other.wait()) == (0, 0)
+        train()
+        """
+    assert outcome(main).steps == 2
+
+
+def test_another_program_is_refused(outcome):
+    with pytest.raises(RefusedProcessError) as caught:
+        outcome('subprocess.run([sys.executable, "-c", "1"])')
+    assert caught.value.__notes__ == ["--allow-writes permits it"]
+
+
+def test_what_was_refused_may_explain_a_later_error(outcome):
+    main = """
+        os.system("git rev-parse HEAD > commit.txt")
+        open("commit.txt")
+        """
+    with pytest.raises(FileNotFoundError) as caught:
+        outcome(main)
+    assert caught.value.__notes__ == [
+        "the script asked for the program git, and was refused; --allow-writes permits it"
+    ]
+
+
+def test_a_mesh_starts_the_process_group(outcome):
+    main = """
+        mesh = dist.init_device_mesh("cuda", (2, 2), mesh_dim_names=("data", "tensor"))
+        assert mesh["tensor"].size() == 2 and mesh.get_coordinate() in ([0, 0], (0, 0))
+        train()
+        """
+    found = outcome(main, *("torchrun", "--nproc-per-node", "4"))
+    assert (found.steps, found.ranks) == (2, 4)
+    assert not dist.is_initialized()
