@@ -138,8 +138,9 @@ class StorageMeter(LightMode):
         for root in self.context.names.roots:
             self._scanner.scan_gradients(root.parameters())
         self.found_thread_gradients = len(self._stream.found) > known
-        if self._optimizer is not None:
-            self._scanner.scan_state(self._optimizer)
+        for optimizer in (self._optimizer, *self.context.optimizers):  # one may be in its step
+            if optimizer is not None:
+                self._scanner.scan_state(optimizer)
         self._stream.stop()
         if not self.context.optimizers and self._optimizer is None:
             self._mark_alive("optimizer", "optimizer_state")  # of a handwritten optimizer
@@ -190,6 +191,8 @@ class StorageMeter(LightMode):
         tensors = [] if is_new else self._own_tensors((*args, *kwargs.values()))
         self._folding.close(func, tensors)
         inputs = [self._record_input(tensor, phase) for tensor in tensors]
+        if phase == "backward" and func.namespace == "c10d":
+            self._mark_buckets(inputs)
         if self._on_operator is not None:
             self._on_operator(func, phase, self.context.module())
         result = self._execute(func, args, kwargs)
@@ -284,6 +287,12 @@ class StorageMeter(LightMode):
         return record
 
     # ------------------------------------------------------------------ categories
+
+    def _mark_buckets(self, sent: list[Storage]) -> None:
+        """Mark DDP's buckets, which it allocates outside modules, where a batch is allocated too."""
+        for record in sent:
+            if record.category == "inputs":
+                record.category = "workspace"
 
     def _on_root(self, root: torch.nn.Module) -> None:
         if self._subject_is_step:

@@ -57,6 +57,19 @@ def test_spawn_runs_rank_0_here(outcome):
     found = outcome("mp.spawn(train, args=(2, True), nprocs=2)")
     assert (found.steps, found.ranks) == (2, 2)
     assert found.trace.at_peak["optimizer_state"] == 2 * WEIGHTS
+    assert found.trace.at_peak["gradients"] == WEIGHTS
+
+
+def test_the_buckets_of_ddp_are_no_inputs(outcome):
+    found = outcome("mp.spawn(train, args=(2, True), nprocs=2)").trace
+    [bucket] = [
+        event
+        for event in found.alive()
+        if event.bytes == WEIGHTS
+        and event.line is None
+        and event.category not in ("parameters", "gradients", "optimizer_state")
+    ]
+    assert bucket.category == "workspace"
 
 
 def test_the_script_finds_as_many_gpus_as_are_asked_for(outcome):
