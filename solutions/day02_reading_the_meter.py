@@ -1231,3 +1231,21 @@ verdict(
 
 # %%
 running_bill(2)
+
+# %% [markdown]
+# ## Sources
+#
+# - PyTorch: [CUDA semantics](https://docs.pytorch.org/docs/stable/notes/cuda.html)
+# - PyTorch: [Understanding CUDA Memory
+#   Usage](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html)
+# - PyTorch: [torch.mps](https://docs.pytorch.org/docs/stable/mps.html)
+# - PyTorch: [torch.xpu](https://docs.pytorch.org/docs/stable/xpu.html)
+#
+# The rules on trial are from:
+#
+# - maxvdboom: [DreaMS Memory Optimization
+#   Strategies](https://github.com/maxvdboom/DreaMS/blob/757a414db1b8430e3ebed6665aa1f9d1b19eb376/MEMORY_OPTIMIZATION_GUIDE.md)
+# - thINKblots: [Multi-Platform Memory
+#   Optimization](https://github.com/thINKblots/gearhead/blob/d9730c481ff0cc18e9e2b2e6981495e233b9f7b1/MEMORY_OPTIMIZATIONS.md)
+# - gHashTag, VIBEE: [Memory Optimization
+#   Guide](https://github.com/gHashTag/vibee-lang/blob/203f37f8ed256b5a984355cbb3ee82194a8affd7/docs/guides/MEMORY_OPTIMIZATION_GUIDE.md)

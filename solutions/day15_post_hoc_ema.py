@@ -1065,3 +1065,15 @@ verdict(
 
 # %%
 running_bill(15)
+
+# %% [markdown]
+# ## Sources
+#
+# - Karras et al. 2023: [Analyzing and Improving the Training Dynamics of Diffusion
+#   Models](https://arxiv.org/abs/2312.02696)
+# - Hugging Face: [Safetensors](https://huggingface.co/docs/safetensors)
+#
+# The rules on trial are from:
+#
+# - nextml-code: [Learnings from RAM Optimization in
+#   PostHocEMA](https://github.com/nextml-code/pytorch-posthoc-ema/blob/485021c95b0477536c9e915cdb8c4f35d177b384/notes/MINIMIZE_RAM_LEARNED.md)
