@@ -943,6 +943,12 @@ else:
 # script has, too. (From transformers 6 on it is `activation_checkpointing_enable()`.) Here it is in
 # GPT-2, with 2 × 512 tokens. `from_pretrained` returns a model in evaluation mode, where
 # transformers ignores the call.
+#
+# The guide's trainer asks `hasattr` first. So a model without the method trains on, without
+# checkpointing and without a message.
+
+# %%
+print(f"this course's GPT has the method: {hasattr(base, 'gradient_checkpointing_enable')}")
 
 
 # %%
