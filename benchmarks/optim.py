@@ -14,6 +14,10 @@
     time       of a step of 16.8 million weights, as a ratio to torch's AdamW without foreach:
                median and quartiles of rounds in which all take turns
 
+Optimizers of matrices (Muon, GaLore, APOLLO, Shampoo, SOAP) follow no float32 optimizer, so they
+have a table of state, temporary memory and time alone, of one square matrix. GaLore's SVD, once in
+200 steps, and SOAP's QR, once in 10, have rows of their own: `with SVD` and `with QR`.
+
 Missing packages are left out and listed. torchao's optimizers are compiled if a C++
 compiler is installed. Prints Markdown and writes `benchmarks/results/<machine>.json`.
 """
@@ -27,7 +31,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -44,10 +48,12 @@ from common import (
     side_by_side,
 )
 from common import table as markdown
+from rich.progress import Progress
 from torch import Tensor, nn
 
 from memlab.metering.profiler_recording import record
-from memlab.optim import Adam8bit, AdamMini, AdamW, Lion, Lion8bit
+from memlab.optim import Adam8bit, AdamMini, AdamW, Apollo, GaLore, Lion, Lion8bit, Muon
+from memlab.reference.soap import shampoo_, soap_
 
 MIB = 2**20
 LR = 1e-3
@@ -65,6 +71,8 @@ class OptimizerSizes:
     idle_steps: int = 1000
     rounds: int = 9
     threads: tuple[int, ...] = (1, 2)
+    width: int = 1024  # of the square matrix
+    rank: int = 128  # of GaLore and APOLLO
 
 
 # ------------------------------------------------------------------ optimizers
@@ -137,6 +145,37 @@ CONTENDERS = {
 EXACT = {"Adam": CONTENDERS[LOOP].build, "Lion": CONTENDERS["memlab Lion"].build}
 
 
+class OfReference(torch.optim.Optimizer):
+    """Steps each matrix with a function (weight, gradient, state, lr) of memlab.reference."""
+
+    def __init__(self, params: Any, step_: Callable[..., None], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self._step = step_
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self._step(weight, weight.grad, self.state[weight], group["lr"])
+
+
+def of_a_matrix(plan: OptimizerSizes) -> dict[str, Build]:
+    """Return the optimizers of one matrix. No step after the first has an SVD or a QR, unless the
+    name says so."""
+    often, never = 1, 10**6
+    low = {"lr": LR, "weight_decay": 0.0, "rank": plan.rank}
+    return {
+        LOOP: CONTENDERS[LOOP].build,
+        "Muon": lambda weight: Muon([weight], lr=LR, weight_decay=0.0),
+        "GaLore": lambda weight: GaLore([weight], gap=never, **low),
+        "GaLore, with SVD": lambda weight: GaLore([weight], gap=often, **low),
+        "APOLLO": lambda weight: Apollo([weight], **low),
+        "Shampoo": lambda weight: OfReference([weight], shampoo_, LR),
+        "SOAP": lambda weight: OfReference([weight], partial(soap_, frequency=never), LR),
+        "SOAP, with QR": lambda weight: OfReference([weight], partial(soap_, frequency=often), LR),
+    }
+
+
 def has_compiler() -> bool:
     return any(map(shutil.which, ("c++", "g++", "clang++", "cl")))
 
@@ -199,16 +238,20 @@ def idle_movement(contender: TestedOptimizer, plan: OptimizerSizes) -> float:
 # ------------------------------------------------------------------ bytes and time
 
 
-def ready(contender: TestedOptimizer, weight: nn.Parameter) -> torch.optim.Optimizer:
+def ready(build: Build, weight: nn.Parameter) -> torch.optim.Optimizer:
     """Return the optimizer after a first step, which makes its state and compiles it."""
-    optimizer = contender.build(weight)
+    optimizer = build(weight)
     optimizer.step()
     return optimizer
 
 
 def timed_weight(plan: OptimizerSizes) -> nn.Parameter:
     """Return a weight for all optimizers to share; its values do not affect the time."""
-    weight = nn.Parameter(torch.randn(plan.timed // ROW, ROW))
+    return with_gradient(plan.timed // ROW, ROW)
+
+
+def with_gradient(rows: int, columns: int) -> nn.Parameter:
+    weight = nn.Parameter(torch.randn(rows, columns))
     weight.grad = torch.randn_like(weight)
     return weight
 
@@ -232,12 +275,11 @@ def plain_tensors(value: Any) -> list[Tensor]:
     return [plain for name in names for plain in plain_tensors(getattr(value, name))]
 
 
-def bytes_of(contender: TestedOptimizer, plan: OptimizerSizes) -> dict[str, float]:
+def bytes_of(build: Build, weight: nn.Parameter) -> dict[str, float]:
     """Return state per weight, and the temporary memory of a step."""
-    weight = timed_weight(plan)
-    optimizer = ready(contender, weight)
+    optimizer = ready(build, weight)
     return {
-        "state": state_bytes(optimizer, weight) / plan.timed,
+        "state": state_bytes(optimizer, weight) / weight.numel(),
         "on the way": record(optimizer.step, warm_up=optimizer.step).peak_bytes,
     }
 
@@ -248,12 +290,13 @@ def seconds_of(optimizer: torch.optim.Optimizer) -> float:
     return time.perf_counter() - start
 
 
-def seconds(names: Sequence[str], plan: OptimizerSizes, threads: int) -> dict[str, list[float]]:
+def seconds(
+    builds: Mapping[str, Build], weight: nn.Parameter, plan: OptimizerSizes, threads: int
+) -> dict[str, list[float]]:
     """Return the seconds of each optimizer in each round."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    weight = timed_weight(plan)
-    optimizers = {name: ready(CONTENDERS[name], weight) for name in names}
+    optimizers = {name: ready(build, weight) for name, build in builds.items()}
     runs = {name: partial(seconds_of, optimizer) for name, optimizer in optimizers.items()}
     try:
         return side_by_side(runs, range(plan.rounds))
@@ -267,7 +310,7 @@ def seconds(names: Sequence[str], plan: OptimizerSizes, threads: int) -> dict[st
 def row(contender: TestedOptimizer, plan: OptimizerSizes) -> dict[str, Any]:
     """Return all figures except the times."""
     return {
-        **bytes_of(contender, plan),
+        **bytes_of(contender.build, timed_weight(plan)),
         "drift": drift(contender, plan),
         "longest": longest_steps(contender, plan),
         "idle": idle_movement(contender, plan),
@@ -290,6 +333,24 @@ def page(rows: dict[str, dict[str, Any]], times: dict[int, dict[str, Spread]]) -
             short(found["drift"]),
             *(f"{short(step)} lr" for step in found["longest"].values()),
             f"{short(found['idle'])} lr",
+            f"{found['on the way'] / MIB:.1f}",
+            *(str(ratio[name]) for ratio in times.values()),
+        )
+        for name, found in rows.items()
+    ]
+    return markdown(header, lines)
+
+
+def page_of_matrices(rows: dict[str, dict[str, float]], times: dict[int, dict[str, Spread]]) -> str:
+    """Return a table of the optimizers of a matrix."""
+    header = (
+        *("optimizer of a matrix", "state, bytes per weight", "temporary, MiB"),
+        *(f"time, {threads} thread{'s' * (threads > 1)}" for threads in times),
+    )
+    lines = [
+        (
+            name,
+            f"{found['state']:.3f}",
             f"{found['on the way'] / MIB:.1f}",
             *(str(ratio[name]) for ratio in times.values()),
         )
@@ -338,30 +399,67 @@ def main(words: Sequence[str] | None = None, plan: OptimizerSizes | None = None)
     given = arguments(words)
     plan = plan or OptimizerSizes(rounds=given.rounds)
     torch.compiler.set_stance("default" if has_compiler() else "force_eager")
-    installed = {name: each for name, each in CONTENDERS.items() if each.is_installed}
     print(heading("Optimizers"), end="\n\n")
-    rows, taken = {}, {}
     with progress() as bar:
-        task = bar.add_task("optimizers", total=len(installed) + len(plan.threads))
-        for name, contender in installed.items():
-            rows[name] = row(contender, plan)
-            bar.advance(task)
-        for threads in plan.threads:
-            taken[threads] = seconds(list(installed), plan, threads)
-            bar.advance(task)
-    times = {
-        threads: {name: ratios(of, found[LOOP]) for name, of in found.items()}
-        for threads, found in taken.items()
-    }
+        rows, taken = of_contenders(plan, bar)
+        of_matrices = rows_of_matrices(plan, bar)
+    times = in_ratios(taken)
     print(page(rows, times), end="\n\n")
     for sentence in sentences(taken):
         print(sentence)
-    medians = {
+    save(given.results, "optim", "optimizers", {"rows": rows, "times": medians(times)})
+    rows, times = of_matrices[0], in_ratios(of_matrices[1])
+    print(f"\n{page_of_matrices(rows, times)}")
+    sizes = {"width": plan.width, "rank": plan.rank}
+    save(given.results, "optim", "matrices", {**sizes, "rows": rows, "times": medians(times)})
+    return 0
+
+
+Seconds = dict[int, dict[str, list[float]]]  # by threads and optimizer, of each round
+
+
+def of_contenders(plan: OptimizerSizes, bar: Progress) -> tuple[dict[str, Any], Seconds]:
+    """Return the figures and the seconds of each optimizer that is installed."""
+    installed = {name: each for name, each in CONTENDERS.items() if each.is_installed}
+    rows, taken = {}, {}
+    task = bar.add_task("optimizers", total=len(installed) + len(plan.threads))
+    for name, contender in installed.items():
+        rows[name] = row(contender, plan)
+        bar.advance(task)
+    builds, weight = {name: each.build for name, each in installed.items()}, timed_weight(plan)
+    for threads in plan.threads:
+        taken[threads] = seconds(builds, weight, plan, threads)
+        bar.advance(task)
+    return rows, taken
+
+
+def rows_of_matrices(plan: OptimizerSizes, bar: Progress) -> tuple[dict[str, Any], Seconds]:
+    """Return the bytes and the seconds of each optimizer of a matrix."""
+    rows, taken = {}, {}
+    builds, weight = of_a_matrix(plan), with_gradient(plan.width, plan.width)
+    task = bar.add_task("of a matrix", total=len(builds) + len(plan.threads))
+    for name, build in builds.items():
+        rows[name] = bytes_of(build, weight)
+        bar.advance(task)
+    for threads in plan.threads:
+        taken[threads] = seconds(builds, weight, plan, threads)
+        bar.advance(task)
+    return rows, taken
+
+
+def in_ratios(taken: Seconds) -> dict[int, dict[str, Spread]]:
+    """Return each optimizer's time as a ratio to torch's AdamW."""
+    return {
+        threads: {name: ratios(of, found[LOOP]) for name, of in found.items()}
+        for threads, found in taken.items()
+    }
+
+
+def medians(times: dict[int, dict[str, Spread]]) -> dict[int, dict[str, float]]:
+    return {
         threads: {name: ratio.median for name, ratio in found.items()}
         for threads, found in times.items()
     }
-    save(given.results, "optim", "optimizers", {"rows": rows, "times": medians})
-    return 0
 
 
 if __name__ == "__main__":

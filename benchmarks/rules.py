@@ -29,7 +29,8 @@ INTRODUCTION = """\
 People size their training by rules of thumb. Five guides state {all} of them, some in several
 parts; {tried} are tried here, each in the notebook of a day, with the code that measured it. Of
 {verdicts} verdicts {wrong} are *wrong*, and most others hold only under a condition. The guides are
-cited by their titles. GB are 10⁹ bytes here, as in the guides.
+cited by their titles; [docs/GUIDES.md](docs/GUIDES.md) has their authors, their addresses, and the
+place of each of their items. GB are 10⁹ bytes here, as in the guides.
 
 Measured on {where}, by `python benchmarks/rules.py`. Bytes are the same on every CPU.
 """

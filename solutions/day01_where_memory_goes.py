@@ -645,3 +645,20 @@ verdict(
 
 # %%
 running_bill(1, today=trace)
+
+# %% [markdown]
+# ## Sources
+#
+# - Touvron et al. 2023: [LLaMA: Open and Efficient Foundation Language
+#   Models](https://arxiv.org/abs/2302.13971)
+# - Korthikanti et al. 2022: [Reducing Activation Recomputation in Large Transformer
+#   Models](https://arxiv.org/abs/2205.05198)
+# - NVIDIA: [H100, data sheet](https://www.nvidia.com/en-us/data-center/h100/)
+#
+# The rules on trial are from:
+#
+# - thINKblots: [Multi-Platform Memory
+#   Optimization](https://github.com/thINKblots/gearhead/blob/d9730c481ff0cc18e9e2b2e6981495e233b9f7b1/MEMORY_OPTIMIZATIONS.md)
+# - gHashTag, VIBEE: [Memory Optimization
+#   Guide](https://github.com/gHashTag/vibee-lang/blob/203f37f8ed256b5a984355cbb3ee82194a8affd7/docs/guides/MEMORY_OPTIMIZATION_GUIDE.md)
+# - "Day 19: Memory Optimization", author and address unknown

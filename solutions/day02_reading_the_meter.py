@@ -990,6 +990,27 @@ print(f"Ben keeps {format_bytes(4 * 128 * 512 * 4)} of GELU outputs per step")
 # library keeps. So a warning on the CPU may come late or never, and its MiB per step are rough.
 
 # %% [markdown]
+# `log_to` sends the bytes to TensorBoard (a `SummaryWriter`), a W&B run, or a function. The
+# Trainers of transformers and Lightning get the same names from `MemoryCallback()`, which is in
+# `memlab.monitoring.transformers` and `memlab.monitoring.lightning`.
+
+# %%
+logged = []
+log = memlab.monitor().log_to(lambda name, value, step: logged.append((step, name)), every=2)
+with warnings.catch_warnings(), log:
+    warnings.simplefilter("ignore")  # Ben's leak, again
+    for _ in range(2):  # two steps each
+        next(run)
+for step, name in logged:
+    print(f"step {step}: {name}")
+print(f"8 × 1024**3 bytes are 8 GiB, and {8 * 1024**3 / 1e9:.2f} GB")
+
+# %% [markdown]
+# On a GPU, `memory/reserved` is there too. One guide's `log_memory_usage()` prints
+# `memory_allocated() / 1024**3` as "GB". The number is right in GiB; in GB it is 7 % larger. It
+# also shows the moment of the call alone. The monitor shows each step's peak.
+
+# %% [markdown]
 # ## At scale
 #
 # A loss that is kept with its graph keeps all saved tensors of its forward pass. Yesterday's
@@ -1012,10 +1033,11 @@ for name, batch, seq_len in (("124m", 8, 640), ("1b", 1, 8192), ("llama-2-7b", 1
 # | NVIDIA | `nvidia-smi` | `torch.cuda.memory_allocated()`, `memory_reserved()` |
 # | AMD | `rocm-smi --showmeminfo vram`, `amd-smi` | the same `torch.cuda` functions |
 # | Intel | `xpu-smi` | `torch.xpu.memory_allocated()`, `memory_reserved()` |
-# | Apple | Activity Monitor | `torch.mps.current_allocated_memory()`, `driver_allocated_memory()` |
+# | Apple | `vm_stat` | `torch.mps.current_allocated_memory()`, `driver_allocated_memory()` |
 #
 # On Apple, `driver_allocated_memory()` is the reserved number, and `recommended_max_memory()` the
-# most that Metal recommends.
+# most that Metal recommends. `vm_stat` counts pages, whose size is in its first line. Activity
+# Monitor shows the same in a window.
 
 # %% [markdown]
 # Apple's GPU has *unified memory*: model, system and other programs share the same RAM. So other
@@ -1231,3 +1253,21 @@ verdict(
 
 # %%
 running_bill(2)
+
+# %% [markdown]
+# ## Sources
+#
+# - PyTorch: [CUDA semantics](https://docs.pytorch.org/docs/stable/notes/cuda.html)
+# - PyTorch: [Understanding CUDA Memory
+#   Usage](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html)
+# - PyTorch: [torch.mps](https://docs.pytorch.org/docs/stable/mps.html)
+# - PyTorch: [torch.xpu](https://docs.pytorch.org/docs/stable/xpu.html)
+#
+# The rules on trial are from:
+#
+# - maxvdboom: [DreaMS Memory Optimization
+#   Strategies](https://github.com/maxvdboom/DreaMS/blob/757a414db1b8430e3ebed6665aa1f9d1b19eb376/MEMORY_OPTIMIZATION_GUIDE.md)
+# - thINKblots: [Multi-Platform Memory
+#   Optimization](https://github.com/thINKblots/gearhead/blob/d9730c481ff0cc18e9e2b2e6981495e233b9f7b1/MEMORY_OPTIMIZATIONS.md)
+# - gHashTag, VIBEE: [Memory Optimization
+#   Guide](https://github.com/gHashTag/vibee-lang/blob/203f37f8ed256b5a984355cbb3ee82194a8affd7/docs/guides/MEMORY_OPTIMIZATION_GUIDE.md)

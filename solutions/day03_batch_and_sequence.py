@@ -949,3 +949,19 @@ verdict(
 
 # %%
 running_bill(3, today=one_at_a_time)
+
+# %% [markdown]
+# ## Sources
+#
+# - Hu et al. 2021: [LoRA: Low-Rank Adaptation of Large Language
+#   Models](https://arxiv.org/abs/2106.09685)
+# - transformers: [pull request 34191, on accumulated
+#   losses](https://github.com/huggingface/transformers/issues/34191)
+# - PyTorch: [torch.utils.data, memory pinning](https://docs.pytorch.org/docs/stable/data.html)
+#
+# The rules on trial are from:
+#
+# - maxvdboom: [DreaMS Memory Optimization
+#   Strategies](https://github.com/maxvdboom/DreaMS/blob/757a414db1b8430e3ebed6665aa1f9d1b19eb376/MEMORY_OPTIMIZATION_GUIDE.md)
+# - thINKblots: [Multi-Platform Memory
+#   Optimization](https://github.com/thINKblots/gearhead/blob/d9730c481ff0cc18e9e2b2e6981495e233b9f7b1/MEMORY_OPTIMIZATIONS.md)

@@ -867,3 +867,20 @@ verdict(
 
 # %%
 running_bill(4)
+
+# %% [markdown]
+# ## Sources
+#
+# - Micikevicius et al. 2018: [Mixed Precision Training](https://arxiv.org/abs/1710.03740)
+# - Gupta et al. 2015: [Deep Learning with Limited Numerical
+#   Precision](https://arxiv.org/abs/1502.02551)
+# - Zamirai et al. 2020: [Revisiting BFloat16 Training](https://arxiv.org/abs/2010.06192)
+# - PyTorch: [torch.amp](https://docs.pytorch.org/docs/stable/amp.html)
+#
+# The rules on trial are from:
+#
+# - thINKblots: [Multi-Platform Memory
+#   Optimization](https://github.com/thINKblots/gearhead/blob/d9730c481ff0cc18e9e2b2e6981495e233b9f7b1/MEMORY_OPTIMIZATIONS.md)
+# - gHashTag, VIBEE: [Memory Optimization
+#   Guide](https://github.com/gHashTag/vibee-lang/blob/203f37f8ed256b5a984355cbb3ee82194a8affd7/docs/guides/MEMORY_OPTIMIZATION_GUIDE.md)
+# - "Day 19: Memory Optimization", author and address unknown

@@ -754,3 +754,18 @@ verdict(
 
 # %%
 running_bill(5, today=checkpointed(batch=2))
+
+# %% [markdown]
+# ## Sources
+#
+# - Chen et al. 2016: [Training Deep Nets with Sublinear Memory
+#   Cost](https://arxiv.org/abs/1604.06174)
+# - PyTorch: [torch.utils.checkpoint](https://docs.pytorch.org/docs/stable/checkpoint.html)
+# - PyTorch: [Autograd mechanics, hooks for saved
+#   tensors](https://docs.pytorch.org/docs/stable/notes/autograd.html)
+#
+# The rules on trial are from:
+#
+# - thINKblots: [Multi-Platform Memory
+#   Optimization](https://github.com/thINKblots/gearhead/blob/d9730c481ff0cc18e9e2b2e6981495e233b9f7b1/MEMORY_OPTIMIZATIONS.md)
+# - "Day 19: Memory Optimization", author and address unknown

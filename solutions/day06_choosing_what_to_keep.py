@@ -807,3 +807,19 @@ with memlab.dry_run():
 
 # %%
 running_bill(6, today=today)
+
+# %% [markdown]
+# ## Sources
+#
+# - Chen et al. 2016: [Training Deep Nets with Sublinear Memory
+#   Cost](https://arxiv.org/abs/1604.06174)
+# - Korthikanti et al. 2022: [Reducing Activation Recomputation in Large Transformer
+#   Models](https://arxiv.org/abs/2205.05198)
+# - Beaumont et al. 2019: [Optimal checkpointing for heterogeneous
+#   chains](https://arxiv.org/abs/1911.13214)
+# - PyTorch: [torch.utils.checkpoint](https://docs.pytorch.org/docs/stable/checkpoint.html)
+#
+# The rules on trial are from:
+#
+# - gHashTag, VIBEE: [Memory Optimization
+#   Guide](https://github.com/gHashTag/vibee-lang/blob/203f37f8ed256b5a984355cbb3ee82194a8affd7/docs/guides/MEMORY_OPTIMIZATION_GUIDE.md)

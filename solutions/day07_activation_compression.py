@@ -939,3 +939,18 @@ print(f"12 blocks hold {format_bytes(12 * (one - other))} less")
 
 # %%
 running_bill(7)
+
+# %% [markdown]
+# ## Sources
+#
+# - Chen et al. 2021: [ActNN: Reducing Training Memory Footprint via 2-Bit Activation Compressed
+#   Training](https://arxiv.org/abs/2104.14129)
+# - Liu et al. 2022: [GACT: Activation Compressed Training for Generic Network
+#   Architectures](https://arxiv.org/abs/2206.11357)
+# - PyTorch: [Autograd mechanics, hooks for saved
+#   tensors](https://docs.pytorch.org/docs/stable/notes/autograd.html)
+#
+# The rules on trial are from:
+#
+# - gHashTag, VIBEE: [Memory Optimization
+#   Guide](https://github.com/gHashTag/vibee-lang/blob/203f37f8ed256b5a984355cbb3ee82194a8affd7/docs/guides/MEMORY_OPTIMIZATION_GUIDE.md)

@@ -894,3 +894,22 @@ verdict(
 
 # %%
 running_bill(8)
+
+# %% [markdown]
+# ## Sources
+#
+# - Kingma and Ba 2015: [Adam: A Method for Stochastic
+#   Optimization](https://arxiv.org/abs/1412.6980)
+# - Loshchilov and Hutter 2019: [Decoupled Weight Decay
+#   Regularization](https://arxiv.org/abs/1711.05101)
+# - Zhang et al. 2024: [Adam-mini: Use Fewer Learning Rates To Gain
+#   More](https://arxiv.org/abs/2406.16793)
+# - Chen et al. 2023: [Symbolic Discovery of Optimization
+#   Algorithms](https://arxiv.org/abs/2302.06675)
+# - Lv et al. 2023: [Full Parameter Fine-tuning for Large Language Models with Limited
+#   Resources](https://arxiv.org/abs/2306.09782)
+#
+# The rules on trial are from:
+#
+# - gHashTag, VIBEE: [Memory Optimization
+#   Guide](https://github.com/gHashTag/vibee-lang/blob/203f37f8ed256b5a984355cbb3ee82194a8affd7/docs/guides/MEMORY_OPTIMIZATION_GUIDE.md)

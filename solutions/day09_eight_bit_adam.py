@@ -874,3 +874,19 @@ print(f"the bar would be {(adam - lion) / 2**30:.2f} GiB longer")
 
 # %%
 running_bill(9)
+
+# %% [markdown]
+# ## Sources
+#
+# - Dettmers et al. 2021: [8-bit Optimizers via Block-wise
+#   Quantization](https://arxiv.org/abs/2110.02861)
+# - Li et al. 2023: [Memory Efficient Optimizers with 4-bit
+#   States](https://arxiv.org/abs/2309.01507)
+# - bitsandbytes: [8-bit optimizers](https://huggingface.co/docs/bitsandbytes/main/en/optimizers)
+# - PyTorch: [torchao](https://github.com/pytorch/ao)
+#
+# The rules on trial are from:
+#
+# - gHashTag, VIBEE: [Memory Optimization
+#   Guide](https://github.com/gHashTag/vibee-lang/blob/203f37f8ed256b5a984355cbb3ee82194a8affd7/docs/guides/MEMORY_OPTIMIZATION_GUIDE.md)
+# - "Day 19: Memory Optimization", author and address unknown

@@ -757,3 +757,22 @@ print(f"12 layers × 8 × 12 heads × 640² × 4 bytes: {format_bytes(weights_of
 
 # %%
 running_bill(10)
+
+# %% [markdown]
+# ## Sources
+#
+# - Vaswani et al. 2017: [Attention Is All You Need](https://arxiv.org/abs/1706.03762)
+# - Milakov and Gimelshein 2018: [Online normalizer calculation for
+#   softmax](https://arxiv.org/abs/1805.02867)
+# - Dao et al. 2022: [FlashAttention: Fast and Memory-Efficient Exact Attention with
+#   IO-Awareness](https://arxiv.org/abs/2205.14135)
+# - Dao 2023: [FlashAttention-2: Faster Attention with Better Parallelism and Work
+#   Partitioning](https://arxiv.org/abs/2307.08691)
+# - PyTorch:
+#   [scaled_dot_product_attention](https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html)
+# - Dao-AILab: [flash-attention, the package](https://github.com/Dao-AILab/flash-attention)
+#
+# The rules on trial are from:
+#
+# - gHashTag, VIBEE: [Memory Optimization
+#   Guide](https://github.com/gHashTag/vibee-lang/blob/203f37f8ed256b5a984355cbb3ee82194a8affd7/docs/guides/MEMORY_OPTIMIZATION_GUIDE.md)

@@ -758,3 +758,16 @@ print(f"sums of gradients over micro-batches: {format_bytes(4 * weights)}")
 
 # %%
 running_bill(11)
+
+# %% [markdown]
+# ## Sources
+#
+# - Hsu et al. 2024: [Liger Kernel: Efficient Triton Kernels for LLM
+#   Training](https://arxiv.org/abs/2410.10989)
+# - Milakov and Gimelshein 2018: [Online normalizer calculation for
+#   softmax](https://arxiv.org/abs/1805.02867)
+#
+# The rules on trial are from:
+#
+# - thINKblots: [Multi-Platform Memory
+#   Optimization](https://github.com/thINKblots/gearhead/blob/d9730c481ff0cc18e9e2b2e6981495e233b9f7b1/MEMORY_OPTIMIZATIONS.md)

@@ -787,3 +787,18 @@ for stage in range(4):
 
 # %%
 running_bill(12)
+
+# %% [markdown]
+# ## Sources
+#
+# - Rajbhandari et al. 2020: [ZeRO: Memory Optimizations Toward Training Trillion Parameter
+#   Models](https://arxiv.org/abs/1910.02054)
+# - Zhao et al. 2023: [PyTorch FSDP: Experiences on Scaling Fully Sharded Data
+#   Parallel](https://arxiv.org/abs/2304.11277)
+# - PyTorch: [torch.distributed](https://docs.pytorch.org/docs/stable/distributed.html)
+#
+# The rules on trial are from:
+#
+# - gHashTag, VIBEE: [Memory Optimization
+#   Guide](https://github.com/gHashTag/vibee-lang/blob/203f37f8ed256b5a984355cbb3ee82194a8affd7/docs/guides/MEMORY_OPTIMIZATION_GUIDE.md)
+# - "Day 19: Memory Optimization", author and address unknown

@@ -932,3 +932,16 @@ for stage in range(4):
 
 # %%
 running_bill(13)
+
+# %% [markdown]
+# ## Sources
+#
+# - Rajbhandari et al. 2020: [ZeRO: Memory Optimizations Toward Training Trillion Parameter
+#   Models](https://arxiv.org/abs/1910.02054)
+# - Zhao et al. 2023: [PyTorch FSDP: Experiences on Scaling Fully Sharded Data
+#   Parallel](https://arxiv.org/abs/2304.11277)
+# - Shoeybi et al. 2019: [Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+#   Parallelism](https://arxiv.org/abs/1909.08053)
+# - Korthikanti et al. 2022: [Reducing Activation Recomputation in Large Transformer
+#   Models](https://arxiv.org/abs/2205.05198)
+# - PyTorch: [fully_shard](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)

@@ -1016,3 +1016,24 @@ verdict(
 
 # %%
 running_bill(14)
+
+# %% [markdown]
+# ## Sources
+#
+# - Ren et al. 2021: [ZeRO-Offload: Democratizing Billion-Scale Model
+#   Training](https://arxiv.org/abs/2101.06840)
+# - Rajbhandari et al. 2021: [ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
+#   Learning](https://arxiv.org/abs/2104.07857)
+# - Pudipeddi et al. 2020: [Training Large Neural Networks with Constant Memory using a New
+#   Execution Algorithm](https://arxiv.org/abs/2002.05645)
+# - Rhu et al. 2016: [vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural
+#   Network Design](https://arxiv.org/abs/1602.08124)
+# - DeepSpeed: [Configuration JSON](https://www.deepspeed.ai/docs/config-json/)
+#
+# The rules on trial are from:
+#
+# - maxvdboom: [DreaMS Memory Optimization
+#   Strategies](https://github.com/maxvdboom/DreaMS/blob/757a414db1b8430e3ebed6665aa1f9d1b19eb376/MEMORY_OPTIMIZATION_GUIDE.md)
+# - gHashTag, VIBEE: [Memory Optimization
+#   Guide](https://github.com/gHashTag/vibee-lang/blob/203f37f8ed256b5a984355cbb3ee82194a8affd7/docs/guides/MEMORY_OPTIMIZATION_GUIDE.md)
+# - "Day 19: Memory Optimization", author and address unknown

@@ -949,6 +949,15 @@ verdict(
     otherwise="all four are done: streaming, parts of a model, in place, compressed snapshots",
 )
 
+# %% [markdown]
+# In place, the guide asks for numerical stability. Each weight is written once, when its sum is
+# complete. So does it have the bits of a synthesis into tensors of its own?
+
+# %%
+apart = ema.synthesize(found, 0.05)
+same = all(torch.equal(weight, apart[name]) for name, weight in weights.named_parameters())
+print(f"{len(apart)} tensors, in place and apart, have the same bits: {same}")
+
 # %%
 verdict(
     "25e",
@@ -1065,3 +1074,15 @@ verdict(
 
 # %%
 running_bill(15)
+
+# %% [markdown]
+# ## Sources
+#
+# - Karras et al. 2023: [Analyzing and Improving the Training Dynamics of Diffusion
+#   Models](https://arxiv.org/abs/2312.02696)
+# - Hugging Face: [Safetensors](https://huggingface.co/docs/safetensors)
+#
+# The rules on trial are from:
+#
+# - nextml-code: [Learnings from RAM Optimization in
+#   PostHocEMA](https://github.com/nextml-code/pytorch-posthoc-ema/blob/485021c95b0477536c9e915cdb8c4f35d177b384/notes/MINIMIZE_RAM_LEARNED.md)

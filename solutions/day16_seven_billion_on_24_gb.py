@@ -717,3 +717,17 @@ print(f"from {peaks[0]:.2f} GiB to {peaks[-1]:.2f}: {peaks[0] / peaks[-1]:.1f} t
 
 # %%
 running_bill(16)
+
+# %% [markdown]
+# ## Sources
+#
+# - Korthikanti et al. 2022: [Reducing Activation Recomputation in Large Transformer
+#   Models](https://arxiv.org/abs/2205.05198)
+# - Rajbhandari et al. 2020: [ZeRO: Memory Optimizations Toward Training Trillion Parameter
+#   Models](https://arxiv.org/abs/1910.02054)
+# - Kaplan et al. 2020: [Scaling Laws for Neural Language Models](https://arxiv.org/abs/2001.08361)
+#
+# The rules on trial are from:
+#
+# - gHashTag, VIBEE: [Memory Optimization
+#   Guide](https://github.com/gHashTag/vibee-lang/blob/203f37f8ed256b5a984355cbb3ee82194a8affd7/docs/guides/MEMORY_OPTIMIZATION_GUIDE.md)

@@ -943,6 +943,12 @@ else:
 # script has, too. (From transformers 6 on it is `activation_checkpointing_enable()`.) Here it is in
 # GPT-2, with 2 × 512 tokens. `from_pretrained` returns a model in evaluation mode, where
 # transformers ignores the call.
+#
+# The guide's trainer asks `hasattr` first. So a model without the method trains on, without
+# checkpointing and without a message.
+
+# %%
+print(f"this course's GPT has the method: {hasattr(base, 'gradient_checkpointing_enable')}")
 
 
 # %%
@@ -1028,3 +1034,18 @@ for claim, found in CLAIMS.items():
 
 # %%
 running_bill(17)
+
+# %% [markdown]
+# ## Sources
+#
+# - Dettmers et al. 2023: [QLoRA: Efficient Finetuning of Quantized
+#   LLMs](https://arxiv.org/abs/2305.14314)
+# - Hu et al. 2021: [LoRA: Low-Rank Adaptation of Large Language
+#   Models](https://arxiv.org/abs/2106.09685)
+# - Hugging Face: [PEFT,
+#   quantization](https://huggingface.co/docs/peft/developer_guides/quantization)
+#
+# The rules on trial are from:
+#
+# - thINKblots: [Multi-Platform Memory
+#   Optimization](https://github.com/thINKblots/gearhead/blob/d9730c481ff0cc18e9e2b2e6981495e233b9f7b1/MEMORY_OPTIMIZATIONS.md)

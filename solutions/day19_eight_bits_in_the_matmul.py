@@ -813,3 +813,16 @@ verdict(
 
 # %%
 running_bill(19)
+
+# %% [markdown]
+# ## Sources
+#
+# - Micikevicius et al. 2022: [FP8 Formats for Deep Learning](https://arxiv.org/abs/2209.05433)
+# - DeepSeek-AI 2024: [DeepSeek-V3 Technical Report](https://arxiv.org/abs/2412.19437)
+# - Grattafiori et al. 2024: [The Llama 3 Herd of Models](https://arxiv.org/abs/2407.21783)
+# - PyTorch: [torchao](https://github.com/pytorch/ao)
+#
+# The rules on trial are from:
+#
+# - gHashTag, VIBEE: [Memory Optimization
+#   Guide](https://github.com/gHashTag/vibee-lang/blob/203f37f8ed256b5a984355cbb3ee82194a8affd7/docs/guides/MEMORY_OPTIMIZATION_GUIDE.md)

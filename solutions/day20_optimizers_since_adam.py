@@ -610,3 +610,18 @@ else:
 
 # %%
 running_bill(20)
+
+# %% [markdown]
+# ## Sources
+#
+# - Jordan et al. 2024: [Muon: An optimizer for hidden layers in neural
+#   networks](https://kellerjordan.github.io/posts/muon/)
+# - Liu et al. 2025: [Muon is Scalable for LLM Training](https://arxiv.org/abs/2502.16982)
+# - Zhao et al. 2024: [GaLore: Memory-Efficient LLM Training by Gradient Low-Rank
+#   Projection](https://arxiv.org/abs/2403.03507)
+# - Zhu et al. 2024: [APOLLO: SGD-like Memory, AdamW-level
+#   Performance](https://arxiv.org/abs/2412.05270)
+# - Gupta et al. 2018: [Shampoo: Preconditioned Stochastic Tensor
+#   Optimization](https://arxiv.org/abs/1802.09568)
+# - Vyas et al. 2024: [SOAP: Improving and Stabilizing Shampoo using
+#   Adam](https://arxiv.org/abs/2409.11321)

@@ -852,3 +852,17 @@ for claim, found in CLAIMS.items():
 
 # %%
 running_bill(21)
+
+# %% [markdown]
+# ## Sources
+#
+# - Krell et al. 2021: [Efficient Sequence Packing without
+#   Cross-contamination](https://arxiv.org/abs/2107.02027)
+# - Rafailov et al. 2023: [Direct Preference Optimization: Your Language Model is Secretly a Reward
+#   Model](https://arxiv.org/abs/2305.18290)
+# - Shao et al. 2024: [DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language
+#   Models](https://arxiv.org/abs/2402.03300)
+# - Chen et al. 2016: [Training Deep Nets with Sublinear Memory
+#   Cost](https://arxiv.org/abs/1604.06174)
+# - NVIDIA: [NCCL, environment
+#   variables](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html)

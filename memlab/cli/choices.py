@@ -30,6 +30,12 @@ SUITABLE = {
     "mps": Setting("34m", batch=4, seq_len=512),
     "accelerator": Setting("124m", batch=8, seq_len=1024),
 }
+# What people call a device, and what torch calls it.
+TORCHS_NAMES = {
+    **dict.fromkeys(("rocm", "hip", "amd", "nvidia"), "cuda"),
+    **dict.fromkeys(("metal", "apple"), "mps"),
+    **dict.fromkeys(("intel", "sycl"), "xpu"),
+}
 MAX_LAYERS = 10_000  # a dry run goes through every layer: more layers take hours
 MAX_ELEMENTS = 2**59  # the largest tensor whose bytes torch can still count
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -49,6 +55,9 @@ def choose_device(request: Request) -> str:
         return target.device if target else "cpu"
     present = devices_present()
     if given is not None and given not in present:
+        if TORCHS_NAMES.get(given.lower()) in present:
+            name = TORCHS_NAMES[given.lower()]
+            raise UsageError(f"got --device {quoted(given)}; torch calls it {name}: use {name}")
         dry = f"--dry-run --device {target.device} predicts it" if target else "use --dry-run"
         raise UsageError(
             f"got --device {quoted(given)}; this machine has {' and '.join(present)} (see memlab "

@@ -88,6 +88,8 @@ def _build() -> str:
         return f"ROCm {torch.version.hip}"
     if torch.version.cuda:
         return f"CUDA {torch.version.cuda}"
+    if torch.version.xpu:
+        return f"XPU {torch.version.xpu}"
     return "Metal" if torch.backends.mps.is_built() else "the CPU"
 
 
@@ -172,7 +174,9 @@ def _installed_gpu() -> str | None:
     """Return the GPU whose driver is installed, whether or not torch can use it."""
     if Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi"):
         return "an NVIDIA GPU"
-    return "an AMD GPU" if Path("/dev/kfd").exists() else None
+    if Path("/dev/kfd").exists():
+        return "an AMD GPU"
+    return "an Intel GPU" if shutil.which("xpu-smi") else None
 
 
 # ------------------------------------------------------------------ checks

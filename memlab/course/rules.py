@@ -6,6 +6,7 @@ into RULES.md.
 
 from typing import NamedTuple
 
+from memlab.course import guides
 from memlab.course.page import say
 
 
@@ -27,11 +28,8 @@ class RuleVerdict(NamedTuple):
 
 # A rule with several claims has a letter for each. A rule tested on two days has the first. A rule
 # that a later day tests again, with other means, has its number there with the letter b.
-_DAY_19 = "Day 19: Memory Optimization"
-_MEMORY_GUIDE = "Memory Optimization Guide"
-_PLATFORMS = "Multi-Platform Memory Optimization"
-_DREAMS = "DreaMS Memory Optimization Strategies"
-_EMA = "Learnings from RAM Optimization in PostHocEMA"
+_DAY_19, _MEMORY_GUIDE = guides.DAY_19.title, guides.MEMORY_GUIDE.title
+_PLATFORMS, _DREAMS, _EMA = guides.PLATFORMS.title, guides.DREAMS.title, guides.EMA.title
 RULES: dict[str, Rule] = {
     "1a": Rule(
         "Mixed-precision Adam takes 16 bytes a parameter: 1B parameters are 16 GB before "

@@ -323,7 +323,7 @@ class _ToTensors:
 @contextmanager
 def _progress_bar(pieces: int) -> Iterator[Callable[[int], None]]:
     """Yield a function that counts chunks. Show a progress bar on a terminal after two seconds."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, force_jupyter=False)  # a notebook's outputs stay the same
     with ExitStack() as stack:
         begun, done, bar, task = time.monotonic(), 0, None, None
 

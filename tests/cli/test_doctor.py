@@ -178,7 +178,7 @@ def test_a_step_runs_on_the_accelerator_and_on_the_cpu(monkeypatch):
     assert {"cpu", "cuda"} == set(tried)
 
 
-@pytest.mark.parametrize("card", ["an NVIDIA GPU", "an AMD GPU"])
+@pytest.mark.parametrize("card", ["an NVIDIA GPU", "an AMD GPU", "an Intel GPU"])
 def test_a_gpu_that_this_torch_was_not_built_for_fails(monkeypatch, card):
     monkeypatch.setattr(doctor, "_installed_gpu", lambda: card)
     monkeypatch.setattr(doctor, "_build", lambda: "the CPU")
@@ -214,6 +214,7 @@ def test_a_machine_without_a_gpu_passes(monkeypatch):
         (["/dev/nvidiactl"], "an NVIDIA GPU"),
         (["nvidia-smi"], "an NVIDIA GPU"),
         (["/dev/kfd"], "an AMD GPU"),
+        (["xpu-smi"], "an Intel GPU"),
         ([], None),
     ],
 )

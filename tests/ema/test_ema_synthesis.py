@@ -441,10 +441,20 @@ def test_a_bar_shows_on_a_terminal_when_it_takes_long(
     screen = io.StringIO()
     monkeypatch.setattr(module, "BAR_AFTER_SECONDS", seconds)
     monkeypatch.setattr(
-        module, "Console", lambda stderr: Console(file=screen, force_terminal=is_terminal)
+        module, "Console", lambda **_: Console(file=screen, force_terminal=is_terminal)
     )
     synthesize(run[0], 0.07)
     assert ("averaging" in screen.getvalue()) == shown
+
+
+def test_a_bar_does_not_show_in_a_notebook(run, monkeypatch):
+    """Whether one showed would depend on the load of the machine."""
+    shown = []
+    monkeypatch.setattr(module, "BAR_AFTER_SECONDS", 0)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    synthesize(run[0], 0.07)
+    assert shown == []
 
 
 # ------------------------------------------------------------------ common mistakes

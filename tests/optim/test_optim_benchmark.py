@@ -11,9 +11,21 @@ from memlab.optim import AdamW
 benchmark = script("optim")
 
 PLAN = benchmark.OptimizerSizes(
-    timed=2**13, followed=2**13, steps=3, spreads=(1.0,), idle_steps=5, rounds=1, threads=(1,)
+    timed=2**13,
+    followed=2**13,
+    steps=3,
+    spreads=(1.0,),
+    idle_steps=5,
+    rounds=1,
+    threads=(1,),
+    width=32,
+    rank=4,
 )
 TORCHS = benchmark.CONTENDERS[benchmark.LOOP]
+
+
+def bytes_of(contender):
+    return benchmark.bytes_of(contender.build, benchmark.timed_weight(PLAN))
 
 
 class Wild(AdamW):
@@ -50,13 +62,51 @@ def test_a_wrong_weight_shows_up_in_each_column():
     ],
 )
 def test_state_is_in_bytes_per_weight(name, state):
-    assert benchmark.bytes_of(benchmark.CONTENDERS[name], PLAN)["state"] == state
+    assert bytes_of(benchmark.CONTENDERS[name])["state"] == state
+
+
+@pytest.mark.parametrize(
+    ("name", "elements"),
+    [
+        ("Muon", 32 * 32),
+        ("GaLore", 4 * (32 + 2 * 32)),
+        ("GaLore, with SVD", 4 * (32 + 2 * 32)),
+        ("APOLLO", 2 * 4 * 32 + 1),
+        ("Shampoo", 2 * 32 * 32),
+        ("SOAP", 6 * 32 * 32),
+        ("SOAP, with QR", 6 * 32 * 32),
+    ],
+)
+def test_the_state_of_a_matrix_has_the_elements_that_day_20_counts(name, elements):
+    """Float32 elements of a square matrix of 32, with rank 4."""
+    build, weight = benchmark.of_a_matrix(PLAN)[name], benchmark.with_gradient(32, 32)
+    assert benchmark.bytes_of(build, weight)["state"] * weight.numel() == 4 * elements
+
+
+@pytest.mark.parametrize(("name", "calls"), [("GaLore", "svd"), ("SOAP", "qr")])
+def test_only_a_row_that_says_so_decomposes_after_the_first_step(name, calls, monkeypatch):
+    counted = []
+    decompose = getattr(torch.linalg, calls)
+
+    def counting(*arguments, **settings):
+        counted.append(calls)
+        return decompose(*arguments, **settings)
+
+    monkeypatch.setattr(torch.linalg, calls, counting)
+    builds, found = benchmark.of_a_matrix(PLAN), {}
+    for row in (name, f"{name}, with {calls.upper()}"):
+        optimizer = benchmark.ready(builds[row], benchmark.with_gradient(32, 32))
+        counted.clear()
+        optimizer.step()
+        found[row] = len(counted)
+    assert found[name] == 0
+    assert found[f"{name}, with {calls.upper()}"] > 0
 
 
 def test_temporaries_are_adamws_square_root():
     """Python scalars briefly become tensors too."""
     root = 4 * PLAN.timed
-    found = benchmark.bytes_of(benchmark.CONTENDERS["memlab AdamW"], PLAN)["on the way"]
+    found = bytes_of(benchmark.CONTENDERS["memlab AdamW"])["on the way"]
     assert root <= found < root + 64
 
 
@@ -65,7 +115,7 @@ def test_a_tensor_subclass_counts_its_inner_tensors():
     if not contender.is_installed:
         pytest.skip("torchao is not installed")
     with torch.compiler.set_stance("force_eager"):
-        found = benchmark.bytes_of(contender, PLAN)["state"]
+        found = bytes_of(contender)["state"]
     assert found == 2 + 8 / 256 + (2048 + 4) / 2**13
 
 
@@ -96,6 +146,11 @@ def test_it_prints_and_writes_a_line_for_each(tmp_path, monkeypatch, capsys):
     assert "| 1.00 (1.00–1.00) |" in printed
     assert "Not installed, and left out: no_such_package." in printed
     [results] = tmp_path.glob("*.json")
-    found = json.loads(results.read_text(encoding="utf-8"))["optim"]["optimizers"]
-    assert {"rows", "times"} <= found.keys()
-    assert found["times"]["1"][benchmark.LOOP] == 1.0
+    sections = json.loads(results.read_text(encoding="utf-8"))["optim"]
+    for name, builds in (("optimizers", ours), ("matrices", benchmark.of_a_matrix(PLAN))):
+        found = sections[name]
+        assert found["rows"].keys() == found["times"]["1"].keys()
+        assert found["rows"].keys() == set(builds) - {"torchao AdamW8bit"}
+        assert found["times"]["1"][benchmark.LOOP] == 1.0
+    for name in benchmark.of_a_matrix(PLAN):
+        assert f"\n| {name} | {sections['matrices']['rows'][name]['state']:.3f} |" in printed
