@@ -289,7 +289,7 @@ class StorageMeter(LightMode):
     # ------------------------------------------------------------------ categories
 
     def _mark_buckets(self, sent: list[Storage]) -> None:
-        """Mark DDP's buckets, which it allocates outside modules, where a batch is allocated too."""
+        """Mark DDP's buckets, which it allocates outside modules, where a batch is made too."""
         for record in sent:
             if record.category == "inputs":
                 record.category = "workspace"
