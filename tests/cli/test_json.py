@@ -115,7 +115,7 @@ def test_a_plan_of_a_model_is_a_document(by_formula, document, model, memory, st
 @pytest.mark.parametrize(
     ("free", "verdict"),
     [
-        (300_000_000, "fits"),
+        pytest.param(300_000_000, "fits", marks=pytest.mark.slow),
         (200_000_000, "fits with another recipe"),
         (20_000_000, "does not fit"),
     ],

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.quick import slow
+
 ROOT = Path(__file__).parents[2]
 TRAINING = """
 import os, sys, torch
@@ -45,7 +47,11 @@ def in_a_process(folder: Path | str, *arguments: str | bytes) -> subprocess.Comp
 
 @pytest.mark.parametrize(
     "first",
-    ["sys.stdout.close()", "os.close(1); os.close(2)", "sys.stdout = open(os.devnull, 'w')"],
+    [
+        slow("sys.stdout.close()"),
+        "os.close(1); os.close(2)",
+        slow("sys.stdout = open(os.devnull, 'w')"),
+    ],
 )
 def test_a_script_that_closes_or_replaces_its_output_does_not_silence_memlab(tmp_path, first):
     (tmp_path / "train.py").write_text(TRAINING.format(first=first))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.quick import slow
 from tests.transformers_models.configs import TINY
 
 pytestmark = pytest.mark.filterwarnings("ignore:inner dimension")  # of tiny 4-bit weights
@@ -76,7 +77,9 @@ def test_if_nothing_fits_the_status_is_one(config, memlab_command):
     [
         ("vit", ("--image", "64"), "trained on image classification, 1 image of 64 × 64 pixels"),
         ("t5", ("--seq", "8"), "trained on text to text, equally long, 1 × 8 tokens"),
-        ("whisper", ("--batch", "3"), "3 × 32 tokens without padding, 60 frames of speech each"),
+        slow(
+            ("whisper", ("--batch", "3"), "3 × 32 tokens without padding, 60 frames of speech each")
+        ),
     ],
 )
 def test_what_is_assumed_is_said(family, options, assumed, config, memlab_command):

@@ -27,7 +27,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("gpu", [slow("8.0"), slow("8.6"), "8.9", slow("9.0")])
+@pytest.mark.parametrize("gpu", [slow("8.0"), slow("8.6"), slow("8.9"), slow("9.0")])
 def test_every_kernel_compiles_and_fits_without_a_gpu(gpu):
     completed = run("--gpu", gpu)
     assert (completed.returncode, completed.stderr) == (0, "")
@@ -71,6 +71,7 @@ def races(monkeypatch):
     monkeypatch.setattr(kernel_jobs, "seconds", lambda run, device: next(clock))
 
 
+@pytest.mark.slow
 def test_kernels_are_compared_with_production_and_hardware_limits(races, tmp_path, capsys):
     pytest.importorskip("bitsandbytes")
     assert gpu.main(["--section", "kernels", "--quick", "--out", str(tmp_path)]) == 0

@@ -169,7 +169,7 @@ report(made)
 """
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, pytest.param(90, marks=pytest.mark.slow)])
 def test_a_kernel_is_compiled_once_for_each_specialization(compiled, tmp_path, capability):
     path = tmp_path / "snippet.py"  # Triton reads kernel source from a file
     path.write_text(SNIPPET.format(capability=capability))

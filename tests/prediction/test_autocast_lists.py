@@ -12,6 +12,7 @@ from traces import WORKSPACE, births, predicted
 import memlab
 from memlab import Kernels
 from memlab.prediction import autocast_lists
+from tests.quick import quick
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 
@@ -153,7 +154,7 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("cache_enabled", [True, False])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("weight", quick(["a parameter", "frozen"], WEIGHTS))
 def test_the_same_casts_are_cached_as_in_torch(weight, mode, cache_enabled):
     """The oracle is the CPU's own autocast, which uses the same cache rules."""
 

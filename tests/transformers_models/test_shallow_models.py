@@ -25,7 +25,7 @@ def whole(training, recipe):
         slow(("llama", DEEP, Recipe(precision="autocast"))),
         slow(("llama", DEEP, Recipe("lora", checkpointing=True))),
         ("llama", DEEP, Recipe("qlora", checkpointing=True)),  # the loader's buffer grows
-        ("gpt_oss", {"num_hidden_layers": 12}, Recipe()),  # two kinds of layers in turn
+        slow(("gpt_oss", {"num_hidden_layers": 12}, Recipe())),  # two kinds of layers in turn
         slow(("deepseek_v3", DEEP, Recipe())),  # another first layer
         slow(("t5", {"num_layers": 9}, Recipe())),  # two equal stacks
         ("whisper", {"encoder_layers": 8, "decoder_layers": 7}, Recipe()),  # two others
