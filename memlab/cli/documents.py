@@ -35,9 +35,9 @@ def measure_document(what: str, rows: Sequence[Row], on_cuda: Sequence[Row]) -> 
     }
 
 
-def run_document(what: str, row: Row, verdict: str) -> dict[str, Any]:
+def run_document(what: str, rows: Sequence[Row], verdict: str) -> dict[str, Any]:
     """Return the document of `memlab run`."""
-    return {**_head("run", verdict, what), "rows": [row_numbers(row)]}
+    return {**_head("run", verdict, what), "rows": list(map(row_numbers, rows))}
 
 
 def plan_document(what: str, numbers: Mapping[str, Any]) -> dict[str, Any]:

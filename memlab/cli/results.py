@@ -36,10 +36,11 @@ def write(rows: Sequence[Row], title: str, folder: Path, predicted: Sequence[Row
     _write_all("measure", document, _pictures(_drawings(rows, predicted, title)), folder)
 
 
-def write_run(row: Row, title: str, folder: Path, verdict: str) -> None:
-    """Write the document of a script that ran unmodified, with the pictures of a measurement."""
-    pictures = _pictures(_drawings([row], (), title))
-    _write_all("run", run_document(title, row, verdict), pictures, folder)
+def write_run(rows: Sequence[Row], title: str, folder: Path, verdict: str) -> None:
+    """Write the document of a script that ran unmodified, with the pictures of a measurement. The
+    rows after the first are of changes to it."""
+    pictures = _pictures(_drawings(rows, (), title))
+    _write_all("run", run_document(title, rows, verdict), pictures, folder)
 
 
 def write_script_plan(rows: Sequence[Row], numbers: Mapping[str, Any], folder: Path) -> None:

@@ -81,14 +81,16 @@ def run_script(wanted: Wanted) -> int:
     terminal.echo("")
     _show_peak(trace, None if wanted.real else target)
     status = 0 if memory is None else _show_verdict(trace, memory, target)
+    changed: dict[str, Trace] = {}
     if wanted.advise or (wanted.advise is None and status):
-        _show_advice(launch, wanted, target, outcome, memory)
+        changed = _show_advice(launch, wanted, target, outcome, memory)
     elif not wanted.real:
         terminal.echo("\n--advise predicts what would save memory, with the code")
     if rest := [note for note in trace.notes if note not in assumed(trace)]:
         terminal.echo("\n" + "\n".join(paragraph(f"note: {note}") for note in rest))
     verdict = "measured" if memory is None else "does not fit" if status else "fits"
-    write_run(Row(str(launch), trace), _title(launch, wanted, target), folder, verdict)
+    rows = [Row(str(launch), trace), *(Row(f"with {name}", each) for name, each in changed.items())]
+    write_run(rows, _title(launch, wanted, target), folder, verdict)
     return status
 
 
@@ -314,8 +316,11 @@ def _show_verdict(trace: Trace, memory: Memory, target: str) -> int:
 
 def _show_advice(
     launch: Launch, wanted: Wanted, target: str, plain: Outcome, memory: Memory | None
-) -> None:
-    """Predict the script with changes; print what each saves, and the code of those that do."""
+) -> dict[str, Trace]:
+    """Predict the script with changes; print what each saves, and the code of those that do.
+
+    Returns the traces by the names of the changes.
+    """
     assert plain.trace is not None
     traces, reasons, helpful = _tried(launch, _settings(wanted, target), plain)
     budget = None if memory is None else budget_bytes(memory, target)
@@ -331,6 +336,7 @@ def _show_advice(
         name = f"a loss in chunks: logits and their gradients hold {format_bytes(logits)}"
         _show_code(name, CHUNKED_LOSS.get(plain.framework, CHUNKED_LOSS["plain"]))
     _show_sharding(plain)
+    return {name: trace for name, trace in traces.items() if trace is not plain.trace}
 
 
 def _show_sharding(plain: Outcome) -> None:

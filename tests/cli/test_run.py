@@ -171,3 +171,13 @@ def test_an_error_names_what_was_refused(memlab_in, folder):
         "memlab: train.py:3 raised FileNotFoundError: [Errno 2] No such file or directory: 'log'; "
         "the script asked for the program git, and was refused; --allow-writes permits it"
     )
+
+
+def test_the_document_has_each_change(memlab_in, folder):
+    outcome = memlab_in(folder, "run", "--json", "--advise", "train.py", "--batch-size", "4096")
+    document = json.loads(outcome.out)
+    VALIDATOR.validate(document)
+    plain, *changed = document["rows"]
+    assert plain["technique"] == "train.py"
+    assert all(row["technique"].startswith("with ") for row in changed)
+    assert min(row["peak_bytes"] for row in changed) < plain["peak_bytes"]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import memlab
-from memlab.cli.script import _is_users
+from memlab.cli.script import is_users
 from memlab.trace import Trace
 from memlab.units import format_bytes
 
@@ -314,9 +314,9 @@ def test_an_error_in_a_library_names_the_scripts_line(usage_error, script):
 def test_neither_the_library_nor_an_environment_beside_a_script_is_its_code():
     """As in a clone's root, which contains both."""
     root = Path(memlab.__file__).resolve().parents[1]
-    assert _is_users(root / "train.py", root)
-    assert not _is_users(root / "memlab/units.py", root)
-    assert not _is_users(root / ".venv/lib/python3.11/site-packages/timm/data.py", root)
+    assert is_users(root / "train.py", root)
+    assert not is_users(root / "memlab/units.py", root)
+    assert not is_users(root / ".venv/lib/python3.11/site-packages/timm/data.py", root)
 
 
 def test_several_optimizers_are_a_list(memlab_command, script):
