@@ -14,12 +14,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from memlab.dry_runs.fake_accelerator import StandIn
 from memlab.internals.replacing import importers
 from memlab.internals.torch_internals import (
     DisableTorchFunction,
     disable_current_modes,
     finished_work,
+    fsdp1_device,
+    fsdp2_device,
+    is_rng_supported_mesh,
     sharding_propagator,
+    tensor_of_dtensor,
 )
 
 
@@ -48,6 +53,40 @@ def _nothing(real: Callable[..., Any]) -> Callable[..., None]:
     return lambda *args, **kwargs: None
 
 
+def _stand_in_of_mesh(real: Callable[[DeviceMesh], torch.device]) -> Callable[..., Any]:
+    """Make FSDP2 expect its parameters on the stand-in, where those of an accelerator are."""
+
+    def device(mesh: DeviceMesh) -> Any:
+        return real(mesh) if mesh.device_type == "cpu" else torch.device(StandIn.device)
+
+    return device
+
+
+def _stand_in(real: Callable[..., torch.device]) -> Callable[..., Any]:
+    """Make FSDP1 expect its parameters on the stand-in, too."""
+
+    def device(*args: Any, **kwargs: Any) -> Any:
+        found = real(*args, **kwargs)
+        return found if found.type == "cpu" else torch.device(StandIn.device)
+
+    return device
+
+
+def _on_the_cpu(real: Any) -> Callable[[Any], torch.Tensor]:
+    """DTensor only wants shapes. For an accelerator torch would ask for its random numbers."""
+
+    def rebuilt(spec: Any) -> torch.Tensor:
+        shape, stride, dtype = spec.tensor_meta
+        return torch.empty_strided(shape, stride, dtype=dtype)
+
+    return rebuilt
+
+
+def _never(real: Callable[..., bool]) -> Callable[..., bool]:
+    """DTensor then leaves the state of an accelerator's random numbers alone: there are none."""
+    return lambda *args, **kwargs: False
+
+
 def _on_any_device(init: Callable[..., None]) -> Callable[..., None]:
     """Make DDP without `device_ids`, which it refuses for the stand-in of a GPU: that has the type
     of the CPU. They only say where inputs go, and there is one device."""
@@ -70,6 +109,15 @@ def _property_outside_modes(real: property) -> property:
     return property(_outside_modes(real.fget))
 
 
+# Functions that torch imports by name, and what returns them.
+_OF_MESHES = {
+    "_get_device_from_mesh": (fsdp2_device, _stand_in_of_mesh),
+    "_get_compute_device": (fsdp1_device, _stand_in),
+    "is_rng_supported_mesh": (is_rng_supported_mesh, _never),
+    "_rebuild_tensor_from_dtensor_meta": (tensor_of_dtensor, _on_the_cpu),
+}
+
+
 def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
     """Return replacements for DTensor's shape inference and for checks that read values.
 
@@ -81,6 +129,11 @@ def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
         return {}
     return {
         (sharding_propagator(), "_propagate_tensor_meta_non_cached"): _outside_modes,
+        **{
+            (module, name): replacement
+            for name, (function, replacement) in _OF_MESHES.items()
+            for module in importers(name, function())
+        },
         (DeviceMesh, "__init__"): _outside_modes,
         (DeviceMesh, "mesh"): _property_outside_modes,
         **{

@@ -206,6 +206,34 @@ def sharding_propagator() -> Any:
     return ShardingPropagator
 
 
+def fsdp2_device() -> Any:
+    """Return FSDP2's function for the device of its parameters."""
+    from torch.distributed.fsdp._fully_shard._fsdp_init import _get_device_from_mesh
+
+    return _get_device_from_mesh
+
+
+def fsdp1_device() -> Any:
+    """Return FSDP1's function for the device of its parameters."""
+    from torch.distributed.fsdp._init_utils import _get_compute_device
+
+    return _get_compute_device
+
+
+def tensor_of_dtensor() -> Any:
+    """Return DTensor's function that makes a tensor to compute a result's shape with."""
+    from torch.distributed.tensor._op_schema import _rebuild_tensor_from_dtensor_meta
+
+    return _rebuild_tensor_from_dtensor_meta
+
+
+def is_rng_supported_mesh() -> Any:
+    """Return DTensor's function that says whether it keeps random numbers equal on all ranks."""
+    from torch.distributed.tensor._random import is_rng_supported_mesh
+
+    return is_rng_supported_mesh
+
+
 def storage_from_weak_pointer(pointer: int) -> torch.UntypedStorage | None:
     """Return the storage behind a weak pointer, or None if it was freed."""
     return torch.UntypedStorage._new_with_weak_ptr(pointer)
