@@ -22,7 +22,7 @@ from memlab.scripts.word_tokenizer import Template, template_of, words_tokenizer
 Note = Callable[[str, str], None]  # (what is missing, what stands in)
 Replacement = tuple[tuple[Any, str], Callable[[Any], Any]]
 _NAME = "pretrained_model_name_or_path"
-_FEWEST_TOKENS = 100  # of any tokenizer that has its files
+_FEWEST_TOKENS = 100  # of any tokenizer that has its files, beside special ones
 
 
 class UnavailableError(OSError):
@@ -133,7 +133,8 @@ class Hub:
     ) -> Any:
         try:
             made = real(cls, name, *args, **options)
-            if len(made) >= _FEWEST_TOKENS or os.path.isdir(name):
+            own = len(made) - len(made.get_added_vocab())
+            if own >= _FEWEST_TOKENS or os.path.isdir(name):
                 return made  # else transformers made an empty one, because it found no files
         except (OSError, ValueError, TypeError, ImportError, UnavailableError):
             pass

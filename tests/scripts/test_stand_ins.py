@@ -277,6 +277,20 @@ def test_texts_and_pairs_are_as_much_longer_as_with_the_models_own_tokenizer(nam
     )
 
 
+@pytest.mark.parametrize("model_type", ["t5", "nllb-moe", "mbart"])
+def test_a_tokenizer_of_special_tokens_alone_is_replaced(tmp_path, model_type):
+    """transformers makes one if it finds no files; T5's has 103 special tokens."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    stand_ins = StandIns(configs={"someone/model": str(tmp_path / "config.json")})
+    with stand_ins.active():
+        from transformers import AutoTokenizer
+
+        found = AutoTokenizer.from_pretrained("someone/model")("three words here")["input_ids"]
+    added = sum("with the special tokens of" in note for note in stand_ins.notes())
+    assert added == 1
+    assert len(found) == 3 + {"t5": 1, "nllb-moe": 2, "mbart": 2}[model_type]
+
+
 def test_without_a_tokenizer_class_the_note_says_that_no_special_tokens_are_added(script):
     found = run(script, device="cpu", configs={"someone/model": "config.json"})
     assert found.notes[-1].endswith("tokens of one word each, without special tokens")
