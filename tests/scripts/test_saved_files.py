@@ -102,6 +102,26 @@ def test_a_checkpoint_is_loaded_onto_the_gpu_that_a_step_is_predicted_for(script
     assert os.listdir() == ["train.py"]
 
 
+TOKENIZER = """
+    from tokenizers import Tokenizer, models
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained("words")
+    assert os.path.exists("words/tokenizer.json")
+    assert AutoTokenizer.from_pretrained("words")("a")["input_ids"] == [1]
+    os.replace("words/tokenizer.json", "words/t.json")
+    assert Tokenizer.from_file("words/t.json").get_vocab_size() == 2
+"""
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_a_saved_tokenizer_is_loaded_again(tmp_path, monkeypatch, real):
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    assert run(_written(BEGINNING + TOKENIZER), real=real).steps == 2
+    assert os.listdir() == ["train.py"]
+
+
 TRAINER = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
