@@ -135,7 +135,7 @@ def python_path(filename: Any) -> str:
         return os.fspath(file.name)
 
 
-def importers() -> Iterator[Any]:
+def users_of_safe_open() -> Iterator[Any]:
     """Yield the modules that have safetensors' `safe_open`."""
     try:
         import safetensors
@@ -199,5 +199,5 @@ def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
         (torch, "load"): storages.load,
         (torch_utils, "_restore_device_fake_mode"): storages.restore,
         **{(module, "set_rng_state"): _set_rng_state for module in (torch, torch.random)},
-        **{(module, _NAME): in_dry_runs_too for module in importers()},
+        **{(module, _NAME): in_dry_runs_too for module in users_of_safe_open()},
     }

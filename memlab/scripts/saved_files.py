@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from memlab.dry_runs import placeholders
-from memlab.dry_runs.weight_files import importers, in_dry_runs_too, python_path
+from memlab.dry_runs.weight_files import in_dry_runs_too, python_path, users_of_safe_open
 from memlab.internals.replacing import replaced
 
 
@@ -28,7 +28,7 @@ def _paths_of_safetensors() -> dict[tuple[Any, str], Callable[[Any], Any]]:
         import safetensors.torch as module
     except ImportError:
         return {}
-    openers = {(owner, "safe_open"): in_dry_runs_too for owner in importers()}
+    openers = {(owner, "safe_open"): in_dry_runs_too for owner in users_of_safe_open()}
     return {(module, "serialize_file"): _writing, **openers}
 
 
