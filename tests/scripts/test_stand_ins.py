@@ -13,6 +13,7 @@ from memlab.internals.imports import when_imported
 from memlab.scripts.columns import columns_of, recording
 from memlab.scripts.data import StandIns
 from memlab.scripts.hub import UnavailableError
+from memlab.scripts.isolation import Isolation
 from memlab.scripts.launch import launch_of
 from memlab.scripts.running import run
 from memlab.scripts.word_tokenizer import template_of, words_tokenizer
@@ -152,7 +153,7 @@ def test_a_processors_settings_are_its_classs_at_the_configs_size(tmp_path, monk
     config = {"model_type": "vit", "image_size": 48, "hidden_size": 32, "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     stand_ins = StandIns(configs={"someone/vit": str(tmp_path / "config.json")})
-    with stand_ins.active():
+    with Isolation().active(), stand_ins.active():
         from transformers import AutoImageProcessor
 
         processor = AutoImageProcessor.from_pretrained("someone/vit")
@@ -229,7 +230,7 @@ def test_columns_may_be_lists_and_dictionaries(streaming):
 def test_recordings_have_their_samples_at_the_rate_that_the_script_asks_for(rate, samples):
     datasets = pytest.importorskip("datasets")
     columns = columns_of("audio=audio:24000,label=int:3")
-    with StandIns(columns=columns).active():
+    with Isolation().active(), StandIns(columns=columns).active():
         rows = datasets.load_dataset("someone/speech", split="train")
         rows = rows.cast_column("audio", datasets.Audio(sampling_rate=rate))
         found = rows[5]["audio"]
@@ -245,7 +246,7 @@ def test_the_tokenizer_adds_the_special_tokens_of_the_models_own(tmp_path):
     config = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     stand_ins = StandIns(configs={"someone/bert": str(tmp_path / "config.json")})
-    with stand_ins.active():
+    with Isolation().active(), stand_ins.active():
         from transformers import AutoTokenizer
 
         found = AutoTokenizer.from_pretrained("someone/bert")("three words here", "and two")
@@ -282,7 +283,7 @@ def test_a_tokenizer_of_special_tokens_alone_is_replaced(tmp_path, model_type):
     """transformers makes one if it finds no files; T5's has 103 special tokens."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     stand_ins = StandIns(configs={"someone/model": str(tmp_path / "config.json")})
-    with stand_ins.active():
+    with Isolation().active(), stand_ins.active():
         from transformers import AutoTokenizer
 
         found = AutoTokenizer.from_pretrained("someone/model")("three words here")["input_ids"]
@@ -304,7 +305,7 @@ def test_a_processor_named_by_its_class_has_the_configs_size(tmp_path, kind, mod
     config = {"model_type": model_type, "image_size": 48, "hidden_size": 32}
     (tmp_path / "config.json").write_text(json.dumps(config))
     stand_ins = StandIns(configs={"someone/mae": str(tmp_path / "config.json")})
-    with stand_ins.active():
+    with Isolation().active(), stand_ins.active():
         processor = getattr(import_module("transformers"), kind).from_pretrained("someone/mae")
     assert (processor.size["height"], processor.size["width"]) == (48, 48)
     assert list(stand_ins.notes()) == [
@@ -315,7 +316,7 @@ def test_a_processor_named_by_its_class_has_the_configs_size(tmp_path, kind, mod
 def test_a_feature_extractor_named_by_its_class_has_its_default_settings(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "wav2vec2"}))
     stand_ins = StandIns(configs={"someone/speech": str(tmp_path / "config.json")})
-    with stand_ins.active():
+    with Isolation().active(), stand_ins.active():
         from transformers import AutoFeatureExtractor, Wav2Vec2FeatureExtractor
 
         for kind in (AutoFeatureExtractor, Wav2Vec2FeatureExtractor):
