@@ -279,12 +279,40 @@ others of the same shapes.
 """
 
 
+FOOTER = """
+## Data sets that are not on the machine
+
+`--batch-like` describes the columns of a data set that the script loads from the Hub:
+
+| column | its rows |
+| --- | --- |
+| `text=str:400` | texts of 400 words |
+| `label=int:2` | classes 0 and 1 |
+| `input_ids=ids:1024` | lists of 1,024 token ids |
+| `image=image:512x512` | images, width × height |
+| `audio=audio:16000` | recordings of 16,000 samples, a second at 16 kHz |
+| `values=float:10` | lists of 10 numbers |
+| `messages=chat:400` | conversations of a question and an answer with 400 words in all |
+| `tokens=list:20:str:1` | lists of 20 texts of one word; any kind may follow `list:20:` |
+| `translation.en=str:20` | dictionaries: a dot names a part of the column |
+
+Commas join the columns: `tokens=list:20:str:1,ner_tags=list:20:int:9` for `run_ner.py`, and
+`id=str:1,context=str:300,question=str:12,answers.text=list:1:str:3,answers.answer_start=list:1:int:40`
+for `run_qa.py`.
+"""
+
+
+_BARS = 5  # in a line of the table of scripts
+
+
 def stored_rows() -> dict[str, str]:
     """Return the lines of the document's table by their scripts."""
     if not DOCUMENT.exists():
         return {}
     lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
-    return {title(line): line for line in lines if line.startswith("| `")}
+    return {
+        title(line): line for line in lines if line.startswith("| `") and line.count("|") == _BARS
+    }
 
 
 def title(line: str) -> str:
@@ -313,7 +341,7 @@ def main() -> None:
         table = [lines[script.title] for script in SCRIPTS]
         DOCUMENT.parent.mkdir(exist_ok=True)
         with write_beside(DOCUMENT) as beside:
-            beside.write_text(HEADING + "\n".join(table) + "\n", encoding="utf-8")
+            beside.write_text(HEADING + "\n".join(table) + "\n" + FOOTER, encoding="utf-8")
 
 
 if __name__ == "__main__":

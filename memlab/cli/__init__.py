@@ -724,7 +724,9 @@ def run_command(
         typer.Option(
             help="Columns of a data set that the script loads from the Hub and that is not on this "
             "machine: text=str:400 (400 words), label=int:2 (2 classes), input_ids=ids:1024, "
-            "image=image:512x512, values=float:10 or messages=chat:400, joined by commas.",
+            "image=image:512x512, audio=audio:16000 (samples at 16 kHz), values=float:10 or "
+            "messages=chat:400, joined by commas. Lists: tokens=list:20:str:1,"
+            "ner_tags=list:20:int:9. Dictionaries: translation.en=str:20,translation.de=str:20.",
             metavar="COLUMNS",
         ),
     ] = None,

@@ -6,7 +6,7 @@
     GradScaler("cuda")    is enabled, unless by its first step nothing else named an accelerator
     pin_memory            returns its input, because pinned memory is not on the device
     torch.save            writes nothing: there are no values, and the file to overwrite could be a
-                          real checkpoint
+                          real checkpoint. `memlab run` has placeholders.py instead
     synchronize, streams  return at once
     device name, free memory, elapsed time
                           raise ValueError with the line; only a real device has them
@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import torch
 
 from memlab.dry_runs import known_values
-from memlab.internals.torch_internals import c_nn, device_constructors
+from memlab.internals.torch_internals import FakeTensor, c_nn, device_constructors
 from memlab.metering.frames import user_line
 
 _REAL_DEVICES = ("cpu", "meta")
@@ -229,6 +229,10 @@ def _cast_on_cpu(cast: Callable[..., Any]) -> Callable[..., Any]:
 class _Generator(torch.Generator):
     def __new__(cls, device: Any = "cpu") -> "_Generator":
         return super().__new__(cls, _to_cpu(device))
+
+    def set_state(self, new_state: torch.Tensor) -> torch.Generator:
+        """Leave the state as it is if a file's state has no values."""
+        return self if isinstance(new_state, FakeTensor) else super().set_state(new_state)
 
 
 class FinishedWork:

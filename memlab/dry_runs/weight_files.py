@@ -5,7 +5,8 @@
                    copy bytes to an address, so the file is opened for the CPU, and each tensor is
                    moved when it is read
     torch.load     makes fake tensors itself, without a storage on their device; here they have one.
-                   Files from before torch 1.6 give tensors on "meta"
+                   Files from before torch 1.6 give tensors on "meta". Random states in files have
+                   no values, so setting one has no effect
     transformers   loads weights in threads, which a dry run does not see; its own setting makes it
                    load them one after another, in the order in which the threads begin. Copies that
                    threads make ahead of the model are not counted
@@ -113,9 +114,12 @@ class _Moved:
         return _Moved(self._opened.get_slice(name), self._device)
 
 
-def _safe_open(real: Callable[..., Any]) -> Callable[..., Any]:
+def in_dry_runs_too(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `safe_open` for real and dry runs, of the file that Python's `open` opens."""
+
     def safe_open(filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
         """Modules that are imported in a dry run keep this function, so check for one."""
+        filename = python_path(filename)
         if DryRun.active is None or framework not in _TORCH:
             return real(filename, framework, device, **options)
         opened = real(filename, framework)
@@ -124,7 +128,14 @@ def _safe_open(real: Callable[..., Any]) -> Callable[..., Any]:
     return safe_open
 
 
-def _importers() -> Iterator[Any]:
+def python_path(filename: Any) -> str:
+    """Return the path that Python's `open` opens, which `memlab run` redirects; libraries that open
+    files themselves need it."""
+    with open(filename, "rb") as file:
+        return os.fspath(file.name)
+
+
+def users_of_safe_open() -> Iterator[Any]:
     """Yield the modules that have safetensors' `safe_open`."""
     try:
         import safetensors
@@ -170,6 +181,16 @@ class _Storages:
         return restored
 
 
+def _set_rng_state(real: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """Return a function that leaves the random state as it is if a file's state has no values."""
+
+    def set_rng_state(new_state: torch.Tensor) -> None:
+        if not isinstance(new_state, FakeTensor):
+            real(new_state)
+
+    return set_rng_state
+
+
 def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
     """Return the functions to replace in a dry run, for `replaced`."""
     storages = _Storages()
@@ -177,5 +198,6 @@ def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
         (torch.UntypedStorage, "from_file"): lambda real: _from_file,
         (torch, "load"): storages.load,
         (torch_utils, "_restore_device_fake_mode"): storages.restore,
-        **{(module, _NAME): _safe_open for module in _importers()},
+        **{(module, "set_rng_state"): _set_rng_state for module in (torch, torch.random)},
+        **{(module, _NAME): in_dry_runs_too for module in users_of_safe_open()},
     }

@@ -19,6 +19,7 @@ from torch import _scaled_mm as scaled_mm
 from torch import _subclasses as subclasses
 from torch import _utils as torch_utils
 from torch._C import DisableTorchFunction, DispatchKey, DispatchKeySet, StorageBase, TensorBase
+from torch._C import PyTorchFileWriter as ArchiveWriter
 from torch._C import _AutoDispatchBelowAutograd as AutoDispatchBelowAutograd
 from torch._C import _current_autograd_node as current_autograd_node
 from torch._C import _current_graph_task_id as current_graph_task_id

@@ -75,6 +75,7 @@ def _replacements(target: Target, count: int) -> dict[tuple[Any, str], Callable[
         torch.cuda: {"mem_get_info": memory, **_cuda_answers(target, count)},
         torch.cuda.memory: {"mem_get_info": memory, **_STATISTICS},
         torch.backends.cudnn: {"version": _CUDNN},
+        torch.cuda.random: _RANDOM_STATES,
         torch.accelerator: {
             "get_memory_info": memory,
             "device_count": count,
@@ -111,8 +112,7 @@ def _cuda_answers(target: Target, count: int) -> dict[str, Any]:
         "get_device_capability": target.capability,
         "get_arch_list": [target.chip.arch],
         "can_device_access_peer": False,
-        **dict.fromkeys(_GENERATOR_NO_OPS),
-        "get_rng_state_all": [],
+        **_RANDOM_STATES,
         **dict.fromkeys(("utilization", "memory_usage", "temperature", "power_draw"), 0),
         **_STATISTICS,
     }
@@ -130,6 +130,7 @@ _GENERATOR_NO_OPS = (
     *("_lazy_init", "manual_seed", "manual_seed_all", "seed", "seed_all"),
     *("get_rng_state", "set_rng_state", "set_rng_state_all"),
 )
+_RANDOM_STATES: dict[str, Any] = {**dict.fromkeys(_GENERATOR_NO_OPS), "get_rng_state_all": []}
 _STREAM_NO_OPS = ("synchronize", "empty_cache", "set_device_index", "set_device_idx", "set_stream")
 _ACCELERATOR_ANSWERS = {
     "is_available": True,

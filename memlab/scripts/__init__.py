@@ -3,8 +3,10 @@
 launch.py        how the script is started: a file or a module, with or without torchrun
 processes.py     lets it believe that it is rank 0 of several
 isolation.py     keeps its files in a temporary folder, and refuses connections and processes
+saved_files.py   lets checkpoints be saved and loaded in that folder
 data.py          stands in for data that is not on this machine, with vision_data.py for
-                 torchvision, and hub.py and columns.py for the Hugging Face Hub
+                 torchvision's, hub.py, columns.py and word_tokenizer.py for the Hugging Face
+                 Hub, and pretrained.py for weights of torch.hub, torchvision and timm
 steps.py         finds the script's training steps, and stops it after the last wanted one
 changes.py       what would save memory, applied to the script from outside
 running.py       all of it together: run the script, return the trace

@@ -12,6 +12,7 @@ from memlab.internals.replacing import replaced
 from memlab.scripts import vision_data
 from memlab.scripts.columns import Columns
 from memlab.scripts.hub import Hub
+from memlab.scripts.pretrained import Pretrained
 
 _LENGTH = 2**24  # elements of a file whose size is not known
 
@@ -22,8 +23,9 @@ class StandIns:
     def __init__(
         self, configs: Mapping[str, str] | None = None, columns: Columns | None = None
     ) -> None:
-        self._used: dict[str, str] = {}  # what stands in, by what is missing
+        self._used: dict[tuple[str, str], None] = {}  # (what is missing, what stands in)
         self._hub = Hub(self._note, configs, columns)
+        self._pretrained = Pretrained(self._note)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -34,7 +36,12 @@ class StandIns:
             def replacing(patch: Callable[[ModuleType], Any]) -> Callable[[ModuleType], None]:
                 return lambda module: stack.enter_context(replaced(dict(patch(module))))
 
-            patches = {"torchvision.datasets": self._vision, **self._hub.patches()}
+            stack.enter_context(replaced(dict(self._pretrained.replacements())))
+            patches = {
+                "torchvision.datasets": self._vision,
+                **self._hub.patches(),
+                **self._pretrained.patches(),
+            }
             stack.enter_context(
                 when_imported({name: replacing(patch) for name, patch in patches.items()})
             )
@@ -42,14 +49,14 @@ class StandIns:
 
     def notes(self) -> Iterator[str]:
         """Yield a sentence for each stand-in."""
-        for missing, instead in self._used.items():
+        for missing, instead in self._used:
             yield f"not on this machine: {missing}; instead: {instead}"
 
     def _vision(self, datasets: ModuleType) -> Any:
         return vision_data.replacements(datasets, self._note)
 
     def _note(self, missing: str, instead: str) -> None:
-        self._used[missing] = instead
+        self._used[missing, instead] = None
 
     def _memmap(self, real: Any) -> Callable[..., Any]:
         def mapped(

@@ -4,7 +4,8 @@ weights      random ones (fake in a dry run) in the shapes of the config, loaded
              are: quantized, cast, and put where the script asks
 configs      of the file or folder that `--config NAME=PATH` names; without one, the script
              stops with a sentence
-tokenizers   one that makes a token of each word
+tokenizers   one that makes a token of each word (word_tokenizer.py)
+processors   of the class that the script or the config names, with its default settings
 data sets    of rows that `--batch-like` describes; without it, the script stops
 metrics      of `evaluate`, that compute nothing
 """
@@ -15,25 +16,13 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from memlab.scripts.columns import Columns
+from memlab.scripts.columns import Columns, recording
+from memlab.scripts.word_tokenizer import Template, template_of, words_tokenizer
 
 Note = Callable[[str, str], None]  # (what is missing, what stands in)
 Replacement = tuple[tuple[Any, str], Callable[[Any], Any]]
-_SPECIAL_TOKENS = {
-    "unk_token": "<unk>",
-    "bos_token": "<s>",
-    "eos_token": "</s>",
-    "pad_token": "<pad>",
-    "mask_token": "<mask>",
-    "cls_token": "<cls>",
-    "sep_token": "<sep>",
-}
-_WORD_TOKENS = {token: number for number, token in enumerate(_SPECIAL_TOKENS.values())}
 _NAME = "pretrained_model_name_or_path"
-_FEWEST_TOKENS = 100  # of any tokenizer that has its files
-_CHAT = (
-    "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} </s> {% endfor %}"
-)
+_FEWEST_TOKENS = 100  # of any tokenizer that has its files, beside special ones
 
 
 class UnavailableError(OSError):
@@ -61,6 +50,8 @@ class Hub:
             "transformers.models.auto.tokenization_auto": self._auto_tokenizers,
             "transformers.models.auto.image_processing_auto": self._image_processors,
             "transformers.models.auto.feature_extraction_auto": self._feature_extractors,
+            "transformers.image_processing_base": self._image_processor_classes,
+            "transformers.feature_extraction_utils": self._feature_extractor_classes,
             "diffusers.configuration_utils": self._configs_of_diffusers,
             "diffusers.models.modeling_utils": self._weights_of_diffusers,
             "datasets": self._data_sets,
@@ -142,22 +133,33 @@ class Hub:
     ) -> Any:
         try:
             made = real(cls, name, *args, **options)
-            if len(made) >= _FEWEST_TOKENS or os.path.isdir(name):
+            own = len(made) - len(made.get_added_vocab())
+            if own >= _FEWEST_TOKENS or os.path.isdir(name):
                 return made  # else transformers made an empty one, because it found no files
         except (OSError, ValueError, TypeError, ImportError, UnavailableError):
             pass
-        self._note(f"the tokenizer of {name}", "tokens of one word each")
-        return _words_tokenizer({"model_max_length": self._positions(name, options), **options})
+        config = _config_beside(name, options)
+        positions = getattr(config, "max_position_embeddings", None)
+        kind, template = _template_of(cls, config)
+        added = f"with the special tokens of {kind}" if template else "without special tokens"
+        self._note(f"the tokenizer of {name}", f"tokens of one word each, {added}")
+        return words_tokenizer({"model_max_length": positions, **options}, template)
 
     def _image_processors(self, module: ModuleType) -> Iterator[Replacement]:
-        make = partial(self._processor, "IMAGE_PROCESSOR_MAPPING", module)
+        make = partial(self._auto_processor, "IMAGE_PROCESSOR_MAPPING", module)
         yield (module.AutoImageProcessor, "from_pretrained"), _of_class(make)
 
     def _feature_extractors(self, module: ModuleType) -> Iterator[Replacement]:
-        make = partial(self._processor, "FEATURE_EXTRACTOR_MAPPING", module)
+        make = partial(self._auto_processor, "FEATURE_EXTRACTOR_MAPPING", module)
         yield (module.AutoFeatureExtractor, "from_pretrained"), _of_class(make)
 
-    def _processor(
+    def _image_processor_classes(self, module: ModuleType) -> Iterator[Replacement]:
+        yield (module.ImageProcessingMixin, "from_pretrained"), _of_class(self._own_processor)
+
+    def _feature_extractor_classes(self, module: ModuleType) -> Iterator[Replacement]:
+        yield (module.FeatureExtractionMixin, "from_pretrained"), _of_class(self._own_processor)
+
+    def _auto_processor(
         self,
         mapping: str,
         module: ModuleType,
@@ -166,38 +168,35 @@ class Hub:
         name: Any,
         **options: Any,
     ) -> Any:
-        """Return the processor of the config's class with its default settings, for images of the
-        config's size."""
+        """Return the processor of the config's class, as `_processor` makes it."""
         try:
             return real(cls, name, **options)
         except (OSError, ValueError):
-            from transformers import AutoConfig
-
-            config = AutoConfig.from_pretrained(name)
+            config = _config_of(name)
         found = getattr(module, mapping)[type(config)]
         kinds = found.values() if isinstance(found, dict) else found
-        processor = next(filter(None, kinds)) if isinstance(found, dict | tuple) else found
+        kind = next(filter(None, kinds)) if isinstance(found, dict | tuple) else found
+        return self._processor(kind, name, config)
+
+    def _own_processor(
+        self, real: Callable[..., Any], cls: Any, name: Any, *args: Any, **options: Any
+    ) -> Any:
+        try:
+            return real(cls, name, *args, **options)
+        except (OSError, ValueError):
+            return self._processor(cls, name, _config_of(name))
+
+    def _processor(self, kind: Any, name: Any, config: Any) -> Any:
+        """Return a processor with its default settings, for images of the config's size."""
         self._note(f"the processor of {name}", "its class's default settings")
         side = getattr(config, "image_size", None)
-        size = {"size": {"height": side, "width": side}} if isinstance(side, int) else {}
-        return processor(**size)
-
-    def _positions(self, name: Any, options: Mapping[str, Any]) -> int | None:
-        """Return the longest text that the model reads, if its config is known and says so."""
-        from transformers import AutoConfig
-
-        # a pipeline of diffusers has its text encoder's config beside the tokenizer
-        where = options.get("subfolder", "").replace("tokenizer", "text_encoder")
-        try:
-            config = AutoConfig.from_pretrained(name, subfolder=where)
-        except (OSError, ValueError):
-            return None
-        return getattr(config, "max_position_embeddings", None)
+        return kind(**({"size": {"height": side, "width": side}} if isinstance(side, int) else {}))
 
     # ------------------------------------------------------------------ data sets and metrics
 
     def _data_sets(self, module: ModuleType) -> Iterator[Replacement]:
         yield (module, "load_dataset"), partial(self._loading, module)
+        yield (module.Audio, "decode_example"), _reading_recordings
 
     def _loading(self, module: ModuleType, real: Callable[..., Any]) -> Callable[..., Any]:
         def load_dataset(path: str, name: str | None = None, *args: Any, **options: Any) -> Any:
@@ -209,7 +208,8 @@ class Hub:
                     raise UnavailableError(
                         f"the data set {called} is not on this machine; describe its columns, such "
                         f"as --batch-like text=str:400 for texts of 400 words, or "
-                        f"--batch-like sentence=str:20,label=int:2"
+                        f"--batch-like sentence=str:20,label=int:2; memlab run --help lists the "
+                        f"kinds of columns"
                     ) from error
             self._note(f"the data set {called}", f"made-up rows of {self._columns}")
             split, streaming = options.get("split"), options.get("streaming", False)
@@ -241,6 +241,14 @@ class _NoMetric:
     add = add_batch
 
 
+def _reading_recordings(real: Callable[..., Any]) -> Callable[..., Any]:
+    def decode_example(audio: Any, value: Any, *args: Any, **options: Any) -> Any:
+        made_up = recording(value, audio.sampling_rate)
+        return real(audio, value, *args, **options) if made_up is None else made_up
+
+    return decode_example
+
+
 def _of_class(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
     """Return a replacement of a class method. It gets the original, the class and the name."""
 
@@ -255,17 +263,33 @@ def _of_class(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
     return replace
 
 
-def _words_tokenizer(options: Mapping[str, Any]) -> Any:
-    """Return a tokenizer that makes one token of each word."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+def _config_of(name: Any, **where: Any) -> Any:
+    from transformers import AutoConfig
 
-    words = Tokenizer(models.WordLevel(_WORD_TOKENS, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        **_SPECIAL_TOKENS,
-        **{key: options[key] for key in ("padding_side", "model_max_length") if key in options},
-    )
-    made.chat_template = _CHAT
-    return made
+    return AutoConfig.from_pretrained(name, **where)
+
+
+def _config_beside(name: Any, options: Mapping[str, Any]) -> Any:
+    """Return the config of the model whose tokenizer this is, if it is known."""
+    # a pipeline of diffusers has its text encoder's config beside the tokenizer
+    where = options.get("subfolder", "").replace("tokenizer", "text_encoder")
+    try:
+        return _config_of(name, subfolder=where)
+    except (OSError, ValueError):
+        return None
+
+
+def _template_of(cls: Any, config: Any) -> tuple[str, Template | None]:
+    """Return the tokenizer class that the script or the config names, and what it puts around
+    texts, if a tokenizer of that class without a vocabulary shows it."""
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
+
+    named = TOKENIZER_MAPPING.get(type(config), None)
+    for kind in (cls, *(named if isinstance(named, tuple) else (named,))):
+        try:
+            tokenizer = kind()
+        except Exception:  # most classes need files
+            continue
+        if template := template_of(tokenizer):
+            return kind.__name__, template
+    return "", None

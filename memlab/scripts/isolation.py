@@ -332,7 +332,8 @@ class _Files:
     # ------------------------------------------------------------------ functions
 
     def replacements(self) -> dict[tuple[Any, str], Callable[[Any], Any]]:
-        reading = ("stat", "lstat", "access", "readlink")
+        reading = ("stat", "lstat", "access", "readlink", "listxattr", "getxattr")
+        changing = ("chmod", "utime", "truncate", "setxattr")
         return {
             (builtins, "open"): self._open,
             (io, "open"): self._open,
@@ -343,8 +344,9 @@ class _Files:
             (shutil, "rmtree"): self._rmtree,
             **{(os, name): self._read for name in reading if hasattr(os, name)},
             **{(os, name): self._list for name in ("listdir", "scandir")},
-            **{(os, name): self._change for name in ("chmod", "utime", "truncate")},
-            **{(os, name): self._link for name in ("link", "symlink")},
+            **{(os, name): self._change for name in changing if hasattr(os, name)},
+            (os, "link"): self._link,
+            (os, "symlink"): self._symlink,
             (os, "chdir"): self._change_folder,
             (os, "getcwd"): lambda real: lambda: self._current,
             (torch, "save"): self._save,
@@ -496,7 +498,18 @@ class _Files:
         return _as(real, save)
 
     def _link(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Copy, because a write to a link of a real file would change that file."""
+
         def linked(source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
+            if self._is_redirected(target) and self._exists(self._absolute(target)):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+            self._call("copyfile", source, self.writable(target))
+
+        return _as(real, linked)
+
+    def _symlink(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def linked(source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
+            source = self.readable(source) if os.path.isabs(source) else source
             real(source, self.writable(target), *args, **kwargs)
 
         return _as(real, linked)

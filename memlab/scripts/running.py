@@ -16,7 +16,7 @@ from memlab.dry_runs import dry_run
 from memlab.metering import meter
 from memlab.metering.storages import StorageMeter
 from memlab.prediction import PredictedRun
-from memlab.scripts import data
+from memlab.scripts import data, saved_files
 from memlab.scripts.changes import Change, applied
 from memlab.scripts.columns import Columns
 from memlab.scripts.isolation import Isolation, environment
@@ -110,6 +110,8 @@ def run(
     with ExitStack() as stack:
         stack.enter_context(metering)
         stack.enter_context(isolation.active(allow_writes=allow_writes))
+        if not allow_writes:
+            stack.enter_context(saved_files.redirected(real=real))
         stack.enter_context(started.in_this_one())
         stack.enter_context(stand_ins.active())
         stack.enter_context(watcher.watching())

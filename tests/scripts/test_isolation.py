@@ -91,6 +91,28 @@ def test_a_temporary_file_may_replace_a_lasting_one(folder):
         assert Path("kept.txt").read_text() == "whole"
 
 
+def test_written_files_are_copied_and_linked(folder):
+    with Isolation().active():
+        os.makedirs("out")
+        Path("out/last").write_text("x")
+        shutil.copy2("out/last", "out/copy")
+        os.link("out/last", "out/link")
+        os.symlink("last", "out/relative")
+        os.symlink(os.path.abspath("out/last"), "out/absolute")
+        assert {Path("out", name).read_text() for name in os.listdir("out")} == {"x"}
+        assert len(os.listdir("out")) == 5
+        with pytest.raises(FileExistsError):
+            os.link("out/last", "out/copy")
+
+
+def test_a_link_to_a_real_file_is_a_copy(folder):
+    with Isolation().active():
+        os.link("kept.txt", "link.txt")
+        with open("link.txt", "a") as file:
+            file.write(" and new")
+        assert Path("kept.txt").read_text() == "old"
+
+
 def test_a_file_in_a_folder_that_is_not_there_fails_as_outside(folder):
     with Isolation().active(), pytest.raises(FileNotFoundError):
         Path("nowhere/new.txt").write_text("")

@@ -1,0 +1,203 @@
+"""Save files of fake tensors: placeholders that a dry run reads again as tensors of their shapes.
+
+    torch.save     writes the usual archive, with empty storages: `torch.load` takes the shapes from
+                   the pickled object, and a dry run leaves the storages unread
+    safetensors    writes the usual header. Large tensors are holes in the file, which take no space
+                   on most file systems. Small tensors have their values, because a dry run reads
+                   them; unknown values are 0.5, or 1 for integers, as everywhere in a dry run
+    addresses      of fake tensors tell them apart, so that libraries find tied weights
+
+Python's `open` opens the files, so `memlab run` can redirect them. Saving allocates what it
+allocates for real tensors: nothing on an accelerator.
+"""
+
+import io
+import json
+import os
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch.serialization import save as save_archive
+from torch.serialization import skip_data
+
+from memlab.dry_runs import known_values
+from memlab.internals.replacing import replaced
+from memlab.internals.torch_internals import ArchiveWriter, FakeTensor, StorageBase, torch_utils
+
+_HEADER_ALIGNMENT = 8  # of the first tensor in a file of safetensors
+
+
+@contextmanager
+def saved() -> Iterator[None]:
+    """Let `torch.save` and safetensors write placeholders inside `with`, in a dry run."""
+    addresses: dict[tuple[Any, str], Callable[[Any], Any]] = {
+        (FakeTensor, "data_ptr"): lambda real: _address,
+        (torch.UntypedStorage, "data_ptr"): _address_of_storage,
+    }
+    archives = {(torch, "save"): lambda real: _save_archive}
+    with replaced({**addresses, **archives, **_replacements_in_safetensors()}):
+        yield
+
+
+# ------------------------------------------------------------------ torch.save
+
+
+def _save_archive(
+    saved: object, f: Any, *args: Any, _use_new_zipfile_serialization: bool = True, **options: Any
+) -> None:
+    """`torch.save`, without the bytes of storages. The format before torch 1.6 becomes today's."""
+    archive = io.BytesIO()
+    own: dict[tuple[Any, str], Callable[[Any], Any]] = {
+        (ArchiveWriter, "write_record_metadata"): lambda real: _write_empty,
+        (FakeTensor, "__reduce_ex__"): _reduce,
+    }
+    with skip_data(materialize_fake_tensors=True), replaced(own):
+        save_archive(saved, archive, *args, **options)
+    if isinstance(f, (str, os.PathLike)):
+        with open(f, "wb") as file:
+            file.write(archive.getbuffer())
+    else:
+        f.write(archive.getvalue())
+
+
+def _write_empty(writer: Any, name: str, count: int) -> None:
+    writer.write_record(name, b"", 0)
+
+
+def _reduce(real: Callable[[torch.Tensor, Any], Any]) -> Callable[[torch.Tensor, Any], Any]:
+    """Return a function that describes a fake parameter as torch does a real one."""
+
+    def reduce(tensor: torch.Tensor, protocol: Any) -> Any:
+        if not isinstance(tensor, torch.nn.Parameter):
+            return real(tensor, protocol)
+        arguments = tensor.data, tensor.requires_grad, OrderedDict()
+        return torch_utils._rebuild_parameter, arguments
+
+    return reduce
+
+
+# ------------------------------------------------------------------ safetensors
+
+
+class _Saved(NamedTuple):
+    """A tensor in a file of safetensors."""
+
+    name: str
+    tensor: torch.Tensor  # on the CPU
+
+    @property
+    def bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+def _replacements_in_safetensors() -> dict[tuple[Any, str], Callable[[Any], Any]]:
+    try:
+        import safetensors.torch as module
+    except ImportError:
+        return {}
+    names = {dtype: name for name, dtype in module._TYPES.items() if dtype is not None}
+
+    def flatten(tensors: Mapping[str, torch.Tensor], *kept: Any) -> list[_Saved]:
+        return _flatten(module, tensors)
+
+    def serialize_file(
+        tensors: list[_Saved], filename: Any, metadata: Mapping[str, str] | None = None
+    ) -> None:
+        with open(filename, "wb") as file:
+            _write(file, tensors, names, metadata)
+
+    def serialize(tensors: list[_Saved], metadata: Mapping[str, str] | None = None) -> bytes:
+        file = io.BytesIO()
+        _write(file, tensors, names, metadata)
+        return file.getvalue()
+
+    new = {
+        "_flatten_as_ptr": flatten,
+        "_flatten": flatten,  # before safetensors 0.8
+        "serialize_file": serialize_file,
+        "serialize": serialize,
+    }
+    return {
+        (module, name): lambda real, function=function: function
+        for name, function in new.items()
+        if hasattr(module, name)
+    }
+
+
+def _flatten(module: ModuleType, tensors: Mapping[str, torch.Tensor]) -> list[_Saved]:
+    """Return the tensors on the CPU. Raises what safetensors raises for tensors that it rejects."""
+    if check := getattr(module, "_evaluate_tensors_for_save", None):
+        check(tensors)
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"You are trying to save a non contiguous tensor: `{name}` which is not allowed; "
+                f"call `.contiguous()` before saving"
+            )
+    kept = [_Saved(name, tensor.to("cpu")) for name, tensor in tensors.items()]
+    return sorted(kept, key=lambda saved: (-saved.tensor.element_size(), saved.name))
+
+
+def _write(
+    file: BinaryIO,
+    tensors: list[_Saved],
+    dtype_names: Mapping[torch.dtype, str],
+    metadata: Mapping[str, str] | None,
+) -> None:
+    """Write the length of the header, the header in JSON, and the tensors one after another."""
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    start = 0
+    for saved in tensors:
+        header[saved.name] = {
+            "dtype": dtype_names[saved.tensor.dtype],
+            "shape": list(saved.tensor.shape),
+            "data_offsets": [start, start := start + saved.bytes],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for saved in tensors:
+        if saved.bytes <= known_values.BOUND:
+            file.write(_values(saved.tensor))
+        else:
+            file.seek(saved.bytes - 1, os.SEEK_CUR)
+            file.write(b"\0")
+
+
+def _values(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a small tensor; a dry run's answers in place of unknown values."""
+    if not isinstance(tensor, FakeTensor):
+        values = tensor
+    elif known_values.is_known(tensor):
+        values = known_values.real(tensor)
+    else:
+        answer = 0.5 if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 1
+        answer = False if tensor.dtype is torch.bool else answer
+        with known_values.without_modes():
+            values = torch.full(tensor.shape, answer, dtype=torch.float64).to(tensor.dtype)
+    with known_values.without_modes():
+        return values.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+# ------------------------------------------------------------------ addresses
+
+
+def _address(tensor: torch.Tensor) -> int:
+    start = tensor.untyped_storage().data_ptr()
+    return start + tensor.storage_offset() * tensor.element_size() if start else 0
+
+
+def _address_of_storage(real: Callable[[StorageBase], int]) -> Callable[[StorageBase], int]:
+    """Return a function that gives a fake tensor's storage the address of its description."""
+
+    def address(storage: Any) -> int:
+        if storage.device.type != "meta":
+            return real(storage)
+        return storage._cdata if storage.nbytes() else 0
+
+    return address
