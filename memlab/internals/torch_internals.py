@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import _C as torch_c  # noqa: N811 - a module
 from torch import _disable_dynamo as disable_dynamo
 from torch import _foreach_lerp_ as foreach_lerp_
 from torch import _has_compatible_shallow_copy_type as has_compatible_shallow_copy_type

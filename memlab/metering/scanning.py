@@ -91,7 +91,7 @@ class Scanner:
                 self._scan_unused(reached)
 
     def _scan_unused(self, tensor: torch.Tensor) -> None:
-        if isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
+        if isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and _is_leaf(tensor)):
             self.scan(tensor, "parameters", self._names.owner_of(tensor))
             self.scan_gradients([tensor])
             return
@@ -117,3 +117,10 @@ class Scanner:
     def _plain(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         for plain in plain_tensors(tensor):
             yield plain if self._dry_run is None else self._dry_run.tensor(plain)
+
+
+def _is_leaf(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.is_leaf
+    except RuntimeError:  # a view that may no longer be used, as FSDP1 keeps them
+        return False

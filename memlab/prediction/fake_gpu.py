@@ -24,7 +24,7 @@ import torch
 from memlab.configs.targets import Target
 from memlab.dry_runs.fake_accelerator import CUDA_REPLACEMENTS, FinishedWork
 from memlab.internals.replacing import replaced
-from memlab.internals.torch_internals import tree_map_only
+from memlab.internals.torch_internals import torch_c, tree_map_only
 
 _CACHING_MODULES = ("transformers.utils.import_utils", "accelerate.utils.imports")
 
@@ -86,7 +86,7 @@ def _replacements(target: Target, count: int) -> dict[tuple[Any, str], Callable[
     answers = {
         **{(torch.cuda, name): _replace_by(answer) for name, answer in CUDA_REPLACEMENTS.items()},
         # FSDP2 and DTensor ask for the device of a new mesh here
-        (torch._C, "_get_accelerator"): _replace_by(_always(torch.device("cuda"))),
+        (torch_c, "_get_accelerator"): _replace_by(_always(torch.device("cuda"))),
         (torch.cuda, "Event"): _replace_by(_Event),
         (torch.cuda, "is_bf16_supported"): _replace_by(_bf16_support(target)),
         (torch.accelerator, "current_stream"): _replace_by(CUDA_REPLACEMENTS["current_stream"]),

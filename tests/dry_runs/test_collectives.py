@@ -46,11 +46,14 @@ def fsdp(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def build(
-    wrap: Callable[..., tuple[nn.Module, torch.optim.Optimizer]], *, zero_first: bool = False
+    wrap: Callable[..., tuple[nn.Module, torch.optim.Optimizer]],
+    *,
+    zero_first: bool = False,
+    device: str = "cpu",
 ) -> tuple:
     model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 256), nn.Linear(256, 8))
-    model, optimizer = wrap(model)
-    batch = torch.randn(32, 128)
+    model, optimizer = wrap(model.to(device))
+    batch = torch.randn(32, 128, device=device)
 
     def step() -> None:
         if zero_first:
@@ -124,7 +127,7 @@ def test_a_prediction_has_the_same_weights_and_states(wrap):
             and event.bytes > 16
         )
 
-    predicted = memlab.predict(lambda: build(wrap), steps=3)
+    predicted = memlab.predict(lambda: build(wrap, device="cuda"), steps=3)
     assert before(predicted) == before(measured(wrap, is_dry=True))
 
 

@@ -172,3 +172,28 @@ def test_a_mesh_starts_the_process_group(outcome):
     found = outcome(main, *("torchrun", "--nproc-per-node", "4"))
     assert (found.steps, found.ranks) == (2, 4)
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("version", ["one", "two"])
+def test_fsdp_has_its_share_of_weights_and_states(outcome, version):
+    main = f"""
+        from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+        dist.init_process_group("nccl")
+        model = torch.nn.Sequential(*[torch.nn.Linear(64, 64, bias=False) for _ in range(4)])
+        if "{version}" == "one":
+            model = FullyShardedDataParallel(model, device_id=0)
+        else:
+            for layer in model: fully_shard(layer)
+            fully_shard(model.cuda())
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        for _ in range(3):
+            model(torch.randn(8, 64, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """
+    found = outcome(main, *("torchrun", "--nproc-per-node", "4")).trace
+    mine = 4 * (4 * 64 * 64) // 4
+    ended = [event for event in found.alive() if event.category == "optimizer_state"]
+    assert sum(event.bytes for event in ended if event.bytes > 4) == 2 * mine
+    kept = [event.bytes for event in found.alive() if event.category == "parameters"]
+    assert sum(kept) == mine
