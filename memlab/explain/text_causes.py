@@ -513,7 +513,11 @@ def _static(s: TextSituation, strength: float) -> float:
 
 
 def fragmentation(s: TextSituation) -> Finding | None:
-    """More bytes are reserved but unallocated than the request asks for."""
+    """The request would fit into what is reserved but unallocated, with what is free on the card.
+
+    The allocator returned all unused segments to the driver before it gave up, so what is left lies
+    in segments that are partly used.
+    """
     message = s.message
     free, requested = message.free_reserved, message.requested
     if requested and message.allowed is None and requested <= (message.free or 0):
@@ -526,13 +530,25 @@ def fragmentation(s: TextSituation) -> Finding | None:
             found, "Restart the program, and update torch and the driver: old versions fail so."
         )
     reserved = message.reserved_bytes
-    if not free or not requested or not reserved or free < requested:
+    if not free or not requested or not reserved:
         return None
     wasted = share(free, reserved)
     strength = 2 * wasted + 0.15 * (free >= 2 * requested and wasted > 0.1)
+    strength *= 0.6 if kv_cache(s) else 1  # a growing cache leaves its old blocks behind
+    if free < requested:
+        together = free + (message.free or 0)
+        if message.allowed is not None or together < requested:
+            return None
+        return finding(
+            "fragmentation",
+            strength,
+            f"{format_bytes(free)} are reserved but unallocated ({wasted:.0%} of reserved); with "
+            f"the card's free {format_bytes(message.free or 0)} they would hold the request of "
+            f"{format_bytes(requested)}",
+        )
     return finding(
         "fragmentation",
-        strength * (0.6 if kv_cache(s) else 1),  # a growing cache leaves its old blocks behind
+        strength,
         f"{format_bytes(free)} are reserved but unallocated ({wasted:.0%} of reserved), more than "
         f"the request of {format_bytes(requested)}: no free block is large enough",
     )

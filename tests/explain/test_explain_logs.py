@@ -80,6 +80,21 @@ def test_a_request_that_the_free_memory_could_serve_blames_no_other_process():
     assert causes(text)[:2] == ["fragmentation", "limit"]
 
 
+@pytest.mark.parametrize(("size", "is_fragmented"), [("2.00 GiB", True), ("4.00 GiB", False)])
+def test_what_is_unallocated_may_fit_with_what_is_free(size, is_fragmented):
+    """2 GiB would fit into 1.2 GiB of free memory and 1.9 GiB in partly used segments, 4 not."""
+    text = (
+        f"CUDA out of memory. Tried to allocate {size}. GPU 0 has a total capacity of 23.64 GiB "
+        "of which 1.20 GiB is free. Including non-PyTorch memory, this process has 22.40 GiB "
+        "memory in use. Of the allocated memory 20.00 GiB is allocated by PyTorch, and 1.90 GiB is "
+        "reserved by PyTorch but unallocated."
+    )
+    found = [each for each in explain_text(text).findings if each.cause.name == "fragmentation"]
+    assert len(found) == is_fragmented
+    if is_fragmented:
+        assert "with the card's free 1.20 GiB they would hold" in found[0].evidence[0]
+
+
 def test_a_limit_below_the_card_is_the_cause():
     text = MESSAGE.format(size="2.00 GiB", gpu=0, free="60.12 GiB").replace("23.64", "79.15")
     text = text.replace("Including", "16.00 GiB allowed; Including")
