@@ -679,6 +679,19 @@ def run_command(
             "of processes that torchrun would start.",
         ),
     ] = None,
+    ranks: Annotated[
+        int | None,
+        integer_option(
+            "--ranks",
+            MAX_RANKS,
+            "Run the script as torchrun would start it with so many processes, one rank at a time: "
+            "rank 0, and all stages of a pipeline. Above 8, on nodes of 8.",
+        ),
+    ] = None,
+    rank: Annotated[
+        int | None,
+        integer_option("--rank", MAX_RANKS, "The one rank to run.", minimum=0),
+    ] = None,
     real: Annotated[
         bool,
         typer.Option("--real", help="Compute: measure the script on the device that it uses."),
@@ -756,8 +769,12 @@ def run_command(
 
     [bold]memlab run torchrun --nproc-per-node 2 train_ddp.py[/]
 
-    Of several processes (torchrun, torch.multiprocessing) only rank 0 runs, and its collectives
-    finish at once.
+    [bold]memlab run --gpu h100 --ranks 64 train_fsdp.py[/]
+
+    Of several processes rank 0 runs, and every rank that it sends tensors to: the stages of a
+    pipeline. Collectives finish at once. To measure real ranks:
+
+    [bold]torchrun --nproc-per-node 2 -m memlab run --real train_ddp.py[/]
     """
     from memlab.cli.run import Wanted, run_script
 
@@ -767,6 +784,8 @@ def run_command(
         margin=margin,
         device=device,
         gpus=gpus,
+        ranks=ranks,
+        rank=rank,
         real=real,
         steps=steps,
         assume=assume,

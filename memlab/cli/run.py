@@ -2,16 +2,13 @@
 
 import os
 import re
-import signal
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic
-from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -23,7 +20,9 @@ from memlab.cli.plan import choose_memory
 from memlab.cli.plan_report import EMPTIES_CACHE, room
 from memlab.cli.results import write_run
 from memlab.cli.rows import Row
-from memlab.cli.script import as_usage_errors, assumed, check_assumption, is_users
+from memlab.cli.run_progress import announce, ended_by_a_signal, telling_where
+from memlab.cli.run_ranks import highest, show_ranks, show_transfers
+from memlab.cli.script import as_usage_errors, assumed, check_assumption
 from memlab.configs.targets import accepted_devices, find_target
 from memlab.planner import Memory
 from memlab.planner.cards import budget_bytes
@@ -39,11 +38,11 @@ from memlab.scripts.changes import (
 )
 from memlab.scripts.columns import Columns, columns_of
 from memlab.scripts.launch import Launch, launch_of
+from memlab.scripts.ranks import run_ranks
 from memlab.scripts.running import Outcome, run
 from memlab.trace import Event, Trace
 from memlab.units import WIDTH, format_bytes, paragraph
 
-SECONDS = 10  # between two lines that say where the script is
 LARGEST = 8  # rows in each list
 NOTABLE_LOGITS = 0.1  # of the peak
 
@@ -56,6 +55,8 @@ class Wanted(NamedTuple):
     margin: str | None = None
     device: str | None = None
     gpus: int | None = None
+    ranks: int | None = None
+    rank: int | None = None
     real: bool = False
     steps: int = 2
     assume: str | None = None
@@ -68,18 +69,22 @@ class Wanted(NamedTuple):
 
 def run_script(wanted: Wanted) -> int:
     """Run the script, print where its memory goes, write results; return 1 if it does not fit."""
-    launch = _launch(wanted.words)
+    launch = _launch(wanted)
     memory, target = _target(wanted)
     check_assumption(wanted.assume)
     folder = choose_folder(wanted.out)
-    outcome = _outcome(launch, wanted, target)
+    outcomes = _outcomes(launch, wanted, target)
+    outcome = outcomes[highest(outcomes)]
     trace = outcome.trace
     assert trace is not None
     terminal.echo(paragraph(f"{launch}: {_how(wanted, target, outcome)}"))
     for note in (*assumed(trace), *outcome.notes):
         terminal.echo(paragraph(note))
     terminal.echo("")
+    if len(outcomes) > 1:
+        show_ranks(outcomes)
     _show_peak(trace, None if wanted.real else target)
+    show_transfers(outcome, launch.ranks or outcome.ranks or 1)
     status = 0 if memory is None else _show_verdict(trace, memory, target)
     changed: dict[str, Trace] = {}
     if wanted.advise or (wanted.advise is None and status):
@@ -94,11 +99,26 @@ def run_script(wanted: Wanted) -> int:
     return status
 
 
-def _launch(words: Sequence[str]) -> Launch:
+def _launch(wanted: Wanted) -> Launch:
     try:
-        return launch_of(words)
+        launch = launch_of(wanted.words)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    if wanted.ranks is not None:
+        if launch.ranks is not None:
+            raise UsageError("got --ranks with a launcher; leave --ranks out")
+        launch = launch.with_ranks(wanted.ranks)
+    if wanted.rank is not None and wanted.rank >= (launch.ranks or 1) * launch.nodes:
+        raise UsageError(
+            f"got --rank {wanted.rank} of {(launch.ranks or 1) * launch.nodes}; ranks count from "
+            f"0, and --ranks says how many there are"
+        )
+    if wanted.real and (launch.ranks or 1) > 1:
+        raise UsageError(
+            "got --real with several ranks; start them with torchrun, such as torchrun "
+            f"--nproc-per-node {launch.ranks} -m memlab run --real {launch}"
+        )
+    return launch
 
 
 def _target(wanted: Wanted) -> tuple[Memory | None, str]:
@@ -124,25 +144,34 @@ def _target(wanted: Wanted) -> tuple[Memory | None, str]:
     return None, found.device
 
 
-def _outcome(launch: Launch, wanted: Wanted, target: str) -> Outcome:
-    """Run the script. What it prints goes to standard error.
+def _outcomes(launch: Launch, wanted: Wanted, target: str) -> dict[int, Outcome]:
+    """Run the script; return the outcomes by rank. What it prints goes to standard error.
 
     A script that ends before the wanted step is run again, and measured from its start.
     """
-
     settings = {**_settings(wanted, target), "announce": announce}
     dry = "a run without --real" if wanted.real else ""
     announce(f"running {launch} until step {wanted.steps} has ended")
+
+    def ran(steps: int) -> dict[int, Outcome]:
+        if wanted.real:
+            return {0: run(launch, steps=steps, **settings)}
+        ranks = () if wanted.rank is None else (wanted.rank,)
+        found = run_ranks(launch, ranks, steps=steps, **settings)
+        return found if wanted.rank is None else {wanted.rank: found[wanted.rank]}
+
     with (
-        _ended_by_a_signal(),
-        _telling_where(launch.folder),
+        ended_by_a_signal(),
+        telling_where(launch.folder),
         as_usage_errors(Path(launch.script), launch.folder, dry),
         redirect_stdout(sys.stderr),
     ):
-        outcome = run(launch, steps=wanted.steps, **settings)
+        outcomes = ran(wanted.steps)
+        outcome = outcomes[highest(outcomes)]
         if outcome.trace is None and outcome.steps:
             announce(f"the script ended after step {outcome.steps}; running it again")
-            outcome = run(launch, steps=outcome.steps, **settings)
+            outcomes = ran(outcome.steps)
+            outcome = outcomes[highest(outcomes)]
     if outcome.trace is None:
         raise UsageError(
             f"{launch} ended without a training step: no optimizer of torch.optim stepped and "
@@ -150,59 +179,7 @@ def _outcome(launch: Launch, wanted: Wanted, target: str) -> Outcome:
         )
     if not outcome.trace.peak_bytes:
         raise UsageError(f"the step of {launch} allocated nothing on {outcome.trace.device}")
-    return outcome
-
-
-def announce(stage: str) -> None:
-    print(f"memlab: {stage}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _ended_by_a_signal() -> Iterator[None]:
-    """Let SIGTERM end the command as Ctrl-C does, so that temporary files go."""
-
-    def interrupt(*args: Any) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _telling_where(folder: Path) -> Iterator[None]:
-    """Print every few seconds which line of the user's code runs.
-
-    A signal's handler runs in the script's own thread. Another thread that looks at a frame could
-    keep the tensors in it alive.
-    """
-    if not hasattr(signal, "setitimer"):  # Windows
-        yield
-        return
-    start = monotonic()
-
-    def tell(number: int, frame: FrameType | None) -> None:
-        where = next(_lines_of(frame, folder), "an import")
-        announce(f"{where} after {monotonic() - start:.0f} s")
-
-    before = signal.signal(signal.SIGALRM, tell)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS, SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def _lines_of(frame: FrameType | None, folder: Path) -> Iterator[str]:
-    """Yield the lines of the user's code that led to a frame, the innermost first."""
-    while frame is not None:
-        file = Path(frame.f_code.co_filename)
-        if is_users(file.absolute(), folder):
-            yield f"{file.name}:{frame.f_lineno}"
-        frame = frame.f_back
+    return outcomes
 
 
 def _settings(wanted: Wanted, target: str) -> dict[str, Any]:
@@ -242,7 +219,7 @@ def _columns(given: str | None) -> Columns | None:
 def _how(wanted: Wanted, target: str, outcome: Outcome) -> str:
     which = f"step {outcome.steps}" + (" (its only one)" if outcome.steps == 1 else "")
     if outcome.ranks is not None and outcome.ranks > 1:
-        which += f" of rank 0 of {outcome.ranks}"
+        which += f" of rank {outcome.rank} of {outcome.ranks}"
     if wanted.real:
         return f"{which}, measured on this machine"
     on = "the CPU's memory, in a dry run" if target == "cpu" else f"predicted for {target}"
@@ -389,7 +366,9 @@ def _changed(launch: Launch, settings: dict[str, Any], plain: Outcome, change: C
     """Return the trace of the script's step with a change."""
     print(f"memlab: with {change.name}", file=sys.stderr, flush=True)
     with redirect_stdout(sys.stderr):
-        found = run(launch, steps=plain.steps, change=change, **settings).trace
+        found = run_ranks(launch, (plain.rank,), steps=plain.steps, change=change, **settings)[
+            plain.rank
+        ].trace
     assert found is not None
     return found
 

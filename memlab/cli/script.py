@@ -39,6 +39,7 @@ from memlab.dry_runs.assumptions import fraction_of
 from memlab.dry_runs.fake_tensors import is_assumption
 from memlab.dry_runs.routing import imbalance_of
 from memlab.scripts.hub import UnavailableError
+from memlab.scripts.messages import NotYetSentError
 from memlab.trace import Trace
 from memlab.units import paragraph
 
@@ -321,7 +322,7 @@ def _describe(error: BaseException, path: Path, folder: Path | None) -> str:
     lines = _lines(error, path, folder) or [str(path)]
     if lines[0] in message_of(error):  # a dry run's message has the line already
         return message_of(error)
-    if isinstance(error, UnavailableError):
+    if isinstance(error, (UnavailableError, NotYetSentError)):
         return f"{lines[-1]}: {error}"
     where = ", called from ".join(lines) + "," * (len(lines) > 1)
     return f"{where} raised {error_summary(error)}"

@@ -1,8 +1,8 @@
 """Collectives in a dry run: they send nothing and finish at once.
 
 A collective writes to tensors that already exist, so it returns them with finished work. (torch
-handles functional collectives, which allocate results.) Memory that a backend allocates for
-communication is not counted.
+handles functional collectives, which allocate results, except for their wait.) Memory that a
+backend allocates for communication is not counted.
 """
 
 from collections.abc import Callable
@@ -27,9 +27,17 @@ from memlab.internals.torch_internals import (
     tensor_of_dtensor,
 )
 
+COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of operators
+
 
 def is_collective(func: Any) -> bool:
     return func.namespace == "c10d"
+
+
+def is_wait(func: Any) -> bool:
+    """Return whether the operator waits for a functional collective. It returns its argument, and
+    torch's fake kernel a new tensor."""
+    return func.namespace == "_c10d_functional" and func.__name__ == "wait_tensor.default"
 
 
 def finished(func: Any, args: Any) -> Any:

@@ -49,7 +49,7 @@ from memlab.dry_runs import (
     weight_files,
 )
 from memlab.dry_runs.assumptions import ASSUMED, Assumptions
-from memlab.dry_runs.collectives import finished, is_collective
+from memlab.dry_runs.collectives import COLLECTIVES, finished, is_collective, is_wait
 from memlab.dry_runs.endless import LoopGuard
 from memlab.dry_runs.fake_kernels import KERNELS
 from memlab.dry_runs.fake_results import FakeResults
@@ -57,6 +57,7 @@ from memlab.dry_runs.known_values import UNKNOWN
 from memlab.dry_runs.loaders import Loaders
 from memlab.dry_runs.oversized import enlarge
 from memlab.dry_runs.routing import ASSUMED_ROUTING, Routing
+from memlab.dry_runs.transfers import Transfer, transfer_of
 from memlab.dry_runs.validations import valid_answer
 from memlab.internals.replacing import replaced
 from memlab.internals.torch_internals import (
@@ -172,6 +173,7 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         self._true = WeakIdKeyDictionary()  # unknown bools that read as True, such as isfinite
         self._integers = WeakIdKeyDictionary()  # values of integers computed from unknown ones
         self.integer_reads: dict[str, None] = {}  # lines that read unknown integers, ordered
+        self.transfers: list[Transfer] = []  # to other ranks
         self._is_uncompiled = False  # whether compiled code ran uncompiled
         self._loop_guard = LoopGuard()
         self._loaders = Loaders()
@@ -299,8 +301,12 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
                 **kwargs,
                 "device": torch.device(fake_accelerator.to_stand_in(kwargs["device"])),
             }
+        if func.namespace in COLLECTIVES:
+            self.transfers += filter(None, [transfer_of(func, args)])
         if is_collective(func):
             return finished(func, args)
+        if is_wait(func):
+            return args[0]
         if func in _PRESERVES_TRUE and any(_is_in(self._true, argument) for argument in args):
             with DisableTorchFunction():
                 result = func(*args, **kwargs)

@@ -229,6 +229,32 @@ def tensor_of_dtensor() -> Any:
     return _rebuild_tensor_from_dtensor_meta
 
 
+def forget_meshes() -> None:
+    """Clear DTensor's caches. They hold meshes with the names of process groups, which no longer
+    exist when the next training in this process has equal meshes."""
+    from torch.distributed.tensor._redistribute import _gen_transform_infos
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _gen_transform_infos.cache_clear()
+    ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
+
+
+def process_group_named(name: str) -> Any:
+    """Return the process group that functional collectives call by this name."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
+
+
+def stage_gradients(stage: Any) -> Any:
+    """Return what the next stage of a pipeline would send: the shapes of its inputs' gradients."""
+    from torch.distributed.pipelining._utils import _derive_grad_metas, _StageBackwardMeta
+
+    return _StageBackwardMeta(_derive_grad_metas(stage._stage_meta.outputs))
+
+
 def is_rng_supported_mesh() -> Any:
     """Return DTensor's function that says whether it keeps random numbers equal on all ranks."""
     from torch.distributed.tensor._random import is_rng_supported_mesh

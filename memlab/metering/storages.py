@@ -37,6 +37,7 @@ from memlab.metering.stream import Change, ChangeStream, MeteredRun
 from memlab.metering.tensors import (
     has_own_handler,
     is_foreign_fake,
+    plain_tensors,
     share_sparse_parts,
     tensors_among,
 )
@@ -199,7 +200,7 @@ class StorageMeter(LightMode):
         if _is_mutable(func):
             for tensor in tensors:
                 REGISTRY.check_size(tensor.untyped_storage())
-        if func is aten.detach.default and self._becomes_grad(args[0], phase):
+        if inputs and func is aten.detach.default and self._becomes_grad(args[0], phase):
             inputs[0].mark("gradients")
         for tensor in self._own_tensors((result,)):
             record = REGISTRY.find(tensor)
@@ -208,7 +209,12 @@ class StorageMeter(LightMode):
         return result
 
     def _own_tensors(self, values: Iterable[Any]) -> list[torch.Tensor]:
-        return [tensor for tensor in tensors_among(values) if not is_foreign_fake(tensor)]
+        return [
+            plain
+            for tensor in tensors_among(values)
+            for plain in (plain_tensors(tensor) if has_own_handler((type(tensor),)) else (tensor,))
+            if not is_foreign_fake(plain)
+        ]
 
     def _decomposition(self, func: Any) -> Callable[..., Any] | None:
         """Return the operator's decomposition if it is composite, else None."""
@@ -291,7 +297,7 @@ class StorageMeter(LightMode):
     def _mark_buckets(self, sent: list[Storage]) -> None:
         """Mark DDP's buckets, which it allocates outside modules, where a batch is made too."""
         for record in sent:
-            if record.category == "inputs":
+            if record.category in ("inputs", "activations"):
                 record.category = "workspace"
 
     def _on_root(self, root: torch.nn.Module) -> None:

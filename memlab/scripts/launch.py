@@ -27,6 +27,7 @@ _FLAGS = frozenset(
 _PER_NODE = ("--nproc_per_node", "--nproc-per-node", "--num_gpus")
 _IN_ALL = ("--num_processes", "--num-processes")
 _NODES = ("--nnodes", "--num_machines", "--num-machines", "--num_nodes")
+GPUS_PER_NODE = 8
 _PYTHON_WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
@@ -38,8 +39,9 @@ class Launch:
     script      the path of a file, or the name of a module
     is_module   whether it is a module (`-m`)
     arguments   the script's own
-    ranks       processes that the user's launcher would start on each node; the first one runs
+    ranks       processes that the user's launcher would start on each node
     nodes       machines of the training
+    rank        of the process that runs, among all
     variables   of the environment, set on the command line
     """
 
@@ -48,10 +50,17 @@ class Launch:
     arguments: tuple[str, ...] = ()
     ranks: int | None = None
     nodes: int = 1
+    rank: int = 0
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"-m {self.script}" if self.is_module else self.script
+
+    def with_ranks(self, count: int) -> "Launch":
+        """Return the same script as torchrun would start it: on nodes of 8 GPUs, if they fill them,
+        else on one."""
+        nodes = count // GPUS_PER_NODE if count % GPUS_PER_NODE == 0 else 1
+        return replace(self, ranks=count // nodes, nodes=nodes)
 
     @property
     def folder(self) -> Path:
@@ -60,12 +69,15 @@ class Launch:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables on the command line, and those that torchrun sets for rank 0."""
+        """The variables on the command line, and those that torchrun sets for the rank."""
         if self.ranks is None:
             return dict(self.variables)
+        node, local = divmod(self.rank, self.ranks)
         return {
             **self.variables,
-            **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"), "0"),
+            **dict.fromkeys(("RANK", "ROLE_RANK"), str(self.rank)),
+            "LOCAL_RANK": str(local),
+            "GROUP_RANK": str(node),
             **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), str(self.ranks * self.nodes)),
             "LOCAL_WORLD_SIZE": str(self.ranks),
             "MASTER_ADDR": "127.0.0.1",

@@ -28,7 +28,11 @@ import torch.distributed as dist
 import torch.multiprocessing.spawn
 
 from memlab.internals.replacing import importers, replaced
-from memlab.internals.torch_internals import fake_process_group_store
+from memlab.internals.torch_internals import (
+    disable_current_modes,
+    fake_process_group_store,
+    forget_meshes,
+)
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _QUEUES = (multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue)
@@ -39,10 +43,13 @@ class Processes:
     """The processes of a script.
 
     ranks   of the whole training, as the launcher or the script says; None: it is not distributed
+    joins   whether this process is one of a launcher's, and meets the others
     """
 
-    def __init__(self, ranks: int | None, announce: Callable[[str], object]) -> None:
-        self.ranks, self._announce = ranks, announce
+    def __init__(
+        self, ranks: int | None, announce: Callable[[str], object], *, joins: bool = False
+    ) -> None:
+        self.ranks, self._announce, self._joins = ranks, announce, joins
         self._waiting: list[_Started] = []
 
     @contextmanager
@@ -56,6 +63,7 @@ class Processes:
                     each.terminate()
                 if dist.is_available() and dist.is_initialized():
                     dist.destroy_process_group()
+                    forget_meshes()
 
     def run_waiting(self) -> None:
         """Run the processes that the script has started and not yet waited for."""
@@ -71,6 +79,7 @@ class Processes:
             (multiprocessing.process, "_cleanup"): lambda real: lambda: None,
             **{(queue, "get"): self._get for queue in _QUEUES},
             (subprocess.Popen, "__init__"): self._start_program,
+            **({(dist.Work, "wait"): _unmetered} if self._joins else {}),
             **{
                 (owner, "init_process_group"): self._initialize
                 for owner in importers("init_process_group", dist.init_process_group)
@@ -128,6 +137,9 @@ class Processes:
             given = signature.bind(*args, **kwargs).arguments
             size, rank = given.get("world_size", -1), given.get("rank", -1)
             self.ranks = size if size > 0 else int(os.environ.get("WORLD_SIZE", 1))
+            if self._joins:
+                real(*args, **kwargs)
+                return
             rank = rank if rank >= 0 else int(os.environ.get("RANK", 0))
             real("fake", store=fake_process_group_store(), rank=rank, world_size=self.ranks)
 
@@ -194,6 +206,17 @@ class _Ended:
 
     def pids(self) -> list[int]:
         return []
+
+
+def _unmetered(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Hide gloo's own copies from the meter: it reduces a copy of the whole input of a
+    reduce-scatter, and writes the output when the work is waited for. NCCL has no such copy."""
+
+    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        with disable_current_modes():
+            return real(work, *args, **kwargs)
+
+    return wait
 
 
 def _kinds_of_process() -> set[type]:

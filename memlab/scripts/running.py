@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from memlab.dry_runs import dry_run
+from memlab.dry_runs.transfers import Transfer
 from memlab.metering import meter
+from memlab.metering.dry import DryRun
 from memlab.metering.storages import StorageMeter
 from memlab.prediction import PredictedRun
 from memlab.scripts import data, saved_files
@@ -21,6 +24,7 @@ from memlab.scripts.changes import Change, applied
 from memlab.scripts.columns import Columns
 from memlab.scripts.isolation import Isolation, environment
 from memlab.scripts.launch import Launch
+from memlab.scripts.messages import Messages
 from memlab.scripts.processes import Processes
 from memlab.scripts.steps import Finished, StepWatcher
 from memlab.trace import Trace
@@ -38,7 +42,9 @@ class Outcome:
     models       modules that it called, outermost only, with weights
     optimizers   that stepped
     framework    whose loop ran: Trainer, Lightning, accelerate or plain
-    ranks        processes of the training, of which rank 0 ran; None: it is not distributed
+    ranks        processes of the training; None: it is not distributed
+    rank         of the process that ran
+    transfers    what that rank sent to others in its last step; empty for a real run
     notes        what was redirected, refused or replaced, one sentence each
     """
 
@@ -49,6 +55,8 @@ class Outcome:
     optimizers: tuple[torch.optim.Optimizer, ...]
     framework: str
     ranks: int | None
+    rank: int
+    transfers: tuple[Transfer, ...]
     notes: tuple[str, ...]
 
 
@@ -56,6 +64,7 @@ class _Metering(Protocol):
     """Meters a script: its history, then one step."""
 
     history: StorageMeter
+    transfers: tuple[Transfer, ...]  # of the step
 
     def __enter__(self) -> Any: ...
 
@@ -79,16 +88,18 @@ def run(
     columns: Columns | None = None,
     change: Change | None = None,
     announce: Announce = lambda stage: None,
+    messages: Messages | None = None,
 ) -> Outcome:
     """Run a script until `steps` steps have ended.
 
     device   of the prediction, as in `memlab.predict`; "cpu" makes a dry run of the CPU's step
     gpus     of that kind that a prediction's script finds; by default one for each rank on a node
-    real     compute, on whatever device the script uses
+    real     compute, on whatever device the script uses; under torchrun, together with other ranks
     assume   as in `memlab.predict`
     configs  paths of the config.json of models that are not on this machine, by name
     columns  of the rows of data sets that are not on this machine
     change   applied to the model and its optimizers before they train
+    messages of other ranks that have run
 
     Raises what the script raises before the last step has ended, with a note (`__notes__`) for each
     kind of attempt that was refused.
@@ -99,13 +110,15 @@ def run(
         if real or device == "cpu"
         else _Predicted(device, gpus or launch.ranks or 1, assume)
     )
-    started = Processes(launch.ranks, announce)
+    joins = real and launch.ranks is None and dist.is_torchelastic_launched()
+    started = Processes(launch.ranks, announce, joins=joins)
     traces: list[Trace] = []
+    of_rank = f" on rank {launch.rank}" if (launch.ranks or 1) > 1 else ""
     watcher = StepWatcher(
         steps,
         on_begin=lambda in_step: metering.begin_step(watcher.optimizers, in_step),
         on_end=lambda: traces.append(metering.end_step()),
-        on_step=lambda number: announce(f"step {number} ended"),
+        on_step=lambda number: announce(f"step {number} ended{of_rank}"),
     )
     with ExitStack() as stack:
         stack.enter_context(metering)
@@ -113,6 +126,8 @@ def run(
         if not allow_writes:
             stack.enter_context(saved_files.redirected(real=real))
         stack.enter_context(started.in_this_one())
+        if not joins:
+            stack.enter_context((messages or Messages()).active(launch.rank))
         stack.enter_context(stand_ins.active())
         stack.enter_context(watcher.watching())
         stack.enter_context(applied(change, watcher.replaceable))
@@ -120,16 +135,6 @@ def run(
             _run(launch, watcher, started)
         roots = metering.history.context.names.roots
     notes = (*isolation.notes(), *stand_ins.notes())
-    return _outcome(traces, watcher, roots, started.ranks, notes)
-
-
-def _outcome(
-    traces: list[Trace],
-    watcher: StepWatcher,
-    roots: list[torch.nn.Module],
-    ranks: int | None,
-    notes: tuple[str, ...],
-) -> Outcome:
     return Outcome(
         traces[0] if traces else None,
         watcher.finished,
@@ -137,7 +142,9 @@ def _outcome(
         tuple(root for root in roots if next(root.parameters(), None) is not None),
         tuple(watcher.optimizers),
         watcher.framework,
-        ranks,
+        started.ranks,
+        launch.rank,
+        metering.transfers,
         notes,
     )
 
@@ -177,6 +184,8 @@ def _as_python_starts_it(launch: Launch) -> Iterator[None]:
 class _Predicted:
     """Predicts the script for a GPU."""
 
+    transfers: tuple[Transfer, ...] = ()
+
     def __init__(self, device: str | None, gpus: int, assume: str | None) -> None:
         self._run = PredictedRun(device=device or "cuda", assume=assume, gpus=gpus)
 
@@ -190,13 +199,17 @@ class _Predicted:
 
     def begin_step(self, optimizers: Any, in_step: bool) -> None:
         self._run.begin_step(None, optimizers, subject=self, in_step=in_step, lines=True)
+        self._sent = len(DryRun.active.transfers)
 
     def end_step(self) -> Trace:
+        self.transfers = tuple(DryRun.active.transfers[self._sent :])
         return self._run.end_step()
 
 
 class _Measured:
     """Measures the script, for real or on the CPU's fake tensors."""
+
+    transfers: tuple[Transfer, ...] = ()
 
     def __init__(self, real: bool, assume: str | None) -> None:
         self._dry_run = None if real else dry_run(assume=assume)
@@ -217,7 +230,10 @@ class _Measured:
         self._metering.close()
         self._meter = meter(optimizer=optimizers, subject=self, in_step=in_step, lines=True)
         self._metering.enter_context(self._meter)
+        self._sent = len(self._dry_run.transfers) if self._dry_run else 0
 
     def end_step(self) -> Trace:
+        if self._dry_run is not None:
+            self.transfers = tuple(self._dry_run.transfers[self._sent :])
         self._metering.close()
         return self._meter.trace

@@ -1,0 +1,66 @@
+"""What `memlab run` prints while a script runs, and how a signal ends it."""
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+from types import FrameType
+from typing import Any, NoReturn
+
+from memlab.cli.script import is_users
+
+SECONDS = 10  # between two lines that say where the script is
+
+
+def announce(stage: str) -> None:
+    print(f"memlab: {stage}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def ended_by_a_signal() -> Iterator[None]:
+    """Let SIGTERM end the command as Ctrl-C does, so that temporary files go."""
+
+    def interrupt(*args: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def telling_where(folder: Path) -> Iterator[None]:
+    """Print every few seconds which line of the user's code runs.
+
+    A signal's handler runs in the script's own thread. Another thread that looks at a frame could
+    keep the tensors in it alive.
+    """
+    if not hasattr(signal, "setitimer"):  # Windows
+        yield
+        return
+    start = monotonic()
+
+    def tell(number: int, frame: FrameType | None) -> None:
+        where = next(_lines_of(frame, folder), "an import")
+        announce(f"{where} after {monotonic() - start:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, tell)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _lines_of(frame: FrameType | None, folder: Path) -> Iterator[str]:
+    """Yield the lines of the user's code that led to a frame, the innermost first."""
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        if is_users(file.absolute(), folder):
+            yield f"{file.name}:{frame.f_lineno}"
+        frame = frame.f_back

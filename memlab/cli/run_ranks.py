@@ -1,0 +1,63 @@
+"""What `memlab run` prints of several ranks: the peak of each, and what they send each other."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from memlab.cli import terminal
+from memlab.scripts.running import Outcome
+from memlab.trace import Trace
+from memlab.units import format_bytes, paragraph
+
+CATEGORIES = ("parameters", "gradients", "optimizer_state", "activations")
+
+
+def highest(outcomes: Mapping[int, Outcome]) -> int:
+    """Return the rank that peaks highest, the first of several."""
+    return max(outcomes, key=lambda rank: (_peak(outcomes[rank].trace), -rank))
+
+
+def _peak(trace: Trace | None) -> int:
+    return trace.allocated_bytes if trace is not None else -1
+
+
+def show_ranks(outcomes: Mapping[int, Outcome]) -> None:
+    """Print a row for each rank that ran."""
+    traces = {rank: each.trace for rank, each in outcomes.items() if each.trace is not None}
+    columns = {
+        "rank": [str(rank) for rank in traces],
+        "allocated": [format_bytes(trace.allocated_bytes) for trace in traces.values()],
+        **{
+            name.replace("_", " "): [
+                format_bytes(trace.at_peak.get(name, 0)) for trace in traces.values()
+            ]
+            for name in CATEGORIES
+        },
+    }
+    terminal.show_table(terminal.table_of(columns))
+    terminal.echo(f"\nrank {highest(outcomes)}, the highest:\n")
+
+
+def show_transfers(outcome: Outcome, per_node: int) -> None:
+    """Print what a rank sends in its step, by collective, number of ranks and link."""
+    sizes: Counter[tuple[str, int, str]] = Counter()
+    times: Counter[tuple[str, int, str]] = Counter()
+    for transfer in outcome.transfers:
+        crosses = len({rank // per_node for rank in (*transfer.ranks, outcome.rank)}) > 1
+        where = "between nodes" if crosses else "within a node"
+        key = transfer.kind, len(transfer.ranks), where
+        sizes[key] += transfer.bytes
+        times[key] += 1
+    if not any(sizes.values()):
+        return
+    terminal.echo("\nsent to other ranks in the step, as a ring sends it:")
+    for (kind, ranks, where), size in sizes.most_common():
+        if size:
+            among = "to one rank" if kind == "send" else f"of {ranks} ranks"
+            count = times[kind, ranks, where]
+            terminal.echo(f"  {format_bytes(size):>11}  {count:>5} × {kind} {among}, {where}")
+    terminal.echo(
+        paragraph(
+            "the buffers of NCCL come on top: from some ten MiB to a few GiB, by links and "
+            "channels (memlab/configs/nccl.py)"
+        )
+    )

@@ -1,0 +1,138 @@
+"""Objects that the ranks of a script send each other, when one rank runs at a time.
+
+A rank that runs alone gets what the other ranks would send:
+
+    recv_object_list                   what that rank has sent when it ran; it has to run first
+    a pipeline's gradients' shapes     those of the stage's own outputs
+    all_gather_object, gather_object   its own object, from every rank
+    broadcast_object_list              the list as it is; scatter_object_list: its own part
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+
+from memlab.internals.imports import when_imported
+from memlab.internals.replacing import importers, replaced
+from memlab.internals.torch_internals import stage_gradients
+
+_STAGES = "torch.distributed.pipelining.stage"
+
+
+class NotYetSentError(BaseException):
+    """This rank waits for an object of another one, which has not run. Scripts catch Exceptions."""
+
+    def __init__(self, sender: int) -> None:
+        super().__init__(f"the script waits for an object of rank {sender}, which has not run")
+        self.sender = sender
+
+
+class Messages:
+    """What the ranks have sent, by sender and receiver."""
+
+    def __init__(self) -> None:
+        self._sent: defaultdict[tuple[int, int], list[Any]] = defaultdict(list)
+        self._unread: dict[int, deque[Any]] = {}
+
+    def sent(self, sender: int, receiver: int) -> int:
+        """Return how many objects one rank has sent another."""
+        return len(self._sent[sender, receiver])
+
+    @contextmanager
+    def active(self, rank: int) -> Iterator[None]:
+        """Let this rank send and receive inside `with`. It sends anew, and reads from the start."""
+        if not dist.is_available():
+            yield
+            return
+        for pair in [pair for pair in self._sent if pair[0] == rank]:
+            del self._sent[pair]
+        self._unread = {
+            sender: deque(objects)
+            for (sender, receiver), objects in self._sent.items()
+            if receiver == rank
+        }
+        with ExitStack() as stack:
+            stack.enter_context(replaced(self._replacements()))
+            stack.enter_context(when_imported({_STAGES: partial(_replace_in_stages, stack)}))
+            yield
+
+    def _replacements(self) -> dict[tuple[Any, str], Callable[[Any], Any]]:
+        functions = {
+            "send_object_list": self._send,
+            "recv_object_list": self._receive,
+            "all_gather_object": _gather_from_all,
+            "gather_object": _gather,
+            "broadcast_object_list": _nothing,
+            "scatter_object_list": _scatter,
+        }
+        return {
+            (module, name): lambda real, replacement=replacement: replacement
+            for name, replacement in functions.items()
+            for module in importers(name, getattr(dist, name))
+        }
+
+    def _send(self, objects: list[Any], dst: int | None = None, *args: Any, **kwargs: Any) -> None:
+        receiver = _global_rank(dst, kwargs.get("group_dst"), *args[:1], **_group(kwargs))
+        self._sent[dist.get_rank(), receiver].extend(objects)
+
+    def _receive(
+        self, objects: list[Any], src: int | None = None, *args: Any, **kwargs: Any
+    ) -> int:
+        sender = _global_rank(src, kwargs.get("group_src"), *args[:1], **_group(kwargs))
+        unread = self._unread.get(sender, deque())
+        if len(unread) < len(objects):
+            raise NotYetSentError(sender)
+        objects[:] = [unread.popleft() for _ in objects]
+        return sender
+
+
+def _replace_in_stages(stack: ExitStack, module: ModuleType) -> None:
+    stack.enter_context(
+        replaced({(module.PipelineStage, "_recv_meta"): _with_gradients_of_outputs})
+    )
+
+
+def _with_gradients_of_outputs(real: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+    def receive(stage: Any, sender: int) -> Any:
+        return real(stage, sender) if sender < stage.stage_index else stage_gradients(stage)
+
+    return receive
+
+
+def _group(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {"group": kwargs["group"]} if "group" in kwargs else {}
+
+
+def _global_rank(rank: int | None, in_group: int | None, group: Any = None) -> int:
+    if rank is not None:
+        return rank
+    return in_group if group is None else dist.get_global_rank(group, in_group)
+
+
+def _gather_from_all(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    object_list[:] = [obj] * len(object_list)
+
+
+def _gather(obj: Any, object_gather_list: list[Any] | None = None, *_: Any, **__: Any) -> None:
+    if object_gather_list is not None:
+        object_gather_list[:] = [obj] * len(object_gather_list)
+
+
+def _scatter(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    *_: Any,
+    **kwargs: Any,
+) -> None:
+    if scatter_object_input_list:
+        rank = dist.get_rank(kwargs.get("group"))
+        scatter_object_output_list[0] = scatter_object_input_list[rank]
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass

@@ -1,0 +1,124 @@
+"""A dry run of one rank has the bytes of that rank among real ones."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch.distributed.pipelining  # noqa: F401 - as in in_ranks.py
+
+from memlab.scripts.launch import launch_of
+from memlab.scripts.messages import NotYetSentError
+from memlab.scripts.ranks import run_ranks as dry_ranks
+from memlab.zero.launch import run_ranks as real_ranks
+from tests.quick import quick
+
+HERE = Path(__file__).parent
+OF_TWO = (
+    *("ddp", "fsdp2", "fsdp2_mixed", "fsdp2_kept", "tensor", "sequence"),
+    *("gpipe", "one_f_one_b", "interleaved"),
+)
+OF_FOUR = ("hybrid", "two_d", "one_f_one_b")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def path_of(name):
+    return str(HERE / "parallel" / f"{name}.py")
+
+
+def measured(name, ranks):
+    """Return the peaks of real ranks."""
+    return real_ranks(f"{HERE / 'in_ranks.py'}:peak", ranks, path_of(name), timeout=100)
+
+
+def predicted(name, ranks, ranks_run=()):
+    launch = launch_of(["torchrun", f"--nproc-per-node={ranks}", path_of(name)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return dry_ranks(launch, ranks_run, device="cpu")
+
+
+def peaks(outcomes):
+    return [dict(outcome.trace.at_peak) for outcome in outcomes.values()]
+
+
+@pytest.mark.parametrize("name", quick(["fsdp2", "one_f_one_b"], OF_TWO))
+def test_each_of_two_ranks_has_the_bytes_of_the_real_one(name):
+    assert peaks(predicted(name, 2, (0, 1))) == measured(name, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_FOUR)
+def test_each_of_four_ranks_has_the_bytes_of_the_real_one(name):
+    assert peaks(predicted(name, 4, range(4))) == measured(name, 4)
+
+
+@pytest.mark.parametrize(("name", "ran"), [("ddp", [0]), ("one_f_one_b", [0, 1, 2])])
+def test_all_stages_of_a_pipeline_run_and_one_rank_of_others(name, ran):
+    assert list(predicted(name, 3)) == ran
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "sent"),
+    [
+        # weights of 256 · 512 + 512 and 512 · 256 + 256 elements; each half of the ring sends them
+        ("ddp", 2, {"all-reduce": 4 * (2 * 256 * 512 + 768)}),
+        # four layers, gathered twice (the last one's weights are kept), and reduced once
+        (
+            "fsdp2",
+            2,
+            {
+                "all-gather": 8 * 2 * (2 * 256 * 512 + 768),
+                "reduce-scatter": 4 * 2 * (2 * 256 * 512 + 768),
+            },
+        ),
+        # the outputs of four layers in forward, the inputs' gradients of three in backward
+        ("tensor", 2, {"all-reduce": 7 * 4 * 32 * 256}),
+        # rank 0 sends four micro-batches of 8 rows, and receives their gradients
+        ("one_f_one_b", 2, {"send": 4 * 32 * 256, "receive": 0}),
+    ],
+)
+def test_what_a_rank_sends_is_that_of_a_ring(name, ranks, sent):
+    found: dict[str, int] = {}
+    for transfer in predicted(name, ranks, (0,))[0].transfers:
+        found[transfer.kind] = found.get(transfer.kind, 0) + transfer.bytes
+    assert found == sent
+
+
+def test_ranks_that_wait_for_each_other_are_refused(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "got = [None]\n"
+        "dist.recv_object_list(got, src=1 - dist.get_rank())\n"
+    )
+    with pytest.raises(NotYetSentError, match="which has not run"):
+        dry_ranks(launch_of(["torchrun", "--nproc-per-node=2", str(script)]), device="cpu")
+
+
+def test_objects_arrive_as_they_were_sent(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "rank, size = dist.get_rank(), dist.get_world_size()\n"
+        "if rank:\n"
+        "    got = [None, None]\n"
+        "    dist.recv_object_list(got, src=rank - 1)\n"
+        "    assert got == [rank - 1, 'x']\n"
+        "if rank + 1 < size:\n"
+        "    dist.send_object_list([rank, 'x'], dst=rank + 1)\n"
+        "everyones = [None] * size\n"
+        "dist.all_gather_object(everyones, {'rank': rank})\n"
+        "assert everyones == [{'rank': rank}] * size\n"
+        "parts = [None]\n"
+        "dist.scatter_object_list(parts, list(range(size)), src=0)\n"
+        "assert parts == [rank]\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters())\n"
+        "for _ in range(2):\n"
+        "    model(torch.ones(2, 4)).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    launch = launch_of(["torchrun", "--nproc-per-node=3", str(script)])
+    assert list(dry_ranks(launch, (2,), device="cpu")) == [0, 1, 2]
