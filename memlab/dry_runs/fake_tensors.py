@@ -80,7 +80,7 @@ from memlab.internals.torch_internals import (
 from memlab.metering.dry import DryRun
 from memlab.metering.frames import user_line
 from memlab.metering.modes import LightMode
-from memlab.metering.tensors import has_own_handler
+from memlab.metering.tensors import has_own_handler, tensors_among
 
 aten = torch.ops.aten
 # The modules that replace functions during a dry run.
@@ -174,6 +174,8 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         self._integers = WeakIdKeyDictionary()  # values of integers computed from unknown ones
         self.integer_reads: dict[str, None] = {}  # lines that read unknown integers, ordered
         self.transfers: list[Transfer] = []  # to other ranks
+        # torch keeps the result of a functional collective until somebody waits for it
+        self._unwaited: dict[int, torch.Tensor] = {}
         self._is_uncompiled = False  # whether compiled code ran uncompiled
         self._loop_guard = LoopGuard()
         self._loaders = Loaders()
@@ -306,6 +308,7 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         if is_collective(func):
             return finished(func, args)
         if is_wait(func):
+            self._unwaited.pop(id(args[0].untyped_storage()), None)
             return args[0]
         if func in _PRESERVES_TRUE and any(_is_in(self._true, argument) for argument in args):
             with DisableTorchFunction():
@@ -329,6 +332,9 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
             )
         if func in _INTEGER_OPS and _is_integer_scalar(result):
             self._compute_integer(func, args, kwargs, result)
+        if func.namespace in COLLECTIVES:
+            for each in tensors_among((result,)):
+                self._unwaited[id(each.untyped_storage())] = each
         if self._observer is not None:
             self._observer(func, args, kwargs, result)
         return result
