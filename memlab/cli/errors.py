@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from itertools import islice
 
 MAX_VALUE_LENGTH, MAX_LINE_LENGTH = 80, 1000  # characters; longer text loses its middle
+SHORT_LINE = 60
 QUOTED = frozenset(" '\"")
 INTERRUPTED = 130  # the shells' exit status after SIGINT: 128 + the signal's number
 INTERRUPTED_MESSAGE = "interrupted; nothing was written"
@@ -68,6 +69,10 @@ def message_of(error: BaseException) -> str:
 
 
 def error_summary(error: BaseException) -> str:
-    """Return `ValueError: message`, with the first line of the message that is not empty."""
-    lines = filter(None, map(str.strip, message_of(error).splitlines()))
-    return ": ".join([type(error).__name__, *islice(lines, 1)])
+    """Return `ValueError: message`, with the first line of the message that is not empty. A second
+    one follows a short first one."""
+    message = error.msg if isinstance(error, SyntaxError) else message_of(error)
+    lines = list(islice(filter(None, map(str.strip, message.splitlines())), 2))
+    if lines and len(lines[0]) > SHORT_LINE:
+        del lines[1:]
+    return f"{type(error).__name__}: {' '.join(lines)}" if lines else type(error).__name__

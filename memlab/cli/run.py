@@ -108,6 +108,11 @@ def _launch(wanted: Wanted) -> Launch:
         if launch.ranks is not None:
             raise UsageError("got --ranks with a launcher; leave --ranks out")
         launch = launch.with_ranks(wanted.ranks)
+    if launch.visible_gpus == 0 and wanted.device != "cpu" and not wanted.real:
+        raise UsageError(
+            "got CUDA_VISIBLE_DEVICES without a GPU, so the script would use the CPU; pass "
+            "--device cpu, or leave the variable out"
+        )
     if wanted.rank is not None and wanted.rank >= (launch.ranks or 1) * launch.nodes:
         raise UsageError(
             f"got --rank {wanted.rank} of {(launch.ranks or 1) * launch.nodes}; ranks count from "

@@ -25,6 +25,7 @@ from memlab.internals.torch_internals import (
     is_rng_supported_mesh,
     sharding_propagator,
     tensor_of_dtensor,
+    tree_map_only,
 )
 
 COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of operators
@@ -97,7 +98,7 @@ def _never(real: Callable[..., bool]) -> Callable[..., bool]:
 
 def _on_any_device(init: Callable[..., None]) -> Callable[..., None]:
     """Make DDP without `device_ids`, which it refuses for the stand-in of a GPU: that has the type
-    of the CPU. They only say where inputs go, and there is one device."""
+    of the CPU. They say where inputs go."""
 
     @wraps(init)
     def made(
@@ -109,8 +110,22 @@ def _on_any_device(init: Callable[..., None]) -> Callable[..., None]:
         **kwargs: Any,
     ) -> None:
         init(self, module, None, None, *args, **kwargs)
+        self.moves_inputs = bool(device_ids)
 
     return made
+
+
+def _moving_inputs(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """Move the inputs of forward to the device, as DDP with `device_ids` does."""
+
+    def prepared(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        if getattr(self, "moves_inputs", False):
+            inputs, kwargs = tree_map_only(
+                torch.Tensor, lambda x: x.to(StandIn.device), (inputs, kwargs)
+            )
+        return prepare(self, *inputs, **kwargs)
+
+    return prepared
 
 
 def _property_outside_modes(real: property) -> property:
@@ -149,6 +164,7 @@ def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
             for owner in importers("init_device_mesh", dist.init_device_mesh)
         },
         (DistributedDataParallel, "__init__"): _on_any_device,
+        (DistributedDataParallel, "_pre_forward"): _moving_inputs,
         (dist, "_verify_params_across_processes"): _nothing,
         # Keep DDP's initial buckets; rebuilding only reorders the same bytes.
         (dist.Reducer, "_rebuild_buckets"): _nothing,

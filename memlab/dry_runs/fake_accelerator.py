@@ -4,7 +4,7 @@
                           `torch.Generator("cuda")`, `capturable=True`
     autocast              an accelerator's autocast acts on the CPU, in the accelerator's dtype
     GradScaler("cuda")    is enabled, unless by its first step nothing else named an accelerator
-    pin_memory            returns its input, because pinned memory is not on the device
+    pin_memory            changes nothing, because pinned memory is not on the device
     torch.save            writes nothing: there are no values, and the file to overwrite could be a
                           real checkpoint. `memlab run` has placeholders.py instead
     synchronize, streams  return at once
@@ -90,7 +90,13 @@ def _to(move: Callable[..., Any]) -> Callable[..., Any]:
     return to
 
 
-def _create(make: Callable[..., Any], *args: Any, device: Any = None, **kwargs: Any) -> Any:
+def _create(
+    make: Callable[..., Any],
+    *args: Any,
+    device: Any = None,
+    pin_memory: bool | None = None,
+    **kwargs: Any,
+) -> Any:
     return make(*args, device=to_stand_in(device), **kwargs)
 
 
@@ -100,6 +106,7 @@ def _from_values(
     *args: Any,
     device: Any = None,
     requires_grad: bool = False,
+    pin_memory: bool | None = None,
     **kwargs: Any,
 ) -> Any:
     """Create the tensor on the CPU, then copy it to the stand-in.

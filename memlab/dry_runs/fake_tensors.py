@@ -373,7 +373,8 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         """Return the result of an operator that reads values."""
         with DisableTorchFunction():
             result = known_values.compute(func, args, kwargs)
-            if result is not UNKNOWN and known_values.is_assumed((*args, *kwargs.values())):
+            may_be_a_size = type(result) is int
+            if may_be_a_size and known_values.is_assumed((*args, *kwargs.values())):
                 self._routing.note_use()
         return self._answer(func, *args) if result is UNKNOWN else result
 
@@ -538,11 +539,20 @@ def _array(tensor: torch.Tensor, dtype: Any = None) -> np.ndarray:
 
 
 def _tolist(by_elements: Callable[[FakeTensor], Any]) -> Callable[[FakeTensor], Any]:
+    """Read an unknown tensor's first element, and repeat it: all would read as the same number."""
+
     def tolist(tensor: FakeTensor) -> Any:
-        known = known_values.is_known(tensor)
-        return known_values.as_list(tensor) if known else by_elements(tensor)
+        if known_values.is_known(tensor):
+            return known_values.as_list(tensor)
+        if tensor.dim() == 0 or not tensor.numel():
+            return by_elements(tensor)
+        return _repeated(tensor[(0,) * tensor.dim()].item(), tensor.shape)
 
     return tolist
+
+
+def _repeated(number: Any, shape: torch.Size) -> Any:
+    return [_repeated(number, shape[1:]) for _ in range(shape[0])] if shape else number
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {

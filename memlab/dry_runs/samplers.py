@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils import data
 from torch.utils.data import RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from memlab.dry_runs import known_values
 from memlab.internals.torch_internals import FakeTensor
@@ -78,5 +79,5 @@ def _restored(generator: torch.Generator | None) -> Iterator[None]:
 
 def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
     """Return the replacements, for `replaced`."""
-    samplers = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+    samplers = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
     return {(sampler, "__iter__"): _draw_real_samples for sampler in samplers}

@@ -8,7 +8,8 @@ that GPU. The driver is never called, even if there is one.
     free memory                     all of it
     times, loads, own statistics    1 ms, 0 and none, as nothing is computed
     torch.accelerator               the same GPU; its streams have no work to wait for
-    DataParallel                    runs its module on that GPU
+    DataParallel                    runs its module on the first GPU, with that GPU's share of the
+                                    batch; gradients that arrive from the others are not counted
 
 transformers, accelerate and Lightning use these functions. Answers that they cache for the life of
 the process are cleared before and after.
@@ -24,7 +25,7 @@ import torch
 from memlab.configs.targets import Target
 from memlab.dry_runs.fake_accelerator import CUDA_REPLACEMENTS, FinishedWork
 from memlab.internals.replacing import replaced
-from memlab.internals.torch_internals import torch_c, tree_map_only
+from memlab.internals.torch_internals import torch_c, tree_leaves, tree_map_only
 
 _CACHING_MODULES = ("transformers.utils.import_utils", "accelerate.utils.imports")
 
@@ -90,7 +91,7 @@ def _replacements(target: Target, count: int) -> dict[tuple[Any, str], Callable[
         (torch.cuda, "Event"): _replace_by(_Event),
         (torch.cuda, "is_bf16_supported"): _replace_by(_bf16_support(target)),
         (torch.accelerator, "current_stream"): _replace_by(CUDA_REPLACEMENTS["current_stream"]),
-        (torch.nn.DataParallel, "forward"): _replace_by(_data_parallel),
+        (torch.nn.DataParallel, "forward"): _replace_by(_data_parallel(count)),
         **{
             (module, name): _replace_by(_always(answer))
             for module, named in modules.items()
@@ -141,10 +142,46 @@ _ACCELERATOR_ANSWERS = {
 }
 
 
-def _data_parallel(self: torch.nn.DataParallel, *inputs: Any, **kwargs: Any) -> Any:
-    """Move the inputs to the GPU, and run the module there, as DataParallel does for one GPU."""
-    moved, named = tree_map_only(torch.Tensor, lambda x: x.to("cuda"), (inputs, kwargs))
-    return self.module(*moved, **named)
+def _data_parallel(count: int) -> Callable[..., Any]:
+    """Return DataParallel's forward on the first of the GPUs: its share of the inputs goes through
+    the module, and the others' outputs arrive."""
+
+    def forward(self: torch.nn.DataParallel, *inputs: Any, **kwargs: Any) -> Any:
+        sizes = [x.shape[0] for x in tree_leaves((inputs, kwargs)) if _has_rows(x)]
+        rows = max(sizes, default=0)
+        gpus = len(list(range(0, rows, -(-rows // count)))) if rows else 1
+
+        def share(x: torch.Tensor) -> torch.Tensor:
+            return (x.chunk(gpus)[0] if _has_rows(x) else x).to("cuda")
+
+        moved, named = tree_map_only(torch.Tensor, share, (inputs, kwargs))
+        outputs = self.module(*moved, **named)
+        if gpus == 1:
+            return outputs
+        return tree_map_only(torch.Tensor, lambda x: _Gathered.apply(x, gpus, rows), outputs)
+
+    return forward
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+class _Gathered(torch.autograd.Function):
+    """The outputs of all GPUs on the first; backward goes on with its own."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, gpus: int, rows: int) -> torch.Tensor:
+        ctx.shape = own.shape
+        if not own.dim():  # such as a loss: one number from each
+            return own.new_empty(gpus)
+        whole = rows if own.shape[0] == -(-rows // gpus) else gpus * own.shape[0]
+        return own.new_empty(whole, *own.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        part = gradient[: ctx.shape[0]] if ctx.shape else gradient[0]
+        return part.contiguous(), None, None
 
 
 def _always(answer: Any) -> Callable[..., Any]:

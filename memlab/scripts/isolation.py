@@ -5,8 +5,9 @@
                   as HDF5, are not redirected (sqlite3 is)
     connections   to other machines and ports are refused, as without a network; libraries fall
                   back on their caches
-    programs      refused, as if they did not exist; so are `fork` and `exec`. What `memlab run`
-                  does with Python's own processes is in processes.py
+    programs      refused, as if they did not exist, except for git's commands that only read; so
+                  are `fork` and `exec`. What `memlab run` does with Python's own processes is in
+                  processes.py
 
 What was redirected or refused is recorded, for one sentence each.
 """
@@ -15,10 +16,12 @@ import builtins
 import errno
 import io
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -45,6 +48,7 @@ _ENVIRONMENT = {
     "COMET_MODE": "disabled",
     "MLFLOW_TRACKING_URI": "",
     "TOKENIZERS_PARALLELISM": "false",
+    "GIT_OPTIONAL_LOCKS": "0",  # git status then writes nothing
 }
 # Functions of `os` that start a program, in this process or another, and where its name is.
 _STARTERS = {
@@ -53,6 +57,8 @@ _STARTERS = {
     **dict.fromkeys(("spawnl", "spawnle", "spawnlp", "spawnlpe", "spawnv", "spawnve"), 1),
     **dict.fromkeys(("spawnvp", "spawnvpe"), 1),
 }
+_READING_GIT = re.compile(r"git (rev-parse|describe|log|show|branch|status|diff)( [\w./~^=%@:-]+)*")
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _NOT_FOUND = 127  # a shell's exit status for a program that does not exist
 _FORKING = ("multiprocessing.popen_fork", "multiprocess.popen_fork")  # they run a given function
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
@@ -164,9 +170,12 @@ class Isolation:
         self.connections[str(host)] += 1
         raise RefusedConnectionError(f"memlab run does not connect to {host}")
 
-    def _popen(self, real: Any) -> Callable[..., NoReturn]:
-        def start(popen: Any, args: Any, *others: Any, **kwargs: Any) -> NoReturn:
-            self._refuse_program(args)
+    def _popen(self, real: Callable[..., None]) -> Callable[..., None]:
+        def start(popen: Any, args: Any, *others: Any, **kwargs: Any) -> None:
+            words = [args] if isinstance(args, (str, bytes, os.PathLike)) else args
+            if not _READING_GIT.fullmatch(" ".join(map(os.fsdecode, words))):
+                self._refuse_program(args)
+            real(popen, args, *others, **kwargs)
 
         return start
 
@@ -182,11 +191,12 @@ class Isolation:
         return _NOT_FOUND
 
     def _note_program(self, command: Any) -> str:
-        """Record a program by its name, and return that."""
+        """Record a program by its name if the script asked for it, and return the name."""
         if isinstance(command, (list, tuple)):
             command = command[0] if command else ""
         name = os.path.basename(os.fsdecode(command).split(" ")[0])
-        self.processes[name] += 1
+        if _is_the_scripts_call():
+            self.processes[name] += 1
         return name
 
     def _fork(self, real: Callable[[], Any]) -> Callable[[], Any]:
@@ -209,6 +219,21 @@ class Isolation:
             raise SystemExit(status)
 
         return exit_at_once
+
+
+def _is_the_scripts_call() -> bool:
+    """Return whether the script itself made the call that is being refused, and no library of its
+    own accord, such as one that looks for nvidia-smi."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        of_python = file.startswith("<") or (
+            file.startswith(_LIBRARIES[0]) and "site-packages" not in file
+        )
+        if file != __file__ and not of_python:
+            return not file.startswith(_LIBRARIES[1:]) and "site-packages" not in file
+        frame = frame.f_back
+    return True
 
 
 @contextmanager

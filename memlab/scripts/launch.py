@@ -27,6 +27,8 @@ _FLAGS = frozenset(
 _PER_NODE = ("--nproc_per_node", "--nproc-per-node", "--num_gpus")
 _IN_ALL = ("--num_processes", "--num-processes")
 _NODES = ("--nnodes", "--num_machines", "--num-machines", "--num_nodes")
+_PREFIXES, _RUNNERS = ("nohup", "time", "exec", "srun"), ("uv", "poetry", "pixi", "pdm", "hatch")
+_SHELLS = ("sh", "bash", "zsh", "sbatch")
 GPUS_PER_NODE = 8
 _PYTHON_WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -55,6 +57,14 @@ class Launch:
 
     def __str__(self) -> str:
         return f"-m {self.script}" if self.is_module else self.script
+
+    @property
+    def visible_gpus(self) -> int | None:
+        """How many GPUs CUDA_VISIBLE_DEVICES names; None: all."""
+        given = {**os.environ, **self.variables}.get("CUDA_VISIBLE_DEVICES")
+        if given is None:
+            return None
+        return len([name for name in given.split(",") if name.strip() not in ("", "-1")])
 
     def with_ranks(self, count: int) -> "Launch":
         """Return the same script as torchrun would start it: on nodes of 8 GPUs, if they fill them,
@@ -101,6 +111,12 @@ def launch_of(words: Sequence[str]) -> Launch:
         return replace(launch, variables={name: value, **launch.variables})
     if re.fullmatch(r"python(3(\.\d+)?)?", os.path.basename(first)):
         return launch_of(_without_python_options(others))
+    if first in _PREFIXES:
+        return launch_of(others)
+    if first in _RUNNERS and others[:1] == ["run"]:
+        return launch_of(others[1:])
+    if first in _SHELLS:
+        raise ValueError(f"got {first}, a shell; give the python command that it runs")
     if first in ("torchrun", "deepspeed"):
         return _launched(others, ranks=1)
     if list(words[:2]) == ["-m", "torch.distributed.run"]:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing.spawn
+from torch.nn.parallel import DistributedDataParallel
 
 from memlab.internals.replacing import importers, replaced
 from memlab.internals.torch_internals import (
@@ -43,13 +44,20 @@ class Processes:
     """The processes of a script.
 
     ranks   of the whole training, as the launcher or the script says; None: it is not distributed
+    real    whether tensors are real, so that DDP waits for what its collectives give
     joins   whether this process is one of a launcher's, and meets the others
     """
 
     def __init__(
-        self, ranks: int | None, announce: Callable[[str], object], *, joins: bool = False
+        self,
+        ranks: int | None,
+        announce: Callable[[str], object],
+        *,
+        real: bool = False,
+        joins: bool = False,
     ) -> None:
-        self.ranks, self._announce, self._joins = ranks, announce, joins
+        self.ranks, self._announce = ranks, announce
+        self._is_alone, self._joins = real and not joins, joins
         self._waiting: list[_Started] = []
 
     @contextmanager
@@ -80,6 +88,7 @@ class Processes:
             **{(queue, "get"): self._get for queue in _QUEUES},
             (subprocess.Popen, "__init__"): self._start_program,
             **({(dist.Work, "wait"): _unmetered} if self._joins else {}),
+            **({(DistributedDataParallel, "__init__"): _alone} if self._is_alone else {}),
             **{
                 (owner, "init_process_group"): self._initialize
                 for owner in importers("init_process_group", dist.init_process_group)
@@ -217,6 +226,22 @@ def _unmetered(real: Callable[..., Any]) -> Callable[..., Any]:
             return real(work, *args, **kwargs)
 
     return wait
+
+
+def _alone(init: Callable[..., None]) -> Callable[..., None]:
+    """Make DDP keep its own gradients: a group that sends nothing gives none back."""
+
+    def own(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        kept: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        kept.set_result(bucket.buffer())
+        return kept
+
+    def made(model: Any, *args: Any, **kwargs: Any) -> None:
+        init(model, *args, **kwargs)
+        model.register_comm_hook(None, own)
+        model.register_comm_hook = lambda *_: None  # the script's
+
+    return made
 
 
 def _kinds_of_process() -> set[type]:

@@ -3,6 +3,7 @@
 Nothing is computed by default: all tensors are fake, on the CPU or on a GPU that need not exist.
 """
 
+import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -108,10 +109,10 @@ def run(
     metering: _Metering = (
         _Measured(real, assume)
         if real or device == "cpu"
-        else _Predicted(device, gpus or launch.ranks or 1, assume)
+        else _Predicted(device, gpus or launch.ranks or launch.visible_gpus or 1, assume)
     )
     joins = real and launch.ranks is None and dist.is_torchelastic_launched()
-    started = Processes(launch.ranks, announce, joins=joins)
+    started = Processes(launch.ranks, announce, real=real, joins=joins)
     traces: list[Trace] = []
     of_rank = f" on rank {launch.rank}" if (launch.ranks or 1) > 1 else ""
     watcher = StepWatcher(
@@ -156,7 +157,7 @@ def _run(launch: Launch, watcher: StepWatcher, started: Processes) -> None:
             if launch.is_module:
                 runpy.run_module(launch.script, run_name="__main__", alter_sys=True)
             else:
-                runpy.run_path(launch.script, run_name="__main__")
+                runpy.run_path(os.path.abspath(launch.script), run_name="__main__")
             started.run_waiting()
     except Finished:
         pass

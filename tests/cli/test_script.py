@@ -330,10 +330,14 @@ def test_the_innermost_of_several_script_lines_is_shown(usage_error, script):
     assert line == "train.py:17 raised ValueError"
 
 
-def test_only_the_first_line_of_a_long_message_is_shown(usage_error, script):
-    text = GOOD.replace("optimizer.step()", "raise ValueError('first\\nsecond')")
+@pytest.mark.parametrize(
+    ("first", "shown"),
+    [("first", "first second"), ("a long first line" * 4, "a long first line" * 4)],
+)
+def test_a_second_line_is_shown_after_a_short_first_one(usage_error, script, first, shown):
+    text = GOOD.replace("optimizer.step()", f"raise ValueError('{first}\\n\\nsecond\\nthird')")
     line = usage_error("measure", "--script", script(text))
-    assert line == "train.py:12 raised ValueError: first"
+    assert line == f"train.py:12 raised ValueError: {shown}"
 
 
 def test_an_unknown_shape_in_a_dry_run_names_its_line_once(usage_error, script):

@@ -383,6 +383,26 @@ def test_functions_that_need_a_device_raise_with_the_line(name, ask):
     assert "\n" not in str(e.value)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(4, pin_memory=True),
+        lambda: torch.tensor([1.0] * 4, pin_memory=True),
+        lambda: torch.zeros(4, pin_memory=True),
+    ],
+)
+def test_pinned_memory_is_memory(make):
+    with memlab.dry_run():
+        assert make().shape == (4,)
+
+
+def test_unknown_numbers_are_read_by_their_number():
+    with memlab.dry_run():
+        assert torch.randperm(10**6).tolist() == [1] * 10**6
+        assert torch.randint(9, (2, 3)).tolist() == [[1, 1, 1], [1, 1, 1]]
+        assert torch.rand(0, 3).tolist() == []
+
+
 def test_the_scale_is_the_first_one():
     """No gradient is infinite, because there are no values."""
     with memlab.dry_run():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.utils import data
+from torch.utils.data.distributed import DistributedSampler
 
 import memlab
 
@@ -12,6 +13,7 @@ SAMPLERS = {
     "with replacement": lambda: data.RandomSampler(SAMPLES, replacement=True),
     "subset": lambda: data.SubsetRandomSampler(SAMPLES),
     "weighted": lambda: data.WeightedRandomSampler([1.0] * 20, 20),
+    "of a rank": lambda: DistributedSampler(SAMPLES, num_replicas=2, rank=1),
     "seeded": lambda: data.RandomSampler(SAMPLES, generator=torch.Generator().manual_seed(3)),
 }
 

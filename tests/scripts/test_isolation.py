@@ -136,7 +136,7 @@ def test_connections_and_processes_are_refused_and_recorded():
         with pytest.raises(OSError, match="memlab run does not connect to example"):
             socket.create_connection(("example.org", 80))
         with pytest.raises(FileNotFoundError, match="memlab run does not start programs"):
-            subprocess.run(["git", "status"])
+            subprocess.run(["git", "push"])
         assert os.system("git status") == 127
         Path("new.txt").write_text("")
     assert list(isolation.notes()) == [
@@ -225,3 +225,30 @@ def test_a_script_ends_itself_alone(folder):
     with Isolation().active(), pytest.raises(SystemExit) as caught:
         os._exit(3)
     assert caught.value.code == 3
+
+
+def test_git_may_read(folder):
+    """In a folder without a repository it fails, but it runs."""
+    isolation = Isolation()
+    with isolation.active():
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+        assert "not a git repository" in done.stderr
+        assert "not a git repository" in subprocess.getoutput("git status --short")
+        for command in (["git", "commit"], ["git", "log", "; rm x"], "git log > log", ["rm", "x"]):
+            with pytest.raises(FileNotFoundError):
+                subprocess.run(command, shell=isinstance(command, str))
+    assert isolation.processes == {"git": 3, "rm": 1}
+
+
+def test_what_a_library_asks_for_is_refused_without_a_note(tmp_path, monkeypatch):
+    """transformers and others look for nvidia-smi of their own accord."""
+    library = tmp_path / "site-packages" / "looking.py"
+    library.parent.mkdir()
+    library.write_text("import subprocess\ndef look(): subprocess.run(['nvidia-smi'])\n")
+    monkeypatch.syspath_prepend(library.parent)
+    import looking
+
+    isolation = Isolation()
+    with isolation.active(), pytest.raises(FileNotFoundError):
+        looking.look()
+    assert list(isolation.notes()) == []

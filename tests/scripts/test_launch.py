@@ -1,5 +1,7 @@
 """Every way to start a script names the same script and arguments."""
 
+from dataclasses import replace
+
 import pytest
 
 from memlab.scripts.launch import Launch, launch_of
@@ -28,6 +30,7 @@ def script(tmp_path, monkeypatch):
         ("python -u -X dev train.py -u", Launch("train.py", arguments=("-u",))),
         ("/usr/bin/python3.12 -O -m a.b", Launch("a.b", True)),
         ("SEED=1 L= python train.py", Launch("train.py", variables={"SEED": "1", "L": ""})),
+        ("nohup uv run python train.py", Launch("train.py")),
         ("torchrun --nnodes 1:4 --nproc-per-node 2 train.py", Launch("train.py", ranks=2, nodes=4)),
         (
             "deepspeed --num_gpus 2 train.py --deepspeed",
@@ -70,6 +73,7 @@ def test_torchruns_variables_are_those_of_rank_0():
         ("train.sh", "got 'train.sh', a shell script; give the python command in it"),
         ("python -c 1", "got python -c; give a script's path"),
         ("python", "got no script"),
+        ("bash run.sh", "got bash, a shell; give the python command"),
         ("accelerate config", "got accelerate config; only accelerate launch runs"),
     ],
 )
@@ -77,3 +81,21 @@ def test_a_wrong_line_is_refused_in_one_sentence(line, complaint):
     with pytest.raises(ValueError, match=complaint) as caught:
         launch_of(line.split())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("given", "count"), [("0,2", 2), ("", 0), ("-1", 0), (None, None)])
+def test_the_visible_gpus_are_counted(monkeypatch, given, count):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    words = ["train.py"] if given is None else [f"CUDA_VISIBLE_DEVICES={given}", "train.py"]
+    assert launch_of(words).visible_gpus == count
+
+
+@pytest.mark.parametrize(
+    ("count", "ranks", "nodes"), [(4, 4, 1), (8, 8, 1), (64, 8, 8), (12, 12, 1)]
+)
+def test_ranks_fill_nodes_of_eight(count, ranks, nodes):
+    launch = launch_of(["train.py"]).with_ranks(count)
+    assert (launch.ranks, launch.nodes) == (ranks, nodes)
+    last = replace(launch, rank=count - 1).environment
+    assert (last["RANK"], last["WORLD_SIZE"]) == (str(count - 1), str(count))
+    assert (last["LOCAL_RANK"], last["GROUP_RANK"]) == (str(ranks - 1), str(nodes - 1))

@@ -276,3 +276,68 @@ def test_the_wanted_step_is_measured(script, steps):
     ]
     assert found.steps == steps
     assert len(kept) >= steps
+
+
+def test_data_parallel_has_its_share_of_the_batch(script):
+    source = """
+        import torch
+        from torch import nn
+        layers = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 2))
+        model = nn.DataParallel(layers).cuda()
+        assert model.device_ids == list(range(torch.cuda.device_count()))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            outputs = model(torch.randn(1024, 64))
+            assert outputs.shape == (1024, 2) and outputs.device.type == "cuda"
+            outputs.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """
+    words = [script(source)]
+    for gpus, rows in ((1, 1024), (4, 256)):
+        found = outcome(words, gpus=gpus).trace
+        kept = [e for e in found.events if e.module == "1" and e.bytes > 0]
+        assert [event.bytes for event in kept if event.category == "activations"] == [
+            4 * rows * 512
+        ]
+
+
+def test_ddp_moves_its_inputs_if_it_has_device_ids(script):
+    source = """
+        import torch, torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+        dist.init_process_group("nccl")
+        model = DistributedDataParallel(torch.nn.Linear(64, 64).cuda(), device_ids=[0])
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            model(torch.randn(32, 64)).sum().backward()
+            optimizer.step()
+        """
+    assert outcome(["torchrun", script(source)]).steps == 2
+
+
+def test_ddp_can_be_measured_without_other_ranks(script):
+    source = """
+        import torch, torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+        dist.init_process_group("gloo", rank=0, world_size=2)
+        model = DistributedDataParallel(torch.nn.Linear(64, 64))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(4):
+            model(torch.randn(32, 64)).sum().backward()
+            optimizer.step()
+        """
+    words = [script(source)]
+    real, dry = outcome(words, real=True), outcome(words, device="cpu")
+    assert real.trace.peak_bytes == dry.trace.peak_bytes
+
+
+def test_the_scripts_path_is_absolute(script, tmp_path):
+    source = """
+        import os
+        os.makedirs("out")
+        os.chdir("out")
+        assert os.path.dirname(os.path.abspath(__file__)) != os.getcwd()
+        assert os.path.isfile(__file__)
+        """
+    assert outcome([script(source)]).steps == 0
