@@ -296,10 +296,8 @@ def test_data_parallel_has_its_share_of_the_batch(script):
     words = [script(source)]
     for gpus, rows in ((1, 1024), (4, 256)):
         found = outcome(words, gpus=gpus).trace
-        kept = [e for e in found.events if e.module == "1" and e.bytes > 0]
-        assert [event.bytes for event in kept if event.category == "activations"] == [
-            4 * rows * 512
-        ]
+        kept = [e.bytes for e in found.events if e.category == "activations" and e.bytes > 0]
+        assert max(kept) == 4 * rows * 512
 
 
 def test_ddp_moves_its_inputs_if_it_has_device_ids(script):
