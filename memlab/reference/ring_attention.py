@@ -96,7 +96,7 @@ class Ring(torch.autograd.Function):
                 parts = Flash.backward(block, dout)  # given the output and lse of all blocks
                 for total, part in zip((dq, dk, dv), parts, strict=False):
                     total += part
-                del saved, block, parts, part
+                del saved, block, parts, part, total
             del keys, values
             dk, dv = pass_on(dk, dv)()  # the gradients follow their block, and home in the end
         return dq, dk, dv, None

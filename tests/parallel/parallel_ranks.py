@@ -88,6 +88,22 @@ def released(tensors: list[Tensor]) -> Iterator[None]:
         time.sleep(5e-5)
 
 
+@contextmanager
+def sends() -> Iterator[list[tuple[int, int]]]:
+    """Yield (bytes, target) of each tensor that this process sends to another."""
+    found, kept = [], dist.isend
+
+    def isend(x: Tensor, target: int) -> Any:
+        found.append((x.nbytes, target))
+        return kept(x, target)
+
+    dist.isend = isend
+    try:
+        yield found
+    finally:
+        dist.isend = kept
+
+
 # ------------------------------------------------------------------ tensor and sequence parallelism
 
 TOKENS, BATCH, HIDDEN, HEADS, INTERMEDIATE = 8, 3, 8, 4, 20
@@ -353,9 +369,10 @@ def run_order(order_of: Callable[..., Any], micro_batches: int = MICRO_BATCHES) 
     given = part, order, INPUTS if stage == 0 else (), loss_of, LIKE
     losses = run_stage(*given)
     gradients = gradients_of(part)
-    with memlab.meter(part) as running:
+    with sends() as sent, memlab.meter(part) as running:
         run_stage(*given)
     return {
+        "sent": sent,
         "losses": losses,
         "gradients": gradients,
         "peak": running.trace.peak_bytes,
@@ -411,7 +428,7 @@ def run_by_torch(name: str) -> dict[str, Any]:
 
 # ------------------------------------------------------------------ rings
 
-SEQUENCE_LENGTH, TILE = 16, 3
+SEQUENCE_LENGTH, TILE = 32, 3
 SHAPE = 2, 3, SEQUENCE_LENGTH, 4  # batch, heads, tokens, head dimension
 QKV = [seeded(*SHAPE, seed=n) for n in range(3)]
 DATTENTION = seeded(*SHAPE, seed=3)
@@ -430,22 +447,16 @@ def ring_ranks() -> dict[str, Any]:
 
 def run_ring() -> dict[str, Any]:
     q, k, v = (part_of(x, -2).requires_grad_() for x in QKV)
-    dout, sent = part_of(DATTENTION, -2), []
-    kept = dist.isend
-    dist.isend = lambda x, target: (sent.append((x.nbytes, target)), kept(x, target))[1]
-    try:
-        with memlab.meter() as forward:
-            out = ring_attention.ring(q, k, v, TILE)
-        sent_forward = list(sent)
-        with memlab.meter() as backward:
-            out.backward(dout)
-    finally:
-        dist.isend = kept
+    dout = part_of(DATTENTION, -2)
+    with sends() as sent_forward, memlab.meter() as forward:
+        out = ring_attention.ring(q, k, v, TILE)
+    with sends() as sent_backward, memlab.meter() as backward:
+        out.backward(dout)
     return {
         "values": [out.detach(), q.grad, k.grad, v.grad],
-        "forward": forward.trace,
-        "backward": backward.trace,
-        "sent": (sent_forward, sent[len(sent_forward) :]),
+        "held": forward.trace.live_bytes,
+        "peaks": (forward.trace.peak_bytes, backward.trace.peak_bytes),
+        "sent": (sent_forward, sent_backward),
     }
 
 

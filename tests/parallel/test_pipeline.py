@@ -207,3 +207,12 @@ def test_torch_also_holds_outputs_and_a_buffer_for_each_micro_batch(stages, name
         buffers = MICRO_BATCHES * STREAM if stage > 0 else 0  # for activations to arrive
         assert theirs["at peak"]["parameters"] == weights + buffers
         assert theirs["peak"] > found[name]["peak"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ORDERS)
+def test_a_stage_sends_activations_on_and_gradients_back(stages, name):
+    for stage, found in enumerate(stages):
+        neighbours = [other for other in (stage - 1, stage + 1) if 0 <= other < len(stages)]
+        expected = [(STREAM, other) for other in neighbours for _ in range(MICRO_BATCHES)]
+        assert sorted(found[name]["sent"]) == expected
