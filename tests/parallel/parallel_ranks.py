@@ -1,4 +1,4 @@
-"""Code that the tests of parallel training run in real ranks, one function per launch."""
+"""Code that the tests of parallel training run in real ranks."""
 
 import os
 import signal
@@ -29,7 +29,8 @@ from memlab.reference.tiled_attention import flash
 from memlab.zero import processes
 from memlab.zero.formulas import ring_elements
 
-TIME_OUT = 60
+TIME_OUT = 60  # of a collective
+LAUNCH_TIME_OUT = 300  # generous: the machine may be busy
 DOUBLE = 8  # bytes
 
 
@@ -104,6 +105,12 @@ def sends() -> Iterator[list[tuple[int, int]]]:
         dist.isend = kept
 
 
+def all_parts() -> dict[str, Any]:
+    """Run everything in one launch."""
+    with processes.joined("gloo", timeout=TIME_OUT):
+        return {"tensor": tensor_part(), "pipeline": pipeline_part(), "ring": ring_part()}
+
+
 # ------------------------------------------------------------------ tensor and sequence parallelism
 
 TOKENS, BATCH, HIDDEN, HEADS, INTERMEDIATE = 8, 3, 8, 4, 20
@@ -166,15 +173,14 @@ def outcome(block: nn.Module, x: Tensor, dout: Tensor) -> dict[str, Tensor]:
     return {"output": out.detach(), "input": x.grad, **gradients}
 
 
-def tensor_ranks() -> dict[str, Any]:
+def tensor_part() -> dict[str, Any]:
     """Run the block both ways, then with mistakes, then the same MLP by torch."""
-    with processes.joined("gloo", timeout=TIME_OUT):
-        return {
-            **{name: run_block(way) for name, way in WAYS.items()},
-            "wrong": {name: mistaken(*case) for name, case in MISTAKES.items()},
-            "torch": {name: mlp_by_torch(name) for name in WAYS},
-            "refused": refused(),
-        }
+    return {
+        **{name: run_block(way) for name, way in WAYS.items()},
+        "wrong": {name: mistaken(*case) for name, case in MISTAKES.items()},
+        "torch": {name: mlp_by_torch(name) for name in WAYS},
+        "refused": refused(),
+    }
 
 
 def run_block(way: tuple[Any, ...]) -> dict[str, Any]:
@@ -351,15 +357,14 @@ def gradients_of(part: nn.Module) -> list[Tensor]:
     return [weight.grad.clone() for weight in part.parameters()]
 
 
-def pipeline_ranks() -> dict[str, Any]:
+def pipeline_part() -> dict[str, Any]:
     """Run a step of each order, by the reference and by torch."""
-    with processes.joined("gloo", timeout=TIME_OUT):
-        return {
-            **{name: run_order(order) for name, order in ORDERS.items()},
-            "one micro-batch": run_order(one_forward_one_backward, micro_batches=1),
-            "swapped": run_order(swapped_on_stage_0),
-            "torch": {name: run_by_torch(name) for name in ORDERS},
-        }
+    return {
+        **{name: run_order(order) for name, order in ORDERS.items()},
+        "one micro-batch": run_order(one_forward_one_backward, micro_batches=1),
+        "swapped": run_order(swapped_on_stage_0),
+        "torch": {name: run_by_torch(name) for name in ORDERS},
+    }
 
 
 def run_order(order_of: Callable[..., Any], micro_batches: int = MICRO_BATCHES) -> dict[str, Any]:
@@ -434,15 +439,14 @@ QKV = [seeded(*SHAPE, seed=n) for n in range(3)]
 DATTENTION = seeded(*SHAPE, seed=3)
 
 
-def ring_ranks() -> dict[str, Any]:
+def ring_part() -> dict[str, Any]:
     """Run ring attention by the reference, with mistakes and by torch."""
-    with processes.joined("gloo", timeout=TIME_OUT):
-        return {
-            "ours": run_ring(),
-            "wrong": {name: mistaken_ring(case) for name, case in RING_MISTAKES.items()},
-            "torch": ring_of_torch(),
-            "not supported": context_parallel_by_torch(),
-        }
+    return {
+        "ours": run_ring(),
+        "wrong": {name: mistaken_ring(case) for name, case in RING_MISTAKES.items()},
+        "torch": ring_of_torch(),
+        "not supported": context_parallel_by_torch(),
+    }
 
 
 def run_ring() -> dict[str, Any]:

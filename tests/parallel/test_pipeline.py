@@ -1,7 +1,5 @@
 """The 1F1B pipeline: its order for any size, and its values and bytes in real processes."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from parallel_ranks import (
@@ -16,14 +14,9 @@ from parallel_ranks import (
     loss_of,
     part_of_layers,
 )
-from quick import slow
 
 from memlab.reference import pipeline
 from memlab.reference.pipeline import gpipe, most_in_flight, one_forward_one_backward
-from memlab.zero.launch import run_ranks
-
-IN_RANKS = str(Path(__file__).with_name("parallel_ranks.py"))
-TIME_OUT = 300  # generous: the machine may be busy
 
 SIZES = [(stages, m) for stages in range(1, 6) for m in range(1, 9)]
 each_size = pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
@@ -96,19 +89,9 @@ def test_the_docstring_shows_the_order():
 # ------------------------------------------------------------------ real stages
 
 
-@pytest.fixture(scope="module")
-def two():
-    return run_ranks(f"{IN_RANKS}:pipeline_ranks", 2, timeout=TIME_OUT)
-
-
-@pytest.fixture(scope="module")
-def four():
-    return run_ranks(f"{IN_RANKS}:pipeline_ranks", 4, timeout=TIME_OUT)
-
-
-@pytest.fixture(params=["two", slow("four")])
-def stages(request):
-    return request.getfixturevalue(request.param)
+@pytest.fixture
+def stages(launched):
+    return [found["pipeline"] for found in launched]
 
 
 @pytest.fixture(scope="module")

@@ -1,37 +1,21 @@
 """Ring attention in real processes against attention in one process and against torch's ring."""
 
 from math import prod
-from pathlib import Path
 
 import pytest
 import torch
 from parallel_ranks import DATTENTION, DOUBLE, QKV, RING_MISTAKES, SHAPE, TILE
-from quick import slow
 from torch.nn.functional import scaled_dot_product_attention
 
 import memlab
 from memlab.reference.tiled_attention import flash
-from memlab.zero.launch import run_ranks
 
 pytestmark = pytest.mark.distributed
 
-IN_RANKS = str(Path(__file__).with_name("parallel_ranks.py"))
-TIME_OUT = 300  # generous: the machine may be busy
 
-
-@pytest.fixture(scope="module")
-def two():
-    return run_ranks(f"{IN_RANKS}:ring_ranks", 2, timeout=TIME_OUT)
-
-
-@pytest.fixture(scope="module")
-def four():
-    return run_ranks(f"{IN_RANKS}:ring_ranks", 4, timeout=TIME_OUT)
-
-
-@pytest.fixture(params=["two", slow("four")])
-def ranks(request):
-    return request.getfixturevalue(request.param)
+@pytest.fixture
+def ranks(launched):
+    return [found["ring"] for found in launched]
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +49,8 @@ def test_torchs_ring_gives_the_same(ranks):
         assert all(close(found["ours"]["values"], found["torch"]))
 
 
-def test_torchs_context_parallelism_does_not_take_the_cpus_attention(two):
-    for found in two:
+def test_torchs_context_parallelism_does_not_take_the_cpus_attention(ranks):
+    for found in ranks:
         assert "flash_attention_for_cpu" in found["not supported"]
 
 

@@ -1,7 +1,5 @@
 """Tensor and sequence parallelism against one process and against torch's DTensor."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from parallel_ranks import (
@@ -11,6 +9,7 @@ from parallel_ranks import (
     HEADS,
     HIDDEN,
     INTERMEDIATE,
+    LAUNCH_TIME_OUT,
     MISTAKES,
     PLAIN,
     SPLIT,
@@ -18,10 +17,10 @@ from parallel_ranks import (
     WAYS,
     Block,
     X,
+    dying,
     outcome,
     whole_weights,
 )
-from quick import slow
 
 from memlab.configs.shapes import GPTConfig
 from memlab.planner.cards import CARDS
@@ -32,24 +31,12 @@ from memlab.zero.launch import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.distributed
 
-IN_RANKS = str(Path(__file__).with_name("parallel_ranks.py"))
-TIME_OUT = 300  # generous: the machine may be busy
 ROWS = TOKENS * BATCH
 
 
-@pytest.fixture(scope="module")
-def two():
-    return run_ranks(f"{IN_RANKS}:tensor_ranks", 2, timeout=TIME_OUT)
-
-
-@pytest.fixture(scope="module")
-def four():
-    return run_ranks(f"{IN_RANKS}:tensor_ranks", 4, timeout=TIME_OUT)
-
-
-@pytest.fixture(params=["two", slow("four")])
-def ranks(request):
-    return request.getfixturevalue(request.param)
+@pytest.fixture
+def ranks(launched):
+    return [found["tensor"] for found in launched]
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +77,10 @@ def test_outputs_and_all_gradients_are_those_of_one_process(ranks, one, way):
         ("each rank its own norm gradient", "sequence", {"norm1", "norm2"}),
     ],
 )
-def test_a_wrong_conjugate_shows_in_the_gradients(two, one, mistake, way, wrong):
+def test_a_wrong_conjugate_shows_in_the_gradients(ranks, one, mistake, way, wrong):
     assert mistake in MISTAKES
-    for rank, found in enumerate(two):
-        assert differing(found["wrong"][mistake], one, rank, 2, way) == wrong
+    for rank, found in enumerate(ranks):
+        assert differing(found["wrong"][mistake], one, rank, len(ranks), way) == wrong
 
 
 def saved_elements(way, ranks):
@@ -180,11 +167,11 @@ def test_torchs_sequence_parallelism_saves_the_gathered_input_and_ours_a_share(r
         assert theirs == ours
 
 
-def test_a_weight_that_ranks_do_not_divide_is_refused(two):
-    for found in two:
-        assert found["refused"] == "got size 7 in dimension 0; use a multiple of 2"
+def test_a_weight_that_ranks_do_not_divide_is_refused(ranks):
+    for found in ranks:
+        assert found["refused"] == f"got size 7 in dimension 0; use a multiple of {len(ranks)}"
 
 
 def test_a_rank_that_dies_in_backward_ends_all_with_one_sentence():
     with pytest.raises(RanksFailed, match=r"^rank 1 of 2 failed: killed by SIGKILL$"):
-        run_ranks(f"{IN_RANKS}:dying", 2, timeout=TIME_OUT)
+        run_ranks(dying, 2, timeout=LAUNCH_TIME_OUT)
