@@ -15,6 +15,7 @@ from parallel_ranks import (
     part_of_layers,
 )
 
+from memlab.planner.parallel import micro_batches_in_flight, pipeline_elements
 from memlab.reference import pipeline
 from memlab.reference.pipeline import gpipe, most_in_flight, one_forward_one_backward
 
@@ -41,7 +42,7 @@ def test_each_stage_runs_each_pass_once_and_forward_first(order_of, stages, micr
 def test_stage_i_of_1f1b_has_min_m_p_minus_i_micro_batches_in_flight(stages, micro_batches):
     for stage in range(stages):
         order = one_forward_one_backward(stage, stages, micro_batches)
-        assert most_in_flight(order) == min(micro_batches, stages - stage)
+        assert most_in_flight(order) == micro_batches_in_flight(stage, stages, micro_batches)
         assert most_in_flight(gpipe(stage, stages, micro_batches)) == micro_batches
 
 
@@ -168,7 +169,7 @@ def peak_bytes(stage, stages, micro_batches, in_flight):
 @pytest.mark.distributed
 def test_a_stage_of_1f1b_holds_min_m_p_minus_i_micro_batches(stages):
     for stage, found in enumerate(stages):
-        in_flight = min(MICRO_BATCHES, len(stages) - stage)
+        in_flight = micro_batches_in_flight(stage, len(stages), MICRO_BATCHES)
         expected = peak_bytes(stage, len(stages), MICRO_BATCHES, in_flight)
         assert found["1F1B"]["peak"] == expected
         assert found["one micro-batch"]["peak"] == peak_bytes(stage, len(stages), 1, 1)
@@ -199,3 +200,5 @@ def test_a_stage_sends_activations_on_and_gradients_back(stages, name):
         neighbours = [other for other in (stage - 1, stage + 1) if 0 <= other < len(stages)]
         expected = [(STREAM, other) for other in neighbours for _ in range(MICRO_BATCHES)]
         assert sorted(found[name]["sent"]) == expected
+        by_formula = pipeline_elements(stage, len(stages), MICRO_BATCHES, MICRO_ROWS * WIDTH)
+        assert sum(count for count, _ in expected) == DOUBLE * by_formula

@@ -8,6 +8,7 @@ from parallel_ranks import DATTENTION, DOUBLE, QKV, RING_MISTAKES, SHAPE, TILE
 from torch.nn.functional import scaled_dot_product_attention
 
 import memlab
+from memlab.planner.parallel import ring_attention_blocks, ring_attention_elements
 from memlab.reference.tiled_attention import flash
 
 pytestmark = pytest.mark.distributed
@@ -85,19 +86,11 @@ def test_a_rank_saves_its_share_of_the_sequence(ranks):
     assert [found["ours"]["held"] for found in ranks] == [4 * block + lse] * len(ranks)
 
 
-def blocks_of_others(rank, ranks):
-    """Return how many blocks of other ranks are held while one is computed.
-
-    One of keys and values arrives, and one is there. Rank 0 computes with its own alone.
-    """
-    return 2 if rank == 0 else 2 * min(ranks - 1, 2)
-
-
 def test_forward_holds_two_blocks_of_keys_and_values_of_others_at_most(ranks):
     """q, k, v, the output before, of the block and after, two temporaries of the merge."""
     block, lse = sizes(len(ranks))
     for rank, found in enumerate(ranks):
-        others = blocks_of_others(rank, len(ranks))
+        others = 2 * ring_attention_blocks(rank, len(ranks))
         assert found["ours"]["peaks"][0] == (8 + others) * block + 3 * lse
 
 
@@ -110,7 +103,7 @@ def test_backward_holds_them_and_sums_beyond_the_attention_to_one_block(ranks):
     with memlab.meter() as running:
         out.backward(dout)
     for rank, found in enumerate(ranks):
-        others = blocks_of_others(rank, len(ranks))
+        others = 2 * ring_attention_blocks(rank, len(ranks))
         assert found["ours"]["peaks"][1] == running.trace.peak_bytes + (3 + others) * block
 
 
@@ -121,3 +114,6 @@ def test_each_rank_sends_keys_and_values_twice_and_their_gradients_once(ranks):
         forward, backward = found["ours"]["sent"]
         assert forward == [to_the_next] * 2 * (len(ranks) - 1)
         assert backward == [to_the_next] * 2 * (len(ranks) - 1 + len(ranks))
+        batch, heads, length, head_dim = SHAPE
+        elements = ring_attention_elements(length, 2 * heads * head_dim, len(ranks))
+        assert sum(count for count, _ in forward + backward) == DOUBLE * batch * elements

@@ -25,6 +25,7 @@ from parallel_ranks import (
 from memlab.configs.shapes import GPTConfig
 from memlab.planner.cards import CARDS
 from memlab.planner.costs import step_seconds
+from memlab.planner.parallel import saved_bytes, tensor_parallel_elements
 from memlab.planner.recipes import Recipe
 from memlab.zero.formulas import ring_elements
 from memlab.zero.launch import RanksFailed, run_ranks
@@ -83,27 +84,32 @@ def test_a_wrong_conjugate_shows_in_the_gradients(ranks, one, mistake, way, wron
         assert differing(found["wrong"][mistake], one, rank, len(ranks), way) == wrong
 
 
-def saved_elements(way, ranks):
-    """Return the elements that a rank saves for the block's backward pass.
+def expected_saved(way, ranks):
+    """Return the bytes that a rank saves for the block's backward pass.
 
     Every norm saves the normalized x, its output and 1/RMS (the norm of the CPU is a composite).
     The residual stream is saved between the halves, and as the output, which the caller holds.
     """
-    own = ROWS // ranks if way == "sequence" else ROWS
-    norms_and_stream = own * (2 * (2 * HIDDEN + 1) + 2 * HIDDEN)
-    attention = ROWS * (3 * HIDDEN + HIDDEN + HEADS) // ranks  # q, k, v, output, log-sum-exp
-    return norms_and_stream + attention + ROWS * 2 * INTERMEDIATE // ranks
+    norms, stream = 2 * (2 * HIDDEN + 1), 2 * HIDDEN
+    attention = 3 * HIDDEN + HIDDEN + HEADS  # q, k, v, output, log-sum-exp
+    return saved_bytes(
+        ROWS,
+        whole=DOUBLE * (norms + stream),
+        divided=DOUBLE * (attention + 2 * INTERMEDIATE),
+        tensor=ranks,
+        sequence_parallel=way == "sequence",
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_saves_its_share_of_the_activations(ranks, way):
-    expected = DOUBLE * saved_elements(way, len(ranks))
+    expected = expected_saved(way, len(ranks))
     assert [found[way]["saved"] for found in ranks] == [expected] * len(ranks)
 
 
 def test_only_with_sequence_parallelism_all_activations_are_divided():
-    assert saved_elements("sequence", 2) * 2 == saved_elements("tensor", 1)
-    assert saved_elements("tensor", 2) * 2 > 1.3 * saved_elements("tensor", 1)
+    assert expected_saved("sequence", 2) * 2 == expected_saved("tensor", 1)
+    assert expected_saved("tensor", 2) * 2 > 1.3 * expected_saved("tensor", 1)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -139,14 +145,14 @@ def test_tensor_parallelism_sends_four_all_reduces_as_the_planner_counts(ranks):
 
 
 def test_sequence_parallelism_sends_as_much_forward_and_gathers_again_in_backward(ranks):
-    stream = ring_elements(ROWS * HIDDEN, len(ranks))
+    stream = tensor_parallel_elements(ROWS, HIDDEN, len(ranks), sequence_parallel=True)
     norms = 2 * 2 * ring_elements(HIDDEN, len(ranks))
     for found in ranks:
         assert found["sequence"]["sent"] == {
             "all_gather": 2 + 2 + 2,  # forward, backward of reduce-scatters, inputs once more
             "reduce_scatter": 2 + 2,
             "all_reduce": 2,  # of the norms' gradients
-            "bytes": DOUBLE * (10 * stream + norms),
+            "bytes": DOUBLE * (stream + norms),
         }
 
 
