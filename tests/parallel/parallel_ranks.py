@@ -39,7 +39,7 @@ def seeded(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def saved_bytes(trace: memlab.Trace) -> int:
+def saved_bytes_of(trace: memlab.Trace) -> int:
     """Return the bytes that forward allocated and backward found."""
     born = [e for e in trace.events if e.bytes > 0 and e.phase == "forward"]
     return sum(event.bytes for event in born if event.category == "activations")
@@ -190,7 +190,7 @@ def run_block(way: tuple[Any, ...]) -> dict[str, Any]:
         values = outcome(block, x, dout)
     at_end = running.trace.at_end
     held = {name: at_end[name] for name in ("parameters", "gradients")}
-    return {"values": values, "saved": saved_bytes(running.trace), "held": held, "sent": sent}
+    return {"values": values, "saved": saved_bytes_of(running.trace), "held": held, "sent": sent}
 
 
 # What of the reference is replaced, by what, in which way.
@@ -234,7 +234,7 @@ def local(x: Tensor) -> Tensor:
 def saved_storages(module: nn.Module) -> Iterator[dict[int, int]]:
     """Yield the bytes of the storages that autograd saves, without weights, by address.
 
-    The meter does not take the collectives of torch's parallel modules.
+    The meter also counts what gloo's thread holds a moment longer than torch's modules.
     """
     weights = {local(w.detach()).untyped_storage().data_ptr() for w in module.parameters()}
     found, alive = {}, []
@@ -294,7 +294,7 @@ class OurMLP(Block):
 
 
 def mlp_by_torch(name: str) -> dict[str, Any]:
-    """Return (values, saved bytes) of the MLP by torch and by the reference."""
+    """Return (values, saved bytes, trace) of the MLP by torch and by the reference."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import (
@@ -319,7 +319,10 @@ def mlp_by_torch(name: str) -> dict[str, Any]:
         with saved_storages(mlp) as storages:
             values = outcome(mlp, x, dout)
         plain = {key.removesuffix(".weight"): local(x) for key, x in values.items()}
-        found[whose] = plain, sum(storages.values())
+        mlp.zero_grad()
+        with memlab.meter(mlp) as running:
+            outcome(mlp, x, dout)
+        found[whose] = plain, sum(storages.values()), running.trace
     return found
 
 

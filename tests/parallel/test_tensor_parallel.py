@@ -19,6 +19,7 @@ from parallel_ranks import (
     X,
     dying,
     outcome,
+    saved_bytes_of,
     whole_weights,
 )
 
@@ -171,6 +172,14 @@ def test_torchs_sequence_parallelism_saves_the_gathered_input_and_ours_a_share(r
         assert theirs - ours == DOUBLE * (ROWS - ROWS // len(ranks)) * HIDDEN
         theirs, ours = (found["torch"]["tensor"][whose][1] for whose in ("theirs", "ours"))
         assert theirs == ours
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_meter_counts_a_ranks_part_of_torchs_parallel_modules(ranks, way):
+    for found in ranks:
+        (_, theirs, trace), (_, _, ours) = (found["torch"][way][w] for w in ("theirs", "ours"))
+        assert saved_bytes_of(trace) >= theirs
+        assert trace.at_end["parameters"] == ours.at_end["parameters"]
 
 
 def test_a_weight_that_ranks_do_not_divide_is_refused(ranks):
