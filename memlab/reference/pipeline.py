@@ -2,8 +2,8 @@
 
 Saves    (p − 1)/p of the weights, gradients and optimizer state. With 1F1B, stage i saves the
          activations of min(m, p − i) micro-batches instead of all m.
-Costs    stages wait at the start and the end of a step: (p − 1)/m of the computing time. Stage 0
-         saves p micro-batches of 1/p of the layers, as much as one GPU with the whole model would.
+Costs    stages are idle at the start and the end of a step, for (p − 1)/m of the compute time.
+         Stage 0 saves p micro-batches of 1/p of the layers: as much as one GPU with all layers.
 Source   Huang et al. 2019 (GPipe), arXiv 1811.06965; Harlap et al. 2018 (PipeDream), arXiv
          1806.03377; Narayanan et al. 2021 (1F1B with a flush), arXiv 2006.09503.
 
@@ -13,10 +13,10 @@ For p = 3 and m = 4 (F2 is the forward pass of micro-batch 2, B2 its backward pa
     stage 1     F0 F1 B0 F2 B1 F3 B2 B3
     stage 2     F0 B0 F1 B1 F2 B2 F3 B3
 
-A stage is a process of the default group. It receives its input from the stage before and sends its
-output to the stage after; in backward, gradients go the other way. A sent output is freed: backward
-needs only its node in the autograd graph. `torch.distributed.pipelining` is the version to train
-with.
+Each stage is a process of the default process group. It receives its input from the stage before
+and sends its output to the stage after. In backward, gradients go the other way. A sent output is
+freed: backward needs only its node in the autograd graph. `torch.distributed.pipelining` is the
+version to train with.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ def most_in_flight(order: list[Pass]) -> int:
 
 
 class Mailbox:
-    """Exchange tensors with other stages. A send does not wait, except for the send before it."""
+    """Exchange tensors with other stages. A send waits only for the send before it."""
 
     def __init__(self, like: Tensor) -> None:
         self.like = like
@@ -78,13 +78,13 @@ def run_stage(
     loss_of: Callable[[Tensor, int], Tensor],
     like: Tensor,
 ) -> list[Tensor]:
-    """Run all passes of this rank's part of the model, which accumulates its gradients.
+    """Run all passes of this rank's part of the model, and accumulate its gradients.
 
-    inputs    stage 0's micro-batches; other stages don't read them
-    loss_of   the last stage's loss of its output and the number of the micro-batch
-    like      has the shape, dtype and device of all that passes between stages
+    inputs    the micro-batches; only stage 0 reads them
+    loss_of   computes the loss from the last stage's output and the number of the micro-batch
+    like      a tensor with the shape, dtype and device of the tensors between stages
 
-    Returns the losses, on the last stage alone.
+    Returns the losses on the last stage, and [] on the others.
     """
     stage, last = dist.get_rank(), dist.get_world_size() - 1
     mail, in_flight, losses = Mailbox(like), {}, []
@@ -100,11 +100,11 @@ def run_stage(
             del x, y
         else:
             x, node = in_flight.pop(n)
-            dy = mail.receive(stage + 1) if stage < last else losses[n].new_ones(())
+            dy = mail.receive(stage + 1) if stage < last else losses[-1].new_ones(())
             torch.autograd.backward([node], [dy])
             if stage > 0:
                 mail.send(x.grad, stage - 1)
             del x, node, dy
-    for neighbour in list(mail.sending):
-        mail.wait(neighbour)
+    for other in list(mail.sending):
+        mail.wait(other)
     return losses

@@ -1,28 +1,30 @@
 """Tensor parallelism: each of R ranks holds 1/R of every matrix and computes 1/R of every matmul.
 
-Saves    (R − 1)/R of the matrices and of the activations between the two matmuls of a pair. With
-         sequence parallelism also of the norms' inputs and of the residual stream.
-Costs    one all-reduce per pair in forward, and one in backward. Sequence parallelism replaces
-         each by an all-gather and a reduce-scatter, which send as many bytes, and gathers once more
-         in backward. No communication overlaps with its own matmul here.
+Saves    (R − 1)/R of the matrices and of the activations between two matmuls. With sequence
+         parallelism, also (R − 1)/R of the norms' inputs and of the residual stream.
+Costs    one all-reduce in forward and one in backward for each pair of matmuls. Sequence
+         parallelism replaces an all-reduce by an all-gather and a reduce-scatter, which send as
+         many bytes, and gathers the input once more in backward.
 Source   Shoeybi et al. 2019 (Megatron-LM), arXiv 1909.08053, section 3; Korthikanti et al. 2022
          (sequence parallelism), arXiv 2205.05198, section 4.2.
 
-A pair of matmuls: the first is split by columns, so that each rank has whole outputs; the second by
-rows, so that each rank has one term of the sum.
+Matmuls are split in pairs, such as the two of an MLP. A column-parallel matmul computes 1/R of the
+output elements on each rank. The row-parallel matmul after it reads them, and each rank computes
+one term of a sum over ranks.
 
-    tensor parallel      column_parallel, an elementwise function or heads, row_parallel
-    sequence parallel    norm_of_tokens, column_of_tokens, the same, row_to_tokens
+    tensor parallel      column_parallel, activation function or heads, row_parallel
+    sequence parallel    sequence_parallel_norm, column_parallel_gather, activation function or
+                         heads, row_parallel_scatter
 
-The backward pass of each collective is its conjugate:
+The gradient of each collective needs another collective:
 
     forward           backward          here
     copy              all-reduce        copy_to_ranks
     all-reduce        copy              sum_over_ranks
-    all-gather        reduce-scatter    ColumnOfTokens, which includes the matmul
+    all-gather        reduce-scatter    GatherLinear (with its matmul)
     reduce-scatter    all-gather        scatter_tokens
 
-Every function runs in a process of the default group. Dimension 0 of x is the tokens. A weight is
+Each rank is a process of the default process group. Tokens are dimension 0 of x. A weight is
 (out, in), as in torch.nn.Linear. `torch.distributed.tensor.parallel` is the version to train with.
 """
 
@@ -37,8 +39,8 @@ from torch.nn import functional as F
 Collective = Callable[[Tensor], Tensor]
 
 
-def part_of(x: Tensor, dim: int) -> Tensor:
-    """Return a copy of this rank's 1/R of x. Raises ValueError if R does not divide its size."""
+def shard(x: Tensor, dim: int) -> Tensor:
+    """Return a copy of this rank's 1/R of x. Raises ValueError if R does not divide the size."""
     ranks = dist.get_world_size()
     if x.shape[dim] % ranks:
         raise ValueError(f"got size {x.shape[dim]} in dimension {dim}; use a multiple of {ranks}")
@@ -68,7 +70,7 @@ def reduce_scatter(x: Tensor) -> Tensor:
 
 
 class Conjugates(torch.autograd.Function):
-    """Apply one collective to x in forward, and its conjugate to the gradient in backward."""
+    """Apply a collective to x in forward, and its conjugate to the gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, collective: Collective, conjugate: Collective) -> Tensor:
@@ -81,22 +83,22 @@ class Conjugates(torch.autograd.Function):
 
 
 def copy_to_ranks(x: Tensor) -> Tensor:
-    """Return x, whose gradient is the sum of all ranks' gradients (f in the paper)."""
+    """Return x; in backward, sum the gradients of all ranks (f in the Megatron-LM paper)."""
     return Conjugates.apply(x, lambda x: x.view_as(x), all_reduce)
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
-    """Return the sum of all ranks' x; each term's gradient is the sum's (g in the paper)."""
+    """Return the sum of all ranks' x; in backward, copy (g in the Megatron-LM paper)."""
     return Conjugates.apply(x, all_reduce, lambda dy: dy)
 
 
 def scatter_tokens(x: Tensor) -> Tensor:
-    """Return this rank's tokens of the sum of all ranks' x (g with a bar in the paper)."""
+    """Return this rank's tokens of the sum of all ranks' x; in backward, all-gather."""
     return Conjugates.apply(x, reduce_scatter, all_gather)
 
 
-class ColumnOfTokens(torch.autograd.Function):
-    """Save this rank's tokens instead of the gathered ones, and gather them again in backward."""
+class GatherLinear(torch.autograd.Function):
+    """Gather tokens and multiply. Backward gathers again, so only this rank's tokens are saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -111,26 +113,28 @@ class ColumnOfTokens(torch.autograd.Function):
 
 
 def column_parallel(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply all tokens x (T, …, in) by rank r's weight (out/R, in) to y_r (T, …, out/R)."""
+    """Multiply x (T, …, in) by this rank's rows of the weight, (out/R, in)."""
     return F.linear(copy_to_ranks(x), weight)
 
 
 def row_parallel(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply x_r (T, …, in/R) by rank r's weight (out, in/R); return the sum (T, …, out)."""
+    """Multiply x (T, …, in/R) by this rank's columns (out, in/R), and sum over ranks."""
     return sum_over_ranks(F.linear(x, weight))
 
 
-def column_of_tokens(x: Tensor, weight: Tensor) -> Tensor:
-    """Do as column_parallel, of rank r's tokens x (T/R, …, in)."""
-    return ColumnOfTokens.apply(x, weight)
+def column_parallel_gather(x: Tensor, weight: Tensor) -> Tensor:
+    """Run column_parallel on the gathered tokens; x (T/R, …, in), returns (T, …, out/R)."""
+    return GatherLinear.apply(x, weight)
 
 
-def row_to_tokens(x: Tensor, weight: Tensor) -> Tensor:
-    """Do as row_parallel, but return rank r's tokens of the sum (T/R, …, out)."""
+def row_parallel_scatter(x: Tensor, weight: Tensor) -> Tensor:
+    """Run row_parallel and keep this rank's tokens; x (T, …, in/R), returns (T/R, …, out)."""
     return scatter_tokens(F.linear(x, weight))
 
 
-def norm_of_tokens(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """RMSNorm of rank r's tokens x (T/R, …, C). All ranks hold the same weight (C), whose gradient
-    is the sum over all tokens, and so over all ranks."""
+def sequence_parallel_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """Run RMSNorm on this rank's tokens x (T/R, …, C).
+
+    All ranks hold the whole weight (C). Its gradient is a sum over tokens, and so over ranks.
+    """
     return F.rms_norm(x, x.shape[-1:], copy_to_ranks(weight), eps)

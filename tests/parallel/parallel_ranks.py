@@ -18,12 +18,12 @@ from memlab.internals.torch_internals import storage_use_count
 from memlab.reference import ring_attention, tensor_parallel
 from memlab.reference.pipeline import gpipe, one_forward_one_backward, run_stage
 from memlab.reference.tensor_parallel import (
-    column_of_tokens,
     column_parallel,
-    norm_of_tokens,
-    part_of,
+    column_parallel_gather,
     row_parallel,
-    row_to_tokens,
+    row_parallel_scatter,
+    sequence_parallel_norm,
+    shard,
 )
 from memlab.reference.tiled_attention import flash
 from memlab.zero import processes
@@ -119,7 +119,7 @@ X, DOUT = seeded(TOKENS, BATCH, HIDDEN), seeded(TOKENS, BATCH, HIDDEN, seed=1)
 # How one process, tensor parallelism and sequence parallelism do (column, row, norm).
 PLAIN = F.linear, F.linear, lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, 1e-6)
 TENSOR = column_parallel, row_parallel, PLAIN[2]
-SEQUENCE = column_of_tokens, row_to_tokens, norm_of_tokens
+SEQUENCE = column_parallel_gather, row_parallel_scatter, sequence_parallel_norm
 WAYS = {"tensor": TENSOR, "sequence": SEQUENCE}
 
 # The dimension that each weight is split in; None: every rank has all of it.
@@ -140,7 +140,7 @@ def whole_weights() -> dict[str, Tensor]:
 
 def split_weights() -> dict[str, Tensor]:
     whole = whole_weights()
-    return {n: x if SPLIT[n] is None else part_of(x, SPLIT[n]) for n, x in whole.items()}
+    return {n: x if SPLIT[n] is None else shard(x, SPLIT[n]) for n, x in whole.items()}
 
 
 class Block(nn.Module):
@@ -184,7 +184,7 @@ def tensor_part() -> dict[str, Any]:
 
 
 def run_block(way: tuple[Any, ...]) -> dict[str, Any]:
-    x, dout = (X, DOUT) if way is TENSOR else (part_of(X, 0), part_of(DOUT, 0))
+    x, dout = (X, DOUT) if way is TENSOR else (shard(X, 0), shard(DOUT, 0))
     block = Block(split_weights(), way)
     with counted() as sent, memlab.meter(block) as running:
         values = outcome(block, x, dout)
@@ -252,7 +252,7 @@ def saved_storages(module: nn.Module) -> Iterator[dict[int, int]]:
 
 def refused() -> str:
     try:
-        part_of(torch.zeros(7, 3), 0)
+        shard(torch.zeros(7, 3), 0)
     except ValueError as error:
         return str(error)
     return ""
@@ -313,7 +313,7 @@ def mlp_by_torch(name: str) -> dict[str, Any]:
         }
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     theirs, ours = parallelize_module(MLP(), mesh, plan), OurMLP(WAYS[name])
-    x, dout = (X, DOUT) if name == "tensor" else (part_of(X, 0), part_of(DOUT, 0))
+    x, dout = (X, DOUT) if name == "tensor" else (shard(X, 0), shard(DOUT, 0))
     found = {}
     for whose, mlp in (("theirs", theirs), ("ours", ours)):
         with saved_storages(mlp) as storages:
@@ -453,8 +453,8 @@ def ring_part() -> dict[str, Any]:
 
 
 def run_ring() -> dict[str, Any]:
-    q, k, v = (part_of(x, -2).requires_grad_() for x in QKV)
-    dout = part_of(DATTENTION, -2)
+    q, k, v = (shard(x, -2).requires_grad_() for x in QKV)
+    dout = shard(DATTENTION, -2)
     with sends() as sent_forward, memlab.meter() as forward:
         out = ring_attention.ring(q, k, v, TILE)
     with sends() as sent_backward, memlab.meter() as backward:
@@ -473,7 +473,7 @@ def sum_of_blocks(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> tup
 
 
 def all_blocks(k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield the same as round_the_ring, from an all-gather."""
+    """Yield the same as ring_blocks, from an all-gather."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     gathered = [[torch.empty(x.shape, dtype=x.dtype) for _ in range(ranks)] for x in (k, v)]
     for parts, x in zip(gathered, (k, v), strict=True):
@@ -486,8 +486,8 @@ def all_blocks(k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
 RING_MISTAKES = {
     "blocks are added without weights": {"merge": sum_of_blocks},
     "gradients do not go round": {
-        "round_the_ring": all_blocks,
-        "pass_on": lambda *tensors: lambda: tensors,
+        "ring_blocks": all_blocks,
+        "pass_to_next": lambda *tensors: lambda: tensors,
     },
 }
 
@@ -505,7 +505,7 @@ def ring_of_torch() -> list[Tensor]:
     """Run torch's ring with the CPU's attention: forward and backward, without load balancing."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
-    q, k, v, dout = (part_of(x, -2) for x in (*QKV, DATTENTION))
+    q, k, v, dout = (shard(x, -2) for x in (*QKV, DATTENTION))
     aten, group = torch.ops.aten, dist.group.WORLD
     _attention._cp_options.enable_load_balance = False
     _attention._cp_options.convert_to_f32 = False

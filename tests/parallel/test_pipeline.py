@@ -46,16 +46,17 @@ def test_stage_i_of_1f1b_has_min_m_p_minus_i_micro_batches_in_flight(stages, mic
         assert most_in_flight(gpipe(stage, stages, micro_batches)) == micro_batches
 
 
-def ticks(order_of, stages, micro_batches):
+def ticks(order_of, stages, micro_batches, *, has_room=None):
     """Return when the last pass ends, if a forward pass takes 1 tick and a backward pass 2.
 
-    A pass waits for its stage and for what it receives. A stage sends to a neighbour only once the
-    one before has been received. Raises if all wait for each other.
+    A pass waits for its stage, for what it receives, and for room to send: by default, its neighbor
+    has received the tensor before. Fails if all stages wait for each other.
     """
+    has_room = has_room or room_for_one
     orders = [order_of(stage, stages, micro_batches) for stage in range(stages)]
     end, free = {}, [0] * stages
     while any(orders):
-        ready = [s for s in range(stages) if orders[s] and can_run(orders, end, s, stages)]
+        ready = [s for s in range(stages) if orders[s] and can_run(orders, end, s, has_room)]
         assert ready, "deadlock"
         for stage in ready:
             kind, n = orders[stage].pop(0)
@@ -65,19 +66,35 @@ def ticks(order_of, stages, micro_batches):
     return max(free)
 
 
-def can_run(orders, end, stage, stages):
+def can_run(orders, end, stage, has_room):
     """Return whether a stage's next pass has its input, and room for its output."""
     kind, n = orders[stage][0]
-    source, target = (stage - 1, stage + 1) if kind == "forward" else (stage + 1, stage - 1)
-    has_input = not 0 <= source < stages or (source, kind, n) in end
-    has_room = not 0 <= target < stages or n == 0 or (target, kind, n - 1) in end
-    return has_input and (has_room or orders[target][0] == (kind, n - 1))
+    step, stages = (1 if kind == "forward" else -1), range(len(orders))
+    source, target = stage - step, stage + step
+    has_input = source not in stages or (source, kind, n) in end
+    return has_input and (target not in stages or has_room(orders, end, target, kind, n))
+
+
+def room_for_one(orders, end, target, kind, n):
+    """The target has received the tensor before, or is about to."""
+    return n == 0 or (target, kind, n - 1) in end or orders[target][0] == (kind, n - 1)
+
+
+def no_room(orders, end, target, kind, n):
+    """A send waits until the target receives."""
+    return orders[target][:1] == [(kind, n)]
 
 
 @each_order
 @each_size
 def test_stages_wait_for_p_minus_1_micro_batches(order_of, stages, micro_batches):
     assert ticks(order_of, stages, micro_batches) == 3 * (micro_batches + stages - 1)
+
+
+def test_1f1b_deadlocks_if_a_send_waits_for_its_receiver():
+    with pytest.raises(AssertionError, match="deadlock"):
+        ticks(one_forward_one_backward, 2, 2, has_room=no_room)
+    assert ticks(gpipe, 2, 2, has_room=no_room) == ticks(gpipe, 2, 2)
 
 
 def test_the_docstring_shows_the_order():
