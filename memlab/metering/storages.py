@@ -295,9 +295,12 @@ class StorageMeter(LightMode):
     # ------------------------------------------------------------------ categories
 
     def _mark_buckets(self, sent: list[Storage]) -> None:
-        """Mark DDP's buckets, which it allocates outside modules, where a batch is made too."""
+        """Mark DDP's buckets, which it allocates outside modules, where a batch is made too.
+
+        A bucket is flat. Backward also sends saved activations, such as a sequence's shard.
+        """
         for record in sent:
-            if record.category in ("inputs", "activations"):
+            if record.category in ("inputs", "activations") and len(record.shape) == 1:
                 record.category = "workspace"
 
     def _on_root(self, root: torch.nn.Module) -> None:

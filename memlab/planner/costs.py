@@ -23,6 +23,7 @@ Source   Kaplan et al. 2020, arXiv 2001.08361, section 2.1 (operations); Rajbhan
 from memlab.configs.shapes import GPTConfig
 from memlab.planner.cards import Card
 from memlab.planner.formulas import StepFormula
+from memlab.planner.parallel import tensor_parallel_elements
 from memlab.planner.recipes import Recipe
 from memlab.zero import communication_bytes
 
@@ -108,8 +109,8 @@ def _network_bytes(config: GPTConfig, recipe: Recipe, step: StepFormula, batch: 
             micro_batches=batch if recipe.accumulation else 1,
             element_bytes=step.weight_bytes,
         )
-    parts = recipe.tensor_parallel
-    if parts > 1:  # two all-reduces forward and two backward in each block
-        elements = 2 * (parts - 1) / parts * step.batch_tokens * config.hidden_size
-        sent += 4 * config.layers * elements * step.activation_bytes
+    if recipe.tensor_parallel > 1:
+        stream = step.batch_tokens, config.hidden_size
+        elements = tensor_parallel_elements(*stream, recipe.tensor_parallel)
+        sent += config.layers * elements * step.activation_bytes
     return sent

@@ -23,6 +23,9 @@ compare the library's versions with them, in values and bytes.
     packing                             memlab.packing
     collectives, sharded_optimizer,     memlab.zero.simulate
     sharded_weights
+    tensor_parallel                     none: torch.distributed.tensor.parallel
+    pipeline                            none: torch.distributed.pipelining
+    ring_attention                      none: torch's context_parallel, on GPUs
     offloaded_optimizer                 memlab.offload.OffloadedOptimizer
     post_hoc_ema                        memlab.ema
     nf4                                 memlab.quantize (NF4)
