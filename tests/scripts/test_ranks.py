@@ -12,7 +12,8 @@ from memlab.scripts.ranks import run_ranks as dry_ranks
 from memlab.zero.launch import run_ranks as real_ranks
 from tests.quick import quick
 
-HERE = Path(__file__).parent
+SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "parallel"
+IN_RANKS = Path(__file__).with_name("in_ranks.py")
 OF_TWO = (
     *("ddp", "fsdp2", "fsdp2_mixed", "fsdp2_kept", "tensor", "sequence"),
     *("gpipe", "one_f_one_b", "interleaved"),
@@ -22,12 +23,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def path_of(name):
-    return str(HERE / "parallel" / f"{name}.py")
+    return str(SCRIPTS / f"{name}.py")
 
 
 def measured(name, ranks):
     """Return the peaks of real ranks."""
-    return real_ranks(f"{HERE / 'in_ranks.py'}:peak", ranks, path_of(name), timeout=100)
+    return real_ranks(f"{IN_RANKS}:peak", ranks, path_of(name), timeout=100)
 
 
 def predicted(name, ranks, ranks_run=()):
