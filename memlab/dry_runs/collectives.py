@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from memlab.dry_runs.fake_accelerator import StandIn
+from memlab.dry_runs.transfers import Transfer, transfer_of
 from memlab.internals.replacing import importers
 from memlab.internals.torch_internals import (
     DisableTorchFunction,
@@ -27,21 +28,38 @@ from memlab.internals.torch_internals import (
     tensor_of_dtensor,
     tree_map_only,
 )
+from memlab.metering.tensors import tensors_among
 
 COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of operators
 
 
-def is_collective(func: Any) -> bool:
-    return func.namespace == "c10d"
+class Collectives:
+    """The collectives of a dry run.
+
+    transfers   what they have sent, as on a real rank
+    """
+
+    def __init__(self) -> None:
+        self.transfers: list[Transfer] = []
+        # torch keeps the result of a functional collective until somebody waits for it
+        self._unwaited: dict[int, torch.Tensor] = {}
+
+    def run(self, func: Any, args: Any) -> Any:
+        """Record what the operator sends, and return its result: NotImplemented if torch has it."""
+        self.transfers += filter(None, [transfer_of(func, args)])
+        if func.namespace == "c10d":
+            return _finished(func, args)
+        if func.__name__ != "wait_tensor.default":
+            return NotImplemented
+        self._unwaited.pop(id(args[0].untyped_storage()), None)
+        return args[0]  # torch's fake kernel returns a new tensor
+
+    def keep(self, result: Any) -> None:
+        for each in tensors_among((result,)):
+            self._unwaited[id(each.untyped_storage())] = each
 
 
-def is_wait(func: Any) -> bool:
-    """Return whether the operator waits for a functional collective. It returns its argument, and
-    torch's fake kernel a new tensor."""
-    return func.namespace == "_c10d_functional" and func.__name__ == "wait_tensor.default"
-
-
-def finished(func: Any, args: Any) -> Any:
+def _finished(func: Any, args: Any) -> Any:
     """Return the collective's outputs, which are its first argument, and finished work."""
     outputs = args[0] if len(func._schema.returns) > 1 else None
     future = torch.futures.Future()

@@ -49,7 +49,7 @@ from memlab.dry_runs import (
     weight_files,
 )
 from memlab.dry_runs.assumptions import ASSUMED, Assumptions
-from memlab.dry_runs.collectives import COLLECTIVES, finished, is_collective, is_wait
+from memlab.dry_runs.collectives import COLLECTIVES, Collectives
 from memlab.dry_runs.endless import LoopGuard
 from memlab.dry_runs.fake_kernels import KERNELS
 from memlab.dry_runs.fake_results import FakeResults
@@ -57,7 +57,7 @@ from memlab.dry_runs.known_values import UNKNOWN
 from memlab.dry_runs.loaders import Loaders
 from memlab.dry_runs.oversized import enlarge
 from memlab.dry_runs.routing import ASSUMED_ROUTING, Routing
-from memlab.dry_runs.transfers import Transfer, transfer_of
+from memlab.dry_runs.transfers import Transfer
 from memlab.dry_runs.validations import valid_answer
 from memlab.internals.replacing import replaced
 from memlab.internals.torch_internals import (
@@ -80,7 +80,7 @@ from memlab.internals.torch_internals import (
 from memlab.metering.dry import DryRun
 from memlab.metering.frames import user_line
 from memlab.metering.modes import LightMode
-from memlab.metering.tensors import has_own_handler, tensors_among
+from memlab.metering.tensors import has_own_handler
 
 aten = torch.ops.aten
 # The modules that replace functions during a dry run.
@@ -173,18 +173,13 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         self._true = WeakIdKeyDictionary()  # unknown bools that read as True, such as isfinite
         self._integers = WeakIdKeyDictionary()  # values of integers computed from unknown ones
         self.integer_reads: dict[str, None] = {}  # lines that read unknown integers, ordered
-        self.transfers: list[Transfer] = []  # to other ranks
-        # torch keeps the result of a functional collective until somebody waits for it
-        self._unwaited: dict[int, torch.Tensor] = {}
+        self._collectives = Collectives()
         self._is_uncompiled = False  # whether compiled code ran uncompiled
         self._loop_guard = LoopGuard()
         self._loaders = Loaders()
         self._stance = torch.compiler.set_stance("force_eager")  # compiled kernels need addresses
         self._stance.__enter__()
-        self._libraries = ExitStack()
-        self._libraries.enter_context(weight_files.loaded_in_this_thread())
-        self._libraries.enter_context(library_caches.emptied())
-        self._libraries.enter_context(triton_launches.skipped())
+        self._libraries = _libraries_prepared()
         load_dynamos_rules()  # before functions in it are replaced
         own = {
             (torch.autograd, "_engine_run_backward"): self._with_function_mode,
@@ -198,6 +193,11 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         for kinds in _FOREACH_TYPES:
             kinds.append(FakeTensor)
         return self
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """What collectives have sent to other ranks."""
+        return self._collectives.transfers
 
     def __exit__(self, *exception: Any) -> None:
         self._replaced.__exit__(None, None, None)
@@ -303,13 +303,9 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
                 **kwargs,
                 "device": torch.device(fake_accelerator.to_stand_in(kwargs["device"])),
             }
-        if func.namespace in COLLECTIVES:
-            self.transfers += filter(None, [transfer_of(func, args)])
-        if is_collective(func):
-            return finished(func, args)
-        if is_wait(func):
-            self._unwaited.pop(id(args[0].untyped_storage()), None)
-            return args[0]
+        is_collective = func.namespace in COLLECTIVES
+        if is_collective and (done := self._collectives.run(func, args)) is not NotImplemented:
+            return done
         if func in _PRESERVES_TRUE and any(_is_in(self._true, argument) for argument in args):
             with DisableTorchFunction():
                 result = func(*args, **kwargs)
@@ -332,9 +328,8 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
             )
         if func in _INTEGER_OPS and _is_integer_scalar(result):
             self._compute_integer(func, args, kwargs, result)
-        if func.namespace in COLLECTIVES:
-            for each in tensors_among((result,)):
-                self._unwaited[id(each.untyped_storage())] = each
+        if is_collective:
+            self._collectives.keep(result)
         if self._observer is not None:
             self._observer(func, args, kwargs, result)
         return result
@@ -409,6 +404,14 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
                 self.integer_reads[user_line()] = None
             return self._integers.get(tensor, 1)
         return 0.0 if tensor in self._zeros else 0.5
+
+
+def _libraries_prepared() -> ExitStack:
+    stack = ExitStack()
+    stack.enter_context(weight_files.loaded_in_this_thread())
+    stack.enter_context(library_caches.emptied())
+    stack.enter_context(triton_launches.skipped())
+    return stack
 
 
 class _OutsideTensors:

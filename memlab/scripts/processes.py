@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -35,6 +36,7 @@ from memlab.internals.torch_internals import (
     forget_meshes,
 )
 
+RELEASE_SECONDS = 2e-3  # in which gloo's thread drops the tensors of a work that has ended
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _QUEUES = (multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue)
 _SPAWNING = sys.modules["torch.multiprocessing.spawn"]
@@ -223,7 +225,9 @@ def _unmetered(real: Callable[..., Any]) -> Callable[..., Any]:
 
     def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
         with disable_current_modes():
-            return real(work, *args, **kwargs)
+            result = real(work, *args, **kwargs)
+        time.sleep(RELEASE_SECONDS)
+        return result
 
     return wait
 

@@ -94,33 +94,19 @@ def run(
     """Run a script until `steps` steps have ended.
 
     device   of the prediction, as in `memlab.predict`; "cpu" makes a dry run of the CPU's step
-    gpus     of that kind that a prediction's script finds; by default one for each rank on a node
-    real     compute, on whatever device the script uses; under torchrun, together with other ranks
-    assume   as in `memlab.predict`
+    gpus     that a prediction's script finds; by default one for each rank on a node
+    real     compute, on the device that the script uses; under torchrun, together with other ranks
     configs  paths of the config.json of models that are not on this machine, by name
     columns  of the rows of data sets that are not on this machine
-    change   applied to the model and its optimizers before they train
-    messages of other ranks that have run
+    messages of other ranks that have run; change: to the model and optimizers before they train
 
-    Raises what the script raises before the last step has ended, with a note (`__notes__`) for each
-    kind of attempt that was refused.
+    Raises what the script raises before its last step has ended, noting what was refused.
     """
-    isolation, stand_ins = Isolation(), data.StandIns(configs, columns)
-    metering: _Metering = (
-        _Measured(real, assume)
-        if real or device == "cpu"
-        else _Predicted(device, gpus or launch.ranks or launch.visible_gpus or 1, assume)
-    )
     joins = real and launch.ranks is None and dist.is_torchelastic_launched()
     started = Processes(launch.ranks, announce, real=real, joins=joins)
-    traces: list[Trace] = []
-    of_rank = f" on rank {launch.rank}" if (launch.ranks or 1) > 1 else ""
-    watcher = StepWatcher(
-        steps,
-        on_begin=lambda in_step: metering.begin_step(watcher.optimizers, in_step),
-        on_end=lambda: traces.append(metering.end_step()),
-        on_step=lambda number: announce(f"step {number} ended{of_rank}"),
-    )
+    isolation, stand_ins = Isolation(), data.StandIns(configs, columns)
+    metering = _metering(launch, device, gpus, real, assume)
+    watcher, traces = _watcher(launch, steps, metering, announce)
     with ExitStack() as stack:
         stack.enter_context(metering)
         stack.enter_context(isolation.active(allow_writes=allow_writes))
@@ -136,6 +122,41 @@ def run(
             _run(launch, watcher, started)
         roots = metering.history.context.names.roots
     notes = (*isolation.notes(), *stand_ins.notes())
+    return _outcome(traces, watcher, metering, roots, started.ranks, launch.rank, notes)
+
+
+def _metering(
+    launch: Launch, device: str | None, gpus: int | None, real: bool, assume: str | None
+) -> _Metering:
+    if real or device == "cpu":
+        return _Measured(real, assume)
+    return _Predicted(device, gpus or launch.ranks or launch.visible_gpus or 1, assume)
+
+
+def _watcher(
+    launch: Launch, steps: int, metering: _Metering, announce: Announce
+) -> tuple[StepWatcher, list[Trace]]:
+    """Return what watches the steps, and the list that will have the trace of the last one."""
+    traces: list[Trace] = []
+    of_rank = f" on rank {launch.rank}" if (launch.ranks or 1) > 1 else ""
+    watcher = StepWatcher(
+        steps,
+        on_begin=lambda in_step: metering.begin_step(watcher.optimizers, in_step),
+        on_end=lambda: traces.append(metering.end_step()),
+        on_step=lambda number: announce(f"step {number} ended{of_rank}"),
+    )
+    return watcher, traces
+
+
+def _outcome(
+    traces: list[Trace],
+    watcher: StepWatcher,
+    metering: _Metering,
+    roots: list[torch.nn.Module],
+    ranks: int | None,
+    rank: int,
+    notes: tuple[str, ...],
+) -> Outcome:
     return Outcome(
         traces[0] if traces else None,
         watcher.finished,
@@ -143,8 +164,8 @@ def run(
         tuple(root for root in roots if next(root.parameters(), None) is not None),
         tuple(watcher.optimizers),
         watcher.framework,
-        started.ranks,
-        launch.rank,
+        ranks,
+        rank,
         metering.transfers,
         notes,
     )
