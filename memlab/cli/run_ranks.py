@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from memlab.cli import terminal
+from memlab.configs.nccl import CHANNELS, ring_bytes
 from memlab.scripts.running import Outcome
 from memlab.trace import Trace
 from memlab.units import format_bytes, paragraph
@@ -55,9 +56,12 @@ def show_transfers(outcome: Outcome, per_node: int) -> None:
             among = "to one rank" if kind == "send" else f"of {ranks} ranks"
             count = times[kind, ranks, where]
             terminal.echo(f"  {format_bytes(size):>11}  {count:>5} × {kind} {among}, {where}")
-    terminal.echo(
-        paragraph(
-            "the buffers of NCCL come on top: from some ten MiB to a few GiB, by links and "
-            "channels (memlab/configs/nccl.py)"
+    groups = {transfer.ranks for transfer in outcome.transfers if len(transfer.ranks) > 1}
+    if groups and outcome.trace is not None and outcome.trace.device != "cpu":
+        least, most = (format_bytes(len(groups) * ring_bytes(count)) for count in CHANNELS)
+        terminal.echo(
+            paragraph(
+                f"NCCL's own buffers come on top, by formula {least} (2 channels) to {most} (32) "
+                f"for rings of {len(groups)} process groups; trees and networks need more"
+            )
         )
-    )

@@ -1,6 +1,7 @@
 """`memlab run`: what it prints for a script as it is."""
 
 import json
+import re
 from importlib.resources import files
 from pathlib import Path
 from textwrap import dedent
@@ -181,3 +182,43 @@ def test_the_document_has_each_change(memlab_in, folder):
     assert plain["technique"] == "train.py"
     assert all(row["technique"].startswith("with ") for row in changed)
     assert min(row["peak_bytes"] for row in changed) < plain["peak_bytes"]
+
+
+PARALLEL = Path(__file__).parents[2] / "benchmarks" / "parallel"
+
+
+def test_the_stages_of_a_pipeline_have_a_row_each(memlab_in, tmp_path):
+    words = ("run", "--device", "cpu", "--ranks", "3", str(PARALLEL / "one_f_one_b.py"))
+    outcome = memlab_in(tmp_path, *words)
+    rows = [
+        line.split()[0] for line in outcome.out.splitlines() if re.match(r"\d +[\d.]+ MiB", line)
+    ]
+    assert (outcome.status, rows) == (0, ["0", "1", "2"])
+    assert "the highest:" in outcome.out
+    assert re.search(r"KiB +\d+ × send to one rank, within a node", outcome.out)
+
+
+def test_one_rank_of_many_sends_what_a_ring_sends(memlab_in, tmp_path):
+    script = tmp_path / "train.py"
+    source = (PARALLEL / "fsdp2.py").read_text()
+    script.write_text(
+        source.replace('"cpu"', '"cuda"').replace("256)).sq", '256, device="cuda")).sq')
+    )
+    words = ("run", "--gpu", "h100", "--ranks", "16", "--rank", "9", "train.py")
+    outcome = memlab_in(tmp_path, *words)
+    assert outcome.out.startswith("train.py: step 2 of rank 9 of 16, predicted for cuda:h100")
+    text = " ".join(outcome.out.split())
+    assert re.search(r"8 × all-gather of 16 ranks, between nodes", text)
+    assert "by formula 24.00 MiB (2 channels) to 384.00 MiB (32)" in text
+
+
+def test_ranks_that_are_not_there_are_refused(memlab_in, folder):
+    for words, complaint in (
+        (("--rank", "2", "--ranks", "2", "train.py"), "got --rank 2 of 2; ranks count from 0"),
+        (("--ranks", "2", "torchrun", "train.py"), "got --ranks with a launcher"),
+        (("--real", "--ranks", "2", "train.py"), "got --real with several ranks"),
+        (("CUDA_VISIBLE_DEVICES=", "train.py"), "got CUDA_VISIBLE_DEVICES without a GPU"),
+    ):
+        outcome = memlab_in(folder, "run", *words)
+        assert (outcome.status, outcome.out) == (2, "")
+        assert outcome.err.startswith(f"memlab: {complaint}")
