@@ -30,8 +30,8 @@ memlab run --device cpu --ranks 2 train.py
 ```
 
 The scripts are in `benchmarks/parallel`, the table is written by `benchmarks/ranks.py`, and
-`tests/scripts/test_ranks.py` compares each category. Collectives' own buffers are left out: gloo
-reduces a copy of a reduce-scatter's whole input, and NCCL has buffers of a fixed size
+`tests/scripts/test_script_ranks.py` compares each category. Collectives' own buffers are left out:
+gloo reduces a copy of a reduce-scatter's whole input, and NCCL has buffers of a fixed size
 (`memlab/configs/nccl.py`). torch's context parallel does not run on the CPU (no strategy for its
 attention there), so it has no row.
 

@@ -47,6 +47,7 @@ def test_recorded_measured_and_dry_peaks_are_equal():
     assert not found["assumed"]
 
 
+@pytest.mark.slow
 def test_a_size_that_depends_on_values_gives_an_upper_bound():
     found = run.peaks_of(masked)
     assert found["assumed"]
@@ -55,6 +56,7 @@ def test_a_size_that_depends_on_values_gives_an_upper_bound():
     assert row.difference("dry") >= 0
 
 
+@pytest.mark.slow
 def test_an_error_is_in_its_row_and_the_other_runs_continue():
     def without_values():
         step, model, optimizer = linear()

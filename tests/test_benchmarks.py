@@ -172,7 +172,7 @@ OBSERVERS = {  # the innermost mode while a step is timed
 }
 
 
-@pytest.mark.parametrize("name", quick(list(costs.RUNS)[:2], costs.RUNS))
+@pytest.mark.parametrize("name", quick(list(costs.RUNS)[:1], costs.RUNS))
 def test_a_served_run_warms_up_plainly_and_steps_once_per_line(name, monkeypatch, capsys):
     observers = []
 

@@ -68,11 +68,11 @@ def message_of(error: BaseException) -> str:
         return ""
 
 
-def error_summary(error: BaseException) -> str:
-    """Return `ValueError: message`, with the first line of the message that is not empty. A second
-    one follows a short first one."""
+def error_summary(error: BaseException, most_lines: int = 1) -> str:
+    """Return `ValueError: message`, with the first line of the message that is not empty; more
+    lines follow a short first one."""
     message = error.msg if isinstance(error, SyntaxError) else message_of(error)
-    lines = list(islice(filter(None, map(str.strip, message.splitlines())), 2))
+    lines = list(islice(filter(None, map(str.strip, message.splitlines())), most_lines))
     if lines and len(lines[0]) > SHORT_LINE:
         del lines[1:]
     return f"{type(error).__name__}: {' '.join(lines)}" if lines else type(error).__name__

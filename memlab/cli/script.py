@@ -325,7 +325,7 @@ def _describe(error: BaseException, path: Path, folder: Path | None) -> str:
     if isinstance(error, (UnavailableError, NotYetSentError)):
         return f"{lines[-1]}: {error}"
     where = ", called from ".join(lines) + "," * (len(lines) > 1)
-    return f"{where} raised {error_summary(error)}"
+    return f"{where} raised {error_summary(error, 2)}"
 
 
 def _lines(error: BaseException, path: Path, folder: Path | None) -> list[str]:

@@ -55,6 +55,7 @@ def test_a_plan_has_a_row_for_each_group_and_code_for_the_first(config, memlab_c
     assert (tmp_path / "work" / "plan.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_the_code_can_be_memlabs(config, memlab_command):
     given = ("plan", "--model", config("mixtral"), "--gpu", "rtx4090", "--lora", "--code", "memlab")
     outcome = memlab_command(*given)

@@ -102,7 +102,7 @@ def a_function():
 @pytest.mark.parametrize(
     "build",
     quick(
-        [graph_break, a_function],
+        [pointwise, a_function],
         [pointwise, gpt, graph_break, dynamic, without_gradients, a_function],
     ),
 )

@@ -131,6 +131,7 @@ def test_absent_packages_are_named(monkeypatch):
     assert "Not installed, and left out: no_such_package." in " ".join(benchmark.sentences({}))
 
 
+@pytest.mark.slow
 def test_it_prints_and_writes_a_line_for_each(tmp_path, monkeypatch, capsys):
     ours = {
         name: each

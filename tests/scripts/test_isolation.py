@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -246,8 +247,7 @@ def test_what_a_library_asks_for_is_refused_without_a_note(tmp_path, monkeypatch
     library.parent.mkdir()
     library.write_text("import subprocess\ndef look(): subprocess.run(['nvidia-smi'])\n")
     monkeypatch.syspath_prepend(library.parent)
-    import looking
-
+    looking = import_module("looking")
     isolation = Isolation()
     with isolation.active(), pytest.raises(FileNotFoundError):
         looking.look()

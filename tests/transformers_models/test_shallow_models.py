@@ -28,7 +28,7 @@ def whole(training, recipe):
         slow(("gpt_oss", {"num_hidden_layers": 12}, Recipe())),  # two kinds of layers in turn
         slow(("deepseek_v3", DEEP, Recipe())),  # another first layer
         slow(("t5", {"num_layers": 9}, Recipe())),  # two equal stacks
-        ("whisper", {"encoder_layers": 8, "decoder_layers": 7}, Recipe()),  # two others
+        slow(("whisper", {"encoder_layers": 8, "decoder_layers": 7}, Recipe())),  # two others
         slow(("jamba", {"num_hidden_layers": 12}, Recipe())),
         slow(("vit", DEEP, Recipe(optimizer="adam8bit"))),
         slow(("mamba2", DEEP, Recipe())),
