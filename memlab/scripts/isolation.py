@@ -58,7 +58,8 @@ _STARTERS = {
     **dict.fromkeys(("spawnvp", "spawnvpe"), 1),
 }
 _READING_GIT = re.compile(r"git (rev-parse|describe|log|show|branch|status|diff)( [\w./~^=%@:-]+)*")
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+# Folders of Python's own modules, and of installed ones.
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _NOT_FOUND = 127  # a shell's exit status for a program that does not exist
 _FORKING = ("multiprocessing.popen_fork", "multiprocess.popen_fork")  # they run a given function
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
@@ -228,10 +229,10 @@ def _is_the_scripts_call() -> bool:
     while frame is not None:
         file = frame.f_code.co_filename
         of_python = file.startswith("<") or (
-            file.startswith(_LIBRARIES[0]) and "site-packages" not in file
+            file.startswith(LIBRARIES[0]) and "site-packages" not in file
         )
         if file != __file__ and not of_python:
-            return not file.startswith(_LIBRARIES[1:]) and "site-packages" not in file
+            return not file.startswith(LIBRARIES[1:]) and "site-packages" not in file
         frame = frame.f_back
     return True
 

@@ -16,7 +16,6 @@ import multiprocessing.queues
 import os
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,9 +34,9 @@ from memlab.internals.torch_internals import (
     fake_process_group_store,
     forget_meshes,
 )
+from memlab.scripts.isolation import LIBRARIES
 
 RELEASE_SECONDS = 2e-3  # in which gloo's thread drops the tensors of a work that has ended
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _QUEUES = (multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue)
 _SPAWNING = sys.modules["torch.multiprocessing.spawn"]
 
@@ -263,7 +262,7 @@ def _is_librarys(process: Any) -> bool:
         function = function.func
     name = getattr(function or type(process), "__module__", "") or ""
     file = getattr(sys.modules.get(name), "__file__", None)
-    return name != "__main__" and bool(file) and os.path.realpath(file).startswith(_LIBRARIES)
+    return name != "__main__" and bool(file) and os.path.realpath(file).startswith(LIBRARIES)
 
 
 def _is_another_rank(variables: Any) -> bool:
