@@ -3,7 +3,7 @@
     python benchmarks/compositions.py
 
 Every pair of rows in `memlab.train.TECHNIQUES` is measured in a dry run of the training step in
-README's table of savings. COMPOSITIONS.md gives the reason for each pair that does not work.
+docs/SAVINGS.md. COMPOSITIONS.md gives the reason for each pair that does not work.
 `tests/test_compositions.py` takes real steps with a small model for every pair, and compares
 gradients and memory with formulas.
 """
@@ -34,7 +34,7 @@ INTRODUCTION = """\
 ![What each pair of techniques saves of a step's peak](images/compositions.png)
 
 Each square is the share of a training step's peak memory that two techniques save together. The
-diagonal shows each technique alone. The step is the one of README's table: {setting}, with a peak
+diagonal shows each technique alone. The step is the one of docs/SAVINGS.md: {setting}, with a peak
 of {plain} without any technique. All bytes come from dry runs and are the same on every CPU.
 
 - A number: the pair works. `tests/test_compositions.py` holds its gradients to those of the plain

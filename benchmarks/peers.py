@@ -1,9 +1,9 @@
-"""Print README's comparison of memlab with production packages.
+"""Print the table of docs/PEERS.md: memlab beside production packages.
 
     python benchmarks/peers.py
 
 The script measures nothing. Each row comes from `benchmarks/results/`, and its last column names
-the script that wrote the figure. A test compares README with this table.
+the script that wrote the figure. A test compares the page with this table.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Memory and time of each technique on this machine: README's table of savings and its pictures.
+"""Memory and time of each technique on this machine: the table and pictures of docs/SAVINGS.md.
 
     python benchmarks/savings.py
 
@@ -33,7 +33,7 @@ HEADER = (
 
 
 def cells(row: Row, plain: Row, predicted: Row) -> tuple[str, ...]:
-    """Return a row of README's table."""
+    """Return a row of docs/SAVINGS.md."""
     saved = 1 - row.trace.peak_bytes / plain.trace.peak_bytes
     return (
         row.name if "+" in row.name else f"{row.name}: {TECHNIQUES[row.name].summary}",
@@ -47,7 +47,7 @@ def cells(row: Row, plain: Row, predicted: Row) -> tuple[str, ...]:
 
 
 def draw(traces: dict[str, Trace], on_cuda: Trace) -> None:
-    """Draw README's pictures."""
+    """Draw the page's pictures."""
     step = f"{SETTING.model}, {SETTING.batch} × {SETTING.seq_len} tokens"
     pictures = {
         "measure-timeline.png": plot.timeline(

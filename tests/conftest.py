@@ -73,6 +73,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def imported_later() -> None:
+    """Keep also what earlier files imported and left out of cycle collections."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first; skip what is marked `gpu` where there is none."""
     items.sort(key=lambda item: item.path.name not in LONG)

@@ -15,15 +15,15 @@ page = script("evidence_steps.page")
 reasons = script("evidence_steps.reasons")
 
 EXACT = (
-    "SmolLM2-135M, sdpa, nf4, 1 × 4096",
+    slow("SmolLM2-135M, sdpa, nf4, 1 × 4096"),
     slow("TinyLlama-1.1B-Chat-v1.0, eager, fp16, 2 × 512"),
     slow("TinyLlama-1.1B-Chat-v1.0, sdpa, fp16, 2 × 1024"),
     *map(slow, ("SmolLM2-135M, eager, fp16, 2 × 512", "SmolLM2-135M, sdpa, fp16, 2 × 512")),
 )
 CLOSE = (  # with the largest error of reserved memory
     ("distilgpt2, AdamW, batch 30, RTX 3060", 0.005),
-    ("T5-small, Adam, batch 30, RTX 3060", 0.005),
-    ("MobileNetV2, AdamW, batch 415, RTX 4060", 0.02),
+    slow(("T5-small, Adam, batch 30, RTX 3060", 0.005)),
+    slow(("MobileNetV2, AdamW, batch 415, RTX 4060", 0.02)),
     slow(("VGG16, AdamW, batch 560, RTX 3060", 0.02)),
     slow(("SmolLM2-135M, sdpa, nf4, 2 × 512", 0.005)),
     ("opt-125m, AdamW, batch 38, RTX 3060", 0.005),
@@ -159,6 +159,7 @@ def test_an_unknown_name_is_one_line(capsys):
     assert capsys.readouterr().err == "error: no row has 'GPT-9' in its name\n"
 
 
+@pytest.mark.slow
 def test_missing_packages_are_one_line(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(predictions, "PACKAGES", tmp_path)
     assert evidence.main(["--only", "T5-small"]) == 2

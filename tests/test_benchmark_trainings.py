@@ -86,7 +86,7 @@ def test_the_summary_counts_exact_peaks():
     assert run.cells(rows[1])[2:4] == ("exact", "-10.00%")
 
 
-@pytest.mark.parametrize("name", ["variational_autoencoder", slow("policy_gradient")])
+@pytest.mark.parametrize("name", [slow("variational_autoencoder"), slow("policy_gradient")])
 def test_trainings_in_plain_torch_are_exact_up_to_small_kernels(name, monkeypatch):
     monkeypatch.syspath_prepend(run.HERE / "cases")
     training = getattr(importlib.import_module("plain_torch"), name)

@@ -53,6 +53,7 @@ def test_the_reference_counts_every_live_byte():
     assert observers.reference_of(two_tensors).peak_bytes == 400 + 80 + 800 + 200 + zeros_operand
 
 
+@pytest.mark.slow
 def test_only_memlab_is_exact_if_a_dispatch_mode_changes_the_peak():
     row = exactness.exactness_of("fan_out", KINDS["fan_out"])
     assert row.right == "memlab"
@@ -82,6 +83,7 @@ def test_a_meter_that_misses_an_allocation_is_reported_as_inexact(monkeypatch):
     assert exactness.exactness_of("two tensors", two_tensors).unseen == 1
 
 
+@pytest.mark.slow
 def test_mem_tracker_runs_again_with_resets_if_it_refuses_a_second_call():
     answer = observers.tracked(KINDS["lbfgs"], observers.reference_of(KINDS["lbfgs"]).peak_bytes)
     assert answer == observers.MemTrackerAnswer(0, needs_resets=True)
@@ -115,6 +117,7 @@ def test_kinds_with_the_same_reason_are_grouped():
 # ------------------------------------------------------------------ dry runs
 
 
+@pytest.mark.slow
 def test_an_equal_dry_run_is_reported_as_equal():
     row = dry_runs.dry_run_of("unet", KINDS["unet"])
     assert (row.memlab, row.equal_events, row.unlike) == (0, True, [])

@@ -308,6 +308,7 @@ def test_a_wrong_prediction_lists_blocks_and_other_kernels(rehearsal, few, capsy
     assert "AdamW, fused: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_alternatives_list_kernels_that_change_the_peak(rehearsal):
     name = "AdamW, default"
     prediction = predictions.predicted(CONFIGURATIONS[name], SMALL, rehearsal.target)
@@ -782,6 +783,7 @@ def test_no_process_starts_after_leaving(script):
     assert answer == {"failure": "its process ended with nothing, because the run was stopped: "}
 
 
+@pytest.mark.slow
 def test_a_subprocess_answers_like_this_process():
     job = jobs.Job("record", "AdamW, fused", name="a", small=True, rehearsal=True)
     with jobs.Processes(os.environ) as processes:

@@ -1,4 +1,4 @@
-"""README.md keeps its word: its commands and examples run, and what it links to is there."""
+"""Commands and examples of README.md and of the pages in docs/ run; their links lead somewhere."""
 
 import os
 import re
@@ -11,7 +11,12 @@ import pytest
 from quick import slow
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else ""
+NAMES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md")))
+PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in sorted(NAMES)}
+README = PAGES["README.md"]
+# CONTRIBUTING.md shows a cell of a notebook, RANKS.md commands for scripts of benchmarks/parallel.
+NO_EXAMPLES = {"CONTRIBUTING.md", "docs/RANKS.md"}
+ALL = "\n\n".join(text for name, text in PAGES.items() if name not in NO_EXAMPLES)
 
 # Commands that are not run, by how they start, and why.
 NOT_RUN = {
@@ -90,7 +95,7 @@ def local_links(markdown: str) -> list[str]:
     return [path for path in dict.fromkeys(paths) if path and not re.match(r"\w+:", path)]
 
 
-# ------------------------------------------------------------------ this README
+# ------------------------------------------------------------------ these pages
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +104,7 @@ def copy_of_the_repository(tmp_path_factory):
     copy = tmp_path_factory.mktemp("readme") / "memlab"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "work", "__pycache__"))
     (copy / ".venv").symlink_to(sys.prefix, target_is_directory=True)
-    for name, text in files(README).items():
+    for name, text in files(ALL).items():
         (copy / name).write_text(text, encoding="utf-8")
     return copy
 
@@ -123,7 +128,6 @@ def run(command: list[str], folder: Path) -> str:
 
 
 def test_the_readme_has_a_memlab_command_to_run():
-    assert README, "there is no README.md"
     programs = [command.split()[0] for command in to_run(README)]
     assert {"memlab", ".venv/bin/memlab"} & set(programs), f"no memlab command in {programs}"
 
@@ -137,38 +141,60 @@ SLOW = (
 
 @pytest.mark.parametrize(
     "command",
-    [slow(command) if command.startswith(SLOW) else command for command in to_run(README)],
+    [slow(command) if command.startswith(SLOW) else command for command in to_run(ALL)],
 )
 def test_each_command_runs_and_prints_what_is_shown(command, copy_of_the_repository):
     printed = run(["sh", "-c", shortened(command)], copy_of_the_repository)
-    assert outputs(README).get(command, "") in re.sub(r" +$", "", printed, flags=re.M)
+    shown = [outputs(page).get(command, "") for page in PAGES.values()]
+    assert all(text in re.sub(r" +$", "", printed, flags=re.M) for text in shown)
 
 
 def test_outputs_that_are_shown_are_of_commands_that_run():
-    assert outputs(README).keys() <= set(to_run(README))
+    assert outputs(ALL).keys() <= set(to_run(ALL))
 
 
 def test_what_is_shortened_is_still_there():
-    assert SHORTENED.keys() <= set(to_run(README))
+    assert SHORTENED.keys() <= set(to_run(ALL))
 
 
-@pytest.mark.parametrize("command", make_targets(README))
+@pytest.mark.parametrize("command", make_targets(ALL))
 def test_each_make_target_is_there(command, copy_of_the_repository):
     run(["sh", "-c", command.replace("make", "make -n", 1)], copy_of_the_repository)
 
 
-@pytest.mark.parametrize("example", blocks(README, "python"))
+@pytest.mark.parametrize("example", blocks(ALL, "python"))
 def test_each_python_example_runs(example, copy_of_the_repository):
     run([sys.executable, "-c", example], copy_of_the_repository)
 
 
-@pytest.mark.parametrize("path", local_links(README))
-def test_each_local_link_and_image_leads_somewhere(path):
-    assert (ROOT / path).exists()
+LINKS = [(page, path) for page, text in PAGES.items() for path in local_links(text)]
+
+
+@pytest.mark.parametrize(("page", "path"), LINKS)
+def test_each_local_link_and_image_leads_somewhere(page, path):
+    assert ((ROOT / page).parent / path).exists()
+
+
+ANCHORS = [
+    (page, path or Path(page).name, anchor)
+    for page, text in PAGES.items()
+    for path, anchor in re.findall(r"\]\(([^)\s:]*)#([^)\s]+)\)", text)
+]
+
+
+@pytest.mark.parametrize(("page", "path", "anchor"), ANCHORS)
+def test_each_anchor_is_a_heading(page, path, anchor):
+    text = ((ROOT / page).parent / path).read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    assert anchor in {re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in headings}
+
+
+def test_the_readme_is_short():
+    assert len(README.split()) < 1400
 
 
 def test_commands_stand_in_blocks_that_are_run():
-    assert NAMES_OF_SHELLS & {language for language, _ in FENCE.findall(README)} == set()
+    assert NAMES_OF_SHELLS & {language for language, _ in FENCE.findall(ALL)} == set()
 
 
 # ------------------------------------------------------------------ does it see them?
@@ -252,7 +278,15 @@ def test_a_make_target_that_is_not_there_is_noticed(copy_of_the_repository):
         run(["make", "-n", "no-such-target"], copy_of_the_repository)
 
 
-def test_the_readme_shows_the_table_of_the_evidence_page():
-    page = (ROOT / "EVIDENCE.md").read_text(encoding="utf-8")
-    [table] = re.findall(r"^\| model \|.*?(?=\n\n)", page, re.M | re.S)
-    assert table in README
+def test_the_readmes_accuracy_is_that_of_the_evidence_page():
+    """Each row has the figures of memlab's and of xMem's line for the same trainings."""
+    evidence = (ROOT / "EVIDENCE.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\| (.*?), (.*?) \| (\d+) \| (.*?) \| .*? \| (.*?) \|$", evidence, re.M)
+    figures = {(kind, what): rest for kind, what, *rest in lines}
+    header = "| trainings | figure | rows |"
+    table = README[README.index(header) :].split("\n\n")[0].splitlines()[2:]
+    assert len(table) == 5
+    for line in table:
+        kind, figure, *shown = (cell.strip() for cell in line.strip("|").split("|"))
+        xmem = figures.get((kind, "xMem"), ["", "–", "–"])
+        assert shown == [*figures[kind, figure], *xmem[1:]]

@@ -1,4 +1,4 @@
-"""README's table of savings: its bytes are measured and predicted again."""
+"""docs/SAVINGS.md: its bytes are measured and predicted again."""
 
 import re
 from dataclasses import replace
@@ -13,35 +13,35 @@ from memlab.cli.rows import dry_row
 from memlab.train import predicted_trace
 from memlab.units import format_bytes
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[1] / "docs" / "SAVINGS.md").read_text(encoding="utf-8")
 ON_CUDA = {
     name: (allocated, reserved)
     for name, allocated, reserved in re.findall(
         r"^\| ([a-z0-9+-]+)(?:: .*)? \|.*\| ([0-9.]+ [KMG]iB) \| ([0-9.]+ [KMG]iB) \|$",
-        README,
+        PAGE,
         re.M,
     )
 }
 CHOSEN = choose_techniques(Request())
-ROWS = dict(re.findall(r"^\| ([a-z0-9+-]+)(?:: [^|]*)? \| ([0-9.]+ [KMG]iB) \|", README, re.M))
+ROWS = dict(re.findall(r"^\| ([a-z0-9+-]+)(?:: [^|]*)? \| ([0-9.]+ [KMG]iB) \|", PAGE, re.M))
 
 
 # One technique for each kind of plug, with few operators.
 PREDICTED = quick(("plain", "checkpointing", "chunked-loss", "autocast", "sgd"), CHOSEN)
 
 
-def test_the_readme_has_a_row_for_each_technique():
+def test_the_page_has_a_row_for_each_technique():
     assert list(ROWS) == list(CHOSEN)
 
 
 @pytest.mark.parametrize("name", PREDICTED)
-def test_the_readmes_peak_equals_a_dry_run(name):
+def test_the_pages_peak_equals_a_dry_run(name):
     trace = dry_row(SUITABLE["cpu"], name, CHOSEN[name]).trace
     assert ROWS[name] == format_bytes(trace.peak_bytes)
 
 
 @pytest.mark.parametrize("name", PREDICTED)
-def test_the_readmes_bytes_on_cuda_equal_a_prediction(name):
+def test_the_pages_bytes_on_cuda_equal_a_prediction(name):
     trace = predicted_trace(replace(SUITABLE["cpu"], device="cuda"), CHOSEN[name])
     expected = format_bytes(trace.allocated_bytes), format_bytes(trace.reserved_bytes)
     assert ON_CUDA[name] == expected

@@ -95,7 +95,7 @@ def _cells(row: EvidenceRow) -> tuple[str, ...]:
 
 
 def by_model_table(rows: Sequence[EvidenceRow]) -> str:
-    """Return a table with one line for each kind of step and model; README shows it too."""
+    """Return a table with one line for each kind of step and model."""
     header = (
         *("model", "step", "rows", "allocated: worst", "reserved: median", "worst"),
         *PEERS.values(),

@@ -1,6 +1,6 @@
 """The registry: everything that memlab knows about each technique, one row each.
 
-`memlab measure`, `train` and `plan`, the planner's formulas, README's tables and COMPOSITIONS.md
+`memlab measure`, `train` and `plan`, the planner's formulas, docs/SAVINGS.md and COMPOSITIONS.md
 read it. To add a technique, write its file, its test and its row here.
 """
 

@@ -41,7 +41,7 @@ def test_the_output_says_which_adapters_are_trained():
     assert list_adapters(["plain"], adapters) == ""
 
 
-@pytest.mark.parametrize("technique", ["lora", "qlora"])
+@pytest.mark.parametrize("technique", ["lora", pytest.param("qlora", marks=pytest.mark.slow)])
 def test_train_and_measure_show_them(memlab_command, technique, tmp_path):
     small = ("--model", "tiny", "--batch", "2", "--seq", "16", "--technique", technique)
     adapters = ("--lora-rank", "2", "--lora-targets", "mlp")

@@ -116,7 +116,7 @@ def test_a_plan_of_a_model_is_a_document(by_formula, document, model, memory, st
     ("free", "verdict"),
     [
         pytest.param(300_000_000, "fits", marks=pytest.mark.slow),
-        (200_000_000, "fits with another recipe"),
+        pytest.param(200_000_000, "fits with another recipe", marks=pytest.mark.slow),
         (20_000_000, "does not fit"),
     ],
 )
@@ -144,7 +144,7 @@ def test_a_plan_of_a_transformers_model_has_the_same_fields(
     ("memory", "status", "verdict"),
     [
         ("1GiB", 0, "fits"),
-        ("17500KiB", 0, "fits with another recipe"),
+        pytest.param("17500KiB", 0, "fits with another recipe", marks=pytest.mark.slow),
         ("5MiB", 1, "does not fit"),
     ],
 )

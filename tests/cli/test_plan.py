@@ -287,6 +287,7 @@ def test_the_time_of_a_technique_is_estimated_for_a_gpu(memlab_command, tmp_path
     assert f"{after / before:.2f}" == checkpointing[-2]
 
 
+@pytest.mark.slow
 def test_a_technique_that_cannot_be_applied_is_tried_once(memlab_command, tmp_path):
     twice = SCRIPT.replace(".mean().backward()", ".mean().backward(retain_graph=True)", 1)
     twice = twice.replace(

@@ -45,6 +45,7 @@ def in_a_process(folder: Path | str, *arguments: str | bytes) -> subprocess.Comp
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
     [

@@ -30,6 +30,7 @@ def config(tmp_path):
     return write
 
 
+@pytest.mark.slow
 def test_a_plan_has_a_row_for_each_group_and_code_for_the_first(config, memlab_command, tmp_path):
     model = config("mixtral", hidden_size=64)
     outcome = memlab_command("plan", "--model", model, "--gpu", "rtx4090")

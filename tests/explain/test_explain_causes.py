@@ -167,6 +167,7 @@ def test_every_cause_has_a_script_or_a_test_of_its_own():
     assert tested == CAUSES.keys()
 
 
+@pytest.mark.slow
 def test_temporaries_of_a_later_optimizer_step_are_no_new_state():
     """A leak fills the memory, and the optimizer's step is where it ends."""
     snapshot, _ = recorded("leak_that_fails_in_the_optimizer", 0.9)

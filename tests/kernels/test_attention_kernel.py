@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from quick import quick
+from quick import quick, slow
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
@@ -20,7 +20,7 @@ from memlab.kernels.attention import Tiling, flash_attention
 from memlab.model import GPT, PRESETS
 
 B, H, D = 1, 2, 8
-LENGTHS = [(33, 33), (5, 33), (33, 5), (1, 7), (7, 1)]
+LENGTHS = [slow((33, 33)), slow((5, 33)), (33, 5), (1, 7), (7, 1)]
 MASKS = [
     {"causal": causal, "alignment": alignment, "window": window}
     for causal, alignment, window in product(
@@ -397,6 +397,7 @@ report(made)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", quick([89], [80, 86, 89, 90]))
 def test_no_register_is_spilled_and_shared_memory_fits(compiled, capability):
     allocated = compiled(COMPILED.format(capability=capability))

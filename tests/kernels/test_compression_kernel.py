@@ -437,6 +437,7 @@ report(found)
 """
 
 
+@pytest.mark.slow
 def test_compiled_kernels_spill_nothing_and_load_16_bytes(compiled):
     made = compiled(COMPILED)
     assert len(made) == 2 * 3 * 3

@@ -642,6 +642,7 @@ report(made)
 """
 
 
+@pytest.mark.slow
 def test_compiled_kernels_spill_nothing_and_load_eight_codes_at_a_time(compiled):
     optimizer_class = compiled(COMPILE)
     assert len(optimizer_class) == 3

@@ -113,6 +113,7 @@ ONE_LAYER = {
 }
 
 
+@pytest.mark.slow
 def test_measure_shows_kernels(tmp_path, capsys):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(ONE_LAYER))

@@ -114,6 +114,7 @@ def test_a_failure_or_skip_of_the_test_itself_stays(run):
     result.stdout.no_fnmatch_line("*Memory budget exceeded*")
 
 
+@pytest.mark.slow
 def test_a_budget_for_a_gpu_is_predicted_without_one(pytester):
     pytester.makepyfile(
         test_it="""

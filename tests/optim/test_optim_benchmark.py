@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from benchmark_scripts import script
+from quick import slow
 
 from memlab.optim import AdamW
 
@@ -57,8 +58,8 @@ def test_a_wrong_weight_shows_up_in_each_column():
         (benchmark.LOOP, 8 + 4 / 2**13),
         ("memlab AdamW", 8),
         ("memlab Adam8bit", 2 + 8 / 256 + 2048 / 2**13),
-        ("memlab Lion8bit", 1 + 4 / 256 + 1024 / 2**13),
-        ("memlab AdamMini", 4 + 4 / 1024),
+        slow(("memlab Lion8bit", 1 + 4 / 256 + 1024 / 2**13)),
+        slow(("memlab AdamMini", 4 + 4 / 1024)),
     ],
 )
 def test_state_is_in_bytes_per_weight(name, state):
@@ -70,11 +71,11 @@ def test_state_is_in_bytes_per_weight(name, state):
     [
         ("Muon", 32 * 32),
         ("GaLore", 4 * (32 + 2 * 32)),
-        ("GaLore, with SVD", 4 * (32 + 2 * 32)),
+        slow(("GaLore, with SVD", 4 * (32 + 2 * 32))),
         ("APOLLO", 2 * 4 * 32 + 1),
         ("Shampoo", 2 * 32 * 32),
         ("SOAP", 6 * 32 * 32),
-        ("SOAP, with QR", 6 * 32 * 32),
+        slow(("SOAP, with QR", 6 * 32 * 32)),
     ],
 )
 def test_the_state_of_a_matrix_has_the_elements_that_day_20_counts(name, elements):
