@@ -10,15 +10,17 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 NO_SOURCE = {"__pycache__"}
+COURSE_FILES = ("lessons", "solutions", "benchmarks/results")
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """The names of the files in a wheel, built without asking an index for anything."""
     folder = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    shutil.copytree(ROOT / "memlab", folder / "memlab", ignore=lambda *_: NO_SOURCE)
+    for name in ("memlab", *COURSE_FILES):
+        shutil.copytree(ROOT / name, folder / name, ignore=lambda *_: NO_SOURCE)
     build = "from setuptools.build_meta import build_wheel; build_wheel('out')"
     subprocess.run([sys.executable, "-c", build], cwd=folder, check=True, capture_output=True)
     (made,) = (folder / "out").glob("*.whl")
@@ -34,4 +36,10 @@ def test_a_wheel_has_every_file_of_the_package(wheel):
         if path.is_file() and NO_SOURCE.isdisjoint(path.parts)
     }
     assert {"memlab/py.typed", "memlab/course/bill.json"} <= package
+    package |= {
+        f"memlab/course/files/{path.relative_to(ROOT).as_posix()}"
+        for folder in COURSE_FILES
+        for path in (ROOT / folder).iterdir()
+        if path.suffix in (".ipynb", ".json", ".py")
+    }
     assert {name for name in wheel if ".dist-info/" not in name} == package

@@ -254,13 +254,13 @@ def _describe_start(copy: workspace.Copy, number: int) -> str:
 def _run_jupyterlab(notebook: Path, options: Sequence[str]) -> int:
     """Run JupyterLab in the notebook's folder until it ends.
 
-    JupyterLab's root is the repository, so that links in a lesson work. The `-y` option skips the
-    question after Ctrl-C, because notebooks are saved while they are edited.
+    JupyterLab's root is the folder above, the repository in a clone, so links in a lesson work. The
+    `-y` option skips the question after Ctrl-C, because notebooks are saved while they are edited.
     """
-    at = notebook.relative_to(days.ROOT).as_posix()
+    root = notebook.parents[1]
     where = [
-        f"--ServerApp.root_dir={days.ROOT}",
-        f"--LabApp.default_url=/lab/tree/{at}",
+        f"--ServerApp.root_dir={root}",
+        f"--LabApp.default_url=/lab/tree/{notebook.relative_to(root).as_posix()}",
         # The default would put checkpoints beside every opened file, among the library's own files.
         f"--AsyncFileCheckpoints.checkpoint_dir={notebook.parent / '.ipynb_checkpoints'}",
     ]

@@ -78,7 +78,7 @@ class CodeCell:
         if self.error is None:
             kept = (statement for statement in self.body if _call_in(statement) is None)
             return set().union(*(_names_bound(statement, self.filename) for statement in kept))
-        names = set(_DEFINITION.findall(self.source))
+        names = definitions(self.source)
         for line in self.source.splitlines():
             with suppress(SyntaxError, ValueError):
                 if not _CALL.match(line):
@@ -129,6 +129,11 @@ def _compiled(statements: Sequence[ast.stmt], filename: str) -> CodeType:
     tree = ast.Module([*statements], [])
     with _ignored_warnings():
         return compile(tree, filename, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+
+
+def definitions(source: str) -> set[str]:
+    """Return the names of the top-level functions and classes, also of a cell with an error."""
+    return set(_DEFINITION.findall(source))
 
 
 def answering(found: Sequence[CodeCell], id_: str) -> tuple[Call, int] | None:

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 from memlab.course import checks
 from memlab.course.exercises import Day, Exercise
 
-ROOT = Path(__file__).parents[2]  # the repository, which contains the lessons
+ROOT = Path(__file__).parents[2]  # the repository, in a clone
+IS_CLONE = (ROOT / "lessons").is_dir()
+PACKAGED = Path(__file__).parent / "files"  # a wheel's copies of the course's files
 
 
 def numbers() -> list[int]:
@@ -88,14 +90,19 @@ def day_of(id_: str) -> int:
     return int(number)
 
 
+def folder(kind: str) -> Path:
+    """Return the folder of lessons, solutions or benchmarks/results: the clone's or the wheel's."""
+    return (ROOT if IS_CLONE else PACKAGED) / kind
+
+
 def notebook(number: int, kind: str = "lessons") -> Path:
     """Return the path of a day's notebook in lessons/ or solutions/; raise ValueError if it does
     not exist."""
-    found = sorted((ROOT / kind).glob(f"day{number:02}_*.ipynb"))
+    found = sorted(folder(kind).glob(f"day{number:02}_*.ipynb"))
     if not found:
         raise ValueError(
             f"there is no notebook of day {number} in {kind}/; clone memlab's repository and run "
-            f"`make`, then run memlab there"
+            f"`make`, or install memlab again"
         )
     return found[0]
 

@@ -9,10 +9,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from memlab.course.days import ROOT
+from memlab.course import days
 from memlab.units import format_bytes
 
-RESULTS = Path(os.environ.get("MEMLAB_RESULTS") or ROOT / "benchmarks" / "results")
+RESULTS = Path(os.environ.get("MEMLAB_RESULTS") or days.folder("benchmarks/results"))
 _PROVENANCE = ("device", "torch", "python", "memlab", "date")
 
 

@@ -26,8 +26,14 @@ class Copy:
 
 
 def folder(root: Path | None = None) -> Path:
-    """Return the folder of the learner's copies, in the repository or below another root."""
-    return (root or days.ROOT) / "work"
+    """Return the folder of the learner's copies: work/ in the clone, or below another root.
+
+    Without a clone it is the current folder if it is such a folder, else work/ below it.
+    """
+    here = Path.cwd()
+    if root is None and not days.IS_CLONE and (here / progress.FILE).exists():
+        return here
+    return (root or (days.ROOT if days.IS_CLONE else here)) / "work"
 
 
 def copy_of(number: int, root: Path | None = None) -> Path:
