@@ -14,6 +14,7 @@ import json
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -185,7 +186,7 @@ def build_day(source: Path) -> tuple[Notebook, float]:
     SourceError and CellError name the file and the line, and leave both files unchanged.
     """
     file, text = _short_name(source), _with_references(source)
-    lesson, solution = lesson_notebook(text, file), solution_notebook(text, file)
+    lesson, solution = _lesson(source, text), solution_notebook(text, file)
     cells = sum(cell["cell_type"] == "code" for cell in solution["cells"])
     try:
         with _bar(f"day {day_of_file(file)}", cells) as on_cell:
@@ -208,6 +209,34 @@ def build_day(source: Path) -> tuple[Notebook, float]:
     return executed, cpu_seconds
 
 
+def rewrite_text(source: Path) -> None:
+    """Write both notebooks of a source with its prose, and keep the solution's stored outputs.
+
+    Raises ValueError, and changes nothing, if a code cell differs from the stored one.
+    """
+    file, text = _short_name(source), _with_references(source)
+    solution_path, lesson_path = notebooks(source)
+    solution, lesson = solution_notebook(text, file), _lesson(source, text)
+    stored = json.loads(solution_path.read_bytes())["cells"] if solution_path.exists() else []
+    stored = [cell for cell in stored if cell["cell_type"] == "code"]
+    code = [cell for cell in solution["cells"] if cell["cell_type"] == "code"]
+    if [cell["source"] for cell in code] != ["".join(cell["source"]) for cell in stored]:
+        day = day_of_file(file)
+        raise ValueError(
+            f"{file}: code differs from the notebook; run python -m memlab.course.build {day}"
+        )
+    for cell, before in zip(code, stored, strict=True):
+        cell |= {name: before[name] for name in unexecuted()}
+    with (
+        write_beside(source) as source_beside,
+        write_beside(solution_path) as solution_beside,
+        write_beside(lesson_path) as lesson_beside,
+    ):
+        source_beside.write_text(text, encoding="utf-8")
+        solution_beside.write_bytes(in_bytes(solution))
+        lesson_beside.write_bytes(in_bytes(lesson))
+
+
 def differences(root: Path = ROOT, days: Sequence[int] = ()) -> list[str]:
     """Return one sentence, with the remedy, for each notebook that differs from its source.
 
@@ -222,7 +251,7 @@ def differences(root: Path = ROOT, days: Sequence[int] = ()) -> list[str]:
         solution, lesson = notebooks(source)
         if complaint := _solution_complaint(solution, solution_notebook(text, file)):
             found.append(f"{_short_name(solution)} {complaint}: {remedy}")
-        if complaint := _lesson_complaint(lesson, lesson_notebook(text, file)):
+        if complaint := _lesson_complaint(lesson, _lesson(source, text)):
             found.append(f"{_short_name(lesson)} {complaint}: {remedy}")
     known = {path.stem for path in sources(root)}
     for path in sorted([*root.glob("solutions/*.ipynb"), *root.glob("lessons/*.ipynb")]):
@@ -232,6 +261,13 @@ def differences(root: Path = ROOT, days: Sequence[int] = ()) -> list[str]:
                 f"{_short_name(path)} has no source solutions/{path.stem}.py: write or delete it"
             )
     return found
+
+
+def _lesson(source: Path, text: str) -> Notebook:
+    """Return the lesson; in the repository it names the published address."""
+    project = source.parents[1] / "pyproject.toml"
+    urls = tomllib.loads(project.read_text("utf-8"))["project"]["urls"] if project.exists() else {}
+    return lesson_notebook(text, _short_name(source), urls.get("Repository", ""))
 
 
 def _with_references(source: Path) -> str:
@@ -283,6 +319,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         if asked.bill:
             store()
             return 0
+        if asked.text:
+            return _rewrite_text(root, asked.days)
         return _check(root, asked.days) if asked.check else _build(root, asked.days)
     except (ValueError, RuntimeError) as error:  # RuntimeError: the kernel did not start
         return _complain(error, 2)
@@ -303,10 +341,24 @@ def _build(root: Path, days: Sequence[int]) -> int:
         print(f"day {day}: {count} cells, {cpu_seconds:.1f} CPU-seconds (limit {CPU_SECONDS})")
         if cpu_seconds > CPU_SECONDS:
             _complain(f"warning: day {day} takes over {CPU_SECONDS} CPU-seconds; make it smaller")
-        solution, lesson = notebooks(source)
-        for path, is_solution in ((solution, True), (lesson, False)):
-            for finding in lint(json.loads(path.read_bytes()), executed=is_solution):
-                status = max(status, _complain(f"{_short_name(path)}: {finding}", 1))
+        status = max(status, _lint(source))
+    return status
+
+
+def _rewrite_text(root: Path, days: Sequence[int]) -> int:
+    status = 0
+    for source in sources(root, days):
+        rewrite_text(source)
+        status = max(status, _lint(source))
+    return status
+
+
+def _lint(source: Path) -> int:
+    """Print the findings on both notebooks of a source; return 1 if there are any."""
+    status = 0
+    for path, is_solution in zip(notebooks(source), (True, False), strict=True):
+        for finding in lint(json.loads(path.read_bytes()), executed=is_solution):
+            status = _complain(f"{_short_name(path)}: {finding}", 1)
     return status
 
 
@@ -339,6 +391,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="execute and write nothing; name each notebook that differs from its source, and "
         "exit with status 1 if there is one",
+    )
+    parser.add_argument(
+        "--text",
+        action="store_true",
+        help="execute nothing: take the prose of the source, and keep the stored outputs; refused "
+        "if code has changed",
     )
     parser.add_argument(
         "--bill", action="store_true", help="measure and write each day's line of the running bill"

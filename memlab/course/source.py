@@ -211,8 +211,11 @@ def solution_notebook(text: str, file: str = "day00.py") -> Notebook:
     return _notebook(cells, [_parsed(cell, solved, file) for cell in cells], file)
 
 
-def lesson_notebook(text: str, file: str = "day00.py") -> Notebook:
-    """Return the lesson's notebook; `file` names the source in errors."""
+def lesson_notebook(text: str, file: str = "day00.py", repository: str = "") -> Notebook:
+    """Return the lesson's notebook; `file` names the source in errors.
+
+    With the address of the published repository, it has badges and a cell for Colab and Kaggle.
+    """
     cells = cells_of(text, file)
     code = [cell.source if cell.kind == "code" else "" for cell in cells]
 
@@ -221,7 +224,10 @@ def lesson_notebook(text: str, file: str = "day00.py") -> Notebook:
         form = partial(strip, id_of=lambda name: exercise_id(name, later))
         return _parsed(cells[place], form, file)
 
-    return _notebook(cells, [without_solution(place) for place in range(len(cells))], file)
+    lesson = _notebook(cells, [without_solution(place) for place in range(len(cells))], file)
+    if repository:
+        lesson["cells"][1:1] = _hosted_cells(repository, file)
+    return lesson
 
 
 def in_bytes(notebook: Notebook) -> bytes:
@@ -259,6 +265,38 @@ def day_of_file(file: str) -> int:
     """Return the day at the start of a file's name, or 0."""
     found = re.match(r"day(\d+)", Path(file).name)
     return int(found[1]) if found else 0
+
+
+_BADGES = """\
+[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/{github})
+[![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src={address})"""
+_SET_UP = """\
+# On Colab and Kaggle: install memlab and keep the installed torch. Elsewhere: nothing happens.
+import importlib.util
+from importlib.metadata import version
+
+if importlib.util.find_spec("memlab") is None:
+    packages = f"memlab[plot]@git+{repository} torch=={{version('torch')}}"
+    get_ipython().run_line_magic("pip", f"install --quiet {{packages}}")
+
+from memlab.course import hosted
+
+hosted.prepare({day})"""
+
+
+def _hosted_cells(repository: str, file: str) -> list[dict[str, Any]]:
+    """Return the badges and the cell that prepares a lesson on Colab and Kaggle."""
+    day, lesson = day_of_file(file), f"blob/main/lessons/{Path(file).stem}.ipynb"
+    owner = repository.removeprefix("https://github.com/")
+    badges = _BADGES.format(github=f"github/{owner}/{lesson}", address=f"{repository}/{lesson}")
+    code = _SET_UP.format(repository=repository, day=day)
+    return [
+        {"cell_type": "markdown", "id": f"day{day:02}-badges", "metadata": {}, "source": badges},
+        {
+            **{"cell_type": "code", "id": f"day{day:02}-hosted", "metadata": {}, "source": code},
+            **unexecuted(),
+        },
+    ]
 
 
 def _read(text: str, file: str) -> list[Any]:

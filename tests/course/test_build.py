@@ -341,6 +341,32 @@ def test_a_lint_finding_is_an_error_but_the_files_are_kept(course, capsys):
 # ------------------------------------------------------------------ --check
 
 
+def test_new_prose_keeps_the_outputs(built, monkeypatch):
+    solution, lesson = build.notebooks(built / "solutions" / "day05_halves.py")
+    before = json.loads(solution.read_bytes())
+    monkeypatch.setattr(build, "execute", None)
+    source = built / "solutions" / "day05_halves.py"
+    text = source.read_text("utf-8")
+    source.write_text(text.replace("Day 5: halves", "Day 5: two halves\n#\n# New."), "utf-8")
+    assert main(["--text", "5"], built) == 0
+    after = json.loads(solution.read_bytes())
+    assert differences(built) == []
+    assert "".join(after["cells"][0]["source"]) == "# Day 5: two halves\n\nNew."
+    assert "two halves" in lesson.read_text(encoding="utf-8")
+    outputs = [[c.get("outputs") for c in found["cells"]] for found in (before, after)]
+    assert outputs[0] == outputs[1]
+    assert any(outputs[1])
+
+
+def test_new_code_needs_a_build(built, capsys):
+    source = built / "solutions" / "day05_halves.py"
+    before = source.with_suffix(".ipynb").read_bytes()
+    source.write_text(source.read_text("utf-8").replace("halves(7)", "halves(9)"), "utf-8")
+    assert main(["--text", "5"], built) == 2
+    assert "run python -m memlab.course.build 5" in capsys.readouterr().err
+    assert source.with_suffix(".ipynb").read_bytes() == before
+
+
 def test_a_check_after_a_build_is_silent(built, capsys):
     assert main(["--check"], root=built) == 0
     assert capsys.readouterr() == ("", "")

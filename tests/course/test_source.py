@@ -1,6 +1,10 @@
 """One source gives a solution and a lesson, before execution."""
 
+import importlib.util
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from memlab.course.source import SourceError, in_bytes, lesson_notebook, solution_notebook
 
@@ -274,3 +278,34 @@ LAYOUT = """\
  "nbformat_minor": 5
 }
 """
+
+
+# ------------------------------------------------------------------ Colab and Kaggle
+
+
+ADDRESS = "https://github.com/owner/name"
+
+
+def test_a_lesson_of_a_published_course_has_badges_and_a_cell_that_sets_up():
+    plain = lesson_notebook(SOURCE, "lessons/day05_halves.py")
+    hosted = lesson_notebook(SOURCE, "lessons/day05_halves.py", ADDRESS)
+    badges, set_up = hosted["cells"][1:3]
+    assert hosted["cells"][:1] + hosted["cells"][3:] == plain["cells"]
+    path = "blob/main/lessons/day05_halves.ipynb"
+    assert f"(https://colab.research.google.com/github/owner/name/{path})" in badges["source"]
+    assert f"welcome?src={ADDRESS}/{path})" in badges["source"]
+    assert "hosted.prepare(5)" in set_up["source"]
+
+
+def test_the_cell_installs_memlab_beside_the_installed_torch(monkeypatch):
+    """Only where memlab is missing."""
+    lesson = lesson_notebook(SOURCE, "day05_halves.py", ADDRESS)
+    magics = []
+    shell = SimpleNamespace(run_line_magic=lambda *arguments: magics.append(arguments))
+    source = lesson["cells"][2]["source"]
+    exec(source, {"get_ipython": lambda: shell})
+    assert magics == []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    exec(source, {"get_ipython": lambda: shell})
+    wanted = f"install --quiet memlab[plot]@git+{ADDRESS} torch=={torch.__version__}"
+    assert magics == [("pip", wanted)]
