@@ -7,6 +7,8 @@ EXTRAS := plot,transformers,lab,test,oracles,kernels
 # torch's threads spin while they wait, which on a shared machine is most of the time.
 export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Each test process and each notebook would compile memlab again.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV_PYTHON := .venv/bin/python
 BENCHMARKS := $(wildcard benchmarks/[a-z]*.py)

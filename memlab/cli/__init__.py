@@ -997,6 +997,10 @@ def main() -> None:
         status = INTERRUPTED
     except UsageError as error:  # any other exception is a bug in memlab: keep its traceback
         _fail(str(error), 2)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        _fail("PyTorch is not installed; run pip install torch", 2)
     if status == INTERRUPTED:
         _fail(INTERRUPTED_MESSAGE, INTERRUPTED)
     sys.exit(status)

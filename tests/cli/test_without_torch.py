@@ -59,3 +59,25 @@ def test_measuring_does_import_torch(tmp_path):
         text=True,
     )
     assert ran.stderr.splitlines()[-1] == "True"
+
+
+NOT_INSTALLED = """
+import sys
+sys.modules["torch"] = None  # an import raises ModuleNotFoundError
+from memlab.cli import main
+sys.argv = ["memlab", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.parametrize("command", ["measure --model tiny", "doctor", "run train.py"])
+def test_without_torch_a_command_says_what_to_install(command, tmp_path):
+    (tmp_path / "train.py").write_text("import torch\n")
+    ran = subprocess.run(
+        [sys.executable, "-c", NOT_INSTALLED, *command.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr == "memlab: PyTorch is not installed; run pip install torch\n"
