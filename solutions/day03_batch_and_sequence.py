@@ -43,6 +43,7 @@ import memlab
 from memlab import plot
 from memlab.accumulation import accumulate
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
+from memlab.course.deep_models import dry_trace_of_blocks
 from memlab.course.host_memory import anonymous_bytes
 from memlab.course.ledger import activation_bytes, state_bytes
 from memlab.data import mapped_bytes, source_bytes
@@ -63,14 +64,15 @@ guess("3.1", half_gib=4, one_at_a_time_gib=1)  # a half and an eighth of eight
 # %% [markdown]
 # ## Measure
 #
-# A dry run, as on Day 1: fake tensors, exact bytes.
+# A dry run, as on Day 1: fake tensors, exact bytes. One at a time, two sequences are enough to
+# measure: from the second on, each does what the last one did, its tokens aside.
 
 # %%
 plain, accumulation = TECHNIQUES["plain"], TECHNIQUES["accumulation"]
 setting = Setting("124m", batch=8, seq_len=640)
 all_eight = dry_trace(setting, plain)
 half = dry_trace(replace(setting, batch=4), plain)
-one_at_a_time = dry_trace(setting, accumulation)
+one_at_a_time = dry_trace(replace(setting, batch=2), accumulation)
 reveal("3.1", half_gib=half.peak_bytes, one_at_a_time_gib=one_at_a_time.peak_bytes)
 
 # %%
@@ -671,8 +673,8 @@ seven = Setting("llama-2-7b", batch=1, seq_len=2048, dtype=torch.bfloat16)
 fused = combined("fused-adamw")  # the whole step of AdamW is one operator, without temporaries
 query_value = partial(add_lora, rank=8, where=lambda name: name.endswith(("query", "value")))
 at_scale = {
-    "all weights": dry_trace(seven, fused),
-    "LoRA": dry_trace(seven, replace(fused, change_model=query_value)),
+    "all weights": dry_trace_of_blocks(seven, fused),
+    "LoRA": dry_trace_of_blocks(seven, replace(fused, change_model=query_value)),
 }
 plot.breakdown(at_scale, title="Llama 2 7B in bfloat16, AdamW, 1 × 2048 tokens")
 
