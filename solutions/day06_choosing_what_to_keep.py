@@ -796,7 +796,7 @@ def keep_attention(model):
         block.forward = partial(selective(ATTENTION), block.forward)
 
 
-so_far = replace(combined("accumulation+bfloat16"), change_model=keep_attention)
+so_far = replace(combined("accumulation+fused-adamw"), change_model=keep_attention)
 today = dry_trace_of_blocks(replace(SETTING, batch=2), so_far)
 print(f"activations at the peak: {format_bytes(today.at_peak['activations'])}")
 with memlab.dry_run():
