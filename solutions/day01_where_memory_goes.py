@@ -33,6 +33,7 @@ import torch
 import memlab
 from memlab import plot
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
+from memlab.course.deep_models import dry_trace_of_blocks
 from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS, GPTConfig
 from memlab.trace import Trace
@@ -214,11 +215,11 @@ print(f"of the second {format_bytes(second.peak_bytes)}")
 # gradient. So a first step may pass where the second one dies, by 8 bytes a weight: measure the
 # second. (The few bytes over are a counter of 4 bytes for each tensor.)
 #
-# From then on nothing should grow: twenty steps, what is alive after each, and what is learnt. (The
+# From then on nothing should grow: ten steps, what is alive after each, and what is learnt. (The
 # loss is in *nats*: minus the natural logarithm of the right token's probability.)
 
 # %%
-steps = [memlab.measure(step, model=model, optimizer=optimizer) for _ in range(20)]
+steps = [memlab.measure(step, model=model, optimizer=optimizer) for _ in range(10)]
 fig, (memory, learning) = plt.subplots(1, 2, figsize=(9, 2.6), layout="constrained")
 memory.plot([t.peak_bytes / 2**20 for t in (first, second, *steps)], label="peak of the step")
 memory.plot([t.live_bytes / 2**20 for t in (first, second, *steps)], label="alive after it")
@@ -444,7 +445,7 @@ plot.breakdown(costs, title="One real step of the tiny model: batch × length")
 
 # %%
 seven_billion = Setting("llama-2-7b", batch=1, seq_len=4096)
-seven = dry_trace(seven_billion, plain)
+seven = dry_trace_of_blocks(seven_billion, plain)
 print(seven)
 print(f"by your formula: {format_bytes(peak_bytes(PRESETS['llama-2-7b'], 1, 4096))}")
 
@@ -611,8 +612,8 @@ verdict(
 # in all 2.6 GB, where it was 32 GB before. Whose weights are 0.5 GB?
 
 # %%
-table = dry_trace(Setting("124m", batch=2, seq_len=512), TECHNIQUES["checkpointing"])
-earlier = dry_trace(Setting("124m", batch=16, seq_len=1024), eager)
+table = dry_trace_of_blocks(Setting("124m", batch=2, seq_len=512), TECHNIQUES["checkpointing"])
+earlier = dry_trace_of_blocks(Setting("124m", batch=16, seq_len=1024), eager)
 weights = {name: 4 * PRESETS[name].parameters / GB for name in ("34m", "124m")}
 verdict(
     "5",

@@ -43,6 +43,7 @@ import memlab
 from memlab import plot
 from memlab.accumulation import accumulate
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
+from memlab.course.deep_models import dry_trace_of_blocks
 from memlab.course.host_memory import anonymous_bytes
 from memlab.course.ledger import activation_bytes, state_bytes
 from memlab.data import mapped_bytes, source_bytes
@@ -63,14 +64,16 @@ guess("3.1", half_gib=4, one_at_a_time_gib=1)  # a half and an eighth of eight
 # %% [markdown]
 # ## Measure
 #
-# A dry run, as on Day 1: fake tensors, exact bytes.
+# A dry run, as on Day 1: fake tensors, exact bytes. One at a time, two sequences are enough to
+# measure: from the second on, each does what the last one did, its tokens aside.
 
 # %%
-plain, accumulation = TECHNIQUES["plain"], TECHNIQUES["accumulation"]
+fused, plain = combined("fused-adamw"), TECHNIQUES["plain"]
 setting = Setting("124m", batch=8, seq_len=640)
-all_eight = dry_trace(setting, plain)
-half = dry_trace(replace(setting, batch=4), plain)
-one_at_a_time = dry_trace(setting, accumulation)
+in_turn = combined("fused-adamw+accumulation")  # AdamW in one operator is the quickest to measure
+all_eight = dry_trace(setting, fused)
+half = dry_trace(replace(setting, batch=4), fused)
+one_at_a_time = dry_trace(replace(setting, batch=2), in_turn)
 reveal("3.1", half_gib=half.peak_bytes, one_at_a_time_gib=one_at_a_time.peak_bytes)
 
 # %%
@@ -250,7 +253,7 @@ print(f"the copied loop is off by more than 10 % of the gradient: {off[1] > 0.1}
 # %% [markdown]
 # ## Learn something
 #
-# Your loop trains the tiny model on 192 pieces, twice: a window has 4 micro-batches of 4. Then its
+# Your loop trains the tiny model on 192 pieces, twice: a window has 2 micro-batches of 8. Then its
 # bytes: the most that activations took at one moment of a window of 16 pieces, cut into 1, 4 and 8
 # micro-batches.
 
@@ -258,8 +261,8 @@ print(f"the copied loop is off by more than 10 % of the gradient: {off[1] > 0.1}
 torch.manual_seed(0)
 model = GPT(PRESETS["tiny"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
-epoch = micro_batches(1000, 48, size=4)
-losses = [loss for _ in range(2) for loss in train_epoch(model, optimizer, epoch, 4, 1.0)]
+epoch = micro_batches(1000, 24, size=8)
+losses = [loss for _ in range(2) for loss in train_epoch(model, optimizer, epoch, 2, 1.0)]
 
 
 def most_activations(parts: int) -> int:
@@ -500,8 +503,8 @@ def in_capitals(tokens, targets):
     return [torch.where((t >= 97) & (t <= 122), t - 32, t) for t in (tokens, targets)]
 
 
-capitals = [in_capitals(*part) for part in micro_batches(1000, 16, size=4)]
-first, *_, last = (sum(train_epoch(model, small_adam, capitals, 4, 1.0)) for _ in range(3))
+capitals = [in_capitals(*part) for part in micro_batches(1000, 8, size=8)]
+first, *_, last = (sum(train_epoch(model, small_adam, capitals, 2, 1.0)) for _ in range(3))
 with_lora = held(model, small_adam)
 for kind in with_lora:
     print(f"{kind:16}{format_bytes(all_learn[kind]):>11}, ", end="")
@@ -668,11 +671,10 @@ for name, count in BATCHES.items():
 
 # %%
 seven = Setting("llama-2-7b", batch=1, seq_len=2048, dtype=torch.bfloat16)
-fused = combined("fused-adamw")  # the whole step of AdamW is one operator, without temporaries
 query_value = partial(add_lora, rank=8, where=lambda name: name.endswith(("query", "value")))
 at_scale = {
-    "all weights": dry_trace(seven, fused),
-    "LoRA": dry_trace(seven, replace(fused, change_model=query_value)),
+    "all weights": dry_trace_of_blocks(seven, fused),
+    "LoRA": dry_trace_of_blocks(seven, replace(fused, change_model=query_value)),
 }
 plot.breakdown(at_scale, title="Llama 2 7B in bfloat16, AdamW, 1 × 2048 tokens")
 
@@ -711,7 +713,7 @@ print(f"LoRA, one sequence at a time, whatever the batch: {format_bytes(accumula
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):
     on_gpu = replace(setting, device=gpu.type)
-    for name, how in (("8 at once", plain), ("8, one at a time", accumulation)):
+    for name, how in (("8 at once", plain), ("8, one at a time", TECHNIQUES["accumulation"])):
         training = build(on_gpu, how)
         training.step()
         trace = measured(training)
@@ -731,12 +733,12 @@ else:
 
 # %%
 two = Setting("25m", batch=2, seq_len=512)
-at_once, in_turn = (dry_trace(two, how).peak_bytes for how in (plain, accumulation))
+at_once, by_turns = (dry_trace(two, how).peak_bytes for how in (fused, in_turn))
 from_eight = 1 - one_at_a_time.peak_bytes / all_eight.peak_bytes
 verdict(
     "9a",
-    abs(in_turn / at_once - 0.5) < 0.1,
-    f"25m, 2 × 512 tokens: {1 - in_turn / at_once:.0%} less; 124m, 8 × 640 one at a time: "
+    abs(by_turns / at_once - 0.5) < 0.1,
+    f"25m, 2 × 512 tokens: {1 - by_turns / at_once:.0%} less; 124m, 8 × 640 one at a time: "
     f"{from_eight:.0%} less",
     otherwise="what belongs to weights stays, and the sum of gradients has to wait beside the "
     "activations; the more sequences were at once, the more it saves",
@@ -817,7 +819,7 @@ verdict(
 )
 
 # %%
-hundred = dry_trace(Setting("25m", batch=2, seq_len=100), plain)
+hundred = dry_trace(Setting("25m", batch=2, seq_len=100), fused)
 of_tokens = hundred.at_peak["activations"] / hundred.peak_bytes
 kept = {n: activation_bytes(PRESETS["25m"], 2, n) for n in (100, 90, 80)}
 verdict(

@@ -39,10 +39,11 @@ from memlab.checkpointing import ATTENTION, MATMULS, checkpoint, checkpoint_bloc
 from memlab.checkpointing.operations import Operations
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
 from memlab.course.bill import SETTING
+from memlab.course.deep_models import dry_trace_of_blocks
 from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS, Block, scaled_dot_product_attention
 from memlab.planner.block_costs import chain_costs
-from memlab.train import TECHNIQUES, Plugs, build, combined, dry_trace, measured, to_bfloat16
+from memlab.train import TECHNIQUES, Plugs, build, combined, measured, to_bfloat16
 from memlab.units import format_bytes
 
 # %% [markdown]
@@ -795,8 +796,8 @@ def keep_attention(model):
         block.forward = partial(selective(ATTENTION), block.forward)
 
 
-so_far = combined("accumulation+bfloat16")
-today = dry_trace(replace(SETTING, batch=2), replace(so_far, change_model=keep_attention))
+so_far = replace(combined("accumulation+fused-adamw"), change_model=keep_attention)
+today = dry_trace_of_blocks(replace(SETTING, batch=2), so_far)
 print(f"activations at the peak: {format_bytes(today.at_peak['activations'])}")
 with memlab.dry_run():
     one_block, x = GPT(replace(config, layers=1)).blocks[0], torch.randn(8, 640, 768)

@@ -26,10 +26,6 @@
 # them wait until the last one is there.
 
 # %%
-import importlib
-import io
-import warnings
-from contextlib import redirect_stderr
 from dataclasses import replace
 from itertools import pairwise
 
@@ -40,6 +36,7 @@ import memlab
 from memlab import optim, plot
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
 from memlab.course.bill import SETTING
+from memlab.course.optional import MISSING, imported
 from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS
 from memlab.train import Plugs, Setting, build, combined, dry_trace, measured, of_all_weights
@@ -369,20 +366,6 @@ _ = axes.set_title(f"How far {len(lengths):,} weights go in step 40")
 #
 # Held against lion-pytorch, which is optional: `pip install -e ".[oracles]"` in the repository's
 # folder brings it, and the package below.
-
-
-# %%
-def imported(name):
-    """The module without the warnings it prints, or None where it is not installed."""
-    try:
-        with redirect_stderr(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return importlib.import_module(name)
-    except ImportError:
-        return None
-
-
-MISSING = 'not installed: pip install -e ".[oracles]" in the repository\'s folder'
 
 # %% tags=["nbval-ignore-output"] reason="the package is optional"
 if package := imported("lion_pytorch"):
@@ -744,24 +727,13 @@ for name, make in {"after": MAKE["AdamW"], "inside": inside(MAKE["AdamW"])}.item
 def step_of_7b(make, layers):
     """The trace of a second step of a 7B model with so many of its blocks."""
     config = replace(PRESETS["llama-2-7b"], layers=layers)
-    tokens = torch.zeros(1, 2048, dtype=torch.long)
-    model = GPT(config, dtype=torch.bfloat16)
-    combined("checkpointing").change_model(model)
-    optimizer = make(model)
-
-    def step():
-        optimizer.zero_grad()
-        model(tokens, tokens).backward()
-        optimizer.step()
-
-    step()
-    return memlab.measure(step, model=model, optimizer=optimizer)
+    setting = Setting(config, batch=1, seq_len=2048, dtype=torch.bfloat16)
+    return dry_trace(setting, replace(combined("checkpointing"), optimizer=make))
 
 
 def at_peak_of_7b(make):
     """Bytes by category at the peak, of 32 blocks."""
-    with memlab.dry_run():
-        one, two = (step_of_7b(make, layers).at_peak for layers in (1, 2))
+    one, two = (step_of_7b(make, layers).at_peak for layers in (1, 2))
     return {kind: one.get(kind, 0) + 31 * (two[kind] - one.get(kind, 0)) for kind in two}
 
 

@@ -25,12 +25,9 @@
 # hoc*, afterwards: that is for today.
 
 # %%
-import importlib
-import io
 import tempfile
 import time
 import warnings
-from contextlib import redirect_stderr
 from dataclasses import replace
 from itertools import accumulate as running_sums
 from itertools import count as counter
@@ -45,6 +42,7 @@ import memlab
 from memlab import ema
 from memlab.configs.gpus import GPUS
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
+from memlab.course.optional import MISSING, imported
 from memlab.data import source_bytes
 from memlab.ema import inner_product, power_profile, profile_error
 from memlab.model import GPT, PRESETS
@@ -297,16 +295,6 @@ for name, make, every in (("yours", yours, 1), ("yours", yours, 10), ("yours", y
 
 
 # %%
-def imported(name):
-    """The module without the warnings it prints, or None where it is not installed."""
-    try:
-        with redirect_stderr(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return importlib.import_module(name)
-    except ImportError:
-        return None
-
-
 class Weights(nn.Module):
     def __init__(self):
         super().__init__()
@@ -329,7 +317,7 @@ if package := imported("ema_pytorch"):
         width = ema.relative_width(range(1, 1001), response)
         print(f"ema-pytorch, update_every={every:3}: {width:.4f} wide, 0.0500 was asked for")
 else:
-    print('not installed: pip install -e ".[oracles]" in the repository\'s folder')
+    print(f"ema-pytorch is {MISSING}")
 
 # %% [markdown]
 # ## Two averages make any other

@@ -7,6 +7,7 @@ A table of edits is the shortest way to write wrong answers, and right answers o
 
 import json
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,6 +21,8 @@ from memlab.course.exercises import Verdict
 SOLUTIONS = Path(__file__).resolve().parents[2] / "solutions"
 
 Edit = tuple[str, str]  # (text in the solution, replacement)
+
+answer_cell = cache(cell_of)  # parses the whole solution
 
 
 def each(table):
@@ -35,7 +38,7 @@ def verdict_on(edit: tuple[str, tuple[Edit, ...]], folder: Path, *, named: bool 
     number = int(id_.split(".")[0])
     (source,) = SOLUTIONS.glob(f"day{number:02d}_*.ipynb")
     notebook = json.loads(source.read_text(encoding="utf-8"))
-    cell = _cell_to_edit(notebook, cell_of(source, id_), changes)
+    cell = _cell_to_edit(notebook, answer_cell(source, id_), changes)
     cell["source"] = _edited("".join(cell["source"]), changes)
     path = folder / source.name
     path.write_text(json.dumps(notebook), encoding="utf-8")

@@ -61,6 +61,17 @@ def test_a_stored_line_is_not_measured(measured, capsys):
     ]
 
 
+def test_a_bill_of_stored_lines_imports_no_days_checks(measured, monkeypatch, capsys):
+    bill.store(bill.STORED)
+    monkeypatch.setattr(days, "day", lambda number: pytest.fail(f"day {number} was imported"))
+    running_bill(5)
+    assert capsys.readouterr().out.splitlines()[-1] == "day 5: new: 10.00 GiB, 25.0% more"
+
+
+def test_the_stored_labels_are_those_of_the_days():
+    assert list(bill.written()) == [days.day(number).bill.label for number in days.numbers()]
+
+
 @cache
 def at_peak(measure):
     """Measure a line once; some days share a function."""

@@ -44,7 +44,7 @@ def run(sources: list[str], folder: Path) -> subprocess.CompletedProcess:
     )
 
 
-QUICK = LESSONS[10:11]  # Day 11 takes seconds
+QUICK = [path for path in LESSONS if path.stem.startswith("day20")]  # among the quickest
 
 
 @pytest.mark.parametrize("lesson", quick(QUICK, LESSONS), ids=lambda lesson: lesson.stem)
