@@ -273,11 +273,13 @@ _BADGES = """\
 _SET_UP = """\
 # On Colab and Kaggle: install memlab and keep the installed torch. Elsewhere: nothing happens.
 import importlib.util
+import subprocess
+import sys
 from importlib.metadata import version
 
 if importlib.util.find_spec("memlab") is None:
-    packages = f"memlab[plot]@git+{repository} torch=={{version('torch')}}"
-    get_ipython().run_line_magic("pip", f"install --quiet {{packages}}")
+    packages = "memlab[plot]@git+{repository}", f"torch=={{version('torch')}}"
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *packages], check=True)
 
 from memlab.course import hosted
 

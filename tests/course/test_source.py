@@ -1,7 +1,7 @@
 """One source gives a solution and a lesson, before execution."""
 
 import importlib.util
-from types import SimpleNamespace
+import subprocess
 
 import pytest
 import torch
@@ -300,12 +300,13 @@ def test_a_lesson_of_a_published_course_has_badges_and_a_cell_that_sets_up():
 def test_the_cell_installs_memlab_beside_the_installed_torch(monkeypatch):
     """Only where memlab is missing."""
     lesson = lesson_notebook(SOURCE, "day05_halves.py", ADDRESS)
-    magics = []
-    shell = SimpleNamespace(run_line_magic=lambda *arguments: magics.append(arguments))
+    commands = []
+    monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command))
     source = lesson["cells"][2]["source"]
-    exec(source, {"get_ipython": lambda: shell})
-    assert magics == []
+    exec(source, {})
+    assert commands == []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    exec(source, {"get_ipython": lambda: shell})
-    wanted = f"install --quiet memlab[plot]@git+{ADDRESS} torch=={torch.__version__}"
-    assert magics == [("pip", wanted)]
+    exec(source, {})
+    [[_, *command]] = commands
+    packages = [f"memlab[plot]@git+{ADDRESS}", f"torch=={torch.__version__}"]
+    assert command == ["-m", "pip", "install", "--quiet", *packages]
