@@ -278,7 +278,8 @@ import sys
 from importlib.metadata import version
 
 if importlib.util.find_spec("memlab") is None:
-    packages = "memlab[plot]@git+{repository}", f"torch=={{version('torch')}}"
+    packages = ["memlab[plot]@git+{repository}"]
+    packages.append(f"torch=={{version('torch')}}")
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *packages], check=True)
 
 from memlab.course import hosted
