@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from memlab.cli.errors import UsageError, quoted
 from memlab.course import answers, days, notebooks, workspace
 from memlab.course import progress as records
 from memlab.course.exercises import DIFFICULTIES, HINTS, NOT_ATTEMPTED, OK, Exercise, Verdict
+from memlab.course.map import summary_of
 from memlab.course.progress import ExerciseProgress, Progress
 from memlab.units import paragraph
 
@@ -124,6 +125,11 @@ def progress() -> int:
         f"\n{len(left)} exercises left, about {minutes} minutes"
         if left
         else "\nEvery exercise is solved"
+    )
+    _print_abilities(
+        number
+        for number, of_day in exercises.items()
+        if all(_record(done, e).status == OK for e in of_day)
     )
     if guesses:
         terminal.echo("\nGuesses, and how far off they were:\n")
@@ -372,6 +378,16 @@ def _exercises_table(exercises: dict[int, tuple[days.Text, ...]], done: Progress
             cells = [exercise.id, *(text(exercise) for text in columns.values())]
             table.add_row(*(Text(cell) for cell in cells))
     return table
+
+
+def _print_abilities(solved: Iterable[int]) -> None:
+    """Print what the lessons of the solved days teach."""
+    lines = []
+    for number in solved:
+        with suppress(ValueError):  # a lesson that is missing or says nothing
+            lines.append(_wrapped(f"day {number}: {summary_of(number).ability}"))
+    if lines:
+        terminal.echo("\n".join(["\nWhat you can do now:\n", *lines]))
 
 
 def _title(number: int) -> str:

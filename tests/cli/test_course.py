@@ -539,6 +539,20 @@ def test_progress_shows_the_state_of_every_exercise(memlab_command, copy):
     ]
 
 
+def test_progress_says_what_you_can_do_after_the_days_that_are_solved(memlab_command, copy, root):
+    lesson = json.loads((root / "lessons" / NAME).read_text(encoding="utf-8"))
+    text = "# Day 7: doubling\n\nAfter today you can double. About 25 minutes."
+    lesson["cells"][0]["source"] = text
+    (root / "lessons" / NAME).write_text(json.dumps(lesson), encoding="utf-8")
+    copy(WRONG, CALL, *SECOND)
+    memlab_command("check", 7)
+    assert "What you can do now" not in memlab_command("progress").out
+    copy(RIGHT, CALL, *SECOND)
+    memlab_command("check", 7)
+    out = memlab_command("progress").out
+    assert "Every exercise is solved\n\nWhat you can do now:\n\nday 7: you can double\n" in out
+
+
 def test_an_exercise_without_an_answer_is_not_tried(memlab_command):
     memlab_command("start", 7)
     memlab_command("check", 7)
