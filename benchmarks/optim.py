@@ -419,7 +419,7 @@ Seconds = dict[int, dict[str, list[float]]]  # by threads and optimizer, of each
 
 
 def of_contenders(plan: OptimizerSizes, bar: Progress) -> tuple[dict[str, Any], Seconds]:
-    """Return the figures and the seconds of each optimizer that is installed."""
+    """Return the figures and the seconds of each installed optimizer."""
     installed = {name: each for name, each in CONTENDERS.items() if each.is_installed}
     rows, taken = {}, {}
     task = bar.add_task("optimizers", total=len(installed) + len(plan.threads))

@@ -1,7 +1,7 @@
 """Packing: train on rows that are full of documents, without padding.
 
 Saves    the padding's share of all activations and logits. In a batch padded to its longest
-         document that is often half of the tokens.
+         document, often half of the tokens.
 Costs    a sort before training, and 4 bytes per document. On a GPU, attention needs a kernel for
          variable lengths, or one call per document.
 Source   memlab.reference.packing has it in a few lines: Johnson 1974 (first-fit decreasing); Krell

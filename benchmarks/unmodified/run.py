@@ -96,7 +96,7 @@ LIMIT_S = 600
 
 
 class Script(NamedTuple):
-    """A script, its arguments, those that choose the device, and what stands in."""
+    """A script, its arguments, the ones that choose the device, and the stand-ins."""
 
     folder: str  # in the clones; "" for this folder
     path: str

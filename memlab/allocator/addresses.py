@@ -3,7 +3,7 @@
 Among free blocks of equal size, torch's allocator takes the one at the lowest address, so
 addresses decide which block is split, and with that how much is reserved.
 
-The driver takes ranges of whole 32 MiB, each at the top of the highest gap that is large enough:
+The driver takes ranges of whole 32 MiB, each at the top of the highest sufficient gap:
 in a new process, below all others. A segment goes into the newest range with enough room, there to
 the lowest address, and else into a new range. NVIDIA does not document this (LOG.md).
 """

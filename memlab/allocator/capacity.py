@@ -1,6 +1,6 @@
 """How much memory a card must have for a step.
 
-A step reserves more on a large card than on one that is nearly full. When the driver refuses, torch
+A step reserves more on a large card than on a nearly full one. When the driver refuses, torch
 releases the segments of its cache that are entirely free and asks again. So a step whose reserved
 peak exceeds the card may still run, at the price of releasing and allocating segments in each step.
 """

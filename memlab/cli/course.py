@@ -384,7 +384,7 @@ def _print_abilities(solved: Iterable[int]) -> None:
     """Print what the lessons of the solved days teach."""
     lines = []
     for number in solved:
-        with suppress(ValueError):  # a lesson that is missing or says nothing
+        with suppress(ValueError):  # a missing lesson, or one that says nothing
             lines.append(_wrapped(f"day {number}: {summary_of(number).ability}"))
     if lines:
         terminal.echo("\n".join(["\nWhat you can do now:\n", *lines]))

@@ -88,7 +88,7 @@ def _stated(message: Message) -> dict[str, int]:
 
 
 def _held(situation: Situation | None) -> dict[str, Any]:
-    """Return what a snapshot or a trace shows of the moment that is explained."""
+    """Return what a snapshot or a trace shows of the explained moment."""
     names = ("requested_bytes", "allocated_bytes", "reserved_bytes", "largest_free_bytes")
     if situation is None:
         return {**dict.fromkeys(names), "alive": {}, "ambiguous": {}, "growth": [], "leaks": []}

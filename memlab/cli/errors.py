@@ -69,7 +69,7 @@ def message_of(error: BaseException) -> str:
 
 
 def error_summary(error: BaseException, most_lines: int = 1) -> str:
-    """Return `ValueError: message`, with the first line of the message that is not empty; more
+    """Return `ValueError: message`, with the first non-empty line of the message; more
     lines follow a short first one."""
     message = error.msg if isinstance(error, SyntaxError) else message_of(error)
     lines = list(islice(filter(None, map(str.strip, message.splitlines())), most_lines))

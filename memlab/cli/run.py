@@ -336,7 +336,7 @@ def _tried(
 ) -> tuple[dict[str, Trace], list[str], list[Change]]:
     """Predict the script with each change, then with the two, three, … that save most.
 
-    Returns the traces by name, why changes failed, and those that save memory, the best first.
+    Returns the traces by name, why changes failed, and the ones that save memory, the best first.
     """
     assert plain.trace is not None
     traces, reasons = {"as it is": plain.trace}, []

@@ -355,7 +355,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _Reader:
-    """Sorts the keys of a file, and checks the values of those that count."""
+    """Sorts the keys of a file, and checks the values of the ones that count."""
 
     def __init__(self, hidden_size: int) -> None:
         self.hidden_size = hidden_size
@@ -544,7 +544,7 @@ def _without_effect_together(config: DeepSpeedConfig) -> list[str]:
 
 
 def _about_offloading(config: DeepSpeedConfig) -> list[str]:
-    """Name given keys of a part that is not offloaded, and NVMe's of one that is not on NVMe."""
+    """Name given keys of a part without offloading, and NVMe's keys of a part not on NVMe."""
     notes = []
     for part in (OPTIMIZER, PARAM):
         device = config.offloads(part)

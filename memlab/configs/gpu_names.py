@@ -90,7 +90,7 @@ def _partial(wanted: str, spellings: dict[str, tuple[Gpu, ...]]) -> list[Gpu]:
 
 
 def typos(typed: str, meant: str) -> int:
-    """Return how many typos turn one text into the other: a character that is missing, added,
+    """Return how many typos turn one text into the other: a missing, added,
     wrong, or swapped with the next one (optimal string alignment)."""
     before: list[int] = []
     row = list(range(len(meant) + 1))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Guide(NamedTuple):
-    """A guide. `author` is the account that publishes it; None if that is not known."""
+    """A guide. `author` is the account that publishes it; None if unknown."""
 
     title: str
     author: str | None = None

@@ -71,7 +71,7 @@ def synthesize(
         snapshots: a folder, paths, or the result of `find_snapshots`. To skip the checksums, pass
             `find_snapshots(folder, verify=False)`.
         only: names or patterns of tensors or modules, such as "head" or "blocks.*.attention", or a
-            function that is true for the names to synthesize.
+            function that returns True for the names to synthesize.
         out: a model or a mapping of tensors to write in place; a path for a safetensors file; None
             for a dict of new tensors. For several sigmas, a list.
         at: the time of a snapshot; None for the last.

@@ -76,7 +76,7 @@ class PostHocEMA:
         clock: the unit of the steps, for messages.
         store: a memlab.offload store for the averages; None: in memory.
         only: names or patterns of the tensors or modules to track, such as "head" or
-            "blocks.*.norm", or a function that is true for their names; None: all.
+            "blocks.*.norm", or a function of the name that returns True; None: all.
 
     Attributes:
         averages: float32 tensors (float64 for float64 weights) by sigma and name.

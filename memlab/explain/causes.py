@@ -312,7 +312,7 @@ def weights(s: Situation) -> Finding | None:
 
 
 def large_request(s: Situation) -> Finding | None:
-    """The request is larger than all that this process could ever reserve."""
+    """The request is larger than the most that this process can reserve."""
     if s.device_free is None or not s.history.has_segments:
         return None
     room = max(s.reserved_bytes + s.device_free, s.total_bytes or 0)

@@ -35,7 +35,7 @@ Change = Callable[[Block], tuple[int, int]]  # a block's bytes and when it dies,
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a replay up to the moment that is explained."""
+    """The result of a replay up to the explained moment."""
 
     name: str
     cause: str  # the cause that it is a remedy for; "" for the recorded settings

@@ -282,7 +282,7 @@ class Situation:
 
     @cached_property
     def kept_share(self) -> float:
-        """The share of the current step's forward bytes that is still alive.
+        """The share of the current step's forward bytes still alive.
 
         With gradients, most of it waits for backward. Without, a block dies when the next layers
         have used it.

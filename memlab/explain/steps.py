@@ -227,7 +227,7 @@ def leaks_of(history: History, loop: Loop, until: int) -> list[Leak]:
 
     Blocks of the first step do not count, nor lines that leave blocks in fewer than three steps.
     What such a line left before the record began counts too, as earlier steps of as many bytes:
-    a short record may hold no more than two steps, of which the first is then no warm-up.
+    a short record may hold only two steps, and the first of them is then no warm-up.
     """
     starts = [start for start in loop.starts if start <= until]
     by_line: dict[Frame | None, list[tuple[int, Block]]] = defaultdict(list)

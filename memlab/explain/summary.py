@@ -66,7 +66,7 @@ def _log_headline(log: Log) -> str:
 
 
 def device(found: Explanation) -> int | None:
-    """Return the number of the GPU that is explained, if the file states it."""
+    """Return the number of the explained GPU, if the file states it."""
     if found.log:
         return found.log.message.device
     if found.kind == "trace" or found.situation is None:

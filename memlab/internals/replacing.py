@@ -8,7 +8,7 @@ from typing import Any
 
 
 def importers(name: str, value: Any) -> Iterator[ModuleType]:
-    """Yield the modules that have this value under this name: its own, and those that import it."""
+    """Yield the modules that have this value under this name: its own, and all importers."""
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(name) is value:
             yield module

@@ -26,7 +26,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def unpickle_bytes(data: bytes, allowed: Allowed | None = None) -> Any:
-    """Return the contents of a pickle that is in memory, as `unpickle` does for a file."""
+    """Return the contents of a pickle in memory, as `unpickle` does for a file."""
     try:
         return _Unpickler(BytesIO(data), allowed or {}).load()
     except Exception as error:  # a damaged pickle can raise anything

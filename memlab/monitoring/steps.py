@@ -49,7 +49,7 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
             monitor.step()
 
     It prints nothing while all is well. It warns once of each: memory that keeps growing after
-    each step (LeakWarning), fragmentation (FragmentationWarning), memory that is nearly full
+    each step (LeakWarning), fragmentation (FragmentationWarning), nearly full memory
     (MemoryWarning). An out-of-memory error inside `with` prints what filled the memory; on CUDA a
     snapshot is written before the error unwinds.
 

@@ -111,7 +111,7 @@ RISE_SHARE = 0.02  # of the reserved bytes
 
 
 class Fragmentation(NamedTuple):
-    """Reserved memory that is free but was not used, even at the run's peak."""
+    """Reserved memory that was never used, even at the run's peak."""
 
     reserved_bytes: int
     peak_bytes: int  # the most that was allocated

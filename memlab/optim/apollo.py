@@ -1,7 +1,7 @@
 """APOLLO: step by the gradient itself, each channel scaled as Adam would scale it in r dimensions.
 
 Saves    for a matrix of m × n weights (m ≤ n) the state is 8·n·r + 4 bytes, not 8·m·n. With
-         rank 1 (APOLLO-Mini) that is two numbers per column. Embeddings, the output layer and
+         rank 1 (APOLLO-Mini): two elements per column. Embeddings, the output layer and
          vectors keep AdamW's 8 bytes per weight.
 Costs    normal numbers for the projection in every step, and two passes over the gradient. Without
          momentum in full size, steps are noisier than AdamW's.

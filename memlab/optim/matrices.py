@@ -3,7 +3,7 @@
     optimizer = Muon(matrix_groups(model), lr=0.02)
 
 A matrix of a hidden layer multiplies activations: its rows and columns are directions, and its
-update can be rotated, orthogonalized or projected. An embedding is a table of vectors, of which a
+update can be rotated, orthogonalized or projected. An embedding is a table of vectors; a
 step reads a few. Norms and biases are vectors. Those, and the output layer, keep AdamW's step, as
 in the papers of Muon, GaLore and APOLLO.
 
@@ -120,7 +120,7 @@ class MatrixOptimizer(AdamW):
         Optimizer.__init__(self, params, {**defaults, "matrices": True, **own}, **base)
 
     def require_group(self, group: dict[str, Any]) -> None:
-        """Raise TypeError also for `matrices` that is not True or False."""
+        """Raise TypeError also for `matrices` other than True or False."""
         super().require_group(group)
         require_bools(matrices=group["matrices"])
 
@@ -182,6 +182,6 @@ def require_counts(**counts: Any) -> None:
 
 
 def require_scale(scale: float) -> None:
-    """Raise ValueError for a scale of an update that is not a positive, finite number."""
+    """Raise ValueError unless the scale of an update is positive and finite."""
     if not 0 < scale < math.inf:
         raise ValueError(f"got scale={scale}; give a finite number above 0")

@@ -27,7 +27,7 @@ from memlab.checkpointing.schedules import Schedule, plain_schedule, uniform_sch
 from memlab.metering import measure
 from memlab.trace import Event, Trace
 
-MARK = (1,)  # the shape of a uint8 tensor that is freed at once and cuts the trace
+MARK = (1,)  # the shape of a uint8 tensor, freed at once, that cuts the trace
 
 
 @dataclass

@@ -288,7 +288,7 @@ class DeepSpeedStep:
 
     def _bucket(self, moment: str) -> int:
         """The buffers that gradients are reduced from. Stages 1 and 2 free them after backward; in
-        stage 2, a bucket that is on its way holds its gradients even without the buffer."""
+        stage 2, a bucket in flight holds its gradients even without the buffer."""
         in_backward = moment in ("backward", "gradients")
         if self.stage == 0:
             whole = min(self.elements, ALL_REDUCE_BUCKET)
@@ -325,7 +325,7 @@ class DeepSpeedStep:
 
     @property
     def pinned_bytes(self) -> int:
-        """The part of the host's bytes that is page-locked."""
+        """The page-locked part of the host's bytes."""
         of_state = sum(self._host_state().values())
         of_weights = sum(self._host_weights().values())
         has = {part: self.config[f"{part}.pin_memory"] for part in (OPTIMIZER, PARAM)}

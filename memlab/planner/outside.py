@@ -35,7 +35,7 @@ NO_LAYERS = (
 )
 NO_ADAM = (
     "the optimizer is not replaced: memlab can convert the learning rate only of Adam and AdamW "
-    "(decoupled weight decay, no AMSGrad, a learning rate that is a number)"
+    "(decoupled weight decay, no AMSGrad, a learning rate given as a number)"
 )
 
 

@@ -75,7 +75,7 @@ def extrapolate(
 
 
 class _Growth(NamedTuple):
-    """A buffer that is allocated and freed at once, in the size of the whole model."""
+    """A buffer allocated and freed at once, in the size of the whole model."""
 
     position: int  # of its allocation in the history, before all blocks
     bytes: int  # in the longer trace

@@ -60,7 +60,7 @@ def plan(
     model     a preset, the path of a Hugging Face `config.json`, or a GPTConfig
     memory    of each GPU: "24GB", "24GiB", bytes, or a GPU's name
     batch     sequences per data-parallel GPU
-    seq_len   tokens per sequence; default: 2048, or the model's maximum if that is less
+    seq_len   tokens per sequence; default: 2048, at most the model's maximum
     learned   the kinds of training to choose from; default: `usual_kinds()`
     count     kinds to measure; the other kinds are computed by formula
     exact     measure the largest batch and length, which takes several times as long, instead of

@@ -113,7 +113,7 @@ def quantize_fp8(
 ) -> Scaled:
     """Cast a matrix (n, k) to FP8. An `amax` () replaces the matrix's own; larger values saturate.
 
-    Raises ValueError for a dtype that is not one of the two.
+    Raises ValueError for any other dtype.
     """
     if dtype not in (E4M3, E5M2):
         raise ValueError(f"got {dtype}; give torch.float8_e4m3fn or torch.float8_e5m2")

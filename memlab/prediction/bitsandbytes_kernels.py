@@ -89,7 +89,7 @@ def _succeed(*args: Any) -> int:
 
 
 class _NoContext:
-    """A cuBLAS context that is never used."""
+    """An unused cuBLAS context."""
 
     @classmethod
     def get_instance(cls) -> "_NoContext":

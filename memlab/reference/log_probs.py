@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recompute(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Return function(*inputs), of which autograd keeps the inputs alone."""
+    """Return function(*inputs); autograd keeps only the inputs."""
     return checkpoint(function, *inputs, use_reentrant=False)
 
 

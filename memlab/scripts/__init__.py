@@ -4,7 +4,7 @@ launch.py        how the script is started: a file or a module, with or without 
 processes.py     lets it believe that it is rank 0 of several
 isolation.py     keeps its files in a temporary folder, and refuses connections and processes
 saved_files.py   lets checkpoints be saved and loaded in that folder
-data.py          stands in for data that is not on this machine, with vision_data.py for
+data.py          stands in for missing data, with vision_data.py for
                  torchvision's, hub.py, columns.py and word_tokenizer.py for the Hugging Face
                  Hub, and pretrained.py for weights of torch.hub, torchvision and timm
 steps.py         finds the script's training steps, and stops it after the last wanted one

@@ -108,7 +108,7 @@ def _eight_bits(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> No
     replaceable = [optimizer for optimizer in optimizers if is_adam(optimizer)]
     if not replaceable:
         raise NotPossibleError(
-            "no optimizer is Adam or AdamW with a learning rate that is a number"
+            "no optimizer is Adam or AdamW with a learning rate given as a number"
         )
     for optimizer in replaceable:
         stepped_by(Adam8bit, adams_groups)(lambda: None, model, optimizer)

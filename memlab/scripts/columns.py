@@ -1,4 +1,4 @@
-"""The columns of a data set that is not there, as `--batch-like` describes them.
+"""The columns of a missing data set, as `--batch-like` describes them.
 
 text=str:400                 texts of 400 words
 label=int:2                  classes 0 and 1

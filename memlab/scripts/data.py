@@ -1,4 +1,4 @@
-"""Stand in for data that is not on this machine, in its true shapes."""
+"""Stand in for missing data, in its true shapes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

@@ -223,7 +223,7 @@ class Isolation:
 
 
 def _is_the_scripts_call() -> bool:
-    """Return whether the script itself made the call that is being refused, and no library of its
+    """Return whether the script itself made the refused call, and no library of its
     own accord, such as one that looks for nvidia-smi."""
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -463,7 +463,7 @@ class _Files:
         return _as(real, read)
 
     def _list(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """List a folder's own entries and those that the script wrote there."""
+        """List a folder's own entries and the ones that the script wrote."""
 
         def entries(path: Any = ".") -> Any:
             if not self._is_redirected(path):

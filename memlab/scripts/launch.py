@@ -79,7 +79,7 @@ class Launch:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables on the command line, and those that torchrun sets for the rank."""
+        """The variables on the command line, and torchrun's for the rank."""
         if self.ranks is None:
             return dict(self.variables)
         node, local = divmod(self.rank, self.ranks)

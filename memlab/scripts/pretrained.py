@@ -31,7 +31,7 @@ _BRANCHES = ("main", "master")  # that torch.hub looks for
 
 
 class MissingWeights(dict[str, Any]):
-    """The state dict of a file that is not on this machine; its parts are such dicts too, and the
+    """The state dict of a file not on this machine; its parts are such dicts too, and the
     script may remove any entry."""
 
     def __init__(self, device: Any) -> None:

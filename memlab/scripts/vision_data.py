@@ -1,6 +1,6 @@
 """Stand in for data sets of torchvision that are not on this machine: images of their sizes.
 
-The number of images, their size and the number of classes are those that torchvision documents for
+The number of images, their size and the number of classes follow torchvision's documentation of
 each data set. Folders of images have photographs of ImageNet's average size.
 """
 

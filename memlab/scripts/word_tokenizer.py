@@ -37,7 +37,7 @@ class Template(NamedTuple):
 
 def template_of(tokenizer: Any) -> Template | None:
     """Return what a tokenizer of transformers puts around texts, in this tokenizer's special
-    tokens; None if that is nothing or cannot be known."""
+    tokens; None if there is none or it cannot be known."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     processor = getattr(backend, "post_processor", None)
     if processor is None or not tokenizer.num_special_tokens_to_add():

@@ -212,7 +212,7 @@ def of_matrices(made: Callable[..., Optimizer], **settings: Any) -> OptimizerFun
     """Return a function that makes an optimizer with a step of its own for matrices of hidden
     layers, which rounds bfloat16 weights stochastically.
 
-    A setting that is a function gets the model's hidden size.
+    A function as a setting gets the model's hidden size.
     """
 
     def make(model: nn.Module) -> Optimizer:

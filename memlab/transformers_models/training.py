@@ -183,7 +183,7 @@ class Training:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hide progress bars and advice on a model that is only built to be measured."""
+    """Hide progress bars and advice on a model built only to be measured."""
     bars = transformers.utils.logging
     level, shows_bars = logging.root.manager.disable, bars.is_progress_bar_enabled()
     logging.disable(logging.WARNING)
