@@ -71,9 +71,7 @@ class Stage(nn.Module):
         super().__init__()
         self.embedding = model.embedding if number == 0 else None
         self.blocks = model.blocks
-        self.norm, self.head = (
-            (model.norm, model.unembedding) if number == last else (None, None)
-        )
+        self.norm, self.head = (model.norm, model.unembedding) if number == last else (None, None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for module in filter(None, (self.embedding, *self.blocks, self.norm, self.head)):

@@ -340,11 +340,24 @@ def measured(make: Callable[[], Model], step: Step) -> dict[str, Any]:
     return {"bytes": bytes_, "sent": dict(sent), "gradients": gradients}
 
 
+def sent_by_a_block(way: Way) -> dict[str, int]:
+    """Return the bytes that this rank sends in a block's forward and backward pass."""
+    block = Model(way).blocks["0"]
+    x = torch.randn(TOKENS, BATCH, HIDDEN)
+    x = (shard(x, 0) if way is SEQUENCE else x).requires_grad_()
+    with counted() as sent:
+        block(x).sum().backward()
+    return dict(sent)
+
+
 def all_ways() -> dict[str, dict[str, Any]]:
     """Take the steps of each way on this rank."""
     with processes.joined("gloo", timeout=60) as rank:
         by_name = ways(rank, dist.get_world_size())
-        return {name: measured(*way) for name, way in by_name.items()}
+        found = {name: measured(*way) for name, way in by_name.items()}
+        for name, way in (("tensor", TENSOR), ("sequence", SEQUENCE)):
+            found[name]["sent by a block"] = sent_by_a_block(way)
+        return found
 
 
 def right_gradients() -> dict[str, Tensor]:
