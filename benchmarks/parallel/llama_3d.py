@@ -37,7 +37,7 @@ name, sizes, (blocks, tokens, micro_batches) = (
     tuple(map(int, sys.argv[2:5])),
     map(int, sys.argv[5:]),
 )
-config = replace(PRESETS[name], layers=blocks)
+config = replace(PRESETS[name], layers=blocks, tied=False)  # the ends are on other stages
 device = "cuda" if torch.cuda.is_available() else "cpu"
 dist.init_process_group("nccl" if device == "cuda" else "gloo")
 if device == "cuda":
