@@ -136,6 +136,17 @@ for name in found[0]:
 #
 # $$Y = \sum_r \mathrm{gelu}(X A_r^T)\, B_r^T$$
 
+
+# %%
+def mlp(x, up, down):
+    return F.gelu(x @ up.T) @ down.T
+
+
+x, up, down = torch.randn(3, 4), torch.randn(8, 4), torch.randn(4, 8)
+shards = zip(up.chunk(2), down.chunk(2, 1), strict=True)
+terms = [mlp(x, rows, columns) for rows, columns in shards]
+print("two ranks' terms add up to Y:", torch.allclose(sum(terms), mlp(x, up, down), atol=1e-5))
+
 # %% [markdown]
 # So forward needs one **all-reduce**: every rank gets the sum of all ranks' terms. And backward?
 # Every rank computes the gradient of X through its own A and B only. The gradient of X is again a
@@ -169,7 +180,7 @@ print(in_turns(a_sum, [(torch.tensor([1.0, 2.0]),), (torch.tensor([10.0, 20.0]),
 # About 14 minutes. Write the Function: `in_forward` is a function of a tensor, applied to `x`, and
 # `in_backward` one applied to the gradient. Then write this rank's MLP with it. `x` (T, C) is whole
 # on every rank; `up` (I/R, C) and `down` (C, I/R) are this rank's. `all_reduce(x)` returns the sum
-# of all ranks' tensors. Return the whole Y. Use gelu, and exactly one all-reduce in each pass.
+# of all ranks' tensors. Return the whole Y, with exactly one all-reduce in each pass.
 
 
 # %%
@@ -202,7 +213,7 @@ def copied(x):
 def parallel_mlp(x, up, down, all_reduce):
     ### BEGIN SOLUTION
     x = Conjugates.apply(x, copied, all_reduce)  # f
-    term = F.gelu(x @ up.T) @ down.T  # (T, C), of this rank
+    term = mlp(x, up, down)  # (T, C), of this rank
     return Conjugates.apply(term, all_reduce, copied)  # g
     ### END SOLUTION
 
@@ -358,7 +369,8 @@ for name in ("tensor", "sequence"):
 # Now the **layers** are divided: stage i of p has the i-th part. A batch is cut into m
 # **micro-batches**, so that stages work at the same time: stage 1 computes with micro-batch 0 while
 # stage 0 computes with micro-batch 1. A stage sends its output on, and the gradient back.
-#
+
+# %% [markdown]
 # Gradients are summed over the micro-batches, as in accumulation (Day 3). Only the *order* of a
 # stage's passes is free. A micro-batch is **in flight** on a stage from its forward pass to its
 # backward pass there, and its activations are saved.
@@ -658,7 +670,9 @@ block = (huge.parameters - 2 * end - huge.hidden_size) // huge.layers
 own = (blocks * block + end) // 8  # weights of the first stage, divided by tensor
 zero_1 = 4 * own + 4 * own // 4  # weights and gradients whole; moments over 4 ranks
 kept = 4 * blocks * 2 * TOKENS * huge.hidden_size // 8  # inputs of four micro-batches
+gaps = two_blocks.reserved_bytes - two_blocks.peak_bytes
 print(f"405B on 128: {peak_405b / 1e9:.1f} GB allocated by the script; GB: {shown(of_huge)}")
+print(f"reserved beyond that, already with two blocks: {gaps / 1e9:.1f}")
 print(f"by formula, ZeRO-1: {zero_1 / 1e9:.1f} + block inputs {kept / 1e9:.1f} = "
       f"{(zero_1 + kept) / 1e9:.1f}")  # fmt: skip
 
@@ -675,7 +689,8 @@ print(f"gradients at the peak: {one_block.at_peak['gradients']:,} bytes; "
       f"the embedding, not divided: {whole_embedding:,}")  # fmt: skip
 
 # %% [markdown]
-# Two things that the formula does not know:
+# The tensors alone nearly fill an H100, and the allocator's gaps don't fit beside them. Two things
+# that the formula does not know:
 #
 # - FSDP2 is ZeRO-3 *between* steps. Inside a pipeline, torch keeps a block's gathered weights and
 #   whole gradients until the last micro-batch. So it peaks like ZeRO-1, and with the shards beside.

@@ -64,7 +64,7 @@ def _mlp_of_a_rank(answer: Any) -> Callable[..., RankOutcome]:
 
         def all_reduce(given: Tensor) -> Tensor:
             reduced.append(tuple(given.shape))
-            return peer.sum(given)
+            return peer.sum(given.detach())
 
         x, up, down = (w.clone().requires_grad_() for w in (x, up, down))
         y = answer(x, up, down, all_reduce)
@@ -135,7 +135,7 @@ _MLP = Exercise(
         "term: all_reduce in forward, copied in backward.",
         "ctx.in_backward = in_backward; return in_forward(x). Backward: return "
         "ctx.in_backward(gradient), None, None. The MLP: x = Conjugates.apply(x, copied, "
-        "all_reduce); term = F.gelu(x @ up.T) @ down.T; return Conjugates.apply(term, all_reduce, "
+        "all_reduce); term = mlp(x, up, down); return Conjugates.apply(term, all_reduce, "
         "copied).",
     ),
     reference=solution("18.1"),
@@ -182,15 +182,12 @@ _MLP = Exercise(
             (_G, "return Conjugates.apply(term, all_reduce, copied) / 2"),
         ),
         (
-            "gelu is missing between the matmuls.",
-            ("F.gelu(x @ up.T)", "(x @ up.T)"),
-        ),
-        (
             "The sum is between the matmuls. Elements of I/R belong to different columns on each "
             "rank: sum after the second matmul.",
             (
-                "term = F.gelu(x @ up.T) @ down.T",
-                "term = F.gelu(Conjugates.apply(x @ up.T, all_reduce, copied)) @ down.T",
+                "term = mlp(x, up, down)",
+                "rows = Conjugates.apply(x @ up.T, all_reduce, copied)\n"
+                "    term = F.gelu(rows) @ down.T",
             ),
             (_G, "return term"),
         ),
@@ -198,8 +195,9 @@ _MLP = Exercise(
             "f also reduces this rank's intermediate elements in backward. Put it around x only.",
             (_F, ""),
             (
-                "F.gelu(x @ up.T)",
-                "F.gelu(Conjugates.apply(x @ up.T, copied, all_reduce))",
+                "term = mlp(x, up, down)",
+                "rows = Conjugates.apply(x @ up.T, copied, all_reduce)\n"
+                "    term = F.gelu(rows) @ down.T",
             ),
         ),
     ),
@@ -427,7 +425,7 @@ _GATHER = Exercise(
         "In forward, save x as it came, with this rank's tokens only. all_gather and "
         "reduce_scatter are no tensors: keep them as an attribute of ctx.",
         "The gradient of the weight needs all tokens: gather x again. Each rank has a term of "
-        "every token's gradient, gradient @ weight: reduce_scatter sums them and keeps this rank's.",
+        "every token's gradient, gradient @ weight: reduce_scatter sums them.",
         "ctx.save_for_backward(x, weight); ctx.collectives = all_gather, reduce_scatter; return "
         "all_gather(x) @ weight.T. Backward: return reduce_scatter(gradient @ weight), gradient.T "
         "@ all_gather(x), None, None.",
@@ -682,10 +680,10 @@ _RING = Exercise(
         "At step s you hold the block of rank r − s. If s > r, it is a later block: only pass it "
         "on. Else every query sees every key of it: a shift of s · T/R will do. Merge "
         "with torch.logaddexp.",
-        "out, lse = attend(q, k, v, 0); for step in range(1, peer.ranks): peer.send(torch.stack("
-        "(k, v))); k, v = peer.receive(); if step <= peer.rank: out_b, lse_b = attend(q, k, v, step * "
-        "len(q)); both = torch.logaddexp(lse, lse_b); scale out by (lse - both).exp()[:, None] and "
-        "out_b by (lse_b - both).exp()[:, None]; lse = both.",
+        "out, lse = attend(q, k, v, 0). For step in range(1, peer.ranks): "
+        "peer.send(torch.stack((k, v))); k, v = peer.receive(); if step <= peer.rank: out_b, lse_b "
+        "= attend(q, k, v, step * len(q)); both = torch.logaddexp(lse, lse_b); scale out by (lse - "
+        "both).exp()[:, None] and out_b by (lse_b - both).exp()[:, None]; lse = both.",
     ),
     reference=solution("18.5"),
     check=_check_ring,
