@@ -145,12 +145,16 @@ SAVE = "ctx.save_for_backward(x, weight)"
 
 REFUSED = [
     ("18.1", "two all-reduces in forward", (f"term = {TERM}", f"term = {TERM}\n    all_reduce(x)")),
-    ("18.1", "x itself is reduced", ("x = Conj", "x.copy_(all_reduce(x)) if 0 else 0\n    x = Y")),
-    ("18.2", "rounded per row", ("divided // ranks)", "4 * hidden // ranks)")),
+    (
+        "18.1",
+        "the weight's gradient is reduced",
+        (TERM, "mlp(x, Conjugates.apply(up, copied, all_reduce), down)"),
+    ),
+    ("18.2", "the MLP is missing", ("divided // ranks)", "(4 * hidden + heads) // ranks)")),
     ("18.2", "always with sequence parallelism", ("if sequence:", "if True:")),
-    ("18.3", "a copy of the gathered tokens", (SAVE, f"{SAVE}; ctx.c = all_gather(x)")),
-    ("18.4", "tuples in the wrong order", ('("forward", n) for', '(n, "forward") for')),
-    ("18.5", "a view is sent twice", (GIVEN_ON, f"{GIVEN_ON}; peer.send(k)")),
+    ("18.3", "gathered twice in forward", (SAVE, f"{SAVE}; ctx.kept = all_gather(x)")),
+    ("18.4", "number first", ('("forward", n) for', '(n, "forward") for')),
+    ("18.5", "one message more", (GIVEN_ON, f"{GIVEN_ON}; peer.send(k)")),
     ("18.5", "out alone", ("return out, lse", "return out")),
 ]
 
@@ -311,8 +315,8 @@ def main(words):
 """
 
 
-def predicted(script: str, ranks: int, arguments: tuple[str, ...], **settings: Any) -> Any:
-    launch = Launch(str(SCRIPTS / script), arguments=arguments).with_ranks(ranks)
+def predicted(script: str, count: int, arguments: tuple[str, ...], **settings: Any) -> Any:
+    launch = Launch(str(SCRIPTS / script), arguments=arguments).with_ranks(count)
     with warnings.catch_warnings(action="ignore"):
         return dry_run_ranks(launch, **settings)
 
@@ -343,8 +347,9 @@ def test_the_scripts_dry_runs_have_the_bytes_of_real_ranks(script, ranks, argume
 def test_the_first_stage_makes_the_gradient_of_the_whole_embedding():
     dry = predicted("llama_3d.py", 4, tuple("tiny 2 1 2 1 8 2".split()), ranks=(0,))
     tiny = PRESETS["tiny"]
-    gradients = [e for e in dry[0].trace.events if "embedding" in e.operator and e.bytes > 0]
-    assert max(e.bytes for e in gradients) >= 2 * tiny.vocab_size * tiny.hidden_size
+    whole = tiny.vocab_size, tiny.hidden_size
+    made = {event.shape for event in dry[0].trace.events if event.phase == "backward"}
+    assert whole in made  # half of it would do
 
 
 @cache
