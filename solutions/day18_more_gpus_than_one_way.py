@@ -30,7 +30,8 @@
 # | pipeline | L/R of the layers, one micro-batch after another |
 # | context | everything, for 1/R of the tokens of each sequence |
 #
-# A **rank** is a process with its own GPU; here, with its own memory on the CPU.
+# A **rank** is a process with its own GPU; here, with its own memory on the CPU. The ranks of a
+# pipeline are its **stages**.
 
 # %%
 import warnings
@@ -127,7 +128,8 @@ for name in found[0]:
 # %% [markdown]
 # ## Tensor parallelism: a column, then a row
 #
-# An MLP is Y = gelu(X Aᵀ) Bᵀ, with A (I, C) and B (C, I), as in `torch.nn.Linear`. Rank r gets
+# An MLP is Y = gelu(X Aᵀ) Bᵀ, with A (I, C) and B (C, I), as in `torch.nn.Linear`: C is the hidden
+# size, I the intermediate size. Rank r gets
 #
 # - rows of A: I/R of the **output** elements (*column-parallel*, because it is a column of Aᵀ);
 # - the same columns of B (*row-parallel*).
@@ -160,8 +162,9 @@ print("two ranks' terms add up to Y:", torch.allclose(sum(terms), mlp(x, up, dow
 # | g, after the second matmul | all-reduce | copy |
 
 # %% [markdown]
-# Autograd knows nothing of other ranks: it cannot differentiate an all-reduce by itself. So f and g
-# are autograd Functions.
+# Autograd cannot differentiate an all-reduce: it sees one rank's graph only. So f and g are
+# autograd Functions, of one kind: a function of x in forward, and its mirror image, the
+# **conjugate**, in backward.
 #
 # `in_turns(program, given)` of Day 13 runs a program as R ranks in this process. The sum of all
 # ranks' tensors is `peer.sum(x)`. It returns a new tensor.
@@ -606,7 +609,7 @@ _ = axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.45
 # counted. [docs/RANKS.md](../docs/RANKS.md) holds such predictions against real processes.
 
 # %%
-SCRIPTS = Path(memlab.__file__).parents[1] / "benchmarks" / "parallel"
+SCRIPTS = Path(memlab.__file__).parents[1] / "benchmarks" / "llama"
 
 
 def rank_0(script, ranks, *arguments):
@@ -631,14 +634,14 @@ def shown(parts):
 
 
 # %% [markdown]
-# **70B on 8 × 80 GB**: `benchmarks/parallel/llama_fsdp2.py`, forty lines. FSDP2 around each block
+# **70B on 8 × 80 GB**: `benchmarks/llama/fsdp2.py`, 40 lines. FSDP2 around each block
 # (ZeRO-3), checkpointing, weights and AdamW in bfloat16, two micro-batches of 4,096 tokens. Three
 # and four blocks are run; every further block adds what the fourth added. That is the only
 # extrapolation, and `tests/course/test_day18.py` compares it with a run of all 80 blocks.
 
 # %%
 seventy = PRESETS["llama-3-70b"]
-three, four = (rank_0("llama_fsdp2.py", 8, "llama-3-70b", n, 4096, 2) for n in (3, 4))
+three, four = (rank_0("fsdp2.py", 8, "llama-3-70b", n, 4096, 2) for n in (3, 4))
 of_seventy = deeper(three, four, seventy.layers - 4)
 peak_70b = sum(of_seventy.values())
 state = 8 * seventy.parameters // 8  # weights, gradients, two moments: 8 bytes; 8 ranks
@@ -654,14 +657,14 @@ print(f"an H100 leaves {memory_named('h100').budget_bytes / 1e9:.1f}")
 # one unit and stay until backward has ended; the logits and their gradient.
 
 # %% [markdown]
-# **405B on 128 × 80 GB**: `benchmarks/parallel/llama_3d.py` is tensor 8 with sequence parallelism,
+# **405B on 128 × 80 GB**: `benchmarks/llama/three_d.py` is tensor 8 with sequence parallelism,
 # pipeline 4 with 1F1B, data 4 with FSDP2, from torch's own modules. Four micro-batches of 8,192
 # tokens, checkpointing. The first stage has 32 of the 126 blocks. One and two are run.
 
 # %%
 huge, TOKENS = PRESETS["llama-3-405b"], 8192
 cut = ("llama-3-405b", 4, 4, 8)
-one_block, two_blocks = (rank_0("llama_3d.py", 128, *cut, n, TOKENS, 4) for n in (1, 2))
+one_block, two_blocks = (rank_0("three_d.py", 128, *cut, n, TOKENS, 4) for n in (1, 2))
 blocks = ceil(huge.layers / 4)
 of_huge = deeper(one_block, two_blocks, blocks - 2)
 peak_405b = sum(of_huge.values())
@@ -718,8 +721,8 @@ reveal("18.1", tensor_percent=100 * tensor / whole, stage_percent=100 * stage_0 
 # a rank of Llama 3 8B, the second one measures all eight ranks of the same script:
 #
 # ```sh
-# memlab run --ranks 8 benchmarks/parallel/llama_fsdp2.py llama-3-8b 32 2048 2
-# torchrun --nproc-per-node 8 -m memlab run --real benchmarks/parallel/llama_fsdp2.py \
+# memlab run --ranks 8 benchmarks/llama/fsdp2.py llama-3-8b 32 2048 2
+# torchrun --nproc-per-node 8 -m memlab run --real benchmarks/llama/fsdp2.py \
 #     llama-3-8b 32 2048 2
 # ```
 #

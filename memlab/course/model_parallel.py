@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import memlab
 from memlab.internals.torch_internals import storage_use_count
+from memlab.metering import meter
 from memlab.reference import pipeline, tensor_parallel
 from memlab.reference.ring_attention import ring
 from memlab.reference.tensor_parallel import shard
@@ -330,7 +330,7 @@ def measured(make: Callable[[], Model], step: Step) -> dict[str, Any]:
     gradients = {name: w.grad.clone() for name, w in model.named_parameters()}
     optimizer.step()
     optimizer.zero_grad()
-    with counted() as sent, memlab.meter(model, optimizer) as running:
+    with counted() as sent, meter(model, optimizer) as running:
         step(model)
         optimizer.step()
     at_end = running.trace.at_end

@@ -34,7 +34,7 @@ from memlab.zero.formulas import ring_elements
 from memlab.zero.launch import run_ranks
 
 MLP, SAVED, GATHER, ORDER, RING = DAY.exercises
-SCRIPTS = Path(memlab.__file__).parents[1] / "benchmarks" / "parallel"
+SCRIPTS = Path(memlab.__file__).parents[1] / "benchmarks" / "llama"
 RANKS = 2
 
 # ------------------------------------------------------------------ right answers
@@ -325,9 +325,9 @@ def predicted(script: str, count: int, arguments: tuple[str, ...], **settings: A
 @pytest.mark.parametrize(
     ("script", "ranks", "arguments", "output"),
     [
-        ("llama_fsdp2.py", 2, "tiny 4 32 2", 0),
-        pytest.param("llama_3d.py", 4, "tiny 2 1 2 2 32 4", 1024, marks=pytest.mark.slow),
-        pytest.param("llama_3d.py", 4, "tiny 2 2 1 2 32 4", 2048, marks=pytest.mark.slow),
+        ("fsdp2.py", 2, "tiny 4 32 2", 0),
+        pytest.param("three_d.py", 4, "tiny 2 1 2 2 32 4", 1024, marks=pytest.mark.slow),
+        pytest.param("three_d.py", 4, "tiny 2 2 1 2 32 4", 2048, marks=pytest.mark.slow),
     ],
 )
 def test_the_scripts_dry_runs_have_the_bytes_of_real_ranks(script, ranks, arguments, output):
@@ -345,7 +345,7 @@ def test_the_scripts_dry_runs_have_the_bytes_of_real_ranks(script, ranks, argume
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_first_stage_makes_the_gradient_of_the_whole_embedding():
-    dry = predicted("llama_3d.py", 4, tuple("tiny 2 1 2 1 8 2".split()), ranks=(0,))
+    dry = predicted("three_d.py", 4, tuple("tiny 2 1 2 1 8 2".split()), ranks=(0,))
     tiny = PRESETS["tiny"]
     whole = tiny.vocab_size, tiny.hidden_size
     made = {event.shape for event in dry[0].trace.events if event.phase == "backward"}
@@ -363,7 +363,7 @@ def the_lessons() -> tuple[Any, Any]:
 def test_70b_with_all_blocks_has_the_peak_that_three_and_four_blocks_give():
     rank_0, deeper = the_lessons()
     three, four, every = (
-        rank_0("llama_fsdp2.py", 8, "llama-3-70b", layers, 4096, 2) for layers in (3, 4, 80)
+        rank_0("fsdp2.py", 8, "llama-3-70b", layers, 4096, 2) for layers in (3, 4, 80)
     )
     found, right = sum(deeper(three, four, 76).values()), every.peak_bytes
     assert abs(found / right - 1) < 1e-3
@@ -374,7 +374,7 @@ def test_70b_with_all_blocks_has_the_peak_that_three_and_four_blocks_give():
 def test_a_stage_of_405b_has_the_peak_that_one_and_two_blocks_give():
     rank_0, deeper = the_lessons()
     one, two, five = (
-        rank_0("llama_3d.py", 128, "llama-3-405b", 4, 4, 8, blocks, 8192, 4) for blocks in (1, 2, 5)
+        rank_0("three_d.py", 128, "llama-3-405b", 4, 4, 8, blocks, 8192, 4) for blocks in (1, 2, 5)
     )
     found = sum(deeper(one, two, 3).values())
     assert abs(found / five.peak_bytes - 1) < 1e-5

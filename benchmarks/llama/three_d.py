@@ -1,6 +1,6 @@
 """A Llama in three dimensions: pipeline, data and tensor parallel, with sequence parallelism.
 
-    memlab run --gpu h100 --ranks 128 benchmarks/parallel/llama_3d.py llama-3-405b 4 4 8 32 8192 4
+    memlab run --gpu h100 --ranks 128 benchmarks/llama/three_d.py llama-3-405b 4 4 8 32 8192 4
 
 Arguments: the preset; stages, data parallel ranks, tensor parallel ranks; the blocks of a stage,
 the tokens of a micro-batch, micro-batches per step. Blocks are checkpointed. FSDP2 shards the

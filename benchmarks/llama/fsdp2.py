@@ -1,6 +1,6 @@
 """A Llama whose blocks are checkpointed, under FSDP2 (ZeRO stage 3).
 
-    memlab run --gpu h100 --ranks 8 benchmarks/parallel/llama_fsdp2.py llama-3-70b 80 4096 2
+    memlab run --gpu h100 --ranks 8 benchmarks/llama/fsdp2.py llama-3-70b 80 4096 2
 
 Arguments: the preset, its number of blocks, the tokens of a micro-batch, micro-batches per step.
 """
