@@ -619,6 +619,7 @@ def rank_0(script, ranks, *arguments):
         return dry_run_ranks(launch.with_ranks(ranks), (0,), device="cuda:h100")[0].trace
 
 
+# %%
 def deeper(few, more, blocks):
     """At the peak with `blocks` blocks, where `few` has one block less than `more`: (bytes of
     `more`) + `blocks` times the difference."""
@@ -631,6 +632,12 @@ def shown(parts):
     large = {name: size for name, size in parts.items() if size > 1e8}
     ordered = sorted(large.items(), key=lambda part: -part[1])
     return ", ".join(f"{name.replace('_', ' ')} {size / 1e9:.1f}" for name, size in ordered)
+
+
+def show_largest(trace, count):
+    """Print the largest storages that are alive at the peak."""
+    for event in sorted(trace.alive(trace.peak_position), key=lambda e: -e.bytes)[:count]:
+        print(f"  {event.bytes / 1e9:.2f} GB, {event.shape}, {event.operator} in {event.phase}")
 
 
 # %% [markdown]
@@ -649,12 +656,14 @@ inputs = seventy.layers * 2 * 4096 * seventy.hidden_size
 print(f"70B on 8: {peak_70b / 1e9:.1f} GB allocated by the script; GB: {shown(of_seventy)}")
 print(f"by formula: state {state / 1e9:.1f} + block inputs {inputs / 1e9:.1f} = "
       f"{(state + inputs) / 1e9:.1f}")  # fmt: skip
-print(f"an H100 leaves {memory_named('h100').budget_bytes / 1e9:.1f}")
+print(f"an H100 leaves {memory_named('h100').budget_bytes / 1e9:.1f}; largest at the peak:")
+show_largest(four, 5)
 
 # %% [markdown]
-# The formula, too, says that it does not fit. The run adds what is whole for a moment: FSDP2
-# gathers the block at work and the next one; the embedding and the output matrix are gathered as
-# one unit and stay until backward has ended; the logits and their gradient.
+# By formula it fits, and the script needs more than an H100 has. What is whole at the peak is in no
+# formula: the embedding and the output matrix, which FSDP2 gathers as one unit and keeps until
+# backward has ended; the gradient of the output matrix; and two of FSDP2's buffers for a block's
+# 856 million elements.
 
 # %% [markdown]
 # **405B on 128 × 80 GB**: `benchmarks/llama/three_d.py` is tensor 8 with sequence parallelism,
@@ -683,22 +692,24 @@ print(f"by formula, ZeRO-1: {zero_1 / 1e9:.1f} + block inputs {kept / 1e9:.1f} =
 whole_weights, whole_embedding = 2 * block // 8, 2 * end
 grown = {
     name: two_blocks.at_peak.get(name, 0) - one_block.at_peak.get(name, 0)
-    for name in ("activations", "backward_temporaries", "gradients")
+    for name in ("activations", "backward_temporaries")
 }
 print(f"a block's weights after tensor parallelism: {whole_weights:,} bytes")
 for name, size in grown.items():
     print(f"a block more adds {size / whole_weights:.2f} times that to {name.replace('_', ' ')}")
-print(f"gradients at the peak: {one_block.at_peak['gradients']:,} bytes; "
-      f"the embedding, not divided: {whole_embedding:,}")  # fmt: skip
+print(f"the embedding, not divided: {whole_embedding / 1e9:.2f} GB; largest at the peak:")
+show_largest(two_blocks, 2)
 
 # %% [markdown]
-# The tensors alone nearly fill an H100, and the allocator's gaps don't fit beside them. Two things
-# that the formula does not know:
-#
+# The tensors alone nearly fill an H100, and the allocator's gaps don't fit beside them. The formula
+# does not know two things.
+
+# %% [markdown]
 # - FSDP2 is ZeRO-3 *between* steps. Inside a pipeline, torch keeps a block's gathered weights and
-#   whole gradients until the last micro-batch. So it peaks like ZeRO-1, and with the shards beside.
-# - DTensor divides the embedding by 8, but its backward first makes the gradient of the **whole**
-#   embedding on each rank, and then takes its part.
+#   whole gradients until the last micro-batch: a block more adds one of each, as activations and
+#   as backward temporaries. So it peaks like ZeRO-1, with the shards beside.
+# - DTensor divides the embedding by 8. But its backward first makes the gradient of the **whole**
+#   embedding on each rank: the sum over micro-batches, and that of the current micro-batch.
 
 # %% [markdown]
 # ## Explain the gap
