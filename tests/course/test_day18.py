@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.pipelining  # noqa: F401 - holds a tensor of its own, from its import on
+import torch.distributed.pipelining  # holds a tensor of its own, from its import on
 import torch.nn.functional as F
 from edited import each, verdict_on
 
@@ -345,7 +345,7 @@ def test_the_scripts_dry_runs_have_the_bytes_of_real_ranks(script, ranks, argume
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_first_stage_makes_the_gradient_of_the_whole_embedding():
-    dry = predicted("three_d.py", 4, tuple("tiny 2 1 2 1 8 2".split()), ranks=(0,))
+    dry = predicted("three_d.py", 4, ("tiny", "2", "1", "2", "1", "8", "2"), ranks=(0,))
     tiny = PRESETS["tiny"]
     whole = tiny.vocab_size, tiny.hidden_size
     made = {event.shape for event in dry[0].trace.events if event.phase == "backward"}
