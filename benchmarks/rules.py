@@ -18,7 +18,7 @@ from textwrap import shorten
 
 from common import ROOT, circumstances, progress, set_environment, table
 
-from memlab.course.rules import RULES, RuleVerdict, verdicts
+from memlab.course.rules import NO_GUIDE, RULES, RuleVerdict, verdicts
 from memlab.internals.files import write_beside
 
 PAGE = ROOT / "RULES.md"
@@ -27,10 +27,11 @@ INTRODUCTION = """\
 # Rules on trial
 
 People size their training by rules of thumb. Five guides state {all} of them, some in several
-parts; {tried} are tried here, each in the notebook of a day, with the code that measured it. Of
-{verdicts} verdicts {wrong} are *wrong*, and most others hold only under a condition. The guides are
-cited by their titles; [docs/GUIDES.md](docs/GUIDES.md) has their authors, their addresses, and the
-place of each of their items. GB are 10⁹ bytes here, as in the guides.
+parts; {tried} are tried here, each in the notebook of a day, with the code that measured it. So are
+{others} claims that no guide makes. Of {verdicts} verdicts {wrong} are *wrong*, and most others
+hold only under a condition. The guides are cited by their titles;
+[docs/GUIDES.md](docs/GUIDES.md) has their authors, their addresses, and the place of each of their
+items. GB are 10⁹ bytes here, as in the guides.
 
 Measured on {where}, by `python benchmarks/rules.py`. Bytes are the same on every CPU.
 """
@@ -62,10 +63,12 @@ def page(reached: Iterable[RuleVerdict]) -> str:
     reached = sorted(reached, key=lambda verdict: (number(verdict.rule), verdict.rule))
     here = circumstances()
     where = f"{here['device']}, torch {here['torch']}, memlab {here['memlab']}, {here['date']}"
-    numbers = {number(verdict.rule) for verdict in reached}
+    in_guides = [verdict for verdict in reached if RULES[verdict.rule].guide != NO_GUIDE]
+    numbers = {number(verdict.rule) for verdict in in_guides}
     introduction = INTRODUCTION.format(
         all=RULES_IN_THE_GUIDES,
         tried="all" if len(numbers) == RULES_IN_THE_GUIDES else len(numbers),
+        others=len(reached) - len(in_guides),
         verdicts=len(reached),
         wrong=sum(verdict.words.startswith("wrong") for verdict in reached),
         where=where,

@@ -11,7 +11,7 @@ from memlab.course.page import say
 
 
 class Rule(NamedTuple):
-    """A claim, the guide that makes it, and the day that tests it."""
+    """A claim, the guide that makes it (or who else does), and the day that tests it."""
 
     claim: str
     guide: str
@@ -30,6 +30,7 @@ class RuleVerdict(NamedTuple):
 # that a later day tests again, with other means, has its number there with the letter b.
 _DAY_19, _MEMORY_GUIDE = guides.DAY_19.title, guides.MEMORY_GUIDE.title
 _PLATFORMS, _DREAMS, _EMA = guides.PLATFORMS.title, guides.DREAMS.title, guides.EMA.title
+NO_GUIDE = "often said of parallel training"  # in none of the guides
 RULES: dict[str, Rule] = {
     "1a": Rule(
         "Mixed-precision Adam takes 16 bytes a parameter: 1B parameters are 16 GB before "
@@ -351,6 +352,10 @@ RULES: dict[str, Rule] = {
         _PLATFORMS,
         17,
     ),
+    "32a": Rule("Tensor parallelism over t GPUs divides activations by t.", NO_GUIDE, 18),
+    "32b": Rule("1F1B has a smaller bubble than GPipe.", NO_GUIDE, 18),
+    "32c": Rule("A pipeline of p stages divides activations by p.", NO_GUIDE, 18),
+    "32d": Rule("Sequence parallelism costs no extra communication.", NO_GUIDE, 18),
 }
 
 verdicts: list[RuleVerdict] = []  # of this process, in order

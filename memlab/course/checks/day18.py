@@ -1,0 +1,760 @@
+"""Day 18: tensor, sequence, pipeline and context parallelism."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memlab.course.checks.day16 import everything_elsewhere
+from memlab.course.exercises import Bill, Day, Exercise, equal, require
+from memlab.course.peers import Peer, Stuck, counted, in_turns
+from memlab.course.properties import is_tensor
+from memlab.course.solutions import body, mistakes, solution
+from memlab.reference.pipeline import one_forward_one_backward
+
+_LIBRARIES = ("memlab.reference", "memlab.planner", "torch.distributed")
+
+
+def _random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _require_equal(what: str, got: Any, wanted: Tensor) -> None:
+    """Require the values within rounding. The message names the first element that differs."""
+    is_tensor(what, got, dtype=wanted.dtype, shape=tuple(wanted.shape))
+    if not isinstance(got, Tensor) or got.shape != wanted.shape:
+        return
+    tolerance = 1e-5 if wanted.dtype == torch.float32 else 1e-9
+    scale = max(1.0, wanted.abs().max().item())
+    off = ((got - wanted).abs() <= tolerance * scale).logical_not().flatten()
+    if off.any():
+        place = int(off.nonzero()[0])
+        mine, right = (x.flatten()[place].item() for x in (got, wanted))
+        require(False, f"{what}: element {place} is {mine:.6g}; wanted {right:.6g}.")
+
+
+def _in_ranks(call: str, program: Callable[..., Any], given: Any, **settings: Any) -> list[Any]:
+    """Run the ranks' programs; the case is in the message if they deadlock."""
+    try:
+        return in_turns(program, given, **settings)
+    except Stuck as stuck:
+        raise Stuck(f"{call}: {stuck}") from None
+
+
+# ------------------------------------------------------------------ 18.1: a tensor-parallel MLP
+
+MLPS = ((2, 1, 2, 2), (2, 3, 5, 4), (3, 4, 2, 6), (1, 2, 3, 4))  # ranks, T, C, I
+
+
+class RankOutcome(NamedTuple):
+    """What a rank's program found: values by name, and the tensors reduced in each pass."""
+
+    values: dict[str, Any]
+    forward: list[tuple[int, ...]]  # shapes
+    backward: list[tuple[int, ...]]
+
+
+def _mlp_of_a_rank(answer: Any) -> Callable[..., RankOutcome]:
+    def program(peer: Peer, x: Tensor, up: Tensor, down: Tensor, dy: Tensor) -> RankOutcome:
+        reduced: list[tuple[int, ...]] = []
+
+        def all_reduce(given: Tensor) -> Tensor:
+            reduced.append(tuple(given.shape))
+            return peer.sum(given.detach())
+
+        x, up, down = (w.clone().requires_grad_() for w in (x, up, down))
+        y = answer(x, up, down, all_reduce)
+        in_forward = len(reduced)
+        if isinstance(y, Tensor) and y.requires_grad and y.shape == dy.shape:
+            y.backward(dy)
+        grads = {"x": x.grad, "up": up.grad, "down": down.grad}
+        values = {"Y": y.detach() if isinstance(y, Tensor) else y} | {
+            f"gradient of {name}": gradient for name, gradient in grads.items()
+        }
+        return RankOutcome(values, reduced[:in_forward], reduced[in_forward:])
+
+    return program
+
+
+def _check_mlp(answer: Any) -> str:
+    for ranks, tokens, hidden, intermediate in MLPS:
+        call = f"parallel_mlp on {counted(ranks, 'rank')}, T={tokens}, C={hidden}, I={intermediate}"
+        x, dy = _random(tokens, hidden, seed=1), _random(tokens, hidden, seed=2)
+        up, down = _random(intermediate, hidden, seed=3), _random(hidden, intermediate, seed=4)
+        ups, downs = up.chunk(ranks), down.chunk(ranks, 1)
+        given = [(x, ups[r], downs[r], dy) for r in range(ranks)]
+        found = _in_ranks(call, _mlp_of_a_rank(answer), given)
+        whole = [w.clone().requires_grad_() for w in (x, up, down)]
+        y = F.gelu(whole[0] @ whole[1].T) @ whole[2].T
+        y.backward(dy)
+        of_x, of_up, of_down = (w.grad for w in whole)
+        for rank, outcome in enumerate(found):
+            wanted = {
+                "Y": y.detach(),
+                "gradient of x": of_x,
+                "gradient of up": of_up.chunk(ranks)[rank],
+                "gradient of down": of_down.chunk(ranks, 1)[rank],
+            }
+            for name, right in wanted.items():
+                _require_equal(f"{call}: the {name} of rank {rank}", outcome.values[name], right)
+            for which in ("forward", "backward"):
+                shapes = getattr(outcome, which)
+                require(
+                    shapes == [(tokens, hidden)],
+                    f"{call}: rank {rank} all-reduces {_shapes(shapes)} in {which}; wanted one "
+                    f"tensor of shape ({tokens}, {hidden}).",
+                )
+    return (
+        f"{len(MLPS)} MLPs on 1 to 3 ranks: Y and all gradients as in one process · one all-reduce "
+        f"in forward, one in backward"
+    )
+
+
+def _shapes(shapes: list[tuple[int, ...]]) -> str:
+    if not shapes:
+        return "nothing"
+    return f"{counted(len(shapes), 'tensor')} of {', '.join(map(str, dict.fromkeys(shapes)))}"
+
+
+_F = "x = Conjugates.apply(x, copied, all_reduce)  # f"
+_G = "return Conjugates.apply(term, all_reduce, copied)  # g"
+
+_MLP = Exercise(
+    id="18.1",
+    title="A tensor-parallel MLP",
+    minutes=14,
+    difficulty=3,
+    hints=(
+        "Conjugates keeps in_backward as an attribute of ctx. A forward pass with three arguments "
+        "has a backward pass with three results: None for what is no tensor.",
+        "f goes around x: copied in forward, all_reduce in backward. g goes around this rank's "
+        "term: all_reduce in forward, copied in backward.",
+        "ctx.in_backward = in_backward; return in_forward(x). Backward: return "
+        "ctx.in_backward(gradient), None, None. The MLP: x = Conjugates.apply(x, copied, "
+        "all_reduce); term = mlp(x, up, down); return Conjugates.apply(term, all_reduce, "
+        "copied).",
+    ),
+    reference=solution("18.1"),
+    check=_check_mlp,
+    rebuilds=_LIBRARIES,
+    wrong_answers=mistakes(
+        "18.1",
+        (
+            "There is no all-reduce at all. Y is a sum of all ranks' terms, and the gradient of x "
+            "is one, too.",
+            (_F, ""),
+            (_G, "return term"),
+        ),
+        (
+            "g all-reduces in both passes. Every rank already has the whole gradient of Y; a sum "
+            "over ranks makes it R times too large.",
+            (_G, "return Conjugates.apply(term, all_reduce, all_reduce)"),
+        ),
+        (
+            "f is missing: each rank's gradient of x comes from its own weights only. Sum it over "
+            "ranks in backward.",
+            (_F, ""),
+        ),
+        (
+            "f all-reduces in both passes. x is already whole on every rank.",
+            (_F, "x = Conjugates.apply(x, all_reduce, all_reduce)"),
+        ),
+        (
+            "f and g are exchanged: f copies in forward, g sums.",
+            (_F, "x = Conjugates.apply(x, all_reduce, copied)"),
+            (_G, "return Conjugates.apply(term, copied, all_reduce)"),
+        ),
+        (
+            "g is missing: this is one rank's term of Y. Sum the terms in forward.",
+            (_G, "return term"),
+        ),
+        (
+            "The all-reduce is called without a Function, so autograd loses the graph or the "
+            "gradient. Use Conjugates for g.",
+            (_G, "return all_reduce(term)"),
+        ),
+        (
+            "This is the mean of the terms. Y is their sum.",
+            (_G, "return Conjugates.apply(term, all_reduce, copied) / 2"),
+        ),
+        (
+            "The sum is between the matmuls. Elements of I/R belong to different columns on each "
+            "rank: sum after the second matmul.",
+            (
+                "term = mlp(x, up, down)",
+                "rows = Conjugates.apply(x @ up.T, all_reduce, copied)\n"
+                "    term = F.gelu(rows) @ down.T",
+            ),
+            (_G, "return term"),
+        ),
+        (
+            "f also reduces this rank's intermediate elements in backward. Put it around x only.",
+            (_F, ""),
+            (
+                "term = mlp(x, up, down)",
+                "rows = Conjugates.apply(x @ up.T, copied, all_reduce)\n"
+                "    term = F.gelu(rows) @ down.T",
+            ),
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 18.2: saved elements
+
+BLOCKS = (  # tokens, hidden, heads, intermediate, ranks, sequence
+    (1, 1, 1, 1, 1, False),
+    (2, 2, 2, 6, 2, False),
+    (2, 2, 2, 6, 2, True),
+    (12, 6, 3, 21, 3, False),
+    (12, 6, 3, 21, 3, True),
+    (4096, 4096, 32, 11008, 8, False),
+    (4096, 4096, 32, 11008, 8, True),
+)
+
+
+def _wanted_elements(
+    tokens: int, hidden: int, heads: int, intermediate: int, ranks: int, sequence: bool
+) -> int:
+    """Tensor by tensor: the shape of each one that a rank saves."""
+    own = tokens // ranks if sequence else tokens
+    of_a_norm = [(own, hidden), (own, hidden), (own, 1)]
+    attention = [(tokens, hidden // ranks)] * 4 + [(tokens, heads // ranks)]
+    mlp = [(tokens, intermediate // ranks)] * 2
+    shapes = of_a_norm * 2 + [(own, hidden)] * 2 + attention + mlp
+    return sum(rows * columns for rows, columns in shapes)
+
+
+def _check_saved(answer: Any) -> str:
+    for given in BLOCKS:
+        tokens, hidden, heads, intermediate, ranks, sequence = given
+        call = (
+            f"saved_elements(tokens={tokens}, hidden={hidden}, heads={heads}, "
+            f"intermediate={intermediate}, ranks={ranks}, sequence={sequence})"
+        )
+        equal(call, answer(*given), _wanted_elements(*given), "elements")
+    return f"{len(BLOCKS)} blocks, on 1 to 8 ranks, are right to the element"
+
+
+_WHOLE = "whole = 2 * (2 * hidden + 1) + 2 * hidden  # norms, residual stream"
+_DIVIDED = "divided = 4 * hidden + heads + 2 * intermediate  # attention, MLP"
+_BY_TOKENS = "return tokens * (whole + divided) // ranks"
+_BY_ELEMENTS = "return tokens * (whole + divided // ranks)"
+
+_SAVED = Exercise(
+    id="18.2",
+    title="Saved elements of a block",
+    minutes=8,
+    difficulty=2,
+    hints=(
+        "Two kinds of rows: the first two of the table are whole without sequence parallelism. The "
+        "last two are always divided.",
+        "Per token, whole = 2 · (2C + 1) + 2C, and divided = 4C + H + 2I. Without sequence "
+        "parallelism only the second is divided by the ranks.",
+        "With sequence parallelism tokens * (whole + divided) // ranks, without it tokens * (whole "
+        "+ divided // ranks).",
+    ),
+    reference=solution("18.2"),
+    check=_check_saved,
+    wrong_answers=mistakes(
+        "18.2",
+        (
+            "Without sequence parallelism, norms and the residual stream are whole on every rank.",
+            (_BY_ELEMENTS, "return tokens * (whole + divided) // ranks"),
+        ),
+        (
+            "With sequence parallelism a rank has its own tokens of norms and stream, too.",
+            (_BY_TOKENS, _BY_ELEMENTS),
+        ),
+        (
+            "Here only the norms are divided by tokens. The residual stream is divided, too.",
+            (
+                _BY_TOKENS,
+                "return tokens * (whole - 2 * hidden + divided) // ranks + 2 * hidden * tokens",
+            ),
+        ),
+        ("There are two norms.", ("2 * (2 * hidden + 1) + 2 * hidden", "4 * hidden + 1")),
+        ("1/RMS of each norm is missing.", ("2 * (2 * hidden + 1)", "2 * (2 * hidden)")),
+        ("The log-sum-exp of the heads is missing.", ("4 * hidden + heads", "4 * hidden")),
+        (
+            "The residual stream is saved twice: after attention, and after the MLP.",
+            ("+ 2 * hidden  # norms", "+ hidden  # norms"),
+        ),
+        (
+            "The MLP saves two tensors: before and after gelu.",
+            ("+ 2 * intermediate", "+ intermediate"),
+        ),
+        (
+            "Attention saves queries, keys, values and the output: 4C.",
+            ("4 * hidden", "3 * hidden"),
+        ),
+        (
+            "Wanted an integer: divide with //.",
+            (_BY_TOKENS, "return tokens * (whole + divided) / ranks"),
+            (_BY_ELEMENTS, "return tokens * (whole + divided / ranks)"),
+        ),
+        ("These are bytes. Wanted elements.", (_WHOLE, f"{_WHOLE}\n    tokens *= 4")),
+    ),
+)
+
+# ------------------------------------------------------------------ 18.3: gather, multiply, forget
+
+GATHERS = ((2, 2, 2, 2), (2, 6, 5, 4), (3, 6, 4, 9), (1, 3, 2, 4))  # ranks, T, in, out
+
+
+class GatherOutcome(NamedTuple):
+    """What a rank's program found."""
+
+    values: dict[str, Any]
+    forward: list[str]  # collectives
+    backward: list[str]
+    gathered_alive: bool  # after the forward pass
+    saved: int  # elements, without the weight
+
+
+def _gather_of_a_rank(answer: Any) -> Callable[..., GatherOutcome]:
+    def program(peer: Peer, x: Tensor, weight: Tensor, dy: Tensor) -> GatherOutcome:
+        calls: list[str] = []
+        gathered: list[StorageWeakRef] = []
+
+        def all_gather(own: Tensor) -> Tensor:
+            calls.append("all_gather")
+            parts = own.new_zeros(peer.ranks, *own.shape)
+            parts[peer.rank] = own.detach()
+            whole = peer.sum(parts).flatten(0, 1)
+            gathered.append(StorageWeakRef(whole.untyped_storage()))
+            return whole
+
+        def reduce_scatter(whole: Tensor) -> Tensor:
+            calls.append("reduce_scatter")
+            return peer.sum(whole.detach()).chunk(peer.ranks)[peer.rank].clone()
+
+        x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        sizes: dict[int, int] = {}
+
+        def pack(saved: Tensor) -> Tensor:
+            if saved.data_ptr() != weight.data_ptr():
+                sizes[saved.data_ptr()] = saved.numel()
+            return saved
+
+        with saved_tensors_hooks(pack, lambda saved: saved):
+            y = answer(x, weight, all_gather, reduce_scatter)
+        alive = any(not ref.expired() for ref in gathered)
+        in_forward = len(calls)
+        if isinstance(y, Tensor) and y.requires_grad and y.shape == dy.shape:
+            y.backward(dy)
+        values = {
+            "product": y.detach() if isinstance(y, Tensor) else y,
+            "gradient of x": x.grad,
+            "gradient of weight": weight.grad,
+        }
+        saved = sum(sizes.values())
+        return GatherOutcome(values, calls[:in_forward], calls[in_forward:], alive, saved)
+
+    return program
+
+
+def _check_gather(answer: Any) -> str:
+    for ranks, tokens, width, out in GATHERS:
+        call = f"gather_linear on {counted(ranks, 'rank')}, T={tokens}, in={width}, out={out}"
+        x, weight = _random(tokens, width, seed=1), _random(out, width, seed=2)
+        dys = _random(tokens, out, seed=3).chunk(ranks, 1)
+        xs, ws = x.chunk(ranks), weight.chunk(ranks)
+        given = [(xs[r], ws[r], dys[r]) for r in range(ranks)]
+        found = _in_ranks(call, _gather_of_a_rank(answer), given)
+        of_x = sum(dy @ w for dy, w in zip(dys, ws, strict=True))
+        for rank, outcome in enumerate(found):
+            wanted = {
+                "product": x @ ws[rank].T,
+                "gradient of x": of_x.chunk(ranks)[rank],
+                "gradient of weight": dys[rank].T @ x,
+            }
+            for name, right in wanted.items():
+                _require_equal(f"{call}: the {name} of rank {rank}", outcome.values[name], right)
+            _require_forgotten(f"{call}: rank {rank}", outcome, tokens * width // ranks, ranks)
+    return (
+        f"{len(GATHERS)} layers on 1 to 3 ranks: product and both gradients as in one process · "
+        f"the gathered tokens are freed · one gather in forward, a gather and a scatter in backward"
+    )
+
+
+def _require_forgotten(at: str, outcome: GatherOutcome, own: int, ranks: int) -> None:
+    require(
+        not outcome.gathered_alive,
+        f"{at} keeps the gathered tokens after forward; wanted them freed.",
+    )
+    require(
+        outcome.saved <= own,
+        f"{at} saves {outcome.saved} elements beside the weight; wanted {own}, its own tokens.",
+        evidence=(at, "saved"),
+    )
+    require(
+        outcome.forward == ["all_gather"],
+        f"{at} calls {_calls(outcome.forward)} in forward; wanted all_gather once.",
+    )
+    require(
+        sorted(outcome.backward) == ["all_gather", "reduce_scatter"],
+        f"{at} calls {_calls(outcome.backward)} in backward; wanted all_gather and reduce_scatter "
+        f"once each.",
+    )
+
+
+def _calls(calls: list[str]) -> str:
+    return " and ".join(sorted(calls)) if calls else "no collective"
+
+
+_SAVE = "ctx.save_for_backward(x, weight)"
+_PRODUCT = "return all_gather(x) @ weight.T  # (T, out/R)"
+_OF_WEIGHT = "of_weight = gradient.T @ all_gather(x)"
+_SCATTERED = "return reduce_scatter(gradient @ weight), of_weight, None, None"
+_KEPT = (
+    (_SAVE, "whole = all_gather(x)\n        ctx.save_for_backward(whole, weight)"),
+    (_PRODUCT, "return whole @ weight.T"),
+    (_OF_WEIGHT, "of_weight = gradient.T @ x"),
+)
+
+_GATHER = Exercise(
+    id="18.3",
+    title="Gather, multiply, forget",
+    minutes=14,
+    difficulty=3,
+    hints=(
+        "In forward, save x as it came, with this rank's tokens only. all_gather and "
+        "reduce_scatter are no tensors: keep them as an attribute of ctx.",
+        "The gradient of the weight needs all tokens: gather x again. Each rank has a term of "
+        "every token's gradient, gradient @ weight: reduce_scatter sums them.",
+        "ctx.save_for_backward(x, weight); ctx.collectives = all_gather, reduce_scatter; return "
+        "all_gather(x) @ weight.T. Backward: return reduce_scatter(gradient @ weight), gradient.T "
+        "@ all_gather(x), None, None.",
+    ),
+    reference=solution("18.3"),
+    check=_check_gather,
+    rebuilds=_LIBRARIES,
+    wrong_answers=mistakes(
+        "18.3",
+        (
+            "The gathered tokens are saved. Save x, and gather again in backward.",
+            *_KEPT,
+        ),
+        (
+            "The gathered tokens stay alive as an attribute of ctx. Gather again in backward.",
+            (_SAVE, f"{_SAVE}\n        ctx.whole = all_gather(x)"),
+            (_PRODUCT, "return ctx.whole @ weight.T"),
+            (_OF_WEIGHT, "of_weight = gradient.T @ ctx.whole"),
+        ),
+        (
+            "The gradient of x is not scattered: it has all tokens.",
+            (_SCATTERED, "return gradient @ weight, of_weight, None, None"),
+        ),
+        (
+            "The gradient of x has this rank's term only. Sum it over ranks: reduce_scatter.",
+            (
+                _SCATTERED,
+                "rows = len(x)\n"
+                "        own = [gradient[n : n + rows] for n in range(0, len(gradient), rows)]\n"
+                "        return own[0] @ weight, of_weight, None, None",
+            ),
+        ),
+        (
+            "The weight's gradient is summed over ranks. Each rank has its own rows of the weight.",
+            (
+                _SCATTERED,
+                "of_weight = reduce_scatter(torch.cat([of_weight] * (len(gradient) // len(x))))\n"
+                f"        {_SCATTERED}",
+            ),
+        ),
+        (
+            "The tokens are not gathered in forward.",
+            (_PRODUCT, "return x @ weight.T"),
+        ),
+        (
+            "The gather is left to autograd, which knows nothing of ranks: the gradient of x is "
+            "missing.",
+            body(
+                "gather_linear",
+                "return all_gather(x) @ weight.T",
+            ),
+        ),
+        (
+            "The gradient is gathered twice, once too often.",
+            (_OF_WEIGHT, "all_gather(x)\n        of_weight = gradient.T @ all_gather(x)"),
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 18.4: the order of a stage
+
+PIPELINES = ((1, 1), (1, 3), (2, 2), (3, 4), (4, 8), (4, 2), (3, 1), (8, 32))  # stages, m
+
+
+def _passes(order: Any) -> str:
+    """F0 F1 B0, for a message."""
+    shown = " ".join(
+        f"{str(kind)[:1].upper()}{n}" for kind, n in list(order)[:12] if isinstance(kind, str)
+    )
+    return f"{shown}{' …' if len(order) > 12 else ''}"
+
+
+def _is_order(order: Any) -> bool:
+    return isinstance(order, (list, tuple)) and all(
+        isinstance(each, (list, tuple)) and len(each) == 2 for each in order
+    )
+
+
+def _check_order(answer: Any) -> str:
+    most = 0
+    for stages, micro_batches in PIPELINES:
+        for stage in range(stages):
+            call = f"one_forward_one_backward({stage}, {stages}, {micro_batches})"
+            got = answer(stage, stages, micro_batches)
+            require(
+                _is_order(got),
+                f'{call} gave {type(got).__name__}; wanted a list of pairs like ("forward", 0).'
+                f"{' Is there a return?' if got is None else ''}",
+            )
+            if not _is_order(got):
+                continue
+            wanted = one_forward_one_backward(stage, stages, micro_batches)
+            require(
+                [tuple(each) for each in got] == wanted,
+                f"{call} gave {_passes(got)}; wanted {_passes(wanted)}.",
+                evidence=(call, tuple(map(tuple, got))),
+            )
+            most = max(most, _in_flight(wanted) if stage == 0 else 0)
+    return (
+        f"{len(PIPELINES)} pipelines of 1 to 8 stages, also with fewer micro-batches than stages · "
+        f"at most {most} micro-batches of 32 in flight"
+    )
+
+
+def _in_flight(order: list[tuple[str, int]]) -> int:
+    signs = [1 if kind == "forward" else -1 for kind, _ in order]
+    return max(sum(signs[:n]) for n in range(len(order) + 1))
+
+
+_WARM_UP = "warm_up = min(stages - 1 - stage, micro_batches)"
+_STEADY = 'order += [("forward", n), ("backward", n - warm_up)]'
+_REST = 'return order + [("backward", n) for n in range(micro_batches - warm_up, micro_batches)]'
+
+_ORDER = Exercise(
+    id="18.4",
+    title="The order of a stage",
+    minutes=12,
+    difficulty=2,
+    hints=(
+        "Three parts: the warm-up of forward passes, pairs of a forward and a backward pass, and "
+        "the remaining backward passes. The last stage has no warm-up.",
+        "With w = min(p − 1 − stage, m): F0 to F(w − 1); then for n from w to m − 1 the pair F(n), "
+        "B(n − w); then B(m − w) to B(m − 1).",
+        'warm_up = min(stages - 1 - stage, micro_batches); order = [("forward", n) for n in '
+        'range(warm_up)]; for n in range(warm_up, micro_batches): order += [("forward", n), '
+        '("backward", n - warm_up)]; and the rest of the backward passes.',
+    ),
+    reference=solution("18.4"),
+    check=_check_order,
+    rebuilds=("memlab.reference",),
+    wrong_answers=mistakes(
+        "18.4",
+        (
+            "This is GPipe: all forward passes before the first backward pass.",
+            body(
+                "one_forward_one_backward",
+                'kinds = ("forward", "backward")\n'
+                "return [(kind, n) for kind in kinds for n in range(micro_batches)]",
+            ),
+        ),
+        (
+            "There is no warm-up: stage 0 would wait for a gradient that needs its next output.",
+            (_WARM_UP, "warm_up = 0"),
+        ),
+        (
+            "The warm-up has one forward pass too many: p − 1 − stage, and the pair begins with a "
+            "forward pass.",
+            (_WARM_UP, "warm_up = min(stages - stage, micro_batches)"),
+        ),
+        (
+            "The warm-up gets shorter towards the last stage: p − 1 − stage.",
+            (_WARM_UP, "warm_up = min(stage, micro_batches)"),
+        ),
+        (
+            "With fewer micro-batches than stages, the warm-up has at most m of them.",
+            (_WARM_UP, "warm_up = stages - 1 - stage"),
+        ),
+        (
+            "In each pair the backward pass comes first. Then a micro-batch less is in flight, and "
+            "the stage waits.",
+            (_STEADY, 'order += [("backward", n - warm_up), ("forward", n)]'),
+        ),
+        (
+            "The backward pass is that of the newest micro-batch. The oldest one comes first.",
+            (_STEADY, 'order += [("forward", n), ("backward", n)]'),
+            (_REST, 'return order + [("backward", n) for n in range(warm_up)]'),
+        ),
+        (
+            "The last backward passes are missing: as many as the warm-up had forward passes.",
+            (_REST, "return order"),
+        ),
+        (
+            "The last backward passes are in reverse order.",
+            (_REST, _REST.replace("n) for n in range(", "n) for n in reversed(range(")[:-1] + ")]"),
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 18.5: ring attention
+
+RINGS = (  # ranks, tokens per rank, head dimension, scale of the queries, dtype
+    (1, 3, 2, 1.0, torch.float64),
+    (2, 2, 3, 1.0, torch.float64),
+    (3, 4, 2, 1.0, torch.float64),
+    (4, 5, 4, 1.0, torch.float64),
+    (2, 6, 4, 1e3, torch.float64),
+    (3, 5, 8, 1.0, torch.float32),
+)
+
+
+def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    scores = q.double() @ k.double().T * q.shape[-1] ** -0.5
+    hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    return (scores.softmax(-1) @ v.double()).to(q.dtype), scores.logsumexp(-1).to(q.dtype)
+
+
+def _check_ring(answer: Any) -> str:
+    for ranks, rows, width, scale, dtype in RINGS:
+        large = f", queries × {scale:g}" if scale > 1 else ""
+        call = f"ring_attention on {counted(ranks, 'rank')} of {rows} tokens, D={width}{large}"
+        q, k, v = (_random(ranks * rows, width, seed=seed, dtype=dtype) for seed in (1, 2, 3))
+        q = q * scale
+        wanted = _causal_attention(q, k, v)
+        given = [tuple(x.chunk(ranks)[r].clone() for x in (q, k, v)) for r in range(ranks)]
+        peers: list[Peer] = []
+        found = _in_ranks(call, answer, given, peers=peers)
+        for rank, (got, peer) in enumerate(zip(found, peers, strict=True)):
+            at = f"{call}, rank {rank},"
+            is_pair = isinstance(got, tuple) and len(got) == 2
+            require(
+                is_pair,
+                f"{at} gave {'nothing' if got is None else type(got).__name__}; wanted (out, lse)."
+                f"{' Is there a return?' if got is None else ''}",
+            )
+            if is_pair:
+                for name, mine, right in zip(("out", "lse"), got, wanted, strict=True):
+                    _require_equal(f"{at} {name}", mine, right.chunk(ranks)[rank])
+            _require_sent(at, peer, 2 * rows * width * q.element_size())
+            for mine, right in zip(given[rank], (q, k, v), strict=True):
+                require(torch.equal(mine, right.chunk(ranks)[rank]), f"{at} changed q, k or v.")
+    return (
+        f"{len(RINGS)} rings of 1 to 4 ranks: out and lse as in one process, also for scores of "
+        f"thousands · each rank sends R − 1 blocks of keys and values"
+    )
+
+
+def _require_sent(at: str, peer: Peer, block: int) -> None:
+    sent = [size for event, size in peer.events if event == "send"]
+    require(
+        sent == [block] * (peer.ranks - 1),
+        f"{at} sent {counted(len(sent), 'message')} of {sum(sent)} bytes in all; wanted "
+        f"{peer.ranks - 1} of {block} bytes each, a block of keys and values.",
+    )
+
+
+_SEND = "peer.send(torch.stack((k, v)))"
+_ARRIVES = "k, v = peer.receive()"
+_VISIBLE = "if step <= peer.rank:"
+_SHIFTED = "attend(q, k, v, step * len(q))"
+_BOTH = "both = torch.logaddexp(lse, lse_b)"
+_MERGED = "out = out * (lse - both).exp()[:, None] + out_b * (lse_b - both).exp()[:, None]"
+
+_RING = Exercise(
+    id="18.5",
+    title="Ring attention",
+    minutes=17,
+    difficulty=4,
+    hints=(
+        "Begin with your own block, shift 0. Then R − 1 times: send what you hold, receive the "
+        "block of the rank before, attend to it if it has earlier tokens, and merge.",
+        "At step s you hold the block of rank r − s. If s > r, it is a later block: only pass it "
+        "on. Else every query sees every key of it: a shift of s · T/R will do. Merge "
+        "with torch.logaddexp.",
+        "out, lse = attend(q, k, v, 0). For step in range(1, peer.ranks): "
+        "peer.send(torch.stack((k, v))); k, v = peer.receive(); if step <= peer.rank: out_b, lse_b "
+        "= attend(q, k, v, step * len(q)); both = torch.logaddexp(lse, lse_b); scale out by (lse - "
+        "both).exp()[:, None] and out_b by (lse_b - both).exp()[:, None]; lse = both.",
+    ),
+    reference=solution("18.5"),
+    check=_check_ring,
+    rebuilds=(
+        "memlab.reference.ring_attention",
+        "torch.nn.functional.scaled_dot_product_attention",
+    ),
+    wrong_answers=mistakes(
+        "18.5",
+        (
+            "The two blocks' outputs are added without weights. Scale each by e^(lse − lse').",
+            (_MERGED, "out = out + out_b"),
+        ),
+        (
+            "This is the mean of the blocks. A block with larger scores weighs more.",
+            (_MERGED, "out = (out + out_b) / 2"),
+        ),
+        (
+            "The old output is not scaled down: e^(lse − lse').",
+            (_MERGED, "out = out + out_b * (lse_b - both).exp()[:, None]"),
+        ),
+        (
+            "The new log-sum-exp is not kept for the next step.",
+            ("lse = both", "pass"),
+        ),
+        (
+            "e^lse overflows for large scores. torch.logaddexp does not.",
+            (_BOTH, "both = (lse.exp() + lse_b.exp()).log()"),
+        ),
+        (
+            "The log-sum-exps are added. Add their exponentials: torch.logaddexp.",
+            (_BOTH, "both = lse + lse_b"),
+        ),
+        (
+            "Each step sends this rank's own block again. Pass on the block that arrived.",
+            ("out, lse = attend(q, k, v, 0)", "out, lse = attend(q, k, v, 0)\n    own = k, v"),
+            (_SEND, "peer.send(torch.stack(own))"),
+        ),
+        (
+            "Later tokens are seen. A rank attends only to blocks of earlier ranks: step <= rank.",
+            (_VISIBLE, "if True:"),
+        ),
+        (
+            "The causal mask hides earlier tokens: with shift 0, query i sees only keys up to i of "
+            "an earlier block, but all of them are earlier.",
+            (_SHIFTED, "attend(q, k, v, 0)"),
+        ),
+        (
+            "The own block is not masked: shift 0 lets query i see keys up to i.",
+            ("attend(q, k, v, 0)", "attend(q, k, v, len(q))"),
+        ),
+        (
+            "The last message arrives at its owner, who has it. R − 1 messages are enough.",
+            ("range(1, peer.ranks)", "range(1, peer.ranks + 1)"),
+            (_VISIBLE, "if step <= peer.rank < peer.ranks and step < peer.ranks:"),
+        ),
+        (
+            "The block before the rank's own is never merged: compare with <=.",
+            (_VISIBLE, "if step < peer.rank:"),
+        ),
+        (
+            "Keys and values go as two messages. Stack them into one.",
+            (_SEND, "peer.send(k), peer.send(v)"),
+            (_ARRIVES, "k, v = peer.receive(), peer.receive()"),
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ the bill
+
+DAY = Day(
+    exercises=(_MLP, _SAVED, _GATHER, _ORDER, _RING),
+    bill=Bill("day 18: one GPU, and nothing to divide", everything_elsewhere),
+)
