@@ -2,7 +2,7 @@
 
 from setuptools import find_packages, setup
 
-COURSE_FILES = ("lessons", "solutions", "benchmarks.results")
+COURSE_FILES = ("lessons", "solutions", "benchmarks.results", "benchmarks.llama")
 
 setup(
     packages=[

@@ -36,7 +36,6 @@
 # %%
 import warnings
 from math import ceil
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
@@ -44,7 +43,7 @@ import torch.nn.functional as F
 
 import memlab
 from memlab import plot
-from memlab.course import exercise, guess, model_parallel, reveal, running_bill, verdict
+from memlab.course import days, exercise, guess, model_parallel, reveal, running_bill, verdict
 from memlab.course.peers import in_turns
 from memlab.model import PRESETS
 from memlab.planner import memory_named
@@ -609,7 +608,7 @@ _ = axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.45
 # counted. [docs/RANKS.md](../docs/RANKS.md) holds such predictions against real processes.
 
 # %%
-SCRIPTS = Path(memlab.__file__).parents[1] / "benchmarks" / "llama"
+SCRIPTS = days.folder("benchmarks/llama")
 
 
 def rank_0(script, ranks, *arguments):

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 NO_SOURCE = {"__pycache__"}
-COURSE_FILES = ("lessons", "solutions", "benchmarks/results")
+COURSE_FILES = ("lessons", "solutions", "benchmarks/results", "benchmarks/llama")
 
 
 @pytest.fixture(scope="module")
