@@ -3,24 +3,25 @@
 #
 # **Which activations are worth their bytes?**
 #
-# After today you can find, for a budget of bytes, the schedule that computes the least again; you
-# know why whole blocks are not what to choose from; and you can say what `torch.compile` chooses.
+# After today you can find the schedule that recomputes least within a memory budget, explain why
+# choosing operators beats choosing whole blocks, and say what `torch.compile` saves.
 #
-# About 90 minutes, 62 of them for four exercises. You need a laptop; a GPU is welcome and not
-# needed. Nothing is downloaded.
+# About 90 minutes, 62 of them for four exercises. You need a laptop; a GPU is optional. Nothing is
+# downloaded.
 
 # %% [markdown]
-# As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
-# your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
-# stuck, type `memlab hint 6.1` in a terminal. An exercise left open blocks nothing.
+# As before, you **guess**, **measure**, and **build** what explains the gap. In an exercise,
+# replace `raise NotImplementedError` with your own lines. The cell below it checks your answer. If
+# you are stuck, type `memlab hint 6.1` in a terminal. You can skip an exercise and still run the
+# rest.
 
 # %% [markdown]
 # ## The question
 #
-# Yesterday every block forgot everything, and every block ran twice. A guide's advice for less:
-# *checkpoint every other layer*. That is all or nothing, block by block. But a block is made of
-# dozens of operators, and they are not alike: a matrix product computes for long, a norm hardly
-# computes at all, and what they make is as large.
+# Yesterday you checkpointed every block, so every block ran twice. To recompute less, a guide
+# says: *checkpoint every other layer*. This chooses whole blocks. But a block has dozens of
+# operators, and they differ: a matmul needs many operations, a norm almost none, while their
+# outputs are equally large.
 
 # %%
 from contextlib import contextmanager
@@ -49,11 +50,10 @@ from memlab.units import format_bytes
 # %% [markdown]
 # ## Guess
 #
-# Take a block of the 124M model. It is to forget everything but two things: what its **matrix
-# products** made and what **attention** made. The rest (norms, rotations, SiLU, sums) is computed
-# again from these. How many percent of the block's activations go? And of the operations of its
-# forward pass, how many percent run again? (An operation: one multiplication or addition of a
-# product, as everybody counts.)
+# Checkpoint a block of the 124M model, but keep the outputs of its **matmuls** and of
+# **attention**. Everything else (norms, rotary embeddings, SiLU, sums) is recomputed from them.
+# What percentage of the block's activations is freed? What percentage of the forward pass's
+# operations runs again? (Count multiplications and additions of matmuls, as usual.)
 
 # %%
 ### BEGIN SOLUTION
@@ -66,9 +66,9 @@ guess("6.1", gone_percent=20, again_percent=20)  # the products' outputs must be
 # %% [markdown]
 # ## Measure
 #
-# One block on 8 × 640 tokens, on fake tensors, in three ways: plain; selectively, by the library;
-# and yesterday's `checkpoint`. What is held when forward is over, by who made it, and how many
-# operations forward and backward have.
+# Measure one block on 8 × 640 tokens with fake tensors in three ways: plain, selective
+# checkpointing with the library, and yesterday's `checkpoint`. The plot shows the bytes held after
+# the forward pass, by the operator that made them, and the operations that run again.
 
 
 # %%
@@ -122,25 +122,23 @@ gone = 1 - bytes_of[selected] / bytes_of["everything kept"]
 reveal("6.1", gone_percent=100 * gone, again_percent=100 * again_of[selected])
 
 # %% [markdown]
-# **Nearly half of the activations go, and no product runs again.** The gap in the first guess is
-# made of what a plain block keeps and nobody would miss: normalised copies, SiLU's result, sums.
-# All operations are in what stays. (Not all time: cheap operators read and write once more.)
+# **Nearly half of the activations are freed, and no matmul runs again.** A plain block also keeps
+# cheap outputs: normalized copies, SiLU's result, sums. All counted operations are in what you
+# keep. (Time still rises: cheap operators read and write memory once more.)
 
 # %% [markdown]
-# The products' part *grows*, from 95 to 140 MiB: q and k are kept as they were made, for the
-# rotated ones come from them, and so is attention's projection. The 15 MiB of "all else" in the
-# two lower bars are the block's output. Its input stays as well; it was there before, and is not
-# counted.
+# The matmuls' part *grows* from 95 to 140 MiB: q and k before rotation and attention's output
+# projection are kept, too. The 15 MiB of "all else" in the two lower bars are the block's output.
+# Its input is alive as well, but existed before and is not counted.
 #
-# So the day has two parts: how well can one choose among whole blocks; and what is gained by
-# looking inside.
+# The day has two parts: choosing among whole blocks, and choosing among operators.
 
 # %% [markdown]
 # ## Unequal blocks
 #
-# If all blocks are alike, an even schedule is hard to beat. Real models often are not: OpenELM
-# (2024) lets its MLPs grow from block to block. So does today's patient: the tiny model with nine
-# blocks, `intermediate_size` from 32 to 288. It reads torch's own source.
+# If all blocks are equal, a uniform schedule is hard to beat. Real models often have unequal
+# blocks: in OpenELM (2024) the MLPs grow from block to block. Today's example is the tiny model
+# with nine blocks, with `intermediate_size` from 32 to 288. It reads torch's source code.
 
 # %%
 torch.manual_seed(0)
@@ -164,28 +162,29 @@ for n in (0, 4, 8):
     print(f"{format_bytes(stage.output_bytes)}, {stage.forward / 1e6:.0f} million operations")
 
 # %% [markdown]
-# `chain` has the **costs** of each block, a *stage*:
+# `chain` has the **costs** of each block, called a *stage*:
 #
-# | of a stage | is |
+# | attribute of a stage | meaning |
 # | --- | --- |
 # | `forward` | operations of its forward pass |
-# | `output_bytes` | what it hands on |
-# | `saved_bytes` | what it keeps if it is plain: its output too, not its input |
-# | `tail` | the end of `forward`, behind the last tensor that backward needs |
+# | `output_bytes` | bytes of its output |
+# | `saved_bytes` | bytes it keeps without checkpointing: its output included, its input not |
+# | `tail` | operations after the last tensor that backward needs (part of `forward`) |
 #
-# A rerun stops early and spares a tail, but only that of its *last* stage: the others must hand
-# their outputs on.
+# A rerun stops early and skips the tail of its *last* stage. The earlier stages must compute their
+# outputs.
 #
-# A **schedule** is a tuple: an int is a plain stage, a tuple a segment that forgets. `(0, (1, 2))`:
-# stage 0 is plain; 1 and 2 keep nothing but what 2 hands on, and run again when backward comes.
+# A **schedule** is a tuple: an int is a plain stage, a tuple a checkpointed segment. In `(0, (1,
+# 2))`, stage 0 is plain. Stages 1 and 2 keep only 2's output, and run again in backward.
 
 # %% [markdown]
-# ### Exercise 6.1: what a schedule takes
+# ### Exercise 6.1: what a schedule needs
 #
-# About 15 minutes. For a schedule of plain stages and segments (none inside another): the bytes
-# **held** when forward is over; the **most** at one moment of backward; the operations that run
-# **again**. When backward comes to a part, plain or segment, it is there in full, with all that is
-# held before it; all behind it has gone. Leave out temporaries and gradients.
+# About 15 minutes. For a schedule of plain stages and segments (not nested), return three numbers:
+# the bytes **held** after the forward pass, the **most** bytes at one moment of backward, and the
+# operations that run **again**. When backward reaches a part (plain stage or segment), that part's
+# saved bytes and everything held before it are in memory. All later parts are freed. Leave out
+# temporaries and gradients.
 
 
 # %%
@@ -210,9 +209,9 @@ def what_it_takes(schedule, stages):
 what_it_takes = exercise("6.1", what_it_takes)
 
 # %% [markdown]
-# Held against the meter. The whole peak has temporaries and gradients on top; the library's
-# `predicted_peak_bytes` knows them, too. "Every other block" is the guide's advice.
-# `checkpoint_sequential` is torch's: its last segment is plain, whatever you ask.
+# Compare with the measurement. The measured peak also has temporaries and gradients, which the
+# library's `predicted_peak_bytes` includes. "Every other block" is the guide's advice. torch's
+# `checkpoint_sequential` never checkpoints its last segment.
 
 
 # %%
@@ -268,21 +267,21 @@ as_predicted = trace.peak_bytes == peak and by_torch_operations == operations
 print(f"torch's own takes what the last line says: {as_predicted}")
 
 # %% [markdown]
-# (Percent of all operations of the step: forward, backward and loss.) Look at the first two
-# columns: √9 segments *hold* least, and their peak is nearly twice that of every block. In backward
-# a segment of three wide blocks is there in full. What runs again in longer segments is more, too:
-# fewer segments, fewer tails spared.
+# (The percentages are of all operations of the step: forward, backward and loss.) √9 segments
+# *hold* the least, but their peak is nearly twice that of checkpointing every block: in backward a
+# segment of three wide blocks is in memory in full. Longer segments also rerun more, because fewer
+# segments skip fewer tails.
 
 # %% [markdown]
 # ## The best schedule
 #
-# When a segment runs again, it may run by a schedule of its own: segments inside of segments. Which
-# of all schedules is best for a budget? One of stages i … j begins
+# When a segment runs again, it can follow its own schedule, with nested segments. Which schedule
+# is best for a budget? A schedule of stages i … j begins either
 #
-# - with stage i, **plain**; what remains is a schedule of i+1 … j; or
-# - with a **segment** i … k−1; what remains is a schedule *inside* of it, and one of k … j.
+# - with stage i, **plain**, followed by a schedule of i+1 … j; or
+# - with a **segment** i … k−1, which has a schedule *inside*, followed by a schedule of k … j.
 #
-# So the best of long rows are made of the best of shorter ones: dynamic programming.
+# So build the best schedules of long ranges from those of shorter ranges: dynamic programming.
 
 # %% [markdown]
 # What each adds to a peak, `chain` knows (why: [costs.py](../memlab/checkpointing/costs.py)). Its
@@ -315,9 +314,9 @@ print(unbeaten([(10, 5, "a"), (8, 7, "b"), (12, 5, "c"), (9, 9, "d")]))
 # %% [markdown]
 # ### Exercise 6.2: the best schedule within a budget
 #
-# About 20 minutes. `choices(i, j)` gives the unbeaten (peak, again, schedule) of the stages i … j.
-# Write what the list `found` consists of. The lines around are given: they take from the choices of
-# the whole chain the last that fits, or None.
+# About 20 minutes. `choices(i, j)` returns the unbeaten (peak, again, schedule) of the stages i …
+# j. Write the lines that fill the list `found`. The given lines around them take the last choice
+# of the whole chain that fits, or None.
 
 
 # %%
@@ -348,8 +347,8 @@ def best_schedule(chain, budget_bytes):
 best_schedule = exercise("6.2", best_schedule)
 
 # %% [markdown]
-# Three budgets. What the schedule takes is measured, and the last column is the library's answer:
-# its `tradeoffs` are all the unbeaten schedules at once, the **Pareto front**.
+# Try three budgets and measure each schedule. The last column compares it with the library's
+# `tradeoffs`, which returns all unbeaten schedules, the **Pareto front**.
 
 # %%
 front = checkpointing.tradeoffs(chain)
@@ -384,23 +383,26 @@ best_of_blocks = {t.peak_bytes: t.recomputed / chain.operations for t in front}.
 picture(points, {"the best of whole blocks": best_of_blocks}, "Nine unequal blocks")
 
 # %% [markdown]
-# Nothing made of whole blocks lies below the line. "Every other block" is on it,
-# `checkpoint_sequential` two points above it: the right *number* of plain blocks is most of the
-# matter. Far above are segments of equal length, 8 points (every 2 blocks) and 15 (√9). Left of
-# "every block" are schedules with segments inside of segments, for whoever must.
+# No schedule of whole blocks is below the line.
 #
-# The line is nearly straight: byte for byte all blocks are worth the same. So to choose among them
-# is a poor business, and we look inside.
+# - "Every other block" is on it. `checkpoint_sequential` is two points above: the *number* of
+#   plain blocks matters most.
+# - Segments of equal length are far above it: by 8 points (every 2 blocks) and 15 points (√9).
+# - Left of "every block" are schedules with nested segments.
+#
+# The line is nearly straight: per byte, all blocks are worth the same. So choosing among blocks
+# gains little. Look inside a block.
 
 # %% [markdown]
 # ## Inside a block
 #
-# Yesterday's `checkpoint` runs a block twice, and the second run makes what backward wants. If the
-# second run is *handed* what the dear operators made, only the cheap ones run again.
+# Yesterday's `checkpoint` runs a block twice; the second run makes what backward needs. If the
+# second run *gets* the outputs of the expensive operators, only the cheap ones run again.
 #
-# A `TorchDispatchMode` sees every operator that runs inside `with`, below autograd. `func` is the
-# operator, such as `torch.ops.aten.mm.default`; `func(*args, **kwargs)` runs it. Whatever the mode
-# returns is the operator's result. Both runs call the same operators in the same order.
+# A `TorchDispatchMode` intercepts every operator that runs inside `with`, below autograd. `func`
+# is the operator, such as `torch.ops.aten.mm.default`, and `func(*args, **kwargs)` runs it.
+# Whatever the mode returns becomes the operator's result. Both runs call the same operators in the
+# same order.
 
 
 # %%
@@ -417,13 +419,13 @@ def keeping(chosen, block, x):
 
 
 # %% [markdown]
-# ### Exercise 6.3: keep what chosen operators made
+# ### Exercise 6.3: keep the outputs of chosen operators
 #
-# About 15 minutes. In the first run, remember in `self.kept` what each operator in `self.chosen`
-# makes. In the second, hand it out, and let go of it; the operator does not run. `made` may be a
-# tuple (attention makes two tensors): `torch.utils._pytree.tree_map_only(torch.Tensor, f, made)`
-# applies f to each. Beware: autograd hangs its graph on a tensor that you return. Keep it
-# *detached*.
+# About 15 minutes. In the first run, store the output of each operator in `self.chosen` in
+# `self.kept`. In the second run, remove and return it, without running the operator. `made` may be
+# a tuple (attention returns two tensors): `torch.utils._pytree.tree_map_only(torch.Tensor, f,
+# made)` applies f to each tensor. Autograd attaches its graph to the tensor that you return, so
+# store a *detached* one.
 
 
 # %%
@@ -479,9 +481,9 @@ print_way("  torch's", torch_selective)
 print_way("  the library's", selective(DEAR))
 
 # %% [markdown]
-# The library's holds less than yours and torch's: it writes the first run down, and then drops what
-# nobody will ask for. The last product (`down`) is chosen, yet backward needs its inputs, not its
-# output. In exchange it also takes the numbers of single *calls*: `selective({8, 42})`.
+# The library's version holds less than yours and torch's: it records the first run, then drops
+# outputs that backward does not need. (The last matmul, `down`, is chosen, but backward needs its
+# inputs, not its output.) It also accepts the numbers of single *calls*: `selective({8, 42})`.
 
 # %% [markdown]
 # ## What torch.compile saves instead
@@ -522,10 +524,10 @@ for budget in (1.0, 0.5, 0.0):
 # %% [markdown]
 # ### Exercise 6.4: what to keep within a budget
 #
-# About 12 minutes. Each operator `o` has a number `o.number`, `o.bytes` if it is kept, and
-# `o.operations` that run again if it is not. Return the numbers of those to keep, as a set: at
-# most `budget_bytes` in all, and the fewest operations again. `unbeaten` is at hand. Trying all
-# sets is no way: there are 2⁶³ for the nine blocks.
+# About 12 minutes. Each operator `o` has a number `o.number`, needs `o.bytes` if you keep its
+# output, and reruns `o.operations` if you do not. Return the set of numbers to keep: at most
+# `budget_bytes` in total, with the fewest operations rerun. You can use `unbeaten`. Trying all
+# sets is too slow: the nine blocks have 2⁶³.
 
 
 # %%
@@ -548,9 +550,8 @@ def best_operators(operators, budget_bytes):
 best_operators = exercise("6.4", best_operators)
 
 # %% [markdown]
-# Now for the nine blocks at once. `operators_of` lists what a checkpoint of a block runs again, and
-# could keep instead. Four budgets, from nothing to all products and attention; each is run, and
-# metered.
+# Apply it to the nine blocks at once. `operators_of` lists the operators that a checkpointed block
+# reruns and could keep instead. Measure four budgets, from nothing to all matmuls and attention.
 
 
 # %%
@@ -662,8 +663,8 @@ for name, (held, operations) in seven.items():
 # %% [markdown]
 # ## On your GPU
 #
-# Where there is a GPU, this takes the bill's step on it, checkpointed and with attention and
-# products kept.
+# If you have a GPU, this cell runs the bill's step on it: every block checkpointed, then with
+# attention and matmuls kept.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):
