@@ -284,19 +284,20 @@ print(f"torch's own takes what the last line says: {as_predicted}")
 # So build the best schedules of long ranges from those of shorter ranges: dynamic programming.
 
 # %% [markdown]
-# What each adds to a peak, `chain` knows (why: [costs.py](../memlab/checkpointing/costs.py)). Its
-# last stage, number `len(chain.stages)`, is the loss, and plain.
+# `chain` computes what each choice adds to a peak (why:
+# [costs.py](../memlab/checkpointing/costs.py)). The chain's last stage, number
+# `len(chain.stages)`, is the loss. It is always plain.
 #
-# | call | gives |
+# | call | returns |
 # | --- | --- |
 # | `chain.if_last(j)` | the peak of stage j alone |
-# | `chain.if_plain(i, j, rest)` | i plain, and i+1 … j have the peak `rest` |
-# | `chain.if_segment(i, k, j, own, rest)` | segment i … k−1 has `own`, k … j has `rest` |
+# | `chain.if_plain(i, j, rest)` | the peak with i plain, if i+1 … j have the peak `rest` |
+# | `chain.if_segment(i, k, j, own, rest)` | the peak if segment i … k−1 has `own`, k … j have `rest` |
 # | `chain.rerun(i, k)` | operations of running i … k−1 again |
-# | `chain.in_all(peak)` | with weights and embedding: what a budget is for |
+# | `chain.in_all(peak)` | the peak with weights and embedding, to compare with a budget |
 #
-# One best schedule for each row is not enough: it depends on the bytes that are left. Keep all that
-# no other beats in *both* numbers.
+# The best schedule of a range depends on the bytes that are left. So keep every choice that no
+# other choice beats in *both* bytes and operations.
 
 
 # %%
@@ -488,11 +489,12 @@ print_way("  the library's", selective(DEAR))
 # %% [markdown]
 # ## What torch.compile saves instead
 #
-# A compiler sees forward and backward as one graph, and has to cut it in two. What the cut passes
-# through is saved. torch looks for a **minimum cut**, the fewest bytes, where products may not run
-# again, nor anything that would not fuse into backward's kernels (reductions, long chains).
-# `activation_memory_budget` moves it: 1 is that cut, 0 saves the inputs alone, and in between a
-# knapsack decides. Here nothing is compiled: the two graphs run as they are.
+# torch.compile traces forward and backward into one graph, and cuts it in two. Tensors that cross
+# the cut are saved. It looks for the **minimum cut** in bytes, in which no matmul runs again, nor
+# anything that cannot be fused into backward's kernels (reductions, long chains).
+#
+# `activation_memory_budget` moves the cut: 1 is the minimum cut, 0 saves only the inputs, and
+# between them a knapsack solver decides. Here nothing is compiled: both graphs run unchanged.
 
 
 # %%
@@ -515,11 +517,12 @@ for budget in (1.0, 0.5, 0.0):
     print_way(f"torch.compile, budget {budget}", lambda block, x, graphs=graphs: graphs(x))
 
 # %% [markdown]
-# Its cut at 1 keeps more than products and attention: what is computed again shall cost no *time*.
-# 0.5 is half of the way from the input alone to that cut, about 1.1 MiB. It drops products, too,
-# and stays below: what it holds and one more of 576 KiB would be above. Which ones should go? Each
-# that it could keep has its bytes, and operations that it spares, and a budget is to be filled: a
-# **knapsack**.
+# At 1, the cut keeps more than matmuls and attention, because recomputation must cost no *time*.
+# 0.5 means halfway between the input and that cut, about 1.1 MiB. There it drops matmuls, too, and
+# holds less than the budget: one more output of 576 KiB would exceed it.
+#
+# Which outputs should it drop? Each needs bytes and spares operations, and the budget limits the
+# bytes: this is the **knapsack** problem.
 
 # %% [markdown]
 # ### Exercise 6.4: what to keep within a budget
@@ -594,18 +597,19 @@ lines = {"the best of whole blocks": best_of_blocks, "the best operators": by_op
 picture(points, lines, "The same model, chosen block by block, and operator by operator")
 
 # %% [markdown]
-# The red line begins at "every block" and comes down to **zero**, with a third of the peak saved.
-# From there on bytes spare the cheap half only, which takes time and no operations. Operators beat
-# blocks, but for the first MiB: that is best spent on the last block, which is there in full anyway
-# when backward begins. Below "every block" only segments of several blocks go.
+# The red line starts at "every block" and falls to **zero** operations, with a third of the peak
+# saved. More bytes than that spare only cheap operators: time, but no counted operations.
 #
-# (Flash attention, Day 10, is this idea inside of one kernel: scores forgotten, and made again.)
+# Choosing operators beats choosing blocks, except for the first MiB: spend it on the last block,
+# which is in memory in full anyway when backward starts. Only segments of several blocks get below
+# "every block". (Flash attention, Day 10, uses this idea inside one kernel: it drops the scores
+# and recomputes them.)
 
 # %% [markdown]
 # ## It learns the same
 #
-# Six steps of AdamW, from the same weights, in three ways: plain, the best schedule within 6 MiB,
-# and operators chosen.
+# Train six AdamW steps from the same weights in three ways: plain, the best schedule within 6 MiB,
+# and selected operators.
 
 
 # %%
@@ -635,8 +639,8 @@ print(f"the same losses, to the bit: {plain_losses == by_schedule == by_choice}"
 # %% [markdown]
 # ## At scale: seven billion
 #
-# A block of Llama 2 7B on 1 × 4096 tokens in bfloat16, on fake tensors, times 32. And a budget: the
-# best operators for 4 GiB, beside the 1 GiB that blocks hand on.
+# Take one block of Llama 2 7B on 1 × 4096 tokens in bfloat16, with fake tensors, times 32. Add a
+# budget: the best operators for 4 GiB, on top of the 1 GiB of block outputs.
 
 # %%
 seven_ways = ways | {"attention alone": selective(ATTENTION)}
@@ -654,11 +658,11 @@ for name, (held, operations) in seven.items():
     print(f"{name:20}{format_bytes(held):>11} held in {L} blocks, {again:5.1%} of operations again")
 
 # %% [markdown]
-# The last line is the 1 GiB that blocks hand on, and 3.70 of the 4 GiB: no further product fits.
+# The last line is the 1 GiB of block outputs and 3.70 of the 4 GiB: no further matmul fits.
 #
-# Weights in bfloat16 are 12.6 GiB. If they are frozen (LoRA, Day 3), a card of 24 GiB has room for
-# the checkpoint and a few GiB more. These need not go into a larger batch: they buy back the second
-# run. Gradients of all weights at once, 12.6 GiB again, would not fit at all.
+# bfloat16 weights need 12.6 GiB. If they are frozen (LoRA, Day 3), a 24 GiB GPU has room for the
+# checkpoints and a few GiB more. You can use these to recompute less, not only for a larger batch.
+# Gradients of all weights would need another 12.6 GiB, which does not fit.
 
 # %% [markdown]
 # ## On your GPU
@@ -688,9 +692,9 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# One guide has a table: memory saved and compute added for 0, 50 and 100 % of the layers. Tried on
-# the bill's model, 124M on 8 × 640 tokens in float32. Its twelve blocks are alike, so one of them
-# is measured.
+# A guide's table gives the memory saved and the compute added for checkpointing 0, 50 and 100 % of
+# the layers. Test it on the bill's model, 124M on 8 × 640 tokens in float32. Its twelve blocks are
+# equal, so measure one.
 
 # %%
 config = PRESETS["124m"]
@@ -771,23 +775,23 @@ verdict(
 #
 # | if it does not fit | do | for the 124M model's blocks |
 # | --- | --- | --- |
-# | by less than half of the blocks' activations | keep products and attention | −45 %, none again |
-# | by more | the knapsack: fill what there is | in between |
-# | by nearly all of them | every block | −95 %, four fifths of forward again |
-# | still | a schedule with segments inside of segments | the last few percent, dear |
+# | by less than half of the blocks' activations | keep matmuls and attention | −45 %, nothing rerun |
+# | by more | the knapsack: fill the budget | in between |
+# | by nearly all of them | checkpoint every block | −95 %, four fifths of forward rerun |
+# | by even more | a schedule with nested segments | the last few percent, expensive |
 #
-# Count before you choose: bytes of what is kept, operations of what runs again, and the **peak**,
-# which may lie elsewhere. What is below the peak anyway is free.
+# Before you choose, count the bytes kept, the operations rerun and the **peak**, which may be
+# elsewhere. Anything you keep below the peak is free.
 
 # %% [markdown]
 # ## The running bill
 #
-# One training step of 124M weights on 8 × 640 tokens. Yesterday's peak lies at the end of backward,
-# where the last gradients are made and no activation is left. What is kept below it is free. There
-# is room for what attention makes, the most operations for its bytes. All products, too, would take
-# 1.46 GiB. So the bar stays, and what goes is operations.
+# One training step of the 124M model on 8 × 640 tokens. Yesterday's peak is at the end of
+# backward, where no activations are left, so activations kept below it are free. Attention's
+# outputs fit. They spare the most operations per byte. (All matmuls, too, would raise the peak to
+# 1.46 GiB.) So memory stays the same, and fewer operations run again.
 #
-# Two of the eight sequences are enough to measure: from the second on, each is like the last.
+# Two of the eight sequences are enough to measure: each further one repeats the second.
 
 
 # %%
