@@ -292,7 +292,7 @@ print(f"torch's own takes what the last line says: {as_predicted}")
 # | --- | --- |
 # | `chain.if_last(j)` | the peak of stage j alone |
 # | `chain.if_plain(i, j, rest)` | the peak with i plain, if i+1 … j have the peak `rest` |
-# | `chain.if_segment(i, k, j, own, rest)` | the peak if segment i … k−1 has `own`, k … j have `rest` |
+# | `chain.if_segment(i, k, j, own, rest)` | the peak if i … k−1 has `own` and k … j `rest` |
 # | `chain.rerun(i, k)` | operations of running i … k−1 again |
 # | `chain.in_all(peak)` | the peak with weights and embedding, to compare with a budget |
 #
@@ -775,7 +775,7 @@ verdict(
 #
 # | if it does not fit | do | for the 124M model's blocks |
 # | --- | --- | --- |
-# | by less than half of the blocks' activations | keep matmuls and attention | −45 %, nothing rerun |
+# | by less than half of its activations | keep matmuls and attention | −45 %, nothing rerun |
 # | by more | the knapsack: fill the budget | in between |
 # | by nearly all of them | checkpoint every block | −95 %, four fifths of forward rerun |
 # | by even more | a schedule with nested segments | the last few percent, expensive |
