@@ -3,24 +3,25 @@
 #
 # **Which activations are worth their bytes?**
 #
-# After today you can find, for a budget of bytes, the schedule that computes the least again; you
-# know why whole blocks are not what to choose from; and you can say what `torch.compile` chooses.
+# After today you can find the schedule that recomputes least within a memory budget, explain why
+# choosing operators beats choosing whole blocks, and say what `torch.compile` saves.
 #
-# About 90 minutes, 62 of them for four exercises. You need a laptop; a GPU is welcome and not
-# needed. Nothing is downloaded.
+# About 90 minutes, 62 of them for four exercises. You need a laptop; a GPU is optional. Nothing is
+# downloaded.
 
 # %% [markdown]
-# As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
-# your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
-# stuck, type `memlab hint 6.1` in a terminal. An exercise left open blocks nothing.
+# As before, you **guess**, **measure**, and **build** what explains the gap. In an exercise,
+# replace `raise NotImplementedError` with your own lines. The cell below it checks your answer. If
+# you are stuck, type `memlab hint 6.1` in a terminal. You can skip an exercise and still run the
+# rest.
 
 # %% [markdown]
 # ## The question
 #
-# Yesterday every block forgot everything, and every block ran twice. A guide's advice for less:
-# *checkpoint every other layer*. That is all or nothing, block by block. But a block is made of
-# dozens of operators, and they are not alike: a matrix product computes for long, a norm hardly
-# computes at all, and what they make is as large.
+# Yesterday you checkpointed every block, so every block ran twice. To recompute less, a guide
+# says: *checkpoint every other layer*. This chooses whole blocks. But a block has dozens of
+# operators, and they differ: a matmul needs many operations, a norm almost none, while their
+# outputs are equally large.
 
 # %%
 from contextlib import contextmanager
@@ -49,11 +50,10 @@ from memlab.units import format_bytes
 # %% [markdown]
 # ## Guess
 #
-# Take a block of the 124M model. It is to forget everything but two things: what its **matrix
-# products** made and what **attention** made. The rest (norms, rotations, SiLU, sums) is computed
-# again from these. How many percent of the block's activations go? And of the operations of its
-# forward pass, how many percent run again? (An operation: one multiplication or addition of a
-# product, as everybody counts.)
+# Checkpoint a block of the 124M model, but keep the outputs of its **matmuls** and of
+# **attention**. Everything else (norms, rotary embeddings, SiLU, sums) is recomputed from them.
+# What percentage of the block's activations is freed? What percentage of the forward pass's
+# operations runs again? (Count multiplications and additions of matmuls, as usual.)
 
 # %%
 ### BEGIN SOLUTION
@@ -66,9 +66,9 @@ guess("6.1", gone_percent=20, again_percent=20)  # the products' outputs must be
 # %% [markdown]
 # ## Measure
 #
-# One block on 8 × 640 tokens, on fake tensors, in three ways: plain; selectively, by the library;
-# and yesterday's `checkpoint`. What is held when forward is over, by who made it, and how many
-# operations forward and backward have.
+# Measure one block on 8 × 640 tokens with fake tensors in three ways: plain, selective
+# checkpointing with the library, and yesterday's `checkpoint`. The plot shows the bytes held after
+# the forward pass, by the operator that made them, and the operations that run again.
 
 
 # %%
@@ -122,25 +122,23 @@ gone = 1 - bytes_of[selected] / bytes_of["everything kept"]
 reveal("6.1", gone_percent=100 * gone, again_percent=100 * again_of[selected])
 
 # %% [markdown]
-# **Nearly half of the activations go, and no product runs again.** The gap in the first guess is
-# made of what a plain block keeps and nobody would miss: normalised copies, SiLU's result, sums.
-# All operations are in what stays. (Not all time: cheap operators read and write once more.)
+# **Nearly half of the activations are freed, and no matmul runs again.** A plain block also keeps
+# cheap outputs: normalized copies, SiLU's result, sums. All counted operations are in what you
+# keep. (Time still rises: cheap operators read and write memory once more.)
 
 # %% [markdown]
-# The products' part *grows*, from 95 to 140 MiB: q and k are kept as they were made, for the
-# rotated ones come from them, and so is attention's projection. The 15 MiB of "all else" in the
-# two lower bars are the block's output. Its input stays as well; it was there before, and is not
-# counted.
+# The matmuls' part *grows* from 95 to 140 MiB: q and k before rotation and attention's output
+# projection are kept, too. The 15 MiB of "all else" in the two lower bars are the block's output.
+# Its input is alive as well, but existed before and is not counted.
 #
-# So the day has two parts: how well can one choose among whole blocks; and what is gained by
-# looking inside.
+# The day has two parts: choosing among whole blocks, and choosing among operators.
 
 # %% [markdown]
 # ## Unequal blocks
 #
-# If all blocks are alike, an even schedule is hard to beat. Real models often are not: OpenELM
-# (2024) lets its MLPs grow from block to block. So does today's patient: the tiny model with nine
-# blocks, `intermediate_size` from 32 to 288. It reads torch's own source.
+# If all blocks are equal, a uniform schedule is hard to beat. Real models often have unequal
+# blocks: in OpenELM (2024) the MLPs grow from block to block. Today's example is the tiny model
+# with nine blocks, with `intermediate_size` from 32 to 288. It reads torch's source code.
 
 # %%
 torch.manual_seed(0)
@@ -164,28 +162,29 @@ for n in (0, 4, 8):
     print(f"{format_bytes(stage.output_bytes)}, {stage.forward / 1e6:.0f} million operations")
 
 # %% [markdown]
-# `chain` has the **costs** of each block, a *stage*:
+# `chain` has the **costs** of each block, called a *stage*:
 #
-# | of a stage | is |
+# | attribute of a stage | meaning |
 # | --- | --- |
 # | `forward` | operations of its forward pass |
-# | `output_bytes` | what it hands on |
-# | `saved_bytes` | what it keeps if it is plain: its output too, not its input |
-# | `tail` | the end of `forward`, behind the last tensor that backward needs |
+# | `output_bytes` | bytes of its output |
+# | `saved_bytes` | bytes it keeps without checkpointing: its output included, its input not |
+# | `tail` | operations after the last tensor that backward needs (part of `forward`) |
 #
-# A rerun stops early and spares a tail, but only that of its *last* stage: the others must hand
-# their outputs on.
+# A rerun stops early and skips the tail of its *last* stage. The earlier stages must compute their
+# outputs.
 #
-# A **schedule** is a tuple: an int is a plain stage, a tuple a segment that forgets. `(0, (1, 2))`:
-# stage 0 is plain; 1 and 2 keep nothing but what 2 hands on, and run again when backward comes.
+# A **schedule** is a tuple: an int is a plain stage, a tuple a checkpointed segment. In `(0, (1,
+# 2))`, stage 0 is plain. Stages 1 and 2 keep only 2's output, and run again in backward.
 
 # %% [markdown]
-# ### Exercise 6.1: what a schedule takes
+# ### Exercise 6.1: what a schedule needs
 #
-# About 15 minutes. For a schedule of plain stages and segments (none inside another): the bytes
-# **held** when forward is over; the **most** at one moment of backward; the operations that run
-# **again**. When backward comes to a part, plain or segment, it is there in full, with all that is
-# held before it; all behind it has gone. Leave out temporaries and gradients.
+# About 15 minutes. For a schedule of plain stages and segments (not nested), return three numbers:
+# the bytes **held** after the forward pass, the **most** bytes at one moment of backward, and the
+# operations that run **again**. When backward reaches a part (plain stage or segment), that part's
+# saved bytes and everything held before it are in memory. All later parts are freed. Leave out
+# temporaries and gradients.
 
 
 # %%
@@ -210,9 +209,9 @@ def what_it_takes(schedule, stages):
 what_it_takes = exercise("6.1", what_it_takes)
 
 # %% [markdown]
-# Held against the meter. The whole peak has temporaries and gradients on top; the library's
-# `predicted_peak_bytes` knows them, too. "Every other block" is the guide's advice.
-# `checkpoint_sequential` is torch's: its last segment is plain, whatever you ask.
+# Compare with the measurement. The measured peak also has temporaries and gradients, which the
+# library's `predicted_peak_bytes` includes. "Every other block" is the guide's advice. torch's
+# `checkpoint_sequential` never checkpoints its last segment.
 
 
 # %%
@@ -268,36 +267,37 @@ as_predicted = trace.peak_bytes == peak and by_torch_operations == operations
 print(f"torch's own takes what the last line says: {as_predicted}")
 
 # %% [markdown]
-# (Percent of all operations of the step: forward, backward and loss.) Look at the first two
-# columns: √9 segments *hold* least, and their peak is nearly twice that of every block. In backward
-# a segment of three wide blocks is there in full. What runs again in longer segments is more, too:
-# fewer segments, fewer tails spared.
+# (The percentages are of all operations of the step: forward, backward and loss.) √9 segments
+# *hold* the least, but their peak is nearly twice that of checkpointing every block: in backward a
+# segment of three wide blocks is in memory in full. Longer segments also rerun more, because fewer
+# segments skip fewer tails.
 
 # %% [markdown]
 # ## The best schedule
 #
-# When a segment runs again, it may run by a schedule of its own: segments inside of segments. Which
-# of all schedules is best for a budget? One of stages i … j begins
+# When a segment runs again, it can follow its own schedule, with nested segments. Which schedule
+# is best for a budget? A schedule of stages i … j begins either
 #
-# - with stage i, **plain**; what remains is a schedule of i+1 … j; or
-# - with a **segment** i … k−1; what remains is a schedule *inside* of it, and one of k … j.
+# - with stage i, **plain**, followed by a schedule of i+1 … j; or
+# - with a **segment** i … k−1, which has a schedule *inside*, followed by a schedule of k … j.
 #
-# So the best of long rows are made of the best of shorter ones: dynamic programming.
+# So build the best schedules of long ranges from those of shorter ranges: dynamic programming.
 
 # %% [markdown]
-# What each adds to a peak, `chain` knows (why: [costs.py](../memlab/checkpointing/costs.py)). Its
-# last stage, number `len(chain.stages)`, is the loss, and plain.
+# `chain` computes what each choice adds to a peak (why:
+# [costs.py](../memlab/checkpointing/costs.py)). The chain's last stage, number
+# `len(chain.stages)`, is the loss. It is always plain.
 #
-# | call | gives |
+# | call | returns |
 # | --- | --- |
 # | `chain.if_last(j)` | the peak of stage j alone |
-# | `chain.if_plain(i, j, rest)` | i plain, and i+1 … j have the peak `rest` |
-# | `chain.if_segment(i, k, j, own, rest)` | segment i … k−1 has `own`, k … j has `rest` |
+# | `chain.if_plain(i, j, rest)` | the peak with i plain, if i+1 … j have the peak `rest` |
+# | `chain.if_segment(i, k, j, own, rest)` | the peak if i … k−1 has `own` and k … j `rest` |
 # | `chain.rerun(i, k)` | operations of running i … k−1 again |
-# | `chain.in_all(peak)` | with weights and embedding: what a budget is for |
+# | `chain.in_all(peak)` | the peak with weights and embedding, to compare with a budget |
 #
-# One best schedule for each row is not enough: it depends on the bytes that are left. Keep all that
-# no other beats in *both* numbers.
+# The best schedule of a range depends on the bytes that are left. So keep every choice that no
+# other choice beats in *both* bytes and operations.
 
 
 # %%
@@ -315,9 +315,9 @@ print(unbeaten([(10, 5, "a"), (8, 7, "b"), (12, 5, "c"), (9, 9, "d")]))
 # %% [markdown]
 # ### Exercise 6.2: the best schedule within a budget
 #
-# About 20 minutes. `choices(i, j)` gives the unbeaten (peak, again, schedule) of the stages i … j.
-# Write what the list `found` consists of. The lines around are given: they take from the choices of
-# the whole chain the last that fits, or None.
+# About 20 minutes. `choices(i, j)` returns the unbeaten (peak, again, schedule) of the stages i …
+# j. Write the lines that fill the list `found`. The given lines around them take the last choice
+# of the whole chain that fits, or None.
 
 
 # %%
@@ -348,8 +348,8 @@ def best_schedule(chain, budget_bytes):
 best_schedule = exercise("6.2", best_schedule)
 
 # %% [markdown]
-# Three budgets. What the schedule takes is measured, and the last column is the library's answer:
-# its `tradeoffs` are all the unbeaten schedules at once, the **Pareto front**.
+# Try three budgets and measure each schedule. The last column compares it with the library's
+# `tradeoffs`, which returns all unbeaten schedules, the **Pareto front**.
 
 # %%
 front = checkpointing.tradeoffs(chain)
@@ -384,23 +384,26 @@ best_of_blocks = {t.peak_bytes: t.recomputed / chain.operations for t in front}.
 picture(points, {"the best of whole blocks": best_of_blocks}, "Nine unequal blocks")
 
 # %% [markdown]
-# Nothing made of whole blocks lies below the line. "Every other block" is on it,
-# `checkpoint_sequential` two points above it: the right *number* of plain blocks is most of the
-# matter. Far above are segments of equal length, 8 points (every 2 blocks) and 15 (√9). Left of
-# "every block" are schedules with segments inside of segments, for whoever must.
+# No schedule of whole blocks is below the line.
 #
-# The line is nearly straight: byte for byte all blocks are worth the same. So to choose among them
-# is a poor business, and we look inside.
+# - "Every other block" is on it. `checkpoint_sequential` is two points above: the *number* of
+#   plain blocks matters most.
+# - Segments of equal length are far above it: by 8 points (every 2 blocks) and 15 points (√9).
+# - Left of "every block" are schedules with nested segments.
+#
+# The line is nearly straight: per byte, all blocks are worth the same. So choosing among blocks
+# gains little. Look inside a block.
 
 # %% [markdown]
 # ## Inside a block
 #
-# Yesterday's `checkpoint` runs a block twice, and the second run makes what backward wants. If the
-# second run is *handed* what the dear operators made, only the cheap ones run again.
+# Yesterday's `checkpoint` runs a block twice; the second run makes what backward needs. If the
+# second run *gets* the outputs of the expensive operators, only the cheap ones run again.
 #
-# A `TorchDispatchMode` sees every operator that runs inside `with`, below autograd. `func` is the
-# operator, such as `torch.ops.aten.mm.default`; `func(*args, **kwargs)` runs it. Whatever the mode
-# returns is the operator's result. Both runs call the same operators in the same order.
+# A `TorchDispatchMode` intercepts every operator that runs inside `with`, below autograd. `func`
+# is the operator, such as `torch.ops.aten.mm.default`, and `func(*args, **kwargs)` runs it.
+# Whatever the mode returns becomes the operator's result. Both runs call the same operators in the
+# same order.
 
 
 # %%
@@ -417,13 +420,13 @@ def keeping(chosen, block, x):
 
 
 # %% [markdown]
-# ### Exercise 6.3: keep what chosen operators made
+# ### Exercise 6.3: keep the outputs of chosen operators
 #
-# About 15 minutes. In the first run, remember in `self.kept` what each operator in `self.chosen`
-# makes. In the second, hand it out, and let go of it; the operator does not run. `made` may be a
-# tuple (attention makes two tensors): `torch.utils._pytree.tree_map_only(torch.Tensor, f, made)`
-# applies f to each. Beware: autograd hangs its graph on a tensor that you return. Keep it
-# *detached*.
+# About 15 minutes. In the first run, store the output of each operator in `self.chosen` in
+# `self.kept`. In the second run, remove and return it, without running the operator. `made` may be
+# a tuple (attention returns two tensors): `torch.utils._pytree.tree_map_only(torch.Tensor, f,
+# made)` applies f to each tensor. Autograd attaches its graph to the tensor that you return, so
+# store a *detached* one.
 
 
 # %%
@@ -479,18 +482,19 @@ print_way("  torch's", torch_selective)
 print_way("  the library's", selective(DEAR))
 
 # %% [markdown]
-# The library's holds less than yours and torch's: it writes the first run down, and then drops what
-# nobody will ask for. The last product (`down`) is chosen, yet backward needs its inputs, not its
-# output. In exchange it also takes the numbers of single *calls*: `selective({8, 42})`.
+# The library's version holds less than yours and torch's: it records the first run, then drops
+# outputs that backward does not need. (The last matmul, `down`, is chosen, but backward needs its
+# inputs, not its output.) It also accepts the numbers of single *calls*: `selective({8, 42})`.
 
 # %% [markdown]
 # ## What torch.compile saves instead
 #
-# A compiler sees forward and backward as one graph, and has to cut it in two. What the cut passes
-# through is saved. torch looks for a **minimum cut**, the fewest bytes, where products may not run
-# again, nor anything that would not fuse into backward's kernels (reductions, long chains).
-# `activation_memory_budget` moves it: 1 is that cut, 0 saves the inputs alone, and in between a
-# knapsack decides. Here nothing is compiled: the two graphs run as they are.
+# torch.compile traces forward and backward into one graph, and cuts it in two. Tensors that cross
+# the cut are saved. It looks for the **minimum cut** in bytes, in which no matmul runs again, nor
+# anything that cannot be fused into backward's kernels (reductions, long chains).
+#
+# `activation_memory_budget` moves the cut: 1 is the minimum cut, 0 saves only the inputs, and
+# between them a knapsack solver decides. Here nothing is compiled: both graphs run unchanged.
 
 
 # %%
@@ -513,19 +517,20 @@ for budget in (1.0, 0.5, 0.0):
     print_way(f"torch.compile, budget {budget}", lambda block, x, graphs=graphs: graphs(x))
 
 # %% [markdown]
-# Its cut at 1 keeps more than products and attention: what is computed again shall cost no *time*.
-# 0.5 is half of the way from the input alone to that cut, about 1.1 MiB. It drops products, too,
-# and stays below: what it holds and one more of 576 KiB would be above. Which ones should go? Each
-# that it could keep has its bytes, and operations that it spares, and a budget is to be filled: a
-# **knapsack**.
+# At 1, the cut keeps more than matmuls and attention, because recomputation must cost no *time*.
+# 0.5 means halfway between the input and that cut, about 1.1 MiB. There it drops matmuls, too, and
+# holds less than the budget: one more output of 576 KiB would exceed it.
+#
+# Which outputs should it drop? Each needs bytes and spares operations, and the budget limits the
+# bytes: this is the **knapsack** problem.
 
 # %% [markdown]
 # ### Exercise 6.4: what to keep within a budget
 #
-# About 12 minutes. Each operator `o` has a number `o.number`, `o.bytes` if it is kept, and
-# `o.operations` that run again if it is not. Return the numbers of those to keep, as a set: at
-# most `budget_bytes` in all, and the fewest operations again. `unbeaten` is at hand. Trying all
-# sets is no way: there are 2⁶³ for the nine blocks.
+# About 12 minutes. Each operator `o` has a number `o.number`, needs `o.bytes` if you keep its
+# output, and reruns `o.operations` if you do not. Return the set of numbers to keep: at most
+# `budget_bytes` in total, with the fewest operations rerun. You can use `unbeaten`. Trying all
+# sets is too slow: the nine blocks have 2⁶³.
 
 
 # %%
@@ -548,9 +553,8 @@ def best_operators(operators, budget_bytes):
 best_operators = exercise("6.4", best_operators)
 
 # %% [markdown]
-# Now for the nine blocks at once. `operators_of` lists what a checkpoint of a block runs again, and
-# could keep instead. Four budgets, from nothing to all products and attention; each is run, and
-# metered.
+# Apply it to the nine blocks at once. `operators_of` lists the operators that a checkpointed block
+# reruns and could keep instead. Measure four budgets, from nothing to all matmuls and attention.
 
 
 # %%
@@ -593,18 +597,19 @@ lines = {"the best of whole blocks": best_of_blocks, "the best operators": by_op
 picture(points, lines, "The same model, chosen block by block, and operator by operator")
 
 # %% [markdown]
-# The red line begins at "every block" and comes down to **zero**, with a third of the peak saved.
-# From there on bytes spare the cheap half only, which takes time and no operations. Operators beat
-# blocks, but for the first MiB: that is best spent on the last block, which is there in full anyway
-# when backward begins. Below "every block" only segments of several blocks go.
+# The red line starts at "every block" and falls to **zero** operations, with a third of the peak
+# saved. More bytes than that spare only cheap operators: time, but no counted operations.
 #
-# (Flash attention, Day 10, is this idea inside of one kernel: scores forgotten, and made again.)
+# Choosing operators beats choosing blocks, except for the first MiB: spend it on the last block,
+# which is in memory in full anyway when backward starts. Only segments of several blocks get below
+# "every block". (Flash attention, Day 10, uses this idea inside one kernel: it drops the scores
+# and recomputes them.)
 
 # %% [markdown]
 # ## It learns the same
 #
-# Six steps of AdamW, from the same weights, in three ways: plain, the best schedule within 6 MiB,
-# and operators chosen.
+# Train six AdamW steps from the same weights in three ways: plain, the best schedule within 6 MiB,
+# and selected operators.
 
 
 # %%
@@ -634,8 +639,8 @@ print(f"the same losses, to the bit: {plain_losses == by_schedule == by_choice}"
 # %% [markdown]
 # ## At scale: seven billion
 #
-# A block of Llama 2 7B on 1 × 4096 tokens in bfloat16, on fake tensors, times 32. And a budget: the
-# best operators for 4 GiB, beside the 1 GiB that blocks hand on.
+# Take one block of Llama 2 7B on 1 × 4096 tokens in bfloat16, with fake tensors, times 32. Add a
+# budget: the best operators for 4 GiB, on top of the 1 GiB of block outputs.
 
 # %%
 seven_ways = ways | {"attention alone": selective(ATTENTION)}
@@ -653,17 +658,17 @@ for name, (held, operations) in seven.items():
     print(f"{name:20}{format_bytes(held):>11} held in {L} blocks, {again:5.1%} of operations again")
 
 # %% [markdown]
-# The last line is the 1 GiB that blocks hand on, and 3.70 of the 4 GiB: no further product fits.
+# The last line is the 1 GiB of block outputs and 3.70 of the 4 GiB: no further matmul fits.
 #
-# Weights in bfloat16 are 12.6 GiB. If they are frozen (LoRA, Day 3), a card of 24 GiB has room for
-# the checkpoint and a few GiB more. These need not go into a larger batch: they buy back the second
-# run. Gradients of all weights at once, 12.6 GiB again, would not fit at all.
+# bfloat16 weights need 12.6 GiB. If they are frozen (LoRA, Day 3), a 24 GiB GPU has room for the
+# checkpoints and a few GiB more. You can use these to recompute less, not only for a larger batch.
+# Gradients of all weights would need another 12.6 GiB, which does not fit.
 
 # %% [markdown]
 # ## On your GPU
 #
-# Where there is a GPU, this takes the bill's step on it, checkpointed and with attention and
-# products kept.
+# If you have a GPU, this cell runs the bill's step on it: every block checkpointed, then with
+# attention and matmuls kept.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):
@@ -687,9 +692,9 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# One guide has a table: memory saved and compute added for 0, 50 and 100 % of the layers. Tried on
-# the bill's model, 124M on 8 × 640 tokens in float32. Its twelve blocks are alike, so one of them
-# is measured.
+# A guide's table gives the memory saved and the compute added for checkpointing 0, 50 and 100 % of
+# the layers. Test it on the bill's model, 124M on 8 × 640 tokens in float32. Its twelve blocks are
+# equal, so measure one.
 
 # %%
 config = PRESETS["124m"]
@@ -770,23 +775,23 @@ verdict(
 #
 # | if it does not fit | do | for the 124M model's blocks |
 # | --- | --- | --- |
-# | by less than half of the blocks' activations | keep products and attention | −45 %, none again |
-# | by more | the knapsack: fill what there is | in between |
-# | by nearly all of them | every block | −95 %, four fifths of forward again |
-# | still | a schedule with segments inside of segments | the last few percent, dear |
+# | by less than half of its activations | keep matmuls and attention | −45 %, nothing rerun |
+# | by more | the knapsack: fill the budget | in between |
+# | by nearly all of them | checkpoint every block | −95 %, four fifths of forward rerun |
+# | by even more | a schedule with nested segments | the last few percent, expensive |
 #
-# Count before you choose: bytes of what is kept, operations of what runs again, and the **peak**,
-# which may lie elsewhere. What is below the peak anyway is free.
+# Before you choose, count the bytes kept, the operations rerun and the **peak**, which may be
+# elsewhere. Anything you keep below the peak is free.
 
 # %% [markdown]
 # ## The running bill
 #
-# One training step of 124M weights on 8 × 640 tokens. Yesterday's peak lies at the end of backward,
-# where the last gradients are made and no activation is left. What is kept below it is free. There
-# is room for what attention makes, the most operations for its bytes. All products, too, would take
-# 1.46 GiB. So the bar stays, and what goes is operations.
+# One training step of the 124M model on 8 × 640 tokens. Yesterday's peak is at the end of
+# backward, where no activations are left, so activations kept below it are free. Attention's
+# outputs fit. They spare the most operations per byte. (All matmuls, too, would raise the peak to
+# 1.46 GiB.) So memory stays the same, and fewer operations run again.
 #
-# Two of the eight sequences are enough to measure: from the second on, each is like the last.
+# Two of the eight sequences are enough to measure: each further one repeats the second.
 
 
 # %%

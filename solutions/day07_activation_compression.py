@@ -1,28 +1,29 @@
 # %% [markdown]
 # # Day 7: Activation compression
 #
-# **Keep them, but in eight bits?**
+# **Keep activations, but in eight bits?**
 #
-# After today you can keep activations in 8, 4 or 2 bits; you can say of any model what that saves
-# and what it cannot; and you can see in the gradients whether the bits were enough.
+# After today you can store activations in 8, 4 or 2 bits, say for any model what this saves and
+# what it cannot save, and measure in the gradients whether the bits are enough.
 #
-# About 85 minutes, 59 of them for five exercises. You need a laptop; a GPU is welcome and not
-# needed. Nothing is downloaded.
+# About 85 minutes, 59 of them for five exercises. You need a laptop; a GPU is optional. Nothing is
+# downloaded.
 
 # %% [markdown]
-# As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
-# your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
-# stuck, type `memlab hint 7.1` in a terminal. An exercise left open blocks nothing.
+# As before, you **guess**, **measure**, and **build** what explains the gap. In an exercise,
+# replace `raise NotImplementedError` with your own lines. The cell below it checks your answer. If
+# you are stuck, type `memlab hint 7.1` in a terminal. You can skip an exercise and still run the
+# rest.
 
 # %% [markdown]
 # ## The question
 #
-# Day 5 forgot activations, Day 6 chose which. Both compute again what is gone. There is a third
-# way: keep **everything**, with fewer digits. The forward pass computes with exact numbers, as
-# always. Only what is put aside for backward is rounded, and backward gets nearly what was there.
+# Days 5 and 6 dropped activations and recomputed them. Today you keep **everything**, but in fewer
+# bits. The forward pass computes in full precision, as always. Only the tensors saved for backward
+# are rounded, so backward gets approximate activations.
 #
-# A float32 has 4 bytes. Here a number gets one: 256 values. To write numbers with few values is
-# called **quantization**; which of the values it is, its **code**.
+# A float32 element has 4 bytes. Today it gets one byte, for 256 different values. Storing elements
+# with few values is called **quantization**. The stored integer is the element's **code**.
 
 # %%
 import weakref
@@ -51,13 +52,16 @@ from memlab.units import format_bytes
 # %% [markdown]
 # ## Guess
 #
-# A block of the 124M model holds 310 MiB for backward (8 × 640 tokens, float32; with its input, for
-# the next block holds its output). How many MiB if all that can shrink is kept in 8 bits? How many
-# with Day 5's checkpoint instead, and how many with both?
+# A block of the 124M model holds 310 MiB for backward (8 × 640 tokens, float32; its input
+# included, its output not). How many MiB does it hold
+#
+# - if every eligible tensor is kept in 8 bits?
+# - with Day 5's checkpoint instead?
+# - with both?
 
 # %%
 ### BEGIN SOLUTION
-guess("7.1", eight_bits_mib=77.5, checkpointed_mib=15, both_mib=4)  # a quarter; the input alone
+guess("7.1", eight_bits_mib=77.5, checkpointed_mib=15, both_mib=4)  # a quarter; only the input
 ### END SOLUTION
 ### BEGIN STUB
 # guess("7.1", eight_bits_mib=..., checkpointed_mib=..., both_mib=...)
@@ -66,7 +70,8 @@ guess("7.1", eight_bits_mib=77.5, checkpointed_mib=15, both_mib=4)  # a quarter;
 # %% [markdown]
 # ## Measure
 #
-# By the library, on fake tensors: the forward pass runs inside `with compressed_activations():`.
+# Measure with the library, on fake tensors. The forward pass runs inside `with
+# compressed_activations():`.
 
 
 # %%
@@ -75,19 +80,19 @@ def plainly(fn, x):
 
 
 def held_by(call, around):
-    """Bytes a block holds for backward, by part: its input, attention's, the MLP's, and scales."""
+    """Bytes that a block holds for backward: its input, attention, the MLP, and group scales."""
     outputs = []
 
     def forward():
         with around():
-            outputs.append(call(block, x * 1))  # the input is made, as by a block before
+            outputs.append(call(block, x * 1))  # new memory, like a previous block's output
 
     trace = memlab.measure(forward, model=block)
     kept = [e for e in trace.alive() if e.phase != "before"]
-    first = min(kept, key=lambda e: e.storage)  # the input, or its codes
+    first = min(kept, key=lambda e: e.storage)  # the input or its codes
     held = {"input": 0, "attention": 0, "MLP": -outputs[0].nbytes, "smallest and step": 0}
     for e in kept:
-        of_mlp = e.module.startswith("mlp") or e.module == "Block"  # with norm and sum before it
+        of_mlp = e.module.startswith("mlp") or e.module == "Block"  # with its norm and residual sum
         part = "input" if e is first else "MLP" if of_mlp else "attention"
         held["smallest and step" if e.dtype == "bfloat16" else part] += e.bytes
     return held
@@ -95,7 +100,7 @@ def held_by(call, around):
 
 # %%
 WAYS = {
-    "all kept": (plainly, nullcontext),
+    "everything kept": (plainly, nullcontext),
     "in 8 bits": (plainly, compressed_activations),
     "checkpointed": (checkpoint, nullcontext),
     "both": (checkpoint, compressed_activations),
@@ -120,26 +125,27 @@ for name, parts in held.items():
         left += mib
     axes.text(left + 3, name, f"{left:.1f} MiB", va="center")
 axes.set(xlabel="MiB held for backward by one block", xlim=(0, 350))
-axes.set_title("A quarter by 8 bits, a twentieth by a checkpoint")
+axes.set_title("8 bits leave a quarter, a checkpoint leaves a twentieth")
 axes.invert_yaxis()
 _ = axes.legend(frameon=False, loc="lower right")
 
 # %% [markdown]
-# A quarter would be 77.5. The gap is made of the black sliver, 4 bytes for each 256 numbers, and of
-# a quarter of a MiB that was left alone. **Nothing is computed again**, and four times as many
-# tokens fit where activations are what fills the memory. Checkpointing saves more, and runs every
-# block twice; its inputs can shrink as well.
+# Exactly a quarter would be 77.5 MiB. The difference has two parts: 4 bytes per group of 256
+# elements (black), and a quarter of a MiB that is not compressed. **Nothing is recomputed**, and
+# if activations fill the memory, nearly four times as many tokens fit. Checkpointing saves more,
+# but runs every block twice. You can also compress its inputs ("both").
 #
-# What does it cost? An error in every gradient. So build it, and look.
+# The price is an error in every gradient. Build it and measure the error.
 
 # %% [markdown]
-# ## 256 values on even steps
+# ## 256 evenly spaced values
 #
-# Take 256 activations. Write down the **smallest** of them, and a **step** of a 255th of their
-# range. Each number is then so many steps above the smallest: a whole number from 0 to 255, a byte.
-# Coming back, it is `smallest + code · step`. With 4 bits there are 15 steps, with 2 bits three.
+# Take a group of 256 activations. Store their minimum, `smallest`, and a `step`: their range
+# divided by 255. Then each element becomes a code: how many steps it is above the minimum, rounded
+# to an integer from 0 to 255. One byte holds it. To dequantize, compute `smallest + code · step`.
+# With 4 bits there are 15 steps, with 2 bits 3.
 #
-# Here are some: what the MLP of a tiny model makes of random bytes.
+# For an example, take MLP activations of the tiny model, fed with random bytes.
 
 # %%
 torch.manual_seed(0)
@@ -148,7 +154,7 @@ tokens, made = torch.randint(256, (8, 64)), []
 hook = model.blocks[0].mlp.down.register_forward_pre_hook(lambda _, inputs: made.append(inputs[0]))
 model(tokens)
 hook.remove()
-activations = made.pop().detach().flatten()  # 49,152 numbers
+activations = made.pop().detach().flatten()  # 49,152 elements
 one_group = activations[:256].view(1, 256)
 
 # %%
@@ -158,51 +164,53 @@ for axes, bits in zip(all_axes, (8, 4, 2), strict=True):
     for level in torch.linspace(low, high, 2**bits).tolist():
         axes.axhline(level, color="#cc6677", linewidth=0.3 if bits == 8 else 0.8, zorder=0)
     axes.plot(one_group[0], ".", color="#1b3a57", markersize=4)
-    axes.set(title=f"{bits} bits: {2**bits} values", xlabel="place in the group")
+    axes.set(title=f"{bits} bits: {2**bits} values", xlabel="index in the group")
 _ = all_axes[0].set_ylabel("activation")
 
 # %% [markdown]
-# Each point moves to the nearest red line. At 8 bits nobody will notice; at 2 bits most of a group
-# ends up on the same line.
+# Quantization moves each point to the nearest red line. At 8 bits the difference is invisible. At
+# 2 bits most of the group ends up on the same line.
 #
-# Smallest and step are kept for each group. As two float32 they would be 8 bytes; as two bfloat16
-# they are 4. But a bfloat16 has two to three digits. Rounded to the *nearest*, the smallest could
-# lie above the numbers, and the largest be out of reach. So round one down and the other up:
+# Each group stores `smallest` and `step`: 8 bytes in float32, 4 in bfloat16. But bfloat16 has only
+# two to three decimal digits. With round to nearest, `smallest` could be above the group's
+# minimum, and the last code below its maximum. So round `smallest` down and `step` up:
 
 
 # %%
-def as_bfloat16(numbers, towards):
-    """Rounded in one direction: down for towards=-inf, up for inf."""
-    nearest = numbers.bfloat16()
+def as_bfloat16(values, towards):
+    """Cast to bfloat16, rounding down for towards=-inf and up for towards=inf."""
+    nearest = values.bfloat16()
     beyond = torch.nextafter(nearest, torch.full_like(nearest, towards))
-    passed = nearest.float() > numbers if towards < 0 else nearest.float() < numbers
+    passed = nearest.float() > values if towards < 0 else nearest.float() < values
     return torch.where(passed, beyond, nearest)
 
 
 def dequantize(codes, smallest, step):
-    """What comes back: float32 (groups, n)."""
+    """Return float32 (groups, n)."""
     return smallest.float() + codes * step.float()
 
 
-numbers = torch.tensor([100.3])
-print(f"{numbers.item():.1f} down: {as_bfloat16(numbers, -inf).item()}, ", end="")
-print(f"up: {as_bfloat16(numbers, inf).item()}")
+value = torch.tensor([100.3])
+print(f"{value.item():.1f} rounded down: {as_bfloat16(value, -inf).item()}, ", end="")
+print(f"rounded up: {as_bfloat16(value, inf).item()}")
 
 # %% [markdown]
 # ### Exercise 7.1: quantize
 #
-# About 15 minutes. `groups` is float32 (groups, n), mostly n = 256. Return three tensors: `codes`,
-# uint8 (groups, n), from 0 to `levels`; `smallest`, bfloat16 (groups, 1), rounded down; `step`,
-# bfloat16 (groups, 1), rounded up, so that `levels` steps from the *rounded* smallest reach the
-# largest. No number may come back more than half a step off.
+# About 15 minutes. `groups` is float32 (groups, n), usually with n = 256. Return three tensors:
 #
-# Turn steps into whole numbers by `round(steps)`, whatever function `round` is. It must be handed
-# no 0 / 0: groups of zeros exist. Leave `groups` as it is.
+# - `codes`: uint8 (groups, n), from 0 to `levels`;
+# - `smallest`: bfloat16 (groups, 1), rounded down;
+# - `step`: bfloat16 (groups, 1), rounded up. `levels` steps from the *rounded* `smallest` must
+#   reach the maximum.
+#
+# No element may come back more than half a step off. Round with `round(steps)`, the function that
+# you are given. Do not pass it 0 / 0: a group can be all zeros. Leave `groups` unchanged.
 
 
 # %%
 def quantize(groups, levels, round=torch.round):
-    """(codes, smallest, step)"""
+    """Return (codes, smallest, step)."""
     ### BEGIN SOLUTION memlab.reference.activation_compression.quantize
     low, high = groups.aminmax(dim=1, keepdim=True)
     smallest = as_bfloat16(low, -inf)
@@ -216,11 +224,11 @@ def quantize(groups, levels, round=torch.round):
 quantize = exercise("7.1", quantize)
 
 # %% [markdown]
-# ## Why groups, and why of 256
+# ## Why groups of 256
 #
-# Activations have outliers. One number of 50 among numbers around 1 makes the steps coarse for all
-# that share its scale. A guide's `tensor.abs().max() / 127` has one scale for the whole tensor. Let
-# one of the 49,152 be an outlier, and look at the others:
+# Activations have outliers. A single 50 among values around 1 makes the steps coarse for every
+# element that shares its scale. A guide uses one scale for the whole tensor: `tensor.abs().max() /
+# 127`. Make one of the 49,152 elements an outlier, and measure the error of all other elements:
 
 # %%
 with_outlier = activations.clone()
@@ -228,64 +236,63 @@ with_outlier[1000] = 100 * activations.abs().max()
 others = torch.arange(len(with_outlier)) != 1000
 
 
-def error(numbers, size):
-    """Of what comes back, by the size of the numbers, outlier aside; groups of another size."""
-    groups = numbers.view(-1, size)
+def error(values, size):
+    """The relative error without the outlier, in groups of `size` elements."""
+    groups = values.view(-1, size)
     off = (dequantize(*quantize(groups, 255)) - groups).flatten()
-    return (off[others].norm() / numbers[others].norm()).item()
+    return (off[others].norm() / values[others].norm()).item()
 
 
 for size in (16, 64, 256, 1024, len(activations)):
     overhead = 4 / size
     errors = error(activations, size), error(with_outlier, size)
-    print(
-        f"groups of {size:6,}: {1 + overhead:.2f} bytes a number, error {errors[0]:5.1%}, ", end=""
-    )
-    print(f"with the outlier {errors[1]:6.1%}")
+    print(f"groups of {size:6,}: {1 + overhead:.2f} bytes per element, ", end="")
+    print(f"error {errors[0]:5.1%}, with the outlier {errors[1]:6.1%}")
 scale = with_outlier.abs().max() / 127
 back = (with_outlier / scale).round() * scale
 off = (back - with_outlier)[others].norm() / with_outlier[others].norm()
-print(f"the guide's scale: error with the outlier {off:.0%}")
+print(f"the guide's single scale: error with the outlier {off:.0%}")
 
 # %% [markdown]
-# With one scale everything but the outlier is lost: of most numbers a zero comes back. In groups of
-# 256 only 255 others suffer. Smaller groups would be finer still, and dearer: at 16 they cost a
-# quarter of a byte each. At 256 it is 1/64, less than 2 %.
+# With one scale for the tensor, all elements but the outlier are lost: most come back as 0. In
+# groups of 256, the outlier affects only its own group. Smaller groups are more accurate, but
+# groups of 16 need 0.25 bytes more per element. Groups of 256 need 1/64 of a byte, less than 2 %.
 #
-# And why begin at the *smallest*, where the guide goes from −largest to largest? Hardly any group
-# is *exactly* centred on zero. So the whole range of codes is used, at the same bytes.
+# And why start at the *minimum*, when the guide's range goes from −max to max? Few groups are
+# centred on 0. Starting at the minimum uses all codes, at no extra bytes.
 
 # %%
 groups = activations.view(-1, 256)
 scale = groups.abs().amax(1, keepdim=True) / 127
 from_largest = (((groups / scale).round() * scale - groups).norm() / groups.norm()).item()
 from_smallest = error(activations, 256)
-print(f"error from -largest to largest: {from_largest:.2%}, from the smallest: ", end="")
+print(f"error with a range of -max to max: {from_largest:.2%}, with min to max: ", end="")
 print(f"{from_smallest:.2%}, {1 - from_smallest / from_largest:.0%} less")
 
 # %% [markdown]
-# ## Fewer bits: round at random
+# ## Fewer bits: stochastic rounding
 #
-# A gradient is a sum, over all tokens. Errors that point up and down at random cancel in sums;
-# errors with a side of their own add up. At 8 bits the nearest value is so near that this does not
-# matter. With 3 steps it does: most of a group is rounded the same way.
+# A gradient sums over all tokens. In a sum, unbiased errors cancel, but biased errors add up. At 8
+# bits the bias of round to nearest is too small to matter. With only 3 steps (2 bits) it matters:
+# most of a group is rounded in the same direction.
 #
-# **Stochastic rounding** (Day 4 had it for bfloat16): 2.25 becomes 3 in a quarter of all cases, 2
-# in the others. Each draw is worse than the nearest. The mean of many is *right*.
+# **Stochastic rounding** (Day 4 used it for bfloat16) is unbiased: 2.25 becomes 3 with probability
+# 0.25, and 2 otherwise. A single draw is less accurate than round to nearest, but the mean of many
+# draws is *correct*.
 
 # %% [markdown]
-# ### Exercise 7.2: round at random
+# ### Exercise 7.2: stochastic rounding
 #
-# About 8 minutes. `steps` is a float32 tensor of any shape, from 0 up. Return float32 of its shape,
-# whole numbers: each rounded up with a probability equal to its fraction, else down. Each number
-# gets a draw of its own, from `generator` and nowhere else: `torch.rand(..., generator=generator)`.
-# Whoever trains has random numbers of their own, for dropout, and those must stay what they were.
-# Leave `steps` as it is.
+# About 8 minutes. `steps` is a float32 tensor of any shape, with values ≥ 0. Return a float32
+# tensor of its shape that holds integers. Round each element up with a probability equal to its
+# fraction, otherwise down. Draw one random number per element, only from `generator`:
+# `torch.rand(..., generator=generator)`. Training uses torch's global generator for dropout, so do
+# not touch it. Leave `steps` unchanged.
 
 
 # %%
 def round_at_random(steps, generator):
-    """Whole numbers whose mean over many draws is `steps`."""
+    """Return integers whose mean over many draws is `steps`."""
     ### BEGIN SOLUTION
     down = steps.floor()
     return down + (torch.rand(steps.shape, generator=generator) < steps - down)
@@ -296,7 +303,7 @@ def round_at_random(steps, generator):
 round_at_random = exercise("7.2", round_at_random)
 
 # %% [markdown]
-# The sum of the group above, estimated 3,000 times from 2 bits:
+# Estimate the sum of the group above 3,000 times, from 2 bits per element:
 
 # %%
 at_random = partial(round_at_random, generator=torch.Generator().manual_seed(7))
@@ -304,7 +311,7 @@ exact = one_group.sum().item()
 nearest = dequantize(*quantize(one_group, 3)).sum().item()
 draws = dequantize(*quantize(one_group.repeat(3000, 1), 3, at_random)).sum(1)
 fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
-one_step = quantize(one_group, 3)[2].item()  # a sum moves by whole steps: a bar for each
+one_step = quantize(one_group, 3)[2].item()  # sums differ by multiples of a step: one bar each
 bars = torch.arange(draws.min() - one_step / 2, draws.max() + one_step, one_step)
 axes.hist(draws.tolist(), bins=bars.tolist(), color="#b7c9d9")
 for sum_of, name, colour in (
@@ -314,33 +321,37 @@ for sum_of, name, colour in (
 ):
     style = "--" if name.startswith("mean") else "-"
     axes.axvline(sum_of, color=colour, linestyle=style, linewidth=2.5, label=name)
-axes.set(xlabel="sum of the 256 numbers, from 2 bits each", ylabel="draws of 3,000")
-axes.set_title("One sum, 3,000 times")
+axes.set(xlabel="sum of the 256 elements, from 2 bits each", ylabel="number of draws")
+axes.set_title("One sum, estimated 3,000 times")
 axes.legend(frameon=False)
 spread = draws.std().item()
-print("the mean of the draws is nearer than the nearest: ", end="")
-print(abs(draws.mean().item() - exact) < abs(nearest - exact))
-print(f"and within a tenth of their spread: {abs(draws.mean().item() - exact) < spread / 10}")
+off = abs(draws.mean().item() - exact)
+print("the draws' mean is closer to the exact sum than round to nearest: ", end="")
+print(off < abs(nearest - exact))
+print(f"and off by less than a tenth of their standard deviation: {off < spread / 10}")
 
 # %% [markdown]
-# The nearest gives the same wrong sum every time. The draws scatter, and have no side.
+# Round to nearest gives the same wrong sum every time. Stochastic rounding varies, but is
+# unbiased.
 #
-# So: **nearest at 8 bits**, where its error is smaller by a good quarter and its side too small to
-# matter. **Below 8, it is a trade**: the nearest has a side, the draws have more noise, which
-# averages over tokens and steps take away, if there are enough of them. Both are tried below.
-# (ActNN and GACT, of which more later, round at random always.)
+# - **8 bits: round to nearest.** Its error is smaller by a good quarter, and its bias is
+#   negligible.
+# - **Fewer bits: a trade-off.** Round to nearest is biased. Stochastic rounding has more noise,
+#   which averages out over enough tokens and steps. You will try both.
+#
+# (ActNN and GACT, described below, always use stochastic rounding.)
 
 # %% [markdown]
-# ## Bits into bytes
+# ## Packing bits into bytes
 #
-# Memory comes in bytes. Codes of 4 bits are to lie two in a byte, codes of 2 bits four: the first
-# in the lowest bits. `unpack` takes them apart again: `>>` moves bits down, `&` cuts off those
-# above.
+# Memory is addressed in bytes. Store two 4-bit codes per byte, or four 2-bit codes, the first code
+# in the lowest bits. `unpack` separates them again: `>>` shifts bits down, and `&` removes the
+# bits above.
 
 
 # %%
 def unpack(packed, bits, count):
-    """`count` codes of so many bits, uint8 (count,)."""
+    """Return the first `count` codes of `bits` bits, uint8 (count,)."""
     per_byte = 8 // bits
     codes = torch.empty(count, dtype=torch.uint8, device=packed.device)
     for place in range(per_byte):
@@ -355,14 +366,14 @@ print(unpack(torch.tensor([0b0010_0001, 0b0000_0011], dtype=torch.uint8), bits=4
 # ### Exercise 7.3: pack
 #
 # About 8 minutes. `codes` is uint8 (n,), each code below 2 to the power of `bits` (8, 4 or 2).
-# Return uint8 (⌈n · bits / 8⌉,), where ⌈ ⌉ rounds up, from which `unpack` gets them back; n need
-# not fill the last byte. What you return owns its bytes and no more: `codes` may be a view of a
-# longer tensor, which is to die. Leave `codes` as it is.
+# Return uint8 (⌈n · bits / 8⌉,), so that `unpack` recovers the codes. (⌈ ⌉ rounds up.) The last
+# byte need not be full. Return a tensor with its own memory, of exactly this size: `codes` may be
+# a view of a longer tensor, which must be freed. Leave `codes` unchanged.
 
 
 # %%
 def pack(codes, bits):
-    """What `unpack` takes apart."""
+    """Return uint8 (⌈n · bits / 8⌉,), the inverse of `unpack`."""
     ### BEGIN SOLUTION
     per_byte = 8 // bits
     packed = torch.zeros(-(-len(codes) // per_byte), dtype=torch.uint8, device=codes.device)
@@ -377,8 +388,8 @@ def pack(codes, bits):
 pack = exercise("7.3", pack)
 
 # %% [markdown]
-# Put together: numbers of any count, in groups of 256. The last group is filled up with its last
-# number: zeros would stretch its range.
+# Now combine them for any number of elements, in groups of 256. The last group is padded with its
+# last element, because zeros could widen its range.
 
 
 # %%
@@ -391,22 +402,22 @@ class Compressed(NamedTuple):
     dtype: torch.dtype
 
 
-def in_groups(numbers):
-    missing = -len(numbers) % 256
-    return torch.cat([numbers, numbers[-1:].expand(missing)]).view(-1, 256)
+def in_groups(values):
+    missing = -len(values) % 256
+    return torch.cat([values, values[-1:].expand(missing)]).view(-1, 256)
 
 
-def compress(numbers, bits=8, round=torch.round):
-    codes, smallest, step = quantize(in_groups(numbers.float()), 2**bits - 1, round)
-    packed = pack(codes.view(-1)[: len(numbers)], bits)
-    return Compressed(packed, smallest, step, bits, len(numbers), numbers.dtype)
+def compress(values, bits=8, round=torch.round):
+    codes, smallest, step = quantize(in_groups(values.float()), 2**bits - 1, round)
+    packed = pack(codes.view(-1)[: len(values)], bits)
+    return Compressed(packed, smallest, step, bits, len(values), values.dtype)
 
 
 # %%
 def decompress(kept):
     codes = in_groups(unpack(kept.packed, kept.bits, kept.count))
-    numbers = dequantize(codes, kept.smallest, kept.step)
-    return numbers.view(-1)[: kept.count].to(kept.dtype)
+    values = dequantize(codes, kept.smallest, kept.step)
+    return values.view(-1)[: kept.count].to(kept.dtype)
 
 
 for bits in (8, 4, 2):
@@ -414,19 +425,19 @@ for bits in (8, 4, 2):
     nbytes = sum(tensor.nbytes for tensor in kept[:3])
     step = kept.step.float().max()
     is_near = (decompress(kept) - activations[:1000]).abs().max() <= 0.501 * step
-    print(f"1,000 numbers at {bits} bits: {nbytes:,} bytes, half a step at most: {is_near}")
+    print(f"1,000 elements at {bits} bits: {nbytes:,} bytes, at most half a step off: {is_near}")
 
 # %% [markdown]
-# ## What is there to shrink?
+# ## Which saved tensors to compress
 #
-# A hook (Day 5) sees every tensor that autograd saves. Not all of it is memory, and not all can be
-# rounded:
+# A saved-tensor hook (Day 5) sees every tensor that autograd saves. Do not compress all of them:
 #
-# - **Weights** are saved, transposed at times, and are there anyway.
-# - One **storage** (the memory behind a tensor) is saved by several operators, or in several views.
-# - What has **no gradient** (`requires_grad` is False) is an index, a mask, a table, a statistic:
-#   rounded, a row's number is another row. And data are held elsewhere.
-# - **Small** ones, below 256 numbers, are not worth it.
+# - **Weights** are saved (sometimes transposed), but they stay in memory anyway.
+# - One **storage** (the memory behind a tensor) can be saved by several operators, or as several
+#   views. Count it once.
+# - Tensors with **no gradient** (`requires_grad` is False) are indices, masks, tables or
+#   statistics. A rounded index points to another row. Data is held elsewhere anyway.
+# - **Small** tensors, below 256 elements, save too little.
 
 # %%
 listed, tiny_block = [], model.blocks[1]
@@ -437,23 +448,23 @@ for tensor in listed[2:10]:
     storage, kind = tensor.untyped_storage(), str(tensor.dtype).removeprefix("torch.")
     name = "a weight" if any(tensor.data_ptr() == w.data_ptr() for w in model.parameters()) else ""
     print(f"{tuple(tensor.shape)!s:14} {kind}, {storage.nbytes():6,} bytes  {name}")
-print(f"… {len(listed)} tensors, {sum(tensor.nbytes for tensor in listed):,} bytes if one adds up")
+print(f"… {len(listed)} tensors, {sum(tensor.nbytes for tensor in listed):,} bytes with repeats")
 
 # %% [markdown]
-# ### Exercise 7.4: what waits for backward
+# ### Exercise 7.4: bytes held for backward
 #
-# About 10 minutes. `saved` is such a list, `weights` are the parameters. Return two counts of
-# bytes: what the storages of `saved` take, each **once** and whole, without weights; and what with
-# the *eligible* in `bits` a number. Eligible is what has a gradient, and whose *storage* has at
-# least 256 numbers: n take ⌈n · bits / 8⌉ + 4 · ⌈n / 256⌉ bytes.
+# About 10 minutes. `saved` is a list like the one above; `weights` are the parameters. Count each
+# storage of `saved` **once**, in full, and no weights. Return two numbers of bytes: uncompressed,
+# and with `bits` per element in each *eligible* storage: its tensor requires a gradient, and the
+# *storage* has n ≥ 256 elements. It then needs ⌈n · bits / 8⌉ + 4 · ⌈n / 256⌉ bytes.
 #
-# `tensor.untyped_storage()` is one object for all views of a storage, and can be in a set; it has
-# `.nbytes()`, of which one number takes `tensor.itemsize`.
+# `tensor.untyped_storage()` returns the same object for all views of a storage. You can put it in
+# a set. It has `.nbytes()`; an element has `tensor.itemsize` bytes.
 
 
 # %%
 def bytes_kept(saved, weights, bits):
-    """(bytes as they are, bytes in so many bits)"""
+    """Return (uncompressed bytes, bytes with eligible storages in `bits` per element)."""
     ### BEGIN SOLUTION
     seen = {weight.untyped_storage() for weight in weights}
     before = after = 0
@@ -477,29 +488,30 @@ bytes_kept = exercise("7.4", bytes_kept)
 # %%
 for bits in (8, 4, 2):
     before, after = bytes_kept(listed, model.parameters(), bits)
-    print(f"{bits} bits: {before:,} bytes become {after:,}: {before / after:.2f} × less")
+    print(f"{bits} bits: {before:,} bytes become {after:,}: {before / after:.2f}× less")
 
 # %% [markdown]
-# ## The hook
+# ## The hooks
 #
-# `pack` gets a tensor and returns what is to be kept; `unpack` gets that, in backward, and has to
-# come up with the tensor. Three things go wrong easily:
+# `pack` receives a tensor and returns what autograd keeps. `unpack` receives that in backward, and
+# must return the tensor. Three common mistakes:
 #
-# - **Keep the original**, by any reference, and nothing is saved: the codes come on top.
-# - **Each storage once.** Two views of one storage must share its codes. So compress all of the
-#   storage, and remember size, stride and offset of the view: `numbers.as_strided(size, stride,
-#   offset)` makes it again.
-# - **Whose codes?** When a storage dies, the next one may get its address.
+# - **Keeping the original** by any reference: nothing is saved, and the codes need memory, too.
+# - **Compressing a storage twice.** Views of one storage must share its codes. Compress the whole
+#   storage, and keep the view's size, stride and offset. `values.as_strided(size, stride, offset)`
+#   rebuilds the view.
+# - **Identifying a storage by its address.** After a storage is freed, another can get its
+#   address.
 
 # %% [markdown]
-# `weakref.WeakKeyDictionary()` is a dict that does not keep its keys: an entry goes when its key, a
-# storage, dies. It asks for the object, not for an address. (Do Exercise 7.5 before 14.1, where the
-# same hooks send storages to a disk.)
+# `weakref.WeakKeyDictionary()` is a dict that does not keep its keys alive: when a key (here a
+# storage) is freed, its entry disappears. It identifies a key by the object, not by an address.
+# (Do Exercise 7.5 before 14.1, where the same hooks send storages to disk.)
 
 
 # %%
 def whole(tensor):
-    """All numbers of a tensor's storage, flat and without a graph."""
+    """All elements of a tensor's storage, flat and detached."""
     count = tensor.untyped_storage().nbytes() // tensor.itemsize
     return tensor.detach().as_strided((count,), (1,), 0)
 
@@ -508,25 +520,28 @@ h = torch.randn(4, 6)
 view = h[:, 3:]
 flat = whole(view)
 again = flat.as_strided(view.size(), view.stride(), view.storage_offset())
-print(f"{tuple(view.shape)} of {len(flat)} numbers, made again: {torch.equal(again, view)}")
+print(f"view {tuple(view.shape)} of {len(flat)} elements, rebuilt: {torch.equal(again, view)}")
 known = weakref.WeakKeyDictionary({h.untyped_storage(): "codes of h"})
-print(f"entries while the storage of h lives: {len(known)}", end="")
+print(f"entries while the storage of h is alive: {len(known)}", end="")
 del h, view, flat, again
-print(f"; when it has died: {len(known)}")
+print(f"; after it is freed: {len(known)}")
 
 # %% [markdown]
 # ### Exercise 7.5: the hooks
 #
-# About 18 minutes. Return two functions, `pack` and `unpack`. What is eligible (as in 7.4) is kept
-# as `compress(whole(tensor))`, once for each storage, and its view; `decompress` of it gives the
-# numbers, flat. Everything else is kept as it is, but **detached**: a result that its operator
-# saves itself would hold its graph, and the graph holds it (Day 6). Backward may come twice, and
-# `unpack` keeps nothing of what it hands out. When the output is dropped, nothing is left.
+# About 18 minutes. Return two functions, `pack` and `unpack`.
+#
+# - For an eligible tensor (as in 7.4), keep `compress(whole(tensor))`, once per storage, and the
+#   view. `decompress` returns the storage's elements, flat.
+# - Keep every other tensor as it is, but **detached**. An operator that saves its own result would
+#   otherwise create a reference cycle (Day 6).
+# - Backward may run twice. `unpack` must not keep what it returns, and nothing may stay alive
+#   after the output is deleted.
 
 
 # %%
 def hooks(weights, compress, decompress):
-    """(pack, unpack) for saved_tensors_hooks"""
+    """Return (pack, unpack) for saved_tensors_hooks."""
     ### BEGIN SOLUTION memlab.reference.activation_compression.hooks
     left_alone = {weight.untyped_storage() for weight in weights}
     known = weakref.WeakKeyDictionary()
@@ -556,17 +571,21 @@ def hooks(weights, compress, decompress):
 hooks = exercise("7.5", hooks)
 
 # %% [markdown]
-# Three things that the library's does besides: it sees when a storage was written to between two
-# saves (yours would hand out the old numbers); it packs masks of dropout into bits, exactly; and it
-# leaves **logarithms** alone. The loss saves log-probabilities, to exponentiate them in backward,
-# and there an error of 0.1 is a factor of 1.1. So put yours around the model, and the loss outside.
+# The library's version does three more things:
+#
+# - It detects a storage that was written to between two saves. (Your version would return the old
+#   values.)
+# - It packs dropout masks into bits, without loss.
+# - It does not compress **logarithms**. The loss saves log-probabilities, and backward
+#   exponentiates them: an error of 0.1 becomes a factor of 1.1. So use your hooks around the
+#   model, and compute the loss outside.
 
 # %% [markdown]
-# ## Held against exact gradients
+# ## Compare with exact gradients
 #
-# The block again: forward under the hooks, backward from a fixed gradient. The error is the length
-# of the difference, by the length of the exact gradient of all weights and the input. Nearest; one
-# draw at random; the mean of 9 draws.
+# Run the block's forward pass under the hooks, and backward from a fixed gradient. The relative
+# error is the norm of the difference, divided by the norm of the exact gradient (all weights and
+# the input). Compare round to nearest, one stochastic draw, and the mean of 9 stochastic draws.
 
 # %%
 start = torch.randn(8, 64, 32, generator=torch.Generator().manual_seed(1))
@@ -574,7 +593,7 @@ back = torch.randn(8, 64, 32, generator=torch.Generator().manual_seed(2))
 
 
 def gradient(how=None):
-    """Of the block's weights and its input, flat."""
+    """The gradient of the block's weights and input, flat."""
     x = start.clone().requires_grad_()
     around = saved_tensors_hooks(*hooks(tiny_block.parameters(), how, decompress)) if how else None
     with around or nullcontext():
@@ -595,34 +614,35 @@ for bits in (8, 4, 2):
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
-names = ("nearest", "at random", "mean of 9 at random")
+names = ("round to nearest", "stochastic rounding", "mean of 9 stochastic draws")
 for n, (name, colour) in enumerate(zip(names, ("#cc6677", "#4477aa", "#a9c4dd"), strict=True)):
     heights = [100 * errors[bits][n] for bits in errors]
     bars = axes.bar([place + 0.27 * (n - 1) for place in range(3)], heights, 0.25, color=colour)
     axes.bar_label(bars, [f"{height:.2g} %" for height in heights], padding=2)
     bars.set_label(name)
-axes.set(yscale="log", ylim=(0.02, 60), ylabel="error in %", title="How far the gradient is off")
+axes.set(yscale="log", ylim=(0.02, 60), ylabel="relative error, %", title="Error of the gradient")
 axes.set_yticks((0.1, 1, 10), ("0.1", "1", "10"))
 axes.set_xticks(range(3), [f"{bits} bits" for bits in errors])
 axes.legend(frameon=False, loc="upper left")
-print(f"8 bits, nearest: below 1 %: {errors[8][0] < 0.01}, ", end="")
-print(f"and nearer than a draw at random: {errors[8][0] < errors[8][1]}")
-for bits, (_, one, mean_of_9) in errors.items():
-    print(f"{bits} bits: the mean of 9 draws is {one / mean_of_9:.0f} × nearer than one draw")
+print(f"8 bits, round to nearest: error below 1 %: {errors[8][0] < 0.01}, ", end="")
+print(f"and below a stochastic draw's: {errors[8][0] < errors[8][1]}")
+for bits, (_, one_draw, mean_of_9) in errors.items():
+    print(f"{bits} bits: the mean of 9 draws has {one_draw / mean_of_9:.0f}× less error than one")
 
 # %% [markdown]
-# Each bit less doubles the error: 8 to 4 bits makes it 17 times as large, as steps are 255 / 15 =
-# 17 times as wide. And the mean of 9 draws is 3 times nearer, √9: so there is no side in it.
+# Each bit less doubles the error. From 8 to 4 bits the steps are 255 / 15 = 17 times as wide, and
+# the error is 17 times as large. The mean of 9 draws is √9 = 3 times as accurate, so stochastic
+# rounding is unbiased.
 #
-# Below which error does training not notice? A gradient of a small batch is itself an estimate, and
-# usually off by far more than 1 %. So train.
+# How small must the error be? The gradient of a small batch is itself an estimate, usually off by
+# far more than 1 %. So train and see.
 
 # %% [markdown]
 # ## Does it learn?
 #
-# The tiny model, cut to one block, on torch's own source: 40 steps of AdamW, from the same
-# weights, on the same batches. One of the runs has one scale for each tensor, but in 2 bits.
-# (The guide's 8 bits with one scale learn as well as any in so short a run.)
+# Train the tiny model, cut to one block, on torch's source code: 40 AdamW steps, with the same
+# initial weights and batches. One run uses one scale per tensor in 2 bits. (The guide's 8 bits
+# with one scale learn as well as any run this short.)
 
 
 # %%
@@ -644,9 +664,9 @@ def losses_of(how=None, steps=40):
     return losses
 
 
-def one_scale(numbers):
-    """To the nearest in 2 bits, the whole tensor a group. (8 bits then hold those four values.)"""
-    codes, smallest, step = quantize(numbers.view(1, -1), 3)
+def one_scale(values):
+    """Round to nearest in 2 bits, with the tensor as one group; store those values in 8 bits."""
+    codes, smallest, step = quantize(values.view(1, -1), 3)
     return compress(dequantize(codes, smallest, step).view(-1))
 
 
@@ -654,9 +674,9 @@ def one_scale(numbers):
 runs = {
     "32 bits": losses_of(),
     "8 bits": losses_of(compress),
-    "4 bits, at random": losses_of(partial(compress, bits=4, round=at_random)),
+    "4 bits, stochastic": losses_of(partial(compress, bits=4, round=at_random)),
     "4 bits, nearest": losses_of(partial(compress, bits=4)),
-    "2 bits, at random": losses_of(partial(compress, bits=2, round=at_random)),
+    "2 bits, stochastic": losses_of(partial(compress, bits=2, round=at_random)),
     "2 bits, nearest": losses_of(partial(compress, bits=2)),
     "2 bits, nearest, one scale": losses_of(one_scale),
 }
@@ -666,40 +686,44 @@ fig, axes = plt.subplots(figsize=(9, 3.6), layout="constrained")
 colours = ("#c9c9d0", "#1b3a57", "#44aa77", "#44aa77", "#4477aa", "#4477aa", "#cc6677")
 reached = {}
 for (name, losses), colour in zip(runs.items(), colours, strict=True):
-    means = torch.tensor(losses).unfold(0, 5, 1).mean(1)  # of five steps
+    means = torch.tensor(losses).unfold(0, 5, 1).mean(1)  # of 5 steps each
     label = f"{name} (up to {means.max():.0f})" if means.max() > 6 else name
     line = axes.plot(range(5, 41), means, color=colour, label=label)[0]
     line.set(linewidth=6 if name == "32 bits" else 1.6, linestyle="--" if "near" in name else "-")
     reached[name] = sum(losses[-10:]) / 10
 axes.set(xlabel="step", ylabel="loss in nats, mean of 5 steps", xlim=(5, 41), ylim=(2.8, 5.6))
-axes.set_title("Forty steps with activations in few bits")
+axes.set_title("Forty steps with compressed activations")
 axes.legend(frameon=False)
 behind = {name: loss - reached["32 bits"] for name, loss in reached.items()}
 print(f"8 bits: within 0.02 nats of 32 bits: {abs(behind['8 bits']) < 0.02}")
 for bits in ("4 bits", "2 bits"):
-    is_ahead = behind[f"{bits}, at random"] < behind[f"{bits}, nearest"]
-    print(f"{bits}: at random ends below nearest: {is_ahead}")
+    is_ahead = behind[f"{bits}, stochastic"] < behind[f"{bits}, nearest"]
+    print(f"{bits}: stochastic rounding ends below round to nearest: {is_ahead}")
 print(f"2 bits, one scale: behind 32 bits: {behind['2 bits, nearest, one scale'] > 0.02}")
 
 # %% [markdown]
-# 8 bits are not to be told from 32. On four seeds, at **4 bits**, the draws were ahead of the
-# nearest each time; at **2 bits** twice: 40 small steps average little of so much noise away.
-# **2 bits with one scale** were behind 32 bits each time, by 0.08 to 0.20 nats.
+# You cannot tell 8 bits from 32. On four seeds:
+#
+# - At **4 bits**, stochastic rounding beat round to nearest each time.
+# - At **2 bits**, it did so twice: 40 small steps average out only little of the larger noise.
+# - **2 bits with one scale** were behind 32 bits each time, by 0.08 to 0.20 nats.
 
 # %% [markdown]
-# Longer runs, with a warm-up, a falling rate and clipped gradients, are in
-# `benchmarks/activation_compression.py`: there 8 bits end where 32 do, 4 next to them, and 2 a few
-# percent behind. That is no proof for *your* training: compare two short runs before a long one.
+# `benchmarks/activation_compression.py` has longer runs, with warm-up, learning rate decay and
+# gradient clipping. In them, 8 bits end at the same loss as 32 bits, 4 bits close to it, and 2
+# bits a few percent behind. This is no proof for *your* training: compare two short runs before a
+# long one.
 
 # %% [markdown]
-# ## Beside checkpointing
+# ## Together with checkpointing
 #
-# Of two hooks the inner one sees a tensor. `with compressed_activations():` *around* checkpointed
-# blocks gets what they keep: their inputs. (What runs again in backward is outside of the `with`,
-# and is exact, from a rounded input.) *Inside* a checkpoint there is nothing to keep.
+# Of two nested hooks, the inner one sees a tensor.
 #
-# Day 6's `selective` is another matter: it keeps what it chose detached, without a gradient, and
-# compression leaves that alone.
+# - `with compressed_activations():` *around* checkpointed blocks compresses what they keep, their
+#   inputs. (Recomputation in backward is outside the `with`: it is exact, but starts from a
+#   rounded input.)
+# - *Inside* a checkpoint there is nothing to compress.
+# - Day 6's `selective` keeps detached tensors, which have no gradient. They are not compressed.
 
 # %%
 with memlab.dry_run():
@@ -713,18 +737,18 @@ print(f"a checkpoint: {format_bytes(totals['checkpointed'])}, ", end="")
 print(f"8 bits around it: {format_bytes(totals['both'])}")
 
 # %% [markdown]
-# The 11.2 MiB between the two lines are the input's; attention's 15 stay.
+# The first two lines differ by 11.2 MiB, which compression saves on the input. Attention's 15 MiB
+# do not shrink.
 #
 # ## What does not shrink
 #
-# - In **bfloat16** there are 2 bytes to begin with: 1.97 × and no more. (On a CPU, float32 copies
-#   of the norms shrink by four.)
+# - **bfloat16** elements have only 2 bytes: compression saves 1.97× and no more. (On a CPU, the
+#   norms keep float32 copies, which shrink by four.)
 # - **Weights, gradients, moments**, and logits.
-# - **The peak**, if it lies elsewhere. And in backward each tensor is unpacked in full while its
-#   operator runs, beside that operator's own temporaries.
+# - **The peak**, if it is elsewhere. In backward, each tensor is decompressed in full while its
+#   operator runs, next to the operator's temporaries.
 #
-# Whole steps, then, of two models. A step is measured with one block and with two; every further
-# block adds the same.
+# Now measure whole steps of two models, with one block and with two, and extrapolate.
 
 
 # %%
@@ -739,7 +763,7 @@ def parts(config, way, batch, seq_len, dtype, device):
 
     def step():
         optimizer.zero_grad()
-        with around() if optimizer.state else nullcontext():  # a first step only makes the state
+        with around() if optimizer.state else nullcontext():  # a first step only creates the state
             loss = model(tokens, tokens)
         loss.backward()
         optimizer.step()
@@ -753,12 +777,12 @@ def on_a_cpu(build):
         step, model, optimizer = build()
         for weight in model.parameters():
             weight.grad = torch.zeros_like(weight)
-        optimizer.step()  # it makes AdamW's state
+        optimizer.step()  # creates AdamW's state
         return memlab.measure(step, model=model, optimizer=optimizer)
 
 
 def step_bytes(name, way, *shape, device="cpu", layers=(1, 2)):
-    """(activations when there are most of them, peak), for all blocks of the model."""
+    """(most bytes of activations alive at once, peak), extrapolated to all blocks."""
     found = []
     for few in layers:
         build = partial(parts, replace(PRESETS[name], layers=few), way, *shape, device)
@@ -771,56 +795,63 @@ def step_bytes(name, way, *shape, device="cpu", layers=(1, 2)):
 
 small = {name: step_bytes("124m", way, 8, 640, torch.float32) for name, way in WAYS.items()}
 for name, (kept, peak) in small.items():
-    print(f"{name:13} {format_bytes(kept)} of activations, peak {format_bytes(peak)}")
+    print(f"{name:15} {format_bytes(kept)} of activations, peak {format_bytes(peak)}")
 
 # %% [markdown]
-# 124M weights, float32. The blocks shrink by three quarters, and yet a gigabyte of logits stays,
-# with backward's two copies of it: the peak falls by a third. Day 11 is for those.
+# In the 124M model in float32, the blocks' activations shrink by three quarters. But a gigabyte of
+# logits stays, with two copies in backward, so the peak falls by only a third. Day 11 reduces the
+# logits.
 
 # %% [markdown]
 # ## At scale: seven billion
 #
-# Llama 2 7B in bfloat16, one sequence of 4096 tokens, as CUDA would take it. (On a CPU norms
-# compute in float32 and keep float32 copies: there 8 bits would look better than they are.)
+# Llama 2 7B in bfloat16, one sequence of 4096 tokens, as CUDA would allocate it. (On a CPU, norms
+# keep float32 copies, so 8 bits would look better than they are.)
 
 # %%
 seven = {}
 for name, way in WAYS.items():
-    layers = (2, 3) if name == "in 8 bits" else (1, 2)  # its peak lies elsewhere with one block
+    layers = (2, 3) if name == "in 8 bits" else (1, 2)  # with 1 block its peak is elsewhere
     shape = 1, 4096, torch.bfloat16
     seven[name] = step_bytes("llama-2-7b", way, *shape, device="cuda", layers=layers)
 for name, (kept, peak) in seven.items():
-    print(f"{name:13} {format_bytes(kept):>9} of activations, peak {format_bytes(peak)}")
+    print(f"{name:15} {format_bytes(kept):>9} of activations, peak {format_bytes(peak)}")
 
 # %% [markdown]
-# The floor is 50.2 GiB: weights, gradients, moments, at the end of backward. 8 bits end 0.2 GiB
-# above it, and no block runs twice; checkpointing 0.3, for beside the last gradients the block that
-# ran again is there in full. The row *both* gains nothing more for one sequence; each further one
-# adds the first column again: 19, 10, 1.3 or 0.8 GiB.
+# Weights, gradients and moments need 50.2 GiB at the end of backward. No technique of today goes
+# below this floor.
 #
-# So 8 bits are for those to whom time is dear, and who lack a factor of two (bfloat16) or four
-# (float32). Whoever lacks more, checkpoints.
+# | | above the floor | why |
+# | --- | --- | --- |
+# | 8 bits | 0.2 GiB | no block runs twice |
+# | checkpointing | 0.3 GiB | the recomputed block is alive next to the last gradients |
+#
+# *Both* saves nothing more for one sequence. Each further sequence adds the first column again:
+# 19, 10, 1.3 or 0.8 GiB.
+#
+# Use 8 bits if time matters and you need a factor of two (bfloat16) or four (float32). If you need
+# more, checkpoint.
 
 # %% [markdown]
-# ## What others do
+# ## Other implementations
 #
-# - **ActNN** (2021): layers of its own, groups of 256, always at random, 2 bits on average, spread
-#   over layers by how much the gradient notices. It reports 12 × less activation memory, for
-#   convolutions. torch ≤ 1.8.
-# - **GACT** (2022): hooks, so any operator; bits chosen for each tensor. It reports up to 8.1 ×.
-#   torch 1.10.
-# - **torch.compile** decides what to keep by its cut (Day 6). Inductor, which makes its kernels,
-#   has a pass, off unless asked for (`activation_quantization_aten_pass`), that keeps large ones in
-#   an 8-bit float.
+# - **ActNN** (2021): its own layers, groups of 256, stochastic rounding, 2 bits on average, more
+#   for layers that affect the gradient more. It reports 12× less activation memory for
+#   convolutions. Needs torch ≤ 1.8.
+# - **GACT** (2022): hooks, for any operator; it chooses the bits for each tensor. It
+#   reports up to 8.1× less. For torch 1.10.
+# - **torch.compile** chooses what to keep by a minimum cut (Day 6). Its backend Inductor has an
+#   optional pass (`activation_quantization_aten_pass`) that keeps large activations in an 8-bit
+#   float.
 #
-# None of these was run here.
+# We did not run any of these.
 
 # %% [markdown]
 # ## On your GPU
 #
-# Where there is a GPU, this takes the bill's first step on it, plain and in 8 bits. Encoding and
-# decoding are passes over memory: a dozen small kernels each. `memlab.kernels` has them fused into
-# one each, in Triton, as ActNN and GACT do it.
+# If you have a GPU, this cell runs the bill's first step on it, plain and in 8 bits. Quantizing
+# and dequantizing are a dozen small kernels each, all limited by memory bandwidth.
+# `memlab.kernels` has fused versions of one Triton kernel each, as in ActNN and GACT.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):
@@ -840,13 +871,14 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# A guide has two lines: 50 % by INT8 activations, 70–80 % with checkpointing. Of what, it does not
-# say. Tried on what can shrink, on all activations, and on the peak.
+# A guide claims a 50 % reduction by INT8 activations, and 70–80 % together with checkpointing. It
+# does not say what shrinks. Test three meanings: what a block holds, all activations, and the
+# peak.
 
 
 # %%
 def on_a_gpu(around):
-    """Bytes that a block of the 124M model would hold there in bfloat16."""
+    """Bytes that a block of the 124M model in bfloat16 would hold on CUDA."""
     outputs = []
 
     def build():
@@ -864,78 +896,100 @@ def on_a_gpu(around):
 
 
 less_than_16 = 1 - on_a_gpu(compressed_activations) / on_a_gpu(nullcontext)
-less_than_32 = 1 - totals["in 8 bits"] / totals["all kept"]
+less_than_32 = 1 - totals["in 8 bits"] / totals["everything kept"]
 
 
 # %%
 def fewer(found, way):
-    """The shares that go of all activations, and of the peak."""
-    return [1 - b / a for a, b in zip(found["all kept"], found[way], strict=True)]
+    """How much less, as fractions: of all activations, and of the peak."""
+    return [1 - b / a for a, b in zip(found["everything kept"], found[way], strict=True)]
 
 
 # %%
 of_small, of_seven = fewer(small, "in 8 bits"), fewer(seven, "in 8 bits")
+whole_step = (
+    f"a step's activations and peak: 124M in float32 {of_small[0]:.0%} and {of_small[1]:.0%} less, "
+    f"7B in bfloat16 {of_seven[0]:.0%} and {of_seven[1]:.0%} less"
+)
+of_block = (
+    f"a block: {less_than_16:.0%} less than bfloat16 (predicted for CUDA), {less_than_32:.0%} less "
+    f"than float32"
+)
+
+
+# %%
 verdict(
     "17a",
     abs(less_than_16 - 0.5) < 0.02,
-    f"of what a block holds {less_than_16:.0%} against 16 bits (predicted for CUDA), "
-    f"{less_than_32:.0%} against 32; of all activations and of a step's peak, 124M in "
-    f"float32: {of_small[0]:.0%} and {of_small[1]:.0%}, 7B in bfloat16: {of_seven[0]:.0%} and "
-    f"{of_seven[1]:.0%}",
-    condition="against 16 bits, for the activations, and with a scale for each group; it is more "
-    "against 32 bits, and less for the peak",
+    f"{of_block}; {whole_step}",
+    condition="for activations, compared with 16 bits, with a scale per group; compared with 32 "
+    "bits it is more, and for the peak less",
 )
 
 # %%
 both_small, both_seven = fewer(small, "both"), fewer(seven, "both")
 alone_small, alone_seven = fewer(small, "checkpointed"), fewer(seven, "checkpointed")
+in_words = [
+    f"{name}: {both[0]:.0%} less activations, {both[1]:.0%} lower peak (checkpointing alone: "
+    f"{alone[0]:.0%} and {alone[1]:.0%})"
+    for name, both, alone in (
+        ("124M in float32", both_small, alone_small),
+        ("7B in bfloat16", both_seven, alone_seven),
+    )
+]
+
+# %%
 verdict(
     "17b",
     0.7 <= both_small[0] <= 0.8,
-    f"of all activations, 124M in float32: {both_small[0]:.0%}, checkpointing alone "
-    f"{alone_small[0]:.0%}; 7B in bfloat16: {both_seven[0]:.0%}, alone {alone_seven[0]:.0%}; of "
-    f"the peak {both_small[1]:.0%} (alone {alone_small[1]:.0%}) and {both_seven[1]:.0%} (alone "
-    f"{alone_seven[1]:.0%})",
-    condition="for a small model with a large vocabulary; nearly all of it is checkpointing's: "
-    "8 bits halve or quarter what little that leaves",
+    "; ".join(in_words),
+    condition="for a small model with a large vocabulary; nearly all of the reduction comes from "
+    "checkpointing",
 )
 
 # %% [markdown]
 # ## What you can do now
 #
-# | | a block holds, 124M, float32 | runs again | gradient |
+# | | a block holds (124M, float32) | recomputed | gradient |
 # | --- | --- | --- | --- |
-# | all kept | 310 MiB | nothing | exact |
-# | 8 bits | 79 | nothing | below 1 % off |
-# | 4 bits, 2 bits | about 40, 20 | nothing | some %, some 10 % off |
-# | checkpoint | 15 | the block | exact |
-# | both | 3.8 | the block | off from its rounded input |
+# | everything kept | 310 MiB | nothing | exact |
+# | 8 bits | 79 MiB | nothing | less than 1 % off |
+# | 4 bits, 2 bits | about 40, 20 MiB | nothing | some %, some 10 % off |
+# | checkpoint | 15 MiB | the block | exact |
+# | both | 3.8 MiB | the block | off, from a rounded input |
 #
-# n numbers in b bits take ⌈n · b / 8⌉ + 4 · ⌈n / 256⌉ bytes. Groups tame outliers; nearest at 8
-# bits, at random at 4, and try both at 2; each storage once; no weight, no index, no mask, no
-# logarithm. And the peak is another number.
+# n elements in b bits need ⌈n · b / 8⌉ + 4 · ⌈n / 256⌉ bytes.
+#
+# - Groups limit the effect of outliers.
+# - Use round to nearest at 8 bits, stochastic rounding at 4; try both at 2.
+# - Compress each storage once, and no weights, indices, masks or logarithms.
+# - Less activation memory does not always lower the peak.
 
 # %% [markdown]
 # ## The running bill
 #
-# One training step of 124M weights on 8 × 640 tokens. At yesterday's peak there is no activation,
-# so nothing of today can lower it. Could 8 bits take the place of the second run? One sequence in
+# One training step of the 124M model on 8 × 640 tokens. Yesterday's peak contains no activations,
+# so compression cannot lower it. Could 8 bits replace the recomputation? Measure one sequence in
 # bfloat16:
 
 # %%
 with memlab.dry_run():
     block = GPT(replace(PRESETS["124m"], layers=1), dtype=torch.bfloat16).blocks[0]
     x = torch.randn(1, 640, 768, dtype=torch.bfloat16).requires_grad_()
-    one, other = (sum(held_by(*WAYS[name]).values()) for name in ("all kept", "in 8 bits"))
-print(f"a block: {format_bytes(one)}, in 8 bits {format_bytes(other)}: ", end="")
-print(f"12 blocks hold {format_bytes(12 * (one - other))} less")
+    plain_bytes, compressed_bytes = (
+        sum(held_by(*WAYS[name]).values()) for name in ("everything kept", "in 8 bits")
+    )
+print(f"a block: {format_bytes(plain_bytes)}, in 8 bits {format_bytes(compressed_bytes)}: ", end="")
+print(f"12 blocks hold {format_bytes(12 * (plain_bytes - compressed_bytes))} less")
 
 # %% [markdown]
-# Day 4's peak, 1.61 GiB with all kept, would be 1.45. Nothing runs again; but yesterday's is 1.37,
-# for a second run of 16 % of all operations. Measured block by block (by a test of this day): three
-# of twelve in 8 bits leave that peak where it is, a fourth raises it. Three would spare more than
-# attention's outputs (25 % of a full second run against 15 %), but the gradients of these blocks,
-# and of all before them, would be off. **Tried, not taken**: the line stays.
+# With 8 bits and no recomputation, Day 4's peak of 1.61 GiB becomes 1.45. Yesterday's peak is 1.37
+# GiB, at the price of recomputing 16 % of all operations.
+#
+# Measured block by block (in this day's tests), you can keep three of twelve blocks in 8 bits at
+# that peak; a fourth raises it. Three blocks save more recomputation than attention's outputs (25
+# % of a full second run, not 15 %), but their gradients and those before them become inexact.
+# **Tried, not used**: the bill stays the same.
 
 # %%
 running_bill(7)

@@ -1,29 +1,30 @@
 # %% [markdown]
 # # Day 8: What an optimizer keeps
 #
-# **Adam keeps two numbers a weight. Must it?**
+# **Adam keeps two values per weight. Does it need both?**
 #
-# After today you have built AdamW and two optimizers with half of its state, know what each gives
-# up for that, and can step a weight inside backward, so that gradients never pile up.
+# After today you can implement AdamW, implement two optimizers with half of its state, say what
+# each of them gives up, and run the optimizer step inside backward, so that gradients never
+# accumulate in memory.
 #
-# About 85 minutes, 57 of them for five exercises. You need a laptop; a GPU is welcome and not
-# needed. Nothing is downloaded.
+# About 85 minutes, 57 of them for five exercises. You need a laptop; a GPU is optional. Nothing is
+# downloaded.
 
 # %% [markdown]
-# As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
-# your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
-# stuck, type `memlab hint 8.1` in a terminal. An exercise left open blocks nothing.
+# As before, you **guess**, **measure**, and **build** what explains the gap. In an exercise,
+# replace `raise NotImplementedError` with your own lines. The cell below it checks your answer. If
+# you are stuck, type `memlab hint 8.1` in a terminal. You can skip an exercise and still run the
+# rest.
 
 # %% [markdown]
 # ## The question
 #
-# Each weight has a gradient, and Adam keeps two more numbers beside it: **m**, a running mean of
-# its gradients, and **v**, a running mean of their squares. In float32 that is 8 bytes a weight,
-# twice the weight itself. Day 1's ledger has them as the largest line that does not depend on the
-# tokens.
+# For each weight, Adam keeps two values: **m**, a running mean of its gradients, and **v**, a
+# running mean of their squares. In float32 they need 8 bytes per weight, twice as much as the
+# weight. They are the largest line of Day 1's ledger that does not depend on the number of tokens.
 #
-# Then there is the gradient. It is needed for an instant: when the weight is stepped. Yet all of
-# them wait until the last one is there.
+# Only the weight's own update needs its gradient. Yet every gradient stays in memory until
+# backward ends.
 
 # %%
 from dataclasses import replace
@@ -45,15 +46,15 @@ from memlab.units import format_bytes
 # %% [markdown]
 # ## Guess
 #
-# The 25M model: 95 MiB of weights in float32, and 191 MiB of AdamW's state. Adam-mini keeps every
-# m, but one v for a whole row of a matrix, or for a whole head. How many MiB is its state?
+# The 25M model has 95 MiB of float32 weights and 191 MiB of AdamW state. Adam-mini keeps m for
+# every weight, but one v per matrix row or per attention head. How many MiB is its state?
 #
-# And if each weight is stepped as soon as its gradient is there, and the gradient dropped: how many
-# MiB of gradients are there at once, at most?
+# Now update each weight as soon as its gradient is complete, and free the gradient. How many MiB
+# of gradients are alive at once, at most?
 
 # %%
 ### BEGIN SOLUTION
-guess("8.1", state_mib=110, gradients_mib=3)  # a tenth for the v's; the largest MLP matrix
+guess("8.1", state_mib=110, gradients_mib=3)  # v: a tenth of m; gradients: the largest MLP matrix
 ### END SOLUTION
 ### BEGIN STUB
 # guess("8.1", state_mib=..., gradients_mib=...)
@@ -62,7 +63,7 @@ guess("8.1", state_mib=110, gradients_mib=3)  # a tenth for the v's; the largest
 # %% [markdown]
 # ## Measure
 #
-# Dry runs, with the library's optimizers. First the state alone.
+# These are dry runs with the library's optimizers. First, the optimizer state alone.
 
 # %%
 SMALL = Setting("25m", batch=1, seq_len=256)
@@ -74,7 +75,7 @@ def mini(model):
 
 
 def state_of(make):
-    """The bytes that the optimizer keeps of the 25M model."""
+    """Bytes of optimizer state for the 25M model."""
     with memlab.dry_run():
         model = GPT(PRESETS["25m"])
         optimizer = make(model)
@@ -98,16 +99,16 @@ fig, axes = plt.subplots(figsize=(9, 2.4), layout="constrained")
 for name, number in per_weight.items():
     axes.barh(name, number, color=plot.COLOURS["optimizer_state"])
     axes.text(number + 0.1, name, f"{number:.2f}", va="center")
-axes.set(xlabel="bytes of state a weight, float32, 25M model", xlim=(0, 9))
-_ = axes.set_title("What five optimizers keep")
+axes.set(xlabel="bytes of state per weight (float32, 25M model)", xlim=(0, 9))
+_ = axes.set_title("Optimizer state of five optimizers")
 
 # %% [markdown]
-# Then a whole step, with AdamW as ever and with AdamW inside backward.
+# Now a whole training step: once with an ordinary AdamW step, once with AdamW inside backward.
 
 
 # %%
 def most_gradients(trace):
-    """The most bytes of gradients at one moment."""
+    """The largest number of gradient bytes alive at once."""
     running = most = 0
     for event in trace.events:
         running += event.bytes if event.category == "gradients" else 0
@@ -124,25 +125,30 @@ def step_of(setting, make):
 
 
 ordinary = step_of(SMALL, MAKE["AdamW"])
-in_turn = step_of(SMALL, inside(MAKE["AdamW"]))
+stepped_inside = step_of(SMALL, inside(MAKE["AdamW"]))
 print(f"ordinary: {format_bytes(most_gradients(ordinary))} of gradients")
 state = round(per_weight["Adam-mini"] * N)
-reveal("8.1", state_mib=state, gradients_mib=most_gradients(in_turn))
+reveal("8.1", state_mib=state, gradients_mib=most_gradients(stepped_inside))
 print(f"{(state - 4 * N) // 4:,} second moments for {N:,} weights")
 
 # %% [markdown]
-# The v's have all but gone. And the gap in the gradients is one matrix: the **tied** one, which is
-# both embedding and unembedding, 32 MiB. (Its two parts come at both ends of backward: the first
-# waits as a temporary, another 32 MiB.)
+# Adam-mini has almost no second moments left. The gap in your guess for the gradients is one
+# matrix: the **tied** one, 32 MiB, which is both embedding and unembedding. (Its gradient has two
+# parts, one from each end of backward. The unembedding's part waits as a temporary, another 32
+# MiB.)
 #
-# So half of the state can go, and nearly all gradients. What is lost?
+# So half of the state and nearly all gradients can go. What do you lose?
 
 # %% [markdown]
 # ## What m and v are for
 #
-# Two weights. One has a **noisy** gradient: to and fro, of size 1. The other a **small and steady**
-# one: always 0.01. Plain SGD steps by the gradient. With momentum it steps by m, a mean of the last
-# ten or so.
+# Consider two weights:
+#
+# - the first has a **noisy** gradient: random signs, size about 1;
+# - the second has a **small, steady** gradient: always 0.01.
+#
+# Plain SGD steps by the gradient. SGD with momentum steps by m, a mean of about the last ten
+# gradients.
 
 # %%
 random = torch.Generator().manual_seed(3)
@@ -159,7 +165,7 @@ def momentum_(weight, gradient, state, lr):
 
 
 def walked(step_, **settings):
-    """Where the two weights are after each of 100 steps, in lr: (100, 2)."""
+    """The two weights after each of 100 steps, in units of lr: (100, 2)."""
     weight, state, path = torch.zeros(2), {}, []
     for gradient in TWO:
         step_(weight, gradient, state, lr=1.0, **settings)
@@ -168,29 +174,30 @@ def walked(step_, **settings):
 
 
 for name, step_ in {"SGD": sgd_, "momentum": momentum_}.items():
-    print(f"{name}: the steady weight went {walked(step_)[-1, 1].abs():.1f} · lr in 100 steps")
+    print(f"{name}: the steady weight moved {walked(step_)[-1, 1].abs():.1f} · lr in 100 steps")
 
 # %% [markdown]
-# The noisy weight decides how large lr may be, and the steady one has to live with it: to go
-# 100 · lr it needs ten thousand steps. Momentum smooths the noise; it makes nothing larger.
-# (torch's SGD adds up and does not average: both weights go ten times as far.)
+# The noisy weight limits the learning rate, so the steady weight needs ten thousand steps to move
+# by 100 · lr. Momentum smooths the noise, but does not make steps larger. (torch's SGD sums
+# gradients instead of averaging them: both weights move ten times as far.)
 #
-# **AdamW** divides m by √v, the gradient's typical size: the steady weight's own 0.01, the noisy
-# one's 1. Each gets steps of its own scale. (The W: *weight decay*, taken from the weight itself,
-# not put into its gradient.)
+# **AdamW** divides m by √v, the gradient's typical size: 0.01 for the steady weight, 1 for the
+# noisy one. So each weight has its own step size. (The W is decoupled *weight decay*: it shrinks
+# the weight directly and is not added to the gradient.)
 
 # %% [markdown]
 # ### Exercise 8.1: AdamW, step by step
 #
-# About 12 minutes. Write one step of one weight, **in place**: `weight` and `gradient` of one
-# shape, float32; `state`, a dict, empty at first: keep `state["m"]`, `state["v"]`, of that shape,
-# and `state["t"]`, no more. `betas` is (β₁, β₂). With t = 1, 2, … and m, v from zeros:
+# About 12 minutes. Write one step for one weight, **in place**. `weight` and `gradient` are
+# float32, with the same shape. `state` is a dict, empty at first. Keep only `state["m"]`,
+# `state["v"]` (both of that shape) and `state["t"]` in it. `betas` is (β₁, β₂). Start with m = v =
+# 0; t = 1, 2, …
 #
 # - m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g²
-# - w ← w − lr · weight_decay · w (of the w before the step)
+# - w ← w − lr · weight_decay · w (with w before the step)
 # - w ← w − lr · (m / (1−β₁ᵗ)) / (√(v / (1−β₂ᵗ)) + eps)
 #
-# What is kept is m and v as in the first line. Return nothing; autograd is off.
+# Keep m and v as in the first line. Return nothing. Autograd is off.
 
 
 # %%
@@ -216,31 +223,31 @@ adamw_ = exercise("8.1", adamw_)
 # %%
 def draw_walks(paths):
     _, axes = plt.subplots(1, len(paths), figsize=(9, 3), sharey=True, layout="constrained")
-    for one, (name, path) in zip(axes, paths.items(), strict=True):
-        one.plot(-path[:, 0], color="0.65", label="noisy, size 1")
-        one.plot(-path[:, 1], color="#cc6677", linewidth=2.5, label="steady, 0.01")
-        one.set(title=name, xlabel="step")
-    axes[0].set_ylabel("way of the weight, in lr")
+    for ax, (name, path) in zip(axes, paths.items(), strict=True):
+        ax.plot(-path[:, 0], color="0.65", label="noisy gradient, size 1")
+        ax.plot(-path[:, 1], color="#cc6677", linewidth=2.5, label="steady gradient, 0.01")
+        ax.set(title=name, xlabel="step")
+    axes[0].set_ylabel("distance from the start, in lr")
     axes[0].legend(frameon=False, loc="upper left")
 
 
 paths = {"SGD": walked(sgd_), "momentum": walked(momentum_)}
 paths["AdamW"] = walked(adamw_, weight_decay=0.0)
 draw_walks(paths)
-print(f"AdamW: the steady weight went {paths['AdamW'][-1, 1].abs():.1f} · lr")
+print(f"AdamW: the steady weight moved {paths['AdamW'][-1, 1].abs():.1f} · lr")
 
 # %% [markdown]
-# A hundred times as far, and the noisy weight goes about as far as it did. That is what v is for:
-# **the direction comes from m, and v sets the scale**. Keep that in mind; of today's two optimizers
-# one gives v up, the other most of it.
+# With AdamW the steady weight moves a hundred times as far as with SGD; the noisy weight moves
+# about as far as before. So **m sets the direction, and v sets the scale**. Of today's other two
+# optimizers, Lion gives up v, and Adam-mini gives up most of it.
 #
-# Held against torch's, on a small text model that reads torch's own source. `Stepping` calls your
-# function for every weight.
+# Now compare your function with torch's AdamW on a small language model that reads torch's source
+# code. `Stepping` calls your function for every weight.
 
 
 # %%
 class Stepping(torch.optim.Optimizer):
-    """Steps every weight by a function of ours; `sizes` is Adam-mini's, see below."""
+    """Updates every weight with `step_`. `sizes` has Adam-mini's block sizes (see below)."""
 
     def __init__(self, model, step_, sizes=None, **settings):
         super().__init__(model.parameters(), {})
@@ -262,8 +269,7 @@ TEXT = source_bytes("256 KiB")
 
 
 def learn(make, steps=40):
-    """The model, its optimizer, the mean of the last five losses, and the weights before the last
-    step."""
+    """Return (model, optimizer, mean of the last five losses, weights before the last step)."""
     torch.manual_seed(0)
     model, losses, drawn = GPT(CONFIG), [], batches(TEXT, 8, 64, seed=1)
     optimizer = make(model)
@@ -278,7 +284,7 @@ def learn(make, steps=40):
 
 
 def farthest(one, other):
-    """The largest difference between the weights of two models."""
+    """The largest difference between two models' weights."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return max((a - b).abs().max().item() for a, b in pairs)
 
@@ -290,22 +296,25 @@ torchs, *_ = learn(of_all_weights(torch.optim.AdamW, **decaying), steps=5)
 print(f"after 5 steps: max difference below 1e-6: {farthest(ours, torchs) < 1e-6}")
 
 # %% [markdown]
-# ## One number: Lion
+# ## One moment per weight: Lion
 #
-# Must each weight have a scale of its own? Lion (2023) was found by a program that tried
-# optimizers. It says: **no scale at all**. Take the sign of a mean of gradients; every weight goes
-# by lr, up or down. v is not needed.
+# Does each weight need its own scale? Lion (2023), found by a program search over optimizers, uses
+# **no scale**. It takes the sign of a mean of gradients, so every weight moves by lr, up or down.
+# It needs no v.
 #
-# Two betas for one m: the step looks at a *mix* in which today's gradient weighs 1 − β₁ = 0.1; what
-# is kept is another, in which it weighs 1 − β₂ = 0.01.
+# Lion has one m, but two betas:
+#
+# - the step mixes m with the new gradient, whose share is 1 − β₁ = 0.1;
+# - the m that is kept takes a share of 1 − β₂ = 0.01.
 
 # %% [markdown]
 # ### Exercise 8.2: Lion
 #
-# About 8 minutes. As in 8.1; what you keep is `state["m"]` alone, from zeros. In this order:
+# About 8 minutes. The arguments are as in 8.1. Keep only `state["m"]`, starting at zero. In this
+# order:
 #
 # - u = sign(β₁m + (1−β₁)g), with sign(0) = 0
-# - w ← w − lr · weight_decay · w (of the w before the step)
+# - w ← w − lr · weight_decay · w (with w before the step)
 # - w ← w − lr · u
 # - m ← β₂m + (1−β₂)g
 
@@ -326,7 +335,8 @@ def lion_(weight, gradient, state, lr, betas=(0.9, 0.99), weight_decay=0.0):
 lion_ = exercise("8.2", lion_)
 
 # %% [markdown]
-# On the text model: how long is a step of Lion, how long one of AdamW? All weights, after 40 steps.
+# How long is a step of Lion, and how long is a step of AdamW? Compare all weights of the text
+# model at step 40.
 
 # %%
 LR = 3e-3
@@ -350,22 +360,24 @@ axes.hist(lengths.clamp(max=1.4).tolist(), bins=56, color="#4477aa")
 axes.axvline(1, color="#cc6677", linewidth=3)
 axes.text(0.98, axes.get_ylim()[1] * 0.85, "Lion: all weights", color="#882233", ha="right")
 axes.text(0.22, axes.get_ylim()[1] * 0.85, "AdamW", color="#223355")
-axes.set(xlabel="length of one step, in lr", ylabel="weights", xlim=(0, 1.4))
-_ = axes.set_title(f"How far {len(lengths):,} weights go in step 40")
+axes.set(xlabel="length of one step, in lr", ylabel="number of weights", xlim=(0, 1.4))
+_ = axes.set_title(f"How far {len(lengths):,} weights move in step 40")
 
 # %% [markdown]
-# AdamW's noisy weights have a small m against √v: a fifth of lr in the mean. Lion's go the whole
-# way. So **Lion's learning rate has to be smaller**: the paper says 3 to 10 times, and the weight
-# decay larger by the same factor, for what decays in a step is lr · weight_decay. It is a search of
-# its own: AdamW's number cannot be taken over. (How well it learns, forty steps do not tell. Day 9
+# Most weights have noisy gradients, so AdamW's m is small compared with √v: on average a weight
+# moves by a fifth of lr. With Lion every weight moves by the full lr. So **Lion needs a smaller
+# learning rate**: 3 to 10 times smaller, says the paper, with a weight decay larger by the same
+# factor, because each step decays by lr · weight_decay.
+
+# %% [markdown]
+# So search for Lion's own learning rate. (Forty steps do not show how well Lion learns. Day 9
 # trains four optimizers side by side.)
-
-# %% [markdown]
-# `sign(0) = 0` matters for weights without a gradient: of an untied embedding, a token that never
-# came stays where it is. (Here the embedding is tied: every token has a gradient.)
 #
-# Held against lion-pytorch, which is optional: `pip install -e ".[oracles]"` in the repository's
-# folder brings it, and the package below.
+# `sign(0) = 0` matters for weights without a gradient: in an untied embedding, the row of a token
+# that never occurs does not move.
+#
+# Now compare your Lion with lion-pytorch, an optional package. To install it and the package used
+# below, run `pip install -e ".[oracles]"` in the repository.
 
 # %% tags=["nbval-ignore-output"] reason="the package is optional"
 if package := imported("lion_pytorch"):
@@ -377,40 +389,41 @@ else:
     print(f"lion-pytorch is {MISSING}")
 
 # %% [markdown]
-# ## One v for many: Adam-mini
+# ## One v per block: Adam-mini
 #
-# Lion gives v up. Adam-mini (2024) keeps it, but not one for each weight: weights that work
-# together see gradients of about one size, and may share a v. Who works together with whom?
-# Here are AdamW's √v after 40 steps, in three matrices of the text model. The shape is (out, in): a
-# **row** is all that makes one output.
+# Lion drops v. Adam-mini (2024) keeps v, but fewer of them: it assumes that related weights have
+# gradients of similar size, so they can share a v. Which weights should share?
+#
+# The next cell plots AdamW's √v after 40 steps for three matrices of the text model. Their shape
+# is (out, in): a **row** holds the weights of one output.
 
 # %%
 roots = {n: adamw.state[w]["v"].clamp(min=1e-30).sqrt() for n, w in model.named_parameters()}
 D = CONFIG.head_dim
 shown = ("mlp.gate", "attention.query", "mlp.down")
 fig, axes = plt.subplots(1, 3, figsize=(9, 4.2), width_ratios=(1, 1, 3), layout="constrained")
-for one, part in zip(axes, shown, strict=True):
+for ax, part in zip(axes, shown, strict=True):
     root = roots[f"blocks.0.{part}.weight"].log10()
-    picture = one.imshow(root, vmin=-5.25, vmax=-3, cmap="viridis", aspect="equal")
+    picture = ax.imshow(root, vmin=-5.25, vmax=-3, cmap="viridis", aspect="equal")
     rows, columns = root.shape
-    one.set(title=f"{part}\n({rows}, {columns})", xticks=[], yticks=[])
-    one.set(xlabel="inputs", ylabel="outputs")
+    ax.set(title=f"{part}\n({rows}, {columns})", xticks=[], yticks=[])
+    ax.set(xlabel="inputs", ylabel="outputs")
 for edge in range(D, CONFIG.hidden_size, D):
     axes[1].axhline(edge - 0.5, color="w", linewidth=1)
-_ = fig.colorbar(picture, ax=axes, location="bottom", aspect=50, label="√v, as a power of ten")
+_ = fig.colorbar(picture, ax=axes, location="bottom", aspect=50, label="log₁₀ √v")
 
 # %% [markdown]
-# `gate`: stripes across. What differs is the row. `query`: stripes too, and its four heads (white
-# lines) are not one colour each. `down`: stripes *downwards*; there its inputs differ, the hidden
-# units.
+# - `gate` has horizontal stripes: √v differs between rows.
+# - `query` has horizontal stripes, too, even within a head (white lines).
+# - `down` has *vertical* stripes: √v differs between its inputs, the MLP's hidden units.
 #
-# How wrong would one v for a block be? By what factor does a weight's √v typically differ from the
-# root of its block's mean? A factor of 2: a step half as long, or twice as long, as AdamW's.
+# How wrong is one v per block? The next table shows the typical factor between a weight's √v and
+# the root of its block's mean v. A factor of 2 means a step half or twice as long as AdamW's.
 
 
 # %%
 def off_by(root, size):
-    """The typical factor between a √v and the root of the mean v of its `size` neighbours."""
+    """The typical factor between √v and the root of the mean v of a block of `size` elements."""
     blocks = root.reshape(-1, size)
     of_block = (blocks**2).mean(1, keepdim=True).sqrt()
     return (blocks.log() - of_block.log()).abs().mean().exp().item()
@@ -418,7 +431,7 @@ def off_by(root, size):
 
 parts = ("attention.query", "attention.key", "mlp.gate", "mlp.up", "mlp.down")
 names = ["embedding.weight", *(f"blocks.0.{part}.weight" for part in parts)]
-print(f"{'one v for':32}matrix   head    row  column")
+print(f"{'one v per':32}matrix   head    row  column")
 for name in names:
     root = roots[name]
     rows, columns = root.shape
@@ -426,28 +439,29 @@ for name in names:
     print(f"{name:32}" + "  ".join(f"{off_by(*way):4.1f} ×" for way in ways))
 
 # %% [markdown]
-# The embedding: one v for all is off by 6 ×, for rare tokens have small gradients. By **row**, that
-# is by token, 1.3 ×. In `gate` and `up` rows do it, too. In `down` they do not: there columns
-# would.
+# - **Embedding**: one v per matrix is off by a factor of 5.9, because rare tokens have small
+#   gradients. One v per **row** (per token) is off by 1.3.
+# - **`gate`, `up`**: one v per row is best, too.
+# - **`down`**: one v per row is hardly better than one per matrix; one per column would be best.
 
 # %% [markdown]
-# The paper draws its blocks from something else: the *Hessian*, which says how one weight's
-# gradient depends on another's. By that, queries and keys go by **head**, all else by row. Here v
-# itself would ask for rows in queries and keys as well. Finer is closer to AdamW, and a row costs 4
-# bytes. We build the paper's.
+# The paper chooses blocks by the *Hessian*, which says how one weight's gradient depends on
+# another weight: one v per **head** for queries and keys, one per row for all other matrices. (Our
+# table suggests rows for queries and keys, too. Smaller blocks are closer to AdamW, and a row
+# costs 4 bytes.) You will build the paper's blocks.
 #
 # ### Exercise 8.3: which weights share a v
 #
-# About 12 minutes. From a parameter's name, its shape and the head width: how many neighbours share
-# a v? Return an int. `blocks.0.mlp.up.weight`: the layer is `up`.
+# About 12 minutes. Given a parameter's name, its shape and `head_dim`, return how many
+# neighbouring elements share a v, as an int. In `blocks.0.mlp.up.weight` the layer is `up`.
 #
-# | layer | share a v |
+# | layer | elements that share a v |
 # | --- | --- |
-# | first: any whose name ends in `.bias` | none: 1 |
+# | check first: any name that ends in `.bias` | 1 (no sharing) |
 # | `query`, `key` | a head: `head_dim` rows |
 # | `embedding`, `unembedding`, `value`, `output`, `gate`, `up`, `down` | a row |
-# | `attention_norm`, `mlp_norm`, `norm`; shape (n,) | all |
-# | any other, `q_norm`, too; rows that make no whole heads | ValueError |
+# | `attention_norm`, `mlp_norm`, `norm`; shape (n,) | all elements |
+# | any other layer, `q_norm` included; rows that do not divide into heads | ValueError |
 
 
 # %%
@@ -464,7 +478,7 @@ def block_size(name, shape, head_dim):
         return shape[0]
     if layer in ("embedding", "unembedding", "value", "output", "gate", "up", "down"):
         return shape[1]
-    raise ValueError(f"got {name}, of which no rule knows; add one")
+    raise ValueError(f"got {name}, which no rule covers; add a rule")
     ### END SOLUTION
 
 
@@ -472,16 +486,19 @@ def block_size(name, shape, head_dim):
 block_size = exercise("8.3", block_size)
 
 # %% [markdown]
-# Why an error, and no guess? Many models hold queries, keys and values in **one** fused matrix. As
-# one block it would have one v; it trains without a word, and worse.
+# Why raise an error instead of guessing? Many models store queries, keys and values in **one**
+# fused matrix. A guess would give that matrix a single v. Training would run without a warning,
+# but learn worse.
 
 # %% [markdown]
 # ### Exercise 8.4: Adam-mini's step
 #
-# About 10 minutes. AdamW's step, where each block of `size` neighbours (of the flattened weight,
-# whose number `size` divides) has one v: v ← β₂v + (1−β₂) · **mean of g²** over the block. Every
-# weight keeps its m. All else is as in 8.1, the three keys, too: 4 bytes a weight, and 4 a block.
-# `weight` and `gradient` are contiguous, so `view` and `reshape` both share their memory.
+# About 10 minutes. Adam-mini's step is AdamW's with one v per block of `size` neighbouring
+# elements of the flattened weight. `size` divides the number of elements. Update v with the **mean
+# of g²** over the block: v ← β₂v + (1−β₂) · mean(g²).
+#
+# The rest is as in 8.1, with an m for every weight and the same three keys: 4 bytes per weight, 4
+# per block. `weight` and `gradient` are contiguous, so `view` and `reshape` share their memory.
 
 
 # %%
@@ -506,13 +523,16 @@ def adam_mini_(weight, gradient, state, size, lr, betas=(0.9, 0.999), eps=1e-8, 
 adam_mini_ = exercise("8.4", adam_mini_)
 
 # %% [markdown]
-# Three ways of sharing, on the text model for 40 steps: the paper's; one v for a whole matrix; and,
-# as a guide words it, "share m, v": m is one number a block, too.
+# Train the text model for 40 steps with three ways of sharing:
+#
+# - one v per block, with the paper's blocks;
+# - one v per matrix;
+# - one m *and* one v per block, as a guide says: "share m, v".
 
 
 # %%
 def by_blocks(size_of, step_=adam_mini_, **settings):
-    """Makes the optimizer in which size_of(name, shape, D) neighbours share a v."""
+    """Returns a function that makes an optimizer; size_of(name, shape, D) elements share a v."""
 
     def make(model):
         named = model.named_parameters()
@@ -527,7 +547,7 @@ def whole(name, shape, head_dim):
 
 
 def share_both_(weight, gradient, state, size, lr, weight_decay):
-    """Adam with one m and one v a block, and no decay."""
+    """Adam with one m and one v per block; weight_decay is ignored."""
     blocks = gradient.view(-1, size)  # (blocks, size)
     t = state["t"] = state.get("t", 0) + 1
     state["m"] = 0.9 * state.get("m", 0) + 0.1 * blocks.mean(1, keepdim=True)
@@ -539,7 +559,7 @@ def share_both_(weight, gradient, state, size, lr, weight_decay):
 # %%
 ways = {
     "the paper's blocks": by_blocks(block_size),
-    "a v for each matrix": by_blocks(whole),
+    "one v per matrix": by_blocks(whole),
     "m and v shared": by_blocks(block_size, share_both_),
 }
 above = {}
@@ -549,21 +569,21 @@ for name, make in ways.items():
     kept = sum(s[k].nbytes for s in optimizer.state.values() for k in "mv") / CONFIG.parameters
     marks = (0, 0.02, 0.05, 0.1, 0.2, 1)
     low, high = next((a, b) for a, b in pairwise(marks) if above[name] < b)
-    print(f"{name:20} {kept:.2f} bytes a weight, loss {low:.0%} to {high:.0%} above AdamW's")
+    print(f"{name:20} {kept:.2f} bytes per weight, loss {low:.0%} to {high:.0%} above AdamW's")
 
 # %% [markdown]
-# A v for each matrix saves no more: v's bytes are gone either way. And to share m as well saves
-# nearly everything and loses what m is for: which of the weights in a block should go up, and which
-# down. So **v may be shared, m may not**. (Forty steps of a small model. It says which mistakes are
-# large, not that Adam-mini is as good as AdamW.)
+# One v per matrix learns worse and saves almost nothing more. Sharing m, too, saves nearly all of
+# the state, but loses what m is for: which weights of a block should go up, and which down. So
+# **share v, but not m**. (Forty steps of a small model show large mistakes. They do not show that
+# Adam-mini is as good as AdamW.)
 #
-# Held against the authors' package.
+# Now compare yours with the authors' package.
 
 # %% tags=["nbval-ignore-output"] reason="the package is optional"
 if package := imported("adam_mini"):
 
     def theirs_of(model):
-        # In "mlp_norm" it would find "mlp", and fail on a vector.
+        # The package would find "mlp" in "mlp_norm", and fail on a vector.
         named = [(n.replace("mlp_norm", "post_norm"), w) for n, w in model.named_parameters()]
         shape = {"dim": CONFIG.hidden_size, "n_heads": CONFIG.heads}
         return package.Adam_mini(named, lr=LR, weight_decay=0.0, verbose=False, **shape)
@@ -575,30 +595,37 @@ else:
     print(f"adam-mini is {MISSING}")
 
 # %% [markdown]
-# The package goes by letters in names: what it does not recognise gets one v, a fused `c_attn`
-# among others (version 1.1.1), and its heads have width / heads rows. With the names of Llama
-# (`q_proj`, …) it is right; look at what it prints before you trust it with others.
+# The package matches parts of parameter names. With Llama's names (`q_proj`, …) its blocks are
+# right. In version 1.1.1:
+#
+# - a matrix that it does not recognise, such as a fused `c_attn`, gets a single v;
+# - a head has hidden size / heads rows.
+#
+# Read what it prints before you use it with other names.
 
 # %% [markdown]
 # ## The step inside backward
 #
-# Now the gradients. Backward comes to a weight, adds up its gradient, and never looks at that
-# weight again. Nothing but the optimizer waits for it. So step at once, and drop the gradient.
+# Now reduce the gradients. When backward has summed a weight's gradient, it does not read that
+# weight again. Only the optimizer still needs the gradient. So update the weight immediately, and
+# free the gradient.
 #
-# torch calls **hooks** of a tensor while backward runs: `register_hook` before the gradient is put
-# into `.grad`, `register_post_accumulate_grad_hook` when it is there, complete, with the parts of
-# all uses of the weight.
+# torch has two **hooks** for this:
+#
+# - `register_hook` runs before the gradient is stored in `.grad`;
+# - `register_post_accumulate_grad_hook` runs after it, when `.grad` is complete: summed over all
+#   uses of the weight.
 
 # %% [markdown]
 # ### Exercise 8.5: the step inside backward
 #
-# About 15 minutes. `weights`: a list of parameters; `update(weight)` steps one by its `.grad`.
-# Write `in_backward`, after which every `loss.backward()` calls `update` once for each weight that
-# the loss uses, as soon as its gradient is complete, and leaves no gradient.
+# About 15 minutes. `weights` is a list of parameters. `update(weight)` updates one weight with its
+# `.grad`. Write `in_backward`. After it, every `loss.backward()` calls `update` once for each
+# weight that the loss uses, as soon as its gradient is complete, and leaves no gradient.
 #
-# It returns a function `end_step()`. If a weight gets a second gradient before that is called, a
-# RuntimeError is raised, nothing is stepped by that gradient, and it is dropped. Somebody is
-# accumulating: the first part has been stepped by already, and is gone.
+# Return a function `end_step()`. If a weight gets a second gradient before `end_step()` is called,
+# free that gradient, update nothing with it, and raise RuntimeError: the first gradient has
+# already been applied, so gradients cannot be accumulated.
 
 
 # %%
@@ -626,7 +653,7 @@ in_backward = exercise("8.5", in_backward)
 
 # %%
 class SteppingInBackward(Stepping):
-    """The same, inside backward; step() ends the step."""
+    """Updates weights inside backward; step() ends the step."""
 
     def __init__(self, model, *args, **settings):
         super().__init__(model, *args, **settings)
@@ -639,7 +666,7 @@ class SteppingInBackward(Stepping):
 ways = {"ordinary": Stepping, "inside": SteppingInBackward}
 settings = {"lr": LR, "weight_decay": 0.1}
 models = {name: learn(lambda m, k=k: k(m, adamw_, **settings), 5)[0] for name, k in ways.items()}
-print(f"the same weights, to the bit: {farthest(*models.values()) == 0}")
+print(f"the same weights, bit for bit: {farthest(*models.values()) == 0}")
 try:
     models["inside"](*next(batches(TEXT, 8, 64, seed=2))).backward()
     models["inside"](*next(batches(TEXT, 8, 64, seed=2))).backward()
@@ -647,12 +674,11 @@ except RuntimeError as error:
     print(f"two backwards: {error}")
 
 # %% [markdown]
-# Bit for bit the same training: backward is done with a weight when its gradient is complete. (If
-# it were not: torch notes that a weight was written to, and raises an error rather than go on with
-# the new one.)
+# Both runs give the same weights, bit for bit, because backward no longer reads a weight whose
+# gradient is complete. (If it did, torch would detect the in-place change and raise an error.)
 #
-# And the memory? The 25M model's backward, on one sequence: what is there beside weights and
-# AdamW's state.
+# How much memory does it save? The next cell plots the 25M model's backward on one sequence,
+# without weights and AdamW's state.
 
 
 # %%
@@ -662,7 +688,7 @@ KINDS["temporaries"] = plot.COLOURS["backward_temporaries"]
 
 
 def heights_in_backward(trace):
-    """MiB of each kind after each event, from the beginning of backward."""
+    """MiB of each kind after each event, from the start of backward: (3, events)."""
     now, found = dict.fromkeys(KINDS, 0), []
     for event in trace.events:
         kind = "temporaries" if event.category.endswith("temporaries") else event.category
@@ -670,33 +696,36 @@ def heights_in_backward(trace):
             now[kind] += event.bytes / 2**20
         if event.phase in ("backward", "optimizer"):
             found.append(list(now.values()))
-    return torch.tensor(found).T.tolist()  # (3, events)
+    return torch.tensor(found).T.tolist()
 
 
 # %%
 fig, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
-for one, (name, trace) in zip(
-    axes, {"step after backward": ordinary, "step inside backward": in_turn}.items(), strict=True
+for ax, (name, trace) in zip(
+    axes,
+    {"step after backward": ordinary, "step inside backward": stepped_inside}.items(),
+    strict=True,
 ):
     stacked = heights_in_backward(trace)
     along = [100 * n / len(stacked[0]) for n in range(len(stacked[0]))]
-    bands = one.stackplot(along, stacked, colors=KINDS.values(), labels=KINDS, step="post")
-    for n, band in enumerate(bands):  # an edge: a single allocation is too thin to be seen
-        band.set(edgecolor="face", linewidth=0.8, zorder=-n)  # and a kind of 0 MiB shows none
-    one.set(title=name, xlabel="backward and step, % of their allocations", xlim=(0, 100))
+    bands = ax.stackplot(along, stacked, colors=KINDS.values(), labels=KINDS, step="post")
+    for n, band in enumerate(bands):  # the edge makes a single allocation wide enough to see
+        band.set(edgecolor="face", linewidth=0.8, zorder=-n)  # zorder hides edges of 0 MiB
+    ax.set(title=name, xlabel="% of the allocations of backward and step", xlim=(0, 100))
     highest, at = max(zip(map(sum, zip(*stacked, strict=True)), along, strict=True))
-    one.annotate("peak", (at, highest), (50, highest), va="center", arrowprops=ARROW)
-axes[0].set_ylabel("MiB beside weights and state")
+    ax.annotate("peak", (at, highest), (50, highest), va="center", arrowprops=ARROW)
+axes[0].set_ylabel("MiB without weights and state")
 axes[1].legend(frameon=False, loc="upper right")
-for name, trace in {"after": ordinary, "inside": in_turn}.items():
+for name, trace in {"after": ordinary, "inside": stepped_inside}.items():
     print(f"{name:7} peak {format_bytes(trace.peak_bytes)}")
 
 # %% [markdown]
-# On the left the green piles up while the orange goes; on the right there are specks of green. (The
-# dark red band is the unembedding's share of the tied matrix: it waits for the embedding's. The
-# spike is their sum: for a moment all three are there.)
+# - **Left**: gradients (green) accumulate while activations (orange) are freed.
+# - **Right**: each gradient is alive only briefly. The dark red band is the unembedding's part of
+#   the tied matrix's gradient, which waits for the embedding's part. At the spike, both parts and
+#   their sum are alive.
 #
-# But look where the **peak** is. Eight sequences, and the same two:
+# Now find the **peak**. Here are the same two runs with eight sequences:
 
 # %%
 for name, make in {"after": MAKE["AdamW"], "inside": inside(MAKE["AdamW"])}.items():
@@ -704,35 +733,36 @@ for name, make in {"after": MAKE["AdamW"], "inside": inside(MAKE["AdamW"])}.item
     print(f"8 sequences, {name:7} peak {format_bytes(peak)}")
 
 # %% [markdown]
-# With many tokens the peak is where backward *begins*, when there are no gradients yet: nothing is
-# saved. It is for large models and few tokens at a time.
+# With many tokens, the peak is at the *start* of backward, before any gradient exists. There the
+# step inside backward saves nothing. Use it for large models and few tokens per step.
 
 # %% [markdown]
-# And it excludes whatever looks at all gradients before the first step:
+# The step inside backward rules out everything that needs all gradients before the first update:
 #
-# - **accumulation**: the first part's gradient is gone;
-# - **clipping by the global norm**: the norm is known when the last gradient is there (LOMO, 2023,
-#   runs backward twice for it);
-# - **loss scaling** that skips a step with an overflow: half the weights have moved by then. Use
-#   bfloat16, which needs no scale.
+# - **Gradient accumulation**: the first micro-batch's gradient has already been applied.
+# - **Clipping by global norm**: the norm is known only after the last gradient. (LOMO, 2023, runs
+#   backward twice for it.)
+# - **Loss scaling** that skips a step on overflow: by then, half of the weights have moved. Use
+#   bfloat16, which needs no loss scaling.
 
 # %% [markdown]
 # ## At scale: seven billion
 #
-# Llama 2 7B, weights in bfloat16, one sequence of 2048 tokens, every block checkpointed. Its 32
-# blocks are alike, so models of one and of two are enough. The moments are float32.
+# Take Llama 2 7B with bfloat16 weights, float32 moments and one sequence of 2048 tokens, with
+# every block checkpointed. Its 32 blocks are identical, so measure models with one and two blocks
+# and extrapolate.
 
 
 # %%
 def step_of_7b(make, layers):
-    """The trace of a second step of a 7B model with so many of its blocks."""
+    """The trace of the second step of a 7B model cut to `layers` blocks."""
     config = replace(PRESETS["llama-2-7b"], layers=layers)
     setting = Setting(config, batch=1, seq_len=2048, dtype=torch.bfloat16)
     return dry_trace(setting, replace(combined("checkpointing"), optimizer=make))
 
 
 def at_peak_of_7b(make):
-    """Bytes by category at the peak, of 32 blocks."""
+    """Bytes by category at the peak, extrapolated to 32 blocks."""
     one, two = (step_of_7b(make, layers).at_peak for layers in (1, 2))
     return {kind: one.get(kind, 0) + 31 * (two[kind] - one.get(kind, 0)) for kind in two}
 
@@ -748,8 +778,8 @@ SEVEN = {
 of_7b = {name: at_peak_of_7b(make) for name, make in SEVEN.items()}
 colours = {k: plot.COLOURS[k] for k in ("parameters", "gradients", "optimizer_state")}
 for name, held in of_7b.items():
-    words = [f"{kind.replace('_', ' ')} {format_bytes(held.get(kind, 0))}" for kind in colours]
-    print(f"{name:14} {format_bytes(sum(held.values())):>9}: {', '.join(words)}")
+    listed = [f"{kind.replace('_', ' ')} {format_bytes(held.get(kind, 0))}" for kind in colours]
+    print(f"{name:14} {format_bytes(sum(held.values())):>9}: {', '.join(listed)}")
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
@@ -762,20 +792,23 @@ for name, held in of_7b.items():
     axes.text(left + 0.7, name, f"{left:.1f}", va="center")
 axes.set(xlabel="GiB at the peak", xlim=(0, 84), title="Llama 2 7B, 1 × 2048 tokens")
 axes.invert_yaxis()
-_ = axes.legend(["weights", "gradients", "state", "all else"], frameon=False, loc="lower right")
+_ = axes.legend(["weights", "gradients", "state", "other"], frameon=False, loc="lower right")
 
 # %% [markdown]
-# Of 75 GiB, m and v are two thirds. Half of them is 25 GiB. The step inside backward takes another
-# 11.5: 12.5 of gradients, of which one matrix is left, less a GiB (grey), for the peak is now in
-# backward, where the blocks' inputs still wait, and temporaries. Both together: half of what it
-# was, and a third of that are the weights themselves. Day 9 makes the one moment that is left a
-# quarter of its size.
+# | change | saves | why |
+# | --- | --- | --- |
+# | Lion or Adam-mini | 25 GiB of 75 | m and v are two thirds of the peak; half of them goes |
+# | step inside backward | 11.5 GiB | 12.5 GiB of gradients shrink to one matrix |
+#
+# (The step inside backward saves a GiB less than that, because the peak is now in backward, where
+# block inputs and temporaries are alive: the grey part.) With both, the peak is half of AdamW's. A
+# third of what is left is weights. Day 9 shrinks the remaining moment to a quarter.
 
 # %% [markdown]
 # ## On your GPU
 #
-# Where there is a GPU, this takes the bill's plain step on it, with four optimizers. The peak is at
-# the beginning of backward: what do you expect of the last line?
+# If you have a GPU, this cell runs the bill's plain step on it with four optimizers. The peak is
+# at the start of backward. What do you expect in the last line?
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):
@@ -792,77 +825,89 @@ else:
     print(stored_on_a_gpu("day 8"))
 
 # %% [markdown]
-# By a dry run, the last line has AdamW's own peak, to the byte: where backward begins there are no
-# gradients that could be dropped. Adam-mini and Lion take less there: AdamW's state is present at
-# every moment.
+# In a dry run, the last line has exactly AdamW's peak: at the start of backward there are no
+# gradients to free. Adam-mini and Lion lower the peak, because optimizer state is always in
+# memory.
 
 # %% [markdown]
 # ## Rules on trial
 #
-# A guide counts AdamW at 12 bytes a parameter, Adam-mini at 6, Lion at 8. Which bytes? The moments
-# alone, or with a float32 **master copy** of the weights (Day 4), 4 more? One of the two should fit
-# all three.
+# A guide says: AdamW 12 bytes per parameter, Adam-mini 6, Lion 8. It does not say what it counts.
+# It could count the moments alone, or the moments and a float32 **master copy** of the weights
+# (Day 4), which adds 4 bytes. Does one of the two fit all three?
 
 # %%
 states = {name: per_weight[name] for name in ("AdamW", "Adam-mini", "Lion")}
-both_ways = {name: f"{n:.2f} alone, {n + 4:.2f} with a master copy" for name, n in states.items()}
+both_ways = {
+    name: f"{n:.2f} bytes without a master copy, {n + 4:.2f} with it" for name, n in states.items()
+}
+with_copy = "if you count a float32 master copy of the weights, too"
 
 
 def fits(name, claimed):
-    """Alone, or with a master copy, to a tenth of a byte."""
+    """Whether the claim is right to 0.1 byte, with or without a master copy."""
     return any(abs(states[name] + more - claimed) < 0.1 for more in (0, 4))
 
 
-copies = "if a float32 master copy of the weights is counted with the state"
-verdict("18a", fits("AdamW", 12), both_ways["AdamW"], condition=f"{copies}; alone it is 8")
+# %%
+verdict(
+    "18a",
+    fits("AdamW", 12),
+    both_ways["AdamW"],
+    condition=f"{with_copy}; without the copy it is 8",
+)
 
 # %%
 verdict(
     "18b",
     fits("Adam-mini", 6),
     both_ways["Adam-mini"],
-    otherwise="half of AdamW's state goes, not half of state and copy: counted as AdamW's 12 it is "
-    "8; for 6 the momentum has to be bfloat16, which that 12 has not",
+    otherwise="8 bytes, counted like AdamW's 12: Adam-mini halves the state, not the master copy; "
+    "6 bytes would need a bfloat16 momentum",
 )
 
 # %%
-verdict("18c", fits("Lion", 8), both_ways["Lion"], condition=f"{copies}; alone it is 4")
+verdict(
+    "18c", fits("Lion", 8), both_ways["Lion"], condition=f"{with_copy}; without the copy it is 4"
+)
 
 # %%
 paper, both = above["the paper's blocks"], above["m and v shared"]
+losses = f"v shared: less than 3 % above: {paper < 0.03}; m shared, too: more than 10 % above: "
 verdict(
     "18d",
     both < 2 * paper,
-    f"a text model's loss after 40 steps, against AdamW's: v shared within a block: less than 3 % "
-    f"above: {paper < 0.03}; m shared as well: more than 10 % above: {both > 0.1}",
-    otherwise="v is shared, m is not; and among the weights of a row or a head, not of a layer",
+    f"a text model's loss after 40 steps, compared with AdamW's: {losses}{both > 0.1}",
+    otherwise="weights of a row or a head (not of a layer) share v, and no weights share m",
 )
 
 # %% [markdown]
 # ## What you can do now
 #
-# | | keeps | bytes a weight | gives up |
+# | | keeps | bytes per weight | gives up |
 # | --- | --- | --- | --- |
-# | SGD, with momentum | nothing, m | 0, 4 | a scale for each weight |
-# | `optim.MomentumSGD` | m in bfloat16, stochastically rounded | 2 | a scale for each weight |
+# | SGD | nothing | 0 | a scale for each weight |
+# | SGD with momentum | m | 4 | a scale for each weight |
+# | `optim.MomentumSGD` | m in bfloat16, stochastic rounding | 2 | a scale for each weight |
 # | AdamW | m, v | 8 | |
-# | Adam-mini | m, v for a block | 4.01 | a partition that fits is needed |
+# | Adam-mini | m, one v per block | 4.01 | works only with a partition that fits the model |
 # | Lion | m | 4 | a scale for each weight; needs its own lr |
-# | step inside backward | | −2 to −4: gradients | accumulation, clipping, skipped steps |
+# | step inside backward | | −2 to −4 (gradients) | accumulation, clipping, skipped steps |
 #
-# Halved by dtype, too: moments of bfloat16, if rounded at random (Day 4). Tomorrow: both moments,
-# in a byte each.
+# A smaller dtype also halves the state: bfloat16 moments, with stochastic rounding (Day 4).
+# Tomorrow, both moments need one byte each.
 
 # %% [markdown]
 # ## The running bill
 #
-# One training step of 124M weights on 8 × 640 tokens. Until today AdamW's two moments were
-# bfloat16: 4 bytes a weight. Lion with one moment of bfloat16, rounded at random: 2. (The bill
-# counts bytes; how well Lion learns is not in it.)
+# One training step of the 124M model on 8 × 640 tokens. Until today AdamW's two bfloat16 moments
+# needed 4 bytes per weight. Lion with one bfloat16 moment and stochastic rounding needs 2. (The
+# bill does not say how well Lion learns.)
 #
-# Why not Adam-mini? With an m of bfloat16 it takes the same 2 bytes; Lion needs no partition, and
-# tomorrow makes its one moment a byte. Why not the step inside backward? The bill
-# takes one sequence at a time and adds their gradients up.
+# - **Why not Adam-mini?** With a bfloat16 m it needs the same 2 bytes. Lion needs no partition,
+#   and tomorrow its moment shrinks to 1 byte.
+# - **Why not the step inside backward?** The bill accumulates gradients over one sequence at a
+#   time.
 
 # %%
 running_bill(8)

@@ -29,7 +29,7 @@ def block_size(name: str, shape: torch.Size, head_dim: int) -> int:
         return shape[0]
     if layer in ("embedding", "unembedding", "value", "output", "gate", "up", "down"):
         return shape[1]
-    raise ValueError(f"got {name}, of which no rule knows; add one")
+    raise ValueError(f"got {name}, which no rule covers; add a rule")
 
 
 def adam_mini_(

@@ -379,7 +379,7 @@ IS_SEEN, IS_LEFT = "if storage in seen", "if storage in left_alone"
         (
             "7.1",
             [("round(steps)", "torch.round(steps)")],
-            "does not call the function `round` that it gets",
+            "call the function `round` that you are given",
         ),
         ("7.5", [("tensor.storage_offset()", "0")], "the second half of its columns comes back"),
         ("7.5", [("len(whole(tensor)) < 256", "False")], "Too much: float32 (8,)"),

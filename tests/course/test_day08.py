@@ -304,7 +304,7 @@ def by_the_librarys_hooks(weights, update):
         (ADAMW, adamw_flat, "state['m'] has the shape (6000,), wanted the weight's, (100, 60)."),
         (LION, with_other_keys({"m": "exp_avg"}, lion_), "has the keys ['exp_avg'], wanted ['m']"),
         (LION, lion_flat, "state['m'] has the shape (6000,), wanted the weight's, (100, 60)."),
-        (LION, lion_decayed_in_place, "do not change the weight that they get."),
+        (LION, lion_decayed_in_place, "two steps do not change the weight."),
         (ADAM_MINI, with_other_keys(TORCHS, adam_mini_), "wanted ['m', 't', 'v']: later cells use"),
         (ADAM_MINI, mini_with_a_numpy_v, "state['v'] is a ndarray; keep tensors and numbers"),
         (LION, with_a_copy_elsewhere, "72,000 bytes are kept between steps, wanted 24,000."),
@@ -502,7 +502,7 @@ OF_MATRICES = ((f"weight *= {DECAY}", f"weight *= {DECAY} * (weight.ndim > 1)"),
         (
             "8.2",
             ((f"sign({MIX})", f"sign(mix := {MIX})"), ("beta2 * m", "beta2 * mix")),
-            "compute both mixes from the old m",
+            "Compute both mixes from the old m",
         ),
         (
             "8.2",

@@ -89,8 +89,8 @@ def _check_quantize(answer: Quantize) -> str:
     _require_round_is_called(answer)
     held = _require_bytes_of_kept(answer)
     return (
-        f"{len(_QUANTIZED)} tensors: no element more than half a step off, an outlier costs its "
-        f"own group alone · {held:,} bytes for 4 × 256 elements"
+        f"{len(_QUANTIZED)} tensors: no element more than half a step off, an outlier affects "
+        f"only its own group · {held:,} bytes for 4 × 256 elements"
     )
 
 
@@ -110,7 +110,7 @@ def _require_quantized(case: str, answer: Quantize, groups: Tensor, levels: int)
     _require_range(case, kept, groups, levels)
     _require_half_a_step(case, kept, groups, levels)
     largest = int(kept[0].max())
-    require(largest <= levels, f"{case} gave codes up to {largest}; wanted {levels} at most.")
+    require(largest <= levels, f"{case} gave codes up to {largest}; wanted at most {levels}.")
 
 
 def _as_kept(case: str, kept: Any, groups: Tensor) -> Kept:
@@ -186,8 +186,8 @@ def _require_round_is_called(answer: Quantize) -> None:
     down, nearest = (answer(groups, 255, round)[0] for round in (torch.floor, torch.round))
     require(
         not torch.equal(down, nearest),
-        "quantize with round=torch.floor gives the same codes as with torch.round: it does not "
-        "call the function `round` that it gets.",
+        "quantize with round=torch.floor gives the same codes as with torch.round: call the "
+        "function `round` that you are given.",
     )
     require(
         torch.equal(answer(groups, 255)[0], nearest),
@@ -242,8 +242,8 @@ _QUANTIZE = Exercise(
     wrong_answers=mistakes(
         "7.1",
         (
-            "One scale for the whole tensor: an outlier makes the steps of every group coarse, not "
-            "only of its own.",
+            "There is one scale for the whole tensor, so an outlier makes the steps of every group "
+            "coarse. Use one scale per group.",
             _OF_THE_TENSOR,
         ),
         (
@@ -252,8 +252,8 @@ _QUANTIZE = Exercise(
             _SYMMETRIC,
         ),
         (
-            ".to(torch.uint8) alone cuts the fraction off: an error of up to a whole step, always "
-            "downwards. Round first.",
+            ".to(torch.uint8) truncates: the error is up to a full step, always downwards. Round "
+            "first.",
             ("round(steps)", "steps"),
         ),
         (
@@ -277,8 +277,8 @@ _QUANTIZE = Exercise(
             ("    low, high", "    groups = groups.reshape(-1, 256)\n    low, high"),
         ),
         (
-            "The codes count from the exact smallest in exact steps: use the rounded ones, since "
-            "dequantize has no others.",
+            "The codes use the exact minimum and step. Use the rounded ones, because dequantize "
+            "has only those.",
             (_STEPS, _EXACT_STEPS),
         ),
         (
@@ -322,8 +322,8 @@ def _check_round_at_random(answer: RoundAtRandom) -> str:
     _require_generator_is_used(answer)
     _require_independent_draws(answer)
     return (
-        f"means of {DRAWS:,} draws are right to {CLOSE} · integers stay · draws from `generator` "
-        f"alone"
+        f"means of {DRAWS:,} draws are right to {CLOSE} · integers stay unchanged · draws "
+        f"only from `generator`"
     )
 
 
@@ -433,7 +433,7 @@ _ROUND_AT_RANDOM = Exercise(
     wrong_answers=mistakes(
         "7.2",
         (
-            "This rounds to nearest: 2.25 becomes 2 every time, and its mean is not 2.25.",
+            "This rounds to nearest: 2.25 becomes 2 every time, so the mean is not 2.25.",
             _returned("steps.round()"),
         ),
         (
@@ -444,14 +444,17 @@ _ROUND_AT_RANDOM = Exercise(
             "The probabilities are swapped: a larger fraction must go up more often.",
             (_IS_UP, "> steps - down) * (steps > down)"),
         ),
-        ("The probability of rounding up is one half; wanted the fraction.", (_IS_UP, "< 0.5)")),
+        (
+            "The probability of rounding up is one half. It must be the fraction.",
+            (_IS_UP, "< 0.5)"),
+        ),
         (
             "All rows share their draws: torch.rand(steps.shape, …) has one per element.",
             ("steps.shape,", "steps.shape[-1:],"),
         ),
         (
-            "One draw for all elements: each needs its own, or all errors have the same sign and "
-            "none cancel.",
+            "All elements share one draw, so all errors have the same sign and none cancel. Draw "
+            "one per element.",
             ("steps.shape,", "(),"),
         ),
         (
@@ -491,7 +494,7 @@ def _check_pack(answer: Pack) -> str:
     for codes, bits in cases:
         shown = codes if len(codes) < 8 else f"{len(codes):,} codes"
         _require_packed(f"pack({shown}, {bits})", answer, codes, bits)
-    return f"{len(cases)} lists of codes come back · ⌈n·bits/8⌉ bytes, none beside them"
+    return f"{len(cases)} lists of codes come back · ⌈n·bits/8⌉ bytes and no more"
 
 
 def _require_packed(case: str, answer: Pack, numbers: list[int], bits: int) -> None:
@@ -510,7 +513,8 @@ def _require_packed(case: str, answer: Pack, numbers: list[int], bits: int) -> N
     held = packed.untyped_storage().nbytes()
     require(
         held == len(packed),
-        f"{case} gave {len(packed):,} bytes of a storage of {held:,}, all of which stay alive.",
+        f"{case} gave {len(packed):,} bytes, but its storage has {held:,} bytes, which all stay "
+        f"alive.",
     )
 
 
@@ -543,17 +547,17 @@ _PACK = Exercise(
         ),
         ("All codes of a byte overlap: shift each by place * bits.", (" << place * bits", "")),
         (
-            "The last codes are lost where they do not fill a byte: round the number of bytes up.",
+            "The last codes are lost if they do not fill a byte: round the number of bytes up.",
             (_BYTES, "len(codes) // per_byte"),
             (_PART, f"{_PART}[: len(packed)]"),
         ),
         (
-            "A byte too many where the codes fill the last one: ⌈n · bits / 8⌉ is a division "
-            "rounded up.",
+            "There is a byte too many if the codes fill the last one: divide n · bits by 8 and "
+            "round up.",
             (_BYTES, "len(codes) // per_byte + 1"),
         ),
         (
-            "Neighbours share a byte: take codes[place::per_byte], not consecutive parts.",
+            "Neighbouring codes share a byte: use codes[place::per_byte], not consecutive parts.",
             (_PART, "codes[place * len(packed) : (place + 1) * len(packed)]"),
         ),
         (
@@ -690,8 +694,8 @@ _BYTES_KEPT = Exercise(
             *_by_key("id({})"),
         ),
         (
-            "data_ptr() is where a view begins: two views of one storage begin at two addresses, "
-            "and a view can be smaller than its storage.",
+            "data_ptr() is the address of a view: two views of one storage have different "
+            "addresses, and a view can be smaller than its storage.",
             *_by_key("{}.data_ptr()"),
             *_SIZE_OF_THE_VIEW,
         ),
@@ -700,8 +704,7 @@ _BYTES_KEPT = Exercise(
             *_SIZE_OF_THE_VIEW,
         ),
         (
-            "The whole storage is held, and all of it shrinks: n counts its elements, not those of "
-            "the view.",
+            "The whole storage is compressed: n is its number of elements, not the view's.",
             (_IN_BITS, _IN_BITS.replace("count", "tensor.numel()")),
         ),
         (
@@ -734,11 +737,11 @@ _BYTES_KEPT = Exercise(
             (_IN_BITS, "count * bits // 8 + 4 * (count // 256)"),
         ),
         (
-            "One byte per element is right at 8 bits alone: ⌈n · bits / 8⌉.",
+            "One byte per element is correct only at 8 bits: use ⌈n · bits / 8⌉.",
             ("-(-count * bits // 8)", "count"),
         ),
         (
-            "Tensors that stay as they are wait for backward as well: count them in both sums.",
+            "Tensors that are not compressed are also held for backward: count them in both sums.",
             ("before += storage.nbytes()", "before += storage.nbytes() if is_eligible else 0"),
             ("in_bits if is_eligible else storage.nbytes()", "in_bits if is_eligible else 0"),
         ),
@@ -856,7 +859,7 @@ def _check_hooks(answer: MakeHooks) -> str:
     require(
         retained <= allowed,
         f"{_LAYER} hold {retained:,} bytes after a backward that retains the graph; wanted "
-        f"{allowed:,}, as before it: unpack keeps nothing that it returns.",
+        f"{allowed:,}, as before it: unpack must not keep what it returns.",
     )
     limit = _peaks_of(hooks).backward + 4 * ROWS * 2 * WIDTH  # and the largest tensor once more
     limited(_LAYER, _peaks_of(answer), backward=limit)
@@ -936,8 +939,8 @@ def _require_storages_told_apart(answer: MakeHooks) -> None:
     )
     if not survives_a_reused_address(pack, unpack):
         raise Wrong(
-            "hooks: a tensor died, another one got its address, and comes back with the values of "
-            "the first."
+            "hooks: a tensor was freed and another one got its address; it comes back with the "
+            "freed tensor's values."
         )
 
 
@@ -1085,8 +1088,8 @@ _HOOKS = Exercise(
     wrong_answers=mistakes(
         "7.5",
         (
-            "The original is kept beside its codes: while anything refers to it nothing is saved, "
-            "and the codes come on top.",
+            "The original is kept next to its codes. While anything refers to it, nothing is "
+            "saved, and the codes need memory, too.",
             (_RETURNED, f"{_RETURNED}tensor.detach(), "),
             ("compressed, *view", "compressed, _, *view"),
         ),
@@ -1096,12 +1099,11 @@ _HOOKS = Exercise(
             (_KNOWN, "{}"),
         ),
         (
-            "Weights are compressed: they stay in memory anyway, and their codes come on top.",
+            "Weights are compressed. They stay in memory anyway, so their codes are extra memory.",
             (_OF_WEIGHTS, "set()"),
         ),
         (
-            "Tensors without a gradient are compressed, too: that changes the rows of an index and "
-            "the values of a mask.",
+            "Tensors without a gradient are compressed, too, which changes indices and masks.",
             ("not tensor.requires_grad or ", ""),
         ),
         (
@@ -1110,12 +1112,12 @@ _HOOKS = Exercise(
             ("not tensor.requires_grad", "not tensor.is_floating_point()"),
         ),
         (
-            "Each operator that saves a storage compresses it again: check whether it is known.",
+            "Each operator that saves a storage compresses it again: check whether you have its "
+            "codes.",
             ("if storage not in known", "if True"),
         ),
         (
-            "Each view is compressed by itself: two halves of a storage are one storage, and a "
-            "tensor saved twice is one tensor.",
+            "Each view is compressed separately. Compress a storage once, for all of its views.",
             body("hooks", _EACH_VIEW),
         ),
         (
@@ -1126,12 +1128,12 @@ _HOOKS = Exercise(
             ("known[storage]", "known[storage.data_ptr()]"),
         ),
         (
-            "A view has an offset in its storage, and strides of its own: as_strided(size, "
-            "stride, offset).",
+            "A view has its own strides and an offset in its storage: as_strided(size, stride, "
+            "offset).",
             (_VIEW, "decompress(compressed)[: view[0].numel()].view(view[0])"),
         ),
         (
-            "A small view is left alone, while it keeps a large storage alive: compare the "
+            "A small view is not compressed, but keeps a large storage alive: compare the "
             "storage's number of elements with 256.",
             ("len(whole(tensor)) < 256", "tensor.numel() < 256"),
         ),
@@ -1141,8 +1143,8 @@ _HOOKS = Exercise(
             *_HALFWAY,
         ),
         (
-            "Tensors that are not compressed keep their graph: a result that its own operator "
-            "saves refers to the operator, which refers to it. Detach it.",
+            "Tensors that are not compressed keep their graph: an operator that saves its own "
+            "result creates a reference cycle. Detach it.",
             ("return tensor.detach()", "return tensor"),
         ),
     ),

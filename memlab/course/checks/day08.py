@@ -63,10 +63,10 @@ def _require_steps(
         passed = gradient.clone()
         with torch.no_grad():
             answer(got, passed, states[0], **settings)
-        require(torch.equal(passed, gradient), f"{call} changed the gradient; leave it as it is.")
+        require(torch.equal(passed, gradient), f"{call} changed the gradient. Do not modify it.")
         require(
             got.data_ptr() == address,
-            f"{call} gave the weight other memory; write into the memory that it has.",
+            f"{call} moved the weight to new memory. Update it in place.",
         )
         passed.zero_()  # as zero_grad(set_to_none=False) does: the state must not be a view of it
         reference(wanted, gradient, states[1], **settings)
@@ -82,7 +82,7 @@ def _require_in_place(answer: Step, **settings: Any) -> None:
             answer(weight, torch.full((1,), 0.5), state, lr=0.1, weight_decay=0.0, **settings)
     require(
         not torch.equal(weight, torch.ones(1)),
-        "weights [1]: two steps, gradient [0.5], do not change the weight that they get.",
+        "weights [1], gradient [0.5]: two steps do not change the weight. Update it in place.",
     )
 
 
@@ -91,14 +91,14 @@ def _require_own_state(answer: Step, **settings: Any) -> None:
     alone, in_turn = (_three_steps(answer, weights, **settings) for weights in (1, 2))
     require(
         torch.allclose(alone, in_turn, rtol=0, atol=0, equal_nan=True),
-        f"a weight stepped alone is {_values(alone)} after 3 steps; in turn with another weight, "
-        f"which has its own state, it is {_values(in_turn)}: keep everything in `state`.",
+        f"after 3 steps a weight is {_values(alone)}, but {_values(in_turn)} if another weight "
+        f"with its own state is updated in between. Keep everything in `state`.",
         evidence="shared state",
     )
 
 
 def _three_steps(answer: Step, weights: int, **settings: Any) -> Tensor:
-    """The first of some weights, each stepped three times, in turn."""
+    """Return the first of several weights, each updated three times, in turn."""
     started: list[tuple[Tensor, State]] = [(torch.ones(4), {}) for _ in range(weights)]
     for seed in range(3):
         for n, (weight, state) in enumerate(started):
@@ -132,9 +132,10 @@ def _require_unequal(
                 named = ", ".join(f"{name}={value}" for name, value in now.items())
                 require(
                     _close(got, wanted),
-                    f"a weight {tuple(start.shape)}, whose lr grows by {group['lr']:g} in each "
-                    f"step and whose third gradient is 0: step {step + 1}, {named}, gave "
-                    f"{_values(got.flatten()[:4])} …, wanted {_values(wanted.flatten()[:4])} ….",
+                    f"a weight of shape {tuple(start.shape)}, with an lr that grows by "
+                    f"{group['lr']:g} in each step and a third gradient of 0: step {step + 1}, "
+                    f"{named}, gave {_values(got.flatten()[:4])} …, wanted "
+                    f"{_values(wanted.flatten()[:4])} ….",
                     evidence=("unequal", seed, n, step),
                 )
 
@@ -233,7 +234,7 @@ _BETAS = "beta1, beta2 = betas"
 _DECAY = "    weight *= 1 - lr * weight_decay\n"
 _COUPLED = ((_BETAS, f"{_BETAS}; gradient = gradient + weight_decay * weight"), (_DECAY, ""))
 _VECTORS_DO_NOT_DECAY = (
-    "Weights of one dimension must decay, too: the text has no exception.",
+    "Weights of one dimension must decay, too: the formula has no exception.",
     ("    weight *=", "    if weight.ndim > 1: weight *="),
 )
 _WITHOUT_LR = ("1 - lr * weight_decay", "1 - weight_decay")
@@ -269,7 +270,7 @@ def _check_adamw(answer: Step) -> str:
     _require_unequal(answer, adamw_, names=("betas", "eps", "weight_decay"))
     _require_kept(answer, 8 * _COUNT, "mvt", shaped="mv", lr=0.1)
     _require_t_counts_on(answer, adamw_, lr=0.1)
-    return f"weights as wanted after each of {sum(steps)} steps · 8 bytes a weight"
+    return f"correct weights after each of {sum(steps)} steps · 8 bytes per weight"
 
 
 _ADAMW = Exercise(
@@ -278,14 +279,13 @@ _ADAMW = Exercise(
     minutes=12,
     difficulty=2,
     hints=(
-        "Write the formulas in their order, in six lines. What do you keep until the next step, "
-        "and what is new in each step? Which line changes `weight` itself?",
-        "If state is empty, put t = 0 and m and v of zeros (torch.zeros_like(gradient)) into it. "
-        "Then state['t'] += 1, and update m and v. Correct copies of them, not the ones that you "
-        "keep.",
+        "Write the formulas in order, in about six lines. What must survive until the next step, "
+        "and what is computed anew? Which lines change `weight`?",
+        "If state is empty, set t = 0 and set m and v to torch.zeros_like(gradient). Then add 1 to "
+        "t, and update m and v. Divide copies of m and v by 1 − βᵗ; store the undivided ones.",
         "state['m'] = beta1 * state['m'] + (1 - beta1) * gradient; state['v'] likewise with "
         "gradient**2; root = (state['v'] / (1 - beta2**t)).sqrt() + eps; weight *= 1 - lr * "
-        "weight_decay. The last line is the step itself: m, corrected, divided by root.",
+        "weight_decay. The last line is the step: the corrected m, divided by root.",
     ),
     reference=adamw_,
     check=_check_adamw,
@@ -293,12 +293,12 @@ _ADAMW = Exercise(
     wrong_answers=mistakes(
         "8.1",
         (
-            "Coupled decay: it went through m and √v, which is Adam with L2. AdamW takes it from "
-            "the weight itself.",
+            "The decay went through m and √v: this is Adam with L2 regularization. AdamW shrinks "
+            "the weight directly.",
             *_COUPLED,
         ),
         (
-            "The decay is a fraction of the weight before the step.",
+            "Apply the decay before the step, to the old weight.",
             (_DECAY, ""),
             ("/ root", f"/ root\n{_DECAY}"),
         ),
@@ -310,13 +310,14 @@ _ADAMW = Exercise(
             ('state["t"] += 1', 'state["t"] = state["t"] % 100 + 1'),
         ),
         (
-            "m and v start at zero, and are too small at first: divide each by its 1 − βᵗ.",
+            "m and v start at zero, so they are too small at first: divide m by 1 − β₁ᵗ, v by 1 − "
+            "β₂ᵗ.",
             _V_NOT_CORRECTED,
             _M_NOT_CORRECTED,
         ),
         ("v starts at zero as well: divide it by 1 − β₂ᵗ.", _V_NOT_CORRECTED),
         (
-            "The corrected moments are for this step alone: keep m and v uncorrected.",
+            "Use the corrected moments for this step only. Store m and v uncorrected.",
             ('root = (state["v"] / (1 - beta2**t)).sqrt()', _CORRECTED_KEPT),
             ('state["m"] / (1 - beta1**t) / root', 'state["m"] / root'),
         ),
@@ -327,10 +328,10 @@ _ADAMW = Exercise(
             ('state["v"] / (1', "v / (1"),
             ('state["m"] / (1', "m / (1"),
         ),
-        ("Add eps outside of the root.", _EPS_IN_THE_ROOT),
-        ("Divide m by the root of v, not by v.", (".sqrt() + eps", " + eps")),
+        ("Add eps outside the square root.", _EPS_IN_THE_ROOT),
+        ("Divide m by the square root of v, not by v.", (".sqrt() + eps", " + eps")),
         (
-            "Step by m, not by today's gradient.",
+            "Step by m, not by the current gradient.",
             ('lr * state["m"] / (1 - beta1**t)', "lr * gradient"),
         ),
         ("β₁ is for m, and β₂ for v.", (_BETAS, "beta2, beta1 = betas")),
@@ -338,9 +339,9 @@ _ADAMW = Exercise(
             "The betas are always 0.9 and 0.999: take them from `betas`.",
             (_BETAS, "beta1, beta2 = 0.9, 0.999"),
         ),
-        ("t is 1 in the first step.", ("t=0", "t=1")),
+        ("t must be 1 in the first step.", ("t=0", "t=1")),
         (
-            "The moments are kept in float64: 16 bytes a weight.",
+            "The moments are stored in float64: 16 bytes per weight. Use float32.",
             ("torch.zeros_like(gradient)", "gradient.double() * 0"),
         ),
         _NEW_WEIGHT,
@@ -371,7 +372,7 @@ def _check_lion(answer: Step) -> str:
     ]
     _require_unequal(answer, lion_, names=("betas", "weight_decay"))
     _require_kept(answer, 4 * _COUNT, "m", shaped="m", lr=0.1)
-    return f"weights as wanted after each of {sum(steps)} steps · sign(0) is 0 · 4 bytes a weight"
+    return f"correct weights after each of {sum(steps)} steps · sign(0) is 0 · 4 bytes per weight"
 
 
 _LION = Exercise(
@@ -380,12 +381,12 @@ _LION = Exercise(
     minutes=8,
     difficulty=2,
     hints=(
-        "After the state is there, write three lines: decay, step, momentum. In this order, the "
-        "step uses the momentum before its update.",
-        "There are two mixes of m and g: one with β₁ inside torch.sign, from m before its update; "
-        "one with β₂, which you keep. Write into the weight itself: weight *= …, weight -= ….",
+        "Read m, then write three lines: decay, step, momentum. In this order, the step uses the "
+        "momentum before its update.",
+        "Mix m and g twice, both times with the old m: with β₁ inside torch.sign, and with β₂ for "
+        "the m that you keep. Update the weight in place: weight *= …, weight -= ….",
         "m = state.get('m', torch.zeros_like(gradient)); weight *= 1 - lr * weight_decay; weight "
-        "-= lr * torch.sign(beta1 * m + (1 - beta1) * gradient). Then keep the other mix.",
+        "-= lr * torch.sign(beta1 * m + (1 - beta1) * gradient). Then store the mix with β₂.",
     ),
     reference=lion_,
     check=_check_lion,
@@ -393,37 +394,38 @@ _LION = Exercise(
     wrong_answers=mistakes(
         "8.2",
         (
-            "The momentum is updated before its use: today's gradient counts twice.",
+            "The momentum is updated before its use, so the current gradient counts twice.",
             ("beta1 * m +", f"beta1 * ({_KEPT_MIX}) +"),
         ),
         (
-            "This is the sign of the new momentum; wanted the sign of the mix with β₁.",
+            "This is the sign of the new momentum. Take the sign of the mix with β₁.",
             (_STEP_MIX, _KEPT_MIX),
         ),
-        ("This is the sign of the gradient alone: mix the momentum in.", (_STEP_MIX, "gradient")),
+        ("This is the sign of the gradient alone. Mix in the momentum.", (_STEP_MIX, "gradient")),
         (
             "The new momentum is lost: store it in state['m'].",
             ('state.get("m", torch.zeros_like(gradient))', 'state.setdefault("m", gradient * 0)'),
             ('state["m"] = beta2', "m = beta2"),
         ),
-        ("Keep the mix with β₂; the one with β₁ is for the step.", (_KEPT_MIX, _STEP_MIX)),
+        ("Store the mix with β₂. The mix with β₁ is for the step.", (_KEPT_MIX, _STEP_MIX)),
         (
             "The betas are swapped: β₁ is for the step, β₂ for the momentum that you keep.",
             (_BETAS, "beta2, beta1 = betas"),
         ),
         (
-            "sign(0) is 0: a weight without a gradient stays the same.",
+            "sign(0) is 0: a weight without a gradient must not move.",
             (f"torch.sign({_STEP_MIX})", f"torch.where({_STEP_MIX} >= 0, 1.0, -1.0)"),
         ),
-        ("The sign is missing: every step has the length lr.", ("torch.sign", "")),
+        ("The sign is missing: every weight must move by lr.", ("torch.sign", "")),
         (
-            "Coupled decay: in the mix only its sign counts. Take it from the weight itself.",
+            "The decay is added to the gradient, so only its sign counts. Shrink the weight "
+            "directly.",
             *_COUPLED,
         ),
         ("The decay is missing.", (_DECAY, "")),
         _VECTORS_DO_NOT_DECAY,
         (
-            "The mix for the step went into the momentum: compute both mixes from the old m.",
+            "The mix for the step went into the momentum. Compute both mixes from the old m.",
             ("beta2 * m +", f"beta2 * ({_STEP_MIX}) +"),
         ),
         (
@@ -487,7 +489,7 @@ def _check_block_size(answer: BlockSize) -> str:
     for name, shape in _REFUSED:
         _require_refused_name(answer, name, shape)
     return (
-        f"{len(_ACCEPTED) + 1} weights as wanted · {len(_REFUSED)} refused, a fused one among them"
+        f"{len(_ACCEPTED) + 1} block sizes correct · {len(_REFUSED)} names refused, fused ones too"
     )
 
 
@@ -504,7 +506,7 @@ def _require_refused_name(answer: BlockSize, name: str, shape: tuple[int, ...]) 
 
 
 _OF_A_HEAD = "head_dim * shape[1]"
-_UNKNOWN = 'raise ValueError(f"got {name}, of which no rule knows; add one")'
+_UNKNOWN = 'raise ValueError(f"got {name}, which no rule covers; add a rule")'
 
 _BLOCK_SIZE = Exercise(
     id="8.3",
@@ -512,52 +514,50 @@ _BLOCK_SIZE = Exercise(
     minutes=12,
     difficulty=2,
     hints=(
-        "First find the layer: in 'blocks.0.mlp.up.weight' it is 'up', the last but one part of "
-        "name.split('.'). Then write one if for each line of the table, biases first.",
+        "First find the layer: in 'blocks.0.mlp.up.weight' it is 'up', the second to last part of "
+        "name.split('.'). Then write an if for each row of the table, biases first.",
         "A row of (out, in) has shape[1] elements, and a head has head_dim rows. Raise "
-        "ValueError if no line of the table fits, and if shape[0] % head_dim is not 0.",
+        "ValueError if no row of the table matches, and if shape[0] % head_dim is not 0.",
         "layer, kind = name.split('.')[-2:]; if kind == 'bias': return 1; if layer in ('query', "
-        "'key'): refuse rows that do not divide into heads, and return head_dim * shape[1]. Two "
-        "lines of the table are left, and then all other layers.",
+        "'key'): raise ValueError if the rows do not divide into heads, else return head_dim * "
+        "shape[1]. Two rows of the table are left, then a ValueError for all other layers.",
     ),
     reference=block_size,
     check=_check_block_size,
     wrong_answers=mistakes(
         "8.3",
         (
-            "Queries and keys go by rows here; wanted heads, head_dim rows each.",
+            "Queries and keys have one v per row here. Use one per head, head_dim rows each.",
             (_OF_A_HEAD, "shape[1]"),
         ),
         (
-            "A fused matrix of queries, keys and values becomes one block, without a warning. "
-            "Refuse a layer that has no rule.",
+            "A fused matrix of queries, keys and values silently becomes one block. Raise "
+            "ValueError for a layer that is not in the table.",
             (_UNKNOWN, "return shape.numel()"),
         ),
         (
-            "An unknown layer goes by rows. A wrong guess trains, but worse: refuse it.",
+            "An unknown layer gets one v per row. A wrong guess learns worse: raise ValueError.",
             (_UNKNOWN, "return shape[-1]"),
         ),
         (
-            "This takes four heads in every matrix: keys have fewer heads than queries here. A "
-            "head has head_dim rows.",
+            "This assumes four heads in every matrix, but keys have fewer heads than queries "
+            "here. A head has head_dim rows.",
             (_OF_A_HEAD, "shape.numel() // 4"),
         ),
         ("A head has head_dim rows, not head_dim elements.", (_OF_A_HEAD, "head_dim")),
         (
-            "These are columns: in (out, in) a row makes one output, and has shape[1] elements.",
+            "These are columns. In the shape (out, in) a row has shape[1] elements.",
             ("return shape[1]", "return shape[0]"),
         ),
         ("All weights of a norm share one v.", ("return shape[0]", "return 1")),
         ("Each bias has its own v, as in AdamW.", ("return 1", "return shape[0]")),
         (
-            "A part of a word is enough here: 'key' is in 'key_value', too. Compare the whole word "
-            "between two dots.",
+            "'key' in name also matches 'key_value'. Compare the whole word between two dots.",
             ("layer in (", "any(word in name for word in ("),
             ('"):\n', '")):\n'),
         ),
         (
-            "A name that ends in 'norm' is taken for one of the three norms. Compare the whole "
-            "word.",
+            "endswith('norm') also matches other norms, such as q_norm. Compare the whole word.",
             ('layer in ("attention_norm", "mlp_norm", "norm")', 'layer.endswith("norm")'),
         ),
         (
@@ -565,7 +565,7 @@ _BLOCK_SIZE = Exercise(
             ('kind == "bias"', "False"),
         ),
         (
-            "20 rows do not divide into heads of 8: a block would begin inside a head.",
+            "20 rows do not divide into heads of 8 rows: raise ValueError.",
             ("if shape[0] % head_dim", "if False"),
         ),
     ),
@@ -601,8 +601,8 @@ def _check_adam_mini(answer: Step) -> str:
     _require_kept(answer, wanted, "mvt", shaped="m", size=30, lr=0.1)
     _require_t_counts_on(answer, adam_mini_, size=1, lr=0.1)
     return (
-        f"weights as wanted after each of {sum(steps)} steps · 4 bytes a weight, 4 a block: "
-        f"{wanted:,} of {8 * _COUNT:,}"
+        f"correct weights after each of {sum(steps)} steps · 4 bytes per weight and 4 per block: "
+        f"{wanted:,} bytes, not AdamW's {8 * _COUNT:,}"
     )
 
 
@@ -612,14 +612,14 @@ _ADAM_MINI = Exercise(
     minutes=10,
     difficulty=2,
     hints=(
-        "Start from 8.1 and add one line: make a row of squares for each block, and take its mean. "
-        "Which of the two moments has one element per block?",
-        "gradient.view(-1, size) has a row for each block; (…**2).mean(1, keepdim=True) is what "
-        "goes into v, (blocks, 1). m keeps the weight's shape; view it as blocks to divide it.",
+        "Start from 8.1 and add a line: reshape the squares to one row per block, and take each "
+        "row's mean. Which of the two moments has one element per block?",
+        "gradient.view(-1, size) has a row per block. Update v, of shape (blocks, 1), with "
+        "(…**2).mean(1, keepdim=True). Store m in the weight's shape; view it as blocks to divide.",
         "blocks = gradient.reshape(-1, size); v = beta2 * v + (1 - beta2) * "
         "(blocks**2).mean(1, keepdim=True); step = m.view(-1, size) / (1 - beta1**t) / "
-        "((v / (1 - beta2**t)).sqrt() + eps). Which shape must step have to be subtracted from the "
-        "weight, and what comes before?",
+        "((v / (1 - beta2**t)).sqrt() + eps). Which shape must step have when you subtract it "
+        "from the weight, and what comes before?",
     ),
     reference=adam_mini_,
     check=_check_adam_mini,
@@ -627,17 +627,17 @@ _ADAM_MINI = Exercise(
     wrong_answers=mistakes(
         "8.4",
         (
-            "This is the mean of g, squared: gradients of opposite signs cancel. Wanted the mean "
-            "of the squares.",
+            "This is the square of the mean, in which opposite signs cancel. Take the mean of the "
+            "squares.",
             (_MEAN, f"{_BLOCKS}.mean(1, keepdim=True) ** 2"),
         ),
         (
-            "The whole matrix has one v; wanted one per block.",
+            "The whole matrix shares one v. Use one per block.",
             (_MEAN, "squares.mean().expand(len(squares), 1).contiguous()"),
         ),
         (
-            'm is shared, too, as in the guide ("share m, v"): all weights of a block take one '
-            "step, whatever the signs of their gradients. Share v only.",
+            'm is shared, too, as in the guide ("share m, v"), so all weights of a block take the '
+            "same step, whatever the signs of their gradients. Share v only.",
             (
                 "    if not state",
                 f"    gradient = {_BLOCKS}.mean(1, keepdim=True)\n    if not state",
@@ -645,36 +645,36 @@ _ADAM_MINI = Exercise(
             (_BLOCKS_OF_M, 'state["m"].expand_as(squares)'),
         ),
         (
-            "The elements of a block are neighbours: reshape(-1, size), not columns.",
+            "A block is `size` neighbouring elements: use reshape(-1, size), not columns.",
             ("reshape(-1, size)", "reshape(size, -1).T"),
             (".view_as(weight)", ".T.reshape(weight.shape)"),
         ),
         (
-            "reshape(size, -1) makes `size` blocks; wanted blocks of `size`: reshape(-1, size).",
+            "reshape(size, -1) makes `size` blocks. Use reshape(-1, size) for blocks of `size`.",
             ("reshape(-1, size)", "reshape(size, -1)"),
         ),
         (
-            "This is the sum of g²; with the mean, steps do not depend on the block's size.",
+            "This is the sum of g². Take the mean, so that steps do not depend on the block size.",
             ("squares.mean(1", "squares.sum(1"),
         ),
         (
-            "This is the mean of |g|, squared: large gradients count too little. Square first.",
+            "This is the square of the mean of |g|. Square first, then take the mean.",
             (_MEAN, f"{_BLOCKS}.abs().mean(1, keepdim=True) ** 2"),
         ),
         ("v starts at zero: divide it by 1 − β₂ᵗ, as before.", _V_NOT_CORRECTED),
         ("m and v start at zero: divide each by its 1 − βᵗ.", _V_NOT_CORRECTED, _M_NOT_CORRECTED),
         _NEW_WEIGHT,
-        ("Add eps outside of the root, as in AdamW.", _EPS_IN_THE_ROOT),
+        ("Add eps outside the square root, as in AdamW.", _EPS_IN_THE_ROOT),
         (
             "The betas are always 0.9 and 0.999: take them from `betas`.",
             (_BETAS, "beta1, beta2 = 0.9, 0.999"),
         ),
-        ("Coupled decay: it went into m and v. Take it from the weight itself.", *_COUPLED),
+        ("The decay went into m and v. Shrink the weight directly.", *_COUPLED),
         ("The decay is missing.", (_DECAY, "")),
         _VECTORS_DO_NOT_DECAY,
         (
-            "v has an element for each weight: nothing is saved. Keep (blocks, 1), and let it "
-            "broadcast.",
+            "v has an element per weight, so it saves nothing. Keep the shape (blocks, 1) and "
+            "broadcast it.",
             (_MEAN, f"{_MEAN}.expand_as(squares).clone()"),
         ),
     ),
@@ -705,7 +705,7 @@ class _TiedTable(nn.Module):
 
 
 class _UpdateRecorder:
-    """A model, and an `update` that counts its calls and may keep the gradients."""
+    """A model, with an `update` that counts its calls and, if asked to, keeps the gradients."""
 
     def __init__(self, keeps_gradients: bool = True) -> None:
         self.keeps_gradients = keeps_gradients
@@ -772,13 +772,13 @@ def _check_in_backward(answer: InBackward) -> str:
     try:
         recorder.backward(seed=1)
     except RuntimeError:
-        raise Wrong("after end_step() a second backward raised; wanted it to step.") from None
+        raise Wrong("a second backward after end_step() raised; wanted updates.") from None
     recorder.require_updates("a second backward after end_step()", [2] * (_LAYERS + 1))
     most, largest = _most_gradients(answer)
     require(
         most <= 2 * largest,
-        f"during backward up to {most:,} bytes of gradients are alive; wanted at most "
-        f"{2 * largest:,}, twice the largest weight's, which has two parts.",
+        f"up to {most:,} bytes of gradients are alive in backward; wanted at most {2 * largest:,}, "
+        f"twice the largest gradient, which has two parts.",
     )
     _require_refused(recorder, "a further backward before end_step()")
     _require_refused(recorder, "another backward after a refusal and before end_step()")
@@ -786,8 +786,8 @@ def _check_in_backward(answer: InBackward) -> str:
     _require_models_independent(answer)
     everything = sum(weight.nbytes for weight in recorder.weights)
     return (
-        f"each stepped once, the tied one by its whole gradient · at most {most:,} of "
-        f"{everything:,} bytes at once · a second gradient refused"
+        f"one update per weight, with the complete gradient · at most {most:,} of {everything:,} "
+        f"bytes of gradients alive at once · a second gradient is refused"
     )
 
 
@@ -805,7 +805,7 @@ def _require_no_gradient_left(recorder: _UpdateRecorder) -> None:
     left = {n: w.grad for n, w in enumerate(recorder.weights, 1) if w.grad is not None}
     if left:
         same = all(recorder.gradients[n] is gradient for n, gradient in left.items())
-        which = "the ones that update used" if same else "which came after their update"
+        which = "the ones that update used" if same else "set after their update"
         raise Wrong(
             f"{len(left)} of {len(recorder.weights)} gradients are alive after backward, {which}; "
             f"wanted none."
@@ -838,7 +838,7 @@ def _require_refused_where_one_is_unused(answer: InBackward) -> None:
     """The loss does not use the last layer: one gradient fewer than weights."""
     recorder, end_step = _hooked(answer)
     recorder.backward(layers=_LAYERS - 1)
-    case = "a backward of a loss that does not use the last weight"
+    case = "a backward whose loss does not use the last weight"
     recorder.require_updates(case, [1] * _LAYERS + [0])
     _require_refused(recorder, f"{case}, and another before end_step(),", layers=_LAYERS - 1)
     try:
@@ -856,18 +856,18 @@ def _require_models_independent(answer: InBackward) -> None:
     first.backward()
     second.backward()
     end_second()
-    _require_refused(first, "a further backward of a model after end_step() of another model")
+    _require_refused(first, "another backward of a model after end_step() of a second model")
 
 
 def _most_gradients(answer: InBackward) -> tuple[int, int]:
-    """The most bytes of gradients at one moment, and the bytes of the largest weight."""
+    """Return the most gradient bytes alive at once, and the bytes of the largest weight."""
     recorder, _ = _hooked(answer, keeps_gradients=False)
     trace = measure(recorder.backward, model=recorder.model)
     return most_of(trace, "gradients"), max(weight.nbytes for weight in recorder.weights)
 
 
 def most_of(trace: Trace, category: str) -> int:
-    """The most bytes of one category at one moment."""
+    """Return the most bytes of one category alive at once."""
     running = most = 0
     for event in trace.events:
         running += event.bytes if event.category == category else 0
@@ -927,14 +927,13 @@ _IN_BACKWARD = Exercise(
     minutes=15,
     difficulty=3,
     hints=(
-        "Which of the two hooks runs when the gradient is complete and in .grad, so that you can "
-        "drop it? To refuse a second gradient, record which weights were stepped. Who clears that "
-        "record?",
-        "weight.register_post_accumulate_grad_hook(hook) calls hook(weight). In it: update, drop "
-        "weight.grad, and add the weight to a set, which end_step empties: return stepped.clear.",
-        "stepped = set(); def hook(weight): if weight in stepped: weight.grad = None, and raise "
+        "Which of the two hooks runs when .grad is complete, so that you can free it? To detect a "
+        "second gradient, record which weights were updated. When do you clear that record?",
+        "weight.register_post_accumulate_grad_hook(hook) calls hook(weight). In it, update the "
+        "weight, set weight.grad = None, and add the weight to a set. Return the set's clear.",
+        "stepped = set(); def hook(weight): if weight in stepped: set weight.grad = None and raise "
         "RuntimeError(…); stepped.add(weight); update(weight); weight.grad = None. Register hook "
-        "on each weight. What does end_step do?",
+        "on each weight. What must end_step do?",
     ),
     reference=in_backward,
     check=_check_in_backward,
@@ -942,8 +941,8 @@ _IN_BACKWARD = Exercise(
     wrong_answers=mistakes(
         "8.5",
         (
-            "The gradient is not dropped: after the update, set weight.grad = None. Otherwise "
-            "gradients pile up, and the next backward adds to them.",
+            "The gradient is not freed: set weight.grad = None after the update. Otherwise "
+            "gradients accumulate, and the next backward adds to them.",
             (_DROPPED, "update(weight)\n"),
             ("if weight in stepped", "if False"),
         ),
@@ -953,38 +952,38 @@ _IN_BACKWARD = Exercise(
             body("in_backward", _TOO_EARLY),
         ),
         (
-            "register_hook is too early: after it returns, torch puts the gradient into .grad, "
-            "and it stays there.",
+            "register_hook is too early: after it returns, torch stores the gradient in .grad, and "
+            "it stays alive.",
             body("in_backward", _TOO_EARLY_WITH_GRAD),
         ),
         (
-            "A second gradient makes a second update, without an error: accumulation then takes "
+            "A second gradient makes a second update, without an error: with accumulation this is "
             "several small steps instead of one.",
             ("if weight in stepped", "if False"),
         ),
         (
-            "The refused gradient is still there, and the next backward adds to it: set "
-            "weight.grad = None before the raise.",
+            "The refused gradient stays alive, and the next backward adds to it: set weight.grad = "
+            "None before the raise.",
             ("weight.grad = None\n            raise", "raise"),
         ),
         (
-            "A count of gradients does not say whose gradient came twice, and a weight without a "
-            "gradient leaves room for one: record the weights.",
+            "A count does not show which weight got a second gradient, and a weight without a "
+            "gradient hides one. Record the weights.",
             *_COUNTED,
         ),
         ("end_step() must allow the next backward.", ("stepped.clear", "lambda: None")),
         (
-            "The hook uses the loop's variable, which is the last weight when the hook runs: use "
-            "the hook's own argument.",
+            "The hook uses the loop variable, which is the last weight by then: use the hook's "
+            "argument.",
             ("def hook(weight)", "def hook(_)"),
             ("if weight in stepped", "if False"),
         ),
         (
-            "The updates wait for the last gradient: all gradients are alive at once.",
+            "The updates wait for the last gradient, so all gradients are alive at once.",
             body("in_backward", _AFTER_THE_LAST),
         ),
         (
-            "This is an ordinary step: no weight is stepped while backward runs.",
+            "This is an ordinary step: no weight is updated while backward runs.",
             body("in_backward", _IN_END_STEP),
         ),
     ),
