@@ -827,9 +827,9 @@ _RESHARDED = Exercise(
     hints=(
         "Think of all n elements in a row. Your shard begins at rank · ⌈n/new⌉, and file s begins "
         "at s · ⌈n/old⌉. Read where the two overlap.",
-        "Two intervals overlap from the larger start to the smaller stop, unless that range is empty. "
-        "Limit your interval to n first, so that you never read padding. read counts from the "
-        "start of its file.",
+        "Two intervals overlap from the larger start to the smaller stop, unless that range is "
+        "empty. Limit your interval to n first, so that you never read padding. read counts from "
+        "the start of its file.",
         "size, share = -(-n // old), -(-n // new); start, stop = min(rank * share, n), min((rank + "
         "1) * share, n); parts = [read(0, 0, 0)]; for each source: first, last = max(start, source "
         "* size), min(stop, (source + 1) * size); if first < last: parts.append(read(source, "
