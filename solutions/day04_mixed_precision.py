@@ -3,28 +3,29 @@
 #
 # **Half the bits: half the bytes?**
 #
-# After today you can say which bytes of a training step halve when numbers of 16 bits take the
-# place of 32, which do not, and what has to be built so that nothing is lost with the other half.
+# Today you learn which bytes of a training step halve with 16-bit formats and which do not, and you
+# build what recovers the lost range and precision: a loss scaler, stochastic rounding and master
+# weights.
 #
-# About 85 minutes, 59 of them for four exercises. You need a laptop; a GPU is welcome and not
-# needed. Nothing is downloaded.
+# About 85 minutes, 59 of them for four exercises. You need a laptop; a GPU is optional. Nothing is
+# downloaded.
 
 # %% [markdown]
-# As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
-# your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
-# stuck, type `memlab hint 4.1` in a terminal. An exercise left open blocks nothing.
+# As before: **guess**, **measure**, then **build** what explains the gap. In an exercise, replace
+# `raise NotImplementedError` with your own lines; the cell below it checks them. If you are stuck,
+# run `memlab hint 4.1` in a terminal. You can skip an exercise: the lesson then uses the reference.
 
 # %% [markdown]
 # ## The question
 #
-# Yesterday's step (124M weights, one sequence of 640 tokens at a time) takes 2.66 GiB, all in
-# float32. Everybody says: *turn on mixed precision, that halves it*. It is one line around the
-# forward pass: under `torch.autocast` products of matrices are computed in bfloat16, 2 bytes a
-# number, and what is delicate stays in float32.
+# Yesterday's step (124M weights, one sequence of 640 tokens at a time) needs 2.66 GiB, all in
+# float32. Common advice says: *turn on mixed precision, it halves the memory*. It is one line
+# around the forward pass: under `torch.autocast`, matmuls run in bfloat16 (2 bytes per element),
+# and sensitive operations stay in float32.
 #
 # ## Guess
 #
-# What does the step take with that line? Write a number in place of the dots.
+# How many GiB does the step need with that line? Replace the dots with a number.
 
 # %%
 import json
@@ -63,8 +64,8 @@ guess("4.1", autocast_gib=1.33)  # half
 # %% [markdown]
 # ## Measure
 #
-# A dry run of two of the eight sequences: from the second on, each does what the last one did (its
-# tokens, 10 KiB, aside). Yesterday's bytes are those of the bill.
+# This is a dry run of two of the eight sequences, because each sequence after the first repeats the
+# same allocations (except its tokens, 10 KiB). Yesterday's bytes come from the running bill.
 
 # %%
 one_at_a_time = combined("accumulation")
@@ -76,7 +77,7 @@ def step_of(setting: Setting, technique: Plugs) -> Trace:
         training = build(setting, technique)
         for weight in training.model.parameters():
             weight.grad = torch.zeros_like(weight)
-        training.optimizer.step()  # makes Adam's state
+        training.optimizer.step()  # creates Adam's state
         return measured(training)
 
 
@@ -89,19 +90,20 @@ for kind, bytes_ in yesterday.items():
     print(f"{kind:22}{format_bytes(bytes_):>12}{format_bytes(cast.at_peak[kind]):>12}")
 
 # %% [markdown]
-# It takes **more**. Weights, gradients and Adam's state have not lost a byte: autocast leaves them
-# in float32. Activations have even grown. What is new among them?
+# Autocast needs **more** memory. Weights, gradients and Adam's state have the same bytes: autocast
+# leaves them in float32. Activations have even grown. Which tensors are new?
 
 # %% [markdown]
-# ## Where the casts are
+# ## Weight casts
 #
-# To multiply by a float32 matrix in bfloat16, autocast needs a bfloat16 copy of it, a *cast*. Here
-# are all of them, over the step: tensors with two dimensions, made by `_to_copy` in forward.
+# To run a matmul in bfloat16, autocast needs a bfloat16 copy of the float32 weight, a *cast*. The
+# next cell tracks all casts over the step: two-dimensional tensors, created by `_to_copy` in
+# forward.
 
 
 # %%
 def casts_alive(trace: Trace) -> list[int]:
-    """Bytes of the casts of matrices that are alive after each event."""
+    """Return the bytes of weight casts alive after each event."""
     kind = ("aten._to_copy.default", "bfloat16", 2, "forward")
     made = {e.storage for e in trace.events if (e.operator, e.dtype, len(e.shape), e.phase) == kind}
     return list(accumulate(e.bytes if e.storage in made else 0 for e in trace.events))
@@ -116,31 +118,32 @@ axes.fill_between(
 )
 axes.fill_between(range(first, len(casts)), casts[first:], color="#d1495b", label="casts")
 axes.set(xlabel="allocations and frees", ylabel="MiB", ylim=(0, None), xlim=(first, len(casts)))
-axes.set_title("Two micro-batches under autocast, and the casts of the weights")
+axes.set_title("Two micro-batches under autocast: all tensors, and casts of weights")
 axes.legend(frameon=False, loc="upper left", ncols=2)
-print(f"casts at their fullest: {format_bytes(max(casts_alive(cast)))}")
+print(f"casts, maximum: {format_bytes(max(casts_alive(cast)))}")
 times = sum(before == 0 < now for before, now in pairwise(casts))
-print(f"made anew {times} times: once in each micro-batch")
+print(f"created {times} times: once per micro-batch")
 
 # %% [markdown]
-# Forward makes them, layer by layer, and autocast keeps each in a *cache* until its `with` ends: a
-# matrix that is used twice is cast once. After that backward holds on to them, for it multiplies by
-# the same matrices, and lets each go when its layer is through. So all are there when backward
-# begins, where the peak is: **2 bytes for each weight** that something is multiplied by.
+# Forward creates the casts layer by layer. Autocast *caches* them until its `with` block ends, so
+# it casts each weight once. Backward multiplies by the same matrices, so it keeps each cast until
+# its layer is done. At the start of backward, where the peak is, all casts are alive: **2 bytes for
+# each weight** used in a matmul.
 #
-# With more tokens, what activations save outweighs that: here from about 980, and at 1024 by 0.3 %.
+# With more tokens, the savings in activations outweigh the casts: here from about 980 tokens on,
+# and at 1024 by 0.3%.
 
 # %% [markdown]
 # ## The formats
 #
-# A number has a sign, an *exponent* (its range) and a *mantissa* (its digits). The 16 bits can be
-# spent in two ways. FP8 has two, too, and says them in its names: e4m3 is 4 bits of exponent and 3
-# of mantissa.
+# A floating-point number has a sign, an *exponent* (its range) and a *mantissa* (its precision).
+# float16 and bfloat16 split the 16 bits differently. FP8 also has two formats, named after their
+# split: e4m3 has 4 exponent bits and 3 mantissa bits.
 
 # %%
 formats = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 print(f"{'':15}{'bytes':>5}{'exponent + mantissa':>21}", end="")
-print(f"{'largest':>10}{'smallest':>10}{'1 and a step':>14}")
+print(f"{'largest':>10}{'smallest':>10}{'next after 1':>14}")
 for name in formats:
     info = torch.finfo(getattr(torch, name))
     mantissa = round(-log2(info.eps))
@@ -149,16 +152,16 @@ for name in formats:
     print(f"{info.smallest_normal * info.eps:10.2g}{1 + info.eps:14.8g}")
 
 # %% [markdown]
-# **float16** has the digits and lacks the range: nothing above 65,504, nothing below 6e-8.
-# **bfloat16** is the upper half of a float32: its range, and steps of 1/128 above 1. Each choice
-# has its price, and each price its remedy. First the bytes.
+# **float16** has more precision but less range: nothing above 65,504, nothing below 6e-8.
+# **bfloat16** is the upper half of a float32: the same range, but steps of 1/128 above 1. Each loss
+# has a remedy. First the bytes.
 
 # %% [markdown]
-# ## Bytes a weight
+# ## Bytes per weight
 #
-# Five ways to train, the *policies*:
+# Five ways to train (*policies*):
 #
-# | policy | weights | gradients | moments | beside |
+# | policy | weights | gradients | moments | also |
 # | --- | --- | --- | --- | --- |
 # | `"float32"` | float32 | float32 | float32 | |
 # | `"autocast"` | float32 | float32 | float32 | bfloat16 casts |
@@ -166,25 +169,28 @@ for name in formats:
 # | `"master"` | bfloat16 | bfloat16 | float32 | a float32 copy of each weight |
 # | `"master32"` | bfloat16 | float32 | float32 | a float32 copy of each weight |
 #
-# Such a copy is a *master weight*: the optimizer steps it, and the model gets it rounded.
+# The float32 copy is a *master weight*: the optimizer steps it, and the model gets its rounded
+# value.
 
 # %% [markdown]
-# Torch makes each gradient in its weight's dtype. In `"master32"` it is turned to float32, and
-# *gathered* in the copy's gradient, as soon as it is made.
+# Torch computes each gradient in its weight's dtype. `"master32"` casts each gradient to float32
+# immediately, and accumulates it in the master weight's gradient.
 
 # %% [markdown]
 # ### Exercise 4.1: bytes of each policy
 #
-# About 15 minutes. What is there when backward ends (master copies count as parameters), and the
-# casts that are there when it begins. `config.parameters` is N. Adam's counters are 4 bytes for
-# each tensor: a block has 9, and outside are 2, or 3 if untied. What is cast are the matrices that
-# something is multiplied by: not the norms, C weights each (2 in a block, 1 at the end); the
-# embedding (V × C) only where it scores the tokens too, that is if `config.tied`.
+# About 15 minutes. Return the bytes at the end of backward (master weights count as parameters),
+# and the casts at its start. `config.parameters` is N.
+#
+# - Adam has a 4-byte counter per tensor: 9 tensors per block, and 2 outside (3 if untied).
+# - Autocast casts the weights used in matmuls.
+# - It does not cast the norms: C weights each, 2 per block and 1 at the end.
+# - It casts the embedding (V × C) only if `config.tied`, because it then also computes the logits.
 
 
 # %%
 def held_bytes(config: GPTConfig, policy: str) -> dict[str, int]:
-    """Bytes of "parameters", "gradients", "optimizer_state" and "casts"."""
+    """Return the bytes of "parameters", "gradients", "optimizer_state" and "casts"."""
     ### BEGIN SOLUTION
     weight, gradient, moment, cast = {
         "float32": (4, 4, 4, 0),
@@ -208,8 +214,8 @@ def held_bytes(config: GPTConfig, policy: str) -> dict[str, int]:
 held_bytes = exercise("4.1", held_bytes)
 
 # %% [markdown]
-# Held against the meter: real steps of the tiny model, 8 × 64 tokens, with each policy.
-# `MasterWeights` is the library's; you build yours later today.
+# Compare your formula with the meter: real steps of the tiny model on 8 × 64 tokens, with each
+# policy. `MasterWeights` is the library's; you build your own later today.
 
 # %%
 POLICIES = ("float32", "autocast", "bfloat16", "master", "master32")
@@ -248,8 +254,8 @@ for policy in POLICIES:
     ended, stepped = (
         sum(at[kind] for kind in kinds) / PRESETS["tiny"].parameters for at in (held, trace.at_end)
     )
-    print(f"{policy:9} formula = meter, to the byte: {equal}; {ended:.2f} bytes a weight", end="")
-    print("" if stepped == ended else f", {stepped:.2f} when the optimizer has stepped")
+    print(f"{policy:9} formula = meter, to the byte: {equal}; {ended:.2f} bytes/weight", end="")
+    print("" if stepped == ended else f", {stepped:.2f} after the step")
     found[policy]["activations"] = trace.at_peak["activations"] - found[policy]["casts"]
 
 # %%
@@ -262,38 +268,37 @@ for place, (policy, colour) in enumerate(zip(POLICIES, plt.cm.viridis.colors[::6
 axes.axhline(0.5, color="black", linewidth=1, linestyle="--")
 axes.set(
     xticks=range(len(names)),
-    ylabel="bytes; float32's are 1",
+    ylabel="bytes relative to float32",
     title="Which bytes halve? (line: half)",
 )
 axes.set_xticklabels([name.replace("_", " ") for name in names])
 axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.1))
 for policy in ("autocast", "bfloat16"):
     share = found[policy]["activations"] / found["float32"]["activations"]
-    print(f"{policy}: {share:.2f} of the activations, without casts")
+    print(f"{policy}: activations {share:.2f} × float32's, without casts")
 
 # %% [markdown]
-# Only **bfloat16** throughout halves weights, gradients and moments. Of the three, `"master"`
-# halves only gradients, and pays with the copy: 16 bytes again. While the optimizer steps, the
-# copies' gradients are float32: then `"master"` holds 18 bytes, too. Autocast halves none of the
-# three.
+# Only **bfloat16** throughout halves weights, gradients and moments. `"master"` halves only the
+# gradients, and adds the copy: 16 bytes again. During the step the master weights' gradients are
+# float32, so `"master"` reaches 18 bytes, too. Autocast halves none of the three.
 #
-# Activations never halve here. Autocast keeps norms, the sums after attention and MLP, and
-# log-probabilities in float32; and the CPU's norm of bfloat16 numbers keeps a float32 version of
-# them. CUDA's does not: more below.
+# Activations don't halve here. Autocast keeps norms, residual sums and log-probabilities in
+# float32. And the CPU's norm saves a float32 version of its bfloat16 input. CUDA's norm does not:
+# see below.
 
 # %% [markdown]
-# ## What float16 loses
+# ## Underflow in float16
 #
-# Gradients are small. The loss is a *mean* over tokens, so each token's gradient is divided by
-# their number. Let us look at real ones: the tiny model, after 80 steps on torch's own source, and
-# its gradients in float32 for the 5,120 tokens of the bill's step.
+# Gradients are small: the loss is a *mean* over tokens, so each token's gradient is divided by the
+# number of tokens. Measure real gradients: the tiny model after 80 steps on torch's own source
+# code, in float32, for the 5,120 tokens of the bill's step.
 
 # %%
 text = source_bytes("256 KiB").long()
 
 
 def learn(model, optimizer, steps, data, seed=0, batch=8):
-    """Train, and the loss of each step."""
+    """Train, and return the loss of each step."""
     drawn, losses = batches(data, batch, 64, seed), []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -313,12 +318,12 @@ print(f"the loss went down: {losses[-1] < losses[0]}")
 # %% [markdown]
 # ## Guess
 #
-# The first gradient that backward makes is that of the logits, one number for each token and each
-# of the 256 bytes that could come next. Which share of these would be **zero** in float16?
+# Backward first computes the gradient of the logits: one element for each token and each of the 256
+# possible next bytes. What percentage of these elements would be **zero** in float16?
 
 # %%
 ### BEGIN SOLUTION
-guess("4.2", zero_percent=1)  # the format was made for this, after all
+guess("4.2", zero_percent=1)  # the format was designed for training
 ### END SOLUTION
 ### BEGIN STUB
 # guess("4.2", zero_percent=...)
@@ -328,8 +333,8 @@ guess("4.2", zero_percent=1)  # the format was made for this, after all
 many, their_targets = next(batches(text, 80, 64, seed=1))
 
 
-def of_weights(dtype=None, scale=1.0):
-    """The gradient of all weights, found under autocast, at a scale that is divided out."""
+def weight_gradients(dtype=None, scale=1.0):
+    """Return the gradient of all weights under autocast, scaled and then divided by `scale`."""
     model.zero_grad()
     with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
         loss = model(many, their_targets)
@@ -341,44 +346,44 @@ def share_of_zeros(gradient) -> float:
     return (gradient.half() == 0).float().mean().item()
 
 
-exact = of_weights()
+exact = weight_gradients()
 logits = model(many)
 loss = F.cross_entropy(logits.flatten(0, 1), their_targets.flatten())
-of_logits = torch.autograd.grad(loss, logits)[0].flatten()
-zero, scaled_zero = share_of_zeros(of_logits), share_of_zeros(of_logits * 2**16)
-reveal("4.2", zero_percent=50 * round(2 * zero))  # to the nearest half: it depends on the CPU
-print(f"times 2¹⁶, fewer than one in a thousand are zero: {scaled_zero < 0.001}")
+logit_gradients = torch.autograd.grad(loss, logits)[0].flatten()
+zero, scaled_zero = share_of_zeros(logit_gradients), share_of_zeros(logit_gradients * 2**16)
+reveal("4.2", zero_percent=50 * round(2 * zero))  # rounded to 50%: it depends on the CPU
+print(f"times 2¹⁶, less than 0.1% are zero: {scaled_zero < 0.001}")
 
 # %%
 fig, panels = plt.subplots(2, 1, figsize=(9, 4.6), sharex=True, layout="constrained")
 bins = [n / 2 for n in range(-72, 34)]
-for axes, scale, title in zip(panels, (1, 2**16), ("as they are", "times 2¹⁶"), strict=True):
+for axes, scale, title in zip(panels, (1, 2**16), ("unscaled", "times 2¹⁶"), strict=True):
     axes.axvspan(-36, -25, color="#d1495b", alpha=0.25, linewidth=0)
     axes.axvspan(-25, -14, color="#edae49", alpha=0.25, linewidth=0)
     axes.axvspan(16, 18, color="#d1495b", alpha=0.25, linewidth=0)
-    for gradient, name in ((of_logits, "of the logits"), (exact, "of the weights")):
+    for gradient, name in ((logit_gradients, "of the logits"), (exact, "of the weights")):
         size = (gradient[gradient != 0].abs() * scale).log2()
         share = torch.full_like(size, 100 / len(size))
         axes.hist(size, bins, weights=share, histtype="step", linewidth=1.6, label=name)
-    axes.set(ylabel="% of them", title=f"Gradients over 5,120 tokens, {title}", xlim=(-36, 18))
+    axes.set(ylabel="% of elements", title=f"Gradients over 5,120 tokens, {title}", xlim=(-36, 18))
     axes.margins(y=0.3)
 names = ((-35.6, "zero in float16"), (-24.6, "subnormal"), (-13.6, "normal"), (16.2, "inf"))
 for x, words in names:
     panels[0].text(x, panels[0].get_ylim()[1] * 0.87, words, fontsize=9)
 panels[0].legend(frameon=False, loc="center right", bbox_to_anchor=(0.955, 0.5))
-_ = panels[1].set_xlabel("log₂ of the size")
+_ = panels[1].set_xlabel("log₂ of the magnitude")
 
 # %% [markdown]
-# Below 2⁻²⁵ float16 rounds to zero. From there to 2⁻¹⁴ its numbers are *subnormal*: all in steps of
-# 2⁻²⁴, with ever fewer digits. (The share of zeros is rounded to tens: machines differ a little.)
-# What is zero here never reaches a weight.
+# Below 2⁻²⁵ float16 rounds to zero. From there to 2⁻¹⁴ its values are *subnormal*: their spacing is
+# always 2⁻²⁴, so small values have fewer significant digits. (The measured percentage is rounded,
+# because CPUs differ slightly.) An element that is zero here never reaches a weight.
 #
-# By the chain rule, a loss times 2¹⁶ has all gradients times 2¹⁶, and there is room above. Divided
-# again in float32, they are right. That is **loss scaling**.
+# By the chain rule, a loss times 2¹⁶ has all gradients times 2¹⁶, and float16 has room above.
+# Divided again in float32, they are correct. This is **loss scaling**.
 
 # %%
-in_bfloat16 = of_weights(torch.bfloat16)
-gradients = of_weights(torch.float16), of_weights(torch.float16, 2.0**16), in_bfloat16
+in_bfloat16 = weight_gradients(torch.bfloat16)
+gradients = weight_gradients(torch.float16), weight_gradients(torch.float16, 2.0**16), in_bfloat16
 unscaled, scaled, brain = (((g - exact).norm() / exact.norm()).item() for g in gradients)
 fig, axes = plt.subplots(figsize=(9, 1.8), layout="constrained")
 names, errors = ("float16", "float16, times 2¹⁶", "bfloat16"), (unscaled, scaled, brain)
@@ -387,28 +392,28 @@ bars = axes.barh(names, [100 * error for error in errors], color=colours)
 axes.bar_label(bars, [f"{100 * error:.2g} %" for error in errors], padding=4)
 axes.invert_yaxis()
 axes.margins(x=0.1)
-axes.set(xlabel="% off", title="The gradient of all weights, under autocast, against float32's")
-print(f"float16 is off by more than 2 %: {unscaled > 0.02}")
-print(f"float16 times 2¹⁶, by less than 0.5 %: {scaled < 0.005}")
-print(f"bfloat16, by less than 2 %: {brain < 0.02}, and more than scaled float16: {brain > scaled}")
+axes.set(xlabel="error in %", title="Error of all weights' gradient under autocast")
+print(f"error of float16 above 2%: {unscaled > 0.02}")
+print(f"error of float16 times 2¹⁶ below 0.5%: {scaled < 0.005}")
+print(f"error of bfloat16 below 2%: {brain < 0.02}, above scaled float16's: {brain > scaled}")
 
 # %% [markdown]
-# Without a scale, what became zero is missing. With it float16 is the nearest of the three, for it
-# has three bits of mantissa more than bfloat16.
+# Without a scale, the elements that underflowed are missing. With it, float16 is the most accurate
+# of the three, because it has three mantissa bits more than bfloat16.
 
 # %% [markdown]
 # ### Exercise 4.2: a loss scaler
 #
-# About 20 minutes. Too large a scale shows as inf or nan. `train` takes one step:
+# About 20 minutes. Too large a scale shows as inf or nan. `train` takes one step and returns
+# whether it stepped:
 #
-# 1. drop old gradients, send back each micro-batch's loss times the scale;
-# 2. if the gradients of all groups are finite: divide, clip to `max_norm`, step;
-# 3. else no step, scale × ½;
-# 4. after `interval` steps in a row (`fine_steps` counts), scale × 2, at most 2¹²⁷.
+# 1. Clear old gradients; run backward on each micro-batch's loss times the scale.
+# 2. If all gradients of all groups are finite: divide, clip to `max_norm`, step.
+# 3. Otherwise: no step, scale × ½.
+# 4. After `interval` steps in a row (`fine_steps` counts): scale × 2, at most 2¹²⁷.
 #
-# `losses` is any iterable; weights: `group["params"]` of each of `optimizer.param_groups`. Never
-# hold two micro-batches' graphs, nor a copy of the gradients; call no `torch._…`. Return whether it
-# stepped.
+# `losses` is any iterable. Weights: `group["params"]` of each of `optimizer.param_groups`. Never
+# hold two micro-batches' graphs or a copy of the gradients. Call no `torch._…`.
 
 
 # %%
@@ -443,8 +448,8 @@ Scaler = exercise("4.2", Scaler)
 # %% [markdown]
 # ## Watch the scale
 #
-# A training in float16, under autocast. To see both directions in 30 steps it begins far too high,
-# at 2²⁴, and grows after 5 fine steps. (Torch begins at 2¹⁶ and grows after 2000.)
+# Train in float16 under autocast. To show both directions in 30 steps, the scale starts far too
+# high, at 2²⁴, and grows after 5 steps in a row. (Torch starts at 2¹⁶ and grows after 2000.)
 
 # %%
 torch.manual_seed(0)
@@ -463,29 +468,29 @@ above.step(range(30), scales, where="mid", color="black", linewidth=1)
 for fine, colour, name in ((True, "#00798c", "stepped"), (False, "#d1495b", "overflow: skipped")):
     at = [n for n in range(30) if stepped[n] is fine]
     above.scatter(at, [scales[n] for n in at], color=colour, s=18, zorder=3, label=name)
-above.set(ylabel="log₂ of the scale", title="The scale finds its place, and tries the next one up")
+above.set(ylabel="log₂ of the scale", title="The scale falls, then tries to grow")
 above.legend(frameon=False)
 below.plot(half_losses, color="#00798c")
-below.set(xlabel="step", ylabel="loss in nats", title="Loss on torch's own source")
-print(
-    f"it skipped steps, and the scale grew again: {not all(stepped)}, {scales[-1] != min(scales)}"
-)
+below.set(xlabel="step", ylabel="loss in nats", title="Loss on torch's own source code")
+print(f"steps were skipped: {not all(stepped)}; the scale grew again: {scales[-1] != min(scales)}")
 print(f"the loss went down: {half_losses[-1] < half_losses[0]}")
 
 # %% [markdown]
-# While it falls nothing is learnt; then now and then a step is the price of a try. Torch's own has
-# no floor: where the loss itself is nan, it halves on to 0.0 and trains nothing, without a word.
-# `memlab.precision.LossScaler` raises there.
+# While the scale falls, no step is taken. Later, each attempt to grow costs a skipped step now and
+# then. Torch's scaler has no lower limit: if the loss itself is nan, the scale halves down to 0.0,
+# and nothing is trained, without an error. `memlab.precision.LossScaler` raises one.
 #
-# bfloat16 needs none of this: its range is that of float32. What it lacks are digits.
+# bfloat16 needs no scaler: it has float32's range. What it lacks is precision.
 
 # %% [markdown]
-# ## What bfloat16 loses
+# ## Lost updates in bfloat16
 #
-# 1 + 1/1000 is 1, however often. 256 + 1 is 256 (yesterday's drift), for 258 is the next bfloat16.
-# And Adam's second moment, which loses a thousandth in a step, never falls. A remedy that costs no
-# byte: **round at random**, up with a probability equal to the fraction of the way to the next
-# number. In the mean, nothing is lost.
+# - 1 + 1/1000 stays 1, however often you add.
+# - 256 + 1 is 256 (yesterday's drift), because the next bfloat16 is 258.
+# - Adam's second moment, which shrinks by a thousandth per step, never falls.
+#
+# **Stochastic rounding** fixes this without extra memory: round up with a probability equal to the
+# fraction of the distance to the next value. On average, nothing is lost.
 
 # %%
 one = torch.tensor(1.0, dtype=torch.bfloat16)
@@ -493,18 +498,20 @@ print(f"1 + 1/1000 = {(one + 1 / 1000).item()}, 256 + 1 = {(256 * one + 1).item(
 print(f"0.999 · 1.5 = {(0.999 * (1.5 * one)).item()}")
 
 # %% [markdown]
-# ### Exercise 4.3: round at random
+# ### Exercise 4.3: stochastic rounding
 #
 # About 12 minutes. `numbers` is float32 of any shape; return bfloat16. The upper 16 bits of a
-# float32 are a bfloat16; the lower 16 say how far it is to the next, as a fraction of 2¹⁶.
-# `.view(torch.int32)` shows the bits. Random numbers come from `generator` only, one for each
-# number. inf and nan stay what they are; `numbers` is left as it is. Meanwhile at most 24 bytes a
-# number, and no tensor in a dtype of 8 bytes.
+# float32 are a bfloat16; the lower 16 are the fraction of the distance to the next one, times 2¹⁶.
+# `.view(torch.int32)` shows the bits.
+#
+# - Draw random numbers from `generator` only, one per element.
+# - inf and nan stay unchanged. Do not change `numbers`.
+# - Use at most 24 bytes per element, and no 8-byte dtype.
 
 
 # %%
 def stochastic_round(numbers: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Each number as one of its two neighbours in bfloat16, its mean the number itself."""
+    """Round each element to one of its two bfloat16 neighbours, with the element as the mean."""
     ### BEGIN SOLUTION
     chance = torch.randint(2**16, numbers.shape, generator=generator, dtype=torch.int32)
     bits = (chance + numbers.view(torch.int32)) & ~0xFFFF
@@ -517,15 +524,15 @@ def stochastic_round(numbers: torch.Tensor, generator: torch.Generator) -> torch
 stochastic_round = exercise("4.3", stochastic_round)
 
 # %% [markdown]
-# Tried beside **Kahan's** sum, which keeps what rounding took away in a second bfloat16 and adds it
-# to the next update: 2 bytes a weight, and nothing left to chance. 4096 weights of 1 get 1000
-# updates of 1/1000.
+# Compare it with **Kahan summation**, which keeps the rounding error in a second bfloat16 and adds
+# it to the next update: 2 bytes per weight, and no randomness. 4096 weights of 1 get 1000 updates
+# of 1/1000.
 
 # %%
 generator = torch.Generator().manual_seed(0)
 nearest, chance, kahan = (torch.ones(4096, dtype=torch.bfloat16) for _ in range(3))
 taken, update = torch.zeros_like(kahan), torch.full_like(kahan, 1e-3)
-paths = {"to the nearest": [], "at random, the mean": [], "one of them": [], "Kahan": []}
+paths = {"nearest": [], "stochastic, mean": [], "stochastic, one weight": [], "Kahan": []}
 for _ in range(1000):
     nearest += update
     chance = stochastic_round(chance.float() + 1e-3, generator)
@@ -537,26 +544,30 @@ fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
 looks = ("#d1495b", 2), ("#f1b36b", 5), ("#00798c", 0.8), ("black", 1.2)
 for (name, path), (colour, width) in zip(paths.items(), looks, strict=True):
     axes.plot(path, label=name, color=colour, linewidth=width)
-axes.set(xlabel="updates of 1/1000", ylabel="the weight")
-axes.set_title("A weight of 1 in bfloat16: to the nearest, it stands still")
+axes.set(xlabel="updates of 1/1000", ylabel="weight")
+axes.set_title("A bfloat16 weight of 1: round to nearest loses every update")
 axes.legend(frameon=False)
 ends = [path[-1] for path in paths.values()]
-print(f"to the nearest {ends[0]:.2f}, at random {ends[1]:.2f} in the mean, Kahan {ends[3]:.2f}")
+print(f"nearest {ends[0]:.2f}, stochastic (mean) {ends[1]:.2f}, Kahan {ends[3]:.2f}")
 
 # %% [markdown]
-# To the nearest, nothing ever arrives. At random one weight strays, and the mean of the 4096 is
-# right; Kahan's (thin, upon the mean) is right for each.
+# With round to nearest, no update changes the weight. With stochastic rounding a single weight
+# fluctuates, but the mean of the 4096 is correct. Kahan summation (the thin line on the mean) is
+# correct for each weight.
 
 # %% [markdown]
-# The third remedy is the oldest, and float16 takes it, too: a float32 copy.
+# The third remedy is the oldest, and float16 uses it, too: a float32 copy.
 #
-# ### Exercise 4.4: a step of master weights
+# ### Exercise 4.4: a step with master weights
 #
-# About 12 minutes. `weights` is a list of a model's, in 16 bits; `copies` the list of their float32
-# copies, which `optimizer` steps. Backward of the loss times `scale` is done, without overflow.
-# Take the step: gradients up to the copies, divided; step; the result down, rounded. A weight
-# without a gradient stays as it is. At the end no gradient is left, of weights or copies; at no
-# time are all there in both dtypes.
+# About 12 minutes. `weights` is a list of the model's 16-bit weights; `copies` is the list of their
+# float32 copies, which `optimizer` steps. Backward of the loss times `scale` has run without
+# overflow.
+#
+# - Move the gradients to the copies, divided by `scale`; step; write the rounded copies to the
+#   weights.
+# - A weight without a gradient stays unchanged.
+# - At the end, neither weights nor copies have gradients. Never hold all gradients in both dtypes.
 
 
 # %%
@@ -580,13 +591,18 @@ master_step = exercise("4.4", master_step)
 # %% [markdown]
 # ## Does it learn?
 #
-# The model that has learnt source is to learn it in CAPITALS, as yesterday, at a low rate: 1e-4. In
-# float32; in bfloat16 with updates to the nearest; with your master weights; and with
-# `RoundedAdamW`, which rounds weights and moments at random: 8 bytes a weight.
+# The model trained on source code now learns it in CAPITALS, as yesterday, at a learning rate of
+# 1e-4. Compare:
+#
+# - float32
+# - bfloat16 with round to nearest
+# - bfloat16 with your master weights
+# - bfloat16 with `RoundedAdamW`, which rounds weights and moments stochastically: 8 bytes per
+#   weight
 
 
 # %%
-class ByMasters:
+class MasterAdamW:
     def __init__(self, parameters, lr: float):
         self.weights = list(parameters)
         self.copies = [nn.Parameter(weight.detach().float()) for weight in self.weights]
@@ -600,15 +616,15 @@ class ByMasters:
         master_step(self.weights, self.copies, self.adamw, 1.0)
 
 
-at_random = partial(RoundedAdamW, generator=torch.Generator().manual_seed(0))
+stochastic = partial(RoundedAdamW, generator=torch.Generator().manual_seed(0))
 ways = {
     "float32": (torch.float32, adamw),
-    "bfloat16, to the nearest": (torch.bfloat16, adamw),
-    "bfloat16, master weights": (torch.bfloat16, ByMasters),
-    "bfloat16, at random": (torch.bfloat16, at_random),
+    "bfloat16, nearest": (torch.bfloat16, adamw),
+    "bfloat16, master weights": (torch.bfloat16, MasterAdamW),
+    "bfloat16, stochastic": (torch.bfloat16, stochastic),
 }
-# Three of the four lie on one another: a broad one below, a dashed one above.
-styles = {"float32": {"linewidth": 5, "alpha": 0.4}, "bfloat16, at random": {"linestyle": "--"}}
+# Three of the four curves overlap: draw one wide and one dashed.
+styles = {"float32": {"linewidth": 5, "alpha": 0.4}, "bfloat16, stochastic": {"linestyle": "--"}}
 
 # %%
 capitals = torch.where((text >= 97) & (text <= 122), text - 32, text)
@@ -630,22 +646,22 @@ for name, (dtype, make) in ways.items():
     axes.plot(range(4, 25, 4), curve, label=name, **styles.get(name, {}))
     print(f"{name}: within 0.02 nats of float32: {reached[name] < reached['float32'] + 0.02}")
 axes.set(xlabel="step", ylabel="loss in nats, held out", xticks=range(4, 25, 4))
-axes.set_title("Learning CAPITALS at a low rate")
+axes.set_title("Learning CAPITALS at a learning rate of 1e-4")
 axes.legend(frameon=False)
-lost = 1 - moved["bfloat16, to the nearest"]
-print(f"to the nearest, more than a quarter of the weights never moved: {lost > 0.25}")
+lost = 1 - moved["bfloat16, nearest"]
+print(f"nearest: more than a quarter of the weights never changed: {lost > 0.25}")
 
 # %% [markdown]
-# To the nearest it learns less: an update below half a step of its weight is lost, and more are the
-# lower the rate is. Master weights and rounding at random learn what float32 learns; the one for 16
-# bytes a weight, 18 during the step, the other for 8. So this is today's line of the bill: weights
-# and moments in bfloat16, rounded at random.
+# With round to nearest it learns less: an update smaller than half the spacing at its weight is
+# lost, and a lower learning rate loses more. Master weights and stochastic rounding learn what
+# float32 learns. Master weights need 16 bytes per weight (18 during the step), stochastic rounding
+# 8. So today's line of the bill is bfloat16 weights and moments with stochastic rounding.
 
 # %% [markdown]
-# ## At scale: seven billion
+# ## At scale: 7B
 #
-# Llama 2 7B when backward ends, by your formula; two of the policies held against a dry run. FP8
-# would take one byte for each weight; what its recipes keep beside it they decide.
+# Apply your formula to Llama 2 7B at the end of backward, and check two policies with a dry run.
+# FP8 would need one byte per weight; its recipes decide what else they keep.
 
 
 # %%
@@ -659,40 +675,40 @@ def dry_state(dtype: torch.dtype) -> dict[str, int]:
         return state_bytes(seven, optimizer)
 
 
-of_seven = {policy: held_bytes(PRESETS["llama-2-7b"], policy) for policy in POLICIES}
+seven_b = {policy: held_bytes(PRESETS["llama-2-7b"], policy) for policy in POLICIES}
 for policy, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
     wanted = dry_state(dtype) | {"casts": 0}
-    print(f"{policy}: formula = dry run, to the byte: {of_seven[policy] == wanted}")
+    print(f"{policy}: formula = dry run, to the byte: {seven_b[policy] == wanted}")
 print(f"weights in FP8: {format_bytes(PRESETS['llama-2-7b'].parameters)}")
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 2.8), layout="constrained")
 left = [0.0] * len(POLICIES)
 for kind in kinds:
-    gib = [of_seven[policy][kind] / 2**30 for policy in POLICIES]
+    gib = [seven_b[policy][kind] / 2**30 for policy in POLICIES]
     axes.barh(POLICIES, gib, left=left, color=plot.COLOURS[kind], label=kind.replace("_", " "))
     left = [before + more for before, more in zip(left, gib, strict=True)]
 for card in (24, 80):
     axes.axvline(card, color="black", linewidth=1, linestyle="--")
     axes.text(card + 0.7, -0.75, f"{card} GiB", fontsize=9)
 axes.invert_yaxis()
-axes.set(xlabel="GiB", title="Llama 2 7B when backward ends\n")
+axes.set(xlabel="GiB", title="Llama 2 7B at the end of backward\n")
 axes.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.22))
 for policy, total in zip(POLICIES, left, strict=True):
     print(f"{policy:9}{total:8.2f} GiB")
-casts_of_seven = format_bytes(of_seven["autocast"]["casts"])
-print(f"and under autocast, when backward begins, {casts_of_seven} of casts")
+casts_of_seven = format_bytes(seven_b["autocast"]["casts"])
+print(f"autocast also has {casts_of_seven} of casts at the start of backward")
 
 # %% [markdown]
-# Only bfloat16 throughout fits a card of 80 GiB, and there is room for activations: yesterday's dry
-# run of that whole step, on 2048 tokens, took 50.50 GiB. While the optimizer steps, `"master"`
-# needs the 112.96 GiB of `"master32"`. The 24 GiB of Day 16 are still far. Moments are next (Days 8
-# and 9), and gradients, which need not all be there at once.
+# Only bfloat16 throughout fits a GPU with 80 GiB, with room for activations: yesterday's dry run of
+# the whole step on 2048 tokens needed 50.50 GiB. During the step, `"master"` needs as much as
+# `"master32"`, 112.96 GiB. This is still far from Day 16's 24 GiB. Next come the moments (Days 8
+# and 9), and the gradients, which need not all exist at once.
 
 # %% [markdown]
 # ## On your GPU
 #
-# Where there is a GPU, this takes the question's step on it: in float32, under autocast, and in
+# If you have a GPU, this cell runs the question's step on it: in float32, under autocast, and in
 # bfloat16.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
@@ -703,7 +719,7 @@ if gpu := torch.accelerator.current_accelerator(check_available=True):
     for name, where, how in (
         ("float32", on_gpu, one_at_a_time),
         ("autocast", on_gpu, lowered),
-        ("bfloat16, rounded at random", low, rounded),
+        ("bfloat16, stochastic rounding", low, rounded),
     ):
         training = build(where, how)
         training.step()
@@ -715,8 +731,9 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# From the same guides. For the first, a step of one block as CUDA would take it: there one fused
-# kernel computes a norm. (Key and value get as many heads as query has, for a fused attention.)
+# The rules come from the same guides. For the first, predict a step of one block on CUDA, where one
+# fused kernel computes a norm. (Key and value get as many heads as query, so that attention is
+# fused.)
 
 # %%
 one_block = replace(PRESETS["tiny"], layers=1, kv_heads=4)
@@ -747,33 +764,34 @@ share = {
     for kind in ("activations", "gradients")
 }
 grown = cast.peak_bytes / sum(yesterday.values()) - 1
+gradients_16, gradients_autocast = (share[p, "gradients"] for p in ("bfloat16", "autocast"))
+activations_16, activations_autocast = (share[p, "activations"] for p in ("bfloat16", "autocast"))
+
+# %%
 verdict(
     "13a",
-    abs(cuda_share - 0.5) < 0.01 and share["bfloat16", "gradients"] == 0.5,
-    f"weights in bfloat16: {share['bfloat16', 'gradients']:.2f} of the gradients, of the "
-    f"activations {share['bfloat16', 'activations']:.2f} on a CPU and {cuda_share:.2f} predicted "
-    f"for CUDA; autocast: {share['autocast', 'gradients']:.2f} of the gradients, "
-    f"{share['autocast', 'activations']:.2f} of the activations (CPU), and 2 bytes a weight of "
-    f"casts: yesterday's step {grown:+.1%}",
-    condition="for weights in 16 bits, with CUDA's kernels; under autocast gradients stay float32, "
-    "and with few tokens the casts outweigh what activations save",
+    abs(cuda_share - 0.5) < 0.01 and gradients_16 == 0.5,
+    f"bfloat16 weights: gradients {gradients_16:.2f} ×, activations {activations_16:.2f} × (CPU) "
+    f"and {cuda_share:.2f} × (predicted for CUDA); autocast: {gradients_autocast:.2f} × and "
+    f"{activations_autocast:.2f} × (CPU), and casts: yesterday's peak {grown:+.1%}",
+    condition="for 16-bit weights on CUDA; autocast keeps gradients in float32, and adds casts",
 )
 
 # %%
 both = [step_by("autocast", dtype) for dtype in (torch.bfloat16, torch.float16)]
+same_peak = both[0].at_peak == both[1].at_peak
 verdict(
     "13b",
-    both[0].at_peak == both[1].at_peak and brain < 0.02,
-    f"under autocast both hold the same at the peak, to the byte: "
-    f"{both[0].at_peak == both[1].at_peak}; without a scale the gradient over 5,120 tokens is more "
-    f"than 2 % off in FP16: {unscaled > 0.02}, in BF16 less than 2 %: {brain < 0.02}, in scaled "
-    f"FP16 less than 0.5 %: {scaled < 0.005}",
-    condition="for tensors of one size; stable means range: with a scale, FP16 is the more precise",
+    same_peak and brain < 0.02,
+    f"autocast peaks equal to the byte: {same_peak}; error of the gradient over 5,120 tokens: FP16 "
+    f"above 2%: {unscaled > 0.02}, BF16 below 2%: {brain < 0.02}, FP16 times 2¹⁶ below 0.5%: "
+    f"{scaled < 0.005}",
+    condition="without a loss scale; with one, FP16 is more precise",
 )
 
 # %% [markdown]
-# The next is about speed. *Tensor cores* are the part of a GPU that multiplies small matrices in
-# one go: in 16 bits, or in TF32, which is float32 with 10 bits of mantissa in place of 23.
+# The next rule is about speed. *Tensor cores* are the GPU units that multiply small matrices in one
+# instruction: in 16 bits, or in TF32, which is float32 with 10 mantissa bits instead of 23.
 
 # %% tags=["nbval-ignore-output"] reason="a GPU's time, where one is stored"
 from memlab.course import time_on_a_gpu
@@ -782,65 +800,60 @@ from memlab.course import time_on_a_gpu
 cards = {"V100": (15.7, None, 125), "A100": (19.5, 156, 312), "H100 SXM": (67, 494.7, 989.4)}
 speed = {name: low / whole for name, (whole, _, low) in cards.items()}
 against_tf32 = {name: low / tf32 for name, (_, tf32, low) in cards.items() if tf32}
+faster, than_tf32 = (
+    ", ".join(f"{name} {times:.1f} ×" for name, times in ratios.items())
+    for ratios in (speed, against_tf32)
+)
 verdict(
     "13c",
     min(speed.values()) > 7.9,
-    "by the data sheets, 16 bits against float32: "
-    + ", ".join(f"{name} {times:.1f} ×" for name, times in speed.items())
-    + "; against TF32, float32's tensors on tensor cores: "
-    + ", ".join(f"{name} {times:.1f} ×" for name, times in against_tf32.items())
-    + f"; a step of the bill in bfloat16, beside one in float32, {time_on_a_gpu('bfloat16')}",
-    condition="for large products of matrices, against float32 off the tensor cores; 8 × is a "
-    "V100's limit, later cards have more, and 2 × against TF32; what else a step does reads and "
-    "writes half the bytes: 2 × at best",
+    f"data sheets, 16 bits against float32: {faster}; against TF32: {than_tf32}; the bill's step "
+    f"in bfloat16, relative to float32: {time_on_a_gpu('bfloat16')}",
+    condition="for large matmuls, compared with float32 without tensor cores; compared with TF32 "
+    "2 ×",
 )
 
 # %%
-gap = reached["bfloat16, to the nearest"] - reached["float32"]
+gap = reached["bfloat16, nearest"] - reached["float32"]
+close = reached["bfloat16, stochastic"] < reached["float32"] + 0.02
 verdict(
     "13d",
     gap < 0.02,
-    f"bytes a weight: 16 in float32, 8 in bfloat16; at a rate of 1e-4 more than a quarter of the "
-    f"weights never moved: {lost > 0.25}, and the loss is more than 0.02 nats behind: "
-    f"{gap > 0.02}; rounded at random within 0.02: "
-    f"{reached['bfloat16, at random'] < reached['float32'] + 0.02}",
-    otherwise="it costs the updates that are too small for its digits; master weights save them "
-    "for 16 bytes a weight, as in float32, and 18 during the step; rounding at random does for 8 "
-    "and noise",
+    f"16 bytes per weight in float32, 8 in bfloat16; over a quarter of the weights never changed: "
+    f"{lost > 0.25}; loss over 0.02 nats higher: {gap > 0.02}; stochastic within 0.02: {close}",
+    otherwise="updates below bfloat16's precision are lost; use stochastic rounding (8 bytes per "
+    "weight) or master weights (16)",
 )
 
 # %%
-by_scale = in_bfloat16, of_weights(torch.bfloat16, 2.0**16)
+by_scale = in_bfloat16, weight_gradients(torch.bfloat16, 2.0**16)
 verdict(
     "14a",
     not torch.equal(*by_scale),
-    f"gradients at scale 2¹⁶ and without one are the same to the bit: {torch.equal(*by_scale)}",
-    otherwise="bfloat16 has float32's range, and a power of two changes no digit: a scaler moves "
-    "nothing but its own number; what it still does is to skip steps with inf or nan",
+    f"gradients with scale 2¹⁶ and without equal bit for bit: {torch.equal(*by_scale)}",
+    otherwise="bfloat16 has float32's range, so a scaler only skips steps with inf or nan",
 )
 
 # %%
+under, in_16 = (
+    found[policy]["gradients"] / PRESETS["tiny"].parameters for policy in ("autocast", "bfloat16")
+)
 verdict(
     "14b",
     found["autocast"]["gradients"] == found["float32"]["gradients"],
-    f"bytes a weight: {found['autocast']['gradients'] / PRESETS['tiny'].parameters:.0f} under "
-    f"autocast, {found['bfloat16']['gradients'] / PRESETS['tiny'].parameters:.0f} with "
-    f"model.to(torch.bfloat16), scaler or not",
-    condition="under autocast, because the weights are float32: torch makes a gradient in its "
-    "weight's dtype; with bfloat16 weights it does not hold, unless each is gathered in float32, "
-    "which is worth it where gradients are summed (Day 3)",
+    f"bytes per weight: {under:.0f} under autocast, {in_16:.0f} with model.to(torch.bfloat16)",
+    condition="under autocast; a gradient has its weight's dtype, so with bfloat16 weights it is "
+    "bfloat16 unless you accumulate in float32 (Day 3)",
 )
 
 # %%
 verdict(
     "14c",
     unscaled > 0.02 > brain,
-    f"tiny model, mean over 5,120 tokens: in float16 more than a third of the logits' gradients is "
-    f"zero: {zero > 1 / 3}, times 2¹⁶ less than a thousandth: {scaled_zero < 0.001}; the weights' "
-    f"gradient is more than 2 % off without a scale: "
-    f"{unscaled > 0.02}, less than 0.5 % with 2¹⁶: {scaled < 0.005}; bfloat16, without: less than "
-    f"2 %: {brain < 0.02}",
-    condition="the more so the more tokens the mean is over",
+    f"5,120 tokens: over 1/3 of the logits' gradient is zero in float16: {zero > 1 / 3}, below "
+    f"0.1% with scale 2¹⁶: {scaled_zero < 0.001}; weights' gradient error above 2% without scale: "
+    f"{unscaled > 0.02}, below 0.5% with: {scaled < 0.005}, bfloat16 below 2%: {brain < 0.02}",
+    condition="and becomes more important with more tokens",
 )
 
 # %% [markdown]
@@ -848,22 +861,22 @@ verdict(
 #
 # | halves? | autocast | bfloat16 | master weights |
 # | --- | --- | --- | --- |
-# | weights | no, and casts on top | yes | no: 2 + 4 bytes |
-# | gradients | no | yes | yes, unless gathered in float32 |
+# | weights | no, plus casts | yes | no: 2 + 4 bytes |
+# | gradients | no | yes | yes, unless accumulated in float32 |
 # | moments | no | yes | no |
-# | activations | what products make | yes (CUDA; most of it on a CPU) | as bfloat16 |
-# | needs | a scaler in float16 | rounding at random | a scaler in float16 |
+# | activations | outputs of matmuls | yes (CUDA; mostly on a CPU) | as bfloat16 |
+# | needs | a scaler in float16 | stochastic rounding | a scaler in float16 |
 
 # %% [markdown]
-# **Half the bits are half the bytes if the weights have them.** Then range (float16) or digits
-# (bfloat16) are missing: scale the loss for the one; for the other round at random, or keep copies.
+# **Half the bits are half the bytes only if the weights themselves have 16 bits.** float16 then
+# lacks range: scale the loss. bfloat16 lacks precision: use stochastic rounding or master weights.
 
 # %% [markdown]
 # ## The running bill
 #
-# One training step of 124M weights on 8 × 640 tokens. Today: weights and moments in bfloat16,
-# rounded at random. The gradients' sums over the sequences are float32, for sums drift: so it is
-# 2 + 4 + 4 = 10 bytes a weight, not 8.
+# One training step of 124M weights on 8 × 640 tokens. Today: bfloat16 weights and moments with
+# stochastic rounding. The gradients' sums over the sequences stay float32, because bfloat16 sums
+# drift. So the step needs 2 + 4 + 4 = 10 bytes per weight, not 8.
 
 # %%
 running_bill(4)

@@ -1,30 +1,32 @@
 # %% [markdown]
 # # Day 10: Flash attention
 #
-# **Where did N² go?**
+# **Training without the T × T score matrix.**
 #
-# After today you have built attention by tiles, forward and backward, can say to the byte what it
-# keeps and what the score matrix would take, and know which half of the tiles a causal mask spares.
+# Today you build tiled attention, forward and backward. Afterwards you can compute to the byte what
+# it saves for backward and what the score matrix would need, and you know which tiles a causal mask
+# skips.
 #
-# About 90 minutes, 65 of them for four exercises. You need a laptop; a GPU is welcome and not
-# needed. Nothing is downloaded.
+# About 90 minutes, 65 of them for four exercises. You need a laptop; a GPU is optional. Nothing is
+# downloaded.
 
 # %% [markdown]
-# As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
-# your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
-# stuck, type `memlab hint 10.1` in a terminal. An exercise left open blocks nothing.
+# As before: **guess**, **measure**, then **build** what explains the gap. In an exercise, replace
+# `raise NotImplementedError` with your own lines; the cell below it checks them. If you are stuck,
+# run `memlab hint 10.1` in a terminal. You can skip an exercise: the lesson then uses the
+# reference.
 
 # %% [markdown]
 # ## The question
 #
-# Each query of a sequence is compared with each key: T tokens (the N of the question), T² *scores*.
-# A *softmax* makes a row of them into probabilities, and these mix the values:
+# Attention compares each query with each key: T tokens give T² *scores*. A *softmax* turns each row
+# of scores into probabilities, and the output is the weighted sum of the values:
 #
 # out = softmax(scale · q kᵀ) v, with scale = 1 / √D
 #
-# D is the width of a head. T² numbers for every head of every layer: Days 1 and 3 showed what they
-# take ("scores stored"), and said that *fused* attention stores none. But softmax divides by a sum
-# over a **whole row**. So where did N² go?
+# D is the head dimension. Every head of every layer has T² scores. Days 1 and 3 measured them
+# ("scores stored"); *fused* attention stores none. But softmax divides by a sum over a **whole
+# row**. How can fused attention compute it without storing the scores?
 
 # %%
 import math
@@ -49,73 +51,79 @@ from memlab.units import format_bytes
 # %% [markdown]
 # ## Guess
 #
-# One layer of a 7B model: 32 heads of 128, one sequence of 8,192 tokens, in float32, causal (no
-# query sees a later key). How many GiB does attention by way of the score matrix keep for backward,
-# and how many at its fullest? And how many MiB does torch's fused attention keep, beyond q, k and
-# v?
+# Take one layer of a 7B model: 32 heads with head dimension 128, one sequence of 8,192 tokens,
+# float32, a causal mask (no query sees a later key).
+#
+# - Attention with the score matrix: how many GiB does it save for backward, and how many GiB does
+#   it use at its peak?
+# - torch's fused attention: how many MiB does it save, beyond q, k and v?
 
 # %%
 ### BEGIN SOLUTION
-guess("10.1", matrix_gib=8, fullest_gib=8, fused_mib=0)  # 32 · 8192² · 4 bytes; nothing
+guess("10.1", matrix_gib=8, peak_gib=8, fused_mib=0)  # 32 · 8192² · 4 bytes; 0
 ### END SOLUTION
 ### BEGIN STUB
-# guess("10.1", matrix_gib=..., fullest_gib=..., fused_mib=...)
+# guess("10.1", matrix_gib=..., peak_gib=..., fused_mib=...)
 ### END STUB
 
 # %% [markdown]
 # ## Measure
 #
-# A dry run, which needs no memory: q, k and v have shapes and no values.
+# A dry run needs no memory: its q, k and v have shapes but no values.
 
 
 # %%
-def of_a_layer(dtype=torch.float32, heads=32, kv_heads=32, T=8192, D=128):
-    """q, k and v, and the gradient of the result."""
+def layer_inputs(dtype=torch.float32, heads=32, kv_heads=32, T=8192, D=128):
+    """Return [q, k, v], each (1, heads, T, D), and dout, the gradient of the output."""
     made = (torch.zeros(1, T, h, D, dtype=dtype) for h in (heads, kv_heads, kv_heads, heads))
     *qkv, dout = (x.transpose(1, 2) for x in made)
     return [x.requires_grad_() for x in qkv], dout
 
 
-def kept_bytes(attend_by, **layer):
-    """Beyond q, k and v: what waits for backward, the result among it."""
+def saved_bytes(attend_by, **layer):
+    """Return the bytes saved for backward beyond q, k and v, the output included."""
     with memlab.dry_run():
-        (qkv, _), kept = of_a_layer(**layer), []
+        (qkv, _), kept = layer_inputs(**layer), []
         trace = memlab.measure(lambda: kept.append(attend_by(*qkv, causal=True)))
     return trace.live_bytes - sum(x.nbytes for x in qkv)
 
 
-def fullest_bytes(attend_by, **layer):
-    """Beyond q, k, v and dout: the most in both passes."""
+def both_passes_peak(attend_by, **layer):
+    """Return the peak of both passes, beyond q, k, v and dout."""
     with memlab.dry_run():
-        qkv, dout = of_a_layer(**layer)
+        qkv, dout = layer_inputs(**layer)
         trace = memlab.measure(lambda: torch.autograd.grad(attend_by(*qkv, causal=True), qkv, dout))
     return trace.peak_bytes - sum(x.nbytes for x in (*qkv, dout))
 
 
 # %%
-matrix, fullest = kept_bytes(attention_reference), fullest_bytes(attention_reference)
-fused = kept_bytes(scaled_dot_product_attention)
-reveal("10.1", matrix_gib=matrix, fullest_gib=fullest, fused_mib=fused)
+matrix, peak = saved_bytes(attention_reference), both_passes_peak(attention_reference)
+fused = saved_bytes(scaled_dot_product_attention)
+reveal("10.1", matrix_gib=matrix, peak_gib=peak, fused_mib=fused)
 
 # %% [markdown]
-# 8 GiB are attention's probabilities. What is above 8: the scaled q, the result and the causal
-# mask, 128, 128 and 64 MiB. At the fullest moment there are **three** such matrices: the
-# probabilities, their gradient, and the scores' gradient.
+# Attention with the score matrix saves 8.31 GiB:
 #
-# Fused attention keeps 129 MiB: the result, 128; and one number for each query of each head, 1.
-# Which number?
+# - the probabilities: 8 GiB
+# - the scaled q and the output: 128 MiB each
+# - the causal mask: 64 MiB
+#
+# At the peak there are **three** matrices of 8 GiB: the probabilities, their gradient, and the
+# gradient of the scores.
+#
+# Fused attention saves 129 MiB: the output (128 MiB), and one element for each query of each head
+# (1 MiB). What is this element?
 
 # %% [markdown]
 # ## Online softmax
 #
-# e^1000 is infinite, so softmax first subtracts the highest score of a row, `row_max`:
+# e^1000 overflows to infinity, so softmax first subtracts the highest score of a row, `row_max`:
 #
 # probability = e^(score − row_max) / row_sum, with row_sum = Σ e^(score − row_max)
 #
-# That takes two passes over the row: one for row_max, one for row_sum. But a sum that was computed
-# with a smaller row_max is off by a known factor. So one pass is enough, tile by tile: where a
-# higher score turns up, **correct** the sum so far by e^(old row_max − new row_max). This is the
-# **online softmax**.
+# This needs two passes over the row: one for row_max, one for row_sum. **Online softmax** needs one
+# pass, tile by tile. When a tile has a higher score, **correct** the sum so far: multiply it by
+# e^(old row_max − new row_max).
 
 # %%
 row = 1.5 * torch.randn(32, generator=torch.Generator().manual_seed(3)) + torch.arange(32) / 16
@@ -124,7 +132,7 @@ row_sum = torch.stack([(row[: n + 1] - row_max[n]).exp().sum() for n in range(32
 fig, (above, below) = plt.subplots(2, sharex=True, figsize=(9, 3.6), layout="constrained")
 above.bar(range(32), row, color=[f"C{n // 8}" for n in range(32)], width=0.8)
 above.step(range(32), row_max, where="mid", color="k", label="row_max so far")
-above.set(ylabel="score", title="A row of scores in four tiles")
+above.set(ylabel="score", title="Online softmax: a row of scores in four tiles")
 above.legend(frameon=False)
 below.step(range(32), row_sum, where="mid", color="#882233")
 ends = [7, 15, 23, 31]
@@ -136,25 +144,26 @@ for n, text in zip(ends, at_ends, strict=True):
     below.axvline(n + 0.5, color="0.8", linewidth=0.8, zorder=0)
 below.set(xlabel="key", ylabel="row_sum so far", ylim=(0, 1.25 * row_sum.max()))
 below.legend(frameon=False, loc="upper left")
-print(f"row_sum after each tile, with the row_max so far: {', '.join(at_ends)}")
-print(f"softmax's own sum, with the last row_max: {(row - row.max()).exp().sum():.2f}")
+print(f"row_sum after each tile, relative to the row_max so far: {', '.join(at_ends)}")
+print(f"softmax's own sum, relative to the final row_max: {(row - row.max()).exp().sum():.2f}")
 
 # %% [markdown]
-# Where row_max jumps up, row_sum falls: the scores before count for less. At the end row_sum is
-# softmax's own sum.
+# Where row_max jumps up, row_sum falls, because the earlier scores now count for less. At the end
+# row_sum equals softmax's own sum.
 #
-# The weighted sum of the values is updated in the same way. Whatever a row's length, its state is
-# three things: row_max, row_sum, and the **accumulator** acc = Σ e^(score − row_max) · value. At
-# the end the output is acc / row_sum.
+# The weighted sum of the values is updated in the same way. The state of a row has three parts,
+# however long the row is: row_max, row_sum, and the **accumulator** acc = Σ e^(score − row_max) ·
+# value. At the end the output is acc / row_sum.
 
 # %% [markdown]
 # ### Exercise 10.1: online softmax
 #
-# About 12 minutes. You get the state of R rows so far: `row_max` and `row_sum` (…, R, 1), `acc`
-# (…, R, D); and a tile of K keys: `scores` (…, R, K), `values` (…, K, D). Return the new row_max,
-# row_sum and acc; do not change the arguments. A row that has seen no key yet has row_max −∞.
-# Scores can be −∞ too, for keys that a query must not see. Then row_max may still be −∞ afterwards,
-# and row_sum and acc are 0.
+# About 12 minutes. You get the state of R rows, `row_max` and `row_sum` (…, R, 1) and `acc` (…, R,
+# D), and a tile of K keys, `scores` (…, R, K) and `values` (…, K, D). Return the new row_max,
+# row_sum and acc. Do not change the arguments.
+#
+# Before its first key, a row has row_max −∞. Masked scores are −∞ too. If a row has seen only
+# masked scores, row_max stays −∞, and row_sum and acc stay 0.
 
 
 # %%
@@ -174,16 +183,17 @@ add_tile = exercise("10.1", add_tile)
 # %% [markdown]
 # ## Tiles
 #
-# So the keys can come in pieces. Queries can anyway: rows don't know each other. What is left of
-# the score matrix is a **tile**, some queries times some keys. It is computed, added to the state
-# of its rows, and forgotten before the next one. Of a causal mask nearly half of the tiles need no
-# visit: nobody sees anything there.
+# Keys can be processed in tiles, as you just saw. So can queries, because rows are independent.
+# Only one **tile** of the score matrix, some queries × some keys, exists at a time. You compute it,
+# add it to the state of its rows, and free it before the next tile.
+#
+# With a causal mask, nearly half of the tiles are fully masked. You skip them.
 
 # %%
 noise = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
-x = noise.cumsum(0) / 3  # neighbours are alike
+x = noise.cumsum(0) / 3  # neighbours are similar
 scores = (x @ x.T / 8**0.5).masked_fill(torch.ones(64, 64, dtype=torch.bool).triu(1), -torch.inf)
-weights = (scores - scores.amax(-1, keepdim=True)).exp().sqrt()  # for the eye
+shades = (scores - scores.amax(-1, keepdim=True)).exp().sqrt()  # sqrt: small ones stay visible
 visited = [tile for tile in tiles(64, 64, 16, causal=True) if tile.kind != "skipped"]
 fig, panels = plt.subplots(2, 5, figsize=(9, 3.9), layout="constrained")
 for number, axes in enumerate(panels.flat):
@@ -192,7 +202,7 @@ for number, axes in enumerate(panels.flat):
         axes.add_patch(Rectangle(corner, 16, 16, facecolor="0.88", edgecolor="w"))
     lit = visited[number]
     extent = (lit.keys.start, lit.keys.stop, lit.queries.stop, lit.queries.start)
-    part = weights[lit.queries.start : lit.queries.stop, lit.keys.start : lit.keys.stop]
+    part = shades[lit.queries.start : lit.queries.stop, lit.keys.start : lit.keys.stop]
     axes.imshow(part.where(part > 0, torch.nan), extent=extent, cmap="plasma", vmin=0, vmax=1)
     axes.set(xlim=(0, 64), ylim=(64, 0), xticks=range(0, 65, 16), yticks=range(0, 65, 16))
     axes.tick_params(labelbottom=False, labelleft=False, length=0)
@@ -200,19 +210,21 @@ for number, axes in enumerate(panels.flat):
     axes.set_title(f"tile {number + 1}", fontsize=9)
     axes.set(ylabel="queries" if number % 5 == 0 else "", xlabel="keys" if number > 4 else "")
 _ = fig.suptitle(
-    "64 × 64 scores, causal, a tile at a time (colour: the root of e^(score − row_max)); grey: gone"
+    "64 × 64 scores, causal, one tile at a time (colour: √e^(score − row_max); grey: freed)"
 )
 
 # %% [markdown]
-# Ten of sixteen are visited, and never is more there than the one in colour.
+# Ten of sixteen tiles are visited. Only the coloured tile exists at that moment.
 
 # %% [markdown]
-# ## Which diagonal?
+# ## Two causal alignments
 #
-# Where there are as many queries as keys, causal means: query i sees the keys 0 … i. Where there
-# are more keys, as with a *cache* of earlier tokens, there are two conventions. *Top-left*: still
-# 0 … i. That is torch's `is_causal=True`. *Bottom-right*: the last query sees the last key, so
-# query i sees 0 … i + keys − queries. That is the flash-attn package's, since 2.1.
+# With as many queries as keys, causal means that query i sees the keys 0 … i. With more keys than
+# queries, for example with a *KV cache*, there are two conventions:
+#
+# - *Top-left*: query i still sees the keys 0 … i. torch's `is_causal=True` does this.
+# - *Bottom-right*: the last query sees the last key, so query i sees the keys 0 … i + keys −
+#   queries. The flash-attn package does this since version 2.1.
 
 # %%
 kinds = [("top-left", 3, 8), ("bottom-right", 3, 8), ("bottom-right", 5, 3)]
@@ -239,23 +251,30 @@ fig.legend(handles=legend, loc="outside lower center", ncols=3, frameon=False)
 q, k = torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 5, 4)
 marks = torch.eye(5).view(1, 1, 5, 5)
 seen = F.scaled_dot_product_attention(q, k, marks, is_causal=True)[0, 0]
-print(f"torch, 2 queries, 5 keys: they see {seen.count_nonzero(1).tolist()} keys")
+print(f"torch, 2 queries, 5 keys: the queries see {seen.count_nonzero(1).tolist()} keys")
 
 # %% [markdown]
-# One number tells them apart, `shift`: **query i sees the keys up to i + shift**, those that there
-# are. 0 is top-left, keys − queries is bottom-right, and keys (or more) hides nothing. With a cache
-# top-left is wrong: of 2 new tokens behind 3 old ones, torch's first sees one key in place of
-# four. No error tells you so. And bottom-right with more queries than keys (at the right) leaves
-# the first ones nothing to see.
+# One integer, `shift`, describes both: **query i sees the keys up to i + shift**.
+#
+# | shift | mask |
+# | --- | --- |
+# | 0 | top-left |
+# | keys − queries | bottom-right |
+# | keys or more | no mask |
+#
+# With a KV cache, top-left is wrong, and no error warns you: with 3 cached and 2 new tokens,
+# torch's first query sees one key instead of four. Bottom-right with more queries than keys (right
+# panel) hides every key from the first queries.
 
 # %% [markdown]
 # ### Exercise 10.2: which tiles are visited
 #
-# About 12 minutes. Cut `queries` × `keys` scores into tiles of `tile` × `tile`; the last may be
-# smaller: slices end at `queries` and `keys`. Return a list of rows of tiles, from the top: each a
-# pair of a slice of queries, and the list of the slices of keys that are visited, from the left.
-# Visit a tile if one of its queries sees one of its keys, up to i + `shift`. A row in which nobody
-# sees anything is there, with an empty list.
+# About 12 minutes. Cut `queries` × `keys` scores into tiles of `tile` × `tile`. The last tiles may
+# be smaller: slices end at `queries` and `keys`.
+#
+# Return a list of the rows of tiles, from top to bottom. Each row is a pair: a slice of queries,
+# and the list of slices of keys to visit, from left to right. Visit a tile if any of its queries
+# sees any of its keys, up to i + `shift`. A row that sees no keys has an empty list.
 
 
 # %%
@@ -275,46 +294,49 @@ def plan(queries, keys, tile, shift):
 plan = exercise("10.2", plan)
 
 # %% [markdown]
-# Of n × n tiles a causal mask leaves n · (n + 1) / 2: the diagonal, and half of the rest.
+# Of n × n tiles, a causal mask leaves n · (n + 1) / 2: the diagonal and the tiles below it.
 
 # %%
 for size in (8192, 2048, 512, 128):
     n = 8192 // size
     count = sum(len(columns) for _, columns in plan(8192, 8192, size, 0))
     print(f"tiles of {size:4}: {count:5,} of {n * n:5,}, {count / n**2:4.0%}", end="")
-    print(f"; by the formula: {n * (n + 1) // 2:,}")
+    print(f"; formula: {n * (n + 1) // 2:,}")
 
 # %% [markdown]
 # ## Forward
 #
-# On the diagonal a tile is seen in part. There its hidden scores become −∞:
+# A tile on the diagonal is partly masked. Its masked scores become −∞:
 
 
 # %%
 def hide(scores, row, column, shift):
-    """scores (…, R, K) of a tile: −∞ where the key is beyond query + shift."""
+    """Mask a tile's scores (…, R, K): −∞ where the key is beyond query + shift."""
     pairs = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
     hidden = pairs.triu(row.start - column.start + shift + 1)
     return scores.masked_fill(hidden, -torch.inf)
 
 
 # %% [markdown]
-# At the end of a row there is one number more, that backward will need: the **log-sum-exp**, of
-# all scores that the query sees:
+# At the end of a row, compute one more value for backward, the **log-sum-exp** of all scores that
+# the query sees:
 #
 # lse = ln Σ e^score = row_max + ln row_sum
 #
-# With it each weight can be made again from its score alone: e^(score − lse). One number has both
-# row_max and row_sum in it.
+# Backward can recompute each probability from its score and lse: e^(score − lse). So lse replaces
+# both row_max and row_sum.
 
 # %% [markdown]
 # ### Exercise 10.3: forward, tile by tile
 #
-# About 16 minutes. q is (…, Tq, D), k and v (…, Tk, D); the scores are q kᵀ / √D. Return `out`
-# (…, Tq, D) and `lse` (…, Tq), in q's dtype, by `plan`, `hide` and `add_tile`. No tensor may have
-# more numbers than q, and no tile stays. A query that sees nothing gets out 0 and lse **+∞** (you
-# will see why). No product takes more than `tile` queries and `tile` keys. A slice goes into the
-# brackets as it is: `q[..., row, :]`, `lse[..., row]`.
+# About 16 minutes. q is (…, Tq, D), k and v are (…, Tk, D). Return `out` (…, Tq, D) and `lse` (…,
+# Tq) in q's dtype. Use `plan`, `hide` and `add_tile`.
+#
+# - The scores are q kᵀ / √D.
+# - No tensor has more elements than q, and no tile is kept.
+# - A query that sees no keys gets out 0 and lse **+∞** (explained below).
+# - No matmul uses more than `tile` queries and `tile` keys.
+# - Index with a slice directly: `q[..., row, :]`, `lse[..., row]`.
 
 
 # %%
@@ -339,8 +361,8 @@ def attend(q, k, v, tile, shift):
 attend = exercise("10.3", attend)
 
 # %% [markdown]
-# That is a forward pass. Will autograd do the rest? 4 heads of 64, 1,024 tokens, causal, by tiles
-# of 128: the bytes that wait for backward, beyond q, k and v.
+# This is the forward pass. Is autograd's backward good enough? Measure the bytes saved for
+# backward, beyond q, k and v: 4 heads with head dimension 64, 1,024 tokens, causal, tiles of 128.
 
 
 # %%
@@ -351,8 +373,8 @@ def random_qkv(T, heads=4, D=64, dtype=torch.float32):
     return [x.requires_grad_() for x in qkv], dout
 
 
-def waiting(call):
-    """Bytes that wait for backward, the result among them."""
+def saved_by(call):
+    """Return the bytes saved for backward, the output included."""
     kept = []
     trace = memlab.measure(lambda: kept.append(call()))
     kept.clear()
@@ -360,24 +382,25 @@ def waiting(call):
 
 
 qkv, _ = random_qkv(1024)
-loop = waiting(lambda: attend(*qkv, 128, 0)[0])
+loop = saved_by(lambda: attend(*qkv, 128, 0)[0])
 for name, way in (("score matrix", attention_reference), ("torch", scaled_dot_product_attention)):
-    print(f"{name:19}{format_bytes(waiting(partial(way, *qkv, causal=True))):>10}")
-print(f"{'your loop of tiles':19}{format_bytes(loop):>10}")
+    print(f"{name:19}{format_bytes(saved_by(partial(way, *qkv, causal=True))):>10}")
+print(f"{'your loop':19}{format_bytes(loop):>10}")
 
 # %% [markdown]
-# **N² is back**, in small pieces. Autograd saves what each operator of each tile will need: its
-# mask, its probabilities, the states in between. Forgetting has to be said. That is Day 5 once
-# more, but a checkpoint around the loop would not do: its second run would have all tiles again.
-# Backward has to go tile by tile, too.
+# **The N² elements are back**, as many small tensors. Autograd saves what each operator of each
+# tile needs: masks, probabilities, intermediate states.
+#
+# Checkpointing the loop, as on Day 5, would not help: the recomputation in backward would save
+# every tile again. Backward has to go tile by tile, too.
 
 # %% [markdown]
 # ## Backward
 #
-# dout is the gradient of the result. For one head, with the probabilities P =
-# e^(scores − lse); ∘ multiplies element by element:
+# dout is the gradient of the output. For one head, with the probabilities P = e^(scores − lse) and
+# ∘ for the elementwise product:
 #
-# | gradient of | is |
+# | gradient of | formula |
 # | --- | --- |
 # | v | dv = Pᵀ dout |
 # | the probabilities | dP = dout vᵀ |
@@ -386,23 +409,25 @@ print(f"{'your loop of tiles':19}{format_bytes(loop):>10}")
 # | k | dk = scale · dSᵀ q |
 
 # %% [markdown]
-# Softmax's gradient wants Σ P ∘ dP over a **whole row**, which no tile has. But Σⱼ Pᵢⱼ dPᵢⱼ =
-# Σⱼ Pᵢⱼ (doutᵢ · vⱼ) = doutᵢ · outᵢ: the result has that sum in it already. So delta is one number
-# a query, made before any tile is.
+# Softmax's gradient needs Σ P ∘ dP over a **whole row**, but a tile has only part of the row. The
+# output helps: Σⱼ Pᵢⱼ dPᵢⱼ = Σⱼ Pᵢⱼ (doutᵢ · vⱼ) = doutᵢ · outᵢ. So delta is one element per query,
+# computed before the first tile.
 
 # %% [markdown]
-# And a query that sees nothing: its scores are −∞, and with lse = −∞, which the formula gives,
-# e^(−∞ − (−∞)) would be NaN. Any other lse makes its probabilities 0, and so all of its
-# gradients. We take +∞, as the flash-attn package does: the probability is then 0 for any score.
+# For a query that sees no keys, the scores are −∞. The formula gives lse = −∞, and e^(−∞ − (−∞))
+# would be NaN. Any other lse makes its probabilities 0, and with them its gradients. We use +∞, as
+# the flash-attn package does: then the probability is 0 for every score.
 
 # %% [markdown]
 # ### Exercise 10.4: backward, tile by tile
 #
-# About 25 minutes. Write the Function: `flash(q, k, v, tile, shift)` gives `out`. Between forward
-# and backward only q, k, v, out and lse are held, by `save_for_backward`; no tensor ever has more
-# numbers than q. Each visited tile costs 2 products of matrices forward and 5 backward (the scores
-# again, dv, dP, dq, dk). `backward` returns a gradient for each input of `forward`, `None` where it
-# is no tensor, and leaves `dout` as it is.
+# About 25 minutes. Write the Function; `flash(q, k, v, tile, shift)` returns `out`.
+#
+# - Save only q, k, v, out and lse, with `save_for_backward`.
+# - No tensor has more elements than q.
+# - Each visited tile needs 2 matmuls in forward and 5 in backward (scores, dv, dP, dq, dk).
+# - `backward` returns a gradient for each input of `forward`, and `None` for inputs that are not
+#   tensors. It does not change `dout`.
 
 
 # %%
@@ -450,15 +475,15 @@ def flash(q, k, v, tile, shift):
 flash = exercise("10.4", flash)
 
 # %% [markdown]
-# ## Held against torch
+# ## Comparison with torch
 #
-# Values first: out, dq, dk and dv beside float64. Each way rounds, and none is exact. The
-# flash-attn package asks of itself, in bfloat16, to be at most twice as far off as the score matrix
-# in the same dtype (gradients three times), and so do we.
+# First compare the values of out, dq, dk and dv with float64. Every implementation rounds, so none
+# is exact. The flash-attn package's own tests allow, in bfloat16, at most twice the error of the
+# score matrix in the same dtype (three times for gradients). We use the same limits.
 
 
 # %%
-def by_tiles(q, k, v, *, causal, tile=128):
+def tiled(q, k, v, *, causal, tile=128):
     return flash(q, k, v, tile, 0 if causal else k.shape[-2])
 
 
@@ -468,7 +493,7 @@ def passes(attend_by, qkv, dout):
 
 
 def errors(attend_by, dtype, T=300):
-    """The largest of out, dq, dk and dv."""
+    """Return the largest errors of out, dq, dk and dv."""
     qkv, dout = random_qkv(T, dtype=dtype)
     exact = [x.detach().double().requires_grad_() for x in qkv]
     wanted = passes(attention_reference, exact, dout.double())
@@ -477,18 +502,18 @@ def errors(attend_by, dtype, T=300):
 
 
 # %%
-WAYS = {"score matrix": attention_reference, "yours": by_tiles, "memlab": flash_attention}
+WAYS = {"score matrix": attention_reference, "yours": tiled, "memlab": flash_attention}
 WAYS["torch"] = scaled_dot_product_attention
 naive = errors(attention_reference, torch.bfloat16)
 for name, way in WAYS.items():
     is_near = max(errors(way, torch.float32)) < 1e-5
     halved = zip(errors(way, torch.bfloat16), naive, (2, 3, 3, 3), strict=True)
     within = all(off <= most * matrix_off for off, matrix_off, most in halved)
-    print(f"{name:13} float32 off by less than 1e-5: {is_near}, bfloat16 within the rule: {within}")
+    print(f"{name:13} float32 error below 1e-5: {is_near}, bfloat16 error within limits: {within}")
 
 # %% [markdown]
-# And bytes and operations: 1,024 tokens, 4 heads of 64, causal; what is kept beyond q, k and v, and
-# the peak of both passes beyond these and dout.
+# Now compare bytes and operations, for 1,024 tokens and 4 heads with head dimension 64, causal. The
+# saved bytes are beyond q, k and v; the peak of both passes is beyond q, k, v and dout.
 
 
 # %%
@@ -497,41 +522,49 @@ def peak_bytes(way, qkv, dout):
 
 
 qkv, dout = random_qkv(1024)
-product = 2 * 4 * 1024**2 * 64  # operations of one, over all scores
+matmul = 2 * 4 * 1024**2 * 64  # operations of one matmul over all scores
 real = {name: peak_bytes(way, qkv, dout) for name, way in WAYS.items()}
 for name, way in WAYS.items():
-    held = waiting(partial(way, *qkv, causal=True))
+    saved = saved_by(partial(way, *qkv, causal=True))
     with Operations() as counter:
         passes(way, qkv, dout)
-    print(f"{name:13}keeps {format_bytes(held):>10}, peak {format_bytes(real[name]):>10}, ", end="")
-    print(f"{counter.total / product:.2f} products")
+    print(f"{name:13}saves {format_bytes(saved):>9}, peak {format_bytes(real[name]):>9}, ", end="")
+    print(f"{counter.total / matmul:.2f} matmuls")
 
 # %% [markdown]
-# Yours keeps what torch's keeps, to the byte: 4 heads × 1,024 queries × (64 + 1) numbers. By way of
-# the matrix it is 6 products, as backward has the probabilities. Tiles recompute them: 7. Of 8 × 8
-# tiles the mask leaves 36, and 7 · 36/64 = 3.94; memlab's tiles are of 256, so 7 · 10/16 = 4.38,
-# and one takes more room. (torch's is a formula, as if nothing were skipped.) That is Day 6's
-# bargain: the probabilities take the most memory and are among the cheapest to recompute.
-
-# %% [markdown]
-# ## Slopes 2 and 1
+# Your version saves exactly as many bytes as torch's: 4 heads × 1,024 queries × (64 + 1) elements.
 #
-# Now the lengths: the peak of both passes, beyond q, k, v and dout. On these axes a power of the
-# length is a straight line, and its slope is the power. Yours is run; the others go further, by dry
-# runs. (In those the library visits one tile of each shape only; the last line compares.)
+# | implementation | matmuls over all scores |
+# | --- | --- |
+# | score matrix | 6: backward has the saved probabilities |
+# | yours | 7 with recomputation; the mask leaves 36 of 64 tiles: 7 · 36/64 = 3.94 |
+# | memlab | tiles of 256: 7 · 10/16 = 4.38, and each tile is larger |
+# | torch | 7: the counter's formula ignores the mask |
+#
+# Recomputation pays off here for the same reason as on Day 6: the probabilities need the most
+# memory, and are among the cheapest tensors to recompute.
+
+# %% [markdown]
+# ## Quadratic and linear growth
+#
+# Now vary the sequence length and measure the peak of both passes, beyond q, k, v and dout. On
+# log-log axes a power of the length is a straight line, and its slope is the exponent.
+#
+# Your version runs for real. The other three are dry runs, which reach longer sequences. (In a dry
+# run the library visits only one tile of each shape. The last line compares it with a real run.)
 
 # %%
 LENGTHS = [2**n for n in range(10, 15)]
 small = {"heads": 4, "kv_heads": 4, "D": 64}
 peaks = {
-    name: [fullest_bytes(WAYS[name], T=T, **small) for T in LENGTHS]
+    name: [both_passes_peak(WAYS[name], T=T, **small) for T in LENGTHS]
     for name in ("score matrix", "memlab", "torch")
 }
-peaks["yours"] = [real["yours"], peak_bytes(by_tiles, *random_qkv(2048))]
+peaks["yours"] = [real["yours"], peak_bytes(tiled, *random_qkv(2048))]
 for name, sizes in peaks.items():
     longest, slope = LENGTHS[len(sizes) - 1], math.log2(sizes[-1] / sizes[-2])
     print(f"{name:13} {format_bytes(sizes[-1]):>9} at {longest:6,} tokens, last slope {slope:.2f}")
-print(f"memlab at 1,024, dry run and real run alike: {real['memlab'] == peaks['memlab'][0]}")
+print(f"memlab at 1,024 tokens, dry run equals real run: {real['memlab'] == peaks['memlab'][0]}")
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 4), layout="constrained")
@@ -548,19 +581,22 @@ powers = [2**n for n in range(20, 37, 2)]
 axes.set_yticks(powers, [format_bytes(size).replace(".00", "") for size in powers])
 axes.set(
     xlabel="tokens",
-    ylabel="peak beyond q, k, v, dout",
-    title="Causal attention, both passes: 4 heads of 64",
+    ylabel="peak bytes beyond q, k, v, dout",
+    title="Causal attention, forward and backward: 4 heads, head dimension 64",
 )
 axes.legend(frameon=False, loc="upper left")
 axes.grid(alpha=0.3)
 
 # %% [markdown]
-# At 16,384 tokens 12 GiB against 66 MiB. What is left grows with the length as q does: the result,
-# lse and three gradients. The tiles are a constant, which bends the line at its short end. torch's
-# kernel has its tiles in a scratch of its own, which are no tensors: its line is straight.
+# At 16,384 tokens the score matrix needs 12.30 GiB, memlab's tiles 66.51 MiB. What remains is
+# proportional to the length: the output, lse and three gradients.
+#
+# memlab's tiles add a constant, so its line bends at short lengths. torch's kernel keeps its tiles
+# in scratch memory outside of tensors, so its line is straight.
 
 # %% [markdown]
-# And the time? A ratio, on this machine, of the best of three rounds: 1,024 tokens, causal.
+# Now compare the time: the best of three rounds on this machine, relative to the score matrix, for
+# 1,024 tokens, causal.
 
 
 # %%
@@ -576,19 +612,22 @@ def seconds(way, qkv, dout):
 shorter = random_qkv(1024)
 took = {name: seconds(way, *shorter) for name, way in WAYS.items()}
 
-# %% tags=["nbval-ignore-output"] reason="a time"
+# %% tags=["nbval-ignore-output"] reason="times differ between machines"
 for name, spent in took.items():
     print(f"{name:13} {spent / took['score matrix']:.2f} × the time of the score matrix")
 
 # %% [markdown]
-# Fewer products here, as nearly half of the tiles is skipped; and a tile stays in the processor's
-# cache. (Yours starts many small operators from Python, which eats up part of that, or all.)
-# Without a mask it is 7 products against 6. The name says *flash* all the same: on a GPU the
-# matrix's way to memory and back takes longer than the products.
+# Tiling can be faster here, because nearly half of the tiles are skipped and a tile fits in the
+# CPU's cache. (Your version launches many small operators from Python, which costs part of this
+# gain or more.)
+#
+# Without a mask, tiling needs 7 matmuls instead of 6. On a GPU it is faster even then: writing the
+# matrix to memory and reading it back takes longer than the matmuls.
 #
 # ## In a model
 #
-# The model takes it as it took torch's: 8 steps of the tiny one on torch's own source.
+# Train the tiny model for 8 steps on torch's own source code, once with your attention and once
+# with torch's.
 
 
 # %%
@@ -607,9 +646,9 @@ def learn(attend_by, steps=8):
 
 
 def repeated(q, k, v, *, causal):
-    """Two query heads share a key here: a copy for each."""
+    """Copy k and v for each query head that shares them."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    return by_tiles(q, k, v, causal=causal, tile=24)
+    return tiled(q, k, v, causal=causal, tile=24)
 
 
 mine, torchs = learn(repeated), learn(scaled_dot_product_attention)
@@ -617,55 +656,58 @@ print(f"the loss fell from {mine[0]:.1f} to {mine[-1]:.1f}")
 print(f"all 8 losses equal torch's to 1e-4: {torch.allclose(mine, torchs, atol=1e-4)}")
 
 # %% [markdown]
-# The tiny model's heads are *grouped*: two query heads share a key head. You can copy k and v for
-# each query head. The library instead makes the queries of a group rows of one matrix, so that the
-# product for dk and dv also sums over the group.
+# The tiny model uses *grouped-query attention*: two query heads share a key head. You can copy k
+# and v for each query head. The library instead makes the queries of a group rows of one matrix, so
+# the matmul for dk and dv also sums over the group.
 #
-# `memlab.attention.flash_attention` also has windows, dropout with a mask recomputed from a seed,
-# and float32 sums for bfloat16. `memlab.attention.package_interface` takes the arguments of the
-# package's `flash_attn_func`: there q is (batch, tokens, heads, width), and causal means the
-# bottom-right diagonal.
+# `memlab.attention.flash_attention` also has sliding windows, dropout with a mask recomputed from a
+# seed, and float32 accumulation for bfloat16. `memlab.attention.package_interface` takes the
+# arguments of the package's `flash_attn_func`: its q is (batch, tokens, heads, head dimension), and
+# causal is bottom-right.
 
 # %% [markdown]
-# ## At scale: seven billion
+# ## At scale: 7B models
 #
-# What one layer keeps for backward, q, k and v with it, for one sequence of 8,192 tokens, in
-# bfloat16: by formula and by dry runs. Llama 3 8B has 4 query heads to a key head.
+# How much does one layer save for backward, including q, k and v, for one sequence of 8,192 tokens
+# in bfloat16? Compare the formula with dry runs. In Llama 3 8B, 4 query heads share a key head.
 
 
 # %%
-def kept_by_tiles(config, tokens, element=2):
-    """q and the result; k and v; a float32 for each query of each head."""
+def tiled_bytes(config, tokens, element=2):
+    """Return the bytes of q, k, v, the output, and a float32 for each query of each head."""
     q, kv = config.hidden_size, config.kv_heads * config.head_dim
     return tokens * ((2 * q + 2 * kv) * element + 4 * config.heads)
 
 
-def given_bytes(config, tokens, element=2):
+def qkv_bytes(config, tokens, element=2):
     return tokens * (config.hidden_size + 2 * config.kv_heads * config.head_dim) * element
 
 
 for name in ("llama-2-7b", "llama-3-8b"):
-    config, given = PRESETS[name], given_bytes(PRESETS[name], 8192)
-    print(f"{name}: by formula {format_bytes(kept_by_tiles(config, 8192))}")
+    config, qkv_size = PRESETS[name], qkv_bytes(PRESETS[name], 8192)
+    print(f"{name}: formula for tiles {format_bytes(tiled_bytes(config, 8192))}")
     for way in ("score matrix", "memlab", "torch"):
         layer = {"dtype": torch.bfloat16, "kv_heads": config.kv_heads}
-        held, most = (f(WAYS[way], **layer) for f in (kept_bytes, fullest_bytes))
-        print(f"  {way:13} keeps {format_bytes(held + given):>10}, ", end="")
-        print(f"at its fullest {format_bytes(most + given):>10}")
+        saved, most = (f(WAYS[way], **layer) for f in (saved_bytes, both_passes_peak))
+        print(f"  {way:13} saves {format_bytes(saved + qkv_size):>10}, ", end="")
+        print(f"peak {format_bytes(most + qkv_size):>10}")
 
 # %% [markdown]
-# For 32 layers that is 140 GiB against 8, or against 5 with grouped heads. The matrix gains nothing
-# from groups: k and v are 96 MiB smaller, and copied for each query head they are 128 more. (At the
-# fullest moment all have gradients of q, k and v, too; the library sums dk and dv in float32.)
+# 32 layers save 140 GiB with the score matrix. With tiles they save 8 GiB (Llama 2 7B), or 5 GiB
+# with grouped-query attention (Llama 3 8B).
 #
-# A checkpoint around each block forgets the probabilities as well; but one block's are there at a
-# time, some 12 GiB at their fullest. Tiles and checkpoints go together.
+# The score matrix gains nothing from grouping: k and v are 96 MiB smaller, but their copies for
+# each query head add 128 MiB. (The peaks include gradients; the library accumulates dk and dv in
+# float32.)
+#
+# Checkpointing each block also frees the probabilities, but one block still needs some 12 GiB at
+# its peak. Use tiles and checkpointing together.
 
 # %% [markdown]
 # ## On your GPU
 #
-# Where there is a GPU, this takes both passes of attention on it, in bfloat16. (There, a tile of
-# scores belongs into registers: see `memlab/kernels/attention.py`, in Triton.)
+# If you have a GPU, this cell runs both passes of attention on it, in bfloat16. (On a GPU a tile of
+# scores should stay in registers: see `memlab/kernels/attention.py`, in Triton.)
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):
@@ -680,80 +722,81 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# A guide has both numbers of this day's question, of one layer at 8,192 tokens. It names no width:
-# 32 heads of 128, as in Llama 2 7B, are meant here. GB are 10⁹ bytes.
+# A guide states both numbers of today's question, for one layer at 8,192 tokens. It does not state
+# the head dimension; we use 32 heads × 128, as in Llama 2 7B. A GB is 10⁹ bytes.
 
 # %%
 MB, GB = 10**6, 10**9
 one_head = 8192**2 * 4
-halved = [f(attention_reference, dtype=torch.bfloat16) for f in (kept_bytes, fullest_bytes)]
+qkv_16 = qkv_bytes(PRESETS["llama-2-7b"], 8192)
+half = [f(attention_reference, dtype=torch.bfloat16) for f in (saved_bytes, both_passes_peak)]
+in_16, in_32 = (saved_bytes(flash_attention, dtype=d) for d in (torch.bfloat16, torch.float32))
+growth = saved_bytes(flash_attention, dtype=torch.bfloat16, T=16384) / in_16
+
+# %%
 verdict(
     "20a",
     round(one_head / 2**20) == 256 and abs(matrix / 2**30 - 8) < 0.5,
-    f"one head's matrix: {format_bytes(one_head)} ({one_head / MB:.0f} MB) in float32, half of it "
-    f"in bfloat16; kept for backward by 32 heads, with the scaled q, mask and result: "
-    f"{matrix / GB:.1f} GB, in bfloat16 {halved[0] / GB:.1f}; at its fullest {fullest / GB:.1f} "
-    f"and {halved[1] / GB:.1f} GB",
-    condition="roughly, in MiB and GiB, for what is kept of one sequence in float32; in bfloat16 "
-    "it is half, and at the fullest moment, in backward, there are three such matrices",
+    f"one head's matrix: {format_bytes(one_head)}; 32 heads save {matrix / GB:.1f} GB in float32 "
+    f"and {half[0] / GB:.1f} GB in bfloat16; peak {peak / GB:.1f} and {half[1] / GB:.1f} GB",
+    condition="roughly, in MiB and GiB, for bytes saved in float32; the peak has three matrices",
 )
 
 # %%
-in_16, in_32 = (kept_bytes(flash_attention, dtype=d) for d in (torch.bfloat16, torch.float32))
-qkv_bytes = given_bytes(PRESETS["llama-2-7b"], 8192)
-twice = kept_bytes(flash_attention, dtype=torch.bfloat16, T=16384)
 verdict(
     "20b",
-    100 * MB / 1.5 < in_16 < in_32 < 100 * MB * 1.5 and twice == 2 * in_16,
-    f"beyond q, k and v, the result and lse: {in_16 / MB:.0f} MB in bfloat16, {in_32 / MB:.0f} in "
-    f"float32, at twice the length {twice / in_16:.2f} ×; with q, k and v "
-    f"{(in_16 + qkv_bytes) / MB:.0f} and {(in_32 + 2 * qkv_bytes) / MB:.0f} MB",
-    condition="roughly, for what attention adds to q, k and v: a third less in bfloat16, a third "
-    "more in float32; backward needs those, too, and with them it is some 270 MB in bfloat16",
+    100 * MB / 1.5 < in_16 < in_32 < 100 * MB * 1.5 and growth == 2,
+    f"output and lse: {in_16 / MB:.0f} MB in bfloat16, {in_32 / MB:.0f} MB in float32, "
+    f"{growth:.2f} × at twice the length; with q, k and v {(in_16 + qkv_16) / MB:.0f} and "
+    f"{(in_32 + 2 * qkv_16) / MB:.0f} MB",
+    condition="roughly (±1/3), without q, k and v, which backward needs as well",
 )
 
 # %% [markdown]
 # ## What you can do now
 #
-# Of one layer, with T tokens, H heads of width D, KV of them for keys and values, C = H · D:
+# One layer with T tokens, H heads with head dimension D, KV key heads, C = H · D:
 #
-# | kept for backward | numbers | of 7B at 8,192, bfloat16 |
+# | saved for backward | elements | 7B at 8,192 tokens, bfloat16 |
 # | --- | --- | --- |
 # | q, k, v | T · (C + 2 · KV · D) | 192 MiB |
-# | by tiles: result and lse | T · C + T · H (float32) | 65 MiB |
-# | by matrix: the probabilities | H · T² | 4 GiB, three such at the fullest |
+# | tiles: output and lse | T · C + T · H (float32) | 65 MiB |
+# | score matrix: the probabilities | H · T² | 4 GiB; three at the peak |
 #
-# N² went into time: each score is computed twice, and lives as long as its tile. You can say which
-# tiles a mask spares, which of two diagonals a library means, and why backward needs one number a
-# query.
+# Tiling trades N² memory for time: each score is computed twice, and exists only while its tile
+# does. You can say which tiles a mask skips, which alignment a library uses, and why backward needs
+# one element per query.
 #
 # Tomorrow: the largest tensor of a modern model.
 
 # %% [markdown]
 # ## The running bill
 #
-# One training step of 124M parameters on 8 × 640 tokens. Today it gets no shorter: torch's
-# attention goes by tiles as well, and has since Day 1. So here is what Day 1 would have been by way
-# of the score matrix:
+# One training step of 124M parameters on 8 × 640 tokens. Today saves nothing: torch's attention is
+# tiled too, and the bill has used it since Day 1. This is what Day 1 would have needed with the
+# score matrix:
 
 # %%
 eager = dry_trace(SETTING, combined("fused-adamw+eager-attention"))
-print(f"Day 1's step with the score matrix: {format_bytes(eager.peak_bytes)}", end="")
-print(f", of it activations {format_bytes(eager.at_peak['activations'])}")
-weights_of_all = 12 * 8 * 12 * 640**2 * 4
-print(f"12 layers × 8 × 12 heads × 640² × 4 bytes: {format_bytes(weights_of_all)}")
+print(f"Day 1's step with the score matrix: peak {format_bytes(eager.peak_bytes)}", end="")
+print(f", activations {format_bytes(eager.at_peak['activations'])}")
+all_probs = 12 * 8 * 12 * 640**2 * 4
+print(f"probabilities, 12 layers × 8 × 12 heads × 640² × 4 bytes: {format_bytes(all_probs)}")
 
 # %% [markdown]
-# 1.76 GiB more, and what goes with them. In today's step one sequence is there at a time and every
-# block is computed again: one block's scores, 12 · 640² · 2 bytes or 9.4 MiB a matrix, and they are
-# gone where the peak lies. So there the matrix would cost nothing; at one sequence of 5,120 tokens
-# they are 600 MiB a matrix, and it would. (`tests/course/test_day10.py` measures both.)
+# The score matrix adds 1.76 GiB: 9.70 GiB instead of Day 1's 7.94 GiB.
+#
+# In today's step the matrix would cost nothing. The step runs one sequence at a time and recomputes
+# each block, so a matrix is only 12 · 640² · 2 bytes (9.4 MiB), and it is gone before the peak.
+# With one sequence of 5,120 tokens a matrix is 600 MiB and does raise the peak.
+# (`tests/course/test_day10.py` measures both.)
 
 # %% [markdown]
-# The same test takes that step with the library's tiles: the same peak as with torch's, to the
-# byte. Day 6's selection has to be told to keep `flash_attention`, beside torch's operators; then
-# it keeps as many bytes as of torch's. Your own Function it does not know: that would run once
-# more. The bill stays with torch's.
+# The same test runs today's step with the library's tiles. The peak equals torch's, to the byte.
+#
+# Day 6's selective checkpointing keeps the outputs of torch's attention operators. Tell it to keep
+# `flash_attention` too, and it saves as many bytes as with torch's. It does not recognize your own
+# Function and would rerun it. The bill stays with torch's attention.
 
 # %%
 running_bill(10)

@@ -1,28 +1,30 @@
 # %% [markdown]
 # # Day 11: The logits
 #
-# **Why is the largest tensor of a modern model one you never look at?**
+# **The largest tensor of a modern model, and how to train without it.**
 #
-# After today you know what a loss holds, to the byte, have built a cross-entropy that never has all
-# of its logits, know how few rows it needs at once, and can say when it is not worth it.
+# Today you build a cross-entropy loss that never holds all logits. Afterwards you can compute to
+# the byte what a loss needs, choose the number of rows in a chunk, and say when chunks don't pay.
 #
-# About 85 minutes, 55 of them for four exercises. You need a laptop; a GPU is welcome and not
-# needed. Nothing is downloaded.
+# About 85 minutes, 55 of them for four exercises. You need a laptop; a GPU is optional. Nothing is
+# downloaded.
 
 # %% [markdown]
-# As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
-# your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
-# stuck, type `memlab hint 11.1` in a terminal. An exercise left open blocks nothing.
+# As before: **guess**, **measure**, then **build** what explains the gap. In an exercise, replace
+# `raise NotImplementedError` with your own lines; the cell below it checks them. If you are stuck,
+# run `memlab hint 11.1` in a terminal. You can skip an exercise: the lesson then uses the
+# reference.
 
 # %% [markdown]
 # ## The question
 #
-# A model ends in a product: `hidden` (rows, width) times the matrix that scores every token of the
-# vocabulary, `weight` (vocab, width). The scores are the *logits*, a row for each token of the
-# batch. They become one number, the loss, and nobody looks at them. (As ever: vocab · width
-# weights; rows are batch · length.)
+# A language model ends with a matmul: `hidden` (rows, width) times the transpose of `weight`
+# (vocab, width). The results are the *logits*, one row of scores for each token of the batch. Width
+# is the hidden size; rows = batch size × sequence length. The loss then reduces all logits to a
+# single value.
 #
-# How wide is a row beside all that a block keeps for it? (64 tokens, all in float32.)
+# How large is a row of logits, compared with the activations that a block saves for the same token?
+# (64 tokens, float32)
 
 # %%
 from dataclasses import replace
@@ -51,20 +53,20 @@ from memlab.units import format_bytes
 for name in ("124m", "25m", "llama-2-7b", "llama-3-8b", "llama-3-405b"):
     shape = PRESETS[name]
     fewer = replace(shape, layers=shape.layers - 1)
-    of_a_block = activation_bytes(shape, 1, 64) - activation_bytes(fewer, 1, 64)
-    ratio = 4 * 64 * shape.vocab_size / of_a_block
-    print(f"{name:13}{shape.vocab_size:>8,} logits a token: as much as {ratio:.2f} blocks keep")
+    block_bytes = activation_bytes(shape, 1, 64) - activation_bytes(fewer, 1, 64)
+    ratio = 4 * 64 * shape.vocab_size / block_bytes
+    print(f"{name:13}{shape.vocab_size:>8,} logits per token = {ratio:.2f} × a block's activations")
 
 # %% [markdown]
 # ## Guess
 #
-# A small head: 512 rows, 64 wide, 8,192 tokens of vocabulary, in float32. The logits are 16 MiB.
-# What does `F.cross_entropy` of them hold at once, at its peak, forward and backward, beyond
-# hidden, weight and targets? And if the 512 rows are taken 64 at a time?
+# Take a small output layer (*head*): 512 rows, width 64, a vocabulary of 8,192 tokens, float32. The
+# logits are 16 MiB. What is the peak of `F.cross_entropy`, forward and backward, beyond hidden,
+# weight and targets? And if you process the 512 rows in chunks of 64?
 
 # %%
 ### BEGIN SOLUTION
-guess("11.1", peak_mib=32, in_chunks_mib=2)  # logits and their gradient; an eighth
+guess("11.1", peak_mib=32, in_chunks_mib=2)  # logits and their gradient; an eighth of the logits
 ### END SOLUTION
 ### BEGIN STUB
 # guess("11.1", peak_mib=..., in_chunks_mib=...)
@@ -78,7 +80,7 @@ ROWS, WIDTH, VOCAB = 512, 64, 8192
 
 
 def head(dtype=torch.float32, ignored=0):
-    """hidden and weight, which want gradients, and targets; the first of those are ignored."""
+    """Return hidden, weight, and targets whose first `ignored` entries are −100."""
     random = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, WIDTH, generator=random) for n in (ROWS, VOCAB))
     targets = torch.randint(VOCAB, (ROWS,), generator=random)
@@ -92,38 +94,42 @@ def all_logits(hidden, weight, targets):
 
 
 # %%
-def passed(loss, dtype=torch.float32):
-    """The trace of forward and backward, and its peak beyond what is handed in."""
+def trace_and_peak(loss, dtype=torch.float32):
+    """Return the trace of forward and backward, and its peak beyond the arguments."""
     given = head(dtype)
     trace = memlab.measure(lambda: loss(*given).backward())
     return trace, trace.peak_bytes - sum(x.nbytes for x in given)
 
 
-naive, naive_bytes = passed(all_logits)
+naive, naive_bytes = trace_and_peak(all_logits)
 times = naive_bytes / (4 * ROWS * VOCAB)
-print(f"{format_bytes(naive_bytes)} beyond what is given, {times:.2f} × the logits; alive are")
+print(f"peak {format_bytes(naive_bytes)} beyond the arguments, {times:.2f} × the logits; alive:")
 for event in naive.alive(naive.peak_position):
     if event.bytes >= 2**20 and event.phase != "before":
         print(f"  {format_bytes(event.bytes)}, {event.phase:8} by {event.operator}")
 
 # %%
-plot.timeline(naive, title=f"The loss of {ROWS} rows by all their logits, and what it is given")
+plot.timeline(naive, title=f"Cross-entropy of {ROWS} rows, all logits at once")
 
 # %% [markdown]
-# Three tensors of the logits' size. The logits themselves are no longer among them:
-# **log-softmax** is made of them, and kept for backward. Then come the gradient of the
-# log-probabilities, which is 0 but for one number a row, and made of it the gradient of the logits.
-# (The picture's peak has hidden, weight and targets in it, 2.13 MiB.)
+# The peak has three tensors of the logits' size. The logits themselves are already freed:
 #
-# It gets worse. Logits that are returned, or that a name holds, live on; and bfloat16 logits are
-# often made float32 first (`logits.float()`), for a loss in bfloat16 is coarse.
+# 1. **log-softmax**, computed from the logits and saved for backward
+# 2. the gradient of the log-probabilities, which is 0 except for one element per row
+# 3. the gradient of the logits
+#
+# (The picture's peak includes hidden, weight and targets, 2.13 MiB.)
+#
+# Two habits make it worse. If you return the logits or assign them to a name, they stay alive. And
+# bfloat16 logits are often cast to float32 (`logits.float()`), because a bfloat16 loss is
+# imprecise.
 
 
 # %%
 held = []
 
 
-def held_by_a_name(hidden, weight, targets):
+def kept_logits(hidden, weight, targets):
     held[:] = [F.linear(hidden, weight)]
     return F.cross_entropy(held[0], targets)
 
@@ -132,7 +138,7 @@ def upcast(hidden, weight, targets):
     return F.cross_entropy(F.linear(hidden, weight).float(), targets)
 
 
-def upcast_and_held(hidden, weight, targets):
+def upcast_and_kept(hidden, weight, targets):
     held[:] = [F.linear(hidden, weight)]
     return F.cross_entropy(held[0].float(), targets)
 
@@ -141,21 +147,23 @@ def upcast_and_held(hidden, weight, targets):
 BF16 = torch.bfloat16
 for name, loss, dtype in (
     ("float32", all_logits, torch.float32),
-    ("float32, logits held by a name", held_by_a_name, torch.float32),
+    ("float32, logits kept in a list", kept_logits, torch.float32),
     ("bfloat16", all_logits, BF16),
     ("bfloat16, logits.float()", upcast, BF16),
-    ("bfloat16, logits.float(), and held", upcast_and_held, BF16),
+    ("bfloat16, logits.float(), both kept", upcast_and_kept, BF16),
 ):
-    print(f"{name:36}{passed(loss, dtype)[1] / (ROWS * VOCAB):6.2f} bytes a logit")
+    print(f"{name:36}{trace_and_peak(loss, dtype)[1] / (ROWS * VOCAB):6.2f} bytes per logit")
     held.clear()
 
 # %% [markdown]
-# ### Exercise 11.1: what the loss holds
+# ### Exercise 11.1: what the loss needs
 #
-# About 5 minutes. By formula: the bytes of forward and backward of `all_logits` in float32 at the
-# fullest moment, beyond hidden, weight and targets, and without the few bytes of the loss itself.
-# Two moments can be the fullest: when backward begins (the three above), and later, when of these
-# only the logits' gradient is left, and the gradients of both its factors have been made of it.
+# About 5 minutes. Write a formula for the peak bytes of `all_logits` in float32, forward and
+# backward, beyond hidden, weight and targets. Ignore the few bytes of the loss itself. The peak is
+# at one of two moments:
+#
+# - when backward begins: the three tensors above
+# - later: the logits' gradient, and the gradients of hidden and weight computed from it
 
 
 # %%
@@ -170,26 +178,28 @@ def all_logits_bytes(rows: int, width: int, vocab: int) -> int:
 all_logits_bytes = exercise("11.1", all_logits_bytes)
 
 # %% [markdown]
-# ## Rows know nothing of each other
+# ## Rows are independent
 #
 # For one row x of logits and its target y, with p = softmax(x):
 #
 # - loss = log Σ exp x − x[y]
 # - gradient = p − onehot(y)
 #
-# No other row comes into either. So the gradient can be had **at once**, in forward, before anybody
-# asks for it, and be written over the logits. Then the next rows may have their place.
+# Neither depends on another row. So **forward** can already compute the gradient, overwrite the
+# logits with it, and then reuse the memory for the next rows.
 #
-# A row with target −100 is *ignored* (padding, a prompt): no loss, no gradient. `F.cross_entropy`
-# does so, too, and divides by the number of rows that count.
+# A row with target −100 is *ignored* (padding, a prompt): its loss and gradient are 0.
+# `F.cross_entropy` does the same, and divides by the number of rows that are not ignored.
 
 # %% [markdown]
-# ### Exercise 11.2: a chunk's gradient, in its own logits
+# ### Exercise 11.2: compute a chunk's gradient in place
 #
-# About 15 minutes. x: logits (n, V), float32; targets (n,), some −100. Return the losses (n,), 0
-# for ignored rows, and leave in x, **in place**, the gradients of their sum. Take at most 128 bytes
-# a row beside x: no second (n, V). Logits of ±1,000 must not overflow: subtract the row's largest
-# before you exponentiate, and before you take x[y]: beside 1,000 a loss of 1 loses digits.
+# About 15 minutes. Given logits x (n, V) in float32 and targets (n,), some of them −100, return the
+# losses (n,), 0 for ignored rows. Overwrite x, **in place**, with the gradients of the losses' sum.
+#
+# - Allocate at most 128 bytes per row beside x: no second (n, V) tensor.
+# - Logits of ±1,000 must not overflow: subtract the row's largest logit before exp. Subtract it
+#   before you read x[y], too; otherwise a loss near 1 loses digits.
 
 
 # %%
@@ -212,38 +222,43 @@ loss_and_gradient_ = exercise("11.2", loss_and_gradient_)
 # %% [markdown]
 # ## A loop is not enough
 #
-# The obvious way to chunks is a loop, and a sum of losses. Its forward pass is small while it runs.
-# But every chunk's log-softmax is kept for backward, so that in the end all of them are there.
+# The obvious solution is a loop over chunks that sums the losses. A single chunk needs little
+# memory. But autograd saves every chunk's log-softmax for backward, so at the end all of them are
+# alive.
 
 
 # %%
-def by_loop(hidden, weight, targets, chunk=64):
+def chunk_loop(hidden, weight, targets, chunk=64):
     parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
     total = sum(F.cross_entropy(F.linear(h, weight), t, reduction="sum") for h, t in parts)
     return total / (targets != -100).sum()
 
 
-loop, loop_bytes = passed(by_loop)
-print(f"all logits {format_bytes(naive_bytes)}, by a loop {format_bytes(loop_bytes)}; ", end="")
+loop, loop_bytes = trace_and_peak(chunk_loop)
+print(f"all logits {format_bytes(naive_bytes)}, chunk loop {format_bytes(loop_bytes)}; ", end="")
 kept = sum(e.bytes for e in loop.events if "softmax.default" in e.operator and e.bytes > 0)
-print(f"the log-softmaxes alone are {format_bytes(kept)}")
+print(f"the log-softmaxes alone: {format_bytes(kept)}")
 
 # %% [markdown]
-# A checkpoint around each chunk (Day 5) would help: backward makes its logits again, at the price
-# of a fourth product beside the three. But nothing has to be made twice. Gradients made in forward
-# need an autograd *Function*, as on Day 5: its `forward` makes no graph, and what it saves is up to
-# you: here the **gradients**. Its `backward` is handed one number, the gradient of the loss
-# (*upstream*: 1, or what the loss was multiplied by, such as Day 4's scale), and multiplies.
+# Checkpointing each chunk (Day 5) would help, but recomputing the logits in backward costs a fourth
+# matmul. It is not needed: forward can compute the gradients. This needs an autograd *Function*, as
+# on Day 5.
+#
+# - `forward` records no graph; you choose what to save: the **gradients**.
+# - `backward` gets the gradient of the loss (*upstream*: 1, or the factor that the loss was
+#   multiplied by, such as Day 4's loss scale), and multiplies the saved gradients by it.
 
 # %% [markdown]
 # ### Exercise 11.3: chunked cross-entropy
 #
-# About 25 minutes. The mean over rows that count, its gradients; 0 if none counts. Chunks need not
-# divide the rows. Three matmuls; at the peak both gradients and **one** chunk of logits (two may
-# pass): `dw.addmm_(a, b)` makes no tensor of its own, `dw += a @ b` does; `del x` before the next
-# chunk. In bfloat16, `x` and sums stay float32 (a float32 copy of weight may exist, not of all of
-# hidden). `backward` returns a gradient for each argument, None for the last two; multiply in place
-# (`mul_`).
+# About 25 minutes. Return the mean loss over rows that are not ignored, or 0 if there are none. The
+# last chunk may be shorter.
+#
+# - Use three matmuls. At the peak, hold both gradients and **one** chunk of logits (the check
+#   allows two).
+# - `dw.addmm_(a, b)` allocates no tensor; `dw += a @ b` does. `del x` before the next chunk.
+# - With bfloat16 inputs, keep `x` and sums in float32. You may cast weight, but not all of hidden.
+# - `backward` returns four gradients, None for the last two. Multiply in place (`mul_`).
 
 
 # %%
@@ -287,38 +302,39 @@ def chunked_loss(hidden, weight, targets, chunk):
 chunked_loss = exercise("11.3", chunked_loss)
 
 # %%
-chunks, chunks_bytes = passed(partial(chunked_loss, chunk=64))
+chunks, chunks_bytes = trace_and_peak(partial(chunked_loss, chunk=64))
 reveal("11.1", peak_mib=naive_bytes, in_chunks_mib=chunks_bytes)
 gradients = 4 * (ROWS + VOCAB) * WIDTH
-print(f"both gradients are {format_bytes(gradients)}, a chunk {format_bytes(4 * 64 * VOCAB)}")
-plot.timeline(chunks, title="The same, 64 rows at a time, and what it is given")
+print(f"both gradients: {format_bytes(gradients)}, one chunk: {format_bytes(4 * 64 * VOCAB)}")
+plot.timeline(chunks, title=f"Cross-entropy of {ROWS} rows, 64 rows at a time")
 
 # %% [markdown]
-# Who guessed 32 and 2 left out a third tensor, and both gradients, which are there in any case (and
-# a chunk's part of hidden's). They are there first, in *forward*; on top of them lie eight
-# chunks, one after another, and at the hairline gaps between them no logit is alive. What is left
-# for backward is one multiplication in place.
+# A guess of 32 and 2 MiB misses the third tensor, and both gradients, which either loss needs. (A
+# chunk's part of hidden's gradient adds a little.) With chunks, the gradients are allocated in
+# *forward*. Eight chunks follow, one after another; in the thin gaps between them no logits are
+# alive. Backward only multiplies in place.
 #
-# What waits for backward is new, too: all the logits waited as log-softmax, now the gradients wait.
-# Backward is called at once, so that costs nothing.
+# Between forward and backward, the naive loss saves the log-softmax, the chunked loss saves the
+# gradients. This costs nothing extra, because backward follows at once.
 
 # %% [markdown]
-# ## How many rows?
+# ## How many rows in a chunk?
 #
-# At the peak are, in float32, for a chunk of c rows,
+# With chunks of c rows, the peak in float32 is
 #
 # 4 · c · (vocab + width) + 4 · (rows + vocab) · width
 #
-# bytes: the chunk's logits and its part of hidden's gradient; and the two gradients, which are the
-# **floor**. Below it no chunk can go. And each chunk reads and writes all of weight's gradient:
-# chunks of 8 rows do so 64 times.
+# bytes. The first term is the chunk's logits and its part of hidden's gradient. The second term is
+# the two gradients, the **floor**: no chunk size goes below it. Small chunks cost time, because
+# each chunk reads and writes all of weight's gradient: chunks of 8 rows do so 64 times.
 
 # %% [markdown]
-# ### Exercise 11.4: how many rows
+# ### Exercise 11.4: how many rows in a chunk
 #
-# About 10 minutes. As few chunks as fit into a budget of bytes, by the formula above; and of so
-# many chunks as even ones as can be. How many rows has the longest? 0 if not even one row fits.
-# Example: if 5 of 12 rows would fit, that makes 3 chunks, and 3 even ones have 4 rows.
+# About 10 minutes. Given a budget of bytes, use as few chunks as the formula above allows, and make
+# them as even as possible. Return the rows of the longest chunk, or 0 if not even one row fits.
+#
+# Example: if 5 of 12 rows fit, you need 3 chunks; 3 even chunks have 4 rows each.
 
 
 # %%
@@ -338,44 +354,44 @@ chunk_rows = exercise("11.4", chunk_rows)
 
 # %%
 sizes = (8, 32, 64, 128, 256, 512)
-found = [passed(partial(chunked_loss, chunk=n))[1] / 2**20 for n in sizes]
+found = [trace_and_peak(partial(chunked_loss, chunk=n))[1] / 2**20 for n in sizes]
 by_formula = [(4 * n * (VOCAB + WIDTH) + gradients) / 2**20 for n in sizes]
 fig, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
-axes.loglog(sizes, by_formula, color="0.7", linewidth=5, label="the formula")
+axes.loglog(sizes, by_formula, color="0.7", linewidth=5, label="formula")
 axes.loglog(sizes, found, "o-", color="#00798c", label="yours, measured")
-axes.axhline(naive_bytes / 2**20, color="#cc6677", label="all the logits")
-axes.axhline(gradients / 2**20, color="0.3", linestyle="--", label="the floor: both gradients")
+axes.axhline(naive_bytes / 2**20, color="#cc6677", label="all logits")
+axes.axhline(gradients / 2**20, color="0.3", linestyle="--", label="floor: both gradients")
 axes.set_xticks(sizes, map(str, sizes))
 axes.set_yticks((2, 5, 10, 20, 50), ("2", "5", "10", "20", "50"))
 axes.minorticks_off()
 axes.spines[["top", "right"]].set_visible(False)
-axes.set(xlabel="rows of a chunk", ylabel="MiB", title=f"The loss of {ROWS} rows, at its peak")
+axes.set(xlabel="rows per chunk", ylabel="peak, MiB", title=f"Peak of the loss of {ROWS} rows")
 axes.legend(frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(0, 0.88))
 for n, mib in zip(sizes, found, strict=True):
     print(f"{n:4} rows: {mib:6.2f} MiB, {mib * 2**20 / gradients:.2f} × the floor")
 print(f"a budget of 3 MiB: {chunk_rows(ROWS, WIDTH, VOCAB, 3 * 2**20)} rows at a time")
 
 # %% [markdown]
-# Does your curve lie above the formula's, by one more chunk at each size? Then two are alive at
-# once: `del x` at the end of a turn.
+# Is your curve one chunk above the formula at every size? Then two chunks are alive at once: add
+# `del x` at the end of the loop body.
 #
-# Even with all rows in one chunk it holds a good third of what autograd's way does: one tensor of
-# logits, not three. Beyond that, halving the chunk soon saves little. The library's default: half
-# as many logits as the gradients have numbers, about width / 2 rows; but at most an eighth of all
-# rows (or 64).
+# Even a single chunk with all rows needs about a third of the naive loss: one tensor of logits
+# instead of three. Smaller chunks soon save little. The library's default chunk has half as many
+# logits as the gradients have elements, about width / 2 rows, but at most an eighth of all rows (or
+# 64).
 
 # %% [markdown]
-# ## Held against torch
+# ## Comparison with torch
 #
-# torch 2.13 has it, too: `F.linear_cross_entropy`. And the library: `chunked_cross_entropy`. Peak,
-# errors against float64 (of the loss; of weight's gradient, relative), a quarter of the rows
-# ignored, and the loss multiplied by 0.1.
+# torch 2.13 has `F.linear_cross_entropy`, and memlab has `chunked_cross_entropy`. Compare the peak
+# and the errors against float64: of the loss (absolute), and of weight's gradient (relative). A
+# quarter of the rows is ignored, and the loss is multiplied by 0.1.
 
 
 # %%
 @cache
 def right(dtype):
-    """The loss and weight's gradient, from the same numbers in float64."""
+    """Return the loss and weight's gradient, computed in float64 from the same inputs."""
     hidden, weight, targets = head(dtype, ignored=ROWS // 4)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     loss = all_logits(*exact, targets)
@@ -384,7 +400,7 @@ def right(dtype):
 
 
 def compared(loss, dtype):
-    """Peak, error of the loss, relative error of weight's gradient."""
+    """Return the peak, the error of the loss, and the relative error of weight's gradient."""
     given, losses = head(dtype, ignored=ROWS // 4), []
 
     def step():
@@ -397,36 +413,39 @@ def compared(loss, dtype):
     return peak, abs(losses[0].item() - wanted), off.item()
 
 
-# %% tags=["nbval-ignore-output"] reason="needs torch 2.13, and last digits are the machine's"
+# %% tags=["nbval-ignore-output"] reason="needs torch 2.13; last digits differ between machines"
 ways = {"F.cross_entropy": all_logits}
 if hasattr(F, "linear_cross_entropy"):
     options = torch.nn.LinearCrossEntropyOptions()
     ways["F.linear_cross_entropy"] = F.linear_cross_entropy
-    ways["the same, with options"] = partial(F.linear_cross_entropy, options=options)
+    ways["  with options"] = partial(F.linear_cross_entropy, options=options)
 ways |= {"memlab": chunked_cross_entropy, "yours, 64 rows": partial(chunked_loss, chunk=64)}
 for dtype in (torch.float32, BF16):
-    print(f"{f'{dtype}:':26}{'peak':>10}{'loss off':>11}{'gradient off':>13}")
+    print(f"{f'{dtype}:':26}{'peak':>10}{'loss error':>12}{'gradient error':>16}")
     for name, loss in ways.items():
         peak, loss_off, gradient_off = compared(loss, dtype)
-        print(f"  {name:24}{format_bytes(peak):>10}{loss_off:11.0e}{gradient_off:13.0e}")
+        print(f"  {name:24}{format_bytes(peak):>10}{loss_off:12.0e}{gradient_off:16.0e}")
 none = torch.full((ROWS,), -100)
 for name, loss in ways.items():
-    print(f"no row counts, {name}: {loss(*head()[:2], none).item()}")
+    print(f"all rows ignored, {name.strip()}: {loss(*head()[:2], none).item()}")
 
 # %% [markdown]
-# Three things to know. Without `options=` torch's function saves **nothing**: it is the product and
-# `F.cross_entropy`. With them, it adds in the dtype of its inputs: in bfloat16, where hundreds of
-# losses outgrow 8 bits, the loss is off by 0.3. And a mean over no rows is NaN.
+# Three results for torch's function:
 #
-# In bfloat16 torch's takes less: its gradients have 2 bytes, yours 4 until they are rounded. That
-# is what the smaller error costs.
+# - Without `options=` it saves **nothing**: it computes the matmul, then `F.cross_entropy`.
+# - With options, it accumulates in the dtype of its inputs. In bfloat16, 8 significant bits are too
+#   few to sum hundreds of losses: the loss is off by 0.3.
+# - The mean over no rows is NaN.
+#
+# In bfloat16 torch's peak is lower: its gradients use 2 bytes per element, yours 4 until they are
+# rounded. In return your error is smaller.
 
 # %% [markdown]
-# ## Learn something
+# ## Train a model
 #
-# The text is torch's own source, and a token two bytes: the 2,047 commonest pairs, and 0 for all
-# others. As targets, those are ignored. All logits, and in chunks of 100 rows, which do not divide
-# the 512.
+# The text is torch's own source code. A token is a pair of bytes: the 2,047 most common pairs, and
+# token 0 for all other pairs, which is ignored as a target. Train once with all logits, and once in
+# chunks of 100 rows, which do not divide the 512.
 
 # %%
 text = source_bytes("256 KiB").long()
@@ -435,7 +454,7 @@ common = pairs.bincount(minlength=65_536).argsort(descending=True, stable=True)[
 token_of = torch.zeros(65_536, dtype=torch.long)
 token_of[common] = torch.arange(1, 2048)
 tokens = token_of[pairs]
-print(f"{len(tokens):,} tokens, {(tokens == 0).float().mean():.1%} of them rare")
+print(f"{len(tokens):,} tokens; {(tokens == 0).float().mean():.1%} are token 0")
 
 
 # %%
@@ -461,7 +480,7 @@ def learn(steps=8, **plug):
 # %%
 by_all, by_chunks = learn(), learn(loss=in_chunks)
 fig, axes = plt.subplots(figsize=(9, 2.6), layout="constrained")
-axes.plot(by_all, linewidth=5, color="#c9c9d0", label="all the logits")
+axes.plot(by_all, linewidth=5, color="#c9c9d0", label="all logits")
 axes.plot(by_chunks, linewidth=1.2, color="#00798c", label="in chunks")
 axes.set(xlabel="step", ylabel="loss in nats", title="Loss on pairs of bytes")
 axes.spines[["top", "right"]].set_visible(False)
@@ -471,18 +490,19 @@ print(f"the loss went down: {by_chunks[-1] < by_chunks[0]}")
 print(f"max difference below 1e-3: {furthest < 1e-3}")
 
 # %% [markdown]
-# Not equal to the bit: sums in another order. It is no approximation.
+# The losses differ only in the last digits, because the order of summation differs. Chunking is
+# exact, not an approximation.
 #
 # ## At scale: Llama 3 8B
 #
-# 128,256 tokens of vocabulary, 4,096 wide, 32 blocks, in bfloat16, one sequence of 8,192 tokens.
-# By dry run: what the blocks keep (of models with one block and with two; all 32 are alike), and
-# the head's loss at its full size.
+# A vocabulary of 128,256, hidden size 4,096, 32 blocks, bfloat16, one sequence of 8,192 tokens. Dry
+# runs give what a block saves (two blocks minus one; all 32 are alike), and the peak of the loss at
+# full size.
 
 
 # %%
-def waiting(how, layers, length=8192):
-    """What a forward pass leaves for backward, with a vocabulary of 256."""
+def saved_bytes(how, layers, length=8192):
+    """Return the bytes that a forward pass saves for backward, with a vocabulary of 256."""
     small = replace(PRESETS["llama-3-8b"], layers=layers, vocab_size=256)
     with memlab.dry_run():
         model, kept = GPT(small, dtype=BF16), []
@@ -493,14 +513,14 @@ def waiting(how, layers, length=8192):
     return sum(n for kind, n in trace.at_end.items() if kind not in always)
 
 
-a_block, an_input = (waiting(how, 2) - waiting(how, 1) for how in ("plain", "checkpointing"))
-print(f"a block keeps {format_bytes(a_block)}, checkpointed {format_bytes(an_input)}")
+a_block, an_input = (saved_bytes(h, 2) - saved_bytes(h, 1) for h in ("plain", "checkpointing"))
+print(f"a block saves {format_bytes(a_block)}, with checkpointing {format_bytes(an_input)}")
 
 
 # %%
 @cache
 def head_bytes(loss, rows=8192):
-    """The peak of the head's loss, beyond what it is handed."""
+    """Return the peak of the head's loss, beyond its arguments."""
     with memlab.dry_run():
         C, V = PRESETS["llama-3-8b"].hidden_size, PRESETS["llama-3-8b"].vocab_size
         hidden, weight = (torch.zeros(n, C, dtype=BF16, requires_grad=True) for n in (rows, V))
@@ -511,8 +531,8 @@ def head_bytes(loss, rows=8192):
 
 one = 8192 * 128_256
 bars = {
-    "32 blocks, all kept": 32 * a_block,
-    "32 blocks, computed again": 32 * an_input + a_block,
+    "32 blocks": 32 * a_block,
+    "32 blocks, checkpointed": 32 * an_input + a_block,
     "head, logits.float()": head_bytes(upcast),
     "head, bfloat16": head_bytes(all_logits),
     "head, in chunks": head_bytes(chunked_cross_entropy),
@@ -527,17 +547,19 @@ colours = ("#4477aa", "#88aacc", "#cc6677", "#dd99a0", "#00798c")
 for (name, held), colour in zip(bars.items(), colours, strict=True):
     axes.barh(name, held / 2**30, color=colour)
     axes.text(held / 2**30 + 0.5, name, format_bytes(held), va="center")
-axes.set(xlabel="GiB", xlim=(0, 60), title="Llama 3 8B, 1 × 8,192 tokens: blocks, and one loss")
+axes.set(xlabel="GiB", xlim=(0, 60), title="Llama 3 8B, 1 × 8,192 tokens: blocks and head")
 axes.invert_yaxis()
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# With everything kept, the head is a fifth of the blocks. With checkpointing, which such a step
-# needs, **one** line of code takes three times what all blocks hold: 32 inputs, and one block that
-# runs again. In chunks (the library's default), 2.94 GiB are the gradient of the weight: in
-# float32, and beside it the bfloat16 one that it is rounded to.
+# Without checkpointing, the head needs about a fifth of the blocks' memory. With checkpointing,
+# which this step needs, **one** line of code, `logits.float()`, needs three times as much as all
+# blocks (32 inputs, and one block being recomputed).
 #
-# And with fewer tokens, or more?
+# In chunks (the library's default), 2.94 GiB are weight's gradient: the float32 sum, and the
+# bfloat16 gradient that it is rounded to.
+#
+# What changes with fewer tokens, or more?
 
 # %%
 for rows in (512, 2048, 4096, 8192, 16_384):
@@ -545,39 +567,43 @@ for rows in (512, 2048, 4096, 8192, 16_384):
     by_float, by_bf16, by_chunks = (head_bytes(loss, rows) for loss in ways)
     print(f"{rows:6,} tokens: logits.float() {format_bytes(by_float):>10}, ", end="")
     print(f"bfloat16 {format_bytes(by_bf16):>9}, in chunks {format_bytes(by_chunks):>8}, ", end="")
-    print(f"{by_float / by_chunks:5.2f} and {by_bf16 / by_chunks:5.2f} ×")
+    print(f"{by_float / by_chunks:.2f}× and {by_bf16 / by_chunks:.2f}× the chunks")
 
 # %% [markdown]
-# In chunks what grows is hidden's gradient, and that is small. But the floor is high: 6 bytes for
-# each number of the weight, of which autograd's gradient has 2. So with few tokens chunks take
-# **more**. They break even at 2,048 tokens, half the width, if the logits are made float32; at
-# 4,096, the width, if they stay bfloat16.
-
-# %% [markdown]
-# ## When it is not worth it
+# With chunks, only hidden's gradient grows with the tokens, and it is small. But the floor is high:
+# 6 bytes per element of weight, compared with autograd's 2. So with few tokens, chunks need
+# **more** memory. The break-even is at
 #
-# In float32 the weight's gradient has 4 bytes a number by either way: vocab · width numbers,
-# against the three tensors' rows · vocab each. So it is rows against width. The 124M model's head
-# in float32, by your formulas:
+# - 2,048 tokens, half the width, with `logits.float()`
+# - 4,096 tokens, the width, with bfloat16 logits
+
+# %% [markdown]
+# ## When chunks don't pay
+#
+# In float32, weight's gradient needs 4 bytes per element either way. It has vocab · width elements,
+# compared with 3 · rows · vocab in the three tensors of logits. So the ratio of rows to width
+# decides. For the 124M model's head in float32, your formulas give:
 
 # %%
 C, V = 768, 50_257
 for rows in (128, 256, 640, 5120):
     whole, floor = all_logits_bytes(rows, C, V), 4 * (rows + V) * C
     best = floor + 4 * 64 * (V + C)
-    print(f"{rows:5,} rows: all the logits {format_bytes(whole):>10}, ", end="")
-    print(f"64 at a time {format_bytes(best):>10}, {whole / best:4.2f} ×")
+    print(f"{rows:5,} rows: all logits {format_bytes(whole):>10}, ", end="")
+    print(f"64 at a time {format_bytes(best):>10}, {whole / best:4.2f}× less")
 
 # %% [markdown]
-# With fewer rows than a third of the width there is little to win: what is large then is the
-# weight's gradient, however it is made. With 640, fewer than the model is wide, chunks win clearly,
-# in float32. In bfloat16 their sums have 4 bytes a number where autograd's gradient has 2; so they
-# *lose* below half the width if logits are made float32, below all of it if they are not (Llama's
-# head above).
+# With fewer rows than a third of the width, chunks save little: weight's gradient dominates. With
+# 640 rows, fewer than the width of 768, chunks save 2.28× in float32.
+#
+# In bfloat16 the chunked sums use 4 bytes per element, compared with 2 for autograd's gradient. So
+# chunks *lose* below half the width with `logits.float()`, and below the full width without it
+# (Llama's head above).
 
 # %% [markdown]
-# And more than a plain loss: label smoothing, a z-loss (it keeps log Σ exp x near 0) and a soft cap
-# (logits stay within ± cap) are a line each, of the same row. Only the soft cap costs bytes:
+# The library's loss has more options. Label smoothing, a z-loss (which keeps log Σ exp x near 0)
+# and a soft cap (which limits logits to ± cap) are one more line each. Only the soft cap needs more
+# memory:
 
 # %%
 settings = {
@@ -585,25 +611,25 @@ settings = {
     "label smoothing": {"label_smoothing": 0.1},
     "z-loss": {"z_loss": 1e-4},
     "soft cap": {"soft_cap": 30.0},
-    "a loss for each row": {"reduction": "none"},
+    "a loss per row": {"reduction": "none"},
 }
 for name, setting in settings.items():
     given = head()
     run = partial(chunked_cross_entropy, *given, chunk=64, **setting)
-    with Operations() as counter:  # two for each product of numbers that is added
+    with Operations() as counter:  # a multiply-add counts as two
         trace = memlab.measure(lambda run=run: run().sum().backward())
     more = trace.peak_bytes - sum(x.nbytes for x in given) - gradients
-    products = counter.total / (2 * ROWS * WIDTH * VOCAB)
-    print(f"{name:20}{format_bytes(more)} above the floor, {products:.2f} products")
+    matmuls = counter.total / (2 * ROWS * WIDTH * VOCAB)
+    print(f"{name:20}{format_bytes(more)} above the floor, {matmuls:.2f} matmuls")
 
 # %% [markdown]
-# The cap's slope is a second chunk. A loss for each row gets a factor for each row in backward,
-# which a sum over rows cannot take afterwards: so its logits are made twice, and a fourth product
-# is its price.
+# The soft cap needs its slope, as large as a second chunk. With a loss per row, backward gets one
+# factor per row, too late for the sum over rows. So backward recomputes the logits, which costs a
+# fourth matmul.
 #
 # ## On your GPU
 #
-# Where there is a GPU, this takes the step of the running bill on it. (`memlab.kernels` makes a
+# If you have a GPU, this cell runs the step of the running bill on it. (`memlab.kernels` turns a
 # chunk's logits into gradients in one kernel.)
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
@@ -621,21 +647,24 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# No rule of the guides mentions the logits. Their lists have checkpointing, 8-bit states and flash
-# attention, and none of these changes the loss. Two rules left the logits over: under autocast the
-# log-probabilities stay float32 (Day 4), and in a small model with checkpointing they are most of
-# what stays (Day 5).
+# No rule of the guides mentions the logits. Their lists have checkpointing, 8-bit optimizer states
+# and flash attention, but none of these changes the loss. Two earlier results involved the logits:
+# under autocast the log-probabilities stay float32 (Day 4), and in a small model with checkpointing
+# they are most of the remaining activations (Day 5).
 
 # %% [markdown]
-# So here is one to take along: *a loss holds three tensors of tokens · vocabulary, in float32 12
-# bytes for each logit. Make them in chunks where there are more tokens than a third of the width if
-# all is float32, than half of it in bfloat16 with logits.float(), than all of it without.*
+# So here is our own rule. A loss needs three tensors of tokens × vocabulary; in float32 they use 12
+# bytes per logit. Use chunks if there are more tokens than
+#
+# - a third of the width, in float32
+# - half the width, in bfloat16 with `logits.float()`
+# - the width, in bfloat16 without it
 
 # %% [markdown]
-# A guide of several platforms gives the same small model, with checkpointing, a peak of 4–5 GB on
-# two machines: an RTX 3060 with 8 sequences of 1,024 tokens, and an Apple M2 with 4 of 512. Its
-# weights of 0.5 GB are those of our 124M model (Day 1). Here is the model, with and without
-# checkpointing, and with today's loss.
+# A guide for several platforms reports a peak of 4–5 GB for the same small model, with
+# checkpointing, on two machines: an RTX 3060 with 8 sequences of 1,024 tokens, and an Apple M2 with
+# 4 sequences of 512 tokens. Its weights of 0.5 GB match our 124M model (Day 1). The next cell
+# measures that model with and without checkpointing, and with today's loss.
 
 # %%
 GB, WAYS = 10**9, ("plain", "checkpointing", "checkpointing+chunked-loss")
@@ -646,30 +675,31 @@ for batch, seq_len, ways in ((8, 1024, WAYS), (4, 512, WAYS[:2]), (2, 512, WAYS[
         peaks[batch, name] = trace.peak_bytes / GB
         logits_gb = 4 * batch * seq_len * V / GB
         print(f"{batch} × {seq_len:4} {name:27}{peaks[batch, name]:6.2f} GB, ", end="")
-        print(f"of which {trace.at_peak['activations'] / GB:.2f} activations")
-    print(f"  one tensor of its logits: {logits_gb:.2f} GB")
+        print(f"activations {trace.at_peak['activations'] / GB:.2f} GB")
+    print(f"  one tensor of logits: {logits_gb:.2f} GB")
 
 # %%
-plain, again, in_chunks = (peaks[8, name] for name in WAYS)
+plain, recomputed, chunked = (peaks[8, name] for name in WAYS)
 verdict(
     "30a",
-    4 <= again <= 5,
-    f"8 × 1,024 tokens of 124M in float32 peak at {plain:.2f} GB, with checkpointing at "
-    f"{again:.2f}, and with a loss in chunks, too, at {in_chunks:.2f}",
-    otherwise="the table leaves out the logits and their gradient; with a loss in chunks the peak "
-    "is below the range",
+    4 <= recomputed <= 5,
+    f"124M, float32: peak {plain:.2f} GB; with checkpointing {recomputed:.2f} GB; with "
+    f"checkpointing and a chunked loss {chunked:.2f} GB",
+    otherwise="the guide leaves out the logits and their gradient",
 )
-apple = [peaks[4, name] for name in WAYS[:2]]
+
+# %%
+without, with_checkpointing = (peaks[4, name] for name in WAYS[:2])
 verdict(
     "30b",
-    4 <= apple[1] <= 5,
-    f"4 × 512 tokens peak at {apple[0]:.2f} GB without checkpointing, and at {apple[1]:.2f} with",
-    otherwise="it is the peak without checkpointing; an Apple GPU's own allocator was not measured",
+    4 <= with_checkpointing <= 5,
+    f"peak {without:.2f} GB without checkpointing, {with_checkpointing:.2f} GB with it (dry run)",
+    otherwise="this is the peak without checkpointing; Apple's allocator was not measured",
 )
 
 # %% [markdown]
-# And "works on 8 GB and more". On a Mac, Metal recommends two thirds of a small machine's memory;
-# the rest is for the system, which shares it.
+# The guide also says "works on 8 GB and more". On a small Mac, Metal recommends using at most two
+# thirds of the memory; the system needs the rest.
 
 # %%
 room = {
@@ -677,84 +707,84 @@ room = {
     for name, device in (("rtx3060-8", "cuda"), ("m2-8", "mps"))
 }
 reduced = peaks[2, "checkpointing"]
+card, mac = room["rtx3060-8"], room["m2-8"]
 verdict(
     "30c",
-    again < room["rtx3060-8"] and reduced < room["m2-8"],
-    f"an RTX 3060 with 8 GB has {room['rtx3060-8']:.2f} GB for tensors, an M2 with 8 GB "
-    f"{room['m2-8']:.2f}; 8 × 1,024 tokens with checkpointing peak at {again:.2f} GB, "
-    f"2 × 512 at {reduced:.2f}",
-    condition="with checkpointing, and on a Mac with the small batch; reserved memory comes on top",
+    recomputed < card and reduced < mac,
+    f"8 × 1,024 tokens peak at {recomputed:.2f} GB, an RTX 3060 with 8 GB has {card:.2f} GB for "
+    f"tensors; 2 × 512 tokens peak at {reduced:.2f} GB, an M2 with 8 GB has {mac:.2f} GB",
+    condition="with checkpointing; reserved but unallocated memory comes on top",
 )
 
 # %% [markdown]
-# Last, the four ways of today side by side, the 512 rows in chunks of 128:
+# Finally, compare today's four losses, with the 512 rows in chunks of 128:
 
 
 # %%
 def checkpointed(hidden, weight, targets, chunk):
-    def of_chunk(h, t):
+    def chunk_sum(h, t):
         return F.cross_entropy(F.linear(h, weight), t, reduction="sum")
 
     parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
-    total = sum(checkpoint(of_chunk, h, t, use_reentrant=False) for h, t in parts)
+    total = sum(checkpoint(chunk_sum, h, t, use_reentrant=False) for h, t in parts)
     return total / (targets != -100).sum()
 
 
-numbers, a_chunk = (ROWS + VOCAB) * WIDTH, 128 * VOCAB
-for name, loss, by_table in (
-    ("all the logits", all_logits, 3 * ROWS * VOCAB),
-    ("a loop of chunks", partial(by_loop, chunk=128), ROWS * VOCAB + 2 * a_chunk),
-    ("checkpointed chunks", partial(checkpointed, chunk=128), numbers + 3 * a_chunk),
-    ("gradients in forward", partial(chunked_loss, chunk=128), numbers + a_chunk),
+both, a_chunk = (ROWS + VOCAB) * WIDTH, 128 * VOCAB  # elements
+for name, loss, elements in (
+    ("all logits", all_logits, 3 * ROWS * VOCAB),
+    ("a loop over chunks", partial(chunk_loop, chunk=128), ROWS * VOCAB + 2 * a_chunk),
+    ("checkpointed chunks", partial(checkpointed, chunk=128), both + 3 * a_chunk),
+    ("gradients in forward", partial(chunked_loss, chunk=128), both + a_chunk),
 ):
-    held_at_peak = format_bytes(passed(loss)[1])
-    print(f"{name:21}{held_at_peak:>10}, by the table {format_bytes(4 * by_table):>10}")
+    peak = format_bytes(trace_and_peak(loss)[1])
+    print(f"{name:21}{peak:>10}, formula below {format_bytes(4 * elements):>10}")
 
 # %% [markdown]
 # ## What you can do now
 #
-# | loss | holds at its peak, in numbers | products |
+# | loss | elements at the peak | matmuls |
 # | --- | --- | --- |
-# | all the logits | 3 · rows · vocab | 3 |
-# | a loop of chunks | rows · vocab, and two chunks | 3 |
+# | all logits | 3 · rows · vocab | 3 |
+# | a loop over chunks | rows · vocab, and two chunks | 3 |
 # | checkpointed chunks | both gradients, and three chunks | 4 |
-# | gradients in forward | both gradients, and a chunk | 3 |
+# | gradients in forward | both gradients, and one chunk | 3 |
 #
-# Both gradients are (rows + vocab) · width, a chunk is its rows · vocab. (In chunks shorter than
-# the width, the second and third take up to three of weight's gradient: autograd adds up each
-# chunk's.)
+# Both gradients have (rows + vocab) · width elements; a chunk has its rows · vocab. (With chunks
+# shorter than the width, the second and third loss need up to three copies of weight's gradient,
+# because autograd adds up each chunk's.)
 
 # %% [markdown]
-# You can say what a head holds before it runs, which three mistakes make a chunked loss wrong (a
-# mean of means, ignored rows that are counted, an upstream gradient that is not used), and what to
-# ask of a library's: whether it is switched on, and in which dtype it adds.
+# You can compute what a head needs before you run it. You know three mistakes of chunked losses: a
+# mean of means, counting ignored rows, and dropping the upstream gradient. And you know what to
+# check in a library's loss: whether chunking is on, and in which dtype it accumulates.
 #
-# Tomorrow: eight GPUs, eight copies of the same thing.
+# Tomorrow: eight GPUs, eight copies of the same tensors.
 
 # %% [markdown]
 # ## The running bill
 #
-# One training step of 124M weights on 8 × 640 tokens. Since Day 3 it takes one sequence at a time.
-# Of what that was for, the blocks' activations are gone since Day 5, and the logits are left. But
-# those are bfloat16 now, and one sequence has 640 rows, fewer than the model is wide, 768. There
-# chunks do not pay (in float32 they did, above):
+# One training step of 124M weights on 8 × 640 tokens. Since Day 3 the step processes one sequence
+# at a time, because of the blocks' activations and the logits. Day 5 removed the activations. The
+# logits are now bfloat16, and one sequence has 640 rows, fewer than the width of 768. So for one
+# sequence, chunks don't pay (in float32 they did, above):
 
 # %%
 print(f"logits of one sequence in bfloat16: {format_bytes(2 * 640 * V)}; ", end="")
 print(f"gradient of the weight in float32: {format_bytes(4 * V * C)}")
-print(f"logits of all eight: {format_bytes(2 * 5120 * V)}, three times; ", end="")
+print(f"logits of all eight sequences: 3 × {format_bytes(2 * 5120 * V)}; ", end="")
 with memlab.dry_run():
     weights = sum(weight.numel() for weight in GPT(PRESETS["124m"]).parameters())
-print(f"sums of gradients over micro-batches: {format_bytes(4 * weights)}")
+print(f"float32 sum of gradients: {format_bytes(4 * weights)}")
 
 # %% [markdown]
-# So chunks alone would not lower the bill. But accumulation has a price of its own: a sum of
-# gradients, in float32. In chunks all eight sequences fit **at once**, and it goes; all their
-# logits, three times, would take more than it did. Attention's outputs, kept since Day 6, go, too:
-# of eight sequences they would be alive at the peak.
+# Chunks alone would not lower the bill. But gradient accumulation has its own cost: a float32 sum
+# of the gradients. With chunks, all eight sequences fit **at once**, so the sum is not needed.
+# (Without chunks, three tensors of all their logits would need more than the sum.)
 #
-# Day 8 left the step inside backward out, for the bill accumulated. It could come back now; but
-# this line is about logits.
+# Attention's outputs, kept since Day 6, are dropped: for eight sequences they would be alive at the
+# peak. Day 8 skipped the step in backward because the bill accumulated gradients. It is possible
+# again, but today's line changes only the logits.
 
 # %%
 running_bill(11)

@@ -1,31 +1,30 @@
 # %% [markdown]
 # # Day 13: ZeRO on real processes
 #
-# **Yesterday's ranks were lists in one process. Do real ones hold and send the same?**
+# **Yesterday's ranks were lists in one process. Do real ranks hold and send the same bytes?**
 #
-# After today you have run ZeRO in two processes that metered themselves, can hide the wire behind
-# backward, know what a NaN or a death at one rank does, can go on with other ranks than before, and
-# can read "tensor 8, pipeline 4, data 4".
+# Today you run ZeRO in two processes, each with its own meter. You overlap communication with
+# backward, handle a NaN and a killed rank, resume with a different number of ranks, and learn to
+# read "tensor 8, pipeline 4, data 4".
 #
-# About 115 minutes, 85 of them for five exercises. A laptop with two free cores will do; no GPU, no
-# download.
+# About 115 minutes, 85 of them for five exercises. You need a laptop with two free cores. No GPU
+# and no downloads are needed.
 
 # %% [markdown]
-# The day divides well into two: the second begins when one rank sees a NaN. As before: you
-# **guess**, **measure**, and **build** what explains the gap. In an exercise, put your own lines in
-# place of `raise NotImplementedError`; the cell below it checks them. If you are stuck, type
-# `memlab hint 13.1` in a terminal. An exercise left open blocks nothing.
+# You can split this day in two; the second half begins with the NaN. As before: **guess**,
+# **measure**, then **build** what explains the gap. In an exercise, replace `raise
+# NotImplementedError` with your own lines; the cell below it checks them. If you are stuck, run
+# `memlab hint 13.1` in a terminal. You can skip an exercise: the lesson then uses the reference.
 
 # %% [markdown]
 # ## The question
 #
-# A simulation knows everything: all ranks are in its lists, and nobody is late. A real rank is a
-# **process**: it has its own memory, and of the others it has what comes by a socket. It can wait
-# for ever, and it can die.
+# In a simulation all ranks are lists in one process, and no rank is ever late. A real rank is a
+# **process** with its own memory. It gets data from other ranks only through sockets. It can wait
+# forever, and it can be killed.
 #
-# So today's model, tiny as it is, is trained by two processes. Whatever they do stands in the next
-# cells: each rank runs the same text, and only its number is another. (They talk by *gloo*, torch's
-# way between CPUs; between GPUs it is NCCL.)
+# Today two processes train the tiny model. Both run the code of the next cells; only their rank
+# differs. (They communicate with *gloo*, torch's backend for CPUs. Between GPUs it is NCCL.)
 
 
 # %%
@@ -63,12 +62,13 @@ def a_model(dtype=torch.float32):
 
 
 def micro_batches(number):
-    """Two of each step; rank r of R takes each R-th, from r on."""
+    """Return the two micro-batches of a step."""
     drawn = batches(source_bytes("128 KiB"), 1, 16, seed=number)
     return [next(drawn), next(drawn)]
 
 
 def mine(number):
+    """Return this rank's micro-batches: every R-th, starting with the rank."""
     return micro_batches(number)[dist.get_rank() :: dist.get_world_size()]
 
 
@@ -78,17 +78,16 @@ def sum_of_losses(model, batch):
 
 
 # %% [markdown]
-# `processes.shard` takes over a model and its optimizer: this rank's part of them. Then
-# `zero.step` is what Day 12's `simulate` did, for one rank. The meter is in the process, and sees
-# what this one holds.
+# `processes.shard` takes a model and its optimizer, and keeps this rank's part. `zero.step` does
+# what Day 12's `simulate` did, for one rank. The meter runs in the process and measures this rank.
 #
-# With `overlap`, gradients travel while backward goes on, and the next unit comes while one is at
-# work. That costs bytes: guess how many.
+# With `overlap`, gradients are sent while backward continues, and the next unit is prefetched while
+# the current unit runs. This costs memory: guess how much.
 
 
 # %%
 def metered(stage, overlap):
-    """The second step: its trace, its traffic, its loss."""
+    """Return the trace, the traffic and the loss of the second step."""
     zero = processes.shard(*a_model(), stage, overlap=overlap)
     for number in range(2):
         batch = mine(number)
@@ -98,9 +97,9 @@ def metered(stage, overlap):
 
 
 # %% [markdown]
-# Beside it runs what people use: PyTorch's **FSDP2**, which is stage 3. `fully_shard` of each block
-# makes it a unit, and `fully_shard(model)` one of all that is left, the *root*. `CommDebugMode`
-# counts the collectives that it calls. (In float64, too, where nothing hides in the last digits.)
+# For comparison, each process also runs PyTorch's **FSDP2**, which is stage 3. `fully_shard(block)`
+# makes each block a unit; `fully_shard(model)` makes a unit of the remaining weights, the *root*.
+# `CommDebugMode` counts its collectives. (A float64 run compares the weights almost exactly.)
 
 
 # %%
@@ -119,7 +118,7 @@ def fsdp2_step(model, optimizer, number):
 
 
 def beside_fsdp2():
-    """Two steps: the trace of the second, its collectives; and in float64 the weights."""
+    """Return the second step's trace and collectives, and the float64 weights after it."""
     made, exact = with_fsdp2(), with_fsdp2(torch.float64)
     for number in range(2):
         fsdp2_step(*exact, number)
@@ -131,28 +130,28 @@ def beside_fsdp2():
 
 
 # %% [markdown]
-# Then things go wrong, on purpose. In `with_a_nan`, rank 1's loss is no number. `train` saves after
-# every second step, each rank its own shards; and rank 1 is killed, as the system does it when
-# memory runs out: no exception, no last word.
+# Then things go wrong on purpose. In `with_a_nan`, rank 1's loss is NaN. `train` saves a checkpoint
+# after every second step, each rank its own shards. Then rank 1 is killed as the operating system
+# does it when memory runs out: without an exception or a message.
 
 
 # %%
 def with_a_nan(stage):
-    """What this rank says."""
+    """Return this rank's error message."""
     zero = processes.shard(*a_model(), stage)
 
-    def spoiled(model, batch):
+    def loss_with_nan(model, batch):
         loss, tokens = sum_of_losses(model, batch)
         return (loss * float("nan") if dist.get_rank() == 1 else loss), tokens
 
     try:
-        zero.step(mine(0), spoiled)
+        zero.step(mine(0), loss_with_nan)
     except FloatingPointError as error:
         return str(error)
 
 
 def train(zero, first, last, folder=None, killed_in=None):
-    """The losses of steps first to last."""
+    """Return the losses of steps first to last − 1."""
     losses = []
     for number in range(first, last):
         if number == killed_in and dist.get_rank() == 1:
@@ -164,8 +163,8 @@ def train(zero, first, last, folder=None, killed_in=None):
 
 
 # %% [markdown]
-# All of it in one start, for starting a process costs seconds. A rank that dies returns nothing,
-# so each writes what it found to a file, as real runs write logs.
+# Everything runs in one launch, because starting processes takes seconds. A killed rank returns
+# nothing, so each rank writes its results to a file, as real training runs write logs.
 
 
 # %%
@@ -189,15 +188,17 @@ def main(folder):
 # %% [markdown]
 # ## Guess
 #
-# By how many bytes will a real rank's peak in stage 3 differ from the simulated one's, which is
-# metered beside it? By how many percent is it higher with overlap? How many times in a step does
-# FSDP2 gather each unit?
+# - Stage 3: by how many bytes does a real rank's peak differ from the simulated peak?
+# - Stage 3: by how many percent does overlap raise the peak?
+# - FSDP2: how many times does it gather each unit per step?
 
 # %% [markdown]
-# The last guess is about a 405B model on 128 GPUs, cut as "tensor 8, pipeline 4, data 4". *Tensor*:
-# eight GPUs share every matrix, and add up their parts of activations in each block. *Data*: four
-# such sets train on other tokens each, and add up their gradients once a step. How many times as
-# much does a GPU send for tensor as for data?
+# The last guess is about a 405B model on 128 GPUs, split as "tensor 8, pipeline 4, data 4".
+#
+# - *Tensor*: eight GPUs share each matrix, and all-reduce partial activations in every block.
+# - *Data*: four such groups train on different tokens, and sum their gradients once per step.
+#
+# How many times as many bytes does a GPU send for tensor as for data?
 
 # %%
 ### BEGIN SOLUTION
@@ -211,8 +212,8 @@ guess("13.1", differs_bytes=4096, overlap_more_percent=5, fsdp2_gathers_times=1,
 # %% [markdown]
 # ## Two processes
 #
-# The text of the functions above goes to both. One of the two will be killed: `RanksFailed` says
-# which, and what the other had to say. (It takes about half a minute.)
+# Both processes get the source code of the functions above. Rank 1 is killed: `RanksFailed` says
+# which rank failed and why. (This takes about half a minute.)
 
 # %%
 IMPORTS = """
@@ -239,7 +240,7 @@ try:
     run_ranks(SOURCE, 2, temporary.name, timeout=120)
 except RanksFailed as failed:
     print(failed)
-    said_by_0 = failed.errors[0]
+    error_of_0 = failed.errors[0]
 
 # %%
 found = [torch.load(f"{temporary.name}/found-{r}.pt", weights_only=False) for r in range(2)]
@@ -255,9 +256,10 @@ for stage in range(4):
         == (other.peak_bytes, other.at_peak, other.at_end)
         for (trace, _, _), other in zip(real, step.traces, strict=True)
     )
-    same_wire = [traffic for _, traffic, _ in real] == list(step.traffic)
+    same_traffic = [traffic for _, traffic, _ in real] == list(step.traffic)
     print(f"stage {stage}: peaks {[format_bytes(t.peak_bytes) for t, _, _ in real]}", end="; ")
-    print(f"bytes equal {same_bytes}, wire equal {same_wire}, loss", real[0][2] == step.loss)
+    equal = f"bytes {same_bytes}, traffic {same_traffic}, loss {real[0][2] == step.loss}"
+    print(f"equal to simulation: {equal}")
 
 # %%
 NAMES = {
@@ -276,42 +278,43 @@ for stage in range(4):
             axes.barh(place, size, left=start, color=plot.COLOURS[kind], label=label)
             start += size
         whole = trace.peak_bytes / 2**10
-        label = None if place else "the rest"
+        label = None if place else "other"
         axes.barh(place, whole - start, left=start, color="#c9c9d0", label=label)
         axes.text(whole + 8, place, who, va="center", fontsize=8)
 axes.set_yticks([1, 5, 9, 13], [f"stage {stage}" for stage in range(4)])
-axes.set(xlabel="KiB", title="At the peak of a step: each process by its own meter")
+axes.set(xlabel="KiB", title="Peak of a step, measured by each process")
 axes.invert_yaxis()
 axes.spines[["top", "right"]].set_visible(False)
 _ = axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.18))
 
 # %% [markdown]
-# Equal to the byte, each kind of them, at the peak and at the end; equal calls on the wire; and the
-# loss bit for bit. So what Day 12 says of ranks it says of processes. (Two ranks: a sum of two has
-# one order. A sum of more can be added up in several, and its last bit may differ.)
+# The processes match the simulation exactly: the bytes of each kind, at the peak and at the end;
+# the collectives; and the loss, bit for bit. So Day 12's results hold for processes. (With more
+# than two ranks, the order of summation may change the last bit.)
 #
-# *Not* on the meter is what torch does not allocate as tensors: gloo's own copies, the libraries,
-# on a GPU its context (Day 2).
+# The meter does *not* see memory that torch doesn't allocate as tensors: gloo's own buffers,
+# libraries, and the CUDA context on a GPU (Day 2).
 
 # %% [markdown]
-# Why does stage 3 peak higher than stage 2 here? While backward begins, the root (embedding and
-# last norm) and a block are whole beside the shards, and of two tiny blocks that is more than all
-# weights. With many blocks, as in Day 12, one block is little.
+# Why is stage 3's peak higher than stage 2's here? At the start of backward, the root (embedding
+# and last norm) and one block are whole, beside the shards. With only two tiny blocks, this exceeds
+# the whole weights of stage 2. With many blocks, as in Day 12, one block is a small part.
 
 # %% [markdown]
 # ## A ring
 #
-# Yesterday a rank sent to any other. Sockets and cables are fewer: a **ring** has one to the next
-# rank, and one from the last. And a program is now *one* rank's: no list has all of them.
+# Yesterday each rank could send to every other rank. Real networks have fewer connections: on a
+# **ring** a rank sends to the next rank and receives from the previous one. And each program now
+# runs as *one* rank.
 #
 # `in_turns(program, given)` runs a program as R ranks in this process, one at a time. `peer` has
-# `rank`, `ranks`, `send(numbers)` to the next rank (after the last comes 0), and `receive()` from
-# the one before, which waits. Where all wait, it says so: it never hangs.
+# `rank`, `ranks`, `send(tensor)` to the next rank (the last sends to rank 0), and `receive()`,
+# which waits for the previous rank. If all ranks wait, `in_turns` raises an error.
 
 
 # %%
 def two_ways(peer, polite):
-    if polite:  # after you!
+    if polite:  # receives before it sends
         return peer.receive() + peer.rank
     peer.send(torch.tensor(10 * peer.rank))
     return int(peer.receive())
@@ -326,9 +329,9 @@ except Stuck as stuck:
 # %% [markdown]
 # ### Exercise 13.1: reduce-scatter on a ring
 #
-# About 18 minutes. `whole` is this rank's, 1-D, and R divides its length: return piece `peer.rank`
-# of the sum over all ranks, as a tensor of its own. Each rank sends R − 1 messages, of a piece
-# each. What it was given stays as it is.
+# About 18 minutes. `whole` is this rank's tensor, 1-D, and R divides its length. Return piece
+# `peer.rank` of the sum over all ranks, as a tensor with its own memory. Each rank sends R − 1
+# messages of one piece each. Do not change the input.
 
 
 # %%
@@ -352,43 +355,43 @@ for ranks in (2, 8, 64):
     got = in_turns(ring_reduce_scatter, [(torch.ones(6400),)] * ranks, peers=peers)
     sent = [number for event, number in peers[0].events if event == "send"]
     print(f"{ranks:2} ranks: {len(sent):2} messages of {format_bytes(sent[0]):>9}", end=", ")
-    print(f"{sum(sent) / 25_600:.2f} × Ψ; sums right {all((x == ranks).all() for x in got)}")
+    print(f"{sum(sent) / 25_600:.2f} × Ψ; sums correct: {all((x == ranks).all() for x in got)}")
 
 # %% [markdown]
-# (R − 1)/R Ψ, as by Day 12's formula. But there are R − 1 messages, one after the other, and each
-# takes its time to set out, however short it is. So small gradients are laid end to end in one flat
-# tensor, a *bucket*, and sent as one.
+# Each rank sends (R − 1)/R Ψ elements, as in Day 12's formula. But it sends R − 1 messages, one
+# after another, and each has a latency, however short it is. So small gradients are concatenated
+# into one flat tensor, a *bucket*, and sent together.
 #
-# ## Hide it
+# ## Overlap
 #
-# Backward makes the last block's gradients first, and has much to do after that. Meanwhile a bucket
-# can travel: **begin** a sum, go on, and **wait** only when its place is needed.
+# Backward computes the last block's gradients first, and the other blocks' later. A bucket can be
+# sent in the meantime: **begin** a sum, continue, and **wait** only when you need its memory.
 
 # %% [markdown]
-# ### Exercise 13.2: buckets that travel while backward goes on
+# ### Exercise 13.2: overlap buckets with backward
 #
-# About 20 minutes. `made` yields (name, gradient); `buckets`, lists of names, stays as it is.
-# `peer.begin(flat)` begins a sum over ranks; `.wait()` of what it gives is the sum. Return the
+# About 20 minutes. `made` yields (name, gradient); `buckets` is a list of lists of names.
+# `peer.begin(flat)` starts a sum over ranks; `.wait()` on its result returns the sum. Return the
 # sums.
 #
-# - Begin a bucket with its last gradient, flat, in the order of its names.
-# - Begin them in the list's order, even if a later one is complete before.
-# - At most two are on their way: just before a third begins, wait for the older.
-# - Keep nothing that was sent: no gradient, no copy, no name for `flat`.
+# - Begin a bucket when its last gradient arrives: flat, in the order of its names.
+# - Begin buckets in the list's order, even if a later one is complete first.
+# - At most two are in flight: just before you begin a third, wait for the older.
+# - Keep nothing that was sent: no gradient, copy or name for `flat`.
 
 
 # %%
 def reduce_in_buckets(peer, made, buckets):
     ### BEGIN SOLUTION
-    there, way, sums, left = {}, [], [], list(buckets)
+    grads, work, sums, pending = {}, [], [], list(buckets)
     for name, gradient in made:
-        there[name] = gradient
+        grads[name] = gradient
         del gradient
-        while left and all(n in there for n in left[0]):
-            if len(way) == 2:
-                sums.append(way.pop(0).wait())
-            way.append(peer.begin(torch.cat([there.pop(n).flatten() for n in left.pop(0)])))
-    return sums + [work.wait() for work in way]
+        while pending and all(n in grads for n in pending[0]):
+            if len(work) == 2:
+                sums.append(work.pop(0).wait())
+            work.append(peer.begin(torch.cat([grads.pop(n).flatten() for n in pending.pop(0)])))
+    return sums + [w.wait() for w in work]
     ### END SOLUTION
 
 
@@ -397,8 +400,8 @@ reduce_in_buckets = exercise("13.2", reduce_in_buckets)
 
 
 # %%
-class Impatient:
-    """A peer whose sums are waited for as soon as they are begun."""
+class WaitAtOnce:
+    """A peer that waits for each sum as soon as it begins."""
 
     def __init__(self, peer):
         self.peer = peer
@@ -413,7 +416,7 @@ class Impatient:
 
 # %%
 def events_of(peer_of):
-    """What rank 0 does with eight gradients, in its order."""
+    """Return rank 0's events with eight gradients, in order."""
 
     def program(peer):
         def made():
@@ -429,9 +432,9 @@ def events_of(peer_of):
 
 # %%
 fig, both = plt.subplots(2, 1, figsize=(9, 3.8), layout="constrained", sharex=True)
-ways = {"Wait at once": Impatient, "Begin, go on, wait late: yours": lambda peer: peer}
+ways = {"Wait at once": WaitAtOnce, "Wait late (yours)": lambda peer: peer}
 for axes, (title, peer_of) in zip(both, ways.items(), strict=True):
-    now, there = 0, []  # when the wire has brought each bucket: it takes as long as two gradients
+    now, arrivals = 0, []  # sending a bucket takes as long as two gradients
     waited = 0
     for event, name in events_of(peer_of):
         if event == "made":
@@ -439,47 +442,46 @@ for axes, (title, peer_of) in zip(both, ways.items(), strict=True):
             axes.text(now + 0.47, 0, name, ha="center", va="center", color="white", fontsize=9)
             now += 1
         if event == "begin":
-            start = max([now, *there])
+            start = max([now, *arrivals])
             axes.barh(1, 1.94, left=start, color="#999933")
-            axes.text(start + 0.97, 1, f"bucket {len(there)}", ha="center", va="center", fontsize=8)
-            there.append(start + 2)
+            label = f"bucket {len(arrivals)}"
+            axes.text(start + 0.97, 1, label, ha="center", va="center", fontsize=8)
+            arrivals.append(start + 2)
         if event == "wait":
-            now, waited = max(now, there[waited]), waited + 1
+            now, waited = max(now, arrivals[waited]), waited + 1
     axes.axvline(now, color="0.3", linestyle=":")
     axes.text(now + 0.1, 0.5, f"done: {now}", va="center")
-    axes.set(yticks=(0, 1), yticklabels=("backward makes", "on the wire"), title=title)
+    axes.set(yticks=(0, 1), yticklabels=("backward", "in flight"), title=title)
     axes.set(xlim=(-0.2, 18), xticks=range(0, 17, 2))
     axes.spines[["top", "right"]].set_visible(False)
-_ = both[1].set_xlabel("if a bucket travels as long as two gradients are made")
+_ = both[1].set_xlabel("time, in gradients (assumed: sending a bucket takes two)")
 
 # %% [markdown]
-# The events are your function's; the lengths are drawn as if a bucket travels for as long as two
-# gradients are made. Wait at once, and backward stands still meanwhile. Wait late, and all travel
-# but the last is hidden. And there may be two, so that the next stands ready when the first has
-# come.
+# The events come from your function. The lengths assume that sending a bucket takes as long as
+# computing two gradients. If you wait at once, backward stalls. If you wait late, only the last
+# bucket is not hidden. Two buckets may be in flight, so the next can start when the first has
+# arrived.
 #
-# The price is memory: a second bucket. Stage 3 does it with weights, too: the next unit is gathered
-# while one is at work.
-#
-# What did the two processes pay, by their own meters?
+# Overlap costs the memory of a second bucket. Stage 3 also overlaps the weights: it gathers the
+# next unit while the current unit runs. How much memory did overlap cost in the two processes?
 
 
 # %%
 block = sum(p.nbytes for p in a_model()[0].blocks[1].parameters())
-print(f"a block's weights, or their gradients: {block:,} bytes")
+print(f"weights of a block: {block:,} bytes (its gradients need as many)")
 for stage in (2, 3):
-    (plain, one, _), (hidden, other, _) = (found[0][stage, overlap] for overlap in (False, True))
-    more = hidden.peak_bytes - plain.peak_bytes
-    print(f"stage {stage}: {more:,} bytes more at the peak with overlap;", end=" ")
-    print(f"collectives and bytes sent equal: {one == other}")
+    (plain, one, _), (overlap, other, _) = (found[0][stage, on] for on in (False, True))
+    more = overlap.peak_bytes - plain.peak_bytes
+    print(f"stage {stage}: overlap adds {more:,} bytes to the peak;", end=" ")
+    print(f"same collectives and bytes sent: {one == other}")
 
 # %% [markdown]
-# In stage 3 exactly one block: the first block's weights are gathered while the second, which comes
-# first in backward, is still at work. In stage 2 nothing: two buckets are there together, too, but
-# not at the moment of the peak.
+# In stage 3 overlap costs exactly one block: the first block's weights are gathered while the
+# second, which runs first in backward, is still whole. In stage 2 it costs nothing: two buckets
+# exist together, but not at the peak.
 
 # %% [markdown]
-# ## FSDP2 beside it
+# ## Comparison with FSDP2
 
 # %%
 trace, counts, whole = found[0]["FSDP2"]
@@ -496,65 +498,67 @@ for kind in ("parameters", "optimizer_state"):
     held = (found[0][3, False][0].at_end[kind], trace.at_end[kind])
     print(f"{kind} between steps: ours {held[0]:,} bytes, FSDP2 {held[1]:,}")
 all_weights = sum(p.nbytes for p in a_model()[0].parameters())
-at_once = trace.at_peak["inputs"] >= all_weights  # gathered ones are no parameters of the optimizer
-print(f"at FSDP2's peak, in {trace.peak_phase}, all weights are whole: {at_once}")
+all_whole = trace.at_peak["inputs"] >= all_weights  # the meter counts gathered weights as inputs
+print(f"at FSDP2's peak, in {trace.peak_phase}, all weights are whole: {all_whole}")
 ratio = trace.peak_bytes / found[0][3, True][0].peak_bytes
-print(f"its peak is 1.1 to 1.4 times as high as ours with overlap: {1.1 < ratio < 1.4}")
+print(f"FSDP2's peak is 1.1 to 1.4 × ours with overlap: {1.1 < ratio < 1.4}")
 
 # %% [markdown]
-# The same shards, collectives and weights. The 68 bytes more are Adam's step counters: FSDP2 has
-# one for each weight, ours one for each unit. FSDP2 gathers a block ahead in backward, and here are
-# only two blocks: with the root, *all* weights are whole at its peak. With 32 blocks, one ahead is
-# 3 % of them. (The exact peak differs by some KiB from run to run, so only its range is printed.)
+# Shards, collectives and weights are the same. FSDP2 needs 68 bytes more for Adam's step counters:
+# one per weight instead of one per unit.
+#
+# In backward FSDP2 prefetches a block. This model has two blocks, so with the root *all* weights
+# are whole at its peak. With 32 blocks, one prefetched block is 3% of them. (FSDP2's exact peak
+# varies by some KiB from run to run, so the cell prints only a range.)
 
 # %% [markdown]
-# What to call in production:
+# What to use in production:
 #
 # | stage | call |
 # | --- | --- |
-# | 0 | `DistributedDataParallel`: buckets of 25 MiB, sent in backward |
-# | 1 | with it `ZeroRedundancyOptimizer`, or DeepSpeed |
-# | 2 | `fully_shard(block, reshard_after_forward=False)`: weights stay from forward on |
-# | 3 | `fully_shard(block)`, for each, then `fully_shard(model)`; DeepSpeed |
+# | 0 | `DistributedDataParallel`: buckets of 25 MiB, sent during backward |
+# | 1 | the same with `ZeroRedundancyOptimizer`, or DeepSpeed |
+# | 2 | `fully_shard(block, reshard_after_forward=False)`: keeps weights after forward |
+# | 3 | `fully_shard(block)` for each block, then `fully_shard(model)`; or DeepSpeed |
 
 # %% [markdown]
-# And beside it:
+# For other needs:
 #
 # | for | call |
 # | --- | --- |
-# | clipping | torch's `clip_grad_norm_`; of `zero` that finds none: `zero.clip_grad_norm_` |
+# | clipping | torch's `clip_grad_norm_`; with `zero`, call `zero.clip_grad_norm_` instead |
 # | bfloat16 | `MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...)` |
-# | k micro-batches | `model.set_requires_gradient_sync(False)`: whole gradients, fewer sums |
-# | files | `torch.distributed.checkpoint` |
-# | start, and start again | `torchrun --nproc-per-node 8 --max-restarts 3 train.py` |
+# | k micro-batches | `model.set_requires_gradient_sync(False)`: whole gradients, fewer reductions |
+# | checkpoints | `torch.distributed.checkpoint` |
+# | launch and restart | `torchrun --nproc-per-node 8 --max-restarts 3 train.py` |
 
 # %% [markdown]
-# ## When one rank sees a NaN
+# ## When one rank gets a NaN
 #
-# Rank 1's loss was NaN. What did each process say?
+# Rank 1's loss was NaN. What did each process report?
 
 # %%
 for rank in range(2):
     print(f"rank {rank}:", found[rank]["nan"].partition(";")[0])
 
 # %% [markdown]
-# Both the same. That is no matter of course: rank 0's own loss was fine. Had rank 1 skipped the
-# step by itself, who would have come to rank 0's next sum? It is no better at the end, when one
-# rank has a batch more than another. So ranks decide **together**: what one does next must never
-# depend on what it alone has seen.
+# Both ranks report the same error, although rank 0's own loss was finite. If rank 1 had skipped the
+# step alone, rank 0 would have waited for it in the next collective. The same happens at the end of
+# the data, when one rank has one batch more. So ranks decide **together**: a rank's next collective
+# must never depend on something that only this rank knows.
 
 # %% [markdown]
-# ### Exercise 13.3: one decision of all ranks
+# ### Exercise 13.3: one decision for all ranks
 #
-# About 15 minutes. `gradients` iterates over this rank's; another rank may have more. A round takes
-# one, and ends in one of three ways:
+# About 15 minutes. `gradients` iterates over this rank's gradients; another rank may have more.
+# Each round takes one gradient, and ends in one of three ways:
 #
-# - some rank has none left: all stop and return the number of steps;
-# - a gradient is not finite (inf, nan): all skip the round (no step), none is sent;
-# - else `weight -= lr *` the **mean** of the ranks' gradients: in place, at once.
+# - A rank has none left: all ranks stop and return the number of steps.
+# - A gradient is not finite (inf, nan): all ranks skip the round and send no gradient.
+# - Otherwise: `weight -= lr *` the **mean** of the ranks' gradients, in place.
 #
-# `peer.most(number)` is the greatest of all ranks' numbers: call it once a round.
-# `peer.sum(tensor)` adds up over ranks. Leave gradients as they are.
+# `peer.most(number)` returns the maximum over ranks: call it once per round. `peer.sum(tensor)`
+# sums over ranks. Do not change the gradients.
 
 
 # %%
@@ -578,57 +582,58 @@ agreed_steps = exercise("13.3", agreed_steps)
 
 
 # %%
-def by_itself(peer, weight, gradients, lr):
+def steps_alone(peer, weight, gradients, lr):
     """Each rank decides alone."""
     for gradient in gradients:
         if gradient.isfinite().all():
             weight -= lr * peer.sum(gradient) / peer.ranks
 
 
-def of_two_ranks():
+def two_ranks():
     rows = [1.0, 2.0, 3.0], [1.0, float("nan"), 3.0]
     return [(torch.zeros(1), iter(torch.tensor(row).split(1)), 0.1) for row in rows]
 
 
-given = of_two_ranks()
-print("together:", in_turns(agreed_steps, given), f"steps, to {given[0][0].item():.2f}")
-given = of_two_ranks()
+given = two_ranks()
+print("together:", in_turns(agreed_steps, given), f"steps, weight {given[0][0].item():.2f}")
+given = two_ranks()
 try:
-    in_turns(by_itself, given)
+    in_turns(steps_alone, given)
 except Stuck as stuck:
-    print(fill(f"each by itself: {stuck}", 96))
-    print(f"and until then to {given[0][0].item():.2f}")
+    print(fill(f"each rank alone: {stuck}", 96))
+    print(f"weight before the hang: {given[0][0].item():.2f}")
 
 # %% [markdown]
-# Worse than the hang is what came before it: −0.35 is −0.1 · 1 and then −0.1 · (2 + 3)/2. Rank 0's
-# second gradient was added to rank 1's *third*, and nobody complained. One number a round is cheap:
-# it can travel with the number of tokens, which ranks tell each other anyway.
+# The hang is not the worst part. −0.35 is −0.1 · 1 − 0.1 · (2 + 3)/2: rank 0's second gradient was
+# averaged with rank 1's *third*, without any error. One value per round costs little: it can be
+# sent with the token counts, which ranks exchange anyway.
 #
-# ## When one dies
+# ## When a rank is killed
 #
-# A killed process says nothing. What did the other one say, and what is on the disk?
+# A killed process reports nothing. What did the other rank report, and what is on disk?
 
 # %%
-print(said_by_0.rpartition(": ")[0])  # and then what it waited for just then
+print(error_of_0.rpartition(": ")[0])  # without the collective it waited for
 checkpoint = Path(temporary.name) / "checkpoint"
 files = sorted(path.name for path in checkpoint.glob("*.distcp"))
-print(f"in the checkpoint: {', '.join(files)}, a file of each rank")
+print(f"in the checkpoint: {', '.join(files)}, one file per rank")
 
 # %% [markdown]
-# Rank 0 names who is gone. (If a rank hangs and does not die, its socket
-# stays open: that is what the `timeout` of `joined` is for.)
+# Rank 0 reports which rank is gone. (If a rank hangs without exiting, its socket stays open. The
+# `timeout` of `joined` handles that case.)
 #
-# A run that lost a rank must go on, with fewer if need be. But the files hold shards of *two*
-# ranks.
+# A training run that lost a rank must go on, possibly with fewer ranks. But the files hold shards
+# of *two* ranks.
 
 # %% [markdown]
 # ### Exercise 13.4: shards of R ranks for R′ ranks
 #
-# About 12 minutes. n numbers were written by `old` ranks, ⌈n/old⌉ each, zeros behind the last.
-# Return what rank `rank` of `new` has of them: ⌈n/new⌉ numbers, zeros behind. `read(source, start,
-# stop)` gives numbers of the file of rank `source`, from `start` to before `stop` in that file.
-# Read what you need of a file at once, and nothing else: no padding, no number twice. A rank can
-# have zeros alone; they, too, have the files' dtype, as every read has, also an empty one.
+# About 12 minutes. `old` ranks wrote n elements, ⌈n/old⌉ each, padded with zeros at the end. Return
+# the shard of rank `rank` of `new`: ⌈n/new⌉ elements, padded with zeros.
+#
+# `read(source, start, stop)` returns elements `start` to `stop` − 1 of the file of rank `source`.
+# Read what you need from each file in one call; read no padding and no element twice. A shard can
+# consist of zeros only. It has the files' dtype too, which even an empty read returns.
 
 
 # %%
@@ -673,20 +678,20 @@ for source in range(old):
     axes.bar(4 * source, 1.0, 3.95, 1.5, align="edge", fill=False, edgecolor="0.2")
     axes.text(4 * source + 2, 2.75, f"file {source}", ha="center", fontsize=9)
 axes.set(xlim=(-0.5, 32.5), ylim=(-0.1, 3.2))
-axes.set_title("26 numbers, from eight files to three ranks (white: zeros behind the last)")
+axes.set_title("26 elements, from eight files to three ranks (white: padding)")
 _ = axes.axis("off")
 
 # %% [markdown]
-# Each rank reads what has its colour, and nothing else: files 2 and 4 are read by two ranks each,
-# file 7 by none.
+# Each rank reads only the elements of its own colour: two ranks read files 2 and 4, and no rank
+# reads file 7.
 
 # %% [markdown]
-# ## Going on
+# ## Resume
 #
-# The library does this for weights and for both moments, by torch's distributed checkpoint: any
-# number of ranks, any stage. Two ranks in stage 2 wrote it. This notebook goes on from it: as
-# **one** rank, in stage 1, with both micro-batches of a step. Beside it stands the run of two
-# processes that nobody killed.
+# The library does this for weights and both moments with torch's distributed checkpoint, for any
+# number of ranks and any stage. Two ranks in stage 2 wrote the checkpoint. This notebook resumes
+# from it as **one** rank, in stage 1, with both micro-batches of each step. Compare it with the
+# uninterrupted run of two processes.
 
 # %%
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -696,7 +701,7 @@ resumed = train(zero, known["done"], STEPS)
 dist.destroy_process_group()
 temporary.cleanup()
 whole_run, never_killed = found[0]["losses"], found[0]["weights"]
-print(f"{KILLED_IN} steps were done, {known['done']} saved: one is done again")
+print(f"{KILLED_IN} steps done, {known['done']} saved: one step is repeated")
 print("losses equal bit for bit:", known["losses"] + resumed == whole_run)
 weights = dict(zero.model.named_parameters())
 print(
@@ -710,47 +715,47 @@ axes.plot(range(known["done"]), known["losses"], "o-", color="#4477aa", label="t
 axes.plot(range(known["done"], STEPS), resumed, "s-", color="#cc6677", label="one rank, resumed")
 axes.axvline(KILLED_IN - 0.5, color="0.3", linestyle=":")
 axes.text(KILLED_IN - 0.45, max(whole_run), "rank 1 is killed", va="top")
-axes.set(xlabel="step", ylabel="loss in nats", title="Loss of each step's two batches")
+axes.set(xlabel="step", ylabel="loss in nats", title="Loss of each step")
 axes.legend(frameon=False, loc="lower left")
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# ## Other ways to cut
+# ## Other ways to split a model
 #
-# ZeRO cuts what a rank *holds*; every rank still computes with whole blocks. Two other ways cut the
-# computing:
+# ZeRO shards what a rank *holds*, but every rank still computes whole blocks. Two other ways split
+# the computation:
 #
-# - **tensor parallel**, t ranks: each has 1/t of every matrix of a block. What attention gives, and
-#   what the MLP gives, is a sum of t parts: an all-reduce after each. In backward it is the
-#   gradient of each one's *input* that is a sum of t parts: two all-reduces more;
-# - **pipeline parallel**, p ranks in a line: each has ⌈L/p⌉ blocks, sends their output on, and its
-#   gradient back.
+# - **Tensor parallel**, t ranks: each has 1/t of every matrix of a block. The outputs of attention
+#   and of the MLP are sums of t parts: one all-reduce each. In backward the gradients of their
+#   *inputs* are sums of t parts: two more all-reduces.
+# - **Pipeline parallel**, p ranks (*stages*): each has ⌈L/p⌉ blocks. It sends their output to the
+#   next stage, and the gradient back.
 
 # %% [markdown]
-# Together with data parallel, d ranks: t · p · d GPUs. Each way sends something else:
+# With d data-parallel ranks, there are t · p · d GPUs. Each way sends different tensors:
 #
 # | | what | how often |
 # | --- | --- | --- |
-# | tensor | an activation, four all-reduces a block | every micro-batch |
-# | pipeline | an activation to each neighbour in the line | every micro-batch |
-# | data | the rank's gradients, then its stepped weights | once a step |
+# | tensor | an activation, four all-reduces per block | every micro-batch |
+# | pipeline | an activation to each neighbour | every micro-batch |
+# | data | the rank's gradients, then its updated weights | once per step |
 
 # %% [markdown]
-# An activation here is what one block hands to the next: tokens · width numbers. After the
-# all-reduce each of the t ranks has it whole. So t equal lines run side by side, and each rank
-# sends all of it to the next rank of its own line.
+# An activation is the output of a block: tokens · width elements (width: the hidden size). After
+# the all-reduce each of the t ranks has the whole activation. So there are t identical pipelines
+# side by side, and each rank sends the whole activation to the next stage of its own pipeline.
 
 # %% [markdown]
-# ### Exercise 13.5: tensor × pipeline × data, of one rank
+# ### Exercise 13.5: tensor × pipeline × data, per rank
 #
-# About 20 minutes. Return four byte counts of the rank with most: what it **holds** in weights,
-# gradients and Adam's state; and what it **sends** in a step for tensor, pipeline and data.
+# About 20 minutes. Return four byte counts, for the rank with the most: what it **holds** (weights,
+# gradients, Adam's state), and what it **sends** per step for tensor, pipeline and data.
 #
-# - `block` is the number of weights of a block; embedding and head are left out. A rank has its
-#   blocks' weights over `tensor`, rounded down.
-# - Numbers have 2 bytes, Adam's state 12 bytes a weight.
-# - Data parallel is ZeRO's stage 1; a shard is rounded up.
-# - In a step `k` micro-batches of `tokens` tokens pass each line.
+# - `block` is the number of weights of a block; ignore embedding and head. A rank has its blocks'
+#   weights divided by `tensor`, rounded down.
+# - Elements have 2 bytes, Adam's state has 12 bytes per weight.
+# - Data parallel uses ZeRO stage 1; round shards up.
+# - Per step, `k` micro-batches of `tokens` tokens pass through each pipeline.
 
 
 # %%
@@ -774,9 +779,9 @@ of_a_rank = exercise("13.5", of_a_rank)
 # %% [markdown]
 # ## At scale: 405B on 128 GPUs
 #
-# One guide has it "tensor 8, pipeline 4, data 4, ZeRO-1". Here it is in bfloat16, with 16
-# micro-batches of 8,192 tokens down each line: half a million tokens a step. Beside it, other ways
-# to cut for the same 128 GPUs.
+# One guide recommends "tensor 8, pipeline 4, data 4, ZeRO-1". We use bfloat16, with 16
+# micro-batches of 8,192 tokens per pipeline: half a million tokens per step. Compare it with other
+# splits of the same 128 GPUs.
 
 # %%
 huge, K, TOKENS = PRESETS["llama-3-405b"], 16, 8192
@@ -784,20 +789,21 @@ block = (huge.parameters - 2 * huge.vocab_size * huge.hidden_size - huge.hidden_
 
 
 def cut(tensor, pipeline, data):
-    """In GB; all GPUs together see as many tokens, however they are cut."""
+    """Return what a rank holds and sends, in GB; the tokens per step are always the same."""
     k = 4 * K // data
     given = block, huge.layers, huge.hidden_size, tensor, pipeline, data, k, TOKENS
     return [n / 1e9 for n in of_a_rank(*given)]
 
 
-print(f"{'tensor · pipeline · data':26}{'held':>8}{'sent: tensor':>16}{'pipeline':>10}{'data':>8}")
+print(f"{'GB per rank':34}{'held':>7}{'sent: tensor':>14}{'pipeline':>10}{'data':>8}")
 for ways in ((8, 4, 4), (8, 1, 16), (1, 4, 32), (8, 16, 1), (32, 1, 4)):
     held, *sent = cut(*ways)
-    print(f"{' · '.join(map(str, ways)):26}{held:8.1f}{sent[0]:16.1f}{sent[1]:10.1f}{sent[2]:8.1f}")
+    print(f"{'tensor {} · pipeline {} · data {}'.format(*ways):34}{held:7.1f}", end="")
+    print(f"{sent[0]:14.1f}{sent[1]:10.1f}{sent[2]:8.1f}")
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 3.6), layout="constrained")
-us = (1, 2, 3)  # data, pipeline, tensor: whose bytes are drawn
+us = (1, 2, 3)  # data, pipeline, tensor index of the black rank
 held, *sent = cut(8, 4, 4)
 ways = {
     "tensor": "#4477aa", "pipeline": "#cc6677", "data": "#999933",
@@ -812,57 +818,60 @@ for data in range(4):
             axes.bar(x, 0.8, 0.85, y, color="black" if not any(apart) else colour)
     axes.text(9.5 * data + 3.5, -0.35, f"data {data}", ha="center")
 axes.set_yticks([n + 0.4 for n in range(4)], [f"pipeline {n}" for n in range(4)])
-axes.set(ylim=(6.2, -0.7), xticks=(), title="128 ranks: with whom the black one talks")
+axes.set(ylim=(6.2, -0.7), xticks=(), title="128 ranks: to which ranks the black one sends")
 axes.tick_params(length=0)
 axes.spines[:].set_visible(False)
 for place, (way, number) in enumerate(zip(ways, sent, strict=True)):
     axes.bar(13 * place, 0.5, 0.8, 4.6, color=ways[way])
-    axes.text(13 * place + 0.8, 4.85, f"{way}: {number:,.1f} GB a step", va="center", fontsize=11)
-held_in_words = f"it holds {held:.1f} GB of weights, gradients and Adam's state, as much as any"
+    axes.text(13 * place + 0.8, 4.85, f"{way}: {number:,.1f} GB per step", va="center", fontsize=11)
+held_in_words = f"it holds {held:.1f} GB of weights, gradients and Adam's state (the maximum)"
 _ = axes.text(-0.4, 5.75, held_in_words, va="center", fontsize=11)
 
 # %% [markdown]
-# A row of eight is a machine: tensor parallel sends most, in every block, and somebody waits for it
-# each time; so it stays where GPUs have their own fast links. Pipeline sends next to nothing, and
-# goes between machines. Its price is waiting: with k micro-batches, (p − 1)/(k + p − 1) of the time
-# a stage has nothing to do. Data sends once a step, and can hide it.
+# A row of eight is one machine. Tensor parallel sends the most, in every block, and its ranks wait
+# for it each time. So it belongs inside a machine, on its fast links. Pipeline sends very little,
+# so it can cross machines, but its stages idle: with k micro-batches, for (p − 1)/(k + p − 1) of
+# the time. Data sends once per step, and can overlap it.
 
 # %% [markdown]
-# The other rows: without tensor parallelism, or without a line, a rank holds far too much; tensor
-# parallel over four machines sends most by the slowest wires. A line of 16 holds least of states.
-# But in the usual order, **one forward, one backward** (1F1B), a stage begins as many micro-batches
-# as there are stages from it to the end, before the first comes back: the first of 16 keeps the
-# activations of 16.
+# The other rows:
+#
+# - Without tensor or without pipeline parallelism, a rank holds far too much.
+# - Tensor parallel over four machines (32) sends the most, over the slowest links.
+# - A pipeline of 16 holds the least model state. But with the usual schedule, **one forward, one
+#   backward** (1F1B), its first stage saves the activations of 16 micro-batches before the first
+#   gradient returns.
 
 # %% [markdown]
-# And 89.3 GB, at the rank with most, are more than a GPU of 80 GB has. It takes more ranks, or
-# fewer bytes a number: that is for Day 16.
+# The rank with the most holds 89.3 GB, more than a GPU with 80 GB. You need more ranks, or fewer
+# bytes per element: see Day 16.
 
 # %% [markdown]
 # ## Explain the gap
 
 # %%
-real, (hidden, *_) = found[0][3, False][0], found[0][3, True]
+real, (overlapped, *_) = found[0][3, False][0], found[0][3, True]
 measured = {
     "differs_bytes": abs(real.peak_bytes - simulated[3].traces[0].peak_bytes),
-    "overlap_more_percent": 100 * (hidden.peak_bytes / real.peak_bytes - 1),
+    "overlap_more_percent": 100 * (overlapped.peak_bytes / real.peak_bytes - 1),
     "fsdp2_gathers_times": counts["c10d._allgather_base_"] / 3,
     "tensor_times": sent[0] / sent[2],
 }
 reveal("13.1", **measured)
 bubble = (4 - 1) / (K + 4 - 1)
-print(f"the line of four stages waits {bubble:.0%} of the time")
+print(f"the pipeline of four stages idles {bubble:.0%} of the time")
 
 # %% [markdown]
-# The gaps: **none** between a process and its simulation. With overlap, one block of two; of 32 it
-# is far less. FSDP2 gathers for forward and again for backward, like yours. And tensor parallelism
-# sends activations, k times and for every block, where data parallelism sends gradients, then
-# weights, once.
+# - Real and simulated peaks do **not** differ.
+# - Overlap costs one block: of two blocks here, far less of 32.
+# - FSDP2 gathers each unit twice, for forward and for backward, as yours does.
+# - Tensor parallelism sends activations for every block and micro-batch; data parallelism sends
+#   gradients and weights once per step.
 
 # %% [markdown]
 # ## On your GPU
 #
-# The same text, by NCCL: on two GPUs, or as one rank on one.
+# The same code with NCCL: two ranks on two GPUs, or one rank on one GPU.
 
 # %%
 ON_GPUS = """
@@ -882,15 +891,15 @@ if torch.cuda.is_available():
     gpus = min(2, torch.cuda.device_count())
     for rank, (loss, peak) in enumerate(run_ranks(SOURCE + ON_GPUS, gpus, timeout=120)):
         same = abs(loss - whole_run[0]) < 1e-4
-        print(f"rank {rank} of {gpus}: loss as on the CPU {same}, peak {format_bytes(peak)}")
+        print(f"rank {rank} of {gpus}: loss equals the CPU's: {same}, peak {format_bytes(peak)}")
 else:
-    print("No GPU here; and benchmarks/gpu.py, which measures one GPU, has no part for ranks.")
+    print("No GPU here. No measurement is stored, because benchmarks/gpu.py uses a single GPU.")
 
 # %% [markdown]
 # ## Rules on trial
 #
-# Rule 22, "ZeRO-3 costs communication", was tried yesterday on ranks in lists. What did the two
-# processes send? In passes of (R − 1)/R Ψ, counted where torch's collectives are called.
+# Yesterday tested rule 22, "ZeRO-3 costs communication", on simulated ranks. What did the two
+# processes send? Count it in passes of (R − 1)/R Ψ, at the calls of torch's collectives.
 
 # %%
 psi = sum(p.numel() for p in a_model()[0].parameters())
@@ -904,23 +913,23 @@ for stage in range(4):
     print(f"stage {stage}: {traffic.model_elements() / (psi / 2):.2f} passes ({calls})")
 
 # %% [markdown]
-# As simulated: 2, 2, 2 and 3. It holds for processes, too. (These are the collectives that were
-# asked for. How a library makes them of messages, and how much goes by the sockets, is not counted
-# here.)
+# The processes need 2, 2, 2 and 3 passes, as simulated, so rule 22 holds for them too. (The cell
+# counts collectives. It does not count how the library splits them into messages, or the bytes on
+# the sockets.)
 
 # %% [markdown]
 # ## What you can do now
 #
-# | of a rank | is |
+# | on a real rank | |
 # | --- | --- |
-# | bytes | those of the simulation |
-# | collectives | in one order at all ranks, or all wait |
+# | bytes | equal the simulation's |
+# | collectives | same order on all ranks, or all wait |
 # | overlap | begin early, wait late |
-# | decisions | by the worst of all ranks |
-# | files | shards of n numbers, for any R′ |
+# | decisions | by the maximum over all ranks |
+# | checkpoints | shards of n elements, loadable on any R′ ranks |
 #
-# And you can read t · p · d: what a rank holds, what it sends to whom, and which needs the fast
-# wire.
+# You can also read t · p · d: what a rank holds, what it sends to which rank, and which split needs
+# the fastest links.
 #
 # Tomorrow: the GPU is full; the host is not.
 
@@ -928,7 +937,7 @@ for stage in range(4):
 # ## The running bill
 #
 # One training step of 124M weights on 8 × 640 tokens, on one machine with one GPU. Real processes
-# hold what simulated ones do, so today's line is yesterday's.
+# hold as much as simulated ones, so the bill stays the same.
 
 # %%
 running_bill(13)

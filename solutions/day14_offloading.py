@@ -1,30 +1,29 @@
 # %% [markdown]
 # # Day 14: Offloading
 #
-# **The GPU is full; the host and the disk are not. What may wait there, and what does the way
-# cost?**
+# **The GPU is full; the host and the disk are not. What can you move there, and what does the
+# transfer cost?**
 #
-# After today you can say what may leave a GPU and how many bytes travel for it, have built the
-# hooks, the optimizer and the stream of layers that do it, and a commit that no power failure can
-# hurt.
+# Today you build the hooks, the optimizer and the layer streaming that offload tensors, and a
+# commit that survives a power failure. Afterwards you can say which tensors can leave a GPU, and
+# how many bytes they transfer per step.
 #
-# About 110 minutes, 77 of them for five exercises. You need a laptop; a GPU is not needed. Nothing
-# is downloaded, and nothing stays on the disk.
+# About 110 minutes, 77 of them for five exercises. You need a laptop; no GPU is needed. Nothing is
+# downloaded, and nothing stays on the disk.
 
 # %% [markdown]
-# The day divides well into two: the second begins with the weights. As before: you **guess**,
-# **measure**, and **build** what explains the gap. In an exercise, put your own lines in place of
-# `raise NotImplementedError`; the cell below it checks them. If you are stuck, type `memlab hint
-# 14.1` in a terminal. An exercise left open blocks nothing.
+# You can split this day in two; the second half begins with the weights. As before: **guess**,
+# **measure**, then **build** what explains the gap. In an exercise, replace `raise
+# NotImplementedError` with your own lines; the cell below it checks them. If you are stuck, run
+# `memlab hint 14.1` in a terminal. You can skip an exercise: the lesson then uses the reference.
 
 # %% [markdown]
 # ## The question
 #
-# A model of seven billion weights takes 18 bytes a weight to train (Day 4's 16; but in the step the
-# gradient is there in float32, 4 bytes in place of 2): 121 GB. A card has 24. Around it there is
-# room, further and further away: the host's memory, behind the bus *PCIe*; disks on the same bus,
-# which are called NVMe; and disks on an older one, SATA. These are published figures, each of one
-# product; what a program reaches is less.
+# Training a 7B model needs 18 bytes per weight, 121 GB: Day 4's 16, plus 2 during the step, when
+# the gradient is float32 (4 bytes instead of 2). A GPU has 24 GB. Larger memories are further away:
+# host memory, behind the PCIe bus; NVMe disks, on the same bus; SATA disks, on an older bus. The
+# next cell uses published figures of one product each; real programs reach less.
 
 # %%
 import itertools
@@ -54,21 +53,21 @@ from memlab.precision import MasterWeights
 from memlab.units import format_bytes
 
 # %%
-STORES = {  # bytes, bytes a second: of what, who says so
-    "a GPU's own memory": (24e9, 1008e9, "RTX 4090: NVIDIA, Ada architecture whitepaper"),
-    "the host's, by PCIe": (192e9, 31.5e9, "4.0 × 16: PCI-SIG; 192 GB for an i9-14900K: Intel"),
-    "a disk, NVMe": (4000e9, 7.45e9, "990 PRO, 4 TB, reading: Samsung, data sheet"),
-    "a disk, SATA": (4000e9, 0.56e9, "870 EVO, 4 TB, reading: Samsung, data sheet"),
+STORES = {  # bytes, bytes per second, source
+    "GPU memory": (24e9, 1008e9, "RTX 4090: NVIDIA, Ada architecture whitepaper"),
+    "host, over PCIe": (192e9, 31.5e9, "4.0 × 16: PCI-SIG; 192 GB for an i9-14900K: Intel"),
+    "NVMe disk": (4000e9, 7.45e9, "990 PRO, 4 TB, reading: Samsung, data sheet"),
+    "SATA disk": (4000e9, 0.56e9, "870 EVO, 4 TB, reading: Samsung, data sheet"),
 }
 N = PRESETS["llama-2-7b"].parameters
-print(f"Adam's state of 7B, read and written: {16 * N / 1e9:.1f} GB. By these figures, that takes")
-for name, (size, speed, whose) in STORES.items():
-    print(f"{16 * N / speed:8.1f} s   {name:20} {size / 1e9:5,.0f} GB   ({whose})")
+print(f"Reading and writing Adam's state of 7B, {16 * N / 1e9:.1f} GB, takes:")
+for name, (size, speed, source) in STORES.items():
+    print(f"{16 * N / speed:8.1f} s   {name:16} {size / 1e9:5,.0f} GB   ({source})")
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
 colours = ("#00798c", "#4477aa", "#999933", "#cc6677")
-# Between two speeds, half-way as a logarithm counts it.
+# Edges near the geometric mean of two speeds.
 edges = [2e12, 1.8e11, 1.5e10, 2e9, 2e8]
 for place, (name, (size, speed, _)) in enumerate(STORES.items()):
     left, right = edges[place + 1], edges[place]
@@ -80,23 +79,24 @@ for place, (name, (size, speed, _)) in enumerate(STORES.items()):
 axes.axhline(18 * N, color="0.25", linestyle="--", linewidth=1)
 axes.text(1.9e12, 18 * N * 1.2, "training 7B: 121 GB", fontsize=9)
 axes.set(xscale="log", yscale="log", xlim=(2e12, 2e8), ylim=(1e9, 2e13))
-axes.set(xlabel="bytes a second, less and less", ylabel="bytes", xticks=(), yticks=(1e10, 1e12))
+axes.set(xlabel="bandwidth (slower to the right)", ylabel="bytes", xticks=(), yticks=(1e10, 1e12))
 axes.minorticks_off()
-axes.set_title("Further down there is more room, and a slower way to it")
+axes.set_title("Larger memories are slower")
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Two questions each time: how many bytes does it **save**, and how many **travel** in a step? From
-# here on we reckon with 25 GB/s to the host and 3 GB/s to a disk, which is what a good program may
-# hope for. Seconds are never measured today: bytes are, and speeds are assumed.
+# Two numbers matter each time: how many bytes does offloading **save**, and how many does it
+# **transfer** per step? From here on we assume 25 GB/s to the host and 3 GB/s to a disk, which a
+# good program can reach. Today measures bytes only; times follow from these assumed speeds.
 
 # %% [markdown]
 # ## Guess
 #
-# On *this* machine, without a GPU: which share of the activations does torch's way of offloading
-# them to the CPU save? Of 7B: how many GB travel in a step if Adam's state lives elsewhere, how
-# many times as long does a step of 2,048 tokens take if it comes by PCIe and nothing is hidden, and
-# how many GB remain on the card if *everything* that can be elsewhere is?
+# - On *this* machine, without a GPU: what percentage of the activations does torch's CPU offloading
+#   save?
+# - 7B: how many GB does a step transfer if Adam's state is offloaded?
+# - 7B: how many times slower is a step of 2,048 tokens then, over PCIe and without overlap?
+# - 7B: how many GB remain on the GPU if *everything* possible is offloaded?
 
 # %%
 ### BEGIN SOLUTION
@@ -107,12 +107,12 @@ guess("14.1", host_saves_percent=50, moved_gb=54, slower_times=2.5, left_gb=14)
 ### END STUB
 
 # %% [markdown]
-# ## A win that is none
+# ## A saving that isn't one
 #
 # Activations go to a **store** and come back for backward: `store.put(key, tensor)`,
-# `store.get(key)`, `store.delete(key)`. `HostStore` keeps them in the host's memory, `DiskStore` in
-# files of a temporary folder, which goes when the store is closed. Here are torch's `save_on_cpu`
-# and both stores, with a tiny model: what is alive when backward begins?
+# `store.get(key)`, `store.delete(key)`. `HostStore` keeps them in host memory. `DiskStore` keeps
+# them in files of a temporary folder, which is deleted when the store is closed. Compare torch's
+# `save_on_cpu` and both stores on a tiny model: how many bytes are alive when backward begins?
 
 
 # %%
@@ -126,7 +126,7 @@ batch = tokens[:, :-1], tokens[:, 1:]
 
 
 def alive_before_backward(around, model=None):
-    """Bytes that forward leaves behind, and the trace."""
+    """Return the bytes alive after forward, and the trace."""
     model, loss = model or a_model(), []
 
     def forward():
@@ -141,49 +141,49 @@ def alive_before_backward(around, model=None):
 host, disk = HostStore(), DiskStore()
 left = {}
 for name, around in (
-    ("all kept", nullcontext()),
+    ("no offloading", nullcontext()),
     ("torch's save_on_cpu", torch.autograd.graph.save_on_cpu()),
     ("HostStore", offloaded_activations(host, minimum=1)),
     ("DiskStore", offloaded_activations(disk, minimum=1)),
 ):
     left[name], _ = alive_before_backward(around)
     print(f"{name:20} {format_bytes(left[name]):>10} alive when backward begins")
-print(f"written to the host's store {format_bytes(host.traffic.written)}, ", end="")
-print(f"to the disk's {format_bytes(disk.traffic.written)}")
+print(f"written to the HostStore {format_bytes(host.traffic.written)}, ", end="")
+print(f"to the DiskStore {format_bytes(disk.traffic.written)}")
 disk.close()
 
 # %% [markdown]
-# On a CPU the device's memory **is** the host's. torch's way hands back the very tensor: nothing
-# moves. HostStore does copy, and its copies are in the same memory. A test on a laptop that calls
-# this a success measures nothing. The meter sees it.
+# On a CPU, device memory **is** host memory. torch's `save_on_cpu` returns the same tensor: nothing
+# moves. HostStore makes a copy in the same memory. A laptop test that reports a saving here
+# measures nothing; the meter shows it.
 #
-# So today's stores are on the **disk**: what goes there has left. What a HostStore does on a GPU is
-# the same with another road, and its traffic counts the same.
+# So today's stores use the **disk**: their tensors really leave memory. On a GPU a HostStore works
+# the same way over PCIe, and its traffic is counted the same way.
 
 # %% [markdown]
 # ## Activations
 #
-# Saved-tensor hooks (Days 5 and 7): forward hands `pack` each tensor that backward will want, and
-# the graph keeps what it returns. That will be a `Kept`: it stands for numbers in the store, and
-# when the graph drops it, they are deleted.
+# Saved-tensor hooks (Days 5 and 7): forward passes `pack` each tensor that backward needs, and the
+# graph saves what `pack` returns. You will return a `Kept`. It stands for elements in the store,
+# and deletes them when the graph drops it.
 
 
 # %%
 def whole(tensor):
-    """All numbers of a tensor's storage, flat and without a graph."""
+    """Return all elements of a tensor's storage, flat and detached."""
     count = tensor.untyped_storage().nbytes() // tensor.itemsize
     return tensor.detach().as_strided((count,), (1,), 0)
 
 
 # %%
 class Kept:
-    """Numbers in a store, for as long as this is alive."""
+    """Elements in a store, deleted when this object is."""
 
     keys = itertools.count()
 
-    def __init__(self, store, numbers):
+    def __init__(self, store, elements):
         self.store, self.key = store, f"kept/{next(Kept.keys)}"
-        store.put(self.key, numbers)
+        store.put(self.key, elements)
 
     def get(self):
         return self.store.get(self.key)
@@ -193,8 +193,7 @@ class Kept:
 
 
 # %% [markdown]
-# You will look for a Kept that exists already, and must not keep it alive by that. A **weak
-# reference** does not:
+# You need to find an existing Kept without keeping it alive. A **weak reference** does that:
 
 # %%
 store = DiskStore()
@@ -206,18 +205,22 @@ print(f"known() is {known()}; in the store {format_bytes(store.nbytes)}")
 store.close()
 
 # %% [markdown]
-# ### Exercise 14.1: saved tensors wait in a store
+# ### Exercise 14.1: offload saved tensors
 #
-# About 20 minutes; do 7.5 before. Return `pack` and `unpack`. A storage of at least `minimum`
-# numbers that is no weight's goes into the store, **once** for all its views; back comes the same
-# view of it, strides and dtype included. Everything else stays where it is, detached. The tensor
-# itself must be free to die. When the graph is gone, nothing of it is in the store, even if a
-# tensor that was packed (x, say) still lives.
+# About 20 minutes; do 7.5 first. Return `pack` and `unpack`.
+#
+# - Put a storage of at least `minimum` elements into the store, unless it is a weight's: **once**
+#   for all its views.
+# - `unpack` returns the same view, with its strides and dtype.
+# - Other tensors stay where they are, detached.
+# - Don't keep the tensor itself alive.
+# - When the graph is gone, its elements leave the store, even if a packed tensor (such as x) is
+#   still alive.
 
 
 # %%
 def hooks(weights, store, minimum):
-    """(pack, unpack) for saved_tensors_hooks"""
+    """Return (pack, unpack) for saved_tensors_hooks."""
     ### BEGIN SOLUTION
     left_alone = {weight.untyped_storage() for weight in weights}
     known = weakref.WeakKeyDictionary()
@@ -249,17 +252,17 @@ def hooks(weights, store, minimum):
 hooks = exercise("14.1", hooks)
 
 # %% [markdown]
-# Backward asks for one tensor after another, and waits each time, while the GPU idles. But it is
-# known what comes next: about the **reverse** of the order in which tensors were put. So while one
-# is used, the next can be on its way: `store.prefetch(key)` takes its bytes at once and returns; a
-# thread (on a GPU a *stream*, a queue of work of its own) fills it; `get` waits for that.
+# Backward reads one tensor after another, and the GPU idles during each transfer. But the order is
+# known: about the **reverse** of the order in which tensors were put. So prefetch the next tensor
+# while the current one is used. `store.prefetch(key)` allocates the bytes at once and returns; a
+# thread (on a GPU a *stream*) fills them, and `get` waits for it.
 
 # %% [markdown]
-# ### Exercise 14.2: one ahead
+# ### Exercise 14.2: prefetch one tensor
 #
-# About 10 minutes. A store before a store. After each `get` one more is on its way, and only one:
-# of the keys that nobody has asked for yet, the one that was put last. A key may be asked for
-# twice, or be deleted before anybody has asked for it. What is deleted leaves the store, too.
+# About 10 minutes. Write a wrapper around a store. After each `get`, exactly one more tensor is
+# being prefetched: the last one put that has not been read yet. A key can be read twice, or deleted
+# before it is read. `delete` also deletes the key from the store.
 
 
 # %%
@@ -295,15 +298,15 @@ Ahead = exercise("14.2", Ahead)
 
 # %%
 def a_step(model, around=None):
-    """Forward under the hooks, and backward."""
+    """Run forward in the context `around`, then backward."""
     model.zero_grad()
     with around or nullcontext():
         loss = model(*batch)
     loss.backward()
 
 
-def passing(trace):
-    """After each event the bytes that are alive of activations and temporaries."""
+def activation_bytes(trace):
+    """Return the bytes of activations and temporaries alive after each event."""
     made = ("parameters", "buffers", "gradients", "inputs")
     return list(running_sums(e.bytes * (e.category not in made) for e in trace.events))
 
@@ -315,13 +318,13 @@ after = memlab.measure(lambda: a_step(ours, around), model=ours)
 pairs = zip(plain.parameters(), ours.parameters(), strict=True)
 print(f"gradients equal bit for bit: {all(torch.equal(a.grad, b.grad) for a, b in pairs)}")
 print(f"traffic of a step: {store.traffic}; left in the store: {len(store.keys())}")
-print(f"peak of all: {format_bytes(before.peak_bytes)}, now {format_bytes(after.peak_bytes)}")
+print(f"peak: {format_bytes(before.peak_bytes)} before, {format_bytes(after.peak_bytes)} now")
 store.close()
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 2.8), layout="constrained")
-for name, trace, colour in (("all kept", before, "#c9c9d0"), ("yours", after, "#00798c")):
-    alive = [bytes_ / 2**20 for bytes_ in passing(trace)]
+for name, trace, colour in (("no offloading", before, "#c9c9d0"), ("yours", after, "#00798c")):
+    alive = [bytes_ / 2**20 for bytes_ in activation_bytes(trace)]
     turn = next(n for n, event in enumerate(trace.events) if event.phase == "backward")
     places = [n / turn if n < turn else 1 + (n - turn) / (len(alive) - turn)
               for n in range(len(alive))]  # fmt: skip
@@ -333,31 +336,35 @@ axes.legend(frameon=False)
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Forward leaves next to nothing behind. Each storage was written once; it was read **more often**
-# where several operators saved views of it: each view is brought by itself. (The library's
-# `offloaded_activations` asks in the order of operators, which the graph numbers, and gives out
-# what is still there.)
+# Forward leaves almost nothing behind. Each storage was written once, but read **more often** where
+# several operators saved views of it: each view is read separately. (The library's
+# `offloaded_activations` follows the graph's order of operators, and reuses what is still in
+# memory.)
 #
-# With bytes in their way, what is the difference to checkpointing? There a block runs again, here
-# its bytes travel. And both go together: the few inputs that checkpoints keep can wait elsewhere.
+# How does offloading differ from checkpointing? Checkpointing recomputes a block; offloading
+# transfers its bytes. You can combine both: offload the few inputs that checkpoints save.
 
 # %% [markdown]
-# ## The optimizer's state
+# ## The optimizer state
 #
-# Adam's m and v, 8 bytes a weight, are wanted once a step, for a moment. So they live in the store,
-# and are brought for one **sub-group** of weights after the other: while one is stepped, the next
-# is on its way, and the last one on its way back. On the device are two sub-groups of state,
-# however large the model is.
+# Adam's m and v, 8 bytes per weight, are needed only briefly, once per step. So keep them in the
+# store, and load one **sub-group** of weights after another. While one sub-group is stepped, the
+# next is read and the previous is written. The device holds the state of two sub-groups, however
+# large the model is.
 
 # %% [markdown]
-# ### Exercise 14.3: the optimizer's state, a sub-group at a time
+# ### Exercise 14.3: offload the optimizer state
 #
 # About 20 minutes. `groups` is a list of lists of weights, all with gradients; `adams[n]` steps
-# `groups[n]`. `send(n)` puts the moments of a sub-group under key n, as one list, keeps each
-# weight's step counter in `self.steps[n]`, and leaves `adams[n].state` empty. (`adams[n].state[w]`
-# has `step`, `exp_avg`, `exp_avg_sq`.) `bring(n)` undoes that. `step` clips, by one norm of all
-# gradients; then it steps the sub-groups in turn, the next one's state on its way meanwhile. Before
-# the first step nothing is there to bring; after a step nothing is on its way.
+# `groups[n]`.
+#
+# - `send(n)` puts the moments of a sub-group under key n as one list, keeps each weight's step
+#   counter in `self.steps[n]`, and leaves `adams[n].state` empty. (`adams[n].state[w]` has `step`,
+#   `exp_avg`, `exp_avg_sq`.)
+# - `bring(n)` reverses this.
+# - `step` clips by one norm of all gradients, then steps the sub-groups in turn and prefetches the
+#   next one's state. Before the first step there is no state. After a step nothing is being
+#   prefetched.
 
 
 # %%
@@ -398,9 +405,9 @@ class OffloadedAdam:
 OffloadedAdam = exercise("14.3", OffloadedAdam)
 
 # %% [markdown]
-# Beside it the library's `OffloadedOptimizer`, which takes any optimizer that steps weight by
-# weight: Adam, Lion, Day 9's eight bits. The second step of each, against AdamW with nothing
-# offloaded.
+# Compare it with the library's `OffloadedOptimizer`, which works with any optimizer that steps each
+# weight separately: Adam, Lion, Day 9's 8-bit Adam. The next cells take the second step of each,
+# and compare it with AdamW without offloading.
 
 
 # %%
@@ -420,7 +427,7 @@ def by_library(model, store, **settings):
 
 
 def second_step(made, dtype=torch.float32, store=None, **settings):
-    """Of what was made: the weights after it, and what it moved."""
+    """Return the weights after an optimizer's second step, and the step's traffic."""
     model, store = a_model(dtype=dtype), store or DiskStore()
     update = made(model, store, **settings)
     for _ in range(2):
@@ -439,7 +446,7 @@ def nothing_offloaded(model, store):
 count = sum(w.numel() for w in a_model().parameters())
 exact, _ = second_step(nothing_offloaded)
 for name, made, settings in (
-    ("state, by yours", by_hand, {}),
+    ("state (yours)", by_hand, {}),
     ("state", by_library, {}),
     ("and weights", by_library, {"weights": True}),
     ("and gradients", by_library, {"weights": True, "gradients": True}),
@@ -447,52 +454,57 @@ for name, made, settings in (
     weights, moved = second_step(made, **settings)
     same = torch.equal(weights, exact)
     read, written = moved.read / count, moved.written / count
-    print(f"{name:16} read {read:.2f}, written {written:.2f} bytes a weight; exact: {same}")
+    print(f"{name:16} read {read:.2f}, written {written:.2f} bytes per weight; exact: {same}")
 _, moved = second_step(by_library, torch.bfloat16, HostStore(), weights=True, on="host")
 up, down = moved.read / count, moved.written / count
-print(f"{'on the host':16} up {up:.2f}, down {down:.2f}, in bfloat16")
+print(f"{'step on the host':16} up {up:.2f}, down {down:.2f} bytes per weight, bfloat16")
 
 # %% [markdown]
-# So **8 N + 8 N**; with the float32 weights **12 N + 12 N**; each gradient goes there as soon as it
-# is made, and comes back for the step: here 4 bytes each way, for all is float32; of a model in
-# bfloat16 2, so 14 N + 14 N. (clip_grad_norm_ must be the optimizer's
-# own then: there is no .grad to look at.)
+# Bytes transferred per step, for N weights:
+#
+# - state: **8 N + 8 N**
+# - state and float32 weights: **12 N + 12 N**
+# - gradients too: each is sent as soon as it is computed, and comes back for the step. In float32
+#   (here) this adds 4 bytes each way, in bfloat16 2: 14 N + 14 N.
+#
+# (Offloaded gradients are not in .grad, so use the optimizer's own `clip_grad_norm_`.)
 
 # %% [markdown]
-# The last line is **ZeRO-Offload**: the *step* is computed where the state is. Then the state
-# doesn't travel at all: gradients go down and stepped weights come up, 2 bytes each: **4 N** (its
-# paper writes 4Ψ), a sixth of 24. What was bought with it is the host's arithmetic, which is slow;
-# a disk can't do any.
+# The last line is **ZeRO-Offload**: the host computes the *step*, so the state isn't transferred at
+# all. Gradients go down and updated weights come up, 2 bytes each: **4 N** (its paper writes 4Ψ), a
+# sixth of 24 N. The cost is the host's slow arithmetic. A disk cannot compute.
 
 # %% [markdown]
 # ## The weights
 #
-# Last, the weights: a layer's are wanted in forward and again in backward, and for nothing else.
-# Between, they can be away. This is Day 12's stage 3 with a disk in place of seven other ranks. As
-# there, a layer is a flat w and two functions, and only inputs are kept.
+# A layer's weights are needed only in its forward and its backward. In between, they can be in the
+# store. This is Day 12's stage 3 with a disk instead of seven other ranks. As there, a layer has a
+# flat w and two functions, and only inputs are saved.
 
 
 # %%
 def forward_of(w, x):
-    """One layer: w, flat, is a matrix of (width of x, …)."""
+    """Run one layer; the flat w is a matrix with one row per column of x."""
     return torch.tanh(x @ w.view(x.shape[1], -1))
 
 
 def backward_of(w, x, dy):
-    """The gradients of w, flat, and of x."""
+    """Return the gradients of w (flat) and of x."""
     matrix = w.view(x.shape[1], -1)
     dz = dy * (1 - torch.tanh(x @ matrix) ** 2)
     return (x.T @ dz).flatten(), dz @ matrix.T
 
 
 # %% [markdown]
-# ### Exercise 14.4: a layer's weights at a time
+# ### Exercise 14.4: stream the layers' weights
 #
-# About 12 minutes. `layers` are keys of the store, in running order; `dy_of(y)` gives the gradient
-# of the last output. Run forward and backward, and put into the store, under the same keys, the
-# weights after a step of gradient descent, `w - lr * dw`. Return the gradient of x. Each layer is
-# read twice and written once, and no more than two layers' weights are here at a time. (You need
-# not ask ahead.)
+# About 12 minutes. `layers` are the store's keys in execution order; `dy_of(y)` returns the
+# gradient of the last output. Run forward and backward, and return the gradient of x.
+#
+# - Put each layer's weights after a step of gradient descent, `w - lr * dw`, into the store under
+#   the same key.
+# - Read each layer twice and write it once.
+# - Hold at most two layers' weights at a time. (Prefetching is not required.)
 
 
 # %%
@@ -517,9 +529,10 @@ def streamed_step(store, layers, x, dy_of, lr):
 streamed_step = exercise("14.4", streamed_step)
 
 # %% [markdown]
-# The library does the same with any model: `stream_layers(model, store)`, by hooks around each
-# layer. A weight that is away keeps its tensor, whose storage is emptied: autograd's saved views
-# find the numbers there again. The next layer is on its way while one runs, so **two** are there.
+# The library does the same for any model with `stream_layers(model, store)`, which puts hooks
+# around each layer. A weight in the store keeps its tensor, but the storage is emptied, so
+# autograd's saved views find the elements there later. The next layer is prefetched while one runs,
+# so **two** are in memory.
 
 # %%
 streamed = a_model(layers=12)
@@ -531,10 +544,10 @@ store.traffic.reset()
 trace = memlab.measure(lambda: a_step(streamed), model=streamed)
 here = list(running_sums(e.bytes * (e.category == "parameters") for e in trace.events))
 one, rest = stream.layer_bytes[0], everything - sum(stream.layer_bytes)
-print(f"weights in all {everything:,} bytes; at most {max(here):,} at a time, which is")
-print(f"rest + 2 layers = {rest:,} + 2 × {one:,}: {max(here) == rest + 2 * one}")
-print(f"read {store.traffic.read / sum(stream.layer_bytes):.0f} times in a step, ", end="")
-print(f"{store.traffic.prefetched / store.traffic.read:.1%} of it ahead")
+print(f"all weights: {everything:,} bytes; maximum in memory: {max(here):,} bytes")
+print(f"equal to rest + 2 layers = {rest:,} + 2 × {one:,}: {max(here) == rest + 2 * one}")
+print(f"each layer is read {store.traffic.read / sum(stream.layer_bytes):.0f} times, ", end="")
+print(f"{store.traffic.prefetched / store.traffic.read:.1%} of the bytes prefetched")
 store.close()
 
 # %%
@@ -545,32 +558,36 @@ held = [n / 2**10 for n in here]
 axes.fill_between(range(len(here)), held, color=memlab.plot.COLOURS["parameters"], linewidth=0)
 axes.axhline(rest / 2**10, color="white", linestyle=":", linewidth=1)
 turn = next(n for n, event in enumerate(trace.events) if event.phase == "backward")
-axes.annotate("the rest stays", (120, rest / 2**10), (0, 200), fontsize=9,
+axes.annotate("embedding and norm stay", (120, rest / 2**10), (0, 200), fontsize=9,
               arrowprops={"arrowstyle": "-", "color": "0.25"})  # fmt: skip
 axes.axvline(turn, color="0.25", linestyle=":", linewidth=1)
 axes.text(turn, everything / 2**10 * 0.78, " backward", fontsize=9)
 axes.set(xlabel="allocations and frees, in order", ylabel="KiB of weights", ylim=(0, None))
 axes.set_xlim(0, None)
-axes.set_title("Twelve layers, two at a time: there and back")
+axes.set_title("Twelve streamed layers, two in memory at a time")
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Each tooth is a layer that comes while another goes. All twelve would be the dashed line.
+# Each tooth is one layer loaded while another is freed. The dashed line is all twelve layers.
 
 # %% [markdown]
-# ## What if it is killed?
+# ## What if the process is killed?
 #
-# Now the training is on a disk: weights, moments and all. That ought to be worth something: after a
-# crash it could go on from there. But a crash comes in the *middle* of a step, when some files are
-# of this step and some of the last, and a power failure takes what was written and has not
-# reached the disk yet.
+# Now weights and moments are on a disk. So after a crash, training could resume from there. But a
+# crash can come in the *middle* of a step, when some files are from this step and some from the
+# previous one. A power failure also loses data that was written but has not reached the disk.
 
 # %% [markdown]
-# The rule: **never write over what counts.** New files beside the old; `fsync`, which forces their
-# bytes down; and one file, the *manifest*, that names those which count. It changes by a rename,
-# which happens wholly or not at all. Here is a disk to try that on; the check's own fails before
-# each operation in turn, and halves what was not forced down. (A real one may also forget names:
-# its folder wants an fsync, too.)
+# The rule: **never overwrite files that are still needed.**
+#
+# 1. Write new files beside the old ones.
+# 2. `fsync` them, which forces their bytes to the disk.
+# 3. Replace the *manifest*, the file that names the current files, by a rename. A rename happens
+#    completely or not at all.
+#
+# The next cell simulates a disk. The check's disk fails before each operation in turn, and
+# truncates files without fsync to half. (A real disk may also lose file names; fsync its folder,
+# too.)
 
 
 # %%
@@ -582,12 +599,12 @@ class Disk:
 
     def write(self, name, data):
         self.files[name] = data
-        self.forced.discard(name)  # of this, half is lost with the power
+        self.forced.discard(name)  # a power failure truncates it
 
     def fsync(self, name):
         self.forced.add(name)
 
-    def rename(self, old, new):  # takes the place of a file `new`
+    def rename(self, old, new):  # replaces an existing file `new`
         self.files[new] = self.files.pop(old)
         self.forced = self.forced - {new} if old not in self.forced else self.forced | {new}
 
@@ -600,7 +617,7 @@ class Disk:
 
 # %%
 def resume(disk):
-    """The step of the manifest, and its values."""
+    """Return the manifest's step, and its values."""
     manifest = json.loads(disk.files["manifest"])
     return manifest["step"], {key: disk.files[name] for key, name in manifest["files"].items()}
 
@@ -608,11 +625,12 @@ def resume(disk):
 # %% [markdown]
 # ### Exercise 14.5: a commit that survives
 #
-# About 15 minutes. Put `values` (bytes by key) on the disk so that `resume` finds step `step` and
-# all of them, or, whenever the power fails, the step committed before and all of its (step 12 may
-# follow step 2: not every step is committed). The manifest is the file `manifest`:
-# `json.dumps({"step": step, "files": {key: name}}).encode()`. When commit has returned, nothing
-# else is left on the disk, whatever an earlier crash left there.
+# About 15 minutes. Write `values` (bytes by key) to the disk so that `resume` finds step `step`
+# with all its values. If the power fails during commit, `resume` must find either this step or the
+# previously committed one, complete. (Step 12 may follow step 2.)
+#
+# The manifest is the file `manifest`: `json.dumps({"step": step, "files": {key: name}}).encode()`.
+# After commit, the disk has no other files, even if an earlier crash left some.
 
 
 # %%
@@ -642,15 +660,15 @@ print(f"on the disk: {', '.join(sorted(small.names()))}")
 print(f"resume finds step {resume(small)[0]}")
 
 # %% [markdown]
-# `DiskStore` commits this way, with a checksum of every file. And now for real: another **process**
-# trains on the disk. In the middle of its third step, when one sub-group is stepped and the next is
-# not, it is killed: `kill -9`, of which a process hears nothing. Then this notebook goes on where
-# the folder ends.
+# `DiskStore` commits this way, with a checksum of every file. Now test it for real: another
+# **process** trains on the disk. In the middle of its third step, with one sub-group stepped and
+# the next not, it is killed with `kill -9`, which a process cannot catch. Then this notebook
+# resumes from the folder.
 
 
 # %%
 def trained(store, steps):
-    """Where it began, and the weights at the end; all that is drawn follows from the step."""
+    """Resume and train; return the first step and the final weights. Data depends on the step."""
     torch.manual_seed(0)
     model = GPT(replace(PRESETS["tiny"], layers=1))
     adam = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
@@ -676,7 +694,7 @@ from memlab.offload import DiskStore, OffloadedOptimizer
 # %%
 STOPS = '''
 class Stops(DiskStore):
-    """After step 2 it takes one sub-group more, says so, and waits to be killed."""
+    """Stops after one sub-group of step 3, prints a line, and waits to be killed."""
     def put(self, key, *args, **settings):
         super().put(key, *args, **settings)
         if self.step == 2 and key == "optimizer/1":
@@ -695,24 +713,29 @@ with DiskStore(folder.name) as store:
     begun, weights = trained(store, 5)
 with DiskStore() as store:
     _, unbroken = trained(store, 5)
-print(f"went on after step {begun}; equal bit for bit to a run that nobody killed: ", end="")
+print(f"resumed after step {begun}; equal bit for bit to an uninterrupted run: ", end="")
 print(torch.equal(weights, unbroken))
 folder.cleanup()
 
 # %% [markdown]
-# Step 3's half is gone, step 2 is whole, and steps 3 to 5 are what they would have been. (Because
-# nothing is drawn from a generator whose state is lost: data and dropout follow from the step's
-# number.) The price: two generations of files while a step runs. A test of the library kills a
-# training at twenty points, with and without power.
+# The half-finished step 3 is discarded, step 2 is complete, and steps 3 to 5 equal the
+# uninterrupted run. (No random state is lost, because data and dropout depend only on the step
+# number.) The cost: two generations of files during a step. A test of the library kills a training
+# at twenty points, with and without a power failure.
 
 # %% [markdown]
-# ## At scale: seven billion on a card of 24 GB
+# ## At scale: 7B on a GPU with 24 GB
 #
-# By dry run, on fake tensors: a store then counts bytes and moves none. One block of Llama 2 7B,
-# with embedding and head: bfloat16, float32 weights for Adam, 2,048 tokens, checkpointed, logits
-# in chunks. A further block adds what stays of it at the peak, in bytes a weight: 18 of all; 4
-# with state and float32 weights away, which are weights and gradients in 16 bits (a gradient
-# becomes float32 a sub-group at a time); 2 with gradients away too; nothing with everything away.
+# These are dry runs on fake tensors, so a store only counts bytes. The model is one block of Llama
+# 2 7B with embedding and head: bfloat16, float32 weights for Adam, 2,048 tokens, checkpointing,
+# chunked loss. Each further block adds to the peak, per weight:
+#
+# | offloaded | bytes | remaining |
+# | --- | --- | --- |
+# | nothing | 18 | everything |
+# | state, float32 weights | 4 | 16-bit weights and gradients (cast per sub-group) |
+# | and gradients | 2 | 16-bit weights |
+# | everything | 0 | |
 
 # %%
 WAYS = {"nothing": 18, "state and float32 weights": 4, "and gradients": 2, "everything": 0}
@@ -731,7 +754,7 @@ def optimizer_of(model, store, way):
 
 # %%
 def on_the_card(config, way):
-    """The second step of a training, offloaded that way; the first is one with zeros."""
+    """Return the trace of a training's second step; the first step has zero gradients."""
     inputs, store = torch.zeros(1, 2048, dtype=torch.long), DiskStore()
     model = GPT(config, dtype=torch.bfloat16, loss=chunked_cross_entropy)
     checkpoint_blocks(model, uniform_schedule(config.layers, every=1))
@@ -754,7 +777,7 @@ def on_the_card(config, way):
 
 # %%
 def peak_of(config, way):
-    """Of all blocks: the first one measured, the others by formula."""
+    """Return the peak of all blocks: one measured, the others by formula."""
     one, two = (replace(config, layers=n) for n in (1, 2))
     with memlab.dry_run():
         trace = on_the_card(one, way)
@@ -776,22 +799,26 @@ for name, peak in peaks.items():
     print(f"{size:2}B, offloaded: {way:25}{peak / 1e9:7.2f} GB, {fits}")
 
 # %% [markdown]
-# The first line is the 121 GB we began with, and a step's temporaries. With everything away 3.67
-# GB are left, and they are no layer's: the peak is where the **embedding** is stepped. It is one
-# tensor of 131M weights, and tensors are not cut: its float32 weights, gradient, m, v and Adam's
-# temporaries are there together. A hundred layers would change nothing. And what travels?
+# Without offloading the peak is 122.34 GB: the 121 GB of the question, and a step's temporaries.
+# With everything offloaded, 3.67 GB remain, in the step of the **embedding**. It is one tensor of
+# 131M weights, and a tensor is not split: its float32 weights, gradient, m, v and Adam's
+# temporaries are alive together. So more layers would not raise this peak.
 
 # %% [markdown]
-# By formula. Arithmetic: 8 operations a weight and token (2 forward, 4 backward, 2 for the second
-# forward of checkpoints), at half of what NVIDIA states for the card, 165 · 10¹² a second in
-# bfloat16. Roads: 25 and 3 GB/s. A host that steps reads and writes 28 bytes a weight in its own
-# memory, at 89.6 GB/s (Intel, i9-14900K). Where **nothing is hidden** a step takes the sum; where
-# **all** is that can be, the longer of the two. Both are proportional to N, so N drops out.
+# How many bytes are transferred, and how long does it take? The formulas assume:
+#
+# - compute: 8 operations per weight and token (2 forward, 4 backward, 2 recompute), at half of the
+#   RTX 4090's 165 · 10¹² per second in bfloat16
+# - transfers: 25 GB/s to the host, 3 GB/s to a disk
+# - a step on the host: 28 bytes per weight, at 89.6 GB/s (Intel, i9-14900K)
+#
+# **Without overlap** a step takes the sum of compute and transfer; with **full overlap**, the
+# longer of the two. Their ratio does not depend on N.
 
 # %%
 FLOPS, HOST, NVME = 165.2e12 / 2, 25e9, 3e9
-STEPPED_THERE = 4 / HOST + 28 / 89.6e9  # seconds a weight: by PCIe, and the host's own step
-MOVED = {  # bytes a weight and step, both ways
+STEPPED_THERE = 4 / HOST + 28 / 89.6e9  # seconds per weight: PCIe, and the step on the host
+MOVED = {  # bytes per weight and step, both ways
     "state": 8 + 8,
     "state and float32 weights": 12 + 12,
     "and gradients": 14 + 14,
@@ -800,25 +827,25 @@ MOVED = {  # bytes a weight and step, both ways
 
 
 def slower(travel, tokens, hidden=False):
-    """Times as long as with nothing offloaded; `travel` is in seconds a weight."""
+    """Return the slowdown of a step; `travel` is the transfer time in seconds per weight."""
     compute = 8 * tokens / FLOPS
     return max(travel, compute) / compute if hidden else (travel + compute) / compute
 
 
-print(f"7B, 2,048 tokens: {8 * N * 2048 / FLOPS:.1f} s of arithmetic. What travels in a step:")
-stepped_there = f"{4 * N / 1e9:6.1f} GB, by PCIe and there {STEPPED_THERE * N:4.1f} s"
+print(f"7B, 2,048 tokens: compute {8 * N * 2048 / FLOPS:.1f} s. Transfers per step:")
+stepped_there = f"{4 * N / 1e9:6.1f} GB, PCIe and host step {STEPPED_THERE * N:4.1f} s"
 print(f"{'state, stepped on the host':28}{stepped_there}")
 for name, moved in MOVED.items():
     to_host, to_disk = moved * N / HOST, moved * N / NVME
-    print(f"{name:28}{moved * N / 1e9:6.1f} GB, by PCIe {to_host:4.1f} s, disk {to_disk:4.1f} s")
+    print(f"{name:28}{moved * N / 1e9:6.1f} GB, PCIe {to_host:4.1f} s, disk {to_disk:4.1f} s")
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
 powers = [2**n for n in range(10, 19)]
 for name, travel, colour in (
     ("stepped on the host", STEPPED_THERE, "#4477aa"),
-    ("state and float32 weights, by PCIe", 24 / HOST, "#00798c"),
-    ("state and float32 weights, to a disk", 24 / NVME, "#cc6677"),
+    ("state and float32 weights, host", 24 / HOST, "#00798c"),
+    ("state and float32 weights, disk", 24 / NVME, "#cc6677"),
 ):
     plainly = [slower(travel, tokens) for tokens in powers]
     hidden = [slower(travel, tokens, hidden=True) for tokens in powers]
@@ -826,21 +853,21 @@ for name, travel, colour in (
     axes.plot(powers, plainly, color=colour, label=name)
 axes.set_xscale("log", base=2)
 axes.set_xticks(powers, [f"{tokens:,}" for tokens in powers])
-axes.set(ylim=(0.8, 12), xlabel="tokens in a step", ylabel="times as long as with all there")
-axes.set_title("Nothing hidden (line) to all hidden (lower edge): it is the tokens that decide")
+axes.set(ylim=(0.8, 12), xlabel="tokens per step", ylabel="slowdown")
+axes.set_title("Slowdown without overlap (line) and with full overlap (lower edge)")
 axes.legend(frameon=False)
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# The traffic is once a **step**, the arithmetic is for each **token**. So accumulate micro-batches
-# (Day 3): at 65,536 tokens a step even the disk is no more than a factor of 2.3. (With gradients in
-# the store each micro-batch moves those, too, and streamed weights are read for each.)
+# Transfers happen once per **step**, compute grows with each **token**. So accumulate micro-batches
+# (Day 3): at 65,536 tokens per step, even a disk slows a step down by only 2.3×. (Offloaded
+# gradients and streamed weights are transferred in every micro-batch.)
 #
 # ## Explain the gap
 
 # %%
 found = {
-    "host_saves_percent": 100 * (1 - left["torch's save_on_cpu"] / left["all kept"]),
+    "host_saves_percent": 100 * (1 - left["torch's save_on_cpu"] / left["no offloading"]),
     "moved_gb": 16 * N,
     "slower_times": slower(16 / HOST, 2048),
     "left_gb": peaks["everything"],
@@ -848,23 +875,24 @@ found = {
 reveal("14.1", **found)
 
 # %% [markdown]
-# The gaps. The host saves nothing where host and device are one. State is read **and** written: 8
-# and 8 bytes. 4.3 s of travel stand against 1.3 s of arithmetic. And what remains is neither half
-# nor a tenth of anything: it is the largest piece that cannot be cut, here the embedding's step.
+# - torch's CPU offloading saves nothing if host and device share memory.
+# - State is read **and** written: 8 + 8 bytes per weight.
+# - The transfer takes 4.3 s, the computation 1.3 s.
+# - The 3.67 GB that remain come from the largest tensor that is not split, the embedding.
 
 # %% [markdown]
 # ## On your GPU
 #
-# There, copies run on streams of their own from **pinned** memory (from other memory "non-blocking"
-# copies block). How much they save and hide is measured by `benchmarks/gpu.py`; on a CPU, with the
-# disk, by `benchmarks/offload.py`.
+# On a GPU, copies run on their own streams, from **pinned** memory (from other memory,
+# "non-blocking" copies block). `benchmarks/gpu.py` measures how much they save and overlap;
+# `benchmarks/offload.py` does so on a CPU with a disk.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):
     from memlab.monitoring.counters import counters_for
 
     counters = counters_for(gpu)
-    for name, store in (("all kept", None), ("HostStore", HostStore())):
+    for name, store in (("no offloading", None), ("HostStore", HostStore())):
         model, (x, y) = a_model().to(gpu), (part.to(gpu) for part in batch)
         with offloaded_activations(store, minimum=1) if store else nullcontext():
             loss = model(x, y)
@@ -876,46 +904,43 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# One guide has a table: "CPU 50–80 %, 2–3 × slower; NVMe 90 %+, 5–10 ×". Its example for the CPU
-# offloads state and weights, that for NVMe the *state alone*. What is saved we have from the dry
-# runs above, and tokens follow from slowdowns by turning the formula round.
+# One guide has a table: "CPU 50–80 %, 2–3 × slower; NVMe 90 %+, 5–10 ×". Its CPU example offloads
+# state and weights, its NVMe example the *state alone*. The savings come from the dry runs above.
+# Solving the formula for the tokens shows when a step is that much slower.
 
 
 # %%
 def tokens_for(travel, times):
-    """In a step that takes so many times as long, nothing hidden."""
+    """Return the tokens per step at which a step is `times` slower, without overlap."""
     return travel / (times - 1) * FLOPS / 8
 
 
 share = {way: 1 - peaks[way] / peaks["nothing"] for way in WAYS}
-in_words = ", ".join(f"{way} {share[way]:.0%}" for way in list(WAYS)[1:])
+savings = ", ".join(f"{way} {share[way]:.0%}" for way in list(WAYS)[1:])
 few, many, most = (
     [round(tokens_for(travel, times)) for times in ends]
     for travel, ends in ((STEPPED_THERE, (3, 2)), (24 / HOST, (3, 2)), (24 / NVME, (10, 5)))
 )
 state = share["state and float32 weights"]
+
+# %%
 verdict(
     "23a",
     0.5 <= state <= 0.8 and 2 <= slower(24 / HOST, 8192) <= 3,
-    f"7B, 1 × 2,048 tokens, dry run: of the peak are saved {in_words}; 2–3 × slower at "
-    f"{few[0]:,}–{few[1]:,} tokens a step if the host steps (4 bytes a weight by PCIe, 25 GB/s, "
-    f"28 in its memory), at {many[0]:,}–{many[1]:,} if they travel (24 bytes)",
-    condition="for the state and the float32 weights, in steps of two to ten thousand tokens (by "
-    "formula, nothing hidden); with more tokens the time is less, and with gradients away too "
-    "more than 80 % are saved",
-    otherwise="the savings are others",
+    f"saved (7B, 1 × 2,048 tokens, dry run): {savings}; 2–3× slower at {few[0]:,}–{few[1]:,} "
+    f"tokens per step if the host steps, at {many[0]:,}–{many[1]:,} if 24 bytes per weight travel",
+    condition="for state and float32 weights, with 2,000 to 10,000 tokens per step (by formula, "
+    "without overlap)",
 )
 
 # %%
 verdict(
     "23b",
     state >= 0.9,
-    f"state, which the guide's example offloads, and float32 weights {state:.0%}; everything "
-    f"{share['everything']:.0%}; 5–10 × slower at {most[0]:,}–{most[1]:,} tokens a step (24 bytes "
-    f"a weight, 3 GB/s)",
-    otherwise="where bytes go changes nothing about how many: a disk saves what the host does, and "
-    "the guide's example no more than that; more than 90 % are saved with gradients, weights "
-    "and activations away too, to either; 5–10 × is for steps of ten to twenty thousand tokens",
+    f"state and float32 weights {state:.0%}, everything {share['everything']:.0%}; 5–10× slower at "
+    f"{most[0]:,}–{most[1]:,} tokens per step (24 bytes per weight, 3 GB/s)",
+    otherwise="a disk saves as many GPU bytes as the host; only offloading everything saves over "
+    "90%",
 )
 
 # %%
@@ -923,17 +948,16 @@ v100, left_13 = 32 * 2**30, peaks["and gradients", 13]
 verdict(
     "23c",
     left_13 < v100,
-    f"13.0B with state, float32 weights and gradients away: a peak of {left_13 / 1e9:.1f} GB, of "
-    f"which 26.0 are weights; with everything away {peaks['everything', 13] / 1e9:.1f} GB",
-    condition="for a GPU of 32 GB, which is what its paper used, and a host with 14 bytes a "
-    "weight, 182 GB; one of 24 GB wants weights streamed, too",
-    otherwise="the weights alone are too large",
+    f"13.0B: peak {left_13 / 1e9:.1f} GB (26.0 GB are weights) with state, float32 weights and "
+    f"gradients offloaded; {peaks['everything', 13] / 1e9:.1f} GB with everything offloaded",
+    condition="on a GPU with 32 GB, as in its paper, and 182 GB of host memory; with 24 GB, stream "
+    "the weights too",
 )
 
 # %% [markdown]
-# The examples are configs of DeepSpeed. `memlab plan --deepspeed ds_config.json` says of each key
-# what it costs and saves. Here are both, for 7B on one GPU: as they stand, and with 16-bit weights
-# and checkpointing, as in the dry runs. By formula; DeepSpeed itself does not run here.
+# The guide's examples are DeepSpeed configs. `memlab plan --deepspeed ds_config.json` explains what
+# each key costs and saves. Compare both for 7B on one GPU: unchanged, and with 16-bit weights and
+# checkpointing, as in the dry runs. (By formula; DeepSpeed itself does not run here.)
 
 # %%
 from memlab.configs.deepspeed import CHECKPOINTING, parse_deepspeed
@@ -952,7 +976,7 @@ in_deepspeed = {}
 for name, text in CONFIGS.items():
     given = parse_deepspeed(text)
     better = given.with_value("bf16.enabled", True).with_value(CHECKPOINTING, True)
-    for how, config in (("as it stands", given), ("bf16, checkpoints", better)):
+    for how, config in (("unchanged", given), ("bf16, checkpoints", better)):
         step = in_deepspeed[name, how] = DeepSpeedStep(seven, config, seq_len=2048)
         places = step.gpu_bytes, step.host_bytes, step.disk_bytes
         print(f"{name:5}{how:18}", end="")
@@ -964,55 +988,52 @@ cpu, nvme = (in_deepspeed[name, "bf16, checkpoints"] for name in CONFIGS)
 verdict(
     "23d",
     nvme.gpu_bytes <= cpu.gpu_bytes,
-    f"7B, 1 × 2,048 tokens, by formula: the GPU holds {cpu.gpu_bytes / 1e9:.1f} GB with the first "
-    f"config and {nvme.gpu_bytes / 1e9:.1f} with the second, of which "
-    f"{nvme.terms['weights'] / 1e9:.1f} are weights; the host {cpu.host_bytes / 1e9:.1f} and "
-    f"{nvme.host_bytes / 1e9:.1f}; as they stand, without bf16, both train in float32",
-    condition="for the GPU and the host",
-    otherwise="the second config leaves the weights on the GPU, so a GPU holds a smaller model "
-    "with it; it spares the host, not the GPU: for larger models add offload_param",
+    f"7B, bf16: GPU {cpu.gpu_bytes / 1e9:.1f} GB with the first config, {nvme.gpu_bytes / 1e9:.1f} "
+    f"with the second (weights {nvme.terms['weights'] / 1e9:.1f} GB); host "
+    f"{cpu.host_bytes / 1e9:.1f} and {nvme.host_bytes / 1e9:.1f} GB",
+    otherwise="the second config keeps the weights on the GPU, so it fits smaller models; add "
+    "offload_param",
 )
 
 # %%
 plain = a_model(layers=12)
 trace = memlab.measure(lambda: a_step(plain), model=plain)
-as_ever = max(running_sums(e.bytes * (e.category == "parameters") for e in trace.events))
+sequential = max(running_sums(e.bytes * (e.category == "parameters") for e in trace.events))
+
+# %%
 verdict(
     "24",
-    as_ever < everything,
-    f"twelve layers, which run one after the other: {as_ever:,} bytes of weights at a time, of "
-    f"{everything:,}; streamed, at most {max(here):,}: the rest and two layers; 7B with "
-    f"everything away {share['everything']:.0%} less at the peak",
-    condition="as it is worded",
-    otherwise="layers always run one after the other, and that saves nothing: all their weights "
-    "are there meanwhile; it is true of keeping a layer's weights on the device only while it "
-    "runs, at the price of reading them twice a step",
+    sequential < everything,
+    f"twelve layers, run in sequence: {sequential:,} of {everything:,} bytes of weights in memory; "
+    f"streamed: at most {max(here):,}",
+    otherwise="layers always run in sequence, with all weights in memory; streaming the layers "
+    "saves memory, and reads them twice per step",
 )
 
 # %% [markdown]
 # ## What you can do now
 #
-# | away | saves, bytes a weight | travels in a step, bytes a weight |
+# | offloaded | saves, bytes per weight | transfers per step, bytes per weight |
 # | --- | --- | --- |
 # | Adam's state | 8 | 8 + 8 |
-# | and float32 weights, and with them float32 gradients | 14 | 12 + 12 |
+# | and float32 weights (no float32 gradients either) | 14 | 12 + 12 |
 # | the same, stepped on the host | 14 | 4 |
 # | and gradients | 16 | 14 + 14 |
-# | and weights | all but rest + 2 layers | 16 + 18 |
-# | activations | what waits for backward | that, there and back |
+# | and weights | all but the rest and 2 layers | 16 + 18 |
+# | activations | the saved tensors | the saved tensors, both ways |
 #
-# You can tell a win from a copy in the same memory, say from how many tokens on a road is wide
-# enough, and make a training survive a kill.
+# You can recognize a "saving" that only copies within the same memory, say from how many tokens on
+# a transfer is fast enough, and make a training run survive a kill.
 #
 # Tomorrow: averages of weights, chosen after training, from snapshots on the disk.
 
 # %% [markdown]
 # ## The running bill
 #
-# One training step of 124M weights on 8 × 640 tokens. So far it had come down to weights and
-# gradients in bfloat16, Lion's state of 8 bits, the inputs of twelve checkpoints, and the loss's
-# temporaries. Now three of these go to the disk: Lion's state, each gradient as soon as it is made,
-# and the inputs.
+# One training step of 124M weights on 8 × 640 tokens. So far it needs bfloat16 weights and
+# gradients, 8-bit Lion's state, the inputs of twelve checkpoints, and the loss's temporaries. Today
+# three of these go to the disk: Lion's state, each gradient as soon as it is computed, and the
+# inputs.
 
 # %%
 running_bill(14)

@@ -50,7 +50,7 @@ class Peer:
     def receive(self) -> Tensor:
         """Wait for a tensor from the previous rank."""
         box, before = self._communicator.boxes[self.rank], (self.rank - 1) % self.ranks
-        self._communicator.wait(self.rank, f"for a message of rank {before}", lambda: bool(box))
+        self._communicator.wait(self.rank, f"for a message from rank {before}", lambda: bool(box))
         self.events.append(("receive", None))
         return self._communicator.altered(box.popleft())
 

@@ -1,7 +1,7 @@
 """The lessons' solutions: the reference answers of the checks, and wrong answers as edits of them.
 
     solution("12.2")            the answer that the solution passes to `exercise`
-    given(12, "Wire")           a name that the lesson defines for its exercises
+    given(12, "Communicator")           a name that the lesson defines for its exercises
     mistakes("12.2", ("The mean is forgotten.", ("total.float() / self.ranks", "total.float()")))
 
 An edit replaces text in the one cell of the solution that contains it. The text must match exactly,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 
-class Wire:
+class Communicator:
     """A communicator that copies tensors between ranks and counts each rank's bytes sent."""
 
     def __init__(self, ranks: int) -> None:
@@ -39,8 +39,8 @@ class Wire:
 class Collectives:
     """Collective operations on lists with one tensor per rank."""
 
-    def __init__(self, wire: Any) -> None:
-        self.wire = wire
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
 
     def reduce_scatter(self, wholes: list[Tensor]) -> list[Tensor]:
         """Return chunk r of the sum for each rank r."""
@@ -50,7 +50,7 @@ class Collectives:
             for source, whole in enumerate(wholes):
                 piece = whole.chunk(len(wholes))[rank]
                 if source != rank:
-                    piece = self.wire.send(source, rank, piece)
+                    piece = self.comm.send(source, rank, piece)
                 total = total + piece
             shards.append(total)
         return shards
@@ -60,7 +60,7 @@ class Collectives:
         wholes = []
         for rank in range(len(shards)):
             pieces = [
-                x if source == rank else self.wire.send(source, rank, x)
+                x if source == rank else self.comm.send(source, rank, x)
                 for source, x in enumerate(shards)
             ]
             wholes.append(torch.cat(pieces))

@@ -23,8 +23,8 @@ from memlab.reference.collectives import Collectives
 class ShardedAdam:
     """`weights` holds the same flat tensor once per rank; it is stepped in place."""
 
-    def __init__(self, weights: list[Tensor], wire: Any, lr: float) -> None:
-        self.weights, self.wire, self.ranks = weights, wire, len(weights)
+    def __init__(self, weights: list[Tensor], comm: Any, lr: float) -> None:
+        self.weights, self.comm, self.ranks = weights, comm, len(weights)
         pieces = [self.padded(w).chunk(self.ranks)[rank] for rank, w in enumerate(weights)]
         copies = [piece.to(torch.float32, copy=True) for piece in pieces]
         self.shards = [nn.Parameter(copy) for copy in copies]
@@ -36,11 +36,11 @@ class ShardedAdam:
 
     def step(self, gradients: list[Tensor], max_norm: float) -> None:
         """Step with the mean of the ranks' gradients, clipped to `max_norm`."""
-        together = Collectives(self.wire)
+        together = Collectives(self.comm)
         sums = together.reduce_scatter([self.padded(g) for g in gradients])
         for shard, total in zip(self.shards, sums, strict=True):
             shard.grad = total.float() / self.ranks
-        norm = self.wire.sum(s.grad.square().sum() for s in self.shards) ** 0.5
+        norm = self.comm.sum(s.grad.square().sum() for s in self.shards) ** 0.5
         for shard, optimizer in zip(self.shards, self.optimizers, strict=True):
             shard.grad *= min(1, max_norm / (norm + 1e-6))
             optimizer.step()

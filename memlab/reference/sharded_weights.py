@@ -35,7 +35,7 @@ def backward_of(w: Tensor, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_gradients_(
-    wire: Any,
+    comm: Any,
     weights: list[list[Tensor]],
     inputs: list[list[Tensor]],
     dys: list[Tensor],
@@ -45,7 +45,7 @@ def add_gradients_(
 
     Return dx per rank. Lists are by rank, inner lists by unit.
     """
-    dys, together = list(dys), Collectives(wire)
+    dys, together = list(dys), Collectives(comm)
     for unit in reversed(range(len(weights[0]))):
         wholes = []
         for rank, dy in enumerate(dys):
@@ -57,14 +57,14 @@ def add_gradients_(
 
 
 def sharded_pass(
-    wire: Any,
+    comm: Any,
     shards: list[list[Tensor]],
     xs: list[Tensor],
     dy_of: Callable[[Tensor], Tensor],
     sums: list[list[Tensor]],
 ) -> None:
     """Run stage 3's forward and backward pass with one unit's whole weights at a time."""
-    together, inputs, units = Collectives(wire), [list(xs)], range(len(shards[0]))
+    together, inputs, units = Collectives(comm), [list(xs)], range(len(shards[0]))
     for unit in units:
         wholes = together.all_gather([mine[unit] for mine in shards])
         inputs.append([forward_of(w, x) for w, x in zip(wholes, inputs[-1], strict=True)])
@@ -73,5 +73,5 @@ def sharded_pass(
     for unit in reversed(units):
         wholes = together.all_gather([mine[unit] for mine in shards])
         given = [[w] for w in wholes], [[x] for x in inputs[unit]]
-        dys = add_gradients_(wire, *given, dys, [[mine[unit]] for mine in sums])
+        dys = add_gradients_(comm, *given, dys, [[mine[unit]] for mine in sums])
         del wholes, given

@@ -14,13 +14,13 @@ from torch import nn
 import memlab
 from memlab.course import days
 from memlab.course.checks import day12
-from memlab.course.checks.day12 import CheckedWire, RankTracker, ShardedCase
+from memlab.course.checks.day12 import CheckedCommunicator, RankTracker, ShardedCase
 from memlab.course.exercises import OK, WRONG, Wrong, judge
 from memlab.course.solutions import edited, solution
 from memlab.metering import measure
 from memlab.model import GPT, PRESETS
 from memlab.optim import Lion8bit
-from memlab.reference.collectives import Collectives, Wire
+from memlab.reference.collectives import Collectives, Communicator
 from memlab.reference.sharded_optimizer import ShardedAdam
 from memlab.reference.sharded_weights import add_gradients_, backward_of, forward_of, sharded_pass
 from memlab.train import combined
@@ -35,8 +35,8 @@ held_and_sent = solution("12.5")
 class RingCollectives:
     """Each rank sends only to the next one."""
 
-    def __init__(self, wire):
-        self.wire = wire
+    def __init__(self, comm):
+        self.comm = comm
 
     def reduce_scatter(self, wholes):
         ranks = len(wholes)
@@ -44,7 +44,7 @@ class RingCollectives:
         for turn in range(ranks - 1):
             for rank in range(ranks):
                 after, which = (rank + 1) % ranks, (rank - turn - 1) % ranks
-                arrived = self.wire.send(rank, after, pieces[rank][which])
+                arrived = self.comm.send(rank, after, pieces[rank][which])
                 pieces[after][which] = arrived + pieces[after][which]
         return [pieces[rank][rank].clone() for rank in range(ranks)]
 
@@ -56,7 +56,7 @@ class RingCollectives:
         for turn in range(ranks - 1):
             for rank in range(ranks):
                 after, which = (rank + 1) % ranks, (rank - turn) % ranks
-                wholes[after][which] = self.wire.send(rank, after, wholes[rank][which])
+                wholes[after][which] = self.comm.send(rank, after, wholes[rank][which])
         return [whole.flatten() for whole in wholes]
 
 
@@ -68,7 +68,7 @@ class StackedCollectives(Collectives):
         found = []
         for rank in range(len(wholes)):
             mine = slice(rank * size, (rank + 1) * size)
-            others = [self.wire.send(s, rank, w[mine]) for s, w in enumerate(wholes) if s != rank]
+            others = [self.comm.send(s, rank, w[mine]) for s, w in enumerate(wholes) if s != rank]
             found.append(torch.stack([wholes[rank][mine], *others]).sum(0))
         return found
 
@@ -76,8 +76,8 @@ class StackedCollectives(Collectives):
 class SlicedAdam(ShardedAdam):
     """Takes slices, fills only the last one with zeros, and uses vector_norm."""
 
-    def __init__(self, weights, wire, lr):
-        self.weights, self.wire, self.ranks = weights, wire, len(weights)
+    def __init__(self, weights, comm, lr):
+        self.weights, self.comm, self.ranks = weights, comm, len(weights)
         self.size = math.ceil(len(weights[0]) / self.ranks)
         self.copies, self.adams = [], []
         for rank, w in enumerate(weights):
@@ -90,18 +90,18 @@ class SlicedAdam(ShardedAdam):
     @torch.no_grad()
     def step(self, gradients, max_norm):
         wide = [torch.cat([g, g.new_zeros(self.size * self.ranks - len(g))]) for g in gradients]
-        means = [x.float().div(self.ranks) for x in RingCollectives(self.wire).reduce_scatter(wide)]
-        norm = math.sqrt(self.wire.sum([torch.linalg.vector_norm(m) ** 2 for m in means]))
+        means = [x.float().div(self.ranks) for x in RingCollectives(self.comm).reduce_scatter(wide)]
+        norm = math.sqrt(self.comm.sum([torch.linalg.vector_norm(m) ** 2 for m in means]))
         for copied, adam, mean in zip(self.copies, self.adams, means, strict=True):
             copied.grad = mean.mul_(max_norm / norm) if norm > max_norm else mean
             adam.step()
             adam.zero_grad()
-        wholes = Collectives(self.wire).all_gather([x.bfloat16() for x in self.copies])
+        wholes = Collectives(self.comm).all_gather([x.bfloat16() for x in self.copies])
         for w, whole in zip(self.weights, wholes, strict=True):
             w[:] = whole[: w.numel()]
 
 
-def by_autograd(wire, weights, inputs, dys, sums):
+def by_autograd(comm, weights, inputs, dys, sums):
     """One autograd graph per unit, freed with the unit."""
     given = list(dys)
     for unit in range(len(weights[0]) - 1, -1, -1):
@@ -110,15 +110,15 @@ def by_autograd(wire, weights, inputs, dys, sums):
             w, x = (t.detach().requires_grad_() for t in (weights[rank][unit], inputs[rank][unit]))
             dw, given[rank] = torch.autograd.grad(forward_of(w, x), (w, x), given[rank])
             made.append(dw)
-        for mine, shard in zip(sums, RingCollectives(wire).reduce_scatter(made), strict=True):
+        for mine, shard in zip(sums, RingCollectives(comm).reduce_scatter(made), strict=True):
             mine[unit].add_(shard)
         del made, w, x, dw
     return given
 
 
-def with_inner_functions(wire, shards, xs, dy_of, sums):
+def with_inner_functions(comm, shards, xs, dy_of, sums):
     """One rank after another where possible, and backward written out."""
-    together, units = RingCollectives(wire), len(shards[0])
+    together, units = RingCollectives(comm), len(shards[0])
 
     def gathered(unit):
         return together.all_gather([mine[unit] for mine in shards])
@@ -151,13 +151,13 @@ def by_cases(parameters, ranks, stage, K, k):
     return (4 + K) * piece, 3 * k * a_pass
 
 
-def with_all_pieces_first(wire, shards, xs, dy_of, sums):
+def with_all_pieces_first(comm, shards, xs, dy_of, sums):
     """The all-gather receives every piece before it concatenates the first."""
 
     def gathered(unit):
         ranks = range(len(shards))
         arrived = [
-            [shards[s][unit] if s == r else wire.send(s, r, shards[s][unit]) for s in ranks]
+            [shards[s][unit] if s == r else comm.send(s, r, shards[s][unit]) for s in ranks]
             for r in ranks
         ]
         return [torch.cat(pieces) for pieces in arrived]
@@ -168,7 +168,7 @@ def with_all_pieces_first(wire, shards, xs, dy_of, sums):
     dys = [dy_of(y) for y in inputs.pop()]
     for unit in reversed(range(len(shards[0]))):
         given = [[w] for w in gathered(unit)], [[x] for x in inputs.pop()]
-        dys = add_gradients_(wire, *given, dys, [[mine[unit]] for mine in sums])
+        dys = add_gradients_(comm, *given, dys, [[mine[unit]] for mine in sums])
         del given
 
 
@@ -193,7 +193,7 @@ def test_a_correct_answer_written_differently_passes(exercise, answer):
 
 
 class SendsZeros(Collectives):
-    """Sends zeros of the right size, and sums the tensors of all ranks without the wire."""
+    """Sends zeros of the right size, and sums the tensors of all ranks without the communicator."""
 
     def reduce_scatter(self, wholes):
         super().reduce_scatter([torch.zeros_like(w) for w in wholes])
@@ -206,7 +206,7 @@ class FalseSender(Collectives):
     def all_gather(self, shards):
         ranks = range(len(shards))
         return [
-            torch.cat([s if n == r else self.wire.send((n + 1) % len(shards), r, s) for n, s in x])
+            torch.cat([s if n == r else self.comm.send((n + 1) % len(shards), r, s) for n, s in x])
             for r in ranks
             for x in [list(enumerate(shards))]
         ]
@@ -263,8 +263,8 @@ def test_an_unchanged_whole_is_not_called_an_all_reduce():
 
 def test_stepping_copies_of_the_weights_is_refused():
     class OwnList(ShardedAdam):
-        def __init__(self, weights, wire, lr):
-            super().__init__([w.clone() for w in weights], wire, lr)
+        def __init__(self, weights, comm, lr):
+            super().__init__([w.clone() for w in weights], comm, lr)
 
     verdict = judge(ADAM, OwnList)
     assert verdict.status == WRONG
@@ -301,7 +301,7 @@ HIDDEN = pytest.mark.parametrize(
 def test_gradients_kept_outside_of_tensors_are_found(hide):
     """Stage 1, hidden from the meter: all gradients are computed before the first is reduced."""
 
-    def answer(wire, weights, inputs, dys, sums):
+    def answer(comm, weights, inputs, dys, sums):
         dys, units, found = list(dys), range(len(weights[0])), {}
         for unit in reversed(units):
             for rank, dy in enumerate(dys):
@@ -310,7 +310,7 @@ def test_gradients_kept_outside_of_tensors_are_found(hide):
         for unit in units:
             kept = [found[rank, unit] for rank in range(len(dys))]
             wholes = [torch.as_tensor(numbers, dtype=dtype) for numbers, dtype in kept]
-            for mine, shard in zip(sums, Collectives(wire).reduce_scatter(wholes), strict=True):
+            for mine, shard in zip(sums, Collectives(comm).reduce_scatter(wholes), strict=True):
                 mine[unit] += shard
         return dys
 
@@ -321,13 +321,13 @@ def test_gradients_kept_outside_of_tensors_are_found(hide):
 
 @HIDDEN
 def test_weights_kept_outside_of_tensors_are_found(hide):
-    def answer(wire, shards, xs, dy_of, sums):
+    def answer(comm, shards, xs, dy_of, sums):
         kept = []
         for unit in range(len(shards[0])):
-            wholes = Collectives(wire).all_gather([mine[unit] for mine in shards])
+            wholes = Collectives(comm).all_gather([mine[unit] for mine in shards])
             kept.append([hide(w) for w in wholes])
             del wholes
-        sharded_pass(FreeForward(wire, shards), shards, xs, dy_of, sums)
+        sharded_pass(FreeForward(comm, shards), shards, xs, dy_of, sums)
 
     verdict = judge(PASS, answer)
     assert verdict.status == WRONG
@@ -335,23 +335,23 @@ def test_weights_kept_outside_of_tensors_are_found(hide):
 
 
 class FreeForward:
-    """A wire that counts no bytes in forward."""
+    """A communicator that counts no bytes in forward."""
 
-    def __init__(self, wire, shards):
-        self.wire, self.left = wire, len(shards) * (len(shards) - 1) * len(shards[0])
+    def __init__(self, comm, shards):
+        self.comm, self.left = comm, len(shards) * (len(shards) - 1) * len(shards[0])
 
     def send(self, source, target, numbers):
         self.left -= 1
-        before = list(self.wire.sent)
-        arrived = self.wire.send(source, target, numbers)
+        before = list(self.comm.sent)
+        arrived = self.comm.send(source, target, numbers)
         if self.left >= 0:
-            self.wire.sent[:] = before
+            self.comm.sent[:] = before
         return arrived
 
 
-def left_open(wire, shards, xs, dy_of, sums, *, forward, backward):
+def left_open(comm, shards, xs, dy_of, sums, *, forward, backward):
     """A learner's first version. `forward` and `backward` say where wholes is deleted."""
-    together, inputs = Collectives(wire), [list(xs)]
+    together, inputs = Collectives(comm), [list(xs)]
     for unit in range(len(shards[0])):
         wholes = together.all_gather([mine[unit] for mine in shards])
         inputs.append([forward_of(w, x) for w, x in zip(wholes, inputs[-1], strict=True)])
@@ -361,7 +361,7 @@ def left_open(wire, shards, xs, dy_of, sums, *, forward, backward):
     for unit in reversed(range(len(shards[0]))):
         wholes = together.all_gather([mine[unit] for mine in shards])
         given = [[w] for w in wholes], [[x] for x in inputs[unit]]
-        dys = add_gradients_(wire, *given, dys, [[mine[unit]] for mine in sums])
+        dys = add_gradients_(comm, *given, dys, [[mine[unit]] for mine in sums])
         if backward:
             del wholes
 
@@ -406,8 +406,8 @@ def test_writing_into_the_gradients_is_refused():
 
 @pytest.mark.parametrize("place", ["weights", "inputs"])
 def test_writing_into_an_argument_of_add_gradients_is_refused(place):
-    def answer(wire, weights, inputs, dys, sums):
-        found = add_gradients_(wire, weights, inputs, dys, sums)
+    def answer(comm, weights, inputs, dys, sums):
+        found = add_gradients_(comm, weights, inputs, dys, sums)
         {"weights": weights, "inputs": inputs}[place][-1][0].zero_()
         return found
 
@@ -416,9 +416,9 @@ def test_writing_into_an_argument_of_add_gradients_is_refused(place):
 
 def test_whole_weights_made_after_the_pass_are_found():
 
-    def answer(wire, shards, xs, dy_of, sums):
+    def answer(comm, shards, xs, dy_of, sums):
         kept = []
-        sharded_pass(wire, shards, xs, dy_of, sums)
+        sharded_pass(comm, shards, xs, dy_of, sums)
         for unit in range(len(shards[0])):
             kept.append([s[unit].repeat(len(shards)) for s in shards])
 
@@ -445,7 +445,7 @@ REFUSED = [
     ("12.1", "slices of the whole", (ADDED, SUM_IN_A_WHOLE)),
     ("12.1", "all_gather in another order", ("torch.cat(pieces)", "torch.cat(pieces[::-1])")),
     ("12.1", "all ranks share a tensor", ("return wholes", "return wholes[:1] * len(shards)")),
-    ("12.1", "the wire on the class", ("self.wire = wire", "type(self).wire = wire")),
+    ("12.1", "the communicator on the class", ("self.comm = comm", "type(self).comm = comm")),
     (
         "12.2",
         "state on the class",
@@ -461,8 +461,8 @@ REFUSED = [
     ("12.2", "weights sent in float32", (".to(self.weights[0].dtype)", "")),
     ("12.2", "gathered Parameters", ("s.detach()", "s")),
     ("12.2", "Adam", ("optim.AdamW", "optim.Adam")),
-    ("12.2", "a norm without wire.sum", ("self.wire.sum(s.", "sum(s."), ("** 0.5", "** 0.5 + 0")),
-    ("12.2", "one wire.sum per rank", (CLIPPED, f"self.wire.sum([0]); {CLIPPED}")),
+    ("12.2", "a norm without comm.sum", ("self.comm.sum(s.", "sum(s."), ("** 0.5", "** 0.5 + 0")),
+    ("12.2", "one comm.sum per rank", (CLIPPED, f"self.comm.sum([0]); {CLIPPED}")),
     ("12.3", "a new sum", ("[unit] += shard", "[unit] = sums[rank][unit] + shard")),
     ("12.3", "dys written over", ("dys, together = list(dys)", "dys, together = dys")),
     ("12.3", "nothing returned", ("return dys", "return None")),
@@ -521,15 +521,15 @@ def test_a_result_is_on_the_rank_of_its_arguments_and_two_ranks_cannot_mix():
 def test_the_wire_moves_a_tensor_and_counts_the_senders_bytes():
     a, b = torch.ones(4), torch.ones(4)
     tracker = tracker_of(a, b)
-    wire = CheckedWire(2, tracker)
+    comm = CheckedCommunicator(2, tracker)
     with tracker:
-        total = b + wire.send(0, 1, a)
+        total = b + comm.send(0, 1, a)
         with pytest.raises(Wrong, match="this tensor is on rank 1"):
-            wire.send(0, 1, total)
+            comm.send(0, 1, total)
         with pytest.raises(Wrong, match="wanted two ranks from 0 to 1"):
-            wire.send(0, 2, a)
+            comm.send(0, 2, a)
     assert tracker.rank_of(total) == 1
-    assert wire.sent == [16, 0]
+    assert comm.sent == [16, 0]
 
 
 # ------------------------------------------------------------------ the references
@@ -551,7 +551,7 @@ def test_a_step_in_float32_matches_the_librarys_stage_1():
     made = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
     library = simulate(model, made, 3, 1)
     flat = [nn.utils.parameters_to_vector(model.parameters()).detach() for _ in range(3)]
-    adam = ShardedAdam(flat, Wire(3), 0.1)
+    adam = ShardedAdam(flat, Communicator(3), 0.1)
     for _ in range(2):
         library.step(batches, lambda m, b: (F.mse_loss(m(b[0]), b[1]), 1), clip_norm=0.1)
         gradients = []
@@ -576,12 +576,12 @@ def test_the_units_backward_matches_autograd():
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_stage_3_needs_at_most_four_units_for_any_number_of_units(ranks):
-    """Whole weights, their gradient, tanh's temporaries, and the tensors on the wire."""
+    """Whole weights, their gradient, tanh's temporaries, and the tensors being sent."""
     peaks = []
     for units in (6, 24):
         case = ShardedCase(ranks, 1, ((64, 64),) * units, torch.float32)
         given = case.for_stage_3(case.sums())
-        trace = measure(lambda g=given: sharded_pass(Wire(ranks), *g))
+        trace = measure(lambda g=given: sharded_pass(Communicator(ranks), *g))
         peaks.append(day12._peak_per_rank(trace, ranks))
     assert peaks[0] < 4 * 64 * 64 * 4
     assert peaks[1] - peaks[0] == 18 * 64 * 4  # each unit's input

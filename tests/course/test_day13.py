@@ -16,7 +16,7 @@ from memlab.course.exercises import OK, WRONG, Wrong, judge
 from memlab.course.peers import Stuck, in_turns
 from memlab.course.solutions import edited, solution
 from memlab.model import PRESETS
-from memlab.reference.collectives import Collectives, Wire
+from memlab.reference.collectives import Collectives, Communicator
 from memlab.zero import communication_bytes, model_state_bytes
 
 RING, BUCKETS, AGREED, RESHARDED, WAYS = days.day(13).exercises
@@ -230,9 +230,9 @@ def test_a_gradient_that_is_kept_is_found_also_as_a_view_or_copy(keep):
 
 
 def test_gradients_kept_in_a_list_do_not_get_the_remark_about_a_variable():
-    parts = """parts = [there.pop(n) for n in left.pop(0)]
-            way.append(peer.begin(torch.cat(parts)))"""
-    flat = ("there[name] = gradient", "there[name] = gradient.flatten()")
+    parts = """parts = [grads.pop(n) for n in pending.pop(0)]
+            work.append(peer.begin(torch.cat(parts)))"""
+    flat = ("grads[name] = gradient", "grads[name] = gradient.flatten()")
     found = judge(BUCKETS, edited("13.2", (BEGIN, parts), flat)).text
     assert "still holds gradient a when c is made" in found
     assert "The variable `flat`" not in found
@@ -316,11 +316,11 @@ OF_A_COPY = (
 )
 NEWER = (
     ("[], [], list(buckets)", "[], {}, list(buckets)"),
-    ("sums.append(way.pop(0).wait())", "newer = way.pop(); sums[newer] = newer.wait()"),
+    ("sums.append(work.pop(0).wait())", "newer = work.pop(); sums[newer] = newer.wait()"),
     ("for name, gradient in made", "begun = []\n    for name, gradient in made"),
-    (BEGIN, f"{BEGIN}\n            begun.append(way[-1])"),
-    ("return sums +", "sums |= dict(zip(way,"),
-    ("for work in way]", "for work in way]))\n    return [sums[work] for work in begun]"),
+    (BEGIN, f"{BEGIN}\n            begun.append(work[-1])"),
+    ("return sums +", "sums |= dict(zip(work,"),
+    ("for w in work]", "for w in work]))\n    return [sums[w] for w in begun]"),
 )
 PADDED, FOUND = "F.pad(found, (0, share - len(found)))", "found = torch.cat(parts)"
 EMPTY = f"{FOUND}\n    empty = found.new_empty(share)\n    empty[: len(found)] = found"
@@ -344,7 +344,7 @@ REFUSED = [
         "13.2",
         "copies that stay",
         ("] = gradient", "] = gradient.clone()"),
-        ("there.pop(n)", "there[n]"),
+        ("grads.pop(n)", "grads[n]"),
     ),
     ("13.2", "buckets emptied", ("list(buckets)", "buckets")),
     ("13.2", "all taken first", ("in made", "in [*made]")),
@@ -432,8 +432,8 @@ def test_a_rank_goes_on_while_a_sum_is_in_flight():
     [
         (
             lambda peer: peer.receive(),
-            "all ranks are stuck: rank 0 waits for a message of rank 1, rank 1 waits for a message "
-            "of rank 0; real ranks would hang.",
+            "all ranks are stuck: rank 0 waits for a message from rank 1, rank 1 waits for a "
+            "message from rank 0; real ranks would hang.",
         ),
         (
             lambda peer: peer.rank or peer.most(1),
@@ -507,12 +507,12 @@ def test_a_sum_is_waited_for_once():
 
 def test_the_ring_gives_and_sends_the_same_as_day_12s_reduce_scatter():
     wholes = [torch.randint(9, (12,)).float() for _ in range(4)]
-    wire, peers = Wire(4), []
-    wanted = Collectives(wire).reduce_scatter(wholes)
+    comm, peers = Communicator(4), []
+    wanted = Collectives(comm).reduce_scatter(wholes)
     found = in_turns(ring_reduce_scatter, [(w,) for w in wholes], peers=peers)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     sent = [sum(size for event, size in p.events if event == "send") for p in peers]
-    assert sent == wire.sent
+    assert sent == comm.sent
 
 
 def test_sums_in_buckets_equal_one_sum():

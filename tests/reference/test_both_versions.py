@@ -51,7 +51,7 @@ from memlab.reference.adamw import adamw_
 from memlab.reference.apollo import apollo_
 from memlab.reference.checkpointing import forget
 from memlab.reference.chunked_loss import chunked_loss
-from memlab.reference.collectives import Wire
+from memlab.reference.collectives import Communicator
 from memlab.reference.galore import galore_
 from memlab.reference.lion import lion_
 from memlab.reference.log_probs import log_probs, of_rows
@@ -450,8 +450,8 @@ class Flat(nn.Module):
 def test_sharded_optimizer():
     ranks, n = 4, 30  # 4 does not divide 30
     gradients = [(seeded(n, seed=5 + r) * 8).round() / 16 for r in range(ranks)]
-    mine, wire = [seeded(n) for _ in range(ranks)], Wire(ranks)
-    ShardedAdam(mine, wire, lr=0.01).step(gradients, max_norm=0.5)
+    mine, comm = [seeded(n) for _ in range(ranks)], Communicator(ranks)
+    ShardedAdam(mine, comm, lr=0.01).step(gradients, max_norm=0.5)
     model = Flat(n)
     adamw = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     simulation = zero.simulate(model, adamw, ranks, stage=1)
@@ -461,10 +461,10 @@ def test_sharded_optimizer():
     assert torch.equal(mine[0], simulation.weights()["weight"])
     padded = -(-n // ranks) * ranks
     assert (
-        wire.sent
+        comm.sent
         == [zero.communication_bytes(padded, ranks=ranks, stage=1, element_bytes=4)] * ranks
     )
-    assert [4 * each.model_elements() for each in result.traffic] == wire.sent
+    assert [4 * each.model_elements() for each in result.traffic] == comm.sent
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -472,8 +472,8 @@ def test_sharded_weights_send_what_the_formula_says(ranks):
     C, units = 8, 3
     shards = [[seeded(C * C, seed=u).chunk(ranks)[r] for u in range(units)] for r in range(ranks)]
     sums = [[torch.zeros(C * C // ranks) for _ in range(units)] for _ in range(ranks)]
-    xs, wire = [seeded(5, C, seed=10 + r) for r in range(ranks)], Wire(ranks)
-    sharded_pass(wire, shards, xs, lambda y: y, sums)
+    xs, comm = [seeded(5, C, seed=10 + r) for r in range(ranks)], Communicator(ranks)
+    sharded_pass(comm, shards, xs, lambda y: y, sums)
     weights = [seeded(C * C, seed=u).requires_grad_() for u in range(units)]
     for x in xs:
         for w in weights:
@@ -482,7 +482,7 @@ def test_sharded_weights_send_what_the_formula_says(ranks):
     for u, w in enumerate(weights):
         torch.testing.assert_close(torch.cat([mine[u] for mine in sums]), w.grad)
     wanted = zero.communication_bytes(units * C * C, ranks=ranks, stage=3, element_bytes=4)
-    assert wire.sent == [wanted] * ranks
+    assert comm.sent == [wanted] * ranks
 
 
 def test_offloaded_optimizer():

@@ -77,8 +77,8 @@ _HELD_BYTES = Exercise(
     difficulty=3,
     hints=(
         "Parameters and gradients are products with N. Read their dtypes from the table. A "
-        "gradient has the dtype of its weight, unless it is gathered in float32. A moment has the "
-        "dtype of the weight that the optimizer steps.",
+        "gradient has the dtype of its weight, unless it is accumulated in float32. A moment has "
+        "the dtype of the weight that the optimizer steps.",
         "Adam's counters are float32 in every policy, one per tensor: 9 per block, and 2 (tied) or "
         "3 (untied) outside. Autocast casts the matrices of matmuls: no norm, and the embedding "
         "only if it scores the tokens too.",
@@ -125,11 +125,14 @@ _HELD_BYTES = Exercise(
         ),
         ("Add Adam's counters: one per tensor.", (_COUNTERS, "")),
         (
-            "Adam's counters are float32 whatever the dtype of its moments: 4 bytes per tensor.",
+            "Adam's counters are always float32: 4 bytes per tensor.",
             (_COUNTERS, _COUNTERS.replace("4", "moment")),
         ),
         ("Norms are not cast: autocast casts the matrices of matmuls.", (_CASTS, "N")),
-        ("A lookup of rows is no matmul: an untied embedding is not cast.", (" - looked_up", "")),
+        (
+            "An embedding lookup is not a matmul: an untied embedding is not cast.",
+            (" - looked_up", ""),
+        ),
         (
             "A tied embedding scores the tokens, so it is cast.",
             ("0 if config.tied else config.vocab_size * C", "config.vocab_size * C"),
@@ -705,12 +708,12 @@ def _drawn(*edit: str) -> tuple[str, str]:
 
 _ROUND = Exercise(
     id="4.3",
-    title="Round at random",
+    title="Stochastic rounding",
     minutes=12,
     difficulty=3,
     hints=(
-        "Integer addition carries. What can you add to the 32 bits of a float32, so that a carry "
-        "into the upper 16 bits is the more likely the larger the lower 16 bits are?",
+        "Integer addition carries. What can you add to the 32 bits of a float32, so that "
+        "larger lower 16 bits make a carry into the upper 16 bits more likely?",
         "Add a random integer of 16 bits: it carries into the upper half with a probability equal "
         "to the fraction. Then clear the lower half. .view(torch.int32) shows the bits, and "
         "torch.randint takes a shape, generator and dtype.",
@@ -762,7 +765,7 @@ _ROUND = Exercise(
         ),
         ("The carry turns a NaN into a finite value.", (_GUARDED, "bits.view(torch.float32)")),
         (
-            "A NaN whose upper bits are those of inf is cut down to inf.",
+            "A NaN with the upper bits of inf becomes inf.",
             body("stochastic_round", _BY_FRACTION),
         ),
         (
@@ -903,12 +906,12 @@ _DROP = "            weight.grad = None\n"
 
 _MASTER_STEP = Exercise(
     id="4.4",
-    title="A step of master weights",
+    title="A step with master weights",
     minutes=12,
     difficulty=2,
     hints=(
-        "Three parts: the gradients go up to the copies, the optimizer steps the copies, the "
-        "weights come down. Which dtype has each part?",
+        "Three parts: move the gradients to the copies, step the copies, write them to the "
+        "weights. Which dtype has each part?",
         "Cast a gradient to float32 first, then divide it, and drop the model's own before the "
         "next one. Only the optimizer may write into the copies.",
         "For each pair with a gradient: copy.grad = weight.grad.float() / scale; weight.grad = "
@@ -920,7 +923,7 @@ _MASTER_STEP = Exercise(
     wrong_answers=mistakes(
         "4.4",
         (
-            "Copies that you make again from the rounded weights lose small updates: keep them.",
+            "Copies recreated from the rounded weights lose small updates: keep them.",
             (
                 "        if weight.grad is not",
                 "        copy.data.copy_(weight)\n        if weight.grad is not",
@@ -936,10 +939,10 @@ _MASTER_STEP = Exercise(
         ),
         ("Divide the gradient by the scale.", (_UP, "copy.grad = weight.grad.float()\n")),
         (
-            "Divide by every scale, also by one below 1.",
+            "Divide by every scale, even one below 1.",
             (_UP, _UP.replace("scale", "max(scale, 1.0)")),
         ),
-        ("Copy the stepped values into the model's own weights.", (_DOWN, "pass")),
+        ("Copy the updated values into the model's own weights.", (_DOWN, "pass")),
         (
             ".data = turns the weight into the float32 copy itself: copy_ writes and rounds.",
             (_DOWN, "weight.data = copy.data"),

@@ -331,12 +331,12 @@ _ADD = Exercise(
         ),
         ("row_max can be below 0. Replace only −∞ by 0.", (_SAFE, "new_max.clamp(min=0)")),
         (
-            "The 0 that replaces −∞ is returned as row_max. Return −∞, or later scores below 0 are "
-            "measured from 0.",
+            "The 0 that replaces −∞ is returned as row_max. Return −∞; otherwise later scores "
+            "below 0 are measured from 0.",
             ("return new_max,", "return safe_max,"),
         ),
         (
-            "Probabilities times values, broadcast, are R · K · D elements. Use probs @ values.",
+            "Broadcasting probs times values makes R · K · D elements. Use probs @ values.",
             ("probs @ values", "(probs[..., None] * values[..., None, :, :]).sum(-2)"),
         ),
     ),
@@ -373,8 +373,8 @@ def _check_plan(answer: Planner) -> str:
         _compare_plans(call, got, _plan_by_pairs(queries, keys, tile, shift))
     count = sum(len(visited) for _, visited in answer(64, 64, 16, 0))
     return (
-        f"{len(PLANS)} plans match a test of every pair · of 4 × 4 tiles a causal mask leaves "
-        f"{count}"
+        f"{len(PLANS)} plans match a test of every pair · a causal mask leaves {count} of 4 × 4 "
+        f"tiles"
     )
 
 
@@ -444,10 +444,10 @@ _PLAN = Exercise(
     minutes=12,
     difficulty=2,
     hints=(
-        "Two loops: over rows of tiles, range(0, queries, tile), and in each over columns. The "
-        "last query of a row sees the most keys.",
-        "The last query of the row first … last − 1 sees all keys below last + shift, but no more "
-        "than there are. The columns start at range(0, that number, tile).",
+        "Two loops: over rows of tiles, range(0, queries, tile), and inside it over columns. "
+        "The last query of a row sees the most keys.",
+        "A row holds the queries first … last − 1. Its last query sees min(last + shift, keys) "
+        "keys. The columns start at range(0, that number, tile).",
         "for first in range(0, queries, tile): last = min(first + tile, queries); seen = min(last "
         "+ shift, keys). In that row, each n in range(0, seen, tile) starts a slice of keys. Where "
         "does it end?",
@@ -492,7 +492,7 @@ _PLAN = Exercise(
             ("min(n + tile, keys)", "n + tile"),
         ),
         (
-            "Rows in which no query sees a key are missing. Their results have to be written too.",
+            "Rows in which no query sees a key are missing. Their outputs must be written too.",
             ("rows.append(", "if visited: rows.append("),
         ),
     ),
@@ -508,7 +508,7 @@ MatmulSize = tuple[int, int, int, int]  # batch, rows, inner dimension, columns
 
 
 class MatmulRecorder(TorchDispatchMode):
-    """Records the size of each matmul. torch's fused attention, by any name, is Wrong."""
+    """Records the size of each matmul. torch's fused attention raises Wrong."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -534,7 +534,7 @@ class AttentionCosts:
 
     @property
     def peak_bytes(self) -> int:
-        """Beside the arguments."""
+        """The peak without the arguments."""
         given = sum(e.bytes for e in self.trace.events if e.phase == "before")
         return self.trace.peak_bytes - given
 
@@ -560,20 +560,21 @@ def _require_costs(
     matmuls: int,
     of_scores: int,
 ) -> int:
-    """`matmuls` per visited tile, of which `of_scores` make scores or dP. Returns the elements of
-    those."""
+    """Require `matmuls` matmuls per visited tile; `of_scores` of them compute scores or dP.
+
+    Return the number of elements that those compute."""
     _require_no_matrix(call, case, costs.trace)
     made = _require_tiles(call, case, costs.matmuls, of_scores)
     require(
         costs.peak_bytes <= room,
         f"{call} needs {costs.peak_bytes:,} bytes at its peak beside its arguments; wanted at most "
-        f"{room:,}. Is a tensor of each tile kept, or one several times as large as q? Alive at "
+        f"{room:,}. Is a tensor kept for each tile, or one several times as large as q? Alive at "
         f"the peak: {_largest_at_peak(costs.trace)}.",
     )
     wanted = matmuls * 2 * case.head_dim * case.scores
     require(  # row sums as a matmul take a few more
         costs.operations <= 1.1 * wanted,
-        f"{call} takes {costs.operations:,} operations; wanted {wanted:,}: {matmuls} matmuls for "
+        f"{call} needs {costs.operations:,} operations; wanted {wanted:,}: {matmuls} matmuls for "
         f"each visited tile.",
     )
     return made
@@ -588,8 +589,8 @@ def _require_no_tile_stays(
     more = 4 * MORE_KEYS.heads * MORE_KEYS.head_dim * (MORE_KEYS.keys - FEWER_KEYS.keys)
     require(
         many - few <= of_k * more,
-        f"{call} peaks {many - few:,} bytes above the same with {FEWER_KEYS.keys} keys, whose k is "
-        f"{more:,} bytes smaller. Is a tensor kept of each tile in a row?",
+        f"{call} has a peak {many - few:,} bytes higher than with {FEWER_KEYS.keys} keys, but k is "
+        f"only {more:,} bytes larger. Is a tensor kept for each tile of a row?",
         evidence=(call, "tiles of a row"),
     )
 
@@ -608,9 +609,10 @@ def _require_no_matrix(call: str, case: AttentionCase, trace: Trace) -> None:
 
 
 def _require_tiles(call: str, case: AttentionCase, sizes: list[MatmulSize], of_scores: int) -> int:
-    """No strips, not even of one head. Each visited tile is computed as often as it should be.
+    """Require tiles, not strips, even within one head; each visited tile is computed `of_scores`
+    times.
 
-    A column more is allowed (for row_sum or lse), and so are row sums as a matmul.
+    One more column is allowed (for row_sum or lse), and so are row sums as a matmul.
     """
     inner = [size for size in sizes if 1 not in (size[1], size[3])]
     widest = max(case.tile, case.head_dim + 1)
@@ -627,13 +629,13 @@ def _require_tiles(call: str, case: AttentionCase, sizes: list[MatmulSize], of_s
     require(
         made == wanted,
         f"{call} computes {made:,} elements with matmuls of tiles ({what}); wanted {wanted:,}: "
-        f"each tile of the plan, {case.tile} × {case.tile} where it is whole, and no other.",
+        f"each tile of the plan, at most {case.tile} × {case.tile}, and no other.",
     )
     return made
 
 
 def _largest_at_peak(trace: Trace) -> str:
-    """The three kinds of tensors that take the most bytes, beside the arguments."""
+    """The three shapes and dtypes that use the most bytes, without the arguments."""
     alive = [e for e in trace.alive(trace.peak_position) if e.phase != "before"]
     taken: Counter[tuple[tuple[int, ...], str]] = Counter()
     for event in alive:
@@ -728,8 +730,8 @@ _ATTEND = Exercise(
         *mistakes(
             "10.3",
             (
-                "This computes a strip of scores as long as the text. Use add_tile, one tile at a "
-                "time.",
+                "This computes a strip of scores as long as the sequence. Use add_tile, one "
+                "tile at a time.",
                 body("attend", _BY_STRIPS),
             ),
             (
@@ -740,7 +742,7 @@ _ATTEND = Exercise(
             ("The scores are not scaled. Use q kᵀ / √D.", (" * q.shape[-1] ** -0.5", "")),
             ("The scores are scaled by 1 / D. Use 1 / √D.", ("** -0.5", "** -1")),
             (
-                "lse has the row_max of unscaled scores. Scale the scores first.",
+                "lse uses the row_max of unscaled scores. Scale the scores first.",
                 ("(row_max + ", "(row_max * q.shape[-1] ** 0.5 + "),
             ),
             (
@@ -758,9 +760,9 @@ _ATTEND = Exercise(
                 "backward.",
                 (_LSE_GUARD, ""),
             ),
-            ("Tiles are visited in which everything is hidden. Follow the plan.", (_SEEN, "keys")),
+            ("Fully masked tiles are visited. Follow the plan.", (_SEEN, "keys")),
             (
-                "The tiles on the diagonal need a mask inside. Call hide(…).",
+                "The tiles on the diagonal are partly masked. Call hide(…).",
                 (
                     "hide(part @ k[..., column, :].mT, row, column, shift)",
                     "part @ k[..., column, :].mT",
@@ -831,7 +833,7 @@ def _check_gradients(answer: Flash, case: AttentionCase) -> None:
     _require_untouched(call, **dict(pairs))
     require(
         torch.equal(out, result),
-        f"{call}: backward changed out, which is also the caller's. Make a new tensor.",
+        f"{call}: backward changed out, which the caller also uses. Make a new tensor.",
     )
 
 
@@ -867,7 +869,7 @@ def _exactly(case: AttentionCase) -> tuple[list[Tensor], Tensor]:
 
 
 def _require_all_near(call: str, got: Iterable[Tensor], wanted: Iterable[Tensor]) -> None:
-    """Names every wrong gradient: which ones are wrong tells mistakes apart."""
+    """Name every wrong gradient: the set of wrong gradients distinguishes mistakes."""
     wrong: dict[str, str] = {}
     for name, one, gradient in zip(_GRADIENTS, got, wanted, strict=True):
         try:
@@ -987,11 +989,11 @@ _FLASH = Exercise(
                 body("flash", "return attend(q, k, v, tile, shift)[0]"),
             ),
             (
-                "A checkpoint frees the tiles, but in backward all of them exist at once.",
+                "Checkpointing frees the tiles, but in backward all of them exist at once.",
                 body("flash", _CHECKPOINTED),
             ),
             (
-                "Forward goes by tiles, but backward computes all probs at once.",
+                "Forward is tiled, but backward computes all probs at once.",
                 ("ctx.tile, ctx.shift)", "max(q.shape[-2], k.shape[-2]), ctx.shift)"),
             ),
             (
@@ -1033,12 +1035,12 @@ _FLASH = Exercise(
                 ),
             ),
             (
-                "Many queries see a key. Add (+=) dk and dv over the rows of tiles.",
+                "Several queries see a key. Add (+=) dk and dv over the rows of tiles.",
                 ("dv[..., column, :] +=", "dv[..., column, :] ="),
                 ("dk[..., column, :] +=", "dk[..., column, :] ="),
             ),
             (
-                "The scores are not scaled in backward, but lse is of scaled scores.",
+                "The scores are not scaled in backward, but lse comes from scaled scores.",
                 ("scores = scale * q", "scores = q"),
             ),
             (
@@ -1051,11 +1053,11 @@ _FLASH = Exercise(
                 (f"{_DSCORES}\n", f"{_DSCORES}\n{_OF_V.replace('probs', 'dscores')}"),
             ),
             (
-                "This is the softmax of one tile. Use e^(score − lse), which counts the whole row.",
+                "This is the softmax of one tile. Use e^(score − lse): lse covers the whole row.",
                 (_PROBS, "hide(scores, row, column, ctx.shift).softmax(-1).nan_to_num(0)"),
             ),
             (
-                "Backward visits tiles in which everything is hidden. Follow the plan.",
+                "Backward visits fully masked tiles. Follow the plan.",
                 ("ctx.tile, ctx.shift)", "ctx.tile, k.shape[-2] + q.shape[-2])"),
             ),
             (

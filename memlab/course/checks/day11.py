@@ -71,7 +71,7 @@ _LARGER = "max(3 * logits, logits + gradients)"
 
 _ALL_LOGITS = Exercise(
     id="11.1",
-    title="What the loss holds",
+    title="What the loss needs",
     minutes=5,
     difficulty=1,
     hints=(
@@ -96,15 +96,16 @@ _ALL_LOGITS = Exercise(
             (_LARGER, "2 * logits"),
         ),
         (
-            "With few rows the second moment is larger, because weight's gradient is larger than "
-            "the logits.",
+            "With few rows the second moment is larger, because weight's gradient is larger "
+            "than the logits.",
             (_LARGER, "3 * logits"),
         ),
         (
-            "This is the sum of the two moments. Take the larger: they are never alive at once.",
+            "This is the sum of the two moments. Return the larger one: they are never alive "
+            "at once.",
             (_LARGER, "(3 * logits + gradients)"),
         ),
-        ("These are elements. Each has 4 bytes in float32.", ("4 * max", "max")),
+        ("These are elements. Each uses 4 bytes in float32.", ("4 * max", "max")),
         (
             "The gradient of hidden, rows · width, is missing at the second moment.",
             ("(rows + vocab) * width", "vocab * width"),
@@ -258,7 +259,7 @@ _LARGEST_ADDED = ("z.log() - at_label", "z.log() + row_max - at_label")
 
 _GRADIENT = Exercise(
     id="11.2",
-    title="A chunk's gradient, in its own logits",
+    title="Compute a chunk's gradient in place",
     minutes=15,
     difficulty=3,
     hints=(
@@ -308,8 +309,8 @@ _GRADIENT = Exercise(
             ("x.div_(z).", "x."),
         ),
         (
-            "These are the gradients of the mean. Return those of the sum: a chunk doesn't know "
-            "how many rows count in all.",
+            "These are the gradients of the mean. Return the gradients of the sum: a chunk "
+            "doesn't know how many rows count in total.",
             (_MASKED_X, f"    x.div_((~ignored).sum().clamp(min=1))\n{_MASKED_X}"),
         ),
         (
@@ -327,7 +328,7 @@ _GRADIENT = Exercise(
             _LARGEST_ADDED,
         ),
         (
-            "The sum is of exponentials relative to the row's largest logit, but x[y] is not. "
+            "The exponentials are relative to the row's largest logit, but x[y] is not. "
             "Subtract it there too.",
             _READ_BEFORE,
         ),
@@ -731,17 +732,16 @@ _CHUNKED = Exercise(
             "Each chunk is recomputed, which costs a fourth matmul. Compute the gradients in "
             "forward.",
         ),
-        WrongAnswer(_at_once, "These are all the logits at once, as in F.cross_entropy."),
+        WrongAnswer(_at_once, "This computes all logits at once, as F.cross_entropy does."),
         *mistakes(
             "11.3",
             (
-                "This is the mean of the chunks' means, in which the rows of a short chunk count "
-                "more.",
+                "This is the mean of the chunks' means, so rows of a short chunk count more.",
                 (f"ctx.count = {_COUNT}", "ctx.count = 1"),
                 (_SUMMED, _MEANS),
             ),
             (
-                "The rows after the last whole chunk are missing. The last chunk may be short.",
+                "The rows after the last full chunk are missing. The last chunk may be shorter.",
                 (_ROWS_OF, "range(0, len(hidden) // chunk * chunk, chunk)"),
             ),
             (
@@ -749,11 +749,12 @@ _CHUNKED = Exercise(
                 ("slice(start,", "slice(max(0, min(start, len(hidden) - chunk)),"),
             ),
             (
-                "The mean includes ignored rows. Divide by the number of rows that count.",
+                "The mean includes ignored rows. Divide by the number of rows that are not "
+                "ignored.",
                 (_COUNT, "max(1, len(targets))"),
             ),
             (
-                "Where no row counts, this is 0 / 0. The loss and all gradients should be 0.",
+                "If all rows are ignored, this is 0 / 0. The loss and all gradients should be 0.",
                 (".clamp(min=1)", ""),
             ),
             (
@@ -761,7 +762,8 @@ _CHUNKED = Exercise(
                 (_FACTOR, "1 / ctx.count"),
             ),
             (
-                "These are the gradients of the sum. Divide them by the number of rows that count.",
+                "These are the gradients of the sum. Divide them by the number of rows that "
+                "are not ignored.",
                 (_FACTOR, "upstream"),
             ),
             (
@@ -789,12 +791,13 @@ _CHUNKED = Exercise(
                 (f"g.mul_({_FACTOR})", f"g * ({_FACTOR})"),
             ),
             (
-                "The losses are summed in bfloat16, whose 8 bits are too few for hundreds of them.",
+                "The losses are summed in bfloat16. Its 8 significant bits are too few for "
+                "hundreds of losses.",
                 ("torch.zeros(()", "torch.zeros((), dtype=hidden.dtype"),
                 ("return total /", "return total.float() /"),
             ),
             (
-                "x is in bfloat16, so its losses have 8 bits. Call .float().",
+                "x is in bfloat16, so its losses have 8 significant bits. Call .float().",
                 (_LOGITS, "hidden[rows] @ weight.mT"),
                 ("addmm_(x.mT,", "addmm_(x.mT.float(),"),
             ),
@@ -837,12 +840,12 @@ _DIVISOR = "return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= m
 
 _ROWS = Exercise(
     id="11.4",
-    title="How many rows",
+    title="How many rows in a chunk",
     minutes=10,
     difficulty=2,
     hints=(
-        "Solve the formula for the chunk: subtract the two gradients from the budget, divide by "
-        "the bytes of a row, and round down. So many rows fit.",
+        "Solve the formula for the chunk's rows: subtract the two gradients from the budget, "
+        "divide by the bytes of a row, and round down. This many rows fit.",
         "If `most` rows fit, there are ⌈rows / most⌉ chunks. Spread the rows evenly over them: "
         "the longest chunk has ⌈rows / chunks⌉. In Python, -(-a // b) rounds up.",
         "most = (budget_bytes - 4 * (rows + vocab) * width) // (4 * (vocab + width)); if most < 1: "
@@ -853,13 +856,13 @@ _ROWS = Exercise(
     wrong_answers=mistakes(
         "11.4",
         (
-            "As many rows as fit leave a short last chunk. The same number of even chunks needs "
-            "less memory.",
+            "Chunks of as many rows as fit leave a short last chunk. The same number of even "
+            "chunks needs less memory.",
             (_EVENLY, "return min(most, rows)"),
         ),
         ("A chunk has at most all rows.", (_EVENLY, "return most")),
         (
-            "Where most does not divide the rows, rows // most chunks are too few. Round up.",
+            "If most does not divide the rows, rows // most chunks are too few. Round up.",
             ("-(-rows // most)", "max(1, rows // most)"),
         ),
         (
@@ -880,7 +883,7 @@ _ROWS = Exercise(
             ("most < 1", "most == 0"),
         ),
         (
-            "This rounds up, so one row too many is chosen. Round down with //.",
+            "This rounds up, which gives one row too many. Round down with //.",
             (f"room // ({_PER_ROW})", f"-(-room // ({_PER_ROW}))"),
         ),
         (

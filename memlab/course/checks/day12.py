@@ -14,7 +14,7 @@ from memlab.course.properties import limited_outside_of_tensors
 from memlab.course.solutions import body, mistakes, solution
 from memlab.internals.torch_internals import TorchDispatchMode, disable_current_modes, tree_leaves
 from memlab.metering import measure
-from memlab.reference.collectives import Collectives, Wire
+from memlab.reference.collectives import Collectives, Communicator
 from memlab.reference.sharded_optimizer import ShardedAdam
 from memlab.reference.sharded_weights import add_gradients_, backward_of, forward_of, sharded_pass
 from memlab.trace import Trace
@@ -50,7 +50,7 @@ class RankTracker(TorchDispatchMode):
         if len(ranks) > 1:
             raise Wrong(
                 f"{func.__name__.split('.')[0]} was called on tensors of rank {ranks[0]} and of "
-                f"rank {ranks[1]}. Send one of them first: wire.send(source, target, numbers)."
+                f"rank {ranks[1]}. Send one of them first: comm.send(source, target, tensor)."
             )
         made = func(*args, **kwargs or {})
         if ranks:
@@ -62,8 +62,8 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-class CheckedWire(Wire):
-    """A wire that sends only tensors of the source rank."""
+class CheckedCommunicator(Communicator):
+    """A communicator that sends only tensors of the source rank."""
 
     def __init__(self, ranks: int, tracker: RankTracker) -> None:
         super().__init__(ranks)
@@ -71,35 +71,35 @@ class CheckedWire(Wire):
         self.last_sum = 0.0
         self.tracker = tracker
 
-    def send(self, source: int, target: int, numbers: Tensor) -> Tensor:
-        call = f"wire.send(source={source}, target={target}, numbers)"
+    def send(self, source: int, target: int, tensor: Tensor) -> Tensor:
+        call = f"comm.send(source={source}, target={target}, tensor)"
         ranks = range(len(self.sent))
         require(
-            source in ranks and target in ranks and isinstance(numbers, Tensor),
+            source in ranks and target in ranks and isinstance(tensor, Tensor),
             f"{call}: wanted two ranks from 0 to {len(ranks) - 1}, and a tensor.",
         )
-        rank = self.tracker.rank_of(numbers)
+        rank = self.tracker.rank_of(tensor)
         require(rank in (None, source), f"{call}: this tensor is on rank {rank}.")
-        self.dtypes.add(numbers.dtype)
+        self.dtypes.add(tensor.dtype)
         with disable_current_modes():
-            arrived = super().send(source, target, numbers)
+            arrived = super().send(source, target, tensor)
         self.tracker.place(target, arrived)
         return arrived
 
-    def sum(self, numbers: Sequence[float]) -> float:
-        self.last_sum = super().sum(numbers)
+    def sum(self, values: Sequence[float]) -> float:
+        self.last_sum = super().sum(values)
         return self.last_sum
 
 
 @contextmanager
-def _placed(lists: Sequence[Any]) -> Iterator[CheckedWire]:
-    """A wire between ranks. Entry r of each list is on rank r."""
+def _placed(lists: Sequence[Any]) -> Iterator[CheckedCommunicator]:
+    """A communicator between ranks. Entry r of each list is on rank r."""
     tracker = RankTracker()
     for of_ranks in lists:
         for rank, held in enumerate(of_ranks):
             tracker.place(rank, *_tensors(held))
     with tracker:
-        yield CheckedWire(len(lists[0]), tracker)
+        yield CheckedCommunicator(len(lists[0]), tracker)
 
 
 def _require_sent(call: str, sent: Sequence[int], wanted: int) -> None:
@@ -161,20 +161,20 @@ def _check_collectives(answer: Any) -> str:
         shards = [w[: length // ranks].clone() for w in wholes]
         wanted = [torch.cat(shards) for _ in range(ranks)]
         _check_collective(answer, "all_gather", f"all_gather to {length} elements", shards, wanted)
-    _check_own_wires(answer)
+    _check_own_communicators(answer)
     return (
         "sums and pieces are exact on 1 to 5 ranks, each on its own rank · in both collectives "
         "each rank sends (R − 1)/R of the whole"
     )
 
 
-def _check_own_wires(answer: Any) -> None:
-    wires = Wire(2), Wire(2)
-    first, _ = [answer(wire) for wire in wires]
+def _check_own_communicators(answer: Any) -> None:
+    comms = Communicator(2), Communicator(2)
+    first, _ = [answer(comm) for comm in comms]
     first.all_gather([torch.zeros(1), torch.ones(1)])
     require(
-        sum(wires[0].sent) > 0 and wires[1].sent == [0, 0],
-        "Collectives(a) sends on wire b after Collectives(b). Keep the wire on self.",
+        sum(comms[0].sent) > 0 and comms[1].sent == [0, 0],
+        "Collectives(a) sends on communicator b after Collectives(b) exists. Keep comm on self.",
     )
 
 
@@ -182,14 +182,14 @@ def _check_collective(
     answer: Any, method: str, call: str, given: list[Tensor], wanted: list[Tensor]
 ) -> None:
     before, ranks = [x.clone() for x in given], len(given)
-    with _placed([given]) as wire:
-        made = answer(wire)
+    with _placed([given]) as comm:
+        made = answer(comm)
         kind = type(made).__name__
-        require(hasattr(made, method), f"Collectives(wire) gave {kind}; it has no {method}.")
+        require(hasattr(made, method), f"Collectives(comm) gave {kind}; it has no {method}.")
         got = getattr(made, method)(given)
         _require_tensors(call, got, wanted)
         for rank, x in enumerate(got):
-            at = wire.tracker.rank_of(x)
+            at = comm.tracker.rank_of(x)
             require(at == rank, f"{call}: entry {rank} of the result is on rank {at}.")
     for rank in range(ranks):
         require(
@@ -204,7 +204,7 @@ def _check_collective(
             f"{call}: the result of rank {rank} is a view of its argument; wanted a new tensor.",
         )
     whole = max(x.nbytes for x in (*given, *wanted))
-    _require_sent(call, wire.sent, whole * (ranks - 1) // ranks)
+    _require_sent(call, comm.sent, whole * (ranks - 1) // ranks)
 
 
 def _require_result(call: str, rank: int, given: list[Tensor], got: Tensor, wanted: Tensor) -> None:
@@ -229,9 +229,9 @@ def _elements(x: Tensor) -> str:
 _THROUGH_0 = """
 total = wholes[0].clone()
 for source, whole in list(enumerate(wholes))[1:]:
-    total += self.wire.send(source, 0, whole)
+    total += self.comm.send(source, 0, whole)
 first, *others = total.chunk(len(wholes))
-return [first.clone(), *(self.wire.send(0, r, x) for r, x in enumerate(others, 1))]
+return [first.clone(), *(self.comm.send(0, r, x) for r, x in enumerate(others, 1))]
 """
 
 _COLLECTIVES = Exercise(
@@ -246,7 +246,7 @@ _COLLECTIVES = Exercise(
         "whole, so send the piece, not the whole. Add into a new tensor: total = total + piece. "
         "With +=, you would write into the argument.",
         "reduce_scatter: for each rank: total = 0; for source, whole in enumerate(wholes): piece = "
-        "whole.chunk(len(wholes))[rank]; if source != rank: piece = self.wire.send(source, rank, "
+        "whole.chunk(len(wholes))[rank]; if source != rank: piece = self.comm.send(source, rank, "
         "piece); total = total + piece. all_gather has the same two loops, over shards, and "
         "torch.cat replaces the sum.",
     ),
@@ -264,7 +264,7 @@ _COLLECTIVES = Exercise(
             ("append(total)", "append(total.chunk(len(wholes))[rank].clone())"),
         ),
         (
-            "This is an all-reduce: every rank has the whole sum. Rank r should have piece r only.",
+            "This is an all-reduce: every rank has the whole sum. Rank r should have only piece r.",
             ("return shards", "return self.all_gather(shards)"),
         ),
         (
@@ -273,7 +273,7 @@ _COLLECTIVES = Exercise(
         ),
         ("This is the mean. Return the sum.", ("append(total)", "append(total / len(wholes))")),
         (
-            "Each rank has its neighbor's piece. Give piece r to rank r.",
+            "Each rank has its neighbor's piece. Rank r should get piece r.",
             ("[rank]\n", "[rank - 1]\n"),
         ),
         (
@@ -340,7 +340,7 @@ def _check_adam(answer: Any) -> str:
     weights, gradients = _copies(ranks, n), _gradients(ranks, n, 1)
     limited_outside_of_tensors(
         f"ShardedAdam of {n:,} weights on {ranks} ranks",
-        lambda: answer(weights, Wire(ranks), LR).step(gradients, LOOSE),
+        lambda: answer(weights, Communicator(ranks), LR).step(gradients, LOOSE),
         n * 4,
     )
     return (
@@ -354,7 +354,7 @@ def _check_state_bytes(answer: Any, ranks: int, n: int, dtype: torch.dtype = tor
     weights, gradients, kept = _copies(ranks, n, dtype), _gradients(ranks, n, 1, dtype=dtype), []
 
     def run() -> None:
-        kept.append(answer(weights, Wire(ranks), LR))
+        kept.append(answer(weights, Communicator(ranks), LR))
         kept[0].step(gradients, LOOSE)
 
     given = sum(x.nbytes for x in (*weights, *gradients))
@@ -388,19 +388,19 @@ def _check_steps(
     weights = _copies(ranks, n)
     handed, views = list(weights), [w.view(-1) for w in weights]
     exact = UnshardedAdamW(weights[0], lr)
-    with _placed([weights]) as wire:
-        adam = answer(weights, wire, lr)
+    with _placed([weights]) as comm:
+        adam = answer(weights, comm, lr)
         kind = type(adam).__name__
         require(hasattr(adam, "step"), f"ShardedAdam(…) gave {kind}; it has no step.")
-        _require_sent(f"ShardedAdam of {n} weights on {ranks} ranks, before a step", wire.sent, 0)
+        _require_sent(f"ShardedAdam of {n} weights on {ranks} ranks, before a step", comm.sent, 0)
     for step in range(1, steps + 1):
         gradients = _gradients(ranks, n, step, divisor)
         before = [g.clone() for g in gradients]
         call = f"step {step} of {n} weights on {ranks} ranks, max_norm={max_norm:g}, lr={lr:g}"
-        sent, sums = list(wire.sent), wire.sums
+        sent, sums = list(comm.sent), comm.sums
         for rank, gradient in enumerate(gradients):
-            wire.tracker.place(rank, gradient)
-        with wire.tracker:
+            comm.tracker.place(rank, gradient)
+        with comm.tracker:
             adam.step(gradients, max_norm)
         exact.step(before, max_norm)
         for rank in range(ranks):
@@ -410,14 +410,14 @@ def _check_steps(
                 torch.equal(gradients[rank], before[rank]),
                 f"{call} changed the gradients of rank {rank}.",
             )
-        _require_traffic(call, wire, sent, wire.sums - sums, 4 * (ranks - 1) * -(-n // ranks))
-        _require_norm(call, wire.last_sum, before)
+        _require_traffic(call, comm, sent, comm.sums - sums, 4 * (ranks - 1) * -(-n // ranks))
+        _require_norm(call, comm.last_sum, before)
 
 
 def _check_two_optimizers(answer: Any) -> None:
     n, weights = 6, [_copies(2, 6), _copies(2, 6)]
     exact = [UnshardedAdamW(copies[0], LR) for copies in weights]
-    adams = [answer(copies, Wire(2), LR) for copies in weights]
+    adams = [answer(copies, Communicator(2), LR) for copies in weights]
     for step in (1, 2):
         for shift, (adam, right) in enumerate(zip(adams, exact, strict=True)):
             gradients = _gradients(2, n, step + shift)
@@ -446,15 +446,15 @@ def _require_written(call: str, rank: int, now: Tensor, handed: Tensor, view: Te
 
 
 def _require_traffic(
-    call: str, wire: CheckedWire, before: list[int], sums: int, wanted: int
+    call: str, comm: CheckedCommunicator, before: list[int], sums: int, wanted: int
 ) -> None:
     require(
-        wire.dtypes <= {torch.bfloat16},
+        comm.dtypes <= {torch.bfloat16},
         f"{call} sent torch.float32; wanted torch.bfloat16, the dtype of weights and gradients.",
     )
-    sent = [now - was for now, was in zip(wire.sent, before, strict=True)]
+    sent = [now - was for now, was in zip(comm.sent, before, strict=True)]
     _require_sent(call, sent, wanted)
-    require(sums == 1, f"{call}: wire.sum was called {sums} times; call it once, for the norm.")
+    require(sums == 1, f"{call}: comm.sum was called {sums} times; call it once, for the norm.")
 
 
 def _require_rounded(what: str, got: Tensor, exact: Tensor) -> None:
@@ -473,14 +473,14 @@ def _require_norm(call: str, got: float, gradients: list[Tensor]) -> None:
     wanted = total / len(gradients) ** 2
     require(
         min(abs(got - total), abs(got - wanted)) <= 1e-5 * wanted,
-        f"{call}: wire.sum gave {got:.6g}; wanted {wanted:.6g}, the sum of squares of the mean, in "
+        f"{call}: comm.sum gave {got:.6g}; wanted {wanted:.6g}, the sum of squares of the mean, in "
         f"float32.",
     )
 
 
 _REDUCED = "together.reduce_scatter([self.padded(g) for g in gradients])"
 _TO_ALL = f"together.all_gather({_REDUCED})"
-_SUMMED = "self.wire.sum(s.grad.square().sum() for s in self.shards)"
+_SUMMED = "self.comm.sum(s.grad.square().sum() for s in self.shards)"
 _MEAN = "total.float() / self.ranks"
 _FACTOR = "min(1, max_norm / (norm + 1e-6))"
 _CLIPPED = f"shard.grad *= {_FACTOR}"
@@ -494,7 +494,7 @@ _OWN_ALONE = """for rank, (w, mine) in enumerate(zip(self.weights, stepped)):
 
 _ADAM = Exercise(
     id="12.2",
-    title="Stage 1: a shard of Adam",
+    title="Stage 1: shard Adam's state",
     minutes=20,
     difficulty=4,
     hints=(
@@ -503,9 +503,9 @@ _ADAM = Exercise(
         "norm, clip, optimizer, all-gather.",
         "nn.functional.pad(x, (0, -len(x) % R)) pads. After reduce_scatter, rank r has piece r of "
         "the sum. Its mean is shard.grad. The norm of all gradients is the root of the sum of the "
-        "squares of all shards: wire.sum([…]) ** 0.5. Gather the shards in the weights' dtype.",
+        "squares of all shards: comm.sum([…]) ** 0.5. Gather the shards in the weights' dtype.",
         "shards = [nn.Parameter(padded(w).chunk(R)[r].to(torch.float32, copy=True)) for r, w in "
-        "enumerate(weights)]; in step: sums = Collectives(wire).reduce_scatter([padded(g) for g in "
+        "enumerate(weights)]; in step: sums = Collectives(comm).reduce_scatter([padded(g) for g in "
         "gradients]); shard.grad = total.float() / R; shard.grad *= min(1, max_norm / (norm + "
         "1e-6)); optimizer.step(); shard.grad = None; then all_gather([s.detach().to(w.dtype) …]). "
         "The gathered tensor is longer than the weights by the padding.",
@@ -519,7 +519,7 @@ _ADAM = Exercise(
             "its own piece only.",
             ("self.padded(w).chunk(self.ranks)[rank]", "w"),
             (_REDUCED, f"[s[: len(w)] for w, s in zip(self.weights, {_TO_ALL}, strict=True)]"),
-            (_SUMMED, "self.wire.sum([self.shards[0].grad.square().sum()])"),
+            (_SUMMED, "self.comm.sum([self.shards[0].grad.square().sum()])"),
             ("together.all_gather(stepped)", "stepped"),
         ),
         (
@@ -533,7 +533,7 @@ _ADAM = Exercise(
         ),
         (
             "Norms don't add up, but their squares do.",
-            (f"{_SUMMED} ** 0.5", "self.wire.sum(s.grad.norm() for s in self.shards)"),
+            (f"{_SUMMED} ** 0.5", "self.comm.sum(s.grad.norm() for s in self.shards)"),
         ),
         (
             "The padding is missing: with n // R, no rank steps the last weights.",
@@ -544,7 +544,7 @@ _ADAM = Exercise(
             (_WRITTEN, "w[: len(whole)].copy_(whole)"),
         ),
         (
-            "Where R divides n, no padding is needed, but R - n % R is R. Use -n % R, which is 0.",
+            "If R divides n, no padding is needed, but R - n % R is R. Use -n % R, which is 0.",
             ("-len(x) % self.ranks", "self.ranks - len(x) % self.ranks"),
         ),
         (
@@ -557,7 +557,7 @@ _ADAM = Exercise(
             (", copy=True", ""),
         ),
         (
-            "The epsilon is too large: it shortens small gradients. clip_grad_norm_ has 1e-6.",
+            "The epsilon is too large: it shrinks small gradients. clip_grad_norm_ uses 1e-6.",
             ("1e-6", "1e-2"),
         ),
         ("The sum of the ranks' gradients is used, not their mean.", (_MEAN, "total.float()")),
@@ -575,7 +575,7 @@ _ADAM = Exercise(
             ),
         ),
         (
-            "Each rank steps with its own gradients. Add those of the other ranks.",
+            "Each rank steps with its own gradients. Add the gradients of the other ranks.",
             (
                 _REDUCED,
                 "[self.padded(g).chunk(self.ranks)[r] * self.ranks for r, g in "
@@ -596,8 +596,8 @@ _ADAM = Exercise(
             (_MEAN, f"({_MEAN}).bfloat16()"),
         ),
         (
-            "Each element takes four bytes too many. Set the shard's gradient to None after the "
-            "step.",
+            "Each element needs four bytes too many. Set the shard's gradient to None after "
+            "the step.",
             ("            shard.grad = None\n", ""),
         ),
     ),
@@ -683,14 +683,14 @@ def _check_units(
             sums = case.sums(begin)
             handed = [list(mine) for mine in sums]
             given = case.weights, case.shards, case.xs, case.inputs, case.dys, sums
-            with _placed(given) as wire:
-                got = answer(wire, *arguments(case, sums))
+            with _placed(given) as comm:
+                got = answer(comm, *arguments(case, sums))
             _require_gradients(what, case, handed, sums, begin)
             if passes == 1:
                 _require_tensors(what, got, case.dxs)
                 for rank, (dx, wanted) in enumerate(zip(got, case.dxs, strict=True)):
                     _require_close(f"{what}: the gradient of rank {rank}'s input", dx, wanted)
-            _require_sent(what, wire.sent, passes * 8 * case.elements * (ranks - 1) // ranks)
+            _require_sent(what, comm.sent, passes * 8 * case.elements * (ranks - 1) // ranks)
             _require_arguments_unchanged(what, case)
 
 
@@ -746,7 +746,7 @@ def _check_gradients(answer: Callable[..., Any]) -> str:
     sums = case.sums()
 
     def run() -> None:
-        answer(Wire(case.ranks), *case.for_stage_2(sums))
+        answer(Communicator(case.ranks), *case.for_stage_2(sums))
 
     peak = _peak_per_rank(measure(run), case.ranks)
     _require_few_units("add_gradients_", peak, 4, "gradients")
@@ -758,7 +758,7 @@ def _check_gradients(answer: Callable[..., Any]) -> str:
 
 
 _ALL_THEN_REDUCED = """
-dys, together, units = list(dys), Collectives(wire), range(len(weights[0]))
+dys, together, units = list(dys), Collectives(comm), range(len(weights[0]))
 found = {}
 for unit in reversed(units):
     found[unit] = []
@@ -779,7 +779,7 @@ _ADDED = "sums[rank][unit] += shard"
 
 _GRADIENTS = Exercise(
     id="12.3",
-    title="Stage 2: gradients in shards",
+    title="Stage 2: shard the gradients",
     minutes=12,
     difficulty=3,
     hints=(
@@ -810,7 +810,7 @@ _GRADIENTS = Exercise(
             ),
         ),
         (
-            "Each rank keeps a piece of its own gradients. Add those of the other ranks.",
+            "Each rank keeps a piece of its own gradients. Add the pieces of the other ranks.",
             _NEVER_SENT,
         ),
         (
@@ -840,7 +840,7 @@ MARK = (3, 1, 7)  # a shape that no answer allocates
 MATMULS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.mv.")
 
 
-class GatherMarkingWire(Wire):
+class GatherMarkingCommunicator(Communicator):
     """Allocates a mark in the trace where the all-gather of a unit begins.
 
     It counts bytes. Forward gathers one unit after another; backward gathers and reduces each in
@@ -853,11 +853,11 @@ class GatherMarkingWire(Wire):
         forward = [n * per_collective for n in units]
         self._starts = forward + [(case.units + 2 * n) * per_collective for n in units]
 
-    def send(self, source: int, target: int, numbers: Tensor) -> Tensor:
+    def send(self, source: int, target: int, tensor: Tensor) -> Tensor:
         if self._starts and sum(self.sent) >= self._starts[0]:
             self._starts.pop(0)
             torch.empty(MARK)
-        return super().send(source, target, numbers)
+        return super().send(source, target, tensor)
 
 
 def _require_one_whole(trace: Trace, case: ShardedCase) -> None:
@@ -905,14 +905,14 @@ def _leftover_bytes(trace: Trace, at: int, since: int) -> int:
 def _check_pass(answer: Callable[..., Any]) -> str:
     _check_units("sharded_pass", answer, ShardedCase.for_stage_3, passes=3)
     case = ShardedCase(*DEEP)
-    sums, marking = case.sums(), GatherMarkingWire(case)
+    sums, marking = case.sums(), GatherMarkingCommunicator(case)
     trace = measure(lambda: answer(marking, *case.for_stage_3(sums)))
     _require_one_whole(trace, case)
     peak = _peak_per_rank(trace, case.ranks)
     _require_few_units("sharded_pass", peak, 5, "weights and gradients")
     limited_outside_of_tensors(
         "sharded_pass of 12 units",
-        lambda: answer(Wire(case.ranks), *case.for_stage_3(sums)),
+        lambda: answer(Communicator(case.ranks), *case.for_stage_3(sums)),
         OUTSIDE,
     )
     return (
@@ -926,7 +926,7 @@ _AGAIN = f"wholes = {_GATHERED}\n        given"  # in backward
 _FIRST_LINE = "together, inputs, units ="
 _FREED, _FREED_IN_BACKWARD = "        del wholes\n", "        del wholes, given"
 _GATHERED_AHEAD = """
-together, inputs, units = Collectives(wire), [list(xs)], range(len(shards[0]))
+together, inputs, units = Collectives(comm), [list(xs)], range(len(shards[0]))
 
 def gathered(unit):
     return together.all_gather([mine[unit] for mine in shards]) if unit in units else []
@@ -940,13 +940,13 @@ dys, following = [dy_of(y) for y in inputs[-1]], gathered(units[-1])
 for unit in reversed(units):
     wholes, following = following, gathered(unit - 1)
     given = [[w] for w in wholes], [[x] for x in inputs[unit]]
-    dys = add_gradients_(wire, *given, dys, [[mine[unit]] for mine in sums])
+    dys = add_gradients_(comm, *given, dys, [[mine[unit]] for mine in sums])
     del wholes, given
 """
 
 _PASS = Exercise(
     id="12.4",
-    title="Stage 3: weights in shards",
+    title="Stage 3: shard the weights",
     minutes=18,
     difficulty=4,
     hints=(
@@ -979,13 +979,13 @@ _PASS = Exercise(
             ("wholes = together", f"{_GATHERED}\n        wholes = together"),
         ),
         (
-            "Gradients stay on the rank that computed them. Each piece needs those of all ranks.",
+            "Gradients stay on the rank that computed them. Sum each piece over all ranks.",
             _NEVER_SENT,
         ),
         ("The outputs are used as their own gradients. Call dy_of(y).", ("dy_of(y) for", "y for")),
         (
-            "add_gradients_ got the sums of all units, and used the first for each. Pass lists of "
-            "one unit: [[mine[unit]] for mine in sums].",
+            "add_gradients_ got the sums of all units, and used the first unit's sums each "
+            "time. Pass lists of one unit: [[mine[unit]] for mine in sums].",
             ("[[mine[unit]] for mine in sums]", "sums"),
         ),
         (
@@ -993,25 +993,25 @@ _PASS = Exercise(
             ("in inputs[unit]]", "in inputs[unit + 1]]"),
         ),
         (
-            "The last unit is gathered once. That is a good idea, because its backward comes right "
-            "away, but here gather each unit twice, so that the passes add up to 3.",
+            "The last unit is gathered once. This saves communication, because its backward "
+            "follows immediately, but here gather each unit twice, so that there are 3 passes.",
             (_FREED, f"        last = [wholes] if unit == units[-1] else []\n{_FREED}"),
             (_AGAIN, f"wholes = last.pop() if last else {_GATHERED}\n        given"),
         ),
         (
-            "A name still holds the previous unit while the next is gathered. First del it, and "
-            "every list that has it.",
+            "A name still refers to the previous unit while the next is gathered. First del "
+            "it, and every list that contains it.",
             (_FREED_IN_BACKWARD, ""),
             (_FREED, ""),
         ),
         (
-            "A loop variable, or another name, still holds the last rank's whole unit when the "
-            "next is gathered. Del that name too.",
+            "A loop variable, or another name, still refers to the last rank's whole unit when "
+            "the next is gathered. Del that name too.",
             (_FREED, f"        w = wholes[-1]\n{_FREED}"),
         ),
         (
-            "Forward frees its units, but backward does not. Del wholes, and every list that has "
-            "them.",
+            "Forward frees its units, but backward does not. Del wholes, and every list that "
+            "contains it.",
             (_FREED_IN_BACKWARD, ""),
         ),
         (
@@ -1059,7 +1059,7 @@ _OF_STATE = "K * (shard if stage >= 1"
 
 _FORMULA = Exercise(
     id="12.5",
-    title="What a rank holds, and sends",
+    title="What a rank holds and sends",
     minutes=10,
     difficulty=2,
     hints=(
@@ -1112,7 +1112,7 @@ _FORMULA = Exercise(
             "The padding is sent too: (R − 1) whole shards.",
             ("(ranks - 1) * shard", "(parameters * (ranks - 1) // ranks)"),
         ),
-        ("These are elements. Each has 2 bytes.", ("held, 2 * passes", "held, passes")),
+        ("These are elements. Each uses 2 bytes.", ("held, 2 * passes", "held, passes")),
         ("Use K. It is not always 12 bytes per weight.", (_OF_STATE, "12 * (shard if stage >= 1")),
         (
             "The optimizer state is sharded from stage 1 on.",

@@ -125,7 +125,7 @@ def _require_messages(at: str, peer: Peer, whole: Tensor) -> None:
 
 
 def _check_hops(answer: Any) -> None:
-    """The wire adds 100 to every message, so a sum that went around the ring is 200 larger."""
+    """The transport adds 100 to every message, so a sum that went around the ring is 200 larger."""
     wholes = _wholes(3, 6, torch.float32)
     got = in_turns(answer, [(w,) for w in wholes], altered=lambda message: message + 100)
     for found, wanted in zip(got, torch.stack(wholes).sum(0).chunk(3), strict=True):
@@ -258,7 +258,7 @@ def _check_buckets(answer: Any) -> str:
 
 
 def _check_backward(answer: Any, case: BackwardCase, added: int) -> None:
-    """The wire adds `added` to every sum."""
+    """The transport adds `added` to every sum."""
     orders = " and ".join(dict.fromkeys(case.orders))
     call = f"reduce_in_buckets of {orders} in {', '.join(case.buckets)}"
     peers: list[Peer] = []
@@ -367,7 +367,7 @@ class _WatchedRank(LightMode):
         require(not kept, message, evidence=(message, alive))
 
     def _elements(self) -> Tensor:
-        """All elements that the answer holds. A bucket in flight belongs to the wire."""
+        """All elements that the answer holds. A bucket in flight does not count."""
         found = [torch.empty(0)]
         for ref, dtype in self._made.items():
             storage = storage_from_weak_pointer(ref.cdata)
@@ -427,65 +427,65 @@ def _require_waits(at: str, peer: Peer) -> None:
     require(not in_flight, f"{at}: {counted(len(in_flight), 'bucket')} begun and never waited for.")
 
 
-_BEGIN = "way.append(peer.begin(torch.cat([there.pop(n).flatten() for n in left.pop(0)])))"
-_NAMED = """flat = torch.cat([there.pop(n).flatten() for n in left.pop(0)])
-            way.append(peer.begin(flat))"""
-_AS_THEY_CAME = """names = left.pop(0)
-            flats = [there.pop(n).flatten() for n in [*there] if n in names]
-            way.append(peer.begin(torch.cat(flats)))
+_BEGIN = "work.append(peer.begin(torch.cat([grads.pop(n).flatten() for n in pending.pop(0)])))"
+_NAMED = """flat = torch.cat([grads.pop(n).flatten() for n in pending.pop(0)])
+            work.append(peer.begin(flat))"""
+_AS_THEY_CAME = """names = pending.pop(0)
+            flats = [grads.pop(n).flatten() for n in [*grads] if n in names]
+            work.append(peer.begin(torch.cat(flats)))
             del flats"""
-_WAIT_IF_TWO = """            if len(way) == 2:
-                sums.append(way.pop(0).wait())
+_WAIT_IF_TWO = """            if len(work) == 2:
+                sums.append(work.pop(0).wait())
 """
 _WAIT_IF_THREE = _WAIT_IF_TWO.replace("2", "3").rstrip()
-_SUMS = "sums + [work.wait() for work in way]"
+_SUMS = "sums + [w.wait() for w in work]"
 
 _BUCKETS = Exercise(
     id="13.2",
-    title="Buckets that travel while backward goes on",
+    title="Overlap buckets with backward",
     minutes=20,
     difficulty=4,
     hints=(
-        "Keep three lists: gradients that are not sent yet, sums in flight with the oldest first, "
-        "and buckets that have not begun. After each gradient, check whether the first bucket is "
-        "complete.",
-        "while left and all(name in there for name in left[0]): one gradient can complete two "
-        "buckets. In the loop: if two are in flight, wait for the older. Take the bucket's "
+        "Keep three collections: gradients that are not sent yet, sums in flight with the oldest "
+        "first, and buckets that have not begun. After each gradient, check whether the first "
+        "bucket is complete.",
+        "while pending and all(name in grads for name in pending[0]): one gradient can complete "
+        "two buckets. In the loop: if two are in flight, wait for the older. Take the bucket's "
         "gradients out of the dict (pop), so that they are freed, flatten and torch.cat them, and "
         "begin. Copy the list first, list(buckets), because `buckets` must not change.",
-        "there, way, sums, left = {}, [], [], list(buckets). for name, gradient in made: "
-        "there[name] = gradient; while left and all(n in there for n in left[0]): if len(way) == "
-        "2: sums.append(way.pop(0).wait()); way.append(peer.begin(torch.cat([there.pop(n)"
-        ".flatten() for n in left.pop(0)]))), without a variable for the bucket. After backward, "
-        "up to two buckets are still in flight.",
+        "grads, work, sums, pending = {}, [], [], list(buckets). for name, gradient in made: "
+        "grads[name] = gradient; while pending and all(n in grads for n in pending[0]): if "
+        "len(work) == 2: sums.append(work.pop(0).wait()); work.append(peer.begin(torch.cat("
+        "[grads.pop(n).flatten() for n in pending.pop(0)]))), without a variable for the bucket. "
+        "After backward, up to two buckets are still in flight.",
     ),
     reference=solution("13.2"),
     check=_check_buckets,
     wrong_answers=mistakes(
         "13.2",
         (
-            "You wait for each sum right after begin, so backward stops meanwhile. Wait late.",
-            (_BEGIN, f"sums.{_BEGIN.removeprefix('way.')[:-1]}.wait())"),
+            "You wait for each sum right after begin, so backward stalls. Wait late.",
+            (_BEGIN, f"sums.{_BEGIN.removeprefix('work.')[:-1]}.wait())"),
         ),
         (
-            "You wait long before the next bucket needs the place. Wait just before begin.",
+            "You wait earlier than needed. Wait just before you begin the next bucket.",
             (_WAIT_IF_TWO, ""),
             (_BEGIN, f"{_BEGIN}\n{_WAIT_IF_TWO.rstrip()}"),
         ),
         (
             "Nothing is sent before backward is over. Begin a bucket with its last gradient.",
-            ("        while left", "    while left"),
+            ("        while pending", "    while pending"),
         ),
         (
             "You begin whichever bucket is complete, so ranks begin in different orders. Follow "
             "the order of the list.",
             (
-                "while left and all(n in there for n in left[0]):",
-                "for names in [b for b in left if all(n in there for n in b)]:",
+                "while pending and all(n in grads for n in pending[0]):",
+                "for names in [b for b in pending if all(n in grads for n in b)]:",
             ),
-            ("left.pop(0)", "left.pop(left.index(names))"),
+            ("pending.pop(0)", "pending.pop(pending.index(names))"),
         ),
-        ("Limit the buckets in flight: wait for the older of two.", ("len(way) == 2", "False")),
+        ("Limit the buckets in flight: wait for the older of two.", ("len(work) == 2", "False")),
         (
             "Three buckets are in flight for a moment. Wait for the older, then begin.",
             (_WAIT_IF_TWO, ""),
@@ -494,21 +494,21 @@ _BUCKETS = Exercise(
         (
             "One gradient can complete two buckets, if the later one was ready first. Use `while`, "
             "not `if`.",
-            ("while left and", "if left and"),
+            ("while pending and", "if pending and"),
         ),
         (
             "The variable `flat` keeps the last bucket alive while the next gradients are made. "
             "Pass torch.cat(…) directly to begin, or del flat.",
             (_BEGIN, _NAMED),
         ),
-        ("You keep gradients that were sent. Use pop.", ("there.pop(n)", "there[n]")),
+        ("You keep gradients that were sent. Use pop.", ("grads.pop(n)", "grads[n]")),
         (
             "You concatenate gradients in the order they arrived, which differs between ranks. "
             "Follow the order of the names in the bucket.",
             (_BEGIN, _AS_THEY_CAME),
         ),
         ("These are means. Return sums.", (_SUMS, f"[s / peer.ranks for s in {_SUMS}]")),
-        ("begin returns a handle, not the sum. Call its wait().", ("work.wait() for", "work for")),
+        ("begin returns a handle, not the sum. Call its wait().", ("w.wait() for", "w for")),
     ),
 )
 
@@ -655,14 +655,14 @@ _ZEROS_AT_END = f"""gone = gradient is None
 
 _AGREED = Exercise(
     id="13.3",
-    title="One decision of all ranks",
+    title="One decision for all ranks",
     minutes=15,
     difficulty=3,
     hints=(
         'One number per round carries two messages: "I have no gradient left" and "my gradient is '
         'not finite". If two ranks send both in the same round, which must win?',
         "Give each state a number, so that the maximum wins: 0 for a finite gradient, 1 for one "
-        "that is not finite, 2 for none left. peer.most gives all ranks the same number: return "
+        "with inf or nan, 2 for none left. peer.most gives all ranks the same number: return "
         "at 2, take the next gradient at 1, and step at 0.",
         "while True: gradient = next(gradients, None); mine = 2 if gradient is None else 0 if "
         "gradient.isfinite().all() else 1; worst = peer.most(mine); if worst == 2: return steps. "
@@ -678,7 +678,7 @@ _AGREED = Exercise(
             (_CODE, f"if gradient is None:\n            return steps\n        {_CODE}"),
         ),
         (
-            "A rank skips alone, and is a round ahead from then on. Skip together.",
+            "A rank skips alone, and is one round ahead afterwards. Skip together.",
             (_CODE, _SKIP_ALONE),
         ),
         ("Check for nan: one bad gradient ruins all weights.", _UNCHECKED),
@@ -687,26 +687,32 @@ _AGREED = Exercise(
             _UNCHECKED,
             (_STEP, _LATE_STEP),
         ),
-        ("A bad gradient ends the run. Skip the round, and go on.", ("if worst == 2", "if worst")),
         (
-            "A rank without gradients goes on with zeros, which shrink every mean. Stop when the "
-            "first rank has none left.",
+            "A gradient with inf or nan ends the run. Skip the round, and continue.",
+            ("if worst == 2", "if worst"),
+        ),
+        (
+            "A rank without gradients continues with zeros, which shrink every mean. Stop when "
+            "the first rank has none left.",
             (_CODE, _ZEROS_AT_END),
             ("if worst == 2", "if not peer.most(not gone)"),
         ),
-        ("inf is as bad as nan. Use isfinite().", (_IS_FINE, "not gradient.isnan().any()")),
+        ("inf must be skipped, too. Use isfinite().", (_IS_FINE, "not gradient.isnan().any()")),
         ("This is the sum of the gradients. Step by the mean.", (" / peer.ranks", "")),
         (
             "`weight = weight - …` and `weight.data = …` make a new tensor. Use -=.",
             ("weight -= lr", "weight = weight - lr"),
         ),
-        ("Count no skipped rounds.", ("            steps += 1", "        steps += worst < 2")),
+        ("Do not count skipped rounds.", ("            steps += 1", "        steps += worst < 2")),
         (
             "You take all gradients before the first step. On a real rank each one is a backward "
             "pass with the weights of that step.",
             ("steps = 0", "steps, gradients = 0, iter([*gradients])"),
         ),
-        ("Large gradients are finite. Use isfinite().", (_IS_FINE, "(gradient.abs() < 100).all()")),
+        (
+            "Large gradients are finite, too. Use isfinite().",
+            (_IS_FINE, "(gradient.abs() < 100).all()"),
+        ),
     ),
 )
 
@@ -821,9 +827,9 @@ _RESHARDED = Exercise(
     hints=(
         "Think of all n elements in a row. Your shard begins at rank · ⌈n/new⌉, and file s begins "
         "at s · ⌈n/old⌉. Read where the two overlap.",
-        "Two intervals overlap from the larger start to the smaller stop, if that is not empty. "
-        "Limit your interval to n first, so that you never read padding. read counts from the "
-        "start of its file.",
+        "Two intervals overlap from the larger start to the smaller stop, unless that range is "
+        "empty. Limit your interval to n first, so that you never read padding. read counts from "
+        "the start of its file.",
         "size, share = -(-n // old), -(-n // new); start, stop = min(rank * share, n), min((rank + "
         "1) * share, n); parts = [read(0, 0, 0)]; for each source: first, last = max(start, source "
         "* size), min(stop, (source + 1) * size); if first < last: parts.append(read(source, "
@@ -850,7 +856,10 @@ _RESHARDED = Exercise(
             ),
         ),
         ("Pad the last shards with zeros.", ("F.pad(found, (0, share - len(found)))", "found")),
-        ("read counts from the file's start.", (_READ, "parts.append(read(source, first, last))")),
+        (
+            "The arguments of read count from the file's start.",
+            (_READ, "parts.append(read(source, first, last))"),
+        ),
         (
             "torch.zeros makes float32, and a rank with only zeros reads nothing. Take the dtype "
             "from an empty read.",
@@ -928,7 +937,7 @@ _ALL_REDUCES, _BLOCKS = "blocks * 4 * 2 * (tensor - 1)", "-(-layers // pipeline)
 
 _WAYS = Exercise(
     id="13.5",
-    title="Tensor × pipeline × data, of one rank",
+    title="Tensor × pipeline × data, per rank",
     minutes=20,
     difficulty=4,
     hints=(
@@ -962,15 +971,15 @@ _WAYS = Exercise(
             "passes the ring twice.",
             (_ALL_REDUCES, "blocks * 2 * 2 * (tensor - 1)"),
         ),
-        ("A ring pass takes R − 1 messages, not R.", (_ALL_REDUCES, "blocks * 4 * 2 * tensor")),
-        ("One stage has no neighbour, and two stages have one each.", (_NEIGHBOURS, "2")),
+        ("A ring pass needs R − 1 messages, not R.", (_ALL_REDUCES, "blocks * 4 * 2 * tensor")),
+        ("A single stage has no neighbour; with two stages each has one.", (_NEIGHBOURS, "2")),
         ("A stage in the middle sends both ways.", (_NEIGHBOURS, "min(pipeline - 1, 1)")),
         ("Gradients are sent once per step.", (_BOTH_PASSES, f"k * {_BOTH_PASSES}")),
         ("Tensor ranks all-reduce in every micro-batch.", (f"k * {_ALL_REDUCES}", _ALL_REDUCES)),
         ("Every micro-batch passes the pipeline.", (f"k * {_NEIGHBOURS}", _NEIGHBOURS)),
         ("Stage 1 sends gradients, then weights: two passes.", (_BOTH_PASSES, "2 * (data - 1)")),
         (
-            "These are elements. Each has 2 bytes.",
+            "These are elements. Each uses 2 bytes.",
             ("activation = 2 * tokens", "activation = tokens"),
             (_BOTH_PASSES, "2 * (data - 1)"),
         ),

@@ -323,7 +323,7 @@ _LOOKED_UP = "known[storage]() if storage in known else None"
 
 _HOOKS = Exercise(
     id="14.1",
-    title="Saved tensors wait in a store",
+    title="Offload saved tensors",
     minutes=20,
     difficulty=4,
     hints=(
@@ -363,7 +363,7 @@ _HOOKS = Exercise(
             ("weakref.ref(kept)", "lambda: kept"),
         ),
         (
-            "The offset of the view is lost. Use as_strided(size, stride, offset).",
+            "The view's offset is missing. Use as_strided(size, stride, offset).",
             (_OF_VIEW, "[: view[0].numel()].view(view[0])"),
         ),
         ("Keep the strides: do not call .contiguous().", (_OF_VIEW, f"{_OF_VIEW}.contiguous()")),
@@ -390,7 +390,8 @@ _HOOKS = Exercise(
             (_NOTED, "known[storage.data_ptr()] = kept"),
         ),
         (
-            "Detach what stays: an operator that saves its result makes a cycle (Day 6).",
+            "Detach tensors that stay in memory: an operator that saves its result makes a "
+            "cycle (Day 6).",
             ("return tensor.detach()", "return tensor"),
         ),
     ),
@@ -518,19 +519,22 @@ _AHEAD = Exercise(
         "Note the keys as they are put. Backward reads in reverse order: after the last key, the "
         "one noted before it is next.",
         "store.prefetch(key) begins the read and allocates its bytes at once. A later get(key) "
-        "waits for it. After each get, prefetch the last key that still waits. A key that was read "
-        "or deleted waits no more.",
-        "get: tensor = self.store.get(key); if key in self.waiting: self.waiting.remove(key); then "
-        "prefetch the last key that waits, if there is one, and return tensor. delete has two "
-        "lines, with the same test before the second.",
+        "waits for it. After each get, prefetch the last key that is still in self.waiting. "
+        "Remove keys that were read or deleted.",
+        "get: tensor = self.store.get(key); if key in self.waiting: self.waiting.remove(key); "
+        "then prefetch the last key of self.waiting, if there is one, and return tensor. "
+        "delete has two lines, with the same test before the second.",
     ),
     reference=solution("14.2"),
     check=_check_ahead,
     wrong_answers=mistakes(
         "14.2",
-        ("Backward waits idle for each tensor. Prefetch the next one.", (_PREFETCHED, "pass")),
         (
-            "You prefetch all that waits, so all of it is in memory. Prefetch one.",
+            "Backward idles while it waits for each tensor. Prefetch the next one.",
+            (_PREFETCHED, "pass"),
+        ),
+        (
+            "You prefetch all keys that were not read, so all tensors are in memory. Prefetch one.",
             (_PREFETCHED, "[self.store.prefetch(key) for key in reversed(self.waiting)]"),
         ),
         ("Backward reads the last key first.", ("self.waiting[-1]", "self.waiting[0]")),
@@ -545,7 +549,7 @@ _AHEAD = Exercise(
             (_REMOVED, "if self.waiting: self.waiting.pop()\n        if self.waiting:"),
         ),
         (
-            "Prefetch the last key that waits, not the one put before the key just read.",
+            "Prefetch the last key that was not read, not the one put before the key just read.",
             body("Ahead.get", _THE_ONE_BEFORE),
         ),
         (
@@ -694,7 +698,7 @@ _SENT_ONCE = "        if n in self.steps: return\n        self.steps[n] ="
 
 _ADAM = Exercise(
     id="14.3",
-    title="The optimizer's state, a sub-group at a time",
+    title="Offload the optimizer state",
     minutes=20,
     difficulty=4,
     hints=(
@@ -716,7 +720,7 @@ _ADAM = Exercise(
     wrong_answers=mistakes(
         "14.3",
         (
-            "Nothing travels while adam.step() works. Prefetch before it, not after.",
+            "No state is transferred while adam.step() runs. Prefetch before it, not after.",
             (_NEXT, ""),
             (_STEPPED, f"{_STEPPED}{_NEXT}"),
         ),
@@ -879,7 +883,7 @@ _KEPT = ((_INPUTS, "inputs, kept = [x], {}"), (_GONE, "        kept[key] = w\n")
 
 _STREAM = Exercise(
     id="14.4",
-    title="A layer's weights at a time",
+    title="Stream the layers' weights",
     minutes=12,
     difficulty=3,
     hints=(
@@ -902,23 +906,23 @@ _STREAM = Exercise(
             ("w = store.get(key)\n        dw", "w = kept[key]\n        dw"),
         ),
         ("You keep all weights, although backward gets them again. del w.", *_KEPT),
-        ("Put the stepped weights.", ("        store.put(key, w - lr * dw)\n", "")),
-        ("You put the gradient. Put w - lr * dw.", ("w - lr * dw", "lr * dw")),
-        ("The step goes uphill. Put w - lr * dw.", ("w - lr * dw", "w + lr * dw")),
+        ("Put the updated weights.", ("        store.put(key, w - lr * dw)\n", "")),
+        ("You put lr * dw. Put w - lr * dw.", ("w - lr * dw", "lr * dw")),
+        ("The sign is wrong. Put w - lr * dw.", ("w - lr * dw", "w + lr * dw")),
         (
             "You take inputs from the wrong end. The input of the last layer comes first.",
             ("inputs.pop(), dy)", "inputs.pop(0), dy)"),
         ),
         ("Pass the output to dy_of.", ("dy_of(inputs.pop())", "inputs.pop()")),
         (
-            "You keep the gradients of all layers to the end. Use each at once.",
+            "You keep the gradients of all layers until the end. Use each immediately.",
             (_INPUTS, "inputs, made = [x], {}"),
             ("dw, dy =", "made[key], dy ="),
             ("lr * dw", "lr * made[key]"),
             ("del w, dw", "del w"),
         ),
         (
-            "Pass each layer's dy on to the layer before it. They all get the last one's.",
+            "Every layer gets the last layer's dy. Pass each layer's dy to the layer before it.",
             ("dw, dy =", "dw, dx ="),
             ("return dy", "return dx"),
         ),
@@ -1131,7 +1135,7 @@ _COMMIT = Exercise(
             (_RENAMED, f'{_RENAMED}    disk.fsync("manifest")\n'),
         ),
         (
-            "You write the manifest in place, over the old one. Write it beside, and rename it.",
+            "You overwrite the manifest in place. Write it to a new file, and rename that.",
             (_RENAMED, ""),
             ("manifest.new", "manifest"),
         ),
@@ -1139,9 +1143,9 @@ _COMMIT = Exercise(
             "You remove the old manifest before the rename. rename replaces it in one operation.",
             (_RENAMED, f'    if step > 1: disk.remove("manifest")\n{_RENAMED}'),
         ),
-        ("Remove the files of earlier steps. Otherwise the disk gets full.", (_TIDIED, "")),
+        ("Remove the files of earlier steps, or the disk fills up.", (_TIDIED, "")),
         (
-            "You remove the files of the last step only. An earlier crash may have left others.",
+            "You remove only the files of the last step. An earlier crash may have left others.",
             (_UNNAMED, f'name.endswith(f".{{step - 1}}") and {_UNNAMED}'),
         ),
         (
