@@ -404,16 +404,15 @@ print(f"error of bfloat16 below 2%: {brain < 0.02}, above scaled float16's: {bra
 # %% [markdown]
 # ### Exercise 4.2: a loss scaler
 #
-# About 20 minutes. Too large a scale shows as inf or nan. `train` takes one step and returns
-# whether it stepped:
+# About 20 minutes. Too large a scale gives inf or nan. `train` returns whether it stepped:
 #
 # 1. Clear old gradients; run backward on each micro-batch's loss times the scale.
 # 2. If all gradients of all groups are finite: divide, clip to `max_norm`, step.
 # 3. Otherwise: no step, scale × ½.
 # 4. After `interval` steps in a row (`fine_steps` counts): scale × 2, at most 2¹²⁷.
 #
-# `losses` is any iterable. Weights: `group["params"]` of each of `optimizer.param_groups`. Never
-# hold two micro-batches' graphs or a copy of the gradients. Call no `torch._…`.
+# `losses` is any iterable. Weights: `group["params"]` of each of `optimizer.param_groups`. Hold
+# one micro-batch's graph at a time and no copy of the gradients. Call no `torch._…`.
 
 
 # %%

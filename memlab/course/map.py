@@ -17,6 +17,12 @@ NEEDS: dict[int, tuple[int, ...]] = {
     **{6: (5,), 7: (5,), 9: (8,), 12: (8,), 13: (12,), 14: (5, 8), 15: (8,), 16: (5, 9, 11)},
     **{17: (3, 16), 18: (13,), 19: (4,), 20: (9,), 21: (10, 11)},
 }
+AFTERWARDS = {
+    r"\bAfter today,? ": "",
+    r"\bToday you build\b": "you have built",
+    r"\bToday you learn\b": "you have learned",
+    r"\bAfterwards,? you\b": "You",
+}
 PARTS = {
     "Foundations": range(1, 4),
     "Activations and precision": (4, 5, 6, 7, 10, 11, 19, 21),
@@ -45,10 +51,17 @@ def summary_of(number: int) -> Summary:
     words = " ".join(text.split())
     title = re.search(r"^# Day \d+: (.*)$", text, re.M)
     minutes = re.search(r"About (\d+) minutes", words)
-    ability = re.search(r"After today,? (.*?)\.? About \d+ minutes", words)
+    ability = re.search(r"\*\*.*?\*\* (.*?)\.? About \d+ minutes", words)
     if not (title and minutes and ability):
         raise ValueError(f"the first cell of day {number} lacks its title, minutes or abilities")
-    return Summary(title[1], int(minutes[1]), ability[1])
+    return Summary(title[1], int(minutes[1]), _afterwards(ability[1]))
+
+
+def _afterwards(text: str) -> str:
+    """Return the sentences as they read after the day."""
+    for before, after in AFTERWARDS.items():
+        text = re.sub(before, after, text)
+    return text
 
 
 def markdown() -> str:
