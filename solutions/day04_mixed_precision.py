@@ -3,9 +3,9 @@
 #
 # **Half the bits: half the bytes?**
 #
-# Today you learn which bytes of a training step halve with 16-bit formats and which do not, and you
-# build what recovers the lost range and precision: a loss scaler, stochastic rounding and master
-# weights.
+# After today you can say which bytes of a training step halve with 16-bit formats and which do not,
+# and build what recovers the lost range and precision: a loss scaler, stochastic rounding and
+# master weights.
 #
 # About 85 minutes, 59 of them for four exercises. You need a laptop; a GPU is optional. Nothing is
 # downloaded.

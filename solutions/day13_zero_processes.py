@@ -3,9 +3,9 @@
 #
 # **Yesterday's ranks were lists in one process. Do real ranks hold and send the same bytes?**
 #
-# Today you run ZeRO in two processes, each with its own meter. You overlap communication with
-# backward, handle a NaN and a killed rank, resume with a different number of ranks, and learn to
-# read "tensor 8, pipeline 4, data 4".
+# After today you can run ZeRO in two processes, each with its own meter, overlap communication with
+# backward, handle a NaN and a killed rank, resume with a different number of ranks, and read
+# "tensor 8, pipeline 4, data 4".
 #
 # About 115 minutes, 85 of them for five exercises. You need a laptop with two free cores. No GPU
 # and no downloads are needed.
