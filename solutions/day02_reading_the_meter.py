@@ -1,17 +1,21 @@
 # %% [markdown]
 # # Day 2: Reading the meter
 #
-# **`nvidia-smi` says 11 GB, PyTorch says 7. Who is right? And what dies at epoch 60?**
+# **`nvidia-smi` shows 11 GB, PyTorch shows 7. Which number is right? And why does a run fail at
+# epoch 60?**
 #
-# After today you can tell apart the three numbers that people call "memory", read an out-of-memory
-# message, and find the line that makes a run die after hours.
+# After today you can:
 #
-# About 100 minutes, 68 of them for six exercises. You need a laptop; a GPU is welcome and not
-# needed. Nothing is downloaded.
+# - tell apart the three numbers that people call "memory"
+# - read an out-of-memory message
+# - find the line that makes a run fail after hours
+#
+# About 100 minutes, 68 of them for six exercises. You need a laptop; a GPU is optional. Nothing is
+# downloaded.
 
 # %% [markdown]
 # As yesterday, you **guess**, **measure**, and **build** what explains the gap. In an exercise,
-# replace `raise NotImplementedError` with your own lines; the cell below checks them. If you are
+# replace `raise NotImplementedError` with your own lines. The cell below it checks them. If you are
 # stuck, type `memlab hint 2.1` in a terminal. You can skip an exercise and go on.
 
 # %% [markdown]
@@ -19,14 +23,14 @@
 #
 # Three numbers are called "memory". All three are right, because they count different things.
 #
-# | number | who reports it | what it counts |
+# | number | reported by | counts |
 # | --- | --- | --- |
 # | **allocated** | `torch.cuda.memory_allocated()` | tensors, each rounded up |
 # | **reserved** | `torch.cuda.memory_reserved()` | memory that torch got from the driver |
 # | **in use** | `nvidia-smi`, `torch.cuda.mem_get_info()` | reserved + *context*, all processes |
 #
-# The CUDA context holds the driver's own code and tables: several hundred MiB for each process,
-# depending on card and driver. The section *On your GPU* has the names for AMD, Apple and Intel.
+# The CUDA context holds the driver's code and tables: several hundred MiB per process, depending on
+# GPU and driver. The section *On your GPU* has the names for AMD, Apple and Intel.
 
 # %%
 import gc
@@ -64,8 +68,8 @@ from memlab.units import format_bytes
 MIB, GIB = 2**20, 2**30
 
 # %% [markdown]
-# Many training runs look like this one: the batches have different lengths. It takes four steps of
-# yesterday's 124M model, with 8 sequences each, in float32. The code is written for `"cuda"`.
+# Many training runs look like this one: four steps of yesterday's 124M model, 8 sequences a step,
+# in float32. The batches have different lengths. The code is written for `"cuda"`.
 
 # %%
 text = source_bytes("64 KiB")
@@ -91,12 +95,12 @@ def build(device="cuda"):
 # ## Guess
 #
 # `memlab.predict` runs the steps on fake tensors, which have sizes but no memory, with the kernels
-# that CUDA would use. At the peak, the tensors hold 7.6 GiB. How much will torch have **reserved**
-# from the driver? Replace the dots with a number.
+# that CUDA would use. At the peak, the tensors need 7.6 GiB. How many GiB will torch have
+# **reserved** from the driver? Replace the dots with a number.
 
 # %%
 ### BEGIN SOLUTION
-guess("2.1", reserved_gib=8)  # what tensors hold, and a little more
+guess("2.1", reserved_gib=8)  # the tensors, and a little more
 ### END SOLUTION
 ### BEGIN STUB
 # guess("2.1", reserved_gib=...)
@@ -105,32 +109,32 @@ guess("2.1", reserved_gib=8)  # what tensors hold, and a little more
 # %% [markdown]
 # ## Measure
 #
-# Asking the driver for every tensor would be slow, so torch has a *caching allocator*. It requests
-# large *segments* from the driver, cuts *blocks* off them for tensors, and keeps freed blocks for
-# later tensors. `simulate` runs a trace through its rules. Today you build these rules yourself.
+# Requesting memory from the driver for every tensor would be slow, so torch has a *caching
+# allocator*. It requests large *segments* from the driver, cuts *blocks* off them for tensors, and
+# keeps freed blocks for later tensors. `simulate` runs a trace through the allocator's rules. Today
+# you build these rules.
 #
-# (Yesterday's step peaked at 7.94 GiB, on a CPU. CUDA's RMSNorm kernel saves one tensor fewer for
-# each norm.)
+# (Yesterday's step peaked at 7.94 GiB on a CPU. CUDA's RMSNorm kernel saves one tensor fewer per
+# norm.)
 
 # %%
 trace = memlab.predict(build, steps=1)
 blocks = simulate(trace)
 requested = trace.peak_bytes - trace.at_peak["rounding"]
-context = GIB // 2  # assumed: a card and its driver decide
+context = GIB // 2  # assumed; it depends on GPU and driver
 
 reveal("2.1", reserved_gib=blocks.reserved_bytes)
 print(f"requested by tensors  {format_bytes(requested)}")
-print(f"allocated             {format_bytes(blocks.allocated_bytes)}   what PyTorch says")
+print(f"allocated             {format_bytes(blocks.allocated_bytes)}   shown by PyTorch")
 print(f"reserved              {format_bytes(blocks.reserved_bytes)}")
-print(
-    f"and 0.5 GiB context   {format_bytes(blocks.reserved_bytes + context)}  what nvidia-smi says"
-)
+print(f"plus 0.5 GiB context  {format_bytes(blocks.reserved_bytes + context)}  shown by nvidia-smi")
 
 # %% [markdown]
-# No GPU ran: the tensors are *predicted*, and the allocator is *simulated*. The gap between your
-# guess and the reserved memory is made of free blocks, because torch keeps the memory of freed
-# tensors. The next cell lists the free blocks at the moment when torch requests its last large
-# segment.
+# No GPU ran: the tensors are *predicted*, and the allocator is *simulated*.
+#
+# The gap between your guess and the reserved memory consists of free blocks, because torch keeps
+# the memory of freed tensors. List the free blocks at the moment when torch requests its last large
+# segment:
 
 # %%
 growth = [after - before for before, after in pairwise((0, *blocks.reserved))]
@@ -144,9 +148,10 @@ for note in trace.notes:
     print(fill(f"note: {note}", 96))
 
 # %% [markdown]
-# 2.6 GiB were free, but no single piece was large enough for the request. This is
-# **fragmentation**. The notes belong to the prediction: its assumptions, the kernels that no GPU
-# has confirmed yet, and its error for steps that were measured on GPUs.
+# 2.6 GiB were free, but no piece was large enough for the request. This is **fragmentation**.
+#
+# The notes describe the prediction: its assumptions, the kernels that no GPU has confirmed yet, and
+# its error for steps that were measured on GPUs.
 
 # %% [markdown]
 # ## Build, rule 1: two sizes
@@ -166,7 +171,7 @@ for note in trace.notes:
 
 # %%
 def sizes(requested_bytes: int) -> tuple[int, int]:
-    """Bytes of the block, and of the segment that it would be cut from."""
+    """Return the bytes of the block, and of the segment to request for it."""
     ### BEGIN SOLUTION memlab.reference.caching_allocator.sizes
     block = -(-requested_bytes // 512) * 512
     if block <= MIB:
@@ -182,16 +187,16 @@ sizes = exercise("2.1", sizes)
 
 # %% [markdown]
 # Compare the request, your formula, and the simulated allocator. Rounding matters most for the
-# smallest tensor. The simulated block of the logits is a little larger than yours: it gets the
-# whole segment, for a reason that rule 2 explains.
+# smallest tensor. The simulated block of the logits is a little larger than yours, because it gets
+# the whole segment. Rule 2 explains why.
 
 # %%
 for what, requested in (("the loss", 4), ("a bias of 768", 3072), ("logits", 8 * 640 * 50257 * 4)):
     block, segment = sizes(requested)
     one = Event(requested, 1, "activations", "", "", "forward", "float32", ())
     by_rules = simulate([one])
-    print(f"{what:14}{requested:>13,} B wanted, block {block:>13,}, segment {segment:>13,}")
-    print(f"{'simulated':>36}, block {by_rules.allocated_bytes:>13,}, ", end="")
+    print(f"{what:14}{requested:>13,} bytes, block {block:>13,}, segment {segment:>13,}")
+    print(f"{'simulated':>33}, block {by_rules.allocated_bytes:>13,}, ", end="")
     print(f"segment {by_rules.reserved_bytes:>13,}")
 
 # %% [markdown]
@@ -204,22 +209,23 @@ for what, requested in (("the loss", 4), ("a bias of 768", 3072), ("logits", 8 *
 # %%
 @dataclass
 class Piece:
-    segment: int  # the number of the segment that it is a part of
-    address: int  # where it begins
+    segment: int  # the number of its segment
+    address: int  # of its first byte
     bytes: int
     free: bool
 
 
 # %% [markdown]
-# - **Best fit**: take the smallest free piece that is large enough. Of equal pieces, take the one
+# - **Best fit**: take the smallest free piece with enough room. Of equal pieces, take the one
 #   with the lowest address.
-# - **Split**: the request gets the lower part. A rest of at least 512 bytes (small pool) or more
-#   than 1 MiB (large pool) becomes a free piece, right behind it in the list. A smaller rest stays
-#   with the request and is wasted.
-#
+# - **Split**: the request gets the lower part. If at least 512 bytes remain (small pool), or more
+#   than 1 MiB (large pool), they become a free piece right behind it in the list. A smaller rest
+#   stays part of the request's block and is wasted.
+
+# %% [markdown]
 # ### Exercise 2.2: take a piece
 #
-# About 15 minutes. `size` is a block's size, which also tells you the pool. Return the piece's
+# About 15 minutes. `size` is a block's size, which also determines the pool. Return the piece's
 # address, or None if nothing fits.
 
 
@@ -245,15 +251,15 @@ def take(pieces: list[Piece], size: int) -> int | None:
 take = exercise("2.2", take)
 
 # %% [markdown]
-# ## Rule 3: give it back
+# ## Rule 3: free and merge
 #
 # With splits alone, pieces would only get smaller. So a freed piece **merges** with its free
-# neighbours in the same segment. Pieces of two segments never merge, because the driver can only
-# take back a segment as a whole.
+# neighbours in the same segment. Pieces of two segments never merge, because segments are returned
+# to the driver only as a whole.
 #
-# ### Exercise 2.3: give a piece back
+# ### Exercise 2.3: free a piece and merge
 #
-# About 10 minutes. Change the list itself, and return nothing.
+# About 10 minutes. Change the list in place, and return nothing.
 
 
 # %%
@@ -275,7 +281,7 @@ def give_back(pieces: list[Piece], address: int) -> None:
 give_back = exercise("2.3", give_back)
 
 # %% [markdown]
-# These are all the rules. This class has the two pools, calls your three functions, and requests a
+# These are all the rules. `Cache` has the two pools, calls your three functions, and requests a
 # segment if nothing fits.
 
 
@@ -284,7 +290,7 @@ class Cache:
     def __init__(self):
         self.pools = {"small": [], "large": []}
         self.reserved = self.segments = 0
-        self.held = {}  # by storage: its pool and its address
+        self.held = {}  # storage: its pool and its address
 
     def malloc(self, storage: int, requested: int) -> None:
         block, segment = sizes(requested)
@@ -302,14 +308,14 @@ class Cache:
 
 
 # %% [markdown]
-# Run the four steps through your three functions, allocation by allocation. For an open exercise,
-# the reference runs instead.
+# Run the four steps through your three functions, allocation by allocation. If you skipped an
+# exercise, its reference runs instead.
 
 # %%
 cache = Cache()
 for event in trace.events:
     if event.category == "rounding":
-        continue  # the allocator does its own
+        continue  # the allocator does its own rounding
     if event.bytes > 0:
         cache.malloc(event.storage, event.bytes)
     else:
@@ -320,10 +326,10 @@ print(f"{format_bytes(blocks.reserved_bytes)} reserved")
 print(f"the same to the byte: {cache.reserved == blocks.reserved_bytes}")
 
 # %% [markdown]
-# ## Fragment it
+# ## Create fragmentation
 #
 # Four tensors of 5 MiB share a segment of 20 MiB. Free the first and the third: 10 MiB are free.
-# Then request 6 MiB, on a large card and on a card with 24 MiB.
+# Then request 6 MiB, once on a large GPU and once on a GPU with 24 MiB.
 
 # %%
 changes = (1, 5), (2, 5), (3, 5), (4, 5), (1, -5), (3, -5), (5, 6)  # storage, MiB
@@ -332,27 +338,28 @@ events = [
     for storage, mib in changes
 ]
 roomy = simulate(events)
-print(f"on a large card: {format_bytes(roomy.reserved_bytes)} reserved for 16 MiB of tensors")
+print(f"on a large GPU: {format_bytes(roomy.reserved_bytes)} reserved for 16 MiB of tensors")
 plot.blocks(
     simulate(events, capacity_bytes=24 * MIB),
-    title="10 MiB are free, and a request of 6 MiB finds no room",
+    title="10 MiB are free, but a request of 6 MiB does not fit",
 )
 
 # %% [markdown]
-# Hatched memory is reserved but free. Torch cannot move the two tensors together, because the
+# Hatched memory is reserved but free. The allocator cannot move tensors together, because the
 # address of a tensor is fixed.
 
 # %% [markdown]
-# ## How much does the run need?
+# ## How much memory does the run need?
 #
-# A run needs less than it reserves. If the driver refuses a segment, torch releases all segments
-# that are entirely free and asks again (a *retry*). So the same run may fit a smaller card. A
-# binary search, in steps of 32 MiB, finds the smallest room beside the context in which it fits.
+# A run needs less than it reserves. If the driver has no room for a segment, torch releases all
+# segments that are entirely free and requests again (a *retry*). So the same run may fit on a
+# smaller GPU. A binary search in steps of 32 MiB finds the smallest memory, besides the context, in
+# which the run fits.
 
 
 # %%
 def step_starts(trace: Trace) -> list[int]:
-    """Positions of the events that begin a forward pass, without the first pass."""
+    """Return the positions of the events that begin a forward pass, except the first pass."""
     phases = [event.phase for event in trace.events]
     return [i for i, pair in enumerate(pairwise(phases), 1) if pair == ("optimizer", "forward")]
 
@@ -368,12 +375,13 @@ def smallest_card(words: str = "", **how) -> int:
 
 need = smallest_card()
 print(f"allocated {format_bytes(blocks.allocated_bytes)} at the peak")
-print(f"reserved  {format_bytes(blocks.reserved_bytes)} on a large card")
-print(f"needed    {format_bytes(need)} beside the context")
+print(f"reserved  {format_bytes(blocks.reserved_bytes)} on a large GPU")
+print(f"needed    {format_bytes(need)} besides the context")
 
 # %% [markdown]
-# **So who is right?** With only the allocated bytes (PyTorch's number) the run fails. With fewer
-# than the reserved bytes (most of `nvidia-smi`'s number) it can still fit. The need lies between.
+# **So which number is right?** With only the allocated bytes (PyTorch's number) the run fails. With
+# fewer than the reserved bytes (most of `nvidia-smi`'s number) it can still fit. The need lies
+# between the two.
 #
 # ## What the settings change
 #
@@ -398,7 +406,7 @@ trials = {
 }
 Tried = namedtuple("Tried", "blocks calls smallest")
 table = {}
-print(f"{'on a card with 24 GiB':34}{'allocated':>10}{'reserved':>10}{'calls':>7}{'smallest':>10}")
+print(f"{'on a GPU with 24 GiB':34}{'allocated':>10}{'reserved':>10}{'calls':>7}{'smallest':>10}")
 for name, trial in trials.items():
     words, how = trial or (name, {})
     ran = simulate(trace, Settings.parse(words, capacity_bytes=24 * GIB), **how)
@@ -408,29 +416,29 @@ for name, trial in trials.items():
     print(f"{name:34}{peaks}{calls:>7}{tried.smallest / GIB:>10.2f}")
 
 # %% [markdown]
-# The sizes are in GiB. *Smallest* is the room that the run needs beside the context. *Calls* counts
-# `cudaMalloc` and `cudaFree`, or the mappings of pages for expandable segments. No setting changes
-# what tensors need: `allocated` differs by rounding only.
+# Sizes are in GiB. *Smallest* is the memory that the run needs besides the context. *Calls* counts
+# `cudaMalloc` and `cudaFree`, or page mappings for expandable segments. No setting changes what
+# tensors need: `allocated` differs only by rounding.
 #
-# | setting | what it does | here |
+# | setting | effect | here |
 # | --- | --- | --- |
-# | `max_split_size_mb` | keeps large blocks whole | reserves 17 GiB, needs 8.4 |
-# | `roundup_power2_divisions` | rounds more, so that sizes repeat | worse |
-# | `garbage_collection_threshold` | releases free segments early | helps on a nearly full card |
+# | `max_split_size_mb` | does not split large blocks | reserves 17 GiB, needs 8.4 |
+# | `roundup_power2_divisions` | rounds more, so that sizes repeat | reserves and needs more |
+# | `garbage_collection_threshold` | releases free segments early | helps on a nearly full GPU |
 # | `per_process_memory_fraction` | limits the process | saves nothing |
 # | `expandable_segments` | one segment that grows by pages | almost no waste: try it first |
 
 # %% [markdown]
-# ## What dies at epoch 60?
+# ## What fails at epoch 60?
 #
-# Four people train a small model on torch's own source code. Each added a few innocent lines:
+# Four people train a small model on torch's source code. Each added a few lines that look harmless:
 #
-# - **Ada** records the loss on a *held-out* batch, which she does not train on.
-# - **Ben** watches the size of the activations with a hook.
-# - **Cleo** caches the soft targets of a batch, to compute them only once.
-# - **Dora** has texts of several lengths, and caches a table of positions for each length.
+# - **Ada** records the loss on a *held-out* batch, which is not used for training.
+# - **Ben** records the mean size of the activations with a hook.
+# - **Cleo** caches the soft targets of each batch, to compute them only once.
+# - **Dora** has texts of several lengths, and caches a table of positions per length.
 #
-# An epoch here is two training batches. The next cells hold what they share, and Ada's loop.
+# An epoch here is two training batches. The next cells hold the shared code and Ada's loop.
 
 
 # %%
@@ -445,19 +453,19 @@ def train_on(model, optimizer, tokens, targets, positions=None):
     inside = model[0](tokens)  # (B, T, 256)
     if positions is not None:
         inside = inside + positions
-    # .mT: (B, 256, T), for cross_entropy wants the classes second
+    # .mT: (B, 256, T), because cross_entropy expects the classes in dimension 1
     F.cross_entropy(model[1:](inside).mT, targets).backward()
     optimizer.step()
 
 
 def soften(targets):
-    """Give the right byte 0.9, and spread a tenth over all 256."""
+    """Return soft targets: 0.9 for the right byte, and 0.1 spread over all 256."""
     return 0.9 * F.one_hot(targets, 256) + 0.1 / 256
 
 
 # %%
 def ada(model, optimizer, data, times=1):
-    """Records the loss on held-out text."""
+    """Record the loss on held-out text."""
     losses = []
     while True:
         for _ in range(2 * times):
@@ -465,16 +473,16 @@ def ada(model, optimizer, data, times=1):
         for _ in range(times):
             tokens, targets = next(data)
             losses.append(F.cross_entropy(model(tokens).mT, targets))
-        yield  # an epoch is over
+        yield  # the end of an epoch
 
 
 # %% [markdown]
-# Ada keeps *one number* for each held-out batch. By how many MiB does the memory that is alive
-# after an epoch grow, from epoch to epoch? A batch is 64 sequences of 512 bytes.
+# Ada keeps *one number* per held-out batch. By how many MiB per epoch does the memory still alive
+# after an epoch grow? A batch is 64 sequences of 512 bytes.
 
 # %%
 ### BEGIN SOLUTION
-guess("2.2", growth_mib=0)  # a loss is one number of four bytes
+guess("2.2", growth_mib=0)  # a loss has four bytes
 ### END SOLUTION
 ### BEGIN STUB
 # guess("2.2", growth_mib=...)
@@ -486,7 +494,7 @@ guess("2.2", growth_mib=0)  # a loss is one number of four bytes
 
 # %%
 def ben(model, optimizer, data):
-    """Records the mean size of the GELU's outputs."""
+    """Record the mean absolute value of the GELU's outputs."""
     outputs, scales = [], []
     model[2].register_forward_hook(lambda module, args, output: outputs.append(output.detach()))
     while True:
@@ -498,7 +506,7 @@ def ben(model, optimizer, data):
 
 # %%
 def cleo(model, optimizer, data):
-    """Computes the soft targets of a batch only once."""
+    """Compute the soft targets of a batch only once."""
     soft = {}
     while True:
         for _ in range(2):
@@ -510,7 +518,7 @@ def cleo(model, optimizer, data):
 
 
 def dora(model, optimizer, data, lengths=range(192, 513, 64), seed=7):
-    """Adds positions to the text, from one table for each length."""
+    """Add positions to the text, from one table per length."""
     drawn, tables = random.Random(seed), {}
     while True:
         for _ in range(2):
@@ -523,7 +531,7 @@ def dora(model, optimizer, data, lengths=range(192, 513, 64), seed=7):
 
 
 # %% [markdown]
-# Run six epochs of each loop on fake tensors, so that the card may be larger than your laptop.
+# Run six epochs of each loop on fake tensors, so that a GPU's memory may exceed your laptop's.
 # `lines=True` records the line that allocates each tensor.
 
 
@@ -545,34 +553,36 @@ growth = runs["ada"][-1].live_bytes - runs["ada"][-2].live_bytes
 reveal("2.2", growth_mib=growth)
 
 # %% [markdown]
-# A loss keeps its *graph* alive, with every saved tensor that backward would need. In training,
-# `backward()` frees the saved tensors. Ada never calls it on held-out text. So the gap is made of
-# the tensors that each forward pass saved for a backward pass that never comes.
+# A loss keeps its *graph* alive, with every tensor that forward saved for backward. In training,
+# `backward()` frees the saved tensors. On held-out text, Ada never calls it. So the gap consists of
+# saved tensors that no backward pass ever frees.
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
 for name, epochs in runs.items():
     alive = [epoch.live_bytes / MIB for epoch in epochs]
     axes.plot(range(1, 7), alive, marker="o", markersize=3, label=name.title())
-axes.set(xlabel="epoch", ylabel="MiB alive after it", ylim=(0, None))
-axes.set_title("What is still alive when an epoch is over")
+axes.set(xlabel="epoch", ylabel="MiB alive after the epoch", ylim=(0, None))
+axes.set_title("Memory still alive after each epoch")
 axes.legend(frameon=False)
 print("dora, MiB:", *(f"{epoch.live_bytes / MIB:.2f}" for epoch in runs["dora"]))
 
 # %% [markdown]
 # Three of the lines keep growing. Dora's line, at the bottom, stops growing once she has a table
 # for each of her six lengths. A cache that fills up is not a leak.
-#
-# ### Exercise 2.4: find the leak, and its line
+
+# %% [markdown]
+# ### Exercise 2.4: find the leaking line
 #
 # About 12 minutes. You get one Trace per epoch. `epoch.alive()` returns an event for each tensor
-# that is alive at the end of the epoch, with its `bytes` and its `line`. Compare the middle epoch,
-# `epochs[len(epochs) // 2]`, with the last one: the first epochs fill optimizer state and caches.
+# still alive at the end of the epoch, with its `bytes` and its `line`. Compare the middle epoch,
+# `epochs[len(epochs) // 2]`, with the last epoch, because the first epochs fill optimizer state and
+# caches.
 
 
 # %%
 def leaks(epochs: list[Trace]) -> dict[str, int]:
-    """Return the lines whose tensors pile up, and by how many bytes per epoch."""
+    """Return the lines whose tensors accumulate, with their bytes per epoch."""
     ### BEGIN SOLUTION
     middle = len(epochs) // 2
     between = len(epochs) - 1 - middle
@@ -595,12 +605,12 @@ for name, epochs in runs.items():
         file, _, place = line.partition(":")
         number, function = place.split()
         where = file if file == "data.py" else f"line {number} of its cell"
-        print(f"  {format_bytes(size)} an epoch, from {where}, in {function}")
+        print(f"  {format_bytes(size)} per epoch, from {where}, in {function}")
 
 # %% [markdown]
 # The line is where a tensor was *allocated*. (The text comes from memlab's `data.py`.) Another line
-# may keep it alive: Ben's tensors are allocated in `train_on`, as all activations are. `diff` shows
-# more: the module that made them, their shape and their count.
+# may keep it alive: Ben's tensors are allocated in `train_on`, like all activations. `diff` shows
+# more: the module that made the tensors, their shape and their count.
 
 # %%
 for name in ("ada", "ben"):
@@ -608,14 +618,14 @@ for name in ("ada", "ben"):
     print(f"{name}: {format_bytes(difference.bytes)} more than an epoch ago")
     for kind, count in difference.rows[:4]:
         shape = "×".join(map(str, kind.shape))
-        print(f"  {count} × {shape:12} {kind.operator:28} of module {kind.module or 'none'}")
+        print(f"  {count} × {shape:12} {kind.operator:28} in module {kind.module or 'none'}")
 
 # %% [markdown]
-# ## When will it die?
+# ## When will it run out of memory?
 #
-# A leak grows along a straight line. Ada's card has 11.2 GiB of room. From the peak of epoch 6 and
-# the growth per epoch you can compute the epoch in which her run dies. Then run all epochs through
-# the simulated allocator of that card.
+# A leak grows along a straight line. Ada's GPU has 11.2 GiB besides the context. From the peak of
+# epoch 6 and the growth per epoch, compute the epoch in which her run fails. Then run all epochs
+# through the simulated allocator of that GPU.
 
 
 # %%
@@ -632,18 +642,20 @@ def whole_run(person, epochs, batch=64, lines=False, **how) -> Trace:
 
 room = int(11.2 * GIB)
 fit = len(runs["ada"]) + (room - runs["ada"][-1].peak_bytes) // growth
-print(f"by the straight line, the last epoch that fits: {fit}")
+print(f"the last epoch that fits, by the straight line: {fit}")
 
 whole = whole_run(ada, 62)
 ada_died = simulate(whole, capacity_bytes=room).out_of_memory
 epoch = 1 + 62 * ada_died.position // len(whole.events)
-print(f"in the simulated allocator, the epoch that dies: {epoch}")
+print(f"the epoch that fails in the simulated allocator: {epoch}")
 print(f"reserved  {format_bytes(ada_died.reserved_bytes)}")
 print(f"allocated {format_bytes(ada_died.allocated_bytes)}")
 
 # %% [markdown]
-# Almost all reserved memory is allocated: this is what a leak looks like. Dora has no leak. She
-# trains with 1,024 sequences in a batch, on a card with 4.3 GiB of room, and her tensors need less.
+# Almost all reserved memory is allocated, as usual with a leak.
+#
+# Dora has no leak. She trains with 1,024 sequences in a batch, on a GPU with 4.3 GiB besides the
+# context. Her tensors need less.
 
 # %%
 many = whole_run(dora, 12, batch=1024, seed=0)  # the lengths in another order
@@ -657,15 +669,16 @@ print(f"with expandable segments all 12 epochs fit: {with_pages.fits}")
 dora_died = simulate(many, capacity_bytes=card).out_of_memory
 pieces = dora_died.free_piece_bytes
 epoch = 1 + 12 * dora_died.position // len(many.events)
-print(f"without them, epoch {epoch} dies:")
+print(f"without them, epoch {epoch} fails:")
 print(f"  requested                {format_bytes(dora_died.requested_bytes):>12}")
 print(f"  free in reserved memory  {format_bytes(sum(pieces)):>12}", end=", ")
 print(f"the largest piece {format_bytes(pieces[0])}")
-print(f"  left with the driver     {format_bytes(card - dora_died.reserved_bytes):>12}")
+print(f"  free in the driver       {format_bytes(card - dora_died.reserved_bytes):>12}")
 
 # %% [markdown]
-# The free memory is larger than the request, but it lies in two places, and neither has enough.
-# Tensors of shorter batches were cut to other sizes, and the gaps between them remain.
+# The free memory and the driver's memory together are larger than the request, but neither alone is
+# large enough. Tensors of shorter batches were cut to other sizes, and the gaps between them
+# remain.
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
@@ -673,33 +686,34 @@ places = [1 + 12 * i / len(many.events) for i in range(len(many.events))]
 allocated = [b / GIB for b in plenty.allocated]
 axes.fill_between(places, allocated, color="#8c9bb3", linewidth=0, label="allocated")
 axes.plot(places, [b / GIB for b in plenty.reserved], color="#1c1c1c", label="reserved")
-axes.axhline(4.3, color="0.4", linestyle="--", linewidth=1, label="her card of 4.3 GiB")
+axes.axhline(4.3, color="0.4", linestyle="--", linewidth=1, label="her GPU, 4.3 GiB")
 axes.set(xlabel="epoch", ylabel="GiB", ylim=(0, None), xticks=range(1, 13))
-axes.set_title("Dora, on a card with room for all")
+axes.set_title("Dora's run on a large GPU")
 _ = axes.legend(frameon=False)
 
 # %% [markdown]
-# On a large card, her reserved memory jumps in epochs 1, 3 and 11, to more than twice what she
+# On a large GPU, her reserved memory jumps in epochs 1, 3 and 11, to more than twice what she
 # needs. `nvidia-smi` shows only this number, and it looks like a leak. To tell the two apart, print
-# `memory_allocated()` at the end of each epoch: if it stays flat, nothing leaks.
+# `memory_allocated()` at the end of each epoch. If it stays flat, nothing leaks.
 
 # %% [markdown]
-# ## Mend it
+# ## Fix the leaks
 #
-# This loop has all three leaks, and it runs for real, without a dry run. Ask what each line keeps.
-# Every epoch gets new batches, and `notes` lives for the whole run. `.mT` puts the classes second,
-# as `cross_entropy` wants them.
-#
-# ### Exercise 2.5: mend it
+# The next loop has all three leaks and runs for real, without a dry run. For each line, check what
+# it keeps alive. Every epoch gets new batches, and `notes` lives for the whole run. `.mT` moves the
+# classes to dimension 1, as `cross_entropy` expects.
+
+# %% [markdown]
+# ### Exercise 2.5: fix three leaks
 #
 # About 15 minutes. After each epoch, the same number of bytes must be alive. Within an epoch,
-# nothing may pile up except one number per batch. Remove a hook with `handle.remove()`, where
+# nothing may accumulate except one number per batch. Remove a hook with `handle.remove()`, where
 # `handle` is what `register_forward_hook` returns.
 
 # %% [markdown]
-# Keep everything else as it is:
+# Keep the rest as it is:
 #
-# - the trained weights, the modules' modes, and hooks of others
+# - the trained weights, the modules' modes, and other hooks
 # - `notes["losses"]`: one Python float per held-out batch
 # - `notes["scales"]`: one Python float per epoch, from training batches alone
 
@@ -738,7 +752,8 @@ def train_epoch(model, optimizer, training, held_out, notes):
 train_epoch = exercise("2.5", train_epoch)
 
 # %% [markdown]
-# Train for twelve epochs on real text. Plot the memory that is alive after each, and the loss.
+# Train for twelve epochs on real text. Plot the loss, and the memory still alive after each
+# epoch.
 
 # %%
 torch.manual_seed(0)
@@ -760,8 +775,8 @@ print(f"the loss went down: {notes['losses'][-1] < notes['losses'][0]}")
 # %% [markdown]
 # ## What `gc.collect()` does
 #
-# Python frees a tensor as soon as the last reference to it is gone. The exception is a *reference
-# cycle*: objects that refer to each other stay until the garbage collector runs.
+# Python frees a tensor as soon as its last reference is gone. The exception is a *reference cycle*:
+# objects that refer to each other stay alive until the garbage collector runs.
 
 
 # %%
@@ -775,7 +790,7 @@ class Logger:
 
 # %%
 def alive_bytes(make, then=lambda: None) -> int:
-    """Return what stays alive after `make()`, whose result is dropped, and `then()`."""
+    """Return the bytes still alive after `make()`, whose result is dropped, and `then()`."""
     gc.disable()
     with memlab.meter() as running:
         make()
@@ -791,18 +806,18 @@ print(f"a cycle, after gc.collect(): {format_bytes(alive_bytes(Logger, gc.collec
 # %% [markdown]
 # ## Read an out-of-memory message
 #
-# On a GPU, Dora's run ends with this message of torch. The next cells fill it with the numbers of
-# her simulated run.
+# On a GPU, Dora's run ends with this message from torch. The next cells fill in the numbers of her
+# simulated run.
 
 
 # %%
 class Oom(NamedTuple):
     requested: int
-    total: int  # of the card
-    free: int  # on the card
-    process: int  # in use by this process, with its context
+    total: int  # the GPU's memory
+    free: int  # the GPU's free memory
+    process: int  # in use by this process, context included
     allocated: int
-    unallocated: int  # but reserved
+    unallocated: int  # reserved but unallocated
 
 
 MESSAGE = """CUDA out of memory. Tried to allocate {requested}.
@@ -816,7 +831,7 @@ PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."""
 
 # %%
 def numbers_of(died, room: int, others: int = 0) -> Oom:
-    """Return the message's numbers on a card with `room` beside the context and other processes."""
+    """Return the message's numbers on a GPU with `room` besides context and other processes."""
     return Oom(
         requested=died.requested_bytes,
         total=room + context + others,
@@ -833,26 +848,26 @@ print(MESSAGE.format(**{name: format_bytes(size) for name, size in doras._asdict
 # %% [markdown]
 # The message contains all three numbers:
 #
-# | in the message | it is |
+# | in the message | number |
 # | --- | --- |
 # | allocated by PyTorch | **allocated** |
 # | allocated + reserved but unallocated | **reserved** |
 # | this process has … in use | reserved + context |
 # | total capacity − free | **in use**, as in `nvidia-smi` |
 #
-# Torch gives up only after it has released all entirely free segments. So the "reserved but
-# unallocated" bytes lie in pieces, between tensors.
+# Torch raises this error only after it has released all entirely free segments. So the "reserved
+# but unallocated" bytes are in pieces between tensors.
 
 # %% [markdown]
 # ### Exercise 2.6: diagnose the message
 #
-# About 8 minutes. Compute what this process *needs*: its context, its tensors and the request, as
-# if no memory were wasted. Rounding always wastes a little, so count on 98 % of the memory only.
-# Return the first answer that is true:
+# About 8 minutes. Compute what this process *needs* without wasted memory: its context, its tensors
+# and the request. Rounding always wastes a little, so count only 98 % of the memory as usable.
+# Return the first true answer:
 #
-# - `"too much"`: the need exceeds 98 % of the card.
-# - `"another process"`: the need exceeds 98 % of what other processes leave of the card.
-# - `"fragmentation"`: neither, so the memory is there, but in pieces.
+# - `"too much"`: the need exceeds 98 % of the GPU.
+# - `"another process"`: the need exceeds 98 % of what other processes leave of the GPU.
+# - `"fragmentation"`: otherwise. There is enough memory, but in pieces.
 
 
 # %%
@@ -874,7 +889,7 @@ diagnose = exercise("2.6", diagnose)
 
 # %% [markdown]
 # Try it on three failures of today's runs. In the third, Dora uses expandable segments, but another
-# process holds 1 GiB of her card.
+# process holds 1 GiB of her GPU.
 
 # %%
 crowded = simulate(many, expandable_segments=True, capacity_bytes=card - GIB).out_of_memory
@@ -889,7 +904,7 @@ for name, oom in failures.items():
     print(f"{name:18}{{:>10}}{{:>12}}{{:>13}}  {diagnose(oom)}".format(*sizes_of))
 
 # %% [markdown]
-# | diagnosis | do |
+# | diagnosis | remedy |
 # | --- | --- |
 # | too much | if `allocated` grows from epoch to epoch, find the leak; otherwise Day 3 |
 # | another process | find it with `nvidia-smi`; end it, or choose another GPU |
@@ -898,28 +913,28 @@ for name, oom in failures.items():
 # %% [markdown]
 # ## Record every allocation
 #
-# A message has six numbers. A *snapshot* has every allocation and its stack. On CUDA, ROCm or XPU
+# A message has six numbers. A *snapshot* has every allocation with its stack. On CUDA, ROCm or XPU
 # (`torch.xpu.memory`), add three statements to your own script:
 #
 # ```python
-# torch.cuda.memory._record_memory_history(max_entries=200_000)  # the newest entries stay
+# torch.cuda.memory._record_memory_history(max_entries=200_000)  # keeps the newest entries
 # try:
 #     train()
 # finally:  # also after an out-of-memory error
 #     torch.cuda.memory._dump_snapshot("snapshot.pickle")
 # ```
 #
-# Without a GPU, a Trace can write the same kind of file: here Ada's first six epochs.
+# Without a GPU, a Trace can write such a file. Write one for Ada's first six epochs:
 
 # %%
 yours = Path("progress.json").exists()  # a folder that `memlab start` made
 path = Path("." if yours else tempfile.mkdtemp(), "ada.pickle")
 whole_run(ada, 6, lines=True).to_snapshot(path)
-print(f"{path.name} is {'beside this notebook' if yours else 'where `path` says'}")
+print(f"{path.name} is {'next to this notebook' if yours else 'in the folder of `path`'}")
 
 # %% [markdown]
-# `device_traces` holds the history of each device. `segments` holds what is reserved at the end,
-# block by block. Torch's own reader sums it up.
+# `device_traces` holds the history of each device. `segments` lists the reserved memory at the end,
+# block by block. Summarize it with torch's own reader:
 
 # %%
 snapshot = pickle.loads(path.read_bytes())
@@ -932,22 +947,22 @@ totals = _memory_viz.segsum(snapshot).splitlines()
 print(*(line for line in totals if line.startswith("total_")), sep=", ")
 
 # %% [markdown]
-# To look at it, drop the file onto [pytorch.org/memory_viz](https://pytorch.org/memory_viz), where
-# it stays in your browser. Or write the page yourself with
-# `python -m torch.cuda._memory_viz trace_plot ada.pickle -o ada.html`.
+# To view it, drop the file onto [pytorch.org/memory_viz](https://pytorch.org/memory_viz); it stays
+# in your browser. Or write the page yourself with `python -m torch.cuda._memory_viz trace_plot
+# ada.pickle -o ada.html`.
 #
 # | view | how to read it |
 # | --- | --- |
 # | *Active Memory Timeline* | a band is a tensor; click it for its stack |
 # | *Allocator State History* | segments after each event, with the gaps of fragmentation |
 #
-# In the timeline, Ada's leak is a staircase: each epoch adds bands that reach the right edge, so
+# In the timeline, Ada's leak is a staircase. Each epoch adds bands that reach the right edge, so
 # these tensors are still alive.
 
 # %% [markdown]
-# ## Let `memlab explain` read it
+# ## Read the snapshot with `memlab explain`
 #
-# `memlab explain ada.pickle` in a terminal prints what memory held, the likely cause and the
+# In a terminal, `memlab explain ada.pickle` prints what occupied the memory, the likely cause and
 # remedies. In Python:
 
 # %%
@@ -962,16 +977,16 @@ for remedy in list(summary.advice(cause, found.replays))[:2]:
     print(f"remedy: {remedy}")
 
 # %% [markdown]
-# It names the line that exercise 2.4 found, and the remedy of exercise 2.5. To predict what a
-# remedy saves, it replays the history through the simulated allocator. Record several epochs: in
+# It names the line that exercise 2.4 found and the remedy of exercise 2.5. To predict the savings
+# of a remedy, it replays the history through the simulated allocator. Record several epochs: in
 # Ada's first three alone, `explain` finds no leak.
 
 # %% [markdown]
-# ## Watch the loop
+# ## Monitor the loop
 #
-# A snapshot explains a run that has failed. A monitor warns while the run trains: wrap your loop in
+# A snapshot explains a run that has failed. A monitor warns during training: wrap your loop in
 # `with memlab.monitor():`. It reads the counters after each `optimizer.step()`, and warns once of a
-# leak, of fragmentation, or of full memory. Here it watches Ben's loop, for real on the CPU.
+# leak, of fragmentation, or of nearly full memory. Monitor Ben's loop, for real on the CPU:
 
 # %% tags=["nbval-ignore-output"] reason="the memory of a process differs from run to run"
 model, optimizer = new_model()
@@ -985,20 +1000,20 @@ for warning in caught:
 print(f"Ben keeps {format_bytes(4 * 128 * 512 * 4)} of GELU outputs per step")
 
 # %% [markdown]
-# Without `every`, the monitor prints nothing while all is well. On a GPU it reads torch's own
-# counters. On the CPU it reads the memory of the process, which also holds freed memory that the C
-# library keeps. So a warning on the CPU may come late or never, and its MiB per step are rough.
+# Without `every`, the monitor prints nothing unless it warns. On a GPU it reads torch's counters.
+# On the CPU it reads the memory of the process, which includes freed memory that the C library
+# keeps. So on the CPU a warning may come late or never, and its MiB per step are rough.
 
 # %% [markdown]
-# `log_to` sends the bytes to TensorBoard (a `SummaryWriter`), a W&B run, or a function. The
-# Trainers of transformers and Lightning get the same names from `MemoryCallback()`, which is in
-# `memlab.monitoring.transformers` and `memlab.monitoring.lightning`.
+# `log_to` sends the bytes to TensorBoard (a `SummaryWriter`), a W&B run, or a function. For the
+# Trainers of transformers and Lightning, `MemoryCallback()` logs the same names. Import it from
+# `memlab.monitoring.transformers` or `memlab.monitoring.lightning`.
 
 # %%
 logged = []
 log = memlab.monitor().log_to(lambda name, value, step: logged.append((step, name)), every=2)
 with warnings.catch_warnings(), log:
-    warnings.simplefilter("ignore")  # Ben's leak, again
+    warnings.simplefilter("ignore")  # the warning of Ben's leak
     for _ in range(2):  # two steps each
         next(run)
 for step, name in logged:
@@ -1006,15 +1021,17 @@ for step, name in logged:
 print(f"8 × 1024**3 bytes are 8 GiB, and {8 * 1024**3 / 1e9:.2f} GB")
 
 # %% [markdown]
-# On a GPU, `memory/reserved` is there too. One guide's `log_memory_usage()` prints
-# `memory_allocated() / 1024**3` as "GB". The number is right in GiB; in GB it is 7 % larger. It
-# also shows the moment of the call alone. The monitor shows each step's peak.
+# On a GPU, `memory/reserved` is logged too.
+#
+# A guide's `log_memory_usage()` prints `memory_allocated() / 1024**3` as "GB". The number is in
+# GiB; in GB it would be 7 % larger. It also shows only the moment of the call, while the monitor
+# shows each step's peak.
 
 # %% [markdown]
 # ## At scale
 #
-# A loss that is kept with its graph keeps all saved tensors of its forward pass. Yesterday's
-# formula gives their bytes for larger models, in float32.
+# A loss kept with its graph keeps all saved tensors of its forward pass. Compute their
+# bytes for larger models in float32, with yesterday's formula:
 
 # %%
 for name, batch, seq_len in (("124m", 8, 640), ("1b", 1, 8192), ("llama-2-7b", 1, 4096)):
@@ -1022,10 +1039,11 @@ for name, batch, seq_len in (("124m", 8, 640), ("1b", 1, 8192), ("llama-2-7b", 1
     print(f"{name:12}{batch} × {seq_len} tokens: {format_bytes(kept_bytes):>10} per kept loss")
 
 # %% [markdown]
-# A 7B run with such a leak does not reach epoch 60. In float32 with AdamW, 100 GiB hold weights,
-# gradients and optimizer state, so on a card with 180 GiB the second kept loss finds no room. Small
+# A 7B run with such a leak does not reach epoch 60. In float32 with AdamW, weights, gradients and
+# optimizer state need 100 GiB, so on a GPU with 180 GiB the second kept loss does not fit. Small
 # models leak slowly, so their leaks are found late.
-#
+
+# %% [markdown]
 # ## On your GPU
 #
 # | platform | in use, all processes | torch's counters |
@@ -1036,15 +1054,15 @@ for name, batch, seq_len in (("124m", 8, 640), ("1b", 1, 8192), ("llama-2-7b", 1
 # | Apple | `vm_stat` | `torch.mps.current_allocated_memory()`, `driver_allocated_memory()` |
 #
 # On Apple, `driver_allocated_memory()` is the reserved number, and `recommended_max_memory()` the
-# most that Metal recommends. `vm_stat` counts pages, whose size is in its first line. Activity
+# most that Metal recommends. `vm_stat` counts pages; its first line has their size. Activity
 # Monitor shows the same in a window.
 
 # %% [markdown]
 # Apple's GPU has *unified memory*: model, system and other programs share the same RAM. So other
-# programs take memory from your training, and offloading tensors to the CPU saves nothing.
+# programs reduce the memory for your training, and offloading tensors to the CPU saves nothing.
 #
-# With a GPU, the next cell takes the four steps under the monitor, which reads the counters of your
-# platform. They reserve about 10 GiB on CUDA.
+# With a GPU, the next cell runs the four steps under the monitor, which reads the counters of your
+# platform. On CUDA they reserve about 10 GiB.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 gpu = torch.accelerator.current_accelerator(check_available=True)
@@ -1066,11 +1084,12 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# Five guides that people read today state rules for saving memory; RULES.md has the verdict on each
-# rule. Today's trials use predictions and the simulated allocator, not a GPU.
+# Five published guides state rules for saving memory. RULES.md has the verdict on each rule.
+# Today's trials use predictions and the simulated allocator, not a GPU.
 #
-# First: clear the cache in every batch, and collect garbage every few steps. The guides don't say
-# which "memory" they mean, so try all three numbers, with varying lengths and with one length.
+# First rule: clear the cache in every batch, and collect garbage every few steps. The guides don't
+# say which "memory" this saves, so test all three numbers, with varying lengths and with one
+# length.
 
 
 # %%
@@ -1082,66 +1101,79 @@ same = [
 ]
 plain, emptied = table["nothing set"], table["empty_cache() before each step"]
 saved = 1 - emptied.smallest / plain.smallest
+saved_reserved = 1 - emptied.blocks.reserved_bytes / plain.blocks.reserved_bytes
+measured = (
+    f"with four lengths, clearing before each step reserves {saved_reserved:.0%} less and the run "
+    f"needs {saved:.0%} less; with one length it reserves {1 - same[1] / same[0]:.0%} less; "
+    f"{emptied.calls} driver calls with clearing, {plain.calls} without"
+)
 verdict(
     "6a",
     0.1 <= saved <= 0.2,
-    f"with four lengths, clearing before each step reserves "
-    f"{1 - emptied.blocks.reserved_bytes / plain.blocks.reserved_bytes:.0%} less, and the run "
-    f"needs {saved:.0%} less on the card; with one length it reserves "
-    f"{1 - same[1] / same[0]:.0%} less; the driver is called {emptied.calls} times with clearing, "
-    f"{plain.calls} without",
-    condition="for reserved memory, if lengths vary, through empty_cache alone (gc.collect frees "
-    "only reference cycles); tensors need as much as before, and expandable segments save more "
-    "without the calls",
+    measured,
+    condition="for reserved memory if lengths vary, through empty_cache alone (gc.collect frees "
+    "only reference cycles); tensors need the same memory, and expandable segments save more "
+    "with fewer driver calls",
 )
 
 # %% [markdown]
-# Second: watch memory with `nvidia-smi`. Compare what it shows with what the run needs.
+# Second rule: monitor memory with `nvidia-smi`. Compare what it shows with what the run needs.
 
 # %%
 split = table["max_split_size_mb:128"]
 shown = [tried.blocks.reserved_bytes / tried.smallest for tried in (plain, split)]
+measured = (
+    f"besides the context it shows {plain.blocks.reserved_bytes / GIB:.2f} GiB for a run that "
+    f"needs {plain.smallest / GIB:.2f} GiB; with max_split_size_mb:128, "
+    f"{split.blocks.reserved_bytes / GIB:.2f} GiB for a run that needs "
+    f"{split.smallest / GIB:.2f} GiB"
+)
 verdict(
     "6b",
     all(abs(ratio - 1) < 0.1 for ratio in shown),
-    f"beside the context it shows {plain.blocks.reserved_bytes / GIB:.2f} GiB for a run that needs "
-    f"{plain.smallest / GIB:.2f}; with max_split_size_mb:128 it shows "
-    f"{split.blocks.reserved_bytes / GIB:.2f} for a run that needs {split.smallest / GIB:.2f}",
-    otherwise="it shows what all processes hold, not what the run needs; the need lies between "
-    "max_memory_allocated and max_memory_reserved, and a leak shows in memory_allocated after each "
-    "epoch",
+    measured,
+    otherwise="it shows the memory of all processes, not what the run needs; the need lies between "
+    "max_memory_allocated and max_memory_reserved, and memory_allocated after each epoch shows a "
+    "leak",
 )
 
 # %% [markdown]
-# Third: a limit of 95 %, and "smaller chunks", which most likely means `max_split_size_mb`.
+# Third rule: limit the process to 95 %, and use "smaller chunks", which most likely means
+# `max_split_size_mb`.
 
 # %%
 fraction = table["per_process_memory_fraction:0.95"]
+measured = (
+    f"on a GPU with 24 GiB the run reserves {fraction.blocks.reserved_bytes / GIB:.2f} GiB with "
+    f"the limit and {plain.blocks.reserved_bytes / GIB:.2f} GiB without; it needs a GPU with "
+    f"{fraction.smallest / GIB:.2f} GiB with the limit and {plain.smallest / GIB:.2f} GiB without"
+)
 verdict(
     "7a",
     fraction.smallest < plain.smallest,
-    f"on a card with 24 GiB the run reserves {fraction.blocks.reserved_bytes / GIB:.2f} GiB with "
-    f"the limit and {plain.blocks.reserved_bytes / GIB:.2f} without; it needs a card with "
-    f"{fraction.smallest / GIB:.2f} GiB with the limit and {plain.smallest / GIB:.2f} without",
-    otherwise="it saves nothing, and the run fails earlier; it leaves room for other processes",
+    measured,
+    otherwise="it saves nothing, and the run fails earlier; it only leaves memory for other "
+    "processes",
 )
 
 # %%
 expandable = table["expandable_segments:True"]
+measured = (
+    f"the run needs {plain.smallest / GIB:.2f} GiB with nothing set, {split.smallest / GIB:.2f} "
+    f"with max_split_size_mb:128 and {expandable.smallest / GIB:.2f} with expandable segments; on "
+    f"a large GPU, max_split_size_mb:128 reserves {split.blocks.reserved_bytes / GIB:.2f} GiB"
+)
 verdict(
     "7b",
     split.smallest < plain.smallest,
-    f"with nothing set the run needs {plain.smallest / GIB:.2f} GiB on a card, with "
-    f"max_split_size_mb:128 {split.smallest / GIB:.2f}, with expandable segments "
-    f"{expandable.smallest / GIB:.2f}; on a large card, max_split_size_mb:128 reserves "
-    f"{split.blocks.reserved_bytes / GIB:.2f}",
-    condition="if the card is full, where lengths vary, by a little; nvidia-smi shows more, and "
+    measured,
+    condition="by a little, if the GPU is full and lengths vary; nvidia-smi shows more, and "
     "expandable segments save more",
 )
 
 # %% [markdown]
-# Fourth: what fragments, and what helps? Compare Dora's run with half the batch, with one length,
-# and with expandable segments.
+# Fourth rule: what causes fragmentation, and what helps? Compare Dora's run with half the batch,
+# with one length, and with expandable segments.
 
 # %%
 small = [segment for segment in just_before if segment.pool == "small"]
@@ -1149,9 +1181,9 @@ in_small = sum(p.bytes for segment in small for p in segment.pieces if p.state =
 verdict(
     "7c",
     in_small / sum(free) > 0.5,
-    f"of {format_bytes(sum(free))} that are free before the last large segment, "
-    f"{format_bytes(in_small)} are in the segments of small allocations (of up to 1 MiB)",
-    otherwise="large allocations of many sizes fragment; small ones have segments of their own",
+    f"{format_bytes(sum(free))} are free before the last large segment, "
+    f"{format_bytes(in_small)} of it in segments of small allocations (up to 1 MiB)",
+    otherwise="large allocations of many sizes fragment; small ones have their own segments",
 )
 
 # %%
@@ -1165,20 +1197,25 @@ by_thread = simulate(  # use_mem_pool around forward; backward runs in another t
 compared = half, plenty, one_length, grows, apart, by_thread
 shares = [ran.fragmentation for ran in compared]
 wasted = [ran.reserved_bytes - ran.allocated_bytes for ran in (half, plenty)]
+
+# %%
+measured = (
+    f"free share of Dora's reserved memory: batch 512 {shares[0]:.0%}; batch 1,024 {shares[1]:.0%} "
+    f"({wasted[1] / wasted[0]:.1f}× the bytes); one length {shares[2]:.0%}; expandable segments "
+    f"{shares[3]:.0%}; a memory pool for long-lived tensors {shares[4]:.0%}; a memory pool around "
+    f"the forward pass {shares[5]:.0%}"
+)
 verdict(
     "7d",
     min(shares[1], shares[4]) < shares[0] - 0.05,
-    f"of Dora's reserved memory, {shares[0]:.0%} are free with 512 sequences in a batch, and "
-    f"{shares[1]:.0%} with 1,024, which are {wasted[1] / wasted[0]:.1f} times the bytes; with "
-    f"1,024 of one length {shares[2]:.0%}, with expandable segments {shares[3]:.0%}, with a "
-    f"memory pool for long-lived tensors {shares[4]:.0%}, around the forward pass {shares[5]:.0%}",
-    otherwise="a larger batch wastes the same share of more memory, and a memory pool keeps its "
-    "free memory from all others; expandable segments help, and so do sequences of one length",
+    measured,
+    otherwise="a larger batch wastes the same share of more memory, and free memory in a memory "
+    "pool serves no other tensors; expandable segments and sequences of one length help",
 )
 
 # %% [markdown]
-# Fifth: the leak. Ada deletes her loss and empties the cache, as the guide says, but the list still
-# refers to the loss. Then she takes half the batch, twice as often.
+# Fifth rule: how to fix a leak. Ada deletes her loss and empties the cache, as the guide says, but
+# the list still refers to the loss. Then she uses half the batch, twice as often.
 
 
 # %%
@@ -1196,40 +1233,46 @@ def ada_cleans_up(model, optimizer, data):
         yield
 
 
+# %%
 cleaned = epochs_of(ada_cleans_up, 2)
 after_it = cleaned[-1].live_bytes - cleaned[-2].live_bytes
+measured = (
+    f"Ada's memory grows by {format_bytes(growth)} per epoch; with del, empty_cache() and "
+    f"gc.collect() by {format_bytes(after_it)}; the loop of exercise 2.5, without these calls, by "
+    f"{format_bytes(alive[-1] - alive[-2])}"
+)
 verdict(
     "8a",
     after_it == 0,
-    f"Ada's epoch leaves {format_bytes(growth)} more; with del, empty_cache() and gc.collect() it "
-    f"leaves {format_bytes(after_it)} more; the mended loop of exercise 2.5, which calls none of "
-    f"these, {format_bytes(alive[-1] - alive[-2])}",
-    otherwise="del removes one name, and a tensor lives as long as anything refers to it; without "
-    "references it is freed even without empty_cache(), which only releases free segments",
+    measured,
+    otherwise="del removes a name, but a tensor lives as long as anything refers to it; without "
+    "references it is freed without empty_cache(), which only releases free segments",
 )
 
 # %%
 halved = epochs_of(ada, 2, batch=32, times=2)
 growth_halved = halved[-1].live_bytes - halved[-2].live_bytes
 fit_halved = len(halved) + (room - halved[-1].peak_bytes) // growth_halved
+measured = (
+    f"Ada's memory grows by {format_bytes(growth)} per epoch, and {fit} epochs fit; with half the "
+    f"batch, twice as often, by {format_bytes(growth_halved)}, and {fit_halved} fit; Dora, without "
+    f"a leak, reserves {plenty.reserved_bytes / GIB:.2f} GiB, and with half the batch "
+    f"{half.reserved_bytes / GIB:.2f} GiB"
+)
 verdict(
     "8b",
     fit_halved >= 2 * fit,
-    f"Ada's epochs leave {format_bytes(growth)} more each, and {fit} fit; with half the batch, "
-    f"twice as often, {format_bytes(growth_halved)}, and {fit_halved} fit; Dora, who has no leak, "
-    f"reserves {plenty.reserved_bytes / GIB:.2f} GiB, with half the batch "
-    f"{half.reserved_bytes / GIB:.2f}",
-    otherwise="if memory_allocated grows from epoch to epoch it is a leak, and an epoch leaks as "
-    "much in smaller batches; if it stays flat (fragmentation, a longer text), half the batch does "
-    "help",
+    measured,
+    otherwise="if memory_allocated grows from epoch to epoch, it is a leak, and smaller batches "
+    "leak as much per epoch; if it stays flat (fragmentation, a longer text), half the batch helps",
 )
 
 # %% [markdown]
 # ## What you can do now
 #
-# | you see | it is | do |
+# | you see | cause | remedy |
 # | --- | --- | --- |
-# | allocated after each epoch grows | a leak | `leaks`, then look for what keeps the tensors |
+# | allocated after each epoch grows | a leak | `leaks`, then find what keeps the tensors alive |
 # | it grows, then stops | a cache that fills, Adam's state | nothing |
 # | it is flat, reserved grows | fragmentation | `expandable_segments:True`, few lengths |
 # | both flat, `nvidia-smi` higher | contexts, other processes | find the other process |
@@ -1248,8 +1291,8 @@ verdict(
 # %% [markdown]
 # ## The running bill
 #
-# Reading the meter saves nothing, so today's line equals yesterday's. It counts allocated memory. A
-# card also needs room for the reserved rest and for the context.
+# Reading the meter saves nothing, so today's line equals yesterday's. The bill counts allocated
+# memory. A GPU also needs memory for the context and for reserved memory without tensors.
 
 # %%
 running_bill(2)

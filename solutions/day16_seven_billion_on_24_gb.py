@@ -1,34 +1,37 @@
 # %% [markdown]
 # # Day 16: Seven billion on 24 GB
 #
-# **A model and a card are named: does it fit?**
+# **Does a given model fit on a given GPU?**
 #
-# After today you can say of a model and a card whether it fits, by formula to a few percent and by
-# prediction to the byte; you have found the recipe for seven billion weights on 24 GB, and know
-# what it gives up.
+# After today you can:
 #
-# About 90 minutes, 59 of them for five exercises. You need a laptop; a GPU is not needed. Nothing
-# is downloaded.
+# - estimate by formula, to a few percent, whether a model fits on a GPU
+# - predict its memory to the byte
+# - train all 7B weights on 24 GB, and say what that recipe gives up
+#
+# About 90 minutes, 59 of them for five exercises. You need a laptop, but no GPU. Nothing is
+# downloaded.
 
 # %% [markdown]
-# As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
-# your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
-# stuck, type `memlab hint 16.1` in a terminal. An exercise left open blocks nothing.
+# As before, you **guess**, **measure**, and **build** what explains the gap. In an exercise,
+# replace `raise NotImplementedError` with your own lines. The cell below it checks them. If you are
+# stuck, type `memlab hint 16.1` in a terminal. You can skip an exercise and go on.
 
 # %% [markdown]
 # ## The question
 #
-# One guide ends with three configurations:
+# A guide ends with three configurations, all with flash attention:
 #
-# | model | on | with | takes |
-# | --- | --- | --- | --- |
-# | 7B | 1 × 24 GB | BF16, checkpointing, 8-bit Adam, 1 × 16 accumulated | ~20 GB |
-# | 70B | 8 × 80 GB | BF16, checkpointing, ZeRO-3, 1 × 8 accumulated, length 4096 | ~60 GB each |
-# | 405B | 128 H100 | FP8, checkpointing, ZeRO-1, tensor 8, pipeline 4, data 4 | |
+# | model | GPUs | techniques | batch | memory |
+# | --- | --- | --- | --- | --- |
+# | 7B | 1 × 24 GB | BF16, checkpointing, 8-bit Adam | 16 × 1 | ~20 GB |
+# | 70B | 8 × 80 GB | BF16, checkpointing, ZeRO-3 | 8 × 1, length 4096 | ~60 GB each |
+# | 405B | 128 H100 | FP8, checkpointing, ZeRO-1, TP 8, PP 4, DP 4 | not stated | not stated |
 #
-# with flash attention in all of them.
+# 16 × 1 is 16 accumulation steps of batch 1. TP, PP and DP are tensor, pipeline and data
+# parallelism.
 #
-# Do they fit? Nothing new is needed to tell: only everything.
+# Do they fit? Today brings no new technique. You combine the earlier ones.
 
 # %%
 from dataclasses import dataclass
@@ -57,10 +60,11 @@ from memlab.units import format_bytes
 # %% [markdown]
 # ## Guess
 #
-# 1. The first configuration, 1 × 2,048 tokens, nothing accumulated yet: how many GB at its peak?
-# 2. To accumulate, gradients have to stay. How many GiB is that buffer, in bfloat16?
-# 3. The best recipe that trains all of 7B within 24 GB: how many GiB does it take?
-# 4. A GPU of the 128: how many GB of weights, gradients, state and block inputs?
+# 1. The first configuration with 1 × 2,048 tokens and no accumulation yet: how many GB at the peak?
+# 2. Accumulation needs a buffer of gradients. How many GiB is that buffer in bfloat16?
+# 3. The best recipe that trains all 7B weights within 24 GB: how many GiB does it reserve?
+# 4. The third configuration: how many GB of weights, gradients, optimizer state and block inputs
+#    does each of the 128 GPUs hold?
 
 # %%
 ### BEGIN SOLUTION
@@ -71,31 +75,32 @@ guess("16.1", guide_gb=20, buffer_gib=6, recipe_gib=23, rank_gb=60)
 ### END STUB
 
 # %% [markdown]
-# ## The largest moment
+# ## The peak is the larger of two moments
 #
-# A sum of all that a step ever holds is too much, and weights plus state too little. A peak is the
-# larger of two **moments** (Day 1):
+# Don't add up every tensor of a step: they don't exist at the same time. The peak is the larger of
+# two **moments** (Day 1):
 #
-# | | weights, state | activations | gradients | scratch |
+# | moment | weights, state | activations | gradients | scratch |
 # | --- | --- | --- | --- | --- |
-# | `"backward"` begins | there | there | | |
-# | `"optimizer"` steps | there | gone | there | there |
+# | `"backward"` begins | yes | yes | no | no |
+# | `"optimizer"` steps | yes | freed | yes | yes |
 #
-# *Scratch* is what an optimizer makes while it steps: torch's AdamW two float32 tensors as large as
-# the weight; ours, five to eight as large as a **piece** of it.
+# *Scratch* is what an optimizer allocates while it steps. torch's AdamW allocates two float32
+# tensors of the weight's size. Our optimizers allocate five to eight, but only of the size of a
+# **piece** of the weight.
 
 
 # %%
 @dataclass(frozen=True)
 class Optimizer:
-    moments: int  # numbers it keeps of each weight
-    moment_bytes: float  # of each of these
-    scratch: float  # numbers in float32 that it makes for each number it works on
-    piece: int | None = None  # it works on so many at a time; None: on a whole weight
-    in_backward: bool = False  # each weight is stepped as soon as its gradient is there
+    moments: int  # state elements per weight element
+    moment_bytes: float  # bytes per state element
+    scratch: float  # temporary float32 elements per element of the weight or piece
+    piece: int | None = None  # elements updated at a time; None: the whole weight
+    in_backward: bool = False  # step each weight as soon as its gradient exists
 
 
-CODE = 1 + 4 / 256  # a byte, and a share of its block's scale (Day 9)
+CODE = 1 + 4 / 256  # bytes: an 8-bit code, and its share of the block's absmax (Day 9)
 PIECE = 2**22
 torchs_adamw = Optimizer(2, 4, scratch=2)
 adamw_in_16_bits = Optimizer(2, 2, scratch=5, piece=PIECE)
@@ -106,10 +111,10 @@ lion_in_backward = Optimizer(1, CODE, scratch=6.5, piece=PIECE, in_backward=True
 # %% [markdown]
 # ### Exercise 16.1: the largest moment
 #
-# About 12 minutes. `sizes` has the number of numbers of each weight tensor; a weight and its
-# gradient have `itemsize` bytes a number; `activations` are bytes. Return the moment and its bytes,
-# such as `("backward", 1024)`. An optimizer that steps **in backward** has one gradient at a time
-# (Day 8): count the largest.
+# About 12 minutes. `sizes` lists the number of elements of each weight tensor. A weight and its
+# gradient have `itemsize` bytes per element. `activations` is in bytes. Return the moment and its
+# bytes, such as `("backward", 1024)`. An optimizer that steps **in backward** holds one gradient at
+# a time (Day 8): count the largest.
 
 
 # %%
@@ -134,7 +139,7 @@ peak = exercise("16.1", peak)
 
 # %%
 def sizes_of(config):
-    """Of each weight of our GPT."""
+    """Return the number of elements of each weight of our GPT."""
     C, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
     Q, K = config.heads * config.head_dim, config.kv_heads * config.head_dim
     block = [C * Q, C * K, C * K, Q * C, C * F, C * F, F * C, C, C]
@@ -142,7 +147,7 @@ def sizes_of(config):
 
 
 seven = PRESETS["llama-2-7b"]
-print("7B in bfloat16, activations left out:")
+print("7B in bfloat16, without activations:")
 for name, optimizer in (
     ("torch's AdamW, state in float32", torchs_adamw),
     ("AdamW, state in bfloat16", adamw_in_16_bits),
@@ -154,45 +159,55 @@ for name, optimizer in (
     print(f"  {name:32}{count / 2**30:7.2f} GiB, {count / 1e9:6.2f} GB")
 
 # %% [markdown]
-# So the guide's optimizer takes 40.8 GB before the first activation; weights and gradients alone,
-# 25.1 GiB, are more than the card. One line of five is below 24 GB, by the **step in backward**: it
-# takes off 12.3 GiB, as much as eight bits do of Adam's state in sixteen.
+# The guide's optimizer, 8-bit Adam, needs 40.8 GB before the first activation. Weights and
+# gradients alone are 25.1 GiB, more than the GPU has.
+#
+# Only 8-bit Lion with the **step in backward** needs less than 24 GB. The step in backward saves
+# 12.3 GiB, as much as 8-bit Adam saves against AdamW with bfloat16 state.
 
 # %% [markdown]
 # ## Activations
 #
-# What does a block keep of each token? On a GPU, whose norms are fused (Days 1, 4, 10): C-wide
-# inputs and outputs, q, k, v, the MLP's four. They have the activations' dtype, and H + 2 numbers
-# are float32 in any case. In backward its MLP makes two gradients as wide as its inside.
+# What does a block save for backward, per token? On a GPU, with fused norms (Days 1, 4, 10), it
+# saves:
+#
+# - in the activations' dtype: inputs and outputs of size C, then q, k, v, and four tensors of the
+#   MLP
+# - in float32: H + 2 elements
+#
+# During backward, the MLP also allocates two gradients of its intermediate size.
 
 
 # %%
 @dataclass(frozen=True)
 class Block:
-    width: int  # of a token's input: of `numbers`, these are what a checkpoint keeps
-    numbers: int  # kept of each token, in the activations' dtype
-    floats: int  # and in float32
-    gradients: int  # made of each token while backward is in the block
+    width: int  # input elements per token, part of `numbers`; a checkpoint saves only these
+    numbers: int  # elements saved per token, in the activations' dtype
+    floats: int  # float32 elements saved per token
+    gradients: int  # gradient elements per token during the block's backward
 
 
 def block_of(config, fused=True):
-    """On a CPU norms are not fused, and keep one tensor more each."""
+    """Return a block's elements per token. Without fused norms, each norm saves one more tensor."""
     C, F = config.hidden_size, config.intermediate_size
     Q, K = config.heads * config.head_dim, config.kv_heads * config.head_dim
     norms = 2 * C if fused else 4 * C
     return Block(C, 2 * C + norms + 2 * Q + 2 * K + 4 * F, config.heads + 2, 2 * F + C)
 
 
-print(f"a block of 7B keeps {2 * block_of(seven).numbers + 4 * block_of(seven).floats:,} bytes")
-print(f"of each token in bfloat16; its input is {2 * seven.hidden_size:,} of them")
+print(f"a block of 7B saves {2 * block_of(seven).numbers + 4 * block_of(seven).floats:,} bytes")
+print(f"per token in bfloat16, {2 * seven.hidden_size:,} of them for its input")
 
 # %% [markdown]
-# ### Exercise 16.2: activations, kept or made again
+# ### Exercise 16.2: activations, saved or recomputed
 #
-# About 12 minutes. How many bytes are there at the fullest moment of backward? What forward left of
-# all `layers` blocks: all that they keep or, `checkpointed`, their inputs. Then the larger of two
-# that are never there together: `ends`, what loss and logits take (bytes, given); or one block at
-# work: its gradients and, if it was checkpointed, what it makes again (all but its input).
+# About 12 minutes. Return the most activation bytes that exist at once in backward. Add two terms:
+#
+# 1. What forward saved of all `layers` blocks: everything they keep or, if `checkpointed`, only
+#    their inputs.
+# 2. The larger of `ends`, the bytes of the logits and the loss (given), and one block at work: its
+#    gradients and, if checkpointed, everything it recomputes except its input. The two never exist
+#    together.
 
 
 # %%
@@ -214,13 +229,13 @@ activations = exercise("16.2", activations)
 
 # %%
 def ends_of(config, tokens, itemsize, fused=True):
-    """The last norm; the logits three times over (Day 11); on a CPU the embedding, too."""
+    """Return the bytes of the last norm, three copies of the logits, and on a CPU the embedding."""
     C, V = config.hidden_size, config.vocab_size
     return tokens * (itemsize * (2 if fused else 3) * C + 4 + 3 * itemsize * V)
 
 
 def estimate(config, optimizer, tokens, itemsize=2, checkpointed=True, fused=True):
-    """The moment of the peak, and its bytes."""
+    """Return the moment of the peak, and its bytes."""
     ends = ends_of(config, tokens, itemsize, fused)
     block = block_of(config, fused)
     kept = activations(block, config.layers, tokens, itemsize, checkpointed, ends)
@@ -228,8 +243,8 @@ def estimate(config, optimizer, tokens, itemsize=2, checkpointed=True, fused=Tru
 
 
 # %% [markdown]
-# Against the meter: a small model in float32, on this CPU. What the formula leaves out is known:
-# rotary tables, tokens, a counter for each weight, the loss.
+# Compare the formula with the meter: a small model in float32 on this CPU. The formula omits known
+# terms: rotary tables, tokens, and a step counter per weight.
 
 # %%
 tiny = PRESETS["tiny"]
@@ -242,22 +257,24 @@ for batch, length, how in ((1, 4, "plain"), (16, 64, "checkpointing")):
     known = 4 * tiny.seq_len * tiny.head_dim + 16 * tokens + 4 * len(sizes_of(tiny))
     print(f"{how}, {batch} × {length}: formula {format_bytes(count)}, in {moment!r}; ", end="")
     print(f"meter {format_bytes(trace.peak_bytes)}")
-    print(f"  of it not known: {trace.peak_bytes - known - count:,} bytes")
+    print(f"  unexplained: {trace.peak_bytes - known - count:,} bytes")
 
 
 # %% [markdown]
-# Where the optimizer makes the peak, 8 bytes: the loss. Checkpointed, backward has left some
-# gradients already when it is fullest, which two moments cannot see. The library's
-# `training_bytes` has four moments, and a name for every term. By it, the guide's recipe, and what
-# may be changed of it:
+# The plain step peaks in the optimizer. Only 8 bytes remain unexplained: the loss and its gradient.
+# The checkpointed step peaks in backward, when some gradients already exist. Two moments cannot
+# show that.
+#
+# The library's `training_bytes` has four moments and a name for every term. Apply it to the guide's
+# recipe and to variants:
 
 # %%
 STEPS = {
     "AdamW in bfloat16": Recipe(),
     "+ checkpointing": Recipe(checkpointing="checkpointing"),
-    "+ 8-bit Adam: the guide's": Recipe(optimizer="adam8bit", checkpointing="checkpointing"),
-    "8-bit Lion for Adam": Recipe(optimizer="lion8bit", checkpointing="checkpointing"),
-    "+ the step in backward": Recipe(
+    "+ 8-bit Adam (the guide)": Recipe(optimizer="adam8bit", checkpointing="checkpointing"),
+    "8-bit Lion instead": Recipe(optimizer="lion8bit", checkpointing="checkpointing"),
+    "+ step in backward": Recipe(
         optimizer="lion8bit", checkpointing="checkpointing", step_in_backward=True
     ),
     "LoRA, checkpointing": Recipe(lora=True, checkpointing="checkpointing"),
@@ -282,36 +299,42 @@ axes.axvline(24e9 / 2**30, color="0.25", linestyle="--", linewidth=1)
 axes.text(24e9 / 2**30 + 0.4, 5.65, "24 GB: 22.35 GiB", fontsize=9)
 axes.set_yticks(range(len(estimates)), list(estimates))
 axes.set(xlabel="GiB at the peak, by formula", ylim=(5.9, -0.6), xlim=(0, 58))
-axes.set_title("7B, 1 × 2,048 tokens: what brings it under 24 GB")
+axes.set_title("7B, 1 × 2,048 tokens: which recipes need less than 24 GB")
 axes.legend(frameon=False, loc="lower right", fontsize=9)
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Two fit: **LoRA**, here beside every matrix of the blocks, which trains 0.3 % of the weights; and,
-# of all weights, 8-bit Lion stepped in backward. (Checkpointing takes nothing off the first: it
-# peaks where AdamW steps, and no activation is there.) Flash attention is in all of them.
+# Two recipes fit:
 #
+# - **LoRA**, applied to every matrix of the blocks, trains 0.3 % of the weights. Checkpointing
+#   saves nothing here, because the peak is in the optimizer step, when activations are already
+#   freed.
+# - **8-bit Lion with the step in backward** trains all weights.
+#
+# All recipes use flash attention.
+
+# %% [markdown]
 # ## Does it fit?
 #
-# A formula knows tensors. A card must have more: torch **reserves** whole segments, with holes
-# (Day 2), CUDA's *context* takes its part, and a card has less than it is sold with: a vendor's "24
-# GB" means GiB.
+# A formula counts tensors, but a GPU needs more memory than its tensors. torch **reserves**
+# segments with gaps (Day 2), and CUDA's *context* needs memory too. Vendors say "24 GB" and mean
+# GiB, and the GPU reports less than that.
 
 # %%
-CONTEXT = 616 * 2**20  # bytes, the most that users report
+CONTEXT = 616 * 2**20  # bytes; the largest context that users report
 UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
 for name, sold in (("rtx4090", 24), ("l4", 24), ("a10g", 24), ("h100", 80)):
     total = CARDS[name].total_bytes
     print(f"{name:8} sold with {sold} GiB, reports {format_bytes(total)}, ", end="")
     print(f"{total / 1e9:.2f} GB")
-print(f"of that CUDA's context takes up to {format_bytes(CONTEXT)}")
+print(f"CUDA's context uses up to {format_bytes(CONTEXT)} of it")
 
 # %% [markdown]
 # ### Exercise 16.3: does it fit?
 #
-# About 10 minutes. `memory` is a card of `CARDS`, or a number and a unit of `UNITS`: `"24GB"`,
-# `"1.5 GiB"`. A step has `.allocated_bytes`, those of its tensors, and `.reserved_bytes`. Return
-# how many bytes are **lacking**, 0 if none, with the context on the card, too.
+# About 10 minutes. `memory` is a key of `CARDS`, or a size with a unit of `UNITS`: `"24GB"`, `"1.5
+# GiB"`. A step has `.allocated_bytes` (its tensors) and `.reserved_bytes`. CUDA's context also
+# occupies the GPU. Return how many bytes are **missing**, 0 if the step fits.
 
 
 # %%
@@ -335,18 +358,18 @@ lacks = exercise("16.3", lacks)
 # %% [markdown]
 # ## The search
 #
-# A recipe is a choice of everything the course has built. There are some three dozen ways to train
-# 7B by 8-bit Lion: which blocks are checkpointed, the logits in chunks or not, the step in backward
-# or not, what is offloaded. Each has a formula's bytes, some percent off, and an estimate of its
-# time. Measuring one takes seconds. Which should be measured?
+# A recipe combines choices from the course. For 7B with 8-bit Lion there are 34 recipes: which
+# blocks are checkpointed, whether logits are chunked, whether the optimizer steps in backward, and
+# what is offloaded. For each recipe, a formula gives the bytes (within a few percent) and an
+# estimate gives the time. Measuring a recipe takes seconds. Which should you measure?
 
 # %% [markdown]
 # ### Exercise 16.4: the fastest that fits
 #
-# About 10 minutes. Candidates have `.seconds` and `.formula_bytes`; `measure(candidate)` gives the
-# bytes that count, between 0.95 and 1.05 times the formula's. Return the fastest whose *measured*
-# bytes are within `room`, or None. Measure as few as possible, none twice, and none that cannot
-# fit. (What fits at 1.05 times its formula need not be measured.)
+# About 10 minutes. Candidates have `.seconds` and `.formula_bytes`. `measure(candidate)` returns
+# the measured bytes, between 0.95 and 1.05 times the formula's. Return the fastest candidate whose
+# *measured* bytes are within `room`, or None. Measure as few candidates as possible, and none
+# twice. Skip candidates that cannot fit.
 
 
 # %%
@@ -372,10 +395,10 @@ def fastest(candidates, room, measure):
 fastest = exercise("16.4", fastest)
 
 # %% [markdown]
-# And now for real: 7B, 1 × 2,048 tokens, 24 GB, by 8-bit Lion. To *measure* is to **predict**: the
-# step runs on tensors without numbers, as a GPU would take them, through torch's allocator. 32
-# equal blocks do equal things, so three and four run, and the other 28 are added, event by event:
-# exact, and tested to be.
+# Now run the search: 7B, 1 × 2,048 tokens, 24 GB, 8-bit Lion. Here, to *measure* is to **predict**:
+# run the step on tensors without data, as on a GPU, through a model of torch's allocator. The 32
+# blocks are equal. So we run three and four blocks and add the other 28 event by event. Tests show
+# that this is exact.
 
 # %%
 room = memory_named("24GB").budget_bytes
@@ -397,10 +420,10 @@ def measure(candidate):
 
 # %%
 best = fastest(candidates, room, measure)
-if best.recipe not in found:  # its formula was proof enough
+if best.recipe not in found:  # the formula was low enough, so it was not measured
     measure(best)
 proof = found[best.recipe]
-print(f"{len(candidates)} candidates, {len(found)} measured: {best.recipe}")
+print(f"{len(candidates)} candidates, {len(found)} measured. Fastest that fits: {best.recipe}")
 print(f"formula {format_bytes(best.formula_bytes)}, ", end="")
 print(f"allocated {format_bytes(proof.allocated_bytes)}, ", end="")
 print(f"reserved {format_bytes(proof.reserved_bytes)}")
@@ -412,22 +435,22 @@ for memory in ("24GB", "24GiB", "rtx4090", "l4", "a10g", "20GiB"):
 plot.timeline(proof.trace, title="Llama 2 7B, all weights trained, 1 × 2,048 tokens")
 
 # %% [markdown]
-# **Seven billion weights, all of them trained, on 24 GB**: 20.59 GiB and the context. Weights and
-# Lion's one byte are nearly all of it; each tooth is a block that runs again. The search left
-# chunked logits out: of 2,048 rows with 4,096 numbers each they save nothing (Day 11). With them
-# the same step allocates 0.33 GiB more, and reserves 0.05 less; a test measures both.
+# **All seven billion weights train on 24 GB**: 20.58 GiB reserved, plus the context. Weights and
+# Lion's one-byte momentum are most of it. In the picture, each tooth is the recompute of a block.
+# (`allocated` is 29 MiB above the picture's peak. It also counts the unused part of blocks that the
+# allocator could not split, Day 2.)
 #
-# (`allocated` is 32 MiB more than the picture's peak: blocks that the allocator could not split
-# count whole, Day 2.)
+# The search chose whole logits. With 2,048 rows and a hidden size of 4,096, chunked logits save
+# nothing (Day 11): the step allocates 0.33 GiB more and reserves 0.14 GiB more.
 
 # %% [markdown]
 # ## The batch
 #
-# The guide's effective batch is 16, in steps of one. But a weight that is stepped in backward has
-# no gradient left to add to. What would 16 × 2,048 take?
+# The guide's effective batch is 16, in 16 steps of batch 1. But a step in backward frees each
+# gradient, so nothing can accumulate. What would 16 × 2,048 tokens need?
 #
-# First, **at once**. This is what predictions say of the recipe, logits in chunks
-# (`tests/course/test_day16.py` makes them: each is another ten seconds):
+# First try them **at once**. These are predictions for the recipe with chunked logits. (Each takes
+# ten seconds, so they are stored; `tests/course/test_day16.py` recomputes them.)
 
 
 # %%
@@ -437,21 +460,21 @@ class Predicted(NamedTuple):
 
 
 GROWN = {
-    1: Predicted(21_778_554_880, 22_051_553_280),
-    2: Predicted(22_367_797_248, 23_366_467_584),
-    3: Predicted(23_184_491_520, 24_488_443_904),
+    1: Predicted(21_776_457_728, 22_248_685_568),
+    2: Predicted(22_366_748_672, 23_324_524_544),
+    3: Predicted(23_175_054_336, 24_624_758_784),
 }
 print("2,048 tokens ×   allocated    reserved    24GB            rtx4090")
 for batch, step in GROWN.items():
     verdicts = [lacks(memory, step) for memory in ("24GB", "rtx4090")]
     words = [f"lacks {format_bytes(n)}" if n else "fits" for n in verdicts]
-    taken = f"{format_bytes(step.allocated_bytes):>12}{format_bytes(step.reserved_bytes):>12}"
-    print(f"{batch:14}{taken}    {words[0]:16}{words[1]}")
+    columns = f"{format_bytes(step.allocated_bytes):>12}{format_bytes(step.reserved_bytes):>12}"
+    print(f"{batch:14}{columns}    {words[0]:16}{words[1]}")
 
 # %% [markdown]
-# Three on an RTX 4090, one on 24·10⁹ bytes; by what is *allocated* it would have been three on
-# both. Sixteen don't fit on either. So they would have to be added up, in a **buffer**, or fewer
-# weights be trained:
+# A batch of 2 fits on both. A batch of 3 does not: the RTX 4090 lacks 16 MiB. By *allocated* bytes
+# alone, 3 would fit on both. A batch of 16 fits on neither. So either accumulate gradients in a
+# **buffer**, or train fewer weights:
 
 # %%
 buffer = 2 * seven.parameters
@@ -463,27 +486,34 @@ grown = Recipe(optimizer="lion8bit", checkpointing="checkpointing", chunked_loss
 at_once = training_bytes(seven, grown, 16, 2048).peak_bytes
 print(f"a buffer of gradients: {format_bytes(buffer)} in bfloat16, twice that in float32")
 for name, count in (
-    ("8-bit Adam, accumulated in bfloat16 (the guide's)", guides),
-    ("8-bit Lion, accumulated in bfloat16", lions),
-    ("8-bit Lion, in backward, 16 × 2,048 at once", at_once),
-    ("LoRA, accumulated", lora.peak_bytes),
+    ("8-bit Adam, accumulates in bfloat16 (the guide)", guides),
+    ("8-bit Lion, accumulates in bfloat16", lions),
+    ("8-bit Lion, step in backward, 16 × 2,048 at once", at_once),
+    ("LoRA, accumulates", lora.peak_bytes),
 ):
     print(f"{name:52}{format_bytes(count):>10}  {'fits' if count <= room else 'does not fit'}")
 
 # %% [markdown]
-# Only LoRA's buffer is small: that of 20 million weights. So the choice is between **all weights at
-# 2,048 tokens a step** (6,144 on an RTX 4090), and **0.3 % of them at 32,768**. The guide has both
-# in one line; there is no such recipe on that card. (Sums in bfloat16 are 1.4 % off after 256,
-# Day 3; the library's are in float32, and take twice the buffer.)
+# Only LoRA's buffer is small, since it trains 20 million weights. So choose between:
+#
+# - **all weights, up to 4,096 tokens a step**
+# - **0.3 % of the weights, 32,768 tokens a step**
+#
+# The guide promises both at once. No recipe does that on this GPU. (Sums in bfloat16 are 1.4 % off
+# after 256 micro-batches, Day 3. The library accumulates in float32, which doubles the buffer.)
 
 # %% [markdown]
 # ## Your own model
 #
-# Put in a preset or the path of a model's `config.json`, and a card or a memory. `planner.plan`
-# does what you did: the fastest that is measured to fit, how far its batch and its length go (by
-# the formula, scaled to what was measured), and what would be faster and does not fit. Leave
-# `learned` out, which asks for 8-bit Lion alone, and all kinds of training are tried; that takes up
-# to a minute. In a terminal: `memlab plan --model llama-3-8b --memory 48GB`.
+# Set a preset or the path of a `config.json`, and a GPU or a memory size. `planner.plan` does what
+# you did. It prints:
+#
+# - the fastest recipe whose measured memory fits
+# - its largest batch and length, by the formula scaled to the measurement
+# - a faster recipe that does not fit
+#
+# Here `learned` limits the search to 8-bit Lion. Remove it to try all recipes, which takes up to a
+# minute. In a terminal: `memlab plan --model llama-3-8b --memory 48GB`.
 
 # %%
 MODEL, MEMORY = "llama-2-7b", "24GB"
@@ -493,10 +523,10 @@ if plan.best:
     print(f"batch up to {plan.best.largest_batch}, length up to {plan.best.longest:,}")
 
 # %% [markdown]
-# ## At scale: seventy billion on eight
+# ## At scale: 70 billion weights on eight GPUs
 #
-# ZeRO-3 divides what a rank holds by eight (Day 12), all but a block that is whole. The guide does
-# not say which optimizer. By formula, with 1 × 4,096 tokens a rank:
+# ZeRO-3 divides a rank's memory by eight (Day 12), except for the gathered block. The
+# guide does not name the optimizer. By formula, with 1 × 4,096 tokens a rank:
 
 # %%
 seventy = PRESETS["llama-3-70b"]
@@ -516,22 +546,33 @@ for name, of_states in ZERO.items():
     print(f"lacks {missing / 1e9:.1f} GB" if missing else "fits")
 
 # %% [markdown]
-# ## At scale: 405 billion on 128
+# ## At scale: 405 billion weights on 128 GPUs
 #
-# Day 13 read t · p · d: tensor parallelism cuts each matrix in t, the pipeline has ⌈L/p⌉ blocks a
-# stage, and d ranks have the same, which is what ZeRO shards. The **first** stage is the fullest:
-# it has the embedding, too, and begins p micro-batches before the first comes back. A pipeline adds
-# gradients up over all its micro-batches, so here everything *is* there at once.
+# Day 13 introduced the layout t · p · d:
+#
+# - tensor parallelism cuts each matrix into t parts
+# - a pipeline stage has ⌈L/p⌉ blocks
+# - d ranks hold the same weights, and ZeRO shards among them
+#
+# The **first** stage holds the most: it has the embedding, and it starts p micro-batches before the
+# first one returns. A pipeline accumulates gradients over its micro-batches, so here all gradients
+# exist at once.
 
 # %% [markdown]
 # ### Exercise 16.5: one GPU of 128
 #
-# About 15 minutes. `block` weights are in a block, `end` in the embedding, as many in the head
-# (there, too, if p is 1). `cut` is (t, p, d); `each` the bytes of a weight, its gradient, its
-# state. A stage's weights go over t; what ZeRO's `stage` shards, over d: state from 1, gradients
-# from 2, weights from 3. Both are rounded up. `kept`: bytes of a block's checkpointed input of one
-# micro-batch, cut in t, too (*sequence parallelism*). Return the bytes of a rank of the first
-# stage.
+# About 15 minutes. Return the bytes of a rank of the first stage. A block has `block` weights, and
+# the embedding and the head have `end` each. The first stage has the head only if p is 1.
+#
+# | argument | meaning |
+# | --- | --- |
+# | `cut` | (t, p, d) |
+# | `each` | bytes per weight, of the weight, its gradient and its state |
+# | `stage` | ZeRO's: shards the state from 1, gradients from 2, weights from 3 |
+# | `kept` | bytes of a block's checkpointed input, per micro-batch |
+#
+# Divide a stage's weights by t, and what ZeRO shards also by d. Round both up. Divide `kept` by t
+# too (*sequence parallelism*).
 
 
 # %%
@@ -562,25 +603,25 @@ block = (huge.parameters - 2 * end - huge.hidden_size) // huge.layers
 kept = 2 * TOKENS * huge.hidden_size
 of_h100 = memory_named("h100").budget_bytes
 WAYS = {
-    "BF16, Adam and copies in float32": (2, 2, 12),
-    "FP8 beside BF16, the same state": (3, 2, 12),
-    "FP8 weights alone, the same state": (1, 2, 12),
-    "FP8 weights alone, 8-bit Adam": (1, 2, 2 * CODE),
+    "BF16, float32 Adam and copies": (2, 2, 12),
+    "BF16 and FP8, float32 Adam and copies": (3, 2, 12),
+    "FP8 alone, float32 Adam and copies": (1, 2, 12),
+    "FP8 alone, 8-bit Adam": (1, 2, 2 * CODE),
 }
 ranks = {}
 print(f"405B, 8 · 4 · 4 = {8 * 4 * 4}, ZeRO-1; an H100 leaves {of_h100 / 1e9:.1f} GB")
 for name, each in WAYS.items():
     ranks[name] = of_a_rank(block, end, huge.layers, (8, 4, 4), 1, each, kept)
-    print(f"  {name:36}{ranks[name] / 1e9:7.1f} GB, {(of_h100 - ranks[name]) / 1e9:6.1f} left")
+    print(f"  {name:38}{ranks[name] / 1e9:6.1f} GB, {(of_h100 - ranks[name]) / 1e9:6.1f} left")
 print(
-    f"of it block inputs {4 * 32 * kept / 8 / 1e9:.1f} GB; not cut in t {4 * 32 * kept / 1e9:.1f}"
+    f"block inputs: {4 * 32 * kept / 8 / 1e9:.1f} GB of it; {4 * 32 * kept / 1e9:.1f} GB without t"
 )
 
 # %%
 layout = Recipe("master-weights", checkpointing="checkpointing", zero_stage=1, tensor_parallel=8,
                 pipeline_parallel=4)  # fmt: skip
 of_planner = training_bytes(huge, layout, 1, TOKENS, gpus=128)
-print("the planner, BF16, one micro-batch; GB of a GPU at its fullest moments:")
+print("the planner, BF16, one micro-batch; GB per GPU at its two largest moments:")
 for moment in ("gradients", "optimizer"):
     terms = of_planner.moments[moment]
     print(f"  {moment}: {sum(terms.values()) / 1e9:.1f} =", end=" ")
@@ -588,36 +629,41 @@ for moment in ("gradients", "optimizer"):
     print(" + ".join(f"{n:.1f} {name.replace('_', ' ')}" for name, n in large.items()))
 
 # %% [markdown]
-# `memlab plan --tensor-parallel 8 --pipeline-parallel 4` prints such rows. In the step, the planner
-# counts float32 gradients of a rank's share beside the others, which the guide leaves out, too.
+# `memlab plan --tensor-parallel 8 --pipeline-parallel 4` prints such rows. In the optimizer step,
+# the planner also counts float32 gradients of a rank's shard, which the guide omits.
 #
-# Nothing of this is measured. memlab runs neither tensor nor pipeline parallelism. FP8 copies of
-# matrices, the network's buffers and FlashAttention 3's workspace are in no formula.
+# This section is formulas only: nothing in it is measured. FP8 copies of matrices, the network's
+# buffers and FlashAttention 3's workspace are in no formula.
 
 # %% [markdown]
-# "Left" has to hold a block at work, the last stage's logits, the network's buffers and the
-# allocator's holes: some gigabytes. A formula that is 5 % off can't promise the third line.
-# (Frameworks that compute in FP8 keep the weights in BF16 as well, as a rule: that is the second.)
+# The bytes "left" must hold the block at work, the last stage's logits, the network's buffers and
+# the allocator's gaps: a few gigabytes. With FP8 weights alone and float32 Adam, 1.9 GB are left,
+# which is less than the formula's error of 5 %. (Frameworks that compute in FP8 usually keep BF16
+# weights too. That needs 108.4 GB.)
 
 # %% [markdown]
 # ## Explain the gap
 
 # %%
-guided = "FP8 weights alone, the same state"
+guided = "FP8 alone, float32 Adam and copies"
 reveal("16.1", guide_gb=guides, buffer_gib=buffer, recipe_gib=proof.reserved_bytes,
        rank_gb=ranks[guided])  # fmt: skip
 
 # %% [markdown]
-# The gaps. 20 GB are 3 bytes a weight. But weights are 2, gradients 2, and 8-bit Adam's state 2.03:
-# six. A buffer of gradients is as large as the weights. The recipe has 3.02: one moment in eight
-# bits, and gradients that come and go. And a rank of 128 adds gradients up, so in stage 1 they are
-# there, whole, beside the weights.
+# Why the guesses were off:
+#
+# - 20 GB would be 3 bytes a weight. The guide's recipe needs 6: weights 2, gradients 2, 8-bit
+#   Adam's state 2.03.
+# - A buffer of gradients is as large as the weights.
+# - Our recipe needs 3.02 bytes a weight: the weights, one 8-bit moment, and gradients that are
+#   freed at once.
+# - Each of the 128 ranks accumulates gradients, and ZeRO-1 does not shard them.
 
 # %% [markdown]
 # ## On your GPU
 #
-# With a GPU of 24 GB or more the recipe trains, here and now, within 24 GB: two steps of 7B random
-# weights. (`memlab train` does it from a terminal.)
+# With a GPU of 24 GB or more, this cell trains the recipe within 24 GB: two steps with random 7B
+# weights. (`memlab train` does the same from a terminal.)
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] >= 24e9 - CONTEXT:
@@ -635,64 +681,73 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# The guide's three configurations, as it words them.
+# The guide's three configurations:
 
 # %%
+by_formula = (
+    f"by formula {guides / 1e9:.1f} GB, {2 * buffer / 1e9:.1f} GB of it weights and gradients; "
+    f"with LoRA {lora.peak_bytes / 1e9:.1f} GB"
+)
+predicted = (
+    f"8-bit Lion with the step in backward, predicted at 1 × 2,048: "
+    f"{proof.allocated_bytes / 1e9:.1f} GB allocated, {proof.reserved_bytes / 1e9:.1f} GB reserved"
+)
 verdict(
     "27",
     guides <= room,
-    f"as written {guides / 1e9:.1f} GB by formula, of which {2 * buffer / 1e9:.1f} are weights and "
-    f"gradients; LoRA {lora.peak_bytes / 1e9:.1f}; 8-bit Lion, stepped in backward, predicted at "
-    f"1 × 2,048: {proof.allocated_bytes / 1e9:.1f} GB allocated, {proof.reserved_bytes / 1e9:.1f} "
-    f"reserved",
-    otherwise="weights and gradients alone exceed the card; all weights are trained there with an "
-    "8-bit Lion that steps in backward, which leaves nothing to accumulate; 16 steps are "
-    "accumulated there with LoRA, which trains 0.3 % of the weights",
+    f"{by_formula}; {predicted}",
+    otherwise="weights and gradients alone exceed 24 GB; 8-bit Lion with the step in backward "
+    "trains all weights there, but cannot accumulate; LoRA accumulates 16 steps there, but trains "
+    "0.3 % of the weights",
 )
 
 # %%
 in_bits = on_eight["8-bit Adam"].peak_bytes
-others = ", ".join(f"{name} {e.peak_bytes / 1e9:.1f}" for name, e in on_eight.items())
+per_gpu = ", ".join(f"{name} {e.peak_bytes / 1e9:.1f}" for name, e in on_eight.items())
+more = 2 * seventy.parameters / 8 / 1e9
 verdict(
     "28",
     in_bits <= 64e9,
-    f"GB a GPU by formula, 1 × 4,096 tokens a rank: {others}",
-    condition=f"if the state has 8 bits, without float32 copies, and sums of gradients are in "
-    f"bfloat16: in float32 they take {2 * seventy.parameters / 8 / 1e9:.1f} GB more; Adam in "
-    f"float32 with copies takes more than twice the card",
-    otherwise="it takes more whatever the state",
+    f"GB per GPU by formula, 1 × 4,096 tokens a rank: {per_gpu}",
+    condition="with 8-bit state, no float32 copies, and gradients accumulated in bfloat16; "
+    f"accumulating in float32 adds {more:.1f} GB; Adam in float32 with float32 copies needs "
+    "more than twice 80 GB",
+    otherwise="every optimizer needs more",
 )
 
 # %%
-of_ranks = "; ".join(f"{name}: {count / 1e9:.1f}" for name, count in ranks.items())
+per_rank = "; ".join(f"{name}: {count / 1e9:.1f}" for name, count in ranks.items())
+measured = (
+    f"8 · 4 · 4 = {8 * 4 * 4}; GB per rank by formula, 8,192 tokens, sequence parallel, without "
+    f"the block at work: {per_rank}; an H100 leaves {of_h100 / 1e9:.1f}"
+)
 verdict(
     "29",
     1.05 * ranks[guided] <= of_h100,
-    f"8 · 4 · 4 = {8 * 4 * 4}; GB of a rank by formula, 8,192 tokens, sequence parallel, without "
-    f"the block at work: {of_ranks}; an H100 leaves {of_h100 / 1e9:.1f}",
-    otherwise="the number of GPUs is right, and Adam in float32 leaves less than the estimate's "
-    "error, if FP8 weights are the only ones; with a BF16 copy of them it does not fit, and with "
-    "8-bit state it does",
+    measured,
+    otherwise="the number of GPUs is right, but with FP8 weights alone and Adam in float32, less "
+    "memory is left than the formula's error; with BF16 weights too, it does not fit; with 8-bit "
+    "state, it fits",
 )
 
 # %% [markdown]
 # ## What you can do now
 #
-# | ask | says | is off by |
-# | --- | --- | --- |
-# | a formula, in a second | which recipes to try | some percent |
-# | a prediction, in ten | allocated and reserved bytes | nothing that a test has found |
-# | the card | whether it was so | |
+# | tool | time | tells you | error |
+# | --- | --- | --- | --- |
+# | formula | a second | which recipes to try | a few percent |
+# | prediction | ten seconds | allocated and reserved bytes | none found by a test |
+# | GPU | a training step | the real memory | none |
 #
-# Name a model and a memory, and you can say whether it fits, with which recipe, what it costs and
-# what it gives up; and of a claim such as "7B in 20 GB", which half of it can be true.
+# For a model and a memory size, you can say whether training fits, with which recipe, and at what
+# cost. For a claim such as "7B in 20 GB", you can say which half of it can be true.
 
 # %% [markdown]
 # ## The running bill
 #
-# One training step of 124M weights on 8 × 640 tokens. The last thing that was still there were the
-# weights themselves: a block at a time (Day 14), they take the line down once more. The two
-# averages go on: for them the weights come back once a step.
+# One training step of 124M weights on 8 × 640 tokens. Today the weights move to disk too, and come
+# back one block at a time (Day 14). The two weight averages stay; their update loads the weights
+# once a step.
 
 # %%
 peaks = [bill.stored(days.day(n).bill).peak_bytes / 2**30 for n in range(1, 17)]
@@ -705,15 +760,15 @@ for n, (before, now) in enumerate(zip([peaks[0] + 1, *peaks], peaks, strict=Fals
 axes.set(xlabel="day", ylabel="GiB at the peak", xticks=range(1, 17), ylim=(0, 8.8))
 axes.set_title("One step of 124M weights, sixteen days")
 axes.spines[["top", "right"]].set_visible(False)
-print(f"from {peaks[0]:.2f} GiB to {peaks[-1]:.2f}: {peaks[0] / peaks[-1]:.1f} times less")
+print(f"from {peaks[0]:.2f} GiB to {peaks[-1]:.2f} GiB: {peaks[0] / peaks[-1]:.1f}× less")
 
 # %% [markdown]
-# The same model, the same tokens in each step. What is learned changed at three of the stairs:
-# bfloat16 (Day 4), Lion for Adam (Day 8), its moment in eight bits (Day 9). At all others it is the
-# same training, paid in time where it is paid at all.
+# The model and the tokens of each step never changed. Three days changed what the model learns:
+# bfloat16 (Day 4), Lion (Day 8) and its 8-bit momentum (Day 9). All other days compute the same
+# training, some of them more slowly.
 #
-# What runs out of memory next will be yours: measure it first. (One day more, Day 17, is about
-# weights that are not trained.) And here are the bytes of each stair:
+# When your own training runs out of memory, measure first. (Day 17 is about frozen weights.) The
+# bytes of each day:
 
 # %%
 running_bill(16)

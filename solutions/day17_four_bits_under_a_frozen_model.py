@@ -4,27 +4,27 @@
 # **Seven billion weights in four bits are 3.3 GiB. Why does training on top of them still run out
 # of memory?**
 #
-# After today you have built QLoRA: the sixteen values of NF4, the packing, double quantization,
-# and a frozen layer that keeps nothing for backward. You can also say what fills the card when the
-# weights don't.
+# After today you have built QLoRA: the sixteen NF4 levels, packing, double quantization, and a
+# frozen layer that saves nothing for backward. You can also say which tensors fill the GPU when the
+# weights are small.
 #
-# About 90 minutes, 60 of them for five exercises. You need a laptop; a GPU is welcome and not
-# needed. Nothing is downloaded.
+# About 90 minutes, 60 of them for five exercises. You need a laptop; a GPU is optional. Nothing is
+# downloaded.
 
 # %% [markdown]
-# As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
-# your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
-# stuck, type `memlab hint 17.1` in a terminal. An exercise left open blocks nothing.
+# As before, you **guess**, **measure**, and **build** what explains the gap. In an exercise,
+# replace `raise NotImplementedError` with your own lines. The cell below it checks them. If you are
+# stuck, type `memlab hint 17.1` in a terminal. You can skip an exercise and go on.
 
 # %% [markdown]
 # ## The question
 #
-# LoRA (Day 3) freezes the weights and trains a low-rank change beside each matrix. Frozen weights
-# have no gradient and no optimizer state: in bfloat16 they need 2 bytes each, and no more.
+# LoRA (Day 3) freezes the weights and trains a low-rank update beside each matrix. Frozen weights
+# have no gradient and no optimizer state. In bfloat16 they need 2 bytes each.
 #
-# A weight that never changes can be stored more coarsely. **QLoRA** stores it in four bits, and
-# decodes it each time it is used. For 7B weights that is 3.3 GiB instead of 12.6. Still, "QLoRA out
-# of memory" is one of the most common questions about training. What fills the card?
+# Since frozen weights never change, they can be stored in lower precision. **QLoRA** stores them in
+# four bits and decodes them for each use: 7B weights need 3.3 GiB instead of 12.6. Still, "QLoRA
+# out of memory" is a very common question. Which tensors fill the GPU?
 
 # %%
 import math
@@ -56,16 +56,16 @@ from memlab.units import format_bytes
 # %% [markdown]
 # ## Guess
 #
-# Llama 2 7B on one GPU, QLoRA with rank 16 beside every matrix of the blocks, 4 × 1,024 tokens, set
-# up with the usual call, peft's `prepare_model_for_kbit_training`, in a plain training loop.
+# Train Llama 2 7B with QLoRA on one GPU: rank 16 adapters beside every matrix of the blocks, 4 ×
+# 1,024 tokens, peft's usual call `prepare_model_for_kbit_training`, and a plain training loop.
 #
-# 1. A quantized matrix is how many times smaller than in bfloat16?
+# 1. How many times smaller than in bfloat16 is a quantized matrix?
 # 2. How many GiB is the model, adapters included, before the first step?
 # 3. How many GiB does a step need at its peak?
 
 # %%
 ### BEGIN SOLUTION
-guess("17.1", smaller_times=4, model_gib=3.3, step_gib=6)  # 16 bits to 4; and some activations
+guess("17.1", smaller_times=4, model_gib=3.3, step_gib=6)  # 16 bits to 4, plus some activations
 ### END SOLUTION
 ### BEGIN STUB
 # guess("17.1", smaller_times=..., model_gib=..., step_gib=...)
@@ -74,26 +74,26 @@ guess("17.1", smaller_times=4, model_gib=3.3, step_gib=6)  # 16 bits to 4; and s
 # %% [markdown]
 # ## Measure
 #
-# The step is **predicted** (Day 16): it runs on tensors without values, as CUDA would allocate
-# them. `add_qlora` quantizes every matrix of the blocks and adds adapters in float32, as peft does.
-# `prepare_for_low_bits` is memlab's copy of `prepare_model_for_kbit_training`. You will see what it
-# does.
+# We **predict** the step (Day 16): it runs on tensors without values, with CUDA's allocation sizes.
+# `add_qlora` quantizes every matrix of the blocks and adds float32 adapters, as peft does.
+# `prepare_for_low_bits` is memlab's version of `prepare_model_for_kbit_training`. You will see
+# below what it does.
 
 
 # %%
 @dataclass(frozen=True)
 class Setup:
-    """What people switch on or leave out."""
+    """The options that QLoRA users turn on or leave out."""
 
     prepared: bool = True
     autocast: bool = False
     checkpointed: bool = False
     chunked: bool = False  # the logits (Day 11)
-    ends: bool = False  # embedding and output layer trained, too
+    ends: bool = False  # train the embedding and the output layer too
 
 
 def float32_loss(hidden, weight, targets):
-    """From logits in float32, as transformers computes it."""
+    """Compute the loss from float32 logits, as transformers does."""
     logits = F.linear(hidden, weight).float()
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -116,7 +116,7 @@ def qlora_model(config, setup):
 
 # %%
 def qlora_step(config, setup, batch, length, device="cuda"):
-    """A training step, its model and its optimizer."""
+    """Return a training step, its model and its optimizer."""
     model = qlora_model(config, setup).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.zeros(batch, length, dtype=torch.long, device=device)
@@ -132,13 +132,14 @@ def qlora_step(config, setup, batch, length, device="cuda"):
 
 
 # %% [markdown]
-# The blocks are alike, so models with one and with two are enough: each further block adds the same
-# bytes to the peak. (`tests/course/test_day17.py` compares this with all 32 blocks, to the byte.)
+# The blocks are equal, so a model with one block and a model with two are enough: each further
+# block adds the same bytes to the peak. (`tests/course/test_day17.py` compares this with all 32
+# blocks, to the byte.)
 
 
 # %%
 def predicted(config, setup, batch, length):
-    """The allocated bytes of a step, and what holds them at its peak."""
+    """Return the allocated bytes of a step at its peak, and the bytes of each category."""
     one, two = (
         memlab.predict(partial(qlora_step, replace(config, layers=n), setup, batch, length))
         for n in (1, 2)
@@ -158,24 +159,25 @@ for name, count in usual.items():
         print(f"{name:21}{format_bytes(count):>12}  {count / peak:4.0%}")
 
 # %%
-codes_of_one = nf4_bytes(4096 * 4096)  # of a matrix as large as 7B's query projection
+codes_of_one = nf4_bytes(4096 * 4096)  # the size of 7B's query projection
 reveal("17.1", smaller_times=2 * 4096 * 4096 / codes_of_one,
        model_gib=usual["parameters"] + usual["buffers"], step_gib=peak)  # fmt: skip
 
 # %% [markdown]
-# The quantized weights are the *buffers*. They are 7 % of the peak. The largest part is
-# **activations**, and four bits take nothing off those.
+# The quantized weights are the *buffers*: 7 % of the peak. The largest part is **activations**, and
+# quantizing weights does not reduce them.
 #
-# Two questions, then. How do sixteen values represent a weight, and what do they cost beside the
-# four bits? And what are the other 93 %? First the sixteen values.
+# So there are two questions. How do sixteen levels represent a weight, and what do they store
+# besides the four bits? And which tensors are the other 93 % of the peak?
 
 # %% [markdown]
-# ## Sixteen values
+# ## Sixteen levels
 #
-# A block of 64 neighboring weights is divided by its **absmax**, its largest |w|. That leaves
-# fractions from −1 to 1. Day 9's dynamic code spread its 256 values over seven decades, because
-# moments differ by as much. Weights don't. A model is initialized from a normal distribution, and
-# the QLoRA paper finds that trained weights are still nearly normal. Ours, after 40 steps:
+# Divide each block of 64 neighboring weights by its **absmax**, its largest |w|. The results are
+# fractions from −1 to 1. Day 9's dynamic codebook spreads 256 values over seven decades, because
+# optimizer moments span that range. Weights don't: a model is initialized from a normal
+# distribution, and the QLoRA paper finds trained weights still nearly normal. Check it for our
+# model after 40 steps:
 
 # %%
 CONFIG = replace(PRESETS["tiny"], hidden_size=64, layers=2, kv_heads=4, intermediate_size=192)
@@ -204,16 +206,20 @@ for within in (1, 2):
     print(f"within {within} std: {share:.0%} of the weights, {normal:.0%} of a normal distribution")
 
 # %% [markdown]
-# Where many weights are, values should be close together. **Quantiles** do that: cut the area under
-# the bell curve into equal parts, and each part has equally many weights.
+# Levels should be dense where most weights are. **Quantiles** do that: cut the area under the bell
+# curve into equal parts, and each part holds equally many weights.
 
 # %% [markdown]
 # ### Exercise 17.1: sixteen quantiles
 #
-# About 10 minutes. Above zero: cut the probabilities from 1/2 to `OUTERMOST` into 8 equal parts.
-# The levels are the quantiles at the upper ends of the parts. Below zero: the same with 7 parts,
-# and with a minus sign. Add 0, divide all 16 by the largest, and return them sorted, in float32.
-# `NormalDist().inv_cdf(p)` is the quantile of a probability p.
+# About 10 minutes. Return 16 levels, sorted, in float32:
+#
+# - above zero: cut the probabilities from 1/2 to `OUTERMOST` into 8 equal parts; the levels are the
+#   quantiles at the upper ends of the parts
+# - below zero: the same with 7 parts, negated
+# - zero
+#
+# Divide all by the largest. `NormalDist().inv_cdf(p)` is the quantile of the probability p.
 
 # %%
 OUTERMOST = 1 - (1 / 32 + 1 / 30) / 2  # the probability whose quantile becomes level 1
@@ -235,10 +241,12 @@ def levels():
 levels = exercise("17.1", levels)
 
 # %% [markdown]
-# Zero must be a level, or no weight could be exactly 0 (padding, pruned weights). That leaves 15
-# levels, an odd number: 8 above and 7 below. At probability 1 the quantile would be infinite, so
-# the paper stops before it: 16 levels would leave half of 1/16 on each side, 15 levels half of
-# 1/15, and `OUTERMOST` is 1 minus the mean of the two.
+# Zero must be a level, or no weight could be exactly 0 (padding, pruned weights). The other 15
+# levels split unevenly: 8 above zero and 7 below.
+#
+# At probability 1 the quantile is infinite, so the paper stops earlier. With 16 equal parts, the
+# middle of the last part is 1/32 below 1; with 15 parts, 1/30 below. `OUTERMOST` is 1 minus the
+# mean of 1/32 and 1/30.
 
 # %%
 NF4, EVEN = levels(), torch.linspace(-1, 1, 16)
@@ -253,25 +261,26 @@ for one, (name, table, colour) in zip(axes[1:], (("NF4", NF4, "C0"), ("even step
     one.vlines(table, 0, 1, color=colour)
     one.set(yticks=[])
     one.set_ylabel(name, rotation=0, ha="right", va="center")
-axes[2].set_xlabel("fraction of the absmax (the bars at −1 and 1: each block's largest)")
+axes[2].set_xlabel("fraction of the absmax (bars at −1 and 1: each block's largest weight)")
 print("NF4:", " ".join(f"{level:.3f}" for level in NF4))
 
 # %% [markdown]
-# The sixteen levels are dense near zero, where most weights are. The two gaps at the ends are wide:
-# few weights are there.
-#
+# The levels are dense near zero, where most weights are. The gaps are wide at both ends, where few
+# weights are.
+
+# %% [markdown]
 # ## Two codes in a byte
 #
-# A code is a number from 0 to 15, and the smallest tensor element is a byte. So two codes share
-# one: the first of a pair takes the upper four bits. Decoding splits them, looks each up, and
-# multiplies by its block's absmax:
+# A code is an integer from 0 to 15, but the smallest tensor element is a byte. So two codes share a
+# byte: the first code of a pair is in the upper four bits. To decode, split the byte, look up each
+# code's level, and multiply by the block's absmax:
 
 # %%
 BLOCK = 64
 
 
 def decode(codes, absmax):
-    """float32 (n,): from codes, two per byte, and the absmax of each block."""
+    """Return the float32 weights (n,) of the packed codes and the absmax of each block."""
     indices = torch.stack([codes >> 4, codes & 15], 1).int()
     return (levels()[indices].view(-1, BLOCK) * absmax.view(-1, 1)).flatten()
 
@@ -279,13 +288,14 @@ def decode(codes, absmax):
 # %% [markdown]
 # ### Exercise 17.2: four bits
 #
-# About 15 minutes. `weight` has any shape, n elements, a multiple of 64, in float32 or bfloat16.
-# Return `(codes, absmax)`: uint8 (n/2,) and float32 (n/64,). Blocks are 64 neighbors of the
-# flattened weight. A code is the index of the level nearest to w / absmax (at a tie, either),
-# computed in float32. A block of zeros decodes to zeros, with code 7. Weights may be tiny: replace
-# only an absmax of 0.
+# About 15 minutes. `weight` is float32 or bfloat16, of any shape, with a multiple of 64 elements.
+# Return `(codes, absmax)`: uint8 (n/2,) and float32 (n/64,).
 #
-# Allocate at most 64 bytes per weight on the way; a table of all distances takes that alone.
+# - A block is 64 neighbors of the flattened weight.
+# - A code is the index of the level nearest to w / absmax in float32 (at a tie, either).
+# - A block of zeros gets code 7. Weights may be tiny: replace an absmax only if it is 0.
+#
+# Allocate at most 64 bytes per weight. (A table of all distances alone needs 64.)
 
 
 # %%
@@ -307,7 +317,7 @@ encode = exercise("17.2", encode)
 
 # %%
 def rounded(weight, table, block):
-    """The weight rounded to a table's values, times the absmax of each block."""
+    """Return the weight, rounded to a table's levels times the absmax of each block."""
     rows = weight.flatten().view(-1, block)
     absmax = rows.abs().amax(1, keepdim=True)
     nearest = torch.bucketize(rows / absmax, (table[:-1] + table[1:]) / 2)
@@ -315,13 +325,13 @@ def rounded(weight, table, block):
 
 
 def error(weight, other):
-    """The norm of the difference, as a share of the weight's."""
+    """Return the norm of the difference, relative to the norm of the weight."""
     return ((weight - other.view_as(weight)).norm() / weight.norm()).item()
 
 
 some = torch.randn(2**18, generator=torch.Generator().manual_seed(0))
 outlier = some.clone()
-outlier[:: 2**12] = 20  # one weight of 4,096 is far larger than the others
+outlier[:: 2**12] = 20  # one weight of 4,096 is far larger than the rest
 print("block   bits per weight   NF4 error   even steps   NF4 with outliers")
 for block in (16, 64, 256, 4096):
     found = [error(some, rounded(some, table, block)) for table in (NF4, EVEN)]
@@ -330,20 +340,24 @@ for block in (16, 64, 256, 4096):
     print(f"{block:5}{4 + 32 / block:14.2f}{found[0]:15.0%}{found[1]:12.0%}", end="")
     print(f"{error(outlier[usual_weights], far):17.0%}")
 same = torch.equal(decode(*encode(some)), rounded(some, NF4, 64))
-print(f"decode(encode(w)) is the same: {same}")
+print(f"decode(encode(w)) equals the rounded weight: {same}")
 
 # %% [markdown]
-# Three findings. From blocks of 64 on, NF4 is more exact than even steps. Smaller blocks are more
-# exact, and cost more bits: an absmax in float32 is 32 bits for each block. And an outlier spoils
-# its own block alone. At 64 that is a small share of the weights.
-
-# %% [markdown]
-# ## The scales cost half a bit
+# The table shows three things:
 #
-# At blocks of 64 the absmax adds 4/64 bytes, half a bit per weight: one eighth of what the codes
-# take, 386 MiB for 7B. **Double quantization** encodes the absmax values as well: 8 bits each, with
-# Day 9's signed dynamic code, and one float32 scale for each 256 of them. Here are those of one
-# 7B-like matrix:
+# - From blocks of 64 on, NF4 has a smaller error than even steps.
+# - Smaller blocks have a smaller error but need more bits, because each block stores a 32-bit
+#   absmax.
+# - An outlier increases the error of its own block only. With blocks of 64, few weights are
+#   affected.
+
+# %% [markdown]
+# ## The absmax values cost half a bit per weight
+#
+# With blocks of 64, the absmax adds 4/64 bytes, half a bit per weight: one eighth of the
+# codes' size, 386 MiB for 7B. **Double quantization** encodes the absmax values too: in 8 bits
+# each, with Day 9's signed dynamic codebook and a float32 scale per 256 values. Look at the absmax
+# values of a 7B-like matrix:
 
 # %%
 torch.manual_seed(0)
@@ -353,20 +367,24 @@ fig, axes = plt.subplots(figsize=(9, 2.6), layout="constrained")
 axes.hist(absmax.numpy(), bins=80, color="#4477aa")
 axes.axvline(absmax.mean().item(), color="#cc6677")
 axes.set(xlim=(0, None), xlabel="absmax of a block of 64", ylabel="blocks")
-_ = axes.set_title("All absmax values are positive, and near their mean (red)")
+_ = axes.set_title("All absmax values are positive and near their mean (red)")
 
 # %% [markdown]
-# The signed code covers −1 to 1, and is finest near zero. So the **mean** is subtracted first. Then
-# both halves of the code are used, and its fine part lies where most values are.
+# The signed codebook covers −1 to 1 and is densest near zero. So subtract the **mean** first. Then
+# the values use both halves of the codebook, and most of them fall where it is dense.
 
 # %% [markdown]
 # ### Exercise 17.3: double quantization
 #
-# About 10 minutes. `absmax` is float32 (n,), any n; `codebook` has 256 sorted values, zero among
-# them. Return `(codes, scales, mean)`: subtract the `mean` of all n; each block of 256 of what is
-# left (the last may be short) has a scale, its largest absolute value; a code is the index of the
-# entry nearest to value / scale. uint8 (n,), float32 (⌈n/256⌉,), float32 (). The result keeps no
-# larger tensor alive. If all absmax values are equal, the codes are those of zero.
+# About 10 minutes. `absmax` is float32 (n,), for any n. `codebook` has 256 sorted values, zero
+# among them. Return `(codes, scales, mean)`: uint8 (n,), float32 (⌈n/256⌉,), float32 ().
+#
+# 1. Subtract the `mean` of all n values.
+# 2. Take blocks of 256 (the last may be short). A block's scale is its largest absolute value.
+# 3. A code is the index of the entry nearest to value / scale.
+#
+# If all values are equal, every code is the code of zero. The result must not keep a larger tensor
+# alive.
 
 
 # %%
@@ -396,7 +414,7 @@ restored = double_decode(small, scales, mean, SIGNED)
 
 
 def bytes_per_weight(*tensors):
-    """By the meter: what stays alive of a step that makes copies of the tensors."""
+    """Measure the bytes of copies of the tensors, per weight of the matrix."""
     kept = []
     trace = memlab.measure(lambda: kept.extend(t.clone() for t in tensors))
     made = sum(event.bytes for event in trace.events if event.phase != "before")
@@ -406,31 +424,34 @@ def bytes_per_weight(*tensors):
 print(f"codes and absmax in float32:  {bytes_per_weight(codes, absmax):.6f} bytes per weight")
 print(f"  by formula 1/2 + 4/64:      {1 / 2 + 4 / 64:.6f}")
 print(f"absmax in 8 bits:             {bytes_per_weight(codes, small, scales, mean):.6f}")
-print(f"  1/2 + 1/64 + 4/(64·256):    {1 / 2 + 1 / 64 + 4 / (64 * 256):.6f}, and the mean")
+print(f"  1/2 + 1/64 + 4/(64·256):    {1 / 2 + 1 / 64 + 4 / (64 * 256):.6f}, plus the mean")
 print(f"error of the absmax values: {error(absmax, restored):.1%}")
-print(f"error of the weights: {error(matrix, decode(codes, absmax)):.2%} before, ", end="")
-print(f"{error(matrix, decode(codes, restored)):.2%} with both")
+print(f"error of the weights: {error(matrix, decode(codes, absmax)):.2%} with float32 absmax, ",
+      end="")  # fmt: skip
+print(f"{error(matrix, decode(codes, restored)):.2%} with double quantization")
 
 # %% [markdown]
-# Half a bit has become an eighth of one, and the weights are no worse. 16 bits are now 4.13: 3.88
-# times less, not 4.
-#
-# ## A layer that keeps nothing
-#
-# The layer decodes its weight and multiplies. What does autograd keep? For y = x Wᵀ the gradient of
-# x is dy W: backward needs W. If you decode outside of a Function, autograd saves the *decoded*
-# weight of every layer until backward. Then the four bits have saved nothing.
-#
-# Backward doesn't need x: that would be for the gradient of W, which is frozen.
+# The overhead fell from half a bit to an eighth of a bit per weight, with the same error. 16 bits
+# are now 4.13 bits: 3.88× smaller, not 4×.
 
 # %% [markdown]
-# ### Exercise 17.4: decode, use, forget
+# ## A layer that saves no weight for backward
 #
-# About 15 minutes. Write the Function. `matmul(x, codes, absmax, out_features)` is x · Wᵀ with W =
-# `decode(codes, absmax)`, of shape (out_features, in). `x` is (..., in), in float32 or bfloat16;
-# decode gives float32, so cast W to the dtype of x, and in backward to that of the gradient. Result
-# and gradient have the dtype of x. Between forward and backward nothing is kept but `codes` and
-# `absmax`.
+# The layer decodes its weight and multiplies. For y = x Wᵀ, the gradient of x is dy W, so backward
+# needs W. If you decode outside a Function, autograd saves the *decoded* weight of every layer
+# until backward. Then four bits save nothing.
+#
+# Backward does not need x, because only the gradient of W uses it, and W is frozen.
+
+# %% [markdown]
+# ### Exercise 17.4: decode, multiply, discard
+#
+# About 15 minutes. Write the Function. `matmul(x, codes, absmax, out_features)` is x · Wᵀ, with W =
+# `decode(codes, absmax)` of shape (out_features, in). `x` is (..., in), float32 or bfloat16. Result
+# and gradient have the dtype of x.
+#
+# `decode` returns float32. In forward, cast W to the dtype of x; in backward, to the dtype of the
+# gradient. Save only `codes` and `absmax` between forward and backward.
 
 
 # %%
@@ -464,20 +485,20 @@ def matmul(x, codes, absmax, out_features):
 matmul = exercise("17.4", matmul)
 
 # %% [markdown]
-# Day 3's adapter beside it, and that is QLoRA: y = x Wᵀ + (alpha / rank) · x Aᵀ Bᵀ. Only A and B
-# are trained.
+# Add Day 3's adapter, and you have QLoRA: y = x Wᵀ + (alpha / rank) · x Aᵀ Bᵀ. Only A and B are
+# trained.
 
 
 # %%
 class QLoRALinear(nn.Module):
-    """In place of a linear layer without bias."""
+    """A linear layer without bias: a frozen 4-bit weight and a trained adapter."""
 
     def __init__(self, linear, rank, alpha):
         super().__init__()
         for name, tensor in zip(("codes", "absmax"), encode(linear.weight.detach()), strict=True):
             self.register_buffer(name, tensor)
         self.A = nn.Parameter(torch.empty(rank, linear.in_features))
-        self.B = nn.Parameter(torch.zeros(linear.out_features, rank))  # no change at first
+        self.B = nn.Parameter(torch.zeros(linear.out_features, rank))  # the update starts at 0
         self.scale = alpha / rank
         nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
 
@@ -487,7 +508,7 @@ class QLoRALinear(nn.Module):
 
 
 class DecodesOutside(QLoRALinear):
-    """Autograd sees the decoded weight."""
+    """The same layer without the Function, so autograd saves the decoded weight."""
 
     def forward(self, x):
         weight = decode(self.codes, self.absmax).view(len(self.B), -1)
@@ -496,7 +517,7 @@ class DecodesOutside(QLoRALinear):
 
 # %%
 def stack(make):
-    """Eight layers of 512 × 512, and what forward leaves for backward."""
+    """Return the bytes of eight layers of 512 × 512, and the bytes that forward saves."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(make(nn.Linear(512, 512, bias=False)) for _ in range(8)))
     x, outputs = torch.randn(4, 512).requires_grad_(), []
@@ -512,16 +533,18 @@ frozen = {
 }
 for name, make in frozen.items():
     held, left = stack(make)
-    print(f"{name:24} weights {format_bytes(held):>11}, kept by forward {format_bytes(left):>11}")
+    print(f"{name:24} weights {format_bytes(held):>11}, saved by forward {format_bytes(left):>11}")
 
 # %% [markdown]
-# Decoded outside, the eight weights come back in full, 8 MiB beside their codes: more than before.
-# With the Function, what is left are the inputs of the adapters, which need them.
-#
+# Decoded outside, autograd saves the eight full weights, 8 MiB, on top of their codes: more than
+# without quantization. With your Function, forward saves only the adapters' inputs, which their
+# gradients need.
+
+# %% [markdown]
 # ## One decoded weight at a time
 #
-# In each pass one decoded weight exists while its matmul runs. That **transient** is a peak, too:
-# how large is it for the largest matrix of a 7B block, 11,008 × 4,096?
+# In each pass, one decoded weight exists while its matmul runs. This **transient** counts toward
+# the peak. How large is it for the largest matrix of a 7B block, 11,008 × 4,096?
 
 # %%
 rows, columns = seven.intermediate_size, seven.hidden_size
@@ -534,20 +557,20 @@ with memlab.dry_run():
     for name, layer in layers.items():
         trace = memlab.measure(partial(layer, x), model=layer)
         before = sum(event.bytes for event in trace.events if event.phase == "before")
-        print(f"{name:9} {format_bytes(trace.peak_bytes - before):>11} on the way")
+        print(f"{name:9} {format_bytes(trace.peak_bytes - before):>11} of temporaries")
 print(f"the decoded weight, in bfloat16: {format_bytes(2 * rows * columns)}")
 
 # %% [markdown]
-# Yours has indices, values and products of the whole matrix at once. memlab decodes a chunk at a
-# time, into a buffer of the result's dtype: the decoded weight and little more. It is needed once,
-# not once per layer, so at 7B the difference is a few hundred MiB.
+# Your `decode` holds indices, levels and products of the whole matrix at once. memlab decodes a
+# chunk at a time into a buffer of the result's dtype, so it needs the decoded weight and little
+# more. Only one layer decodes at a time, so at 7B the difference is a few hundred MiB in total.
 
 # %% [markdown]
 # ## Does it still learn?
 #
-# First the base model in four bits: how much does its loss change? Then another task: the same
-# text in capitals, which the base model has hardly seen. Adapters beside exact weights (LoRA) and
-# beside quantized ones (QLoRA) get 15 steps each.
+# First quantize the base model to four bits: how much does its loss change? Then train another
+# task, the same text in capitals, which the base model has hardly seen. LoRA (adapters beside
+# float32 weights) and QLoRA (adapters beside quantized weights) get 15 steps each.
 
 # %%
 # The letters a to z are the bytes 97 to 122.
@@ -589,25 +612,33 @@ for name, add in (("LoRA", add_lora), ("QLoRA", add_qlora)):
 print(f"QLoRA ends within 1 % of LoRA: {abs(learned['QLoRA'] / learned['LoRA'] - 1) < 0.01}")
 
 # %% [markdown]
-# Four bits cost this model little, and the adapters train through them. (A small model proves
-# nothing about large ones; the paper compares many, up to 65B.)
-#
-# ## What is on the card before the first token
-#
-# Back to the question. The model was 4.2 GiB, not 3.3. What is the rest?
-#
-# - **Not quantized:** embedding, output layer, norms. In 7B that is 262 million weights.
-# - `prepare_model_for_kbit_training` casts those to **float32**, for stability: 4 bytes each.
-# - **Adapters** in float32, each weight with a gradient and two moments.
+# Four bits barely change this model's loss, and the adapters train just as well. (A small model
+# proves nothing about large ones. The paper compares many models, up to 65B.)
 
 # %% [markdown]
-# ### Exercise 17.5: before the first token
+# ## Memory before the first token
 #
-# About 10 minutes. `shapes` has (out, in) of each quantized matrix, `others` is the number of all
-# other weights. Return a dictionary of bytes with the keys `"codes"` (with everything that double
-# quantization stores for each matrix, its mean too), `"others"` (in bfloat16; in float32 if
-# `prepared`), `"adapters"` (A and B of each matrix, float32) and `"training"` (their gradients and
-# AdamW's two moments, float32). Blocks and bytes are rounded up, for each matrix.
+# The model needed 4.2 GiB, not 3.3. Which tensors are the rest?
+#
+# - **Not quantized:** embedding, output layer and norms. In 7B these are 262 million weights.
+# - **Cast to float32:** `prepare_model_for_kbit_training` casts them for stability, to 4 bytes
+#   each.
+# - **Adapters** in float32, with a gradient and two moments per weight.
+
+# %% [markdown]
+# ### Exercise 17.5: memory before the first token
+#
+# About 10 minutes. `shapes` has (out, in) of each quantized matrix; `others` is the number of all
+# other weights. Return a dictionary of bytes:
+#
+# | key | contents |
+# | --- | --- |
+# | `"codes"` | per matrix: codes, 8-bit absmax values, scales, mean |
+# | `"others"` | in bfloat16, or in float32 if `prepared` |
+# | `"adapters"` | A and B of each matrix, float32 |
+# | `"training"` | their gradients and AdamW's two moments, float32 |
+#
+# For each matrix, round blocks and bytes up.
 
 
 # %%
@@ -651,26 +682,27 @@ SIZES = {"7B": seven, "13B": thirteen}
 for name, config in SIZES.items():
     for prepared in (True, False):
         parts = held_by(config, prepared)
-        print(f"{name}, {'prepared' if prepared else 'as it was'}:", end="")
+        print(f"{name}, {'prepared' if prepared else 'not prepared'}:", end="")
         print("".join(f" {part} {n / 2**30:.2f}" for part, n in parts.items()), end="")
-        print(f"; {format_bytes(sum(parts.values()))} in all")
+        print(f"; {format_bytes(sum(parts.values()))} in total")
 # %%
 known = held_by(seven)
 tables = 4 * (16 + 256) + 2 * seven.seq_len * seven.head_dim  # codebooks; rotary, in bfloat16
-print(f"7B, the formula against the meter: {known['codes'] + tables - usual['buffers']:,} and ",
-      end="")  # fmt: skip
-print(f"{known['others'] + known['adapters'] - usual['parameters']:,} bytes apart")
+print("7B, the formula minus the meter: ", end="")
+print(f"buffers {known['codes'] + tables - usual['buffers']:,} bytes, ", end="")
+print(f"parameters {known['others'] + known['adapters'] - usual['parameters']:,} bytes")
 
 # %% [markdown]
-# By formula and by the meter the same bytes. Under 5 GiB for 7B, under 9 for 13B: everything before
-# the first token. bitsandbytes' *paged* optimizers can move the moments to the host, two thirds of
-# "training" here: with adapters alone that is little.
-#
+# Formula and meter agree to the byte. Before the first token, 7B needs less than 5 GiB and 13B less
+# than 9 GiB. bitsandbytes' *paged* optimizers can move the moments to host memory. They are two
+# thirds of "training" here, so adapters alone gain little from it.
+
+# %% [markdown]
 # ## Why it still runs out of memory
 #
-# The 38 GiB are activations. What takes them off? `tests/course/test_day17.py` makes these
-# predictions, for all blocks and with what the allocator reserves (each takes ten seconds). The
-# first one you have made above.
+# Activations are 38 GiB. What reduces them? `tests/course/test_day17.py` computes the predictions
+# below, for all 32 blocks and with reserved memory (ten seconds each). The first row is the step
+# from above.
 
 
 # %%
@@ -700,17 +732,17 @@ CARDS = {"rtx4060": 8, "rtx4070": 12, "rtx4080": 16, "rtx4090": 24, "a6000": 48}
 
 # %%
 def fits(reserved):
-    """The smallest of the cards that has the reserved bytes free for tensors."""
+    """Return the smallest of the GPUs that can reserve so many bytes."""
     names = [name for name in CARDS if reserved <= memory_named(name).budget_bytes]
-    return names[0] if names else "none of these cards"
+    return names[0] if names else "none of these GPUs"
 
 
 print("7B, 4 × 1,024 tokens            allocated    reserved    fits on")
 for name, (_, step) in STEPS.items():
-    taken = f"{format_bytes(step.allocated):>11}{format_bytes(step.reserved):>12}"
-    print(f"{name:30}{taken}    {fits(step.reserved)}")
+    columns = f"{format_bytes(step.allocated):>11}{format_bytes(step.reserved):>12}"
+    print(f"{name:30}{columns}    {fits(step.reserved)}")
 agree = peak == STEPS["the usual call, a plain loop"][1].allocated
-print(f"the first row is what you predicted with two blocks: {agree}")
+print(f"the first row equals your prediction from two blocks: {agree}")
 
 # %%
 COLORS = {"4-bit weights": "#4477aa", "not quantized": "#cc6677", "adapters, training": "#ddaa33",
@@ -732,27 +764,27 @@ for row, (setup, step) in enumerate(STEPS.values()):
               bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
 axes.set_yticks(range(len(STEPS)), list(STEPS))
 axes.set(xlabel="GiB allocated at the peak", xlim=(0, 49), ylim=(4.6, -1.1))
-axes.set_title("QLoRA, 7B, 4 × 1,024 tokens: the blue part is the same in each row")
+axes.set_title("QLoRA, 7B, 4 × 1,024 tokens: the 4-bit weights are the same in each row")
 axes.legend(frameon=False, fontsize=9, loc="lower center", bbox_to_anchor=(0.7, 0))
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
 # What happened in each row?
 #
-# 1. **float32 norms.** Their outputs are float32, and so is every activation after them. Under
-#    autocast, matmuls return bfloat16 again.
-# 2. **No checkpointing.** LoRA and four bits save no activation: gradients flow through every block
-#    down to the first adapter.
-# 3. **Logits in float32:** several tensors of tokens × vocabulary (Day 11).
-# 4. **Not prepared:** embedding, output layer and norms stay in bfloat16, and so do the block
-#    inputs that checkpointing keeps.
+# 1. **float32 norms.** Norms output float32, so every later activation is float32. Under autocast,
+#    matmuls return bfloat16 again.
+# 2. **No checkpointing.** LoRA and four bits reduce no activations: gradients flow through every
+#    block down to the first adapter.
+# 3. **Logits in float32.** They need several tensors of tokens × vocabulary (Day 11).
+# 4. **Not prepared.** Embedding, output layer and norms stay in bfloat16, and so do the block
+#    inputs that checkpointing saves.
 
 # %% [markdown]
 # ### Longer texts, larger vocabularies
 #
-# With the fourth row's setup, what is left grows with the tokens of a step: block inputs, one block
-# at work, a chunk of logits. And without chunks? The meter says how many bytes `float32_loss` needs
-# for each token and vocabulary entry:
+# With the fourth row's setup, the remaining memory grows with the tokens of a step: block inputs,
+# one block at work, and a chunk of logits. What would the logits need without chunks? Measure how
+# many bytes `float32_loss` needs per token and vocabulary entry:
 
 # %%
 tokens, vocab = 256, 4096
@@ -764,7 +796,7 @@ for name, loss in (("all logits", float32_loss), ("in chunks", chunked_cross_ent
     trace = memlab.measure(lambda loss=loss: loss(hidden, head, targets).backward())
     before = hidden.nbytes + head.nbytes + targets.nbytes
     per_logit[name] = (trace.peak_bytes - before) / (tokens * vocab)
-    print(f"{name}: {per_logit[name]:.1f} bytes for each token and vocabulary entry")
+    print(f"{name}: {per_logit[name]:.1f} bytes per token and vocabulary entry")
 
 # %%
 GROWN = {(1, 512): Predicted(5_587_845_120, 6_257_901_568),
@@ -782,39 +814,40 @@ for (batch, length), step in GROWN.items():
     print(", ".join(f"V = {v:,}: {gib:.2f} GiB" for v, gib in logits.items()))
 
 # %% [markdown]
-# At 512 tokens 7B fits on 8 GB. At 32,768 it doesn't fit on 24 GB, and the 4-bit weights are a
-# tenth of the peak. "7B needs 6 GB with QLoRA" says nothing without the tokens of a step.
+# At 512 tokens, 7B fits on 8 GB. At 32,768 tokens it does not fit on 24 GB, and the 4-bit weights
+# are 11 % of the peak. So "7B needs 6 GB with QLoRA" means nothing without the tokens of a step.
 #
 # ### An optimizer over all parameters
 #
-# `AdamW(model.parameters())` is often named as a mistake. It is what `qlora_step` did. Is it one?
+# `AdamW(model.parameters())` is often called a mistake. `qlora_step` does exactly that. Does it
+# cost memory?
 
 # %%
 little = replace(PRESETS["tiny"], layers=1, tied=False)
-setups = {"all parameters, ends frozen": Setup(), "the ends trained, too": Setup(ends=True)}
+setups = {"ends frozen": Setup(), "ends trained too": Setup(ends=True)}
 for name, setup in setups.items():
     step, model, optimizer = qlora_step(little, setup, 1, 16, device="cpu")
     trace = memlab.measure(step, model=model, optimizer=optimizer)
     learning = sum(w.numel() for w in model.parameters() if w.requires_grad)
     still = sum(w.numel() for w in model.parameters()) - learning
     state = trace.at_end["optimizer_state"] / 4  # elements
-    print(f"{name:28} {learning:6,} weights learn, {still:6,} don't; ", end="")
-    print(f"state: {state / learning:.2f} elements for each that learns")
+    print(f"{name:16} {learning:6,} trained, {still:6,} frozen weights; ", end="")
+    print(f"state: {state / learning:.2f} elements per trained weight")
 ENDS = Predicted(11_119_053_312, 14_029_946_880)
 more = ENDS.allocated - STEPS["+ checkpointing"][1].allocated
 print(f"7B with both ends trained (third row's setup): {format_bytes(more)} more at the peak")
 
 # %% [markdown]
-# The optimizer is innocent: a frozen weight has no gradient, and AdamW skips it. The mistake is to
-# leave embedding and output layer **unfrozen**, or to name them in peft's `modules_to_save`, which
-# copies them as well. Then 262 million weights get a gradient and two moments, 12 bytes each. The
-# peak grows by the moments alone: backward peaks before it computes most of these gradients.
+# No: a frozen weight has no gradient, so AdamW skips it. The mistake is to leave the embedding and
+# the output layer **unfrozen**, or to name them in peft's `modules_to_save`, which also copies
+# them. Then 262 million weights get a gradient and two moments, 12 bytes each. The peak grows only
+# by the moments, because backward peaks before it computes most of these gradients.
 
 # %% [markdown]
-# ## At scale: thirteen billion
+# ## At scale: 13 billion and 65 billion weights
 #
-# The same setup with 13B, and with the paper's 65B: which card? (These predictions, too, are made
-# by the tests. What is there before the first token is by your formula, here and now.)
+# Which GPU does the same setup need for 13B, and for the paper's 65B? (The tests compute these
+# predictions too. Your formula computes the memory before the first token.)
 
 # %%
 BEST = Setup(autocast=True, checkpointed=True, chunked=True)
@@ -831,24 +864,27 @@ for name, (_, step) in BIG.items():
 for name, config in {"13B": thirteen, "65B": sixty_five}.items():
     before = sum(held_by(config).values())
     print(f"{name} before the first token: {format_bytes(before)}; ", end="")
-    print(f"all in bfloat16: {format_bytes(2 * config.parameters)}")
+    print(f"all weights in bfloat16: {format_bytes(2 * config.parameters)}")
 
 # %% [markdown]
-# 13B, which has 24 GiB of weights in bfloat16, trains on a card of 16 GB, with 4,096 tokens in a
-# step. 65B needs 38.6 GiB at 512 tokens, so 48 GB are enough, as the paper says. Nearly all of it
-# is there before the first token.
+# 13B has 24 GiB of weights in bfloat16. With QLoRA it trains on a 16 GB GPU, with 4,096 tokens a
+# step. 65B reserves 38.6 GiB at 512 tokens, so 48 GB are enough, as the paper says. Nearly all of
+# it is allocated before the first token.
 
 # %% [markdown]
 # ## Explain the gap
 #
-# The guess of the model: 3.3 GiB are seven billion times four bits. Doubly quantized scales add
-# 0.13 bits per weight. The embedding, the output layer and the norms are not quantized, and were
-# cast to float32: 4.2 GiB. The guess of the step: a weight's bits say nothing about activations. Of
-# 43.7 GiB the weights were 3.1.
+# Your guess for the model: 3.3 GiB are seven billion times four bits. Doubly quantized absmax
+# values add 0.13 bits per weight. Embedding, output layer and norms are not quantized but cast to
+# float32. Together: 4.2 GiB.
 #
-# ## Held against bitsandbytes and peft
+# Your guess for the step: the weights' bits say nothing about activations. Of the 43.7 GiB, the
+# quantized weights are 3.1.
+
+# %% [markdown]
+# ## Compare with bitsandbytes and peft
 #
-# Both are optional here: `pip install -e ".[oracles]"` in the repository's folder brings them.
+# Both are optional. Install them with `pip install -e ".[oracles]"` in the repository's folder.
 
 # %%
 import warnings
@@ -863,27 +899,27 @@ if bnb:
     print(f"yours differ by less than 1e-6: {((state.code - NF4).abs() < 1e-6).all()}")
     library = quantize_nf4(matrix, double=False)
     print(f"memlab's codes, to the bit: {torch.equal(theirs.flatten(), library.codes)}")
-    print(f"your codes equal: {(theirs.flatten() == codes).float().mean():.4%}; ", end="")
+    print(f"your codes, equal: {(theirs.flatten() == codes).float().mean():.4%}; ", end="")
     print(f"absmax, to the bit: {torch.equal(state.absmax, absmax)}")
     _, double = bnb.functional.quantize_4bit(
         matrix, blocksize=64, quant_type="nf4", compress_statistics=True
     )
-    print(f"your 8-bit codes equal: {(double.absmax == small).float().mean():.2%}; ", end="")
+    print(f"your 8-bit codes, equal: {(double.absmax == small).float().mean():.2%}; ", end="")
     print(f"scales, to the bit: {torch.equal(double.state2.absmax, scales)}")
 else:
     print(f"bitsandbytes is {MISSING}")
 
 # %% [markdown]
-# A few of the 8-bit codes differ: on a CPU, bitsandbytes looks them up on a grid of 65,536 points
-# (Day 9), and takes the second nearest now and then.
+# A few 8-bit codes differ: on a CPU, bitsandbytes looks them up on a grid of 65,536 points (Day 9),
+# so it sometimes picks the second nearest entry.
 #
-# And the layer: bitsandbytes' `Linear4bit` with peft's LoRA around it, against yours. The same
-# adapters, the same input: are their gradients the same?
+# Next, compare the layers: bitsandbytes' `Linear4bit` with peft's LoRA against yours, with the same
+# adapters and the same input. Are the gradients equal?
 
 
 # %%
 def peft_layer(linear, rank):
-    """bitsandbytes' 4-bit layer with peft's adapter beside it."""
+    """Return bitsandbytes' 4-bit layer with peft's adapter."""
     four = bnb.nn.Linear4bit(linear.in_features, linear.out_features, bias=False,
                              compute_dtype=torch.float32, compress_statistics=False,
                              quant_type="nf4")  # fmt: skip
@@ -910,15 +946,15 @@ if peft:
         layer(x).square().mean().backward()
     for name, own, other in (("A", yours.A, A), ("B", yours.B, B)):
         apart = (own.grad - other.grad).abs().max() / other.grad.abs().max()
-        print(f"gradient of {name}: at most 1e-5 of the largest apart: {bool(apart < 1e-5)}")
+        print(f"gradient of {name}: differs by less than 1e-5 of the largest: {bool(apart < 1e-5)}")
 else:
     print(f"bitsandbytes or peft is {MISSING}")
 
 # %% [markdown]
 # ## On your GPU
 #
-# Where there is a GPU, this takes the fourth row's step with four of the 32 blocks, and compares it
-# with its prediction. (In transformers: `BitsAndBytesConfig(load_in_4bit=True,
+# With a GPU, this cell runs the fourth row's step with four of the 32 blocks and compares it with
+# its prediction. (In transformers, the quantization is `BitsAndBytesConfig(load_in_4bit=True,
 # bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)`.)
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
@@ -939,13 +975,13 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# One guide turns on checkpointing in a model of transformers with a single call, which every QLoRA
-# script has, too. (From transformers 6 on it is `activation_checkpointing_enable()`.) Here it is in
-# GPT-2, with 2 × 512 tokens. `from_pretrained` returns a model in evaluation mode, where
-# transformers ignores the call.
+# A guide turns on checkpointing in a transformers model with a single call, as every QLoRA script
+# does. (From transformers 6 on, it is `activation_checkpointing_enable()`.) Measure it in GPT-2
+# with 2 × 512 tokens. `from_pretrained` returns a model in evaluation mode, where transformers
+# ignores the call.
 #
-# The guide's trainer asks `hasattr` first. So a model without the method trains on, without
-# checkpointing and without a message.
+# The guide's trainer first checks `hasattr`. A model without the method trains without
+# checkpointing, and no message says so.
 
 # %%
 print(f"this course's GPT has the method: {hasattr(base, 'gradient_checkpointing_enable')}")
@@ -953,7 +989,7 @@ print(f"this course's GPT has the method: {hasattr(base, 'gradient_checkpointing
 
 # %%
 def most_activations(transformers, checkpointing, training=True):
-    """The most bytes of activations that are alive at once in forward and backward."""
+    """Return the peak bytes of activations in forward and backward."""
     with memlab.dry_run():
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(loss_type="ForCausalLM"))
         model.train(training)
@@ -975,39 +1011,43 @@ if peft:
     plain, again = (most_activations(transformers, on) for on in (False, True))
     ignored = most_activations(transformers, True, training=False)
     without = most_activations(transformers, False, training=False)
+    measured = (
+        f"GPT-2's activations fall from {plain / 1e9:.2f} to {again / 1e9:.2f} GB "
+        f"({1 - again / plain:.0%} less); in evaluation mode they are {ignored / 1e9:.2f} GB with "
+        f"the call and {without / 1e9:.2f} GB without it"
+    )
     verdict(
         "31",
         0.5 <= 1 - again / plain <= 0.7,
-        f"GPT-2's activations fall from {plain / 1e9:.2f} to {again / 1e9:.2f} GB "
-        f"({1 - again / plain:.0%} less); in evaluation mode they are {ignored / 1e9:.2f} GB with "
-        f"the call and {without / 1e9:.2f} without it",
-        otherwise="in training mode it saves more, and most of what is left are logits, which it "
-        "does not touch; in evaluation mode it saves nothing, without a warning",
+        measured,
+        otherwise="in training mode it saves more, and the rest is mostly logits, which it does "
+        "not reduce; in evaluation mode it saves nothing, without a warning",
     )
 else:
     print(f"transformers is {MISSING}")
 
 # %% [markdown]
-# ## Claims on trial
+# ## More claims on trial
 #
-# The guides of the other days don't mention four bits. The QLoRA paper and its readers do:
+# The guides of the other days don't mention four bits. These claims are from the QLoRA paper and
+# its readers:
 
 # %%
 before, after = 32 / 64, 8 / 64 + 32 / (64 * 256)
 loop, cast = (STEPS[name][1] for name in ("the usual call, a plain loop", "+ autocast"))
 CLAIMS = {
     "double quantization saves 0.373 bits per weight (paper)":
-        f"{before - after:.3f}: {before:.3f} become {after:.3f}",
-    "four bits: a quarter of bfloat16's memory":
+        f"{before - after:.3f}: from {before:.3f} to {after:.3f}",
+    "four bits need a quarter of bfloat16's memory":
         f"{usual['parameters'] + usual['buffers']:,} of {2 * seven.parameters:,} bytes: "
         f"{(usual['parameters'] + usual['buffers']) / (2 * seven.parameters):.2f} for 7B",
     "65B on one 48 GB GPU (paper), 1 × 512":
         f"{format_bytes(BIG['65B, 1 × 512'][1].reserved)} reserved: "
         f"{BIG['65B, 1 × 512'][1].reserved <= memory_named('a6000').budget_bytes}",
     "an optimizer over all parameters costs memory":
-        "only if a weight that should be frozen is not",
-    "preparing costs two bytes for each weight left in 16 bits":
-        f"and without autocast {format_bytes(loop.allocated - cast.allocated)} of activations",
+        "only if a weight is trained that should be frozen",
+    "preparing costs two bytes per unquantized weight":
+        f"without autocast, also {format_bytes(loop.allocated - cast.allocated)} of activations",
 }  # fmt: skip
 for claim, found in CLAIMS.items():
     print(f"{claim}\n    {found}")
@@ -1015,22 +1055,26 @@ for claim, found in CLAIMS.items():
 # %% [markdown]
 # ## What you can do now
 #
-# | of a QLoRA training | bytes |
+# | part of a QLoRA training | bytes |
 # | --- | --- |
 # | a quantized weight | 0.516: 1/2 + 1/64 + 4/(64 · 256) |
-# | a weight that is not quantized | 2; prepared 4 |
-# | an adapter weight | 16 |
-# | one decoded weight | 2 · out · in, once |
+# | an unquantized weight | 2; prepared 4 |
+# | an adapter weight, with gradient and moments | 16 |
+# | the decoded weight, one at a time | 2 · out · in |
 # | activations, logits | as in any training: checkpoint, chunk |
 #
-# When QLoRA runs out of memory, you know what to ask. How many tokens are in a step? Is it
-# checkpointed, and under autocast? Are all logits there at once? What is not frozen?
+# When QLoRA runs out of memory, check four things:
+#
+# 1. How many tokens are in a step?
+# 2. Does it use checkpointing and autocast?
+# 3. Are all logits in memory at once?
+# 4. Which weights are not frozen?
 
 # %% [markdown]
 # ## The running bill
 #
-# The bill trains all of its weights, so none is frozen and none can be in four bits. Its line stays
-# what it was.
+# The bill trains all of its weights. None is frozen, so none can be stored in four bits, and the
+# bill does not change.
 
 # %%
 running_bill(17)

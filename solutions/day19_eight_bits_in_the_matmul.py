@@ -1,29 +1,30 @@
 # %% [markdown]
 # # Day 19: Eight bits in the matmul
 #
-# **FP8 has half the bits of BF16. Does a training in FP8 need half the memory?**
+# **FP8 has half the bits of BF16. Does training in FP8 need half the memory?**
 #
-# After today you have built FP8 training: casts with scales, tiles that share a scale, and a linear
-# layer whose three matmuls run in eight bits. You can also say which copies of a weight exist, and
-# which bytes FP8 really saves.
+# After today you have built FP8 training: casts with scales, tiles with their own scale, and a
+# linear layer whose three matmuls run in eight bits. You can also say which copies of a weight
+# exist, and which memory FP8 really saves.
 #
-# About 90 minutes, 55 of them for four exercises. You need a laptop; a GPU is welcome and not
-# needed. Nothing is downloaded.
+# About 90 minutes, 55 of them for four exercises. You need a laptop; a GPU is optional. Nothing is
+# downloaded.
 
 # %% [markdown]
-# As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
-# your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
-# stuck, type `memlab hint 19.1` in a terminal. An exercise left open blocks nothing.
+# As before, you **guess**, **measure**, and **build** what explains the gap. In an exercise,
+# replace `raise NotImplementedError` with your own lines. The cell below it checks them. If you are
+# stuck, type `memlab hint 19.1` in a terminal. You can skip an exercise and go on.
 
 # %% [markdown]
 # ## The question
 #
 # From the Hopper generation on, NVIDIA's tensor cores multiply 8-bit floating-point numbers, twice
-# as fast as BF16. A guide says of FP8: "1 byte/param → 7 GB for 7B". DeepSeek-V3 was trained that
-# way.
+# as fast as BF16. A guide says of FP8: "1 byte/param → 7 GB for 7B". DeepSeek-V3 was trained in
+# FP8.
 #
-# Day 9 kept optimizer state in 8 bits, and Day 17 frozen weights in 4. Here everything trains, and
-# the **matmuls** run in 8 bits: forward, and both in backward. What does that take off a training?
+# Day 9 stored optimizer state in 8 bits, and Day 17 frozen weights in 4. Today all weights train,
+# and the **matmuls** run in 8 bits: one in forward and two in backward. How much memory does that
+# save?
 
 # %%
 from dataclasses import replace
@@ -49,11 +50,11 @@ from memlab.units import format_bytes
 # %% [markdown]
 # ## Guess
 #
-# Llama 2 7B in pure bfloat16 with AdamW, 2 × 4,096 tokens, on one GPU. Now all matmuls of the
-# blocks run in FP8.
+# Train Llama 2 7B in pure bfloat16 with AdamW and 2 × 4,096 tokens on one GPU. Now run all matmuls
+# of the blocks in FP8.
 #
 # 1. By how many percent does the peak shrink?
-# 2. By how many percent do the bytes shrink that the blocks' linear layers keep for backward?
+# 2. By how many percent do the bytes shrink that the blocks' linear layers save for backward?
 
 # %%
 ### BEGIN SOLUTION
@@ -66,14 +67,14 @@ guess("19.1", peak_percent=50, kept_percent=50)  # 16 bits to 8
 # %% [markdown]
 # ## Measure
 #
-# `convert_to_fp8` replaces the linear layers of a model. The step is **predicted** (Day 16) with
-# one block and with two; each further block adds the same bytes. (`tests/course/test_day19.py`
-# compares this with all 32.)
+# `convert_to_fp8` replaces the linear layers of a model. We **predict** the step (Day 16) with one
+# block and with two, since each further block adds the same bytes. (`tests/course/test_day19.py`
+# compares this with all 32 blocks.)
 
 
 # %%
 def training_step(config, recipe, batch, length, checkpointed=False, device="cuda"):
-    """A step in BF16, or with FP8 matmuls if there is a recipe; its model and optimizer."""
+    """Return a step in BF16, or with FP8 matmuls for a recipe; its model and optimizer."""
     model = GPT(config, dtype=torch.bfloat16)
     if recipe:
         convert_to_fp8(model, recipe)
@@ -94,7 +95,7 @@ def training_step(config, recipe, batch, length, checkpointed=False, device="cud
 
 # %%
 def predicted(recipe, config=PRESETS["llama-2-7b"], batch=2, length=4096):
-    """What holds the allocated bytes at the peak of a step with all blocks."""
+    """Return the bytes of each category at the peak of a step with all blocks."""
     one, two = (
         memlab.predict(partial(training_step, replace(config, layers=n), recipe, batch, length))
         for n in (1, 2)
@@ -114,12 +115,14 @@ print(f"{'peak':21}BF16 {format_bytes(peaks['BF16']):>10}   FP8 {format_bytes(pe
 
 # %% [markdown]
 # Weights and optimizer state are the same to the byte. Only activations shrink, by a tenth. To see
-# why, build the cast, the layer, and then count what it keeps.
-#
+# why, build the cast and the layer, and count what the layer saves for backward.
+
+# %% [markdown]
 # ## Two formats
 #
-# Eight bits are a sign, an exponent and a fraction. **E4M3** has 4 bits of exponent and 3 of
-# fraction; **E5M2** has 5 and 2. More fraction gives smaller steps, more exponent a wider range.
+# Eight bits hold a sign, an exponent and a fraction. **E4M3** has 4 exponent bits and 3 fraction
+# bits; **E5M2** has 5 and 2. More fraction bits give smaller steps. More exponent bits give a wider
+# range.
 
 # %%
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -127,27 +130,28 @@ FORMATS = {"E4M3": E4M3, "E5M2": E5M2, "BF16": torch.bfloat16}
 print("format   largest    smallest normal   smallest    step near 1")
 for name, dtype in FORMATS.items():
     info = torch.finfo(dtype)
-    least = info.smallest_normal * info.eps  # a subnormal number
+    least = info.smallest_normal * info.eps  # the smallest subnormal number
     print(f"{name:6}{info.max:10.3g}{info.smallest_normal:16.3g}{least:14.3g}{info.eps:11}")
 
 # %% [markdown]
-# Micikevicius et al. propose E4M3 for inputs and weights, whose rounding matters more, and E5M2 for
-# gradients, whose range is wider.
+# Micikevicius et al. propose E4M3 for inputs and weights, where precision matters more, and E5M2
+# for gradients, which need a wider range.
 #
-# BF16 has the range of float32. These two don't: in E4M3 everything below 0.001 becomes zero, and a
-# gradient is often a millionth. So each tensor is divided by a **scale** before the cast, and the
-# result of a matmul is multiplied by both scales.
+# BF16 has the range of float32. FP8 does not: in E4M3, everything below 0.001 becomes zero, and a
+# gradient is often near a millionth. So divide each tensor by a **scale** before the cast, and
+# multiply the result of a matmul by both scales.
 
 # %% [markdown]
 # ### Exercise 19.1: a cast with a scale
 #
-# About 10 minutes. `x` has any shape, in float32 or bfloat16; `dtype` is E4M3 or E5M2. Return
-# `(codes, scale)`: codes of the shape of x in `dtype`, and a float32 scale () so that x ≈ codes ·
-# scale, and the largest |x| becomes the format's largest value (`torch.finfo`). Compute in float32.
-# A tensor of zeros gives zeros; gradients may be as small as 10⁻²⁵.
+# About 10 minutes. `x` is float32 or bfloat16, of any shape; `dtype` is E4M3 or E5M2. Return
+# `(codes, scale)`: codes with the shape of x in `dtype`, and a float32 scale (), so that x ≈ codes
+# · scale. The largest |x| becomes the format's largest value (`torch.finfo`).
+#
+# Compute in float32. A tensor of zeros gives zeros. Gradients may be as small as 10⁻²⁵.
 
 # %%
-SMALLEST = 2.0**-100  # of an amax, so that neither scale nor 1 / scale overflows
+SMALLEST = 2.0**-100  # the smallest amax for which neither scale nor 1 / scale overflows
 
 
 def cast(x, dtype):
@@ -162,20 +166,20 @@ def cast(x, dtype):
 cast = exercise("19.1", cast)
 
 # %% [markdown]
-# ### What a scale is for
+# ### Why a scale is needed
 #
-# Gradients of a mean over many tokens are small. Here are some of about a millionth, with and
-# without a scale.
+# Gradients of a mean over many tokens are small. Cast gradients near a millionth, with and without
+# a scale:
 
 
 # %%
 def error(x, other):
-    """The norm of the difference, as a share of the norm of x."""
+    """Return the norm of the difference, relative to the norm of x."""
     return ((x - other).norm() / x.norm()).item()
 
 
 def lost(x, codes):
-    """The share of nonzero elements that have become zero."""
+    """Return the share of nonzero elements that became zero."""
     return ((codes.float() == 0) & (x != 0)).sum().item() / (x != 0).sum().item()
 
 
@@ -189,30 +193,30 @@ for name, dtype in (("E4M3", E4M3), ("E5M2", E5M2)):
     print(f", error {error(gradient, codes.float() * scale):.1%}")
 
 # %% [markdown]
-# Without a scale all of them underflow. With one none does, and the error is that of the format:
-# about 3 % in E4M3, 5 % in E5M2.
+# Without a scale, all of them underflow. With a scale, none do, and only the format's rounding
+# error remains: about 3 % in E4M3 and 5 % in E5M2.
 #
-# The scale needs the **amax**, so a cast reads its tensor twice. *Delayed scaling* takes the amax
-# of earlier steps instead, and saves one pass. It is wrong when a tensor grows suddenly:
+# The scale needs the **amax**, so a cast reads its tensor twice. *Delayed scaling* uses the amax of
+# earlier steps instead, which saves a pass. It fails when a tensor grows suddenly:
 
 # %%
 history, now = gradient, 8 * gradient
-for name, amax in (("its own amax", now.abs().amax()), ("the last step's", history.abs().amax())):
+for name, amax in (("own amax", now.abs().amax()), ("last step's amax", history.abs().amax())):
     late = quantize_fp8(now, E5M2, amax=amax)
     saturated = (late.codes.float().abs() == torch.finfo(E5M2).max).float().mean().item()
-    print(f"{name:16}error {error(now, dequantize_fp8(late)):4.0%}, at the limit {saturated:.0%}")
+    print(f"{name:17}error {error(now, dequantize_fp8(late)):4.0%}, saturated {saturated:.0%}")
 
 # %% [markdown]
 # ## Outliers
 #
-# A few features of a transformer's activations are far larger than the others. One scale must cover
-# them. Day 7 met this problem with integers. With floating point, which has small steps near zero,
-# how large may an outlier be?
+# A few features of a transformer's activations are far larger than the rest, but share one scale
+# with them. Day 7 met this problem with integers. Floating point has small steps near zero. How
+# large may an outlier be?
 
 
 # %%
 def as_int8(x):
-    """Rounded to 255 even steps, one scale for the tensor."""
+    """Round to 255 even steps, with one scale for the tensor."""
     step = x.abs().amax() / 127
     return (x / step).round() * step
 
@@ -233,19 +237,19 @@ for size in (1, 100, 10_000, 100_000):
     print(f"{size:7,} ×" + "".join(f"{each:8.1%}" for each in found))
 
 # %% [markdown]
-# At 100 ×, INT8 has lost most of each element, and FP8 nothing. But at 10,000 × E4M3 comes to the
-# end of its range, too. E5M2 goes further, with its coarser steps.
+# At 100 ×, INT8's error is 65 %, and FP8's does not change. At 10,000 ×, E4M3 reaches the end of
+# its range too. E5M2 goes further, with coarser steps.
 #
-# DeepSeek-V3 gives each **tile** a scale of its own: 1 × 128 elements of activations and gradients,
-# 128 × 128 of weights. Then E4M3 has enough range for everything, gradients included.
+# DeepSeek-V3 uses a scale per **tile**: 1 × 128 elements of activations and gradients, 128 × 128 of
+# weights. Then E4M3 has enough range for everything, gradients included.
 
 # %% [markdown]
 # ### Exercise 19.2: a scale for each tile
 #
-# About 15 minutes. `x` is (n, k); a tile has `rows` × `columns` elements, and the tiles at the
-# edges may be smaller. Return `(codes, scales)`: codes (n, k) in `dtype`, scales (⌈n/rows⌉,
-# ⌈k/columns⌉) in float32, each as in Exercise 19.1 for its tile. The result keeps no larger tensor
-# alive. (`F.pad(x, (0, right, 0, below))` pads a matrix with zeros.)
+# About 15 minutes. `x` is (n, k). A tile has `rows` × `columns` elements; tiles at the edges may be
+# smaller. Return `(codes, scales)`: codes (n, k) in `dtype`, and float32 scales (⌈n/rows⌉,
+# ⌈k/columns⌉), each computed for its tile as in Exercise 19.1. The result must not keep a larger
+# tensor alive. (`F.pad(x, (0, right, 0, below))` pads a matrix with zeros.)
 
 
 # %%
@@ -272,15 +276,15 @@ def of_tiles(x, columns, dtype=E4M3):
 
 x = usual.clone()
 x[:, 0] *= 100_000
-print("a scale for       error of the others   bytes per element")
-print(f"the tensor{error(rest, as_fp8(x)[:, 1:]):19.1%}{1 + 4 / x.numel():20.4f}")
+print("a scale per    error, other elements   bytes per element")
+print(f"tensor{error(rest, as_fp8(x)[:, 1:]):23.1%}{1 + 4 / x.numel():20.4f}")
 for columns in (512, 128, 32):
     found = error(rest, of_tiles(x, columns)[:, 1:])
     print(f"1 × {columns:<6}{found:19.1%}{1 + 4 / columns:20.4f}")
 
 # %% [markdown]
-# An outlier now spoils its own tile alone, as in Day 17's blocks of 64. A tile of 128 costs 4 bytes
-# of scale for 128 of codes: 3 %.
+# Now an outlier increases the error of its own tile only, as in Day 17's blocks of 64. A tile of
+# 128 elements adds 4 bytes of scale to 128 bytes of codes: 3 %.
 #
 # ## Three matmuls
 #
@@ -292,34 +296,38 @@ for columns in (512, 128, 32):
 # | backward | dx = g W | g8, W8 |
 # | backward | dW = gᵀ x | g8, x8 |
 #
-# Forward casts x and W. What should it keep for backward?
+# Forward casts x and W. What should it save for backward?
 
 # %% [markdown]
-# Autograd would keep x itself, 2 bytes per element in BF16. Only dW needs it, and that matmul takes
-# x8. So keep **x8**, and let x go.
+# Autograd would save x, 2 bytes per element in BF16. Only dW needs it, and that matmul uses x8. So
+# save **x8** instead of x.
 #
-# And W8? The optimizer adds updates to W that are far smaller than a step of FP8 (Day 4). So W
-# stays in BF16 or float32, as a **master weight**, beside every FP8 copy. W is there in backward
-# anyway: cast it again.
+# And W8? The optimizer's updates to W are far smaller than a step of FP8 (Day 4). So W stays in
+# BF16 or float32 as a **master weight**, in addition to any FP8 copy. W still exists in backward:
+# cast it again there.
 
 
 # %%
 def multiply(a, b, dtype):
-    """a · b of (codes, scale) pairs, with float32 sums."""
+    """Return a · b of (codes, scale) pairs, accumulated in float32."""
     return (a[0].float() @ b[0].float() * (a[1] * b[1])).to(dtype)
 
 
 # %% [markdown]
-# On a GPU `torch._scaled_mm` does this: it multiplies the codes themselves. `multiply` decodes
-# them, which gives the same numbers on any machine, and no speed.
+# On a GPU, `torch._scaled_mm` multiplies the codes directly. `multiply` decodes them first, which
+# gives the same values on any machine, but no speed-up.
 
 # %% [markdown]
 # ### Exercise 19.3: forward and backward in FP8
 #
-# About 20 minutes. `x` is (n, in), `weight` (out, in). Cast `x` and `weight` to E4M3 and the
-# gradient to E5M2, with your `cast`; multiply with `multiply`. The result has the dtype of x, the
-# gradient of x the dtype of the incoming gradient, and the gradient of the weight the dtype of the
-# weight. Between forward and backward keep x8, its scale, and the weight: no x, and no FP8 copy of
+# About 20 minutes. `x` is (n, in) and `weight` (out, in). Cast `x` and `weight` to E4M3 and the
+# gradient to E5M2 with your `cast`, and multiply with `multiply`. Dtypes:
+#
+# - the result: x's dtype
+# - the gradient of x: the incoming gradient's dtype
+# - the gradient of the weight: the weight's dtype
+#
+# Between forward and backward, save x8, its scale and the weight, but neither x nor an FP8 copy of
 # the weight.
 
 
@@ -359,7 +367,7 @@ matmul = exercise("19.3", matmul)
 
 # %%
 class FP8Linear(nn.Module):
-    """In place of a linear layer without bias."""
+    """A linear layer without bias, with FP8 matmuls."""
 
     def __init__(self, linear):
         super().__init__()
@@ -370,7 +378,7 @@ class FP8Linear(nn.Module):
 
 
 def measured(layer, x):
-    """Output and gradients, and the bytes that forward leaves for backward beside the output."""
+    """Return output and gradients, and the bytes that forward saves, without the output."""
     given, outputs = x.clone().requires_grad_(), []
     trace = memlab.measure(lambda: outputs.append(layer(given * 1)), model=layer)
     left = sum(event.bytes for event in trace.events if event.phase != "before")
@@ -390,30 +398,31 @@ for name, layer in LAYERS.items():
     layer.weight.grad = None
     errors = [error(*pair) for pair in zip(exact, [t.float() for t in found], strict=True)]
     print(f"{name}: errors of y {errors[0]:.2%}, dx {errors[1]:.1%}, dW {errors[2]:.1%}; ", end="")
-    print(f"kept for backward {left:,} bytes of {x.numel():,} inputs")
+    print(f"saved for backward: {left:,} bytes for {x.numel():,} input elements")
 
 # %% [markdown]
-# The FP8 layer's gradients are 6 % off; in BF16 they are 0.4 % off. And FP8 keeps half of the
-# bytes, as hoped. So why does the whole model save 5 % and not 50?
-#
+# The FP8 layer's gradients have an error of about 6 %, against 0.4 % in BF16. The layer saves half
+# of the bytes, as hoped. So why does the whole model save 5 % and not 50?
+
+# %% [markdown]
 # ## One input, three layers
 #
-# In a block, query, key and value read **the same tensor**. Autograd keeps a reference to it, once.
-# Three FP8 layers make three copies. And attention keeps its own output for its backward, so the
-# copy for the output layer comes on top.
+# In a block, query, key and value read **the same tensor**. Autograd saves one reference to it.
+# Three FP8 layers save three copies. Attention also saves its own output for backward, so the
+# output layer's FP8 copy is extra.
 
 # %% [markdown]
-# ### Exercise 19.4: what the linear layers of a block keep
+# ### Exercise 19.4: what the linear layers of a block save
 #
 # About 10 minutes. Query, key and value read one norm's output (tokens × C); gate and up read
-# another. The output layer reads attention's output (tokens × Q), which attention keeps anyway.
-# `down` reads (tokens × F). Return the bytes that the linear layers **add** to what others keep:
+# another's. The output layer reads attention's output (tokens × Q), which attention saves anyway.
+# `down` reads (tokens × F). Return the bytes that the linear layers **add**:
 #
-# - `"bf16"`: the tensors themselves, in bfloat16;
-# - `"own"`: an FP8 copy for each of the seven layers;
-# - `"shared"`: an FP8 copy for each different input.
+# - `"bf16"`: the tensors themselves, in bfloat16
+# - `"own"`: an FP8 copy for each of the seven layers
+# - `"shared"`: an FP8 copy for each different input
 #
-# A copy has a float32 scale, or one for each `columns` elements of a row.
+# A copy has one float32 scale, or a scale per `columns` elements of a row.
 
 
 # %%
@@ -435,13 +444,13 @@ kept = exercise("19.4", kept)
 
 
 # %% [markdown]
-# By the meter: what one more block holds after forward, in each way. The difference to BF16 must be
-# your formula's.
+# Measure what a second block saves in forward, in each way. The difference to BF16 must match your
+# formula.
 
 
 # %%
 def held_by_a_block(config, recipe, tokens):
-    """By the meter, on this machine: what a second block holds after forward."""
+    """Measure on this machine how many bytes a second block holds after forward."""
     held = []
     for layers in (1, 2):
         _, model, _ = training_step(replace(config, layers=layers), recipe, 1, tokens, device="cpu")
@@ -460,7 +469,8 @@ for way, (_, columns) in WAYS.items():
     formula = kept(32, *sizes, way.split(",")[0], columns)
     less = blocks["bf16"] - blocks[way]
     agree = less == kept(32, *sizes, "bf16") - formula
-    print(f"{way:14} a block {blocks[way]:9,} bytes, its linear layers {formula:7,}: {agree}")
+    print(f"{way:14} block {blocks[way]:8,} bytes, linear layers {formula:7,} bytes; ", end="")
+    print(f"difference matches: {agree}")
 
 # %%
 seven = PRESETS["llama-2-7b"]
@@ -474,10 +484,11 @@ reveal("19.1", peak_percent=100 * (1 - peaks["FP8"] / peaks["BF16"]),
 # %% [markdown]
 # ## Explain the gap
 #
-# Copies of their own save 7 % of what linear layers keep; shared ones 39 %, not 50: attention's
-# output exists twice. And linear layers keep only a quarter of a block's activations. Queries, keys
-# and values, the two branches of the MLP and the residual stream belong to attention, to the
-# activation function and to the norms. They stay in BF16.
+# - Linear layers with their own copies save 7 % fewer bytes for backward, with shared copies 39 %
+#   fewer. It is not 50 %, because attention's output is stored twice.
+# - Linear layers hold only a quarter of a block's activations. Attention, the activation function
+#   and the norms save the rest in BF16: queries, keys, values, the MLP's two branches and the
+#   residual stream.
 
 # %%
 PARTS = {"weights": "parameters", "gradients": "gradients", "AdamW's moments": "optimizer_state",
@@ -493,24 +504,24 @@ for row, found in enumerate(parts.values()):
     axes.text(left + 0.5, row, f"{left:.1f}", va="center")
 axes.set_yticks(range(len(parts)), list(parts))
 axes.set(xlabel="GiB allocated at the peak", xlim=(0, 88))
-axes.set_title("7B, 2 × 4,096 tokens: FP8 matmuls shrink a part of the activations")
+axes.set_title("7B, 2 × 4,096 tokens: FP8 matmuls shrink only some activations")
 axes.legend(frameon=False, ncols=5, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.35))
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
 # ## Does it learn?
 #
-# The gradients are 6 % off. Train a small model four ways, on the same text: BF16 autocast, FP8
-# with a scale per tensor, with tiles, and **without scales**. The last one only rounds: a
-# simulation that gives FP8's values, and saves nothing.
+# The gradients have an error of about 6 %. Train a small model on the same text in four ways: BF16
+# autocast, FP8 with a scale per tensor, FP8 with tiles, and FP8 **without scales**. The last only
+# rounds to FP8's values; it simulates FP8 and saves nothing.
 #
-# The loss is divided by 2,048, as if the batch were one of 2,048 micro-batches. AdamW hardly minds:
-# its step doesn't depend on the size of gradients.
+# We divide the loss by 2,048, as for one of 2,048 micro-batches. AdamW is almost unaffected,
+# because its step does not depend on the size of gradients.
 
 
 # %%
 class Unscaled(torch.autograd.Function):
-    """Round to E4M3 on the way forward, or the gradient to E5M2 on the way back."""
+    """Round to E4M3 in forward, or the gradient to E5M2 in backward."""
 
     @staticmethod
     def forward(ctx, x, is_output):
@@ -540,7 +551,7 @@ def without_scales(model):
 
 # %%
 def train(change, steps=24):
-    """The loss of each step, and the share of the blocks' last gradients that are zero."""
+    """Return the loss of each step, and the share of zeros in the blocks' last gradients."""
     torch.manual_seed(0)
     model, losses = GPT(CONFIG), []
     change(model)
@@ -574,19 +585,19 @@ axes.set(xlabel="step", ylabel="loss (nats)")
 _ = axes.legend(frameon=False)
 
 # %% [markdown]
-# With scales FP8 trains as BF16 does. Without them the blocks get **no gradient at all**. The curve
-# hardly shows it: what a model learns first is in the embedding, which is not converted. So look at
-# the gradients, too.
+# With scales, FP8 trains like BF16. Without scales, the blocks get **no gradient at all**. The loss
+# curve hardly shows it, because the model first learns in its embedding, which is not converted. So
+# check the gradients too.
 #
-# A few steps of a tiny model prove little about a large one. DeepSeek-V3 reports a loss within
-# 0.25 % of BF16's over a trillion tokens, with tiles, and with embedding, output layer, norms and
+# A few steps of a tiny model prove little about a large one. DeepSeek-V3 reports a loss within 0.25
+# % of BF16's over a trillion tokens, with tiles, and with embedding, output layer, norms and
 # attention in BF16 or float32.
 
 # %% [markdown]
-# ## Held against torchao
+# ## Compare with torchao
 #
-# torchao's `convert_to_float8_training` does the same for production. It is optional here:
-# `pip install -e ".[oracles]"` in the repository's folder brings it.
+# torchao's `convert_to_float8_training` is a production version of your layer. It is optional here:
+# install it with `pip install -e ".[oracles]"` in the repository's folder.
 
 # %%
 float8 = imported("torchao.float8")
@@ -603,27 +614,27 @@ if float8:
     found, their_left = measured(theirs, x)
     for name, own, other in zip(("y", "dx", "dW"), yours, found, strict=True):
         print(f"{name}: {(own == other).float().mean():.2%} of the elements are equal to the bit")
-    print(f"kept for backward: yours {left:,} bytes, torchao {their_left:,}")
+    print(f"saved for backward: yours {left:,} bytes, torchao's {their_left:,} bytes")
 else:
     print('torchao is not installed: pip install -e ".[oracles]" in the repository\'s folder')
 
 # %% [markdown]
-# The same numbers, but other bytes: torchao keeps **x in BF16** and casts it again in backward.
-# Then FP8 saves no activation at all: it is there for speed. On the other hand, query, key and
-# value share what is kept without any effort.
+# The values match, but the bytes differ: torchao saves **x in BF16** and casts it again in
+# backward. Then FP8 saves no activation memory, only time. In return, query, key and value share
+# one saved tensor automatically.
 
 # %% [markdown]
 # ## At scale: which copies exist
 #
-# `tests/course/test_day19.py` makes these predictions of the step from the beginning, with all
-# blocks and with what the allocator reserves. You have made the first two peaks above.
+# `tests/course/test_day19.py` computes these predictions of the first step, with all blocks and
+# with reserved memory. You predicted the peaks of the first and third rows above.
 
 # %%
 COPIES = {
     "BF16": (None, (82_456_765_440, 84_945_141_760)),
     "FP8, a copy for each layer": (FP8Recipe(share_inputs=False), (81_720_779_776, 85_502_984_192)),
     "FP8, shared copies": (FP8Recipe(), (78_499_505_152, 83_626_033_152)),
-    "FP8, weights' copies kept, too": (
+    "FP8, W8 saved for backward": (
         FP8Recipe(keep_weights=True),
         (85_008_131_072, 87_411_392_512),
     ),
@@ -640,15 +651,16 @@ for title, table in (("7B, 2 × 4,096 tokens", COPIES), ("checkpointed", CHECKPO
         print(f"{-less:+8.1%}" if less else "")
 agree = [COPIES[name][1][0] == peaks[dtype]
          for name, dtype in (("BF16", "BF16"), ("FP8, shared copies", "FP8"))]  # fmt: skip
-print(f"the first and the third row are what you predicted: {all(agree)}")
+print(f"the first and third rows equal your predictions: {all(agree)}")
 
 # %% [markdown]
-# Three findings:
+# The table shows three things:
 #
-# - A copy for each layer saves 1 %, and the allocator even **reserves** more than with BF16: casts
-#   and transposed copies have new sizes. Shared copies save 5 %, and 2 % of what is reserved.
-# - If forward keeps W8 for backward, that is 1 byte per weight, and FP8 needs *more* than BF16.
-# - With checkpointing FP8 saves nothing. What is kept are block inputs, in BF16.
+# - **A copy for each layer** saves 1 %, but the allocator **reserves** more than with BF16, because
+#   casts and transposed copies have new sizes. Shared copies save 5 % of allocated and 2 % of
+#   reserved memory.
+# - **Saving W8 for backward** needs 1 byte per weight, so FP8 needs *more* memory than BF16.
+# - **With checkpointing**, FP8 saves nothing: the saved tensors are block inputs in BF16.
 
 # %% [markdown]
 # All copies of a weight, in bytes:
@@ -658,18 +670,18 @@ print(f"the first and the third row are what you predicted: {all(agree)}")
 # | master weight, BF16 or float32 | 2 or 4 | always |
 # | gradient, BF16 or float32 | 2 or 4 | from backward to the step |
 # | AdamW's moments, BF16 or float32 | 4 or 8 | always |
-# | W8 | 1 | during a matmul, or until backward if kept |
+# | W8 | 1 | during a matmul, or until backward if saved |
 # | W8 transposed | 1 | during the matmul of dx |
 #
-# NVIDIA's FP8 matmul reads both operands along the summed dimension, before Blackwell. So backward
-# needs W8 transposed. A library that keeps both, to save time, adds 2 bytes per weight.
+# Before Blackwell, NVIDIA's FP8 matmul reads both operands along the summed dimension, so backward
+# needs W8 transposed. A library that keeps both copies to save time adds 2 bytes per weight.
 
 # %% [markdown]
-# ### 405 billion on 128
+# ### 405 billion weights on 128 GPUs
 #
-# Day 16 tried the guide's largest configuration by formula: FP8, tensor 8, pipeline 4, data 4,
-# ZeRO-1, checkpointing. It left out the block at work, which is the part that FP8 changes. Now you
-# can predict it, for a rank's eighth of each matrix of a block and 8,192 tokens.
+# Day 16 tested the guide's largest configuration by formula: FP8, tensor parallel 8, pipeline
+# parallel 4, data parallel 4, ZeRO-1, checkpointing. The formula omitted the block at work, which
+# FP8 changes. Now predict it, for a rank's eighth of each matrix of a block and 8,192 tokens:
 
 # %%
 huge = PRESETS["llama-3-405b"]
@@ -679,7 +691,7 @@ eighth = replace(huge, layers=1, heads=huge.heads // 8, kv_heads=huge.kv_heads /
 
 
 def at_work(recipe):
-    """A block's activations and temporaries when backward runs it: not weights or gradients."""
+    """Return the bytes of a block's activations and temporaries during its backward."""
 
     def build():
         _, model, optimizer = training_step(eighth, recipe, 1, 1)
@@ -692,11 +704,12 @@ def at_work(recipe):
 
 working = {"BF16": at_work(None), "FP8": at_work(FP8Recipe())}
 for dtype, count in working.items():
-    print(f"a block of 405B at work, an eighth of it, {dtype}: {count / 1e9:.2f} GB")
+    print(f"an eighth of a 405B block at work, {dtype}: {count / 1e9:.2f} GB")
 
 # %% [markdown]
-# The fullest rank has 32 blocks and the embedding, an eighth of each. ZeRO-1 shards the state over
-# 4. Block inputs of 4 micro-batches are kept in BF16, cut in 8 as well.
+# The rank with the most memory holds an eighth of 32 blocks and of the embedding. ZeRO-1 shards the
+# state over 4 ranks. Checkpointing saves the block inputs of 4 micro-batches in BF16, also divided
+# by 8.
 
 # %%
 of_h100 = memory_named("h100").budget_bytes
@@ -704,15 +717,15 @@ end = huge.vocab_size * huge.hidden_size
 block = (huge.parameters - 2 * end - huge.hidden_size) // huge.layers
 weights = -(-(32 * block + end) // 8)
 inputs = 4 * 32 * 2 * 8192 * huge.hidden_size // 8
-EACH = {  # bytes of a weight, its gradient, and its state: float32 copy and two moments
+EACH = {  # bytes of a weight, its gradient, and its state (float32 copy, two moments)
     "BF16": (2, 2, 12),
-    "FP8 matmuls, cast when needed": (2, 2, 12),
-    "FP8 matmuls, W8 kept beside": (3, 2, 12),
-    "FP8 weights, no BF16 beside": (1, 2, 12),
+    "FP8 matmuls, W8 cast when needed": (2, 2, 12),
+    "FP8 matmuls, W8 also kept": (3, 2, 12),
+    "FP8 weights, no BF16 copy": (1, 2, 12),
     "FP8 matmuls, 8-bit moments": (2, 2, 2 * (1 + 4 / 256)),  # no float32 copy
 }
 ranks = {}
-print(f"GB of the fullest of 128 ranks; an H100 leaves {of_h100 / 1e9:.1f}")
+print(f"GB of the largest of 128 ranks; an H100 leaves {of_h100 / 1e9:.1f}")
 for name, (weight, gradient_bytes, state) in EACH.items():
     held = weights * (weight + gradient_bytes + state / 4) + inputs
     ranks[name] = held + working["BF16" if name == "BF16" else "FP8"]
@@ -720,19 +733,19 @@ for name, (weight, gradient_bytes, state) in EACH.items():
     print(f", {'fits' if ranks[name] <= of_h100 else 'does not fit'}")
 
 # %% [markdown]
-# FP8 **matmuls** take 0.2 GB off a rank. Weights without a BF16 copy on the rank take 13 GB off:
-# the float32 masters exist once, sharded, and each rank gathers weights in FP8. Even then there is
-# no room for the block at work. Eight-bit moments (Day 9), with BF16 weights and stochastic
-# rounding (Day 4), save more.
+# FP8 **matmuls** save 0.2 GB per rank. FP8 weights without a BF16 copy on the rank save 13 GB: the
+# float32 master weights exist once, sharded, and each rank gathers weights in FP8. Even then, the
+# block at work does not fit. 8-bit moments (Day 9), with BF16 weights and stochastic rounding (Day
+# 4), save more.
 #
 # (Llama 3 405B itself was trained in BF16.)
 
 # %% [markdown]
 # ## On your GPU
 #
-# FP8 matmuls need an NVIDIA GPU of capability 8.9 or newer (RTX 4090, H100). There, this compares a
-# layer of 7B in BF16 and FP8. AMD's MI300 has two FP8 formats of its own; there and on older GPUs
-# memlab decodes the codes and multiplies in float32.
+# FP8 matmuls need an NVIDIA GPU of compute capability 8.9 or newer (RTX 4090, H100). There, this
+# cell compares a 7B layer in BF16 and FP8. AMD's MI300 has two FP8 formats of its own. On it and on
+# older GPUs, memlab decodes the codes and multiplies in float32.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if torch.cuda.is_available():
@@ -751,7 +764,7 @@ if torch.cuda.is_available():
         left = torch.cuda.memory_allocated() - before - found[name].nbytes - given.nbytes
         found[name].sum().backward()
         layer.weight.grad = None
-        print(f"{name}: kept for backward {format_bytes(left)}, peak ", end="")
+        print(f"{name}: saved for backward {format_bytes(left)}, peak ", end="")
         print(format_bytes(torch.cuda.max_memory_allocated() - before))
     print(f"the outputs differ by {error(found['BF16'], found['FP8']):.1%}")
 else:
@@ -760,35 +773,41 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# The guide's line on FP8, and its largest configuration once more. Day 1 has shown that weights
-# *stored* in FP8 are 7 GB. Are they, in a training?
+# The guide makes a claim on FP8, and its largest configuration uses FP8. Day 1 showed that weights
+# *stored* in FP8 need 7 GB. Is that also true in training?
 
 # %%
 bf16, shared = (COPIES[name][1] for name in ("BF16", "FP8, shared copies"))
+in_gb = [CHECKPOINTED[name][1][0] / 1e9 for name in ("BF16", "FP8, shared copies")]
+figures = (
+    f"7B, 2 × 4,096 tokens, predicted: {bf16[0] / 1e9:.1f} GB in BF16, {shared[0] / 1e9:.1f} GB "
+    f"with FP8 matmuls ({1 - shared[0] / bf16[0]:.1%} less), "
+    f"{parts['FP8']['parameters'] / 1e9:.1f} GB of weights in both; with checkpointing "
+    f"{in_gb[0]:.1f} and {in_gb[1]:.1f} GB; linear layers save "
+    f"{a_token['shared'] / a_token['bf16']:.0%} of the bytes for backward"
+)
 verdict(
     "2c",
     shared[0] <= 0.6 * bf16[0],
-    f"7B, 2 × 4,096 tokens, predicted: {bf16[0] / 1e9:.1f} GB in BF16, {shared[0] / 1e9:.1f} with "
-    f"FP8 matmuls ({1 - shared[0] / bf16[0]:.1%} less), of which weights "
-    f"{parts['FP8']['parameters'] / 1e9:.1f} GB in both; checkpointed "
-    f"{CHECKPOINTED['BF16'][1][0] / 1e9:.1f} and "
-    f"{CHECKPOINTED['FP8, shared copies'][1][0] / 1e9:.1f}; linear layers keep "
-    f"{a_token['shared'] / a_token['bf16']:.0%} of the bytes for backward",
-    otherwise="the weights that are trained stay in BF16 or float32, and the FP8 copy is beside "
-    "them; what shrinks are the inputs that linear layers keep, and nothing with checkpointing",
+    figures,
+    otherwise="trained weights stay in BF16 or float32, and FP8 copies are extra; only the inputs "
+    "that linear layers save shrink, and nothing shrinks with checkpointing",
 )
 
 # %%
-of_ranks = "; ".join(f"{name}: {count / 1e9:.1f}" for name, count in ranks.items())
+per_rank = "; ".join(f"{name}: {count / 1e9:.1f}" for name, count in ranks.items())
+figures = (
+    f"GB of the block at work, predicted: {working['BF16'] / 1e9:.2f} in BF16, "
+    f"{working['FP8'] / 1e9:.2f} with FP8 matmuls; GB per rank: {per_rank}; an H100 leaves "
+    f"{of_h100 / 1e9:.1f}"
+)
 verdict(
     "29b",
-    ranks["FP8 weights, no BF16 beside"] <= of_h100,
-    f"GB of a rank with the block at work, predicted: {working['BF16'] / 1e9:.2f} in BF16, "
-    f"{working['FP8'] / 1e9:.2f} with FP8 matmuls; in all: {of_ranks}; an H100 leaves "
-    f"{of_h100 / 1e9:.1f}",
-    otherwise="FP8 matmuls shrink the block at work by less than a tenth, and nothing else; FP8 "
-    "weights without a BF16 copy save 1 byte per weight, and leave less than the block at work "
-    "needs; BF16 weights, FP8 matmuls and 8-bit moments without float32 copies fit",
+    ranks["FP8 weights, no BF16 copy"] <= of_h100,
+    figures,
+    otherwise="FP8 matmuls only shrink the block at work, by less than a tenth; FP8 weights "
+    "without a BF16 copy save 1 byte per weight, but leave less than the block at work needs; BF16 "
+    "weights, FP8 matmuls and 8-bit moments without float32 copies fit",
 )
 
 # %% [markdown]
@@ -796,20 +815,20 @@ verdict(
 #
 # | in FP8 training | bytes |
 # | --- | --- |
-# | weight, gradient, optimizer state | as before |
-# | an input that linear layers keep | 1 per element, once if it is shared |
+# | weight, gradient, optimizer state | unchanged |
+# | a saved input of linear layers | 1 per element, once if shared |
 # | a scale | 4 per tensor, or per tile of 128 |
 # | W8 | 1 per weight while it exists |
-# | all other activations, block inputs | as before |
+# | all other activations, block inputs | unchanged |
 #
-# FP8 makes matmuls faster. To make a training smaller, ask first what holds its bytes: state (Days
-# 8 and 9), activations (Days 5 to 7), or weights that don't train (Day 17).
+# FP8 makes matmuls faster. To reduce memory, first find what uses it: optimizer state (Days 8 and
+# 9), activations (Days 5 to 7), or frozen weights (Day 17).
 
 # %% [markdown]
 # ## The running bill
 #
-# The bill's step has its peak in the optimizer, where no matmul's input is left. FP8 has nothing to
-# shrink there. Its line stays what it was.
+# The bill's step peaks in the optimizer, when no matmul's input is alive. So FP8 has nothing to
+# shrink there, and the bill does not change.
 
 # %%
 running_bill(19)

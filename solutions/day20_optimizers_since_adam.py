@@ -1,29 +1,33 @@
 # %% [markdown]
 # # Day 20: Optimizers since Adam
 #
-# **Muon, GaLore, APOLLO, Shampoo, SOAP: which of them need less memory than AdamW, and at what
-# moment of a step do they need more?**
+# **Muon, GaLore, APOLLO, Shampoo, SOAP: which need less memory than AdamW, and which need more
+# during a step?**
 #
-# After today you have built Muon's and GaLore's steps. You can say what each optimizer keeps for a
-# matrix of any shape, what it takes for a moment, and why embeddings stay with AdamW.
+# After today you have built Muon's and GaLore's steps. For each optimizer you can say what it keeps
+# for a matrix of any shape, which temporaries it allocates, and why embeddings stay with AdamW.
 #
-# About 85 minutes, 50 of them for four exercises. You need a laptop; a GPU is welcome and not
-# needed. Nothing is downloaded.
+# About 85 minutes, 50 of them for four exercises. You need a laptop; a GPU is optional. Nothing is
+# downloaded.
 
 # %% [markdown]
-# As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
-# your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
-# stuck, type `memlab hint 20.1` in a terminal. An exercise left open blocks nothing.
+# As before, you **guess**, **measure**, and **build** what explains the gap. In an exercise,
+# replace `raise NotImplementedError` with your own lines. The cell below it checks them. If you are
+# stuck, type `memlab hint 20.1` in a terminal. You can skip an exercise and go on.
 
 # %% [markdown]
 # ## The question
 #
-# AdamW keeps two numbers per weight. Day 8 dropped one of them (Lion), or shared one (Adam-mini).
-# Day 9 stored both in 8 bits. All of those treat a weight as a list of numbers.
+# AdamW keeps two moments per weight. Day 8 dropped one (Lion) or shared one (Adam-mini). Day 9
+# stored both in 8 bits. All of these treat each weight element alone.
 #
-# The optimizers since then look at **matrices**. Muon orthogonalizes a momentum. GaLore and APOLLO
-# keep moments of a projection. Shampoo and SOAP multiply gradients by matrices from both sides.
-# What does that cost?
+# Newer optimizers treat **matrices** as a whole:
+#
+# - Muon orthogonalizes a momentum.
+# - GaLore and APOLLO keep moments of a low-rank projection.
+# - Shampoo and SOAP multiply gradients by matrices from both sides.
+#
+# How much memory does that need?
 
 # %%
 import time
@@ -50,16 +54,16 @@ from memlab.units import format_bytes
 # %% [markdown]
 # ## Guess
 #
-# Llama 2 7B with its optimizer state in float32. AdamW's is 50.2 GiB. How many GiB does it take
-# with
+# Take Llama 2 7B with float32 optimizer state. AdamW's state is 50.2 GiB. How many GiB is the state
+# of
 #
 # 1. Muon, which keeps one momentum?
 # 2. GaLore, which projects gradients to rank 1,024? (The hidden size is 4,096.)
-# 3. SOAP, which keeps AdamW's moments and four square matrices for each matrix?
+# 3. SOAP, which keeps AdamW's moments and four square matrices per matrix?
 
 # %%
 ### BEGIN SOLUTION
-guess("20.1", muon_gib=25, galore_gib=12.5, soap_gib=75)  # half; a quarter; half as much again
+guess("20.1", muon_gib=25, galore_gib=12.5, soap_gib=75)  # a half, a quarter, one and a half
 ### END SOLUTION
 ### BEGIN STUB
 # guess("20.1", muon_gib=..., galore_gib=..., soap_gib=...)
@@ -68,25 +72,26 @@ guess("20.1", muon_gib=25, galore_gib=12.5, soap_gib=75)  # half; a quarter; hal
 # %% [markdown]
 # ## Measure
 #
-# A step of the running bill's 124M model with Muon, as a dry run. (`memlab measure` and `memlab
-# plan` know Muon, GaLore and APOLLO-Mini by name.)
+# Run a step of the running bill's 124M model with Muon, as a dry run. (`memlab measure` and `memlab
+# plan` also accept Muon, GaLore and APOLLO-Mini by name.)
 
 # %%
 dry, count = dry_trace(SETTING, combined("muon")), SETTING.config.parameters
 held = dry.at_end["optimizer_state"]
-print(f"Muon: {format_bytes(held)} of state, {held / count:.2f} bytes per weight; AdamW has 8")
+print(f"Muon: {format_bytes(held)} of state, {held / count:.2f} bytes per weight (AdamW: 8)")
 table = SETTING.config.vocab_size * SETTING.config.hidden_size
 print(f"the embedding has {table / count:.0%} of the weights")
 
 # %% [markdown]
-# Muon takes more than 4 bytes. The embedding has a third of this model's weights, and stays with
-# AdamW. Which weights are matrices of hidden layers, then?
+# Muon needs more than 4 bytes per weight. The embedding has a third of this model's weights, and
+# AdamW updates it. So which weights does Muon update? List the matrices of hidden layers in Llama 2
+# 7B:
 
 
 # %%
 @cache
 def sides_of(config):
-    """The short and long side of each hidden layer's matrix, and how many other weights exist."""
+    """Return the short and long side of each hidden matrix, and the number of other weights."""
     with torch.device("meta"):
         matrices, others = optim.matrix_groups(GPT(config))
     sides = [tuple(sorted(weight.shape)) for _, weight in matrices["params"]]
@@ -97,18 +102,21 @@ seven = PRESETS["llama-2-7b"]
 sides, others = sides_of(seven)
 for shape in sorted(set(sides)):
     print(f"{sides.count(shape):3} matrices of {shape[0]:,} × {shape[1]:,}")
-print(f"{others:,} other weights: {others / seven.parameters:.1%} of all")
+print(f"{others:,} other weights: {others / seven.parameters:.1%} of all weights")
 
 # %% [markdown]
-# A hidden layer's matrix multiplies activations: rotating its input or output is a rotation of the
-# problem. An **embedding** is a table: a step reads some of its rows, and most rows have a gradient
-# of zero. The **output layer** has a row per token. Norms are vectors. All four papers leave those
-# to AdamW.
+# These optimizers update the matrices of hidden layers, which multiply activations. They leave the
+# other weights to AdamW:
 #
+# - The **embedding** is a table. A step reads a few rows, and most rows have a zero gradient.
+# - The **output layer** has a row per token.
+# - Norms are vectors.
+
+# %% [markdown]
 # ## What Adam does to a matrix
 #
-# A small text model gets 15 steps of AdamW. Here are the singular values of one gradient, and of
-# the steps that two optimizers make of it.
+# Train a small text model for 15 steps of AdamW. Plot the singular values of one gradient, and of
+# two optimizers' steps for it:
 
 # %%
 CONFIG = replace(PRESETS["tiny"], hidden_size=64, layers=2, kv_heads=4, intermediate_size=192)
@@ -116,7 +124,7 @@ TEXT = source_bytes("256 KiB")
 
 
 def train(make, steps, seed=1):
-    """The mean of the last five losses, the model, and its optimizer."""
+    """Return the mean of the last five losses, the model and its optimizer."""
     torch.manual_seed(0)
     model, losses = GPT(CONFIG), []
     optimizer, drawn = make(model), batches(TEXT, 8, 64, seed=seed)
@@ -137,7 +145,7 @@ adams_step = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8)
 
 # %%
 def spectrum(matrix):
-    """Its singular values, the largest first, as shares of the largest."""
+    """Return the singular values, largest first, relative to the largest."""
     values = torch.linalg.svdvals(matrix)
     return values / values[0]
 
@@ -148,17 +156,18 @@ fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
 for name, matrix in shown.items():
     axes.semilogy(spectrum(matrix), label=name)
 axes.set(xlabel="direction", ylabel="singular value / the largest", ylim=(1e-3, 2))
-axes.set_title("Singular values: how far a step moves in each direction of the matrix")
+axes.set_title("Singular values: how far a step moves in each direction")
 axes.legend(frameon=False)
 half = spectrum(gradient).square().cumsum(0) / spectrum(gradient).square().sum()
-print(f"16 of 64 directions hold more than 80 % of the gradient's squares: {half[15] > 0.8}")
+print(f"16 of 64 directions hold more than 80 % of the squared gradient: {half[15] > 0.8}")
 
 # %% [markdown]
-# A gradient has a few large directions and many small ones. AdamW evens that out number by number,
-# and only a little. **Muon** evens it out completely: it replaces the momentum U Σ Vᵀ by U Vᵀ, the
-# nearest orthogonal matrix. Small directions then move as far as large ones.
+# A gradient has a few large directions and many small ones. AdamW scales each element alone, which
+# evens out the directions only a little. **Muon** evens them out completely: it replaces the
+# momentum U Σ Vᵀ by U Vᵀ, the nearest orthogonal matrix. Then small directions move as far as large
+# ones.
 #
-# An SVD at every step would be slow. An odd polynomial does it with matmuls: for X = U Σ Vᵀ
+# An SVD at every step would be slow. An odd polynomial gets close with matmuls. For X = U Σ Vᵀ:
 #
 # $$aX + b(XX^T)X + c(XX^T)^2X = U\,(a\Sigma + b\Sigma^3 + c\Sigma^5)\,V^T$$
 
@@ -171,21 +180,26 @@ sigma = start.clone()
 for step in range(1, 6):
     sigma = a * sigma + b * sigma**3 + c * sigma**5
     axes.semilogx(start, sigma, label=f"after {step}", color=plt.cm.viridis(step / 6))
-axes.set(xlabel="singular value at first", ylabel="singular value", ylim=(0, 1.3))
+axes.set(xlabel="singular value before", ylabel="singular value after", ylim=(0, 1.3))
 axes.set_title("Newton–Schulz: five steps bring values from 0.002 to 1 near 1")
 _ = axes.legend(frameon=False, ncols=5, loc="lower right")
 
 # %% [markdown]
-# The polynomial must start from values of at most 1, so X is first divided by its norm. It doesn't
-# converge to 1. Its coefficients are chosen to lift small values fast: 0.68 to 1.21 is near enough.
+# The polynomial needs singular values of at most 1, so first divide X by its norm. It does not
+# converge to 1. Its coefficients raise small values fast, and a result from 0.68 to 1.21 is close
+# enough to 1.
 
 # %% [markdown]
 # ### Exercise 20.1: Newton–Schulz
 #
-# About 12 minutes. Return about U Vᵀ of `matrix`, in its shape and dtype, with `matrix` unchanged.
-# Divide it by its (Frobenius) norm, but by at least 1e-7. Then take `steps` steps of the polynomial
-# with `COEFFICIENTS`. Work on the transpose of a tall matrix, so that X Xᵀ is the smaller square:
-# no product may be larger than `matrix`, and no square larger than its short side.
+# About 12 minutes. Return approximately U Vᵀ of `matrix`, in its shape and dtype. Don't change
+# `matrix`.
+#
+# 1. If the matrix is tall, work on its transpose, so that X Xᵀ is the smaller square.
+# 2. Divide by the Frobenius norm, but by at least 1e-7.
+# 3. Apply the polynomial `steps` times with `COEFFICIENTS`.
+#
+# No product may be larger than `matrix`, and no square larger than its short side.
 
 
 # %%
@@ -211,25 +225,26 @@ made = torch.linalg.svdvals(newton_schulz(momentum))
 inside = (made > 0.68) & (made < 1.21)
 print(f"the smallest singular value is less than a hundredth of the largest: "
       f"{before[-1] < before[0] / 100}")  # fmt: skip
-print(
-    f"all that start above 0.002 end within 0.68 … 1.21: {inside[: (before > 0.002).sum()].all()}"
-)
+print(f"all values above 0.002 end from 0.68 to 1.21: {inside[: (before > 0.002).sum()].all()}")
 first = torch.zeros_like(momentum)
 shampoo_(first, momentum, {}, lr=1.0, eps=1e-20)
-print(f"Shampoo's first step, singular values all within 1 %: {spectrum(first)[-1] > 0.99}")
+print(f"Shampoo's first step: all singular values within 1 %: {spectrum(first)[-1] > 0.99}")
 
 # %% [markdown]
-# **Shampoo** (2018) arrives at the same matrix: its first step is (G Gᵀ)^(−1/4) G (Gᵀ G)^(−1/4),
-# and that is U Vᵀ. It keeps sums of G Gᵀ and Gᵀ G to do so: two square matrices. Muon keeps
-# neither.
+# **Shampoo** (2018) computes the same matrix in its first step: (G Gᵀ)^(−1/4) G (Gᵀ G)^(−1/4) = U
+# Vᵀ. For this it keeps sums of G Gᵀ and Gᵀ G, two square matrices. Muon keeps neither.
 
 # %% [markdown]
 # ### Exercise 20.2: Muon's step
 #
-# About 10 minutes. Update one matrix in place. `state` is yours, empty at first: keep **one**
-# tensor in it. M ← μM + (1 − μ)G is the momentum. Look one gradient ahead: X = (1 − μ)G + μM. Cast
-# X to `dtype`, orthogonalize it, and cast back. Then W ← W − lr · weight_decay · W, and W ← W − lr
-# · √max(1, rows / columns) · O.
+# About 10 minutes. Update one matrix in place. `state` is an empty dictionary at first; keep
+# **one** tensor in it.
+#
+# 1. Update the momentum: M ← μM + (1 − μ)G.
+# 2. Look one gradient ahead: X = (1 − μ)G + μM. Cast X to `dtype`, orthogonalize it to O, and cast
+#    back.
+# 3. Decay: W ← W − lr · weight_decay · W.
+# 4. Step: W ← W − lr · √max(1, rows / columns) · O.
 
 
 # %%
@@ -250,7 +265,7 @@ muon_ = exercise("20.2", muon_)
 
 # %%
 def next_step(make, shape=(256, 1024)):
-    """The weight after two steps; the second step's temporaries, and the state's bytes."""
+    """Return the weight after two steps, and the bytes of temporaries and state."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(shape))
     step, kept = make(weight)
@@ -283,45 +298,53 @@ for name, make in {
     "memlab.optim.Muon": by(optim.Muon, adjust_lr="original", weight_decay=0.1, chunk=2**14),
 }.items():
     weight, temporaries, kept = next_step(make)
-    print(f"{name:18} state {kept:,}, temporaries {temporaries:,}; ", end="")
-    print(f"yours within 0.002: {(own - weight).abs().max() < 0.002}")
-print(f"4·m·n = {4 * m * n:,}; 4·m·n + 2·m² = {4 * m * n + 2 * m * m:,}")
+    print(f"{name:18} state {kept:,} bytes, temporaries {temporaries:,} bytes; ", end="")
+    print(f"weights match yours within 0.002: {(own - weight).abs().max() < 0.002}")
+print(f"4·m·n = {4 * m * n:,} bytes; 4·m·n + 2·m² = {4 * m * n + 2 * m * m:,} bytes")
 
 # %% [markdown]
-# The **state** is half of AdamW's. The **temporaries** are those of one matrix in bfloat16, because
-# the loop steps one weight after another. memlab's has two matrices and a square at a time. A loop
-# over all matrices at once would have all of them.
+# The **state** is half of AdamW's. The **temporaries** exist for one matrix at a time, because the
+# loop steps one weight after another. memlab's are two bfloat16 matrices and a square. Stepping all
+# matrices at once would need the temporaries of all of them.
+
+# %% [markdown]
+# ### Muon's compute
 #
-# ### What it costs
-#
-# For a square matrix of width m the matmuls take 30·m³ operations. The model itself takes 6·m² per
-# token. The ratio is 5·m / tokens:
+# For a square matrix of width m, the matmuls of a step need 30·m³ operations. The model needs 6·m²
+# per token. The ratio is 5·m / tokens:
 
 # %%
 for tokens in (2_048, 65_536, 4_194_304):
     print(f"{tokens:9,} tokens per step, width 4,096: {5 * 4096 / tokens:8.1%} more operations")
 
 # %% [markdown]
-# Muon is for large batches. At 2,048 tokens on one GPU, the optimizer takes ten times the model's
-# own time. (memlab plan counts it.) And it needs whole matrices: a shard of ZeRO has part of one.
+# Muon suits large batches. At 2,048 tokens on one GPU, the optimizer needs ten times the model's
+# operations. (`memlab plan` includes them.) Muon also needs whole matrices, but a ZeRO shard has
+# only a part of a matrix.
 
 # %% [markdown]
 # ## GaLore: moments of a projection
 #
-# Muon keeps one tensor of the matrix's size. **GaLore** keeps none. Sixteen of 64 directions hold
-# most of the gradient, so Adam gets only those: R = Pᵀ G, where P has the r largest singular
-# vectors of a gradient (m × n, m ≤ n). The step is projected back.
+# Muon keeps one tensor of the matrix's size. **GaLore** keeps smaller ones. Sixteen of 64
+# directions hold most of the gradient, so GaLore runs Adam on a projection: R = Pᵀ G. The columns
+# of P are the r largest singular vectors of a gradient (m × n, m ≤ n). Then it projects the step
+# back.
 #
-# P is found once in 200 steps. What it keeps is P, m · r, and two moments, r · n each.
+# GaLore computes P every 200 steps. It keeps P (m · r) and two moments (r · n each).
 
 # %% [markdown]
 # ### Exercise 20.3: GaLore's step
 #
-# About 18 minutes. Update one matrix in place, tall or wide. If rows ≥ columns, work on the
-# transposes (views: they share memory), so the short side comes first. P: the first `rank` columns
-# of U, from `torch.linalg.svd(gradient, full_matrices=False)`, at steps 1, 1 + `gap`, 1 + 2·`gap`,
-# … Keep it as `state["P"]`, and R's moments as `state["m"]` and `state["v"]`: no byte more. Adam's
-# step N has bias corrections, as in Day 8, without weight decay. W ← W − lr · scale · P N.
+# About 18 minutes. Update one matrix in place, tall or wide.
+#
+# 1. If rows ≥ columns, work on the transposes (views that share memory), so that the short side
+#    comes first.
+# 2. At steps 1, 1 + `gap`, 1 + 2·`gap`, …, set P to the first `rank` columns of U from
+#    `torch.linalg.svd(gradient, full_matrices=False)`.
+# 3. Run Adam on R, with bias corrections (Day 8) but no weight decay, to get N.
+# 4. W ← W − lr · scale · P N.
+#
+# Keep `state["P"]`, and R's moments `state["m"]` and `state["v"]`, without an extra byte.
 
 
 # %%
@@ -347,33 +370,37 @@ def galore_(weight, gradient, state, lr, rank, gap=200, scale=0.25, betas=(0.9, 
 galore_ = exercise("20.3", galore_)
 
 # %% [markdown]
-# A slice `u[:, :rank]` is a view: it keeps **all** of U in memory, m · m numbers, not m · r. The
-# authors' package (galore-torch 1.0) does that with float32 gradients. You can see it:
+# A slice `u[:, :rank]` is a view. It keeps **all** of U in memory, m · m elements instead of m · r.
+# The authors' package (galore-torch 1.0) does that with float32 gradients. Measure it:
 
 # %%
 u = torch.linalg.svd(torch.randn(256, 1024), full_matrices=False)[0]
 for name, tensor in {"slice": u[:, :64], "copy": u[:, :64].clone()}.items():
-    print(f"{name}: {tensor.numel() * 4:,} bytes of numbers, "
+    print(f"{name}: {tensor.numel() * 4:,} bytes of elements, "
           f"{tensor.untyped_storage().nbytes():,} kept alive")  # fmt: skip
 
 # %% [markdown]
-# And the step with the SVD needs more than the others:
+# A step with an SVD needs more temporaries than the other steps:
 
 # %%
-for gap, when in ((1, "with an SVD"), (200, "without")):
+for gap, when in ((1, "with an SVD"), (200, "without SVD")):
     _, temporaries, kept = next_step(by(optim.GaLore, rank=64, gap=gap, chunk=2**14))
-    print(f"a step {when:12} temporaries {temporaries:>9,}, state {kept:,}")
-print(f"U, Σ and Vᵀ: {4 * (m * m + m + m * n):,}; P and two moments: {4 * 64 * (m + 2 * n):,}")
+    print(f"a step {when:12} temporaries {temporaries:>9,} bytes, state {kept:,} bytes")
+print(f"U, Σ and Vᵀ: {4 * (m * m + m + m * n):,} bytes; ", end="")
+print(f"P and two moments: {4 * 64 * (m + 2 * n):,} bytes")
 
 # %% [markdown]
-# Those are the SVD's *results*. The library behind it (LAPACK, cuSOLVER) takes a workspace too,
-# which neither the meter nor `memlab.predict` sees. A prediction of such a step is a lower bound.
+# These are the SVD's *results*. The library behind it (LAPACK, cuSOLVER) also allocates a
+# workspace, which neither the meter nor `memlab.predict` can see. So a prediction of this step is a
+# lower bound.
+
+# %% [markdown]
+# ## APOLLO: no SVD, and one scale
 #
-# ## APOLLO: no SVD, and one number
-#
-# **APOLLO** projects with random numbers, drawn again from a seed: no P, no SVD. It doesn't project
-# its step back. It asks how much Adam would have scaled each column of R, and scales the column of
-# the *full* gradient by as much. **APOLLO-Mini** uses rank 1, and one number for the whole matrix.
+# **APOLLO** projects with a random matrix and draws it again from a seed: no P to keep, and no SVD.
+# It does not project the step back. Instead, it computes how much Adam would scale each column of
+# R, and scales the same column of the *full* gradient by that factor. **APOLLO-Mini** uses rank 1
+# and one factor for the whole matrix.
 
 # %%
 small = {
@@ -385,26 +412,37 @@ small = {
 learned = {name: train(make, 25) for name, make in small.items()}
 for name, (loss, _, optimizer) in learned.items():
     kept = memlab.measure(lambda: None, optimizer=optimizer).at_end["optimizer_state"]
-    ahead = "" if name == "AdamW" else "; within 10 % of AdamW's loss, or below: "
+    ahead = "" if name == "AdamW" else "; loss at most 10 % above AdamW's: "
     reached = "" if name == "AdamW" else loss < 1.1 * learned["AdamW"][0]
     print(f"{name:16} state {format_bytes(kept):>10}{ahead}{reached}")
 
 # %% [markdown]
-# Twenty-five steps of a small model say that all of them learn, and not more. The papers compare
-# them at up to 7B. Each needs its own learning rate.
-#
+# Twenty-five steps of a small model show that all four learn, and nothing more. The papers compare
+# them at up to 7B. Each optimizer needs its own learning rate.
+
+# %% [markdown]
 # ## SOAP: more state, fewer steps
 #
-# **SOAP** runs Adam in the eigenvectors of Shampoo's matrices: it keeps G Gᵀ's average L and its
-# eigenvectors, m · m each, the same for Gᵀ G, n · n each, and both moments.
+# **SOAP** runs Adam in the eigenbasis of Shampoo's matrices. It keeps:
+#
+# - the average of G Gᵀ and its eigenvectors, m · m each
+# - the average of Gᵀ G and its eigenvectors, n · n each
+# - both moments, m · n each
 
 # %% [markdown]
 # ### Exercise 20.4: the state of a matrix
 #
-# About 10 minutes. Return a dictionary of **elements** kept for a matrix of `rows` × `columns`:
-# `"adamw"`, `"muon"`, `"galore"` and `"apollo"` (channel by channel, its seed and norm not counted)
-# at this `rank`, `"shampoo"` (no momentum, no roots kept) and `"soap"`. If `rank` is not below the
-# short side, GaLore and APOLLO keep what AdamW does.
+# About 10 minutes. Return a dictionary of the **elements** that each optimizer keeps for a matrix
+# of `rows` × `columns`:
+#
+# | key | settings |
+# | --- | --- |
+# | `"adamw"`, `"muon"`, `"soap"` | as above |
+# | `"galore"` | this `rank` |
+# | `"apollo"` | this `rank`, one factor per channel; don't count the seed and the norm |
+# | `"shampoo"` | no momentum, no stored roots |
+#
+# If `rank` is not below the short side, GaLore and APOLLO keep what AdamW keeps.
 
 
 # %%
@@ -430,7 +468,7 @@ elements_kept = exercise("20.4", elements_kept)
 
 # %%
 def kept_by(step_):
-    """Elements that a reference keeps for a matrix of 48 × 96, by the meter."""
+    """Return the elements that an optimizer keeps for a matrix of 48 × 96, by the meter."""
     weight, gradient, state = torch.zeros(48, 96), torch.randn(48, 96), {}
     trace = memlab.measure(lambda: step_(weight, gradient, state, lr=0.1))
     return sum(event.bytes for event in trace.events if event.phase != "before") // 4
@@ -444,13 +482,13 @@ for name, step_ in {"muon": muon_, "galore": partial(galore_, rank=8), "shampoo"
 # %% [markdown]
 # ## At scale: Llama 2 7B
 #
-# State in float32, with a rank of 1,024; and the transient of the largest matrix, 4,096 × 11,008.
-# (Shampoo's and SOAP's depend on how their roots are computed.)
+# Compute the float32 state with a rank of 1,024, and the temporaries of the largest matrix, 4,096 ×
+# 11,008. (Shampoo's and SOAP's temporaries depend on how their roots are computed.)
 
 
 # %%
 def state_bytes(name, config, rank):
-    """Of all weights: matrices by your formula, others by AdamW."""
+    """Return the state bytes of all weights: matrices by your formula, other weights by AdamW."""
     sides, others = sides_of(config)
     return 4 * (sum(elements_kept(*shape, rank)[name] for shape in sides) + 2 * others)
 
@@ -459,7 +497,7 @@ m, n = 4_096, 11_008
 TRANSIENTS = {
     "adamw": 0,  # chunks of a few MiB
     "muon": 4 * m * n + 2 * m * m,  # bfloat16
-    "galore": 4 * (m * m + m + m * n),  # of an SVD, once in 200 steps, and its workspace
+    "galore": 4 * (m * m + m + m * n),  # an SVD's results, every 200 steps, without its workspace
     "apollo": 0,
 }
 STATES = {name: state_bytes(name, seven, 1_024) for name in elements_kept(2, 2, 1)}
@@ -468,7 +506,7 @@ for name, count in STATES.items():
     print(f"{name:15} state {format_bytes(count):>10}, {count / STATES['adamw']:4.0%} of AdamW's",
           end="")  # fmt: skip
     needs = TRANSIENTS.get(name.split(",")[0])
-    print("" if needs is None else f"; transient {needs / 2**20:.0f} MiB")
+    print("" if needs is None else f"; temporaries {needs / 2**20:.0f} MiB")
 
 # %%
 reveal("20.1", muon_gib=STATES["muon"], galore_gib=STATES["galore"], soap_gib=STATES["soap"])
@@ -483,37 +521,39 @@ for row, count in enumerate(STATES.values()):
     axes.text(count / 2**30 + 1, row, f"{count / 2**30:.1f} GiB", va="center", fontsize=9)
 axes.set_yticks(range(len(STATES)), list(STATES))
 axes.invert_yaxis()
-axes.set(xlabel="GiB of state in float32", title="Llama 2 7B: what each optimizer keeps")
+axes.set(xlabel="GiB of float32 state", title="Llama 2 7B: the state of each optimizer")
 axes.legend(frameon=False, loc="lower right")
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
 # ## Explain the gap
 #
-# **Muon** is half of AdamW's and a little: embedding and output layer keep both moments. **GaLore**
-# at a quarter of the width is a third, not a quarter: P, and moments along the *long* side.
-#
-# **SOAP** is more than three times AdamW's. For 4,096 × 11,008 the square of the long side,
-# 11,008², is as large as 2.7 such matrices. (The paper's one-sided version keeps the short side's
-# alone.)
+# - **Muon** needs a little more than half of AdamW's state: embedding and output layer keep both
+#   moments.
+# - **GaLore** at a quarter of the hidden size needs a third, not a quarter: it keeps P too, and its
+#   moments extend along the *long* side.
+# - **SOAP** needs more than three times AdamW's state. For 4,096 × 11,008, the square of the long
+#   side has as many elements as 2.7 such matrices. (The paper's one-sided version keeps only the
+#   short side's.)
 
 # %% [markdown]
-# **Transients** exist once, if weights are stepped one after another. An optimizer that steps all
-# weights at once, as torch's `foreach` does, needs them all together. With `step_in_backward` (Day
-# 8) gradients go the same way: one at a time.
+# **Temporaries** exist for one weight at a time if the optimizer steps one weight after another. An
+# optimizer that steps all weights at once, like torch's `foreach`, needs the temporaries of all.
+# With `step_in_backward` (Day 8), gradients also exist one at a time.
 
 # %% [markdown]
 # ## Claims on trial
 #
-# GaLore's paper: up to 65.5 % less optimizer memory, and pre-training 7B on 24 GB, without
-# checkpointing or offloading. Its setup: bfloat16, steps in backward, moments in 8 bits. Here is a
-# step of 256 tokens, with moments and P in bfloat16 first. `tests/course/test_day20.py` makes this
-# prediction, for all 32 blocks; it takes half a minute.
+# GaLore's paper claims up to 65.5 % less optimizer memory, and pre-training of 7B on 24 GB without
+# checkpointing or offloading. Its setup: bfloat16, steps in backward, 8-bit moments.
+#
+# Predict a step of 256 tokens, with moments and P in bfloat16 first. (`tests/course/test_day20.py`
+# computes this prediction for all 32 blocks in half a minute.)
 
 
 # %%
 def galore_step(config, tokens):
-    """A step in bfloat16 that frees each gradient in backward."""
+    """Return a bfloat16 step that frees each gradient in backward."""
     model = GPT(config, dtype=torch.bfloat16).to("cuda")
     groups, brain = optim.matrix_groups(model), torch.bfloat16
     inner = optim.GaLore(groups, rank=1024, moment_dtype=brain, rounding="stochastic")
@@ -531,8 +571,8 @@ def galore_step(config, tokens):
 RESERVED = 24_899_485_696  # memlab.predict(partial(galore_step, seven, 256)).reserved_bytes
 
 # %%
-brain = STATES["galore"] // 2  # two bytes a number
-eight = round(STATES["galore"] / 4 * (1 + 4 / 256))  # one byte, and a scale for each 256
+brain = STATES["galore"] // 2  # two bytes per element
+eight = round(STATES["galore"] / 4 * (1 + 4 / 256))  # one byte per element, a scale per 256
 budget = memory_named("rtx4090").budget_bytes
 CLAIMS = {
     "65.5 % less optimizer memory (GaLore)":
@@ -540,12 +580,12 @@ CLAIMS = {
     "82.5 % less with 8-bit moments, against bfloat16's AdamW (GaLore)":
         f"{1 - eight / (STATES['adamw'] // 2):.1%}, by formula",
     "7B on 24 GB without checkpointing (GaLore), moments in bfloat16":
-        f"{format_bytes(RESERVED)} reserved, without the SVD's workspace, of "
-        f"{format_bytes(budget)}: {budget >= RESERVED}",
+        f"{format_bytes(RESERVED)} reserved without the SVD's workspace, "
+        f"{format_bytes(budget)} available: {budget >= RESERVED}",
     "7B on 24 GB without checkpointing, moments in 8 bits":
         f"{format_bytes(RESERVED - brain + eight)}: {budget >= RESERVED - brain + eight}",
     "APOLLO-Mini: the memory of SGD (APOLLO)":
-        f"{format_bytes(STATES['apollo, rank 1'])}, nearly all of it for {others:,} other weights",
+        f"{format_bytes(STATES['apollo, rank 1'])}, nearly all for {others:,} other weights",
 }  # fmt: skip
 for claim, found in CLAIMS.items():
     print(f"{claim}\n    {found}")
@@ -553,13 +593,13 @@ for claim, found in CLAIMS.items():
 # %% [markdown]
 # ## On your GPU
 #
-# Where there is a GPU, this takes one step of each optimizer for the matrices of one 7B block, and
-# compares times. The SVD's workspace shows in the allocator's peak, if cuSOLVER takes it there.
+# With a GPU, this cell runs one step of each optimizer for the matrices of one 7B block and
+# compares times. If cuSOLVER gets the SVD's workspace from torch's allocator, the peak includes it.
 
 
 # %%
 def on_gpu(make, gpu):
-    """Milliseconds of a step, and GiB at its peak beyond what is there before."""
+    """Return the milliseconds of a step, and the GiB of its temporaries at the peak."""
     counters = counters_for(gpu)
     weights = [torch.randn(s, device=gpu).requires_grad_() for s in sides[:7]]
     optimizer = make(weights)
@@ -580,7 +620,7 @@ if gpu := torch.accelerator.current_accelerator(check_available=True):
     for name, make in {
         "AdamW": optim.AdamW, "Muon": optim.Muon, "APOLLO-Mini": partial(optim.Apollo, **MINI),
         "GaLore, with an SVD": partial(optim.GaLore, rank=1024, gap=1),
-        "GaLore, without": partial(optim.GaLore, rank=1024),
+        "GaLore, without SVD": partial(optim.GaLore, rank=1024),
     }.items():  # fmt: skip
         spent, extra = on_gpu(make, gpu)
         print(f"{name:20} {spent:8.1f} ms, {extra:.2f} GiB of temporaries")
@@ -592,21 +632,25 @@ else:
 #
 # | for a matrix of m × n, m ≤ n | elements kept | a step also needs |
 # | --- | --- | --- |
-# | AdamW | 2mn | chunks |
+# | AdamW | 2mn | a few MiB of chunks |
 # | Muon | mn | 4mn + 2m² bytes, 15 matmuls |
-# | GaLore, rank r | r(m + 2n) | an SVD, once in 200 steps |
-# | APOLLO, rank r | 2rn | random numbers |
+# | GaLore, rank r | r(m + 2n) | an SVD, every 200 steps |
+# | APOLLO, rank r | 2rn | a random matrix |
 # | Shampoo | m² + n² | roots of both |
-# | SOAP | 2m² + 2n² + 2mn | QR of both, once in 10 steps |
+# | SOAP | 2m² + 2n² + 2mn | QR of both, every 10 steps |
 #
-# Ask of any new optimizer: what does it keep per *shape*? What exists for a moment, and of how many
-# weights at once? Which weights does it leave to AdamW? How many tokens pay for its matmuls?
+# For any new optimizer, answer four questions:
+#
+# 1. What does it keep per *shape*?
+# 2. Which temporaries does it allocate, and for how many weights at once?
+# 3. Which weights does it leave to AdamW?
+# 4. How many tokens per step make its matmuls affordable?
 
 # %% [markdown]
 # ## The running bill
 #
-# The bill's optimizer state is on the disk since Day 14. Its step reads a few weights' state at a
-# time. A smaller state would be read faster, and leave the peak as it is.
+# Since Day 14, the bill's optimizer state is on disk, and a step reads a few weights' state at a
+# time. A smaller state would be read faster, but the peak would not change.
 
 # %%
 running_bill(20)

@@ -2,30 +2,30 @@
 # # Day 21: Tokens that train nothing
 #
 # **Half of my batch is padding, evaluation runs out of memory where training does not, and
-# preference training needs twice what fine-tuning needs. What is all that memory for?**
+# preference training needs twice the memory of fine-tuning. What uses the memory?**
 #
 # After today you have built sequence packing, attention that stays within a document, and
-# log-probabilities without full logits. You can also compute a KV cache to the byte, and say where
-# the memory of DPO and GRPO goes.
+# log-probabilities without full logits. You can also compute a KV cache to the byte, and say what
+# uses the memory of DPO and GRPO.
 #
-# About 90 minutes, 60 of them for five exercises. You need a laptop; a GPU is welcome and not
-# needed. Nothing is downloaded.
+# About 90 minutes, 60 of them for five exercises. You need a laptop; a GPU is optional. Nothing is
+# downloaded.
 
 # %% [markdown]
-# As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
-# your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
-# stuck, type `memlab hint 21.1` in a terminal. An exercise left open blocks nothing.
+# As before, you **guess**, **measure**, and **build** what explains the gap. In an exercise,
+# replace `raise NotImplementedError` with your own lines. The cell below it checks them. If you are
+# stuck, type `memlab hint 21.1` in a terminal. You can skip an exercise and go on.
 
 # %% [markdown]
 # ## The question
 #
-# So far each token of a step was trained on. In practice many are not:
+# So far every token of a step was trained on. In practice many are not:
 #
-# - **padding** makes the sequences of a batch equally long;
-# - **generated tokens** leave keys and values behind, the KV cache;
-# - **reference log-probabilities**, for preference training, come from a second model.
+# - **padding** makes the sequences of a batch equally long
+# - **generated tokens** leave keys and values, the KV cache
+# - **reference log-probabilities** for preference training come from a second model
 #
-# Such tokens have no loss of their own, but they have activations, caches and logits.
+# Such tokens train nothing, but they need activations, caches and logits.
 
 # %%
 import random
@@ -53,12 +53,12 @@ from memlab.units import format_bytes
 # %% [markdown]
 # ## Guess
 #
-# 1. 24 documents of different lengths, padded to the longest. How many percent of the tokens are
+# 1. Pad 24 documents of different lengths to the longest. How many percent of the tokens are
 #    padding?
 # 2. Llama 2 7B in bfloat16 generates 8 sequences of 4,096 tokens. How many GiB is its KV cache?
-#    (The weights are 12.6.)
-# 3. DPO with LoRA, Llama 3 8B, 4 pairs of 2,048 tokens, checkpointed. The 8B weights are 15 GiB.
-#    How many GiB does a step take, the way DPO is usually written?
+#    (The weights are 12.6 GiB.)
+# 3. Train Llama 3 8B (15 GiB of weights) with DPO, LoRA and checkpointing, on 4 pairs of 2,048
+#    tokens. How many GiB does a step need in the usual implementation?
 
 # %%
 ### BEGIN SOLUTION
@@ -71,8 +71,8 @@ guess("21.1", padding_percent=25, cache_gib=4, step_gib=24)
 # %% [markdown]
 # ## Measure: a padded batch
 #
-# Lengths of real documents are spread over an order of magnitude, with a few long ones. Here are
-# 24 from a log-normal distribution. Their text is torch's own source.
+# The lengths of real documents span an order of magnitude, with a few long ones. Draw 24 lengths
+# from a log-normal distribution. The text is torch's own source.
 
 # %%
 CONFIG = replace(PRESETS["tiny"], hidden_size=64, heads=4, kv_heads=2, seq_len=256)
@@ -83,13 +83,13 @@ DOCUMENTS = [TEXT[128 * n :][:length] for n, length in enumerate(LENGTHS)]
 
 longest, useful = max(LENGTHS), sum(LENGTHS)
 padding = 1 - useful / (len(LENGTHS) * longest)
-print(f"{len(LENGTHS)} documents of {min(LENGTHS)} to {longest} tokens, {useful:,} in all")
+print(f"{len(LENGTHS)} documents of {min(LENGTHS)} to {longest} tokens, {useful:,} in total")
 print(f"padded to {len(LENGTHS)} × {longest} = {len(LENGTHS) * longest:,}: {padding:.0%} padding")
 
 
 # %%
 def padded(documents):
-    """Tokens and targets (documents, longest); −100: no loss."""
+    """Return tokens and targets, (documents, longest). A target of −100 has no loss."""
     tokens = torch.zeros(len(documents), longest, dtype=torch.long)
     targets = torch.full_like(tokens, -100)
     for row, document in enumerate(documents):
@@ -99,7 +99,7 @@ def padded(documents):
 
 
 def activations_of(model, *batch):
-    """The activations at the peak of a forward and a backward pass."""
+    """Return the activation bytes at the peak of forward and backward."""
     model.zero_grad()
     return memlab.measure(lambda: model(*batch).backward(), model=model).at_peak["activations"]
 
@@ -110,17 +110,18 @@ of_padded = activations_of(model, *padded(DOCUMENTS))
 print(f"{format_bytes(of_padded)} of activations: {of_padded / useful:,.0f} bytes per useful token")
 
 # %% [markdown]
-# Each padding token costs as much as a real one. Sorting documents by length helps, and makes
-# every batch a batch of one kind. **Packing** puts several documents into one row instead. Which
-# documents go into which row?
+# Each padding token costs as much as a real token. Sorting documents by length reduces padding, but
+# makes every batch one kind of document. **Packing** puts several documents into a row instead.
+# Which documents go into which row?
 
 # %% [markdown]
 # ### Exercise 21.1: first-fit decreasing
 #
-# About 10 minutes. Go through the documents from the longest to the shortest (equally long ones in
-# their order). Each goes into the *first* row that has room for it; if none has, open a new row.
-# Return the rows in the order in which they were opened, each a list of document numbers in the
-# order in which they came in. No document is longer than `capacity`.
+# About 10 minutes. Place the documents from the longest to the shortest (equally long ones in their
+# order). Put each into the *first* row that has room for it. If no row has room, open a new row.
+#
+# Return the rows in the order in which you opened them. Each row is a list of document indices in
+# the order in which you placed them. No document is longer than `capacity`.
 
 
 # %%
@@ -158,25 +159,31 @@ axes[0].set_ylabel("row")
 print(f"{len(rows)} rows; the fewest that could hold {useful:,} tokens: {-(-useful // 256)}")
 
 # %% [markdown]
-# First-fit decreasing is never far off: it needs at most 11/9 of the fewest rows, and with many
-# documents nearly the fewest.
-#
-# ## Documents in a row
-#
-# A row is one long sequence. Two things would go wrong if it were trained as one. The last token
-# of a document would be trained to predict the first of the next. And attention would look into
-# the documents before.
-#
-# Kernels for variable lengths take the **boundaries**: 0, n₁, n₁ + n₂, … (in FlashAttention
-# `cu_seqlens`, int32).
+# First-fit decreasing needs at most 11/9 of the fewest possible rows, and nearly the fewest with
+# many documents.
 
 # %% [markdown]
-# ### Exercise 21.2: join
+# ## Documents in a row
 #
-# About 10 minutes. `documents` is a list of 1-D tensors of tokens. Return `(tokens, targets,
-# positions, boundaries)`. A target is the next token of the same document, or −100 where there is
-# none. Positions start at 0 in each document. `boundaries` has one element more than there are
-# documents, in int32; the others have T elements, in int64. The documents stay as they are.
+# A row is one long sequence. If you trained it as one document, two things would go wrong:
+#
+# - The last token of a document would predict the first token of the next.
+# - Attention would read earlier documents.
+#
+# Kernels for variable lengths take the **boundaries** 0, n₁, n₁ + n₂, … (int32, `cu_seqlens` in
+# FlashAttention).
+
+# %% [markdown]
+# ### Exercise 21.2: join documents
+#
+# About 10 minutes. `documents` is a list of 1-D tensors of tokens; don't change them. Return
+# `(tokens, targets, positions, boundaries)`:
+#
+# - `targets`: the next token of the same document, or −100 if there is none
+# - `positions`: start at 0 in each document
+# - `boundaries`: int32, one element more than there are documents
+#
+# The other three have T elements, in int64.
 
 
 # %%
@@ -199,10 +206,10 @@ join = exercise("21.2", join)
 # %% [markdown]
 # ### Exercise 21.3: attention within documents
 #
-# About 15 minutes. `q`, `k` and `v` are (1, H, T, D), with the rotary positions in them. Return
-# causal attention of shape (1, H, T, D), in which a token sees the earlier tokens of its own
-# document and itself. Use `F.scaled_dot_product_attention`, but no T × T mask: nothing with T²
-# elements may be allocated.
+# About 15 minutes. `q`, `k` and `v` are (1, H, T, D), with rotary positions applied. Return causal
+# attention of shape (1, H, T, D) in which a token attends only to itself and earlier tokens of its
+# document. Use `F.scaled_dot_product_attention`, but allocate nothing with T² elements, such as a T
+# × T mask.
 
 
 # %%
@@ -220,14 +227,14 @@ def attend_within(q, k, v, boundaries):
 attend_within = exercise("21.3", attend_within)
 
 # %% [markdown]
-# Is a packed row the same as its documents, each on its own? The model takes attention as a
-# function (Day 10). Rotary positions need no reset: q·k depends on the distance of two tokens
-# alone. With *learned* positions, the model needs `positions`.
+# Does a packed row give the same gradients as its documents alone? The model takes attention as a
+# function (Day 10). Rotary positions need no reset, because q·k depends only on the distance of two
+# tokens. With *learned* positions, the model needs `positions`.
 
 
 # %%
 def packed_model(boundaries, config=CONFIG):
-    """The same weights, and attention within documents."""
+    """Return the same model with attention within documents."""
 
     def attend(q, k, v, *, causal):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -239,7 +246,7 @@ def packed_model(boundaries, config=CONFIG):
 
 # %%
 def gradient(model, batches):
-    """Of the sum over all tokens, as one vector."""
+    """Return the gradient of the loss summed over all tokens, as one vector."""
     model.zero_grad()
     for tokens, targets in batches:
         (model(tokens[None], targets[None]) * (targets != -100).sum()).backward()
@@ -249,14 +256,14 @@ def gradient(model, batches):
 packed = [join([DOCUMENTS[n] for n in numbers]) for numbers in rows]
 first = packed[1]
 alone = gradient(model, [join([DOCUMENTS[n]])[:2] for n in rows[1]])
-print(f"{len(rows[1])} documents in a row; how far is the gradient from that of each on its own?")
+print(f"{len(rows[1])} documents in a row; relative difference to the gradient of each alone:")
 for name, other in (("attention within", packed_model(first[3])), ("plain causal", model)):
     apart = (gradient(other, [first[:2]]) - alone).norm() / alone.norm()
     print(f"  {name:17} less than 1e-5: {bool(apart < 1e-5)}, more than 5 %: {bool(apart > 0.05)}")
 
 # %% [markdown]
-# And the memory? A micro-batch is now a row. So that both steps have the same documents, all rows
-# of a step are joined to one here. (Frameworks call that *padding-free*.)
+# How much memory does packing save? Join all rows of the step into one row, so that both steps have
+# the same documents. (Frameworks call this *padding-free*.)
 
 # %%
 tokens, targets, _, boundaries = join(DOCUMENTS)
@@ -267,19 +274,20 @@ for name, count in (("padded", of_padded), ("packed", of_packed)):
 print(f"ratio {of_packed / of_padded:.2f}; useful tokens of the padded batch {1 - padding:.2f}")
 
 # %% [markdown]
-# The ratio is the share of useful tokens, plus a little: your function joins its outputs, and
+# The ratio is a little above the share of useful tokens: your function joins its outputs, and
 # repeating k and v for the groups of heads copies them. A kernel for variable lengths does neither
 # (`torch.nn.attention.varlen.varlen_attn`, flash-attn's `flash_attn_varlen_func`).
-#
+
+# %% [markdown]
 # ### Why not a mask?
 #
-# A mask gives the same values. On CUDA torch then takes another kernel, which wants the mask in
-# q's dtype. Predicted for a block of the 124M model, one row of 4,096 tokens in bfloat16:
+# A mask gives the same values. But on CUDA, torch then uses another kernel, which needs the mask in
+# q's dtype. Predict the memory for a block of the 124M model and a row of 4,096 tokens in bfloat16:
 
 
 # %%
 def row_on_cuda(kind, layers, length=4096):
-    """A row of eight documents."""
+    """Return a step with a row of eight documents."""
     boundaries = torch.arange(0, length + 1, length // 8)
     mask = torch.ones(length, length, dtype=torch.bool, device="cuda")
 
@@ -298,18 +306,19 @@ per_block = {}
 for kind in ("a mask", "within documents"):
     one, two = (memlab.predict(partial(row_on_cuda, kind, layers), steps=1) for layers in (1, 2))
     per_block[kind] = two.allocated_bytes - one.allocated_bytes
-    print(f"{kind:17} {format_bytes(per_block[kind])} for each block")
-print(f"two bytes for each pair of tokens: {format_bytes(2 * 4096**2)}")
+    print(f"{kind:17} {format_bytes(per_block[kind])} per block")
+print(f"two bytes per pair of tokens: {format_bytes(2 * 4096**2)}")
 
 # %% [markdown]
-# The converted mask is kept for backward by *every* block: 2 · T² bytes each. At 4,096 tokens that
-# is a quarter of the block; at 32,768 it would be 2 GiB for each.
-#
+# *Every* block saves the converted mask for backward: 2 · T² bytes. At 4,096 tokens it has 32 MiB,
+# a quarter of the block; at 32,768 tokens it would be 2 GiB per block.
+
+# %% [markdown]
 # ## The KV cache
 #
-# A model that generates computes one token at a time. The new token attends to all earlier ones,
-# so their keys and values are kept, layer by layer. Our model takes attention as a function, so
-# the cache can be put in from outside:
+# A model generates one token at a time. The new token attends to all earlier tokens, so each layer
+# keeps their keys and values. Our model takes attention as a function, so you can add the cache
+# from outside:
 
 
 # %%
@@ -323,7 +332,7 @@ class KVCache:
     def __call__(self, q, k, v, *, causal):
         self.turn = (self.turn + 1) % len(self.layers)
         if (kept := self.layers[self.turn]) is not None:
-            # The model rotated these tokens as if they were the first ones.
+            # The model rotated these tokens for positions from 0 on; rotate them further.
             cos, sin = (t[kept[0].shape[2]].squeeze(0) for t in (self.rotary.cos, self.rotary.sin))
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             k, v = (torch.cat(pair, dim=2) for pair in zip(kept, (k, v), strict=True))
@@ -338,7 +347,7 @@ class KVCache:
 # %%
 @torch.no_grad()
 def generate(model, tokens, count, cache=None):
-    """Append the likeliest token, `count` times."""
+    """Append the most likely token, `count` times."""
     for block in model.blocks:
         block.attention.attend = cache or memlab.model.scaled_dot_product_attention
     new = tokens
@@ -354,16 +363,16 @@ writer = GPT(CONFIG)
 prompt = torch.stack([TEXT[start : start + 64] for start in (0, 1000, 2000, 3000)])
 cache = KVCache(writer)
 same = torch.equal(generate(writer, prompt, 32, cache), generate(writer, prompt, 32))
-print(f"the same tokens with the cache and without: {same}")
+print(f"same tokens with and without the cache: {same}")
 print(f"kept after 64 + 31 tokens, 4 sequences: {cache.bytes:,} bytes")
 
 # %% [markdown]
 # ### Exercise 21.4: the bytes of a KV cache
 #
-# About 10 minutes. `windows` has one entry per layer: None where a token sees everything before
-# it, or the size of its sliding window, itself included. Such a layer keeps one token less than
-# the window, because the next token brings its own key and value. Return the bytes after `tokens`
-# tokens in each of `batch` sequences.
+# About 10 minutes. `windows` has an entry per layer: None if a token attends to all earlier tokens,
+# or the size of its sliding window, the token itself included. A layer with a window keeps at most
+# `window - 1` tokens, because the next token brings its own key and value. Return the bytes after
+# `tokens` tokens in each of `batch` sequences.
 
 
 # %%
@@ -384,10 +393,10 @@ def cache_of(config, tokens, batch, element_bytes=2, windows=None):
     return cache_bytes(windows, config.kv_heads, config.head_dim, tokens, batch, element_bytes)
 
 
-print(f"yours and the meter: {cache_of(CONFIG, 95, 4, 4):,} and {cache.bytes:,} bytes\n")
+print(f"your formula {cache_of(CONFIG, 95, 4, 4):,} bytes, the meter {cache.bytes:,} bytes\n")
 seven, eight = PRESETS["llama-2-7b"], PRESETS["llama-3-8b"]
 sliding = [4096 if layer % 6 < 5 else None for layer in range(eight.layers)]  # 5 of 6, as Gemma 3
-print("bfloat16, bytes per token, and 8 sequences of 4,096 and of 32,768 tokens:")
+print("bfloat16: per token, and for 8 sequences of 4,096 and of 32,768 tokens")
 for name, config, windows in (
     ("7B: 32 key/value heads", seven, None),
     ("8B: 8 key/value heads", eight, None),
@@ -399,14 +408,15 @@ for name, config, windows in (
 cache_gib = cache_of(seven, 4096, 8)
 
 # %% [markdown]
-# Half a MiB per token: 8 sequences have a cache larger than the weights. Grouped queries (GQA)
-# take it by the number of heads that share a key, and sliding windows bound it. 8-bit and 4-bit
-# caches exist as well: Day 7's and Day 17's means.
-#
+# At half a MiB per token, the cache of 8 sequences is larger than the weights. Grouped-query
+# attention (GQA) divides it by the number of heads that share a key. Sliding windows bound it.
+# Quantization (Days 7 and 17) also works: there are 8-bit and 4-bit caches.
+
+# %% [markdown]
 # ### What evaluation keeps
 #
-# In transformers, a forward pass **fills a cache by default**, in evaluation too, where nothing is
-# generated. What does that cost? A small Llama, 8 × 128 tokens, under `no_grad`:
+# In transformers, a forward pass **fills a cache by default**, even in evaluation, which generates
+# nothing. How much memory does that need? Use a small Llama, 8 × 128 tokens, under `no_grad`:
 
 # %%
 llama_code = imported("transformers.models.llama.modeling_llama")
@@ -416,7 +426,7 @@ SHAPE = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hi
 
 
 def left_after(trace):
-    """Bytes alive that were not there before."""
+    """Return the bytes still alive that the step allocated."""
     return sum(event.bytes for event in trace.events if event.phase != "before")
 
 
@@ -430,26 +440,26 @@ if llama_code:
             kept.append(keep(llama(ids, labels=ids, use_cache=use_cache)))
 
     for name, keep, use_cache in (
-        ("the loss, as is", lambda out: out.loss, True),
-        ("the whole output, as is", lambda out: out, True),
+        ("the loss, default", lambda out: out.loss, True),
+        ("the whole output, default", lambda out: out, True),
         ("the loss, use_cache=False", lambda out: out.loss, False),
     ):
         kept = []
         trace = memlab.measure(partial(evaluate, kept, keep, use_cache), model=llama)
-        print(f"keep {name:26} peak {trace.peak_bytes:9,}, left {left_after(trace):9,} bytes")
+        print(f"keep {name:26} peak {trace.peak_bytes:9,}, then {left_after(trace):9,} bytes")
     print(f"cache by formula {cache_bytes([None] * 8, 2, 16, 128, 8, 4):,}, "
           f"logits {4 * 8 * 128 * 256:,} bytes")  # fmt: skip
 else:
     print("transformers is not installed")
 
 # %% [markdown]
-# The peak falls by exactly the cache with `use_cache=False`. And an output that a list keeps holds
-# the cache of its batch *and* its logits: keep `out.loss.item()`.
+# `use_cache=False` reduces the peak by exactly the cache. If a list keeps an output, it keeps the
+# cache of its batch *and* its logits. Keep `out.loss.item()` instead.
 #
 # ### A window that frees nothing
 #
-# Mistral's cache keeps the last `window − 1` tokens, as a slice. A slice keeps its whole tensor
-# (Day 17):
+# Mistral's cache keeps the last `window − 1` tokens as a slice. A slice keeps its whole tensor
+# alive (Day 17):
 
 # %% tags=["nbval-ignore-output"] reason="the package is optional"
 if mistral_code:
@@ -466,43 +476,48 @@ if mistral_code:
             kept.append(out.past_key_values)
 
         left = left_after(memlab.measure(prefill_and_go_on, model=mistral))
-        print(f"after {'the prompt' if count == 1 else 'one token more'}: {left:,} bytes; ", end="")
+        print(f"after {'the prompt' if count == 1 else 'a new token'}: {left:,} bytes; ", end="")
         print(f"formula {cache_bytes([16] * 8, 2, 16, 64, 8, 4):,}, ", end="")
         print(f"whole prompt {cache_bytes([None] * 8, 2, 16, 64, 8, 4):,}")
 
 # %% [markdown]
-# After a long prompt the full cache is there, window or not, until the next token replaces it (by
-# one with the window's 16 tokens: the slice again). So the peak of generation with a sliding
-# window is still that of the prompt.
+# After a long prompt, the full cache stays in memory, window or not, until the next token replaces
+# it. (The new cache is a slice too: it keeps 16 tokens alive, not 15.) So with a sliding window,
+# generation still peaks at the prompt's cache.
 
 # %% [markdown]
 # ## Preference training
 #
-# **DPO** (Rafailov et al. 2023) has pairs of answers to a prompt, one chosen and one rejected.
-# With log p the sum over an answer's tokens, the loss is
+# **DPO** (Rafailov et al. 2023) trains on pairs of answers to a prompt, one chosen and one
+# rejected. With log p summed over an answer's tokens, the loss is
 #
-# $$-\log \sigma\big(\beta\,[(\log p - \log p_\text{ref})_\text{chosen}
-# - (\log p - \log p_\text{ref})_\text{rejected}]\big)$$
+# $$
+# -\log \sigma\big(\beta\,[(\log p - \log p_\text{ref})_\text{chosen}
+# - (\log p - \log p_\text{ref})_\text{rejected}]\big)
+# $$
 #
-# So each step has two sequences per pair, a second model for p_ref, and log-probabilities of all
-# tokens from both.
+# So each step needs two sequences per pair, a second model for p_ref, and log-probabilities of all
+# tokens from both models.
 
 # %% [markdown]
-# ## Where the memory of DPO goes
+# ## What uses the memory of DPO
 #
-# The reference can be a second model; numbers stored before training (it never changes); or, with
-# LoRA, the same model with its adapters switched off.
+# The reference p_ref can come from
+#
+# - a second model
+# - log-probabilities stored before training, since p_ref never changes
+# - with LoRA, the same model with its adapters turned off
 
 
 # %%
 def by_log_softmax(hidden, weight, targets):
-    """The way it is usually written."""
+    """Log-probabilities in the usual implementation."""
     x = F.linear(hidden, weight).float().log_softmax(-1)
     return x.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
 def selected(hidden, weight, targets):
-    """Without the log-softmax: x[y] − log Σ exp x."""
+    """Log-probabilities without the log-softmax: x[y] − log Σ exp x."""
     x = F.linear(hidden, weight).float()
     return x.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - x.logsumexp(-1)
 
@@ -517,7 +532,7 @@ class Setup:
 
 # %%
 def without_adapters(policy, tokens):
-    """The model before training: LoRA's change times 0."""
+    """Run the model as before training: multiply LoRA's update by 0."""
     layers = [module for module in policy.modules() if isinstance(module, LoRALinear)]
     scales = [layer.scale for layer in layers]
     for layer in layers:
@@ -529,14 +544,14 @@ def without_adapters(policy, tokens):
 
 
 def dpo_loss(policy, reference, beta=0.1):
-    """Both (2 · pairs,): first the chosen answers, then the rejected ones."""
+    """Return the loss of two (2 · pairs,) tensors: the chosen answers, then the rejected ones."""
     chosen, rejected = (policy - reference).chunk(2)
     return -F.logsigmoid(beta * (chosen - rejected)).mean()
 
 
 # %%
 def dpo_step(config, setup, pairs, length, device="cuda"):
-    """A step, its model and its optimizer."""
+    """Return a step, its model and its optimizer."""
     make = partial(GPT, config, dtype=torch.bfloat16, loss=setup.log_probs)
     policy = make()
     if setup.lora:
@@ -563,13 +578,13 @@ def dpo_step(config, setup, pairs, length, device="cuda"):
 
 
 # %% [markdown]
-# Predicted for CUDA with four and with five blocks; each further block adds the same events
+# Predict the step for CUDA with four and with five blocks. Each further block adds the same events
 # (Day 16).
 
 
 # %%
 def predicted(setup, config=eight, pairs=4, length=2048):
-    """The trace of a step of all blocks."""
+    """Return the trace of a step with all blocks."""
     fewer, more = (
         memlab.predict(partial(dpo_step, replace(config, layers=n), setup, pairs, length))
         for n in (4, 5)
@@ -586,27 +601,27 @@ for name, count in usual.at_peak.items():
 reveal("21.1", padding_percent=100 * padding, cache_gib=cache_gib, step_gib=usual.allocated_bytes)
 
 # %% [markdown]
-# Two sets of weights, and tensors of 4 · 2 · 2,048 tokens × 128,256 vocabulary entries. The
-# adapters and their optimizer are nothing. But what is needed of all those logits is one number
-# per token.
+# The peak has two sets of weights, and tensors of 4 · 2 · 2,048 tokens × 128,256 vocabulary
+# entries. Adapters and their optimizer state are negligible. But the loss needs only one
+# log-probability per token, not all logits.
 
 # %% [markdown]
-# ### Exercise 21.5: one number per token
+# ### Exercise 21.5: one log-probability per token
 #
 # About 15 minutes. log p(y) = x[y] − log Σ exp x, with x the logits. `hidden` is (N, C), `weight`
-# (V, C), `targets` (N,). Return the float32 log-probabilities (N,), computed `chunk` rows at a
-# time: no more than one chunk's logits may be alive, in forward or backward. `of_rows` below does
-# one chunk, and `recompute` is torch's checkpointing. N need not be a multiple of `chunk`.
+# (V, C), `targets` (N,). Return float32 log-probabilities (N,), computed `chunk` rows at a time.
+# Only one chunk's logits may be alive at once, in forward and backward. `of_rows` computes one
+# chunk, and `recompute` is torch's checkpointing. N need not be a multiple of `chunk`.
 
 
 # %%
 def recompute(function, *inputs):
-    """Autograd keeps the inputs alone; backward calls the function again (Day 5)."""
+    """Save only the inputs for backward, which calls the function again (Day 5)."""
     return checkpoint(function, *inputs, use_reentrant=False)
 
 
 def of_rows(hidden, weight, targets):
-    """log p(target) of each row, from all logits."""
+    """Return log p(target) of each row, from all logits."""
     x = (hidden @ weight.mT).float()  # (N, V)
     return x.gather(1, targets.unsqueeze(1)).squeeze(1) - x.logsumexp(1)
 
@@ -626,7 +641,7 @@ log_probs = exercise("21.5", log_probs)
 
 # %%
 def in_chunks(hidden, weight, targets):
-    """Yours."""
+    """Your function."""
     rows, wanted = hidden.flatten(0, -2), targets.flatten()
     return log_probs(rows, weight, wanted, 64).view(targets.shape)
 
@@ -648,15 +663,16 @@ for compute in (by_log_softmax, selected, in_chunks, token_log_probs):
     print(f"{compute.__name__:16} without gradients {peaks[0]:5.2f}, with {peaks[1]:5.2f} × logits")
 
 # %% [markdown]
-# A surprise: leaving out the log-softmax saves memory only *without* gradients. In backward, x[y]
-# and log Σ exp x each make a gradient as large as the logits, and then their sum. Chunks save in
-# both. memlab's `token_log_probs` (Day 11's loss, per row) is what the rest of today uses.
+# You may not expect this: without the log-softmax, the memory is lower only *without* gradients. In
+# backward, x[y] and log Σ exp x each allocate a gradient as large as the logits, and then their
+# sum. Chunks reduce both. The rest of today uses memlab's `token_log_probs` (Day 11's loss, per
+# row).
 
 # %% [markdown]
 # ### At scale: what each change saves
 #
-# `tests/course/test_day21.py` makes the other predictions (two seconds each). The second row is
-# the one you have made.
+# `tests/course/test_day21.py` computes the other predictions (two seconds each). The second row is
+# your prediction from above.
 
 
 # %%
@@ -690,7 +706,7 @@ print("DPO, Llama 3 8B, 4 pairs of 2,048 tokens   allocated    reserved")
 for name, (_, step) in STEPS.items():
     print(f"{name:40}{format_bytes(step.allocated):>12}{format_bytes(step.reserved):>12}")
 agree = usual.allocated_bytes == STEPS["LoRA, as usual"][1].allocated
-print(f"the second row is what you predicted: {agree}")
+print(f"the second row equals your prediction: {agree}")
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
@@ -711,21 +727,25 @@ axes.legend(frameon=False, fontsize=9, loc="lower right")
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Four findings:
+# The table shows four things:
 #
-# 1. Of LoRA's step as usual, nearly half is **logits** and activations. Chunks take off 20 GiB.
-# 2. Without log-softmax it is *worse*, as you measured.
-# 3. **Adapters off** saves the second model. A quarter of the first bar is left.
-# 4. With all weights trained, gradients and moments fill the card. A stored reference saves the
-#    second model there, too.
+# 1. Nearly half of LoRA's usual step is **logits** and activations. Chunks save 20 GiB.
+# 2. Leaving out the log-softmax needs *more* memory, as you measured.
+# 3. **Turning adapters off** saves the second model. A quarter of the first bar remains.
+# 4. With all weights trained, gradients and moments fill the GPU. There, a stored reference also
+#    saves the second model.
 
 # %% [markdown]
 # ### GRPO: three phases
 #
-# **GRPO** (Shao et al. 2024) samples a group of answers to each prompt and compares their rewards.
-# A step has three phases on the same card: *roll out* (weights and a KV cache), *score* (log p_ref
-# without gradients), *train*. Here are 8 prompts of 512 tokens with 8 answers of 1,024 each, by
-# formula:
+# **GRPO** (Shao et al. 2024) samples a group of answers per prompt and compares their rewards. A
+# step has three phases on the same GPU:
+#
+# 1. *Roll out*: weights and a KV cache.
+# 2. *Score*: log p_ref without gradients.
+# 3. *Train*.
+#
+# By formula, for 8 prompts of 512 tokens with 8 answers of 1,024 tokens each:
 
 # %%
 ANSWERS, PROMPT, ANSWER = 8 * 8, 512, 1024
@@ -735,31 +755,32 @@ for name, count in {
     "roll out: KV cache": lambda c: cache_of(c, PROMPT + ANSWER, ANSWERS),
     "  8 answers at a time": lambda c: cache_of(c, PROMPT + ANSWER, 8),
     "score: all logits, float32": lambda c: 4 * ANSWERS * (PROMPT + ANSWER) * c.vocab_size,
-    "  of the answers alone": lambda c: 4 * ANSWERS * ANSWER * c.vocab_size,
+    "  only of the answers": lambda c: 4 * ANSWERS * ANSWER * c.vocab_size,
     "  log-probabilities": lambda c: 4 * ANSWERS * ANSWER,
 }.items():
     print(f"{name:30}{format_bytes(count(seven)):>18}{format_bytes(count(eight)):>18}")
 
 # %% [markdown]
-# The phases follow each other. So the peak is the largest phase, not their sum, if each frees what
-# it made. Answers can be rolled out and scored a few at a time, since all that is kept of a token
-# is one number. PPO has two more models, for values and rewards. GRPO has none, and with a KL
-# weight of 0 not even the reference.
+# The phases run one after the other. If each frees its tensors, the peak is the largest phase, not
+# their sum. You can roll out and score a few answers at a time, because each token leaves only one
+# log-probability. PPO needs two more models, for values and rewards. GRPO needs neither, and with a
+# KL weight of 0 not even the reference.
 
 # %% [markdown]
-# An engine of its own (vLLM) *reserves* its cache when it starts, as a share of the card, and holds
-# it while you train, unless it is put to sleep.
+# A separate inference engine (vLLM) *reserves* its cache at start-up, as a share of the GPU's
+# memory. It holds that memory while you train, unless you put it to sleep.
 
 # %% [markdown]
-# ## What `nvidia-smi` shows beside all this
+# ## What `nvidia-smi` also shows
 #
-# Day 2's question again, with two things that torch's *allocated* does not have:
+# Day 2 compared `nvidia-smi` with torch's *allocated*. Two more kinds of memory are not in
+# *allocated*:
 #
-# - **CUDA graphs.** A captured graph has the addresses of its tensors built in. So torch's
-#   allocator gives it a *private pool*, which other tensors never use, until the graph is deleted.
-#   It counts as reserved; a finished capture's own temporaries do not count as allocated. Graphs
-#   may share a pool (`pool=`) if they run in their order.
-# - **NCCL.** Buffers for each connection of two GPUs, outside of torch's allocator altogether.
+# - **CUDA graphs.** A captured graph contains the addresses of its tensors, so torch's allocator
+#   gives it a *private pool*. Other tensors never use the pool until the graph is deleted. It
+#   counts as reserved; the temporaries of a finished capture don't count as allocated. Graphs can
+#   share a pool (`pool=`) if they run in the order of their capture.
+# - **NCCL.** It allocates buffers per connection of two GPUs, outside torch's allocator.
 
 # %%
 print(f"one channel between two GPUs, both directions: {format_bytes(connection_bytes())}")
@@ -767,26 +788,29 @@ for channels in (2, 16, 32):
     rings = f"rings {format_bytes(ring_bytes(channels)):>11}"
     pairs = f"all-to-all, 8 GPUs {format_bytes(all_to_all_bytes(channels, 8)):>11}"
     print(f"  {channels:2} channels: {rings}, {pairs}")
-print(f"NCCL_BUFFSIZE=1 MiB: {format_bytes(connection_bytes(2**20))} for each connection")
+print(f"NCCL_BUFFSIZE=1 MiB: {format_bytes(connection_bytes(2**20))} per connection")
 
 # %% [markdown]
-# NCCL chooses the channels, and each process group has its own buffers: users report 544 to 688
-# MiB for the first all-reduce of a group on A100s, and 3.05 GiB for the first all-to-all on 8
-# H100s. So leave room on several GPUs (`memlab plan --gpus` says so), reuse process groups, and
-# set `NCCL_MAX_NCHANNELS` before you give up a batch.
+# NCCL chooses the number of channels, and each process group has its own buffers. Users report 544
+# to 688 MiB for the first all-reduce of a group on A100s, and 3.05 GiB for the first all-to-all on
+# 8 H100s. So with several GPUs:
+#
+# - leave memory free (`memlab plan --gpus` reports how much)
+# - reuse process groups
+# - set `NCCL_MAX_NCHANNELS` before you reduce the batch
 
 # %% [markdown]
 # ## Explain the gap
 #
-# The guess of the padding: the longest document sets the length of all, and it is far above the
-# mean. The guess of the cache: 2 · 32 layers · 4,096 elements · 2 bytes are half a MiB *per
-# token*. The guess of the step: a second model, and logits of 16,384 tokens in float32, several
-# times.
-#
+# - Padding: the longest document sets the length of all, and it is far above the mean.
+# - The cache: 2 · 32 layers · 4,096 elements · 2 bytes are half a MiB *per token*.
+# - The step: a second model, and several tensors of float32 logits for 16,384 tokens.
+
+# %% [markdown]
 # ## On your GPU
 #
-# Where there is a GPU, this takes the step with chunks and adapters off, with four of the 32
-# blocks, and compares it with its prediction.
+# With a GPU, this cell runs the step with chunks and adapters off, with four of the 32 blocks, and
+# compares it with its prediction.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if torch.cuda.is_available():
@@ -805,26 +829,26 @@ else:
 # %% [markdown]
 # ## Claims on trial
 #
-# The guides of the other days mention none of this. These claims are common:
+# The guides of the other days don't mention these topics. The claims below are common:
 
 # %%
 one, two, chunked, off = (STEPS[name][1].allocated for name in (
     "LoRA, as usual", "+ without log-softmax", "+ in chunks", "+ adapters off"))  # fmt: skip
 CLAIMS = {
     "packing removes the memory of padding":
-        f"activations {of_packed / of_padded:.2f} of the padded batch's, with {1 - padding:.0%} "
-        f"useful tokens",
+        f"activations are {of_packed / of_padded:.2f}× the padded batch's, which has "
+        f"{1 - padding:.0%} useful tokens",
     "a mask is as good as a kernel for packed rows":
-        f"in values; in memory it costs {format_bytes(per_block['a mask'])} for a block, not "
+        f"the values are the same, but a block needs {format_bytes(per_block['a mask'])}, not "
         f"{format_bytes(per_block['within documents'])}",
     "a sliding window bounds the cache":
-        f"of 8B with five of six windows: {format_bytes(cache_of(eight, 32_768, 8))} become "
-        f"{format_bytes(cache_of(eight, 32_768, 8, windows=sliding))}, after the prompt",
+        f"8B with windows in 5 of 6 layers: {format_bytes(cache_of(eight, 32_768, 8))} become "
+        f"{format_bytes(cache_of(eight, 32_768, 8, windows=sliding))}, but only after the prompt",
     "selecting log-probabilities avoids the log-softmax and saves memory":
-        f"without gradients; in training {two / one:.2f} of the step as usual, in chunks "
-        f"{chunked / one:.2f}",
+        f"only without gradients; in training the step needs {two / one:.2f}× the usual, in "
+        f"chunks {chunked / one:.2f}×",
     "DPO needs two models in memory":
-        f"with LoRA one: {format_bytes(chunked - off)} less; or stored log-probabilities",
+        f"with LoRA only one, {format_bytes(chunked - off)} less; without LoRA, store p_ref",
 }  # fmt: skip
 for claim, found in CLAIMS.items():
     print(f"{claim}\n    {found}")
@@ -832,7 +856,7 @@ for claim, found in CLAIMS.items():
 # %% [markdown]
 # ## What you can do now
 #
-# | what | bytes |
+# | item | bytes |
 # | --- | --- |
 # | padding | activations · (1 − useful / (documents · longest)) |
 # | a mask for packed rows | 2 · T² in each block, on CUDA |
@@ -841,14 +865,17 @@ for claim, found in CLAIMS.items():
 # | log-probabilities | one chunk of logits; 4 per token afterwards |
 # | NCCL | 12 MiB for each channel and neighbor, and more |
 #
-# When such a run is out of memory, ask: which tokens of this step have a loss? Who keeps keys and
-# values, and for how long? Are the logits of any model there at once?
+# When such a run is out of memory, check three things:
+#
+# 1. Which tokens of this step have a loss?
+# 2. What keeps keys and values, and for how long?
+# 3. Are all logits of any model in memory at once?
 
 # %% [markdown]
 # ## The running bill
 #
-# The bill's documents are as long as its rows: nothing is padded, generated or compared. Its line
-# stays what it was.
+# The bill's documents are as long as its rows. It has no padding, no generated tokens and no
+# reference model, so it does not change.
 
 # %%
 running_bill(21)

@@ -261,7 +261,7 @@ def test_soft_targets_kept_for_an_epoch_have_their_remark():
     verdict = judge(TRAIN_EPOCH, answer)
     assert verdict.status == WRONG
     assert "The largest growth is 3 × 4×16×256 float32" in verdict.text
-    assert "A dictionary that is cleared after each epoch still grows" in verdict.text
+    assert "A dictionary cleared after each epoch still grows" in verdict.text
 
 
 def test_a_scale_that_stays_a_tensor_is_refused():
@@ -301,7 +301,7 @@ def test_a_list_assigned_to_the_argument_is_told():
     for answer in (without_the_freed, copied):  # a local name, and one in a closure
         verdict = judge(GIVE_BACK, answer)
         assert verdict.status == WRONG
-        assert "Your function assigns another list to its argument." in verdict.text
+        assert "Your function assigns a new list to its argument." in verdict.text
     assert "another list" not in judge(GIVE_BACK, lambda pieces, address: None).text
 
 

@@ -335,14 +335,14 @@ def test_the_lessons_table_matches_the_prediction(batch):
 
 
 @pytest.mark.slow
-def test_with_one_sequence_chunked_logits_allocate_more_and_reserve_less():
+def test_with_one_sequence_chunked_logits_allocate_and_reserve_more():
     def of(recipe):
         setting = train.Setting(SEVEN, 1, 2048, recipe.dtype, "cuda")
         return measured(setting, recipe.techniques)
 
     whole, chunked = of(FOUND), of(replace(FOUND, chunked_loss=True))
     assert f"{(chunked.allocated_bytes - whole.allocated_bytes) / 2**30:.2f}" == "0.33"
-    assert f"{(whole.reserved_bytes - chunked.reserved_bytes) / 2**30:.2f}" == "0.05"
+    assert f"{(chunked.reserved_bytes - whole.reserved_bytes) / 2**30:.2f}" == "0.14"
 
 
 @pytest.mark.slow

@@ -248,7 +248,7 @@ def in_float64(x, codes, absmax, out_features):
     [
         (LEVELS, lambda: levels().tolist(), "gave a list; wanted a tensor"),
         (LEVELS, lambda: levels().flip(0), "is not sorted"),
-        (LEVELS, lambda: -levels().flip(0), "The sides are exchanged"),
+        (LEVELS, lambda: -levels().flip(0), "You swapped the sides"),
         (LEVELS, lambda: levels() + torch.nan, "has no 0"),
         (ENCODE, writes_into_the_weight, "changes the values of weight"),
         (ENCODE, a_slice, "bytes alive"),

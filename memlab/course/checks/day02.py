@@ -46,7 +46,7 @@ def _check_sizes(answer: Sizes) -> str:
             f"sizes({requested:,}) gave a block of {got[0]:,} and a segment of {got[1]:,} bytes; "
             f"wanted {wanted[0]:,} and {wanted[1]:,}.",
         )
-    return f"{len(_REQUESTS)} requests at the borders, {len(drawn)} in between"
+    return f"{len(_REQUESTS)} requests at the limits, {len(drawn)} in between"
 
 
 _BLOCK, _OWN_SEGMENT = "-(-requested_bytes // 512) * 512", "-(-block // (2 * MIB)) * 2 * MIB"
@@ -57,14 +57,14 @@ _SIZES = Exercise(
     minutes=8,
     difficulty=1,
     hints=(
-        "Round twice: first the request to a block, then the block (no longer the request) to the "
-        "segment that is reserved.",
+        "Round twice: first the request to a block, then the block (not the request) to the "
+        "segment.",
         "n bytes, rounded up to a multiple of s, are -(-n // s) * s. A block of at most 1 MiB "
         "gets a segment of 2 MiB, one below 10 MiB gets 20 MiB, and any other its own size, "
         "rounded up to a multiple of 2 MiB.",
-        "block = -(-requested_bytes // 512) * 512, and then three cases, each with a return: "
-        "if block <= MIB: return block, 2 * MIB is the first. The last one rounds block up to a "
-        "multiple of 2 * MIB.",
+        "block = -(-requested_bytes // 512) * 512. Then three cases, each with a return. The "
+        "first: if block <= MIB: return block, 2 * MIB. The last rounds block up to a multiple "
+        "of 2 * MIB.",
     ),
     reference=sizes,
     check=_check_sizes,
@@ -91,11 +91,11 @@ _SIZES = Exercise(
             (f"return block, {_OWN_SEGMENT}", f"return {_OWN_SEGMENT}, block"),
         ),
         (
-            "The driver reserves more than a block: a small one gets a segment of 2 MiB.",
+            "Torch requests more than a block: a small block gets a segment of 2 MiB.",
             body("sizes", f"block = {_BLOCK}\nreturn block, block"),
         ),
         (
-            "Use MiB, which are 2**20 bytes, not MB.",
+            "Use MiB, not MB. A MiB is 2**20 bytes.",
             ("return block, 2 * MIB", "return block, 2 * 10**6"),
         ),
         (
@@ -108,11 +108,11 @@ _SIZES = Exercise(
             ("if block < 10 * MIB", "if False"),
         ),
         (
-            "From 10 MiB on a segment is a multiple of 2 MiB, not of 20.",
+            "From 10 MiB on, a segment is a multiple of 2 MiB, not of 20.",
             (_OWN_SEGMENT, _OWN_SEGMENT.replace("2 *", "20 *")),
         ),
         (
-            "A segment for one large block is rounded up, too: to a multiple of 2 MiB.",
+            "Round the segment of a large block up to a multiple of 2 MiB.",
             (_OWN_SEGMENT, "block"),
         ),
         (
@@ -120,7 +120,7 @@ _SIZES = Exercise(
             ("block < 10 * MIB", "block < 20 * MIB"),
         ),
         (
-            "A block of exactly 10 MiB gets a segment of its own.",
+            "A block of exactly 10 MiB gets its own segment.",
             ("block < 10 * MIB", "block <= 10 * MIB"),
         ),
         (
@@ -141,8 +141,8 @@ FREE, TAKEN = True, False
 
 
 def _pool(*segments: Sequence[tuple[int, bool]]) -> Pool:
-    """Segments of (bytes, free) pieces, at consecutive addresses. Their numbers go down, since only
-    addresses order the list."""
+    """Return segments of (bytes, free) pieces at consecutive addresses. Segment numbers decrease,
+    so that only addresses order the list."""
     pieces: Pool = []
     address = 0
     for number, parts in enumerate(segments):
@@ -156,7 +156,7 @@ def _in_words(pieces: Any) -> str:
     """The pieces of each segment: "[0: 512 taken, 512: 1,024 free] [1,536: 512 free]"."""
     facts = _facts(pieces)
     if facts is None:
-        return "something else than a list of pieces"
+        return "something other than a list of pieces"
     text, before = "", None
     for segment, address, size, free in facts:
         piece = f"{address:,}: {size:,} {'free' if free else 'taken'}"
@@ -166,7 +166,7 @@ def _in_words(pieces: Any) -> str:
 
 
 def _facts(pieces: Any) -> list[tuple[int, int, int, bool]] | None:
-    """Attributes of the pieces, whose class is the notebook's; None if they have none."""
+    """Return the attributes of the pieces (the notebook's class), or None if one is missing."""
     try:
         return [(int(p.segment), int(p.address), int(p.bytes), bool(p.free)) for p in pieces]
     except (AttributeError, TypeError, ValueError):
@@ -181,7 +181,7 @@ _SMALL = 2 * MIB  # bytes of a small segment
 _TAKE_CASES: dict[str, tuple[Pool, int]] = {
     "a piece that just fits": (_pool([(1024, TAKEN), (1024, FREE), (_SMALL - 2048, TAKEN)]), 1024),
     "one large piece": (_pool([(_SMALL, FREE)]), 512),
-    "no piece that is large enough": (_pool([(512, FREE), (_SMALL - 512, TAKEN)]), 1024),
+    "no piece is large enough": (_pool([(512, FREE), (_SMALL - 512, TAKEN)]), 1024),
     "1,024 bytes left": (_pool([(2048, FREE), (_SMALL - 2048, TAKEN)]), 1024),
     "512 bytes left": (_pool([(1536, FREE), (_SMALL - 1536, TAKEN)]), 1024),
     "three free pieces": (
@@ -240,7 +240,7 @@ _GIVE_BACK_CASES: dict[str, tuple[Pool, int]] = {
         _pool([(512, TAKEN), (512, TAKEN), (1024, FREE)]),
         0,
     ),
-    "with a free one that is no neighbour": (
+    "with a free piece elsewhere": (
         _pool([(512, FREE), (1024, TAKEN), (512, TAKEN), (2048, TAKEN)]),
         1536,
     ),
@@ -254,12 +254,12 @@ def _check_give_back(answer: GiveBack) -> str:
         pieces, wanted = _copy(before), _copy(before)
         give_back(wanted, address)
         got = answer(pieces, address)
-        require(got is None, f"give_back gave {got!r}; wanted no result, only a changed list.")
+        require(got is None, f"give_back gave {got!r}; wanted no result. Change the list in place.")
         require(
             _facts(pieces) == _facts(wanted),
             f"give_back({_in_words(before)}, {address:,}), {name}, left {_in_words(pieces)}; "
             f"wanted {_in_words(wanted)}."
-            f"{' Your function assigns another list to its argument.' if _rebinds(answer) else ''}",
+            f"{' Your function assigns a new list to its argument.' if _rebinds(answer) else ''}",
         )
     return f"{len(_GIVE_BACK_CASES)} cases by hand; {_against_cuda(take, answer)}"
 
@@ -279,7 +279,7 @@ REQUESTS = 400
 
 
 class _TwoPools:
-    """The notebook's Cache, around the answer."""
+    """The notebook's Cache with the answer."""
 
     def __init__(self, take: Take, give_back: GiveBack) -> None:
         self.take, self.give_back = take, give_back
@@ -307,7 +307,7 @@ class _TwoPools:
 
 
 def _against_cuda(take: Take, give_back: GiveBack) -> str:
-    """Random requests to both: equal addresses, reserved bytes and largest free piece."""
+    """Compare random requests: addresses, reserved bytes and the largest free piece are equal."""
     cuda = Allocator(place=lambda size: cuda.reserved_bytes)  # one after another
     ours = _TwoPools(take, give_back)
     held: list[tuple[Any, int]] = []
@@ -329,11 +329,11 @@ def _against_cuda(take: Take, give_back: GiveBack) -> str:
         equal(f"{case}: reserved", ours.reserved_bytes, cuda.reserved_bytes, "bytes")
         largest = cuda.largest_free_bytes()
         equal(f"{case}: the largest free piece", ours.largest_free_bytes, largest, "bytes")
-    return f"{number} calls as in CUDA's allocator, {format_bytes(ours.reserved_bytes)} reserved"
+    return f"{number} calls match CUDA's allocator, {format_bytes(ours.reserved_bytes)} reserved"
 
 
 def _random_requests() -> Iterator[int]:
-    """Bytes to request, or 0: free one of the held blocks."""
+    """Return the bytes to request, or 0 to free a block."""
     drawn, held = random.Random(0), 0
     for _ in range(REQUESTS):
         if held and drawn.random() < 0.45:
@@ -354,10 +354,10 @@ _TAKE = Exercise(
     minutes=15,
     difficulty=3,
     hints=(
-        "In three steps: find all pieces that are free and large enough, choose one of them, and "
-        "decide whether the rest of it becomes a free piece.",
+        "Take three steps: find all pieces that are free and large enough, choose one, and decide "
+        "whether its rest becomes a free piece.",
         "min(fitting, key=lambda piece: (piece.bytes, piece.address)) chooses. If size is at most "
-        "1 MiB, the rest becomes a piece from 512 bytes on; otherwise only above 1 MiB.",
+        "1 MiB, a rest of at least 512 bytes becomes a piece; otherwise only above 1 MiB.",
         "rest = best.bytes - size; if it becomes a piece: pieces.insert(pieces.index(best) + 1, "
         "Piece(best.segment, best.address + size, rest, free=True)) and best.bytes = size. In any "
         "case best.free = False, and return best.address. Return None if nothing fits.",
@@ -386,28 +386,28 @@ _TAKE = Exercise(
             ("best.bytes = size", "best.bytes = rest\n        return above.address"),
         ),
         (
-            "The limit of 1 MiB is for the large pool; in the small one the rest is a piece from "
-            "512 bytes on.",
+            "The limit of 1 MiB is for the large pool. In the small pool, a rest of at least 512 "
+            "bytes becomes a piece.",
             (_IS_SPLIT, "rest > MIB"),
         ),
         (
-            "The list is in the order of addresses: insert the rest right behind its piece.",
+            "The list is sorted by address: insert the rest right behind its piece.",
             ("pieces.insert(pieces.index(best) + 1, above)", "pieces.append(above)"),
         ),
         ("A rest of exactly 512 bytes becomes a piece.", ("rest >= 512", "rest > 512")),
         (
-            "This is the first fit; the best fit is the smallest piece that is large enough.",
+            "This is first fit. Best fit takes the smallest piece with enough room.",
             (_BEST, "fitting[0]"),
         ),
         (
-            "This is the largest piece; keep it whole for a large request.",
+            "You took the largest piece. Keep it whole for a large request.",
             ("min(fitting", "max(fitting"),
         ),
         (
             "Of two pieces of one size, take the one with the lower address.",
             (", piece.address)", ", -piece.address)"),
         ),
-        ("The rest belongs to the segment of its piece.", ("Piece(best.segment", "Piece(0")),
+        ("The rest is in the same segment as its piece.", ("Piece(best.segment", "Piece(0")),
         (
             "In the large pool, a rest of at most 1 MiB is not split off: it goes with the "
             "request.",
@@ -418,7 +418,7 @@ _TAKE = Exercise(
             ("rest > MIB", "rest >= MIB"),
         ),
         (
-            "A block of exactly 1 MiB is small: its rest is a piece from 512 bytes on.",
+            "A block of exactly 1 MiB is small: a rest of at least 512 bytes becomes a piece.",
             ("size <= MIB", "size < MIB"),
         ),
     ),
@@ -428,12 +428,12 @@ _JOINS = "one.free and other.free and one.segment == other.segment"
 
 _GIVE_BACK = Exercise(
     id="2.3",
-    title="Give a piece back, and merge",
+    title="Free a piece and merge",
     minutes=10,
     difficulty=3,
     hints=(
-        "Find the piece with this address and mark it as free. With which of its two neighbours in "
-        "the list does it merge?",
+        "Find the piece with this address and mark it as free. Which of its two neighbours in the "
+        "list can merge with it?",
         "A neighbour merges if it is free and in the same segment. Begin with the one above: add "
         "its bytes to the lower piece, and delete it from the list. Then do the same with the one "
         "below.",
@@ -447,7 +447,7 @@ _GIVE_BACK = Exercise(
         "2.3",
         ("The piece is still in use: mark it as free first.", body("give_back", "return None")),
         (
-            "Keep a free piece in the list: the driver has not got it back.",
+            "Keep a free piece in the list: it is still part of a reserved segment.",
             ("pieces[place].free = True", "pieces.pop(place)"),
             ("(place, place - 1)", "()"),
         ),
@@ -460,10 +460,10 @@ _GIVE_BACK = Exercise(
             ("(place, place - 1)", "()"),
         ),
         (
-            "The piece above may be free, too: merge with it.",
+            "The piece above may also be free: merge with it.",
             ("(place, place - 1)", "(place - 1,)"),
         ),
-        ("The piece below may be free, too: merge with it.", ("(place, place - 1)", "(place,)")),
+        ("The piece below may also be free: merge with it.", ("(place, place - 1)", "(place,)")),
         (
             "Delete the upper piece from the list, or its bytes count twice.",
             ("del pieces[i + 1]", "pass"),
@@ -473,16 +473,16 @@ _GIVE_BACK = Exercise(
             ("one.bytes += other.bytes", "pass"),
         ),
         (
-            "Two segments never merge, even if their addresses are consecutive: the driver gave "
-            "them one by one.",
+            "Two segments never merge, even if their addresses are consecutive: torch "
+            "requested them separately.",
             (_JOINS, "one.free and other.free"),
         ),
         (
-            "Before the first piece there is none: pieces[-1] is the last.",
+            "The first piece has no piece before it: pieces[-1] is the last.",
             ("i >= 0 and i + 1 < len(pieces)", "i + 1 < len(pieces)"),
         ),
         (
-            "The caller's list stays as it was: change it with pieces[:] = … or del.",
+            "You did not change the caller's list: use pieces[:] = … or del.",
             ("    place =", "    pieces = list(pieces)\n    place ="),
         ),
     ),
@@ -509,7 +509,7 @@ class _Allocation(NamedTuple):
 
 
 def _traces(*allocations: _Allocation, epochs: int = 8) -> list[Trace]:
-    """The trace of each epoch of a run."""
+    """Return the trace of each epoch of a run."""
     allocations = (_Allocation("net.py:1 build", 4_000, (0,), category="parameters"), *allocations)
     births, traces = count(1), []
     held: dict[int, tuple[Event, int]] = {}  # by storage: the event, and the epoch that frees it
@@ -547,7 +547,7 @@ _LEAK_CASES: dict[str, tuple[list[Trace], Leaks]] = {
         _traces(_FORWARD, _Allocation("train.py:10 step", 8_000, (0,), EVER, "optimizer_state")),
         {},
     ),
-    "a run with a table that is full after three epochs": (_traces(_FORWARD, _TABLE), {}),
+    "a run whose table is full after three epochs": (_traces(_FORWARD, _TABLE), {}),
     "a run with longer text in each epoch": (
         _traces(*(_FORWARD._replace(bytes=1_000 + 100 * n, epochs=(n,)) for n in range(8))),
         {},
@@ -560,7 +560,7 @@ _LEAK_CASES: dict[str, tuple[list[Trace], Leaks]] = {
         _traces(_FORWARD, _TABLE, _WATCH, _NOTE._replace(bytes=60), epochs=7),
         {"log.py:7 note": 60, "hook.py:2 watch": 3},
     ),
-    "a run with a line that is new after the middle": (
+    "a run with a new line after the middle": (
         _traces(_Allocation("late.py:8 keep", 90, range(5, 8))),
         {"late.py:8 keep": 90},
     ),
@@ -581,11 +581,11 @@ def _check_leaks(answer: FindLeaks) -> str:
         with unchanged(f"leaks of {name}", epochs=passed):
             got = answer(passed)
         equal(f"leaks of {name}", _as_integers(got) if isinstance(got, dict) else got, wanted)
-    return f"{len(_LEAK_CASES)} runs, each line and byte"
+    return f"{len(_LEAK_CASES)} runs, every line and byte correct"
 
 
 def _as_integers(got: dict[Any, Any]) -> dict[Any, Any]:
-    """With 100.0 bytes as 100: an answer may divide by /."""
+    """Return 100.0 bytes as 100, because an answer may divide by /."""
     return {
         line: int(size) if isinstance(size, float) and size.is_integer() else size
         for line, size in got.items()
@@ -601,16 +601,16 @@ _ONE_SUM = "sum(size // between for size in grown.values() if size > 0)"
 
 _LEAKS = Exercise(
     id="2.4",
-    title="Find the leak, and its line",
+    title="Find the leaking line",
     minutes=12,
     difficulty=3,
     hints=(
-        "Sum what is alive at the end of two epochs, line by line: a line leaks if its sum grew, "
+        "Sum the bytes alive at the end of two epochs, line by line. A line leaks if its sum grew, "
         "whatever the tensors are.",
         "Sum event.bytes by event.line over epochs[len(epochs) // 2].alive(), and over "
         "epochs[-1].alive(). The difference of the two sums grew in "
         "len(epochs) - 1 - len(epochs) // 2 epochs.",
-        "A collections.Counter has 0 for a line that it does not know: for event in "
+        "A collections.Counter returns 0 for a missing line: for event in "
         "epochs[-1].alive(): after[event.line] += event.bytes, and the same for `before`. Then "
         "build one dictionary: the lines of `after` that grew, and by how much per epoch.",
     ),
@@ -623,16 +623,16 @@ _LEAKS = Exercise(
             body("leaks", "return sum(event.bytes for event in epochs[-1].alive())"),
         ),
         (
-            "The category says which kind of tensor it is; the line says where it was made.",
+            "Use the line, not the category: the line says where the tensor was allocated.",
             ("event.line", "event.category"),
         ),
-        ("This counts tensors; wanted their bytes.", ("+ event.bytes", "+ 1")),
+        ("You counted tensors. Sum their bytes.", ("+ event.bytes", "+ 1")),
         (
-            "Not everything alive is a leak: only what grows.",
+            "Not everything alive is a leak. Count only growth.",
             ("after[line] - before.get(line, 0)", "after[line]"),
         ),
         (
-            "This is the growth of all epochs in between: divide by their number.",
+            "This is the growth over several epochs. Divide by their number.",
             ("size // between", "size"),
         ),
         (
@@ -645,7 +645,7 @@ _LEAKS = Exercise(
         ),
         ("Leave out lines that do not grow.", (" if size > 0", "")),
         (
-            "Memory that an epoch allocates and frees is no leak: look at what is alive after it.",
+            "Memory that an epoch allocates and frees is not a leak. Count what stays alive.",
             ("after[line] - before.get(line, 0)", "after[line]"),
             ("epoch.alive()", _ALLOCATED),
         ),
@@ -660,7 +660,7 @@ _LEAKS = Exercise(
             (_MIDDLE, "middle = 0"),
         ),
         (
-            "A longer text has a higher peak and leaves nothing: look at the end of an epoch.",
+            "A longer text has a higher peak, but nothing of it stays. Use the end of an epoch.",
             ("epoch.alive()", "epoch.alive(epoch.peak_position)"),
         ),
         (
@@ -674,7 +674,7 @@ _LEAKS = Exercise(
                 "    grown = dict([max(grown.items(), key=lambda item: item[1])])\n    return {",
             ),
         ),
-        ("A line that shrinks is no leak: leave it out.", (" if size > 0", " if size")),
+        ("A line that shrinks is not a leak. Leave it out.", (" if size > 0", " if size")),
         (
             "A line can have several tensors, and a dictionary keeps the last value of a key: sum "
             "them.",
@@ -688,7 +688,7 @@ _LEAKS = Exercise(
     ),
 )
 
-# ------------------------------------------------------------------ 2.5: mend it
+# ------------------------------------------------------------------ 2.5: fix the leaks
 
 Batch = tuple[Tensor, Tensor]
 Notes = dict[str, Any]
@@ -751,7 +751,7 @@ def _check_train_epoch(answer: TrainEpoch) -> str:
     require(
         len(set(alive[1:])) == 1,
         f"train_epoch leaves {', '.join(f'{size:,}' for size in alive)} bytes alive after epochs "
-        f"1 to {EPOCHS}; wanted the same after each from the second on. The largest growth in the "
+        f"1 to {EPOCHS}; wanted the same bytes from epoch 2 on. The largest growth in the "
         f"last epoch is {_largest_growth(got.traces)}.",
     )
     require(
@@ -761,7 +761,7 @@ def _check_train_epoch(answer: TrainEpoch) -> str:
     _require_same_results(got, _wanted())
     _require_all_else_unchanged(answer)
     _require_nothing_piles_up(answer)
-    return f"{alive[-1]:,} bytes alive after each epoch · losses, scales and weights as before"
+    return f"{alive[-1]:,} bytes alive after each epoch · losses, scales and weights unchanged"
 
 
 def _require_all_else_unchanged(answer: TrainEpoch) -> None:
@@ -778,40 +778,40 @@ def _require_all_else_unchanged(answer: TrainEpoch) -> None:
 
 
 def _require_nothing_piles_up(answer: TrainEpoch) -> None:
-    """A longer epoch may have a higher peak by its text alone."""
+    """Require that a longer epoch has a higher peak only by the bytes of its text."""
     few, many = (_trained(answer, 2, batches).traces[-1] for batches in (FEW, MANY))
     higher = many.peak_bytes - few.peak_bytes
     inputs = _input_bytes(MANY) - _input_bytes(FEW)
     require(
         higher <= inputs + SCALARS_BYTES * (MANY - FEW),
         f"an epoch of {MANY} batches peaks {higher:,} bytes above one of {FEW}; wanted the "
-        f"{inputs:,} bytes of its longer text: nothing may pile up within an epoch. The largest "
+        f"{inputs:,} bytes of its longer text. Nothing may accumulate within an epoch. The largest "
         f"growth is {_largest_growth([_made_by_peak(few), _made_by_peak(many)])}.",
     )
 
 
 def _largest_growth(traces: list[Trace]) -> str:
-    """Number, shape and operator of the tensors that the last trace has more."""
+    """Return number, shape and operator of the tensors that only the last trace has."""
     for kind, number in traces[-2].diff(traces[-1]).rows:
         if number > 0:
             shape = "×".join(map(str, kind.shape)) or "scalar"
             return f"{number} × {shape} {kind.dtype}, made by {kind.operator}"
-    return "none: the epoch before it left more"
+    return "none: the previous epoch left more"
 
 
 def _made_by_peak(trace: Trace) -> Trace:
-    """Tensors alive at the peak that an operator made, unlike the text."""
+    """Return the tensors alive at the peak that an operator made, without the text."""
     return Trace(tuple(event for event in trace.alive(trace.peak_position) if event.operator))
 
 
 def _input_bytes(batches: int) -> int:
-    """Bytes of an epoch's text, for training and held out."""
+    """Return the bytes of an epoch's text, for training and held out."""
     text = *_text(batches, 0), *_text(batches + 1, 0)
     return sum(tensor.nbytes for batch in text for tensor in batch)
 
 
 def _require_same_results(got: _EpochResults, wanted: _EpochResults) -> None:
-    """Notes and weights of the leaking loop."""
+    """Return notes and weights of the leaking loop."""
     for name in ("losses", "scales"):
         values, right = _floats(got.notes.get(name)), wanted.notes[name]
         require(
@@ -842,7 +842,7 @@ def _floats(noted: Any) -> list[float] | None:
 
 def _how_many(values: list[float] | None) -> str:
     if values is None:
-        return "something else than numbers"
+        return "something other than numbers"
     return f"{len(values)} number{'s' if len(values) != 1 else ''}"
 
 
@@ -871,15 +871,15 @@ _LOSSES_AS_NUMBERS = (
 
 _TRAIN_EPOCH = Exercise(
     id="2.5",
-    title="Mend it",
+    title="Fix three leaks",
     minutes=15,
     difficulty=3,
     hints=(
-        "For each of the three leaks, ask what still refers to the tensor after the epoch: a list "
-        "of losses, a hook on the model, a dictionary.",
-        "A loss as a float (.item()) has no graph, and under torch.no_grad() none is built. A "
+        "For each of the three leaks, find the reference that keeps the tensor alive after the "
+        "epoch: a list of losses, a hook on the model, a dictionary.",
+        "A float (.item()) has no graph, and torch.no_grad() builds none. A "
         "hook's handle has .remove(); compute the mean of each output inside the hook. A "
-        "dictionary whose keys are tensors never finds one again: every batch is a new tensor.",
+        "dictionary with tensors as keys never finds a batch again: every batch is a new tensor.",
         'notes["losses"].append(loss.item()); hook = model[2].register_forward_hook(lambda module, '
         "args, output: seen.append(output.abs().mean().item())); soft = soften(targets), without "
         "the dictionary. Where do you remove the hook?",
@@ -899,23 +899,26 @@ _TRAIN_EPOCH = Exercise(
             (_LOSS, "targets))"),
         ),
         (
-            "A detached loss is still a tensor on the device: .item() makes a float of it.",
+            "A detached loss is still a tensor on the device. Convert it to a float with .item().",
             (_LOSS, "targets))"),
         ),
         (
-            "The hook is never removed: it keeps its outputs alive, and collects more.",
+            "You never removed the hook: it keeps its outputs alive and collects more.",
             (_SCALE, "output.detach()"),
             (_REMOVED, ""),
             _MEAN_OF_TENSORS,
         ),
-        ("Hooks pile up, one per epoch: each runs in every later forward pass.", (_REMOVED, "")),
         (
-            "The hook is removed too late: it sees the held-out text as well.",
+            "Hooks accumulate, one per epoch, and each runs in every later forward pass.",
+            (_REMOVED, ""),
+        ),
+        (
+            "You removed the hook too late: it also runs on the held-out text.",
             (_REMOVED + _SCALES_NOTED, ""),
             (_LOSS, f"{_LOSS}\n{_REMOVED}{_SCALES_NOTED.rstrip()}"),
         ),
         (
-            "The dictionary's keys are tensors, and each batch has a new one: it only grows.",
+            "The dictionary's keys are tensors, and each batch is a new tensor. So it only grows.",
             _SOFT_BY_TENSOR,
         ),
         (
@@ -924,13 +927,13 @@ _TRAIN_EPOCH = Exercise(
             (_SOFT, f'notes["soft"].setdefault(targets.shape, {_SOFT})'),
         ),
         (
-            "A dictionary that is cleared after each epoch still grows within one, and finds "
+            "A dictionary cleared after each epoch still grows within the epoch, and finds "
             "nothing.",
             _SOFT_BY_TENSOR,
             (_LOSS, f'{_LOSS}\n    notes["soft"].clear()'),
         ),
         (
-            "The outputs of a whole epoch are kept until its end: compute each mean in the hook.",
+            "You kept the outputs until the end of the epoch. Compute each mean in the hook.",
             (_SCALE, "output.detach()"),
             _MEAN_OF_TENSORS,
         ),
@@ -946,11 +949,11 @@ _TRAIN_EPOCH = Exercise(
             (_LOSS, _LOSSES_AS_NUMBERS),
         ),
         (
-            "Keep the soft targets: a repair must not change the training.",
+            "Keep the soft targets: a fix must not change the training.",
             (_SOFT, "F.one_hot(targets, 256).float()"),
         ),
         (
-            "The notes of earlier epochs are gone: keep them.",
+            "You deleted the notes of earlier epochs. Keep them.",
             (_LOSS, f'{_LOSS}\n    del notes["losses"][:-1]'),
         ),
     ),
@@ -960,7 +963,7 @@ _TRAIN_EPOCH = Exercise(
 
 
 class Oom(NamedTuple):
-    """The numbers of an out-of-memory message, as in the notebook, in bytes."""
+    """The numbers of an out-of-memory message in bytes, as in the notebook."""
 
     requested: int
     total: int
@@ -974,7 +977,7 @@ Diagnose = Callable[[Oom], str]
 
 
 def diagnose(oom: Oom) -> str:
-    """The reference: compare what the process needs with the card, and with what others leave."""
+    """The reference: compare the need with the GPU, and with what other processes leave."""
     need = oom.process - oom.unallocated + oom.requested
     others = oom.total - oom.free - oom.process
     if need > 0.98 * oom.total:
@@ -985,7 +988,7 @@ def diagnose(oom: Oom) -> str:
 def _oom(
     *, requested: int, allocated: int, unallocated: int, context: int, others: int, total: int
 ) -> Oom:
-    """A message from its parts, in MiB. What is free is the rest of the card."""
+    """Return a message from its parts, in MiB. The rest of the GPU is free."""
     process = context + allocated + unallocated
     sizes = (requested, total, total - others - process, process, allocated, unallocated)
     return Oom(*(MIB * size for size in sizes))
@@ -1007,11 +1010,11 @@ _OOM_CASES: dict[str, tuple[Oom, str]] = {
     for name, requested, allocated, unallocated, context, others, total, wanted in (
         ("much unallocated", 1_000, 18_000, 5_000, 500, 0, 24_000, "fragmentation"),
         ("half free, half unallocated", 512, 3_600, 390, 500, 0, 4_900, "fragmentation"),
-        ("a full card", 700, 22_900, 100, 500, 0, 24_000, "too much"),
+        ("a full GPU", 700, 22_900, 100, 500, 0, 24_000, "too much"),
         ("a large context", 300, 6_900, 150, 900, 0, 8_000, "too much"),
         ("a large context, and room", 200, 20_500, 1_900, 1_500, 0, 24_000, "fragmentation"),
         ("a little more than is free", 700, 21_900, 1_000, 500, 0, 24_000, "fragmentation"),
-        ("the last 2 % of the card", 600, 22_700, 300, 500, 0, 24_000, "too much"),
+        ("the last 2 % of the GPU", 600, 22_700, 300, 500, 0, 24_000, "too much"),
         ("a need of exactly 98 %", 400, 9_100, 250, 300, 0, 10_000, "fragmentation"),
         ("a large process", 2_000, 13_000, 100, 500, 10_000, 24_000, "another process"),
         ("a process, and the last 2 %", 500, 14_800, 300, 500, 8_000, 24_000, "another process"),
@@ -1047,10 +1050,10 @@ _DIAGNOSE = Exercise(
     minutes=8,
     difficulty=2,
     hints=(
-        "Compute two sizes first: what this process needs if no memory is wasted, and what other "
+        "Compute two sizes first: what this process needs without wasted memory, and what other "
         "processes hold.",
-        "The need is what the process has in use, without the unallocated bytes, plus the request. "
-        "Other processes hold what is neither free nor in use by this process.",
+        "The need: memory in use by the process, minus the unallocated bytes, plus the request. "
+        "Other processes hold the rest: memory neither free nor in use by this process.",
         "need = oom.process - oom.unallocated + oom.requested and others = oom.total - oom.free - "
         "oom.process. Compare the need with 0.98 * oom.total first. What do you compare it with "
         "next?",
@@ -1072,12 +1075,12 @@ _DIAGNOSE = Exercise(
             (_NEED, "oom.allocated + oom.requested"),
         ),
         (
-            "The context belongs to this process: subtract what the process has in use, not only "
-            "what it reserves.",
+            "The context belongs to this process. Subtract its memory in use, not only what it "
+            "reserves.",
             (_OTHERS, "oom.total - oom.free - oom.allocated - oom.unallocated"),
         ),
         (
-            "Free memory belongs to no process: subtract it as well.",
+            "Free memory belongs to no process. Subtract it too.",
             (_OTHERS, "oom.total - oom.process"),
         ),
         (
@@ -1086,7 +1089,7 @@ _DIAGNOSE = Exercise(
             (_LEFT, "oom.total - others"),
         ),
         (
-            "The 98 % are for the second question, too: of what other processes leave.",
+            "Also use 98 % in the second comparison, of what other processes leave.",
             (_LEFT, "oom.total - others"),
         ),
         (
@@ -1094,8 +1097,8 @@ _DIAGNOSE = Exercise(
             (f"need > {_LEFT}", "others"),
         ),
         (
-            "If even the whole card is too small, another process is not the cause: compare with "
-            "the whole card first.",
+            "If the whole GPU is too small, another process is not the cause. Compare with the "
+            "whole GPU first.",
             (_TOO_MUCH, f"others and need > {_LEFT}"),
             ('"too much"', '"another process"'),
             (f"    if need > {_LEFT}", f"    if {_TOO_MUCH}"),
@@ -1105,7 +1108,7 @@ _DIAGNOSE = Exercise(
             ),
         ),
         (
-            "The request also fits if the free and the unallocated bytes are enough together.",
+            "The request also fits if free and unallocated bytes together are enough.",
             (
                 f"if {_TOO_MUCH}",
                 'if oom.unallocated >= oom.requested:\n        return "fragmentation"\n'

@@ -78,7 +78,7 @@ def _check_peak(answer: Any) -> str:
             moment == wanted_moment,
             f"{case} says the peak is in {moment!r:.40}; wanted {wanted_moment!r}.",
         )
-    return f"{len(_STEPS)} steps match to the byte, in both moments"
+    return f"{len(_STEPS)} steps match to the byte: the moment and its bytes"
 
 
 _AT_ONCE = "min(largest, optimizer.piece or largest)"
@@ -94,7 +94,7 @@ _PEAK = Exercise(
         "two places?",
         "The state has numbers · moments · moment_bytes bytes. Gradients have the weights' "
         "itemsize: for all weights, or for the largest one if in_backward. Scratch is float32, for "
-        "the largest weight, or for a piece of it if that is shorter.",
+        "the largest weight, or for a piece of it, whichever is shorter.",
         "n, most = sum(sizes), max(sizes). held = n * itemsize + n * o.moments * o.moment_bytes. "
         '"backward": held + activations; "optimizer": held + itemsize * (most if o.in_backward '
         "else n) + scratch: 4 bytes · o.scratch · the elements it works on at once.",
@@ -175,18 +175,17 @@ def _check_activations(answer: Any) -> str:
         )
         arguments = (block, layers, tokens, itemsize, checkpointed, ends)
         _same_bytes(case, answer(*arguments), activations(*arguments))
-    return f"{len(_PASSES)} passes match to the byte, kept and checkpointed, in 4 bytes and in 2"
+    return f"{len(_PASSES)} passes match to the byte: saved and checkpointed, 4-byte and 2-byte"
 
 
 _ACTIVATIONS = Exercise(
     id="16.2",
-    title="Activations, kept or made again",
+    title="Activations, saved or recomputed",
     minutes=12,
     difficulty=3,
     hints=(
-        "When backward begins, everything that forward kept of each block is in memory. On top of "
-        "it come either the bytes of the ends or those of a block at work, never both. Add the "
-        "larger of the two.",
+        "When backward begins, everything that forward saved of each block is in memory. Add the "
+        "larger of two terms that never exist together: the ends, and one block at work.",
         "A block makes tokens · (itemsize · numbers + 4 · floats) bytes. Checkpointed, it keeps "
         "only its input, tokens · itemsize · width, and recomputes the rest once in backward. "
         "Either way the block at work has tokens · itemsize · gradients bytes of gradients.",
@@ -220,7 +219,7 @@ _ACTIVATIONS = Exercise(
             ("layers * kept", "(0 if checkpointed else layers * kept)"),
         ),
         (
-            "You counted the block's input twice: it is among `numbers` and it was kept.",
+            "You counted the block's input twice: it is part of `numbers`, and it was saved.",
             ("made - x", "made"),
         ),
         (
@@ -228,8 +227,7 @@ _ACTIVATIONS = Exercise(
             (" + tokens * itemsize * block.gradients", ""),
         ),
         (
-            "The bytes of the ends are freed before a block is at work. Take the larger of the "
-            "two.",
+            "The ends are freed before a block is at work. Take the larger of the two.",
             ("max(ends, again +", "(ends + again +"),
         ),
         (
@@ -275,10 +273,10 @@ _LACKS = Exercise(
     minutes=10,
     difficulty=2,
     hints=(
-        "Answer three questions: how many bytes does the memory have, how many of them can torch "
-        "use, and how many does torch reserve for the step?",
-        "GB is 10⁹ and GiB 2³⁰; a card has CARDS[name].total_bytes. CUDA's context uses CONTEXT of "
-        "them. The step uses reserved_bytes, which are never fewer than allocated_bytes.",
+        "Answer three questions. How many bytes does the memory have? How many of them can torch "
+        "use? How many does torch reserve for the step?",
+        "GB is 10⁹ bytes and GiB 2³⁰. A GPU has CARDS[name].total_bytes, and CUDA's context uses "
+        "CONTEXT of them. The step uses reserved_bytes, never less than allocated_bytes.",
         "if memory in CARDS: total = CARDS[memory].total_bytes; else: unit = "
         'memory.lstrip("0123456789. "); total = round(float(memory.removesuffix(unit)) * '
         "UNITS[unit]). The step needs its reserved bytes and the context.",
@@ -289,16 +287,15 @@ _LACKS = Exercise(
     wrong_answers=mistakes(
         "16.3",
         (
-            "You took GB for GiB. 24 GB are 24·10⁹ bytes, 7 % fewer than 24 GiB.",
+            "You read GB as GiB. 24 GB are 24·10⁹ bytes, 7 % fewer than 24 GiB.",
             ("UNITS[unit]", "UNITS[unit[0] + 'iB']"),
         ),
         (
-            "You took GiB for GB. The i stands for powers of 2: 1 GiB is 2³⁰ bytes.",
+            "You read GiB as GB. The i stands for powers of 2: 1 GiB is 2³⁰ bytes.",
             ("UNITS[unit]", "UNITS[unit[0] + 'B']"),
         ),
         (
-            "You used allocated bytes, which count tensors only. The card has to provide the "
-            "reserved bytes.",
+            "Allocated bytes count tensors only. The GPU must hold the reserved bytes.",
             ("step.reserved_bytes", "step.allocated_bytes"),
         ),
         (
@@ -358,7 +355,7 @@ class UnorderedRecipe:
 
 
 class CountedMeasurements:
-    """`measure` of a search. It notes the candidates that it is called with."""
+    """The `measure` of a search. It records the candidates that it is called with."""
 
     def __init__(self, case: str, figures: Sequence[tuple[float, int, int]]) -> None:
         self.case = case
@@ -394,7 +391,7 @@ def _check_fastest(answer: Any) -> str:
             f"{case} {len(measure.asked)} measurements; wanted {in_doubt}.",
         )
         number, needed = number + len(figures), needed + in_doubt
-    return f"{needed} measurements of {number} candidates; each one in doubt was measured"
+    return f"{number} candidates searched with {needed} measurements, as few as possible"
 
 
 def _in_doubt(candidates: Any, room: int, found: Any) -> int:
@@ -441,7 +438,7 @@ _FASTEST = Exercise(
         "Go by seconds, the fastest first. If 0.95 · formula_bytes exceeds the room, the candidate "
         "cannot fit. Measure all others until one fits.",
         "for candidate in sorted(candidates, key=lambda c: c.seconds): skip it if 0.95 * "
-        "candidate.formula_bytes > room. Return the first of the others whose measure(candidate) "
+        "candidate.formula_bytes > room. Return the first remaining one whose measure(candidate) "
         "is within room.",
     ),
     reference=fastest,
@@ -467,8 +464,7 @@ _FASTEST = Exercise(
             ("0.95 * candidate.formula_bytes <= room and ", ""),
         ),
         (
-            "The formula can also be too high. Measure a candidate that is up to 5 % above the "
-            "room.",
+            "The formula can also be too high. Measure a candidate up to 5 % above the room.",
             ("0.95 * ", ""),
         ),
         (
@@ -522,7 +518,7 @@ def _check_rank(answer: Any) -> str:
     for arguments in _RANKS:
         case = ", ".join(f"{name}={x}" for name, x in zip(names, arguments, strict=True))
         _same_bytes(f"of_a_rank({case})", answer(*arguments), of_a_rank(*arguments))
-    return f"{len(_RANKS)} ways to cut match to the byte: blocks, ends, shards, inputs in flight"
+    return f"{len(_RANKS)} layouts match to the byte: blocks, ends, shards, inputs in flight"
 
 
 _ENDS, _CUT = "2 * end if pipeline == 1 else end", "-(-(blocks * block + ends) // tensor)"
@@ -533,8 +529,8 @@ _OF_A_RANK = Exercise(
     minutes=15,
     difficulty=3,
     hints=(
-        "Follow this order: the pipeline decides which blocks a rank has, tensor parallelism cuts "
-        "all of them, and ZeRO shards the result among the data ranks. Then add activations.",
+        "Apply pipeline, tensor parallelism and ZeRO in this order: choose the blocks of a stage, "
+        "divide them by t, and shard the result among the data ranks. Then add activations.",
         "A rank has ⌈layers/p⌉ blocks and one end (both, if p is 1), divided by t, rounded up: W. "
         "ZeRO divides by d: the state from stage 1, gradients from 2, weights from 3. Add the "
         "inputs of its blocks for p micro-batches, divided by t.",
@@ -559,11 +555,11 @@ _OF_A_RANK = Exercise(
             (_ENDS, "0"),
         ),
         (
-            "The head is on the last stage. With p above 1, count one end.",
+            "The head is in the last stage. With p above 1, count one end.",
             (_ENDS, "2 * end"),
         ),
         (
-            "Tensor parallelism cuts every matrix, also those of the ends. Divide by t.",
+            "Tensor parallelism cuts every matrix, the embedding and the head too. Divide by t.",
             (_CUT, "blocks * block + ends"),
         ),
         (
@@ -575,7 +571,7 @@ _OF_A_RANK = Exercise(
             ("(shard if stage >= first_stage else weights)", "weights"),
         ),
         (
-            "Gradients are sharded from stage 2. In stage 1 they are whole.",
+            "ZeRO shards gradients from stage 2. In stage 1 each rank has all of them.",
             ("(3, 2, 1)", "(3, 1, 1)"),
         ),
         (
@@ -609,7 +605,7 @@ def everything_elsewhere() -> Trace:
         streams.append(stream_layers(model, store))
 
     def after_step(model: nn.Module) -> Callable[[], object]:
-        """An update of the averages needs the weights in memory. They leave again after it."""
+        """Load the weights to update the averages, and offload them again."""
         with streams[0].present():
             update = averaged(model, store=DiskStore())
 

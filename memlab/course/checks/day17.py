@@ -52,7 +52,7 @@ def _check_levels(answer: Callable[[], Tensor]) -> str:
             f"levels() is not sorted: entry {k} is {got[k]:.6g}, entry {k + 1} is "
             f"{got[k + 1]:.6g}.",
         )
-    require((got == 0).any().item(), "levels() has no 0; wanted a level for weights of zero.")
+    require((got == 0).any().item(), "levels() has no 0. Weights of exactly 0 need a level.")
     off = (~((got - wanted).abs() <= 1e-6)).nonzero().flatten().tolist()
     for k in off[:1]:
         require(
@@ -90,7 +90,7 @@ _LEVELS = Exercise(
     wrong_answers=mistakes(
         "17.1",
         (
-            "These are even steps. Quantiles are dense near zero, where most weights are.",
+            "These levels are evenly spaced. Quantiles are dense near zero, like the weights.",
             body("levels", "return torch.linspace(-1, 1, 16)"),
         ),
         (
@@ -99,18 +99,18 @@ _LEVELS = Exercise(
         ),
         ("Zero is a level, too: 7 + 1 + 8.", ("0.0, *quantiles(8)", "*quantiles(8)")),
         (
-            "The sides are exchanged. The 8 levels are above zero, and the 7 below.",
+            "You swapped the sides: 8 levels are above zero and 7 below.",
             (_SIDES, "[*(-q for q in quantiles(8)), 0.0, *quantiles(7)]"),
         ),
-        ("Divide by the largest level, so that they end at 1.", (" / found.max()", "")),
+        ("Divide by the largest level, so that it becomes 1.", (" / found.max()", "")),
         (
             "Take the quantiles at the upper ends of the parts. The lowest lower end is 0.5, whose "
-            "quantile is 0 once more.",
+            "quantile is 0, so 0 appears twice.",
             (_ENDS, "range(count)"),
         ),
         (
-            "Eight parts have nine ends. These are seven parts, and the first end is 0.5, whose "
-            "quantile is 0 once more.",
+            "You cut one part too few and included 0.5, whose quantile is 0. Cut `count` parts and "
+            "use their upper ends.",
             (_QUANTILE, "NormalDist().inv_cdf(0.5 + (OUTERMOST - 0.5) / (count - 1) * i)"),
             (_ENDS, "range(count)"),
         ),
@@ -119,11 +119,11 @@ _LEVELS = Exercise(
             ("step * i", "step * (i - 0.5)"),
         ),
         (
-            "The probabilities are evenly spaced, not the levels. Take a quantile for each.",
+            "Space the probabilities evenly, not the levels. Then take their quantiles.",
             (_QUANTILE, "NormalDist().inv_cdf(OUTERMOST) * i / count"),
         ),
         (
-            "16 quantiles of equal parts don't include 0. Each side gets its own parts.",
+            "16 quantiles of equal parts don't include 0. Cut each side into its own parts.",
             body("levels", _SYMMETRIC),
         ),
         (
@@ -131,7 +131,7 @@ _LEVELS = Exercise(
             ("inv_cdf", "cdf"),
         ),
         (
-            "The levels are in float64. Everything is decoded in float32.",
+            "These levels are float64. Return float32.",
             (" / found.max()", ".double() / found.max()"),
         ),
         ("Sort the levels, for a binary search.", ("sorted(", "list(")),
@@ -146,7 +146,7 @@ Encode = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def _weights() -> dict[str, Tensor]:
-    """Weights to encode, small ones first."""
+    """Return the weights to encode, the smallest first."""
     random = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -163,7 +163,7 @@ def _weights() -> dict[str, Tensor]:
         "a block of weights and a block of zeros": torch.cat([normal(BLOCK), torch.zeros(BLOCK)]),
         "64 weights below 10⁻²⁵": 1e-26 * normal(BLOCK),
         "a matrix with rows of 48, (4, 48)": normal(4, 48),
-        "a matrix that is not contiguous, (16, 12)": normal(12, 16).mT,
+        "a non-contiguous matrix, (16, 12)": normal(12, 16).mT,
         "a tensor of shape (2, 8, 8)": normal(2, 8, 8),
         "a matrix in bfloat16, (32, 64)": normal(32, 64).bfloat16(),
         "a matrix over many decades, (20, 64)": elements(20, BLOCK),
@@ -190,7 +190,7 @@ def _check_encode(answer: Encode) -> str:
 
 
 def _encoded(call: str, answer: Encode, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and absmax of the right types and shapes, and no larger tensor behind them."""
+    """Return codes and absmax. Check their dtypes, shapes and storage."""
     mine = weight.clone(memory_format=torch.preserve_format)
     with unchanged(call, weight=mine):
         got = answer(mine)
@@ -211,7 +211,7 @@ def _require_tuple(call: str, got: Any, length: int, parts: str) -> None:
 
 
 def _require_own_memory(call: str, got: Sequence[Tensor]) -> None:
-    """Slices of larger tensors keep those alive."""
+    """Require that no result is a slice, which keeps its whole tensor alive."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in got}
     kept, wanted = sum(storages.values()), sum(t.nbytes for t in got)
     require(
@@ -230,7 +230,7 @@ def _require_absmax(call: str, weight: Tensor, absmax: Tensor) -> None:
 
 
 def _require_nearest_level(call: str, weight: Tensor, codes: Tensor) -> None:
-    """By distance, in float64. At a tie, both neighbors are right."""
+    """Compare distances in float64. At a tie, both neighbors are right."""
     flat, table = weight.flatten().double(), levels().double()
     absmax = flat.view(-1, BLOCK).abs().amax(1).repeat_interleave(BLOCK)
     indices = torch.stack([codes >> 4, codes & 15], 1).flatten().long()
@@ -265,8 +265,8 @@ _ENCODE = Exercise(
     hints=(
         "Make blocks: weight.flatten().float().view(-1, 64). Each row has an absmax. What happens "
         "to a row of zeros when you divide?",
-        "The nearest level changes halfway between two levels. torch.bucketize(fractions, middles) "
-        "counts the middles below each fraction, and that count is the code.",
+        "The nearest level changes halfway between two levels. torch.bucketize(fractions, "
+        "thresholds) counts the thresholds below each fraction, and that count is the code.",
         "table = levels(); codes = torch.bucketize(fractions, (table[:-1] + table[1:]) / 2)"
         ".to(torch.uint8); first, second = codes.view(-1, 2).unbind(1). A byte is first << 4 | "
         "second.",
@@ -277,7 +277,7 @@ _ENCODE = Exercise(
     wrong_answers=mistakes(
         "17.2",
         (
-            "The whole weight has one absmax. Each block of 64 needs its own.",
+            "You used one absmax for the whole weight. Each block of 64 needs its own.",
             (_ABSMAX, "blocks.abs().amax().expand(len(blocks)).clone()"),
         ),
         (
@@ -285,7 +285,7 @@ _ENCODE = Exercise(
             (_ABSMAX, "blocks.amax(1)"),
         ),
         (
-            "In a block of zeros w / absmax is 0 / 0, which is NaN and gets code 15.",
+            "In a block of zeros, w / absmax is 0 / 0 = NaN, which gets code 15.",
             ("absmax.where(absmax > 0, 1)", "absmax"),
         ),
         (
@@ -293,7 +293,7 @@ _ENCODE = Exercise(
             ("absmax.where(absmax > 0, 1)", "absmax.clamp(1e-8)"),
         ),
         (
-            "The two codes of a byte are exchanged. The first is in the upper four bits.",
+            "You swapped the two codes of a byte. The first is in the upper four bits.",
             (_PACKED, "second << 4 | first"),
         ),
         (
@@ -301,45 +301,46 @@ _ENCODE = Exercise(
             (_PACKED, "first << 4 + second"),
         ),
         (
-            "A byte has two neighbors, not one weight of each half: codes.view(-1, 2).",
+            "A byte holds two neighboring codes, not one of each half: codes.view(-1, 2).",
             (_SPLIT, "first, second = codes.flatten().chunk(2)"),
         ),
         (
-            "Each code has a byte of its own. Pack two into one: first << 4 | second.",
+            "Each code uses a byte. Pack two codes into one byte: first << 4 | second.",
             (_PACKED, "codes.flatten()"),
         ),
         (
-            "This is the level below, not the nearest one. Compare with the middles.",
+            "This is the level below, not the nearest. Compare with the thresholds halfway between "
+            "two levels.",
             (_NEAREST, "(torch.bucketize(fractions, table, right=True) - 1)"),
         ),
         (
-            "bucketize(fractions, table) gives the level above. Compare with the middles between "
-            "two levels, to get the nearest.",
+            "bucketize(fractions, table) gives the level above. For the nearest, pass thresholds "
+            "halfway between two levels.",
             (_NEAREST, "torch.bucketize(fractions, table)"),
         ),
         (
-            "The codes are numbered as if levels had even steps. Look for the nearest level.",
+            "These codes assume evenly spaced levels. Find the nearest level.",
             (_NEAREST, "((fractions + 1) * 7.5).round()"),
         ),
         (
-            "The levels end at 1. Divide by the absmax before you look for the nearest.",
+            "Levels are from −1 to 1. Divide by the absmax before you find the nearest.",
             ("blocks / absmax.where(absmax > 0, 1).view(-1, 1)", "blocks"),
         ),
         (
-            "The signs are lost. Use |w| only for the absmax.",
+            "You lost the signs. Use |w| only for the absmax.",
             ("blocks / absmax", "blocks.abs() / absmax"),
         ),
         (
-            "The fractions were computed in bfloat16. Cast the weight to float32 first.",
+            "You computed the fractions in bfloat16. Cast the weight to float32 first.",
             (".flatten().float()", ".flatten()"),
             ("return", "absmax = absmax.float()\n    return"),
         ),
         (
-            "A block is 64 neighbors, so a row of view(-1, 64), not a column of view(64, -1).",
+            "A block is 64 neighbors: a row of view(-1, 64), not a column of view(64, -1).",
             (".view(-1, BLOCK)", ".view(BLOCK, -1).T.contiguous()"),
         ),
         (
-            "All distances at once need more bytes than the codes save. Use a binary search.",
+            "A table of all distances needs more bytes than the codes save. Use torch.bucketize.",
             (_NEAREST, "(fractions.unsqueeze(-1) - table).abs().argmin(-1)"),
         ),
     ),
@@ -388,7 +389,7 @@ def _check_double_encode(answer: DoubleEncode) -> str:
 
 
 def _called(call: str, answer: DoubleEncode, absmax: Tensor, codebook: Tensor) -> Any:
-    """An error about a short last block is a mistake that the check names."""
+    """Call the answer. An error with a short last block fails the check, which has a hint."""
     if len(absmax) % ABSMAX_BLOCK == 0:
         return answer(absmax, codebook)
     try:
@@ -403,7 +404,7 @@ def _called(call: str, answer: DoubleEncode, absmax: Tensor, codebook: Tensor) -
 def _require_double(
     call: str, absmax: Tensor, got: tuple[Tensor, Tensor, Tensor], codebook: Tensor
 ) -> None:
-    """The mean and scales up to rounding, and codes by distance in float64."""
+    """Compare the mean and scales up to rounding, and codes by distance in float64."""
     codes, scales, mean = got
     exact = absmax.double()
     wanted_mean = exact.mean()
@@ -433,7 +434,7 @@ def _require_double(
     lost = codes[(each == 0) & (codes != zero)]
     require(
         not len(lost),
-        f"{call}: equal values should get code {zero}, that of zero, but the first of them gets "
+        f"{call}: equal values should get code {zero}, the code of 0, but the first of them gets "
         f"{lost[:1].sum()}.",
     )
 
@@ -449,11 +450,10 @@ _DOUBLE = Exercise(
     minutes=10,
     difficulty=2,
     hints=(
-        "This is Exercise 17.2 once more, with blocks of 256, another table and no packing. The "
-        "last block may be short: F.pad(x, (0, missing)) appends zeros. What must have been "
-        "subtracted before?",
+        "This is Exercise 17.2 with blocks of 256, another table and no packing. The last block "
+        "may be short: F.pad(x, (0, missing)) appends zeros. What must you subtract first?",
         "centered = F.pad(absmax - mean, (0, -len(absmax) % 256)).view(-1, 256). Divide each row "
-        "by its largest absolute value, unless that is 0.",
+        "by its largest absolute value, or by 1 if that value is 0.",
         "codes = torch.bucketize(fractions, (codebook[:-1] + codebook[1:]) / 2).to(torch.uint8). "
         "Return codes.flatten()[: len(absmax)].clone(), the scales, and absmax.mean().",
     ),
@@ -463,17 +463,17 @@ _DOUBLE = Exercise(
     wrong_answers=mistakes(
         "17.3",
         (
-            "The mean was not subtracted. All values are positive, so half of the signed code is "
-            "never used.",
+            "Subtract the mean. All values are positive, so otherwise half of the signed codebook "
+            "is unused.",
             ("absmax - mean", "absmax"),
         ),
         (
-            "Pad after subtracting the mean. Zeros that are appended before become −mean, and may "
-            "be the largest of the last block.",
+            "Pad after subtracting the mean. Zeros appended before become −mean, which may be the "
+            "largest absolute value of the last block.",
             (_CENTERED, _PADDED_FIRST),
         ),
         (
-            "All values have one scale. Each block of 256 needs its own.",
+            "You used one scale for all values. Each block of 256 needs its own.",
             (_SCALES, "centered.abs().amax().expand(len(centered)).clone()"),
         ),
         (
@@ -481,12 +481,11 @@ _DOUBLE = Exercise(
             (_SCALES, "centered.amax(1)"),
         ),
         (
-            "The scale is that of the absmax values. Take the largest of what is left without the "
-            "mean.",
+            "You computed the scale before subtracting the mean. Compute it from the difference.",
             (_SCALES, "(centered + mean).amax(1)"),
         ),
         (
-            "These are even steps. Look for the nearest entry of the codebook.",
+            "These codes assume evenly spaced entries. Find the nearest entry of the codebook.",
             (_NEAREST_ENTRY, "((fractions * 127).round() + 127)"),
         ),
         (
@@ -494,7 +493,7 @@ _DOUBLE = Exercise(
             (_CENTERED, "(absmax - mean).view(-1, 256)"),
         ),
         (
-            "The padding is still there. Return as many codes as there are absmax values.",
+            "You did not remove the padding. Return as many codes as there are absmax values.",
             ("codes.flatten()[: len(absmax)].clone()", "codes.flatten()"),
         ),
         (
@@ -502,19 +501,20 @@ _DOUBLE = Exercise(
             ("[: len(absmax)].clone()", "[: len(absmax)]"),
         ),
         (
-            "Where all values are equal, 0 / 0 is NaN and gets code 255.",
+            "If all values are equal, you divide 0 by 0. The result NaN gets code 255.",
             ("scales.where(scales > 0, 1)", "scales"),
         ),
         (
-            "This is the entry below, not the nearest one. Compare with the middles.",
+            "This is the entry below, not the nearest. Compare with the thresholds halfway between "
+            "two entries.",
             (_NEAREST_ENTRY, "(torch.bucketize(fractions, codebook, right=True) - 1).clamp(min=0)"),
         ),
         (
-            "The codes need the fractions: divide by the block's scale first.",
+            "Divide by the block's scale before you find the nearest entry.",
             ("centered / scales.where(scales > 0, 1).view(-1, 1)", "centered"),
         ),
         (
-            "Return the mean as a tensor. A Python number moves to the host, and waits for a GPU.",
+            "Return the mean as a tensor. .item() waits for the GPU and copies to the host.",
             ("scales, mean", "scales, mean.item()"),
         ),
         (
@@ -524,7 +524,7 @@ _DOUBLE = Exercise(
     ),
 )
 
-# ------------------------------------------------------------------ 17.4: decode, use, forget
+# ------------------------------------------------------------------ 17.4: decode, multiply, discard
 
 MatmulFunction = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
@@ -582,7 +582,7 @@ def _check_values(answer: MatmulFunction, case: MatmulCase) -> None:
 
 
 def _check_two_layers(answer: MatmulFunction) -> None:
-    """Two forward passes before backward, each with its own weight; and a second backward."""
+    """Check two forward passes with different weights before backward, and a second backward."""
     first, second = MATMULS[1], MatmulCase(40, (5, 24))
     call = "matmul of two layers, one after the other"
 
@@ -598,12 +598,13 @@ def _check_two_layers(answer: MatmulFunction) -> None:
     out = through(answer, x)
     again = [torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for _ in range(2)]
     require(
-        torch.equal(*again), f"{call} gives another gradient in a second backward pass; wanted it."
+        torch.equal(*again),
+        f"{call} gives a different gradient in a second backward pass; wanted the same.",
     )
 
 
 def _check_forgotten(answer: MatmulFunction, case: MatmulCase) -> None:
-    """What forward saves is codes and absmax: not the decoded weight, and not x."""
+    """Require that forward saves codes and absmax, but neither the decoded weight nor x."""
     call = f"matmul of {case}"
     codes, absmax = case.weight
     own = {t.untyped_storage().data_ptr() for t in (codes, absmax)}
@@ -621,7 +622,7 @@ def _check_forgotten(answer: MatmulFunction, case: MatmulCase) -> None:
     del x
     require(
         inputs.expired(),
-        f"{call} keeps x for backward. x is needed for a gradient of W, which is frozen.",
+        f"{call} keeps x for backward. Only the gradient of W needs x, and W is frozen.",
     )
     require(
         not saved,
@@ -641,8 +642,8 @@ def _check_bytes(answer: MatmulFunction) -> str:
     weight_bytes = 4 * LARGE.out_features * LARGE.shape[-1]
     require(
         held_bytes <= result,
-        f"{call} holds {held_bytes:,} bytes between forward and backward; wanted {result:,}, the "
-        f"result (W decoded has {weight_bytes:,}).",
+        f"{call} holds {held_bytes:,} bytes between forward and backward; wanted {result:,} "
+        f"for the result (the decoded W has {weight_bytes:,}).",
         evidence=(call, "held"),
     )
     most = _passes(matmul, x, codes, absmax)
@@ -668,11 +669,11 @@ _KEPT = "ctx.weight = codes, absmax"
 
 _MATMUL = Exercise(
     id="17.4",
-    title="Decode, use, forget",
+    title="Decode, multiply, discard",
     minutes=15,
     difficulty=3,
     hints=(
-        "forward: put codes and absmax on ctx, decode, and multiply. backward: decode once more. "
+        "forward: store codes and absmax on ctx, decode, and multiply. backward: decode again. "
         "The gradient of x Wᵀ for x is gradient · W. How many values does backward return?",
         "decode gives float32 of shape (n,). .view(out_features, -1) makes it W, .to(x.dtype) "
         "casts it. backward knows out_features too: it is gradient.shape[-1].",
@@ -686,13 +687,13 @@ _MATMUL = Exercise(
     wrong_answers=mistakes(
         "17.4",
         (
-            "The decoded weight stays in memory until backward. Keep the codes, and decode again.",
+            "The decoded weight stays in memory until backward. Save the codes and decode again.",
             (_KEPT, "ctx.weight = decode(codes, absmax)"),
             ("decode(*ctx.weight)", "ctx.weight"),
         ),
         (
-            "This saves the decoded weight for backward, as autograd does where there is no "
-            "Function. Save the codes, and decode it once more.",
+            "Without a Function, autograd saves the decoded weight for backward. Write a Function "
+            "that saves the codes.",
             body(
                 "matmul",
                 "return x @ decode(codes, absmax).view(out_features, -1).to(x.dtype).T",
@@ -707,34 +708,34 @@ _MATMUL = Exercise(
             ("weight.to(gradient.dtype)", "weight.to(gradient.dtype).T"),
         ),
         (
-            "ctx.save_for_backward(x) keeps every layer's input, for a gradient that a frozen "
-            "weight doesn't have.",
+            "ctx.save_for_backward(x) keeps every layer's input. Only the gradient of W needs it, "
+            "and W is frozen.",
             (_KEPT, f"{_KEPT}\n        ctx.save_for_backward(x)"),
         ),
         (
-            "The weight is frozen, but its input is not: the layers below need their gradient.",
+            "The weight is frozen, but the layers below still need the gradient of x.",
             ("gradient @ weight.to(gradient.dtype), None", "None, None"),
         ),
         (
-            "Codes are stored row by row: W is .view(out_features, -1), and then .T.",
+            "Codes are stored row by row: use .view(out_features, -1) and then .T.",
             (".view(out_features, -1).to(x.dtype).T", ".view(-1, out_features).to(x.dtype)"),
         ),
         (
-            "In backward W is (out, in) as well: .view(gradient.shape[-1], -1).",
+            "In backward, W is also (out, in): use .view(gradient.shape[-1], -1).",
             (".view(gradient.shape[-1], -1)", ".view(-1, gradient.shape[-1]).T"),
         ),
         (
-            "The result is in float32. Cast the decoded weight to the dtype of x.",
+            "The result is float32. Cast the decoded weight to the dtype of x.",
             (_FORWARD, "x.float() @ decode(codes, absmax).view(out_features, -1).T"),
         ),
         (
-            "Matmul.weight belongs to all layers. What belongs to one call goes on ctx.",
+            "All layers share Matmul.weight. Store the tensors of a call on ctx.",
             ("ctx.weight", "Matmul.weight"),
         ),
     ),
 )
 
-# ------------------------------------------------------------------ 17.5: before the first token
+# ------------------------------------------------------------- 17.5: memory before the first token
 
 Held = Callable[[Sequence[tuple[int, int]], int, int, bool], dict[str, int]]
 
@@ -782,14 +783,14 @@ return {
 
 _HELD = Exercise(
     id="17.5",
-    title="Before the first token",
+    title="Memory before the first token",
     minutes=10,
     difficulty=2,
     hints=(
-        "Go through the matrices and add up two numbers: the bytes of their codes, and the weights "
-        "of their adapters. -(-a // b) rounds a / b up.",
+        "Loop over the matrices and sum two values: the bytes of their codes, and the number of "
+        "adapter weights. -(-a // b) rounds a / b up.",
         "A matrix of n weights has ⌈n/2⌉ bytes of codes, ⌈n/64⌉ blocks with a byte each, 4 bytes "
-        "for each 256 blocks, and 4 for the mean. Its adapters have rank · (in + out) weights.",
+        "per 256 blocks, and 4 for the mean. Its adapters have rank · (in + out) weights.",
         'blocks = -(-n // 64); codes += -(-n // 2) + blocks + 4 * -(-blocks // 256) + 4. "others": '
         'others * (4 if prepared else 2). "adapters": 4 bytes each; "training": a gradient and two '
         "moments, 12.",
@@ -803,8 +804,8 @@ _HELD = Exercise(
             (" + blocks + ", " + 4 * blocks + "),
         ),
         (
-            "This is without double quantization, which has a byte for each absmax, a scale for "
-            "256 of them, and a mean.",
+            "You counted float32 absmax values. Double quantization stores a byte per absmax, a "
+            "scale per 256 of them, and a mean.",
             (f"blocks + {_SCALES_BYTES} + 4", "4 * blocks"),
         ),
         (
@@ -814,22 +815,22 @@ _HELD = Exercise(
             ("-(-blocks // 256)", "(blocks // 256)"),
         ),
         ("Two codes share a byte.", (_CODES, "rows * columns")),
-        ("Each matrix has a mean, too: 4 bytes.", (f"{_SCALES_BYTES} + 4", _SCALES_BYTES)),
-        ("The scales are missing: 4 bytes for each 256 blocks.", (f" + {_SCALES_BYTES}", "")),
+        ("Each matrix also has a mean: 4 bytes.", (f"{_SCALES_BYTES} + 4", _SCALES_BYTES)),
+        ("You forgot the scales: 4 bytes per 256 blocks.", (f" + {_SCALES_BYTES}", "")),
         (
             "A scale belongs to 256 absmax values, not to 256 weights.",
             (_SCALES_BYTES, "4 * -(-rows * columns // 256)"),
         ),
         (
-            "Blocks don't span two matrices: round up for each one.",
+            "Blocks don't span two matrices. Round up for each matrix.",
             body("held", _TOGETHER),
         ),
         (
-            "Prepared means cast to float32: 4 bytes for each weight that is not quantized.",
+            "Prepared weights are cast to float32: 4 bytes per unquantized weight.",
             ("4 if prepared else 2", "2"),
         ),
         (
-            "Only a prepared model has float32 weights. Otherwise they stay in bfloat16.",
+            "Only a prepared model has float32 weights. Otherwise, weights stay in bfloat16.",
             ("4 if prepared else 2", "4"),
         ),
         (
@@ -837,11 +838,11 @@ _HELD = Exercise(
             ("rank * (rows + columns)", "rank * rows * columns"),
         ),
         (
-            "Only one of the two factors is counted. A is (rank, in), B is (out, rank).",
+            "You counted only one factor. A is (rank, in) and B is (out, rank).",
             ("rank * (rows + columns)", "rank * columns"),
         ),
         (
-            "The gradients are missing: each adapter weight has one, and two moments.",
+            "You forgot the gradients. Each adapter weight has a gradient and two moments.",
             ("12 * adapters", "8 * adapters"),
         ),
         (
@@ -849,11 +850,11 @@ _HELD = Exercise(
             ("12 * adapters", "16 * adapters"),
         ),
         (
-            "The adapters are in float32: 4 bytes, whatever the other weights have.",
+            "Adapter weights are float32: 4 bytes, whatever the dtype of the other weights.",
             ("4 * adapters", "(4 if prepared else 2) * adapters"),
         ),
         (
-            "Adapters, their gradients and moments are in float32: 4 + 12 bytes for each.",
+            "Adapter weights, gradients and moments are float32: 4 + 12 bytes per weight.",
             ("4 * adapters", "2 * adapters"),
             ("12 * adapters", "6 * adapters"),
         ),

@@ -43,7 +43,7 @@ Cast = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
 
 
 def _tensors() -> dict[str, Tensor]:
-    """Tensors to cast, small ones first."""
+    """Return the tensors to cast, the smallest first."""
     return {
         "[1, −2, 0.3]": torch.tensor([1.0, -2.0, 0.3]),
         "four zeros": torch.zeros(4),
@@ -52,7 +52,7 @@ def _tensors() -> dict[str, Tensor]:
         "gradients below 10⁻²⁴": 1e-25 * _normal(40),
         "activations up to 10⁴, (4, 5, 6)": 3e3 * _normal(4, 5, 6),
         "a matrix in bfloat16, (16, 24)": _normal(16, 24, seed=1).bfloat16(),
-        "a matrix that is not contiguous, (12, 10)": _normal(10, 12).T,
+        "a non-contiguous matrix, (12, 10)": _normal(10, 12).T,
         "a matrix over many decades, (20, 30)": elements(20, 30),
     }
 
@@ -67,7 +67,7 @@ def _check_cast(answer: Cast) -> str:
             _require_own_memory(call, (codes, scale))
             _require_scale(call, "the scale", x, scale, dtype)
             _require_nearest(call, x, codes, scale, dtype)
-    return "the largest |x| becomes 448 or 57,344 · each other element its nearest code"
+    return "the largest |x| becomes 448 or 57,344 · every other element has the nearest code"
 
 
 def _pair(
@@ -100,7 +100,7 @@ def _require_own_memory(call: str, got: Iterable[Any]) -> None:
 
 
 def _require_scale(call: str, what: str, x: Tensor, scale: Any, dtype: torch.dtype) -> None:
-    """The scale must bring the amax to the largest value of the format."""
+    """Require that the scale maps the amax to the largest value of the format."""
     if not isinstance(scale, Tensor) or scale.numel() != 1:
         return
     wanted, got = x.double().abs().max().item() / torch.finfo(dtype).max, scale.item()
@@ -115,7 +115,7 @@ def _require_scale(call: str, what: str, x: Tensor, scale: Any, dtype: torch.dty
 
 
 def _require_nearest(call: str, x: Tensor, codes: Any, scale: Any, dtype: torch.dtype) -> None:
-    """By distance, in float64. At a tie, both neighbors are right."""
+    """Compare distances in float64. At a tie, both neighbors are right."""
     if not isinstance(codes, Tensor) or codes.shape != x.shape:
         return
     exact = (x.double() / scale.double()).flatten()
@@ -127,13 +127,13 @@ def _require_nearest(call: str, x: Tensor, codes: Any, scale: Any, dtype: torch.
     for k in off[:1]:
         require(
             False,
-            f"{call}: element {k} is {exact[k]:.5g} scales and has code {got[k]:.5g}; wanted "
+            f"{call}: element {k} is {exact[k]:.5g} · scale and has code {got[k]:.5g}; wanted "
             f"{wanted[k]:.5g}. {len(off)} of {len(got)} codes are wrong.",
         )
 
 
 def _values(dtype: torch.dtype) -> Tensor:
-    """All finite values of the format, in float64."""
+    """Return all finite values of the format, in float64."""
     every = torch.arange(256, dtype=torch.uint8).view(dtype).double()
     return every[every.isfinite()]
 
@@ -147,10 +147,10 @@ _CAST = Exercise(
     minutes=10,
     difficulty=2,
     hints=(
-        "The largest |x| is x.abs().amax(), and the format's largest value torch.finfo(dtype).max. "
-        "Which number, multiplied by the second, gives the first? What if x is zero everywhere?",
+        "The largest |x| is x.abs().amax(). The format's largest value is torch.finfo(dtype).max. "
+        "Which scale maps the format's largest value to the amax? What if x is zero everywhere?",
         "scale = amax / largest, in float32. x / scale is then within the format's range, and "
-        ".to(dtype) rounds it. Keep an amax of zero away from the division: .clamp(min=SMALLEST).",
+        ".to(dtype) rounds it. Don't divide by an amax of zero: .clamp(min=SMALLEST).",
         "largest = torch.finfo(dtype).max; amax = x.abs().amax().float().clamp(min=SMALLEST); "
         "return (x.float() * (largest / amax)).to(dtype), amax / largest.",
     ),
@@ -160,15 +160,15 @@ _CAST = Exercise(
     wrong_answers=mistakes(
         "19.1",
         (
-            "This casts without a scale. What is below the format's range becomes zero.",
+            "You cast without a scale. Elements below the format's range become zero.",
             (f"return {_CODES}, amax / largest", "return x.to(dtype), amax / amax"),
         ),
         (
-            "This is the largest x, not the largest |x|.",
+            "You took the largest x, not the largest |x|.",
             ("x.abs().amax()", "x.amax()"),
         ),
         (
-            "This is the reciprocal. codes · scale should give x.",
+            "You returned the reciprocal of the scale. codes · scale should give x.",
             ("amax / largest", "largest / amax"),
         ),
         (
@@ -180,7 +180,7 @@ _CAST = Exercise(
             ("torch.finfo(dtype).max", "448"),
         ),
         (
-            "Rounded to integers. FP8 is a floating-point format: .to(dtype) rounds.",
+            "You rounded to integers. FP8 is a floating-point format: .to(dtype) rounds.",
             (_CODES, "(x.float() * (largest / amax)).round().to(dtype)"),
         ),
         (
@@ -192,17 +192,17 @@ _CAST = Exercise(
             ("clamp(min=SMALLEST)", "clamp(min=1e-12)"),
         ),
         (
-            "For a tensor in bfloat16 this computes in bfloat16, which rounds twice.",
+            "You computed in bfloat16, which rounds twice. Cast bfloat16 to float32 first.",
             (_AMAX, "x.abs().amax().clamp(min=SMALLEST)"),
             (_CODES, "(x * (largest / amax)).to(dtype)"),
             ("amax / largest", "(amax / largest).float()"),
         ),
         (
-            "The codes are multiplied by the scale again. Return them in the format's range.",
+            "You multiplied the codes by the scale. Return them in the format's range.",
             (_CODES, f"({_CODES}.float() * (amax / largest)).to(dtype)"),
         ),
         (
-            "Each row has its own scale here. This exercise wants one for the tensor.",
+            "You used a scale per row. Use one scale for the tensor.",
             ("x.abs().amax()", "x.abs().amax(-1, keepdim=True)"),
         ),
     ),
@@ -230,7 +230,7 @@ class TileCase(NamedTuple):
 
     @property
     def x(self) -> Tensor:
-        """Rows and columns of different sizes, so that each tile has an amax of its own."""
+        """Return rows and columns of different sizes, so that each tile has its own amax."""
         sizes = torch.logspace(-4, 3, self.n).view(-1, 1) * torch.logspace(2, -3, self.k)
         return (_normal(self.n, self.k, seed=self.n) * sizes).to(self.of)
 
@@ -252,13 +252,13 @@ def _check_tiles(answer: CastTiles) -> str:
         _check_tile_case(answer, case)
     zeros = torch.zeros(2, 4)
     zeros[0, 0] = 1.0
-    call = "cast_tiles of a tile of zeros beside another"
+    call = "cast_tiles of a tile of zeros and another tile"
     codes, scales = _pair(call, answer, (zeros, E4M3, 1, 2), "codes and scales")
     is_tensor(f"{call}, scales,", scales, dtype=torch.float32, shape=(2, 2))
     require(
         torch.equal(codes.float(), 448 * zeros), f"{call}: the codes of the zeros are not zeros."
     )
-    return f"{len(TILES)} matrices, 4 of them with smaller tiles at the edges · each tile its scale"
+    return f"{len(TILES)} matrices, 4 of them with smaller tiles at the edges · a scale per tile"
 
 
 def _check_tile_case(answer: CastTiles, case: TileCase) -> None:
@@ -295,8 +295,8 @@ _CAST_TILES = Exercise(
     minutes=15,
     difficulty=3,
     hints=(
-        "Pad x to whole tiles: -k % columns columns and -n % rows rows are missing. Then give each "
-        "tile axes of its own, and take the amax over them.",
+        "Pad x to whole tiles: -k % columns columns and -n % rows rows are missing. Then split "
+        "the axes, so that each tile has its own two axes, and take the amax over them.",
         "padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)) is (tiles down, rows, tiles "
         "across, columns). The amax is over axes 1 and 3; keepdim=True lets it broadcast.",
         "amax = tiles.abs().amax((1, 3), keepdim=True).float().clamp(min=SMALLEST); codes = "
@@ -309,25 +309,25 @@ _CAST_TILES = Exercise(
     wrong_answers=mistakes(
         "19.2",
         (
-            "All tiles have one scale, that of the largest element.",
+            "You used one scale, from the largest element, for all tiles. Each tile needs its own.",
             (
                 "tiles.abs().amax((1, 3), keepdim=True)",
                 "tiles.abs().amax().expand(len(tiles), 1, tiles.shape[2], 1)",
             ),
         ),
         (
-            "The axes are exchanged: a tile's own axes are 1 and 3.",
+            "You swapped the axes: a tile's own axes are 1 and 3.",
             (_SPLIT, "padded.unflatten(1, (columns, -1)).unflatten(0, (rows, -1))"),
             ("amax((1, 3), keepdim=True)", "amax((0, 2), keepdim=True)"),
             ("[:, 0, :, 0]", "[0, :, 0, :]"),
         ),
         (
-            "rows and columns are exchanged.",
+            "You swapped rows and columns.",
             (_PAD, "nn.functional.pad(x, (0, -k % rows, 0, -n % columns))"),
             (_SPLIT, "padded.unflatten(1, (-1, rows)).unflatten(0, (-1, columns))"),
         ),
         (
-            "This pads at the beginning. The smaller tiles are the last ones.",
+            "You padded at the beginning. The smaller tiles are the last ones.",
             (_PAD, "nn.functional.pad(x, (-k % columns, 0, -n % rows, 0))"),
             ("codes[:n, :k].clone()", "codes[-n:, -k:].clone()"),
         ),
@@ -336,19 +336,19 @@ _CAST_TILES = Exercise(
             (_PAD, _PAD[:-1] + ", value=1.0)"),
         ),
         (
-            "The padding is still there. The codes have the shape of x.",
+            "You did not remove the padding. The codes have the shape of x.",
             ("codes[:n, :k].clone()", "codes"),
         ),
         (
-            "A slice keeps the padded tensor alive. Return .clone() of it.",
+            "A slice keeps the padded tensor alive. Return a .clone().",
             ("codes[:n, :k].clone()", "codes[:n, :k]"),
         ),
         (
-            "The scales have the shape (tiles down, tiles across), without axes of length 1.",
+            "Remove the axes of length 1: scales have the shape (tiles down, tiles across).",
             ("(amax / largest)[:, 0, :, 0].clone()", "amax / largest"),
         ),
         (
-            "These are reciprocals. codes · scale should give x.",
+            "You returned reciprocals of the scales. codes · scale should give x.",
             ("(amax / largest)[", "(largest / amax)["),
         ),
         (
@@ -430,7 +430,7 @@ def _check_values(answer: MatmulFunction, case: MatmulCase) -> None:
 
 
 def _check_two_layers(answer: MatmulFunction) -> None:
-    """Two forward passes before backward, each with its own weight; and a second backward."""
+    """Check two forward passes with different weights before backward, and a second backward."""
     first = MatmulCase(5, 8, 8)
     second = 0.02 * _normal(8, 8, seed=3)
     call = "matmul of two layers, one after the other"
@@ -448,7 +448,8 @@ def _check_two_layers(answer: MatmulFunction) -> None:
     out = through(answer, x, first.weight, second)
     again = [torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for _ in range(2)]
     require(
-        torch.equal(*again), f"{call} gives another gradient in a second backward pass; wanted it."
+        torch.equal(*again),
+        f"{call} gives a different gradient in a second backward pass; wanted the same.",
     )
 
 
@@ -476,8 +477,8 @@ def _check_bytes(answer: MatmulFunction) -> str:
         evidence=(call, "keeps", held),
     )
     return (
-        f"result and both gradients are those of FP8 matmuls · {held:,} bytes kept for backward, "
-        f"not {2 * leaf.numel():,}"
+        f"result and both gradients match FP8 matmuls · {held:,} bytes kept for backward, not "
+        f"{2 * leaf.numel():,}"
     )
 
 
@@ -496,9 +497,9 @@ _MATMUL = Exercise(
     difficulty=4,
     hints=(
         "Three matmuls: y = x Wᵀ, dx = g W, dW = gᵀ x. Each takes (codes, scale) pairs. .T "
-        "transposes codes; the scale stays. What does backward need that forward has?",
+        "transposes codes; the scale does not change. Which tensors of forward does backward need?",
         "forward: cast both to E4M3, ctx.save_for_backward(codes of x, its scale, weight), and "
-        "multiply x8 with (w8.T, scale of W). backward: g8 in E5M2; W is cast to E4M3 once more.",
+        "multiply x8 with (w8.T, scale of W). backward: cast g to E5M2 and W to E4M3 again.",
         "dx = multiply((g8, scale), cast(weight, E4M3), gradient.dtype); dW = multiply((g8.T, "
         "scale), (x8, x_scale), weight.dtype). forward: return multiply(x8, (w8.T, scale), "
         "x.dtype).",
@@ -509,30 +510,30 @@ _MATMUL = Exercise(
     wrong_answers=mistakes(
         "19.3",
         (
-            "This keeps x and casts it again in backward: right, but no byte is saved.",
+            "You saved x and cast it again in backward. It is correct, but saves no memory.",
             (_SAVED, "ctx.save_for_backward(x, weight)"),
             (_UNPACKED, "x, weight = ctx.saved_tensors\n        x8, x_scale = cast(x, E4M3)"),
         ),
         (
-            "The FP8 copy of the weight is kept, too. The weight itself is there in backward.",
+            "You also saved the FP8 copy of the weight. In backward, cast the weight again.",
             (_SAVED, "ctx.save_for_backward(*x8, weight, w8, scale)"),
             (_UNPACKED, "x8, x_scale, weight, w8, w_scale = ctx.saved_tensors"),
             (_DX, "multiply((g8, scale), (w8, w_scale), gradient.dtype)"),
         ),
         (
-            "Gradients are cast to E5M2, which has the wider range.",
+            "Cast gradients to E5M2, which has the wider range.",
             (_G8, "g8, scale = cast(gradient, E4M3)"),
         ),
         (
-            "Inputs and weights are cast to E4M3, which has the smaller steps.",
+            "Cast inputs and weights to E4M3, which has the smaller steps.",
             (_FORWARD_CASTS, "x8, (w8, scale) = cast(x, E5M2), cast(weight, E5M2)"),
         ),
         (
-            "The gradient isn't cast: backward's matmuls are not in FP8.",
+            "You did not cast the gradient, so backward's matmuls are not in FP8.",
             (_G8, "g8, scale = gradient, torch.ones(())"),
         ),
         (
-            "The matmul for dx takes the exact weight. It should run in FP8, too.",
+            "You used the exact weight in the matmul for dx. Run it in FP8 too.",
             (_DX, "multiply((g8, scale), (weight, torch.ones(())), gradient.dtype)"),
         ),
         (
@@ -540,20 +541,20 @@ _MATMUL = Exercise(
             (_Y, "return (x8[0].float() @ w8.float().T).to(x.dtype)"),
         ),
         (
-            "The result is float32. It should have the dtype of x.",
+            "You returned a float32 result. Return the dtype of x.",
             (_Y, "return multiply(x8, (w8.T, scale), torch.float32)"),
         ),
         (
-            "The gradient of a float32 weight is rounded to bfloat16 here. Use weight.dtype.",
+            "You rounded the gradient of a float32 weight to bfloat16. Use weight.dtype.",
             (_DW, "multiply((g8.T, scale), (x8, x_scale), gradient.dtype)"),
         ),
         (
-            "What belongs to one call goes on ctx. FP8Matmul itself belongs to all layers.",
+            "All layers share FP8Matmul. Store the tensors of a call on ctx.",
             (_SAVED, "FP8Matmul.saved = *x8, weight"),
             (_UNPACKED, "x8, x_scale, weight = FP8Matmul.saved"),
         ),
         (
-            "Autograd does this: it saves the decoded tensors, and no gradient is in FP8.",
+            "Without a Function, autograd saves the decoded tensors, and no gradient is in FP8.",
             body(
                 "matmul",
                 """
@@ -568,7 +569,7 @@ _MATMUL = Exercise(
     ),
 )
 
-# ------------------------------------------------------------------ 19.4: what is kept
+# ------------------------------------------------------------------ 19.4: saved tensors
 
 Kept = Callable[..., int]
 
@@ -605,12 +606,12 @@ _SCALES = "[1 if columns is None else tokens * -(-k // columns) for k in inputs]
 
 _KEPT = Exercise(
     id="19.4",
-    title="What the linear layers of a block keep",
+    title="What the linear layers of a block save",
     minutes=10,
     difficulty=2,
     hints=(
-        "Write down the features of the tensors that are kept, as a list for each way. In bf16 one "
-        "tensor serves all layers that read it, and attention's output is kept anyway.",
+        "For each way, list the features of the saved tensors. In bf16, all layers that read a "
+        "tensor share it, and attention saves its output anyway.",
         '"bf16": [C, C, F]; "own": one entry for each of the seven layers; "shared": [C, Q, C, F]. '
         "An FP8 element is 1 byte, a scale 4. With columns, a row of k has ⌈k / columns⌉ scales.",
         "scales = [1 if columns is None else tokens * -(-k // columns) for k in inputs]; return "
@@ -621,27 +622,26 @@ _KEPT = Exercise(
     wrong_answers=mistakes(
         "19.4",
         (
-            "Attention keeps its output anyway, so in BF16 the output layer adds nothing.",
+            "Attention saves its output anyway, so in BF16 the output layer adds nothing.",
             ('"bf16": [C, C, F]', '"bf16": [C, Q, C, F]'),
         ),
         (
-            "In BF16, too, layers with the same input share it: autograd keeps references.",
+            "In BF16, layers with the same input share it, because autograd saves references.",
             ('"bf16": [C, C, F]', '"bf16": [C, C, C, C, C, F]'),
         ),
         (
-            "The output layer's FP8 copy is missing. Attention keeps BF16, not FP8.",
+            "You forgot the output layer's FP8 copy. Attention saves BF16, not FP8.",
             (
                 '"own": [C, C, C, Q, C, C, F], "shared": [C, Q, C, F]',
                 '"own": [C, C, C, C, C, F], "shared": [C, C, F]',
             ),
         ),
         (
-            "Each of the seven layers has a copy of its own: query, key, value, output, gate, up, "
-            "down.",
+            "Each of the seven layers has its own copy: query, key, value, output, gate, up, down.",
             ('"own": [C, C, C, Q, C, C, F]', '"own": [C, Q, C, F]'),
         ),
         (
-            "Query, key and value share one copy, and so do gate and up. These are two inputs.",
+            "Query, key and value share one copy, and gate and up share another.",
             ('"shared": [C, Q, C, F]', '"shared": [C, Q, F]'),
         ),
         ("A bfloat16 element has 2 bytes.", ("2 * tokens * sum(inputs)", "tokens * sum(inputs)")),
@@ -649,7 +649,7 @@ _KEPT = Exercise(
             "An FP8 element has 1 byte.",
             ("return tokens * sum(inputs) +", "return 2 * tokens * sum(inputs) +"),
         ),
-        ("The scales are missing.", (" + 4 * sum(scales)", "")),
+        ("You forgot the scales.", (" + 4 * sum(scales)", "")),
         ("A scale is a float32: 4 bytes.", ("4 * sum(scales)", "sum(scales)")),
         (
             "Round up: the last tile of a row may be smaller.",
@@ -660,7 +660,7 @@ _KEPT = Exercise(
             ("tokens * -(-k // columns)", "-(-k // columns)"),
         ),
         (
-            "Without tiles a copy has one scale, not one for each token.",
+            "Without tiles, a copy has one scale, not one per token.",
             ("1 if columns is None", "tokens if columns is None"),
         ),
     ),

@@ -25,7 +25,7 @@ def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> T
 
 
 def _values(tensor: Tensor) -> str:
-    """The first three elements, to three digits."""
+    """Return the first three elements with three digits."""
     return f"[{', '.join(f'{value:.3g}' for value in tensor.flatten()[:3].tolist())}, …]"
 
 
@@ -73,8 +73,8 @@ def _check_newton_schulz(answer: NewtonSchulz) -> str:
         evidence="peak",
     )
     return (
-        f"{len(_MATRICES)} matrices, wide, tall and square · unchanged arguments · no square "
-        f"larger than the short side's"
+        f"{len(_MATRICES)} matrices, wide, tall and square · arguments unchanged · no square "
+        f"larger than short × short"
     )
 
 
@@ -108,7 +108,7 @@ _NEWTON_SCHULZ = Exercise(
     wrong_answers=mistakes(
         "20.1",
         (
-            "Divide by the norm first: above 1 the polynomial makes singular values explode.",
+            "Divide by the norm first. Above 1, the polynomial makes singular values diverge.",
             (_SCALED, "x = x * 1.0"),
         ),
         (
@@ -116,26 +116,26 @@ _NEWTON_SCHULZ = Exercise(
             (".clamp(min=1e-7)", ""),
         ),
         (
-            "The norm is that of the whole matrix, √Σx². This is its largest element.",
+            "You divided by the largest element. Use the Frobenius norm, √Σx².",
             ("x.norm().clamp(min=1e-7)", "x.abs().max().clamp(min=1e-7)"),
         ),
         (
-            "Gradients are small: 1e-7 is the least to divide by, not 1.",
+            "Gradients are small. Divide by at least 1e-7, not by at least 1.",
             ("clamp(min=1e-7)", "clamp(min=1)"),
         ),
-        ("`steps` says how many steps; this takes five.", ("range(steps)", "range(5)")),
-        ("This is one step. Repeat it `steps` times.", ("range(steps)", "range(1)")),
+        ("You applied five steps. Apply `steps` of them.", ("range(steps)", "range(5)")),
+        ("You applied one step. Repeat it `steps` times.", ("range(steps)", "range(1)")),
         (
             "c belongs to (X Xᵀ)², so square the product.",
             ("c * gram @ gram", "c * gram"),
         ),
         (
-            "This squares each element. (X Xᵀ)² is a product of matrices.",
+            "You squared each element. (X Xᵀ)² is a matrix product.",
             ("c * gram @ gram", "c * gram**2"),
         ),
-        ("The term aX is missing.", ("a * x + ", "")),
+        ("You forgot the term aX.", ("a * x + ", "")),
         (
-            "b and c are exchanged: b is for σ³, with one X Xᵀ.",
+            "You swapped b and c: b is for σ³, with one X Xᵀ.",
             ("a, b, c = COEFFICIENTS", "a, c, b = COEFFICIENTS"),
         ),
         (
@@ -144,17 +144,20 @@ _NEWTON_SCHULZ = Exercise(
             ("a, b, c = COEFFICIENTS", "a, b, c = 1.5, -0.5, 0.0"),
         ),
         (
-            "Of a tall matrix X Xᵀ is the larger square. Transpose it first.",
+            "For a tall matrix, X Xᵀ is the larger square. Transpose it first.",
             (_X, "x = matrix"),
             (_BACK, "return x"),
         ),
-        ("The result of a tall matrix is still transposed.", (_BACK, "return x")),
         (
-            "The matrix itself was scaled. Divide into a new tensor.",
+            "The result for a tall matrix is still transposed. Transpose it back.",
+            (_BACK, "return x"),
+        ),
+        (
+            "You scaled the argument in place. Divide into a new tensor.",
             (_SCALED, "x.div_(x.norm().clamp(min=1e-7))"),
         ),
         (
-            "This scales the matrix again in each step, which undoes the step before.",
+            "You divided by the norm in each step, which undoes the previous step. Divide once.",
             (_STEP, f"{_STEP}\n        x = x / x.norm().clamp(min=1e-7)"),
         ),
     ),
@@ -166,7 +169,7 @@ Step = Callable[..., None]
 
 
 class Case(NamedTuple):
-    """A matrix, its settings, and how many steps it takes."""
+    """A matrix, its settings, and the number of steps."""
 
     shape: tuple[int, int]
     settings: dict[str, Any]
@@ -189,8 +192,8 @@ _MUON_CASES = (
 def _run(
     step_: Step, case: Case, call: str | None = None, dtype: torch.dtype = torch.float64
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """The weight and a copy of the state after each step. With `call`, require that the step is in
-    place and leaves the gradient alone."""
+    """Return the weight and a copy of the state after each step. With `call`, require that the step
+    is in place and does not change the gradient."""
     weight, state = _random(*case.shape, dtype=dtype), {}
     address, weights, states = weight.data_ptr(), [], []
     for seed in range(1, case.steps + 1):
@@ -200,7 +203,7 @@ def _run(
             step_(weight, passed, state, **case.settings)
         if call is not None:
             require(torch.equal(passed, gradient), f"{call} changed the gradient.")
-            require(weight.data_ptr() == address, f"{call} gave the weight other memory.")
+            require(weight.data_ptr() == address, f"{call} moved the weight to other memory.")
         passed.zero_()  # as zero_grad(set_to_none=False) does: the state must not be a view of it
         weights.append(weight.clone())
         states.append({k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()})
@@ -208,7 +211,7 @@ def _run(
 
 
 def _stored_bytes(state: dict[str, Any]) -> int:
-    """Of the storages of the state's tensors, without single numbers."""
+    """Return the bytes of the storages of the state's tensors, without scalars."""
     tensors = [value for value in state.values() if isinstance(value, Tensor) and value.numel() > 1]
     return sum(
         {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
@@ -248,10 +251,10 @@ def _check_muon(answer: Step) -> str:
     require(mine.dtype == torch.float32, f"{call} changed the weight's dtype.")
     require(
         1e-5 < apart < 0.05,
-        f"{call}: the step is {'too near to' if apart < 0.05 else 'too far from'} that in float32; "
-        f"wanted the rounding of bfloat16.",
+        f"{call}: the step is {'too near to' if apart < 0.05 else 'too far from'} the float32 "
+        f"step; wanted bfloat16's rounding.",
     )
-    return f"{sum(case.steps for case in _MUON_CASES)} steps are right · one tensor in the state"
+    return f"{sum(case.steps for case in _MUON_CASES)} steps match · one tensor in the state"
 
 
 _AHEAD = "ahead = (1 - momentum) * gradient + momentum * m"
@@ -267,8 +270,8 @@ _MUON = Exercise(
     hints=(
         'state.get("m", torch.zeros_like(gradient)) is the momentum before the step. Which of M '
         "and X is kept, and which is orthogonalized?",
-        "Keep the new M. X, one gradient ahead, is a temporary: cast it with .to(dtype), pass it "
-        "to newton_schulz, cast the result with .to(weight.dtype). `weight *=` works in place.",
+        "Keep the new M. X is a temporary: cast it with .to(dtype), pass it to newton_schulz, and "
+        "cast the result with .to(weight.dtype). `weight *=` works in place.",
         'state["m"] = m = momentum * m + (1 - momentum) * gradient; ahead = (1 - momentum) * '
         "gradient + momentum * m; weight *= 1 - lr * weight_decay; weight -= lr * "
         "max(1, rows / columns) ** 0.5 * newton_schulz(ahead.to(dtype)).to(weight.dtype).",
@@ -279,32 +282,32 @@ _MUON = Exercise(
     wrong_answers=mistakes(
         "20.2",
         ("Orthogonalize X, one gradient ahead, not M.", ("ahead.to(dtype)", "m.to(dtype)")),
-        ("Nothing is orthogonalized.", ("newton_schulz(ahead.to(dtype))", "ahead.to(dtype)")),
+        ("You did not orthogonalize X.", ("newton_schulz(ahead.to(dtype))", "ahead.to(dtype)")),
         (
-            "The state is X. Keep M, without the gradient ahead.",
+            "You kept X in the state. Keep M, without the gradient ahead.",
             (_AHEAD, f'{_AHEAD}\n    state["m"] = ahead'),
         ),
         (
-            "The gradients of earlier steps play no part: read M from the state, and use it.",
+            "You ignored the earlier gradients. Read M from the state and use it.",
             ('state.get("m", torch.zeros_like(gradient))', "torch.zeros_like(gradient)"),
         ),
-        ("The weight decay is missing.", (_DECAY, "")),
+        ("You forgot the weight decay.", (_DECAY, "")),
         (
-            "The decay is not multiplied by the learning rate.",
+            "Multiply the decay by the learning rate.",
             (_DECAY, "weight *= 1 - weight_decay"),
         ),
         (
-            "Coupled decay: it went into the gradient, and was orthogonalized with it.",
+            "You added the decay to the gradient and orthogonalized it. Decay the weight itself.",
             (_DECAY, ""),
             (
                 "rows, columns = weight.shape",
                 "rows, columns = weight.shape\n    gradient = gradient + weight_decay * weight",
             ),
         ),
-        ("The factor √max(1, rows / columns) is missing.", (f"{_SHAPE} * ", "")),
-        ("Rows over columns: this is the inverse.", ("rows / columns", "columns / rows")),
-        ("The root of the ratio is missing.", (_SHAPE, "max(1, rows / columns)")),
-        ("The ratio counts only if it is above 1.", (_SHAPE, "(rows / columns) ** 0.5")),
+        ("You forgot the factor √max(1, rows / columns).", (f"{_SHAPE} * ", "")),
+        ("You inverted the ratio. Divide rows by columns.", ("rows / columns", "columns / rows")),
+        ("You forgot the square root of the ratio.", (_SHAPE, "max(1, rows / columns)")),
+        ("Use the ratio only if it is above 1.", (_SHAPE, "(rows / columns) ** 0.5")),
         (
             "Cast X to `dtype` before you orthogonalize it.",
             ("ahead.to(dtype)", "ahead"),
@@ -314,10 +317,10 @@ _MUON = Exercise(
             (_DECAY, "weight = weight * (1 - lr * weight_decay)"),
         ),
         (
-            "Two tensors are kept. X is a temporary.",
+            "You kept two tensors. X is a temporary.",
             (_AHEAD, f'{_AHEAD}\n    state["ahead"] = ahead'),
         ),
-        ("The step goes up the gradient.", ("weight -= lr", "weight += lr")),
+        ("You stepped up the gradient. Subtract.", ("weight -= lr", "weight += lr")),
     ),
 )
 
@@ -357,17 +360,17 @@ def _require_state(call: str, case: Case, state: dict[str, Any]) -> None:
 
 
 def _gradient_of(case: Case, step: int) -> Tensor:
-    """The gradient of a step, from 0, short side first."""
+    """Return the gradient of a step, counted from 0, with the short side first."""
     gradient = (step + 1) * _random(*case.shape, seed=step + 1)
     return gradient.T if case.shape[0] >= case.shape[1] else gradient
 
 
 def _require_projector(call: str, case: Case, step: int, got: Tensor, before: Tensor) -> None:
-    """By the space that it spans: singular vectors have no sign of their own."""
+    """Compare the spaces that they span, because the sign of a singular vector is arbitrary."""
     if step % case.settings.get("gap", 200):
         require(
             torch.equal(got, before),
-            f"{call}: P changed at step {step + 1}; wanted new directions every `gap` steps.",
+            f"{call}: P changed at step {step + 1}; wanted a new P every `gap` steps.",
         )
         return
     lengths = got.double().norm(dim=0)
@@ -388,7 +391,7 @@ def _require_projector(call: str, case: Case, step: int, got: Tensor, before: Te
 
 
 def _with_projectors(case: Case, projectors: list[Tensor]) -> list[Tensor]:
-    """The weights after each step, with these projections."""
+    """Return the weights after each step with these projectors."""
     settings = {"gap": 200, "scale": 0.25, "betas": (0.9, 0.999), "eps": 1e-8, **case.settings}
     (beta1, beta2), weight, found = settings["betas"], _random(*case.shape), []
     m = v = torch.zeros(()).double()
@@ -413,8 +416,8 @@ _GALORE = Exercise(
     minutes=18,
     difficulty=3,
     hints=(
-        "Start like Day 8's AdamW: count t in the state. The moments are those of P.T @ gradient, "
-        "and only the last line sees the weight's shape.",
+        "Start like Day 8's AdamW: count t in the state. Compute the moments of P.T @ gradient. "
+        "Only the last line uses the weight's shape.",
         "weight.T is a view, so `weight -= …` on it writes into the weight itself. (t - 1) % gap "
         "== 0 is true at steps 1, 1 + gap, … What does u[:, :rank] keep alive?",
         'state["P"] = u[:, :rank].clone(); low = state["P"].T @ gradient; m and v as in Adam, '
@@ -430,25 +433,25 @@ _GALORE = Exercise(
             "The slice keeps all of U in memory. Clone it.",
             (_P, "u[:, :rank]"),
         ),
-        ("P is found at every step. Keep it for `gap` steps.", (_RENEWED, "True")),
+        ("You computed P at every step. Keep it for `gap` steps.", (_RENEWED, "True")),
         (
-            "P is found once and never again.",
+            "You computed P once. Renew it every `gap` steps.",
             (_RENEWED, "t == 1"),
         ),
         (
-            "Steps count from 1: this renews P one step early.",
+            "You renewed P one step early. Steps count from 1.",
             (_RENEWED, 't % gap == 0 or "P" not in state'),
         ),
         (
-            "These are the smallest directions. Singular values come sorted, the largest first.",
+            "You took the smallest directions. Singular values are sorted, the largest first.",
             (_P, "u[:, -rank:].clone()"),
         ),
         (
-            "Of a square matrix, too, work on the transpose: rows ≥ columns.",
+            "For a square matrix, also work on the transpose: rows ≥ columns.",
             (_IS_TALL, "weight.shape[0] > weight.shape[1]"),
         ),
         (
-            "Project the short side. Tall matrices are transposed, not wide ones.",
+            "Project the short side. Transpose tall matrices, not wide ones.",
             (_IS_TALL, "weight.shape[0] < weight.shape[1]"),
         ),
         (
@@ -456,23 +459,23 @@ _GALORE = Exercise(
             (_IS_TALL, "False"),
         ),
         (
-            "New directions do not set the moments back to zero.",
+            "Keep the moments when P changes.",
             (
                 "zeros = torch.zeros_like(low)",
                 "zeros = torch.zeros_like(low)\n    if (t - 1) % gap == 0:\n"
                 '        state.pop("m", None), state.pop("v", None)',
             ),
         ),
-        ("The update is multiplied by `scale`, too.", ("lr * scale *", "lr *")),
+        ("Multiply the update by `scale` too.", ("lr * scale *", "lr *")),
         ("v starts at zero: divide it by 1 − β₂ᵗ.", (_ROOT, "(v.sqrt() + eps)")),
         ("m starts at zero: divide it by 1 − β₁ᵗ.", ("m / (1 - beta1**t)", "m")),
         (
-            "Add eps outside of the root, as in AdamW.",
+            "Add eps outside the root, as in AdamW.",
             (_ROOT, "(v / (1 - beta2**t) + eps).sqrt()"),
         ),
-        ("v has the squares of R.", ("low**2", "low.abs()")),
+        ("v averages the squares of R.", ("low**2", "low.abs()")),
         (
-            "The moments have the gradient's full size: nothing is saved. Project it before.",
+            "Your moments have the full size of the gradient. Project the gradient first.",
             ('low = state["P"].T @ gradient  # (r, n)', "low = gradient"),
             ('state["P"] @ step', 'state["P"] @ (state["P"].T @ step)'),
         ),
@@ -481,14 +484,14 @@ _GALORE = Exercise(
             ("weight -= lr * scale", "weight = weight - lr * scale"),
         ),
         (
-            "P also multiplies by the singular values. Its columns are directions of length 1.",
+            "You multiplied P by the singular values. Its columns have length 1.",
             (
                 "u, _, _ = torch.linalg.svd(gradient, full_matrices=False)",
                 "u, s, _ = torch.linalg.svd(gradient, full_matrices=False)\n        u = u * s",
             ),
         ),
         (
-            "The betas are always 0.9 and 0.999: take them from `betas`.",
+            "You fixed the betas at 0.9 and 0.999. Use `betas`.",
             ("beta1, beta2 = betas", "beta1, beta2 = 0.9, 0.999"),
         ),
     ),
@@ -539,40 +542,40 @@ _KEPT = Exercise(
             "GaLore's moments lie along the long side, and P along the short one.",
             ("rank * (short + 2 * long)", "rank * (long + 2 * short)"),
         ),
-        ("GaLore keeps P, too.", ("rank * (short + 2 * long)", "2 * rank * long")),
+        ("GaLore also keeps P.", ("rank * (short + 2 * long)", "2 * rank * long")),
         ("GaLore keeps two moments.", ("(short + 2 * long)", "(short + long)")),
         (
-            "APOLLO has no P to keep: it is drawn again from a seed.",
+            "APOLLO keeps no P: it draws P again from a seed.",
             ('"apollo": 2 * rank * long', '"apollo": rank * (short + 2 * long)'),
         ),
         ("APOLLO's moments lie along the long side.", ("2 * rank * long", "2 * rank * short")),
         (
-            "At a rank of the short side or above, nothing is projected.",
+            "If the rank is not below the short side, nothing is projected.",
             ("projected = rank < short", "projected = True"),
         ),
         (
-            "At a rank of exactly the short side, nothing is projected either.",
+            "A rank equal to the short side projects nothing either.",
             ("rank < short", "rank <= short"),
         ),
         (
             "Rows can be the long side. Sort the two.",
             ("sorted((rows, columns))", "(rows, columns)"),
         ),
-        ("Muon has a momentum, and nothing else.", ('"muon": short * long', '"muon": whole')),
+        ("Muon keeps only a momentum.", ('"muon": short * long', '"muon": whole')),
         (
-            "SOAP keeps eigenvectors as well: two squares of each side.",
+            "SOAP also keeps eigenvectors: two squares of each side.",
             ("2 * short**2 + 2 * long**2 + whole", "short**2 + long**2 + whole"),
         ),
         (
-            "SOAP is Adam in another basis: it has both moments, too.",
+            "SOAP runs Adam in another basis, so it also keeps both moments.",
             ("2 * long**2 + whole", "2 * long**2"),
         ),
         (
-            "Shampoo has a square of each side, m² + n².",
+            "Shampoo keeps a square of each side, m² + n².",
             ('"shampoo": short**2 + long**2', '"shampoo": short**2'),
         ),
         (
-            "These are bytes. Wanted elements.",
+            "You counted bytes. Count elements.",
             body(
                 "elements_kept",
                 """

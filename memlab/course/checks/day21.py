@@ -58,7 +58,7 @@ def _check_pack(answer: Pack) -> str:
         with unchanged(call, lengths=mine):
             got = answer(mine, capacity)
         equal(call, got, pack(lengths, capacity))
-    return f"{len(_DOCUMENTS)} sets of documents are in the rows of first-fit decreasing"
+    return f"{len(_DOCUMENTS)} sets of documents match first-fit decreasing"
 
 
 _SORTED = "sorted(range(len(lengths)), key=lambda number: -lengths[number])"
@@ -70,10 +70,10 @@ _PACK = Exercise(
     minutes=10,
     difficulty=2,
     hints=(
-        "Sort the numbers of the documents by length, longest first. Keep a second list beside the "
-        "rows: how many tokens are still free in each.",
-        "sorted(range(len(lengths)), key=lambda number: -lengths[number]) is the order, and it "
-        "keeps equally long ones as they were. Look for the first row with free >= length.",
+        "Sort the documents' indices by length, longest first. Besides the rows, keep a list of "
+        "how many tokens are still free in each row.",
+        "sorted(range(len(lengths)), key=lambda number: -lengths[number]) is the order. "
+        "Equally long documents keep their order. Find the first row with free >= length.",
         "For each number: fitting = [row for row, left in enumerate(free) if left >= "
         "lengths[number]]. If it is empty, append [] to rows and capacity to free. Then append the "
         "number to rows[fitting[0]], and subtract its length from free[fitting[0]].",
@@ -84,44 +84,44 @@ _PACK = Exercise(
     wrong_answers=mistakes(
         "21.1",
         (
-            "The documents are taken in their own order. Take the longest first.",
+            "You took the documents in the given order. Take the longest first.",
             (_SORTED, "range(len(lengths))"),
         ),
         (
-            "This begins with the shortest document. Take the longest first.",
+            "You took the shortest document first. Sort in decreasing order.",
             ("-lengths[number])", "lengths[number])"),
         ),
         (
-            "Only the row opened last is tried. A document may fit into an earlier one.",
+            "You tried only the last row. A document may fit into an earlier one.",
             (_FITTING, "[row for row, left in enumerate(free) if left >= lengths[number]][-1:]"),
             ("left >= lengths[number]", "left >= lengths[number] and row == len(free) - 1"),
         ),
         (
-            "This takes the last row with room. Take the first.",
+            "You took the last row with room. Take the first.",
             ("fitting[0]", "fitting[-1]"),
         ),
         (
-            "This takes the row with the least room (best fit). Take the first row with room.",
+            "You took the row with the least room (best fit). Take the first row with room.",
             (_FITTING, f"sorted({_FITTING}, key=lambda row: free[row])"),
         ),
         (
-            "This takes the row with the most room (worst fit). Take the first row with room.",
+            "You took the row with the most room (worst fit). Take the first row with room.",
             (_FITTING, f"sorted({_FITTING}, key=lambda row: -free[row])"),
         ),
         (
-            "A document that fills the row exactly fits, too: >=, not >.",
+            "A document that fills the row exactly also fits: >=, not >.",
             ("left >= lengths", "left > lengths"),
         ),
         (
-            "The rows have lengths. Put in the documents' numbers.",
+            "Your rows list lengths. List the documents' indices.",
             (".append(number)", ".append(lengths[number])"),
         ),
         (
-            "Equally long documents come in their order.",
+            "Equally long documents keep their order.",
             ("-lengths[number])", "(-lengths[number], -number))"),
         ),
         (
-            "A row's free tokens must shrink with each document.",
+            "Subtract each document's length from the row's free tokens.",
             ("free[fitting[0]] -= lengths[number]", "pass"),
         ),
     ),
@@ -149,7 +149,7 @@ def _check_join(answer: Join) -> str:
         for name, mine, wanted in zip(_PARTS, got, join(documents), strict=True):
             is_tensor(f"{call}: {name}", mine, dtype=wanted.dtype, shape=tuple(wanted.shape))
             equal(f"{call}: {name}", mine.tolist(), wanted.tolist())
-    return f"{len(_ROWS)} rows · no target across a boundary · boundaries in int32"
+    return f"{len(_ROWS)} rows · no target across a boundary · int32 boundaries"
 
 
 _TARGETS = "targets[boundaries[1:] - 1] = IGNORED"
@@ -161,9 +161,9 @@ _JOIN = Exercise(
     minutes=10,
     difficulty=2,
     hints=(
-        "torch.cat joins the tokens. The boundaries are the running sum of the lengths, with a 0 "
-        "before it. Both other results can be made from these two.",
-        "tokens.roll(-1) moves each next token to its place, in a new tensor. The last token of a "
+        "torch.cat joins the tokens. The boundaries are a 0 and the cumulative sum of the lengths. "
+        "Compute targets and positions from these two.",
+        "tokens.roll(-1) is a new tensor with the next token in each place. The last token of a "
         "document is at boundaries[1:] - 1. A document's start, for each of its tokens, is "
         "boundaries[:-1].repeat_interleave(lengths).",
         "boundaries = F.pad(lengths.cumsum(0), (1, 0)); targets = tokens.roll(-1); "
@@ -176,17 +176,17 @@ _JOIN = Exercise(
     wrong_answers=mistakes(
         "21.2",
         (
-            "The last token of a document is trained to predict the first of the next. Its target "
-            "is −100.",
+            "Your last token of a document predicts the first token of the next document. Set its "
+            "target to −100.",
             (_TARGETS, "targets[-1] = IGNORED"),
         ),
         (
-            "The last target is the row's first token: roll goes around. Every document ends with "
-            "−100, the last one too.",
+            "Your last target is the row's first token, because roll wraps around. The last "
+            "document also ends with −100.",
             (_TARGETS, "targets[boundaries[1:-1] - 1] = IGNORED"),
         ),
         (
-            "The first token of each document lost its target. It is the last one that has none.",
+            "You removed the target of each document's first token. Only its last token has none.",
             (_TARGETS, "targets[boundaries[:-1]] = IGNORED"),
         ),
         (
@@ -194,11 +194,11 @@ _JOIN = Exercise(
             ("tokens.roll(-1)", "tokens.clone()"),
         ),
         (
-            "This is the token before. A target is the next one.",
+            "You took the previous token. A target is the next one.",
             ("tokens.roll(-1)", "tokens.roll(1)"),
         ),
         (
-            "Positions go on through the row. They start at 0 in each document.",
+            "Your positions count through the row. They start at 0 in each document.",
             (_POSITIONS, "torch.arange(len(tokens))"),
         ),
         (
@@ -206,19 +206,19 @@ _JOIN = Exercise(
             (_POSITIONS, f"{_POSITIONS} + 1"),
         ),
         (
-            "Boundaries are int32: kernels for variable lengths take nothing else.",
+            "Return int32 boundaries: kernels for variable lengths require int32.",
             ("boundaries.int()", "boundaries"),
         ),
         (
-            "These are lengths. Boundaries are their running sum.",
+            "You returned lengths. Boundaries are their cumulative sum.",
             ("boundaries.int()", "F.pad(lengths, (1, 0)).int()"),
         ),
         (
-            "The boundaries lack the 0 at the start.",
+            "Your boundaries lack the 0 at the start.",
             ("boundaries.int()", "boundaries[1:].int()"),
         ),
         (
-            "The boundaries lack the end of the last document.",
+            "Your boundaries lack the end of the last document.",
             ("boundaries.int()", "boundaries[:-1].int()"),
         ),
     ),
@@ -250,14 +250,14 @@ def _of_row(attend: Attend, boundaries: Tensor, q: Tensor, k: Tensor, v: Tensor)
 
 
 def _row(ends: Sequence[int], head_dim: int = 4) -> tuple[Tensor, ...]:
-    """q, k, v (1, 2, T, D) and the boundaries."""
+    """Return q, k, v (1, 2, T, D) and the boundaries."""
     random = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, ends[-1], head_dim, generator=random)
     return q, k, v, torch.tensor(ends, dtype=torch.int32)
 
 
 def _by_mask(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> Tensor:
-    """All scores, and a mask: the oracle."""
+    """The oracle: attention with all scores and a mask."""
     lengths = boundaries.diff().long()
     number = torch.arange(len(lengths)).repeat_interleave(lengths)
     mask = (number[:, None] == number).tril()
@@ -274,7 +274,7 @@ def _check_no_squares(answer: Attend) -> str:
     room = _LONG[-1] ** 2 * 3 // 4  # less than a mask, with a byte per element
     got = peaks(lambda: answer(q, k, v, boundaries))
     limited(call, got, forward=most.forward + room, backward=most.backward + room)
-    return f"results and gradients are right · at most {got.forward:,} bytes, no T × T tensor"
+    return f"results and gradients match · at most {got.forward:,} bytes, no T × T tensor"
 
 
 _OF_DOCUMENT = "(x[:, :, start:end] for x in (q, k, v))"
@@ -290,8 +290,8 @@ _ATTEND = Exercise(
     minutes=15,
     difficulty=3,
     hints=(
-        "Each document is a slice of q, k and v, from one boundary to the next. What does "
-        "attention of these slices give?",
+        "Each document is a slice of q, k and v, from one boundary to the next. What "
+        "does attention over these slices give?",
         "pairwise(boundaries.tolist()) gives start and end of each document. "
         "F.scaled_dot_product_attention(..., is_causal=True) of the slices [:, :, start:end], and "
         "torch.cat along the tokens.",
@@ -305,30 +305,30 @@ _ATTEND = Exercise(
     wrong_answers=mistakes(
         "21.3",
         (
-            "Every token sees all earlier documents. The boundaries are not used.",
+            "You ignored the boundaries, so every token attends to all earlier documents.",
             body(
                 "attend_within",
                 "return F.scaled_dot_product_attention(q, k, v, is_causal=True)",
             ),
         ),
         (
-            "Within its document a token sees later ones. Pass is_causal=True.",
+            "A token attends to later tokens of its document. Pass is_causal=True.",
             ("is_causal=True", "is_causal=False"),
         ),
         (
-            "The values are right, but this makes a T × T mask. Attend document by document.",
+            "The values are right, but you allocated a T × T mask. Attend document by document.",
             body("attend_within", _MASKED),
         ),
         (
-            "Keys and values begin at the start of the row. They begin at the document's start.",
+            "You sliced keys and values from the start of the row. Start at the document's start.",
             (_OF_DOCUMENT, "(q[:, :, start:end], k[:, :, : end - start], v[:, :, : end - start])"),
         ),
         (
-            "Scores are divided by √D, which scaled_dot_product_attention does by itself.",
+            "You scaled the scores twice. scaled_dot_product_attention already divides by √D.",
             ("is_causal=True", "is_causal=True, scale=1.0"),
         ),
         (
-            "The result is cut off from autograd.",
+            "You detached the inputs, so autograd gives no gradients.",
             (_OF_DOCUMENT, "(x[:, :, start:end].detach() for x in (q, k, v))"),
         ),
     ),
@@ -373,10 +373,10 @@ _CACHE = Exercise(
     minutes=10,
     difficulty=1,
     hints=(
-        "For each token a layer keeps one key and one value for each of its key/value heads. How "
-        "many tokens does each layer keep?",
-        "A layer without a window keeps all tokens. With one it keeps at most window - 1, and no "
-        "more than there are.",
+        "Per token, a layer keeps a key and a value for each of its key/value heads. How many "
+        "tokens does each layer keep?",
+        "A layer without a window keeps all tokens. A layer with a window keeps at most "
+        "window - 1 of them.",
         "kept = sum(tokens if window is None else min(tokens, window - 1) for window in windows). "
         "Multiply it by 2 (key and value), kv_heads, head_dim, batch and element_bytes.",
     ),
@@ -384,30 +384,30 @@ _CACHE = Exercise(
     check=_check_cache,
     wrong_answers=mistakes(
         "21.4",
-        ("Keys are kept, and values as well: twice as much.", ("2 * kept", "kept")),
+        ("A layer keeps keys and values: multiply by 2.", ("2 * kept", "kept")),
         (
             "A layer with a window keeps one token less than the window.",
             ("window - 1", "window"),
         ),
         (
-            "With fewer tokens than the window there is nothing more to keep.",
+            "If there are fewer tokens than window - 1, a layer keeps all of them.",
             ("min(tokens, window - 1)", "window - 1"),
         ),
-        ("Windows are not used: such a layer keeps less.", (_KEPT, "tokens")),
+        ("You ignored the windows. A layer with a window keeps less.", (_KEPT, "tokens")),
         (
-            "A window belongs to its layer alone. The others keep all tokens.",
+            "A window limits only its own layer. Layers without a window keep all tokens.",
             (
                 f"sum({_KEPT} for window in windows)",
                 "len(windows) * min([tokens] + [w - 1 for w in windows if w])",
             ),
         ),
         ("Each sequence of the batch has its own cache.", (" * batch", "")),
-        ("This is a number of elements. Multiply by their bytes.", (" * element_bytes", "")),
-        ("Each key/value head has a key and a value of its own.", (" * kv_heads", "")),
+        ("You counted elements. Multiply by the bytes per element.", (" * element_bytes", "")),
+        ("Each key/value head has its own keys and values.", (" * kv_heads", "")),
     ),
 )
 
-# ------------------------------------------------------------------ 21.5: one number per token
+# -------------------------------------------------------- 21.5: one log-probability per token
 
 LogProbs = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
@@ -463,7 +463,7 @@ def _check_chunks(answer: LogProbs) -> str:
     left = new_bytes(trace) - kept.pop().nbytes
     require(
         left < logits,
-        f"{call} keeps {left:,} bytes between forward and backward beside its result; wanted less "
+        f"{call} keeps {left:,} bytes between forward and backward besides its result; wanted less "
         f"than a chunk's logits, {logits:,}.",
         evidence=(call, "held"),
     )
@@ -471,8 +471,8 @@ def _check_chunks(answer: LogProbs) -> str:
     got = peaks(lambda: answer(hidden, weight, targets, chunk))
     limited(call, got, forward=most.forward + logits, backward=most.backward + logits)
     return (
-        f"values and gradients are right · {left:,} bytes between forward and backward, all logits "
-        f"have {rows // chunk * logits:,}"
+        f"values and gradients match · {left:,} bytes kept for backward; all logits would be "
+        f"{rows // chunk * logits:,}"
     )
 
 
@@ -481,13 +481,13 @@ _CALL = "recompute(of_rows, rows, weight, wanted)"
 
 _LOG_PROBS = Exercise(
     id="21.5",
-    title="One number per token",
+    title="One log-probability per token",
     minutes=15,
     difficulty=3,
     hints=(
-        "Rows are independent: of_rows of a few rows gives their part of the result. Which rows "
-        "come last, if N is no multiple of chunk? And what does autograd keep of each part?",
-        "hidden.split(chunk) and targets.split(chunk) go together, and end with a shorter part. "
+        "Rows are independent: call of_rows on a few rows at a time. Which rows come last, if N is "
+        "not a multiple of chunk? And what does autograd keep of each part?",
+        "Zip hidden.split(chunk) and targets.split(chunk). The last part may be shorter. "
         "recompute(of_rows, rows, weight, wanted) keeps only its inputs.",
         "parts = [recompute(of_rows, rows, weight, wanted) for rows, wanted "
         "in zip(hidden.split(chunk), targets.split(chunk))]; return torch.cat(parts).",
@@ -498,31 +498,31 @@ _LOG_PROBS = Exercise(
     wrong_answers=mistakes(
         "21.5",
         (
-            "Every chunk's logits are kept for backward. Recompute them there.",
+            "You keep every chunk's logits for backward. Recompute them.",
             (_CALL, "of_rows(rows, weight, wanted)"),
         ),
         (
-            "All rows are one chunk. Their logits exist at once when backward recomputes them.",
+            "You used one chunk for all rows, so backward recomputes all logits at once.",
             (_SPLIT, "[(hidden, targets)]"),
         ),
         (
-            "The rows after the last whole chunk are missing.",
+            "You forgot the rows after the last full chunk.",
             (_SPLIT, f"list({_SPLIT})[: max(1, len(hidden) // chunk)]"),
         ),
         (
-            "Without gradients nothing is kept, and nothing is trained.",
+            "Under no_grad, nothing is kept, but nothing trains either.",
             (_CALL, "torch.no_grad()(of_rows)(rows, weight, wanted)"),
         ),
         (
-            "This is the loss, −log p. Return log p.",
+            "You returned the loss, −log p. Return log p.",
             (_CALL, f"-{_CALL}"),
         ),
         (
-            "The result is in float32, whatever the dtype of hidden.",
+            "Return float32, whatever the dtype of hidden.",
             ("torch.cat(parts)", "torch.cat(parts).to(hidden.dtype)"),
         ),
         (
-            "One number per token: this is their sum.",
+            "You returned the sum. Return one value per token.",
             ("torch.cat(parts)", "torch.cat(parts).sum()"),
         ),
     ),
