@@ -241,13 +241,13 @@ def decode(codes, scales, code):
 # %% [markdown]
 # ### Exercise 9.2: blockwise quantization
 #
-# About 15 minutes. `x` is a float32 tensor of any shape with n elements. `code` is a codebook: 256
-# sorted values that include 0 and end at 1. Return `(codes, scales)`: uint8 of shape (n,) and
-# float32 of shape (⌈n/256⌉,), with no larger storage behind them.
+# About 15 minutes. `x` is a float32 tensor of any shape with n elements. `code` is a sorted
+# codebook of 256 values that has 0 and ends at 1. Return `(codes, scales)`: uint8 (n,) and float32
+# (⌈n/256⌉,), with no larger storage behind them.
 #
 # - A scale is its block's absmax. The last block may be short.
-# - A code is the index of the nearest entry (at a tie, either).
-# - A zero gets the code of zero, also in a block of zeros.
+# - A code is the index of the nearest entry. A zero gets the code of zero, also in a block of
+#   zeros.
 # - Use at most 64 bytes of memory per element. `torch.bucketize(a, b)` counts the elements of a
 #   sorted `b` below each `a`.
 
@@ -800,7 +800,7 @@ verdict(
     "19a",
     abs(after - 8) < 0.1 or abs(after + 4 - 8) < 0.1,
     in_words,
-    otherwise=f"{after:.2f} instead of 8; with float32 master weights {after + 4:.2f} instead of 12",
+    otherwise=f"{after:.2f} instead of 8, or {after + 4:.2f} instead of 12 with master weights",
 )
 
 # %%
@@ -897,8 +897,8 @@ with memlab.dry_run():
     small = [weight.numel() for weight in GPT(PRESETS["124m"]).parameters()]
 lion, adam = moments_bytes(small, 1, 1), moments_bytes(small, 2, 2)
 print(f"8-bit Lion's state: {format_bytes(lion)}, {lion / sum(small):.2f} bytes per weight")
-print(f"8-bit Adam's state: {format_bytes(adam)}, {adam / sum(small):.2f} bytes per weight, ", end="")
-print(f"{(adam - lion) / 2**30:.2f} GiB more")
+print(f"8-bit Adam's state: {format_bytes(adam)}, {adam / sum(small):.2f} bytes per weight")
+print(f"difference: {(adam - lion) / 2**30:.2f} GiB")
 
 # %%
 running_bill(9)
