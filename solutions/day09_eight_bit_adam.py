@@ -245,11 +245,10 @@ def decode(codes, scales, code):
 # codebook of 256 values that has 0 and ends at 1. Return `(codes, scales)`: uint8 (n,) and float32
 # (⌈n/256⌉,), with no larger storage behind them.
 #
-# - A scale is its block's absmax. The last block may be short.
-# - A code is the index of the nearest entry. A zero gets the code of zero, also in a block of
-#   zeros.
-# - Use at most 64 bytes of memory per element. `torch.bucketize(a, b)` counts the elements of a
-#   sorted `b` below each `a`.
+# - Scale: absmax of the block. The last block may be short.
+# - Code: index of the nearest entry. A zero gets the code of zero, also in a block of zeros.
+# - Memory: at most 64 bytes per element. `torch.bucketize(a, b)` counts the elements of `b` below
+#   each `a`.
 
 
 # %%
