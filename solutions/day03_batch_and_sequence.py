@@ -193,9 +193,8 @@ def copied(model, optimizer, micro_batches, size, max_norm):
 # - If all tokens of a micro-batch are masked, the loss is 0/0, NaN.
 # - The list of losses keeps tensors alive.
 #
-# The correct loss is the sum of the losses of all unmasked tokens in the window, divided by their
-# count. You know the count only at the end of the window. So backpropagate *sums*, then divide the
-# gradients once.
+# The correct loss is the sum of all unmasked tokens' losses in the window, divided by their count,
+# which is known only at the end. So backpropagate *sums*, then divide the gradients once.
 
 # %% [markdown]
 # ### Exercise 3.1: accumulate the gradient of a batch
