@@ -1,26 +1,28 @@
 # %% [markdown]
 # # Day 1: Where memory goes
 #
-# **My model is 0.5 GB. Why does training it need eight?**
+# **My model is 0.5 GB. Why does training it need 8 GB?**
 #
-# After today you can say what a training step of a transformer takes, before you start it and to
-# the byte, and you know which part to look at first when it does not fit.
+# After today you can predict, to the byte, how much memory a training step of a transformer needs.
+# When a step does not fit, you know which part to reduce first.
 #
-# About 75 minutes, 49 of them for five exercises. You need a laptop, and to have trained something
-# with PyTorch before; a GPU is welcome and not needed. Nothing is downloaded.
+# About 75 minutes, 49 of them for five exercises. You need a laptop and some experience of training
+# with PyTorch. A GPU is optional. Nothing is downloaded.
 
 # %% [markdown]
-# How it works: you **guess**, then **measure**, then **build** what explains the gap. In an
-# exercise, put your own lines in place of `raise NotImplementedError`. The cell below it checks
-# your answer, by value and by bytes. If you are stuck, type `memlab hint 1.1` in a terminal (File,
-# New, Terminal). An exercise left open blocks nothing: the lesson goes on with the reference.
+# How it works: you **guess**, then **measure**, then **build** the code that explains the gap. In
+# each exercise, replace `raise NotImplementedError` with your own code. The cell below it checks
+# the values and the bytes of your answer. If you are stuck, run `memlab hint 1.1` in a terminal
+# (File, New, Terminal). You can skip an exercise: the rest of the lesson then uses the reference
+# solution.
 
 # %% [markdown]
 # ## The question
 #
-# The patient of this course is a small Llama, complete in one readable file
-# ([memlab/model.py](../memlab/model.py)). At the size of GPT-2 its weights, in float32, come to
-# half a gigabyte. (KiB, MiB, GiB and TiB are 2¹⁰, 2²⁰, 2³⁰ and 2⁴⁰ bytes; a GB is 10⁹.)
+# The course trains a small Llama, implemented in one readable file
+# ([memlab/model.py](../memlab/model.py)). The preset `124m` has the size of GPT-2, and its float32
+# weights need about half a gigabyte. (KiB, MiB, GiB and TiB are 2¹⁰, 2²⁰, 2³⁰ and 2⁴⁰ bytes; a GB
+# is 10⁹ bytes.)
 
 # %%
 from collections.abc import Callable
@@ -49,14 +51,13 @@ print(f"{config.parameters:,} weights, four bytes each: {format_bytes(4 * config
 # %% [markdown]
 # ## Guess
 #
-# One training step: forward, backward, AdamW, on 8 sequences of 640 tokens, everything in float32.
-# At its fullest moment, its *peak*, it holds just under 8 GiB. How much of that is **activations**,
-# kept from the forward pass for the backward pass? Write a number in place of the dots, and do not
-# look further down yet.
+# Take one training step: forward, backward, AdamW, with 8 sequences of 640 tokens, in float32. Its
+# *peak memory* is just under 8 GiB. How many GiB of the peak are **activations**, the tensors that
+# forward saves for backward? Replace the dots with your guess before you read on.
 
 # %%
 ### BEGIN SOLUTION
-guess("1.1", activations_gib=6.2)  # eight, less weights, gradients and Adam's two moments
+guess("1.1", activations_gib=6.2)  # 8 minus weights, gradients and Adam's two moments
 ### END SOLUTION
 ### BEGIN STUB
 # guess("1.1", activations_gib=...)
@@ -65,9 +66,9 @@ guess("1.1", activations_gib=6.2)  # eight, less weights, gradients and Adam's t
 # %% [markdown]
 # ## Measure
 #
-# `dry_trace` takes the step on *fake* tensors. They have a shape, a dtype and a size, and no
-# memory behind them, so this runs on any laptop. The meter sees the same tensors come and go as
-# in a real step. `setting` says what is trained, `plain` that no technique is on.
+# `dry_trace` runs the step on *fake* tensors. Fake tensors have a shape and a dtype but no storage,
+# so this runs on any laptop. The meter records the same allocations and frees as in a real step.
+# `setting` describes the model and the batch; `plain` means that no technique is applied.
 
 # %%
 setting = Setting("124m", batch=8, seq_len=640)
@@ -79,35 +80,42 @@ print(trace)
 plot.timeline(trace, title=f"One training step: {setting}")
 
 # %% [markdown]
-# Left to right, allocation by allocation: `zero_grad` throws away the last step's gradients,
-# forward piles up activations, backward takes them down while gradients grow. The gap in the guess
-# is made of two things: at the peak gradients are *not* there, and **backward temporaries** are,
-# tensors that backward makes for itself. Today you write the formula of every band.
+# The x-axis counts allocations. `zero_grad` frees the last step's gradients, forward accumulates
+# activations, and backward frees them while gradients grow.
+#
+# Two things explain the gap in the guess. At the peak there are *no* gradients, but there are
+# **backward temporaries**: intermediate tensors of backward. Today you write a formula for every
+# band.
 
 # %% [markdown]
-# | band | what it is |
+# | band | contents |
 # | --- | --- |
 # | parameters | the weights |
-# | buffers | tensors that belong to the model and are not learnt: here, tables of angles |
+# | buffers | tensors of the model that are not trained: here, the RoPE tables |
 # | optimizer state | AdamW's two moments for each weight |
 # | inputs | the tokens |
-# | activations | made in forward, still there when backward starts |
-# | gradients | of the weights, one number for each |
-# | temporaries | made on the way, in forward, backward or the optimizer, and soon gone |
+# | activations | tensors made in forward and still alive when backward starts |
+# | gradients | one element for each weight |
+# | temporaries | short-lived tensors of forward, backward or the optimizer |
 
 # %% [markdown]
-# ## Build, line 1: weights
+# ## Line 1: weights
 #
-# A ledger begins with what you own. In the names of the whole course: C is the width, L the number
-# of blocks, H the heads, D = C / H the width of a head, KV the heads of key and value (several
-# queries may share one), V the vocabulary.
+# Start with the weights. The whole course uses these symbols:
 #
-# | part | matrices |
+# - C: hidden size
+# - L: number of blocks
+# - H: number of query heads
+# - D = C / H: head dimension
+# - KV: number of key and value heads (several queries may share one)
+# - V: vocabulary size
+#
+# | part | shape of each matrix |
 # | --- | --- |
-# | embedding | V × C; the same matrix scores the tokens at the end if `tied`, else a second one |
+# | embedding | V × C; the same matrix computes the logits if `tied`, otherwise a second one |
 # | attention, in each block | query, output: C × C; key, value: C × (KV · D) |
 # | MLP, in each block | gate, up, down: C × `intermediate_size` |
-# | norms | C each: two in a block, one at the end |
+# | norms | C each: two in a block, one after the last block |
 
 # %% [markdown]
 # ### Exercise 1.1: count the weights
@@ -118,7 +126,7 @@ plot.timeline(trace, title=f"One training step: {setting}")
 
 # %%
 def parameter_count(config: GPTConfig) -> int:
-    """How many numbers there are to learn."""
+    """Return the number of trainable weights."""
     ### BEGIN SOLUTION
     C, KV_D = config.hidden_size, config.kv_heads * config.head_dim
     attention = 2 * C * C + 2 * C * KV_D
@@ -140,13 +148,13 @@ for name in ("124m", "llama-2-7b", "llama-3-405b"):
 # %% [markdown]
 # ## Line 2: what stays between steps
 #
-# Now a real model, small enough to train here: 56 thousand weights and a vocabulary of 256, for
-# every byte is a token. It learns from the source of torch itself. Before the first step: how many
-# bytes has Adam put aside for its two moments?
+# Now train a real model that is small enough for a laptop: 56 thousand weights, and a vocabulary of
+# 256 because every byte is a token. Its training data is torch's own source code. Before the first
+# step, how many KiB of optimizer state does AdamW hold?
 
 # %%
 ### BEGIN SOLUTION
-guess("1.2", optimizer_kib=450)  # two float32 numbers a weight: right, but not yet
+guess("1.2", optimizer_kib=450)  # two float32 elements per weight: right after the first step
 ### END SOLUTION
 ### BEGIN STUB
 # guess("1.2", optimizer_kib=...)
@@ -155,14 +163,14 @@ guess("1.2", optimizer_kib=450)  # two float32 numbers a weight: right, but not 
 # %% [markdown]
 # ### Exercise 1.2: count what stays
 #
-# About 8 minutes. Count tensors that are there at this moment, in bytes. A parameter `p` has
-# `p.nbytes`, and `p.grad`, which may be `None`; `optimizer.state` is a dictionary with a dictionary
-# of tensors for each parameter. It works for any model, so keep it for your own.
+# About 8 minutes. Count the bytes of the tensors that exist now. A parameter `p` has `p.nbytes` and
+# `p.grad`, which may be `None`. `optimizer.state` maps each parameter to a dictionary of tensors.
+# Your function works for any model, so keep it for your own.
 
 
 # %%
 def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes of "parameters", "gradients" and "optimizer_state" that are there now."""
+    """Return the current bytes of "parameters", "gradients" and "optimizer_state"."""
     ### BEGIN SOLUTION
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -179,7 +187,7 @@ def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dic
 state_bytes = exercise("1.2", state_bytes)
 
 # %% [markdown]
-# Here is a training step as everybody writes it, then a model for it.
+# Here is a standard training step, then a model for it.
 
 # %%
 data = batches(source_bytes("64 KiB"), batch=8, seq_len=64, seed=0)
@@ -207,36 +215,41 @@ second = memlab.measure(step, model=model, optimizer=optimizer)
 reveal("1.2", optimizer_kib=before["optimizer_state"])
 for name in before:
     print(f"{name:16}{format_bytes(before[name]):>12} before,{format_bytes(after[name]):>12} after")
-print(f"peak of the first step {format_bytes(first.peak_bytes)}, ", end="")
-print(f"of the second {format_bytes(second.peak_bytes)}")
+print(f"first step's peak {format_bytes(first.peak_bytes)}, ", end="")
+print(f"second step's peak {format_bytes(second.peak_bytes)}")
 
 # %% [markdown]
-# **Adam's state appears only after the first step.** AdamW makes its moments when it first meets a
-# gradient. So a first step may pass where the second one dies, by 8 bytes a weight: measure the
-# second. (The few bytes over are a counter of 4 bytes for each tensor.)
+# **AdamW allocates its state in the first step.** It creates the moments when it first sees a
+# gradient. So the first step may fit and the second may run out of memory, because it needs 8 more
+# bytes per weight. Always measure the second step. (The extra 0.40 KiB is one 4-byte step counter
+# per parameter.)
 #
-# From then on nothing should grow: ten steps, what is alive after each, and what is learnt. (The
-# loss is in *nats*: minus the natural logarithm of the right token's probability.)
+# After the second step, memory should not grow. The next cell runs ten more steps and plots memory
+# and loss. (The loss is in *nats*: minus the natural logarithm of the correct token's probability.)
 
 # %%
 steps = [memlab.measure(step, model=model, optimizer=optimizer) for _ in range(10)]
 fig, (memory, learning) = plt.subplots(1, 2, figsize=(9, 2.6), layout="constrained")
 memory.plot([t.peak_bytes / 2**20 for t in (first, second, *steps)], label="peak of the step")
-memory.plot([t.live_bytes / 2**20 for t in (first, second, *steps)], label="alive after it")
-memory.set(xlabel="step", ylabel="MiB", ylim=(0, None), title="Every step after the first is alike")
+memory.plot(
+    [t.live_bytes / 2**20 for t in (first, second, *steps)], label="allocated after the step"
+)
+memory.set(xlabel="step", ylabel="MiB", ylim=(0, None), title="Memory is constant from step 2 on")
 memory.legend(frameon=False, loc="center right")
 learning.plot(losses)
-learning.set(xlabel="step", ylabel="loss in nats", title="Loss on torch's own source")
-print(f"different peaks after the first step: {len({t.peak_bytes for t in (second, *steps)})}")
+learning.set(xlabel="step", ylabel="loss in nats", title="Loss on torch's source code")
+print(f"distinct peaks after the first step: {len({t.peak_bytes for t in (second, *steps)})}")
 print(f"the loss went down: {losses[-1] < losses[0]}")
 
 # %% [markdown]
-# ## Line 3: what forward keeps
+# ## Line 3: what forward saves
 #
-# Backward needs what forward computed: to find the gradient of `w` in `x @ w` it needs `x`. All
-# that is kept for it are the **activations**. The meter knows which operator of which module made
-# each. This is what one block keeps, in the order it was made, for 8 × 64 tokens. Here C = 32,
-# H = 4, KV = 2, D = 8 and `intermediate_size` = 96.
+# Backward needs intermediate results of forward. For example, the gradient of `w` in `x @ w` needs
+# `x`. These saved tensors are the **activations**. The meter records the module and the operator
+# that made each of them.
+#
+# The next cell lists the activations of one block in the order of allocation, for 8 × 64 tokens.
+# Here C = 32, H = 4, KV = 2, D = 8 and `intermediate_size` = 96.
 
 # %%
 kept = [e for e in second.alive(second.peak_position) if e.category == "activations"]
@@ -246,28 +259,32 @@ for e in sorted(kept, key=lambda e: e.storage):
         print(f"{e.module.removeprefix('blocks.1'):18}{operator:44}{shape:>9}{e.bytes:>9,} B")
 
 # %% [markdown]
-# | kept for each token, in each block | numbers |
+# | saved in each block | elements per token |
 # | --- | --- |
-# | each of the two norms: the normalised x, the weighted x, 1/rms | 2 · C + 1 |
-# | attention: q and k after rotation (RoPE); v; the output; log-sum-exp | C + 2 · KV · D + C + H |
+# | each of the two norms: normalized x, weighted x, 1/rms | 2 · C + 1 |
+# | attention: q and k after RoPE, v, the output, log-sum-exp | C + 2 · KV · D + C + H |
 # | the sum after attention, the sum after the MLP | 2 · C |
 # | MLP: gate, silu(gate), up, their product | 4 · `intermediate_size` |
 #
-# RoPE turns q and k by angles that tell a token's place. The log-sum-exp is one number for each
-# head, with which backward computes attention's weights again. Outside of the blocks: the
-# embedding's output (C), the last norm (2 · C + 1), the logits as log-probabilities (V), and the
-# loss, which is one number.
+# RoPE (rotary position embedding) rotates q and k by angles that encode the position. Log-sum-exp
+# is one element per head; backward uses it to recompute the attention probabilities.
+#
+# Outside the blocks, forward saves:
+#
+# - the embedding's output: C
+# - the last norm: 2 · C + 1
+# - the logits as log-probabilities: V
+# - the loss: one element per batch
 
 # %% [markdown]
-# ### Exercise 1.3: count what forward keeps
+# ### Exercise 1.3: count the activations
 #
-# About 15 minutes. Everything is float32. Begin with one token and one block; the check does so
-# too.
+# About 15 minutes. Everything is float32. Start with one token and one block, as the check does.
 
 
 # %%
 def activation_bytes(config: GPTConfig, batch: int, seq_len: int) -> int:
-    """Bytes that the forward pass keeps for backward."""
+    """Return the bytes that forward saves for backward."""
     ### BEGIN SOLUTION
     C, KV_D = config.hidden_size, config.kv_heads * config.head_dim
     norm = 2 * C + 1
@@ -282,28 +299,28 @@ def activation_bytes(config: GPTConfig, batch: int, seq_len: int) -> int:
 activation_bytes = exercise("1.3", activation_bytes)
 
 # %% [markdown]
-# One quantity, three numbers: your formula, the meter, and the allocator. The CPU's allocator
-# itself keeps a record for `torch.profiler`. It knows nothing of activations, only of blocks, so
-# what can be compared with it is the peak of the whole step.
+# Compare your formula with the meter and with the CPU allocator. `torch.profiler` records the
+# allocator's allocations and frees. The allocator cannot tell which blocks are activations, so
+# compare its peak for the whole step.
 
 # %%
 from memlab.metering.profiler_recording import record
 
-recording = record(step, warm_up=step)  # counts from what was there before the step
+recording = record(step, warm_up=step)  # its peak excludes memory allocated before the step
 before_it = sum(e.bytes for e in second.events if e.phase == "before")
 print(f"activations: formula {activation_bytes(PRESETS['tiny'], 8, 64):,}, ", end="")
 print(f"meter {second.at_peak['activations']:,} bytes")
 print(f"peak: meter {second.peak_bytes:,}, allocator {before_it + recording.peak_bytes:,} bytes")
 
 # %% [markdown]
-# ### Which one is the largest?
+# ### Which activations are largest?
 #
-# Taken together, the MLPs keep most. But the largest single tensor is the logits', even in the tiny
-# model, whose tokens are bytes: V numbers a token, and V is larger than any width. What blocks keep
-# has Days 5 to 7; the logits have Day 11.
+# Together, the MLPs save the most. But the largest single tensor is the log-probabilities, even in
+# the tiny model: V elements per token, and V is larger than C and `intermediate_size`. Days 5 to 7
+# reduce the activations of the blocks, and Day 11 the logits.
 
 # %%
-from memlab.course.ledger import activation_terms  # the same sum, its terms by name
+from memlab.course.ledger import activation_terms  # your formula as a dictionary of terms
 
 for name, batch, seq_len in (("tiny", 8, 64), ("124m", 8, 640), ("llama-2-7b", 1, 2048)):
     terms = activation_terms(PRESETS[name], batch, seq_len)
@@ -312,37 +329,37 @@ for name, batch, seq_len in (("tiny", 8, 64), ("124m", 8, 640), ("llama-2-7b", 1
     print(f"{name:12}{format_bytes(sum(terms.values())):>10}: {shares}")
 
 for name, step_trace in (("tiny", second), ("124m", trace)):
-    alive = step_trace.alive(step_trace.peak_position)  # the largest first
+    alive = step_trace.alive(step_trace.peak_position)  # largest first
     kept = [e for e in alive if e.category == "activations"]
-    print(f"{name}: the largest single one is of {kept[0].operator}, {format_bytes(kept[0].bytes)}")
+    print(f"{name}: largest tensor from {kept[0].operator}, {format_bytes(kept[0].bytes)}")
 
 # %% [markdown]
 # ## Line 4: the peak
 #
-# Weights, gradients, Adam's state, activations: now add them up? When gradients are all there,
-# activations are all gone. So it matters when the fullest moment is, and what is there then.
+# Can you just add weights, gradients, optimizer state and activations? No: when all gradients
+# exist, all activations are freed. Find the moment of the peak first, then count what is alive.
 
 # %%
-print(f"the peak lies in {trace.peak_phase}; there:")
+print(f"the peak is in {trace.peak_phase}:")
 for category, bytes_ in trace.at_peak.items():
     print(f"  {category:22}{format_bytes(bytes_):>12}")
 
 # %% [markdown]
-# Backward has only just begun. No gradient of a weight is there yet, and no activation is gone.
-# `backward_temporaries` are backward's first two tensors: the gradient of the log-probabilities,
-# and made from it the gradient of the logits. Each is as large as the logits themselves.
+# Backward has just begun. No weight has a gradient yet, and no activation is freed.
+# `backward_temporaries` are backward's first two tensors: the gradient of the log-probabilities and
+# the gradient of the logits. Each is as large as the logits.
 
 # %% [markdown]
-# ### Exercise 1.4: say the peak before it happens
+# ### Exercise 1.4: predict the peak
 #
-# About 8 minutes. The step is the second or a later one. You may leave out what is small (tokens,
-# tables of angles, counters): 0.5 % is allowed. `parameter_count` and `activation_bytes` are yours
-# to use.
+# About 8 minutes. Predict the peak of any step after the first. You may leave out small tensors
+# (tokens, RoPE tables, step counters): an error of 0.5 % is accepted. You may call
+# `parameter_count` and `activation_bytes`.
 
 
 # %%
 def peak_bytes(config: GPTConfig, batch: int, seq_len: int) -> int:
-    """Bytes that are alive when backward has just begun."""
+    """Return the bytes alive when backward has just begun."""
     ### BEGIN SOLUTION
     logits = 4 * batch * seq_len * config.vocab_size
     always = 4 * parameter_count(config) + 8 * parameter_count(config)  # weights, Adam's moments
@@ -354,9 +371,9 @@ def peak_bytes(config: GPTConfig, batch: int, seq_len: int) -> int:
 peak_bytes = exercise("1.4", peak_bytes)
 
 # %% [markdown]
-# Every formula has an edge. This one says what is alive when backward begins, and with *few* tokens
-# that is not the fullest moment: gradients outweigh activations, and the peak moves to the end of
-# backward, where the embedding has two gradients to add (it is used twice), or into the optimizer.
+# The formula has a limit: it counts the memory at the start of backward. With *few* tokens the peak
+# is later, because gradients outweigh activations. It then lies at the end of backward, where the
+# tied embedding adds two gradients, or in the optimizer.
 
 
 # %%
@@ -369,24 +386,26 @@ def second_step(setting: Setting, technique: Technique = plain) -> Trace:
 few = second_step(Setting("tiny", batch=1, seq_len=4))
 formula = peak_bytes(PRESETS["tiny"], 1, 4)
 print(f"1 × 4 tokens: formula {format_bytes(formula)}, measured {format_bytes(few.peak_bytes)}")
-plot.timeline(few, title="Four tokens: the peak is where the gradients are")
+plot.timeline(few, title="Four tokens: the peak comes after the gradients")
 
 # %% [markdown]
-# ## Turn it round
+# ## The largest batch that fits
 #
-# The question people really have is the inverse: which batch fits? A measurement may take a
-# second, so do not try them all.
+# In practice you ask the inverse question: which batch fits? A measurement may take a second, so
+# trying every batch size is too slow.
 #
 # ### Exercise 1.5: find the largest batch
 #
-# About 10 minutes. `bytes_at(batch)` is any function that gives bytes and never falls: a formula,
-# or a measurement. Ask it at most 60 times, even when the answer is forty million, and never for
-# more than twice the batch that fits: a batch far too large takes the machine down.
+# About 10 minutes. `bytes_at(batch)` is a formula or a measurement. It returns bytes and never
+# decreases as the batch grows. There are two limits:
+#
+# - Call it at most 60 times, even if the answer is forty million.
+# - Never pass more than twice the batch that fits: a much larger batch would crash the machine.
 
 
 # %%
 def largest_batch(bytes_at: Callable[[int], int], budget_bytes: int) -> int:
-    """The most sequences that fit; 0 if not even one does."""
+    """Return the largest batch that fits in the budget, or 0."""
     ### BEGIN SOLUTION
     fits, too_many = 0, 1
     while bytes_at(too_many) <= budget_bytes:
@@ -408,15 +427,15 @@ largest_batch = exercise("1.5", largest_batch)
 for gib in (8, 12, 24):
     batch = largest_batch(lambda batch: peak_bytes(config, batch, 640), gib * 2**30)
     taken = format_bytes(peak_bytes(config, batch, 640))
-    print(f"into {gib:2} GiB fit {batch:2} sequences of 640 tokens: {taken}")
-print(f"measured with 8: {format_bytes(trace.peak_bytes)}")
+    print(f"{gib:2} GiB: {batch:2} sequences of 640 tokens fit, {taken} by the formula")
+print(f"8 sequences measured: {format_bytes(trace.peak_bytes)}")
 
 # %% [markdown]
-# ## What a batch and a length cost
+# ## Batch size and sequence length
 #
-# Tokens are what counts, not how they are cut into sequences, as long as attention is *fused*:
-# one kernel that never stores its scores. Where they are stored (T × T for every head of every
-# sequence), length has a price of its own. Day 10 removes it.
+# With *fused* attention, a single kernel that never stores the scores, memory depends only on the
+# number of tokens. Without it, attention stores T × T scores for every head of every sequence, so
+# longer sequences need more memory per token. Day 10 removes the scores.
 
 
 # %%
@@ -430,18 +449,17 @@ costs = {
     "8 × 64, scores stored": second_step(full, eager),
     "8 × 32, scores stored": second_step(half_length, eager),
 }
-plot.breakdown(costs, title="One real step of the tiny model: batch × length")
+plot.breakdown(costs, title="Peak memory of the tiny model: batch × length")
 
 # %% [markdown]
-# 4 × 64 and 8 × 32 are 256 tokens either way, and take the same bytes: half of the activations.
-# Where scores are stored, half the length takes off more than half: each T × T shrinks to a
-# quarter.
+# 4 × 64 and 8 × 32 are both 256 tokens, and both halve the activations. With stored scores, halving
+# the length saves more than half, because each T × T matrix shrinks to a quarter.
 
 # %% [markdown]
-# ## At scale: seven billion
+# ## At scale: 7 billion parameters
 #
-# The same line, a larger name. Weights, gradients and Adam's two moments of Llama 2 7B in float32
-# exceed a card of 80 GB before the first activation.
+# The same call measures a larger preset. In float32, the weights, gradients and optimizer state of
+# Llama 2 7B exceed a card of 80 GB before the first activation.
 
 # %%
 seven_billion = Setting("llama-2-7b", batch=1, seq_len=4096)
@@ -452,9 +470,8 @@ print(f"by your formula: {format_bytes(peak_bytes(PRESETS['llama-2-7b'], 1, 4096
 # %% [markdown]
 # ## On your GPU
 #
-# Where there is a GPU, this takes the step of the question on it for real, and asks the GPU's
-# allocator for a second opinion. What it has *reserved* is more than what tensors hold; why, is
-# tomorrow's question.
+# If you have a GPU, this cell runs the step from the guess on it and also prints the CUDA caching
+# allocator's figures. *Reserved* memory is larger than allocated memory; Day 2 explains why.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):
@@ -467,25 +484,27 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# Rules of thumb from guides that people read today, quoted fairly and measured. GB are 10⁹ bytes,
-# as the guides count; RULES.md has all verdicts. The first was just measured: 7B in float32.
+# These rules of thumb come from guides that people read today. Each is quoted and then measured. As
+# in the guides, a GB is 10⁹ bytes. RULES.md lists all verdicts. Rule 2a is about the 7B model in
+# float32 that you just measured.
 
 # %%
 GB = 1e9
 N = PRESETS["llama-2-7b"].parameters
 kinds = ("parameters", "gradients", "optimizer_state")
 parts = [seven.at_end[kind] for kind in kinds]
+per_weight = [round(part / N, 3) for part in parts]
+in_gb = " + ".join(f"{part / GB:.1f}" for part in parts)
 verdict(
     "2a",
-    all(abs(part / N - wanted) < 0.001 for part, wanted in zip(parts, (4, 4, 8), strict=True)),
-    f"{' + '.join(f'{part / N:.3f}' for part in parts)} bytes a weight; for the {N / GB:.2f} "
-    f"billion of Llama 2, {' + '.join(f'{part / GB:.1f}' for part in parts)} = "
-    f"{sum(parts) / GB:.1f} GB",
-    condition="for a round 7 billion weights, at rest; the peak of a step is higher",
+    per_weight == [4, 4, 8],
+    f"{' + '.join(f'{b:.3f}' for b in per_weight)} bytes per weight; Llama 2 7B has {N / GB:.2f} "
+    f"billion weights and needs {in_gb} = {sum(parts) / GB:.1f} GB",
+    condition="for exactly 7 billion weights, between steps; the peak of a step is higher",
 )
 
 # %% [markdown]
-# Its weights alone, in four, two and one bytes.
+# Rule 2b gives the size of the weights alone, at four, two and one bytes per element.
 
 # %%
 sizes = [torch.empty(0, dtype=d).element_size() for d in (torch.float32, torch.bfloat16)]
@@ -494,13 +513,14 @@ verdict(
     "2b",
     sizes == [4, 2, 1],
     f"{', '.join(f'{7 * size} GB' for size in sizes)} for 7 billion weights in FP32, BF16, FP8",
-    condition="for the weights alone: what else FP8 training holds is not in it",
+    condition="for the weights alone; FP8 training needs further tensors",
 )
 
 # %% [markdown]
-# The next is about mixed precision: weights and gradients in bfloat16, 2 bytes a number, and AdamW
-# on float32 copies of the weights (*master weights*; Day 4 says why). Here it is by hand, with the
-# 1B model. One step will do: what is asked for is what rests after it, and what forward keeps.
+# Rule 1a is about mixed precision: weights and gradients in bfloat16 (2 bytes per element), and
+# AdamW on float32 copies of the weights (*master weights*; Day 4 explains them). Here is a version
+# by hand for the 1B model. One step is enough to measure what stays after it and what forward
+# saves.
 
 
 # %%
@@ -532,25 +552,27 @@ N = PRESETS["1b"].parameters
 at_rest = sum(mixed.at_end[kind] for kind in kinds)
 alive = accumulate(e.bytes for e in mixed.events)
 in_adam = max(now for now, e in zip(alive, mixed.events, strict=True) if e.phase == "optimizer")
+activations = mixed.at_peak["activations"]
 verdict(
     "1a",
     abs(at_rest / N - 16) < 0.001,
-    f"{at_rest / N:.3f} bytes a weight at rest, {in_adam / N:.2f} while AdamW runs; at the peak "
-    f"{mixed.at_peak['activations'] / GB:.0f} GB of activations, from 6 × 8192 tokens",
-    condition="at rest; while AdamW runs, gradients in float32 and its scratch come on top",
+    f"{at_rest / N:.3f} bytes per weight between steps, {in_adam / N:.2f} during AdamW's step; "
+    f"{activations / GB:.0f} GB of activations at the peak with 6 × 8192 tokens",
+    condition="between steps; AdamW's step also needs float32 gradients and scratch",
 )
 
 # %% [markdown]
-# "Memory-bound, not compute-bound" means two things. What *fits* is decided by memory. What is
-# *fast* is decided by operations if each byte read is used often enough: an H100 can do 989 · 10¹²
-# operations in bfloat16 while it reads 3.35 · 10¹² bytes, 295 to a byte (NVIDIA's data sheet).
+# For rule 1b, "memory-bound" can mean two things. Memory decides which model *fits*. Speed is
+# limited by compute if the kernel does enough FLOPs per byte that it reads. An H100 does 989 · 10¹²
+# FLOP/s in bfloat16 and reads 3.35 · 10¹² bytes/s, a ratio of 295 FLOPs per byte (NVIDIA's data
+# sheet).
 
 # %%
 from torch.utils.flop_counter import FlopCounterMode
 
 
 def operations_per_byte(tokens: int, C: int) -> float:
-    """Of the product of (tokens, C) with (C, C), in bfloat16."""
+    """Return FLOPs per byte of the bfloat16 matmul (tokens, C) @ (C, C)."""
     with memlab.dry_run(), FlopCounterMode(display=False) as counter:
         x, weight = torch.empty(tokens, C).bfloat16(), torch.empty(C, C).bfloat16()
         y = x @ weight
@@ -562,17 +584,19 @@ few_tokens, many_tokens = (operations_per_byte(tokens, C) for tokens in (64, 6 *
 verdict(
     "1b",
     many_tokens < H100,
-    f"a product with a {C} × {C} matrix does {few_tokens:.0f} operations a byte with 64 tokens, "
-    f"{many_tokens:.0f} with 6 × 8192; an H100 needs {H100:.0f} to be kept busy",
-    otherwise="memory decides what fits; how long a step of many tokens takes, compute decides",
+    f"a matmul with a {C} × {C} weight does {few_tokens:.0f} FLOPs per byte with 64 tokens and "
+    f"{many_tokens:.0f} with 6 × 8192; above {H100:.0f}, an H100 is compute-bound",
+    otherwise="memory limits what fits, but compute limits the speed of a step with many tokens",
 )
 
 # %% [markdown]
-# Twice the batch, the length, the width; and how many tensors of that size a block keeps.
+# For rule 3, double the batch, the length and the width in turn. Then count how many B × T × C
+# tensors a block saves.
 
 # %%
-without_one = replace(config, layers=config.layers - 1)
-in_a_block = activation_bytes(config, 8, 640) - activation_bytes(without_one, 8, 640)
+one_less = replace(config, layers=config.layers - 1)
+in_a_block = activation_bytes(config, 8, 640) - activation_bytes(one_less, 8, 640)
+per_block = in_a_block / (4 * 8 * 640 * config.hidden_size)
 wide = replace(
     PRESETS["tiny"], hidden_size=64, intermediate_size=2 * PRESETS["tiny"].intermediate_size
 )
@@ -586,15 +610,16 @@ ratios = {
 verdict(
     "3",
     abs(ratios["batch"] - 2) < 0.01 and abs(ratios["length"] - 2) < 0.01,
-    f"twice the {', '.join(f'{name}: {ratio:.2f} ×' for name, ratio in ratios.items())}; a block "
-    f"of 124m keeps {in_a_block / (4 * 8 * 640 * config.hidden_size):.1f} tensors of that size",
-    condition="with fused attention, and for width all but the logits; the factor is about twenty",
+    f"doubling the {', '.join(f'{name}: {ratio:.2f}×' for name, ratio in ratios.items())}; a "
+    f"block of 124m saves {per_block:.1f} tensors of B × T × C elements",
+    condition="with fused attention; the logits do not grow with the width; the factor is about 20",
 )
 
 # %% [markdown]
-# 34 million weights (64 fewer than the guide's), torch's checkpointing around every block: it
-# forgets what the block keeps, and computes it again (Day 5 builds it). The test that the guide
-# quotes runs forward and backward and no optimizer.
+# Rule 4 is about a model of 34 million weights (ours has 64 fewer than the guide's) with torch's
+# activation checkpointing around every block. Checkpointing discards a block's activations and
+# recomputes them in backward (Day 5 builds it). The guide's test runs forward and backward without
+# an optimizer.
 
 # %%
 checkpointed = dry_trace(Setting("34m", batch=2, seq_len=512), TECHNIQUES["checkpointing"])
@@ -604,45 +629,46 @@ verdict(
     "4",
     abs(without / (0.63 * GB) - 1) < 0.15,
     f"{without / GB:.2f} GB without Adam's state, {checkpointed.peak_bytes / GB:.2f} GB with it",
-    condition="roughly, if no optimizer is counted",
+    condition="roughly, without an optimizer",
 )
 
 # %% [markdown]
-# Beside that test the guide has a table: weights 0.5, Adam 1.0, gradients 0.5, activations 0.6 GB,
-# in all 2.6 GB, where it was 32 GB before. Whose weights are 0.5 GB?
+# Rule 5 is the guide's table beside that test: weights 0.5, Adam 1.0, gradients 0.5, activations
+# 0.6 GB, a peak of 2.6 GB, and 32 GB without checkpointing. Which model has weights of 0.5 GB?
 
 # %%
 table = dry_trace_of_blocks(Setting("124m", batch=2, seq_len=512), TECHNIQUES["checkpointing"])
 earlier = dry_trace_of_blocks(Setting("124m", batch=16, seq_len=1024), eager)
-weights = {name: 4 * PRESETS[name].parameters / GB for name in ("34m", "124m")}
-verdict(
-    "5",
-    abs(weights["34m"] / 0.5 - 1) < 0.15,
-    f"34M weights are {weights['34m']:.2f} GB, 124M are {weights['124m']:.2f}; with 124M the step "
-    f"peaks at {table.peak_bytes / GB:.2f} GB, and without checkpointing, its attention scores "
-    f"stored, 16 × 1024 tokens at {earlier.peak_bytes / GB:.1f} GB",
-    otherwise="the table is of a model of 125M weights, not of the 34M beside it; for 125M it is "
-    "near, and high, for gradients and activations are never all there at once",
+small, large = (4 * PRESETS[name].parameters / GB for name in ("34m", "124m"))
+found = (
+    f"34M weights are {small:.2f} GB, 124M are {large:.2f} GB; 124M peaks at "
+    f"{table.peak_bytes / GB:.2f} GB, or at {earlier.peak_bytes / GB:.1f} GB with 16 × 1024 "
+    f"tokens, stored attention scores and no checkpointing"
 )
+actual = (
+    "the table fits a 125M model, not the 34M model of the test; it adds gradients and "
+    "activations, which never all exist at once, so its peak is too high"
+)
+verdict("5", abs(small / 0.5 - 1) < 0.15, found, otherwise=actual)
 
 # %% [markdown]
-# ## What you can do now
+# ## Summary
 #
-# | when | holds |
+# | when | memory |
 # | --- | --- |
-# | always | 4 bytes a weight, and 8 for AdamW, from the second step on |
-# | forward | + what is kept for each token: some twenty times C in a block, V at the end |
-# | **backward begins** | + two tensors as large as the logits: **the peak, with many tokens** |
-# | backward ends | + 4 bytes a weight, activations gone: the peak, with few tokens |
-# | optimizer | + scratch for the largest weight: the peak, with few tokens and many weights |
+# | always | 4 bytes per weight, and from the second step on 8 more for AdamW |
+# | forward | + activations: about 20 · C elements per token and block, V at the end |
+# | **backward begins** | + two tensors as large as the logits: **the peak with many tokens** |
+# | backward ends | + 4 bytes per weight, activations freed: the peak with few tokens |
+# | optimizer | + scratch for the largest weight: the peak with few tokens and many weights |
 #
-# It was all float32, and everything was kept. The fifteen days to come take it apart.
+# Everything was in float32, and all activations were saved. The next fifteen days reduce each part.
 
 # %% [markdown]
 # ## The running bill
 #
-# One training step of 124M weights on 8 × 640 tokens. From tomorrow on, each day ends with what is
-# left of it: with all that was built until then.
+# The running bill is the peak of one training step of the 124M model with 8 × 640 tokens. From Day
+# 2 on, each day ends with the bill after all techniques so far.
 
 # %%
 running_bill(1, today=trace)

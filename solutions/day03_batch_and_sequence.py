@@ -1,30 +1,30 @@
 # %% [markdown]
 # # Day 3: Batch and sequence
 #
-# **What do I turn down first?**
+# **What should you reduce first when a step does not fit?**
 #
-# After today you know what each of the knobs that everybody has takes off a training step, and what
-# it leaves: the batch, the length, accumulation, freezing, LoRA, validation, the host.
+# After today you know how much memory each common setting saves, and what it does not reduce: batch
+# size, sequence length, gradient accumulation, frozen layers, LoRA, validation, host memory.
 #
-# About 90 minutes, 60 of them for four exercises. You need a laptop; a GPU is welcome and not
-# needed. Nothing is downloaded.
+# About 90 minutes, 60 of them for four exercises. You need a laptop. A GPU is optional. Nothing is
+# downloaded.
 
 # %% [markdown]
-# As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
-# your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
-# stuck, type `memlab hint 3.1` in a terminal. An exercise left open blocks nothing.
+# As before: you **guess**, **measure**, and **build** the code that explains the gap. In each
+# exercise, replace `raise NotImplementedError` with your own code; the cell below it checks your
+# answer. If you are stuck, run `memlab hint 3.1` in a terminal. You can skip an exercise.
 
 # %% [markdown]
 # ## The question
 #
-# The step of the running bill: 124M weights, 8 sequences of 640 tokens, float32, AdamW. It takes
-# 7.94 GiB, and your card has 6. Everybody says: *take a smaller batch*.
+# The step of the running bill (124M weights, 8 sequences of 640 tokens, float32, AdamW) needs 7.94
+# GiB, and your card has 6 GiB. The usual advice is: *use a smaller batch*.
 #
 # ## Guess
 #
-# What is the peak with **half** the batch, 4 sequences? And with one sequence at a time, eight
-# times, their gradients added up before the optimizer steps? (That is *gradient accumulation*, and
-# each of the eight is a *micro-batch*.) Write numbers in place of the dots.
+# What is the peak with **half** the batch, 4 sequences? What is it with eight *micro-batches* of
+# one sequence, whose gradients are added before the optimizer step? (This is *gradient
+# accumulation*.) Replace the dots with your guesses.
 
 # %%
 import itertools
@@ -55,7 +55,7 @@ from memlab.units import format_bytes
 
 # %%
 ### BEGIN SOLUTION
-guess("3.1", half_gib=4, one_at_a_time_gib=1)  # a half and an eighth of eight
+guess("3.1", half_gib=4, one_at_a_time_gib=1)  # 8 / 2 and 8 / 8
 ### END SOLUTION
 ### BEGIN STUB
 # guess("3.1", half_gib=..., one_at_a_time_gib=...)
@@ -64,13 +64,13 @@ guess("3.1", half_gib=4, one_at_a_time_gib=1)  # a half and an eighth of eight
 # %% [markdown]
 # ## Measure
 #
-# A dry run, as on Day 1: fake tensors, exact bytes. One at a time, two sequences are enough to
-# measure: from the second on, each does what the last one did, its tokens aside.
+# Use a dry run, as on Day 1: fake tensors, exact bytes. For micro-batches of one sequence it is
+# enough to measure two of them, because memory is the same in every micro-batch after the first.
 
 # %%
 fused, plain = combined("fused-adamw"), TECHNIQUES["plain"]
 setting = Setting("124m", batch=8, seq_len=640)
-in_turn = combined("fused-adamw+accumulation")  # AdamW in one operator is the quickest to measure
+in_turn = combined("fused-adamw+accumulation")  # fused AdamW is the fastest to measure
 all_eight = dry_trace(setting, fused)
 half = dry_trace(replace(setting, batch=4), fused)
 one_at_a_time = dry_trace(replace(setting, batch=2), in_turn)
@@ -81,19 +81,19 @@ three = {"8 at once": all_eight, "4 at once": half, "8, one at a time": one_at_a
 plot.breakdown(three, title=f"The batch of {setting}")
 
 # %% [markdown]
-# Half the batch saves half of what belongs to *tokens*: activations, and backward's copies of the
-# logits. It saves nothing of what belongs to *weights*: they and Adam's moments stay, 1.4 GiB. Your
-# card of 6 has room for it, and with one at a time for much more.
+# Half the batch halves everything that grows with *tokens*: activations, and backward's copies of
+# the logits. It does not reduce anything that grows with *weights*: weights and optimizer state
+# stay at 1.4 GiB. Both smaller versions fit in your 6 GiB.
 #
-# One at a time has a band that the others lack at their peak: **gradients**. From the second
-# micro-batch on, the sum of those before has to wait while activations pile up. That is what
-# accumulation costs, 4 bytes a weight.
+# With micro-batches there is one more band at the peak: **gradients**. From the second micro-batch
+# on, the accumulated gradients stay allocated while activations grow. This is the memory cost of
+# accumulation: 4 bytes per weight.
 
 # %% [markdown]
-# ## Where the straight line begins
+# ## Peak by batch and length
 #
-# The tiny model, for real this time: its peak by batch and by length, and what is there. Its
-# weights are few, so few tokens already outweigh them.
+# Now measure real steps of the tiny model, for several batch sizes and lengths. The model has so
+# few weights that a few tokens already need more memory.
 
 
 # %%
@@ -121,9 +121,9 @@ for axes, traces, places in zip(
     axes.stackplot(places, bands, labels=labels, colors=colours)
 panels[1].plot(places, [t.peak_bytes / MIB for t in stored_scores], "k--", label="scores stored")
 panels[0].set(
-    xlabel="sequences of 8 tokens", ylabel="MiB at the peak", title="Batch: flat, then straight"
+    xlabel="sequences of 8 tokens", ylabel="MiB at the peak", title="Batch: flat, then linear"
 )
-panels[1].set(xlabel="tokens in each of 2 sequences", title="Length: the same")
+panels[1].set(xlabel="tokens in each of 2 sequences", title="Length: flat, then linear")
 panels[1].legend(frameon=False, loc="upper left", fontsize=9)
 for batch, trace in zip(sizes, by_batch, strict=True):
     gradients = format_bytes(trace.at_peak.get("gradients", 0))
@@ -131,17 +131,19 @@ for batch, trace in zip(sizes, by_batch, strict=True):
     print(f"gradients {gradients:>10}")
 
 # %% [markdown]
-# With few tokens there is a **floor**: the peak lies at the end of backward, when all gradients are
-# there, and a smaller batch saves nothing. With more tokens it lies where backward begins, and the
-# line is straight. Length does the same as batch, unless attention stores its scores (dashed): they
-# grow with its square.
+# With few tokens the peak has a **floor**: it lies at the end of backward, when all gradients
+# exist, so a smaller batch saves nothing. With more tokens the peak lies at the start of backward
+# and grows linearly.
+#
+# Length has the same effect as batch size. But if attention stores its scores (dashed line), the
+# peak grows with the square of the length.
 
 # %% [markdown]
-# ## The loop that everybody copies
+# ## The usual accumulation loop
 #
-# Accumulation saves the memory. Does it learn the same? Real text has sequences of many lengths:
-# here, pieces of torch's own source, 5 to 64 bytes long. A micro-batch is padded to its longest,
-# and padding is *masked*: a target of −100 counts nothing (`F.cross_entropy` leaves it out).
+# Accumulation saves memory. Does it compute the same gradient? Real sequences have different
+# lengths: here, pieces of torch's source code of 5 to 64 bytes. Each micro-batch is padded to its
+# longest piece. Padding is *masked*: `F.cross_entropy` ignores targets of −100.
 
 # %%
 MASKED = -100
@@ -150,22 +152,22 @@ pieces = source_bytes("256 KiB").long()[: lengths.sum()].split(lengths.tolist())
 
 
 def micro_batch(pieces):
-    """(tokens, targets), padded to the longest piece."""
+    """Return (tokens, targets), padded to the longest piece."""
     padded = nn.utils.rnn.pad_sequence(pieces, batch_first=True, padding_value=MASKED)
     return padded[:, :-1].clamp(min=0), padded[:, 1:]
 
 
 def micro_batches(start, count, size=2):
-    """Micro-batches of `size` pieces each, from piece `start` on."""
+    """Return micro-batches of `size` pieces each, from piece `start` on."""
     places = range(start, start + count * size, size)
     return [micro_batch(pieces[place : place + size]) for place in places]
 
 
 for tokens, targets in micro_batches(100, 4):
-    print(f"{tuple(tokens.shape)}: {int((targets != MASKED).sum())} tokens that count")
+    print(f"{tuple(tokens.shape)}: {int((targets != MASKED).sum())} unmasked tokens")
 
 # %% [markdown]
-# And this is the loop, as it stands in a thousand repositories.
+# This is the usual loop, as you find it in many repositories.
 
 
 # %%
@@ -184,28 +186,32 @@ def copied(model, optimizer, micro_batches, size, max_norm):
 
 
 # %% [markdown]
-# Its mistakes: the **mean of means** (a token counts more in a micro-batch where few others do);
-# the last window, if it is shorter, never steps, and its gradient leaks into the next epoch; a
-# micro-batch in which all is masked has a loss of 0/0, NaN; and the list keeps tensors. Right is
+# It has four bugs:
 #
-#     loss = sum of the losses of all the window's tokens / their number
+# - **Mean of means**: a token has more weight in a micro-batch with few unmasked tokens.
+# - A shorter last window never steps, and its gradient leaks into the next epoch.
+# - If all tokens of a micro-batch are masked, the loss is 0/0, NaN.
+# - The list of losses keeps tensors alive.
 #
-# The number is known when the window ends. So send back *sums*, and divide the gradients once.
+# The correct loss is the sum of all unmasked tokens' losses in the window, divided by their count,
+# which is known only at the end. So backpropagate *sums*, then divide the gradients once.
 
 # %% [markdown]
 # ### Exercise 3.1: accumulate the gradient of a batch
 #
-# About 20 minutes. A window is `size` micro-batches, the last may be shorter. For each window: the
-# gradient of the mean loss over all its tokens that count, clipped once to `max_norm`, and one
-# optimizer step. Return the mean loss of each window, as plain floats (0 where no token counts).
-# Never more than one micro-batch's activations may be alive. `micro_batches` is any iterable,
-# without a length: `itertools.islice(iterator, size)` takes the next ones. Take a window's step
-# before you read on. A frozen weight has no gradient.
+# About 20 minutes. A window is `size` micro-batches; the last may be shorter. For each window,
+# compute the gradient of the mean loss over all unmasked tokens, clip it once to `max_norm`, and
+# take one optimizer step. Return each window's mean loss as a float (0 if all tokens are masked).
+#
+# - Keep the activations of one micro-batch at a time.
+# - `micro_batches` is an iterable without a length; `itertools.islice(iterator, size)` takes the
+#   next ones. Step before you read the next window.
+# - Frozen weights have no gradient.
 
 
 # %%
 def train_epoch(model, optimizer, micro_batches, size, max_norm):
-    """Train on all micro-batches; the mean loss of each window."""
+    """Train on all micro-batches; return the mean loss of each window."""
     ### BEGIN SOLUTION
     remaining, losses = iter(micro_batches), []
     while window := list(itertools.islice(remaining, size)):
@@ -231,8 +237,8 @@ def train_epoch(model, optimizer, micro_batches, size, max_norm):
 train_epoch = exercise("3.1", train_epoch)
 
 # %% [markdown]
-# Both loops against the full batch of 8 pieces, in float64: how far are the gradients off? No clip,
-# and SGD with a rate of 1, so that the step *is* the gradient.
+# Compare both loops with the full batch of 8 pieces, in float64. Without clipping, and with SGD at
+# a learning rate of 1, the weight update *is* the gradient.
 
 
 # %%
@@ -247,14 +253,14 @@ def gradient(loop, parts, size):
 full = gradient(train_epoch, micro_batches(100, 1, size=8), 1)
 mine, theirs = (gradient(loop, micro_batches(100, 4), 4) for loop in (train_epoch, copied))
 off = [((g - full).norm() / full.norm()).item() for g in (mine, theirs)]
-print(f"yours, difference below 1e-6: {off[0] < 1e-6}")
-print(f"the copied loop is off by more than 10 % of the gradient: {off[1] > 0.1}")
+print(f"your loop: relative error below 1e-6: {off[0] < 1e-6}")
+print(f"usual loop: relative error above 10 %: {off[1] > 0.1}")
 
 # %% [markdown]
-# ## Learn something
+# ## Train with your loop
 #
-# Your loop trains the tiny model on 192 pieces, twice: a window has 2 micro-batches of 8. Then its
-# bytes: the most that activations took at one moment of a window of 16 pieces, cut into 1, 4 and 8
+# Train the tiny model with your loop on 192 pieces for two epochs; a window has 2 micro-batches of
+# 8. Then measure the peak of the activations for a window of 16 pieces, split into 1, 4 and 8
 # micro-batches.
 
 # %%
@@ -274,29 +280,30 @@ def most_activations(parts: int) -> int:
 
 fig, axes = plt.subplots(figsize=(9, 2.4), layout="constrained")
 axes.plot(losses)
-axes.set(xlabel="window", ylabel="loss in nats", title="Loss on torch's own source")
+axes.set(xlabel="window", ylabel="loss in nats", title="Loss on torch's source code")
 print(f"the loss went down: {sum(losses[-10:]) < sum(losses[:10])}")
 for parts in (1, 4, 8):
     most = format_bytes(most_activations(parts))
-    print(f"16 pieces in {parts}: {most:>10} of activations at most")
+    print(f"16 pieces in {parts} micro-batches: activations peak at {most:>10}")
 
 # %% [markdown]
-# ## In bfloat16, sums drift
+# ## Accumulation dtype
 #
-# Autograd adds to `.grad` in the dtype of the weights, and bfloat16 has 8 significant bits: the
-# next number after 128 is 129. Add 0.4 to 128 as often as you like.
+# Autograd accumulates `.grad` in the dtype of the weights. bfloat16 has 8 significant bits, so the
+# next value after 128 is 129. If you add 0.4 to 128, the sum stays 128.
 
 # %%
 total = torch.zeros((), dtype=torch.bfloat16)
 for _ in range(2000):
     total += 0.4
-print(f"0.4, added 2000 times in bfloat16: {total.item():g}, in place of 800")
+print(f"0.4 added 2000 times in bfloat16: {total.item():g} instead of 800")
 
 # %% [markdown]
-# The library's `memlab.accumulation.accumulate` keeps float32 sums, 4 bytes a weight, and rounds
-# once. It is given the micro-batches, a function that returns the *sum* of a micro-batch's losses
-# and its tokens (here a gradient and 1), and the weights. The mean of these gradients is 1, one in
-# six is negative: roundings up and down mostly cancel.
+# The library's `memlab.accumulation.accumulate` keeps float32 accumulators, 4 bytes per weight, and
+# rounds once. Its arguments are the micro-batches, a function, and the weights. The function
+# returns the *sum* of a micro-batch's losses and its token count (here a gradient and 1).
+#
+# The mean of the gradients below is 1, and one in six is negative, so most rounding errors cancel.
 
 # %%
 torch.manual_seed(0)
@@ -314,15 +321,15 @@ for g in micro_gradients:
 drift = off(weight.grad)
 weight.grad = None
 accumulate(micro_gradients, lambda g: ((g * weight).sum(), 1), [weight])
-print(f"256 gradients, added in bfloat16: {drift:.1%} off")
-print(f"added in float32, rounded once:   {off(256 * weight.grad.double()):.1%} off")
+print(f"256 gradients accumulated in bfloat16:     error {drift:.1%}")
+print(f"accumulated in float32, rounded once:      error {off(256 * weight.grad.double()):.1%}")
 
 # %% [markdown]
-# ## Freeze
+# ## Frozen layers
 #
-# The next knob: train only some blocks. Take the tiny model, with 4 blocks, on 8 × 64 tokens, its
-# embedding and last norm frozen. Compared with training all of it, how much of the **activations**
-# goes if the upper half of the blocks is frozen? And if the lower half is?
+# You can also train only some blocks. Take the tiny model with 4 blocks on 8 × 64 tokens, with its
+# embedding and last norm frozen. Compared with training everything, what percentage of the
+# **activations** does it save to freeze the upper half of the blocks? And the lower half?
 
 # %%
 ### BEGIN SOLUTION
@@ -333,42 +340,42 @@ guess("3.2", upper_frozen_percent=50, lower_frozen_percent=50)  # half of the bl
 ### END STUB
 
 # %% [markdown]
-# A frozen weight has no gradient and no Adam state. For activations two questions decide, in each
-# layer:
+# A frozen weight has no gradient and no optimizer state. Which activations a layer saves depends on
+# two questions:
 #
-# - Does a gradient have to **pass**, because something below it learns?
-# - Does it **learn** itself? To find the gradient of a matrix, backward needs the matrix's input;
-#   to let a gradient pass, the matrix alone.
+# - Must a gradient **pass through** the layer, because an earlier layer is trained? Backward then
+#   needs the layer's weight, but not its input.
+# - Is the layer itself **trained**? The gradient of its weight needs its input.
 #
-# If neither, it keeps nothing.
+# If both answers are no, the layer saves nothing.
 
 # %% [markdown]
-# What a block keeps, in numbers for each token. As on Day 1, C is the width, KV · D that of key and
-# value, H the heads, V the vocabulary.
+# This table lists the elements that a block saves per token. As on Day 1, C is the hidden size, KV
+# · D the width of key and of value, H the number of heads, V the vocabulary size.
 #
-# | in a block | it learns | it is passed |
+# | in a block | trained | gradient passes through |
 # | --- | --- | --- |
 # | each of the two norms | 2 · C + 1 | 1 |
 # | attention: q, k, v, output, log-sum-exp | 2 · C + 2 · KV · D + H | the same |
 # | the two sums | 2 · C | the same |
 # | MLP | 4 · `intermediate_size` | 3 · `intermediate_size` |
 #
-# Above the blocks, frozen: the last norm keeps 1 (its 1/rms), the loss V log-probabilities. Below
-# them nothing learns, so nothing has to pass the first norm that learns: its own 1/rms is not kept,
-# nor is what comes in from below.
+# Above the blocks, the frozen last norm saves 1 (its 1/rms) and the loss V log-probabilities. The
+# first trained norm saves neither its 1/rms nor its input from below, because nothing below it is
+# trained.
 
 # %% [markdown]
-# ### Exercise 3.2: freeze, and count what goes
+# ### Exercise 3.2: count the bytes of frozen layers
 #
-# About 15 minutes. Only the blocks in the range `trained`, without gaps, learn; the others, the
-# embedding, the last norm and the unembedding are frozen. Bytes in float32, with AdamW (its
-# counters: 4 bytes for each of a block's 9 tensors). A block has 2·C² + 2·C·KV·D + 3·C·F + 2·C
-# weights, with F for `intermediate_size`. The loss is one more number.
+# About 15 minutes. Only the blocks in the range `trained` (without gaps) are trained. All other
+# blocks, the embedding, the last norm and the unembedding are frozen. Return bytes in float32, with
+# AdamW. Its step counters need 4 bytes for each of a block's 9 tensors. A block has 2·C² + 2·C·KV·D
+# + 3·C·F + 2·C weights, with F for `intermediate_size`. The loss is one more saved element.
 
 
 # %%
 def trained_bytes(config, batch, seq_len, trained):
-    """Bytes of "gradients", "optimizer_state" and "activations"."""
+    """Return the bytes of "gradients", "optimizer_state" and "activations"."""
     ### BEGIN SOLUTION
     C, KV_D = config.hidden_size, config.kv_heads * config.head_dim
     shared = 2 * C + 2 * KV_D + config.heads + 2 * C
@@ -390,8 +397,8 @@ def trained_bytes(config, batch, seq_len, trained):
 trained_bytes = exercise("3.2", trained_bytes)
 
 # %% [markdown]
-# Held against the meter: a real step of the tiny model, 8 × 64 tokens, with its lower or its upper
-# half frozen.
+# Compare your formula with the meter, in a real step of the tiny model on 8 × 64 tokens with half
+# of the blocks frozen.
 
 
 # %%
@@ -404,42 +411,43 @@ def frozen_but(trained: range):
     return Plugs(change_model=change)
 
 
-freezing = {"all of it learns": real_step(8, 64)}
-for name, trained in (("lower half learns", range(2)), ("upper half learns", range(2, 4))):
+freezing = {"all trained": real_step(8, 64)}
+for name, trained in (("lower half trained", range(2)), ("upper half trained", range(2, 4))):
     trace = freezing[name] = real_step(8, 64, frozen_but(trained))
     formula = trained_bytes(PRESETS["tiny"], 8, 64, trained)
     got = {kind: trace.at_end[kind] for kind in ("gradients", "optimizer_state")}
     got["activations"] = trace.at_peak["activations"]
-    print(f"{name}: formula = meter, to the byte: {formula == got}; ", end="")
+    print(f"{name}: formula equals meter: {formula == got}; ", end="")
     print(f"activations {format_bytes(got['activations'])}")
 whole, *halves = (trace.at_peak["activations"] for trace in freezing.values())
 upper_frozen, lower_frozen = (100 - 100 * kept / whole for kept in halves)
 reveal("3.2", upper_frozen_percent=upper_frozen, lower_frozen_percent=lower_frozen)
-plot.breakdown(freezing, title="Which half is frozen decides: the tiny model, 8 × 64 tokens")
+plot.breakdown(freezing, title="Tiny model, 8 × 64 tokens, half of the blocks frozen")
 
 # %% [markdown]
-# Gradients and Adam's state are the same in both cases. Activations are not: **freeze from below**,
-# and what lies below the lowest trained layer keeps nothing. One trained layer at the bottom, and
-# the gradient has to pass through all.
+# Gradients and optimizer state are the same in both cases, but activations are not. **Freeze the
+# lower layers**: everything below the lowest trained layer saves no activations. If even one layer
+# at the bottom is trained, the gradient has to pass through all layers above it.
 
 # %% [markdown]
 # ## LoRA
 #
-# Train a *change* of a frozen matrix instead, and a change of low rank: two narrow matrices.
+# LoRA (low-rank adaptation) freezes a matrix and trains a low-rank *update*, the product of two
+# narrow matrices:
 #
 #     W x    becomes    W x + (alpha / r) · B A x        A: (r, in), B: (out, r)
 #
-# A (`down`) begins at random and B (`up`) at zero, so at first nothing is changed. `alpha` scales
-# the change. It trains r · (in + out) weights in place of in · out: with 4096 × 4096 and rank 8,
-# 65,536 in place of 16.8 million. Afterwards it is *merged*: W + (α/r) B A is one matrix again.
+# A (`down`) starts random and B (`up`) starts at zero, so the update starts at zero. `alpha` scales
+# it. LoRA trains r · (in + out) weights instead of in · out: for 4096 × 4096 and rank 8, 65,536
+# instead of 16.8 million. After training you *merge* W + (α/r) B A into one matrix.
 
 # %% [markdown]
 # ### Exercise 3.3: a LoRA layer
 #
-# About 15 minutes. Two `nn.Parameter`s, `down` (rank, in) and `up` (out, rank), in the dtype and on
-# the device of the frozen layer's weight. Freeze that layer, the one that is given, not a copy. x
-# gets its gradient through both ways. `merge` returns an `nn.Linear`. The check looks at the bytes
-# of a step, too: nothing in it may be as large as the frozen matrix.
+# About 15 minutes. Create two `nn.Parameter`s, `down` (rank, in) and `up` (out, rank), with the
+# dtype and device of the frozen layer's weight. Freeze the given layer itself, not a copy. The
+# gradient of x flows through both paths. `merge` returns an `nn.Linear`. The check also measures a
+# step: no tensor in it may be as large as the frozen matrix.
 
 
 # %%
@@ -471,13 +479,13 @@ class LoRA(nn.Module):
 LoRA = exercise("3.3", LoRA)
 
 # %% [markdown]
-# Put to work: the model that has learnt source as it is written is to learn it in CAPITALS. Each
+# Use it: the model was trained on source code, and now it learns the same text in CAPITALS. Each
 # matrix of its blocks gets a LoRA layer of rank 4.
 
 
 # %%
 def replace_linear(model: GPT, kind: type, new) -> None:
-    """Put `new(layer)` in the place of each layer of a kind in the blocks."""
+    """Replace each layer of a kind in the blocks by `new(layer)`."""
     for block in model.blocks:
         for part in (block.attention, block.mlp):
             for name, layer in list(part.named_children()):
@@ -491,7 +499,7 @@ def held(model, optimizer):
 
 
 all_learn = held(model, optimizer)
-model.zero_grad()  # freezing a weight does not free the gradient that it has
+model.zero_grad()  # freezing a weight does not free its gradient
 model.requires_grad_(False)
 replace_linear(model, nn.Linear, lambda layer: LoRA(layer, rank=4, alpha=8))
 trained = [weight for weight in model.parameters() if weight.requires_grad]
@@ -514,24 +522,24 @@ tokens, _ = capitals[0]
 before_merging = model(tokens)
 replace_linear(model, LoRA, LoRA.merge)
 difference = (model(tokens) - before_merging).abs().max().item()
-print(f"merged, it gives the same, difference below 1e-4: {difference < 1e-4}")
+print(f"merged model: outputs differ by less than 1e-4: {difference < 1e-4}")
 
 # %% [markdown]
-# ## Validate
+# ## Validation
 #
-# Nothing is sent back, so nothing has to be kept. Yet autograd cannot know: it keeps what forward
-# makes for as long as anything refers to the loss.
+# Validation has no backward, so it needs no saved activations. But autograd does not know this: it
+# saves them for as long as the loss tensor exists.
 #
 # ### Exercise 3.4: validate without a graph
 #
-# About 10 minutes. The mean loss over all tokens that count, of all batches, as a plain float (0
-# where no token counts); without dropout, and with the model afterwards as it came: its gradients,
-# and the mode of each module. `held_out` is any iterable. Memory: that of one batch, and no graph.
+# About 10 minutes. Return the mean loss over the unmasked tokens of all batches, as a float (0 if
+# all are masked). Disable dropout. Leave the model unchanged: its gradients, and the mode of each
+# module. `held_out` is any iterable. Use the memory of one batch, and build no graph.
 
 
 # %%
 def validate(model, held_out):
-    """The mean loss of the held-out tokens."""
+    """Return the mean loss of the held-out tokens."""
     ### BEGIN SOLUTION
     modes = [(module, module.training) for module in model.modules()]
     total, count = 0.0, 0
@@ -552,11 +560,11 @@ def validate(model, held_out):
 validate = exercise("3.4", validate)
 
 # %% [markdown]
-# `torch.inference_mode()` goes further than `no_grad`: what is made in it can never enter a graph,
-# so torch leaves out more of its book-keeping. Does that save bytes?
+# `torch.inference_mode()` is stricter than `no_grad`: its tensors can never enter a graph, so torch
+# does less bookkeeping. Does it save memory?
 #
-# One training step of 16 pieces, beside validations on as many at once: 2 batches of them, and 8,
-# in both modes. Then the same with a graph that a list of losses keeps.
+# The next cell compares a training step on 16 pieces with validation on 2 and on 8 batches of 16,
+# in both modes. Then it validates with a list of losses that keeps the graph alive.
 
 
 # %%
@@ -590,24 +598,24 @@ for name, work in {
 print(f"a training step: {format_bytes(training_peak)}")
 
 # %% [markdown]
-# The two modes hold the same bytes, for neither keeps a graph: inference mode saves time, a little
-# for each operator, and its tensors cannot be trained on. So validation stays far below a training
-# step, and more batches add no more than their own text, which is held here. With a list of losses,
-# each batch adds what a forward pass keeps.
+# Both modes have the same peak, because neither keeps a graph. Inference mode only saves a little
+# time per operator, and its tensors cannot be used in training. Validation stays far below a
+# training step, and more batches add only their own text, which this cell holds in memory. With a
+# list of losses, each batch adds the activations of a forward pass.
 
 # %% [markdown]
-# ## The host
+# ## Host memory
 #
-# The other memory: the computer's own. Its size is often quoted as *RSS*, resident memory, and that
-# counts two things. Pages of **mapped files** can be dropped at any time, for the file has them.
-# **Anonymous** pages are the process's own, and no one else has them. What has to fit are those.
+# Host memory is often reported as *RSS*, resident set size. It counts two kinds of pages. Pages of
+# **mapped files** can be dropped at any time, because the file still has the data. **Anonymous**
+# pages exist only in memory, so these must fit.
 #
-# A data set of 100 MiB: mapped, all of it read once, then loaded.
+# The next cell maps a data set of 100 MiB, reads all of it once, and then loads it.
 
 
 # %%
 def anonymous() -> int:
-    return anonymous_bytes() or 0  # where the system does not tell, zeros
+    return anonymous_bytes() or 0  # 0 if the system does not report it
 
 
 with tempfile.TemporaryDirectory() as folder:
@@ -615,7 +623,7 @@ with tempfile.TemporaryDirectory() as folder:
     path.write_bytes(bytes(100 * MIB))
     before = anonymous()
     mapped = mapped_bytes(path)
-    touched = int(mapped[::4096].sum())  # a byte of every page: all of it is read
+    touched = int(mapped[::4096].sum())  # one byte of every page reads the whole file
     by_mapping = anonymous() - before
     in_memory = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
     by_loading = anonymous() - before - by_mapping
@@ -623,13 +631,13 @@ with tempfile.TemporaryDirectory() as folder:
 measurable = anonymous_bytes() is not None
 for how, taken in (("mapped and read", by_mapping), ("loaded", by_loading)):
     answer = taken > 50 * MIB if measurable else "not measured on this system"
-    print(f"{how}, it takes more than 50 MiB of anonymous memory: {answer}")
+    print(f"{how}: more than 50 MiB of anonymous memory: {answer}")
 
 # %% [markdown]
-# **Workers** are processes that prepare batches ahead: each has `prefetch_factor` batches ready (2,
-# if not set). A worker that is forked begins as a copy that shares all pages with its parent,
-# until one of the two changes them. So a tensor is there once, however many workers read it. Beside
-# it each worker has what it changes, and its batches.
+# **Workers** are processes that prepare batches ahead of time, `prefetch_factor` batches each (2 by
+# default). A forked worker shares all pages with its parent until one of them writes to a page. So
+# a tensor exists once, even if many workers read it. Each worker adds only the pages that it
+# changes, and its batches.
 
 # %%
 before = anonymous()
@@ -642,15 +650,17 @@ answer = by_worker > 100 * MIB if measurable else "not measured on this system"
 print(f"one worker has a second copy of the data: {answer}")
 
 # %% [markdown]
-# **Pinned** memory (`pin_memory=True`) is host memory that the system promises not to move, so that
-# a GPU can fetch from it by itself. It can't be measured without one; torch's source says what it
-# takes. A thread copies each batch of the workers into pinned memory. That allocator rounds every
-# tensor up to the next **power of two**, and keeps what is freed for the next batch.
+# **Pinned** memory (`pin_memory=True`) is host memory that stays at a fixed physical address, so
+# that a GPU can copy from it directly. A thread copies each batch from the workers into pinned
+# memory.
+#
+# You need a GPU to measure it, but torch's source gives the size: the pinned allocator rounds each
+# tensor up to the next **power of two** and caches freed blocks for later batches.
 
 
 # %%
 def pinned_bytes(count):
-    """What torch's pinned allocator takes for a tensor (ATen/core/CachingHostAllocator.h)."""
+    """Return the bytes of torch's pinned allocation (ATen/core/CachingHostAllocator.h)."""
     return 1 << (count - 1).bit_length()
 
 
@@ -660,14 +670,14 @@ for name, count in BATCHES.items():
     print(f"{name}: {format_bytes(count)}, pinned {format_bytes(pinned_bytes(count))}")
 
 # %% [markdown]
-# *workers · prefetch_factor + 1* batches wait at most, whether pinned or not. The pinned copies
-# come on top of them: of a batch of text that is next to nothing, of one of images 32 MiB.
+# At most *workers · prefetch_factor + 1* batches are in flight, pinned or not. A pinned copy is
+# extra: 256 KiB for a batch of text, 32 MiB for a batch of images.
 
 # %% [markdown]
-# ## At scale: seven billion
+# ## At scale: 7 billion parameters
 #
-# Llama 2 7B in bfloat16, 1 × 2048 tokens: all weights trained, and LoRA of rank 8 beside query and
-# value, as in its paper.
+# Compare two ways to train Llama 2 7B in bfloat16 on 1 × 2048 tokens: all weights, or LoRA of rank
+# 8 on query and value, as in the LoRA paper.
 
 # %%
 seven = Setting("llama-2-7b", batch=1, seq_len=2048, dtype=torch.bfloat16)
@@ -679,13 +689,13 @@ at_scale = {
 plot.breakdown(at_scale, title="Llama 2 7B in bfloat16, AdamW, 1 × 2048 tokens")
 
 # %% [markdown]
-# The first bar peaks early in backward, with hardly a gradient there. When Adam steps, activations
-# are gone and gradients are there: that floor is nearly as high, 50.2 GiB. Of gradients and state
-# LoRA leaves a thousandth here. Of the tiny model's it left a sixth: its matrices are 64 wide, and
-# 4 of 64 is no low rank.
+# With all weights trained, the peak lies early in backward, when almost no gradients exist. The
+# floor at AdamW's step, with gradients but no activations, is nearly as high: 50.2 GiB. LoRA
+# reduces gradients and optimizer state by about 1000×, but only by 6× in the tiny model, where rank
+# 4 is not low for matrices of width 64.
 #
-# A batch of 16, one sequence at a time? In bfloat16 accumulation has a price: the float32 sums of
-# the gradients.
+# What does a batch of 16 need, one sequence at a time? In bfloat16, accumulation needs float32
+# accumulators for the gradients.
 
 # %%
 all_weights, lora_peak = at_scale.values()
@@ -694,21 +704,24 @@ print(f"{format_bytes(all_weights.live_bytes)} at the floor")
 N = PRESETS["llama-2-7b"].parameters
 trained_weights = 32 * 2 * added_weights(4096, 4096, rank=8)  # 32 blocks, query and value
 one_sequence = max(trace.at_peak["activations"] for trace in at_scale.values())
-print(f"activations of one sequence:   {format_bytes(one_sequence):>10}")
-print(f"float32 sums, all {N:,}: {format_bytes(4 * N):>9}")
-print(f"float32 sums, LoRA's {trained_weights:,}: {format_bytes(4 * trained_weights):>6}")
+print(f"activations of one sequence: {format_bytes(one_sequence)}")
+print(f"float32 accumulators of all {N:,} weights: {format_bytes(4 * N)}")
+print(f"float32 accumulators of LoRA's {trained_weights:,}: {format_bytes(4 * trained_weights)}")
 accumulated = lora_peak.peak_bytes + 4 * trained_weights
-print(f"LoRA, one sequence at a time, whatever the batch: {format_bytes(accumulated)}")
+print(f"peak with LoRA, one sequence at a time, for any batch: {format_bytes(accumulated)}")
 
 # %% [markdown]
-# For all weights the sums take as much as the activations of two sequences; LoRA has almost nothing
-# to sum. So "a batch of 16 on a small card" has an honest answer: LoRA, one sequence at a time.
-# What is left are the weights and most activations: a frozen matrix keeps no input, but the
-# gradient passes through every layer. Those are Day 5's.
+# With all weights trained, the accumulators need as much memory as the activations of two
+# sequences. With LoRA they need 16 MiB. So to train a batch of 16 on a small card, use LoRA with
+# one sequence at a time.
+#
+# The weights and most activations remain: a frozen matrix does not save its input, but the gradient
+# passes through every layer. Day 5 reduces them.
 #
 # ## On your GPU
 #
-# Where there is a GPU, this takes the first and the last of the question's three steps on it.
+# If you have a GPU, this cell runs the step from the guess with the full batch and with one
+# sequence at a time.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):
@@ -726,10 +739,11 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# From the same guides; "peak" is that of what tensors hold. (Rule 5's table was tried on Day 1.)
+# The rules come from the same guides. "Peak" is the peak of allocated memory. (Day 1 tested rule
+# 5's table.)
 #
-# The first: batch 1 and two steps of accumulation in place of batch 2, with the 25M model, and the
-# larger step of the guess.
+# Rule 9a replaces batch 2 by batch 1 with two accumulation steps. It is measured on the 25M model
+# and on the step from the guess.
 
 # %%
 two = Setting("25m", batch=2, seq_len=512)
@@ -740,8 +754,8 @@ verdict(
     abs(by_turns / at_once - 0.5) < 0.1,
     f"25m, 2 × 512 tokens: {1 - by_turns / at_once:.0%} less; 124m, 8 × 640 one at a time: "
     f"{from_eight:.0%} less",
-    otherwise="what belongs to weights stays, and the sum of gradients has to wait beside the "
-    "activations; the more sequences were at once, the more it saves",
+    otherwise="weights and optimizer state stay, and accumulated gradients add to the peak; "
+    "splitting a larger batch saves more",
 )
 
 # %%
@@ -749,24 +763,23 @@ sums, means = (((g - full).norm() / full.norm()).item() for g in (mine, theirs))
 verdict(
     "9b",
     sums < 1e-6,
-    f"against the gradient of the full batch, sums divided once by the window's tokens are off by "
-    f"less than 1e-6: {sums < 1e-6}; the mean of means by more than 10 %: {means > 0.1}; 256 "
-    f"gradients added in bfloat16 are {drift:.1%} off",
-    condition="if losses are summed over the window's tokens and gradients added in float32, and "
-    "no layer looks across the batch (BatchNorm)",
+    f"relative to the full batch's gradient: sums divided once, error below 1e-6: {sums < 1e-6}; "
+    f"mean of means, error above 10 %: {means > 0.1}; accumulation in bfloat16: {drift:.1%}",
+    condition="if losses are summed and divided once, gradients are accumulated in float32, and no "
+    "layer mixes the batch (BatchNorm)",
 )
 
 # %% [markdown]
-# Deleting the step's variables at the end of the loop. Without that, the names keep the logits and
-# the loss until the next step gives them new values.
+# Rule 8c deletes the step's variables at the end of the loop. Without that, the logits and the loss
+# stay alive until the next step reassigns their names.
 
 
 # %%
-on_a_gpu = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)  # the default there
+on_a_gpu = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)  # the default on a GPU
 
 
 def plain_loop(size, length, deleted, steps=2):
-    """Train on micro-batches cut to this length; delete the step's variables here or there."""
+    """Train on micro-batches cut to `length`; delete the step's variables as `deleted` says."""
     for tokens, targets in micro_batches(100, steps, size):
         on_a_gpu.zero_grad()
         logits = model(tokens[:, :length])
@@ -782,54 +795,54 @@ def plain_loop(size, length, deleted, steps=2):
 
 # %%
 places = ("nowhere", "at the end", "before the optimizer")
-plain_loop(1, 8, "nowhere")  # makes the optimizer's state
+plain_loop(1, 8, "nowhere")  # allocates the optimizer state
 many, few = (
     [peak(partial(plain_loop, size, length, place)) for place in places]
     for size, length in ((8, 32), (1, 8))
 )
 gained = many[0] - many[1]
-verdict(
-    "8c",
-    gained > 0,
+found = (
     f"8 × 32 tokens: {format_bytes(many[0])} at the peak, {gained:,} bytes less with loss and "
-    f"logits deleted at the end of each step; 1 × 8 tokens, the peak in the optimizer: "
-    f"{few[0] - few[1]:,} less, and {few[0] - few[2]:,} if the logits ({4 * 8 * 256:,} bytes) are "
-    f"deleted before it",
-    otherwise="the peak is in backward, and by then each name has a new value; backward frees the "
-    "graph by itself. Where the optimizer makes the peak, delete the logits before "
-    "optimizer.step(), or write forward and backward as a function",
+    f"logits deleted at the end; 1 × 8 tokens, with the peak in the optimizer: "
+    f"{few[0] - few[1]:,} bytes less, or {few[0] - few[2]:,} with the logits deleted before it"
 )
+actual = (
+    "at the peak in backward the names are already reassigned, and backward frees the graph. If "
+    "the peak is in the optimizer, delete the logits before optimizer.step(), or put forward and "
+    "backward in a function"
+)
+verdict("8c", gained > 0, found, otherwise=actual)
 
 # %% [markdown]
-# Shorter sequences. The guide's peaks are the tokens of its spectra.
+# The next rules shorten the sequences (the guide's "peaks" are the tokens of its spectra) and
+# narrow the model.
 
 # %%
-halves = [real_step(8, 32), freezing["all of it learns"]]
+halves = [real_step(8, 32), freezing["all trained"]]
 halves += [real_step(8, length, eager) for length in (32, 64)]
 kept = [trace.at_peak["activations"] for trace in halves]
-less = 1 - halves[0].peak_bytes / halves[1].peak_bytes
+tiny, large = (1 - a.peak_bytes / b.peak_bytes for a, b in (halves[:2], (half, all_eight)))
 verdict(
     "10a",
     abs(kept[0] / kept[1] - 0.5) < 0.01,
-    f"half the length: {kept[0] / kept[1]:.2f} of the activations, {kept[2] / kept[3]:.2f} where "
-    f"scores are stored; the whole peak of the tiny model is {less:.0%} less, that of 124m with "
-    f"half its tokens {1 - half.peak_bytes / all_eight.peak_bytes:.0%}",
-    condition="for activations: by half with fused attention, by more where scores are stored; "
-    "weights, gradients and Adam's state stay",
+    f"half the length: {kept[0] / kept[1]:.2f}× the activations, {kept[2] / kept[3]:.2f}× with "
+    f"stored scores; half the tokens: {tiny:.0%} lower peak for tiny, {large:.0%} for 124m",
+    condition="for activations: half with fused attention, less than half with stored scores; "
+    "weights, gradients and optimizer state stay",
 )
 
 # %%
 hundred = dry_trace(Setting("25m", batch=2, seq_len=100), fused)
-of_tokens = hundred.at_peak["activations"] / hundred.peak_bytes
+share = hundred.at_peak["activations"] / hundred.peak_bytes
 kept = {n: activation_bytes(PRESETS["25m"], 2, n) for n in (100, 90, 80)}
+less = [1 - kept[n] / kept[100] for n in (90, 80)]
 verdict(
     "10b",
-    of_tokens > 0.05,
-    f"of all activations {1 - kept[90] / kept[100]:.0%} less with 90 and "
-    f"{1 - kept[80] / kept[100]:.0%} with 80, but they are {of_tokens:.1%} of the peak of the 25M "
-    f"model with batch 2, which lies at the end of backward: the floor",
-    otherwise="with so few tokens the peak is made of weights, their gradients and Adam's state; "
-    "where activations make it, 20 % fewer tokens take 20 % of those",
+    share > 0.05,
+    f"{less[0]:.0%} less activations with 90 tokens, {less[1]:.0%} with 80; but activations are "
+    f"{share:.1%} of the 25M model's peak with batch 2, at the end of backward (the floor)",
+    otherwise="with few tokens, weights, gradients and optimizer state make the peak; only above "
+    "the floor do 20 % fewer tokens save 20 % of the activations",
 )
 
 # %%
@@ -840,14 +853,15 @@ features = 4 * 2 * 512 * wide.hidden_size / activation_bytes(wide, 2, 512)
 verdict(
     "10c",
     fewer < 1 and narrow.parameters < wide.parameters,
-    f"an eighth less width: {1 - narrow.parameters / wide.parameters:.0%} fewer weights, "
-    f"{1 - fewer:.0%} less activations (the logits stay); the input, a tensor of the model's "
-    f"width, is {features:.1%} of the activations",
-    condition="for the width, which every layer has; an input's features are one tensor of many",
+    f"1/8 less width: {1 - narrow.parameters / wide.parameters:.0%} fewer weights, "
+    f"{1 - fewer:.0%} less activations (the logits stay); the model's input is {features:.1%} of "
+    f"the activations",
+    condition="for the width, which affects every layer; input features affect only one tensor",
 )
 
 # %% [markdown]
-# Validation, checkpoints, the host, and the second GPU.
+# The remaining rules are about validation, host memory, the second GPU, checkpoints and frozen
+# layers.
 
 # %%
 few, many = (validation_peaks["no_grad", count] for count in (2, 8))
@@ -855,21 +869,19 @@ leaking = validation_peaks["losses in a list", 8]
 verdict(
     "11a",
     max(few, many) > training_peak,
-    f"2 batches {format_bytes(few)}, 8 batches {format_bytes(many)}, a training step of the same "
-    f"size {format_bytes(training_peak)}; with a graph kept by a list of losses "
-    f"{format_bytes(leaking)} for 8",
-    otherwise="without a graph validation stays below training's peak, however often and on "
-    "however many batches (their text was held here); if fewer batches help, a graph is kept: mend "
-    "that",
+    f"2 batches {format_bytes(few)}, 8 batches {format_bytes(many)}, a training step "
+    f"{format_bytes(training_peak)}; 8 batches with a list of losses {format_bytes(leaking)}",
+    otherwise="without a graph, validation stays below training's peak for any number of batches; "
+    "if fewer batches help, your code keeps a graph: fix it",
 )
 
 # %%
 verdict(
     "11b",
     by_mapping < 50 * MIB < by_loading or not anonymous(),
-    f"100 MiB of data take more than 50 MiB of anonymous memory when they are loaded: "
-    f"{by_loading > 50 * MIB}; when they are mapped: {by_mapping > 50 * MIB}",
-    condition="for the host's memory; the GPU holds a batch either way",
+    f"100 MiB of data use more than 50 MiB of anonymous memory: loaded {by_loading > 50 * MIB}, "
+    f"mapped {by_mapping > 50 * MIB}",
+    condition="for host memory; the GPU holds one batch in both cases",
 )
 
 # %%
@@ -878,40 +890,37 @@ images = BATCHES["images, 32 × 3 × 224 × 224 in float32"]
 verdict(
     "11c",
     waiting[0] < waiting[1],
-    f"a worker has a second copy of a data set that is one tensor: {by_worker > 100 * MIB}; by "
-    f"formula {waiting[0]} batches wait with 1 worker, {waiting[1]} with 4, and a pinned copy of "
-    f"32 images takes {pinned_bytes(images) / images:.2f} × their bytes",
-    condition="for the host's memory: the batches that wait, their pinned copies (by torch's "
-    "source, not measured), and what a worker changes; the GPU's memory does not change",
+    f"a worker copies a one-tensor data set: {by_worker > 100 * MIB}; by formula, {waiting[0]} "
+    f"batches in flight with 1 worker, {waiting[1]} with 4; a pinned copy of 32 images needs "
+    f"{pinned_bytes(images) / images:.2f}× their bytes",
+    condition="for host memory: batches in flight, pinned copies (from torch's source, not "
+    "measured) and pages that a worker changes; GPU memory stays the same",
 )
 
 # %%
 verdict(
     "11d",
     all_eight.peak_bytes < half.peak_bytes,
-    f"8 sequences on two GPUs are 4 on each, {format_bytes(half.peak_bytes)}; on one they are 8, "
+    f"8 sequences on two GPUs: {format_bytes(half.peak_bytes)} on each; on one GPU: "
     f"{format_bytes(all_eight.peak_bytes)}",
-    otherwise="each data-parallel GPU has a whole copy of the model: one in place of two holds no "
-    "less, but for DistributedDataParallel's own copy of the gradients, and at the same effective "
-    "batch it has twice the tokens",
+    otherwise="each data-parallel GPU has a full copy of the model; a single GPU saves only DDP's "
+    "extra copy of the gradients, and at the same effective batch it has twice the tokens",
 )
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
     states = model.state_dict(), optimizer.state_dict()
     saving = peak(partial(torch.save, states, Path(folder, "checkpoint.pt")))
-    verdict(
-        "11e",
-        saving > training_peak,
-        f"while it is saved, the tensors take {format_bytes(saving)}; a training step "
-        f"{format_bytes(training_peak)}",
-        otherwise="saving writes what is there and makes no tensor on the device; fewer "
-        "checkpoints save disk",
-    )
+verdict(
+    "11e",
+    saving > training_peak,
+    f"peak while saving {format_bytes(saving)}, in a training step {format_bytes(training_peak)}",
+    otherwise="saving allocates no tensors on the device; fewer checkpoints save disk space",
+)
 
 # %%
-lower, upper = (freezing[f"{half} half learns"] for half in ("lower", "upper"))
-everything = freezing["all of it learns"]
+lower, upper = (freezing[f"{half} half trained"] for half in ("lower", "upper"))
+everything = freezing["all trained"]
 shares = {
     kind: [1 - trace.at_end[kind] / everything.at_end[kind] for trace in (lower, upper)]
     for kind in ("gradients", "optimizer_state")
@@ -919,35 +928,35 @@ shares = {
 shares["activations"] = [
     1 - trace.at_peak["activations"] / everything.at_peak["activations"] for trace in (lower, upper)
 ]
+saved = (f"{k.replace('_', ' ')} {u:.0%} and {d:.0%} less" for k, (u, d) in shares.items())
 verdict(
     "12",
     min(shares["gradients"] + shares["optimizer_state"]) >= 0.5,
-    "with the upper and with the lower half of the blocks frozen: "
-    + "; ".join(f"{k.replace('_', ' ')} {u:.0%} and {d:.0%} less" for k, (u, d) in shares.items()),
-    condition="and more: frozen from below, the activations there go as well",
+    f"upper and lower half of the blocks frozen: {'; '.join(saved)}",
+    condition="and freezing the lower layers also saves their activations",
 )
 
 # %% [markdown]
-# ## What you can do now
+# ## Summary
 #
-# | turn down | saves | does not save |
+# | reduce | saves | does not save |
 # | --- | --- | --- |
-# | batch, length | what belongs to tokens, in proportion | weights, gradients, Adam: the floor |
-# | micro-batch (accumulation) | tokens of all but one | the floor; gradients join the peak |
-# | frozen layers | their gradients, Adam; activations below the lowest trained | the rest |
-# | LoRA | gradients and Adam, but for a thousandth (7B) | weights, most activations |
-# | validation's size | nothing, without a graph | |
-# | data in memory, workers | host memory | the GPU's |
+# | batch, length | activations and logits, in proportion | weights, gradients, Adam: the floor |
+# | micro-batch (accumulation) | activations of all but one | the floor; gradients add to it |
+# | trained layers | their gradients and Adam state; activations below the lowest | the rest |
+# | LoRA | gradients and Adam state, by about 1000× (7B) | weights, most activations |
+# | validation set | nothing, without a graph | |
+# | data in memory, workers | host memory | GPU memory |
 #
-# So: **first the micro-batch**. It costs time, and changes nothing that is learnt if you sum,
-# divide once, add in float32, and no layer looks across the batch. Then validation without a graph,
-# which costs nothing. At the floor, freeze or use LoRA; if all weights are to learn, lower the
-# floor itself (Days 4, 8 and 9).
+# **Reduce the micro-batch first.** It costs time, but the result is the same if you sum the losses,
+# divide once, accumulate in float32, and no layer mixes the batch. Then validate without a graph,
+# which is free. At the floor, freeze layers or use LoRA. To train all weights, lower the floor
+# (Days 4, 8 and 9).
 
 # %% [markdown]
 # ## The running bill
 #
-# One training step of 124M weights on 8 × 640 tokens. Today: one sequence at a time.
+# The bill's step trains the 124M model on 8 × 640 tokens. Today: one sequence at a time.
 
 # %%
 running_bill(3, today=one_at_a_time)

@@ -1,27 +1,28 @@
 # %% [markdown]
-# # Day 9: Eight-bit Adam
+# # Day 9: 8-bit Adam
 #
-# **Two bytes instead of eight?**
+# **Can Adam's state need 2 bytes per weight instead of 8?**
 #
-# After today you have built an optimizer whose state is a quarter of Adam's, know which 256 numbers
-# it needs and why, have seen one of them blow a training up, and know the line that stops it.
+# After today you have built an optimizer whose state is four times smaller than Adam's. You know
+# which 256 values its codebook needs and why. You have seen a rounding to zero destroy a training
+# run, and you know the line of code that prevents it.
 #
-# About 85 minutes, 53 of them for four exercises. You need a laptop; a GPU is welcome and not
-# needed. Nothing is downloaded.
+# About 85 minutes, 53 of them for four exercises. You need a laptop. A GPU is optional. Nothing is
+# downloaded.
 
 # %% [markdown]
-# As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
-# your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
-# stuck, type `memlab hint 9.1` in a terminal. An exercise left open blocks nothing.
+# As before: you **guess**, **measure**, and **build** the code that explains the gap. In each
+# exercise, replace `raise NotImplementedError` with your own code; the cell below it checks your
+# answer. If you are stuck, run `memlab hint 9.1` in a terminal. You can skip an exercise.
 
 # %% [markdown]
 # ## The question
 #
-# Adam keeps two moments of each weight: m, a mean of its gradients, and v, a mean of their squares.
-# In float32 that is 8 bytes a weight, twice the weights themselves. Lion and Adam-mini drop half of
-# it. Today both moments stay, and get **one byte** each.
+# Adam keeps two moments per weight: m, a running mean of its gradients, and v, a running mean of
+# their squares. In float32 they need 8 bytes per weight, twice the weights themselves. Lion and
+# Adam-mini drop half of the state. Today you keep both moments, in **one byte** each.
 #
-# A byte is a number from 0 to 255. What should the 256 stand for?
+# A byte is an index from 0 to 255. Which 256 values should the **codebook** hold?
 
 # %%
 import importlib
@@ -50,14 +51,16 @@ from memlab.units import format_bytes
 # %% [markdown]
 # ## Guess
 #
-# A small text model of 123,200 weights, 20 steps of Adam. How many KiB does its state take if each
-# moment takes a byte (and what else it needs)? Then the obvious way to write v: cut the range from
-# 0 to the largest of 256 neighbours into 255 even steps. How many percent of the second moments
-# become exactly 0?
+# Train a small text model of 123,200 weights for 20 steps. Make two guesses:
+#
+# 1. How many KiB does Adam's state need with one byte per moment, everything included?
+# 2. Quantize v with *even steps*: divide the range from 0 to the largest v of a block (256
+#    consecutive elements) into 255 equal steps. What percentage of the second moments become
+#    exactly 0?
 
 # %%
 ### BEGIN SOLUTION
-guess("9.1", state_kib=241, zeros_percent=0.5)  # two bytes a weight; hardly any
+guess("9.1", state_kib=241, zeros_percent=0.5)  # two bytes per weight; almost none
 ### END SOLUTION
 ### BEGIN STUB
 # guess("9.1", state_kib=..., zeros_percent=...)
@@ -66,8 +69,8 @@ guess("9.1", state_kib=241, zeros_percent=0.5)  # two bytes a weight; hardly any
 # %% [markdown]
 # ## Measure
 #
-# The model reads torch's own source, once with 32-bit Adam and once with the library's
-# 8-bit one.
+# The model trains on torch's own source code, once with 32-bit Adam and once with the library's
+# 8-bit Adam.
 
 # %%
 CONFIG = replace(PRESETS["tiny"], hidden_size=64, layers=2, kv_heads=4, intermediate_size=192)
@@ -75,7 +78,7 @@ TEXT = source_bytes("256 KiB")
 
 
 def learn(make, steps=20):
-    """The losses of the model, made anew, and its optimizer."""
+    """Train a new model; return its losses and its optimizer."""
     torch.manual_seed(0)
     model, losses = GPT(CONFIG), []
     optimizer, drawn = make(model), batches(TEXT, 8, 64, seed=1)
@@ -98,28 +101,31 @@ learnt = {
     "8-bit Adam": learn(lambda model: optim.Adam8bit(model.parameters(), lr=3e-3, weight_decay=0)),
 }
 exact, eight = (optimizer for _, optimizer in learnt.values())
-print(f"in 32 bits: {format_bytes(state_bytes(exact))}")
+print(f"state of 32-bit Adam: {format_bytes(state_bytes(exact))}")
 
 # %%
 moments = [state["exp_avg_sq"].flatten() for state in exact.state.values()]
 blocks = torch.cat([v.view(-1, 256) for v in moments if len(v) >= 4096])
-fractions = blocks / blocks.amax(1, keepdim=True)  # of the largest of each block
+fractions = blocks / blocks.amax(1, keepdim=True)  # of the block's largest
 zeros = (fractions * 255).round() == 0
 gone = round(100 * zeros.float().mean().item(), 1)
 reveal("9.1", state_kib=state_bytes(eight), zeros_percent=gone)
 
 # %% [markdown]
-# 241 KiB are two bytes a weight. The gap: one float32 for each 256 numbers of each moment (you will
-# see what for); the two tables of 256 float32 that you are about to write, 2 KiB; and weights of
-# fewer than 4096 numbers (here five norms), which stay in float32: nothing is to be won there.
+# 241 KiB would be two bytes per weight. The gap has three parts:
 #
-# And 2.5 % of the v's are gone. Is that little? Adam divides by √v.
+# - one float32 scale per block of 256 elements and moment (explained below)
+# - two codebooks of 256 float32 entries, 2 KiB in all
+# - weights of fewer than 4096 elements (here five norms), which stay in float32 because there is
+#   little to save
+#
+# Even steps round 2.5 % of the second moments to 0. Is that a problem? Adam divides by √v.
 
 # %% [markdown]
-# ## What v looks like
+# ## The distribution of v
 #
-# All 122,880 second moments, each as a fraction of the largest of its block, on logarithmic axes;
-# below, where the even steps lie.
+# The histogram shows all 122,880 second moments, each as a fraction of the largest in its block, on
+# logarithmic axes. Below it are the even steps.
 
 # %%
 fig, (above, below) = plt.subplots(
@@ -127,32 +133,33 @@ fig, (above, below) = plt.subplots(
 )
 decades = torch.logspace(-6, 0, 61).tolist()
 above.hist(fractions.flatten().numpy(), bins=decades, color="#4477aa", log=True)
-above.set(ylabel="second moments", title="v as a fraction of the largest of its block of 256")
+above.set(ylabel="second moments", title="v as a fraction of the largest in its block of 256")
 above.axvspan(1e-6, 0.5 / 255, color="#cc6677", alpha=0.25, linewidth=0)
-above.text(3e-6, 800, f"{gone} % of them", color="#882233")
+above.text(3e-6, 800, f"{gone} % of all v", color="#882233")
 below.vlines(torch.arange(1, 256) / 255, 0, 1, color="#cc6677", linewidth=0.8)
 below.axvspan(1e-6, 0.5 / 255, color="#cc6677", alpha=0.25, linewidth=0)
-below.text(3e-6, 0.4, "all of this becomes 0", color="#882233")
+below.text(3e-6, 0.4, "rounded to 0", color="#882233")
 below.set(yticks=[], xscale="log", xlim=(1e-6, 1), xlabel="fraction of the largest")
 _ = below.set_ylabel("even steps", rotation=0, ha="right", va="center")
 
 # %% [markdown]
-# Squares spread twice as far as what is squared: a gradient of a hundredth of its neighbour's has a
-# v of a ten-thousandth. Day 7's activations could live with even steps. Moments want steps that are
-# fine near zero and coarse near the top: an error **relative** to the number.
+# Squaring doubles the range in decades: if a gradient is 100 times smaller than its neighbor's, its
+# v is 10,000 times smaller. Even steps were enough for Day 7's activations. Moments need small
+# steps near zero and large steps near the maximum, so that the **relative** error stays small.
 #
-# Floating-point does that with a fixed number of bits for the exponent. A *dynamic* code lets it
-# vary: small numbers spend bits on the exponent; large ones have them left for digits.
+# Floating-point formats do this with a fixed number of exponent bits. A *dynamic* codebook varies
+# that number: small values spend bits on the exponent, and large values on the mantissa.
 
 # %% [markdown]
-# ### Exercise 9.1: 256 numbers for seven decades
+# ### Exercise 9.1: 256 entries for seven decades
 #
-# About 12 minutes. Decade i = 0 … 6 reaches from 0.1 · 10ⁱ⁻⁶ to 10ⁱ⁻⁶. Cut 0.1 … 1 into 2ⁱ equal
-# parts (`signed=False`: 2ⁱ⁺¹). The code has their middles, times 10.0 ** (i − 6); if `signed`, with
-# both signs; and 0 and 1. Give the 256 numbers as float32, rising.
+# About 12 minutes. Decade i = 0 … 6 ranges from 0.1 · 10ⁱ⁻⁶ to 10ⁱ⁻⁶. Divide 0.1 … 1 into 2ⁱ equal
+# parts (2ⁱ⁺¹ if `signed` is False). The entries of the decade are the midpoints of the parts times
+# 10.0 ** (i − 6), with both signs if `signed`. Add 0 and 1. Return the 256 entries in float32,
+# sorted.
 #
-# Compute in float32, in that order: edges (`torch.linspace`), means of two, power of ten. Then they
-# are to the bit those of bitsandbytes, with which files of 8-bit states were written.
+# Compute in float32 and in this order: edges (`torch.linspace`), midpoints, power of ten. Then your
+# codebook is bitwise equal to bitsandbytes', so you can read 8-bit states from its checkpoints.
 
 
 # %%
@@ -180,22 +187,22 @@ for one, (name, code), colour in zip(axes, rows.items(), ("C0", "C2", "#cc6677")
     one.vlines(code[code > 0], 0, 1, color=colour, linewidth=0.7)
     one.set(yticks=[], xscale="log", xlim=(1e-7, 1.2))
     one.set_ylabel(name, rotation=0, ha="right", va="center")
-axes[0].set_title("What the 256 codes stand for (of m's, the positive half)")
+axes[0].set_title("The 256 entries of each codebook (for m, the positive half)")
 axes[2].set_xlabel("fraction of the largest in the block")
 for name, code in rows.items():
-    print(f"{name:15} smallest above zero {code[code > 0][0]:.2g}, lowest {code[0]:.3f}")
+    print(f"{name:15} smallest positive {code[code > 0][0]:.2g}, minimum {code[0]:.3f}")
 
 # %% [markdown]
-# Half of the numbers are in the top decade, and one or two are left for the seventh. m's lowest is
-# −0.993: there is no −1, and a −1 loses 0.7 %. Zero is number 127 of the signed code, number 0 of
-# the other.
+# Half of the entries are in the top decade, and only one or two in the lowest. The smallest entry
+# of m's codebook is −0.993: it has no −1, so a −1 loses 0.7 %. Zero is entry 127 of the signed
+# codebook and entry 0 of the unsigned one.
 #
-# How wrong can each be? The worst relative error of the nearest number, decade by decade:
+# How large is the rounding error? The next cell plots the worst relative error in each decade.
 
 
 # %%
 def worst_by_decade(code):
-    """The largest |x − nearest| / x in each of the seven decades below 1."""
+    """Return the largest |x − nearest| / x in each of the seven decades below 1."""
     middles = ((code[:-1] + code[1:]) / 2).double()
     x = torch.logspace(-7, 0, 70_001, dtype=torch.float64)
     error = (code.double()[torch.bucketize(x, middles)] - x).abs() / x
@@ -212,35 +219,36 @@ for shift, (name, code), colour in zip(
     print(f"{name:15}", "  ".join(f"{100 * e:5.1f} %" for e in worst))
 axes.set_xticks(at, [f"$10^{{{d - 7}}}$ … $10^{{{d - 6}}}$" for d in range(7)])
 axes.set(xlabel="fraction of the largest", ylabel="worst error in %", ylim=(0, 119))
-axes.set_title("The nearest number: how far off at worst, decade by decade")
+axes.set_title("Worst relative rounding error in each decade")
 _ = axes.legend(frameon=False, ncols=3, loc="upper right")
 
 # %% [markdown]
-# At the very top even steps are the better ones. Two decades below they are no use, and the dynamic
-# codes still know a number to a fifth or a tenth. An error of 100 % means: it becomes 0.
+# In the top decade even steps are better. Two decades lower they round everything to 0 (an error of
+# 100 %), while the dynamic codebooks have errors of 11 % and 18 %.
 #
-# A code reaches from −1 to 1. So each **block** of 256 neighbours is divided by its largest |x|,
-# and that is kept, as the block's *scale*. An outlier spoils no more than its own block. Decoding
-# is a look-up and a product:
+# A codebook ranges from −1 to 1. So each **block** of 256 elements is divided by its absmax, which
+# is stored as the block's *scale*. An outlier then affects only its own block. To decode, look up
+# each code and multiply by the scale:
 
 
 # %%
 def decode(codes, scales, code):
-    """float32 (n,): code number codes[k], times the scale of its block."""
+    """Return float32 (n,): entry codes[k] of the codebook times the block's scale."""
     each = scales.repeat_interleave(256)[: len(codes)]
     return code[codes.int()] * each
 
 
 # %% [markdown]
-# ### Exercise 9.2: the nearest number, block by block
+# ### Exercise 9.2: blockwise quantization
 #
-# About 15 minutes. `x`: float32, any shape, n numbers, flattened; `code`: 256 rising numbers up to
-# 1, zero among them. Return `(codes, scales)`: uint8 (n,) and float32 (⌈n/256⌉,), holding on to no
-# byte more. A scale is its block's largest |x|; `decode` gives the nearest (at a tie,
-# either). The last block may be short. A zero gets the code of zero, in a block of zeros, too.
+# About 15 minutes. `x` is a float32 tensor of any shape with n elements. `code` is a sorted
+# codebook of 256 values that has 0 and ends at 1. Return `(codes, scales)`: uint8 (n,) and float32
+# (⌈n/256⌉,), with no larger storage behind them.
 #
-# Take at most 64 bytes a number on the way. `torch.bucketize(a, b)` counts numbers of a sorted
-# `b` below each `a`.
+# - Scale: absmax of the block. The last block may be short.
+# - Code: index of the nearest entry. A zero gets the code of zero, also in a block of zeros.
+# - Memory: at most 64 bytes per element. `torch.bucketize(a, b)` counts the elements of `b` below
+#   each `a`.
 
 
 # %%
@@ -260,8 +268,9 @@ def encode(x, code):
 encode = exercise("9.2", encode)
 
 # %% [markdown]
-# Held against the library's, which looks its codes up and takes chunks of 1 MiB: the same codes and
-# scales? (The last bit may tip a number that lies in the middle.)
+# Compare your function with the library's, which works in chunks of 1 MiB and finds codes with a
+# lookup table. (In rare cases an element lies halfway between two entries, and the last bit
+# decides.)
 
 # %%
 numbers = torch.randn(100_003) ** 3
@@ -270,29 +279,34 @@ library = quantize_blockwise(numbers, codebook=SIGNED)
 equal = (codes == library.codes).float().mean().item()
 print(f"more than 99.9 % of the codes are equal: {equal > 0.999}")
 print(f"all scales are equal: {torch.equal(scales, library.scales)}")
-print(f"{numbers.nbytes:,} bytes are {codes.nbytes:,} + {scales.nbytes:,}")
+print(f"float32: {numbers.nbytes:,} bytes; codes + scales: ", end="")
+print(f"{codes.nbytes:,} + {scales.nbytes:,} bytes")
 
 # %% [markdown]
-# ## Adam on two bytes
+# ## The optimizer step
 #
-# A step decodes both moments, brings them up to date, steps the weight, and encodes them again. The
-# order matters: the weight is stepped by the *exact* new moments, and only what is kept is rounded.
-# An error then lasts, but never counts twice in one step.
+# A step decodes both moments, updates them, updates the weight, and encodes the moments again. The
+# order matters: the weight is updated with the *exact* new moments, and only the stored moments are
+# rounded. So each rounding error enters the moments once per step, not twice.
 
 # %% [markdown]
-# ### Exercise 9.3: Adam on two bytes
+# ### Exercise 9.3: Adam with 8-bit state
 #
-# About 20 minutes. Write one weight's step, in place. `gradient` is flat, `weight` is not; `state`
-# is a dict, empty at first and yours to fill; counting t is yours. From 4096 numbers on keep
-# `encode(m, signed)` and `self.encode_v(v, unsigned)` (that is `encode`, for now): 2n + 8⌈n/256⌉
-# bytes. Smaller weights keep m and v in float32. At step t = 1, 2, … from moments of zero:
+# About 20 minutes. Update one weight in place. `gradient` is flat, `weight` is not. `state` is a
+# dict, empty before the first step. Store t and the moments in it:
+#
+# - from 4096 elements: `encode(m, signed)` and `self.encode_v(v, unsigned)` (equal to `encode` for
+#   now), 2n + 8⌈n/256⌉ bytes
+# - below 4096 elements: m and v in float32
+#
+# At step t = 1, 2, …, starting from moments of zero:
 #
 # m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g², w ← w − lr · (m / (1−β₁ᵗ)) / (√(v / (1−β₂ᵗ)) + eps)
 
 
 # %%
 class ByWeight(torch.optim.Optimizer):
-    """The loop over weights; a subclass brings `step_weight`."""
+    """Loop over the weights; a subclass implements `step_weight`."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
@@ -329,7 +343,7 @@ class Adam8bit(ByWeight):
         state["m"], state["v"] = m, v
         ### END SOLUTION
         ### BEGIN STUB
-        # # Begin with these two:
+        # # Begin with these two lines:
         # # lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
         # # signed, unsigned = self.codes
         # raise NotImplementedError("exercise 9.3, about 14 lines")
@@ -340,7 +354,7 @@ class Adam8bit(ByWeight):
 Adam8bit = exercise("9.3", Adam8bit)
 
 # %% [markdown]
-# It reads torch's own source, beside the same with even steps for both moments.
+# Train the text model with your optimizer, then with even steps for both moments.
 
 
 # %%
@@ -349,51 +363,51 @@ class EvenSteps(Adam8bit):
 
 
 def within(loss, percent):
-    """Whether the mean of the last five losses is that of 32-bit Adam, nearly."""
+    """Return whether the mean of the last five losses is within `percent` of 32-bit Adam's."""
     wanted = sum(learnt["32-bit Adam"][0][-5:])
     return abs(sum(loss[-5:]) / wanted - 1) < percent / 100
 
 
 def is_lost(loss):
-    """Whether a training is lost. By how much, machines differ, down to infinite and nan."""
+    """Return whether training diverged. Machines give different losses, even inf and nan."""
     return not loss < 10
 
 
 nearest = learn(lambda model: Adam8bit(model.parameters(), lr=3e-3))
 even = learn(lambda model: EvenSteps(model.parameters(), lr=3e-3), steps=12)
-print(f"8 bits: {format_bytes(state_bytes(nearest[1]))} of state")
+print(f"state of your 8-bit Adam: {format_bytes(state_bytes(nearest[1]))}")
 lost = (fractions < UNSIGNED[1] / 2).sum().item()
-print(f"second moments that the dynamic code loses: {lost} of {fractions.numel():,}")
-print(f"dynamic code: the loss is within 1 % of 32-bit Adam's: {within(nearest[0], 1)}")
-print(f"even steps: the loss began at {even[0][0]:.1f}; after 12 steps it is above 10: ", end="")
+print(f"second moments that the dynamic codebook rounds to 0: {lost} of {fractions.numel():,}")
+print(f"dynamic codebook: the loss is within 1 % of 32-bit Adam's: {within(nearest[0], 1)}")
+print(f"even steps: the loss starts at {even[0][0]:.1f}; after 12 steps it is above 10: ", end="")
 print(is_lost(even[0][-1]))
 
 # %% [markdown]
-# With the dynamic code the losses of 8 and 32 bits are nearly one curve. With even steps 2.5 % of
-# zeros was enough: the training is lost within a dozen steps. (The two tables, 2 KiB, are the
-# class's here, and not counted.)
+# With the dynamic codebook, the losses of 8-bit and 32-bit Adam are nearly equal. With even steps,
+# 2.5 % of zeros are enough to make the training diverge within a dozen steps. (The two codebooks, 2
+# KiB, are class attributes here and not counted as state.)
 
 # %% [markdown]
 # ## The zero that explodes
 #
-# What does a zero do? Let g be a weight's gradient, and its v forgotten. At the next step v is
-# (1−β₂)g² of *today's* gradient alone, while m remembers the last ten. If today's happens to be
-# small, m is divided by next to nothing. Nothing bounds that step but m / eps.
+# Suppose that rounding sets a weight's v to zero. At the next step, v is (1−β₂)g², from the
+# *current* gradient g alone, while m averages about ten gradients. If g happens to be small, m is
+# divided by a value near zero. Only eps limits the step, to m / eps.
 
 # %% [markdown]
-# The dynamic code has a zero, too. A v below 1.6 · 10⁻⁷ of its block's largest becomes 0. That is a
-# gradient of 1 / 2500 of the largest; but the m of such a gradient is still known, down to
-# 3 · 10⁻⁷. Between the two are three decades of weights with an m and no v.
+# The dynamic codebook has a zero, too. If v is below 1.6 · 10⁻⁷ of the block's largest, it becomes
+# 0. Such a gradient is 1 / 2500 of the block's largest, but its m is only rounded to 0 below 3 ·
+# 10⁻⁷. In the three decades between, weights have an m but no v.
 #
-# So: 8192 weights, each with gradients of a size of its own, exp(2z) with z normal (*heavy
-# tails*: the largest of a block is tens of thousands of times its smallest).
+# To test this, train 8192 weights whose gradients have very different sizes, exp(2z) with z normal
+# (*heavy tails*: the largest in a block is tens of thousands of times the smallest).
 
 # %%
 SIZES = (2 * torch.randn(8192, generator=torch.Generator().manual_seed(0))).exp()
 
 
 def longest_steps(make, sizes=SIZES, steps=100):
-    """The longest step of any weight, over lr, at each step; and the weights at the end."""
+    """Return the longest step of any weight, in lr, at each step, and the final weights."""
     random, lr = torch.Generator().manual_seed(1), 1e-3
     weight, longest = torch.nn.Parameter(torch.zeros(8192)), []
     optimizer = make([weight], lr=lr)
@@ -411,15 +425,15 @@ for name, (longest, _) in heavy.items():
     print(f"{name:22} the longest of 100 steps is above {10 ** int(log10(max(longest))):,} · lr")
 
 # %% [markdown]
-# Exact Adam never steps further than lr · (1−β₁) / √((1−β₂)(1−β₁²/β₂)), whatever the gradients are:
-# that is 7.27 · lr; within the first 100 steps that times √(1−β₂¹⁰⁰), 2.24 · lr. So lr is a number
-# one can choose.
+# For any gradients, 32-bit Adam's steps are at most lr · (1−β₁) / √((1−β₂)(1−β₁²/β₂)) = 7.27 · lr.
+# In the first 100 steps the bound is smaller by a factor of √(1−β₂¹⁰⁰): 2.24 · lr. This bound is
+# the reason why you can choose lr.
 #
-# ### Exercise 9.4: the rule that stops it
+# ### Exercise 9.4: never round a positive v to zero
 #
-# About 6 minutes. As `encode`, for an `x` that is never negative and a code whose number 0 is zero:
-# **a positive number never gets code 0**; it gets 1. A zero still gets 0, and all other codes are
-# the nearest.
+# About 6 minutes. Write `encode` for an `x` without negative elements and a codebook whose entry 0
+# is zero. **A positive element never gets code 0**: it gets code 1 instead. A zero still gets code
+# 0, and all other elements get the nearest code.
 
 
 # %%
@@ -445,7 +459,7 @@ fig, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
 for (name, (longest, _)), colour in zip(heavy.items(), ("k", "#cc6677", "C0"), strict=True):
     axes.semilogy(longest, color=colour, label=name, linewidth=1.4)
 axes.set(xlabel="step", ylabel="longest step of any weight, in lr", ylim=(0.5, 1e6))
-axes.set_title("Gradients whose sizes differ by decades")
+axes.set_title("Longest step with heavy-tailed gradients")
 axes.legend(frameon=False, ncols=3, loc="upper center")
 print(f"with the rule: at most {max(heavy['8 bits, with the rule'][0]):.1f} · lr")
 
@@ -455,18 +469,19 @@ _, ruled = heavy["8 bits, with the rule"]
 sizes = SIZES.view(-1, 256)
 small = (sizes / sizes.amax(1, keepdim=True) < 1 / 2500).flatten()
 error = ruled - to_32
-print(f"after 100 steps {error.norm() / to_32.norm():.0%} of the way are off 32-bit Adam's")
-print(f"gradients below 1/2500 of the largest: {small.float().mean():.0%} of the weights,", end="")
-print(f" {(error[small] ** 2).sum() / (error**2).sum():.0%} of the squared error; ", end="")
-print(f"they go {ruled[small].norm() / to_32[small].norm():.1f} of their way")
+share = (error[small] ** 2).sum() / (error**2).sum()
+print(f"error after 100 steps: {error.norm() / to_32.norm():.0%} of 32-bit Adam's distance")
+print("weights with gradients below 1/2500 of the block's largest:")
+print(f"  {small.float().mean():.0%} of all weights, {share:.0%} of the squared error")
+print(f"  they move {ruled[small].norm() / to_32[small].norm():.1f} of 32-bit Adam's distance")
 
 # %% [markdown]
-# No byte more, and no explosion. What the rule gives instead of a v that is too small is one that
-# is too large: 3 · 10⁻⁷ of the block's largest. Such a step is too *short*. That is the price. With
-# tails like these a third of the way is off: not a small error, but in a safe direction, and three
-# quarters of it is the smallest weights moving too little.
+# The rule needs no extra memory, and no step explodes. The price: a tiny v becomes larger, 3 · 10⁻⁷
+# of the block's largest, so the step becomes *shorter*. With these tails the error is 35 % of the
+# distance that 32-bit Adam moves. That is large, but safe: 75 % of the squared error is the
+# smallest weights moving too little.
 #
-# Was it the coarseness of even steps, or their zero? The rule fits them, too:
+# Was the cause the coarse even steps, or their zero? Apply the rule to even steps:
 
 
 # %%
@@ -478,15 +493,16 @@ safe_even = learn(lambda model: SafeEvenSteps(model.parameters(), lr=3e-3))
 print(f"even steps, with the rule: within 3 % of 32-bit Adam's loss: {within(safe_even[0], 3)}")
 
 # %% [markdown]
-# It was the zero.
+# The cause was the zero.
 #
 # ## Does it happen in real training?
 #
-# Not in the text model above: it has no v that the dynamic code loses, and nearest codes did it no
-# harm. What it takes is tails *and* gradients that are large against eps, as m / eps is the limit.
+# It did not happen in the text model above: the dynamic codebook rounds none of its v to 0. An
+# explosion needs heavy tails *and* gradients that are large relative to eps, because m / eps is the
+# limit.
 #
-# Here is a model with tails: word vectors (*skip-gram*: from a word guess one nearby). Rare words
-# have rare gradients. The loss is once the mean over the batch, once the sum.
+# Here is a model with heavy tails: word vectors (*skip-gram*: predict a nearby word). Rare words
+# rarely get gradients. The loss is the mean over the batch in one run and the sum in another.
 
 # %%
 WORDS, WIDTH, BATCH = 512, 16, 512
@@ -496,7 +512,7 @@ ids = torch.tensor([common.get(word, WORDS - 1) for word in words])
 
 
 def skip_gram(make, reduction, steps=40):
-    """The last loss of a word, and the longest step of any weight over lr."""
+    """Return the last loss per word, and the longest step of any weight in lr."""
     random, longest, lr = torch.Generator().manual_seed(0), 0.0, 1e-2
     pair = [torch.nn.Parameter(0.1 * torch.randn(WORDS, WIDTH, generator=random)) for _ in "io"]
     optimizer = make(pair, lr=lr)
@@ -521,23 +537,23 @@ for reduction in ("mean", "sum"):
     for name, (loss, longest) in found.items():
         near[reduction, name] = abs(loss / found["32-bit"][0] - 1) < 0.01
         nats = "above 10" if is_lost(loss) else f"{loss:.1f}"
-        print(f"{reduction:5}{name:14} loss of a word {nats}, the longest step is ", end="")
-        print("Adam's at most" if longest < 7.28 else "longer than Adam's can be")
+        print(f"{reduction:5}{name:14} loss per word {nats}, longest step ", end="")
+        print("within Adam's bound" if longest < 7.28 else "above Adam's bound")
 
 # %% [markdown]
-# With a **mean**, as nearly everybody trains, there are long steps with nearest codes, and the loss
-# does not mind. With a **sum** gradients are 512 times as large, eps is nothing beside them, and
-# the training is lost. 32-bit Adam takes both alike.
+# With a **mean**, the usual choice, nearest codes cause long steps, but the loss is the same. With
+# a **sum**, gradients are 512 times larger, eps is negligible, and the training diverges. 32-bit
+# Adam works with both.
 #
-# Two small models prove nothing about large ones. But they show what to ask of a training: is its
-# loss a mean, and how long are its tails? And the rule costs no byte.
+# Two small models prove nothing about large ones. They show what to check in your training: is the
+# loss a mean, and how heavy are the tails? The rule is free in memory.
 
 # %% [markdown]
 # ## Four optimizers
 #
-# The text model again, with the bytes of each state. 8-bit Adam is the library's, as at first: with
-# the rule, and with its tables. Lion has a learning rate of its own, here 2 · 10⁻³. (20 steps are
-# no verdict about optimizers.)
+# Train the text model again and compare the bytes of state. 8-bit Adam is the library's, with the
+# rule and with its codebooks counted. Lion has its own learning rate, 2 · 10⁻³. (20 steps are too
+# few to rank optimizers by loss.)
 
 # %%
 partition = optim.gpt_partition(CONFIG.hidden_size // CONFIG.heads)
@@ -558,20 +574,22 @@ for n, (name, (losses, optimizer)) in enumerate(learnt.items()):
     held = state_bytes(optimizer)
     right.barh(name, held / 1024, color=colour)
     right.text(held / 1024 + 15, n, f"{held / 1024:.0f} KiB", va="center")
-    print(f"{name:12}{format_bytes(held):>11}, {held / 123_200:.2f} bytes a weight")
-left.set(xlabel="step", ylabel="loss in nats", title="Loss on torch's own source")
+    print(f"{name:12}{format_bytes(held):>11}, {held / 123_200:.2f} bytes per weight")
+left.set(xlabel="step", ylabel="loss in nats", title="Loss on torch's source code")
 left.legend(frameon=False)
-right.set(xlabel="KiB of state", xlim=(0, 1300), title="What is kept between steps")
+right.set(xlabel="KiB of state", xlim=(0, 1300), title="Optimizer state between steps")
 right.invert_yaxis()
 
 # %% [markdown]
-# The blue line lies on the grey one: a quarter of the bytes, and the same losses. Lion and
-# Adam-mini halve the state by keeping less; 8 bits keep it all, coarsely. They go together: Lion's
-# one moment in 8 bits is one byte a weight.
+# The blue line covers the grey one: 8-bit Adam has the same losses as 32-bit Adam, with a state
+# four times smaller. Lion and Adam-mini halve the state by keeping fewer elements; 8-bit Adam keeps
+# all of them in lower precision. You can combine both: Lion with 8-bit momentum needs one byte per
+# weight.
 #
-# ## Held against bitsandbytes and torchao
+# ## Comparison with bitsandbytes and torchao
 #
-# Both are optional here: `pip install -e ".[oracles]"` in the repository's folder brings them.
+# Both packages are optional. To install them, run `pip install -e ".[oracles]"` in the repository's
+# folder.
 
 # %%
 bnb, ao = imported("bitsandbytes.optim"), imported("torchao.optim")
@@ -579,21 +597,26 @@ bnb, ao = imported("bitsandbytes.optim"), imported("torchao.optim")
 # %% tags=["nbval-ignore-output"] reason="the packages are optional"
 if bnb:
     create = importlib.import_module("bitsandbytes.functional").create_dynamic_map
-    print(f"bitsandbytes' signed code, to the bit: {torch.equal(create(True), SIGNED)}")
-    print(f"bitsandbytes' unsigned code, to the bit: {torch.equal(create(False), UNSIGNED)}")
+    print(f"bitsandbytes' signed codebook is bitwise equal: {torch.equal(create(True), SIGNED)}")
+    print(f"bitsandbytes' unsigned codebook is, too: {torch.equal(create(False), UNSIGNED)}")
 else:
     print(f"bitsandbytes is {MISSING}")
 if ao:
     create = importlib.import_module("torchao.optim.quant_utils").create_dynamic_map
-    print(f"torchao's signed code, to the bit: {torch.equal(torch.tensor(create(True)), SIGNED)}")
+    theirs = torch.tensor(create(True))
+    print(f"torchao's signed codebook is bitwise equal: {torch.equal(theirs, SIGNED)}")
 else:
     print(f"torchao is {MISSING}")
 
 # %% [markdown]
-# Now all of them, 100 steps of 8192 weights, with gradients of one size (normal) and with tails:
-# how far they end from 32-bit Adam and from yours, and the longest step. And bytes of state, of
-# 8200 weights, too, which are no whole blocks. torchao compiles its step; here it runs as it is
-# written.
+# Now run all five for 100 steps on 8192 weights, with normal gradients and with heavy tails. The
+# table shows:
+#
+# - the bytes of state, also for 8200 weights, which are not a multiple of the block size
+# - the relative distance to the final weights of 32-bit Adam and of yours
+# - the longest step
+#
+# torchao normally compiles its step; here it runs eagerly.
 
 
 # %%
@@ -615,7 +638,7 @@ rivals |= {"bitsandbytes": bnb.Adam8bit} if bnb else {}
 rivals |= {"torchao": ao.Adam8bit} if ao else {}
 _, in_32 = longest_steps(partial(optim.AdamW, weight_decay=0), sizes=1)
 _, yours = longest_steps(SafeAdam8bit, sizes=1)
-print("                  state of          normal: off       tails: off")
+print("               bytes of state     normal: off from   tails: off from")
 print("                8192     8200     Adam     yours      Adam    longest step")
 with torch.compiler.set_stance("force_eager"):
     for name, make in rivals.items():
@@ -626,28 +649,32 @@ with torch.compiler.set_stance("force_eager"):
         print(f"{apart(tailed, to_32):>10.0%} {max(longest):>12,.1f} · lr")
 
 # %% [markdown]
-# On normal gradients all five end equally far from 32-bit Adam, to a tenth of a percent; torchao
-# ends 0.01 % from yours, bitsandbytes 0.7 %. The 2,048 bytes more are the two tables; torchao's 4
-# are its step count. And torchao leaves a weight of no whole blocks in float32.
+# On normal gradients all five are equally far from 32-bit Adam, within 0.1 %. torchao is 0.01 %
+# from yours, bitsandbytes 0.7 %. The 2,048 extra bytes are the two codebooks, and torchao's 4 extra
+# bytes are its step count. torchao keeps a weight in float32 unless its size is a multiple of 256.
 #
-# torchao's nearest codes explode as yours did. bitsandbytes' do **not** on a CPU. Why?
+# With heavy tails, torchao's nearest codes explode like yours did. bitsandbytes' do **not** on a
+# CPU. Why?
 
 # %% [markdown]
-# Its quantizer there looks fractions up in a table of 65,536 even steps from −1 to 1; from 0 to
-# 3 · 10⁻⁵ all get one code, that is not zero. A v so far too large makes a step too short: with
-# tails it ends further from 32-bit Adam than the rule does. (On a GPU it takes the nearest, zero
-# included; not measured here.)
+# On a CPU, bitsandbytes quantizes with a lookup table of 65,536 even steps from −1 to 1. All
+# fractions from 0 to 3 · 10⁻⁵ get the same nonzero code. Their v is too large and their step too
+# short, so with tails its error is larger than the rule's: 57 % instead of 35 %. (On a GPU it uses
+# the nearest code, zero included; not measured here.)
 
 # %% [markdown]
-# There is one price more: not even an exact 0 comes back as 0. So what becomes of weights whose
-# gradient is *always* zero, such as the rows of tokens that never occur? 4096 of them, 500 steps.
-# In the first block of 256 every second weight has gradients; in the second a single one; the rest
-# of the blocks have none.
+# bitsandbytes' table has another cost: an exact 0 does not decode to 0. What happens to weights
+# whose gradient is *always* zero, such as embedding rows of tokens that never occur? Take 4096
+# weights and 500 steps:
+#
+# - first block of 256: every second weight has gradients
+# - second block: one weight has gradients
+# - other blocks: no gradients
 
 
 # %%
 def strayed(make):
-    """How far, over lr, weights go that never have a gradient: beside many, beside one, alone."""
+    """Return how far weights without gradients move, in lr, for the three kinds of blocks."""
     random, weight = torch.Generator().manual_seed(0), torch.nn.Parameter(torch.zeros(4096))
     lives = torch.zeros(4096)
     lives[0:256:2], lives[256] = 1, 1
@@ -669,29 +696,29 @@ if bnb:
     for name, code in {"signed": SIGNED, "unsigned": UNSIGNED}.items():
         codes, scale = functional.quantize_blockwise(block, code=code, blocksize=256)
         zero = functional.dequantize_blockwise(codes, scale)[1]
-        print(f"{name}: a 0 beside a 1 comes back as {zero:.2e}")
+        print(f"{name}: a 0 in a block with absmax 1 decodes to {zero:.2e}")
 else:
     print(f"bitsandbytes is {MISSING}")
 
 # %% [markdown]
-# About one step's worth after five hundred steps, and nothing at all where a whole block has no
-# gradients. Harmless for most; good to know when rows have to stay what they are.
+# With bitsandbytes, weights without gradients move by up to 1.4 · lr in 500 steps, and by 0 if the
+# whole block has no gradients. This rarely matters, unless some rows must stay unchanged.
 #
-# ## At scale: seven billion
+# ## At scale: 7 billion parameters
 #
-# The state of a 7B model's optimizer, by formula, and by a dry run. Its 32 blocks are alike, so
-# models of one and of two are enough.
+# Compute the optimizer state of a 7B model by formula and in a dry run. Its 32 blocks are equal, so
+# models of one and two blocks are enough.
 
 
 # %%
 def moments_bytes(sizes, moments, tables):
-    """In 8 bits from 4096 numbers on, in float32 below; and a table of 1 KiB for each code."""
+    """Return state bytes: 8 bits from 4096 elements, else float32, plus 1 KiB per codebook."""
     one = (n + 4 * -(-n // 256) if n >= 4096 else 4 * n for n in sizes)
     return moments * sum(one) + 1024 * tables
 
 
 def dry_state(make, layers):
-    """State bytes of a first step in a dry run, and the most that it takes on the way."""
+    """Return the state bytes after a first step in a dry run, and its peak of temporaries."""
     model = GPT(replace(PRESETS["llama-2-7b"], layers=layers), dtype=torch.bfloat16)
     optimizer = make(model.parameters())
     for weight in model.parameters():
@@ -711,17 +738,18 @@ formulas = {
 at_7b = {}
 for make, formula in formulas.items():
     with memlab.dry_run():
-        (one, way), (two, _) = (dry_state(make, layers) for layers in (1, 2))
+        (one, scratch), (two, _) = (dry_state(make, layers) for layers in (1, 2))
     at_7b[make] = held = one + 31 * (two - one)
     print(f"{make.__name__:9}{format_bytes(held):>10}, {held / sum(sizes):.2f} bytes ", end="")
-    print(f"a weight; the formula's: {at_7b[make] == formula}; {format_bytes(way)} on the way")
+    print(f"per weight; equals the formula: {held == formula}; ", end="")
+    print(f"temporaries {format_bytes(scratch)}")
 
 # %% [markdown]
-# 50 GiB become 13. What is left are weights and gradients in bfloat16, 12.6 GiB each, and 38 GiB in
-# all: the state has become as small as they are. With Lion in 8 bits it is half of that.
+# 8-bit Adam reduces the state from 50 to 13 GiB. With bfloat16 weights and gradients, 12.6 GiB
+# each, the total is 38 GiB. Lion with 8-bit momentum halves the state again.
 #
-# "On the way": the library steps 262,144 numbers at a time. Yours decodes whole tensors. For the
-# embedding alone, 131 million numbers:
+# The temporaries are small because the library updates 262,144 elements at a time. Your version
+# decodes whole tensors. Measure it for the embedding alone, 131 million elements:
 
 # %%
 with memlab.dry_run():
@@ -729,19 +757,18 @@ with memlab.dry_run():
     embedding.grad = torch.zeros_like(embedding)
     whole = SafeAdam8bit([embedding])
     trace = memlab.measure(whole.step, optimizer=whole)
-print(f"yours: {format_bytes(trace.at_peak['optimizer_temporaries'])} on the way", end="")
-print(f" to a state of {format_bytes(trace.at_end['optimizer_state'])}")
+print(f"yours: {format_bytes(trace.at_peak['optimizer_temporaries'])} of temporaries", end="")
+print(f" for a state of {format_bytes(trace.at_end['optimizer_state'])}")
 
 # %% [markdown]
-# An 8-bit optimizer that decodes a large tensor at once takes more at its peak than one that never
-# encoded it: Adam's two moments of this embedding are 1 GiB in float32. Whether a library does so
-# is worth a measurement.
+# An 8-bit optimizer that decodes a large tensor at once has a higher peak than 32-bit Adam, whose
+# two moments of this embedding need 1 GiB. Measure the peak of any library that you use.
 
 # %% [markdown]
 # ## On your GPU
 #
-# Where there is a GPU, this takes the bill's step on it, with three optimizers. (In
-# `memlab.kernels` a step of a weight is one kernel, in Triton: same states, same codes.)
+# If you have a GPU, this cell runs the bill's step on it with three optimizers. (`memlab.kernels`
+# has a Triton kernel that does a whole step of one weight, with the same states and codes.)
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):
@@ -758,22 +785,21 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# Two guides, and two numbers for the same thing. The difference is a float32 copy of the weights,
-# Day 4's *master weights*: who counts it with the optimizer has 12 bytes before.
+# Two guides give different bytes per parameter. The difference is a float32 copy of the weights
+# (Day 4's *master weights*): with it, 32-bit Adam needs 12 bytes instead of 8.
 
 # %%
 per_weight = {make: held / sum(sizes) for make, held in at_7b.items()}
 before, after = per_weight[optim.AdamW], per_weight[optim.Adam8bit]
 in_words = (
-    f"a 7B model's moments: {before:.2f} bytes a parameter in 32 bits, {after:.2f} in 8; with a "
-    f"float32 master copy beside them {before + 4:.2f} and {after + 4:.2f}"
+    f"7B model: {before:.2f} bytes per parameter in 32 bits, {after:.2f} in 8 bits; with float32 "
+    f"master weights {before + 4:.2f} and {after + 4:.2f}"
 )
 verdict(
     "19a",
     abs(after - 8) < 0.1 or abs(after + 4 - 8) < 0.1,
     in_words,
-    otherwise=f"12 counts a float32 master copy; then it is {after + 4:.2f} instead of 12, "
-    f"otherwise {after:.2f} instead of 8",
+    otherwise=f"{after:.2f} instead of 8, or {after + 4:.2f} instead of 12 with master weights",
 )
 
 # %%
@@ -782,31 +808,32 @@ verdict(
     "19b",
     abs(after - 2) < 0.05 and abs(saved_gb - 6) < 0.05,
     f"{in_words}; for 1B parameters {saved_gb:.2f} GB less",
-    condition="for weights of 4096 numbers and more (the scales take 0.03 bytes each); the guide's "
-    "12 bytes of Adam, elsewhere, count a master copy",
+    condition="for weights of at least 4096 elements (scales add 0.03 bytes per parameter); the "
+    "guide's 12 bytes elsewhere include master weights",
 )
 
 # %%
+text_ruled, text_nearest = within(learnt["8-bit Adam"][0], 1), within(nearest[0], 1)
+words_ruled, words_nearest = near["sum", "with the rule"], near["sum", "nearest codes"]
 verdict(
     "19c",
-    within(learnt["8-bit Adam"][0], 1) and within(nearest[0], 1),
-    f"a text model's loss after 20 steps within 1 % of 32-bit Adam's: "
-    f"{within(learnt['8-bit Adam'][0], 1)}, with nearest codes too: {within(nearest[0], 1)}; word "
-    f"vectors' with a loss that is a sum: {near['sum', 'with the rule']}, with nearest codes: "
-    f"{near['sum', 'nearest codes']}",
-    condition="if no positive second moment becomes 0, or if gradients are small against eps, as "
-    "with a loss that is a mean",
+    text_ruled and text_nearest,
+    f"loss within 1 % of 32-bit Adam's: text model {text_ruled}, with nearest codes "
+    f"{text_nearest}; word vectors with a summed loss {words_ruled}, with nearest codes "
+    f"{words_nearest}",
+    condition="if no positive v is rounded to 0, or if gradients are small relative to eps",
 )
 
 # %% [markdown]
-# One more rule: "8-bit Adam costs a slight CPU overhead." But the work is done where the weights
-# are, on a GPU mostly. How much is it, here on a CPU? It does not grow with the tokens of a step;
-# forward and backward do. So as a number of tokens: how many more would take as much CPU time?
+# One more rule: "8-bit Adam costs a slight CPU overhead." In practice the step mostly runs on a
+# GPU. What does it cost here, on a CPU? The cost does not grow with the number of tokens, but
+# forward and backward do. So express it in tokens: forward and backward of how many tokens take the
+# same CPU time?
 
 
 # %%
 def seconds(call):
-    """CPU time, the least of seven."""
+    """Return the minimum CPU time of seven calls."""
     found = []
     for _ in range(7):
         start = time.process_time()
@@ -823,54 +850,54 @@ step_32, step_8 = seconds(whole.step), seconds(codes.step)
 more_tokens = (step_8 - step_32) / (a_pass / tokens.numel())
 
 # %% tags=["nbval-ignore-output"] reason="a time"
-print(f"the optimizer's step takes {step_8 / step_32:.1f} × the CPU time of it in 32 bits")
-print(f"the difference is that of forward and backward of {more_tokens:.0f} tokens")
+print(f"CPU time of the 8-bit step: {step_8 / step_32:.1f}× the 32-bit step's")
+print(f"the extra time equals forward and backward of {more_tokens:.0f} tokens")
 
 # %% tags=["nbval-ignore-output"] reason="times of a CPU, and a GPU's where one is stored"
 from memlab.course import time_on_a_gpu
 
-verdict(
-    "19d",
-    more_tokens < 2000,
-    f"on a CPU the optimizer's own step takes more than twice as long as in 32 bits: "
-    f"{step_8 > 2 * step_32}; the difference is less than forward and backward of 2,000 tokens "
-    f"take: {more_tokens < 2000} (times: benchmarks/optim.py); a "
-    f"whole step on a GPU, beside AdamW's, {time_on_a_gpu('adam8bit')}",
-    condition="for steps of many thousand tokens; the optimizer's own step takes several times as "
-    "long, and with few tokens that is felt",
+found = (
+    f"on a CPU, the optimizer step takes more than 2× as long as in 32 bits: "
+    f"{step_8 > 2 * step_32}; the extra time is below forward and backward of 2,000 tokens: "
+    f"{more_tokens < 2000} (times: benchmarks/optim.py); a whole step on a GPU relative to "
+    f"AdamW's: {time_on_a_gpu('adam8bit')}"
 )
+when = (
+    "for steps of many thousand tokens; with few tokens the slower optimizer step is a large part"
+)
+verdict("19d", more_tokens < 2000, found, condition=when)
 
 # %% [markdown]
-# ## What you can do now
+# ## Summary
 #
-# | optimizer | bytes a weight | state of a 7B model |
+# | optimizer | bytes per weight | state of a 7B model |
 # | --- | --- | --- |
 # | Adam, 32 bits | 8 | 50.2 GiB |
 # | Lion, 32 bits | 4 | 25.1 GiB |
 # | Adam, 8 bits | 2.03 | 12.7 GiB |
 # | Lion, 8 bits | 1.02 | 6.4 GiB |
 #
-# You can say what a code spends its numbers on, why a scale belongs to a block, and what to look
-# for in an 8-bit optimizer: weights of no whole blocks, small tensors, what it decodes at once, and
-# its zero.
+# You can now explain a codebook's spacing and why each block has a scale. In an 8-bit optimizer,
+# check four things: sizes that are not a multiple of the block size, small tensors, how much it
+# decodes at once, and how it rounds to zero.
 #
-# Tomorrow: where did N² go?
+# Tomorrow: FlashAttention, which needs no N² scores.
 
 # %% [markdown]
 # ## The running bill
 #
-# One training step of 124M weights on 8 × 640 tokens. Today the momentum of Day 8's Lion gets 8
-# bits, and its weights, in bfloat16, are still rounded at random. Why not 8-bit Adam? It keeps two
-# moments: a byte a weight more. On the bill what counts is the peak; in your own training, a
-# learning rate you already know may be worth that byte.
+# The bill's step trains the 124M model on 8 × 640 tokens. Today Day 8's Lion gets 8-bit momentum.
+# Its bfloat16 weights keep stochastic rounding. 8-bit Adam would need one more byte per weight for
+# its second moment. The bill minimizes the peak; in your own training, a tuned learning rate for
+# Adam may be worth that byte.
 
 # %%
 with memlab.dry_run():
     small = [weight.numel() for weight in GPT(PRESETS["124m"]).parameters()]
 lion, adam = moments_bytes(small, 1, 1), moments_bytes(small, 2, 2)
-print(f"Lion in 8 bits keeps {format_bytes(lion)}, {lion / sum(small):.2f} bytes a weight")
-print(f"Adam in 8 bits keeps {format_bytes(adam)}, {adam / sum(small):.2f}: ", end="")
-print(f"the bar would be {(adam - lion) / 2**30:.2f} GiB longer")
+print(f"8-bit Lion's state: {format_bytes(lion)}, {lion / sum(small):.2f} bytes per weight")
+print(f"8-bit Adam's state: {format_bytes(adam)}, {adam / sum(small):.2f} bytes per weight")
+print(f"difference: {(adam - lion) / 2**30:.2f} GiB")
 
 # %%
 running_bill(9)

@@ -438,7 +438,7 @@ _PER_TOKEN = "+ config.vocab_size"
 
 _TRAINED_BYTES = Exercise(
     id="3.2",
-    title="Freeze, and count what goes",
+    title="Count the bytes of frozen layers",
     minutes=15,
     difficulty=3,
     hints=(

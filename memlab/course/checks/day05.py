@@ -449,7 +449,7 @@ _INPUTS_ONLY = """wanting = [x for x in inputs if x.requires_grad]
 
 _FUNCTION = Exercise(
     id="5.1",
-    title="Forget, and compute again",
+    title="Discard and recompute",
     minutes=20,
     difficulty=4,
     hints=(
@@ -680,7 +680,7 @@ _WITH_THEIR_GRAPH = (
 
 _HOOKS = Exercise(
     id="5.2",
-    title="The same by hooks for saved tensors",
+    title="Checkpointing with saved-tensor hooks",
     minutes=25,
     difficulty=5,
     hints=(
@@ -786,7 +786,7 @@ _RATIO = "round((blocks * block_bytes / input_bytes) ** 0.5)"
 
 _BEST_SEGMENTS = Exercise(
     id="5.3",
-    title="How many segments?",
+    title="The best number of segments",
     minutes=8,
     difficulty=2,
     hints=(

@@ -83,7 +83,7 @@ return torch.cat([-positive[:-1].flip(0), zero, positive] if signed else [zero, 
 
 _CODE = Exercise(
     id="9.1",
-    title="256 numbers for seven decades",
+    title="256 entries for seven decades",
     minutes=12,
     difficulty=2,
     hints=(
@@ -269,7 +269,7 @@ _EVENLY = "((fractions * 127).round() + 127 if code[0] < 0 else (fractions * 255
 
 _ENCODE = Exercise(
     id="9.2",
-    title="The nearest number, block by block",
+    title="Blockwise quantization",
     minutes=15,
     difficulty=3,
     hints=(
@@ -547,7 +547,7 @@ _CODES_OF_ZERO = """if not state and len(gradient) >= 4096:
 
 _ADAM = Exercise(
     id="9.3",
-    title="Adam on two bytes",
+    title="Adam with 8-bit state",
     minutes=20,
     difficulty=4,
     hints=(
@@ -693,7 +693,7 @@ _ONE_UP = "codes = (codes.int() + (x.flatten() > 0).int()).clamp(max=255).to(tor
 
 _RULE = Exercise(
     id="9.4",
-    title="The rule that stops it",
+    title="Never round a positive v to zero",
     minutes=6,
     difficulty=1,
     hints=(

@@ -69,7 +69,7 @@ def _require_exponent(answer: Any, sigma: float) -> None:
             raise
         require(False, f"{call} raised ValueError: {error}; wanted a γ of 0 or more.")
         return
-    require(-1e-9 <= gamma < 1e6, f"{call} gave {gamma:.4f}; wanted the root that is at least 0.")
+    require(-1e-9 <= gamma < 1e6, f"{call} gave {gamma:.4f}; wanted the root of at least 0.")
     width = sigma_from_gamma(max(gamma, 0.0))
     require(
         abs(width - sigma) < 1e-6 * sigma,
@@ -102,7 +102,7 @@ _ROOTS, _LIMIT = "np.roots([1, 7, 16 - inverse, 12 - inverse])", "12**-0.5"
 
 _EXPONENT = Exercise(
     id="15.1",
-    title="The exponent of a width",
+    title="Compute γ from σ",
     minutes=10,
     difficulty=2,
     hints=(
@@ -249,7 +249,7 @@ def _first_update(statement: str) -> tuple[str, str]:
 
 _AVERAGE = Exercise(
     id="15.2",
-    title="An update of an average",
+    title="Update an average",
     minutes=10,
     difficulty=2,
     hints=(
@@ -272,7 +272,7 @@ _AVERAGE = Exercise(
             (_SINCE, "1 / time"),
         ),
         (
-            "You counted updates instead of time. That is right only if they are evenly spaced.",
+            "You counted updates instead of time. This is right only if they are evenly spaced.",
             (_SINCE, "1 / self.count"),
             (_SHARE, f"        self.count = getattr(self, 'count', 0) + 1\n{_SHARE}"),
         ),
@@ -394,7 +394,7 @@ _WITH_TARGET, _SOLVED = "[inner_product(p, target) for p in known]", "np.linalg.
 
 _SOLVE = Exercise(
     id="15.3",
-    title="The least squares",
+    title="Solve the least-squares problem",
     minutes=15,
     difficulty=3,
     hints=(
@@ -616,7 +616,7 @@ def _all_parts(part: str) -> tuple[str, str]:
 
 _SYNTHESIZE = Exercise(
     id="15.4",
-    title="A synthesis under a budget",
+    title="Synthesize with little memory",
     minutes=15,
     difficulty=3,
     hints=(
@@ -750,7 +750,7 @@ _KEPT = "[times[(n + 1) * len(times) // count - 1] for n in range(count)]"
 
 _KEEP = Exercise(
     id="15.5",
-    title="Which snapshots to keep",
+    title="Choose the snapshots to keep",
     minutes=10,
     difficulty=2,
     hints=(
