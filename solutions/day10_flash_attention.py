@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Day 10: Flash attention
 #
-# **Training without the T × T score matrix.**
+# **How does attention work without the T × T score matrix?**
 #
 # Today you build tiled attention, forward and backward. Afterwards you can compute to the byte what
 # it saves for backward and what the score matrix would need, and you know which tiles a causal mask

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Day 11: The logits
 #
-# **The largest tensor of a modern model, and how to train without it.**
+# **The logits are the largest tensor of a modern model. How do you train without them?**
 #
 # Today you build a cross-entropy loss that never holds all logits. Afterwards you can compute to
 # the byte what a loss needs, choose the number of rows in a chunk, and say when chunks don't pay.

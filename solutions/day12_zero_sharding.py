@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Day 12: Sharding with ZeRO
 #
-# **Eight GPUs hold eight copies of the same tensors. ZeRO removes the copies.**
+# **Eight GPUs hold eight copies of the same tensors. Must each GPU hold all of them?**
 #
 # Today you build all three stages of ZeRO from two collectives. Afterwards you can compute what a
 # rank holds and sends in each stage, and from how many GPUs on the claims "4×" and "8×" are true.
