@@ -1,9 +1,9 @@
 """A griffe extension: memlab's docstrings, which are plain text, as Markdown.
 
-    aligned lines           "Saves    4 bytes per weight" becomes a row of a table
-    indented lines          stay as they are, as code
-    sections (Args:, …)     are left to griffe
-    other paragraphs        prose; characters that Markdown would read are escaped
+aligned lines           "Saves    4 bytes per weight" becomes a row of a table
+indented lines          stay as they are, as code
+sections (Args:, …)     are left to griffe
+other paragraphs        prose; characters that Markdown would read are escaped
 """
 
 import html

@@ -4,7 +4,6 @@ A small GPT with eager attention trains on a simulated card that is too small fo
 the recorder are the tests' (tests/explain).
 """
 
-import json
 import sys
 from pathlib import Path
 

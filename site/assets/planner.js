@@ -1,5 +1,5 @@
 // The form, the address and the drawing of the planner page; planner.py computes.
-const form = document.getElementById("planner");
+const form = document.getElementById("settings");
 const place = document.getElementById("answer");
 const worker = new Worker(new URL("planner_worker.js", import.meta.url), { type: "module" });
 let defaults = {};
@@ -96,6 +96,7 @@ worker.onmessage = ({ data }) => {
   if (data.settings !== JSON.stringify(settings())) return; // a newer question is on its way
   show(data.answer);
   place.dataset.answer = JSON.stringify(data.answer);
+  place.dataset.asked = data.settings;
 };
 worker.onerror = (event) => {
   place.textContent = `Python did not start: ${event.message ?? "the worker failed to load"}`;
