@@ -35,11 +35,12 @@ CPUS := ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41 \
 label := $(shell printf '%s' '$(CURDIR) $(TORCH_INDEX)' | cksum | cut -d ' ' -f 1)
 torch_stamp := .venv/.torch-$(label)
 stamp := .venv/.installed-$(label)
+site_stamp := .venv/.site-$(label)
 evidence_stamp := .venv/.evidence-$(label)
 evidence_packages := $(wildcard benchmarks/evidence/packages/*.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help measure test slow evidence bench solutions lessons cpus lab lessons-exist benchmarks-exist
+.PHONY: help measure test slow evidence bench solutions lessons cpus lab site lessons-exist benchmarks-exist
 
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /\1 /p' $(MAKEFILE_LIST) | \
@@ -83,6 +84,10 @@ cpus: lessons-exist $(stamp) ## every solution as other CPUs would run it: half 
 	done; \
 	[ -z "$$failed" ] || { echo "Outputs differ with:$$failed" >&2; exit 1; }
 
+site: $(site_stamp) ## build the documentation site into site/public, and check it; needs npm and Chromium
+	@$(VENV_PYTHON) site/build.py
+	@$(VENV_PYTHON) site/check_planner.py
+
 lab: lessons-exist $(stamp) ## open lesson 1 in JupyterLab
 	@.venv/bin/memlab start 1
 
@@ -125,6 +130,10 @@ $(torch_stamp): constraints.txt
 $(stamp): $(torch_stamp) pyproject.toml constraints.txt
 	@echo 'installing memlab and the rest into .venv: about half a minute'
 	@$(VENV_PYTHON) -m pip install -qq -e '.[$(EXTRAS)]' -c constraints.txt
+	@touch $@
+
+$(site_stamp): $(stamp)
+	@$(VENV_PYTHON) -m pip install -qq -e '.[site]' -c constraints.txt
 	@touch $@
 
 # Steps that others measured are predicted with the package versions that were measured. Each list

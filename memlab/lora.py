@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from memlab.internals.sizes import added_weights as added_weights
+
 
 class LoRALinear(nn.Module):
     """A frozen linear layer with a trained low-rank bypass.
@@ -118,11 +120,6 @@ def adapters(model: nn.Module) -> dict[str, Tensor]:
     """Return the trained part of the state dict, for `load_state_dict(..., strict=False)`."""
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     return {name: tensor for name, tensor in model.state_dict().items() if name in trained}
-
-
-def added_weights(in_features: int, out_features: int, rank: int) -> int:
-    """Return the number of weights that LoRA adds to a layer."""
-    return rank * (in_features + out_features)
 
 
 def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

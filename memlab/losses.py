@@ -55,6 +55,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memlab.internals.sizes import chunk_rows
+
 Reduction = Literal["mean", "sum", "none"]
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -140,21 +142,6 @@ def _reduced(losses: Tensor, is_ignored: Tensor, reduction: Reduction) -> Tensor
 
 
 # ------------------------------------------------------------------ chunked version
-
-
-def chunk_rows(rows: int, vocab_size: int, width: int) -> int:
-    """Choose the number of rows per chunk.
-
-    A chunk's logits have at most half as many elements as the gradients, (rows + vocab_size)·width,
-    which are needed anyway. This gives about width/2 rows, enough for the matmul that updates all
-    of dW per chunk to be bound by compute. They also have at most an eighth of all logits, which
-    matters for fewer rows than four widths, but at least 64 rows, so that matmuls stay fast. Within
-    these limits, the function uses as few chunks as possible, of equal size.
-    """
-    rows = max(1, rows)
-    by_gradients = (rows + vocab_size) * width // (2 * vocab_size)
-    most = max(1, min(by_gradients, max(rows // 8, 64)))
-    return math.ceil(rows / math.ceil(rows / most))
 
 
 def chunked_cross_entropy(

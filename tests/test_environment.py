@@ -20,7 +20,8 @@ import memlab
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-NOT_BY_MAKE = {"trainings"}  # what one benchmark alone imports, some gigabytes of it
+# What one benchmark alone imports, some gigabytes of it, and what `make site` installs.
+NOT_BY_MAKE = {"trainings", "site"}
 CORE = [Requirement(text) for text in PROJECT["dependencies"]]
 EXTRAS = {
     extra: [Requirement(text) for text in texts]
@@ -127,7 +128,7 @@ def test_condas_python_is_the_oldest_that_memlab_supports():
     assert python.replace("=", ">=", 1) == "python" + PROJECT["requires-python"]
 
 
-def test_make_installs_every_extra_but_one():
+def test_make_installs_every_extra_but_the_two_for_one_purpose():
     by_make = [extra for extra in EXTRAS if extra not in NOT_BY_MAKE]
     assert re.search(r"^EXTRAS := (.*)$", MAKEFILE, re.M)[1].split(",") == by_make
 
@@ -142,7 +143,7 @@ def test_make_alone_lists_its_targets():
     listed = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert re.findall(r"^  make (\w+) +\S", listed, re.M) == [
         *("help", "measure", "test", "slow", "evidence", "bench"),
-        *("solutions", "lessons", "cpus", "lab"),
+        *("solutions", "lessons", "cpus", "site", "lab"),
     ]
 
 

@@ -47,3 +47,20 @@ def test_type_checkers_find_each_name_where_it_is_found():
 def test_importing_memlab_imports_no_torch():
     program = "import sys, memlab; assert 'torch' not in sys.modules; memlab.Trace; memlab.meter"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_planners_formulas_need_no_installed_package():
+    """They run in a browser, too: for every row of the registry, on every kind of ranks."""
+    program = """
+import sys
+sys.modules.update(dict.fromkeys(("torch", "numpy", "rich", "typer", "filelock", "xxhash")))
+from memlab.configs.shapes import PRESETS
+from memlab.planner.cards import budget_bytes, memory_named
+from memlab.planner.formulas import training_bytes
+from memlab.planner.recipes import recipes, usual_kinds
+for kind in usual_kinds():
+    for recipe in recipes(kind, sequences=2, gpus=8):
+        training_bytes(PRESETS["5m"], recipe, 2, gpus=8)
+assert budget_bytes(memory_named("rtx4090"), "cuda:rtx4090") > 0
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -5,12 +5,10 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from memlab.internals.sizes import CHUNK_SIZE, CHUNK_SIZE_ON_ACCELERATOR
 from memlab.internals.torch_internals import FakeTensor
 
-# In elements. On a CPU 1 MiB of float32, which fits its cache. On an accelerator 16 MiB, because
-# each operator is a kernel launch. A prediction's tensors on CPU device 0 count as CUDA tensors.
-CHUNK_SIZE, CHUNK_SIZE_ON_ACCELERATOR = 2**18, 2**22
-_CPU = torch.device("cpu")
+_CPU = torch.device("cpu")  # a prediction's tensors on CPU device 0 count as CUDA tensors
 
 
 def chunk_size_on(device: torch.device) -> int:

@@ -39,11 +39,14 @@ from typing import Any
 
 from memlab.configs.shapes import GPTConfig
 from memlab.configs.targets import target_named
-from memlab.internals.chunks import CHUNK_SIZE, CHUNK_SIZE_ON_ACCELERATOR
-from memlab.lora import added_weights
-from memlab.losses import chunk_rows
+from memlab.internals.sizes import (
+    CHUNK_SIZE,
+    CHUNK_SIZE_ON_ACCELERATOR,
+    added_weights,
+    chunk_rows,
+    nf4_bytes,
+)
 from memlab.planner.recipes import Recipe
-from memlab.quantize import nf4_bytes
 from memlab.train.registry import TECHNIQUES
 from memlab.train.technique import BlockBytes
 from memlab.units import format_bytes

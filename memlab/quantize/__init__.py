@@ -6,13 +6,13 @@ codebooks    the dynamic codebook, and the lookup of the nearest entry
 packing      several codes per byte
 """
 
+from memlab.internals.sizes import nf4_bytes
 from memlab.quantize.blockwise import Mode, Quantized, dequantize_blockwise, quantize_blockwise
 from memlab.quantize.codebooks import dynamic_code, nearest_code, thresholds
 from memlab.quantize.nf4 import (
     NF4,
     Codebooks,
     dequantize_nf4,
-    nf4_bytes,
     nf4_code,
     nf4_codebooks,
     quantize_nf4,

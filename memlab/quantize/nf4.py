@@ -37,9 +37,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memlab.internals.chunks import chunk_size_on, chunk_starts
+from memlab.internals.sizes import ABSMAX_BLOCK
 from memlab.quantize.codebooks import dynamic_code
 
-ABSMAX_BLOCK = 256  # absmax values that share a scale
 # The probability of the outermost quantile, 1 − (1/32 + 1/30)/2, as bitsandbytes rounds it: to
 # 0.9677083, and then to float32.
 OUTERMOST = 0.9677082896232605
@@ -73,12 +73,6 @@ class NF4:
         """Return the bytes of all tensors but the shared codebooks; see `nf4_bytes`."""
         tensors = (self.codes, self.absmax, self.scales, self.mean)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
-
-def nf4_bytes(elements: int, *, block: int = 64, double: bool = True) -> int:
-    """Return the bytes of a quantized weight, without the shared codebooks."""
-    codes, blocks = -(-elements // 2), -(-elements // block)
-    return codes + (blocks + 4 * -(-blocks // ABSMAX_BLOCK) + 4 if double else 4 * blocks)
 
 
 # ------------------------------------------------------------------ levels
