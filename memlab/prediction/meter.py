@@ -76,6 +76,8 @@ class PredictionMeter(StorageMeter):
             with self.reenter():
                 return parts(*args, **kwargs)
         result = super().handle(func, types, args, kwargs)
+        if result is NotImplemented:  # a wrapper such as DTensor calls it on plain tensors
+            return result
         if sizes := scratch_bytes(func, args, kwargs, result, self._prediction.target):
             self._note_scratch(func, sizes, _device(result))
         if func in (convolutions.FORWARD, convolutions.BACKWARD):
