@@ -18,7 +18,7 @@ from memlab.planner.meshes import Mesh, require_llama
 
 STEPS = 3
 
-_BLOCK = '''
+_BLOCK = """
 def rotated(x):  # (B, T, heads, D) to (B, heads, T, D)
     (a, b), cos, sin = x.float().chunk(2, -1), angles.cos()[:, None], angles.sin()[:, None]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype).transpose(1, 2)
@@ -40,25 +40,25 @@ class Block(nn.Module):
         x = x + self.o(h.transpose(1, 2).flatten(2))
         h = self.norm2(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
-'''
-_CHECKPOINTED = '''
+"""
+_CHECKPOINTED = """
     def forward(self, x):
         return checkpoint(self.run, x, use_reentrant=False)
-'''
-_WHOLE = '''
+"""
+_WHOLE = """
 with torch.device("meta"):
     blocks = [Block() for _ in range(L)]
     start, end = [nn.Embedding(V, C)], [nn.RMSNorm(C, {eps}), nn.Linear(C, V, bias=False)]
-'''
-_STAGE = '''
+"""
+_STAGE = """
 stage = mesh.get_local_rank("pipeline")
 first, last = stage == 0, stage == STAGES - 1
 with torch.device("meta"):
     blocks = [Block() for _ in range(stage * L // STAGES, (stage + 1) * L // STAGES)]
     start = [nn.Embedding(V, C)] if first else []
     end = [nn.RMSNorm(C, {eps}), nn.Linear(C, V, bias=False)] if last else []
-'''
-_TENSOR = '''
+"""
+_TENSOR = """
 rows = parallel.RowwiseParallel(output_layouts=Shard(1))
 plan = dict.fromkeys(("q", "k", "v", "gate", "up"), parallel.ColwiseParallel())
 norm = parallel.SequenceParallel()
@@ -72,8 +72,8 @@ words = parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard
 styles = [words] * len(start) + [norm, parallel.ColwiseParallel(input_layouts=Shard(1))]
 for module, style in zip((*start, *end), styles):
     parallel.parallelize_module(module, mesh["tensor"], style)
-'''
-_MODEL = '''model = nn.Sequential(*start, *blocks, *end)
+"""
+_MODEL = """model = nn.Sequential(*start, *blocks, *end)
 {tied}shards, policy = {shards}, MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 for module in (*blocks, model):
     fully_shard(module, mesh=shards, mp_policy=policy, reshard_after_forward={reshard})
@@ -81,17 +81,17 @@ model.to_empty(device=device)
 for weight in model.parameters():
     nn.init.normal_(weight, std=0.02) if weight.ndim > 1 else nn.init.ones_(weight)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-'''
-_LOSS = '''
+"""
+_LOSS = """
 
 def loss_of(logits, targets):
 {logits}    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-'''
-_LOGITS = '''    logits = DTensor.from_local(logits, mesh["tensor"], [Shard(-1)])
-'''
-_SCHEDULE = '''sizes = dict(dtype=torch.bfloat16, device="meta", requires_grad=True)
+"""
+_LOGITS = """    logits = DTensor.from_local(logits, mesh["tensor"], [Shard(-1)])
+"""
+_SCHEDULE = """sizes = dict(dtype=torch.bfloat16, device="meta", requires_grad=True)
 x = torch.empty(SEQUENCES, {own_tokens}, C, **sizes)  # what stages send
 words = torch.empty(SEQUENCES, {context_tokens}, dtype=int, device="meta")
 logits = torch.empty(SEQUENCES, {context_tokens}, {own_words}, **sizes)
@@ -99,27 +99,27 @@ examples = words if first else x, logits if last else x
 group = mesh.get_group("pipeline")
 part = PipelineStage(model, stage, STAGES, torch.device(device), *examples, group=group)
 schedule = Schedule1F1B(part, MICRO_BATCHES, loss_of)
-'''
-_LOOP = '''batch = torch.randint(V, ({sequences}, T + 1)).to(device)
+"""
+_LOOP = """batch = torch.randint(V, ({sequences}, T + 1)).to(device)
 for step in range({steps}):
     tokens, targets = batch[:, :-1].clone(), batch[:, 1:].clone()
-'''
-_STEP = '''loss = loss_of(model(tokens), targets)
+"""
+_STEP = """loss = loss_of(model(tokens), targets)
 loss.backward()
-'''
-_PIPELINE_STEP = '''losses = []
-schedule.step(*[tokens] * first, target=targets if last else None, losses=losses)
-'''
-_END = '''    optimizer.step()
+"""
+_PIPELINE_STEP = """losses, settings = [], dict(target=targets if last else None, return_outputs=False)
+schedule.step(*[tokens] * first, losses=losses, **settings)
+"""
+_END = """    optimizer.step()
     optimizer.zero_grad()
 {report}dist.destroy_process_group()
-'''
-_REPORT = '''    print(f"rank {dist.get_rank()}, step {step}: loss {loss.item():.4f}", flush=True)
-'''
-_PIPELINE_REPORT = '''    if last:
+"""
+_REPORT = """    print(f"rank {dist.get_rank()}, step {step}: loss {loss.item():.4f}", flush=True)
+"""
+_PIPELINE_REPORT = """    if last:
         loss = sum(losses).item() / MICRO_BATCHES
         print(f"rank {dist.get_rank()}, step {step}: loss {loss:.4f}", flush=True)
-'''
+"""
 
 
 def mesh_script(
