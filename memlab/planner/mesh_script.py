@@ -174,8 +174,8 @@ def mesh_script(
 
 
 def _settings(config: GPTConfig, mesh: Mesh, sequences: int, seq_len: int) -> Iterator[str]:
-    C, I = config.hidden_size, config.intermediate_size
-    yield f"V, C, I, L = {config.vocab_size}, {C}, {I}, {config.layers}"
+    widths = f"{config.hidden_size}, {config.intermediate_size}"
+    yield f"V, C, I, L = {config.vocab_size}, {widths}, {config.layers}"
     yield f"H, KV, D = {config.heads}, {config.kv_heads}, {config.head_dim}"
     yield f"T, SEQUENCES = {seq_len}, {sequences}  # of a sequence, of a micro-batch"
     if mesh.pipeline > 1:

@@ -16,10 +16,10 @@ in bfloat16, gradients reduced in float32, AdamW, tensor parallelism with sequen
     saved                       f·(a micro-batch's blocks), f = min(micro-batches, p − stage)
     optimizer                   4·P/s, the square roots of all second moments
 
-The rank with the most bytes is one of the first stage, which has most micro-batches in flight, or
-of the last, which has the logits. The time of a step is estimated as in `memlab.planner.costs`,
-nothing overlaps: sums of operations and bytes, divided by UTILIZATION and the links' bandwidths. A
-pipeline waits for (p − 1)/(m + p − 1) of a step.
+The rank with the most bytes is most often one of the first stage, which has most micro-batches in
+flight, or of the last, which has the logits. The time of a step is estimated by operations at
+UTILIZATION and bytes at the links' bandwidths. FSDP's collectives overlap with computation, and the
+others don't. A pipeline waits for (p − 1)/(m + p − 1) of a step.
 
 Source   Narayanan et al. 2021, arXiv 2104.04473, section 3 (the mesh, its bubble); Zhao et al.
          2023, arXiv 2304.11277 (FSDP); the formulas of memlab.planner.parallel.
@@ -399,11 +399,13 @@ def mesh_options(
     for mesh in meshes(config, gpus, seq_len):
         stages = tuple(rank_bytes(config, mesh, **sizes, workspace=workspace))
         sent = sent_bytes(config, mesh, fullest(list(stages)).stage, **sizes)
-        between = sum(size for name, size in sent.items() if crosses_nodes(mesh)[name])
-        within = sum(sent.values()) - between
-        seconds = _seconds(config, mesh, card, within, between, **sizes)
+        crossing = crosses_nodes(mesh)
+        between = sum(size for name, size in sent.items() if crossing[name])
+        seconds = _seconds(config, mesh, card, sent, **sizes)
         tokens = mesh.data * mesh.micro_batches * sequences * seq_len
-        found.append(MeshOption(mesh, stages, within, between, seconds / tokens))
+        found.append(
+            MeshOption(mesh, stages, sum(sent.values()) - between, between, seconds / tokens)
+        )
     return sorted(found, key=lambda each: (each.seconds_per_token, each.peak.total))
 
 
@@ -411,25 +413,27 @@ def _seconds(
     config: GPTConfig,
     mesh: Mesh,
     card: Card,
-    within: int,
-    between: int,
+    sent: dict[str, int],
     *,
     sequences: int,
     seq_len: int,
 ) -> float:
-    """Estimate the time of a step."""
+    """Estimate the time of a step, by the slowest stage."""
     m, p = mesh.micro_batches, mesh.pipeline
-    blocks = max(mesh.blocks(config.layers, stage) for stage in range(p))
-    whole = Mesh()
-    head = config.vocab_size * config.hidden_size
     attention = 2 * seq_len * config.heads * config.head_dim  # half of the scores are masked
-    forward = blocks * (2 * block_weights(config, whole) + attention)
+    forward = 2 * block_weights(config, Mesh()) + attention  # of a block and token
     passes = 4 if mesh.checkpointed else 3
-    operations = passes * forward + 3 * 2 * head * (p == 1)
+    head = 3 * 2 * config.vocab_size * config.hidden_size
+    operations = max(
+        passes * mesh.blocks(config.layers, stage) * forward + head * (stage == p - 1)
+        for stage in range(p)
+    )
     tokens = sequences * seq_len / mesh.context / mesh.tensor
-    busy = m * tokens * operations / (UTILIZATION * card.flops)
-    computing = busy * (m + p - 1) / m
+    computing = (m + p - 1) * tokens * operations / (UTILIZATION * card.flops)
     own = _StageBytes(config, mesh, 0, sequences, seq_len).weights / mesh.shards
-    stepping = 7 * FLOAT32 * own / card.memory_bandwidth  # reads 4, writes 3
-    network = min(NODE_BANDWIDTH, card.link_bandwidth)
-    return computing + stepping + within / card.link_bandwidth + between / network
+    stepping = 7 * FLOAT32 * own / card.memory_bandwidth  # four tensors read, three written
+    speeds = {False: card.link_bandwidth, True: min(NODE_BANDWIDTH, card.link_bandwidth)}
+    crossing = crosses_nodes(mesh)
+    sending = {name: size / speeds[crossing[name]] for name, size in sent.items()}
+    overlapped = max(computing, sending.pop("data"))
+    return overlapped + stepping + sum(sending.values())
