@@ -110,11 +110,8 @@ def plan_meshes(
     rows = [Row(option, query.budget_bytes) for option in options]
     with terminal.progress(MAX_TRIES) as announce:
         best, tried, failures = _best(query, rows, announce)
-    fitting = [
-        row
-        for row in rows
-        if row.fits and row.option.mesh not in (*tried, best and best.option.mesh)
-    ]
+    known = {*tried, *([best.option.mesh] if best else [])}
+    fitting = [row for row in rows if row.fits and row.option.mesh not in known]
     shown = [*([best] if best else []), *tried.values(), *fitting][: count + len(tried)]
     if not shown:
         shown = [min(rows, key=lambda row: row.needed_bytes)]
@@ -241,7 +238,14 @@ def _remarks(
             f"Nothing fits {query.memory.name}: {row.option.mesh} lacks {lacks} of "
             f"{format_bytes(row.needed_bytes)}; use more GPUs, a shorter sequence or a larger GPU"
         )
-    elif best.measured is not None:
+    else:
+        mesh = best.option.mesh
+        tokens = mesh.data * mesh.micro_batches * query.sequences * query.seq_len
+        yield (
+            f"a step of the first takes {tokens:,} tokens: {mesh.micro_batches} × {mesh.data} "
+            f"micro-batches"
+        )
+    if best is not None and best.measured is not None:
         phase, peak = best.measured.peak_phase, best.option.peak
         yield (
             f"peak: of the rank that needs most. The first is predicted by a dry run of the "
@@ -250,8 +254,8 @@ def _remarks(
         )
     if any(row.measured is None for row in shown):
         yield (
-            f"≈: by formula; within {RESERVED:.0%} of the memory it must leave room for what the "
-            f"allocator reserves"
+            f"≈: by formula, without what the allocator reserves; a mesh is listed if "
+            f"{RESERVED:.0%} more fits, too"
         )
     yield (
         "in nodes, between: what that rank sends in a step over NVLink or PCIe in a node of "

@@ -107,8 +107,8 @@ for step in range({steps}):
 _STEP = """loss = loss_of(model(tokens), targets)
 loss.backward()
 """
-_PIPELINE_STEP = """losses, settings = [], dict(target=targets if last else None, return_outputs=False)
-schedule.step(*[tokens] * first, losses=losses, **settings)
+_PIPELINE_STEP = """losses, target = [], targets if last else None
+schedule.step(*[tokens] * first, target=target, losses=losses, return_outputs=False)
 """
 _END = """    optimizer.step()
     optimizer.zero_grad()
