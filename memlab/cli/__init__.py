@@ -21,6 +21,7 @@ from memlab.cli.parsing import (
     ScriptCommand,
     integer_option,
     integer_parser,
+    integers_option,
 )
 from memlab.cli.requests import Request
 
@@ -675,8 +676,12 @@ def run_command(
         ),
     ] = None,
     rank: Annotated[
-        int | None,
-        integer_option("--rank", MAX_RANKS, "The one rank to run.", minimum=0),
+        tuple[int, ...] | None,
+        integers_option(
+            "--rank",
+            MAX_RANKS,
+            "The ranks to run, such as 0 or 0,960: one of each role is enough.",
+        ),
     ] = None,
     real: Annotated[
         bool,
