@@ -676,7 +676,7 @@ def run_command(
         ),
     ] = None,
     rank: Annotated[
-        tuple[int, ...] | None,
+        Any,
         integers_option(
             "--rank",
             MAX_RANKS,
