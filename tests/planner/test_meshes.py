@@ -87,6 +87,15 @@ def test_sent_bytes_by_formula_are_those_of_the_scripts_dry_run(predicted, mesh)
         assert sent["send"] == found["pipeline"]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_last_stage_is_predicted_without_the_others(tmp_path):
+    """The script gives its stages' shapes, so that no rank waits for another one's."""
+    path = tmp_path / "train.py"
+    path.write_text(mesh_script(SMALL, Mesh(pipeline=4)))
+    launch = launch_of([str(path)]).with_ranks(4)
+    assert list(run_ranks(launch, (3,), device="cpu")) == [3]
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(tensor=2), Mesh(pipeline=2)], ids=str)
 def test_the_script_trains_on_two_processes(tmp_path, mesh):
