@@ -619,7 +619,7 @@ print(
 
 # %%
 layout = Recipe("master-weights", checkpointing="checkpointing", zero_stage=1, tensor_parallel=8,
-                pipeline_parallel=4)  # fmt: skip
+                sequence_parallel=True, pipeline_parallel=4)  # fmt: skip
 of_planner = training_bytes(huge, layout, 1, TOKENS, gpus=128)
 print("the planner, BF16, one micro-batch; GB per GPU at its two largest moments:")
 for moment in ("gradients", "optimizer"):
@@ -629,11 +629,12 @@ for moment in ("gradients", "optimizer"):
     print(" + ".join(f"{n:.1f} {name.replace('_', ' ')}" for name, n in large.items()))
 
 # %% [markdown]
-# `memlab plan --tensor-parallel 8 --pipeline-parallel 4` prints such rows. In the optimizer step,
-# the planner also counts float32 gradients of a rank's shard, which the guide omits.
+# In the optimizer step, the planner also counts float32 gradients of a rank's shard, which the guide
+# omits. `memlab plan --model llama-3-405b --gpu h100 --gpus 128` compares meshes of FSDP2 with
+# tensor, pipeline and context parallelism.
 #
-# This section is formulas only: nothing in it is measured. FP8 copies of matrices, the network's
-# buffers and FlashAttention 3's workspace are in no formula.
+# Nothing in this section is measured on a GPU. FP8 copies of matrices, the network's buffers and
+# FlashAttention 3's workspace are in no formula.
 
 # %% [markdown]
 # The bytes "left" must hold the block at work, the last stage's logits, the network's buffers and

@@ -21,6 +21,7 @@ from memlab.cli.parsing import (
     ScriptCommand,
     integer_option,
     integer_parser,
+    integers_option,
 )
 from memlab.cli.requests import Request
 
@@ -463,22 +464,6 @@ def plan_command(
     ] = False,
     lora_rank: adapter_options.Rank = None,
     lora_targets: adapter_options.Targets = None,
-    tensor_parallel: Annotated[
-        int,
-        integer_option(
-            "--tensor-parallel",
-            MAX_RANKS,
-            "GPUs that split each matrix (tensor parallelism). By formula only.",
-        ),
-    ] = 1,
-    pipeline_parallel: Annotated[
-        int,
-        integer_option(
-            "--pipeline-parallel",
-            MAX_RANKS,
-            "GPUs that split the model's layers (pipeline parallelism). By formula only.",
-        ),
-    ] = 1,
     count: Annotated[
         int,
         integer_option(
@@ -534,9 +519,13 @@ def plan_command(
     All recipes are compared by formula. The fastest ones are then predicted operator by
     operator, including reserved memory and the CUDA context, so a recipe reported to
     fit has been predicted to fit. No GPU is needed. The output ends with the command
-    that runs the training; with --gpus, it starts a process for each GPU and shards by ZeRO
-    (memlab does not run tensor or pipeline parallelism). The exit status is 0 if something
-    fits, 1 if nothing fits, and 2 if an option is wrong.
+    that runs the training. The exit status is 0 if something fits, 1 if nothing fits, and 2
+    if an option is wrong.
+
+    With --gpus, the ways to divide the model are compared: data (FSDP) × tensor × pipeline ×
+    context. The output ends with a torchrun command and a script in plain torch, which it
+    has written. --precision, --optimizer, --lora, --full, --qlora, --exact and --device cpu
+    choose memlab's own recipes instead, sharded by ZeRO.
 
     For the largest batch and sequence length of a script, write its function with the
     parameters batch (or batch_size) and seq (or seq_len), with defaults, such as
@@ -615,8 +604,6 @@ def plan_command(
             library=library,
             image=image,
             code=code,
-            tensor_parallel=tensor_parallel,
-            pipeline_parallel=pipeline_parallel,
             count=count,
             exact=exact,
             target=device,
@@ -689,8 +676,12 @@ def run_command(
         ),
     ] = None,
     rank: Annotated[
-        int | None,
-        integer_option("--rank", MAX_RANKS, "The one rank to run.", minimum=0),
+        Any,
+        integers_option(
+            "--rank",
+            MAX_RANKS,
+            "The ranks to run, such as 0 or 0,960: one of each role is enough.",
+        ),
     ] = None,
     real: Annotated[
         bool,

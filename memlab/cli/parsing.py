@@ -44,6 +44,16 @@ def integer_option(option: str, maximum: int, help: str, minimum: int = 1) -> An
     return typer.Option(option, help=help, parser=parser, metavar="NUMBER")
 
 
+def integers_option(option: str, maximum: int, help: str, minimum: int = 0) -> Any:
+    """Declare an option that takes one integer or several, separated by commas."""
+    one = integer_parser(option, maximum, minimum)
+
+    def parse(given: Any) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(map(one, str(given).split(","))))
+
+    return typer.Option(option, help=help, parser=parse, metavar="NUMBER,…")
+
+
 class _FlagsWithoutValues:
     """Hide the type of flags in the help: `--dry-run <bool>` reads as if a value had to follow."""
 

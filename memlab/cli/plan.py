@@ -36,8 +36,6 @@ def plan_model(
     library: str | None,
     image: int | None,
     code: str | None,
-    tensor_parallel: int,
-    pipeline_parallel: int,
     count: int,
     exact: bool,
     target: str | None,
@@ -59,8 +57,6 @@ def plan_model(
 
         sharing = {
             "--gpus": gpus != 1,
-            "--tensor-parallel": tensor_parallel != 1,
-            "--pipeline-parallel": pipeline_parallel != 1,
             "--exact": exact,
         }
         if given := " and ".join(option for option, is_given in sharing.items() if is_given):
@@ -85,6 +81,20 @@ def plan_model(
             f"got --code {quoted(code)} for {model}, which memlab trains itself: leave it out, or "
             f"add --library transformers"
         )
+    chosen = (precision, optimizer, group, lora_rank, lora_targets)
+    if (
+        gpus > 1
+        and target.startswith("cuda")
+        and not exact
+        and all(each is None for each in chosen)
+    ):
+        from memlab.cli.plan_meshes import plan_meshes
+        from memlab.planner.meshes import why_no_llama
+
+        if why_no_llama(config) is None:
+            return plan_meshes(
+                config, model, gpu_memory, target, gpus, batch, seq_len, count=count, folder=folder
+            )
     learned = choose_kinds(precision, optimizer, group, choose_adapters(lora_rank, lora_targets))
     from memlab.cli.choices import require_countable
     from memlab.cli.plan_report import show
@@ -100,8 +110,6 @@ def plan_model(
                 gpus=gpus,
                 batch=batch,
                 seq_len=seq_len,
-                tensor_parallel=tensor_parallel,
-                pipeline_parallel=pipeline_parallel,
                 learned=learned,
                 count=count,
                 exact=exact,

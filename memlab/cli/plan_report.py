@@ -36,8 +36,6 @@ def show(found: Plan) -> None:
     if found.bytes_as_it_is <= found.budget_bytes:
         terminal.echo(f"\nwithout techniques:\n  {command(found, AS_IT_IS)}")
     for option in found.options:
-        if option.recipe.by_formula_only:
-            continue
         terminal.echo(f"\n{option.recipe.words}:\n  {found.command(option)}")
     if found.gpus > 1 and (stopped := list(_too_large_to_make(found))):
         terminal.echo("\n" + "\n".join(map(paragraph, stopped)))
@@ -49,7 +47,7 @@ def _too_large_to_make(found: Plan) -> Iterator[str]:
     """Say which recipes' ranks cannot make their model: it is whole before it is sharded."""
     for option in found.options:
         needed = found.config.parameters * option.recipe.dtype.itemsize
-        if needed > found.budget_bytes and not option.recipe.by_formula_only:
+        if needed > found.budget_bytes:
             yield (
                 f"{option.recipe.words}: its command stops, because memlab makes the whole model, "
                 f"{format_bytes(needed)}, on each GPU before it shards it"
@@ -195,12 +193,7 @@ def remarks(found: Plan) -> Iterator[str]:
 def _formula_remarks(found: Plan) -> Iterator[str]:
     """Explain the rows that are by formula alone."""
     listed = (*found.options, *found.others)
-    if any(option.recipe.by_formula_only for option in listed):
-        yield (
-            "≈: by formula only; memlab does not run tensor or pipeline parallelism, so these "
-            "recipes have no command"
-        )
-    elif found.others:
+    if found.others:
         yield (
             f"≈: by formula, without what the allocator reserves beyond it; --recipes "
             f"{len(listed)} predicts these, --optimizer or --precision selects one of them"

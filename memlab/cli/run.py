@@ -56,7 +56,7 @@ class Wanted(NamedTuple):
     device: str | None = None
     gpus: int | None = None
     ranks: int | None = None
-    rank: int | None = None
+    rank: Sequence[int] | None = None
     real: bool = False
     steps: int = 2
     assume: str | None = None
@@ -113,9 +113,9 @@ def _launch(wanted: Wanted) -> Launch:
             "got CUDA_VISIBLE_DEVICES without a GPU, so the script would use the CPU; pass "
             "--device cpu, or leave the variable out"
         )
-    if wanted.rank is not None and wanted.rank >= (launch.ranks or 1) * launch.nodes:
+    if (most := max(wanted.rank or (0,))) >= (launch.ranks or 1) * launch.nodes:
         raise UsageError(
-            f"got --rank {wanted.rank} of {(launch.ranks or 1) * launch.nodes}; ranks count from "
+            f"got --rank {most} of {(launch.ranks or 1) * launch.nodes}; ranks count from "
             f"0, and --ranks says how many there are"
         )
     if wanted.real and (launch.ranks or 1) > 1:
@@ -161,9 +161,8 @@ def _outcomes(launch: Launch, wanted: Wanted, target: str) -> dict[int, Outcome]
     def ran(steps: int) -> dict[int, Outcome]:
         if wanted.real:
             return {0: run(launch, steps=steps, **settings)}
-        ranks = () if wanted.rank is None else (wanted.rank,)
-        found = run_ranks(launch, ranks, steps=steps, **settings)
-        return found if wanted.rank is None else {wanted.rank: found[wanted.rank]}
+        found = run_ranks(launch, wanted.rank or (), steps=steps, **settings)
+        return found if wanted.rank is None else {rank: found[rank] for rank in wanted.rank}
 
     with (
         ended_by_a_signal(),

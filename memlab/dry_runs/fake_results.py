@@ -51,6 +51,7 @@ _SKIPPED = frozenset(
         *(aten._resize_output_.default, aten.resize_as_sparse_.default),
     }
 )
+_NAMESPACES = ("aten", "_c10d_functional")  # a group's name is part of the key
 _UNSEEN: Any = object()
 
 
@@ -129,7 +130,9 @@ def _metadata(tensor: FakeTensor) -> tuple[Any, ...]:
 
 def _is_repeatable(func: Any) -> bool:
     """Return whether the metadata of the operator's result depends on nothing but the key."""
-    if not isinstance(func, OpOverload) or func.namespace != "aten" or func in _SKIPPED:
+    if not isinstance(func, OpOverload) or func in _SKIPPED:
+        return False
+    if func.namespace not in _NAMESPACES:
         return False
     if _SKIPPED_TAGS.intersection(func.tags):
         return False

@@ -304,8 +304,8 @@ class DeepSpeedStep:
         """The block inputs that stay on the GPU; without checkpointing, all saved tensors."""
         if not self.config[CHECKPOINTING]:
             return kept
-        if not self.config[f"{CHECKPOINTING}.partition_activations"]:
-            kept *= self.tensor
+        if self.config[f"{CHECKPOINTING}.partition_activations"]:
+            kept = -(-kept // self.tensor)
         is_away = self.config[f"{CHECKPOINTING}.cpu_checkpointing"]
         return -(-kept // self.formula.layers) if is_away else kept
 
@@ -334,7 +334,8 @@ class DeepSpeedStep:
 
     def _all_block_inputs(self) -> int:
         kept = self.formula.loss()["blocks_kept"]
-        return kept if self.config[f"{CHECKPOINTING}.partition_activations"] else kept * self.tensor
+        is_divided = self.config[f"{CHECKPOINTING}.partition_activations"]
+        return -(-kept // self.tensor) if is_divided else kept
 
     def _host_state(self) -> dict[str, int]:
         if not self._leaves:

@@ -72,7 +72,7 @@ class Candidate:
 class Option:
     """A tried recipe.
 
-    `measured` is None if memlab cannot run the recipe, so its bytes are the formula's.
+    `measured` is None if its bytes are the formula's.
     `needed_bytes` is the memory that a card must have for it (`memlab.allocator.capacity`). If it
     fits, `largest_batch` is the limit at this length, and `longest` the limit at this batch.
     """
@@ -147,10 +147,6 @@ class Plan:
         chosen = option or self.best
         if chosen is None:
             raise ValueError(f"nothing fits {self.memory.name}, so there is no recipe to run")
-        if chosen.recipe.by_formula_only:
-            raise ValueError(
-                "memlab does not run tensor or pipeline parallelism: such recipes are by formula"
-            )
         return command(self, chosen.recipe)
 
     @property
@@ -192,7 +188,7 @@ class Plan:
             estimated_seconds=dict(option.candidate.seconds),
             largest_batch=option.largest_batch,
             longest_sequence=option.longest,
-            command=None if option.recipe.by_formula_only else self.command(option),
+            command=self.command(option),
         )
 
     def __str__(self) -> str:

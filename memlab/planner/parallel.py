@@ -78,6 +78,16 @@ def ring_attention_elements(tokens: int, kv_width: int, ranks: int) -> int:
     return blocks * _divided(tokens, ranks, "tokens", "context") * kv_width
 
 
+def gathered_context_bytes(own_keys: int, ranks: int, *, recomputed: bool = False) -> int:
+    """Return the bytes that a rank of torch's context parallel sends for one layer.
+
+    `own_keys` are the bytes of its keys and values in bfloat16. Those of all ranks are gathered
+    for each pass, and their gradients go around a ring in float32.
+    """
+    passes = 2 + recomputed
+    return (passes + 2) * (ranks - 1) * own_keys
+
+
 def ring_attention_blocks(rank: int, ranks: int) -> int:
     """Return how many other ranks' blocks of keys and values a rank holds while it computes.
 

@@ -65,8 +65,9 @@ class Recipe:
     step_in_backward  step each weight as soon as its gradient is ready
     offload           tensors kept on the host or the disk
     zero_stage        what data-parallel ranks shard
-    tensor_parallel   GPUs that split each matrix, by formula only
-    pipeline_parallel GPUs that split the blocks, by formula only
+    tensor_parallel   GPUs that split each matrix; by formula only, as the next two
+    sequence_parallel whether these GPUs also split what they would all save whole
+    pipeline_parallel GPUs that split the blocks
 
     Raises ValueError for an unknown value, and for two that exclude each other.
     """
@@ -85,6 +86,7 @@ class Recipe:
     offload: str | None = None
     zero_stage: int = 0
     tensor_parallel: int = 1
+    sequence_parallel: bool = False
     pipeline_parallel: int = 1
 
     def __post_init__(self) -> None:
@@ -157,11 +159,6 @@ class Recipe:
         return "QLoRA" if self.qlora else "LoRA" if self.lora else "full fine-tuning"
 
     @property
-    def by_formula_only(self) -> bool:
-        """True if memlab cannot run it, so its bytes are not measured."""
-        return self.tensor_parallel * self.pipeline_parallel > 1
-
-    @property
     def words(self) -> str:
         """A readable description: what is trained, then how."""
         how = [
@@ -193,7 +190,8 @@ class Recipe:
         if self.zero_stage:
             yield f"ZeRO stage {self.zero_stage}"
         if self.tensor_parallel > 1:
-            yield f"tensor parallel {self.tensor_parallel}"
+            is_whole = "" if self.sequence_parallel else "out"
+            yield f"tensor parallel {self.tensor_parallel} with{is_whole} sequence parallelism"
         if self.pipeline_parallel > 1:
             yield f"pipeline parallel {self.pipeline_parallel}"
 
@@ -211,6 +209,7 @@ _KNOWN: dict[str, tuple[Any, ...]] = {
     "step_in_backward": (False, True),
     "offload": OFFLOAD,
     "zero_stage": STAGES,
+    "sequence_parallel": (False, True),
 }
 
 
@@ -226,17 +225,14 @@ def usual_kinds() -> tuple[Recipe, ...]:
     )
 
 
-def recipes(
-    learned: Recipe, *, sequences: int, gpus: int = 1, parallel: tuple[int, int] = (1, 1)
-) -> Iterator[Recipe]:
+def recipes(learned: Recipe, *, sequences: int, gpus: int = 1) -> Iterator[Recipe]:
     """Yield all ways to compute a training, which differ in bytes and time but train the same.
 
     With several ranks, skip what they cannot run. `sequences` per GPU decides whether there is
     anything to accumulate. Attention stays torch's fused kernel: memlab's needs the same bytes and
     more time, and eager attention more of both.
     """
-    tensor, pipeline = parallel
-    has_ranks = gpus > tensor * pipeline
+    has_ranks = gpus > 1
     if has_ranks and any(row.cannot_shard for row in learned.rows.values()):
         return
     stages = STAGES if has_ranks else (0,)
@@ -257,8 +253,6 @@ def recipes(
                 step_in_backward=in_backward,
                 offload=offload,
                 zero_stage=stage,
-                tensor_parallel=tensor,
-                pipeline_parallel=pipeline,
             )
         except ValueError:  # two of the choices exclude each other
             continue

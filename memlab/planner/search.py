@@ -43,8 +43,6 @@ def plan(
     gpus: int = 1,
     batch: int = 1,
     seq_len: int | None = None,
-    tensor_parallel: int = 1,
-    pipeline_parallel: int = 1,
     learned: Iterable[Recipe] | None = None,
     count: int = len(GROUPS),
     exact: bool = False,
@@ -80,7 +78,7 @@ def plan(
     if margin is not None:
         gpu_memory = with_margin(gpu_memory, margin, target or gpu_memory.target)
     seq_len = min(USUAL_SEQ_LEN, config.seq_len) if seq_len is None else seq_len
-    _require_numbers(count=count, batch=batch, seq_len=seq_len)
+    _require_numbers(count=count, batch=batch, seq_len=seq_len, gpus=gpus)
     query = _Query(
         model if isinstance(model, str) else name_of(model),
         config,
@@ -88,7 +86,6 @@ def plan(
         gpus,
         batch,
         seq_len,
-        (tensor_parallel, pipeline_parallel),
         target or gpu_memory.target,
     )
     kinds = usual_kinds() if learned is None else learned
@@ -117,7 +114,6 @@ class _Query:
     gpus: int
     batch: int
     seq_len: int
-    parallel: tuple[int, int]
     target: str
 
     def __post_init__(self) -> None:
@@ -188,18 +184,12 @@ class _Search:
 
     def kinds(self, learned: Iterable[Recipe]) -> list[list[Candidate]]:
         """Return all recipes of each kind of training, the fastest first."""
-        tensor, pipeline = self.query.parallel
-        data_ranks(
-            self.query.config,
-            Recipe(tensor_parallel=tensor, pipeline_parallel=pipeline),
-            self.query.gpus,
-        )
         found = [self._candidates(each) for each in learned]
         return [kind for kind in found if kind]
 
     def _candidates(self, learned: Recipe) -> list[Candidate]:
         query = self.query
-        ways = recipes(learned, sequences=query.batch, gpus=query.gpus, parallel=query.parallel)
+        ways = recipes(learned, sequences=query.batch, gpus=query.gpus)
         found = [self._candidate(recipe, query.batch, query.seq_len) for recipe in ways]
         return sorted(found, key=lambda c: (c.step_seconds, c.estimate.peak_bytes))
 
@@ -273,10 +263,8 @@ class _Search:
             return None
 
     def _option(self, candidate: Candidate, batch: int, seq_len: int) -> Option:
-        """Measure the recipe, unless it is only computed by formula."""
+        """Measure the recipe."""
         query, recipe = self.query, candidate.recipe
-        if recipe.by_formula_only:
-            return _by_formula(candidate, query.budget_bytes)
         self.announce(f"{recipe.techniques}, {batch} × {seq_len}")
         setting = Setting(query.config, batch, seq_len, recipe.dtype, query.target)
         ranks = data_ranks(query.config, recipe, query.gpus)

@@ -166,8 +166,6 @@ OPTIONS = {  # of each command, with a right value; None: a flag
         "--optimizer": "lion",
         "--lora": None,
         "--full": None,
-        "--tensor-parallel": "2",
-        "--pipeline-parallel": "2",
         "--recipes": "1",
         "--exact": None,
         "--device": "cuda",
@@ -207,7 +205,7 @@ NUMBERS = {
     "measure": ("--batch", "--seq", "--ranks"),
     "train": ("--batch", "--seq", "--steps"),
     "run": ("--steps",),
-    "plan": ("--batch", "--seq", "--gpus", "--recipes", "--tensor-parallel", "--pipeline-parallel"),
+    "plan": ("--batch", "--seq", "--gpus", "--recipes"),
 }
 # Valid options that can stand beside any mistake, because they do not change which check fails.
 BESIDE = {
@@ -606,19 +604,6 @@ def unplanned(rng: random.Random) -> Line:
     return [*given("plan", option), *given("plan", *rng.sample(others, rng.randint(0, 4)))]
 
 
-def indivisible(rng: random.Random) -> Line:
-    """Split GPUs or heads unevenly, or give more pipeline stages than layers."""
-    parts = rng.randint(3, 90)
-    shapes = (
-        ["--gpus", str(parts + 1), "--tensor-parallel", str(parts)],
-        ["--gpus", str(parts - 1), "--pipeline-parallel", str(parts)],
-        ["--gpus", str(2 * parts + 1), "--tensor-parallel", "1", "--pipeline-parallel", "2"],
-        ["--gpus", str(3 * parts), "--tensor-parallel", "3"],  # tiny has 4 heads
-        ["--gpus", str(5 * parts), "--pipeline-parallel", "5"],  # and 4 layers
-    )
-    return [*given("plan", "--model", "--memory"), *rng.choice(shapes)]
-
-
 def both_ways(rng: random.Random) -> Line:
     flags = rng.choices(("--lora", "--full"), k=rng.randint(2, 4))
     return [*given("plan", "--model", "--memory"), *flags]
@@ -750,7 +735,7 @@ KINDS: dict[str, tuple[Kind, ...]] = {
         failing_script("plan"),
         bad_name("plan", "--precision", PRECISIONS),
         bad_name("plan", "--optimizer", OPTIMIZERS),
-        *(bad_memory, bad_margin, unplanned, indivisible, both_ways, memory_twice),
+        *(bad_memory, bad_margin, unplanned, both_ways, memory_twice),
     ),
     "run": (
         *(make("run") for make in (unknown_option, value_of_a_flag, twice, bad_number)),

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from quick import slow
@@ -63,6 +64,38 @@ def test_nccls_buffers_are_named_where_there_is_more_than_one_gpu(by_formula, me
     words = "NCCL's buffers are not in the table: 24.00 MiB to 384.00 MiB for the rings"
     assert words in " ".join(together.out.split())
     assert "NCCL" not in alone.out
+
+
+def test_several_gpus_get_a_mesh_and_its_script(memlab_command, tmp_path):
+    """The printed peak is that of the written script, run as a rank."""
+    asked = ("plan", "--model", "5m", "--memory", "24GB", "--gpus", "2", "--recipes", "2")
+    outcome = memlab_command(*asked, "--wide")
+    assert outcome.status == 0
+    script = tmp_path / "work" / "train_mesh.py"
+    assert f"torchrun --nproc-per-node 2 {Path('work', script.name)}" in outcome.out
+    numbers = json.loads((tmp_path / "work" / "plan.json").read_text())
+    best = numbers["options"][numbers["chosen"]]
+    assert best["command"] == f"torchrun --nproc-per-node 2 {Path('work', script.name)}"
+    assert best["settings"]["data"] * best["settings"].get("tensor", 1) == 2
+    assert len(numbers["options"]) == 2
+    peak = format_bytes(best["allocated_bytes"])
+    assert f"  {peak}  " in outcome.out
+    ran = memlab_command("run", "--ranks", "2", "--rank", "0", "--device", "cuda", str(script))
+    assert f"allocated {peak}" in " ".join(ran.out.split())
+
+
+def test_meshes_that_do_not_fit_are_named(memlab_command):
+    outcome = memlab_command("plan", "--model", "llama-3-70b", "--memory", "8GiB", "--gpus", "2")
+    assert outcome.status == 1
+    assert "Nothing fits 8GiB: data " in " ".join(outcome.out.split())
+    assert "torchrun" not in outcome.out
+
+
+@pytest.mark.parametrize("words", [("--lora",), ("--optimizer", "lion8bit"), ("--device", "cpu")])
+def test_memlabs_own_recipes_are_sharded_by_zero(by_formula, memlab_command, words):
+    outcome = memlab_command("plan", "--model", "5m", "--memory", "24GB", "--gpus", "2", *words)
+    assert "--zero " in outcome.out
+    assert "train_mesh.py" not in outcome.out
 
 
 def test_if_nothing_fits_the_status_is_one_and_the_output_suggests_changes(

@@ -212,9 +212,20 @@ def test_one_rank_of_many_sends_what_a_ring_sends(memlab_in, tmp_path):
     assert "by formula 24.00 MiB (2 channels) to 384.00 MiB (32)" in text
 
 
+def test_several_ranks_are_chosen(memlab_in, tmp_path):
+    (tmp_path / "train.py").write_text((PARALLEL / "ddp.py").read_text())
+    words = ("run", "--device", "cpu", "--ranks", "8", "--rank", "2,5,2", "train.py")
+    outcome = memlab_in(tmp_path, *words)
+    rows = re.findall(r"^(\d)  +\d", outcome.out, re.MULTILINE)
+    assert (outcome.status, rows) == (0, ["2", "5"])
+    refused = memlab_in(tmp_path, "run", "--ranks", "8", "--rank", "2,x", "train.py")
+    assert refused.err.startswith("memlab: got --rank x; expected an integer from 0")
+
+
 def test_ranks_that_are_not_there_are_refused(memlab_in, folder):
     for words, complaint in (
         (("--rank", "2", "--ranks", "2", "train.py"), "got --rank 2 of 2; ranks count from 0"),
+        (("--rank", "0,7", "--ranks", "2", "train.py"), "got --rank 7 of 2"),
         (("--ranks", "2", "torchrun", "train.py"), "got --ranks with a launcher"),
         (("--real", "--ranks", "2", "train.py"), "got --real with several ranks"),
         (("CUDA_VISIBLE_DEVICES=", "train.py"), "got CUDA_VISIBLE_DEVICES without a GPU"),

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from memlab.cli.plan_report import remarks, show
+from memlab.cli.plan_report import show
 from memlab.configs.torchrun import torchrun
 from memlab.planner import search
 from memlab.planner.formulas import training_bytes
@@ -12,8 +12,6 @@ from memlab.planner.measuring import Measured
 from memlab.planner.options import command
 from memlab.planner.recipes import Recipe, recipes
 from memlab.train import TECHNIQUES
-
-NOT_RUN = "memlab does not run tensor or pipeline parallelism"
 
 
 @pytest.mark.parametrize(
@@ -84,14 +82,3 @@ def test_a_model_that_is_too_large_to_be_made_whole_is_named(monkeypatch, capsys
         stops
     )
     assert ("its command stops" in printed) == stops
-
-
-def test_a_recipe_by_formula_has_no_command(by_formula, capsys):
-    found = search.plan("llama-3-8b", "a100-80", gpus=8, tensor_parallel=8, seq_len=1_024, count=1)
-    assert found.best.recipe.by_formula_only
-    show(found)
-    printed = capsys.readouterr().out
-    assert "torchrun" not in printed
-    assert any(NOT_RUN in line for line in remarks(found))
-    with pytest.raises(ValueError, match=NOT_RUN):
-        found.command()

@@ -161,14 +161,42 @@ def test_float32_copies_on_ranks_are_near_the_prediction(stage, tolerance):
 
 def test_tensor_and_pipeline_parts_divide_weights_and_activations():
     whole = training_bytes(SEVEN_BILLION, Recipe(), 1, 512).moments["loss"]
-    halves = training_bytes(SEVEN_BILLION, Recipe(tensor_parallel=2), 1, 512, gpus=2)
+    sequence_parallel = Recipe(tensor_parallel=2, sequence_parallel=True)
+    halves = training_bytes(SEVEN_BILLION, sequence_parallel, 1, 512, gpus=2)
     assert halves.moments["loss"]["weights"] == pytest.approx(whole["weights"] / 2, rel=1e-6)
     assert halves.moments["loss"]["blocks_kept"] == whole["blocks_kept"] // 2
+    without = training_bytes(SEVEN_BILLION, Recipe(tensor_parallel=2), 1, 512, gpus=2)
+    C, streams = 4_096, 2 * 2 + 2 * 2  # bytes of two residual streams and two outputs of norms
+    stays = 32 * 512 * (streams * C + 2 * 4)
+    divided = (whole["blocks_kept"] - stays) // 2
+    assert without.moments["loss"]["blocks_kept"] == stays + divided
     staged = training_bytes(SEVEN_BILLION, Recipe(pipeline_parallel=4), 1, 512, gpus=4)
     blocks = 32 // 4 * StepFormula.of(SEVEN_BILLION, Recipe(), 1, 512).weights.block
     ends = StepFormula.of(SEVEN_BILLION, Recipe(), 1, 512).weights.ends
     assert staged.moments["loss"]["weights"] == 2 * (blocks + ends)
     assert staged.moments["loss"]["blocks_kept"] == whole["blocks_kept"]  # 4 batches in flight
+
+
+@pytest.mark.parametrize(("sequences", "in_flight"), [(2, 2), (4, 4), (8, 4)])
+def test_the_first_stage_saves_at_most_as_many_micro_batches_as_there_are_stages(
+    sequences, in_flight
+):
+    recipe = Recipe(pipeline_parallel=4, accumulation=True)
+    step = StepFormula.of(SEVEN_BILLION, recipe, sequences, 512, gpus=4)
+    assert step.loss()["blocks_kept"] == in_flight * 8 * step._block_kept()
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "stays"),
+    [("checkpointing", 2 * 4_096), ("selective-checkpointing", 2 * 3 * 4_096)],
+)
+def test_tensor_parallelism_leaves_a_checkpoints_stream_whole(checkpointing, stays):
+    """The input, and with selective checkpointing the outputs of two matmuls."""
+    recipe = Recipe(checkpointing=checkpointing, tensor_parallel=4)
+    found = training_bytes(SEVEN_BILLION, recipe, 1, 512, gpus=4).moments["loss"]["blocks_kept"]
+    one = training_bytes(SEVEN_BILLION, Recipe(checkpointing=checkpointing), 1, 512)
+    whole = 32 * 512 * stays
+    assert found == whole + (one.moments["loss"]["blocks_kept"] - whole) // 4
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,6 @@ def test_several_ranks_only_get_optimizers_that_zero_can_shard(optimizer):
             "gradients leave for the disk as they come",
         ),
         ({"zero_stage": 2, "offload": "streamed-layers"}, "before they can be sent to other ranks"),
-        ({"tensor_parallel": 0}, "got tensor_parallel=0 in a recipe"),
     ],
 )
 def test_unknown_or_conflicting_choices_are_refused(words, sentence):
@@ -251,12 +250,6 @@ def test_a_failing_recipe_is_reported_and_the_next_is_tried(monkeypatch):
     found = search.plan("25m", "2GiB", count=1)
     assert found.best is None
     assert any("no such operator" in line for line in found.failures)
-
-
-def test_tensor_and_pipeline_parallelism_are_by_formula_only(by_formula):
-    found = search.plan("llama-3-70b", "a100-80", gpus=8, tensor_parallel=8, seq_len=1_024, count=1)
-    assert by_formula == []
-    assert found.options == () or found.best.measured is None
 
 
 def test_the_command_names_the_recipe(by_formula):
