@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from memlab.dry_runs import known_values
 from memlab.dry_runs.fake_accelerator import StandIn
 from memlab.dry_runs.transfers import Transfer, transfer_of
 from memlab.internals.replacing import importers
@@ -27,7 +26,6 @@ from memlab.internals.torch_internals import (
     is_rng_supported_mesh,
     sharding_propagator,
     tensor_of_dtensor,
-    tree_leaves,
     tree_map_only,
 )
 from memlab.metering.tensors import tensors_among
@@ -50,8 +48,6 @@ class Collectives:
         """Record what the operator sends, and return its result: NotImplemented if torch has it."""
         self.transfers += filter(None, [transfer_of(func, args)])
         if func.namespace == "c10d":
-            if func.__name__.startswith("recv"):
-                known_values.forget(tensors_among(tree_leaves(args)))  # another rank's values
             return _finished(func, args)
         if func.__name__ != "wait_tensor.default":
             return NotImplemented

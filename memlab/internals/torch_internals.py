@@ -255,6 +255,13 @@ def stage_gradients(stage: Any) -> Any:
     return _StageBackwardMeta(_derive_grad_metas(stage._stage_meta.outputs))
 
 
+def stage_has_shapes(stage: Any, has_backward: bool) -> bool:
+    """Return whether a pipeline's stage was given the shapes that it receives and sends."""
+    from torch.distributed.pipelining._utils import InferenceMode
+
+    return not InferenceMode.needs_dynamic(stage._user_meta, has_backward)
+
+
 def is_rng_supported_mesh() -> Any:
     """Return DTensor's function that says whether it keeps random numbers equal on all ranks."""
     from torch.distributed.tensor._random import is_rng_supported_mesh

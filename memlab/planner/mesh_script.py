@@ -100,7 +100,8 @@ group = mesh.get_group("pipeline")
 part = PipelineStage(model, stage, STAGES, torch.device(device), *examples, group=group)
 schedule = Schedule1F1B(part, MICRO_BATCHES, loss_of)
 """
-_LOOP = """batch = torch.randint(V, ({sequences}, T + 1)).to(device)
+_LOOP = """torch.manual_seed(mesh.get_local_rank("data"))  # ranks of one model need the same tokens
+batch = torch.randint(V, ({sequences}, T + 1)).to(device)
 for step in range({steps}):
     tokens, targets = batch[:, :-1].clone(), batch[:, 1:].clone()
 """

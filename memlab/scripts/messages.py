@@ -4,6 +4,7 @@ A rank that runs alone gets what the other ranks would send:
 
     recv_object_list                   what that rank has sent when it ran; it has to run first
     a pipeline's gradients' shapes     those of the stage's own outputs
+    a pipeline's vote on shapes        its own: whether the script gave its stage's shapes
     all_gather_object, gather_object   its own object, from every rank
     broadcast_object_list              the list as it is; scatter_object_list: its own part
 """
@@ -15,11 +16,12 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from memlab.internals.imports import when_imported
 from memlab.internals.replacing import importers, replaced
-from memlab.internals.torch_internals import stage_gradients
+from memlab.internals.torch_internals import stage_gradients, stage_has_shapes
 
 _STAGES = "torch.distributed.pipelining.stage"
 
@@ -92,8 +94,19 @@ class Messages:
 
 
 def _replace_in_stages(stack: ExitStack, module: ModuleType) -> None:
+    replacements = {
+        "_recv_meta": _with_gradients_of_outputs,
+        "_warmup_forward_vote": _own_vote,
+        "_warmup_backward_result": _votes_alike,
+    }
     stack.enter_context(
-        replaced({(module.PipelineStage, "_recv_meta"): _with_gradients_of_outputs})
+        replaced(
+            {
+                (module.PipelineStage, name): replacement
+                for name, replacement in replacements.items()
+                if hasattr(module.PipelineStage, name)  # torch 2.11 has no vote
+            }
+        )
     )
 
 
@@ -102,6 +115,24 @@ def _with_gradients_of_outputs(real: Callable[[Any, int], Any]) -> Callable[[Any
         return real(stage, sender) if sender < stage.stage_index else stage_gradients(stage)
 
     return receive
+
+
+def _own_vote(real: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """Stages vote on whether all were given their shapes, and this one assumes its own vote."""
+
+    def vote(stage: Any, has_backward: bool, received_acc: Any = None) -> torch.Tensor:
+        stage.memlab_vote = stage_has_shapes(stage, has_backward)
+        return _as_tensor(stage.memlab_vote)
+
+    return vote
+
+
+def _votes_alike(real: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    return lambda stage, received_result=None: _as_tensor(stage.memlab_vote)
+
+
+def _as_tensor(vote: bool) -> torch.Tensor:
+    return torch.tensor([int(vote)], dtype=torch.int32)
 
 
 def _group(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -107,6 +107,17 @@ def test_the_script_trains_on_two_processes(tmp_path, mesh):
     assert last < losses[0] - 0.3
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(pipeline=2)], ids=str)
+def test_ranks_that_share_a_model_have_the_same_tokens(tmp_path, mesh):
+    path = tmp_path / "train.py"
+    text = mesh_script(SMALL, mesh, sequences=2, seq_len=32, steps=1)
+    path.write_text(f"{text}print('tokens', batch.flatten()[:8].tolist(), flush=True)\n")
+    found = re.findall(r"tokens (\[[\d, ]+\])", started(path))
+    assert len(found) == 2
+    assert len(set(found)) == 1
+
+
 def started(path: Path, ranks: int = 2) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", path]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)

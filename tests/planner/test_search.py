@@ -157,7 +157,7 @@ def test_the_fastest_fitting_recipe_is_found(by_formula):
 def _query(found):
     return search._Query(
         *(found.model, found.config, found.memory, found.gpus, found.batch, found.seq_len),
-        *((1, 1), found.target),
+        found.target,
     )
 
 
@@ -274,7 +274,7 @@ def test_a_plan_is_plain_data(by_formula):
         ({"model": "llama-2"}, "llama-2"),
         ({"memory": "plenty"}, "got 'plenty' as a memory"),
         ({"memory": "24"}, "24"),
-        ({"gpus": 0}, "got 0 GPUs; give at least 1"),
+        ({"gpus": 0}, "got gpus=0; give an integer from 1"),
         ({"batch": 0}, "got batch=0; give an integer from 1"),
         ({"seq_len": 100_000}, "got sequences of 100000 tokens; 25m takes 1 to 512"),
         ({"count": 0}, "got count=0"),
