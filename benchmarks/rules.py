@@ -2,23 +2,21 @@
 
     python benchmarks/rules.py
 
-Runs the days' solutions as plain scripts (no Jupyter needed), collects their verdicts, prints them
-as Markdown and writes RULES.md. A test compares these verdicts with the days' notebooks.
+Collects the verdicts that the days' executed notebooks store, and writes them to RULES.md. Building
+a day (`python -m memlab.course.build 5`) measures its verdicts again.
 """
 
 import re
-import runpy
 from collections.abc import Iterable, Iterator
-from contextlib import redirect_stdout
-from io import StringIO
 from itertools import groupby
 from pathlib import Path
 from string import ascii_lowercase
 from textwrap import shorten
 
-from common import ROOT, circumstances, progress, set_environment, table
+from common import ROOT, circumstances, table
 
-from memlab.course.rules import NO_GUIDE, RULES, RuleVerdict, verdicts
+from memlab.course.notebooks import read
+from memlab.course.rules import NO_GUIDE, RULES, RuleVerdict
 from memlab.internals.files import write_beside
 
 PAGE = ROOT / "RULES.md"
@@ -37,25 +35,25 @@ Measured on {where}, by `python benchmarks/rules.py`. Bytes are the same on ever
 """
 
 
+VERDICT = re.compile(
+    r"^Rule (\w+)\. .*?\nMeasured: (.*?)\nVerdict: (.*?)(?=\nRule |\n*\Z)", re.M | re.S
+)
+
+
 def main() -> None:
-    set_environment()
-    solutions = sorted((ROOT / "solutions").glob("day*.py"))
-    with progress() as bar:
-        for solution in bar.track(solutions, description="trials"):
-            run(solution)
-    text = page(verdicts)
+    paths = sorted((ROOT / "solutions").glob("day*.ipynb"))
+    text = page(verdict for path in paths for verdict in stored(path))
     with write_beside(PAGE) as beside:
         beside.write_text(text, encoding="utf-8")
     print(text)
 
 
-def run(solution: Path) -> None:
-    """Run a day's solution without output or pictures; it records its verdicts."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    with redirect_stdout(StringIO()):
-        runpy.run_path(str(solution))
+def stored(notebook: Path) -> Iterator[RuleVerdict]:
+    """Yield the verdicts that a notebook's cells printed."""
+    for cell in read(notebook)["cells"]:
+        for output in cell.get("outputs", ()):
+            for rule, measured, words in VERDICT.findall("".join(output.get("text", ()))):
+                yield RuleVerdict(rule, " ".join(words.split()), " ".join(measured.split()))
 
 
 def page(reached: Iterable[RuleVerdict]) -> str:

@@ -110,11 +110,7 @@ def plan_meshes(
     rows = [Row(option, query.budget_bytes) for option in options]
     with terminal.progress(MAX_TRIES) as announce:
         best, tried, failures = _best(query, rows, announce)
-    known = {*tried, *([best.option.mesh] if best else [])}
-    fitting = [row for row in rows if row.fits and row.option.mesh not in known]
-    shown = [*([best] if best else []), *tried.values(), *fitting][: count + len(tried)]
-    if not shown:
-        shown = [min(rows, key=lambda row: row.needed_bytes)]
+    shown = _shown(rows, best, tried, count)
     _show(query, best, shown, failures)
     script = None if best is None else folder / SCRIPT
     if best is not None and script is not None:
@@ -124,6 +120,15 @@ def plan_meshes(
             terminal.echo("\nRun it on each machine; replace HOST by the name of the first.")
     _write_document(query, best, shown, failures, script, folder)
     return 0 if best else 1
+
+
+def _shown(rows: Sequence[Row], best: Row | None, tried: dict[Mesh, Row], count: int) -> list[Row]:
+    """Return the best, those predicted not to fit, and the fastest that fit by formula; if none
+    fits, the smallest."""
+    known = {*tried, *([best.option.mesh] if best else [])}
+    fitting = [row for row in rows if row.fits and row.option.mesh not in known]
+    shown = [*([best] if best else []), *tried.values(), *fitting][: count + len(tried)]
+    return shown or [min(rows, key=lambda row: row.needed_bytes)]
 
 
 def _best(

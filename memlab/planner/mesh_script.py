@@ -12,6 +12,7 @@ tokens are random and the same in every step, so the loss falls; replace them by
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 from memlab.configs.shapes import GPTConfig
 from memlab.planner.meshes import Mesh, require_llama
@@ -139,23 +140,8 @@ def mesh_script(
     """
     seq_len = seq_len or config.seq_len
     require_llama(config, mesh, seq_len)
+    values = _values(config, mesh, seq_len, steps)
     pipelined = mesh.pipeline > 1
-    per_context = seq_len // mesh.context
-    values = {
-        "eps": config.norm_eps,
-        "run": "run" if mesh.checkpointed else "forward",
-        "grouped": ", enable_gqa=True" if config.kv_heads < config.heads else "",
-        "tied": "end[-1].weight = start[0].weight\n" if config.tied else "",
-        "shards": 'mesh["data", "context"]._flatten()' if mesh.context > 1 else 'mesh["data"]',
-        "reshard": not pipelined,
-        "logits": _LOGITS if mesh.tensor > 1 else "",
-        "own_words": f"V // {mesh.tensor}" if mesh.tensor > 1 else "V",
-        "context_tokens": per_context,
-        "own_tokens": per_context // mesh.tensor,
-        "sequences": "SEQUENCES * MICRO_BATCHES" if pipelined else "SEQUENCES",
-        "steps": steps,
-        "report": _PIPELINE_REPORT if pipelined else _REPORT,
-    }
     parts = [
         f'"""Train {name} on {mesh.gpus} GPUs: {mesh}. Written by memlab plan."""\n\n',
         "\n".join(_imports(mesh)),
@@ -172,6 +158,27 @@ def mesh_script(
         _END,
     ]
     return "".join(part.format(**values) if part[:3] != '"""' else part for part in parts)
+
+
+def _values(config: GPTConfig, mesh: Mesh, seq_len: int, steps: int) -> dict[str, Any]:
+    """Return what the parts of the script leave open."""
+    pipelined = mesh.pipeline > 1
+    per_context = seq_len // mesh.context
+    return {
+        "eps": config.norm_eps,
+        "run": "run" if mesh.checkpointed else "forward",
+        "grouped": ", enable_gqa=True" if config.kv_heads < config.heads else "",
+        "tied": "end[-1].weight = start[0].weight\n" if config.tied else "",
+        "shards": 'mesh["data", "context"]._flatten()' if mesh.context > 1 else 'mesh["data"]',
+        "reshard": not pipelined,
+        "logits": _LOGITS if mesh.tensor > 1 else "",
+        "own_words": f"V // {mesh.tensor}" if mesh.tensor > 1 else "V",
+        "context_tokens": per_context,
+        "own_tokens": per_context // mesh.tensor,
+        "sequences": "SEQUENCES * MICRO_BATCHES" if pipelined else "SEQUENCES",
+        "steps": steps,
+        "report": _PIPELINE_REPORT if pipelined else _REPORT,
+    }
 
 
 def _settings(config: GPTConfig, mesh: Mesh, sequences: int, seq_len: int) -> Iterator[str]:
