@@ -41,7 +41,6 @@ import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 
-import memlab
 from memlab import plot
 from memlab.course import days, exercise, guess, model_parallel, reveal, running_bill, verdict
 from memlab.course.peers import in_turns
