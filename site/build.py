@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -71,6 +72,7 @@ PLANNER_FILES = (
 )
 
 FENCE = re.compile(r"^ *```.*?^ *```$", re.M | re.S)
+HEADING = re.compile(r"^#+ .*$", re.M)
 LINK = re.compile(r"(\]\()([^)\s]+)|((?:src|href)=\")([^\"]+)")
 
 
@@ -157,9 +159,11 @@ def staged_notebook(text: str, name: str, staged: set[str]) -> str:
     they are, so those to files lead into the repository."""
     notebook = json.loads(text)
     lesson = name.replace("solutions/", "lessons/")
+    seen: Counter[str] = Counter()
     for cell in notebook["cells"]:
         if cell["cell_type"] == "markdown":
-            cell["source"] = relinked("".join(cell["source"]), name, staged=set())
+            source = relinked("".join(cell["source"]), name, staged=set())
+            cell["source"] = HEADING.sub(lambda found: unique_heading(found[0], seen), source)
     where = destination(f"../{lesson}", name, staged=set())
     first = notebook["cells"][0]
     first["source"] += (
@@ -167,6 +171,14 @@ def staged_notebook(text: str, name: str, staged: set[str]) -> str:
         f"[lesson with stubs]({where}): `memlab start {int(name[13:15])}`."
     )
     return json.dumps(notebook)
+
+
+def unique_heading(line: str, seen: Counter[str]) -> str:
+    """Return a heading that mkdocs-jupyter's table of contents can link to: without code, and
+    numbered if it stands there again."""
+    plain = line.replace("`", "")
+    seen[plain] += 1
+    return plain if seen[plain] == 1 else f"{plain} ({seen[plain]})"
 
 
 def copy(source: Path, target: Path) -> None:
