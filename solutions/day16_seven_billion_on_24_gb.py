@@ -629,8 +629,8 @@ for moment in ("gradients", "optimizer"):
     print(" + ".join(f"{n:.1f} {name.replace('_', ' ')}" for name, n in large.items()))
 
 # %% [markdown]
-# In the optimizer step, the planner also counts float32 gradients of a rank's shard. The guide omits
-# them. `memlab plan --model llama-3-405b --gpu h100 --gpus 128` compares meshes of FSDP2 with
+# In the optimizer step, the planner also counts float32 gradients of a rank's shard; the guide does
+# not. `memlab plan --model llama-3-405b --gpu h100 --gpus 128` compares meshes of FSDP2 with
 # tensor, pipeline and context parallelism.
 #
 # Nothing in this section is measured on a GPU. FP8 copies of matrices, the network's buffers and
