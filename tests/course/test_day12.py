@@ -369,7 +369,7 @@ def left_open(comm, shards, xs, dy_of, sums, *, forward, backward):
 @pytest.mark.parametrize(
     ("forward", "backward", "found"),
     [
-        (False, False, "A name still holds the previous unit while the next is gathered"),
+        (False, False, "A name still refers to the previous unit while the next is gathered"),
         (True, False, "Forward frees its units, but backward does not"),
         (True, True, "Forward frees its units, but backward does not"),  # `given` holds it
     ],
