@@ -662,8 +662,8 @@ def _check_not_finite(answer: Round) -> None:
         require(
             got[:2] == [INF, -INF] and all(value != value for value in got[2:]),
             f"stochastic_round of inf, -inf, nan, nan, nan gave "
-            f"{', '.join(f'{value:g}' for value in got)}; wanted them as they are: return every "
-            f"element that is not finite unchanged.",
+            f"{', '.join(f'{value:g}' for value in got)}; wanted them as they are: return "
+            f"inf and nan unchanged.",
         )
 
 
@@ -741,8 +741,7 @@ _ROUND = Exercise(
             (_DRAW, f"{_DRAW.replace('2**16', '2**8')} * 2**8"),
         ),
         (
-            "A draw from 1 to 2**16 sometimes moves a value that is exact: draw from 0 to 2**16 - "
-            "1.",
+            "A draw from 1 to 2**16 sometimes moves an exact value: draw from 0 to 2**16 - 1.",
             _drawn("2**16", "1, 2**16 + 1"),
         ),
         (

@@ -330,7 +330,7 @@ _HOOKS = Exercise(
         "This is Exercise 7.5 with Kept(store, whole(tensor)) instead of compress(whole(tensor)), "
         "and kept.get() instead of decompress. (7.5's pack stores each storage once, and returns "
         "it with the size, stride and offset of the view.) Store every storage of at least "
-        "`minimum` elements that is not a weight's.",
+        "`minimum` elements, except the weights' storages.",
         "Look storages up in a WeakKeyDictionary, so that no address is mistaken for another "
         "tensor. A Kept as its value would live as long as the storage, and you hold x. Store "
         "weakref.ref(kept) instead: known[storage]() is the Kept, or None if no graph has it any "
@@ -519,7 +519,7 @@ _AHEAD = Exercise(
         "Note the keys as they are put. Backward reads in reverse order: after the last key, the "
         "one noted before it is next.",
         "store.prefetch(key) begins the read and allocates its bytes at once. A later get(key) "
-        "waits for it. After each get, prefetch the last key that is still in self.waiting. "
+        "waits for it. After each get, prefetch the last key still in self.waiting. "
         "Remove keys that were read or deleted.",
         "get: tensor = self.store.get(key); if key in self.waiting: self.waiting.remove(key); "
         "then prefetch the last key of self.waiting, if there is one, and return tensor. "
@@ -952,7 +952,7 @@ class FailingDisk:
 
     @property
     def files(self) -> Mapping[str, bytes]:
-        """Read-only: a change that is not an operation could not fail."""
+        """Read-only: only an operation can fail, so every change must be one."""
         return MappingProxyType(self._disk.files)
 
     @property
@@ -1106,8 +1106,8 @@ _COMMIT = Exercise(
         "files = {key: f'{key}.{step}' for key in values}. For each: disk.write(files[key], data); "
         "disk.fsync(files[key]). disk.write('manifest.new', json.dumps({'step': step, 'files': "
         "files}).encode()); disk.fsync('manifest.new'); disk.rename('manifest.new', 'manifest'). "
-        "At the end remove every name of disk.names() that is neither the manifest nor named by "
-        "it.",
+        "At the end remove every name of disk.names() except the manifest and the files it "
+        "names.",
     ),
     reference=solution("14.5"),
     check=_check_commit,
