@@ -541,7 +541,7 @@ def test_progress_shows_the_state_of_every_exercise(memlab_command, copy):
 
 def test_progress_says_what_you_can_do_after_the_days_that_are_solved(memlab_command, copy, root):
     lesson = json.loads((root / "lessons" / NAME).read_text(encoding="utf-8"))
-    text = "# Day 7: doubling\n\nAfter today you can double. About 25 minutes."
+    text = "# Day 7: doubling\n\n**Why?**\n\nAfter today you can double. About 25 minutes."
     lesson["cells"][0]["source"] = text
     (root / "lessons" / NAME).write_text(json.dumps(lesson), encoding="utf-8")
     copy(WRONG, CALL, *SECOND)

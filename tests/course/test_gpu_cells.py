@@ -20,7 +20,7 @@ def gpu_cells(source: str) -> list[str]:
 @pytest.mark.parametrize("path", SOLUTIONS, ids=lambda path: path.stem[:5])
 def test_a_cell_for_the_readers_gpu_asks_for_any_accelerator(path):
     cells = gpu_cells(path.read_text(encoding="utf-8"))
-    assert cells
+    assert bool(cells) == (path.stem[:5] != "day18")  # whose ranks need several GPUs
     for cell in cells:
         asks_cuda = re.search(r"torch\.cuda\.|\.cuda\(|[\"']cuda[\"']", cell)
         if path.stem[:5] in CUDA_ALONE:
