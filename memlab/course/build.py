@@ -196,16 +196,7 @@ def build_day(source: Path) -> tuple[Notebook, float]:
         first = cell.source.strip().splitlines()[0]
         message = f"{file}:{cell.line}: the cell {first!r} {error}"
         raise CellError(message, error.place) from None
-    solution_path, lesson_path = notebooks(source)
-    lesson_path.parent.mkdir(exist_ok=True)
-    with (
-        write_beside(source) as source_beside,
-        write_beside(solution_path) as solution_beside,
-        write_beside(lesson_path) as lesson_beside,
-    ):
-        source_beside.write_text(text, encoding="utf-8")
-        solution_beside.write_bytes(in_bytes(executed))
-        lesson_beside.write_bytes(in_bytes(lesson))
+    _write(source, text, executed, lesson)
     return executed, cpu_seconds
 
 
@@ -215,7 +206,7 @@ def rewrite_text(source: Path) -> None:
     Raises ValueError, and changes nothing, if a code cell differs from the stored one.
     """
     file, text = _short_name(source), _with_references(source)
-    solution_path, lesson_path = notebooks(source)
+    solution_path, _ = notebooks(source)
     solution, lesson = solution_notebook(text, file), _lesson(source, text)
     stored = json.loads(solution_path.read_bytes())["cells"] if solution_path.exists() else []
     stored = [cell for cell in stored if cell["cell_type"] == "code"]
@@ -227,6 +218,13 @@ def rewrite_text(source: Path) -> None:
         )
     for cell, before in zip(code, stored, strict=True):
         cell |= {name: before[name] for name in unexecuted()}
+    _write(source, text, solution, lesson)
+
+
+def _write(source: Path, text: str, solution: Notebook, lesson: Notebook) -> None:
+    """Write a source and both of its notebooks, or none of them."""
+    solution_path, lesson_path = notebooks(source)
+    lesson_path.parent.mkdir(exist_ok=True)
     with (
         write_beside(source) as source_beside,
         write_beside(solution_path) as solution_beside,
