@@ -31,7 +31,8 @@ hold only under a condition. The guides are cited by their titles;
 [docs/GUIDES.md](docs/GUIDES.md) has their authors, their addresses, and the place of each of their
 items. GB are 10⁹ bytes here, as in the guides.
 
-Measured on {where}, by `python benchmarks/rules.py`. Bytes are the same on every CPU.
+Measured by the days' notebooks; collected by `python benchmarks/rules.py` on {where}. Bytes are
+the same on every CPU.
 """
 
 
