@@ -1,6 +1,6 @@
 """Optimizers: state, accuracy, memory and time of memlab's against production packages'.
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/optim.py
+    python benchmarks/optim.py
 
     state      optimizer state of one matrix, in bytes per weight (unique storages)
     drift      distance to the weights of the float32 optimizer (Adam or Lion) after 100
@@ -12,7 +12,9 @@
                next to weights with gradients
     on the way temporary memory of a step, as torch's allocator recorded it
     time       of a step of 16.8 million weights, as a ratio to torch's AdamW without foreach:
-               median and quartiles of rounds in which all take turns
+               median and quartiles of rounds in which all take turns. Run it on an idle machine
+               and without OMP_WAIT_POLICY=PASSIVE: memlab's steps go through small pieces, and
+               a second thread that sleeps between pieces doubles their time
 
 Optimizers of matrices (Muon, GaLore, APOLLO, Shampoo, SOAP) follow no float32 optimizer, so they
 have a table of state, temporary memory and time alone, of one square matrix. GaLore's SVD, once in

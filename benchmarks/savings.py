@@ -64,9 +64,7 @@ def draw(traces: dict[str, Trace], on_cuda: Trace) -> None:
 
 def main() -> None:
     chosen = choose_techniques(Request())
-    time_budget = TimeBudget(
-        chosen, max_seconds=math.inf
-    )  # without a fast CPU kernel, rows run dry
+    time_budget = TimeBudget(chosen, max_seconds=math.inf, slowdown=lambda _: 1)  # time every row
     with progress(stages=3 * len(chosen)) as announce:
         rows = measured_rows(SETTING, chosen, False, announce, time_budget)
         predicted = measured_rows(ON_CUDA, chosen, True, announce)

@@ -650,7 +650,7 @@ def losses_of(how=None, steps=40):
     torch.manual_seed(0)
     learner = GPT(replace(PRESETS["tiny"], layers=1))
     optimizer = torch.optim.AdamW(learner.parameters(), lr=3e-3, foreach=False)
-    text, losses = batches(source_bytes("256 KiB"), batch=4, seq_len=64, seed=0), []
+    text, losses = batches(source_bytes("256 KiB"), batch=3, seq_len=64, seed=0), []
     for _ in range(steps):
         tokens, targets = next(text)
         optimizer.zero_grad()
