@@ -196,7 +196,7 @@ def named(*names: str) -> Any:
         if getattr(node, "name", None) in names
         or (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in names)
     ]
-    found: dict[str, Any] = {"Path": Path, "memlab": memlab, "warnings": warnings}
+    found: dict[str, Any] = {"days": days, "memlab": memlab, "warnings": warnings}
     found |= {"Launch": Launch, "dry_run_ranks": dry_run_ranks}
     exec(compile(ast.Module(wanted, []), "day 18", "exec"), found)
     return found[names[0]] if len(names) == 1 else [found[name] for name in names]
