@@ -672,7 +672,7 @@ def run_command(
             "--ranks",
             MAX_RANKS,
             "Run the script as torchrun would start it with so many processes, one rank at a time: "
-            "rank 0, and all stages of a pipeline. Above 8, on nodes of 8.",
+            "rank 0, and of a pipeline the stages that differ. Above 8, on nodes of 8.",
         ),
     ] = None,
     rank: Annotated[
@@ -680,7 +680,7 @@ def run_command(
         integers_option(
             "--rank",
             MAX_RANKS,
-            "The ranks to run, such as 0 or 0,960: one of each role is enough.",
+            "The ranks to run instead, such as 0 or 0,960.",
         ),
     ] = None,
     real: Annotated[

@@ -1,7 +1,7 @@
 """What `memlab run` prints of several ranks: the peak of each, and what they send each other."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from memlab.cli import terminal
 from memlab.configs.nccl import CHANNELS, ring_bytes
@@ -35,7 +35,19 @@ def show_ranks(outcomes: Mapping[int, Outcome]) -> None:
         },
     }
     terminal.show_table(terminal.table_of(columns))
+    for rank, outcome in outcomes.items():
+        if outcome.alike:
+            terminal.echo(paragraph(_alike(rank, outcome.alike)))
     terminal.echo(f"\nrank {highest(outcomes)}, the highest:\n")
+
+
+def _alike(rank: int, others: Sequence[int]) -> str:
+    named = ", ".join(map(str, others if len(others) < 4 else (*others[:2], "…", others[-1])))
+    are, they = ("ranks", "their stages have") if len(others) > 1 else ("rank", "its stage has")
+    return (
+        f"{are} {named} did not run: {they} the weights of rank {rank}'s, and torch's schedules "
+        f"keep no more micro-batches there (--rank {others[0]} runs one anyway)"
+    )
 
 
 def show_transfers(outcome: Outcome, per_node: int) -> None:

@@ -40,11 +40,13 @@ class Transfer(NamedTuple):
            send or receive
     bytes  that this rank sent
     ranks  of the group, or of the one peer of a send or receive
+    group  all ranks of the process group
     """
 
     kind: str
     bytes: int
     ranks: tuple[int, ...]
+    group: tuple[int, ...]
 
 
 def transfer_of(func: Any, args: Any) -> Transfer | None:
@@ -54,22 +56,21 @@ def transfer_of(func: Any, args: Any) -> Transfer | None:
         return None
     ranks = tuple(dist.get_process_group_ranks(group))
     if name in ("send", "isend"):
-        return Transfer("send", _bytes(args[0]), (ranks[args[_place(func, "dst")]],))
+        return Transfer("send", _bytes(args[0]), (ranks[args[_place(func, "dst")]],), ranks)
     if name in ("recv_", "irecv"):
-        return Transfer("receive", 0, (ranks[args[_place(func, "src")]],))
+        return Transfer("receive", 0, (ranks[args[_place(func, "src")]],), ranks)
     has_output = func._schema.arguments[0].name.startswith("output")
     size = _bytes(args[1] if has_output else args[0])
     kind = _shortened(name)
     if kind in _KINDS:
         called, passes = _KINDS[kind]
         others = len(ranks) - 1
-        return Transfer(
-            called, others * size if passes is None else passes * others * size // len(ranks), ranks
-        )
+        sent = others * size if passes is None else passes * others * size // len(ranks)
+        return Transfer(called, sent, ranks, ranks)
     root = next((args[_place(func, n)] for n in ("root_rank", "src") if _has(func, n)), None)
     if kind in (*_FROM_ROOT, *_TO_ROOT):
         sends = (dist.get_rank(group) == root) == (kind in _FROM_ROOT)
-        return Transfer(kind, size * sends, ranks)
+        return Transfer(kind, size * sends, ranks, ranks)
     return None
 
 

@@ -45,6 +45,11 @@ class Messages:
         """Return how many objects one rank has sent another."""
         return len(self._sent[sender, receiver])
 
+    def repeat(self, sender: int, instead_of: int, receiver: int) -> None:
+        """Let `receiver` have what `sender` has sent to the rank at the same distance."""
+        alike = self._sent[sender, sender + receiver - instead_of]
+        self._sent[instead_of, receiver] = list(alike)
+
     @contextmanager
     def active(self, rank: int) -> Iterator[None]:
         """Let this rank send and receive inside `with`. It sends anew, and reads from the start."""

@@ -41,10 +41,11 @@ class Outcome:
     steps        that the script took
     backwards    gradients that it computed
     models       modules that it called, outermost only, with weights
-    optimizers   that stepped
+    optimizers   that stepped; without steps, the one that was made
     framework    whose loop ran: Trainer, Lightning, accelerate or plain
     ranks        processes of the training; None: it is not distributed
     rank         of the process that ran
+    alike        ranks that did not run, because their stages have the weights of this one's
     transfers    what that rank sent to others in its last step; empty for a real run
     notes        what was redirected, refused or replaced, one sentence each
     """
@@ -59,6 +60,7 @@ class Outcome:
     rank: int
     transfers: tuple[Transfer, ...]
     notes: tuple[str, ...]
+    alike: tuple[int, ...] = ()
 
 
 class _Metering(Protocol):
@@ -94,6 +96,7 @@ def run(
     """Run a script until `steps` steps have ended.
 
     device   of the prediction, as in `memlab.predict`; "cpu" makes a dry run of the CPU's step
+    steps    until the script ends; 0 ends it when it has made its first optimizer, without a trace
     gpus     that a prediction's script finds; by default one for each rank on a node
     real     compute, on the device that the script uses; under torchrun, together with other ranks
     configs  paths of the config.json of models that are not on this machine, by name

@@ -27,7 +27,7 @@ class Finished(BaseException):
 
 
 class StepWatcher:
-    """Count a script's steps.
+    """Count a script's steps. With `steps=0` the script ends when it has made its first optimizer.
 
     on_begin    called at the end of the step before the measured one; its argument says whether
                 an optimizer's hook calls it
@@ -42,8 +42,8 @@ class StepWatcher:
         on_end: Callable[[], None],
         on_step: Callable[[int], None] = lambda number: None,
     ) -> None:
-        if steps < 1:
-            raise ValueError(f"got {steps} steps; give at least 1")
+        if steps < 0:
+            raise ValueError(f"got {steps} steps; give at least 0")
         self.steps, self._on_step = steps, on_step
         self._on_begin, self._on_end = on_begin, on_end
         self._made: WeakSet[Optimizer] = WeakSet()
@@ -57,7 +57,7 @@ class StepWatcher:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers that have stepped."""
+        """The optimizers that have stepped; with `steps=0`, the first that was made."""
         return list(self._taken)
 
     def replaceable(self) -> list[Optimizer]:
@@ -86,6 +86,9 @@ class StepWatcher:
         def initialized(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             initialize(optimizer, *args, **kwargs)
             self._made.add(optimizer)
+            if self.steps == 0:
+                self._taken[optimizer] = 0
+                self._end()
 
         return initialized
 
@@ -135,5 +138,6 @@ class StepWatcher:
     def _end(self) -> None:
         if not self.has_ended:
             self.has_ended = True
-            self._on_end()
+            if self.steps:
+                self._on_end()
         raise Finished

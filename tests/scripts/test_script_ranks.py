@@ -127,3 +127,28 @@ def test_objects_arrive_as_they_were_sent(tmp_path):
     )
     launch = launch_of(["torchrun", "--nproc-per-node=3", str(script)])
     assert list(dry_ranks(launch, (2,), device="cpu")) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("width", "ran"),
+    [
+        ("512", {0: (), 1: (2, 3), 4: ()}),
+        ("512 * (1 + rank // 2 % 2)", {0: (), 1: (), 2: (3,), 4: ()}),
+    ],
+)
+def test_of_stages_with_the_same_weights_the_first_runs(tmp_path, width, ran):
+    script = tmp_path / "train.py"
+    text = Path(path_of("one_f_one_b")).read_text("utf-8")
+    script.write_text(text.replace("n_microbatches=4", "n_microbatches=8").replace("512", width))
+    launch = launch_of(["torchrun", "--nproc-per-node=5", str(script)])
+    found, each = (dry_ranks(launch, ranks, device="cpu") for ranks in ((), range(5)))
+    assert {rank: outcome.alike for rank, outcome in found.items()} == ran
+    assert peaks(found) == [peaks(each)[rank] for rank in ran]
+    for rank, outcome in found.items():
+        others = [each[other].trace.peak_bytes for other in outcome.alike]
+        assert outcome.trace.peak_bytes >= max(others, default=0)
+
+
+def test_ranks_that_send_among_many_are_followed_from_peer_to_peer(monkeypatch):
+    monkeypatch.setattr("memlab.scripts.ranks.MOST_STAGES", 3)
+    assert list(predicted("one_f_one_b", 4)) == [0, 1, 2, 3]
