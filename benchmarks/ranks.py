@@ -1,9 +1,13 @@
-"""Is the predicted peak of a rank that of a real one? Writes docs/RANKS.md.
+"""Is the predicted peak of a rank that of a real one, and how long does it take to predict?
 
-    python benchmarks/ranks.py
+    python benchmarks/ranks.py            peaks and times, and the page from both
+    python benchmarks/ranks.py page       the page alone, from the results
 
-Each script of benchmarks/parallel runs in real processes that meet through gloo, each measured by
-`memlab run --real` under torchrun, and then in a dry run, one rank at a time.
+Each script runs in real processes that meet through gloo, each measured by `memlab run --real`
+under torchrun, and then in a dry run, one rank at a time. The scripts are those of
+`benchmarks/parallel` and `benchmarks/llama`, and those that `memlab plan --gpus` writes. Times are
+those of `memlab run` for a Llama 3.1 405B on H100s; run them on an idle machine. Writes the results
+of this machine and docs/RANKS.md.
 """
 
 import ast
@@ -12,13 +16,25 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from common import RESULTS, save, table
+
+from memlab.configs.shapes import PRESETS
 from memlab.internals.files import write_beside
+from memlab.planner.mesh_script import mesh_script
+from memlab.planner.meshes import Mesh
+from memlab.scripts.launch import launch_of
+from memlab.scripts.ranks import run_ranks
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parent / "docs" / "RANKS.md"
-RANKS = {"hybrid": 4, "two_d": 4}  # of the others 2
+MEASURED_ON = "cpu-x86_64-2-cores.json"
 HEAD = """# Ranks: predicted and real peaks
 
 `memlab run --ranks N train.py` runs one rank at a time under a process group that sends nothing.
@@ -29,67 +45,180 @@ torchrun --nproc-per-node 2 -m memlab run --real train.py
 memlab run --device cpu --ranks 2 train.py
 ```
 
-The scripts are in `benchmarks/parallel`, the table is written by `benchmarks/ranks.py`, and
-`tests/scripts/test_script_ranks.py` compares each category. Collectives' own buffers are left out:
-gloo reduces a copy of a reduce-scatter's whole input, and NCCL has buffers of a fixed size
-(`memlab/configs/nccl.py`). torch's context parallel does not run on the CPU (no strategy for its
-attention there), so it has no row.
+The scripts are in `benchmarks/parallel` and `benchmarks/llama`, or written by `memlab plan
+--gpus`; `benchmarks/ranks.py` writes this page, and `tests/scripts/test_script_ranks.py` compares
+each category. Collectives' own buffers are left out: gloo reduces a copy of a reduce-scatter's
+whole input, and NCCL has buffers of a fixed size (`memlab/configs/nccl.py`). torch's context
+parallel does not run on the CPU (no strategy for its attention there), so it has no row.
 
-| script | ranks | real peak of each rank, bytes | predicted | difference |
-| --- | --- | --- | --- | --- |
+A real rank that is larger than its prediction still had a tensor that gloo was sending when its
+peak came; an asynchronous send ends at another moment in each run.
+
 """
+TIMES = """
+## How long a prediction takes
+
+`memlab run --device cuda:h100` of `benchmarks/llama/three_d.py`, a Llama 3.1 405B with 8,192 tokens
+in a micro-batch, from start to end on two CPU cores. Of the stages of a pipeline those run that
+differ: the first, the last, and between them one of each kind. So the time grows with the layers
+and micro-batches of a stage, and hardly with the number of ranks.
+
+"""
+SMALL = replace(PRESETS["tiny"], tied=False)
+
+
+class Case(NamedTuple):
+    """A script that is run: what it shows, its text or path, its arguments and ranks."""
+
+    what: str
+    script: Path | str
+    arguments: tuple[str, ...] = ()
+    ranks: int = 2
+
+
+def cases() -> Iterator[Case]:
+    for path in sorted((HERE / "parallel").glob("*.py")):
+        what = (ast.get_docstring(ast.parse(path.read_text())) or "").rstrip(".")
+        yield Case(what, path, ranks={"hybrid": 4, "two_d": 4}.get(path.stem, 2))
+    llama, tiny = HERE / "llama", ("tiny",)
+    yield Case("`llama/fsdp2.py`", llama / "fsdp2.py", (*tiny, "4", "32", "2"))
+    for sizes in (("2", "1", "2"), ("2", "2", "1"), ("2", "2", "2")):
+        named = " × ".join(sizes)
+        what = f"`llama/three_d.py`, pipeline × data × tensor {named}"
+        ranks = int(sizes[0]) * int(sizes[1]) * int(sizes[2])
+        yield Case(what, llama / "three_d.py", (*tiny, *sizes, "2", "32", "4"), ranks)
+    for mesh in (Mesh(2), Mesh(tensor=2), Mesh(2, 2), Mesh(pipeline=2), Mesh(2, 2, 2)):
+        text = mesh_script(SMALL, mesh, sequences=2, seq_len=32)
+        yield Case(f"`plan --gpus`: {mesh}", text, ranks=mesh.gpus)
+
+
+class Timed(NamedTuple):
+    """Arguments of three_d.py: pipeline × data × tensor, a stage's blocks, micro-batches."""
+
+    pipeline: int
+    data: int
+    tensor: int
+    blocks: int
+    micro_batches: int
+
+    @property
+    def ranks(self) -> int:
+        return self.pipeline * self.data * self.tensor
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return (*map(str, self[:4]), "8192", str(self.micro_batches))
+
+
+TIMED = (
+    Timed(16, 8, 8, 8, 16),
+    Timed(16, 1, 8, 8, 16),
+    Timed(16, 8, 8, 4, 16),
+    Timed(16, 8, 8, 2, 16),
+    Timed(8, 16, 8, 8, 16),
+    Timed(8, 16, 8, 8, 8),
+    Timed(4, 4, 8, 32, 4),
+)
 
 
 def main() -> None:
-    rows = []
-    for script in sorted((HERE / "parallel").glob("*.py")):
-        ranks = RANKS.get(script.stem, 2)
-        real, dry = measured(script, ranks), predicted(script, ranks)
-        what = (ast.get_docstring(ast.parse(script.read_text())) or "").rstrip(".")
-        apart = max(abs(a - b) for a, b in zip(real, dry, strict=True))
-        cells = (what, ranks, shown(real), shown(dry), f"{apart:,}")
-        rows.append("| " + " | ".join(map(str, cells)) + " |")
-        print(rows[-1], flush=True)
+    if sys.argv[1:] != ["page"]:
+        save(RESULTS, "ranks", "peaks", {"rows": list(map(compared, cases()))})
+        save(RESULTS, "ranks", "times", {"rows": list(map(timed, TIMED))})
+    results = json.loads((RESULTS / MEASURED_ON).read_text(encoding="utf-8"))
     with write_beside(DOCUMENT) as beside:
-        beside.write_text(HEAD + "\n".join(rows) + "\n", encoding="utf-8")
+        beside.write_text(page(results["ranks"]), encoding="utf-8")
+
+
+def page(results: dict[str, Any]) -> str:
+    """Return docs/RANKS.md."""
+    peaks = [
+        (row["what"], str(row["ranks"]), shown(row["real"]), shown(row["predicted"]), f"{off:,}")
+        for row in results["peaks"]["rows"]
+        for off in [max(abs(a - b) for a, b in zip(row["real"], row["predicted"], strict=True))]
+    ]
+    header = ("script", "ranks", "real peak of each rank, bytes", "predicted", "difference")
+    times = [
+        (
+            f"{row['pipeline']} × {row['data']} × {row['tensor']}",
+            *(f"{row[name]:,}" for name in ("ranks", "ran", "blocks", "micro_batches")),
+            f"{row['seconds']:.0f} s",
+            f"{row['highest_peak_bytes'] / 2**30:.2f} GiB",
+        )
+        for row in results["times"]["rows"]
+    ]
+    of_times = (
+        *("pipeline × data × tensor", "ranks", "that ran", "blocks of a stage", "micro-batches"),
+        *("time", "highest peak of a rank"),
+    )
+    return HEAD + table(header, peaks) + "\n" + TIMES + table(of_times, times) + "\n"
 
 
 def shown(peaks: list[int]) -> str:
     return f"{peaks[0]:,}" if len(set(peaks)) == 1 else ", ".join(f"{peak:,}" for peak in peaks)
 
 
-def measured(script: Path, ranks: int) -> list[int]:
-    """Return the peaks of real ranks."""
+# ------------------------------------------------------------------ runs
+
+
+def compared(case: Case) -> dict[str, Any]:
+    """Return the peaks of a script's real and predicted ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        each = f"import os, sys; sys.argv[3] += os.environ['RANK']; {START}"
-        Path(folder, "rank.py").write_text(each)
-        run("torch.distributed.run", f"--nproc-per-node={ranks}", f"{folder}/rank.py", *(
-            "--real", "--out", f"{folder}/", script
-        ))  # fmt: skip
-        return [peak(Path(folder, str(rank))) for rank in range(ranks)]
+        script = case.script
+        if isinstance(script, str):
+            script = Path(folder, "train.py")
+            script.write_text(case.script, encoding="utf-8")
+        words = (script, *case.arguments)
+        real = measured(words, case.ranks, Path(folder))
+        dry = predicted(words, case.ranks)
+    print(case.what, shown(real), shown(dry), file=sys.stderr, flush=True)
+    return {"what": case.what, "ranks": case.ranks, "real": real, "predicted": dry}
 
 
-def predicted(script: Path, ranks: int) -> list[int]:
-    """Return the peaks of a dry run of each rank."""
-    peaks = []
-    for rank in range(ranks):
-        with tempfile.TemporaryDirectory() as folder:
-            options = ("--device", "cpu", "--ranks", str(ranks), "--rank", str(rank))
-            run("memlab", "run", *options, "--no-advice", "--out", folder, script)
-            peaks.append(peak(Path(folder)))
-    return peaks
+def measured(words: tuple[Any, ...], ranks: int, folder: Path) -> list[int]:
+    """Return the peaks of real ranks."""
+    each = f"import os, sys; sys.argv[3] += os.environ['RANK']; {START}"
+    Path(folder, "rank.py").write_text(each, encoding="utf-8")
+    run("torch.distributed.run", f"--nproc-per-node={ranks}", f"{folder}/rank.py", *(
+        "--real", "--out", f"{folder}/", *words
+    ))  # fmt: skip
+    return [peak(folder / str(rank)) for rank in range(ranks)]
+
+
+def predicted(words: tuple[Any, ...], ranks: int) -> list[int]:
+    """Return the peaks of the ranks' dry runs."""
+    launch = launch_of([str(word) for word in words]).with_ranks(ranks)
+    with warnings.catch_warnings(action="ignore"):
+        outcomes = run_ranks(launch, range(ranks), device="cpu")
+    return [outcome.trace.peak_bytes for outcome in outcomes.values()]
+
+
+def timed(wanted: Timed) -> dict[str, Any]:
+    """Return how long the prediction of the whole mesh takes, and its highest peak."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = ("--device", "cuda:h100", "--ranks", str(wanted.ranks), "--no-advice")
+        script = (HERE / "llama" / "three_d.py", "llama-3-405b", *wanted.arguments)
+        before = time.perf_counter()
+        output = run("memlab", "run", *options, "--out", folder, *script)
+        seconds = time.perf_counter() - before
+        highest = peak(Path(folder))
+    ran = sum(line.split(" ")[0].isdigit() for line in output.splitlines())
+    print(wanted, f"{seconds:.0f} s", file=sys.stderr, flush=True)
+    found = {"ranks": wanted.ranks, "ran": ran, "seconds": seconds, "highest_peak_bytes": highest}
+    return {**wanted._asdict(), **found}
 
 
 START = "sys.argv[1:1] = ['run']; from memlab.cli import main; main()"
 
 
-def run(module: str, *words: object) -> None:
-    """Run a module. Its output is shown if it fails."""
+def run(module: str, *words: object) -> str:
+    """Run a module and return its standard output. It is shown if the module fails."""
     command = [sys.executable, "-m", module, *map(str, words)]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
 
 
 def peak(folder: Path) -> int:

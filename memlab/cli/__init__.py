@@ -13,7 +13,13 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from memlab.cli import adapter_options, terminal, torchrun
-from memlab.cli.errors import INTERRUPTED, INTERRUPTED_MESSAGE, UsageError, error_line
+from memlab.cli.errors import (
+    INTERRUPTED,
+    INTERRUPTED_MESSAGE,
+    RankLostError,
+    UsageError,
+    error_line,
+)
 from memlab.cli.models import LIBRARY
 from memlab.cli.parsing import (
     Command,
@@ -986,6 +992,8 @@ def main() -> None:
         status = app(prog_name="memlab", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):  # which of the two depends on typer's version
         status = INTERRUPTED
+    except RankLostError as error:
+        _fail(str(error), 2, is_lost=True)
     except UsageError as error:  # any other exception is a bug in memlab: keep its traceback
         _fail(str(error), 2)
     except ModuleNotFoundError as error:
@@ -1012,12 +1020,14 @@ def _require_script_for(assume: str | None, script: str | None) -> None:
         )
 
 
-def _fail(message: str, status: int) -> NoReturn:
-    rank = torchrun.find_rank() if sys.argv[1:2] == ["train"] else None
-    if rank is None:
-        print(error_line(message), file=sys.stderr)
-    else:
+def _fail(message: str, status: int, *, is_lost: bool = False) -> NoReturn:
+    rank = torchrun.find_rank()
+    if rank is not None and sys.argv[1:2] == ["train"]:
         torchrun.print_once(message, rank, waits=status != INTERRUPTED)
+    elif rank is not None and sys.argv[1:2] == ["run"] and rank.ranks > 1:
+        torchrun.print_cause(message, rank, is_lost=is_lost or status == INTERRUPTED)
+    else:
+        print(error_line(message), file=sys.stderr)
     sys.exit(status)
 
 

@@ -16,6 +16,10 @@ class UsageError(Exception):
     what to do."""
 
 
+class RankLostError(UsageError):
+    """This rank waited in a collective for another rank, which has ended and may say why."""
+
+
 def quoted(given: str) -> str:
     """Format user input for use in a sentence: quoted unless it is a plain word."""
     is_plain = given and given.isprintable() and not QUOTED & set(given)

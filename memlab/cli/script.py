@@ -7,6 +7,7 @@ name. Only its `__name__` is not `__main__`.
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ import memlab
 from memlab.cli import report, terminal
 from memlab.cli.choices import choose_device
 from memlab.cli.errors import (
+    RankLostError,
     UsageError,
     error_summary,
     is_out_of_memory,
@@ -34,6 +36,7 @@ from memlab.cli.requests import Request
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row
 from memlab.cli.script_sizes import Size, sizes_of
+from memlab.cli.torchrun import find_rank
 from memlab.configs.targets import TARGETS
 from memlab.dry_runs.assumptions import fraction_of
 from memlab.dry_runs.fake_tensors import is_assumption
@@ -44,6 +47,7 @@ from memlab.trace import Trace
 from memlab.units import paragraph
 
 _MEMLAB_FOLDER = Path(memlab.__file__).resolve().parent
+_OF_BACKENDS = re.compile(r"gloo|NCCL|TCPStore")  # in messages of failed collectives
 
 
 @dataclass(frozen=True)
@@ -315,7 +319,22 @@ def as_usage_errors(
     except BaseException as error:  # also SystemExit, and BaseExceptions that a script defines
         notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
         described = _describe(error, path, folder)
+        if _lost_a_rank(error):
+            lines = " and ".join(_lines(error, path, folder) or [str(path)])
+            raise RankLostError(
+                f"{lines} waited for another rank, which has ended without a message or did not "
+                f"come ({error_summary(error).partition('. ')[0]})"
+            ) from error
         raise UsageError(f"{described}{notes}{_advice(error, dry)}") from error
+
+
+def _lost_a_rank(error: BaseException) -> bool:
+    """Return whether a collective of real ranks failed. Backends raise a plain RuntimeError."""
+    if not isinstance(error, RuntimeError) or memlab.dry_run.active is not None:
+        return False
+    rank = find_rank()
+    is_one_of_several = rank is not None and rank.ranks > 1
+    return is_one_of_several and bool(_OF_BACKENDS.search(message_of(error)))
 
 
 def _describe(error: BaseException, path: Path, folder: Path | None) -> str:

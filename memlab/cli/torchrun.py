@@ -1,7 +1,11 @@
 """A command that torchrun started as one of several processes, the ranks.
 
-Only rank 0 prints. torchrun ends all ranks as soon as one of them has failed, so ranks that fail
-wait for each other: otherwise rank 0 might be ended before it has printed what is wrong.
+One rank prints what is wrong. torchrun ends all ranks as soon as one of them has failed.
+
+    memlab train   all ranks fail alike: they wait for each other, so that rank 0 is not ended
+                   before it has printed
+    memlab run     the script fails: the first rank that fails by itself prints, and ranks that
+                   fail because it has gone wait for its word
 
 This module does not import torch, so bad input is reported at once.
 """
@@ -11,16 +15,18 @@ import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from memlab.cli.errors import INTERRUPTED, INTERRUPTED_MESSAGE, UsageError, error_line
 from memlab.cli.requests import Request
 from memlab.configs.torchrun import torchrun
 
 FAILING_SECONDS = 20.0  # how long a rank that fails waits for the others
+CAUSE_SECONDS = 3.0  # how long one that has lost another rank waits for that one's message
 INTERRUPT_SECONDS = 3.0  # how long an interrupted rank may take to end by itself
 
 
@@ -86,24 +92,61 @@ def print_once(message: str, rank: Rank, *, waits: bool) -> None:
             print(error_line(message), file=sys.stderr, flush=True)
 
 
+def print_cause(message: str, rank: Rank, *, is_lost: bool) -> None:
+    """Print why a script's ranks end, once for all of them.
+
+    `is_lost` says that this rank only waited for another one, or was told to end. It prints if no
+    other rank fails by itself within CAUSE_SECONDS. torchrun tells it to end meanwhile.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with suppress(KeyboardInterrupt):
+        if _is_first_to_fail(rank, is_lost):
+            print(error_line(f"rank {rank.index} of {rank.ranks}: {message}"), file=sys.stderr)
+
+
+def _is_first_to_fail(rank: Rank, is_lost: bool) -> bool:
+    """Return whether no other rank has printed. Without a store to ask, every rank prints."""
+    from torch.distributed import DistError
+
+    try:
+        if (store := _store(CAUSE_SECONDS)) is None:
+            return True
+        end = time.monotonic() + CAUSE_SECONDS
+        while is_lost and not store.check([_key("cause")]) and time.monotonic() < end:
+            time.sleep(0.1)
+        return store.compare_set(_key("cause"), "", str(rank.index)) == str(rank.index).encode()
+    except DistError:
+        return True
+
+
 def wait_for_failing_ranks(rank: Rank) -> bool:
     """Wait until all ranks have failed too; return whether rank 0 has, which then has printed."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return True  # no launcher that ends the other ranks
-    from torch.distributed import DistError, TCPStore
+    from torch.distributed import DistError
 
-    limit = timedelta(seconds=FAILING_SECONDS)
-    prefix = f"memlab/failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-    keys = [f"{prefix}/{index}" for index in range(rank.ranks)]
+    keys = [_key(str(index)) for index in range(rank.ranks)]
     try:
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(*address, is_master=False, timeout=limit)
+        if (store := _store(FAILING_SECONDS)) is None:
+            return True  # no launcher that ends the other ranks
         store.set(keys[rank.index], "")
         with suppress(DistError):
-            store.wait(keys, limit)
+            store.wait(keys, timedelta(seconds=FAILING_SECONDS))
         return store.check(keys[:1])
     except (DistError, KeyError, ValueError):
         return False
+
+
+def _store(seconds: float) -> Any:
+    """Return the store that torchrun keeps for all ranks; None without torchrun."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    from torch.distributed import TCPStore
+
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(*address, is_master=False, timeout=timedelta(seconds=seconds))
+
+
+def _key(name: str) -> str:
+    return f"memlab/failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{name}"
 
 
 @contextmanager

@@ -63,14 +63,20 @@ class Processes:
 
     @contextmanager
     def in_this_one(self) -> Iterator[None]:
-        """Run the script's processes here inside `with`."""
+        """Run the script's processes here inside `with`.
+
+        A rank that fails among real ones stays connected, so that the others learn of it only when
+        it has said why.
+        """
+        keeps = self._joins
         with replaced(self._replacements()):
             try:
                 yield
+                keeps = False
             finally:
                 for each in tuple(self._waiting):  # Python asks for them when it exits
                     each.terminate()
-                if dist.is_available() and dist.is_initialized():
+                if not keeps and dist.is_available() and dist.is_initialized():
                     dist.destroy_process_group()
                     forget_meshes()
 
