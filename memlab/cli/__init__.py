@@ -56,7 +56,10 @@ KERNELS = (
     "adam8bit and lion8bit. Needs CUDA."
 )
 # The parameters of `memlab plan` that can stand beside --script.
-WITH_SCRIPT = ("script", "memory", "margin", "device", "assume", "out", "wide", "as_json")
+WITH_SCRIPT = (
+    *("script", "gpus", "memory", "margin", "device", "assume"),
+    *("out", "wide", "as_json"),
+)
 # The parameters of `memlab plan` that can stand beside --deepspeed.
 WITH_DEEPSPEED = (
     *("deepspeed", "model", "memory", "margin", "gpus", "batch", "seq"),
@@ -179,7 +182,8 @@ def measure_command(
             "--ranks",
             MAX_RANKS,
             "Show what one rank of this many holds and sends in each ZeRO stage. Uses a dry run "
-            "of one of the models.",
+            "of one of the models. With --script: run the function as rank 0 of this many "
+            "processes, whose collectives send nothing.",
         ),
     ] = None,
     script: Annotated[
@@ -236,10 +240,10 @@ def measure_command(
     )
     _refuse_conflicts(request, context)
     _refuse_wide_json(wide, as_json)
-    if ranks is not None:
-        from memlab.cli.ranks import measure_ranks as measure
-    elif script is not None:
+    if script is not None:
         from memlab.cli.script import measure_script as measure
+    elif ranks is not None:
+        from memlab.cli.ranks import measure_ranks as measure
     else:
         from memlab.cli.measure import measure_model as measure
     with terminal.style(wide=wide, as_json=as_json):
@@ -254,8 +258,8 @@ def _refuse_wide_json(wide: bool, as_json: bool) -> None:
 
 def _refuse_conflicts(request: Request, context: typer.Context) -> None:
     """Raise UsageError for options of `memlab measure` that exclude each other."""
-    if request.ranks is not None:
-        if given := " and ".join(_given(context, "script", "device", "kernels", "assume")):
+    if request.ranks is not None and request.script is None:
+        if given := " and ".join(_given(context, "device", "kernels", "assume")):
             raise UsageError(
                 f"got --ranks together with {given}; a rank is measured by a dry run of one of the "
                 f"models, without a device: leave {given} out"
@@ -264,6 +268,11 @@ def _refuse_conflicts(request: Request, context: typer.Context) -> None:
     _require_script_for(request.assume, request.script)
     if request.script is None:
         return
+    if request.ranks is not None and not request.dry:
+        raise UsageError(
+            "got --script together with --ranks; several ranks are predicted, so add --dry-run, or "
+            "measure real ones with torchrun and memlab run --real"
+        )
     if request.kernels:
         raise UsageError(
             "got --script together with --kernels; call memlab.kernels in the script, and leave "
@@ -419,7 +428,11 @@ def plan_command(
     ] = None,
     gpus: Annotated[
         int,
-        integer_option("--gpus", MAX_RANKS, "Number of GPUs."),
+        integer_option(
+            "--gpus",
+            MAX_RANKS,
+            "Number of GPUs. With --script: run the function as rank 0 of so many processes.",
+        ),
     ] = 1,
     batch: Annotated[
         int,
@@ -562,11 +575,17 @@ def plan_command(
         if given := ", ".join(_given(context, *others)):
             raise UsageError(
                 f"got --script together with {given}; a script brings its own model, batch and "
-                f"optimizer, and is planned for one GPU, so leave them out"
+                f"optimizer, so leave them out"
             )
         with terminal.style(wide=wide, as_json=as_json):
             status = plan_script(
-                script, memory=memory, target=device, out=out, assume=assume, margin=margin
+                script,
+                memory=memory,
+                target=device,
+                out=out,
+                assume=assume,
+                margin=margin,
+                ranks=gpus if _given(context, "gpus") else None,
             )
         raise typer.Exit(status)
 

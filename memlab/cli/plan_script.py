@@ -34,9 +34,10 @@ def plan_script(
     out: str,
     assume: str | None = None,
     margin: str | None = None,
+    ranks: int | None = None,
 ) -> int:
     """Predict the step, then add techniques until it fits; return 1 if it never does."""
-    script = find_script(given, assume)
+    script = find_script(given, assume, ranks)
     gpu_memory, target = choose_memory(memory, target, margin)
     folder = choose_folder(out)
     budget = budget_bytes(gpu_memory, target)
@@ -44,7 +45,7 @@ def plan_script(
         found = search(script, target, budget, gpu_memory.card_for_costs, announce)
         found = with_limits(found, script, target, budget, announce)
     _show(script, gpu_memory, target, budget, found)
-    numbers = {"script": str(script), **room_numbers(gpu_memory, target)}
+    numbers = {"script": str(script), "gpus": ranks or 1, **room_numbers(gpu_memory, target)}
     write_script_plan(found.rows, {**numbers, **_numbers(script, found, budget)}, folder)
     return 0 if found.chosen else 1
 
@@ -56,7 +57,7 @@ def _show(
     budget: int,
     found: ScriptSearch,
 ) -> None:
-    how = f"its second step, predicted for {target} without running anything"
+    how = f"its second step{script.of_ranks}, predicted for {target} without running anything"
     terminal.echo(paragraph(f"{script}: {how}"))
     if found.rows[0].trace is not None:
         for note in assumed(found.rows[0].trace):

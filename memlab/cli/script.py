@@ -43,6 +43,7 @@ from memlab.dry_runs.fake_tensors import is_assumption
 from memlab.dry_runs.routing import imbalance_of
 from memlab.scripts.hub import UnavailableError
 from memlab.scripts.messages import NotYetSentError
+from memlab.scripts.ranks import as_rank_0
 from memlab.trace import Trace
 from memlab.units import paragraph
 
@@ -52,22 +53,30 @@ _OF_BACKENDS = re.compile(r"gloo|NCCL|TCPStore")  # in messages of failed collec
 
 @dataclass(frozen=True)
 class Script:
-    """`path.py:function`."""
+    """`path.py:function`.
+
+    ranks   processes of which this is rank 0; None: it is not distributed
+    """
 
     path: Path
     function: str
     assume: str | None = None  # for sizes that depend on values in a dry run
+    ranks: int | None = None
     arguments: Mapping[str, int] = field(default_factory=dict)  # of the function
     sizes: dict[str, Size] = field(default_factory=dict)  # that it takes, known once it has run
 
     def __str__(self) -> str:
         return f"{self.path}:{self.function}"
 
+    @property
+    def of_ranks(self) -> str:
+        return "" if self.ranks is None else f" of rank 0 of {self.ranks}"
+
 
 def measure_script(request: Request) -> int:
     """Measure the second step of the user's training; print it, write pictures and results."""
     dry, assume = request.dry, request.assume
-    script = find_script(request.script, assume)
+    script = find_script(request.script, assume, request.ranks)
     if assume is not None and not dry:
         raise UsageError(
             "got --assume without --dry-run; a real step knows its sizes, so leave --assume out"
@@ -84,7 +93,7 @@ def measure_script(request: Request) -> int:
         raise UsageError(
             f"the step of {script} allocated nothing on {trace.device}; it must call the model"
         )
-    first = [f"{script}: {_how(dry, device)}", *assumed(trace), ""]
+    first = [f"{script}: {_how(script, dry, device)}", *assumed(trace), ""]
     for line in [*first, *str(trace).splitlines()]:
         terminal.echo(paragraph(line) if len(line) > terminal.WIDTH else line)
     context = report.context_of(device if dry else None)
@@ -99,17 +108,18 @@ def assumed(trace: Trace) -> list[str]:
     return list(filter(is_assumption, trace.notes))
 
 
-def _how(dry: bool, device: str | None) -> str:
+def _how(script: Script, dry: bool, device: str | None) -> str:
     """Say how the step was measured."""
+    step = f"its second step{script.of_ranks}"
     if not dry:
-        return "its second step"
+        return step
     made_up = "nothing is computed, so a printed loss is meaningless"
     if device in TARGETS:
-        return f"its second step, predicted for CUDA ({TARGETS[device].name}); {made_up}"
-    return f"its second step, dry run; {made_up}"
+        return f"{step}, predicted for CUDA ({TARGETS[device].name}); {made_up}"
+    return f"{step}, dry run; {made_up}"
 
 
-def find_script(given: str, assume: str | None = None) -> Script:
+def find_script(given: str, assume: str | None = None, ranks: int | None = None) -> Script:
     """Parse the path and the function's name, and check that the file exists."""
     check_assumption(assume)
     path, _, function = given.rpartition(":")
@@ -122,7 +132,7 @@ def find_script(given: str, assume: str | None = None) -> Script:
         raise UsageError(
             f"got --script {quoted(given)}; there is no file {quoted(path)}: give an existing file"
         )
-    return Script(Path(path), function, assume)
+    return Script(Path(path), function, assume, ranks)
 
 
 def check_assumption(assume: str | None) -> None:
@@ -150,7 +160,7 @@ def measured(
     change: Callable[..., Any] = identity,
 ) -> Trace:
     """Measure the second step of the user's training, optionally changed, on this machine."""
-    with _as_python_runs_it(script.path), as_usage_errors(script.path):
+    with _as_python_runs_it(script), as_usage_errors(script.path):
         announce("building")
         step, model, optimizer = change(*_parts(_called(script), script))
         announce("first step")
@@ -175,17 +185,18 @@ def predicted(
 
         return announced, model, optimizer
 
-    with _as_python_runs_it(script.path), as_usage_errors(script.path):
+    with _as_python_runs_it(script), as_usage_errors(script.path, dry=""):
         return memlab.predict(build, device=target, assume=script.assume)
 
 
 @contextmanager
-def _as_python_runs_it(path: Path) -> Iterator[None]:
+def _as_python_runs_it(script: Script) -> Iterator[None]:
     folders, arguments = sys.path[:], sys.argv
-    sys.path.insert(0, str(path.parent.resolve()))
-    sys.argv = [str(path)]
+    sys.path.insert(0, str(script.path.parent.resolve()))
+    sys.argv = [str(script.path)]
+    rank = nullcontext() if script.ranks is None else as_rank_0(script.path, script.ranks)
     try:
-        with _streams_kept_open():
+        with _streams_kept_open(), rank:
             yield
     finally:
         sys.path[:], sys.argv = folders, arguments
@@ -377,6 +388,10 @@ def is_users(file: Path, folder: Path) -> bool:
 
 
 def _advice(error: BaseException, dry: str) -> str:
+    if "environment variable RANK expected" in message_of(error):
+        return (
+            "; for a distributed function add --ranks 8 to measure --dry-run, or --gpus 8 to plan"
+        )
     if memlab.dry_run.active is not None or not dry:
         return ""
     if is_out_of_memory(error):

@@ -255,6 +255,8 @@ class StorageMeter(LightMode):
         elif (was_unknown := self._scanner.first_use(record)) is not None:
             is_found = was_unknown
         elif record in self._stream:
+            if record.category is None and isinstance(tensor, torch.nn.Parameter):
+                record.mark("parameters")  # FSDP has gathered them in this step
             return record
         else:
             self._stream.include(record, tensor)

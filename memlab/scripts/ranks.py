@@ -5,12 +5,16 @@ the same weights between them the first. In torch's schedules it starts the most
 before its first backward, so it keeps the most activations of them.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from memlab.scripts.isolation import environment
 from memlab.scripts.launch import Launch
 from memlab.scripts.messages import Messages, NotYetSentError
+from memlab.scripts.processes import Processes
 from memlab.scripts.running import Outcome, run
 
 MOST_STAGES = 64  # of a pipeline; a larger group sends from anybody to anybody
@@ -70,6 +74,18 @@ class Ranks:
         groups = [group for each in outcome.optimizers for group in each.param_groups]
         shapes = [(tuple(w.shape), str(w.dtype)) for group in groups for w in group["params"]]
         return tuple(shapes) or None
+
+
+@contextmanager
+def as_rank_0(script: Path, ranks: int) -> Iterator[None]:
+    """Let a function of the script be rank 0 of several inside `with`, in a dry run or prediction.
+
+    The process group that it makes sends nothing, and is destroyed at the end.
+    """
+    launch = Launch(str(script)).with_ranks(ranks)
+    processes = Processes(launch.ranks, lambda stage: None, real=False, joins=False)
+    with environment(launch.environment), processes.in_this_one(), Messages().active(0):
+        yield
 
 
 def run_ranks(launch: Launch, ranks: Sequence[int] = (), **settings: Any) -> dict[int, Outcome]:

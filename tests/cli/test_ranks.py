@@ -115,8 +115,8 @@ def test_a_technique_that_cannot_be_sharded_does_not_stop_the_others(memlab_comm
         (("--ranks", 10**6), "got --ranks 1000000; expected an integer from 1 to 100,000"),
         (("--ranks", 2, "--device", "cpu"), "got --ranks together with --device; a rank"),
         (
-            ("--ranks", 2, "--device", "cpu", "--script", "a.py:b"),
-            "got --ranks together with --script and --device",
+            ("--ranks", 2, "--script", "a.py:b"),
+            "got --script together with --ranks; several ranks are predicted, so add --dry-run",
         ),
         (("--ranks", 2, "--technique", "lion8bit"), "lion8bit: Lion8bit"),
         (("--ranks", 2, "--model", "tinny"), "got --model tinny; did you mean tiny?"),
@@ -130,3 +130,69 @@ def test_bad_input_is_one_line(usage_error, words, message):
 def test_ranks_are_measured_by_a_dry_run():
     assert rows()[0].trace.dry
     assert torch.zeros(1).device.type == "cpu"  # the dry run has ended
+
+
+# ------------------------------------------------------------------ the user's own script
+
+FSDP2 = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+
+def build(batch=8):
+    dist.init_process_group()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).to(device)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        model(torch.randn(batch, 512, device=device)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, model, optimizer
+
+
+if __name__ == "__main__":
+    step, *_ = build()
+    for _ in range(3):
+        step()
+"""
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_functions_rank_has_the_bytes_that_the_whole_script_has(tmp_path, memlab_command, device):
+    (tmp_path / "train.py").write_text(FSDP2)
+
+    def written(name, *words):
+        outcome = memlab_command(*words)
+        assert outcome.status == 0, outcome.err
+        return json.loads((tmp_path / "work" / name).read_text())
+
+    def at_peak(name, *words):
+        held = written(name, *words)["rows"][0]["at_peak"]
+        held.pop("inputs")  # a function's closure holds more scalars
+        return held
+
+    on = ("--device", device)
+    whole = at_peak("run.json", "run", *on, "--ranks", 4, "--rank", 0, "train.py")
+    layer = 4 * (512 * 512 + 512)
+    assert whole["parameters"] == 4 * layer // 4 + layer  # the shards, and a gathered layer
+    function = ("--script", "train.py:build", *on)
+    assert at_peak("measure.json", "measure", *function, "--dry-run", "--ranks", 4) == whole
+    if device == "cuda":
+        planned = written("plan.json", "plan", *function, "--gpus", 4, "--memory", "8GiB")
+        measured = json.loads((tmp_path / "work" / "measure.json").read_text())["rows"][0]
+        assert planned["gpus"] == 4
+        assert planned["options"][0]["allocated_bytes"] == measured["allocated_bytes"]
+
+
+def test_a_distributed_function_without_ranks_is_told_so(tmp_path, usage_error):
+    (tmp_path / "train.py").write_text(FSDP2)
+    words = ("measure", "--script", "train.py:build", "--dry-run")
+    assert "add --ranks" in usage_error(*words)

@@ -144,7 +144,7 @@ def test_of_stages_with_the_same_weights_the_first_runs(tmp_path, width, ran):
     found, each = (dry_ranks(launch, ranks, device="cpu") for ranks in ((), range(5)))
     assert {rank: outcome.alike for rank, outcome in found.items()} == ran
     assert peaks(found) == [peaks(each)[rank] for rank in ran]
-    for rank, outcome in found.items():
+    for outcome in found.values():
         others = [each[other].trace.peak_bytes for other in outcome.alike]
         assert outcome.trace.peak_bytes >= max(others, default=0)
 
