@@ -8,6 +8,7 @@ each casts and saves tensors of its own. A step is: loss, backward, clipped grad
 
 import argparse
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -66,8 +67,9 @@ def rotated(x: Tensor, rotations: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: Shape, backend: SDPBackend):
         super().__init__()
+        self.backend = backend
         self.head_dim = shape.hidden_size // shape.heads
         self.groups = shape.heads // shape.kv_heads
         kv_width = shape.kv_heads * self.head_dim
@@ -82,7 +84,7 @@ class Attention(nn.Module):
         q, k = rotated(q, rotations), rotated(k, rotations)
         k, v = self.repeated(k), self.repeated(v)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(self.backend):
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).contiguous().flatten(2))
 
@@ -104,11 +106,10 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: Shape, norm: type[nn.Module], backend: SDPBackend):
         super().__init__()
-        self.attention, self.feed_forward = Attention(shape), FeedForward(shape)
-        self.attention_norm = RMSNorm(shape.hidden_size)
-        self.feed_forward_norm = RMSNorm(shape.hidden_size)
+        self.attention, self.feed_forward = Attention(shape, backend), FeedForward(shape)
+        self.attention_norm, self.feed_forward_norm = norm(shape.hidden_size), norm(shape.hidden_size)
 
     def forward(self, x: Tensor, rotations: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotations)
@@ -150,11 +151,11 @@ def contexts():
 
 
 class Llama(nn.Module):
-    def __init__(self, shape: Shape, seq_len: int):
+    def __init__(self, shape: Shape, seq_len: int, norm: type[nn.Module], backend: SDPBackend):
         super().__init__()
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = RMSNorm(shape.hidden_size)
+        self.blocks = nn.ModuleList(Block(shape, norm, backend) for _ in range(shape.layers))
+        self.norm = norm(shape.hidden_size)
         self.output = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
         pairs = shape.hidden_size // shape.heads // 2
         self.register_buffer("rotations", torch.empty(seq_len, pairs, dtype=torch.complex64))
@@ -193,14 +194,23 @@ def split_tensors(model: Llama, mesh) -> None:
         parallelize_module(block, mesh, plan)
 
 
-def shard(model: Llama, mesh, *, reshard: str, reshard_root: bool) -> None:
-    """Shard every block, then the rest. By default the last block stays gathered."""
+def shard(model: Llama, mesh, options: argparse.Namespace) -> None:
+    """Shard each block, and the rest as one group or as two: the embedding, the norm and output.
+
+    FSDP2 once kept the root's weights for backward in any case, as `reshard_after_forward=False`.
+    """
     settings = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
     last = len(model.blocks) - 1
+    frees = options.reshard != "never"
+    if options.groups == "ends":
+        fully_shard(model.embedding, reshard_after_forward=frees, **settings)
     for place, block in enumerate(model.blocks):
-        frees = reshard == "always" or (reshard == "default" and place < last)
-        fully_shard(block, reshard_after_forward=frees, **settings)
-    fully_shard(model, reshard_after_forward=reshard_root, **settings)
+        kept_last = options.reshard == "default" and options.groups == "root" and place == last
+        fully_shard(block, reshard_after_forward=frees and not kept_last, **settings)
+    if options.groups == "ends":
+        frees = options.reshard == "always"
+        fully_shard([model.norm, model.output], reshard_after_forward=frees, **settings)
+    fully_shard(model, reshard_after_forward=False, **settings)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -208,27 +218,38 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def chunked_cross_entropy(logits: Tensor, labels: Tensor, chunks: int = 8) -> Tensor:
-    """Cast some tokens' logits at a time to float32. All of the casts are kept for backward."""
+    """The same in eight parts: a float32 copy of the logits is needed for one part at a time."""
     parts = zip(logits.chunk(chunks, dim=1), labels.chunk(chunks, dim=1), strict=True)
-    losses = [
-        F.cross_entropy(part.flatten(0, 1).float(), of_part.flatten(0, 1), reduction="sum")
-        for part, of_part in parts
-    ]
-    return torch.stack(losses).sum() / labels.numel()
+    return sum(cross_entropy(*part) for part in parts) / chunks
 
 
-def main() -> None:
+LOSSES = {
+    "float32": cross_entropy,
+    "chunked": chunked_cross_entropy,
+}
+NORMS = {"composed": RMSNorm, "fused": nn.RMSNorm}
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=SHAPES, default="8B")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq-len", type=int, default=8192)
-    parser.add_argument("--checkpointing", choices=("selective", "full", "none"))
+    parser.add_argument("--checkpointing", choices=("selective", "full", "none"), required=True)
     parser.add_argument("--tensor", type=int, default=1, help="ranks of tensor parallel")
     parser.add_argument("--reshard", choices=("default", "always", "never"), default="default")
-    parser.add_argument("--reshard-root", action="store_true")
-    parser.add_argument("--chunked-loss", action="store_true")
-    options = parser.parse_args()
+    parser.add_argument("--groups", choices=("root", "ends"), default="root")
+    parser.add_argument("--loss", choices=LOSSES, default="float32")
+    parser.add_argument("--keep-logits", action="store_true", help="in a variable, until backward")
+    parser.add_argument("--norm", choices=NORMS, default="composed")
+    parser.add_argument("--attention", choices=BACKENDS, default="flash")
+    parser.add_argument("--foreach", action="store_true", help="AdamW that is not fused")
+    return parser.parse_args()
 
+
+def main() -> None:
+    options = parsed()
     dist.init_process_group("nccl")
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     degrees = (dist.get_world_size() // options.tensor, options.tensor)
@@ -236,29 +257,27 @@ def main() -> None:
 
     shape = SHAPES[options.model]
     with torch.device("meta"):
-        model = Llama(shape, options.seq_len)
+        model = Llama(shape, options.seq_len, NORMS[options.norm], BACKENDS[options.attention])
     if options.tensor > 1:
         split_tensors(model, mesh["tensor"])
     if options.checkpointing != "none":
         for place, block in enumerate(model.blocks):
             selective = options.checkpointing == "selective"
             model.blocks[place] = Checkpointed(block, selective=selective)
-    shard(model, mesh["data"], reshard=options.reshard, reshard_root=options.reshard_root)
+    shard(model, mesh["data"], options)
     model.to_empty(device="cuda")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    loss_function = chunked_cross_entropy if options.chunked_loss else cross_entropy
+    kernels = {"foreach" if options.foreach else "fused": True}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, **kernels)
 
     for _ in range(3):
-        tokens, labels = torch.randint(
-            shape.vocab_size, (2, options.batch, options.seq_len)
-        ).cuda()
+        batch = torch.randint(shape.vocab_size, (2, options.batch, options.seq_len))
+        tokens, labels = batch[0].cuda(), batch[1].cuda()
         optimizer.zero_grad()
-        if options.tensor > 1:
-            with loss_parallel():
-                loss = loss_function(model(tokens), labels)
-                loss.backward()
-        else:
-            loss = loss_function(model(tokens), labels)
+        with loss_parallel() if options.tensor > 1 else nullcontext():
+            logits = model(tokens).float() if options.keep_logits else model(tokens)
+            loss = LOSSES[options.loss](logits, labels)
+            if not options.keep_logits:
+                del logits
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
