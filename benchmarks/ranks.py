@@ -14,6 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import ranks_published
+
 from memlab.internals.files import write_beside
 
 HERE = Path(__file__).parent
@@ -51,7 +53,9 @@ def main() -> None:
         rows.append("| " + " | ".join(map(str, cells)) + " |")
         print(rows[-1], flush=True)
     with write_beside(DOCUMENT) as beside:
-        beside.write_text(HEAD + "\n".join(rows) + "\n", encoding="utf-8")
+        beside.write_text(
+            HEAD + "\n".join(rows) + "\n\n" + ranks_published.section(), encoding="utf-8"
+        )
 
 
 def shown(peaks: list[int]) -> str:

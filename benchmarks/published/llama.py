@@ -109,7 +109,10 @@ class Block(nn.Module):
     def __init__(self, shape: Shape, norm: type[nn.Module], backend: SDPBackend):
         super().__init__()
         self.attention, self.feed_forward = Attention(shape, backend), FeedForward(shape)
-        self.attention_norm, self.feed_forward_norm = norm(shape.hidden_size), norm(shape.hidden_size)
+        self.attention_norm, self.feed_forward_norm = (
+            norm(shape.hidden_size),
+            norm(shape.hidden_size),
+        )
 
     def forward(self, x: Tensor, rotations: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotations)

@@ -309,13 +309,13 @@ def _default_stream(device: Any = None) -> Stream:
     return _stream(0)
 
 
-def _inside(stream: Stream | None) -> FinishedWork:
-    """Return `stream` as the context manager `torch.cuda.stream` gives for it."""
-    return FinishedWork() if stream is None else stream
+def _inside(stream: Any) -> FinishedWork:
+    """Return `stream` as the context manager that `torch.cuda.stream` returns."""
+    return stream if isinstance(stream, Stream) else FinishedWork()
 
 
-def _set_stream(stream: Stream | None) -> None:
-    if stream is not None:
+def _set_stream(stream: Any) -> None:
+    if isinstance(stream, Stream):
         DryRun.stream = stream.number
 
 
