@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ranks_published
 from common import RESULTS, save, table
 
 from memlab.configs.shapes import PRESETS
@@ -151,7 +152,8 @@ def page(results: dict[str, Any]) -> str:
         *("pipeline × data × tensor", "ranks", "that ran", "blocks of a stage", "micro-batches"),
         *("time", "highest peak of a rank"),
     )
-    return HEAD + table(header, peaks) + "\n" + TIMES + table(of_times, times) + "\n"
+    parts = (table(header, peaks), TIMES + table(of_times, times), ranks_published.section())
+    return HEAD + "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
 def shown(peaks: list[int]) -> str:

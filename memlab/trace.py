@@ -42,7 +42,8 @@ class Event(NamedTuple):
     is when the event happened; "before" marks storages alive when metering began. The other fields
     describe the creation of the storage: the operator, the module, the dtype and shape of its first
     tensor, and the user's source line, if recorded. In backward, `module` is the module whose
-    forward pass created the node.
+    forward pass created the node. `stream` is the accelerator's stream that allocated the storage
+    in a dry run, 0 for the default one: CUDA's allocator has pools for each stream.
     """
 
     bytes: int
@@ -54,6 +55,7 @@ class Event(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     line: str | None = None
+    stream: int = 0
 
 
 @dataclass(frozen=True)
@@ -273,11 +275,11 @@ class Difference:
 
 def _row(event: Event) -> list[Any]:
     """Return an event as a JSON list."""
-    return [*event[:7], list(event.shape), event.line]
+    return [*event[:7], list(event.shape), *event[8:]]
 
 
 def _event(row: Sequence[Any]) -> Event:
-    return Event(*row[:7], tuple(row[7]), row[8])
+    return Event(*row[:7], tuple(row[7]), *row[8:])
 
 
 def _by_category(events: Iterable[Event]) -> dict[str, int]:

@@ -568,6 +568,16 @@ def test_a_devices_own_history_has_both_blocks_of_a_moved_storage(tape):
     assert blocks.reserved_bytes == 70 * MIB
 
 
+@pytest.mark.parametrize(("stream", "segments"), [(0, 1), (3, 2)])
+def test_a_trace_of_several_streams_has_pools_for_each(tape, stream, segments):
+    tape.drop(tape.take(24 * MIB))
+    tape.take(24 * MIB)
+    *start, last = tape.events
+    trace = [*start, last._replace(stream=stream)]
+    assert simulate(trace).reserved_bytes == segments * 24 * MIB
+    assert simulate(trace).segment_allocations == segments
+
+
 def test_rounding_events_in_a_trace_are_ignored(tape):
     storage = tape.take(100)
     tape.take(412, "rounding")

@@ -250,6 +250,17 @@ def test_lines_and_shapes_survive_json():
     assert Trace.from_dict(json.loads(json.dumps(step.to_dict()))) == step
 
 
+def test_the_stream_survives_json():
+    step = trace(event(24, 1)._replace(stream=3))
+    assert Trace.from_dict(json.loads(json.dumps(step.to_dict()))) == step
+
+
+def test_a_trace_without_streams_is_still_read():
+    plain = trace(event(24, 1)).to_dict()
+    plain["events"] = [row[:-1] for row in plain["events"]]
+    assert Trace.from_dict(plain).events[0].stream == 0
+
+
 def test_the_history_survives_json():
     step = replace(trace(event(4, 2)), history=(event(8, 1, shape=(2,)), event(-8, 1, shape=(2,))))
     assert Trace.from_dict(json.loads(json.dumps(step.to_dict()))) == step

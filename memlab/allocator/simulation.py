@@ -301,7 +301,7 @@ class AllocatorRun:
         assert size >= 0, f"event {position} frees more than storage {storage} holds"
         if size:
             owner = self.pool_of(event) if self.pool_of else 0
-            block = self.allocator.malloc(size, private_pool=owner)
+            block = self.allocator.malloc(size, event.stream, owner)
             if block is None:
                 if not _is_optional(event):
                     return size

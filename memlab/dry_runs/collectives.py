@@ -19,6 +19,7 @@ from memlab.dry_runs.transfers import Transfer, transfer_of
 from memlab.internals.replacing import importers
 from memlab.internals.torch_internals import (
     DisableTorchFunction,
+    device_handle,
     disable_current_modes,
     finished_work,
     fsdp1_device,
@@ -87,6 +88,16 @@ def _stand_in_of_mesh(real: Callable[[DeviceMesh], torch.device]) -> Callable[..
         return real(mesh) if mesh.device_type == "cpu" else torch.device(StandIn.device)
 
     return device
+
+
+def _with_streams(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Give FSDP2 the streams of a GPU for the stand-in, which has the type of the CPU."""
+
+    def handle(device_type: str = "cuda") -> Any:
+        is_stand_in = device_type == "cpu" and StandIn.device != "cpu"
+        return torch.cuda if is_stand_in else real(device_type)
+
+    return handle
 
 
 def _stand_in(real: Callable[..., torch.device]) -> Callable[..., Any]:
@@ -174,6 +185,11 @@ def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
             (module, name): replacement
             for name, (function, replacement) in _OF_MESHES.items()
             for module in importers(name, function())
+        },
+        **{
+            (module, "_get_device_handle"): _with_streams
+            for module in importers("_get_device_handle", device_handle())
+            if module.__name__.startswith("torch.distributed.fsdp.")
         },
         (DeviceMesh, "__init__"): _outside_modes,
         (DeviceMesh, "mesh"): _property_outside_modes,

@@ -7,7 +7,7 @@
     pin_memory            changes nothing, because pinned memory is not on the device
     torch.save            writes nothing: there are no values, and the file to overwrite could be a
                           real checkpoint. `memlab run` has placeholders.py instead
-    synchronize, streams  return at once
+    synchronize, streams  return at once; a storage's record has the stream that was current
     device name, free memory, elapsed time
                           raise ValueError with the line; only a real device has them
 
@@ -24,12 +24,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, reduce
+from itertools import count
 from typing import Any, NoReturn
 
 import torch
 
 from memlab.dry_runs import known_values
 from memlab.internals.torch_internals import FakeTensor, c_nn, device_constructors
+from memlab.metering.dry import DryRun
 from memlab.metering.frames import user_line
 
 _REAL_DEVICES = ("cpu", "meta")
@@ -269,6 +271,54 @@ class FinishedWork:
     synchronize = wait = wait_event = wait_stream = record = _nothing
 
 
+class Stream(FinishedWork):
+    """A stream with no work to wait for. What is allocated inside `with` belongs to its pools."""
+
+    _numbers = count(1)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.number = next(self._numbers)
+        self._outer: list[int] = []
+
+    def __enter__(self) -> "Stream":
+        self._outer.append(DryRun.stream)
+        DryRun.stream = self.number
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        DryRun.stream = self._outer.pop()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and self.number == other.number
+
+    def __hash__(self) -> int:
+        return hash(self.number)
+
+
+def _stream(number: int) -> Stream:
+    stream = Stream.__new__(Stream)
+    stream.number, stream._outer = number, []
+    return stream
+
+
+def _current_stream(device: Any = None) -> Stream:
+    return _stream(DryRun.stream)
+
+
+def _default_stream(device: Any = None) -> Stream:
+    return _stream(0)
+
+
+def _inside(stream: Any) -> FinishedWork:
+    """Return `stream` as the context manager that `torch.cuda.stream` returns."""
+    return stream if isinstance(stream, Stream) else FinishedWork()
+
+
+def _set_stream(stream: Any) -> None:
+    if isinstance(stream, Stream):
+        DryRun.stream = stream.number
+
+
 class DeviceNeededError(ValueError, RuntimeError):
     """Also a RuntimeError, as torch's own, for libraries that go on without an answer."""
 
@@ -293,16 +343,20 @@ _UNSUPPORTED = (
     *("memory_summary", "memory_snapshot", "_dump_snapshot"),
 )
 _NO_OPS = (
-    *("synchronize", "set_device", "set_stream", "init", "empty_cache", "ipc_collect"),
+    *("synchronize", "set_device", "init", "empty_cache", "ipc_collect"),
     *("reset_peak_memory_stats", "reset_accumulated_memory_stats", "_record_memory_history"),
     *("reset_max_memory_allocated", "reset_max_memory_cached", "set_per_process_memory_fraction"),
     *("range_push", "range_pop", "mark"),
 )
-_STREAMS = ("Stream", "Event", "current_stream", "default_stream", "stream", "device", "range")
 CUDA_REPLACEMENTS: dict[str, Any] = {
     **{name: partial(_raise_unsupported, name) for name in _UNSUPPORTED},
     **dict.fromkeys(_NO_OPS, _nothing),
-    **dict.fromkeys(_STREAMS, FinishedWork),
+    **dict.fromkeys(("Event", "device", "range"), FinishedWork),
+    "Stream": Stream,
+    "stream": _inside,
+    "current_stream": _current_stream,
+    "default_stream": _default_stream,
+    "set_stream": _set_stream,
     "current_device": lambda: 0,
     "is_current_stream_capturing": lambda: False,
 }

@@ -208,7 +208,7 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         for mode in reversed(self._modes):
             mode.__exit__(*exception)
         self._outside.restore()
-        DryRun.active = None
+        DryRun.active, DryRun.stream = None, 0
 
     def notes(self) -> tuple[str, ...]:
         """Return the assumptions behind the byte counts, one sentence each."""

@@ -215,6 +215,13 @@ def fsdp2_device() -> Any:
     return _get_device_from_mesh
 
 
+def device_handle() -> Any:
+    """Return the function of torch.distributed for a device type's module, such as torch.cuda."""
+    from torch.distributed.device_mesh import _get_device_handle
+
+    return _get_device_handle
+
+
 def fsdp1_device() -> Any:
     """Return FSDP1's function for the device of its parameters."""
     from torch.distributed.fsdp._init_utils import _get_compute_device

@@ -8,9 +8,14 @@ import torch
 
 
 class DryRun:
-    """A dry run as the meter uses it. `DryRun.active` is the running dry run, or None."""
+    """A dry run as the meter uses it.
+
+    active   the running dry run, or None
+    stream   the number of the accelerator's current stream, 0 for the default one
+    """
 
     active: ClassVar["DryRun | None"] = None
+    stream: ClassVar[int] = 0
 
     def release_mode(self) -> bool:
         """Leave the dispatch mode, so that a starting meter calls `arguments` and `execute` itself.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memlab.metering.dry import DryRun
 from memlab.metering.modes import exclude_from_dynamo
 from memlab.trace import CATEGORIES, Event
 
@@ -49,6 +50,7 @@ class Storage:
         "reference",
         "run",
         "shape",
+        "stream",
     )
 
     def __init__(
@@ -64,6 +66,7 @@ class Storage:
         self.node: int | None = None  # sequence number of the autograd node that made it
         self.phase = "before"
         self.line: str | None = None
+        self.stream = DryRun.stream
         self.reference: _Reference | None = None
         self.addresses: tuple[KnownAddress, ...] = ()  # one for each of its addresses
 
@@ -91,6 +94,7 @@ class Storage:
             dtype=_name(self.dtype),
             shape=self.shape,
             line=self.line,
+            stream=self.stream,
         )
 
 
@@ -177,6 +181,8 @@ class Registry:
         """Notify the listeners if the storage's size has changed."""
         record = self._alive.get(untyped._cdata)
         if record is not None and (change := untyped.nbytes() - record.bytes):
+            if not record.bytes:
+                record.stream = DryRun.stream  # FSDP2 frees and refills a storage by its size
             record.bytes += change
             self.last_number += 1  # an unused number, which separates entries before and after
             self._record_address(record, untyped)

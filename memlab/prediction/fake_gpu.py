@@ -90,7 +90,10 @@ def _replacements(target: Target, count: int) -> dict[tuple[Any, str], Callable[
         (torch_c, "_get_accelerator"): _replace_by(_always(torch.device("cuda"))),
         (torch.cuda, "Event"): _replace_by(_Event),
         (torch.cuda, "is_bf16_supported"): _replace_by(_bf16_support(target)),
-        (torch.accelerator, "current_stream"): _replace_by(CUDA_REPLACEMENTS["current_stream"]),
+        **{
+            (torch.accelerator, name): _replace_by(CUDA_REPLACEMENTS[name])
+            for name in ("current_stream", "set_stream")
+        },
         (torch.nn.DataParallel, "forward"): _replace_by(_data_parallel(count)),
         **{
             (module, name): _replace_by(_always(answer))
@@ -132,7 +135,7 @@ _GENERATOR_NO_OPS = (
     *("get_rng_state", "set_rng_state", "set_rng_state_all"),
 )
 _RANDOM_STATES: dict[str, Any] = {**dict.fromkeys(_GENERATOR_NO_OPS), "get_rng_state_all": []}
-_STREAM_NO_OPS = ("synchronize", "empty_cache", "set_device_index", "set_device_idx", "set_stream")
+_STREAM_NO_OPS = ("synchronize", "empty_cache", "set_device_index", "set_device_idx")
 _ACCELERATOR_ANSWERS = {
     "is_available": True,
     "current_accelerator": torch.device("cuda"),

@@ -362,6 +362,44 @@ def test_streams_and_events_finish_at_once():
         torch.cuda.default_stream().wait_event(event)
 
 
+def streams_of(step):
+    """The streams of the storages that a step allocates, by their numbers of elements."""
+    with memlab.dry_run():
+        trace = memlab.measure(step)
+    return {event.shape[0]: event.stream for event in trace.events if event.bytes > 0}
+
+
+def test_a_storage_has_the_stream_that_was_current():
+    def step():
+        side, other = torch.cuda.Stream(), torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            inside = torch.empty(2)
+            with torch.cuda.stream(other), torch.cuda.stream(side):
+                again = torch.empty(3)
+            with torch.cuda.stream(other):
+                another = torch.empty(4)
+            torch.cuda.set_stream(torch.cuda.default_stream())
+            default = torch.empty(5)
+        with torch.cuda.stream(None):
+            unchanged = torch.empty(6)
+        return inside, again, another, default, unchanged
+
+    found = streams_of(step)
+    assert found[2] == found[3] != 0
+    assert found[4] not in (0, found[2])
+    assert found[5] == found[6] == 0
+
+
+def test_the_current_stream_equals_the_one_that_was_set():
+    with memlab.dry_run():
+        side = torch.cuda.Stream()
+        torch.cuda.set_stream(side)
+        assert torch.cuda.current_stream() == side != torch.cuda.default_stream()
+        assert {side: 1}[torch.cuda.current_stream()] == 1
+    with memlab.dry_run():
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
 @pytest.mark.parametrize(
     ("name", "ask"),
     [

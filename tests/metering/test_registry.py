@@ -75,4 +75,5 @@ def test_an_event_is_plain_data():
         "bfloat16",
         (2, 3),
         None,
+        0,
     )

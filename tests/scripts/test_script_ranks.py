@@ -1,11 +1,13 @@
 """A dry run of one rank has the bytes of that rank among real ones."""
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.distributed.pipelining  # noqa: F401 - as in in_ranks.py
 
+from memlab.allocator import simulate
 from memlab.scripts.launch import launch_of
 from memlab.scripts.messages import NotYetSentError
 from memlab.scripts.ranks import run_ranks as dry_ranks
@@ -87,6 +89,32 @@ def test_what_a_rank_sends_is_that_of_a_ring(name, ranks, sent):
     for transfer in predicted(name, ranks, (0,))[0].transfers:
         found[transfer.kind] = found.get(transfer.kind, 0) + transfer.bytes
     assert found == sent
+
+
+def test_fsdp2s_streams_have_pools_of_their_own_on_a_gpu(tmp_path):
+    script = tmp_path / "train.py"
+    on_cpu = Path(path_of("fsdp2")).read_text(encoding="utf-8")
+    script.write_text(
+        on_cpu.replace("gloo", "nccl")
+        .replace('mesh("cpu"', 'mesh("cuda"')
+        .replace("512", "4096")
+        .replace("torch.randn(32, 256)", "torch.randn(32, 256, device='cuda')")
+        .replace("optimizer = ", "model.cuda()\noptimizer = ")
+    )
+    launch = launch_of(["torchrun", "--nproc-per-node=2", str(script)])
+    trace = dry_ranks(launch, (0,), device="cuda:h100")[0].trace
+    streams = {
+        category: {event.stream for event in trace.events if event.category == category}
+        for category in ("parameters", "gradients")
+    }
+    assert streams["parameters"] == {0}
+    assert len(streams["gradients"] - {0}) == 1  # their shards: reduce-scatter's stream
+    together = replace(
+        trace,
+        events=tuple(event._replace(stream=0) for event in trace.events),
+        history=tuple(event._replace(stream=0) for event in trace.history),
+    )
+    assert trace.reserved_bytes > simulate(together).reserved_bytes
 
 
 def test_ranks_that_wait_for_each_other_are_refused(tmp_path):
