@@ -1,6 +1,7 @@
 """Is the predicted peak of a rank that of a real one, and how long does it take to predict?
 
-    python benchmarks/ranks.py            peaks and times, and the page from both
+    python benchmarks/ranks.py            all of it, and the page
+    python benchmarks/ranks.py peaks      the peaks, and the page; or times
     python benchmarks/ranks.py page       the page alone, from the results
 
 Each script runs in real processes that meet through gloo, each measured by `memlab run --real`
@@ -53,7 +54,8 @@ whole input, and NCCL has buffers of a fixed size (`memlab/configs/nccl.py`). to
 parallel does not run on the CPU (no strategy for its attention there), so it has no row.
 
 A real rank that is larger than its prediction still had a tensor that gloo was sending when its
-peak came; an asynchronous send ends at another moment in each run.
+peak came; an asynchronous send ends at another moment in each run. The 4 bytes of pipelines are a
+tensor that `torch.distributed.pipelining` makes when it is imported.
 
 """
 TIMES = """
@@ -123,8 +125,10 @@ TIMED = (
 
 
 def main() -> None:
-    if sys.argv[1:] != ["page"]:
+    wanted = sys.argv[1:] or ["peaks", "times"]
+    if "peaks" in wanted:
         save(RESULTS, "ranks", "peaks", {"rows": list(map(compared, cases()))})
+    if "times" in wanted:
         save(RESULTS, "ranks", "times", {"rows": list(map(timed, TIMED))})
     results = json.loads((RESULTS / MEASURED_ON).read_text(encoding="utf-8"))
     with write_beside(DOCUMENT) as beside:
@@ -146,7 +150,7 @@ def page(results: dict[str, Any]) -> str:
             f"{row['seconds']:.0f} s",
             f"{row['highest_peak_bytes'] / 2**30:.2f} GiB",
         )
-        for row in results["times"]["rows"]
+        for row in results.get("times", {"rows": []})["rows"]
     ]
     of_times = (
         *("pipeline × data × tensor", "ranks", "that ran", "blocks of a stage", "micro-batches"),
