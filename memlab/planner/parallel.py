@@ -22,6 +22,8 @@ Source   Korthikanti et al. 2022, arXiv 2205.05198, section 4; Narayanan et al. 
          implementations are memlab.reference.tensor_parallel, pipeline and ring_attention.
 """
 
+from memlab.zero.formulas import ring_elements
+
 ALL_REDUCES = 4  # two in forward, two in backward
 
 
@@ -59,8 +61,6 @@ def tensor_parallel_elements(
     tokens: int, hidden_size: int, ranks: int, *, sequence_parallel: bool = False
 ) -> int:
     """Return the elements that a rank of a ring sends for one layer."""
-    from memlab.zero.formulas import ring_elements  # imports torch, which the planner page lacks
-
     passes = 2 * ALL_REDUCES + (2 if sequence_parallel else 0)
     return passes * ring_elements(tokens * hidden_size, ranks)
 
