@@ -82,10 +82,12 @@ def gathered_context_bytes(own_keys: int, ranks: int, *, recomputed: bool = Fals
     """Return the bytes that a rank of torch's context parallel sends for one layer.
 
     `own_keys` are the bytes of its keys and values in bfloat16. Those of all ranks are gathered
-    for each pass, and their gradients go around a ring in float32.
+    for each pass, and their gradients go all the way around a ring in float32, back to their rank.
     """
-    passes = 2 + recomputed
-    return (passes + 2) * (ranks - 1) * own_keys
+    if ranks == 1:
+        return 0
+    gathered = (2 + recomputed) * (ranks - 1) * own_keys
+    return gathered + 2 * ranks * own_keys
 
 
 def ring_attention_blocks(rank: int, ranks: int) -> int:
