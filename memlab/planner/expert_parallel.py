@@ -169,30 +169,35 @@ class _ExpertBytes(StageBytes):
         recomputed = self.mesh.checkpointed
         again = self.all_saved if recomputed else 0
         copies = self.tokens * self.whole.chosen
+        arriving = self._arriving(first)
+        if first or not recomputed:  # nothing more does, and the experts' buffer is still there
+            arriving = self.experts if self.replicas > 1 else 0
         sorts = len(self.counts) > 1 and self.degree > 1
         rows = max(
             (2 + sorts) * self.routed - copies,  # what came back is not there yet
             (1 + sorts) * self.routed + copies,  # it is, and was multiplied by its weights
         )
         return {
-            "gathered weights": self._gathered_with(self.experts, first if recomputed else 1),
+            "gathered weights": self._gathered_with(self.experts, arriving),
             "gradients": self._gradients(first) if recomputed else 0,
             "activations": self._saved_at(first if recomputed else 0) + again,
             "temporaries": BFLOAT16 * rows * self.config.hidden_size,
         }
 
     def _in_experts(self, first: int) -> dict[str, int]:
-        """Backward of the experts' last one, which comes first, or of the busiest, when those
-        of the others are freed."""
-        busiest, last = self.counts[0], self.counts[-1]
-        tokens = max(2 * last, 2 * busiest - 4 * (self.routed - busiest))
-        gradient = self.routed * self.config.hidden_size * (len(self.counts) > 1)
+        """Backward of an expert: of the last one, which comes first, or of the busiest, which
+        comes after all others and when these have gradients in place of activations."""
+        C, F = self.config.hidden_size, self.config.intermediate_size
+        busiest, last, others = self.counts[0], self.counts[-1], self.routed - self.counts[0]
+        at_last = 2 * last * F + self.routed * C * (len(self.counts) > 1)
+        at_busiest = (2 * busiest - 4 * others) * F + others * C
+        at_busiest += (len(self.counts) - 1) * self.whole.expert
         again = self.all_saved if self.mesh.checkpointed else 0
         return {
-            "gathered weights": self._gathered_with(self.experts, first),
+            "gathered weights": self._gathered_with(self.experts, self._arriving(first)),
             "gradients": self._gradients(first),
             "activations": self._saved_at(first) + again,
-            "temporaries": BFLOAT16 * (tokens * self.config.intermediate_size + gradient),
+            "temporaries": BFLOAT16 * (max(at_last, at_busiest) + C * F),
         }
 
     def _reduction(self, first: int) -> dict[str, int]:
@@ -201,18 +206,20 @@ class _ExpertBytes(StageBytes):
         done = 0 if self.mesh.checkpointed else self.all_saved
         copies = BFLOAT16 * self.tokens * self.whole.chosen * self.config.hidden_size
         return {
-            "gathered weights": self._gathered_with(0, first),
+            "gathered weights": self._gathered_with(0, self._arriving(first)),
             "gradients": self._gradients(first) + (BFLOAT16 + FLOAT32) * self.experts,
             "activations": self._saved_at(first) - done + self.attention_saved,
             "temporaries": copies + self.input,
         }
 
-    def _gathered_with(self, experts: int, first: int) -> int:
-        """Return the ends, a block's weights with these experts, and what arrives: before the
-        first block's experts nothing more does, and their buffer is still there."""
-        buffer = experts if self.replicas > 1 else 0
-        arriving = buffer if first else 2 * self.other
+    def _gathered_with(self, experts: int, arriving: int) -> int:
+        """Return the ends, a block's weights with these experts, and what arrives."""
         return BFLOAT16 * (self.ends + self.other + experts + arriving)
+
+    def _arriving(self, first: int) -> int:
+        """Return the next block's weights with the buffer that they arrive in; the first block,
+        where backward ends, has no next one."""
+        return 0 if first else 2 * self.other
 
     def _gradients(self, first: int) -> int:
         """Return the head's gradient, and in the first block those of all others."""

@@ -33,6 +33,7 @@ FEW = MixtureConfig(
 )
 WORDS = replace(FEW, dense=replace(FEW.dense, vocab_size=32_000))
 WIDE = replace(FEW, dense=replace(FEW.dense, intermediate_size=8_192, seq_len=512))
+BUSY = replace(FEW, dense=replace(FEW.dense, intermediate_size=8_192, layers=2))
 MANY = MixtureConfig(
     GPTConfig(4_096, 1_024, 6, 16, 4, 768, 2_048, False, 1e6, 1e-6, 64, head_norms=True), 16, 4
 )
@@ -47,6 +48,7 @@ CASES = [
     (FEW, ExpertMesh(8, 2), 1.0),
     (FEW, ExpertMesh(8, 2, checkpointed=False), 2.0),
     (FEW, ExpertMesh(8, 8), 3.0),
+    (BUSY, ExpertMesh(8, 4), 2.75),
     (FEW, ExpertMesh(8, 8, checkpointed=False), 2.0),
     (WORDS, ExpertMesh(16, 8), 1.25),
     (WIDE, ExpertMesh(8, 1), 1.0),
