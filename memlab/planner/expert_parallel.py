@@ -159,29 +159,29 @@ class _ExpertBytes(StageBytes):
 
     def _backward(self) -> dict[str, int]:
         """A block with experts at its fullest: the last one or the first."""
-        moments = (self._after_experts, self._in_experts, self._reduction)
+        moments = (self._forward, self._in_experts, self._reduction)
         candidates = [moment(first) for moment in moments for first in (0, 1)]
         return max(candidates, key=lambda terms: sum(terms.values()))
 
-    def _after_experts(self, first: int) -> dict[str, int]:
-        """The end of a block's forward pass, in backward if it is recomputed: all is saved, and
-        tokens are in the buffers that all-to-alls and sorting read and write."""
+    def _forward(self, first: int) -> dict[str, int]:
+        """A block's forward pass, in backward if it is recomputed: all is saved, and tokens are in
+        the buffers that all-to-alls and sorting read and write."""
         recomputed = self.mesh.checkpointed
-        again = self.all_saved if recomputed else 0
-        copies = self.tokens * self.whole.chosen
-        arriving = self._arriving(first)
-        if first or not recomputed:  # nothing more does, and the experts' buffer is still there
-            arriving = self.experts if self.replicas > 1 else 0
+        ends = first or not recomputed  # no other block arrives
         sorts = len(self.counts) > 1 and self.degree > 1
-        rows = max(
-            (2 + sorts) * self.routed - copies,  # what came back is not there yet
-            (1 + sorts) * self.routed + copies,  # it is, and was multiplied by its weights
-        )
+        copies, C = self.tokens * self.whole.chosen, self.config.hidden_size
+        # The experts' outputs are joined, and the buffer that gathered them is still there.
+        buffer = self.experts if ends and self.replicas > 1 else self._arriving(first)
+        joined = ((2 + sorts) * self.routed - copies) * C + buffer
+        # They came back, were multiplied by their weights and are added up.
+        weighted = ((1 + sorts) * self.routed + copies + self.tokens) * C + self._arriving(first)
+        gradient = self.input if recomputed else 0  # of the block's output
+        again = self.all_saved if recomputed else 0
         return {
-            "gathered weights": self._gathered_with(self.experts, arriving),
+            "gathered weights": self._gathered_with(self.experts, 0),
             "gradients": self._gradients(first) if recomputed else 0,
             "activations": self._saved_at(first if recomputed else 0) + again,
-            "temporaries": BFLOAT16 * rows * self.config.hidden_size,
+            "temporaries": BFLOAT16 * max(joined, weighted) + gradient,
         }
 
     def _in_experts(self, first: int) -> dict[str, int]:
