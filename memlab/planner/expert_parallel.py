@@ -11,7 +11,7 @@ of `memlab.planner.meshes`: float32 weights that are gathered in bfloat16, gradi
 float32, AdamW. All degrees have the same shards of weights, gradients and optimizer state; a larger
 one gathers and reduces fewer experts at once and sends tokens instead.
 
-    gathered                2·(A + X), and another block's A and X while they arrive
+    gathered                2·(A + X), and twice 2·A while another block arrives
     reduction of experts    2·X + 4·X, the gradients and their float32 copies
     saved of a block        what attention, routing and the busiest rank's experts save
     sent                    FSDP's weights and gradients, and all-to-alls of tokens
