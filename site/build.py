@@ -67,6 +67,8 @@ PLANNER_FILES = (
     *("memlab/__init__.py", "memlab/units.py", "memlab/configs/*", "memlab/internals/__init__.py"),
     *("memlab/internals/lazy.py", "memlab/internals/sizes.py", "memlab/planner/__init__.py"),
     *("memlab/planner/formulas.py", "memlab/planner/recipes.py", "memlab/planner/cards.py"),
+    *("memlab/planner/parallel.py", "memlab/zero/__init__.py", "memlab/zero/formulas.py"),
+    "memlab/zero/stages.py",
     *("memlab/train/__init__.py", "memlab/train/adapters.py", "memlab/train/registry.py"),
     *("memlab/train/technique.py", "site/planner.py"),
 )

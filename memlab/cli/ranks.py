@@ -15,7 +15,7 @@ from memlab.trace import Trace
 from memlab.train import Plugs, Setting, rank_step
 from memlab.units import format_bytes, paragraph
 from memlab.zero import Step
-from memlab.zero.partitioning import STAGES
+from memlab.zero.stages import STAGES
 
 STATES = ("parameters", "gradients", "optimizer_state")
 

@@ -42,7 +42,7 @@ from memlab.train import SEED, Plugs, RankTraining, Setting, build_rank, measure
 from memlab.train.registry import rows_of, whole_weights
 from memlab.units import format_bytes
 from memlab.zero.joining import RankLost, joined
-from memlab.zero.partitioning import STAGES
+from memlab.zero.stages import STAGES
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 

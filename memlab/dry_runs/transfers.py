@@ -2,7 +2,8 @@
 
     all-reduce                   2 (n − 1) / n times the tensor
     all-gather                   n − 1 times its own part
-    reduce-scatter, all-to-all   (n − 1) / n times the whole tensor
+    reduce-scatter               (n − 1) / n times the whole tensor
+    all-to-all                   the tensor without its own part, the n-th without split sizes
     broadcast, scatter           the tensor, from the root alone
     gather, reduce               the tensor, to the root
     send                         the tensor; a receiver sends nothing
@@ -62,6 +63,9 @@ def transfer_of(func: Any, args: Any) -> Transfer | None:
     has_output = func._schema.arguments[0].name.startswith("output")
     size = _bytes(args[1] if has_output else args[0])
     kind = _shortened(name)
+    if kind in _KINDS and (splits := _splits(func, args)):
+        own = size * splits[dist.get_rank(group)] // max(1, sum(splits))
+        return Transfer("all-to-all", size - own, ranks)
     if kind in _KINDS:
         called, passes = _KINDS[kind]
         others = len(ranks) - 1
@@ -87,6 +91,12 @@ def _group(args: Any) -> Any:
         if hasattr(argument, "_type") and "ProcessGroup" in str(argument._type()):
             return dist.ProcessGroup.unbox(argument)
     return process_group_named(args[-1]) if args and isinstance(args[-1], str) else None
+
+
+def _splits(func: Any, args: Any) -> list[int]:
+    """Return how many rows of an all-to-all go to each rank; nothing if all get the same."""
+    has_splits = _has(func, "input_split_sizes")
+    return list(args[_place(func, "input_split_sizes")]) if has_splits else []
 
 
 def _place(func: Any, name: str) -> int:

@@ -4,7 +4,8 @@ A layer has E experts of 3·C·F weights, and a router of C·E. Each of a rank's
 experts. The ranks have E/e experts each, so a token's copy travels to its expert and back:
 
     weights     (E/e)·3·C·F + C·E on each rank
-    sent        n·k·C·(e − 1)/e elements to the experts, as many back, and both again in backward
+    sent        n·k·C·(e − 1)/e elements to the experts, as many back, and both again in backward;
+                the busiest rank sends back those of all r tokens that it got, (r − r/e)·C
     busiest     imbalance·N·k/E tokens for one expert, of the N = n·e tokens of all ranks; the other
                 experts share the rest evenly
     saved       for each token of an expert: its input, gate, up and their product,
@@ -60,12 +61,19 @@ class Mixture:
             )
         return self.experts // ranks
 
-    def sent_elements(self, tokens: int, ranks: int) -> int:
-        """Return the elements that a rank with `tokens` tokens sends for the layer in a step, if
-        the router spreads them evenly over the ranks."""
-        self._own(ranks)
-        copies = tokens * self.chosen * self.hidden_size
-        return ALL_TO_ALLS * copies * (ranks - 1) // ranks
+    def sent_elements(
+        self, tokens: int, ranks: int, imbalance: float = 1.0, *, recomputed: bool = False
+    ) -> int:
+        """Return the elements that the busiest rank sends for the layer in a step, if each rank
+        has `tokens` tokens and the ranks route alike.
+
+        Half of the all-to-alls take its tokens to their experts, half bring those that it got
+        back. A layer that is recomputed in backward repeats the two of forward.
+        """
+        got = self.busiest_rank_tokens(tokens * ranks, ranks, imbalance)
+        pairs = (ALL_TO_ALLS + 2 * recomputed) // 2
+        copies = (tokens * self.chosen + got) * ranks - 2 * got  # times the ranks; r/e stay here
+        return pairs * copies * self.hidden_size // ranks
 
     def tokens_of_experts(self, tokens: int, imbalance: float = 1.0) -> list[int]:
         """Return the tokens of each expert, the busiest first, of `tokens` tokens of all ranks.

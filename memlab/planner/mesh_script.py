@@ -18,6 +18,7 @@ from memlab.configs.shapes import GPTConfig
 from memlab.planner.meshes import Mesh, require_llama
 
 STEPS = 3
+LINE = 100  # characters
 
 _BLOCK = """
 def rotated(x):  # (B, T, heads, D) to (B, heads, T, D)
@@ -83,10 +84,11 @@ for weight in model.parameters():
     nn.init.normal_(weight, std=0.02) if weight.ndim > 1 else nn.init.ones_(weight)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 """
-_LOSS = """
+_LOSS = "F.cross_entropy({}.flatten(0, 1).float(), targets.flatten())"
+_LOSS_FUNCTION = """
 
 def loss_of(logits, targets):
-{logits}    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+{logits}    return {loss}
 
 
 """
@@ -106,7 +108,7 @@ batch = torch.randint(V, ({sequences}, T + 1)).to(device)
 for step in range({steps}):
     tokens, targets = batch[:, :-1].clone(), batch[:, 1:].clone()
 """
-_STEP = """loss = loss_of(model(tokens), targets)
+_STEP = """loss = {loss}
 loss.backward()
 """
 _PIPELINE_STEP = """losses, target = [], targets if last else None
@@ -151,7 +153,7 @@ def mesh_script(
         "\n" + (_STAGE if pipelined else _WHOLE),
         _TENSOR.lstrip() if mesh.tensor > 1 else "",
         _MODEL,
-        _LOSS,
+        _LOSS_FUNCTION if pipelined or mesh.tensor > 1 else "",
         _SCHEDULE if pipelined else "",
         _LOOP,
         "".join(_step(mesh)),
@@ -171,6 +173,7 @@ def _values(config: GPTConfig, mesh: Mesh, seq_len: int, steps: int) -> dict[str
         "tied": "end[-1].weight = start[0].weight\n" if config.tied else "",
         "shards": 'mesh["data", "context"]._flatten()' if mesh.context > 1 else 'mesh["data"]',
         "reshard": not pipelined,
+        "loss": _LOSS.format("logits"),
         "logits": _LOGITS if mesh.tensor > 1 else "",
         "own_words": f"V // {mesh.tensor}" if mesh.tensor > 1 else "V",
         "context_tokens": per_context,
@@ -193,8 +196,12 @@ def _settings(config: GPTConfig, mesh: Mesh, sequences: int, seq_len: int) -> It
     names = ", ".join(f'"{name}"' for name in sizes)
     comma = "," if len(sizes) == 1 else ""
     yield 'device = "cuda" if torch.cuda.is_available() else "cpu"'
-    yield f"names = ({names}{comma})"
-    yield f"mesh = dist.init_device_mesh(device, ({shape}{comma}), mesh_dim_names=names)"
+    made = f"mesh = dist.init_device_mesh(device, ({shape}{comma}), mesh_dim_names="
+    if len(line := f"{made}({names}{comma}))") <= LINE:
+        yield line
+    else:
+        yield f"names = ({names}{comma})"
+        yield f"{made}names)"
     power = f"{config.rope_theta} ** (-torch.arange(0, D, 2) / D)"
     yield f"angles = torch.outer(torch.arange(T), {power}).to(device)"
 
@@ -208,7 +215,9 @@ def _step(mesh: Mesh) -> Iterator[str]:
     if around:
         yield f"    with {', '.join(around)}:\n"
     indent = "        " if around else "    "
-    for line in (_PIPELINE_STEP if mesh.pipeline > 1 else _STEP).splitlines():
+    loss = "loss_of(model(tokens), targets)" if mesh.tensor > 1 else _LOSS.format("model(tokens)")
+    step = _PIPELINE_STEP if mesh.pipeline > 1 else _STEP.format(loss=loss)
+    for line in step.splitlines():
         yield f"{indent}{line}\n"
 
 

@@ -169,7 +169,7 @@ def rank_bytes(
 ) -> list[RankBytes]:
     """Return the bytes of a rank of each stage, by formula. `workspace` is cuBLAS's."""
     return [
-        _StageBytes(config, mesh, stage, sequences, seq_len).peak(workspace)
+        StageBytes(config, mesh, stage, sequences, seq_len).peak(workspace)
         for stage in range(mesh.pipeline)
     ]
 
@@ -179,7 +179,7 @@ def fullest(found: list[RankBytes]) -> RankBytes:
     return max(found, key=lambda each: each.total)
 
 
-class _StageBytes:
+class StageBytes:
     """The bytes of a rank of one stage."""
 
     def __init__(
@@ -192,9 +192,12 @@ class _StageBytes:
         self.inputs = INT64 * mesh.micro_batches * sequences * (3 * seq_len + 1)
         self.block, self.ends = block_weights(config, mesh), end_weights(config, mesh, stage)
         self.weights = self.blocks * self.block + self.ends
+        self.shard = -(-self.weights // mesh.shards)
+        self.block_shards = self.blocks * self.block // mesh.shards
+        self.block_saved = block_saved(config, mesh, self.tokens)
 
     def peak(self, workspace: int) -> RankBytes:
-        shard = -(-self.weights // self.mesh.shards)
+        shard = self.shard
         always = {
             "weights": FLOAT32 * shard,
             "state": 2 * FLOAT32 * shard,
@@ -222,7 +225,7 @@ class _StageBytes:
     def _saved(self, done: int = 0) -> int:
         """Return what all blocks save, of all micro-batches in flight but those that are done."""
         in_flight = micro_batches_in_flight(self.stage, self.mesh.pipeline, self.mesh.micro_batches)
-        return (in_flight - done) * self.blocks * block_saved(self.config, self.mesh, self.tokens)
+        return (in_flight - done) * self.blocks * self.block_saved
 
     def _accumulated(self) -> int:
         return FLOAT32 * self.weights if self._pipelined else 0
@@ -266,7 +269,7 @@ class _StageBytes:
         """Backward of the embedding. torch's tensor parallelism makes its gradient whole."""
         whole = self.config.vocab_size * self.config.hidden_size * self.first
         own = whole // self.mesh.tensor
-        gradients = FLOAT32 * self.blocks * self.block // self.mesh.shards + BFLOAT16 * own
+        gradients = FLOAT32 * self.block_shards + BFLOAT16 * own
         reduced = FLOAT32 * self.block + (BFLOAT16 * own if self.mesh.tensor > 1 else 0)
         if self._pipelined:
             gradients, reduced = FLOAT32 * self.blocks * self.block, FLOAT32 * whole
@@ -279,7 +282,7 @@ class _StageBytes:
 
     def _end_of_backward(self) -> dict[str, int]:
         """The ends' gradients are copied in float32 to be reduced, after those of all blocks."""
-        blocks = FLOAT32 * self.blocks * self.block // self.mesh.shards
+        blocks = FLOAT32 * self.block_shards
         return {
             "gathered weights": self._gathered(0) if self._pipelined else 0,
             "gradients": max(self._accumulated(), blocks + BFLOAT16 * self.ends),
@@ -430,7 +433,7 @@ def _seconds(
     )
     tokens = sequences * seq_len / mesh.context / mesh.tensor
     computing = (m + p - 1) * tokens * operations / (UTILIZATION * card.flops)
-    own = _StageBytes(config, mesh, 0, sequences, seq_len).weights / mesh.shards
+    own = StageBytes(config, mesh, 0, sequences, seq_len).weights / mesh.shards
     stepping = 7 * FLOAT32 * own / card.memory_bandwidth  # four tensors read, three written
     speeds = {False: card.link_bandwidth, True: min(NODE_BANDWIDTH, card.link_bandwidth)}
     crossing = crosses_nodes(mesh)

@@ -22,6 +22,8 @@ Source   Korthikanti et al. 2022, arXiv 2205.05198, section 4; Narayanan et al. 
          implementations are memlab.reference.tensor_parallel, pipeline and ring_attention.
 """
 
+from memlab.zero.formulas import ring_elements
+
 ALL_REDUCES = 4  # two in forward, two in backward
 
 
@@ -59,8 +61,6 @@ def tensor_parallel_elements(
     tokens: int, hidden_size: int, ranks: int, *, sequence_parallel: bool = False
 ) -> int:
     """Return the elements that a rank of a ring sends for one layer."""
-    from memlab.zero.formulas import ring_elements  # imports torch, which the planner page lacks
-
     passes = 2 * ALL_REDUCES + (2 if sequence_parallel else 0)
     return passes * ring_elements(tokens * hidden_size, ranks)
 
@@ -82,10 +82,12 @@ def gathered_context_bytes(own_keys: int, ranks: int, *, recomputed: bool = Fals
     """Return the bytes that a rank of torch's context parallel sends for one layer.
 
     `own_keys` are the bytes of its keys and values in bfloat16. Those of all ranks are gathered
-    for each pass, and their gradients go around a ring in float32.
+    for each pass, and their gradients go all the way around a ring in float32, back to their rank.
     """
-    passes = 2 + recomputed
-    return (passes + 2) * (ranks - 1) * own_keys
+    if ranks == 1:
+        return 0
+    gathered = (2 + recomputed) * (ranks - 1) * own_keys
+    return gathered + 2 * ranks * own_keys
 
 
 def ring_attention_blocks(rank: int, ranks: int) -> int:

@@ -19,7 +19,7 @@ rank of a ring sends (R−1)/R of them. An all-reduce does both.
 Source   Rajbhandari et al. 2020, arXiv 1910.02054, sections 5 (memory) and 7 (communication).
 """
 
-from memlab.zero.partitioning import ceil_div, require
+from memlab.zero.stages import ceil_div, require
 
 
 def model_state_bytes(

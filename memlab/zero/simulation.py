@@ -45,9 +45,10 @@ from memlab.internals.torch_internals import FakeTensor
 from memlab.zero.collectives import Communicator, CountingCommunicator
 from memlab.zero.elementwise import require_elementwise
 from memlab.zero.layout import matching_views
-from memlab.zero.partitioning import Partition, partition, require
+from memlab.zero.partitioning import Partition, partition
 from memlab.zero.ranks import Rank, ReplicatedRank
 from memlab.zero.sharded import ShardedRank
+from memlab.zero.stages import require
 from memlab.zero.stepping import Meter, RankGroup, Step
 from memlab.zero.units import describe
 

@@ -120,7 +120,7 @@ def test_llama_is_memlabs_own_unless_the_library_is_given(config, memlab_command
     [
         (("plan", "--gpu", "t4", "--seq", "65"), "got sequences of 65 tokens; the model takes 1 "),
         (("plan", "--gpu", "t4", "--image", "8"), "takes no images"),
-        (("plan", "--gpu", "t4", "--gpus", "2"), "it is planned for one GPU"),
+        (("plan", "--gpu", "t4", "--imbalance", "2"), "planned for one GPU with all experts"),
         (("plan", "--gpu", "t4", "--device", "cpu"), "which is planned for a GPU"),
         (
             ("plan", "--gpu", "t4", "--optimizer", "lion"),
@@ -140,6 +140,11 @@ def test_llama_is_memlabs_own_unless_the_library_is_given(config, memlab_command
 def test_bad_input_is_one_line(arguments, words, config, usage_error):
     command, *others = arguments
     assert words in usage_error(command, "--model", config("mixtral"), *others)
+
+
+def test_only_mixtures_are_planned_for_several_gpus(config, usage_error):
+    words = usage_error("plan", "--model", config("gpt2"), "--gpu", "t4", "--gpus", "2")
+    assert "got --gpus for gpt2, a model of transformers; it is planned for one GPU" in words
 
 
 @pytest.mark.parametrize("command", ["plan", "measure", "train"])

@@ -65,6 +65,23 @@ def test_sent_elements_are_those_of_real_all_to_alls(tmp_path):
     assert sum(sent) == 4 * MIXTURE.sent_elements(48, 4)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_busiest_rank_sends_back_what_it_got(tmp_path):
+    """Of its 96 rows rank 0 keeps 36. It gets 36 from each rank, and sends 108 back."""
+    sent_rows, got_rows = [36, 20, 20, 20], [36] * 4
+    uneven = EXCHANGE.replace("(copies, parts, parts", f"(copies, {got_rows}, {sent_rows}")
+    uneven = uneven.replace("arrived * 2, parts, parts", f"arrived * 2, {sent_rows}, {got_rows}")
+    script = tmp_path / "train.py"
+    script.write_text(uneven)
+    outcome = run_ranks(launch_of([str(script)]).with_ranks(4), (0,), device="cpu")[0]
+    sent = [each.bytes // (4 * 64) for each in outcome.transfers if each.kind == "all-to-all"]
+    assert sent == [60, 108, 60, 108]
+    mixture = Mixture(64, 96, 4, 2)
+    assert mixture.busiest_rank_tokens(4 * 48, 4, 1.5) == sum(got_rows)
+    assert mixture.sent_elements(48, 4, 1.5) == 64 * sum(sent)
+    assert mixture.sent_elements(48, 4, 1.5, recomputed=True) == 64 * (sum(sent) + 60 + 108)
+
+
 @pytest.mark.parametrize("imbalance", [1.0, 1.5, 3.0, 100.0])
 @pytest.mark.parametrize("mixture", [MIXTURE, Mixture(4, 4, 6, 3), Mixture(4, 4, 4, 4)])
 def test_tokens_of_experts_are_those_that_a_dry_run_assumes(mixture, imbalance):

@@ -129,9 +129,10 @@ def started(path: Path, ranks: int = 2) -> str:
     ("mesh", "most"),
     [
         (Mesh(data=2), 60),
-        (Mesh(pipeline=2), 75),
-        (Mesh(tensor=2), 75),
-        (Mesh(2, 2, 2, 2), 100),
+        (Mesh(context=2), 60),
+        (Mesh(pipeline=2), 72),
+        (Mesh(tensor=2), 72),
+        (Mesh(2, 2, 2, 2), 90),
     ],
 )
 def test_the_script_has_only_what_its_mesh_needs(mesh, most):
