@@ -169,7 +169,7 @@ for n in (0, 4, 8):
 # | --- | --- |
 # | `forward` | operations of its forward pass |
 # | `output_bytes` | bytes of its output |
-# | `saved_bytes` | bytes it keeps without checkpointing, with its output, without its input |
+# | `saved_bytes` | bytes it keeps without checkpointing (output included, input excluded) |
 # | `tail` | operations after the last tensor that backward needs (part of `forward`) |
 #
 # The rerun of a segment stops early: it skips the tail of the segment's *last* stage. The earlier
@@ -286,19 +286,18 @@ print(f"torch's checkpoint_sequential has the peak and operations of this schedu
 # programming.
 
 # %% [markdown]
-# `chain` computes what each choice adds to a peak (why:
-# [costs.py](../memlab/checkpointing/costs.py)). The chain's last stage, number
-# `len(chain.stages)`, is the loss. It is always plain.
+# `chain` computes the peak of each choice ([costs.py](../memlab/checkpointing/costs.py) explains
+# how). The chain's last stage, number `len(chain.stages)`, is the loss. It is always plain.
 #
 # | call | returns |
 # | --- | --- |
 # | `chain.if_last(j)` | the peak of stage j alone |
 # | `chain.if_plain(i, j, rest)` | the peak with i plain, if i+1 … j have the peak `rest` |
-# | `chain.if_segment(i, k, j, own, rest)` | the peak if i … k−1 has `own` and k … j `rest` |
+# | `chain.if_segment(i, k, j, own, rest)` | the peak, if i … k−1 peaks at `own`, k … j at `rest` |
 # | `chain.rerun(i, k)` | operations of running i … k−1 again |
 # | `chain.in_all(peak)` | the peak with weights and embedding, to compare with a budget |
 #
-# The best schedule of a range depends on the bytes that are left. So keep every choice that no
+# The best schedule of a range depends on the bytes left in the budget. So keep every choice that no
 # other choice beats in *both* bytes and operations.
 
 
@@ -399,8 +398,8 @@ picture(points, {"best choice of whole blocks": best_of_blocks}, "Nine unequal b
 # %% [markdown]
 # ## Inside a block
 #
-# Yesterday's `checkpoint` runs a block twice; the second run makes what backward needs. If the
-# second run *gets* the outputs of the expensive operators, only the cheap ones run again.
+# Yesterday's `checkpoint` runs a block twice: the second run computes the tensors that backward
+# needs. If you store the outputs of the expensive operators, only the cheap operators run again.
 #
 # A `TorchDispatchMode` intercepts every operator that runs inside `with`, below autograd. `func`
 # is the operator, such as `torch.ops.aten.mm.default`, and `func(*args, **kwargs)` runs it.

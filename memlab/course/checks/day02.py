@@ -684,7 +684,7 @@ _LEAKS = Exercise(
         ),
         (
             "A line may be new after the middle: loop over the lines of the last epoch, and use 0 "
-            "for a line that is missing in the middle epoch.",
+            "for a line missing in the middle epoch.",
             ("for line in after}", "for line in after if line in before}"),
         ),
     ),
