@@ -531,8 +531,8 @@ def dora(model, optimizer, data, lengths=range(192, 513, 64), seed=7):
 
 
 # %% [markdown]
-# Run six epochs of each loop on fake tensors, so that a GPU's memory may exceed your laptop's.
-# `lines=True` records the line that allocates each tensor.
+# Run six epochs of each loop on fake tensors, which need no memory on your laptop. `lines=True`
+# records the line that allocates each tensor.
 
 
 # %%
@@ -608,9 +608,9 @@ for name, epochs in runs.items():
         print(f"  {format_bytes(size)} per epoch, from {where}, in {function}")
 
 # %% [markdown]
-# The line is where a tensor was *allocated*. (The text comes from memlab's `data.py`.) Another line
-# may keep it alive: Ben's tensors are allocated in `train_on`, like all activations. `diff` shows
-# more: the module that made the tensors, their shape and their count.
+# `leaks` returns the line that *allocated* a tensor. (memlab's `data.py` allocates the batches.)
+# Another line may keep the tensor alive: Ben's tensors are allocated in `train_on`, like all
+# activations. `diff` also shows the module that made the tensors, their shape and their count.
 
 # %%
 for name in ("ada", "ben"):
@@ -623,9 +623,9 @@ for name in ("ada", "ben"):
 # %% [markdown]
 # ## When will it run out of memory?
 #
-# A leak grows along a straight line. Ada's GPU has 11.2 GiB besides the context. From the peak of
-# epoch 6 and the growth per epoch, compute the epoch in which her run fails. Then run all epochs
-# through the simulated allocator of that GPU.
+# A leak grows by the same bytes in each epoch. Ada's GPU has 11.2 GiB besides the context. From the
+# peak of epoch 6 and the growth per epoch, compute the epoch in which her run fails. Then run all
+# epochs through a simulated allocator with 11.2 GiB.
 
 
 # %%
@@ -642,7 +642,7 @@ def whole_run(person, epochs, batch=64, lines=False, **how) -> Trace:
 
 room = int(11.2 * GIB)
 fit = len(runs["ada"]) + (room - runs["ada"][-1].peak_bytes) // growth
-print(f"the last epoch that fits, by the straight line: {fit}")
+print(f"the last epoch that fits, extrapolated: {fit}")
 
 whole = whole_run(ada, 62)
 ada_died = simulate(whole, capacity_bytes=room).out_of_memory
@@ -654,11 +654,11 @@ print(f"allocated {format_bytes(ada_died.allocated_bytes)}")
 # %% [markdown]
 # Almost all reserved memory is allocated, as usual with a leak.
 #
-# Dora has no leak. She trains with 1,024 sequences in a batch, on a GPU with 4.3 GiB besides the
-# context. Her tensors need less.
+# Dora has no leak. She trains with batches of 1,024 sequences, on a GPU with 4.3 GiB besides the
+# context. Her tensors need less than that at every moment.
 
 # %%
-many = whole_run(dora, 12, batch=1024, seed=0)  # the lengths in another order
+many = whole_run(dora, 12, batch=1024, seed=0)  # this seed draws the lengths in another order
 plenty = simulate(many)
 print(f"allocated at the peak: {format_bytes(plenty.allocated_bytes)}")
 
@@ -676,9 +676,9 @@ print(f"the largest piece {format_bytes(pieces[0])}")
 print(f"  free in the driver       {format_bytes(card - dora_died.reserved_bytes):>12}")
 
 # %% [markdown]
-# The free memory and the driver's memory together are larger than the request, but neither alone is
-# large enough. Tensors of shorter batches were cut to other sizes, and the gaps between them
-# remain.
+# The free reserved memory and the driver's free memory together exceed the request, but neither is
+# large enough alone. Shorter batches have smaller tensors, and the gaps that these tensors left are
+# too small for the request.
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
@@ -692,9 +692,10 @@ axes.set_title("Dora's run on a large GPU")
 _ = axes.legend(frameon=False)
 
 # %% [markdown]
-# On a large GPU, her reserved memory jumps in epochs 1, 3 and 11, to more than twice what she
-# needs. `nvidia-smi` shows only this number, and it looks like a leak. To tell the two apart, print
-# `memory_allocated()` at the end of each epoch. If it stays flat, nothing leaks.
+# On a large GPU, her reserved memory jumps in epochs 1, 3 and 11, to more than twice the allocated
+# peak. `nvidia-smi` shows only reserved memory, so this fragmentation looks like a leak. To tell
+# the two apart, print `memory_allocated()` at the end of each epoch. If it stays flat, nothing
+# leaks.
 
 # %% [markdown]
 # ## Fix the leaks
@@ -769,7 +770,7 @@ memory.plot(range(1, 13), [size / MIB for size in alive])
 memory.set(xlabel="epoch", ylabel="MiB", ylim=(0, None), title="Alive after the epoch")
 learning.plot(range(1, 13), notes["losses"])
 learning.set(xlabel="epoch", ylabel="loss in nats", title="Loss on held-out source")
-print(f"different numbers of bytes alive after an epoch: {len(set(alive))}")
+print(f"the same bytes are alive after each epoch: {len(set(alive)) == 1}")
 print(f"the loss went down: {notes['losses'][-1] < notes['losses'][0]}")
 
 # %% [markdown]
@@ -790,7 +791,7 @@ class Logger:
 
 # %%
 def alive_bytes(make, then=lambda: None) -> int:
-    """Return the bytes still alive after `make()`, whose result is dropped, and `then()`."""
+    """Drop the result of `make()`, call `then()`, and return the bytes still alive."""
     gc.disable()
     with memlab.meter() as running:
         make()
@@ -977,16 +978,17 @@ for remedy in list(summary.advice(cause, found.replays))[:2]:
     print(f"remedy: {remedy}")
 
 # %% [markdown]
-# It names the line that exercise 2.4 found and the remedy of exercise 2.5. To predict the savings
-# of a remedy, it replays the history through the simulated allocator. Record several epochs: in
-# Ada's first three alone, `explain` finds no leak.
+# `explain` names the line from exercise 2.4 and the remedy from exercise 2.5. To predict how much a
+# remedy saves, it replays the history through the simulated allocator. Record several epochs: three
+# are too few for `explain` to find Ada's leak.
 
 # %% [markdown]
 # ## Monitor the loop
 #
 # A snapshot explains a run that has failed. A monitor warns during training: wrap your loop in
 # `with memlab.monitor():`. It reads the counters after each `optimizer.step()`, and warns once of a
-# leak, of fragmentation, or of nearly full memory. Monitor Ben's loop, for real on the CPU:
+# leak, of fragmentation, or of nearly full memory. Monitor Ben's loop on your CPU, without a dry
+# run:
 
 # %% tags=["nbval-ignore-output"] reason="the memory of a process differs from run to run"
 model, optimizer = new_model()
@@ -1002,12 +1004,12 @@ print(f"Ben keeps {format_bytes(4 * 128 * 512 * 4)} of GELU outputs per step")
 # %% [markdown]
 # Without `every`, the monitor prints nothing unless it warns. On a GPU it reads torch's counters.
 # On the CPU it reads the memory of the process, which includes freed memory that the C library
-# keeps. So on the CPU a warning may come late or never, and its MiB per step are rough.
+# keeps. So on the CPU a warning may come late or never, and its MiB per step are only an estimate.
 
 # %% [markdown]
-# `log_to` sends the bytes to TensorBoard (a `SummaryWriter`), a W&B run, or a function. For the
-# Trainers of transformers and Lightning, `MemoryCallback()` logs the same names. Import it from
-# `memlab.monitoring.transformers` or `memlab.monitoring.lightning`.
+# `log_to` sends the bytes to TensorBoard (a `SummaryWriter`), a W&B run, or a function. In the
+# Trainer of transformers or Lightning, use `MemoryCallback()`, which logs the same names. Import it
+# from `memlab.monitoring.transformers` or `memlab.monitoring.lightning`.
 
 # %%
 logged = []
@@ -1030,8 +1032,8 @@ print(f"8 × 1024**3 bytes are 8 GiB, and {8 * 1024**3 / 1e9:.2f} GB")
 # %% [markdown]
 # ## At scale
 #
-# A loss kept with its graph keeps all saved tensors of its forward pass. Compute their
-# bytes for larger models in float32, with yesterday's formula:
+# Each loss that Ada records keeps all saved tensors of its forward pass alive. Compute their bytes
+# for larger models in float32, with yesterday's formula:
 
 # %%
 for name, batch, seq_len in (("124m", 8, 640), ("1b", 1, 8192), ("llama-2-7b", 1, 4096)):
@@ -1053,9 +1055,9 @@ for name, batch, seq_len in (("124m", 8, 640), ("1b", 1, 8192), ("llama-2-7b", 1
 # | Intel | `xpu-smi` | `torch.xpu.memory_allocated()`, `memory_reserved()` |
 # | Apple | `vm_stat` | `torch.mps.current_allocated_memory()`, `driver_allocated_memory()` |
 #
-# On Apple, `driver_allocated_memory()` is the reserved number, and `recommended_max_memory()` the
-# most that Metal recommends. `vm_stat` counts pages; its first line has their size. Activity
-# Monitor shows the same in a window.
+# On Apple, `driver_allocated_memory()` returns the reserved memory, and `recommended_max_memory()`
+# the maximum that Metal recommends. `vm_stat` counts pages, and its first line shows the page size.
+# Activity Monitor shows the same numbers in a window.
 
 # %% [markdown]
 # Apple's GPU has *unified memory*: model, system and other programs share the same RAM. So other
@@ -1123,8 +1125,8 @@ verdict(
 split = table["max_split_size_mb:128"]
 shown = [tried.blocks.reserved_bytes / tried.smallest for tried in (plain, split)]
 measured = (
-    f"besides the context it shows {plain.blocks.reserved_bytes / GIB:.2f} GiB for a run that "
-    f"needs {plain.smallest / GIB:.2f} GiB; with max_split_size_mb:128, "
+    f"besides the context, nvidia-smi shows {plain.blocks.reserved_bytes / GIB:.2f} GiB for a run "
+    f"that needs {plain.smallest / GIB:.2f} GiB; with max_split_size_mb:128, "
     f"{split.blocks.reserved_bytes / GIB:.2f} GiB for a run that needs "
     f"{split.smallest / GIB:.2f} GiB"
 )
@@ -1167,13 +1169,14 @@ verdict(
     "7b",
     split.smallest < plain.smallest,
     measured,
-    condition="by a little, if the GPU is full and lengths vary; nvidia-smi shows more, and "
+    condition="with small savings, if the GPU is full and lengths vary; nvidia-smi shows more, and "
     "expandable segments save more",
 )
 
 # %% [markdown]
-# Fourth rule: what causes fragmentation, and what helps? Compare Dora's run with half the batch,
-# with one length, and with expandable segments.
+# Fourth rule: many small allocations cause fragmentation; memory pools and larger batches reduce
+# it. Compare Dora's run with half the batch, with one length, with expandable segments, and with
+# memory pools.
 
 # %%
 small = [segment for segment in just_before if segment.pool == "small"]
@@ -1182,8 +1185,8 @@ verdict(
     "7c",
     in_small / sum(free) > 0.5,
     f"{format_bytes(sum(free))} are free before the last large segment, "
-    f"{format_bytes(in_small)} of it in segments of small allocations (up to 1 MiB)",
-    otherwise="large allocations of many sizes fragment; small ones have their own segments",
+    f"only {format_bytes(in_small)} in segments of small allocations (up to 1 MiB)",
+    otherwise="large allocations of many sizes cause it; small ones have their own segments",
 )
 
 # %%
@@ -1214,8 +1217,8 @@ verdict(
 )
 
 # %% [markdown]
-# Fifth rule: how to fix a leak. Ada deletes her loss and empties the cache, as the guide says, but
-# the list still refers to the loss. Then she uses half the batch, twice as often.
+# Fifth rule: how to fix a leak. One guide says: delete the tensor and empty the cache. Ada does so,
+# but her list still refers to the loss. Another guide says: use half the batch, twice as often.
 
 
 # %%
@@ -1238,14 +1241,14 @@ cleaned = epochs_of(ada_cleans_up, 2)
 after_it = cleaned[-1].live_bytes - cleaned[-2].live_bytes
 measured = (
     f"Ada's memory grows by {format_bytes(growth)} per epoch; with del, empty_cache() and "
-    f"gc.collect() by {format_bytes(after_it)}; the loop of exercise 2.5, without these calls, by "
-    f"{format_bytes(alive[-1] - alive[-2])}"
+    f"gc.collect() it grows by {format_bytes(after_it)}; the memory of exercise 2.5's loop, "
+    f"without these calls, grows by {format_bytes(alive[-1] - alive[-2])}"
 )
 verdict(
     "8a",
     after_it == 0,
     measured,
-    otherwise="del removes a name, but a tensor lives as long as anything refers to it; without "
+    otherwise="del removes a name, but a tensor stays alive as long as a reference exists; without "
     "references it is freed without empty_cache(), which only releases free segments",
 )
 
@@ -1255,8 +1258,8 @@ growth_halved = halved[-1].live_bytes - halved[-2].live_bytes
 fit_halved = len(halved) + (room - halved[-1].peak_bytes) // growth_halved
 measured = (
     f"Ada's memory grows by {format_bytes(growth)} per epoch, and {fit} epochs fit; with half the "
-    f"batch, twice as often, by {format_bytes(growth_halved)}, and {fit_halved} fit; Dora, without "
-    f"a leak, reserves {plenty.reserved_bytes / GIB:.2f} GiB, and with half the batch "
+    f"batch, twice as often, it grows by {format_bytes(growth_halved)}, and {fit_halved} fit; "
+    f"Dora, without a leak, reserves {plenty.reserved_bytes / GIB:.2f} GiB, with half the batch "
     f"{half.reserved_bytes / GIB:.2f} GiB"
 )
 verdict(
@@ -1272,26 +1275,26 @@ verdict(
 #
 # | you see | cause | remedy |
 # | --- | --- | --- |
-# | allocated after each epoch grows | a leak | `leaks`, then find what keeps the tensors alive |
-# | it grows, then stops | a cache that fills, Adam's state | nothing |
-# | it is flat, reserved grows | fragmentation | `expandable_segments:True`, few lengths |
+# | allocated grows from epoch to epoch | a leak | `leaks`, then find what keeps the tensors alive |
+# | allocated grows, then stays flat | a cache fills, Adam's state | none needed |
+# | allocated flat, reserved grows | fragmentation | `expandable_segments:True`, few lengths |
 # | both flat, `nvidia-smi` higher | contexts, other processes | find the other process |
 # | only the peak jumps | a longer text | Day 3 |
 #
-# You can also estimate reserved memory before a run, and the epoch in which a leak ends it.
+# You can also estimate reserved memory before a run, and the epoch in which a leaking run fails.
 
 # %% [markdown]
 # | when | tool |
 # | --- | --- |
 # | before the run | `memlab.predict`, `memlab.allocator.simulate` |
 # | while it trains | `with memlab.monitor():` |
-# | it grows on your laptop | six epochs of `memlab.measure(one_epoch, lines=True)`, then `leaks` |
-# | it ran out of memory | the message; next time the snapshot, the viewer, `memlab explain` |
+# | when memory grows | six epochs of `memlab.measure(one_epoch, lines=True)`, then `leaks` |
+# | after a failed run | the message; next time the snapshot, the viewer, `memlab explain` |
 
 # %% [markdown]
 # ## The running bill
 #
-# Reading the meter saves nothing, so today's line equals yesterday's. The bill counts allocated
+# Reading the meter saves no memory, so today's line equals yesterday's. The bill counts allocated
 # memory. A GPU also needs memory for the context and for reserved memory without tensors.
 
 # %%

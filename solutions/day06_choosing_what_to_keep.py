@@ -19,9 +19,9 @@
 # ## The question
 #
 # Yesterday you checkpointed every block, so every block ran twice. To recompute less, a guide
-# says: *checkpoint every other layer*. This chooses whole blocks. But a block has dozens of
-# operators, and they differ: a matmul needs many operations, a norm almost none, while their
-# outputs are equally large.
+# says: *checkpoint every other layer*. This advice treats a block as one unit. But a block has
+# dozens of operators. A matmul needs many operations and a norm almost none, yet their outputs are
+# equally large.
 
 # %%
 from contextlib import contextmanager
@@ -57,7 +57,7 @@ from memlab.units import format_bytes
 
 # %%
 ### BEGIN SOLUTION
-guess("6.1", gone_percent=20, again_percent=20)  # the products' outputs must be most of it
+guess("6.1", gone_percent=20, again_percent=20)  # a guess: most bytes are outputs of matmuls
 ### END SOLUTION
 ### BEGIN STUB
 # guess("6.1", gone_percent=..., again_percent=...)
@@ -68,15 +68,15 @@ guess("6.1", gone_percent=20, again_percent=20)  # the products' outputs must be
 #
 # Measure one block on 8 × 640 tokens with fake tensors in three ways: plain, selective
 # checkpointing with the library, and yesterday's `checkpoint`. The plot shows the bytes held after
-# the forward pass, by the operator that made them, and the operations that run again.
+# the forward pass, by the operator that created them, and the share of operations that run again.
 
 
 # %%
-KINDS = {".mm": "matrix products", "scaled_dot": "attention"}
+KINDS = {".mm": "matmuls", "scaled_dot": "attention"}
 
 
 def held_and_run(call, block, x):
-    """What call(block, x) holds for backward; operations there, and there and back."""
+    """Allocations held for backward; operations of forward, and of forward and backward."""
     outputs = []
     trace = memlab.measure(lambda: outputs.append(call(block, x)), model=block)
     with Operations() as counter:
@@ -91,21 +91,21 @@ def plainly(block, x):
     return block(x)
 
 
-keep_dear = selective(MATMULS | ATTENTION)
-ways = {"everything kept": plainly, "products, attention": keep_dear, "checkpoint": checkpoint}
+keep_expensive = selective(MATMULS | ATTENTION)
+ways = {"everything kept": plainly, "matmuls, attention": keep_expensive, "checkpoint": checkpoint}
 with memlab.dry_run():
     block, x = GPT(replace(PRESETS["124m"], layers=1)).blocks[0], torch.randn(8, 640, 768)
     found = {name: held_and_run(call, block, x.requires_grad_()) for name, call in ways.items()}
 
 # %%
-kinds = [*KINDS.values(), "all else"]
+kinds = [*KINDS.values(), "other"]
 fig, axes = plt.subplots(figsize=(9, 2.4), layout="constrained")
 bytes_of, again_of = {}, {}
 _, forward, once = found["everything kept"]
 for name, (events, _, operations) in found.items():
     by_kind = dict.fromkeys(kinds, 0)
     for e in events:
-        by_kind[next((k for part, k in KINDS.items() if part in e.operator), "all else")] += e.bytes
+        by_kind[next((k for part, k in KINDS.items() if part in e.operator), "other")] += e.bytes
     bytes_of[name] = sum(by_kind.values())
     again_of[name] = (operations - once) / forward
     left = 0
@@ -114,22 +114,23 @@ for name, (events, _, operations) in found.items():
         left += by_kind[kind] / 2**20
     axes.text(left + 4, name, f"{again_of[name]:.0%} of forward again", va="center")
 axes.legend(kinds, frameon=False, loc="lower right")
-axes.set(xlabel="MiB held for backward, by what made it", xlim=(0, 400))
+axes.set(xlabel="MiB held for backward, by operator", xlim=(0, 400))
 axes.set_title("One block on 8 × 640 tokens")
 axes.invert_yaxis()
-selected = "products, attention"
+selected = "matmuls, attention"
 gone = 1 - bytes_of[selected] / bytes_of["everything kept"]
 reveal("6.1", gone_percent=100 * gone, again_percent=100 * again_of[selected])
 
 # %% [markdown]
 # **Nearly half of the activations are freed, and no matmul runs again.** A plain block also keeps
-# cheap outputs: normalized copies, SiLU's result, sums. All counted operations are in what you
-# keep. (Time still rises: cheap operators read and write memory once more.)
+# cheap outputs: normalized copies, SiLU's result, sums. Only matmuls and attention have counted
+# operations, and you keep their outputs. (Time still rises: cheap operators read and write memory
+# once more.)
 
 # %% [markdown]
 # The matmuls' part *grows* from 95 to 140 MiB: q and k before rotation and attention's output
-# projection are kept, too. The 15 MiB of "all else" in the two lower bars are the block's output.
-# Its input is alive as well, but existed before and is not counted.
+# projection are kept, too. In the two lower bars, the 15 MiB of "other" are the block's output.
+# The block's input is also alive, but existed before and is not counted.
 #
 # The day has two parts: choosing among whole blocks, and choosing among operators.
 
@@ -138,7 +139,7 @@ reveal("6.1", gone_percent=100 * gone, again_percent=100 * again_of[selected])
 #
 # If all blocks are equal, a uniform schedule is hard to beat. Real models often have unequal
 # blocks: in OpenELM (2024) the MLPs grow from block to block. Today's example is the tiny model
-# with nine blocks, with `intermediate_size` from 32 to 288. It reads torch's source code.
+# with nine blocks, with `intermediate_size` from 32 to 288. Its data is torch's source code.
 
 # %%
 torch.manual_seed(0)
@@ -158,7 +159,7 @@ tokens, targets = next(batches(source_bytes("64 KiB"), batch=8, seq_len=64, seed
 chain = chain_costs(model, tokens, targets)  # measured: four steps
 for n in (0, 4, 8):
     stage = chain.stages[n]
-    print(f"block {n}: saves {format_bytes(stage.saved_bytes)}, hands on ", end="")
+    print(f"block {n}: saves {format_bytes(stage.saved_bytes)}, output ", end="")
     print(f"{format_bytes(stage.output_bytes)}, {stage.forward / 1e6:.0f} million operations")
 
 # %% [markdown]
@@ -168,17 +169,17 @@ for n in (0, 4, 8):
 # | --- | --- |
 # | `forward` | operations of its forward pass |
 # | `output_bytes` | bytes of its output |
-# | `saved_bytes` | bytes it keeps without checkpointing: its output included, its input not |
+# | `saved_bytes` | bytes it keeps without checkpointing (output included, input excluded) |
 # | `tail` | operations after the last tensor that backward needs (part of `forward`) |
 #
-# A rerun stops early and skips the tail of its *last* stage. The earlier stages must compute their
-# outputs.
+# The rerun of a segment stops early: it skips the tail of the segment's *last* stage. The earlier
+# stages must compute their outputs.
 #
 # A **schedule** is a tuple: an int is a plain stage, a tuple a checkpointed segment. In `(0, (1,
-# 2))`, stage 0 is plain. Stages 1 and 2 keep only 2's output, and run again in backward.
+# 2))`, stage 0 is plain. Stages 1 and 2 keep only the output of stage 2, and run again in backward.
 
 # %% [markdown]
-# ### Exercise 6.1: what a schedule needs
+# ### Exercise 6.1: the costs of a schedule
 #
 # About 15 minutes. For a schedule of plain stages and segments (not nested), return three numbers:
 # the bytes **held** after the forward pass, the **most** bytes at one moment of backward, and the
@@ -188,8 +189,8 @@ for n in (0, 4, 8):
 
 
 # %%
-def what_it_takes(schedule, stages):
-    """(held, most, again) of a schedule: two numbers of bytes, one of operations."""
+def schedule_costs(schedule, stages):
+    """Return (held, most, again): bytes, bytes, operations."""
     ### BEGIN SOLUTION
     held = most = again = 0
     for part in schedule:
@@ -206,17 +207,17 @@ def what_it_takes(schedule, stages):
 
 
 # %%
-what_it_takes = exercise("6.1", what_it_takes)
+schedule_costs = exercise("6.1", schedule_costs)
 
 # %% [markdown]
-# Compare with the measurement. The measured peak also has temporaries and gradients, which the
-# library's `predicted_peak_bytes` includes. "Every other block" is the guide's advice. torch's
-# `checkpoint_sequential` never checkpoints its last segment.
+# Compare six schedules with the measurement. The measured peak also has temporaries and gradients,
+# which the library's `predicted_peak_bytes` includes. "Every other block" is the guide's advice.
+# torch's `checkpoint_sequential` never checkpoints its last segment.
 
 
 # %%
 def metered(loss_of):
-    """A trace of forward and backward, and the operations counted."""
+    """The trace of forward and backward, and their operations."""
     trace = memlab.measure(lambda: loss_of().backward(), model=model)
     model.zero_grad()
     with Operations() as counter:
@@ -252,7 +253,7 @@ for name, schedule in schedules.items():
     with checkpoint_blocks(model, schedule):
         trace, operations = metered(loss_of)
     peak, after_forward = trace.peak_bytes, [e.bytes for e in trace.events if e.phase == "forward"]
-    held, _, again = what_it_takes(schedule, chain.stages)
+    held, _, again = schedule_costs(schedule, chain.stages)
     exact += [
         held + ends == sum(after_forward),
         again == operations - chain.operations,
@@ -261,16 +262,16 @@ for name, schedule in schedules.items():
     points[name] = peak, operations / chain.operations - 1
     print(f"{name:22}{format_bytes(held):>12} held, peak {format_bytes(peak):>9}, ", end="")
     print(f"{points[name][1]:6.1%} run again")
-print(f"held, again and the predicted peak are the meter's, to the byte: {all(exact)}")
+print(f"held, again and the predicted peak equal the measurement exactly: {all(exact)}")
 trace, by_torch_operations = metered(by_torch)
 as_predicted = trace.peak_bytes == peak and by_torch_operations == operations
-print(f"torch's own takes what the last line says: {as_predicted}")
+print(f"torch's checkpoint_sequential has the peak and operations of this schedule: {as_predicted}")
 
 # %% [markdown]
 # (The percentages are of all operations of the step: forward, backward and loss.) √9 segments
-# *hold* the least, but their peak is nearly twice that of checkpointing every block: in backward a
-# segment of three wide blocks is in memory in full. Longer segments also rerun more, because fewer
-# segments skip fewer tails.
+# *hold* the least, but their peak is nearly twice as high as with every block checkpointed: in
+# backward, a segment of three wide blocks is in memory in full. Longer segments also rerun more,
+# because fewer segments skip fewer tails.
 
 # %% [markdown]
 # ## The best schedule
@@ -279,30 +280,30 @@ print(f"torch's own takes what the last line says: {as_predicted}")
 # is best for a budget? A schedule of stages i … j begins either
 #
 # - with stage i, **plain**, followed by a schedule of i+1 … j; or
-# - with a **segment** i … k−1, which has a schedule *inside*, followed by a schedule of k … j.
+# - with a **segment** i … k−1, with a schedule *inside*, followed by a schedule of k … j.
 #
-# So build the best schedules of long ranges from those of shorter ranges: dynamic programming.
+# So build the best schedules of long ranges from the schedules of shorter ranges: dynamic
+# programming.
 
 # %% [markdown]
-# `chain` computes what each choice adds to a peak (why:
-# [costs.py](../memlab/checkpointing/costs.py)). The chain's last stage, number
-# `len(chain.stages)`, is the loss. It is always plain.
+# `chain` computes the peak of each choice ([costs.py](../memlab/checkpointing/costs.py) explains
+# how). The chain's last stage, number `len(chain.stages)`, is the loss. It is always plain.
 #
 # | call | returns |
 # | --- | --- |
 # | `chain.if_last(j)` | the peak of stage j alone |
 # | `chain.if_plain(i, j, rest)` | the peak with i plain, if i+1 … j have the peak `rest` |
-# | `chain.if_segment(i, k, j, own, rest)` | the peak if i … k−1 has `own` and k … j `rest` |
+# | `chain.if_segment(i, k, j, own, rest)` | the peak, if i … k−1 peaks at `own`, k … j at `rest` |
 # | `chain.rerun(i, k)` | operations of running i … k−1 again |
 # | `chain.in_all(peak)` | the peak with weights and embedding, to compare with a budget |
 #
-# The best schedule of a range depends on the bytes that are left. So keep every choice that no
+# The best schedule of a range depends on the bytes left in the budget. So keep every choice that no
 # other choice beats in *both* bytes and operations.
 
 
 # %%
 def unbeaten(choices):
-    """Of (bytes, again, how): by growing bytes, each that runs less again than all before it."""
+    """Sort (bytes, again, how) by bytes; keep each that reruns less than all before it."""
     best = []
     for choice in sorted(choices, key=lambda choice: choice[:2]):
         if not best or choice[1] < best[-1][1]:
@@ -316,17 +317,17 @@ print(unbeaten([(10, 5, "a"), (8, 7, "b"), (12, 5, "c"), (9, 9, "d")]))
 # ### Exercise 6.2: the best schedule within a budget
 #
 # About 20 minutes. `choices(i, j)` returns the unbeaten (peak, again, schedule) of the stages i …
-# j. Write the lines that fill the list `found`. The given lines around them take the last choice
-# of the whole chain that fits, or None.
+# j. Write the lines that fill the list `found`. The lines below return the last choice of the whole
+# chain that fits the budget, or None.
 
 
 # %%
 def best_schedule(chain, budget_bytes):
-    """The schedule within the budget that runs the least again; None if none fits."""
+    """Return the schedule that reruns least within the budget, or None if none fits."""
 
     @cache
     def choices(i, j):
-        if i == j:  # its backward follows at once: nothing is spared if it forgets, so it is plain
+        if i == j:  # plain: backward starts here at once, so a checkpoint would save nothing
             return [(chain.if_last(j), 0, (j,))]
         ### BEGIN SOLUTION
         found = []
@@ -341,7 +342,7 @@ def best_schedule(chain, budget_bytes):
         return unbeaten(found)
 
     fitting = [c for c in choices(0, len(chain.stages)) if chain.in_all(c[0]) <= budget_bytes]
-    return fitting[-1][2][:-1] if fitting else None  # the loss is no block
+    return fitting[-1][2][:-1] if fitting else None  # without the loss
 
 
 # %%
@@ -367,7 +368,7 @@ for mib in (5, 6, 9):
 
 # %%
 def picture(points, lines, title):
-    """Peaks against what runs again: named points, and lines of (bytes, share) by name."""
+    """Plot the share of operations rerun against the peak: named points and named lines."""
     _, axes = plt.subplots(figsize=(9, 4), layout="constrained")
     for (name, line), style in zip(lines.items(), ("k-", "r.--"), strict=False):
         axes.plot([x / 2**20 for x, _ in line], [100 * y for _, y in line], style, label=name)
@@ -381,7 +382,7 @@ def picture(points, lines, title):
 
 
 best_of_blocks = {t.peak_bytes: t.recomputed / chain.operations for t in front}.items()
-picture(points, {"the best of whole blocks": best_of_blocks}, "Nine unequal blocks")
+picture(points, {"best choice of whole blocks": best_of_blocks}, "Nine unequal blocks")
 
 # %% [markdown]
 # No schedule of whole blocks is below the line.
@@ -391,14 +392,14 @@ picture(points, {"the best of whole blocks": best_of_blocks}, "Nine unequal bloc
 # - Segments of equal length are far above it: by 8 points (every 2 blocks) and 15 points (√9).
 # - Left of "every block" are schedules with nested segments.
 #
-# The line is nearly straight: per byte, all blocks are worth the same. So choosing among blocks
-# gains little. Look inside a block.
+# The line is nearly straight: a byte spent on any block spares about the same number of operations.
+# So choosing among blocks gains little. Look inside a block.
 
 # %% [markdown]
 # ## Inside a block
 #
-# Yesterday's `checkpoint` runs a block twice; the second run makes what backward needs. If the
-# second run *gets* the outputs of the expensive operators, only the cheap ones run again.
+# Yesterday's `checkpoint` runs a block twice: the second run computes the tensors that backward
+# needs. If you store the outputs of the expensive operators, only the cheap operators run again.
 #
 # A `TorchDispatchMode` intercepts every operator that runs inside `with`, below autograd. `func`
 # is the operator, such as `torch.ops.aten.mm.default`, and `func(*args, **kwargs)` runs it.
@@ -414,7 +415,7 @@ def keeping(chosen, block, x):
         with mode:
             return block(x)
 
-    y = checkpoint(run, x)  # yesterday's: forgets what `run` saves, and runs it again
+    y = checkpoint(run, x)  # yesterday's: drops what `run` saves, and runs it again in backward
     mode.is_second = True
     return y
 
@@ -451,18 +452,18 @@ class Choosing(TorchDispatchMode):
 Choosing = exercise("6.3", Choosing)
 
 # %% [markdown]
-# Yours, the library's and torch's, and how much a chosen output can be worth: the last block of the
-# nine, on 8 × 64 tokens.
+# Compare your version with torch's and the library's, on the last of the nine blocks with 8 × 64
+# tokens.
 
 # %%
 from functorch.compile import aot_module, make_boxed_func, min_cut_rematerialization_partition
 from torch._functorch import config as compiler
 
-DEAR = MATMULS | ATTENTION
+EXPENSIVE = MATMULS | ATTENTION
 
 
 def torch_selective(block, x):
-    contexts = partial(torchs.create_selective_checkpoint_contexts, list(DEAR))
+    contexts = partial(torchs.create_selective_checkpoint_contexts, list(EXPENSIVE))
     return torchs.checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
 
@@ -477,24 +478,24 @@ last_block, last_stage = model.blocks[8], chain.stages[8]
 x = torch.randn(8, 64, 32, requires_grad=True)
 print_way("everything kept", plainly)
 print_way("nothing kept: checkpoint", checkpoint)
-print_way("products and attention: yours", partial(keeping, DEAR))
+print_way("matmuls and attention: yours", partial(keeping, EXPENSIVE))
 print_way("  torch's", torch_selective)
-print_way("  the library's", selective(DEAR))
+print_way("  the library's", selective(EXPENSIVE))
 
 # %% [markdown]
 # The library's version holds less than yours and torch's: it records the first run, then drops
 # outputs that backward does not need. (The last matmul, `down`, is chosen, but backward needs its
-# inputs, not its output.) It also accepts the numbers of single *calls*: `selective({8, 42})`.
+# inputs, not its output.) You can also choose single *calls* by number: `selective({8, 42})`.
 
 # %% [markdown]
 # ## What torch.compile saves instead
 #
 # torch.compile traces forward and backward into one graph, and cuts it in two. Tensors that cross
-# the cut are saved. It looks for the **minimum cut** in bytes, in which no matmul runs again, nor
-# anything that cannot be fused into backward's kernels (reductions, long chains).
+# the cut are saved. It looks for the **minimum cut**: the fewest bytes for which backward reruns
+# only cheap operators that can be fused into its kernels (no matmuls, reductions or long chains).
 #
-# `activation_memory_budget` moves the cut: 1 is the minimum cut, 0 saves only the inputs, and
-# between them a knapsack solver decides. Here nothing is compiled: both graphs run unchanged.
+# `activation_memory_budget` moves the cut: 1 is the minimum cut, 0 saves only the inputs. Between
+# 0 and 1, a knapsack solver decides. Here nothing is compiled: both graphs run unchanged.
 
 
 # %%
@@ -503,11 +504,11 @@ def as_it_is(graph, _):
 
 
 def cut(budget, block):
-    """The block as two graphs, cut by torch's partitioner."""
+    """Return the block as two graphs, cut by torch's partitioner."""
     partition = min_cut_rematerialization_partition
     with compiler.patch(activation_memory_budget=budget):
         graphs = aot_module(block, as_it_is, partition_fn=partition)
-        graphs(x).sum().backward()  # they are made by the first call
+        graphs(x).sum().backward()  # the first call creates the graphs
         block.zero_grad()
     return graphs
 
@@ -518,11 +519,11 @@ for budget in (1.0, 0.5, 0.0):
 
 # %% [markdown]
 # At 1, the cut keeps more than matmuls and attention, because recomputation must cost no *time*.
-# 0.5 means halfway between the input and that cut, about 1.1 MiB. There it drops matmuls, too, and
-# holds less than the budget: one more output of 576 KiB would exceed it.
+# 0.5 means halfway between the bytes at 0 and at 1, about 1.1 MiB. There it drops matmuls, too. It
+# holds less than this budget because another output of 576 KiB would exceed it.
 #
-# Which outputs should it drop? Each needs bytes and spares operations, and the budget limits the
-# bytes: this is the **knapsack** problem.
+# Which outputs should you keep? Each output needs bytes and spares operations, and the budget
+# limits the bytes: this is the **knapsack** problem.
 
 # %% [markdown]
 # ### Exercise 6.4: what to keep within a budget
@@ -535,7 +536,7 @@ for budget in (1.0, 0.5, 0.0):
 
 # %%
 def best_operators(operators, budget_bytes):
-    """The set of the numbers of the operators whose outputs are to be kept."""
+    """Return the set of numbers of the operators to keep."""
     ### BEGIN SOLUTION
     choices = [(0, sum(o.operations for o in operators), frozenset())]
     for o in operators:
@@ -560,7 +561,7 @@ best_operators = exercise("6.4", best_operators)
 # %%
 @contextmanager
 def each_block(call_of):
-    """Within: block n is run by call_of(n)(block, x)."""
+    """Run block n through call_of(n)(block, x) inside `with`."""
     for n, block in enumerate(model.blocks):
         block.forward = partial(call_of(n), block.forward)
     yield
@@ -569,7 +570,7 @@ def each_block(call_of):
 
 
 operators = [
-    o._replace(number=1000 * n + o.number)  # numbers of its own for each block
+    o._replace(number=1000 * n + o.number)  # unique across blocks
     for n, block in enumerate(model.blocks)
     for o in checkpointing.operators_of(block, x)
     if o.operations
@@ -590,23 +591,24 @@ for part in (0, 1 / 3, 2 / 3, 1):
     by_operator.append((trace.peak_bytes, operations / chain.operations - 1))
     taken = f"{len(numbers):2} of {len(operators)} operators kept"
     print(f"{taken}: peak {format_bytes(trace.peak_bytes):>9}, {by_operator[-1][1]:5.1%} run again")
-points["products and attention"] = by_operator[-1]
+points["matmuls and attention"] = by_operator[-1]
 
 # %%
-lines = {"the best of whole blocks": best_of_blocks, "the best operators": by_operator}
+lines = {"best choice of whole blocks": best_of_blocks, "best choice of operators": by_operator}
 picture(points, lines, "The same model, chosen block by block, and operator by operator")
 
 # %% [markdown]
 # The red line starts at "every block" and falls to **zero** operations, with a third of the peak
-# saved. More bytes than that spare only cheap operators: time, but no counted operations.
+# saved. Keeping more bytes would spare only cheap operators: less time, but no fewer counted
+# operations.
 #
 # Choosing operators beats choosing blocks, except for the first MiB: spend it on the last block,
 # which is in memory in full anyway when backward starts. Only segments of several blocks get below
-# "every block". (Flash attention, Day 10, uses this idea inside one kernel: it drops the scores
+# "every block". (Flash attention, Day 10, uses recomputation inside one kernel: it drops the scores
 # and recomputes them.)
 
 # %% [markdown]
-# ## It learns the same
+# ## The losses are identical
 #
 # Train six AdamW steps from the same weights in three ways: plain, the best schedule within 6 MiB,
 # and selected operators.
@@ -614,7 +616,7 @@ picture(points, lines, "The same model, chosen block by block, and operator by o
 
 # %%
 def trained(around):
-    """The losses of six steps, from the weights that the model has now."""
+    """Return the losses of six steps, and restore the weights."""
     start = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
     text, losses = batches(source_bytes("64 KiB"), batch=8, seq_len=64, seed=1), []
@@ -632,15 +634,15 @@ def trained(around):
 
 plain_losses = trained(each_block(lambda n: lambda block, x: block(x)))
 by_schedule = trained(checkpoint_blocks(model, best_schedule(chain, 6 * 2**20)))
-by_choice = trained(each_block(lambda n: partial(keeping, DEAR)))
+by_choice = trained(each_block(lambda n: partial(keeping, EXPENSIVE)))
 print(f"the loss went down: {plain_losses[-1] < plain_losses[0]}")
 print(f"the same losses, to the bit: {plain_losses == by_schedule == by_choice}")
 
 # %% [markdown]
 # ## At scale: seven billion
 #
-# Take one block of Llama 2 7B on 1 × 4096 tokens in bfloat16, with fake tensors, times 32. Add a
-# budget: the best operators for 4 GiB, on top of the 1 GiB of block outputs.
+# Measure one block of Llama 2 7B on 1 × 4096 tokens in bfloat16, with fake tensors, and multiply
+# by 32. Add a budget: the best operators for 4 GiB, on top of the 1 GiB of block outputs.
 
 # %%
 seven_ways = ways | {"attention alone": selective(ATTENTION)}
@@ -658,7 +660,8 @@ for name, (held, operations) in seven.items():
     print(f"{name:20}{format_bytes(held):>11} held in {L} blocks, {again:5.1%} of operations again")
 
 # %% [markdown]
-# The last line is the 1 GiB of block outputs and 3.70 of the 4 GiB: no further matmul fits.
+# The last line holds 1 GiB of block outputs and 3.70 GiB of chosen outputs. No other matmul fits
+# into the remaining 0.30 GiB.
 #
 # bfloat16 weights need 12.6 GiB. If they are frozen (LoRA, Day 3), a 24 GiB GPU has room for the
 # checkpoints and a few GiB more. You can use these to recompute less, not only for a larger batch.
@@ -674,11 +677,11 @@ for name, (held, operations) in seven.items():
 if gpu := torch.accelerator.current_accelerator(check_available=True):
     on_gpu = replace(SETTING, device=gpu.type)
 
-    def choose_dear(model):
+    def keep_matmuls(model):
         for block in model.blocks:
-            block.forward = partial(selective(DEAR), block.forward)
+            block.forward = partial(selective(EXPENSIVE), block.forward)
 
-    selectively = Plugs(change_model=choose_dear)
+    selectively = Plugs(change_model=keep_matmuls)
     for name, how in (("every block", TECHNIQUES["checkpointing"]), ("selective", selectively)):
         training = build(on_gpu, how)
         training.step()
@@ -703,7 +706,7 @@ with memlab.dry_run():
     batch = torch.zeros(8, 640, dtype=torch.long)
     measured_one = chain_costs(one, batch, batch)
 [stage] = measured_one.stages
-more_weights = (config.layers - 1) * stage.gradient_bytes  # a gradient is as large as its weight
+more_weights = (config.layers - 1) * stage.gradient_bytes  # a gradient has its weight's size
 twelve = replace(
     measured_one,
     stages=12 * (stage,),
@@ -717,15 +720,15 @@ everything = checkpointing.uniform_schedule(12, every=1)
 
 
 def saved(schedule):
-    """The shares that go of the blocks' activations, of all, and of the peak with AdamW."""
+    """Shares saved: of the blocks' activations, of all activations, of the peak with AdamW."""
     ends = twelve.first.saved_bytes + twelve.last.saved_bytes
-    of_blocks, kept = (what_it_takes(s, twelve.stages)[0] for s in (nothing, schedule))
+    of_blocks, kept = (schedule_costs(s, twelve.stages)[0] for s in (nothing, schedule))
     peaks = [checkpointing.predicted_peak_bytes(s, twelve) for s in (nothing, schedule)]
     return 1 - kept / of_blocks, 1 - (kept + ends) / (of_blocks + ends), 1 - peaks[1] / peaks[0]
 
 
 def in_words(shares):
-    words = "{:.0%} of the blocks' activations, {:.0%} with the logits', {:.0%} of the peak"
+    words = "saves {:.0%} of the blocks' activations, {:.0%} of all, {:.0%} of the peak"
     return words.format(*shares)
 
 
@@ -734,7 +737,7 @@ verdict(
     "16a",
     0.4 <= saved(half)[0] <= 0.5,
     in_words(saved(half)),
-    condition="for the blocks' activations; weights, Adam and logits stay",
+    condition="for the blocks' activations; weights, optimizer state and logits do not shrink",
 )
 
 # %%
@@ -742,7 +745,7 @@ verdict(
     "16b",
     0.6 <= saved(everything)[1] <= 0.8,
     in_words(saved(everything)),
-    condition="for all activations, logits among them; of the blocks' own it is more",
+    condition="for all activations, logits included; the blocks' activations shrink more",
 )
 
 # %%
@@ -750,38 +753,44 @@ costs = [checkpointing.recomputed(s, twelve) / twelve.operations for s in (half,
 of_block = stage.forward + stage.backward
 early = [share * (stage.forward - stage.tail) / of_block for share in (0.5, 1)]
 to_the_end = [share * stage.forward / of_block for share in (0.5, 1)]
-verdict(
-    "16c",
-    0.15 <= to_the_end[0] <= 0.2 and 0.3 <= to_the_end[1] <= 0.4,
-    f"to their end, blocks run {to_the_end[0]:.0%} and {to_the_end[1]:.0%} of their operations "
-    f"again; with an early stop {early[0]:.0%} and {early[1]:.0%}, which is {costs[0]:.0%} and "
-    f"{costs[1]:.0%} of all",
-    condition="for blocks that run again to their end, and of the blocks' own operations; an early "
-    "stop spares each block's last product, and the logits never run again",
+reruns = (
+    f"rerunning half or all blocks in full adds {to_the_end[0]:.0%} or {to_the_end[1]:.0%} to the "
+    f"blocks' operations; with early stop {early[0]:.0%} or {early[1]:.0%}, which is "
+    f"{costs[0]:.0%} or {costs[1]:.0%} of the step's operations"
 )
 
 # %%
 verdict(
+    "16c",
+    0.15 <= to_the_end[0] <= 0.2 and 0.3 <= to_the_end[1] <= 0.4,
+    reruns,
+    condition="if blocks rerun in full, and only the blocks' operations count; an early stop skips "
+    "each block's last matmul, and the logits never rerun",
+)
+
+# %%
+by_layer = f"{saved(half)[0]:.0%} of the blocks' activations for {costs[0]:.0%} more operations"
+by_operators = f"{gone:.0%} for {again_of[selected]:.0%} more"
+verdict(
     "16d",
     costs[0] <= again_of[selected] or gone < 0.4,
-    f"every other block: {saved(half)[0]:.0%} of the blocks' activations less, {costs[0]:.0%} more "
-    f"operations; products and attention kept in every block: {gone:.0%} less, "
-    f"{again_of[selected]:.0%} more",
-    otherwise="the word is for choosing operators: nearly as much goes, and no product runs again",
+    f"checkpointing every other block saves {by_layer}; keeping matmuls and attention saves "
+    f"{by_operators}",
+    otherwise="choose operators, not layers: this saves nearly as much and reruns no matmul",
 )
 
 # %% [markdown]
 # ## What you can do now
 #
-# | if it does not fit | do | for the 124M model's blocks |
+# | activations to free | technique | 124M model's blocks |
 # | --- | --- | --- |
-# | by less than half of its activations | keep matmuls and attention | −45 %, nothing rerun |
-# | by more | the knapsack: fill the budget | in between |
-# | by nearly all of them | checkpoint every block | −95 %, four fifths of forward rerun |
-# | by even more | a schedule with nested segments | the last few percent, expensive |
+# | less than half | keep matmuls and attention | −45 %, no matmul rerun |
+# | more | knapsack: fill the budget with operators | between the rows above and below |
+# | nearly all | checkpoint every block | −95 %, four fifths of forward rerun |
+# | even more | a schedule with nested segments | the last few percent, expensive |
 #
-# Before you choose, count the bytes kept, the operations rerun and the **peak**, which may be
-# elsewhere. Anything you keep below the peak is free.
+# Before you choose, count the bytes kept, the operations rerun and the **peak**, which may occur at
+# another moment. Activations that do not raise the peak are free.
 
 # %% [markdown]
 # ## The running bill

@@ -18,12 +18,13 @@
 # %% [markdown]
 # ## The question
 #
-# Days 5 and 6 dropped activations and recomputed them. Today you keep **everything**, but in fewer
-# bits. The forward pass computes in full precision, as always. Only the tensors saved for backward
-# are rounded, so backward gets approximate activations.
+# On days 5 and 6 you dropped activations and recomputed them. Today you keep **everything**, but in
+# fewer bits. The forward pass computes in full precision, as always. Only the tensors saved for
+# backward are rounded, so backward gets approximate activations.
 #
-# A float32 element has 4 bytes. Today it gets one byte, for 256 different values. Storing elements
-# with few values is called **quantization**. The stored integer is the element's **code**.
+# A float32 element has 4 bytes. Today it gets one byte, so it can have 256 different values.
+# Rounding elements to a few values is called **quantization**. The stored integer is the element's
+# **code**.
 
 # %%
 import weakref
@@ -52,8 +53,8 @@ from memlab.units import format_bytes
 # %% [markdown]
 # ## Guess
 #
-# A block of the 124M model holds 310 MiB for backward (8 × 640 tokens, float32; its input
-# included, its output not). How many MiB does it hold
+# A block of the 124M model holds 310 MiB for backward (8 × 640 tokens in float32, with its input,
+# without its output). How many MiB does it hold
 #
 # - if every eligible tensor is kept in 8 bits?
 # - with Day 5's checkpoint instead?
@@ -90,11 +91,11 @@ def held_by(call, around):
     trace = memlab.measure(forward, model=block)
     kept = [e for e in trace.alive() if e.phase != "before"]
     first = min(kept, key=lambda e: e.storage)  # the input or its codes
-    held = {"input": 0, "attention": 0, "MLP": -outputs[0].nbytes, "smallest and step": 0}
+    held = {"input": 0, "attention": 0, "MLP": -outputs[0].nbytes, "group scales": 0}
     for e in kept:
         of_mlp = e.module.startswith("mlp") or e.module == "Block"  # with its norm and residual sum
         part = "input" if e is first else "MLP" if of_mlp else "attention"
-        held["smallest and step" if e.dtype == "bfloat16" else part] += e.bytes
+        held["group scales" if e.dtype == "bfloat16" else part] += e.bytes
     return held
 
 
@@ -116,7 +117,7 @@ reveal("7.1", both_mib=totals["both"], **{k: totals[name] for k, name in measure
 # %%
 fig, axes = plt.subplots(figsize=(9, 2.6), layout="constrained")
 colours = {"input": "#ddaa33", "attention": "#cc6677", "MLP": "#4477aa"}
-colours["smallest and step"] = "#222222"
+colours["group scales"] = "#222222"
 for name, parts in held.items():
     left = 0
     for part, colour in colours.items():
@@ -131,11 +132,13 @@ _ = axes.legend(frameon=False, loc="lower right")
 
 # %% [markdown]
 # Exactly a quarter would be 77.5 MiB. The difference has two parts: 4 bytes per group of 256
-# elements (black), and a quarter of a MiB that is not compressed. **Nothing is recomputed**, and
-# if activations fill the memory, nearly four times as many tokens fit. Checkpointing saves more,
-# but runs every block twice. You can also compress its inputs ("both").
+# elements (black), and about 0.25 MiB of tensors that stay uncompressed.
 #
-# The price is an error in every gradient. Build it and measure the error.
+# **Nothing is recomputed.** If activations fill the memory, nearly four times as many tokens fit.
+# Checkpointing saves more, but runs every block twice. You can also compress the inputs of
+# checkpointed blocks ("both").
+#
+# The price is an error in every gradient. Build the compression and measure this error.
 
 # %% [markdown]
 # ## 256 evenly spaced values
@@ -145,7 +148,7 @@ _ = axes.legend(frameon=False, loc="lower right")
 # to an integer from 0 to 255. One byte holds it. To dequantize, compute `smallest + code · step`.
 # With 4 bits there are 15 steps, with 2 bits 3.
 #
-# For an example, take MLP activations of the tiny model, fed with random bytes.
+# The example below uses MLP activations of the tiny model on random bytes.
 
 # %%
 torch.manual_seed(0)
@@ -169,7 +172,7 @@ _ = all_axes[0].set_ylabel("activation")
 
 # %% [markdown]
 # Quantization moves each point to the nearest red line. At 8 bits the difference is invisible. At
-# 2 bits most of the group ends up on the same line.
+# 2 bits most points end up on the same line.
 #
 # Each group stores `smallest` and `step`: 8 bytes in float32, 4 in bfloat16. But bfloat16 has only
 # two to three decimal digits. With round to nearest, `smallest` could be above the group's
@@ -204,8 +207,9 @@ print(f"rounded up: {as_bfloat16(value, inf).item()}")
 # - `step`: bfloat16 (groups, 1), rounded up. `levels` steps from the *rounded* `smallest` must
 #   reach the maximum.
 #
-# No element may come back more than half a step off. Round with `round(steps)`, the function that
-# you are given. Do not pass it 0 / 0: a group can be all zeros. Leave `groups` unchanged.
+# After `dequantize`, each element must be within half a step of the original. Round with the
+# argument `round`: `round(steps)`. Do not pass it 0 / 0: a group can be all zeros. Leave `groups`
+# unchanged.
 
 
 # %%
@@ -237,7 +241,7 @@ others = torch.arange(len(with_outlier)) != 1000
 
 
 def error(values, size):
-    """The relative error without the outlier, in groups of `size` elements."""
+    """The relative error of all elements but the outlier, in groups of `size` elements."""
     groups = values.view(-1, size)
     off = (dequantize(*quantize(groups, 255)) - groups).flatten()
     return (off[others].norm() / values[others].norm()).item()
@@ -257,9 +261,11 @@ print(f"the guide's single scale: error with the outlier {off:.0%}")
 # With one scale for the tensor, all elements but the outlier are lost: most come back as 0. In
 # groups of 256, the outlier affects only its own group. Smaller groups are more accurate, but
 # groups of 16 need 0.25 bytes more per element. Groups of 256 need 1/64 of a byte, less than 2 %.
-#
-# And why start at the *minimum*, when the guide's range goes from −max to max? Few groups are
-# centred on 0. Starting at the minimum uses all codes, at no extra bytes.
+
+# %% [markdown]
+# Why start at the *minimum*? The guide's range goes from −max to max, but few groups are centred on
+# 0. A range from minimum to maximum uses all codes. `smallest` and `step` in bfloat16 need 4 bytes,
+# as many as one float32 scale.
 
 # %%
 groups = activations.view(-1, 256)
@@ -278,13 +284,13 @@ print(f"{from_smallest:.2%}, {1 - from_smallest / from_largest:.0%} less")
 #
 # **Stochastic rounding** (Day 4 used it for bfloat16) is unbiased: 2.25 becomes 3 with probability
 # 0.25, and 2 otherwise. A single draw is less accurate than round to nearest, but the mean of many
-# draws is *correct*.
+# draws converges to the exact value.
 
 # %% [markdown]
 # ### Exercise 7.2: stochastic rounding
 #
-# About 8 minutes. `steps` is a float32 tensor of any shape, with values ≥ 0. Return a float32
-# tensor of its shape that holds integers. Round each element up with a probability equal to its
+# About 8 minutes. `steps` is a float32 tensor of any shape, with values ≥ 0. Return integers in a
+# float32 tensor of the same shape. Round each element up with a probability equal to its
 # fraction, otherwise down. Draw one random number per element, only from `generator`:
 # `torch.rand(..., generator=generator)`. Training uses torch's global generator for dropout, so do
 # not touch it. Leave `steps` unchanged.
@@ -334,10 +340,10 @@ print(f"and off by less than a tenth of their standard deviation: {off < spread 
 # Round to nearest gives the same wrong sum every time. Stochastic rounding varies, but is
 # unbiased.
 #
-# - **8 bits: round to nearest.** Its error is smaller by a good quarter, and its bias is
+# - **8 bits: round to nearest.** Its error is more than a quarter smaller, and its bias is
 #   negligible.
 # - **Fewer bits: a trade-off.** Round to nearest is biased. Stochastic rounding has more noise,
-#   which averages out over enough tokens and steps. You will try both.
+#   which averages out over enough tokens and steps. You will try both below.
 #
 # (ActNN and GACT, described below, always use stochastic rounding.)
 
@@ -367,8 +373,8 @@ print(unpack(torch.tensor([0b0010_0001, 0b0000_0011], dtype=torch.uint8), bits=4
 #
 # About 8 minutes. `codes` is uint8 (n,), each code below 2 to the power of `bits` (8, 4 or 2).
 # Return uint8 (⌈n · bits / 8⌉,), so that `unpack` recovers the codes. (⌈ ⌉ rounds up.) The last
-# byte need not be full. Return a tensor with its own memory, of exactly this size: `codes` may be
-# a view of a longer tensor, which must be freed. Leave `codes` unchanged.
+# byte may be partly empty. Return a tensor with its own memory, of exactly this size: `codes` may
+# be a view of a longer tensor, which must be freed. Leave `codes` unchanged.
 
 
 # %%
@@ -388,8 +394,8 @@ def pack(codes, bits):
 pack = exercise("7.3", pack)
 
 # %% [markdown]
-# Now combine them for any number of elements, in groups of 256. The last group is padded with its
-# last element, because zeros could widen its range.
+# Now combine `quantize` and `pack` for any number of elements, in groups of 256. The last group is
+# padded with its last element, because zeros could widen its range.
 
 
 # %%
@@ -436,7 +442,7 @@ for bits in (8, 4, 2):
 # - One **storage** (the memory behind a tensor) can be saved by several operators, or as several
 #   views. Count it once.
 # - Tensors with **no gradient** (`requires_grad` is False) are indices, masks, tables or
-#   statistics. A rounded index points to another row. Data is held elsewhere anyway.
+#   statistics. A rounded index points to another row. Input data stays in memory anyway.
 # - **Small** tensors, below 256 elements, save too little.
 
 # %%
@@ -496,7 +502,7 @@ for bits in (8, 4, 2):
 # `pack` receives a tensor and returns what autograd keeps. `unpack` receives that in backward, and
 # must return the tensor. Three common mistakes:
 #
-# - **Keeping the original** by any reference: nothing is saved, and the codes need memory, too.
+# - **Keeping a reference to the original**: nothing is saved, and the codes need memory, too.
 # - **Compressing a storage twice.** Views of one storage must share its codes. Compress the whole
 #   storage, and keep the view's size, stride and offset. `values.as_strided(size, stride, offset)`
 #   rebuilds the view.
@@ -630,9 +636,9 @@ for bits, (_, one_draw, mean_of_9) in errors.items():
     print(f"{bits} bits: the mean of 9 draws has {one_draw / mean_of_9:.0f}× less error than one")
 
 # %% [markdown]
-# Each bit less doubles the error. From 8 to 4 bits the steps are 255 / 15 = 17 times as wide, and
-# the error is 17 times as large. The mean of 9 draws is √9 = 3 times as accurate, so stochastic
-# rounding is unbiased.
+# Each bit that you remove about doubles the error. From 8 to 4 bits the steps become 255 / 15 = 17
+# times as wide, and the error 17 times as large. The mean of 9 draws is √9 = 3 times as accurate,
+# as you expect from unbiased draws.
 #
 # How small must the error be? The gradient of a small batch is itself an estimate, usually off by
 # far more than 1 %. So train and see.
@@ -641,8 +647,8 @@ for bits, (_, one_draw, mean_of_9) in errors.items():
 # ## Does it learn?
 #
 # Train the tiny model, cut to one block, on torch's source code: 40 AdamW steps, with the same
-# initial weights and batches. One run uses one scale per tensor in 2 bits. (The guide's 8 bits
-# with one scale learn as well as any run this short.)
+# initial weights and batches. One run uses one scale per tensor in 2 bits. (In a run this short,
+# the guide's one scale per tensor in 8 bits makes no visible difference.)
 
 
 # %%
@@ -665,7 +671,7 @@ def losses_of(how=None, steps=40):
 
 
 def one_scale(values):
-    """Round to nearest in 2 bits, with the tensor as one group; store those values in 8 bits."""
+    """Round to nearest in 2 bits, with the tensor as one group; store the result in 8 bits."""
     codes, smallest, step = quantize(values.view(1, -1), 3)
     return compress(dequantize(codes, smallest, step).view(-1))
 
@@ -705,7 +711,7 @@ print(f"2 bits, one scale: behind 32 bits: {behind['2 bits, nearest, one scale']
 # You cannot tell 8 bits from 32. On four seeds:
 #
 # - At **4 bits**, stochastic rounding beat round to nearest each time.
-# - At **2 bits**, it did so twice: 40 small steps average out only little of the larger noise.
+# - At **2 bits**, it won twice: 40 steps are too few to average out the larger noise.
 # - **2 bits with one scale** were behind 32 bits each time, by 0.08 to 0.20 nats.
 
 # %% [markdown]
@@ -717,12 +723,12 @@ print(f"2 bits, one scale: behind 32 bits: {behind['2 bits, nearest, one scale']
 # %% [markdown]
 # ## Together with checkpointing
 #
-# Of two nested hooks, the inner one sees a tensor.
+# If two saved-tensor hooks are nested, only the inner hook receives a tensor.
 #
-# - `with compressed_activations():` *around* checkpointed blocks compresses what they keep, their
-#   inputs. (Recomputation in backward is outside the `with`: it is exact, but starts from a
-#   rounded input.)
-# - *Inside* a checkpoint there is nothing to compress.
+# - `with compressed_activations():` *around* checkpointed blocks compresses the inputs that they
+#   keep. (Backward recomputes outside the `with`, so the recomputed activations are not
+#   compressed. But they start from a rounded input.)
+# - *Inside* a checkpoint, no saved tensor is left to compress.
 # - Day 6's `selective` keeps detached tensors, which have no gradient. They are not compressed.
 
 # %%
@@ -739,16 +745,18 @@ print(f"8 bits around it: {format_bytes(totals['both'])}")
 # %% [markdown]
 # The first two lines differ by 11.2 MiB, which compression saves on the input. Attention's 15 MiB
 # do not shrink.
-#
+
+# %% [markdown]
 # ## What does not shrink
 #
 # - **bfloat16** elements have only 2 bytes: compression saves 1.97× and no more. (On a CPU, the
 #   norms keep float32 copies, which shrink by four.)
 # - **Weights, gradients, moments**, and logits.
-# - **The peak**, if it is elsewhere. In backward, each tensor is decompressed in full while its
-#   operator runs, next to the operator's temporaries.
+# - **The peak**, if it occurs at another moment. In backward, each tensor is decompressed in full
+#   while its operator runs, next to the operator's temporaries.
 #
-# Now measure whole steps of two models, with one block and with two, and extrapolate.
+# Now measure whole steps of two models. Measure them with one and with two blocks, and extrapolate
+# to all blocks.
 
 
 # %%
@@ -811,23 +819,23 @@ for name, (kept, peak) in small.items():
 # %%
 seven = {}
 for name, way in WAYS.items():
-    layers = (2, 3) if name == "in 8 bits" else (1, 2)  # with 1 block its peak is elsewhere
+    layers = (2, 3) if name == "in 8 bits" else (1, 2)  # with 1 block the peak is elsewhere
     shape = 1, 4096, torch.bfloat16
     seven[name] = step_bytes("llama-2-7b", way, *shape, device="cuda", layers=layers)
 for name, (kept, peak) in seven.items():
     print(f"{name:15} {format_bytes(kept):>9} of activations, peak {format_bytes(peak)}")
 
 # %% [markdown]
-# Weights, gradients and moments need 50.2 GiB at the end of backward. No technique of today goes
-# below this floor.
+# Weights, gradients and moments need 50.2 GiB at the end of backward. Today's techniques cannot
+# lower this floor.
 #
-# | | above the floor | why |
+# | | peak above the floor | why |
 # | --- | --- | --- |
 # | 8 bits | 0.2 GiB | no block runs twice |
 # | checkpointing | 0.3 GiB | the recomputed block is alive next to the last gradients |
 #
-# *Both* saves nothing more for one sequence. Each further sequence adds the first column again:
-# 19, 10, 1.3 or 0.8 GiB.
+# With one sequence, *both* does not lower the peak further. Each further sequence adds its
+# activations again: 19 GiB plain, 10 GiB in 8 bits, 1.3 GiB checkpointed, 0.8 GiB with both.
 #
 # Use 8 bits if time matters and you need a factor of two (bfloat16) or four (float32). If you need
 # more, checkpoint.
@@ -849,9 +857,9 @@ for name, (kept, peak) in seven.items():
 # %% [markdown]
 # ## On your GPU
 #
-# If you have a GPU, this cell runs the bill's first step on it, plain and in 8 bits. Quantizing
-# and dequantizing are a dozen small kernels each, all limited by memory bandwidth.
-# `memlab.kernels` has fused versions of one Triton kernel each, as in ActNN and GACT.
+# If you have a GPU, this cell runs Day 1's step on it, plain and in 8 bits. Quantizing and
+# dequantizing each launch a dozen small kernels, all limited by memory bandwidth. `memlab.kernels`
+# has fused versions, with one Triton kernel each, as in ActNN and GACT.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):
@@ -871,9 +879,8 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# A guide claims a 50 % reduction by INT8 activations, and 70–80 % together with checkpointing. It
-# does not say what shrinks. Test three meanings: what a block holds, all activations, and the
-# peak.
+# A guide claims that INT8 activations save 50 %, and 70–80 % together with checkpointing. It does
+# not say 50 % of which memory. Test three: a block's activations, all activations, and the peak.
 
 
 # %%
@@ -901,19 +908,19 @@ less_than_32 = 1 - totals["in 8 bits"] / totals["everything kept"]
 
 # %%
 def fewer(found, way):
-    """How much less, as fractions: of all activations, and of the peak."""
+    """Fractions saved: of all activations, and of the peak."""
     return [1 - b / a for a, b in zip(found["everything kept"], found[way], strict=True)]
 
 
 # %%
 of_small, of_seven = fewer(small, "in 8 bits"), fewer(seven, "in 8 bits")
 whole_step = (
-    f"a step's activations and peak: 124M in float32 {of_small[0]:.0%} and {of_small[1]:.0%} less, "
-    f"7B in bfloat16 {of_seven[0]:.0%} and {of_seven[1]:.0%} less"
+    f"of a step's activations and peak they save {of_small[0]:.0%} and {of_small[1]:.0%} (124M, "
+    f"float32), {of_seven[0]:.0%} and {of_seven[1]:.0%} (7B, bfloat16)"
 )
 of_block = (
-    f"a block: {less_than_16:.0%} less than bfloat16 (predicted for CUDA), {less_than_32:.0%} less "
-    f"than float32"
+    f"8 bits save {less_than_16:.0%} of a block's bfloat16 activations (predicted for CUDA) and "
+    f"{less_than_32:.0%} of its float32 activations"
 )
 
 
@@ -922,15 +929,15 @@ verdict(
     "17a",
     abs(less_than_16 - 0.5) < 0.02,
     f"{of_block}; {whole_step}",
-    condition="for activations, compared with 16 bits, with a scale per group; compared with 32 "
-    "bits it is more, and for the peak less",
+    condition="for 16-bit activations with a scale per group; 32-bit activations shrink by more, "
+    "the peak by less",
 )
 
 # %%
 both_small, both_seven = fewer(small, "both"), fewer(seven, "both")
 alone_small, alone_seven = fewer(small, "checkpointed"), fewer(seven, "checkpointed")
 in_words = [
-    f"{name}: {both[0]:.0%} less activations, {both[1]:.0%} lower peak (checkpointing alone: "
+    f"{name}: {both[0]:.0%} less activation memory, {both[1]:.0%} lower peak (checkpointing alone "
     f"{alone[0]:.0%} and {alone[1]:.0%})"
     for name, both, alone in (
         ("124M in float32", both_small, alone_small),
@@ -954,9 +961,10 @@ verdict(
 # | --- | --- | --- | --- |
 # | everything kept | 310 MiB | nothing | exact |
 # | 8 bits | 79 MiB | nothing | less than 1 % off |
-# | 4 bits, 2 bits | about 40, 20 MiB | nothing | some %, some 10 % off |
+# | 4 bits | about 40 MiB | nothing | 2–3 % off |
+# | 2 bits | about 20 MiB | nothing | 11–15 % off |
 # | checkpoint | 15 MiB | the block | exact |
-# | both | 3.8 MiB | the block | off, from a rounded input |
+# | both | 3.8 MiB | the block | inexact, from a rounded input |
 #
 # n elements in b bits need ⌈n · b / 8⌉ + 4 · ⌈n / 256⌉ bytes.
 #
@@ -983,13 +991,13 @@ print(f"a block: {format_bytes(plain_bytes)}, in 8 bits {format_bytes(compressed
 print(f"12 blocks hold {format_bytes(12 * (plain_bytes - compressed_bytes))} less")
 
 # %% [markdown]
-# With 8 bits and no recomputation, Day 4's peak of 1.61 GiB becomes 1.45. Yesterday's peak is 1.37
-# GiB, at the price of recomputing 16 % of all operations.
+# With 8 bits and no recomputation, Day 4's peak of 1.61 GiB becomes 1.45 GiB. Yesterday's peak is
+# 1.37 GiB, but 16 % of all operations run again.
 #
-# Measured block by block (in this day's tests), you can keep three of twelve blocks in 8 bits at
-# that peak; a fourth raises it. Three blocks save more recomputation than attention's outputs (25
-# % of a full second run, not 15 %), but their gradients and those before them become inexact.
-# **Tried, not used**: the bill stays the same.
+# This day's tests measure how many of the twelve blocks you can keep in 8 bits without raising this
+# peak: three. They spare 25 % of a full second run; keeping attention's outputs spares 15 %. But
+# the gradients of these blocks and of all earlier layers become inexact. **Tried, not used**: the
+# bill stays the same.
 
 # %%
 running_bill(7)

@@ -67,8 +67,8 @@ RULES: dict[str, Rule] = {
         2,
     ),
     "6b": Rule(
-        "The monitor of a training's memory is nvidia-smi, once a second (rocm-smi on AMD, vm_stat "
-        "on a Mac).",
+        "Monitor the memory of a training run with nvidia-smi, once a second (rocm-smi on AMD, "
+        "vm_stat on a Mac).",
         _PLATFORMS,
         2,
     ),
@@ -78,16 +78,16 @@ RULES: dict[str, Rule] = {
         2,
     ),
     "7b": Rule("To save memory, configure the CUDA allocator for smaller chunks.", _DREAMS, 2),
-    "7c": Rule("Fragmentation comes of many small allocations.", _MEMORY_GUIDE, 2),
+    "7c": Rule("Many small allocations cause fragmentation.", _MEMORY_GUIDE, 2),
     "7d": Rule("Against fragmentation, use memory pools and larger batch sizes.", _MEMORY_GUIDE, 2),
     "8a": Rule(
-        "A memory leak, tensors not freed, is solved by `del tensor; torch.cuda.empty_cache()`.",
+        "`del tensor; torch.cuda.empty_cache()` fixes a memory leak (tensors not freed).",
         _MEMORY_GUIDE,
         2,
     ),
     "8b": Rule(
-        "Training that runs out of memory around epoch 60 is mended first of all by batch 1 in "
-        "place of 2, with two steps of accumulation: about 50 % less at the peak.",
+        "If training runs out of memory around epoch 60, first use batch 1 instead of 2, with two "
+        "steps of accumulation: about 50 % less at the peak.",
         _DREAMS,
         2,
     ),

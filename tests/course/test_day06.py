@@ -27,7 +27,7 @@ from memlab.checkpointing.operations import Operations
 from memlab.course import days
 from memlab.course.bill import SETTING
 from memlab.course.checks import day06
-from memlab.course.checks.day06 import keep_of_each_block, random_chain, what_it_takes
+from memlab.course.checks.day06 import keep_of_each_block, random_chain, schedule_costs
 from memlab.course.exercises import OK, WRONG, judge
 from memlab.course.solutions import given
 from memlab.model import GPT, PRESETS
@@ -367,7 +367,7 @@ def test_the_bytes_and_operations_of_a_schedule_are_the_meters(schedule):
         forward(schedule).sum().backward()
     with Operations() as plain:
         forward((0, 1, 2, 3)).sum().backward()
-    held, _, again = what_it_takes(schedule, stages)
+    held, _, again = schedule_costs(schedule, stages)
     assert held == sum(e.bytes for e in trace.events if e.phase != "before")
     assert again == counted.total - plain.total
 

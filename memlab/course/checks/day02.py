@@ -606,9 +606,9 @@ _LEAKS = Exercise(
     difficulty=3,
     hints=(
         "Sum the bytes alive at the end of two epochs, line by line. A line leaks if its sum grew, "
-        "whatever the tensors are.",
+        "even if its tensors are new ones.",
         "Sum event.bytes by event.line over epochs[len(epochs) // 2].alive(), and over "
-        "epochs[-1].alive(). The difference of the two sums grew in "
+        "epochs[-1].alive(). A line's two sums differ by its growth in "
         "len(epochs) - 1 - len(epochs) // 2 epochs.",
         "A collections.Counter returns 0 for a missing line: for event in "
         "epochs[-1].alive(): after[event.line] += event.bytes, and the same for `before`. Then "
@@ -636,11 +636,12 @@ _LEAKS = Exercise(
             ("size // between", "size"),
         ),
         (
-            "Divide by the number of epochs between the two that you compare, not by all.",
+            "Divide by the number of epochs between the two compared epochs, not by len(epochs).",
             (_BETWEEN, "between = len(epochs)"),
         ),
         (
-            "From the middle to the last there are len(epochs) - 1 - len(epochs) // 2 epochs.",
+            "From the middle epoch to the last, there are len(epochs) - 1 - len(epochs) // 2 "
+            "epochs.",
             (_BETWEEN, "between = len(epochs) // 2"),
         ),
         ("Leave out lines that do not grow.", (" if size > 0", "")),
@@ -650,8 +651,8 @@ _LEAKS = Exercise(
             ("epoch.alive()", _ALLOCATED),
         ),
         (
-            "Gradients are new tensors in every step, but not more of them: compare sums by line, "
-            "not tensors.",
+            "Each step allocates new gradients and frees the old ones. Compare sums by line, not "
+            "tensors.",
             (_MIDDLE, f"{_MIDDLE}\n    known = {{e.storage for e in epochs[middle].alive()}}"),
             ("epoch.alive()", _NEW),
         ),
@@ -660,11 +661,12 @@ _LEAKS = Exercise(
             (_MIDDLE, "middle = 0"),
         ),
         (
-            "A longer text has a higher peak, but nothing of it stays. Use the end of an epoch.",
+            "A longer text raises the peak, but its tensors are freed. Use the end of an epoch.",
             ("epoch.alive()", "epoch.alive(epoch.peak_position)"),
         ),
         (
-            "Two epochs in a row may differ by chance: compare the last with the middle.",
+            "Two consecutive epochs may differ by chance: compare the last epoch with the middle "
+            "one.",
             (_MIDDLE, "middle = len(epochs) - 2"),
         ),
         (
@@ -676,13 +678,13 @@ _LEAKS = Exercise(
         ),
         ("A line that shrinks is not a leak. Leave it out.", (" if size > 0", " if size")),
         (
-            "A line can have several tensors, and a dictionary keeps the last value of a key: sum "
-            "them.",
+            "A line can allocate several tensors, and a dictionary keeps only the last value of a "
+            "key: add them up.",
             ("sums.get(event.line, 0) + event.bytes", "event.bytes"),
         ),
         (
-            "A line may be new after the middle: go through the lines of the last epoch, and take "
-            "0 for a line that the middle does not have.",
+            "A line may be new after the middle: loop over the lines of the last epoch, and use 0 "
+            "for a line missing in the middle epoch.",
             ("for line in after}", "for line in after if line in before}"),
         ),
     ),
@@ -720,7 +722,7 @@ def _text(batches: int, seed: int) -> list[Batch]:
 
 @dataclass(frozen=True)
 class _EpochResults:
-    """What a few epochs leave."""
+    """The state after a few epochs."""
 
     notes: Notes
     weights: list[Tensor]
@@ -765,7 +767,7 @@ def _check_train_epoch(answer: TrainEpoch) -> str:
 
 
 def _require_all_else_unchanged(answer: TrainEpoch) -> None:
-    """The mode of each module, the optimizer's settings, and hooks of others."""
+    """The mode of each module, the optimizer's settings, and other hooks."""
     model, optimizer = _new_training()
     model[1].eval()
     for module in model:
@@ -784,9 +786,9 @@ def _require_nothing_piles_up(answer: TrainEpoch) -> None:
     inputs = _input_bytes(MANY) - _input_bytes(FEW)
     require(
         higher <= inputs + SCALARS_BYTES * (MANY - FEW),
-        f"an epoch of {MANY} batches peaks {higher:,} bytes above one of {FEW}; wanted the "
-        f"{inputs:,} bytes of its longer text. Nothing may accumulate within an epoch. The largest "
-        f"growth is {_largest_growth([_made_by_peak(few), _made_by_peak(many)])}.",
+        f"an epoch of {MANY} batches peaks {higher:,} bytes above an epoch of {FEW}; wanted only "
+        f"the {inputs:,} bytes of its longer text. Nothing may accumulate within an epoch. The "
+        f"largest growth is {_largest_growth([_made_by_peak(few), _made_by_peak(many)])}.",
     )
 
 
@@ -800,24 +802,24 @@ def _largest_growth(traces: list[Trace]) -> str:
 
 
 def _made_by_peak(trace: Trace) -> Trace:
-    """Return the tensors alive at the peak that an operator made, without the text."""
+    """Return the tensors at the peak that operators allocated, without the text."""
     return Trace(tuple(event for event in trace.alive(trace.peak_position) if event.operator))
 
 
 def _input_bytes(batches: int) -> int:
-    """Return the bytes of an epoch's text, for training and held out."""
+    """Return the bytes of an epoch's batches, training and held-out."""
     text = *_text(batches, 0), *_text(batches + 1, 0)
     return sum(tensor.nbytes for batch in text for tensor in batch)
 
 
 def _require_same_results(got: _EpochResults, wanted: _EpochResults) -> None:
-    """Return notes and weights of the leaking loop."""
+    """Require the notes and weights of the leaking loop."""
     for name in ("losses", "scales"):
         values, right = _floats(got.notes.get(name)), wanted.notes[name]
         require(
             values is not None and len(values) == len(right),
             f'notes["{name}"] has {_how_many(values)} after {EPOCHS} epochs; wanted {len(right)}, '
-            f"of all epochs.",
+            f"from all epochs.",
         )
         difference = furthest(torch.tensor(values), torch.tensor(right))
         require(
@@ -903,7 +905,8 @@ _TRAIN_EPOCH = Exercise(
             (_LOSS, "targets))"),
         ),
         (
-            "You never removed the hook: it keeps its outputs alive and collects more.",
+            "You never removed the hook: it keeps its outputs alive and collects more in each "
+            "epoch.",
             (_SCALE, "output.detach()"),
             (_REMOVED, ""),
             _MEAN_OF_TENSORS,
@@ -922,13 +925,13 @@ _TRAIN_EPOCH = Exercise(
             _SOFT_BY_TENSOR,
         ),
         (
-            "Two batches of one shape are different batches: this finds the targets of another "
-            "one.",
+            "Two batches of the same shape have different targets: your dictionary returns the "
+            "targets of another batch.",
             (_SOFT, f'notes["soft"].setdefault(targets.shape, {_SOFT})'),
         ),
         (
-            "A dictionary cleared after each epoch still grows within the epoch, and finds "
-            "nothing.",
+            "A dictionary cleared after each epoch still grows within the epoch, and never finds a "
+            "batch again.",
             _SOFT_BY_TENSOR,
             (_LOSS, f'{_LOSS}\n    notes["soft"].clear()'),
         ),
@@ -938,7 +941,8 @@ _TRAIN_EPOCH = Exercise(
             _MEAN_OF_TENSORS,
         ),
         (
-            "A mean with a graph keeps its output alive for backward: use .detach() or .item().",
+            "The mean has a graph, which keeps the output alive for backward: use .detach() or "
+            ".item().",
             (_SCALE, "output.abs().mean()"),
             (_MEAN, "torch.stack(seen).mean().item()"),
         ),
@@ -994,7 +998,7 @@ def _oom(
     return Oom(*(MIB * size for size in sizes))
 
 
-# In MiB: the request, allocated, unallocated, the context, other processes, the card.
+# In MiB: the request, allocated, unallocated, the context, other processes, the GPU.
 _OOM_CASES: dict[str, tuple[Oom, str]] = {
     name: (
         _oom(
@@ -1075,8 +1079,8 @@ _DIAGNOSE = Exercise(
             (_NEED, "oom.allocated + oom.requested"),
         ),
         (
-            "The context belongs to this process. Subtract its memory in use, not only what it "
-            "reserves.",
+            "The context belongs to this process. Subtract all its memory in use, not only its "
+            "reserved memory.",
             (_OTHERS, "oom.total - oom.free - oom.allocated - oom.unallocated"),
         ),
         (
@@ -1084,16 +1088,16 @@ _DIAGNOSE = Exercise(
             (_OTHERS, "oom.total - oom.process"),
         ),
         (
-            "Count on 98 % of the memory only: rounding wastes some.",
+            "Count only 98 % of the memory as usable: rounding wastes some.",
             (_TOO_MUCH, "need > oom.total"),
             (_LEFT, "oom.total - others"),
         ),
         (
-            "Also use 98 % in the second comparison, of what other processes leave.",
+            "In the second comparison, too, count only 98 % of the memory as usable.",
             (_LEFT, "oom.total - others"),
         ),
         (
-            "Another process is the cause only if its memory would be enough.",
+            "Another process is the cause only if the need exceeds 98 % of the memory it leaves.",
             (f"need > {_LEFT}", "others"),
         ),
         (

@@ -46,10 +46,10 @@ from memlab.reference.selective_checkpointing import Choosing
 from memlab.trace import Trace
 from memlab.train import combined, dry_trace
 
-# ------------------------------------------------------------------ 6.1: what a schedule takes
+# ------------------------------------------------------------------ 6.1: the costs of a schedule
 
 Stages = Sequence[Costs]
-WhatItTakes = Callable[[Schedule, Stages], tuple[int, int, int]]
+ScheduleCosts = Callable[[Schedule, Stages], tuple[int, int, int]]
 
 _EQUAL = [Costs(forward=30, backward=60, output_bytes=8, saved_bytes=50, tail=10)] * 6
 _UNEQUAL = [
@@ -74,15 +74,15 @@ _SCHEDULES: tuple[tuple[list[Costs], Schedule], ...] = (
     (_UNEQUAL, (0, (1, 2, 3), 4)),
     (_UNEQUAL, (0, (1, 2), (3, 4))),
 )
-what_it_takes: WhatItTakes = solution("6.1")
+schedule_costs: ScheduleCosts = solution("6.1")
 
 
-def _check_what_it_takes(answer: WhatItTakes) -> str:
+def _check_schedule_costs(answer: ScheduleCosts) -> str:
     for stages, schedule in _SCHEDULES:
-        case = f"what_it_takes({schedule}, stages), with {_described(stages)},"
-        got, wanted = answer(schedule, stages), what_it_takes(schedule, stages)
+        case = f"schedule_costs({schedule}, stages), with {_described(stages)},"
+        got, wanted = answer(schedule, stages), schedule_costs(schedule, stages)
         equal(f"{case}{_wrong_parts(got, wanted)}", got, wanted)
-    held, most, again = what_it_takes(_SCHEDULES[-1][1], _UNEQUAL)
+    held, most, again = schedule_costs(_SCHEDULES[-1][1], _UNEQUAL)
     return (
         f"{len(_SCHEDULES)} schedules: held, most and again · the last one holds {held} bytes, at "
         f"most {most}, and reruns {again} operations"
@@ -117,24 +117,24 @@ _OUTPUT_ALONE = """at_once = in_full if isinstance(part, int) else stages[segmen
 _RERUN, _LAST_TAIL = "stages[i].forward for i in segment)", " - stages[segment[-1]].tail"
 _IF_PLAIN = "        if isinstance(part, int):\n"
 
-_WHAT_IT_TAKES = Exercise(
+_SCHEDULE_COSTS = Exercise(
     id="6.1",
-    title="What a schedule takes",
+    title="Compute the costs of a schedule",
     minutes=15,
     difficulty=3,
     hints=(
         "Loop over the schedule once and keep a running sum of the bytes held. When backward "
-        "reaches a part, everything behind that part is gone. What is still in memory?",
+        "reaches a part, all later parts are freed. Which bytes are still in memory?",
         "A plain stage adds its saved_bytes to held. A segment adds the output_bytes of its last "
-        "stage. When backward reaches a part, memory holds what was held before the part, plus the "
-        "saved_bytes of all its stages.",
+        "stage. When backward reaches a part, memory contains the bytes held before this part, "
+        "plus the saved_bytes of all its stages.",
         "for part in schedule: segment = (part,) if part is an int else part; in_full = the sum of "
         "saved_bytes; most = max(most, held + in_full). Then held += in_full for an int, and "
-        "held += stages[segment[-1]].output_bytes for a segment. Add what a segment reruns: the "
-        "forward of every stage, less one tail.",
+        "held += stages[segment[-1]].output_bytes for a segment. For a segment, also add to again: "
+        "the forward of every stage, minus the tail of the last stage.",
     ),
-    reference=what_it_takes,
-    check=_check_what_it_takes,
+    reference=schedule_costs,
+    check=_check_schedule_costs,
     wrong_answers=mistakes(
         "6.1",
         (
@@ -162,13 +162,13 @@ _WHAT_IT_TAKES = Exercise(
             (_MOST, f"{_MOST[:-1]} + (part is segment and stages[part[-1]].output_bytes))"),
         ),
         (
-            "Everything held and the largest part never coexist: when backward reaches a part, all "
-            "parts behind it are gone.",
+            "The bytes of all parts are never in memory together: when backward reaches a part, "
+            "all later parts are freed.",
             (_MOST, "most = max(most, in_full)"),
             ("return held, most", "return held, held + most"),
         ),
         (
-            "Add what was held before the part: it is still in memory.",
+            "Add the bytes held before the part: they are still in memory.",
             (_MOST, "most = max(most, in_full)"),
         ),
         (
@@ -185,8 +185,8 @@ _WHAT_IT_TAKES = Exercise(
             (f"{_RERUN}{_LAST_TAIL}", "stages[i].forward - stages[i].tail for i in segment)"),
         ),
         (
-            "Every tuple is a segment, the last one too. Only checkpoint_sequential keeps its last "
-            "segment.",
+            "Every tuple is a segment, including the last part. Only checkpoint_sequential leaves "
+            "its last segment plain.",
             (_IF_PLAIN, "        if isinstance(part, int) or part is schedule[-1]:\n"),
         ),
     ),
@@ -222,8 +222,8 @@ def random_chain(stages: int, seed: int) -> Chain:
     )
 
 
-# Stages and seed of a chain, a choice on its Pareto front, and bytes to add to that choice's peak.
-# The first five rows tell every named mistake from every other.
+# Stages and seed of a chain, a choice on its Pareto front, and bytes to add to the choice's peak.
+# The first five rows distinguish all named mistakes.
 _BUDGETS = (
     *((4, 12, 11, 40), (4, 3, 0, -1), (4, 12, 10, 0), (4, 8, 4, 3), (4, 8, 1, 0)),
     *((1, 0, 0, 0), (1, 0, 1, 0), (2, 1, 0, -1), (2, 1, 1, 0), (3, 2, 2, 1), (3, 11, 0, 0)),
@@ -256,7 +256,7 @@ def _best_of(front: list[Tradeoff], budget: int) -> Schedule | None:
 
 
 class DocumentedChain:
-    """A chain with nothing but the methods in the lesson's table, so no library search works."""
+    """A chain with only the methods in the lesson's table, so no library search works."""
 
     NAMES = ("stages", "if_last", "if_plain", "if_segment", "rerun", "in_all")
 
@@ -295,8 +295,8 @@ def _check_best_schedule(answer: BestSchedule) -> str:
 
 
 def _misused(used: set[str]) -> str:
-    """Methods that were never called, or called for an empty segment. This separates mistakes that
-    give the same schedules."""
+    """Name methods that were never called, or called for an empty segment. This distinguishes
+    mistakes that give the same schedules."""
     missing = [name for name in DocumentedChain.NAMES if name not in used]
     if missing:
         return f" Your answer never used chain.{' or chain.'.join(missing)}."
@@ -314,7 +314,7 @@ def _called(answer: BestSchedule, case: str, chain: DocumentedChain, budget: int
 
 
 def _fault(case: str, chain: Chain, budget: int, wanted: Any, got: Any) -> str:
-    """What is wrong with the schedule: the end of a sentence, empty if nothing is."""
+    """The fault of the schedule as the end of a sentence; empty if it has none."""
     if wanted is None:
         return "" if got is None else "; wanted None, since no schedule fits."
     least = recomputed(wanted, chain)
@@ -327,7 +327,7 @@ def _fault(case: str, chain: Chain, budget: int, wanted: Any, got: Any) -> str:
         raise Wrong(f"{case} gave no valid schedule: {error}.") from None
     peak, again = predicted_peak_bytes(got, chain), recomputed(got, chain)
     if peak > budget:
-        return f", which takes {peak:,} bytes, over the budget{wants} You computed too low a peak."
+        return f", which needs {peak:,} bytes, over the budget{wants} You computed too low a peak."
     if again > least:
         return (
             f", which reruns {again:,} operations{wants} Your search misses choices, computes too "
@@ -373,8 +373,8 @@ _BEST_SCHEDULE = Exercise(
             (_IF_SEGMENT, "own[0] + rest[0]"),
         ),
         (
-            "Don't take the larger of the two peaks: chain.if_segment adds what is held beside "
-            "each.",
+            "Don't take the larger of the two peaks: chain.if_segment also adds the other bytes in "
+            "memory.",
             (_IF_SEGMENT, "max(own[0], rest[0])"),
         ),
         (
@@ -399,8 +399,8 @@ _BEST_SCHEDULE = Exercise(
             (_ALL_K, "range(i + 1, j)"),
         ),
         (
-            "The inside of segment i … k-1 is choices(i, k - 1). With k, it can be as long as the "
-            "whole.",
+            "For the inside of segment i … k-1, use choices(i, k - 1). choices(i, k) has one stage "
+            "too many.",
             (_OWN, "choices(i, k)"),
         ),
         (
@@ -414,11 +414,11 @@ _BEST_SCHEDULE = Exercise(
             ("(own[2], *rest[2])", "(*own[2], *rest[2])"),
         ),
         (
-            "Add what the segments inside rerun: own_again.",
+            "Add the operations that the inner segments rerun: own_again.",
             (_RERUNS, "chain.rerun(i, k) + rest[1]"),
         ),
         (
-            "Add what the remaining stages rerun.",
+            "Add the operations that the remaining stages rerun.",
             (_RERUNS, "chain.rerun(i, k) + own[1]"),
         ),
     ),
@@ -626,7 +626,7 @@ def _backward(
 def _plain_gradients(
     build: Callable[[], list[nn.Module]], x: Tensor
 ) -> tuple[list[Tensor], Counter[Any]]:
-    """The gradients without checkpoints, and what backward runs."""
+    """The gradients without checkpoints, and the operators that backward runs."""
     blocks = build()
     return _backward("", nn.Sequential(*blocks)(x), blocks, x)
 
@@ -664,7 +664,7 @@ _POP, _START = "self.kept.pop(0)", "self.chosen, self.kept, self.is_second = cho
 
 _CHOOSING = Exercise(
     id="6.3",
-    title="Keep what chosen operators made",
+    title="Keep the outputs of chosen operators",
     minutes=15,
     difficulty=4,
     hints=(
@@ -675,14 +675,15 @@ _CHOOSING = Exercise(
         "first element of self.kept. Run every other operator in both runs.",
         "if self.is_second and func in self.chosen: return self.kept.pop(0); made = func(*args, "
         "**(kwargs or {})); detached = torch.utils._pytree.tree_map_only(torch.Tensor, "
-        "torch.Tensor.detach, made). Append it if func is chosen; and what do you return?",
+        "torch.Tensor.detach, made). Append it if func is chosen. Which tensor do you return?",
     ),
     reference=Choosing,
     check=_check_choosing,
     wrong_answers=mistakes(
         "6.3",
         (
-            "Keep only the outputs of chosen operators: some of the others don't run twice.",
+            "Keep only the outputs of chosen operators. Run every other operator again: its output "
+            "needs memory, too.",
             ("func in self.chosen", "True"),
         ),
         (
@@ -747,8 +748,8 @@ def _many(count: int, seed: int) -> list[Operator]:
 
 
 def _nearly_equal_value(count: int) -> list[Operator]:
-    """Operations per byte are nearly equal, so a thousand choices are unbeaten: a search that
-    continues with only some of them misses the best."""
+    """Operations per byte are nearly equal, so a thousand choices are unbeaten. A search that
+    continues with only some of them misses the best choice."""
     rng = random.Random(0)
     sizes = [rng.randint(1_000, 9_999) for _ in range(count)]
     return _operators(*((size, size + 700) for size in sizes), first=5)
@@ -772,7 +773,7 @@ _KNAPSACKS: tuple[tuple[list[Operator], int], ...] = (
     (_operators((0, 5), (7, 1)), 0),
     (_operators(), 10),
 )
-MOST_ADDITIONS = 100_000  # all 2²⁰ sets take one each at least; dropping beaten ones takes 2,000
+MOST_ADDITIONS = 100_000  # all 2²⁰ sets need at least one each; without beaten sets, 2,000 suffice
 
 
 def _check_best_operators(answer: BestOperators) -> str:
@@ -859,7 +860,7 @@ def _require_numbers(case: str, got: Any, numbers: set[int]) -> None:
     unknown = [number for number in got if number not in numbers]
     require(
         not unknown,
-        f"{case} gave {list(got)}; no operator has a number of {unknown}.",
+        f"{case} gave {list(got)}; no operator has the number{'s' * (len(unknown) > 1)} {unknown}.",
     )
     require(
         len(set(got)) == len(got),
@@ -900,7 +901,7 @@ def _greedy(key: str) -> Edit:
 
 _BEST_OPERATORS = Exercise(
     id="6.4",
-    title="What to keep within a budget",
+    title="Choose the outputs to keep within a budget",
     minutes=12,
     difficulty=3,
     hints=(
@@ -924,16 +925,17 @@ _BEST_OPERATORS = Exercise(
             body("best_operators", "return {o.number for o in operators}"),
         ),
         (
-            "Greedy by operations per byte: the first choice can leave room that nothing fits "
-            "into.",
+            "You choose greedily by operations per byte: the first choice can leave room that no "
+            "other operator fits into.",
             _greedy("-o.operations / max(1, o.bytes)"),
         ),
         (
-            "Greedy by operations: one large operator can cost more than two small ones.",
+            "You choose greedily by operations: one large operator can displace two small ones "
+            "that spare more together.",
             _greedy("-o.operations"),
         ),
         (
-            "Greedy by size: small operators may spare nothing.",
+            "You choose greedily by size: small operators may spare few operations.",
             _greedy("o.bytes"),
         ),
         (
@@ -946,12 +948,14 @@ _BEST_OPERATORS = Exercise(
             ("{o.number}", "{position}"),
         ),
         (
-            "Each operator doubles the number of sets: drop the beaten ones after each operator.",
+            "Each operator doubles the number of choices: drop the beaten ones with unbeaten() "
+            "after each operator.",
             (_UNBEATEN, "choices + with_it"),
             (_LAST, "min(choices, key=lambda choice: choice[1])[2]"),
         ),
         (
-            "The lesson still needs that list: sorted(operators, …) makes a new one.",
+            "Don't sort the list in place: the lesson still needs it. sorted(operators, …) makes a "
+            "new list.",
             (_LOOP, f"    operators.sort(key=lambda o: o.bytes)\n{_LOOP}"),
         ),
         (
@@ -985,6 +989,6 @@ def attention_kept() -> Trace:
 
 
 DAY = Day(
-    exercises=(_WHAT_IT_TAKES, _BEST_SCHEDULE, _CHOOSING, _BEST_OPERATORS),
+    exercises=(_SCHEDULE_COSTS, _BEST_SCHEDULE, _CHOOSING, _BEST_OPERATORS),
     bill=Bill("day 6: and attention's outputs kept, for nothing", attention_kept),
 )

@@ -40,8 +40,8 @@ Quantize = Callable[[Tensor, int, Round], Kept]
 
 
 def _groups(*ranges: tuple[float, float], size: int = GROUP) -> Tensor:
-    """Random groups, one per range, (len(ranges), size); each contains both ends of its range, and
-    0 if that lies between."""
+    """Random groups, one per range, (len(ranges), size). Each contains both ends of its range, and
+    0 if the range does."""
     generator = torch.Generator().manual_seed(7)
     rows = []
     for low, high in ranges:
@@ -137,7 +137,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _require_range(case: str, kept: Kept, groups: Tensor, levels: int) -> None:
-    """Of each group: `smallest` is at most its minimum, and `levels` steps reach its maximum."""
+    """In each group, `smallest` is at most the minimum, and `levels` steps reach the maximum."""
     smallest, step = kept[1].float(), kept[2].float()
     columns = torch.cat([*groups.aminmax(dim=1, keepdim=True), smallest, step], 1).tolist()
     for low, high, start, width in columns:
@@ -191,7 +191,8 @@ def _require_round_is_called(answer: Quantize) -> None:
     )
     require(
         torch.equal(answer(groups, 255)[0], nearest),
-        "quantize without `round` gives other codes than with torch.round, which is its default.",
+        "quantize called without `round` must round with torch.round, its default; your codes "
+        "differ.",
     )
 
 
@@ -247,8 +248,8 @@ _QUANTIZE = Exercise(
             _OF_THE_TENSOR,
         ),
         (
-            "The steps go from -largest to largest: a group that is not centred on zero wastes "
-            "codes. Start at its minimum.",
+            "The steps go from -largest to largest, so an off-centre group wastes codes. Start at "
+            "its minimum.",
             _SYMMETRIC,
         ),
         (
@@ -257,19 +258,18 @@ _QUANTIZE = Exercise(
             ("round(steps)", "steps"),
         ),
         (
-            "Rounded to the nearest bfloat16, smallest can be above its elements: "
-            "as_bfloat16(low, -inf) rounds it down.",
+            "With round to nearest, smallest can be above its elements: as_bfloat16(low, -inf) "
+            "rounds it down.",
             (_SMALLEST, "low.bfloat16()"),
             (_STEP, f"({_EXACT_STEP}).bfloat16()"),
         ),
         (
-            "Rounded to the nearest bfloat16, a step can be too short: as_bfloat16(…, inf) rounds "
-            "it up.",
+            "With round to nearest, a step can be too small: as_bfloat16(…, inf) rounds it up.",
             (_STEP, f"({_EXACT_STEP}).bfloat16()"),
         ),
         (
-            "Compute the step from the rounded smallest, which is lower: high - smallest.float(), "
-            "not high - low.",
+            "Compute the step from the rounded smallest, which is lower than low: high - "
+            "smallest.float(), not high - low.",
             ("high - smallest.float()", "high - low"),
         ),
         (
@@ -277,8 +277,8 @@ _QUANTIZE = Exercise(
             ("    low, high", "    groups = groups.reshape(-1, 256)\n    low, high"),
         ),
         (
-            "The codes use the exact minimum and step. Use the rounded ones, because dequantize "
-            "has only those.",
+            "The codes use the exact minimum and step. Use the rounded values, because dequantize "
+            "has no others.",
             (_STEPS, _EXACT_STEPS),
         ),
         (
@@ -328,7 +328,7 @@ def _check_round_at_random(answer: RoundAtRandom) -> str:
 
 
 def _mean(answer: RoundAtRandom, value: float, *, seed: int = 1) -> float:
-    """Of DRAWS roundings of a value, each to the integer below or above it."""
+    """The mean of DRAWS roundings of a value, each to the integer below or above it."""
     steps = torch.full((DRAWS,), value)
     with unchanged(_CASE, rng=True, steps=steps):
         rounded = answer(steps, _seeded(seed))
@@ -337,7 +337,7 @@ def _mean(answer: RoundAtRandom, value: float, *, seed: int = 1) -> float:
     gave = _listed(f"{n:g}" for n in found) if len(found) < 4 else "values between"
     require(
         set(found) <= set(neighbours),
-        f"{_CASE} of {value} gave {gave}; wanted {' or '.join(map(str, neighbours))} alone.",
+        f"{_CASE} of {value} gave {gave}; wanted only {' or '.join(map(str, neighbours))}.",
     )
     return rounded.mean().item()
 
@@ -355,8 +355,8 @@ def _require_draws_differ_within_a_call(answer: RoundAtRandom) -> None:
     found = sorted({value for values in calls for value in values.tolist()})
     require(
         len(found) == 1 or max(map(len, calls)) > 1,
-        f"{_CASE} of {DRAWS:,} times 2.5 gave one value for all of them, in one call {found[0]:g} "
-        f"and in the next {found[-1]:g}.",
+        f"{_CASE} of {DRAWS:,} times 2.5 rounds all elements of a call the same way: {found[0]:g} "
+        f"in one call, {found[-1]:g} in another.",
     )
 
 
@@ -380,7 +380,7 @@ def _require_generator_is_used(answer: RoundAtRandom) -> None:
 
 
 def _require_fine_draws(answer: RoundAtRandom) -> None:
-    """Fractions near 0 and near 1 round the unlikely way as often as they should."""
+    """Fractions near 0 and near 1 round the unlikely way with the right frequency."""
     for value, likely, words in ((2.0**-14, 0.0, "up"), (1 - 2.0**-14, 1.0, "down")):
         found = int((answer(torch.full((2**22,), value), _seeded(5)) != likely).sum())
         require(
@@ -392,7 +392,7 @@ def _require_fine_draws(answer: RoundAtRandom) -> None:
 
 
 def _require_independent_draws(answer: RoundAtRandom) -> None:
-    """Round 2.5 in many calls: no two elements may go the same way much more often than half."""
+    """Round 2.5 in many calls: any two elements go the same way in about half of them."""
     generator, shape, calls = _seeded(3), (4, 16), 1024
     rows = [answer(torch.full(shape, 2.5), generator).flatten() for _ in range(calls)]
     signs = (torch.stack(rows) - 2.5).sign()  # (calls, elements), -1 and 1
@@ -458,8 +458,8 @@ _ROUND_AT_RANDOM = Exercise(
             ("steps.shape,", "(),"),
         ),
         (
-            "torch.rand without generator= uses the global random state: dropout after it would "
-            "draw other values.",
+            "torch.rand without generator= advances torch's global generator, so later dropout "
+            "draws other values.",
             (", generator=generator", ""),
         ),
         (
@@ -557,7 +557,7 @@ _PACK = Exercise(
             (_BYTES, "len(codes) // per_byte + 1"),
         ),
         (
-            "Neighbouring codes share a byte: use codes[place::per_byte], not consecutive parts.",
+            "Neighbouring codes share a byte: use codes[place::per_byte], not consecutive slices.",
             (_PART, "codes[place * len(packed) : (place + 1) * len(packed)]"),
         ),
         (
@@ -582,7 +582,7 @@ class _SavedCase(NamedTuple):
 
 
 def _made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The result of an operator: it requires a gradient and is no leaf."""
+    """The result of an operator: it requires a gradient and is not a leaf."""
     return torch.zeros(shape, dtype=dtype, requires_grad=True) + 0
 
 
@@ -610,7 +610,7 @@ def _saved_cases() -> dict[str, _SavedCase]:
 
 
 class _OnePass:
-    """Weights as `model.parameters()` gives them: a second loop over them finds none."""
+    """Weights as from `model.parameters()`: a second loop over them is empty."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         self._rest, self._starts = iter(weights), 0
@@ -623,7 +623,7 @@ class _OnePass:
         require(
             self._starts <= 1,
             f"{case} iterates over weights {self._starts} times; wanted once: model.parameters() "
-            f"has nothing left for a second time.",
+            f"is empty the second time.",
             evidence=(case, "weights read again"),
         )
 
@@ -640,7 +640,7 @@ def _check_bytes_kept(answer: BytesKept) -> str:
     before, after = bytes_kept(seen, layer.parameters(), 8)
     case = f"bytes_kept of {len(seen)} tensors of a layer with index, mask and halves, at 8 bits"
     equal(case, answer(seen, layer.parameters(), 8), (before, after))
-    return f"{2 * len(cases) + 1} cases · of the last {before:,} bytes {after:,} are left"
+    return f"{2 * len(cases) + 1} cases · in the last, {before:,} bytes become {after:,}"
 
 
 def _saved_by(layer: nn.Module) -> list[Tensor]:
@@ -678,7 +678,7 @@ _BYTES_KEPT = Exercise(
         "and which belong to the weights?",
         "Keep a set of storages, and begin it with the storages of the weights: "
         "tensor.untyped_storage(). A storage has storage.nbytes() // tensor.itemsize elements. An "
-        "eligible one needs ⌈n·bits/8⌉ + 4·⌈n/256⌉ bytes, any other keeps its size.",
+        "eligible storage needs ⌈n·bits/8⌉ + 4·⌈n/256⌉ bytes; any other keeps its size.",
         "seen = {w.untyped_storage() for w in weights}; for tensor in saved: storage = "
         "tensor.untyped_storage(); if it is in seen: continue; add it; n = storage.nbytes() // "
         "tensor.itemsize; before += storage.nbytes(); in_bits = -(-n * bits // 8) + 4 * -(-n // "
@@ -689,8 +689,8 @@ _BYTES_KEPT = Exercise(
     wrong_answers=mistakes(
         "7.4",
         (
-            "This is a sum over tensors: several operators save one storage, which uses its memory "
-            "once.",
+            "You count per tensor. Several operators can save the same storage, but it is in "
+            "memory only once.",
             *_by_key("id({})"),
         ),
         (
@@ -700,7 +700,7 @@ _BYTES_KEPT = Exercise(
             *_SIZE_OF_THE_VIEW,
         ),
         (
-            "A view keeps its whole storage alive, however few elements it shows.",
+            "Count the whole storage: even a small view keeps all of it alive.",
             *_SIZE_OF_THE_VIEW,
         ),
         (
@@ -837,12 +837,12 @@ def _backward(layer: nn.Module, output: Tensor) -> tuple[Tensor, ...]:
 
 
 def _pass_through(weights: Any, compress: Any, decompress: Any) -> Hooks:
-    """Hooks that change nothing: the layer as it is without any."""
+    """Hooks that change nothing, so the layer behaves as without hooks."""
     return (lambda tensor: tensor), (lambda kept: kept)
 
 
-_EXACT = (Tensor.clone, lambda kept: kept)  # a compress that loses nothing, and its decompress
-_DOUBLED = (Tensor.clone, lambda kept: 2 * kept)  # shows whose values backward gets
+_EXACT = (Tensor.clone, lambda kept: kept)  # lossless compress and decompress
+_DOUBLED = (Tensor.clone, lambda kept: 2 * kept)  # reveals whether backward gets these values
 _EIGHT_BITS = (compress, decompress)
 
 
@@ -864,13 +864,13 @@ def _check_hooks(answer: MakeHooks) -> str:
     limit = _peaks_of(hooks).backward + 4 * ROWS * 2 * WIDTH  # and the largest tensor once more
     limited(_LAYER, _peaks_of(answer), backward=limit)
     return (
-        f"exact where compress is exact · {plain.held:,} bytes held without, {held:,} with "
+        f"exact with a lossless compress · {plain.held:,} bytes held without hooks, {held:,} with "
         f"8 bits · each storage compressed once"
     )
 
 
 def _require_exact(answer: MakeHooks, plain: _HooksRun) -> None:
-    """The right tensors are compressed; an exact compress changes no gradient."""
+    """The eligible tensors are compressed; a lossless compress changes no gradient."""
     exact = _run_with(answer, *_EXACT)
     got, wanted = exact.compressed, _run_with(hooks, *_EXACT).compressed
     require(
@@ -881,8 +881,8 @@ def _require_exact(answer: MakeHooks, plain: _HooksRun) -> None:
     far = max(furthest(a, b) for a, b in zip(exact[0], plain[0], strict=True))
     require(
         far == 0,
-        f"{_LAYER}, with a compress that loses nothing: gradients are up to {far:.1e} off from "
-        f"the plain layer's.",
+        f"{_LAYER}, with a lossless compress: gradients are up to {far:.1e} off from the plain "
+        f"layer's.",
     )
 
 
@@ -892,13 +892,13 @@ def _in_words(compressed: Counter[str]) -> str:
 
 
 def _require_held(answer: MakeHooks, plain: _HooksRun, held: int, allowed: int) -> None:
-    """Bytes between the passes, backward's use of decompress, and bytes after the output died."""
+    """Bytes between the passes, backward's use of decompress, and bytes left without the output."""
     left = _alive_after(answer, retained=False)
     require(
         held == allowed,
         f"{_LAYER} hold {held:,} bytes between forward and backward; wanted {allowed:,}, of "
-        f"{plain.held:,} without them: codes, smallest and step of each eligible storage, and the "
-        f"other tensors. After the output is dropped, {left:,} bytes stay.",
+        f"{plain.held:,} without hooks: codes, smallest and step of each eligible storage, and the "
+        f"other tensors. After the output is deleted, {left:,} bytes stay.",
     )
     for name, both in (("doubled values", _DOUBLED), ("8 bits", _EIGHT_BITS)):
         got, wanted = (_run_with(each, *both).gradients for each in (answer, hooks))
@@ -906,10 +906,10 @@ def _require_held(answer: MakeHooks, plain: _HooksRun, held: int, allowed: int) 
         require(
             off < 1e-5,
             f"{_LAYER}, with a decompress that returns {name}: gradients are {off:.1%} off from "
-            f"hooks that pass those values on.",
+            f"the gradients of these values.",
         )
     require(
-        left == 0, f"{_LAYER} leave {left:,} bytes alive after the output is dropped; wanted none."
+        left == 0, f"{_LAYER} leave {left:,} bytes alive after the output is deleted; wanted none."
     )
 
 
@@ -928,19 +928,19 @@ def _relative_error(got: list[Tensor], wanted: list[Tensor]) -> float:
 
 
 def _require_storages_told_apart(answer: MakeHooks) -> None:
-    """Two live tensors, then two at one address, one after the other. The second failure ends the
-    check: whatever else goes wrong with addresses is chance."""
+    """Two live tensors, then two tensors at one address, one after the other. The second failure
+    ends the check, because the outcome of later checks would depend on addresses."""
     pack, unpack = _hooks_of(answer, [], *_EXACT)
     alive = [torch.full((512,), float(n), requires_grad=True) for n in range(2)]
     back = [unpack(kept) for kept in [pack(tensor) for tensor in alive]]
     require(
         all(map(torch.equal, back, alive)),
-        "hooks: of two live tensors (512,), one comes back with the other's values.",
+        "hooks: two tensors (512,) are alive, and one comes back with the other's values.",
     )
     if not survives_a_reused_address(pack, unpack):
         raise Wrong(
-            "hooks: a tensor was freed and another one got its address; it comes back with the "
-            "freed tensor's values."
+            "hooks: a tensor was freed and a new tensor got its address. The new tensor comes back "
+            "with the values of the freed tensor."
         )
 
 
@@ -949,13 +949,13 @@ def _require_calls_independent(answer: MakeHooks) -> None:
     h = elements(40, 64).requires_grad_() * 1
     seen: list[Tensor] = []
     pack, _ = _hooks_of(answer, [], *_EXACT)
-    kept = pack(h)  # alive, like the codes that the first pair has
+    kept = pack(h)  # keeps the codes of the first pair alive
     other, _ = _hooks_of(answer, [], lambda values: seen.append(values) or values, _EXACT[1])
     other(h)
     require(
         len(seen) == 1,
-        "hooks: a second pair of hooks, with another compress, does not compress a tensor that the "
-        "first pair has kept: keep the codes of each call of hooks(…) apart.",
+        "hooks: a second pair of hooks, with another compress, does not compress a tensor of the "
+        "first pair: each call of hooks(…) needs its own dict of codes.",
     )
     del kept
 
@@ -981,17 +981,17 @@ def _require_views_come_back(answer: MakeHooks) -> None:
             ) from None
         require(
             isinstance(back, Tensor) and back.dtype == tensor.dtype and torch.equal(back, tensor),
-            f"hooks: {name} comes back as {_briefly(back)} with other values, though compress "
-            f"loses nothing.",
+            f"hooks: {name} comes back as {_briefly(back)} with other values, although compress is "
+            f"lossless.",
         )
 
 
 def _require_elements_counted(answer: MakeHooks) -> None:
-    """256 elements of any dtype are enough, 255 too few: neither bytes nor a view's size count."""
+    """A storage is eligible from 256 elements on, of any dtype; 255 elements are too few."""
     cases = (
         ("an activation", 255, torch.float32, 0),
         ("an activation", 256, torch.bfloat16, 1),
-        ("a leaf that is not a weight,", 256, torch.float32, 1),
+        ("a leaf other than the weights,", 256, torch.float32, 1),
     )
     for name, count, dtype, wanted in cases:
         seen: list[Tensor] = []
@@ -1001,7 +1001,7 @@ def _require_elements_counted(answer: MakeHooks) -> None:
         require(
             len(seen) == wanted,
             f"hooks: {name} {_kind(tensor)} was {'compressed' if seen else 'not compressed'}; "
-            f"a tensor that has a gradient is eligible from 256 elements on.",
+            f"a tensor that requires a gradient is eligible from 256 elements on.",
         )
 
 
@@ -1017,8 +1017,9 @@ def _peaks_of(answer: MakeHooks) -> Peaks:
 
 
 def _alive_after(answer: MakeHooks, *, retained: bool) -> int:
-    """Bytes alive while the hooks are: after a backward that retains the graph, without output and
-    gradients; otherwise after dropping the outputs of two forward passes, one with a backward."""
+    """Bytes still alive while the hooks exist, without output and gradients. `retained`: after a
+    backward that retains the graph. Otherwise: after two forward passes, one with a backward, whose
+    outputs are deleted."""
     layer, x = _GatedLayer(), _input()
     both: list[Hooks] = []
     outputs: list[Tensor] = []
@@ -1054,7 +1055,7 @@ return pack, unpack
 """
 _KNOWN, _RETURNED = "weakref.WeakKeyDictionary()", "return known[storage], "
 _VIEW = "decompress(compressed).as_strided(*view)"
-# A copy in bytes, which no meter of tensors sees, halves the error of decompress.
+# A copy in Python bytes, invisible to a meter of tensors, halves the error of decompress.
 _COPY = "torch.frombuffer(bytearray(beside), dtype=near.dtype)"
 _HALFWAY = (
     (_RETURNED, f"{_RETURNED}whole(tensor).view(torch.uint8).numpy().tobytes(), "),
@@ -1068,9 +1069,9 @@ _HOOKS = Exercise(
     minutes=18,
     difficulty=4,
     hints=(
-        "pack gets each tensor that autograd is about to save, and its result is kept. Which three "
-        "kinds of tensors does it return as they are? What must it return for the others, so that "
-        "unpack can rebuild the same view?",
+        "pack receives each tensor that autograd saves, and autograd keeps the result of pack. "
+        "Which three kinds of tensors does pack return uncompressed? What must it return for an "
+        "eligible tensor, so that unpack can rebuild the same view?",
         "left_alone = {w.untyped_storage() for w in weights} and known = "
         "weakref.WeakKeyDictionary() belong outside of pack. Inside: if the storage is not in "
         "known, known[storage] = compress(whole(tensor)). Return known[storage], and the tensor's "
@@ -1079,8 +1080,8 @@ _HOOKS = Exercise(
         "tensor.requires_grad or len(whole(tensor)) < 256: return tensor.detach(); if storage not "
         "in known: known[storage] = compress(whole(tensor)); return known[storage], tensor.size(), "
         "tensor.stride(), tensor.storage_offset(). def unpack(kept): if isinstance(kept, "
-        "torch.Tensor): return kept; compressed, *view = kept. Two calls are missing: one that "
-        "gives the values, and one that makes the view of them.",
+        "torch.Tensor): return kept; compressed, *view = kept. Two calls are missing: one returns "
+        "the values, the other rebuilds the view.",
     ),
     reference=hooks,
     check=_check_hooks,
@@ -1088,13 +1089,13 @@ _HOOKS = Exercise(
     wrong_answers=mistakes(
         "7.5",
         (
-            "The original is kept next to its codes. While anything refers to it, nothing is "
+            "You keep the original next to its codes. While a reference to it exists, nothing is "
             "saved, and the codes need memory, too.",
             (_RETURNED, f"{_RETURNED}tensor.detach(), "),
             ("compressed, *view", "compressed, _, *view"),
         ),
         (
-            "A plain dict keeps its keys alive, and a storage is the memory itself: use "
+            "A plain dict keeps its keys alive, and a storage used as key keeps its memory: use "
             "weakref.WeakKeyDictionary.",
             (_KNOWN, "{}"),
         ),
@@ -1107,13 +1108,13 @@ _HOOKS = Exercise(
             ("not tensor.requires_grad or ", ""),
         ),
         (
-            "Float tensors without a gradient are compressed: data and tables are held elsewhere "
-            "anyway.",
+            "Float tensors without a gradient are compressed. Data and tables stay in memory "
+            "anyway, so their codes are extra memory.",
             ("not tensor.requires_grad", "not tensor.is_floating_point()"),
         ),
         (
-            "Each operator that saves a storage compresses it again: check whether you have its "
-            "codes.",
+            "Each operator that saves a storage compresses it again: first check whether known has "
+            "its codes.",
             ("if storage not in known", "if True"),
         ),
         (
@@ -1138,7 +1139,7 @@ _HOOKS = Exercise(
             ("len(whole(tensor)) < 256", "tensor.numel() < 256"),
         ),
         (
-            "Backward does not get the values that decompress returned: the exact ones are kept "
+            "Backward does not get the values that decompress returned: you keep exact values "
             "elsewhere.",
             *_HALFWAY,
         ),
