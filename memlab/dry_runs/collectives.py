@@ -61,12 +61,34 @@ class Collectives:
 
 
 def _finished(func: Any, args: Any) -> Any:
-    """Return the collective's outputs, which are its first argument, and finished work."""
+    """Return the collective's outputs, which are its first argument, and finished work.
+
+    The work holds what a rank sends or receives, as on a real rank: gloo's as long as it exists,
+    NCCL's until somebody waits for it.
+    """
     outputs = args[0] if len(func._schema.returns) > 1 else None
     future = torch.futures.Future()
-    future.set_result(outputs if isinstance(outputs, list) else [outputs])  # DDP reads its buckets
+    if outputs is None:
+        future.set_result(_Message(args[0]) if isinstance(args[0], list) else [None])
+    else:  # DDP reads its buckets
+        future.set_result(outputs if isinstance(outputs, list) else [outputs])
     work = finished_work(future)
     return work if outputs is None else (outputs, work)
+
+
+class _Message(list[torch.Tensor]):
+    """The tensors of a send or receive."""
+
+
+def _letting_go(real: Callable[..., bool]) -> Callable[..., bool]:
+    def wait(work: dist.Work, *args: Any, **kwargs: Any) -> bool:
+        done = real(work, *args, **kwargs)
+        message = work.get_future().value()
+        if isinstance(message, _Message) and StandIn.device != "cpu":
+            message.clear()
+        return done
+
+    return wait
 
 
 def _outside_modes(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,6 +222,7 @@ def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
         (DistributedDataParallel, "__init__"): _on_any_device,
         (DistributedDataParallel, "_pre_forward"): _moving_inputs,
         (dist, "_verify_params_across_processes"): _nothing,
+        (dist.Work, "wait"): _letting_go,
         # Keep DDP's initial buckets; rebuilding only reorders the same bytes.
         (dist.Reducer, "_rebuild_buckets"): _nothing,
     }
