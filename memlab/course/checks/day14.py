@@ -512,7 +512,7 @@ return tensor
 
 _AHEAD = Exercise(
     id="14.2",
-    title="One ahead",
+    title="Prefetch one tensor",
     minutes=10,
     difficulty=3,
     hints=(
@@ -713,7 +713,7 @@ _ADAM = Exercise(
         "zip(self.groups[n], self.steps[n]): m, v = next(moments), next(moments); "
         "self.adams[n].state[w] = {'step': step, 'exp_avg': m, 'exp_avg_sq': v}. step: "
         "clip_grad_norm_ of all gradients, then bring, prefetch (if n + 1 in self.steps), step and "
-        "send for each n. In which order does the next state travel while this one is stepped?",
+        "send for each n. Where do you prefetch, so that the next state is read during the step?",
     ),
     reference=OffloadedAdam,
     check=_check_adam,
