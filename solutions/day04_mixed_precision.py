@@ -25,7 +25,7 @@
 #
 # ## Guess
 #
-# How many GiB does the step need with that line? Replace the dots with a number.
+# How many GiB does the step need under autocast? Replace the dots with a number.
 
 # %%
 import json
@@ -64,8 +64,9 @@ guess("4.1", autocast_gib=1.33)  # half
 # %% [markdown]
 # ## Measure
 #
-# This is a dry run of two of the eight sequences, because each sequence after the first repeats the
-# same allocations (except its tokens, 10 KiB). Yesterday's bytes come from the running bill.
+# Each sequence after the first repeats the same allocations, so this is a dry run of only two of
+# the eight sequences. (Each other sequence would add its tokens, 10 KiB.) Yesterday's bytes come
+# from the running bill.
 
 # %%
 one_at_a_time = combined("accumulation")
@@ -130,8 +131,8 @@ print(f"created {times} times: once per micro-batch")
 # its layer is done. At the start of backward, where the peak is, all casts are alive: **2 bytes for
 # each weight** used in a matmul.
 #
-# With more tokens, the savings in activations outweigh the casts: here from about 980 tokens on,
-# and at 1024 by 0.3%.
+# With more tokens, the savings in activations outweigh the casts: here from about 980 tokens on. At
+# 1024 tokens, autocast needs 0.3% less memory than float32.
 
 # %% [markdown]
 # ## The formats
@@ -153,8 +154,8 @@ for name in formats:
 
 # %% [markdown]
 # **float16** has more precision but less range: nothing above 65,504, nothing below 6e-8.
-# **bfloat16** is the upper half of a float32: the same range, but steps of 1/128 above 1. Each loss
-# has a remedy. First the bytes.
+# **bfloat16** is the upper half of a float32: the same range, but steps of 1/128 above 1. Today you
+# build remedies for both: for float16's range and for bfloat16's precision. First, count the bytes.
 
 # %% [markdown]
 # ## Bytes per weight
@@ -278,13 +279,13 @@ for policy in ("autocast", "bfloat16"):
     print(f"{policy}: activations {share:.2f} × float32's, without casts")
 
 # %% [markdown]
-# Only **bfloat16** throughout halves weights, gradients and moments. `"master"` halves only the
-# gradients, and adds the copy: 16 bytes again. During the step the master weights' gradients are
-# float32, so `"master"` reaches 18 bytes, too. Autocast halves none of the three.
+# Only `"bfloat16"` halves weights, gradients and moments. `"master"` halves only the gradients and
+# adds the copy: 16 bytes again. During the step the master weights' gradients are float32, so
+# `"master"` reaches 18 bytes, as `"master32"` does. Autocast halves none of the three.
 #
 # Activations don't halve here. Autocast keeps norms, residual sums and log-probabilities in
-# float32. And the CPU's norm saves a float32 version of its bfloat16 input. CUDA's norm does not:
-# see below.
+# float32. And the CPU's norm saves a float32 version of its bfloat16 input. CUDA's norm does not
+# (see *Rules on trial*).
 
 # %% [markdown]
 # ## Underflow in float16
@@ -378,8 +379,9 @@ _ = panels[1].set_xlabel("log₂ of the magnitude")
 # always 2⁻²⁴, so small values have fewer significant digits. (The measured percentage is rounded,
 # because CPUs differ slightly.) An element that is zero here never reaches a weight.
 #
-# By the chain rule, a loss times 2¹⁶ has all gradients times 2¹⁶, and float16 has room above.
-# Divided again in float32, they are correct. This is **loss scaling**.
+# The remedy is **loss scaling**. By the chain rule, multiplying the loss by 2¹⁶ multiplies all
+# gradients by 2¹⁶, and float16 has room for larger values. Then divide the gradients by 2¹⁶ in
+# float32.
 
 # %%
 in_bfloat16 = weight_gradients(torch.bfloat16)
@@ -404,15 +406,16 @@ print(f"error of bfloat16 below 2%: {brain < 0.02}, above scaled float16's: {bra
 # %% [markdown]
 # ### Exercise 4.2: a loss scaler
 #
-# About 20 minutes. Too large a scale gives inf or nan. `train` returns whether it stepped:
+# About 20 minutes. Too large a scale makes gradients inf or nan. `train` returns whether it
+# stepped:
 #
-# 1. Clear old gradients; run backward on each micro-batch's loss times the scale.
+# 1. Clear old gradients; run backward on each loss times the scale.
 # 2. If all gradients of all groups are finite: divide, clip to `max_norm`, step.
 # 3. Otherwise: no step, scale × ½.
 # 4. After `interval` steps in a row (`fine_steps` counts): scale × 2, at most 2¹²⁷.
 #
-# `losses` is any iterable. Weights: `group["params"]` of each of `optimizer.param_groups`. Hold
-# one micro-batch's graph at a time and no copy of the gradients. Call no `torch._…`.
+# `losses` is any iterable. Weights: `group["params"]` for each `group` of `optimizer.param_groups`.
+# Hold one micro-batch's graph at a time and no copy of the gradients. Call no `torch._…`.
 
 
 # %%
@@ -475,11 +478,11 @@ print(f"steps were skipped: {not all(stepped)}; the scale grew again: {scales[-1
 print(f"the loss went down: {half_losses[-1] < half_losses[0]}")
 
 # %% [markdown]
-# While the scale falls, no step is taken. Later, each attempt to grow costs a skipped step now and
-# then. Torch's scaler has no lower limit: if the loss itself is nan, the scale halves down to 0.0,
-# and nothing is trained, without an error. `memlab.precision.LossScaler` raises one.
+# While the scale falls, no step is taken. Later, growing the scale sometimes costs a skipped step.
+# Torch's scaler has no lower limit: if the loss itself is nan, the scale halves down to 0.0, and
+# nothing is trained, without an error. `memlab.precision.LossScaler` raises an error.
 #
-# bfloat16 needs no scaler: it has float32's range. What it lacks is precision.
+# bfloat16 needs no scaler, because it has float32's range. But it lacks precision.
 
 # %% [markdown]
 # ## Lost updates in bfloat16
@@ -555,7 +558,7 @@ print(f"nearest {ends[0]:.2f}, stochastic (mean) {ends[1]:.2f}, Kahan {ends[3]:.
 # correct for each weight.
 
 # %% [markdown]
-# The third remedy is the oldest, and float16 uses it, too: a float32 copy.
+# The third remedy is the oldest: a float32 copy of each weight. float16 training uses it, too.
 #
 # ### Exercise 4.4: a step with master weights
 #
@@ -590,8 +593,8 @@ master_step = exercise("4.4", master_step)
 # %% [markdown]
 # ## Does it learn?
 #
-# The model trained on source code now learns it in CAPITALS, as yesterday, at a learning rate of
-# 1e-4. Compare:
+# As yesterday, the model trained on source code now learns the same code in CAPITALS, at a learning
+# rate of 1e-4. Compare:
 #
 # - float32
 # - bfloat16 with round to nearest
@@ -660,7 +663,7 @@ print(f"nearest: more than a quarter of the weights never changed: {lost > 0.25}
 # ## At scale: 7B
 #
 # Apply your formula to Llama 2 7B at the end of backward, and check two policies with a dry run.
-# FP8 would need one byte per weight; its recipes decide what else they keep.
+# FP8 weights would need one byte each; FP8 recipes differ in what else they keep.
 
 
 # %%
@@ -699,8 +702,8 @@ casts_of_seven = format_bytes(seven_b["autocast"]["casts"])
 print(f"autocast also has {casts_of_seven} of casts at the start of backward")
 
 # %% [markdown]
-# Only bfloat16 throughout fits a GPU with 80 GiB, with room for activations: yesterday's dry run of
-# the whole step on 2048 tokens needed 50.50 GiB. During the step, `"master"` needs as much as
+# Only `"bfloat16"` fits a GPU with 80 GiB, with room for activations: yesterday's dry run of the
+# whole step on 2048 tokens needed 50.50 GiB. During the step, `"master"` needs as much as
 # `"master32"`, 112.96 GiB. This is still far from Day 16's 24 GiB. Next come the moments (Days 8
 # and 9), and the gradients, which need not all exist at once.
 
@@ -730,9 +733,9 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# The rules come from the same guides. For the first, predict a step of one block on CUDA, where one
-# fused kernel computes a norm. (Key and value get as many heads as query, so that attention is
-# fused.)
+# The rules come from the guides listed under *Sources*. For the first, predict a step of one block
+# on CUDA, where one fused kernel computes a norm. (Key and value get as many heads as query, so
+# that attention is fused.)
 
 # %%
 one_block = replace(PRESETS["tiny"], layers=1, kv_heads=4)

@@ -20,10 +20,14 @@
 # %% [markdown]
 # ## The question
 #
-# Training a 7B model needs 18 bytes per weight, 121 GB: Day 4's 16, plus 2 during the step, when
-# the gradient is float32 (4 bytes instead of 2). A GPU has 24 GB. Larger memories are further away:
-# host memory, behind the PCIe bus; NVMe disks, on the same bus; SATA disks, on an older bus. The
-# next cell uses published figures of one product each; real programs reach less.
+# Training a 7B model needs 121 GB, or 18 bytes per weight: Day 4's 16 bytes, and 2 more during the
+# step, when the gradient is float32. A GPU has 24 GB. Larger memories are slower to reach:
+#
+# - host memory, over the PCIe bus
+# - NVMe disks, over the same bus
+# - SATA disks, over an older bus
+#
+# The next cell uses the published speed of one product of each kind. Real programs are slower.
 
 # %%
 import itertools
@@ -107,7 +111,7 @@ guess("14.1", host_saves_percent=50, moved_gb=54, slower_times=2.5, left_gb=14)
 ### END STUB
 
 # %% [markdown]
-# ## A saving that isn't one
+# ## Does CPU offloading save memory on a CPU?
 #
 # Activations go to a **store** and come back for backward: `store.put(key, tensor)`,
 # `store.get(key)`, `store.delete(key)`. `HostStore` keeps them in host memory. `DiskStore` keeps
@@ -153,9 +157,9 @@ print(f"to the DiskStore {format_bytes(disk.traffic.written)}")
 disk.close()
 
 # %% [markdown]
-# On a CPU, device memory **is** host memory. torch's `save_on_cpu` returns the same tensor: nothing
-# moves. HostStore makes a copy in the same memory. A laptop test that reports a saving here
-# measures nothing; the meter shows it.
+# On a CPU, device memory **is** host memory. torch's `save_on_cpu` returns the same tensor, so
+# nothing moves. HostStore makes a copy in the same memory. If a laptop test reports a saving here,
+# the test is wrong; the meter counts every byte.
 #
 # So today's stores use the **disk**: their tensors really leave memory. On a GPU a HostStore works
 # the same way over PCIe, and its traffic is counted the same way.
@@ -163,9 +167,9 @@ disk.close()
 # %% [markdown]
 # ## Activations
 #
-# Saved-tensor hooks (Days 5 and 7): forward passes `pack` each tensor that backward needs, and the
-# graph saves what `pack` returns. You will return a `Kept`. It stands for elements in the store,
-# and deletes them when the graph drops it.
+# Saved-tensor hooks (Days 5 and 7): during forward, `pack` receives each tensor that backward
+# needs, and the graph saves what `pack` returns. Your `pack` returns a `Kept`: it represents
+# elements in the store, and deletes them when the graph frees it.
 
 
 # %%
@@ -193,7 +197,7 @@ class Kept:
 
 
 # %% [markdown]
-# You need to find an existing Kept without keeping it alive. A **weak reference** does that:
+# `pack` must find an existing Kept without keeping it alive. Use a **weak reference**:
 
 # %%
 store = DiskStore()
@@ -209,13 +213,13 @@ store.close()
 #
 # About 20 minutes; do 7.5 first. Return `pack` and `unpack`.
 #
-# - Put a storage of at least `minimum` elements into the store, unless it is a weight's: **once**
-#   for all its views.
+# - Put each storage of at least `minimum` elements into the store **once**, for all its views.
+#   Leave out the weights' storages.
 # - `unpack` returns the same view, with its strides and dtype.
 # - Other tensors stay where they are, detached.
 # - Don't keep the tensor itself alive.
-# - When the graph is gone, its elements leave the store, even if a packed tensor (such as x) is
-#   still alive.
+# - When the graph is freed, delete its elements from the store, even if a packed tensor (such as x)
+#   is still alive.
 
 
 # %%
@@ -260,9 +264,9 @@ hooks = exercise("14.1", hooks)
 # %% [markdown]
 # ### Exercise 14.2: prefetch one tensor
 #
-# About 10 minutes. Write a wrapper around a store. After each `get`, exactly one more tensor is
-# being prefetched: the last one put that has not been read yet. A key can be read twice, or deleted
-# before it is read. `delete` also deletes the key from the store.
+# About 10 minutes. Write a wrapper around a store. After each `get`, prefetch exactly one tensor:
+# the most recently put one that has not been read yet. A key can be read twice, or deleted before
+# it is read. `delete` also deletes the key from the store.
 
 
 # %%
@@ -336,10 +340,10 @@ axes.legend(frameon=False)
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Forward leaves almost nothing behind. Each storage was written once, but read **more often** where
-# several operators saved views of it: each view is read separately. (The library's
-# `offloaded_activations` follows the graph's order of operators, and reuses what is still in
-# memory.)
+# After forward, almost no activations are in memory. Each storage was written once, but read **more
+# often** where several operators saved views of it, because each view is read separately. (The
+# library's `offloaded_activations` follows the graph's order of operators, and reuses what is still
+# in memory.)
 #
 # How does offloading differ from checkpointing? Checkpointing recomputes a block; offloading
 # transfers its bytes. You can combine both: offload the few inputs that checkpoints save.
@@ -471,15 +475,16 @@ print(f"{'step on the host':16} up {up:.2f}, down {down:.2f} bytes per weight, b
 
 # %% [markdown]
 # The last line is **ZeRO-Offload**: the host computes the *step*, so the state isn't transferred at
-# all. Gradients go down and updated weights come up, 2 bytes each: **4 N** (its paper writes 4Ψ), a
-# sixth of 24 N. The cost is the host's slow arithmetic. A disk cannot compute.
+# all. Gradients go down to the host, and updated weights come back up, 2 bytes each: **4 N** (4Ψ in
+# the paper), a sixth of 24 N. The cost is the host's slow arithmetic. This does not work with a
+# disk, which cannot compute.
 
 # %% [markdown]
 # ## The weights
 #
 # A layer's weights are needed only in its forward and its backward. In between, they can be in the
-# store. This is Day 12's stage 3 with a disk instead of seven other ranks. As there, a layer has a
-# flat w and two functions, and only inputs are saved.
+# store. This is ZeRO-3 (Day 12) with a disk instead of seven other ranks. As on Day 12, a layer has
+# a flat w and two functions, and only inputs are saved.
 
 
 # %%
@@ -530,9 +535,9 @@ streamed_step = exercise("14.4", streamed_step)
 
 # %% [markdown]
 # The library does the same for any model with `stream_layers(model, store)`, which puts hooks
-# around each layer. A weight in the store keeps its tensor, but the storage is emptied, so
-# autograd's saved views find the elements there later. The next layer is prefetched while one runs,
-# so **two** are in memory.
+# around each layer. While a weight is in the store, its tensor remains, but the storage is empty.
+# Loading fills the same storage, so views that autograd saved are valid again. The next layer is
+# prefetched while one runs, so **two** are in memory.
 
 # %%
 streamed = a_model(layers=12)
@@ -568,7 +573,8 @@ axes.set_title("Twelve streamed layers, two in memory at a time")
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Each tooth is one layer loaded while another is freed. The dashed line is all twelve layers.
+# Each tooth of the curve is one layer loaded while another is freed. The dashed line shows all
+# weights.
 
 # %% [markdown]
 # ## What if the process is killed?
@@ -582,12 +588,12 @@ axes.spines[["top", "right"]].set_visible(False)
 #
 # 1. Write new files beside the old ones.
 # 2. `fsync` them, which forces their bytes to the disk.
-# 3. Replace the *manifest*, the file that names the current files, by a rename. A rename happens
+# 3. Replace the *manifest*, the file that lists the current files, with a rename. A rename happens
 #    completely or not at all.
 #
-# The next cell simulates a disk. The check's disk fails before each operation in turn, and
-# truncates files without fsync to half. (A real disk may also lose file names; fsync its folder,
-# too.)
+# The next cell simulates a disk. The check's disk fails before each operation in turn; a file
+# without fsync then loses half of its bytes. (A real disk may also lose file names; fsync its
+# folder, too.)
 
 
 # %%
@@ -728,9 +734,9 @@ folder.cleanup()
 #
 # These are dry runs on fake tensors, so a store only counts bytes. The model is one block of Llama
 # 2 7B with embedding and head: bfloat16, float32 weights for Adam, 2,048 tokens, checkpointing,
-# chunked loss. Each further block adds to the peak, per weight:
+# chunked loss. Each further block adds these bytes per weight to the peak:
 #
-# | offloaded | bytes | remaining |
+# | offloaded | bytes per weight | on the GPU |
 # | --- | --- | --- |
 # | nothing | 18 | everything |
 # | state, float32 weights | 4 | 16-bit weights and gradients (cast per sub-group) |
@@ -800,15 +806,15 @@ for name, peak in peaks.items():
 
 # %% [markdown]
 # Without offloading the peak is 122.34 GB: the 121 GB of the question, and a step's temporaries.
-# With everything offloaded, 3.67 GB remain, in the step of the **embedding**. It is one tensor of
-# 131M weights, and a tensor is not split: its float32 weights, gradient, m, v and Adam's
-# temporaries are alive together. So more layers would not raise this peak.
+# With everything offloaded, 3.67 GB remain. This peak comes when the optimizer steps the
+# **embedding**, one tensor of 131M weights. A tensor is not split, so its float32 weights,
+# gradient, m, v and Adam's temporaries are alive together. More layers would not raise this peak.
 
 # %% [markdown]
-# How many bytes are transferred, and how long does it take? The formulas assume:
+# How many bytes are transferred, and how long do the transfers take? The formulas assume:
 #
 # - compute: 8 operations per weight and token (2 forward, 4 backward, 2 recompute), at half of the
-#   RTX 4090's 165 · 10¹² per second in bfloat16
+#   RTX 4090's 165 TFLOP/s in bfloat16
 # - transfers: 25 GB/s to the host, 3 GB/s to a disk
 # - a step on the host: 28 bytes per weight, at 89.6 GB/s (Intel, i9-14900K)
 #
@@ -906,7 +912,8 @@ else:
 #
 # One guide has a table: "CPU 50–80 %, 2–3 × slower; NVMe 90 %+, 5–10 ×". Its CPU example offloads
 # state and weights, its NVMe example the *state alone*. The savings come from the dry runs above.
-# Solving the formula for the tokens shows when a step is that much slower.
+# The next cell solves the formula for the tokens per step at which a step is 2, 3, 5 or 10 times
+# slower.
 
 
 # %%
@@ -928,7 +935,8 @@ verdict(
     "23a",
     0.5 <= state <= 0.8 and 2 <= slower(24 / HOST, 8192) <= 3,
     f"saved (7B, 1 × 2,048 tokens, dry run): {savings}; 2–3× slower at {few[0]:,}–{few[1]:,} "
-    f"tokens per step if the host steps, at {many[0]:,}–{many[1]:,} if 24 bytes per weight travel",
+    f"tokens per step with the step on the host, at {many[0]:,}–{many[1]:,} with 24 bytes per "
+    f"weight transferred",
     condition="for state and float32 weights, with 2,000 to 10,000 tokens per step (by formula, "
     "without overlap)",
 )
@@ -938,7 +946,7 @@ verdict(
     "23b",
     state >= 0.9,
     f"state and float32 weights {state:.0%}, everything {share['everything']:.0%}; 5–10× slower at "
-    f"{most[0]:,}–{most[1]:,} tokens per step (24 bytes per weight, 3 GB/s)",
+    f"{most[0]:,}–{most[1]:,} tokens per step (24 bytes per weight, at 3 GB/s)",
     otherwise="a disk saves as many GPU bytes as the host; only offloading everything saves over "
     "90%",
 )
@@ -950,8 +958,8 @@ verdict(
     left_13 < v100,
     f"13.0B: peak {left_13 / 1e9:.1f} GB (26.0 GB are weights) with state, float32 weights and "
     f"gradients offloaded; {peaks['everything', 13] / 1e9:.1f} GB with everything offloaded",
-    condition="on a GPU with 32 GB, as in its paper, and 182 GB of host memory; with 24 GB, stream "
-    "the weights too",
+    condition="on a GPU with 32 GB, as in the ZeRO-Offload paper, and with 182 GB of host memory; "
+    "with 24 GB, stream the weights too",
 )
 
 # %% [markdown]
@@ -1019,11 +1027,14 @@ verdict(
 # | and float32 weights (no float32 gradients either) | 14 | 12 + 12 |
 # | the same, stepped on the host | 14 | 4 |
 # | and gradients | 16 | 14 + 14 |
-# | and weights | all but the rest and 2 layers | 16 + 18 |
+# | and weights | all but two layers, embedding and norm | 16 + 18 |
 # | activations | the saved tensors | the saved tensors, both ways |
 #
-# You can recognize a "saving" that only copies within the same memory, say from how many tokens on
-# a transfer is fast enough, and make a training run survive a kill.
+# You can now
+#
+# - recognize a "saving" that only copies within the same memory
+# - calculate from how many tokens on a transfer is fast enough
+# - resume a training run after the process was killed
 #
 # Tomorrow: averages of weights, chosen after training, from snapshots on the disk.
 

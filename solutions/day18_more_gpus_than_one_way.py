@@ -1,36 +1,37 @@
 # %% [markdown]
 # # Day 18: More GPUs than one way
 #
-# **Data, tensor, sequence, pipeline, context: which way of dividing a training shrinks what, and
-# what does it send?**
+# **Data, tensor, sequence, pipeline and context parallelism: what does each divide, and what does
+# it send?**
 #
-# After today you have built the parts of four kinds of parallel training: a column- and
-# row-parallel MLP, a linear layer that gathers tokens, the 1F1B order of a pipeline, and ring
-# attention. You can say which memory each kind divides, which it leaves whole, and what it sends.
+# Today you build a tensor-parallel MLP, a linear layer that gathers tokens, a pipeline's 1F1B
+# schedule, and ring attention. Afterwards you can say which memory each kind of parallelism
+# divides, what stays whole on every rank, and how many bytes a rank sends.
 #
-# About 105 minutes, 65 of them for five exercises. You need a laptop with two free cores; no GPU,
-# no download.
+# About 105 minutes, 65 of them for five exercises. You need a laptop with two free cores. No GPU is
+# needed, and nothing is downloaded.
 
 # %% [markdown]
-# As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
-# your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
-# stuck, type `memlab hint 18.1` in a terminal. An exercise left open blocks nothing.
+# As before: **guess**, **measure**, then **build** what explains the gap. In an exercise, replace
+# `raise NotImplementedError` with your own lines; the cell below it checks them. If you are stuck,
+# run `memlab hint 18.1` in a terminal. You can skip an exercise: the lesson then uses the
+# reference.
 
 # %% [markdown]
 # ## The question
 #
-# Days 12 and 13 had **data parallelism**: each rank trains on its own sequences, and ZeRO shards
-# the weights, gradients and optimizer state. The computation of a block stayed whole on each rank.
-# Four other ways divide the computation:
+# In **data parallelism** (Days 12 and 13), each rank trains on its own sequences, and ZeRO shards
+# the weights, gradients and optimizer state. But each rank still computes every block in full. Four
+# other kinds of parallelism divide the computation of L layers and T tokens among R ranks:
 #
-# | way | a rank computes |
+# | parallelism | what a rank computes |
 # | --- | --- |
-# | tensor | 1/R of the heads and of the MLP's elements, for all tokens |
-# | sequence (with tensor) | also the norms, for 1/R of the tokens |
-# | pipeline | L/R of the layers, one micro-batch after another |
-# | context | everything, for 1/R of the tokens of each sequence |
+# | tensor | 1/R of the attention heads and of the MLP's elements, for all tokens |
+# | sequence (added to tensor) | the norms and the residual stream, for 1/R of the tokens |
+# | pipeline | L/R of the layers, for one micro-batch after another |
+# | context | all layers, for 1/R of the tokens of each sequence |
 #
-# A **rank** is a process with its own GPU; here, with its own memory on the CPU. The ranks of a
+# A **rank** is a process with its own GPU; today, with its own memory on the CPU. The ranks of a
 # pipeline are its **stages**.
 
 # %%
@@ -54,19 +55,19 @@ from memlab.zero.launch import run_ranks
 # %% [markdown]
 # ## Guess
 #
-# A transformer with two blocks is trained by two ranks.
+# Two ranks train a transformer with two blocks. Guess four percentages:
 #
-# 1. **Tensor parallel**: how many percent of the blocks' activations does a rank save, compared
-#    with one process?
-# 2. **Pipeline**, 1F1B: how many percent does the first of two stages save, compared with one
-#    process that takes the same micro-batches one after another?
-# 3. A pipeline has idle time, the **bubble**. How large is 1F1B's, in percent of GPipe's?
-# 4. **Sequence parallelism** divides more activations. How many percent of tensor parallelism's
-#    bytes does it send?
+# 1. **Tensor parallelism**: the activations that a rank saves in the blocks, relative to one
+#    process.
+# 2. **Pipeline** with 1F1B: the activations that the first of two stages saves, relative to one
+#    process that runs the same micro-batches one after another.
+# 3. **Bubble** (the idle time of a pipeline): 1F1B's bubble, relative to GPipe's.
+# 4. **Sequence parallelism** divides more activations than tensor parallelism: the bytes it sends,
+#    relative to tensor parallelism.
 
 # %% [markdown]
 # **GPipe** runs the forward passes of all micro-batches, then all backward passes. **1F1B** (one
-# forward, one backward) starts the backward pass of a micro-batch as early as possible.
+# forward, one backward) runs the backward pass of a micro-batch as early as possible.
 
 # %%
 ### BEGIN SOLUTION
@@ -78,12 +79,13 @@ guess("18.1", tensor_percent=50, stage_percent=50, bubble_percent=50, sends_perc
 ### END STUB
 
 # %% [markdown]
-# ## Measure: two processes, seven ways
+# ## Measure: seven runs on two processes
 #
-# `memlab/course/model_parallel.py` trains one small model each way. It has an embedding, two
-# blocks, and a **head**: the last norm, the logits and the loss. Each way gets the same 4 sequences
-# of 16 tokens. Both processes meter their second step, and count what they send. (They are two
-# processes with gloo, as on Day 13. It takes about ten seconds.)
+# `memlab/course/model_parallel.py` trains one small model in seven runs: `one` without parallelism,
+# the others divided over two processes. The model has an embedding, two blocks and a **head** (the
+# last norm, the logits and the loss). Each run uses the same 4 sequences of 16 tokens. Both
+# processes measure their second step and count the bytes they send. (The processes communicate with
+# gloo, as on Day 13. The cell runs for about ten seconds.)
 
 # %%
 found = run_ranks("memlab.course.model_parallel:all_ways", 2, timeout=120)
@@ -91,7 +93,7 @@ right = model_parallel.right_gradients()
 
 
 def differences(name):
-    """The largest difference of any weight's gradient from that of one process."""
+    """Yield each gradient's largest difference from the gradient of one process."""
     for rank, ways in enumerate(found):
         for weight, gradient in ways[name]["gradients"].items():
             divided = name in ("tensor", "sequence")
@@ -106,7 +108,7 @@ for name in found[0]:
 
 # %%
 COLUMNS = ("parameters", "gradients", "optimizer_state", "activations", "logits", "sent")
-print(f"{'KiB of a rank':17}" + "".join(f"{name.split('_')[0]:>12}" for name in COLUMNS))
+print(f"{'KiB per rank':17}" + "".join(f"{name.split('_')[0]:>12}" for name in COLUMNS))
 for name in found[0]:
     for rank in (0, 1) if name in ("GPipe", "1F1B") else (0,):
         who = f"{name}, stage {rank}" if name in ("GPipe", "1F1B") else name
@@ -114,25 +116,27 @@ for name in found[0]:
         print(f"{who:17}" + "".join(f"{size:12.1f}" for size in row))
 
 # %% [markdown]
-# All seven compute the same gradients. *Activations* are what the blocks save for backward;
-# *logits* what the head saves. No way divides everything:
+# All seven runs compute the same gradients. *Activations* are what the blocks save for backward;
+# *logits* are what the head saves. No kind of parallelism divides everything:
 #
-# - data and context leave weights, gradients and optimizer state whole;
-# - tensor leaves part of the activations whole, 178 KiB of 259;
-# - the pipeline's logits are all on the last stage.
+# - Data and context: weights, gradients and optimizer state stay whole on each rank.
+# - Tensor: a part of the activations stays whole, so a rank saves 178 KiB of 259.
+# - Pipeline: only the last stage saves logits.
 #
-# The rest of the day builds each way, and finds the formula behind its row.
+# The rest of the day builds each kind, and derives the formulas for its row.
 
 # %% [markdown]
-# ## Tensor parallelism: a column, then a row
+# ## Tensor parallelism: column-parallel, then row-parallel
 #
-# An MLP is Y = gelu(X Aᵀ) Bᵀ, with A (I, C) and B (C, I), as in `torch.nn.Linear`: C is the hidden
-# size, I the intermediate size. Rank r gets
+# An MLP computes Y = gelu(X Aᵀ) Bᵀ. As in `torch.nn.Linear`, A is (I, C) and B is (C, I), with
+# hidden size C and intermediate size I. Rank r has
 #
-# - rows of A: I/R of the **output** elements (*column-parallel*, because it is a column of Aᵀ);
-# - the same columns of B (*row-parallel*).
+# - I/R rows of A, which compute I/R of the **output** elements (*column-parallel*: these rows are
+#   columns of Aᵀ)
+# - the same I/R columns of B (*row-parallel*: these columns are rows of Bᵀ)
 #
-# gelu works on each element, so nothing is sent between the two. Each rank gets one **term** of Y:
+# gelu is elementwise, so the ranks send nothing between the two matmuls. Each rank computes one
+# **term** of Y:
 #
 # $$Y = \sum_r \mathrm{gelu}(X A_r^T)\, B_r^T$$
 
@@ -148,11 +152,12 @@ terms = [mlp(x, rows, columns) for rows, columns in shards]
 print("two ranks' terms add up to Y:", torch.allclose(sum(terms), mlp(x, up, down), atol=1e-5))
 
 # %% [markdown]
-# So forward needs one **all-reduce**: every rank gets the sum of all ranks' terms. And backward?
-# Every rank computes the gradient of X through its own A and B only. The gradient of X is again a
-# sum over ranks.
+# So forward needs one **all-reduce**: every rank receives the sum of all ranks' terms. In backward,
+# each rank computes the gradient of X through its own A and B only. The full gradient of X is the
+# sum over ranks: another all-reduce.
 #
-# The Megatron-LM paper names two functions, each the other's mirror image:
+# The Megatron-LM paper defines two functions, f and g. The forward of each is the backward of the
+# other:
 #
 # | | forward | backward |
 # | --- | --- | --- |
@@ -160,28 +165,31 @@ print("two ranks' terms add up to Y:", torch.allclose(sum(terms), mlp(x, up, dow
 # | g, after the second matmul | all-reduce | copy |
 
 # %% [markdown]
-# Autograd cannot differentiate an all-reduce: it sees one rank's graph only. So f and g are
-# autograd Functions, of one kind: a function of x in forward, and its mirror image, the
-# **conjugate**, in backward.
+# Autograd cannot differentiate an all-reduce, because it sees only one rank's graph. So f and g are
+# autograd Functions. You need only one class for both: it applies one function in forward and
+# another in backward. The paper calls such a pair **conjugate**.
 #
-# `in_turns(program, given)` of Day 13 runs a program as R ranks in this process. The sum of all
-# ranks' tensors is `peer.sum(x)`. It returns a new tensor.
+# Day 13's `in_turns(program, given)` runs a program as R ranks in this process. `peer.sum(x)`
+# returns the sum of all ranks' tensors, as a new tensor:
 
 
 # %%
-def a_sum(peer, x):
+def sum_over_ranks(peer, x):
     return peer.sum(x).tolist()
 
 
-print(in_turns(a_sum, [(torch.tensor([1.0, 2.0]),), (torch.tensor([10.0, 20.0]),)]))
+print(in_turns(sum_over_ranks, [(torch.tensor([1.0, 2.0]),), (torch.tensor([10.0, 20.0]),)]))
 
 # %% [markdown]
 # ### Exercise 18.1: a tensor-parallel MLP
 #
-# About 14 minutes. Write the Function: `in_forward` is a function of a tensor, applied to `x`, and
-# `in_backward` one applied to the gradient. Then write this rank's MLP with it. `x` (T, C) is whole
-# on every rank; `up` (I/R, C) and `down` (C, I/R) are this rank's. `all_reduce(x)` returns the sum
-# of all ranks' tensors. Return the whole Y, with exactly one all-reduce in each pass.
+# About 14 minutes. First complete the Function: apply `in_forward` to `x`, and `in_backward` to the
+# gradient. Then use it to write one rank's MLP.
+#
+# - `x` (T, C) is whole on every rank.
+# - `up` (I/R, C) and `down` (C, I/R) are this rank's shards.
+# - `all_reduce(x)` returns the sum of all ranks' tensors.
+# - Return the full Y, with exactly one all-reduce in forward and one in backward.
 
 
 # %%
@@ -208,13 +216,14 @@ class Conjugates(torch.autograd.Function):
 
 # %%
 def copied(x):
+    """Return x, unchanged."""
     return x.view_as(x)
 
 
 def parallel_mlp(x, up, down, all_reduce):
     ### BEGIN SOLUTION
     x = Conjugates.apply(x, copied, all_reduce)  # f
-    term = mlp(x, up, down)  # (T, C), of this rank
+    term = mlp(x, up, down)  # (T, C), this rank's
     return Conjugates.apply(term, all_reduce, copied)  # g
     ### END SOLUTION
 
@@ -223,34 +232,37 @@ def parallel_mlp(x, up, down, all_reduce):
 parallel_mlp = exercise("18.1", parallel_mlp)
 
 # %% [markdown]
-# Attention is divided the same way: queries, keys and values are column-parallel, so a rank has
-# H/R whole heads. The output matrix is row-parallel. A block has two such pairs: **two all-reduces
-# in forward, two in backward**, each of tokens · C elements. All R ranks wait for each of them.
+# Attention is divided the same way. Queries, keys and values are column-parallel, so each rank has
+# H/R of the H heads. The output projection is row-parallel. So a block has two pairs of matmuls,
+# and needs **two all-reduces in forward and two in backward**, each of tokens · C elements. All R
+# ranks wait for each all-reduce.
 
 # %% [markdown]
 # ## What a tensor-parallel block saves
 #
-# Between the two matmuls, everything is divided by R. Before f and after g, it is not: norms and
-# the residual stream work on all tokens with all C elements, on every rank. A block of this model
-# saves per token, on a CPU:
+# Between the two matmuls of a pair, every tensor is divided by R. Outside the pairs, nothing is:
+# norms and the residual stream have all tokens and all C elements on every rank. Without
+# parallelism, a block of this model saves on a CPU, per token:
 #
 # | | elements |
 # | --- | --- |
-# | each of two norms: its normalized input, its output, 1/RMS | 2C + 1 |
-# | the residual stream after attention, and after the MLP | 2C |
-# | attention: queries, keys, values, output; the log-sum-exp of each head | 4C + H |
+# | each of the two norms: normalized input, output, 1/RMS | 2C + 1 |
+# | residual stream, after attention and after the MLP | 2C |
+# | attention: queries, keys, values, output; one log-sum-exp per head | 4C + H |
 # | MLP: before and after gelu | 2I |
 
 # %% [markdown]
-# **Sequence parallelism** divides the first two rows, too: not by C, but by tokens. Each rank has
-# T/R of the tokens there. Then everything that a block saves is divided by R.
+# Tensor parallelism divides only the last two rows. **Sequence parallelism** divides the first two
+# rows too, by tokens: each rank has T/R of the tokens there. Then a rank saves 1/R of everything.
 
 # %% [markdown]
 # ### Exercise 18.2: saved elements of a block
 #
-# About 8 minutes. Return how many elements one of `ranks` ranks saves for a block: an integer.
-# `tokens` are all tokens of the batch. `sequence` says whether the ranks also use sequence
-# parallelism. `ranks` divides `tokens`, `hidden` (C), `heads` (H) and `intermediate` (I).
+# About 8 minutes. Return how many elements one rank saves for one block, as an integer.
+#
+# - `tokens` counts all tokens of the batch.
+# - `ranks` divides `tokens`, `hidden` (C), `heads` (H) and `intermediate` (I) without remainder.
+# - `sequence` is True if the ranks also use sequence parallelism.
 
 
 # %%
@@ -268,43 +280,46 @@ def saved_elements(tokens, hidden, heads, intermediate, ranks, sequence):
 saved_elements = exercise("18.2", saved_elements)
 
 # %%
-SIZES = (64, 32, 4, 96)  # tokens, C, H, I of the model that was measured
+SIZES = (64, 32, 4, 96)  # tokens, C, H, I of the measured model
 for name, ranks in {"one": 1, "tensor": 2, "sequence": 2}.items():
     formula = 2 * 4 * saved_elements(*SIZES, ranks, name == "sequence")  # two blocks, float32
     measured = found[0][name]["bytes"]["activations"]
-    print(f"{name:9}{measured:8,} bytes saved by two blocks; by formula {formula:8,}")
+    print(f"{name:9}{measured:8,} bytes saved by two blocks, {formula:8,} by formula")
 whole, tensor, sequence = (
     found[0][name]["bytes"]["activations"] for name in ("one", "tensor", "sequence")
 )
 print(f"a rank saves {tensor / whole:.0%} with tensor parallelism, {sequence / whole:.0%} with "
-      f"sequence parallelism too")  # fmt: skip
+      f"sequence parallelism added")  # fmt: skip
 
 # %% [markdown]
-# ## Sequence parallelism: gather, then scatter
+# ## Sequence parallelism: all-gather, then reduce-scatter
 #
-# Between the blocks a rank has T/R tokens. The first matmul of a pair needs all tokens: an
-# **all-gather** gives every rank the tokens of all. The second matmul gives a term of every token:
-# a **reduce-scatter** gives each rank the sums of its own tokens.
+# Outside the pairs of matmuls, a rank has T/R tokens. The first matmul of a pair needs all T: an
+# **all-gather** gives every rank the tokens of all ranks. The second matmul computes one term for
+# every token: a **reduce-scatter** gives each rank the sums for its own tokens.
 #
-# A ring sends (R − 1)/R of the tensor for either, and an all-reduce is one of each (Day 13). So
-# forward sends as many bytes as before.
+# On a ring, each of the two sends (R − 1)/R of the tensor, and an all-reduce sends twice that (Day
+# 13). So forward sends as many bytes as before.
 
 # %% [markdown]
-# In backward they are mirrored again: the gradient of an all-gather is a reduce-scatter, and the
-# other way round.
+# In backward, the two change places: the backward of an all-gather is a reduce-scatter, and the
+# backward of a reduce-scatter is an all-gather.
 #
-# There is a trap. A linear layer saves its input for the gradient of its weight. If autograd saves
-# the *gathered* input, the activations are whole again. So save the shard, and gather **again** in
-# backward.
+# There is a trap. A linear layer saves its input, to compute the gradient of its weight. If
+# autograd saves the *gathered* input, this activation is whole again. So save only the shard, and
+# gather it **again** in backward.
 
 # %% [markdown]
-# ### Exercise 18.3: gather, multiply, forget
+# ### Exercise 18.3: gather tokens, save the shard
 #
-# About 14 minutes. `x` (T/R, in) has this rank's tokens, `weight` (out/R, in) its rows. Return the
-# product of all tokens with the weight, (T, out/R). `all_gather` makes (T/R, …) to (T, …).
-# `reduce_scatter` makes (T, …), summed over ranks, to this rank's (T/R, …). Both return new
-# tensors. Save only `x` and `weight`. Backward gathers once and scatters once. The gradient of the
-# weight is this rank's own.
+# About 14 minutes. `x` (T/R, in) has this rank's tokens; `weight` (out/R, in) has this rank's rows.
+# Return the matmul of all tokens with this rank's rows, (T, out/R).
+#
+# - `all_gather` turns (T/R, …) into (T, …).
+# - `reduce_scatter` sums (T, …) over ranks, and returns this rank's (T/R, …). Both return new
+#   tensors.
+# - Save only `x` and `weight`.
+# - Backward gathers once and scatters once. The gradient of `weight` is not summed over ranks.
 
 
 # %%
@@ -341,46 +356,54 @@ def gather_linear(x, weight, all_gather, reduce_scatter):
 gather_linear = exercise("18.3", gather_linear)
 
 # %% [markdown]
-# One detail is left. A norm's weight (C) is whole on every rank, but each rank applies it to its
-# own tokens. Its gradient is a sum over tokens, and so over ranks: the weight needs f, too. With
-# plain tensor parallelism, every rank computes the whole gradient.
+# One detail remains. Every rank has a norm's whole weight (C elements), but applies it to its own
+# tokens only. The gradient of this weight is a sum over all tokens, so it must be summed over
+# ranks: apply f to the weight, too. (With plain tensor parallelism, every rank has all tokens and
+# computes the whole gradient.)
 #
-# What do the two send for a block? One **pass** is (R − 1)/R of tokens · C elements.
+# How much do both kinds send per block? Count in **ring passes**: one ring pass sends (R − 1)/R of
+# tokens · C elements.
 
 # %%
-a_pass = SIZES[0] * SIZES[1] * 4 // 2  # bytes: (R − 1)/R is 1/2
+a_pass = SIZES[0] * SIZES[1] * 4 // 2  # bytes of a ring pass: (R − 1)/R is 1/2
 passes = {}
 for name in ("tensor", "sequence"):
     sent = dict(found[0][name]["sent by a block"])
     if name == "sequence":
         norms = sent.pop("all_reduce")
-        print(f"gradients of two norms: {norms} bytes, as 2 · 2C/2 elements: {norms == 4 * 2 * 32}")
+        print(f"gradients of two norms: {norms} bytes; equal to 2C elements: {norms == 4 * 2 * 32}")
     passes[name] = sum(sent.values()) // a_pass
     kinds = ", ".join(f"{size // a_pass} by {kind}" for kind, size in sorted(sent.items()))
-    print(f"{name:9}{passes[name]:3} passes: {kinds}")
+    print(f"{name:9}{passes[name]:3} ring passes: {kinds}")
 
 # %% [markdown]
-# Four all-reduces are 8 passes. Sequence parallelism replaces each by a gather and a scatter: 8
-# again. Two more gather the inputs of the two column-parallel matmuls in backward: 10. torch's own
-# modules (`ColwiseParallel` with a sharded input) save the gathered input, and send 8.
-
-# %% [markdown]
-# ## Pipeline parallelism: who waits, and with how much
+# - Tensor parallelism: four all-reduces are 8 ring passes.
+# - Sequence parallelism replaces each all-reduce by an all-gather and a reduce-scatter: 8 again. In
+#   backward it gathers the inputs of the two column-parallel matmuls again: 10.
 #
-# Now the **layers** are divided: stage i of p has the i-th part. A batch is cut into m
-# **micro-batches**, so that stages work at the same time: stage 1 computes with micro-batch 0 while
-# stage 0 computes with micro-batch 1. A stage sends its output on, and the gradient back.
+# torch's own modules (`ColwiseParallel` with a sharded input) save the gathered input, and send 8.
 
 # %% [markdown]
-# Gradients are summed over the micro-batches, as in accumulation (Day 3). Only the *order* of a
-# stage's passes is free. A micro-batch is **in flight** on a stage from its forward pass to its
-# backward pass there, and its activations are saved.
+# ## Pipeline parallelism: idle time and micro-batches in flight
+#
+# A pipeline divides the **layers**: each of p stages has 1/p of them. A batch is split into m
+# **micro-batches**, so that the stages work at the same time: stage 1 runs micro-batch 0 while
+# stage 0 runs micro-batch 1. Each stage sends its output to the next stage, and the gradient of its
+# input to the previous one.
 
 # %% [markdown]
-# **1F1B**: stage i starts with a **warm-up** of p − 1 − i forward passes (of m, if there are
-# fewer). Then each forward pass is followed by a backward pass, of the oldest micro-batch in
-# flight. At the end the remaining backward passes follow. For p = 3 and m = 4, F2 and B2 being the
-# passes of micro-batch 2:
+# Gradients are summed over the micro-batches, as in gradient accumulation (Day 3). So only the
+# *order* of a stage's passes can vary. A micro-batch is **in flight** on a stage from its forward
+# pass to its backward pass on that stage. During this time, the stage keeps its activations.
+
+# %% [markdown]
+# In **1F1B**, stage i of p runs
+#
+# 1. a **warm-up** of p − 1 − i forward passes (m, if that is less)
+# 2. pairs: a forward pass, then the backward pass of the oldest micro-batch in flight
+# 3. the remaining backward passes
+#
+# For p = 3 and m = 4, where F2 and B2 are the passes of micro-batch 2:
 #
 # ```text
 # stage 0     F0 F1 F2 B0 F3 B1 B2 B3
@@ -391,8 +414,8 @@ for name in ("tensor", "sequence"):
 # %% [markdown]
 # ### Exercise 18.4: the order of a stage
 #
-# About 12 minutes. Return the list of a stage's passes in order, as `("forward", n)` and
-# `("backward", n)`, n from 0. `stage` counts from 0.
+# About 12 minutes. Return the passes of stage `stage` in order, as a list of `("forward", n)` and
+# `("backward", n)`. Stages and micro-batches (n) count from 0.
 
 
 # %%
@@ -410,9 +433,10 @@ def one_forward_one_backward(stage, stages, micro_batches):
 one_forward_one_backward = exercise("18.4", one_forward_one_backward)
 
 # %% [markdown]
-# A **timeline** shows what the orders mean. A pass starts as soon as its stage is free and its
-# input has arrived: a forward pass needs that of the stage before, a backward pass that of the
-# stage after. Backward takes twice as long as forward. Sending takes no time here.
+# Compare both orders on a **timeline**. A pass starts as soon as its stage is free and its input
+# has arrived: the previous stage's output for a forward pass, the next stage's gradient for a
+# backward pass. Assume that backward takes twice as long as forward, and that sending takes no
+# time.
 
 
 # %%
@@ -420,11 +444,11 @@ def gpipe(stage, stages, micro_batches):
     return [(kind, n) for kind in ("forward", "backward") for n in range(micro_batches)]
 
 
-UNITS = {"forward": 1, "backward": 2}  # of time
+UNITS = {"forward": 1, "backward": 2}  # time of a pass
 
 
 def timeline(order_of, stages, micro_batches):
-    """The time at which each pass ends, by (stage, kind, micro-batch)."""
+    """Return the time at which each pass ends, by (stage, kind, micro-batch)."""
     orders = [list(order_of(stage, stages, micro_batches)) for stage in range(stages)]
     ends, free = {}, [0] * stages
     while any(orders):
@@ -434,7 +458,7 @@ def timeline(order_of, stages, micro_batches):
                 kind, n = order[0]
                 needed = before[kind], kind, n
                 if 0 <= needed[0] < stages and needed not in ends:
-                    break  # it has not arrived
+                    break  # the input has not arrived
                 free[stage] = max(free[stage], ends.get(needed, 0)) + UNITS[kind]
                 ends[stage, kind, n] = free[stage]
                 order.pop(0)
@@ -461,75 +485,80 @@ for axes, (name, order_of) in zip(both, SCHEDULES.items(), strict=True):
     axes.set_yticks(range(P))
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
-_ = both[1].set(xlabel="time, in forward passes (blue); backward passes (yellow) take two")
+_ = both[1].set(xlabel="time in forward passes (blue: forward, yellow: backward)")
 
 
 # %%
 def most_in_flight(order):
+    """Return the maximum number of micro-batches in flight."""
     signs = [1 if kind == "forward" else -1 for kind, _ in order]
     return max(sum(signs[:n]) for n in range(len(order) + 1))
 
 
 for name, order_of in SCHEDULES.items():
     flights = [most_in_flight(order_of(stage, P, M)) for stage in range(P)]
-    print(f"{name:6}in flight at most, by stage: {flights}; bubble {bubbles[name]:.4f}, "
+    print(f"{name:6}maximum in flight, by stage: {flights}; bubble {bubbles[name]:.4f}, "
           f"(p − 1)/(m + p − 1) = {(P - 1) / (M + P - 1):.4f}")  # fmt: skip
 
 # %% [markdown]
-# The same bubble, to the digit: 1F1B saves no time. It saves **memory**: stage i has p − i
-# micro-batches in flight, not m. More micro-batches make the bubble smaller, and with 1F1B they
-# cost no memory.
+# Both bubbles are equal: 1F1B saves no time. It saves **memory**: stage i has at most p − i
+# micro-batches in flight, instead of m. More micro-batches make the bubble smaller, and with 1F1B
+# they need no more memory.
 #
-# But look at stage 0: p micro-batches of 1/p of the layers. That is as much as one GPU saves for
+# But look at stage 0. It saves p micro-batches of 1/p of the layers: as much as one GPU saves for
 # one micro-batch of *all* layers.
 
 # %%
-layer = 4 * saved_elements(16, 32, 4, 96, 1, False)  # bytes of a micro-batch and layer
-output = 4 * 16 * 32  # bytes of a micro-batch between the stages
+layer = 4 * saved_elements(16, 32, 4, 96, 1, False)  # bytes per micro-batch and layer
+output = 4 * 16 * 32  # bytes per micro-batch that stage 0 sends
 for name, order_of in SCHEDULES.items():
     for stage in range(2):
         measured = found[stage][name]["bytes"]["activations"]
         flights = most_in_flight(order_of(stage, 2, 4))
-        sent_off = 3 * output if (name, stage) == ("GPipe", 0) else 0
-        print(f"{name:6}stage {stage}: {measured:7,} bytes saved; {flights} in flight: "
-              f"{flights * layer - sent_off:7,}")  # fmt: skip
-print(f"one process, a micro-batch at a time: {2 * layer:7,} bytes, two layers")
+        freed = 3 * output if (name, stage) == ("GPipe", 0) else 0
+        print(f"{name:6}stage {stage}: {measured:7,} bytes saved; formula, {flights} in flight: "
+              f"{flights * layer - freed:7,}")  # fmt: skip
+print(f"one process, two layers, one micro-batch at a time: {2 * layer:7,} bytes")
 
 # %% [markdown]
-# (With GPipe, stage 0 has sent three of its four outputs on when the last forward pass ends.
-# Nothing in its own backward reads an output, so they are free.)
+# (With GPipe, stage 0 has already sent and freed three of its four outputs when its last forward
+# pass ends. Its backward needs none of them. So the formula subtracts three outputs.)
 #
-# ## Context parallelism: keys and values go round
+# ## Context parallelism: ring attention
 #
-# For very long sequences, each rank takes T/R tokens of every sequence, in *all* layers. Norms,
-# matmuls and the MLP need nothing from other tokens. Only attention does: queries of rank r need
-# the keys and values of ranks 0 to r (causal).
+# For very long sequences, each rank has T/R tokens of every sequence, in *all* layers. Norms and
+# matmuls treat each token separately. Only attention reads other tokens: with a causal mask, the
+# queries of rank r need the keys and values of ranks 0 to r.
 
 # %% [markdown]
-# In **ring attention** each rank sends its block of keys and values to the next rank, R − 1 times,
-# and attends to each block that arrives. At step s, rank r has the block of rank r − s. A block of
-# later tokens is hidden by the causal mask.
+# In **ring attention**, each rank first attends to its own block of keys and values. Then, R − 1
+# times, it sends its current block to the next rank and attends to the block that arrives. After
+# step s, rank r has the block of rank r − s (modulo R). The causal mask hides blocks of later
+# tokens.
 #
-# Day 10's online softmax merges two tiles. It merges two ranks' blocks, too. Attention to one block
-# gives `out` (T/R, D) and the log-sum-exp `lse` (T/R) of its scores. For a second block b:
+# Day 10's online softmax merges two tiles; here it merges two blocks. Attention to a block gives
+# `out` (T/R, D) and the log-sum-exp of the scores, `lse` (T/R). To merge block b:
 #
 # $$lse' = \ln(e^{lse} + e^{lse_b}) \qquad out' = out\,e^{lse - lse'} + out_b\,e^{lse_b - lse'}$$
 
 
 # %%
 def attend(q, k, v, shift):
-    """`(out, lse)` of one block: query i sees key j if j <= i + shift."""
+    """Return `(out, lse)` of one block; query i attends to key j if j <= i + shift."""
     return attend_in_tiles(q, k, v, 4, shift)
 
 
 # %% [markdown]
 # ### Exercise 18.5: ring attention
 #
-# About 17 minutes. `q`, `k`, `v` (T/R, D) are this rank's tokens, `peer.rank` · T/R and following.
-# Return `(out, lse)` of causal attention to all tokens up to one's own. As on Day 13,
-# `peer.send(x)` sends to the next rank, and `peer.receive()` waits for the tensor of the rank
-# before. Send keys and values as one tensor (`torch.stack`), R − 1 times. Scores can be as large as
-# ±1,000: `torch.logaddexp`.
+# About 17 minutes. Return `(out, lse)` of causal attention for this rank's queries, over all ranks'
+# keys and values.
+#
+# - `q`, `k`, `v` (T/R, D) belong to this rank's tokens: `peer.rank` · T/R and following.
+# - As on Day 13, `peer.send(x)` sends to the next rank, and `peer.receive()` waits for the previous
+#   rank's tensor.
+# - Send keys and values as one tensor (`torch.stack`), R − 1 times.
+# - Scores can be as large as ±1,000: use `torch.logaddexp`.
 
 
 # %%
@@ -540,7 +569,7 @@ def ring_attention(peer, q, k, v):
         peer.send(torch.stack((k, v)))
         k, v = peer.receive()
         if step <= peer.rank:
-            out_b, lse_b = attend(q, k, v, step * len(q))  # all keys are earlier tokens
+            out_b, lse_b = attend(q, k, v, step * len(q))  # every key is an earlier token
             both = torch.logaddexp(lse, lse_b)
             out = out * (lse - both).exp()[:, None] + out_b * (lse_b - both).exp()[:, None]
             lse = both
@@ -552,31 +581,31 @@ def ring_attention(peer, q, k, v):
 ring_attention = exercise("18.5", ring_attention)
 
 # %% [markdown]
-# The backward pass sends the blocks round again, and with them the gradients of keys and values,
-# which must arrive at their owner: R blocks of gradients. For r ranks that is (3r − 2)/r of all
-# keys and values (`memlab/reference/ring_attention.py` has both passes).
+# Backward sends the blocks around the ring again. The gradients of keys and values travel with
+# them, and must return to their owner: R blocks of gradients. So in both passes a rank sends (3R −
+# 2)/R of all keys and values. (`memlab/reference/ring_attention.py` implements both passes.)
 #
-# Rank 0 attends to one block and waits; rank R − 1 attends to R. Production versions give each rank
-# an early and a late part of the sequence, so that all have the same work.
+# The work is unequal: rank 0 attends to one block, rank R − 1 to R blocks. Production versions
+# balance it: each rank gets an early and a late part of the sequence.
 
 # %%
 ring_bytes = found[0]["context"]["sent"]["isend"]
-keys_values = 2 * 4 * SIZES[0] * 2 * SIZES[1]  # of two layers, in bytes
+keys_values = 2 * 4 * SIZES[0] * 2 * SIZES[1]  # bytes in two layers
 print(f"sent around the ring: {ring_bytes:,} bytes; (3·2 − 2)/2 · {keys_values:,} = "
       f"{(3 * 2 - 2) * keys_values // 2:,}")  # fmt: skip
 
 # %% [markdown]
-# ## Which way saves what
+# ## What each kind divides and sends
 #
-# Measured above, as formulas; n tokens, and R ranks each:
+# These are the formulas for the table above, with R ranks and n tokens of C elements:
 #
-# | | weights, gradients, optimizer state | activations | logits | sent in a step |
+# | | weights, gradients, optimizer state | activations | logits | sent per step |
 # | --- | --- | --- | --- | --- |
-# | data | whole (ZeRO: Day 12) | 1/R | 1/R | gradients: 2 passes |
-# | tensor | matrices 1/R | heads, MLP 1/R; norms, stream whole | 1/R | 8 passes of n·C a block |
-# | + sequence | the same | 1/R | 1/R | 10 passes of n·C a block |
-# | pipeline | 1/R | stage i: min(m, R − i)/m · 1/R | last stage | n·C to each neighbour |
-# | context | whole (ZeRO) | 1/R | 1/R | keys, values; gradients |
+# | data | whole (ZeRO shards them: Day 12) | 1/R | 1/R | weights' gradients: 2 ring passes |
+# | tensor | matrices 1/R | 1/R; norms, residual stream whole | 1/R | 8 ring passes of n·C a block |
+# | + sequence | as tensor | 1/R | 1/R | 10 ring passes of n·C a block |
+# | pipeline | 1/R | stage i: min(m, R − i)/m · 1/R | last stage only | n·C to each neighbor |
+# | context | whole (ZeRO shards them) | 1/R | 1/R | keys, values, all gradients |
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 3.6), layout="constrained")
@@ -593,56 +622,59 @@ for place, (name, rank) in enumerate(bars):
         start += size
 ticks = [f"{name}, stage {rank}" if name in SCHEDULES else name for name, rank in bars]
 axes.set_yticks(range(len(bars)), ticks)
-axes.set(xlabel="KiB", title="What a rank of two holds and saves (blocks and head)")
+axes.set(xlabel="KiB", title="Memory of one of two ranks (blocks and head)")
 axes.invert_yaxis()
 axes.spines[["top", "right"]].set_visible(False)
 _ = axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.45, -0.16))
 
 # %% [markdown]
-# ## At scale: a script's dry run instead of a formula
+# ## At scale: dry runs of real scripts
 #
-# Days 13 and 16 answered for 70B on 8 GPUs and 405B on 128 by formula. Formulas leave out what
-# nobody thought of. `memlab run --ranks 8 train.py` runs a real script as one rank among eight, on
-# tensors without values and with collectives that send nothing: every storage of that rank is
-# counted. [docs/RANKS.md](../docs/RANKS.md) holds such predictions against real processes.
+# Days 13 and 16 used formulas for 70B on 8 GPUs and 405B on 128. A formula leaves out every tensor
+# that its author forgot. `memlab run --ranks 8 train.py` runs a real script as one of eight ranks,
+# on fake tensors and with collectives that send nothing. It counts every storage of that rank.
+# [docs/RANKS.md](../docs/RANKS.md) compares such predictions with real processes.
 
 # %%
 SCRIPTS = days.folder("benchmarks/llama")
 
 
 def rank_0(script, ranks, *arguments):
-    """The trace of rank 0's second step on an H100."""
+    """Return the trace of rank 0's second step on an H100."""
     launch = Launch(str(SCRIPTS / script), arguments=tuple(map(str, arguments)))
-    with warnings.catch_warnings(action="ignore"):  # torch's, about itself
+    with warnings.catch_warnings(action="ignore"):  # torch's, about its own code
         return dry_run_ranks(launch.with_ranks(ranks), (0,), device="cuda:h100")[0].trace
 
 
 # %%
 def deeper(few, more, blocks):
-    """At the peak with `blocks` blocks, where `few` has one block less than `more`: (bytes of
-    `more`) + `blocks` times the difference."""
+    """Return the bytes at the peak, by category, with `blocks` blocks more than `more` has. The
+    trace `few` has one block less than `more`."""
     names = {*few.at_peak, *more.at_peak}
     at = [{name: trace.at_peak.get(name, 0) for name in names} for trace in (few, more)]
     return {name: at[1][name] + blocks * (at[1][name] - at[0][name]) for name in names}
 
 
 def shown(parts):
+    """Return the categories above 0.1 GB as text, the largest first."""
     large = {name: size for name, size in parts.items() if size > 1e8}
     ordered = sorted(large.items(), key=lambda part: -part[1])
     return ", ".join(f"{name.replace('_', ' ')} {size / 1e9:.1f}" for name, size in ordered)
 
 
 def show_largest(trace, count):
-    """Print the largest storages that are alive at the peak."""
+    """Print the largest storages alive at the peak."""
     for event in sorted(trace.alive(trace.peak_position), key=lambda e: -e.bytes)[:count]:
         print(f"  {event.bytes / 1e9:.2f} GB, {event.shape}, {event.operator} in {event.phase}")
 
 
 # %% [markdown]
-# **70B on 8 × 80 GB**: `benchmarks/llama/fsdp2.py`, 40 lines. FSDP2 around each block
-# (ZeRO-3), checkpointing, weights and AdamW in bfloat16, two micro-batches of 4,096 tokens. Three
-# and four blocks are run; every further block adds what the fourth added. That is the only
-# extrapolation, and `tests/course/test_day18.py` compares it with a run of all 80 blocks.
+# **70B on 8 × 80 GB**: `benchmarks/llama/fsdp2.py` has 40 lines. It uses FSDP2 around each block
+# (ZeRO-3), checkpointing, bfloat16 weights and AdamW state, and two micro-batches of 4,096 tokens.
+#
+# The next cells run it with three and with four blocks, and assume that each further block adds
+# what the fourth added. This is the only extrapolation; `tests/course/test_day18.py` compares it
+# with a run of all 80 blocks.
 
 # %%
 seventy = PRESETS["llama-3-70b"]
@@ -651,22 +683,31 @@ of_seventy = deeper(three, four, seventy.layers - 4)
 peak_70b = sum(of_seventy.values())
 state = 8 * seventy.parameters // 8  # weights, gradients, two moments: 8 bytes; 8 ranks
 inputs = seventy.layers * 2 * 4096 * seventy.hidden_size
-print(f"70B on 8: {peak_70b / 1e9:.1f} GB allocated by the script; GB: {shown(of_seventy)}")
+print(f"70B on 8: the script allocates {peak_70b / 1e9:.1f} GB: {shown(of_seventy)}")
 print(f"by formula: state {state / 1e9:.1f} + block inputs {inputs / 1e9:.1f} = "
-      f"{(state + inputs) / 1e9:.1f}")  # fmt: skip
-print(f"an H100 leaves {memory_named('h100').budget_bytes / 1e9:.1f}; largest at the peak:")
+      f"{(state + inputs) / 1e9:.1f} GB")  # fmt: skip
+print(f"usable on an H100: {memory_named('h100').budget_bytes / 1e9:.1f} GB")
+print("largest tensors at the peak, with four blocks:")
 show_largest(four, 5)
 
 # %% [markdown]
-# By formula it fits, and the script needs more than an H100 has. What is whole at the peak is in no
-# formula: the embedding and the output matrix, which FSDP2 gathers as one unit and keeps until
-# backward has ended; the gradient of the output matrix; and two of FSDP2's buffers for a block's
-# 856 million elements.
+# By formula the model fits, but the script needs more memory than an H100 has. The formula leaves
+# out tensors that are whole at the peak:
+#
+# - the embedding and the output matrix, which FSDP2 gathers as one unit and keeps until the end of
+#   backward
+# - the gradient of the output matrix
+# - two FSDP2 buffers for the 856 million elements of a block
 
 # %% [markdown]
-# **405B on 128 × 80 GB**: `benchmarks/llama/three_d.py` is tensor 8 with sequence parallelism,
-# pipeline 4 with 1F1B, data 4 with FSDP2, from torch's own modules. Four micro-batches of 8,192
-# tokens, checkpointing. The first stage has 32 of the 126 blocks. One and two are run.
+# **405B on 128 × 80 GB**: `benchmarks/llama/three_d.py` combines torch's own modules:
+#
+# - tensor parallelism over 8 ranks, with sequence parallelism
+# - a pipeline of 4 stages with 1F1B
+# - data parallelism over 4 ranks, with FSDP2
+#
+# It uses checkpointing and four micro-batches of 8,192 tokens. The first stage has 32 of the 126
+# blocks. The next cells run it with one and with two blocks.
 
 # %%
 huge, TOKENS = PRESETS["llama-3-405b"], 8192
@@ -677,14 +718,14 @@ of_huge = deeper(one_block, two_blocks, blocks - 2)
 peak_405b = sum(of_huge.values())
 end = huge.vocab_size * huge.hidden_size
 block = (huge.parameters - 2 * end - huge.hidden_size) // huge.layers
-own = (blocks * block + end) // 8  # weights of the first stage, divided by tensor
-zero_1 = 4 * own + 4 * own // 4  # weights and gradients whole; moments over 4 ranks
+own = (blocks * block + end) // 8  # rank 0's weights: the first stage's, divided by 8
+zero_1 = 4 * own + 4 * own // 4  # moments sharded over 4 ranks
 kept = 4 * blocks * 2 * TOKENS * huge.hidden_size // 8  # inputs of four micro-batches
 gaps = two_blocks.reserved_bytes - two_blocks.peak_bytes
-print(f"405B on 128: {peak_405b / 1e9:.1f} GB allocated by the script; GB: {shown(of_huge)}")
-print(f"reserved beyond that, already with two blocks: {gaps / 1e9:.1f}")
+print(f"405B on 128: the script allocates {peak_405b / 1e9:.1f} GB: {shown(of_huge)}")
+print(f"reserved but not allocated, with only two blocks: {gaps / 1e9:.1f} GB")
 print(f"by formula, ZeRO-1: {zero_1 / 1e9:.1f} + block inputs {kept / 1e9:.1f} = "
-      f"{(zero_1 + kept) / 1e9:.1f}")  # fmt: skip
+      f"{(zero_1 + kept) / 1e9:.1f} GB")  # fmt: skip
 
 # %%
 whole_weights, whole_embedding = 2 * block // 8, 2 * end
@@ -692,22 +733,26 @@ grown = {
     name: two_blocks.at_peak.get(name, 0) - one_block.at_peak.get(name, 0)
     for name in ("activations", "backward_temporaries")
 }
-print(f"a block's weights after tensor parallelism: {whole_weights:,} bytes")
+print(f"a block's weights, divided by 8 tensor-parallel ranks: {whole_weights:,} bytes")
 for name, size in grown.items():
-    print(f"a block more adds {size / whole_weights:.2f} times that to {name.replace('_', ' ')}")
-print(f"the embedding, not divided: {whole_embedding / 1e9:.2f} GB; largest at the peak:")
+    print(f"each further block adds {size / whole_weights:.2f} × that to {name.replace('_', ' ')}")
+print(f"the whole embedding: {whole_embedding / 1e9:.2f} GB")
+print("largest tensors at the peak, with two blocks:")
 show_largest(two_blocks, 2)
 
 # %% [markdown]
-# The tensors alone nearly fill an H100, and the allocator's gaps don't fit beside them. The formula
-# does not know two things.
+# The tensors alone nearly fill an H100: 82.8 of 84.3 GB. The allocator reserves more than the
+# tensors need, and this no longer fits.
 
 # %% [markdown]
-# - FSDP2 is ZeRO-3 *between* steps. Inside a pipeline, torch keeps a block's gathered weights and
-#   whole gradients until the last micro-batch: a block more adds one of each, as activations and
-#   as backward temporaries. So it peaks like ZeRO-1, with the shards beside.
-# - DTensor divides the embedding by 8. But its backward first makes the gradient of the **whole**
-#   embedding on each rank: the sum over micro-batches, and that of the current micro-batch.
+# The formula leaves out two things:
+#
+# - **Whole blocks.** FSDP2 is ZeRO-3 only *between* steps. In a pipeline, torch keeps each block's
+#   gathered weights and whole gradients until the last micro-batch. They count as activations and
+#   as backward temporaries. So the script peaks like ZeRO-1, plus the shards.
+# - **The embedding.** DTensor divides the embedding by 8. But its backward first allocates two
+#   gradients of the **whole** embedding on each rank: the sum over micro-batches, and the current
+#   micro-batch's.
 
 # %% [markdown]
 # ## Explain the gap
@@ -719,15 +764,18 @@ reveal("18.1", tensor_percent=100 * tensor / whole, stage_percent=100 * stage_0 
        sends_percent=100 * passes["sequence"] / passes["tensor"])  # fmt: skip
 
 # %% [markdown]
-# The gaps. **Tensor**: norms and the residual stream stay whole. **Stage 0**: half of the layers,
-# but two micro-batches in flight. **Bubble**: the first micro-batch must reach the last stage, and
-# the last one must come back, in either order. **Sequence**: the inputs are gathered once more.
+# - **Tensor**: norms and the residual stream stay whole.
+# - **Stage 0**: it has half of the layers, but two micro-batches in flight.
+# - **Bubble**: in either order, the first micro-batch must reach the last stage, and the last one
+#   must come back.
+# - **Sequence**: backward gathers the inputs once more.
 
 # %% [markdown]
 # ## On your GPUs
 #
-# Both scripts run for real under `torchrun`. On a machine with 8 GPUs, the first command predicts
-# a rank of Llama 3 8B, the second one measures all eight ranks of the same script:
+# Both scripts also run under `torchrun`. On a machine with 8 GPUs, the first command predicts the
+# memory of a rank that trains Llama 3 8B; the second command measures all eight ranks of the same
+# script:
 #
 # ```sh
 # memlab run --ranks 8 benchmarks/llama/fsdp2.py llama-3-8b 32 2048 2
@@ -735,12 +783,12 @@ reveal("18.1", tensor_percent=100 * tensor / whole, stage_percent=100 * stage_0 
 #     llama-3-8b 32 2048 2
 # ```
 #
-# NCCL's buffers come on top: the first command prints them.
+# NCCL's buffers need additional memory; the first command prints how much.
 
 # %% [markdown]
 # ## Rules on trial
 #
-# Four claims about parallel training that you can hear everywhere.
+# These are four common claims about parallel training.
 
 # %%
 verdict(
@@ -748,8 +796,8 @@ verdict(
     2 * tensor <= whole,
     f"two blocks save {whole:,} bytes in one process and {tensor:,} on each of two ranks "
     f"({tensor / whole:.0%}); with sequence parallelism {sequence:,} ({sequence / whole:.0%})",
-    otherwise="it divides what is between two matmuls; inputs and outputs of norms and the "
-    "residual stream stay whole, and are divided only with sequence parallelism",
+    otherwise="it divides only the activations inside attention and the MLP; norms and the "
+    "residual stream stay whole unless you add sequence parallelism",
 )
 
 # %%
@@ -757,9 +805,9 @@ flights_of_0 = [most_in_flight(order_of(0, P, M)) for order_of in SCHEDULES.valu
 verdict(
     "32b",
     bubbles["1F1B"] < bubbles["GPipe"],
-    f"{P} stages, {M} micro-batches: idle for {bubbles['GPipe']:.1%} of the step with GPipe and "
-    f"{bubbles['1F1B']:.1%} with 1F1B; stage 0 has {flights_of_0[0]} and {flights_of_0[1]} "
-    f"micro-batches in flight",
+    f"{P} stages, {M} micro-batches: GPipe is idle for {bubbles['GPipe']:.1%} of the step, with "
+    f"{flights_of_0[0]} micro-batches in flight on stage 0; 1F1B for {bubbles['1F1B']:.1%}, with "
+    f"{flights_of_0[1]}",
     otherwise="the bubble is the same, (p − 1)/(m + p − 1); 1F1B has fewer micro-batches in flight",
 )
 
@@ -769,39 +817,44 @@ verdict(
     "32c",
     2 * stage_0 <= 2 * layer,
     f"two stages, four micro-batches, 1F1B: stage 0 saves {stage_0:,} bytes, stage 1 {last:,}; one "
-    f"process, a micro-batch at a time, {2 * layer:,}",
-    otherwise="stage i saves min(m, p − i) micro-batches of 1/p of the layers, so with m ≥ p the "
-    "first stage saves as much as one GPU with all layers, and only the last one 1/p",
+    f"process with one micro-batch at a time saves {2 * layer:,}",
+    otherwise="stage i saves min(m, p − i) micro-batches of 1/p of the layers; with m ≥ p, stage 0 "
+    "saves as much as one GPU with all layers, and only the last stage saves 1/p",
 )
 
 # %%
 verdict(
     "32d",
     passes["sequence"] <= passes["tensor"],
-    f"a block sends {passes['tensor']} passes of (t − 1)/t · tokens · width elements with tensor "
-    f"parallelism, {passes['sequence']} with sequence parallelism, 2 of them to gather the inputs "
-    f"of two matmuls again in backward",
-    otherwise="a gather and a scatter send as much as an all-reduce, so the claim holds if the "
-    "gathered inputs are saved; to save only the shard costs two more passes",
+    f"ring passes per block: {passes['tensor']} with tensor parallelism, {passes['sequence']} with "
+    f"sequence parallelism (a ring pass sends (t − 1)/t · tokens · hidden size elements)",
+    otherwise="an all-gather and a reduce-scatter send as much as an all-reduce, but gathering the "
+    "inputs again in backward adds two ring passes; saving the gathered inputs avoids them",
 )
 
 # %% [markdown]
 # ## What you can do now
 #
-# | you have | divide by |
+# | problem | use |
 # | --- | --- |
-# | too many weights, fast links between few GPUs | tensor, with sequence |
-# | too many weights, slow links | pipeline; or ZeRO |
-# | too long sequences | context |
-# | many sequences | data |
+# | too many weights, few GPUs with fast links | tensor and sequence parallelism |
+# | too many weights, slow links | a pipeline, or ZeRO |
+# | sequences too long for a GPU | context parallelism |
+# | many sequences | data parallelism |
 #
-# Ask of any of them: what stays whole on each rank? What is sent, and does a rank wait for it? What
-# does the *worst* rank hold: the first stage, or the one with the logits? Then run the script dry.
+# Ask three questions about each kind:
+#
+# 1. What stays whole on each rank?
+# 2. What does a rank send, and does it wait?
+# 3. Which rank needs most memory: the first stage, or the rank with the logits?
+#
+# Then run your script as a dry run.
 
 # %% [markdown]
 # ## The running bill
 #
-# One GPU, one step: there is nothing to divide. Today's line is Day 17's.
+# The running bill's step uses one GPU, so there is nothing to divide. Today's bytes are the same as
+# Day 17's.
 
 # %%
 running_bill(18)

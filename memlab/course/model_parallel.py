@@ -2,8 +2,8 @@
 
     found = run_ranks("memlab.course.model_parallel:all_ways", 2)
 
-Each rank returns for each way what it holds, saves and sends in a step, by its own meter, and the
-gradients of its weights. The ways divide the same 4 sequences of 16 tokens:
+For each way, each rank returns the gradients of its weights, and the bytes that it holds, saves and
+sends in a step. All ways train on the same 4 sequences of 16 tokens. They divide:
 
     one         nothing: each rank computes everything
     data        the sequences
@@ -11,7 +11,7 @@ gradients of its weights. The ways divide the same 4 sequences of 16 tokens:
     sequence    tensor, and tokens between the matmuls
     context     the tokens; ring attention
     GPipe       the layers; micro-batches of one sequence
-    1F1B        the layers, in the other order
+    1F1B        the same; backward passes begin earlier
 
 The embedding and the weights of norms are whole on every rank that has them.
 """
@@ -300,7 +300,7 @@ def in_order(order_of: Callable[[int, int, int], list[pipeline.Pass]]) -> Step:
 
 
 def ways(rank: int, ranks: int) -> dict[str, tuple[Callable[[], Model], Step]]:
-    """Return for each way what makes this rank's model, and its step without the optimizer."""
+    """Return for each way a function that makes this rank's model, and the step up to backward."""
     return {
         "one": (lambda: Model(ONE), whole_step),
         "data": (lambda: Model(ONE), share_of(1)),

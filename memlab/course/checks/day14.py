@@ -285,8 +285,8 @@ def _check_layer(answer: MakeHooks) -> str:
         losses.clear()
         equal(f"{case}, values in the store after the loss is gone", len(store.keys()), 0)
     return (
-        f"gradients equal · {wanted:,} bytes to the store, each storage once, {before:,} stay · "
-        f"nothing left in the store or in memory"
+        f"gradients equal · {wanted:,} bytes to the store, each storage once · {before:,} bytes "
+        f"stay in memory until backward"
     )
 
 
@@ -332,9 +332,8 @@ _HOOKS = Exercise(
         "it with the size, stride and offset of the view.) Store every storage of at least "
         "`minimum` elements, except the weights' storages.",
         "Look storages up in a WeakKeyDictionary, so that no address is mistaken for another "
-        "tensor. A Kept as its value would live as long as the storage, and you hold x. Store "
-        "weakref.ref(kept) instead: known[storage]() is the Kept, or None if no graph has it any "
-        "more.",
+        "tensor. Do not use the Kept as the value: it would live as long as the storage. Use "
+        "weakref.ref(kept): known[storage]() is the Kept, or None after the graph was freed.",
         "pack: if storage in left_alone or len(whole(tensor)) < minimum: return tensor.detach(). "
         "kept = known[storage]() if storage in known else None. If it is None: kept = Kept(store, "
         "whole(tensor)); known[storage] = weakref.ref(kept). return kept, tensor.dtype, "
@@ -430,7 +429,7 @@ def _check_ahead(answer: Any) -> str:
         _check_order(answer, order)
     _check_keys_used_again(answer)
     return (
-        "in reverse order, one ahead of the one in use, never two · a key read twice is read twice "
+        "prefetches in reverse order, one tensor at a time, also if keys are read twice or deleted "
         f"· at most {2 * BYTES:,} bytes alive"
     )
 
@@ -512,7 +511,7 @@ return tensor
 
 _AHEAD = Exercise(
     id="14.2",
-    title="One ahead",
+    title="Prefetch one tensor",
     minutes=10,
     difficulty=3,
     hints=(
@@ -653,7 +652,7 @@ def _check_bytes(answer: Any) -> str:
         _require_few_objects(f"{case}: a step", lambda: _one_step(answer, store), 32 * 1024)
     return (
         f"equal to AdamW on all weights, clipped by one norm · {6 * state:,} bytes written and "
-        f"{6 * state:,} read, 8 and 8 per weight, all but the first prefetched · nothing stays"
+        f"{6 * state:,} read, 8 and 8 per weight, all but the first prefetched · no state stays"
     )
 
 
@@ -713,7 +712,7 @@ _ADAM = Exercise(
         "zip(self.groups[n], self.steps[n]): m, v = next(moments), next(moments); "
         "self.adams[n].state[w] = {'step': step, 'exp_avg': m, 'exp_avg_sq': v}. step: "
         "clip_grad_norm_ of all gradients, then bring, prefetch (if n + 1 in self.steps), step and "
-        "send for each n. In which order does the next state travel while this one is stepped?",
+        "send for each n. Where do you prefetch, so that the next state is read during the step?",
     ),
     reference=OffloadedAdam,
     check=_check_adam,
@@ -1023,8 +1022,8 @@ def _check_commit(answer: Any) -> str:
     _commit(answer, disk, 3, likely, "commit of step 3, with keys such as manifest.new")
     _commit(answer, disk, 4, {}, "commit of step 4, without values")
     return (
-        f"{points} places for the power to fail, and each time step 1 or step 2 is complete · "
-        f"nothing else left on the disk"
+        f"power failures before each of {points} operations: step 1 or step 2 is always complete · "
+        f"no other files left on the disk"
     )
 
 
@@ -1040,8 +1039,8 @@ def _commit(answer: Any, disk: FailingDisk, step: int, values: dict[str, bytes],
     files = sorted(name for name in disk.names() if name != "manifest")
     require(
         len(files) == len(values),
-        f"{when}: beside the manifest there are {', '.join(files)}; wanted only the values of the "
-        f"step, {len(values)}.",
+        f"{when}: besides the manifest, the disk has {', '.join(files) or 'no file'}; wanted only "
+        f"the step's values, {len(values)} in number.",
     )
 
 

@@ -38,7 +38,7 @@ def _require_equal(what: str, got: Any, wanted: Tensor) -> None:
 
 
 def _in_ranks(call: str, program: Callable[..., Any], given: Any, **settings: Any) -> list[Any]:
-    """Run the ranks' programs; the case is in the message if they deadlock."""
+    """Run the ranks' programs. If they deadlock, the message begins with the case."""
     try:
         return in_turns(program, given, **settings)
     except Stuck as stuck:
@@ -51,7 +51,7 @@ MLPS = ((2, 1, 2, 2), (2, 3, 5, 4), (3, 4, 2, 6), (1, 2, 3, 4))  # ranks, T, C, 
 
 
 class RankOutcome(NamedTuple):
-    """What a rank's program found: values by name, and the tensors reduced in each pass."""
+    """The result of a rank's program: values by name, and the tensors all-reduced in each pass."""
 
     values: dict[str, Any]
     forward: list[tuple[int, ...]]  # shapes
@@ -109,8 +109,8 @@ def _check_mlp(answer: Any) -> str:
                     f"tensor of shape ({tokens}, {hidden}).",
                 )
     return (
-        f"{len(MLPS)} MLPs on 1 to 3 ranks: Y and all gradients as in one process · one all-reduce "
-        f"in forward, one in backward"
+        f"{len(MLPS)} MLPs on 1 to 3 ranks: Y and all gradients equal one process's · one "
+        f"all-reduce in forward, one in backward"
     )
 
 
@@ -129,11 +129,11 @@ _MLP = Exercise(
     minutes=14,
     difficulty=3,
     hints=(
-        "Conjugates keeps in_backward as an attribute of ctx. A forward pass with three arguments "
-        "has a backward pass with three results: None for what is no tensor.",
-        "f goes around x: copied in forward, all_reduce in backward. g goes around this rank's "
-        "term: all_reduce in forward, copied in backward.",
-        "ctx.in_backward = in_backward; return in_forward(x). Backward: return "
+        "Keep in_backward as an attribute of ctx. forward has three arguments besides ctx, so "
+        "backward returns three results: the gradient of x, and None for each function.",
+        "Apply f to x: copied in forward, all_reduce in backward. Apply g to this rank's term: "
+        "all_reduce in forward, copied in backward.",
+        "Forward: ctx.in_backward = in_backward; return in_forward(x). Backward: return "
         "ctx.in_backward(gradient), None, None. The MLP: x = Conjugates.apply(x, copied, "
         "all_reduce); term = mlp(x, up, down); return Conjugates.apply(term, all_reduce, "
         "copied).",
@@ -144,32 +144,33 @@ _MLP = Exercise(
     wrong_answers=mistakes(
         "18.1",
         (
-            "There is no all-reduce at all. Y is a sum of all ranks' terms, and the gradient of x "
-            "is one, too.",
+            "Both all-reduces are missing. Y is the sum of all ranks' terms, and the gradient of x "
+            "is also a sum over ranks.",
             (_F, ""),
             (_G, "return term"),
         ),
         (
-            "g all-reduces in both passes. Every rank already has the whole gradient of Y; a sum "
-            "over ranks makes it R times too large.",
+            "g all-reduces in both passes. Every rank already has the whole gradient of Y; summing "
+            "it over ranks makes it R times too large.",
             (_G, "return Conjugates.apply(term, all_reduce, all_reduce)"),
         ),
         (
-            "f is missing: each rank's gradient of x comes from its own weights only. Sum it over "
-            "ranks in backward.",
+            "f is missing: each rank's gradient of x comes from its own weights only. All-reduce "
+            "it in backward.",
             (_F, ""),
         ),
         (
-            "f all-reduces in both passes. x is already whole on every rank.",
+            "f all-reduces in both passes. x is already whole on every rank, so copy it in "
+            "forward.",
             (_F, "x = Conjugates.apply(x, all_reduce, all_reduce)"),
         ),
         (
-            "f and g are exchanged: f copies in forward, g sums.",
+            "f and g are swapped. In forward, f copies and g all-reduces.",
             (_F, "x = Conjugates.apply(x, all_reduce, copied)"),
             (_G, "return Conjugates.apply(term, copied, all_reduce)"),
         ),
         (
-            "g is missing: this is one rank's term of Y. Sum the terms in forward.",
+            "g is missing: this is one rank's term of Y. All-reduce the terms in forward.",
             (_G, "return term"),
         ),
         (
@@ -182,8 +183,8 @@ _MLP = Exercise(
             (_G, "return Conjugates.apply(term, all_reduce, copied) / 2"),
         ),
         (
-            "The sum is between the matmuls. Elements of I/R belong to different columns on each "
-            "rank: sum after the second matmul.",
+            "The all-reduce is between the matmuls. There, each rank has different elements. "
+            "All-reduce after the second matmul.",
             (
                 "term = mlp(x, up, down)",
                 "rows = Conjugates.apply(x @ up.T, all_reduce, copied)\n"
@@ -192,7 +193,7 @@ _MLP = Exercise(
             (_G, "return term"),
         ),
         (
-            "f also reduces this rank's intermediate elements in backward. Put it around x only.",
+            "f is applied to the intermediate elements, which differ between ranks. Apply it to x.",
             (_F, ""),
             (
                 "term = mlp(x, up, down)",
@@ -219,7 +220,7 @@ BLOCKS = (  # tokens, hidden, heads, intermediate, ranks, sequence
 def _wanted_elements(
     tokens: int, hidden: int, heads: int, intermediate: int, ranks: int, sequence: bool
 ) -> int:
-    """Tensor by tensor: the shape of each one that a rank saves."""
+    """Add up the shapes of the tensors that a rank saves."""
     own = tokens // ranks if sequence else tokens
     of_a_norm = [(own, hidden), (own, hidden), (own, 1)]
     attention = [(tokens, hidden // ranks)] * 4 + [(tokens, heads // ranks)]
@@ -236,7 +237,7 @@ def _check_saved(answer: Any) -> str:
             f"intermediate={intermediate}, ranks={ranks}, sequence={sequence})"
         )
         equal(call, answer(*given), _wanted_elements(*given), "elements")
-    return f"{len(BLOCKS)} blocks, on 1 to 8 ranks, are right to the element"
+    return f"{len(BLOCKS)} blocks on 1 to 8 ranks: equal to the element"
 
 
 _WHOLE = "whole = 2 * (2 * hidden + 1) + 2 * hidden  # norms, residual stream"
@@ -250,12 +251,12 @@ _SAVED = Exercise(
     minutes=8,
     difficulty=2,
     hints=(
-        "Two kinds of rows: the first two of the table are whole without sequence parallelism. The "
-        "last two are always divided.",
+        "The table's first two rows (norms, residual stream) are divided only with sequence "
+        "parallelism. The last two rows (attention, MLP) are always divided.",
         "Per token, whole = 2 · (2C + 1) + 2C, and divided = 4C + H + 2I. Without sequence "
-        "parallelism only the second is divided by the ranks.",
-        "With sequence parallelism tokens * (whole + divided) // ranks, without it tokens * (whole "
-        "+ divided // ranks).",
+        "parallelism, divide only the second by the number of ranks.",
+        "With sequence parallelism: tokens * (whole + divided) // ranks. Without it: tokens * "
+        "(whole + divided // ranks).",
     ),
     reference=solution("18.2"),
     check=_check_saved,
@@ -266,19 +267,28 @@ _SAVED = Exercise(
             (_BY_ELEMENTS, "return tokens * (whole + divided) // ranks"),
         ),
         (
-            "With sequence parallelism a rank has its own tokens of norms and stream, too.",
+            "With sequence parallelism, norms and the residual stream are divided, too.",
             (_BY_TOKENS, _BY_ELEMENTS),
         ),
         (
-            "Here only the norms are divided by tokens. The residual stream is divided, too.",
+            "Sequence parallelism divides only the norms here. Divide the residual stream, too.",
             (
                 _BY_TOKENS,
                 "return tokens * (whole - 2 * hidden + divided) // ranks + 2 * hidden * tokens",
             ),
         ),
-        ("There are two norms.", ("2 * (2 * hidden + 1) + 2 * hidden", "4 * hidden + 1")),
-        ("1/RMS of each norm is missing.", ("2 * (2 * hidden + 1)", "2 * (2 * hidden)")),
-        ("The log-sum-exp of the heads is missing.", ("4 * hidden + heads", "4 * hidden")),
+        (
+            "Only one norm is counted. A block has two.",
+            ("2 * (2 * hidden + 1) + 2 * hidden", "4 * hidden + 1"),
+        ),
+        (
+            "1/RMS is missing: one element per norm and token.",
+            ("2 * (2 * hidden + 1)", "2 * (2 * hidden)"),
+        ),
+        (
+            "The log-sum-exp is missing: one element per head and token.",
+            ("4 * hidden + heads", "4 * hidden"),
+        ),
         (
             "The residual stream is saved twice: after attention, and after the MLP.",
             ("+ 2 * hidden  # norms", "+ hidden  # norms"),
@@ -292,7 +302,7 @@ _SAVED = Exercise(
             ("4 * hidden", "3 * hidden"),
         ),
         (
-            "Wanted an integer: divide with //.",
+            "This is a float. Wanted an integer: divide with //.",
             (_BY_TOKENS, "return tokens * (whole + divided) / ranks"),
             (_BY_ELEMENTS, "return tokens * (whole + divided / ranks)"),
         ),
@@ -300,13 +310,13 @@ _SAVED = Exercise(
     ),
 )
 
-# ------------------------------------------------------------------ 18.3: gather, multiply, forget
+# ------------------------------------------------------------------ 18.3: gather tokens
 
 GATHERS = ((2, 2, 2, 2), (2, 6, 5, 4), (3, 6, 4, 9), (1, 3, 2, 4))  # ranks, T, in, out
 
 
 class GatherOutcome(NamedTuple):
-    """What a rank's program found."""
+    """The result of a rank's program."""
 
     values: dict[str, Any]
     forward: list[str]  # collectives
@@ -376,19 +386,20 @@ def _check_gather(answer: Any) -> str:
                 _require_equal(f"{call}: the {name} of rank {rank}", outcome.values[name], right)
             _require_forgotten(f"{call}: rank {rank}", outcome, tokens * width // ranks, ranks)
     return (
-        f"{len(GATHERS)} layers on 1 to 3 ranks: product and both gradients as in one process · "
-        f"the gathered tokens are freed · one gather in forward, a gather and a scatter in backward"
+        f"{len(GATHERS)} layers on 1 to 3 ranks: product and both gradients equal one process's "
+        f"· the gathered tokens are freed · one gather in forward, a gather and a scatter in "
+        f"backward"
     )
 
 
 def _require_forgotten(at: str, outcome: GatherOutcome, own: int, ranks: int) -> None:
     require(
         not outcome.gathered_alive,
-        f"{at} keeps the gathered tokens after forward; wanted them freed.",
+        f"{at} keeps the gathered tokens alive after forward; wanted them freed.",
     )
     require(
         outcome.saved <= own,
-        f"{at} saves {outcome.saved} elements beside the weight; wanted {own}, its own tokens.",
+        f"{at} saves {outcome.saved} elements besides the weight; wanted {own}, its own tokens.",
         evidence=(at, "saved"),
     )
     require(
@@ -418,17 +429,17 @@ _KEPT = (
 
 _GATHER = Exercise(
     id="18.3",
-    title="Gather, multiply, forget",
+    title="Gather tokens, save the shard",
     minutes=14,
     difficulty=3,
     hints=(
-        "In forward, save x as it came, with this rank's tokens only. all_gather and "
-        "reduce_scatter are no tensors: keep them as an attribute of ctx.",
-        "The gradient of the weight needs all tokens: gather x again. Each rank has a term of "
-        "every token's gradient, gradient @ weight: reduce_scatter sums them.",
-        "ctx.save_for_backward(x, weight); ctx.collectives = all_gather, reduce_scatter; return "
-        "all_gather(x) @ weight.T. Backward: return reduce_scatter(gradient @ weight), gradient.T "
-        "@ all_gather(x), None, None.",
+        "In forward, save x, which has this rank's tokens only. all_gather and reduce_scatter are "
+        "functions: keep them as an attribute of ctx.",
+        "The gradient of the weight needs all tokens, so gather x again. gradient @ weight is one "
+        "rank's term of every token's gradient, so reduce_scatter it.",
+        "Forward: ctx.save_for_backward(x, weight); ctx.collectives = all_gather, reduce_scatter; "
+        "return all_gather(x) @ weight.T. Backward: return reduce_scatter(gradient @ weight), "
+        "gradient.T @ all_gather(x), None, None.",
     ),
     reference=solution("18.3"),
     check=_check_gather,
@@ -446,11 +457,11 @@ _GATHER = Exercise(
             (_OF_WEIGHT, "of_weight = gradient.T @ ctx.whole"),
         ),
         (
-            "The gradient of x is not scattered: it has all tokens.",
+            "The gradient of x has all tokens. Wanted this rank's tokens only: reduce_scatter it.",
             (_SCATTERED, "return gradient @ weight, of_weight, None, None"),
         ),
         (
-            "The gradient of x has this rank's term only. Sum it over ranks: reduce_scatter.",
+            "The gradient of x has this rank's term only. Sum it over ranks with reduce_scatter.",
             (
                 _SCATTERED,
                 "rows = len(x)\n"
@@ -471,15 +482,15 @@ _GATHER = Exercise(
             (_PRODUCT, "return x @ weight.T"),
         ),
         (
-            "The gather is left to autograd, which knows nothing of ranks: the gradient of x is "
-            "missing.",
+            "This leaves backward to autograd, which sees only one rank's graph, so x gets no "
+            "gradient. Use GatherLinear.",
             body(
                 "gather_linear",
                 "return all_gather(x) @ weight.T",
             ),
         ),
         (
-            "The gradient is gathered twice, once too often.",
+            "Backward gathers x twice. Gather it once.",
             (_OF_WEIGHT, "all_gather(x)\n        of_weight = gradient.T @ all_gather(x)"),
         ),
     ),
@@ -491,7 +502,7 @@ PIPELINES = ((1, 1), (1, 3), (2, 2), (3, 4), (4, 8), (4, 2), (3, 1), (8, 32))  #
 
 
 def _passes(order: Any) -> str:
-    """F0 F1 B0, for a message."""
+    """Return the passes as text for a message, like F0 F1 B0."""
     shown = " ".join(
         f"{str(kind)[:1].upper()}{n}" for kind, n in list(order)[:12] if isinstance(kind, str)
     )
@@ -567,38 +578,40 @@ _ORDER = Exercise(
             ),
         ),
         (
-            "There is no warm-up: stage 0 would wait for a gradient that needs its next output.",
+            "The warm-up is missing. Without it, only one micro-batch is in flight, and the stages "
+            "work in turn.",
             (_WARM_UP, "warm_up = 0"),
         ),
         (
-            "The warm-up has one forward pass too many: p − 1 − stage, and the pair begins with a "
-            "forward pass.",
+            "The warm-up has one forward pass too many. It has p − 1 − stage; each pair then "
+            "begins with a forward pass.",
             (_WARM_UP, "warm_up = min(stages - stage, micro_batches)"),
         ),
         (
-            "The warm-up gets shorter towards the last stage: p − 1 − stage.",
+            "The warm-up gets longer towards the last stage. It must get shorter: p − 1 − stage.",
             (_WARM_UP, "warm_up = min(stage, micro_batches)"),
         ),
         (
-            "With fewer micro-batches than stages, the warm-up has at most m of them.",
+            "The warm-up has more passes than there are micro-batches. It has at most m.",
             (_WARM_UP, "warm_up = stages - 1 - stage"),
         ),
         (
-            "In each pair the backward pass comes first. Then a micro-batch less is in flight, and "
-            "the stage waits.",
+            "In each pair, the backward pass comes first. Then one micro-batch less is in flight, "
+            "and the stage waits. Put the forward pass first.",
             (_STEADY, 'order += [("backward", n - warm_up), ("forward", n)]'),
         ),
         (
-            "The backward pass is that of the newest micro-batch. The oldest one comes first.",
+            "Each pair runs backward of the newest micro-batch. Run backward of the oldest.",
             (_STEADY, 'order += [("forward", n), ("backward", n)]'),
             (_REST, 'return order + [("backward", n) for n in range(warm_up)]'),
         ),
         (
-            "The last backward passes are missing: as many as the warm-up had forward passes.",
+            "The remaining backward passes are missing. There are as many as the warm-up has "
+            "forward passes.",
             (_REST, "return order"),
         ),
         (
-            "The last backward passes are in reverse order.",
+            "The remaining backward passes are in reverse order. Begin with the oldest.",
             (_REST, _REST.replace("n) for n in range(", "n) for n in reversed(range(")[:-1] + ")]"),
         ),
     ),
@@ -648,7 +661,7 @@ def _check_ring(answer: Any) -> str:
             for mine, right in zip(given[rank], (q, k, v), strict=True):
                 require(torch.equal(mine, right.chunk(ranks)[rank]), f"{at} changed q, k or v.")
     return (
-        f"{len(RINGS)} rings of 1 to 4 ranks: out and lse as in one process, also for scores of "
+        f"{len(RINGS)} rings of 1 to 4 ranks: out and lse equal one process's, also for scores of "
         f"thousands · each rank sends R − 1 blocks of keys and values"
     )
 
@@ -657,8 +670,8 @@ def _require_sent(at: str, peer: Peer, block: int) -> None:
     sent = [size for event, size in peer.events if event == "send"]
     require(
         sent == [block] * (peer.ranks - 1),
-        f"{at} sent {counted(len(sent), 'message')} of {sum(sent)} bytes in all; wanted "
-        f"{peer.ranks - 1} of {block} bytes each, a block of keys and values.",
+        f"{at} sent {counted(len(sent), 'message')}, {sum(sent)} bytes in total; wanted "
+        f"{counted(peer.ranks - 1, 'message')} of {block} bytes, each a block of keys and values.",
     )
 
 
@@ -675,11 +688,11 @@ _RING = Exercise(
     minutes=17,
     difficulty=4,
     hints=(
-        "Begin with your own block, shift 0. Then R − 1 times: send what you hold, receive the "
-        "block of the rank before, attend to it if it has earlier tokens, and merge.",
-        "At step s you hold the block of rank r − s. If s > r, it is a later block: only pass it "
-        "on. Else every query sees every key of it: a shift of s · T/R will do. Merge "
-        "with torch.logaddexp.",
+        "Begin with your own block and shift 0. Then R − 1 times: send the current block, receive "
+        "the previous rank's, attend to it if its tokens are earlier, and merge.",
+        "At step s you have the block of rank r − s. If s > r, its tokens are later: only pass it "
+        "on. Otherwise every query sees every key: use a shift of s · T/R. Merge with "
+        "torch.logaddexp.",
         "out, lse = attend(q, k, v, 0). For step in range(1, peer.ranks): "
         "peer.send(torch.stack((k, v))); k, v = peer.receive(); if step <= peer.rank: out_b, lse_b "
         "= attend(q, k, v, step * len(q)); both = torch.logaddexp(lse, lse_b); scale out by (lse - "
@@ -694,15 +707,15 @@ _RING = Exercise(
     wrong_answers=mistakes(
         "18.5",
         (
-            "The two blocks' outputs are added without weights. Scale each by e^(lse − lse').",
+            "The outputs of two blocks are added unscaled. Scale each by e^(its lse − lse').",
             (_MERGED, "out = out + out_b"),
         ),
         (
-            "This is the mean of the blocks. A block with larger scores weighs more.",
+            "This is the mean of the two outputs. Scale each by e^(its lse − lse').",
             (_MERGED, "out = (out + out_b) / 2"),
         ),
         (
-            "The old output is not scaled down: e^(lse − lse').",
+            "The old output is not scaled. Multiply it by e^(lse − lse').",
             (_MERGED, "out = out + out_b * (lse_b - both).exp()[:, None]"),
         ),
         (
@@ -710,11 +723,11 @@ _RING = Exercise(
             ("lse = both", "pass"),
         ),
         (
-            "e^lse overflows for large scores. torch.logaddexp does not.",
+            "e^lse overflows for large scores. Use torch.logaddexp.",
             (_BOTH, "both = (lse.exp() + lse_b.exp()).log()"),
         ),
         (
-            "The log-sum-exps are added. Add their exponentials: torch.logaddexp.",
+            "The log-sum-exps are added. Add their exponentials with torch.logaddexp.",
             (_BOTH, "both = lse + lse_b"),
         ),
         (
@@ -723,29 +736,29 @@ _RING = Exercise(
             (_SEND, "peer.send(torch.stack(own))"),
         ),
         (
-            "Later tokens are seen. A rank attends only to blocks of earlier ranks: step <= rank.",
+            "Queries see later tokens. Attend only to blocks of earlier ranks: step <= rank.",
             (_VISIBLE, "if True:"),
         ),
         (
-            "The causal mask hides earlier tokens: with shift 0, query i sees only keys up to i of "
-            "an earlier block, but all of them are earlier.",
+            "The causal mask hides earlier tokens. Each query must see an earlier rank's whole "
+            "block, but with shift 0 query i sees only keys up to i.",
             (_SHIFTED, "attend(q, k, v, 0)"),
         ),
         (
-            "The own block is not masked: shift 0 lets query i see keys up to i.",
+            "In your own block, queries see later tokens. Use shift 0: query i sees keys up to i.",
             ("attend(q, k, v, 0)", "attend(q, k, v, len(q))"),
         ),
         (
-            "The last message arrives at its owner, who has it. R − 1 messages are enough.",
+            "The last message sends a block back to its owner. Send R − 1 messages.",
             ("range(1, peer.ranks)", "range(1, peer.ranks + 1)"),
             (_VISIBLE, "if step <= peer.rank < peer.ranks and step < peer.ranks:"),
         ),
         (
-            "The block before the rank's own is never merged: compare with <=.",
+            "The block of rank 0 is never merged. Compare with <=.",
             (_VISIBLE, "if step < peer.rank:"),
         ),
         (
-            "Keys and values go as two messages. Stack them into one.",
+            "Keys and values are sent as two messages. Stack them into one.",
             (_SEND, "peer.send(k), peer.send(v)"),
             (_ARRIVES, "k, v = peer.receive(), peer.receive()"),
         ),
