@@ -1070,7 +1070,8 @@ def _fail(message: str, status: int, *, is_lost: bool = False) -> NoReturn:
     if rank is not None and sys.argv[1:2] == ["train"]:
         torchrun.print_once(message, rank, waits=status != INTERRUPTED)
     elif rank is not None and sys.argv[1:2] == ["run"] and rank.ranks > 1:
-        torchrun.print_cause(message, rank, is_lost=is_lost or status == INTERRUPTED)
+        ended = status == INTERRUPTED  # by Ctrl-C, or by torchrun as another rank has ended
+        torchrun.print_cause(torchrun.ENDED if ended else message, rank, is_lost=is_lost or ended)
     else:
         print(error_line(message), file=sys.stderr)
     sys.exit(status)

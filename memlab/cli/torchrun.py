@@ -27,6 +27,7 @@ from memlab.configs.torchrun import torchrun
 
 FAILING_SECONDS = 20.0  # how long a rank that fails waits for the others
 CAUSE_SECONDS = 3.0  # how long one that has lost another rank waits for that one's message
+ENDED = "interrupted, or another rank has ended without a message; nothing was written"
 INTERRUPT_SECONDS = 3.0  # how long an interrupted rank may take to end by itself
 
 

@@ -147,7 +147,7 @@ def test_a_config_json_of_a_mixture_is_planned(plan, tmp_path):
         (("--device", "cpu"), "got --device cpu for mixtral-8x7b"),
         (("--library", "transformers"), "got --library for mixtral-8x7b"),
         (("--seq", "65536"), "mixtral-8x7b takes 1 to 32768"),
-        (("--script", "train.py:build"), "got --script together with --model, --gpus"),
+        (("--script", "train.py:build"), "got --script together with --model; a script"),
     ],
 )
 def test_bad_input_is_one_line(plan, options, words):

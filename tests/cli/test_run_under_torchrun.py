@@ -1,6 +1,7 @@
 """`memlab run --real` under torchrun: when a rank dies, one sentence says why."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +22,9 @@ pytestmark = pytest.mark.distributed
         ),
         (
             "__import__('os').kill(__import__('os').getpid(), 9)",
-            [
-                "rank 0 of 2: train.py:21 waited for another rank, which has ended without a "
-                "message or did not come (RuntimeError: "
+            [  # whether it fails in a collective first, or torchrun ends it
+                "rank 0 of 2: (train.py:21 waited for another rank, which has ended without a "
+                "message|interrupted, or another rank has ended without a message)"
             ],
         ),
     ],
@@ -46,4 +47,4 @@ def test_a_rank_that_dies_ends_all_with_one_sentence(tmp_path, dies, sentences):
     printed = [line.partition("memlab: ")[2] for line in found.stderr.splitlines()]
     said = [line for line in printed if line.startswith("rank ")]
     assert len(said) == len(sentences)
-    assert all(line.startswith(start) for line, start in zip(said, sentences, strict=True))
+    assert all(re.match(start, line) for line, start in zip(said, sentences, strict=True))

@@ -323,24 +323,18 @@ def predicted(script: str, count: int, arguments: tuple[str, ...], **settings: A
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("script", "ranks", "arguments", "output"),
+    ("script", "ranks", "arguments"),
     [
-        ("fsdp2.py", 2, "tiny 4 32 2", 0),
-        pytest.param("three_d.py", 4, "tiny 2 1 2 2 32 4", 1024, marks=pytest.mark.slow),
-        pytest.param("three_d.py", 4, "tiny 2 2 1 2 32 4", 2048, marks=pytest.mark.slow),
+        ("fsdp2.py", 2, "tiny 4 32 2"),
+        pytest.param("three_d.py", 4, "tiny 2 1 2 2 32 4", marks=pytest.mark.slow),
+        pytest.param("three_d.py", 4, "tiny 2 2 1 2 32 4", marks=pytest.mark.slow),
     ],
 )
-def test_the_scripts_dry_runs_have_the_bytes_of_real_ranks(script, ranks, arguments, output):
-    """A real first stage may still send its last `output` when its peak comes."""
+def test_the_scripts_dry_runs_have_the_bytes_of_real_ranks(script, ranks, arguments):
     words = tuple(arguments.split())
     real = run_ranks(REAL, ranks, [str(SCRIPTS / script), *words], timeout=300)
     dry = predicted(script, ranks, words, ranks=tuple(range(ranks)), device="cpu")
-    assert len(dry) == ranks
-    for rank, outcome in dry.items():
-        expected, has = dict(outcome.trace.at_peak), real[rank]
-        more = has.pop("activations") - expected.pop("activations")
-        assert has == expected
-        assert more in (0, output if rank < ranks // 2 else 0)
+    assert [dict(outcome.trace.at_peak) for outcome in dry.values()] == list(real)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -18,9 +18,9 @@ SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "parallel"
 IN_RANKS = Path(__file__).with_name("in_ranks.py")
 OF_TWO = (
     *("ddp", "fsdp2", "fsdp2_mixed", "fsdp2_kept", "tensor", "sequence"),
-    *("gpipe", "one_f_one_b", "interleaved"),
+    *("gpipe", "one_f_one_b", "interleaved", "context"),
 )
-OF_FOUR = ("hybrid", "two_d", "one_f_one_b")
+OF_FOUR = ("hybrid", "two_d", "one_f_one_b", "context")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -48,7 +48,7 @@ def peaks(outcomes):
     return [dict(outcome.trace.at_peak) for outcome in outcomes.values()]
 
 
-@pytest.mark.parametrize("name", quick(["fsdp2", "one_f_one_b"], OF_TWO))
+@pytest.mark.parametrize("name", quick(["fsdp2", "one_f_one_b", "context"], OF_TWO))
 def test_each_of_two_ranks_has_the_bytes_of_the_real_one(name):
     assert_real(name, 2, peaks(predicted(name, 2, (0, 1))))
 
