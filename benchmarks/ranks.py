@@ -51,11 +51,12 @@ The scripts are in `benchmarks/parallel` and `benchmarks/llama`, or written by `
 --gpus`; `benchmarks/ranks.py` writes this page, and `tests/scripts/test_script_ranks.py` compares
 each category. Collectives' own buffers are left out: gloo reduces a copy of a reduce-scatter's
 whole input, and NCCL has buffers of a fixed size (`memlab/configs/nccl.py`). torch's context
-parallel does not run on the CPU (no strategy for its attention there), so it has no row.
+parallel does not run on the CPU (no strategy for its attention there), so the row is of memlab's
+ring attention.
 
-A real rank that is larger than its prediction still had a tensor that gloo was sending when its
-peak came; an asynchronous send ends at another moment in each run. The 4 bytes of pipelines are a
-tensor that `torch.distributed.pipelining` makes when it is imported.
+The 4 bytes of pipelines are a tensor that `torch.distributed.pipelining` makes when it is imported,
+which the real ranks count. On a busy machine a thread of gloo's sometimes holds a tensor a moment
+longer, and then a real rank's peak is higher.
 
 """
 TIMES = """
