@@ -60,10 +60,10 @@ from memlab.zero.launch import run_ranks
 # 1. **Tensor parallelism**: the activations that a rank saves in the blocks, relative to one
 #    process.
 # 2. **Pipeline** with 1F1B: the activations that the first of two stages saves, relative to one
-#    process that runs the same micro-batches one after another.
+#    process that trains with one micro-batch at a time.
 # 3. **Bubble** (the idle time of a pipeline): 1F1B's bubble, relative to GPipe's.
-# 4. **Sequence parallelism** divides more activations than tensor parallelism: the bytes it sends,
-#    relative to tensor parallelism.
+# 4. **Sequence parallelism** divides more activations than tensor parallelism: the bytes it sends
+#    for a block, relative to tensor parallelism.
 
 # %% [markdown]
 # **GPipe** runs the forward passes of all micro-batches, then all backward passes. **1F1B** (one
@@ -120,10 +120,10 @@ for name in found[0]:
 # *logits* are what the head saves. No kind of parallelism divides everything:
 #
 # - Data and context: weights, gradients and optimizer state stay whole on each rank.
-# - Tensor: a part of the activations stays whole, so a rank saves 178 KiB of 259.
+# - Tensor: a part of the activations stays whole, so a rank saves 178 KiB of 259. The embedding
+#   stays whole, too.
+# - Sequence: the ranks add up their gradients of the whole embedding, 64 KiB of what they send.
 # - Pipeline: only the last stage saves logits.
-#
-# The rest of the day builds each kind, and derives the formulas for its row.
 
 # %% [markdown]
 # ## Tensor parallelism: column-parallel, then row-parallel
@@ -253,7 +253,7 @@ parallel_mlp = exercise("18.1", parallel_mlp)
 
 # %% [markdown]
 # Tensor parallelism divides only the last two rows. **Sequence parallelism** divides the first two
-# rows too, by tokens: each rank has T/R of the tokens there. Then a rank saves 1/R of everything.
+# rows too, by tokens: each rank has T/R of the tokens there. Then a rank saves 1/R of each activation.
 
 # %% [markdown]
 # ### Exercise 18.2: saved elements of a block
@@ -557,8 +557,8 @@ def attend(q, k, v, shift):
 # - `q`, `k`, `v` (T/R, D) belong to this rank's tokens: `peer.rank` · T/R and following.
 # - As on Day 13, `peer.send(x)` sends to the next rank, and `peer.receive()` waits for the previous
 #   rank's tensor.
-# - Send keys and values as one tensor (`torch.stack`), R − 1 times.
-# - Scores can be as large as ±1,000: use `torch.logaddexp`.
+# - Send keys and values as one tensor (`torch.stack`), R − 1 times. R is `peer.ranks`.
+# - `attend` gives nan for a query without a key. Scores can be as large as ±1,000: use `torch.logaddexp`.
 
 
 # %%
@@ -602,7 +602,7 @@ print(f"sent around the ring: {ring_bytes:,} bytes; (3·2 − 2)/2 · {keys_valu
 # | | weights, gradients, optimizer state | activations | logits | sent per step |
 # | --- | --- | --- | --- | --- |
 # | data | whole (ZeRO shards them: Day 12) | 1/R | 1/R | weights' gradients: 2 ring passes |
-# | tensor | matrices 1/R | 1/R; norms, residual stream whole | 1/R | 8 ring passes of n·C a block |
+# | tensor | 1/R; embedding whole | 1/R; norms, residual stream whole | 1/R | 8 ring passes of n·C a block |
 # | + sequence | as tensor | 1/R | 1/R | 10 ring passes of n·C a block |
 # | pipeline | 1/R | stage i: min(m, R − i)/m · 1/R | last stage only | n·C to each neighbor |
 # | context | whole (ZeRO shards them) | 1/R | 1/R | keys, values, all gradients |
