@@ -141,7 +141,9 @@ class ChangeStream:
         born = self._position(lambda change: change is birth)
         for position in sorted((death, born), reverse=True):
             del self._changes[position]
-        self.births[new.phase].pop()
+        births = self.births[new.phase]
+        if births and births[-1] is new:  # backward may have ended in between, with its births
+            births.pop()
         del self.own[new.number]
         if self._is_own(old):
             self.own[old.number] = old

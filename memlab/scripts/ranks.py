@@ -2,7 +2,8 @@
 
 Of a pipeline's ranks, those run that may differ: the first stage, the last one, and of stages with
 the same weights between them the first. In torch's schedules it starts the most micro-batches
-before its first backward, so it keeps the most activations of them.
+before its first backward, so it keeps the most activations of them. If the first rank and the last
+one send each other tensors, each rank has several stages, and every rank runs: their order counts.
 """
 
 from collections.abc import Iterator, Sequence, Set
@@ -118,8 +119,9 @@ def _follow(all_ranks: Ranks, start: int) -> None:
         for group in sorted({each.group for each in exchanges}):
             found = {rank for each in exchanges if each.group == group for rank in each.ranks}
             if len(group) <= MOST_STAGES:
+                if not (outcome.rank == group[0] and group[-1] in found and len(group) > 2):
+                    all_ranks.same |= _same_weights(all_ranks, group, seen)
                 found = set(group)
-                all_ranks.same |= _same_weights(all_ranks, group, seen)
             followed += sorted(found - seen - set(all_ranks.same))
             seen |= found
 

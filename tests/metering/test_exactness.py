@@ -46,6 +46,18 @@ def test_the_meter_equals_a_recording_without_it(name):
     assert comparison.exact, comparison
 
 
+def test_a_sum_of_gradients_at_the_very_end_of_backward_is_exact():
+    """The next operator comes after backward, and folds the sum into its first term."""
+
+    def step():
+        x = torch.randn(64, 64, requires_grad=True) * 2
+        gradient = torch.autograd.grad((x.sin() + x.exp()).sum(), x)
+        return gradient, torch.ones(3)
+
+    comparison = compare(memlab.measure(step), record(step))
+    assert comparison.exact, comparison
+
+
 @pytest.mark.parametrize("name", quick(QUICK, [name for name in EXACT if name != "lstm"]))
 def test_with_kernel_scratch_the_peak_is_the_real_peak(name):
     """Except `lstm`: Python frees 160 bytes near its peak in another order under the meter."""

@@ -177,6 +177,11 @@ def test_of_stages_with_the_same_weights_the_first_runs(tmp_path, width, ran):
         assert outcome.trace.peak_bytes >= max(others, default=0)
 
 
+def test_all_ranks_of_an_interleaved_pipeline_run():
+    """Rank 1 has a narrow and a wide stage, rank 2 a wide and a narrow one of the same weights."""
+    assert list(predicted("interleaved", 4)) == [0, 1, 2, 3]
+
+
 def test_ranks_that_send_among_many_are_followed_from_peer_to_peer(monkeypatch):
     monkeypatch.setattr("memlab.scripts.ranks.MOST_STAGES", 3)
     assert list(predicted("one_f_one_b", 4)) == [0, 1, 2, 3]
