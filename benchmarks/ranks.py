@@ -184,12 +184,9 @@ def compared(case: Case) -> dict[str, Any]:
 
 def measured(words: tuple[Any, ...], ranks: int, folder: Path) -> list[int]:
     """Return the peaks of real ranks."""
-    each = f"import os, sys; sys.argv[3] += os.environ['RANK']; {START}"
-    Path(folder, "rank.py").write_text(each, encoding="utf-8")
-    run("torch.distributed.run", f"--nproc-per-node={ranks}", f"{folder}/rank.py", *(
-        "--real", "--out", f"{folder}/", *words
-    ))  # fmt: skip
-    return [peak(folder / str(rank)) for rank in range(ranks)]
+    torchrun = ("torch.distributed.run", f"--nproc-per-node={ranks}")
+    run(*torchrun, "-m", "memlab", "run", "--real", "--out", folder, *words)
+    return [peak(folder / f"rank{rank}" if rank else folder) for rank in range(ranks)]
 
 
 def predicted(words: tuple[Any, ...], ranks: int) -> list[int]:
@@ -213,9 +210,6 @@ def timed(wanted: Timed) -> dict[str, Any]:
     print(wanted, f"{seconds:.0f} s", file=sys.stderr, flush=True)
     found = {"ranks": wanted.ranks, "ran": ran, "seconds": seconds, "highest_peak_bytes": highest}
     return {**wanted._asdict(), **found}
-
-
-START = "sys.argv[1:1] = ['run']; from memlab.cli import main; main()"
 
 
 def run(module: str, *words: object) -> str:

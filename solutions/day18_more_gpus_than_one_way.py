@@ -253,7 +253,8 @@ parallel_mlp = exercise("18.1", parallel_mlp)
 
 # %% [markdown]
 # Tensor parallelism divides only the last two rows. **Sequence parallelism** divides the first two
-# rows too, by tokens: each rank has T/R of the tokens there. Then a rank saves 1/R of each activation.
+# rows too, by tokens: each rank has T/R of the tokens there. Then a rank saves 1/R of each
+# activation.
 
 # %% [markdown]
 # ### Exercise 18.2: saved elements of a block
@@ -558,7 +559,8 @@ def attend(q, k, v, shift):
 # - As on Day 13, `peer.send(x)` sends to the next rank, and `peer.receive()` waits for the previous
 #   rank's tensor.
 # - Send keys and values as one tensor (`torch.stack`), R − 1 times. R is `peer.ranks`.
-# - `attend` gives nan for a query without a key. Scores can be as large as ±1,000: use `torch.logaddexp`.
+# - `attend` gives nan for a query without a key.
+# - Scores can be as large as ±1,000: use `torch.logaddexp`.
 
 
 # %%
@@ -602,7 +604,7 @@ print(f"sent around the ring: {ring_bytes:,} bytes; (3·2 − 2)/2 · {keys_valu
 # | | weights, gradients, optimizer state | activations | logits | sent per step |
 # | --- | --- | --- | --- | --- |
 # | data | whole (ZeRO shards them: Day 12) | 1/R | 1/R | weights' gradients: 2 ring passes |
-# | tensor | 1/R; embedding whole | 1/R; norms, residual stream whole | 1/R | 8 ring passes of n·C a block |
+# | tensor | 1/R; embedding whole | 1/R; norms, residual whole | 1/R | 8 ring passes of n·C a block |
 # | + sequence | as tensor | 1/R | 1/R | 10 ring passes of n·C a block |
 # | pipeline | 1/R | stage i: min(m, R − i)/m · 1/R | last stage only | n·C to each neighbor |
 # | context | whole (ZeRO shards them) | 1/R | 1/R | keys, values, all gradients |

@@ -1,5 +1,6 @@
 """`memlab run`: predict or measure a training script as it is, without changing a line."""
 
+import io
 import os
 import re
 import sys
@@ -77,6 +78,8 @@ def run_script(wanted: Wanted) -> int:
     outcome = outcomes[highest(outcomes)]
     trace = outcome.trace
     assert trace is not None
+    if wanted.real and outcome.rank > 0:
+        return _show_another_rank(launch, outcome, trace, folder)
     terminal.echo(paragraph(f"{launch}: {_how(wanted, target, outcome)}"))
     for note in (*assumed(trace), *outcome.notes):
         terminal.echo(paragraph(note))
@@ -97,6 +100,17 @@ def run_script(wanted: Wanted) -> int:
     rows = [Row(str(launch), trace), *(Row(f"with {name}", each) for name, each in changed.items())]
     write_run(rows, _title(launch, wanted, target), folder, verdict)
     return status
+
+
+def _show_another_rank(launch: Launch, outcome: Outcome, trace: Trace, folder: Path) -> int:
+    """Print one line, so that the outputs of real ranks do not mix; write to an own folder."""
+    which = f"rank {outcome.rank} of {outcome.ranks}"
+    peak = f"peak {format_bytes(trace.peak_bytes)} in {trace.peak_phase}"
+    folder = folder / f"rank{outcome.rank}"
+    print(f"{which}: {peak} ({folder}/run.json)", flush=True)
+    with redirect_stdout(io.StringIO()):
+        write_run([Row(str(launch), trace)], f"{launch}, {which}", folder, "measured")
+    return 0
 
 
 def _launch(wanted: Wanted) -> Launch:

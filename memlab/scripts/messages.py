@@ -5,8 +5,9 @@ A rank that runs alone gets what the other ranks would send:
     recv_object_list                   what that rank has sent when it ran; it has to run first
     a pipeline's gradients' shapes     those of the stage's own outputs
     a pipeline's vote on shapes        its own: whether the script gave its stage's shapes
+    broadcast_object_list              what its source has sent when it ran; it has to run first
     all_gather_object, gather_object   its own object, from every rank
-    broadcast_object_list              the list as it is; scatter_object_list: its own part
+    scatter_object_list                its own part
 """
 
 from collections import defaultdict, deque
@@ -38,12 +39,13 @@ class Messages:
     """What the ranks have sent, by sender and receiver."""
 
     def __init__(self) -> None:
-        self._sent: defaultdict[tuple[int, int], list[Any]] = defaultdict(list)
+        self._sent: defaultdict[tuple[int, int | None], list[Any]] = defaultdict(list)
         self._unread: dict[int, deque[Any]] = {}
+        self._unread_by_all: dict[int, deque[Any]] = {}
 
     def sent(self, sender: int, receiver: int) -> int:
-        """Return how many objects one rank has sent another."""
-        return len(self._sent[sender, receiver])
+        """Return how many objects one rank has sent another, alone or among all."""
+        return len(self._sent[sender, receiver]) + len(self._sent[sender, None])
 
     def repeat(self, sender: int, instead_of: int, receiver: int) -> None:
         """Let `receiver` have what `sender` has sent to the rank at the same distance."""
@@ -58,11 +60,14 @@ class Messages:
             return
         for pair in [pair for pair in self._sent if pair[0] == rank]:
             del self._sent[pair]
-        self._unread = {
-            sender: deque(objects)
-            for (sender, receiver), objects in self._sent.items()
-            if receiver == rank
-        }
+        self._unread, self._unread_by_all = (
+            {
+                sender: deque(objects)
+                for (sender, receiver), objects in self._sent.items()
+                if receiver == wanted
+            }
+            for wanted in (rank, None)
+        )
         with ExitStack() as stack:
             stack.enter_context(replaced(self._replacements()))
             stack.enter_context(when_imported({_STAGES: partial(_replace_in_stages, stack)}))
@@ -74,7 +79,7 @@ class Messages:
             "recv_object_list": self._receive,
             "all_gather_object": _gather_from_all,
             "gather_object": _gather,
-            "broadcast_object_list": _nothing,
+            "broadcast_object_list": self._broadcast,
             "scatter_object_list": _scatter,
         }
         return {
@@ -96,6 +101,18 @@ class Messages:
             raise NotYetSentError(sender)
         objects[:] = [unread.popleft() for _ in objects]
         return sender
+
+    def _broadcast(
+        self, objects: list[Any], src: int | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        source = _global_rank(src, kwargs.get("group_src"), *args[:1], **_group(kwargs))
+        if source == dist.get_rank():
+            self._sent[source, None].extend(objects)
+            return
+        unread = self._unread_by_all.get(source, deque())
+        if len(unread) < len(objects):
+            raise NotYetSentError(source)
+        objects[:] = [unread.popleft() for _ in objects]
 
 
 def _replace_in_stages(stack: ExitStack, module: ModuleType) -> None:
@@ -168,7 +185,3 @@ def _scatter(
     if scatter_object_input_list:
         rank = dist.get_rank(kwargs.get("group"))
         scatter_object_output_list[0] = scatter_object_input_list[rank]
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass

@@ -125,7 +125,8 @@ def run(
             _run(launch, watcher, started)
         roots = metering.history.context.names.roots
     notes = (*isolation.notes(), *stand_ins.notes())
-    return _outcome(traces, watcher, metering, roots, started.ranks, launch.rank, notes)
+    rank = int(os.environ["RANK"]) if joins else launch.rank
+    return _outcome(traces, watcher, metering, roots, started.ranks, rank, notes)
 
 
 def _metering(
