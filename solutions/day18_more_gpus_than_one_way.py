@@ -601,11 +601,11 @@ print(f"sent around the ring: {ring_bytes:,} bytes; (3·2 − 2)/2 · {keys_valu
 #
 # These are the formulas for the table above, with R ranks and n tokens of C elements:
 #
-# | | weights, gradients, optimizer state | activations | logits | sent per step |
+# | | weights, gradients, optimizer state | activations | logits | sent per step (ring passes) |
 # | --- | --- | --- | --- | --- |
-# | data | whole (ZeRO shards them: Day 12) | 1/R | 1/R | weights' gradients: 2 ring passes |
-# | tensor | 1/R; embedding whole | 1/R; norms, residual whole | 1/R | 8 ring passes of n·C a block |
-# | + sequence | as tensor | 1/R | 1/R | 10 ring passes of n·C a block |
+# | data | whole (ZeRO shards them: Day 12) | 1/R | 1/R | weights' gradients: 2 passes |
+# | tensor | 1/R; embedding whole | 1/R; norms, residual whole | 1/R | 8 passes of n·C a block |
+# | + sequence | as tensor | 1/R | 1/R | 10 passes of n·C a block |
 # | pipeline | 1/R | stage i: min(m, R − i)/m · 1/R | last stage only | n·C to each neighbor |
 # | context | whole (ZeRO shards them) | 1/R | 1/R | keys, values, all gradients |
 
