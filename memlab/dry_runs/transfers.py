@@ -65,7 +65,7 @@ def transfer_of(func: Any, args: Any) -> Transfer | None:
     kind = _shortened(name)
     if kind in _KINDS and (splits := _splits(func, args)):
         own = size * splits[dist.get_rank(group)] // max(1, sum(splits))
-        return Transfer("all-to-all", size - own, ranks)
+        return Transfer("all-to-all", size - own, ranks, ranks)
     if kind in _KINDS:
         called, passes = _KINDS[kind]
         others = len(ranks) - 1
