@@ -99,7 +99,8 @@ def test_bytes_are_within_1_5_percent_of_a_dry_run_and_what_is_sent_is_exact(
     found = expert_bytes(config, mesh, **sizes_of(config), imbalance=imbalance, workspace=WORKSPACE)
     assert found.total == pytest.approx(outcome.trace.peak_bytes, rel=0.015)
     at_peak = outcome.trace.at_peak
-    assert found.terms["weights"] == pytest.approx(at_peak["parameters"], rel=1e-3)
+    weights, gathered = found.terms["weights"], found.terms["gathered weights"]
+    assert 0.999 * weights <= at_peak["parameters"] <= 1.001 * (weights + gathered)
     assert found.terms["state"] == pytest.approx(at_peak["optimizer_state"], rel=1e-3)
     sent = Counter()
     for transfer in outcome.transfers:
