@@ -72,6 +72,7 @@ def plan_model(
         routing.degrees_for(mixture, model, gpus)
         from memlab.cli.plan_experts import plan_experts
 
+        seq_len = choose_seq_len(seq_len, mixture.dense.seq_len, model)
         return plan_experts(
             mixture, model, gpu_memory, target, gpus, batch, seq_len, routing=routing, folder=folder
         )
@@ -118,6 +119,7 @@ def plan_model(
         from memlab.planner.meshes import why_no_llama
 
         if why_no_llama(config) is None:
+            seq_len = choose_seq_len(seq_len, config.seq_len, model)
             return plan_meshes(
                 config, model, gpu_memory, target, gpus, batch, seq_len, count=count, folder=folder
             )
@@ -148,6 +150,16 @@ def plan_model(
     show(found)
     write_plan(found, folder)
     return 0 if found.best else 1
+
+
+def choose_seq_len(given: int | None, longest: int, model: str) -> int:
+    """Return the tokens of a sequence, by default the usual number, at most the model's longest."""
+    from memlab.planner.search import USUAL_SEQ_LEN
+
+    seq_len = min(USUAL_SEQ_LEN, longest) if given is None else given
+    if seq_len > longest:
+        raise UsageError(f"got sequences of {seq_len} tokens; {model} takes 1 to {longest}")
+    return seq_len
 
 
 def choose_memory(

@@ -9,7 +9,6 @@ from rich.table import Table
 
 from memlab.cli import terminal
 from memlab.cli.documents import room_numbers
-from memlab.cli.errors import UsageError
 from memlab.cli.expert_options import Routing
 from memlab.cli.plan_report import nccl_buffers, room
 from memlab.cli.results import write_formula_plan
@@ -30,7 +29,6 @@ from memlab.planner.expert_parallel import (
 )
 from memlab.planner.meshes import RankBytes
 from memlab.planner.options import RESERVED, option_numbers, verdict
-from memlab.planner.search import USUAL_SEQ_LEN
 from memlab.units import format_bytes, paragraph
 
 
@@ -102,17 +100,13 @@ def plan_experts(
     target: str,
     gpus: int,
     sequences: int,
-    seq_len: int | None,
+    seq_len: int,
     *,
     routing: Routing,
     folder: Path,
 ) -> int:
     """Print what each degree needs and sends, the fastest that fit first. Returns 1 if none fits,
     else 0."""
-    dense = config.dense
-    seq_len = min(USUAL_SEQ_LEN, dense.seq_len) if seq_len is None else seq_len
-    if seq_len > dense.seq_len:
-        raise UsageError(f"got sequences of {seq_len} tokens; {model} takes 1 to {dense.seq_len}")
     imbalance = routing.imbalance_for(config, model)
     query = _Query(config, model, memory, target, gpus, sequences, seq_len, imbalance)
     rows = sorted((_row(query, n) for n in routing.degrees_for(config, model, gpus)), key=_rank)

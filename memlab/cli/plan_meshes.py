@@ -25,7 +25,6 @@ from memlab.planner.measuring import summarized
 from memlab.planner.mesh_script import mesh_script
 from memlab.planner.meshes import Mesh, MeshOption, mesh_options
 from memlab.planner.options import RESERVED, option_numbers, verdict
-from memlab.planner.search import USUAL_SEQ_LEN
 from memlab.scripts.launch import launch_of
 from memlab.scripts.ranks import run_ranks
 from memlab.units import format_bytes, paragraph
@@ -86,7 +85,7 @@ def plan_meshes(
     target: str,
     gpus: int,
     sequences: int,
-    seq_len: int | None,
+    seq_len: int,
     *,
     count: int,
     folder: Path,
@@ -95,9 +94,6 @@ def plan_meshes(
 
     Returns 1 if none fits, else 0.
     """
-    seq_len = min(USUAL_SEQ_LEN, config.seq_len) if seq_len is None else seq_len
-    if seq_len > config.seq_len:
-        raise UsageError(f"got sequences of {seq_len} tokens; {model} takes 1 to {config.seq_len}")
     query = _Query(config, model, memory, target, gpus, sequences, seq_len)
     options = mesh_options(
         config,

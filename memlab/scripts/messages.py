@@ -96,10 +96,7 @@ class Messages:
         self, objects: list[Any], src: int | None = None, *args: Any, **kwargs: Any
     ) -> int:
         sender = _global_rank(src, kwargs.get("group_src"), *args[:1], **_group(kwargs))
-        unread = self._unread.get(sender, deque())
-        if len(unread) < len(objects):
-            raise NotYetSentError(sender)
-        objects[:] = [unread.popleft() for _ in objects]
+        _fill(objects, self._unread, sender)
         return sender
 
     def _broadcast(
@@ -109,10 +106,15 @@ class Messages:
         if source == dist.get_rank():
             self._sent[source, None].extend(objects)
             return
-        unread = self._unread_by_all.get(source, deque())
-        if len(unread) < len(objects):
-            raise NotYetSentError(source)
-        objects[:] = [unread.popleft() for _ in objects]
+        _fill(objects, self._unread_by_all, source)
+
+
+def _fill(objects: list[Any], unread_of: dict[int, deque[Any]], sender: int) -> None:
+    """Replace the objects by the next ones that the sender has sent."""
+    unread = unread_of.get(sender, deque())
+    if len(unread) < len(objects):
+        raise NotYetSentError(sender)
+    objects[:] = [unread.popleft() for _ in objects]
 
 
 def _replace_in_stages(stack: ExitStack, module: ModuleType) -> None:
