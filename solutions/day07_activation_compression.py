@@ -297,7 +297,7 @@ print(f"{from_smallest:.2%}, {1 - from_smallest / from_largest:.0%} less")
 
 
 # %%
-def round_at_random(steps, generator):
+def stochastic_round(steps, generator):
     """Return integers whose mean over many draws is `steps`."""
     ### BEGIN SOLUTION
     down = steps.floor()
@@ -306,16 +306,16 @@ def round_at_random(steps, generator):
 
 
 # %%
-round_at_random = exercise("7.2", round_at_random)
+stochastic_round = exercise("7.2", stochastic_round)
 
 # %% [markdown]
 # Estimate the sum of the group above 3,000 times, from 2 bits per element:
 
 # %%
-at_random = partial(round_at_random, generator=torch.Generator().manual_seed(7))
+stochastic = partial(stochastic_round, generator=torch.Generator().manual_seed(7))
 exact = one_group.sum().item()
 nearest = dequantize(*quantize(one_group, 3)).sum().item()
-draws = dequantize(*quantize(one_group.repeat(3000, 1), 3, at_random)).sum(1)
+draws = dequantize(*quantize(one_group.repeat(3000, 1), 3, stochastic)).sum(1)
 fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
 one_step = quantize(one_group, 3)[2].item()  # sums differ by multiples of a step: one bar each
 bars = torch.arange(draws.min() - one_step / 2, draws.max() + one_step, one_step)
@@ -614,7 +614,7 @@ def off_by(found):
 
 exact_gradient, errors = gradient(), {}
 for bits in (8, 4, 2):
-    draws = [gradient(partial(compress, bits=bits, round=at_random)) for _ in range(9)]
+    draws = [gradient(partial(compress, bits=bits, round=stochastic)) for _ in range(9)]
     by_nearest = off_by(gradient(partial(compress, bits=bits)))
     errors[bits] = by_nearest, off_by(draws[0]), off_by(torch.stack(draws).mean(0))
 
@@ -680,9 +680,9 @@ def one_scale(values):
 runs = {
     "32 bits": losses_of(),
     "8 bits": losses_of(compress),
-    "4 bits, stochastic": losses_of(partial(compress, bits=4, round=at_random)),
+    "4 bits, stochastic": losses_of(partial(compress, bits=4, round=stochastic)),
     "4 bits, nearest": losses_of(partial(compress, bits=4)),
-    "2 bits, stochastic": losses_of(partial(compress, bits=2, round=at_random)),
+    "2 bits, stochastic": losses_of(partial(compress, bits=2, round=stochastic)),
     "2 bits, nearest": losses_of(partial(compress, bits=2)),
     "2 bits, nearest, one scale": losses_of(one_scale),
 }

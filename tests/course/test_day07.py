@@ -30,7 +30,7 @@ from memlab.train import combined, dry_trace
 from memlab.units import format_bytes
 
 QUANTIZE, ROUND, PACK, BYTES_KEPT, HOOKS = days.day(7).exercises
-round_at_random, pack = solution("7.2"), solution("7.3")
+stochastic_round, pack = solution("7.2"), solution("7.3")
 
 
 # ------------------------------------------------------------------ right, written differently
@@ -431,7 +431,7 @@ def test_packed_codes_come_back(bits):
 def test_stochastic_rounding_is_unbiased():
     """Five standard deviations of the mean of 100,000 draws."""
     steps = torch.linspace(0, 3, 13).repeat_interleave(100_000)
-    rounded = round_at_random(steps, torch.Generator().manual_seed(0))
+    rounded = stochastic_round(steps, torch.Generator().manual_seed(0))
     means = rounded.view(13, -1).mean(1)
     assert (means - torch.linspace(0, 3, 13)).abs().max() < 5 * 0.5 / 100_000**0.5
 

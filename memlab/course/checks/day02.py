@@ -1129,5 +1129,5 @@ _DIAGNOSE = Exercise(
 
 DAY = Day(
     exercises=(_SIZES, _TAKE, _GIVE_BACK, _LEAKS, _TRAIN_EPOCH, _DIAGNOSE),
-    bill=Bill("day 2: read, not changed", plain),  # the plain step: reading saves nothing
+    bill=Bill("day 2: measured, not changed", plain),  # the plain step: reading saves nothing
 )

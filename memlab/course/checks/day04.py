@@ -970,5 +970,5 @@ def rounded() -> Trace:
 
 DAY = Day(
     exercises=(_HELD_BYTES, _SCALER, _ROUND, _MASTER_STEP),
-    bill=Bill("day 4: bfloat16, rounded at random", rounded),
+    bill=Bill("day 4: pure bfloat16, stochastic rounding", rounded),
 )

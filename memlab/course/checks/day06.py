@@ -990,5 +990,5 @@ def attention_kept() -> Trace:
 
 DAY = Day(
     exercises=(_SCHEDULE_COSTS, _BEST_SCHEDULE, _CHOOSING, _BEST_OPERATORS),
-    bill=Bill("day 6: and attention's outputs kept, for nothing", attention_kept),
+    bill=Bill("day 6: attention outputs kept, at no cost", attention_kept),
 )

@@ -300,14 +300,14 @@ _QUANTIZE = Exercise(
 
 # ------------------------------------------------------------------ 7.2: stochastic rounding
 
-RoundAtRandom = Callable[[Tensor, torch.Generator], Tensor]
+StochasticRound = Callable[[Tensor, torch.Generator], Tensor]
 DRAWS = 16_384
 _SEED_WITH_A_ZERO = 1233  # among DRAWS draws, one is exactly 0
 CLOSE = 0.02  # five standard deviations of the mean of DRAWS draws, at a fraction of a half
-_CASE = "round_at_random"
+_CASE = "stochastic_round"
 
 
-def _check_round_at_random(answer: RoundAtRandom) -> str:
+def _check_stochastic_round(answer: StochasticRound) -> str:
     means = {value: _mean(answer, value) for value in (2.25, 2.5, 2.9, 0.1, 1000.25)}
     _require_draws_differ_within_a_call(answer)
     off = {value: mean for value, mean in means.items() if abs(mean - value) >= CLOSE}
@@ -327,7 +327,7 @@ def _check_round_at_random(answer: RoundAtRandom) -> str:
     )
 
 
-def _mean(answer: RoundAtRandom, value: float, *, seed: int = 1) -> float:
+def _mean(answer: StochasticRound, value: float, *, seed: int = 1) -> float:
     """The mean of DRAWS roundings of a value, each to the integer below or above it."""
     steps = torch.full((DRAWS,), value)
     with unchanged(_CASE, rng=True, steps=steps):
@@ -350,7 +350,7 @@ def _listed(values: Iterable[Any]) -> str:
     return ", ".join(map(str, values))
 
 
-def _require_draws_differ_within_a_call(answer: RoundAtRandom) -> None:
+def _require_draws_differ_within_a_call(answer: StochasticRound) -> None:
     calls = [answer(torch.full((DRAWS,), 2.5), _seeded(seed)).unique() for seed in range(8)]
     found = sorted({value for values in calls for value in values.tolist()})
     require(
@@ -360,7 +360,7 @@ def _require_draws_differ_within_a_call(answer: RoundAtRandom) -> None:
     )
 
 
-def _require_generator_is_used(answer: RoundAtRandom) -> None:
+def _require_generator_is_used(answer: StochasticRound) -> None:
     steps = torch.linspace(0, 255, 1021).view(1, -1)
     generator = _seeded(2)
     first, second = answer(steps, generator), answer(steps, generator)
@@ -379,7 +379,7 @@ def _require_generator_is_used(answer: RoundAtRandom) -> None:
     )
 
 
-def _require_fine_draws(answer: RoundAtRandom) -> None:
+def _require_fine_draws(answer: StochasticRound) -> None:
     """Fractions near 0 and near 1 round the unlikely way with the right frequency."""
     for value, likely, words in ((2.0**-14, 0.0, "up"), (1 - 2.0**-14, 1.0, "down")):
         found = int((answer(torch.full((2**22,), value), _seeded(5)) != likely).sum())
@@ -391,7 +391,7 @@ def _require_fine_draws(answer: RoundAtRandom) -> None:
         )
 
 
-def _require_independent_draws(answer: RoundAtRandom) -> None:
+def _require_independent_draws(answer: StochasticRound) -> None:
     """Round 2.5 in many calls: any two elements go the same way in about half of them."""
     generator, shape, calls = _seeded(3), (4, 16), 1024
     rows = [answer(torch.full(shape, 2.5), generator).flatten() for _ in range(calls)]
@@ -411,7 +411,7 @@ _IS_UP = "< steps - down)"
 
 
 def _returned(value: str) -> Edit:
-    return body("round_at_random", f"return {value}")
+    return body("stochastic_round", f"return {value}")
 
 
 _ROUND_AT_RANDOM = Exercise(
@@ -428,7 +428,7 @@ _ROUND_AT_RANDOM = Exercise(
         "down. In a sum, True counts as 1.",
     ),
     reference=solution("7.2"),
-    check=_check_round_at_random,
+    check=_check_stochastic_round,
     rebuilds=_LIBRARY,
     wrong_answers=mistakes(
         "7.2",
@@ -1153,5 +1153,5 @@ _HOOKS = Exercise(
 
 DAY = Day(
     exercises=(_QUANTIZE, _ROUND_AT_RANDOM, _PACK, _BYTES_KEPT, _HOOKS),
-    bill=Bill("day 7: eight bits tried, and not taken", attention_kept),
+    bill=Bill("day 7: 8-bit activations tried, not used", attention_kept),
 )

@@ -1006,5 +1006,5 @@ def lion_in_bfloat16() -> Trace:
 
 DAY = Day(
     exercises=(_ADAMW, _LION, _BLOCK_SIZE, _ADAM_MINI, _IN_BACKWARD),
-    bill=Bill("day 8: Lion, one momentum in bfloat16", lion_in_bfloat16),
+    bill=Bill("day 8: Lion, momentum in bfloat16", lion_in_bfloat16),
 )

@@ -745,5 +745,5 @@ def momentum_in_8_bits() -> Trace:
 
 DAY = Day(
     exercises=(_CODE, _ENCODE, _ADAM, _RULE),
-    bill=Bill("day 9: and its momentum in 8 bits", momentum_in_8_bits),
+    bill=Bill("day 9: Lion, 8-bit momentum", momentum_in_8_bits),
 )

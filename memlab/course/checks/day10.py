@@ -1074,5 +1074,5 @@ _FLASH = Exercise(
 # The bill has used torch's attention, which is tiled, since day 1.
 DAY = Day(
     exercises=(_ADD, _PLAN, _ATTEND, _FLASH),
-    bill=Bill("day 10: attention by tiles, as it was all along", momentum_in_8_bits),
+    bill=Bill("day 10: tiled attention, in use since day 1", momentum_in_8_bits),
 )

@@ -917,5 +917,5 @@ def in_chunks(keep: Collection[Any] = (), **plugs: Any) -> Trace:
 
 DAY = Day(
     exercises=(_ALL_LOGITS, _GRADIENT, _CHUNKED, _ROWS),
-    bill=Bill("day 11: logits in chunks, all eight at once", in_chunks),
+    bill=Bill("day 11: chunked loss, all 8 sequences at once", in_chunks),
 )

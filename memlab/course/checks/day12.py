@@ -1130,5 +1130,5 @@ _FORMULA = Exercise(
 # The bill's machine has one GPU, so nothing is sharded: the bill is the previous day's.
 DAY = Day(
     exercises=(_COLLECTIVES, _ADAM, _GRADIENTS, _PASS, _FORMULA),
-    bill=Bill("day 12: one GPU, nobody to share with", in_chunks),
+    bill=Bill("day 12: ZeRO needs more GPUs, unchanged", in_chunks),
 )

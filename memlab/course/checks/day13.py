@@ -990,5 +990,5 @@ _WAYS = Exercise(
 # The bill is for one GPU, so real processes change nothing.
 DAY = Day(
     exercises=(_RING, _BUCKETS, _AGREED, _RESHARDED, _WAYS),
-    bill=Bill("day 13: real processes, and still one GPU", in_chunks),
+    bill=Bill("day 13: still one GPU, unchanged", in_chunks),
 )

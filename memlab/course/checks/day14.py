@@ -1168,5 +1168,5 @@ def offloaded_to_the_disk(**plugs: Any) -> Trace:
 
 DAY = Day(
     exercises=(_HOOKS, _AHEAD, _ADAM, _STREAM, _COMMIT),
-    bill=Bill("day 14: state, gradients and activations on the disk", offloaded_to_the_disk),
+    bill=Bill("day 14: state, gradients, activations on disk", offloaded_to_the_disk),
 )

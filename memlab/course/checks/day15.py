@@ -805,5 +805,5 @@ def averages_on_the_disk() -> Trace:
 
 DAY = Day(
     exercises=(_EXPONENT, _AVERAGE, _SOLVE, _SYNTHESIZE, _KEEP),
-    bill=Bill("day 15: two averages beside it, on the disk", averages_on_the_disk),
+    bill=Bill("day 15: two EMA averages on disk", averages_on_the_disk),
 )

@@ -630,5 +630,5 @@ def everything_elsewhere() -> Trace:
 
 DAY = Day(
     exercises=(_PEAK, _ACTIVATIONS, _LACKS, _FASTEST, _OF_A_RANK),
-    bill=Bill("day 16: and the weights, a block at a time", everything_elsewhere),
+    bill=Bill("day 16: weights loaded one block at a time", everything_elsewhere),
 )

@@ -869,5 +869,5 @@ _HELD = Exercise(
 
 DAY = Day(
     exercises=(_LEVELS, _ENCODE, _DOUBLE, _MATMUL, _HELD),
-    bill=Bill("day 17: four bits for frozen weights, and none is frozen", everything_elsewhere),
+    bill=Bill("day 17: no frozen weights for NF4, unchanged", everything_elsewhere),
 )

@@ -769,5 +769,5 @@ _RING = Exercise(
 
 DAY = Day(
     exercises=(_MLP, _SAVED, _GATHER, _ORDER, _RING),
-    bill=Bill("day 18: one GPU, and nothing to divide", everything_elsewhere),
+    bill=Bill("day 18: nothing to shard on one GPU, unchanged", everything_elsewhere),
 )

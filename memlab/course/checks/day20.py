@@ -599,5 +599,5 @@ _KEPT = Exercise(
 
 DAY = Day(
     exercises=(_NEWTON_SCHULZ, _MUON, _GALORE, _KEPT),
-    bill=Bill("day 20: smaller state, where none is on the device", everything_elsewhere),
+    bill=Bill("day 20: smaller state, already offloaded", everything_elsewhere),
 )

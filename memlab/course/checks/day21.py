@@ -532,5 +532,5 @@ _LOG_PROBS = Exercise(
 
 DAY = Day(
     exercises=(_PACK, _JOIN, _ATTEND, _CACHE, _LOG_PROBS),
-    bill=Bill("day 21: packed rows, and no token is padding", everything_elsewhere),
+    bill=Bill("day 21: packed sequences, no padding here", everything_elsewhere),
 )
