@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from memlab.allocator.blocks import FREE, UNMAPPED, MemoryBlock
 from memlab.allocator.caching import Allocator
-from memlab.allocator.settings import Settings
+from memlab.allocator.settings import SHARES, Settings, fields_in
 from memlab.allocator.sizes import block_bytes, segment_bytes
 from memlab.trace import EMPTY_CACHE, Event, Trace
 from memlab.units import format_bytes
@@ -198,6 +198,7 @@ def simulate(
     raised, because the events before it are part of the result.
 
     Args:
+        settings: default: those that the trace was predicted with, or torch's.
         empty_cache_before: positions of events before which the cache is emptied, besides the
             events of a prediction that empty it.
         pool_of: returns the number of the private pool that an event's storage is allocated in, 0
@@ -205,9 +206,17 @@ def simulate(
             thread that enters it, so not those of backward, which runs in another thread.
         changes: fields of Settings to replace.
     """
-    settings = replace(settings or Settings(), **changes)
+    settings = _settings_of(trace, **changes) if settings is None else replace(settings, **changes)
     run = AllocatorRun(settings, *events_of(trace), frozenset(empty_cache_before), pool_of=pool_of)
     return run.blocks(run.go())
+
+
+def _settings_of(trace: Trace | Iterable[Event], **changes: Any) -> Settings:
+    """Return the settings of a prediction, without shares of a memory of unknown size."""
+    stated = fields_in(trace.allocator) if isinstance(trace, Trace) else {}
+    if changes.get("capacity_bytes") is None:
+        stated = {name: value for name, value in stated.items() if name not in SHARES}
+    return Settings(**{**stated, **changes})
 
 
 def events_of(trace: Trace | Iterable[Event]) -> tuple[tuple[Event, ...], tuple[Event, ...]]:

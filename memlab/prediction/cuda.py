@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 
 from memlab.allocator import simulate
+from memlab.allocator.settings import configuration
 from memlab.configs.targets import DEFAULT, Kernels, Target, target_named
 from memlab.dry_runs.fake_accelerator import StandIn
 from memlab.dry_runs.fake_kernels import KERNELS
@@ -294,6 +295,7 @@ class _CudaDryRun(dry_run):
     def trace(self, history: "PredictionMeter", meter: "PredictionMeter", optimizer: Any) -> Trace:
         with no_cycle_collection():
             before, during = list(history.changes()), list(meter.changes())
+            allocator = configuration()  # the script may have set it
             names_cuda = any(map(_is_on_cuda, (*before, *during)))
             counts = _is_on_cuda_or_workspace if names_cuda else _is_not_step_counter(optimizer)
             events = complete(
@@ -303,8 +305,13 @@ class _CudaDryRun(dry_run):
                 events,
                 device="cuda",
                 dry=True,
-                notes=(*([] if names_cuda else [EVERYTHING_NOTE]), *self._notes(meter)),
+                notes=(
+                    *([] if names_cuda else [EVERYTHING_NOTE]),
+                    *([f"with the allocator settings {allocator}"] if allocator else []),
+                    *self._notes(meter),
+                ),
                 history=tuple(record.event(*change) for record, *change in filter(counts, before)),
+                allocator=allocator,
             )
             blocks = simulate(trace)
             memory = DeviceMemory(blocks.allocated_bytes, blocks.reserved_bytes)

@@ -175,7 +175,7 @@ def test_the_layers_of_fsdp2_are_checkpointed_as_in_the_script(sharded):
 def test_what_fsdp2_shards_is_not_sharded_again(sharded):
     found = sharded()
     assert sharded_bytes(found.trace, found.models, 4) is None
-    with pytest.raises(NotPossibleError, match="torchao.optim.AdamW8bit does"):
+    with pytest.raises(NotPossibleError, match=r"torchao\.optim\.AdamW8bit does"):
         sharded(CHANGE_OF["8-bit AdamW"])
 
 
