@@ -141,7 +141,7 @@ print(f"plus 0.5 GiB context  {format_bytes(in_use)}  shown by nvidia-smi")
 growth = [after - before for before, after in pairwise((0, *simulated.reserved))]
 position = max(i for i, size in enumerate(growth) if size > 100 * MIB)
 segments, request = simulated.segments(position), trace.events[position]
-free = [block.bytes for s in segments for block in s.pieces if block.state == "free"]
+free = [block.bytes for s in segments for block in s.blocks if block.state == "free"]
 print(f"free: {format_bytes(sum(free))} in {len(free)} blocks, the largest ", end="")
 print(format_bytes(max(free)))
 print(f"requested by {request.operator} in {request.phase}: {format_bytes(request.bytes)}")
@@ -671,7 +671,7 @@ expandable = simulate(doras_run, expandable_segments=True, capacity_bytes=doras_
 print(f"with expandable segments all 12 epochs fit: {expandable.fits}")
 
 doras_oom = simulate(doras_run, capacity_bytes=doras_gpu).out_of_memory
-free_blocks = doras_oom.free_piece_bytes
+free_blocks = doras_oom.free_block_bytes
 epoch = 1 + 12 * doras_oom.position // len(doras_run.events)
 print(f"without them, epoch {epoch} fails:")
 print(f"  requested                {format_bytes(doras_oom.requested_bytes):>12}")
@@ -1184,7 +1184,7 @@ verdict(
 
 # %%
 small = [segment for segment in segments if segment.pool == "small"]
-in_small = sum(block.bytes for s in small for block in s.pieces if block.state == "free")
+in_small = sum(block.bytes for s in small for block in s.blocks if block.state == "free")
 verdict(
     "7c",
     in_small / sum(free) > 0.5,
