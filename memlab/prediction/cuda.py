@@ -27,6 +27,7 @@ from memlab.dry_runs.fake_accelerator import StandIn
 from memlab.dry_runs.fake_kernels import KERNELS
 from memlab.dry_runs.fake_tensors import dry_run
 from memlab.internals.replacing import replaced
+from memlab.internals.scaled_mm import SCALED_MM
 from memlab.internals.torch_internals import (
     in_backward,
     stream_without_driver,
@@ -64,10 +65,11 @@ _MATMULS = frozenset(
     {
         *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
         *(aten.addmv.default, aten.mv.default, aten.dot.default, aten.vdot.default),
-        *(aten._addmm_activation.default, aten._scaled_mm.default, aten.addbmm.default),
+        *(aten._addmm_activation.default, aten.addbmm.default),
+        *SCALED_MM,
     }
 )
-_CUBLASLT = frozenset({aten._addmm_activation.default, aten._scaled_mm.default})
+_CUBLASLT = frozenset({aten._addmm_activation.default, *SCALED_MM})
 _EMPTY_CACHE = tuple(
     (module, "empty_cache")
     for module in (torch.cuda, torch.cuda.memory, torch.accelerator, torch.accelerator.memory)
