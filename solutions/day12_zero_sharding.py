@@ -331,8 +331,7 @@ print(f"max difference below 1e-3: {difference < 1e-3}")
 # shard and frees the rest.
 #
 # Weights sent together form a *unit*; in a transformer, a block. In this exercise a model is a list
-# of units. Each unit has a flat w, used by two functions. All ranks process the same unit, then the
-# next.
+# of units, each a flat w. All ranks process the same unit, then the next.
 
 
 # %%
@@ -638,8 +637,8 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # ## At scale: 7B on eight GPUs
 #
-# The next cell applies the formula to all 32 blocks, and runs eight blocks as a dry run (32 would
-# take four times as long): stage 3, one sequence of 2,048 tokens, every block checkpointed.
+# The next cell applies the formula to all 32 blocks, and runs eight blocks as a dry run:
+# stage 3, one sequence of 2,048 tokens, every block checkpointed.
 
 # %%
 for stage in range(4):
@@ -688,13 +687,12 @@ for ranks, peak in peaks.items():
 # In production, use FSDP2: `fully_shard(block)` for each block, then `fully_shard(model)`. It
 # shards each weight by rows and prefetches the next block, so communication and computation
 # overlap. With `reshard_after_forward=False` it keeps the gathered weights until backward: two
-# passes, but no longer stage 3. DeepSpeed has all three stages. Tomorrow you compare your version
-# with FSDP2 in real processes.
+# passes, but no longer stage 3. DeepSpeed has all three stages.
 #
 # ## On your GPU
 #
-# A single GPU cannot shard. If you have one, this cell prints for each stage whether the model
-# states of one rank of eight fit on it.
+# If you have a GPU, this cell prints for each stage whether the model states of one rank of eight
+# fit on it.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):
@@ -812,9 +810,8 @@ for stage in range(4):
     print(f"stage {stage}, one of eight ranks: model states {format_bytes(states)}")
 
 # %% [markdown]
-# Each rank would also run one sequence instead of eight. But 8-bit Lion stores one scale per
-# quantization block, so a shard must end where a block ends. `simulate` does not support this and
-# raises an error.
+# But 8-bit Lion stores one scale per quantization block, so a shard must end where a block ends.
+# `simulate` does not support this and raises an error.
 
 # %%
 running_bill(12)

@@ -287,9 +287,9 @@ for name, make, every in (*(("yours", your_average, every) for every in (1, 10, 
 # Your width is right for updates 1 and 10 steps apart. With updates 100 steps apart, a profile of
 # width 50 steps consists of only a few updates, so no rule can be exact.
 #
-# If you leave out Δ, the average is five times too wide (question 4). This happens in practice:
-# `ema-pytorch` (optional here) uses the β of one step, and its examples update at every tenth step.
-# With updates at every step, its width is right:
+# If you leave out Δ, the average is five times too wide (question 4). `ema-pytorch` (optional here)
+# uses the β of one step, and its examples update at every tenth step. With updates at every step,
+# its width is right:
 
 
 # %%
@@ -457,7 +457,7 @@ synthesize = exercise("15.4", synthesize)
 
 # %% [markdown]
 # Synthesize eleven lengths in one pass over the snapshots on disk. Compare with the library's
-# synthesis, which constrains the sum to one instead of dividing; the results are nearly equal.
+# synthesis, which constrains the sum to one instead of dividing.
 
 # %%
 sigmas = [0.02, 0.03, 0.05, 0.07, 0.10, 0.13, 0.16, 0.19, 0.22, 0.25, 0.28]
@@ -566,8 +566,7 @@ print(f"the linear system of {len(profiles)} snapshots: {format_bytes(system.nby
 # %% [markdown]
 # In chunks, the synthesis needs 6 MiB for any model size and number of snapshots: four accumulators
 # of 131,072 elements, and a few chunks of snapshots in 16 and 32 bits. The usual loop needs one
-# accumulator per target as large as the model, and the loaded snapshot. `benchmarks/ema.py`
-# measures a whole process and a model of 128 MiB.
+# accumulator per target as large as the model, and the loaded snapshot.
 #
 # With `out=model` the synthesis writes into existing weights instead of a file.
 
@@ -859,8 +858,6 @@ found = {
 reveal("15.1", **found)
 
 # %% [markdown]
-# The guesses miss for four reasons:
-#
 # 1. The synthesis needs a few chunks, because its outer loop is over chunks, not snapshots.
 # 2. The linear system has a row per snapshot, not per weight.
 # 3. Long averages include steps before the last 20 snapshots.

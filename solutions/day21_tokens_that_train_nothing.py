@@ -72,7 +72,7 @@ guess("21.1", padding_percent=25, cache_gib=4, step_gib=24)
 # ## Measure: a padded batch
 #
 # The lengths of real documents span an order of magnitude, with a few long ones. Draw 24 lengths
-# from a log-normal distribution. The text is torch's own source code.
+# from a log-normal distribution.
 
 # %%
 CONFIG = replace(PRESETS["tiny"], hidden_size=64, heads=4, kv_heads=2, seq_len=256)
@@ -262,8 +262,8 @@ for name, other in (("within documents", packed_model(boundaries)), ("plain caus
     print(f"  {name:17} less than 1e-5: {bool(error < 1e-5)}, more than 5 %: {bool(error > 0.05)}")
 
 # %% [markdown]
-# How much memory does packing save? Join all documents into one row, so that both batches have the
-# same documents. (Frameworks call this *padding-free*.)
+# How much memory does packing save? Join all documents into one row. (Frameworks call this
+# *padding-free*.)
 
 # %%
 tokens, targets, _, boundaries = join(DOCUMENTS)
@@ -412,7 +412,7 @@ cache_gib = cache_of(seven, 4096, 8)
 # %% [markdown]
 # With 4,096 tokens, 7B's cache for 8 sequences is larger than its weights. Grouped-query attention
 # (GQA) divides the cache by the number of heads that share a key. Sliding windows bound it.
-# Quantization (Days 7 and 17) also works: there are 8-bit and 4-bit caches.
+# Quantization (Days 7 and 17) works, too.
 
 # %% [markdown]
 # ### The cache in evaluation
@@ -674,7 +674,7 @@ for compute in (by_log_softmax, by_logsumexp, in_chunks, token_log_probs):
 # ### At scale: what each change saves
 #
 # The second row is your prediction from above. `tests/course/test_day21.py` computes the other
-# predictions (two seconds each).
+# predictions.
 
 
 # %%
@@ -831,7 +831,7 @@ else:
 # %% [markdown]
 # ## Claims on trial
 #
-# The guides of the other days don't mention these topics. The claims below are common:
+# The guides of the other days don't mention these topics. These claims are common:
 
 # %%
 one, two, chunked, off = (STEPS[name][1].allocated for name in (
