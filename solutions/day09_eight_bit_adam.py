@@ -884,7 +884,7 @@ verdict("19d", more_tokens < 2000, measured_times, condition=condition)
 # check four things: how it stores small tensors, how it stores sizes other than multiples of the
 # block size, how much it decodes at once, and how it rounds to zero.
 #
-# Tomorrow: FlashAttention, which never stores all N² scores.
+# Tomorrow: FlashAttention, which never stores all T² scores.
 
 # %% [markdown]
 # ## The running bill
