@@ -21,8 +21,7 @@
 #
 # For each weight, Adam keeps two **moments**: the first, **m**, is a running mean of the weight's
 # gradients; the second, **v**, is a running mean of their squares. In float32 they need 8 bytes per
-# weight, twice as much as the weight. They are the largest line of Day 1's ledger that does not
-# depend on the number of tokens.
+# weight, twice as much as the weight. In Day 1's ledger, only activations can need more.
 #
 # A weight's gradient is needed only to update that weight. Yet every gradient stays in memory until
 # the optimizer step.
@@ -104,7 +103,7 @@ axes.set(xlabel="bytes of state per weight (float32, 25M model)", xlim=(0, 9))
 _ = axes.set_title("Optimizer state of five optimizers")
 
 # %% [markdown]
-# Now a whole training step: once with an ordinary AdamW step, once with AdamW inside backward.
+# Now a whole training step, with AdamW's step after backward and inside backward.
 
 
 # %%
@@ -135,8 +134,8 @@ print(f"Adam-mini: {(state - 4 * N) // 4:,} second moments for {N:,} weights")
 
 # %% [markdown]
 # Adam-mini has almost no second moments left. The 32 MiB of gradients are one matrix: the **tied**
-# embedding, which is also the unembedding. (Its gradient has two parts. Backward computes the
-# unembedding's part first, and keeps it as a temporary, another 32 MiB, until the end.)
+# embedding, which is also the unembedding. (The unembedding's part of its gradient waits as a
+# temporary until the end of backward: another 32 MiB.)
 #
 # So half of the state and nearly all gradients can go. What do you lose?
 
@@ -180,8 +179,8 @@ for name, step_ in {"SGD": sgd_, "momentum": momentum_}.items():
 
 # %% [markdown]
 # The noisy weight limits the learning rate, so the steady weight needs ten thousand steps to move
-# by 100 · lr. Momentum smooths the noise, but does not make steps larger. (torch's momentum sums
-# gradients instead of averaging them: both weights move ten times as far.)
+# by 100 · lr. Momentum smooths the noise, but does not make steps larger. (torch's momentum is a
+# sum, not a mean: both weights move ten times as far.)
 #
 # **AdamW** divides m by √v, the gradient's typical size: 0.01 for the steady weight, 1 for the
 # noisy one. So each weight has its own step size. (The W is decoupled *weight decay*: it shrinks
@@ -190,9 +189,9 @@ for name, step_ in {"SGD": sgd_, "momentum": momentum_}.items():
 # %% [markdown]
 # ### Exercise 8.1: AdamW, step by step
 #
-# About 12 minutes. Update one weight **in place**. `weight` and `gradient` are float32, with the
-# same shape. `state` is a dict, empty at first. Keep only `state["m"]`, `state["v"]` (both in the
-# weight's shape) and `state["t"]` in it. `betas` is (β₁, β₂). Start with m = v = 0; t = 1, 2, …
+# About 12 minutes. Update one weight **in place**. `weight` and `gradient` are float32. `state` is
+# a dict, empty at first. Keep only `state["m"]`, `state["v"]` (both in the weight's shape) and
+# `state["t"]` in it. `betas` is (β₁, β₂). Start with m = v = 0; t = 1, 2, …
 #
 # - m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g²
 # - w ← w − lr · weight_decay · w (with w before the step)
@@ -303,10 +302,8 @@ print(f"after 5 steps: max difference below 1e-6: {max_difference(ours, torchs) 
 # **no scale**. It takes the sign of a mean of gradients, so every weight moves by lr, up or down.
 # It needs no v.
 #
-# Lion has one m, but two betas, so it mixes m with the new gradient twice:
-#
-# - for the step, with 10 % of the new gradient (β₁ = 0.9);
-# - for the next m, with 1 % of it (β₂ = 0.99).
+# Lion has one m, but two betas: it mixes m with 10 % of the new gradient for the step (β₁ = 0.9),
+# and with 1 % of it for the next m (β₂ = 0.99).
 
 # %% [markdown]
 # ### Exercise 8.2: Lion
@@ -336,8 +333,7 @@ def lion_(weight, gradient, state, lr, betas=(0.9, 0.99), weight_decay=0.0):
 lion_ = exercise("8.2", lion_)
 
 # %% [markdown]
-# How far does a weight move in one step of AdamW, and in one step of Lion? Compare all weights of
-# the text model at step 40.
+# How far does a weight move in one step of AdamW or Lion? Compare step 40 of the text model.
 
 # %%
 LR = 3e-3
@@ -371,8 +367,7 @@ _ = axes.set_title(f"How far {len(adamw_steps):,} weights move in step 40")
 # the same factor, because each step decays by lr · weight_decay.
 
 # %% [markdown]
-# So tune the learning rate for Lion separately. (Forty steps do not show how well Lion learns. Day
-# 9 trains four optimizers side by side.)
+# (Forty steps do not show how well Lion learns. Day 9 trains four optimizers side by side.)
 #
 # `sign(0) = 0` matters for weights without a gradient: in an untied embedding, the row of a token
 # that never occurs does not move.
@@ -395,8 +390,8 @@ else:
 # Lion drops v. Adam-mini (2024) keeps one v for a whole block of weights: it assumes that related
 # weights have gradients of similar size. Which weights should share?
 #
-# The next cell plots AdamW's √v after 40 steps for three matrices of the text model. Their shape
-# is (out, in): a **row** holds the weights of one output.
+# Plot AdamW's √v after 40 steps for three matrices of the text model, of shape (out, in): a **row**
+# holds the weights of one output.
 
 # %%
 roots = {n: adamw.state[w]["v"].clamp(min=1e-30).sqrt() for n, w in model.named_parameters()}
@@ -418,8 +413,8 @@ _ = fig.colorbar(picture, ax=axes, location="bottom", aspect=50, label="log₁�
 # - `query` has horizontal stripes, too, even within a head (white lines).
 # - `down` has *vertical* stripes: √v differs between its inputs, the MLP's hidden units.
 #
-# How wrong is one v per block? The next table shows the typical ratio between a weight's √v and the
-# root of its block's mean v. A ratio of 2 means a step half or twice as long as AdamW's.
+# How wrong is one v per block? The table shows the typical ratio between a weight's √v and the root
+# of its block's mean v. A ratio of 2 means a step half or twice as long as AdamW's.
 
 
 # %%
@@ -489,7 +484,7 @@ block_size = exercise("8.3", block_size)
 # %% [markdown]
 # Why raise an error instead of guessing? Many models store queries, keys and values in **one**
 # fused matrix. A guess would give that matrix a single v. Training would run without a warning, but
-# the model would learn worse.
+# learn worse.
 
 # %% [markdown]
 # ### Exercise 8.4: Adam-mini's step
@@ -609,7 +604,8 @@ else:
 #
 # Now reduce the gradients. When a weight's gradient is complete, backward does not read that weight
 # again, and only the optimizer needs the gradient. So update the weight immediately, and free the
-# gradient. (PyTorch's tutorial calls this *fusing the optimizer step into the backward pass*.)
+# gradient. (PyTorch's tutorial calls this [*fusing the optimizer step into the backward
+# pass*](https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html).)
 #
 # torch has two **hooks** for this:
 #
@@ -625,10 +621,9 @@ else:
 # `update` once for each weight that the loss uses, as soon as its gradient is complete, and leaves
 # no gradient.
 #
-# Return a function `end_step()`, which the caller calls after each backward. If a weight gets a
-# second gradient before `end_step()` is called, free that gradient, update nothing with it, and
-# raise RuntimeError: the first gradient has already been applied, so gradients cannot be
-# accumulated.
+# Return a function `end_step()`; the caller calls it after each backward. If a weight gets a second
+# gradient before that, free this gradient, update nothing with it, and raise RuntimeError: the
+# first gradient has already been applied, so gradients cannot be accumulated.
 
 
 # %%
@@ -680,8 +675,8 @@ except RuntimeError as error:
 # Both runs give the same weights, bit for bit, because backward no longer reads a weight whose
 # gradient is complete. (If it did, torch would detect the in-place change and raise an error.)
 #
-# How much memory does it save? The next cells plot the memory of the 25M model during backward and
-# step, on one sequence, without weights and AdamW's state.
+# How much memory does it save? Plot the memory of the 25M model during backward and step, on one
+# sequence, without weights and AdamW's state.
 
 
 # %%
@@ -728,7 +723,7 @@ for name, trace in {"after": ordinary, "inside": stepped_inside}.items():
 #   the tied matrix's gradient, which waits for the embedding's part. At the spike, both parts and
 #   their sum are alive.
 #
-# Where will the **peak** be with more tokens? Run the same two steps with eight sequences:
+# Does it also lower the **peak** with eight sequences?
 
 # %%
 for name, make in {"after": MAKE["AdamW"], "inside": inside(MAKE["AdamW"])}.items():
@@ -745,8 +740,8 @@ for name, make in {"after": MAKE["AdamW"], "inside": inside(MAKE["AdamW"])}.item
 # - **Gradient accumulation**: the first micro-batch's gradient has already been applied.
 # - **Clipping by global norm**: the norm is known only after the last gradient. (LOMO, 2023, runs
 #   backward twice for it.)
-# - **Loss scaling** that skips a step on overflow: by then, some weights have already been updated.
-#   Use bfloat16, which needs no loss scaling.
+# - **Loss scaling** that skips a step on overflow: some weights have already been updated. Use
+#   bfloat16, which needs no loss scaling.
 
 # %% [markdown]
 # ## At scale: seven billion
@@ -928,8 +923,6 @@ running_bill(8)
 #   Algorithms](https://arxiv.org/abs/2302.06675)
 # - Lv et al. 2023: [Full Parameter Fine-tuning for Large Language Models with Limited
 #   Resources](https://arxiv.org/abs/2306.09782)
-# - PyTorch: [How to save memory by fusing the optimizer step into the backward
-#   pass](https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html)
 #
 # The rules on trial are from:
 #

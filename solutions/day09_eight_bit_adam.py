@@ -51,9 +51,9 @@ from memlab.units import format_bytes
 # %% [markdown]
 # ## Guess
 #
-# The next cells train a small text model with 123,200 weights for 20 steps. Make two guesses:
+# Make two guesses for 20 training steps of a small text model with 123,200 weights:
 #
-# 1. How many KiB does Adam's state need with one byte per moment, with everything included?
+# 1. How many KiB does Adam's state need with one byte per moment, everything included?
 # 2. Quantize v linearly, in *even steps*: divide the range from 0 to the largest v of a block (256
 #    consecutive elements) into 255 equal steps. What percentage of the second moments become
 #    exactly 0?
@@ -116,8 +116,8 @@ reveal("9.1", state_kib=state_bytes(adam_8bit), zeros_percent=zero_percent)
 #
 # - one float32 scale per block of each moment (explained below)
 # - two codebooks of 256 float32 entries, 2 KiB in all
-# - moments of weights with fewer than 4096 elements (here five norms): they stay in float32,
-#   because there is little to save
+# - float32 moments of weights with fewer than 4096 elements (here five norms), where there is
+#   little to save
 #
 # Even steps round 2.5 % of the second moments to 0. Is that a problem? Adam divides by √v.
 
@@ -198,7 +198,7 @@ for name, code in rows.items():
 # of m's codebook is −0.993, so a −1 is rounded with an error of 0.7 %. Zero is entry 127 of the
 # signed codebook and entry 0 of the unsigned one.
 #
-# How large is the rounding error? The next cell plots the worst relative error in each decade.
+# How large is the rounding error? Plot the worst relative error in each decade.
 
 
 # %%
@@ -224,8 +224,8 @@ axes.set_title("Worst relative rounding error in each decade")
 _ = axes.legend(frameon=False, ncols=3, loc="upper right")
 
 # %% [markdown]
-# In the top decade even steps are better. Two decades lower they round some values to 0 (an error
-# of 100 %), while the dynamic codebooks have errors of at most 11 % and 18 %.
+# In the top decade even steps are better. Two decades lower their worst error is 100 % (rounding to
+# 0); the dynamic codebooks' are 11 % and 18 %.
 #
 # A codebook ranges from −1 to 1. So divide each **block** of 256 elements by its absmax, and store
 # the absmax as the block's *scale*. An outlier then affects only its own block. To decode, look up
@@ -431,9 +431,9 @@ for name, (longest, _) in heavy_tails.items():
 #
 # ### Exercise 9.4: never round a positive v to zero
 #
-# About 6 minutes. Write `encode_positive`: like `encode`, for an `x` without negative elements and
-# a codebook whose entry 0 is zero. **A positive element never gets code 0**: it gets code 1
-# instead. A zero still gets code 0, and all other elements get the nearest code.
+# About 6 minutes. Write `encode_positive`: `encode` for an `x` without negative elements and a
+# codebook whose entry 0 is zero. **A positive element never gets code 0**: it gets code 1 instead.
+# A zero still gets code 0, and all other elements get the nearest code.
 
 
 # %%
@@ -483,8 +483,8 @@ print(f"  they move {share:.1f} of the distance that 32-bit Adam moves them")
 # of the distance, but safe: 75 % of the squared error comes from weights with tiny gradients, which
 # move too little.
 #
-# Why did training with even steps diverge: because they are coarse, or because of their zero? Apply
-# the rule to even steps:
+# Did training with even steps diverge because they are coarse, or because of their zero? Apply the
+# rule to even steps:
 
 
 # %%
@@ -549,14 +549,14 @@ for reduction in ("mean", "sum"):
 # Adam works with both.
 #
 # Two small models prove nothing about large ones. They show what to check in your training: is the
-# loss a mean, and how heavy are the tails of the gradients? The rule itself needs no memory.
+# loss a mean, and how heavy are the tails of the gradients?
 
 # %% [markdown]
 # ## Four optimizers
 #
 # Train the text model again and compare the bytes of state. 8-bit Adam is the library's, with the
-# rule. Its codebooks count as state. Lion has its own learning rate, 2 · 10⁻³. (20 steps are too
-# few to rank optimizers by loss.)
+# rule, codebooks counted. Lion has its own learning rate, 2 · 10⁻³. (20 steps are too few to rank
+# optimizers by loss.)
 
 # %%
 partition = optim.gpt_partition(CONFIG.hidden_size // CONFIG.heads)
@@ -611,8 +611,8 @@ else:
     print(f"torchao is {MISSING}")
 
 # %% [markdown]
-# Compare five 8-bit Adams: your two, memlab's, bitsandbytes' and torchao's. Each takes 100 steps on
-# 8192 weights, with normal gradients and with heavy tails. The table shows:
+# Compare your two 8-bit Adams, memlab's, bitsandbytes' and torchao's after 100 steps on 8192
+# weights, with normal gradients and with heavy tails:
 #
 # - the bytes of state for n = 8192, and for n = 8200, not a multiple of the block size
 # - the relative distance of the final weights to 32-bit Adam's and to yours (with the rule)
@@ -657,7 +657,7 @@ with torch.compiler.set_stance("force_eager"):
 # is a multiple of 256.
 #
 # With heavy tails, torchao's steps explode, as yours did with nearest codes. bitsandbytes' do
-# **not** on a CPU. Why?
+# **not**.
 
 # %% [markdown]
 # On a CPU, bitsandbytes quantizes with a lookup table of 65,536 even steps from −1 to 1. All
@@ -752,7 +752,7 @@ for make, formula in formulas.items():
 # each, the total is 38 GiB. Lion with 8-bit momentum halves the state again.
 #
 # The library's temporaries are small because it updates 262,144 elements at a time. Your version
-# decodes whole tensors. Measure its temporaries for the embedding alone, 131 million elements:
+# decodes whole tensors. Measure this for the embedding alone, 131 million elements:
 
 # %%
 with memlab.dry_run():
@@ -789,7 +789,7 @@ else:
 # ## Rules on trial
 #
 # Two guides give different bytes per parameter. The difference is a float32 copy of the weights
-# (Day 4's *master weights*). With master weights, 32-bit Adam needs 12 bytes instead of 8.
+# (Day 4's *master weights*): with it, 32-bit Adam needs 12 bytes instead of 8.
 
 # %%
 per_weight = {make: size / sum(sizes) for make, size in at_7b.items()}
@@ -828,10 +828,9 @@ verdict(
 )
 
 # %% [markdown]
-# One more rule: "8-bit Adam costs a slight CPU overhead." In practice the step mostly runs on a
-# GPU. What does it cost on a CPU? Its time does not grow with the number of tokens, but the time of
-# forward and backward does. So express it in tokens: forward and backward of how many tokens take
-# the same CPU time?
+# One more rule: "8-bit Adam costs a slight CPU overhead." What does the step cost on a CPU? Its
+# time does not grow with the number of tokens, but forward and backward do. So express it in
+# tokens: forward and backward of how many tokens take the same CPU time?
 
 
 # %%
@@ -881,8 +880,8 @@ verdict("19d", more_tokens < 2000, measured_times, condition=condition)
 # | Lion, 8 bits | 1.02 | 6.4 GiB |
 #
 # You can now explain a codebook's spacing and why each block has a scale. In an 8-bit optimizer,
-# check four things: how it stores small tensors, how it stores sizes other than multiples of the
-# block size, how much it decodes at once, and how it rounds to zero.
+# check how it stores small tensors and sizes other than multiples of the block size, how much it
+# decodes at once, and how it rounds to zero.
 #
 # Tomorrow: FlashAttention, which never stores all T² scores.
 

@@ -362,8 +362,8 @@ def attend(q, k, v, tile, shift):
 attend = exercise("10.3", attend)
 
 # %% [markdown]
-# This is the forward pass. Is autograd's backward good enough? Measure the bytes saved for
-# backward, beyond q, k and v: 4 heads with head dimension 64, 1,024 tokens, causal, tiles of 128.
+# Is autograd's backward good enough? Measure the bytes saved for backward, beyond q, k and v: 4
+# heads with head dimension 64, 1,024 tokens, causal, tiles of 128.
 
 
 # %%
@@ -551,8 +551,8 @@ for name, attention in VERSIONS.items():
 # %% [markdown]
 # ## Quadratic and linear growth
 #
-# Now vary the sequence length and measure the peak of both passes, beyond q, k, v and dout. On
-# log-log axes a power of the length is a straight line, and its slope is the exponent.
+# Vary the sequence length and measure the peak of both passes, beyond q, k, v and dout. On log-log
+# axes a power of the length is a straight line, and its slope is the exponent.
 #
 # Your version runs for real. The other three are dry runs, which reach longer sequences. (In a dry
 # run the library visits only one tile of each shape. The last line compares it with a real run.)
@@ -773,7 +773,7 @@ verdict(
 # scores exists. You can say which tiles a mask skips, which alignment a library uses, and why
 # backward needs one element per query.
 #
-# Tomorrow: the logits, often the largest tensor of a training step.
+# Tomorrow: the logits, often the largest tensor.
 
 # %% [markdown]
 # ## The running bill
@@ -798,11 +798,11 @@ print(f"probabilities, 12 layers × 8 × 12 heads × 640² × 4 bytes: {format_b
 # (`tests/course/test_day10.py` measures both.)
 
 # %% [markdown]
-# The same test runs today's step with the library's tiles. The peak equals torch's, to the byte.
+# With the library's tiles, today's step has the same peak, to the byte.
 #
-# Day 6's selective checkpointing keeps the outputs of torch's attention operators. It can keep the
-# outputs of `flash_attention` too, with the same bytes. But it does not recognize your own
-# Function, and would recompute it. So the bill stays with torch's attention.
+# Day 6's selective checkpointing keeps the outputs of torch's attention operators. It can keep
+# `flash_attention`'s outputs too. But it does not recognize your own Function, and would recompute
+# it. So the bill stays with torch's attention.
 
 # %%
 running_bill(10)

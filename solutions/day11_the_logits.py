@@ -241,8 +241,7 @@ print(f"the log-softmaxes alone: {format_bytes(kept)}")
 
 # %% [markdown]
 # Checkpointing each chunk (Day 5) would help, but recomputing the logits in backward costs a fourth
-# matmul. You can avoid it: forward can compute the gradients. This needs an autograd *Function*, as
-# on Day 5.
+# matmul. But forward can compute the gradients. This needs an autograd *Function*, as on Day 5.
 #
 # - `forward` records no graph; you choose what to save: the **gradients**.
 # - `backward` gets the gradient of the loss, `upstream` (1, or the factor that the loss was
@@ -310,12 +309,12 @@ plot.timeline(chunks, title=f"Cross-entropy of {ROWS} rows, 64 rows at a time")
 
 # %% [markdown]
 # All logits at once need 48 MiB, three tensors of 16 MiB. In chunks, 4.14 MiB are enough: both
-# gradients, one chunk of logits, and a little more (the chunk's part of hidden's gradient). The
-# gradients are allocated in *forward*. Eight chunks follow; in the thin gaps between them no logits
-# are alive. Backward only multiplies in place.
+# gradients, one chunk of logits, and the chunk's part of hidden's gradient. The gradients are
+# allocated in *forward*. Eight chunks follow; in the thin gaps between them no logits are alive.
+# Backward only multiplies in place.
 #
 # Between forward and backward, the naive loss saves the log-softmax, and the chunked loss saves the
-# gradients. Backward needs memory for the gradients anyway.
+# gradients. Backward needs the gradients anyway.
 
 # %% [markdown]
 # ## How many rows in a chunk?
@@ -446,7 +445,7 @@ for name, loss in versions.items():
 #
 # The text is torch's own source code. A token is a pair of bytes. The 2,047 most common pairs have
 # their own token; all other pairs are token 0, which is ignored as a target. Train once with all
-# logits, and once in chunks of 100 rows (100 does not divide the 512 rows).
+# logits, and once in chunks of 100 of the 512 rows.
 
 # %%
 text = source_bytes("256 KiB").long()
@@ -558,8 +557,8 @@ axes.spines[["top", "right"]].set_visible(False)
 # With checkpointing, it needs **three times** as much as all blocks (32 inputs, and one block being
 # recomputed).
 #
-# In chunks (of the library's default size), most of the head's memory is weight's gradient, 2.94
-# GiB: the float32 sum, and the bfloat16 gradient that it is rounded to.
+# In chunks (of the library's default size), weight's gradient needs 2.94 GiB: the float32 sum, and
+# the bfloat16 gradient that it is rounded to.
 #
 # How does this change with the number of tokens?
 
@@ -599,8 +598,8 @@ for rows in (128, 256, 640, 5120):
 # 640 rows, fewer than the width of 768, chunks save 2.28× in float32.
 #
 # In bfloat16 the chunked sums use 4 bytes per element, compared with 2 for autograd's gradient. So
-# chunks need *more* memory if there are fewer rows than half the width (with `logits.float()`) or
-# than the full width (without it), as in Llama's head above.
+# chunks need *more* memory below half the width with `logits.float()`, and below the full width
+# without it (Llama's head above).
 
 # %% [markdown]
 # The library's loss has more options. Label smoothing, a z-loss (which keeps log Σ exp x near 0)
@@ -719,7 +718,7 @@ verdict(
 )
 
 # %% [markdown]
-# Finally, compare today's four losses, with the 512 rows in chunks of 128:
+# Finally, compare today's four losses, with chunks of 128 rows:
 
 
 # %%
@@ -754,12 +753,12 @@ for name, loss, elements in (
 #
 # Both gradients have (rows + vocab) · width elements; a chunk has its rows · vocab. (If a chunk has
 # fewer rows than the width, the second and third loss need up to three tensors of weight's size,
-# because autograd computes weight's gradient for each chunk, and adds them.)
+# because autograd adds weight's gradient of each chunk.)
 
 # %% [markdown]
-# You can compute how much memory a head needs before you run it. You know three mistakes of chunked
-# losses: a mean of means, counting ignored rows, and dropping the upstream gradient. In a library's
-# loss, check whether chunking is on, and which dtype accumulates the sums.
+# You can compute the memory of a head before you run it. You know three mistakes of chunked losses:
+# a mean of means, counting ignored rows, and dropping the upstream gradient. In a library's loss,
+# check whether chunking is on, and which dtype accumulates the sums.
 #
 # Tomorrow: eight GPUs that hold the same tensors eight times.
 

@@ -72,8 +72,8 @@ guess("20.1", muon_gib=25, galore_gib=12.5, soap_gib=75)  # a half, a quarter, o
 # %% [markdown]
 # ## Measure
 #
-# Run a step of the running bill's 124M model with Muon, as a dry run. (`memlab measure` and `memlab
-# plan` also accept Muon, GaLore and APOLLO-Mini by name.)
+# Dry-run a step of the bill's 124M model with Muon. (`memlab measure` and `memlab plan` also accept
+# Muon, GaLore and APOLLO-Mini by name.)
 
 # %%
 trace, count = dry_trace(SETTING, combined("muon")), SETTING.config.parameters
@@ -116,7 +116,7 @@ print(f"{others:,} other weights: {others / LLAMA_2_7B.parameters:.1%} of all we
 # ## What Adam does to a matrix
 #
 # Train a small text model for 15 steps of AdamW. Plot the singular values of one gradient, of
-# AdamW's step, and of Muon's step (U Vᵀ, explained below):
+# AdamW's step, and of U Vᵀ (Muon's step):
 
 # %%
 CONFIG = replace(PRESETS["tiny"], hidden_size=64, layers=2, kv_heads=4, intermediate_size=192)
@@ -168,8 +168,8 @@ print(f"16 of 64 directions hold more than 80 % of the squared gradient: {share[
 # evens out the directions only partly. **Muon** evens them out completely: it replaces the momentum
 # U Σ Vᵀ by U Vᵀ, the nearest orthogonal matrix. Then small directions move as far as large ones.
 #
-# An SVD at every step would be slow. The **Newton–Schulz** iteration approximates U Vᵀ with
-# matmuls: it applies an odd polynomial several times. For X = U Σ Vᵀ:
+# An SVD at every step would be slow. **Newton–Schulz** approximates U Vᵀ with an odd polynomial,
+# applied several times. For X = U Σ Vᵀ:
 #
 # $$aX + b(XX^T)X + c(XX^T)^2X = U\,(a\Sigma + b\Sigma^3 + c\Sigma^5)\,V^T$$
 
@@ -188,8 +188,7 @@ _ = axes.legend(frameon=False, loc="upper left")
 
 # %% [markdown]
 # The polynomial needs singular values of at most 1, so first divide X by its norm. The values do
-# not converge to exactly 1. The coefficients raise small values fast, and results from 0.68 to 1.21
-# are close enough to 1.
+# not converge to 1: the coefficients raise small values fast, and 0.68 to 1.21 is close enough.
 
 # %% [markdown]
 # ### Exercise 20.1: Newton–Schulz
@@ -234,7 +233,7 @@ print(f"Shampoo's first step: all singular values within 1 %: {spectrum(first)[-
 
 # %% [markdown]
 # **Shampoo** (2018) computes the same matrix in its first step: (G Gᵀ)^(−1/4) G (Gᵀ G)^(−1/4) = U
-# Vᵀ. For this, Shampoo keeps two square matrices, the sums of G Gᵀ and Gᵀ G. Muon keeps neither.
+# Vᵀ. For this, it keeps the sums of G Gᵀ and Gᵀ G. Muon keeps neither.
 
 # %% [markdown]
 # ### Exercise 20.2: Muon's step
@@ -305,8 +304,8 @@ print(f"4·m·n = {4 * m * n:,} bytes; 4·m·n + 2·m² = {4 * m * n + 2 * m * m
 
 # %% [markdown]
 # The **state** is half of AdamW's. The **temporaries** exist for one matrix at a time, because the
-# loop updates one weight after another. memlab's temporaries are two m × n matrices and an m × m
-# square in bfloat16. Updating all matrices at once would need the temporaries of all of them.
+# loop updates one weight after another. memlab's are two m × n matrices and an m × m square in
+# bfloat16.
 
 # %% [markdown]
 # ### Muon's compute
@@ -319,17 +318,16 @@ for tokens in (2_048, 65_536, 4_194_304):
     print(f"{tokens:9,} tokens per step, width 4,096: {5 * 4096 / tokens:8.1%} more operations")
 
 # %% [markdown]
-# Muon suits large batches. At 2,048 tokens on one GPU, the optimizer needs ten times as many
-# operations as forward and backward. (`memlab plan` includes them.) Muon also needs whole matrices,
-# but a ZeRO shard has only a part of a matrix.
+# Muon suits large batches. At 2,048 tokens on one GPU, it needs ten times the operations of forward
+# and backward. Muon also needs whole matrices, but a ZeRO shard has only a part of a matrix.
 
 # %% [markdown]
 # ## GaLore: moments of a projection
 #
 # Muon keeps one tensor of the matrix's size. **GaLore** keeps smaller ones. Sixteen of 64
-# directions hold most of the gradient, so GaLore runs Adam on a projection: R = Pᵀ G. For an m × n
-# gradient with m ≤ n, the columns of P are the r left singular vectors with the largest singular
-# values. Then GaLore projects the step back.
+# directions hold most of the gradient, so GaLore runs Adam on a projection: R = Pᵀ G. The columns
+# of P are the first r left singular vectors of a gradient (m × n, m ≤ n). Then GaLore projects the
+# step back.
 #
 # GaLore computes P every 200 steps. It keeps P (m · r) and two moments (r · n each).
 
@@ -345,8 +343,7 @@ for tokens in (2_048, 65_536, 4_194_304):
 # 3. Run Adam on R, with bias corrections (Day 8) but no weight decay, to get N.
 # 4. W ← W − lr · scale · P N.
 #
-# Keep `state["P"]`, R's moments `state["m"]` and `state["v"]`, and a step count, but no other
-# bytes.
+# Keep only `state["P"]`, R's moments `state["m"]` and `state["v"]`, and a step count.
 
 
 # %%
@@ -373,8 +370,7 @@ galore_ = exercise("20.3", galore_)
 
 # %% [markdown]
 # A slice `u[:, :rank]` is a view. It keeps **all** of U in memory, m · m elements instead of m · r.
-# The authors' package (galore-torch 1.0) keeps such a slice if gradients are float32. Measure the
-# difference:
+# The authors' package (galore-torch 1.0) keeps such a slice if gradients are float32. Measure it:
 
 # %%
 u = torch.linalg.svd(torch.randn(256, 1024), full_matrices=False)[0]
@@ -395,8 +391,8 @@ print(f"P and two moments: {4 * 64 * (m + 2 * n):,} bytes")
 
 # %% [markdown]
 # The measured temporaries are the SVD's *results*. The library behind it (LAPACK, cuSOLVER) also
-# allocates a workspace, which neither the meter nor `memlab.predict` can see. So a prediction of
-# this step is a lower bound.
+# allocates a workspace, which neither the meter nor `memlab.predict` can see. So a prediction is a
+# lower bound.
 
 # %% [markdown]
 # ## APOLLO: no SVD, and one scale
@@ -420,8 +416,8 @@ for name, (loss, _, optimizer) in results.items():
     print(f"{name:16} state {format_bytes(size):>10}; loss at most 10 % above AdamW's: {near}")
 
 # %% [markdown]
-# Twenty-five steps of a small model show that all four learn, and no more than that. The papers
-# compare them at up to 7B. Each optimizer needs its own learning rate.
+# Twenty-five steps of a small model show that all four learn, and nothing more. The papers compare
+# them at up to 7B. Each optimizer needs its own learning rate.
 
 # %% [markdown]
 # ## SOAP: more state, fewer steps
@@ -436,15 +432,15 @@ for name, (loss, _, optimizer) in results.items():
 # ### Exercise 20.4: the state of a matrix
 #
 # About 10 minutes. Return a dictionary of the **elements** that each optimizer keeps for a matrix
-# of `rows` × `columns`:
+# of `rows` × `columns` and this `rank`:
 #
 # | key | state to count |
 # | --- | --- |
 # | `"adamw"` | two moments |
 # | `"muon"` | one momentum |
-# | `"galore"` | P, and two moments of R, for this `rank` |
-# | `"apollo"` | two moments of R, for this `rank` (not the seed, not the norm) |
-# | `"shampoo"` | the sums of G Gᵀ and Gᵀ G (no momentum, no roots) |
+# | `"galore"` | P, and two moments of R |
+# | `"apollo"` | two moments of R (not the seed, not the norm) |
+# | `"shampoo"` | sums of G Gᵀ and Gᵀ G (no momentum, no roots) |
 # | `"soap"` | as listed above |
 #
 # If `rank` is not below the short side, GaLore and APOLLO keep as many elements as AdamW.
@@ -539,13 +535,13 @@ axes.spines[["top", "right"]].set_visible(False)
 # - **GaLore** at a quarter of the hidden size needs a third, not a quarter: it keeps P too, and its
 #   moments extend along the *long* side.
 # - **SOAP** needs more than three times AdamW's state. An 11,008 × 11,008 square has 2.7 times as
-#   many elements as a 4,096 × 11,008 matrix. (The paper's one-sided version keeps only the squares
-#   of the short side.)
+#   many elements as a 4,096 × 11,008 matrix. (The paper's one-sided version keeps only squares of
+#   the short side.)
 
 # %% [markdown]
 # **Temporaries** exist for one weight at a time if the optimizer updates one weight after another.
-# An optimizer that updates all weights at once, like torch's `foreach`, needs the temporaries of
-# all. With `step_in_backward` (Day 8), gradients also exist one at a time.
+# torch's `foreach`, which updates all weights at once, needs the temporaries of all. With
+# `step_in_backward` (Day 8), gradients also exist one at a time.
 
 # %% [markdown]
 # ## Claims on trial
@@ -553,9 +549,8 @@ axes.spines[["top", "right"]].set_visible(False)
 # GaLore's paper claims up to 65.5 % less optimizer memory, and pre-training of 7B on 24 GB without
 # checkpointing or offloading. Its setup: bfloat16 weights, the step inside backward, 8-bit moments.
 #
-# `galore_step` is such a step of 256 tokens, with moments and P in bfloat16. `RESERVED` is its
-# predicted reserved memory. (The prediction takes half a minute, so `tests/course/test_day20.py`
-# computes it.)
+# First predict a step of 256 tokens, with moments and P in bfloat16. (`tests/course/test_day20.py`
+# computes this prediction, `RESERVED`, in half a minute.)
 
 
 # %%
@@ -601,8 +596,8 @@ for claim, result in CLAIMS.items():
 # %% [markdown]
 # ## On your GPU
 #
-# If you have a GPU, this cell runs one step of each optimizer for the matrices of one 7B block and
-# compares times. If cuSOLVER gets the SVD's workspace from torch's allocator, the peak includes it.
+# If you have a GPU, this cell times one step of each optimizer for the matrices of one 7B block. If
+# cuSOLVER gets the SVD's workspace from torch's allocator, the peak includes it.
 
 
 # %%

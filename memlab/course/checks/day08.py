@@ -959,8 +959,8 @@ _IN_BACKWARD = Exercise(
             body("in_backward", _TOO_EARLY_WITH_GRAD),
         ),
         (
-            "A second gradient makes a second update, without an error. Gradient accumulation "
-            "would take several small steps instead of one.",
+            "A second gradient makes a second update, without an error. Accumulated gradients "
+            "would make several small steps.",
             ("if weight in stepped", "if False"),
         ),
         (
@@ -969,8 +969,7 @@ _IN_BACKWARD = Exercise(
             ("weight.grad = None\n            raise", "raise"),
         ),
         (
-            "A count does not show which weight got a second gradient, and it is too low if the "
-            "loss does not use every weight. Record the weights.",
+            "A count does not show which weight got a second gradient. Record the weights.",
             *_COUNTED,
         ),
         ("end_step() must allow the next backward.", ("stepped.clear", "lambda: None")),

@@ -275,12 +275,11 @@ _ENCODE = Exercise(
         "F.pad(x, (0, missing)) appends zeros, so that .view(-1, 256) works for any n. "
         "-n % 256 elements are missing. Zeros don't change the absmax of a block.",
         "The nearest entry changes halfway between two entries. torch.bucketize(fractions, "
-        "thresholds) counts the thresholds below each fraction, and this count is the code. In a "
-        "block of zeros the scale is 0: do not divide by it.",
+        "thresholds) counts the thresholds below each fraction, and this count is the code. Avoid "
+        "0 / 0 in a block of zeros.",
         "scales = blocks.abs().amax(1); fractions = blocks / scales.where(scales > 0, "
         "1).view(-1, 1); codes = torch.bucketize(fractions, (code[:-1] + code[1:]) / 2). Then "
-        "convert the dtype, remove the padding (clone the slice, or it keeps the padding in "
-        "memory), and return codes and scales.",
+        "convert the dtype, remove the padding (clone the slice), and return codes and scales.",
     ),
     reference=encode,
     check=_check_encode,
@@ -703,7 +702,7 @@ _RULE = Exercise(
         "encode does almost everything. Which codes have to change, and to what?",
         "Where x is above zero and its code is 0, set the code to 1. A zero keeps code 0.",
         "codes, scales = encode(x, code). The mask of elements to change is (x.flatten() > 0) & "
-        "(codes == 0). Assign 1 to the codes under the mask, and return codes and scales.",
+        "(codes == 0). Set these codes to 1.",
     ),
     reference=encode_positive,
     check=_check_rule,

@@ -308,7 +308,7 @@ _MUON = Exercise(
         ("You inverted the ratio. Divide rows by columns.", ("rows / columns", "columns / rows")),
         ("You forgot the square root of the ratio.", (_SHAPE, "max(1, rows / columns)")),
         (
-            "Use the ratio only if it is above 1: √max(1, rows / columns).",
+            "Use the ratio only above 1.",
             (_SHAPE, "(rows / columns) ** 0.5"),
         ),
         (
