@@ -691,10 +691,10 @@ def qkv_bytes(config, tokens, element=2):
 for name in ("llama-2-7b", "llama-3-8b"):
     config, qkv_size = PRESETS[name], qkv_bytes(PRESETS[name], 8192)
     print(f"{name}: formula for tiles: {format_bytes(tiled_bytes(config, 8192))}")
-    for version in ("score matrix", "memlab", "torch"):
+    for kind in ("score matrix", "memlab", "torch"):
         layer = {"dtype": torch.bfloat16, "kv_heads": config.kv_heads}
-        saved, highest = (f(VERSIONS[version], **layer) for f in (saved_bytes, both_passes_peak))
-        print(f"  {version:13} saves {format_bytes(saved + qkv_size):>10}, ", end="")
+        saved, highest = (f(VERSIONS[kind], **layer) for f in (saved_bytes, both_passes_peak))
+        print(f"  {kind:13} saves {format_bytes(saved + qkv_size):>10}, ", end="")
         print(f"peak {format_bytes(highest + qkv_size):>10}")
 
 # %% [markdown]
