@@ -604,8 +604,8 @@ picture(points, lines, "The same model, chosen block by block, and operator by o
 #
 # Choosing operators beats choosing blocks, except for the first MiB: spend it on the last block,
 # which is in memory in full anyway when backward starts. Only segments of several blocks need less
-# memory than "every block". (Flash attention, Day 10, uses recomputation inside one kernel: it drops
-# the scores and recomputes them.)
+# memory than "every block". (Flash attention, Day 10, uses recomputation inside one kernel: it
+# drops the scores and recomputes them.)
 
 # %% [markdown]
 # ## The losses are identical
