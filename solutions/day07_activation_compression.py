@@ -500,9 +500,8 @@ for bits in (8, 4, 2):
 # %% [markdown]
 # ## The hooks
 #
-# As on Day 5, the pack hook receives a tensor and returns what autograd keeps. The unpack hook
-# receives that in backward, and must return the tensor. (They are not the `pack` and `unpack`
-# above.) Three common mistakes:
+# The pack hook receives a tensor and returns what autograd keeps. In backward, the unpack hook
+# receives this and must return the tensor. Three common mistakes:
 #
 # - **Keeping a reference to the original**: nothing is saved, and the codes need memory, too.
 # - **Compressing a storage twice.** Views of one storage must share its codes. Compress the whole

@@ -1122,8 +1122,8 @@ _HOOKS = Exercise(
             body("hooks", _EACH_VIEW),
         ),
         (
-            "An address does not identify a storage: when a tensor is freed, the next one can get its "
-            "address. Use the storage object as the key of a weakref.WeakKeyDictionary.",
+            "An address does not identify a storage: when a tensor is freed, the next one can get "
+            "its address. Use the storage object as the key of a weakref.WeakKeyDictionary.",
             (_KNOWN, "{}"),
             ("storage not in known", "storage.data_ptr() not in known"),
             ("known[storage]", "known[storage.data_ptr()]"),
