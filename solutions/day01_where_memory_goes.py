@@ -84,8 +84,8 @@ plot.timeline(trace, title=f"One training step: {setting}")
 # activations, and backward frees them while gradients grow.
 #
 # Two things explain the gap. At the peak there are *no* gradients, but there are **backward
-# temporaries**: intermediate tensors of backward. Today you write four formulas (*lines* 1 to 4):
-# weights, what stays between steps, activations, and their sum at the peak.
+# temporaries**: intermediate tensors of backward. Today you write a function for each of four
+# *lines*: weights, what stays between steps, activations, and the peak.
 
 # %% [markdown]
 # | band | contents |
