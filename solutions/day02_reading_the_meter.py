@@ -992,7 +992,7 @@ for remedy in list(summary.advice(cause, found.replays))[:2]:
 # ## Monitor the loop
 #
 # A snapshot explains a run that failed. A monitor warns during training: wrap your loop in
-# `with memlab.monitor():`. It reads the memory in use after each `optimizer.step()`, and warns once
+# `with memlab.monitor():`. It reads memory counters after each `optimizer.step()`, and warns once
 # of a leak, of fragmentation, or of nearly full memory. Monitor Ben's loop on your CPU:
 
 # %% tags=["nbval-ignore-output"] reason="the memory of a process differs from run to run"
