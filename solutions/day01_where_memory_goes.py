@@ -67,8 +67,8 @@ guess("1.1", activations_gib=6.2)  # 8 minus weights, gradients and Adam's two m
 # ## Measure
 #
 # `dry_trace` runs the step on *fake* tensors. Fake tensors have a shape and a dtype but no storage,
-# so this runs on any laptop. The meter records the same allocations and frees as in a real step.
-# `setting` describes the model and the batch; `plain` means that no technique is applied.
+# so this runs on any laptop. memlab's *meter* records the same allocations and frees as in a real
+# step. `setting` describes the model and the batch; `plain` means that no technique is applied.
 
 # %%
 setting = Setting("124m", batch=8, seq_len=640)
@@ -84,8 +84,8 @@ plot.timeline(trace, title=f"One training step: {setting}")
 # activations, and backward frees them while gradients grow.
 #
 # Two things explain the gap. At the peak there are *no* gradients, but there are **backward
-# temporaries**: intermediate tensors of backward. Today you write a formula for every band, in four
-# lines.
+# temporaries**: intermediate tensors of backward. Today you write a function for each of four
+# *lines*: weights, what stays between steps, activations, and the peak.
 
 # %% [markdown]
 # | band | contents |
@@ -563,10 +563,10 @@ verdict(
 )
 
 # %% [markdown]
-# For rule 1b, "memory-bound" can mean two things. Memory limits which model *fits*. Compute limits
-# a kernel's *speed* if it does enough FLOPs per byte of memory traffic. An H100 does 989 · 10¹²
-# FLOP/s in bfloat16 and moves 3.35 · 10¹² bytes/s, a ratio of 295 FLOPs per byte (NVIDIA's data
-# sheet).
+# For rule 1b, "memory-bound" can mean two things: memory *capacity* limits which model fits, or
+# memory *bandwidth* limits a kernel's speed. An H100 does 989 · 10¹² FLOP/s in bfloat16 and moves
+# 3.35 · 10¹² bytes/s (NVIDIA's data sheet). A kernel that does more than 295 FLOPs per byte is
+# *compute-bound*.
 
 # %%
 from torch.utils.flop_counter import FlopCounterMode

@@ -118,7 +118,7 @@ guess("2.1", reserved_gib=8)  # the tensors, and a little more
 # saves one tensor fewer per norm.)
 
 # %%
-trace = memlab.predict(build, steps=1)
+trace = memlab.predict(build, steps=1)  # one call of four_steps
 simulated = simulate(trace)
 requested = trace.peak_bytes - trace.at_peak["rounding"]
 context = GIB // 2  # assumed; it depends on GPU and driver
@@ -388,7 +388,7 @@ print(f"needed    {format_bytes(need)} besides the context")
 #
 # ## What the settings change
 #
-# Set them in an environment variable (`PYTORCH_CUDA_ALLOC_CONF` in older torch):
+# Set allocator options in an environment variable (`PYTORCH_CUDA_ALLOC_CONF` in older torch):
 #
 # ```
 # PYTORCH_ALLOC_CONF=expandable_segments:True python train.py
@@ -438,7 +438,7 @@ for name, arguments in trials.items():
 # harmless:
 #
 # - **Ada** records the loss on a *held-out* batch, which is not used for training.
-# - **Ben** records the mean size of the activations with a hook.
+# - **Ben** records the mean absolute value of the activations with a hook.
 # - **Cleo** caches the soft targets of each batch, to compute them only once.
 # - **Dora** trains on sequences of several lengths, and caches a table of positions per length.
 #
@@ -717,7 +717,7 @@ _ = axes.legend(frameon=False)
 # `remove()` removes the hook.
 
 # %% [markdown]
-# Keep the rest as it is:
+# The results must stay the same:
 #
 # - the trained weights, each module's `training` flag, and other hooks
 # - `notes["losses"]`: one Python float per held-out batch
@@ -992,8 +992,8 @@ for remedy in list(summary.advice(cause, found.replays))[:2]:
 # ## Monitor the loop
 #
 # A snapshot explains a run that failed. A monitor warns during training: wrap your loop in
-# `with memlab.monitor():`. It reads the counters after each `optimizer.step()`, and warns once of a
-# leak, of fragmentation, or of nearly full memory. Monitor Ben's loop on your CPU:
+# `with memlab.monitor():`. It reads memory counters after each `optimizer.step()`, and warns once
+# of a leak, of fragmentation, or of nearly full memory. Monitor Ben's loop on your CPU:
 
 # %% tags=["nbval-ignore-output"] reason="the memory of a process differs from run to run"
 model, optimizer = new_model()

@@ -70,7 +70,7 @@ guess("3.1", half_gib=4, one_at_a_time_gib=1)  # 8 / 2 and 8 / 8
 # %%
 fused, plain = combined("fused-adamw"), TECHNIQUES["plain"]
 setting = Setting("124m", batch=8, seq_len=640)
-accumulation = combined("fused-adamw+accumulation")  # fused AdamW is the fastest to measure
+accumulation = combined("fused-adamw+accumulation")  # same peak as plain, faster to measure
 all_eight = dry_trace(setting, fused)
 half = dry_trace(replace(setting, batch=4), fused)
 one_at_a_time = dry_trace(replace(setting, batch=2), accumulation)
@@ -676,8 +676,9 @@ for name, count in BATCHES.items():
     print(f"{name}: {format_bytes(count)}, pinned {format_bytes(pinned_bytes(count))}")
 
 # %% [markdown]
-# At most *workers · prefetch_factor + 1* batches are in flight, pinned or not. A pinned copy needs
-# additional memory: 256 KiB for a batch of text, 32 MiB for a batch of images.
+# At most *workers · prefetch_factor + 1* batches are in flight, pinned or not: the batches loaded
+# ahead and the batch in use. A pinned copy needs additional memory: 256 KiB for a batch of text, 32
+# MiB for a batch of images.
 
 # %% [markdown]
 # ## At scale: 7 billion parameters
@@ -820,8 +821,8 @@ actual = (
 verdict("8c", gained > 0, found, otherwise=actual)
 
 # %% [markdown]
-# The next rules shorten the sequences (a "peak" of rule 10b is a token) and reduce the model's
-# width.
+# The next rules shorten the sequences and reduce the model's width. (The guide's model reads mass
+# spectra: a "peak" in rule 10b is one token.)
 
 # %%
 halves = [real_step(8, 32), freezing["all trained"]]

@@ -71,7 +71,7 @@ guess("5.1", activations_gib=0.4, peak_gib=3.7)  # a twelfth
 
 # %%
 setting = Setting("124m", batch=8, seq_len=640)
-fused = "fused-adamw"  # the fastest optimizer to measure
+fused = "fused-adamw"  # same peak as AdamW, faster to measure
 all_saved, every_block = (
     dry_trace(setting, combined(technique)) for technique in (fused, f"{fused}+checkpointing")
 )
@@ -634,16 +634,16 @@ one, eight = (
 )
 peaks_7b = plain_7b, activation_peak(one)
 for name, peak in zip(("no checkpointing", "every block"), peaks_7b, strict=True):
-    print(f"{name:18}{format_bytes(peak):>12} of activations per sequence, at their peak")
+    print(f"{name:18}{format_bytes(peak):>12} of activations and temporaries per sequence")
 each_adds = (eight.peak_bytes - one.peak_bytes) // 7
 print(f"every block, peak of the step: {format_bytes(one.peak_bytes)}, ", end="")
 print(f"plus {format_bytes(each_adds)} per additional sequence, up to 8")
 plot.timeline(one, title="Llama 2 7B in bfloat16, 1 × 2048 tokens: every block recomputed")
 
 # %% [markdown]
-# On Days 3 and 4 this step needed 50.50 GiB, with 12.46 GiB of activations at the peak. Now it
-# needs 50.22 GiB: 25.12 plus 25.10 for AdamW's state. The peak has moved to the **floor** at the
-# end of backward: weights, all gradients and optimizer state.
+# On Days 3 and 4 this step needed 50.50 GiB. Now it needs 50.22 GiB: 25.12 plus 25.10 for AdamW's
+# state. The peak has moved to the **floor** at the end of backward: weights, all gradients and
+# optimizer state.
 #
 # With one sequence, checkpointing saves only 0.3 GiB. But each additional sequence adds 0.5 GiB
 # instead of 12.8 GiB. Days 8, 9 and 12 reduce the floor.
