@@ -280,20 +280,20 @@ versions = {
 }
 
 
-def forward_and_backward(version) -> None:
+def forward_and_backward(checkpoint_fn) -> None:
     x = model.embedding(tokens)
     for block in model.blocks:
-        x = version(block, x)
+        x = checkpoint_fn(block, x)
     model.loss(model.norm(x), model.unembedding_weight, targets).backward()
 
 
 # %%
 runs, expected = [], []
 hooks = [block.register_forward_pre_hook(lambda *_: runs.append(1)) for block in model.blocks]
-for name, version in versions.items():
+for name, checkpoint_fn in versions.items():
     model.zero_grad()
     runs.clear()
-    peak = memlab.measure(partial(forward_and_backward, version), model=model).peak_bytes
+    peak = memlab.measure(partial(forward_and_backward, checkpoint_fn), model=model).peak_bytes
     gradients = torch.cat([weight.grad.flatten() for weight in model.parameters()]).tolist()
     expected = expected or gradients
     print(f"{name:16}peak {peak:,} bytes, {len(runs)} block runs, ", end="")
@@ -321,8 +321,8 @@ for hook in hooks:
 first, second = (nn.Linear(64, 64, bias=False) for _ in range(2))
 x, unit = torch.randn(32, 64, requires_grad=True), 2 * 32 * 64 * 64
 to_the_end = Checkpoint(early_stop=False)
-for name, version in {**versions, "memlab, to the end": to_the_end}.items():
-    y = version(lambda x: second(first(x).relu()), x)
+for name, checkpoint_fn in {**versions, "memlab, to the end": to_the_end}.items():
+    y = checkpoint_fn(lambda x: second(first(x).relu()), x)
     with Operations() as counter:
         y.sum().backward()
     print(f"{name:20}{counter.total / unit:4.0f} matmuls in backward")
@@ -338,10 +338,10 @@ with memlab.dry_run():
     )
     operations = {}
     compared = {"plain": versions["plain"], "early": checkpoint, "to the end": to_the_end}
-    for name, version in compared.items():
+    for name, checkpoint_fn in compared.items():
         x = torch.randn(8, 640, config.hidden_size, requires_grad=True)
         with Operations() as counter:
-            version(block, x).sum().backward()
+            checkpoint_fn(block, x).sum().backward()
         operations[name] = counter.total
 more = {name: count / operations["plain"] - 1 for name, count in operations.items()}
 print(f"FLOPs: {more['to the end']:+.1%} without an early stop, {more['early']:+.1%} with it")
@@ -363,18 +363,18 @@ def noisy(x):
     return (layer(x) * torch.full_like(x, random.random())).tanh()
 
 
-def gradient_with(version):
+def gradient_with(checkpoint_fn):
     random.seed(0)
     layer.zero_grad()
-    version(noisy, no_gradient).square().sum().backward()
+    checkpoint_fn(noisy, no_gradient).square().sum().backward()
     return layer.weight.grad
 
 
 plain = gradient_with(versions["plain"])
 with_python = Checkpoint(random=("torch", "python"))
 compared = {"torch": versions["torch"], "memlab": checkpoint, "memlab, random=": with_python}
-for name, version in compared.items():
-    print(f"{name:16} gradient correct: {torch.equal(gradient_with(version), plain)}")
+for name, checkpoint_fn in compared.items():
+    print(f"{name:16} gradient correct: {torch.equal(gradient_with(checkpoint_fn), plain)}")
 try:
     gradient_with(Checkpoint(check="hash"))
 except CheckpointError as error:
