@@ -344,7 +344,7 @@ class _CudaDryRun(dry_run):
         return (
             f"predicted for {self.target.name} with these kernels: {self.kernels}",
             *([self.target.note] if self.target.note else []),
-            *([f"kernels chosen on this GPU: {', '.join(sorted(kernels))}"] * bool(kernels)),
+            *([f"kernels chosen for this GPU: {', '.join(sorted(kernels))}"] * bool(kernels)),
             *unconfirmed_note(kernels),
             *(
                 f"not counted: the scratch memory of {kind}; the real peak can be higher"
