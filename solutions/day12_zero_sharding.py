@@ -77,7 +77,8 @@ print(f"all ranks equal: {same}; so {format_bytes(total // RANKS * 7)} are copie
 # %% [markdown]
 # Now Llama 2 7B in bfloat16, with float32 master weights for Adam (Day 4). Each weight needs 2
 # bytes, its gradient 2, and its optimizer state K = 12: the float32 copy, m and v, 4 bytes each.
-# The plot's dark parts hold each element once. Today a GB is 10⁹ bytes, as in the guides.
+# The plot's dark parts together are one copy of each element. Today a GB is 10⁹ bytes, as in the
+# guides.
 
 # %%
 KINDS = {"weights": "parameters", "gradients": "gradients", "optimizer state": "optimizer_state"}
@@ -380,9 +381,9 @@ def add_gradients_(comm, weights, inputs, dys, sums):
 add_gradients_ = exercise("12.3", add_gradients_)
 
 # %% [markdown]
-# Stage 2 has a cost. Call one collective over all weights a **pass**. With k micro-batches, stage 1
-# accumulates whole gradients locally: 2 passes. Stage 2 has no room for whole gradients, so it
-# reduces after every micro-batch: k + 1 passes.
+# Stage 2 has a cost. Call one reduce-scatter or all-gather over all weights a **pass**. With k
+# micro-batches, stage 1 accumulates whole gradients locally: 2 passes. Stage 2 has no room for
+# whole gradients, so it reduces after every micro-batch: k + 1 passes.
 #
 # ## Stage 3: shard the weights
 #
@@ -525,8 +526,8 @@ plot.breakdown(rank_0, title="Rank 0 of 4 at its peak (two tiny blocks, 16 token
 
 # %% [markdown]
 # Stage 0 peaks at 653.59 KiB, a single process at 580.84 KiB. Stage 0 allocates a buffer for all
-# gradients with the first one. A single process allocates them one by one, while activations are
-# freed.
+# gradients when the first one is computed. A single process allocates them one by one, while
+# activations are freed.
 #
 # No stage reduces activations. For those, see Days 5 to 7 and 11.
 
@@ -660,7 +661,7 @@ print(f"sent {traffic.model_bytes() / 1e9:.2f} GB, formula {sent_gb:.2f} GB")
 # | tensors | sharded, GB | whole, GB |
 # | --- | --- | --- |
 # | weights | 0.470 | 0.929: first block, embedding and head |
-# | m, v and float32 copies | 2.822, of it 0.941 for the copies, counted as `parameters` | |
+# | m, v and float32 copies | 2.822 (the copies, 0.941, count as `parameters`) | |
 # | gradients | 0.354: the other seven blocks | 0.533: the head and the first block's MLP |
 # | temporaries, activations, buffers | | 0.387 |
 #

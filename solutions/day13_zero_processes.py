@@ -197,8 +197,8 @@ def main(folder):
 #
 # - *Tensor*: eight GPUs split each matrix, and all-reduce partial activations in every block.
 # - *Pipeline*: four stages have a quarter of the blocks each.
-# - *Data*: four copies of the model, 32 GPUs each, train on different tokens, and sum their
-#   gradients once per step.
+# - *Data*: four copies of the model, 32 GPUs each, train on different tokens (16 micro-batches of
+#   8,192 per step each), and sum their gradients once per step.
 #
 # How many times more bytes does a GPU send for tensor than for data parallelism?
 
@@ -458,7 +458,7 @@ for axes, (title, peer_of) in zip(both, ways.items(), strict=True):
     axes.set(yticks=(0, 1), yticklabels=("backward", "in flight"), title=title)
     axes.set(xlim=(-0.2, 18), xticks=range(0, 17, 2))
     axes.spines[["top", "right"]].set_visible(False)
-_ = both[1].set_xlabel("time (computing a gradient: 1; assumed for sending a bucket: 2)")
+_ = both[1].set_xlabel("time (assumed: 1 per gradient computed, 2 per bucket sent)")
 
 # %% [markdown]
 # The order of events comes from your function; the durations are assumed. If you wait at once,
@@ -478,9 +478,9 @@ for stage in (2, 3):
     print(f"same collectives and bytes sent: {without[1] == with_overlap[1]}")
 
 # %% [markdown]
-# In stage 3 overlap costs exactly one block. Backward runs the second block first; while it is
-# whole, the first block's weights are gathered. In stage 2 overlap costs nothing: two buckets exist
-# together, but not at the peak.
+# In stage 3 overlap costs exactly one block. Backward runs the second block first, with its
+# gathered weights, and prefetches the first block's. In stage 2 overlap costs nothing: two buckets
+# exist together, but not at the peak.
 
 # %% [markdown]
 # ## Comparison with FSDP2
@@ -500,8 +500,8 @@ for kind in ("parameters", "optimizer_state"):
     held = (results[0][3, False][0].at_end[kind], trace.at_end[kind])
     print(f"{kind} between steps: ours {held[0]:,} bytes, FSDP2 {held[1]:,} bytes")
 all_weights = sum(p.nbytes for p in make_model()[0].parameters())
-all_whole = trace.at_peak["inputs"] >= all_weights  # the meter counts gathered weights as inputs
-print(f"at FSDP2's peak, in {trace.peak_phase}, all weights are whole: {all_whole}")
+all_gathered = trace.at_peak["inputs"] >= all_weights  # the meter counts them as inputs
+print(f"at FSDP2's peak, in {trace.peak_phase}, all weights are gathered: {all_gathered}")
 ratio = trace.peak_bytes / results[0][3, True][0].peak_bytes
 print(f"FSDP2's peak is 1.1 to 1.4 × ours with overlap: {1.1 < ratio < 1.4}")
 
@@ -510,8 +510,8 @@ print(f"FSDP2's peak is 1.1 to 1.4 × ours with overlap: {1.1 < ratio < 1.4}")
 # one per parameter tensor instead of one per unit.
 #
 # In backward FSDP2 prefetches a block. This model has two blocks, so with the root *all* weights
-# are whole at its peak. With 32 blocks, a prefetched block is 3% of the blocks' weights. (FSDP2's
-# exact peak varies by some KiB from run to run, so the cell prints only a range.)
+# are gathered at its peak. With 32 blocks, a prefetched block is 3% of the blocks' weights.
+# (FSDP2's exact peak varies by some KiB from run to run, so the cell prints only a range.)
 
 # %% [markdown]
 # Use these in production:
@@ -530,7 +530,7 @@ print(f"FSDP2's peak is 1.1 to 1.4 × ours with overlap: {1.1 < ratio < 1.4}")
 # | --- | --- |
 # | clipping | torch's `clip_grad_norm_`; with `zero`, call `zero.clip_grad_norm_` instead |
 # | bfloat16 | `MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...)` |
-# | k micro-batches | `model.set_requires_gradient_sync(False)`: whole gradients, fewer reductions |
+# | k micro-batches | `set_requires_gradient_sync(False)`: unsharded gradients, fewer reductions |
 # | checkpoints | `torch.distributed.checkpoint` |
 # | launch and restart | `torchrun --nproc-per-node 8 --max-restarts 3 train.py` |
 
@@ -636,8 +636,8 @@ print(f"in the checkpoint: {', '.join(files)}, one file per rank")
 # zeros.
 #
 # `read(source, start, stop)` returns elements `start` to `stop` − 1 of the file of rank `source`.
-# Call it at most once per file, and read no padding. Even a shard of only padding has the
-# files' dtype: an empty read, `read(0, 0, 0)`, returns it.
+# Call it at most once per file, and read no padding. Even a shard of only padding has the files'
+# dtype: `read(0, 0, 0)` returns an empty tensor of this dtype, and does not count as a read.
 
 
 # %%
@@ -783,8 +783,8 @@ bytes_per_rank = exercise("13.5", bytes_per_rank)
 # %% [markdown]
 # ## At scale: 405B on 128 GPUs
 #
-# One guide recommends "tensor 8, pipeline 4, data 4, ZeRO-1". We use bfloat16, with 16
-# micro-batches of 8,192 tokens per pipeline: half a million tokens per step. Compare this split
+# Take "tensor 8, pipeline 4, data 4" with ZeRO stage 1, in bfloat16. Each of the four copies of the
+# model gets 16 micro-batches of 8,192 tokens: half a million tokens per step. Compare this split
 # with others of the same 128 GPUs.
 
 # %%
@@ -847,8 +847,8 @@ _ = axes.text(-0.4, 5.75, held_in_words, va="center", fontsize=11)
 #   gradient returns.
 
 # %% [markdown]
-# With the guide's split a rank holds up to 89.3 GB, more than a GPU with 80 GB. You need more
-# ranks, or fewer bytes per element: see Day 16.
+# With "tensor 8, pipeline 4, data 4" a rank holds up to 89.3 GB, more than a GPU with 80 GB. You
+# need more ranks, or fewer bytes per element: see Day 16.
 
 # %% [markdown]
 # ## Explain the gap
@@ -868,7 +868,7 @@ print(f"a pipeline of four stages idles {bubble:.0%} of the time")
 # %% [markdown]
 # - Real and simulated peaks do **not** differ.
 # - Overlap costs one block's weights: much with two blocks, little with 32.
-# - FSDP2 gathers each unit twice, for forward and for backward, as your version does.
+# - FSDP2 gathers each unit twice, for forward and for backward, as our stage 3 does.
 # - Tensor parallelism sends activations for every block and micro-batch; data parallelism sends
 #   gradients and weights once per step.
 
@@ -903,8 +903,8 @@ else:
 # ## Rules on trial
 #
 # Yesterday you tested rule 22, "ZeRO-3 costs communication", on simulated ranks. How much did the
-# two processes send? The cell counts passes of (R − 1)/R Ψ elements at the calls of torch's
-# collectives.
+# two processes send? In a pass each rank sends (R − 1)/R Ψ elements. The cell computes the passes
+# from the arguments of torch's collectives.
 
 # %%
 psi = sum(p.numel() for p in make_model()[0].parameters())

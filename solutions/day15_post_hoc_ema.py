@@ -119,13 +119,16 @@ print(f"at the end the average has a lower loss: {loss_of(averaged(tenth[-1])) <
 
 # %% [markdown]
 # ## Guess
-#
 # 1. You compute (*synthesize*) four other averages from 20 snapshots of a 16 MiB model and write
 #    them to files. How many MiB of memory do you need?
 # 2. The synthesis solves a linear system. How many KiB does it need for 32 snapshots?
-# 3. You keep the last 20 of 100 snapshots. What is a long average's squared error, in percent?
+# %% [markdown]
+# An average's *width* is the standard deviation of its steps, as a share of the training.
+#
+# 3. You keep the snapshots of the last 20 of 100 times. What is the relative squared error of an
+#    average with a width of 25 %, in percent?
 # 4. You update an average at every tenth step, but with the decay of one step. Its target width is
-#    5 % of training. Which width does it get?
+#    5 %. Which width does it get?
 
 # %%
 ### BEGIN SOLUTION
@@ -385,7 +388,7 @@ for n in (2, 4, 8, 16, 32):
         errors[n, sigma] = profile_error(profiles, target, solve(profiles, target))
     print(f"{n:7}   " + "".join(f"{errors[n, s]:11.1e}" for s in (0.07, 0.15, 0.25)))
 slope = np.log2(errors[8, 0.15] / errors[32, 0.15]) / 2
-print(f"from 8 to 32 times, at σ = 0.15, the error falls as 1 / times^{slope:.1f}")
+print(f"from 8 to 32 snapshot times n, at σ = 0.15, the error falls as 1 / n^{slope:.1f}")
 
 # %%
 fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained", sharey=True)
@@ -456,7 +459,7 @@ def synthesize(snapshots, shares, sizes, write, piece):
 synthesize = exercise("15.4", synthesize)
 
 # %% [markdown]
-# Synthesize eleven lengths in one pass over the snapshots on disk. Compare with the library's
+# Synthesize eleven widths in one pass over the snapshots on disk. Compare with the library's
 # synthesis, which constrains the sum to one instead of dividing.
 
 # %%
@@ -602,9 +605,10 @@ same_bits = all(torch.equal(kept[name], whole[name]) for name in whole)
 print(f"batches of 1 and of 8 are bitwise equal: {same_bits}")
 
 # %% [markdown]
-# Memory is proportional to the batch: six copies of each tensor, four accumulators and two loaded
-# copies. Every element gets the same additions in the same order, so results are bitwise equal. A
-# chunk is smaller than a tensor: a tensor of 64 MiB needs 384 MiB, but 6 MiB in chunks.
+# Memory is proportional to the batch: six copies of each tensor (four accumulators, and the loaded
+# tensor in 16 and in 32 bits). Every element gets the same additions in the same order, so results
+# are bitwise equal. A chunk is smaller than a tensor: a tensor of 64 MiB needs 384 MiB, but 6 MiB
+# in chunks.
 #
 # **float16.** You can use it for the files, the accumulators, or both. Which costs more accuracy?
 # The error is relative to float64 accumulation of float32 files, for σ = 0.07.
@@ -768,9 +772,9 @@ for name, kept in WAYS.items():
 # With a fifth of the snapshots, evenly spaced, the profile error is negligible up to σ = 0.15,
 # below 1 % at 0.25, and 3 % at 0.28. (The error is squared: 0.4 % is 6 % as a distance.)
 #
-# The last twenty cannot combine to long averages, because they contain too little of the earlier
-# steps. A training script with a "keep 20" setting keeps exactly those. Log-spaced snapshots are
-# better for short averages, and 5 to 10× worse for long ones.
+# The last twenty cannot be combined into long averages, because they contain too little of the
+# earlier steps. A training script with a "keep 20" setting keeps exactly those. Log-spaced
+# snapshots are better for short averages, and 5 to 10× worse for long ones.
 
 # %% [markdown]
 # ## At scale: 7 billion parameters
@@ -1051,7 +1055,7 @@ verdict(
 # | tracking K averages | 4·K per tracked weight, on the GPU or the host |
 # | a snapshot of one average | 2 per weight, on disk; 1.02 in int8 |
 # | the linear system of S snapshots | 8·S² |
-# | a synthesis of T targets | T accumulators of a chunk and a few chunks, for any model |
+# | a synthesis of T targets | T chunk-sized accumulators and a few chunks, for any model |
 #
 # You can measure the width of an average, choose the width after training, predict the error before
 # you read a file, and choose which fifth of the snapshots to keep.

@@ -443,7 +443,7 @@ saved_bytes = exercise("19.4", saved_bytes)
 
 
 # %% [markdown]
-# Measure the bytes that a second block saves in forward, in each way. The difference to BF16 must
+# Measure the bytes that a second block saves in forward, in each way. The difference from BF16 must
 # match your formula.
 
 
@@ -625,8 +625,8 @@ else:
 # %% [markdown]
 # ## At scale: which copies exist
 #
-# `tests/course/test_day19.py` computes these predictions of the first step with all blocks. You
-# predicted the allocated peaks of the first and third rows above.
+# `tests/course/test_day19.py` computes these predictions of the first step with all blocks. At the
+# start of the day, you predicted the allocated peaks of the first and third rows.
 
 # %%
 COPIES = {
@@ -708,7 +708,7 @@ for dtype, count in working.items():
     print(f"an eighth of a 405B block at work, {dtype}: {count / 1e9:.2f} GB")
 
 # %% [markdown]
-# The rank with the most memory holds an eighth of 32 blocks and of the embedding. ZeRO-1 shards the
+# The rank that holds the most has an eighth of 32 blocks and of the embedding. ZeRO-1 shards the
 # optimizer state over 4 ranks. Checkpointing saves the block inputs of 4 micro-batches in BF16,
 # also divided by 8.
 
@@ -726,7 +726,7 @@ EACH = {  # bytes of a weight, its gradient, and its state (float32 copy, two mo
     "FP8 matmuls, 8-bit moments": (2, 2, 2 * (1 + 4 / 256)),  # no float32 copy
 }
 ranks = {}
-print(f"GB of the largest of 128 ranks; an H100 leaves {of_h100 / 1e9:.1f}")
+print(f"GB on the rank that holds the most; an H100 has {of_h100 / 1e9:.1f} GB for tensors")
 for name, (weight, gradient_bytes, state) in EACH.items():
     held = weights * (weight + gradient_bytes + state / 4) + inputs
     ranks[name] = held + working["BF16" if name == "BF16" else "FP8"]
@@ -784,8 +784,8 @@ figures = (
     f"7B, 2 × 4,096 tokens, predicted: {bf16[0] / 1e9:.1f} GB in BF16, {shared[0] / 1e9:.1f} GB "
     f"with FP8 matmuls ({1 - shared[0] / bf16[0]:.1%} less), "
     f"{parts['FP8']['parameters'] / 1e9:.1f} GB of weights in both; with checkpointing "
-    f"{in_gb[0]:.1f} and {in_gb[1]:.1f} GB; linear layers save "
-    f"{a_token['shared'] / a_token['bf16']:.0%} of the bytes for backward"
+    f"{in_gb[0]:.1f} and {in_gb[1]:.1f} GB; linear layers' saved tensors shrink to "
+    f"{a_token['shared'] / a_token['bf16']:.0%}"
 )
 verdict(
     "2c",
@@ -799,15 +799,15 @@ verdict(
 per_rank = "; ".join(f"{name}: {count / 1e9:.1f}" for name, count in ranks.items())
 figures = (
     f"GB of the block at work, predicted: {working['BF16'] / 1e9:.2f} in BF16, "
-    f"{working['FP8'] / 1e9:.2f} with FP8 matmuls; GB per rank: {per_rank}; an H100 leaves "
-    f"{of_h100 / 1e9:.1f}"
+    f"{working['FP8'] / 1e9:.2f} with FP8 matmuls; GB per rank: {per_rank}; an H100 has "
+    f"{of_h100 / 1e9:.1f} GB for tensors"
 )
 verdict(
     "29b",
     ranks["FP8 weights, no BF16 copy"] <= of_h100,
     figures,
     otherwise="FP8 matmuls only shrink the block at work, by less than a tenth; FP8 weights "
-    "without a BF16 copy save 1 byte per weight, but leave less than the block at work needs; BF16 "
+    "without a BF16 copy save 1 byte per weight, but then the block at work does not fit; BF16 "
     "weights, FP8 matmuls and 8-bit moments without float32 copies fit",
 )
 

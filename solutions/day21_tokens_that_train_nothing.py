@@ -160,8 +160,8 @@ axes[0].set_ylabel("row")
 print(f"{len(rows)} rows; {useful:,} tokens need at least {-(-useful // 256)}")
 
 # %% [markdown]
-# First-fit decreasing needs at most 11/9 of the fewest possible rows, plus one, and nearly the
-# fewest with many documents.
+# First-fit decreasing needs at most 11/9 of the fewest possible rows, plus one. With many
+# documents, it comes close to the fewest.
 
 # %% [markdown]
 # ## Documents in a row
@@ -256,10 +256,10 @@ def gradient(model, batches):
 
 tokens, targets, _, boundaries = join([DOCUMENTS[n] for n in rows[1]])
 one_by_one = gradient(model, [join([DOCUMENTS[n]])[:2] for n in rows[1]])
-print(f"{len(rows[1])} documents in a row; relative difference to their gradient one by one:")
+print(f"{len(rows[1])} documents in a row; relative difference from their gradients' sum:")
 for name, other in (("within documents", packed_model(boundaries)), ("plain causal", model)):
     error = (gradient(other, [(tokens, targets)]) - one_by_one).norm() / one_by_one.norm()
-    print(f"  {name:17} less than 1e-5: {bool(error < 1e-5)}, more than 5 %: {bool(error > 0.05)}")
+    print(f"  {name:17}{'below 1e-5' if error < 1e-5 else 'above 5 %' if error > 0.05 else '?'}")
 
 # %% [markdown]
 # How much memory does packing save? Join all documents into one row. (Frameworks call this
@@ -417,8 +417,9 @@ cache_gib = cache_of(seven, 4096, 8)
 # %% [markdown]
 # ### The cache in evaluation
 #
-# In transformers, a forward pass **fills a cache by default**, even in evaluation, which generates
-# nothing. How much memory does this need? Use a small Llama, 8 × 128 tokens, under `no_grad`:
+# In Hugging Face's `transformers`, a forward pass **fills a cache by default**, even in evaluation,
+# which generates nothing. How much memory does this need? Use a small Llama, 8 × 128 tokens, under
+# `no_grad`:
 
 # %%
 llama_code = imported("transformers.models.llama.modeling_llama")
@@ -460,8 +461,8 @@ else:
 #
 # ### A sliding window that frees nothing
 #
-# Mistral's cache keeps the last `window − 1` tokens as a slice. A slice keeps its whole tensor
-# alive (Day 17):
+# The library's cache for Mistral keeps the last `window − 1` tokens as a slice. A slice keeps its
+# whole tensor alive (Day 17):
 
 # %% tags=["nbval-ignore-output"] reason="the package is optional"
 if mistral_code:

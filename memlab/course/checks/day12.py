@@ -130,8 +130,8 @@ def _require_close(what: str, got: Tensor, wanted: Tensor) -> None:
         return
     at = int(off.flatten().nonzero()[0]) if off.any() else 0
     raise Wrong(
-        f"{what}, element {at} of {got.numel()}, is {got.flatten()[at].item():.4f}; wanted "
-        f"{wanted.flatten()[at].item():.4f}."
+        f"{what.rstrip(',')}, element {at} of {got.numel()}, is {got.flatten()[at].item():.4f}; "
+        f"wanted {wanted.flatten()[at].item():.4f}."
     )
 
 

@@ -261,7 +261,7 @@ def _check_buckets(answer: Any) -> str:
 def _check_backward(answer: Any, case: BackwardCase, added: int) -> None:
     """The transport adds `added` to every sum."""
     orders = " and ".join(dict.fromkeys(case.orders))
-    call = f"reduce_in_buckets of {orders} in {', '.join(case.buckets)}"
+    call = f"reduce_in_buckets of gradients {orders} in buckets {', '.join(case.buckets)}"
     peers: list[Peer] = []
 
     def program(peer: Peer, buckets: list[list[str]]) -> Any:

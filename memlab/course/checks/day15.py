@@ -330,18 +330,19 @@ def tracked_profiles(times: Iterable[float], sigmas: Sequence[float] = TRACKED) 
 
 def _check_solve(answer: Solve) -> str:
     one = [power_profile(0.05, 100)]
-    _require_error(answer, "one snapshot of 0.05, target 0.05", one, one[0])
+    _require_error(answer, "one snapshot of width 0.05, target width 0.05", one, one[0])
     few = tracked_profiles((50, 100))
-    _require_error(answer, "0.05 and 0.10 at 50 and 100, target 0.10 at 100", few, few[3])
+    case = "widths 0.05 and 0.10 at times 50 and 100, target 0.10 at 100"
+    _require_error(answer, case, few, few[3])
     many = tracked_profiles(range(10, 170, 10))
     for sigma, end in ((0.07, 160), (0.15, 160), (0.25, 160), (0.15, 80), (0.15, 75)):
-        case = f"0.05 and 0.10 at 10, 20, … 160, target {sigma:.2f} at {end}"
+        case = f"widths 0.05 and 0.10 at times 10, 20, … 160, target {sigma:.2f} at {end}"
         _require_error(answer, case, many, power_profile(sigma, end))
     shuffled = [many[(11 * n + 5) % 32] for n in range(32)]
     case = "the same snapshots shuffled, target 0.15 at 80"
     _require_error(answer, case, shuffled, power_profile(0.15, 80))
     alike = tracked_profiles(range(1, 51), (0.20, 0.25))
-    case = "0.20 and 0.25 at 1, 2, … 50, target 0.07 at 50"
+    case = "widths 0.20 and 0.25 at times 1, 2, … 50, target 0.07 at 50"
     _require_error(answer, case, alike, power_profile(0.07, 50))
     error = profile_error(many, power_profile(0.15, 160))
     return (
@@ -680,7 +681,7 @@ _SYNTHESIZE = Exercise(
             (_TENSORS, f"    {_NORMALISED}\n{_TENSORS}"),
         ),
         (
-            "Each piece's sum has to start at zero. Yours still holds the last piece's.",
+            "Start each piece's sum at zero. Yours still contains the previous piece's sum.",
             (_SUMS, "            sums = left[:, : stop - start]"),
             (_TENSORS, f"    left = torch.zeros(len(shares[0]), piece)\n{_TENSORS}"),
         ),

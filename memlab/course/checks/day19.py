@@ -48,7 +48,7 @@ def _tensors() -> dict[str, Tensor]:
         "[1, −2, 0.3]": torch.tensor([1.0, -2.0, 0.3]),
         "four zeros": torch.zeros(4),
         "one element": torch.tensor([-3.0]),
-        "gradients of a millionth, (8, 16)": 1e-6 * _normal(8, 16),
+        "gradients near 10⁻⁶, (8, 16)": 1e-6 * _normal(8, 16),
         "gradients below 10⁻²⁴": 1e-25 * _normal(40),
         "activations up to 10⁴, (4, 5, 6)": 3e3 * _normal(4, 5, 6),
         "a matrix in bfloat16, (16, 24)": _normal(16, 24, seed=1).bfloat16(),

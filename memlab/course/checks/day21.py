@@ -157,7 +157,7 @@ _POSITIONS = "torch.arange(len(tokens)) - starts"
 
 _JOIN = Exercise(
     id="21.2",
-    title="Documents in a row",
+    title="Join documents",
     minutes=10,
     difficulty=2,
     hints=(
