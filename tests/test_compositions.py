@@ -64,7 +64,7 @@ def test_two_that_do_not_go_together_are_refused_in_a_sentence(pair):
     one, other = pair.split("+")
     with pytest.raises(
         ValueError,
-        match=f"^{one} and {other} .*; (leave one of them out(; for weights in .*)?|take .*)$",
+        match=f"^{one} and {other} .*; (leave one of the two out(; for .*)?|use .*)$",
     ):
         combined(f"{other}+{one}")
 

@@ -405,7 +405,7 @@ def test_the_default_sequence_length_is_the_models_maximum():
         (
             ["--technique", "bfloat16+sgd"],
             "got --technique bfloat16+sgd: bfloat16 and sgd each bring their own optimizer; leave "
-            "one of them out; for weights in bfloat16, give sgd and --dtype bfloat16",
+            "one of the two out; for bfloat16 weights, give sgd and --dtype bfloat16",
         ),
         (["--dtype", "int8"], "got --dtype int8; choose from float32, bfloat16, float16"),
         (["--batch", "0"], "got --batch 0; expected an integer from 1 to 1,000,000"),
