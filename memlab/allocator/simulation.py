@@ -202,7 +202,7 @@ def simulate(
             events of a prediction that empty it.
         pool_of: returns the number of the private pool that an event's storage is allocated in, 0
             for none; default: no private pools. In torch, `use_mem_pool` routes the requests of the
-            thread that enters it, so not those of backward, which runs in another thread.
+            thread that enters it, so not backward's, which runs in another thread.
         changes: fields of Settings to replace.
     """
     settings = replace(settings or Settings(), **changes)

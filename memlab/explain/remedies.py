@@ -53,7 +53,7 @@ class Outcome:
         saved, of = (
             (reserved, "reserved") if self.cause == "fragmentation" else (allocated, "allocated")
         )
-        change = f"saves {format_bytes(saved)} of what is {of}" if saved > 0 else "saves nothing"
+        change = f"saves {format_bytes(saved)} of {of} memory" if saved > 0 else "saves nothing"
         return f"still runs out of memory, {change}" if not base.fits else change
 
 
@@ -294,7 +294,7 @@ def _refused(s: Situation) -> Block:
 def _serve(
     allocator: Allocator, actions: list[Action], held: dict[Block | None, MemoryBlock]
 ) -> bool:
-    """Serve the actions. Return whether every request was served. `held` has what is in use."""
+    """Serve the actions. Return whether every request was served. `held` has the blocks in use."""
     for block, size in actions:
         if size:
             served = allocator.malloc(size, block.stream if block else 0)

@@ -128,7 +128,7 @@ class PredictedRun:
         ...                 # takes another step
         trace = run.end_step()
 
-    device, kernels and assume are those of `predict`; `gpus` are how many the code finds.
+    device, kernels and assume as in `predict`; `gpus` is the number that the code finds.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class PredictedRun:
         subject: Any = None,
         **options: Any,
     ) -> None:
-        """End the history and start the measured step. The arguments are those of StorageMeter."""
+        """End the history and start the measured step. The arguments are as in StorageMeter."""
         self._metering.close()
         self.history.set_subject(subject or (step if model is None else model))
         self._optimizer = optimizer

@@ -231,7 +231,7 @@ TECHNIQUES: dict[str, Technique] = {
         plugs={"change_model": lambda: plugs.blocks_to_fp8},
         exclusive_with={
             "selective-checkpointing": "recomputation must call the same operators, but whether "
-            "layers share an FP8 copy depends on which tensors are alive; use checkpointing",
+            "layers share an FP8 copy depends on the tensors alive; use checkpointing",
             "qlora": "qlora decodes its frozen 4-bit matrices for matmuls of its own; use lora, "
             "whose frozen matmuls can run in FP8",
         },
@@ -696,7 +696,7 @@ TECHNIQUES: dict[str, Technique] = {
         "torch's SGD: no state",
         plugs={"optimizer": lambda: plugs.of_all_weights(torch.optim.SGD, lr=0.01)},
         state_bytes=0,
-        costs="another optimizer, with which transformers rarely train well",
+        costs="another optimizer; transformers rarely train well with it",
         code=torch_code("optimizer = torch.optim.SGD(model.parameters(), lr=0.01)"),
     ),
     "momentum-sgd": Technique(

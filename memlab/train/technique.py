@@ -75,7 +75,7 @@ class Technique:
                      `state_bytes` is then the state of all other weights
     kept             bytes of a block's saved tensors that it keeps for backward
     encoded          bytes of this many elements saved for backward; None: saved unchanged
-    recomputed       the share of the blocks' forward pass that is recomputed
+    recomputed       the recomputed share of the blocks' forward pass
     on_disk          which of "weights", "gradients", "state" and "activations" are on the disk
                      while the device does not need them
     costs            what it costs, for a user who is about to turn it on
