@@ -80,7 +80,7 @@ def quick_steps():
 
 
 class Rows(dict[str, Row]):
-    """Rows that are measured when they are first used."""
+    """Rows measured on first use."""
 
     def __init__(self, row_of: Callable[[str, Plugs], Row]) -> None:
         self._row_of = row_of
@@ -812,7 +812,7 @@ def test_a_cost_hidden_by_the_peak_is_explained():
 
 
 def peak_of(**bytes_: int) -> Row:
-    """Return a row in which all bytes are alive at the peak."""
+    """Return a row with all bytes alive at the peak."""
     events = (
         Event(count, number, category, "", "", "backward", "float32", ())
         for number, (category, count) in enumerate(bytes_.items())

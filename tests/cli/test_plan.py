@@ -67,7 +67,7 @@ def test_nccls_buffers_are_named_where_there_is_more_than_one_gpu(by_formula, me
 
 
 def test_several_gpus_get_a_mesh_and_its_script(memlab_command, tmp_path):
-    """The printed peak is that of the written script, run as a rank."""
+    """The printed peak is the written script's, run as a rank."""
     asked = ("plan", "--model", "5m", "--memory", "24GB", "--gpus", "2", "--recipes", "2")
     outcome = memlab_command(*asked, "--wide")
     assert outcome.status == 0

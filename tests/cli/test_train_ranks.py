@@ -131,7 +131,7 @@ def test_the_command_of_a_plan_trains_with_its_recipe(two):
     assert "\n2 ranks, each with this batch; ZeRO stage 2: sharded gradients too\n" in out
 
 
-# ------------------------------------------------------------------ what is printed
+# ------------------------------------------------------------------ the output
 
 
 def test_peaks_that_differ_are_a_range_with_their_ranks():
