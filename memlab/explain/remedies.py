@@ -53,7 +53,7 @@ class Outcome:
         saved, of = (
             (reserved, "reserved") if self.cause == "fragmentation" else (allocated, "allocated")
         )
-        change = f"saves {format_bytes(saved)} of {of} memory" if saved > 0 else "saves nothing"
+        change = f"saves {format_bytes(saved)} of what is {of}" if saved > 0 else "saves nothing"
         return f"still runs out of memory, {change}" if not base.fits else change
 
 

@@ -76,8 +76,8 @@ _COPIES = frozenset({aten._to_copy.default, aten.to.device, aten.to.dtype_layout
 Build = Callable[[], tuple[Callable[[], Any], torch.nn.Module | None, Any]]
 
 EVERYTHING_NOTE = (
-    "the script puts nothing on an accelerator, so every tensor is counted as on CUDA, even data "
-    'that would stay on the CPU; use device="cuda" for tensors on CUDA'
+    "the script puts nothing on an accelerator, so every tensor counts as CUDA memory, even data "
+    'that would stay on the CPU; create CUDA tensors with device="cuda" to tell them apart'
 )
 
 

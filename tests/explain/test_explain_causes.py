@@ -282,7 +282,7 @@ def test_a_saving_says_whether_it_is_of_allocated_or_of_reserved_memory():
     for outcome in found.replays.remedies:
         kind = "reserved" if outcome.cause == "fragmentation" else "allocated"
         words = outcome.against(base)
-        assert words == "saves nothing" or words.endswith(f"of {kind} memory")
+        assert words == "saves nothing" or words.endswith(f"of what is {kind}")
         saved = getattr(base, f"{kind}_peak_bytes") - getattr(outcome, f"{kind}_peak_bytes")
         assert format_bytes(max(0, saved)) in words or saved <= 0
 
