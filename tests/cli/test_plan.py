@@ -360,7 +360,7 @@ def test_a_model_without_layers_is_tried_without_checkpointing(memlab_command, t
     )
     assert (outcome.status, outcome.err) == (0, "")
     assert outcome.out.count("memlab cannot checkpoint this model from outside") == 1
-    assert outcome.out.count("\ncheckpointing") == 1  # the sentence: no row tries it
+    assert "\ncheckpointing" not in outcome.out  # no row tries it
     assert "no accumulation, no loss scaling" in " ".join(outcome.out.split())
     assert "time" not in outcome.out.split()  # a CPU has no time estimate
     assert 'optimizer = Lion8bit(groups, rounding="stochastic")' in outcome.out
