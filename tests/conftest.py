@@ -7,6 +7,9 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["MPLBACKEND"] = "Agg"
+# Predictions follow them.
+os.environ.pop("PYTORCH_ALLOC_CONF", None)
+os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
 
 import gc
 import random

@@ -240,6 +240,7 @@ def measure_command(
     )
     _refuse_conflicts(request, context)
     _refuse_wide_json(wide, as_json)
+    _check_allocator_settings()
     if script is not None:
         from memlab.cli.script import measure_script as measure
     elif ranks is not None:
@@ -254,6 +255,16 @@ def measure_command(
 def _refuse_wide_json(wide: bool, as_json: bool) -> None:
     if wide and as_json:
         raise UsageError("got --wide together with --json, which prints no table: leave one out")
+
+
+def _check_allocator_settings() -> None:
+    """Refuse what predictions cannot simulate, before a script runs for minutes."""
+    from memlab.allocator.settings import configuration
+
+    try:
+        configuration()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _refuse_conflicts(request: Request, context: typer.Context) -> None:
@@ -583,6 +594,7 @@ def plan_command(
     [bold]memlab plan --model llama-2-7b --gpu rtx4090 --deepspeed ds_config.json[/]
     """
     _refuse_wide_json(wide, as_json)
+    _check_allocator_settings()
     if memory == "list":
         if as_json:
             raise UsageError("got --json together with the list of GPUs; leave --json out")
@@ -819,6 +831,7 @@ def run_command(
     """
     from memlab.cli.run import Wanted, run_script
 
+    _check_allocator_settings()
     wanted = Wanted(
         words=script or [],
         memory=memory,

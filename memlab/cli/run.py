@@ -29,10 +29,10 @@ from memlab.planner import Memory
 from memlab.planner.cards import budget_bytes
 from memlab.scripts.changes import (
     CHANGES,
-    CHUNKED_LOSS,
     FSDP,
     Change,
     NotPossibleError,
+    chunked_loss,
     logits_bytes,
     sharded_bytes,
     together,
@@ -329,7 +329,7 @@ def _show_advice(
     logits = logits_bytes(plain.trace, plain.models)
     if logits > NOTABLE_LOGITS * plain.trace.peak_bytes:
         name = f"chunked loss: logits and their gradients use {format_bytes(logits)}"
-        _show_code(name, CHUNKED_LOSS.get(plain.framework, CHUNKED_LOSS["plain"]))
+        _show_code(name, chunked_loss(plain.framework, plain.models))
     _show_sharding(plain)
     return {name: trace for name, trace in traces.items() if trace is not plain.trace}
 
@@ -383,7 +383,7 @@ def _show_code(name: str, lines: Sequence[str]) -> None:
 def _changed(launch: Launch, settings: dict[str, Any], plain: Outcome, change: Change) -> Trace:
     """Return the trace of the script's step with a change."""
     print(f"memlab: with {change.name}", file=sys.stderr, flush=True)
-    with redirect_stdout(sys.stderr):
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # it has printed all this
         found = run_ranks(launch, (plain.rank,), steps=plain.steps, change=change, **settings)[
             plain.rank
         ].trace

@@ -61,7 +61,8 @@ def _afterwards(text: str) -> str:
     """Return the sentences as they read after the day."""
     for before, after in AFTERWARDS.items():
         text = re.sub(before, after, text)
-    return text
+    introduction, _, items = text.partition(": - ")  # a list, on one line
+    return f"{introduction} {items.replace(' - ', '; ')}" if items else text
 
 
 def markdown() -> str:

@@ -22,11 +22,13 @@ from typing import Any, ClassVar
 import torch
 
 from memlab.allocator import simulate
+from memlab.allocator.settings import configuration
 from memlab.configs.targets import DEFAULT, Kernels, Target, target_named
 from memlab.dry_runs.fake_accelerator import StandIn
 from memlab.dry_runs.fake_kernels import KERNELS
 from memlab.dry_runs.fake_tensors import dry_run
 from memlab.internals.replacing import replaced
+from memlab.internals.scaled_mm import SCALED_MM
 from memlab.internals.torch_internals import (
     in_backward,
     stream_without_driver,
@@ -64,10 +66,11 @@ _MATMULS = frozenset(
     {
         *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
         *(aten.addmv.default, aten.mv.default, aten.dot.default, aten.vdot.default),
-        *(aten._addmm_activation.default, aten._scaled_mm.default, aten.addbmm.default),
+        *(aten._addmm_activation.default, aten.addbmm.default),
+        *SCALED_MM,
     }
 )
-_CUBLASLT = frozenset({aten._addmm_activation.default, aten._scaled_mm.default})
+_CUBLASLT = frozenset({aten._addmm_activation.default, *SCALED_MM})
 _EMPTY_CACHE = tuple(
     (module, "empty_cache")
     for module in (torch.cuda, torch.cuda.memory, torch.accelerator, torch.accelerator.memory)
@@ -292,6 +295,7 @@ class _CudaDryRun(dry_run):
     def trace(self, history: "PredictionMeter", meter: "PredictionMeter", optimizer: Any) -> Trace:
         with no_cycle_collection():
             before, during = list(history.changes()), list(meter.changes())
+            allocator = configuration()  # the script may have set it
             names_cuda = any(map(_is_on_cuda, (*before, *during)))
             counts = _is_on_cuda_or_workspace if names_cuda else _is_not_step_counter(optimizer)
             events = complete(
@@ -301,8 +305,13 @@ class _CudaDryRun(dry_run):
                 events,
                 device="cuda",
                 dry=True,
-                notes=(*([] if names_cuda else [EVERYTHING_NOTE]), *self._notes(meter)),
+                notes=(
+                    *([] if names_cuda else [EVERYTHING_NOTE]),
+                    *([f"with the allocator settings {allocator}"] if allocator else []),
+                    *self._notes(meter),
+                ),
                 history=tuple(record.event(*change) for record, *change in filter(counts, before)),
+                allocator=allocator,
             )
             blocks = simulate(trace)
             memory = DeviceMemory(blocks.allocated_bytes, blocks.reserved_bytes)

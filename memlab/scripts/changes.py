@@ -23,7 +23,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from memlab.metering.frames import frames
 from memlab.optim import Adam8bit
-from memlab.planner.outside import adams_groups, checkpointed, is_adam, paths_of_layers, stepped_by
+from memlab.planner.outside import (
+    adams_groups,
+    checkpointed,
+    is_adam,
+    is_sharded,
+    paths_of_layers,
+    stepped_by,
+)
 from memlab.trace import Trace
 
 FRAMEWORKS = {  # a part of the file of a loop that a framework runs
@@ -110,6 +117,10 @@ def _eight_bits(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> No
         raise NotPossibleError(
             "no optimizer is Adam or AdamW with a learning rate given as a number"
         )
+    if any(is_sharded(module) for module in model.modules()):
+        raise NotPossibleError(
+            "bitsandbytes' optimizers do not take FSDP2's weights; torchao.optim.AdamW8bit does"
+        )
     for optimizer in replaceable:
         stepped_by(Adam8bit, adams_groups)(lambda: None, model, optimizer)
 
@@ -167,26 +178,25 @@ CHANGES = (  # in the order of application
 )
 
 
-CHUNKED_LOSS = {
-    "Trainer": ("TrainingArguments(..., use_liger_kernel=True)  # pip install liger-kernel",),
-    _PLAIN: (
-        "from memlab.losses import chunked_cross_entropy",
-        "loss = chunked_cross_entropy(hidden, model.lm_head.weight, targets)",
-    ),
-}
 _LEAST_VOCABULARY = 4096
+
+
+def chunked_loss(framework: str, models: Iterable[nn.Module]) -> tuple[str, ...]:
+    """Return the code that computes the loss in chunks of tokens."""
+    if framework == "Trainer":
+        return ("TrainingArguments(..., use_liger_kernel=True)  # pip install liger-kernel",)
+    head, _ = _widest_linear(models)
+    return (
+        "from memlab.losses import chunked_cross_entropy",
+        f"loss = chunked_cross_entropy(hidden, model.{head}.weight, targets)",
+        f"# hidden: the input of {head}, of shape (tokens, features)",
+    )
 
 
 def logits_bytes(trace: Trace, models: Iterable[nn.Module]) -> int:
     """Return the bytes at the peak in tensors whose rows are a vocabulary: logits, their gradients
     and copies. A vocabulary is the largest output of a linear layer, from 4,096 up."""
-    outputs = {
-        module.out_features
-        for model in models
-        for module in model.modules()
-        if isinstance(module, nn.Linear)
-    }
-    vocabulary = max(outputs, default=0)
+    _, vocabulary = _widest_linear(models)
     if vocabulary < _LEAST_VOCABULARY:
         return 0
     weights = ("parameters", "gradients", "optimizer_state")
@@ -195,6 +205,17 @@ def logits_bytes(trace: Trace, models: Iterable[nn.Module]) -> int:
         for event in trace.alive(trace.peak_position)
         if event.shape[-1:] == (vocabulary,) and event.category not in weights
     )
+
+
+def _widest_linear(models: Iterable[nn.Module]) -> tuple[str, int]:
+    """Return the path and the output features of the linear layer with most of them."""
+    widths = {
+        name.removeprefix("module."): module.out_features  # DDP's prefix
+        for model in models
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    return max(widths.items(), key=lambda one: one[1], default=("", 0))
 
 
 FSDP = {
@@ -216,8 +237,10 @@ def sharded_bytes(trace: Trace, models: Iterable[nn.Module], ranks: int) -> int 
 
     Each has its share of the weights, gradients and optimizer state, everything else as before, and
     the whole weights of two layers: one computes while the next arrives. None if no model has a
-    list of layers.
+    list of layers, and if FSDP2 shards them already.
     """
+    if any(is_sharded(module) for model in models for module in model.modules()):
+        return None
     layers = [
         layer
         for model in models
