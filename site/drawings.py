@@ -150,7 +150,7 @@ def recompute() -> str:
 
 
 def allocator() -> str:
-    """One segment of the caching allocator: blocks, a split, and a gap that is too small."""
+    """One segment of the caching allocator: blocks, a split, and a gap too small for a request."""
     blocks = (
         ("1. cudaMalloc returns a 20 MiB segment", ((20, "free", FREE),)),
         (

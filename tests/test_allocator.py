@@ -851,7 +851,7 @@ def shuffled(sizes: list[int], random) -> Trace:
 
 
 class NaiveDriver:
-    """The addresses of segments that are never released. A range is [its free address, its end]."""
+    """The addresses of segments, never released. A range is [its free address, its end]."""
 
     def __init__(self) -> None:
         self.lowest = 2**57

@@ -11,7 +11,7 @@ from memlab.units import format_bytes
 
 UNLIMITED_BYTES = 2**50  # more than any card has
 SHARES = ("garbage_collection_threshold", "memory_fraction")  # fractions of device memory
-VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first that is set
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first one set
 
 # Options of PYTORCH_ALLOC_CONF that do not affect the simulation.
 _WITHOUT_EFFECT = {
@@ -122,7 +122,7 @@ class Settings:
 def configuration() -> str:
     """Return the allocator's configuration from this process's environment, "" if there is none.
 
-    Raise ValueError for what torch would reject, and for what is not simulated.
+    Raise ValueError for settings that torch would reject, and for settings not simulated.
     """
     name = next((name for name in VARIABLES if name in os.environ), None)
     if name is None:

@@ -198,12 +198,12 @@ def simulate(
     raised, because the events before it are part of the result.
 
     Args:
-        settings: default: those that the trace was predicted with, or torch's.
+        settings: by default the settings of the trace's prediction, or torch's.
         empty_cache_before: positions of events before which the cache is emptied, besides the
             events of a prediction that empty it.
         pool_of: returns the number of the private pool that an event's storage is allocated in, 0
             for none; default: no private pools. In torch, `use_mem_pool` routes the requests of the
-            thread that enters it, so not those of backward, which runs in another thread.
+            thread that enters it, so not backward's, which runs in another thread.
         changes: fields of Settings to replace.
     """
     settings = _settings_of(trace, **changes) if settings is None else replace(settings, **changes)

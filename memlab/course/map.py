@@ -2,7 +2,7 @@
 
     python -m memlab.course.map
 
-Titles, questions, minutes and abilities are those of the lessons' first cells.
+Titles, questions, minutes and abilities come from the lessons' first cells.
 """
 
 import re

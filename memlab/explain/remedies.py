@@ -294,7 +294,7 @@ def _refused(s: Situation) -> Block:
 def _serve(
     allocator: Allocator, actions: list[Action], held: dict[Block | None, MemoryBlock]
 ) -> bool:
-    """Serve the actions. Return whether every request was served. `held` has what is in use."""
+    """Serve the actions. Return whether every request was served. `held` has the blocks in use."""
     for block, size in actions:
         if size:
             served = allocator.malloc(size, block.stream if block else 0)

@@ -28,7 +28,7 @@ def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype
     return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
 
-# The operators by which traces name them.
+# The operators' names in traces.
 SCALED_MM = frozenset(
     {torch.ops.aten._scaled_mm.default, torch.ops.memlab.scaled_mm_on_cpu.default}
 )

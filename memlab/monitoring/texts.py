@@ -48,8 +48,8 @@ def fragmentation_text(found: Fragmentation, device: torch.device) -> str:
     unused = format_bytes(found.unused_bytes)
     share = found.unused_bytes / max(1, found.reserved_bytes)
     retries = (
-        f" It had to empty its cache {plural(found.retries, 'time')} to serve a request, and each "
-        f"time stalls the step."
+        f" It had to empty its cache {plural(found.retries, 'time')} to serve a request, which "
+        f"stalls the step."
         if found.retries
         else ""
     )
@@ -111,8 +111,8 @@ def oom_text(
     if last.reserved_bytes is not None:
         unused = max(0, last.reserved_bytes - last.peak_bytes)
         lines.append(
-            f"  reserved    {format_bytes(last.reserved_bytes)}, of which {format_bytes(unused)} "
-            f"stayed unused in the last step"
+            f"  reserved    {format_bytes(last.reserved_bytes)}, {format_bytes(unused)} unused in "
+            f"the last step"
         )
     if len(recent) > 1:
         growth = last.allocated_bytes - first.allocated_bytes

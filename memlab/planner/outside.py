@@ -30,12 +30,12 @@ Change = Callable[..., Parts]
 Groups = list[dict[str, Any]]
 
 NO_LAYERS = (
-    "checkpointing cannot be put around this model: no nn.ModuleList or nn.Sequential holds its "
+    "memlab cannot checkpoint this model from outside: no nn.ModuleList or nn.Sequential holds its "
     "layers, or the layers write in place or have hooks before their forward pass; call "
     "memlab.checkpointing.checkpoint(layer, x) in its forward"
 )
 NO_ADAM = (
-    "the optimizer is not replaced: memlab can convert the learning rate only of Adam and AdamW "
+    "the optimizer is not replaced: memlab can only convert the learning rate of Adam and AdamW "
     "(decoupled weight decay, no AMSGrad, a learning rate given as a number)"
 )
 
@@ -186,7 +186,7 @@ def find(model: nn.Module | None, optimizer: Any) -> Places:
 
 @dataclass(frozen=True)
 class Wrapper:
-    """Techniques of the registry that are applied together.
+    """Techniques of the registry, applied together.
 
     change   applies them to a built training
     inside   the number of the code's last lines that go around the forward pass

@@ -243,7 +243,7 @@ class _LinearFP8(torch.autograd.Function):
 class AmaxHistory(nn.Module):
     """The largest |x| of each of the last steps, and of this one so far: 4·(steps + 1) bytes.
 
-    `advance` ends a step, so that all micro-batches of a step, and blocks that are run again by
+    `advance` ends a step, so that all micro-batches of a step, and blocks recomputed by
     checkpointing, have the same scale.
     """
 
@@ -301,7 +301,7 @@ class LastCast:
 
 
 class FP8Linear(nn.Linear):
-    """A linear layer whose three matmuls run in FP8. Its parameters are those of `linear`.
+    """A linear layer whose three matmuls run in FP8. It shares the parameters of `linear`.
 
     The output has autocast's dtype, or the input's.
     """

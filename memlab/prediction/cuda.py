@@ -79,8 +79,8 @@ _COPIES = frozenset({aten._to_copy.default, aten.to.device, aten.to.dtype_layout
 Build = Callable[[], tuple[Callable[[], Any], torch.nn.Module | None, Any]]
 
 EVERYTHING_NOTE = (
-    "the script puts nothing on an accelerator, so every tensor is counted as on CUDA, even data "
-    'that would stay on the CPU; use device="cuda" for tensors on CUDA'
+    "the script puts nothing on an accelerator, so every tensor counts as CUDA memory, even data "
+    'that would stay on the CPU; create CUDA tensors with device="cuda" to tell them apart'
 )
 
 
@@ -131,7 +131,7 @@ class PredictedRun:
         ...                 # takes another step
         trace = run.end_step()
 
-    device, kernels and assume are those of `predict`; `gpus` are how many the code finds.
+    device, kernels and assume as in `predict`; `gpus` is the number that the code finds.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class PredictedRun:
         subject: Any = None,
         **options: Any,
     ) -> None:
-        """End the history and start the measured step. The arguments are those of StorageMeter."""
+        """End the history and start the measured step. The arguments are as in StorageMeter."""
         self._metering.close()
         self.history.set_subject(subject or (step if model is None else model))
         self._optimizer = optimizer

@@ -1,4 +1,4 @@
-"""What `accelerate launch` does before it starts a script: read its options and its config file.
+"""Read the options and the config file of `accelerate launch`, as it does before a script.
 
 accelerate's own code does it, so that every option of the installed version has its effect: mixed
 precision, gradient accumulation, FSDP. The result is environment variables, which `Accelerator`
@@ -20,9 +20,9 @@ _OF_THE_LAUNCHER = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
 
 class Accelerated(NamedTuple):
-    """The script's words, its processes in all, the machines, and the variables for each process.
+    """The script's words, the number of processes and machines, and each process's variables.
 
-    ranks is None for a script that is not distributed.
+    ranks is None for a script without distributed training.
     """
 
     words: tuple[str, ...]
@@ -32,7 +32,7 @@ class Accelerated(NamedTuple):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises what argparse would print before it ends the process."""
+    """Raises the message that argparse would print before it ends the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"accelerate launch: {message}")

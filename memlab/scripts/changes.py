@@ -64,7 +64,7 @@ class Change:
 
 def _lora(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     if not getattr(model, "name_or_path", ""):
-        raise NotPossibleError("the model is not one of transformers with weights from a file")
+        raise NotPossibleError("the model is not a transformers model with weights from a file")
     if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
         raise NotPossibleError("the script has adapters already")
     try:
@@ -126,16 +126,16 @@ def _eight_bits(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> No
 
 
 LORA_RANK = 16
-CHANGES = (  # in the order in which they are applied
+CHANGES = (  # in the order of application
     Change(
         "LoRA",
         _lora,
         {
             _PLAIN: (
-                "# trains adapters beside frozen weights: another training",
+                "# trains only adapters, beside frozen weights",
                 "from peft import LoraConfig, get_peft_model",
                 f'lora = LoraConfig(r={LORA_RANK}, target_modules="all-linear")',
-                "model = get_peft_model(model, lora)  # before the optimizer is made",
+                "model = get_peft_model(model, lora)  # before creating the optimizer",
             ),
         },
     ),
@@ -145,8 +145,8 @@ CHANGES = (  # in the order in which they are applied
         {
             "Trainer": ("TrainingArguments(..., gradient_checkpointing=True)",),
             _PLAIN: (
-                "model.gradient_checkpointing_enable()  # a model of transformers",
-                "# any other, in forward, around each layer:",
+                "model.gradient_checkpointing_enable()  # a transformers model",
+                "# any other model: in forward, around each layer",
                 "x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)",
             ),
         },
@@ -224,16 +224,16 @@ FSDP = {
     "accelerate": ("accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 ...",),
     _PLAIN: (
         "from torch.distributed.fsdp import fully_shard  # started by torchrun",
-        "for layer in layers:  # the model's own list of them",
+        "for layer in layers:  # the model's list of layers",
         "    fully_shard(layer)",
-        "fully_shard(model)  # before the optimizer is made",
+        "fully_shard(model)  # before creating the optimizer",
     ),
 }
 _SHARDED = ("parameters", "gradients", "optimizer_state", "optimizer_temporaries")
 
 
 def sharded_bytes(trace: Trace, models: Iterable[nn.Module], ranks: int) -> int | None:
-    """Return about what each GPU holds at the peak with FSDP2, by formula.
+    """Estimate by formula how much each GPU holds at the peak with FSDP2.
 
     Each has its share of the weights, gradients and optimizer state, everything else as before, and
     the whole weights of two layers: one computes while the next arrives. None if no model has a
@@ -273,8 +273,7 @@ def applied(
 ) -> Iterator[None]:
     """Apply the change at the first forward pass with gradients inside `with`.
 
-    `optimizers` returns those that exist by then. The optimizers that the change makes are not
-    among them.
+    `optimizers` returns the optimizers that exist by then, without those that the change creates.
     """
     if change is None:
         yield

@@ -64,7 +64,7 @@ def leaks_by_counter(epochs):
         after[event.line] += event.bytes
     for event in epochs[middle].alive():
         before[event.line] += event.bytes
-    found = after - before  # Counters drop what is not above 0
+    found = after - before  # Counters drop values of 0 and below
     return Counter({line: size // (len(epochs) - 1 - middle) for line, size in found.items()})
 
 

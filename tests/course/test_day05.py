@@ -49,7 +49,7 @@ def by_hand(fn, *inputs):
 
 
 def with_slots_of_a_class(fn, *inputs):
-    """Slots are objects, filled in the order in which they were created."""
+    """Slots are objects, filled in the order of creation."""
 
     class Slot:
         tensor = None

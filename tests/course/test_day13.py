@@ -39,7 +39,7 @@ def with_a_running_sum(peer, whole):
 
 
 def with_counters(peer, made, buckets):
-    """Counts the gradients each bucket still lacks, and keeps flat copies of those that came."""
+    """Counts the gradients each bucket still lacks, and keeps flat copies of the arrived ones."""
     bucket_of = {n: b for b, names in enumerate(buckets) for n in names}
     missing, parts = [len(b) for b in buckets], [{} for _ in buckets]
     begun, sums = [], {}

@@ -189,7 +189,7 @@ REFUSED = [
     ("16.4", "the least bytes cut", ("0.95 * candidate.formula_bytes", LEAST_CUT)),
     ("16.4", "trusted without a margin", (LOOP, f"{LOOP}{SURE.replace('1.05', '1.0')}")),
     ("16.4", "recipes compared", ("c.seconds", "(c.seconds, c.recipe)")),
-    ("16.4", "one of two that are equally fast", (LOOP, f"    {LAST_OF_EQUALS}")),
+    ("16.4", "one of two equally fast recipes", (LOOP, f"    {LAST_OF_EQUALS}")),
     (
         "16.4",
         "measurements kept from call to call",

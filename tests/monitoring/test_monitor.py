@@ -402,7 +402,7 @@ def test_the_observer_writes_the_snapshot_before_the_error_leaves(
         "memlab: out of memory in step 4 on cuda:0\n"
         "  requested   2.00 GiB, with 1.00 GiB free of 24.00 GiB on the device\n"
         "  last step   peak 23.00 GiB, 3.00 GiB after it; the run's peak is 23.00 GiB\n"
-        "  reserved    23.00 GiB, of which 0 B stayed unused in the last step\n"
+        "  reserved    23.00 GiB, 0 B unused in the last step\n"
         "  growth      +2.00 GiB after the step, over the last 2 steps\n"
         f"  snapshot    {path}\n"
         f"Run `memlab explain {path}` to see what filled the memory.\n"

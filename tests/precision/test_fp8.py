@@ -285,7 +285,7 @@ def test_values_are_torchaos_and_bytes_are_not(dtype):
 
 
 def new_bytes(trace) -> int:
-    """Bytes that are there at the end and were not before."""
+    """Bytes alive at the end and not before."""
     return sum(event.bytes for event in trace.events if event.phase != "before")
 
 
@@ -568,7 +568,7 @@ def test_a_model_learns_nearly_as_without_fp8(way):
 
 
 def test_checkpointed_blocks_keep_as_much_as_without_fp8():
-    """What is kept are block inputs, which no cast touches."""
+    """Only block inputs are kept, which no cast touches."""
     held = []
     for converted in (False, True):
         model, outputs = GPT(SMALL, dtype=BF16), []

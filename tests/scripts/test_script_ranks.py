@@ -1,4 +1,4 @@
-"""A dry run of one rank has the bytes of that rank among real ones."""
+"""A dry run of one rank has the bytes of the same rank among real ones."""
 
 import warnings
 from dataclasses import replace
