@@ -49,8 +49,8 @@ def kept_graphs(s: Situation) -> Finding | None:
     return finding(
         "kept-graphs",
         strength,
-        f"{format_bytes(leaked)} ({s.share(leaked):.0%}) are blocks of {top.steps} earlier steps",
-        f"each step leaves {format_bytes(round(per_step))} more behind",
+        f"{format_bytes(leaked)} ({s.share(leaked):.0%}) are from {top.steps} earlier steps",
+        f"each step leaves {format_bytes(round(per_step))} more",
         f"the line that leaves the most: {top.frame}" if top.frame else "",
     )
 

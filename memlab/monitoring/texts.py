@@ -28,14 +28,14 @@ class FragmentationWarning(MemoryWarning):
 
 def leak_text(leak: Leak, device: torch.device, counts: str, capacity_bytes: int | None) -> str:
     left = steps_until_full(leak, capacity_bytes)
-    until = "" if left is None else f" The memory is full in about {left:,} more steps."
+    until = "" if left is None else f" The memory will be full in about {left:,} more steps."
     per_step = format_bytes(round(leak.bytes_per_step))
     return (
         f"The {counts} left after each step grew from {format_bytes(leak.from_bytes)} to "
         f"{format_bytes(leak.to_bytes)} on {device} in {leak.steps:,} steps, by {per_step} per "
-        f"step.{until} Find what keeps tensors of earlier steps: a list of losses or outputs "
-        f"(append `loss.item()`), a sum of losses (add `loss.detach()`), a metric or a cache that "
-        f"is never reset. If a buffer fills by design, ignore memlab.monitoring.LeakWarning."
+        f"step.{until} Look for code that keeps tensors of earlier steps: a list of losses or "
+        f"outputs (append `loss.item()`), a sum of losses (add `loss.detach()`), a metric or a cache "
+        f"without a reset. If a buffer grows by design, ignore memlab.monitoring.LeakWarning."
     )
 
 

@@ -62,7 +62,7 @@ class Traffic:
     def __str__(self) -> str:
         return (
             f"{format_bytes(self.written)} written, {format_bytes(self.read)} read, "
-            f"{format_bytes(self.prefetched)} of it ahead"
+            f"{format_bytes(self.prefetched)} prefetched"
         )
 
 

@@ -360,9 +360,9 @@ class _CudaDryRun(dry_run):
     def _optimizer_kernels(self, meter: "PredictionMeter") -> set[str]:
         kinds = {type(optimizer) for optimizer in meter.context.optimizers}
         choice = self.kernels.optimizer
-        how = "all weights at once" if choice in ("auto", "foreach") else f"by {choice}"
+        how = {"auto": "foreach", "loop": "for-loop"}.get(choice, choice)
         return {
-            f"{kind.__name__} {how}" for kind in kinds if kind.__module__.startswith("torch.optim.")
+            f"{how} {kind.__name__}" for kind in kinds if kind.__module__.startswith("torch.optim.")
         }
 
 

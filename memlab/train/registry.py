@@ -348,14 +348,14 @@ TECHNIQUES: dict[str, Technique] = {
         ),
     ),
     "foreach-adamw": Technique(
-        "torch's AdamW on all weights at once",
+        "torch's foreach AdamW: all weights at once",
         plugs={"optimizer": lambda: plugs.of_all_weights(torch.optim.AdamW, foreach=True)},
         state_bytes=8,
         costs="temporaries as large as all the weights",
         code=torch_code("optimizer = torch.optim.AdamW(model.parameters(), foreach=True)"),
     ),
     "fused-adamw": Technique(
-        "torch's AdamW in one kernel",
+        "torch's fused AdamW: one kernel",
         plugs={"optimizer": lambda: plugs.of_all_weights(torch.optim.AdamW, fused=True)},
         state_bytes=8,
         costs="nothing, where torch has this kernel",

@@ -128,7 +128,7 @@ def explain(notes: dict[int, Note], members: list[int], ranks: int, doing: str, 
     missing = [rank for rank in members if rank not in notes] or _late(notes)
     if missing:
         timed_out = any(note.timed_out for note in notes.values())
-        how = "did not arrive in time" if timed_out else "ended without a word"
+        how = "did not arrive in time" if timed_out else "died without a message"
         return f"{format_ranks(missing, ranks)} {how}: {doing} cannot finish"
     places = [f"rank {rank} in {notes[rank].doing}" for rank in members]
     return (

@@ -233,10 +233,10 @@ def test_a_leak_is_reported_once_with_its_rate_and_the_time_that_is_left(gpu):
     [warning] = caught
     assert str(warning.message) == (
         "The tensors left after each step grew from 256.00 MiB to 960.00 MiB on cuda:0 in 11 "
-        "steps, by 64.00 MiB per step. The memory is full in about 369 more steps. Find what keeps "
-        "tensors of earlier steps: a list of losses or outputs (append `loss.item()`), a sum of "
-        "losses (add `loss.detach()`), a metric or a cache that is never reset. If a buffer fills "
-        "by design, ignore memlab.monitoring.LeakWarning."
+        "steps, by 64.00 MiB per step. The memory will be full in about 369 more steps. Look for "
+        "code that keeps tensors of earlier steps: a list of losses or outputs (append "
+        "`loss.item()`), a sum of losses (add `loss.detach()`), a metric or a cache without a "
+        "reset. If a buffer grows by design, ignore memlab.monitoring.LeakWarning."
     )
     assert warning.filename == __file__
 
