@@ -13,8 +13,8 @@
 # How it works: you **guess**, then **measure**, then **build** the code that explains the gap. In
 # each exercise, replace `raise NotImplementedError` with your own code. The cell below it checks
 # the values and the bytes of your answer. If you are stuck, run `memlab hint 1.1` in a terminal
-# (File, New, Terminal). You can skip an exercise: the rest of the lesson then uses the reference
-# solution.
+# (in JupyterLab: File, New, Terminal). You can skip an exercise: the rest of the lesson then uses
+# the reference solution.
 
 # %% [markdown]
 # ## The question
@@ -109,6 +109,7 @@ plot.timeline(trace, title=f"One training step: {setting}")
 # - D = C / H: head dimension
 # - KV: number of key and value heads (several query heads may share one)
 # - V: vocabulary size
+# - B, T: sequences in a batch, tokens in a sequence
 #
 # | part | shape of each matrix |
 # | --- | --- |
@@ -221,7 +222,7 @@ print(f"second step's peak {format_bytes(second.peak_bytes)}")
 # %% [markdown]
 # **AdamW allocates its state in the first step**, when `optimizer.step()` first updates a weight.
 # The second step starts with 8 more bytes per weight, so it may run out of memory where the first
-# step fits. Always measure the second step. (The extra 0.40 KiB is one 4-byte step counter per
+# step fits. Always measure the second step. (Another 152 bytes are one 4-byte step counter per
 # parameter tensor.)
 #
 # After the second step, memory should not grow. The next cell runs ten more steps and plots memory

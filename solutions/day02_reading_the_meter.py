@@ -133,8 +133,8 @@ print(f"plus 0.5 GiB context  {format_bytes(in_use)}  shown by nvidia-smi")
 # %% [markdown]
 # None of this ran on a GPU: the tensors are *predicted*, and the allocator is *simulated*.
 #
-# The gap between your guess and the reserved memory consists of free blocks, because torch keeps
-# the memory of freed tensors. List the free blocks at the moment when torch requests its last large
+# The difference between reserved and allocated memory is free blocks, because torch keeps the
+# memory of freed tensors. List the free blocks at the moment when torch requests its last large
 # segment:
 
 # %%

@@ -409,13 +409,14 @@ print(f"error of bfloat16 below 2%: {brain < 0.02}, above scaled float16's: {bra
 # About 20 minutes. Too large a scale makes gradients inf or nan. `train` returns whether it
 # stepped:
 #
-# 1. Clear old gradients; run backward on each loss times the scale.
+# 1. Clear old gradients; run backward on each scaled loss.
 # 2. If all groups' gradients are finite: divide, clip to `max_norm`, step.
-# 3. Otherwise: no step, scale × ½.
-# 4. After `interval` steps in a row (`fine_steps` counts, then restarts): scale × 2, at most 2¹²⁷.
+# 3. Otherwise: no step, scale × ½, `fine_steps` = 0.
+# 4. If `fine_steps` (steps in a row) is `interval`: scale × 2, at most 2¹²⁷; `fine_steps` = 0.
 #
 # `losses` is any iterable. Weights: `group["params"]` for each `group` of `optimizer.param_groups`.
-# Hold one micro-batch's graph at a time and no copy of the gradients. Call no `torch._…`.
+# Hold one micro-batch's graph at a time and no gradient copies. Call no private function
+# (`torch._…`).
 
 
 # %%
@@ -527,8 +528,8 @@ stochastic_round = exercise("4.3", stochastic_round)
 
 # %% [markdown]
 # Compare it with **Kahan summation**, which keeps the rounding error in a second bfloat16 and adds
-# it to the next update: 2 bytes per weight, and no randomness. 4096 weights of 1 get 1000 updates
-# of 1/1000.
+# it to the next update: 2 more bytes per weight, and no randomness. 4096 weights of 1 get 1000
+# updates of 1/1000.
 
 # %%
 generator = torch.Generator().manual_seed(0)

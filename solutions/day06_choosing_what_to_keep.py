@@ -387,8 +387,7 @@ picture(points, {"best choice of whole blocks": best_of_blocks}, "Nine unequal b
 # %% [markdown]
 # No schedule of whole blocks is below the line.
 #
-# - "Every other block" is on it. `checkpoint_sequential` is two percentage points above: the
-#   *number* of plain blocks matters most.
+# - "Every other block" is on it. `checkpoint_sequential` is two percentage points above it.
 # - Segments of equal length are far above it: by 8 percentage points (every 2 blocks) and 15 (√9).
 # - Left of "every block" are schedules with nested segments.
 #

@@ -460,10 +460,11 @@ print(f"… {len(listed)} tensors, {sum(tensor.nbytes for tensor in listed):,} b
 # %% [markdown]
 # ### Exercise 7.4: bytes held for backward
 #
-# About 10 minutes. `saved` is a list like the one above; `weights` are the parameters. Count each
-# storage of `saved` **once**, in full, and no weights. Return two numbers of bytes: uncompressed,
-# and with `bits` per element in each *eligible* storage: its tensor requires a gradient, and the
-# *storage* has n ≥ 256 elements. It then needs ⌈n · bits / 8⌉ + 4 · ⌈n / 256⌉ bytes.
+# About 10 minutes. `saved` is a list like the one above; `weights` is `model.parameters()`: loop
+# over it once. Count each storage of `saved` **once**, in full, without weights. Return two byte
+# counts: uncompressed, and with `bits` per element in each *eligible* storage: its tensor requires
+# a gradient, and the *storage* has n ≥ 256 elements. It then needs ⌈n · bits / 8⌉ + 4 · ⌈n / 256⌉
+# bytes.
 #
 # `tensor.untyped_storage()` returns the same object for all views of a storage. You can put it in
 # a set. It has `.nbytes()`; an element has `tensor.itemsize` bytes.
@@ -539,7 +540,7 @@ print(f"; after it is freed: {len(known)}")
 # About 18 minutes. Return two functions, `pack` and `unpack`.
 #
 # - For an eligible tensor (as in 7.4), keep `compress(whole(tensor))`, once per storage, and the
-#   view. `decompress` returns the storage's elements, flat.
+#   view's size, stride and offset. `decompress` returns the storage's elements, flat.
 # - Keep every other tensor as it is, but **detached**. An operator that saves its own result would
 #   otherwise create a reference cycle (Day 6).
 # - Backward may run twice. `unpack` must not keep what it returns, and nothing may stay alive
@@ -729,7 +730,8 @@ print(f"2 bits, one scale: behind 32 bits: {behind['2 bits, nearest, one scale']
 # - `with compressed_activations():` *around* checkpointed blocks compresses the inputs that they
 #   keep. (Backward recomputes outside the `with`, so the recomputed activations are not
 #   compressed. But they start from a rounded input.)
-# - *Inside* a checkpoint, no saved tensor is left to compress.
+# - *Inside* a checkpointed block it keeps all activations in 8 bits, so the checkpoint saves
+#   nothing.
 # - Day 6's `selective` keeps detached tensors, which have no gradient. They are not compressed.
 
 # %%
@@ -832,7 +834,7 @@ for name, (kept, peak) in seven.items():
 #
 # | | peak above the floor | why |
 # | --- | --- | --- |
-# | 8 bits | 0.2 GiB | no block runs twice |
+# | 8 bits | 0.2 GiB | decompressed tensors of one MLP are alive next to the last gradients |
 # | checkpointing | 0.3 GiB | the recomputed block is alive next to the last gradients |
 #
 # With one sequence, *both* does not lower the peak further. Each further sequence adds its
