@@ -488,16 +488,17 @@ def _format(tensor: torch.Tensor, spec: str) -> str:
 
 def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """Scatter into zeros, as for real tensors; for fake ones, torch compares with a range."""
-    bounds = torch.aminmax(index)  # the real one checks the bounds
-    if num_classes == -1:
-        if not known_values.is_known(bounds.max):
-            raise ValueError(
-                f"{user_line()}: without num_classes, the shape of one_hot depends on values, "
-                f"which are unknown in a dry run; pass num_classes"
-            )
-        num_classes = int(bounds.max) + 1
-    del bounds
-    result = torch.zeros((*index.shape, num_classes), dtype=torch.long)
+    if num_classes == -1 or index.device.type == "cpu":  # where the real one checks the bounds
+        bounds = torch.aminmax(index)
+        if num_classes == -1:
+            if not known_values.is_known(bounds.max):
+                raise ValueError(
+                    f"{user_line()}: without num_classes, the shape of one_hot depends on values, "
+                    f"which are unknown in a dry run; pass num_classes"
+                )
+            num_classes = int(bounds.max) + 1
+        del bounds
+    result = torch.zeros((*index.shape, num_classes), dtype=torch.long, device=index.device)
     return result.scatter_(-1, index.unsqueeze(-1), 1)
 
 

@@ -101,12 +101,16 @@ def _ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """For the mean over a list of lengths, avoid torch's version, which fills a tensor in C++."""
+    """Take the mean as torch's version does, which moves or fills the lengths in C++."""
     lengths = input_lengths, target_lengths
-    if reduction != "mean" or isinstance(target_lengths, torch.Tensor):
+    if reduction != "mean":
         return F.ctc_loss(log_probs, targets, *lengths, blank, reduction, zero_infinity)
     losses = F.ctc_loss(log_probs, targets, *lengths, blank, "none", zero_infinity)
-    divisors = torch.empty(len(target_lengths), dtype=losses.dtype).clamp_min(1)
+    if isinstance(target_lengths, torch.Tensor):
+        divisors = target_lengths.to(losses.device).clamp_min(1)
+    else:
+        divisors = torch.empty(len(target_lengths), dtype=losses.dtype, device=losses.device)
+        divisors = divisors.clamp_min(1)
     return (losses / divisors).mean()
 
 

@@ -34,8 +34,8 @@ def leak_text(leak: Leak, device: torch.device, counts: str, capacity_bytes: int
         f"The {counts} left after each step grew from {format_bytes(leak.from_bytes)} to "
         f"{format_bytes(leak.to_bytes)} on {device} in {leak.steps:,} steps, by {per_step} per "
         f"step.{until} Look for code that keeps tensors of earlier steps: a list of losses or "
-        f"outputs (append `loss.item()`), a sum of losses (add `loss.detach()`), a metric or a cache "
-        f"without a reset. If a buffer grows by design, ignore memlab.monitoring.LeakWarning."
+        f"outputs (append `loss.item()`), a sum of losses (add `loss.detach()`), a metric or a "
+        f"cache without a reset. If a buffer grows by design, ignore memlab.monitoring.LeakWarning."
     )
 
 

@@ -30,8 +30,11 @@ from memlab.dry_runs.fake_tensors import dry_run
 from memlab.internals.replacing import replaced
 from memlab.internals.scaled_mm import SCALED_MM
 from memlab.internals.torch_internals import (
+    FakeTensor,
     in_backward,
     stream_without_driver,
+    subclasses,
+    tree_leaves,
 )
 from memlab.metering.cuda import GRANULARITY
 from memlab.metering.cycles import no_cycle_collection
@@ -74,6 +77,9 @@ _CUBLASLT = frozenset({aten._addmm_activation.default, *SCALED_MM})
 _EMPTY_CACHE = tuple(
     (module, "empty_cache")
     for module in (torch.cuda, torch.cuda.memory, torch.accelerator, torch.accelerator.memory)
+)
+_FALLBACKS = tuple(
+    (module, "run_fallback_kernel") for module in (subclasses.fake_tensor, subclasses.fake_impls)
 )
 _COPIES = frozenset({aten._to_copy.default, aten.to.device, aten.to.dtype_layout})
 Build = Callable[[], tuple[Callable[[], Any], torch.nn.Module | None, Any]]
@@ -237,6 +243,7 @@ class _CudaDryRun(dry_run):
             stack.enter_context(stream_without_driver())  # bitsandbytes reads it at its import
             stack.enter_context(replaced(reported_devices.replacements()))
             stack.enter_context(replaced(dict.fromkeys(_EMPTY_CACHE, self._with_empty_cache)))
+            stack.enter_context(replaced(dict.fromkeys(_FALLBACKS, _with_device)))
             stack.enter_context(self.substitutes.installed())
             if self.kernels.autocast == "cuda":
                 stack.enter_context(cuda_autocast())
@@ -252,8 +259,9 @@ class _CudaDryRun(dry_run):
             if "at least two devices" not in str(error):
                 raise
             raise ValueError(
-                f"{user_line()}: {func} got tensors on CUDA and on the CPU, which also fails on a "
-                f'GPU; move all of them to one device, such as x.to("cuda")'
+                f"{user_line()}: {func} got tensors on CUDA and on the CPU; move all of them to "
+                f'one device, such as x.to("cuda"); if the script runs on a GPU, memlab follows '
+                f"this operator wrongly: please report it"
             ) from error
         if func in _COPIES and _names_cuda(*args[1:], *kwargs.values()):
             result.fake_device = CUDA  # torch keeps a small literal's copy as a CPU constant
@@ -364,6 +372,22 @@ class _CudaDryRun(dry_run):
         return {
             f"{how} {kind.__name__}" for kind in kinds if kind.__module__.startswith("torch.optim.")
         }
+
+
+def _with_device(fallback: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep the results of an operator without a fake kernel on CUDA. torch runs it on zeros on the
+    CPU, and takes the device of their result."""
+
+    def run(fake_mode: Any, func: Any, arguments: Any, *others: Any) -> Any:
+        result = fallback(fake_mode, func, arguments, *others)
+        if _names_cuda(*(a.device for a in arguments if isinstance(a, torch.Tensor))):
+            known = {id(argument) for argument in arguments}
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, FakeTensor) and id(tensor) not in known:
+                    tensor.fake_device = CUDA
+        return result
+
+    return run
 
 
 def _is_grouped_cublas_matmul(func: Any, args: Any, target: Target) -> bool:

@@ -235,6 +235,31 @@ def test_every_block_with_its_rounding_is_a_multiple_of_512():
 # ------------------------------------------------------------------ tensors on CUDA
 
 
+def one_hot_of_a_cuda_tensor(x, labels):
+    return (x - F.one_hot(labels, 30)).square().mean()
+
+
+def ctc_with_lengths_on_the_cpu(x, labels):
+    lengths = torch.full((8,), 20), torch.full((8,), 4)
+    return F.ctc_loss(x.expand(20, 8, 30).log_softmax(2), labels.view(8, 1).expand(8, 4), *lengths)
+
+
+LOSSES = [one_hot_of_a_cuda_tensor, ctc_with_lengths_on_the_cpu, F.multi_margin_loss]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_of_cuda_tensors_stay_on_cuda(loss):
+    def build(device="cuda"):
+        layer = torch.nn.Linear(40, 30).to(device)
+        x, labels = torch.randn(8, 40, device=device), torch.ones(8, dtype=torch.long).to(device)
+        return lambda: loss(layer(x), labels).backward(), layer, None
+
+    step, layer, _ = build("cpu")
+    real = memlab.measure(step, model=layer).at_end["gradients"]
+    predicted_bytes = memlab.predict(build, steps=1).at_end["gradients"]
+    assert predicted_bytes == real == 4 * 41 * 30
+
+
 def test_cpu_tensors_do_not_count_but_their_copies_on_cuda_do():
     def step(device):
         data = torch.zeros(1000, 64)
