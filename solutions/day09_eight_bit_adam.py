@@ -184,14 +184,14 @@ SIGNED, UNSIGNED = dynamic_code(True), dynamic_code(False)
 EVEN = torch.arange(256) / 255
 fig, axes = plt.subplots(3, sharex=True, figsize=(9, 2.6), layout="constrained")
 rows = {"dynamic, for v": UNSIGNED, "dynamic, for m": SIGNED, "even steps": EVEN}
-for ax, (name, code), colour in zip(axes, rows.items(), ("C0", "C2", "#cc6677"), strict=True):
-    ax.vlines(code[code > 0], 0, 1, color=colour, linewidth=0.7)
+for ax, (name, codebook), colour in zip(axes, rows.items(), ("C0", "C2", "#cc6677"), strict=True):
+    ax.vlines(codebook[codebook > 0], 0, 1, color=colour, linewidth=0.7)
     ax.set(yticks=[], xscale="log", xlim=(1e-7, 1.2))
     ax.set_ylabel(name, rotation=0, ha="right", va="center")
 axes[0].set_title("The 256 entries of each codebook (for m, the positive half)")
 axes[2].set_xlabel("fraction of the largest in the block")
-for name, code in rows.items():
-    print(f"{name:15} smallest positive {code[code > 0][0]:.2g}, minimum {code[0]:.3f}")
+for name, codebook in rows.items():
+    print(f"{name:15} smallest positive {codebook[codebook > 0][0]:.2g}, minimum {codebook[0]:.3f}")
 
 # %% [markdown]
 # Half of the entries are in the top decade, and only one or two in the lowest. The smallest entry
@@ -202,20 +202,20 @@ for name, code in rows.items():
 
 
 # %%
-def worst_by_decade(code):
+def worst_by_decade(codebook):
     """Return the largest |x − nearest| / x in each of the seven decades below 1."""
-    middles = ((code[:-1] + code[1:]) / 2).double()
+    middles = ((codebook[:-1] + codebook[1:]) / 2).double()
     x = torch.logspace(-7, 0, 70_001, dtype=torch.float64)
-    error = (code.double()[torch.bucketize(x, middles)] - x).abs() / x
+    error = (codebook.double()[torch.bucketize(x, middles)] - x).abs() / x
     return error[:-1].view(7, -1).amax(1)
 
 
 fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
 at = torch.arange(7)
-for shift, (name, code), colour in zip(
+for shift, (name, codebook), colour in zip(
     (-0.27, 0, 0.27), rows.items(), ("C0", "C2", "#cc6677"), strict=True
 ):
-    worst = worst_by_decade(code)
+    worst = worst_by_decade(codebook)
     axes.bar(at + shift, 100 * worst, width=0.25, color=colour, label=name)
     print(f"{name:15}", "  ".join(f"{100 * e:5.1f} %" for e in worst))
 axes.set_xticks(at, [f"$10^{{{d - 7}}}$ … $10^{{{d - 6}}}$" for d in range(7)])
@@ -233,17 +233,17 @@ _ = axes.legend(frameon=False, ncols=3, loc="upper right")
 
 
 # %%
-def decode(codes, scales, code):
+def decode(codes, scales, codebook):
     """Return float32 (n,): entry codes[k] of the codebook times the block's scale."""
     scale = scales.repeat_interleave(256)[: len(codes)]
-    return code[codes.int()] * scale
+    return codebook[codes.int()] * scale
 
 
 # %% [markdown]
 # ### Exercise 9.2: blockwise quantization
 #
-# About 15 minutes. `x` is a float32 tensor of any shape with n elements. `code` is a sorted
-# codebook of 256 values, with 0 and 1. Return `(codes, scales)`: uint8 (n,) and float32 (⌈n/256⌉,),
+# About 15 minutes. `x` is a float32 tensor of any shape with n elements. `codebook` has
+# 256 sorted values, with 0 and 1. Return `(codes, scales)`: uint8 (n,) and float32 (⌈n/256⌉,),
 # not views of larger tensors.
 #
 # - Scale: absmax of the block. The last block may be short.
@@ -253,13 +253,13 @@ def decode(codes, scales, code):
 
 
 # %%
-def encode(x, code):
+def encode(x, codebook):
     ### BEGIN SOLUTION memlab.reference.adam8bit.encode
     n = x.numel()
     blocks = F.pad(x.flatten(), (0, -n % 256)).view(-1, 256)
     scales = blocks.abs().amax(1)
     fractions = blocks / scales.where(scales > 0, 1).view(-1, 1)
-    thresholds = (code[:-1] + code[1:]) / 2
+    thresholds = (codebook[:-1] + codebook[1:]) / 2
     codes = torch.bucketize(fractions, thresholds, out_int32=True).to(torch.uint8)
     return codes.flatten()[:n].clone(), scales
     ### END SOLUTION
@@ -320,13 +320,13 @@ class ByWeight(torch.optim.Optimizer):
 
 # %%
 class Adam8bit(ByWeight):
-    codes = dynamic_code(True), dynamic_code(False)
+    codebooks = dynamic_code(True), dynamic_code(False)
     encode_v = staticmethod(encode)
 
     def step_weight(self, weight, gradient, state, group):
         ### BEGIN SOLUTION memlab.reference.adam8bit.Adam8bit.step_weight
         lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
-        signed, unsigned = self.codes
+        signed, unsigned = self.codebooks
         if not state:
             m, v = torch.zeros_like(gradient), torch.zeros_like(gradient)
         elif len(gradient) < 4096:
@@ -345,7 +345,7 @@ class Adam8bit(ByWeight):
         ### BEGIN STUB
         # # Begin with these two lines:
         # # lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
-        # # signed, unsigned = self.codes
+        # # signed, unsigned = self.codebooks
         # raise NotImplementedError("exercise 9.3, about 14 lines")
         ### END STUB
 
@@ -359,7 +359,7 @@ Adam8bit = exercise("9.3", Adam8bit)
 
 # %%
 class EvenSteps(Adam8bit):
-    codes = torch.arange(-127, 129) / 128, EVEN
+    codebooks = torch.arange(-127, 129) / 128, EVEN
 
 
 def is_within(percent, losses):
@@ -437,9 +437,9 @@ for name, (longest, _) in heavy_tails.items():
 
 
 # %%
-def encode_positive(x, code):
+def encode_positive(x, codebook):
     ### BEGIN SOLUTION memlab.reference.adam8bit.encode_positive
-    codes, scales = encode(x, code)
+    codes, scales = encode(x, codebook)
     codes[(x.flatten() > 0) & (codes == 0)] = 1
     return codes, scales
     ### END SOLUTION
@@ -480,8 +480,8 @@ print(f"  they move {share:.1f} of the distance that 32-bit Adam moves them")
 # %% [markdown]
 # The rule needs no extra memory, and no step explodes. The price: a tiny v becomes larger, 3 · 10⁻⁷
 # of the block's largest, so the step becomes *shorter*. With these tails the error is large, 35 %
-# of the distance, but safe: 75 % of the squared error comes from weights with tiny gradients, which
-# move too little.
+# of the distance, but on the safe side: 75 % of the squared error comes from weights with tiny
+# gradients, which move too little.
 #
 # Did training with even steps diverge because they are coarse, or because of their zero? Apply the
 # rule to even steps:
@@ -653,8 +653,8 @@ with torch.compiler.set_stance("force_eager"):
 # %% [markdown]
 # With normal gradients, all five are equally far from 32-bit Adam, within 0.1 %. torchao's weights
 # differ from yours by 0.01 %, bitsandbytes' by 0.7 %. The 2,048 extra bytes are the two codebooks,
-# and torchao's 4 extra bytes are its step count. torchao keeps a weight in float32 unless its size
-# is a multiple of 256.
+# and torchao's 4 extra bytes are its step count. torchao keeps moments in float32 unless the
+# weight's size is a multiple of 256.
 #
 # With heavy tails, torchao's steps explode, as yours did with nearest codes. bitsandbytes' do
 # **not**.
@@ -788,8 +788,8 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# Two guides give different bytes per parameter. The difference is a float32 copy of the weights
-# (Day 4's *master weights*): with it, 32-bit Adam needs 12 bytes instead of 8.
+# For 32-bit Adam, one guide gives 12 bytes per parameter, another 8. The difference is a float32
+# copy of the weights (Day 4's *master weights*).
 
 # %%
 per_weight = {make: size / sum(sizes) for make, size in at_7b.items()}
@@ -811,8 +811,7 @@ verdict(
     "19b",
     abs(after - 2) < 0.05 and abs(saved_gb - 6) < 0.05,
     f"{in_words}; for 1B parameters {saved_gb:.2f} GB less",
-    condition="for weights of at least 4096 elements (scales add 0.03 bytes per parameter); the "
-    "guide's 12 bytes elsewhere include master weights",
+    condition="for weights of at least 4096 elements (scales add 0.03 bytes per parameter)",
 )
 
 # %%
@@ -828,9 +827,9 @@ verdict(
 )
 
 # %% [markdown]
-# One more rule: "8-bit Adam costs a slight CPU overhead." What does the step cost on a CPU? Its
-# time does not grow with the number of tokens, but forward and backward do. So express it in
-# tokens: forward and backward of how many tokens take the same CPU time?
+# One more rule: "8-bit Adam costs a slight CPU overhead." How much longer does the step take on
+# a CPU? The extra time does not grow with the number of tokens, but forward and backward do. So
+# express it in tokens: forward and backward of how many tokens take as long?
 
 
 # %%
@@ -881,7 +880,7 @@ verdict("19d", more_tokens < 2000, measured_times, condition=condition)
 #
 # You can now explain a codebook's spacing and why each block has a scale. In an 8-bit optimizer,
 # check how it stores small tensors and sizes other than multiples of the block size, how much it
-# decodes at once, and how it rounds to zero.
+# decodes at once, and whether it rounds small v to zero.
 #
 # Tomorrow: FlashAttention, which never stores all T² scores.
 

@@ -160,7 +160,7 @@ print(f"row_sum of ordinary softmax, in two passes: {(row - row.max()).exp().sum
 #
 # About 12 minutes. You get the state of R rows, `row_max` and `row_sum` (…, R, 1) and `acc` (…, R,
 # D), and a tile of K keys, `scores` (…, R, K) and `values` (…, K, D). Return the new row_max,
-# row_sum and acc. Do not change the arguments.
+# row_sum and acc. Do not change the arguments, and build no tensor of R × K × D elements.
 #
 # Before its first key, a row has row_max −∞. Masked scores are −∞ too. If a row has seen only
 # masked scores, row_max stays −∞, and row_sum and acc stay 0.
@@ -542,7 +542,7 @@ for name, attention in VERSIONS.items():
 # | --- | --- |
 # | score matrix | 6: backward has the saved probabilities |
 # | yours | 7 with recomputation; the mask leaves 36 of 64 tiles: 7 · 36/64 = 3.94 |
-# | memlab | tiles of 256: 7 · 10/16 = 4.38, and each tile is larger |
+# | memlab | 7; with tiles of 256 the mask leaves 10 of 16: 7 · 10/16 = 4.38 |
 # | torch | 7: the counter's formula ignores the mask |
 #
 # Recomputation pays off here for the same reason as on Day 6: the probabilities need the most

@@ -240,8 +240,9 @@ kept = sum(e.bytes for e in loop.events if "softmax.default" in e.operator and e
 print(f"the log-softmaxes alone: {format_bytes(kept)}")
 
 # %% [markdown]
-# Checkpointing each chunk (Day 5) would help, but recomputing the logits in backward costs a fourth
-# matmul. But forward can compute the gradients. This needs an autograd *Function*, as on Day 5.
+# Three matmuls compute the logits and both gradients. Checkpointing each chunk (Day 5) would help,
+# but it needs a fourth, to recompute the logits. Instead, compute the gradients in forward, in an
+# autograd *Function* (Day 5).
 #
 # - `forward` records no graph; you choose what to save: the **gradients**.
 # - `backward` gets the gradient of the loss, `upstream` (1, or the factor that the loss was

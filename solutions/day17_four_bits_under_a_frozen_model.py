@@ -694,8 +694,8 @@ print(f"parameters {known['others'] + known['adapters'] - usual['parameters']:,}
 
 # %% [markdown]
 # Formula and meter agree to the byte. Before the first token, 7B needs less than 5 GiB and 13B less
-# than 9 GiB. bitsandbytes' *paged* optimizers can move the moments to host memory. They are two
-# thirds of "training" here, so adapters alone gain little from it.
+# than 9 GiB. bitsandbytes' *paged* optimizers can move the moments to host memory. With adapters,
+# the moments are two thirds of "training", 0.3 GiB for 7B, so this saves little.
 
 # %% [markdown]
 # ## Why it still runs out of memory
@@ -769,22 +769,22 @@ axes.legend(frameon=False, fontsize=9, loc="lower center", bbox_to_anchor=(0.7, 
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# What happened in each row?
+# Why does each change help?
 #
-# 1. **float32 norms.** Norms output float32, so every later activation is float32. Under autocast,
-#    matmuls return bfloat16 again.
-# 2. **No checkpointing.** LoRA and four bits reduce no activations: gradients flow through every
-#    block down to the first adapter.
-# 3. **Logits in float32.** They need several tensors of tokens × vocabulary (Day 11).
-# 4. **Not prepared.** Embedding, output layer and norms stay in bfloat16, and so do the block
-#    inputs that checkpointing saves.
+# - **Autocast.** Prepared norms output float32, so every later activation is float32. Under
+#   autocast, matmuls return bfloat16 again.
+# - **Checkpointing.** LoRA and four bits reduce no activations: gradients flow through every block
+#   down to the first adapter.
+# - **Logits in chunks.** All logits need several tensors of tokens × vocabulary (Day 11).
+# - **Not prepared.** Embedding, output layer and norms stay in bfloat16, and so do the block inputs
+#   that checkpointing saves.
 
 # %% [markdown]
 # ### Longer texts, larger vocabularies
 #
 # With the fourth row's setup, the remaining memory grows with the tokens of a step: block inputs,
-# one block at work, and a chunk of logits. What would the logits need without chunks? Measure how
-# many bytes `float32_loss` needs per token and vocabulary entry:
+# one recomputed block, and a chunk of logits. What would the logits need without chunks? Measure
+# how many bytes `float32_loss` needs per token and vocabulary entry:
 
 # %%
 tokens, vocab = 256, 4096
@@ -975,10 +975,10 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# A guide turns on checkpointing in a transformers model with a single call, as every QLoRA script
-# does. (From transformers 6 on, it is `activation_checkpointing_enable()`.) Measure it in GPT-2
-# with 2 × 512 tokens. `from_pretrained` returns a model in evaluation mode, where transformers
-# ignores the call.
+# A guide turns on checkpointing in a transformers model with `gradient_checkpointing_enable()`, as
+# every QLoRA script does. (From transformers 6 on, it is `activation_checkpointing_enable()`.)
+# Measure it in GPT-2 with 2 × 512 tokens. `from_pretrained` returns a model in evaluation mode,
+# where transformers ignores the call.
 #
 # The guide's trainer first checks `hasattr`. A model without the method trains without
 # checkpointing, and no message says so.

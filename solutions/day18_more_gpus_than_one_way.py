@@ -26,7 +26,7 @@
 #
 # | parallelism | what a rank computes |
 # | --- | --- |
-# | tensor | 1/R of the attention heads and of the MLP's elements, for all tokens |
+# | tensor | 1/R of the attention heads and of the MLP's intermediate size, for all tokens |
 # | sequence (added to tensor) | the norms and the residual stream, for 1/R of the tokens |
 # | pipeline | L/R of the layers, for one micro-batch after another |
 # | context | all layers, for 1/R of the tokens of each sequence |
@@ -559,7 +559,7 @@ def attend(q, k, v, shift):
 # - As on Day 13, `peer.send(x)` sends to the next rank, and `peer.receive()` waits for the previous
 #   rank's tensor.
 # - Send keys and values as one tensor (`torch.stack`), R − 1 times. R is `peer.ranks`.
-# - `attend` gives nan for a query without a key.
+# - For a query that sees no keys, `attend` gives lse = +∞, and merging that gives NaN.
 # - Scores can be as large as ±1,000: use `torch.logaddexp`.
 
 
@@ -599,7 +599,7 @@ print(f"sent around the ring: {ring_bytes:,} bytes; (3·2 − 2)/2 · {keys_valu
 # %% [markdown]
 # ## What each kind divides and sends
 #
-# These are the formulas for the table above, with R ranks and n tokens of C elements:
+# These are the formulas for the first measurement's table, with R ranks and n tokens of C elements:
 #
 # | | weights, gradients, optimizer state | activations | logits | sent per step (ring passes) |
 # | --- | --- | --- | --- | --- |

@@ -116,7 +116,7 @@ print(f"{others:,} other weights: {others / LLAMA_2_7B.parameters:.1%} of all we
 # ## What Adam does to a matrix
 #
 # Train a small text model for 15 steps of AdamW. Plot the singular values of one gradient, of
-# AdamW's step, and of U Vᵀ (Muon's step):
+# AdamW's step, and of U Vᵀ (Muon's step, explained below):
 
 # %%
 CONFIG = replace(PRESETS["tiny"], hidden_size=64, layers=2, kv_heads=4, intermediate_size=192)
@@ -305,7 +305,7 @@ print(f"4·m·n = {4 * m * n:,} bytes; 4·m·n + 2·m² = {4 * m * n + 2 * m * m
 # %% [markdown]
 # The **state** is half of AdamW's. The **temporaries** exist for one matrix at a time, because the
 # loop updates one weight after another. memlab's are two m × n matrices and an m × m square in
-# bfloat16.
+# bfloat16, 4·m·n + 2·m² bytes. torch's also hold a float32 matrix and a second square.
 
 # %% [markdown]
 # ### Muon's compute
@@ -549,8 +549,8 @@ axes.spines[["top", "right"]].set_visible(False)
 # GaLore's paper claims up to 65.5 % less optimizer memory, and pre-training of 7B on 24 GB without
 # checkpointing or offloading. Its setup: bfloat16 weights, the step inside backward, 8-bit moments.
 #
-# First predict a step of 256 tokens, with moments and P in bfloat16. (`tests/course/test_day20.py`
-# computes this prediction, `RESERVED`, in half a minute.)
+# First predict a step of 256 tokens, with moments and P in bfloat16. `RESERVED` is the result. (The
+# prediction takes half a minute; `tests/course/test_day20.py` repeats it.)
 
 
 # %%
@@ -580,7 +580,7 @@ budget = memory_named("rtx4090").budget_bytes
 CLAIMS = {
     "65.5 % less optimizer memory (GaLore)":
         f"{1 - STATES['galore'] / STATES['adamw']:.1%} for 7B at rank 1,024",
-    "82.5 % less with 8-bit moments, against bfloat16's AdamW (GaLore)":
+    "82.5 % less with 8-bit moments than AdamW in bfloat16 (GaLore)":
         f"{1 - in_8_bits / (STATES['adamw'] // 2):.1%}, by formula",
     "7B on 24 GB without checkpointing (GaLore), moments in bfloat16":
         f"{format_bytes(RESERVED)} reserved without the SVD's workspace, "

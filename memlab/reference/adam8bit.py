@@ -31,34 +31,34 @@ def dynamic_code(signed: bool) -> Tensor:
     return torch.cat(values).sort().values
 
 
-def encode(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
+def encode(x: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
     """Return uint8 codes (n,) and float32 scales (⌈n/256⌉,) of n elements."""
     n = x.numel()
     blocks = F.pad(x.flatten(), (0, -n % 256)).view(-1, 256)
     scales = blocks.abs().amax(1)
     fractions = blocks / scales.where(scales > 0, 1).view(-1, 1)
-    thresholds = (code[:-1] + code[1:]) / 2
+    thresholds = (codebook[:-1] + codebook[1:]) / 2
     codes = torch.bucketize(fractions, thresholds, out_int32=True).to(torch.uint8)
     return codes.flatten()[:n].clone(), scales
 
 
-def encode_positive(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
+def encode_positive(x: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
     """Encode second moments without rounding a positive element to 0, which would be a divisor."""
-    codes, scales = encode(x, code)
+    codes, scales = encode(x, codebook)
     codes[(x.flatten() > 0) & (codes == 0)] = 1
     return codes, scales
 
 
-def decode(codes: Tensor, scales: Tensor, code: Tensor) -> Tensor:
+def decode(codes: Tensor, scales: Tensor, codebook: Tensor) -> Tensor:
     """Return the decoded float32 elements (n,)."""
     each = scales.repeat_interleave(256)[: len(codes)]
-    return code[codes.int()] * each
+    return codebook[codes.int()] * each
 
 
 class Adam8bit(torch.optim.Optimizer):
     """Parameters with fewer than 4096 elements keep float32 moments."""
 
-    codes = dynamic_code(True), dynamic_code(False)
+    codebooks = dynamic_code(True), dynamic_code(False)
     encode_v = staticmethod(encode_positive)
 
     def __init__(self, params: Any, lr: float = 1e-3, betas: Any = (0.9, 0.999), eps: float = 1e-8):
@@ -74,7 +74,7 @@ class Adam8bit(torch.optim.Optimizer):
         self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
         lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
-        signed, unsigned = self.codes
+        signed, unsigned = self.codebooks
         if not state:
             m, v = torch.zeros_like(gradient), torch.zeros_like(gradient)
         elif len(gradient) < 4096:

@@ -310,7 +310,7 @@ def by_the_librarys_hooks(weights, update):
         (LION, with_a_copy_elsewhere, "72,000 bytes are kept between steps, wanted 24,000."),
         (LION, sign_of_the_new_momentum, "updated before its use"),
         (BLOCK_SIZE, rows_for_all, "query.weight', (32, 32), 8) gave 32, wanted 256."),
-        (IN_BACKWARD, refused_when_all_were_stepped, "had changed 1 of 13 weights."),
+        (IN_BACKWARD, refused_when_all_were_stepped, "changed 1 of 13 weights before"),
         (IN_BACKWARD, refused_by_a_full_set, "not use the last weight, and another before end_ste"),
         (IN_BACKWARD, by_the_librarys_hooks, "Your answer calls torch.optim."),
     ],

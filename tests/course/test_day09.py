@@ -76,7 +76,7 @@ class InPlaceAdam8bit(Adam8bit):
         root = v.sqrt().div_(c2**0.5).add_(group["eps"])
         weight.addcdiv_(m.view_as(weight), root.view_as(weight), value=-group["lr"] / c1)
         if not is_small:
-            new = (*encode(m, self.codes[0]), *self.encode_v(v, self.codes[1]))
+            new = (*encode(m, self.codebooks[0]), *self.encode_v(v, self.codebooks[1]))
             for kept, one in zip(state["kept"], new, strict=True):
                 kept.copy_(one)
 
@@ -90,7 +90,7 @@ class InPlaceAdam8bit(Adam8bit):
 
     def decoded(self, state):
         m, m_scales, v, v_scales = state["kept"]
-        return decode(m, m_scales, self.codes[0]), decode(v, v_scales, self.codes[1])
+        return decode(m, m_scales, self.codebooks[0]), decode(v, v_scales, self.codebooks[1])
 
 
 class SeparateBranches(Adam8bit):
@@ -104,12 +104,14 @@ class SeparateBranches(Adam8bit):
         t = state.setdefault("t", 0) + 1
         old = state.get("moments", (torch.zeros_like(gradient),) * 2)
         if t > 1 and is_large():
-            old = [decode(*kept, code) for kept, code in zip(old, self.codes, strict=True)]
+            old = [decode(*kept, code) for kept, code in zip(old, self.codebooks, strict=True)]
         m = old[0] * b1 + gradient * (1 - b1)
         v = old[1] * b2 + gradient.square() * (1 - b2)
         change = m / (1 - b1**t) / (torch.sqrt(v / (1 - b2**t)) + group["eps"])
         weight.sub_(change.reshape(weight.shape), alpha=group["lr"])
-        moments = (encode(m, self.codes[0]), self.encode_v(v, self.codes[1])) if is_large() else 0
+        moments = (
+            (encode(m, self.codebooks[0]), self.encode_v(v, self.codebooks[1])) if is_large() else 0
+        )
         state.update(t=t, moments=moments or (m, v))
 
 
@@ -178,7 +180,7 @@ class HiddenInTheClass(Adam8bit):
         m, v, t = self.exact.get(id(weight), (0 * gradient, 0 * gradient, 0))
         m, v, t = b1 * m + (1 - b1) * gradient, b2 * v + (1 - b2) * gradient**2, t + 1
         self.exact[id(weight)] = m, v, t
-        state["m"], state["v"] = encode(m, self.codes[0]), self.encode_v(v, self.codes[1])
+        state["m"], state["v"] = encode(m, self.codebooks[0]), self.encode_v(v, self.codebooks[1])
         root = (v / (1 - b2**t)).sqrt() + group["eps"]
         weight -= group["lr"] * (m / (1 - b1**t) / root).view_as(weight)
 
@@ -324,7 +326,7 @@ REFUSED = [
     ("9.2", "the padding is returned", ("[:n].clone()", "")),
     ("9.2", "the padding stays in memory", (".clone()", "")),
     ("9.2", "int64 codes", ("torch.uint8", "torch.int64")),
-    ("9.2", "the entry above", (NEAREST, "torch.bucketize(fractions, code).clamp(max=255)")),
+    ("9.2", "the entry above", (NEAREST, "torch.bucketize(fractions, codebook).clamp(max=255)")),
     (
         "9.3",
         "bfloat16 moments",

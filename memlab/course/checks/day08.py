@@ -780,7 +780,7 @@ def _check_in_backward(answer: InBackward) -> str:
     require(
         most <= 2 * largest,
         f"up to {most:,} bytes of gradients are alive in backward; wanted at most {2 * largest:,}, "
-        f"twice the largest gradient, which has two parts.",
+        f"the two parts of the tied table's gradient.",
     )
     _require_refused(recorder, "a further backward before end_step()")
     _require_refused(recorder, "another backward after a refusal and before end_step()")
@@ -830,7 +830,7 @@ def _require_refused(recorder: _UpdateRecorder, case: str, layers: int = _LAYERS
     changed = sum(not torch.equal(a, b) for a, b in zip(before, recorder.weights, strict=True))
     require(
         not changed,
-        f"{case} was refused, but after it had changed {changed} of {len(before)} weights.",
+        f"{case} changed {changed} of {len(before)} weights before it raised RuntimeError.",
     )
     left = [n for n, weight in enumerate(recorder.weights, 1) if weight.grad is not None]
     require(not left, f"{case} was refused, but weights {left} have a gradient after it.")

@@ -264,7 +264,7 @@ def _require_zeros(call: str, x: Tensor, codes: Tensor, code: Tensor) -> None:
 
 _ABSMAX = "blocks.abs().amax(1)"
 _NEAREST = "torch.bucketize(fractions, thresholds, out_int32=True)"
-_EVENLY = "((fractions * 127).round() + 127 if code[0] < 0 else (fractions * 255).round())"
+_EVENLY = "((fractions * 127).round() + 127 if codebook[0] < 0 else (fractions * 255).round())"
 
 _ENCODE = Exercise(
     id="9.2",
@@ -278,8 +278,9 @@ _ENCODE = Exercise(
         "thresholds) counts the thresholds below each fraction, and this count is the code. Avoid "
         "0 / 0 in a block of zeros.",
         "scales = blocks.abs().amax(1); fractions = blocks / scales.where(scales > 0, "
-        "1).view(-1, 1); codes = torch.bucketize(fractions, (code[:-1] + code[1:]) / 2). Then "
-        "convert the dtype, remove the padding (clone the slice), and return codes and scales.",
+        "1).view(-1, 1); codes = torch.bucketize(fractions, (codebook[:-1] + codebook[1:]) / "
+        "2). Then convert the dtype, remove the padding (clone the slice), and return codes and "
+        "scales.",
     ),
     reference=encode,
     check=_check_encode,
@@ -318,7 +319,7 @@ _ENCODE = Exercise(
         ("These are even steps. Use the nearest entry of the codebook.", (_NEAREST, _EVENLY)),
         (
             "This is the entry below, not the nearest one. Compare with the midpoints.",
-            (_NEAREST, "(torch.bucketize(fractions, code, right=True) - 1)"),
+            (_NEAREST, "(torch.bucketize(fractions, codebook, right=True) - 1)"),
         ),
         (
             "The codebook ends at 1. Divide by the block's scale before you look for the nearest "
@@ -327,7 +328,7 @@ _ENCODE = Exercise(
         ),
         (
             "All distances at once need a kilobyte per element, more than the codes save.",
-            (_NEAREST, "(fractions.unsqueeze(-1) - code).abs().argmin(-1)"),
+            (_NEAREST, "(fractions.unsqueeze(-1) - codebook).abs().argmin(-1)"),
         ),
         (
             "The signs are lost. Use |x| only for the scale.",
@@ -360,7 +361,7 @@ def _check_adam(answer: type[torch.optim.Optimizer]) -> str:
         )
     _check_groups(answer)
     return (
-        f"{STEPS} steps of {len(SHAPES)} weights are right, and of three in two groups · state "
+        f"{STEPS} steps are right, for {len(SHAPES)} shapes and for two parameter groups · state "
         f"2n + 8⌈n/256⌉ bytes from n = {SMALLEST:,}, 8n below · short last blocks too"
     )
 
@@ -671,7 +672,7 @@ def _require_rule(call: str, x: Tensor, codes: Tensor, code: Tensor) -> None:
     count = off.count_nonzero().item()
     require(
         off.max().item() <= 1 and count < 0.01 * len(flat),
-        f"{call}: {count} of {len(flat)} elements don't get the nearest code, and it is not 0.",
+        f"{call}: {count} of {len(flat)} elements have a nearest code above 0 but don't get it.",
     )
 
 
@@ -701,8 +702,8 @@ _RULE = Exercise(
     hints=(
         "encode does almost everything. Which codes have to change, and to what?",
         "Where x is above zero and its code is 0, set the code to 1. A zero keeps code 0.",
-        "codes, scales = encode(x, code). The mask of elements to change is (x.flatten() > 0) & "
-        "(codes == 0). Set these codes to 1.",
+        "codes, scales = encode(x, codebook). The mask of elements to change is (x.flatten() > 0) "
+        "& (codes == 0). Set these codes to 1.",
     ),
     reference=encode_positive,
     check=_check_rule,

@@ -808,7 +808,7 @@ def _check_flash(answer: Flash) -> str:
     return (
         f"gradients match float64, with both alignments · {held:,} bytes held for backward: out "
         f"and lse · {LONG.queries} × {LONG.keys} scores: a peak of {peak:,} bytes in both passes, "
-        f"and per head 3 × {made // (3 * LONG.heads):,} scores and dP computed, in tiles"
+        f"and in tiles {made // (3 * LONG.heads):,} scores per head computed twice and dP once"
     )
 
 
@@ -985,7 +985,7 @@ _FLASH = Exercise(
         *mistakes(
             "10.4",
             (
-                "Autograd records the loop and saves every tile, N² elements. Write the backward.",
+                "Autograd records the loop and saves every tile, T² elements. Write the backward.",
                 body("flash", "return attend(q, k, v, tile, shift)[0]"),
             ),
             (

@@ -64,7 +64,7 @@ def _check_all_logits(answer: Callable[..., int]) -> str:
     large = (8192, 4096, 128_256)
     call = "all_logits_bytes(rows={}, width={}, vocab={})".format(*large)
     equal(call, answer(*large), all_logits_bytes(*large), "bytes")
-    return f"{len(HEADS)} heads: your bytes match the measured peak, at either moment"
+    return f"{len(HEADS)} shapes: your bytes match the measured peak, at either moment"
 
 
 _LARGER = "max(3 * logits, logits + gradients)"
