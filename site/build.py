@@ -9,6 +9,7 @@ A link to a file of the repository that is no page leads to the repository on th
 """
 
 import json
+import logging
 import re
 import shutil
 import subprocess
@@ -79,6 +80,7 @@ LINK = re.compile(r"(\]\()([^)\s]+)|((?:src|href)=\")([^\"]+)")
 
 
 def main() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     for folder in (STAGED, PUBLIC):
         shutil.rmtree(folder, ignore_errors=True)
     stage()
@@ -230,8 +232,11 @@ def expanded(nav: list[dict]) -> list[dict]:
     return [{title: pages_of(entry) for title, entry in item.items()} for item in nav]
 
 
-def pages_of(entry: str | list) -> str | list:
-    if isinstance(entry, list) or "*" not in entry:
+def pages_of(entry: str | dict | list) -> str | dict | list:
+    if isinstance(entry, list):
+        parts = [pages_of(part) for part in entry]
+        return [page for part in parts for page in (part if isinstance(part, list) else [part])]
+    if isinstance(entry, dict) or "*" not in entry:
         return entry
     if entry.startswith("api/"):
         return [{title: f"api/{title.lower().replace(' ', '-')}.md"} for title in API.values()]
