@@ -19,6 +19,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from html import escape
 from pathlib import Path
 from posixpath import normpath
 
@@ -76,17 +77,20 @@ PLANNER_FILES = (
 
 FENCE = re.compile(r"^ *```.*?^ *```$", re.M | re.S)
 HEADING = re.compile(r"^#+ .*$", re.M)
+TABLE = re.compile(r"^(\|.*\|\n)(\|[-:| ]+\|)((?:\n\|.*\|)+)", re.M)
+WORDS = re.compile(r"(?:[a-z]{2,}[,;]? ){3}")  # a sentence rather than a number
 LINK = re.compile(r"(\]\()([^)\s]+)|((?:src|href)=\")([^\"]+)")
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.getLogger("mkdocs").addHandler(logging.StreamHandler())  # shows its warnings
     for folder in (STAGED, PUBLIC):
         shutil.rmtree(folder, ignore_errors=True)
     stage()
     config = load_config(str(SITE / "mkdocs.yml"), strict=True, repo_url=REPOSITORY)
     config.nav = expanded(config.nav)
     build_html(config)
+    describe_pictures()
     faults = links.faults(PUBLIC)
     sys.exit("\n".join(faults)) if faults else print(f"{PUBLIC}: {links.counted(PUBLIC)}")
 
@@ -122,6 +126,12 @@ def stage_planner() -> None:
     with zipfile.ZipFile(STAGED / "assets/memlab.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         for path in found(ROOT, *PLANNER_FILES):
             archive.write(path, path.relative_to(ROOT))
+    large = [*found(STAGED / "assets/pyodide", "*.wasm", "*.zip"), Path(archive.filename)]
+    page = (STAGED / "planner.md").read_text(encoding="utf-8")
+    write(
+        STAGED / "planner.md",
+        page.replace("{{ bytes }}", str(sum(path.stat().st_size for path in large))),
+    )
 
 
 def staged_markdown(text: str, name: str, staged: set[str]) -> str:
@@ -130,7 +140,18 @@ def staged_markdown(text: str, name: str, staged: set[str]) -> str:
     for fence in FENCE.finditer(text):
         parts += [relinked(text[end : fence.start()], name, staged), fence[0]]
         end = fence.end()
-    return "".join([*parts, relinked(text[end:], name, staged)])
+    parts.append(relinked(text[end:], name, staged))
+    return TABLE.sub(words_left, "".join(parts))
+
+
+def words_left(table: re.Match[str]) -> str:
+    """Return the table with its columns of sentences aligned to the left."""
+    columns = zip(*(row.split("|")[1:-1] for row in table[3].split("\n")[1:]), strict=False)
+    sides = table[2].split("|")[1:-1]
+    for n, cells in enumerate(columns):
+        if any(WORDS.search(cell) for cell in cells):
+            sides[n] = " --- "
+    return f"{table[1]}|{'|'.join(sides)}|{table[3]}"
 
 
 def relinked(prose: str, name: str, staged: set[str]) -> str:
@@ -162,6 +183,8 @@ def staged_notebook(text: str, name: str, staged: set[str]) -> str:
     """Return the executed notebook with a link to the one with stubs. nbconvert leaves links as
     they are, so those to files lead into the repository."""
     notebook = json.loads(text)
+    for cell in notebook["cells"]:
+        cell["metadata"].pop("tags", None)  # they are for the tests
     lesson = name.replace("solutions/", "lessons/")
     seen: Counter[str] = Counter()
     for cell in notebook["cells"]:
@@ -183,6 +206,44 @@ def unique_heading(line: str, seen: Counter[str]) -> str:
     plain = line.replace("`", "")
     seen[plain] += 1
     return plain if seen[plain] == 1 else f"{plain} ({seen[plain]})"
+
+
+# ------------------------------------------------------------------ pictures of notebooks
+
+NO_ALT = 'alt="No description has been provided for this image"'
+TITLE = re.compile(r"""(?:title\(|title=)f?(["'])(.*?)\1""")
+
+
+def describe_pictures() -> None:
+    """Replace nbconvert's text for pictures by their titles."""
+    for path in found(STAGED, "solutions/*.ipynb"):
+        page = PUBLIC / path.relative_to(STAGED).with_suffix("") / "index.html"
+        html = page.read_text(encoding="utf-8")
+        titles = pictures(json.loads(path.read_text(encoding="utf-8"))["cells"])
+        if html.count(NO_ALT) != len(titles):
+            raise ValueError(f"{page} has not {len(titles)} pictures without a text")
+        for title in titles:
+            html = html.replace(NO_ALT, f'alt="{escape(title)}"', 1)
+        page.write_text(html, encoding="utf-8")
+
+
+def pictures(cells: list[dict]) -> list[str]:
+    """Return what each picture shows: the titles in the cell's code, else the section's heading."""
+    texts, heading = [], ""
+    for cell in cells:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            heading = (HEADING.findall(source) or [heading])[-1]
+            continue
+        titles = [title.replace("\\n", " ") for _, title in TITLE.findall(source)]
+        known = [title for title in titles if "{" not in title]
+        text = "; ".join(known) or heading.lstrip("# ")
+        images = [out for out in cell["outputs"] if "image/png" in out.get("data", {})]
+        texts += [f"Plot: {text}"] * len(images)
+    return texts
+
+
+# ------------------------------------------------------------------ files
 
 
 def copy(source: Path, target: Path) -> None:

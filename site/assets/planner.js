@@ -1,6 +1,7 @@
 // The form, the address and the drawing of the planner page; planner.py computes.
 const form = document.getElementById("settings");
 const place = document.getElementById("answer");
+const loading = document.getElementById("loading");
 const worker = new Worker(new URL("planner_worker.js", import.meta.url), { type: "module" });
 let defaults = {};
 
@@ -90,16 +91,32 @@ function moments(found, shown) {
   }
 }
 
+function progress(loaded) {
+  const size = Number(loading.dataset.bytes);
+  const bar = loading.querySelector("progress");
+  bar.max = size;
+  bar.value = loaded;
+  bar.previousSibling.textContent = loaded < size
+    ? `Loading Python: ${(loaded / 1e6).toFixed(1)} of ${(size / 1e6).toFixed(1)} MB `
+    : "Starting Python … ";
+}
+
+function failed(why) {
+  loading.hidden = true;
+  place.replaceChildren();
+  make("p", `Python did not start: ${why}`, place, "wrong");
+}
+
 worker.onmessage = ({ data }) => {
+  if (data.loaded) return progress(data.loaded);
   if (data.choices) return fill(data.choices);
-  if (data.failed) return void (place.textContent = `Python did not start: ${data.failed}`);
+  if (data.failed) return failed(data.failed);
   if (data.settings !== JSON.stringify(settings())) return; // a newer question is on its way
+  loading.hidden = true;
   show(data.answer);
   place.dataset.answer = JSON.stringify(data.answer);
   place.dataset.asked = data.settings;
 };
-worker.onerror = (event) => {
-  place.textContent = `Python did not start: ${event.message ?? "the worker failed to load"}`;
-};
+worker.onerror = (event) => failed(event.message ?? "the worker failed to load");
 form.addEventListener("input", ask);
 form.addEventListener("submit", (event) => event.preventDefault());
