@@ -25,9 +25,10 @@ from posixpath import normpath
 
 import griffe
 import links
-import pyodide_files
+from formulas import with_formulas
 from mkdocs.commands.build import build as build_html
 from mkdocs.config import load_config
+from npm_packages import KATEX, PYODIDE
 
 SITE = Path(__file__).parent
 ROOT = SITE.parent
@@ -90,7 +91,7 @@ def main() -> None:
     config = load_config(str(SITE / "mkdocs.yml"), strict=True, repo_url=REPOSITORY)
     config.nav = expanded(config.nav)
     build_html(config)
-    describe_pictures()
+    finish_notebooks()
     faults = links.faults(PUBLIC)
     sys.exit("\n".join(faults)) if faults else print(f"{PUBLIC}: {links.counted(PUBLIC)}")
 
@@ -112,6 +113,9 @@ def stage() -> None:
         copy(path, STAGED / path.name)
     for path in found(SITE / "assets", "*"):
         copy(path, STAGED / "assets" / path.name)
+    dist = KATEX.folder(ROOT) / "dist"
+    for path in KATEX.files(ROOT):
+        copy(path, STAGED / "assets/katex" / path.relative_to(dist))
     for module, title in API.items():
         write(STAGED / f"api/{title.lower().replace(' ', '-')}.md", api_page(module, title))
     stage_planner()
@@ -121,7 +125,7 @@ def stage() -> None:
 
 def stage_planner() -> None:
     """Copy Python for the browser, and what it runs there."""
-    for path in pyodide_files.files(ROOT):
+    for path in PYODIDE.files(ROOT):
         copy(path, STAGED / "assets/pyodide" / path.name)
     with zipfile.ZipFile(STAGED / "assets/memlab.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         for path in found(ROOT, *PLANNER_FILES):
@@ -208,18 +212,19 @@ def unique_heading(line: str, seen: Counter[str]) -> str:
     return plain if seen[plain] == 1 else f"{plain} ({seen[plain]})"
 
 
-# ------------------------------------------------------------------ pictures of notebooks
+# ------------------------------------------------------------------ pages of notebooks
 
 NO_ALT = 'alt="No description has been provided for this image"'
 TITLE = re.compile(r"""(?:title\(|title=)f?(["'])(.*?)\1""")
 
 
-def describe_pictures() -> None:
-    """Replace nbconvert's text for pictures by their titles."""
+def finish_notebooks() -> None:
+    """Draw the formulas, and replace nbconvert's text for pictures by their titles."""
     for path in found(STAGED, "solutions/*.ipynb"):
         page = PUBLIC / path.relative_to(STAGED).with_suffix("") / "index.html"
-        html = page.read_text(encoding="utf-8")
-        titles = pictures(json.loads(path.read_text(encoding="utf-8"))["cells"])
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        html = with_formulas(page.read_text(encoding="utf-8"), cells, ROOT)
+        titles = pictures(cells)
         if html.count(NO_ALT) != len(titles):
             raise ValueError(f"{page} has not {len(titles)} pictures without a text")
         for title in titles:
