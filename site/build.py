@@ -76,6 +76,10 @@ PLANNER_FILES = (
     *("memlab/train/technique.py", "site/planner.py"),
 )
 
+# The guides: what a reader looks for first. Search shows them above lessons and logs.
+GUIDES = ("MEASURE", "PLAN", "RUN", "EXPLAIN", "MONITOR", "HOWTO", "FRAMEWORKS")
+BOOST = "---\nsearch:\n  boost: 2\n---\n\n"
+
 FENCE = re.compile(r"^ *```.*?^ *```$", re.M | re.S)
 HEADING = re.compile(r"^#+ .*$", re.M)
 TABLE = re.compile(r"^(\|.*\|\n)(\|[-:| ]+\|)((?:\n\|.*\|)+)", re.M)
@@ -145,7 +149,8 @@ def staged_markdown(text: str, name: str, staged: set[str]) -> str:
         parts += [relinked(text[end : fence.start()], name, staged), fence[0]]
         end = fence.end()
     parts.append(relinked(text[end:], name, staged))
-    return TABLE.sub(words_left, "".join(parts))
+    boost = BOOST if Path(name).stem in GUIDES else ""
+    return boost + TABLE.sub(words_left, "".join(parts))
 
 
 def words_left(table: re.Match[str]) -> str:

@@ -26,6 +26,7 @@ function fill({ lists, defaults: given }) {
     const wanted = asked.get(name) ?? value;
     if (field.type === "checkbox") field.checked = wanted !== "";
     else field.value = wanted;
+    if (field.type !== "checkbox" && field.value !== wanted) field.value = value; // unknown
   }
   ask();
 }
@@ -55,11 +56,13 @@ function show(found) {
     : `It does not fit: ${shown(found.peak - found.budget)} more than ${shown(found.budget)}.`;
   make("p", `Peak: ${shown(found.peak)}, at the moment “${found.moment}”. ${verdict}`, place,
     found.fits ? "verdict fits" : "verdict wrong");
-  const longest = found.longest.toLocaleString("en-US");
+  const tokens = (count) => count.toLocaleString("en-US");
+  const limit = found.longest > found.made_for
+    ? ` (the model is made for ${tokens(found.made_for)})` : "";
   make("p", found.longest
-    ? `Longest sequence that fits: ${longest} tokens.`
+    ? `Longest sequence that fits: ${tokens(found.longest)} tokens${limit}.`
     : "Not even a sequence of one token fits.", place);
-  make("p", `${found.parameters.toLocaleString("en-US")} parameters; ${found.recipe}`, place);
+  make("p", `${tokens(found.parameters)} parameters; ${found.recipe}`, place);
   bars(found, shown);
   moments(found, shown);
 }
@@ -104,7 +107,7 @@ function progress(loaded) {
 function failed(why) {
   loading.hidden = true;
   place.replaceChildren();
-  make("p", `Python did not start: ${why}`, place, "wrong");
+  make("p", `Python failed: ${why}`, place, "wrong");
 }
 
 worker.onmessage = ({ data }) => {

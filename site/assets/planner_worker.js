@@ -33,5 +33,9 @@ ready.then(
 );
 onmessage = async ({ data }) => {
   const planner = await ready;
-  postMessage({ settings: data, answer: JSON.parse(planner.answer(data)) });
+  try {
+    postMessage({ settings: data, answer: JSON.parse(planner.answer(data)) });
+  } catch (error) {
+    postMessage({ failed: String(error) });
+  }
 };
