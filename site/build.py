@@ -83,6 +83,7 @@ BOOST = "---\nsearch:\n  boost: 2\n---\n\n"
 FENCE = re.compile(r"^ *```.*?^ *```$", re.M | re.S)
 HEADING = re.compile(r"^#+ .*$", re.M)
 TABLE = re.compile(r"^(\|.*\|\n)(\|[-:| ]+\|)((?:\n\|.*\|)+)", re.M)
+UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]?i?B|×|%|s)(?: |$))")  # the space before it
 WORDS = re.compile(r"(?:[a-z]{2,}[,;]? ){3}")  # a sentence rather than a number
 LINK = re.compile(r"(\]\()([^)\s]+)|((?:src|href)=\")([^\"]+)")
 
@@ -150,17 +151,21 @@ def staged_markdown(text: str, name: str, staged: set[str]) -> str:
         end = fence.end()
     parts.append(relinked(text[end:], name, staged))
     boost = BOOST if Path(name).stem in GUIDES else ""
-    return boost + TABLE.sub(words_left, "".join(parts))
+    return boost + TABLE.sub(table_for_screens, "".join(parts))
 
 
-def words_left(table: re.Match[str]) -> str:
-    """Return the table with its columns of sentences aligned to the left."""
+def table_for_screens(table: re.Match[str]) -> str:
+    """Return the table with sentences aligned to the left, and units beside their numbers."""
     columns = zip(*(row.split("|")[1:-1] for row in table[3].split("\n")[1:]), strict=False)
     sides = table[2].split("|")[1:-1]
     for n, cells in enumerate(columns):
         if any(WORDS.search(cell) for cell in cells):
             sides[n] = " --- "
-    return f"{table[1]}|{'|'.join(sides)}|{table[3]}"
+    rows = "|".join(
+        cell if "`" in cell else UNIT.sub("\N{NO-BREAK SPACE}", cell)
+        for cell in table[3].split("|")
+    )
+    return f"{table[1]}|{'|'.join(sides)}|{rows}"
 
 
 def relinked(prose: str, name: str, staged: set[str]) -> str:

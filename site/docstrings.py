@@ -19,6 +19,7 @@ import griffe
 ALIGNED = re.compile(r"(\S(?:.*?\S)?) {2,}(\S.*)")
 SECTION = re.compile(r"(Args|Arguments|Returns|Raises|Yields|Attributes|Example):\s*\n")
 CODE = re.compile(r"(`+[^`]+`+)")
+EMPHASIS = re.compile(r"(?<!\S)(\*\w(?:[\w ]*\w)?\*)(?!\w)")
 BULLET = re.compile(r"(- |\d+\. )")
 FENCES = re.compile(r"\n```\n+```python\n")  # between statements and what they follow
 STATEMENTS = (ast.Import, ast.ImportFrom, ast.Assign, ast.Call, ast.With, ast.For)
@@ -30,6 +31,10 @@ class Docstrings(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = markdown(inspect.cleandoc(obj.docstring.value))
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Rewrite the docstring of the package itself, which is no other object's member."""
+        self.on_object(obj=pkg)
 
     def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
         """Give a NamedTuple the signature that it is called with."""
@@ -113,8 +118,12 @@ def in_html(text: str) -> str:
 
 
 def escaped(text: str) -> str:
+    """Return prose without Markdown but for `code` and *emphasis*."""
     parts = CODE.split(text)
-    parts[::2] = [
-        re.sub(r"([\\*_>|\[\]#])", r"\\\1", part).replace("<", "&lt;") for part in parts[::2]
-    ]
+    for n in range(0, len(parts), 2):
+        words = EMPHASIS.split(parts[n])
+        words[::2] = [
+            re.sub(r"([\\*_>|\[\]#])", r"\\\1", part).replace("<", "&lt;") for part in words[::2]
+        ]
+        parts[n] = "".join(words)
     return "".join(parts)
