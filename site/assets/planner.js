@@ -1,6 +1,7 @@
 // The form, the address and the drawing of the planner page; planner.py computes.
 const form = document.getElementById("settings");
 const place = document.getElementById("answer");
+const short = document.getElementById("short"); // on a phone, below the form while it scrolls
 const loading = document.getElementById("loading");
 const worker = new Worker(new URL("planner_worker.js", import.meta.url), { type: "module" });
 let defaults = {};
@@ -49,8 +50,11 @@ function ask() {
 
 function show(found) {
   place.replaceChildren();
-  if (found.error) return make("p", found.error, place, "wrong");
   const shown = (bytes) => found.shown[bytes];
+  short.textContent = found.error
+    ?? `${shown(found.peak)} ${found.fits ? "fit" : "do not fit"} into ${shown(found.budget)}`;
+  short.className = found.fits ? "verdict" : "wrong";
+  if (found.error) return make("p", found.error, place, "wrong");
   const verdict = found.fits
     ? `It fits: ${shown(found.budget - found.peak)} of ${shown(found.budget)} are left.`
     : `It does not fit: ${shown(found.peak - found.budget)} more than ${shown(found.budget)}.`;

@@ -6,6 +6,7 @@ let loaded = 0;
 const plainly = self.fetch.bind(self);
 self.fetch = async (...asked) => {
   const response = await plainly(...asked);
+  if (!response.ok) postMessage({ failed: `${response.url} answered ${response.status}` });
   if (!response.body) return response;
   const counted = new TransformStream({
     transform(chunk, controller) {
