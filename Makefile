@@ -9,6 +9,9 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Each test process and each notebook would compile memlab again.
 unexport PYTHONDONTWRITEBYTECODE
+# Predictions follow them; the notebooks' stored outputs have torch's defaults.
+unexport PYTORCH_ALLOC_CONF
+unexport PYTORCH_CUDA_ALLOC_CONF
 
 VENV_PYTHON := .venv/bin/python
 BENCHMARKS := $(wildcard benchmarks/[a-z]*.py)

@@ -3,7 +3,7 @@
     python benchmarks/allocator.py [RECORDING.json.gz …] [--conf max_split_size_mb:128]
 
 A recording is JSON (gzipped or not) or CUDA's own pickle; see `memlab.allocator.read_recording`.
-Pass the allocator settings with which it was recorded as --conf. Prints Markdown and writes the
+Pass the allocator settings of the recording as --conf. Prints Markdown and writes the
 speed to `benchmarks/results/<machine>.json`.
 """
 

@@ -33,18 +33,20 @@ INTRODUCTION = """\
 
 ![What each pair of techniques saves of a step's peak](images/compositions.png)
 
-Each square is the share of a training step's peak memory that two techniques save together. The
-diagonal shows each technique alone. The step is the one of docs/SAVINGS.md: {setting}, with a peak
-of {plain} without any technique. All bytes come from dry runs and are the same on every CPU.
+Each square shows how much of a training step's peak memory two techniques save together, in per
+cent. The diagonal shows each technique alone.
 
-- A number: the pair works. `tests/test_compositions.py` holds its gradients to those of the plain
-  step, and its weights, gradients and optimizer state to the sum of both formulas.
+The step is the one in [docs/SAVINGS.md](docs/SAVINGS.md): {setting}.
+Its peak without techniques is {plain}. All bytes come from dry runs and are the same on every CPU.
+
+- A number: the pair works. `tests/test_compositions.py` compares its gradients with the plain
+  step's, and its weights, gradients and optimizer state with the sum of both formulas.
 - A dot: both techniques fill the same place in a step, such as two optimizers. Use one of them.
-- A letter: the pair does not work, for the reason below. `memlab measure --technique a+b` prints
-  the same reason.
+- A letter: the pair does not work. The list below gives the reason, and
+  `memlab measure --technique one+other` prints it too.
 
-(The technique bfloat16 brings its own AdamW. For bfloat16 weights with another optimizer, use
-`--dtype bfloat16`.)
+The technique bfloat16 brings its own AdamW. For bfloat16 weights with another optimizer, use
+`--dtype bfloat16`.
 
 """
 

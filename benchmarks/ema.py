@@ -405,7 +405,7 @@ def errors_by_count(plan: EmaSizes, sigmas: Sequence[float], tracked: Sequence[f
 
 
 def slope(counts: Sequence[int], errors: Sequence[float]) -> float:
-    """Return the exponent with which the error falls from 16 snapshots on."""
+    """Return the exponent of the error's decrease from 16 snapshots on."""
     first = counts.index(16)
     return math.log(errors[first] / errors[-1]) / math.log(counts[-1] / counts[first])
 

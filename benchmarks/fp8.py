@@ -77,7 +77,7 @@ def passes(layer: nn.Module, x: Tensor, upstream: Tensor) -> tuple[Tensor, Tenso
 def errors(recipe: FP8Recipe | None, outlier: float) -> dict[str, tuple[float, float]]:
     """The mean over rows of relative error and cosine, of each result against float64.
 
-    Rows are tokens, or a weight's outputs. A norm over all of them would be that of the largest.
+    Rows are tokens, or a weight's outputs. The largest row would dominate a norm over all of them.
     """
     x, upstream = tensors(outlier)
     layer = layer_of(recipe)

@@ -8,7 +8,7 @@
     moved      bytes written and read in a step
     ahead      share of bytes read that were prefetched
     time       time of a step including its writes, as a ratio to the step without offloading:
-               median and quartiles of rounds in which all take turns
+               median and quartiles of rounds where all take turns
     hidden     lower bound of the copy time that overlaps with the step: 1 − (extra time of the
                step) / (time of its copies alone)
 

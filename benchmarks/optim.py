@@ -10,9 +10,9 @@
                gradients within a block differ
     idle       largest movement, in units of lr, of weights with zero gradients in 1,000 steps,
                next to weights with gradients
-    on the way temporary memory of a step, as torch's allocator recorded it
+    on the way temporary memory of a step, as recorded by torch's allocator
     time       of a step of 16.8 million weights, as a ratio to torch's AdamW without foreach:
-               median and quartiles of rounds in which all take turns. Run it on an idle machine
+               median and quartiles of rounds where all take turns. Run it on an idle machine
                and without OMP_WAIT_POLICY=PASSIVE: memlab's steps go through small pieces, and
                a second thread that sleeps between pieces doubles their time
 

@@ -52,7 +52,7 @@ def metering(results: dict[str, Any]) -> Iterator[Line]:
     yield Line(
         f"peaks exact to the byte, of {len(kinds)} kinds of training step",
         str(ours.count(0)),
-        f"torch's MemTracker: {answers.count(0)}, and no answer in {len(kinds) - len(answers)}",
+        f"torch's MemTracker: {answers.count(0)}, and no answer for {len(kinds) - len(answers)}",
         "meter",
     )
     cost = results["meter"]["cost"]["lines"]
@@ -69,8 +69,8 @@ ESTIMATORS = {
     "accelerate": "accelerate's",
     "DeepSpeed 2": "DeepSpeed's",
     "cookbook": "EleutherAI's cookbook",
-    "16 bytes a weight": "16 bytes a weight",
-    "with activations": "16 bytes, and Korthikanti's activations",
+    "16 bytes a weight": "16 bytes per weight",
+    "with activations": "16 bytes per weight, plus activations by Korthikanti et al.",
 }
 
 
@@ -84,15 +84,14 @@ def planning(results: dict[str, Any]) -> Iterator[Line]:
         return f"{median:.0%}, {worst:.0%}"
 
     yield Line(
-        f"estimates of {accuracy['of']} steps on a CPU, before they are taken: the median error, "
-        f"and the worst",
+        f"estimates of {accuracy['of']} steps on a CPU, before they run: median and worst error",
         shown("memlab", "all"),
         "; ".join(f"{words}: {shown(name, 'all')}" for name, words in ESTIMATORS.items()),
         "planner",
     )
     known = {name: errors[name]["known configurations"] for name in ESTIMATORS}
     yield Line(
-        "the same, of those steps alone whose techniques the estimator knows",
+        "the same, for the steps whose techniques the estimator supports (their number)",
         shown("memlab", "known"),
         "; ".join(
             f"{words} ({known[name]}): {shown(name, 'known')}" for name, words in ESTIMATORS.items()
@@ -109,26 +108,26 @@ def optimizers(results: dict[str, Any]) -> Iterator[Line]:
     peers = ("bitsandbytes", "torchao")
     named = {peer: rows[f"{peer} {name}"] for peer, name in zip(peers, EIGHT_BIT, strict=True)}
     yield Line(
-        "8-bit Adam: the longest step where gradients' scales differ by e³, in learning rates",
+        "8-bit Adam: the longest step if gradients' scales differ by e³, in learning rates",
         f"{ours['longest']['3.0']:.1f}",
         "; ".join(f"{peer}: {in_words(row['longest']['3.0'])}" for peer, row in named.items()),
         "optim",
     )
     yield Line(
-        "8-bit Lion: how far weights come in 1,000 steps without a gradient, in learning rates",
+        "8-bit Lion: how far weights move in 1,000 steps with zero gradients, in learning rates",
         f"{rows['memlab Lion8bit']['idle']:.0f}",
         f"bitsandbytes: {rows['bitsandbytes Lion8bit']['idle']:,.0f}",
         "optim",
     )
     yield Line(
-        "8-bit Adam: bytes that a step of 16.8 million weights takes on the way",
+        "8-bit Adam: temporary memory of a step with 16.8 million weights",
         format_bytes(ours["on the way"]),
         "; ".join(f"{peer}: {format_bytes(row['on the way'])}" for peer, row in named.items()),
         "optim",
     )
     for name, theirs in OPTIMIZERS.items():
         factors = [f"{peer}: {seconds[peer] / seconds[name]:.1f} ×" for peer in theirs]
-        yield Line(f"the time of a step, {name.split()[1]}", "1 ×", "; ".join(factors), "optim")
+        yield Line(f"time of a step, {name.split()[1]}", "1 ×", "; ".join(factors), "optim")
 
 
 def in_words(number: float) -> str:
@@ -152,7 +151,7 @@ def activations(results: dict[str, Any]) -> Iterator[Line]:
         for way in ("memlab", "F.linear_cross_entropy")
     )
     yield Line(
-        "the loss of 2,048 tokens, 32,000 words: bytes, and the time, to that by all logits",
+        "loss of 2,048 tokens, vocabulary 32,000: memory, and time relative to full logits",
         ours,
         f"torch's F.linear_cross_entropy: {theirs}",
         "losses",
@@ -163,7 +162,7 @@ def activations(results: dict[str, Any]) -> Iterator[Line]:
     peaks = against["peak_bytes"]
     same = "the same" if peaks["memlab"] == peaks["torch"] else format_bytes(peaks["torch"])
     yield Line(
-        "checkpointing every block: a 25M model's peak, its time, and that of 200 tiny blocks",
+        "checkpointing every block: a 25M model's peak and time, and the time of 200 tiny blocks",
         f"{format_bytes(peaks['memlab'])}, {against['memlab_to_torch']['median']:.2f} ×, "
         f"{many['memlab_to_torch']['median']:.2f} ×",
         f"torch.utils.checkpoint: {same}, 1 ×, 1 ×",
@@ -173,7 +172,7 @@ def activations(results: dict[str, Any]) -> Iterator[Line]:
         "8 bits"
     ]
     yield Line(
-        "quantize to 8 bits and back: the time",
+        "quantize to 8 bits and back: time",
         f"{codec:.2f} ×",
         "bitsandbytes: 1 ×",
         "activation_compression",
@@ -184,7 +183,7 @@ def processes(results: dict[str, Any]) -> Iterator[Line]:
     """Compare sharded steps on several ranks."""
     rows = {row["run"]: row["ratio"][1] for row in results["zero"]["processes"]["rows"]}
     yield Line(
-        "a step in ZeRO's third stage, two processes: the time",
+        "a step with ZeRO stage 3, two processes: time",
         f"{rows['stage 3']:.2f} ×",
         "FSDP2: 1 ×",
         "zero",
@@ -196,7 +195,7 @@ def averages(results: dict[str, Any]) -> Iterator[Line]:
     found = results["ema"]["synthesis"]["4 averages into models"]
     ours, theirs = (format_bytes(found["peak_bytes"][who]) for who in ("memlab", "ema-pytorch"))
     yield Line(
-        "four averages of 20 snapshots, 32 million weights: memory, and the time",
+        "four averages of 20 snapshots, 32 million weights: memory, time",
         f"{ours}, 1 ×",
         f"ema-pytorch: {theirs}, {found['ratios']['ema-pytorch']['median']:.1f} ×",
         "ema",
@@ -215,9 +214,9 @@ def slower(results: dict[str, Any]) -> Iterator[Line]:
     )
     seconds = results["optim"]["optimizers"]["times"][THREADS]
     yield Line(
-        "**slower**: the time of a step, AdamW",
+        "**slower**: time of a step, AdamW",
         f"{seconds['memlab AdamW'] / seconds['torch AdamW, fused']:.1f} ×",
-        "torch's AdamW in one kernel: 1 ×",
+        "torch's fused AdamW: 1 ×",
         "optim",
     )
 

@@ -1,14 +1,13 @@
-"""Is the predicted peak of a rank that of a real one, and how long does it take to predict?
+"""Does a rank's predicted peak equal the real one, and how long does a prediction take?
 
     python benchmarks/ranks.py            all of it, and the page
     python benchmarks/ranks.py peaks      the peaks, and the page; or times
     python benchmarks/ranks.py page       the page alone, from the results
 
 Each script runs in real processes that meet through gloo, each measured by `memlab run --real`
-under torchrun, and then in a dry run, one rank at a time. The scripts are those of
-`benchmarks/parallel` and `benchmarks/llama`, and those that `memlab plan --gpus` writes. Times are
-those of `memlab run` for a Llama 3.1 405B on H100s; run them on an idle machine. Writes the results
-of this machine and docs/RANKS.md.
+under torchrun, and then in a dry run, one rank at a time. The scripts are in `benchmarks/parallel`
+and `benchmarks/llama`, or written by `memlab plan --gpus`. `times` measures `memlab run` on a
+Llama 3.1 405B for H100s; use an idle machine. Writes the results of this machine and docs/RANKS.md.
 """
 
 import ast
@@ -39,40 +38,42 @@ DOCUMENT = HERE.parent / "docs" / "RANKS.md"
 MEASURED_ON = "cpu-x86_64-2-cores.json"
 HEAD = """# Ranks: predicted and real peaks
 
-`memlab run --ranks N train.py` runs one rank at a time under a process group that sends nothing.
-Here its peak on the CPU is held against that of real processes with gloo, which memlab measures:
+`memlab run --ranks N train.py` predicts one rank at a time, with a process group that sends
+nothing. This page compares its peaks on the CPU with the measured peaks of real gloo processes:
 
 ```sh
 torchrun --nproc-per-node 2 -m memlab run --real train.py
 memlab run --device cpu --ranks 2 train.py
 ```
 
-The scripts are in `benchmarks/parallel` and `benchmarks/llama`, or written by `memlab plan
---gpus`; `benchmarks/ranks.py` writes this page, and `tests/scripts/test_script_ranks.py` compares
-each category. Collectives' own buffers are left out: gloo reduces a copy of a reduce-scatter's
-whole input, and NCCL has buffers of a fixed size (`memlab/configs/nccl.py`). torch's context
-parallel does not run on the CPU (no strategy for its attention there), so the row is of memlab's
-ring attention.
+The scripts are in `benchmarks/parallel` and `benchmarks/llama`, or written by
+`memlab plan --gpus`. `benchmarks/ranks.py` writes this page, and
+`tests/scripts/test_script_ranks.py` compares each category.
 
-The 4 bytes of pipelines are a tensor that `torch.distributed.pipelining` makes when it is imported,
-which the real ranks count. On a busy machine a thread of gloo's sometimes holds a tensor a moment
-longer, and then a real rank's peak is higher.
+- The peaks exclude buffers that collectives allocate themselves: gloo copies the whole input of a
+  reduce-scatter, and NCCL has buffers of a fixed size (`memlab/configs/nccl.py`).
+- torch's context parallelism does not run on the CPU, because torch has no sharding strategy for
+  its attention there. The first row uses memlab's ring attention instead.
+- The 4 bytes in pipelines are a tensor that `torch.distributed.pipelining` creates on import. Only
+  the real ranks count it.
+- On a busy machine, a gloo thread sometimes holds a tensor a moment longer, which raises the real
+  peak.
 
 """
 TIMES = """
 ## How long a prediction takes
 
-`memlab run --device cuda:h100` of `benchmarks/llama/three_d.py`, a Llama 3.1 405B with 8,192 tokens
-in a micro-batch, from start to end on two CPU cores. Of the stages of a pipeline those run that
-differ: the first, the last, and between them one of each kind. So the time grows with the layers
-and micro-batches of a stage, and hardly with the number of ranks.
+The time of `memlab run --device cuda:h100` on `benchmarks/llama/three_d.py`, a Llama 3.1 405B with
+8,192 tokens in a micro-batch, on two CPU cores. Only the pipeline stages that differ run: the
+first, the last, and one of each kind between them. So the time grows with the layers and
+micro-batches of a stage, and hardly with the number of ranks.
 
 """
 SMALL = replace(PRESETS["tiny"], tied=False)
 
 
 class Case(NamedTuple):
-    """A script that is run: what it shows, its text or path, its arguments and ranks."""
+    """A script to run: its title, its text or path, its arguments and ranks."""
 
     what: str
     script: Path | str

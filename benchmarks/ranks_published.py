@@ -145,7 +145,7 @@ Causes of the larger differences:
   weights, gradients and AdamW state by 13.09 GiB. The source gives neither the allocator's
   settings nor the commit of each run.
 
-Published figures that are not reproduced:
+Published figures not reproduced here:
 
 - Pipeline and context parallel (tables 2, 5 and 6 of the benchmarks). All of these runs used
   compiled kernels and float8, most of them asynchronous tensor parallel as well.

@@ -25,11 +25,12 @@ INTRODUCTION = """\
 # Rules on trial
 
 People size their training by rules of thumb. Five guides state {all} of them, some in several
-parts; {tried} are tried here, each in the notebook of a day, with the code that measured it. So are
-{others} claims that no guide makes. Of {verdicts} verdicts {wrong} are *wrong*, and most others
-hold only under a condition. The guides are cited by their titles;
-[docs/GUIDES.md](docs/GUIDES.md) has their authors, their addresses, and the place of each of their
-items. GB are 10⁹ bytes here, as in the guides.
+parts. The course tests {tried} of them, each in a day's notebook, with the code that measures it.
+It also tests {others} claims that no guide makes. Of {verdicts} verdicts {wrong} are *wrong*, and
+most others hold only under a condition.
+
+The guides are cited by title; [docs/GUIDES.md](docs/GUIDES.md) has their authors and addresses, and
+where the course covers each of their items. A GB is 10⁹ bytes, as in the guides.
 
 Measured by the days' notebooks; collected by `python benchmarks/rules.py` on {where}. Bytes are
 the same on every CPU.

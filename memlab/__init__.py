@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from memlab.internals.lazy import lazily
 
-if TYPE_CHECKING:  # for whoever reads the source and doesn't run it
+if TYPE_CHECKING:  # for type checkers and editors
     from memlab import plot as plot
     from memlab.configs.targets import Kernels as Kernels
     from memlab.dry_runs import dry_run as dry_run

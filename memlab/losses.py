@@ -74,8 +74,8 @@ class LossTerms:
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing <= 1:
             raise ValueError(
-                f"got label_smoothing={self.label_smoothing}; give the fraction of the target that "
-                f"is spread over all tokens, from 0 to 1"
+                f"got label_smoothing={self.label_smoothing}; give the fraction of the target to "
+                f"spread over all tokens, from 0 to 1"
             )
         if not 0 <= self.z_loss < math.inf:
             raise ValueError(
@@ -215,9 +215,9 @@ def token_log_probs(
 ) -> Tensor:
     """Return log p(token) of each row, float32 (…), as DPO and GRPO need them, in chunks of rows.
 
-    Arguments are those of `chunked_cross_entropy`; p is the softmax of the logits / temperature. A
-    row whose token is `ignore_index` gives 0, but its logits are computed. Leave rows out
-    before the call where you can: the tokens of a prompt need no log-probability.
+    Arguments as in `chunked_cross_entropy`; p is the softmax of the logits / temperature. A row
+    whose token is `ignore_index` gives 0, but its logits are computed. Leave rows out before the
+    call where you can: the tokens of a prompt need no log-probability.
 
     memlab.reference.log_probs has it in a few lines.
     """

@@ -1,4 +1,4 @@
-"""Packing: train on rows that are full of documents, without padding.
+"""Packing: train on rows filled with documents, without padding.
 
 Saves    the padding's share of all activations and logits. In a batch padded to its longest
          document, often half of the tokens.

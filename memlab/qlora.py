@@ -20,8 +20,8 @@ bytes for as long as its matmul runs, and a chunk's temporaries while it decodes
     prepare_for_low_bits(model)               # optional, what peft does by default
     ...                                       # train; save adapters(model)
 
-Optimizer state is that of the adapters alone. bitsandbytes' paged optimizers keep it on the host
-while it is not needed: `memlab.offload.OffloadedOptimizer`.
+Only the adapters have optimizer state. bitsandbytes' paged optimizers keep it on the host while it
+is not needed: `memlab.offload.OffloadedOptimizer`.
 """
 
 from collections.abc import Callable
@@ -60,8 +60,8 @@ class NF4Linear(nn.Module):
     """A frozen linear layer whose weight is kept in NF4 and decoded for each use.
 
     Its tensors are buffers: codes, and absmax, scales and mean as integers of the same bits, which
-    `model.to(dtype)` leaves alone. The matmul runs in `compute_dtype`, by default that of autocast
-    or of the input; the output has autocast's dtype or the input's.
+    `model.to(dtype)` leaves alone. The matmul runs in `compute_dtype`, by default autocast's dtype
+    or the input's; the output has autocast's dtype or the input's.
     """
 
     codes: Tensor
@@ -174,7 +174,7 @@ def add_qlora(
             as bitsandbytes does.
         adapt: selects which of them get an adapter; by default all.
         double: quantize the absmax values too.
-        compute_dtype: dtype of the matmuls; by default that of autocast or of their input.
+        compute_dtype: dtype of the matmuls; by default autocast's or the input's.
         adapter_dtype: dtype of the adapters, by default the weights'. peft's are float32.
     """
     chosen = where if adapt is None else lambda name: where(name) and adapt(name)

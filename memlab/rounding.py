@@ -63,7 +63,7 @@ def kahan_add_(weight: Tensor, compensation: Tensor, update: Tensor) -> Tensor:
     """Add `update` to `weight` in place, and the rounding error to `compensation`.
 
     Start `compensation` at zero. All three have the same shape, and `weight` and `compensation` the
-    same dtype. Needs one temporary of that size.
+    same dtype. Needs one temporary of the same size.
     """
     compensation.add_(update)
     before = weight.clone()

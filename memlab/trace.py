@@ -86,6 +86,7 @@ class Trace:
     # Events before the run, if known; they determine the allocator's fragmentation. Storages have
     # the same numbers as in `events`, which begins with the ones still alive.
     history: tuple[Event, ...] = field(default=(), repr=False)
+    allocator: str = ""  # PYTORCH_ALLOC_CONF of a prediction; "": torch's defaults
 
     @cached_property
     def _peak(self) -> tuple[int, int]:
@@ -197,6 +198,7 @@ class Trace:
             "at_peak": self.at_peak,
             "memory": asdict(self.memory),
             "notes": list(self.notes),
+            "allocator": self.allocator,
             "fields": list(Event._fields),
             "events": list(map(_row, self.events)),
             "history": list(map(_row, self.history)),
@@ -213,7 +215,8 @@ class Trace:
         """The inverse of `to_dict`."""
         events, history = (tuple(map(_event, plain[name])) for name in ("events", "history"))
         memory = DeviceMemory(**plain["memory"])
-        return cls(events, plain["device"], plain["dry"], memory, tuple(plain["notes"]), history)
+        notes, allocator = tuple(plain["notes"]), plain.get("allocator", "")
+        return cls(events, plain["device"], plain["dry"], memory, notes, history, allocator)
 
     def __str__(self) -> str:
         where = f"{self.device}, dry run" if self.dry else self.device

@@ -5,7 +5,7 @@
     build     `mkdocs build --strict`: a warning fails
     check     follow every link and anchor of the HTML, and look for resources of other hosts
 
-A link to a file of the repository that is no page leads to the repository on the web.
+A link to a repository file without a page leads to the repository on the web.
 """
 
 import json
@@ -179,7 +179,7 @@ def relinked(prose: str, name: str, staged: set[str]) -> str:
 def destination(target: str, name: str, staged: set[str]) -> str:
     """Return where a link of the page `name` leads: as it is, or into the repository.
 
-    Raises FileNotFoundError for a file that is not in the repository.
+    Raises FileNotFoundError for a file missing in the repository.
     """
     path, hash_, anchor = target.partition("#")
     if re.match(r"\w+:", target) or not path:

@@ -49,7 +49,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 
 def faults(public: Path) -> list[str]:
-    """Return one sentence for each case in which the page shows other numbers."""
+    """Return one sentence for each case where the page shows other numbers."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(public)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"

@@ -201,7 +201,7 @@ def recompute() -> str:
 
 
 def allocator() -> str:
-    """The caching allocator: a segment's blocks, a split, and two gaps that are too small."""
+    """The caching allocator: a segment's blocks, a split, and two gaps too small for a request."""
     a, b, c, d = ACTIVATIONS, STATE, GRADIENTS, PARAMETERS
     steps = (
         ("1. The cache is empty: cudaMalloc gives a segment of 20 MiB", ((20, "free", FREE),)),

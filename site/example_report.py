@@ -1,7 +1,7 @@
 """Write the report of an out-of-memory error that the site shows: `example_report.py FILE`.
 
-A small GPT with eager attention trains on a simulated card that is too small for it. The script and
-the recorder are the tests' (tests/explain).
+A small GPT with eager attention trains on a simulated card with too little memory. The script and
+the recorder come from the tests (tests/explain).
 """
 
 import sys

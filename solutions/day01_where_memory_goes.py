@@ -1,10 +1,10 @@
 # %% [markdown]
 # # Day 1: Where memory goes
 #
-# **My model is 0.5 GB. Why does training it need 8 GB?**
+# **My model's weights are 0.5 GB. Why does training it need 8.5 GB?**
 #
-# After today you can predict, to the byte, how much memory a training step of a transformer needs.
-# When a step does not fit, you know which part to reduce first.
+# After today you can predict, to within 0.5 %, how much memory a training step of a transformer
+# needs. When a step does not fit, you know which part to reduce first.
 #
 # About 75 minutes, 49 of them for five exercises. You need a laptop and some experience of training
 # with PyTorch. A GPU is optional. Nothing is downloaded.
@@ -13,8 +13,8 @@
 # How it works: you **guess**, then **measure**, then **build** the code that explains the gap. In
 # each exercise, replace `raise NotImplementedError` with your own code. The cell below it checks
 # the values and the bytes of your answer. If you are stuck, run `memlab hint 1.1` in a terminal
-# (File, New, Terminal). You can skip an exercise: the rest of the lesson then uses the reference
-# solution.
+# (in JupyterLab: File, New, Terminal). You can skip an exercise: the rest of the lesson then uses
+# the reference solution.
 
 # %% [markdown]
 # ## The question
@@ -67,8 +67,8 @@ guess("1.1", activations_gib=6.2)  # 8 minus weights, gradients and Adam's two m
 # ## Measure
 #
 # `dry_trace` runs the step on *fake* tensors. Fake tensors have a shape and a dtype but no storage,
-# so this runs on any laptop. The meter records the same allocations and frees as in a real step.
-# `setting` describes the model and the batch; `plain` means that no technique is applied.
+# so this runs on any laptop. memlab's *meter* records the same allocations and frees as in a real
+# step. `setting` describes the model and the batch; `plain` means that no technique is applied.
 
 # %%
 setting = Setting("124m", batch=8, seq_len=640)
@@ -83,15 +83,15 @@ plot.timeline(trace, title=f"One training step: {setting}")
 # The x-axis counts allocations. `zero_grad` frees the last step's gradients, forward accumulates
 # activations, and backward frees them while gradients grow.
 #
-# Two things explain the gap in the guess. At the peak there are *no* gradients, but there are
-# **backward temporaries**: intermediate tensors of backward. Today you write a formula for every
-# band.
+# Two things explain the gap. At the peak there are *no* gradients, but there are **backward
+# temporaries**: intermediate tensors of backward. Today you write a function for each of four
+# *lines*: weights, what stays between steps, activations, and the peak.
 
 # %% [markdown]
 # | band | contents |
 # | --- | --- |
 # | parameters | the weights |
-# | buffers | tensors of the model that are not trained: here, the RoPE tables |
+# | buffers | untrained tensors of the model: here, the RoPE tables |
 # | optimizer state | AdamW's two moments for each weight |
 # | inputs | the tokens |
 # | activations | tensors made in forward and still alive when backward starts |
@@ -101,18 +101,19 @@ plot.timeline(trace, title=f"One training step: {setting}")
 # %% [markdown]
 # ## Line 1: weights
 #
-# Start with the weights. The whole course uses these symbols:
+# The whole course uses these symbols:
 #
 # - C: hidden size
 # - L: number of blocks
 # - H: number of query heads
 # - D = C / H: head dimension
-# - KV: number of key and value heads (several queries may share one)
+# - KV: number of key and value heads (several query heads may share one)
 # - V: vocabulary size
+# - B, T: sequences in a batch, tokens in a sequence
 #
 # | part | shape of each matrix |
 # | --- | --- |
-# | embedding | V × C; the same matrix computes the logits if `tied`, otherwise a second one |
+# | embedding | V × C; if `tied`, it also computes the logits; otherwise a second V × C does |
 # | attention, in each block | query, output: C × C; key, value: C × (KV · D) |
 # | MLP, in each block | gate, up, down: C × `intermediate_size` |
 # | norms | C each: two in a block, one after the last block |
@@ -148,13 +149,13 @@ for name in ("124m", "llama-2-7b", "llama-3-405b"):
 # %% [markdown]
 # ## Line 2: what stays between steps
 #
-# Now train a real model that is small enough for a laptop: 56 thousand weights, and a vocabulary of
-# 256 because every byte is a token. Its training data is torch's own source code. Before the first
-# step, how many KiB of optimizer state does AdamW hold?
+# Now train a real model, small enough for a laptop. It has 56 thousand weights, and a vocabulary of
+# 256 because every byte is a token. Its training data is torch's own source code. How many KiB of
+# optimizer state does AdamW hold before the first step?
 
 # %%
 ### BEGIN SOLUTION
-guess("1.2", optimizer_kib=450)  # two float32 elements per weight: right after the first step
+guess("1.2", optimizer_kib=450)  # two float32 elements per weight
 ### END SOLUTION
 ### BEGIN STUB
 # guess("1.2", optimizer_kib=...)
@@ -163,9 +164,9 @@ guess("1.2", optimizer_kib=450)  # two float32 elements per weight: right after 
 # %% [markdown]
 # ### Exercise 1.2: count what stays
 #
-# About 8 minutes. Count the bytes of the tensors that exist now. A parameter `p` has `p.nbytes` and
-# `p.grad`, which may be `None`. `optimizer.state` maps each parameter to a dictionary of tensors.
-# Your function works for any model, so keep it for your own.
+# About 8 minutes. Count the bytes of all tensors that exist at the time of the call. A parameter
+# `p` has `p.nbytes` and `p.grad`, which may be `None`. `optimizer.state` maps each parameter to a
+# dictionary of tensors. Your function must work for any model and optimizer.
 
 
 # %%
@@ -174,7 +175,7 @@ def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dic
     ### BEGIN SOLUTION
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]
-    state = [tensor for of_one in optimizer.state.values() for tensor in of_one.values()]
+    state = [tensor for entry in optimizer.state.values() for tensor in entry.values()]
     return {
         "parameters": sum(p.nbytes for p in parameters),
         "gradients": sum(g.nbytes for g in gradients),
@@ -187,7 +188,7 @@ def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dic
 state_bytes = exercise("1.2", state_bytes)
 
 # %% [markdown]
-# Here is a standard training step, then a model for it.
+# The next cells define a standard training step, then a model, and measure two steps.
 
 # %%
 data = batches(source_bytes("64 KiB"), batch=8, seq_len=64, seed=0)
@@ -219,10 +220,10 @@ print(f"first step's peak {format_bytes(first.peak_bytes)}, ", end="")
 print(f"second step's peak {format_bytes(second.peak_bytes)}")
 
 # %% [markdown]
-# **AdamW allocates its state in the first step.** It creates the moments when it first sees a
-# gradient. So the first step may fit and the second may run out of memory, because it needs 8 more
-# bytes per weight. Always measure the second step. (The extra 0.40 KiB is one 4-byte step counter
-# per parameter.)
+# **AdamW allocates its state in the first step**, when `optimizer.step()` first updates a weight.
+# The second step starts with 8 more bytes per weight, so it may run out of memory where the first
+# step fits. Always measure the second step. (Another 152 bytes are one 4-byte step counter per
+# parameter tensor.)
 #
 # After the second step, memory should not grow. The next cell runs ten more steps and plots memory
 # and loss. (The loss is in *nats*: minus the natural logarithm of the correct token's probability.)
@@ -245,8 +246,8 @@ print(f"the loss went down: {losses[-1] < losses[0]}")
 # ## Line 3: what forward saves
 #
 # Backward needs intermediate results of forward. For example, the gradient of `w` in `x @ w` needs
-# `x`. These saved tensors are the **activations**. The meter records the module and the operator
-# that made each of them.
+# `x`. These saved tensors are the **activations**. The meter records the module and the operator of
+# each allocation.
 #
 # The next cell lists the activations of one block in the order of allocation, for 8 × 64 tokens.
 # Here C = 32, H = 4, KV = 2, D = 8 and `intermediate_size` = 96.
@@ -261,25 +262,25 @@ for e in sorted(kept, key=lambda e: e.storage):
 # %% [markdown]
 # | saved in each block | elements per token |
 # | --- | --- |
-# | each of the two norms: normalized x, weighted x, 1/rms | 2 · C + 1 |
+# | each of the two norms: normalized x, scaled x, 1/rms | 2 · C + 1 |
 # | attention: q and k after RoPE, v, the output, log-sum-exp | C + 2 · KV · D + C + H |
-# | the sum after attention, the sum after the MLP | 2 · C |
+# | the residual sums after attention and after the MLP | 2 · C |
 # | MLP: gate, silu(gate), up, their product | 4 · `intermediate_size` |
 #
 # RoPE (rotary position embedding) rotates q and k by angles that encode the position. Log-sum-exp
-# is one element per head; backward uses it to recompute the attention probabilities.
+# is one element per token and head. Backward uses it to recompute the attention probabilities.
 #
 # Outside the blocks, forward saves:
 #
-# - the embedding's output: C
-# - the last norm: 2 · C + 1
-# - the logits as log-probabilities: V
-# - the loss: one element per batch
+# - the embedding's output: C per token
+# - the last norm: 2 · C + 1 per token
+# - the log-probabilities (`log_softmax` of the logits): V per token
+# - the loss: one element
 
 # %% [markdown]
 # ### Exercise 1.3: count the activations
 #
-# About 15 minutes. Everything is float32. Start with one token and one block, as the check does.
+# About 15 minutes. Every element is float32. Start with one token and one block, as the check does.
 
 
 # %%
@@ -300,8 +301,8 @@ activation_bytes = exercise("1.3", activation_bytes)
 
 # %% [markdown]
 # Compare your formula with the meter and with the CPU allocator. `torch.profiler` records the
-# allocator's allocations and frees. The allocator cannot tell which blocks are activations, so
-# compare its peak for the whole step.
+# allocator's allocations and frees, but not which tensors are activations. So compare the peak of
+# the whole step.
 
 # %%
 from memlab.metering.profiler_recording import record
@@ -315,9 +316,9 @@ print(f"peak: meter {second.peak_bytes:,}, allocator {before_it + recording.peak
 # %% [markdown]
 # ### Which activations are largest?
 #
-# Together, the MLPs save the most. But the largest single tensor is the log-probabilities, even in
-# the tiny model: V elements per token, and V is larger than C and `intermediate_size`. Days 5 to 7
-# reduce the activations of the blocks, and Day 11 the logits.
+# Together, the MLPs save the most. But the largest single tensor holds the log-probabilities, even
+# in the tiny model: V elements per token, and V is larger than C and `intermediate_size`. Days 5 to
+# 7 reduce the activations of the blocks, and Day 11 reduces the logits.
 
 # %%
 from memlab.course.ledger import activation_terms  # your formula as a dictionary of terms
@@ -337,7 +338,8 @@ for name, step_trace in (("tiny", second), ("124m", trace)):
 # ## Line 4: the peak
 #
 # Can you just add weights, gradients, optimizer state and activations? No: when all gradients
-# exist, all activations are freed. Find the moment of the peak first, then count what is alive.
+# exist, all activations have been freed. Find the time of the peak first, then count the tensors
+# alive at that time.
 
 # %%
 print(f"the peak is in {trace.peak_phase}:")
@@ -345,16 +347,16 @@ for category, bytes_ in trace.at_peak.items():
     print(f"  {category:22}{format_bytes(bytes_):>12}")
 
 # %% [markdown]
-# Backward has just begun. No weight has a gradient yet, and no activation is freed.
-# `backward_temporaries` are backward's first two tensors: the gradient of the log-probabilities and
-# the gradient of the logits. Each is as large as the logits.
+# At the peak, backward has just begun. No weight has a gradient yet, and no activation has been
+# freed. `backward_temporaries` are backward's first two tensors: the gradient of the
+# log-probabilities and the gradient of the logits. Each is as large as the logits.
 
 # %% [markdown]
 # ### Exercise 1.4: predict the peak
 #
-# About 8 minutes. Predict the peak of any step after the first. You may leave out small tensors
-# (tokens, RoPE tables, step counters): an error of 0.5 % is accepted. You may call
-# `parameter_count` and `activation_bytes`.
+# About 8 minutes. Compute the bytes alive when backward has just begun, in any step after the
+# first. You may leave out small tensors (tokens, RoPE tables, step counters): an error of 0.5 % is
+# accepted. You may call `parameter_count` and `activation_bytes`.
 
 
 # %%
@@ -371,9 +373,9 @@ def peak_bytes(config: GPTConfig, batch: int, seq_len: int) -> int:
 peak_bytes = exercise("1.4", peak_bytes)
 
 # %% [markdown]
-# The formula has a limit: it counts the memory at the start of backward. With *few* tokens the peak
-# is later, because gradients outweigh activations. It then lies at the end of backward, where the
-# tied embedding adds two gradients, or in the optimizer.
+# The formula has a limit: it counts the memory at the start of backward. With *few* tokens,
+# gradients need more memory than activations, and the peak is later: at the end of backward, where
+# the tied embedding adds two gradients, or in the optimizer.
 
 
 # %%
@@ -386,13 +388,13 @@ def second_step(setting: Setting, technique: Technique = plain) -> Trace:
 few = second_step(Setting("tiny", batch=1, seq_len=4))
 formula = peak_bytes(PRESETS["tiny"], 1, 4)
 print(f"1 × 4 tokens: formula {format_bytes(formula)}, measured {format_bytes(few.peak_bytes)}")
-plot.timeline(few, title="Four tokens: the peak comes after the gradients")
+plot.timeline(few, title="Four tokens: the peak is after the start of backward")
 
 # %% [markdown]
 # ## The largest batch that fits
 #
-# In practice you ask the inverse question: which batch fits? A measurement may take a second, so
-# trying every batch size is too slow.
+# In practice you ask the inverse question: which batch size fits? A measurement may take a second,
+# so trying every batch size is too slow.
 #
 # ### Exercise 1.5: find the largest batch
 #
@@ -400,7 +402,7 @@ plot.timeline(few, title="Four tokens: the peak comes after the gradients")
 # decreases as the batch grows. There are two limits:
 #
 # - Call it at most 60 times, even if the answer is forty million.
-# - Never pass more than twice the batch that fits: a much larger batch would crash the machine.
+# - Never pass more than twice the largest batch that fits: a huge batch can crash the machine.
 
 
 # %%
@@ -426,16 +428,16 @@ largest_batch = exercise("1.5", largest_batch)
 # %%
 for gib in (8, 12, 24):
     batch = largest_batch(lambda batch: peak_bytes(config, batch, 640), gib * 2**30)
-    taken = format_bytes(peak_bytes(config, batch, 640))
-    print(f"{gib:2} GiB: {batch:2} sequences of 640 tokens fit, {taken} by the formula")
+    peak = format_bytes(peak_bytes(config, batch, 640))
+    print(f"{gib:2} GiB: {batch:2} sequences of 640 tokens fit, {peak} by the formula")
 print(f"8 sequences measured: {format_bytes(trace.peak_bytes)}")
 
 # %% [markdown]
 # ## Batch size and sequence length
 #
-# With *fused* attention, a single kernel that never stores the scores, memory depends only on the
-# number of tokens. Without it, attention stores T × T scores for every head of every sequence, so
-# longer sequences need more memory per token. Day 10 removes the scores.
+# *Fused* attention is a single kernel that never stores the attention scores. With it, activation
+# memory depends only on the number of tokens. Without it, attention stores T × T scores for every
+# head of every sequence, so longer sequences need more memory per token.
 
 
 # %%
@@ -453,13 +455,14 @@ plot.breakdown(costs, title="Peak memory of the tiny model: batch × length")
 
 # %% [markdown]
 # 4 × 64 and 8 × 32 are both 256 tokens, and both halve the activations. With stored scores, halving
-# the length saves more than half, because each T × T matrix shrinks to a quarter.
+# the length saves more than half of them, because each T × T matrix shrinks to a quarter.
 
 # %% [markdown]
 # ## At scale: 7 billion parameters
 #
-# The same call measures a larger preset. In float32, the weights, gradients and optimizer state of
-# Llama 2 7B exceed a card of 80 GB before the first activation.
+# `dry_trace_of_blocks` returns the same trace as `dry_trace`, but runs only a few of the equal
+# blocks. In float32, weights, gradients and optimizer state of Llama 2 7B exceed a GPU with 80 GB,
+# even without activations.
 
 # %%
 seven_billion = Setting("llama-2-7b", batch=1, seq_len=4096)
@@ -470,8 +473,8 @@ print(f"by your formula: {format_bytes(peak_bytes(PRESETS['llama-2-7b'], 1, 4096
 # %% [markdown]
 # ## On your GPU
 #
-# If you have a GPU, this cell runs the step from the guess on it and also prints the CUDA caching
-# allocator's figures. *Reserved* memory is larger than allocated memory; Day 2 explains why.
+# If you have a GPU, this cell runs the step from the guess on it. It also prints the caching
+# allocator's numbers. *Reserved* memory is larger than allocated memory; Day 2 explains why.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):
@@ -484,9 +487,9 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# These rules of thumb come from guides that people read today. Each is quoted and then measured. As
-# in the guides, a GB is 10⁹ bytes. RULES.md lists all verdicts. Rule 2a is about the 7B model in
-# float32 that you just measured.
+# These rules of thumb come from published guides. Each is quoted and then measured. As in the
+# guides, a GB is 10⁹ bytes. RULES.md lists all verdicts. Rule 2a is about the 7B model in float32
+# that you just measured.
 
 # %%
 GB = 1e9
@@ -504,7 +507,7 @@ verdict(
 )
 
 # %% [markdown]
-# Rule 2b gives the size of the weights alone, at four, two and one bytes per element.
+# Rule 2b gives the size of the weights alone, with four, two and one bytes per element.
 
 # %%
 sizes = [torch.empty(0, dtype=d).element_size() for d in (torch.float32, torch.bfloat16)]
@@ -518,9 +521,8 @@ verdict(
 
 # %% [markdown]
 # Rule 1a is about mixed precision: weights and gradients in bfloat16 (2 bytes per element), and
-# AdamW on float32 copies of the weights (*master weights*; Day 4 explains them). Here is a version
-# by hand for the 1B model. One step is enough to measure what stays after it and what forward
-# saves.
+# AdamW on float32 copies of the weights (*master weights*; Day 4 explains them). The next cell
+# implements it for the 1B model. One step shows the activations and the memory after the step.
 
 
 # %%
@@ -562,10 +564,10 @@ verdict(
 )
 
 # %% [markdown]
-# For rule 1b, "memory-bound" can mean two things. Memory decides which model *fits*. Speed is
-# limited by compute if the kernel does enough FLOPs per byte that it reads. An H100 does 989 · 10¹²
-# FLOP/s in bfloat16 and reads 3.35 · 10¹² bytes/s, a ratio of 295 FLOPs per byte (NVIDIA's data
-# sheet).
+# For rule 1b, "memory-bound" can mean two things: memory *capacity* limits which model fits, or
+# memory *bandwidth* limits a kernel's speed. An H100 does 989 · 10¹² FLOP/s in bfloat16 and moves
+# 3.35 · 10¹² bytes/s (NVIDIA's data sheet). A kernel that does more than 295 FLOPs per byte is
+# *compute-bound*.
 
 # %%
 from torch.utils.flop_counter import FlopCounterMode
@@ -590,8 +592,8 @@ verdict(
 )
 
 # %% [markdown]
-# For rule 3, double the batch, the length and the width in turn. Then count how many B × T × C
-# tensors a block saves.
+# For rule 3, double the batch, the length and the width (C and `intermediate_size`) in turn. Then
+# count how many B × T × C tensors a block saves.
 
 # %%
 one_less = replace(config, layers=config.layers - 1)
@@ -616,7 +618,7 @@ verdict(
 )
 
 # %% [markdown]
-# Rule 4 is about a model of 34 million weights (ours has 64 fewer than the guide's) with torch's
+# Rule 4 is about a model of 34 million weights (our preset has 64 weights fewer) with torch's
 # activation checkpointing around every block. Checkpointing discards a block's activations and
 # recomputes them in backward (Day 5 builds it). The guide's test runs forward and backward without
 # an optimizer.
@@ -662,7 +664,7 @@ verdict("5", abs(small / 0.5 - 1) < 0.15, found, otherwise=actual)
 # | backward ends | + 4 bytes per weight, activations freed: the peak with few tokens |
 # | optimizer | + scratch for the largest weight: the peak with few tokens and many weights |
 #
-# Everything was in float32, and all activations were saved. The next fifteen days reduce each part.
+# Everything was in float32, and all activations were saved. The following days reduce each part.
 
 # %% [markdown]
 # ## The running bill

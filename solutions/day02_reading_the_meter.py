@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Day 2: Reading the meter
 #
-# **`nvidia-smi` shows 11 GB, PyTorch shows 7. Which number is right? And why does a run fail at
+# **`nvidia-smi` shows 11 GiB, PyTorch shows 8. Which number is right? And why does a run fail at
 # epoch 60?**
 #
 # After today you can:
@@ -25,12 +25,12 @@
 #
 # | number | reported by | counts |
 # | --- | --- | --- |
-# | **allocated** | `torch.cuda.memory_allocated()` | tensors, each rounded up |
-# | **reserved** | `torch.cuda.memory_reserved()` | memory that torch got from the driver |
-# | **in use** | `nvidia-smi`, `torch.cuda.mem_get_info()` | reserved + *context*, all processes |
+# | **allocated** | `torch.cuda.memory_allocated()` | bytes of tensors, each rounded up |
+# | **reserved** | `torch.cuda.memory_reserved()` | memory that torch obtained from the driver |
+# | **in use** | `nvidia-smi`, `torch.cuda.mem_get_info()` | reserved + *context* of all processes |
 #
 # The CUDA context holds the driver's code and tables: several hundred MiB per process, depending on
-# GPU and driver. The section *On your GPU* has the names for AMD, Apple and Intel.
+# GPU and driver. The section *On your GPU* lists the same numbers for AMD, Apple and Intel.
 
 # %%
 import gc
@@ -69,7 +69,7 @@ MIB, GIB = 2**20, 2**30
 
 # %% [markdown]
 # Many training runs look like this one: four steps of yesterday's 124M model, 8 sequences a step,
-# in float32. The batches have different lengths. The code is written for `"cuda"`.
+# in float32. The sequence length differs from step to step. The code is written for `"cuda"`.
 
 # %%
 text = source_bytes("64 KiB")
@@ -110,75 +110,76 @@ guess("2.1", reserved_gib=8)  # the tensors, and a little more
 # ## Measure
 #
 # Requesting memory from the driver for every tensor would be slow, so torch has a *caching
-# allocator*. It requests large *segments* from the driver, cuts *blocks* off them for tensors, and
-# keeps freed blocks for later tensors. `simulate` runs a trace through the allocator's rules. Today
-# you build these rules.
+# allocator*. It requests large *segments* from the driver, splits them into *blocks* for tensors,
+# and keeps freed blocks for later tensors. `simulate` runs a trace through the allocator's rules.
+# Today you implement these rules.
 #
-# (Yesterday's step peaked at 7.94 GiB on a CPU. CUDA's RMSNorm kernel saves one tensor fewer per
-# norm.)
+# (Yesterday's step peaked at 7.94 GiB on a CPU. This peak is lower, because CUDA's RMSNorm kernel
+# saves one tensor fewer per norm.)
 
 # %%
-trace = memlab.predict(build, steps=1)
-blocks = simulate(trace)
+trace = memlab.predict(build, steps=1)  # one call of four_steps
+simulated = simulate(trace)
 requested = trace.peak_bytes - trace.at_peak["rounding"]
 context = GIB // 2  # assumed; it depends on GPU and driver
 
-reveal("2.1", reserved_gib=blocks.reserved_bytes)
+reveal("2.1", reserved_gib=simulated.reserved_bytes)
 print(f"requested by tensors  {format_bytes(requested)}")
-print(f"allocated             {format_bytes(blocks.allocated_bytes)}   shown by PyTorch")
-print(f"reserved              {format_bytes(blocks.reserved_bytes)}")
-print(f"plus 0.5 GiB context  {format_bytes(blocks.reserved_bytes + context)}  shown by nvidia-smi")
+print(f"allocated             {format_bytes(simulated.allocated_bytes)}   shown by PyTorch")
+print(f"reserved              {format_bytes(simulated.reserved_bytes)}")
+in_use = simulated.reserved_bytes + context
+print(f"plus 0.5 GiB context  {format_bytes(in_use)}  shown by nvidia-smi")
 
 # %% [markdown]
-# No GPU ran: the tensors are *predicted*, and the allocator is *simulated*.
+# None of this ran on a GPU: the tensors are *predicted*, and the allocator is *simulated*.
 #
-# The gap between your guess and the reserved memory consists of free blocks, because torch keeps
-# the memory of freed tensors. List the free blocks at the moment when torch requests its last large
+# The difference between reserved and allocated memory is free blocks, because torch keeps the
+# memory of freed tensors. List the free blocks at the moment when torch requests its last large
 # segment:
 
 # %%
-growth = [after - before for before, after in pairwise((0, *blocks.reserved))]
-asked_at = max(position for position, size in enumerate(growth) if size > 100 * MIB)
-just_before, asked = blocks.segments(asked_at), trace.events[asked_at]
-free = [p.bytes for s in just_before for p in s.pieces if p.state == "free"]
-print(f"free: {format_bytes(sum(free))} in {len(free)} pieces, the largest ", end="")
+growth = [after - before for before, after in pairwise((0, *simulated.reserved))]
+position = max(i for i, size in enumerate(growth) if size > 100 * MIB)
+segments, request = simulated.segments(position), trace.events[position]
+free = [block.bytes for s in segments for block in s.blocks if block.state == "free"]
+print(f"free: {format_bytes(sum(free))} in {len(free)} blocks, the largest ", end="")
 print(format_bytes(max(free)))
-print(f"requested by {asked.operator} in {asked.phase}: {format_bytes(asked.bytes)}")
+print(f"requested by {request.operator} in {request.phase}: {format_bytes(request.bytes)}")
 for note in trace.notes:
     print(fill(f"note: {note}", 96))
 
 # %% [markdown]
-# 2.6 GiB were free, but no piece was large enough for the request. This is **fragmentation**.
+# 2.6 GiB were free, but no free block was large enough for the request. This is **fragmentation**.
 #
-# The notes describe the prediction: its assumptions, the kernels that no GPU has confirmed yet, and
-# its error for steps that were measured on GPUs.
+# The notes describe the prediction: the kernels that it assumes, the kernels whose memory has not
+# been measured on a GPU yet, and its error in the steps that were measured on GPUs.
 
 # %% [markdown]
-# ## Build, rule 1: two sizes
+# ## Build, rule 1: block size and segment size
 #
 # | step | rule |
 # | --- | --- |
-# | request → *block* | rounded up to a multiple of 512 bytes |
-# | block → *segment*, if nothing free fits | up to 1 MiB: 2 MiB |
-# | | above, and below 10 MiB: 20 MiB |
-# | | from 10 MiB: the block itself, rounded up to a multiple of 2 MiB |
+# | request → *block* | round up to a multiple of 512 bytes |
+# | block → *segment*, if no free block fits | block up to 1 MiB: 2 MiB |
+# | | block above 1 MiB and below 10 MiB: 20 MiB |
+# | | block of 10 MiB or more: its size, rounded up to a multiple of 2 MiB |
 #
 # ### Exercise 2.1: from a request to a block and a segment
 #
-# About 8 minutes. Nothing is free. Return the size of the block and of the segment that torch
-# requests from the driver.
+# About 8 minutes. Assume that no free block fits. Return the sizes of the block and of the segment
+# that torch requests from the driver.
 
 
 # %%
 def sizes(requested_bytes: int) -> tuple[int, int]:
     """Return the bytes of the block, and of the segment to request for it."""
     ### BEGIN SOLUTION memlab.reference.caching_allocator.sizes
-    block = -(-requested_bytes // 512) * 512
-    if block <= MIB:
-        return block, 2 * MIB
-    if block < 10 * MIB:
-        return block, 20 * MIB
-    return block, -(-block // (2 * MIB)) * 2 * MIB
+    size = -(-requested_bytes // 512) * 512
+    if size <= MIB:
+        return size, 2 * MIB
+    if size < 10 * MIB:
+        return size, 20 * MIB
+    return size, -(-size // (2 * MIB)) * 2 * MIB
     ### END SOLUTION
 
 
@@ -186,29 +187,30 @@ def sizes(requested_bytes: int) -> tuple[int, int]:
 sizes = exercise("2.1", sizes)
 
 # %% [markdown]
-# Compare the request, your formula, and the simulated allocator. Rounding matters most for the
-# smallest tensor. The simulated block of the logits is a little larger than yours, because it gets
-# the whole segment. Rule 2 explains why.
+# Compare the request, your sizes, and the simulated allocator. Rounding matters most for the
+# smallest tensor. The simulated block of the logits is a little larger than yours: it is the whole
+# segment. Rule 2 explains why.
 
 # %%
 for what, requested in (("the loss", 4), ("a bias of 768", 3072), ("logits", 8 * 640 * 50257 * 4)):
-    block, segment = sizes(requested)
-    one = Event(requested, 1, "activations", "", "", "forward", "float32", ())
-    by_rules = simulate([one])
-    print(f"{what:14}{requested:>13,} bytes, block {block:>13,}, segment {segment:>13,}")
-    print(f"{'simulated':>33}, block {by_rules.allocated_bytes:>13,}, ", end="")
-    print(f"segment {by_rules.reserved_bytes:>13,}")
+    size, segment_size = sizes(requested)
+    event = Event(requested, 1, "activations", "", "", "forward", "float32", ())
+    one_tensor = simulate([event])
+    print(f"{what:14}{requested:>13,} bytes, block {size:>13,}, segment {segment_size:>13,}")
+    print(f"{'simulated':>33}, block {one_tensor.allocated_bytes:>13,}, ", end="")
+    print(f"segment {one_tensor.reserved_bytes:>13,}")
 
 # %% [markdown]
-# ## Rule 2: which piece
+# ## Rule 2: best fit and split
 #
-# A segment is cut into pieces. Small blocks (at most 1 MiB) and large blocks never share a segment.
-# Each kind has its own *pool*: a list of pieces, sorted by address.
+# A segment is split into blocks, which are allocated or free. Small requests (at most 1 MiB) and
+# large requests never share a segment. Each kind has its own *pool*: a list of the blocks of its
+# segments, sorted by address.
 
 
 # %%
 @dataclass
-class Piece:
+class AllocatorBlock:
     segment: int  # the number of its segment
     address: int  # of its first byte
     bytes: int
@@ -216,31 +218,32 @@ class Piece:
 
 
 # %% [markdown]
-# - **Best fit**: take the smallest free piece with enough room. Of equal pieces, take the one
-#   with the lowest address.
+# - **Best fit**: choose the smallest free block that fits. If several have the same size, choose
+#   the one with the lowest address.
 # - **Split**: the request gets the lower part. If at least 512 bytes remain (small pool), or more
-#   than 1 MiB (large pool), they become a free piece right behind it in the list. A smaller rest
-#   stays part of the request's block and is wasted.
+#   than 1 MiB (large pool), they become a free block, right behind it in the list. A smaller
+#   remainder stays in the allocated block and is wasted.
 
 # %% [markdown]
-# ### Exercise 2.2: take a piece
+# ### Exercise 2.2: allocate a block
 #
-# About 15 minutes. `size` is a block's size, which also determines the pool. Return the piece's
-# address, or None if nothing fits.
+# About 15 minutes. `size` is already rounded up; up to 1 MiB, the pool is the small one. Return the
+# block's address, or None if no free block fits.
 
 
 # %%
-def take(pieces: list[Piece], size: int) -> int | None:
-    """Mark `size` bytes as taken, and return their address."""
-    ### BEGIN SOLUTION memlab.reference.caching_allocator.take
-    fitting = [piece for piece in pieces if piece.free and piece.bytes >= size]
+def allocate(pool: list[AllocatorBlock], size: int) -> int | None:
+    """Allocate `size` bytes in the pool, and return their address."""
+    ### BEGIN SOLUTION memlab.reference.caching_allocator.allocate
+    fitting = [block for block in pool if block.free and block.bytes >= size]
     if not fitting:
         return None
-    best = min(fitting, key=lambda piece: (piece.bytes, piece.address))
-    rest = best.bytes - size
-    if rest >= 512 if size <= MIB else rest > MIB:
-        above = Piece(best.segment, best.address + size, rest, free=True)
-        pieces.insert(pieces.index(best) + 1, above)
+    best = min(fitting, key=lambda block: (block.bytes, block.address))
+    remaining = best.bytes - size
+    splits = remaining >= 512 if size <= MIB else remaining > MIB
+    if splits:
+        upper = AllocatorBlock(best.segment, best.address + size, remaining, free=True)
+        pool.insert(pool.index(best) + 1, upper)
         best.bytes = size
     best.free = False
     return best.address
@@ -248,41 +251,41 @@ def take(pieces: list[Piece], size: int) -> int | None:
 
 
 # %%
-take = exercise("2.2", take)
+allocate = exercise("2.2", allocate)
 
 # %% [markdown]
 # ## Rule 3: free and merge
 #
-# With splits alone, pieces would only get smaller. So a freed piece **merges** with its free
-# neighbours in the same segment. Pieces of two segments never merge, because segments are returned
-# to the driver only as a whole.
+# With splits alone, blocks would only get smaller. So a freed block **merges** with its free
+# neighbors in the same segment. Blocks of two segments never merge, because torch can return a
+# segment to the driver only as a whole.
 #
-# ### Exercise 2.3: free a piece and merge
+# ### Exercise 2.3: free a block and merge
 #
 # About 10 minutes. Change the list in place, and return nothing.
 
 
 # %%
-def give_back(pieces: list[Piece], address: int) -> None:
-    """Free the piece at `address`, and merge it with its free neighbours."""
-    ### BEGIN SOLUTION memlab.reference.caching_allocator.give_back
-    place = next(i for i, piece in enumerate(pieces) if piece.address == address)
-    pieces[place].free = True
-    for i in (place, place - 1):  # with the piece above, then with the one below
-        if i >= 0 and i + 1 < len(pieces):
-            one, other = pieces[i], pieces[i + 1]
-            if one.free and other.free and one.segment == other.segment:
-                one.bytes += other.bytes
-                del pieces[i + 1]
+def free_block(pool: list[AllocatorBlock], address: int) -> None:
+    """Free the block at `address`, and merge it with its free neighbors."""
+    ### BEGIN SOLUTION memlab.reference.caching_allocator.free_block
+    index = next(i for i, block in enumerate(pool) if block.address == address)
+    pool[index].free = True
+    for i in (index, index - 1):  # merge with the block above, then with the one below
+        if i >= 0 and i + 1 < len(pool):
+            lower, upper = pool[i], pool[i + 1]
+            if lower.free and upper.free and lower.segment == upper.segment:
+                lower.bytes += upper.bytes
+                del pool[i + 1]
     ### END SOLUTION
 
 
 # %%
-give_back = exercise("2.3", give_back)
+free_block = exercise("2.3", free_block)
 
 # %% [markdown]
 # These are all the rules. `Cache` has the two pools, calls your three functions, and requests a
-# segment if nothing fits.
+# segment if no free block fits.
 
 
 # %%
@@ -290,40 +293,40 @@ class Cache:
     def __init__(self):
         self.pools = {"small": [], "large": []}
         self.reserved = self.segments = 0
-        self.held = {}  # storage: its pool and its address
+        self.active_blocks = {}  # storage: its pool and its address
 
     def malloc(self, storage: int, requested: int) -> None:
-        block, segment = sizes(requested)
-        pool = self.pools["small" if block <= MIB else "large"]
-        address = take(pool, block)
+        size, segment_size = sizes(requested)
+        pool = self.pools["small" if size <= MIB else "large"]
+        address = allocate(pool, size)
         if address is None:
-            pool.append(Piece(self.segments, self.reserved, segment, free=True))
+            pool.append(AllocatorBlock(self.segments, self.reserved, segment_size, free=True))
             self.segments += 1
-            self.reserved += segment
-            address = take(pool, block)
-        self.held[storage] = pool, address
+            self.reserved += segment_size
+            address = allocate(pool, size)
+        self.active_blocks[storage] = pool, address
 
     def free(self, storage: int) -> None:
-        give_back(*self.held.pop(storage))
+        free_block(*self.active_blocks.pop(storage))
 
 
 # %% [markdown]
-# Run the four steps through your three functions, allocation by allocation. If you skipped an
-# exercise, its reference runs instead.
+# Run all allocations of the four steps through your three functions. If you skipped an exercise,
+# its reference solution runs instead.
 
 # %%
 cache = Cache()
 for event in trace.events:
     if event.category == "rounding":
-        continue  # the allocator does its own rounding
+        continue  # `sizes` does the rounding
     if event.bytes > 0:
         cache.malloc(event.storage, event.bytes)
     else:
         cache.free(event.storage)
 print(f"your allocator:   {cache.segments} segments, {format_bytes(cache.reserved)} reserved")
-print(f"memlab.allocator: {blocks.segment_allocations} segments, ", end="")
-print(f"{format_bytes(blocks.reserved_bytes)} reserved")
-print(f"the same to the byte: {cache.reserved == blocks.reserved_bytes}")
+print(f"memlab.allocator: {simulated.segment_allocations} segments, ", end="")
+print(f"{format_bytes(simulated.reserved_bytes)} reserved")
+print(f"the same to the byte: {cache.reserved == simulated.reserved_bytes}")
 
 # %% [markdown]
 # ## Create fragmentation
@@ -337,24 +340,23 @@ events = [
     Event(mib * MIB, storage, "activations", "aten.empty", "", "forward", "uint8", ())
     for storage, mib in changes
 ]
-roomy = simulate(events)
-print(f"on a large GPU: {format_bytes(roomy.reserved_bytes)} reserved for 16 MiB of tensors")
+reserved = format_bytes(simulate(events).reserved_bytes)
+print(f"on a large GPU: {reserved} reserved for 16 MiB of tensors")
 plot.blocks(
     simulate(events, capacity_bytes=24 * MIB),
     title="10 MiB are free, but a request of 6 MiB does not fit",
 )
 
 # %% [markdown]
-# Hatched memory is reserved but free. The allocator cannot move tensors together, because the
-# address of a tensor is fixed.
+# Hatched memory is reserved but free. The allocator cannot move tensors to close the gaps, because
+# the address of a tensor is fixed.
 
 # %% [markdown]
 # ## How much memory does the run need?
 #
-# A run needs less than it reserves. If the driver has no room for a segment, torch releases all
-# segments that are entirely free and requests again (a *retry*). So the same run may fit on a
-# smaller GPU. A binary search in steps of 32 MiB finds the smallest memory, besides the context, in
-# which the run fits.
+# A run can fit in less memory than it reserves on a large GPU. If the driver cannot provide a
+# segment, torch releases all entirely free segments and requests again (a *retry*). A binary search
+# in steps of 32 MiB finds the smallest GPU memory, besides the context, that the run fits in.
 
 
 # %%
@@ -364,35 +366,36 @@ def step_starts(trace: Trace) -> list[int]:
     return [i for i, pair in enumerate(pairwise(phases), 1) if pair == ("optimizer", "forward")]
 
 
-def smallest_card(words: str = "", **how) -> int:
-    cards = range(7 * 1024, 10 * 1024, 32)  # MiB
+def smallest_gpu(settings: str = "", **options) -> int:
+    """Return the bytes of the smallest GPU memory that the run fits in."""
+    capacities = range(7 * 1024, 10 * 1024, 32)  # MiB
 
     def fits(mib: int) -> bool:
-        return simulate(trace, Settings.parse(words, capacity_bytes=mib * MIB), **how).fits
+        return simulate(trace, Settings.parse(settings, capacity_bytes=mib * MIB), **options).fits
 
-    return cards[bisect_left(cards, True, key=fits)] * MIB
+    return capacities[bisect_left(capacities, True, key=fits)] * MIB
 
 
-need = smallest_card()
-print(f"allocated {format_bytes(blocks.allocated_bytes)} at the peak")
-print(f"reserved  {format_bytes(blocks.reserved_bytes)} on a large GPU")
+need = smallest_gpu()
+print(f"allocated {format_bytes(simulated.allocated_bytes)} at the peak")
+print(f"reserved  {format_bytes(simulated.reserved_bytes)} on a large GPU")
 print(f"needed    {format_bytes(need)} besides the context")
 
 # %% [markdown]
-# **So which number is right?** With only the allocated bytes (PyTorch's number) the run fails. With
-# fewer than the reserved bytes (most of `nvidia-smi`'s number) it can still fit. The need lies
-# between the two.
+# **So which number is right?** A GPU with only the allocated bytes (PyTorch's number) is too small
+# for the run. A GPU with fewer than the reserved bytes (most of `nvidia-smi`'s number) can still be
+# large enough. The need lies between the two.
 #
 # ## What the settings change
 #
-# Set them in an environment variable (`PYTORCH_CUDA_ALLOC_CONF` in older torch):
+# Set allocator options in an environment variable (`PYTORCH_CUDA_ALLOC_CONF` in older torch):
 #
 # ```
 # PYTORCH_ALLOC_CONF=expandable_segments:True python train.py
 # ```
 #
-# `torch.cuda.empty_cache()` releases all entirely free segments at once. The second row calls it
-# before every step.
+# `torch.cuda.empty_cache()` releases all entirely free segments at once. In the second row of the
+# next table, it is called before every step.
 
 # %%
 trials = {
@@ -404,41 +407,42 @@ trials = {
     "per_process_memory_fraction:0.95": None,
     "expandable_segments:True": None,
 }
-Tried = namedtuple("Tried", "blocks calls smallest")
+Trial = namedtuple("Trial", "blocks calls smallest")
 table = {}
 print(f"{'on a GPU with 24 GiB':34}{'allocated':>10}{'reserved':>10}{'calls':>7}{'smallest':>10}")
-for name, trial in trials.items():
-    words, how = trial or (name, {})
-    ran = simulate(trace, Settings.parse(words, capacity_bytes=24 * GIB), **how)
+for name, arguments in trials.items():
+    settings, options = arguments or (name, {})
+    ran = simulate(trace, Settings.parse(settings, capacity_bytes=24 * GIB), **options)
     calls = ran.segment_allocations + ran.segment_frees
-    tried = table[name] = Tried(ran, calls, smallest_card(words, **how))
+    trial = table[name] = Trial(ran, calls, smallest_gpu(settings, **options))
     peaks = f"{ran.allocated_bytes / GIB:>10.2f}{ran.reserved_bytes / GIB:>10.2f}"
-    print(f"{name:34}{peaks}{calls:>7}{tried.smallest / GIB:>10.2f}")
+    print(f"{name:34}{peaks}{calls:>7}{trial.smallest / GIB:>10.2f}")
 
 # %% [markdown]
 # Sizes are in GiB. *Smallest* is the memory that the run needs besides the context. *Calls* counts
-# `cudaMalloc` and `cudaFree`, or page mappings for expandable segments. No setting changes what
-# tensors need: `allocated` differs only by rounding.
+# `cudaMalloc` and `cudaFree`, or page mappings for expandable segments. No setting changes the
+# tensors: `allocated` differs only by rounding.
 #
 # | setting | effect | here |
 # | --- | --- | --- |
-# | `max_split_size_mb` | does not split large blocks | reserves 17 GiB, needs 8.4 |
-# | `roundup_power2_divisions` | rounds more, so that sizes repeat | reserves and needs more |
-# | `garbage_collection_threshold` | releases free segments early | helps on a nearly full GPU |
-# | `per_process_memory_fraction` | limits the process | saves nothing |
+# | `max_split_size_mb` | does not split large blocks | reserves 17.1 GiB, needs 8.4 GiB |
+# | `roundup_power2_divisions` | rounds up more, so that sizes repeat | reserves and needs more |
+# | `garbage_collection_threshold` | releases free segments early | needs 8.5 GiB, not 9.0 |
+# | `per_process_memory_fraction` | limits the process's memory | saves nothing |
 # | `expandable_segments` | one segment that grows by pages | almost no waste: try it first |
 
 # %% [markdown]
 # ## What fails at epoch 60?
 #
-# Four people train a small model on torch's source code. Each added a few lines that look harmless:
+# Four people train a small model on torch's source code. Each has added a few lines that look
+# harmless:
 #
 # - **Ada** records the loss on a *held-out* batch, which is not used for training.
-# - **Ben** records the mean size of the activations with a hook.
+# - **Ben** records the mean absolute value of the activations with a hook.
 # - **Cleo** caches the soft targets of each batch, to compute them only once.
-# - **Dora** has texts of several lengths, and caches a table of positions per length.
+# - **Dora** trains on sequences of several lengths, and caches a table of positions per length.
 #
-# An epoch here is two training batches. The next cells hold the shared code and Ada's loop.
+# Here an epoch is two training batches. The next cells contain the shared code and Ada's loop.
 
 
 # %%
@@ -450,11 +454,11 @@ def new_model():
 
 def train_on(model, optimizer, tokens, targets, positions=None):
     optimizer.zero_grad()
-    inside = model[0](tokens)  # (B, T, 256)
+    embedded = model[0](tokens)  # (B, T, 256)
     if positions is not None:
-        inside = inside + positions
+        embedded = embedded + positions
     # .mT: (B, 256, T), because cross_entropy expects the classes in dimension 1
-    F.cross_entropy(model[1:](inside).mT, targets).backward()
+    F.cross_entropy(model[1:](embedded).mT, targets).backward()
     optimizer.step()
 
 
@@ -477,8 +481,8 @@ def ada(model, optimizer, data, times=1):
 
 
 # %% [markdown]
-# Ada keeps *one number* per held-out batch. By how many MiB per epoch does the memory still alive
-# after an epoch grow? A batch is 64 sequences of 512 bytes.
+# Ada keeps *one loss* per held-out batch. How many more MiB are alive after each epoch than after
+# the epoch before? A batch is 64 sequences of 512 bytes.
 
 # %%
 ### BEGIN SOLUTION
@@ -536,10 +540,10 @@ def dora(model, optimizer, data, lengths=range(192, 513, 64), seed=7):
 
 
 # %%
-def epochs_of(person, epochs, batch=64, **how) -> list[Trace]:
+def epochs_of(person, epochs, batch=64, **options) -> list[Trace]:
     with memlab.dry_run():
         model, optimizer = new_model()
-        run = person(model, optimizer, batches(text, batch, 512, seed=0), **how)
+        run = person(model, optimizer, batches(text, batch, 512, seed=0), **options)
         one_epoch = partial(next, run)
         return [
             memlab.measure(one_epoch, model=model, optimizer=optimizer, lines=True)
@@ -553,9 +557,9 @@ growth = runs["ada"][-1].live_bytes - runs["ada"][-2].live_bytes
 reveal("2.2", growth_mib=growth)
 
 # %% [markdown]
-# A loss keeps its *graph* alive, with every tensor that forward saved for backward. In training,
-# `backward()` frees the saved tensors. On held-out text, Ada never calls it. So the gap consists of
-# saved tensors that no backward pass ever frees.
+# A loss keeps its autograd *graph* alive, with every tensor that forward saved for backward. In
+# training, `backward()` frees the saved tensors. Ada never calls it for a held-out loss, so its
+# saved tensors are never freed. They make up the gap.
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
@@ -568,21 +572,21 @@ axes.legend(frameon=False)
 print("dora, MiB:", *(f"{epoch.live_bytes / MIB:.2f}" for epoch in runs["dora"]))
 
 # %% [markdown]
-# Three of the lines keep growing. Dora's line, at the bottom, stops growing once she has a table
+# Three of the curves keep growing. Dora's curve, at the bottom, stops growing once she has a table
 # for each of her six lengths. A cache that fills up is not a leak.
 
 # %% [markdown]
 # ### Exercise 2.4: find the leaking line
 #
 # About 12 minutes. You get one Trace per epoch. `epoch.alive()` returns an event for each tensor
-# still alive at the end of the epoch, with its `bytes` and its `line`. Compare the middle epoch,
-# `epochs[len(epochs) // 2]`, with the last epoch, because the first epochs fill optimizer state and
-# caches.
+# still alive at the end of the epoch, with its `bytes` and its `line`. Sum the bytes by line.
+# Compare the last epoch with the middle epoch, `epochs[len(epochs) // 2]`, because the first epochs
+# fill optimizer state and caches.
 
 
 # %%
 def leaks(epochs: list[Trace]) -> dict[str, int]:
-    """Return the lines whose tensors accumulate, with their bytes per epoch."""
+    """Return the lines whose bytes grow, with their mean growth per epoch."""
     ### BEGIN SOLUTION
     middle = len(epochs) // 2
     between = len(epochs) - 1 - middle
@@ -602,15 +606,15 @@ leaks = exercise("2.4", leaks)
 for name, epochs in runs.items():
     print(f"{name}: {'leaks' if leaks(epochs) else 'no leak'}")
     for line, size in leaks(epochs).items():
-        file, _, place = line.partition(":")
-        number, function = place.split()
+        file, _, rest = line.partition(":")
+        number, function = rest.split()
         where = file if file == "data.py" else f"line {number} of its cell"
         print(f"  {format_bytes(size)} per epoch, from {where}, in {function}")
 
 # %% [markdown]
 # `leaks` returns the line that *allocated* a tensor. (memlab's `data.py` allocates the batches.)
-# Another line may keep the tensor alive: Ben's tensors are allocated in `train_on`, like all
-# activations. `diff` also shows the module that made the tensors, their shape and their count.
+# Another line may keep it alive: Ben's hook keeps tensors that `train_on` allocated. `diff` also
+# shows the tensors' module, shape and count.
 
 # %%
 for name in ("ada", "ben"):
@@ -623,70 +627,71 @@ for name in ("ada", "ben"):
 # %% [markdown]
 # ## When will it run out of memory?
 #
-# A leak grows by the same bytes in each epoch. Ada's GPU has 11.2 GiB besides the context. From the
-# peak of epoch 6 and the growth per epoch, compute the epoch in which her run fails. Then run all
-# epochs through a simulated allocator with 11.2 GiB.
+# Ada's memory grows by the same bytes in each epoch. Her GPU has 11.2 GiB besides the context. From
+# the peak of epoch 6 and the growth per epoch, compute the last epoch that fits. Then run 62 epochs
+# through a simulated allocator with 11.2 GiB.
 
 
 # %%
-def whole_run(person, epochs, batch=64, lines=False, **how) -> Trace:
+def whole_run(person, epochs, batch=64, lines=False, **options) -> Trace:
     """Return all epochs as one trace."""
     with memlab.dry_run():
         model, optimizer = new_model()
-        run = person(model, optimizer, batches(text, batch, 512, seed=0), **how)
-        with memlab.meter(model, optimizer, lines=lines) as running:
+        run = person(model, optimizer, batches(text, batch, 512, seed=0), **options)
+        with memlab.meter(model, optimizer, lines=lines) as meter:
             for _ in range(epochs):
                 next(run)
-    return running.trace
+    return meter.trace
 
 
-room = int(11.2 * GIB)
-fit = len(runs["ada"]) + (room - runs["ada"][-1].peak_bytes) // growth
+adas_gpu = int(11.2 * GIB)
+fit = len(runs["ada"]) + (adas_gpu - runs["ada"][-1].peak_bytes) // growth
 print(f"the last epoch that fits, extrapolated: {fit}")
 
 whole = whole_run(ada, 62)
-ada_died = simulate(whole, capacity_bytes=room).out_of_memory
-epoch = 1 + 62 * ada_died.position // len(whole.events)
+adas_oom = simulate(whole, capacity_bytes=adas_gpu).out_of_memory
+epoch = 1 + 62 * adas_oom.position // len(whole.events)
 print(f"the epoch that fails in the simulated allocator: {epoch}")
-print(f"reserved  {format_bytes(ada_died.reserved_bytes)}")
-print(f"allocated {format_bytes(ada_died.allocated_bytes)}")
+print(f"reserved  {format_bytes(adas_oom.reserved_bytes)}")
+print(f"allocated {format_bytes(adas_oom.allocated_bytes)}")
 
 # %% [markdown]
-# Almost all reserved memory is allocated, as usual with a leak.
+# Almost all reserved memory is allocated, which is typical of a leak.
 #
 # Dora has no leak. She trains with batches of 1,024 sequences, on a GPU with 4.3 GiB besides the
 # context. Her tensors need less than that at every moment.
 
 # %%
-many = whole_run(dora, 12, batch=1024, seed=0)  # this seed draws the lengths in another order
-plenty = simulate(many)
-print(f"allocated at the peak: {format_bytes(plenty.allocated_bytes)}")
+doras_run = whole_run(dora, 12, batch=1024, seed=0)  # seed 0 draws the lengths in another order
+on_large_gpu = simulate(doras_run)
+print(f"allocated at the peak: {format_bytes(on_large_gpu.allocated_bytes)}")
 
-card = int(4.3 * GIB)
-with_pages = simulate(many, expandable_segments=True, capacity_bytes=card)
-print(f"with expandable segments all 12 epochs fit: {with_pages.fits}")
+doras_gpu = int(4.3 * GIB)
+expandable = simulate(doras_run, expandable_segments=True, capacity_bytes=doras_gpu)
+print(f"with expandable segments all 12 epochs fit: {expandable.fits}")
 
-dora_died = simulate(many, capacity_bytes=card).out_of_memory
-pieces = dora_died.free_piece_bytes
-epoch = 1 + 12 * dora_died.position // len(many.events)
+doras_oom = simulate(doras_run, capacity_bytes=doras_gpu).out_of_memory
+free_blocks = doras_oom.free_block_bytes
+epoch = 1 + 12 * doras_oom.position // len(doras_run.events)
 print(f"without them, epoch {epoch} fails:")
-print(f"  requested                {format_bytes(dora_died.requested_bytes):>12}")
-print(f"  free in reserved memory  {format_bytes(sum(pieces)):>12}", end=", ")
-print(f"the largest piece {format_bytes(pieces[0])}")
-print(f"  free in the driver       {format_bytes(card - dora_died.reserved_bytes):>12}")
+print(f"  requested                {format_bytes(doras_oom.requested_bytes):>12}")
+print(f"  free in reserved memory  {format_bytes(sum(free_blocks)):>12}", end=", ")
+print(f"the largest block {format_bytes(free_blocks[0])}")
+print(f"  not yet reserved         {format_bytes(doras_gpu - doras_oom.reserved_bytes):>12}")
 
 # %% [markdown]
-# The free reserved memory and the driver's free memory together exceed the request, but neither is
-# large enough alone. Shorter batches have smaller tensors, and the gaps that these tensors left are
-# too small for the request.
+# The free reserved memory and the memory not yet reserved together exceed the request, but neither
+# is large enough alone. Shorter sequences have smaller tensors, and the gaps that these tensors
+# left are too small for the request.
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
-places = [1 + 12 * i / len(many.events) for i in range(len(many.events))]
-allocated = [b / GIB for b in plenty.allocated]
-axes.fill_between(places, allocated, color="#8c9bb3", linewidth=0, label="allocated")
-axes.plot(places, [b / GIB for b in plenty.reserved], color="#1c1c1c", label="reserved")
-axes.axhline(4.3, color="0.4", linestyle="--", linewidth=1, label="her GPU, 4.3 GiB")
+events = len(doras_run.events)
+position = [1 + 12 * i / events for i in range(events)]
+allocated = [b / GIB for b in on_large_gpu.allocated]
+axes.fill_between(position, allocated, color="#8c9bb3", linewidth=0, label="allocated")
+axes.plot(position, [b / GIB for b in on_large_gpu.reserved], color="#1c1c1c", label="reserved")
+axes.axhline(4.3, color="0.4", linestyle="--", linewidth=1, label="Dora's GPU, 4.3 GiB")
 axes.set(xlabel="epoch", ylabel="GiB", ylim=(0, None), xticks=range(1, 13))
 axes.set_title("Dora's run on a large GPU")
 _ = axes.legend(frameon=False)
@@ -700,21 +705,21 @@ _ = axes.legend(frameon=False)
 # %% [markdown]
 # ## Fix the leaks
 #
-# The next loop has all three leaks and runs for real, without a dry run. For each line, check what
-# it keeps alive. Every epoch gets new batches, and `notes` lives for the whole run. `.mT` moves the
-# classes to dimension 1, as `cross_entropy` expects.
+# The next loop has all three leaks. It runs on your CPU, not on fake tensors. For each line, check
+# what it keeps alive. Every epoch gets new batches, and `notes` is kept for the whole run. `.mT`
+# moves the classes to dimension 1, as `cross_entropy` expects.
 
 # %% [markdown]
 # ### Exercise 2.5: fix three leaks
 #
-# About 15 minutes. After each epoch, the same number of bytes must be alive. Within an epoch,
-# nothing may accumulate except one number per batch. Remove a hook with `handle.remove()`, where
-# `handle` is what `register_forward_hook` returns.
+# About 15 minutes. After each epoch, the same number of bytes must be alive. Within an epoch, at
+# most one scalar per batch may accumulate. `register_forward_hook` returns a handle; its
+# `remove()` removes the hook.
 
 # %% [markdown]
-# Keep the rest as it is:
+# The results must stay the same:
 #
-# - the trained weights, the modules' modes, and other hooks
+# - the trained weights, each module's `training` flag, and other hooks
 # - `notes["losses"]`: one Python float per held-out batch
 # - `notes["scales"]`: one Python float per epoch, from training batches alone
 
@@ -777,7 +782,7 @@ print(f"the loss went down: {notes['losses'][-1] < notes['losses'][0]}")
 # ## What `gc.collect()` does
 #
 # Python frees a tensor as soon as its last reference is gone. The exception is a *reference cycle*:
-# objects that refer to each other stay alive until the garbage collector runs.
+# objects that refer to each other, and their tensors, stay alive until the garbage collector runs.
 
 
 # %%
@@ -793,11 +798,11 @@ class Logger:
 def alive_bytes(make, then=lambda: None) -> int:
     """Drop the result of `make()`, call `then()`, and return the bytes still alive."""
     gc.disable()
-    with memlab.meter() as running:
+    with memlab.meter() as meter:
         make()
         then()
     gc.enable()
-    return running.trace.live_bytes
+    return meter.trace.live_bytes
 
 
 print(f"a tensor, dropped: {format_bytes(alive_bytes(lambda: torch.zeros(2**18)))}")
@@ -831,25 +836,25 @@ PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."""
 
 
 # %%
-def numbers_of(died, room: int, others: int = 0) -> Oom:
-    """Return the message's numbers on a GPU with `room` besides context and other processes."""
+def message_numbers(oom, capacity: int, others: int = 0) -> Oom:
+    """Return the message's numbers; `capacity` excludes the context and the other processes."""
     return Oom(
-        requested=died.requested_bytes,
-        total=room + context + others,
-        free=room - died.reserved_bytes,
-        process=died.reserved_bytes + context,
-        allocated=died.allocated_bytes,
-        unallocated=died.reserved_bytes - died.allocated_bytes,
+        requested=oom.requested_bytes,
+        total=capacity + context + others,
+        free=capacity - oom.reserved_bytes,
+        process=oom.reserved_bytes + context,
+        allocated=oom.allocated_bytes,
+        unallocated=oom.reserved_bytes - oom.allocated_bytes,
     )
 
 
-doras = numbers_of(dora_died, card)
+doras = message_numbers(doras_oom, doras_gpu)
 print(MESSAGE.format(**{name: format_bytes(size) for name, size in doras._asdict().items()}))
 
 # %% [markdown]
 # The message contains all three numbers:
 #
-# | in the message | number |
+# | in the message | which of the three |
 # | --- | --- |
 # | allocated by PyTorch | **allocated** |
 # | allocated + reserved but unallocated | **reserved** |
@@ -857,18 +862,18 @@ print(MESSAGE.format(**{name: format_bytes(size) for name, size in doras._asdict
 # | total capacity − free | **in use**, as in `nvidia-smi` |
 #
 # Torch raises this error only after it has released all entirely free segments. So the "reserved
-# but unallocated" bytes are in pieces between tensors.
+# but unallocated" bytes are free blocks between tensors.
 
 # %% [markdown]
 # ### Exercise 2.6: diagnose the message
 #
-# About 8 minutes. Compute what this process *needs* without wasted memory: its context, its tensors
-# and the request. Rounding always wastes a little, so count only 98 % of the memory as usable.
-# Return the first true answer:
+# About 8 minutes. Compute the bytes that this process *needs* without wasted memory: its context,
+# its tensors and the request. Rounding always wastes a little, so count only 98 % of the memory as
+# usable. Return the first true answer:
 #
 # - `"too much"`: the need exceeds 98 % of the GPU.
-# - `"another process"`: the need exceeds 98 % of what other processes leave of the GPU.
-# - `"fragmentation"`: otherwise. There is enough memory, but in pieces.
+# - `"another process"`: the need exceeds 98 % of the memory that other processes do not use.
+# - `"fragmentation"`: otherwise. Enough memory is free, but it is not contiguous.
 
 
 # %%
@@ -890,14 +895,15 @@ diagnose = exercise("2.6", diagnose)
 
 # %% [markdown]
 # Try it on three failures of today's runs. In the third, Dora uses expandable segments, but another
-# process holds 1 GiB of her GPU.
+# process uses 1 GiB of her GPU.
 
 # %%
-crowded = simulate(many, expandable_segments=True, capacity_bytes=card - GIB).out_of_memory
+left = doras_gpu - GIB
+shared_gpu = simulate(doras_run, expandable_segments=True, capacity_bytes=left).out_of_memory
 failures = {
     "Dora": doras,
-    "Ada in epoch 60": numbers_of(ada_died, room),
-    "Dora and another": numbers_of(crowded, card - GIB, others=GIB),
+    "Ada in epoch 60": message_numbers(adas_oom, adas_gpu),
+    "Dora, shared GPU": message_numbers(shared_gpu, left, others=GIB),
 }
 print(f"{'':18}{'requested':>10}{'free':>12}{'unallocated':>13}")
 for name, oom in failures.items():
@@ -909,13 +915,13 @@ for name, oom in failures.items():
 # | --- | --- |
 # | too much | if `allocated` grows from epoch to epoch, find the leak; otherwise Day 3 |
 # | another process | find it with `nvidia-smi`; end it, or choose another GPU |
-# | fragmentation | set `expandable_segments:True`, use few lengths |
+# | fragmentation | set `expandable_segments:True`, use fewer sequence lengths |
 
 # %% [markdown]
 # ## Record every allocation
 #
-# A message has six numbers. A *snapshot* has every allocation with its stack. On CUDA, ROCm or XPU
-# (`torch.xpu.memory`), add three statements to your own script:
+# The message has six numbers. A *snapshot* has every allocation with its stack. On CUDA, ROCm or
+# XPU (`torch.xpu.memory`), add three statements to your own script:
 #
 # ```python
 # torch.cuda.memory._record_memory_history(max_entries=200_000)  # keeps the newest entries
@@ -985,10 +991,9 @@ for remedy in list(summary.advice(cause, found.replays))[:2]:
 # %% [markdown]
 # ## Monitor the loop
 #
-# A snapshot explains a run that has failed. A monitor warns during training: wrap your loop in
-# `with memlab.monitor():`. It reads the counters after each `optimizer.step()`, and warns once of a
-# leak, of fragmentation, or of nearly full memory. Monitor Ben's loop on your CPU, without a dry
-# run:
+# A snapshot explains a run that failed. A monitor warns during training: wrap your loop in
+# `with memlab.monitor():`. It reads memory counters after each `optimizer.step()`, and warns once
+# of a leak, of fragmentation, or of nearly full memory. Monitor Ben's loop on your CPU:
 
 # %% tags=["nbval-ignore-output"] reason="the memory of a process differs from run to run"
 model, optimizer = new_model()
@@ -1025,9 +1030,8 @@ print(f"8 × 1024**3 bytes are 8 GiB, and {8 * 1024**3 / 1e9:.2f} GB")
 # %% [markdown]
 # On a GPU, `memory/reserved` is logged too.
 #
-# A guide's `log_memory_usage()` prints `memory_allocated() / 1024**3` as "GB". The number is in
-# GiB; in GB it would be 7 % larger. It also shows only the moment of the call, while the monitor
-# shows each step's peak.
+# One published guide prints `memory_allocated() / 1024**3` as "GB". The number is in GiB; in GB it
+# is 7 % larger. It also shows only the moment of the call; the monitor shows each step's peak.
 
 # %% [markdown]
 # ## At scale
@@ -1041,7 +1045,7 @@ for name, batch, seq_len in (("124m", 8, 640), ("1b", 1, 8192), ("llama-2-7b", 1
     print(f"{name:12}{batch} × {seq_len} tokens: {format_bytes(kept_bytes):>10} per kept loss")
 
 # %% [markdown]
-# A 7B run with such a leak does not reach epoch 60. In float32 with AdamW, weights, gradients and
+# With such a leak, a 7B run fails in epoch 2. In float32 with AdamW, weights, gradients and
 # optimizer state need 100 GiB, so on a GPU with 180 GiB the second kept loss does not fit. Small
 # models leak slowly, so their leaks are found late.
 
@@ -1064,7 +1068,7 @@ for name, batch, seq_len in (("124m", 8, 640), ("1b", 1, 8192), ("llama-2-7b", 1
 # programs reduce the memory for your training, and offloading tensors to the CPU saves nothing.
 #
 # With a GPU, the next cell runs the four steps under the monitor, which reads the counters of your
-# platform. On CUDA they reserve about 10 GiB.
+# platform. On CUDA, the steps reserve about 10 GiB.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 gpu = torch.accelerator.current_accelerator(check_available=True)
@@ -1075,8 +1079,8 @@ else:
     with memlab.monitor() as watching:
         four_steps()
     print(watching)
-    print(f"predicted for CUDA: peak {format_bytes(blocks.allocated_bytes)}, ", end="")
-    print(f"{format_bytes(blocks.reserved_bytes)} reserved")
+    print(f"predicted for CUDA: peak {format_bytes(simulated.allocated_bytes)}, ", end="")
+    print(f"{format_bytes(simulated.reserved_bytes)} reserved")
     if gpu.type == "mps":
         print(f"Metal recommends at most {format_bytes(torch.mps.recommended_max_memory())}")
     else:
@@ -1098,8 +1102,8 @@ else:
 same_length = whole_run(dora, 6, batch=1024, lengths=[512])
 
 same = [
-    simulate(same_length, empty_cache_before=places).reserved_bytes
-    for places in ((), step_starts(same_length))
+    simulate(same_length, empty_cache_before=positions).reserved_bytes
+    for positions in ((), step_starts(same_length))
 ]
 plain, emptied = table["nothing set"], table["empty_cache() before each step"]
 saved = 1 - emptied.smallest / plain.smallest
@@ -1123,7 +1127,7 @@ verdict(
 
 # %%
 split = table["max_split_size_mb:128"]
-shown = [tried.blocks.reserved_bytes / tried.smallest for tried in (plain, split)]
+shown = [trial.blocks.reserved_bytes / trial.smallest for trial in (plain, split)]
 measured = (
     f"besides the context, nvidia-smi shows {plain.blocks.reserved_bytes / GIB:.2f} GiB for a run "
     f"that needs {plain.smallest / GIB:.2f} GiB; with max_split_size_mb:128, "
@@ -1179,8 +1183,8 @@ verdict(
 # memory pools.
 
 # %%
-small = [segment for segment in just_before if segment.pool == "small"]
-in_small = sum(p.bytes for segment in small for p in segment.pieces if p.state == "free")
+small = [segment for segment in segments if segment.pool == "small"]
+in_small = sum(block.bytes for s in small for block in s.blocks if block.state == "free")
 verdict(
     "7c",
     in_small / sum(free) > 0.5,
@@ -1191,15 +1195,15 @@ verdict(
 
 # %%
 half, one_length = (simulate(run) for run in (whole_run(dora, 12, batch=512, seed=0), same_length))
-grows = simulate(many, expandable_segments=True)
+grows = simulate(doras_run, expandable_segments=True)
 LONG_LIVED = ("parameters", "gradients", "optimizer_state", "inputs")
-apart = simulate(many, pool_of=lambda event: int(event.category in LONG_LIVED))
-by_thread = simulate(  # use_mem_pool around forward; backward runs in another thread
-    many, pool_of=lambda e: int(e.phase == "forward" and e.category not in LONG_LIVED)
+long_lived_pool = simulate(doras_run, pool_of=lambda event: int(event.category in LONG_LIVED))
+forward_pool = simulate(  # use_mem_pool around forward; backward runs in another thread
+    doras_run, pool_of=lambda e: int(e.phase == "forward" and e.category not in LONG_LIVED)
 )
-compared = half, plenty, one_length, grows, apart, by_thread
+compared = half, on_large_gpu, one_length, grows, long_lived_pool, forward_pool
 shares = [ran.fragmentation for ran in compared]
-wasted = [ran.reserved_bytes - ran.allocated_bytes for ran in (half, plenty)]
+wasted = [ran.reserved_bytes - ran.allocated_bytes for ran in (half, on_large_gpu)]
 
 # %%
 measured = (
@@ -1238,15 +1242,15 @@ def ada_cleans_up(model, optimizer, data):
 
 # %%
 cleaned = epochs_of(ada_cleans_up, 2)
-after_it = cleaned[-1].live_bytes - cleaned[-2].live_bytes
+growth_cleaned = cleaned[-1].live_bytes - cleaned[-2].live_bytes
 measured = (
     f"Ada's memory grows by {format_bytes(growth)} per epoch; with del, empty_cache() and "
-    f"gc.collect() it grows by {format_bytes(after_it)}; the memory of exercise 2.5's loop, "
+    f"gc.collect() it grows by {format_bytes(growth_cleaned)}; the memory of exercise 2.5's loop, "
     f"without these calls, grows by {format_bytes(alive[-1] - alive[-2])}"
 )
 verdict(
     "8a",
-    after_it == 0,
+    growth_cleaned == 0,
     measured,
     otherwise="del removes a name, but a tensor stays alive as long as a reference exists; without "
     "references it is freed without empty_cache(), which only releases free segments",
@@ -1255,12 +1259,12 @@ verdict(
 # %%
 halved = epochs_of(ada, 2, batch=32, times=2)
 growth_halved = halved[-1].live_bytes - halved[-2].live_bytes
-fit_halved = len(halved) + (room - halved[-1].peak_bytes) // growth_halved
+fit_halved = len(halved) + (adas_gpu - halved[-1].peak_bytes) // growth_halved
 measured = (
     f"Ada's memory grows by {format_bytes(growth)} per epoch, and {fit} epochs fit; with half the "
     f"batch, twice as often, it grows by {format_bytes(growth_halved)}, and {fit_halved} fit; "
-    f"Dora, without a leak, reserves {plenty.reserved_bytes / GIB:.2f} GiB, with half the batch "
-    f"{half.reserved_bytes / GIB:.2f} GiB"
+    f"Dora, without a leak, reserves {on_large_gpu.reserved_bytes / GIB:.2f} GiB, with half the "
+    f"batch {half.reserved_bytes / GIB:.2f} GiB"
 )
 verdict(
     "8b",
@@ -1277,11 +1281,11 @@ verdict(
 # | --- | --- | --- |
 # | allocated grows from epoch to epoch | a leak | `leaks`, then find what keeps the tensors alive |
 # | allocated grows, then stays flat | a cache fills, Adam's state | none needed |
-# | allocated flat, reserved grows | fragmentation | `expandable_segments:True`, few lengths |
-# | both flat, `nvidia-smi` higher | contexts, other processes | find the other process |
-# | only the peak jumps | a longer text | Day 3 |
+# | allocated flat, reserved grows | fragmentation | `expandable_segments:True`, fewer lengths |
+# | both flat, `nvidia-smi` higher | contexts, other processes | find the other processes |
+# | only the peak jumps | a longer sequence | Day 3 |
 #
-# You can also estimate reserved memory before a run, and the epoch in which a leaking run fails.
+# You can also estimate reserved memory before a run, and when a leaking run will fail.
 
 # %% [markdown]
 # | when | tool |

@@ -18,7 +18,7 @@
 # ## The question
 #
 # The step of the running bill (124M weights, 8 sequences of 640 tokens, float32, AdamW) needs 7.94
-# GiB, and your card has 6 GiB. The usual advice is: *use a smaller batch*.
+# GiB, and your GPU has 6 GiB. The usual advice is: *use a smaller batch*.
 #
 # ## Guess
 #
@@ -64,26 +64,26 @@ guess("3.1", half_gib=4, one_at_a_time_gib=1)  # 8 / 2 and 8 / 8
 # %% [markdown]
 # ## Measure
 #
-# Use a dry run, as on Day 1: fake tensors, exact bytes. For micro-batches of one sequence it is
-# enough to measure two of them, because memory is the same in every micro-batch after the first.
+# Use a dry run, as on Day 1: fake tensors, exact bytes. For micro-batches of one sequence, measure
+# only two of them, because memory is the same in every micro-batch after the first.
 
 # %%
 fused, plain = combined("fused-adamw"), TECHNIQUES["plain"]
 setting = Setting("124m", batch=8, seq_len=640)
-in_turn = combined("fused-adamw+accumulation")  # fused AdamW is the fastest to measure
+accumulation = combined("fused-adamw+accumulation")  # same peak as plain, faster to measure
 all_eight = dry_trace(setting, fused)
 half = dry_trace(replace(setting, batch=4), fused)
-one_at_a_time = dry_trace(replace(setting, batch=2), in_turn)
+one_at_a_time = dry_trace(replace(setting, batch=2), accumulation)
 reveal("3.1", half_gib=half.peak_bytes, one_at_a_time_gib=one_at_a_time.peak_bytes)
 
 # %%
-three = {"8 at once": all_eight, "4 at once": half, "8, one at a time": one_at_a_time}
-plot.breakdown(three, title=f"The batch of {setting}")
+steps = {"8 at once": all_eight, "4 at once": half, "8, one at a time": one_at_a_time}
+plot.breakdown(steps, title=f"Peak memory by batch: {setting}")
 
 # %% [markdown]
-# Half the batch halves everything that grows with *tokens*: activations, and backward's copies of
-# the logits. It does not reduce anything that grows with *weights*: weights and optimizer state
-# stay at 1.4 GiB. Both smaller versions fit in your 6 GiB.
+# Half the batch halves everything that grows with *tokens*: activations and backward's temporaries.
+# It does not reduce anything that grows with *weights*: weights and optimizer state stay at 1.4
+# GiB. Both smaller versions fit in your 6 GiB.
 #
 # With micro-batches there is one more band at the peak: **gradients**. From the second micro-batch
 # on, the accumulated gradients stay allocated while activations grow. This is the memory cost of
@@ -92,8 +92,8 @@ plot.breakdown(three, title=f"The batch of {setting}")
 # %% [markdown]
 # ## Peak by batch and length
 #
-# Now measure real steps of the tiny model, for several batch sizes and lengths. The model has so
-# few weights that a few tokens already need more memory.
+# Now measure real steps of the tiny model, for several batch sizes and lengths. It has so few
+# weights that the activations of a few tokens need more memory than the weights.
 
 
 # %%
@@ -113,13 +113,13 @@ stored_scores = [real_step(2, 4 * size, eager) for size in sizes]
 # %%
 kinds = ("parameters", "optimizer_state", "gradients", "activations", "backward_temporaries")
 fig, panels = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True, layout="constrained")
-for axes, traces, places in zip(
+for axes, traces, xs in zip(
     panels, (by_batch, by_length), (sizes, [4 * size for size in sizes]), strict=True
 ):
     bands = [[t.at_peak.get(kind, 0) / MIB for t in traces] for kind in kinds]
     labels, colours = [k.replace("_", " ") for k in kinds], [plot.COLOURS[k] for k in kinds]
-    axes.stackplot(places, bands, labels=labels, colors=colours)
-panels[1].plot(places, [t.peak_bytes / MIB for t in stored_scores], "k--", label="scores stored")
+    axes.stackplot(xs, bands, labels=labels, colors=colours)
+panels[1].plot(xs, [t.peak_bytes / MIB for t in stored_scores], "k--", label="scores stored")
 panels[0].set(
     xlabel="sequences of 8 tokens", ylabel="MiB at the peak", title="Batch: flat, then linear"
 )
@@ -142,36 +142,36 @@ for batch, trace in zip(sizes, by_batch, strict=True):
 # ## The usual accumulation loop
 #
 # Accumulation saves memory. Does it compute the same gradient? Real sequences have different
-# lengths: here, pieces of torch's source code of 5 to 64 bytes. Each micro-batch is padded to its
-# longest piece. Padding is *masked*: `F.cross_entropy` ignores targets of −100.
+# lengths. Here they are 5 to 64 bytes of torch's source code. Each micro-batch is padded to its
+# longest sequence. Padding is *masked*: `F.cross_entropy` ignores targets of −100.
 
 # %%
 MASKED = -100
 lengths = torch.randint(5, 65, (5000,), generator=torch.Generator().manual_seed(0))
-pieces = source_bytes("256 KiB").long()[: lengths.sum()].split(lengths.tolist())
+sequences = source_bytes("256 KiB").long()[: lengths.sum()].split(lengths.tolist())
 
 
-def micro_batch(pieces):
-    """Return (tokens, targets), padded to the longest piece."""
-    padded = nn.utils.rnn.pad_sequence(pieces, batch_first=True, padding_value=MASKED)
+def micro_batch(parts):
+    """Return (tokens, targets), padded to the longest sequence."""
+    padded = nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=MASKED)
     return padded[:, :-1].clamp(min=0), padded[:, 1:]
 
 
 def micro_batches(start, count, size=2):
-    """Return micro-batches of `size` pieces each, from piece `start` on."""
-    places = range(start, start + count * size, size)
-    return [micro_batch(pieces[place : place + size]) for place in places]
+    """Return `count` micro-batches of `size` sequences each, from sequence `start` on."""
+    starts = range(start, start + count * size, size)
+    return [micro_batch(sequences[first : first + size]) for first in starts]
 
 
 for tokens, targets in micro_batches(100, 4):
     print(f"{tuple(tokens.shape)}: {int((targets != MASKED).sum())} unmasked tokens")
 
 # %% [markdown]
-# This is the usual loop, as you find it in many repositories.
+# This is the usual loop. You find it in many repositories.
 
 
 # %%
-def copied(model, optimizer, micro_batches, size, max_norm):
+def usual_loop(model, optimizer, micro_batches, size, max_norm):
     losses = []
     for i, (tokens, targets) in enumerate(micro_batches):
         logits = model(tokens)
@@ -189,24 +189,27 @@ def copied(model, optimizer, micro_batches, size, max_norm):
 # It has four bugs:
 #
 # - **Mean of means**: a token has more weight in a micro-batch with few unmasked tokens.
-# - A shorter last window never steps, and its gradient leaks into the next epoch.
+# - If fewer than `size` micro-batches are left at the end, they trigger no step. Their gradient
+#   leaks into the next epoch.
 # - If all tokens of a micro-batch are masked, the loss is 0/0, NaN.
 # - The list of losses keeps tensors alive.
-#
-# The correct loss is the sum of all unmasked tokens' losses in the window, divided by their count,
-# which is known only at the end. So backpropagate *sums*, then divide the gradients once.
+
+# %% [markdown]
+# The micro-batches of one optimizer step are a *window*. The correct loss is the sum over all
+# unmasked tokens of the window, divided by their count, which is known only at the end. So
+# backpropagate *sums*, then divide the gradients once.
 
 # %% [markdown]
 # ### Exercise 3.1: accumulate the gradient of a batch
 #
-# About 20 minutes. A window is `size` micro-batches; the last may be shorter. For each window,
-# compute the gradient of the mean loss over all unmasked tokens, clip it once to `max_norm`, and
-# take one optimizer step. Return each window's mean loss as a float (0 if all tokens are masked).
+# About 20 minutes. A window has `size` micro-batches; the last may be shorter. For each window,
+# compute the gradient of the mean loss over unmasked tokens, clip it once to `max_norm`, and take
+# one optimizer step. Return each window's mean loss as a float (0 if all tokens are masked).
 #
 # - Keep the activations of one micro-batch at a time.
-# - `micro_batches` is an iterable without a length; `itertools.islice(iterator, size)` takes the
+# - `micro_batches` is an iterable without a length; `itertools.islice(iterator, size)` returns the
 #   next ones. Step before you read the next window.
-# - Frozen weights have no gradient.
+# - Weights may have old gradients. Frozen weights must not get any.
 
 
 # %%
@@ -237,8 +240,8 @@ def train_epoch(model, optimizer, micro_batches, size, max_norm):
 train_epoch = exercise("3.1", train_epoch)
 
 # %% [markdown]
-# Compare both loops with the full batch of 8 pieces, in float64. Without clipping, and with SGD at
-# a learning rate of 1, the weight update *is* the gradient.
+# Compare both loops with the full batch of 8 sequences, in float64. Without clipping, and with SGD
+# at a learning rate of 1, a step subtracts exactly the gradient.
 
 
 # %%
@@ -251,16 +254,16 @@ def gradient(loop, parts, size):
 
 
 full = gradient(train_epoch, micro_batches(100, 1, size=8), 1)
-mine, theirs = (gradient(loop, micro_batches(100, 4), 4) for loop in (train_epoch, copied))
-off = [((g - full).norm() / full.norm()).item() for g in (mine, theirs)]
-print(f"your loop: relative error below 1e-6: {off[0] < 1e-6}")
-print(f"usual loop: relative error above 10 %: {off[1] > 0.1}")
+mine, usual = (gradient(loop, micro_batches(100, 4), 4) for loop in (train_epoch, usual_loop))
+errors = [((g - full).norm() / full.norm()).item() for g in (mine, usual)]
+print(f"your loop: relative error below 1e-6: {errors[0] < 1e-6}")
+print(f"usual loop: relative error above 10 %: {errors[1] > 0.1}")
 
 # %% [markdown]
 # ## Train with your loop
 #
-# Train the tiny model with your loop on 192 pieces for two epochs; a window has 2 micro-batches of
-# 8. Then measure the peak of the activations for a window of 16 pieces, split into 1, 4 and 8
+# Train the tiny model with your loop on 192 sequences for two epochs; a window has 2 micro-batches
+# of 8. Then measure the peak of the activations for a window of 16 sequences, split into 1, 4 and 8
 # micro-batches.
 
 # %%
@@ -284,7 +287,7 @@ axes.set(xlabel="window", ylabel="loss in nats", title="Loss on torch's source c
 print(f"the loss went down: {sum(losses[-10:]) < sum(losses[:10])}")
 for parts in (1, 4, 8):
     most = format_bytes(most_activations(parts))
-    print(f"16 pieces in {parts} micro-batches: activations peak at {most:>10}")
+    print(f"{parts} × {16 // parts:2} sequences: activations peak at {most:>10}")
 
 # %% [markdown]
 # ## Accumulation dtype
@@ -301,9 +304,10 @@ print(f"0.4 added 2000 times in bfloat16: {total.item():g} instead of 800")
 # %% [markdown]
 # The library's `memlab.accumulation.accumulate` keeps float32 accumulators, 4 bytes per weight, and
 # rounds once. Its arguments are the micro-batches, a function, and the weights. The function
-# returns the *sum* of a micro-batch's losses and its token count (here a gradient and 1).
+# returns the *sum* of a micro-batch's losses, and its token count. In the next cell the loss is
+# `g * weight`, with the gradient `g`, and the count is 1.
 #
-# The mean of the gradients below is 1, and one in six is negative, so most rounding errors cancel.
+# These gradients vary around 1, so their rounding errors partly cancel.
 
 # %%
 torch.manual_seed(0)
@@ -312,24 +316,26 @@ micro_gradients = [(torch.randn(20_000) + 1).bfloat16() for _ in range(256)]
 exact = sum(g.double() for g in micro_gradients)
 
 
-def off(gradient) -> float:
+def relative_error(gradient) -> float:
     return ((gradient.double() - exact).norm() / exact.norm()).item()
 
 
 for g in micro_gradients:
     (g * weight).sum().backward()
-drift = off(weight.grad)
+drift = relative_error(weight.grad)
 weight.grad = None
 accumulate(micro_gradients, lambda g: ((g * weight).sum(), 1), [weight])
-print(f"256 gradients accumulated in bfloat16:     error {drift:.1%}")
-print(f"accumulated in float32, rounded once:      error {off(256 * weight.grad.double()):.1%}")
+rounded_once = relative_error(256 * weight.grad.double())
+print(f"256 gradients accumulated in bfloat16:  error {drift:.1%}")
+print(f"accumulated in float32, rounded once:   error {rounded_once:.1%}")
 
 # %% [markdown]
 # ## Frozen layers
 #
 # You can also train only some blocks. Take the tiny model with 4 blocks on 8 × 64 tokens, with its
-# embedding and last norm frozen. Compared with training everything, what percentage of the
-# **activations** does it save to freeze the upper half of the blocks? And the lower half?
+# embedding and last norm frozen. Freeze also the upper half of the blocks, near the loss. What
+# percentage of the **activations** does this save, compared with training everything? And freezing
+# the lower half instead?
 
 # %%
 ### BEGIN SOLUTION
@@ -350,27 +356,27 @@ guess("3.2", upper_frozen_percent=50, lower_frozen_percent=50)  # half of the bl
 # If both answers are no, the layer saves nothing.
 
 # %% [markdown]
-# This table lists the elements that a block saves per token. As on Day 1, C is the hidden size, KV
-# · D the width of key and of value, H the number of heads, V the vocabulary size.
+# This table lists the elements that a block saves per token, with Day 1's symbols: C is the hidden
+# size, KV · D the width of key and of value, H the number of heads.
 #
-# | in a block | trained | gradient passes through |
+# | in a block | trained | frozen, gradient passes through |
 # | --- | --- | --- |
 # | each of the two norms | 2 · C + 1 | 1 |
 # | attention: q, k, v, output, log-sum-exp | 2 · C + 2 · KV · D + H | the same |
-# | the two sums | 2 · C | the same |
+# | the two residual sums | 2 · C | the same |
 # | MLP | 4 · `intermediate_size` | 3 · `intermediate_size` |
 #
-# Above the blocks, the frozen last norm saves 1 (its 1/rms) and the loss V log-probabilities. The
-# first trained norm saves neither its 1/rms nor its input from below, because nothing below it is
-# trained.
+# Above the blocks, the frozen last norm saves its 1/rms (1 element), and the loss V
+# log-probabilities. The first trained norm does not save its 1/rms, and the embedding's output is
+# not saved either, because no gradient passes below this norm.
 
 # %% [markdown]
 # ### Exercise 3.2: count the bytes of frozen layers
 #
 # About 15 minutes. Only the blocks in the range `trained` (without gaps) are trained. All other
-# blocks, the embedding, the last norm and the unembedding are frozen. Return bytes in float32, with
-# AdamW. Its step counters need 4 bytes for each of a block's 9 tensors. A block has 2·C² + 2·C·KV·D
-# + 3·C·F + 2·C weights, with F for `intermediate_size`. The loss is one more saved element.
+# blocks, the embedding, the last norm and the unembedding are frozen. Everything is float32.
+# AdamW's step counters need 4 bytes for each of a block's 9 tensors. A block has 2·C² + 2·C·KV·D +
+# 3·C·F + 2·C weights, with F for `intermediate_size`. The loss is one more saved element.
 
 
 # %%
@@ -379,11 +385,11 @@ def trained_bytes(config, batch, seq_len, trained):
     ### BEGIN SOLUTION
     C, KV_D = config.hidden_size, config.kv_heads * config.head_dim
     shared = 2 * C + 2 * KV_D + config.heads + 2 * C
-    learns = 2 * (2 * C + 1) + shared + 4 * config.intermediate_size
-    passed = 2 + shared + 3 * config.intermediate_size
+    trained_block = 2 * (2 * C + 1) + shared + 4 * config.intermediate_size
+    frozen_block = 2 + shared + 3 * config.intermediate_size
     above = config.layers - trained.stop
-    # The last norm's 1/rms is one more, the first trained norm's is one less.
-    per_token = len(trained) * learns + above * passed + config.vocab_size
+    # The last norm saves its 1/rms, the first trained norm does not: they cancel.
+    per_token = len(trained) * trained_block + above * frozen_block + config.vocab_size
     weights = len(trained) * (2 * C * C + 2 * C * KV_D + 3 * C * config.intermediate_size + 2 * C)
     return {
         "gradients": 4 * weights,
@@ -402,32 +408,32 @@ trained_bytes = exercise("3.2", trained_bytes)
 
 
 # %%
-def frozen_but(trained: range):
+def train_only(trained: range):
     def change(model: GPT) -> None:
         model.requires_grad_(False)
-        for place in trained:
-            model.blocks[place].requires_grad_(True)
+        for index in trained:
+            model.blocks[index].requires_grad_(True)
 
     return Plugs(change_model=change)
 
 
 freezing = {"all trained": real_step(8, 64)}
 for name, trained in (("lower half trained", range(2)), ("upper half trained", range(2, 4))):
-    trace = freezing[name] = real_step(8, 64, frozen_but(trained))
+    trace = freezing[name] = real_step(8, 64, train_only(trained))
     formula = trained_bytes(PRESETS["tiny"], 8, 64, trained)
     got = {kind: trace.at_end[kind] for kind in ("gradients", "optimizer_state")}
     got["activations"] = trace.at_peak["activations"]
     print(f"{name}: formula equals meter: {formula == got}; ", end="")
     print(f"activations {format_bytes(got['activations'])}")
-whole, *halves = (trace.at_peak["activations"] for trace in freezing.values())
-upper_frozen, lower_frozen = (100 - 100 * kept / whole for kept in halves)
+everything, *halves = (trace.at_peak["activations"] for trace in freezing.values())
+upper_frozen, lower_frozen = (100 - 100 * half / everything for half in halves)
 reveal("3.2", upper_frozen_percent=upper_frozen, lower_frozen_percent=lower_frozen)
 plot.breakdown(freezing, title="Tiny model, 8 × 64 tokens, half of the blocks frozen")
 
 # %% [markdown]
 # Gradients and optimizer state are the same in both cases, but activations are not. **Freeze the
-# lower layers**: everything below the lowest trained layer saves no activations. If even one layer
-# at the bottom is trained, the gradient has to pass through all layers above it.
+# lower layers**: below the lowest trained layer, no activations are saved. If even one layer at the
+# bottom is trained, the gradient has to pass through all layers above it.
 
 # %% [markdown]
 # ## LoRA
@@ -439,15 +445,15 @@ plot.breakdown(freezing, title="Tiny model, 8 × 64 tokens, half of the blocks f
 #
 # A (`down`) starts random and B (`up`) starts at zero, so the update starts at zero. `alpha` scales
 # it. LoRA trains r · (in + out) weights instead of in · out: for 4096 × 4096 and rank 8, 65,536
-# instead of 16.8 million. After training you *merge* W + (α/r) B A into one matrix.
+# instead of 16.8 million. After training you *merge* W + (alpha / r) · B A into one matrix.
 
 # %% [markdown]
 # ### Exercise 3.3: a LoRA layer
 #
 # About 15 minutes. Create two `nn.Parameter`s, `down` (rank, in) and `up` (out, rank), with the
 # dtype and device of the frozen layer's weight. Freeze the given layer itself, not a copy. The
-# gradient of x flows through both paths. `merge` returns an `nn.Linear`. The check also measures a
-# step: no tensor in it may be as large as the frozen matrix.
+# gradient of x flows through both paths. `merge` returns an `nn.Linear` with the same output. The
+# check also measures a step: no tensor in it may be as large as the frozen matrix.
 
 
 # %%
@@ -479,31 +485,31 @@ class LoRA(nn.Module):
 LoRA = exercise("3.3", LoRA)
 
 # %% [markdown]
-# Use it: the model was trained on source code, and now it learns the same text in CAPITALS. Each
+# Use it: fine-tune the model, which was trained on source code, on the same text in CAPITALS. Each
 # matrix of its blocks gets a LoRA layer of rank 4.
 
 
 # %%
-def replace_linear(model: GPT, kind: type, new) -> None:
-    """Replace each layer of a kind in the blocks by `new(layer)`."""
+def replace_layers(model: GPT, layer_type: type, new) -> None:
+    """Replace each layer of this type in the blocks with `new(layer)`."""
     for block in model.blocks:
         for part in (block.attention, block.mlp):
             for name, layer in list(part.named_children()):
-                if isinstance(layer, kind):
+                if isinstance(layer, layer_type):
                     setattr(part, name, new(layer))
 
 
-def held(model, optimizer):
-    learning = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
-    return state_bytes(model, optimizer) | {"gradients": learning}
+def training_bytes(model, optimizer):
+    gradients = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
+    return state_bytes(model, optimizer) | {"gradients": gradients}
 
 
-all_learn = held(model, optimizer)
+all_weights = training_bytes(model, optimizer)
 model.zero_grad()  # freezing a weight does not free its gradient
 model.requires_grad_(False)
-replace_linear(model, nn.Linear, lambda layer: LoRA(layer, rank=4, alpha=8))
+replace_layers(model, nn.Linear, lambda layer: LoRA(layer, rank=4, alpha=8))
 trained = [weight for weight in model.parameters() if weight.requires_grad]
-small_adam = torch.optim.AdamW(trained, lr=1e-2, foreach=False)
+lora_optimizer = torch.optim.AdamW(trained, lr=1e-2, foreach=False)
 
 
 # %%
@@ -512,23 +518,23 @@ def in_capitals(tokens, targets):
 
 
 capitals = [in_capitals(*part) for part in micro_batches(1000, 8, size=8)]
-first, *_, last = (sum(train_epoch(model, small_adam, capitals, 2, 1.0)) for _ in range(3))
-with_lora = held(model, small_adam)
+first, *_, last = (sum(train_epoch(model, lora_optimizer, capitals, 2, 1.0)) for _ in range(3))
+with_lora = training_bytes(model, lora_optimizer)
 for kind in with_lora:
-    print(f"{kind:16}{format_bytes(all_learn[kind]):>11}, ", end="")
+    print(f"{kind:16}{format_bytes(all_weights[kind]):>11}, ", end="")
     print(f"with LoRA {format_bytes(with_lora[kind]):>11}")
 print(f"the loss on capitals went down: {last < first}")
 tokens, _ = capitals[0]
 before_merging = model(tokens)
-replace_linear(model, LoRA, LoRA.merge)
+replace_layers(model, LoRA, LoRA.merge)
 difference = (model(tokens) - before_merging).abs().max().item()
 print(f"merged model: outputs differ by less than 1e-4: {difference < 1e-4}")
 
 # %% [markdown]
 # ## Validation
 #
-# Validation has no backward, so it needs no saved activations. But autograd does not know this: it
-# saves them for as long as the loss tensor exists.
+# Validation has no backward, so it needs no saved activations. But autograd saves them anyway, and
+# keeps them as long as the loss tensor exists.
 #
 # ### Exercise 3.4: validate without a graph
 #
@@ -563,8 +569,8 @@ validate = exercise("3.4", validate)
 # `torch.inference_mode()` is stricter than `no_grad`: its tensors can never enter a graph, so torch
 # does less bookkeeping. Does it save memory?
 #
-# The next cell compares a training step on 16 pieces with validation on 2 and on 8 batches of 16,
-# in both modes. Then it validates with a list of losses that keeps the graph alive.
+# The next cell compares a training step on 16 sequences with validation on 2 and 8 batches of 16,
+# in both modes. Then it validates with a list of losses, which keeps every graph alive.
 
 
 # %%
@@ -600,7 +606,7 @@ print(f"a training step: {format_bytes(training_peak)}")
 # %% [markdown]
 # Both modes have the same peak, because neither keeps a graph. Inference mode only saves a little
 # time per operator, and its tensors cannot be used in training. Validation stays far below a
-# training step, and more batches add only their own text, which this cell holds in memory. With a
+# training step, and more batches add only their tokens, which this cell keeps in memory. With a
 # list of losses, each batch adds the activations of a forward pass.
 
 # %% [markdown]
@@ -608,7 +614,7 @@ print(f"a training step: {format_bytes(training_peak)}")
 #
 # Host memory is often reported as *RSS*, resident set size. It counts two kinds of pages. Pages of
 # **mapped files** can be dropped at any time, because the file still has the data. **Anonymous**
-# pages exist only in memory, so these must fit.
+# pages exist only in memory, so they must fit in RAM.
 #
 # The next cell maps a data set of 100 MiB, reads all of it once, and then loads it.
 
@@ -629,12 +635,12 @@ with tempfile.TemporaryDirectory() as folder:
     by_loading = anonymous() - before - by_mapping
     del mapped
 measurable = anonymous_bytes() is not None
-for how, taken in (("mapped and read", by_mapping), ("loaded", by_loading)):
-    answer = taken > 50 * MIB if measurable else "not measured on this system"
-    print(f"{how}: more than 50 MiB of anonymous memory: {answer}")
+for name, size in (("mapped and read", by_mapping), ("loaded", by_loading)):
+    answer = size > 50 * MIB if measurable else "not measured on this system"
+    print(f"{name}: more than 50 MiB of anonymous memory: {answer}")
 
 # %% [markdown]
-# **Workers** are processes that prepare batches ahead of time, `prefetch_factor` batches each (2 by
+# **Workers** are processes that load batches ahead of time, `prefetch_factor` batches each (2 by
 # default). A forked worker shares all pages with its parent until one of them writes to a page. So
 # a tensor exists once, even if many workers read it. Each worker adds only the pages that it
 # changes, and its batches.
@@ -670,8 +676,9 @@ for name, count in BATCHES.items():
     print(f"{name}: {format_bytes(count)}, pinned {format_bytes(pinned_bytes(count))}")
 
 # %% [markdown]
-# At most *workers · prefetch_factor + 1* batches are in flight, pinned or not. A pinned copy is
-# extra: 256 KiB for a batch of text, 32 MiB for a batch of images.
+# At most *workers · prefetch_factor + 1* batches are in flight, pinned or not: the batches loaded
+# ahead and the batch in use. A pinned copy needs additional memory: 256 KiB for a batch of text, 32
+# MiB for a batch of images.
 
 # %% [markdown]
 # ## At scale: 7 billion parameters
@@ -691,33 +698,34 @@ plot.breakdown(at_scale, title="Llama 2 7B in bfloat16, AdamW, 1 × 2048 tokens"
 # %% [markdown]
 # With all weights trained, the peak lies early in backward, when almost no gradients exist. The
 # floor at AdamW's step, with gradients but no activations, is nearly as high: 50.2 GiB. LoRA
-# reduces gradients and optimizer state by about 1000×, but only by 6× in the tiny model, where rank
-# 4 is not low for matrices of width 64.
+# reduces gradients and optimizer state by 1,600×. In the tiny model it was only 6×, because rank 4
+# is not low for matrices of 32 × 32 or 32 × 96.
 #
-# What does a batch of 16 need, one sequence at a time? In bfloat16, accumulation needs float32
-# accumulators for the gradients.
+# How much memory does a batch of 16 need, one sequence at a time? In bfloat16, accumulation needs
+# float32 accumulators for the gradients.
 
 # %%
-all_weights, lora_peak = at_scale.values()
-print(f"all weights: {format_bytes(all_weights.peak_bytes)} at the peak, ", end="")
-print(f"{format_bytes(all_weights.live_bytes)} at the floor")
+full_step, lora_step = at_scale.values()
+print(f"all weights: {format_bytes(full_step.peak_bytes)} at the peak, ", end="")
+print(f"{format_bytes(full_step.live_bytes)} at the floor")
 N = PRESETS["llama-2-7b"].parameters
 trained_weights = 32 * 2 * added_weights(4096, 4096, rank=8)  # 32 blocks, query and value
 one_sequence = max(trace.at_peak["activations"] for trace in at_scale.values())
 print(f"activations of one sequence: {format_bytes(one_sequence)}")
 print(f"float32 accumulators of all {N:,} weights: {format_bytes(4 * N)}")
 print(f"float32 accumulators of LoRA's {trained_weights:,}: {format_bytes(4 * trained_weights)}")
-accumulated = lora_peak.peak_bytes + 4 * trained_weights
+accumulated = lora_step.peak_bytes + 4 * trained_weights
 print(f"peak with LoRA, one sequence at a time, for any batch: {format_bytes(accumulated)}")
 
 # %% [markdown]
 # With all weights trained, the accumulators need as much memory as the activations of two
-# sequences. With LoRA they need 16 MiB. So to train a batch of 16 on a small card, use LoRA with
+# sequences. With LoRA they need 16 MiB. So to train a batch of 16 on a small GPU, use LoRA with
 # one sequence at a time.
 #
-# The weights and most activations remain: a frozen matrix does not save its input, but the gradient
-# passes through every layer. Day 5 reduces them.
-#
+# LoRA keeps all weights and most activations: a frozen matrix does not save its input, but the
+# gradient passes through every layer. Day 5 reduces the activations.
+
+# %% [markdown]
 # ## On your GPU
 #
 # If you have a GPU, this cell runs the step from the guess with the full batch and with one
@@ -726,8 +734,8 @@ print(f"peak with LoRA, one sequence at a time, for any batch: {format_bytes(acc
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):
     on_gpu = replace(setting, device=gpu.type)
-    for name, how in (("8 at once", plain), ("8, one at a time", TECHNIQUES["accumulation"])):
-        training = build(on_gpu, how)
+    for name, technique in (("8 at once", plain), ("one at a time", TECHNIQUES["accumulation"])):
+        training = build(on_gpu, technique)
         training.step()
         trace = measured(training)
         print(f"{name}: {format_bytes(trace.peak_bytes)}, ", end="")
@@ -739,27 +747,26 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# The rules come from the same guides. "Peak" is the peak of allocated memory. (Day 1 tested rule
-# 5's table.)
+# The rules come from the guides under *Sources*. "Peak" is the peak of allocated memory.
 #
-# Rule 9a replaces batch 2 by batch 1 with two accumulation steps. It is measured on the 25M model
-# and on the step from the guess.
+# Rule 9a replaces batch 2 with batch 1 and two accumulation steps. Test it on the 25M model and on
+# the step from the guess.
 
 # %%
 two = Setting("25m", batch=2, seq_len=512)
-at_once, by_turns = (dry_trace(two, how).peak_bytes for how in (fused, in_turn))
+at_once, in_two_steps = (dry_trace(two, how).peak_bytes for how in (fused, accumulation))
 from_eight = 1 - one_at_a_time.peak_bytes / all_eight.peak_bytes
 verdict(
     "9a",
-    abs(by_turns / at_once - 0.5) < 0.1,
-    f"25m, 2 × 512 tokens: {1 - by_turns / at_once:.0%} less; 124m, 8 × 640 one at a time: "
+    abs(in_two_steps / at_once - 0.5) < 0.1,
+    f"25m, 2 × 512 tokens: {1 - in_two_steps / at_once:.0%} less; 124m, 8 × 640 one at a time: "
     f"{from_eight:.0%} less",
     otherwise="weights and optimizer state stay, and accumulated gradients add to the peak; "
     "splitting a larger batch saves more",
 )
 
 # %%
-sums, means = (((g - full).norm() / full.norm()).item() for g in (mine, theirs))
+sums, means = (((g - full).norm() / full.norm()).item() for g in (mine, usual))
 verdict(
     "9b",
     sums < 1e-6,
@@ -775,20 +782,20 @@ verdict(
 
 
 # %%
-on_a_gpu = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)  # the default on a GPU
+gpu_default = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
 
 
 def plain_loop(size, length, deleted, steps=2):
-    """Train on micro-batches cut to `length`; delete the step's variables as `deleted` says."""
+    """Train on micro-batches cut to `length`; `deleted` says when to delete the variables."""
     for tokens, targets in micro_batches(100, steps, size):
-        on_a_gpu.zero_grad()
+        gpu_default.zero_grad()
         logits = model(tokens[:, :length])
         kept = targets[:, :length].flatten()
         loss = F.cross_entropy(logits.flatten(0, 1), kept, ignore_index=MASKED)
         loss.backward()
         if deleted == "before the optimizer":
             del logits
-        on_a_gpu.step()
+        gpu_default.step()
         if deleted == "at the end":
             del logits, loss
 
@@ -814,8 +821,8 @@ actual = (
 verdict("8c", gained > 0, found, otherwise=actual)
 
 # %% [markdown]
-# The next rules shorten the sequences (the guide's "peaks" are the tokens of its spectra) and
-# narrow the model.
+# The next rules shorten the sequences and reduce the model's width. (The guide's model reads mass
+# spectra: a "peak" in rule 10b is one token.)
 
 # %%
 halves = [real_step(8, 32), freezing["all trained"]]
@@ -860,8 +867,7 @@ verdict(
 )
 
 # %% [markdown]
-# The remaining rules are about validation, host memory, the second GPU, checkpoints and frozen
-# layers.
+# The remaining rules are about validation, host memory, GPUs, checkpoints and frozen layers.
 
 # %%
 few, many = (validation_peaks["no_grad", count] for count in (2, 8))
@@ -942,16 +948,16 @@ verdict(
 # | reduce | saves | does not save |
 # | --- | --- | --- |
 # | batch, length | activations and logits, in proportion | weights, gradients, Adam: the floor |
-# | micro-batch (accumulation) | activations of all but one | the floor; gradients add to it |
-# | trained layers | their gradients and Adam state; activations below the lowest | the rest |
-# | LoRA | gradients and Adam state, by about 1000× (7B) | weights, most activations |
-# | validation set | nothing, without a graph | |
+# | micro-batch (accumulation) | activations, in proportion | the floor; gradients add to the peak |
+# | trained layers | gradients, Adam state; activations below the lowest trained layer | weights |
+# | LoRA | gradients and Adam state, by 1,600× (7B) | weights, most activations |
+# | validation batches | nothing, if no graph is kept | |
 # | data in memory, workers | host memory | GPU memory |
 #
 # **Reduce the micro-batch first.** It costs time, but the result is the same if you sum the losses,
 # divide once, accumulate in float32, and no layer mixes the batch. Then validate without a graph,
-# which is free. At the floor, freeze layers or use LoRA. To train all weights, lower the floor
-# (Days 4, 8 and 9).
+# which costs nothing. At the floor, freeze layers or use LoRA. To train all weights, lower the
+# floor (Days 4, 8 and 9).
 
 # %% [markdown]
 # ## The running bill

@@ -292,7 +292,7 @@ for policy in ("autocast", "bfloat16"):
 #
 # Gradients are small: the loss is a *mean* over tokens, so each token's gradient is divided by the
 # number of tokens. Measure real gradients: the tiny model after 80 steps on torch's own source
-# code, in float32, for the 5,120 tokens of the bill's step.
+# code, in float32, for 5,120 tokens (as many as in the bill's step).
 
 # %%
 text = source_bytes("256 KiB").long()
@@ -409,13 +409,14 @@ print(f"error of bfloat16 below 2%: {brain < 0.02}, above scaled float16's: {bra
 # About 20 minutes. Too large a scale makes gradients inf or nan. `train` returns whether it
 # stepped:
 #
-# 1. Clear old gradients; run backward on each loss times the scale.
-# 2. If all gradients of all groups are finite: divide, clip to `max_norm`, step.
-# 3. Otherwise: no step, scale × ½.
-# 4. After `interval` steps in a row (`fine_steps` counts): scale × 2, at most 2¹²⁷.
+# 1. Clear old gradients; run backward on each scaled loss.
+# 2. If all groups' gradients are finite: divide, clip to `max_norm`, step.
+# 3. Otherwise: no step, scale × ½, `fine_steps` = 0.
+# 4. If `fine_steps` (steps in a row) is `interval`: scale × 2, at most 2¹²⁷; `fine_steps` = 0.
 #
 # `losses` is any iterable. Weights: `group["params"]` for each `group` of `optimizer.param_groups`.
-# Hold one micro-batch's graph at a time and no copy of the gradients. Call no `torch._…`.
+# Hold one micro-batch's graph at a time and no gradient copies. Call no private function
+# (`torch._…`).
 
 
 # %%
@@ -488,7 +489,7 @@ print(f"the loss went down: {half_losses[-1] < half_losses[0]}")
 # ## Lost updates in bfloat16
 #
 # - 1 + 1/1000 stays 1, however often you add.
-# - 256 + 1 is 256 (yesterday's drift), because the next bfloat16 is 258.
+# - 256 + 1 is 256 (yesterday's accumulation), because the next bfloat16 is 258.
 # - Adam's second moment, which shrinks by a thousandth per step, never falls.
 #
 # **Stochastic rounding** fixes this without extra memory: round up with a probability equal to the
@@ -527,8 +528,8 @@ stochastic_round = exercise("4.3", stochastic_round)
 
 # %% [markdown]
 # Compare it with **Kahan summation**, which keeps the rounding error in a second bfloat16 and adds
-# it to the next update: 2 bytes per weight, and no randomness. 4096 weights of 1 get 1000 updates
-# of 1/1000.
+# it to the next update: 2 more bytes per weight, and no randomness. 4096 weights of 1 get 1000
+# updates of 1/1000.
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -866,7 +867,7 @@ verdict(
 # | weights | no, plus casts | yes | no: 2 + 4 bytes |
 # | gradients | no | yes | yes, unless accumulated in float32 |
 # | moments | no | yes | no |
-# | activations | outputs of matmuls | yes (CUDA; mostly on a CPU) | as bfloat16 |
+# | activations | outputs of matmuls | yes on CUDA, partly on a CPU | as bfloat16 |
 # | needs | a scaler in float16 | stochastic rounding | a scaler in float16 |
 
 # %% [markdown]

@@ -4,8 +4,8 @@
 # **Can you discard the activations and recompute them?**
 #
 # After today you have built gradient checkpointing (also called activation checkpointing) twice.
-# For any model you can predict how much memory remains, how much is recomputed, and when segments
-# of √N blocks pay off.
+# For any model you can predict how much memory remains, how much is recomputed, and when √N
+# segments pay off.
 #
 # About 90 minutes, 63 of them for four exercises. You need a laptop. A GPU is optional. Nothing is
 # downloaded.
@@ -23,8 +23,8 @@
 # forward again, then its backward. This is *gradient checkpointing*; the saved inputs are the
 # *checkpoints*.
 #
-# Take the step of Day 1: 124M weights, 12 blocks, 8 × 640 tokens, float32. Its peak is 7.94 GiB, of
-# which activations are 4.64 GiB.
+# Take the step of Day 1: 124M weights, 12 blocks, 8 × 640 tokens, float32. Its peak is 7.94 GiB,
+# with 4.64 GiB of activations.
 
 # %%
 import random
@@ -44,7 +44,7 @@ from memlab.checkpointing.execution import checkpoint_blocks, run
 from memlab.checkpointing.operations import Operations
 from memlab.checkpointing.schedules import plain_schedule, uniform_schedule
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
-from memlab.course.checks.day05 import most_for_tokens
+from memlab.course.checks.day05 import activation_peak
 from memlab.course.deep_models import trace_of_blocks
 from memlab.course.ledger import activation_bytes
 from memlab.data import batches, source_bytes
@@ -55,8 +55,8 @@ from memlab.units import format_bytes
 # %% [markdown]
 # ## Guess
 #
-# Put a checkpoint around each of the 12 blocks. How many GiB of activations remain of the 4.64 GiB?
-# What is the peak of the step, which was 7.94 GiB? Replace the dots with your guesses.
+# Put a checkpoint around each of the 12 blocks. How many of the 4.64 GiB of activations remain? To
+# how many GiB does the peak of 7.94 GiB fall? Replace the dots with your guesses.
 
 # %%
 ### BEGIN SOLUTION
@@ -71,9 +71,9 @@ guess("5.1", activations_gib=0.4, peak_gib=3.7)  # a twelfth
 
 # %%
 setting = Setting("124m", batch=8, seq_len=640)
-fused = "fused-adamw"  # the fastest optimizer to measure
-kept_all, every_block = (
-    dry_trace(setting, combined(how)) for how in (fused, f"{fused}+checkpointing")
+fused = "fused-adamw"  # same peak as AdamW, faster to measure
+all_saved, every_block = (
+    dry_trace(setting, combined(technique)) for technique in (fused, f"{fused}+checkpointing")
 )
 reveal("5.1", every_block)
 for module, kinds in every_block.by_module(depth=1).items():
@@ -89,12 +89,13 @@ plot.timeline(every_block, title=f"Every block recomputed: {setting}")
 #
 # - 13 tensors of 15 MiB: the inputs of the blocks and the last block's output
 # - the last norm, 30 MiB
-# - the **logits**, 982 MiB, outside the blocks; the peak also has backward's two copies of them
+# - the **logits** (as log-probabilities), 982 MiB, outside the blocks; Day 11 reduces them
 #
-# If you guessed one twelfth, your gap is mostly the logits (Day 11 reduces them).
+# If you guessed one twelfth, your gap is mostly the logits. The peak also has backward's two
+# temporaries of the same size.
 #
-# After the peak there are twelve spikes. In each, **one** block is recomputed instead of all twelve
-# being saved. (The meter counts these tensors as backward temporaries.)
+# After the peak there are twelve spikes, one for each recomputed block. (The meter counts these
+# tensors as backward temporaries.)
 
 # %% [markdown]
 # ## Build
@@ -108,7 +109,7 @@ plot.timeline(every_block, title=f"Every block recomputed: {setting}")
 # - `torch.autograd.backward(y, gradient)` backpropagates from y and fills `.grad`.
 
 # %% [markdown]
-# The recomputation must equal the first run, dropout included. `torch.get_rng_state()` returns the
+# The recomputation must equal the first run, even with dropout. `torch.get_rng_state()` returns the
 # state of the random number generator, and `torch.set_rng_state` restores it. Random numbers
 # *after* the recomputation must not change: `with torch.random.fork_rng([]):` restores the
 # generator's state on exit. (The list names the GPUs whose generators are restored, too.)
@@ -116,8 +117,8 @@ plot.timeline(every_block, title=f"Every block recomputed: {setting}")
 # %% [markdown]
 # ### Exercise 5.1: discard and recompute
 #
-# About 20 minutes. `forget(fn, *inputs)` returns the same tensor as `fn(*inputs)`. All gradients,
-# including those of weights in `fn`, are bitwise equal to a plain call, with dropout, too.
+# About 20 minutes. `forget(fn, *inputs)` returns the same tensor as `fn(*inputs)`. The gradients of
+# the inputs and of the weights in `fn` are bitwise equal to a plain call, even with dropout.
 #
 # - Between forward and backward, save only the inputs, with `save_for_backward`, and the random
 #   state (5,056 bytes per call, not counted here).
@@ -164,11 +165,11 @@ forget = exercise("5.1", forget)
 # %% [markdown]
 # ## Limits of a Function
 #
-# The Function version is the oldest one and has three limits:
+# This version has three limits:
 #
 # - If no *input* needs a gradient (the first block after a frozen embedding), autograd never calls
-#   `backward`, and the weights inside silently get no gradient.
-# - Its inner backward fills `.grad` of all weights, even if you asked for only some.
+#   `backward`, and the weights in `fn` silently get no gradient.
+# - Its inner backward fills `.grad` of all weights, even if you request only some gradients.
 # - It always runs `fn` to the end.
 #
 # A second version keeps the graph and discards only the saved tensors.
@@ -188,19 +189,20 @@ print(f"forget {forget(layer, no_gradient).requires_grad}")
 
 
 # %%
-def saved(tensor):
-    print(f"  saved {tuple(tensor.shape)}")
+def pack(tensor):
+    print(f"  pack {tuple(tensor.shape)}")
     return tensor
 
 
-def wanted(tensor):
-    print(f"  wanted {tuple(tensor.shape)}")
+def unpack(tensor):
+    print(f"  unpack {tuple(tensor.shape)}")
     return tensor
 
 
 x = torch.randn(2, 4, requires_grad=True)
 wide, narrow = nn.Linear(4, 8), nn.Linear(8, 4)
-with saved_tensors_hooks(saved, wanted):
+print("forward:")
+with saved_tensors_hooks(pack, unpack):
     y = narrow(wide(x).relu())
 print("backward:")
 y.sum().backward()
@@ -211,19 +213,19 @@ y.sum().backward()
 # input.
 
 # %% [markdown]
-# So in forward, the pack hook returns only a **slot index**, and the tensor is freed. When backward
-# asks for the first tensor, run `fn` again with other hooks: the n-th tensor that it saves belongs
-# in slot n. One run fills all slots. The inner graph is not needed, so its hook may return `None`,
-# like `slots.append`.
+# For checkpointing, the pack hook in forward returns only a **slot index**, and the tensor is
+# freed. When backward unpacks the first tensor, run `fn` again with other hooks. The n-th tensor
+# that it saves belongs in slot n, so one run fills all slots. The graph of this run is not needed,
+# so its pack hook may return `None`, like `slots.append`.
 
 # %% [markdown]
 # ### Exercise 5.2: checkpointing with hooks
 #
-# About 25 minutes. Write 5.1 with hooks and two more properties:
+# About 25 minutes. Implement exercise 5.1 with hooks. In addition:
 #
 # - Weights get gradients even if no input needs one.
-# - A slot is emptied when its tensor is returned. So after `backward(retain_graph=True)`, the graph
-#   uses no extra memory, and you can run backward again.
+# - Empty a slot when you return its tensor. Then the graph needs no extra memory after
+#   `backward(retain_graph=True)`, and backward can run again.
 #
 # `fn` runs once in forward and once per backward pass.
 
@@ -233,24 +235,24 @@ def forget_by_hooks(fn, *inputs):
     ### BEGIN SOLUTION
     slots, state = [], torch.get_rng_state()
 
-    def leave_a_slot(tensor):
+    def pack(tensor):
         slots.append(None)
         return len(slots) - 1
 
-    def tensor_of(number):
-        if slots[number] is None:
+    def unpack(index):
+        if slots[index] is None:
             slots.clear()
             with (
                 torch.random.fork_rng([]),
                 torch.enable_grad(),
-                saved_tensors_hooks(slots.append, lambda nothing: nothing),
+                saved_tensors_hooks(slots.append, lambda unused: unused),
             ):
                 torch.set_rng_state(state)
                 fn(*inputs)
-        tensor, slots[number] = slots[number], None
+        tensor, slots[index] = slots[index], None
         return tensor
 
-    with saved_tensors_hooks(leave_a_slot, tensor_of):
+    with saved_tensors_hooks(pack, unpack):
         return fn(*inputs)
     ### END SOLUTION
 
@@ -261,15 +263,15 @@ forget_by_hooks = exercise("5.2", forget_by_hooks)
 # %% [markdown]
 # ## Comparison with torch
 #
-# Run forward and backward of the tiny model with its blocks called in five ways: plain, your two
-# versions, the library's `checkpoint` and torch's. With `use_reentrant=False` torch uses hooks,
-# with `True` a Function.
+# Run forward and backward of the tiny model in five versions: plain, with your two functions, with
+# the library's `checkpoint`, and with torch's. With `use_reentrant=False` torch uses hooks, with
+# `True` a Function.
 
 # %%
 tokens, targets = next(batches(source_bytes("64 KiB"), 8, 64, seed=0))
 torch.manual_seed(0)
 model = GPT(PRESETS["tiny"])
-ways = {
+versions = {
     "plain": lambda fn, *inputs: fn(*inputs),
     "forget": forget,
     "forget_by_hooks": forget_by_hooks,
@@ -278,20 +280,20 @@ ways = {
 }
 
 
-def pass_by(way) -> None:
+def forward_and_backward(checkpoint_fn) -> None:
     x = model.embedding(tokens)
     for block in model.blocks:
-        x = way(block, x)
+        x = checkpoint_fn(block, x)
     model.loss(model.norm(x), model.unembedding_weight, targets).backward()
 
 
 # %%
 runs, expected = [], []
 hooks = [block.register_forward_pre_hook(lambda *_: runs.append(1)) for block in model.blocks]
-for name, way in ways.items():
+for name, checkpoint_fn in versions.items():
     model.zero_grad()
     runs.clear()
-    peak = memlab.measure(partial(pass_by, way), model=model).peak_bytes
+    peak = memlab.measure(partial(forward_and_backward, checkpoint_fn), model=model).peak_bytes
     gradients = torch.cat([weight.grad.flatten() for weight in model.parameters()]).tolist()
     expected = expected or gradients
     print(f"{name:16}peak {peak:,} bytes, {len(runs)} block runs, ", end="")
@@ -304,23 +306,23 @@ for hook in hooks:
 # library's and torch's. `Forget` needs one more tensor: the *output* of the recomputation, to
 # backpropagate from it.
 #
-# Your hooks have one limit. Their closure holds the inputs, so no outer hook sees them. If you nest
-# checkpoints, the inner inputs stay in memory. The library saves its inputs through autograd, so
-# its checkpoints nest (Day 6).
+# Your hooks have one limit. Their closure keeps the inputs, so outer hooks do not receive them. If
+# you nest checkpoints, the inner inputs stay in memory. The library saves its inputs through
+# autograd, so its checkpoints nest (Day 6).
 
 # %% [markdown]
 # ## Early stop
 #
 # Backward needs the tensors that a function *saved*, not its output. So recomputation can stop when
 # the last slot is filled: in a block, before the last matmul. For W₂ relu(W₁ x), backward without
-# checkpointing takes 4 matmuls: two gradients for each of two matrices.
+# checkpointing needs 4 matmuls: two gradients for each of two matrices.
 
 # %%
 first, second = (nn.Linear(64, 64, bias=False) for _ in range(2))
 x, unit = torch.randn(32, 64, requires_grad=True), 2 * 32 * 64 * 64
 to_the_end = Checkpoint(early_stop=False)
-for name, way in {**ways, "memlab, to the end": to_the_end}.items():
-    y = way(lambda x: second(first(x).relu()), x)
+for name, checkpoint_fn in {**versions, "memlab, to the end": to_the_end}.items():
+    y = checkpoint_fn(lambda x: second(first(x).relu()), x)
     with Operations() as counter:
         y.sum().backward()
     print(f"{name:20}{counter.total / unit:4.0f} matmuls in backward")
@@ -335,19 +337,20 @@ with memlab.dry_run():
         config, Rotary(config, torch.float32), scaled_dot_product_attention, torch.float32
     )
     operations = {}
-    for name, way in (("plain", ways["plain"]), ("early", checkpoint), ("to the end", to_the_end)):
+    compared = {"plain": versions["plain"], "early": checkpoint, "to the end": to_the_end}
+    for name, checkpoint_fn in compared.items():
         x = torch.randn(8, 640, config.hidden_size, requires_grad=True)
         with Operations() as counter:
-            way(block, x).sum().backward()
+            checkpoint_fn(block, x).sum().backward()
         operations[name] = counter.total
 more = {name: count / operations["plain"] - 1 for name, count in operations.items()}
-print(f"FLOPs: {more['to the end']:+.1%} to the end, {more['early']:+.1%} with an early stop")
+print(f"FLOPs: {more['to the end']:+.1%} without an early stop, {more['early']:+.1%} with it")
 
 # %% [markdown]
-# Without an early stop the overhead is one extra forward, about a third, because backward costs
-# twice a forward. It is slightly less here because attention's backward costs 2.5× its forward. The
-# early stop skips the MLP's last matmul. (In an MLP with two matrices and a 4× intermediate size,
-# that matmul is a third of the block: +22 % remain.)
+# Without an early stop the overhead is one extra forward: about a third, because backward needs
+# twice the FLOPs of forward. It is slightly less here because attention's backward needs 2.5× its
+# forward. The early stop skips the MLP's last matmul. (If the MLP has two matrices and a 4×
+# intermediate size, this matmul is a third of forward, and +22 % remain.)
 #
 # ## What goes wrong
 #
@@ -360,39 +363,40 @@ def noisy(x):
     return (layer(x) * torch.full_like(x, random.random())).tanh()
 
 
-def gradient_by(way):
+def gradient_with(checkpoint_fn):
     random.seed(0)
     layer.zero_grad()
-    way(noisy, no_gradient).square().sum().backward()
+    checkpoint_fn(noisy, no_gradient).square().sum().backward()
     return layer.weight.grad
 
 
-careful = Checkpoint(random=("torch", "python"))
-for name, way in (("torch", ways["torch"]), ("memlab", checkpoint), ("memlab, random=", careful)):
-    right = torch.equal(gradient_by(way), gradient_by(ways["plain"]))
-    print(f"{name:16} the gradient is right: {right}")
+plain = gradient_with(versions["plain"])
+with_python = Checkpoint(random=("torch", "python"))
+compared = {"torch": versions["torch"], "memlab": checkpoint, "memlab, random=": with_python}
+for name, checkpoint_fn in compared.items():
+    print(f"{name:16} gradient correct: {torch.equal(gradient_with(checkpoint_fn), plain)}")
 try:
-    gradient_by(Checkpoint(check="hash"))
+    gradient_with(Checkpoint(check="hash"))
 except CheckpointError as error:
-    what = str(error).partition("backward, it ")[2].partition(", hash")[0]
-    print(f"check='hash' reports: it {what}, with a different hash")
+    which = str(error).partition(" as ")[2].partition(" (")[0]
+    print(f"check='hash': saved {which} has another hash in the second run")
 for name in ("torch", "memlab"):
     norm = nn.BatchNorm1d(4)
-    ways[name](norm, no_gradient.clone().requires_grad_()).sum().backward()
+    versions[name](norm, no_gradient.clone().requires_grad_()).sum().backward()
     print(f"{name}: BatchNorm counted {norm.num_batches_tracked} batches")
 
 # %% [markdown]
 # The gradient is wrong without an error, because the shapes match. Either list the generators that
 # you use, `random=("torch", "python", "numpy")`, or compare the values: `check="hash"` stores a
-# 64-bit hash of every saved tensor. With the library BatchNorm counts once, because recomputation
-# uses copies of its buffers.
+# 64-bit hash of every saved tensor. With the library, BatchNorm updates its statistics once,
+# because recomputation uses copies of its buffers.
 
 # %% [markdown]
 # ## From N to √N
 #
 # With a checkpoint around every block, memory still grows linearly with the number of blocks N: one
-# input each. A checkpoint around a **segment** of several blocks saves one input for all of them.
-# The cost: recomputation holds the activations of all blocks in the segment at once.
+# input each. A checkpoint around a **segment** of several blocks stores one input for all of them.
+# But the recomputation of a segment needs memory for the activations of all its blocks at once.
 
 # %% [markdown]
 # ### Exercise 5.3: the best number of segments
@@ -407,12 +411,12 @@ for name in ("torch", "memlab"):
 def best_segments(blocks: int, input_bytes: int, block_bytes: int) -> tuple[int, int]:
     """Return (segments, bytes)."""
     ### BEGIN SOLUTION
-    held = {}
+    peaks = {}
     for segments in range(1, blocks + 1):
         longest = -(-blocks // segments)  # rounded up
-        held[segments] = segments * input_bytes + longest * block_bytes
-    best = min(held, key=held.get)
-    return best, held[best]
+        peaks[segments] = segments * input_bytes + longest * block_bytes
+    best = min(peaks, key=peaks.get)
+    return best, peaks[best]
     ### END SOLUTION
 
 
@@ -455,15 +459,15 @@ even_schedule = exercise("5.4", even_schedule)
 # %% [markdown]
 # (`torch.utils.checkpoint.checkpoint_sequential` puts the remainder in the last segment and does
 # not checkpoint it: 12 blocks in 5 segments become 2, 2, 2, 2 and 4 without checkpointing. It is
-# better to put longer segments first: when the first segment is recomputed, the inputs of all later
-# ones are freed.)
+# better to put longer segments first: when they are recomputed, the inputs of all later segments
+# have been freed.)
 
 # %% [markdown]
 # ## Memory by number of blocks
 #
 # Measure a chain of N equal blocks without logits. Each block saves 9 times its input. The plot
-# shows the peak of activations and gradients of activations on logarithmic axes, where a power of N
-# is a straight line and its exponent is the slope.
+# shows the peak of activations and their gradients. Its axes are logarithmic: a power of N is a
+# straight line, and the slope is the exponent.
 
 
 # %%
@@ -476,7 +480,7 @@ class Residual(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
-def held_by(schedule, count: int) -> int:
+def peak_of(schedule, count: int) -> int:
     blocks = nn.ModuleList(Residual() for _ in range(count))
     x = torch.randn(8, 16, requires_grad=True)
 
@@ -486,7 +490,7 @@ def held_by(schedule, count: int) -> int:
             y = run(part, blocks, y)
         y.sum().backward()
 
-    return most_for_tokens(memlab.measure(step, model=blocks))
+    return activation_peak(memlab.measure(step, model=blocks))
 
 
 # %%
@@ -501,12 +505,12 @@ schedules = {
 fig, axes = plt.subplots(figsize=(9, 3.6), layout="constrained")
 slopes = {}
 for name, schedule in schedules.items():
-    held = [held_by(schedule(n), n) / 512 for n in counts]  # in units of a block's input
+    peaks = [peak_of(schedule(n), n) / 512 for n in counts]  # in units of a block's input
     line = "o--" if name.startswith("the best") else "o-"  # it starts on the "every block" line
-    axes.loglog(counts, held, line, label=f"{name}: {held[-1]:.0f} at N = 100")
-    ends = torch.tensor([counts[-2:], held[-2:]]).log()
+    axes.loglog(counts, peaks, line, label=f"{name}: {peaks[-1]:.0f} at N = 100")
+    ends = torch.tensor([counts[-2:], peaks[-2:]]).log()
     slopes[name] = ((ends[1, 1] - ends[1, 0]) / (ends[0, 1] - ends[0, 0])).item()
-    print(f"{name:28}{held[-1]:6.0f} inputs at N = 100, slope {slopes[name]:.2f}")
+    print(f"{name:28}{peaks[-1]:6.0f} block inputs at N = 100, slope {slopes[name]:.2f}")
 axes.set(xlabel="blocks", ylabel="peak, in block inputs", title="Peak memory of a chain of blocks")
 axes.set_xticks(counts, map(str, counts), minor=False)
 heights = (10, 20, 50, 100, 200, 500, 1000)
@@ -517,36 +521,38 @@ _ = axes.legend(frameon=False)
 # %% [markdown]
 # Without checkpointing the slope is 1, with √N segments it is ½. With a checkpoint around every
 # block it approaches 1. Yet this schedule needs **less** memory than √N segments up to about 80
-# blocks, because only one block is recomputed at a time. (80 if a block saves 9 inputs; 400 if it
-# saves 20.) So √N describes growth. What is best for *your* N?
+# blocks, because only one block is recomputed at a time. (Up to 400 blocks, if a block saves 20
+# times its input.) So √N describes growth. Which schedule is best for *your* N?
 #
 # A transformer block saves about 20 times its input (Day 1). Apply your formula:
 
 # %%
-each_alone = []
+best_per_block = []
 for name in ("25m", "124m", "llama-2-7b", "llama-3-70b", "llama-3-405b"):
     shape = PRESETS[name]
     fewer = replace(shape, layers=shape.layers - 1)
-    own = activation_bytes(shape, 1, 64) - activation_bytes(fewer, 1, 64)
+    block_bytes = activation_bytes(shape, 1, 64) - activation_bytes(fewer, 1, 64)
     one_input = 4 * 64 * shape.hidden_size
-    segments, _ = best_segments(shape.layers, one_input, own)
-    each_alone += [shape.layers] if segments == shape.layers else []
-    print(f"{name:13}{shape.layers:4} blocks, each saves {own / one_input:.1f} inputs: ", end="")
+    segments, _ = best_segments(shape.layers, one_input, block_bytes)
+    best_per_block += [shape.layers] if segments == shape.layers else []
+    saves = f"{block_bytes / one_input:.1f}× its input"
+    print(f"{name:13}{shape.layers:4} blocks, each saves {saves}: ", end="")
     print(f"best: {segments:3} segments of {-(-shape.layers // segments)}")
 
 # %% [markdown]
 # Up to about forty blocks, a checkpoint around every block is best. There is one exception. In the
-# step from the guess, the logits make the peak. At that moment nothing is recomputed, so only the
-# saved inputs count. Fewer segments are then better, as long as a recomputed segment is smaller
-# than the logits.
+# step from the guess, the peak is at the logits, before any block is recomputed. So only the stored
+# inputs count. Fewer segments are then better, as long as a recomputed segment needs less memory
+# than the logits and their gradients.
 
 # %%
 by_root = dry_trace(setting, combined(f"{fused}+sqrt-checkpointing"))
-three = {"no checkpointing": kept_all, "every block": every_block, "3 segments of 4": by_root}
-plot.breakdown(three, title=f"Peak memory by schedule: {setting}")
+compared = {"no checkpointing": all_saved, "every block": every_block, "3 segments of 4": by_root}
+plot.breakdown(compared, title=f"Peak memory by schedule: {setting}")
 
 # %% [markdown]
-# Three segments save nine inputs of 15 MiB. The logits need the same memory in all three bars.
+# Three segments store 9 inputs fewer than twelve do, 15 MiB each. The logits need the same memory
+# in all three bars.
 
 # %% [markdown]
 # ## Train with checkpointing
@@ -558,13 +564,13 @@ plot.breakdown(three, title=f"Peak memory by schedule: {setting}")
 # %%
 def losses_of(schedule, steps: int = 20) -> list[float]:
     torch.manual_seed(0)
-    learning = GPT(PRESETS["tiny"])
-    checkpoint_blocks(learning, schedule)
-    optimizer = torch.optim.AdamW(learning.parameters(), lr=3e-3, foreach=False)
-    drawn, losses = batches(source_bytes("256 KiB"), 8, 64, seed=0), []
+    model = GPT(PRESETS["tiny"])
+    checkpoint_blocks(model, schedule)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
+    data, losses = batches(source_bytes("256 KiB"), 8, 64, seed=0), []
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = learning(*next(drawn))
+        loss = model(*next(data))
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -572,10 +578,10 @@ def losses_of(schedule, steps: int = 20) -> list[float]:
 
 
 # %%
-all_kept, by_two = losses_of(plain_schedule(4)), losses_of(even_schedule(4, 2))
+plain_losses, losses = losses_of(plain_schedule(4)), losses_of(even_schedule(4, 2))
 fig, axes = plt.subplots(figsize=(9, 2.6), layout="constrained")
-axes.plot(all_kept, linewidth=4, color="#c9c9d0", label="no checkpointing")
-axes.plot(by_two, linewidth=1.2, color="#00798c", label="recomputed")
+axes.plot(plain_losses, linewidth=4, color="#c9c9d0", label="no checkpointing")
+axes.plot(losses, linewidth=1.2, color="#00798c", label="two checkpointed segments")
 axes.set(
     xticks=range(0, 20, 5),
     xlabel="step",
@@ -583,63 +589,64 @@ axes.set(
     title="Loss on torch's source code",
 )
 axes.legend(frameon=False)
-print(f"the loss went down: {by_two[-1] < by_two[0]}")
-print(f"all 20 losses are bitwise equal: {all_kept == by_two}")
+print(f"the loss went down: {losses[-1] < losses[0]}")
+print(f"all 20 losses are bitwise equal: {losses == plain_losses}")
 
 # %% [markdown]
 # ## At scale: 7 billion parameters
 #
 # Take Llama 2 7B in bfloat16 on 1 × 2048 tokens. Measure forward with all activations saved, then
-# forward and backward with a checkpoint around every block. The 25.10 GiB of optimizer state are
-# left out, because they are constant. `trace_of_blocks` runs models of three and four blocks and
-# extrapolates to all.
+# forward and backward with a checkpoint around every block. Leave out the optimizer state, which is
+# constant (25.10 GiB). `trace_of_blocks` runs models of three and four blocks and extrapolates.
 
 
 # %%
-def passes(setting: Setting, how: str, backward: bool):
+def trace_without_optimizer(setting: Setting, technique: str, backward: bool):
     def run_once(config: GPTConfig):
         with memlab.dry_run():
             model = GPT(config, dtype=setting.dtype)
-            combined(how).change_model(model)
+            combined(technique).change_model(model)
             tokens = torch.zeros(setting.batch, setting.seq_len, dtype=torch.long)
-            alive = []
+            losses = []
 
-            def run_through() -> None:
-                alive.append(model(tokens, tokens))
+            def passes() -> None:
+                losses.append(model(tokens, tokens))
                 if backward:
-                    alive.pop().backward()
+                    losses.pop().backward()
 
-            return memlab.measure(run_through, model=model)
+            return memlab.measure(passes, model=model)
 
     return trace_of_blocks(run_once, setting.config)
 
 
-def waiting(trace) -> int:
+def saved_bytes(trace) -> int:
     """Return the bytes that a forward pass saved for backward."""
-    left = trace.at_end.items()
-    return sum(n for kind, n in left if kind not in ("parameters", "buffers", "inputs"))
+    at_end = trace.at_end.items()
+    return sum(n for kind, n in at_end if kind not in ("parameters", "buffers", "inputs"))
 
 
 # %%
 seven = Setting("llama-2-7b", batch=1, seq_len=2048, dtype=torch.bfloat16)
 logits = 2 * seven.seq_len * PRESETS[seven.model].vocab_size
-all_of_it = waiting(passes(seven, "plain", backward=False)) + 2 * logits
-again, eight = (passes(replace(seven, batch=n), "checkpointing", backward=True) for n in (1, 8))
-tokens_7b = all_of_it, most_for_tokens(again)
-for name, held in zip(("no checkpointing", "every block"), tokens_7b, strict=True):
-    print(f"{name:18}{format_bytes(held):>12} of activations per sequence, at their peak")
-each_adds = (eight.peak_bytes - again.peak_bytes) // 7
-print(f"every block, peak of the step: {format_bytes(again.peak_bytes)}, ", end="")
-print(f"plus {format_bytes(each_adds)} per further sequence, up to 8")
-plot.timeline(again, title="Llama 2 7B in bfloat16, 1 × 2048 tokens: every block recomputed")
+plain_7b = saved_bytes(trace_without_optimizer(seven, "plain", backward=False)) + 2 * logits
+one, eight = (
+    trace_without_optimizer(replace(seven, batch=n), "checkpointing", backward=True) for n in (1, 8)
+)
+peaks_7b = plain_7b, activation_peak(one)
+for name, peak in zip(("no checkpointing", "every block"), peaks_7b, strict=True):
+    print(f"{name:18}{format_bytes(peak):>12} of activations and temporaries per sequence")
+each_adds = (eight.peak_bytes - one.peak_bytes) // 7
+print(f"every block, peak of the step: {format_bytes(one.peak_bytes)}, ", end="")
+print(f"plus {format_bytes(each_adds)} per additional sequence, up to 8")
+plot.timeline(one, title="Llama 2 7B in bfloat16, 1 × 2048 tokens: every block recomputed")
 
 # %% [markdown]
-# On Days 3 and 4 this step needed 50.50 GiB, with 12.46 GiB of activations at the peak. Now it
-# needs 50.22 GiB: 25.12 plus 25.10 for AdamW's state. The peak has moved to the **floor** at the
-# end of backward: weights, all gradients and optimizer state.
+# On Days 3 and 4 this step needed 50.50 GiB. Now it needs 50.22 GiB: 25.12 plus 25.10 for AdamW's
+# state. The peak has moved to the **floor** at the end of backward: weights, all gradients and
+# optimizer state.
 #
-# One sequence saves almost nothing, but each further sequence adds 0.5 GiB instead of 12.8 GiB.
-# Days 8, 9 and 12 reduce the floor.
+# With one sequence, checkpointing saves only 0.3 GiB. But each additional sequence adds 0.5 GiB
+# instead of 12.8 GiB. Days 8, 9 and 12 reduce the floor.
 
 # %% [markdown]
 # ## On your GPU
@@ -661,11 +668,11 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# The rules come from the same guides. The first two are about growth and FLOPs.
+# The rules come from the guides under *Sources*. The first two are about growth and FLOPs.
 
 # %%
 in_words = ", ".join(f"{name} {slope:.2f}" for name, slope in list(slopes.items())[:3])
-best_for = ", ".join(map(str, each_alone))
+best_for = ", ".join(map(str, best_per_block))
 verdict(
     "15a",
     abs(slopes["√N segments"] - 0.5) < 0.05,
@@ -687,8 +694,8 @@ verdict(
 
 # %% [markdown]
 # How much slower is training? This cell measures a ratio on this machine, the minimum of three
-# rounds, with an early stop. It may differ from the FLOPs, because norms, activation functions and
-# sums are also recomputed, and they are not matmuls.
+# rounds, with an early stop. It may differ from the ratio of FLOPs, which counts only matmuls and
+# attention: norms, activation functions and sums are recomputed, too.
 
 # %% tags=["nbval-ignore-output"] reason="a time"
 import time
@@ -724,9 +731,9 @@ verdict(
 
 # %%
 always = sum(every_block.at_peak[kind] for kind in ("parameters", "buffers", "optimizer_state"))
-room = kept_all.peak_bytes - always
+room = all_saved.peak_bytes - always
 sequences = 8 * room / (every_block.peak_bytes - always)
-held_less, adds_less = (tokens_7b[0] / after for after in (tokens_7b[1], each_adds))
+held_less, adds_less = (plain_7b / after for after in (peaks_7b[1], each_adds))
 verdict(
     "15d",
     held_less >= 3,
@@ -738,12 +745,15 @@ verdict(
 
 # %%
 small = Setting("34m", batch=2, seq_len=512)
-two = [passes(small, how, backward=False) for how in ("plain", "checkpointing")]
+two = [
+    trace_without_optimizer(small, technique, backward=False)
+    for technique in ("plain", "checkpointing")
+]
 pairs = {
-    "34m": [waiting(trace) for trace in two],
-    "124m": [trace.at_peak["activations"] for trace in (kept_all, every_block)],
-    "124m with backward temporaries": [most_for_tokens(t) for t in (kept_all, every_block)],
-    "7B with backward temporaries": tokens_7b,
+    "34m": [saved_bytes(trace) for trace in two],
+    "124m": [trace.at_peak["activations"] for trace in (all_saved, every_block)],
+    "124m with backward temporaries": [activation_peak(t) for t in (all_saved, every_block)],
+    "7B with backward temporaries": peaks_7b,
 }
 less = {name: 1 - after / before for name, (before, after) in pairs.items()}
 verdict(
@@ -764,7 +774,7 @@ verdict(
 # | s segments | s · x + (n / s) · a | the same |
 #
 # x is a block's input and a its activations, about 20 · x. Use **a checkpoint around every block**
-# up to about forty blocks, unless the logits make the peak. It costs up to a third more FLOPs in
+# up to about forty blocks, unless the peak is at the logits. It costs up to a third more FLOPs in
 # the blocks. Results are bitwise equal if all random states are restored.
 #
 # Tomorrow: which activations are worth saving?
@@ -772,8 +782,8 @@ verdict(
 # %% [markdown]
 # ## The running bill
 #
-# The bill's step trains the 124M model on 8 × 640 tokens. Today every block is recomputed, in
-# addition to Days 3 and 4. The peak is now the floor, which has no activations.
+# The bill's step trains the 124M model on 8 × 640 tokens. Today every block is checkpointed, in
+# addition to Days 3 and 4. The peak is now at the floor, which has no activations.
 
 # %%
 running_bill(5)

@@ -53,7 +53,7 @@ from memlab.units import format_bytes
 # Checkpoint a block of the 124M model, but keep the outputs of its **matmuls** and of
 # **attention**. Everything else (norms, rotary embeddings, SiLU, sums) is recomputed from them.
 # What percentage of the block's activations is freed? What percentage of the forward pass's
-# operations runs again? (Count multiplications and additions of matmuls, as usual.)
+# operations runs again? (An operation is a FLOP of a matmul or of attention, as on Day 5.)
 
 # %%
 ### BEGIN SOLUTION
@@ -387,9 +387,8 @@ picture(points, {"best choice of whole blocks": best_of_blocks}, "Nine unequal b
 # %% [markdown]
 # No schedule of whole blocks is below the line.
 #
-# - "Every other block" is on it. `checkpoint_sequential` is two points above: the *number* of
-#   plain blocks matters most.
-# - Segments of equal length are far above it: by 8 points (every 2 blocks) and 15 points (√9).
+# - "Every other block" is on it. `checkpoint_sequential` is two percentage points above it.
+# - Segments of equal length are far above it: by 8 percentage points (every 2 blocks) and 15 (√9).
 # - Left of "every block" are schedules with nested segments.
 #
 # The line is nearly straight: a byte spent on any block spares about the same number of operations.
@@ -424,9 +423,9 @@ def keeping(chosen, block, x):
 # ### Exercise 6.3: keep the outputs of chosen operators
 #
 # About 15 minutes. In the first run, store the output of each operator in `self.chosen` in
-# `self.kept`. In the second run, remove and return it, without running the operator. `made` may be
-# a tuple (attention returns two tensors): `torch.utils._pytree.tree_map_only(torch.Tensor, f,
-# made)` applies f to each tensor. Autograd attaches its graph to the tensor that you return, so
+# `self.kept`. In the second run, remove and return it, without running the operator. An output may
+# be a tuple (attention returns two tensors): `torch.utils._pytree.tree_map_only(torch.Tensor, f,
+# output)` applies f to each tensor. Autograd attaches its graph to the tensor that you return, so
 # store a *detached* one.
 
 
@@ -603,9 +602,9 @@ picture(points, lines, "The same model, chosen block by block, and operator by o
 # operations.
 #
 # Choosing operators beats choosing blocks, except for the first MiB: spend it on the last block,
-# which is in memory in full anyway when backward starts. Only segments of several blocks get below
-# "every block". (Flash attention, Day 10, uses recomputation inside one kernel: it drops the scores
-# and recomputes them.)
+# which is in memory in full anyway when backward starts. Only segments of several blocks need less
+# memory than "every block". (Flash attention, Day 10, uses recomputation inside one kernel: it
+# drops the scores and recomputes them.)
 
 # %% [markdown]
 # ## The losses are identical

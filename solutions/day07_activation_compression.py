@@ -56,7 +56,7 @@ from memlab.units import format_bytes
 # A block of the 124M model holds 310 MiB for backward (8 × 640 tokens in float32, with its input,
 # without its output). How many MiB does it hold
 #
-# - if every eligible tensor is kept in 8 bits?
+# - if its activations are kept in 8 bits?
 # - with Day 5's checkpoint instead?
 # - with both?
 
@@ -131,8 +131,9 @@ axes.invert_yaxis()
 _ = axes.legend(frameon=False, loc="lower right")
 
 # %% [markdown]
-# Exactly a quarter would be 77.5 MiB. The difference has two parts: 4 bytes per group of 256
-# elements (black), and about 0.25 MiB of tensors that stay uncompressed.
+# Exactly a quarter would be 77.5 MiB. The difference has two parts: scales (black; 4 bytes for each
+# group of 256 elements, see the next section), and about 0.25 MiB of tensors that stay
+# uncompressed.
 #
 # **Nothing is recomputed.** If activations fill the memory, nearly four times as many tokens fit.
 # Checkpointing saves more, but runs every block twice. You can also compress the inputs of
@@ -309,7 +310,7 @@ def stochastic_round(steps, generator):
 stochastic_round = exercise("7.2", stochastic_round)
 
 # %% [markdown]
-# Estimate the sum of the group above 3,000 times, from 2 bits per element:
+# Estimate the sum of `one_group`, from 2 bits per element. Repeat it 3,000 times:
 
 # %%
 stochastic = partial(stochastic_round, generator=torch.Generator().manual_seed(7))
@@ -340,8 +341,8 @@ print(f"and off by less than a tenth of their standard deviation: {off < spread 
 # Round to nearest gives the same wrong sum every time. Stochastic rounding varies, but is
 # unbiased.
 #
-# - **8 bits: round to nearest.** Its error is more than a quarter smaller, and its bias is
-#   negligible.
+# - **8 bits: round to nearest.** Its error is more than a quarter smaller than with stochastic
+#   rounding, and its bias is negligible.
 # - **Fewer bits: a trade-off.** Round to nearest is biased. Stochastic rounding has more noise,
 #   which averages out over enough tokens and steps. You will try both below.
 #
@@ -459,10 +460,11 @@ print(f"… {len(listed)} tensors, {sum(tensor.nbytes for tensor in listed):,} b
 # %% [markdown]
 # ### Exercise 7.4: bytes held for backward
 #
-# About 10 minutes. `saved` is a list like the one above; `weights` are the parameters. Count each
-# storage of `saved` **once**, in full, and no weights. Return two numbers of bytes: uncompressed,
-# and with `bits` per element in each *eligible* storage: its tensor requires a gradient, and the
-# *storage* has n ≥ 256 elements. It then needs ⌈n · bits / 8⌉ + 4 · ⌈n / 256⌉ bytes.
+# About 10 minutes. `saved` is a list like the one above; `weights` is `model.parameters()`: loop
+# over it once. Count each storage of `saved` **once**, in full, without weights. Return two byte
+# counts: uncompressed, and with `bits` per element in each *eligible* storage: its tensor requires
+# a gradient, and the *storage* has n ≥ 256 elements. It then needs ⌈n · bits / 8⌉ + 4 · ⌈n / 256⌉
+# bytes.
 #
 # `tensor.untyped_storage()` returns the same object for all views of a storage. You can put it in
 # a set. It has `.nbytes()`; an element has `tensor.itemsize` bytes.
@@ -499,8 +501,8 @@ for bits in (8, 4, 2):
 # %% [markdown]
 # ## The hooks
 #
-# `pack` receives a tensor and returns what autograd keeps. `unpack` receives that in backward, and
-# must return the tensor. Three common mistakes:
+# The pack hook receives a tensor and returns what autograd keeps. In backward, the unpack hook
+# receives this and must return the tensor. Three common mistakes:
 #
 # - **Keeping a reference to the original**: nothing is saved, and the codes need memory, too.
 # - **Compressing a storage twice.** Views of one storage must share its codes. Compress the whole
@@ -538,7 +540,7 @@ print(f"; after it is freed: {len(known)}")
 # About 18 minutes. Return two functions, `pack` and `unpack`.
 #
 # - For an eligible tensor (as in 7.4), keep `compress(whole(tensor))`, once per storage, and the
-#   view. `decompress` returns the storage's elements, flat.
+#   view's size, stride and offset. `decompress` returns the storage's elements, flat.
 # - Keep every other tensor as it is, but **detached**. An operator that saves its own result would
 #   otherwise create a reference cycle (Day 6).
 # - Backward may run twice. `unpack` must not keep what it returns, and nothing may stay alive
@@ -708,7 +710,7 @@ for bits in ("4 bits", "2 bits"):
 print(f"2 bits, one scale: behind 32 bits: {behind['2 bits, nearest, one scale'] > 0.02}")
 
 # %% [markdown]
-# You cannot tell 8 bits from 32. On four seeds:
+# You cannot tell 8 bits from 32. We repeated the runs with four seeds:
 #
 # - At **4 bits**, stochastic rounding beat round to nearest each time.
 # - At **2 bits**, it won twice: 40 steps are too few to average out the larger noise.
@@ -728,7 +730,8 @@ print(f"2 bits, one scale: behind 32 bits: {behind['2 bits, nearest, one scale']
 # - `with compressed_activations():` *around* checkpointed blocks compresses the inputs that they
 #   keep. (Backward recomputes outside the `with`, so the recomputed activations are not
 #   compressed. But they start from a rounded input.)
-# - *Inside* a checkpoint, no saved tensor is left to compress.
+# - *Inside* a checkpointed block it keeps all activations in 8 bits, so the checkpoint saves
+#   nothing.
 # - Day 6's `selective` keeps detached tensors, which have no gradient. They are not compressed.
 
 # %%
@@ -831,7 +834,7 @@ for name, (kept, peak) in seven.items():
 #
 # | | peak above the floor | why |
 # | --- | --- | --- |
-# | 8 bits | 0.2 GiB | no block runs twice |
+# | 8 bits | 0.2 GiB | decompressed tensors of one MLP are alive next to the last gradients |
 # | checkpointing | 0.3 GiB | the recomputed block is alive next to the last gradients |
 #
 # With one sequence, *both* does not lower the peak further. Each further sequence adds its

@@ -19,12 +19,12 @@
 # %% [markdown]
 # ## The question
 #
-# For each weight, Adam keeps two values: **m**, a running mean of its gradients, and **v**, a
-# running mean of their squares. In float32 they need 8 bytes per weight, twice as much as the
-# weight. They are the largest line of Day 1's ledger that does not depend on the number of tokens.
+# For each weight, Adam keeps two **moments**: the first, **m**, is a running mean of the weight's
+# gradients; the second, **v**, is a running mean of their squares. In float32 they need 8 bytes per
+# weight, twice as much as the weight. In Day 1's ledger, only activations can need more.
 #
-# Only the weight's own update needs its gradient. Yet every gradient stays in memory until
-# backward ends.
+# A weight's gradient is needed only to update that weight. Yet every gradient stays in memory until
+# the optimizer step.
 
 # %%
 from dataclasses import replace
@@ -63,18 +63,18 @@ guess("8.1", state_mib=110, gradients_mib=3)  # v: a tenth of m; gradients: the 
 # %% [markdown]
 # ## Measure
 #
-# These are dry runs with the library's optimizers. First, the optimizer state alone.
+# First measure the optimizer state alone, in dry runs with the library's optimizers.
 
 # %%
 SMALL = Setting("25m", batch=1, seq_len=256)
 
 
-def mini(model):
+def adam_mini(model):
     partition = optim.gpt_partition(model.config.head_dim)
     return optim.AdamMini(model.named_parameters(), partition=partition)
 
 
-def state_of(make):
+def state_bytes(make):
     """Bytes of optimizer state for the 25M model."""
     with memlab.dry_run():
         model = GPT(PRESETS["25m"])
@@ -90,52 +90,52 @@ MAKE = {
     "SGD": of_all_weights(torch.optim.SGD, foreach=False),
     "SGD with momentum": of_all_weights(torch.optim.SGD, momentum=0.9, foreach=False),
     "Lion": of_all_weights(optim.Lion),
-    "Adam-mini": mini,
+    "Adam-mini": adam_mini,
     "AdamW": of_all_weights(optim.AdamW),
 }
 N = PRESETS["25m"].parameters
-per_weight = {name: state_of(make) / N for name, make in MAKE.items()}
+per_weight = {name: state_bytes(make) / N for name, make in MAKE.items()}
 fig, axes = plt.subplots(figsize=(9, 2.4), layout="constrained")
-for name, number in per_weight.items():
-    axes.barh(name, number, color=plot.COLOURS["optimizer_state"])
-    axes.text(number + 0.1, name, f"{number:.2f}", va="center")
+for name, size in per_weight.items():
+    axes.barh(name, size, color=plot.COLOURS["optimizer_state"])
+    axes.text(size + 0.1, name, f"{size:.2f}", va="center")
 axes.set(xlabel="bytes of state per weight (float32, 25M model)", xlim=(0, 9))
 _ = axes.set_title("Optimizer state of five optimizers")
 
 # %% [markdown]
-# Now a whole training step: once with an ordinary AdamW step, once with AdamW inside backward.
+# Now a whole training step, with AdamW's step after backward and inside backward.
 
 
 # %%
-def most_gradients(trace):
-    """The largest number of gradient bytes alive at once."""
-    running = most = 0
+def peak_gradients(trace):
+    """The most gradient bytes alive at once."""
+    alive = peak = 0
     for event in trace.events:
-        running += event.bytes if event.category == "gradients" else 0
-        most = max(most, running)
-    return most
+        alive += event.bytes if event.category == "gradients" else 0
+        peak = max(peak, alive)
+    return peak
 
 
 def inside(make):
+    """The optimizer of `make`, with its step inside backward."""
     return lambda model: optim.step_in_backward(make(model))
 
 
-def step_of(setting, make):
+def trace_of(setting, make):
     return dry_trace(setting, Plugs(optimizer=make))
 
 
-ordinary = step_of(SMALL, MAKE["AdamW"])
-stepped_inside = step_of(SMALL, inside(MAKE["AdamW"]))
-print(f"ordinary: {format_bytes(most_gradients(ordinary))} of gradients")
+ordinary = trace_of(SMALL, MAKE["AdamW"])
+stepped_inside = trace_of(SMALL, inside(MAKE["AdamW"]))
+print(f"ordinary step: at most {format_bytes(peak_gradients(ordinary))} of gradients alive at once")
 state = round(per_weight["Adam-mini"] * N)
-reveal("8.1", state_mib=state, gradients_mib=most_gradients(stepped_inside))
-print(f"{(state - 4 * N) // 4:,} second moments for {N:,} weights")
+reveal("8.1", state_mib=state, gradients_mib=peak_gradients(stepped_inside))
+print(f"Adam-mini: {(state - 4 * N) // 4:,} second moments for {N:,} weights")
 
 # %% [markdown]
-# Adam-mini has almost no second moments left. The gap in your guess for the gradients is one
-# matrix: the **tied** one, 32 MiB, which is both embedding and unembedding. (Its gradient has two
-# parts, one from each end of backward. The unembedding's part waits as a temporary, another 32
-# MiB.)
+# Adam-mini has almost no second moments left. The 32 MiB of gradients are one matrix: the **tied**
+# embedding, which is also the unembedding. (The unembedding's part of its gradient waits as a
+# temporary until the end of backward: another 32 MiB.)
 #
 # So half of the state and nearly all gradients can go. What do you lose?
 
@@ -147,12 +147,13 @@ print(f"{(state - 4 * N) // 4:,} second moments for {N:,} weights")
 # - the first has a **noisy** gradient: random signs, size about 1;
 # - the second has a **small, steady** gradient: always 0.01.
 #
-# Plain SGD steps by the gradient. SGD with momentum steps by m, a mean of about the last ten
-# gradients.
+# Plain SGD steps by lr · gradient. SGD with momentum steps by lr · m, where m averages about the
+# last ten gradients.
 
 # %%
-random = torch.Generator().manual_seed(3)
-TWO = torch.stack([torch.randn(100, generator=random), torch.full((100,), 0.01)], 1)  # (100, 2)
+generator = torch.Generator().manual_seed(3)
+noisy, steady = torch.randn(100, generator=generator), torch.full((100,), 0.01)
+GRADIENTS = torch.stack([noisy, steady], 1)  # (steps, weights)
 
 
 def sgd_(weight, gradient, state, lr):
@@ -164,22 +165,22 @@ def momentum_(weight, gradient, state, lr):
     weight -= lr * state["m"]
 
 
-def walked(step_, **settings):
-    """The two weights after each of 100 steps, in units of lr: (100, 2)."""
+def walk(step_, **settings):
+    """The two weights after each of 100 steps with lr = 1: (steps, weights)."""
     weight, state, path = torch.zeros(2), {}, []
-    for gradient in TWO:
+    for gradient in GRADIENTS:
         step_(weight, gradient, state, lr=1.0, **settings)
         path.append(weight.clone())
     return torch.stack(path)
 
 
 for name, step_ in {"SGD": sgd_, "momentum": momentum_}.items():
-    print(f"{name}: the steady weight moved {walked(step_)[-1, 1].abs():.1f} · lr in 100 steps")
+    print(f"{name}: the steady weight moved {walk(step_)[-1, 1].abs():.1f} · lr in 100 steps")
 
 # %% [markdown]
 # The noisy weight limits the learning rate, so the steady weight needs ten thousand steps to move
-# by 100 · lr. Momentum smooths the noise, but does not make steps larger. (torch's SGD sums
-# gradients instead of averaging them: both weights move ten times as far.)
+# by 100 · lr. Momentum smooths the noise, but does not make steps larger. (torch's momentum is a
+# sum, not a mean: both weights move ten times as far.)
 #
 # **AdamW** divides m by √v, the gradient's typical size: 0.01 for the steady weight, 1 for the
 # noisy one. So each weight has its own step size. (The W is decoupled *weight decay*: it shrinks
@@ -188,16 +189,15 @@ for name, step_ in {"SGD": sgd_, "momentum": momentum_}.items():
 # %% [markdown]
 # ### Exercise 8.1: AdamW, step by step
 #
-# About 12 minutes. Write one step for one weight, **in place**. `weight` and `gradient` are
-# float32, with the same shape. `state` is a dict, empty at first. Keep only `state["m"]`,
-# `state["v"]` (both of that shape) and `state["t"]` in it. `betas` is (β₁, β₂). Start with m = v =
-# 0; t = 1, 2, …
+# About 12 minutes. Update one weight **in place**. `weight` and `gradient` are float32. `state` is
+# a dict, empty at first. Keep only `state["m"]`, `state["v"]` (both in the weight's shape) and
+# `state["t"]` in it. `betas` is (β₁, β₂). Start with m = v = 0; t = 1, 2, …
 #
 # - m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g²
 # - w ← w − lr · weight_decay · w (with w before the step)
 # - w ← w − lr · (m / (1−β₁ᵗ)) / (√(v / (1−β₂ᵗ)) + eps)
 #
-# Keep m and v as in the first line. Return nothing. Autograd is off.
+# Store m and v without **bias correction**, the divisions by 1−βᵗ. Return nothing. Autograd is off.
 
 
 # %%
@@ -231,8 +231,8 @@ def draw_walks(paths):
     axes[0].legend(frameon=False, loc="upper left")
 
 
-paths = {"SGD": walked(sgd_), "momentum": walked(momentum_)}
-paths["AdamW"] = walked(adamw_, weight_decay=0.0)
+paths = {"SGD": walk(sgd_), "momentum": walk(momentum_)}
+paths["AdamW"] = walk(adamw_, weight_decay=0.0)
 draw_walks(paths)
 print(f"AdamW: the steady weight moved {paths['AdamW'][-1, 1].abs():.1f} · lr")
 
@@ -241,7 +241,7 @@ print(f"AdamW: the steady weight moved {paths['AdamW'][-1, 1].abs():.1f} · lr")
 # about as far as before. So **m sets the direction, and v sets the scale**. Of today's other two
 # optimizers, Lion gives up v, and Adam-mini gives up most of it.
 #
-# Now compare your function with torch's AdamW on a small language model that reads torch's source
+# Now compare your function with torch's AdamW on a small language model, trained on torch's source
 # code. `Stepping` calls your function for every weight.
 
 
@@ -255,8 +255,8 @@ class Stepping(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update(self, weight):
-        more = {"size": self.sizes[weight]} if self.sizes else {}
-        self.step_(weight, weight.grad, self.state[weight], **more, **self.settings)
+        size = {"size": self.sizes[weight]} if self.sizes else {}
+        self.step_(weight, weight.grad, self.state[weight], **size, **self.settings)
 
     def step(self):
         for weight in self.param_groups[0]["params"]:
@@ -268,14 +268,14 @@ CONFIG = replace(PRESETS["tiny"], hidden_size=64, layers=2, kv_heads=4, intermed
 TEXT = source_bytes("256 KiB")
 
 
-def learn(make, steps=40):
+def train(make, steps=40):
     """Return (model, optimizer, mean of the last five losses, weights before the last step)."""
     torch.manual_seed(0)
-    model, losses, drawn = GPT(CONFIG), [], batches(TEXT, 8, 64, seed=1)
+    model, losses, data = GPT(CONFIG), [], batches(TEXT, 8, 64, seed=1)
     optimizer = make(model)
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = model(*next(drawn))
+        loss = model(*next(data))
         loss.backward()
         before = [weight.detach().clone() for weight in model.parameters()]
         optimizer.step()
@@ -283,17 +283,17 @@ def learn(make, steps=40):
     return model, optimizer, sum(losses[-5:]) / 5, before
 
 
-def farthest(one, other):
+def max_difference(model, other):
     """The largest difference between two models' weights."""
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
 # %%
-decaying = {"lr": 3e-3, "weight_decay": 0.1}
-ours, *_ = learn(lambda model: Stepping(model, adamw_, **decaying), steps=5)
-torchs, *_ = learn(of_all_weights(torch.optim.AdamW, **decaying), steps=5)
-print(f"after 5 steps: max difference below 1e-6: {farthest(ours, torchs) < 1e-6}")
+settings = {"lr": 3e-3, "weight_decay": 0.1}
+ours, *_ = train(lambda model: Stepping(model, adamw_, **settings), steps=5)
+torchs, *_ = train(of_all_weights(torch.optim.AdamW, **settings), steps=5)
+print(f"after 5 steps: max difference below 1e-6: {max_difference(ours, torchs) < 1e-6}")
 
 # %% [markdown]
 # ## One moment per weight: Lion
@@ -302,10 +302,8 @@ print(f"after 5 steps: max difference below 1e-6: {farthest(ours, torchs) < 1e-6
 # **no scale**. It takes the sign of a mean of gradients, so every weight moves by lr, up or down.
 # It needs no v.
 #
-# Lion has one m, but two betas:
-#
-# - the step mixes m with the new gradient, whose share is 1 − β₁ = 0.1;
-# - the m that is kept takes a share of 1 − β₂ = 0.01.
+# Lion has one m, but two betas: it mixes m with 10 % of the new gradient for the step (β₁ = 0.9),
+# and with 1 % of it for the next m (β₂ = 0.99).
 
 # %% [markdown]
 # ### Exercise 8.2: Lion
@@ -335,13 +333,12 @@ def lion_(weight, gradient, state, lr, betas=(0.9, 0.99), weight_decay=0.0):
 lion_ = exercise("8.2", lion_)
 
 # %% [markdown]
-# How long is a step of Lion, and how long is a step of AdamW? Compare all weights of the text
-# model at step 40.
+# How far does a weight move in one step of AdamW or Lion? Compare step 40 of the text model.
 
 # %%
 LR = 3e-3
-model, adamw, adamw_loss, before = learn(lambda m: Stepping(m, adamw_, lr=LR, weight_decay=0.0))
-lions_model, _, _, lions_before = learn(lambda m: Stepping(m, lion_, lr=LR / 5))
+model, adamw, adamw_loss, before = train(lambda m: Stepping(m, adamw_, lr=LR, weight_decay=0.0))
+lion_model, _, _, lion_before = train(lambda m: Stepping(m, lion_, lr=LR / 5))
 
 
 def last_step(model, before, lr):
@@ -350,28 +347,27 @@ def last_step(model, before, lr):
     return torch.cat([(now.detach() - then).abs().flatten() for now, then in pairs]) / lr
 
 
-lengths = last_step(model, before, LR)
-lions = last_step(lions_model, lions_before, LR / 5)
-print(f"AdamW: mean {lengths.mean():.1f} · lr; Lion: mean {lions.mean():.1f} · lr")
+adamw_steps = last_step(model, before, LR)
+lion_steps = last_step(lion_model, lion_before, LR / 5)
+print(f"mean step: AdamW {adamw_steps.mean():.1f} · lr, Lion {lion_steps.mean():.1f} · lr")
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 2.8), layout="constrained")
-axes.hist(lengths.clamp(max=1.4).tolist(), bins=56, color="#4477aa")
+axes.hist(adamw_steps.clamp(max=1.4).tolist(), bins=56, color="#4477aa")
 axes.axvline(1, color="#cc6677", linewidth=3)
 axes.text(0.98, axes.get_ylim()[1] * 0.85, "Lion: all weights", color="#882233", ha="right")
 axes.text(0.22, axes.get_ylim()[1] * 0.85, "AdamW", color="#223355")
 axes.set(xlabel="length of one step, in lr", ylabel="number of weights", xlim=(0, 1.4))
-_ = axes.set_title(f"How far {len(lengths):,} weights move in step 40")
+_ = axes.set_title(f"How far {len(adamw_steps):,} weights move in step 40")
 
 # %% [markdown]
 # Most weights have noisy gradients, so AdamW's m is small compared with √v: on average a weight
 # moves by a fifth of lr. With Lion every weight moves by the full lr. So **Lion needs a smaller
-# learning rate**: 3 to 10 times smaller, says the paper, with a weight decay larger by the same
-# factor, because each step decays by lr · weight_decay.
+# learning rate**: 3 to 10 times smaller than AdamW's, says the paper. Increase the weight decay by
+# the same factor, because each step decays by lr · weight_decay.
 
 # %% [markdown]
-# So search for Lion's own learning rate. (Forty steps do not show how well Lion learns. Day 9
-# trains four optimizers side by side.)
+# (Forty steps do not show how well Lion learns. Day 9 trains four optimizers side by side.)
 #
 # `sign(0) = 0` matters for weights without a gradient: in an untied embedding, the row of a token
 # that never occurs does not move.
@@ -382,20 +378,20 @@ _ = axes.set_title(f"How far {len(lengths):,} weights move in step 40")
 # %% tags=["nbval-ignore-output"] reason="the package is optional"
 if package := imported("lion_pytorch"):
     both = {"lr": 1e-3, "weight_decay": 0.1}
-    theirs, *_ = learn(of_all_weights(package.Lion, **both), steps=5)
-    ours, *_ = learn(lambda model: Stepping(model, lion_, **both), steps=5)
-    print(f"lion-pytorch: max difference below 1e-6: {farthest(ours, theirs) < 1e-6}")
+    theirs, *_ = train(of_all_weights(package.Lion, **both), steps=5)
+    ours, *_ = train(lambda model: Stepping(model, lion_, **both), steps=5)
+    print(f"lion-pytorch: max difference below 1e-6: {max_difference(ours, theirs) < 1e-6}")
 else:
     print(f"lion-pytorch is {MISSING}")
 
 # %% [markdown]
 # ## One v per block: Adam-mini
 #
-# Lion drops v. Adam-mini (2024) keeps v, but fewer of them: it assumes that related weights have
-# gradients of similar size, so they can share a v. Which weights should share?
+# Lion drops v. Adam-mini (2024) keeps one v for a whole block of weights: it assumes that related
+# weights have gradients of similar size. Which weights should share?
 #
-# The next cell plots AdamW's √v after 40 steps for three matrices of the text model. Their shape
-# is (out, in): a **row** holds the weights of one output.
+# Plot AdamW's √v after 40 steps for three matrices of the text model, of shape (out, in): a **row**
+# holds the weights of one output.
 
 # %%
 roots = {n: adamw.state[w]["v"].clamp(min=1e-30).sqrt() for n, w in model.named_parameters()}
@@ -417,16 +413,16 @@ _ = fig.colorbar(picture, ax=axes, location="bottom", aspect=50, label="log₁�
 # - `query` has horizontal stripes, too, even within a head (white lines).
 # - `down` has *vertical* stripes: √v differs between its inputs, the MLP's hidden units.
 #
-# How wrong is one v per block? The next table shows the typical factor between a weight's √v and
-# the root of its block's mean v. A factor of 2 means a step half or twice as long as AdamW's.
+# How wrong is one v per block? The table shows the typical ratio between a weight's √v and the root
+# of its block's mean v. A ratio of 2 means a step half or twice as long as AdamW's.
 
 
 # %%
 def off_by(root, size):
-    """The typical factor between √v and the root of the mean v of a block of `size` elements."""
+    """The typical ratio between √v and the root of the mean v of a block of `size` elements."""
     blocks = root.reshape(-1, size)
-    of_block = (blocks**2).mean(1, keepdim=True).sqrt()
-    return (blocks.log() - of_block.log()).abs().mean().exp().item()
+    shared = (blocks**2).mean(1, keepdim=True).sqrt()
+    return (blocks.log() - shared.log()).abs().mean().exp().item()
 
 
 parts = ("attention.query", "attention.key", "mlp.gate", "mlp.up", "mlp.down")
@@ -461,7 +457,7 @@ for name in names:
 # | `query`, `key` | a head: `head_dim` rows |
 # | `embedding`, `unembedding`, `value`, `output`, `gate`, `up`, `down` | a row |
 # | `attention_norm`, `mlp_norm`, `norm`; shape (n,) | all elements |
-# | any other layer, `q_norm` included; rows that do not divide into heads | ValueError |
+# | any other layer, such as `q_norm`; `query`, `key` with shape[0] % head_dim ≠ 0 | ValueError |
 
 
 # %%
@@ -487,8 +483,8 @@ block_size = exercise("8.3", block_size)
 
 # %% [markdown]
 # Why raise an error instead of guessing? Many models store queries, keys and values in **one**
-# fused matrix. A guess would give that matrix a single v. Training would run without a warning,
-# but learn worse.
+# fused matrix. A guess would give that matrix a single v. Training would run without a warning, but
+# learn worse.
 
 # %% [markdown]
 # ### Exercise 8.4: Adam-mini's step
@@ -542,7 +538,7 @@ def by_blocks(size_of, step_=adam_mini_, **settings):
     return make
 
 
-def whole(name, shape, head_dim):
+def whole_matrix(name, shape, head_dim):
     return shape.numel()
 
 
@@ -559,12 +555,12 @@ def share_both_(weight, gradient, state, size, lr, weight_decay):
 # %%
 ways = {
     "the paper's blocks": by_blocks(block_size),
-    "one v per matrix": by_blocks(whole),
+    "one v per matrix": by_blocks(whole_matrix),
     "m and v shared": by_blocks(block_size, share_both_),
 }
 above = {}
 for name, make in ways.items():
-    _, optimizer, loss, _ = learn(make)
+    _, optimizer, loss, _ = train(make)
     above[name] = loss / adamw_loss - 1
     kept = sum(s[k].nbytes for s in optimizer.state.values() for k in "mv") / CONFIG.parameters
     marks = (0, 0.02, 0.05, 0.1, 0.2, 1)
@@ -577,55 +573,57 @@ for name, make in ways.items():
 # **share v, but not m**. (Forty steps of a small model show large mistakes. They do not show that
 # Adam-mini is as good as AdamW.)
 #
-# Now compare yours with the authors' package.
+# Now compare your Adam-mini with the authors' package.
 
 # %% tags=["nbval-ignore-output"] reason="the package is optional"
 if package := imported("adam_mini"):
 
     def theirs_of(model):
-        # The package would find "mlp" in "mlp_norm", and fail on a vector.
+        # The package would take "mlp_norm" for an MLP matrix, and fail on a vector.
         named = [(n.replace("mlp_norm", "post_norm"), w) for n, w in model.named_parameters()]
         shape = {"dim": CONFIG.hidden_size, "n_heads": CONFIG.heads}
         return package.Adam_mini(named, lr=LR, weight_decay=0.0, verbose=False, **shape)
 
-    theirs, *_ = learn(theirs_of, steps=5)
-    ours, *_ = learn(by_blocks(block_size), steps=5)
-    print(f"adam-mini: max difference below 1e-6: {farthest(ours, theirs) < 1e-6}")
+    theirs, *_ = train(theirs_of, steps=5)
+    ours, *_ = train(by_blocks(block_size), steps=5)
+    print(f"adam-mini: max difference below 1e-6: {max_difference(ours, theirs) < 1e-6}")
 else:
     print(f"adam-mini is {MISSING}")
 
 # %% [markdown]
 # The package matches parts of parameter names. With Llama's names (`q_proj`, …) its blocks are
-# right. In version 1.1.1:
+# right. But in version 1.1.1:
 #
 # - a matrix that it does not recognise, such as a fused `c_attn`, gets a single v;
-# - a head has hidden size / heads rows.
+# - the head dimension is always hidden size / heads.
 #
-# Read what it prints before you use it with other names.
+# If your model uses other names, read what the package prints.
 
 # %% [markdown]
 # ## The step inside backward
 #
-# Now reduce the gradients. When backward has summed a weight's gradient, it does not read that
-# weight again. Only the optimizer still needs the gradient. So update the weight immediately, and
-# free the gradient.
+# Now reduce the gradients. When a weight's gradient is complete, backward does not read that weight
+# again, and only the optimizer needs the gradient. So update the weight immediately, and free the
+# gradient. (PyTorch's tutorial calls this [*fusing the optimizer step into the backward
+# pass*](https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html).)
 #
 # torch has two **hooks** for this:
 #
 # - `register_hook` runs before the gradient is stored in `.grad`;
-# - `register_post_accumulate_grad_hook` runs after it, when `.grad` is complete: summed over all
-#   uses of the weight.
+# - `register_post_accumulate_grad_hook` runs when `.grad` is complete: summed over all uses of the
+#   weight.
 
 # %% [markdown]
 # ### Exercise 8.5: the step inside backward
 #
 # About 15 minutes. `weights` is a list of parameters. `update(weight)` updates one weight with its
-# `.grad`. Write `in_backward`. After it, every `loss.backward()` calls `update` once for each
-# weight that the loss uses, as soon as its gradient is complete, and leaves no gradient.
+# `.grad`. Write `in_backward`. After `in_backward(weights, update)`, every `loss.backward()` calls
+# `update` once for each weight that the loss uses, as soon as its gradient is complete, and leaves
+# no gradient.
 #
-# Return a function `end_step()`. If a weight gets a second gradient before `end_step()` is called,
-# free that gradient, update nothing with it, and raise RuntimeError: the first gradient has
-# already been applied, so gradients cannot be accumulated.
+# Return a function `end_step()`; the caller calls it after each backward. If a weight gets a second
+# gradient before that, free this gradient, update nothing with it, and raise RuntimeError: the
+# first gradient has already been applied, so gradients cannot be accumulated.
 
 
 # %%
@@ -653,7 +651,7 @@ in_backward = exercise("8.5", in_backward)
 
 # %%
 class SteppingInBackward(Stepping):
-    """Updates weights inside backward; step() ends the step."""
+    """Updates weights inside backward. Call step() after each backward."""
 
     def __init__(self, model, *args, **settings):
         super().__init__(model, *args, **settings)
@@ -665,8 +663,8 @@ class SteppingInBackward(Stepping):
 
 ways = {"ordinary": Stepping, "inside": SteppingInBackward}
 settings = {"lr": LR, "weight_decay": 0.1}
-models = {name: learn(lambda m, k=k: k(m, adamw_, **settings), 5)[0] for name, k in ways.items()}
-print(f"the same weights, bit for bit: {farthest(*models.values()) == 0}")
+models = {name: train(lambda m, k=k: k(m, adamw_, **settings), 5)[0] for name, k in ways.items()}
+print(f"the same weights, bit for bit: {max_difference(*models.values()) == 0}")
 try:
     models["inside"](*next(batches(TEXT, 8, 64, seed=2))).backward()
     models["inside"](*next(batches(TEXT, 8, 64, seed=2))).backward()
@@ -677,8 +675,8 @@ except RuntimeError as error:
 # Both runs give the same weights, bit for bit, because backward no longer reads a weight whose
 # gradient is complete. (If it did, torch would detect the in-place change and raise an error.)
 #
-# How much memory does it save? The next cell plots the 25M model's backward on one sequence,
-# without weights and AdamW's state.
+# How much memory does it save? Plot the memory of the 25M model during backward and step, on one
+# sequence, without weights and AdamW's state.
 
 
 # %%
@@ -688,15 +686,15 @@ KINDS["temporaries"] = plot.COLOURS["backward_temporaries"]
 
 
 def heights_in_backward(trace):
-    """MiB of each kind after each event, from the start of backward: (3, events)."""
-    now, found = dict.fromkeys(KINDS, 0), []
+    """MiB of each kind after each event, from the start of backward: (kinds, events)."""
+    now, heights = dict.fromkeys(KINDS, 0), []
     for event in trace.events:
         kind = "temporaries" if event.category.endswith("temporaries") else event.category
         if kind in now:
             now[kind] += event.bytes / 2**20
         if event.phase in ("backward", "optimizer"):
-            found.append(list(now.values()))
-    return torch.tensor(found).T.tolist()
+            heights.append(list(now.values()))
+    return torch.tensor(heights).T.tolist()
 
 
 # %%
@@ -711,13 +709,13 @@ for ax, (name, trace) in zip(
     bands = ax.stackplot(along, stacked, colors=KINDS.values(), labels=KINDS, step="post")
     for n, band in enumerate(bands):  # the edge makes a single allocation wide enough to see
         band.set(edgecolor="face", linewidth=0.8, zorder=-n)  # zorder hides edges of 0 MiB
-    ax.set(title=name, xlabel="% of the allocations of backward and step", xlim=(0, 100))
+    ax.set(title=name, xlabel="allocations of backward and step (%)", xlim=(0, 100))
     highest, at = max(zip(map(sum, zip(*stacked, strict=True)), along, strict=True))
     ax.annotate("peak", (at, highest), (50, highest), va="center", arrowprops=ARROW)
-axes[0].set_ylabel("MiB without weights and state")
+axes[0].set_ylabel("MiB, without weights and state")
 axes[1].legend(frameon=False, loc="upper right")
 for name, trace in {"after": ordinary, "inside": stepped_inside}.items():
-    print(f"{name:7} peak {format_bytes(trace.peak_bytes)}")
+    print(f"step {name} backward: peak {format_bytes(trace.peak_bytes)}")
 
 # %% [markdown]
 # - **Left**: gradients (green) accumulate while activations (orange) are freed.
@@ -725,12 +723,12 @@ for name, trace in {"after": ordinary, "inside": stepped_inside}.items():
 #   the tied matrix's gradient, which waits for the embedding's part. At the spike, both parts and
 #   their sum are alive.
 #
-# Now find the **peak**. Here are the same two runs with eight sequences:
+# Does it also lower the **peak** with eight sequences?
 
 # %%
 for name, make in {"after": MAKE["AdamW"], "inside": inside(MAKE["AdamW"])}.items():
-    peak = step_of(replace(SMALL, batch=8), make).peak_bytes
-    print(f"8 sequences, {name:7} peak {format_bytes(peak)}")
+    peak = trace_of(replace(SMALL, batch=8), make).peak_bytes
+    print(f"8 sequences, step {name} backward: peak {format_bytes(peak)}")
 
 # %% [markdown]
 # With many tokens, the peak is at the *start* of backward, before any gradient exists. There the
@@ -742,7 +740,7 @@ for name, make in {"after": MAKE["AdamW"], "inside": inside(MAKE["AdamW"])}.item
 # - **Gradient accumulation**: the first micro-batch's gradient has already been applied.
 # - **Clipping by global norm**: the norm is known only after the last gradient. (LOMO, 2023, runs
 #   backward twice for it.)
-# - **Loss scaling** that skips a step on overflow: by then, half of the weights have moved. Use
+# - **Loss scaling** that skips a step on overflow: some weights have already been updated. Use
 #   bfloat16, which needs no loss scaling.
 
 # %% [markdown]
@@ -768,14 +766,14 @@ def at_peak_of_7b(make):
 
 
 # %%
-SEVEN = {
+OPTIMIZERS = {
     "AdamW": MAKE["AdamW"],
-    "Adam-mini": mini,
+    "Adam-mini": adam_mini,
     "Lion": MAKE["Lion"],
     "AdamW, inside": inside(MAKE["AdamW"]),
     "Lion, inside": inside(MAKE["Lion"]),
 }
-of_7b = {name: at_peak_of_7b(make) for name, make in SEVEN.items()}
+of_7b = {name: at_peak_of_7b(make) for name, make in OPTIMIZERS.items()}
 colours = {k: plot.COLOURS[k] for k in ("parameters", "gradients", "optimizer_state")}
 for name, held in of_7b.items():
     listed = [f"{kind.replace('_', ' ')} {format_bytes(held.get(kind, 0))}" for kind in colours]
@@ -786,9 +784,9 @@ fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
 for name, held in of_7b.items():
     left = 0
     rest = sum(held.values()) - sum(held.get(kind, 0) for kind in colours)
-    for number, colour in [(held.get(k, 0), c) for k, c in colours.items()] + [(rest, "0.7")]:
-        axes.barh(name, number / 2**30, left=left, color=colour)
-        left += number / 2**30
+    for size, colour in [(held.get(k, 0), c) for k, c in colours.items()] + [(rest, "0.7")]:
+        axes.barh(name, size / 2**30, left=left, color=colour)
+        left += size / 2**30
     axes.text(left + 0.7, name, f"{left:.1f}", va="center")
 axes.set(xlabel="GiB at the peak", xlim=(0, 84), title="Llama 2 7B, 1 × 2048 tokens")
 axes.invert_yaxis()
@@ -797,12 +795,12 @@ _ = axes.legend(["weights", "gradients", "state", "other"], frameon=False, loc="
 # %% [markdown]
 # | change | saves | why |
 # | --- | --- | --- |
-# | Lion or Adam-mini | 25 GiB of 75 | m and v are two thirds of the peak; half of them goes |
-# | step inside backward | 11.5 GiB | 12.5 GiB of gradients shrink to one matrix |
+# | Lion or Adam-mini | 25 of 75 GiB | m and v are two thirds of the peak; half of this goes |
+# | step inside backward | 11.5 GiB | gradients shrink from 12.5 GiB to one matrix, 86 MiB |
 #
-# (The step inside backward saves a GiB less than that, because the peak is now in backward, where
-# block inputs and temporaries are alive: the grey part.) With both, the peak is half of AdamW's. A
-# third of what is left is weights. Day 9 shrinks the remaining moment to a quarter.
+# (The step inside backward does not save the whole 12.5 GiB: the peak moves into backward, where
+# 0.9 GiB of block inputs and temporaries are alive, the grey part.) With both changes, the peak is
+# half of AdamW's, and a third of it is weights. Day 9 shrinks the remaining moment to a quarter.
 
 # %% [markdown]
 # ## On your GPU
@@ -814,8 +812,8 @@ _ = axes.legend(["weights", "gradients", "state", "other"], frameon=False, loc="
 if gpu := torch.accelerator.current_accelerator(check_available=True):
     four = {name: MAKE[name] for name in ("AdamW", "Adam-mini", "Lion")}
     for name, make in (four | {"AdamW, inside": inside(MAKE["AdamW"])}).items():
-        how = Plugs(optimizer=make)
-        training = build(replace(SETTING, device=gpu.type), how)
+        plugs = Plugs(optimizer=make)
+        training = build(replace(SETTING, device=gpu.type), plugs)
         training.step()
         trace = measured(training)
         print(f"{name}: {format_bytes(trace.peak_bytes)}, ", end="")
@@ -833,8 +831,8 @@ else:
 # ## Rules on trial
 #
 # A guide says: AdamW 12 bytes per parameter, Adam-mini 6, Lion 8. It does not say what it counts.
-# It could count the moments alone, or the moments and a float32 **master copy** of the weights
-# (Day 4), which adds 4 bytes. Does one of the two fit all three?
+# It could count the moments alone, or the moments and a float32 **master copy** of the weights (Day
+# 4), which adds 4 bytes. Does either reading fit all three numbers?
 
 # %%
 states = {name: per_weight[name] for name in ("AdamW", "Adam-mini", "Lion")}
@@ -890,7 +888,7 @@ verdict(
 # | SGD with momentum | m | 4 | a scale for each weight |
 # | `optim.MomentumSGD` | m in bfloat16, stochastic rounding | 2 | a scale for each weight |
 # | AdamW | m, v | 8 | |
-# | Adam-mini | m, one v per block | 4.01 | works only with a partition that fits the model |
+# | Adam-mini | m, one v per block | 4.01 | a v for each weight; needs a rule for each layer |
 # | Lion | m | 4 | a scale for each weight; needs its own lr |
 # | step inside backward | | −2 to −4 (gradients) | accumulation, clipping, skipped steps |
 #
@@ -904,8 +902,8 @@ verdict(
 # needed 4 bytes per weight. Lion with one bfloat16 moment and stochastic rounding needs 2. (The
 # bill does not say how well Lion learns.)
 #
-# - **Why not Adam-mini?** With a bfloat16 m it needs the same 2 bytes. Lion needs no partition,
-#   and tomorrow its moment shrinks to 1 byte.
+# - **Why not Adam-mini?** With a bfloat16 m it needs the same 2 bytes. Lion needs no rule for each
+#   layer, and tomorrow its moment shrinks to 1 byte.
 # - **Why not the step inside backward?** The bill accumulates gradients over one sequence at a
 #   time.
 

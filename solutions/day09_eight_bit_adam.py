@@ -11,7 +11,7 @@
 # downloaded.
 
 # %% [markdown]
-# As before: you **guess**, **measure**, and **build** the code that explains the gap. In each
+# As before, you **guess**, **measure**, and **build** the code that explains the gap. In each
 # exercise, replace `raise NotImplementedError` with your own code; the cell below it checks your
 # answer. If you are stuck, run `memlab hint 9.1` in a terminal. You can skip an exercise.
 
@@ -19,10 +19,10 @@
 # ## The question
 #
 # Adam keeps two moments per weight: m, a running mean of its gradients, and v, a running mean of
-# their squares. In float32 they need 8 bytes per weight, twice the weights themselves. Lion and
+# their squares. In float32 they need 8 bytes per weight, twice as much as the weight. Lion and
 # Adam-mini drop half of the state. Today you keep both moments, in **one byte** each.
 #
-# A byte is an index from 0 to 255. Which 256 values should the **codebook** hold?
+# A byte is an index into a table of 256 values, the **codebook**. Which values should it hold?
 
 # %%
 import importlib
@@ -51,10 +51,10 @@ from memlab.units import format_bytes
 # %% [markdown]
 # ## Guess
 #
-# Train a small text model of 123,200 weights for 20 steps. Make two guesses:
+# Make two guesses for 20 training steps of a small text model with 123,200 weights:
 #
 # 1. How many KiB does Adam's state need with one byte per moment, everything included?
-# 2. Quantize v with *even steps*: divide the range from 0 to the largest v of a block (256
+# 2. Quantize v linearly, in *even steps*: divide the range from 0 to the largest v of a block (256
 #    consecutive elements) into 255 equal steps. What percentage of the second moments become
 #    exactly 0?
 
@@ -77,14 +77,14 @@ CONFIG = replace(PRESETS["tiny"], hidden_size=64, layers=2, kv_heads=4, intermed
 TEXT = source_bytes("256 KiB")
 
 
-def learn(make, steps=20):
+def train(make, steps=20):
     """Train a new model; return its losses and its optimizer."""
     torch.manual_seed(0)
     model, losses = GPT(CONFIG), []
-    optimizer, drawn = make(model), batches(TEXT, 8, 64, seed=1)
+    optimizer, data = make(model), batches(TEXT, 8, 64, seed=1)
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = model(*next(drawn))
+        loss = model(*next(data))
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -96,27 +96,27 @@ def state_bytes(optimizer):
 
 
 # %%
-learnt = {
-    "32-bit Adam": learn(lambda model: optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0)),
-    "8-bit Adam": learn(lambda model: optim.Adam8bit(model.parameters(), lr=3e-3, weight_decay=0)),
+runs = {
+    "32-bit Adam": train(lambda model: optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0)),
+    "8-bit Adam": train(lambda model: optim.Adam8bit(model.parameters(), lr=3e-3, weight_decay=0)),
 }
-exact, eight = (optimizer for _, optimizer in learnt.values())
-print(f"state of 32-bit Adam: {format_bytes(state_bytes(exact))}")
+adam, adam_8bit = (optimizer for _, optimizer in runs.values())
+print(f"state of 32-bit Adam: {format_bytes(state_bytes(adam))}")
 
 # %%
-moments = [state["exp_avg_sq"].flatten() for state in exact.state.values()]
+moments = [state["exp_avg_sq"].flatten() for state in adam.state.values()]
 blocks = torch.cat([v.view(-1, 256) for v in moments if len(v) >= 4096])
-fractions = blocks / blocks.amax(1, keepdim=True)  # of the block's largest
+fractions = blocks / blocks.amax(1, keepdim=True)  # relative to the block's largest
 zeros = (fractions * 255).round() == 0
-gone = round(100 * zeros.float().mean().item(), 1)
-reveal("9.1", state_kib=state_bytes(eight), zeros_percent=gone)
+zero_percent = round(100 * zeros.float().mean().item(), 1)
+reveal("9.1", state_kib=state_bytes(adam_8bit), zeros_percent=zero_percent)
 
 # %% [markdown]
-# 241 KiB would be two bytes per weight. The gap has three parts:
+# Two bytes per weight are 241 KiB. The other 7 KiB have three parts:
 #
-# - one float32 scale per block of 256 elements and moment (explained below)
+# - one float32 scale per block of each moment (explained below)
 # - two codebooks of 256 float32 entries, 2 KiB in all
-# - weights of fewer than 4096 elements (here five norms), which stay in float32 because there is
+# - float32 moments of weights with fewer than 4096 elements (here five norms), where there is
 #   little to save
 #
 # Even steps round 2.5 % of the second moments to 0. Is that a problem? Adam divides by √v.
@@ -128,19 +128,19 @@ reveal("9.1", state_kib=state_bytes(eight), zeros_percent=gone)
 # logarithmic axes. Below it are the even steps.
 
 # %%
-fig, (above, below) = plt.subplots(
+fig, (top, bottom) = plt.subplots(
     2, sharex=True, figsize=(9, 3.2), height_ratios=(4, 1), layout="constrained"
 )
 decades = torch.logspace(-6, 0, 61).tolist()
-above.hist(fractions.flatten().numpy(), bins=decades, color="#4477aa", log=True)
-above.set(ylabel="second moments", title="v as a fraction of the largest in its block of 256")
-above.axvspan(1e-6, 0.5 / 255, color="#cc6677", alpha=0.25, linewidth=0)
-above.text(3e-6, 800, f"{gone} % of all v", color="#882233")
-below.vlines(torch.arange(1, 256) / 255, 0, 1, color="#cc6677", linewidth=0.8)
-below.axvspan(1e-6, 0.5 / 255, color="#cc6677", alpha=0.25, linewidth=0)
-below.text(3e-6, 0.4, "rounded to 0", color="#882233")
-below.set(yticks=[], xscale="log", xlim=(1e-6, 1), xlabel="fraction of the largest")
-_ = below.set_ylabel("even steps", rotation=0, ha="right", va="center")
+top.hist(fractions.flatten().numpy(), bins=decades, color="#4477aa", log=True)
+top.set(ylabel="second moments", title="v as a fraction of the largest in its block of 256")
+top.axvspan(1e-6, 0.5 / 255, color="#cc6677", alpha=0.25, linewidth=0)
+top.text(3e-6, 800, f"{zero_percent} % of all v", color="#882233")
+bottom.vlines(torch.arange(1, 256) / 255, 0, 1, color="#cc6677", linewidth=0.8)
+bottom.axvspan(1e-6, 0.5 / 255, color="#cc6677", alpha=0.25, linewidth=0)
+bottom.text(3e-6, 0.4, "rounded to 0", color="#882233")
+bottom.set(yticks=[], xscale="log", xlim=(1e-6, 1), xlabel="fraction of the largest")
+_ = bottom.set_ylabel("even steps", rotation=0, ha="right", va="center")
 
 # %% [markdown]
 # Squaring doubles the range in decades: if a gradient is 100 times smaller than its neighbor's, its
@@ -148,7 +148,8 @@ _ = below.set_ylabel("even steps", rotation=0, ha="right", va="center")
 # steps near zero and large steps near the maximum, so that the **relative** error stays small.
 #
 # Floating-point formats do this with a fixed number of exponent bits. A *dynamic* codebook varies
-# that number: small values spend bits on the exponent, and large values on the mantissa.
+# this number: small values use more bits for the exponent, and large values more bits for the
+# mantissa.
 
 # %% [markdown]
 # ### Exercise 9.1: 256 entries for seven decades
@@ -183,10 +184,10 @@ SIGNED, UNSIGNED = dynamic_code(True), dynamic_code(False)
 EVEN = torch.arange(256) / 255
 fig, axes = plt.subplots(3, sharex=True, figsize=(9, 2.6), layout="constrained")
 rows = {"dynamic, for v": UNSIGNED, "dynamic, for m": SIGNED, "even steps": EVEN}
-for one, (name, code), colour in zip(axes, rows.items(), ("C0", "C2", "#cc6677"), strict=True):
-    one.vlines(code[code > 0], 0, 1, color=colour, linewidth=0.7)
-    one.set(yticks=[], xscale="log", xlim=(1e-7, 1.2))
-    one.set_ylabel(name, rotation=0, ha="right", va="center")
+for ax, (name, code), colour in zip(axes, rows.items(), ("C0", "C2", "#cc6677"), strict=True):
+    ax.vlines(code[code > 0], 0, 1, color=colour, linewidth=0.7)
+    ax.set(yticks=[], xscale="log", xlim=(1e-7, 1.2))
+    ax.set_ylabel(name, rotation=0, ha="right", va="center")
 axes[0].set_title("The 256 entries of each codebook (for m, the positive half)")
 axes[2].set_xlabel("fraction of the largest in the block")
 for name, code in rows.items():
@@ -194,10 +195,10 @@ for name, code in rows.items():
 
 # %% [markdown]
 # Half of the entries are in the top decade, and only one or two in the lowest. The smallest entry
-# of m's codebook is −0.993: it has no −1, so a −1 loses 0.7 %. Zero is entry 127 of the signed
-# codebook and entry 0 of the unsigned one.
+# of m's codebook is −0.993, so a −1 is rounded with an error of 0.7 %. Zero is entry 127 of the
+# signed codebook and entry 0 of the unsigned one.
 #
-# How large is the rounding error? The next cell plots the worst relative error in each decade.
+# How large is the rounding error? Plot the worst relative error in each decade.
 
 
 # %%
@@ -223,32 +224,32 @@ axes.set_title("Worst relative rounding error in each decade")
 _ = axes.legend(frameon=False, ncols=3, loc="upper right")
 
 # %% [markdown]
-# In the top decade even steps are better. Two decades lower they round everything to 0 (an error of
-# 100 %), while the dynamic codebooks have errors of 11 % and 18 %.
+# In the top decade even steps are better. Two decades lower their worst error is 100 % (rounding to
+# 0); the dynamic codebooks' are 11 % and 18 %.
 #
-# A codebook ranges from −1 to 1. So each **block** of 256 elements is divided by its absmax, which
-# is stored as the block's *scale*. An outlier then affects only its own block. To decode, look up
+# A codebook ranges from −1 to 1. So divide each **block** of 256 elements by its absmax, and store
+# the absmax as the block's *scale*. An outlier then affects only its own block. To decode, look up
 # each code and multiply by the scale:
 
 
 # %%
 def decode(codes, scales, code):
     """Return float32 (n,): entry codes[k] of the codebook times the block's scale."""
-    each = scales.repeat_interleave(256)[: len(codes)]
-    return code[codes.int()] * each
+    scale = scales.repeat_interleave(256)[: len(codes)]
+    return code[codes.int()] * scale
 
 
 # %% [markdown]
 # ### Exercise 9.2: blockwise quantization
 #
 # About 15 minutes. `x` is a float32 tensor of any shape with n elements. `code` is a sorted
-# codebook of 256 values that has 0 and ends at 1. Return `(codes, scales)`: uint8 (n,) and float32
-# (⌈n/256⌉,), with no larger storage behind them.
+# codebook of 256 values, with 0 and 1. Return `(codes, scales)`: uint8 (n,) and float32 (⌈n/256⌉,),
+# not views of larger tensors.
 #
 # - Scale: absmax of the block. The last block may be short.
-# - Code: index of the nearest entry. A zero gets the code of zero, also in a block of zeros.
-# - Memory: at most 64 bytes per element. `torch.bucketize(a, b)` counts the elements of `b` below
-#   each `a`.
+# - Code: index of the nearest entry. A zero gets the index of 0.0, also in a block of zeros.
+# - Memory: at most 64 bytes per element at the peak. `torch.bucketize(a, b)` counts the elements of
+#   `b` below each `a`.
 
 
 # %%
@@ -269,25 +270,24 @@ encode = exercise("9.2", encode)
 
 # %% [markdown]
 # Compare your function with the library's, which works in chunks of 1 MiB and finds codes with a
-# lookup table. (In rare cases an element lies halfway between two entries, and the last bit
-# decides.)
+# lookup table. (If an element lies almost halfway between two entries, the last bit decides.)
 
 # %%
-numbers = torch.randn(100_003) ** 3
-codes, scales = encode(numbers, SIGNED)
-library = quantize_blockwise(numbers, codebook=SIGNED)
+x = torch.randn(100_003) ** 3
+codes, scales = encode(x, SIGNED)
+library = quantize_blockwise(x, codebook=SIGNED)
 equal = (codes == library.codes).float().mean().item()
 print(f"more than 99.9 % of the codes are equal: {equal > 0.999}")
 print(f"all scales are equal: {torch.equal(scales, library.scales)}")
-print(f"float32: {numbers.nbytes:,} bytes; codes + scales: ", end="")
+print(f"float32: {x.nbytes:,} bytes; codes + scales: ", end="")
 print(f"{codes.nbytes:,} + {scales.nbytes:,} bytes")
 
 # %% [markdown]
 # ## The optimizer step
 #
 # A step decodes both moments, updates them, updates the weight, and encodes the moments again. The
-# order matters: the weight is updated with the *exact* new moments, and only the stored moments are
-# rounded. So each rounding error enters the moments once per step, not twice.
+# order matters: the weight is updated *before* the new moments are rounded. So the rounding errors
+# of a step affect only the next steps.
 
 # %% [markdown]
 # ### Exercise 9.3: Adam with 8-bit state
@@ -295,9 +295,9 @@ print(f"{codes.nbytes:,} + {scales.nbytes:,} bytes")
 # About 20 minutes. Update one weight in place. `gradient` is flat, `weight` is not. `state` is a
 # dict, empty before the first step. Store t and the moments in it:
 #
-# - from 4096 elements: `encode(m, signed)` and `self.encode_v(v, unsigned)` (equal to `encode` for
-#   now), 2n + 8⌈n/256⌉ bytes
-# - below 4096 elements: m and v in float32
+# - with n ≥ 4096 elements: `encode(m, signed)` and `self.encode_v(v, unsigned)` (equal to `encode`
+#   for now), 2n + 8⌈n/256⌉ bytes
+# - with fewer elements: m and v in float32
 #
 # At step t = 1, 2, …, starting from moments of zero:
 #
@@ -306,7 +306,7 @@ print(f"{codes.nbytes:,} + {scales.nbytes:,} bytes")
 
 # %%
 class ByWeight(torch.optim.Optimizer):
-    """Loop over the weights; a subclass implements `step_weight`."""
+    """Calls `step_weight` for each weight. Subclasses implement `step_weight`."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
@@ -362,42 +362,42 @@ class EvenSteps(Adam8bit):
     codes = torch.arange(-127, 129) / 128, EVEN
 
 
-def within(loss, percent):
+def is_within(percent, losses):
     """Return whether the mean of the last five losses is within `percent` of 32-bit Adam's."""
-    wanted = sum(learnt["32-bit Adam"][0][-5:])
-    return abs(sum(loss[-5:]) / wanted - 1) < percent / 100
+    wanted = sum(runs["32-bit Adam"][0][-5:])
+    return abs(sum(losses[-5:]) / wanted - 1) < percent / 100
 
 
-def is_lost(loss):
-    """Return whether training diverged. Machines give different losses, even inf and nan."""
+def has_diverged(loss):
+    """Return whether training diverged. The loss, even inf or nan, depends on the machine."""
     return not loss < 10
 
 
-nearest = learn(lambda model: Adam8bit(model.parameters(), lr=3e-3))
-even = learn(lambda model: EvenSteps(model.parameters(), lr=3e-3), steps=12)
+nearest = train(lambda model: Adam8bit(model.parameters(), lr=3e-3))
+even = train(lambda model: EvenSteps(model.parameters(), lr=3e-3), steps=12)
 print(f"state of your 8-bit Adam: {format_bytes(state_bytes(nearest[1]))}")
-lost = (fractions < UNSIGNED[1] / 2).sum().item()
-print(f"second moments that the dynamic codebook rounds to 0: {lost} of {fractions.numel():,}")
-print(f"dynamic codebook: the loss is within 1 % of 32-bit Adam's: {within(nearest[0], 1)}")
+zeros = (fractions < UNSIGNED[1] / 2).sum().item()
+print(f"second moments that the dynamic codebook rounds to 0: {zeros} of {fractions.numel():,}")
+print(f"dynamic codebook: the loss is within 1 % of 32-bit Adam's: {is_within(1, nearest[0])}")
 print(f"even steps: the loss starts at {even[0][0]:.1f}; after 12 steps it is above 10: ", end="")
-print(is_lost(even[0][-1]))
+print(has_diverged(even[0][-1]))
 
 # %% [markdown]
 # With the dynamic codebook, the losses of 8-bit and 32-bit Adam are nearly equal. With even steps,
-# 2.5 % of zeros are enough to make the training diverge within a dozen steps. (The two codebooks, 2
-# KiB, are class attributes here and not counted as state.)
+# 2.5 % of zeros make the training diverge within a dozen steps. (The two codebooks, 2 KiB, are
+# class attributes here, so they do not count as state.)
 
 # %% [markdown]
-# ## The zero that explodes
+# ## Why a zero makes the step explode
 #
 # Suppose that rounding sets a weight's v to zero. At the next step, v is (1−β₂)g², from the
 # *current* gradient g alone, while m averages about ten gradients. If g happens to be small, m is
-# divided by a value near zero. Only eps limits the step, to m / eps.
+# divided by a value near zero. Only eps limits the step, to lr · m / eps.
 
 # %% [markdown]
-# The dynamic codebook has a zero, too. If v is below 1.6 · 10⁻⁷ of the block's largest, it becomes
-# 0. Such a gradient is 1 / 2500 of the block's largest, but its m is only rounded to 0 below 3 ·
-# 10⁻⁷. In the three decades between, weights have an m but no v.
+# The dynamic codebook has a zero, too. v becomes 0 below 1.6 · 10⁻⁷ of the block's largest, so for
+# gradients below 1/2500 of the largest. m becomes 0 only below 3 · 10⁻⁷ of the largest. In the
+# three decades between, a weight keeps its m and loses its v.
 #
 # To test this, train 8192 weights whose gradients have very different sizes, exp(2z) with z normal
 # (*heavy tails*: the largest in a block is tens of thousands of times the smallest).
@@ -408,32 +408,32 @@ SIZES = (2 * torch.randn(8192, generator=torch.Generator().manual_seed(0))).exp(
 
 def longest_steps(make, sizes=SIZES, steps=100):
     """Return the longest step of any weight, in lr, at each step, and the final weights."""
-    random, lr = torch.Generator().manual_seed(1), 1e-3
+    generator, lr = torch.Generator().manual_seed(1), 1e-3
     weight, longest = torch.nn.Parameter(torch.zeros(8192)), []
     optimizer = make([weight], lr=lr)
     for _ in range(steps):
         before = weight.detach().clone()
-        weight.grad = sizes * torch.randn(8192, generator=random)
+        weight.grad = sizes * torch.randn(8192, generator=generator)
         optimizer.step()
         longest.append(((weight.detach() - before).abs().max() / lr).item())
     return longest, weight.detach()
 
 
-heavy = {"32-bit Adam": longest_steps(partial(optim.AdamW, weight_decay=0))}
-heavy["8 bits, nearest codes"] = longest_steps(Adam8bit)
-for name, (longest, _) in heavy.items():
+heavy_tails = {"32-bit Adam": longest_steps(partial(optim.AdamW, weight_decay=0))}
+heavy_tails["8 bits, nearest codes"] = longest_steps(Adam8bit)
+for name, (longest, _) in heavy_tails.items():
     print(f"{name:22} the longest of 100 steps is above {10 ** int(log10(max(longest))):,} · lr")
 
 # %% [markdown]
 # For any gradients, 32-bit Adam's steps are at most lr · (1−β₁) / √((1−β₂)(1−β₁²/β₂)) = 7.27 · lr.
-# In the first 100 steps the bound is smaller by a factor of √(1−β₂¹⁰⁰): 2.24 · lr. This bound is
-# the reason why you can choose lr.
+# In the first 100 steps the bound is smaller by a factor of √(1−β₂¹⁰⁰): 2.24 · lr. With this bound,
+# lr sets the largest step.
 #
 # ### Exercise 9.4: never round a positive v to zero
 #
-# About 6 minutes. Write `encode` for an `x` without negative elements and a codebook whose entry 0
-# is zero. **A positive element never gets code 0**: it gets code 1 instead. A zero still gets code
-# 0, and all other elements get the nearest code.
+# About 6 minutes. Write `encode_positive`: `encode` for an `x` without negative elements and a
+# codebook whose entry 0 is zero. **A positive element never gets code 0**: it gets code 1 instead.
+# A zero still gets code 0, and all other elements get the nearest code.
 
 
 # %%
@@ -454,34 +454,37 @@ class SafeAdam8bit(Adam8bit):
     encode_v = staticmethod(encode_positive)
 
 
-heavy["8 bits, with the rule"] = longest_steps(SafeAdam8bit)
+heavy_tails["8 bits, with the rule"] = longest_steps(SafeAdam8bit)
 fig, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
-for (name, (longest, _)), colour in zip(heavy.items(), ("k", "#cc6677", "C0"), strict=True):
+for (name, (longest, _)), colour in zip(heavy_tails.items(), ("k", "#cc6677", "C0"), strict=True):
     axes.semilogy(longest, color=colour, label=name, linewidth=1.4)
 axes.set(xlabel="step", ylabel="longest step of any weight, in lr", ylim=(0.5, 1e6))
 axes.set_title("Longest step with heavy-tailed gradients")
 axes.legend(frameon=False, ncols=3, loc="upper center")
-print(f"with the rule: at most {max(heavy['8 bits, with the rule'][0]):.1f} · lr")
+print(f"with the rule: at most {max(heavy_tails['8 bits, with the rule'][0]):.1f} · lr")
 
 # %%
-_, to_32 = heavy["32-bit Adam"]
-_, ruled = heavy["8 bits, with the rule"]
+_, wanted = heavy_tails["32-bit Adam"]
+_, with_rule = heavy_tails["8 bits, with the rule"]
 sizes = SIZES.view(-1, 256)
 small = (sizes / sizes.amax(1, keepdim=True) < 1 / 2500).flatten()
-error = ruled - to_32
+error = with_rule - wanted
 share = (error[small] ** 2).sum() / (error**2).sum()
-print(f"error after 100 steps: {error.norm() / to_32.norm():.0%} of 32-bit Adam's distance")
+relative = error.norm() / wanted.norm()
+print(f"error after 100 steps: {relative:.0%} of the distance that 32-bit Adam moves the weights")
 print("weights with gradients below 1/2500 of the block's largest:")
 print(f"  {small.float().mean():.0%} of all weights, {share:.0%} of the squared error")
-print(f"  they move {ruled[small].norm() / to_32[small].norm():.1f} of 32-bit Adam's distance")
+share = with_rule[small].norm() / wanted[small].norm()
+print(f"  they move {share:.1f} of the distance that 32-bit Adam moves them")
 
 # %% [markdown]
 # The rule needs no extra memory, and no step explodes. The price: a tiny v becomes larger, 3 · 10⁻⁷
-# of the block's largest, so the step becomes *shorter*. With these tails the error is 35 % of the
-# distance that 32-bit Adam moves. That is large, but safe: 75 % of the squared error is the
-# smallest weights moving too little.
+# of the block's largest, so the step becomes *shorter*. With these tails the error is large, 35 %
+# of the distance, but safe: 75 % of the squared error comes from weights with tiny gradients, which
+# move too little.
 #
-# Was the cause the coarse even steps, or their zero? Apply the rule to even steps:
+# Did training with even steps diverge because they are coarse, or because of their zero? Apply the
+# rule to even steps:
 
 
 # %%
@@ -489,8 +492,8 @@ class SafeEvenSteps(EvenSteps):
     encode_v = staticmethod(encode_positive)
 
 
-safe_even = learn(lambda model: SafeEvenSteps(model.parameters(), lr=3e-3))
-print(f"even steps, with the rule: within 3 % of 32-bit Adam's loss: {within(safe_even[0], 3)}")
+safe_even = train(lambda model: SafeEvenSteps(model.parameters(), lr=3e-3))
+print(f"even steps, with the rule: within 3 % of 32-bit Adam's loss: {is_within(3, safe_even[0])}")
 
 # %% [markdown]
 # The cause was the zero.
@@ -498,8 +501,8 @@ print(f"even steps, with the rule: within 3 % of 32-bit Adam's loss: {within(saf
 # ## Does it happen in real training?
 #
 # It did not happen in the text model above: the dynamic codebook rounds none of its v to 0. An
-# explosion needs heavy tails *and* gradients that are large relative to eps, because m / eps is the
-# limit.
+# explosion needs heavy tails *and* gradients much larger than eps, because a step is at most lr · m
+# / eps.
 #
 # Here is a model with heavy tails: word vectors (*skip-gram*: predict a nearby word). Rare words
 # rarely get gradients. The loss is the mean over the batch in one run and the sum in another.
@@ -513,31 +516,31 @@ ids = torch.tensor([common.get(word, WORDS - 1) for word in words])
 
 def skip_gram(make, reduction, steps=40):
     """Return the last loss per word, and the longest step of any weight in lr."""
-    random, longest, lr = torch.Generator().manual_seed(0), 0.0, 1e-2
-    pair = [torch.nn.Parameter(0.1 * torch.randn(WORDS, WIDTH, generator=random)) for _ in "io"]
-    optimizer = make(pair, lr=lr)
+    rng, longest, lr = torch.Generator().manual_seed(0), 0.0, 1e-2
+    tables = [torch.nn.Parameter(0.1 * torch.randn(WORDS, WIDTH, generator=rng)) for _ in range(2)]
+    optimizer = make(tables, lr=lr)
     for _ in range(steps):
-        at = torch.randint(len(ids) - 2, (BATCH,), generator=random)
-        near = at + torch.randint(1, 3, (BATCH,), generator=random)
-        loss = F.cross_entropy(pair[0][ids[at]] @ pair[1].T, ids[near], reduction=reduction)
+        at = torch.randint(len(ids) - 2, (BATCH,), generator=rng)
+        nearby = at + torch.randint(1, 3, (BATCH,), generator=rng)
+        loss = F.cross_entropy(tables[0][ids[at]] @ tables[1].T, ids[nearby], reduction=reduction)
         optimizer.zero_grad()
         loss.backward()
-        before = [weight.detach().clone() for weight in pair]
+        before = [weight.detach().clone() for weight in tables]
         optimizer.step()
-        moved = max((w - b).abs().max().item() for w, b in zip(pair, before, strict=True))
+        moved = max((w - b).abs().max().item() for w, b in zip(tables, before, strict=True))
         longest = max(longest, moved / lr)
     return loss.item() / (BATCH if reduction == "sum" else 1), longest
 
 
 # %%
-near = {}  # whether the loss is within 1 % of 32-bit Adam's
-trained = {"32-bit": torch.optim.Adam, "nearest codes": Adam8bit, "with the rule": SafeAdam8bit}
+same_loss = {}  # whether the loss is within 1 % of 32-bit Adam's
+optimizers = {"32-bit": torch.optim.Adam, "nearest codes": Adam8bit, "with the rule": SafeAdam8bit}
 for reduction in ("mean", "sum"):
-    found = {name: skip_gram(make, reduction) for name, make in trained.items()}
-    for name, (loss, longest) in found.items():
-        near[reduction, name] = abs(loss / found["32-bit"][0] - 1) < 0.01
-        nats = "above 10" if is_lost(loss) else f"{loss:.1f}"
-        print(f"{reduction:5}{name:14} loss per word {nats}, longest step ", end="")
+    results = {name: skip_gram(make, reduction) for name, make in optimizers.items()}
+    for name, (loss, longest) in results.items():
+        same_loss[reduction, name] = abs(loss / results["32-bit"][0] - 1) < 0.01
+        nats = "above 10" if has_diverged(loss) else f"{loss:.1f}"
+        print(f"{reduction:4} {name:13} loss per word {nats}, longest step ", end="")
         print("within Adam's bound" if longest < 7.28 else "above Adam's bound")
 
 # %% [markdown]
@@ -546,19 +549,19 @@ for reduction in ("mean", "sum"):
 # Adam works with both.
 #
 # Two small models prove nothing about large ones. They show what to check in your training: is the
-# loss a mean, and how heavy are the tails? The rule is free in memory.
+# loss a mean, and how heavy are the tails of the gradients?
 
 # %% [markdown]
 # ## Four optimizers
 #
 # Train the text model again and compare the bytes of state. 8-bit Adam is the library's, with the
-# rule and with its codebooks counted. Lion has its own learning rate, 2 · 10⁻³. (20 steps are too
-# few to rank optimizers by loss.)
+# rule, codebooks counted. Lion has its own learning rate, 2 · 10⁻³. (20 steps are too few to rank
+# optimizers by loss.)
 
 # %%
 partition = optim.gpt_partition(CONFIG.hidden_size // CONFIG.heads)
-learnt["Lion"] = learn(lambda model: optim.Lion(model.parameters(), lr=2e-3))
-learnt["Adam-mini"] = learn(
+runs["Lion"] = train(lambda model: optim.Lion(model.parameters(), lr=2e-3))
+runs["Adam-mini"] = train(
     lambda model: optim.AdamMini(
         model.named_parameters(), partition=partition, lr=3e-3, weight_decay=0
     )
@@ -568,13 +571,13 @@ learnt["Adam-mini"] = learn(
 fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), width_ratios=(3, 2), layout="constrained")
 styles = {"32-bit Adam": ("0.75", 5), "8-bit Adam": ("C0", 1.5)}
 styles |= {"Lion": ("#cc6677", 1.5), "Adam-mini": ("C2", 1.5)}
-for n, (name, (losses, optimizer)) in enumerate(learnt.items()):
+for n, (name, (losses, optimizer)) in enumerate(runs.items()):
     colour, width = styles[name]
     left.plot(losses, color=colour, linewidth=width, label=name)
-    held = state_bytes(optimizer)
-    right.barh(name, held / 1024, color=colour)
-    right.text(held / 1024 + 15, n, f"{held / 1024:.0f} KiB", va="center")
-    print(f"{name:12}{format_bytes(held):>11}, {held / 123_200:.2f} bytes per weight")
+    size = state_bytes(optimizer)
+    right.barh(name, size / 1024, color=colour)
+    right.text(size / 1024 + 15, n, f"{size / 1024:.0f} KiB", va="center")
+    print(f"{name:12}{format_bytes(size):>11}, {size / 123_200:.2f} bytes per weight")
 left.set(xlabel="step", ylabel="loss in nats", title="Loss on torch's source code")
 left.legend(frameon=False)
 right.set(xlabel="KiB of state", xlim=(0, 1300), title="Optimizer state between steps")
@@ -582,14 +585,13 @@ right.invert_yaxis()
 
 # %% [markdown]
 # The blue line covers the grey one: 8-bit Adam has the same losses as 32-bit Adam, with a state
-# four times smaller. Lion and Adam-mini halve the state by keeping fewer elements; 8-bit Adam keeps
-# all of them in lower precision. You can combine both: Lion with 8-bit momentum needs one byte per
-# weight.
+# four times smaller. Lion and Adam-mini halve the state by storing fewer elements; 8-bit Adam
+# stores all of them in lower precision. You can combine both: Lion with 8-bit momentum needs one
+# byte per weight.
 #
 # ## Comparison with bitsandbytes and torchao
 #
-# Both packages are optional. To install them, run `pip install -e ".[oracles]"` in the repository's
-# folder.
+# Both packages are optional. To install them, run `pip install -e ".[oracles]"` in the repository.
 
 # %%
 bnb, ao = imported("bitsandbytes.optim"), imported("torchao.optim")
@@ -609,58 +611,59 @@ else:
     print(f"torchao is {MISSING}")
 
 # %% [markdown]
-# Now run all five for 100 steps on 8192 weights, with normal gradients and with heavy tails. The
-# table shows:
+# Compare your two 8-bit Adams, memlab's, bitsandbytes' and torchao's after 100 steps on 8192
+# weights, with normal gradients and with heavy tails:
 #
-# - the bytes of state, also for 8200 weights, which are not a multiple of the block size
-# - the relative distance to the final weights of 32-bit Adam and of yours
+# - the bytes of state for n = 8192, and for n = 8200, not a multiple of the block size
+# - the relative distance of the final weights to 32-bit Adam's and to yours (with the rule)
 # - the longest step
 #
-# torchao normally compiles its step; here it runs eagerly.
+# torchao normally compiles its step. Here it runs without torch.compile.
 
 
 # %%
-def held_by(make, n):
+def state_bytes_of(make, n):
     weight = torch.nn.Parameter(torch.zeros(n))
     optimizer, weight.grad = make([weight], lr=1e-3), torch.ones(n)
     optimizer.step()
     return state_bytes(optimizer)
 
 
-def apart(end, other):
+def distance(end, other):
     return ((end - other).norm() / other.norm()).item()
 
 
 # %% tags=["nbval-ignore-output"] reason="the packages are optional"
-rivals = {"nearest codes": Adam8bit, "with the rule": SafeAdam8bit}
-rivals["memlab"] = partial(optim.Adam8bit, weight_decay=0)
-rivals |= {"bitsandbytes": bnb.Adam8bit} if bnb else {}
-rivals |= {"torchao": ao.Adam8bit} if ao else {}
-_, in_32 = longest_steps(partial(optim.AdamW, weight_decay=0), sizes=1)
+optimizers = {"nearest codes": Adam8bit, "with the rule": SafeAdam8bit}
+optimizers["memlab"] = partial(optim.Adam8bit, weight_decay=0)
+optimizers |= {"bitsandbytes": bnb.Adam8bit} if bnb else {}
+optimizers |= {"torchao": ao.Adam8bit} if ao else {}
+_, adams = longest_steps(partial(optim.AdamW, weight_decay=0), sizes=1)
 _, yours = longest_steps(SafeAdam8bit, sizes=1)
-print("               bytes of state     normal: off from   tails: off from")
-print("                8192     8200     Adam     yours      Adam    longest step")
+print("                bytes of state    normal: distance     heavy tails: distance")
+print("              n=8192   n=8200   to Adam  to yours      to Adam   longest step")
 with torch.compiler.set_stance("force_eager"):
-    for name, make in rivals.items():
-        held, ragged = (held_by(make, n) for n in (8192, 8200))
-        (_, level), (longest, tailed) = longest_steps(make, sizes=1), longest_steps(make)
-        print(f"{name:13}{held:>7,}  {ragged:>7,}", end="")
-        print(f"{apart(level, in_32):>9.1%} {apart(level, yours):>9.2%}", end="")
-        print(f"{apart(tailed, to_32):>10.0%} {max(longest):>12,.1f} · lr")
+    for name, make in optimizers.items():
+        sizes = (state_bytes_of(make, n) for n in (8192, 8200))
+        (_, normal), (longest, heavy) = longest_steps(make, sizes=1), longest_steps(make)
+        print("{:13}{:>7,} {:>8,}".format(name, *sizes), end="")
+        print(f"{distance(normal, adams):>10.1%} {distance(normal, yours):>9.2%}", end="")
+        print(f"{distance(heavy, wanted):>13.0%} {max(longest):>9,.1f} · lr")
 
 # %% [markdown]
-# On normal gradients all five are equally far from 32-bit Adam, within 0.1 %. torchao is 0.01 %
-# from yours, bitsandbytes 0.7 %. The 2,048 extra bytes are the two codebooks, and torchao's 4 extra
-# bytes are its step count. torchao keeps a weight in float32 unless its size is a multiple of 256.
+# With normal gradients, all five are equally far from 32-bit Adam, within 0.1 %. torchao's weights
+# differ from yours by 0.01 %, bitsandbytes' by 0.7 %. The 2,048 extra bytes are the two codebooks,
+# and torchao's 4 extra bytes are its step count. torchao keeps a weight in float32 unless its size
+# is a multiple of 256.
 #
-# With heavy tails, torchao's nearest codes explode like yours did. bitsandbytes' do **not** on a
-# CPU. Why?
+# With heavy tails, torchao's steps explode, as yours did with nearest codes. bitsandbytes' do
+# **not**.
 
 # %% [markdown]
 # On a CPU, bitsandbytes quantizes with a lookup table of 65,536 even steps from −1 to 1. All
-# fractions from 0 to 3 · 10⁻⁵ get the same nonzero code. Their v is too large and their step too
-# short, so with tails its error is larger than the rule's: 57 % instead of 35 %. (On a GPU it uses
-# the nearest code, zero included; not measured here.)
+# fractions from 0 to 3 · 10⁻⁵ get the same nonzero code. So v is too large and the step too short,
+# and with heavy tails the error is larger than with the rule: 57 % instead of 35 %. (On a GPU it
+# uses the nearest code, zero included; not measured here.)
 
 # %% [markdown]
 # bitsandbytes' table has another cost: an exact 0 does not decode to 0. What happens to weights
@@ -673,24 +676,24 @@ with torch.compiler.set_stance("force_eager"):
 
 
 # %%
-def strayed(make):
+def drift(make):
     """Return how far weights without gradients move, in lr, for the three kinds of blocks."""
-    random, weight = torch.Generator().manual_seed(0), torch.nn.Parameter(torch.zeros(4096))
-    lives = torch.zeros(4096)
-    lives[0:256:2], lives[256] = 1, 1
+    generator, weight = torch.Generator().manual_seed(0), torch.nn.Parameter(torch.zeros(4096))
+    has_gradient = torch.zeros(4096)
+    has_gradient[0:256:2], has_gradient[256] = 1, 1
     optimizer = make([weight], lr=1e-3)
     for _ in range(500):
-        weight.grad = lives * torch.randn(4096, generator=random)
+        weight.grad = has_gradient * torch.randn(4096, generator=generator)
         optimizer.step()
     parts = weight.detach()[1:256:2], weight.detach()[257:512], weight.detach()[512:]
     return [part.abs().max().item() / 1e-3 for part in parts]
 
 
-print("with the rule: {:.1f}, {:.1f} and {:.1f} · lr".format(*strayed(SafeAdam8bit)))
+print("with the rule: {:.1f}, {:.1f} and {:.1f} · lr".format(*drift(SafeAdam8bit)))
 
 # %% tags=["nbval-ignore-output"] reason="the package is optional"
 if bnb:
-    print("bitsandbytes: {:.1f}, {:.1f} and {:.1f} · lr".format(*strayed(bnb.Adam8bit)))
+    print("bitsandbytes: {:.1f}, {:.1f} and {:.1f} · lr".format(*drift(bnb.Adam8bit)))
     functional = importlib.import_module("bitsandbytes.functional")
     block = F.one_hot(torch.tensor(0), 256).float()  # 1, and zeros
     for name, code in {"signed": SIGNED, "unsigned": UNSIGNED}.items():
@@ -702,23 +705,23 @@ else:
 
 # %% [markdown]
 # With bitsandbytes, weights without gradients move by up to 1.4 · lr in 500 steps, and by 0 if the
-# whole block has no gradients. This rarely matters, unless some rows must stay unchanged.
+# whole block has no gradients. This matters only if some weights must stay unchanged.
 #
 # ## At scale: 7 billion parameters
 #
-# Compute the optimizer state of a 7B model by formula and in a dry run. Its 32 blocks are equal, so
-# models of one and two blocks are enough.
+# Compute the optimizer state of a 7B model by formula and in a dry run. Its 32 blocks are
+# identical, so measure models with one and two blocks and extrapolate.
 
 
 # %%
-def moments_bytes(sizes, moments, tables):
+def moments_bytes(sizes, moments, codebooks):
     """Return state bytes: 8 bits from 4096 elements, else float32, plus 1 KiB per codebook."""
-    one = (n + 4 * -(-n // 256) if n >= 4096 else 4 * n for n in sizes)
-    return moments * sum(one) + 1024 * tables
+    per_moment = (n + 4 * -(-n // 256) if n >= 4096 else 4 * n for n in sizes)
+    return moments * sum(per_moment) + 1024 * codebooks
 
 
 def dry_state(make, layers):
-    """Return the state bytes after a first step in a dry run, and its peak of temporaries."""
+    """Return the bytes of state after a first step, and of its temporaries at the peak."""
     model = GPT(replace(PRESETS["llama-2-7b"], layers=layers), dtype=torch.bfloat16)
     optimizer = make(model.parameters())
     for weight in model.parameters():
@@ -738,31 +741,31 @@ formulas = {
 at_7b = {}
 for make, formula in formulas.items():
     with memlab.dry_run():
-        (one, scratch), (two, _) = (dry_state(make, layers) for layers in (1, 2))
-    at_7b[make] = held = one + 31 * (two - one)
-    print(f"{make.__name__:9}{format_bytes(held):>10}, {held / sum(sizes):.2f} bytes ", end="")
-    print(f"per weight; equals the formula: {held == formula}; ", end="")
-    print(f"temporaries {format_bytes(scratch)}")
+        (one, temporaries), (two, _) = (dry_state(make, layers) for layers in (1, 2))
+    at_7b[make] = size = one + 31 * (two - one)
+    print(f"{make.__name__:9}{format_bytes(size):>10}, {size / sum(sizes):.2f} bytes ", end="")
+    print(f"per weight; equals the formula: {size == formula}; ", end="")
+    print(f"temporaries {format_bytes(temporaries)}")
 
 # %% [markdown]
 # 8-bit Adam reduces the state from 50 to 13 GiB. With bfloat16 weights and gradients, 12.6 GiB
 # each, the total is 38 GiB. Lion with 8-bit momentum halves the state again.
 #
-# The temporaries are small because the library updates 262,144 elements at a time. Your version
-# decodes whole tensors. Measure it for the embedding alone, 131 million elements:
+# The library's temporaries are small because it updates 262,144 elements at a time. Your version
+# decodes whole tensors. Measure this for the embedding alone, 131 million elements:
 
 # %%
 with memlab.dry_run():
     embedding = torch.nn.Parameter(torch.zeros(32_000, 4096))
     embedding.grad = torch.zeros_like(embedding)
-    whole = SafeAdam8bit([embedding])
-    trace = memlab.measure(whole.step, optimizer=whole)
+    optimizer = SafeAdam8bit([embedding])
+    trace = memlab.measure(optimizer.step, optimizer=optimizer)
 print(f"yours: {format_bytes(trace.at_peak['optimizer_temporaries'])} of temporaries", end="")
 print(f" for a state of {format_bytes(trace.at_end['optimizer_state'])}")
 
 # %% [markdown]
-# An 8-bit optimizer that decodes a large tensor at once has a higher peak than 32-bit Adam, whose
-# two moments of this embedding need 1 GiB. Measure the peak of any library that you use.
+# An 8-bit optimizer that decodes a large tensor at once can have a higher peak than 32-bit Adam,
+# whose two moments of this embedding need 1 GiB. Measure the peak of any library that you use.
 
 # %% [markdown]
 # ## On your GPU
@@ -789,7 +792,7 @@ else:
 # (Day 4's *master weights*): with it, 32-bit Adam needs 12 bytes instead of 8.
 
 # %%
-per_weight = {make: held / sum(sizes) for make, held in at_7b.items()}
+per_weight = {make: size / sum(sizes) for make, size in at_7b.items()}
 before, after = per_weight[optim.AdamW], per_weight[optim.Adam8bit]
 in_words = (
     f"7B model: {before:.2f} bytes per parameter in 32 bits, {after:.2f} in 8 bits; with float32 "
@@ -803,7 +806,7 @@ verdict(
 )
 
 # %%
-saved_gb = 1e9 * (before - after) / 1e9
+saved_gb = before - after  # of 1e9 parameters, in 1e9 bytes
 verdict(
     "19b",
     abs(after - 2) < 0.05 and abs(saved_gb - 6) < 0.05,
@@ -813,41 +816,40 @@ verdict(
 )
 
 # %%
-text_ruled, text_nearest = within(learnt["8-bit Adam"][0], 1), within(nearest[0], 1)
-words_ruled, words_nearest = near["sum", "with the rule"], near["sum", "nearest codes"]
+text_rule, text_nearest = is_within(1, runs["8-bit Adam"][0]), is_within(1, nearest[0])
+words_rule, words_nearest = same_loss["sum", "with the rule"], same_loss["sum", "nearest codes"]
 verdict(
     "19c",
-    text_ruled and text_nearest,
-    f"loss within 1 % of 32-bit Adam's: text model {text_ruled}, with nearest codes "
-    f"{text_nearest}; word vectors with a summed loss {words_ruled}, with nearest codes "
+    text_rule and text_nearest,
+    f"loss within 1 % of 32-bit Adam's: text model {text_rule}, with nearest codes "
+    f"{text_nearest}; word vectors with a summed loss {words_rule}, with nearest codes "
     f"{words_nearest}",
     condition="if no positive v is rounded to 0, or if gradients are small relative to eps",
 )
 
 # %% [markdown]
-# One more rule: "8-bit Adam costs a slight CPU overhead." In practice the step mostly runs on a
-# GPU. What does it cost here, on a CPU? The cost does not grow with the number of tokens, but
-# forward and backward do. So express it in tokens: forward and backward of how many tokens take the
-# same CPU time?
+# One more rule: "8-bit Adam costs a slight CPU overhead." What does the step cost on a CPU? Its
+# time does not grow with the number of tokens, but forward and backward do. So express it in
+# tokens: forward and backward of how many tokens take the same CPU time?
 
 
 # %%
 def seconds(call):
     """Return the minimum CPU time of seven calls."""
-    found = []
+    times = []
     for _ in range(7):
         start = time.process_time()
         call()
-        found.append(time.process_time() - start)
-    return min(found)
+        times.append(time.process_time() - start)
+    return min(times)
 
 
 model = GPT(CONFIG)
 tokens, targets = next(batches(TEXT, 8, 64, seed=0))
-a_pass = seconds(lambda: model(tokens, targets).backward())
-whole, codes = (make(model.parameters()) for make in (optim.AdamW, optim.Adam8bit))
-step_32, step_8 = seconds(whole.step), seconds(codes.step)
-more_tokens = (step_8 - step_32) / (a_pass / tokens.numel())
+forward_backward = seconds(lambda: model(tokens, targets).backward())
+adam, adam_8bit = (make(model.parameters()) for make in (optim.AdamW, optim.Adam8bit))
+step_32, step_8 = seconds(adam.step), seconds(adam_8bit.step)
+more_tokens = (step_8 - step_32) / (forward_backward / tokens.numel())
 
 # %% tags=["nbval-ignore-output"] reason="a time"
 print(f"CPU time of the 8-bit step: {step_8 / step_32:.1f}× the 32-bit step's")
@@ -856,16 +858,16 @@ print(f"the extra time equals forward and backward of {more_tokens:.0f} tokens")
 # %% tags=["nbval-ignore-output"] reason="times of a CPU, and a GPU's where one is stored"
 from memlab.course import time_on_a_gpu
 
-found = (
+measured_times = (
     f"on a CPU, the optimizer step takes more than 2× as long as in 32 bits: "
     f"{step_8 > 2 * step_32}; the extra time is below forward and backward of 2,000 tokens: "
     f"{more_tokens < 2000} (times: benchmarks/optim.py); a whole step on a GPU relative to "
     f"AdamW's: {time_on_a_gpu('adam8bit')}"
 )
-when = (
+condition = (
     "for steps of many thousand tokens; with few tokens the slower optimizer step is a large part"
 )
-verdict("19d", more_tokens < 2000, found, condition=when)
+verdict("19d", more_tokens < 2000, measured_times, condition=condition)
 
 # %% [markdown]
 # ## Summary
@@ -878,18 +880,18 @@ verdict("19d", more_tokens < 2000, found, condition=when)
 # | Lion, 8 bits | 1.02 | 6.4 GiB |
 #
 # You can now explain a codebook's spacing and why each block has a scale. In an 8-bit optimizer,
-# check four things: sizes that are not a multiple of the block size, small tensors, how much it
+# check how it stores small tensors and sizes other than multiples of the block size, how much it
 # decodes at once, and how it rounds to zero.
 #
-# Tomorrow: FlashAttention, which needs no N² scores.
+# Tomorrow: FlashAttention, which never stores all T² scores.
 
 # %% [markdown]
 # ## The running bill
 #
-# The bill's step trains the 124M model on 8 × 640 tokens. Today Day 8's Lion gets 8-bit momentum.
-# Its bfloat16 weights keep stochastic rounding. 8-bit Adam would need one more byte per weight for
-# its second moment. The bill minimizes the peak; in your own training, a tuned learning rate for
-# Adam may be worth that byte.
+# The bill's step trains the 124M model on 8 × 640 tokens. Today, Day 8's Lion stores its momentum
+# in 8 bits. Its bfloat16 weights keep stochastic rounding. 8-bit Adam would need one more byte per
+# weight, for its second moment. The bill only minimizes the peak: in your own training, Adam may be
+# worth that byte.
 
 # %%
 with memlab.dry_run():

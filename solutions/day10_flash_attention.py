@@ -24,9 +24,9 @@
 #
 # out = softmax(scale · q kᵀ) v, with scale = 1 / √D
 #
-# D is the head dimension. Every head of every layer has T² scores. Days 1 and 3 measured them
-# ("scores stored"); *fused* attention stores none. But softmax divides by a sum over a **whole
-# row**. How can fused attention compute it without storing the scores?
+# D is the head dimension. Every head of every layer has T² scores. Days 1 and 3 measured attention
+# that stores them; *fused* attention stores none. But softmax divides by a sum over a **whole
+# row**. How can fused attention compute the softmax without storing the row?
 
 # %%
 import math
@@ -75,24 +75,24 @@ guess("10.1", matrix_gib=8, peak_gib=8, fused_mib=0)  # 32 · 8192² · 4 bytes;
 # %%
 def layer_inputs(dtype=torch.float32, heads=32, kv_heads=32, T=8192, D=128):
     """Return [q, k, v], each (1, heads, T, D), and dout, the gradient of the output."""
-    made = (torch.zeros(1, T, h, D, dtype=dtype) for h in (heads, kv_heads, kv_heads, heads))
-    *qkv, dout = (x.transpose(1, 2) for x in made)
+    zeros = (torch.zeros(1, T, h, D, dtype=dtype) for h in (heads, kv_heads, kv_heads, heads))
+    *qkv, dout = (x.transpose(1, 2) for x in zeros)
     return [x.requires_grad_() for x in qkv], dout
 
 
-def saved_bytes(attend_by, **layer):
+def saved_bytes(attention, **layer):
     """Return the bytes saved for backward beyond q, k and v, the output included."""
     with memlab.dry_run():
         (qkv, _), kept = layer_inputs(**layer), []
-        trace = memlab.measure(lambda: kept.append(attend_by(*qkv, causal=True)))
+        trace = memlab.measure(lambda: kept.append(attention(*qkv, causal=True)))
     return trace.live_bytes - sum(x.nbytes for x in qkv)
 
 
-def both_passes_peak(attend_by, **layer):
+def both_passes_peak(attention, **layer):
     """Return the peak of both passes, beyond q, k, v and dout."""
     with memlab.dry_run():
         qkv, dout = layer_inputs(**layer)
-        trace = memlab.measure(lambda: torch.autograd.grad(attend_by(*qkv, causal=True), qkv, dout))
+        trace = memlab.measure(lambda: torch.autograd.grad(attention(*qkv, causal=True), qkv, dout))
     return trace.peak_bytes - sum(x.nbytes for x in (*qkv, dout))
 
 
@@ -112,7 +112,7 @@ reveal("10.1", matrix_gib=matrix, peak_gib=peak, fused_mib=fused)
 # gradient of the scores.
 #
 # Fused attention saves 129 MiB: the output (128 MiB), and one element for each query of each head
-# (1 MiB). What is this element?
+# (1 MiB, explained below).
 
 # %% [markdown]
 # ## Online softmax
@@ -122,8 +122,8 @@ reveal("10.1", matrix_gib=matrix, peak_gib=peak, fused_mib=fused)
 # probability = e^(score − row_max) / row_sum, with row_sum = Σ e^(score − row_max)
 #
 # This needs two passes over the row: one for row_max, one for row_sum. **Online softmax** needs one
-# pass, tile by tile. When a tile has a higher score, **correct** the sum so far: multiply it by
-# e^(old row_max − new row_max).
+# pass, over one part of the row (a *tile*) at a time. When a tile has a higher score, **correct**
+# the sum so far: multiply it by e^(old row_max − new row_max).
 
 # %%
 row = 1.5 * torch.randn(32, generator=torch.Generator().manual_seed(3)) + torch.arange(32) / 16
@@ -145,11 +145,11 @@ for n, text in zip(ends, at_ends, strict=True):
 below.set(xlabel="key", ylabel="row_sum so far", ylim=(0, 1.25 * row_sum.max()))
 below.legend(frameon=False, loc="upper left")
 print(f"row_sum after each tile, relative to the row_max so far: {', '.join(at_ends)}")
-print(f"softmax's own sum, relative to the final row_max: {(row - row.max()).exp().sum():.2f}")
+print(f"row_sum of ordinary softmax, in two passes: {(row - row.max()).exp().sum():.2f}")
 
 # %% [markdown]
-# Where row_max jumps up, row_sum falls, because the earlier scores now count for less. At the end
-# row_sum equals softmax's own sum.
+# Where row_max jumps up, row_sum falls, because the earlier scores now count for less. At the end,
+# row_sum equals the sum of ordinary softmax.
 #
 # The weighted sum of the values is updated in the same way. The state of a row has three parts,
 # however long the row is: row_max, row_sum, and the **accumulator** acc = Σ e^(score − row_max) ·
@@ -184,7 +184,7 @@ add_tile = exercise("10.1", add_tile)
 # ## Tiles
 #
 # Keys can be processed in tiles, as you just saw. So can queries, because rows are independent.
-# Only one **tile** of the score matrix, some queries × some keys, exists at a time. You compute it,
+# Only one **tile** of the score matrix (some queries × some keys) exists at a time. You compute it,
 # add it to the state of its rows, and free it before the next tile.
 #
 # With a causal mask, nearly half of the tiles are fully masked. You skip them.
@@ -200,10 +200,10 @@ for number, axes in enumerate(panels.flat):
     for earlier in visited[:number]:
         corner = earlier.keys.start, earlier.queries.start
         axes.add_patch(Rectangle(corner, 16, 16, facecolor="0.88", edgecolor="w"))
-    lit = visited[number]
-    extent = (lit.keys.start, lit.keys.stop, lit.queries.stop, lit.queries.start)
-    part = shades[lit.queries.start : lit.queries.stop, lit.keys.start : lit.keys.stop]
-    axes.imshow(part.where(part > 0, torch.nan), extent=extent, cmap="plasma", vmin=0, vmax=1)
+    rows, columns = visited[number].queries, visited[number].keys
+    extent = (columns.start, columns.stop, rows.stop, rows.start)
+    shown = shades[rows.start : rows.stop, columns.start : columns.stop]
+    axes.imshow(shown.where(shown > 0, torch.nan), extent=extent, cmap="plasma", vmin=0, vmax=1)
     axes.set(xlim=(0, 64), ylim=(64, 0), xticks=range(0, 65, 16), yticks=range(0, 65, 16))
     axes.tick_params(labelbottom=False, labelleft=False, length=0)
     axes.grid(color="0.8", linewidth=0.6)
@@ -214,7 +214,7 @@ _ = fig.suptitle(
 )
 
 # %% [markdown]
-# Ten of sixteen tiles are visited. Only the coloured tile exists at that moment.
+# Ten of sixteen tiles are visited. In each panel, only the coloured tile exists.
 
 # %% [markdown]
 # ## Two causal alignments
@@ -273,8 +273,9 @@ print(f"torch, 2 queries, 5 keys: the queries see {seen.count_nonzero(1).tolist(
 # be smaller: slices end at `queries` and `keys`.
 #
 # Return a list of the rows of tiles, from top to bottom. Each row is a pair: a slice of queries,
-# and the list of slices of keys to visit, from left to right. Visit a tile if any of its queries
-# sees any of its keys, up to i + `shift`. A row that sees no keys has an empty list.
+# and the list of slices of keys to visit, from left to right. Query i sees the keys up to i +
+# `shift`. Visit a tile if any of its queries sees any of its keys. A row that sees no keys has an
+# empty list.
 
 
 # %%
@@ -336,7 +337,7 @@ def hide(scores, row, column, shift):
 # - No tensor has more elements than q, and no tile is kept.
 # - A query that sees no keys gets out 0 and lse **+∞** (explained below).
 # - No matmul uses more than `tile` queries and `tile` keys.
-# - Index with a slice directly: `q[..., row, :]`, `lse[..., row]`.
+# - Index with the slices of `plan`: `q[..., row, :]`, `lse[..., row]`.
 
 
 # %%
@@ -361,15 +362,14 @@ def attend(q, k, v, tile, shift):
 attend = exercise("10.3", attend)
 
 # %% [markdown]
-# This is the forward pass. Is autograd's backward good enough? Measure the bytes saved for
-# backward, beyond q, k and v: 4 heads with head dimension 64, 1,024 tokens, causal, tiles of 128.
+# Is autograd's backward good enough? Measure the bytes saved for backward, beyond q, k and v: 4
+# heads with head dimension 64, 1,024 tokens, causal, tiles of 128.
 
 
 # %%
 def random_qkv(T, heads=4, D=64, dtype=torch.float32):
-    random = torch.Generator().manual_seed(0)
-    drawn = (torch.randn(1, heads, T, D, generator=random).to(dtype) for _ in range(4))
-    *qkv, dout = drawn
+    generator = torch.Generator().manual_seed(0)
+    *qkv, dout = (torch.randn(1, heads, T, D, generator=generator).to(dtype) for _ in range(4))
     return [x.requires_grad_() for x in qkv], dout
 
 
@@ -382,13 +382,15 @@ def saved_by(call):
 
 
 qkv, _ = random_qkv(1024)
-loop = saved_by(lambda: attend(*qkv, 128, 0)[0])
-for name, way in (("score matrix", attention_reference), ("torch", scaled_dot_product_attention)):
-    print(f"{name:19}{format_bytes(saved_by(partial(way, *qkv, causal=True))):>10}")
-print(f"{'your loop':19}{format_bytes(loop):>10}")
+loop_bytes = saved_by(lambda: attend(*qkv, 128, 0)[0])
+matrix_bytes = saved_by(partial(attention_reference, *qkv, causal=True))
+fused_bytes = saved_by(partial(scaled_dot_product_attention, *qkv, causal=True))
+print(f"score matrix {format_bytes(matrix_bytes):>10}")
+print(f"torch        {format_bytes(fused_bytes):>10}")
+print(f"your loop    {format_bytes(loop_bytes):>10}")
 
 # %% [markdown]
-# **The N² elements are back**, as many small tensors. Autograd saves what each operator of each
+# **The T² elements are back**, as many small tensors. Autograd saves what each operator of each
 # tile needs: masks, probabilities, intermediate states.
 #
 # Checkpointing the loop, as on Day 5, would not help: the recomputation in backward would save
@@ -421,13 +423,13 @@ print(f"{'your loop':19}{format_bytes(loop):>10}")
 # %% [markdown]
 # ### Exercise 10.4: backward, tile by tile
 #
-# About 25 minutes. Write the Function; `flash(q, k, v, tile, shift)` returns `out`.
+# About 25 minutes. Write the `torch.autograd.Function`; `flash(q, k, v, tile, shift)` returns
+# `out`.
 #
 # - Save only q, k, v, out and lse, with `save_for_backward`.
 # - No tensor has more elements than q.
 # - Each visited tile needs 2 matmuls in forward and 5 in backward (scores, dv, dP, dq, dk).
-# - `backward` returns a gradient for each input of `forward`, and `None` for inputs that are not
-#   tensors. It does not change `dout`.
+# - `backward` returns dq, dk and dv, and `None` for tile and shift. It does not change `dout`.
 
 
 # %%
@@ -487,28 +489,29 @@ def tiled(q, k, v, *, causal, tile=128):
     return flash(q, k, v, tile, 0 if causal else k.shape[-2])
 
 
-def passes(attend_by, qkv, dout):
-    out = attend_by(*qkv, causal=True)
+def passes(attention, qkv, dout):
+    out = attention(*qkv, causal=True)
     return out.detach(), *torch.autograd.grad(out, qkv, dout)
 
 
-def errors(attend_by, dtype, T=300):
+def errors(attention, dtype, T=300):
     """Return the largest errors of out, dq, dk and dv."""
     qkv, dout = random_qkv(T, dtype=dtype)
     exact = [x.detach().double().requires_grad_() for x in qkv]
     wanted = passes(attention_reference, exact, dout.double())
-    found = passes(attend_by, qkv, dout)
+    found = passes(attention, qkv, dout)
     return [(a - b).abs().max().item() for a, b in zip(found, wanted, strict=True)]
 
 
 # %%
-WAYS = {"score matrix": attention_reference, "yours": tiled, "memlab": flash_attention}
-WAYS["torch"] = scaled_dot_product_attention
-naive = errors(attention_reference, torch.bfloat16)
-for name, way in WAYS.items():
-    is_near = max(errors(way, torch.float32)) < 1e-5
-    halved = zip(errors(way, torch.bfloat16), naive, (2, 3, 3, 3), strict=True)
-    within = all(off <= most * matrix_off for off, matrix_off, most in halved)
+VERSIONS = {"score matrix": attention_reference, "yours": tiled, "memlab": flash_attention}
+VERSIONS["torch"] = scaled_dot_product_attention
+matrix_errors = errors(attention_reference, torch.bfloat16)
+limits = [factor * error for factor, error in zip((2, 3, 3, 3), matrix_errors, strict=True)]
+for name, attention in VERSIONS.items():
+    is_near = max(errors(attention, torch.float32)) < 1e-5
+    pairs = zip(errors(attention, torch.bfloat16), limits, strict=True)
+    within = all(error <= limit for error, limit in pairs)
     print(f"{name:13} float32 error below 1e-5: {is_near}, bfloat16 error within limits: {within}")
 
 # %% [markdown]
@@ -517,18 +520,19 @@ for name, way in WAYS.items():
 
 
 # %%
-def peak_bytes(way, qkv, dout):
-    return memlab.measure(partial(passes, way, qkv, dout)).peak_bytes - 4 * dout.nbytes
+def peak_bytes(attention, qkv, dout):
+    return memlab.measure(partial(passes, attention, qkv, dout)).peak_bytes - 4 * dout.nbytes
 
 
 qkv, dout = random_qkv(1024)
 matmul = 2 * 4 * 1024**2 * 64  # operations of one matmul over all scores
-real = {name: peak_bytes(way, qkv, dout) for name, way in WAYS.items()}
-for name, way in WAYS.items():
-    saved = saved_by(partial(way, *qkv, causal=True))
+measured = {name: peak_bytes(attention, qkv, dout) for name, attention in VERSIONS.items()}
+for name, attention in VERSIONS.items():
+    saved = saved_by(partial(attention, *qkv, causal=True))
     with Operations() as counter:
-        passes(way, qkv, dout)
-    print(f"{name:13}saves {format_bytes(saved):>9}, peak {format_bytes(real[name]):>9}, ", end="")
+        passes(attention, qkv, dout)
+    print(f"{name:13}saves {format_bytes(saved):>9}, ", end="")
+    print(f"peak {format_bytes(measured[name]):>9}, ", end="")
     print(f"{counter.total / matmul:.2f} matmuls")
 
 # %% [markdown]
@@ -547,8 +551,8 @@ for name, way in WAYS.items():
 # %% [markdown]
 # ## Quadratic and linear growth
 #
-# Now vary the sequence length and measure the peak of both passes, beyond q, k, v and dout. On
-# log-log axes a power of the length is a straight line, and its slope is the exponent.
+# Vary the sequence length and measure the peak of both passes, beyond q, k, v and dout. On log-log
+# axes a power of the length is a straight line, and its slope is the exponent.
 #
 # Your version runs for real. The other three are dry runs, which reach longer sequences. (In a dry
 # run the library visits only one tile of each shape. The last line compares it with a real run.)
@@ -557,14 +561,15 @@ for name, way in WAYS.items():
 LENGTHS = [2**n for n in range(10, 15)]
 small = {"heads": 4, "kv_heads": 4, "D": 64}
 peaks = {
-    name: [both_passes_peak(WAYS[name], T=T, **small) for T in LENGTHS]
+    name: [both_passes_peak(VERSIONS[name], T=T, **small) for T in LENGTHS]
     for name in ("score matrix", "memlab", "torch")
 }
-peaks["yours"] = [real["yours"], peak_bytes(tiled, *random_qkv(2048))]
+peaks["yours"] = [measured["yours"], peak_bytes(tiled, *random_qkv(2048))]
 for name, sizes in peaks.items():
     longest, slope = LENGTHS[len(sizes) - 1], math.log2(sizes[-1] / sizes[-2])
     print(f"{name:13} {format_bytes(sizes[-1]):>9} at {longest:6,} tokens, last slope {slope:.2f}")
-print(f"memlab at 1,024 tokens, dry run equals real run: {real['memlab'] == peaks['memlab'][0]}")
+equal = measured["memlab"] == peaks["memlab"][0]
+print(f"memlab at 1,024 tokens, dry run equals real run: {equal}")
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 4), layout="constrained")
@@ -588,11 +593,11 @@ axes.legend(frameon=False, loc="upper left")
 axes.grid(alpha=0.3)
 
 # %% [markdown]
-# At 16,384 tokens the score matrix needs 12.30 GiB, memlab's tiles 66.51 MiB. What remains is
-# proportional to the length: the output, lse and three gradients.
+# At 16,384 tokens the score matrix needs 12.30 GiB, and memlab's tiles 66.51 MiB. Of these, 64.25
+# MiB are the output, lse and three gradients, all proportional to the length.
 #
-# memlab's tiles add a constant, so its line bends at short lengths. torch's kernel keeps its tiles
-# in scratch memory outside of tensors, so its line is straight.
+# The tiles themselves add a constant, so memlab's line bends at short lengths. torch's kernel keeps
+# its tiles in scratch memory outside of tensors, so its line is straight.
 
 # %% [markdown]
 # Now compare the time: the best of three rounds on this machine, relative to the score matrix, for
@@ -600,29 +605,29 @@ axes.grid(alpha=0.3)
 
 
 # %%
-def seconds(way, qkv, dout):
-    found = []
+def seconds(attention, qkv, dout):
+    times = []
     for _ in range(3):
         start = time.process_time()
-        passes(way, qkv, dout)
-        found.append(time.process_time() - start)
-    return min(found)
+        passes(attention, qkv, dout)
+        times.append(time.process_time() - start)
+    return min(times)
 
 
-shorter = random_qkv(1024)
-took = {name: seconds(way, *shorter) for name, way in WAYS.items()}
+inputs = random_qkv(1024)
+times = {name: seconds(attention, *inputs) for name, attention in VERSIONS.items()}
 
 # %% tags=["nbval-ignore-output"] reason="times differ between machines"
-for name, spent in took.items():
-    print(f"{name:13} {spent / took['score matrix']:.2f} × the time of the score matrix")
+for name, spent in times.items():
+    print(f"{name:13} {spent / times['score matrix']:.2f} × the time of the score matrix")
 
 # %% [markdown]
 # Tiling can be faster here, because nearly half of the tiles are skipped and a tile fits in the
-# CPU's cache. (Your version launches many small operators from Python, which costs part of this
-# gain or more.)
+# CPU's cache. (Your version launches many small operators from Python, which can cost more than
+# this gain.)
 #
 # Without a mask, tiling needs 7 matmuls instead of 6. On a GPU it is faster even then: writing the
-# matrix to memory and reading it back takes longer than the matmuls.
+# matrix to memory and reading it back takes longer than the extra matmul.
 #
 # ## In a model
 #
@@ -631,34 +636,34 @@ for name, spent in took.items():
 
 
 # %%
-def learn(attend_by, steps=8):
+def train(attention, steps=8):
     torch.manual_seed(0)
-    model, losses = GPT(PRESETS["tiny"], attention=attend_by), []
+    model, losses = GPT(PRESETS["tiny"], attention=attention), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    drawn = batches(source_bytes("64 KiB"), 8, 64, seed=0)
+    data = batches(source_bytes("64 KiB"), 8, 64, seed=0)
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = model(*next(drawn))
+        loss = model(*next(data))
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return torch.tensor(losses)
 
 
-def repeated(q, k, v, *, causal):
+def tiled_grouped(q, k, v, *, causal):
     """Copy k and v for each query head that shares them."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     return tiled(q, k, v, causal=causal, tile=24)
 
 
-mine, torchs = learn(repeated), learn(scaled_dot_product_attention)
-print(f"the loss fell from {mine[0]:.1f} to {mine[-1]:.1f}")
-print(f"all 8 losses equal torch's to 1e-4: {torch.allclose(mine, torchs, atol=1e-4)}")
+yours, torchs = train(tiled_grouped), train(scaled_dot_product_attention)
+print(f"the loss fell from {yours[0]:.1f} to {yours[-1]:.1f}")
+print(f"all 8 losses equal torch's to 1e-4: {torch.allclose(yours, torchs, atol=1e-4)}")
 
 # %% [markdown]
-# The tiny model uses *grouped-query attention*: two query heads share a key head. You can copy k
-# and v for each query head. The library instead makes the queries of a group rows of one matrix, so
-# the matmul for dk and dv also sums over the group.
+# The tiny model uses *grouped-query attention*: two query heads share a key head. `tiled_grouped`
+# copies k and v for each query head. The library instead stacks the queries of a group in one
+# matrix, so the matmuls for dk and dv also sum over the group.
 #
 # `memlab.attention.flash_attention` also has sliding windows, dropout with a mask recomputed from a
 # seed, and float32 accumulation for bfloat16. `memlab.attention.package_interface` takes the
@@ -685,12 +690,12 @@ def qkv_bytes(config, tokens, element=2):
 
 for name in ("llama-2-7b", "llama-3-8b"):
     config, qkv_size = PRESETS[name], qkv_bytes(PRESETS[name], 8192)
-    print(f"{name}: formula for tiles {format_bytes(tiled_bytes(config, 8192))}")
-    for way in ("score matrix", "memlab", "torch"):
+    print(f"{name}: formula for tiles: {format_bytes(tiled_bytes(config, 8192))}")
+    for kind in ("score matrix", "memlab", "torch"):
         layer = {"dtype": torch.bfloat16, "kv_heads": config.kv_heads}
-        saved, most = (f(WAYS[way], **layer) for f in (saved_bytes, both_passes_peak))
-        print(f"  {way:13} saves {format_bytes(saved + qkv_size):>10}, ", end="")
-        print(f"peak {format_bytes(most + qkv_size):>10}")
+        saved, highest = (f(VERSIONS[kind], **layer) for f in (saved_bytes, both_passes_peak))
+        print(f"  {kind:13} saves {format_bytes(saved + qkv_size):>10}, ", end="")
+        print(f"peak {format_bytes(highest + qkv_size):>10}")
 
 # %% [markdown]
 # 32 layers save 140 GiB with the score matrix. With tiles they save 8 GiB (Llama 2 7B), or 5 GiB
@@ -713,8 +718,8 @@ for name in ("llama-2-7b", "llama-3-8b"):
 if gpu := torch.accelerator.current_accelerator(check_available=True):
     qkv, dout = random_qkv(4096, heads=8, D=64, dtype=torch.bfloat16)
     qkv, dout = [x.detach().to(gpu).requires_grad_() for x in qkv], dout.to(gpu)
-    for name, way in WAYS.items():
-        trace = memlab.measure(partial(passes, way, qkv, dout), device=gpu.type)
+    for name, attention in VERSIONS.items():
+        trace = memlab.measure(partial(passes, attention, qkv, dout), device=gpu.type)
         print(f"{name:13} {format_bytes(trace.peak_bytes - 4 * dout.nbytes)}")
 else:
     print(stored_on_a_gpu("day 10"))
@@ -722,14 +727,15 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# A guide states both numbers of today's question, for one layer at 8,192 tokens. It does not state
-# the head dimension; we use 32 heads × 128, as in Llama 2 7B. A GB is 10⁹ bytes.
+# A guide states the bytes of both kinds of attention, for one layer at 8,192 tokens. It does not
+# state the head dimension; we use 32 heads × 128, as in Llama 2 7B. A GB is 10⁹ bytes.
 
 # %%
 MB, GB = 10**6, 10**9
 one_head = 8192**2 * 4
 qkv_16 = qkv_bytes(PRESETS["llama-2-7b"], 8192)
-half = [f(attention_reference, dtype=torch.bfloat16) for f in (saved_bytes, both_passes_peak)]
+saved_16 = saved_bytes(attention_reference, dtype=torch.bfloat16)
+peak_16 = both_passes_peak(attention_reference, dtype=torch.bfloat16)
 in_16, in_32 = (saved_bytes(flash_attention, dtype=d) for d in (torch.bfloat16, torch.float32))
 growth = saved_bytes(flash_attention, dtype=torch.bfloat16, T=16384) / in_16
 
@@ -738,7 +744,7 @@ verdict(
     "20a",
     round(one_head / 2**20) == 256 and abs(matrix / 2**30 - 8) < 0.5,
     f"one head's matrix: {format_bytes(one_head)}; 32 heads save {matrix / GB:.1f} GB in float32 "
-    f"and {half[0] / GB:.1f} GB in bfloat16; peak {peak / GB:.1f} and {half[1] / GB:.1f} GB",
+    f"and {saved_16 / GB:.1f} GB in bfloat16; peak {peak / GB:.1f} and {peak_16 / GB:.1f} GB",
     condition="roughly, in MiB and GiB, for bytes saved in float32; the peak has three matrices",
 )
 
@@ -763,11 +769,11 @@ verdict(
 # | tiles: output and lse | T · C + T · H (float32) | 65 MiB |
 # | score matrix: the probabilities | H · T² | 4 GiB; three at the peak |
 #
-# Tiling trades N² memory for time: each score is computed twice, and exists only while its tile
-# does. You can say which tiles a mask skips, which alignment a library uses, and why backward needs
-# one element per query.
+# Tiling trades T² memory for time: each score is computed twice, and only the current tile of
+# scores exists. You can say which tiles a mask skips, which alignment a library uses, and why
+# backward needs one element per query.
 #
-# Tomorrow: the largest tensor of a modern model.
+# Tomorrow: the logits, often the largest tensor.
 
 # %% [markdown]
 # ## The running bill
@@ -792,11 +798,11 @@ print(f"probabilities, 12 layers × 8 × 12 heads × 640² × 4 bytes: {format_b
 # (`tests/course/test_day10.py` measures both.)
 
 # %% [markdown]
-# The same test runs today's step with the library's tiles. The peak equals torch's, to the byte.
+# With the library's tiles, today's step has the same peak, to the byte.
 #
-# Day 6's selective checkpointing keeps the outputs of torch's attention operators. Tell it to keep
-# `flash_attention` too, and it saves as many bytes as with torch's. It does not recognize your own
-# Function and would rerun it. The bill stays with torch's attention.
+# Day 6's selective checkpointing keeps the outputs of torch's attention operators. It can keep
+# `flash_attention`'s outputs too. But it does not recognize your own Function, and would recompute
+# it. So the bill stays with torch's attention.
 
 # %%
 running_bill(10)

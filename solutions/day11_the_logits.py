@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Day 11: The logits
 #
-# **The logits are the largest tensor of a modern model. How do you train without them?**
+# **The logits are often the largest tensor. How do you train without storing all of them?**
 #
 # Today you build a cross-entropy loss that never holds all logits. Afterwards you can compute to
 # the byte what a loss needs, choose the number of rows in a chunk, and say when chunks don't pay.
@@ -81,9 +81,9 @@ ROWS, WIDTH, VOCAB = 512, 64, 8192
 
 def head(dtype=torch.float32, ignored=0):
     """Return hidden, weight, and targets whose first `ignored` entries are −100."""
-    random = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, WIDTH, generator=random) for n in (ROWS, VOCAB))
-    targets = torch.randint(VOCAB, (ROWS,), generator=random)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, WIDTH, generator=generator) for n in (ROWS, VOCAB))
+    targets = torch.randint(VOCAB, (ROWS,), generator=generator)
     targets[:ignored] = -100
     weight = weight / 8
     return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
@@ -96,14 +96,14 @@ def all_logits(hidden, weight, targets):
 # %%
 def trace_and_peak(loss, dtype=torch.float32):
     """Return the trace of forward and backward, and its peak beyond the arguments."""
-    given = head(dtype)
-    trace = memlab.measure(lambda: loss(*given).backward())
-    return trace, trace.peak_bytes - sum(x.nbytes for x in given)
+    inputs = head(dtype)
+    trace = memlab.measure(lambda: loss(*inputs).backward())
+    return trace, trace.peak_bytes - sum(x.nbytes for x in inputs)
 
 
 naive, naive_bytes = trace_and_peak(all_logits)
-times = naive_bytes / (4 * ROWS * VOCAB)
-print(f"peak {format_bytes(naive_bytes)} beyond the arguments, {times:.2f} × the logits; alive:")
+ratio = naive_bytes / (4 * ROWS * VOCAB)
+print(f"peak {format_bytes(naive_bytes)} beyond the arguments, {ratio:.2f} × the logits; alive:")
 for event in naive.alive(naive.peak_position):
     if event.bytes >= 2**20 and event.phase != "before":
         print(f"  {format_bytes(event.bytes)}, {event.phase:8} by {event.operator}")
@@ -120,8 +120,8 @@ plot.timeline(naive, title=f"Cross-entropy of {ROWS} rows, all logits at once")
 #
 # (The picture's peak includes hidden, weight and targets, 2.13 MiB.)
 #
-# Two habits make it worse. If you return the logits or assign them to a name, they stay alive. And
-# bfloat16 logits are often cast to float32 (`logits.float()`), because a bfloat16 loss is
+# Two habits make it worse. If you return the logits or assign them to a variable, they stay alive.
+# And bfloat16 logits are often cast to float32 (`logits.float()`), because a bfloat16 loss is
 # imprecise.
 
 
@@ -150,9 +150,9 @@ for name, loss, dtype in (
     ("float32, logits kept in a list", kept_logits, torch.float32),
     ("bfloat16", all_logits, BF16),
     ("bfloat16, logits.float()", upcast, BF16),
-    ("bfloat16, logits.float(), both kept", upcast_and_kept, BF16),
+    ("bfloat16, logits.float(), logits kept", upcast_and_kept, BF16),
 ):
-    print(f"{name:36}{trace_and_peak(loss, dtype)[1] / (ROWS * VOCAB):6.2f} bytes per logit")
+    print(f"{name:38}{trace_and_peak(loss, dtype)[1] / (ROWS * VOCAB):6.2f} bytes per logit")
     held.clear()
 
 # %% [markdown]
@@ -189,7 +189,7 @@ all_logits_bytes = exercise("11.1", all_logits_bytes)
 # logits with it, and then reuse the memory for the next rows.
 #
 # A row with target −100 is *ignored* (padding, a prompt): its loss and gradient are 0.
-# `F.cross_entropy` does the same, and divides by the number of rows that are not ignored.
+# `F.cross_entropy` does the same, and divides by the number of non-ignored rows.
 
 # %% [markdown]
 # ### Exercise 11.2: compute a chunk's gradient in place
@@ -241,23 +241,22 @@ print(f"the log-softmaxes alone: {format_bytes(kept)}")
 
 # %% [markdown]
 # Checkpointing each chunk (Day 5) would help, but recomputing the logits in backward costs a fourth
-# matmul. It is not needed: forward can compute the gradients. This needs an autograd *Function*, as
-# on Day 5.
+# matmul. But forward can compute the gradients. This needs an autograd *Function*, as on Day 5.
 #
 # - `forward` records no graph; you choose what to save: the **gradients**.
-# - `backward` gets the gradient of the loss (*upstream*: 1, or the factor that the loss was
+# - `backward` gets the gradient of the loss, `upstream` (1, or the factor that the loss was
 #   multiplied by, such as Day 4's loss scale), and multiplies the saved gradients by it.
 
 # %% [markdown]
 # ### Exercise 11.3: chunked cross-entropy
 #
-# About 25 minutes. Return the mean loss over rows that are not ignored, or 0 if there are none. The
-# last chunk may be shorter.
+# About 25 minutes. Return the mean loss over the non-ignored rows, or 0 if there are none. The last
+# chunk may be shorter.
 #
-# - Use three matmuls. At the peak, hold both gradients and **one** chunk of logits (the check
-#   allows two).
-# - `dw.addmm_(a, b)` allocates no tensor; `dw += a @ b` does. `del x` before the next chunk.
-# - With bfloat16 inputs, keep `x` and sums in float32. You may cast weight, but not all of hidden.
+# - Use three matmuls per chunk. At the peak, hold both gradients and **one** chunk of logits x:
+#   `del x` before the next. (The check allows two.)
+# - Sum weight's gradient with `dw.addmm_(a, b)`: `dw += a @ b` allocates.
+# - With bfloat16 inputs, x and sums are float32. You may cast weight, but not all of hidden.
 # - `backward` returns four gradients, None for the last two. Multiply in place (`mul_`).
 
 
@@ -309,13 +308,13 @@ print(f"both gradients: {format_bytes(gradients)}, one chunk: {format_bytes(4 * 
 plot.timeline(chunks, title=f"Cross-entropy of {ROWS} rows, 64 rows at a time")
 
 # %% [markdown]
-# A guess of 32 and 2 MiB misses the third tensor, and both gradients, which either loss needs. (A
-# chunk's part of hidden's gradient adds a little.) With chunks, the gradients are allocated in
-# *forward*. Eight chunks follow, one after another; in the thin gaps between them no logits are
-# alive. Backward only multiplies in place.
+# All logits at once need 48 MiB, three tensors of 16 MiB. In chunks, 4.14 MiB are enough: both
+# gradients, one chunk of logits, and the chunk's part of hidden's gradient. The gradients are
+# allocated in *forward*. Eight chunks follow; in the thin gaps between them no logits are alive.
+# Backward only multiplies in place.
 #
-# Between forward and backward, the naive loss saves the log-softmax, the chunked loss saves the
-# gradients. This costs nothing extra, because backward follows at once.
+# Between forward and backward, the naive loss saves the log-softmax, and the chunked loss saves the
+# gradients. Backward needs the gradients anyway.
 
 # %% [markdown]
 # ## How many rows in a chunk?
@@ -326,7 +325,7 @@ plot.timeline(chunks, title=f"Cross-entropy of {ROWS} rows, 64 rows at a time")
 #
 # bytes. The first term is the chunk's logits and its part of hidden's gradient. The second term is
 # the two gradients, the **floor**: no chunk size goes below it. Small chunks cost time, because
-# each chunk reads and writes all of weight's gradient: chunks of 8 rows do so 64 times.
+# each chunk reads and writes all of weight's gradient (64 times with chunks of 8 rows).
 
 # %% [markdown]
 # ### Exercise 11.4: how many rows in a chunk
@@ -354,11 +353,11 @@ chunk_rows = exercise("11.4", chunk_rows)
 
 # %%
 sizes = (8, 32, 64, 128, 256, 512)
-found = [trace_and_peak(partial(chunked_loss, chunk=n))[1] / 2**20 for n in sizes]
+peaks = [trace_and_peak(partial(chunked_loss, chunk=n))[1] / 2**20 for n in sizes]
 by_formula = [(4 * n * (VOCAB + WIDTH) + gradients) / 2**20 for n in sizes]
 fig, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
 axes.loglog(sizes, by_formula, color="0.7", linewidth=5, label="formula")
-axes.loglog(sizes, found, "o-", color="#00798c", label="yours, measured")
+axes.loglog(sizes, peaks, "o-", color="#00798c", label="yours, measured")
 axes.axhline(naive_bytes / 2**20, color="#cc6677", label="all logits")
 axes.axhline(gradients / 2**20, color="0.3", linestyle="--", label="floor: both gradients")
 axes.set_xticks(sizes, map(str, sizes))
@@ -367,7 +366,7 @@ axes.minorticks_off()
 axes.spines[["top", "right"]].set_visible(False)
 axes.set(xlabel="rows per chunk", ylabel="peak, MiB", title=f"Peak of the loss of {ROWS} rows")
 axes.legend(frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(0, 0.88))
-for n, mib in zip(sizes, found, strict=True):
+for n, mib in zip(sizes, peaks, strict=True):
     print(f"{n:4} rows: {mib:6.2f} MiB, {mib * 2**20 / gradients:.2f} × the floor")
 print(f"a budget of 3 MiB: {chunk_rows(ROWS, WIDTH, VOCAB, 3 * 2**20)} rows at a time")
 
@@ -376,9 +375,9 @@ print(f"a budget of 3 MiB: {chunk_rows(ROWS, WIDTH, VOCAB, 3 * 2**20)} rows at a
 # `del x` at the end of the loop body.
 #
 # Even a single chunk with all rows needs about a third of the naive loss: one tensor of logits
-# instead of three. Smaller chunks soon save little. The library's default chunk has half as many
-# logits as the gradients have elements, about width / 2 rows, but at most an eighth of all rows (or
-# 64).
+# instead of three. Smaller chunks soon save little. The library's default chunk has about width / 2
+# rows, so its logits are half as large as the gradients. It has at most an eighth of all rows, or
+# 64 if that is more.
 
 # %% [markdown]
 # ## Comparison with torch
@@ -390,7 +389,7 @@ print(f"a budget of 3 MiB: {chunk_rows(ROWS, WIDTH, VOCAB, 3 * 2**20)} rows at a
 
 # %%
 @cache
-def right(dtype):
+def exact_results(dtype):
     """Return the loss and weight's gradient, computed in float64 from the same inputs."""
     hidden, weight, targets = head(dtype, ignored=ROWS // 4)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
@@ -399,53 +398,54 @@ def right(dtype):
     return loss.item(), exact[1].grad
 
 
-def compared(loss, dtype):
+def peak_and_errors(loss, dtype):
     """Return the peak, the error of the loss, and the relative error of weight's gradient."""
-    given, losses = head(dtype, ignored=ROWS // 4), []
+    inputs, losses = head(dtype, ignored=ROWS // 4), []
 
     def step():
-        losses.append(loss(*given))
+        losses.append(loss(*inputs))
         (0.1 * losses[0]).backward()
 
-    peak = memlab.measure(step).peak_bytes - sum(x.nbytes for x in given)
-    wanted, gradient = right(dtype)
-    off = (given[1].grad.double() - gradient).norm() / gradient.norm()
-    return peak, abs(losses[0].item() - wanted), off.item()
+    peak = memlab.measure(step).peak_bytes - sum(x.nbytes for x in inputs)
+    wanted, gradient = exact_results(dtype)
+    error = (inputs[1].grad.double() - gradient).norm() / gradient.norm()
+    return peak, abs(losses[0].item() - wanted), error.item()
 
 
 # %% tags=["nbval-ignore-output"] reason="needs torch 2.13; last digits differ between machines"
-ways = {"F.cross_entropy": all_logits}
+versions = {"F.cross_entropy": all_logits}
 if hasattr(F, "linear_cross_entropy"):
     options = torch.nn.LinearCrossEntropyOptions()
-    ways["F.linear_cross_entropy"] = F.linear_cross_entropy
-    ways["  with options"] = partial(F.linear_cross_entropy, options=options)
-ways |= {"memlab": chunked_cross_entropy, "yours, 64 rows": partial(chunked_loss, chunk=64)}
+    versions["F.linear_cross_entropy"] = F.linear_cross_entropy
+    versions["  with options"] = partial(F.linear_cross_entropy, options=options)
+versions |= {"memlab": chunked_cross_entropy, "yours, 64 rows": partial(chunked_loss, chunk=64)}
 for dtype in (torch.float32, BF16):
     print(f"{f'{dtype}:':26}{'peak':>10}{'loss error':>12}{'gradient error':>16}")
-    for name, loss in ways.items():
-        peak, loss_off, gradient_off = compared(loss, dtype)
-        print(f"  {name:24}{format_bytes(peak):>10}{loss_off:12.0e}{gradient_off:16.0e}")
-none = torch.full((ROWS,), -100)
-for name, loss in ways.items():
-    print(f"all rows ignored, {name.strip()}: {loss(*head()[:2], none).item()}")
+    for name, loss in versions.items():
+        peak, loss_error, gradient_error = peak_and_errors(loss, dtype)
+        print(f"  {name:24}{format_bytes(peak):>10}{loss_error:12.0e}{gradient_error:16.0e}")
+all_ignored = torch.full((ROWS,), -100)
+for name, loss in versions.items():
+    print(f"all rows ignored, {name.strip()}: {loss(*head()[:2], all_ignored).item()}")
 
 # %% [markdown]
 # Three results for torch's function:
 #
-# - Without `options=` it saves **nothing**: it computes the matmul, then `F.cross_entropy`.
+# - Without `options=` it needs **as much memory** as `F.cross_entropy`: it computes all logits
+#   first.
 # - With options, it accumulates in the dtype of its inputs. In bfloat16, 8 significant bits are too
 #   few to sum hundreds of losses: the loss is off by 0.3.
-# - The mean over no rows is NaN.
+# - If all rows are ignored, its loss is NaN, like `F.cross_entropy`'s.
 #
-# In bfloat16 torch's peak is lower: its gradients use 2 bytes per element, yours 4 until they are
-# rounded. In return your error is smaller.
+# In bfloat16, torch's peak is lower: its gradients use 2 bytes per element, yours 4 until they are
+# rounded. In return, your error is smaller.
 
 # %% [markdown]
 # ## Train a model
 #
-# The text is torch's own source code. A token is a pair of bytes: the 2,047 most common pairs, and
-# token 0 for all other pairs, which is ignored as a target. Train once with all logits, and once in
-# chunks of 100 rows, which do not divide the 512.
+# The text is torch's own source code. A token is a pair of bytes. The 2,047 most common pairs have
+# their own token; all other pairs are token 0, which is ignored as a target. Train once with all
+# logits, and once in chunks of 100 of the 512 rows.
 
 # %%
 text = source_bytes("256 KiB").long()
@@ -462,32 +462,32 @@ def in_chunks(hidden, weight, targets):
     return chunked_loss(hidden.flatten(0, 1), weight, targets.flatten(), 100)
 
 
-def learn(steps=8, **plug):
+def train(steps=8, **loss):
     torch.manual_seed(0)
-    model, losses = GPT(replace(PRESETS["tiny"], vocab_size=2048, hidden_size=64), **plug), []
+    model, losses = GPT(replace(PRESETS["tiny"], vocab_size=2048, hidden_size=64), **loss), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
-    drawn = batches(tokens, 8, 64, seed=0)
+    data = batches(tokens, 8, 64, seed=0)
     for _ in range(steps):
-        inputs, targets = next(drawn)
-        loss = model(inputs, targets.masked_fill(targets == 0, -100))
+        inputs, targets = next(data)
+        step_loss = model(inputs, targets.masked_fill(targets == 0, -100))
         optimizer.zero_grad()
-        loss.backward()
+        step_loss.backward()
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(step_loss.item())
     return losses
 
 
 # %%
-by_all, by_chunks = learn(), learn(loss=in_chunks)
+naive_losses, chunked_losses = train(), train(loss=in_chunks)
 fig, axes = plt.subplots(figsize=(9, 2.6), layout="constrained")
-axes.plot(by_all, linewidth=5, color="#c9c9d0", label="all logits")
-axes.plot(by_chunks, linewidth=1.2, color="#00798c", label="in chunks")
+axes.plot(naive_losses, linewidth=5, color="#c9c9d0", label="all logits")
+axes.plot(chunked_losses, linewidth=1.2, color="#00798c", label="in chunks")
 axes.set(xlabel="step", ylabel="loss in nats", title="Loss on pairs of bytes")
 axes.spines[["top", "right"]].set_visible(False)
 axes.legend(frameon=False)
-furthest = max(abs(a - b) for a, b in zip(by_all, by_chunks, strict=True))
-print(f"the loss went down: {by_chunks[-1] < by_chunks[0]}")
-print(f"max difference below 1e-3: {furthest < 1e-3}")
+difference = max(abs(a - b) for a, b in zip(naive_losses, chunked_losses, strict=True))
+print(f"the loss went down: {chunked_losses[-1] < chunked_losses[0]}")
+print(f"max difference below 1e-3: {difference < 1e-3}")
 
 # %% [markdown]
 # The losses differ only in the last digits, because the order of summation differs. Chunking is
@@ -496,25 +496,26 @@ print(f"max difference below 1e-3: {furthest < 1e-3}")
 # ## At scale: Llama 3 8B
 #
 # A vocabulary of 128,256, hidden size 4,096, 32 blocks, bfloat16, one sequence of 8,192 tokens. Dry
-# runs give what a block saves (two blocks minus one; all 32 are alike), and the peak of the loss at
-# full size.
+# runs give the bytes that a block saves (two blocks minus one; all 32 are identical), and the peak
+# of the loss at full size.
 
 
 # %%
-def saved_bytes(how, layers, length=8192):
+def saved_bytes(technique, layers, length=8192):
     """Return the bytes that a forward pass saves for backward, with a vocabulary of 256."""
     small = replace(PRESETS["llama-3-8b"], layers=layers, vocab_size=256)
     with memlab.dry_run():
         model, kept = GPT(small, dtype=BF16), []
-        combined(how).change_model(model)
+        combined(technique).change_model(model)
         tokens = torch.zeros(1, length, dtype=torch.long)
         trace = memlab.measure(lambda: kept.append(model(tokens, tokens)), model=model)
     always = ("parameters", "buffers", "inputs")
     return sum(n for kind, n in trace.at_end.items() if kind not in always)
 
 
-a_block, an_input = (saved_bytes(h, 2) - saved_bytes(h, 1) for h in ("plain", "checkpointing"))
-print(f"a block saves {format_bytes(a_block)}, with checkpointing {format_bytes(an_input)}")
+block_bytes = saved_bytes("plain", 2) - saved_bytes("plain", 1)
+input_bytes = saved_bytes("checkpointing", 2) - saved_bytes("checkpointing", 1)
+print(f"a block saves {format_bytes(block_bytes)}, with checkpointing {format_bytes(input_bytes)}")
 
 
 # %%
@@ -529,45 +530,45 @@ def head_bytes(loss, rows=8192):
     return trace.peak_bytes - hidden.nbytes - weight.nbytes - targets.nbytes
 
 
-one = 8192 * 128_256
+logits = 8192 * 128_256
 bars = {
-    "32 blocks": 32 * a_block,
-    "32 blocks, checkpointed": 32 * an_input + a_block,
+    "32 blocks": 32 * block_bytes,
+    "32 blocks, checkpointed": 32 * input_bytes + block_bytes,
     "head, logits.float()": head_bytes(upcast),
     "head, bfloat16": head_bytes(all_logits),
     "head, in chunks": head_bytes(chunked_cross_entropy),
 }
-print(f"the logits: {format_bytes(2 * one)} in bfloat16, {format_bytes(4 * one)} in float32")
-for name, held in bars.items():
-    print(f"{name:27}{format_bytes(held):>10}")
+print(f"the logits: {format_bytes(2 * logits)} in bfloat16, {format_bytes(4 * logits)} in float32")
+for name, size in bars.items():
+    print(f"{name:27}{format_bytes(size):>10}")
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
 colours = ("#4477aa", "#88aacc", "#cc6677", "#dd99a0", "#00798c")
-for (name, held), colour in zip(bars.items(), colours, strict=True):
-    axes.barh(name, held / 2**30, color=colour)
-    axes.text(held / 2**30 + 0.5, name, format_bytes(held), va="center")
+for (name, size), colour in zip(bars.items(), colours, strict=True):
+    axes.barh(name, size / 2**30, color=colour)
+    axes.text(size / 2**30 + 0.5, name, format_bytes(size), va="center")
 axes.set(xlabel="GiB", xlim=(0, 60), title="Llama 3 8B, 1 × 8,192 tokens: blocks and head")
 axes.invert_yaxis()
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Without checkpointing, the head needs about a fifth of the blocks' memory. With checkpointing,
-# which this step needs, **one** line of code, `logits.float()`, needs three times as much as all
-# blocks (32 inputs, and one block being recomputed).
+# Without checkpointing, the head with `logits.float()` needs about a fifth of the blocks' memory.
+# With checkpointing, it needs **three times** as much as all blocks (32 inputs, and one block being
+# recomputed).
 #
-# In chunks (the library's default), 2.94 GiB are weight's gradient: the float32 sum, and the
-# bfloat16 gradient that it is rounded to.
+# In chunks (of the library's default size), weight's gradient needs 2.94 GiB: the float32 sum, and
+# the bfloat16 gradient that it is rounded to.
 #
-# What changes with fewer tokens, or more?
+# How does this change with the number of tokens?
 
 # %%
 for rows in (512, 2048, 4096, 8192, 16_384):
-    ways = (upcast, all_logits, chunked_cross_entropy)
-    by_float, by_bf16, by_chunks = (head_bytes(loss, rows) for loss in ways)
-    print(f"{rows:6,} tokens: logits.float() {format_bytes(by_float):>10}, ", end="")
-    print(f"bfloat16 {format_bytes(by_bf16):>9}, in chunks {format_bytes(by_chunks):>8}, ", end="")
-    print(f"{by_float / by_chunks:.2f}× and {by_bf16 / by_chunks:.2f}× the chunks")
+    chunked = head_bytes(chunked_cross_entropy, rows)
+    print(f"{rows:6,} tokens: in chunks {format_bytes(chunked)}, ", end="")
+    for name, loss, end in (("logits.float()", upcast, ", "), ("bfloat16", all_logits, "\n")):
+        size = head_bytes(loss, rows)
+        print(f"{name} {format_bytes(size):>9} ({size / chunked:.2f}×)", end=end)
 
 # %% [markdown]
 # With chunks, only hidden's gradient grows with the tokens, and it is small. But the floor is high:
@@ -587,18 +588,18 @@ for rows in (512, 2048, 4096, 8192, 16_384):
 # %%
 C, V = 768, 50_257
 for rows in (128, 256, 640, 5120):
-    whole, floor = all_logits_bytes(rows, C, V), 4 * (rows + V) * C
-    best = floor + 4 * 64 * (V + C)
-    print(f"{rows:5,} rows: all logits {format_bytes(whole):>10}, ", end="")
-    print(f"64 at a time {format_bytes(best):>10}, {whole / best:4.2f}× less")
+    naive, floor = all_logits_bytes(rows, C, V), 4 * (rows + V) * C
+    chunked = floor + 4 * 64 * (V + C)
+    print(f"{rows:5,} rows: all logits {format_bytes(naive):>10}, ", end="")
+    print(f"64 at a time {format_bytes(chunked):>10}, {naive / chunked:4.2f}× less")
 
 # %% [markdown]
 # With fewer rows than a third of the width, chunks save little: weight's gradient dominates. With
 # 640 rows, fewer than the width of 768, chunks save 2.28× in float32.
 #
 # In bfloat16 the chunked sums use 4 bytes per element, compared with 2 for autograd's gradient. So
-# chunks *lose* below half the width with `logits.float()`, and below the full width without it
-# (Llama's head above).
+# chunks need *more* memory below half the width with `logits.float()`, and below the full width
+# without it (Llama's head above).
 
 # %% [markdown]
 # The library's loss has more options. Label smoothing, a z-loss (which keeps log Σ exp x near 0)
@@ -614,18 +615,18 @@ settings = {
     "a loss per row": {"reduction": "none"},
 }
 for name, setting in settings.items():
-    given = head()
-    run = partial(chunked_cross_entropy, *given, chunk=64, **setting)
+    inputs = head()
+    run = partial(chunked_cross_entropy, *inputs, chunk=64, **setting)
     with Operations() as counter:  # a multiply-add counts as two
         trace = memlab.measure(lambda run=run: run().sum().backward())
-    more = trace.peak_bytes - sum(x.nbytes for x in given) - gradients
+    above_floor = trace.peak_bytes - sum(x.nbytes for x in inputs) - gradients
     matmuls = counter.total / (2 * ROWS * WIDTH * VOCAB)
-    print(f"{name:20}{format_bytes(more)} above the floor, {matmuls:.2f} matmuls")
+    print(f"{name:20}{format_bytes(above_floor)} above the floor, {matmuls:.2f} matmuls")
 
 # %% [markdown]
-# The soft cap needs its slope, as large as a second chunk. With a loss per row, backward gets one
-# factor per row, too late for the sum over rows. So backward recomputes the logits, which costs a
-# fourth matmul.
+# The soft cap needs its derivative, as large as a second chunk. With a loss per row, backward gets
+# one upstream gradient per row, but forward has already summed weight's gradient over the rows. So
+# backward recomputes the logits, which costs a fourth matmul.
 #
 # ## On your GPU
 #
@@ -667,10 +668,10 @@ else:
 # measures that model with and without checkpointing, and with today's loss.
 
 # %%
-GB, WAYS = 10**9, ("plain", "checkpointing", "checkpointing+chunked-loss")
+GB, STEPS = 10**9, ("plain", "checkpointing", "checkpointing+chunked-loss")
 peaks = {}
-for batch, seq_len, ways in ((8, 1024, WAYS), (4, 512, WAYS[:2]), (2, 512, WAYS[1:2])):
-    for name in ways:
+for batch, seq_len, steps in ((8, 1024, STEPS), (4, 512, STEPS[:2]), (2, 512, STEPS[1:2])):
+    for name in steps:
         trace = dry_trace(Setting("124m", batch, seq_len), combined(name))
         peaks[batch, name] = trace.peak_bytes / GB
         logits_gb = 4 * batch * seq_len * V / GB
@@ -679,7 +680,7 @@ for batch, seq_len, ways in ((8, 1024, WAYS), (4, 512, WAYS[:2]), (2, 512, WAYS[
     print(f"  one tensor of logits: {logits_gb:.2f} GB")
 
 # %%
-plain, recomputed, chunked = (peaks[8, name] for name in WAYS)
+plain, recomputed, chunked = (peaks[8, name] for name in STEPS)
 verdict(
     "30a",
     4 <= recomputed <= 5,
@@ -689,7 +690,7 @@ verdict(
 )
 
 # %%
-without, with_checkpointing = (peaks[4, name] for name in WAYS[:2])
+without, with_checkpointing = (peaks[4, name] for name in STEPS[:2])
 verdict(
     "30b",
     4 <= with_checkpointing <= 5,
@@ -702,22 +703,22 @@ verdict(
 # thirds of the memory; the system needs the rest.
 
 # %%
-room = {
+tensor_gb = {
     name: budget_bytes(memory_named(name), device) / GB
     for name, device in (("rtx3060-8", "cuda"), ("m2-8", "mps"))
 }
 reduced = peaks[2, "checkpointing"]
-card, mac = room["rtx3060-8"], room["m2-8"]
+rtx, mac = tensor_gb["rtx3060-8"], tensor_gb["m2-8"]
 verdict(
     "30c",
-    recomputed < card and reduced < mac,
-    f"8 × 1,024 tokens peak at {recomputed:.2f} GB, an RTX 3060 with 8 GB has {card:.2f} GB for "
+    recomputed < rtx and reduced < mac,
+    f"8 × 1,024 tokens peak at {recomputed:.2f} GB, an RTX 3060 with 8 GB has {rtx:.2f} GB for "
     f"tensors; 2 × 512 tokens peak at {reduced:.2f} GB, an M2 with 8 GB has {mac:.2f} GB",
     condition="with checkpointing; reserved but unallocated memory comes on top",
 )
 
 # %% [markdown]
-# Finally, compare today's four losses, with the 512 rows in chunks of 128:
+# Finally, compare today's four losses, with chunks of 128 rows:
 
 
 # %%
@@ -730,15 +731,15 @@ def checkpointed(hidden, weight, targets, chunk):
     return total / (targets != -100).sum()
 
 
-both, a_chunk = (ROWS + VOCAB) * WIDTH, 128 * VOCAB  # elements
+both, one_chunk = (ROWS + VOCAB) * WIDTH, 128 * VOCAB  # elements of gradients, of logits
 for name, loss, elements in (
     ("all logits", all_logits, 3 * ROWS * VOCAB),
-    ("a loop over chunks", partial(chunk_loop, chunk=128), ROWS * VOCAB + 2 * a_chunk),
-    ("checkpointed chunks", partial(checkpointed, chunk=128), both + 3 * a_chunk),
-    ("gradients in forward", partial(chunked_loss, chunk=128), both + a_chunk),
+    ("a loop over chunks", partial(chunk_loop, chunk=128), ROWS * VOCAB + 2 * one_chunk),
+    ("checkpointed chunks", partial(checkpointed, chunk=128), both + 3 * one_chunk),
+    ("gradients in forward", partial(chunked_loss, chunk=128), both + one_chunk),
 ):
     peak = format_bytes(trace_and_peak(loss)[1])
-    print(f"{name:21}{peak:>10}, formula below {format_bytes(4 * elements):>10}")
+    print(f"{name:21}{peak:>10}, formula {format_bytes(4 * elements):>10}")
 
 # %% [markdown]
 # ## What you can do now
@@ -750,24 +751,24 @@ for name, loss, elements in (
 # | checkpointed chunks | both gradients, and three chunks | 4 |
 # | gradients in forward | both gradients, and one chunk | 3 |
 #
-# Both gradients have (rows + vocab) · width elements; a chunk has its rows · vocab. (With chunks
-# shorter than the width, the second and third loss need up to three copies of weight's gradient,
-# because autograd adds up each chunk's.)
+# Both gradients have (rows + vocab) · width elements; a chunk has its rows · vocab. (If a chunk has
+# fewer rows than the width, the second and third loss need up to three tensors of weight's size,
+# because autograd adds weight's gradient of each chunk.)
 
 # %% [markdown]
-# You can compute what a head needs before you run it. You know three mistakes of chunked losses: a
-# mean of means, counting ignored rows, and dropping the upstream gradient. And you know what to
-# check in a library's loss: whether chunking is on, and in which dtype it accumulates.
+# You can compute the memory of a head before you run it. You know three mistakes of chunked losses:
+# a mean of means, counting ignored rows, and dropping the upstream gradient. In a library's loss,
+# check whether chunking is on, and which dtype accumulates the sums.
 #
-# Tomorrow: eight GPUs, eight copies of the same tensors.
+# Tomorrow: eight GPUs that hold the same tensors eight times.
 
 # %% [markdown]
 # ## The running bill
 #
 # One training step of 124M weights on 8 × 640 tokens. Since Day 3 the step processes one sequence
-# at a time, because of the blocks' activations and the logits. Day 5 removed the activations. The
-# logits are now bfloat16, and one sequence has 640 rows, fewer than the width of 768. So for one
-# sequence, chunks don't pay (in float32 they did, above):
+# at a time, because of the blocks' activations and the logits. Day 5 removed the activations. One
+# sequence has 640 rows of bfloat16 logits, fewer than the width of 768. So for one sequence, chunks
+# don't pay (in float32, above, they did):
 
 # %%
 print(f"logits of one sequence in bfloat16: {format_bytes(2 * 640 * V)}; ", end="")
@@ -780,11 +781,11 @@ print(f"float32 sum of gradients: {format_bytes(4 * weights)}")
 # %% [markdown]
 # Chunks alone would not lower the bill. But gradient accumulation has its own cost: a float32 sum
 # of the gradients. With chunks, all eight sequences fit **at once**, so the sum is not needed.
-# (Without chunks, three tensors of all their logits would need more than the sum.)
+# (Without chunks, the three tensors of their logits would need more memory than the sum.)
 #
 # Attention's outputs, kept since Day 6, are dropped: for eight sequences they would be alive at the
-# peak. Day 8 skipped the step in backward because the bill accumulated gradients. It is possible
-# again, but today's line changes only the logits.
+# peak. The step inside backward (Day 8) would be possible now, but today's line changes only the
+# loss.
 
 # %%
 running_bill(11)

@@ -4,7 +4,7 @@
 # **Eight GPUs hold eight copies of the same tensors. Must each GPU hold all of them?**
 #
 # Today you build all three stages of ZeRO from two collectives. Afterwards you can compute what a
-# rank holds and sends in each stage, and from how many GPUs on the claims "4×" and "8×" are true.
+# rank holds and sends in each stage, and how many GPUs stages 1 and 2 need to save "4×" and "8×".
 #
 # About 105 minutes, 75 of them for five exercises. You need a laptop: all ranks run in one process.
 # Nothing is downloaded.
@@ -19,8 +19,8 @@
 # ## The question
 #
 # In *data parallel* training each GPU, called a **rank**, runs the same model on its own part of
-# the batch. The gradients of all ranks are averaged, and every rank takes the same step. R is the
-# number of ranks; they are numbered from 0 to R − 1.
+# the batch. The gradients of all ranks are averaged, and every rank takes the same optimizer step.
+# R is the number of ranks; they are numbered from 0 to R − 1.
 #
 # The next cell simulates eight ranks: eight models, eight optimizers, real tensors. How many of
 # their bytes are copies after a step?
@@ -54,15 +54,15 @@ def sum_of_losses(model, batch):
     return model(tokens, targets) * targets.numel(), targets.numel()
 
 
-def a_model():
+def make_model():
     torch.manual_seed(0)
     model = GPT(replace(PRESETS["tiny"], layers=2))
     return model, torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
 
 
-drawn = batches(text, 1, 32, seed=0)
-zero = simulate(*a_model(), RANKS, stage=0)
-_ = zero.step([next(drawn) for _ in range(RANKS)], sum_of_losses)
+data = batches(text, 1, 32, seed=0)
+zero = simulate(*make_model(), RANKS, stage=0)  # stage 0: nothing is sharded yet
+_ = zero.step([next(data) for _ in range(RANKS)], sum_of_losses)
 
 # %%
 held = [
@@ -71,17 +71,17 @@ held = [
 ]
 total = sum(x.nbytes for tensors in held for x in tensors)
 same = all(torch.equal(a, b) for others in held[1:] for a, b in zip(held[0], others, strict=True))
-print(f"weights and Adam's state on eight ranks: {format_bytes(total)}")
+print(f"weights and AdamW's state on eight ranks: {format_bytes(total)}")
 print(f"all ranks equal: {same}; so {format_bytes(total // RANKS * 7)} are copies")
 
 # %% [markdown]
-# Now Llama 2 7B in bfloat16, with float32 master weights for Adam (Day 4). Each weight uses 2
-# bytes, its gradient 2, and the optimizer K = 12: the float32 copy, m and v. The dark parts would
-# be enough: each element once, an eighth of each kind on each rank. Today a GB is 10⁹ bytes, as in
-# the guides.
+# Now Llama 2 7B in bfloat16, with float32 master weights for Adam (Day 4). Each weight needs 2
+# bytes, its gradient 2, and its optimizer state K = 12: the float32 copy, m and v, 4 bytes each.
+# The plot's dark parts together are one copy of each element. Today a GB is 10⁹ bytes, as in the
+# guides.
 
 # %%
-KINDS = {"weights": "parameters", "gradients": "gradients", "optimizer's state": "optimizer_state"}
+KINDS = {"weights": "parameters", "gradients": "gradients", "optimizer state": "optimizer_state"}
 COLOURS = {name: plot.COLOURS[kind] for name, kind in KINDS.items()}
 N = PRESETS["llama-2-7b"].parameters
 fig, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
@@ -93,20 +93,22 @@ for (kind, colour), size in zip(COLOURS.items(), (2, 2, 12), strict=True):
         axes.barh(rank, width / RANKS, left=start + rank * width / RANKS, color=colour)
     axes.text(start + width / 2, -0.75, kind, ha="center", color=colour, fontsize=9)
     start += width
-axes.set(xlabel="GB on a rank", ylabel="rank", ylim=(7.6, -1.3), yticks=range(RANKS))
+axes.set(xlabel="GB per rank", ylabel="rank", ylim=(7.6, -1.3), yticks=range(RANKS))
 axes.set_title(f"8 × {start:.0f} GB = {8 * start:.0f} GB; {7 * start:.0f} GB are copies")
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# **ZeRO** (*zero redundancy optimizer*) removes the copies in three stages. Stage 1 *shards* the
-# optimizer state, stage 2 also the gradients, stage 3 also the weights. Activations are not copies:
-# each rank has its own tokens.
-#
+# **ZeRO** (*zero redundancy optimizer*) removes the copies of **model states** (weights, gradients,
+# optimizer state) in three stages. Stage 1 *shards* the optimizer state: each rank keeps one part.
+# Stage 2 also shards the gradients, stage 3 also the weights. Stage 0 is plain data parallel.
+# Activations are not copies: each rank has its own tokens.
+
+# %% [markdown]
 # ## Guess
 #
-# Without ZeRO a rank holds 108 GB when backward ends. By what factor does each stage reduce this on
-# eight ranks? And by what factor does stage 3 increase the bytes that a rank sends? (One guide says
-# 4× and 8× for stages 1 and 2.)
+# In stage 0 a rank holds 108 GB when backward ends. By what factor does each stage reduce this on
+# eight ranks? By what factor does stage 3 increase the bytes that a rank sends? (One guide says 4×
+# for stage 1 and 8× for stage 2.)
 
 # %%
 ### BEGIN SOLUTION
@@ -122,11 +124,11 @@ guess("12.1", stage_1_times=4, stage_2_times=8, stage_3_times=8, stage_3_sends_t
 # Ranks exchange data only through a communicator. An operation that all ranks do together is a
 # **collective**:
 #
-# - **reduce-scatter**: each rank has a whole tensor; rank r gets piece r of the sum
-# - **all-gather**: each rank has a piece; all ranks get the whole tensor
+# - **reduce-scatter**: each rank has a whole tensor; rank r gets piece r of the sum, its **shard**
+# - **all-gather**: each rank has a shard; all ranks get the whole tensor
 # - **all-reduce**: all ranks get the whole sum. It is a reduce-scatter followed by an all-gather.
 #
-# Ranks send weights or gradients. Ψ is the number of weights, as in ZeRO's paper.
+# Ψ is the number of weights, as in ZeRO's paper.
 
 
 # %%
@@ -149,8 +151,8 @@ class Communicator:
 # %% [markdown]
 # ### Exercise 12.1: reduce-scatter and all-gather
 #
-# About 15 minutes. `wholes[r]` and `shards[r]` are on rank r, 1-D, and R divides their length.
-# Return a list: entry r is on rank r. Do not change the arguments.
+# About 15 minutes. `wholes[r]` and `shards[r]` are 1-D tensors on rank r. R divides a whole's
+# length. Return a list: entry r is a new tensor on rank r, not a view. Do not change the arguments.
 #
 # - Combine tensors of two ranks only after `self.comm.send(source, target, tensor)`.
 # - In each collective a rank sends at most R − 1 pieces.
@@ -193,7 +195,7 @@ Collectives = exercise("12.1", Collectives)
 
 
 # %%
-def by_rank_0(comm, wholes):
+def all_reduce_through_rank_0(comm, wholes):
     """The naive all-reduce: rank 0 adds, and sends the sum to every rank."""
     total = sum([wholes[0], *(comm.send(s, 0, wholes[s]) for s in range(1, len(wholes)))])
     return [total, *(comm.send(0, target, total) for target in range(1, len(wholes)))]
@@ -201,46 +203,45 @@ def by_rank_0(comm, wholes):
 
 wholes = [torch.ones(80_000) for _ in range(RANKS)]
 naive, ours = Communicator(RANKS), Communicator(RANKS)
-sums = by_rank_0(naive, wholes)
-together = Collectives(ours)
-found = together.all_gather(together.reduce_scatter(wholes))
-print("same sums:", all(torch.equal(a, b) for a, b in zip(sums, found, strict=True)))
+wanted = all_reduce_through_rank_0(naive, wholes)
+collectives = Collectives(ours)
+sums = collectives.all_gather(collectives.reduce_scatter(wholes))
+print("same sums:", all(torch.equal(a, b) for a, b in zip(sums, wanted, strict=True)))
 for name, comm in (("through rank 0", naive), ("two collectives", ours)):
     busiest = max(comm.sent) / wholes[0].nbytes
     print(f"{name:16} total {format_bytes(sum(comm.sent))}, busiest rank {busiest:.2f} × Ψ")
 
 # %% [markdown]
-# Both send the same bytes in total, but rank 0 sends four times as many, and all other ranks wait
-# for it. With Ψ weights, each rank sends **(R − 1)/R · Ψ** elements per collective, and twice that
-# in an all-reduce: less than 2 Ψ for any number of ranks.
+# Both send the same bytes in total. But through rank 0, the busiest rank sends four times as much,
+# and all other ranks wait for it. With two collectives, each rank sends **(R − 1)/R · Ψ** elements
+# twice: less than 2 Ψ for any R.
 #
-# Production libraries send the pieces around a *ring*, from each rank to its neighbor. This sends
-# as many bytes, and each rank needs only one connection.
+# Production libraries send the pieces around a *ring*, from each rank to its neighbor. A ring sends
+# the same bytes, and each rank needs only one connection.
 
 # %% [markdown]
 # ## Stage 1: shard the optimizer state
 #
-# With an all-reduce, every rank steps all weights. But between the two halves of the all-reduce,
-# each rank has one piece of the summed gradients. It can step that piece, with its piece of m and
-# v. The second half then gathers **updated weights** instead of gradients. The bytes sent stay the
-# same.
+# After an all-reduce, every rank updates all weights. But after the reduce-scatter alone, each rank
+# has one shard of the summed gradients. With its shard of m and v, it can update its shard of the
+# weights. The all-gather then sends **updated weights** instead of gradients: the same bytes.
 # %% [markdown]
 # Three traps:
 #
 # - If R does not divide the number of weights, pad the last piece.
-# - Clipping needs the norm of *all* gradients, but a rank has only its piece.
-# - Send weights in their own dtype, bfloat16.
+# - Clipping needs the norm of *all* gradients, but a rank has only its shard.
+# - Send weights in their own dtype, bfloat16, not in float32.
 
 # %% [markdown]
 # ### Exercise 12.2: shard Adam's state
 #
-# About 20 minutes. `weights[r]` are rank r's n weights, flat, the same on each rank. In the
-# constructor, keep a float32 copy of piece r only, and `torch.optim.AdamW([copy], lr=lr,
+# About 20 minutes. `weights[r]` is rank r's flat tensor of n weights, the same on each rank. In the
+# constructor, keep a float32 copy of piece r only, and its `torch.optim.AdamW([copy], lr=lr,
 # foreach=False)`.
 #
-# In `step`, `gradients[r]` (flat) belong to rank r. Use their **mean**, clip it to max_norm (one
-# call of `self.comm.sum` for the norm), and write the updated weights into every `weights[r]`. Keep
-# only 12 bytes per element of the piece, and AdamW's step count.
+# In `step`, `gradients[r]` is rank r's flat gradient. Do not change it. Clip the **mean** over
+# ranks to `max_norm` (one call of `self.comm.sum`). Write the updated weights into every
+# `weights[r]`. Between steps, keep only 12 bytes per element of the piece, and AdamW's step count.
 
 
 # %%
@@ -281,8 +282,9 @@ class ShardedAdam:
 ShardedAdam = exercise("12.2", ShardedAdam)
 
 # %% [markdown]
-# Now train with it. Each of four ranks has a tiny model; the text is torch's own source code. The
-# gray curve is one rank with Adam's whole state, on the mean of the same four gradients.
+# Now train with `ShardedAdam`. Each of four ranks has a tiny model; the text is torch's own source
+# code. The gray curve is one rank with the whole optimizer state, on the mean of the same four
+# gradients.
 
 
 # %%
@@ -295,16 +297,16 @@ def gradient(model, batch):
     return flat, loss.item()
 
 
-def learn(ranks, steps=7):
+def train(ranks, steps=7):
     """Return each step's mean loss of four batches: one per rank, or all four on one rank."""
-    models = [a_model()[0] for _ in range(ranks)]
+    models = [make_model()[0] for _ in range(ranks)]
     flat = [nn.utils.parameters_to_vector(m.parameters()).detach() for m in models]
     adam = ShardedAdam(flat, Communicator(ranks), 3e-3)
-    drawn, losses = batches(text, 4, 64, seed=1), []
+    data, losses = batches(text, 4, 64, seed=1), []
     for _ in range(steps):
-        made = [gradient(models[n % ranks], next(drawn)) for n in range(4)]
-        losses.append(sum(loss for _, loss in made) / 4)
-        gradients = [g for g, _ in made]
+        results = [gradient(models[n % ranks], next(data)) for n in range(4)]
+        losses.append(sum(loss for _, loss in results) / 4)
+        gradients = [g for g, _ in results]
         adam.step(gradients if ranks == 4 else [sum(gradients) / 4], max_norm=1.0)
         for model, weights in zip(models, flat, strict=True):
             nn.utils.vector_to_parameters(weights, model.parameters())
@@ -312,30 +314,30 @@ def learn(ranks, steps=7):
 
 
 # %%
-four, alone = learn(4), learn(1)
+four_ranks, one_rank_alone = train(4), train(1)
 fig, axes = plt.subplots(figsize=(9, 2.6), layout="constrained")
-axes.plot(alone, linewidth=5, color="#c9c9d0", label="one rank")
-axes.plot(four, linewidth=1.2, color="#00798c", label="four ranks, sharded Adam")
+axes.plot(one_rank_alone, linewidth=5, color="#c9c9d0", label="one rank")
+axes.plot(four_ranks, linewidth=1.2, color="#00798c", label="four ranks, sharded AdamW")
 axes.set(xlabel="step", ylabel="loss in nats", title="Loss on bytes of source code")
 axes.legend(frameon=False)
-furthest = max(abs(a - b) for a, b in zip(four, alone, strict=True))
-print(f"the loss went down: {four[-1] < four[0]}; max difference below 1e-3: {furthest < 1e-3}")
+difference = max(abs(a - b) for a, b in zip(four_ranks, one_rank_alone, strict=True))
+print(f"the loss went down: {four_ranks[-1] < four_ranks[0]}", end="; ")
+print(f"max difference below 1e-3: {difference < 1e-3}")
 
 # %% [markdown]
 # ## Stage 2: shard the gradients
 #
-# A rank steps one piece, so it needs only that piece of the summed gradients. When backward has
-# computed a block's gradients, reduce them **immediately**: each rank keeps its shard, and frees
-# the rest.
+# A rank updates one shard of the weights, so it needs only that shard of the summed gradients.
+# When backward has computed a block's gradients, reduce them **immediately**: each rank keeps its
+# shard and frees the rest.
 #
-# Weights that are sent together form a *unit*; in a transformer, a block. In this exercise a model
-# is a list of units. Each unit has a flat w and two functions. All ranks process the same unit,
-# then the next.
+# Weights sent together form a *unit*; in a transformer, a block. In this exercise a model is a list
+# of units, each a flat w. All ranks process the same unit, then the next.
 
 
 # %%
 def forward_of(w, x):
-    """Run one unit; the flat w is a matrix with one row per column of x."""
+    """Run one unit. The flat w holds a matrix with one row per column of x."""
     return torch.tanh(x @ w.view(x.shape[1], -1))
 
 
@@ -350,13 +352,14 @@ def backward_of(w, x, dy):
 # ### Exercise 12.3: shard the gradients
 #
 # About 12 minutes. You get `weights[rank][unit]`, `inputs[rank][unit]` (the unit's input in
-# forward), and `dys[rank]`, the gradient of the last unit's output. R divides every unit.
+# forward), and `dys[rank]`, the gradient of the last unit's output. R divides each unit's length.
 #
-# - Go through the units backwards.
-# - Add piece r of the sum over ranks to `sums[r][unit]`, **in place**: it may hold earlier
-#   micro-batches. (The mean is computed in the step.)
-# - Reduce one unit's gradients before you compute the next.
+# - Go through the units in reverse order.
+# - Reduce one unit's gradients before you compute the next unit's.
+# - Add shard r of the sum to `sums[r][unit]`, **in place**: it may hold earlier micro-batches. (The
+#   step divides by R.)
 # - Return a list: each rank's gradient of the first unit's input.
+# - Change no other argument.
 
 
 # %%
@@ -378,24 +381,24 @@ def add_gradients_(comm, weights, inputs, dys, sums):
 add_gradients_ = exercise("12.3", add_gradients_)
 
 # %% [markdown]
-# Stage 2 has a cost: stage 1 can accumulate k micro-batches locally and reduce once. Stage 2 has no
-# room for whole gradients, so it reduces in every backward pass: k + 1 passes of communication
-# instead of 2.
+# Stage 2 has a cost. Call one reduce-scatter or all-gather over all weights a **pass**. With k
+# micro-batches, stage 1 accumulates whole gradients locally: 2 passes. Stage 2 has no room for
+# whole gradients, so it reduces after every micro-batch: k + 1 passes.
 #
 # ## Stage 3: shard the weights
 #
 # A rank needs a unit's whole weights only while the unit runs. So gather them for forward, free
 # them, **gather them again** for backward, and free them. (Autograd would save them. So save only
-# the inputs, as in Day 5's checkpointing.)
+# the unit's input, as in Day 5's checkpointing.)
 
 # %% [markdown]
 # ### Exercise 12.4: shard the weights
 #
-# About 18 minutes. `shards[rank][unit]` is the rank's piece of a unit, `xs[rank]` its input, and
-# `dy_of(y)` returns the gradient of an output y. Run forward and backward. Add the gradients to
-# `sums` as before, and return nothing.
+# About 18 minutes. `shards[rank][unit]` is the rank's shard of a unit, `xs[rank]` the first unit's
+# input, and `dy_of(y)` returns the gradient of the last unit's output y. Run forward and backward.
+# Add the gradients to `sums` as before. Change no other argument, and return nothing.
 #
-# - Gather each unit twice, and reduce it once.
+# - Gather each unit twice, and reduce its gradients once.
 # - Hold at most one whole unit at a time: `del` its names, and lists that contain it, before you
 #   gather the next.
 # - `add_gradients_` also accepts lists of one unit.
@@ -442,38 +445,38 @@ bars = left.bar(
     color=(red, teal, dark),
 )  # fmt: skip
 left.bar_label(bars, fmt="{:,.0f}")
-left.set(ylabel="KiB on a rank", title="Weights and gradients", ylim=(0, 1.1 * all_whole))
-given = next(n for n, event in enumerate(trace.events) if event.phase != "before")
-right.plot(share[given:], color=teal, linewidth=1)
+left.set(ylabel="KiB per rank", title="Weights and gradients", ylim=(0, 1.1 * all_whole))
+first = next(n for n, event in enumerate(trace.events) if event.phase != "before")
+right.plot(share[first:], color=teal, linewidth=1)
 right.axhline(
     all_whole / PARTS, color=dark, linestyle="--", label="shards of weights and gradients"
 )
 right.set(xlabel="allocations and frees, in order", title="Stage 3: 16 units, forward and backward")
-right.set(ylim=(500, 720), ylabel="KiB on a rank")
+right.set(ylim=(500, 720), ylabel="KiB per rank")
 right.legend(frameon=False, loc="upper left")
 for axes in (left, right):
     axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# On the right, each tooth is a unit while it is whole: its weights in forward, its weights and
-# gradients in backward. The line rises because the units' inputs are saved for backward. (One
-# process runs all four ranks, so a rank's share is a quarter of the meter's bytes.)
+# On the right, each spike is one gathered unit: its weights in forward, its weights and gradients
+# in backward. In forward the minimum rises, because the inputs are saved. (One process runs all
+# four ranks, so the plot shows a quarter of its bytes.)
 #
 # ## Comparison with the library
 #
-# `memlab.zero.simulate` does the same for any model, with hooks. Compare four ranks, one batch
-# each, with one process that accumulates the same four gradients in the same order (`accumulate`,
-# Day 3). Each stage takes two steps.
+# `memlab.zero.simulate` does the same for any model, with hooks. Run two steps of each stage on
+# four ranks, one batch each. Compare with one process that accumulates the same four gradients in
+# the same order (`accumulate`, Day 3).
 
 
 # %%
 def micro_batches(count):
-    drawn = batches(text, 1, 16, seed=2)
-    return [next(drawn) for _ in range(count)]
+    data = batches(text, 1, 16, seed=2)
+    return [next(data) for _ in range(count)]
 
 
-def in_one_process(steps=2):
-    model, optimizer = a_model()
+def weights_of_one_process(steps=2):
+    model, optimizer = make_model()
     for _ in range(steps):
         accumulate(micro_batches(PARTS), lambda b: sum_of_losses(model, b), model.parameters())
         optimizer.step()
@@ -481,61 +484,61 @@ def in_one_process(steps=2):
     return dict(model.named_parameters())
 
 
-def most(trace, category):
+def maximum(trace, category):
     return max(running_sums(e.bytes for e in trace.events if e.category == category))
 
 
 # %%
-exact, ranks_of = in_one_process(), {}
+exact, rank_0 = weights_of_one_process(), {}
 kinds = ("parameters", "gradients", "optimizer_state")
-psi = sum(p.numel() for p in a_model()[0].parameters())
-print("maximum of each kind".ljust(32) + "".join(f"{kind:>17}" for kind in kinds))
+psi = sum(p.numel() for p in make_model()[0].parameters())
+print("rank 0, maximum of each kind".ljust(32) + "".join(f"{kind:>17}" for kind in kinds))
 for stage in range(4):
-    zero = simulate(*a_model(), PARTS, stage, meter=memlab.meter)
+    zero = simulate(*make_model(), PARTS, stage, meter=memlab.meter)
     for _ in range(2):
         step = zero.step(micro_batches(PARTS), sum_of_losses)
     equal = all(torch.equal(w, exact[name]) for name, w in zero.weights().items())
-    trace = ranks_of[f"stage {stage}"] = step.traces[0]
-    row = "".join(f"{format_bytes(most(trace, kind)):>17}" for kind in kinds)
+    trace = rank_0[f"stage {stage}"] = step.traces[0]
+    row = "".join(f"{format_bytes(maximum(trace, kind)):>17}" for kind in kinds)
     sent = step.traffic[0].model_elements() / psi
     print(f"stage {stage}: equal bit for bit: {equal} {row}; sent {sent:.2f} × Ψ")
 
 # %%
-plot.breakdown(ranks_of, title="Rank 0 of 4 at its peak (two tiny blocks, 16 tokens)")
+plot.breakdown(rank_0, title="Rank 0 of 4 at its peak (two tiny blocks, 16 tokens)")
 
 # %% [markdown]
-# The weights are not just close, they are **equal**: ZeRO is exact. Stages 0, 1 and 2 send 2 (R −
-# 1)/R Ψ elements, as many as without ZeRO. Stage 3 sends 1.5 times as many.
+# The weights are bitwise equal to one process's: ZeRO is exact. Stages 0, 1 and 2 send 2 (R − 1)/R
+# Ψ elements. Stage 3 sends 1.5 times as many.
 
 # %% [markdown]
-# Why are there more gradients than weights, and more than a quarter in stages 2 and 3? Each
+# Why are gradients larger than weights in stages 0 and 1, and more than a quarter in 2 and 3? Each
 # gradient exists **twice** for a moment: as autograd's tensor, and in the flat send buffer.
 #
-# - Stages 0 and 1: the embedding's 32 KiB are added to 128.62 KiB.
-# - Stages 2 and 3: one block exists twice (96.50 KiB), beside the other block's shard (12.06 KiB)
-#   and a norm.
+# - Stages 0 and 1: all gradients (128.62 KiB), and the embedding's a second time (32 KiB).
+# - Stages 2 and 3: one block's gradients twice (96.50 KiB), the other block's shard (12.06 KiB) and
+#   a norm's gradient.
 
 # %% [markdown]
-# A bar of the picture is one moment; the table has the maximum of each kind. Stage 3's peak is at
-# the start of backward. The last block is gathered: 48.25 KiB in a flat buffer, and 48.25 KiB as
-# weights. There are hardly any gradients yet. (The tied embedding's gradient from the head, 32 KiB,
-# is a temporary until the second part is added.)
+# The table has each kind's own maximum; a bar shows one moment. Stage 3's peak is at the start of
+# backward. The last block is gathered: 48.25 KiB in a flat buffer, and 48.25 KiB as weights. There
+# are hardly any gradients yet. (The head's gradient for the tied embedding, 32 KiB, is a temporary
+# until the lookup's gradient is added.)
 
 # %% [markdown]
-# Stage 0 allocates all gradients when the first is computed, as torch's DistributedDataParallel
-# does. A single process allocates them one by one, while activations are freed. So it peaks at
-# 580.84 KiB, and stage 0 at 653.59 KiB.
+# Stage 0 peaks at 653.59 KiB, a single process at 580.84 KiB. Stage 0 allocates a buffer for all
+# gradients when the first one is computed. A single process allocates them one by one, while
+# activations are freed.
 #
-# No stage reduces activations. Days 5 to 7 and 11 do.
+# No stage reduces activations. For those, see Days 5 to 7 and 11.
 
 # %% [markdown]
 # ### Exercise 12.5: what a rank holds and sends
 #
-# About 10 minutes. Write formulas for the stages 0 to 3. Return (held, sent) in bytes:
+# About 10 minutes. Write formulas for stages 0 to 3. Return the tuple (held, sent), in bytes:
 #
 # - held: weights and gradients (2 bytes per element each), and the optimizer state (K bytes per
-#   element)
-# - sent: the bytes that a rank sends in a step (2 per element), with k micro-batches per rank
+#   element), without gathered units
+# - sent: what a rank sends in a step (2 bytes per element), with k micro-batches per rank
 #
 # A shard has ⌈Ψ/R⌉ elements: padding is held and sent, too.
 
@@ -560,17 +563,17 @@ held_and_sent = exercise("12.5", held_and_sent)
 # %% [markdown]
 # ## Explain the gap
 #
-# Check your formula with a dry run. `one_rank` runs only rank 0, on fake tensors, with the exact
+# Check your formula with a dry run. `one_rank` runs only rank 0, on fake tensors, and counts the
 # bytes that it holds and sends. The model is one block of Llama 2 7B with its embedding and head,
 # in bfloat16 with float32 master weights.
 
 
 # %%
-def a_rank(config, ranks, stage, tokens=2048, how="plain", **settings):
+def dry_run_of_rank_0(config, ranks, stage, tokens=2048, technique="plain", **settings):
     """Return the trace and the traffic of a step with one sequence."""
     with memlab.dry_run():
         model = GPT(config, dtype=torch.bfloat16)
-        combined(how).change_model(model)
+        combined(technique).change_model(model)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         zero = one_rank(model, optimizer, ranks, stage, meter=memlab.meter, **settings)
         inputs = torch.zeros(1, tokens, dtype=torch.long)
@@ -586,44 +589,44 @@ def after_backward(trace):
 
 # %%
 one_block = replace(PRESETS["llama-2-7b"], layers=1)
-ran = [a_rank(one_block, RANKS, stage, master_weights=True) for stage in range(4)]
-states = [after_backward(trace) for trace, _ in ran]
+dry_runs = [dry_run_of_rank_0(one_block, RANKS, n, master_weights=True) for n in range(4)]
+states = [after_backward(trace) for trace, _ in dry_runs]
 formula = [held_and_sent(one_block.parameters, RANKS, n, K=12, k=1)[0] for n in range(4)]
-off = max(abs(a / b - 1) for a, b in zip(states, formula, strict=True))
-print(f"your formula is exact within 0.01%: {off < 1e-4}")
+error = max(abs(a / b - 1) for a, b in zip(states, formula, strict=True))
+print(f"your formula matches the dry runs within 0.01%: {error < 1e-4}")
 times = {f"stage_{stage}_times": states[0] / states[stage] for stage in (1, 2, 3)}
-sends = ran[3][1].model_bytes() / ran[0][1].model_bytes()
+sends = dry_runs[3][1].model_bytes() / dry_runs[0][1].model_bytes()
 reveal("12.1", **times, stage_3_sends_times=sends)
 
 # %% [markdown]
-# Stages 1 and 2 miss 4× and 8× because of the tensors that are *not* sharded. 4 bytes per weight
-# remain in stage 1 and 2 in stage 2, however many ranks there are. So 16/4 and 16/2 are **limits**.
-# From how many ranks on are they true within 10%?
+# Stages 1 and 2 save less than 4× and 8×, because 4 of the 16 bytes per weight stay whole in stage
+# 1, and 2 of 16 in stage 2. So 16/4 and 16/2 are **limits** for many ranks. How many ranks come
+# within 10% of them?
 
 
 # %%
-def saved(stage, ranks, K=12):
-    """Return by what factor a stage reduces the model states."""
+def reduction(stage, ranks, K=12):
+    """Return the factor by which a stage reduces the model states."""
     return round((4 + K) * N / held_and_sent(N, ranks, stage, K, 1)[0], 6)
 
 
 enough = {}
 for stage, limit in ((1, 4), (2, 8)):
-    enough[stage] = next(r for r in range(1, 1000) if saved(stage, r) >= 0.9 * limit)
-    print(f"stage {stage}: {saved(stage, 8):.2f}× less on 8 ranks, ", end="")
-    print(f"{saved(stage, enough[stage]):.1f}× less on {enough[stage]} ranks")
+    enough[stage] = next(r for r in range(1, 1000) if reduction(stage, r) >= 0.9 * limit)
+    print(f"stage {stage}: {reduction(stage, 8):.2f}× less on 8 ranks, ", end="")
+    print(f"{reduction(stage, enough[stage]):.1f}× less on {enough[stage]} ranks")
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
 powers = [2**n for n in range(11)]
-for stage, colour in zip((3, 2, 1), COLOURS.values(), strict=True):  # the colour of what it shards
-    times = [saved(stage, ranks) for ranks in powers]
+for stage, colour in zip((3, 2, 1), COLOURS.values(), strict=True):
+    times = [reduction(stage, ranks) for ranks in powers]
     axes.plot(powers, times, "o-", color=colour, label=f"stage {stage}")
 for stage, ranks in enough.items():
     axes.axhline(4 * stage, color="0.5", linestyle=":", linewidth=1)
-    axes.plot(ranks, saved(stage, ranks), "ks", markersize=6)
+    axes.plot(ranks, reduction(stage, ranks), "ks", markersize=6)
     axes.text(ranks * 1.08, 4 * stage - 2.0, f"{ranks} ranks")
-axes.text(17.5, 15.6, "stage 3: R × less on R ranks", color=COLOURS["weights"])
+axes.text(17.5, 15.6, "stage 3: R× less on R ranks", color=COLOURS["weights"])
 axes.set_xscale("log", base=2)
 axes.set_xticks(powers, map(str, powers))
 axes.set_yticks((1, 4, 8, 16))
@@ -635,15 +638,15 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # ## At scale: 7B on eight GPUs
 #
-# The next cell applies the formula to all 32 blocks, and runs eight blocks as a dry run (32 would
-# take four times as long): stage 3, one sequence of 2,048 tokens, every block checkpointed.
+# The next cell applies the formula to all 32 blocks, and runs eight blocks as a dry run:
+# stage 3, one sequence of 2,048 tokens, every block checkpointed.
 
 # %%
 for stage in range(4):
     held_gb, sent_gb = (n / 1e9 for n in held_and_sent(N, RANKS, stage, K=12, k=1))
     print(f"7B, stage {stage}: each rank holds {held_gb:6.2f} GB and sends {sent_gb:.2f} GB")
 eight = replace(PRESETS["llama-2-7b"], layers=8)
-trace, traffic = a_rank(eight, RANKS, 3, how="checkpointing", master_weights=True)
+trace, traffic = dry_run_of_rank_0(eight, RANKS, 3, technique="checkpointing", master_weights=True)
 held_gb, sent_gb = (n / 1e9 for n in held_and_sent(eight.parameters, RANKS, 3, K=12, k=1))
 print(f"eight blocks: model states {held_gb:.3f} GB", end="; ")
 print(f"peak {trace.peak_bytes / 1e9:.3f} GB, in {trace.peak_phase}")
@@ -657,25 +660,26 @@ print(f"sent {traffic.model_bytes() / 1e9:.2f} GB, formula {sent_gb:.2f} GB")
 #
 # | tensors | sharded, GB | whole, GB |
 # | --- | --- | --- |
-# | weights | 0.470 | 0.929: one block, embedding and head |
-# | Adam's m, v and float32 copies | 2.822 (copies, 0.941, count as `parameters`) | |
-# | gradients | 0.354: seven blocks | 0.533: the head, the block's MLP |
+# | weights | 0.470 | 0.929: first block, embedding and head |
+# | m, v and float32 copies | 2.822 (the copies, 0.941, count as `parameters`) | |
+# | gradients | 0.354: the other seven blocks | 0.533: the head and the first block's MLP |
 # | temporaries, activations, buffers | | 0.387 |
 #
-# The embedding and head stay whole until the end. The other gradients don't exist yet.
+# The embedding and head stay whole until backward ends. Gradients of the embedding and of the first
+# block's attention don't exist yet.
 
 # %% [markdown]
-# The whole tensors don't grow with the number of blocks. With all 32 blocks the peak is elsewhere:
-# 15.50 GB (14.43 GiB) while the rank **steps**, because its gradients are then float32 (Day 4's 18
-# bytes). Stages 1 and 2 peak at 40.43 and 27.29 GB. (A test measures these.)
+# The whole tensors don't grow with the number of blocks. With all 32 blocks the peak moves to the
+# **optimizer step**: 15.50 GB (14.43 GiB), because AdamW needs float32 gradients (Day 4's 18 bytes
+# per weight). Stages 1 and 2 peak at 40.43 and 27.29 GB. (Measured in a test.)
 
 # %% [markdown]
-# With few weights, the tensors that are not sharded dominate: activations, logits, whole units. Run
-# stage 3 of the one block again, on 8 and on 64 ranks:
+# In a small model, activations, logits and whole units dominate, and they are not sharded. Compare
+# stage 3 of the one-block model on 8 and on 64 ranks:
 
 # %%
-many, _ = a_rank(one_block, 64, 3, master_weights=True)
-peaks = {8: ran[3][0].peak_bytes, 64: many.peak_bytes}
+on_64, _ = dry_run_of_rank_0(one_block, 64, 3, master_weights=True)
+peaks = {8: dry_runs[3][0].peak_bytes, 64: on_64.peak_bytes}
 for ranks, peak in peaks.items():
     in_gb = held_and_sent(one_block.parameters, ranks, 3, K=12, k=1)[0] / 1e9
     print(f"{ranks:2} ranks: model states {in_gb:.2f} GB, peak {peak / 1e9:.2f} GB")
@@ -683,14 +687,13 @@ for ranks, peak in peaks.items():
 # %% [markdown]
 # In production, use FSDP2: `fully_shard(block)` for each block, then `fully_shard(model)`. It
 # shards each weight by rows and prefetches the next block, so communication and computation
-# overlap. With `reshard_after_forward=False` it keeps the weights after forward: two passes, but
-# not stage 3. DeepSpeed has all three stages. Tomorrow you run real processes, with FSDP2 beside
-# your version.
+# overlap. With `reshard_after_forward=False` it keeps the gathered weights until backward: two
+# passes, but no longer stage 3. DeepSpeed has all three stages.
 #
 # ## On your GPU
 #
-# A single GPU has no other ranks to share with. If you have one, this cell says in which stages one
-# rank of eight would fit on it.
+# If you have a GPU, this cell prints for each stage whether the model states of one rank of eight
+# fit on it.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):
@@ -706,38 +709,38 @@ else:
 # ## Rules on trial
 #
 # One guide says for 8 GPUs, 7B, BF16: "no ZeRO 56 GB; ZeRO-1 31.5, ZeRO-2 19.25, ZeRO-3 7 GB". 56
-# GB are 8 bytes per weight, so K is 4: m and v in bfloat16, without float32 copies. Check it with
-# the formula, and with a dry run of the one block, when backward has ended.
+# GB are 8 bytes per weight, so K is 4: m and v in bfloat16, without float32 copies. Check this with
+# the formula, and with dry runs of the one-block model at the end of backward.
 
 # %%
 seven_b = [held_and_sent(7_000_000_000, RANKS, stage, K=4, k=1)[0] / 1e9 for stage in range(4)]
 with_16 = [held_and_sent(7_000_000_000, RANKS, stage, K=12, k=1)[0] / 1e9 for stage in range(4)]
-off = []
+errors = []
 for stage in (1, 2, 3):
-    trace, _ = a_rank(one_block, RANKS, stage)
+    trace, _ = dry_run_of_rank_0(one_block, RANKS, stage)
     states = held_and_sent(one_block.parameters, RANKS, stage, K=4, k=1)[0]
-    off.append(abs(after_backward(trace) / states - 1))
+    errors.append(abs(after_backward(trace) / states - 1))
 at_8_bytes, at_16_bytes = (", ".join(f"{n:g}" for n in x) for x in (seven_b, with_16))
 
 # %%
 verdict(
     "21a",
-    seven_b == [56, 31.5, 19.25, 7] and max(off) < 0.001,
-    f"8 bytes per weight: {at_8_bytes} GB (dry runs agree within 0.1%: {max(off) < 0.001}); "
+    seven_b == [56, 31.5, 19.25, 7] and max(errors) < 0.001,
+    f"8 bytes per weight: {at_8_bytes} GB (dry runs agree within 0.1%: {max(errors) < 0.001}); "
     f"16 bytes per weight: {at_16_bytes} GB",
     condition="at 8 bytes per weight (bfloat16 moments, no float32 copies), without activations",
 )
 
 # %%
 at_8, at_1024 = (
-    {K: " and ".join(f"{saved(stage, ranks, K):.2f}×" for stage in (1, 2)) for K in (12, 4)}
+    {K: " and ".join(f"{reduction(stage, ranks, K):.2f}×" for stage in (1, 2)) for K in (12, 4)}
     for ranks in (8, 1024)
 )
 
 # %%
 verdict(
     "21b",
-    saved(1, 1024) > 3.6 and saved(2, 1024) > 7.2,
+    reduction(1, 1024) > 3.6 and reduction(2, 1024) > 7.2,
     f"16 bytes per weight: {at_8[12]} on 8 GPUs, {at_1024[12]} on 1,024; "
     f"8 bytes per weight: {at_8[4]} on 8 GPUs, {at_1024[4]} on 1,024",
     condition="at 16 bytes per weight, as limits: within 10% "
@@ -745,7 +748,7 @@ verdict(
 )
 
 # %%
-by_states = saved(3, 64) / saved(3, 8)
+by_states = reduction(3, 64) / reduction(3, 8)
 verdict(
     "21c",
     abs(by_states - 8) < 0.01,
@@ -756,15 +759,15 @@ verdict(
 )
 
 # %% [markdown]
-# What does ZeRO cost? Count the elements sent by rank 0 of four, with one micro-batch per rank and
-# with three.
+# What does ZeRO cost? Count the elements that rank 0 of four sends, with one and with three
+# micro-batches per rank.
 
 # %%
 ring = (PARTS - 1) / PARTS * psi
 passes = {}
 for count in (1, 3):
     for stage in range(4):
-        zero = simulate(*a_model(), PARTS, stage)
+        zero = simulate(*make_model(), PARTS, stage)
         step = zero.step(micro_batches(count * PARTS), sum_of_losses)
         passes[stage, count] = step.traffic[0].model_elements() / ring
 one, three = (", ".join(f"{passes[stage, k]:.2f}" for stage in range(4)) for k in (1, 3))
@@ -785,12 +788,12 @@ verdict(
 # | --- | --- | --- | --- |
 # | 0 | nothing | 16 | 2 |
 # | 1 | optimizer state | 4 + 12/R | 2 |
-# | 2 | and gradients | 2 + 14/R | k + 1 |
-# | 3 | and weights | 16/R, and a whole unit | 3k |
+# | 2 | also gradients | 2 + 14/R | k + 1 |
+# | 3 | also weights | 16/R, plus a whole unit | 3k |
 #
-# (A pass sends (R − 1)/R of the weights from each rank.) You can say which tensors ZeRO shards, why
-# stage 1 costs nothing, why stage 2 and gradient accumulation don't combine well, and which K a
-# table of gigabytes assumes.
+# (In a pass each rank sends (R − 1)/R · Ψ elements.) You can say which tensors ZeRO shards, why
+# stage 1 sends no more than stage 0, why stage 2 and gradient accumulation don't combine well, and
+# which K a guide's sizes assume.
 #
 # Tomorrow: ZeRO on real processes.
 
@@ -798,8 +801,8 @@ verdict(
 # ## The running bill
 #
 # One training step of 124M weights on 8 × 640 tokens. It runs on one GPU, so there are no copies to
-# remove, and the bill stays the same. What would each of eight ranks hold of this step's model
-# states? They are small by now: bfloat16 weights and gradients, and 8-bit Lion with K = 1.02.
+# remove, and the bill stays the same. How much of its model states would each of eight ranks hold?
+# They are small by now: bfloat16 weights and gradients, and 8-bit Lion with K = 1.02.
 
 # %%
 small = PRESETS["124m"].parameters
@@ -808,9 +811,8 @@ for stage in range(4):
     print(f"stage {stage}, one of eight ranks: model states {format_bytes(states)}")
 
 # %% [markdown]
-# Each rank would also run one sequence instead of eight. But 8-bit Lion shares a scale within each
-# block of codes, so a shard must end where a block ends. `simulate` does not support this and
-# raises an error.
+# But 8-bit Lion stores one scale per quantization block, so a shard must end where a block ends.
+# `simulate` does not support this and raises an error.
 
 # %%
 running_bill(12)

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Day 13: ZeRO on real processes
 #
-# **Yesterday's ranks were lists in one process. Do real ranks hold and send the same bytes?**
+# **Yesterday all ranks ran in one process. Do real ranks hold and send the same bytes?**
 #
 # After today you can run ZeRO in two processes, each with its own meter, overlap communication with
 # backward, handle a NaN and a killed rank, resume with a different number of ranks, and read
@@ -19,12 +19,12 @@
 # %% [markdown]
 # ## The question
 #
-# In a simulation all ranks are lists in one process, and no rank is ever late. A real rank is a
-# **process** with its own memory. It gets data from other ranks only through sockets. It can wait
-# forever, and it can be killed.
+# In a simulation all ranks share one process, and no rank is late. A real rank is a **process**
+# with its own memory. It receives data from other ranks only through sockets. It can wait forever,
+# and it can be killed.
 #
 # Today two processes train the tiny model. Both run the code of the next cells; only their rank
-# differs. (They communicate with *gloo*, torch's backend for CPUs. Between GPUs it is NCCL.)
+# differs. (They communicate with *gloo*, torch's backend for CPUs. For GPUs it is NCCL.)
 
 
 # %%
@@ -55,7 +55,7 @@ from memlab.zero.launch import RanksFailed, run_ranks
 
 
 # %%
-def a_model(dtype=torch.float32):
+def make_model(dtype=torch.float32):
     torch.manual_seed(0)
     model = GPT(replace(PRESETS["tiny"], layers=2), dtype=dtype)
     return model, torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
@@ -63,12 +63,12 @@ def a_model(dtype=torch.float32):
 
 def micro_batches(number):
     """Return the two micro-batches of a step."""
-    drawn = batches(source_bytes("128 KiB"), 1, 16, seed=number)
-    return [next(drawn), next(drawn)]
+    data = batches(source_bytes("128 KiB"), 1, 16, seed=number)
+    return [next(data), next(data)]
 
 
-def mine(number):
-    """Return this rank's micro-batches: every R-th, starting with the rank."""
+def own_batches(number):
+    """Return this rank's micro-batches of a step: rank, rank + R, rank + 2R, …"""
     return micro_batches(number)[dist.get_rank() :: dist.get_world_size()]
 
 
@@ -78,19 +78,19 @@ def sum_of_losses(model, batch):
 
 
 # %% [markdown]
-# `processes.shard` takes a model and its optimizer, and keeps this rank's part. `zero.step` does
-# what Day 12's `simulate` did, for one rank. The meter runs in the process and measures this rank.
+# `processes.shard` takes a model and its optimizer, and keeps this rank's shards. `zero.step` runs
+# a step like Day 12's `simulate`, for one rank. The meter measures this process only.
 #
 # With `overlap`, gradients are sent while backward continues, and the next unit is prefetched while
-# the current unit runs. This costs memory: guess how much.
+# the current unit runs. This costs memory: you will guess how much.
 
 
 # %%
-def metered(stage, overlap):
+def measure_step(stage, overlap):
     """Return the trace, the traffic and the loss of the second step."""
-    zero = processes.shard(*a_model(), stage, overlap=overlap)
+    zero = processes.shard(*make_model(), stage, overlap=overlap)
     for number in range(2):
-        batch = mine(number)
+        batch = own_batches(number)
         with memlab.meter(zero.model, zero.optimizer) as running:
             step = zero.step(batch, sum_of_losses)
     return running.trace, step.traffic[0], step.loss
@@ -99,53 +99,53 @@ def metered(stage, overlap):
 # %% [markdown]
 # For comparison, each process also runs PyTorch's **FSDP2**, which is stage 3. `fully_shard(block)`
 # makes each block a unit; `fully_shard(model)` makes a unit of the remaining weights, the *root*.
-# `CommDebugMode` counts its collectives. (A float64 run compares the weights almost exactly.)
+# `CommDebugMode` counts its collectives. (To compare weights, it also runs in float64.)
 
 
 # %%
-def with_fsdp2(dtype=torch.float32):
-    model, _ = a_model(dtype)
+def make_fsdp2(dtype=torch.float32):
+    model, _ = make_model(dtype)
     for module in (*model.blocks, model):
         fully_shard(module, reshard_after_forward=True)
     return model, torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
 
 
 def fsdp2_step(model, optimizer, number):
-    (batch,) = mine(number)
+    (batch,) = own_batches(number)
     model(*batch).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def beside_fsdp2():
+def measure_fsdp2():
     """Return the second step's trace and collectives, and the float64 weights after it."""
-    made, exact = with_fsdp2(), with_fsdp2(torch.float64)
+    training, in_float64 = make_fsdp2(), make_fsdp2(torch.float64)
     for number in range(2):
-        fsdp2_step(*exact, number)
-        with memlab.meter(*made) as running, CommDebugMode() as called:
-            fsdp2_step(*made, number)
-    counts = {str(name): count for name, count in called.get_comm_counts().items()}
-    whole = {name: p.full_tensor().detach() for name, p in exact[0].named_parameters()}
-    return running.trace, counts, whole
+        fsdp2_step(*in_float64, number)
+        with memlab.meter(*training) as running, CommDebugMode() as collectives:
+            fsdp2_step(*training, number)
+    counts = {str(name): count for name, count in collectives.get_comm_counts().items()}
+    weights = {name: p.full_tensor().detach() for name, p in in_float64[0].named_parameters()}
+    return running.trace, counts, weights
 
 
 # %% [markdown]
-# Then things go wrong on purpose. In `with_a_nan`, rank 1's loss is NaN. `train` saves a checkpoint
-# after every second step, each rank its own shards. Then rank 1 is killed as the operating system
-# does it when memory runs out: without an exception or a message.
+# Then two failures. In `step_with_a_nan`, rank 1's loss is NaN. `train` saves a checkpoint after
+# every second step, each rank its own shards. Then rank 1 is killed with SIGKILL, as Linux does
+# when memory runs out: without an exception or a message.
 
 
 # %%
-def with_a_nan(stage):
+def step_with_a_nan(stage):
     """Return this rank's error message."""
-    zero = processes.shard(*a_model(), stage)
+    zero = processes.shard(*make_model(), stage)
 
     def loss_with_nan(model, batch):
         loss, tokens = sum_of_losses(model, batch)
         return (loss * float("nan") if dist.get_rank() == 1 else loss), tokens
 
     try:
-        zero.step(mine(0), loss_with_nan)
+        zero.step(own_batches(0), loss_with_nan)
     except FloatingPointError as error:
         return str(error)
 
@@ -156,7 +156,7 @@ def train(zero, first, last, folder=None, killed_in=None):
     for number in range(first, last):
         if number == killed_in and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        losses.append(zero.step(mine(number), sum_of_losses).loss)
+        losses.append(zero.step(own_batches(number), sum_of_losses).loss)
         if folder and number % 2:
             zero.save(folder, done=number + 1, losses=losses)
     return losses
@@ -164,24 +164,24 @@ def train(zero, first, last, folder=None, killed_in=None):
 
 # %% [markdown]
 # Everything runs in one launch, because starting processes takes seconds. A killed rank returns
-# nothing, so each rank writes its results to a file, as real training runs write logs.
+# nothing, so each rank writes its results to a file.
 
 
 # %%
-HOW = ((0, False), (1, False), (2, False), (2, True), (3, False), (3, True))  # stage, overlap
+RUNS = ((0, False), (1, False), (2, False), (2, True), (3, False), (3, True))  # stage, overlap
 STEPS, KILLED_IN = 8, 5
 
 
 def main(folder):
     with processes.joined("gloo", timeout=60) as rank:
-        found = {how: metered(*how) for how in HOW}
-        found["FSDP2"] = beside_fsdp2()
-        found["nan"] = with_a_nan(stage=2)
-        zero = processes.shard(*a_model(), 2, overlap=False)
-        found["losses"] = train(zero, 0, STEPS)
-        found["weights"] = {n: p.detach().clone() for n, p in zero.model.named_parameters()}
-        torch.save(found, Path(folder) / f"found-{rank}.pt")
-        zero = processes.shard(*a_model(), 2, overlap=False)
+        results = {run: measure_step(*run) for run in RUNS}
+        results["FSDP2"] = measure_fsdp2()
+        results["nan"] = step_with_a_nan(stage=2)
+        zero = processes.shard(*make_model(), 2, overlap=False)
+        results["losses"] = train(zero, 0, STEPS)
+        results["weights"] = {n: p.detach().clone() for n, p in zero.model.named_parameters()}
+        torch.save(results, Path(folder) / f"results-{rank}.pt")
+        zero = processes.shard(*make_model(), 2, overlap=False)
         train(zero, 0, STEPS, folder=Path(folder) / "checkpoint", killed_in=KILLED_IN)
 
 
@@ -195,10 +195,12 @@ def main(folder):
 # %% [markdown]
 # The last guess is about a 405B model on 128 GPUs, split as "tensor 8, pipeline 4, data 4".
 #
-# - *Tensor*: eight GPUs share each matrix, and all-reduce partial activations in every block.
-# - *Data*: four such groups train on different tokens, and sum their gradients once per step.
+# - *Tensor*: eight GPUs split each matrix, and all-reduce partial activations in every block.
+# - *Pipeline*: four stages have a quarter of the blocks each.
+# - *Data*: four copies of the model, 32 GPUs each, train on different tokens (16 micro-batches of
+#   8,192 per step each), and sum their gradients once per step.
 #
-# How many times as many bytes does a GPU send for tensor as for data?
+# How many times more bytes does a GPU send for tensor than for data parallelism?
 
 # %%
 ### BEGIN SOLUTION
@@ -212,7 +214,7 @@ guess("13.1", differs_bytes=4096, overlap_more_percent=5, fsdp2_gathers_times=1,
 # %% [markdown]
 # ## Two processes
 #
-# Both processes get the source code of the functions above. Rank 1 is killed: `RanksFailed` says
+# Both processes run the source code of the functions above. Rank 1 is killed: `RanksFailed` says
 # which rank failed and why. (This takes about half a minute.)
 
 # %%
@@ -229,10 +231,10 @@ from memlab.model import GPT, PRESETS
 from memlab.zero import processes
 """
 PARTS = (
-    *(a_model, micro_batches, mine, sum_of_losses, metered, with_fsdp2, fsdp2_step),
-    *(beside_fsdp2, with_a_nan, train, main),
+    *(make_model, micro_batches, own_batches, sum_of_losses, measure_step, make_fsdp2),
+    *(fsdp2_step, measure_fsdp2, step_with_a_nan, train, main),
 )
-SOURCE = f"{IMPORTS}\nHOW, STEPS, KILLED_IN = {HOW}, {STEPS}, {KILLED_IN}\n\n"
+SOURCE = f"{IMPORTS}\nRUNS, STEPS, KILLED_IN = {RUNS}, {STEPS}, {KILLED_IN}\n\n"
 SOURCE += "\n\n".join(map(getsource, PARTS))
 
 temporary = tempfile.TemporaryDirectory()
@@ -243,14 +245,14 @@ except RanksFailed as failed:
     error_of_0 = failed.errors[0]
 
 # %%
-found = [torch.load(f"{temporary.name}/found-{r}.pt", weights_only=False) for r in range(2)]
+results = [torch.load(f"{temporary.name}/results-{r}.pt", weights_only=False) for r in range(2)]
 simulated = {}
 for stage in range(4):
-    zero = simulate(*a_model(), 2, stage, meter=memlab.meter)
+    zero = simulate(*make_model(), 2, stage, meter=memlab.meter)
     for number in range(2):
         step = zero.step(micro_batches(number), sum_of_losses)
     simulated[stage] = step
-    real = [found[rank][stage, False] for rank in range(2)]
+    real = [results[rank][stage, False] for rank in range(2)]
     same_bytes = all(
         (trace.peak_bytes, trace.at_peak, trace.at_end)
         == (other.peak_bytes, other.at_peak, other.at_end)
@@ -263,12 +265,12 @@ for stage in range(4):
 
 # %%
 NAMES = {
-    "parameters": "weights", "gradients": "gradients", "optimizer_state": "optimizer's state",
+    "parameters": "weights", "gradients": "gradients", "optimizer_state": "optimizer state",
     "activations": "activations",
 }  # fmt: skip
 fig, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
 for stage in range(4):
-    bars = {f"process {rank}": found[rank][stage, False][0] for rank in range(2)}
+    bars = {f"process {rank}": results[rank][stage, False][0] for rank in range(2)}
     bars["simulated"] = simulated[stage].traces[0]
     for place, (who, trace) in enumerate(bars.items(), 4 * stage):
         start = 0
@@ -292,46 +294,46 @@ _ = axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5,
 # the collectives; and the loss, bit for bit. So Day 12's results hold for processes. (With more
 # than two ranks, the order of summation may change the last bit.)
 #
-# The meter does *not* see memory that torch doesn't allocate as tensors: gloo's own buffers,
-# libraries, and the CUDA context on a GPU (Day 2).
+# The meter does *not* count memory outside of tensors: gloo's own buffers, libraries, and the CUDA
+# context on a GPU (Day 2).
 
 # %% [markdown]
-# Why is stage 3's peak higher than stage 2's here? At the start of backward, the root (embedding
-# and last norm) and one block are whole, beside the shards. With only two tiny blocks, this exceeds
-# the whole weights of stage 2. With many blocks, as in Day 12, one block is a small part.
+# Why is stage 3's peak higher than stage 2's here? At the start of backward, a rank holds its
+# shards, and the gathered root (embedding and last norm) and one block. With only two tiny blocks,
+# this is more than all weights. With many blocks, as in Day 12, one block is a small part.
 
 # %% [markdown]
 # ## A ring
 #
-# Yesterday each rank could send to every other rank. Real networks have fewer connections: on a
-# **ring** a rank sends to the next rank and receives from the previous one. And each program now
-# runs as *one* rank.
+# Yesterday each rank could send to every other rank. On a **ring** a rank sends to the next rank
+# and receives from the previous one. Today you write the program of *one* rank.
 #
-# `in_turns(program, given)` runs a program as R ranks in this process, one at a time. `peer` has
-# `rank`, `ranks`, `send(tensor)` to the next rank (the last sends to rank 0), and `receive()`,
-# which waits for the previous rank. If all ranks wait, `in_turns` raises an error.
+# `in_turns(program, arguments)` runs one rank per tuple of arguments, in turns, in this process.
+# The program's first argument, `peer`, has `rank`, `ranks`, `send(tensor)` to the next rank (the
+# last sends to rank 0), and `receive()`, which waits for the previous rank. If all ranks wait,
+# `in_turns` raises `Stuck`.
 
 
 # %%
-def two_ways(peer, polite):
-    if polite:  # receives before it sends
+def exchange(peer, receive_first):
+    if receive_first:
         return peer.receive() + peer.rank
     peer.send(torch.tensor(10 * peer.rank))
     return int(peer.receive())
 
 
-print(in_turns(two_ways, [(False,)] * 3))
+print(in_turns(exchange, [(False,)] * 3))
 try:
-    in_turns(two_ways, [(True,)] * 3)
+    in_turns(exchange, [(True,)] * 3)
 except Stuck as stuck:
     print(fill(str(stuck), 96))
 
 # %% [markdown]
 # ### Exercise 13.1: reduce-scatter on a ring
 #
-# About 18 minutes. `whole` is this rank's tensor, 1-D, and R divides its length. Return piece
+# About 18 minutes. `whole` is this rank's 1-D tensor; R divides its length. Return piece
 # `peer.rank` of the sum over all ranks, as a tensor with its own memory. Each rank sends R − 1
-# messages of one piece each. Do not change the input.
+# messages of one piece each, in the input's dtype. Do not change the input.
 
 
 # %%
@@ -354,37 +356,39 @@ for ranks in (2, 8, 64):
     peers = []
     got = in_turns(ring_reduce_scatter, [(torch.ones(6400),)] * ranks, peers=peers)
     sent = [number for event, number in peers[0].events if event == "send"]
-    print(f"{ranks:2} ranks: {len(sent):2} messages of {format_bytes(sent[0]):>9}", end=", ")
+    print(f"{ranks:2} ranks: each sends {len(sent):2} × {format_bytes(sent[0])}", end=", ")
     print(f"{sum(sent) / 25_600:.2f} × Ψ; sums correct: {all((x == ranks).all() for x in got)}")
 
 # %% [markdown]
 # Each rank sends (R − 1)/R Ψ elements, as in Day 12's formula. But it sends R − 1 messages, one
-# after another, and each has a latency, however short it is. So small gradients are concatenated
+# after another, and each has a latency, even if it is short. So small gradients are concatenated
 # into one flat tensor, a *bucket*, and sent together.
-#
+
+# %% [markdown]
 # ## Overlap
 #
-# Backward computes the last block's gradients first, and the other blocks' later. A bucket can be
-# sent in the meantime: **begin** a sum, continue, and **wait** only when you need its memory.
+# Backward computes the last block's gradients first. They can be sent while backward continues:
+# **begin** a bucket's sum, and **wait** for it later. `peer.begin(flat)` starts a sum over ranks;
+# `.wait()` on its result returns the sum. A sum *in flight* (begun, not yet waited for) uses
+# memory.
 
 # %% [markdown]
 # ### Exercise 13.2: overlap buckets with backward
 #
-# About 20 minutes. `made` yields (name, gradient); `buckets` is a list of lists of names.
-# `peer.begin(flat)` starts a sum over ranks; `.wait()` on its result returns the sum. Return the
-# sums.
+# About 20 minutes. `gradients` yields (name, gradient); `buckets` is a list of lists of names.
+# Return each bucket's sum, in order. Do not change `buckets`.
 #
-# - Begin a bucket when its last gradient arrives: flat, in the order of its names.
+# - Begin a bucket when its last gradient arrives: one flat tensor, in the order of its names.
 # - Begin buckets in the list's order, even if a later one is complete first.
 # - At most two are in flight: just before you begin a third, wait for the older.
-# - Keep nothing that was sent: no gradient, copy or name for `flat`.
+# - After `begin`, keep no reference to a sent gradient, a copy of it, or `flat`.
 
 
 # %%
-def reduce_in_buckets(peer, made, buckets):
+def reduce_in_buckets(peer, gradients, buckets):
     ### BEGIN SOLUTION
     grads, work, sums, pending = {}, [], [], list(buckets)
-    for name, gradient in made:
+    for name, gradient in gradients:
         grads[name] = gradient
         del gradient
         while pending and all(n in grads for n in pending[0]):
@@ -401,7 +405,7 @@ reduce_in_buckets = exercise("13.2", reduce_in_buckets)
 
 # %%
 class WaitAtOnce:
-    """A peer that waits for each sum as soon as it begins."""
+    """A peer whose `begin` waits for the sum."""
 
     def __init__(self, peer):
         self.peer = peer
@@ -419,12 +423,13 @@ def events_of(peer_of):
     """Return rank 0's events with eight gradients, in order."""
 
     def program(peer):
-        def made():
+        def gradients():
             for name in "hgfedcba":
                 peer.events.append(("made", name))
                 yield name, torch.ones(1000)
 
-        reduce_in_buckets(peer_of(peer), made(), [[*pair] for pair in ("hg", "fe", "dc", "ba")])
+        buckets = [[*pair] for pair in ("hg", "fe", "dc", "ba")]
+        reduce_in_buckets(peer_of(peer), gradients(), buckets)
         return peer.events
 
     return in_turns(program, [(), ()])[0]
@@ -434,8 +439,7 @@ def events_of(peer_of):
 fig, both = plt.subplots(2, 1, figsize=(9, 3.8), layout="constrained", sharex=True)
 ways = {"Wait at once": WaitAtOnce, "Wait late (yours)": lambda peer: peer}
 for axes, (title, peer_of) in zip(both, ways.items(), strict=True):
-    now, arrivals = 0, []  # sending a bucket takes as long as two gradients
-    waited = 0
+    now, waited, arrivals = 0, 0, []
     for event, name in events_of(peer_of):
         if event == "made":
             axes.barh(0, 0.94, left=now, color="#4477aa")
@@ -454,71 +458,69 @@ for axes, (title, peer_of) in zip(both, ways.items(), strict=True):
     axes.set(yticks=(0, 1), yticklabels=("backward", "in flight"), title=title)
     axes.set(xlim=(-0.2, 18), xticks=range(0, 17, 2))
     axes.spines[["top", "right"]].set_visible(False)
-_ = both[1].set_xlabel("time, in gradients (assumed: sending a bucket takes two)")
+_ = both[1].set_xlabel("time (assumed: 1 per gradient computed, 2 per bucket sent)")
 
 # %% [markdown]
-# The events come from your function. The lengths assume that sending a bucket takes as long as
-# computing two gradients. If you wait at once, backward stalls. If you wait late, only the last
-# bucket is not hidden. Two buckets may be in flight, so the next can start when the first has
-# arrived.
+# The order of events comes from your function; the durations are assumed. If you wait at once,
+# backward stalls. If you wait late, only the last bucket is not hidden.
 #
 # Overlap costs the memory of a second bucket. Stage 3 also overlaps the weights: it gathers the
 # next unit while the current unit runs. How much memory did overlap cost in the two processes?
 
 
 # %%
-block = sum(p.nbytes for p in a_model()[0].blocks[1].parameters())
-print(f"weights of a block: {block:,} bytes (its gradients need as many)")
+block = sum(p.nbytes for p in make_model()[0].blocks[1].parameters())
+print(f"weights of a block: {block:,} bytes")
 for stage in (2, 3):
-    (plain, one, _), (overlap, other, _) = (found[0][stage, on] for on in (False, True))
-    more = overlap.peak_bytes - plain.peak_bytes
+    without, with_overlap = (results[0][stage, overlap] for overlap in (False, True))
+    more = with_overlap[0].peak_bytes - without[0].peak_bytes
     print(f"stage {stage}: overlap adds {more:,} bytes to the peak;", end=" ")
-    print(f"same collectives and bytes sent: {one == other}")
+    print(f"same collectives and bytes sent: {without[1] == with_overlap[1]}")
 
 # %% [markdown]
-# In stage 3 overlap costs exactly one block: the first block's weights are gathered while the
-# second, which runs first in backward, is still whole. In stage 2 it costs nothing: two buckets
+# In stage 3 overlap costs exactly one block. Backward runs the second block first, with its
+# gathered weights, and prefetches the first block's. In stage 2 overlap costs nothing: two buckets
 # exist together, but not at the peak.
 
 # %% [markdown]
 # ## Comparison with FSDP2
 
 # %%
-trace, counts, whole = found[0]["FSDP2"]
-ours = found[0][3, False][1]
+trace, counts, fsdp2_weights = results[0]["FSDP2"]
+ours = results[0][3, False][1]
 for kind, name in (("all_gather", "_allgather_base_"), ("reduce_scatter", "_reduce_scatter_base_")):
-    called = sum(n for what, n in ours.calls.items() if what.kind == kind)
-    print(f"{kind:15} ours {called}, FSDP2 {counts[f'c10d.{name}']}")
-zero = simulate(*a_model(torch.float64), 2, 3)
+    calls = sum(n for what, n in ours.calls.items() if what.kind == kind)
+    print(f"{kind:15} ours {calls}, FSDP2 {counts[f'c10d.{name}']}")
+zero = simulate(*make_model(torch.float64), 2, 3)
 for number in range(2):
     _ = zero.step(micro_batches(number), sum_of_losses)
-furthest = max((w - whole[name]).abs().max().item() for name, w in zero.weights().items())
-print(f"weights after two steps: max difference below 1e-12: {furthest < 1e-12}")
+difference = max((w - fsdp2_weights[n]).abs().max().item() for n, w in zero.weights().items())
+print(f"weights after two steps: max difference below 1e-12: {difference < 1e-12}")
 for kind in ("parameters", "optimizer_state"):
-    held = (found[0][3, False][0].at_end[kind], trace.at_end[kind])
-    print(f"{kind} between steps: ours {held[0]:,} bytes, FSDP2 {held[1]:,}")
-all_weights = sum(p.nbytes for p in a_model()[0].parameters())
-all_whole = trace.at_peak["inputs"] >= all_weights  # the meter counts gathered weights as inputs
-print(f"at FSDP2's peak, in {trace.peak_phase}, all weights are whole: {all_whole}")
-ratio = trace.peak_bytes / found[0][3, True][0].peak_bytes
+    held = (results[0][3, False][0].at_end[kind], trace.at_end[kind])
+    print(f"{kind} between steps: ours {held[0]:,} bytes, FSDP2 {held[1]:,} bytes")
+all_weights = sum(p.nbytes for p in make_model()[0].parameters())
+all_gathered = trace.at_peak["inputs"] >= all_weights  # the meter counts them as inputs
+print(f"at FSDP2's peak, in {trace.peak_phase}, all weights are gathered: {all_gathered}")
+ratio = trace.peak_bytes / results[0][3, True][0].peak_bytes
 print(f"FSDP2's peak is 1.1 to 1.4 × ours with overlap: {1.1 < ratio < 1.4}")
 
 # %% [markdown]
-# Shards, collectives and weights are the same. FSDP2 needs 68 bytes more for Adam's step counters:
-# one per weight instead of one per unit.
+# Shards, collectives and weights are the same. FSDP2 needs 68 bytes more for AdamW's step counters:
+# one per parameter tensor instead of one per unit.
 #
 # In backward FSDP2 prefetches a block. This model has two blocks, so with the root *all* weights
-# are whole at its peak. With 32 blocks, one prefetched block is 3% of them. (FSDP2's exact peak
-# varies by some KiB from run to run, so the cell prints only a range.)
+# are gathered at its peak. With 32 blocks, a prefetched block is 3% of the blocks' weights.
+# (FSDP2's exact peak varies by some KiB from run to run, so the cell prints only a range.)
 
 # %% [markdown]
-# What to use in production:
+# Use these in production:
 #
 # | stage | call |
 # | --- | --- |
 # | 0 | `DistributedDataParallel`: buckets of 25 MiB, sent during backward |
-# | 1 | the same with `ZeroRedundancyOptimizer`, or DeepSpeed |
-# | 2 | `fully_shard(block, reshard_after_forward=False)`: keeps weights after forward |
+# | 1 | `DistributedDataParallel` with `ZeroRedundancyOptimizer`, or DeepSpeed |
+# | 2 | `fully_shard(block, reshard_after_forward=False)`: keeps gathered weights after forward |
 # | 3 | `fully_shard(block)` for each block, then `fully_shard(model)`; or DeepSpeed |
 
 # %% [markdown]
@@ -528,7 +530,7 @@ print(f"FSDP2's peak is 1.1 to 1.4 × ours with overlap: {1.1 < ratio < 1.4}")
 # | --- | --- |
 # | clipping | torch's `clip_grad_norm_`; with `zero`, call `zero.clip_grad_norm_` instead |
 # | bfloat16 | `MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...)` |
-# | k micro-batches | `model.set_requires_gradient_sync(False)`: whole gradients, fewer reductions |
+# | k micro-batches | `set_requires_gradient_sync(False)`: unsharded gradients, fewer reductions |
 # | checkpoints | `torch.distributed.checkpoint` |
 # | launch and restart | `torchrun --nproc-per-node 8 --max-restarts 3 train.py` |
 
@@ -539,26 +541,26 @@ print(f"FSDP2's peak is 1.1 to 1.4 × ours with overlap: {1.1 < ratio < 1.4}")
 
 # %%
 for rank in range(2):
-    print(f"rank {rank}:", found[rank]["nan"].partition(";")[0])
+    print(f"rank {rank}:", results[rank]["nan"].partition(";")[0])
 
 # %% [markdown]
 # Both ranks report the same error, although rank 0's own loss was finite. If rank 1 had skipped the
 # step alone, rank 0 would have waited for it in the next collective. The same happens at the end of
-# the data, when one rank has one batch more. So ranks decide **together**: a rank's next collective
-# must never depend on something that only this rank knows.
+# the data, when one rank has one batch more. So ranks decide **together**: whether a rank runs the
+# next collective must never depend on its own data alone.
 
 # %% [markdown]
 # ### Exercise 13.3: one decision for all ranks
 #
-# About 15 minutes. `gradients` iterates over this rank's gradients; another rank may have more.
-# Each round takes one gradient, and ends in one of three ways:
+# About 15 minutes. In each round take one gradient from this rank's iterator `gradients`; another
+# rank may have more. A round ends in one of three ways:
 #
-# - A rank has none left: all ranks stop and return the number of steps.
+# - A rank has none left: all ranks return the number of steps.
 # - A gradient is not finite (inf, nan): all ranks skip the round and send no gradient.
 # - Otherwise: `weight -= lr *` the **mean** of the ranks' gradients, in place.
 #
 # `peer.most(number)` returns the maximum over ranks: call it once per round. `peer.sum(tensor)`
-# sums over ranks. Do not change the gradients.
+# returns the sum over ranks. Do not change the gradients.
 
 
 # %%
@@ -582,7 +584,7 @@ agreed_steps = exercise("13.3", agreed_steps)
 
 
 # %%
-def steps_alone(peer, weight, gradients, lr):
+def steps_without_agreement(peer, weight, gradients, lr):
     """Each rank decides alone."""
     for gradient in gradients:
         if gradient.isfinite().all():
@@ -594,26 +596,27 @@ def two_ranks():
     return [(torch.zeros(1), iter(torch.tensor(row).split(1)), 0.1) for row in rows]
 
 
-given = two_ranks()
-print("together:", in_turns(agreed_steps, given), f"steps, weight {given[0][0].item():.2f}")
-given = two_ranks()
+arguments = two_ranks()
+print("together:", in_turns(agreed_steps, arguments), end=" steps, ")
+print(f"weight {arguments[0][0].item():.2f}")
+arguments = two_ranks()
 try:
-    in_turns(steps_alone, given)
+    in_turns(steps_without_agreement, arguments)
 except Stuck as stuck:
     print(fill(f"each rank alone: {stuck}", 96))
-    print(f"weight before the hang: {given[0][0].item():.2f}")
+    print(f"weight of rank 0 before the hang: {arguments[0][0].item():.2f}")
 
 # %% [markdown]
 # The hang is not the worst part. −0.35 is −0.1 · 1 − 0.1 · (2 + 3)/2: rank 0's second gradient was
-# averaged with rank 1's *third*, without any error. One value per round costs little: it can be
-# sent with the token counts, which ranks exchange anyway.
+# averaged with rank 1's *third*, without any error. The agreement costs one value per round, sent
+# with the token counts that ranks exchange anyway.
 #
 # ## When a rank is killed
 #
-# A killed process reports nothing. What did the other rank report, and what is on disk?
+# A killed process reports nothing. What did the other rank report, and which files did both write?
 
 # %%
-print(error_of_0.rpartition(": ")[0])  # without the collective it waited for
+print(error_of_0.rpartition(": ")[0])  # omits the collective that rank 0 waited in
 checkpoint = Path(temporary.name) / "checkpoint"
 files = sorted(path.name for path in checkpoint.glob("*.distcp"))
 print(f"in the checkpoint: {', '.join(files)}, one file per rank")
@@ -622,18 +625,19 @@ print(f"in the checkpoint: {', '.join(files)}, one file per rank")
 # Rank 0 reports which rank is gone. (If a rank hangs without exiting, its socket stays open. The
 # `timeout` of `joined` handles that case.)
 #
-# A training run that lost a rank must go on, possibly with fewer ranks. But the files hold shards
-# of *two* ranks.
+# A training run that lost a rank must continue, possibly with fewer ranks. But the files hold the
+# shards of *two* ranks.
 
 # %% [markdown]
 # ### Exercise 13.4: shards of R ranks for R′ ranks
 #
 # About 12 minutes. `old` ranks wrote n elements, ⌈n/old⌉ each, padded with zeros at the end. Return
-# the shard of rank `rank` of `new`: ⌈n/new⌉ elements, padded with zeros.
+# the shard of rank `rank` of `new`: a tensor of ⌈n/new⌉ elements with its own memory, padded with
+# zeros.
 #
 # `read(source, start, stop)` returns elements `start` to `stop` − 1 of the file of rank `source`.
-# Read what you need from each file in one call; read no padding and no element twice. A shard can
-# consist of zeros only. It has the files' dtype too, which even an empty read returns.
+# Call it at most once per file, and read no padding. Even a shard of only padding has the files'
+# dtype: `read(0, 0, 0)` returns an empty tensor of this dtype, and does not count as a read.
 
 
 # %%
@@ -660,18 +664,18 @@ shards = F.pad(torch.arange(1, n + 1), (0, -n % old)).chunk(old)
 fig, axes = plt.subplots(figsize=(9, 1.9), layout="constrained")
 colours = ("#4477aa", "#cc6677", "#999933")
 for rank in range(new):
-    asked = []
+    ranges = []
 
-    def read(source, start, stop, asked=asked):
+    def read(source, start, stop, ranges=ranges):
         if start < stop:
-            asked.append((source, start, stop))
+            ranges.append((source, start, stop))
         return shards[source][start:stop]
 
-    got = resharded(read, n, old, new, rank)
+    resharded(read, n, old, new, rank)
     axes.bar(9 * rank, 0.8, min(9, n - 9 * rank) - 0.1, align="edge", color=colours[rank])
     axes.bar(9 * rank, 0.8, 8.9, align="edge", fill=False, edgecolor="0.2")
     axes.text(9 * rank + 4.4, 0.4, f"rank {rank} of 3", ha="center", va="center", color="white")
-    for source, start, stop in asked:
+    for source, start, stop in ranges:
         at, length = 4 * source + start, stop - start
         axes.bar(at + 0.05, 0.8, length - 0.1, 1.6, align="edge", color=colours[rank])
 for source in range(old):
@@ -682,8 +686,8 @@ axes.set_title("26 elements, from eight files to three ranks (white: padding)")
 _ = axes.axis("off")
 
 # %% [markdown]
-# Each rank reads only the elements of its own colour: two ranks read files 2 and 4, and no rank
-# reads file 7.
+# Each rank reads only the elements of its own color. Files 2 and 4 are read by two ranks each, and
+# file 7 is never read.
 
 # %% [markdown]
 # ## Resume
@@ -695,13 +699,13 @@ _ = axes.axis("off")
 
 # %%
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-zero = processes.shard(*a_model(), 1, overlap=False)
+zero = processes.shard(*make_model(), 1, overlap=False)
 known = zero.load(checkpoint)
 resumed = train(zero, known["done"], STEPS)
 dist.destroy_process_group()
 temporary.cleanup()
-whole_run, never_killed = found[0]["losses"], found[0]["weights"]
-print(f"{KILLED_IN} steps done, {known['done']} saved: one step is repeated")
+whole_run, never_killed = results[0]["losses"], results[0]["weights"]
+print(f"{KILLED_IN} steps done, {known['done']} in the checkpoint: one step is repeated")
 print("losses equal bit for bit:", known["losses"] + resumed == whole_run)
 weights = dict(zero.model.named_parameters())
 print(
@@ -728,38 +732,38 @@ axes.spines[["top", "right"]].set_visible(False)
 # - **Tensor parallel**, t ranks: each has 1/t of every matrix of a block. The outputs of attention
 #   and of the MLP are sums of t parts: one all-reduce each. In backward the gradients of their
 #   *inputs* are sums of t parts: two more all-reduces.
-# - **Pipeline parallel**, p ranks (*stages*): each has ⌈L/p⌉ blocks. It sends their output to the
-#   next stage, and the gradient back.
+# - **Pipeline parallel**, p ranks (*stages*): each has up to ⌈L/p⌉ of L blocks. It sends outputs to
+#   the next stage, and gradients to the previous one.
 
 # %% [markdown]
 # With d data-parallel ranks, there are t · p · d GPUs. Each way sends different tensors:
 #
-# | | what | how often |
+# | | tensors sent | how often |
 # | --- | --- | --- |
 # | tensor | an activation, four all-reduces per block | every micro-batch |
-# | pipeline | an activation to each neighbour | every micro-batch |
+# | pipeline | an activation to each neighbor | every micro-batch |
 # | data | the rank's gradients, then its updated weights | once per step |
 
 # %% [markdown]
 # An activation is the output of a block: tokens · width elements (width: the hidden size). After
-# the all-reduce each of the t ranks has the whole activation. So there are t identical pipelines
-# side by side, and each rank sends the whole activation to the next stage of its own pipeline.
+# the all-reduce each of the t ranks has the whole activation. So there are t parallel pipelines,
+# and each rank sends the whole activation to the next stage of its own pipeline.
 
 # %% [markdown]
 # ### Exercise 13.5: tensor × pipeline × data, per rank
 #
-# About 20 minutes. Return four byte counts, for the rank with the most: what it **holds** (weights,
-# gradients, Adam's state), and what it **sends** per step for tensor, pipeline and data.
+# About 20 minutes. Return four byte counts, each the maximum over all ranks: the model states that
+# a rank **holds**, and what it **sends** per step for tensor, pipeline and data.
 #
 # - `block` is the number of weights of a block; ignore embedding and head. A rank has its blocks'
 #   weights divided by `tensor`, rounded down.
-# - Elements have 2 bytes, Adam's state has 12 bytes per weight.
+# - An element has 2 bytes, the optimizer state 12 bytes per weight.
 # - Data parallel uses ZeRO stage 1; round shards up.
 # - Per step, `k` micro-batches of `tokens` tokens pass through each pipeline.
 
 
 # %%
-def of_a_rank(block, layers, width, tensor, pipeline, data, k, tokens):
+def bytes_per_rank(block, layers, width, tensor, pipeline, data, k, tokens):
     ### BEGIN SOLUTION
     blocks = -(-layers // pipeline)
     weights = blocks * block // tensor
@@ -774,83 +778,83 @@ def of_a_rank(block, layers, width, tensor, pipeline, data, k, tokens):
 
 
 # %%
-of_a_rank = exercise("13.5", of_a_rank)
+bytes_per_rank = exercise("13.5", bytes_per_rank)
 
 # %% [markdown]
 # ## At scale: 405B on 128 GPUs
 #
-# One guide recommends "tensor 8, pipeline 4, data 4, ZeRO-1". We use bfloat16, with 16
-# micro-batches of 8,192 tokens per pipeline: half a million tokens per step. Compare it with other
-# splits of the same 128 GPUs.
+# Take "tensor 8, pipeline 4, data 4" with ZeRO stage 1, in bfloat16. Each of the four copies of the
+# model gets 16 micro-batches of 8,192 tokens: half a million tokens per step. Compare this split
+# with others of the same 128 GPUs.
 
 # %%
-huge, K, TOKENS = PRESETS["llama-3-405b"], 16, 8192
+huge, MICRO_BATCHES, TOKENS = PRESETS["llama-3-405b"], 16, 8192
 block = (huge.parameters - 2 * huge.vocab_size * huge.hidden_size - huge.hidden_size) // huge.layers
 
 
-def cut(tensor, pipeline, data):
+def gb_per_rank(tensor, pipeline, data):
     """Return what a rank holds and sends, in GB; the tokens per step are always the same."""
-    k = 4 * K // data
-    given = block, huge.layers, huge.hidden_size, tensor, pipeline, data, k, TOKENS
-    return [n / 1e9 for n in of_a_rank(*given)]
+    k = 4 * MICRO_BATCHES // data
+    shape = block, huge.layers, huge.hidden_size, tensor, pipeline, data, k, TOKENS
+    return [n / 1e9 for n in bytes_per_rank(*shape)]
 
 
 print(f"{'GB per rank':34}{'held':>7}{'sent: tensor':>14}{'pipeline':>10}{'data':>8}")
-for ways in ((8, 4, 4), (8, 1, 16), (1, 4, 32), (8, 16, 1), (32, 1, 4)):
-    held, *sent = cut(*ways)
-    print(f"{'tensor {} · pipeline {} · data {}'.format(*ways):34}{held:7.1f}", end="")
+for split in ((8, 4, 4), (8, 1, 16), (1, 4, 32), (8, 16, 1), (32, 1, 4)):
+    held, *sent = gb_per_rank(*split)
+    print(f"{'tensor {} · pipeline {} · data {}'.format(*split):34}{held:7.1f}", end="")
     print(f"{sent[0]:14.1f}{sent[1]:10.1f}{sent[2]:8.1f}")
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 3.6), layout="constrained")
-us = (1, 2, 3)  # data, pipeline, tensor index of the black rank
-held, *sent = cut(8, 4, 4)
+black = (1, 2, 3)  # data, pipeline, tensor index of the black rank
+held, *sent = gb_per_rank(8, 4, 4)
 ways = {
     "tensor": "#4477aa", "pipeline": "#cc6677", "data": "#999933",
 }  # fmt: skip
 for data in range(4):
     for stage in range(4):
         for tensor in range(8):
-            apart = [a != b for a, b in zip((tensor, stage, data), us[::-1], strict=True)]
-            near = sum(apart) == 1 and (not apart[1] or abs(stage - us[1]) == 1)
-            colour = list(ways.values())[apart.index(True)] if near else "#e4e4ea"
+            apart = [a != b for a, b in zip((tensor, stage, data), black[::-1], strict=True)]
+            linked = sum(apart) == 1 and (not apart[1] or abs(stage - black[1]) == 1)
+            colour = list(ways.values())[apart.index(True)] if linked else "#e4e4ea"
             x, y = 9.5 * data + tensor, stage
             axes.bar(x, 0.8, 0.85, y, color="black" if not any(apart) else colour)
     axes.text(9.5 * data + 3.5, -0.35, f"data {data}", ha="center")
 axes.set_yticks([n + 0.4 for n in range(4)], [f"pipeline {n}" for n in range(4)])
-axes.set(ylim=(6.2, -0.7), xticks=(), title="128 ranks: to which ranks the black one sends")
+axes.set(ylim=(6.2, -0.7), xticks=(), title="The black rank exchanges data with colored ranks")
 axes.tick_params(length=0)
 axes.spines[:].set_visible(False)
 for place, (way, number) in enumerate(zip(ways, sent, strict=True)):
     axes.bar(13 * place, 0.5, 0.8, 4.6, color=ways[way])
     axes.text(13 * place + 0.8, 4.85, f"{way}: {number:,.1f} GB per step", va="center", fontsize=11)
-held_in_words = f"it holds {held:.1f} GB of weights, gradients and Adam's state (the maximum)"
+held_in_words = f"held per rank, at most: {held:.1f} GB of weights, gradients and optimizer state"
 _ = axes.text(-0.4, 5.75, held_in_words, va="center", fontsize=11)
 
 # %% [markdown]
 # A row of eight is one machine. Tensor parallel sends the most, in every block, and its ranks wait
-# for it each time. So it belongs inside a machine, on its fast links. Pipeline sends very little,
+# each time. So it belongs inside a machine, on its fast links. Pipeline parallel sends very little,
 # so it can cross machines, but its stages idle: with k micro-batches, for (p − 1)/(k + p − 1) of
-# the time. Data sends once per step, and can overlap it.
+# the time. Data parallel sends once per step, and can overlap this with backward.
 
 # %% [markdown]
-# The other rows:
+# The other rows of the table:
 #
-# - Without tensor or without pipeline parallelism, a rank holds far too much.
-# - Tensor parallel over four machines (32) sends the most, over the slowest links.
-# - A pipeline of 16 holds the least model state. But with the usual schedule, **one forward, one
+# - Pipeline 1 with tensor 8, or tensor 1 with pipeline 4: a rank holds far too much.
+# - Tensor 32 crosses four machines: it sends the most, over the slowest links.
+# - Pipeline 16 holds the least model state. But with the usual schedule, **one forward, one
 #   backward** (1F1B), its first stage saves the activations of 16 micro-batches before the first
 #   gradient returns.
 
 # %% [markdown]
-# The rank with the most holds 89.3 GB, more than a GPU with 80 GB. You need more ranks, or fewer
-# bytes per element: see Day 16.
+# With "tensor 8, pipeline 4, data 4" a rank holds up to 89.3 GB, more than a GPU with 80 GB. You
+# need more ranks, or fewer bytes per element: see Day 16.
 
 # %% [markdown]
 # ## Explain the gap
 
 # %%
-real, (overlapped, *_) = found[0][3, False][0], found[0][3, True]
+real, overlapped = results[0][3, False][0], results[0][3, True][0]
 measured = {
     "differs_bytes": abs(real.peak_bytes - simulated[3].traces[0].peak_bytes),
     "overlap_more_percent": 100 * (overlapped.peak_bytes / real.peak_bytes - 1),
@@ -858,13 +862,13 @@ measured = {
     "tensor_times": sent[0] / sent[2],
 }
 reveal("13.1", **measured)
-bubble = (4 - 1) / (K + 4 - 1)
-print(f"the pipeline of four stages idles {bubble:.0%} of the time")
+bubble = (4 - 1) / (MICRO_BATCHES + 4 - 1)
+print(f"a pipeline of four stages idles {bubble:.0%} of the time")
 
 # %% [markdown]
 # - Real and simulated peaks do **not** differ.
-# - Overlap costs one block: of two blocks here, far less of 32.
-# - FSDP2 gathers each unit twice, for forward and for backward, as yours does.
+# - Overlap costs one block's weights: much with two blocks, little with 32.
+# - FSDP2 gathers each unit twice, for forward and for backward, as our stage 3 does.
 # - Tensor parallelism sends activations for every block and micro-batch; data parallelism sends
 #   gradients and weights once per step.
 
@@ -879,9 +883,9 @@ ON_GPUS = """
 def main():
     with processes.joined("nccl", timeout=60) as rank:
         torch.cuda.set_device(rank)
-        model, optimizer = a_model()
+        model, optimizer = make_model()
         zero = processes.shard(model.to("cuda"), optimizer, 3)
-        batches = [tuple(x.to("cuda") for x in batch) for batch in mine(0)]
+        batches = [tuple(x.to("cuda") for x in batch) for batch in own_batches(0)]
         loss = zero.step(batches, sum_of_losses).loss
         return loss, torch.cuda.max_memory_allocated()
 """
@@ -898,13 +902,14 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# Yesterday tested rule 22, "ZeRO-3 costs communication", on simulated ranks. What did the two
-# processes send? Count it in passes of (R − 1)/R Ψ, at the calls of torch's collectives.
+# Yesterday you tested rule 22, "ZeRO-3 costs communication", on simulated ranks. How much did the
+# two processes send? In a pass each rank sends (R − 1)/R Ψ elements. The cell computes the passes
+# from the arguments of torch's collectives.
 
 # %%
-psi = sum(p.numel() for p in a_model()[0].parameters())
+psi = sum(p.numel() for p in make_model()[0].parameters())
 for stage in range(4):
-    traffic = found[0][stage, False][1]
+    traffic = results[0][stage, False][1]
     calls = ", ".join(
         f"{count} × {what.kind.replace('_', '-')}"
         for what, count in sorted(traffic.calls.items())
@@ -914,30 +919,29 @@ for stage in range(4):
 
 # %% [markdown]
 # The processes need 2, 2, 2 and 3 passes, as simulated, so rule 22 holds for them too. (The cell
-# counts collectives. It does not count how the library splits them into messages, or the bytes on
-# the sockets.)
+# does not count how the library splits collectives into messages, or the bytes on the sockets.)
 
 # %% [markdown]
 # ## What you can do now
 #
 # | on a real rank | |
 # | --- | --- |
-# | bytes | equal the simulation's |
-# | collectives | same order on all ranks, or all wait |
+# | bytes | equal to the simulation |
+# | collectives | same order on all ranks, or all ranks hang |
 # | overlap | begin early, wait late |
 # | decisions | by the maximum over all ranks |
 # | checkpoints | shards of n elements, loadable on any R′ ranks |
 #
-# You can also read t · p · d: what a rank holds, what it sends to which rank, and which split needs
-# the fastest links.
+# You can also read t · p · d: how much a rank holds and sends, and which split needs the fastest
+# links.
 #
-# Tomorrow: the GPU is full; the host is not.
+# Tomorrow: the GPU's memory is full, the host's is not.
 
 # %% [markdown]
 # ## The running bill
 #
-# One training step of 124M weights on 8 × 640 tokens, on one machine with one GPU. Real processes
-# hold as much as simulated ones, so the bill stays the same.
+# One training step of 124M weights on 8 × 640 tokens, on one GPU. There is nothing to shard, so the
+# bill stays the same.
 
 # %%
 running_bill(13)

@@ -59,7 +59,7 @@ from memlab.units import format_bytes
 # %%
 STORES = {  # bytes, bytes per second, source
     "GPU memory": (24e9, 1008e9, "RTX 4090: NVIDIA, Ada architecture whitepaper"),
-    "host, over PCIe": (192e9, 31.5e9, "4.0 × 16: PCI-SIG; 192 GB for an i9-14900K: Intel"),
+    "host, over PCIe": (192e9, 31.5e9, "4.0 x16: PCI-SIG; 192 GB for an i9-14900K: Intel"),
     "NVMe disk": (4000e9, 7.45e9, "990 PRO, 4 TB, reading: Samsung, data sheet"),
     "SATA disk": (4000e9, 0.56e9, "870 EVO, 4 TB, reading: Samsung, data sheet"),
 }
@@ -129,12 +129,12 @@ tokens = torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(1))
 batch = tokens[:, :-1], tokens[:, 1:]
 
 
-def alive_before_backward(around, model=None):
+def alive_before_backward(context, model=None):
     """Return the bytes alive after forward, and the trace."""
     model, loss = model or a_model(), []
 
     def forward():
-        with around:
+        with context:
             loss.append(model(*batch))
 
     trace = memlab.measure(forward, model=model)
@@ -144,13 +144,13 @@ def alive_before_backward(around, model=None):
 # %%
 host, disk = HostStore(), DiskStore()
 left = {}
-for name, around in (
+for name, context in (
     ("no offloading", nullcontext()),
     ("torch's save_on_cpu", torch.autograd.graph.save_on_cpu()),
     ("HostStore", offloaded_activations(host, minimum=1)),
     ("DiskStore", offloaded_activations(disk, minimum=1)),
 ):
-    left[name], _ = alive_before_backward(around)
+    left[name], _ = alive_before_backward(context)
     print(f"{name:20} {format_bytes(left[name]):>10} alive when backward begins")
 print(f"written to the HostStore {format_bytes(host.traffic.written)}, ", end="")
 print(f"to the DiskStore {format_bytes(disk.traffic.written)}")
@@ -211,7 +211,7 @@ store.close()
 # %% [markdown]
 # ### Exercise 14.1: offload saved tensors
 #
-# About 20 minutes; do 7.5 first. Return `pack` and `unpack`.
+# About 20 minutes; do Exercise 7.5 first. Return `pack` and `unpack`.
 #
 # - Put each storage of at least `minimum` elements into the store **once**, for all its views.
 #   Leave out the weights' storages.
@@ -301,10 +301,10 @@ Ahead = exercise("14.2", Ahead)
 
 
 # %%
-def a_step(model, around=None):
-    """Run forward in the context `around`, then backward."""
+def a_step(model, context=None):
+    """Run forward in `context`, then backward."""
     model.zero_grad()
-    with around or nullcontext():
+    with context or nullcontext():
         loss = model(*batch)
     loss.backward()
 
@@ -316,9 +316,9 @@ def activation_bytes(trace):
 
 
 plain, ours, store = a_model(), a_model(), DiskStore()
-around = saved_tensors_hooks(*hooks(ours.parameters(), Ahead(store), 1))
+context = saved_tensors_hooks(*hooks(ours.parameters(), Ahead(store), 1))
 before = memlab.measure(lambda: a_step(plain), model=plain)
-after = memlab.measure(lambda: a_step(ours, around), model=ours)
+after = memlab.measure(lambda: a_step(ours, context), model=ours)
 pairs = zip(plain.parameters(), ours.parameters(), strict=True)
 print(f"gradients equal bit for bit: {all(torch.equal(a.grad, b.grad) for a, b in pairs)}")
 print(f"traffic of a step: {store.traffic}; left in the store: {len(store.keys())}")
@@ -452,8 +452,8 @@ exact, _ = second_step(nothing_offloaded)
 for name, made, settings in (
     ("state (yours)", by_hand, {}),
     ("state", by_library, {}),
-    ("and weights", by_library, {"weights": True}),
-    ("and gradients", by_library, {"weights": True, "gradients": True}),
+    ("+ weights", by_library, {"weights": True}),
+    ("+ gradients", by_library, {"weights": True, "gradients": True}),
 ):
     weights, moved = second_step(made, **settings)
     same = torch.equal(weights, exact)
@@ -633,7 +633,7 @@ def resume(disk):
 #
 # About 15 minutes. Write `values` (bytes by key) to the disk so that `resume` finds step `step`
 # with all its values. If the power fails during commit, `resume` must find either this step or the
-# previously committed one, complete. (Step 12 may follow step 2.)
+# previously committed one, complete. (Steps need not be consecutive: step 12 may follow step 2.)
 #
 # The manifest is the file `manifest`: `json.dumps({"step": step, "files": {key: name}}).encode()`.
 # After commit, the disk has no other files, even if an earlier crash left some.
@@ -740,11 +740,11 @@ folder.cleanup()
 # | --- | --- | --- |
 # | nothing | 18 | everything |
 # | state, float32 weights | 4 | 16-bit weights and gradients (cast per sub-group) |
-# | and gradients | 2 | 16-bit weights |
+# | + gradients | 2 | 16-bit weights |
 # | everything | 0 | |
 
 # %%
-WAYS = {"nothing": 18, "state and float32 weights": 4, "and gradients": 2, "everything": 0}
+WAYS = {"nothing": 18, "state and float32 weights": 4, "+ gradients": 2, "everything": 0}
 
 
 def adamw_of(weights):
@@ -797,7 +797,7 @@ thirteen = replace(
     seven, layers=40, hidden_size=5120, heads=40, kv_heads=40, intermediate_size=13824
 )
 peaks = {way: peak_of(seven, way) for way in WAYS}
-for way in ("and gradients", "everything"):
+for way in ("+ gradients", "everything"):
     peaks[way, 13] = peak_of(thirteen, way)
 for name, peak in peaks.items():
     way, size = (name, 7) if isinstance(name, str) else name
@@ -827,7 +827,7 @@ STEPPED_THERE = 4 / HOST + 28 / 89.6e9  # seconds per weight: PCIe, and the step
 MOVED = {  # bytes per weight and step, both ways
     "state": 8 + 8,
     "state and float32 weights": 12 + 12,
-    "and gradients": 14 + 14,
+    "+ gradients": 14 + 14,
     "everything": 16 + 18,
 }
 
@@ -952,7 +952,7 @@ verdict(
 )
 
 # %%
-v100, left_13 = 32 * 2**30, peaks["and gradients", 13]
+v100, left_13 = 32 * 2**30, peaks["+ gradients", 13]
 verdict(
     "23c",
     left_13 < v100,
@@ -1024,16 +1024,16 @@ verdict(
 # | offloaded | saves, bytes per weight | transfers per step, bytes per weight |
 # | --- | --- | --- |
 # | Adam's state | 8 | 8 + 8 |
-# | and float32 weights (no float32 gradients either) | 14 | 12 + 12 |
+# | + float32 weights (and float32 gradients, cast per sub-group) | 14 | 12 + 12 |
 # | the same, stepped on the host | 14 | 4 |
-# | and gradients | 16 | 14 + 14 |
-# | and weights | all but two layers, embedding and norm | 16 + 18 |
+# | + gradients | 16 | 14 + 14 |
+# | + weights | all but two layers, embedding and norm | 16 + 18 |
 # | activations | the saved tensors | the saved tensors, both ways |
 #
 # You can now
 #
 # - recognize a "saving" that only copies within the same memory
-# - calculate from how many tokens on a transfer is fast enough
+# - calculate how many tokens per step hide a transfer
 # - resume a training run after the process was killed
 #
 # Tomorrow: averages of weights, chosen after training, from snapshots on the disk.

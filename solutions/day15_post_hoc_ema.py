@@ -3,9 +3,9 @@
 #
 # **Can you choose the length of a weight average after training?**
 #
-# After today you can track averages whose memory grows with the training. You can synthesize an
-# average of any other length afterwards, predict its error before you read a file, and do all of
-# this in a few MiB.
+# After today you can track averages that cover a fixed share of the training, compute an average of
+# any other length afterwards, predict its error before you read a file, and do all of this in a few
+# MiB.
 #
 # About 105 minutes, 60 of them for five exercises. You need a laptop. A GPU is optional. Nothing is
 # downloaded.
@@ -60,72 +60,75 @@ text = source_bytes("1 MiB").long()
 seen, unseen = text[: -(2**16)], text[-(2**16) :]
 
 
-def a_batch(of, size, length, seed):
+def make_batch(of, size, length, seed):
     random = torch.Generator().manual_seed(seed)
-    begins = torch.randint(len(of) - length - 1, (size,), generator=random)
-    rows = torch.stack([of[begin : begin + length + 1] for begin in begins])
+    starts = torch.randint(len(of) - length - 1, (size,), generator=random)
+    rows = torch.stack([of[start : start + length + 1] for start in starts])
     return rows[:, :-1], rows[:, 1:]
 
 
-def a_model():
+def make_model():
     torch.manual_seed(0)
     return GPT(replace(PRESETS["tiny"], layers=1))
 
 
 # %%
 folder = tempfile.TemporaryDirectory()
-model, live = a_model(), {}
+model, weights_at = make_model(), {}
 adam = torch.optim.AdamW(model.parameters(), lr=0.04, foreach=True)
 tracker = ema.PostHocEMA(model, folder.name, (0.05, 0.10), snapshot_every=EVERY)
 for step in range(1, STEPS + 1):
     adam.zero_grad()
-    model(*a_batch(seen, 2, 32, step)).backward()
+    model(*make_batch(seen, 2, 32, step)).backward()
     adam.step()
     tracker.update(step)
     if step % EVERY == 0:
-        live[step] = {name: w.detach().clone() for name, w in model.state_dict().items()}
+        weights_at[step] = {name: w.detach().clone() for name, w in model.state_dict().items()}
 snapshots = ema.find_snapshots(folder.name)
 print(f"{len(snapshots)} snapshots of {snapshots[0].nbytes:,} bytes")
 
 # %%
-questions = a_batch(unseen, 64, 64, 0)
+held_out = make_batch(unseen, 64, 64, 0)
 
 
 @torch.no_grad()
 def loss_of(tensors):
     """Return the loss on held-out text."""
     model.load_state_dict(tensors, strict=False)
-    return float(model(*questions))
+    return float(model(*held_out))
 
 
 # %%
 def averaged(snapshot):
     return {
-        name: snapshot.read(name, 0, w.numel()).view(w.shape) for name, w in live[EVERY].items()
+        name: snapshot.read(name, 0, w.numel()).view(w.shape)
+        for name, w in weights_at[EVERY].items()
     }
 
 
 fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
-times = sorted(live)
-axes.plot(times, [loss_of(live[t]) for t in times], ".-", color="#b0b0b8", label="the weights")
+times = sorted(weights_at)
+axes.plot(times, [loss_of(weights_at[t]) for t in times], ".-", color="#b0b0b8", label="weights")
 tenth = [s for s in snapshots if s.sigma == 0.10]
-axes.plot(times, [loss_of(averaged(s)) for s in tenth], ".-", color="#00798c", label="an average")
+axes.plot(times, [loss_of(averaged(s)) for s in tenth], ".-", color="#00798c", label="average")
 axes.set(xlabel="steps", ylabel="held-out loss in nats", title="An average fluctuates less")
 axes.legend(frameon=False)
 axes.spines[["top", "right"]].set_visible(False)
-live_loss = loss_of(live[STEPS])
-print(f"at the end the average is better: {loss_of(averaged(tenth[-1])) < live_loss}")
+final_loss = loss_of(weights_at[STEPS])
+print(f"at the end the average has a lower loss: {loss_of(averaged(tenth[-1])) < final_loss}")
 
 # %% [markdown]
 # ## Guess
+# 1. You compute (*synthesize*) four other averages from 20 snapshots of a 16 MiB model and write
+#    them to files. How many MiB of memory do you need?
+# 2. The synthesis solves a linear system. How many KiB does it need for 32 snapshots?
+# %% [markdown]
+# An average's *width* is the standard deviation of its steps, as a share of the training.
 #
-# 1. You synthesize four other averages from 20 snapshots of a 16 MiB model and write them to files.
-#    How many MiB of memory do you need?
-# 2. How many KiB does the linear system for 32 snapshots need?
-# 3. You keep the last 20 of 100 snapshots. What is the squared error of a long average's profile,
-#    in percent?
-# 4. You update an average only at every tenth step, with the decay of one step. Its target width is
-#    5 % of training. Which width does it get, in percent?
+# 3. You keep the snapshots of the last 20 of 100 times. What is the relative squared error of an
+#    average with a width of 25 %, in percent?
+# 4. You update an average at every tenth step, but with the decay of one step. Its target width is
+#    5 %. Which width does it get?
 
 # %%
 ### BEGIN SOLUTION
@@ -138,14 +141,14 @@ guess("15.1", buffers_mib=180, system_kib=1000, pruned_percent=10, wide_percent=
 # %% [markdown]
 # ## Power-function profiles
 #
-# The usual *exponential moving average* (EMA), avg ← 0.999 · avg + 0.001 · w, remembers about a
-# thousand steps. This covers all of a short training, random initial weights included, but only a
-# moment of a long one. It is better to remember a fixed **share** of the training. So weight the
+# The usual *exponential moving average* (EMA), avg ← 0.999 · avg + 0.001 · w, covers about a
+# thousand steps. This is all of a short training, random initial weights included, but only a
+# moment of a long one. It is better to cover a fixed **share** of the training. So weight the
 # parameters at time τ by a power of τ:
 #
 # $$\theta_\gamma(t) = \frac{\gamma+1}{t^{\gamma+1}} \int_0^t \tau^\gamma\, \theta(\tau)\, d\tau$$
 #
-# The random weights at τ = 0 count nothing. A large γ gives a short average.
+# The random weights at τ = 0 get a factor of 0. A large γ gives a short average.
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 2.8), layout="constrained")
@@ -168,7 +171,7 @@ axes.spines[["top", "right"]].set_visible(False)
 # $$\sigma^2 = \frac{\gamma+1}{\gamma+3} - \Big(\frac{\gamma+1}{\gamma+2}\Big)^2
 # = \frac{\gamma+1}{(\gamma+2)^2\,(\gamma+3)}$$
 #
-# γ = 0 weights all steps equally and has a width of 1/√12 = 0.2887. For γ ≥ 0 this is the maximum.
+# γ = 0 weights all steps equally and has a width of 1/√12 = 0.2887, the maximum for γ ≥ 0.
 
 # %% [markdown]
 # ### Exercise 15.1: compute γ from σ
@@ -195,8 +198,8 @@ def exponent(sigma):
 exponent = exercise("15.1", exponent)
 
 # %% [markdown]
-# What happens without that error? The examples of a published package use σ = 0.4 and 0.5. There
-# the cubic's largest roots are complex, and their real part is meaningless:
+# What happens without the `ValueError`? The examples of a published package use σ = 0.4 and 0.5.
+# For these, the cubic's largest roots are complex, and their real part is meaningless:
 
 # %%
 for sigma in (0.4, 0.5):
@@ -223,10 +226,11 @@ for sigma in (0.4, 0.5):
 # ### Exercise 15.2: update an average
 #
 # About 10 minutes. `update(weights, time)` adds the weights at `time` to the average, in place,
-# with at most one tensor of extra memory. Updates may come at any times. The average has no graph.
+# with at most one tensor of extra memory. Updates may come at any times. The average has no
+# autograd graph. Do not change the weights.
 #
-# (The weights are float32 here. Averages of 16-bit weights must also be float32: an update by a
-# thousandth is below the precision of a 16-bit value.)
+# (The weights are float32 here. Averages of 16-bit weights must also be float32: rounding to 16
+# bits would lose an update by a thousandth.)
 
 
 # %%
@@ -251,14 +255,14 @@ class Average:
 Average = exercise("15.2", Average)
 
 # %% [markdown]
-# You can test any such average like this: let each step's weights be a different one-hot vector,
-# and the average then lists the weight of each step. Run 1,000 steps with updates at every step,
-# every tenth and every hundredth. Then update at every tenth step with the β of a single step.
+# To test an average, let each step's weights be a different one-hot vector. The average then lists
+# how much each step counts. Run 1,000 steps with updates at every step, every tenth and every
+# hundredth. Then update at every tenth step with the β of a single step.
 
 
 # %%
-def counted(update_of, every, steps=1000):
-    """Return the weight of each step in an average that is updated every `every` steps."""
+def shares_of_steps(update_of, every, steps=1000):
+    """Return the share of each step in an average updated every `every` steps."""
     for step in range(every, steps + 1, every):
         direction = torch.zeros(steps)
         direction[step - 1] = 1
@@ -266,29 +270,29 @@ def counted(update_of, every, steps=1000):
     return average
 
 
-def yours(sigma):
+def your_average(sigma):
     average = Average([torch.zeros(1000)], exponent(sigma))
     return lambda w, step: (average.update([w], step), average.values[0])[1]
 
 
-def of_one_step(sigma):
+def with_single_step_beta(sigma):
     """Use β = (1 − 1/t)^(γ+1), for any number of steps between updates."""
     gamma, kept = exponent(sigma), torch.zeros(1000)
     return lambda w, step: kept.lerp_(w, 1 - (1 - 1 / (step + 1)) ** (gamma + 1))
 
 
-for name, make, every in (("yours", yours, 1), ("yours", yours, 10), ("yours", yours, 100),
-                          ("β of one step", of_one_step, 10)):  # fmt: skip
-    width = ema.relative_width(range(1, 1001), counted(make(0.05), every))
+for name, make, every in (*(("yours", your_average, every) for every in (1, 10, 100)),
+                          ("β of one step", with_single_step_beta, 10)):  # fmt: skip
+    width = ema.relative_width(range(1, 1001), shares_of_steps(make(0.05), every))
     print(f"{name:14} updates {every:3} steps apart: width {width:.4f}, target 0.0500")
 
 # %% [markdown]
 # Your width is right for updates 1 and 10 steps apart. With updates 100 steps apart, a profile of
-# 50 steps consists of only a few updates, so no rule can be exact.
+# width 50 steps consists of only a few updates, so no rule can be exact.
 #
-# If you leave out Δ, the average is five times too wide (question 4). This happens in practice:
-# `ema-pytorch` uses this β, and its examples update at every tenth step (the package is optional
-# here). With updates at every step, its width is right:
+# If you leave out Δ, the average is five times too wide (question 4). `ema-pytorch` (optional here)
+# uses the β of one step, and its examples update at every tenth step. With updates at every step,
+# its width is right:
 
 
 # %%
@@ -298,7 +302,7 @@ class Weights(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1000))
 
 
-def of_the_package(every):
+def package_average(every):
     weights = Weights()
     average = package.KarrasEMA(weights, sigma_rel=0.05, update_every=every)
     for step in range(1000):
@@ -310,7 +314,7 @@ def of_the_package(every):
 # %% tags=["nbval-ignore-output"] reason="the package is optional"
 if package := imported("ema_pytorch"):
     for every in (1, 10, 100):
-        response = of_the_package(every)
+        response = package_average(every)
         width = ema.relative_width(range(1, 1001), response)
         print(f"ema-pytorch, update_every={every:3}: width {width:.4f}, target 0.0500")
 else:
@@ -321,8 +325,8 @@ else:
 #
 # An average is *linear* in the weights. So a linear combination of averages is an average, too, and
 # its profile is the same combination of their profiles. Snapshots of two averages at sixteen times
-# give 32 profiles. Which combination is closest to the target? To answer, you need only times and
-# exponents, no weights.
+# give 32 profiles. Which combination is closest to the target? This depends only on times and
+# exponents, not on weights.
 
 # %% [markdown]
 # **Least squares.** Let xᵢ be the coefficient of snapshot i with profile pᵢ, and p the target's
@@ -384,7 +388,7 @@ for n in (2, 4, 8, 16, 32):
         errors[n, sigma] = profile_error(profiles, target, solve(profiles, target))
     print(f"{n:7}   " + "".join(f"{errors[n, s]:11.1e}" for s in (0.07, 0.15, 0.25)))
 slope = np.log2(errors[8, 0.15] / errors[32, 0.15]) / 2
-print(f"from 8 to 32 times, at σ = 0.15, the error falls as 1 / times^{slope:.1f}")
+print(f"from 8 to 32 snapshot times n, at σ = 0.15, the error falls as 1 / n^{slope:.1f}")
 
 # %%
 fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained", sharey=True)
@@ -404,7 +408,7 @@ for axes, n in ((left, 4), (right, 16)):
     axes.spines[["top", "right"]].set_visible(False)
 left.set_ylabel("profile")
 left.legend(frameon=False)
-_ = fig.suptitle("σ = 0.15 from averages of width 0.05 and 0.10 (each term in grey)")
+_ = fig.suptitle("σ = 0.15 from averages of width 0.05 and 0.10 (each term in gray)")
 
 # %% [markdown]
 # With four snapshot times the combination oscillates around the target; with sixteen they are
@@ -413,10 +417,10 @@ _ = fig.suptitle("σ = 0.15 from averages of width 0.05 and 0.10 (each term in g
 # %% [markdown]
 # ## The synthesis
 #
-# Now combine the weights. Forty snapshots of a large model do not fit into memory together, and one
-# guide says that they must. But element 5 of the result depends only on element 5 of each snapshot.
-# A **memory-mapped** file is read only where you access it, and the system may drop those pages at
-# any time.
+# Now combine the weights. One guide says that all snapshots must be in memory together, but forty
+# snapshots of a large model do not fit. However, element 5 of the result depends only on element 5
+# of each snapshot. A **memory-mapped** file is read only where you access it, and the system may
+# drop those pages at any time.
 
 # %% [markdown]
 # ### Exercise 15.4: synthesize with little memory
@@ -426,7 +430,7 @@ _ = fig.suptitle("σ = 0.15 from averages of width 0.05 and 0.10 (each term in g
 #
 # - `snapshots[n].read(name, start, stop)` returns 16-bit elements, memory-mapped: do not write to
 #   them.
-# - `write(k, name, start, numbers)` stores finished float32 elements. Write each element once.
+# - `write(k, name, start, elements)` stores finished float32 elements. Write each element once.
 # - Read each element once. Keep only a few chunks of `piece` elements in memory, for any number of
 #   snapshots.
 
@@ -455,38 +459,38 @@ def synthesize(snapshots, shares, sizes, write, piece):
 synthesize = exercise("15.4", synthesize)
 
 # %% [markdown]
-# Synthesize eleven lengths in one pass over the snapshots on disk. Compare with the library's
-# synthesis, which constrains the sum to one instead of dividing; the results are nearly equal.
+# Synthesize eleven widths in one pass over the snapshots on disk. Compare with the library's
+# synthesis, which constrains the sum to one instead of dividing.
 
 # %%
 sigmas = [0.02, 0.03, 0.05, 0.07, 0.10, 0.13, 0.16, 0.19, 0.22, 0.25, 0.28]
 targets = [power_profile(sigma, STEPS) for sigma in sigmas]
 profiles = [snapshot.profile for snapshot in snapshots]
 shares = np.stack([solve(profiles, target) for target in targets], axis=1).tolist()
-shapes = {name: weight.shape for name, weight in live[STEPS].items()}
+shapes = {name: weight.shape for name, weight in weights_at[STEPS].items()}
 sizes = {name: shape.numel() for name, shape in shapes.items()}
-made = [{name: torch.empty(size) for name, size in sizes.items()} for _ in sigmas]
+yours = [{name: torch.empty(size) for name, size in sizes.items()} for _ in sigmas]
 
 
-def write(target, name, start, numbers):
-    made[target][name][start : start + len(numbers)] = numbers
+def write(target, name, start, elements):
+    yours[target][name][start : start + len(elements)] = elements
 
 
 synthesize(snapshots, shares, sizes, write, piece=2**12)
-made = [{name: tensors[name].view(shapes[name]) for name in shapes} for tensors in made]
+yours = [{name: tensors[name].view(shapes[name]) for name in shapes} for tensors in yours]
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # at 0.02 and 0.28 it warns: see the picture
-    theirs = ema.synthesize(folder.name, sigmas)
-apart = [
-    max((a[n] - b[n]).abs().max().item() for n in a) for a, b in zip(made, theirs, strict=True)
+    warnings.simplefilter("ignore")  # 0.02 and 0.28 have a large profile error, see the plot
+    library = ema.synthesize(folder.name, sigmas)
+differences = [
+    max((a[n] - b[n]).abs().max().item() for n in a) for a, b in zip(yours, library, strict=True)
 ]
-print(f"σ from 0.05 to 0.16: within 0.005 of the library's: {max(apart[2:7]) <= 0.005}")
+print(f"σ from 0.05 to 0.16: within 0.005 of the library's: {max(differences[2:7]) <= 0.005}")
 
 # %%
-losses = [loss_of(tensors) for tensors in made]
+losses = [loss_of(tensors) for tensors in yours]
 fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
-axes.axhline(live_loss, color="#b0b0b8", linestyle="--", linewidth=1)
-axes.annotate("final weights", (0.02, live_loss), (0, 3), textcoords="offset points",
+axes.axhline(final_loss, color="#b0b0b8", linestyle="--", linewidth=1)
+axes.annotate("final weights", (0.02, final_loss), (0, 3), textcoords="offset points",
               ha="left", fontsize=9)  # fmt: skip
 near = [profile_error(profiles, target) < 0.01 for target in targets]
 axes.plot(sigmas, losses, color="#00798c")
@@ -496,27 +500,27 @@ axes.set(xlabel="width σ (hollow: profile error above 1 %)", ylabel="held-out l
 axes.set_title("Held-out loss by width, chosen after training")
 axes.spines[["top", "right"]].set_visible(False)
 print(f"the worst width is over 0.02 nats above the best: {max(losses) - min(losses) > 0.02}")
-print(f"the best width is better than the final weights: {min(losses) < live_loss}")
+print(f"the best width is better than the final weights: {min(losses) < final_loss}")
 
 # %% [markdown]
-# The best length differs between trainings and between metrics, so it is worth choosing it
+# The best width differs between trainings and between metrics, so it is worth choosing it
 # afterwards.
 #
-# How much memory does it need? Take a synthetic model of 16 MiB, snapshots of two averages at ten
-# times, and four targets written to files. Compare chunks with the usual loop, which adds snapshot
-# by snapshot. Then halve the model, and halve the number of times.
+# How much memory does a synthesis need? Take a synthetic model of 16 MiB, snapshots of two averages
+# at ten times, and four targets written to files. Compare chunks with the usual loop, which adds
+# snapshot by snapshot. Then halve the model, and halve the number of times.
 
 
 # %%
-class Made(nn.Module):
+class SyntheticModel(nn.Module):
     def __init__(self, mib):
         super().__init__()
         self.layers = nn.ParameterList(torch.zeros(512, 512) for _ in range(mib))
 
 
-def fill(place, mib, count, walk=0, **settings):
+def write_snapshots(place, mib, count, walk=0, **settings):
     """Write snapshots of two averages at `count` times; weights take random steps of `walk`."""
-    model, random = Made(mib), torch.Generator().manual_seed(0)
+    model, random = SyntheticModel(mib), torch.Generator().manual_seed(0)
     tracker = ema.PostHocEMA(model, place, snapshot_every=1, **settings)
     for step in range(1, count + 1):
         for weight in model.parameters() if walk else ():
@@ -541,7 +545,7 @@ def usual_loop(found, sigmas, names=None, dtype=torch.float32):
 
 
 # %%
-def taken(call, mapped=()):
+def peak_of(call, mapped=()):
     """Return the peak of bytes allocated by `call`, without memory-mapped snapshots."""
     events = memlab.measure(call).events
     made = running_sums(event.bytes for event in events if event.phase != "before")
@@ -549,24 +553,23 @@ def taken(call, mapped=()):
 
 
 # %%
-FOUR, beside = (0.06, 0.08, 0.12, 0.15), {}
+FOUR_WIDTHS, peaks = (0.06, 0.08, 0.12, 0.15), {}
 for mib, count in ((16, 10), (8, 10), (16, 5)):
     with tempfile.TemporaryDirectory() as place:
-        found = fill(place, mib, count)
-        outs = [Path(place, f"{sigma}.safetensors") for sigma in FOUR]
-        pieces = taken(lambda s=found, o=outs: ema.synthesize(s, FOUR, out=o), found)
-        usual = taken(lambda s=found: usual_loop(s, FOUR), found)
-    beside[mib, count] = pieces, usual
-    by_pieces, by_snapshots = map(format_bytes, beside[mib, count])
-    print(f"{mib} MiB, {count} times: in chunks {by_pieces}, by snapshot {by_snapshots}")
+        found = write_snapshots(place, mib, count)
+        outs = [Path(place, f"{sigma}.safetensors") for sigma in FOUR_WIDTHS]
+        chunks = peak_of(lambda s=found, o=outs: ema.synthesize(s, FOUR_WIDTHS, out=o), found)
+        usual = peak_of(lambda s=found: usual_loop(s, FOUR_WIDTHS), found)
+    peaks[mib, count] = chunks, usual
+    in_chunks, by_snapshot = map(format_bytes, peaks[mib, count])
+    print(f"{mib} MiB, {count} times: in chunks {in_chunks}, by snapshot {by_snapshot}")
 system = np.array([[inner_product(p, q) for p in profiles] for q in profiles])
 print(f"the linear system of {len(profiles)} snapshots: {format_bytes(system.nbytes)}")
 
 # %% [markdown]
 # In chunks, the synthesis needs 6 MiB for any model size and number of snapshots: four accumulators
 # of 131,072 elements, and a few chunks of snapshots in 16 and 32 bits. The usual loop needs one
-# model per target, plus the loaded snapshot. `benchmarks/ema.py` measures the same for a whole
-# process and a model of 128 MiB.
+# accumulator per target as large as the model, and the loaded snapshot.
 #
 # With `out=model` the synthesis writes into existing weights instead of a file.
 
@@ -578,36 +581,37 @@ print(f"the linear system of {len(profiles)} snapshots: {format_bytes(system.nby
 # targets:
 
 # %%
-shelf = tempfile.TemporaryDirectory()
+storage = tempfile.TemporaryDirectory()
 KINDS = {"float32": torch.float32, "float16": torch.float16, "int8": "int8"}
-files = {name: Path(shelf.name, name) for name in KINDS}
+files = {name: Path(storage.name, name) for name in KINDS}
 for name, dtype in KINDS.items():
-    fill(files[name], 8, 4, walk=1, snapshot_dtype=dtype)
+    write_snapshots(files[name], 8, 4, walk=1, snapshot_dtype=dtype)
 
 
 def in_batches(found, size, keep):
     names = list(found[0].shapes)
     for start in range(0, len(names), size):
-        keep(usual_loop(found, FOUR, names[start : start + size])[0])
+        keep(usual_loop(found, FOUR_WIDTHS, names[start : start + size])[0])
 
 
-whole, batch_bytes = usual_loop(ema.find_snapshots(files["float16"]), FOUR)[0], {}
+whole, batch_bytes = usual_loop(ema.find_snapshots(files["float16"]), FOUR_WIDTHS)[0], {}
 kept = {}
 for size in (1, 4, 8):
     found = ema.find_snapshots(files["float16"])
-    batch_bytes[size] = taken(lambda s=found, n=size: in_batches(s, n, lambda sums: None), found)
+    batch_bytes[size] = peak_of(lambda s=found, n=size: in_batches(s, n, lambda sums: None), found)
     print(f"batches of {size}: {format_bytes(batch_bytes[size])}")
 in_batches(found, 1, kept.update)
 same_bits = all(torch.equal(kept[name], whole[name]) for name in whole)
 print(f"batches of 1 and of 8 are bitwise equal: {same_bits}")
 
 # %% [markdown]
-# Memory is proportional to the batch: six copies of each tensor, four accumulators and two loaded
-# copies. Every element gets the same additions in the same order, so results are bitwise equal. A
-# chunk is smaller than a tensor: a tensor of 64 MiB needs 384 MiB, but 6 MiB in chunks.
+# Memory is proportional to the batch: six copies of each tensor (four accumulators, and the loaded
+# tensor in 16 and in 32 bits). Every element gets the same additions in the same order, so results
+# are bitwise equal. A chunk is smaller than a tensor: a tensor of 64 MiB needs 384 MiB, but 6 MiB
+# in chunks.
 #
-# **float16.** You can use it for the files, the accumulators, or both. Which costs accuracy? The
-# error is relative to float64 accumulation of float32 files, for σ = 0.07.
+# **float16.** You can use it for the files, the accumulators, or both. Which costs more accuracy?
+# The error is relative to float64 accumulation of float32 files, for σ = 0.07.
 
 # %%
 rounding, sums_bytes = {}, {}
@@ -616,9 +620,9 @@ norm = sum(w.square().sum() for w in exact.values()).sqrt()
 for in_files in ("float32", "float16"):
     for sums in (torch.float32, torch.float16):
         found = ema.find_snapshots(files[in_files])
-        made = usual_loop(found, [0.07], dtype=sums)[0]
-        off_by = sum((made[n].double() - w).square().sum() for n, w in exact.items()).sqrt()
-        rounding[in_files, sums] = float(off_by / norm)
+        result = usual_loop(found, [0.07], dtype=sums)[0]
+        error = sum((result[n].double() - w).square().sum() for n, w in exact.items()).sqrt()
+        rounding[in_files, sums] = float(error / norm)
         below = 10.0 ** np.ceil(np.log10(rounding[in_files, sums]))
         print(f"files {in_files}, accumulators {str(sums)[6:]}: error below {below:.0e}")
 lost_by_files = rounding["float16", torch.float32]
@@ -628,16 +632,16 @@ print(f"float16 accumulators: error over 1.5× that of float16 files: {sums_lose
 # %%
 for sums in (torch.float32, torch.float16):
     found = ema.find_snapshots(files["float16"])
-    sums_bytes[sums] = taken(lambda s=found, d=sums: usual_loop(s, FOUR, dtype=d), found)
+    sums_bytes[sums] = peak_of(lambda s=found, d=sums: usual_loop(s, FOUR_WIDTHS, dtype=d), found)
 print("whole-model accumulators:", ", ".join(map(format_bytes, sums_bytes.values())))
 
 # %% [markdown]
 # float16 accumulators lose more than float16 files: a file is rounded once, an accumulator after
-# each snapshot. So use float16 files and float32 accumulators. Whole-model accumulators in float16
-# need 3× less memory, because loaded tensors need no cast. Chunks with float32 accumulators need 8×
-# less.
+# each snapshot. So use float16 files and float32 accumulators. Whole-model accumulators need 3×
+# less memory in float16 than in float32, because loaded tensors need no cast. Chunks with float32
+# accumulators need 8× less.
 #
-# **int8.** Smaller files must be dequantized. This compares the CPU time of a synthesis.
+# **int8.** Smaller files must be dequantized. The next cells compare the CPU time of a synthesis.
 
 
 # %%
@@ -670,15 +674,15 @@ print(", ".join(f"{name} files {ratio:.2f} ×" for name, ratio in took.items()))
 narrow = {s.step: averaged(s) for s in snapshots if s.sigma == 0.05}
 early, late = narrow[EVERY], narrow[STEPS]
 mixed = {name: (early, late)[n % 2][name] for n, name in enumerate(sorted(late))}
-of_early, of_late, of_mixed = map(loss_of, (early, late, mixed))
-mix_is_worse = of_mixed > max(of_early, of_late) + 1
-print(f"the mix is over 1 nat worse than both snapshots: {mix_is_worse}")
+loss_early, loss_late, loss_mixed = map(loss_of, (early, late, mixed))
+mix_is_worse = loss_mixed > max(loss_early, loss_late) + 1
+print(f"the mix has a loss over 1 nat above both snapshots: {mix_is_worse}")
 
 
 # %% [markdown]
 # Three properties prevent this mix. First, coefficients depend only on times, so they are the same
-# for every tensor. In the test below, row k of each tensor is 1 at step k. Each column then lists
-# the weights of all steps.
+# for every tensor. In the test below, row k of each tensor is 1 at step k, else 0. Each column of
+# the average then lists how much each step counts.
 
 
 # %%
@@ -697,14 +701,14 @@ with tempfile.TemporaryDirectory() as place:
         tracker.update(step)
     columns = torch.cat(list(ema.synthesize(place, 0.07).values()), dim=1)
 uneven = (columns - columns[:, :1]).abs().max().item()
-print(f"{columns.shape[1]:,} columns have the same step weights within 1e-6: {uneven < 1e-6}")
-print(f"weight of the last step {columns[-1, 0]:.3f}, of the step before {columns[-2, 0]:.3f}")
+print(f"{columns.shape[1]:,} columns have the same shares within 1e-6: {uneven < 1e-6}")
+print(f"share of the last step {columns[-1, 0]:.3f}, of the step before {columns[-2, 0]:.3f}")
 
 # %% [markdown]
 # Second, the tracker refuses to write averages after an interrupted update until `load()` restores
 # a complete state. Third, a snapshot is written under a temporary name and renamed when it is
 # complete (`tests/ema/` interrupts both between two tensors). Each tensor also has a checksum. Here
-# one is replaced by the same tensor of an earlier step.
+# a tensor is replaced by the same tensor of an earlier step.
 
 # %%
 before, last = tenth[-2:]
@@ -729,9 +733,9 @@ print(f"a tensor of another step is refused: {refused}")
 #
 # ### Exercise 15.5: choose the snapshots to keep
 #
-# About 10 minutes. Return `count` of the sorted `times`, from which averages of any width can be
-# made at the end. Always include the last time. Evenly spaced times are good; the error may be at
-# most 3× theirs for every width.
+# About 10 minutes. Return a list of `count` of the sorted `times`, for averages at the end of
+# training. Always include the last time. For every width, the profile error may be at most 3× the
+# error with evenly spaced times.
 
 
 # %%
@@ -755,30 +759,29 @@ WAYS = {
     "the last 20": hundred[-20:],
     "20, log-spaced": ema.log_spaced(hundred, 20),
 }
-off = {}
+kept_errors = {}
 WIDTHS = (0.07, 0.15, 0.25, 0.28)
 print("snapshots kept            σ = 0.07   σ = 0.15   σ = 0.25   σ = 0.28")
 for name, kept in WAYS.items():
-    of_these = [power_profile(s, t) for t in kept for s in (0.05, 0.10)]
+    profiles_kept = [power_profile(s, t) for t in kept for s in (0.05, 0.10)]
     for sigma in WIDTHS:
-        off[name, sigma] = profile_error(of_these, power_profile(sigma, 100))
-    print(f"{name:24}" + "".join(f"{off[name, sigma]:11.1e}" for sigma in WIDTHS))
+        kept_errors[name, sigma] = profile_error(profiles_kept, power_profile(sigma, 100))
+    print(f"{name:24}" + "".join(f"{kept_errors[name, sigma]:11.1e}" for sigma in WIDTHS))
 
 # %% [markdown]
 # With a fifth of the snapshots, evenly spaced, the profile error is negligible up to σ = 0.15,
-# below 1 % at 0.25, and 3 % at 0.28, the largest width. (The error is squared: 0.4 % is 6 % as a
-# distance.)
+# below 1 % at 0.25, and 3 % at 0.28. (The error is squared: 0.4 % is 6 % as a distance.)
 #
-# The last twenty cannot make long averages, because they hold too little of the earlier steps. A
-# training script with a "keep 20" setting keeps exactly those. Log-spaced snapshots are better for
-# short averages, and about 10× worse for long ones.
+# The last twenty cannot be combined into long averages, because they contain too little of the
+# earlier steps. A training script with a "keep 20" setting keeps exactly those. Log-spaced
+# snapshots are better for short averages, and 5 to 10× worse for long ones.
 
 # %% [markdown]
 # ## At scale: 7 billion parameters
 #
-# How much memory does post-hoc EMA need beside a 7B training? A dry run of two bfloat16 blocks
-# measures the float32 averages and an update. The sizes of snapshots and the time of a synthesis,
-# which reads each snapshot once, follow by formula.
+# How much memory does post-hoc EMA add to a 7B training? A dry run of two bfloat16 blocks measures
+# the float32 averages and an update. Formulas give the sizes of snapshots and the time of a
+# synthesis, which reads each snapshot once.
 
 # %%
 config = PRESETS["llama-2-7b"]
@@ -786,15 +789,15 @@ N, two_blocks = config.parameters, replace(config, layers=2)
 with memlab.dry_run():
     seven = GPT(two_blocks, dtype=torch.bfloat16)
     two = ema.PostHocEMA(seven, "nowhere", (0.05, 0.10))
-    of_an_update = taken(lambda: two.update(1))
+    update_bytes = peak_of(lambda: two.update(1))
 print(f"two averages need 2 · 4 bytes per weight: {two.nbytes == 8 * two_blocks.parameters}")
-print(f"for 7B: {8 * N / 1e9:.1f} GB, and {format_bytes(of_an_update)} more in an update")
+print(f"for 7B: {8 * N / 1e9:.1f} GB, and {format_bytes(update_bytes)} more in an update")
 print(f"snapshots of both averages: {4 * N / 1e9:.1f} GB, at 12 times ", end="")
 print(f"{12 * 4 * N / 1e9:.0f} GB")
 print(f"reading them at 3 GB/s takes {12 * 4 * N / 3e9:.0f} s, for any number of targets")
 
 # %% [markdown]
-# **Tracking** needs memory, synthesis does not: two averages need 8 bytes per weight, as much as
+# **Tracking** needs more memory than synthesis: two averages need 8 bytes per weight, as much as
 # Adam's state. Two settings reduce it.
 #
 # `only=` tracks a part of the model, given by names, patterns or a function. `synthesize` takes the
@@ -809,70 +812,74 @@ print(f"8 bytes per attention weight: {part.nbytes == 8 * in_attention}")
 print(f"share of the averages of the whole model: {part.nbytes / two.nbytes:.1%}")
 
 # %% [markdown]
-# `device="cpu"` keeps the averages in host memory. This predicts the GPU memory of an update, for a
-# synthetic model of 16 MiB:
+# `device="cpu"` keeps the averages in host memory. The next cell predicts an update's GPU memory,
+# for a synthetic model of 16 MiB:
 
 # %%
-on_the_card = {}
+gpu_peak = {}
 for where in (None, "cpu"):
 
     def build(where=where):
-        model, steps = Made(16).cuda(), counter(1)
+        model, steps = SyntheticModel(16).cuda(), counter(1)
         average = ema.PostHocEMA(model, "nowhere", device=where)
         return lambda: average.update(next(steps)), model, None
 
-    on_the_card[where] = memlab.predict(build).peak_bytes
-    print(f"averages on {where or 'the GPU'}: {format_bytes(on_the_card[where])} on the GPU")
+    gpu_peak[where] = memlab.predict(build).peak_bytes
+    print(f"averages on {where or 'gpu'}: {format_bytes(gpu_peak[where])} of GPU memory")
 
 # %% [markdown]
 # The host holds the other 32 MiB, and 1 MiB for the chunk in transfer. An update copies each weight
 # once, for any number of averages.
 #
-# How much slower is it? Use data sheets and float32 weights. On the GPU, two averages read and
-# write 24 bytes per weight. To the host, 4 bytes per weight cross the PCIe bus.
+# How much slower is an update on the host? Use data sheets and float32 weights. On the GPU, an
+# update of two averages reads and writes 24 bytes per weight. To the host, 4 bytes per weight cross
+# the PCIe bus.
 
 # %%
 slower = {}
 for name in ("a100-80", "h100"):
     gpu = GPUS[name]
-    on_it, by_the_bus = 24 / gpu.memory_bandwidth, 4 / gpu.host_bandwidth
-    slower[name] = by_the_bus / on_it
+    on_gpu, over_bus = 24 / gpu.memory_bandwidth, 4 / gpu.host_bandwidth
+    slower[name] = over_bus / on_gpu
     print(f"{name}: an update on the host takes at least {slower[name]:.0f}× the time on the GPU;")
-    print(f"    for 7B: {by_the_bus * N * 1e3:.0f} ms on the host, {on_it * N * 1e3:.0f} ms on it")
+    print(
+        f"    for 7B: {over_bus * N * 1e3:.0f} ms on the host, {on_gpu * N * 1e3:.0f} ms on the GPU"
+    )
 
 # %% [markdown]
-# With the right Δ, updates ten steps apart are as good, so you can use the bus rarely.
+# With the right Δ, updates ten steps apart are as good, and need a tenth of the transfers.
 #
 # ## Explain the gap
 
 # %%
 found = {
-    "buffers_mib": beside[16, 10][0],
+    "buffers_mib": peaks[16, 10][0],
     "system_kib": system.nbytes,
-    "pruned_percent": 100 * off["the last 20", 0.25],
-    "wide_percent": 100 * ema.relative_width(range(1, 1001), counted(of_one_step(0.05), 10)),
+    "pruned_percent": 100 * kept_errors["the last 20", 0.25],
+    "wide_percent": 100
+    * ema.relative_width(range(1, 1001), shares_of_steps(with_single_step_beta(0.05), 10)),
 }
 reveal("15.1", **found)
 
 # %% [markdown]
-# The guesses miss for four reasons:
-#
-# 1. Memory is a few chunks, because the outer loop is over chunks, not snapshots.
-# 2. The system has a row per snapshot, not per weight.
-# 3. Long averages need steps before the last 20 snapshots.
+# 1. The synthesis needs a few chunks, because its outer loop is over chunks, not snapshots.
+# 2. The linear system has a row per snapshot, not per weight.
+# 3. Long averages include steps before the last 20 snapshots.
 # 4. An update at every tenth step must use the decay of ten steps.
-#
+
+# %% [markdown]
 # ## On your GPU
 #
-# If you have a GPU, this cell measures an update's memory and time, on it and with `device="cpu"`.
-# `benchmarks/gpu.py --section ema` does so during a training step. Neither has run yet.
+# If you have a GPU, this cell measures an update's memory and time on the GPU and with
+# `device="cpu"`. `benchmarks/gpu.py --section ema` does so during a training step. Neither has run
+# on a GPU yet.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 from memlab.monitoring.counters import counters_for
 
 if gpu := torch.accelerator.current_accelerator(check_available=True):
     counters = counters_for(gpu)
-    on_gpu, spent = Made(64).to(gpu), {}
+    on_gpu, spent = SyntheticModel(64).to(gpu), {}
     for where in (None, "cpu"):
         average = ema.PostHocEMA(on_gpu, "nowhere", device=where)
         average.update(1)
@@ -883,9 +890,9 @@ if gpu := torch.accelerator.current_accelerator(check_available=True):
             average.update(step)
         torch.accelerator.synchronize()
         spent[where] = time.perf_counter() - start
-        beside_it = counters.read().peak_bytes - before
+        extra = counters.read().peak_bytes - before
         print(f"on {where or 'the GPU'}: {format_bytes(average.nbytes)} of averages, ", end="")
-        print(f"{format_bytes(beside_it)} more in an update")
+        print(f"{format_bytes(extra)} more in an update")
     print(f"updates on the host take {spent['cpu'] / spent[None]:.1f}× the time")
 else:
     print(stored_on_a_gpu("ema"))
@@ -893,17 +900,17 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# One guide describes what its authors learned when their synthesis needed too much memory. Each of
-# its statements is tested here, starting with the one that it calls fundamental.
+# The authors of one guide describe how they reduced the memory of their synthesis. Each of the
+# guide's statements is tested here, starting with a requirement that it calls fundamental.
 
 # %%
-by_pieces = [pieces for pieces, _ in beside.values()]
-sizes_text = ", ".join(f"{mib} MiB × {count}" for mib, count in beside)
+chunked = [chunks for chunks, _ in peaks.values()]
+sizes_text = ", ".join(f"{mib} MiB × {count}" for mib, count in peaks)
 verdict(
     "25a",
-    max(by_pieces) > 1.01 * min(by_pieces),
-    f"model size × times {sizes_text}: in chunks {format_bytes(max(by_pieces))} each, by snapshot "
-    f"{', '.join(format_bytes(usual) for _, usual in beside.values())}",
+    max(chunked) > 1.01 * min(chunked),
+    f"model size × times {sizes_text}: in chunks {format_bytes(max(chunked))} each, by snapshot "
+    f"{', '.join(format_bytes(usual) for _, usual in peaks.values())}",
     otherwise="memory-mapped files are read chunk by chunk, so memory depends on neither the model "
     "size nor the number of snapshots",
 )
@@ -918,23 +925,23 @@ verdict(
 
 # %%
 bytes_of = {name: ema.find_snapshots(place)[0].nbytes for name, place in files.items()}
-weights, found = Made(8), ema.find_snapshots(files["int8"])
-in_place = taken(lambda: ema.synthesize(found, 0.05, out=weights), found)
+weights, found = SyntheticModel(8), ema.find_snapshots(files["int8"])
+in_place = peak_of(lambda: ema.synthesize(found, 0.05, out=weights), found)
 one_layer = ema.synthesize(found, 0.05, only="layers.1")
-a_copy = taken(lambda: [w.clone() for w in weights.parameters()])
-a_dict = taken(weights.state_dict)
+a_copy = peak_of(lambda: [w.clone() for w in weights.parameters()])
+a_dict = peak_of(weights.state_dict)
 in_files = ", ".join(f"{name} {format_bytes(size)}" for name, size in bytes_of.items())
-of_pieces, sequential = beside[16, 10]
+of_chunks, sequential = peaks[16, 10]
 verdict(
     "25c",
-    of_pieces > sequential / 2,
+    of_chunks > sequential / 2,
     f"16 MiB, ten times, four targets: one snapshot at a time {format_bytes(sequential)}, in "
-    f"chunks {format_bytes(of_pieces)}",
+    f"chunks {format_bytes(of_chunks)}",
     otherwise="one snapshot at a time needs whole-model accumulators; chunks save the memory",
 )
 
 # %%
-streams, in_parts = of_pieces < sequential / 2, len(one_layer) == 1
+streams, in_parts = of_chunks < sequential / 2, len(one_layer) == 1
 compresses = bytes_of["int8"] < bytes_of["float32"] / 3
 verdict(
     "25d",
@@ -949,9 +956,9 @@ verdict(
 # once, when its sum is complete. Is the result bitwise equal to a synthesis into new tensors?
 
 # %%
-apart = ema.synthesize(found, 0.05)
-same = all(torch.equal(weight, apart[name]) for name, weight in weights.named_parameters())
-print(f"{len(apart)} tensors, in place and new, are bitwise equal: {same}")
+new = ema.synthesize(found, 0.05)
+same = all(torch.equal(weight, new[name]) for name, weight in weights.named_parameters())
+print(f"{len(new)} tensors, in place and new, are bitwise equal: {same}")
 
 # %%
 verdict(
@@ -975,7 +982,7 @@ verdict(
 
 # %%
 kept_32, kept_16 = (sums_bytes[dtype] for dtype in (torch.float32, torch.float16))
-by_half, by_chunks = kept_32 / kept_16, beside[8, 10][1] / beside[8, 10][0]
+by_half, by_chunks = kept_32 / kept_16, peaks[8, 10][1] / peaks[8, 10][0]
 verdict(
     "25g",
     by_half < by_chunks,
@@ -1006,11 +1013,11 @@ verdict(
 )
 
 # %%
-on_gpu_only, on_host = map(format_bytes, (on_the_card[None], on_the_card["cpu"]))
+on_gpu_only, on_host = map(format_bytes, (gpu_peak[None], gpu_peak["cpu"]))
 ratios = " and ".join(f"{times:.0f}× ({name})" for name, times in slower.items())
 verdict(
     "25j",
-    on_the_card["cpu"] < on_the_card[None] and min(slower.values()) > 1,
+    gpu_peak["cpu"] < gpu_peak[None] and min(slower.values()) > 1,
     f"predicted GPU memory in an update of two averages of 16 MiB: {on_gpu_only}, with averages on "
     f"the CPU {on_host}; the bus alone takes {ratios} the time on the GPU, by formula",
     condition="for tracking, by prediction and formula (not timed on a GPU); one update can "
@@ -1027,14 +1034,15 @@ verdict(
 )
 
 # %%
-kept_errors = "; ".join(
-    f"{name.removeprefix('20, ')} " + ", ".join(f"{off[name, sigma]:.0e}" for sigma in WIDTHS)
+errors_text = "; ".join(
+    f"{name.removeprefix('20, ')} "
+    + ", ".join(f"{kept_errors[name, sigma]:.0e}" for sigma in WIDTHS)
     for name in list(WAYS)[1:]
 )
 verdict(
     "26",
-    off["20, evenly spaced", 0.15] > 0.01,
-    f"20 of 100 times; errors at σ = 0.07, 0.15, 0.25, 0.28: {kept_errors}",
+    kept_errors["20, evenly spaced", 0.15] > 0.01,
+    f"20 of 100 times; errors at σ = 0.07, 0.15, 0.25, 0.28: {errors_text}",
     otherwise="every fifth snapshot gives errors below 1 % up to σ = 0.25 and 3 % at 0.28; only "
     "keeping the last ones makes long averages impossible",
 )
@@ -1044,22 +1052,21 @@ verdict(
 #
 # | what | bytes |
 # | --- | --- |
-# | tracking K averages | 4·K per weight, on the GPU or the host; with `only=`, of that part |
+# | tracking K averages | 4·K per tracked weight, on the GPU or the host |
 # | a snapshot of one average | 2 per weight, on disk; 1.02 in int8 |
 # | the linear system of S snapshots | 8·S² |
-# | a synthesis of T targets | T accumulators of a chunk and a few chunks, for any model |
+# | a synthesis of T targets | T chunk-sized accumulators and a few chunks, for any model |
 #
 # You can measure the width of an average, choose the width after training, predict the error before
 # you read a file, and choose which fifth of the snapshots to keep.
 #
-# Tomorrow, the last day, uses everything: given a model and a card, you predict whether training
-# fits.
+# Tomorrow combines all days so far: given a model and a GPU, you predict whether training fits.
 
 # %% [markdown]
 # ## The running bill
 #
-# The bill's step trains the 124M model on 8 × 640 tokens, and now also tracks two averages. They
-# are on disk like the rest of the state: an update loads one tensor of each at a time.
+# One training step of 124M weights on 8 × 640 tokens now also tracks two averages. They are on
+# disk, like Lion's state: an update loads one tensor of each average at a time.
 
 # %%
 running_bill(15)

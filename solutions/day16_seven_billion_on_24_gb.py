@@ -120,9 +120,9 @@ lion_in_backward = Optimizer(1, CODE, scratch=6.5, piece=PIECE, in_backward=True
 # %%
 def peak(sizes, itemsize, optimizer, activations):
     ### BEGIN SOLUTION
-    numbers, largest = sum(sizes), max(sizes)
-    held = numbers * itemsize + numbers * optimizer.moments * optimizer.moment_bytes
-    gradients = itemsize * (largest if optimizer.in_backward else numbers)
+    elements, largest = sum(sizes), max(sizes)
+    held = elements * itemsize + elements * optimizer.moments * optimizer.moment_bytes
+    gradients = itemsize * (largest if optimizer.in_backward else elements)
     scratch = 4 * optimizer.scratch * min(largest, optimizer.piece or largest)
     moments = {"backward": held + activations, "optimizer": held + gradients + scratch}
     moment = max(moments, key=moments.get)
@@ -181,9 +181,9 @@ for name, optimizer in (
 # %%
 @dataclass(frozen=True)
 class Block:
-    width: int  # input elements per token, part of `numbers`; a checkpoint saves only these
-    numbers: int  # elements saved per token, in the activations' dtype
-    floats: int  # float32 elements saved per token
+    width: int  # input elements per token, part of `elements`; a checkpoint saves only these
+    elements: int  # elements saved per token, in the activations' dtype
+    float32_elements: int  # float32 elements saved per token
     gradients: int  # gradient elements per token during the block's backward
 
 
@@ -195,7 +195,8 @@ def block_of(config, fused=True):
     return Block(C, 2 * C + norms + 2 * Q + 2 * K + 4 * F, config.heads + 2, 2 * F + C)
 
 
-print(f"a block of 7B saves {2 * block_of(seven).numbers + 4 * block_of(seven).floats:,} bytes")
+saved = block_of(seven)
+print(f"a block of 7B saves {2 * saved.elements + 4 * saved.float32_elements:,} bytes")
 print(f"per token in bfloat16, {2 * seven.hidden_size:,} of them for its input")
 
 # %% [markdown]
@@ -213,7 +214,7 @@ print(f"per token in bfloat16, {2 * seven.hidden_size:,} of them for its input")
 # %%
 def activations(block, layers, tokens, itemsize, checkpointed, ends):
     ### BEGIN SOLUTION
-    made = tokens * (itemsize * block.numbers + 4 * block.floats)
+    made = tokens * (itemsize * block.elements + 4 * block.float32_elements)
     x = tokens * itemsize * block.width
     kept, again = (x, made - x) if checkpointed else (made, 0)
     return layers * kept + max(ends, again + tokens * itemsize * block.gradients)
@@ -440,8 +441,8 @@ plot.timeline(proof.trace, title="Llama 2 7B, all weights trained, 1 × 2,048 to
 # (`allocated` is 29 MiB above the picture's peak. It also counts the unused part of blocks that the
 # allocator could not split, Day 2.)
 #
-# The search chose whole logits. With 2,048 rows and a hidden size of 4,096, chunked logits save
-# nothing (Day 11): the step allocates 0.33 GiB more and reserves 0.14 GiB more.
+# The search chose unchunked logits. With 2,048 rows and a hidden size of 4,096, chunked logits
+# save nothing (Day 11): the step allocates 0.33 GiB more and reserves 0.14 GiB more.
 
 # %% [markdown]
 # ## The batch
@@ -512,8 +513,8 @@ for name, count in (
 # - its largest batch and length, by the formula scaled to the measurement
 # - a faster recipe that does not fit
 #
-# Here `learned` limits the search to 8-bit Lion. Remove it to try all recipes, which takes up to a
-# minute. In a terminal: `memlab plan --model llama-3-8b --memory 48GB`.
+# Here `learned`, a list of recipes, limits the search to 8-bit Lion. Remove it to try all recipes,
+# which takes up to a minute. In a terminal: `memlab plan --model llama-3-8b --memory 48GB`.
 
 # %%
 MODEL, MEMORY = "llama-2-7b", "24GB"
@@ -525,8 +526,8 @@ if plan.best:
 # %% [markdown]
 # ## At scale: 70 billion weights on eight GPUs
 #
-# ZeRO-3 divides a rank's memory by eight (Day 12), except for the gathered block. The
-# guide does not name the optimizer. By formula, with 1 × 4,096 tokens a rank:
+# ZeRO-3 divides a rank's model states by eight (Day 12), except for the gathered block. The guide
+# does not name the optimizer. By formula, with 1 × 4,096 tokens a rank:
 
 # %%
 seventy = PRESETS["llama-3-70b"]
@@ -603,19 +604,20 @@ block = (huge.parameters - 2 * end - huge.hidden_size) // huge.layers
 kept = 2 * TOKENS * huge.hidden_size
 of_h100 = memory_named("h100").budget_bytes
 WAYS = {
-    "BF16, float32 Adam and copies": (2, 2, 12),
-    "BF16 and FP8, float32 Adam and copies": (3, 2, 12),
-    "FP8 alone, float32 Adam and copies": (1, 2, 12),
+    "BF16, float32 Adam and master weights": (2, 2, 12),
+    "BF16 + FP8, float32 Adam and masters": (3, 2, 12),
+    "FP8 alone, float32 Adam and masters": (1, 2, 12),
     "FP8 alone, 8-bit Adam": (1, 2, 2 * CODE),
 }
 ranks = {}
-print(f"405B, 8 · 4 · 4 = {8 * 4 * 4}, ZeRO-1; an H100 leaves {of_h100 / 1e9:.1f} GB")
+print(f"405B, 8 · 4 · 4 = {8 * 4 * 4}, ZeRO-1; an H100 has {of_h100 / 1e9:.1f} GB for tensors")
 for name, each in WAYS.items():
     ranks[name] = of_a_rank(block, end, huge.layers, (8, 4, 4), 1, each, kept)
     print(f"  {name:38}{ranks[name] / 1e9:6.1f} GB, {(of_h100 - ranks[name]) / 1e9:6.1f} left")
 print(
-    f"block inputs: {4 * 32 * kept / 8 / 1e9:.1f} GB of it; {4 * 32 * kept / 1e9:.1f} GB without t"
+    f"block inputs: {4 * 32 * kept / 8 / 1e9:.1f} GB of it; without sequence parallelism ", end=""
 )
+print(f"{4 * 32 * kept / 1e9:.1f} GB")
 
 # %%
 layout = Recipe("master-weights", checkpointing="checkpointing", zero_stage=1, tensor_parallel=8,
@@ -629,8 +631,8 @@ for moment in ("gradients", "optimizer"):
     print(" + ".join(f"{n:.1f} {name.replace('_', ' ')}" for name, n in large.items()))
 
 # %% [markdown]
-# In the optimizer step, the planner also counts float32 gradients of a rank's shard; the guide does
-# not. `memlab plan --model llama-3-405b --gpu h100 --gpus 128` compares meshes of FSDP2 with
+# In the optimizer step, the planner also counts float32 gradients of a rank's shard; the formula
+# does not. `memlab plan --model llama-3-405b --gpu h100 --gpus 128` compares meshes of FSDP2 with
 # tensor, pipeline and context parallelism.
 #
 # Nothing in this section is measured on a GPU. FP8 copies of matrices, the network's buffers and
@@ -646,7 +648,7 @@ for moment in ("gradients", "optimizer"):
 # ## Explain the gap
 
 # %%
-guided = "FP8 alone, float32 Adam and copies"
+guided = "FP8 alone, float32 Adam and masters"
 reveal("16.1", guide_gb=guides, buffer_gib=buffer, recipe_gib=proof.reserved_bytes,
        rank_gb=ranks[guided])  # fmt: skip
 
@@ -720,7 +722,7 @@ verdict(
 per_rank = "; ".join(f"{name}: {count / 1e9:.1f}" for name, count in ranks.items())
 measured = (
     f"8 · 4 · 4 = {8 * 4 * 4}; GB per rank by formula, 8,192 tokens, sequence parallel, without "
-    f"the block at work: {per_rank}; an H100 leaves {of_h100 / 1e9:.1f}"
+    f"the block at work: {per_rank}; an H100 has {of_h100 / 1e9:.1f} for tensors"
 )
 verdict(
     "29",

@@ -18,12 +18,11 @@
 # %% [markdown]
 # ## The question
 #
-# From the Hopper generation on, NVIDIA's tensor cores multiply 8-bit floating-point numbers, twice
-# as fast as BF16. A guide says of FP8: "1 byte/param → 7 GB for 7B". DeepSeek-V3 was trained in
-# FP8.
+# Since the Ada and Hopper generations, NVIDIA's tensor cores multiply 8-bit floats, twice as fast
+# as BF16. A guide says of FP8: "1 byte/param → 7 GB for 7B". DeepSeek-V3 was trained in FP8.
 #
 # Day 9 stored optimizer state in 8 bits, and Day 17 frozen weights in 4. Today all weights train,
-# and the **matmuls** run in 8 bits: one in forward and two in backward. How much memory does that
+# and the **matmuls** run in 8 bits: one in forward and two in backward. How much memory does this
 # save?
 
 # %%
@@ -54,7 +53,7 @@ from memlab.units import format_bytes
 # of the blocks in FP8.
 #
 # 1. By how many percent does the peak shrink?
-# 2. By how many percent do the bytes shrink that the blocks' linear layers save for backward?
+# 2. The blocks' linear layers save tensors for backward. By how many percent do these shrink?
 
 # %%
 ### BEGIN SOLUTION
@@ -74,7 +73,7 @@ guess("19.1", peak_percent=50, kept_percent=50)  # 16 bits to 8
 
 # %%
 def training_step(config, recipe, batch, length, checkpointed=False, device="cuda"):
-    """Return a step in BF16, or with FP8 matmuls for a recipe; its model and optimizer."""
+    """Return a step, its model and its optimizer. With a recipe, its matmuls run in FP8."""
     model = GPT(config, dtype=torch.bfloat16)
     if recipe:
         convert_to_fp8(model, recipe)
@@ -115,7 +114,7 @@ print(f"{'peak':21}BF16 {format_bytes(peaks['BF16']):>10}   FP8 {format_bytes(pe
 
 # %% [markdown]
 # Weights and optimizer state are the same to the byte. Only activations shrink, by a tenth. To see
-# why, build the cast and the layer, and count what the layer saves for backward.
+# why, build the cast and the layer, and count the bytes that the layer saves for backward.
 
 # %% [markdown]
 # ## Two formats
@@ -145,8 +144,8 @@ for name, dtype in FORMATS.items():
 # ### Exercise 19.1: a cast with a scale
 #
 # About 10 minutes. `x` is float32 or bfloat16, of any shape; `dtype` is E4M3 or E5M2. Return
-# `(codes, scale)`: codes with the shape of x in `dtype`, and a float32 scale (), so that x ≈ codes
-# · scale. The largest |x| becomes the format's largest value (`torch.finfo`).
+# `(codes, scale)`: codes with the shape of x in `dtype`, and a float32 scale of shape (), so that x
+# ≈ codes · scale. The largest |x| becomes the format's largest value (`torch.finfo`).
 #
 # Compute in float32. A tensor of zeros gives zeros. Gradients may be as small as 10⁻²⁵.
 
@@ -178,7 +177,7 @@ def error(x, other):
     return ((x - other).norm() / x.norm()).item()
 
 
-def lost(x, codes):
+def share_lost(x, codes):
     """Return the share of nonzero elements that became zero."""
     return ((codes.float() == 0) & (x != 0)).sum().item() / (x != 0).sum().item()
 
@@ -189,11 +188,12 @@ print("format   without a scale        with a scale")
 for name, dtype in (("E4M3", E4M3), ("E5M2", E5M2)):
     codes, scale = cast(gradient, dtype)
     plain = gradient.to(dtype)
-    print(f"{name:6}{lost(gradient, plain):8.0%} become zero{lost(gradient, codes):14.1%}", end="")
+    zeros, scaled_zeros = share_lost(gradient, plain), share_lost(gradient, codes)
+    print(f"{name:6}{zeros:8.0%} become zero{scaled_zeros:14.1%}", end="")
     print(f", error {error(gradient, codes.float() * scale):.1%}")
 
 # %% [markdown]
-# Without a scale, all of them underflow. With a scale, none do, and only the format's rounding
+# Without a scale, all elements underflow. With a scale, none do, and only the format's rounding
 # error remains: about 3 % in E4M3 and 5 % in E5M2.
 #
 # The scale needs the **amax**, so a cast reads its tensor twice. *Delayed scaling* uses the amax of
@@ -209,31 +209,31 @@ for name, amax in (("own amax", now.abs().amax()), ("last step's amax", history.
 # %% [markdown]
 # ## Outliers
 #
-# A few features of a transformer's activations are far larger than the rest, but share one scale
-# with them. Day 7 met this problem with integers. Floating point has small steps near zero. How
-# large may an outlier be?
+# A few features of a transformer's activations are far larger than the rest, but all share one
+# scale. With integers, this spoils the small elements (Day 7). Floating point has smaller steps
+# near zero. How large may an outlier be?
 
 
 # %%
-def as_int8(x):
-    """Round to 255 even steps, with one scale for the tensor."""
+def round_to_int8(x):
+    """Round to 255 evenly spaced values, with one scale for the tensor."""
     step = x.abs().amax() / 127
     return (x / step).round() * step
 
 
-def as_fp8(x, dtype=E4M3):
+def round_to_fp8(x, dtype=E4M3):
     codes, scale = cast(x, dtype)
     return codes.float() * scale
 
 
-usual = torch.randn(128, 1024, generator=random)
+typical = torch.randn(128, 1024, generator=random)
 print("outlier      INT8    E4M3    E5M2    (error of the other elements)")
 for size in (1, 100, 10_000, 100_000):
-    x = usual.clone()
+    x = typical.clone()
     x[:, 0] *= size  # one feature of 1,024
     rest = x[:, 1:]
-    found = (error(rest, as_int8(x)[:, 1:]), error(rest, as_fp8(x)[:, 1:]),
-             error(rest, as_fp8(x, E5M2)[:, 1:]))  # fmt: skip
+    found = (error(rest, round_to_int8(x)[:, 1:]), error(rest, round_to_fp8(x)[:, 1:]),
+             error(rest, round_to_fp8(x, E5M2)[:, 1:]))  # fmt: skip
     print(f"{size:7,} ×" + "".join(f"{each:8.1%}" for each in found))
 
 # %% [markdown]
@@ -269,17 +269,17 @@ cast_tiles = exercise("19.2", cast_tiles)
 
 
 # %%
-def of_tiles(x, columns, dtype=E4M3):
+def round_to_fp8_tiles(x, columns, dtype=E4M3):
     codes, scales = cast_tiles(x, dtype, 1, columns)
     return codes.float() * scales.repeat_interleave(columns, 1)
 
 
-x = usual.clone()
+x = typical.clone()
 x[:, 0] *= 100_000
 print("a scale per    error, other elements   bytes per element")
-print(f"tensor{error(rest, as_fp8(x)[:, 1:]):23.1%}{1 + 4 / x.numel():20.4f}")
+print(f"tensor{error(rest, round_to_fp8(x)[:, 1:]):23.1%}{1 + 4 / x.numel():20.4f}")
 for columns in (512, 128, 32):
-    found = error(rest, of_tiles(x, columns)[:, 1:])
+    found = error(rest, round_to_fp8_tiles(x, columns)[:, 1:])
     print(f"1 × {columns:<6}{found:19.1%}{1 + 4 / columns:20.4f}")
 
 # %% [markdown]
@@ -296,20 +296,19 @@ for columns in (512, 128, 32):
 # | backward | dx = g W | g8, W8 |
 # | backward | dW = gᵀ x | g8, x8 |
 #
-# Forward casts x and W. What should it save for backward?
+# x8, W8 and g8 are FP8 casts. Which tensors should forward save for backward?
 
 # %% [markdown]
-# Autograd would save x, 2 bytes per element in BF16. Only dW needs it, and that matmul uses x8. So
+# Autograd would save x, 2 bytes per element in BF16. Only dW needs x, and its matmul uses x8. So
 # save **x8** instead of x.
 #
-# And W8? The optimizer's updates to W are far smaller than a step of FP8 (Day 4). So W stays in
-# BF16 or float32 as a **master weight**, in addition to any FP8 copy. W still exists in backward:
-# cast it again there.
+# Don't save W8. The optimizer's updates to W are far smaller than a step of FP8 (Day 4), so W stays
+# in BF16 or float32 as a **master weight**. It still exists in backward: cast it again there.
 
 
 # %%
 def multiply(a, b, dtype):
-    """Return a · b of (codes, scale) pairs, accumulated in float32."""
+    """Return a · b. Both are (codes, scale) pairs; accumulate in float32."""
     return (a[0].float() @ b[0].float() * (a[1] * b[1])).to(dtype)
 
 
@@ -401,15 +400,15 @@ for name, layer in LAYERS.items():
     print(f"saved for backward: {left:,} bytes for {x.numel():,} input elements")
 
 # %% [markdown]
-# The FP8 layer's gradients have an error of about 6 %, against 0.4 % in BF16. The layer saves half
-# of the bytes, as hoped. So why does the whole model save 5 % and not 50?
+# The FP8 layer's gradients have an error of about 6 %, against 0.4 % in BF16. The layer keeps half
+# as many bytes for backward, as hoped. So why is the whole model's peak 5 % lower and not 50?
 
 # %% [markdown]
 # ## One input, three layers
 #
-# In a block, query, key and value read **the same tensor**. Autograd saves one reference to it.
-# Three FP8 layers save three copies. Attention also saves its own output for backward, so the
-# output layer's FP8 copy is extra.
+# In a block, query, key and value read **the same tensor**. In BF16, autograd saves references to
+# one tensor. Three FP8 layers save three copies. Attention also saves its own output for backward,
+# so the output layer's FP8 copy is extra.
 
 # %% [markdown]
 # ### Exercise 19.4: what the linear layers of a block save
@@ -426,7 +425,7 @@ for name, layer in LAYERS.items():
 
 
 # %%
-def kept(tokens, C, Q, F, way, columns=None):
+def saved_bytes(tokens, C, Q, F, way, columns=None):
     ### BEGIN SOLUTION
     inputs = {"bf16": [C, C, F], "own": [C, C, C, Q, C, C, F], "shared": [C, Q, C, F]}[way]
     if way == "bf16":
@@ -440,16 +439,16 @@ def kept(tokens, C, Q, F, way, columns=None):
 
 
 # %%
-kept = exercise("19.4", kept)
+saved_bytes = exercise("19.4", saved_bytes)
 
 
 # %% [markdown]
-# Measure what a second block saves in forward, in each way. The difference to BF16 must match your
-# formula.
+# Measure the bytes that a second block saves in forward, in each way. The difference from BF16 must
+# match your formula.
 
 
 # %%
-def held_by_a_block(config, recipe, tokens):
+def bytes_of_a_block(config, recipe, tokens):
     """Measure on this machine how many bytes a second block holds after forward."""
     held = []
     for layers in (1, 2):
@@ -464,18 +463,18 @@ WAYS = {"bf16": (None, None), "own": (FP8Recipe(share_inputs=False), None),
         "shared": (FP8Recipe(), None), "shared, tiles": ("block", 128)}  # fmt: skip
 wide = replace(PRESETS["tiny"], hidden_size=256, heads=4, kv_heads=2, intermediate_size=768)
 sizes = (wide.hidden_size, wide.hidden_size, wide.intermediate_size)
-blocks = {way: held_by_a_block(wide, recipe, 32) for way, (recipe, _) in WAYS.items()}
+blocks = {way: bytes_of_a_block(wide, recipe, 32) for way, (recipe, _) in WAYS.items()}
 for way, (_, columns) in WAYS.items():
-    formula = kept(32, *sizes, way.split(",")[0], columns)
+    formula = saved_bytes(32, *sizes, way.split(",")[0], columns)
     less = blocks["bf16"] - blocks[way]
-    agree = less == kept(32, *sizes, "bf16") - formula
+    agree = less == saved_bytes(32, *sizes, "bf16") - formula
     print(f"{way:14} block {blocks[way]:8,} bytes, linear layers {formula:7,} bytes; ", end="")
     print(f"difference matches: {agree}")
 
 # %%
 seven = PRESETS["llama-2-7b"]
 of_seven = (seven.hidden_size, seven.heads * seven.head_dim, seven.intermediate_size)
-a_token = {way: kept(8192, *of_seven, way) / 8192 for way in ("bf16", "own", "shared")}
+a_token = {way: saved_bytes(8192, *of_seven, way) / 8192 for way in ("bf16", "own", "shared")}
 for way, count in a_token.items():
     print(f"7B, {way:7} {count:9,.1f} bytes per token and block, {count / a_token['bf16']:.0%}")
 reveal("19.1", peak_percent=100 * (1 - peaks["FP8"] / peaks["BF16"]),
@@ -485,8 +484,8 @@ reveal("19.1", peak_percent=100 * (1 - peaks["FP8"] / peaks["BF16"]),
 # ## Explain the gap
 #
 # - Linear layers with their own copies save 7 % fewer bytes for backward, with shared copies 39 %
-#   fewer. It is not 50 %, because attention's output is stored twice.
-# - Linear layers hold only a quarter of a block's activations. Attention, the activation function
+#   fewer. It is not 50 %, because attention's output is saved twice: in BF16 and in FP8.
+# - Linear layers save only a quarter of a block's activations. Attention, the activation function
 #   and the norms save the rest in BF16: queries, keys, values, the MLP's two branches and the
 #   residual stream.
 
@@ -512,8 +511,8 @@ axes.spines[["top", "right"]].set_visible(False)
 # ## Does it learn?
 #
 # The gradients have an error of about 6 %. Train a small model on the same text in four ways: BF16
-# autocast, FP8 with a scale per tensor, FP8 with tiles, and FP8 **without scales**. The last only
-# rounds to FP8's values; it simulates FP8 and saves nothing.
+# autocast, FP8 with a scale per tensor, FP8 with tiles, and FP8 **without scales**. The last run
+# only rounds to FP8's values, and saves no memory.
 #
 # We divide the loss by 2,048, as for one of 2,048 micro-batches. AdamW is almost unaffected,
 # because its step does not depend on the size of gradients.
@@ -626,8 +625,8 @@ else:
 # %% [markdown]
 # ## At scale: which copies exist
 #
-# `tests/course/test_day19.py` computes these predictions of the first step, with all blocks and
-# with reserved memory. You predicted the peaks of the first and third rows above.
+# `tests/course/test_day19.py` computes these predictions of the first step with all blocks. At the
+# start of the day, you predicted the allocated peaks of the first and third rows.
 
 # %%
 COPIES = {
@@ -673,15 +672,17 @@ print(f"the first and third rows equal your predictions: {all(agree)}")
 # | W8 | 1 | during a matmul, or until backward if saved |
 # | W8 transposed | 1 | during the matmul of dx |
 #
-# Before Blackwell, NVIDIA's FP8 matmul reads both operands along the summed dimension, so backward
-# needs W8 transposed. A library that keeps both copies to save time adds 2 bytes per weight.
+# Before Blackwell, NVIDIA's FP8 matmul needs both operands contiguous along the summed dimension,
+# so backward needs W8 transposed. A library that keeps both copies to save time adds 2 bytes per
+# weight.
 
 # %% [markdown]
 # ### 405 billion weights on 128 GPUs
 #
 # Day 16 tested the guide's largest configuration by formula: FP8, tensor parallel 8, pipeline
-# parallel 4, data parallel 4, ZeRO-1, checkpointing. The formula omitted the block at work, which
-# FP8 changes. Now predict it, for a rank's eighth of each matrix of a block and 8,192 tokens:
+# parallel 4, data parallel 4, ZeRO-1, checkpointing. The formula omitted the *block at work*: the
+# activations and temporaries of the block whose backward runs. Predict them for 8,192 tokens and an
+# eighth of each matrix:
 
 # %%
 huge = PRESETS["llama-3-405b"]
@@ -707,9 +708,9 @@ for dtype, count in working.items():
     print(f"an eighth of a 405B block at work, {dtype}: {count / 1e9:.2f} GB")
 
 # %% [markdown]
-# The rank with the most memory holds an eighth of 32 blocks and of the embedding. ZeRO-1 shards the
-# state over 4 ranks. Checkpointing saves the block inputs of 4 micro-batches in BF16, also divided
-# by 8.
+# The rank that holds the most has an eighth of 32 blocks and of the embedding. ZeRO-1 shards the
+# optimizer state over 4 ranks. Checkpointing saves the block inputs of 4 micro-batches in BF16,
+# also divided by 8.
 
 # %%
 of_h100 = memory_named("h100").budget_bytes
@@ -725,7 +726,7 @@ EACH = {  # bytes of a weight, its gradient, and its state (float32 copy, two mo
     "FP8 matmuls, 8-bit moments": (2, 2, 2 * (1 + 4 / 256)),  # no float32 copy
 }
 ranks = {}
-print(f"GB of the largest of 128 ranks; an H100 leaves {of_h100 / 1e9:.1f}")
+print(f"GB on the rank that holds the most; an H100 has {of_h100 / 1e9:.1f} GB for tensors")
 for name, (weight, gradient_bytes, state) in EACH.items():
     held = weights * (weight + gradient_bytes + state / 4) + inputs
     ranks[name] = held + working["BF16" if name == "BF16" else "FP8"]
@@ -743,8 +744,8 @@ for name, (weight, gradient_bytes, state) in EACH.items():
 # %% [markdown]
 # ## On your GPU
 #
-# FP8 matmuls need an NVIDIA GPU of compute capability 8.9 or newer (RTX 4090, H100). There, this
-# cell compares a 7B layer in BF16 and FP8. AMD's MI300 has two FP8 formats of its own. On it and on
+# FP8 matmuls need an NVIDIA GPU of compute capability 8.9 or newer (RTX 4090, H100). This cell
+# compares a 7B layer in BF16 and FP8. AMD's MI300 has two FP8 formats of its own. On MI300 and on
 # older GPUs, memlab decodes the codes and multiplies in float32.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
@@ -783,8 +784,8 @@ figures = (
     f"7B, 2 × 4,096 tokens, predicted: {bf16[0] / 1e9:.1f} GB in BF16, {shared[0] / 1e9:.1f} GB "
     f"with FP8 matmuls ({1 - shared[0] / bf16[0]:.1%} less), "
     f"{parts['FP8']['parameters'] / 1e9:.1f} GB of weights in both; with checkpointing "
-    f"{in_gb[0]:.1f} and {in_gb[1]:.1f} GB; linear layers save "
-    f"{a_token['shared'] / a_token['bf16']:.0%} of the bytes for backward"
+    f"{in_gb[0]:.1f} and {in_gb[1]:.1f} GB; linear layers' saved tensors shrink to "
+    f"{a_token['shared'] / a_token['bf16']:.0%}"
 )
 verdict(
     "2c",
@@ -798,15 +799,15 @@ verdict(
 per_rank = "; ".join(f"{name}: {count / 1e9:.1f}" for name, count in ranks.items())
 figures = (
     f"GB of the block at work, predicted: {working['BF16'] / 1e9:.2f} in BF16, "
-    f"{working['FP8'] / 1e9:.2f} with FP8 matmuls; GB per rank: {per_rank}; an H100 leaves "
-    f"{of_h100 / 1e9:.1f}"
+    f"{working['FP8'] / 1e9:.2f} with FP8 matmuls; GB per rank: {per_rank}; an H100 has "
+    f"{of_h100 / 1e9:.1f} GB for tensors"
 )
 verdict(
     "29b",
     ranks["FP8 weights, no BF16 copy"] <= of_h100,
     figures,
     otherwise="FP8 matmuls only shrink the block at work, by less than a tenth; FP8 weights "
-    "without a BF16 copy save 1 byte per weight, but leave less than the block at work needs; BF16 "
+    "without a BF16 copy save 1 byte per weight, but then the block at work does not fit; BF16 "
     "weights, FP8 matmuls and 8-bit moments without float32 copies fit",
 )
 
@@ -827,8 +828,8 @@ verdict(
 # %% [markdown]
 # ## The running bill
 #
-# The bill's step peaks in the optimizer, when no matmul's input is alive. So FP8 has nothing to
-# shrink there, and the bill does not change.
+# The bill's step peaks in the optimizer, when no matmul's input is alive. FP8 cannot reduce this
+# peak, so the bill does not change.
 
 # %%
 running_bill(19)

@@ -19,15 +19,15 @@
 # ## The question
 #
 # AdamW keeps two moments per weight. Day 8 dropped one (Lion) or shared one (Adam-mini). Day 9
-# stored both in 8 bits. All of these treat each weight element alone.
+# stored both in 8 bits. None of these uses the structure of a matrix.
 #
 # Newer optimizers treat **matrices** as a whole:
 #
 # - Muon orthogonalizes a momentum.
 # - GaLore and APOLLO keep moments of a low-rank projection.
-# - Shampoo and SOAP multiply gradients by matrices from both sides.
+# - Shampoo and SOAP multiply the gradient by square matrices from both sides.
 #
-# How much memory does that need?
+# How much memory do they need?
 
 # %%
 import time
@@ -72,15 +72,15 @@ guess("20.1", muon_gib=25, galore_gib=12.5, soap_gib=75)  # a half, a quarter, o
 # %% [markdown]
 # ## Measure
 #
-# Run a step of the running bill's 124M model with Muon, as a dry run. (`memlab measure` and `memlab
-# plan` also accept Muon, GaLore and APOLLO-Mini by name.)
+# Dry-run a step of the bill's 124M model with Muon. (`memlab measure` and `memlab plan` also accept
+# Muon, GaLore and APOLLO-Mini by name.)
 
 # %%
-dry, count = dry_trace(SETTING, combined("muon")), SETTING.config.parameters
-held = dry.at_end["optimizer_state"]
-print(f"Muon: {format_bytes(held)} of state, {held / count:.2f} bytes per weight (AdamW: 8)")
-table = SETTING.config.vocab_size * SETTING.config.hidden_size
-print(f"the embedding has {table / count:.0%} of the weights")
+trace, count = dry_trace(SETTING, combined("muon")), SETTING.config.parameters
+state = trace.at_end["optimizer_state"]
+print(f"Muon: {format_bytes(state)} of state, {state / count:.2f} bytes per weight (AdamW: 8)")
+embedding = SETTING.config.vocab_size * SETTING.config.hidden_size
+print(f"the embedding has {embedding / count:.0%} of the weights")
 
 # %% [markdown]
 # Muon needs more than 4 bytes per weight. The embedding has a third of this model's weights, and
@@ -98,11 +98,11 @@ def sides_of(config):
     return sides, sum(weight.numel() for _, weight in others["params"])
 
 
-seven = PRESETS["llama-2-7b"]
-sides, others = sides_of(seven)
+LLAMA_2_7B = PRESETS["llama-2-7b"]
+sides, others = sides_of(LLAMA_2_7B)
 for shape in sorted(set(sides)):
     print(f"{sides.count(shape):3} matrices of {shape[0]:,} × {shape[1]:,}")
-print(f"{others:,} other weights: {others / seven.parameters:.1%} of all weights")
+print(f"{others:,} other weights: {others / LLAMA_2_7B.parameters:.1%} of all weights")
 
 # %% [markdown]
 # These optimizers update the matrices of hidden layers, which multiply activations. They leave the
@@ -115,8 +115,8 @@ print(f"{others:,} other weights: {others / seven.parameters:.1%} of all weights
 # %% [markdown]
 # ## What Adam does to a matrix
 #
-# Train a small text model for 15 steps of AdamW. Plot the singular values of one gradient, and of
-# two optimizers' steps for it:
+# Train a small text model for 15 steps of AdamW. Plot the singular values of one gradient, of
+# AdamW's step, and of U Vᵀ (Muon's step):
 
 # %%
 CONFIG = replace(PRESETS["tiny"], hidden_size=64, layers=2, kv_heads=4, intermediate_size=192)
@@ -127,10 +127,10 @@ def train(make, steps, seed=1):
     """Return the mean of the last five losses, the model and its optimizer."""
     torch.manual_seed(0)
     model, losses = GPT(CONFIG), []
-    optimizer, drawn = make(model), batches(TEXT, 8, 64, seed=seed)
+    optimizer, data = make(model), batches(TEXT, 8, 64, seed=seed)
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = model(*next(drawn))
+        loss = model(*next(data))
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -140,7 +140,7 @@ def train(make, steps, seed=1):
 _, model, adamw = train(lambda model: optim.AdamW(model.parameters(), lr=3e-3), 15)
 weight = model.blocks[1].mlp.up.weight
 gradient, state = weight.grad, adamw.state[weight]
-adams_step = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8)
+adamw_step = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8)
 
 
 # %%
@@ -151,23 +151,25 @@ def spectrum(matrix):
 
 
 u, _, v = torch.linalg.svd(state["exp_avg"], full_matrices=False)
-shown = {"the gradient": gradient, "AdamW's step": adams_step, "U Vᵀ of the momentum": u @ v}
+shown = {"the gradient": gradient, "AdamW's step": adamw_step, "U Vᵀ of the momentum": u @ v}
 fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
 for name, matrix in shown.items():
     axes.semilogy(spectrum(matrix), label=name)
-axes.set(xlabel="direction", ylabel="singular value / the largest", ylim=(1e-3, 2))
+axes.set(
+    xlabel="direction (singular vector)", ylabel="singular value / the largest", ylim=(1e-3, 2)
+)
 axes.set_title("Singular values: how far a step moves in each direction")
 axes.legend(frameon=False)
-half = spectrum(gradient).square().cumsum(0) / spectrum(gradient).square().sum()
-print(f"16 of 64 directions hold more than 80 % of the squared gradient: {half[15] > 0.8}")
+share = spectrum(gradient).square().cumsum(0) / spectrum(gradient).square().sum()
+print(f"16 of 64 directions hold more than 80 % of the squared gradient: {share[15] > 0.8}")
 
 # %% [markdown]
 # A gradient has a few large directions and many small ones. AdamW scales each element alone, which
-# evens out the directions only a little. **Muon** evens them out completely: it replaces the
-# momentum U Σ Vᵀ by U Vᵀ, the nearest orthogonal matrix. Then small directions move as far as large
-# ones.
+# evens out the directions only partly. **Muon** evens them out completely: it replaces the momentum
+# U Σ Vᵀ by U Vᵀ, the nearest orthogonal matrix. Then small directions move as far as large ones.
 #
-# An SVD at every step would be slow. An odd polynomial gets close with matmuls. For X = U Σ Vᵀ:
+# An SVD at every step would be slow. **Newton–Schulz** approximates U Vᵀ with an odd polynomial,
+# applied several times. For X = U Σ Vᵀ:
 #
 # $$aX + b(XX^T)X + c(XX^T)^2X = U\,(a\Sigma + b\Sigma^3 + c\Sigma^5)\,V^T$$
 
@@ -182,12 +184,11 @@ for step in range(1, 6):
     axes.semilogx(start, sigma, label=f"after {step}", color=plt.cm.viridis(step / 6))
 axes.set(xlabel="singular value before", ylabel="singular value after", ylim=(0, 1.3))
 axes.set_title("Newton–Schulz: five steps bring values from 0.002 to 1 near 1")
-_ = axes.legend(frameon=False, ncols=5, loc="lower right")
+_ = axes.legend(frameon=False, loc="upper left")
 
 # %% [markdown]
-# The polynomial needs singular values of at most 1, so first divide X by its norm. It does not
-# converge to 1. Its coefficients raise small values fast, and a result from 0.68 to 1.21 is close
-# enough to 1.
+# The polynomial needs singular values of at most 1, so first divide X by its norm. The values do
+# not converge to 1: the coefficients raise small values fast, and 0.68 to 1.21 is close enough.
 
 # %% [markdown]
 # ### Exercise 20.1: Newton–Schulz
@@ -199,7 +200,7 @@ _ = axes.legend(frameon=False, ncols=5, loc="lower right")
 # 2. Divide by the Frobenius norm, but by at least 1e-7.
 # 3. Apply the polynomial `steps` times with `COEFFICIENTS`.
 #
-# No product may be larger than `matrix`, and no square larger than its short side.
+# No intermediate result may have more elements than `matrix`.
 
 
 # %%
@@ -221,28 +222,27 @@ newton_schulz = exercise("20.1", newton_schulz)
 # %%
 momentum = state["exp_avg"].T.double()  # (64, 192)
 before = torch.linalg.svdvals(momentum) / momentum.norm()
-made = torch.linalg.svdvals(newton_schulz(momentum))
-inside = (made > 0.68) & (made < 1.21)
+after = torch.linalg.svdvals(newton_schulz(momentum))
+inside = (after > 0.68) & (after < 1.21)
 print(f"the smallest singular value is less than a hundredth of the largest: "
       f"{before[-1] < before[0] / 100}")  # fmt: skip
-print(f"all values above 0.002 end from 0.68 to 1.21: {inside[: (before > 0.002).sum()].all()}")
+print(f"all values above 0.002 end between 0.68 and 1.21: {inside[: (before > 0.002).sum()].all()}")
 first = torch.zeros_like(momentum)
 shampoo_(first, momentum, {}, lr=1.0, eps=1e-20)
 print(f"Shampoo's first step: all singular values within 1 %: {spectrum(first)[-1] > 0.99}")
 
 # %% [markdown]
 # **Shampoo** (2018) computes the same matrix in its first step: (G Gᵀ)^(−1/4) G (Gᵀ G)^(−1/4) = U
-# Vᵀ. For this it keeps sums of G Gᵀ and Gᵀ G, two square matrices. Muon keeps neither.
+# Vᵀ. For this, it keeps the sums of G Gᵀ and Gᵀ G. Muon keeps neither.
 
 # %% [markdown]
 # ### Exercise 20.2: Muon's step
 #
 # About 10 minutes. Update one matrix in place. `state` is an empty dictionary at first; keep
-# **one** tensor in it.
+# **one** tensor in it. μ is `momentum`.
 #
 # 1. Update the momentum: M ← μM + (1 − μ)G.
-# 2. Look one gradient ahead: X = (1 − μ)G + μM. Cast X to `dtype`, orthogonalize it to O, and cast
-#    back.
+# 2. Nesterov momentum: X = (1 − μ)G + μM. Cast X to `dtype`, orthogonalize it to O, and cast back.
 # 3. Decay: W ← W − lr · weight_decay · W.
 # 4. Step: W ← W − lr · √max(1, rows / columns) · O.
 
@@ -264,14 +264,14 @@ muon_ = exercise("20.2", muon_)
 
 
 # %%
-def next_step(make, shape=(256, 1024)):
+def after_two_steps(make, shape=(256, 1024)):
     """Return the weight after two steps, and the bytes of temporaries and state."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(shape))
-    step, kept = make(weight)
+    step, optimizer = make(weight)
     for _ in range(2):
         weight.grad = torch.randn(shape)
-        trace = memlab.measure(step, optimizer=kept)
+        trace = memlab.measure(step, optimizer=optimizer)
     before = sum(event.bytes for event in trace.events if event.phase == "before")
     state = trace.at_end.get("optimizer_state", 0)
     return weight.detach(), trace.peak_bytes - before, state
@@ -282,53 +282,52 @@ def yours(weight):
     return torch.no_grad()(lambda: muon_(weight, weight.grad, state, lr=0.02)), None
 
 
-def by(make, **settings):
-    def made(weight):
-        optimizer = make([weight], lr=0.02, **settings)
+def of_class(optimizer_class, **settings):
+    def make(weight):
+        optimizer = optimizer_class([weight], lr=0.02, **settings)
         return optimizer.step, optimizer
 
-    return made
+    return make
 
 
 # %%
 m, n = 256, 1024
-own, copies, _ = next_step(yours)
+your_weight, _, _ = after_two_steps(yours)
 for name, make in {
-    "torch.optim.Muon": by(torch.optim.Muon),
-    "memlab.optim.Muon": by(optim.Muon, adjust_lr="original", weight_decay=0.1, chunk=2**14),
+    "torch.optim.Muon": of_class(torch.optim.Muon),
+    "memlab.optim.Muon": of_class(optim.Muon, adjust_lr="original", weight_decay=0.1, chunk=2**14),
 }.items():
-    weight, temporaries, kept = next_step(make)
-    print(f"{name:18} state {kept:,} bytes, temporaries {temporaries:,} bytes; ", end="")
-    print(f"weights match yours within 0.002: {(own - weight).abs().max() < 0.002}")
+    weight, temporaries, size = after_two_steps(make)
+    print(f"{name:18} state {size:,} bytes, temporaries {temporaries:,} bytes; ", end="")
+    print(f"weights match yours within 0.002: {(your_weight - weight).abs().max() < 0.002}")
 print(f"4·m·n = {4 * m * n:,} bytes; 4·m·n + 2·m² = {4 * m * n + 2 * m * m:,} bytes")
 
 # %% [markdown]
 # The **state** is half of AdamW's. The **temporaries** exist for one matrix at a time, because the
-# loop steps one weight after another. memlab's are two bfloat16 matrices and a square. Stepping all
-# matrices at once would need the temporaries of all of them.
+# loop updates one weight after another. memlab's are two m × n matrices and an m × m square in
+# bfloat16.
 
 # %% [markdown]
 # ### Muon's compute
 #
-# For a square matrix of width m, the matmuls of a step need 30·m³ operations. The model needs 6·m²
-# per token. The ratio is 5·m / tokens:
+# For a square matrix of width m, the matmuls of a step need 30·m³ operations. Forward and backward
+# need 6·m² per token. The ratio is 5·m / tokens:
 
 # %%
 for tokens in (2_048, 65_536, 4_194_304):
     print(f"{tokens:9,} tokens per step, width 4,096: {5 * 4096 / tokens:8.1%} more operations")
 
 # %% [markdown]
-# Muon suits large batches. At 2,048 tokens on one GPU, the optimizer needs ten times the model's
-# operations. (`memlab plan` includes them.) Muon also needs whole matrices, but a ZeRO shard has
-# only a part of a matrix.
+# Muon suits large batches. At 2,048 tokens on one GPU, it needs ten times the operations of forward
+# and backward. Muon also needs whole matrices, but a ZeRO shard has only a part of a matrix.
 
 # %% [markdown]
 # ## GaLore: moments of a projection
 #
 # Muon keeps one tensor of the matrix's size. **GaLore** keeps smaller ones. Sixteen of 64
 # directions hold most of the gradient, so GaLore runs Adam on a projection: R = Pᵀ G. The columns
-# of P are the r largest singular vectors of a gradient (m × n, m ≤ n). Then it projects the step
-# back.
+# of P are the first r left singular vectors of a gradient (m × n, m ≤ n). Then GaLore projects the
+# step back.
 #
 # GaLore computes P every 200 steps. It keeps P (m · r) and two moments (r · n each).
 
@@ -344,7 +343,7 @@ for tokens in (2_048, 65_536, 4_194_304):
 # 3. Run Adam on R, with bias corrections (Day 8) but no weight decay, to get N.
 # 4. W ← W − lr · scale · P N.
 #
-# Keep `state["P"]`, and R's moments `state["m"]` and `state["v"]`, without an extra byte.
+# Keep only `state["P"]`, R's moments `state["m"]` and `state["v"]`, and a step count.
 
 
 # %%
@@ -371,7 +370,7 @@ galore_ = exercise("20.3", galore_)
 
 # %% [markdown]
 # A slice `u[:, :rank]` is a view. It keeps **all** of U in memory, m · m elements instead of m · r.
-# The authors' package (galore-torch 1.0) does that with float32 gradients. Measure it:
+# The authors' package (galore-torch 1.0) keeps such a slice if gradients are float32. Measure it:
 
 # %%
 u = torch.linalg.svd(torch.randn(256, 1024), full_matrices=False)[0]
@@ -383,15 +382,16 @@ for name, tensor in {"slice": u[:, :64], "copy": u[:, :64].clone()}.items():
 # A step with an SVD needs more temporaries than the other steps:
 
 # %%
-for gap, when in ((1, "with an SVD"), (200, "without SVD")):
-    _, temporaries, kept = next_step(by(optim.GaLore, rank=64, gap=gap, chunk=2**14))
-    print(f"a step {when:12} temporaries {temporaries:>9,} bytes, state {kept:,} bytes")
+for gap, kind in ((1, "with an SVD:"), (200, "without SVD:")):
+    make = of_class(optim.GaLore, rank=64, gap=gap, chunk=2**14)
+    _, temporaries, size = after_two_steps(make)
+    print(f"a step {kind} temporaries {temporaries:>9,} bytes, state {size:,} bytes")
 print(f"U, Σ and Vᵀ: {4 * (m * m + m + m * n):,} bytes; ", end="")
 print(f"P and two moments: {4 * 64 * (m + 2 * n):,} bytes")
 
 # %% [markdown]
-# These are the SVD's *results*. The library behind it (LAPACK, cuSOLVER) also allocates a
-# workspace, which neither the meter nor `memlab.predict` can see. So a prediction of this step is a
+# The measured temporaries are the SVD's *results*. The library behind it (LAPACK, cuSOLVER) also
+# allocates a workspace, which neither the meter nor `memlab.predict` can see. So a prediction is a
 # lower bound.
 
 # %% [markdown]
@@ -409,12 +409,11 @@ small = {
     "GaLore, rank 16": lambda model: optim.GaLore(optim.matrix_groups(model), lr=1e-2, rank=16),
     "APOLLO-Mini": lambda model: optim.Apollo(optim.matrix_groups(model), lr=3e-3, **MINI),
 }
-learned = {name: train(make, 25) for name, make in small.items()}
-for name, (loss, _, optimizer) in learned.items():
-    kept = memlab.measure(lambda: None, optimizer=optimizer).at_end["optimizer_state"]
-    ahead = "" if name == "AdamW" else "; loss at most 10 % above AdamW's: "
-    reached = "" if name == "AdamW" else loss < 1.1 * learned["AdamW"][0]
-    print(f"{name:16} state {format_bytes(kept):>10}{ahead}{reached}")
+results = {name: train(make, 25) for name, make in small.items()}
+for name, (loss, _, optimizer) in results.items():
+    size = memlab.measure(lambda: None, optimizer=optimizer).at_end["optimizer_state"]
+    near = loss < 1.1 * results["AdamW"][0]
+    print(f"{name:16} state {format_bytes(size):>10}; loss at most 10 % above AdamW's: {near}")
 
 # %% [markdown]
 # Twenty-five steps of a small model show that all four learn, and nothing more. The papers compare
@@ -433,16 +432,18 @@ for name, (loss, _, optimizer) in learned.items():
 # ### Exercise 20.4: the state of a matrix
 #
 # About 10 minutes. Return a dictionary of the **elements** that each optimizer keeps for a matrix
-# of `rows` × `columns`:
+# of `rows` × `columns` and this `rank`:
 #
-# | key | settings |
+# | key | state to count |
 # | --- | --- |
-# | `"adamw"`, `"muon"`, `"soap"` | as above |
-# | `"galore"` | this `rank` |
-# | `"apollo"` | this `rank`, one factor per channel; don't count the seed and the norm |
-# | `"shampoo"` | no momentum, no stored roots |
+# | `"adamw"` | two moments |
+# | `"muon"` | one momentum |
+# | `"galore"` | P, and two moments of R |
+# | `"apollo"` | two moments of R (not the seed, not the norm) |
+# | `"shampoo"` | sums of G Gᵀ and Gᵀ G (no momentum, no roots) |
+# | `"soap"` | as listed above |
 #
-# If `rank` is not below the short side, GaLore and APOLLO keep what AdamW keeps.
+# If `rank` is not below the short side, GaLore and APOLLO keep as many elements as AdamW.
 
 
 # %%
@@ -467,8 +468,8 @@ elements_kept = exercise("20.4", elements_kept)
 
 
 # %%
-def kept_by(step_):
-    """Return the elements that an optimizer keeps for a matrix of 48 × 96, by the meter."""
+def measured_elements(step_):
+    """Return the elements that an optimizer keeps for a matrix of 48 × 96."""
     weight, gradient, state = torch.zeros(48, 96), torch.randn(48, 96), {}
     trace = memlab.measure(lambda: step_(weight, gradient, state, lr=0.1))
     return sum(event.bytes for event in trace.events if event.phase != "before") // 4
@@ -477,7 +478,7 @@ def kept_by(step_):
 formula = elements_kept(48, 96, 8)
 for name, step_ in {"muon": muon_, "galore": partial(galore_, rank=8), "shampoo": shampoo_,
                     "soap": soap_}.items():  # fmt: skip
-    print(f"{name:8} {kept_by(step_):6,} elements by the meter, {formula[name]:6,} by the formula")
+    print(f"{name:8} {measured_elements(step_):6,} elements measured, formula {formula[name]:6,}")
 
 # %% [markdown]
 # ## At scale: Llama 2 7B
@@ -488,25 +489,26 @@ for name, step_ in {"muon": muon_, "galore": partial(galore_, rank=8), "shampoo"
 
 # %%
 def state_bytes(name, config, rank):
-    """Return the state bytes of all weights: matrices by your formula, other weights by AdamW."""
+    """Return the state bytes: your formula for matrices, AdamW's state for other weights."""
     sides, others = sides_of(config)
     return 4 * (sum(elements_kept(*shape, rank)[name] for shape in sides) + 2 * others)
 
 
 m, n = 4_096, 11_008
-TRANSIENTS = {
-    "adamw": 0,  # chunks of a few MiB
+TEMPORARIES = {
+    "adamw": 0,  # only chunks of a few MiB
     "muon": 4 * m * n + 2 * m * m,  # bfloat16
     "galore": 4 * (m * m + m + m * n),  # an SVD's results, every 200 steps, without its workspace
     "apollo": 0,
 }
-STATES = {name: state_bytes(name, seven, 1_024) for name in elements_kept(2, 2, 1)}
-STATES["apollo, rank 1"] = state_bytes("apollo", seven, 1)
+STATES = {name: state_bytes(name, LLAMA_2_7B, 1_024) for name in elements_kept(2, 2, 1)}
+STATES["apollo, rank 1"] = state_bytes("apollo", LLAMA_2_7B, 1)
 for name, count in STATES.items():
     print(f"{name:15} state {format_bytes(count):>10}, {count / STATES['adamw']:4.0%} of AdamW's",
           end="")  # fmt: skip
-    needs = TRANSIENTS.get(name.split(",")[0])
-    print("" if needs is None else f"; temporaries {needs / 2**20:.0f} MiB")
+    temporaries = TEMPORARIES.get(name.split(",")[0])
+    listed = f"{temporaries / 2**20:.0f} MiB" if temporaries else "a few MiB"
+    print("" if temporaries is None else f"; temporaries {listed}")
 
 # %%
 reveal("20.1", muon_gib=STATES["muon"], galore_gib=STATES["galore"], soap_gib=STATES["soap"])
@@ -522,7 +524,7 @@ for row, count in enumerate(STATES.values()):
 axes.set_yticks(range(len(STATES)), list(STATES))
 axes.invert_yaxis()
 axes.set(xlabel="GiB of float32 state", title="Llama 2 7B: the state of each optimizer")
-axes.legend(frameon=False, loc="lower right")
+axes.legend(frameon=False, loc="upper right")
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
@@ -532,32 +534,32 @@ axes.spines[["top", "right"]].set_visible(False)
 #   moments.
 # - **GaLore** at a quarter of the hidden size needs a third, not a quarter: it keeps P too, and its
 #   moments extend along the *long* side.
-# - **SOAP** needs more than three times AdamW's state. For 4,096 × 11,008, the square of the long
-#   side has as many elements as 2.7 such matrices. (The paper's one-sided version keeps only the
-#   short side's.)
+# - **SOAP** needs more than three times AdamW's state. An 11,008 × 11,008 square has 2.7 times as
+#   many elements as a 4,096 × 11,008 matrix. (The paper's one-sided version keeps only squares of
+#   the short side.)
 
 # %% [markdown]
-# **Temporaries** exist for one weight at a time if the optimizer steps one weight after another. An
-# optimizer that steps all weights at once, like torch's `foreach`, needs the temporaries of all.
-# With `step_in_backward` (Day 8), gradients also exist one at a time.
+# **Temporaries** exist for one weight at a time if the optimizer updates one weight after another.
+# torch's `foreach`, which updates all weights at once, needs the temporaries of all. With
+# `step_in_backward` (Day 8), gradients also exist one at a time.
 
 # %% [markdown]
 # ## Claims on trial
 #
 # GaLore's paper claims up to 65.5 % less optimizer memory, and pre-training of 7B on 24 GB without
-# checkpointing or offloading. Its setup: bfloat16, steps in backward, 8-bit moments.
+# checkpointing or offloading. Its setup: bfloat16 weights, the step inside backward, 8-bit moments.
 #
-# Predict a step of 256 tokens, with moments and P in bfloat16 first. (`tests/course/test_day20.py`
-# computes this prediction for all 32 blocks in half a minute.)
+# First predict a step of 256 tokens, with moments and P in bfloat16. (`tests/course/test_day20.py`
+# computes this prediction, `RESERVED`, in half a minute.)
 
 
 # %%
 def galore_step(config, tokens):
     """Return a bfloat16 step that frees each gradient in backward."""
     model = GPT(config, dtype=torch.bfloat16).to("cuda")
-    groups, brain = optim.matrix_groups(model), torch.bfloat16
-    inner = optim.GaLore(groups, rank=1024, moment_dtype=brain, rounding="stochastic")
-    optimizer = optim.step_in_backward(inner)
+    groups, dtype = optim.matrix_groups(model), torch.bfloat16
+    galore = optim.GaLore(groups, rank=1024, moment_dtype=dtype, rounding="stochastic")
+    optimizer = optim.step_in_backward(galore)
     batch = torch.zeros(1, tokens, dtype=torch.long, device="cuda")
 
     def step():
@@ -565,40 +567,41 @@ def galore_step(config, tokens):
         model(batch, batch).backward()
         optimizer.step()
 
-    return step, model, inner
+    return step, model, galore
 
 
-RESERVED = 24_899_485_696  # memlab.predict(partial(galore_step, seven, 256)).reserved_bytes
+RESERVED = 24_899_485_696  # memlab.predict(partial(galore_step, LLAMA_2_7B, 256)).reserved_bytes
 
 # %%
-brain = STATES["galore"] // 2  # two bytes per element
-eight = round(STATES["galore"] / 4 * (1 + 4 / 256))  # one byte per element, a scale per 256
+in_bfloat16 = STATES["galore"] // 2  # two bytes per element
+in_8_bits = round(STATES["galore"] / 4 * (1 + 4 / 256))  # one byte per element, a scale per 256
+reserved_8_bits = RESERVED - in_bfloat16 + in_8_bits
 budget = memory_named("rtx4090").budget_bytes
 CLAIMS = {
     "65.5 % less optimizer memory (GaLore)":
         f"{1 - STATES['galore'] / STATES['adamw']:.1%} for 7B at rank 1,024",
     "82.5 % less with 8-bit moments, against bfloat16's AdamW (GaLore)":
-        f"{1 - eight / (STATES['adamw'] // 2):.1%}, by formula",
+        f"{1 - in_8_bits / (STATES['adamw'] // 2):.1%}, by formula",
     "7B on 24 GB without checkpointing (GaLore), moments in bfloat16":
         f"{format_bytes(RESERVED)} reserved without the SVD's workspace, "
-        f"{format_bytes(budget)} available: {budget >= RESERVED}",
+        f"{format_bytes(budget)} available; fits: {budget >= RESERVED}",
     "7B on 24 GB without checkpointing, moments in 8 bits":
-        f"{format_bytes(RESERVED - brain + eight)}: {budget >= RESERVED - brain + eight}",
+        f"{format_bytes(reserved_8_bits)} reserved; fits: {budget >= reserved_8_bits}",
     "APOLLO-Mini: the memory of SGD (APOLLO)":
-        f"{format_bytes(STATES['apollo, rank 1'])}, nearly all for {others:,} other weights",
+        f"{format_bytes(STATES['apollo, rank 1'])}, nearly all for {others:,} weights with AdamW",
 }  # fmt: skip
-for claim, found in CLAIMS.items():
-    print(f"{claim}\n    {found}")
+for claim, result in CLAIMS.items():
+    print(f"{claim}\n    {result}")
 
 # %% [markdown]
 # ## On your GPU
 #
-# With a GPU, this cell runs one step of each optimizer for the matrices of one 7B block and
-# compares times. If cuSOLVER gets the SVD's workspace from torch's allocator, the peak includes it.
+# If you have a GPU, this cell times one step of each optimizer for the matrices of one 7B block. If
+# cuSOLVER gets the SVD's workspace from torch's allocator, the peak includes it.
 
 
 # %%
-def on_gpu(make, gpu):
+def time_and_temporaries(make, gpu):
     """Return the milliseconds of a step, and the GiB of its temporaries at the peak."""
     counters = counters_for(gpu)
     weights = [torch.randn(s, device=gpu).requires_grad_() for s in sides[:7]]
@@ -622,8 +625,8 @@ if gpu := torch.accelerator.current_accelerator(check_available=True):
         "GaLore, with an SVD": partial(optim.GaLore, rank=1024, gap=1),
         "GaLore, without SVD": partial(optim.GaLore, rank=1024),
     }.items():  # fmt: skip
-        spent, extra = on_gpu(make, gpu)
-        print(f"{name:20} {spent:8.1f} ms, {extra:.2f} GiB of temporaries")
+        spent, temporaries = time_and_temporaries(make, gpu)
+        print(f"{name:20} {spent:8.1f} ms, {temporaries:.2f} GiB of temporaries")
 else:
     print(stored_on_a_gpu("day 20"))
 

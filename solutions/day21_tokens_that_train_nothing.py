@@ -25,7 +25,7 @@
 # - **generated tokens** leave keys and values, the KV cache
 # - **reference log-probabilities** for preference training come from a second model
 #
-# Such tokens train nothing, but they need activations, caches and logits.
+# These tokens train nothing, but they need activations, caches and logits.
 
 # %%
 import random
@@ -72,12 +72,12 @@ guess("21.1", padding_percent=25, cache_gib=4, step_gib=24)
 # ## Measure: a padded batch
 #
 # The lengths of real documents span an order of magnitude, with a few long ones. Draw 24 lengths
-# from a log-normal distribution. The text is torch's own source.
+# from a log-normal distribution.
 
 # %%
 CONFIG = replace(PRESETS["tiny"], hidden_size=64, heads=4, kv_heads=2, seq_len=256)
-drawn = random.Random(21)
-LENGTHS = [min(256, max(8, round(drawn.lognormvariate(4, 0.7)))) for _ in range(24)]
+rng = random.Random(21)
+LENGTHS = [min(256, max(8, round(rng.lognormvariate(4, 0.7)))) for _ in range(24)]
 TEXT = source_bytes("64 KiB").long()
 DOCUMENTS = [TEXT[128 * n :][:length] for n, length in enumerate(LENGTHS)]
 
@@ -106,22 +106,23 @@ def activations_of(model, *batch):
 
 torch.manual_seed(0)
 model = GPT(CONFIG)
-of_padded = activations_of(model, *padded(DOCUMENTS))
-print(f"{format_bytes(of_padded)} of activations: {of_padded / useful:,.0f} bytes per useful token")
+padded_bytes = activations_of(model, *padded(DOCUMENTS))
+print(f"{format_bytes(padded_bytes)} of activations", end=": ")
+print(f"{padded_bytes / useful:,.0f} bytes per useful token")
 
 # %% [markdown]
 # Each padding token costs as much as a real token. Sorting documents by length reduces padding, but
-# makes every batch one kind of document. **Packing** puts several documents into a row instead.
+# then a batch has similar documents only. **Packing** puts several documents into a row instead.
 # Which documents go into which row?
 
 # %% [markdown]
 # ### Exercise 21.1: first-fit decreasing
 #
-# About 10 minutes. Place the documents from the longest to the shortest (equally long ones in their
+# About 10 minutes. Place the documents from longest to shortest (equally long ones in the given
 # order). Put each into the *first* row that has room for it. If no row has room, open a new row.
 #
-# Return the rows in the order in which you opened them. Each row is a list of document indices in
-# the order in which you placed them. No document is longer than `capacity`.
+# Return the rows, in the order you opened them. Each row is a list of document indices, in the
+# order you placed them. No document is longer than `capacity`.
 
 
 # %%
@@ -147,20 +148,20 @@ pack = exercise("21.1", pack)
 # %%
 rows = pack(LENGTHS, 256)
 fig, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
-for place, in_rows in enumerate(([[n] for n in range(len(LENGTHS))], rows)):
-    for row, numbers in enumerate(in_rows):
+for place, packing in enumerate(([[n] for n in range(len(LENGTHS))], rows)):
+    for row, numbers in enumerate(packing):
         ends = [0, *torch.tensor([LENGTHS[n] for n in numbers]).cumsum(0).tolist()]
         for color, (start, end) in enumerate(pairwise(ends)):
             axes[place].barh(row, end - start, left=start, color=f"C{color}", edgecolor="white")
-    filled = useful / (len(in_rows) * 256)
+    filled = useful / (len(packing) * 256)
     axes[place].set(xlim=(0, 256), xlabel="tokens", ylim=(24, -1),
-                    title=f"{len(in_rows)} rows, {filled:.0%} of the tokens useful")  # fmt: skip
+                    title=f"{len(packing)} rows of 256 tokens: {filled:.0%} useful")  # fmt: skip
 axes[0].set_ylabel("row")
-print(f"{len(rows)} rows; the fewest that could hold {useful:,} tokens: {-(-useful // 256)}")
+print(f"{len(rows)} rows; {useful:,} tokens need at least {-(-useful // 256)}")
 
 # %% [markdown]
-# First-fit decreasing needs at most 11/9 of the fewest possible rows, and nearly the fewest with
-# many documents.
+# First-fit decreasing needs at most 11/9 of the fewest possible rows, plus one. With many
+# documents, it comes close to the fewest.
 
 # %% [markdown]
 # ## Documents in a row
@@ -170,8 +171,8 @@ print(f"{len(rows)} rows; the fewest that could hold {useful:,} tokens: {-(-usef
 # - The last token of a document would predict the first token of the next.
 # - Attention would read earlier documents.
 #
-# Kernels for variable lengths take the **boundaries** 0, n₁, n₁ + n₂, … (int32, `cu_seqlens` in
-# FlashAttention).
+# Kernels for variable lengths take the **boundaries** of documents, the cumulative lengths 0, n₁,
+# n₁ + n₂, … (int32, `cu_seqlens` in FlashAttention).
 
 # %% [markdown]
 # ### Exercise 21.2: join documents
@@ -183,7 +184,7 @@ print(f"{len(rows)} rows; the fewest that could hold {useful:,} tokens: {-(-usef
 # - `positions`: start at 0 in each document
 # - `boundaries`: int32, one element more than there are documents
 #
-# The other three have T elements, in int64.
+# `tokens`, `targets` and `positions` have one element per token, in int64.
 
 
 # %%
@@ -207,8 +208,8 @@ join = exercise("21.2", join)
 # ### Exercise 21.3: attention within documents
 #
 # About 15 minutes. `q`, `k` and `v` are (1, H, T, D), with rotary positions applied. Return causal
-# attention of shape (1, H, T, D) in which a token attends only to itself and earlier tokens of its
-# document. Use `F.scaled_dot_product_attention`, but allocate nothing with T² elements, such as a T
+# attention, also (1, H, T, D), but a token attends only to itself and to earlier tokens of its own
+# document. Use `F.scaled_dot_product_attention`, and allocate nothing with T² elements, such as a T
 # × T mask.
 
 
@@ -227,9 +228,9 @@ def attend_within(q, k, v, boundaries):
 attend_within = exercise("21.3", attend_within)
 
 # %% [markdown]
-# Does a packed row give the same gradients as its documents alone? The model takes attention as a
-# function (Day 10). Rotary positions need no reset, because q·k depends only on the distance of two
-# tokens. With *learned* positions, the model needs `positions`.
+# Does a packed row give the same gradient as its documents one by one? The model takes attention as
+# a function (Day 10). Rotary positions need no reset, because q·k depends only on the distance of
+# two tokens. With *learned* positions, the model needs `positions`.
 
 
 # %%
@@ -253,36 +254,36 @@ def gradient(model, batches):
     return torch.cat([w.grad.flatten() for w in model.parameters()])
 
 
-packed = [join([DOCUMENTS[n] for n in numbers]) for numbers in rows]
-first = packed[1]
-alone = gradient(model, [join([DOCUMENTS[n]])[:2] for n in rows[1]])
-print(f"{len(rows[1])} documents in a row; relative difference to the gradient of each alone:")
-for name, other in (("attention within", packed_model(first[3])), ("plain causal", model)):
-    apart = (gradient(other, [first[:2]]) - alone).norm() / alone.norm()
-    print(f"  {name:17} less than 1e-5: {bool(apart < 1e-5)}, more than 5 %: {bool(apart > 0.05)}")
+tokens, targets, _, boundaries = join([DOCUMENTS[n] for n in rows[1]])
+one_by_one = gradient(model, [join([DOCUMENTS[n]])[:2] for n in rows[1]])
+print(f"{len(rows[1])} documents in a row; relative difference from their gradients' sum:")
+for name, other in (("within documents", packed_model(boundaries)), ("plain causal", model)):
+    error = (gradient(other, [(tokens, targets)]) - one_by_one).norm() / one_by_one.norm()
+    print(f"  {name:17}{'below 1e-5' if error < 1e-5 else 'above 5 %' if error > 0.05 else '?'}")
 
 # %% [markdown]
-# How much memory does packing save? Join all rows of the step into one row, so that both steps have
-# the same documents. (Frameworks call this *padding-free*.)
+# How much memory does packing save? Join all documents into one row. (Frameworks call this
+# *padding-free*.)
 
 # %%
 tokens, targets, _, boundaries = join(DOCUMENTS)
 long_row = packed_model(boundaries, replace(CONFIG, seq_len=useful))
-of_packed = activations_of(long_row, tokens[None], targets[None])
-for name, count in (("padded", of_padded), ("packed", of_packed)):
+packed_bytes = activations_of(long_row, tokens[None], targets[None])
+for name, count in (("padded", padded_bytes), ("packed", packed_bytes)):
     print(f"{name}: {format_bytes(count):>10}, {count / useful:,.0f} bytes per useful token")
-print(f"ratio {of_packed / of_padded:.2f}; useful tokens of the padded batch {1 - padding:.2f}")
+print(f"packed / padded: {packed_bytes / padded_bytes:.2f} × the activations", end=", ")
+print(f"{1 - padding:.2f} × the tokens")
 
 # %% [markdown]
-# The ratio is a little above the share of useful tokens: your function joins its outputs, and
-# repeating k and v for the groups of heads copies them. A kernel for variable lengths does neither
+# The first ratio is a little larger, because the packed model concatenates outputs and repeats k
+# and v for the groups of heads. A kernel for variable lengths does neither
 # (`torch.nn.attention.varlen.varlen_attn`, flash-attn's `flash_attn_varlen_func`).
 
 # %% [markdown]
 # ### Why not a mask?
 #
 # A mask gives the same values. But on CUDA, torch then uses another kernel, which needs the mask in
-# q's dtype. Predict the memory for a block of the 124M model and a row of 4,096 tokens in bfloat16:
+# q's dtype. Predict the memory per block of the 124M model, for a row of 4,096 tokens in bfloat16:
 
 
 # %%
@@ -310,8 +311,9 @@ for kind in ("a mask", "within documents"):
 print(f"two bytes per pair of tokens: {format_bytes(2 * 4096**2)}")
 
 # %% [markdown]
-# *Every* block saves the converted mask for backward: 2 · T² bytes. At 4,096 tokens it has 32 MiB,
-# a quarter of the block; at 32,768 tokens it would be 2 GiB per block.
+# *Every* block saves the converted mask for backward: 2 · T² bytes, 2 GiB at 32,768 tokens. (Plain
+# causal attention needs 125 MiB per block. The mask adds 32 MiB, and attention within documents 6
+# MiB, a copy of its outputs.)
 
 # %% [markdown]
 # ## The KV cache
@@ -327,16 +329,16 @@ class KVCache:
 
     def __init__(self, model):
         self.layers, self.rotary = [None] * model.config.layers, model.rotary
-        self.turn = -1
+        self.layer = -1
 
     def __call__(self, q, k, v, *, causal):
-        self.turn = (self.turn + 1) % len(self.layers)
-        if (kept := self.layers[self.turn]) is not None:
-            # The model rotated these tokens for positions from 0 on; rotate them further.
+        self.layer = (self.layer + 1) % len(self.layers)
+        if (kept := self.layers[self.layer]) is not None:
+            # The model applied rotary positions from 0 on; rotate further by the cache's length.
             cos, sin = (t[kept[0].shape[2]].squeeze(0) for t in (self.rotary.cos, self.rotary.sin))
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             k, v = (torch.cat(pair, dim=2) for pair in zip(kept, (k, v), strict=True))
-        self.layers[self.turn] = k, v
+        self.layers[self.layer] = k, v
         return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
 
     @property
@@ -352,9 +354,9 @@ def generate(model, tokens, count, cache=None):
         block.attention.attend = cache or memlab.model.scaled_dot_product_attention
     new = tokens
     for _ in range(count):
-        likeliest = model(new)[:, -1:].argmax(-1)
-        tokens = torch.cat([tokens, likeliest], dim=1)
-        new = likeliest if cache else tokens
+        next_token = model(new)[:, -1:].argmax(-1)
+        tokens = torch.cat([tokens, next_token], dim=1)
+        new = next_token if cache else tokens
     return tokens
 
 
@@ -364,7 +366,7 @@ prompt = torch.stack([TEXT[start : start + 64] for start in (0, 1000, 2000, 3000
 cache = KVCache(writer)
 same = torch.equal(generate(writer, prompt, 32, cache), generate(writer, prompt, 32))
 print(f"same tokens with and without the cache: {same}")
-print(f"kept after 64 + 31 tokens, 4 sequences: {cache.bytes:,} bytes")
+print(f"cache after 64 + 31 tokens, 4 sequences: {cache.bytes:,} bytes")
 
 # %% [markdown]
 # ### Exercise 21.4: the bytes of a KV cache
@@ -396,7 +398,7 @@ def cache_of(config, tokens, batch, element_bytes=2, windows=None):
 print(f"your formula {cache_of(CONFIG, 95, 4, 4):,} bytes, the meter {cache.bytes:,} bytes\n")
 seven, eight = PRESETS["llama-2-7b"], PRESETS["llama-3-8b"]
 sliding = [4096 if layer % 6 < 5 else None for layer in range(eight.layers)]  # 5 of 6, as Gemma 3
-print("bfloat16: per token, and for 8 sequences of 4,096 and of 32,768 tokens")
+print("bfloat16 cache: per token, and for 8 sequences of 4,096 and of 32,768 tokens")
 for name, config, windows in (
     ("7B: 32 key/value heads", seven, None),
     ("8B: 8 key/value heads", eight, None),
@@ -408,15 +410,16 @@ for name, config, windows in (
 cache_gib = cache_of(seven, 4096, 8)
 
 # %% [markdown]
-# At half a MiB per token, the cache of 8 sequences is larger than the weights. Grouped-query
-# attention (GQA) divides it by the number of heads that share a key. Sliding windows bound it.
-# Quantization (Days 7 and 17) also works: there are 8-bit and 4-bit caches.
+# With 4,096 tokens, 7B's cache for 8 sequences is larger than its weights. Grouped-query attention
+# (GQA) divides the cache by the number of heads that share a key. Sliding windows bound it.
+# Quantization (Days 7 and 17) works, too.
 
 # %% [markdown]
-# ### What evaluation keeps
+# ### The cache in evaluation
 #
-# In transformers, a forward pass **fills a cache by default**, even in evaluation, which generates
-# nothing. How much memory does that need? Use a small Llama, 8 × 128 tokens, under `no_grad`:
+# In Hugging Face's `transformers`, a forward pass **fills a cache by default**, even in evaluation,
+# which generates nothing. How much memory does this need? Use a small Llama, 8 × 128 tokens, under
+# `no_grad`:
 
 # %%
 llama_code = imported("transformers.models.llama.modeling_llama")
@@ -456,10 +459,10 @@ else:
 # `use_cache=False` reduces the peak by exactly the cache. If a list keeps an output, it keeps the
 # cache of its batch *and* its logits. Keep `out.loss.item()` instead.
 #
-# ### A window that frees nothing
+# ### A sliding window that frees nothing
 #
-# Mistral's cache keeps the last `window − 1` tokens as a slice. A slice keeps its whole tensor
-# alive (Day 17):
+# The library's cache for Mistral keeps the last `window − 1` tokens as a slice. A slice keeps its
+# whole tensor alive (Day 17):
 
 # %% tags=["nbval-ignore-output"] reason="the package is optional"
 if mistral_code:
@@ -468,28 +471,29 @@ if mistral_code:
     for count in (1, 2):
         kept = []
 
-        def prefill_and_go_on(kept=kept, count=count):
+        def prefill_and_generate(kept=kept, count=count):
             with torch.no_grad():
                 out = mistral(ids[:, :64])
                 for _ in range(count - 1):
                     out = mistral(ids[:, :1], past_key_values=out.past_key_values)
             kept.append(out.past_key_values)
 
-        left = left_after(memlab.measure(prefill_and_go_on, model=mistral))
+        left = left_after(memlab.measure(prefill_and_generate, model=mistral))
         print(f"after {'the prompt' if count == 1 else 'a new token'}: {left:,} bytes; ", end="")
         print(f"formula {cache_bytes([16] * 8, 2, 16, 64, 8, 4):,}, ", end="")
         print(f"whole prompt {cache_bytes([None] * 8, 2, 16, 64, 8, 4):,}")
 
 # %% [markdown]
-# After a long prompt, the full cache stays in memory, window or not, until the next token replaces
-# it. (The new cache is a slice too: it keeps 16 tokens alive, not 15.) So with a sliding window,
-# generation still peaks at the prompt's cache.
+# After a long prompt, the full cache stays in memory, even with a window, until the next token
+# replaces it. (The new cache is a slice too: it keeps 16 tokens alive, not 15.) So with a sliding
+# window, generation still peaks at the prompt's cache.
 
 # %% [markdown]
 # ## Preference training
 #
 # **DPO** (Rafailov et al. 2023) trains on pairs of answers to a prompt, one chosen and one
-# rejected. With log p summed over an answer's tokens, the loss is
+# rejected. p_ref is from the model before training. With log p summed over an answer's tokens, and
+# the sigmoid σ, the loss is
 #
 # $$
 # -\log \sigma\big(\beta\,[(\log p - \log p_\text{ref})_\text{chosen}
@@ -500,7 +504,7 @@ if mistral_code:
 # tokens from both models.
 
 # %% [markdown]
-# ## What uses the memory of DPO
+# ## DPO's memory
 #
 # The reference p_ref can come from
 #
@@ -516,7 +520,7 @@ def by_log_softmax(hidden, weight, targets):
     return x.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
-def selected(hidden, weight, targets):
+def by_logsumexp(hidden, weight, targets):
     """Log-probabilities without the log-softmax: x[y] − log Σ exp x."""
     x = F.linear(hidden, weight).float()
     return x.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - x.logsumexp(-1)
@@ -544,7 +548,7 @@ def without_adapters(policy, tokens):
 
 
 def dpo_loss(policy, reference, beta=0.1):
-    """Return the loss of two (2 · pairs,) tensors: the chosen answers, then the rejected ones."""
+    """Return the loss. Both inputs have the pairs' chosen answers first, then the rejected ones."""
     chosen, rejected = (policy - reference).chunk(2)
     return -F.logsigmoid(beta * (chosen - rejected)).mean()
 
@@ -578,8 +582,8 @@ def dpo_step(config, setup, pairs, length, device="cuda"):
 
 
 # %% [markdown]
-# Predict the step for CUDA with four and with five blocks. Each further block adds the same events
-# (Day 16).
+# Predict the step for CUDA with four and with five blocks, and extrapolate to 32: each further
+# block adds the same allocations (Day 16).
 
 
 # %%
@@ -601,7 +605,7 @@ for name, count in usual.at_peak.items():
 reveal("21.1", padding_percent=100 * padding, cache_gib=cache_gib, step_gib=usual.allocated_bytes)
 
 # %% [markdown]
-# The peak has two sets of weights, and tensors of 4 · 2 · 2,048 tokens × 128,256 vocabulary
+# The peak has the weights of two models, and tensors of 4 · 2 · 2,048 tokens × 128,256 vocabulary
 # entries. Adapters and their optimizer state are negligible. But the loss needs only one
 # log-probability per token, not all logits.
 
@@ -649,7 +653,7 @@ def in_chunks(hidden, weight, targets):
 hidden = torch.randn(4, 256, 16, requires_grad=True)
 weight, targets = torch.randn(4096, 16), torch.zeros(4, 256, dtype=torch.long)
 size = 4 * targets.numel() * len(weight)  # of all logits, in float32
-for compute in (by_log_softmax, selected, in_chunks, token_log_probs):
+for compute in (by_log_softmax, by_logsumexp, in_chunks, token_log_probs):
     peaks = []
     for train in (False, True):
 
@@ -663,16 +667,15 @@ for compute in (by_log_softmax, selected, in_chunks, token_log_probs):
     print(f"{compute.__name__:16} without gradients {peaks[0]:5.2f}, with {peaks[1]:5.2f} × logits")
 
 # %% [markdown]
-# You may not expect this: without the log-softmax, the memory is lower only *without* gradients. In
-# backward, x[y] and log Σ exp x each allocate a gradient as large as the logits, and then their
-# sum. Chunks reduce both. The rest of today uses memlab's `token_log_probs` (Day 11's loss, per
-# row).
+# Without the log-softmax, the peak is lower only *without* gradients. In backward, x[y] and log Σ
+# exp x each allocate a gradient as large as the logits, and autograd allocates their sum. Chunks
+# reduce both peaks. The rest of today uses memlab's `token_log_probs` (Day 11's loss, per row).
 
 # %% [markdown]
 # ### At scale: what each change saves
 #
-# `tests/course/test_day21.py` computes the other predictions (two seconds each). The second row is
-# your prediction from above.
+# The second row is your prediction from above. `tests/course/test_day21.py` computes the other
+# predictions.
 
 
 # %%
@@ -687,7 +690,7 @@ STEPS = {
     "all weights, as usual": (Setup(), Predicted(94_043_294_720, 105_960_701_952)),
     "LoRA, as usual": (LORA, Predicted(62_039_770_624, 72_993_472_512)),
     "+ without log-softmax": (
-        replace(LORA, log_probs=selected), Predicted(70_445_287_424, 81_398_857_728)
+        replace(LORA, log_probs=by_logsumexp), Predicted(70_445_287_424, 81_398_857_728)
     ),
     "+ in chunks": (
         replace(LORA, log_probs=token_log_probs), Predicted(40_519_911_936, 42_383_441_920)
@@ -723,7 +726,7 @@ for row, (setup, step) in enumerate(STEPS.values()):
         left += size
 axes.set_yticks(range(len(STEPS)), list(STEPS))
 axes.set(xlabel="GiB allocated at the peak", ylim=(6.6, -0.6))
-axes.legend(frameon=False, fontsize=9, loc="lower right")
+axes.legend(frameon=False, fontsize=9, ncols=4, loc="upper center", bbox_to_anchor=(0.4, -0.2))
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
@@ -731,9 +734,9 @@ axes.spines[["top", "right"]].set_visible(False)
 #
 # 1. Nearly half of LoRA's usual step is **logits** and activations. Chunks save 20 GiB.
 # 2. Leaving out the log-softmax needs *more* memory, as you measured.
-# 3. **Turning adapters off** saves the second model. A quarter of the first bar remains.
-# 4. With all weights trained, gradients and moments fill the GPU. There, a stored reference also
-#    saves the second model.
+# 3. **Turning adapters off** saves the second model. The step needs a quarter of the first row.
+# 4. If all weights are trained, gradients and moments fill the GPU. There, a stored reference saves
+#    the second model.
 
 # %% [markdown]
 # ### GRPO: three phases
@@ -741,8 +744,8 @@ axes.spines[["top", "right"]].set_visible(False)
 # **GRPO** (Shao et al. 2024) samples a group of answers per prompt and compares their rewards. A
 # step has three phases on the same GPU:
 #
-# 1. *Roll out*: weights and a KV cache.
-# 2. *Score*: log p_ref without gradients.
+# 1. *Roll out*: generate the answers, with weights and a KV cache.
+# 2. *Score*: compute log p_ref without gradients.
 # 3. *Train*.
 #
 # By formula, for 8 prompts of 512 tokens with 8 answers of 1,024 tokens each:
@@ -762,22 +765,22 @@ for name, count in {
 
 # %% [markdown]
 # The phases run one after the other. If each frees its tensors, the peak is the largest phase, not
-# their sum. You can roll out and score a few answers at a time, because each token leaves only one
-# log-probability. PPO needs two more models, for values and rewards. GRPO needs neither, and with a
-# KL weight of 0 not even the reference.
+# their sum. You can roll out and score a few answers at a time, because you keep only one
+# log-probability per token. PPO also needs a value model. GRPO needs none, and with a KL weight of
+# 0 no reference model either.
 
 # %% [markdown]
 # A separate inference engine (vLLM) *reserves* its cache at start-up, as a share of the GPU's
-# memory. It holds that memory while you train, unless you put it to sleep.
+# memory. It keeps this memory while you train, unless you use its sleep mode.
 
 # %% [markdown]
 # ## What `nvidia-smi` also shows
 #
-# Day 2 compared `nvidia-smi` with torch's *allocated*. Two more kinds of memory are not in
-# *allocated*:
+# Day 2 compared `nvidia-smi` with torch's *allocated* memory. Two more kinds of memory are not in
+# it:
 #
 # - **CUDA graphs.** A captured graph contains the addresses of its tensors, so torch's allocator
-#   gives it a *private pool*. Other tensors never use the pool until the graph is deleted. It
+#   gives it a *private pool*. Other tensors never use the pool until the graph is deleted. The pool
 #   counts as reserved; the temporaries of a finished capture don't count as allocated. Graphs can
 #   share a pool (`pool=`) if they run in the order of their capture.
 # - **NCCL.** It allocates buffers per connection of two GPUs, outside torch's allocator.
@@ -797,20 +800,20 @@ print(f"NCCL_BUFFSIZE=1 MiB: {format_bytes(connection_bytes(2**20))} per connect
 #
 # - leave memory free (`memlab plan --gpus` reports how much)
 # - reuse process groups
-# - set `NCCL_MAX_NCHANNELS` before you reduce the batch
+# - try a lower `NCCL_MAX_NCHANNELS` before you reduce the batch
 
 # %% [markdown]
 # ## Explain the gap
 #
-# - Padding: the longest document sets the length of all, and it is far above the mean.
-# - The cache: 2 · 32 layers · 4,096 elements · 2 bytes are half a MiB *per token*.
-# - The step: a second model, and several tensors of float32 logits for 16,384 tokens.
+# - Padding: all documents are padded to the longest, which is far above the mean.
+# - Cache: 2 · 32 layers · 4,096 elements · 2 bytes are half a MiB *per token*.
+# - DPO step: it needs a second model, and several tensors of float32 logits for 16,384 tokens.
 
 # %% [markdown]
 # ## On your GPU
 #
-# With a GPU, this cell runs the step with chunks and adapters off, with four of the 32 blocks, and
-# compares it with its prediction.
+# If you have a GPU, this cell runs the step with chunks and adapters off, with four of the 32
+# blocks, and compares its memory with the prediction.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if torch.cuda.is_available():
@@ -829,14 +832,14 @@ else:
 # %% [markdown]
 # ## Claims on trial
 #
-# The guides of the other days don't mention these topics. The claims below are common:
+# The guides of the other days don't mention these topics. These claims are common:
 
 # %%
 one, two, chunked, off = (STEPS[name][1].allocated for name in (
     "LoRA, as usual", "+ without log-softmax", "+ in chunks", "+ adapters off"))  # fmt: skip
 CLAIMS = {
     "packing removes the memory of padding":
-        f"activations are {of_packed / of_padded:.2f}× the padded batch's, which has "
+        f"activations are {packed_bytes / padded_bytes:.2f}× the padded batch's, which has "
         f"{1 - padding:.0%} useful tokens",
     "a mask is as good as a kernel for packed rows":
         f"the values are the same, but a block needs {format_bytes(per_block['a mask'])}, not "
@@ -858,24 +861,24 @@ for claim, found in CLAIMS.items():
 #
 # | item | bytes |
 # | --- | --- |
-# | padding | activations · (1 − useful / (documents · longest)) |
+# | padding | activations · (1 − useful tokens / (documents · longest)) |
 # | a mask for packed rows | 2 · T² in each block, on CUDA |
 # | KV cache | 2 · layers · kv heads · head dimension · tokens · bytes |
 # | reference model | 2 per weight; 0 with adapters off or stored |
 # | log-probabilities | one chunk of logits; 4 per token afterwards |
-# | NCCL | 12 MiB for each channel and neighbor, and more |
+# | NCCL | 12 MiB per channel and neighbor, plus other buffers |
 #
-# When such a run is out of memory, check three things:
+# If such a step runs out of memory, check three things:
 #
 # 1. Which tokens of this step have a loss?
-# 2. What keeps keys and values, and for how long?
+# 2. Which object keeps keys and values, and for how long?
 # 3. Are all logits of any model in memory at once?
 
 # %% [markdown]
 # ## The running bill
 #
-# The bill's documents are as long as its rows. It has no padding, no generated tokens and no
-# reference model, so it does not change.
+# The bill's documents are as long as its rows. Its step has no padding, no generated tokens and no
+# reference model, so the bill does not change.
 
 # %%
 running_bill(21)

@@ -2,11 +2,14 @@
 
 import os
 
-# Before torch is imported: the threads of one kernel decide how much scratch it takes, and those
-# that wait must not spin. Processes that tests start inherit both.
+# Before torch is imported: the number of threads decides how much scratch a kernel needs, and
+# waiting threads must not spin. Processes that tests start inherit both.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["MPLBACKEND"] = "Agg"
+# Predictions follow them.
+os.environ.pop("PYTORCH_ALLOC_CONF", None)
+os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
 
 import gc
 import random
@@ -64,7 +67,7 @@ LONG = {
 
 
 def pytest_collection_finish() -> None:
-    """Keep what is imported and collected by now out of cycle collections.
+    """Keep all imported and collected objects out of later cycle collections.
 
     Recordings and checks collect cycles again and again, and each time Python would walk through
     all of torch and every test: a second instead of a few milliseconds.
@@ -81,7 +84,7 @@ def imported_later() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first; skip what is marked `gpu` where there is none."""
+    """Long files first; skip tests marked `gpu` if there is no GPU."""
     items.sort(key=lambda item: item.path.name not in LONG)
     if torch.cuda.is_available():
         return

@@ -1,4 +1,4 @@
-"""Devices that are not there: their counters, moved by hand."""
+"""Fake devices, with counters moved by hand."""
 
 from typing import Any
 

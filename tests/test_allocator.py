@@ -61,7 +61,7 @@ def tape():
 
 def layout(found: Iterable[Segment]) -> list[list[tuple[int, str]]]:
     """Return the (bytes, state) of each segment's blocks."""
-    return [[(piece.bytes, piece.state) for piece in segment.pieces] for segment in found]
+    return [[(piece.bytes, piece.state) for piece in segment.blocks] for segment in found]
 
 
 def taken(allocator: Allocator, *sizes: int, stream: int = 0) -> list[MemoryBlock]:
@@ -299,7 +299,7 @@ def test_a_request_can_fail_although_enough_bytes_are_free(tape):
     assert problem.position == 12
     assert (problem.requested_bytes, problem.segment_bytes) == (12 * MIB, 12 * MIB)
     assert (problem.allocated_bytes, problem.reserved_bytes) == (20 * MIB, 40 * MIB)
-    assert problem.free_piece_bytes == (5 * MIB,) * 4
+    assert problem.free_block_bytes == (5 * MIB,) * 4
     assert len(blocks.reserved) == 12
     assert str(problem) == (
         "out of memory at event 12 (forward aten.empty): a request of 12.00 MiB needs a segment "
@@ -607,7 +607,7 @@ def test_fragmentation_is_the_share_of_the_reserved_peak_that_was_never_allocate
 def test_blocks_have_the_event_that_allocated_them(tape):
     tape.take(1000, "gradients")
     [segment] = simulate(tape.trace).at_end
-    used, free = segment.pieces
+    used, free = segment.blocks
     assert used.event == tape.events[0]
     assert (used.requested_bytes, used.bytes) == (1000, 1024)
     assert (free.event, free.requested_bytes) == (None, 0)
@@ -770,7 +770,7 @@ def run_actions(settings: Settings, actions: list, check) -> tuple[Allocator, li
 
 def check_bytes(allocator: Allocator, in_use: list[MemoryBlock], going: list[MemoryBlock]) -> None:
     found = segments(allocator)
-    pieces = [piece for segment in found for piece in segment.pieces]
+    pieces = [piece for segment in found for piece in segment.blocks]
     assert sum(segment.bytes for segment in found) == allocator.reserved_bytes
     assert sum(block.size for block in in_use) == allocator.allocated_bytes
     used = sorted((block.address, block.size) for block in (*in_use, *going))
@@ -788,7 +788,7 @@ def check_tiling(allocator: Allocator, *_) -> None:
     for segment in segments(allocator):
         assert segment.address >= end
         address = segment.address
-        for piece in segment.pieces:
+        for piece in segment.blocks:
             assert piece.address == address
             assert piece.bytes > 0
             assert piece.bytes % 512 == 0
@@ -799,7 +799,7 @@ def check_tiling(allocator: Allocator, *_) -> None:
 
 def check_merging(allocator: Allocator, *_) -> None:
     for segment in segments(allocator):
-        states = [piece.state for piece in segment.pieces]
+        states = [piece.state for piece in segment.blocks]
         assert ("free", "free") not in list(pairwise(states))
 
 
@@ -851,7 +851,7 @@ def shuffled(sizes: list[int], random) -> Trace:
 
 
 class NaiveDriver:
-    """The addresses of segments that are never released. A range is [its free address, its end]."""
+    """The addresses of segments, never released. A range is [its free address, its end]."""
 
     def __init__(self) -> None:
         self.lowest = 2**57

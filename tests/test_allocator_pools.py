@@ -60,7 +60,7 @@ def test_rounding_splitting_and_segments_follow_the_same_rules_in_a_pool():
         plain.malloc(size)
         private.malloc(size, private_pool=1)
     assert private.reserved_bytes == plain.reserved_bytes
-    found = [[(s.bytes, s.pieces) for s in segments(each)] for each in (plain, private)]
+    found = [[(s.bytes, s.blocks) for s in segments(each)] for each in (plain, private)]
     assert found[0] == found[1]
 
 

@@ -1,10 +1,15 @@
 """Parsing PYTORCH_ALLOC_CONF, and its errors."""
 
 import re
+from dataclasses import replace
 
 import pytest
+import torch
 
+import memlab
 from memlab.allocator import Settings, simulate
+from memlab.allocator.settings import VARIABLES, configuration
+from memlab.trace import Event, Trace
 
 MIB = 2**20
 
@@ -94,3 +99,62 @@ def test_settings_can_be_changed_for_one_run():
     settings = Settings(max_split_size_bytes=64 * MIB)
     run = simulate((), settings, expandable_segments=True)
     assert run.settings == Settings(max_split_size_bytes=64 * MIB, expandable_segments=True)
+
+
+@pytest.mark.parametrize(
+    ("variables", "wanted"),
+    [
+        ({}, ""),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, ""),
+        ({"PYTORCH_ALLOC_CONF": "garbage_collection_threshold:0.8"}, None),
+    ],
+)
+def test_the_environment_is_read_as_torch_reads_it(monkeypatch, variables, wanted):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert configuration() == (variables["PYTORCH_ALLOC_CONF"] if wanted is None else wanted)
+
+
+def test_unknown_settings_of_the_environment_are_refused(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable:True")
+    with pytest.raises(ValueError, match=r"^PYTORCH_ALLOC_CONF: got expandable:True, which is not"):
+        configuration()
+
+
+def test_a_trace_is_simulated_with_the_settings_of_its_prediction():
+    sizes = ((12 * MIB, 1), (-12 * MIB, 1), (30 * MIB, 2))
+    events = [Event(n, i, "activations", "", "", "forward", "float32", ()) for n, i in sizes]
+    plain = Trace(tuple(events))
+    settings = "expandable_segments:True,garbage_collection_threshold:0.5"
+    trace = replace(plain, allocator=settings)
+    expandable = simulate(plain, expandable_segments=True).reserved_bytes
+    assert simulate(trace).reserved_bytes == expandable == 40 * MIB
+    assert simulate(trace, expandable_segments=False).reserved_bytes == 42 * MIB
+    assert simulate(plain).reserved_bytes == 42 * MIB
+    assert simulate(trace, capacity_bytes=42 * MIB).fits
+    assert Trace.from_dict(trace.to_dict()).allocator == settings
+
+
+def training():
+    model = torch.nn.Linear(1024, 1024, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        model(torch.randn(3072, 1024, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, model, optimizer
+
+
+def test_a_prediction_has_the_settings_of_the_environment(monkeypatch):
+    default = memlab.predict(training)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    expandable = memlab.predict(training)
+    assert expandable.allocated_bytes == default.allocated_bytes
+    by_hand = simulate(default, expandable_segments=True).reserved_bytes
+    assert expandable.reserved_bytes == by_hand < default.reserved_bytes
+    assert "with the allocator settings expandable_segments:True" in expandable.notes

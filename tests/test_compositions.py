@@ -1,8 +1,8 @@
 """Two techniques at once: every pair of rows either has the gradients and the bytes that the two
 should have together, or is refused in a sentence.
 
-The bytes that stay after a step are held against a closed form, those of the peak, event by event,
-against a run in which nothing is computed.
+The bytes left after a step are compared with a closed form. The peak is compared with a dry run,
+event by event.
 """
 
 import json
@@ -64,7 +64,7 @@ def test_two_that_do_not_go_together_are_refused_in_a_sentence(pair):
     one, other = pair.split("+")
     with pytest.raises(
         ValueError,
-        match=f"^{one} and {other} .*; (leave one of them out(; for weights in .*)?|take .*)$",
+        match=f"^{one} and {other} .*; (leave one of the two out(; for .*)?|use .*)$",
     ):
         combined(f"{other}+{one}")
 
@@ -120,8 +120,8 @@ def adapting(pair: str) -> str | None:
 
 
 def stepped_weights(training) -> Iterator[tuple[str, Tensor]]:
-    """By the model's names: the weights that are trained, or the copies that are stepped. Groups of
-    matrices and others have names, and another order than the model's."""
+    """By the model's names: the trained weights, or the stepped copies. Groups of matrices and
+    others have names, and another order than the model's."""
     names = [name for name, p in training.model.named_parameters() if p.requires_grad]
     groups = training.optimizer.param_groups
     if all("param_names" in group for group in groups):
@@ -145,7 +145,7 @@ def present(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 # How far a technique's gradients may be from those without it. Gradients are up to 0.6.
 ERRORS = {
     "int8-activations": 0.003,
-    "int4-activations": 0.12,  # what is drawn depends on the CPU's last bits
+    "int4-activations": 0.12,  # the drawn numbers depend on the CPU's last bits
     "autocast": 0.01,
     "loss-scaling": 0.002,
     "fp8": 0.015,
@@ -172,7 +172,7 @@ def error(pair: str) -> float:
 
 @pytest.mark.parametrize("pair", quick(TOGETHER[::8], TOGETHER))
 def test_two_techniques_have_the_gradients_of_the_plain_step(pair):
-    """Or those of LoRA's, where one is LoRA."""
+    """Or LoRA's gradients, if one of them is LoRA."""
     names = set(pair.split("+"))
     if names & WITHOUT_GRADIENTS:
         has_the_weights_of_the_other_alone(*names)
@@ -270,7 +270,7 @@ def state_bytes(sizes: list[int], names: set[str]) -> int:
         return 4 * matrix_state(sizes, names, *own)
     moments = 2 if "adam8bit" in names else 1
     large = [size for size in sizes if size >= 4096]
-    codes = 66 * 1024 if large else 0  # 1 KiB, and 65 of the table by which 16 bits find it
+    codes = 66 * 1024 if large else 0  # 1 KiB, and 65 of the look-up table
     in_8_bits = sum(size + 4 * -(-size // 256) for size in large)
     return moments * (in_8_bits + 4 * (n - sum(large)) + codes)
 
@@ -284,8 +284,8 @@ MATRICES_KEEP = {
 
 
 def matrix_state(sizes: list[int], names: set[str], own: str) -> int:
-    """Numbers in the state: of hidden layers' matrices, and two for all other weights. GaLore's
-    rank is that of the adapters, whose matrices it therefore leaves to AdamW."""
+    """Elements in the state: of hidden layers' matrices, and two for all other weights. GaLore's
+    rank equals the adapters' rank, so it leaves their matrices to AdamW."""
     shapes = CONFIG.layers * matrices()
     if ADAPTERS & names:
         shapes = [(RANK, side) for shape in shapes for side in shape]

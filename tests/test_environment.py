@@ -76,7 +76,7 @@ def test_all_that_gets_installed_is_pinned_down_to_the_last_dependency():
 
 
 def needed(requirements: list[Requirement]) -> list[Requirement]:
-    """The requirements, theirs, and so on; of what is not installed here, only the name."""
+    """The requirements, theirs, and so on; only the name of packages not installed here."""
     found, waiting = {}, list(requirements)
     while waiting:
         requirement = waiting.pop()
@@ -88,7 +88,7 @@ def needed(requirements: list[Requirement]) -> list[Requirement]:
 
 
 def dependencies(requirement: Requirement) -> Iterator[Requirement]:
-    """What the installed package of that name needs here, with the extras asked for."""
+    """The dependencies of the installed package here, with the requested extras."""
     try:
         texts = requires(requirement.name) or []
     except PackageNotFoundError:

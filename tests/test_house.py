@@ -32,7 +32,7 @@ def lengths(root: Path) -> Iterator[tuple[str, int]]:
 
 
 def inside(node: ast.AST, name: str) -> Iterator[tuple[str, int]]:
-    """The functions within a node of that name, those within them too."""
+    """The functions within a node called `name`, and the functions within them."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield f"{name}.{child.name}", lines_of(child)

@@ -1,4 +1,4 @@
-"""The public names: found when they are first used, and known to whoever only reads the source."""
+"""The public names: found on first use, and visible to tools that only read the source."""
 
 import ast
 import inspect

@@ -35,7 +35,7 @@ LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 
 
 def violations(package: Path) -> list[str]:
-    """Every import in `package` that does not point down, as `file:line: what is wrong`."""
+    """Every import in `package` that does not point down, as `file:line: fault`."""
     found = []
     for path in sorted(package.rglob("*.py")):
         part = path.relative_to(package).parts[0].removesuffix(".py")
@@ -50,7 +50,7 @@ def violations(package: Path) -> list[str]:
 
 
 def memlab_imports(path: Path, package: Path) -> Iterator[tuple[int, str]]:
-    """(line, what is imported) of each import from memlab, wherever in the file it stands."""
+    """(line, imported module) of each import from memlab, anywhere in the file."""
     home = ".".join(path.relative_to(package.parent).parent.parts)
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
         for target in imported(node, home):
@@ -76,7 +76,7 @@ def full_name(source: str, imported_name: str) -> str:
 
 
 def judge(part: str, target: str) -> str | None:
-    """What is wrong with an import of `target` in `part`; None if nothing is."""
+    """The fault of an import of `target` in `part`; None if there is none."""
     wanted = "__init__" if target == "memlab" else target.split(".")[1]
     if wanted == part:
         return None

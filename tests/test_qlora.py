@@ -54,7 +54,7 @@ Layer = Callable[[nn.Linear], nn.Module]
 
 
 def check_values(layer: Layer) -> None:
-    """Output and input gradient are those of a linear layer with the decoded weight."""
+    """Output and input gradient match a linear layer with the decoded weight."""
     original = linear()
     weight = dequantize_nf4(quantize_nf4(original.weight))
     got, wanted = (seeded(5, 7, IN).requires_grad_() for _ in range(2))

@@ -1,4 +1,4 @@
-"""`make test` leaves out what is marked slow."""
+"""`make test` leaves out tests marked slow."""
 
 from quick import quick, slow
 

@@ -18,7 +18,7 @@ README = PAGES["README.md"]
 NO_EXAMPLES = {"CONTRIBUTING.md", "docs/RANKS.md"}
 ALL = "\n\n".join(text for name, text in PAGES.items() if name not in NO_EXAMPLES)
 
-# Commands that are not run, by how they start, and why.
+# Commands not run, by how they start, and why.
 NOT_RUN = {
     "git clone": "the repository is here",
     "pip install": "installs into another environment",
@@ -58,7 +58,7 @@ def logical_lines(body: str) -> list[str]:
 
 
 def outputs(markdown: str) -> dict[str, str]:
-    """What is shown of a command that stands in a block of its own, with its output below."""
+    """The output shown below each command in a block of its own."""
     return dict(OUTPUT.findall(markdown))
 
 
@@ -110,8 +110,8 @@ def copy_of_the_repository(tmp_path_factory):
 
 
 def run(command: list[str], folder: Path) -> str:
-    """Run it as a reader would who has just set up, and return what it printed; a failure shows
-    all of that."""
+    """Run it as a reader would after setting up, and return its output; a failure shows all of the
+    output."""
     programs = [str(Path(sys.executable).parent), os.environ["PATH"]]
     environment = {**os.environ, "PATH": os.pathsep.join(programs), "PYTHONPATH": str(folder)}
     environment.pop("MAKEFLAGS", None)  # of the `make test` around us

@@ -23,7 +23,7 @@ def entries() -> Iterator[tuple[int, str, tuple[str, ...]]]:
 
 
 def printed(notebook: Path) -> str:
-    """All that a notebook's cells print, in one line."""
+    """Everything that a notebook's cells print, in one line."""
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     outputs = [output for cell in cells for output in cell.get("outputs", ())]
     return " ".join("".join(output.get("text", "")) for output in outputs).replace("\n", " ")

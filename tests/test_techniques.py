@@ -150,4 +150,4 @@ def test_an_exclusion_is_stated_once_and_found_in_either_order():
 
 def test_two_schedules_exclude_each_other_by_their_slot():
     chosen = {name: TECHNIQUES[name] for name in ("checkpointing", "sqrt-checkpointing")}
-    assert "each bring their own schedule" in why_not_together(chosen)
+    assert "each bring their own recomputation schedule" in why_not_together(chosen)

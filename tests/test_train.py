@@ -82,7 +82,7 @@ def gradients(technique: Plugs, setting: Setting = TINY) -> dict[str, torch.Tens
 
 
 def most(trace: Trace, category: str) -> int:
-    """The most bytes of the category that are alive at once."""
+    """The most bytes of the category alive at once."""
     alive = peak = 0
     for event in trace.events:
         alive += event.bytes * (event.category == category)
@@ -136,8 +136,8 @@ TOLERANCES = {
 
 @pytest.mark.parametrize(("name", "tolerance"), [("lora", 1e-6), ("qlora", 0.02)])
 def test_lora_has_the_gradients_of_its_two_factors(name, tolerance):
-    """At first B is zero: the gradient of B is scale · G Aᵀ, of A it is zero. In 4 bits, G is that
-    of rounded weights."""
+    """At first B is zero: the gradient of B is scale · G Aᵀ, and A's gradient is zero. In 4 bits, G
+    comes from rounded weights."""
     plain, ours = gradients(PLAIN), build(TINY, combined(name))
     ours.step()
     changes = {n: m for n, m in ours.model.named_modules() if isinstance(m, LoRALinear)}
@@ -297,8 +297,8 @@ def weights_gradients_and_state_take(weight: int, gradient: int, state: int):
 
 
 def moments_take(in_8_bits: int, in_float32: int, codes: int):
-    """A moment of each weight of 4096 numbers and more is a byte, and a scale for each 256. A code
-    is 1 KiB, and its look-up table, by which 16 bits find the nearest, 65."""
+    """A moment of each weight with at least 4096 elements is a byte, plus a scale for each 256. A
+    codebook is 1 KiB, and its look-up table 65."""
 
     def claim(technique: Plugs) -> None:
         sizes = [p.numel() for p in build(TINY, PLAIN).model.parameters()]

@@ -94,7 +94,7 @@ stage.to_empty(device=device)
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The logits of a rank are those of 1/t of the vocabulary."""
+    """A rank has the logits of 1/t of the vocabulary."""
     whole = DTensor.from_local(logits.flatten(0, 1), tensor, [Shard(-1)])
     return cross_entropy(whole, targets.flatten())
 

@@ -12,7 +12,7 @@ HEADS, TOKENS, TILE = 4, 256 // ranks, 32
 
 
 class Block(nn.Module):
-    """Attention over a sequence that is divided among the ranks, and an MLP."""
+    """Attention over a sequence divided among the ranks, and an MLP."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""FSDP2 in two groups that are replicas, with clipped gradients."""
+"""FSDP2 with two replicas of two ranks, and clipped gradients."""
 
 import torch
 import torch.distributed as dist

@@ -2,8 +2,8 @@
 
     memlab run --device cuda:h100 --ranks 8 benchmarks/published/llama.py --model 8B
 
-The operators and their order are those of torchtitan's eager trainer of the named figures, since
-each casts and saves tensors of its own. A step is: loss, backward, clipped gradients, AdamW.
+The operators and their order follow torchtitan's eager trainer of the named figures, because each
+operator casts and saves its own tensors. A step is: loss, backward, clipped gradients, AdamW.
 """
 
 import argparse
@@ -247,7 +247,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--keep-logits", action="store_true", help="in a variable, until backward")
     parser.add_argument("--norm", choices=NORMS, default="composed")
     parser.add_argument("--attention", choices=BACKENDS, default="flash")
-    parser.add_argument("--foreach", action="store_true", help="AdamW that is not fused")
+    parser.add_argument("--foreach", action="store_true", help="foreach AdamW instead of fused")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""`memlab run` on training scripts of others, unmodified: does it run, and is the dry peak the
+"""`memlab run` on unmodified public training scripts: do they run, and does the dry peak equal the
 real one?
 
     git clone https://github.com/karpathy/nanoGPT clones/nanoGPT  # and the others of REPOSITORIES
@@ -11,9 +11,9 @@ Each script runs three times in its own process, until its second training step 
     dry         on the CPU, with fake tensors
     real        on the CPU
 
-Data sets and weights that are not on this machine are replaced by others of the same shapes, in all
-three. Prints Markdown and writes docs/SCRIPTS.md if every script was tried. The scripts of packages
-in this folder are short, as the packages' documentation has them; they need the extra `trainings`.
+In all three, missing data sets and weights are replaced by others of the same shapes. Prints
+Markdown, and writes docs/SCRIPTS.md if every script was tried. The scripts in this folder are short
+examples from packages' documentation; they need the extra `trainings`.
 """
 
 import argparse
@@ -266,9 +266,9 @@ def row(script: Script, clones: Path) -> str:
 HEADING = f"""# Training scripts that `memlab run` runs unmodified
 
 Made by `python benchmarks/unmodified/run.py` with torch {torch.__version__} on a machine without a
-GPU. Each script ran until its second training step had ended, with small arguments (they are in
-`benchmarks/unmodified/run.py`). Data sets and weights that were not on the machine were replaced by
-others of the same shapes.
+GPU. Each script ran until the end of its second training step, with small settings (listed in
+`benchmarks/unmodified/run.py`). Missing data sets and weights were replaced by others of the same
+shapes.
 
 - predicted: the peak of allocated memory on an A100, from fake tensors
 - dry: the peak on the CPU, from fake tensors
@@ -280,9 +280,10 @@ others of the same shapes.
 
 
 FOOTER = """
-## Data sets that are not on the machine
+## Missing data sets
 
-`--batch-like` describes the columns of a data set that the script loads from the Hub:
+If a script loads a data set from the Hub that this machine does not have, `--batch-like` describes
+its columns:
 
 | column | its rows |
 | --- | --- |

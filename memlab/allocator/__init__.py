@@ -20,7 +20,7 @@ not contiguous. Three settings help. `max_split_size_bytes` keeps large blocks u
 `garbage_collection_threshold` releases old blocks before the driver refuses. With
 `expandable_segments`, a pool is one long segment that grows by pages and can release any free page.
 
-A private pool (`torch.cuda.MemPool`) has its own free blocks: what is freed in it serves only its
+A private pool (`torch.cuda.MemPool`) has its own free blocks: memory freed in it serves only its
 own requests, and its segments stay until the pool is deleted. `simulate(trace, pool_of=...)` routes
 each storage to a pool.
 

@@ -1,8 +1,8 @@
 """How much memory a card must have for a step.
 
 A step reserves more on a large card than on a nearly full one. When the driver refuses, torch
-releases the segments of its cache that are entirely free and asks again. So a step whose reserved
-peak exceeds the card may still run, at the price of releasing and allocating segments in each step.
+releases its entirely free segments and requests again. So a step whose reserved peak exceeds the
+card may still run, at the price of releasing and allocating segments in each step.
 """
 
 from memlab.allocator.simulation import simulate
@@ -15,8 +15,8 @@ def needed_bytes(trace: Trace, budget: int) -> int:
     """Return the bytes that a step needs on a card that has `budget` bytes for tensors.
 
     If the most that the step may reserve is within the budget, this is the result. Otherwise it is
-    the smallest capacity in which the simulated allocator can serve all requests: at most `budget`
-    if the step runs within it, and accurate to 1 % of the reserved peak. A device without a caching
+    the smallest capacity that lets the simulated allocator serve all requests: at most `budget` if
+    the step runs within it, and accurate to 1 % of the reserved peak. A device without a caching
     allocator needs the allocated bytes.
     """
     reserved = trace.reserved_bytes

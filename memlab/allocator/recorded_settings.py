@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from memlab.allocator.settings import Settings, fields_in
+from memlab.allocator.settings import SHARES, Settings, fields_in
 from memlab.allocator.sizes import POWERS
 
 KEY = "allocator_settings"  # in torch.cuda.memory._snapshot()
@@ -17,7 +17,6 @@ _STATED = {  # names in a snapshot; only memlab's recordings have the last two
     "max_non_split_rounding_size": "max_non_split_rounding_bytes",
 }
 _UNSET = (None, -1, 0)  # torch's values for an unset size or fraction
-_SHARES = ("garbage_collection_threshold", "memory_fraction")  # fractions of device memory
 _WHOLE = ("segment_alloc", "segment_free")
 _BY_PAGES = ("segment_map", "segment_unmap")
 
@@ -42,7 +41,7 @@ def settings_of_recording(
                 f"leave it out, or use `simulate` to try other settings"
             )
     if given.capacity_bytes is None:
-        missing = {name: value for name, value in missing.items() if name not in _SHARES}
+        missing = {name: value for name, value in missing.items() if name not in SHARES}
     return replace(given, **missing)
 
 

@@ -61,12 +61,12 @@ def as_recorded(segment: Segment) -> dict[str, Any]:
         "stream": segment.stream,
         "blocks": [
             {
-                "address": piece.address,
-                "size": piece.bytes,
-                "requested_size": piece.requested_bytes,
-                "state": states[piece.state],
+                "address": block.address,
+                "size": block.bytes,
+                "requested_size": block.requested_bytes,
+                "state": states[block.state],
             }
-            for piece in segment.pieces
+            for block in segment.blocks
         ],
     }
 

@@ -1,5 +1,6 @@
 """The allocator's settings, as fields or parsed from PYTORCH_ALLOC_CONF."""
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from memlab.allocator.sizes import LARGE_REQUEST_BYTES, LARGE_SEGMENT_BYTES, MIB
 from memlab.units import format_bytes
 
 UNLIMITED_BYTES = 2**50  # more than any card has
+SHARES = ("garbage_collection_threshold", "memory_fraction")  # fractions of device memory
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first one set
 
 # Options of PYTORCH_ALLOC_CONF that do not affect the simulation.
 _WITHOUT_EFFECT = {
@@ -114,6 +117,21 @@ class Settings:
                 raise ValueError(
                     f"{name} is a fraction of the device's memory; give capacity_bytes too"
                 )
+
+
+def configuration() -> str:
+    """Return the allocator's configuration from this process's environment, "" if there is none.
+
+    Raise ValueError for settings that torch would reject, and for settings not simulated.
+    """
+    name = next((name for name in VARIABLES if name in os.environ), None)
+    if name is None:
+        return ""
+    try:
+        Settings.parse(os.environ[name], capacity_bytes=UNLIMITED_BYTES)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return os.environ[name]
 
 
 def fields_in(configuration: str) -> dict[str, Any]:

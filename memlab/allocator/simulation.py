@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from memlab.allocator.blocks import FREE, UNMAPPED, MemoryBlock
 from memlab.allocator.caching import Allocator
-from memlab.allocator.settings import Settings
+from memlab.allocator.settings import SHARES, Settings, fields_in
 from memlab.allocator.sizes import block_bytes, segment_bytes
 from memlab.trace import EMPTY_CACHE, Event, Trace
 from memlab.units import format_bytes
@@ -35,7 +35,7 @@ class Segment(NamedTuple):
     bytes: int
     stream: int
     pool: str  # "small" or "large"
-    pieces: tuple[SegmentBlock, ...]
+    blocks: tuple[SegmentBlock, ...]
     private_pool: int = 0  # 0: none
 
 
@@ -50,12 +50,12 @@ class OutOfMemory:
     allocated_bytes: int
     reserved_bytes: int
     limit_bytes: int  # the most that this process may reserve and the driver can provide
-    free_piece_bytes: tuple[int, ...]  # sizes of the free blocks still reserved, largest first
+    free_block_bytes: tuple[int, ...]  # sizes of the free blocks still reserved, largest first
 
     def __str__(self) -> str:
-        pieces = self.free_piece_bytes
-        largest = f" in {counted(len(pieces), 'block')}" if pieces else ""
-        largest += f" of at most {format_bytes(pieces[0])}" if len(pieces) > 1 else ""
+        free = self.free_block_bytes
+        largest = f" in {counted(len(free), 'block')}" if free else ""
+        largest += f" of at most {format_bytes(free[0])}" if len(free) > 1 else ""
         where = " ".join(part for part in (self.event.phase, self.event.operator) if part)
         when = f"at event {self.position}" if self.position >= 0 else "before the measured step"
         return (
@@ -63,7 +63,7 @@ class OutOfMemory:
             f"{format_bytes(self.requested_bytes)} needs a segment of "
             f"{format_bytes(self.segment_bytes)}, but {format_bytes(self.reserved_bytes)} of "
             f"{format_bytes(self.limit_bytes)} are reserved: "
-            f"{format_bytes(self.allocated_bytes)} allocated, {format_bytes(sum(pieces))} free"
+            f"{format_bytes(self.allocated_bytes)} allocated, {format_bytes(sum(free))} free"
             f"{largest}"
         )
 
@@ -164,10 +164,10 @@ def _mapped_segments(head: MemoryBlock) -> Iterator[Segment]:
         if block is not None and block.state != UNMAPPED:
             blocks.append(block)
         elif blocks:
-            pieces = tuple(map(_as_segment_block, blocks))
-            size = sum(piece.bytes for piece in pieces)
+            found = tuple(map(_as_segment_block, blocks))
+            size = sum(block.bytes for block in found)
             pool = blocks[0].pool
-            yield Segment(pieces[0].address, size, pool.stream, pool.kind, pieces, pool.owner)
+            yield Segment(found[0].address, size, pool.stream, pool.kind, found, pool.owner)
             blocks = []
 
 
@@ -198,16 +198,25 @@ def simulate(
     raised, because the events before it are part of the result.
 
     Args:
+        settings: by default the settings of the trace's prediction, or torch's.
         empty_cache_before: positions of events before which the cache is emptied, besides the
             events of a prediction that empty it.
         pool_of: returns the number of the private pool that an event's storage is allocated in, 0
             for none; default: no private pools. In torch, `use_mem_pool` routes the requests of the
-            thread that enters it, so not those of backward, which runs in another thread.
+            thread that enters it, so not backward's, which runs in another thread.
         changes: fields of Settings to replace.
     """
-    settings = replace(settings or Settings(), **changes)
+    settings = _settings_of(trace, **changes) if settings is None else replace(settings, **changes)
     run = AllocatorRun(settings, *events_of(trace), frozenset(empty_cache_before), pool_of=pool_of)
     return run.blocks(run.go())
+
+
+def _settings_of(trace: Trace | Iterable[Event], **changes: Any) -> Settings:
+    """Return the settings of a prediction, without shares of a memory of unknown size."""
+    stated = fields_in(trace.allocator) if isinstance(trace, Trace) else {}
+    if changes.get("capacity_bytes") is None:
+        stated = {name: value for name, value in stated.items() if name not in SHARES}
+    return Settings(**{**stated, **changes})
 
 
 def events_of(trace: Trace | Iterable[Event]) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
@@ -318,7 +327,7 @@ class AllocatorRun:
     def _out_of_memory(self, position: int, event: Event, requested_bytes: int) -> OutOfMemory:
         allocator, settings = self.allocator, self.allocator.settings
         size = block_bytes(requested_bytes, settings.roundup_power2_divisions)
-        pieces = sorted((block.size for block in allocator.free_blocks()), reverse=True)
+        free = sorted((block.size for block in allocator.free_blocks()), reverse=True)
         return OutOfMemory(
             position,
             event,
@@ -327,7 +336,7 @@ class AllocatorRun:
             allocator.allocated_bytes,
             allocator.reserved_bytes,
             min(settings.fraction_bytes, settings.driver_bytes),
-            tuple(pieces),
+            tuple(free),
         )
 
 

@@ -9,7 +9,7 @@ Causal masks and windows are bands along a diagonal: query i sees keys i + low t
     causal, top-left        high = 0            query 0 sees key 0: torch's `is_causal=True`
     causal, bottom-right    high = Tk - Tq      the last query sees the last key: flash-attn since
                                                 2.1, and decoding with a cache
-    window (left, right)    extends the band to each side of that diagonal
+    window (left, right)    extends the band to each side of the diagonal
 
 The difference key - query takes every value between a tile's lower left and upper right corners. A
 tile is skipped if none of these values lie in the band, full if all do, and partial otherwise. Only

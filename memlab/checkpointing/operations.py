@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from memlab.internals.scaled_mm import SCALED_MM
 from memlab.internals.torch_internals import TorchDispatchMode
 
 aten = torch.ops.aten
@@ -16,7 +17,7 @@ aten = torch.ops.aten
 MATMULS = frozenset(
     {
         *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
-        *(aten._scaled_mm.default, aten.convolution.default),
+        *(aten.convolution.default, *SCALED_MM),
     }
 )
 ATTENTION = frozenset(
@@ -32,6 +33,7 @@ ATTENTION = frozenset(
 _FORMULAS = flop_registry | {
     aten.addmm_: flop_registry[aten.addmm],
     aten.baddbmm_: flop_registry[aten.baddbmm],
+    torch.ops.memlab.scaled_mm_on_cpu: flop_registry[aten._scaled_mm],
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
         aten._scaled_dot_product_flash_attention
     ],

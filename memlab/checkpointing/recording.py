@@ -57,7 +57,7 @@ class Output:
     is_needed: bool = False  # with the value at the end
 
     def as_returned(self) -> Tensor:
-        """Return the held tensor in the shape in which the call returned it."""
+        """Return the held tensor in the shape that the call returned."""
         assert self.tensor is not None
         if self.composite is None:
             return self.tensor

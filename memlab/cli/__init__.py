@@ -47,20 +47,20 @@ AS_JSON = (
     "described in memlab/cli/schema.json."
 )
 ASSUME = (
-    "Size to assume where a tensor's size depends on its values, as with boolean indexing: 'most' "
-    "selects every element, a fraction such as 0.15 that share. imbalance:2 gives the busiest "
-    "expert of a mixture twice the average number of tokens. Only with --script."
+    "Size to assume if a tensor's size depends on its values, as with boolean indexing: 'most' "
+    "selects every element, 0.15 selects 15% of them, and imbalance:2 gives the busiest expert of "
+    "a mixture twice the average number of tokens. Only with --script."
 )
 KERNELS = (
     "Use the Triton kernels for flash-attention, chunked-loss, int8-activations, int4-activations, "
     "adam8bit and lion8bit. Needs CUDA."
 )
-# The parameters of `memlab plan` that can stand beside --script.
+# The parameters of `memlab plan` that --script allows.
 WITH_SCRIPT = (
     *("script", "gpus", "memory", "margin", "device", "assume"),
     *("out", "wide", "as_json"),
 )
-# The parameters of `memlab plan` that can stand beside --deepspeed.
+# The parameters of `memlab plan` that --deepspeed allows.
 WITH_DEEPSPEED = (
     *("deepspeed", "model", "memory", "margin", "gpus", "batch", "seq"),
     *("device", "out", "wide", "as_json"),
@@ -240,6 +240,7 @@ def measure_command(
     )
     _refuse_conflicts(request, context)
     _refuse_wide_json(wide, as_json)
+    _check_allocator_settings()
     if script is not None:
         from memlab.cli.script import measure_script as measure
     elif ranks is not None:
@@ -254,6 +255,16 @@ def measure_command(
 def _refuse_wide_json(wide: bool, as_json: bool) -> None:
     if wide and as_json:
         raise UsageError("got --wide together with --json, which prints no table: leave one out")
+
+
+def _check_allocator_settings() -> None:
+    """Refuse what predictions cannot simulate, before a script runs for minutes."""
+    from memlab.allocator.settings import configuration
+
+    try:
+        configuration()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _refuse_conflicts(request: Request, context: typer.Context) -> None:
@@ -359,8 +370,8 @@ def train_command(
 ) -> None:
     """Run real training steps and print their loss, peak memory and time.
 
-    The weights are random. The text is PyTorch's own source code, one byte per token, so
-    nothing is downloaded, and nothing is written. The loss is in nats and starts near the
+    The weights are random. The text is PyTorch's own source code, one byte per token.
+    Nothing is downloaded, and nothing is written. The loss is in nats and starts near the
     logarithm of the vocabulary size. To find the memory of a step without running it, use
     memlab measure --dry-run.
 
@@ -432,7 +443,7 @@ def plan_command(
         integer_option(
             "--gpus",
             MAX_RANKS,
-            "Number of GPUs. With --script: run the function as rank 0 of so many processes.",
+            "Number of GPUs. With --script: run the function as rank 0 of this many processes.",
         ),
     ] = 1,
     imbalance: Annotated[
@@ -448,7 +459,7 @@ def plan_command(
         integer_option(
             "--expert-parallel",
             MAX_RANKS,
-            "Consider only so many GPUs to share the experts of a mixture. With --gpus.",
+            "Consider only this many GPUs sharing the experts of a mixture. With --gpus.",
         ),
     ] = None,
     batch: Annotated[
@@ -460,7 +471,7 @@ def plan_command(
         integer_option(
             "--seq",
             MAX_TOKENS,
-            "Tokens per sequence. Default: 2048, or the model's maximum if that is less.",
+            "Tokens per sequence. Default: 2048, or the model's maximum if it is smaller.",
         ),
     ] = None,
     image: Annotated[
@@ -496,7 +507,7 @@ def plan_command(
     ] = None,
     qlora: Annotated[
         bool,
-        typer.Option("--qlora", help="Consider only QLoRA: LoRA beside frozen weights in 4 bits."),
+        typer.Option("--qlora", help="Consider only QLoRA: LoRA beside frozen 4-bit weights."),
     ] = False,
     lora_rank: adapter_options.Rank = None,
     lora_targets: adapter_options.Targets = None,
@@ -505,8 +516,8 @@ def plan_command(
         integer_option(
             "--recipes",
             MAX_RECIPES,
-            "Recipes to predict operator by operator, by turns of full fine-tuning, LoRA and "
-            "QLoRA. The others are computed by formula.",
+            "Recipes to predict operator by operator, alternating between full fine-tuning, LoRA "
+            "and QLoRA. The others are computed by formula.",
         ),
     ] = 3,
     exact: Annotated[
@@ -539,8 +550,8 @@ def plan_command(
     deepspeed: Annotated[
         str | None,
         typer.Option(
-            help="Plan the training of a DeepSpeed config: what each of its keys costs and saves, "
-            "and whether it fits. By formula only.",
+            help="Plan a training with a DeepSpeed config: what each key costs and saves, and "
+            "whether the training fits. By formula only.",
             metavar="CONFIG.json",
         ),
     ] = None,
@@ -550,25 +561,24 @@ def plan_command(
     wide: Annotated[bool, typer.Option("--wide", help=WIDE)] = False,
     as_json: Annotated[bool, typer.Option("--json", help=AS_JSON)] = False,
 ) -> None:
-    """Find the recipes with which a model's training fits into a given amount of memory.
+    """Find recipes that make a model's training fit into a given amount of memory.
 
-    All recipes are compared by formula. The fastest ones are then predicted operator by
-    operator, including reserved memory and the CUDA context, so a recipe reported to
-    fit has been predicted to fit. No GPU is needed. The output ends with the command
-    that runs the training. The exit status is 0 if something fits, 1 if nothing fits, and 2
-    if an option is wrong.
+    memlab compares all recipes by formula. It then predicts the fastest ones operator by
+    operator, including reserved memory and the CUDA context. No GPU is needed. The output
+    ends with the command that runs the training. The exit status is 0 if something fits,
+    1 if nothing fits, and 2 if an option is wrong.
 
-    With --gpus, the ways to divide the model are compared: data (FSDP) × tensor × pipeline ×
-    context. The output ends with a torchrun command and a script in plain torch, which it
-    has written. --precision, --optimizer, --lora, --full, --qlora, --exact and --device cpu
-    choose memlab's own recipes instead, sharded by ZeRO.
+    With --gpus, memlab compares the ways to divide the model: data (FSDP) × tensor × pipeline ×
+    context. It writes a script in plain torch for the best one, and prints its torchrun command.
+    With --precision, --optimizer, --lora, --full, --qlora, --exact or --device cpu, it compares
+    memlab's own recipes instead, sharded by ZeRO.
 
-    With --gpus and a mixture of experts (Mixtral or Qwen3 MoE), the degrees of expert parallelism
-    are compared by formula: the peak of the busiest GPU at --imbalance, the largest imbalance that
-    fits, and what all-to-alls send.
+    With --gpus and a mixture of experts (Mixtral or Qwen3 MoE), memlab compares the degrees of
+    expert parallelism by formula: the peak of the busiest GPU at --imbalance, the largest
+    imbalance that fits, and the bytes that all-to-alls send.
 
-    For the largest batch and sequence length of a script, write its function with the
-    parameters batch (or batch_size) and seq (or seq_len), with defaults, such as
+    To get the largest batch and sequence length of a script, give its function the parameters
+    batch (or batch_size) and seq (or seq_len) with defaults, such as
     def build(batch=8, seq_len=1024), and use both for the inputs of the step.
 
     [bold]memlab plan --model llama-2-7b --memory 24GB[/]
@@ -584,6 +594,7 @@ def plan_command(
     [bold]memlab plan --model llama-2-7b --gpu rtx4090 --deepspeed ds_config.json[/]
     """
     _refuse_wide_json(wide, as_json)
+    _check_allocator_settings()
     if memory == "list":
         if as_json:
             raise UsageError("got --json together with the list of GPUs; leave --json out")
@@ -688,8 +699,8 @@ def run_command(
         typer.Option(
             "--memory",
             "--gpu",
-            help="Say whether the step fits: 24GB (24·10⁹ bytes), 24GiB (24·2³⁰ bytes), or a GPU's "
-            "name such as rtx4090.",
+            help="Memory that the step should fit into: 24GB (24·10⁹ bytes), 24GiB (24·2³⁰ bytes), "
+            "or a GPU's name such as rtx4090.",
             metavar="BYTES|GPU",
         ),
     ] = None,
@@ -713,8 +724,8 @@ def run_command(
         integer_option(
             "--gpus",
             MAX_RANKS,
-            "GPUs that the script finds. The first one is predicted. Default: one, or the number "
-            "of processes that torchrun would start.",
+            "Number of GPUs that the script finds. memlab predicts the first one. Default: one, or "
+            "the number of processes that torchrun would start.",
         ),
     ] = None,
     ranks: Annotated[
@@ -722,8 +733,8 @@ def run_command(
         integer_option(
             "--ranks",
             MAX_RANKS,
-            "Run the script as torchrun would start it with so many processes, one rank at a time: "
-            "rank 0, and of a pipeline the stages that differ. Above 8, on nodes of 8.",
+            "Run the script as one of this many torchrun processes, one rank at a time: rank 0, "
+            "and for a pipeline each stage that differs. Above 8 ranks, a node has 8.",
         ),
     ] = None,
     rank: Annotated[
@@ -731,12 +742,12 @@ def run_command(
         integers_option(
             "--rank",
             MAX_RANKS,
-            "The ranks to run instead, such as 0 or 0,960.",
+            "Ranks to run instead of these, such as 0 or 0,960.",
         ),
     ] = None,
     real: Annotated[
         bool,
-        typer.Option("--real", help="Compute: measure the script on the device that it uses."),
+        typer.Option("--real", help="Run the script for real, and measure it on its device."),
     ] = False,
     steps: Annotated[
         int,
@@ -762,23 +773,23 @@ def run_command(
         bool | None,
         typer.Option(
             "--advise/--no-advice",
-            help="Predict what checkpointing, autocast and an 8-bit optimizer would save, and "
-            "print the code. Takes one more run for each. Default: if the step does not fit.",
+            help="Predict what LoRA, checkpointing, autocast and an 8-bit optimizer would save, "
+            "with their code. Takes one more run for each. Default: if the step does not fit.",
         ),
     ] = None,
     config: Annotated[
         list[str] | None,
         typer.Option(
-            help="config.json, or its folder, of a model that the script loads from the Hub and "
-            "that is not on this machine. Its weights are random. Can be repeated.",
+            help="config.json, or its folder, of a Hub model missing on this machine. Its weights "
+            "are random. Can be repeated.",
             metavar="NAME=PATH",
         ),
     ] = None,
     batch_like: Annotated[
         str | None,
         typer.Option(
-            help="Columns of a data set that the script loads from the Hub and that is not on this "
-            "machine: text=str:400 (400 words), label=int:2 (2 classes), input_ids=ids:1024, "
+            help="Columns of a Hub data set missing on this machine: "
+            "text=str:400 (400 words), label=int:2 (2 classes), input_ids=ids:1024, "
             "image=image:512x512, audio=audio:16000 (samples at 16 kHz), values=float:10 or "
             "messages=chat:400, joined by commas. Lists: tokens=list:20:str:1,"
             "ner_tags=list:20:int:9. Dictionaries: translation.en=str:20,translation.de=str:20.",
@@ -790,15 +801,15 @@ def run_command(
     ] = "work",
     as_json: Annotated[bool, typer.Option("--json", help=AS_JSON)] = False,
 ) -> None:
-    """Find the memory of a training script as it is, without changing a line.
+    """Find the memory that a training script needs, without changing a line.
 
-    The script runs with fake tensors until its second training step has ended: nothing is
-    computed, no GPU is needed, and the step's memory is predicted for one. Put memlab's options
-    before the script and the script's own after it. Models, optimizers and steps are found while
-    it runs. Files that it writes go to a temporary folder, and it connects to nothing. Data sets
-    of torchvision and memory-mapped files that are not on this machine are replaced by others of
-    the same size. The exit status is 0 if the step fits or no memory is given, 1 if it does not
-    fit, and 2 if the script or an option is wrong.
+    The script runs with fake tensors until the end of its second training step. Nothing is
+    computed, no GPU is needed, and memlab predicts the step's memory on a GPU. Put memlab's options
+    before the script and the script's own options after it. memlab finds models, optimizers and
+    steps while the script runs. Files that the script writes go to a temporary folder, and it
+    connects to nothing. Missing torchvision data sets and memory-mapped files are replaced by
+    others of the same size. The exit status is 0 if the step fits or no memory is given, 1 if it
+    does not fit, and 2 if the script or an option is wrong.
 
     [bold]memlab run --gpu rtx4090 train.py --batch-size 8[/]
 
@@ -813,13 +824,14 @@ def run_command(
 
     [bold]memlab run --gpu h100 --ranks 64 train_fsdp.py[/]
 
-    Of several processes rank 0 runs, and every rank that it sends tensors to: the stages of a
-    pipeline. Collectives finish at once. To measure real ranks:
+    If the script has several processes, rank 0 runs, and every rank that it sends tensors to (the
+    stages of a pipeline). Collectives finish at once. To measure real ranks:
 
     [bold]torchrun --nproc-per-node 2 -m memlab run --real train_ddp.py[/]
     """
     from memlab.cli.run import Wanted, run_script
 
+    _check_allocator_settings()
     wanted = Wanted(
         words=script or [],
         memory=memory,
@@ -857,7 +869,7 @@ def explain_command(
         integer_option(
             "--device",
             MAX_RANKS,
-            "Number of the GPU in a snapshot of several. Default: the one that ran out of memory.",
+            "The GPU's number, if a snapshot has several. Default: the GPU that ran out of memory.",
             minimum=0,
         ),
     ] = None,

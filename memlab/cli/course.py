@@ -182,7 +182,7 @@ def _as_usage_errors() -> Iterator[None]:
     except (OverflowError, RecursionError) as error:
         raise UsageError(
             f"a file in {_relative(workspace.folder())} cannot be read ({error}); your work is "
-            f"safe: remove files that are not notebooks or memlab's progress, and try again"
+            f"safe: remove all files except notebooks and memlab's progress, and try again"
         ) from error
     except OSError as error:
         place = error.filename or _relative(workspace.folder())
@@ -340,7 +340,7 @@ class _Guess(NamedTuple):
 
     @property
     def factor(self) -> float | None:
-        """Ratio by which the guess is too large or too small; None if it is undefined."""
+        """How many times too large or too small the guess is; None if it is undefined."""
         if self.measured is None or self.guessed <= 0 or self.measured <= 0:
             return None
         return max(self.guessed / self.measured, self.measured / self.guessed)
@@ -430,7 +430,7 @@ def _off_by(guess: _Guess) -> str:
 
 
 def _print_mean_error(number: int, guesses: Sequence[_Guess]) -> None:
-    """Print the geometric mean, in which 2× too much and 2× too little are both off by 2×."""
+    """Print the geometric mean: 2× too much and 2× too little are both off by 2×."""
     factors = [guess.factor for guess in guesses if guess.factor is not None]
     if factors:
         mean = math.exp(sum(map(math.log, factors)) / len(factors))

@@ -153,7 +153,7 @@ def _target_here() -> str:
         return f"{_DEFAULT_TARGET}; {arch} is unknown"
     workspace = f"{target.workspace_bytes / 2**20:.3g} MiB"
     kernel = (*target.attention_order, "math")[0]
-    return f"{target.device}: {target.gpu.arch}, workspace {workspace}, attention by {kernel}"
+    return f"{target.device}: {target.gpu.arch}, workspace {workspace}, {kernel} attention"
 
 
 def _describe(device: torch.device) -> str:

@@ -17,7 +17,7 @@ class UsageError(Exception):
 
 
 class RankLostError(UsageError):
-    """This rank waited in a collective for another rank, which has ended and may say why."""
+    """This rank waited in a collective for another rank, which has ended and may report why."""
 
 
 def quoted(given: str) -> str:

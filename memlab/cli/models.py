@@ -1,4 +1,4 @@
-"""What `--model` names: a shape of memlab's own model, or a config that transformers builds.
+"""Resolve `--model`: a shape of memlab's own model, or a config that transformers builds.
 
 This module does not import torch.
 """
@@ -13,7 +13,7 @@ from memlab.transformers_models.sources import Source, find_source
 
 LIBRARIES = ("memlab", "transformers")
 LIBRARY = (
-    "Whose code of the model to train: memlab (Llama, Mistral, Qwen and Gemma) or transformers "
+    "Implementation of the model: memlab (Llama, Mistral, Qwen and Gemma) or transformers "
     "(any model it has). Default: memlab's if it has the model."
 )
 

@@ -1,4 +1,4 @@
-"""`memlab plan`: find the recipes with which a model fits into memory, and their cost.
+"""`memlab plan`: find recipes that make a model's training fit, and their cost.
 
 The options are checked without importing torch, so that a typo is reported at once.
 """

@@ -79,7 +79,7 @@ def _needed(step: DeepSpeedStep) -> int:
 
 
 def _limits(step: DeepSpeedStep, budget: int) -> tuple[int | None, int | None]:
-    """Return the largest micro-batch and the longest sequence that fit; None if none does."""
+    """Return the largest micro-batch and the longest sequence that fit, or None."""
 
     def with_length(tokens: int) -> DeepSpeedStep:
         return DeepSpeedStep(
@@ -119,7 +119,7 @@ def _show(
             terminal.echo("\n".join(lines) + "\n")
     terminal.show_table(_stored(found))
     if moving := [effect for effect in found if any(effect.moved.values())]:
-        terminal.echo("\nmoved in an optimizer step, by each process:")
+        terminal.echo("\nbytes that each process moves in an optimizer step:")
         terminal.show_table(_moved(moving))
     terminal.echo("")
     terminal.show_table(_peak(step))
@@ -138,7 +138,7 @@ def _headline(path: str, model: str, step: DeepSpeedStep, memory: Memory) -> Ite
 
 
 def _complaints(config: DeepSpeedConfig) -> Iterator[str]:
-    """Yield what is wrong with the keys, or not counted."""
+    """Yield remarks on unknown and uncounted keys."""
     for key, near in config.unknown.items():
         hint = f"; did you mean {near}?" if near else ""
         what = "DeepSpeed refuses it" if "." in key else "DeepSpeed ignores it"
@@ -207,8 +207,8 @@ def _result(
     rest = budget - needed
     outcome = f"fits, {format_bytes(rest)} left" if rest >= 0 else f"lacks {format_bytes(-rest)}"
     yield (
-        f"GPU: ≈ {format_bytes(step.gpu_bytes)}, with {RESERVED:.0%} for what the allocator "
-        f"reserves beyond it {format_bytes(needed)} of {format_bytes(budget)}: {outcome}"
+        f"GPU: ≈ {format_bytes(step.gpu_bytes)} allocated; with {RESERVED:.0%} more for reserved "
+        f"memory, {format_bytes(needed)} of {format_bytes(budget)}: {outcome}"
     )
     if rest < 0:
         yield "memlab plan without --deepspeed searches for techniques that make it fit"
@@ -223,7 +223,7 @@ def _result(
         count = sum(terms.values())
         if not count:
             continue
-        pinned = f", {format_bytes(step.pinned_bytes)} of them pinned" if where == "host" else ""
+        pinned = f", {format_bytes(step.pinned_bytes)} pinned" if where == "host" else ""
         yield f"{where}: {format_bytes(count)}{pinned} ({_listed(terms)})"
         if processes > 1:
             yield f"  on a machine with {processes} GPUs: {format_bytes(processes * count)}"

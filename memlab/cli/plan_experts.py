@@ -189,8 +189,8 @@ def _remarks(query: _Query, rows: Sequence[Row]) -> Iterator[str]:
             f"{format_bytes(first.needed_bytes)}; use more GPUs, a shorter sequence or a larger GPU"
         )
     yield (
-        "experts over: so many GPUs share the experts of each layer and send tokens to each other; "
-        "1 GPU gathers all experts of a layer with FSDP"
+        "experts over: how many GPUs share the experts of each layer and send tokens to each "
+        "other; with 1 GPU, FSDP gathers all experts of a layer"
     )
     yield (
         f"even, × {query.imbalance:g}: peak of a GPU if all experts get the same number of tokens, "
@@ -198,18 +198,18 @@ def _remarks(query: _Query, rows: Sequence[Row]) -> Iterator[str]:
         f"{query.imbalance:g} times as many (--imbalance)"
     )
     yield (
-        f"fits: the largest imbalance that fits, with {RESERVED:.0%} for what the allocator "
-        f"reserves; all: also × {config.experts / config.chosen:g}, when every token chooses one "
-        f"expert"
+        f"fits: the largest imbalance whose peak fits, with {RESERVED:.0%} more for reserved "
+        f"memory; all: even × {config.experts / config.chosen:g} fits, where every token chooses "
+        f"the same expert"
     )
     yield _capacity(query)
     yield (
-        "all-to-all: tokens that the busiest GPU sends to experts and back in a step. in nodes, "
-        "between: these and what FSDP sends, over NVLink or PCIe in a node of "
-        f"{MAX_GPUS_PER_MACHINE} GPUs and over the network"
+        "all-to-all: bytes of tokens that the busiest GPU sends to experts and back in a step. "
+        "in nodes, between: these bytes plus FSDP's, over NVLink or PCIe within a node of "
+        f"{MAX_GPUS_PER_MACHINE} GPUs, and over the network between nodes"
     )
     yield (
-        "time: of a token, estimated, relative to the first row; FSDP overlaps with computation, "
+        "time: per token, estimated, relative to the first row; FSDP overlaps with computation, "
         "all-to-all does not, and the network has 400 Gbit/s for each GPU"
     )
     yield nccl_buffers()
@@ -225,12 +225,12 @@ def _capacity(query: _Query) -> str:
     if dropped:
         of_expert = (query.imbalance - CAPACITY) / query.imbalance
         what = (
-            f"would drop {of_expert:.1%} of the busiest expert's tokens, {dropped:.1%} of all that "
-            f"experts get, and keep the peak at × {CAPACITY:g}"
+            f"would drop {of_expert:.1%} of the busiest expert's tokens ({dropped:.1%} of all "
+            f"experts' tokens), and keep the peak at × {CAPACITY:g}"
         )
     return (
-        f"capacity: the peak counts every token. A capacity factor of {CAPACITY:g}, which Switch "
-        f"Transformer trains with (Fedus et al. 2021), {what}"
+        f"capacity: the peak counts every token. A capacity factor of {CAPACITY:g}, as in Switch "
+        f"Transformer (Fedus et al. 2021), {what}"
     )
 
 

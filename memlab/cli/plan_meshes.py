@@ -1,4 +1,4 @@
-"""`memlab plan --gpus N`: compare the ways to divide a Llama over GPUs, and write the script."""
+"""`memlab plan --gpus N`: compare ways to divide a Llama over GPUs, and write the script."""
 
 import io
 import tempfile
@@ -243,28 +243,28 @@ def _remarks(
         mesh = best.option.mesh
         tokens = mesh.data * mesh.micro_batches * query.sequences * query.seq_len
         yield (
-            f"a step of the first takes {tokens:,} tokens: {mesh.micro_batches} × {mesh.data} "
-            f"micro-batches"
+            f"a step of the first mesh processes {tokens:,} tokens: {mesh.micro_batches} × "
+            f"{mesh.data} micro-batches"
         )
     if best is not None and best.measured is not None:
         phase, peak = best.measured.peak_phase, best.option.peak
         yield (
-            f"peak: of the rank that needs most. The first is predicted by a dry run of the "
-            f"script: rank {best.option.rank} needs {format_bytes(best.needed_bytes)} with what "
-            f"the allocator reserves, in {phase} (by formula ≈ {format_bytes(peak.total)})"
+            f"peak: of the rank that needs the most memory. The first row is predicted by a dry "
+            f"run of the script: rank {best.option.rank} needs {format_bytes(best.needed_bytes)} "
+            f"of reserved memory, in {phase} (by formula ≈ {format_bytes(peak.total)})"
         )
     if any(row.measured is None for row in shown):
         yield (
-            f"≈: by formula, without what the allocator reserves; a mesh is listed if "
-            f"{RESERVED:.0%} more fits, too"
+            f"≈: allocated memory by formula; a mesh is listed if {RESERVED:.0%} more fits, which "
+            f"allows for reserved memory"
         )
     yield (
-        "in nodes, between: what that rank sends in a step over NVLink or PCIe in a node of "
-        f"{MAX_GPUS_PER_MACHINE} GPUs, and over the network between nodes"
+        "in nodes, between: bytes that this rank sends in a step, over NVLink or PCIe within a "
+        f"node of {MAX_GPUS_PER_MACHINE} GPUs, and over the network between nodes"
     )
     yield (
-        "time: of a token, estimated, relative to the first; nothing overlaps, and the network "
-        "has 400 Gbit/s for each GPU"
+        "time: per token, estimated, relative to the first row; only FSDP's collectives overlap "
+        "with computation, and the network has 400 Gbit/s for each GPU"
     )
     yield nccl_buffers()
     yield from failures

@@ -20,8 +20,8 @@ from memlab.units import format_bytes, paragraph
 MAX_FORMULA_RECIPES = 3  # recipes to show that were not predicted operator by operator
 COLUMNS = ("recipe", "allocated", "reserved", "left", "time", "batch up to", "length up to")
 EMPTIES_CACHE = (
-    "reserved: on a larger card. Where it is more than there is, torch releases its unused memory "
-    "when the driver refuses and asks again; this step then fits, and each release costs time"
+    "reserved: as on a larger card. If this card has less, torch releases its unused memory and "
+    "requests again, which takes time; the step still fits"
 )
 
 
@@ -81,17 +81,17 @@ def room(memory: Memory, target: str) -> str:
     total = f"{memory.name}: {_total(memory)}"
     budget = format_bytes(budget_bytes(memory, target))
     if target == "cpu":
-        rest = f"{budget} for tensors after {_margin(memory)}"
+        rest = f"{budget} left for tensors after {_margin(memory)}"
         return f"{total}, {'all available for tensors' if not memory.margin_bytes else rest}"
     runs_cuda = memory.card is None or memory.card.runs_cuda
     context = (
         "the CUDA context" if runs_cuda else f"{format_bytes(CONTEXT_BYTES[1])} for the driver"
     )
-    return f"{total}, {budget} for PyTorch after {context} and {_margin(memory)}"
+    return f"{total}, {budget} left for PyTorch after {context} and {_margin(memory)}"
 
 
 def _total(memory: Memory) -> str:
-    """Format the memory, and say where it is not what a GPU of that name was seen to report."""
+    """Format the memory, and say if no GPU of this name was seen to report it."""
     total, card = format_bytes(memory.total_bytes), memory.card
     if card is None or card.is_measured:
         return total
@@ -105,20 +105,17 @@ def _margin(memory: Memory) -> str:
         return "no margin"
     if memory.margin_bytes is not None:
         return f"a margin of {format_bytes(memory.margin_bytes)}"
-    return (
-        f"a margin of {margin_share():.1%}, the most that measured transformers needed above their "
-        f"prediction"
-    )
+    return f"a margin of {margin_share():.1%} (the largest underestimate for measured transformers)"
 
 
 def nccl_buffers() -> str:
-    """Say what NCCL allocates beside torch, which no column of the table has."""
+    """Say how much NCCL allocates outside torch, which no column of the table includes."""
     least, most = (format_bytes(ring_bytes(channels)) for channels in CHANNELS)
     reported = " to ".join(map(format_bytes, REPORTED_BYTES))
     return (
-        f"NCCL's buffers are not in the table: {least} to {most} for the rings of each process "
-        f"group, by the number of channels, and more for trees and networks ({reported} reported "
-        f"on A100s); --margin keeps room for them"
+        f"the table excludes NCCL's buffers: {least} to {most} for the rings of each process "
+        f"group, depending on the number of channels, and more for trees and networks (users "
+        f"report {reported} on A100s); --margin leaves room for them"
     )
 
 
@@ -157,25 +154,26 @@ def _up_to(batch: int | None) -> str:
 
 
 def remarks(found: Plan) -> Iterator[str]:
-    """Explain the table's columns and what it does not show."""
+    """Explain the table's columns, and its limits."""
     best, miss = found.best, found.miss
     if best is None:
         yield f"Nothing fits {found.memory.name}{_smallest(found)}"
     else:
         yield (
-            f"time: estimated, relative to the first recipe of the same group; the step of "
-            f"{best.recipe.words} is "
-            f"{shares(best.candidate.seconds)}; every copy is counted"
+            f"time: estimated, relative to the first recipe of the same group, as if no copy "
+            f"overlapped with computation; the time of {best.recipe.words} is "
+            f"{shares(best.candidate.seconds)}"
         )
         yield (
-            "each row is the fastest recipe that fits with its precision and optimizer; rows train "
-            "differently, and full fine-tuning, LoRA and QLoRA are not compared by time"
+            "each row is the fastest recipe that fits for its precision and optimizer; full "
+            "fine-tuning, LoRA and QLoRA train different weights, so their times are not compared"
         )
         if any(option.largest_batch for option in found.options):
-            how = "predicted" if found.exact else "by formula, scaled to the prediction; --exact"
+            by_formula = "by formula, scaled to the prediction; --exact predicts them"
+            how = "predicted" if found.exact else by_formula
             yield (
                 f"batch up to: at {found.seq_len} tokens per sequence; length up to: at batch "
-                f"{found.batch}, in steps of 128. Both {how}{'' if found.exact else ' predicts'}"
+                f"{found.batch}, in steps of 128. Both {how}"
             )
     if any(option.empties_cache for option in found.options):
         yield EMPTIES_CACHE
@@ -191,12 +189,12 @@ def remarks(found: Plan) -> Iterator[str]:
 
 
 def _formula_remarks(found: Plan) -> Iterator[str]:
-    """Explain the rows that are by formula alone."""
+    """Explain the rows computed by formula alone."""
     listed = (*found.options, *found.others)
     if found.others:
         yield (
-            f"≈: by formula, without what the allocator reserves beyond it; --recipes "
-            f"{len(listed)} predicts these, --optimizer or --precision selects one of them"
+            f"≈: allocated memory by formula; the allocator reserves more. --recipes "
+            f"{len(listed)} predicts these rows too, --optimizer or --precision selects one of them"
         )
 
 

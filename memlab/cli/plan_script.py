@@ -80,16 +80,16 @@ def _show(
 def _about_limits(script: Script) -> str:
     given = ", ".join(f"{size.name}={size.default}" for size in script.sizes.values())
     return (
-        f"batch up to, length up to: predicted to fit, each with the others as by default "
-        f"({given}), the length in steps of 128; a little more may fit"
+        f"batch up to, length up to: predicted to fit, each with the other at its default "
+        f"({given}), the length in steps of 128; a slightly larger value may fit"
     )
 
 
 def _about_times(plain: Roofline) -> str:
     return (
-        f"time: estimated for {plain.card.name}, relative to the step as it is, which is "
-        f"{shares(plain.seconds)}; each operator takes as long as its computation or its memory "
-        f"traffic, whichever is longer; every copy is counted"
+        f"time: estimated for {plain.card.name}, relative to the unchanged step, whose time is "
+        f"{shares(plain.seconds)}; an operator takes as long as its computation or its memory "
+        f"traffic, whichever is longer, and nothing overlaps"
     )
 
 
@@ -160,7 +160,7 @@ def _up_to(what: str, number: int | None) -> str:
 
 
 def _numbers(script: Script, found: ScriptSearch, budget: int) -> dict[str, Any]:
-    """Return the plan's fields for JSON, without those of the memory."""
+    """Return the plan's fields for JSON, without the memory's."""
     defaults = {what: size.default for what, size in script.sizes.items()}
     notes = [*found.limits.remarks, *_last(found.rows).notes]
     return {

@@ -188,16 +188,16 @@ def _remarks(training: Training, options: list[Option], first: Option | None) ->
         yield "nothing fits; use a shorter sequence, a smaller batch or a larger GPU"
     else:
         yield (
-            f"time: estimated, relative to the first row that fits, whose step is bound by "
+            f"time: estimated, relative to the first row that fits, whose time is "
             f"{shares(first.seconds)}"
         )
         if any(option.longest for option in options):
             yield (
                 "batch up to, length up to: predicted to fit, each with the other as given; a "
-                "little more may fit"
+                "slightly larger value may fit"
             )
         elif any(option.largest_batch for option in options):
-            yield "batch up to: predicted to fit; a little more may fit"
+            yield "batch up to: predicted to fit; a slightly larger batch may fit"
         if sum(option.fits for option in options) > 1:
             yield "the code is for the first row that fits; --full, --lora, --qlora choose another"
     if any(option.measured is None and not option.failure for option in options):

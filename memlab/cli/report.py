@@ -166,8 +166,8 @@ def _meanings(trace: Trace, context: tuple[int, int]) -> dict[str, str]:
             "category and the pictures count the requested bytes, which are slightly fewer"
         ),
         "reserved": (
-            "taken from the driver by the caching allocator, which keeps it; the memory that the "
-            "step needs at least lies between allocated and reserved"
+            "taken from the driver by the caching allocator; the least memory that the step can "
+            "run in lies between allocated and reserved"
         ),
         "nvidia-smi": (
             f"reserved plus the CUDA context, {size}; other processes come on top"
@@ -178,7 +178,7 @@ def _meanings(trace: Trace, context: tuple[int, int]) -> dict[str, str]:
 
 
 def _spread(row: Row) -> float:
-    """Return how much larger the largest ratio is than the smallest, relative to the smallest."""
+    """Return by how much the largest ratio exceeds the smallest, relative to the smallest."""
     return max(row.time_ratios) / min(row.time_ratios) - 1 if row.time_ratios else 0
 
 

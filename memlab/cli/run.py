@@ -29,10 +29,10 @@ from memlab.planner import Memory
 from memlab.planner.cards import budget_bytes
 from memlab.scripts.changes import (
     CHANGES,
-    CHUNKED_LOSS,
     FSDP,
     Change,
     NotPossibleError,
+    chunked_loss,
     logits_bytes,
     sharded_bytes,
     together,
@@ -93,7 +93,7 @@ def run_script(wanted: Wanted) -> int:
     if wanted.advise or (wanted.advise is None and status):
         changed = _show_advice(launch, wanted, target, outcome, memory)
     elif not wanted.real:
-        terminal.echo("\n--advise predicts what would save memory, with the code")
+        terminal.echo("\n--advise predicts changes that save memory, and prints their code")
     if rest := [note for note in trace.notes if note not in assumed(trace)]:
         terminal.echo("\n" + "\n".join(paragraph(f"note: {note}") for note in rest))
     verdict = "measured" if memory is None else "does not fit" if status else "fits"
@@ -192,8 +192,8 @@ def _outcomes(launch: Launch, wanted: Wanted, target: str) -> dict[int, Outcome]
             outcome = outcomes[highest(outcomes)]
     if outcome.trace is None:
         raise UsageError(
-            f"{launch} ended without a training step: no optimizer of torch.optim stepped and "
-            f"nothing called backward; give the arguments with which it trains"
+            f"{launch} ended without a training step: no torch.optim optimizer stepped and "
+            f"nothing called backward; give the arguments that make it train"
         )
     if not outcome.trace.peak_bytes:
         raise UsageError(f"the step of {launch} allocated nothing on {outcome.trace.device}")
@@ -262,7 +262,7 @@ def _show_peak(trace: Trace, target: str | None) -> None:
     terminal.echo("\nat the peak, by layer (* stands for a number):")
     _show_largest((_layer(event), event) for event in alive)
     if any(event.line for event in alive):
-        terminal.echo("\nof it, allocated in this step, by line of code:")
+        terminal.echo("\nat the peak, allocated in this step, by line of code:")
         _show_largest((f"{event.line}  {event.category}", event) for event in alive if event.line)
 
 
@@ -312,30 +312,30 @@ def _show_verdict(trace: Trace, memory: Memory, target: str) -> int:
 def _show_advice(
     launch: Launch, wanted: Wanted, target: str, plain: Outcome, memory: Memory | None
 ) -> dict[str, Trace]:
-    """Predict the script with changes; print what each saves, and the code of those that do.
+    """Predict the script with changes; print each one's peak, and the code of the helpful ones.
 
     Returns the traces by the names of the changes.
     """
     assert plain.trace is not None
     traces, reasons, helpful = _tried(launch, _settings(wanted, target), plain)
     budget = None if memory is None else budget_bytes(memory, target)
-    terminal.echo("\nwhat would save memory, predicted with each change:\n")
+    terminal.echo("\nchanges that would save memory, each predicted:\n")
     terminal.show_table(_advice_table(traces, budget))
     for reason in reasons:
         terminal.echo(paragraph(f"not tried: {reason}"))
-    terminal.echo(paragraph("a smaller batch saves its share of activations and inputs"))
+    terminal.echo(paragraph("a smaller batch shrinks activations and inputs in proportion"))
     for change in helpful:
         _show_code(change.name, change.lines(plain.framework))
     logits = logits_bytes(plain.trace, plain.models)
     if logits > NOTABLE_LOGITS * plain.trace.peak_bytes:
-        name = f"a loss in chunks: logits and their gradients hold {format_bytes(logits)}"
-        _show_code(name, CHUNKED_LOSS.get(plain.framework, CHUNKED_LOSS["plain"]))
+        name = f"chunked loss: logits and their gradients use {format_bytes(logits)}"
+        _show_code(name, chunked_loss(plain.framework, plain.models))
     _show_sharding(plain)
     return {name: trace for name, trace in traces.items() if trace is not plain.trace}
 
 
 def _show_sharding(plain: Outcome) -> None:
-    """Print what several GPUs would hold each, with FSDP2."""
+    """Print how much each of several GPUs would hold with FSDP2."""
     assert plain.trace is not None
     held = {ranks: sharded_bytes(plain.trace, plain.models, ranks) for ranks in (2, 4, 8)}
     known = [f"{format_bytes(size)} on each of {n}" for n, size in held.items() if size]
@@ -383,7 +383,7 @@ def _show_code(name: str, lines: Sequence[str]) -> None:
 def _changed(launch: Launch, settings: dict[str, Any], plain: Outcome, change: Change) -> Trace:
     """Return the trace of the script's step with a change."""
     print(f"memlab: with {change.name}", file=sys.stderr, flush=True)
-    with redirect_stdout(sys.stderr):
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # it has printed all this
         found = run_ranks(launch, (plain.rank,), steps=plain.steps, change=change, **settings)[
             plain.rank
         ].trace

@@ -1,4 +1,4 @@
-"""What `memlab run` prints while a script runs, and how a signal ends it."""
+"""The progress that `memlab run` prints while a script runs, and how a signal ends it."""
 
 import signal
 import sys

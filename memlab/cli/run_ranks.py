@@ -1,4 +1,4 @@
-"""What `memlab run` prints of several ranks: the peak of each, and what they send each other."""
+"""The output of `memlab run` for several ranks: the peak of each, and what they send each other."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -45,8 +45,8 @@ def _alike(rank: int, others: Sequence[int]) -> str:
     named = ", ".join(map(str, others if len(others) < 4 else (*others[:2], "…", others[-1])))
     are, they = ("ranks", "their stages have") if len(others) > 1 else ("rank", "its stage has")
     return (
-        f"{are} {named} did not run: {they} the weights of rank {rank}'s, and torch's schedules "
-        f"keep no more micro-batches there (--rank {others[0]} runs one anyway)"
+        f"{are} {named} did not run: {they} the same weights as rank {rank}'s, and torch's "
+        f"schedules keep no more micro-batches there (--rank {others[0]} runs one anyway)"
     )
 
 
@@ -62,7 +62,7 @@ def show_transfers(outcome: Outcome, per_node: int) -> None:
         times[key] += 1
     if not any(sizes.values()):
         return
-    terminal.echo("\nsent to other ranks in the step, as a ring sends it:")
+    terminal.echo("\nsent to other ranks in the step, with ring collectives:")
     for (kind, ranks, where), size in sizes.most_common():
         if size:
             among = "to one rank" if kind == "send" else f"of {ranks} ranks"

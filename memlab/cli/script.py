@@ -55,7 +55,7 @@ _OF_BACKENDS = re.compile(r"gloo|NCCL|TCPStore")  # in messages of failed collec
 class Script:
     """`path.py:function`.
 
-    ranks   processes of which this is rank 0; None: it is not distributed
+    ranks   number of processes, this one being rank 0; None: it is not distributed
     """
 
     path: Path

@@ -21,7 +21,7 @@ from memlab.planner.search import TOKENS
 NAMES = {"batch": ("batch", "batch_size"), "length": ("seq", "seq_len")}
 MOST = {"batch": 10**6, "length": 2**20}
 STEPS = {"batch": 1, "length": TOKENS}
-MOST_TRIES = 16  # between a size that fits and one with which the script fails
+MOST_TRIES = 16  # between a size that fits and one that makes the script fail
 
 Sizes = Mapping[str, "Size"]  # by what: "batch" or "length"
 
@@ -150,7 +150,7 @@ class _ScriptError(Exception):
 
 
 def no_sizes(function: str) -> str:
-    """Say how a function gets its largest batch and length predicted."""
+    """Say what a function needs so that its largest batch and length are predicted."""
     return (
         f"batch up to, length up to: not predicted, because {function} has no parameter "
         f"batch or seq_len with a default; write def build(batch=8, seq_len=1024) and use both for "

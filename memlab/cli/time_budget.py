@@ -16,7 +16,7 @@ from memlab.train import TECHNIQUES
 
 MAX_SECONDS = 90.0
 DRY_RUN_SECONDS = 0.3  # per row
-SLOW = 5  # slowdown against float32 from which a dtype's rows get dry runs
+SLOW = 5  # with a larger slowdown against float32, a dtype's rows get dry runs
 MATMUL_SIZE = 256  # takes 0.5 ms, or 15 ms in a slow dtype
 
 

@@ -1,6 +1,6 @@
 """A command that torchrun started as one of several processes, the ranks.
 
-One rank prints what is wrong. torchrun ends all ranks as soon as one of them has failed.
+One rank prints the error. torchrun ends all ranks as soon as one of them has failed.
 
     memlab train   all ranks fail alike: they wait for each other, so that rank 0 is not ended
                    before it has printed
@@ -32,7 +32,7 @@ INTERRUPT_SECONDS = 3.0  # how long an interrupted rank may take to end by itsel
 
 
 class Rank(NamedTuple):
-    """This process's place among the ranks, and among those of its machine."""
+    """This process's place among all ranks, and among its machine's ranks."""
 
     index: int
     ranks: int

@@ -99,8 +99,8 @@ class NoShapeHere(ValueError):  # noqa: N818 - describes the file
 def config_named(name: str) -> GPTConfig:
     """Return the shape of a preset, or of the `config.json` at this path or in this folder.
 
-    Raises NoShapeHere, in one sentence, for a name that is neither, and for a model that
-    memlab.model does not support; ValueError for a file with a missing or wrong field.
+    Raises NoShapeHere, in one sentence, for any other name, and for a model that memlab.model does
+    not support; ValueError for a file with a missing or wrong field.
     """
     if name in PRESETS:
         return PRESETS[name]

@@ -53,7 +53,7 @@ class Key:
     default   DeepSpeed's
     off       the value that a report compares with
     does      what the key does, as the end of a sentence
-    stages    the stages of ZeRO in which it has an effect
+    stages    the stages of ZeRO where it has an effect
     """
 
     kind: str | tuple[str, ...]
@@ -71,7 +71,7 @@ KEYS: dict[str, Key] = {
     "optimizer.type": Key(
         tuple(STATE_BYTES), "adamw", "sgd", "state per weight in float32; compared with SGD"
     ),
-    "bf16.enabled": Key("switch", False, False, "16-bit weights beside float32 copies"),
+    "bf16.enabled": Key("switch", False, False, "16-bit weights with float32 copies"),
     "bf16.bf16_master_weights_and_grads": Key(
         "switch", False, False, "copies and the step's gradients in 16 bits", _SHARDED
     ),
@@ -82,13 +82,13 @@ KEYS: dict[str, Key] = {
         "switch", False, False, "16-bit weights beside float32 copies, and loss scaling"
     ),
     "torch_autocast.enabled": Key("switch", False, False, "float32 weights, 16-bit matmuls"),
-    "data_types.grad_accum_dtype": Key(DTYPES, None, None, "dtype in which gradients are summed"),
-    STAGE: Key("count", 0, 0, "what GPUs shard: 1 optimizer state, 2 gradients too, 3 weights too"),
+    "data_types.grad_accum_dtype": Key(DTYPES, None, None, "dtype of accumulated gradients"),
+    STAGE: Key("count", 0, 0, "GPUs shard 1: optimizer state, 2: gradients too, 3: weights too"),
     f"{ZERO}.contiguous_gradients": Key(
         "switch", True, False, "copies gradients into the reduce bucket", _BUCKETED
     ),
     f"{ZERO}.reduce_bucket_size": Key(
-        "count", 500_000_000, 0, "elements of the buffer that gradients are reduced from", _BUCKETED
+        "count", 500_000_000, 0, "elements of the buffer for reducing gradients", _BUCKETED
     ),
     f"{ZERO}.overlap_comm": Key(
         "switch", None, False, "a second reduce bucket in stages 1 and 2; on by default in stage 3",
@@ -103,22 +103,22 @@ KEYS: dict[str, Key] = {
         "count", 1_000_000_000, 0, "gathered elements that may stay on the GPU", _THIRD
     ),
     f"{ZERO}.stage3_max_reuse_distance": Key(
-        "count", 1_000_000_000, 0, "keeps weights that are used again so soon", _THIRD
+        "count", 1_000_000_000, 0, "keeps weights reused within this many elements", _THIRD
     ),
     f"{ZERO}.stage3_prefetch_bucket_size": Key(
-        "count", 50_000_000, 0, "elements gathered ahead, within stage3_max_live_parameters", _THIRD
+        "count", 50_000_000, 0, "elements to prefetch, within stage3_max_live_parameters", _THIRD
     ),
     f"{ZERO}.stage3_param_persistence_threshold": Key(
-        "count", 100_000, 0, "tensors up to this size stay whole on every GPU", _THIRD
+        "count", 100_000, 0, "leaves tensors up to this size unsharded", _THIRD
     ),
     f"{ZERO}.stage3_model_persistence_threshold": Key(
-        "count", UNLIMITED, UNLIMITED, "the most elements that stay whole", _THIRD
+        "count", UNLIMITED, UNLIMITED, "limit on elements left unsharded", _THIRD
     ),
     f"{ZERO}.zero_hpz_partition_size": Key(
-        "count", 1, 1, "a second shard of the weights within so many GPUs", _THIRD
+        "count", 1, 1, "a second shard of the weights within this many GPUs", _THIRD
     ),
     f"{ZERO}.mics_shard_size": Key(
-        "count", -1, -1, "shards over so many GPUs instead of all", _THIRD
+        "count", -1, -1, "shards over this many GPUs instead of all", _THIRD
     ),
     f"{ZERO}.zero_quantized_weights": Key(
         "switch", False, False, "gathers weights in 8 bits; stores them as before", _THIRD
@@ -127,7 +127,7 @@ KEYS: dict[str, Key] = {
         "switch", False, False, "reduces gradients in 4 bits; stores them as before", _THIRD
     ),
     f"{OPTIMIZER}.device": Key(
-        DEVICES, "none", "none", "where state, float32 copies and gradients wait", _SHARDED
+        DEVICES, "none", "none", "device for state, float32 copies and gradients", _SHARDED
     ),
     f"{OPTIMIZER}.ratio": Key("share", 1.0, 1.0, "share of the state that leaves the GPU", _THIRD),
     f"{OPTIMIZER}.pin_memory": Key(
@@ -136,7 +136,7 @@ KEYS: dict[str, Key] = {
     f"{OPTIMIZER}.buffer_count": Key(
         "count", 4, 0, "host buffers of a sub-group in float32, for NVMe", _THIRD
     ),
-    f"{PARAM}.device": Key(DEVICES, "none", "none", "where sharded weights wait", _THIRD),
+    f"{PARAM}.device": Key(DEVICES, "none", "none", "device for sharded weights", _THIRD),
     f"{PARAM}.pin_memory": Key(
         "switch", True, False, "page-locks this part of the host's memory", _THIRD
     ),
@@ -150,10 +150,10 @@ KEYS: dict[str, Key] = {
         "recomputes blocks, if the model calls deepspeed.checkpointing.checkpoint",
     ),
     f"{CHECKPOINTING}.partition_activations": Key(
-        "switch", False, False, "cuts block inputs among tensor-parallel GPUs"
+        "switch", False, False, "divides block inputs among tensor-parallel GPUs"
     ),
     f"{CHECKPOINTING}.cpu_checkpointing": Key(
-        "switch", False, False, "block inputs wait on the host"
+        "switch", False, False, "keeps block inputs on the host"
     ),
     "tensor_parallel.autotp_size": Key("count", 1, 1, "GPUs that split each matrix"),
 }  # fmt: skip
@@ -211,7 +211,7 @@ UNCOUNTED = (
 _ALL = (*KEYS, *WITHOUT_EFFECT, *UNCOUNTED)
 _SECTIONS = {path.rpartition(".")[0] for path in _ALL if "." in path}
 
-# What transformers puts in the place of "auto", as a function of the hidden size where it needs it.
+# The values that transformers fills in for "auto"; some are functions of the hidden size.
 # None: a training argument, which the command line gives or memlab assumes.
 FILLED: Mapping[str, Any] = {
     MICRO: None,
@@ -309,8 +309,8 @@ def parse_deepspeed(
     `batch` is the micro-batch if the config has none or has "auto". `hidden_size` is what
     transformers computes other values of "auto" from.
 
-    Raises ValueError for text that is no JSON object, a value of the wrong type, an "auto" that
-    transformers does not fill, and values with which DeepSpeed stops.
+    Raises ValueError for text other than a JSON object, a value of the wrong type, an "auto" that
+    transformers does not fill, and values that make DeepSpeed stop.
     """
     found = _Reader(hidden_size)
     found.read_section("", _loaded(text))

@@ -25,10 +25,9 @@ class ErrorRange:
 
     def __str__(self) -> str:
         if self.lowest == self.highest == 0:
-            return f"exact in all {self.rows}"
+            return f"exact in all {self.rows} steps"
         return (
-            f"predicted up to {-self.lowest:.2%} too low and {self.highest:.2%} too high "
-            f"({self.rows})"
+            f"up to {-self.lowest:.2%} too low and {self.highest:.2%} too high in {self.rows} steps"
         )
 
 
@@ -49,8 +48,8 @@ def confirmed_kernels() -> frozenset[str]:
 
 def accuracy(kind: str) -> str:
     """Return one sentence about the measured steps of a kind."""
-    figures = ", ".join(f"{figure} {of}" for figure, of in errors(kind).items())
-    return f"steps measured on GPUs, {kind}: {figures}; see EVIDENCE.md"
+    figures = "; ".join(f"{figure} {of}" for figure, of in errors(kind).items())
+    return f"compared with GPU measurements, {kind}: {figures}; see EVIDENCE.md"
 
 
 def margin_share() -> float:

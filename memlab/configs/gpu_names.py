@@ -1,11 +1,11 @@
-"""Find a GPU by the ways in which people and drivers spell its name, and suggest one for a typo.
+"""Find a GPU by any spelling that people and drivers use, and suggest one for a typo.
 
     find_gpu("NVIDIA GeForce RTX 4090")    the rtx4090, as for "4090" or "RTX 4090"
     gpus_called("rtx4060ti")               two: it is sold with 8 and with 16 GB
     nearest_gpus("rtx4091")                ["rtx4090"]
 
-A suggestion never has more memory than what was typed: of the names that are equally near, the
-GPUs with the least memory count, and a size in the typed text is an upper limit.
+A suggestion never has more memory than the typed name: among equally near names, the GPUs with the
+least memory count, and a size in the typed text is an upper limit.
 """
 
 import re

@@ -6,8 +6,8 @@
 A card sold as "24 GB" has 24 GiB. The driver keeps a part, and error correction another one (T4,
 L4, A10G, L40S). `torch.cuda` reports the rest as `total_memory`, which out-of-memory messages call
 the total capacity. It also depends on the driver. The table has the smallest value found on Linux,
-so that a plan fits with every driver. On Windows a card reports nearly all of its memory, and the
-desktop uses some of that.
+so that a plan fits with every driver. On Windows a card reports nearly all of its memory, but the
+desktop uses a part.
 
 Where no value was found, `is_measured` is False and the memory follows a rule:
 
@@ -53,7 +53,7 @@ _FILE = Path(__file__).parent / "gpus.csv"
 
 @dataclass(frozen=True)
 class Gpu:
-    """The properties of a GPU on which predictions and plans depend."""
+    """The properties of a GPU that predictions and plans need."""
 
     name: str  # as typed at the command line
     full_name: str  # as torch.cuda.get_device_name returns it

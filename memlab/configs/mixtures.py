@@ -1,4 +1,4 @@
-"""The shapes of mixtures of experts: a Llama in which each layer has E experts in place of an MLP.
+"""The shapes of mixtures of experts: a Llama with E experts in each layer instead of an MLP.
 
     N = the dense model's N + L·((E − 1)·3·C·F + C·E)
 
@@ -23,7 +23,7 @@ _SIZES = ("moe_intermediate_size", "intermediate_size")  # names of F, the first
 class MixtureConfig:
     """The shape of a mixture of experts.
 
-    dense    everything but the experts; its intermediate_size is that of one expert
+    dense    everything but the experts; intermediate_size is the size of one expert
     experts  E of each layer
     chosen   k experts for each token
     """
@@ -75,8 +75,8 @@ MIXTURES: dict[str, MixtureConfig] = {
 def mixture_from(fields: dict[str, object], *, source: str = FILE) -> MixtureConfig:
     """Return the shape that a `config.json` describes. Errors name it as `source`.
 
-    Raises NoShapeHere for another family than those of DENSE and for layers without experts,
-    ValueError for a file with a missing or wrong field.
+    Raises NoShapeHere for a family missing in DENSE and for layers without experts, ValueError for
+    a file with a missing or wrong field.
     """
     family = fields.get("model_type")
     if not isinstance(family, str) or family not in DENSE:

@@ -8,9 +8,9 @@ buffers of its own: one for each of its three protocols, and a small header on t
     LL128       120 · 640 · 8 · 8 bytes      4.69 MiB
 
 Both allocations are rounded up to 2 MiB: 10 and 2 MiB, the two sizes that NCCL's log showed on 8
-H100s (NVIDIA/nccl #1685). A ring has one connection in and one out for each channel. The number of
-channels is NCCL's choice, by GPUs and links. `NCCL_MAX_NCHANNELS` limits those of collectives,
-`NCCL_MAX_P2P_NCHANNELS` those of send and receive, which all-to-all uses.
+H100s (NVIDIA/nccl #1685). A ring has one connection in and one out for each channel. NCCL chooses
+the number of channels by GPUs and links. `NCCL_MAX_NCHANNELS` limits it for collectives, and
+`NCCL_MAX_P2P_NCHANNELS` for send and receive, which all-to-all uses.
 
     reported                                            by formula
     all-to-all, 8 × H100, 32 channels: 3.05 GiB more    2.62 GiB, connections alone (#1685)

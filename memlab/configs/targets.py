@@ -159,8 +159,8 @@ class Target:
         return head_dim <= 192 or (head_dim > 224 and dropout_p == 0)
 
     def efficient_alignment(self, element_bytes: int) -> int:
-        """Return the number of elements that must divide the head dimension: 16 bytes where
-        tensor cores multiply this dtype (torch counts those that a GTX 16 lacks), else 1."""
+        """Return the number of elements that must divide the head dimension: 16 bytes if tensor
+        cores multiply this dtype (torch assumes that a GTX 16 has them), else 1."""
         has_tensor_cores = self.has_bfloat16 or (element_bytes == 2 and self.capability >= (7, 0))
         return 16 // element_bytes if has_tensor_cores else 1
 

@@ -2,7 +2,7 @@
 
     python -m memlab.course.map
 
-Titles, questions, minutes and abilities are those of the lessons' first cells.
+Titles, questions, minutes and abilities come from the lessons' first cells.
 """
 
 import re
@@ -61,7 +61,8 @@ def _afterwards(text: str) -> str:
     """Return the sentences as they read after the day."""
     for before, after in AFTERWARDS.items():
         text = re.sub(before, after, text)
-    return text
+    introduction, _, items = text.partition(": - ")  # a list, on one line
+    return f"{introduction} {items.replace(' - ', '; ')}" if items else text
 
 
 def markdown() -> str:

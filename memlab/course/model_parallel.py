@@ -44,7 +44,7 @@ TARGETS = TOKENS * BATCH
 
 
 class Way(NamedTuple):
-    """How a block computes: x has all tokens, or those of this rank."""
+    """How a block computes: x has all tokens, or this rank's."""
 
     column: Callable[[Tensor, Tensor], Tensor]
     row: Callable[[Tensor, Tensor], Tensor]
@@ -170,12 +170,12 @@ def weights() -> dict[str, Tensor]:
 
 
 def split_of(name: str) -> int | None:
-    """Return the dimension in which tensor parallelism splits a weight."""
+    """Return the dimension that tensor parallelism splits in a weight."""
     return SPLIT[name.removesuffix(".weight").rpartition(".")[2]]
 
 
 class Model(nn.Module):
-    """Some of the layers: those of a stage, or all of them."""
+    """The layers of a stage, or all layers."""
 
     def __init__(self, way: Way, stage: int = 0, stages: int = 1) -> None:
         super().__init__()

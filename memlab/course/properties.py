@@ -303,7 +303,7 @@ def same_values(case: str, got: Any, wanted: Tensor, *, tolerance: float = 0.0) 
     difference = furthest(got, wanted)
     require(
         difference <= tolerance,
-        f"{case} is up to {difference:.2e} from what is right; wanted at most {tolerance:.0e}.",
+        f"{case} is off by up to {difference:.2e}; wanted at most {tolerance:.0e}.",
     )
     return difference
 
@@ -409,7 +409,7 @@ def new_bytes(trace: Trace) -> int:
 def survives_a_reused_address(
     pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
 ) -> bool:
-    """Return whether saved-tensor hooks hand a tensor back unchanged if its address is that of an
+    """Return whether saved-tensor hooks hand a tensor back unchanged if it reuses the address of an
     earlier tensor, whose packed form is still there."""
     memory = torch.zeros(512).numpy()
     first = torch.from_numpy(memory).requires_grad_()
@@ -521,7 +521,7 @@ def is_tensor(
         )
     require(
         got.is_contiguous() or not contiguous,
-        f"{case} gave a tensor that is not contiguous; wanted one that is.",
+        f"{case} gave a non-contiguous tensor; wanted a contiguous one.",
     )
 
 

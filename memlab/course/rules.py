@@ -26,8 +26,8 @@ class RuleVerdict(NamedTuple):
     measured: str
 
 
-# A rule with several claims has a letter for each. A rule tested on two days has the first. A rule
-# that a later day tests again, with other means, has its number there with the letter b.
+# A rule with several claims has a letter for each. A rule tested on two days has the first day. If
+# a later day tests it again with other means, its number there ends with the letter b.
 _DAY_19, _MEMORY_GUIDE = guides.DAY_19.title, guides.MEMORY_GUIDE.title
 _PLATFORMS, _DREAMS, _EMA = guides.PLATFORMS.title, guides.DREAMS.title, guides.EMA.title
 NO_GUIDE = "often said of parallel training"  # in none of the guides
@@ -367,12 +367,12 @@ def verdict(
     """Record and print the result of a test.
 
     `condition` says when the rule holds ("for …", "if …"), and is printed if `holds` is true.
-    Otherwise `otherwise` is printed, which says what is true instead.
+    Otherwise `otherwise` is printed, the true statement.
     """
     if rule not in RULES:
         raise ValueError(f"got rule {rule}; RULES has {', '.join(RULES)}")
     if not (holds or otherwise):
-        raise ValueError(f"rule {rule} does not hold: {measured}; say what is true, otherwise=...")
+        raise ValueError(f"rule {rule} does not hold: {measured}; give the true one, otherwise=...")
     words = " ".join(("holds", condition)).strip() if holds else f"wrong: {otherwise}"
     result = RuleVerdict(rule, words, measured)
     verdicts.append(result)

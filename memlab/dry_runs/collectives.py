@@ -104,7 +104,7 @@ def _nothing(real: Callable[..., Any]) -> Callable[..., None]:
 
 
 def _stand_in_of_mesh(real: Callable[[DeviceMesh], torch.device]) -> Callable[..., Any]:
-    """Make FSDP2 expect its parameters on the stand-in, where those of an accelerator are."""
+    """Make FSDP2 expect its parameters on the stand-in, which holds an accelerator's tensors."""
 
     def device(mesh: DeviceMesh) -> Any:
         return real(mesh) if mesh.device_type == "cpu" else torch.device(StandIn.device)

@@ -6,7 +6,7 @@ masks that a real run does not build, and skips other work. It checks with
 stand-in class: torch and memlab get the true answer, other callers get False. The class is also
 replaced in modules that have imported it under this name.
 
-The type of a fake parameter makes parameters, as that of a real one does.
+Calling a fake parameter's type makes a parameter, as calling a real one's type does.
 """
 
 import sys

@@ -2,7 +2,7 @@
 
 A model repeats its layers, so most operators of a step have run before on tensors with the same
 metadata. torch caches fake results too, but its look-up costs ten times as much, and it skips
-results that are lists.
+lists.
 
     key       the operator, the metadata of its tensors, and its other arguments
     result    for each of its tensors: an argument, a view of an argument, or a new storage

@@ -492,8 +492,8 @@ def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     if num_classes == -1:
         if not known_values.is_known(bounds.max):
             raise ValueError(
-                f"{user_line()}: the shape of one_hot without num_classes depends on values that "
-                f"are unknown in a dry run; pass num_classes"
+                f"{user_line()}: without num_classes, the shape of one_hot depends on values, "
+                f"which are unknown in a dry run; pass num_classes"
             )
         num_classes = int(bounds.max) + 1
     del bounds

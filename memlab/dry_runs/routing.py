@@ -49,7 +49,7 @@ class Routing:
         self._lines: dict[str, None] = {}  # where sizes depended on it, in order
 
     def assume(self, scores: torch.Tensor, indices: torch.Tensor) -> None:
-        """Give the result of `topk` values, if those of its input are unknown."""
+        """Give the result of `topk` values, if its input's values are unknown."""
         if indices.dim() and indices.numel() and not known_values.is_known(scores):
             with known_values.without_modes():
                 chosen = balanced(indices.shape, scores.shape[-1], self.imbalance)

@@ -35,7 +35,7 @@ _ENDINGS = ("_", "_base", "_coalesced", "_out", "_tensor", "_into")
 
 
 class Transfer(NamedTuple):
-    """A collective in which this rank took part.
+    """A collective that this rank joined.
 
     kind   all-reduce, all-gather, reduce-scatter, all-to-all, broadcast, scatter, gather, reduce,
            send or receive

@@ -8,7 +8,7 @@
                    Files from before torch 1.6 give tensors on "meta". Random states in files have
                    no values, so setting one has no effect
     transformers   loads weights in threads, which a dry run does not see; its own setting makes it
-                   load them one after another, in the order in which the threads begin. Copies that
+                   load them one after another, in the order of the threads' starts. Copies that
                    threads make ahead of the model are not counted
 
 Small tensors, such as counters and the settings of quantized weights, have their real values.
@@ -118,7 +118,7 @@ def in_dry_runs_too(real: Callable[..., Any]) -> Callable[..., Any]:
     """Return `safe_open` for real and dry runs, of the file that Python's `open` opens."""
 
     def safe_open(filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
-        """Modules that are imported in a dry run keep this function, so check for one."""
+        """Modules imported in a dry run keep this function, so check that one is active."""
         filename = python_path(filename)
         if DryRun.active is None or framework not in _TORCH:
             return real(filename, framework, device, **options)

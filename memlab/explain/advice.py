@@ -1,4 +1,4 @@
-"""Advice for one log: what the log rules out is dropped, and names are those of its own torch.
+"""Advice for one log, without what the log rules out, and in the words of its version of torch.
 
 A cause states what helps in general. A log may show that some of it is done already (a batch of 1,
 bfloat16), that it does not apply (inference has no gradients to accumulate), or that this torch

@@ -281,7 +281,7 @@ def is_logits(block: Block) -> bool:
 
 
 def phase_of(block: Block, history: History) -> str:
-    """Return the phase in which a block was made during the record."""
+    """Return the phase that made a block during the record."""
     if block.stated:
         return PHASES_OF_MEMLAB.get(block.stated, _stated_phase(block.stated))
     if in_optimizer(block.stack):

@@ -22,7 +22,7 @@ UNEXPLAINED_SHARE = 0.12  # of a GPU's memory: more than contexts and libraries 
 WITHOUT_STACKS = 0.65  # of the confidence, where categories come from sizes alone
 SIZES = {"batch", "sequence", "logits", "no-checkpointing"}  # causes that need too much at once
 MOSTLY_WEIGHTS = 0.6  # of the needed memory, for weights to be the cause of a running step
-SURE_OF_WASTE = 0.6  # confidence in fragmentation from which it explains the failure by itself
+SURE_OF_WASTE = 0.6  # with more confidence in fragmentation, it explains the failure by itself
 
 
 def findings(situation: Situation) -> tuple[Finding, ...]:
@@ -49,9 +49,9 @@ def kept_graphs(s: Situation) -> Finding | None:
     return finding(
         "kept-graphs",
         strength,
-        f"{format_bytes(leaked)} ({s.share(leaked):.0%}) are blocks of {top.steps} earlier steps",
-        f"each step leaves {format_bytes(round(per_step))} more behind",
-        f"the line that leaves most: {top.frame}" if top.frame else "",
+        f"{format_bytes(leaked)} ({s.share(leaked):.0%}) are from {top.steps} earlier steps",
+        f"each step leaves {format_bytes(round(per_step))} more",
+        f"the line that leaves the most: {top.frame}" if top.frame else "",
     )
 
 
@@ -100,8 +100,8 @@ def no_grad(s: Situation) -> Finding | None:
         "no-grad",
         strength * (0.6 if s.disables_grad else 1),
         f"{_at_the_moment(s)} {where}, where neither backward nor an optimizer runs",
-        f"{s.kept_share:.0%} of what its forward pass allocated is still alive, "
-        f"{format_bytes(held)}; under no_grad each layer's blocks die after the next layer",
+        f"{s.kept_share:.0%} of its forward pass's memory is still alive, {format_bytes(held)}; "
+        f"under no_grad each layer's blocks are freed after the next layer",
     )
 
 
@@ -134,7 +134,7 @@ def optimizer_state(s: Situation) -> Finding | None:
         strength = 0.9 * s.share(state)
     guessed = share(s.unsure.get("optimizer_state", 0), state)
     if guessed > 0.5:
-        evidence.append("this category was inferred from equal counts of equal sizes")
+        evidence.append("this category was inferred from block sizes, not from stacks")
     return finding("optimizer-state", strength * (1 - 0.4 * guessed), *evidence)
 
 
@@ -182,8 +182,8 @@ def no_checkpointing(s: Situation) -> Finding | None:
     return finding(
         "no-checkpointing",
         _of_one_step(s, (0.25 + 0.75 * s.share(held)) * (0.35 + 0.75 * depth)),
-        f"{format_bytes(held)} ({s.share(held):.0%}) are activations; the lines that made them "
-        f"made about {s.layers:.0f} blocks of equal size each",
+        f"{format_bytes(held)} ({s.share(held):.0%}) are activations; each of their lines "
+        f"allocated about {s.layers:.0f} blocks of equal size",
         "no activation checkpointing in any stack" if s.history.has_frames else "",
     )
 
@@ -205,7 +205,7 @@ def batch(s: Situation) -> Finding | None:
 
 
 def _layer_activations(s: Situation) -> int:
-    """Return the activations of the current step that are neither logits nor attention scores."""
+    """Return the current step's activations, without logits and attention scores."""
     kinds = [b for b in s.activations if s.categories.name(b) == "activations"]
     request = s.request_bytes if s.request_category in ("activations", "temporaries") else 0
     request = 0 if s.is_score_request else request
@@ -253,7 +253,7 @@ def other_process(s: Situation) -> Finding | None:
             "other-process",
             0.6 + share(lost, s.earlier_reserved_bytes),
             f"this process had {format_bytes(s.earlier_reserved_bytes)} reserved before; now only "
-            f"{format_bytes(room)} are reserved or free, so something else took "
+            f"{format_bytes(room)} are reserved or free, so another process took "
             f"{format_bytes(lost)}",
         )
     if s.total_bytes is None:
@@ -271,15 +271,15 @@ def other_process(s: Situation) -> Finding | None:
 
 
 def _maybe_other_process(room: int) -> Finding | None:
-    """Return a guess if no GPU is as small as what was reserved or free; its size is unknown."""
+    """Return a guess if no GPU has so little memory; the card's size is unknown."""
     larger = [gpu.total_bytes for gpu in GPUS.values() if gpu.total_bytes >= room]
     if larger and share(min(larger) - room, min(larger)) < UNEXPLAINED_SHARE:
         return None
     return finding(
         "other-process",
         0.2,
-        f"only {format_bytes(room)} are reserved or free; if the GPU has more, something else "
-        f"holds the rest: pass --memory with its size",
+        f"only {format_bytes(room)} are reserved or free; if the GPU has more, another process "
+        f"holds the rest: pass the GPU's size as --memory",
     )
 
 

@@ -239,7 +239,7 @@ _OTHER_FAILURES = (
     ),
     (
         "RESOURCE_EXHAUSTED",
-        "it has an out-of-memory message of JAX or TensorFlow; memlab reads those of PyTorch",
+        "it has an out-of-memory message of JAX or TensorFlow; memlab only reads PyTorch's",
     ),
     (
         "Unable to allocate",
@@ -260,7 +260,7 @@ _OTHER_FAILURES = (
 
 
 def _other_failure(text: str) -> str | None:
-    """Return what to say of a failure that is not of PyTorch's GPU memory."""
+    """Return a sentence about a failure outside PyTorch's GPU memory."""
     return next((said for words, said in _OTHER_FAILURES if words in text), None)
 
 

@@ -129,7 +129,7 @@ def _freed_earlier(s: Situation, base: Settings) -> list[tuple[str, str, Setting
     found = []
     if s.leaks:
         leaked = set(s.leaked_blocks)
-        words = "free each step's leftovers"
+        words = "free tensors of earlier steps"
         found.append((words, "kept-graphs", base, {"change": _freed(s, leaked)}))
     if not s.trains_now and (s.evaluation or s.trained_before) and s.activations:
         words = "no_grad in the evaluation"
@@ -294,7 +294,7 @@ def _refused(s: Situation) -> Block:
 def _serve(
     allocator: Allocator, actions: list[Action], held: dict[Block | None, MemoryBlock]
 ) -> bool:
-    """Serve the actions. Return whether every request was served. `held` has what is in use."""
+    """Serve the actions. Return whether every request was served. `held` has the blocks in use."""
     for block, size in actions:
         if size:
             served = allocator.malloc(size, block.stream if block else 0)

@@ -362,7 +362,7 @@ class Situation:
 
     @cached_property
     def score_blocks(self) -> list[Block]:
-        """Blocks that are attention scores: much larger than a layer's input, in every layer."""
+        """Blocks of attention scores: much larger than a layer's input, in every layer."""
         convolutions = any(
             frame.filename.endswith(CONVOLUTION)
             for block in self.activations
@@ -457,7 +457,7 @@ def _place(block: Block) -> Stack:
 
 
 def without_numbers(stack: Stack) -> Stack:
-    """Return a stack in which equal layers are equal: memlab's frames name layers.0, layers.1, …"""
+    """Return the stack without layer numbers: memlab's frames name layers.0, layers.1, …"""
     if not any(frame.filename == MEMLAB for frame in stack):
         return stack
     return tuple(frame._replace(name=re.sub(r"\d+", "*", frame.name)) for frame in stack)

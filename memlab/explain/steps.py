@@ -86,7 +86,7 @@ class Made(NamedTuple):
 
 
 def _loops_within(made: Sequence[Made], depth: int, end: int) -> Iterable[Loop]:
-    """Yield the loops at a depth of the user's stacks, then those of the functions called there."""
+    """Yield the loops at a depth of the user's stacks, then the loops of functions called there."""
     if depth >= MOST_DEPTH:
         return
     by_function = groupby(made, key=lambda item: _function(item.frames, depth))

@@ -80,7 +80,7 @@ def notes(found: Explanation) -> Iterator[str]:
         yield from _log_notes(found.log)
         return
     if found.kind == "trace":
-        yield "a trace has no segments: what is reserved and free is simulated, as CUDA would do it"
+        yield "a trace has no segments, so reserved and free memory are simulated as on CUDA"
     if found.situation and found.situation.history.others:
         others = found.situation.history.others
         sizes = ", ".join(f"GPU {n} has {format_bytes(size)}" for n, size in sorted(others.items()))
@@ -127,7 +127,7 @@ def size_rows(message: Message) -> list[tuple[str, str]]:
         ("reserved, but unallocated", message.free_reserved),
         ("free on the card", message.free),
         ("this process, with its CUDA context", message.process),
-        ("of it, not by PyTorch", message.outside_pytorch),
+        ("this process, outside PyTorch", message.outside_pytorch),
         (
             "contexts and other processes" if message.has_context else "outside this process",
             message.elsewhere,
@@ -191,13 +191,13 @@ def stack_note(s: Situation) -> str:
 
 
 def replay_note(replayed: Replays | None, situation: Situation | None) -> str:
-    """Say what the replays are worth."""
+    """Say how reliable the replays are."""
     if replayed is None:
         return "remedies were not replayed: the history is too long"
     if not replayed.reproduces:
         return (
-            "approximate: replayed with the recorded settings, the history does not fail where the "
-            "recorded one did"
+            "approximate: a replay with the recorded settings does not run out of memory where the "
+            "recorded run did"
         )
     until = "this request" if situation and situation.history.refusal else "the peak"
     return f"predicted by replaying the history up to {until}; later requests may need more"
@@ -224,11 +224,11 @@ def record_next() -> tuple[str, ...]:
 def why_record(found: Explanation) -> str:
     """Say why the next run should be recorded."""
     if found.log:
-        return "a snapshot says more than a message"
-    return "the causes are close" if found.findings else "no known cause is seen"
+        return "a snapshot shows more than a message"
+    return "several causes are likely" if found.findings else "no known cause was found"
 
 
 def title_of_causes(found: Explanation) -> str:
-    """Return what the first finding is: the cause of a failure, or of a peak."""
+    """Return the title of the first finding: the cause of a failure, or of a peak."""
     failed = found.log is not None or (found.situation and found.situation.history.refusal)
     return "cause" if failed else "what fills the peak"

@@ -250,7 +250,7 @@ def large_request(s: TextSituation) -> Finding | None:
         "request",
         0.9,
         f"the request of {format_bytes(requested)} is {requested / whole:.1f} times the card's "
-        f"{format_bytes(whole)}; even an empty card refuses it",
+        f"{format_bytes(whole)}; it would not fit on an empty card",
         f"the line that asks for it: {s.place}" if s.log.line else "",
     )
 
@@ -265,7 +265,7 @@ def limit(s: TextSituation) -> Finding | None:
             "limit",
             0.3,
             _enough_free(message),
-            "a limit would explain it; so would free memory that is not in one piece",
+            "a memory limit would explain it, or free memory in several pieces",
         )
     if message.allowed > LIMIT_SHARE * message.capacity:
         return None
@@ -367,10 +367,10 @@ def kept_graphs(s: TextSituation) -> Finding | None:
             0.88 if training else 0.45,
             f"printed memory grew in {len(s.growing)} lines of the log, from "
             f"{format_bytes(first)} to {format_bytes(last)}",
-            f"the log has what keeps graphs: {kept.group(0).strip()}" if kept else "",
+            f"the log shows code that keeps graphs: {kept.group(0).strip()}" if kept else "",
         )
     if kept and training:
-        sentence = f"the log has what keeps graphs: {kept.group(0).strip()}"
+        sentence = f"the log shows code that keeps graphs: {kept.group(0).strip()}"
         return finding("kept-graphs", 0.72, sentence)
     if s.ran_before and training and s.phase not in ("optimizer", "setup"):
         return finding(
@@ -513,10 +513,10 @@ def _static(s: TextSituation, strength: float) -> float:
 
 
 def fragmentation(s: TextSituation) -> Finding | None:
-    """The request would fit into what is reserved but unallocated, with what is free on the card.
+    """The request would fit into reserved but unallocated memory, plus the card's free memory.
 
-    The allocator returned all unused segments to the driver before it gave up, so what is left lies
-    in segments that are partly used.
+    The allocator returned all unused segments to the driver before it gave up, so the rest lies in
+    partly used segments.
     """
     message = s.message
     free, requested = message.free_reserved, message.requested
@@ -527,7 +527,8 @@ def fragmentation(s: TextSituation) -> Finding | None:
             f"{_enough_free(message)}: the card's free memory is not in one piece",
         )
         return with_advice(
-            found, "Restart the program, and update torch and the driver: old versions fail so."
+            found,
+            "Restart the program, and update torch and the driver: old versions can fail so.",
         )
     reserved = message.reserved_bytes
     if not free or not requested or not reserved:
@@ -561,7 +562,7 @@ def other_process(s: TextSituation) -> Finding | None:
     if not whole:
         return None
     if message.free is not None and message.free >= (message.requested or whole):
-        return None  # what others use is not what is missing
+        return None  # the request failed for another reason
     if message.requested and message.requested > whole:
         return None
     named = [(pid, size) for pid, size in message.processes if size <= whole]

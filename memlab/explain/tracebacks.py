@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from memlab.explain.frames import Frame
 
-WIDEST_SOURCE = 300  # characters of a source line that are read
+WIDEST_SOURCE = 300  # characters read from a source line
 _HEAD = "Traceback (most recent call last)"
 _FILE_LINE = re.compile(r'File "([^"\n]{1,500})", line (\d{1,9}), in (\S{1,200})')
 _PREFIX = re.compile(r"^[ \t]{0,8}(?:\[[a-z]{0,9}rank\d{1,5}\]:?|\d{1,5}:|\|)?[ \t]{0,40}")
@@ -28,7 +28,7 @@ class Line:
 
 
 def last(text: str, most_chars: int) -> tuple[str, tuple[Line, ...]]:
-    """Return the text above its last traceback, and the lines of that traceback.
+    """Return the text above its last traceback, and the traceback's lines.
 
     Of a traceback longer than `most_chars`, only its end is read.
     """

@@ -1,7 +1,7 @@
 """Export events in the format of PyTorch's memory viewer (pytorch.org/memory_viz).
 
 The format is the result of `torch.cuda.memory._snapshot()`: a device trace lists what happened, and
-segments of blocks list the allocations that are live at the end. A CUDA snapshot has the
+segments of blocks list the allocations live at the end. A CUDA snapshot has the
 allocator's segments. memlab's events only have storages, so each storage becomes a segment at a
 unique address. A block's stack shows its operator, the module, and the user's line where known.
 

@@ -40,8 +40,8 @@ Pitfalls and design choices:
                                    first
     program order                  the last queries have the most work under a causal mask, so they
                                    start first. Only as many heads run at a time as fit the cache
-    offsets                        to a tile are 64 bits wide, within a tile 32 bits. Tensors in
-                                   which 256 tokens span 2³¹ elements are copied
+    offsets                        to a tile are 64 bits wide, within a tile 32 bits. A tensor whose
+                                   256 tokens span 2³¹ elements is copied
 
 The kernels receive scale · log₂e as `scale`, so that exponentials are powers of two. The gradients
 of q and k therefore contain ln 2.

@@ -19,8 +19,8 @@ Encoding is bitwise equal to `quantize_blockwise` without a codebook:
 
 The upper half of a float32 is the bfloat16 next to it towards zero. Rounding down clears the lower
 half, and adds one to the upper half if x is negative and the lower half was not zero. Rounding up
-does the same for positive x. The lowest bits of (x − offset) / scale + 1.5·2²³ are c: a float32 of
-that size has no bits for a fraction, so the addition rounds. c never exceeds 2ᵇ − 1, because a
+does the same for positive x. The lowest bits of (x − offset) / scale + 1.5·2²³ are c: a float32
+this large has no bits for a fraction, so the addition rounds. c never exceeds 2ᵇ − 1, because a
 scale is at most 2⁻¹⁷ of itself too small, even if subnormal.
 
 Pitfalls:

@@ -56,7 +56,7 @@ class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as ru
         subject: Any = None,
         in_step: bool = False,
     ) -> None:
-        """`subject` and `in_step` are those of StorageMeter."""
+        """`subject` and `in_step` as in StorageMeter."""
         _check(model, optimizer, step)
         self._device = None if device is None else torch.device(device)
         self._monitor = monitor_for(self._device or _likely_device(model))

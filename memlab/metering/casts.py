@@ -32,7 +32,7 @@ class Casts:
     def __init__(self, cpu_list: str = "cpu") -> None:
         self._lists = {"cpu": _KEYS[cpu_list].name, "cuda": _KEYS["cuda"].name}
         self._on: set[str] = set()
-        self._cast: set[str] = set()  # devices on which an enclosing operator was cast
+        self._cast: set[str] = set()  # devices of enclosing operators that were cast
 
     def start(self) -> None:
         self._on = {device for device in _KEYS if torch.is_autocast_enabled(device)}

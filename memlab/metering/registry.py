@@ -122,7 +122,7 @@ class Registry:
     """All living storages that a meter in this process has seen.
 
     Listeners are called with (record, change in bytes) when a storage dies or is resized, in the
-    thread in which that happens.
+    same thread.
     """
 
     def __init__(self) -> None:

@@ -335,7 +335,7 @@ class StorageMeter(LightMode):
 
 
 def _weak_callback(method: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a method without a reference cycle, in which the meter would keep the model alive."""
+    """Wrap a method without a reference cycle, which would keep the model alive."""
     reference = weakref.WeakMethod(method)
     return lambda *args: reference()(*args)  # type: ignore[misc] # only its owner calls it
 

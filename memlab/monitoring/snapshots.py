@@ -34,7 +34,7 @@ _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory")
 class OomWatch:
     """Write a snapshot at an out-of-memory error of `device`; of any device if it is None.
 
-    `describe(device)` returns what is known about the steps before.
+    `describe(device)` describes the steps before.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
     every         print a line after so many steps, and a summary after `with`
     history       record the stack of each allocation on CUDA or XPU, for the snapshots. Without
                   `with`, the recording starts after the first step and does not end
-    max_entries   the number of recorded allocations and frees that are kept
+    max_entries   the number of recorded allocations and frees to keep
     dump_at       write a snapshot (once) when a step's peak passes this share of the memory. The
                   default is 0.95 with `history`, else never
     snapshot_dir  where snapshots are written

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from memlab.allocator.settings import VARIABLES
 from memlab.monitoring.reports import StepMemory, signed
 from memlab.monitoring.trends import HARMLESS_STEPS, Fragmentation, Leak, steps_until_full
 from memlab.units import format_bytes, plural
@@ -27,14 +28,14 @@ class FragmentationWarning(MemoryWarning):
 
 def leak_text(leak: Leak, device: torch.device, counts: str, capacity_bytes: int | None) -> str:
     left = steps_until_full(leak, capacity_bytes)
-    until = "" if left is None else f" The memory is full in about {left:,} more steps."
+    until = "" if left is None else f" The memory will be full in about {left:,} more steps."
     per_step = format_bytes(round(leak.bytes_per_step))
     return (
         f"The {counts} left after each step grew from {format_bytes(leak.from_bytes)} to "
         f"{format_bytes(leak.to_bytes)} on {device} in {leak.steps:,} steps, by {per_step} per "
-        f"step.{until} Find what keeps tensors of earlier steps: a list of losses or outputs "
-        f"(append `loss.item()`), a sum of losses (add `loss.detach()`), a metric or a cache that "
-        f"is never reset. If a buffer fills by design, ignore memlab.monitoring.LeakWarning."
+        f"step.{until} Look for code that keeps tensors of earlier steps: a list of losses or "
+        f"outputs (append `loss.item()`), a sum of losses (add `loss.detach()`), a metric or a cache "
+        f"without a reset. If a buffer grows by design, ignore memlab.monitoring.LeakWarning."
     )
 
 
@@ -47,8 +48,8 @@ def fragmentation_text(found: Fragmentation, device: torch.device) -> str:
     unused = format_bytes(found.unused_bytes)
     share = found.unused_bytes / max(1, found.reserved_bytes)
     retries = (
-        f" It had to empty its cache {plural(found.retries, 'time')} to serve a request, and each "
-        f"time stalls the step."
+        f" It had to empty its cache {plural(found.retries, 'time')} to serve a request, which "
+        f"stalls the step."
         if found.retries
         else ""
     )
@@ -62,8 +63,8 @@ def fragmentation_text(found: Fragmentation, device: torch.device) -> str:
 def _fragmentation_remedy() -> str:
     if torch.version.hip:
         return f"Set {VARIABLE}=garbage_collection_threshold:0.8,max_split_size_mb:512."
-    settings = os.environ.get(VARIABLE) or os.environ.get("PYTORCH_ALLOC_CONF")
-    if "expandable_segments:true" in (settings or "").lower():
+    settings = next((os.environ[name] for name in VARIABLES if name in os.environ), "")
+    if "expandable_segments:true" in settings.lower():
         return "Pad batches to a few fixed lengths: expandable segments are already on."
     return f"Set {VARIABLE}=expandable_segments:True before the program starts."
 
@@ -110,8 +111,8 @@ def oom_text(
     if last.reserved_bytes is not None:
         unused = max(0, last.reserved_bytes - last.peak_bytes)
         lines.append(
-            f"  reserved    {format_bytes(last.reserved_bytes)}, of which {format_bytes(unused)} "
-            f"stayed unused in the last step"
+            f"  reserved    {format_bytes(last.reserved_bytes)}, {format_bytes(unused)} unused in "
+            f"the last step"
         )
     if len(recent) > 1:
         growth = last.allocated_bytes - first.allocated_bytes

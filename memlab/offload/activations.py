@@ -10,9 +10,8 @@ Source   Rhu et al. 2016 (vDNN), arXiv 1602.08124. torch's `save_on_cpu` does no
         loss = model(tokens, targets)
     loss.backward()
 
-Backward visits operators in reverse. Each operator reads its saved tensors in the order in which it
-saved them. Each use is recorded with its operator's sequence number, so the next one can be
-prefetched.
+Backward visits operators in reverse. Each operator reads its saved tensors in the order of saving.
+Each use is recorded with its operator's sequence number, so the next one can be prefetched.
 
 A tensor stays in the store as long as a graph needs it. Backward releases the tensors that it used.
 With retain_graph, the next backward pass loads them again.
@@ -72,10 +71,10 @@ def offloaded_activations(
 
 
 class _Use(NamedTuple):
-    """An operator's use of a storage; sorts in the order in which backward needs them."""
+    """An operator's use of a storage; sorts in the order of backward."""
 
     minus_node: int  # minus the sequence number of the node; backward visits nodes in reverse
-    number: int  # the order in which a node saved its tensors
+    number: int  # the position among the tensors that the node saved
     storage: int
 
 

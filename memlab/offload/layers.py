@@ -13,8 +13,8 @@ Source   Pudipeddi et al. 2020 (L2L), arXiv 2002.05645; Rajbhandari et al. 2021 
     loss.backward()                     # …, 2, 1, 0
 
 An offloaded weight keeps its tensor and empties its storage. Tensors that autograd saved are views
-of that storage, so backward finds the values there again. Loading bypasses autograd, which would
-otherwise see an in-place change of saved tensors.
+of it, so backward finds the values there again. Loading bypasses autograd, which would otherwise
+see an in-place change of saved tensors.
 
 - An optimizer that steps in backward works unchanged. A weight whose version changed is written to
   the store before its storage is emptied.
@@ -51,7 +51,7 @@ def stream_layers(
 ) -> "StreamedLayers":
     """Move the weights of the model's layers to the store, and load each layer when it runs.
 
-    `layers` are modules in the order in which they run; by default, the members of the model's only
+    `layers` are modules in the order of execution; by default, the members of the model's only
     `nn.ModuleList`. Raises ValueError if there is none or several, and if a layer shares a weight
     with another layer or with the rest of the model.
     """
@@ -311,15 +311,15 @@ def _module_list(model: nn.Module) -> Sequence[nn.Module]:
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if len(lists) != 1:
         raise ValueError(
-            f"got a model with {len(lists)} nn.ModuleLists; pass its layers, in the order in which "
-            f"they run, as the third argument"
+            f"got a model with {len(lists)} nn.ModuleLists; pass its layers as the third argument, "
+            f"in the order of execution"
         )
     return list(lists[0])
 
 
 def _with_weights(model: nn.Module, modules: list[nn.Module]) -> list[_Layer]:
     if not modules:
-        raise ValueError("got no layers to stream; pass modules in the order in which they run")
+        raise ValueError("got no layers to stream; pass modules in the order of execution")
     names = {id(module): name for name, module in model.named_modules()}
     layers, owner = [], {}
     for number, module in enumerate(modules):

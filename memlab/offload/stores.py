@@ -62,7 +62,7 @@ class Traffic:
     def __str__(self) -> str:
         return (
             f"{format_bytes(self.written)} written, {format_bytes(self.read)} read, "
-            f"{format_bytes(self.prefetched)} of it ahead"
+            f"{format_bytes(self.prefetched)} prefetched"
         )
 
 
@@ -152,7 +152,7 @@ class Store:
         self._discarded.append(key)
 
     def keys(self) -> list[str]:
-        """Return all keys in the order in which they were first put."""
+        """Return all keys in the order of their first put."""
         self._delete_discarded()
         return list(dict.fromkeys((*self._keys(), *self._dry)))
 

@@ -13,10 +13,10 @@ Adds to memlab.reference.apollo: AdamW for all other weights in the same optimiz
 rows at a time, so that no temporary is as large as the matrix, state in bfloat16, stochastic
 rounding, and the checks and state dicts of torch's optimizers.
 
-AdamW's step for a column is often close to the column's gradient times one number. The norm of that
-number's two vectors survives a random projection, so r numbers per column are enough to estimate
-it. The projection is drawn from a seed whenever it is needed. All matrices with the same short side
-use the same one, so that the order in which weights are stepped does not matter.
+AdamW's step for a column is often close to the column's gradient times one scale: the ratio of
+their norms. A random projection nearly preserves both norms, so r elements per column are enough to
+estimate the scale. The projection is drawn from a seed whenever it is needed. All matrices with the
+same short side use the same one, so that the order of weights does not matter.
 
     optimizer = Apollo(matrix_groups(model), lr=1e-2, rank=256)
     optimizer = Apollo(matrix_groups(model), lr=1e-2, **MINI)
@@ -48,7 +48,7 @@ MINI: dict[str, Any] = {"rank": 1, "scale": 128**0.5, "scale_by": "tensor"}
 class Apollo(MatrixOptimizer):
     """APOLLO for matrices whose short side is longer than `rank`, and AdamW for all other weights.
 
-    rank       dimensions in which the scale is estimated, in groups with `matrices=True`
+    rank       dimensions of the projection, in groups with `matrices=True`
     gap        steps between two random projections
     scale      of the update: 1 in the paper, √128 for APOLLO-Mini (`MINI`)
     scale_by   "channel": a number for each element of the long side; "tensor": one for the matrix

@@ -43,7 +43,7 @@ from memlab.optim.moments import Moment, State
 class GaLore(MatrixOptimizer):
     """GaLore for matrices whose short side is longer than `rank`, and AdamW for all other weights.
 
-    rank    directions that are learned at a time, in groups with `matrices=True`
+    rank    directions learned at a time, in groups with `matrices=True`
     gap     steps between two projections
     scale   of the projected update: 0.25 in the paper
 

@@ -23,7 +23,7 @@ A tied matrix needs the most memory. The unembedding's part of its gradient is c
 waits for the embedding's, which comes last; torch then adds both into a third tensor.
 
 Weights are bitwise equal to ordinary steps, unless the optimizer rounds stochastically: random bits
-are then drawn in the order in which gradients arrive.
+are then drawn in the order of the gradients' arrival.
 
 The first weights have changed before the last gradient arrives. This excludes:
 

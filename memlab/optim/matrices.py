@@ -31,8 +31,8 @@ def matrix_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Return two parameter groups: the matrices of hidden layers, and all other trained weights.
 
     The second group has `matrices=False` and takes AdamW's step. It has the embeddings, a linear
-    layer with as many outputs as the largest embedding has rows (the output layer), and everything
-    that is not two-dimensional. Both groups have names.
+    layer with as many outputs as the largest embedding has rows (the output layer), and all weights
+    with other than two dimensions. Both groups have names.
 
     Raise ValueError for a model without hidden matrices.
     """
@@ -84,7 +84,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class MatrixMoment(FloatMoment):
-    """A float moment of a shape of its own, such as that of a projected gradient."""
+    """A float moment with its own shape, such as a projected gradient's."""
 
     shape: Sequence[int] = ()
 

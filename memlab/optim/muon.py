@@ -2,8 +2,8 @@
 
 Saves    half of AdamW's state for matrices: 4 bytes per weight. Embeddings, the output layer and
          vectors keep AdamW's 8.
-Costs    fifteen matmuls per matrix in every step, in bfloat16, whose temporaries are those of one
-         matrix: 4·m·n + 2·m² bytes for m × n weights with m ≤ n.
+Costs    fifteen matmuls per matrix in every step, in bfloat16. The temporaries of one matrix are
+         4·m·n + 2·m² bytes for m × n weights with m ≤ n.
 Source   Jordan et al. 2024, kellerjordan.github.io/posts/muon; learning rates: Liu et al. 2025,
          arXiv 2502.16982. torch.optim.Muon is the same step for matrices alone.
 
@@ -11,9 +11,9 @@ Adds to memlab.reference.muon: AdamW for all other weights in the same optimizer
 and a weight stepped some rows at a time, moments in bfloat16, stochastic rounding, both rules for
 the learning rate, and the checks and state dicts of torch's optimizers.
 
-An orthogonal update moves all directions of a matrix by the same amount, also those in which the
-gradient is small. It needs the whole matrix: a rank of ZeRO that has a part of its rows cannot
-compute it.
+An orthogonal update moves all directions of a matrix by the same amount, even if the gradient is
+small in some. It needs the whole matrix: a rank of ZeRO that has a part of its rows cannot compute
+it.
 
     optimizer = Muon(matrix_groups(model), lr=0.02, adjust_lr="original")
 """

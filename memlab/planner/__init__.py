@@ -1,4 +1,4 @@
-"""The planner: find the recipes with which a model fits into memory, and their cost.
+"""The planner: find recipes that make a model's training fit into memory, and their cost.
 
 print(plan("llama-2-7b", "24GB"))                      # recipes that fit, the fastest first
 training_bytes(PRESETS["llama-2-7b"], Recipe()).terms  # memory of a step by formula, term by term

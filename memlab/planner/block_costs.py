@@ -43,7 +43,7 @@ class TraceSection:
 def chain_costs(model: nn.Module, tokens: Tensor, targets: Tensor) -> Chain:
     """Measure the costs of `model.blocks` and of the parts before and after them.
 
-    `model(tokens, targets)` returns the loss. Operations are those of matmuls and attention, two
+    `model(tokens, targets)` returns the loss. Operations count matmuls and attention, two
     per multiply-add. There is no optimizer here, so add its state to `held_bytes`. The meter does
     not see random number states, so if the blocks draw random numbers, add 5,056 `call_bytes`.
     (A nested segment keeps its own state from its first run on, which is not counted.)

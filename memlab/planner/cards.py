@@ -2,7 +2,7 @@
 
     card_named("RTX 4090").total_bytes      23.52 GiB of the advertised "24 GB"
     memory_named("24GB").budget_bytes       24·10⁹ bytes minus the CUDA context
-    margin_named("2%", memory)              two percent of that memory, in bytes
+    margin_named("2%", memory)              two percent of the memory, in bytes
 
 The table of GPUs is memlab/configs/gpus.csv, which predictions read too. Their speeds rank recipes
 and give a lower bound of a step's time.

@@ -17,7 +17,7 @@ w bytes per weight (2 in 16 bits, else 4), and K bytes of state: float32 copies 
     reduce bucket         w·reduce_bucket_size, twice with overlap_comm in stages 1 and 2
     state                 K·Ψ, from stage 1 on K·Ψ/S              offload_optimizer
     gradients of a step   4·Ψ/S in float32, in stage 3 of a sub-group
-    activations           those of `memlab.planner.formulas`, for a micro-batch
+    activations           as in `memlab.planner.formulas`, for a micro-batch
 
 On the host, offload_optimizer keeps K + 4 bytes (the float32 gradients) and w for the gradients or
 the stepped weights; offload_param keeps w, or its buffers and max_in_cpu elements for NVMe. On
@@ -195,8 +195,8 @@ class DeepSpeedStep:
 
     @property
     def gathered(self) -> int:
-        """The most elements that stage 3 holds whole: those of the running layer at least, and the
-        prefetched or soon reused ones within stage3_max_live_parameters."""
+        """The most elements that stage 3 gathers at once: at least the running layer's, plus
+        prefetched and soon reused elements within stage3_max_live_parameters."""
         layer = -(-self.formula.weights.largest // self.tensor)
         names = ("stage3_prefetch_bucket_size", "stage3_max_reuse_distance")
         ahead = layer + max(self.config[f"{ZERO}.{name}"] for name in names)

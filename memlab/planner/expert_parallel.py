@@ -5,11 +5,11 @@
     largest_imbalance(config, mesh, …)  how busy one expert may be
 
 N GPUs train the same model on their own sequences. e of them share a set of experts, and each has
-E/e experts of every layer, X weights. FSDP2 divides these over the N/e ranks that have the same
-ones, and all other weights over all N. A block has A other weights. The training is otherwise that
-of `memlab.planner.meshes`: float32 weights that are gathered in bfloat16, gradients reduced in
-float32, AdamW. All degrees have the same shards of weights, gradients and optimizer state; a larger
-one gathers and reduces fewer experts at once and sends tokens instead.
+E/e experts of every layer, X weights. FSDP2 shards these over the N/e ranks with the same experts,
+and all other weights over all N. A block has A other weights. Everything else is as in
+`memlab.planner.meshes`: float32 weights, gathered in bfloat16, gradients reduced in float32, and
+AdamW. All degrees have the same shards of weights, gradients and optimizer state. A larger degree
+gathers and reduces fewer experts at once, and sends tokens instead.
 
     gathered                2·(A + X), and twice 2·A while another block arrives
     reduction of experts    2·X + 4·X, the gradients and their float32 copies
@@ -201,8 +201,8 @@ class _ExpertBytes(StageBytes):
         }
 
     def _reduction(self, first: int) -> dict[str, int]:
-        """The gradients of a block's experts are copied in float32 to be reduced. Of the block's
-        activations only those of attention are left."""
+        """A block's expert gradients are copied to float32 for the reduction. Of the block's
+        activations only attention's are left."""
         done = 0 if self.mesh.checkpointed else self.all_saved
         copies = BFLOAT16 * self.tokens * self.whole.chosen * self.config.hidden_size
         return {
@@ -222,7 +222,7 @@ class _ExpertBytes(StageBytes):
         return 0 if first else 2 * self.other
 
     def _gradients(self, first: int) -> int:
-        """Return the head's gradient, and in the first block those of all others."""
+        """Return the head's gradient, and in the first block all other gradients."""
         head = BFLOAT16 * self.config.vocab_size * self.config.hidden_size
         others = self.block_shards * (self.blocks - 1) // self.blocks
         return head + first * (FLOAT32 * others + FLOAT32 * self.other)
@@ -293,8 +293,8 @@ def sent_bytes(
     seq_len: int,
     imbalance: float = 1.0,
 ) -> dict[str, int]:
-    """Return the bytes that the busiest rank sends in a step: to all ranks, to those that have
-    the same experts, and tokens to those that have others."""
+    """Return the bytes that the busiest rank sends in a step: to all ranks, to the ranks with the
+    same experts, and tokens to the ranks with other experts."""
     dense = config.dense
     ends = dense.hidden_size * (dense.vocab_size * (1 if dense.tied else 2) + 1)
     own = dense.layers * config.experts // mesh.experts * config.expert

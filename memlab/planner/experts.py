@@ -5,7 +5,7 @@ experts. The ranks have E/e experts each, so a token's copy travels to its exper
 
     weights     (E/e)·3·C·F + C·E on each rank
     sent        n·k·C·(e − 1)/e elements to the experts, as many back, and both again in backward;
-                the busiest rank sends back those of all r tokens that it got, (r − r/e)·C
+                the busiest rank gets r tokens and sends back all but its own, (r − r/e)·C
     busiest     imbalance·N·k/E tokens for one expert, of the N = n·e tokens of all ranks; the other
                 experts share the rest evenly
     saved       for each token of an expert: its input, gate, up and their product,
@@ -67,8 +67,8 @@ class Mixture:
         """Return the elements that the busiest rank sends for the layer in a step, if each rank
         has `tokens` tokens and the ranks route alike.
 
-        Half of the all-to-alls take its tokens to their experts, half bring those that it got
-        back. A layer that is recomputed in backward repeats the two of forward.
+        Half of the all-to-alls send its own tokens to their experts, and half return the tokens
+        that it received. A layer recomputed in backward repeats forward's two.
         """
         got = self.busiest_rank_tokens(tokens * ranks, ranks, imbalance)
         pairs = (ALL_TO_ALLS + 2 * recomputed) // 2

@@ -136,7 +136,7 @@ class WeightCounts:
     trained_ends: int
     after_block_0: int  # weights without a gradient when backward reaches block 0's MLP
     matmuls: int  # weights of the blocks' matmuls and the unembedding
-    in_4_bits: int = 0  # bytes of a block's matrices that are kept in 4 bits, and not in `block`
+    in_4_bits: int = 0  # bytes of a block's 4-bit matrices, which `block` leaves out
 
     @classmethod
     def of(cls, config: GPTConfig, recipe: Recipe) -> "WeightCounts":
@@ -449,8 +449,7 @@ class StepFormula:
         return micro_batches_in_flight(0, stages, micro_batches)
 
     def _own(self, saved: int, whole: int) -> int:
-        """Return what a rank has of `saved` bytes, `whole` of which only sequence parallelism
-        divides."""
+        """Return a rank's part of `saved` bytes; only sequence parallelism divides `whole`."""
         if self.recipe.sequence_parallel:
             return -(-saved // self.tensor)
         return whole + -(-(saved - whole) // self.tensor)

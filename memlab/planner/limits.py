@@ -35,7 +35,7 @@ def largest(
 
     Args:
         needed: predicts the bytes of a number.
-        known: bytes that are known already; at least one number that fits.
+        known: known bytes; at least one number fits.
         step: numbers are multiples of it above the smallest known one.
     """
     known = dict(known)

@@ -49,7 +49,7 @@ def measured(
     """Measure the second step of a training with the techniques `names`, joined by "+".
 
     The setting's device is "cpu", "cuda" or another target of `memlab.predict`. `unit` is the
-    number of blocks that are treated as one, such as a checkpoint segment. With several `ranks`,
+    number of blocks treated as one, such as a checkpoint segment. With several `ranks`,
     return the bytes of one rank, which has the setting's batch, in a ZeRO stage. Stages 0 to 2 hold
     weights or gradients in one flat tensor, so the whole depth runs.
 

@@ -3,7 +3,7 @@
 The script has only what its mesh needs:
 
     data       fully_shard: weights, gradients and optimizer state divided over data and context
-    context    context_parallel: attention over sequences that are divided among GPUs
+    context    context_parallel: attention over sequences divided among GPUs
     tensor     parallelize_module with sequence parallelism, and a loss over divided logits
     pipeline   Schedule1F1B, which starts as many micro-batches as there are stages
 
@@ -137,8 +137,8 @@ def mesh_script(
 ) -> str:
     """Return the script, which torchrun starts in `mesh.gpus` processes.
 
-    `sequences` are those of a micro-batch. Raises ValueError for a model that is no Llama, and for
-    a mesh that does not divide it.
+    A micro-batch has `sequences` sequences. Raises ValueError for a model other than a Llama, and
+    for a mesh that does not divide it.
     """
     seq_len = seq_len or config.seq_len
     require_llama(config, mesh, seq_len)

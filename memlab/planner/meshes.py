@@ -4,8 +4,8 @@
     rank_bytes(config, mesh, …)       the bytes of a rank of each pipeline stage, by category
     sent_bytes(config, mesh, …)       the bytes that it sends in a step, within and between nodes
 
-The training is that of `memlab.planner.mesh_script`: FSDP2 with float32 weights that are gathered
-in bfloat16, gradients reduced in float32, AdamW, tensor parallelism with sequence parallelism, and
+The training is the script of `memlab.planner.mesh_script`: FSDP2 with float32 weights, gathered in
+bfloat16, gradients reduced in float32, AdamW, tensor parallelism with sequence parallelism, and
 1F1B. A stage has P weights after tensor parallelism, and s = data · context ranks share them.
 
     weights, state, gradients   4·P/s + 8·P/s + 4·P/s
@@ -104,7 +104,7 @@ def why_no_llama(config: GPTConfig) -> str | None:
 
 
 def require_llama(config: GPTConfig, mesh: Mesh, seq_len: int) -> None:
-    """Raise ValueError for a model that is no Llama, and for a mesh that does not divide it."""
+    """Raise ValueError for a model other than a Llama, and for a mesh that does not divide it."""
     if missing := why_no_llama(config):
         raise ValueError(f"got a model with {missing}; meshes are for Llama's architecture")
     if reason := _indivisible(config, mesh, seq_len):
@@ -223,7 +223,7 @@ class StageBytes:
         return BFLOAT16 * count
 
     def _saved(self, done: int = 0) -> int:
-        """Return what all blocks save, of all micro-batches in flight but those that are done."""
+        """Return the bytes that all blocks save for all micro-batches in flight but `done`."""
         in_flight = micro_batches_in_flight(self.stage, self.mesh.pipeline, self.mesh.micro_batches)
         return (in_flight - done) * self.blocks * self.block_saved
 
@@ -250,7 +250,7 @@ class StageBytes:
         }
 
     def _backward(self) -> dict[str, int]:
-        """Backward of the last block, with a block's gradients and those of the ends."""
+        """Backward of the last block, with the gradients of a block and the ends."""
         config, t = self.config, self.mesh.tensor
         head = config.vocab_size * config.hidden_size // t if self.last else 0
         again = block_saved(config, Mesh(tensor=t, checkpointed=False), self.tokens)
@@ -281,7 +281,7 @@ class StageBytes:
         }
 
     def _end_of_backward(self) -> dict[str, int]:
-        """The ends' gradients are copied in float32 to be reduced, after those of all blocks."""
+        """The ends' gradients are copied to float32 for the reduction, after all blocks'."""
         blocks = FLOAT32 * self.block_shards
         return {
             "gathered weights": self._gathered(0) if self._pipelined else 0,
@@ -306,7 +306,7 @@ def end_weights(config: GPTConfig, mesh: Mesh, stage: int) -> int:
 
 
 def block_saved(config: GPTConfig, mesh: Mesh, tokens: int) -> int:
-    """Return what a block saves of a micro-batch: its input, or all that its backward reads.
+    """Return the bytes that a block saves of a micro-batch: its input, or everything for backward.
 
     torch's sequence parallelism saves the two gathered inputs of matmuls whole.
     """
@@ -394,7 +394,7 @@ def mesh_options(
 ) -> list[MeshOption]:
     """Return all meshes by their estimated time for a token, the fastest first.
 
-    `sequences` are those of a micro-batch. Raises ValueError for a model that is no Llama.
+    A micro-batch has `sequences` sequences. Raises ValueError for a model other than a Llama.
     """
     require_llama(config, Mesh(), seq_len)
     sizes = {"sequences": sequences, "seq_len": seq_len}

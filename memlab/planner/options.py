@@ -108,7 +108,7 @@ class Option:
 class Plan:
     """The recipes that fit.
 
-    options   recipes that are measured to fit: by group, the fastest of a group first
+    options   recipes measured to fit: by group, the fastest of a group first
     others    the fastest recipe that fits by formula, of each kind that was not measured
     miss      the nearest recipe that does not fit
     """
@@ -139,7 +139,7 @@ class Plan:
 
     @property
     def best(self) -> Option | None:
-        """The fastest recipe that fits, of the first group of which one does."""
+        """The fastest recipe that fits, from the first group with such a recipe."""
         return self.options[0] if self.options else None
 
     def command(self, option: Option | None = None) -> str:

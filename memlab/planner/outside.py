@@ -11,6 +11,7 @@ user's script. They use the paths of the lists of layers that were found, and th
 parameter groups.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,12 +30,12 @@ Change = Callable[..., Parts]
 Groups = list[dict[str, Any]]
 
 NO_LAYERS = (
-    "checkpointing cannot be put around this model: no nn.ModuleList or nn.Sequential holds its "
+    "memlab cannot checkpoint this model from outside: no nn.ModuleList or nn.Sequential holds its "
     "layers, or the layers write in place or have hooks before their forward pass; call "
     "memlab.checkpointing.checkpoint(layer, x) in its forward"
 )
 NO_ADAM = (
-    "the optimizer is not replaced: memlab can convert the learning rate only of Adam and AdamW "
+    "the optimizer is not replaced: memlab can only convert the learning rate of Adam and AdamW "
     "(decoupled weight decay, no AMSGrad, a learning rate given as a number)"
 )
 
@@ -137,9 +138,18 @@ def paths_of_layers(model: nn.Module, path: str = "") -> tuple[str, ...]:
 
 def _can_recompute(layer: nn.Module) -> bool:
     """Return False for a layer that overwrites its input, which the checkpoint before it keeps, and
-    for one whose hooks change its weights before each forward pass (spectral_norm)."""
-    has_hooks = any(module._forward_pre_hooks for module in layer.modules())
+    for one whose hooks change its weights before each forward pass (spectral_norm). FSDP2's hooks
+    gather the weights before backward recomputes the layer."""
+    has_hooks = any(
+        module._forward_pre_hooks and not is_sharded(module) for module in layer.modules()
+    )
     return not has_hooks and not getattr(layer, "inplace", False)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return True for a module that `fully_shard` (FSDP2) was called on."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nothing is sharded
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def is_adam(optimizer: Any) -> bool:
@@ -176,7 +186,7 @@ def find(model: nn.Module | None, optimizer: Any) -> Places:
 
 @dataclass(frozen=True)
 class Wrapper:
-    """Techniques of the registry that are applied together.
+    """Techniques of the registry, applied together.
 
     change   applies them to a built training
     inside   the number of the code's last lines that go around the forward pass

@@ -1,8 +1,8 @@
 """Formulas for the bytes that a rank saves and sends, for each way to divide a model.
 
-A micro-batch has n tokens, and the residual stream C elements per token. Of what a layer saves for
-backward, tensor parallelism leaves w bytes per token whole (the residual stream and all that norms
-save) and divides d bytes (what heads and the MLP save):
+A micro-batch has n tokens, and the residual stream C elements per token. Of a layer's saved
+tensors, tensor parallelism leaves w bytes per token whole (the residual stream and the norms'
+saved tensors) and divides d bytes (heads and the MLP):
 
     way                        saved by a layer    sent for a layer and micro-batch
     one process                n·(w + d)           nothing
@@ -15,7 +15,7 @@ save) and divides d bytes (what heads and the MLP save):
 
 Sequence parallelism sends 8 in place of the all-reduces, and gathers the inputs of two matmuls once
 more in backward. A ring sends r − 1 blocks of keys and values in forward, as many in backward, and
-r blocks of their gradients. `memlab.planner.formulas` divides all that blocks save by t.
+r blocks of their gradients. `memlab.planner.formulas` divides all saved tensors of blocks by t.
 
 Source   Korthikanti et al. 2022, arXiv 2205.05198, section 4; Narayanan et al. 2021, arXiv
          2006.09503 (1F1B); Liu et al. 2023, arXiv 2310.01889 (ring attention). The reference
@@ -72,8 +72,8 @@ def pipeline_elements(stage: int, stages: int, micro_batches: int, stream: int) 
 
 
 def ring_attention_elements(tokens: int, kv_width: int, ranks: int) -> int:
-    """Return the elements that a rank sends for one layer; `kv_width` is that of keys and values
-    together."""
+    """Return the elements that a rank sends for one layer; `kv_width` is the width of keys plus
+    values."""
     blocks = 3 * ranks - 2  # forward, backward, gradients
     return blocks * _divided(tokens, ranks, "tokens", "context") * kv_width
 
@@ -81,8 +81,8 @@ def ring_attention_elements(tokens: int, kv_width: int, ranks: int) -> int:
 def gathered_context_bytes(own_keys: int, ranks: int, *, recomputed: bool = False) -> int:
     """Return the bytes that a rank of torch's context parallel sends for one layer.
 
-    `own_keys` are the bytes of its keys and values in bfloat16. Those of all ranks are gathered
-    for each pass, and their gradients go all the way around a ring in float32, back to their rank.
+    `own_keys` are the bytes of its keys and values in bfloat16. Each pass gathers all ranks' keys
+    and values. Their gradients travel around the whole ring in float32, back to their rank.
     """
     if ranks == 1:
         return 0

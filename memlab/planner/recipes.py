@@ -4,9 +4,9 @@ Each field of a recipe corresponds to a row of `memlab.train.TECHNIQUES` or keep
 `techniques` is the text that `memlab train --technique` and `combined` take. There are two kinds of
 fields:
 
-    what is trained      precision, optimizer, lora, qlora, adapters, activation_bits: they change
-                         the result
-    how it is computed   all others: the same gradients, up to summation order, in fewer bytes
+    the training        precision, optimizer, lora, qlora, adapters, activation_bits: they change
+                        the result
+    its computation     all others: the same gradients, up to summation order, in fewer bytes
 
 Recipes that train the same compete by time alone. A person chooses between the others. Full
 fine-tuning, LoRA and QLoRA are separate groups: they learn different things at different prices.
@@ -160,7 +160,7 @@ class Recipe:
 
     @property
     def words(self) -> str:
-        """A readable description: what is trained, then how."""
+        """A readable description: the training, then its techniques."""
         how = [
             self._adapter_words,
             f"int{self.activation_bits}-activations" if self.activation_bits else None,

@@ -102,7 +102,7 @@ def _first_growth(fewer: Trace, more: Trace) -> _Growth | None:
 
 
 def _with_size(trace: Trace, grown: _Growth | None, added: int) -> Trace:
-    """Give the buffer its size in the longer trace plus that of the added units."""
+    """Give the buffer its size in the longer trace plus the added units' size."""
     if grown is None:
         return trace
     size, history = grown.bytes + added * grown.growth, list(trace.history)

@@ -8,8 +8,8 @@ is counted twice, and an optimizer's temporaries count as memory traffic. As in 
 overlaps. Kernel launches take no time here, so the estimate is too low for many small operators.
 Use it to order ways of training. `benchmarks/roofline.py` compares it with measured times.
 
-An operator's bytes are those of the tensors that it reads and writes, each counted once. An
-operator on some rows of a table counts those rows only. Views move nothing.
+An operator's bytes are the tensors that it reads and writes, each counted once. An operator on some
+rows of a table counts only these rows. Views move nothing.
 
 Source   Williams et al. 2009, "Roofline" (doi 10.1145/1498765.1498785).
 """

@@ -152,7 +152,7 @@ class _KindSearch:
 
 
 class _Search:
-    """Tries recipes and collects the ones that are too large or fail."""
+    """Tries recipes, and collects those too large or failing."""
 
     def __init__(self, query: _Query, exact: bool, announce: Announce) -> None:
         self.query, self.exact, self.announce = query, exact, announce
@@ -388,8 +388,8 @@ def _by_group(option: Option) -> tuple[int, float]:
 def _last_within(
     bytes_at: Callable[[int], float], budget: int, fits: int, too_many: int, step: int
 ) -> int:
-    """Return the last number from `fits` in multiples of `step`, below `too_many`, that is within
-    the budget; the first such number if none is."""
+    """Return the last number from `fits` in multiples of `step`, below `too_many`, whose bytes are
+    within the budget; the first such number if none is."""
     last = (too_many - fits - 1) // step
     few, many = 1, last + 1
     while many - few > 1:

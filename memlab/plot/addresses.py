@@ -17,7 +17,7 @@ from memlab.plot.page import COLOURS, GREY, LINE, PALE, SWATCH, inches, write
 from memlab.units import format_bytes
 
 ROW, BAR = 0.21, 0.16  # inches: the distance of rows, and the height of a bar
-ROWS, PIECES_IN_A_ROW = 14, 12  # the most rows, and blocks per additional row
+ROWS, BLOCKS_IN_A_ROW = 14, 12  # the most rows, and blocks per additional row
 BETWEEN = 0.005  # the gap between segments, as a fraction of a row, if they are few
 CLEAR = 0.03  # inches: draw a line between blocks of at least this width
 STRIPES = 0.06  # inches between stripes on free blocks
@@ -88,8 +88,8 @@ def _row_lengths(segments: Sequence[Segment]) -> Iterator[int]:
 
     The longest segment fills several rows if there are many blocks, then fewer, then less than one.
     """
-    pieces = sum(len(segment.pieces) for segment in segments)
-    rows = min(1 + pieces // PIECES_IN_A_ROW, ROWS)
+    count = sum(len(segment.blocks) for segment in segments)
+    rows = min(1 + count // BLOCKS_IN_A_ROW, ROWS)
     longest = max(segment.bytes for segment in segments)
     total = sum(segment.bytes for segment in segments)
     for parts in range(max(1, rows * longest // total), 0, -1):
@@ -129,10 +129,10 @@ def _heading(pool: str, segments: Sequence[Segment]) -> str:
 
 def _parts(segment: Segment, start: int, row_bytes: int) -> Iterator[BlockPart]:
     """Cut a segment that starts at `start` by block, by use and at the ends of rows."""
-    for piece in segment.pieces:
-        at = start + piece.address - segment.address
+    for block in segment.blocks:
+        at = start + block.address - segment.address
         begins = True
-        for what, size in _uses(piece):
+        for what, size in _uses(block):
             after = at + size
             while at < after:
                 row, left = divmod(at, row_bytes)
@@ -141,21 +141,21 @@ def _parts(segment: Segment, start: int, row_bytes: int) -> Iterator[BlockPart]:
                 at, begins = at + cut, False
 
 
-def _uses(piece: SegmentBlock) -> list[tuple[str, int]]:
+def _uses(block: SegmentBlock) -> list[tuple[str, int]]:
     """Return (category or "free", bytes) pairs of a block, in address order."""
-    if piece.state == "free":
-        return [(FREE, piece.bytes)]
-    category = piece.event.category if piece.event else "unattributed"
-    waste = piece.bytes - piece.requested_bytes
-    return [(category, piece.requested_bytes), ("rounding", waste)]
+    if block.state == "free":
+        return [(FREE, block.bytes)]
+    category = block.event.category if block.event else "unattributed"
+    waste = block.bytes - block.requested_bytes
+    return [(category, block.requested_bytes), ("rounding", waste)]
 
 
 def bytes_by_use(segments: Iterable[Segment]) -> dict[str, int]:
     """Return reserved bytes by category, including "free"."""
     sums = dict.fromkeys((*COLOURS, FREE), 0)
     for segment in segments:
-        for piece in segment.pieces:
-            for what, size in _uses(piece):
+        for block in segment.blocks:
+            for what, size in _uses(block):
                 sums[what] += size
     return {what: size for what, size in sums.items() if size}
 

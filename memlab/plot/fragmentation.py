@@ -208,8 +208,8 @@ def segments_table(moment: RunMoment) -> Table:
     free = sizes.pop(FREE, 0)
     rows = [category_row(category, size) for category, size in sizes.items()]
     if free:
-        pieces = [piece for segment in moment.segments for piece in segment.pieces]
-        count = sum(piece.state == "free" for piece in pieces)
+        blocks = [block for segment in moment.segments for block in segment.blocks]
+        count = sum(block.state == "free" for block in blocks)
         words = f"free, in {count:,} block{'s' if count > 1 else ''}"
         rows.append(TableRow(words, free, draw_free_swatch))
     return Table("reserved", moment.reserved_bytes, rows)
@@ -221,7 +221,7 @@ def _lists(blocks: Blocks) -> tuple[Sequence[int], Sequence[int], Sequence[int]]
 
 def _sizes(refused: OutOfMemory) -> tuple[int, int, int]:
     """Return (reserved, allocated, largest free block) when the request was refused."""
-    largest_free = max(refused.free_piece_bytes, default=0)
+    largest_free = max(refused.free_block_bytes, default=0)
     return refused.reserved_bytes, refused.allocated_bytes, largest_free
 
 

@@ -30,8 +30,9 @@ two of the three matmuls need transposed copies. Tiles of 1 × 128 lie along tha
 
 `torch._scaled_mm` multiplies where it can (see `has_scaled_mm`). Otherwise the codes are decoded to
 float32 and multiplied there: equal rounding of the operands, exact products and float32 sums, but
-no speed, and temporaries of 4 bytes per element. A cast, too, has a float32 copy of its tensor on
-the way, which a fused kernel has not.
+no speed, and temporaries of 4 bytes per element. On the CPU one operator decodes and multiplies, so
+that a meter sees the tensors of a GPU. A cast, too, has a float32 copy of its tensor on the way; a
+fused kernel has none.
 """
 
 import weakref
@@ -44,7 +45,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memlab.internals.layer_names import is_inner
-from memlab.internals.torch_internals import scaled_mm
+from memlab.internals.scaled_mm import scaled_mm, scaled_mm_on_cpu
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST_AMAX = 2.0**-100  # so that neither a scale nor its reciprocal overflows
@@ -167,15 +168,11 @@ def fp8_bytes(rows: int, columns: int, tile: Tile | None = None) -> int:
 def has_scaled_mm(a: Scaled, b: Scaled) -> bool:
     """Return whether `torch._scaled_mm` multiplies these two.
 
-    It does for one scale per tensor: on the CPU, and on NVIDIA GPUs from capability 8.9 on if all
-    dimensions are multiples of 16 and the formats are not both E5M2. AMD's MI300 has two formats of
-    its own, which this file does not cast to.
+    It does for one scale per tensor on NVIDIA GPUs from capability 8.9 on if all dimensions are
+    multiples of 16 and the formats are not both E5M2. AMD's MI300 has two formats of its own, which
+    this file does not cast to.
     """
-    if a.tile or b.tile or not a.codes.numel():
-        return False
-    if a.codes.device.type == "cpu":
-        return True
-    if a.codes.device.type != "cuda" or torch.version.hip:
+    if a.codes.device.type != "cuda" or torch.version.hip or not _has_one_scale(a, b):
         return False
     return (
         torch.cuda.get_device_capability(a.codes.device) >= FP8_CAPABILITY
@@ -184,8 +181,14 @@ def has_scaled_mm(a: Scaled, b: Scaled) -> bool:
     )
 
 
+def _has_one_scale(a: Scaled, b: Scaled) -> bool:
+    return not (a.tile or b.tile) and a.codes.numel() > 0
+
+
 def matmul_fp8(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
     """Return a (n, k) times b (k, m) in `dtype`, summed in float32."""
+    if a.codes.device.type == "cpu" and _has_one_scale(a, b):
+        return scaled_mm_on_cpu(a.codes, b.codes, a.scales, b.scales, dtype)
     if not has_scaled_mm(a, b):
         with torch.autocast(a.codes.device.type, enabled=False):
             return (dequantize_fp8(a) @ dequantize_fp8(b)).to(dtype)
@@ -240,7 +243,7 @@ class _LinearFP8(torch.autograd.Function):
 class AmaxHistory(nn.Module):
     """The largest |x| of each of the last steps, and of this one so far: 4·(steps + 1) bytes.
 
-    `advance` ends a step, so that all micro-batches of a step, and blocks that are run again by
+    `advance` ends a step, so that all micro-batches of a step, and blocks recomputed by
     checkpointing, have the same scale.
     """
 
@@ -298,7 +301,7 @@ class LastCast:
 
 
 class FP8Linear(nn.Linear):
-    """A linear layer whose three matmuls run in FP8. Its parameters are those of `linear`.
+    """A linear layer whose three matmuls run in FP8. It shares the parameters of `linear`.
 
     The output has autocast's dtype, or the input's.
     """

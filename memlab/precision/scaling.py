@@ -95,7 +95,7 @@ class LossScaler:
             )
         if any(gradient.dtype == torch.float16 for gradient in gradients):
             raise ValueError(
-                "got gradients in float16, in which unscaled values underflow; keep the weights in "
+                "got float16 gradients, whose unscaled values underflow; keep the weights in "
                 "float32 under autocast, or step float32 copies of them (MasterWeights)"
             )
         self._overflowed[id(optimizer)] = not all(map(_is_finite, gradients))

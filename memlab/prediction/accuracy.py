@@ -1,4 +1,4 @@
-"""What a prediction says about its own error: that of measured steps of its kind."""
+"""The error that a prediction states: the error for measured steps of the same kind."""
 
 from collections.abc import Collection
 

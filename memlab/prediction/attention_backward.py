@@ -92,7 +92,7 @@ def _tile(is_half: bool, head_dim: int, capability: tuple[int, int]) -> _Tile:
 
 
 def _key_splits(rows: int, key_len: int, tile: _Tile) -> int:
-    """Return the number of parts of the keys that are processed at the same time."""
+    """Return the number of key parts processed at the same time."""
     splits = -(-key_len // tile.keys)
     if rows >= _MANY_BLOCKS and key_len <= 2 * tile.keys:
         splits = 1

@@ -1,7 +1,7 @@
 """Temporary storage of CUB, the CUDA library whose sorts and scans torch calls.
 
 CUB asks for one buffer per call. Its parts are padded to 256 bytes, with 255 more for alignment.
-The formulas are those of the CUB in CUDA 13.0 (CCCL 3.0, cub/device/dispatch): `InvokeOnesweep` in
+The formulas follow CUB in CUDA 13.0 (CCCL 3.0, cub/device/dispatch): `InvokeOnesweep` in
 dispatch_radix_sort.cuh and `AllocationSize` in agent/single_pass_scan_operators.cuh.
 
     radix sort      copies of the keys and values, because torch keeps its input; none if the keys

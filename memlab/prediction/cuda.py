@@ -22,11 +22,13 @@ from typing import Any, ClassVar
 import torch
 
 from memlab.allocator import simulate
+from memlab.allocator.settings import configuration
 from memlab.configs.targets import DEFAULT, Kernels, Target, target_named
 from memlab.dry_runs.fake_accelerator import StandIn
 from memlab.dry_runs.fake_kernels import KERNELS
 from memlab.dry_runs.fake_tensors import dry_run
 from memlab.internals.replacing import replaced
+from memlab.internals.scaled_mm import SCALED_MM
 from memlab.internals.torch_internals import (
     in_backward,
     stream_without_driver,
@@ -64,10 +66,11 @@ _MATMULS = frozenset(
     {
         *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
         *(aten.addmv.default, aten.mv.default, aten.dot.default, aten.vdot.default),
-        *(aten._addmm_activation.default, aten._scaled_mm.default, aten.addbmm.default),
+        *(aten._addmm_activation.default, aten.addbmm.default),
+        *SCALED_MM,
     }
 )
-_CUBLASLT = frozenset({aten._addmm_activation.default, aten._scaled_mm.default})
+_CUBLASLT = frozenset({aten._addmm_activation.default, *SCALED_MM})
 _EMPTY_CACHE = tuple(
     (module, "empty_cache")
     for module in (torch.cuda, torch.cuda.memory, torch.accelerator, torch.accelerator.memory)
@@ -76,8 +79,8 @@ _COPIES = frozenset({aten._to_copy.default, aten.to.device, aten.to.dtype_layout
 Build = Callable[[], tuple[Callable[[], Any], torch.nn.Module | None, Any]]
 
 EVERYTHING_NOTE = (
-    "the script puts nothing on an accelerator, so every tensor is counted as on CUDA, even data "
-    'that would stay on the CPU; use device="cuda" for tensors on CUDA'
+    "the script puts nothing on an accelerator, so every tensor counts as CUDA memory, even data "
+    'that would stay on the CPU; create CUDA tensors with device="cuda" to tell them apart'
 )
 
 
@@ -128,7 +131,7 @@ class PredictedRun:
         ...                 # takes another step
         trace = run.end_step()
 
-    device, kernels and assume are those of `predict`; `gpus` are how many the code finds.
+    device, kernels and assume as in `predict`; `gpus` is the number that the code finds.
     """
 
     def __init__(
@@ -161,7 +164,7 @@ class PredictedRun:
         subject: Any = None,
         **options: Any,
     ) -> None:
-        """End the history and start the measured step. The arguments are those of StorageMeter."""
+        """End the history and start the measured step. The arguments are as in StorageMeter."""
         self._metering.close()
         self.history.set_subject(subject or (step if model is None else model))
         self._optimizer = optimizer
@@ -292,6 +295,7 @@ class _CudaDryRun(dry_run):
     def trace(self, history: "PredictionMeter", meter: "PredictionMeter", optimizer: Any) -> Trace:
         with no_cycle_collection():
             before, during = list(history.changes()), list(meter.changes())
+            allocator = configuration()  # the script may have set it
             names_cuda = any(map(_is_on_cuda, (*before, *during)))
             counts = _is_on_cuda_or_workspace if names_cuda else _is_not_step_counter(optimizer)
             events = complete(
@@ -301,8 +305,13 @@ class _CudaDryRun(dry_run):
                 events,
                 device="cuda",
                 dry=True,
-                notes=(*([] if names_cuda else [EVERYTHING_NOTE]), *self._notes(meter)),
+                notes=(
+                    *([] if names_cuda else [EVERYTHING_NOTE]),
+                    *([f"with the allocator settings {allocator}"] if allocator else []),
+                    *self._notes(meter),
+                ),
                 history=tuple(record.event(*change) for record, *change in filter(counts, before)),
+                allocator=allocator,
             )
             blocks = simulate(trace)
             memory = DeviceMemory(blocks.allocated_bytes, blocks.reserved_bytes)
@@ -335,7 +344,7 @@ class _CudaDryRun(dry_run):
         return (
             f"predicted for {self.target.name} with these kernels: {self.kernels}",
             *([self.target.note] if self.target.note else []),
-            *([f"kernels chosen on this GPU: {', '.join(sorted(kernels))}"] * bool(kernels)),
+            *([f"kernels chosen for this GPU: {', '.join(sorted(kernels))}"] * bool(kernels)),
             *unconfirmed_note(kernels),
             *(
                 f"not counted: the scratch memory of {kind}; the real peak can be higher"
@@ -351,9 +360,9 @@ class _CudaDryRun(dry_run):
     def _optimizer_kernels(self, meter: "PredictionMeter") -> set[str]:
         kinds = {type(optimizer) for optimizer in meter.context.optimizers}
         choice = self.kernels.optimizer
-        how = "all weights at once" if choice in ("auto", "foreach") else f"by {choice}"
+        how = {"auto": "foreach", "loop": "for-loop"}.get(choice, choice)
         return {
-            f"{kind.__name__} {how}" for kind in kinds if kind.__module__.startswith("torch.optim.")
+            f"{how} {kind.__name__}" for kind in kinds if kind.__module__.startswith("torch.optim.")
         }
 
 

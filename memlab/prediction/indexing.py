@@ -67,7 +67,7 @@ def index_put_scratch(
 
 
 def _copies(x: torch.Tensor, indices: Indices, values: torch.Tensor) -> Sizes:
-    """Return the copies of tensors that are not contiguous, once expanded and transposed."""
+    """Return the copies of non-contiguous tensors, once expanded and transposed."""
     expanded = _count(x, indices, values) * prod(_kept(x, indices)) * x.element_size()
     return (
         *[x.nbytes] * (not x.is_contiguous()),
@@ -127,7 +127,7 @@ def _are_indexed(x: torch.Tensor, indices: Indices) -> list[bool]:
 
 
 def _kept(x: torch.Tensor, indices: Indices) -> list[int]:
-    """Return the sizes of the dimensions that are not indexed."""
+    """Return the sizes of the dimensions without an index."""
     are_indexed = _are_indexed(x, indices)
     return [size for size, indexed in zip(x.shape, are_indexed, strict=True) if not indexed]
 

@@ -38,7 +38,7 @@ class Prediction(Protocol):
 
 
 def _device(result: Any) -> torch.device:
-    """Return the device on which an operator ran: CPU operators of a script also pass by."""
+    """Return an operator's device: a script's CPU operators also come here."""
     tensors = result if isinstance(result, (tuple, list)) else (result,)
     return next((x.device for x in tensors if isinstance(x, torch.Tensor)), CUDA)
 

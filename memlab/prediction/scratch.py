@@ -1,13 +1,13 @@
 """Scratch memory of CUDA kernels that can be computed from shapes, from the sources of torch 2.13.
 
-The dispatcher does not see scratch. Counted are the buffers that are alive together at the largest
-moment of an operator, after it has allocated its results. Sources are in torch's aten/src/ATen.
+The dispatcher does not see scratch. This module counts the buffers alive together at an operator's
+largest moment, after it has allocated its results. Sources are in torch's aten/src/ATen.
 
     operator                      source                         buffers
     sum, mean, norm, max, argmax  native/cuda/Reduce.cuh         partial results, counters
     softmax, log_softmax          native/cuda/SoftMax.cu         gradient × output, copies
     LayerNorm, RMSNorm, backward  native/cuda/                   partial sums, above 65,536 rows
-                                  layer_norm_kernel.cu           that are narrow
+                                  layer_norm_kernel.cu           if they are narrow
     attention in backward         native/transformers/cuda/      row sums, float32 gradients
                                   attention_backward.cu
     sort, argsort                 native/cuda/SortStable.cu      indices, copies, CUB's storage
@@ -97,7 +97,7 @@ def _norm_backward_scratch(
 ) -> tuple[int, ...]:
     """Return the partial sums of the weight's and the bias's gradient, and of their reduction.
 
-    `gradients` are those of weight and bias, None if they are not computed. Only many short rows
+    `gradients` are the weight's and the bias's, None if they are not computed. Only many short rows
     are split among blocks.
     """
     N = prod(normalized_shape)

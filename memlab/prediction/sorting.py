@@ -47,7 +47,7 @@ def _long_sort(rows: int, length: int, size: int, target: Target) -> Sizes:
     count = rows * length
     if rows == 1 or length >= 1_000_000:  # row by row
         return _INDEX_BYTES * length, radix_sort_bytes(length, size, _INDEX_BYTES, target)
-    if rows < 128:  # all rows at once, with (row, index) pairs that are then sorted by row
+    if rows < 128:  # all rows at once, with (row, index) pairs, which are then sorted by row
         pairs = _INDEX_BYTES * count
         return pairs, pairs, count * size, radix_sort_bytes(count, size, _INDEX_BYTES, target)
     return _INDEX_BYTES * count, segmented_sort_bytes(count, size, _INDEX_BYTES)

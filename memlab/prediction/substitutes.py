@@ -68,7 +68,7 @@ class Substitutes:
     ) -> torch.Tensor:
         tensors = (query, key, value)
         kernel = self.choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-        self.used.add(f"attention by {kernel}")
+        self.used.add(f"{kernel} attention")
         if kernel == "flash":
             return _flash_attention(tensors, dropout_p, is_causal, scale)
         needs_statistics = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
@@ -157,12 +157,12 @@ class Substitutes:
     ) -> torch.Tensor:
         if weight is not None and weight.dtype != input.dtype:
             return call_composite(aten.rms_norm.default, input, normalized_shape, weight, eps)
-        self.used.add("RMSNorm in one kernel")
+        self.used.add("fused RMSNorm")
         return aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
 
     def dropout(self, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         if train and 0 < p < 1 and input.numel():
-            self.used.add("dropout in one kernel")
+            self.used.add("fused dropout")
             return aten.native_dropout(input, p, train)[0]
         return call_composite(aten.dropout.default, input, p, train)
 

@@ -4,9 +4,8 @@
     def test_a_step_stays_small():
         step()
 
-fails if the tensors that the test allocates exceed 1.5 GiB at once, on all devices together. What
-counts is allocated memory; only a GPU's whole memory as the budget counts what is reserved.
-Fixtures and what existed before do not count.
+fails if the tensors that the test allocates exceed 1.5 GiB at once, on all devices together. The
+limit applies to allocated memory. Fixtures and earlier tensors do not count.
 
     @pytest.mark.memory_budget("20 GiB", device="cuda:rtx4090")
     def test_training_fits_an_rtx_4090():
@@ -17,7 +16,7 @@ Fixtures and what existed before do not count.
 runs the test as a dry run that predicts that GPU's memory, on a machine without one. Tensors are
 fake, so assertions about their values mean nothing. If the test returns (step, model, optimizer),
 or a function `step`, two steps run. The device is any that `memlab.predict` takes. Without a limit,
-the GPU's memory less a CUDA context is the budget, and the reserved bytes count.
+the budget is the GPU's memory minus a CUDA context, and it applies to reserved memory.
 
 pytest finds the plugin if memlab is installed; after an update of an editable installation, install
 it again or pass `-p memlab.pytest_plugin`. Tests without the marker import nothing of it.

@@ -20,7 +20,7 @@ weight. It subtracts their mean and stores 8-bit codes with one scale per 256 of
     bytes per weight    0.5 + 4/64 = 0.5625               absmax in float32
                         0.5 + 1/64 + 4/(64·256) = 0.5159  absmax in 8 bits, plus 4 for the mean
 
-The arithmetic is that of bitsandbytes, to the last bit: multiply by 1/absmax in float32, take the
+The arithmetic matches bitsandbytes, to the last bit: multiply by 1/absmax in float32, take the
 nearest level, ties to the lower. In two places bitsandbytes 0.50 differs on the CPU: it looks up
 the 8-bit codes of absmax values on a grid of 65,536 points, so 1 or 2 in 1,000 are the second
 nearest, and it stores 1e-38 as the absmax of a short last block of zeros.

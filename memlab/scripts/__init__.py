@@ -8,6 +8,6 @@ data.py          stands in for missing data, with vision_data.py for
                  torchvision's, hub.py, columns.py and word_tokenizer.py for the Hugging Face
                  Hub, and pretrained.py for weights of torch.hub, torchvision and timm
 steps.py         finds the script's training steps, and stops it after the last wanted one
-changes.py       what would save memory, applied to the script from outside
+changes.py       changes that save memory, applied to the script from outside
 running.py       all of it together: run the script, return the trace
 """

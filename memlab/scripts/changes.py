@@ -23,7 +23,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from memlab.metering.frames import frames
 from memlab.optim import Adam8bit
-from memlab.planner.outside import adams_groups, checkpointed, is_adam, paths_of_layers, stepped_by
+from memlab.planner.outside import (
+    adams_groups,
+    checkpointed,
+    is_adam,
+    is_sharded,
+    paths_of_layers,
+    stepped_by,
+)
 from memlab.trace import Trace
 
 FRAMEWORKS = {  # a part of the file of a loop that a framework runs
@@ -57,7 +64,7 @@ class Change:
 
 def _lora(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     if not getattr(model, "name_or_path", ""):
-        raise NotPossibleError("the model is not one of transformers with weights from a file")
+        raise NotPossibleError("the model is not a transformers model with weights from a file")
     if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
         raise NotPossibleError("the script has adapters already")
     try:
@@ -110,21 +117,25 @@ def _eight_bits(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> No
         raise NotPossibleError(
             "no optimizer is Adam or AdamW with a learning rate given as a number"
         )
+    if any(is_sharded(module) for module in model.modules()):
+        raise NotPossibleError(
+            "bitsandbytes' optimizers do not take FSDP2's weights; torchao.optim.AdamW8bit does"
+        )
     for optimizer in replaceable:
         stepped_by(Adam8bit, adams_groups)(lambda: None, model, optimizer)
 
 
 LORA_RANK = 16
-CHANGES = (  # in the order in which they are applied
+CHANGES = (  # in the order of application
     Change(
         "LoRA",
         _lora,
         {
             _PLAIN: (
-                "# trains adapters beside frozen weights: another training",
+                "# trains only adapters, beside frozen weights",
                 "from peft import LoraConfig, get_peft_model",
                 f'lora = LoraConfig(r={LORA_RANK}, target_modules="all-linear")',
-                "model = get_peft_model(model, lora)  # before the optimizer is made",
+                "model = get_peft_model(model, lora)  # before creating the optimizer",
             ),
         },
     ),
@@ -134,8 +145,8 @@ CHANGES = (  # in the order in which they are applied
         {
             "Trainer": ("TrainingArguments(..., gradient_checkpointing=True)",),
             _PLAIN: (
-                "model.gradient_checkpointing_enable()  # a model of transformers",
-                "# any other, in forward, around each layer:",
+                "model.gradient_checkpointing_enable()  # a transformers model",
+                "# any other model: in forward, around each layer",
                 "x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)",
             ),
         },
@@ -167,26 +178,25 @@ CHANGES = (  # in the order in which they are applied
 )
 
 
-CHUNKED_LOSS = {
-    "Trainer": ("TrainingArguments(..., use_liger_kernel=True)  # pip install liger-kernel",),
-    _PLAIN: (
-        "from memlab.losses import chunked_cross_entropy",
-        "loss = chunked_cross_entropy(hidden, model.lm_head.weight, targets)",
-    ),
-}
 _LEAST_VOCABULARY = 4096
+
+
+def chunked_loss(framework: str, models: Iterable[nn.Module]) -> tuple[str, ...]:
+    """Return the code that computes the loss in chunks of tokens."""
+    if framework == "Trainer":
+        return ("TrainingArguments(..., use_liger_kernel=True)  # pip install liger-kernel",)
+    head, _ = _widest_linear(models)
+    return (
+        "from memlab.losses import chunked_cross_entropy",
+        f"loss = chunked_cross_entropy(hidden, model.{head}.weight, targets)",
+        f"# hidden: the input of {head}, of shape (tokens, features)",
+    )
 
 
 def logits_bytes(trace: Trace, models: Iterable[nn.Module]) -> int:
     """Return the bytes at the peak in tensors whose rows are a vocabulary: logits, their gradients
     and copies. A vocabulary is the largest output of a linear layer, from 4,096 up."""
-    outputs = {
-        module.out_features
-        for model in models
-        for module in model.modules()
-        if isinstance(module, nn.Linear)
-    }
-    vocabulary = max(outputs, default=0)
+    _, vocabulary = _widest_linear(models)
     if vocabulary < _LEAST_VOCABULARY:
         return 0
     weights = ("parameters", "gradients", "optimizer_state")
@@ -197,27 +207,40 @@ def logits_bytes(trace: Trace, models: Iterable[nn.Module]) -> int:
     )
 
 
+def _widest_linear(models: Iterable[nn.Module]) -> tuple[str, int]:
+    """Return the path and the output features of the linear layer with most of them."""
+    widths = {
+        name.removeprefix("module."): module.out_features  # DDP's prefix
+        for model in models
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    return max(widths.items(), key=lambda one: one[1], default=("", 0))
+
+
 FSDP = {
     "Trainer": ("TrainingArguments(..., fsdp=True)  # from transformers 5 on this is FSDP2",),
     "Lightning": ('Trainer(..., strategy="fsdp", devices=2)',),
     "accelerate": ("accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 ...",),
     _PLAIN: (
         "from torch.distributed.fsdp import fully_shard  # started by torchrun",
-        "for layer in layers:  # the model's own list of them",
+        "for layer in layers:  # the model's list of layers",
         "    fully_shard(layer)",
-        "fully_shard(model)  # before the optimizer is made",
+        "fully_shard(model)  # before creating the optimizer",
     ),
 }
 _SHARDED = ("parameters", "gradients", "optimizer_state", "optimizer_temporaries")
 
 
 def sharded_bytes(trace: Trace, models: Iterable[nn.Module], ranks: int) -> int | None:
-    """Return about what each GPU holds at the peak with FSDP2, by formula.
+    """Estimate by formula how much each GPU holds at the peak with FSDP2.
 
     Each has its share of the weights, gradients and optimizer state, everything else as before, and
     the whole weights of two layers: one computes while the next arrives. None if no model has a
-    list of layers.
+    list of layers, and if FSDP2 shards them already.
     """
+    if any(is_sharded(module) for model in models for module in model.modules()):
+        return None
     layers = [
         layer
         for model in models
@@ -250,8 +273,7 @@ def applied(
 ) -> Iterator[None]:
     """Apply the change at the first forward pass with gradients inside `with`.
 
-    `optimizers` returns those that exist by then. The optimizers that the change makes are not
-    among them.
+    `optimizers` returns the optimizers that exist by then, without those that the change creates.
     """
     if change is None:
         yield

@@ -23,7 +23,7 @@ class StandIns:
     def __init__(
         self, configs: Mapping[str, str] | None = None, columns: Columns | None = None
     ) -> None:
-        self._used: dict[tuple[str, str], None] = {}  # (what is missing, what stands in)
+        self._used: dict[tuple[str, str], None] = {}  # (the missing thing, its stand-in)
         self._hub = Hub(self._note, configs, columns)
         self._pretrained = Pretrained(self._note)
 

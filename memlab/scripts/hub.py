@@ -19,7 +19,7 @@ from typing import Any
 from memlab.scripts.columns import Columns, recording
 from memlab.scripts.word_tokenizer import Template, template_of, words_tokenizer
 
-Note = Callable[[str, str], None]  # (what is missing, what stands in)
+Note = Callable[[str, str], None]  # (the missing thing, its stand-in)
 Replacement = tuple[tuple[Any, str], Callable[[Any], Any]]
 _NAME = "pretrained_model_name_or_path"
 _FEWEST_TOKENS = 100  # of any tokenizer that has its files, beside special ones
@@ -74,7 +74,7 @@ class Hub:
         except OSError as error:
             raise UnavailableError(
                 f"the config of {name} is not on this machine; pass --config {name}=PATH, with a "
-                f"config.json or the folder that it is in"
+                f"config.json or its folder"
             ) from error
 
     # ------------------------------------------------------------------ weights
@@ -280,8 +280,8 @@ def _config_beside(name: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _template_of(cls: Any, config: Any) -> tuple[str, Template | None]:
-    """Return the tokenizer class that the script or the config names, and what it puts around
-    texts, if a tokenizer of that class without a vocabulary shows it."""
+    """Return the tokenizer class that the script or the config names, and the tokens that it adds
+    to texts, if a tokenizer of this class without a vocabulary shows them."""
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
     named = TOKENIZER_MAPPING.get(type(config), None)

@@ -5,7 +5,7 @@ train.py --lr 0.1                                python train.py --lr 0.1
 SEED=1 python -u train.py                        the same, with that variable
 torchrun --nproc_per_node=2 train.py             the same script as rank 0 of 2
 deepspeed --num_gpus 2 train.py                  as well
-accelerate launch --config_file c.yaml train.py  python train.py
+accelerate launch --config_file c.yaml train.py  with accelerate's own variables
 """
 
 import os
@@ -14,18 +14,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-# Options of torchrun, accelerate launch and deepspeed that have no value.
+from memlab.scripts.accelerate_launch import accelerated
+
+# Options of torchrun and deepspeed that have no value.
 _FLAGS = frozenset(
     {
-        *("--standalone", "--no-python", "--run-path", "--run_path"),
-        *("--cpu", "--multi_gpu", "--tpu", "--use_deepspeed", "--use_fsdp", "--use_megatron_lm"),
-        *("--quiet", "-q", "--debug", "--same_network", "--rdzv_conf", "--no_python"),
-        *("--dynamo_use_fullgraph", "--dynamo_use_dynamic", "--use_xpu", "--enable_cpu_affinity"),
-        *("--no_local_rank", "--no_ssh", "--save_pid", "--force_multi"),
+        *("--standalone", "--no-python", "--run-path", "--run_path", "--no_python"),
+        *("--rdzv_conf", "--no_local_rank", "--no_ssh", "--save_pid", "--force_multi"),
+        "--enable_cpu_affinity",
     }
 )
 _PER_NODE = ("--nproc_per_node", "--nproc-per-node", "--num_gpus")
-_IN_ALL = ("--num_processes", "--num-processes")
 _NODES = ("--nnodes", "--num_machines", "--num-machines", "--num_nodes")
 _PREFIXES, _RUNNERS = ("nohup", "time", "exec", "srun"), ("uv", "poetry", "pixi", "pdm", "hatch")
 _SHELLS = ("sh", "bash", "zsh", "sbatch")
@@ -124,12 +123,20 @@ def launch_of(words: Sequence[str]) -> Launch:
     if first == "accelerate":
         if others[:1] != ["launch"]:
             raise ValueError(f"got accelerate {' '.join(others[:1])}; only accelerate launch runs")
-        return _launched(others[1:], ranks=None)
+        return _accelerated(others[1:])
     if first == "-m":
         if not others:
             raise ValueError("got -m without a module; give one, such as -m package.train")
         return Launch(others[0], True, tuple(others[1:]))
     return _file(first, others)
+
+
+def _accelerated(words: Sequence[str]) -> Launch:
+    found = accelerated(words)
+    launch = launch_of(found.words)
+    per_node = None if found.ranks is None else found.ranks // found.nodes
+    variables = {**found.variables, **launch.variables}
+    return replace(launch, ranks=per_node, nodes=found.nodes, variables=variables)
 
 
 def _without_python_options(words: Sequence[str]) -> Sequence[str]:
@@ -141,12 +148,12 @@ def _without_python_options(words: Sequence[str]) -> Sequence[str]:
     return words
 
 
-def _launched(words: list[str], ranks: int | None) -> Launch:
+def _launched(words: list[str], ranks: int) -> Launch:
     """Return the script among a launcher's words, after its options."""
-    nodes, in_all = 1, None
+    nodes = 1
 
     def found(launch: Launch) -> Launch:
-        return replace(launch, ranks=ranks if in_all is None else in_all // nodes, nodes=nodes)
+        return replace(launch, ranks=ranks, nodes=nodes)
 
     while words:
         word = words.pop(0)
@@ -161,8 +168,6 @@ def _launched(words: list[str], ranks: int | None) -> Launch:
             value = words.pop(0)
         if name in _PER_NODE:
             ranks = _count(name, value)
-        elif name in _IN_ALL:
-            in_all = _count(name, value)
         elif name in _NODES:
             nodes = _count(name, value.split(":")[-1])  # 1:4 is from 1 to 4
     raise ValueError("got a launcher without a script; give one after its options")

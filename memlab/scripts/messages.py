@@ -2,10 +2,10 @@
 
 A rank that runs alone gets what the other ranks would send:
 
-    recv_object_list                   what that rank has sent when it ran; it has to run first
-    a pipeline's gradients' shapes     those of the stage's own outputs
+    recv_object_list                   the objects that the sender sent; the sender must run first
+    a pipeline's gradients' shapes     the shapes of the stage's own outputs
     a pipeline's vote on shapes        its own: whether the script gave its stage's shapes
-    broadcast_object_list              what its source has sent when it ran; it has to run first
+    broadcast_object_list              the objects that the source sent; the source must run first
     all_gather_object, gather_object   its own object, from every rank
     scatter_object_list                its own part
 """
@@ -31,7 +31,7 @@ class NotYetSentError(BaseException):
     """This rank waits for an object of another one, which has not run. Scripts catch Exceptions."""
 
     def __init__(self, sender: int) -> None:
-        super().__init__(f"the script waits for an object of rank {sender}, which has not run")
+        super().__init__(f"the script waits for an object from rank {sender}, which has not run")
         self.sender = sender
 
 

@@ -110,9 +110,9 @@ class Pretrained:
                 self._note(f"the repository {_VISION}", f"{model} of torchvision")
                 return found(*args, **{k: v for k, v in options.items() if k not in own})
             raise UnavailableError(
-                f"torch.hub has no copy of the repository {repo_or_dir} on this machine, and its "
-                f"code makes the model; call torch.hub.load({repo_or_dir!r}, {model!r}) once "
-                f"outside memlab run, with a network"
+                f"the model's code is in the repository {repo_or_dir}, and torch.hub has no copy "
+                f"on this machine; call torch.hub.load({repo_or_dir!r}, {model!r}) once outside "
+                f"memlab run, with a network connection"
             )
 
         return load

@@ -3,8 +3,8 @@
 torch.multiprocessing.spawn   its function runs here as rank 0; the other ranks do not run
 Process.start                 the function runs here, once the script joins the process, asks
                               whether it is alive, or reads a queue
-workers of libraries          (pools, loaders, managers) do start: they are forked, so that what
-                              is replaced here is replaced there
+workers of libraries          (pools, loaders, managers) do start: they are forked, so they
+                              inherit all replacements
 a launcher's other ranks      (Lightning starts the script again for each) have ended at once
 collectives                   finish at once; no other rank answers
 """
@@ -36,7 +36,7 @@ from memlab.internals.torch_internals import (
 )
 from memlab.scripts.isolation import LIBRARIES
 
-RELEASE_SECONDS = 2e-3  # in which gloo's thread drops the tensors of a work that has ended
+RELEASE_SECONDS = 2e-3  # gloo's thread drops the tensors of finished work within this time
 _QUEUES = (multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue)
 _SPAWNING = sys.modules["torch.multiprocessing.spawn"]
 
@@ -176,7 +176,7 @@ class _Started:
         self._what = {name: getattr(process, name) for name in names}
         self.pid, self.returncode = os.getpid(), None
         self.sentinel, end = os.pipe()
-        os.close(end)  # whoever waits for the process goes on, and joins it
+        os.close(end)  # a caller that waits for the process goes on, and joins it
         waiting.append(self)
 
     def run(self) -> None:

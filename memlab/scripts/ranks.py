@@ -93,7 +93,7 @@ def run_ranks(launch: Launch, ranks: Sequence[int] = (), **settings: Any) -> dic
     """Run these ranks, and those whose objects they wait for; return the outcomes of all.
 
     Without `ranks`, rank 0 runs, and those ranks of its pipeline that may differ from it and from
-    each other; `Outcome.alike` names the others. `settings` are those of `run`.
+    each other; `Outcome.alike` names the others. `settings` as in `run`.
 
     Raises NotYetSentError if two ranks wait for each other.
     """

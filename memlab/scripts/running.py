@@ -99,8 +99,8 @@ def run(
     steps    until the script ends; 0 ends it when it has made its first optimizer, without a trace
     gpus     that a prediction's script finds; by default one for each rank on a node
     real     compute, on the device that the script uses; under torchrun, together with other ranks
-    configs  paths of the config.json of models that are not on this machine, by name
-    columns  of the rows of data sets that are not on this machine
+    configs  paths of missing models' config.json, by name
+    columns  columns of missing data sets
     messages of other ranks that have run; change: to the model and optimizers before they train
 
     Raises what the script raises before its last step has ended, noting what was refused.

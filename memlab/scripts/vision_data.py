@@ -1,4 +1,4 @@
-"""Stand in for data sets of torchvision that are not on this machine: images of their sizes.
+"""Replace missing torchvision data sets by images of the same sizes.
 
 The number of images, their size and the number of classes follow torchvision's documentation of
 each data set. Folders of images have photographs of ImageNet's average size.
@@ -13,7 +13,7 @@ import torch
 
 from memlab.dry_runs import known_values
 
-Note = Callable[[str, str], None]  # (what is missing, what stands in)
+Note = Callable[[str, str], None]  # (the missing thing, its stand-in)
 
 
 class Images(NamedTuple):

@@ -1,7 +1,7 @@
 """A tokenizer for models whose tokenizer is not on this machine: one token of each word.
 
 Around texts it puts the special tokens that the model type's own tokenizer puts there, such as
-BERT's [CLS] and [SEP]. A tokenizer of that class without a vocabulary shows which they are. Many
+BERT's [CLS] and [SEP]. A tokenizer of the same class without a vocabulary shows them. Many
 decoders take them from files instead: Llama's and Gemma's add a token in front that this one lacks.
 """
 

@@ -1,10 +1,10 @@
-"""Training steps: what is trained, with which techniques, and the traces of a step.
+"""Training steps: the setting, the techniques, and the traces of a step.
 
 adapters    the adapters of LoRA and QLoRA
 technique   what memlab knows about a technique, in one record
 registry    the techniques, one row each
-plugs       what the rows put into the plugs of a step
-step        the step itself: run, metered, run dry, predicted
+plugs       the plugs of a step, and how the registry's rows fill them
+step        the step itself: run, metered, in a dry run, predicted
 ranks       the same for one of ZeRO's ranks
 
     trace = dry_trace(Setting("124m"), combined("checkpointing+autocast"))

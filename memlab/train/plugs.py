@@ -1,12 +1,12 @@
-"""The plugs of a training step, and what the registry's rows put into them.
+"""The plugs of a training step, and how the registry's rows fill them.
 
-    attention, loss   a function in place of a function
-    change_model      a change of the model: a wrapper around each block, a layer for a layer
+    attention, loss   a function that replaces the plain one
+    change_model      a change of the model: wraps each block, or replaces layers
     around_forward    a `with` around the forward pass
     micro_batch       how many sequences run at once
-    scaler            a scaler of the loss
+    scaler            a loss scaler
     optimizer         an optimizer
-    stepping          who calls the optimizer's step, and when
+    stepping          when the optimizer steps: after backward, inside it, or offloaded
     after_step        a call after each step
 
 `combined("checkpointing+autocast")` returns the plugs of several rows at once.
@@ -84,7 +84,7 @@ class Plugs:
 
 def combined(names: str, *, kernels: bool = False, adapters: Adapters = USUAL_ADAPTERS) -> Plugs:
     """Return the plugs of one row, or of several joined by "+", in any order; with `kernels`, of
-    their Triton kernels where they have one. `adapters` are those of lora and qlora.
+    their Triton kernels where they have one. `adapters` sets the adapters of lora and qlora.
 
     Raises KeyError for an unknown name, ValueError for two that do not work together, and
     ImportError for kernels without Triton.

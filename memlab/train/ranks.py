@@ -29,7 +29,7 @@ OnLoss = Callable[[Tensor], object]
 
 @dataclass(frozen=True)
 class RankTraining:
-    """A rank's step, which can be run again and again.
+    """A rank's step, which can run repeatedly.
 
     `batch` holds the tokens and targets that every step reads. To train on others, copy them into
     these tensors.
@@ -60,8 +60,8 @@ def measured_rank(training: RankTraining) -> Trace:
 
 
 def rank_step(setting: Setting, technique: Technique | Plugs, ranks: int, stage: int) -> zero.Step:
-    """The second step of one rank of so many, each with the setting's batch, in a stage of ZeRO; in
-    it nothing is computed and no memory taken.
+    """The second step of one of `ranks` ranks in a stage of ZeRO, as a dry run. Each rank has the
+    setting's batch.
 
     Raises ValueError and TypeError for what `zero.one_rank` cannot shard.
     """
@@ -73,8 +73,8 @@ def rank_step(setting: Setting, technique: Technique | Plugs, ranks: int, stage:
 def predicted_rank_trace(
     setting: Setting, technique: Technique | Plugs, ranks: int, stage: int
 ) -> Trace:
-    """The trace of such a step as the setting's device, "cuda" or another target of `predict`,
-    would take it, without one."""
+    """The trace of such a step, predicted for the setting's device: "cuda" or another target of
+    `predict`. Needs no GPU."""
 
     def parts() -> tuple[Callable[[], zero.Step], None, None]:
         shard = partial(zero.one_rank, ranks=ranks, stage=stage)

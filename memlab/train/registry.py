@@ -23,8 +23,8 @@ plugs = LazyModule("memlab.train.plugs")
 precision = LazyModule("memlab.precision")
 
 # Slots: a step has one of each.
-SCHEDULE = "schedule of what runs again"
-SAVED_TENSORS = "form of what is kept for backward"
+SCHEDULE = "recomputation schedule"
+SAVED_TENSORS = "format of saved tensors"
 ADAPTERS = "adapters"
 AUTOCAST = "autocast"
 
@@ -34,19 +34,19 @@ FLOAT32 = 4  # bytes
 ENCODED = 1 + FLOAT32 / BLOCK_SIZE  # bytes of an 8-bit element and its share of a scale
 
 FLOAT16_MEETS_BFLOAT16 = (
-    "adding a float16 and a bfloat16 tensor gives float32; take autocast, or weights in float32"
+    "adding a float16 and a bfloat16 tensor gives float32; use autocast, or float32 weights"
 )
 STEPPED_TOO_EARLY = (
-    "a weight is stepped before its gradient can be divided by the scale; take autocast, whose "
+    "weights are stepped before their gradients can be divided by the scale; use autocast, whose "
     "bfloat16 needs no scale"
 )
 GRADIENTS_LEAVE = (
-    "gradients leave for the disk as they come, and the scaler finds none to divide by the scale; "
-    "take autocast, whose bfloat16 needs no scale"
+    "gradients move to the disk during backward, before the scaler can divide them by the scale; "
+    "use autocast, whose bfloat16 needs no scale"
 )
-NEIGHBORS_SHARE = "elements of a block share a scale, and the edge of a shard cuts blocks"
-WHOLE_MATRICES = "a step needs whole matrices, and a shard holds only part of one"
-RANDOM_PER_SHARD = "stochastic rounding draws other random numbers for each shard"
+NEIGHBORS_SHARE = "elements of a block share a scale, but the edge of a shard cuts through blocks"
+WHOLE_MATRICES = "a step needs whole matrices, but a shard holds only part of one"
+RANDOM_PER_SHARD = "stochastic rounding draws different random numbers for each shard"
 
 
 def torch_code(*lines: str) -> Code:
@@ -82,7 +82,7 @@ TECHNIQUES: dict[str, Technique] = {
         slot=SCHEDULE,
         kept=lambda block: block.input,
         recomputed=1.0,
-        costs="the forward pass of each checkpointed layer runs again: about a third more time",
+        costs="recomputes the forward pass of each checkpointed layer: about a third more time",
         code=Code(
             (
                 "from functools import partial",
@@ -103,7 +103,7 @@ TECHNIQUES: dict[str, Technique] = {
         slot=SCHEDULE,
         kept=lambda block: block.input,
         recomputed=1.0,
-        costs="the forward pass runs again: about a third more time",
+        costs="recomputes the forward pass: about a third more time",
         code=Code(
             (
                 "from memlab.checkpointing import checkpoint_blocks, sqrt_schedule",
@@ -118,18 +118,18 @@ TECHNIQUES: dict[str, Technique] = {
     "selective-checkpointing": Technique(
         "checkpoints every block, but keeps the outputs of its matmuls and attention",
         choice=("checkpointing", "selective-checkpointing"),
-        whole_weights="running a block again must call the same operators, and ZeRO's third stage "
-        "gathers the weights in between; use checkpointing, or stage 2",
+        whole_weights="recomputation must call the same operators, but ZeRO's third stage gathers "
+        "weights in between; use checkpointing, or stage 2",
         plugs={"change_model": lambda: plugs.selectively_checkpointed(attention.flash_attention)},
         kernel={"change_model": lambda: plugs.selectively_checkpointed(kernels.flash_attention)},
         slot=SCHEDULE,
         exclusive_with={
-            "streamed-layers": "a recomputed block has to call the same operators as before, and a "
-            "streamed one fetches its weights only once; take checkpointing"
+            "streamed-layers": "recomputation must call the same operators, but a streamed block "
+            "fetches its weights only once; use checkpointing"
         },
         kept=lambda block: block.input + block.matmuls,
         recomputed=0.05,
-        costs="norms, rotations and activation functions run again: about 5 % more time",
+        costs="recomputes norms, rotary embeddings and activation functions: about 5 % more time",
         code=Code(
             (
                 "from functools import partial",
@@ -156,7 +156,7 @@ TECHNIQUES: dict[str, Technique] = {
         kernel={"around_forward": lambda: lambda device: kernels.compressed_activations(8)},
         slot=SAVED_TENSORS,
         encoded=blockwise(8),
-        costs="gradients are those of rounded activations; encoding and decoding take time",
+        costs="gradients are computed from rounded activations; encoding and decoding take time",
         code=Code(
             (
                 "from memlab.compression import compressed_activations",
@@ -230,13 +230,13 @@ TECHNIQUES: dict[str, Technique] = {
         "matmuls of the blocks in FP8, with a scale per tensor; weights keep their dtype",
         plugs={"change_model": lambda: plugs.blocks_to_fp8},
         exclusive_with={
-            "selective-checkpointing": "running a block again must call the same operators, and "
-            "whether layers share an FP8 copy depends on what is alive; take checkpointing",
-            "qlora": "the frozen matrices are decoded from 4 bits for matmuls of their own; take "
-            "lora, whose frozen matmuls can run in FP8",
+            "selective-checkpointing": "recomputation must call the same operators, but whether "
+            "layers share an FP8 copy depends on the tensors alive; use checkpointing",
+            "qlora": "qlora decodes its frozen 4-bit matrices for matmuls of its own; use lora, "
+            "whose frozen matmuls can run in FP8",
         },
-        costs="matmuls round to 4 significant bits, and gradients to 3; casts take time, which a "
-        "GPU with FP8 matmuls (H100, RTX 4090) can win back",
+        costs="matmuls round to 4 significant bits, and gradients to 3; casts take time, which "
+        "faster FP8 matmuls (H100, RTX 4090) can make up for",
         code=Code(
             (
                 "from memlab.precision import convert_to_fp8",
@@ -280,16 +280,16 @@ TECHNIQUES: dict[str, Technique] = {
             "optimizer": lambda: plugs.master_weights_optimizer,
         },
         exclusive_with={
-            "step-in-backward": "the copies are stepped when backward is over; take bfloat16, "
+            "step-in-backward": "the float32 copies are stepped after backward; use bfloat16, "
             "which rounds stochastically and needs no copies",
-            "offloaded-optimizer": "MasterWeights keeps its copies where the weights are; take "
+            "offloaded-optimizer": "MasterWeights keeps its copies on the weights' device; use "
             "bfloat16, or OffloadedOptimizer(weights=True), which keeps copies in its store",
-            "streamed-layers": "streamed layers have float32 copies of their weights in their "
-            "store already; take bfloat16",
+            "streamed-layers": "streamed layers already keep float32 copies of their weights in "
+            "their store; use bfloat16",
         },
         matmul_dtype="bfloat16",
         state_bytes=4 + 8,
-        costs="16 bytes a weight, as in float32; matmuls and activations take half",
+        costs="16 bytes per weight, as in float32; only activations and matmul inputs are halved",
         code=Code(
             (
                 "from memlab.precision import MasterWeights",
@@ -334,7 +334,8 @@ TECHNIQUES: dict[str, Technique] = {
         choice=("chunked_loss", True),
         plugs={"loss": lambda: losses.chunked_cross_entropy},
         kernel={"loss": lambda: kernels.chunked_cross_entropy},
-        costs="a gradient of the unembedding in float32, which pays off from a few thousand tokens",
+        costs="a float32 gradient of the unembedding, so it saves memory from a few thousand "
+        "tokens on",
         code=Code(
             (
                 "from memlab.losses import chunked_cross_entropy",
@@ -347,30 +348,30 @@ TECHNIQUES: dict[str, Technique] = {
         ),
     ),
     "foreach-adamw": Technique(
-        "torch's AdamW on all weights at once",
+        "torch's foreach AdamW: all weights at once",
         plugs={"optimizer": lambda: plugs.of_all_weights(torch.optim.AdamW, foreach=True)},
         state_bytes=8,
         costs="temporaries as large as all the weights",
         code=torch_code("optimizer = torch.optim.AdamW(model.parameters(), foreach=True)"),
     ),
     "fused-adamw": Technique(
-        "torch's AdamW in one kernel",
+        "torch's fused AdamW: one kernel",
         plugs={"optimizer": lambda: plugs.of_all_weights(torch.optim.AdamW, fused=True)},
         state_bytes=8,
-        costs="nothing where a kernel for it exists",
+        costs="nothing, where torch has this kernel",
         code=torch_code("optimizer = torch.optim.AdamW(model.parameters(), fused=True)"),
     ),
     "accumulation": Technique(
-        "one sequence at a time, their gradients added",
+        "one sequence at a time, with accumulated gradients",
         choice=("accumulation", True),
         plugs={"micro_batch": lambda: 1},
         exclusive_with={
-            "step-in-backward": "a weight is stepped by the gradient of the first sequence, before "
-            "the gradients of the others can be added; leave one of them out",
-            "streamed-layers": "gradients leave for the disk as they come, before those of the "
-            "next sequence can be added; leave one of them out",
+            "step-in-backward": "a weight is stepped with the first sequence's gradient, before "
+            "the other sequences' gradients can be added; leave one of the two out",
+            "streamed-layers": "gradients move to the disk during backward, before the next "
+            "sequence's gradients can be added; leave one of the two out",
         },
-        costs="small matmuls use a GPU less well",
+        costs="small matmuls use a GPU less efficiently",
         code=Code(
             (
                 "from memlab.accumulation import accumulate, split",
@@ -384,11 +385,11 @@ TECHNIQUES: dict[str, Technique] = {
         ),
     ),
     "lora": Technique(
-        "frozen weights, and a trained change of rank 8 beside each matrix",
+        "frozen weights, with a trained adapter of rank 8 beside each matrix",
         choice=("lora", True),
         plugs={"change_model": lambda: plugs.add_lora_to_blocks},
         slot=ADAPTERS,
-        costs="another training: only a low-rank change of each matrix is learned",
+        costs="trains less: only a low-rank change of each matrix is learned",
         code=Code(
             (
                 "from memlab.lora import add_lora",
@@ -401,15 +402,15 @@ TECHNIQUES: dict[str, Technique] = {
         ),
     ),
     "qlora": Technique(
-        "LoRA beside frozen weights in 4 bits, which are decoded for each use",
+        "LoRA beside frozen 4-bit weights, which are decoded for each use",
         choice=("qlora", True),
         plugs={"change_model": lambda: plugs.add_qlora_to_blocks},
         slot=ADAPTERS,
         exclusive_with={
-            "streamed-layers": "4-bit weights stay on the device; take lora, whose frozen weights "
+            "streamed-layers": "4-bit weights stay on the device; use lora, whose frozen weights "
             "are streamed",
         },
-        costs="another training: frozen weights are rounded to 4 bits, and decoded in forward and "
+        costs="trains less: frozen weights are rounded to 4 bits, and decoded in forward and "
         "again in backward",
         code=Code(
             (
@@ -455,7 +456,7 @@ TECHNIQUES: dict[str, Technique] = {
         choice=("optimizer", "lion"),
         plugs={"optimizer": lambda: plugs.stochastically_rounded(optim.Lion)},
         state_bytes=4,
-        costs="another optimizer: look for its learning rate again",
+        costs="another optimizer: tune its learning rate again",
         code=Code(
             ("from memlab.optim import Lion", "optimizer = Lion(model.parameters(), lr=1e-4)"),
             ("from lion_pytorch import Lion", "optimizer = Lion(model.parameters(), lr=1e-4)"),
@@ -469,7 +470,7 @@ TECHNIQUES: dict[str, Technique] = {
         cannot_shard=NEIGHBORS_SHARE,
         state_bytes=ENCODED,
         step_copies=6.5,
-        costs="another optimizer: look for its learning rate again",
+        costs="another optimizer: tune its learning rate again",
         code=Code(
             (
                 "from memlab.optim import Lion8bit",
@@ -493,9 +494,10 @@ TECHNIQUES: dict[str, Technique] = {
         "AdamW with one second moment per row or head",
         choice=("optimizer", "adam-mini"),
         plugs={"optimizer": lambda: plugs.adam_mini},
-        cannot_shard="elements of a row share a second moment, and the edge of a shard cuts rows",
+        cannot_shard="elements of a row share a second moment, but the edge of a shard cuts "
+        "through rows",
         state_bytes=4,
-        costs="another optimizer; its partition of the weights is the model's",
+        costs="another optimizer, which partitions the weights by the model's structure",
         code=Code(
             (
                 "from memlab.optim import AdamMini",
@@ -518,8 +520,8 @@ TECHNIQUES: dict[str, Technique] = {
             temporary_bytes=lambda short, long, rank: 4 * short * long + 2 * short**2,
             operations=lambda short, long, rank: newton_schulz_operations(short, long),
         ),
-        costs="another optimizer, and fifteen matmuls per matrix in every step: about 5 · width / "
-        "tokens of the model's own operations, so it needs large batches",
+        costs="another optimizer; fifteen matmuls per matrix in every step, about 5 · width / "
+        "tokens times the model's own operations, so it needs large batches",
         code=Code(
             (
                 "from memlab.optim import Muon, matrix_groups",
@@ -546,8 +548,8 @@ TECHNIQUES: dict[str, Technique] = {
             rank=quarter,
             operations_dtype="float32",
         ),
-        costs="another optimizer; once in 200 steps an SVD of each matrix's gradient, whose time "
-        "and memory are not in these figures",
+        costs="another optimizer; every 200 steps an SVD of each matrix's gradient, whose time "
+        "and memory these figures leave out",
         code=Code(
             (
                 "from memlab.optim import GaLore, matrix_groups",
@@ -561,7 +563,7 @@ TECHNIQUES: dict[str, Technique] = {
         ),
     ),
     "apollo-mini": Technique(
-        "APOLLO-Mini: gradients scaled per matrix, as AdamW's moments of one dimension say",
+        "APOLLO-Mini: gradients with one scale per matrix, from AdamW's moments at rank 1",
         choice=("optimizer", "apollo-mini"),
         plugs={"optimizer": lambda: plugs.apollo_mini},
         cannot_shard=WHOLE_MATRICES,
@@ -573,7 +575,7 @@ TECHNIQUES: dict[str, Technique] = {
             rank=lambda hidden_size: 1,
             operations_dtype="float32",
         ),
-        costs="another optimizer: look for its learning rate again; no momentum in full size",
+        costs="another optimizer: tune its learning rate again; no full-size momentum",
         code=Code(
             (
                 "from memlab.optim import Apollo, matrix_groups",
@@ -591,8 +593,8 @@ TECHNIQUES: dict[str, Technique] = {
         "steps each weight as soon as its gradient is complete",
         choice=("step_in_backward", True),
         plugs={"stepping": lambda: optim.step_in_backward},
-        costs="a stepped weight has no gradient left: no accumulation, no loss scaling, and "
-        "clipping by the global norm finds nothing to clip; a scheduler takes optimizer.optimizer",
+        costs="frees each gradient during backward: no accumulation, no loss scaling, no clipping "
+        "by the global norm; pass optimizer.optimizer to a scheduler",
         code=Code(
             (
                 "from memlab.optim import step_in_backward",
@@ -612,7 +614,7 @@ TECHNIQUES: dict[str, Technique] = {
         choice=("offload", "offloaded-optimizer"),
         plugs={"stepping": lambda: plugs.offloaded},
         on_disk=frozenset({"state"}),
-        costs="each step reads the state from the disk and writes it again",
+        costs="each step reads the state from the disk and writes it back",
         code=Code(
             (
                 "from memlab.offload import DiskStore, OffloadedOptimizer",
@@ -630,8 +632,8 @@ TECHNIQUES: dict[str, Technique] = {
         plugs={"around_forward": lambda: plugs.activations_offloaded},
         slot=SAVED_TENSORS,
         on_disk=frozenset({"activations"}),
-        costs="each step writes what backward needs to the disk and reads it again, in a temporary "
-        'folder or in DiskStore("folder")',
+        costs="each step writes saved tensors to the disk and reads them back; the files are in a "
+        'temporary folder, or in the folder of DiskStore("folder")',
         code=Code(
             (
                 "from memlab.offload import DiskStore, offloaded_activations",
@@ -652,7 +654,7 @@ TECHNIQUES: dict[str, Technique] = {
             "stepping": lambda: plugs.offloaded_with_weights,
         },
         on_disk=frozenset({"weights", "gradients", "state"}),
-        costs="each step moves all weights, gradients and state through the disk",
+        costs="each step reads and writes all weights, gradients and state on the disk",
         code=Code(
             (
                 "from memlab.offload import DiskStore, OffloadedOptimizer, stream_layers",
@@ -670,11 +672,11 @@ TECHNIQUES: dict[str, Technique] = {
         ),
     ),
     "post-hoc-ema": Technique(
-        "two averages of the weights, from which others are synthesized after training",
+        "two averages of the weights; after training, others are synthesized from them",
         plugs={"after_step": lambda: plugs.averaged},
         exclusive_with={
-            "streamed-layers": "averages need weights that are on the device, and streamed ones "
-            "are on the disk between steps; leave one of them out",
+            "streamed-layers": "averages need the weights on the device, but streamed weights are "
+            "on the disk between steps; leave one of the two out",
         },
         costs="two float32 copies of the weights",
         code=Code(
@@ -694,7 +696,7 @@ TECHNIQUES: dict[str, Technique] = {
         "torch's SGD: no state",
         plugs={"optimizer": lambda: plugs.of_all_weights(torch.optim.SGD, lr=0.01)},
         state_bytes=0,
-        costs="another optimizer, which transformers rarely train well with",
+        costs="another optimizer; transformers rarely train well with it",
         code=torch_code("optimizer = torch.optim.SGD(model.parameters(), lr=0.01)"),
     ),
     "momentum-sgd": Technique(
@@ -702,7 +704,7 @@ TECHNIQUES: dict[str, Technique] = {
         plugs={"optimizer": lambda: plugs.stochastically_rounded(optim.MomentumSGD)},
         cannot_shard=RANDOM_PER_SHARD,
         state_bytes=2,
-        costs="another optimizer: look for its learning rate again",
+        costs="another optimizer: tune its learning rate again",
         code=Code(
             (
                 "from memlab.optim import MomentumSGD",
@@ -713,7 +715,7 @@ TECHNIQUES: dict[str, Technique] = {
     ),
 }
 
-# Shown beside the rows: what people turn on together.
+# Shown beside the rows: techniques that people often combine.
 COMBINATIONS = (
     *("checkpointing+autocast", "checkpointing+int8-activations"),
     "checkpointing+flash-attention+chunked-loss",
@@ -722,9 +724,9 @@ COMBINATIONS = (
 
 # Why a step that fills a plug does not run on ZeRO's ranks, sharded or not.
 ONE_PROCESS = {
-    "stepping": "its gradients are used up, or on the disk, before they can be sent to other "
+    "stepping": "gradients are freed, or moved to the disk, before they can be sent to other "
     "ranks; leave step-in-backward, offloaded-optimizer and streamed-layers out",
-    "after_step": "averages are of whole weights, which a rank of ZeRO's third stage doesn't have; "
+    "after_step": "averages need whole weights, which a rank of ZeRO's third stage doesn't have; "
     "leave post-hoc-ema out",
 }
 
@@ -777,7 +779,7 @@ def why_not_together(chosen: Mapping[str, Technique]) -> str | None:
     """Why two of these rows do not work in one step; None if all do."""
     for (name, row), (other, of_other) in combinations(chosen.items(), 2):
         if row.slot is not None and row.slot == of_other.slot:
-            return f"{name} and {other} each bring their own {row.slot}; leave one of them out"
+            return f"{name} and {other} each bring their own {row.slot}; leave one of the two out"
         if reason := row.exclusive_with.get(other) or of_other.exclusive_with.get(name):
             return f"{name} and {other} do not go together: {reason}"
         if plug := next((p for p in row.plugs if _is_taken_twice(p, of_other)), None):
@@ -802,8 +804,8 @@ def _taken_twice(name: str, other: str, plug: str) -> str:
     advice = ""
     if plug == "optimizer" and "bfloat16" in (name, other):
         rest = other if name == "bfloat16" else name
-        advice = f"; for weights in bfloat16, give {rest} and --dtype bfloat16"
+        advice = f"; for bfloat16 weights, give {rest} and --dtype bfloat16"
     return (
-        f"{name} and {other} each bring their own {plug.replace('_', ' ')}; leave one of them out"
-        f"{advice}"
+        f"{name} and {other} each bring their own {plug.replace('_', ' ')}; leave one of the two "
+        f"out{advice}"
     )

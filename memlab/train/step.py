@@ -25,7 +25,7 @@ TEXT = "1 MiB"
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained: everything that the techniques leave alone."""
+    """The model, batch, dtype and device of a training: the parts that no technique changes."""
 
     model: str | GPTConfig = "25m"  # a preset, a file of a shape, or a shape
     batch: int = 4
@@ -71,10 +71,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Training:
-    """A step that can be run again and again, what it trains, and who holds its state.
+    """A step that can run repeatedly, with its model and optimizer.
 
-    `update` is the part of the step after backward: it makes new weights of gradients. `batch` is
-    what every step reads, tokens and targets: whoever wants another copies it into them.
+    `update` is the part of the step after backward, which updates the weights. Every step reads
+    `batch`, tokens and targets. To train on another batch, copy it into these tensors.
     """
 
     step: Callable[[], None]
@@ -171,10 +171,10 @@ def measured(training: Training) -> Trace:
 
 
 def dry_trace(setting: Setting, technique: Technique | Plugs) -> Trace:
-    """The trace of the second step, in which nothing is computed and no memory taken.
+    """The trace of the second step, in a dry run: it computes nothing and allocates no memory.
 
-    In place of a first step the optimizer steps alone, with gradients of zeros: it makes its state
-    by that, as it would by a first step, in half the time.
+    Instead of a first step, only the optimizer steps, with zero gradients. This creates its state
+    as a first step would, in half the time.
     """
     with dry_run():
         training = build(setting, technique)
@@ -185,8 +185,8 @@ def dry_trace(setting: Setting, technique: Technique | Plugs) -> Trace:
 
 
 def predicted_trace(setting: Setting, technique: Technique | Plugs) -> Trace:
-    """The trace of the second step as the setting's device, "cuda" or another target of `predict`,
-    would take it, without one."""
+    """The trace of the second step, predicted for the setting's device: "cuda" or another target
+    of `predict`. Needs no GPU."""
 
     def parts() -> tuple[Callable[[], None], nn.Module, torch.optim.Optimizer]:
         training = build(replace(setting, device="cuda"), technique)

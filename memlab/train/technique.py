@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class BlockBytes(NamedTuple):
-    """The bytes of one transformer block's saved tensors, by what they are.
+    """The bytes of one transformer block's saved tensors, by kind.
 
     input     the block's input
     matmuls   the outputs of its matmuls and of attention
@@ -18,11 +18,11 @@ class BlockBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Code:
-    """The lines that turn a technique on in a training script of one's own.
+    """The lines that turn a technique on in a user's training script.
 
     A script has `model`, `optimizer`, `inputs` and `targets`; `loss_of(model, inputs, targets)`
-    stands for its forward pass. `memlab` uses this library, `production` the package that most
-    people use; it is empty where no maintained package has the technique.
+    stands for its forward pass. `memlab` uses this library, `production` the most common package.
+    It is empty if no maintained package has the technique.
     """
 
     memlab: tuple[str, ...]
@@ -35,15 +35,15 @@ def _whole(hidden_size: int) -> int:
 
 @dataclass(frozen=True)
 class MatrixStep:
-    """What an optimizer takes for a hidden layer's matrix that it steps in a way of its own.
+    """The costs of an optimizer's special step for hidden layers' matrices.
 
     Each is a function of the matrix's short side, its long side and the rank.
 
     state_bytes       optimizer state
-    temporary_bytes   the most temporaries of its step, chunks of rows aside
+    temporary_bytes   the step's temporaries at their peak, without chunks of rows
     operations        operations of the step's matmuls
-    rank              the rank for a model's hidden size; a matrix whose short side is not longer
-                      takes AdamW's step
+    rank              the rank for a model's hidden size; AdamW steps a matrix whose short side is
+                      not longer than the rank
     operations_dtype  the dtype of those matmuls
     """
 
@@ -59,23 +59,23 @@ class Technique:
     """One row of the registry (memlab.train.registry). Every default is the plain step's.
 
     summary          what it does, in one line
-    plugs            what it puts into the plugs of a training step (memlab.train.plugs.Plugs): for
-                     each plug a function that returns it, and imports torch only when called
+    plugs            how it fills the plugs of a training step (memlab.train.plugs.Plugs): for each
+                     plug a function that returns the value, and imports torch only when called
     kernel           the same for its Triton kernel, where it has one
     choice           the field of a planner's Recipe that turns it on, and the value; None: the
                      planner does not search it
-    slot             what a step has room for once: techniques with the same slot exclude each other
+    slot             techniques with the same slot exclude each other
     exclusive_with   techniques that it does not work with, and why
     cannot_shard     why ZeRO cannot shard its state
     whole_weights    why ZeRO cannot shard the weights (stage 3)
     matmul_dtype     the dtype of its matmuls, if not the weights' dtype
     state_bytes      optimizer state for each trained weight
     step_copies      how many float32 copies of a chunk of a weight its step makes
-    matrix_step      what its step takes for matrices of hidden layers, if it has one for those;
+    matrix_step      the costs of its special step for hidden layers' matrices, if it has one;
                      `state_bytes` is then the state of all other weights
     kept             bytes of a block's saved tensors that it keeps for backward
-    encoded          bytes of so many elements that are kept for backward; None: as they are
-    recomputed       the share of the blocks' forward pass that runs again
+    encoded          bytes of this many elements saved for backward; None: saved unchanged
+    recomputed       the recomputed share of the blocks' forward pass
     on_disk          which of "weights", "gradients", "state" and "activations" are on the disk
                      while the device does not need them
     costs            what it costs, for a user who is about to turn it on

@@ -1,6 +1,6 @@
 """Predict the second step of a deep transformers model from shallow ones.
 
-Layers that are alike do alike things, so models with the first few layers of each stack are run,
+Equal layers do equal things, so models with the first few layers of each stack are run,
 and the rest is extrapolated (memlab.planner.repetition). Stacks of equal layers, such as an encoder
 and a decoder, are shortened together; others one after another, which takes twice as many runs for
 each. If the shallow runs establish no rule, the whole model runs.

@@ -1,7 +1,7 @@
-"""Find recipes with which a transformers model's training fits, in each group of recipes.
+"""Find recipes that make a transformers model's training fit, in each group of recipes.
 
 A group's recipes train the same weights in the same precision, so they can be compared by time.
-Groups cannot: LoRA beside 4-bit weights is another training than that of all weights.
+Groups cannot: LoRA beside 4-bit weights trains something else than full fine-tuning.
 
 In each group, recipes are predicted in the order of their time until one fits. A recipe whose
 weights, gradients and optimizer state alone exceed the budget is not predicted.

@@ -70,7 +70,7 @@ class Recipe:
 
     @property
     def group(self) -> str:
-        """What is trained, and how precisely: only rows of one group can be compared."""
+        """The trained weights and their precision: only rows of one group can be compared."""
         if self.method == "full":
             return f"all weights, {_PRECISION_WORDS[self.precision]}"
         base = "4-bit" if self.method == "qlora" else "bfloat16"

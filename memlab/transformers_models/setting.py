@@ -20,7 +20,7 @@ from memlab.transformers_models.training import Training
 
 @dataclass(frozen=True)
 class TransformersSetting:
-    """What is trained, and the device."""
+    """The training and its device."""
 
     training: Training
     device: str = "cpu"

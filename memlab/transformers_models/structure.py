@@ -140,7 +140,7 @@ def _is_kept(name: str, path: str, depth: int) -> bool:
 
 
 def linear_share(model: nn.Module) -> float:
-    """Return the share of the weights that are in linear layers of the stacks."""
+    """Return the share of the weights in linear layers of the stacks."""
     layers = (
         module
         for stack in stacks(model)

@@ -115,7 +115,7 @@ def _classes(config: Any, *shape: int) -> Tensor:
     return torch.randint(0, config.num_labels, shape)
 
 
-# In the order in which they are tried for a model type.
+# In the order of trying for a model type.
 TASKS = (
     Task(
         "speech recognition",

@@ -1,8 +1,8 @@
 """Join several processes in one group, and name the missing rank when a collective fails.
 
-A collective ends when every rank has joined it. If a rank never does, the backend reports only a
-closed connection or a timeout, and not the missing rank. So each rank that stops leaves a note in
-the group's store (a small server in the launcher or on rank 0):
+A collective ends when every rank has joined it. If a rank never joins, the backend reports a closed
+connection or a timeout, but not the missing rank. So each rank that stops leaves a note in the
+group's store (a small server in the launcher or on rank 0):
 
     rank 2 stops with an error           it writes a note and closes its connections
     the other ranks' collectives fail    each notes its collective and how long it waited, closes
@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 GRACE_SECONDS = 5.0  # how long to wait for the other ranks' notes after a failure
 _LEFT = (
-    "no error: it has left the group; run the same number of steps on every rank, and let all "
-    "ranks evaluate and save together"
+    "no error: it has left the group; run the same number of steps on every rank, and evaluate "
+    "and save on all ranks together"
 )
 _groups = count()
 _stores: list[dist.Store] = []  # of the joined groups; notes are left here
@@ -79,7 +79,7 @@ def _rendezvous(limit: timedelta) -> tuple[dist.Store, int, int]:
             f"`torchrun --nproc-per-node 2 script.py` or memlab.zero.launch.run_ranks"
         ) from error
     except dist.DistError as error:
-        raise RankLost(f"no process runs the store where ranks meet: {error}") from error
+        raise RankLost(f"no process serves the store that all ranks connect to: {error}") from error
     store = dist.PrefixStore(f"memlab/{next(_groups)}", store)
     store.set(f"came/{rank}", "")
     try:
@@ -87,7 +87,7 @@ def _rendezvous(limit: timedelta) -> tuple[dist.Store, int, int]:
     except dist.DistError as error:
         missing = [other for other in range(ranks) if not store.check([f"came/{other}"])]
         raise RankLost(
-            f"{format_ranks(missing, ranks)} did not come within {limit.total_seconds():g} s; "
+            f"{format_ranks(missing, ranks)} did not arrive within {limit.total_seconds():g} s; "
             f"check the output of each"
         ) from error
     return store, rank, ranks
@@ -113,8 +113,8 @@ def rank_lost_error(
         notes = _read_notes(store, members)
     except (RuntimeError, dist.DistError):
         return RankLost(
-            f"{doing} failed on rank {rank} of {ranks}, and the process that ran the store, rank 0 "
-            f"or the launcher, is gone ({_first_line(error)})"
+            f"{doing} failed on rank {rank} of {ranks}, and the process with the store (rank 0 or "
+            f"the launcher) is gone ({_first_line(error)})"
         )
     return RankLost(explain(notes, members, ranks, doing, _first_line(error)))
 
@@ -128,13 +128,13 @@ def explain(notes: dict[int, Note], members: list[int], ranks: int, doing: str, 
     missing = [rank for rank in members if rank not in notes] or _late(notes)
     if missing:
         timed_out = any(note.timed_out for note in notes.values())
-        how = "did not come in time" if timed_out else "ended without a word"
+        how = "did not arrive in time" if timed_out else "died without a message"
         return f"{format_ranks(missing, ranks)} {how}: {doing} cannot finish"
     places = [f"rank {rank} in {notes[rank].doing}" for rank in members]
     return (
         f"the ranks wait for each other, {', '.join(places)}; all ranks must call the same "
         f"collectives in the same order: check for a rank with more micro-batches, another branch "
-        f"of the model, or a step that one rank does alone, such as saving or evaluating ({error})"
+        f"of the model, or a step that only one rank runs, such as saving or evaluating ({error})"
     )
 
 

@@ -139,7 +139,7 @@ def _start(folder: Path, rank: int, environment: dict[str, str]) -> subprocess.P
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> list[int]:
-    """Return the ranks that ended by themselves, in the order in which they ended."""
+    """Return the ranks that ended by themselves, in the order of their ends."""
     ended: list[int] = []
     while len(ended) < len(processes) and time.monotonic() < deadline:
         for rank, process in enumerate(processes):
@@ -250,7 +250,7 @@ def _import_target(target: str) -> Callable[..., Any]:
         where, _, name = target.rpartition(":")
         module = _module_of_file(Path(where)) if where.endswith(".py") else import_module(where)
     if not hasattr(module, name):
-        raise TypeError(f"there is no {name} in {target[:60]!r}; define a function of that name")
+        raise TypeError(f"there is no {name} in {target[:60]!r}; define a function with this name")
     return getattr(module, name)
 
 

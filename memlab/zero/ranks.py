@@ -330,7 +330,7 @@ class ReplicatedRank(Rank):
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Do nothing in stage 0, in which every rank steps all weights."""
+        """Do nothing in stage 0, where every rank steps all weights."""
         if self.plan.stage > 0:
             pending = [
                 self.comm.all_gather(self.index, number, whole)

@@ -4,7 +4,7 @@
     backward of a unit     gather them again ── run it ── free them ── reduce-scatter its gradients
 
 A freed weight keeps its tensor and empties its storage. Tensors that autograd saved are views of
-that storage, so backward finds the values there after the second gather. A unit's shards are
+this storage, so backward finds the values there after the second gather. A unit's shards are
 gathered into one flat buffer and copied into its weights, so both exist for a moment.
 
 With `overlap` the next unit is gathered while the current one runs. The previous pass gives the

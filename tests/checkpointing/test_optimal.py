@@ -230,7 +230,7 @@ def griewank_walther(stages: int, checkpoints: int) -> int:
 
 
 def equal_stages(stages: int) -> tuple[Chain, int]:
-    """Return a chain in which a checkpoint takes one byte, and the bytes of one stage's backward.
+    """Return a chain whose checkpoints take one byte each, and the bytes of one stage's backward.
 
     Each byte beyond these allows one more checkpoint. The chain's input is a free checkpoint, but
     the input of the current stage takes a byte.

@@ -234,7 +234,7 @@ def no_name(rng: random.Random, known: tuple[str, ...]) -> str:
 
 
 def word(rng: random.Random) -> str:
-    """Return random letters that are not a name."""
+    """Return random letters, not a name."""
     return "".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 8))) + "q"
 
 
@@ -344,7 +344,7 @@ def twice(command: str) -> Kind:
 
 
 def bad_number(command: str) -> Kind:
-    """Return a line in which only the number is wrong."""
+    """Return a line with only the number wrong."""
     needed = given(command, "--model", "--memory") if command == "plan" else []
 
     def line(rng: random.Random) -> Line:
@@ -695,7 +695,7 @@ def missing(command: str) -> Kind:
 
 
 def not_explained(rng: random.Random) -> Line:
-    """Return a file that is no snapshot, log or trace, or that is absent."""
+    """Return a missing file, or one without a snapshot, log or trace."""
     name = rng.choice((*sorted(CONFIGS), *sorted(SCRIPTS), "taken", "nowhere", "/dev/null"))
     return [name if rng.random() < 0.5 else f"{word(rng)}.pickle"]
 

@@ -110,11 +110,11 @@ def test_without_a_gpu_the_report_names_the_default_target(report):
 @pytest.mark.parametrize(
     ("name", "capability", "text"),
     [
-        ("NVIDIA H200", (9, 0), "cuda:h200: sm_90, workspace 32 MiB, attention by cudnn"),
-        ("Tesla T4", (7, 5), "cuda:t4: sm_75, workspace 8.12 MiB, attention by efficient"),
-        ("RTX 4070", (8, 9), "cuda:rtx4070: sm_89, workspace 8.12 MiB, attention by flash"),
-        ("RTX 4050", (8, 9), "cuda:sm_89: sm_89, workspace 8.12 MiB, attention by flash"),
-        ("GTX 1080", (6, 1), "cuda:sm_61: sm_61, workspace 8.12 MiB, attention by efficient"),
+        ("NVIDIA H200", (9, 0), "cuda:h200: sm_90, workspace 32 MiB, cudnn attention"),
+        ("Tesla T4", (7, 5), "cuda:t4: sm_75, workspace 8.12 MiB, efficient attention"),
+        ("RTX 4070", (8, 9), "cuda:rtx4070: sm_89, workspace 8.12 MiB, flash attention"),
+        ("RTX 4050", (8, 9), "cuda:sm_89: sm_89, workspace 8.12 MiB, flash attention"),
+        ("GTX 1080", (6, 1), "cuda:sm_61: sm_61, workspace 8.12 MiB, efficient attention"),
         (
             "NVIDIA Thor",
             (11, 0),

@@ -80,7 +80,7 @@ def quick_steps():
 
 
 class Rows(dict[str, Row]):
-    """Rows that are measured when they are first used."""
+    """Rows measured on first use."""
 
     def __init__(self, row_of: Callable[[str, Plugs], Row]) -> None:
         self._row_of = row_of
@@ -405,7 +405,7 @@ def test_the_default_sequence_length_is_the_models_maximum():
         (
             ["--technique", "bfloat16+sgd"],
             "got --technique bfloat16+sgd: bfloat16 and sgd each bring their own optimizer; leave "
-            "one of them out; for weights in bfloat16, give sgd and --dtype bfloat16",
+            "one of the two out; for bfloat16 weights, give sgd and --dtype bfloat16",
         ),
         (["--dtype", "int8"], "got --dtype int8; choose from float32, bfloat16, float16"),
         (["--batch", "0"], "got --batch 0; expected an integer from 1 to 1,000,000"),
@@ -812,7 +812,7 @@ def test_a_cost_hidden_by_the_peak_is_explained():
 
 
 def peak_of(**bytes_: int) -> Row:
-    """Return a row in which all bytes are alive at the peak."""
+    """Return a row with all bytes alive at the peak."""
     events = (
         Event(count, number, category, "", "", "backward", "float32", ())
         for number, (category, count) in enumerate(bytes_.items())

@@ -42,7 +42,7 @@ def test_the_report_has_keys_terms_and_whether_it_fits(plan):
     assert "unknown key: zero_optimization.overlap_com; did you mean" in text
     assert "zero_optimization.overlap_comm? DeepSpeed refuses it" in text
     assert "no effect on memory: gradient_clipping" in text
-    assert "zero_optimization.offload_param.device = cpu: where sharded weights wait" in text
+    assert "zero_optimization.offload_param.device = cpu: device for sharded weights" in text
     assert "GPU: ≈ " in text
     assert ": fits, " in text
     assert "fits up to a micro-batch of " in text

@@ -1,4 +1,4 @@
-"""Broken output streams, deleted folders, arguments that are not UTF-8, and async scripts."""
+"""Broken output streams, deleted folders, arguments outside UTF-8, and async scripts."""
 
 import json
 import os

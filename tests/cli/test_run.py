@@ -132,7 +132,7 @@ def test_a_script_that_cannot_train_is_one_sentence(memlab_in, tmp_path, source,
 
 
 def test_a_module_has_its_own_options(memlab_in, folder):
-    """Those of memlab's names too, such as --gpus."""
+    """Also options with memlab's names, such as --gpus."""
     script = folder / "train.py"
     script.write_text(script.read_text().replace('"--batch-size"', '"--batch-size", "--gpus"'))
     outcome = memlab_in(folder, "run", "--device", "cpu", "-m", "train", "--gpus", "4")

@@ -164,7 +164,7 @@ def planned(memlab_command, tmp_path):
 
 
 def test_a_plan_has_the_largest_batch_and_length(planned):
-    """Of each token, four layers keep their inputs of 1 KiB, and the loss needs more of that."""
+    """For each token, four layers keep their inputs of 1 KiB, and the loss needs more."""
     outcome = planned("batch_size=8, seq=128", "batch_size, seq", "64MiB", "--wide")
     assert (outcome.status, outcome.err) == (0, "")
     header, row = (line for line in outcome.out.splitlines() if line[:4] in ("with", "as i"))
@@ -173,7 +173,7 @@ def test_a_plan_has_the_largest_batch_and_length(planned):
     assert length % 128 == 0
     assert abs(batch * 128 - 8 * length) <= 8 * 128  # tokens are tokens
     words = " ".join(outcome.out.split())
-    assert "each with the others as by default (batch_size=8, seq=128)" in words
+    assert "each with the other at its default (batch_size=8, seq=128)" in words
     assert "not predicted" not in words
 
     within = planned(f"batch={batch}, seq=128", "batch, seq")

@@ -131,7 +131,7 @@ def test_the_command_of_a_plan_trains_with_its_recipe(two):
     assert "\n2 ranks, each with this batch; ZeRO stage 2: sharded gradients too\n" in out
 
 
-# ------------------------------------------------------------------ what is printed
+# ------------------------------------------------------------------ the output
 
 
 def test_peaks_that_differ_are_a_range_with_their_ranks():
@@ -152,7 +152,7 @@ def test_peaks_that_differ_are_a_range_with_their_ranks():
     ("name", "words"),
     [
         ("optimizer", "got a technique that does not work with --zero: Lion8bit keeps"),
-        ("stepping", "got a technique that does not work with --zero: its gradients are used up"),
+        ("stepping", "got a technique that does not work with --zero: gradients are freed"),
         ("ranks", "got 2 processes for a recipe of --ranks 4, whose"),
         ("no stage", "got 2 processes from torchrun without --zero; give the stage"),
         ("stage", "got --zero 4; expected an integer from 0 to 3"),

@@ -35,8 +35,8 @@ def test_the_unquantized_lora_steps_are_allocated_exactly():
 def test_the_accuracy_is_one_sentence(tmp_path, monkeypatch):
     write(tmp_path, monkeypatch, -0.0031)
     assert accuracy("transformers") == (
-        "steps measured on GPUs, transformers: allocated exact in all 3, reserved predicted up to "
-        "0.31% too low and 0.40% too high (3); see EVIDENCE.md"
+        "compared with GPU measurements, transformers: allocated exact in all 3 steps; reserved up "
+        "to 0.31% too low and 0.40% too high in 3 steps; see EVIDENCE.md"
     )
 
 

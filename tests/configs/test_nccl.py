@@ -6,7 +6,7 @@ from memlab.configs import nccl
 from memlab.configs.gpus import GIB, MIB
 
 RECEIVER, SENDER = 10_485_760, 2_097_152  # both sizes in NCCL's log on 8 H100s (NVIDIA/nccl #1685)
-GROWTH = 4.34e9 - 1.06e9  # of each GPU, by the first all-to-all of that report
+GROWTH = 4.34e9 - 1.06e9  # of each GPU, by the report's first all-to-all
 
 
 def test_a_connection_allocates_the_two_sizes_of_nccls_log():

@@ -30,7 +30,7 @@ def test_a_policy_prints_all_its_choices():
 
 
 def build():
-    """Run a step in which every choice matters."""
+    """Run a step where every choice matters."""
     model = nn.Sequential(nn.RMSNorm(32), nn.Dropout(0.1), nn.Linear(32, 32)).to("cuda")
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(2, 4, 16, 32, device="cuda")

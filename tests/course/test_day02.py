@@ -14,11 +14,11 @@ from memlab.course import days
 from memlab.course.exercises import OK, WRONG, judge
 from memlab.trace import Event
 
-SIZES, TAKE, GIVE_BACK, LEAKS, TRAIN_EPOCH, DIAGNOSE = days.day(2).exercises
+SIZES, ALLOCATE, FREE_BLOCK, LEAKS, TRAIN_EPOCH, DIAGNOSE = days.day(2).exercises
 
 
 @dataclass
-class NotebookPiece:
+class NotebookBlock:
     """The learner's class, as in the notebook."""
 
     segment: int
@@ -30,28 +30,28 @@ class NotebookPiece:
 # ------------------------------------------------------------------ right, written differently
 
 
-def take_sorted(pieces, size):
-    for piece in sorted(pieces, key=lambda piece: piece.bytes):  # stable: addresses stay in order
-        if piece.free and piece.bytes >= size:
-            rest, least = piece.bytes - size, 512 if size <= 2**20 else 2**20 + 1
-            if rest >= least:
-                piece.bytes = size
-                above = NotebookPiece(piece.segment, piece.address + size, rest, True)
-                pieces.insert(pieces.index(piece) + 1, above)
-            piece.free = False
-            return piece.address
+def allocate_sorted(pool, size):
+    for block in sorted(pool, key=lambda block: block.bytes):  # stable: addresses stay in order
+        if block.free and block.bytes >= size:
+            remaining, least = block.bytes - size, 512 if size <= 2**20 else 2**20 + 1
+            if remaining >= least:
+                block.bytes = size
+                upper = NotebookBlock(block.segment, block.address + size, remaining, True)
+                pool.insert(pool.index(block) + 1, upper)
+            block.free = False
+            return block.address
     return None
 
 
-def give_back_in_passes(pieces, address):
-    for piece in pieces:
-        if piece.address == address:
-            piece.free = True
+def free_block_in_passes(pool, address):
+    for block in pool:
+        if block.address == address:
+            block.free = True
     while True:
-        for one, other in pairwise(pieces):
-            if one.free and other.free and one.segment == other.segment:
-                one.bytes += other.bytes
-                pieces.remove(other)
+        for lower, upper in pairwise(pool):
+            if lower.free and upper.free and lower.segment == upper.segment:
+                lower.bytes += upper.bytes
+                pool.remove(upper)
                 break
         else:
             return
@@ -64,7 +64,7 @@ def leaks_by_counter(epochs):
         after[event.line] += event.bytes
     for event in epochs[middle].alive():
         before[event.line] += event.bytes
-    found = after - before  # Counters drop what is not above 0
+    found = after - before  # Counters drop values of 0 and below
     return Counter({line: size // (len(epochs) - 1 - middle) for line, size in found.items()})
 
 
@@ -129,8 +129,8 @@ def train_epoch_without_a_hook(model, optimizer, training, held_out, notes):
 @pytest.mark.parametrize(
     ("exercise", "answer"),
     [
-        (TAKE, take_sorted),
-        (GIVE_BACK, give_back_in_passes),
+        (ALLOCATE, allocate_sorted),
+        (FREE_BLOCK, free_block_in_passes),
         (LEAKS, leaks_by_counter),
         (LEAKS, leaks_by_difference),
         (LEAKS, leaks_in_floats),
@@ -148,18 +148,18 @@ def test_a_right_answer_written_differently_passes(exercise, answer):
 
 HOOK_OFF = "    hook.remove()\n"
 NO_GRAD = "    with torch.no_grad():"
-SPLIT = "    if rest >= 512 if size <= MIB else rest > MIB:\n"
-JOIN = "                del pieces[i + 1]"
+SPLIT = "    splits = remaining >= 512 if size <= MIB else remaining > MIB\n"
+JOIN = "                del pool[i + 1]"
 ALL_FREE = """
-    kept = [piece for piece in pieces if not piece.free]
-    for n in {piece.segment for piece in pieces if piece.free}:
-        first, *others = [piece for piece in pieces if piece.free and piece.segment == n]
-        first.bytes += sum(piece.bytes for piece in others)
+    kept = [block for block in pool if not block.free]
+    for n in {block.segment for block in pool if block.free}:
+        first, *others = [block for block in pool if block.free and block.segment == n]
+        first.bytes += sum(block.bytes for block in others)
         kept.append(first)
-    pieces[:] = sorted(kept, key=lambda piece: piece.address)"""
+    pool[:] = sorted(kept, key=lambda block: block.address)"""
 
-BLOCK, INSERTED = "-(-requested_bytes // 512) * 512", "pieces.insert(pieces.index(best) + 1, above)"
-BY_SEGMENT = "pieces.append(above); pieces.sort(key=lambda piece: (piece.segment, piece.address))"
+SIZE, INSERTED = "-(-requested_bytes // 512) * 512", "pool.insert(pool.index(best) + 1, upper)"
+BY_SEGMENT = "pool.append(upper); pool.sort(key=lambda block: (block.segment, block.address))"
 SCALE, MEAN = "output.detach().abs().mean().item()", "sum(seen) / len(seen)"
 
 
@@ -184,31 +184,31 @@ REFUSED = [
         "2.1",
         "powers of two above 1 MiB",
         (
-            "    if block <= MIB",
-            "    if block > MIB: block = 1 << (block - 1).bit_length()\n    if block <= MIB",
+            "    if size <= MIB",
+            "    if size > MIB: size = 1 << (size - 1).bit_length()\n    if size <= MIB",
         ),
     ),
-    ("2.1", "32 bits", (BLOCK, "requested_bytes + 511 & 0xFFFFFE00")),
+    ("2.1", "32 bits", (SIZE, "requested_bytes + 511 & 0xFFFFFE00")),
     ("2.2", "sorted by segment", (INSERTED, BY_SEGMENT)),
     (
         "2.2",
-        "the piece, not the request, chooses the pool",
+        "the block, not the request, chooses the pool",
         (SPLIT, SPLIT.replace("size <=", "best.bytes <= 2 *")),
     ),
     (
         "2.2",
-        "no piece above 20 MiB",
-        ("bytes >= size]", "bytes >= size and piece.bytes <= 20 * MIB]"),
+        "no block above 20 MiB",
+        ("bytes >= size]", "bytes >= size and block.bytes <= 20 * MIB]"),
     ),
     ("2.2", "no address as 0", ("        return None", "        return 0")),
-    ("2.2", "the rest in use", ("rest, free=True", "rest, free=False")),
-    ("2.3", "merges all free pieces of a segment", (JOIN, f"{JOIN}{ALL_FREE}")),
+    ("2.2", "the upper part allocated", ("remaining, free=True", "remaining, free=False")),
+    ("2.3", "merges all free blocks of a segment", (JOIN, f"{JOIN}{ALL_FREE}")),
     (
         "2.3",
         "returns the list",
         (
-            "                del pieces[i + 1]",
-            "                del pieces[i + 1]\n    return pieces",
+            "                del pool[i + 1]",
+            "                del pool[i + 1]\n    return pool",
         ),
     ),
     (
@@ -291,36 +291,36 @@ def test_a_key_error_for_a_line_that_is_new_after_the_middle_is_told():
 
 
 def test_a_list_assigned_to_the_argument_is_told():
-    def without_the_freed(pieces, address):
-        pieces = [piece for piece in pieces if piece.address != address]
+    def without_the_freed(pool, address):
+        pool = [block for block in pool if block.address != address]
 
-    def copied(pieces, address):
-        pieces = sorted(pieces, key=lambda piece: (pieces[0].segment, piece.address))
-        next(piece for piece in pieces if piece.address == address).free = True
+    def copied(pool, address):
+        pool = sorted(pool, key=lambda block: (pool[0].segment, block.address))
+        next(block for block in pool if block.address == address).free = True
 
     for answer in (without_the_freed, copied):  # a local name, and one in a closure
-        verdict = judge(GIVE_BACK, answer)
+        verdict = judge(FREE_BLOCK, answer)
         assert verdict.status == WRONG
         assert "Your function assigns a new list to its argument." in verdict.text
-    assert "another list" not in judge(GIVE_BACK, lambda pieces, address: None).text
+    assert "another list" not in judge(FREE_BLOCK, lambda pool, address: None).text
 
 
-def test_wrapping_around_to_the_last_piece_has_its_remark():
-    def wraps_around(pieces, address):
-        place = next(i for i, piece in enumerate(pieces) if piece.address == address)
-        pieces[place].free = True
-        for lower in (place, place - 1):  # -1 is the last, and the first stands above it
-            if lower + 1 < len(pieces):
-                one, other = pieces[lower], pieces[lower + 1]
-                if one.free and other.free and one.segment == other.segment:
-                    one.bytes += other.bytes
-                    del pieces[lower + 1]
+def test_wrapping_around_to_the_last_block_has_its_remark():
+    def wraps_around(pool, address):
+        index = next(i for i, block in enumerate(pool) if block.address == address)
+        pool[index].free = True
+        for i in (index, index - 1):  # pool[-1] is the last block
+            if i + 1 < len(pool):
+                lower, upper = pool[i], pool[i + 1]
+                if lower.free and upper.free and lower.segment == upper.segment:
+                    lower.bytes += upper.bytes
+                    del pool[i + 1]
 
-    verdict = judge(GIVE_BACK, wraps_around)
+    verdict = judge(FREE_BLOCK, wraps_around)
     assert verdict.text.startswith(
-        "give_back([0: 512 taken, 512: 512 taken, 1,024: 1,024 free], 0)"
+        "free_block([0: 512 allocated, 512: 512 allocated, 1,024: 1,024 free], 0)"
     )
-    assert verdict.text.endswith("pieces[-1] is the last.")
+    assert verdict.text.endswith("pool[-1] is the last block.")
 
 
 # ------------------------------------------------------------------ compared with the allocator
@@ -328,11 +328,9 @@ def test_wrapping_around_to_the_last_piece_has_its_remark():
 
 @pytest.mark.parametrize("requested", [1, 512, 513, 2**20, 2**20 + 1, 10 * 2**20 - 1, 2**25 + 1])
 def test_sizes_agrees_with_the_simulated_allocator(requested):
-    block, segment = SIZES.reference(requested)
+    size, segment = SIZES.reference(requested)
     blocks = simulate([Event(requested, 1, "activations", "", "", "forward", "uint8", ())])
     assert blocks.reserved_bytes == segment
-    wasted = (
-        blocks.allocated_bytes - block
-    )  # in the large pool a rest of up to 1 MiB goes with the block
+    wasted = blocks.allocated_bytes - size  # in the large pool, up to 1 MiB is not split off
     assert 0 <= wasted <= 2**20
-    assert wasted == 0 or wasted == segment - block
+    assert wasted == 0 or wasted == segment - size

@@ -284,13 +284,13 @@ SAID = [
         "3.1",
         "old gradients",
         (ZERO, "        total, count = 0.0, 0\n"),
-        "It depends on gradients from before the epoch: clear them first.",
+        "They depend on gradients from before the epoch: clear these first.",
     ),
     (
         "3.1",
         "the length of the step",
         ("weight.grad /= max(count, 1)", "weight.grad /= max(2 * count, 1)"),
-        "The step has the right direction and 0.5 times the right length.",
+        "The update has the right direction and 0.5 times the right length.",
     ),
     (
         "3.2",

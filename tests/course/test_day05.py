@@ -49,7 +49,7 @@ def by_hand(fn, *inputs):
 
 
 def with_slots_of_a_class(fn, *inputs):
-    """Slots are objects, filled in the order in which they were created."""
+    """Slots are objects, filled in the order of creation."""
 
     class Slot:
         tensor = None
@@ -157,7 +157,7 @@ def test_a_verdict_on_a_schedule_names_only_what_is_wrong():
     text = judge(SCHEDULE, shorter_first).text
     assert "peak" in text
     assert "run" not in text.partition(".")[0]
-    assert "parts" not in text
+    assert "segments, wanted" not in text
 
 
 # ------------------------------------------------------------------ the solution, edited
@@ -179,11 +179,11 @@ FIRST_DETACHED = (
     (RETURN, "return None, inputs[0].grad, *(None for _ in others)"),
 )
 SLOT_OF = "slots.append(None)\n        return len(slots) - 1"
-IS_EMPTY = "if slots[number] is None:"
+IS_EMPTY = "if slots[index] is None:"
 FLOATS = "t.is_floating_point() and t.numel() > 1"
 STATE = "state = [], torch.get_rng_state()"
-EMPTIED_TOGETHER = """tensor = slots[number]
-        out.append(number)
+EMPTIED_TOGETHER = """tensor = slots[index]
+        out.append(index)
         if len(out) == len(slots):
             out.clear()
             slots[:] = [None] * len(slots)"""
@@ -197,7 +197,7 @@ LEAVES_STAY = (  # weights are in memory anyway
     (SLOT_OF, f"t = tensor\n        if {IS_LEAF}:\n            return t\n        {SLOT_OF}"),
     (
         IS_EMPTY,
-        f"if isinstance(number, torch.Tensor):\n            return number\n        {IS_EMPTY}",
+        f"if isinstance(index, torch.Tensor):\n            return index\n        {IS_EMPTY}",
     ),
     ("slots.append, lambda", f"lambda t: None if {IS_LEAF} else slots.append(t), lambda"),
 )
@@ -260,7 +260,7 @@ REFUSED = [
         ("slots.append, lambda", f"lambda t: slots.append(t) if {FLOATS} else None, lambda"),
         (
             IS_EMPTY,
-            f"if isinstance(number, torch.Tensor):\n            return number\n        {IS_EMPTY}",
+            f"if isinstance(index, torch.Tensor):\n            return index\n        {IS_EMPTY}",
         ),
     ),
     (
@@ -279,14 +279,14 @@ REFUSED = [
         "5.2",
         "slots are emptied together",
         (f"slots, {STATE}", f"out = []\n    slots, {STATE}"),
-        ("tensor, slots[number] = slots[number], None", EMPTIED_TOGETHER),
+        ("tensor, slots[index] = slots[index], None", EMPTIED_TOGETHER),
     ),
     (
         "5.2",
         "a graph under no_grad",
         (
-            "with saved_tensors_hooks(leave_a_slot, tensor_of):",
-            "with saved_tensors_hooks(leave_a_slot, tensor_of), torch.enable_grad():",
+            "with saved_tensors_hooks(pack, unpack):",
+            "with saved_tensors_hooks(pack, unpack), torch.enable_grad():",
         ),
     ),
     (
@@ -337,8 +337,8 @@ def test_hooks_that_fill_no_slot_are_not_mistaken_for_missing_hooks(tmp_path):
 
 
 def test_a_verdict_names_the_shapes_of_swapped_slots(tmp_path):
-    last = ("tensor, slots[number] = slots[number], None", "tensor = slots.pop()")
-    empty = ("if slots[number] is None:", "if not slots or slots[-1] is None:")
+    last = ("tensor, slots[index] = slots[index], None", "tensor = slots.pop()")
+    empty = ("if slots[index] is None:", "if not slots or slots[-1] is None:")
     verdict = verdict_on(("5.2", (last, empty)), tmp_path)
     assert "of fn had shape (8, 64), and came back with shape (64, 16)" in verdict.text
 

@@ -43,7 +43,7 @@ unbeaten = given(6, "unbeaten")
 
 
 def from_the_back(schedule, stages):
-    """Sums up what is held anew for each part."""
+    """Sums up the held bytes anew for each part."""
 
     def kept(part):
         if isinstance(part, int):
@@ -383,7 +383,7 @@ def every_schedule(start, end):
 
 @cache
 def of_several_parts(start, end):
-    """The schedules that are not a single segment."""
+    """The schedules of several parts."""
     found = [(start, *rest) for rest in every_schedule(start + 1, end)]
     for border in range(start + 1, end):
         pairs = product(of_several_parts(start, border), every_schedule(border, end))

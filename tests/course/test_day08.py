@@ -517,7 +517,7 @@ OF_MATRICES = ((f"weight *= {DECAY}", f"weight *= {DECAY} * (weight.ndim > 1)"),
                     "weight.grad = None\n        update(weight)",
                 ),
             ),
-            "of 13 when its .grad was None: it was dropped before. Hint",
+            "of 13 when its .grad was None: it was freed before. Hint",
         ),
         ("8.3", (("raise ValueError(f", "{}[layer], (f"),), "raised KeyError ('qkv'), wanted a"),
     ],
@@ -639,9 +639,9 @@ def test_every_block_of_a_7b_model_adds_the_same_bytes(monkeypatch, in_turn):
         setting = Setting("of so many blocks", 1, 2048, torch.bfloat16)
         return dry_peak(lion, setting)
 
-    one, two, all_of_them = peak(1), peak(2), peak(32)
-    told = {kind: one.get(kind, 0) + 31 * (two[kind] - one.get(kind, 0)) for kind in two}
-    assert told == all_of_them
+    one, two, measured = peak(1), peak(2), peak(32)
+    extrapolated = {kind: one.get(kind, 0) + 31 * (two[kind] - one.get(kind, 0)) for kind in two}
+    assert extrapolated == measured
 
 
 @pytest.mark.slow
@@ -675,10 +675,10 @@ def test_adam_mini_with_a_bfloat16_momentum_uses_as_many_bytes_as_lion():
             trace = memlab.measure(optimizer.step, model=model, optimizer=optimizer)
         return trace.at_end["optimizer_state"] / PRESETS["25m"].parameters
 
-    brain = {"moment_dtype": torch.bfloat16}
+    bfloat16 = {"moment_dtype": torch.bfloat16}
     partition = optim.gpt_partition(PRESETS["25m"].head_dim)
-    assert state_bytes(lambda model: optim.Lion(model.parameters(), **brain)) == 2
+    assert state_bytes(lambda model: optim.Lion(model.parameters(), **bfloat16)) == 2
     of_mini = state_bytes(
-        lambda model: optim.AdamMini(model.named_parameters(), partition=partition, **brain)
+        lambda model: optim.AdamMini(model.named_parameters(), partition=partition, **bfloat16)
     )
     assert 2 < of_mini < 2.01

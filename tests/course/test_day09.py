@@ -351,7 +351,7 @@ REFUSED = [
     ("9.3", "the first group's betas", ('group["betas"]', 'self.param_groups[0]["betas"]')),
     (
         "9.3",
-        "a copy of a weight that is not contiguous",
+        "a copy of a non-contiguous weight",
         (STEP, STEP[:6] + ".flatten()" + STEP[6:-16]),
     ),
     ("9.4", "a fraction that underflows", ("x.flatten() > 0", f"{FRACTIONS} > 0")),

@@ -21,7 +21,7 @@ from memlab.zero import communication_bytes, model_state_bytes
 
 RING, BUCKETS, AGREED, RESHARDED, WAYS = days.day(13).exercises
 ring_reduce_scatter, reduce_in_buckets = solution("13.1"), solution("13.2")
-agreed_steps, resharded, of_a_rank = (solution(f"13.{n}") for n in (3, 4, 5))
+agreed_steps, resharded, bytes_per_rank = (solution(f"13.{n}") for n in (3, 4, 5))
 
 
 # ------------------------------------------------------------------ right answers
@@ -39,7 +39,7 @@ def with_a_running_sum(peer, whole):
 
 
 def with_counters(peer, made, buckets):
-    """Counts the gradients each bucket still lacks, and keeps flat copies of those that came."""
+    """Counts the gradients each bucket still lacks, and keeps flat copies of the arrived ones."""
     bucket_of = {n: b for b, names in enumerate(buckets) for n in names}
     missing, parts = [len(b) for b in buckets], [{} for _ in buckets]
     begun, sums = [], {}
@@ -119,7 +119,7 @@ def with_a_buffer_of_zeros(read, n, old, new, rank):
 
 
 def returning_a_list(*shape):
-    return list(of_a_rank(*shape))
+    return list(bytes_per_rank(*shape))
 
 
 def with_rounding_by_addition(block, layers, width, tensor, pipeline, data, k, tokens):
@@ -200,7 +200,7 @@ def test_sums_that_did_not_come_from_the_wire_are_refused():
         case = next(c for c in day13.BACKWARDS if [list(b) for b in c.buckets] == buckets)
         return case.sums() if len(sums) == 2 else sums
 
-    assert "is not the one that arrived" in judge(BUCKETS, calculated).text
+    assert "is not the result of wait()" in judge(BUCKETS, calculated).text
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_gradient_that_is_kept_is_found_also_as_a_view_or_copy(keep):
 
         return reduce_in_buckets(peer, noted(), buckets)
 
-    assert "still holds gradient a when c is made" in judge(BUCKETS, hoarding).text
+    assert "still holds gradient a when c is computed" in judge(BUCKETS, hoarding).text
 
 
 def test_gradients_kept_in_a_list_do_not_get_the_remark_about_a_variable():
@@ -234,7 +234,7 @@ def test_gradients_kept_in_a_list_do_not_get_the_remark_about_a_variable():
             work.append(peer.begin(torch.cat(parts)))"""
     flat = ("grads[name] = gradient", "grads[name] = gradient.flatten()")
     found = judge(BUCKETS, edited("13.2", (BEGIN, parts), flat)).text
-    assert "still holds gradient a when c is made" in found
+    assert "still holds gradient a when c is computed" in found
     assert "The variable `flat`" not in found
 
 
@@ -317,7 +317,7 @@ OF_A_COPY = (
 NEWER = (
     ("[], [], list(buckets)", "[], {}, list(buckets)"),
     ("sums.append(work.pop(0).wait())", "newer = work.pop(); sums[newer] = newer.wait()"),
-    ("for name, gradient in made", "begun = []\n    for name, gradient in made"),
+    ("for name, gradient in gradients", "begun = []\n    for name, gradient in gradients"),
     (BEGIN, f"{BEGIN}\n            begun.append(work[-1])"),
     ("return sums +", "sums |= dict(zip(work,"),
     ("for w in work]", "for w in work]))\n    return [sums[w] for w in begun]"),
@@ -347,8 +347,8 @@ REFUSED = [
         ("grads.pop(n)", "grads[n]"),
     ),
     ("13.2", "buckets emptied", ("list(buckets)", "buckets")),
-    ("13.2", "all taken first", ("in made", "in [*made]")),
-    ("13.2", "none taken", ("in made", "in ()")),
+    ("13.2", "all taken first", ("in gradients", "in [*gradients]")),
+    ("13.2", "none taken", ("in gradients", "in ()")),
     ("13.3", "a skipped round is a step", ("            steps += 1", "        steps += worst < 2")),
     ("13.3", "a sum that overflows", (FINE, "gradient.sum().isfinite()")),
     ("13.3", "-inf", (FINE, "gradient.max().isfinite()")),
@@ -543,7 +543,7 @@ def test_resharding_there_and_back_restores_every_shard():
 
 def test_data_parallel_alone_is_the_librarys_stage_1():
     for layers, data, k in ((4, 8, 1), (3, 7, 5)):
-        held, *sent = of_a_rank(1000, layers, 8, 1, 1, data, k, 16)
+        held, *sent = bytes_per_rank(1000, layers, 8, 1, 1, data, k, 16)
         n = 1000 * layers
         assert held == model_state_bytes(n, ranks=data, stage=1, optimizer_bytes=12)
         assert sent == [0, 0, communication_bytes(n, ranks=data, stage=1, micro_batches=k)]
@@ -554,7 +554,7 @@ def test_the_closed_form_equals_a_count_message_by_message():
         for pipeline in (1, 2, 3, 5):
             for data in (1, 3):
                 shape = 480, 7, 8, tensor, pipeline, data, 3, 4
-                assert of_a_rank(*shape) == day13._counted(*shape)
+                assert bytes_per_rank(*shape) == day13._counted(*shape)
 
 
 # ------------------------------------------------------------------ the lesson's claims
@@ -565,7 +565,7 @@ def test_405b_on_128_gpus_holds_and_sends_what_the_lesson_says():
     ends = 2 * huge.vocab_size * huge.hidden_size + huge.hidden_size
     block = (huge.parameters - ends) // huge.layers
     assert (huge.parameters - ends) % huge.layers == 0
-    found = of_a_rank(block, huge.layers, huge.hidden_size, 8, 4, 4, 16, 8192)
+    found = bytes_per_rank(block, huge.layers, huge.hidden_size, 8, 4, 4, 16, 8192)
     assert [f"{n / 1e9:.1f}" for n in found] == ["89.3", "962.1", "8.6", "38.3"]
     assert 0.01 < ends / huge.parameters < 0.011
     assert f"{found[1] / found[3]:.2f}" == "25.15"

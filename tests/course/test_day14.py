@@ -160,7 +160,7 @@ def once_read(store, layers, x, dy_of, lr):
 
 
 def with_numbered_names(disk, step, values, side=None):
-    """Names that are not on the disk yet, and every fsync at the end."""
+    """Names not yet on the disk, and every fsync at the end."""
     if side is None:
         side = next(n for n in count() if not any(f"{n}-{k}" in disk.names() for k in values))
     files = {key: f"{side}-{key}" for key in values}

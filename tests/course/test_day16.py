@@ -57,11 +57,13 @@ def block_by_block(block, layers, tokens, itemsize, checkpointed, ends):
     """Counts the bytes as they are allocated and freed."""
     alive = 0
     for _ in range(layers):
-        numbers = block.width if checkpointed else block.numbers
-        alive += tokens * (itemsize * numbers + (0 if checkpointed else 4 * block.floats))
+        elements = block.width if checkpointed else block.elements
+        alive += tokens * (
+            itemsize * elements + (0 if checkpointed else 4 * block.float32_elements)
+        )
     most = alive + ends
     if checkpointed:
-        alive += tokens * (itemsize * (block.numbers - block.width) + 4 * block.floats)
+        alive += tokens * (itemsize * (block.elements - block.width) + 4 * block.float32_elements)
     return max(most, alive + tokens * itemsize * block.gradients)
 
 
@@ -93,8 +95,8 @@ def for_every_stage(block, end, layers, cut, stage, each, kept):
     found = []
     for number in range(p):
         blocks = len(range(number, layers, p))
-        numbers = blocks * block + (number == 0) * end + (number == p - 1) * end
-        mine = (numbers + t - 1) // t
+        elements = blocks * block + (number == 0) * end + (number == p - 1) * end
+        mine = (elements + t - 1) // t
         shard = (mine + d - 1) // d
         w, g, s = (shard if stage >= at else mine for at in (3, 2, 1))
         states = w * each[0] + g * each[1] + s * each[2]
@@ -187,7 +189,7 @@ REFUSED = [
     ("16.4", "the least bytes cut", ("0.95 * candidate.formula_bytes", LEAST_CUT)),
     ("16.4", "trusted without a margin", (LOOP, f"{LOOP}{SURE.replace('1.05', '1.0')}")),
     ("16.4", "recipes compared", ("c.seconds", "(c.seconds, c.recipe)")),
-    ("16.4", "one of two that are equally fast", (LOOP, f"    {LAST_OF_EQUALS}")),
+    ("16.4", "one of two equally fast recipes", (LOOP, f"    {LAST_OF_EQUALS}")),
     (
         "16.4",
         "measurements kept from call to call",

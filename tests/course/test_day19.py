@@ -11,7 +11,7 @@ from edited import each, verdict_on
 
 import memlab
 from memlab.course import bill, days
-from memlab.course.checks.day19 import DAY, E4M3, E5M2, cast, cast_tiles, kept, matmul
+from memlab.course.checks.day19 import DAY, E4M3, E5M2, cast, cast_tiles, matmul, saved_bytes
 from memlab.course.exercises import OK, WRONG, judge
 from memlab.course.solutions import given
 from memlab.model import PRESETS
@@ -167,9 +167,9 @@ def keeps_a_float32_copy(x, weight):
         (MATMUL, keeps_x_elsewhere, "keeps x for backward"),
         (MATMUL, keeps_a_float32_copy, "bytes for backward; wanted"),
         (MATMUL, lambda *a: matmul(*a).detach(), "no gradient of x"),
-        (MATMUL, lambda *a: 1.01 * matmul(*a), "from what is right"),
-        (MATMUL, lambda x, w: F.linear(x, w.to(x.dtype)), "from what is right"),
-        (KEPT, lambda *a: float(kept(*a)), "a float"),
+        (MATMUL, lambda *a: 1.01 * matmul(*a), "is off by up to"),
+        (MATMUL, lambda x, w: F.linear(x, w.to(x.dtype)), "is off by up to"),
+        (KEPT, lambda *a: float(saved_bytes(*a)), "a float"),
     ],
 )
 def test_other_wrong_answers_are_refused(exercise, answer, said):
@@ -280,12 +280,14 @@ def test_the_table_says_what_the_text_says():
 
 def test_the_shares_of_the_text_are_the_formulas():
     sizes = SEVEN.hidden_size, SEVEN.heads * SEVEN.head_dim, SEVEN.intermediate_size
-    bf16, own, shared = (kept(8192, *sizes, way) for way in ("bf16", "own", "shared"))
+    bf16, own, shared = (saved_bytes(8192, *sizes, way) for way in ("bf16", "own", "shared"))
     assert [round(100 * (1 - way / bf16)) for way in (own, shared)] == [7, 39]
     activations = [deep(n, None, False).at_peak["activations"] for n in (4, 5)]
     of_a_block = activations[1] - activations[0]
     assert 0.24 < bf16 / of_a_block < 0.26  # "a quarter"
-    eight_bits_a_token = kept(8192, *sizes, "shared", 128) - 8192 * sum((2 * sizes[0], *sizes[1:]))
+    eight_bits_a_token = saved_bytes(8192, *sizes, "shared", 128) - 8192 * sum(
+        (2 * sizes[0], *sizes[1:])
+    )
     assert eight_bits_a_token / 8192 == 4 * (2 * 32 + 32 + 86)
 
 

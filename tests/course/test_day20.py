@@ -43,8 +43,8 @@ def after_the_exercises(*names: str) -> dict[str, Any]:
     return found
 
 
-LESSON = after_the_exercises("state_bytes", "TRANSIENTS", "galore_step", "RESERVED")
-TRANSIENTS, RESERVED = LESSON["TRANSIENTS"], LESSON["RESERVED"]
+LESSON = after_the_exercises("state_bytes", "TEMPORARIES", "galore_step", "RESERVED")
+TEMPORARIES, RESERVED = LESSON["TEMPORARIES"], LESSON["RESERVED"]
 
 # ------------------------------------------------------------------ right answers
 
@@ -138,7 +138,7 @@ def test_the_states_of_7b_are_the_planners(ours, rank, name):
 
 def test_the_transient_of_muon_is_the_planners():
     terms = training_bytes(SEVEN, Recipe(optimizer="muon"), 1, 256).moments["optimizer"]
-    assert TRANSIENTS["muon"] == terms["optimizer_temporaries"]
+    assert TEMPORARIES["muon"] == terms["optimizer_temporaries"]
 
 
 def test_galores_transient_is_that_of_an_svds_results():
@@ -147,7 +147,7 @@ def test_galores_transient_is_that_of_an_svds_results():
         gradient = torch.zeros(m, n)
         trace = memlab.measure(lambda: torch.linalg.svd(gradient, full_matrices=False))
     before = sum(event.bytes for event in trace.events if event.phase == "before")
-    assert trace.peak_bytes - before == TRANSIENTS["galore"]
+    assert trace.peak_bytes - before == TEMPORARIES["galore"]
 
 
 def test_elements_kept_needs_a_rank_below_the_short_side():

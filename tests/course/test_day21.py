@@ -23,8 +23,8 @@ from memlab.model import GPT, PRESETS
 from memlab.planner.repetition import extrapolate
 
 PACK, JOIN, ATTEND, CACHE, LOG_PROBS = DAY.exercises
-Setup, dpo_step, dpo_loss, selected, without_adapters, KVCache, generate = given(
-    21, "Setup", "dpo_step", "dpo_loss", "selected", "without_adapters", "KVCache", "generate"
+Setup, dpo_step, dpo_loss, by_logsumexp, without_adapters, KVCache, generate = given(
+    21, "Setup", "dpo_step", "dpo_loss", "by_logsumexp", "without_adapters", "KVCache", "generate"
 )
 EIGHT = PRESETS["llama-3-8b"]
 SHAPE = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -179,7 +179,12 @@ def constant(name: str):
         for node in ast.walk(source())
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
     ]
-    names = {"Setup": Setup, "Predicted": Predicted, "replace": replace, "selected": selected}
+    names = {
+        "Setup": Setup,
+        "Predicted": Predicted,
+        "replace": replace,
+        "by_logsumexp": by_logsumexp,
+    }
     names |= {"token_log_probs": token_log_probs, "LORA": Setup(lora=True)}
     return eval(compile(ast.Expression(assigned), name, "eval"), names)
 
@@ -228,7 +233,7 @@ def test_every_setup_has_the_same_gradients():
         return model, before
 
     found = []
-    for log_probs in (Setup().log_probs, selected, token_log_probs):
+    for log_probs in (Setup().log_probs, by_logsumexp, token_log_probs):
         model, before = policy(log_probs)
         with torch.no_grad():
             references = before(tokens, tokens).sum(1), without_adapters(model, tokens).sum(1)

@@ -158,7 +158,7 @@ def test_an_error_is_not_a_named_mistake():
     assert SAME not in judge(DOUBLE, answer).text
 
 
-# ------------------------------------------------------------------ errors that are not stubs
+# ------------------------------------------------------------------ errors other than stubs
 
 
 @pytest.mark.parametrize(

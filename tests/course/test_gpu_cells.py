@@ -12,7 +12,7 @@ CUDA_ALONE = {"day13", "day16", "day19", "day21"}
 
 
 def gpu_cells(source: str) -> list[str]:
-    """The code of the cells that are for the reader's GPU."""
+    """The code of the cells for the reader's GPU."""
     cells = source.split("\n# %%")
     return [cell for cell in cells if re.match(r' tags=.* reason="[^"]*reader\'s GPU', cell)]
 

@@ -93,8 +93,8 @@ def test_each_item_is_done_or_says_what_is_left():
 def test_the_page_counts_its_items():
     left = sum(item.state.startswith(NEEDS_A_GPU) for item in ITEMS)
     words = " ".join(PAGE.split())
-    assert f"Each of their {len(ITEMS)} items" in words
-    assert f"For {left} items something is left that needs a GPU" in words
+    assert f"each of their {len(ITEMS)} items" in words
+    assert f"{left} items still need a measurement on a GPU" in words
 
 
 @pytest.mark.parametrize(

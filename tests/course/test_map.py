@@ -30,6 +30,13 @@ def test_a_lesson_says_what_you_can_do_after_it(number):
     assert 30 <= summary.minutes <= 120
 
 
+def test_a_list_of_abilities_becomes_a_sentence(monkeypatch):
+    abilities = "After today you can:\n\n- read\n- write"
+    cell = f"# Day 1: A title\n\n**A question?** {abilities}\n\nAbout 75 minutes."
+    monkeypatch.setattr(course_map.notebooks, "cells", lambda path: [("markdown", cell)])
+    assert course_map.summary_of(1).ability == "you can read; write"
+
+
 def test_a_first_cell_without_a_part_is_refused(monkeypatch):
     cell = "# Day 1: A title\n\nAbout 75 minutes."
     monkeypatch.setattr(course_map.notebooks, "cells", lambda path: [("markdown", cell)])

@@ -251,7 +251,7 @@ def layer() -> nn.Linear:
     [
         (lambda own, x, y: own(x.detach()) * y, "f gives no gradient of x; wanted one."),
         (lambda own, x, y: own(x) * y.detach(), "f gives no gradient of y; wanted one."),
-        (lambda own, x, y: own(x) * y + 1, "f: the output 0 is up to 1.00e+00 from what is right"),
+        (lambda own, x, y: own(x) * y + 1, "f: the output 0 is off by up to 1.00e+00"),
         (
             lambda own, x, y: nn.functional.linear(x, own.weight.detach(), own.bias) * y,
             "f gives no gradient of weight; wanted one.",
@@ -272,8 +272,8 @@ def test_a_missing_or_wrong_gradient_is_reported(wrong, text):
 @pytest.mark.parametrize(
     ("got", "text"),
     [
-        (torch.tensor([1.0, 2.5]), r"f is up to 5.00e-01 from what is right; wanted at most 1e-01"),
-        (torch.tensor([1.0, torch.nan]), r"f is up to inf from"),
+        (torch.tensor([1.0, 2.5]), r"f is off by up to 5.00e-01; wanted at most 1e-01"),
+        (torch.tensor([1.0, torch.nan]), r"f is off by up to inf"),
         (torch.tensor([1.0, 2.0]).double(), r"gave a tensor of dtype torch.float64; wanted torch."),
         (torch.tensor([[1.0, 2.0]]), r"gave a tensor of shape \(1, 2\); wanted \(2,\)"),
         (None, r"f gave nothing: is there a return; wanted a tensor"),
@@ -343,7 +343,7 @@ def test_views_and_layouts_are_distinguished():
     with pytest.raises(Wrong, match="memory of its own; wanted a view of x"):
         shares_storage("f", x + 0, x=x)
     is_tensor("f", x, dtype=torch.float32, shape=(4, 3), device="cpu", contiguous=True)
-    with pytest.raises(Wrong, match="not contiguous"):
+    with pytest.raises(Wrong, match="a non-contiguous tensor"):
         is_tensor("f", x.mT, contiguous=True)
 
 

@@ -86,5 +86,5 @@ def test_rules_are_sorted_and_their_parts_have_letters_from_a():
 
 
 def test_a_rule_that_does_not_hold_needs_the_truth():
-    with pytest.raises(ValueError, match="say what is true, otherwise="):
+    with pytest.raises(ValueError, match="give the true one, otherwise="):
         rules.verdict("2", False, "1 × and 2 ×")

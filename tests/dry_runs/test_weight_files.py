@@ -94,7 +94,7 @@ def test_a_broken_file_raises_the_librarys_own_error(path, tmp_path):
 def test_files_are_read_as_before_after_a_dry_run(path, tensors):
     before = safetensors.safe_open, os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
     with memlab.dry_run():
-        kept = safetensors.safe_open  # as a module that is imported now keeps it
+        kept = safetensors.safe_open  # as a module imported now keeps it
     assert (safetensors.safe_open, os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")) == before
     assert torch.equal(safetensors_torch.load_file(path)["half"], tensors["half"])
     assert type(kept(path, "pt", device="cuda")) is safetensors.safe_open

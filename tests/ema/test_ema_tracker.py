@@ -231,7 +231,7 @@ def predicted(device, dtype=torch.float32, mib=16, sigmas=SIGMAS):
 
 
 class Sent(TorchDispatchMode):
-    """Count the bytes of tensors that are copied to another device."""
+    """Count the bytes of tensors copied to another device."""
 
     def __init__(self):
         super().__init__()

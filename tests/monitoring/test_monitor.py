@@ -233,10 +233,10 @@ def test_a_leak_is_reported_once_with_its_rate_and_the_time_that_is_left(gpu):
     [warning] = caught
     assert str(warning.message) == (
         "The tensors left after each step grew from 256.00 MiB to 960.00 MiB on cuda:0 in 11 "
-        "steps, by 64.00 MiB per step. The memory is full in about 369 more steps. Find what keeps "
-        "tensors of earlier steps: a list of losses or outputs (append `loss.item()`), a sum of "
-        "losses (add `loss.detach()`), a metric or a cache that is never reset. If a buffer fills "
-        "by design, ignore memlab.monitoring.LeakWarning."
+        "steps, by 64.00 MiB per step. The memory will be full in about 369 more steps. Look for "
+        "code that keeps tensors of earlier steps: a list of losses or outputs (append "
+        "`loss.item()`), a sum of losses (add `loss.detach()`), a metric or a cache without a "
+        "reset. If a buffer grows by design, ignore memlab.monitoring.LeakWarning."
     )
     assert warning.filename == __file__
 
@@ -402,7 +402,7 @@ def test_the_observer_writes_the_snapshot_before_the_error_leaves(
         "memlab: out of memory in step 4 on cuda:0\n"
         "  requested   2.00 GiB, with 1.00 GiB free of 24.00 GiB on the device\n"
         "  last step   peak 23.00 GiB, 3.00 GiB after it; the run's peak is 23.00 GiB\n"
-        "  reserved    23.00 GiB, of which 0 B stayed unused in the last step\n"
+        "  reserved    23.00 GiB, 0 B unused in the last step\n"
         "  growth      +2.00 GiB after the step, over the last 2 steps\n"
         f"  snapshot    {path}\n"
         f"Run `memlab explain {path}` to see what filled the memory.\n"

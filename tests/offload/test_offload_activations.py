@@ -46,7 +46,7 @@ def same(some, others):
 
 
 class Tanhs(nn.Module):
-    """A chain in which each tanh saves its output, a separate storage."""
+    """A chain where each tanh saves its output, a separate storage."""
 
     def forward(self, x):
         for _ in range(LAYERS):

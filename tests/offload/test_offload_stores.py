@@ -146,7 +146,7 @@ def test_traffic_counts_each_move_once(store):
     assert store.traffic.read == 41
     store.get("x")
     assert (store.traffic.read, store.traffic.prefetched) == (82, 41)
-    assert str(store.traffic) == "41 B written, 82 B read, 41 B of it ahead"
+    assert str(store.traffic) == "41 B written, 82 B read, 41 B prefetched"
     store.traffic.reset()
     assert (store.traffic.written, store.traffic.read, store.traffic.prefetched) == (0, 0, 0)
 

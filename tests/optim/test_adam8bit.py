@@ -23,7 +23,7 @@ LR = 1e-3
 
 
 class NearestMoment(QuantizedMoment):
-    """The naive moment, in which a small value may become zero."""
+    """The naive moment, where a small value may become zero."""
 
     def write(self, state, chunk, value):
         stored = self._quantized_view(state, chunk)

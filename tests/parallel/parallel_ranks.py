@@ -193,7 +193,7 @@ def run_block(way: tuple[Any, ...]) -> dict[str, Any]:
     return {"values": values, "saved": saved_bytes_of(running.trace), "held": held, "sent": sent}
 
 
-# What of the reference is replaced, by what, in which way.
+# Mistakes: the replaced function of the reference, its replacement, and the way it is tested.
 MISTAKES = {
     "no all-reduce in backward": ("copy_to_ranks", lambda x: x, TENSOR),
     "an all-reduce in both passes": (
@@ -219,7 +219,7 @@ def mistaken(name: str, mistake: Any, way: tuple[Any, ...]) -> dict[str, Tensor]
 def local(x: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, and the values of a collective that has been started.
 
-    A gradient that is a sum over ranks becomes the sum.
+    A gradient with partial sums on the ranks becomes the sum.
     """
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor import DTensor, Replicate

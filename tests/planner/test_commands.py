@@ -53,7 +53,7 @@ def test_several_ranks_only_get_recipes_that_they_can_run():
 
 @pytest.fixture
 def by_formula(monkeypatch):
-    """Replace predictions by one number: this tests what is printed."""
+    """Replace predictions by one number: this tests the output."""
 
     def answer(setting, names, ranks=1, stage=0, adapters=None):
         peak = training_bytes(setting.config, Recipe(), setting.batch, setting.seq_len).peak_bytes

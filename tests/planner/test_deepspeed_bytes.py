@@ -1,4 +1,4 @@
-"""DeepSpeed's bytes by formula are those of ZeRO's paper and of DeepSpeed's documentation."""
+"""DeepSpeed's bytes by formula match ZeRO's paper and DeepSpeed's documentation."""
 
 import json
 from dataclasses import replace

@@ -195,9 +195,9 @@ def test_a_technique_without_a_place_is_not_attempted_and_raises_if_applied():
         "checkpointing, offloaded-activations",
         "offloaded-activations",
     ]
-    with pytest.raises(ValueError, match=r"got a Linear; checkpointing cannot be put around"):
+    with pytest.raises(ValueError, match=r"got a Linear; memlab cannot checkpoint this model"):
         checkpointed(print, nn.Linear(2, 2), None)
-    with pytest.raises(ValueError, match="got nothing; checkpointing cannot be put around"):
+    with pytest.raises(ValueError, match="got nothing; memlab cannot checkpoint this model"):
         checkpointed(print, None, None)
 
 

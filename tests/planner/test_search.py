@@ -78,7 +78,7 @@ def test_several_ranks_only_get_optimizers_that_zero_can_shard(optimizer):
         ({"optimizer": "adam"}, "got optimizer='adam' in a recipe"),
         (
             {"step_in_backward": True, "accumulation": True},
-            "before the gradients of the others can be added",
+            "before the other sequences' gradients can be added",
         ),
         (
             {"precision": "master-weights", "optimizer": "lion"},
@@ -86,11 +86,11 @@ def test_several_ranks_only_get_optimizers_that_zero_can_shard(optimizer):
         ),
         (
             {"precision": "master-weights", "step_in_backward": True},
-            "the copies are stepped when backward is over",
+            "the float32 copies are stepped after backward",
         ),
         (
             {"accumulation": True, "offload": "streamed-layers"},
-            "gradients leave for the disk as they come",
+            "gradients move to the disk during backward",
         ),
         ({"zero_stage": 2, "offload": "streamed-layers"}, "before they can be sent to other ranks"),
     ],

@@ -158,7 +158,7 @@ def test_the_moment_at_which_memory_ran_out_is_drawn_last():
     assert drawn.edges[-1] == len(run.reserved) + 2  # the start, each event, and the refusal
     assert drawn.reserved[-1] == refused.reserved_bytes
     assert drawn.allocated[-1] == refused.allocated_bytes
-    assert drawn.largest_free[-1] == refused.free_piece_bytes[0]
+    assert drawn.largest_free[-1] == refused.free_block_bytes[0]
 
 
 def test_the_drawn_peaks_are_the_peaks(sample):

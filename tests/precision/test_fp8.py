@@ -156,13 +156,23 @@ def test_another_dtype_is_refused():
 
 @pytest.mark.parametrize("second", FORMATS, ids=str)
 @pytest.mark.parametrize("first", FORMATS, ids=str)
-def test_scaled_mm_gives_what_the_decoded_codes_give(first, second):
+def test_a_cpus_matmul_gives_what_the_decoded_codes_give(first, second):
     a, b = quantize_fp8(normal(16, 32), first), quantize_fp8(normal(48, 32, seed=1), second)
-    assert has_scaled_mm(a, b.transposed())
-    by_torch = matmul_fp8(a, b.transposed(), torch.float32)
-    with patch.object(production, "has_scaled_mm", return_value=False):
-        by_hand = matmul_fp8(a, b.transposed(), torch.float32)
-    torch.testing.assert_close(by_torch, by_hand, rtol=1e-5, atol=1e-5)
+    with torch.autocast("cpu", BF16):
+        product = matmul_fp8(a, b.transposed(), torch.float32)
+    decoded = dequantize_fp8(a).double() @ dequantize_fp8(b).T.double()
+    torch.testing.assert_close(product.double(), decoded, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_a_cpus_matmul_has_the_bytes_of_scaled_mm(dtype):
+    a, b = quantize_fp8(normal(16, 32)), quantize_fp8(normal(48, 32, seed=1)).transposed()
+    operands = sum(t.nbytes for t in (a.codes, a.scales, b.codes, b.scales))
+    product = memlab.measure(lambda: matmul_fp8(a, b, dtype))
+    assert product.peak_bytes == operands + 16 * 48 * dtype.itemsize
+    with torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
+        fake = matmul_fp8(a, b, dtype)
+    assert (fake.shape, fake.dtype) == ((16, 48), dtype)
 
 
 def capable(shape, capability=(9, 0), dtypes=(E4M3, E4M3), tile=None) -> bool:
@@ -275,7 +285,7 @@ def test_values_are_torchaos_and_bytes_are_not(dtype):
 
 
 def new_bytes(trace) -> int:
-    """Bytes that are there at the end and were not before."""
+    """Bytes alive at the end and not before."""
     return sum(event.bytes for event in trace.events if event.phase != "before")
 
 
@@ -558,7 +568,7 @@ def test_a_model_learns_nearly_as_without_fp8(way):
 
 
 def test_checkpointed_blocks_keep_as_much_as_without_fp8():
-    """What is kept are block inputs, which no cast touches."""
+    """Only block inputs are kept, which no cast touches."""
     held = []
     for converted in (False, True):
         model, outputs = GPT(SMALL, dtype=BF16), []

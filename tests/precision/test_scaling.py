@@ -26,7 +26,7 @@ def weights(optimizers) -> list[float]:
 
 
 def iteration(scaler, optimizers, gradients, unscaled) -> None:
-    """Run one training step in which each optimizer gets this gradient, times the scale."""
+    """Run one training step where each optimizer gets this gradient, times the scale."""
     for optimizer, gradient, early in zip(optimizers, gradients, unscaled, strict=True):
         [weight] = optimizer.param_groups[0]["params"]
         weight.grad = torch.tensor([1.0, gradient, 2.0]) * scaler.get_scale()

@@ -147,7 +147,7 @@ WEIGHTS = {
     ),
     "frozen": lambda: torch.zeros(8, 8),
     "a view": lambda: nn.Parameter(torch.zeros(8, 8)).t(),
-    "a leaf that is a view": lambda: torch.zeros(9, 8)[:8].detach().requires_grad_(),
+    "a view and a leaf": lambda: torch.zeros(9, 8)[:8].detach().requires_grad_(),
     "no leaf": lambda: nn.Parameter(torch.zeros(8, 8)) * 1,
 }
 

@@ -7,7 +7,7 @@ from torch import nn
 import memlab
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
-WIDTH = 512  # 262,144 weights, more than the 100,000 from which state is paged
+WIDTH = 512  # 262,144 weights; state is paged from 100,000 on
 WEIGHTS = WIDTH * WIDTH
 KINDS = {"AdamW8bit": 2, "AdamW32bit": 8, "AdamW": 8, "Lion8bit": 1, "AdEMAMix8bit": 3}  # bytes
 

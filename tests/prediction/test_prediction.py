@@ -526,8 +526,8 @@ def test_a_note_names_kernels_that_no_measured_step_used(monkeypatch):
         x = torch.zeros(8, 8, device=device)
         F.rms_norm(F.dropout(x, 0.5), (8,))
 
-    monkeypatch.setattr(accuracy, "confirmed_kernels", lambda: {"dropout in one kernel"})
-    assert "not yet confirmed by a GPU: RMSNorm in one kernel" in predicted(step).notes
+    monkeypatch.setattr(accuracy, "confirmed_kernels", lambda: {"fused dropout"})
+    assert "not yet confirmed by a GPU: fused RMSNorm" in predicted(step).notes
 
 
 def test_a_note_has_the_errors_of_measured_steps_of_its_kind():

@@ -9,11 +9,13 @@ import pytest
 from memlab.scripts.changes import (
     CHANGES,
     NotPossibleError,
+    chunked_loss,
     logits_bytes,
     sharded_bytes,
     together,
 )
 from memlab.scripts.launch import launch_of
+from memlab.scripts.ranks import run_ranks
 from memlab.scripts.running import run
 from tests.transformers_models.configs import TINY
 
@@ -137,6 +139,49 @@ def test_each_gpu_holds_its_share_and_two_whole_layers(outcome):
     unshared = found.trace.peak_bytes - shared
     assert sharded_bytes(found.trace, found.models, 4) == unshared + shared // 4 + 2 * layer
     assert sharded_bytes(found.trace, (), 4) is None
+
+
+SHARDED = """
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    dist.init_process_group("gloo")
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer =
+    """.strip()
+
+
+@pytest.fixture
+def sharded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def run_with(change=None, call="block(x)"):
+        source = SCRIPT.replace("optimizer =", SHARDED).replace("CALL", call)
+        Path("train.py").write_text(dedent(source.replace("AROUND", "if True")))
+        launch = launch_of(["train.py"]).with_ranks(4)
+        return run_ranks(launch, (0,), device="cpu", change=change)[0]
+
+    return run_with
+
+
+def test_the_layers_of_fsdp2_are_checkpointed_as_in_the_script(sharded):
+    plain, ours = sharded(), sharded(CHANGE_OF["checkpointing"])
+    own = sharded(call="checkpoint(block, x, use_reentrant=False)")
+    assert ours.trace.peak_bytes == own.trace.peak_bytes < plain.trace.peak_bytes
+
+
+def test_what_fsdp2_shards_is_not_sharded_again(sharded):
+    found = sharded()
+    assert sharded_bytes(found.trace, found.models, 4) is None
+    with pytest.raises(NotPossibleError, match=r"torchao\.optim\.AdamW8bit does"):
+        sharded(CHANGE_OF["8-bit AdamW"])
+
+
+def test_the_chunked_loss_names_the_models_own_head(outcome):
+    code = chunked_loss("plain", outcome().models)
+    assert "loss = chunked_cross_entropy(hidden, model.head.weight, targets)" in code
 
 
 def test_what_the_script_does_already_is_not_possible(outcome):

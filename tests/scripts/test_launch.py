@@ -36,14 +36,6 @@ def script(tmp_path, monkeypatch):
             "deepspeed --num_gpus 2 train.py --deepspeed",
             Launch("train.py", False, ("--deepspeed",), 2),
         ),
-        (
-            "accelerate launch --num_machines 2 --num_processes 8 train.py",
-            Launch("train.py", ranks=4, nodes=2),
-        ),
-        ("accelerate launch train.py --a b", Launch("train.py", arguments=("--a", "b"))),
-        ("accelerate launch --config_file c.yaml train.py", Launch("train.py")),
-        ("accelerate launch --multi_gpu --num_processes 8 train.py", Launch("train.py", ranks=8)),
-        ("accelerate launch --mixed_precision=bf16 -m a.b", Launch("a.b", True)),
     ],
 )
 def test_a_line_names_the_script_and_its_arguments(line, wanted):
@@ -99,3 +91,80 @@ def test_ranks_fill_nodes_of_eight(count, ranks, nodes):
     last = replace(launch, rank=count - 1).environment
     assert (last["RANK"], last["WORLD_SIZE"]) == (str(count - 1), str(count))
     assert (last["LOCAL_RANK"], last["GROUP_RANK"]) == (str(ranks - 1), str(nodes - 1))
+
+
+# ------------------------------------------------------------------ accelerate launch
+
+FSDP2 = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+mixed_precision: bf16
+num_machines: 2
+num_processes: 8
+machine_rank: 0
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+"""
+
+
+@pytest.fixture
+def accelerate(tmp_path, monkeypatch):
+    """Launch as on a machine without a config file of accelerate's own."""
+    launching = pytest.importorskip("accelerate.commands.launch")
+    monkeypatch.setattr(launching, "default_config_file", str(tmp_path / "none.yaml"))
+    return lambda line: launch_of(["accelerate", "launch", *line.split()])
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted", "precision"),
+    [
+        ("train.py --a b", Launch("train.py", False, ("--a", "b")), "no"),
+        ("--multi_gpu --num_processes 8 train.py", Launch("train.py", ranks=8), "no"),
+        (
+            "--num_machines 2 --num_processes 8 train.py",
+            Launch("train.py", ranks=4, nodes=2),
+            "no",
+        ),
+        ("--mixed_precision=bf16 -m a.b", Launch("a.b", True), "bf16"),
+    ],
+)
+def test_accelerates_options_are_its_own(accelerate, line, wanted, precision):
+    launch = accelerate(line)
+    assert replace(launch, variables={}) == wanted
+    assert launch.variables["ACCELERATE_MIXED_PRECISION"] == precision
+    assert "ACCELERATE_USE_FSDP" not in launch.variables
+
+
+def test_accelerates_config_file_is_read(accelerate, tmp_path):
+    (tmp_path / "fsdp.yaml").write_text(FSDP2)
+    launch = accelerate("--config_file fsdp.yaml train.py")
+    assert (launch.ranks, launch.nodes) == (4, 2)
+    wanted = {
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer",
+    }
+    assert wanted.items() <= launch.environment.items()
+    assert launch.environment["WORLD_SIZE"] == "8"
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("--foo train.py", "accelerate launch: unrecognized arguments: --foo"),
+        ("--multi_gpu", "accelerate launch: the following arguments are required"),
+        ("--config_file none.yaml train.py", "accelerate launch: The passed configuration file"),
+        ("--multi_gpu --use_fsdp train.py", "accelerate launch: You can only use one of"),
+        ("--use_deepspeed train.py", "whose engine memlab does not run; memlab plan --deepspeed"),
+        ("--use_megatron_lm train.py", "with Megatron or a TPU, which memlab does not run"),
+        ("missing.py", "got 'missing.py'; there is no such file"),
+    ],
+)
+def test_what_accelerate_refuses_is_one_sentence(accelerate, capfd, line, complaint):
+    with pytest.raises(ValueError, match=complaint) as caught:
+        accelerate(line)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")

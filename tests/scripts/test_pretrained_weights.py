@@ -69,7 +69,7 @@ for _ in range(3):
 
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
-    """Write packages that are imported in place of installed ones, and nothing in torch.hub."""
+    """Write packages that replace installed ones on import, and nothing in torch.hub."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     (tmp_path / "scripts").mkdir()
     monkeypatch.chdir(tmp_path / "scripts")
@@ -91,7 +91,7 @@ def packages(tmp_path, monkeypatch):
 
 @pytest.fixture
 def notes(packages):
-    """The sentences about stand-ins that were used, in a dry run that is isolated."""
+    """The sentences about used stand-ins, in an isolated dry run."""
     stand_ins = StandIns()
     with memlab.dry_run(), Isolation().active(), stand_ins.active():
         yield lambda: [note.removeprefix("not on this machine: ") for note in stand_ins.notes()]
@@ -215,7 +215,7 @@ def test_pytorchs_vision_repository_has_the_models_of_torchvision(packages):
     stand_ins = StandIns()
     with Isolation().active(), stand_ins.active():
         model = hub.load("pytorch/vision:v0.10.0", "small", weights="DEFAULT", trust_repo=True)
-        with pytest.raises(UnavailableError, match="no copy of the repository pytorch/vision"):
+        with pytest.raises(UnavailableError, match="code is in the repository pytorch/vision"):
             hub.load("pytorch/vision", "nothing")
     assert model.weight.shape == (8, 64)
     assert next(stand_ins.notes()) == (

@@ -1,4 +1,4 @@
-"""A dry run of one rank has the bytes of that rank among real ones."""
+"""A dry run of one rank has the bytes of the same rank among real ones."""
 
 import warnings
 from dataclasses import replace
@@ -188,3 +188,43 @@ def test_all_ranks_of_an_interleaved_pipeline_run():
 def test_ranks_that_send_among_many_are_followed_from_peer_to_peer(monkeypatch):
     monkeypatch.setattr("memlab.scripts.ranks.MOST_STAGES", 3)
     assert list(predicted("one_f_one_b", 4)) == [0, 1, 2, 3]
+
+
+TRAINING = """
+import torch
+SETUP
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+PREPARE
+for _ in range(3):
+    model(torch.randn(64, 64, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+BY_ACCELERATE = {
+    "SETUP": "from accelerate import Accelerator; accelerator = Accelerator()",
+    "PREPARE": "optimizer = torch.optim.AdamW(model.parameters())\n"
+    "model, optimizer = accelerator.prepare(model, optimizer)",
+}
+BY_HAND = {
+    "SETUP": "torch.distributed.init_process_group('nccl'); torch.cuda.set_device(0)",
+    "PREPARE": "torch.distributed.fsdp.fully_shard(model.cuda())\n"
+    "optimizer = torch.optim.AdamW(model.parameters())",
+}
+
+
+def test_accelerates_fsdp2_has_the_bytes_of_fully_shard(tmp_path, monkeypatch):
+    launching = pytest.importorskip("accelerate.commands.launch")
+    monkeypatch.setattr(launching, "default_config_file", str(tmp_path / "none.yaml"))
+    monkeypatch.chdir(tmp_path)
+
+    def trace(line, parts):
+        source = TRAINING
+        for name, code in parts.items():
+            source = source.replace(name, code)
+        Path("train.py").write_text(source)
+        return dry_ranks(launch_of(line.split()), (0,))[0].trace
+
+    options = "--num_processes 4 --use_fsdp --fsdp_version 2"
+    ours = trace(f"accelerate launch {options} train.py", BY_ACCELERATE)
+    own = trace("torchrun --nproc-per-node 4 train.py", BY_HAND)
+    assert (ours.at_peak, ours.reserved_bytes) == (own.at_peak, own.reserved_bytes)

@@ -1,4 +1,4 @@
-"""Recipes, and the code that is printed for them."""
+"""Recipes, and the code printed for them."""
 
 import pytest
 import transformers

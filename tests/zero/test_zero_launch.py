@@ -36,7 +36,7 @@ def test_results_and_output_come_in_the_order_of_ranks(started, capfd):
 
 
 def listening():
-    """Return the ports on which this process listens; other tests may have left some."""
+    """Return the ports where this process listens; other tests may have left some."""
     connections = psutil.Process().net_connections("tcp")
     return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
 

@@ -331,12 +331,12 @@ def test_a_non_finite_value_on_one_rank_raises_the_same_error_on_all(two, stage,
     [
         ("raises", "rank 1 of 3 stopped before the reduce-scatter of root, with OSError: the disk"),
         ("leaves", "rank 1 of 3 stopped before the reduce-scatter of root, with no error: it has"),
-        ("sleeps", "rank 1 of 3 did not come in time: the reduce-scatter of root cannot finish"),
+        ("sleeps", "rank 1 of 3 did not arrive in time: the reduce-scatter of root cannot finish"),
         (
             "goes on",
             "the ranks wait for each other, rank 0 in the all-reduce of a scalar, ",
         ),
-        ("dies", "rank 1 of 3 ended without a word: the reduce-scatter of root cannot finish"),
+        ("dies", "rank 1 of 3 died without a message: the reduce-scatter of root cannot finish"),
     ],
 )
 def test_the_other_ranks_name_a_rank_that_stops_hangs_or_dies(failed, how, words):
@@ -360,13 +360,13 @@ def test_the_launcher_reports_which_rank_was_killed(failed):
 def test_a_rank_that_comes_after_the_others_gave_up_did_not_come_in_time():
     given_up, late = Note("", "the sum", 5.1, True), Note("", "the sum", 0.2)
     notes = {0: given_up, 1: late, 2: given_up._replace(timed_out=False)}
-    words = "rank 1 of 3 did not come in time: the sum cannot finish"
+    words = "rank 1 of 3 did not arrive in time: the sum cannot finish"
     assert explain(notes, [0, 1, 2], 3, "the sum", "closed") == words
 
 
 def test_only_members_of_the_group_can_be_missing():
     notes = {3: Note("", "the sum", 1.0)}
-    words = "rank 1 of 4 ended without a word: the sum cannot finish"
+    words = "rank 1 of 4 died without a message: the sum cannot finish"
     assert explain(notes, [1, 3], 4, "the sum", "closed") == words
 
 

@@ -67,19 +67,18 @@ _PARAMETER_COUNT = Exercise(
     hints=(
         "A matrix from width a to width b has a·b weights, a norm has one weight for each of the "
         "C features. Count the embedding, one block, and the parts after the blocks.",
-        "Count separately what exists once (the embedding; a second one unless tied; the last "
-        "norm) and what exists L times. Key and value together have 2·C·KV·D weights, the norms of "
-        "a block 2·C.",
+        "Some parts exist once: the embedding, a second one unless tied, the last norm. A block "
+        "exists L times. Key and value together have 2·C·KV·D weights, the norms of a block 2·C.",
         "embeddings = V·C if config.tied else 2·V·C. "
-        "block = 2·C·C + 2·C·KV·D + 3·C·hidden + 2·C. How often does each count, and what comes "
-        "after the last block?",
+        "block = 2·C·C + 2·C·KV·D + 3·C·intermediate_size + 2·C. How often does each count, and "
+        "which part comes after the last block?",
     ),
     reference=solution("1.1"),
     check=_check_parameter_count,
     wrong_answers=mistakes(
         "1.1",
         (
-            "Key and value have config.kv_heads heads, not config.heads: queries share them.",
+            "Key and value have config.kv_heads heads, not config.heads: query heads share them.",
             ("config.kv_heads", "config.heads"),
         ),
         (
@@ -97,7 +96,7 @@ _PARAMETER_COUNT = Exercise(
             ("(1 if config.tied else 2)", "1"),
         ),
         (
-            "If config.tied is True, one V × C matrix does both: count it once.",
+            "If config.tied is True, the embedding also computes the logits: count one matrix.",
             ("(1 if config.tied else 2)", "2"),
         ),
         ("This MLP has three matrices: gate, up and down.", ("mlp = 3", "mlp = 2")),
@@ -207,31 +206,34 @@ _STATE_BYTES = Exercise(
     minutes=8,
     difficulty=2,
     hints=(
-        "Write three sums over tensors that exist now: which loop gives you the parameters, which "
-        "the gradients, which the optimizer state?",
+        "Write three sums. Which loop gives you the parameters, which the gradients, and which the "
+        "optimizer state?",
         "optimizer.state is a dictionary with a dictionary of tensors for each parameter. AdamW "
         "keeps exp_avg, exp_avg_sq and a counter called step; other settings keep more.",
-        "parameters = sum(p.nbytes for p in model.parameters()); gradients the same over p.grad "
-        "where it is not None. The state needs two loops: over optimizer.state.values(), and over "
-        "the values of each dictionary in it.",
+        "parameters = sum(p.nbytes for p in model.parameters()). For the gradients, sum "
+        "p.grad.nbytes where p.grad is not None. The state needs two loops: over "
+        "optimizer.state.values(), and over the values of each dictionary in it.",
     ),
     reference=ledger.state_bytes,
     check=_check_state_bytes,
     rebuilds=("memlab.course.ledger.state_bytes", "memlab.measure", "memlab.meter"),
     wrong_answers=mistakes(
         "1.2",
-        ("These are elements, not bytes: a float32 has four bytes.", (".nbytes", ".numel()")),
+        (
+            "You counted elements, not bytes: a float32 element has four bytes.",
+            (".nbytes", ".numel()"),
+        ),
         (
             "Not every element has four bytes: use the tensor's own .nbytes.",
             (".nbytes", ".numel() * 4"),
         ),
         (
             "There may be more than the two moments: count every tensor in the state.",
-            ("tensor in of_one.values()", f"name, tensor in of_one.items() if name in {_MOMENTS}"),
+            ("tensor in entry.values()", f"name, tensor in entry.items() if name in {_MOMENTS}"),
         ),
         (
             "AdamW also keeps a counter of 4 bytes for each parameter.",
-            ("of_one.values()]", "of_one.values() if tensor.ndim]"),
+            ("entry.values()]", "entry.values() if tensor.ndim]"),
         ),
         (
             "Before the first step there are neither gradients nor Adam's state.",
@@ -239,15 +241,15 @@ _STATE_BYTES = Exercise(
             ("state = [", "state = 2 * parameters or ["),
         ),
         (
-            "zero_grad drops gradients, and a frozen layer has none: look at p.grad.",
+            "zero_grad frees gradients, and a frozen layer has none: check p.grad.",
             (_GRADIENTS, "parameters if optimizer.state else []"),
         ),
         (
-            "Change nothing: after zero_grad there is no gradient left to count.",
+            "Do not change the model: after zero_grad there is no gradient left to count.",
             ("    parameters =", "    optimizer.zero_grad()\n    parameters ="),
         ),
         (
-            "An optimizer may have a part of the model only: count the model's parameters.",
+            "An optimizer may update only part of the model: count all of the model's parameters.",
             (_PARAMETERS, '[p for group in optimizer.param_groups for p in group["params"]]'),
         ),
         (
@@ -259,7 +261,7 @@ _STATE_BYTES = Exercise(
             (_PARAMETER_BYTES, "sum(p.nbytes for p in [*parameters, *model.buffers()])"),
         ),
         (
-            "state_dict lists a shared matrix twice; model.parameters() gives it once.",
+            "state_dict lists a shared matrix twice; model.parameters() lists it once.",
             (_PARAMETER_BYTES, "sum(p.nbytes for p in model.state_dict().values())"),
         ),
     ),
@@ -290,57 +292,58 @@ def _check_activation_bytes(answer: BytesOf) -> str:
 
 _ACTIVATION_BYTES = Exercise(
     id="1.3",
-    title="Count the activations that forward keeps",
+    title="Count the activations",
     minutes=15,
     difficulty=3,
     hints=(
-        "Begin with one token and one block: add up the rows of the table above. Every element is "
+        "Start with one token and one block: add up the rows of the table above. Every element is "
         "a float32. Then multiply by the number of tokens, and the block's part by L.",
-        "Per token, a block keeps 2·C elements of sums, 4·C + 2 for the two norms, "
-        "2·C + 2·KV·D + H in attention, and 4·hidden in the MLP. Outside of the blocks: C for the "
-        "embedding, 2·C + 1 for the last norm, V for the log-probabilities, and the loss, a single "
-        "element.",
-        "block = 8·C + 2·KV·D + 4·hidden + H + 2; ends = 3·C + 1 + V. The block counts L times, "
-        "both count for every token; then add the loss, and multiply by four bytes.",
+        "Per token, a block saves 2·C elements of residual sums, 4·C + 2 for the two norms, "
+        "2·C + 2·KV·D + H in attention, and 4·intermediate_size in the MLP. Outside the blocks: C "
+        "for the embedding, 2·C + 1 for the last norm, V for the log-probabilities, and one "
+        "element for the loss.",
+        "Per token: block = 8·C + 2·KV·D + 4·intermediate_size + H + 2, and ends = 3·C + 1 + V. "
+        "Multiply block by L, add ends, and multiply by the number of tokens. Then add the loss, "
+        "and multiply by four bytes.",
     ),
     reference=ledger.activation_bytes,
     check=_check_activation_bytes,
     rebuilds=("memlab.course.ledger.activation_bytes",),
     wrong_answers=mistakes(
         "1.3",
-        ("These are elements: a float32 has four bytes.", ("return 4 * (", "return (")),
-        ("The loss is kept, too: 4 bytes in all.", ("ends) + 1)", "ends))")),
+        ("You counted elements: a float32 element has four bytes.", ("return 4 * (", "return (")),
+        ("The loss is saved, too: 4 bytes in all.", ("ends) + 1)", "ends))")),
         ("The loss is one element in all, not one per token.", ("+ ends) + 1)", "+ ends + 1))")),
         ("A norm is missing: there are two in a block, one at the end.", ("2 * norm", "norm")),
         (
-            "The last norm is outside of the blocks: count it once.",
+            "The last norm is outside the blocks: count it once.",
             ("2 * norm", "3 * norm"),
             ("C + norm + config", "C + config"),
         ),
         (
-            "Attention keeps its log-sum-exp, too: H elements per token.",
+            "Attention saves its log-sum-exp, too: H elements per token.",
             (" + config.heads\n", "\n"),
         ),
         (
-            "A key has D elements per head, and so has a value: KV · D each.",
+            "A key and a value have D elements per head: KV · D each.",
             ("config.kv_heads * config.head_dim", "config.kv_heads"),
         ),
         (
-            "Only one tensor as large as the logits is kept until backward.",
+            "Only one tensor as large as the logits is saved for backward.",
             ("+ config.vocab_size", "+ 2 * config.vocab_size"),
         ),
-        ("Every sequence of the batch keeps its own activations.", ("batch * seq_len", "seq_len")),
+        ("Every sequence of the batch has its own activations.", ("batch * seq_len", "seq_len")),
         (
-            "Keys and values have kv_heads heads, however many heads the queries have.",
+            "Keys and values have kv_heads heads; only the queries have config.heads.",
             ("config.kv_heads", "config.heads"),
         ),
-        ("Each of the L blocks keeps its activations.", ("config.layers * block", "block")),
+        ("Each of the L blocks saves its activations.", ("config.layers * block", "block")),
         (
             "The logits (as log-probabilities, V elements per token) are missing.",
             (" + config.vocab_size", ""),
         ),
         (
-            "The MLP keeps four tensors of width hidden: gate, silu(gate), up and their product.",
+            "The MLP saves four tensors: gate, silu(gate), up and the product of the last two.",
             ("4 * config.intermediate_size", "3 * config.intermediate_size"),
         ),
         (
@@ -375,8 +378,7 @@ def _check_peak_bytes(answer: BytesOf) -> str:
         require(
             gaps[-1] <= TOLERANCE,
             # Rounded: a mistake has one message, with or without the small parts.
-            f"peak_bytes of {name} gave {got / wanted:.2f} × the {format_bytes(wanted)} that are "
-            f"alive.",
+            f"peak_bytes of {name} gave {got / wanted:.2f} × the wanted {format_bytes(wanted)}.",
         )
     return f"{len(_PEAK_CASES)} steps, at most {max(gaps):.3%} off"
 
@@ -390,13 +392,13 @@ _PEAK_BYTES = Exercise(
     minutes=8,
     difficulty=2,
     hints=(
-        "Stop the step when backward begins, and list what is alive. One of the ledger's four "
-        "lines so far is not there yet.",
-        "Weights and both of Adam's moments are alive (12 bytes per weight), and all activations, "
-        "but no gradients. Add backward's first two tensors, each as large as the logits: B·T·V "
+        "List the tensors alive when backward begins. Which of weights, gradients, optimizer state "
+        "and activations does not exist yet?",
+        "Weights, Adam's two moments (12 bytes per weight) and all activations are alive, but no "
+        "gradients. Add backward's first two tensors, each as large as the logits: B·T·V "
         "elements.",
-        "logits = 4 * batch * seq_len * config.vocab_size, and backward makes two of them. The "
-        "other two terms are 12 * parameter_count(config) and the activation bytes of 1.3.",
+        "logits = 4 * batch * seq_len * config.vocab_size; backward allocates two such tensors. "
+        "The other two terms are 12 * parameter_count(config) and the activation bytes of 1.3.",
     ),
     reference=ledger.start_of_backward_bytes,
     check=_check_peak_bytes,
@@ -404,14 +406,14 @@ _PEAK_BYTES = Exercise(
     wrong_answers=mistakes(
         "1.4",
         (
-            "Not everything is alive at once: gradients appear while activations are freed, and "
-            "backward makes temporaries.",
+            "Gradients and activations are not all alive at once: backward allocates gradients "
+            "while it frees activations. It also allocates temporaries.",
             (_ADAMS, "+ 12 * parameter_count(config)"),
             (_TEMPORARIES, ""),
         ),
         ("Backward begins with two temporaries as large as the logits.", (_TEMPORARIES, "")),
         (
-            "Backward makes two tensors as large as the logits, not one.",
+            "Backward allocates two tensors as large as the logits, not one.",
             (_TEMPORARIES, " + logits"),
         ),
         (
@@ -420,10 +422,10 @@ _PEAK_BYTES = Exercise(
         ),
         ("From the second step on, Adam's two moments are alive.", (_ADAMS, "")),
         (
-            "Adam has two moments, of four bytes per weight each.",
+            "Adam has two moments, each with four bytes per weight.",
             (_ADAMS, "+ 4 * parameter_count(config)"),
         ),
-        ("Add the activations that forward keeps.", (f"{_KEPT} + ", "")),
+        ("Add the activations that forward saves.", (f"{_KEPT} + ", "")),
     ),
 )
 
@@ -443,7 +445,7 @@ class _BytesAt:
             raise _TooManyCalls
         require(
             isinstance(batch, int) and batch >= 1,
-            f"bytes_at was called with a batch of {batch!r}; it takes integers from 1.",
+            f"bytes_at was called with a batch of {batch!r}; wanted an integer of at least 1.",
         )
         self.largest = max(self.largest, batch)
         return self._bytes_at(batch)
@@ -456,41 +458,45 @@ class _TooManyCalls(Exception):  # noqa: N818 - the check, which knows the case,
 MOST_CALLS = 60
 _BATCH_CASES: dict[str, tuple[Callable[[int], int], int, int]] = {
     # bytes_at, budget, and the largest batch that fits
-    "10 bytes per sequence, in 55": (lambda batch: 10 * batch, 55, 5),
-    "10 bytes per sequence, in 50": (lambda batch: 10 * batch, 50, 5),
-    "100 bytes and 10 per sequence, in 134": (lambda batch: 100 + 10 * batch, 134, 3),
-    "100 bytes and 10 per sequence, in 90": (lambda batch: 100 + 10 * batch, 90, 0),
-    "100 bytes and 10 per sequence, but at least 150, in 200": (
+    "10 bytes per sequence, budget 55": (lambda batch: 10 * batch, 55, 5),
+    "10 bytes per sequence, budget 50": (lambda batch: 10 * batch, 50, 5),
+    "100 bytes and 10 per sequence, budget 134": (lambda batch: 100 + 10 * batch, 134, 3),
+    "100 bytes and 10 per sequence, budget 90": (lambda batch: 100 + 10 * batch, 90, 0),
+    "100 bytes and 10 per sequence, but at least 150, budget 200": (
         lambda batch: max(150, 100 + 10 * batch),
         200,
         10,
     ),
-    "64 bytes for every 8 sequences or less, in 200": (lambda batch: 64 * -(-batch // 8), 200, 24),
-    "100 bytes and the square of the batch, in 1000": (lambda batch: 100 + batch**2, 1000, 30),
-    "1 byte per sequence, in 64": (lambda batch: batch, 64, 64),
-    "1 byte for every 3 sequences, in 7": (lambda batch: -(-batch // 3), 7, 21),
-    "1 byte per sequence, in 10000000": (lambda batch: batch, 10_000_000, 10_000_000),
-    "5 bytes per sequence, in 200000004": (lambda batch: 5 * batch, 200_000_004, 40_000_000),
+    "64 bytes for every 8 sequences or less, budget 200": (
+        lambda batch: 64 * -(-batch // 8),
+        200,
+        24,
+    ),
+    "100 bytes and the square of the batch, budget 1000": (lambda batch: 100 + batch**2, 1000, 30),
+    "1 byte per sequence, budget 64": (lambda batch: batch, 64, 64),
+    "1 byte for every 3 sequences, budget 7": (lambda batch: -(-batch // 3), 7, 21),
+    "1 byte per sequence, budget 10000000": (lambda batch: batch, 10_000_000, 10_000_000),
+    "5 bytes per sequence, budget 200000004": (lambda batch: 5 * batch, 200_000_004, 40_000_000),
 }
 
 
 def _check_largest_batch(answer: Callable[[Callable[[int], int], int], int]) -> str:
     calls = 0
     for name, (bytes_at, budget, wanted) in _BATCH_CASES.items():
-        case, counted = f"largest_batch with {name} bytes", _BytesAt(bytes_at)
+        case, counted = f"largest_batch with {name} bytes,", _BytesAt(bytes_at)
         try:
             got = answer(counted, budget)
         except _TooManyCalls:
-            raise Wrong(f"{case} measured more than {MOST_CALLS} times.") from None
+            raise Wrong(f"{case} called bytes_at more than {MOST_CALLS} times.") from None
         equal(case, got, wanted, "sequences")
         require(
             counted.largest <= max(1, 2 * wanted),
-            f"{case} measured a batch of {counted.largest:,}, where {wanted:,} fit; wanted at most "
-            f"twice what fits: a batch far too large takes the machine down.",
+            f"{case} called bytes_at({counted.largest:,}), but only {wanted:,} fit; wanted at most "
+            f"twice the largest batch that fits. A much larger one can crash the machine.",
             evidence=(name, "too large"),
         )
         calls = max(calls, counted.calls)
-    return f"{len(_BATCH_CASES)} budgets, at most {calls} measurements"
+    return f"{len(_BATCH_CASES)} budgets, at most {calls} calls"
 
 
 _BY_A_LINE = """
@@ -513,7 +519,7 @@ _LARGEST_BATCH = Exercise(
     hints=(
         "A measurement is expensive: double the batch until it no longer fits.",
         "Then you know one batch that fits and one that does not. Measure the middle, and keep "
-        "the half that contains the answer, until the two are neighbours.",
+        "the half with the answer, until the two differ by 1.",
         "fits, too_many = 0, 1; while bytes_at(too_many) <= budget_bytes: fits, too_many = "
         "too_many, 2 * too_many. Then, while too_many - fits > 1, which of the two does "
         "middle = (fits + too_many) // 2 replace?",
@@ -529,16 +535,16 @@ _LARGEST_BATCH = Exercise(
             body("largest_batch", "return budget_bytes // bytes_at(1)"),
         ),
         (
-            "With few tokens the peak is elsewhere and does not grow yet: a straight line through "
-            "the first two batches misses that.",
+            "For small batches the peak may not grow yet, so do not extrapolate from the first two "
+            "batches.",
             body("largest_batch", _BY_A_LINE),
         ),
         (
-            "Counting up one by one needs too many measurements: use bisection.",
+            "Trying every batch needs too many calls: double, then use binary search.",
             body("largest_batch", _BY_COUNTING),
         ),
         ("A step that needs exactly the budget fits.", ("<= budget_bytes", "< budget_bytes")),
-        ("This is the first batch that does not fit.", ("return fits", "return too_many")),
+        ("You returned the smallest batch that does not fit.", ("return fits", "return too_many")),
         ("If not even one sequence fits, return 0.", ("return fits", "return max(1, fits)")),
         (
             "There is no upper bound at first: find one by doubling.",

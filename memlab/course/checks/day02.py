@@ -17,7 +17,7 @@ from memlab.course.exercises import Bill, Day, Exercise, equal, require
 from memlab.course.properties import furthest, unchanged
 from memlab.course.solutions import body, mistakes, solution
 from memlab.metering import measure
-from memlab.reference.caching_allocator import MIB, Piece, give_back, sizes, take
+from memlab.reference.caching_allocator import MIB, AllocatorBlock, allocate, free_block, sizes
 from memlab.trace import Event, Trace
 from memlab.units import format_bytes
 
@@ -49,7 +49,7 @@ def _check_sizes(answer: Sizes) -> str:
     return f"{len(_REQUESTS)} requests at the limits, {len(drawn)} in between"
 
 
-_BLOCK, _OWN_SEGMENT = "-(-requested_bytes // 512) * 512", "-(-block // (2 * MIB)) * 2 * MIB"
+_SIZE, _OWN_SEGMENT = "-(-requested_bytes // 512) * 512", "-(-size // (2 * MIB)) * 2 * MIB"
 
 _SIZES = Exercise(
     id="2.1",
@@ -62,50 +62,50 @@ _SIZES = Exercise(
         "n bytes, rounded up to a multiple of s, are -(-n // s) * s. A block of at most 1 MiB "
         "gets a segment of 2 MiB, one below 10 MiB gets 20 MiB, and any other its own size, "
         "rounded up to a multiple of 2 MiB.",
-        "block = -(-requested_bytes // 512) * 512. Then three cases, each with a return. The "
-        "first: if block <= MIB: return block, 2 * MIB. The last rounds block up to a multiple "
+        "size = -(-requested_bytes // 512) * 512. Then three cases, each with a return. The "
+        "first: if size <= MIB: return size, 2 * MIB. The last rounds size up to a multiple "
         "of 2 * MIB.",
     ),
     reference=sizes,
     check=_check_sizes,
     wrong_answers=mistakes(
         "2.1",
-        ("A block is a multiple of 512 bytes: round the request up.", (_BLOCK, "requested_bytes")),
+        ("A block is a multiple of 512 bytes: round the request up.", (_SIZE, "requested_bytes")),
         (
             "Rounded down, a block is smaller than the request.",
-            (_BLOCK, "requested_bytes // 512 * 512"),
+            (_SIZE, "requested_bytes // 512 * 512"),
         ),
         (
             "Rounded to nearest, some blocks are too small: round up.",
-            (_BLOCK, "max(512, round(requested_bytes / 512) * 512)"),
+            (_SIZE, "max(512, round(requested_bytes / 512) * 512)"),
         ),
-        ("A multiple of 512 stays as it is.", (_BLOCK, "(requested_bytes // 512 + 1) * 512")),
+        ("A multiple of 512 stays as it is.", (_SIZE, "(requested_bytes // 512 + 1) * 512")),
         (
             "Round to multiples of 512, not to powers of two.",
-            (_BLOCK, "max(512, 1 << (requested_bytes - 1).bit_length())"),
+            (_SIZE, "max(512, 1 << (requested_bytes - 1).bit_length())"),
         ),
         (
             "Return the block first, then the segment.",
-            ("return block, 2 * MIB", "return 2 * MIB, block"),
-            ("return block, 20 * MIB", "return 20 * MIB, block"),
-            (f"return block, {_OWN_SEGMENT}", f"return {_OWN_SEGMENT}, block"),
+            ("return size, 2 * MIB", "return 2 * MIB, size"),
+            ("return size, 20 * MIB", "return 20 * MIB, size"),
+            (f"return size, {_OWN_SEGMENT}", f"return {_OWN_SEGMENT}, size"),
         ),
         (
             "Torch requests more than a block: a small block gets a segment of 2 MiB.",
-            body("sizes", f"block = {_BLOCK}\nreturn block, block"),
+            body("sizes", f"size = {_SIZE}\nreturn size, size"),
         ),
         (
             "Use MiB, not MB. A MiB is 2**20 bytes.",
-            ("return block, 2 * MIB", "return block, 2 * 10**6"),
+            ("return size, 2 * MIB", "return size, 2 * 10**6"),
         ),
         (
             "A block of at most 1 MiB is small: its segment has 2 MiB, not 20.",
-            ("if block <= MIB", "if False"),
+            ("if size <= MIB", "if False"),
         ),
-        ("A block of exactly 1 MiB is small.", ("block <= MIB", "block < MIB")),
+        ("A block of exactly 1 MiB is small.", ("size <= MIB", "size < MIB")),
         (
             "Blocks between 1 and 10 MiB share segments of 20 MiB.",
-            ("if block < 10 * MIB", "if False"),
+            ("if size < 10 * MIB", "if False"),
         ),
         (
             "From 10 MiB on, a segment is a multiple of 2 MiB, not of 20.",
@@ -113,158 +113,164 @@ _SIZES = Exercise(
         ),
         (
             "Round the segment of a large block up to a multiple of 2 MiB.",
-            (_OWN_SEGMENT, "block"),
+            (_OWN_SEGMENT, "size"),
         ),
         (
             "Segments of 20 MiB are for blocks below 10 MiB, not below 20.",
-            ("block < 10 * MIB", "block < 20 * MIB"),
+            ("size < 10 * MIB", "size < 20 * MIB"),
         ),
         (
             "A block of exactly 10 MiB gets its own segment.",
-            ("block < 10 * MIB", "block <= 10 * MIB"),
+            ("size < 10 * MIB", "size <= 10 * MIB"),
         ),
         (
-            "The block decides, not the request: round first, then choose the segment.",
-            ("if block <= MIB", "if requested_bytes <= MIB"),
-            ("if block < 10", "if requested_bytes < 10"),
-            ("-(-block //", "-(-requested_bytes //"),
+            "Choose the segment by the size of the block, not of the request: round first.",
+            ("if size <= MIB", "if requested_bytes <= MIB"),
+            ("if size < 10", "if requested_bytes < 10"),
+            ("-(-size //", "-(-requested_bytes //"),
         ),
     ),
 )
 
 # ------------------------------------------------------------------ 2.2 and 2.3: the pool
 
-Pool = list[Piece]
-Take = Callable[[Pool, int], int | None]
-GiveBack = Callable[[Pool, int], None]
-FREE, TAKEN = True, False
+Pool = list[AllocatorBlock]
+Allocate = Callable[[Pool, int], int | None]
+FreeBlock = Callable[[Pool, int], None]
+FREE, USED = True, False
 
 
 def _pool(*segments: Sequence[tuple[int, bool]]) -> Pool:
-    """Return segments of (bytes, free) pieces at consecutive addresses. Segment numbers decrease,
+    """Return segments of (bytes, free) blocks at consecutive addresses. Segment numbers decrease,
     so that only addresses order the list."""
-    pieces: Pool = []
+    pool: Pool = []
     address = 0
     for number, parts in enumerate(segments):
         for size, free in parts:
-            pieces.append(Piece(len(segments) - number, address, size, free))
+            pool.append(AllocatorBlock(len(segments) - number, address, size, free))
             address += size
-    return pieces
+    return pool
 
 
-def _in_words(pieces: Any) -> str:
-    """The pieces of each segment: "[0: 512 taken, 512: 1,024 free] [1,536: 512 free]"."""
-    facts = _facts(pieces)
+def _in_words(pool: Any) -> str:
+    """Address, bytes and state: "[0: 512 allocated, 512: 1,024 free] [1,536: 512 free]"."""
+    facts = _facts(pool)
     if facts is None:
-        return "something other than a list of pieces"
+        return "something other than a list of blocks"
     text, before = "", None
     for segment, address, size, free in facts:
-        piece = f"{address:,}: {size:,} {'free' if free else 'taken'}"
-        text += f", {piece}" if segment == before else f"{']' if text else ''} [{piece}"
+        block = f"{address:,}: {size:,} {'free' if free else 'allocated'}"
+        text += f", {block}" if segment == before else f"{']' if text else ''} [{block}"
         before = segment
     return f"{text}]".strip()
 
 
-def _facts(pieces: Any) -> list[tuple[int, int, int, bool]] | None:
-    """Return the attributes of the pieces (the notebook's class), or None if one is missing."""
+def _facts(pool: Any) -> list[tuple[int, int, int, bool]] | None:
+    """Return the attributes of the blocks (the notebook's class), or None if one is missing."""
     try:
-        return [(int(p.segment), int(p.address), int(p.bytes), bool(p.free)) for p in pieces]
+        return [(int(b.segment), int(b.address), int(b.bytes), bool(b.free)) for b in pool]
     except (AttributeError, TypeError, ValueError):
         return None
 
 
-def _copy(pieces: Pool) -> Pool:
-    return [replace(piece) for piece in pieces]
+def _copy(pool: Pool) -> Pool:
+    return [replace(block) for block in pool]
 
 
 _SMALL = 2 * MIB  # bytes of a small segment
-_TAKE_CASES: dict[str, tuple[Pool, int]] = {
-    "a piece that just fits": (_pool([(1024, TAKEN), (1024, FREE), (_SMALL - 2048, TAKEN)]), 1024),
-    "one large piece": (_pool([(_SMALL, FREE)]), 512),
-    "no piece is large enough": (_pool([(512, FREE), (_SMALL - 512, TAKEN)]), 1024),
-    "1,024 bytes left": (_pool([(2048, FREE), (_SMALL - 2048, TAKEN)]), 1024),
-    "512 bytes left": (_pool([(1536, FREE), (_SMALL - 1536, TAKEN)]), 1024),
-    "three free pieces": (
-        _pool([(4096, FREE), (512, TAKEN), (2048, FREE), (512, TAKEN), (8192, FREE)]),
+_ALLOCATE_CASES: dict[str, tuple[Pool, int]] = {
+    "a free block of exactly this size": (
+        _pool([(1024, USED), (1024, FREE), (_SMALL - 2048, USED)]),
         1024,
     ),
-    "two free pieces of one size": (_pool([(2048, FREE), (512, TAKEN), (2048, FREE)]), 1024),
-    "two segments": (_pool([(_SMALL, TAKEN)], [(_SMALL, FREE)]), 2048),
+    "one free block of 2 MiB": (_pool([(_SMALL, FREE)]), 512),
+    "no free block is large enough": (_pool([(512, FREE), (_SMALL - 512, USED)]), 1024),
+    "1,024 bytes left": (_pool([(2048, FREE), (_SMALL - 2048, USED)]), 1024),
+    "512 bytes left": (_pool([(1536, FREE), (_SMALL - 1536, USED)]), 1024),
+    "three free blocks": (
+        _pool([(4096, FREE), (512, USED), (2048, FREE), (512, USED), (8192, FREE)]),
+        1024,
+    ),
+    "two free blocks of the same size": (_pool([(2048, FREE), (512, USED), (2048, FREE)]), 1024),
+    "two segments": (_pool([(_SMALL, USED)], [(_SMALL, FREE)]), 2048),
     "a request of exactly 1 MiB": (_pool([(_SMALL, FREE)]), MIB),
     "20 MiB, all free": (_pool([(20 * MIB, FREE)]), 5 * MIB),
     "40 MiB, all free": (_pool([(40 * MIB, FREE)]), 30 * MIB),
-    "a large piece with half a MiB left": (
-        _pool([(5 * MIB + MIB // 2, FREE), (14 * MIB + MIB // 2, TAKEN)]),
+    "large pool, half a MiB left": (
+        _pool([(5 * MIB + MIB // 2, FREE), (14 * MIB + MIB // 2, USED)]),
         5 * MIB,
     ),
-    "a large request in a piece no larger than a small segment": (
-        _pool([(MIB + MIB // 2, FREE), (18 * MIB + MIB // 2, TAKEN)]),
+    "large pool, a free block of 1.5 MiB": (
+        _pool([(MIB + MIB // 2, FREE), (18 * MIB + MIB // 2, USED)]),
         MIB + 512,
     ),
-    "a large piece with 1 MiB left": (_pool([(6 * MIB, FREE), (14 * MIB, TAKEN)]), 5 * MIB),
-    "a large piece with 1 MiB and 512 bytes left": (
-        _pool([(6 * MIB + 512, FREE), (14 * MIB - 512, TAKEN)]),
+    "large pool, 1 MiB left": (_pool([(6 * MIB, FREE), (14 * MIB, USED)]), 5 * MIB),
+    "large pool, 1 MiB and 512 bytes left": (
+        _pool([(6 * MIB + 512, FREE), (14 * MIB - 512, USED)]),
         5 * MIB,
     ),
 }
 
 
-def _check_take(answer: Take) -> str:
-    for name, (before, size) in _TAKE_CASES.items():
-        pieces, wanted = _copy(before), _copy(before)
-        wanted_address = take(wanted, size)
-        got = answer(pieces, size)
+def _check_allocate(answer: Allocate) -> str:
+    for name, (before, size) in _ALLOCATE_CASES.items():
+        pool, wanted = _copy(before), _copy(before)
+        wanted_address = allocate(wanted, size)
+        got = answer(pool, size)
         require(
-            _facts(pieces) == _facts(wanted)
+            _facts(pool) == _facts(wanted)
             and got == wanted_address
             and type(got) is type(wanted_address),
-            f"take({_in_words(before)}, {size:,}), {name}, gave {_address(got)} and left "
-            f"{_in_words(pieces)}; wanted {_address(wanted_address)} and {_in_words(wanted)}.",
+            f"allocate({_in_words(before)}, {size:,}), {name}, gave {_address(got)} and left "
+            f"{_in_words(pool)} (address: bytes); wanted {_address(wanted_address)} and "
+            f"{_in_words(wanted)}.",
         )
-    return f"{len(_TAKE_CASES)} cases by hand; {_against_cuda(answer, give_back)}"
+    return f"{len(_ALLOCATE_CASES)} cases by hand; {_against_cuda(answer, free_block)}"
 
 
 def _address(got: Any) -> str:
     return f"{got:,}" if type(got) is int else repr(got)
 
 
-_GIVE_BACK_CASES: dict[str, tuple[Pool, int]] = {
-    "between two in use": (_pool([(512, TAKEN), (1024, TAKEN), (2048, TAKEN)]), 512),
-    "between two free ones": (
-        _pool([(512, TAKEN), (1024, FREE), (512, TAKEN), (2048, FREE), (512, TAKEN)]),
+_FREE_BLOCK_CASES: dict[str, tuple[Pool, int]] = {
+    "between two allocated blocks": (_pool([(512, USED), (1024, USED), (2048, USED)]), 512),
+    "between two free blocks": (
+        _pool([(512, USED), (1024, FREE), (512, USED), (2048, FREE), (512, USED)]),
         1536,
     ),
-    "below a free one": (_pool([(512, TAKEN), (1024, TAKEN), (2048, FREE), (512, TAKEN)]), 512),
-    "above a free one": (_pool([(512, TAKEN), (1024, FREE), (2048, TAKEN), (512, TAKEN)]), 1536),
-    "the first one, with a free one at the end": (
-        _pool([(512, TAKEN), (512, TAKEN), (1024, FREE)]),
+    "below a free block": (_pool([(512, USED), (1024, USED), (2048, FREE), (512, USED)]), 512),
+    "above a free block": (_pool([(512, USED), (1024, FREE), (2048, USED), (512, USED)]), 1536),
+    "the first block, with a free one at the end": (
+        _pool([(512, USED), (512, USED), (1024, FREE)]),
         0,
     ),
-    "with a free piece elsewhere": (
-        _pool([(512, FREE), (1024, TAKEN), (512, TAKEN), (2048, TAKEN)]),
+    "with a free block elsewhere": (
+        _pool([(512, FREE), (1024, USED), (512, USED), (2048, USED)]),
         1536,
     ),
-    "the last of its segment": (_pool([(512, TAKEN), (1536, TAKEN)], [(2048, FREE)]), 512),
-    "the first of its segment": (_pool([(512, TAKEN), (1536, FREE)], [(2048, TAKEN)]), 2048),
+    "the last block of its segment": (_pool([(512, USED), (1536, USED)], [(2048, FREE)]), 512),
+    "the first block of its segment": (_pool([(512, USED), (1536, FREE)], [(2048, USED)]), 2048),
 }
 
 
-def _check_give_back(answer: GiveBack) -> str:
-    for name, (before, address) in _GIVE_BACK_CASES.items():
-        pieces, wanted = _copy(before), _copy(before)
-        give_back(wanted, address)
-        got = answer(pieces, address)
-        require(got is None, f"give_back gave {got!r}; wanted no result. Change the list in place.")
+def _check_free_block(answer: FreeBlock) -> str:
+    for name, (before, address) in _FREE_BLOCK_CASES.items():
+        pool, wanted = _copy(before), _copy(before)
+        free_block(wanted, address)
+        got = answer(pool, address)
         require(
-            _facts(pieces) == _facts(wanted),
-            f"give_back({_in_words(before)}, {address:,}), {name}, left {_in_words(pieces)}; "
-            f"wanted {_in_words(wanted)}."
+            got is None, f"free_block gave {got!r}; wanted no result. Change the list in place."
+        )
+        require(
+            _facts(pool) == _facts(wanted),
+            f"free_block({_in_words(before)}, {address:,}), {name}, left {_in_words(pool)} "
+            f"(address: bytes); wanted {_in_words(wanted)}."
             f"{' Your function assigns a new list to its argument.' if _rebinds(answer) else ''}",
         )
-    return f"{len(_GIVE_BACK_CASES)} cases by hand; {_against_cuda(take, answer)}"
+    return f"{len(_FREE_BLOCK_CASES)} cases by hand; {_against_cuda(allocate, answer)}"
 
 
-def _rebinds(answer: GiveBack) -> bool:
+def _rebinds(answer: FreeBlock) -> bool:
     """Whether a function assigns to its first parameter, which has no effect for the caller."""
     code = getattr(answer, "__code__", None)
     stores = [s for s in dis.get_instructions(code) if "STORE" in s.opname] if code else []
@@ -281,35 +287,35 @@ REQUESTS = 400
 class _TwoPools:
     """The notebook's Cache with the answer."""
 
-    def __init__(self, take: Take, give_back: GiveBack) -> None:
-        self.take, self.give_back = take, give_back
+    def __init__(self, allocate: Allocate, free_block: FreeBlock) -> None:
+        self.allocate, self.free_block = allocate, free_block
         self.pools: dict[bool, Pool] = {True: [], False: []}
         self.reserved_bytes = self.segments = 0
 
     def malloc(self, requested_bytes: int) -> int | None:
-        block, segment = sizes(requested_bytes)
-        pool = self.pools[block <= MIB]
-        address = self.take(pool, block)
+        size, segment_size = sizes(requested_bytes)
+        pool = self.pools[size <= MIB]
+        address = self.allocate(pool, size)
         if address is None:
-            pool.append(Piece(self.segments, self.reserved_bytes, segment, FREE))
+            pool.append(AllocatorBlock(self.segments, self.reserved_bytes, segment_size, FREE))
             self.segments += 1
-            self.reserved_bytes += segment
-            address = self.take(pool, block)
+            self.reserved_bytes += segment_size
+            address = self.allocate(pool, size)
         return address
 
     def free(self, address: int, requested_bytes: int) -> None:
-        self.give_back(self.pools[sizes(requested_bytes)[0] <= MIB], address)
+        self.free_block(self.pools[sizes(requested_bytes)[0] <= MIB], address)
 
     @property
     def largest_free_bytes(self) -> int:
-        pieces = (*self.pools[True], *self.pools[False])
-        return max((piece.bytes for piece in pieces if piece.free), default=0)
+        blocks = (*self.pools[True], *self.pools[False])
+        return max((block.bytes for block in blocks if block.free), default=0)
 
 
-def _against_cuda(take: Take, give_back: GiveBack) -> str:
-    """Compare random requests: addresses, reserved bytes and the largest free piece are equal."""
+def _against_cuda(allocate: Allocate, free_block: FreeBlock) -> str:
+    """Compare random requests: addresses, reserved bytes and the largest free block are equal."""
     cuda = Allocator(place=lambda size: cuda.reserved_bytes)  # one after another
-    ours = _TwoPools(take, give_back)
+    ours = _TwoPools(allocate, free_block)
     held: list[tuple[Any, int]] = []
     for number, requested in enumerate(_random_requests(), 1):
         if requested:
@@ -328,7 +334,7 @@ def _against_cuda(take: Take, give_back: GiveBack) -> str:
         case = f"Compared with CUDA's allocator, call {number}"
         equal(f"{case}: reserved", ours.reserved_bytes, cuda.reserved_bytes, "bytes")
         largest = cuda.largest_free_bytes()
-        equal(f"{case}: the largest free piece", ours.largest_free_bytes, largest, "bytes")
+        equal(f"{case}: the largest free block", ours.largest_free_bytes, largest, "bytes")
     return f"{number} calls match CUDA's allocator, {format_bytes(ours.reserved_bytes)} reserved"
 
 
@@ -344,146 +350,154 @@ def _random_requests() -> Iterator[int]:
             yield int(2 ** drawn.uniform(4, 24.5))
 
 
-_FITS = "piece.free and piece.bytes >= size"
-_IS_SPLIT = "rest >= 512 if size <= MIB else rest > MIB"
-_BEST = "min(fitting, key=lambda piece: (piece.bytes, piece.address))"
+_FITS = "block.free and block.bytes >= size"
+_IS_SPLIT = "remaining >= 512 if size <= MIB else remaining > MIB"
+_BEST = "min(fitting, key=lambda block: (block.bytes, block.address))"
 
-_TAKE = Exercise(
+_ALLOCATE = Exercise(
     id="2.2",
-    title="Take a piece: best fit, and split",
+    title="Allocate a block: best fit and split",
     minutes=15,
     difficulty=3,
     hints=(
-        "Take three steps: find all pieces that are free and large enough, choose one, and decide "
-        "whether its rest becomes a free piece.",
-        "min(fitting, key=lambda piece: (piece.bytes, piece.address)) chooses. If size is at most "
-        "1 MiB, a rest of at least 512 bytes becomes a piece; otherwise only above 1 MiB.",
-        "rest = best.bytes - size; if it becomes a piece: pieces.insert(pieces.index(best) + 1, "
-        "Piece(best.segment, best.address + size, rest, free=True)) and best.bytes = size. In any "
-        "case best.free = False, and return best.address. Return None if nothing fits.",
+        "Take three steps: find all free blocks of at least `size` bytes, choose one, and decide "
+        "whether to split it.",
+        "Choose with min(fitting, key=lambda block: (block.bytes, block.address)). If size is at "
+        "most 1 MiB, split if at least 512 bytes remain; otherwise, split if more than 1 MiB "
+        "remains.",
+        "remaining = best.bytes - size. To split: pool.insert(pool.index(best) + 1, "
+        "AllocatorBlock(best.segment, best.address + size, remaining, free=True)) and best.bytes = "
+        "size. In any case set best.free = False and return best.address. Return None if nothing "
+        "fits.",
     ),
-    reference=take,
-    check=_check_take,
+    reference=allocate,
+    check=_check_allocate,
     wrong_answers=mistakes(
         "2.2",
-        ("A piece of exactly the right size fits.", ("bytes >= size", "bytes > size")),
-        ("A piece in use cannot be taken: consider free pieces only.", (_FITS, _FITS[15:])),
+        ("A block of exactly the requested size fits.", ("bytes >= size", "bytes > size")),
+        ("Choose among the free blocks only.", (_FITS, _FITS[15:])),
         (
-            "Mark the piece as taken, or the next request gets it as well.",
+            "Set free to False, or the next request gets the same block.",
             ("    best.free = False\n", ""),
         ),
         (
-            "Return the address of the piece, not its index.",
-            ("return best.address", "return pieces.index(best)"),
+            "Return the address of the block, not its index.",
+            ("return best.address", "return pool.index(best)"),
         ),
         (
-            "Split the piece: otherwise a request of 512 bytes takes a whole segment.",
+            "Split the block: otherwise a request of 512 bytes occupies a whole segment.",
             (_IS_SPLIT, "False"),
         ),
         (
-            "The request gets the lower part; the rest is above it.",
-            ("best.address + size, rest, free=True)", "best.address + rest, size, free=False)"),
-            ("best.bytes = size", "best.bytes = rest\n        return above.address"),
+            "The request gets the lower part of the block, not the upper one.",
+            (
+                "best.address + size, remaining, free=True)",
+                "best.address + remaining, size, free=False)",
+            ),
+            ("best.bytes = size", "best.bytes = remaining\n        return upper.address"),
         ),
         (
-            "The limit of 1 MiB is for the large pool. In the small pool, a rest of at least 512 "
-            "bytes becomes a piece.",
-            (_IS_SPLIT, "rest > MIB"),
+            "The limit of 1 MiB is for the large pool. In the small pool, split if at least 512 "
+            "bytes remain.",
+            (_IS_SPLIT, "remaining > MIB"),
         ),
         (
-            "The list is sorted by address: insert the rest right behind its piece.",
-            ("pieces.insert(pieces.index(best) + 1, above)", "pieces.append(above)"),
+            "The list is sorted by address: insert the new block right behind the allocated one.",
+            ("pool.insert(pool.index(best) + 1, upper)", "pool.append(upper)"),
         ),
-        ("A rest of exactly 512 bytes becomes a piece.", ("rest >= 512", "rest > 512")),
         (
-            "This is first fit. Best fit takes the smallest piece with enough room.",
+            "In the small pool, split also if exactly 512 bytes remain.",
+            ("remaining >= 512", "remaining > 512"),
+        ),
+        (
+            "This is first fit. Best fit chooses the smallest free block that fits.",
             (_BEST, "fitting[0]"),
         ),
         (
-            "You took the largest piece. Keep it whole for a large request.",
+            "You chose the largest block. Choose the smallest one that fits.",
             ("min(fitting", "max(fitting"),
         ),
         (
-            "Of two pieces of one size, take the one with the lower address.",
-            (", piece.address)", ", -piece.address)"),
+            "If two blocks have the same size, choose the one with the lower address.",
+            (", block.address)", ", -block.address)"),
         ),
-        ("The rest is in the same segment as its piece.", ("Piece(best.segment", "Piece(0")),
+        ("Both parts of a split block are in its segment.", ("Block(best.segment", "Block(0")),
         (
-            "In the large pool, a rest of at most 1 MiB is not split off: it goes with the "
-            "request.",
-            (_IS_SPLIT, "rest >= 512"),
-        ),
-        (
-            "In the large pool, a rest of exactly 1 MiB is not split off: it must be larger.",
-            ("rest > MIB", "rest >= MIB"),
+            "In the large pool, do not split if at most 1 MiB remains: the request gets the whole "
+            "block.",
+            (_IS_SPLIT, "remaining >= 512"),
         ),
         (
-            "A block of exactly 1 MiB is small: a rest of at least 512 bytes becomes a piece.",
+            "In the large pool, do not split if exactly 1 MiB remains.",
+            ("remaining > MIB", "remaining >= MIB"),
+        ),
+        (
+            "A request of exactly 1 MiB belongs to the small pool: split if 512 bytes remain.",
             ("size <= MIB", "size < MIB"),
         ),
     ),
 )
 
-_JOINS = "one.free and other.free and one.segment == other.segment"
+_CAN_MERGE = "lower.free and upper.free and lower.segment == upper.segment"
 
-_GIVE_BACK = Exercise(
+_FREE_BLOCK = Exercise(
     id="2.3",
-    title="Free a piece and merge",
+    title="Free a block and merge",
     minutes=10,
     difficulty=3,
     hints=(
-        "Find the piece with this address and mark it as free. Which of its two neighbours in the "
+        "Find the block with this address and mark it as free. Which of its two neighbors in the "
         "list can merge with it?",
-        "A neighbour merges if it is free and in the same segment. Begin with the one above: add "
-        "its bytes to the lower piece, and delete it from the list. Then do the same with the one "
-        "below.",
-        "for i in (place, place - 1): one, other = pieces[i], pieces[i + 1] are the two that may "
-        "merge, if i is at least 0 and i + 1 is in the list. To merge them: one.bytes += "
-        "other.bytes and del pieces[i + 1]. Which conditions must hold before?",
+        "A neighbor merges if it is free and in the same segment. Start with the block above: add "
+        "its bytes to the freed block, and delete it from the list. Then merge the result with the "
+        "block below.",
+        "For i in (index, index - 1), the two blocks are lower, upper = pool[i], pool[i + 1], if "
+        "i >= 0 and i + 1 < len(pool). To merge them: lower.bytes += upper.bytes and del "
+        "pool[i + 1]. Which conditions must hold before?",
     ),
-    reference=give_back,
-    check=_check_give_back,
+    reference=free_block,
+    check=_check_free_block,
     wrong_answers=mistakes(
         "2.3",
-        ("The piece is still in use: mark it as free first.", body("give_back", "return None")),
+        ("The block is still allocated: mark it as free first.", body("free_block", "return None")),
         (
-            "Keep a free piece in the list: it is still part of a reserved segment.",
-            ("pieces[place].free = True", "pieces.pop(place)"),
-            ("(place, place - 1)", "()"),
+            "Keep a free block in the list: it is still part of a reserved segment.",
+            ("pool[index].free = True", "pool.pop(index)"),
+            ("(index, index - 1)", "()"),
         ),
         (
-            "A neighbour in use cannot merge: its memory holds a tensor.",
-            (_JOINS, "one.segment == other.segment"),
+            "An allocated neighbor cannot merge: its memory holds a tensor.",
+            (_CAN_MERGE, "lower.segment == upper.segment"),
         ),
         (
-            "Merge the piece with its neighbours: otherwise pieces only get smaller.",
-            ("(place, place - 1)", "()"),
+            "Merge the block with its neighbors: otherwise blocks only get smaller.",
+            ("(index, index - 1)", "()"),
         ),
         (
-            "The piece above may also be free: merge with it.",
-            ("(place, place - 1)", "(place - 1,)"),
+            "The block above may also be free: merge with it.",
+            ("(index, index - 1)", "(index - 1,)"),
         ),
-        ("The piece below may also be free: merge with it.", ("(place, place - 1)", "(place,)")),
+        ("The block below may also be free: merge with it.", ("(index, index - 1)", "(index,)")),
         (
-            "Delete the upper piece from the list, or its bytes count twice.",
-            ("del pieces[i + 1]", "pass"),
+            "Delete the upper block from the list, or its bytes count twice.",
+            ("del pool[i + 1]", "pass"),
         ),
         (
-            "Add the bytes of the upper piece to the lower one.",
-            ("one.bytes += other.bytes", "pass"),
+            "Add the bytes of the upper block to the lower one.",
+            ("lower.bytes += upper.bytes", "pass"),
         ),
         (
             "Two segments never merge, even if their addresses are consecutive: torch "
             "requested them separately.",
-            (_JOINS, "one.free and other.free"),
+            (_CAN_MERGE, "lower.free and upper.free"),
         ),
         (
-            "The first piece has no piece before it: pieces[-1] is the last.",
-            ("i >= 0 and i + 1 < len(pieces)", "i + 1 < len(pieces)"),
+            "The first block has no block before it: pool[-1] is the last block.",
+            ("i >= 0 and i + 1 < len(pool)", "i + 1 < len(pool)"),
         ),
         (
-            "You did not change the caller's list: use pieces[:] = … or del.",
-            ("    place =", "    pieces = list(pieces)\n    place ="),
+            "You did not change the caller's list: use pool[:] = … or del.",
+            ("    index =", "    pool = list(pool)\n    index ="),
         ),
     ),
 )
@@ -548,7 +562,7 @@ _LEAK_CASES: dict[str, tuple[list[Trace], Leaks]] = {
         {},
     ),
     "a run whose table is full after three epochs": (_traces(_FORWARD, _TABLE), {}),
-    "a run with longer text in each epoch": (
+    "a run with longer sequences in each epoch": (
         _traces(*(_FORWARD._replace(bytes=1_000 + 100 * n, epochs=(n,)) for n in range(8))),
         {},
     ),
@@ -661,7 +675,7 @@ _LEAKS = Exercise(
             (_MIDDLE, "middle = 0"),
         ),
         (
-            "A longer text raises the peak, but its tensors are freed. Use the end of an epoch.",
+            "A longer sequence raises the peak, but its tensors are freed. Use the epoch's end.",
             ("epoch.alive()", "epoch.alive(epoch.peak_position)"),
         ),
         (
@@ -780,15 +794,15 @@ def _require_all_else_unchanged(answer: TrainEpoch) -> None:
 
 
 def _require_nothing_piles_up(answer: TrainEpoch) -> None:
-    """Require that a longer epoch has a higher peak only by the bytes of its text."""
+    """Require that a longer epoch has a higher peak only by the bytes of its batches."""
     few, many = (_trained(answer, 2, batches).traces[-1] for batches in (FEW, MANY))
     higher = many.peak_bytes - few.peak_bytes
     inputs = _input_bytes(MANY) - _input_bytes(FEW)
     require(
         higher <= inputs + SCALARS_BYTES * (MANY - FEW),
         f"an epoch of {MANY} batches peaks {higher:,} bytes above an epoch of {FEW}; wanted only "
-        f"the {inputs:,} bytes of its longer text. Nothing may accumulate within an epoch. The "
-        f"largest growth is {_largest_growth([_made_by_peak(few), _made_by_peak(many)])}.",
+        f"the {inputs:,} bytes of its additional batches. Nothing may accumulate within an epoch. "
+        f"The largest growth is {_largest_growth([_made_by_peak(few), _made_by_peak(many)])}.",
     )
 
 
@@ -825,13 +839,13 @@ def _require_same_results(got: _EpochResults, wanted: _EpochResults) -> None:
         require(
             difference <= 1e-5,
             f'notes["{name}"] ends with {values[-1]:.4f}; wanted {right[-1]:.4f}, as before the '
-            f"repair.",
+            f"fix.",
         )
     pairs = zip(got.weights, wanted.weights, strict=True)
     difference = max(furthest(a, b) for a, b in pairs)
     require(
         difference <= 1e-5,
-        f"the trained weights differ by {difference:.4f}; wanted the same as before the repair.",
+        f"the trained weights differ by {difference:.4f}; wanted the same as before the fix.",
     )
 
 
@@ -1013,17 +1027,53 @@ _OOM_CASES: dict[str, tuple[Oom, str]] = {
     )
     for name, requested, allocated, unallocated, context, others, total, wanted in (
         ("much unallocated", 1_000, 18_000, 5_000, 500, 0, 24_000, "fragmentation"),
-        ("half free, half unallocated", 512, 3_600, 390, 500, 0, 4_900, "fragmentation"),
+        ("half not reserved, half unallocated", 512, 3_600, 390, 500, 0, 4_900, "fragmentation"),
         ("a full GPU", 700, 22_900, 100, 500, 0, 24_000, "too much"),
         ("a large context", 300, 6_900, 150, 900, 0, 8_000, "too much"),
-        ("a large context, and room", 200, 20_500, 1_900, 1_500, 0, 24_000, "fragmentation"),
-        ("a little more than is free", 700, 21_900, 1_000, 500, 0, 24_000, "fragmentation"),
-        ("the last 2 % of the GPU", 600, 22_700, 300, 500, 0, 24_000, "too much"),
+        ("a large context, enough memory", 200, 20_500, 1_900, 1_500, 0, 24_000, "fragmentation"),
+        (
+            "a request larger than the free memory",
+            700,
+            21_900,
+            1_000,
+            500,
+            0,
+            24_000,
+            "fragmentation",
+        ),
+        ("a need above 98 % of the GPU", 600, 22_700, 300, 500, 0, 24_000, "too much"),
         ("a need of exactly 98 %", 400, 9_100, 250, 300, 0, 10_000, "fragmentation"),
-        ("a large process", 2_000, 13_000, 100, 500, 10_000, 24_000, "another process"),
-        ("a process, and the last 2 %", 500, 14_800, 300, 500, 8_000, 24_000, "another process"),
-        ("a process, and pieces", 1_000, 15_000, 6_000, 500, 2_000, 24_000, "fragmentation"),
-        ("a process, and too much", 3_000, 21_000, 100, 500, 2_000, 24_000, "too much"),
+        ("a large other process", 2_000, 13_000, 100, 500, 10_000, 24_000, "another process"),
+        (
+            "another process, a need above 98 % of what it leaves",
+            500,
+            14_800,
+            300,
+            500,
+            8_000,
+            24_000,
+            "another process",
+        ),
+        (
+            "another process, much unallocated",
+            1_000,
+            15_000,
+            6_000,
+            500,
+            2_000,
+            24_000,
+            "fragmentation",
+        ),
+        (
+            "another process, a need above 98 % of the GPU",
+            3_000,
+            21_000,
+            100,
+            500,
+            2_000,
+            24_000,
+            "too much",
+        ),
     )
 }
 
@@ -1055,9 +1105,9 @@ _DIAGNOSE = Exercise(
     difficulty=2,
     hints=(
         "Compute two sizes first: what this process needs without wasted memory, and what other "
-        "processes hold.",
+        "processes use.",
         "The need: memory in use by the process, minus the unallocated bytes, plus the request. "
-        "Other processes hold the rest: memory neither free nor in use by this process.",
+        "Other processes use the rest: memory neither free nor in use by this process.",
         "need = oom.process - oom.unallocated + oom.requested and others = oom.total - oom.free - "
         "oom.process. Compare the need with 0.98 * oom.total first. What do you compare it with "
         "next?",
@@ -1121,13 +1171,13 @@ _DIAGNOSE = Exercise(
             (f"need > {_LEFT}", "others"),
         ),
         (
-            "A need of exactly 98 % does not exceed it.",
+            "A need of exactly 98 % does not exceed 98 %: use >, not >=.",
             (_TOO_MUCH, _TOO_MUCH.replace(">", ">=")),
         ),
     ),
 )
 
 DAY = Day(
-    exercises=(_SIZES, _TAKE, _GIVE_BACK, _LEAKS, _TRAIN_EPOCH, _DIAGNOSE),
+    exercises=(_SIZES, _ALLOCATE, _FREE_BLOCK, _LEAKS, _TRAIN_EPOCH, _DIAGNOSE),
     bill=Bill("day 2: measured, not changed", plain),  # the plain step: reading saves nothing
 )

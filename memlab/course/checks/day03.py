@@ -73,7 +73,7 @@ class _Epoch(NamedTuple):
     def __str__(self) -> str:
         tokens = ", ".join(f"{12 - 2 * masked}" for masked in self.masked)
         clip = "" if self.max_norm == NO_CLIP else f", max_norm {self.max_norm}"
-        return f"train_epoch on micro-batches of {tokens} tokens, windows of {self.size}{clip},"
+        return f"train_epoch on micro-batches of {tokens} tokens, windows of {self.size}{clip}:"
 
     def micro_batches(self) -> list[Batch]:
         return _micro_batches(6, *self.masked)
@@ -105,20 +105,20 @@ def _check_epoch(answer: TrainEpoch, epoch: _Epoch) -> None:
     _floats(str(epoch), got.losses, len(wanted.losses))
     require(
         got.steps == wanted.steps,
-        f"{epoch} took {got.steps} optimizer steps; wanted {wanted.steps}, one per window.",
+        f"{epoch} {got.steps} optimizer steps; wanted {wanted.steps}, one per window.",
     )
     most = 1e-12 if epoch.max_norm == NO_CLIP else 1e-6  # torch adds 1e-6 to the norm
     difference = _difference(got, wanted)
     off = (
-        f"{epoch} gives weights that differ by {difference:.2e} from those of full-batch training "
-        f"in float64; wanted less than {most:g}."
+        f"{epoch} trained weights differ from full-batch training by {difference:.2e}; wanted less "
+        f"than {most:g}."
     )
     why = "" if difference < most else _why_off(answer, epoch)
     require(difference < most, off + why, evidence=(str(epoch), f"{difference:.4e}"))
     losses = [torch.tensor(each, dtype=torch.float64) for each in (got.losses, wanted.losses)]
     require(
         furthest(*losses) < 1e-5,  # a sum in float32 is accurate enough
-        f"{epoch} gave {_in_digits(got.losses)}; wanted the mean loss over the tokens of each "
+        f"{epoch} the losses are {_in_digits(got.losses)}; wanted the mean over the tokens of each "
         f"window, {_in_digits(wanted.losses)}.",
     )
 
@@ -126,17 +126,18 @@ def _check_epoch(answer: TrainEpoch, epoch: _Epoch) -> None:
 def _floats(case: str, losses: Any, wanted: int) -> None:
     require(
         isinstance(losses, (list, tuple)),
-        f"{case} gave {type(losses).__name__}; wanted a list with the loss of each window."
+        f"{case} returned {type(losses).__name__}; wanted a list with the loss of each window."
         f"{' Is there a return?' if losses is None else ''}",
     )
     require(
-        len(losses) == wanted, f"{case} gave {len(losses)} losses; wanted {wanted}, one per window."
+        len(losses) == wanted,
+        f"{case} returned {len(losses)} losses; wanted {wanted}, one per window.",
     )
     kinds = {type(loss).__name__ for loss in losses}
     require(
         kinds == {"float"},
-        f"{case} gave a list of {', '.join(sorted(kinds))}; wanted plain floats: .item() converts "
-        f"a tensor and drops its graph.",
+        f"{case} returned a list of {', '.join(sorted(kinds))}; wanted plain floats: .item() "
+        f"converts a tensor and drops its graph.",
     )
 
 
@@ -176,7 +177,7 @@ def _require_not_read_ahead(case: str, read: list[int], size: int) -> None:
     for step, taken in enumerate(read, start=1):
         require(
             taken <= step * size,
-            f"{case} has read {taken} micro-batches before step {step}; wanted at most "
+            f"{case} read {taken} micro-batches before step {step}; wanted at most "
             f"{step * size}: take the step, then read the next window.",
             evidence=(case, "read ahead"),
         )
@@ -213,14 +214,14 @@ def _difference(got: _Trained, wanted: _Trained) -> float:
 
 
 def _why_off(answer: TrainEpoch, epoch: _Epoch) -> str:
-    """Whether old gradients leak into a wrong step, or only its length is wrong."""
+    """Whether old gradients leak into a wrong update, or only its length is wrong."""
     given, fresh = (_change(answer, epoch, old) for old in (0.25, None))
     wanted = _change(_full_batch_training, epoch, None)
     if not torch.allclose(given, fresh, rtol=1e-6, atol=1e-9):
-        return " It depends on gradients from before the epoch: clear them first."
+        return " They depend on gradients from before the epoch: clear these first."
     times = (given @ wanted / wanted.square().sum()).item()
     if times > 0 and torch.allclose(given, times * wanted, rtol=1e-4, atol=1e-9):
-        return f" The step has the right direction and {times:.3g} times the right length."
+        return f" The update has the right direction and {times:.3g} times the right length."
     return ""
 
 
@@ -249,13 +250,13 @@ def _check_frozen(answer: TrainEpoch) -> None:
     case = "train_epoch of a model with a frozen embedding"
     require(
         difference < 1e-12,
-        f"{case} gives weights that differ by {difference:.2e} from those of full-batch training; "
-        f"wanted less than 1e-12.",
+        f"{case}: trained weights differ from full-batch training by {difference:.2e}; wanted less "
+        f"than 1e-12.",
     )
     require(
         got.embedding_gradient is None,
-        f"{case} gives the embedding a gradient; wanted None: zeros take memory too, and AdamW "
-        f"decays every weight that has a gradient.",
+        f"{case} gives the embedding a gradient; wanted None: zeros need memory too, and AdamW "
+        f"decays every weight with a gradient.",
         evidence="gradient of a frozen weight",
     )
 
@@ -277,7 +278,7 @@ def _check_activations(answer: TrainEpoch) -> int:
     require(
         one <= most,
         f"train_epoch has up to {one:,} bytes of activations alive in a window of 1 micro-batch; "
-        f"wanted at most {most:,} bytes, those of one forward pass.",
+        f"wanted at most {most:,} bytes, as one forward pass saves.",
         evidence="more than one forward pass",
     )
     return one
@@ -309,15 +310,15 @@ _TRAIN_EPOCH = Exercise(
     minutes=20,
     difficulty=4,
     hints=(
-        "Sort the steps by how often they run. Once per micro-batch: forward and backward. Once "
-        "per window: zero_grad, the division, the clip and the optimizer step.",
-        "Call backward on the sum of the losses (reduction='sum'), and count the targets that are "
-        "not MASKED. A window ends after `size` micro-batches, or when no more are left: "
+        "Which operations run once per micro-batch? Forward and backward. Which once per window? "
+        "zero_grad, the division, the clipping and the optimizer step.",
+        "Call backward on the sum of the losses (reduction='sum'), and count the unmasked "
+        "targets. A window ends after `size` micro-batches, or when no more are left: "
         "itertools.islice(iterator, size) takes the next ones.",
         "remaining = iter(micro_batches); while window := list(itertools.islice(remaining, size)): "
         "zero_grad; for each micro-batch loss.backward(), total += loss.item(), count += "
-        "int((targets != MASKED).sum()). After the last micro-batch, in which order do you clip, "
-        "step and divide by max(count, 1)?",
+        "int((targets != MASKED).sum()). After the last micro-batch, divide by max(count, 1), "
+        "clip and step: in what order?",
     ),
     reference=solution("3.1"),
     check=_check_train_epoch,
@@ -330,7 +331,7 @@ _TRAIN_EPOCH = Exercise(
             *_MEAN_LOSS,
         ),
         (
-            "Each micro-batch is divided by its own tokens, so their sum is too large.",
+            "You divide each micro-batch by its own count, so the window's gradient is too large.",
             *_MEAN_LOSS,
             (_DIVISION, "pass"),
         ),
@@ -358,7 +359,7 @@ _TRAIN_EPOCH = Exercise(
         ),
         ("The gradient is never clipped to max_norm.", (_CLIP, "")),
         (
-            "The last window is shorter, and you skip it: train on it too.",
+            "You skip the shorter last window: train on it, too.",
             (_ZERO, f"        if len(window) < size:\n            break\n{_ZERO}"),
         ),
         (
@@ -387,11 +388,11 @@ _TRAIN_EPOCH = Exercise(
             ("losses.append(total /", "losses.append(total.item() /"),
         ),
         (
-            "A loss that is a tensor can keep its graph for as long as the list exists.",
+            "A loss tensor can keep its graph as long as the list exists: convert it to a float.",
             ("total += loss.item()", "total += loss"),
         ),
         (
-            "A frozen weight needs no gradient: skip every weight whose .grad is None.",
+            "A frozen weight needs no gradient: skip a weight if its .grad is None.",
             ("            if weight.grad is not None:\n", ""),
             (
                 f"    {_DIVISION}",
@@ -442,14 +443,14 @@ _TRAINED_BYTES = Exercise(
     minutes=15,
     difficulty=3,
     hints=(
-        "Follow the gradient down from the loss. Which blocks does it have to pass through, and "
-        "where does it stop?",
-        "A block above the last trained one saves only what the gradient needs to pass through. "
-        "Blocks below the first trained one save nothing, and neither does the embedding.",
-        "elements per token = len(trained) · trained block + (L - trained.stop) · passed block + "
-        "V; the two 1/rms at the ends cancel. activations = 4 · (B · T · elements + 1). With n "
-        "weights in the trained blocks: gradients 4 · n. What does Adam store for each weight, and "
-        "what for each tensor?",
+        "Follow the gradient from the loss to the first trained block. Which blocks does it pass "
+        "through?",
+        "A frozen block above the trained ones saves the right column of the table. Blocks below "
+        "the trained ones save nothing, and neither does the embedding.",
+        "Elements per token: len(trained) · trained block + (L - trained.stop) · frozen block + V. "
+        "The last norm adds a 1/rms, and the first trained norm saves none: they cancel. "
+        "activations = 4 · (B · T · elements + 1). With n weights in the trained blocks: gradients "
+        "4 · n. What does Adam store for each weight, and what for each tensor?",
     ),
     reference=trained_bytes,
     check=_check_trained_bytes,
@@ -466,27 +467,30 @@ _TRAINED_BYTES = Exercise(
         ),
         (
             "A frozen block above a trained one saves tensors: the gradient passes through it.",
-            ("above * passed + ", ""),
+            ("above * frozen_block + ", ""),
         ),
         (
-            "A frozen matrix does not save its input: only its own gradient would need that.",
-            ("above * passed", "above * learns"),
+            "A frozen matrix does not save its input: only the matrix's gradient needs it.",
+            ("above * frozen_block", "above * trained_block"),
         ),
         (
             "No gradient passes below the lowest trained block, so nothing is saved there.",
-            ("above * passed", "(above + trained.start) * passed"),
+            ("above * frozen_block", "(above + trained.start) * frozen_block"),
         ),
         (
-            "Freezing from below saves activations too: here those blocks still have all of them.",
-            ("len(trained) * learns", "trained.stop * learns"),
+            "Blocks below the first trained one save no activations: count len(trained) blocks.",
+            ("len(trained) * trained_block", "trained.stop * trained_block"),
         ),
-        ("Add Adam's counters: 4 bytes for each trained tensor.", (" + 4 * 9 * len(trained)", "")),
+        (
+            "Add Adam's step counters: 4 bytes for each trained tensor.",
+            (" + 4 * 9 * len(trained)", ""),
+        ),
         (
             "The first trained norm passes no gradient down, so its 1/rms is not saved.",
             (_PER_TOKEN, "+ config.vocab_size + 1"),
         ),
         (
-            "Nothing below the first trained block learns, so the embedding's output is not saved.",
+            "Nothing below the first trained block is trained: leave out the embedding's output.",
             (_PER_TOKEN, "+ config.vocab_size + C"),
         ),
         (
@@ -574,13 +578,13 @@ def _wraps_the_given(case: str, layer: nn.Module, frozen: nn.Linear) -> None:
     require(
         not any(p.requires_grad for p in frozen.parameters())
         and any(p is frozen.weight for p in layer.parameters()),
-        f"{case} does not freeze the layer that it was given, or it has a copy of that layer; use "
-        f"the layer itself: a copy takes the same bytes again.",
+        f"{case} does not freeze the given layer, or copies it; freeze and keep the layer itself: "
+        f"a copy needs the same memory again.",
         evidence=(case, "copy"),
     )
     require(
         bool((layer.down.detach()[0, :-1] != layer.down.detach()[0, 1:]).any()),
-        f"{case} initializes all elements of `down` alike; wanted random values.",
+        f"{case} initializes all elements of `down` with the same value; wanted random values.",
         evidence=(case, "down"),
     )
 
@@ -589,8 +593,8 @@ def _changes_nothing_at_first(case: str, layer: nn.Module, x: Tensor, before: Te
     out = layer(x)
     is_tensor(f"{case}(x)", out, dtype=x.dtype, shape=tuple(before.shape))
     same_values(f"{case}(x) at first", out, before, tolerance=1e-12)
-    require(not layer.up.any(), f"{case} initializes `up` with other values than zeros.")
-    require(out.requires_grad, f"{case} at first gives an output without a graph; wanted one.")
+    require(not layer.up.any(), f"{case} does not initialize `up` with zeros.")
+    require(out.requires_grad, f"{case} at first gives an output without a graph; wanted a graph.")
     out.square().sum().backward()
     require(
         any(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters()),
@@ -603,7 +607,7 @@ def _changed_by(what: str, got: Tensor, change: Tensor, scale: float) -> None:
     difference = (got - scale * change).abs().max().item()
     times = ((got * change).sum() / change.square().sum()).item()
     only_the_scale = torch.allclose(got, times * change, rtol=0, atol=1e-9)
-    gave = f"{times:.3g} · B A x" if only_the_scale else f"values that are {difference:.2e} off"
+    gave = f"{times:.3g} · B A x" if only_the_scale else f"values up to {difference:.2e} off"
     require(
         difference < 1e-12,
         f"{what} {gave}; wanted {scale:.3g} · B A x: the scale is alpha / rank.",
@@ -633,8 +637,8 @@ def _check_several(answer: LoRAClass) -> None:
     answer(frozen[2], 1, 5.0)
     require(
         not torch.equal(first.down, second.down),
-        "LoRA initializes two layers in a row with the same `down`; wanted new random values for "
-        "each: set no seed in a layer.",
+        "LoRA initializes two layers with the same `down`; wanted new random values for each: do "
+        "not set a seed in a layer.",
         evidence="seeded",
     )
     with torch.no_grad():
@@ -675,7 +679,7 @@ def _check_bytes(answer: LoRAClass) -> str:
     largest = max(e.bytes for e in trace.events if e.phase != "before")
     require(
         largest < 8 * WIDE**2,
-        f"LoRA of a layer of {WIDE} × {WIDE} makes a tensor of {largest:,} bytes in a step, as "
+        f"LoRA of a layer of {WIDE} × {WIDE} allocates a tensor of {largest:,} bytes in a step, as "
         f"large as the matrix; wanted at most rank × width elements.",
     )
     trained = sum(p.numel() for p in layer.parameters() if p.requires_grad)
@@ -700,11 +704,10 @@ _LORA = Exercise(
     minutes=15,
     difficulty=3,
     hints=(
-        "Put two small matrices beside the frozen one. x takes both paths, and the two results are "
-        "added.",
+        "Add two small matrices beside the frozen one. The output is the sum of both paths.",
         "Initialize self.up with zeros, so that nothing changes at first, and self.down at random, "
-        "so that up gets a gradient. In forward multiply x by down first: then the intermediate "
-        "result has rank elements per token. up @ down would be a whole matrix.",
+        "so that up gets a gradient. In forward, multiply x by down first: the intermediate result "
+        "then has rank elements per token. up @ down is as large as the frozen matrix.",
         "forward: self.frozen(x) + self.scale * (x @ self.down.T @ self.up.T), with scale = alpha "
         "/ rank. Both matrices are nn.Parameter; frozen.requires_grad_(False). For merge, under "
         "no_grad: which change of self.frozen.weight gives the same output?",
@@ -715,7 +718,7 @@ _LORA = Exercise(
     wrong_answers=mistakes(
         "3.3",
         (
-            "Initialize `up` with zeros: before the first step the layer must change nothing.",
+            "Initialize `up` with zeros: before the first step, the output must stay the same.",
             (_ZEROS, "weight.new_ones(frozen.out_features, rank)"),
         ),
         (
@@ -727,7 +730,7 @@ _LORA = Exercise(
             (_RANDOM, "weight.new_zeros(rank, frozen.in_features)"),
             (_ZEROS, "weight.new_ones(frozen.out_features, rank)"),
         ),
-        ("Multiply the change by alpha / rank.", (_SCALE, "1.0")),
+        ("Multiply the update by alpha / rank.", (_SCALE, "1.0")),
         ("The scale is alpha / rank, not alpha.", (_SCALE, "alpha")),
         ("alpha // rank rounds 1.5 down to 1: use /.", (_SCALE, "alpha // rank")),
         (
@@ -743,11 +746,11 @@ _LORA = Exercise(
             (f"nn.Parameter({_ZEROS})", _ZEROS),
         ),
         (
-            "The change replaces the frozen layer here: add it to the frozen layer's output.",
+            "You return only the update: add the frozen layer's output.",
             (_SUM, "return"),
         ),
         (
-            "The change is missing in eval mode: it belongs to the layer in both modes.",
+            "The update is missing in eval mode: add it in both modes.",
             (_SUM, f"if not self.training:\n            return self.frozen(x)\n        {_SUM}"),
         ),
         (
@@ -756,10 +759,10 @@ _LORA = Exercise(
             ("x @ self.down.T @ self.up.T", "x @ (self.up @ self.down).T"),
         ),
         (
-            "merge leaves out the scale that forward has.",
+            "merge leaves out the scale alpha / rank.",
             (_MERGE, _MERGE.replace("self.scale *", "")),
         ),
-        ("merge returns the frozen layer without the change.", (_MERGE, "")),
+        ("merge returns the frozen layer without the update.", (_MERGE, "")),
         ("merge returns a layer without the bias.", body("LoRA.merge", _MERGE_WITHOUT_BIAS)),
     ),
 )
@@ -806,7 +809,7 @@ def _check_validate(answer: Validate) -> str:
     require(
         most <= allowed,
         f"validate on {MANY} batches of 64 tokens has up to {most:,} bytes alive; wanted at most "
-        f"{allowed:,}: something of every batch stays alive.",
+        f"{allowed:,}: a tensor of every batch stays alive.",
     )
     return f"means over tokens · no tensor saved for backward · up to {most:,} bytes alive"
 
@@ -899,25 +902,25 @@ _VALIDATE = Exercise(
     minutes=10,
     difficulty=2,
     hints=(
-        "Autograd saves the tensors of forward for a backward that never comes. Turn it off.",
-        "Call the model inside torch.no_grad() or inference_mode(). model.eval() does something "
-        "else: it turns dropout off.",
-        "Note module.training of each of model.modules(); model.eval(); with torch.no_grad(): for "
+        "Autograd saves tensors of forward for backward, which you never call. Disable it.",
+        "Call the model inside torch.no_grad() or inference_mode(). model.eval() only disables "
+        "dropout, not autograd.",
+        "Store module.training of each of model.modules(); model.eval(); with torch.no_grad(): for "
         "each batch total += loss.item() of the summed loss, count += its tokens. What do you "
-        "restore, and by what do you divide if no token counts?",
+        "restore, and by what do you divide if all tokens are masked?",
     ),
     reference=validate,
     check=_check_validate,
     wrong_answers=mistakes(
         "3.4",
         (
-            "Each loss that you keep holds its graph, and so the activations of every batch.",
+            "Each loss in the sum keeps its graph alive, with the activations of its batch.",
             _NO_GRAD,
             (_ITEM, "total = total + loss"),
             ("return total /", "return total.item() /"),
         ),
         (
-            "model.eval() turns dropout off, not autograd: each batch still saves its activations "
+            "model.eval() disables dropout, not autograd: each batch still saves its activations "
             "for backward.",
             _NO_GRAD,
         ),
@@ -935,23 +938,23 @@ _VALIDATE = Exercise(
             (f"count += {_COUNT}", "count += 1"),
         ),
         ("Dropout is still on: call model.eval().", ("    model.eval()\n", "")),
-        ("Dropout stays off in training afterwards: restore the mode.", (_BACK, "")),
+        ("Dropout stays off in training afterwards: restore each module's mode.", (_BACK, "")),
         (
-            "Restore the mode that the model had before, even if that was eval mode.",
+            "Restore the previous mode of the model, even if it was eval mode.",
             (_BACK, "    model.train()\n"),
         ),
         (
-            "model.train(mode) sets the mode of every module: a part that was in eval mode on "
-            "purpose, such as a frozen norm, comes back in training mode. Restore each module's.",
+            "model.train(mode) sets the mode of every module. A frozen norm in eval mode would be "
+            "in training mode afterwards: restore each module's own mode.",
             (_BACK, "    model.train(modes[0][1])\n"),
         ),
         (
-            "requires_grad_(False) avoids the graph, but then nothing is trained any more.",
+            "requires_grad_(False) avoids the graph, but no weight can be trained afterwards.",
             _NO_GRAD,
             ("model.eval()", "model.eval().requires_grad_(False)"),
         ),
         (
-            "Return a plain float: a tensor takes GPU memory and can keep a graph. Use .item().",
+            "Return a plain float: a tensor needs GPU memory and can keep a graph. Use .item().",
             (_ITEM, "total += loss"),
         ),
     ),

@@ -81,7 +81,7 @@ _HELD_BYTES = Exercise(
         "the dtype of the weight that the optimizer steps.",
         "Adam's counters are float32 in every policy, one per tensor: 9 per block, and 2 (tied) or "
         "3 (untied) outside. Autocast casts the matrices of matmuls: no norm, and the embedding "
-        "only if it scores the tokens too.",
+        "only if it also computes the logits.",
         "With a master copy, parameters = (2 + 4) · N; optimizer_state = 2 · moment · N + 4 · "
         "tensors. For the casts start with N. How many weights are in norms, and which matrix of "
         "an untied model is in no matmul? Each remaining weight has a cast of 2 bytes.",
@@ -134,7 +134,7 @@ _HELD_BYTES = Exercise(
             (" - looked_up", ""),
         ),
         (
-            "A tied embedding scores the tokens, so it is cast.",
+            "A tied embedding computes the logits, so it is cast.",
             ("0 if config.tied else config.vocab_size * C", "config.vocab_size * C"),
         ),
         (
@@ -205,15 +205,15 @@ def _check_scaler(answer: ScalerClass) -> str:
     require(
         eight <= one + 5 * WIDE,  # from the second on, a gradient is made beside the sum
         f"a step of 8 micro-batches has up to {format_bytes(eight)} alive beside weights and "
-        f"gradients, one of 1 has {format_bytes(one)}; wanted at most a gradient more: keep the "
-        f"graph of one micro-batch at a time.",
+        f"gradients, a step of 1 has {format_bytes(one)}; wanted at most one gradient more: keep "
+        f"the graph of one micro-batch at a time.",
     )
     many, one = (_step_bytes(answer, tensors, 1, torch.sum) for tensors in (8, 1))
     require(
         many <= one + 8 * WIDE,  # a boolean for each element is fine
         f"a step with 8 equal tensors has up to {many:,} bytes alive beside weights and gradients, "
-        f"one with 1 tensor has {one:,}; wanted the same: check and divide the gradients one by "
-        f"one.",
+        f"a step with 1 tensor has {one:,}; wanted the same: check and divide the gradients one "
+        f"by one.",
     )
     return f"{decisions} decisions right · {one:,} bytes beside the gradients"
 
@@ -380,7 +380,7 @@ _SCALER = Exercise(
         "The gradients are weight.grad of each weight in group['params'], for each group in "
         "optimizer.param_groups; some are None. A gradient is finite if isfinite().all(). If all "
         "are, divide first and clip then. The scale halves after an overflow and doubles after "
-        "`interval` fine steps in a row; both start a new row.",
+        "`interval` fine steps in a row; both reset fine_steps.",
         "zero_grad(); for loss in losses: (loss * self.scale).backward(). If all gradients are "
         "finite: grad /= self.scale, clip, step, fine_steps += 1. What happens to the scale and to "
         "fine_steps when fine_steps == interval, and what after an overflow?",
@@ -910,7 +910,7 @@ _MASTER_STEP = Exercise(
     difficulty=2,
     hints=(
         "Three parts: move the gradients to the copies, step the copies, write them to the "
-        "weights. Which dtype has each part?",
+        "weights. Which dtype does each part use?",
         "Cast a gradient to float32 first, then divide it, and drop the model's own before the "
         "next one. Only the optimizer may write into the copies.",
         "For each pair with a gradient: copy.grad = weight.grad.float() / scale; weight.grad = "

@@ -186,8 +186,8 @@ def _backward(
         reruns = [mode for block in chain for mode in block.grad_modes[1:]]
         if reruns and not reruns[0]:
             raise Wrong(
-                f"{case}: backward ran fn again with gradients disabled, so the second run made no "
-                f"graph and saved nothing."
+                f"{case}: backward ran fn again with gradients disabled, so the second run saved "
+                f"nothing."
             ) from None
         if hooks.wrong_shapes:
             raise Wrong(f"{case}: {hooks.wrong_shapes[0]}.") from None
@@ -196,7 +196,7 @@ def _backward(
         under = f"{'under' if hooks.entered else 'without'} saved-tensor hooks"
         how = f"ran fn again with gradients enabled, {under}" if reruns else "did not run fn again"
         first_line = str(error).splitlines()[0].rstrip(".")
-        raise Wrong(f"{case}: backward {how}, and torch says: {first_line}.") from None
+        raise Wrong(f"{case}: backward {how}. Torch's error: {first_line}.") from None
 
 
 def _plain(fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -330,14 +330,14 @@ def _check_masks_and_leaks(answer: Checkpointing, name: str) -> None:
     require(
         left == 0,
         f"{name} of a block leaves {left:,} bytes in memory after its result is deleted; wanted "
-        f"none: something on the graph refers to the result.",
+        f"none: a graph node still refers to the result.",
     )
     with torch.no_grad():
         has_graph = answer(block, *inputs).requires_grad
     require(
         not has_graph,
-        f"{name} of a block under torch.no_grad() gave a tensor with a graph; wanted none, as from "
-        f"fn itself.",
+        f"{name} of a block under torch.no_grad() gave a tensor with a graph; wanted no graph, as "
+        f"from fn itself.",
     )
 
 
@@ -346,8 +346,8 @@ def _check_peak(answer: Checkpointing, name: str, like: Checkpointing) -> None:
     require(
         peak <= allowed,
         f"{name} of {BLOCKS} blocks has a peak of {peak:,} bytes; wanted at most {allowed:,}: the "
-        f"inputs, the activations of one block, and a few tensors of its output's size. Something "
-        f"keeps tensors that no graph needs, or keeps them too long.",
+        f"inputs, the activations of one block, and a few tensors of its output's size. You keep "
+        f"tensors that no graph needs, or free them too late.",
     )
 
 
@@ -453,10 +453,10 @@ _FUNCTION = Exercise(
     minutes=20,
     difficulty=4,
     hints=(
-        "Forward has to keep three things: fn, the inputs (ctx.save_for_backward) and the random "
-        "state. fn's activations are freed without your help: a Function's forward makes no graph.",
-        "In backward, run fn again with a graph (torch.enable_grad). Its inputs are detached from "
-        "the old graph, and require a gradient if the old ones did. Then "
+        "Forward must keep fn, the inputs (ctx.save_for_backward) and the random state. The "
+        "activations of fn are freed automatically, because a Function's forward records no graph.",
+        "In backward, run fn again with a graph (torch.enable_grad). Detach its inputs from the "
+        "old graph, and set requires_grad as before. Then "
         "torch.autograd.backward(output, gradient) fills .grad of these inputs and of the weights.",
         "inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]; with "
         "torch.random.fork_rng([]), torch.enable_grad(): torch.set_rng_state(ctx.state); output = "
@@ -474,8 +474,7 @@ _FUNCTION = Exercise(
         *mistakes(
             "5.1",
             (
-                "This is a plain x = block(x): the values are right, and autograd keeps "
-                "everything.",
+                "This is a plain call: the values are right, but autograd saves all activations.",
                 body("forget", "return fn(*inputs)"),
             ),
             (
@@ -485,7 +484,7 @@ _FUNCTION = Exercise(
                 body("Forget.backward", _FROM_THE_FIRST_GRAPH),
             ),
             (
-                "backward runs without a graph unless you ask for one: torch.enable_grad().",
+                "backward records no graph by default: use torch.enable_grad().",
                 (", torch.enable_grad()", ""),
             ),
             (
@@ -495,16 +494,16 @@ _FUNCTION = Exercise(
                 _NO_FORK,
             ),
             (
-                "You saved the random state after fn had drawn from it: save it before.",
+                "You saved the random state after fn had used it: save it before.",
                 (_FIRST_RUN, _READ_LATE),
             ),
             (
-                "Don't set a fixed seed: both runs agree then, but every block has the same "
+                "Don't set a fixed seed: both runs then agree, but every block has the same "
                 "dropout mask.",
                 ("ctx.fn, ctx.state", "torch.manual_seed(0)\n        ctx.fn, ctx.state"),
             ),
             (
-                "Restore the random state after the second run: torch.random.fork_rng does.",
+                "Restore the random state after the second run, with torch.random.fork_rng.",
                 _NO_FORK,
             ),
             (
@@ -513,7 +512,7 @@ _FUNCTION = Exercise(
                 (_INNER_BACKWARD, _INPUTS_ONLY),
             ),
             (
-                "Start the inner backward from the gradient that backward receives, not from ones.",
+                "Pass the gradient of the output to the inner backward, not ones.",
                 ("(output, gradient)", "(output, torch.ones_like(output))"),
             ),
             (
@@ -529,12 +528,12 @@ _FUNCTION = Exercise(
                 (_INNER_BACKWARD, f"ctx.output = output\n        {_INNER_BACKWARD}"),
             ),
             (
-                "Don't keep the result on ctx: the result refers to ctx, so neither is freed.",
+                "Don't keep the result on ctx: the result refers to ctx, so both stay in memory.",
                 (_FIRST_RUN, _RESULT_ON_CTX),
             ),
             (
-                "Use ctx.save_for_backward: inputs on ctx are out of reach for an outer "
-                "checkpoint, or for hooks that offload saved tensors (Day 14).",
+                "Use ctx.save_for_backward: the hooks of an outer checkpoint, or of offloading "
+                "(Day 14), do not receive inputs on ctx.",
                 ("ctx.save_for_backward(*inputs)", "ctx.inputs = inputs"),
                 ("ctx.saved_tensors", "ctx.inputs"),
             ),
@@ -669,9 +668,9 @@ def _in_part_and_elsewhere(answer: Checkpointing) -> list[Tensor]:
 
 forget_by_hooks = solution("5.2")
 
-_TAKEN = "tensor, slots[number] = slots[number], None"
+_TAKEN = "tensor, slots[index] = slots[index], None"
 _SLOTS_STAY = ("            slots.clear()\n", "")
-_SECOND_HOOKS = "saved_tensors_hooks(slots.append, lambda nothing: nothing)"
+_SECOND_HOOKS = "saved_tensors_hooks(slots.append, lambda unused: unused)"
 _WITH_THEIR_GRAPH = (
     ("slots.clear()", "found = []"),
     (_SECOND_HOOKS, "saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t)"),
@@ -684,18 +683,18 @@ _HOOKS = Exercise(
     minutes=25,
     difficulty=5,
     hints=(
-        "Three functions share one list of slots: the pack hook of forward, the unpack hook called "
-        "by backward, and the pack hook of the second run. Which one writes, which one reads, and "
-        "which one empties a slot?",
+        "Three functions share one list of slots: the pack hook of forward, the unpack hook, and "
+        "the pack hook of the second run. Which of them appends a slot, fills it, reads it, and "
+        "empties it?",
         "In forward: slots.append(None), and return its index. In backward, for index n: if "
         "slots[n] is None, fill all slots: slots.clear(), then fn(*inputs) inside "
         "torch.random.fork_rng([]), with the random state restored; torch.enable_grad(); and "
-        "saved_tensors_hooks with slots.append as its pack hook. Then take the n-th tensor out, "
-        "and leave None.",
+        "saved_tensors_hooks with slots.append as its pack hook. Then return the n-th tensor, and "
+        "set its slot to None.",
         "slots, state = [], torch.get_rng_state(). Pack hook: slots.append(None); return "
         "len(slots) - 1. Unpack hook, for n: if slots[n] is None: slots.clear(); with "
         "torch.random.fork_rng([]), torch.enable_grad(), saved_tensors_hooks(slots.append, lambda "
-        "nothing: nothing): torch.set_rng_state(state); fn(*inputs). Then return the tensor of "
+        "unused: unused): torch.set_rng_state(state); fn(*inputs). Then return the tensor of "
         "slot n, and empty the slot. Under which hooks does fn run in forward?",
     ),
     reference=forget_by_hooks,
@@ -704,21 +703,21 @@ _HOOKS = Exercise(
         WrongAnswer(
             forget,
             "This is the Function of 5.1: if no input requires a gradient, autograd does not call "
-            "its backward, and the weights get none.",
+            "its backward, and the weights get no gradient.",
         ),
         *mistakes(
             "5.2",
             (
-                "You set no hook, so autograd keeps everything.",
+                "You set no hooks, so autograd saves all activations.",
                 body("forget_by_hooks", "return fn(*inputs)"),
             ),
             (
-                "Leave the slot empty: None instead of the tensor. Otherwise you save no memory.",
+                "Append None, not the tensor: a full slot saves no memory.",
                 ("slots.append(None)", "slots.append(tensor.detach())"),
             ),
             (
                 "You run fn again for every single tensor: fill all slots in one run.",
-                (_TAKEN, "tensor = slots[number]; slots[:] = [None] * len(slots)"),
+                (_TAKEN, "tensor = slots[index]; slots[:] = [None] * len(slots)"),
             ),
             (
                 "The hooks of the first run are not active in backward: set hooks for the second "
@@ -727,22 +726,22 @@ _HOOKS = Exercise(
                 (f"                {_SECOND_HOOKS},\n", ""),
             ),
             (
-                "Backward runs without a graph, so no hook is called: torch.enable_grad().",
+                "Backward records no graph, so no hook is called: use torch.enable_grad().",
                 _SLOTS_STAY,
                 ("                torch.enable_grad(),\n", ""),
             ),
             (
-                "Take the tensor out of its slot: full slots keep their tensors as long as the "
-                "graph exists.",
-                (_TAKEN, "tensor = slots[number]"),
+                "Set the slot to None when you return its tensor: a full slot keeps its tensor as "
+                "long as the graph exists.",
+                (_TAKEN, "tensor = slots[index]"),
             ),
             (
-                "The tensor in a slot keeps the second run's graph, and that graph's saved "
-                "tensors. Return None from the second pack hook, or store t.detach().",
+                "The tensor in a slot keeps the second run's graph and its saved tensors alive. "
+                "Return None from the second pack hook, or store t.detach().",
                 *_WITH_THEIR_GRAPH,
             ),
             (
-                "The second run drew another dropout mask than the first.",
+                "The second run drew another dropout mask: restore the random state.",
                 ("torch.set_rng_state(state)", "pass"),
             ),
             (
@@ -780,7 +779,7 @@ def _check_best_segments(answer: BestSegments) -> str:
     return f"{len(_CHAINS)} chains, the last of 126 blocks in {best_segments(*_CHAINS[-1])[0]}"
 
 
-_LONGEST, _BEST = "-(-blocks // segments)", "best = min(held, key=held.get)"
+_LONGEST, _BEST = "-(-blocks // segments)", "best = min(peaks, key=peaks.get)"
 _HELD, _TRIED = "segments * input_bytes + longest * block_bytes", "range(1, blocks + 1)"
 _RATIO = "round((blocks * block_bytes / input_bytes) ** 0.5)"
 
@@ -792,10 +791,10 @@ _BEST_SEGMENTS = Exercise(
     hints=(
         "One term grows with the number of segments, the other one shrinks. Which bytes belong to "
         "which term?",
-        "One input per segment is held all the time. While backward is in the longest segment, the "
-        "activations of all its blocks are held: blocks / segments of them, rounded up.",
-        "held[segments] = segments * input_bytes + -(-blocks // segments) * block_bytes, for each "
-        "number of segments from 1 to blocks. min(held, key=held.get) is the first key of a dict "
+        "One input per segment is always in memory. While backward is in the longest segment, the "
+        "activations of all its blocks are, too: blocks / segments of them, rounded up.",
+        "peaks[segments] = segments * input_bytes + -(-blocks // segments) * block_bytes, for each "
+        "number of segments from 1 to blocks. min(peaks, key=peaks.get) is the first key of a dict "
         "with the smallest value.",
     ),
     reference=best_segments,
@@ -803,12 +802,12 @@ _BEST_SEGMENTS = Exercise(
     wrong_answers=mistakes(
         "5.3",
         (
-            "√n is best only if a block keeps as much as its input, and n is a square: try all "
-            "numbers of segments.",
+            "√n is best only if block_bytes equals input_bytes and n is a square: try all numbers "
+            "of segments.",
             (_BEST, "best = int(blocks**0.5)"),
         ),
         (
-            "A formula is right only for numbers that divide evenly: try all numbers.",
+            "The formula is right only if the blocks divide evenly: try all numbers of segments.",
             (_BEST, f"best = max(1, min(blocks, {_RATIO}))"),
         ),
         (
@@ -821,19 +820,19 @@ _BEST_SEGMENTS = Exercise(
         ),
         (
             "Return the number of segments first, then the bytes.",
-            ("return best, held[best]", "return held[best], best"),
+            ("return best, peaks[best]", "return peaks[best], best"),
         ),
-        ("Add the inputs: each segment keeps one.", ("segments * input_bytes + ", "")),
+        ("Add the inputs: each segment stores one.", ("segments * input_bytes + ", "")),
         (
-            "Of several equally good numbers, return the smallest.",
-            ("min(held,", "min(reversed(held),"),
+            "In a tie, return the smallest number of segments.",
+            ("min(peaks,", "min(reversed(peaks),"),
         ),
         (
-            "Try one segment around everything, too.",
+            "Try a single segment with all blocks, too.",
             (_TRIED, "range(min(2, blocks), blocks + 1)"),
         ),
         (
-            "Try one segment around every single block, too: range(1, blocks + 1).",
+            "Try one segment per block, too: range(1, blocks + 1).",
             (_TRIED, "range(1, blocks)"),
         ),
     ),
@@ -857,9 +856,9 @@ def _check_schedule(answer: Segmenting) -> str:
         peak, runs = _run_by(schedule, blocks)
         allowed, _ = _run_by(even_schedule(blocks, segments), blocks)
         faults = {
-            f"{len(schedule)} parts, wanted {segments}": len(schedule) != segments,
+            f"{len(schedule)} segments, wanted {segments}": len(schedule) != segments,
             "wanted only ints in each segment": _is_nested(schedule),
-            f"blocks run {_times(runs)}, wanted twice each": runs != [2] * blocks,
+            f"the blocks ran {_times(runs)}, wanted twice each": runs != [2] * blocks,
             f"peak {peak:,} bytes, wanted at most {allowed:,}": peak > allowed,
         }
         found = "; ".join(fault for fault, is_there in faults.items() if is_there)
@@ -871,12 +870,13 @@ def _check_schedule(answer: Segmenting) -> str:
 
 
 def _in_sizes(schedule: Schedule) -> str:
-    """The number of blocks in each part: "segments of 3, 3 and 2 plain blocks"."""
+    """The blocks of each part: "segments of 3, 3 and 2 blocks without checkpointing"."""
     sizes = [str(len(part)) for part in schedule if isinstance(part, tuple)]
     plain = sum(isinstance(part, int) for part in schedule)
     words = f"segments of {', '.join(sizes)}" if sizes else "no segments"
     words += " with segments inside" if _is_nested(schedule) else ""
-    return f"{words} and {plain} plain block{'s' * (plain > 1)}" if plain else words
+    unsaved = f"{plain} block{'s' * (plain > 1)} without checkpointing"
+    return f"{words} and {unsaved}" if plain else words
 
 
 def _is_nested(schedule: Schedule) -> bool:
@@ -896,10 +896,10 @@ def _run_by(schedule: Schedule, blocks: int) -> tuple[int, list[int]]:
         y.sum().backward()
 
     trace = measure(step, model=chain)
-    return most_for_tokens(trace), [len(block.grad_modes) for block in chain]
+    return activation_peak(trace), [len(block.grad_modes) for block in chain]
 
 
-def most_for_tokens(trace: Trace) -> int:
+def activation_peak(trace: Trace) -> int:
     """The peak of activations and of both passes' temporaries: bytes that depend on tokens."""
     kinds = ("activations", "forward_temporaries", "backward_temporaries")
     return max(accumulate(e.bytes for e in trace.events if e.category in kinds))
@@ -924,8 +924,8 @@ _SCHEDULE = Exercise(
     minutes=10,
     difficulty=2,
     hints=(
-        "7 blocks in 3 segments: 3, 2 and 2. How many segments have one block more, and how long "
-        "are these?",
+        "7 blocks in 3 segments: 3, 2 and 2. How many blocks do the shorter segments have, and how "
+        "many segments have one more?",
         "size, longer = divmod(blocks, segments): the first `longer` segments have size + 1 "
         "blocks, the rest have size. Keep track of where each segment starts.",
         "start, parts = 0, []; for n in range(segments): end = start + size + (n < longer). In the "
@@ -942,22 +942,23 @@ _SCHEDULE = Exercise(
             _LAST_KEPT,
         ),
         (
-            "This is checkpoint_sequential: the last segment takes the rest, and is plain.",
+            "This is checkpoint_sequential: the last segment has the remainder and no checkpoint.",
             _REST_LAST,
             _LAST_KEPT,
         ),
         (
-            "Spread the remainder, one block per segment. Your last segment takes all of it.",
+            "Distribute the remainder, one block per segment: your last segment has all of it.",
             _REST_LAST,
         ),
         (
-            "Put the longer segments first: when they rerun, the inputs of later segments are "
-            "gone.",
+            "Put the longer segments first: when they are recomputed, the inputs of later segments "
+            "have been freed.",
             ("number < longer", "number >= segments - longer"),
         ),
-        ("You drop the remainder of the division, and blocks with it.", (_LONGER, "size")),
+        ("You leave out blocks: distribute the remainder of the division.", (_LONGER, "size")),
         (
-            "If you round up, the blocks run out early: the last segment is short, or missing.",
+            "If you round up, too few blocks remain for the last segments: round down, and "
+            "distribute the remainder.",
             body("even_schedule", _ROUNDED_UP),
         ),
         (
@@ -965,20 +966,23 @@ _SCHEDULE = Exercise(
             (_PARTS, "return tuple(parts[::-1])"),
         ),
         (
-            "A segment holds consecutive blocks. Don't deal them out like cards.",
+            "A segment has consecutive blocks: do not distribute them round-robin.",
             _returned("tuple(tuple(range(n, blocks, segments)) for n in range(segments))"),
         ),
-        ("An int is a plain block: make tuples.", _returned("tuple(range(blocks))")),
         (
-            "You put one pair of brackets too many around each segment: (0, 1), not ((0, 1),).",
+            "An integer is a block without checkpointing: return tuples.",
+            _returned("tuple(range(blocks))"),
+        ),
+        (
+            "Each segment has one pair of brackets too many: write (0, 1), not ((0, 1),).",
             (_PARTS, "return tuple((part,) for part in parts)"),
         ),
         (
-            "A single segment holds the activations of all blocks at once when it reruns.",
+            "The recomputation of a single segment needs the activations of all blocks at once.",
             _returned("(tuple(range(blocks)),)"),
         ),
         (
-            "A schedule is made of tuples, not of lists: tuple(...).",
+            "A schedule has tuples, not lists: use tuple(...).",
             (_PARTS, "return [list(part) for part in parts]"),
         ),
     ),

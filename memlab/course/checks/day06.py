@@ -154,7 +154,7 @@ _SCHEDULE_COSTS = Exercise(
             (_SAVED, "stages[i].saved_bytes + stages[i].output_bytes for"),
         ),
         (
-            "The most can also occur at a plain stage. Take the maximum over every part.",
+            "The peak (most) can also occur at a plain stage. Take the maximum over every part.",
             (_MOST, f"if isinstance(part, tuple):\n            {_MOST}"),
         ),
         (
@@ -351,8 +351,8 @@ _BEST_SCHEDULE = Exercise(
         "may end right before stage j?",
         "Plain: take each choice of i+1 … j, with chain.if_plain(i, j, peak) and (i, *rest). "
         "Segment: for each k from i+1 to j, take each pair of a choice of i … k-1 and one of "
-        "k … j, with chain.if_segment(i, k, j, own_peak, peak), chain.rerun(i, k) + both agains, "
-        "and (own, *rest).",
+        "k … j, with chain.if_segment(i, k, j, own_peak, peak), chain.rerun(i, k) + own_again + "
+        "again, and (own, *rest).",
         "found = [(chain.if_plain(i, j, peak), again, (i, *rest)) for peak, again, rest in "
         "choices(i + 1, j)]; for k in range(i + 1, j + 1): for own_peak, own_again, own in "
         "choices(i, k - 1): for peak, again, rest in choices(k, j). In the innermost loop, append "
@@ -793,8 +793,10 @@ def _check_best_operators(answer: BestOperators) -> str:
 def _check_a_knapsack(
     answer: BestOperators, operators: list[Operator], budget: int, best: int
 ) -> None:
-    listed = ", ".join(f"{o.number}: {o.bytes:,} B {o.operations}" for o in operators[:3])
-    more = f", … {len(operators)} in all" if len(operators) > 3 else ""
+    listed = "; ".join(
+        f"{o.number}: {o.bytes:,} B, {o.operations} operations" for o in operators[:3]
+    )
+    more = f"; … {len(operators)} in all" if len(operators) > 3 else ""
     case = f"best_operators([{listed}{more}], {budget:,} bytes)"
     argument = list(operators)
     try:

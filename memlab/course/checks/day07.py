@@ -59,7 +59,7 @@ def _with_outlier() -> Tensor:
 
 
 _QUANTIZED: dict[str, tuple[Tensor, int]] = {  # groups and levels
-    "2 groups, 0, 1, … 255 and a tenth of them": (
+    "2 groups, one of 0, 1, … 255 and one of 0, 0.1, … 25.5": (
         torch.stack([torch.arange(256.0), torch.arange(256.0) / 10]),
         255,
     ),
@@ -1122,8 +1122,8 @@ _HOOKS = Exercise(
             body("hooks", _EACH_VIEW),
         ),
         (
-            "An address does not identify a storage: when a tensor dies, the next one gets its "
-            "address. Use the storage object as the key of a weakref.WeakKeyDictionary.",
+            "An address does not identify a storage: when a tensor is freed, the next one can get "
+            "its address. Use the storage object as the key of a weakref.WeakKeyDictionary.",
             (_KNOWN, "{}"),
             ("storage not in known", "storage.data_ptr() not in known"),
             ("known[storage]", "known[storage.data_ptr()]"),

@@ -115,8 +115,8 @@ _SIZES = (3, 1, 33, 1, 1)  # block sizes for the shapes that `parameters` makes
 def _require_unequal(
     answer: Step, reference: Step, *, names: Sequence[str], sizes: Sequence[int] = ()
 ) -> None:
-    """Step weights of several shapes, with a learning rate that changes, gradients that are 0 in
-    the third step, and other settings for each group."""
+    """Step weights of several shapes, with an lr that changes, a gradient of 0 in the third step,
+    and other settings for each group."""
     for seed, group in enumerate(_UNEQUAL):
         settings = {name: group[name] for name in names}
         for n, start in enumerate(parameters(seed=seed)):
@@ -279,10 +279,11 @@ _ADAMW = Exercise(
     minutes=12,
     difficulty=2,
     hints=(
-        "Write the formulas in order, in about six lines. What must survive until the next step, "
-        "and what is computed anew? Which lines change `weight`?",
+        "Write the formulas in order, in about six lines. Which values does the next step need? "
+        "Store these in `state`. Which lines change `weight`?",
         "If state is empty, set t = 0 and set m and v to torch.zeros_like(gradient). Then add 1 to "
-        "t, and update m and v. Divide copies of m and v by 1 − βᵗ; store the undivided ones.",
+        "t, and update m and v. Correct copies of m and v (divide by 1 − βᵗ), and store m and v "
+        "uncorrected.",
         "state['m'] = beta1 * state['m'] + (1 - beta1) * gradient; state['v'] likewise with "
         "gradient**2; root = (state['v'] / (1 - beta2**t)).sqrt() + eps; weight *= 1 - lr * "
         "weight_decay. The last line is the step: the corrected m, divided by root.",
@@ -331,7 +332,7 @@ _ADAMW = Exercise(
         ("Add eps outside the square root.", _EPS_IN_THE_ROOT),
         ("Divide m by the square root of v, not by v.", (".sqrt() + eps", " + eps")),
         (
-            "Step by m, not by the current gradient.",
+            "Use m for the step, not the current gradient.",
             ('lr * state["m"] / (1 - beta1**t)', "lr * gradient"),
         ),
         ("β₁ is for m, and β₂ for v.", (_BETAS, "beta2, beta1 = betas")),
@@ -416,7 +417,7 @@ _LION = Exercise(
             "sign(0) is 0: a weight without a gradient must not move.",
             (f"torch.sign({_STEP_MIX})", f"torch.where({_STEP_MIX} >= 0, 1.0, -1.0)"),
         ),
-        ("The sign is missing: every weight must move by lr.", ("torch.sign", "")),
+        ("The sign is missing: every weight must move by exactly lr.", ("torch.sign", "")),
         (
             "The decay is added to the gradient, so only its sign counts. Shrink the weight "
             "directly.",
@@ -532,11 +533,12 @@ _BLOCK_SIZE = Exercise(
         ),
         (
             "A fused matrix of queries, keys and values silently becomes one block. Raise "
-            "ValueError for a layer that is not in the table.",
+            "ValueError for a layer outside the table.",
             (_UNKNOWN, "return shape.numel()"),
         ),
         (
-            "An unknown layer gets one v per row. A wrong guess learns worse: raise ValueError.",
+            "An unknown layer gets one v per row. With a wrong guess, the model learns worse: "
+            "raise ValueError.",
             (_UNKNOWN, "return shape[-1]"),
         ),
         (
@@ -618,8 +620,8 @@ _ADAM_MINI = Exercise(
         "(…**2).mean(1, keepdim=True). Store m in the weight's shape; view it as blocks to divide.",
         "blocks = gradient.reshape(-1, size); v = beta2 * v + (1 - beta2) * "
         "(blocks**2).mean(1, keepdim=True); step = m.view(-1, size) / (1 - beta1**t) / "
-        "((v / (1 - beta2**t)).sqrt() + eps). Which shape must step have when you subtract it "
-        "from the weight, and what comes before?",
+        "((v / (1 - beta2**t)).sqrt() + eps). Apply the decay, then subtract lr * step from the "
+        "weight. Which shape must step have for this?",
     ),
     reference=adam_mini_,
     check=_check_adam_mini,
@@ -627,7 +629,7 @@ _ADAM_MINI = Exercise(
     wrong_answers=mistakes(
         "8.4",
         (
-            "This is the square of the mean, in which opposite signs cancel. Take the mean of the "
+            "This is the square of the mean, so opposite signs cancel. Take the mean of the "
             "squares.",
             (_MEAN, f"{_BLOCKS}.mean(1, keepdim=True) ** 2"),
         ),
@@ -637,7 +639,7 @@ _ADAM_MINI = Exercise(
         ),
         (
             'm is shared, too, as in the guide ("share m, v"), so all weights of a block take the '
-            "same step, whatever the signs of their gradients. Share v only.",
+            "same step, whatever the signs of their gradients. Share only v.",
             (
                 "    if not state",
                 f"    gradient = {_BLOCKS}.mean(1, keepdim=True)\n    if not state",
@@ -728,7 +730,7 @@ class _UpdateRecorder:
             weight.grad is not None,
             f"after {self.calls.total()} updates, update(weight) was called for weight {number} of "
             f"{len(self.weights)} when its .grad was None: it was "
-            f"{'dropped before' if weight in self.complete else 'not there yet'}.",
+            f"{'freed before' if weight in self.complete else 'not stored yet'}.",
         )
         self.calls[number] += 1
         if self.keeps_gradients:
@@ -805,7 +807,7 @@ def _require_no_gradient_left(recorder: _UpdateRecorder) -> None:
     left = {n: w.grad for n, w in enumerate(recorder.weights, 1) if w.grad is not None}
     if left:
         same = all(recorder.gradients[n] is gradient for n, gradient in left.items())
-        which = "the ones that update used" if same else "set after their update"
+        which = "not freed after their update" if same else "set after their update"
         raise Wrong(
             f"{len(left)} of {len(recorder.weights)} gradients are alive after backward, {which}; "
             f"wanted none."
@@ -933,7 +935,7 @@ _IN_BACKWARD = Exercise(
         "weight, set weight.grad = None, and add the weight to a set. Return the set's clear.",
         "stepped = set(); def hook(weight): if weight in stepped: set weight.grad = None and raise "
         "RuntimeError(…); stepped.add(weight); update(weight); weight.grad = None. Register hook "
-        "on each weight. What must end_step do?",
+        "on each weight, and return a function that empties the set.",
     ),
     reference=in_backward,
     check=_check_in_backward,
@@ -952,13 +954,13 @@ _IN_BACKWARD = Exercise(
             body("in_backward", _TOO_EARLY),
         ),
         (
-            "register_hook is too early: after it returns, torch stores the gradient in .grad, and "
-            "it stays alive.",
+            "register_hook is too early: torch stores the gradient in .grad after it, and nothing "
+            "frees it.",
             body("in_backward", _TOO_EARLY_WITH_GRAD),
         ),
         (
-            "A second gradient makes a second update, without an error: with accumulation this is "
-            "several small steps instead of one.",
+            "A second gradient makes a second update, without an error. Accumulated gradients "
+            "would make several small steps.",
             ("if weight in stepped", "if False"),
         ),
         (
@@ -967,14 +969,13 @@ _IN_BACKWARD = Exercise(
             ("weight.grad = None\n            raise", "raise"),
         ),
         (
-            "A count does not show which weight got a second gradient, and a weight without a "
-            "gradient hides one. Record the weights.",
+            "A count does not show which weight got a second gradient. Record the weights.",
             *_COUNTED,
         ),
         ("end_step() must allow the next backward.", ("stepped.clear", "lambda: None")),
         (
-            "The hook uses the loop variable, which is the last weight by then: use the hook's "
-            "argument.",
+            "The hook uses the loop variable. When it runs, this is the last weight. Use the "
+            "hook's argument.",
             ("def hook(weight)", "def hook(_)"),
             ("if weight in stepped", "if False"),
         ),

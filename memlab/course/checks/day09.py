@@ -68,8 +68,7 @@ def _require_entries(call: str, got: Tensor, wanted: Tensor) -> None:
     count = (got != wanted).sum().item()
     require(
         not count,
-        f"{call}: {count} of 256 entries differ in their last bits from the codebook that files of "
-        f"8-bit states are written with.",
+        f"{call}: {count} of 256 entries differ from bitsandbytes' codebook in their last bits.",
     )
 
 
@@ -87,13 +86,13 @@ _CODE = Exercise(
     minutes=12,
     difficulty=2,
     hints=(
-        "Collect the middles of each decade in a list. Use torch.cat and sort at the end. Count "
+        "Collect the midpoints of each decade in a list. Use torch.cat and sort at the end. Count "
         "the entries: 1 + 2 + 4 + … + 64, with both signs, and two more.",
-        "For one decade: edges = torch.linspace(0.1, 1, parts + 1). A middle is the mean of two "
+        "For one decade: edges = torch.linspace(0.1, 1, parts + 1). A midpoint is the mean of two "
         "neighboring edges: (edges[:-1] + edges[1:]) / 2.",
-        "for i in range(7): parts = 2**i if signed else 2 ** (i + 1); middles = … * 10.0 ** "
-        "(i - 6). If signed, put middles and -middles into the list. After the loop, add 0 and 1, "
-        "concatenate, and sort.",
+        "for i in range(7): parts = 2**i if signed else 2 ** (i + 1); midpoints = … * 10.0 ** "
+        "(i - 6). If signed, put midpoints and -midpoints into the list. After the loop, add 0 and "
+        "1, concatenate, and sort.",
     ),
     reference=dynamic_code,
     check=_check_code,
@@ -101,7 +100,7 @@ _CODE = Exercise(
     wrong_answers=mistakes(
         "9.1",
         (
-            "These are even steps. The codebook is fine near zero and coarse near 1.",
+            "These are even steps. The codebook has small steps near zero, and large steps near 1.",
             body("dynamic_code", _EVEN_STEPS),
         ),
         (
@@ -113,7 +112,7 @@ _CODE = Exercise(
             "The order of the decades is reversed. The lowest, 10⁻⁷ … 10⁻⁶, has the fewest parts.",
             (_PARTS, "2 ** (6 - i) if signed else 2 ** (7 - i)"),
         ),
-        ("These are the edges of the parts. Use their middles.", (_MIDDLES, "edges[:-1]")),
+        ("These are the edges of the parts. Use their midpoints.", (_MIDDLES, "edges[:-1]")),
         ("Two entries are missing: 0 and 1.", ("[torch.tensor([0.0, 1.0])]", "[]")),
         (
             "Leave out −1: the lowest entry is −0.993, so that there are 256 entries, not 257.",
@@ -121,16 +120,16 @@ _CODE = Exercise(
         ),
         ("The top decade is 0.1 … 1, with 10⁰: the exponent is i − 6.", ("(i - 6)", "(i - 7)")),
         (
-            "The entries are in the order of the decades. Sort them, for a binary search.",
+            "The entries are in the order of the decades. Sort them: torch.bucketize needs this.",
             (".sort().values", ""),
         ),
         (
-            "This was computed in float64 and rounded once. Compute every step in float32.",
+            "This was computed in float64 and rounded once. Compute everything in float32.",
             ("parts + 1)", "parts + 1, dtype=torch.float64)"),
             (".sort().values", ".float().sort().values"),
         ),
         (
-            "The edges were multiplied by the power of ten. Take the means first, then multiply.",
+            "The edges were multiplied by the power of ten. Compute the midpoints first.",
             ("parts + 1)", "parts + 1) * 10.0 ** (i - 6)"),
             ("/ 2 * 10.0 ** (i - 6)", "/ 2"),
         ),
@@ -162,7 +161,7 @@ def _encode_cases() -> dict[str, tuple[Tensor, Tensor]]:
         "256 elements below 10⁻³³, unsigned": (1e-34 * tiny, unsigned),
         "a block of squares and a block of zeros": (torch.cat([normal(256) ** 2, zeros]), unsigned),
         "300 elements": (0.1 * normal(300), signed),
-        "a matrix that is not contiguous, (5, 64)": (normal(64, 5).mT, signed),
+        "a non-contiguous matrix, (5, 64)": (normal(64, 5).mT, signed),
         "3 × 700 elements over many decades": ((3 * normal(3, 700)).exp(), unsigned),
     }
 
@@ -276,12 +275,11 @@ _ENCODE = Exercise(
         "F.pad(x, (0, missing)) appends zeros, so that .view(-1, 256) works for any n. "
         "-n % 256 elements are missing. Zeros don't change the absmax of a block.",
         "The nearest entry changes halfway between two entries. torch.bucketize(fractions, "
-        "middles) counts the middles below each fraction, and the count is the code. What is "
-        "0 / 0?",
+        "thresholds) counts the thresholds below each fraction, and this count is the code. Avoid "
+        "0 / 0 in a block of zeros.",
         "scales = blocks.abs().amax(1); fractions = blocks / scales.where(scales > 0, "
         "1).view(-1, 1); codes = torch.bucketize(fractions, (code[:-1] + code[1:]) / 2). Then "
-        "convert the dtype, remove the padding (a slice alone keeps it in memory), and return "
-        "codes and scales.",
+        "convert the dtype, remove the padding (clone the slice), and return codes and scales.",
     ),
     reference=encode,
     check=_check_encode,
@@ -301,28 +299,30 @@ _ENCODE = Exercise(
             ("F.pad(x.flatten(), (0, -n % 256))", "x.flatten()"),
         ),
         (
-            "Where nothing is missing, 256 − n % 256 pads a whole block. Use −n % 256.",
+            "If n is a multiple of 256, 256 − n % 256 pads a whole block. Use −n % 256.",
             ("-n % 256", "256 - n % 256"),
         ),
         (
-            "In a block of zeros x / scale is 0 / 0, which is NaN and gets code 255.",
+            "In a block of zeros, x / scale is 0 / 0, or NaN, and gets code 255.",
             ("scales.where(scales > 0, 1)", "scales"),
         ),
         (
-            "Second moments are squares, so 10⁻¹² is not small for them. Scales may be tiny.",
+            "Scales may be tiny: the second moment of a gradient of 10⁻⁶ is 10⁻¹². Do not clamp "
+            "them.",
             (_ABSMAX, f"{_ABSMAX}.clamp(min=1e-12)"),
         ),
         (
             "Code 0 is zero only in the unsigned codebook. In the signed one, zero is code 127.",
             ("return", "codes[blocks == 0] = 0\n    return"),
         ),
-        ("These are even steps. Look for the nearest entry of the codebook.", (_NEAREST, _EVENLY)),
+        ("These are even steps. Use the nearest entry of the codebook.", (_NEAREST, _EVENLY)),
         (
-            "This is the entry below, not the nearest one. Compare with the middles.",
+            "This is the entry below, not the nearest one. Compare with the midpoints.",
             (_NEAREST, "(torch.bucketize(fractions, code, right=True) - 1)"),
         ),
         (
-            "The codebook ends at 1. Divide by the block's scale before you look for the nearest.",
+            "The codebook ends at 1. Divide by the block's scale before you look for the nearest "
+            "entry.",
             ("blocks / scales.where(scales > 0, 1).view(-1, 1)", "blocks"),
         ),
         (
@@ -441,7 +441,9 @@ def _counted_calls(optimizer: Any) -> list[int]:
     is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
     require(is_optimizer, f"Adam8bit([weight], …) gave {kind}; wanted an optimizer.")
     encode_v, calls = getattr(optimizer, "encode_v", None), []
-    require(callable(encode_v), "Adam8bit has no encode_v. Keep the lines around yours.")
+    require(
+        callable(encode_v), "Adam8bit has no encode_v. Do not change the lines around your code."
+    )
 
     def counted(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
         calls.append(1)
@@ -554,8 +556,8 @@ _ADAM = Exercise(
         "There are three parts. Get m and v in float32: zeros at the first step, then from the "
         "state. Compute Adam's step as usual. Store m and v. Only the first and last part use "
         "codes.",
-        "Step the weight with the float32 m and v that you have just computed, then encode them. "
-        "Store m and v without bias correction. len(gradient) >= 4096 decides whether you encode.",
+        "Update the weight with the new m and v in float32, then encode them, without bias "
+        "correction. len(gradient) >= 4096 decides whether you encode.",
         "m = beta1 * m + (1 - beta1) * gradient; v = beta2 * v + (1 - beta2) * gradient**2; root = "
         "(v / (1 - beta2**t)).sqrt() + eps; weight -= lr * (m / (1 - beta1**t) / "
         'root).view_as(weight). A later step begins with decode(*state["m"], signed). Store large '
@@ -583,11 +585,11 @@ _ADAM = Exercise(
         ),
         ("Encode from 4,096 elements on: >=, not >.", (">= 4096", "> 4096"), ("< 4096", "<= 4096")),
         (
-            "The weight is stepped with rounded moments. Step first, then encode.",
+            "The weight is updated with rounded moments. Update the weight first, then encode.",
             ("root =", _DECODED_FIRST),
         ),
         (
-            "The state has bias-corrected moments, which the next step corrects again.",
+            "The stored moments are bias-corrected, and the next step corrects them again.",
             ("root = (v / (1 - beta2**t)).sqrt()", _CORRECTED),
             ("(m / (1 - beta1**t) / root)", "(m / root)"),
         ),
@@ -669,7 +671,7 @@ def _require_rule(call: str, x: Tensor, codes: Tensor, code: Tensor) -> None:
     count = off.count_nonzero().item()
     require(
         off.max().item() <= 1 and count < 0.01 * len(flat),
-        f"{call}: {count} of {len(flat)} elements don't get the nearest code, though it is not 0.",
+        f"{call}: {count} of {len(flat)} elements don't get the nearest code, and it is not 0.",
     )
 
 
@@ -699,8 +701,8 @@ _RULE = Exercise(
     hints=(
         "encode does almost everything. Which codes have to change, and to what?",
         "Where x is above zero and its code is 0, set the code to 1. A zero keeps code 0.",
-        "codes, scales = encode(x, code). The mask of lost elements is (x.flatten() > 0) & "
-        "(codes == 0). One assignment is missing.",
+        "codes, scales = encode(x, code). The mask of elements to change is (x.flatten() > 0) & "
+        "(codes == 0). Set these codes to 1.",
     ),
     reference=encode_positive,
     check=_check_rule,
@@ -708,7 +710,7 @@ _RULE = Exercise(
     wrong_answers=mistakes(
         "9.4",
         (
-            "This is encode alone: small second moments become 0, and their steps explode.",
+            "This is encode alone: small second moments become 0, and the steps explode.",
             (_RULE_LINE, ""),
         ),
         (
@@ -721,7 +723,8 @@ _RULE = Exercise(
         ),
         ("Every code is one higher. Change only codes that would be 0.", (_RULE_LINE, _ONE_UP)),
         (
-            "10⁻¹² is small in one block and huge in another. Test the code, not x.",
+            "A fixed minimum such as 10⁻¹² is small in one block and huge in another. Test the "
+            "code, not x.",
             ("encode(x,", "encode(x.where(x == 0, x.clamp(min=1e-12)),"),
             (_RULE_LINE, ""),
         ),

@@ -289,9 +289,9 @@ _ADD = Exercise(
     hints=(
         "Begin with the new row_max: the larger of the old one and the tile's, for each row "
         "(torch.maximum, and amax(-1, keepdim=True)). The old sums are relative to the old "
-        "row_max. By which factor are they too large now?",
-        "The factor is e^(row_max − new row_max), for row_sum and acc alike. Where the new row_max "
-        "is still −∞, −∞ − (−∞) is NaN. There, subtract 0 in place of the new row_max.",
+        "row_max. How much too large are they now?",
+        "Multiply row_sum and acc by e^(row_max − new row_max). Where the new row_max is still −∞, "
+        "−∞ − (−∞) is NaN. There, subtract 0 in place of the new row_max.",
         "new = torch.maximum(row_max, scores.amax(-1, keepdim=True)); safe = new.masked_fill(new "
         "== -torch.inf, 0); probs = (scores - safe).exp(); correction = (row_max - safe).exp(). "
         "The new row_sum is correction times the old one, plus the sum of probs. acc likewise, "
@@ -331,8 +331,8 @@ _ADD = Exercise(
         ),
         ("row_max can be below 0. Replace only −∞ by 0.", (_SAFE, "new_max.clamp(min=0)")),
         (
-            "The 0 that replaces −∞ is returned as row_max. Return −∞; otherwise later scores "
-            "below 0 are measured from 0.",
+            "The 0 that replaces −∞ is returned as row_max. Return −∞; otherwise row_max stays 0 "
+            "when all later scores are below 0.",
             ("return new_max,", "return safe_max,"),
         ),
         (
@@ -402,8 +402,8 @@ def _spans_of_plan(call: str, got: Any) -> list[SpanRow]:
     for row in got:
         require(
             isinstance(row, (tuple, list)) and len(row) == 2 and isinstance(row[1], (list, tuple)),
-            f"{call} has a row that is {row!r}; wanted a pair: a slice of queries, and a list of "
-            f"slices of keys.",
+            f"{call} has the row {row!r}; wanted a pair: a slice of queries, and a list of slices "
+            f"of keys.",
         )
         for part in (row[0], *row[1]):
             require(
@@ -457,7 +457,7 @@ _PLAN = Exercise(
     rebuilds=_LIBRARIES,
     wrong_answers=mistakes(
         "10.2",
-        ("Every tile is visited. Skip the tiles in which no query sees a key.", (_SEEN, "keys")),
+        ("Every tile is visited. Skip the tiles where no query sees a key.", (_SEEN, "keys")),
         ("shift is ignored, so every mask is top-left.", (_SEEN, "min(last, keys)")),
         (
             "The diagonal comes from the lengths. Use shift: query i sees the keys up to i + "
@@ -492,7 +492,7 @@ _PLAN = Exercise(
             ("min(n + tile, keys)", "n + tile"),
         ),
         (
-            "Rows in which no query sees a key are missing. Their outputs must be written too.",
+            "Rows where no query sees a key are missing. Their outputs must be written too.",
             ("rows.append(", "if visited: rows.append("),
         ),
     ),
@@ -720,7 +720,7 @@ _ATTEND = Exercise(
         "-torch.inf); row_sum, acc = torch.zeros_like(row_max), torch.zeros_like(part); then the "
         "columns; nothing = row_sum == 0; out[..., row, :] = acc / row_sum.masked_fill(nothing, "
         "1). lse[..., row] has one dimension fewer than row_max and row_sum, and is +∞ where "
-        "nothing is.",
+        "`nothing` is True.",
     ),
     reference=attend,
     check=_check_attend,
@@ -972,7 +972,7 @@ _FLASH = Exercise(
         "scale · dscoresᵀ q.",
         "dscores = probs * (dout[..., row, :] @ v[..., column, :].mT - delta[..., row, :]) * "
         "scale; dv[..., column, :] += probs.mT @ dout[..., row, :]; dq[..., row, :] += dscores @ "
-        "k[..., column, :]. dk is the mirror image of dq. Which of its factors is transposed?",
+        "k[..., column, :]. dk is like dq, but with one factor transposed. Which one?",
     ),
     reference=flash,
     check=_check_flash,
@@ -989,7 +989,7 @@ _FLASH = Exercise(
                 body("flash", "return attend(q, k, v, tile, shift)[0]"),
             ),
             (
-                "Checkpointing frees the tiles, but in backward all of them exist at once.",
+                "Checkpointing frees the tiles, but in backward all tiles exist at once.",
                 body("flash", _CHECKPOINTED),
             ),
             (
@@ -1061,8 +1061,8 @@ _FLASH = Exercise(
                 ("ctx.tile, ctx.shift)", "ctx.tile, k.shape[-2] + q.shape[-2])"),
             ),
             (
-                "lse is −∞ where a query sees nothing, and −∞ − (−∞) is NaN. With +∞ its probs are "
-                "0.",
+                "lse is −∞ where a query sees nothing, and −∞ − (−∞) is NaN. With lse = +∞ the "
+                "probs are 0.",
                 (_LSE_GUARD, ""),
             ),
         ),

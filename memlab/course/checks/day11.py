@@ -309,8 +309,8 @@ _GRADIENT = Exercise(
             ("x.div_(z).", "x."),
         ),
         (
-            "These are the gradients of the mean. Return the gradients of the sum: a chunk "
-            "doesn't know how many rows count in total.",
+            "These are the gradients of the mean. Return the gradients of the sum: the number of "
+            "non-ignored rows in all chunks is not known here.",
             (_MASKED_X, f"    x.div_((~ignored).sum().clamp(min=1))\n{_MASKED_X}"),
         ),
         (
@@ -322,14 +322,14 @@ _GRADIENT = Exercise(
             ),
         ),
         (
-            "x[y] was read before the row's largest logit was subtracted. The difference of two "
-            "logits of ten thousand has lost its digits.",
+            "x[y] was read before the row's largest logit was subtracted. With logits of ten "
+            "thousand, the loss loses its last digits.",
             _READ_BEFORE,
             _LARGEST_ADDED,
         ),
         (
             "The exponentials are relative to the row's largest logit, but x[y] is not. "
-            "Subtract it there too.",
+            "Subtract the largest logit from x[y] too.",
             _READ_BEFORE,
         ),
         (
@@ -710,13 +710,13 @@ _CHUNKED = Exercise(
         "loss_and_gradient_, and add to three sums: the losses, hidden's gradient (each row once), "
         "weight's gradient. backward only multiplies.",
         "The gradient of hidden's rows is x @ weight. The gradient of weight is x.mT @ "
-        "hidden[rows], summed over chunks; total.addmm_(a, b) adds a matmul to a sum without "
-        "another tensor. Divide once, at the end, by the number of rows that count in all targets.",
+        "hidden[rows], summed over chunks; dw.addmm_(a, b) adds a matmul to a sum without another "
+        "tensor. Divide once, at the end, by the number of non-ignored rows in all targets.",
         "x = (hidden[rows] @ weight.mT).float(); total += loss_and_gradient_(x, "
         "targets[rows]).sum(); dh[rows] = x.to(weight.dtype) @ weight; dw.addmm_(x.mT, "
         "hidden[rows].float()); del x (or it stays alive during the next chunk). Then ctx.count = "
         "(targets != -100).sum().clamp(min=1) and ctx.save_for_backward(dh, dw). backward "
-        "multiplies both by the same factor. Which two numbers give it?",
+        "multiplies both by a factor, made of upstream and ctx.count.",
     ),
     reference=chunked_loss,
     check=_check_chunked,
@@ -749,8 +749,7 @@ _CHUNKED = Exercise(
                 ("slice(start,", "slice(max(0, min(start, len(hidden) - chunk)),"),
             ),
             (
-                "The mean includes ignored rows. Divide by the number of rows that are not "
-                "ignored.",
+                "The mean includes ignored rows. Divide by the number of non-ignored rows.",
                 (_COUNT, "max(1, len(targets))"),
             ),
             (
@@ -762,8 +761,8 @@ _CHUNKED = Exercise(
                 (_FACTOR, "1 / ctx.count"),
             ),
             (
-                "These are the gradients of the sum. Divide them by the number of rows that "
-                "are not ignored.",
+                "These are the gradients of the sum. Divide them by the number of non-ignored "
+                "rows.",
                 (_FACTOR, "upstream"),
             ),
             (
@@ -862,7 +861,7 @@ _ROWS = Exercise(
         ),
         ("A chunk has at most all rows.", (_EVENLY, "return most")),
         (
-            "If most does not divide the rows, rows // most chunks are too few. Round up.",
+            "If `most` does not divide the rows, rows // most chunks are too few. Round up.",
             ("-(-rows // most)", "max(1, rows // most)"),
         ),
         (
@@ -871,7 +870,7 @@ _ROWS = Exercise(
         ),
         ("hidden has a gradient too: rows · width.", ("(rows + vocab)", "vocab")),
         (
-            "A row of a chunk also needs its gradient of hidden: vocab + width elements.",
+            "A row of a chunk also needs the gradient of its hidden: vocab + width elements.",
             (_PER_ROW, "4 * vocab"),
         ),
         (

@@ -103,7 +103,7 @@ def _placed(lists: Sequence[Any]) -> Iterator[CheckedCommunicator]:
 
 
 def _require_sent(call: str, sent: Sequence[int], wanted: int) -> None:
-    """Each rank sent as many bytes."""
+    """Require that each rank sent the same number of bytes."""
     got = max(sent, key=lambda n: abs(n - wanted))
     who = "each rank" if len(set(sent)) == 1 else f"rank {sent.index(got)}"
     require(got == wanted, f"{call}: {who} sent {got:,} bytes; each rank should send {wanted:,}.")
@@ -130,8 +130,8 @@ def _require_close(what: str, got: Tensor, wanted: Tensor) -> None:
         return
     at = int(off.flatten().nonzero()[0]) if off.any() else 0
     raise Wrong(
-        f"{what}, element {at} of {got.numel()}, is {got.flatten()[at].item():.4f}; wanted "
-        f"{wanted.flatten()[at].item():.4f}."
+        f"{what.rstrip(',')}, element {at} of {got.numel()}, is {got.flatten()[at].item():.4f}; "
+        f"wanted {wanted.flatten()[at].item():.4f}."
     )
 
 
@@ -163,8 +163,8 @@ def _check_collectives(answer: Any) -> str:
         _check_collective(answer, "all_gather", f"all_gather to {length} elements", shards, wanted)
     _check_own_communicators(answer)
     return (
-        "sums and pieces are exact on 1 to 5 ranks, each on its own rank · in both collectives "
-        "each rank sends (R − 1)/R of the whole"
+        "results are exact on 1 to 5 ranks, each on its own rank · in both collectives each rank "
+        "sends (R − 1)/R of the whole"
     )
 
 
@@ -240,8 +240,8 @@ _COLLECTIVES = Exercise(
     minutes=15,
     difficulty=2,
     hints=(
-        "Both are two loops. The outer one goes over the ranks that receive, the inner one over "
-        "the ranks that send. A rank does not send its own piece to itself.",
+        "Each collective has two nested loops: the outer one over the receiving ranks, the inner "
+        "one over the sending ranks. A rank does not send its own piece to itself.",
         "whole.chunk(R) cuts a tensor into R views. Rank r needs only piece r of each rank's "
         "whole, so send the piece, not the whole. Add into a new tensor: total = total + piece. "
         "With +=, you would write into the argument.",
@@ -290,9 +290,9 @@ _COLLECTIVES = Exercise(
 LR, LOOSE, TIGHT = 0.01, 100.0, 0.5
 ADAM_CASES = (  # ranks, weights, max_norm; then steps, lr, and what gradients are divided by
     *((2, 6, LOOSE), (2, 7, LOOSE), (2, 50, TIGHT), (4, 30, TIGHT), (1, 3, TIGHT)),
-    *((3, 10, LOOSE, 4), (5, 13, TIGHT, 4)),  # ranks that are no powers of 2; step 4 is all zeros
-    (2, 8, LOOSE, 12, 1.0),  # weight decay and betas show in bfloat16 only after long steps
-    (2, 8, 1e-3, 5, 0.3, 16),  # with norms of 0.01, an epsilon of 0.01 shows
+    *((3, 10, LOOSE, 4), (5, 13, TIGHT, 4)),  # not powers of 2; gradients of step 4 are zero
+    (2, 8, LOOSE, 12, 1.0),  # wrong weight decay or betas differ in bfloat16 after large steps
+    (2, 8, 1e-3, 5, 0.3, 16),  # an epsilon of 0.01 differs when norms are 0.01
 )
 LARGE = 4, 40_003  # ranks, weights
 
@@ -307,8 +307,8 @@ def _copies(ranks: int, n: int, dtype: torch.dtype = torch.bfloat16) -> list[Ten
 def _gradients(
     ranks: int, n: int, step: int, divisor: int = 1, dtype: torch.dtype = torch.bfloat16
 ) -> list[Tensor]:
-    """Their sums are exact in bfloat16 too. Gradients of even steps are small; of every fourth
-    step, zero."""
+    """Gradients whose sums are exact in bfloat16. They are small in even steps, and zero in every
+    fourth step."""
     if step % 4 == 0:
         return [torch.zeros(n, dtype=dtype) for _ in range(ranks)]
     random = torch.Generator().manual_seed(step)
@@ -350,7 +350,7 @@ def _check_adam(answer: Any) -> str:
 
 
 def _check_state_bytes(answer: Any, ranks: int, n: int, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Each rank keeps a float32 copy and two moments of its piece, and nothing of the whole."""
+    """Require that a rank keeps only a float32 copy and two moments of its piece."""
     weights, gradients, kept = _copies(ranks, n, dtype), _gradients(ranks, n, 1, dtype=dtype), []
 
     def run() -> None:
@@ -424,19 +424,19 @@ def _check_two_optimizers(answer: Any) -> None:
             right.step(gradients, LOOSE)
             adam.step(gradients, LOOSE)
     for place, (copies, right) in enumerate(zip(weights, exact, strict=True)):
-        call = f"of two ShardedAdams of {n} weights, used in turn: in number {place}, weight"
+        call = f"two ShardedAdams of {n} weights, stepped in turn: on optimizer {place}, weight"
         _require_rounded(call, copies[1], right.weights)
 
 
 def _require_written(call: str, rank: int, now: Tensor, handed: Tensor, view: Tensor) -> None:
-    """In place, and without a graph."""
+    """Require that the weights were written in place, and have no graph."""
     require(
         now is handed,
         f"{call}: weights[{rank}] is a new tensor. Write into the one that you were given.",
     )
     require(
         now.data_ptr() == view.data_ptr(),
-        f"{call}: weights[{rank}] has new memory, which its views don't see. Write into it in "
+        f"{call}: weights[{rank}] has new memory, so its views keep the old values. Write in "
         f"place, with copy_.",
     )
     require(
@@ -458,7 +458,8 @@ def _require_traffic(
 
 
 def _require_rounded(what: str, got: Tensor, exact: Tensor) -> None:
-    """The exact weights, rounded to bfloat16. The norm may be summed in another order."""
+    """Compare with the exact weights, rounded to bfloat16. The norm's order of summation may
+    differ."""
     wanted = exact.detach()
     off = (got.detach().float() - wanted).abs() > wanted.abs() * 2**-8 * 1.01 + 1e-6
     if off.any():
@@ -468,7 +469,7 @@ def _require_rounded(what: str, got: Tensor, exact: Tensor) -> None:
 
 
 def _require_norm(call: str, got: float, gradients: list[Tensor]) -> None:
-    """The sum of squares of the mean, or of the sum. Rounding the mean first changes it."""
+    """Require the sum of squares of the mean or of the sum. Rounding the mean first changes it."""
     total = torch.stack(gradients).double().sum(0).square().sum().item()
     wanted = total / len(gradients) ** 2
     require(
@@ -523,8 +524,8 @@ _ADAM = Exercise(
             ("together.all_gather(stepped)", "stepped"),
         ),
         (
-            "Gradients are all-reduced and weights are gathered: three passes. Two are enough, "
-            "because a rank needs only its own piece of the sum.",
+            "Gradients are all-reduced and weights are gathered: three collectives. Two are "
+            "enough, because a rank needs only its own piece of the sum.",
             (_REDUCED, f"[s.chunk(self.ranks)[r] for r, s in enumerate({_TO_ALL})]"),
         ),
         (
@@ -532,7 +533,7 @@ _ADAM = Exercise(
             (_CLIPPED, f"norm = shard.grad.norm()\n            {_CLIPPED}"),
         ),
         (
-            "Norms don't add up, but their squares do.",
+            "The norms of the shards are added. Add their squares.",
             (f"{_SUMMED} ** 0.5", "self.comm.sum(s.grad.norm() for s in self.shards)"),
         ),
         (
@@ -596,8 +597,8 @@ _ADAM = Exercise(
             (_MEAN, f"({_MEAN}).bfloat16()"),
         ),
         (
-            "Each element needs four bytes too many. Set the shard's gradient to None after "
-            "the step.",
+            "The gradient stays alive, 4 bytes per element. Set the shard's gradient to None "
+            "after the step.",
             ("            shard.grad = None\n", ""),
         ),
     ),
@@ -636,7 +637,7 @@ def _exact_pass(
 
 
 class ShardedCase:
-    """Ranks with the same units and different batches, and the gradients that are right."""
+    """Ranks with the same units and different batches, and the correct gradients."""
 
     def __init__(
         self,
@@ -675,7 +676,7 @@ class ShardedCase:
 def _check_units(
     call: str, answer: Callable[..., Any], arguments: Callable[..., tuple[Any, ...]], passes: int
 ) -> None:
-    """The gradients of every case, from sums that begin as 0 and as 2; bytes sent; arguments."""
+    """Check gradients added to sums of 0 and of 2, the bytes sent, and unchanged arguments."""
     for (ranks, rows), widths in UNIT_WIDTHS.items():
         for begin in (0.0, 2.0):
             case = ShardedCase(ranks, rows, widths)
@@ -695,7 +696,7 @@ def _check_units(
 
 
 def _require_gradients(call: str, case: ShardedCase, handed: Any, sums: Any, begin: float) -> None:
-    """Added in place: `handed` has the tensors that were in `sums` before the call."""
+    """Require gradients added in place. `handed` has the tensors of `sums` before the call."""
     for rank in range(case.ranks):
         for unit in range(case.units):
             require(
@@ -732,7 +733,7 @@ def _peak_per_rank(trace: Trace, ranks: int) -> int:
 def _require_few_units(call: str, peak: int, units: int, what: str) -> None:
     require(
         peak <= units * UNIT_BYTES,
-        f"{call} of 12 units needs {peak:,} bytes more per rank at its peak; wanted at most "
+        f"{call} of 12 units allocates {peak:,} bytes more per rank at its peak; wanted at most "
         f"{units * UNIT_BYTES:,}, the {what} of a few units of {UNIT_BYTES:,} bytes.",
     )
 
@@ -752,8 +753,8 @@ def _check_gradients(answer: Callable[..., Any]) -> str:
     _require_few_units("add_gradients_", peak, 4, "gradients")
     limited_outside_of_tensors("add_gradients_ of 12 units", run, OUTSIDE)
     return (
-        f"each rank's pieces of the summed gradients, added to the sums · each rank sends "
-        f"(R − 1)/R of them · a peak of {peak / UNIT_BYTES:.1f} units' bytes, of {case.units}"
+        f"each rank adds its shard of the summed gradients · each rank sends (R − 1)/R of the "
+        f"gradients · the peak has {peak / UNIT_BYTES:.1f} of {case.units} units"
     )
 
 
@@ -783,8 +784,8 @@ _GRADIENTS = Exercise(
     minutes=12,
     difficulty=3,
     hints=(
-        "Go through the units from the last to the first. For each unit: backward on every rank, "
-        "then one reduce_scatter of the gradients. Free the whole gradients before the next unit.",
+        "Go through the units from last to first. For each unit, call backward_of on every rank, "
+        "then reduce_scatter once. Free the whole gradients before the next unit.",
         "The gradient of x that backward_of returns is the dy of the previous unit. Keep one per "
         "rank, in a new list. Add each rank's shard in place: sums[rank][unit] += shard.",
         "dys = list(dys); for unit in reversed(range(len(weights[0]))): wholes = []; for rank, dy "
@@ -802,8 +803,8 @@ _GRADIENTS = Exercise(
             body("add_gradients_", _ALL_THEN_REDUCED),
         ),
         (
-            "Every rank gets all sums and keeps its own piece. This is an all-reduce, which sends "
-            "twice the bytes.",
+            "Every rank receives the whole sum and keeps its own piece. This is an all-reduce, "
+            "which sends twice the bytes.",
             (
                 _OF_WHOLES,
                 f"[s.chunk(len(sums))[r] for r, s in enumerate(together.all_gather({_OF_WHOLES}))]",
@@ -828,7 +829,7 @@ _GRADIENTS = Exercise(
             ("inputs[rank][unit], dy)", "inputs[rank][unit], handed[rank])"),
         ),
         (
-            "These are the means. 12.2 divides by R, once per step. Here, add the sums.",
+            "These are means. The step of 12.2 divides by R, so add the sums here.",
             (_ADDED, f"{_ADDED} / 2"),
         ),
     ),
@@ -843,8 +844,9 @@ MATMULS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.mv.")
 class GatherMarkingCommunicator(Communicator):
     """Allocates a mark in the trace where the all-gather of a unit begins.
 
-    It counts bytes. Forward gathers one unit after another; backward gathers and reduces each in
-    turn. All units are alike, so each collective sends as many bytes.
+    It finds these places by the bytes sent. Forward gathers one unit after another; backward
+    gathers and reduces each in turn. All units have one size, so every collective sends the same
+    number of bytes.
     """
 
     def __init__(self, case: ShardedCase) -> None:
@@ -861,10 +863,10 @@ class GatherMarkingCommunicator(Communicator):
 
 
 def _require_one_whole(trace: Trace, case: ShardedCase) -> None:
-    """From the start of a unit's all-gather until its matmul, no other unit is whole.
+    """Require that no other unit is whole from the start of a unit's all-gather to its matmul.
 
-    A gather may allocate one unit's bytes beside its result, for the pieces that arrive. A tensor
-    of a unit's size older than the last matmul is a leftover, on however few ranks.
+    A gather may allocate one unit's bytes beside its result, for the received pieces. A tensor of
+    a unit's size older than the last matmul is a leftover, even on a single rank.
     """
     units, events = case.units, trace.events
     before = sum(event.bytes for event in events if event.phase == "before")
@@ -893,8 +895,8 @@ def _require_one_whole(trace: Trace, case: ShardedCase) -> None:
 
 
 def _leftover_bytes(trace: Trace, at: int, since: int) -> int:
-    """Bytes alive at one event in tensors of a unit's size that are older than another event and
-    not the result of a matmul."""
+    """Count the bytes of tensors alive at event `at`, of a unit's size, allocated before event
+    `since`, and not the result of a matmul."""
     older = {id(event) for event in trace.events[:since]}
     alive = [e for e in trace.alive(at) if e.phase != "before" and id(e) in older]
     return sum(
@@ -916,8 +918,8 @@ def _check_pass(answer: Callable[..., Any]) -> str:
         OUTSIDE,
     )
     return (
-        f"shards give the gradients of whole weights · each rank sends 3 (R − 1)/R of them · a "
-        f"peak of {peak / UNIT_BYTES:.1f} units' bytes, of {case.units}"
+        f"the gradients equal those with whole weights · each rank sends 3 (R − 1)/R of the "
+        f"weights · the peak has {peak / UNIT_BYTES:.1f} of {case.units} units"
     )
 
 
@@ -951,8 +953,8 @@ _PASS = Exercise(
     difficulty=4,
     hints=(
         "Forward, for each unit: gather its weights, keep its inputs, run it on every rank, and "
-        "free the weights. Backward, in reverse: gather the weights again, and call "
-        "add_gradients_ for one unit.",
+        "free the weights. Backward, in reverse order: gather the unit's weights again, and call "
+        "add_gradients_ for this one unit.",
         "add_gradients_ takes a list of units per rank. Pass lists of one unit: [[w] for w in "
         "wholes]. It returns the dys of the previous unit. A name keeps its tensor alive until you "
         "assign to it again, and so does a loop variable after its loop: del wholes before the "
@@ -1043,7 +1045,7 @@ def _check_held(
     got = answer(parameters, ranks, stage, K, k)
     require(
         isinstance(got, tuple) and len(got) == 2,
-        f"{call} gave {type(got).__name__}; wanted two integers, held and sent."
+        f"{call} gave {type(got).__name__}; wanted a tuple of two integers, held and sent."
         f"{' Is there a return?' if got is None else ''}",
     )
     settings = {"ranks": ranks, "stage": stage}
@@ -1063,12 +1065,12 @@ _FORMULA = Exercise(
     minutes=10,
     difficulty=2,
     hints=(
-        "Let s = ⌈Ψ/R⌉. Weights, gradients and optimizer state have Ψ elements each on a rank, or "
-        "s from the stage on that shards them. One pass of a collective sends (R − 1) · s elements "
-        "of 2 bytes.",
-        "Passes: stages 0 and 1 accumulate locally, reduce once, and gather once (2, for any k). "
-        "Stage 2 reduces in every backward pass. Stage 3 gathers in every forward and every "
-        "backward pass, and reduces.",
+        "Let s = ⌈Ψ/R⌉. On a rank, weights, gradients and optimizer state cover Ψ elements each, "
+        "or s elements if the stage shards them. In one pass a rank sends (R − 1) · s elements of "
+        "2 bytes.",
+        "Count the passes. Stages 0 and 1 accumulate locally, then reduce once and gather once: 2 "
+        "for any k. Stage 2 reduces in every backward and gathers once. Stage 3 gathers in every "
+        "forward and every backward, and reduces in every backward.",
         "s = -(-parameters // ranks); held = 2 * (s if stage == 3 else parameters) + 2 * (s if "
         "stage >= 2 else parameters) + K * (s if stage >= 1 else parameters). sent has (2, 2, k + "
         "1, 3 * k)[stage] passes.",
@@ -1127,7 +1129,7 @@ _FORMULA = Exercise(
 )
 
 
-# The bill's machine has one GPU, so nothing is sharded: the bill is the previous day's.
+# The running bill is for one GPU, so nothing is sharded and the previous day's line stays.
 DAY = Day(
     exercises=(_COLLECTIVES, _ADAM, _GRADIENTS, _PASS, _FORMULA),
     bill=Bill("day 12: ZeRO needs more GPUs, unchanged", in_chunks),

@@ -125,14 +125,15 @@ def _require_messages(at: str, peer: Peer, whole: Tensor) -> None:
 
 
 def _check_hops(answer: Any) -> None:
-    """The transport adds 100 to every message, so a sum that went around the ring is 200 larger."""
+    """Require that the sums come from received messages: the transport adds 100 to each, so after
+    two hops a sum is 200 larger."""
     wholes = _wholes(3, 6, torch.float32)
     got = in_turns(answer, [(w,) for w in wholes], altered=lambda message: message + 100)
     for found, wanted in zip(got, torch.stack(wholes).sum(0).chunk(3), strict=True):
         require(
             torch.equal(found, wanted + 200),
-            "ring_reduce_scatter on 3 ranks ignores the messages it receives; wanted sums that "
-            "travel around the ring.",
+            "ring_reduce_scatter on 3 ranks ignores the messages it receives; wanted sums of "
+            "received pieces and the rank's own.",
         )
 
 
@@ -157,7 +158,7 @@ _RING = Exercise(
         "receives it adds its own elements. After R − 1 messages the piece reaches its owner.",
         "In turn t (from 0), rank r sends piece r − t − 1 and receives piece r − t − 2, both "
         "modulo R. It adds its own elements to the piece and sends the sum in the next turn. Send "
-        "first, then receive: if every rank receives first, no rank ever sends.",
+        "first, then receive: if every rank receives first, all ranks wait forever.",
         "pieces = list(whole.chunk(peer.ranks)); for turn in range(peer.ranks - 1): "
         "peer.send(pieces[(peer.rank - turn - 1) % peer.ranks]); coming = (peer.rank - turn - 2) "
         "% peer.ranks; pieces[coming] = peer.receive() + pieces[coming]. With one rank, too, the "
@@ -211,7 +212,7 @@ ELEMENTS_PER_RANK = 72
 
 @dataclass(frozen=True)
 class BackwardCase:
-    """The buckets, and the order in which each rank makes its gradients. A name is one letter."""
+    """Buckets, and each rank's order of gradients. A name is one letter."""
 
     buckets: tuple[str, ...]
     orders: tuple[str, ...]  # one per rank
@@ -231,7 +232,7 @@ class BackwardCase:
         ]
 
     def last_needed(self, rank: int) -> list[str]:
-        """For each bucket, the gradient after which it can begin, in the order of the list."""
+        """Return the last gradient that each bucket needs before it can begin in list order."""
         order = self.orders[rank]
         names = ["".join(self.buckets[: n + 1]) for n in range(len(self.buckets))]
         return [max(needed, key=order.index) for needed in names]
@@ -260,7 +261,7 @@ def _check_buckets(answer: Any) -> str:
 def _check_backward(answer: Any, case: BackwardCase, added: int) -> None:
     """The transport adds `added` to every sum."""
     orders = " and ".join(dict.fromkeys(case.orders))
-    call = f"reduce_in_buckets of {orders} in {', '.join(case.buckets)}"
+    call = f"reduce_in_buckets of gradients {orders} in buckets {', '.join(case.buckets)}"
     peers: list[Peer] = []
 
     def program(peer: Peer, buckets: list[list[str]]) -> Any:
@@ -274,7 +275,7 @@ def _check_backward(answer: Any, case: BackwardCase, added: int) -> None:
         taken, wanted = len(_events(peer, "made")), len(case.orders[rank])
         require(
             taken == wanted,
-            f"{at}: {counted(taken, 'gradient')} taken from `made`; wanted {wanted}.",
+            f"{at} took {counted(taken, 'gradient')} from `gradients`; wanted {wanted}.",
         )
         _require_begun(at, peer, case)
         _require_waits(at, peer)
@@ -296,13 +297,13 @@ def _require_sums(at: str, got: Any, case: BackwardCase, added: int) -> None:
         if added:
             require(
                 isinstance(found, Tensor) and torch.equal(found, wanted + added),
-                f"{at}: the sum of bucket {bucket} is not the one that arrived.",
+                f"{at}: the sum of bucket {bucket} is not the result of wait().",
             )
         _require_equal(f"{at}: the sum of bucket {bucket}", found, wanted + added)
 
 
 class _WatchedRank(LightMode):
-    """Hands out a rank's gradients, and finds the ones that its answer holds after sending."""
+    """Yields a rank's gradients, and finds those that the answer holds after sending."""
 
     def __init__(self, at: str, case: BackwardCase, peer: Peer) -> None:
         super().__init__()
@@ -338,11 +339,11 @@ class _WatchedRank(LightMode):
         return made
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Each time, the gradients of buckets that have begun must be free."""
+        """Yield the gradients. Before each, require that sent gradients are freed."""
         storages: dict[str, StorageWeakRef] = {}
         make, require_freed = map(self._unrecorded, (self._case.gradient, self._require_freed))
         for name in self._case.orders[self._peer.rank]:
-            require_freed(storages, f"{name} is made")
+            require_freed(storages, f"{name} is computed")
             self._peer.events.append(("made", name))
             gradient = make(name, self._peer.rank)
             storages[name] = StorageWeakRef(gradient.untyped_storage())
@@ -351,7 +352,7 @@ class _WatchedRank(LightMode):
         require_freed(storages, "backward is over")
 
     def _require_freed(self, storages: dict[str, StorageWeakRef], when: str) -> None:
-        """The last gradient may live: the answer's loop variable still names it."""
+        """The last gradient may be alive, because the answer's loop variable refers to it."""
         begun = "".join(self._case.buckets[: len(_events(self._peer, "begin"))])
         sent = [name for name in begun if name in [*storages][:-1]]
         elements, rank = self._elements(), self._peer.rank
@@ -360,14 +361,14 @@ class _WatchedRank(LightMode):
         kept = [name for name in sent if name in alive or name in copied]
         what = f"gradient{'s' if len(kept) > 1 else ''} {', '.join(kept)}"
         message = (
-            f"{self._at} still holds {what} when {when}; wanted sent gradients freed. (A copy "
-            f"counts, and so does a variable.)"
+            f"{self._at} still holds {what} when {when}; wanted sent gradients freed. (Copies and "
+            f"variables count too.)"
         )
         # Different mistakes hold the tensor itself and a copy of it.
         require(not kept, message, evidence=(message, alive))
 
     def _elements(self) -> Tensor:
-        """All elements that the answer holds. A bucket in flight does not count."""
+        """Return all elements that the answer holds. A bucket in flight does not count."""
         found = [torch.empty(0)]
         for ref, dtype in self._made.items():
             storage = storage_from_weak_pointer(ref.cdata)
@@ -393,12 +394,13 @@ def _require_begun(at: str, peer: Peer, case: BackwardCase) -> None:
         nbytes = sum(case.gradient(name, 0).nbytes for name in bucket)
         require(size == nbytes, f"{at}: bucket {bucket} is sent as {size} bytes; wanted {nbytes}.")
         require(
-            after == last, f"{at}: bucket {bucket} begins after gradient {after}; wanted {last}."
+            after == last,
+            f"{at}: bucket {bucket} begins after gradient {after}; wanted after {last}.",
         )
 
 
 def _require_waits(at: str, peer: Peer) -> None:
-    """At most two in flight, and no wait before the next bucket needs the place."""
+    """Require at most two in flight, and no wait before a third bucket begins."""
     events, in_flight = peer.events, []
     last_made = max((n for n, (event, _) in enumerate(events) if event == "made"), default=0)
     for place, (event, value) in enumerate(events):
@@ -415,8 +417,8 @@ def _require_waits(at: str, peer: Peer) -> None:
             needed = len(in_flight) == 2 and following == ["begin"]
             require(
                 place > last_made or needed,
-                f"{at} waits with {counted(len(in_flight), 'bucket')} in flight, before the next "
-                f"gradient is made.",
+                f"{at} waits with {counted(len(in_flight), 'bucket')} in flight before the next "
+                f"gradient is computed; wanted a wait only before a third bucket begins.",
             )
             later = [number for kind, number in events[place + 1 :] if kind == "wait"]
             require(
@@ -446,14 +448,13 @@ _BUCKETS = Exercise(
     minutes=20,
     difficulty=4,
     hints=(
-        "Keep three collections: gradients that are not sent yet, sums in flight with the oldest "
-        "first, and buckets that have not begun. After each gradient, check whether the first "
-        "bucket is complete.",
+        "Keep three collections: gradients not sent yet, sums in flight with the oldest first, and "
+        "buckets not begun. After each gradient, check whether the first bucket is complete.",
         "while pending and all(name in grads for name in pending[0]): one gradient can complete "
         "two buckets. In the loop: if two are in flight, wait for the older. Take the bucket's "
         "gradients out of the dict (pop), so that they are freed, flatten and torch.cat them, and "
         "begin. Copy the list first, list(buckets), because `buckets` must not change.",
-        "grads, work, sums, pending = {}, [], [], list(buckets). for name, gradient in made: "
+        "grads, work, sums, pending = {}, [], [], list(buckets). for name, gradient in gradients: "
         "grads[name] = gradient; while pending and all(n in grads for n in pending[0]): if "
         "len(work) == 2: sums.append(work.pop(0).wait()); work.append(peer.begin(torch.cat("
         "[grads.pop(n).flatten() for n in pending.pop(0)]))), without a variable for the bucket. "
@@ -497,8 +498,8 @@ _BUCKETS = Exercise(
             ("while pending and", "if pending and"),
         ),
         (
-            "The variable `flat` keeps the last bucket alive while the next gradients are made. "
-            "Pass torch.cat(…) directly to begin, or del flat.",
+            "The variable `flat` keeps the last bucket alive while the next gradients are "
+            "computed. Pass torch.cat(…) directly to begin, or del flat.",
             (_BEGIN, _NAMED),
         ),
         ("You keep gradients that were sent. Use pop.", ("grads.pop(n)", "grads[n]")),
@@ -515,10 +516,13 @@ _BUCKETS = Exercise(
 # ------------------------------------------------------------------ 13.3: one decision
 
 
+LETTERS = {"f": "finite", "l": "large", "h": "huge", "n": "nan", "i": "inf", "m": "-inf"}
+
+
 @dataclass(frozen=True)
 class RunCase:
-    """The gradients of each rank, one letter each: f finite, l large, h finite although the sum of
-    its elements overflows, n nan, i inf, m -inf."""
+    """The gradients of each rank, one of LETTERS each. The elements of an `h` are finite, but their
+    sum overflows."""
 
     ranks: tuple[str, ...]
     lr: float = 0.25
@@ -534,7 +538,7 @@ class RunCase:
             yield gradient
 
     def complete_rounds(self) -> int:
-        """Rounds in which every rank has a gradient."""
+        """Count the rounds until a rank has no gradient left."""
         return min(map(len, self.ranks))
 
     def good_rounds(self) -> list[int]:
@@ -574,7 +578,11 @@ def _check_agreed(answer: Any) -> str:
 
 
 def _check_run(answer: Any, run: RunCase) -> None:
-    call = f"agreed_steps of {' and '.join(r or 'no gradient' for r in run.ranks)}, lr={run.lr},"
+    names = [
+        f"{letter}: {name}" for letter, name in LETTERS.items() if letter in "".join(run.ranks)
+    ]
+    of_ranks = " and ".join(letters or "no gradient" for letters in run.ranks)
+    call = f"agreed_steps of {of_ranks} ({', '.join(names)}), lr={run.lr},"
     ranks = range(len(run.ranks))
     weights, peers = [torch.tensor([1.0, 2.0, 3.0]) for _ in ranks], list[Peer]()
     given = [weight.view(-1) for weight in weights]  # sees in-place changes only
@@ -608,7 +616,7 @@ def _check_run(answer: Any, run: RunCase) -> None:
 
 
 def _gradients_taken(call: str, run: RunCase, peer: Peer, weight: Tensor) -> Iterator[Tensor]:
-    """A rank's gradients. When the answer takes one, the rounds before it must be complete."""
+    """Yield a rank's gradients. Before each, require that the earlier rounds are complete."""
     at = f"{call} rank {peer.rank}"
     for number, gradient in enumerate(run.gradients(peer.rank)):
         _require_rounds(at, run, peer, weight, number)
@@ -659,8 +667,8 @@ _AGREED = Exercise(
     minutes=15,
     difficulty=3,
     hints=(
-        'One number per round carries two messages: "I have no gradient left" and "my gradient is '
-        'not finite". If two ranks send both in the same round, which must win?',
+        "In each round a rank sends one of three states: a finite gradient, a gradient with inf or "
+        "nan, or no gradient left. If ranks send different states, which must win?",
         "Give each state a number, so that the maximum wins: 0 for a finite gradient, 1 for one "
         "with inf or nan, 2 for none left. peer.most gives all ranks the same number: return "
         "at 2, take the next gradient at 1, and step at 0.",
@@ -673,12 +681,12 @@ _AGREED = Exercise(
     wrong_answers=mistakes(
         "13.3",
         (
-            "A rank without gradients returns alone, and the others wait for it. Tell all ranks, "
-            "and return together.",
+            "A rank without gradients returns alone, and the others wait for it. All ranks must "
+            "return in the same round.",
             (_CODE, f"if gradient is None:\n            return steps\n        {_CODE}"),
         ),
         (
-            "A rank skips alone, and is one round ahead afterwards. Skip together.",
+            "A rank skips alone, and is one round ahead afterwards. All ranks must skip.",
             (_CODE, _SKIP_ALONE),
         ),
         ("Check for nan: one bad gradient ruins all weights.", _UNCHECKED),
@@ -705,8 +713,8 @@ _AGREED = Exercise(
         ),
         ("Do not count skipped rounds.", ("            steps += 1", "        steps += worst < 2")),
         (
-            "You take all gradients before the first step. On a real rank each one is a backward "
-            "pass with the weights of that step.",
+            "You take all gradients before the first step. On a real rank a gradient is computed "
+            "with the weights of its own step.",
             ("steps = 0", "steps, gradients = 0, iter([*gradients])"),
         ),
         (
@@ -781,7 +789,7 @@ def _require_read(call: str, places: list[tuple[int, int]], needed: list[tuple[i
 
 
 class _FilledEmpties(LightMode):
-    """Fills torch.empty with 99, which may contain zeros by chance."""
+    """Fills torch.empty with 99, because its memory may contain zeros by chance."""
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         made = func(*args, **kwargs)
@@ -789,7 +797,7 @@ class _FilledEmpties(LightMode):
 
 
 class _Files:
-    """The shards on disk. Notes what is read."""
+    """The shards on disk. Records the elements read."""
 
     def __init__(self, call: str, shards: Sequence[Tensor]) -> None:
         self._call, self._shards = call, shards
@@ -797,7 +805,7 @@ class _Files:
         self.reads = 0  # without empty ones
 
     def __call__(self, source: int, start: int, stop: int) -> Tensor:
-        asked = f"{self._call}: read({source}, {start}, {stop})"
+        asked = f"{self._call}: called read({source}, {start}, {stop})"
         require(
             all(type(n) is int for n in (source, start, stop)),
             f"{asked}; wanted integers: use //, not /.",
@@ -825,8 +833,8 @@ _RESHARDED = Exercise(
     minutes=12,
     difficulty=3,
     hints=(
-        "Think of all n elements in a row. Your shard begins at rank · ⌈n/new⌉, and file s begins "
-        "at s · ⌈n/old⌉. Read where the two overlap.",
+        "Put all n elements in a row. Your shard begins at rank · ⌈n/new⌉, and file s begins at s "
+        "· ⌈n/old⌉. Read where the two overlap.",
         "Two intervals overlap from the larger start to the smaller stop, unless that range is "
         "empty. Limit your interval to n first, so that you never read padding. read counts from "
         "the start of its file.",
@@ -846,7 +854,7 @@ _RESHARDED = Exercise(
             (f"        if first < last:\n            {_READ}", _EVERY_FILE),
             ("torch.cat(parts)", "torch.cat(parts)[start:stop]"),
         ),
-        ("You read a whole file to use a part of it. Read that range only.", (_READ, _WHOLE_FILE)),
+        ("You read whole files. Read only the range that overlaps.", (_READ, _WHOLE_FILE)),
         ("Round shard sizes up.", ("-(-n // old), -(-n // new)", "n // old, n // new")),
         (
             "You read padding as if it were weights. Stop at element n.",
@@ -893,7 +901,7 @@ def _check_three_ways(answer: Any) -> str:
     names = ("block", "layers", "width", "tensor", "pipeline", "data", "k", "tokens")
     words = ("held", "sent for tensor", "sent for pipeline", "sent for data")
     for shape in SHAPES:
-        call = f"of_a_rank({', '.join(f'{n}={s}' for n, s in zip(names, shape, strict=True))})"
+        call = f"bytes_per_rank({', '.join(f'{n}={s}' for n, s in zip(names, shape, strict=True))})"
         got = answer(*shape)
         require(
             isinstance(got, (tuple, list)) and len(got) == 4,
@@ -903,7 +911,7 @@ def _check_three_ways(answer: Any) -> str:
         for word, number, wanted in zip(words, got, _counted(*shape), strict=True):
             equal(f"{call}, {word},", number, wanted, "bytes")
     return (
-        "equal to a count message by message: rings of t and d, pipeline neighbours, k "
+        "equal to a count of every message: rings of t and d ranks, pipeline neighbors, k "
         "micro-batches"
     )
 
@@ -911,7 +919,7 @@ def _check_three_ways(answer: Any) -> str:
 def _counted(
     block: int, layers: int, width: int, tensor: int, pipeline: int, data: int, k: int, tokens: int
 ) -> tuple[int, int, int, int]:
-    """The largest of all ranks, counted one message after the other."""
+    """Return the maxima over all ranks, counted message by message."""
     stages = [range(s, layers, pipeline) for s in range(pipeline)]
     held, by_tensor, by_pipeline, by_data = [], [], [], []
     for number, blocks in enumerate(stages):
@@ -922,13 +930,13 @@ def _counted(
         by_tensor.append(
             sum(all_reduce for _ in range(k) for _ in blocks for _ in ("attention", "MLP") * 2)
         )
-        neighbours = [n for n in (number - 1, number + 1) if 0 <= n < pipeline]
-        by_pipeline.append(sum(2 * tokens * width for _ in range(k) for _ in neighbours))
+        neighbors = [n for n in (number - 1, number + 1) if 0 <= n < pipeline]
+        by_pipeline.append(sum(2 * tokens * width for _ in range(k) for _ in neighbors))
         by_data.append(sum(2 * shard for _ in range(2) for _ in range(data - 1)))
     return max(held), max(by_tensor), max(by_pipeline), max(by_data)
 
 
-_HELD, _NEIGHBOURS, _BOTH_PASSES = (
+_HELD, _NEIGHBORS, _BOTH_PASSES = (
     "4 * weights + 12 * shard",
     "min(pipeline - 1, 2)",
     "2 * 2 * (data - 1)",
@@ -943,10 +951,10 @@ _WAYS = Exercise(
     hints=(
         "Count the rank's weights first: ⌈layers/pipeline⌉ blocks, and 1/tensor of each. The rest "
         "follows. An activation has tokens · width elements of 2 bytes.",
-        "An all-reduce among R ranks sends 2 (R − 1) pieces, each 1/R of it. Tensor: four "
-        "all-reduces of an activation per block and micro-batch. Pipeline: one activation per "
-        "neighbour and micro-batch; the first and last stage have one neighbour. Data: stage 1, "
-        "two passes of (data − 1) shards, once per step.",
+        "In an all-reduce among R ranks, each sends 2 (R − 1) pieces of 1/R of the tensor. Tensor: "
+        "four all-reduces of an activation per block and micro-batch. Pipeline: one activation per "
+        "neighbor and micro-batch; the first and last stage have one neighbor. Data: in ZeRO stage "
+        "1, two passes of (data − 1) shards, once per step.",
         "blocks = -(-layers // pipeline); weights = blocks * block // tensor; shard = -(-weights "
         "// data); activation = 2 * tokens * width; held = 4 * weights + 12 * shard; by_tensor = "
         "k * blocks * 4 * 2 * (tensor - 1) * (activation // tensor); by_pipeline = k * "
@@ -958,25 +966,25 @@ _WAYS = Exercise(
         "13.5",
         ("Stage 1 shards Adam's 12 bytes among the data ranks.", (_HELD, "16 * weights")),
         ("This is stage 3. Stage 1 keeps weights and gradients whole.", (_HELD, "16 * shard")),
-        ("Each neighbour gets one activation, not two.", (_NEIGHBOURS, f"2 * {_NEIGHBOURS}")),
+        ("Each neighbor gets one activation, not two.", (_NEIGHBORS, f"2 * {_NEIGHBORS}")),
         (
-            "Each tensor rank sends the whole activation to its neighbour. Do not divide it.",
-            (f"{_NEIGHBOURS} * activation", f"{_NEIGHBOURS} * activation // tensor"),
+            "Each tensor rank sends the whole activation to its neighbor. Do not divide it.",
+            (f"{_NEIGHBORS} * activation", f"{_NEIGHBORS} * activation // tensor"),
         ),
         ("A rank holds the blocks of its own stage only.", (_BLOCKS, "layers")),
         ("The largest stage has ⌈layers/pipeline⌉ blocks. Round up.", (_BLOCKS, _BLOCKS[2:-1])),
         ("Divide each block by tensor.", ("blocks * block // tensor", "blocks * block")),
         (
-            "This is half: a block has two all-reduces in forward and two in backward, and each "
-            "passes the ring twice.",
+            "This is half: a block has two all-reduces in forward and two in backward, each a "
+            "reduce-scatter and an all-gather.",
             (_ALL_REDUCES, "blocks * 2 * 2 * (tensor - 1)"),
         ),
         ("A ring pass needs R − 1 messages, not R.", (_ALL_REDUCES, "blocks * 4 * 2 * tensor")),
-        ("A single stage has no neighbour; with two stages each has one.", (_NEIGHBOURS, "2")),
-        ("A stage in the middle sends both ways.", (_NEIGHBOURS, "min(pipeline - 1, 1)")),
+        ("A single stage has no neighbor; with two stages each has one.", (_NEIGHBORS, "2")),
+        ("A stage in the middle has two neighbors.", (_NEIGHBORS, "min(pipeline - 1, 1)")),
         ("Gradients are sent once per step.", (_BOTH_PASSES, f"k * {_BOTH_PASSES}")),
         ("Tensor ranks all-reduce in every micro-batch.", (f"k * {_ALL_REDUCES}", _ALL_REDUCES)),
-        ("Every micro-batch passes the pipeline.", (f"k * {_NEIGHBOURS}", _NEIGHBOURS)),
+        ("Every micro-batch passes through the pipeline.", (f"k * {_NEIGHBORS}", _NEIGHBORS)),
         ("Stage 1 sends gradients, then weights: two passes.", (_BOTH_PASSES, "2 * (data - 1)")),
         (
             "These are elements. Each uses 2 bytes.",

@@ -243,7 +243,7 @@ def _check_reused_address(answer: MakeHooks) -> None:
         if not survives_a_reused_address(*_hooks_of(answer, [], store, 4)):
             raise Wrong(  # what follows would depend on addresses
                 "hooks: a tensor was freed, another got its address, and unpack gives the elements "
-                "of the first."
+                "of the freed tensor."
             )
 
 

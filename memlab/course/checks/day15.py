@@ -39,7 +39,7 @@ def _most_bytes(call: Callable[[], Any]) -> int:
 
 def _briefly(value: Any) -> str:
     if value is None:
-        return "nothing; is there a return"
+        return "None (is there a return?)"
     if getattr(value, "shape", ()):
         return f"{type(value).__name__} of shape {tuple(value.shape)}"
     if isinstance(value, (list, tuple)) and len(value) > 4:
@@ -69,7 +69,7 @@ def _require_exponent(answer: Any, sigma: float) -> None:
             raise
         require(False, f"{call} raised ValueError: {error}; wanted a γ of 0 or more.")
         return
-    require(-1e-9 <= gamma < 1e6, f"{call} gave {gamma:.4f}; wanted the root of at least 0.")
+    require(-1e-9 <= gamma < 1e6, f"{call} gave {gamma:.4f}; wanted the root that is 0 or more.")
     width = sigma_from_gamma(max(gamma, 0.0))
     require(
         abs(width - sigma) < 1e-6 * sigma,
@@ -106,8 +106,8 @@ _EXPONENT = Exercise(
     minutes=10,
     difficulty=2,
     hints=(
-        "Multiply out (γ+2)²·(γ+3) and divide σ²·(…) = γ + 1 by σ². What are the coefficients of "
-        "γ³, γ², γ, and the constant? And what is γ where σ is 1/√12?",
+        "Multiply out (γ+2)²·(γ+3) and divide σ²·(…) = γ + 1 by σ². Which are the coefficients of "
+        "γ³, γ² and γ, and the constant? Which γ has σ = 1/√12?",
         "Divided by σ²: γ³ + 7γ² + (16 − 1/σ²)·γ + (12 − 1/σ²) = 0. Two of its three roots are "
         "negative. At σ = 1/√12 the third root is 0, which is valid. A larger σ has no valid root: "
         "raise a ValueError.",
@@ -131,8 +131,8 @@ _EXPONENT = Exercise(
             (".real.max()", ".real.min()"),
         ),
         (
-            "Above 0.2887 the largest root is negative, and further up complex. Its real part is "
-            "no solution: raise a ValueError.",
+            "Above 0.2887 the largest root is negative, then complex, and its real part is not a "
+            "solution. Raise a ValueError.",
             (f"sigma <= {_LIMIT}", "sigma"),
         ),
         ("0.2887 is rounded up. The limit is 12**-0.5, slightly less.", (_LIMIT, "0.2887")),
@@ -152,13 +152,13 @@ def _check_average(answer: Any) -> str:
     _check_in_place(answer)
     _check_owns_its_values(answer)
     return (
-        "each step's weight: (t/T)^(γ+1) minus its value at the update before, to 1e-12 · in "
+        "each step's share: (t/T)^(γ+1) minus its value at the previous update, to 1e-12 · in "
         "place, with no extra memory"
     )
 
 
 def _check_response(answer: Any, times: Sequence[float]) -> None:
-    """Each step's weights are another unit vector, so the average shows what each step counts."""
+    """Let each step's weights be another unit vector, so the average lists each step's share."""
     case, gamma = f"updates at {', '.join(map(str, times))}", 2.5
     directions = torch.eye(len(times) + 1, dtype=torch.float64)
     average = _average_of(answer, [directions[0], directions[0][:1]], gamma)
@@ -183,7 +183,7 @@ def _check_response(answer: Any, times: Sequence[float]) -> None:
         )
     require(
         bool(average.values[1].abs().item() < 1e-12),
-        f"{case}: the first tensor is right, the second is wrong.",
+        f"{case}: the first tensor is updated correctly, the second is not.",
     )
 
 
@@ -230,8 +230,8 @@ def _check_owns_its_values(answer: Any) -> None:
     now = [value.tolist() for value in average.values]
     require(
         now == [[1.0] * 3, [[1.0] * 2] * 2],
-        f"the weights change in place after the first update: the values are now {now}; wanted "
-        f"the weights of that update.",
+        f"after the first update the weights change in place, and the values are now {now}; wanted "
+        f"the weights at the update.",
     )
 
 
@@ -243,7 +243,7 @@ _ANEW = "self.values = [v + share * ({} - v) for v, w in zip(self.values, weight
 
 
 def _first_update(statement: str) -> tuple[str, str]:
-    """The edit by which the first update runs something else."""
+    """Return an edit that runs a statement in place of the first update."""
     return _SHARE, f"        if not self.time: {statement}self.time = time; return\n{_SHARE}"
 
 
@@ -253,22 +253,22 @@ _AVERAGE = Exercise(
     minutes=10,
     difficulty=2,
     hints=(
-        "Compute β from the two times, mix each value in place, and set the clock. Which tensor "
-        "method does v ← β·v + (1 − β)·w without a temporary tensor?",
-        "value.lerp_(weight, share) moves value towards weight by that share: share is 1 − β. Pass "
-        "weight.detach(), or the average gets the weight's graph. Set self.time after you have "
-        "computed β.",
+        "Compute β from the two times, update each value in place, and set self.time. Which tensor "
+        "method computes v ← β·v + (1 − β)·w without a temporary tensor?",
+        "value.lerp_(weight, share) computes value + share · (weight − value) in place; share is "
+        "1 − β. Pass weight.detach(), or the average gets the weight's graph. Set self.time "
+        "after you have computed β.",
         "share = 1 - (1 - (time - self.time) / time) ** (self.gamma + 1). for value, weight in "
-        "zip(self.values, weights): value moves by share towards weight.detach(), in place. One "
-        "line is missing.",
+        "zip(self.values, weights): lerp value towards weight.detach() by share, in place. One "
+        "line is missing: it sets an attribute.",
     ),
     reference=Average,
     check=_check_average,
     wrong_answers=mistakes(
         "15.2",
         (
-            "You ignored Δ. An update after ten steps has to move ten times as far, or the average "
-            "gets too wide.",
+            "You ignored Δ. An update after ten steps needs about ten times the share, or the "
+            "average gets too wide.",
             (_SINCE, "1 / time"),
         ),
         (
@@ -330,23 +330,24 @@ def tracked_profiles(times: Iterable[float], sigmas: Sequence[float] = TRACKED) 
 
 def _check_solve(answer: Solve) -> str:
     one = [power_profile(0.05, 100)]
-    _require_error(answer, "one snapshot of 0.05, target 0.05", one, one[0])
+    _require_error(answer, "one snapshot of width 0.05, target width 0.05", one, one[0])
     few = tracked_profiles((50, 100))
-    _require_error(answer, "0.05 and 0.10 at 50 and 100, target 0.10 at 100", few, few[3])
+    case = "widths 0.05 and 0.10 at times 50 and 100, target 0.10 at 100"
+    _require_error(answer, case, few, few[3])
     many = tracked_profiles(range(10, 170, 10))
     for sigma, end in ((0.07, 160), (0.15, 160), (0.25, 160), (0.15, 80), (0.15, 75)):
-        case = f"0.05 and 0.10 at 10, 20, … 160, target {sigma:.2f} at {end}"
+        case = f"widths 0.05 and 0.10 at times 10, 20, … 160, target {sigma:.2f} at {end}"
         _require_error(answer, case, many, power_profile(sigma, end))
     shuffled = [many[(11 * n + 5) % 32] for n in range(32)]
     case = "the same snapshots shuffled, target 0.15 at 80"
     _require_error(answer, case, shuffled, power_profile(0.15, 80))
     alike = tracked_profiles(range(1, 51), (0.20, 0.25))
-    case = "0.20 and 0.25 at 1, 2, … 50, target 0.07 at 50"
+    case = "widths 0.20 and 0.25 at times 1, 2, … 50, target 0.07 at 50"
     _require_error(answer, case, alike, power_profile(0.07, 50))
     error = profile_error(many, power_profile(0.15, 160))
     return (
-        f"weights sum to 1, 0 after the target · with snapshots at 16 times, width 0.15 has an "
-        f"error of {error:.1e}, the least possible"
+        f"coefficients sum to 1, and are 0 after the target · with snapshots at 16 times, width "
+        f"0.15 has an error of {error:.1e}, the minimum"
     )
 
 
@@ -355,17 +356,17 @@ def _require_error(answer: Solve, case: str, snapshots: Sequence[Profile], targe
     later = sum(x != 0 for x, s in zip(weights, snapshots, strict=True) if s.t > target.t)
     require(
         later == 0,
-        f"{case}: {later} snapshots after {target.t:g} have a weight; wanted 0 for each of them.",
+        f"{case}: {later} snapshots after {target.t:g} have a nonzero coefficient; wanted 0.",
     )
     require(
         abs(weights.sum() - 1) < 1e-9,
-        f"{case}: the weights sum to {weights.sum():.9f}; wanted 1, to float64 precision.",
+        f"{case}: the coefficients sum to {weights.sum():.9f}; wanted 1, to float64 precision.",
     )
     got = profile_error(snapshots, target, weights)
     best = profile_error(snapshots, target, solve(snapshots, target))
     require(
         got <= 1.05 * best + 1e-11,
-        f"{case}: the profile's error is {got:.3g}; wanted {best:.3g}.",
+        f"{case}: the profile error is {got:.3g}; wanted {best:.3g}.",
     )
 
 
@@ -377,14 +378,14 @@ def _weights_of(
         with unchanged(f"{case}: your answer", snapshots=given):
             got = answer(given, target)
     except np.linalg.LinAlgError as error:
-        raise Wrong(f"{case}: np.linalg says {str(error).rstrip('.')}; wanted weights.") from None
+        raise Wrong(f"{case}: np.linalg raised {str(error).rstrip('.')!r}.") from None
     try:
         weights = np.asarray(got, dtype=np.float64)
     except (TypeError, ValueError):
         weights = np.array(math.nan)
     require(
         weights.shape == (len(snapshots),) and bool(np.isfinite(weights).all()),
-        f"{case}: got {_briefly(got)}; wanted {len(snapshots)} weights.",
+        f"{case}: got {_briefly(got)}; wanted {len(snapshots)} coefficients.",
     )
     return weights
 
@@ -414,8 +415,8 @@ _SOLVE = Exercise(
     wrong_answers=mistakes(
         "15.3",
         (
-            "The weights don't sum to 1, so weights that never change would come out smaller. "
-            "Divide by the sum.",
+            "The coefficients don't sum to 1, so a weight that never changed would shrink. Divide "
+            "by the sum.",
             ("x / x.sum()", "x"),
         ),
         (
@@ -423,13 +424,13 @@ _SOLVE = Exercise(
             (_UP_TO, ""),
         ),
         (
-            "You solved with all snapshots and zeroed the later ones, but the other weights depend "
-            "on them. Choose first, then solve.",
+            "You solved with all snapshots and zeroed the later ones, but the other coefficients "
+            "depend on them. Choose first, then solve.",
             (_UP_TO, ""),
             (_SHARES, "x[[s.t > target.t for s in snapshots]] = 0; weights[:] = x / x.sum()"),
         ),
         (
-            "Your weights are at the front. Put each at the position of its snapshot.",
+            "Your coefficients are at the front. Put each at the position of its snapshot.",
             ("weights[chosen]", "weights[: len(chosen)]"),
         ),
         (
@@ -437,7 +438,7 @@ _SOLVE = Exercise(
             ("snapshot.t <= target.t", "snapshot.t < target.t"),
         ),
         (
-            "Neighbouring profiles are nearly equal, and float32 loses their difference. Solve in "
+            "Adjacent profiles are nearly equal, and float32 loses their difference. Solve in "
             "float64.",
             ("known] for p in known])", "known] for p in known], np.float32)"),
             (_WITH_TARGET, f"np.array({_WITH_TARGET}, np.float32)"),
@@ -459,7 +460,7 @@ _SOLVE = Exercise(
 
 
 class MappedSnapshot:
-    """A snapshot in a mapped file. `read` gives a view of the file and counts elements."""
+    """A snapshot in a memory-mapped file. `read` returns a view and counts the elements read."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
@@ -511,7 +512,8 @@ def _snapshots(count: int, sizes: dict[str, int]) -> list[MappedSnapshot]:
 
 
 def _shares(snapshots: int, targets: int) -> list[list[float]]:
-    """Some are negative, the first snapshot's small, and only the first target's sum to 1."""
+    """Return coefficients: some negative, small for the first snapshot. Only the first target's
+    sum to 1."""
     drawn = torch.Generator().manual_seed(1)
     made = torch.randn(snapshots, targets, dtype=torch.float64, generator=drawn)
     made[0] *= 1e-4
@@ -539,11 +541,11 @@ def _check_synthesize(answer: Any) -> str:
         most = _most_bytes(_run(answer, count))
         require(
             most <= allowed,
-            f"{_CASE}, {count} snapshots: {most:,} bytes at once; wanted at most {allowed:,}, "
-            f"four times {_TARGETS} sums of a piece and one snapshot's piece in float32.",
+            f"{_CASE}, {count} snapshots: a peak of {most:,} bytes; wanted at most {allowed:,}, "
+            f"4 × ({_TARGETS} sums and one snapshot's piece in float32).",
         )
     limited_outside_of_tensors(f"{_CASE}, 40 snapshots: your answer", _run(answer, 40), 2**16)
-    return f"sums right, each element read once · {most:,} bytes at once with 40 snapshots"
+    return f"correct sums, each element read once · a peak of {most:,} bytes with 40 snapshots"
 
 
 def _require_sums(
@@ -582,7 +584,7 @@ def _require_close(case: str, what: str, got: Tensor, wanted: Tensor, scale: Ten
 
 
 def _run(answer: Any, count: int) -> Callable[[], Any]:
-    """A synthesis of so many snapshots, its results dropped."""
+    """Return a call that synthesizes from `count` snapshots and drops the results."""
     found, shares = _snapshots(count, _SIZES), _shares(count, _TARGETS)
     return lambda: answer(found, shares, _SIZES, lambda *written: None, _PIECE)
 
@@ -608,7 +610,7 @@ _NORMALISED = "shares = [[s / sum(c) for s, c in zip(row, zip(*shares))] for row
 
 
 def _all_parts(part: str) -> tuple[str, str]:
-    """The edit that reads a piece of every snapshot before it adds the first."""
+    """Return an edit that reads a piece of every snapshot before it adds the first."""
     listed = f"parts = [{part} for snapshot in snapshots]"
     loop = "for part, of_each in zip(parts, shares, strict=True):\n" + " " * 16
     return f"{_EACH}part = {_READ}", f"{listed}\n{' ' * 12}{loop}part = torch.as_tensor(part)"
@@ -620,8 +622,8 @@ _SYNTHESIZE = Exercise(
     minutes=15,
     difficulty=3,
     hints=(
-        "Which loop should be the outermost: snapshots, targets, or pieces? What stays in memory "
-        "from one iteration to the next?",
+        "Which loop should be the outermost: snapshots, targets, or pieces? Which tensors stay in "
+        "memory from one iteration to the next?",
         "For each tensor and each piece, start one sum of zeros per target. Read each snapshot's "
         "piece once and add it to all sums, times its share. Then write the sums.",
         "for name, size in sizes.items(): for start in range(0, size, piece): stop = min(start + "
@@ -634,8 +636,8 @@ _SYNTHESIZE = Exercise(
     wrong_answers=mistakes(
         "15.4",
         (
-            "Your outer loop goes over snapshots, so every sum exists in full until the last one. "
-            "Make tensors and pieces the outer loops.",
+            "Your outer loop goes over snapshots, so whole sums stay in memory until the last "
+            "snapshot. Make tensors and pieces the outer loops.",
             body("synthesize", _SNAPSHOT_BY_SNAPSHOT),
         ),
         (
@@ -679,12 +681,12 @@ _SYNTHESIZE = Exercise(
             (_TENSORS, f"    {_NORMALISED}\n{_TENSORS}"),
         ),
         (
-            "Each piece's sum has to start at zero. Yours still holds the last piece's.",
+            "Start each piece's sum at zero. Yours still contains the previous piece's sum.",
             (_SUMS, "            sums = left[:, : stop - start]"),
             (_TENSORS, f"    left = torch.zeros(len(shares[0]), piece)\n{_TENSORS}"),
         ),
         (
-            "Lists and numpy arrays use memory too, although the meter doesn't see them.",
+            "Lists and numpy arrays use memory too, although the meter doesn't count them.",
             _all_parts(_READ.replace("float()", "tolist()")),
         ),
     ),
@@ -705,13 +707,13 @@ def _check_keep(answer: Any) -> str:
     _kept(answer, f"keep({uneven}, 4)", uneven, 4)
     errors = [_error(keep(range(1, 101), 20), sigma) for sigma in (0.15, 0.25)]
     return (
-        f"20 of 100, the last among them: errors of {errors[0]:.1e} at width 0.15 and "
+        f"20 of 100 times, including the last: errors of {errors[0]:.1e} at width 0.15 and "
         f"{errors[1]:.1e} at 0.25"
     )
 
 
 def _kept(answer: Any, call: str, times: Sequence[int], count: int) -> list[float]:
-    """The times kept, sorted: as many as asked for, the last among them."""
+    """Return the kept times, sorted. Require `count` of them, including the last."""
     given = list(times)
     with unchanged(call, times=given):
         kept = answer(given, count)
@@ -726,7 +728,7 @@ def _kept(answer: Any, call: str, times: Sequence[int], count: int) -> list[floa
     )
     require(
         times[-1] in kept,
-        f"{call} ends at {max(kept)}; wanted {times[-1]}, the target's time.",
+        f"{call} ends at {max(kept)}; wanted {times[-1]}, the last time.",
     )
     return found
 
@@ -741,8 +743,8 @@ def _require_as_even(call: str, kept: Sequence[float], times: Sequence[float], c
         got, wanted = _error(kept, sigma), _error(even, sigma)
         require(
             got <= 3 * wanted + 1e-6,
-            f"{call} makes width {sigma:.2f} at the end with a profile's error of {got:.2g}; "
-            f"wanted at most 3 times {wanted:.2g}, the error with even distances.",
+            f"{call} gives a profile error of {got:.2g} at width {sigma:.2f}; wanted at most 3 × "
+            f"{wanted:.2g}, the error with evenly spaced times.",
         )
 
 
@@ -754,10 +756,10 @@ _KEEP = Exercise(
     minutes=10,
     difficulty=2,
     hints=(
-        "A wide profile reaches back to the first third of training and needs snapshots from "
-        "there. A target at the end needs the last snapshot.",
-        "Use even distances that end at the last time. To keep every fifth of 100, take 5, 10, … "
-        "100, not 1, 6, … 96.",
+        "A wide profile reaches back to the first third of training, so it needs snapshots from "
+        "that part. A target at the end needs the last snapshot.",
+        "Space the times evenly, and end at the last time. To keep every fifth of 100, take 5, 10, "
+        "… 100, not 1, 6, … 96.",
         "Split the len(times) times into count groups of nearly equal size. Group n ends before "
         "position (n + 1) * len(times) // count. Keep the last time of each group.",
     ),
@@ -766,17 +768,17 @@ _KEEP = Exercise(
     wrong_answers=mistakes(
         "15.5",
         (
-            "You kept the last ones. Wide profiles reach back further: keep some of every part of "
-            "the training.",
+            "You kept the last times. Wide profiles reach back further: keep some times of every "
+            "part of training.",
             (_KEPT, "times[-count:]"),
         ),
         (
-            "You kept the first of each group, so the last time of all is missing. Keep the last "
-            "of each group.",
+            "You kept the first time of each group, so the last time is missing. Keep the last of "
+            "each group.",
             (_KEPT, "times[:: len(times) // count][:count]"),
         ),
         (
-            "You kept the first ones, and nothing of the end of the training.",
+            "You kept the first times, and none from the end of training.",
             (_KEPT, "times[:count]"),
         ),
         (
@@ -788,8 +790,8 @@ _KEEP = Exercise(
             (_KEPT, "ema.log_spaced(times, count)"),
         ),
         (
-            "If the number of times is no multiple of count, you return too many, or not the last. "
-            "Use (n + 1) * len(times) // count - 1.",
+            "If count does not divide the number of times, you return too many times, or not the "
+            "last. Use (n + 1) * len(times) // count - 1.",
             (_KEPT, "times[len(times) // count - 1 :: len(times) // count]"),
         ),
     ),

@@ -1,4 +1,4 @@
-"""Day 16: does a model fit on a card?"""
+"""Day 16: does a model fit on a GPU?"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -92,7 +92,7 @@ _PEAK = Exercise(
         "First compute three values: the elements of all weights, the elements of the largest, and "
         "the bytes of the state. Which of the two moments needs the largest weight, and in which "
         "two places?",
-        "The state has numbers · moments · moment_bytes bytes. Gradients have the weights' "
+        "The state has elements · moments · moment_bytes bytes. Gradients have the weights' "
         "itemsize: for all weights, or for the largest one if in_backward. Scratch is float32, for "
         "the largest weight, or for a piece of it, whichever is shorter.",
         "n, most = sum(sizes), max(sizes). held = n * itemsize + n * o.moments * o.moment_bytes. "
@@ -127,7 +127,7 @@ _PEAK = Exercise(
         (
             "With the step in backward, each gradient is freed before the next one exists. Count "
             "the largest.",
-            ("largest if optimizer.in_backward else numbers", "numbers"),
+            ("largest if optimizer.in_backward else elements", "elements"),
         ),
         (
             "With the step in backward, one gradient still exists. Count the largest.",
@@ -135,7 +135,7 @@ _PEAK = Exercise(
         ),
         (
             "Scratch is allocated for one weight at a time. Count the largest.",
-            (_AT_ONCE, "numbers"),
+            (_AT_ONCE, "elements"),
         ),
         (
             "An optimizer that works in pieces needs scratch for one piece, not for the weight.",
@@ -154,7 +154,7 @@ _PEAK = Exercise(
 
 # ------------------------------------------------------------------ 16.2: activations
 
-_BLOCK = Block(width=8, numbers=100, floats=6, gradients=40)
+_BLOCK = Block(width=8, elements=100, float32_elements=6, gradients=40)
 _PASSES: tuple[tuple[str, Any, int, int, int, bool, int], ...] = (
     ("all kept, one block", _BLOCK, 1, 10, 4, False, 0),
     ("all kept, large ends", _BLOCK, 3, 10, 4, False, 50_000),
@@ -186,12 +186,12 @@ _ACTIVATIONS = Exercise(
     hints=(
         "When backward begins, everything that forward saved of each block is in memory. Add the "
         "larger of two terms that never exist together: the ends, and one block at work.",
-        "A block makes tokens · (itemsize · numbers + 4 · floats) bytes. Checkpointed, it keeps "
-        "only its input, tokens · itemsize · width, and recomputes the rest once in backward. "
+        "A block makes tokens · (itemsize · elements + 4 · float32_elements) bytes. Checkpointed, "
+        "it keeps only its input, tokens · itemsize · width, and recomputes the rest once. "
         "Either way the block at work has tokens · itemsize · gradients bytes of gradients.",
-        "made = tokens * (itemsize * block.numbers + 4 * block.floats); x = tokens * itemsize * "
-        "block.width; kept, again = (x, made - x) if checkpointed else (made, 0). Add what all "
-        "blocks keep to the larger of ends and again plus the block's gradients.",
+        "made = tokens * (itemsize * block.elements + 4 * block.float32_elements); x = tokens * "
+        "itemsize * block.width; kept, again = (x, made - x) if checkpointed else (made, 0). Add "
+        "what all blocks keep to the larger of ends and again plus the block's gradients.",
     ),
     reference=activations,
     check=_check_activations,
@@ -202,8 +202,8 @@ _ACTIVATIONS = Exercise(
             ("itemsize *", "2 *"),
         ),
         (
-            "`floats` are float32 whatever the activations' dtype: 4 bytes each.",
-            ("4 * block.floats", "itemsize * block.floats"),
+            "`float32_elements` are float32 whatever the activations' dtype: 4 bytes each.",
+            ("4 * block.float32_elements", "itemsize * block.float32_elements"),
         ),
         (
             "Backward recomputes a checkpointed block. Add one block's activations.",
@@ -219,7 +219,7 @@ _ACTIVATIONS = Exercise(
             ("layers * kept", "(0 if checkpointed else layers * kept)"),
         ),
         (
-            "You counted the block's input twice: it is part of `numbers`, and it was saved.",
+            "You counted the block's input twice: it is part of `elements`, and it was saved.",
             ("made - x", "made"),
         ),
         (
@@ -264,7 +264,7 @@ def _check_lacks(answer: Any) -> str:
             f"{format_bytes(reserved)} reserved,"
         )
         _same_bytes(case, answer(memory, step), lacks(memory, step))
-    return f"{len(_FITTINGS)} verdicts match to the byte: units, cards, the context, reserved bytes"
+    return f"{len(_FITTINGS)} verdicts match to the byte: units, GPUs, the context, reserved bytes"
 
 
 _LACKS = Exercise(
@@ -303,11 +303,11 @@ _LACKS = Exercise(
             ("step.reserved_bytes", "step.reserved_bytes + step.allocated_bytes"),
         ),
         (
-            "CUDA's context uses a part of every card before the first tensor. Add CONTEXT.",
+            "CUDA's context uses a part of every GPU before the first tensor. Add CONTEXT.",
             (" + CONTEXT", ""),
         ),
         (
-            "A card has less memory than its name says. Use CARDS[memory].total_bytes.",
+            "A GPU has less memory than its name says. Use CARDS[memory].total_bytes.",
             ("CARDS[memory].total_bytes", "{'h100': 80, 't4': 16}.get(memory, 24) * 2**30"),
         ),
         (

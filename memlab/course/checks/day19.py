@@ -26,7 +26,7 @@ from memlab.reference.fp8 import E4M3, E5M2, FP8Matmul, cast, cast_tiles
 _LIBRARIES = ("memlab.precision", "torchao")
 _NAMES = {E4M3: "E4M3", E5M2: "E5M2"}
 
-kept = solution("19.4")
+saved_bytes = solution("19.4")
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def _tensors() -> dict[str, Tensor]:
         "[1, −2, 0.3]": torch.tensor([1.0, -2.0, 0.3]),
         "four zeros": torch.zeros(4),
         "one element": torch.tensor([-3.0]),
-        "gradients of a millionth, (8, 16)": 1e-6 * _normal(8, 16),
+        "gradients near 10⁻⁶, (8, 16)": 1e-6 * _normal(8, 16),
         "gradients below 10⁻²⁴": 1e-25 * _normal(40),
         "activations up to 10⁴, (4, 5, 6)": 3e3 * _normal(4, 5, 6),
         "a matrix in bfloat16, (16, 24)": _normal(16, 24, seed=1).bfloat16(),
@@ -115,7 +115,7 @@ def _require_scale(call: str, what: str, x: Tensor, scale: Any, dtype: torch.dty
 
 
 def _require_nearest(call: str, x: Tensor, codes: Any, scale: Any, dtype: torch.dtype) -> None:
-    """Compare distances in float64. At a tie, both neighbors are right."""
+    """Require the nearest code, by distance in float64. At a tie, both neighbors are right."""
     if not isinstance(codes, Tensor) or codes.shape != x.shape:
         return
     exact = (x.double() / scale.double()).flatten()
@@ -499,7 +499,7 @@ _MATMUL = Exercise(
         "Three matmuls: y = x Wᵀ, dx = g W, dW = gᵀ x. Each takes (codes, scale) pairs. .T "
         "transposes codes; the scale does not change. Which tensors of forward does backward need?",
         "forward: cast both to E4M3, ctx.save_for_backward(codes of x, its scale, weight), and "
-        "multiply x8 with (w8.T, scale of W). backward: cast g to E5M2 and W to E4M3 again.",
+        "multiply x8 with (w8.T, scale of W). backward: cast g to E5M2, and W to E4M3 again.",
         "dx = multiply((g8, scale), cast(weight, E4M3), gradient.dtype); dW = multiply((g8.T, "
         "scale), (x8, x_scale), weight.dtype). forward: return multiply(x8, (w8.T, scale), "
         "x.dtype).",
@@ -521,11 +521,11 @@ _MATMUL = Exercise(
             (_DX, "multiply((g8, scale), (w8, w_scale), gradient.dtype)"),
         ),
         (
-            "Cast gradients to E5M2, which has the wider range.",
+            "Cast gradients to E5M2, which has a wider range.",
             (_G8, "g8, scale = cast(gradient, E4M3)"),
         ),
         (
-            "Cast inputs and weights to E4M3, which has the smaller steps.",
+            "Cast inputs and weights to E4M3, which has smaller steps.",
             (_FORWARD_CASTS, "x8, (w8, scale) = cast(x, E5M2), cast(weight, E5M2)"),
         ),
         (
@@ -537,7 +537,7 @@ _MATMUL = Exercise(
             (_DX, "multiply((g8, scale), (weight, torch.ones(())), gradient.dtype)"),
         ),
         (
-            "Codes alone are x / scale. Multiply the result by both scales, as `multiply` does.",
+            "Codes are x / scale. Multiply the result by both scales, as `multiply` does.",
             (_Y, "return (x8[0].float() @ w8.float().T).to(x.dtype)"),
         ),
         (
@@ -589,13 +589,13 @@ _BLOCKS: tuple[tuple[int, int, int, int, str, int | None], ...] = (
 def _check_kept(answer: Kept) -> str:
     for tokens, C, Q, F, way, columns in _BLOCKS:
         tail = "" if columns is None else f", {columns}"
-        call = f'kept({tokens}, {C}, {Q}, {F}, "{way}"{tail})'
+        call = f'saved_bytes({tokens}, {C}, {Q}, {F}, "{way}"{tail})'
         extra = () if columns is None else (columns,)
         units = {"bytes per token": tokens} if tokens > 1 else {}
         same_bytes(
             call,
             answer(tokens, C, Q, F, way, *extra),
-            kept(tokens, C, Q, F, way, *extra),
+            saved_bytes(tokens, C, Q, F, way, *extra),
             units,
         )
     return f"{len(_BLOCKS)} blocks match to the byte"
@@ -610,19 +610,19 @@ _KEPT = Exercise(
     minutes=10,
     difficulty=2,
     hints=(
-        "For each way, list the features of the saved tensors. In bf16, all layers that read a "
-        "tensor share it, and attention saves its output anyway.",
+        "For each way, list the features of the saved tensors. In bf16, layers with the same input "
+        "share it, and attention saves its output anyway.",
         '"bf16": [C, C, F]; "own": one entry for each of the seven layers; "shared": [C, Q, C, F]. '
         "An FP8 element is 1 byte, a scale 4. With columns, a row of k has ⌈k / columns⌉ scales.",
         "scales = [1 if columns is None else tokens * -(-k // columns) for k in inputs]; return "
         'tokens * sum(inputs) + 4 * sum(scales), and 2 * tokens * sum(inputs) for "bf16".',
     ),
-    reference=kept,
+    reference=saved_bytes,
     check=_check_kept,
     wrong_answers=mistakes(
         "19.4",
         (
-            "Attention saves its output anyway, so in BF16 the output layer adds nothing.",
+            "Attention already saves its output, so in BF16 the output layer adds nothing.",
             ('"bf16": [C, C, F]', '"bf16": [C, Q, C, F]'),
         ),
         (
@@ -656,7 +656,7 @@ _KEPT = Exercise(
             ("-(-k // columns)", "(k // columns)"),
         ),
         (
-            "Each row has its own tiles: multiply their number by the tokens.",
+            "Each row has its own tiles: multiply the tiles of a row by the number of tokens.",
             ("tokens * -(-k // columns)", "-(-k // columns)"),
         ),
         (

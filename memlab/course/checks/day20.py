@@ -123,7 +123,7 @@ _NEWTON_SCHULZ = Exercise(
             "Gradients are small. Divide by at least 1e-7, not by at least 1.",
             ("clamp(min=1e-7)", "clamp(min=1)"),
         ),
-        ("You applied five steps. Apply `steps` of them.", ("range(steps)", "range(5)")),
+        ("You always applied five steps. Apply `steps`.", ("range(steps)", "range(5)")),
         ("You applied one step. Repeat it `steps` times.", ("range(steps)", "range(1)")),
         (
             "c belongs to (X Xᵀ)², so square the product.",
@@ -139,8 +139,8 @@ _NEWTON_SCHULZ = Exercise(
             ("a, b, c = COEFFICIENTS", "a, c, b = COEFFICIENTS"),
         ),
         (
-            "These coefficients, 3/2 and −1/2, converge to exactly 1, but lift small values "
-            "slowly. Use COEFFICIENTS.",
+            "With the coefficients 3/2 and −1/2, values converge to exactly 1, but small values "
+            "rise slowly. Use COEFFICIENTS.",
             ("a, b, c = COEFFICIENTS", "a, b, c = 1.5, -0.5, 0.0"),
         ),
         (
@@ -268,8 +268,8 @@ _MUON = Exercise(
     minutes=10,
     difficulty=2,
     hints=(
-        'state.get("m", torch.zeros_like(gradient)) is the momentum before the step. Which of M '
-        "and X is kept, and which is orthogonalized?",
+        'state.get("m", torch.zeros_like(gradient)) is the momentum before the step. Do you keep M '
+        "or X? Which of the two do you orthogonalize?",
         "Keep the new M. X is a temporary: cast it with .to(dtype), pass it to newton_schulz, and "
         "cast the result with .to(weight.dtype). `weight *=` works in place.",
         'state["m"] = m = momentum * m + (1 - momentum) * gradient; ahead = (1 - momentum) * '
@@ -281,10 +281,10 @@ _MUON = Exercise(
     rebuilds=_LIBRARIES,
     wrong_answers=mistakes(
         "20.2",
-        ("Orthogonalize X, one gradient ahead, not M.", ("ahead.to(dtype)", "m.to(dtype)")),
+        ("Orthogonalize X (Nesterov momentum), not M.", ("ahead.to(dtype)", "m.to(dtype)")),
         ("You did not orthogonalize X.", ("newton_schulz(ahead.to(dtype))", "ahead.to(dtype)")),
         (
-            "You kept X in the state. Keep M, without the gradient ahead.",
+            "You kept X in the state. Keep M.",
             (_AHEAD, f'{_AHEAD}\n    state["m"] = ahead'),
         ),
         (
@@ -307,20 +307,23 @@ _MUON = Exercise(
         ("You forgot the factor √max(1, rows / columns).", (f"{_SHAPE} * ", "")),
         ("You inverted the ratio. Divide rows by columns.", ("rows / columns", "columns / rows")),
         ("You forgot the square root of the ratio.", (_SHAPE, "max(1, rows / columns)")),
-        ("Use the ratio only if it is above 1.", (_SHAPE, "(rows / columns) ** 0.5")),
+        (
+            "Use the ratio only above 1.",
+            (_SHAPE, "(rows / columns) ** 0.5"),
+        ),
         (
             "Cast X to `dtype` before you orthogonalize it.",
             ("ahead.to(dtype)", "ahead"),
         ),
         (
-            "This makes a new weight. Write into the one that you get.",
+            "This makes a new weight. Update the given weight in place.",
             (_DECAY, "weight = weight * (1 - lr * weight_decay)"),
         ),
         (
             "You kept two tensors. X is a temporary.",
             (_AHEAD, f'{_AHEAD}\n    state["ahead"] = ahead'),
         ),
-        ("You stepped up the gradient. Subtract.", ("weight -= lr", "weight += lr")),
+        ("You added the step. Subtract it.", ("weight -= lr", "weight += lr")),
     ),
 )
 
@@ -385,8 +388,8 @@ def _require_projector(call: str, case: Case, step: int, got: Tensor, before: Te
     apart = (got.double() @ got.double().T - u @ u.T).abs().max().item()
     require(
         apart < 1e-6,
-        f"{call}: P of step {step + 1} does not have the {u.shape[1]} largest directions of that "
-        f"step's gradient.",
+        f"{call}: P of step {step + 1} does not span the {u.shape[1]} largest directions of the "
+        f"gradient.",
     )
 
 
@@ -480,7 +483,7 @@ _GALORE = Exercise(
             ('state["P"] @ step', 'state["P"] @ (state["P"].T @ step)'),
         ),
         (
-            "This makes a new weight. Write into the one that you get.",
+            "This makes a new weight. Update the given weight in place.",
             ("weight -= lr * scale", "weight = weight - lr * scale"),
         ),
         (
@@ -529,8 +532,8 @@ _KEPT = Exercise(
     hints=(
         "Sort the two sides first. GaLore has one tensor along the short side and two along the "
         "long one.",
-        "P is (short, rank); its moments are (rank, long). APOLLO's P is drawn from a seed. SOAP "
-        "has two squares of each side, and both moments.",
+        "P is (short, rank), and R's moments are (rank, long). APOLLO draws P from a seed. SOAP "
+        "has two square matrices per side, and both moments.",
         'short, long = sorted((rows, columns)); "galore": rank * (short + 2 * long), "apollo": 2 * '
         'rank * long, "soap": 2 * short**2 + 2 * long**2 + 2 * short * long.',
     ),
@@ -550,11 +553,11 @@ _KEPT = Exercise(
         ),
         ("APOLLO's moments lie along the long side.", ("2 * rank * long", "2 * rank * short")),
         (
-            "If the rank is not below the short side, nothing is projected.",
+            "If the rank is not below the short side, there is no projection: count both moments.",
             ("projected = rank < short", "projected = True"),
         ),
         (
-            "A rank equal to the short side projects nothing either.",
+            "If the rank equals the short side, there is no projection either.",
             ("rank < short", "rank <= short"),
         ),
         (
@@ -563,7 +566,7 @@ _KEPT = Exercise(
         ),
         ("Muon keeps only a momentum.", ('"muon": short * long', '"muon": whole')),
         (
-            "SOAP also keeps eigenvectors: two squares of each side.",
+            "SOAP also keeps eigenvectors: two square matrices per side.",
             ("2 * short**2 + 2 * long**2 + whole", "short**2 + long**2 + whole"),
         ),
         (
@@ -571,7 +574,7 @@ _KEPT = Exercise(
             ("2 * long**2 + whole", "2 * long**2"),
         ),
         (
-            "Shampoo keeps a square of each side, m² + n².",
+            "Shampoo keeps a square matrix per side, m² + n².",
             ('"shampoo": short**2 + long**2', '"shampoo": short**2'),
         ),
         (

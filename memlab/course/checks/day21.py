@@ -72,8 +72,8 @@ _PACK = Exercise(
     hints=(
         "Sort the documents' indices by length, longest first. Besides the rows, keep a list of "
         "how many tokens are still free in each row.",
-        "sorted(range(len(lengths)), key=lambda number: -lengths[number]) is the order. "
-        "Equally long documents keep their order. Find the first row with free >= length.",
+        "sorted(range(len(lengths)), key=lambda number: -lengths[number]) sorts them, and equally "
+        "long documents keep their order. Find the first row with free >= length.",
         "For each number: fitting = [row for row, left in enumerate(free) if left >= "
         "lengths[number]]. If it is empty, append [] to rows and capacity to free. Then append the "
         "number to rows[fitting[0]], and subtract its length from free[fitting[0]].",
@@ -157,7 +157,7 @@ _POSITIONS = "torch.arange(len(tokens)) - starts"
 
 _JOIN = Exercise(
     id="21.2",
-    title="Documents in a row",
+    title="Join documents",
     minutes=10,
     difficulty=2,
     hints=(
@@ -176,13 +176,13 @@ _JOIN = Exercise(
     wrong_answers=mistakes(
         "21.2",
         (
-            "Your last token of a document predicts the first token of the next document. Set its "
+            "The last token of a document predicts the first token of the next document. Set its "
             "target to −100.",
             (_TARGETS, "targets[-1] = IGNORED"),
         ),
         (
-            "Your last target is the row's first token, because roll wraps around. The last "
-            "document also ends with −100.",
+            "The last target is the row's first token, because roll wraps around. The last "
+            "document's last target is −100, too.",
             (_TARGETS, "targets[boundaries[1:-1] - 1] = IGNORED"),
         ),
         (
@@ -198,7 +198,7 @@ _JOIN = Exercise(
             ("tokens.roll(-1)", "tokens.roll(1)"),
         ),
         (
-            "Your positions count through the row. They start at 0 in each document.",
+            "Your positions run through the whole row. Restart at 0 in each document.",
             (_POSITIONS, "torch.arange(len(tokens))"),
         ),
         (
@@ -218,7 +218,7 @@ _JOIN = Exercise(
             ("boundaries.int()", "boundaries[1:].int()"),
         ),
         (
-            "Your boundaries lack the end of the last document.",
+            "Your boundaries lack the last document's end.",
             ("boundaries.int()", "boundaries[:-1].int()"),
         ),
     ),
@@ -257,7 +257,7 @@ def _row(ends: Sequence[int], head_dim: int = 4) -> tuple[Tensor, ...]:
 
 
 def _by_mask(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> Tensor:
-    """The oracle: attention with all scores and a mask."""
+    """Compute the expected result: attention with all scores and a mask."""
     lengths = boundaries.diff().long()
     number = torch.arange(len(lengths)).repeat_interleave(lengths)
     mask = (number[:, None] == number).tril()
@@ -290,8 +290,8 @@ _ATTEND = Exercise(
     minutes=15,
     difficulty=3,
     hints=(
-        "Each document is a slice of q, k and v, from one boundary to the next. What "
-        "does attention over these slices give?",
+        "Each document is a slice of q, k and v, from one boundary to the next. Compute attention "
+        "for each slice alone.",
         "pairwise(boundaries.tolist()) gives start and end of each document. "
         "F.scaled_dot_product_attention(..., is_causal=True) of the slices [:, :, start:end], and "
         "torch.cat along the tokens.",
@@ -463,8 +463,8 @@ def _check_chunks(answer: LogProbs) -> str:
     left = new_bytes(trace) - kept.pop().nbytes
     require(
         left < logits,
-        f"{call} keeps {left:,} bytes between forward and backward besides its result; wanted less "
-        f"than a chunk's logits, {logits:,}.",
+        f"{call} keeps {left:,} bytes for backward besides its result; wanted less than a chunk's "
+        f"logits, {logits:,} bytes.",
         evidence=(call, "held"),
     )
     most = peaks(lambda: log_probs(hidden, weight, targets, chunk))
@@ -485,8 +485,8 @@ _LOG_PROBS = Exercise(
     minutes=15,
     difficulty=3,
     hints=(
-        "Rows are independent: call of_rows on a few rows at a time. Which rows come last, if N is "
-        "not a multiple of chunk? And what does autograd keep of each part?",
+        "Rows are independent: call of_rows on a few rows at a time. How many rows are in the last "
+        "part, if N is not a multiple of chunk? Which tensors does autograd save for each part?",
         "Zip hidden.split(chunk) and targets.split(chunk). The last part may be shorter. "
         "recompute(of_rows, rows, weight, wanted) keeps only its inputs.",
         "parts = [recompute(of_rows, rows, weight, wanted) for rows, wanted "
@@ -510,7 +510,7 @@ _LOG_PROBS = Exercise(
             (_SPLIT, f"list({_SPLIT})[: max(1, len(hidden) // chunk)]"),
         ),
         (
-            "Under no_grad, nothing is kept, but nothing trains either.",
+            "Under no_grad, autograd saves nothing, but hidden and weight get no gradients either.",
             (_CALL, "torch.no_grad()(of_rows)(rows, weight, wanted)"),
         ),
         (
