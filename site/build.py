@@ -9,6 +9,7 @@ A link to a repository file without a page leads to the repository on the web.
 """
 
 import json
+import logging
 import re
 import shutil
 import subprocess
@@ -18,14 +19,16 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from html import escape
 from pathlib import Path
 from posixpath import normpath
 
 import griffe
 import links
-import pyodide_files
+from formulas import with_formulas
 from mkdocs.commands.build import build as build_html
 from mkdocs.config import load_config
+from npm_packages import KATEX, PYODIDE
 
 SITE = Path(__file__).parent
 ROOT = SITE.parent
@@ -73,18 +76,27 @@ PLANNER_FILES = (
     *("memlab/train/technique.py", "site/planner.py"),
 )
 
+# The guides: what a reader looks for first. Search shows them above lessons and logs.
+GUIDES = ("MEASURE", "PLAN", "RUN", "EXPLAIN", "MONITOR", "HOWTO", "FRAMEWORKS")
+BOOST = "---\nsearch:\n  boost: 2\n---\n\n"
+
 FENCE = re.compile(r"^ *```.*?^ *```$", re.M | re.S)
 HEADING = re.compile(r"^#+ .*$", re.M)
+TABLE = re.compile(r"^(\|.*\|\n)(\|[-:| ]+\|)((?:\n\|.*\|)+)", re.M)
+UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]?i?B|×|%|s)(?: |$))")  # the space before it
+WORDS = re.compile(r"(?:[a-z]{2,}[,;]? ){3}")  # a sentence rather than a number
 LINK = re.compile(r"(\]\()([^)\s]+)|((?:src|href)=\")([^\"]+)")
 
 
 def main() -> None:
+    logging.getLogger("mkdocs").addHandler(logging.StreamHandler())  # shows its warnings
     for folder in (STAGED, PUBLIC):
         shutil.rmtree(folder, ignore_errors=True)
     stage()
     config = load_config(str(SITE / "mkdocs.yml"), strict=True, repo_url=REPOSITORY)
     config.nav = expanded(config.nav)
     build_html(config)
+    finish_notebooks()
     faults = links.faults(PUBLIC)
     sys.exit("\n".join(faults)) if faults else print(f"{PUBLIC}: {links.counted(PUBLIC)}")
 
@@ -106,6 +118,9 @@ def stage() -> None:
         copy(path, STAGED / path.name)
     for path in found(SITE / "assets", "*"):
         copy(path, STAGED / "assets" / path.name)
+    dist = KATEX.folder(ROOT) / "dist"
+    for path in KATEX.files(ROOT):
+        copy(path, STAGED / "assets/katex" / path.relative_to(dist))
     for module, title in API.items():
         write(STAGED / f"api/{title.lower().replace(' ', '-')}.md", api_page(module, title))
     stage_planner()
@@ -115,11 +130,17 @@ def stage() -> None:
 
 def stage_planner() -> None:
     """Copy Python for the browser, and what it runs there."""
-    for path in pyodide_files.files(ROOT):
+    for path in PYODIDE.files(ROOT):
         copy(path, STAGED / "assets/pyodide" / path.name)
     with zipfile.ZipFile(STAGED / "assets/memlab.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         for path in found(ROOT, *PLANNER_FILES):
             archive.write(path, path.relative_to(ROOT))
+    large = [*found(STAGED / "assets/pyodide", "*.wasm", "*.zip"), Path(archive.filename)]
+    page = (STAGED / "planner.md").read_text(encoding="utf-8")
+    write(
+        STAGED / "planner.md",
+        page.replace("{{ bytes }}", str(sum(path.stat().st_size for path in large))),
+    )
 
 
 def staged_markdown(text: str, name: str, staged: set[str]) -> str:
@@ -128,7 +149,23 @@ def staged_markdown(text: str, name: str, staged: set[str]) -> str:
     for fence in FENCE.finditer(text):
         parts += [relinked(text[end : fence.start()], name, staged), fence[0]]
         end = fence.end()
-    return "".join([*parts, relinked(text[end:], name, staged)])
+    parts.append(relinked(text[end:], name, staged))
+    boost = BOOST if Path(name).stem in GUIDES else ""
+    return boost + TABLE.sub(table_for_screens, "".join(parts))
+
+
+def table_for_screens(table: re.Match[str]) -> str:
+    """Return the table with sentences aligned to the left, and units beside their numbers."""
+    columns = zip(*(row.split("|")[1:-1] for row in table[3].split("\n")[1:]), strict=False)
+    sides = table[2].split("|")[1:-1]
+    for n, cells in enumerate(columns):
+        if any(WORDS.search(cell) for cell in cells):
+            sides[n] = " --- "
+    rows = "|".join(
+        cell if "`" in cell else UNIT.sub("\N{NO-BREAK SPACE}", cell)
+        for cell in table[3].split("|")
+    )
+    return f"{table[1]}|{'|'.join(sides)}|{rows}"
 
 
 def relinked(prose: str, name: str, staged: set[str]) -> str:
@@ -160,6 +197,8 @@ def staged_notebook(text: str, name: str, staged: set[str]) -> str:
     """Return the executed notebook with a link to the one with stubs. nbconvert leaves links as
     they are, so those to files lead into the repository."""
     notebook = json.loads(text)
+    for cell in notebook["cells"]:
+        cell["metadata"].pop("tags", None)  # they are for the tests
     lesson = name.replace("solutions/", "lessons/")
     seen: Counter[str] = Counter()
     for cell in notebook["cells"]:
@@ -181,6 +220,45 @@ def unique_heading(line: str, seen: Counter[str]) -> str:
     plain = line.replace("`", "")
     seen[plain] += 1
     return plain if seen[plain] == 1 else f"{plain} ({seen[plain]})"
+
+
+# ------------------------------------------------------------------ pages of notebooks
+
+NO_ALT = 'alt="No description has been provided for this image"'
+TITLE = re.compile(r"""(?:title\(|title=)f?(["'])(.*?)\1""")
+
+
+def finish_notebooks() -> None:
+    """Draw the formulas, and replace nbconvert's text for pictures by their titles."""
+    for path in found(STAGED, "solutions/*.ipynb"):
+        page = PUBLIC / path.relative_to(STAGED).with_suffix("") / "index.html"
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        html = with_formulas(page.read_text(encoding="utf-8"), cells, ROOT)
+        titles = pictures(cells)
+        if html.count(NO_ALT) != len(titles):
+            raise ValueError(f"{page} has not {len(titles)} pictures without a text")
+        for title in titles:
+            html = html.replace(NO_ALT, f'alt="{escape(title)}"', 1)
+        page.write_text(html, encoding="utf-8")
+
+
+def pictures(cells: list[dict]) -> list[str]:
+    """Return what each picture shows: the titles in the cell's code, else the section's heading."""
+    texts, heading = [], ""
+    for cell in cells:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            heading = (HEADING.findall(source) or [heading])[-1]
+            continue
+        titles = [title.replace("\\n", " ") for _, title in TITLE.findall(source)]
+        known = [title for title in titles if "{" not in title]
+        text = "; ".join(known) or heading.lstrip("# ")
+        images = [out for out in cell["outputs"] if "image/png" in out.get("data", {})]
+        texts += [f"Plot: {text}"] * len(images)
+    return texts
+
+
+# ------------------------------------------------------------------ files
 
 
 def copy(source: Path, target: Path) -> None:
@@ -230,8 +308,11 @@ def expanded(nav: list[dict]) -> list[dict]:
     return [{title: pages_of(entry) for title, entry in item.items()} for item in nav]
 
 
-def pages_of(entry: str | list) -> str | list:
-    if isinstance(entry, list) or "*" not in entry:
+def pages_of(entry: str | dict | list) -> str | dict | list:
+    if isinstance(entry, list):
+        parts = [pages_of(part) for part in entry]
+        return [page for part in parts for page in (part if isinstance(part, list) else [part])]
+    if isinstance(entry, dict) or "*" not in entry:
         return entry
     if entry.startswith("api/"):
         return [{title: f"api/{title.lower().replace(' ', '-')}.md"} for title in API.values()]

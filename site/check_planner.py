@@ -37,6 +37,8 @@ CASES = (
     {"config": json.dumps(QWEN), "seq": "4096"},
     {"optimizer": "adam8bit", "gpus": "8", "zero_stage": "2"},  # an error
     {"seq": "0"},  # another
+    {"seq": "1.5"},
+    {"seq": "99999999999"},
 )
 PATIENCE_MS = 180_000
 

@@ -7,7 +7,7 @@ FOLDER = Path(__file__).parents[1] / "docs" / "drawings"
 INK, GREY, LINE = "#1c1c1c", "#5f5f66", "#b4b4bc"
 # The colors of memlab's plots.
 PARAMETERS, GRADIENTS, STATE = "#8fa5dd", "#8cd3ae", "#c4bdf5"
-ACTIVATIONS, TEMPORARIES, FREE = "#f2b27a", "#e79aa2", "#ffffff"
+ACTIVATIONS, FREE, IDLE = "#f2b27a", "#ffffff", "#ececf0"
 
 
 def text(x: float, y: float, words: str, *, size=14, color=INK, anchor="middle", bold=False) -> str:
@@ -19,14 +19,19 @@ def text(x: float, y: float, words: str, *, size=14, color=INK, anchor="middle",
 
 
 def box(
-    x: float, y: float, w: float, h: float, color: str, words: str = "", *, dashed=False
+    x: float, y: float, w: float, h: float, color: str, words: str = "", *, dashed=False, edge=INK
 ) -> str:
     dash = ' stroke-dasharray="4 3"' if dashed else ""
     drawn = (
         f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="3" fill="{color}" '
-        f'stroke="{INK if not dashed else LINE}"{dash}/>'
+        f'stroke="{edge if not dashed else LINE}"{dash}/>'
     )
     return drawn + (text(x + w / 2, y + h / 2 + 5, words, size=13) if words else "")
+
+
+def line(x1: float, y1: float, x2: float, y2: float, *, dashed=False) -> str:
+    dash = ' stroke-dasharray="4 3"' if dashed else ""
+    return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{INK}"{dash}/>'
 
 
 def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
@@ -53,155 +58,190 @@ def picture(title: str, width: int, height: int, parts: list[str]) -> str:
     )
 
 
+def key(x: float, y: float, color: str, words: str, *, dashed=False) -> str:
+    """A colored square and what it stands for."""
+    square = box(x, y, 16, 14, color, dashed=dashed)
+    return square + text(x + 24, y + 12, words, size=13, anchor="start")
+
+
 def sharding() -> str:
-    """What each of four ranks holds: N weights, N gradients, N elements of state."""
-    kinds = (("parameters", PARAMETERS), ("gradients", GRADIENTS), ("optimizer state", STATE))
+    """What each of four ranks holds: 4 bytes per weight, 4 per gradient and 8 of AdamW's state."""
+    kinds = (("parameters", 4, PARAMETERS), ("gradients", 4, GRADIENTS))
+    kinds += (("optimizer state", 8, STATE),)
     ways = (("DDP", 0), ("ZeRO-1", 1), ("ZeRO-2", 2), ("ZeRO-3", 3))
-    parts, ranks, width = [], 4, 30
+    parts, ranks, width, unit = [], 4, 30, 12
     for column, (way, stage) in enumerate(ways):
-        left = 130 + 165 * column
+        left = 128 + 144 * column
         parts.append(text(left + 2 * width, 28, way, size=15, bold=True))
-        for rank in range(ranks):
-            x = left + rank * width
-            parts.append(text(x + 13, 50, f"{rank}", size=12, color=GREY))
-            for row, (_, color) in enumerate(kinds):
-                y, sharded = 60 + 70 * row, row >= 3 - stage
-                parts.append(box(x, y, 26, 60, FREE if sharded else color, dashed=sharded))
+        parts += [text(left + rank * width + 13, 50, f"{rank}", size=12) for rank in range(ranks)]
+        y, held = 60, 0
+        for row, (_, size, color) in enumerate(kinds):
+            sharded, height = row >= 3 - stage, unit * size
+            held += size / ranks if sharded else size
+            for rank in range(ranks):
+                x = left + rank * width
+                parts.append(box(x, y, 26, height, FREE if sharded else color, dashed=sharded))
                 if sharded:
-                    parts.append(box(x, y + 15 * rank, 26, 15, color))
-    for row, (name, _) in enumerate(kinds):
-        parts.append(text(115, 95 + 70 * row, name, anchor="end"))
-    parts.append(text(115, 50, "rank", size=12, color=GREY, anchor="end"))
-    parts.append(text(390, 292, "Dashed: held by other ranks. Each rank owns a quarter.", size=13))
-    return picture("What each rank of DDP and ZeRO holds", 780, 310, parts)
+                    parts.append(box(x, y + rank * height / ranks, 26, height / ranks, color))
+            y += height + 12
+        parts.append(text(left + 2 * width, y + 16, f"{held:g} bytes", bold=True))
+    for (name, size, _), y in zip(kinds, (60, 120, 180), strict=True):
+        parts.append(text(115, y + unit * size / 2 + 5, name, anchor="end"))
+    parts.append(text(115, 50, "rank", size=12, anchor="end"))
+    parts.append(text(115, 304, "held per weight", anchor="end"))
+    parts.append(key(128, 326, FREE, "held by another rank", dashed=True))
+    parts.append(key(320, 326, GREY, "held by this rank"))
+    return picture("What each rank of DDP and ZeRO holds", 700, 352, parts)
 
 
 def tiles() -> str:
     """Tiled attention: one row of queries, one tile of keys at a time, and the running softmax."""
-    size, left, top, count = 44, 110, 60, 5
-    parts = [text(left + 2.5 * size, 28, "keys and values", size=15, bold=True)]
-    parts.append(text(52, top + 2.6 * size, "queries", size=15, bold=True))
+    size, left, top, count = 42, 124, 74, 5
+    parts = [text(left + 2.5 * size, 26, "tiles of keys and values", size=15, bold=True)]
+    parts += [
+        text(58, top + 1.2 * size, "tiles", size=15, bold=True),
+        text(58, top + 1.2 * size + 20, "of queries", size=15, bold=True),
+    ]
     for i in range(count):
         for j in range(count):
             visible, current = j <= i, (i, j) == (3, 2)
-            color = "#f2b27a" if current else "#fbe3cb" if i == 3 and j < 2 else "#f0f0f4"
+            color = "#f2b27a" if current else "#fbe3cb" if i == 3 and j < 2 else "#e4e4ea"
             x, y = left + j * size, top + i * size
             parts.append(
                 box(x, y, size - 2, size - 2, color if visible else FREE, dashed=not visible)
             )
-    parts.append(arrow(left + 4, top + 3.45 * size, left + 2.4 * size, top + 3.45 * size))
+    parts += [
+        text(left + 2.5 * size, top - 20, "K, V", size=13),
+        arrow(left + 2.5 * size - 1, top - 14, left + 2.5 * size - 1, top - 2),
+        text(left - 34, top + 3.5 * size + 4, "Q", size=13),
+        arrow(left - 24, top + 3.5 * size, left - 2, top + 3.5 * size),
+        text(left + 2.5 * size - 1, top + 3.5 * size + 4, "S", size=13),
+    ]
+    keys = (
+        ("#f2b27a", "now: the only scores in memory"),
+        ("#fbe3cb", "done, and freed"),
+        ("#e4e4ea", "another row: before or after"),
+    )
+    for n, (color, words) in enumerate(keys):
+        parts.append(key(40, 296 + 22 * n, color, words))
+    parts.append(key(40, 362, FREE, "hidden by the causal mask: never computed", dashed=True))
     lines = (
-        ("For each tile, in registers:", True),
+        ("Kept for the row, for each query:", True),
+        ("m, the largest score so far", False),
+        ("ℓ, the sum of exp(score − m) so far", False),
+        ("O, the weighted sum of V so far", False),
+        ("", False),
+        ("One tile:", True),
         ("S = Q·Kᵀ / √D", False),
-        ("new max m′ = max(m, row max of S)", False),
+        ("m′ = max(m, row max of S)", False),
         ("P = exp(S − m′)", False),
-        ("row sum ℓ = ℓ·exp(m − m′) + row sum of P", False),
-        ("output O = O·exp(m − m′) + P·V", False),
-        ("After the last tile: O / ℓ, and store", False),
-        ("log-sum-exp = m + log ℓ for backward.", False),
+        ("ℓ ← ℓ·exp(m − m′) + row sum of P", False),
+        ("O ← O·exp(m − m′) + P·V, and m ← m′", False),
+        ("", False),
+        ("After the row's last tile, store:", True),
+        ("O / ℓ, the output", False),
+        ("m + log ℓ, for backward", False),
     )
     for n, (line, bold) in enumerate(lines):
-        parts.append(text(375, 76 + 27 * n, line, anchor="start", bold=bold))
-    parts.append(
-        text(
-            left, 308, "Dashed: hidden by the causal mask, never computed.", size=13, anchor="start"
-        )
-    )
-    return picture("Tiled attention with an online softmax", 720, 325, parts)
+        parts.append(text(400, 40 + 23 * n, line, anchor="start", bold=bold))
+    return picture("Tiled attention with an online softmax", 700, 390, parts)
 
 
 def recompute() -> str:
     """Bytes over time of four blocks: all activations kept, and checkpoints with recompute."""
-    parts = []
-    for row, (title, checkpointed) in enumerate(
-        (("all activations kept", False), ("activation checkpointing", True))
-    ):
-        base, left, step, unit = 170 + 200 * row, 60, 70, 24
-        parts.append(text(left, base - 130, title, size=15, bold=True, anchor="start"))
-        for n in range(4):  # forward
-            x, kept = left + n * step, n + 1
-            if checkpointed:
-                parts.append(box(x, base - 6 * kept, step - 3, 6 * kept, PARAMETERS))
+    parts, left, step, unit, small = [], 60, 48, 26, 6
+    forward = [("F", n) for n in range(1, 5)]
+    plain = [*forward, *(("B", n) for n in range(4, 0, -1))]
+    again = [*forward, *(("FB"[k], n) for n in range(4, 0, -1) for k in range(2))]
+    rows = (
+        ("All activations kept", plain, "peak: activations of 4 blocks", "backward"),
+        (
+            "Activation checkpointing",
+            again,
+            "peak: 4 inputs and activations of 1 block",
+            "backward: each block runs forward again (F), then backward (B)",
+        ),
+    )
+    for row, (title, passes, peak, second) in enumerate(rows):
+        base = 150 + 192 * row
+        parts.append(text(left, base - (122, 92)[row], title, size=15, bold=True, anchor="start"))
+        top = 0
+        for column, (kind, n) in enumerate(passes):
+            x, width = left + column * step, step - 3
+            if row == 0:
+                parts.append(box(x, base - unit * n, width, unit * n, ACTIVATIONS))
+                top = max(top, unit * n)
             else:
-                parts.append(box(x, base - unit * kept, step - 3, unit * kept, ACTIVATIONS))
-            parts.append(text(x + 33, base + 18, f"F{n + 1}", size=13))
-        for n in range(4):  # backward
-            x, kept = left + (4 + n) * step, 4 - n
-            if checkpointed:
-                parts.append(box(x, base - 6 * kept, step - 3, 6 * kept, PARAMETERS))
-                parts.append(box(x, base - 6 * kept - unit, step - 3, unit, ACTIVATIONS))
-            else:
-                parts.append(box(x, base - unit * kept, step - 3, unit * kept, ACTIVATIONS))
-            label = f"F{kept} B{kept}" if checkpointed else f"B{kept}"
-            parts.append(text(x + 33, base + 18, label, size=13))
-        parts.append(f'<line x1="{left}" y1="{base}" x2="630" y2="{base}" stroke="{INK}"/>')
+                parts.append(box(x, base - small * n, width, small * n, PARAMETERS))
+                if column >= 4:
+                    parts.append(box(x, base - small * n - unit, width, unit, ACTIVATIONS))
+                    top = max(top, small * n + unit)
+            parts.append(text(x + width / 2, base + 17, f"{kind}{n}", size=13))
+        right = left + len(passes) * step
+        parts.append(line(left, base, right, base))
+        parts.append(line(left, base - top, 640, base - top, dashed=True))
+        parts.append(text(640, base - top - 6, peak, size=13, anchor="end"))
+        for begin, end, words in (
+            (left, left + 4 * step, "forward"),
+            (left + 4 * step, right, second),
+        ):
+            parts.append(line(begin + 2, base + 26, end - 5, base + 26))
+            parts.append(text((begin + end) / 2, base + 41, words, size=12, color=GREY))
+        parts.append(
+            f'<g transform="rotate(-90 44 {base - 40})">'
+            + text(44, base - 40, "bytes held", size=12, color=GREY)
+            + "</g>"
+        )
     parts += [
-        *(
-            box(60, 405, 16, 14, PARAMETERS),
-            text(84, 417, "block input (checkpoint)", size=13, anchor="start"),
-        ),
-        *(
-            box(290, 405, 16, 14, ACTIVATIONS),
-            text(314, 417, "activations of a block", size=13, anchor="start"),
-        ),
-        text(650, 417, "time →", size=13, anchor="end", color=GREY),
+        key(60, 418, ACTIVATIONS, "activations of a block"),
+        key(250, 418, PARAMETERS, "input of a block, the checkpoint"),
+        text(640, 430, "time →", size=13, anchor="end", color=GREY),
     ]
-    return picture("Activations over time, with and without checkpointing", 680, 435, parts)
+    return picture("Activations over time, with and without checkpointing", 680, 448, parts)
 
 
 def allocator() -> str:
-    """One segment of the caching allocator: blocks, a split, and a gap too small for a request."""
-    blocks = (
-        ("1. cudaMalloc returns a 20 MiB segment", ((20, "free", FREE),)),
+    """The caching allocator: a segment's blocks, a split, and two gaps too small for a request."""
+    a, b, c, d = ACTIVATIONS, STATE, GRADIENTS, PARAMETERS
+    steps = (
+        ("1. The cache is empty: cudaMalloc gives a segment of 20 MiB", ((20, "free", FREE),)),
         (
-            "2. 6 MiB asked: the block is split",
-            ((6, "A 6 MiB", ACTIVATIONS), (14, "free 14 MiB", FREE)),
+            "2. Tensor A asks for 6 MiB: the segment is split",
+            ((6, "A 6 MiB", a), (14, "free 14 MiB", FREE)),
+        ),
+        ("3. B and C take the rest", ((6, "A", a), (8, "B 8 MiB", b), (6, "C 6 MiB", c))),
+        (
+            "4. A and C are freed, but stay reserved: 12 MiB in two gaps",
+            ((6, "free 6 MiB", FREE), (8, "B", b), (6, "free 6 MiB", FREE)),
         ),
         (
-            "3. B and C fill the rest",
-            ((6, "A", ACTIVATIONS), (8, "B 8 MiB", STATE), (6, "C 6 MiB", GRADIENTS)),
+            "5. D asks for 8 MiB: no gap is large enough, so a second segment is reserved",
+            ((6, "free 6 MiB", FREE), (8, "B", b), (6, "free 6 MiB", FREE)),
         ),
-        (
-            "4. A and C are freed: 12 MiB free, in two gaps",
-            ((6, "free 6 MiB", FREE), (8, "B", STATE), (6, "free 6 MiB", FREE)),
-        ),
+        ("", ((8, "D 8 MiB", d), (12, "free 12 MiB", FREE))),
     )
-    parts = []
-    for row, (title, content) in enumerate(blocks):
-        y, x = 40 + 72 * row, 40
-        parts.append(text(40, y - 8, title, anchor="start", bold=True))
+    parts, y = [], 40
+    for title, content in steps:
+        y -= 0 if title else 30
+        x = 40
+        parts.append(text(40, y - 8, title, anchor="start", bold=True) if title else "")
         for size, label, color in content:
             width = size * 30
             parts.append(box(x, y, width, 34, color, label, dashed=color == FREE))
             x += width
-    parts.append(
-        text(
-            40,
-            322,
-            "5. 8 MiB asked: no gap is large enough, so another segment is reserved.",
-            anchor="start",
-            bold=True,
-        )
-    )
-    parts.append(
-        text(
-            40,
-            346,
-            "allocated 8 + 8 = 16 MiB · reserved 20 + 20 = 40 MiB",
-            anchor="start",
-            color=GREY,
-        )
-    )
-    return picture("Segments, blocks, splits and gaps of the caching allocator", 680, 365, parts)
+        y += 72
+    words = "allocated 8 + 8 = 16 MiB · reserved 20 + 20 = 40 MiB"
+    parts.append(text(40, y - 14, words, anchor="start"))
+    return picture("Segments, blocks, splits and gaps of the caching allocator", 680, y + 8, parts)
 
 
 def pipeline() -> str:
     """1F1B with four stages and six micro-batches; backward takes two units."""
-    stages, micro, unit, left, top = 4, 6, 26, 90, 40
+    stages, micro, unit, left, top = 4, 6, 19, 74, 44
     ready: dict[tuple[str, int, int], int] = {}  # when a pass of a stage ends
     clock = [0] * stages
     orders = [one_f_one_b(stage, stages, micro) for stage in range(stages)]
-    parts, at = [], [0] * stages
+    passes, at = [], [0] * stages
     while any(at[s] < len(orders[s]) for s in range(stages)):
         for s in range(stages):
             if at[s] == len(orders[s]):
@@ -216,21 +256,33 @@ def pipeline() -> str:
             clock[s] = ready[kind, m, s] = start + length
             at[s] += 1
             color = PARAMETERS if kind == "F" else GRADIENTS
-            x = left + start * unit
-            parts.append(box(x, top + 40 * s, length * unit - 2, 34, color, f"{m + 1}"))
-    for s in range(stages):
-        held = min(micro, stages - s)
-        parts.append(text(80, top + 22 + 40 * s, f"stage {s}", anchor="end"))
-        right = left + (max(clock) + 0.4) * unit
-        parts.append(text(right, top + 22 + 40 * s, f"saves {held}", anchor="start", size=13))
-    parts += [
-        *(
-            box(90, 218, 16, 14, PARAMETERS),
-            text(114, 230, "forward of a micro-batch", size=13, anchor="start"),
-        ),
-        *(box(320, 218, 16, 14, GRADIENTS), text(344, 230, "backward", size=13, anchor="start")),
+            x, y = left + start * unit, top + 40 * s
+            passes.append(box(x, y, length * unit - 2, 34, color, f"{m + 1}"))
+    end = max(clock)
+    right = left + end * unit
+    parts = [
+        *(box(left, top + 40 * s, end * unit - 2, 34, IDLE, edge=IDLE) for s in range(stages)),
+        *passes,
+        text(right + 10, 28, "held at most", anchor="start", size=13),
     ]
-    return picture("A 1F1B pipeline schedule", int(left + max(clock) * unit + 90), 250, parts)
+    for s in range(stages):
+        held, y = min(micro, stages - s), top + 22 + 40 * s
+        parts.append(text(left - 10, y, f"stage {s}", anchor="end"))
+        parts.append(text(right + 10, y, f"{held}", anchor="start", bold=True))
+    parts += [
+        text(left, 28, "time →", size=13, anchor="start", color=GREY),
+        key(left, 218, PARAMETERS, "forward of a micro-batch, by its number"),
+        key(left + 300, 218, GRADIENTS, "its backward"),
+        key(left + 430, 218, IDLE, "idle"),
+        text(
+            left,
+            256,
+            "A stage holds a micro-batch's activations from its forward to its backward.",
+            size=13,
+            anchor="start",
+        ),
+    ]
+    return picture("A 1F1B pipeline schedule", right + 104, 272, parts)
 
 
 def one_f_one_b(stage: int, stages: int, micro: int) -> list[tuple[str, int]]:

@@ -34,6 +34,13 @@ DEFAULTS = {
     "step_in_backward": "",
 }
 FLAGS = ("chunked_loss", "accumulation", "step_in_backward")
+NUMBERS = {
+    "batch": "sequences per GPU",
+    "seq": "the sequence length",
+    "gpus": "the number of GPUs",
+    "zero_stage": "the ZeRO stage",
+}
+EXACT = 2**53  # a browser's numbers are exact below it
 
 # The words of the page for the formula's terms.
 WORDS = {
@@ -86,6 +93,8 @@ def answered(settings: dict[str, str]) -> dict[str, object]:
         return training_bytes(config, recipe, batch, seq_len, gpus=gpus, target=memory.target)
 
     found = estimate(integer(settings, "seq"))
+    if found.peak_bytes >= EXACT:
+        raise ValueError(f"{format_bytes(found.peak_bytes)} are too many; give smaller numbers")
     longest = bisect_right(range(1, LONGEST), budget, key=lambda n: estimate(n).peak_bytes)
     return {
         "parameters": config.parameters,
@@ -97,6 +106,7 @@ def answered(settings: dict[str, str]) -> dict[str, object]:
         "budget": budget,
         "fits": found.peak_bytes <= budget,
         "longest": longest,
+        "made_for": config.seq_len,
         "shown": {str(n): format_bytes(n) for n in numbers(found, budget)},
     }
 
@@ -133,4 +143,5 @@ def integer(settings: dict[str, str], name: str) -> int:
     try:
         return int(settings[name])
     except ValueError:
-        raise ValueError(f"got {settings[name]!r} as {name}; give an integer") from None
+        got = settings[name]
+        raise ValueError(f"got {got!r} as {NUMBERS[name]}; give an integer") from None

@@ -1,5 +1,6 @@
 """The drawings of docs/MECHANISMS.md show what memlab computes, and are as their script draws."""
 
+import re
 import runpy
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from memlab.allocator import Allocator, Settings
 from memlab.planner.parallel import micro_batches_in_flight
+from memlab.zero import model_state_bytes
 
 ROOT = Path(__file__).parents[1]
 DRAWINGS = runpy.run_path(str(ROOT / "site" / "drawings.py"))
@@ -29,6 +31,21 @@ def test_the_drawn_requests_end_with_the_drawn_bytes():
     drawn = DRAWINGS["allocator"]()
     allocated, reserved = allocator.allocated_bytes // MIB, allocator.reserved_bytes // MIB
     assert f"= {allocated} MiB · reserved 20 + 20 = {reserved} MiB" in drawn
+
+
+def test_the_drawn_bytes_per_weight_are_those_of_the_formula():
+    drawn = DRAWINGS["sharding"]()
+    for stage in range(4):
+        held = model_state_bytes(
+            1000, ranks=4, stage=stage, parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8
+        )
+        assert f">{held / 1000:g} bytes<" in drawn
+
+
+@pytest.mark.parametrize("name", ["sharding", "tiles", "recompute", "allocator", "pipeline"])
+def test_a_drawing_fits_the_column_of_the_site(name):
+    width = int(re.search(r' width="(\d+)" height', DRAWINGS[name]())[1])
+    assert width <= 708
 
 
 def test_a_drawn_stage_saves_as_many_micro_batches_as_the_formula_says():

@@ -1,6 +1,8 @@
 // The form, the address and the drawing of the planner page; planner.py computes.
 const form = document.getElementById("settings");
 const place = document.getElementById("answer");
+const short = document.getElementById("short"); // on a phone, below the form while it scrolls
+const loading = document.getElementById("loading");
 const worker = new Worker(new URL("planner_worker.js", import.meta.url), { type: "module" });
 let defaults = {};
 
@@ -25,6 +27,7 @@ function fill({ lists, defaults: given }) {
     const wanted = asked.get(name) ?? value;
     if (field.type === "checkbox") field.checked = wanted !== "";
     else field.value = wanted;
+    if (field.type !== "checkbox" && field.value !== wanted) field.value = value; // unknown
   }
   ask();
 }
@@ -47,18 +50,23 @@ function ask() {
 
 function show(found) {
   place.replaceChildren();
-  if (found.error) return make("p", found.error, place, "wrong");
   const shown = (bytes) => found.shown[bytes];
+  short.textContent = found.error
+    ?? `${shown(found.peak)} ${found.fits ? "fit" : "do not fit"} into ${shown(found.budget)}`;
+  short.className = found.fits ? "verdict" : "wrong";
+  if (found.error) return make("p", found.error, place, "wrong");
   const verdict = found.fits
     ? `It fits: ${shown(found.budget - found.peak)} of ${shown(found.budget)} are left.`
     : `It does not fit: ${shown(found.peak - found.budget)} more than ${shown(found.budget)}.`;
   make("p", `Peak: ${shown(found.peak)}, at the moment “${found.moment}”. ${verdict}`, place,
     found.fits ? "verdict fits" : "verdict wrong");
-  const longest = found.longest.toLocaleString("en-US");
+  const tokens = (count) => count.toLocaleString("en-US");
+  const limit = found.longest > found.made_for
+    ? ` (the model is made for ${tokens(found.made_for)})` : "";
   make("p", found.longest
-    ? `Longest sequence that fits: ${longest} tokens.`
+    ? `Longest sequence that fits: ${tokens(found.longest)} tokens${limit}.`
     : "Not even a sequence of one token fits.", place);
-  make("p", `${found.parameters.toLocaleString("en-US")} parameters; ${found.recipe}`, place);
+  make("p", `${tokens(found.parameters)} parameters; ${found.recipe}`, place);
   bars(found, shown);
   moments(found, shown);
 }
@@ -90,16 +98,32 @@ function moments(found, shown) {
   }
 }
 
+function progress(loaded) {
+  const size = Number(loading.dataset.bytes);
+  const bar = loading.querySelector("progress");
+  bar.max = size;
+  bar.value = loaded;
+  bar.previousSibling.textContent = loaded < size
+    ? `Loading Python: ${(loaded / 1e6).toFixed(1)} of ${(size / 1e6).toFixed(1)} MB `
+    : "Starting Python … ";
+}
+
+function failed(why) {
+  loading.hidden = true;
+  place.replaceChildren();
+  make("p", `Python failed: ${why}`, place, "wrong");
+}
+
 worker.onmessage = ({ data }) => {
+  if (data.loaded) return progress(data.loaded);
   if (data.choices) return fill(data.choices);
-  if (data.failed) return void (place.textContent = `Python did not start: ${data.failed}`);
+  if (data.failed) return failed(data.failed);
   if (data.settings !== JSON.stringify(settings())) return; // a newer question is on its way
+  loading.hidden = true;
   show(data.answer);
   place.dataset.answer = JSON.stringify(data.answer);
   place.dataset.asked = data.settings;
 };
-worker.onerror = (event) => {
-  place.textContent = `Python did not start: ${event.message ?? "the worker failed to load"}`;
-};
+worker.onerror = (event) => failed(event.message ?? "the worker failed to load");
 form.addEventListener("input", ask);
 form.addEventListener("submit", (event) => event.preventDefault());

@@ -1,6 +1,23 @@
 // Python in a worker, so that the page stays responsive while it loads.
 import { loadPyodide } from "./pyodide/pyodide.mjs";
 
+// Reports how many bytes of all files have come.
+let loaded = 0;
+const plainly = self.fetch.bind(self);
+self.fetch = async (...asked) => {
+  const response = await plainly(...asked);
+  if (!response.ok) postMessage({ failed: `${response.url} answered ${response.status}` });
+  if (!response.body) return response;
+  const counted = new TransformStream({
+    transform(chunk, controller) {
+      postMessage({ loaded: (loaded += chunk.byteLength) });
+      controller.enqueue(chunk);
+    },
+  });
+  const { headers, status, statusText } = response;
+  return new Response(response.body.pipeThrough(counted), { headers, status, statusText });
+};
+
 const ready = (async () => {
   const [python, archive] = await Promise.all([
     loadPyodide(),
@@ -17,5 +34,9 @@ ready.then(
 );
 onmessage = async ({ data }) => {
   const planner = await ready;
-  postMessage({ settings: data, answer: JSON.parse(planner.answer(data)) });
+  try {
+    postMessage({ settings: data, answer: JSON.parse(planner.answer(data)) });
+  } catch (error) {
+    postMessage({ failed: String(error) });
+  }
 };
