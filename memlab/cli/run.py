@@ -4,6 +4,7 @@ import io
 import os
 import re
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
@@ -46,6 +47,10 @@ from memlab.units import WIDTH, format_bytes, paragraph
 
 LARGEST = 8  # rows in each list
 NOTABLE_LOGITS = 0.1  # of the peak
+NEEDS = (
+    "needs: the least memory in which the step runs, because the allocator empties its cache when "
+    "a card is full; reserved: on a larger card"
+)
 
 
 class Wanted(NamedTuple):
@@ -74,7 +79,9 @@ def run_script(wanted: Wanted) -> int:
     memory, target = _target(wanted)
     check_assumption(wanted.assume)
     folder = choose_folder(wanted.out)
+    began = time.monotonic()
     outcomes = _outcomes(launch, wanted, target)
+    seconds = time.monotonic() - began
     outcome = outcomes[highest(outcomes)]
     trace = outcome.trace
     assert trace is not None
@@ -91,6 +98,7 @@ def run_script(wanted: Wanted) -> int:
     status = 0 if memory is None else _show_verdict(trace, memory, target)
     changed: dict[str, Trace] = {}
     if wanted.advise or (wanted.advise is None and status):
+        _announce_changes(seconds)
         changed = _show_advice(launch, wanted, target, outcome, memory)
     elif not wanted.real:
         terminal.echo("\n--advise predicts changes that save memory, and prints their code")
@@ -299,6 +307,7 @@ def _show_verdict(trace: Trace, memory: Memory, target: str) -> int:
     left, needs = budget - needed, f"it needs {format_bytes(needed)}"
     if left >= 0:
         terminal.echo(f"{needs}: it fits, {format_bytes(left)} are left")
+        terminal.echo("not included: what the script does after this step, such as an evaluation")
         if (trace.reserved_bytes or 0) > budget:
             terminal.echo(paragraph(EMPTIES_CACHE))
         return 0
@@ -307,6 +316,12 @@ def _show_verdict(trace: Trace, memory: Memory, target: str) -> int:
 
 
 # ------------------------------------------------------------------ what to change
+
+
+def _announce_changes(seconds: float) -> None:
+    """Say how long the changes take before they are tried."""
+    count = f"{len(CHANGES)} changes, about {max(1, round(seconds))} s for each"
+    print(f"memlab: trying {count}; --no-advice leaves them out", file=sys.stderr, flush=True)
 
 
 def _show_advice(
@@ -321,6 +336,8 @@ def _show_advice(
     budget = None if memory is None else budget_bytes(memory, target)
     terminal.echo("\nchanges that would save memory, each predicted:\n")
     terminal.show_table(_advice_table(traces, budget))
+    if budget is not None:
+        terminal.echo(paragraph(NEEDS))
     for reason in reasons:
         terminal.echo(paragraph(f"not tried: {reason}"))
     terminal.echo(paragraph("a smaller batch shrinks activations and inputs in proportion"))
@@ -398,6 +415,7 @@ def _advice_table(traces: dict[str, Trace], budget: int | None) -> Table:
         "reserved": [format_bytes(trace.reserved_bytes or 0) for trace in traces.values()],
     }
     if budget is not None:
+        columns["needs"] = [format_bytes(needed_bytes(t, budget)) for t in traces.values()]
         columns["left"] = [_left(budget - needed_bytes(trace, budget)) for trace in traces.values()]
     return terminal.table_of(columns)
 
