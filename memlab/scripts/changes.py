@@ -293,10 +293,8 @@ def applied(
 
 
 def running_framework() -> str:
-    """Return the framework whose loop is running, from the files on the stack."""
-    for frame in frames():
-        path = Path(frame.f_code.co_filename).as_posix()
-        for part, name in FRAMEWORKS.items():
-            if part in path:
-                return name
-    return _PLAIN
+    """Return the framework whose loop is running, from the files on the stack. transformers'
+    Trainer and Lightning may step inside accelerate, so the order of FRAMEWORKS decides."""
+    paths = [Path(frame.f_code.co_filename).as_posix() for frame in frames()]
+    found = (name for part, name in FRAMEWORKS.items() if any(part in path for path in paths))
+    return next(found, _PLAIN)

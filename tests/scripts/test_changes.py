@@ -202,3 +202,35 @@ def test_the_code_is_the_frameworks():
         "TrainingArguments(..., gradient_checkpointing=True)",
     )
     assert checkpointing.lines("accelerate") == checkpointing.lines("plain")
+
+
+LOOPS = {
+    "Trainer": """
+        import tempfile
+        from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+        shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_attention_heads=2, **shape))
+        rows = [{"input_ids": [1] * 8, "labels": [1] * 8}] * 8
+        options = {"max_steps": 3, "report_to": "none", "per_device_train_batch_size": 2}
+        Trainer(model, TrainingArguments(tempfile.mkdtemp(), **options), train_dataset=rows).train()
+        """,
+    "accelerate": """
+        import torch
+        from accelerate import Accelerator
+        model = torch.nn.Linear(8, 8)
+        model, optimizer = Accelerator().prepare(model, torch.optim.AdamW(model.parameters()))
+        for _ in range(3):
+            model(torch.randn(2, 8, device="cuda")).sum().backward()
+            optimizer.step()
+        """,
+    "plain": SCRIPT.replace("CALL", "block(x)").replace("AROUND", "if True"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("framework", LOOPS)
+def test_the_framework_is_the_one_whose_loop_runs(tmp_path, monkeypatch, framework):
+    pytest.importorskip("accelerate")
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(dedent(LOOPS[framework]))
+    assert run(launch_of(["train.py"])).framework == framework
