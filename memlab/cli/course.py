@@ -24,7 +24,7 @@ from memlab.course import progress as records
 from memlab.course.exercises import DIFFICULTIES, HINTS, NOT_ATTEMPTED, OK, Exercise, Verdict
 from memlab.course.map import summary_of
 from memlab.course.progress import ExerciseProgress, Progress
-from memlab.units import paragraph
+from memlab.units import paragraph, plural
 
 DECLINED = 1  # exit status after the user answered no
 SHUTDOWN_SECONDS = 10  # JupyterLab gets this long to stop after Ctrl-C
@@ -111,7 +111,10 @@ def diff(id_: str, *, sure: bool) -> int:
 
 
 def progress() -> int:
-    """Show the state of every exercise, and each guess beside its measured value."""
+    """Show the state of each exercise of the days begun, and each guess beside its measured value.
+
+    A day that is not begun has one line, with the minutes of its exercises.
+    """
     folder = workspace.folder()
     with _as_usage_errors():
         done = records.read(folder)
@@ -122,7 +125,7 @@ def progress() -> int:
     left = [e for es in exercises.values() for e in es if _record(done, e).status != OK]
     minutes = sum(e.minutes for e in left)
     terminal.echo(
-        f"\n{len(left)} exercises left, about {minutes} minutes"
+        f"\n{plural(len(left), 'exercise')} left, about {plural(minutes, 'minute')}"
         if left
         else "\nEvery exercise is solved"
     )
@@ -373,6 +376,10 @@ def _exercises_table(exercises: dict[int, tuple[days.Text, ...]], done: Progress
     }
     table = _bare_table(["", *columns], left=("", "exercise", "state", "level"))
     for number, of_day in exercises.items():
+        if all(_record(done, e) == ExerciseProgress() for e in of_day):  # not begun: one line
+            minutes = sum(e.minutes for e in of_day)
+            table.add_row("", Text(_title(number)), "–", str(minutes))
+            continue
         table.add_row("", Text(_title(number), "bold"))
         for exercise in of_day:
             cells = [exercise.id, *(text(exercise) for text in columns.values())]

@@ -535,7 +535,15 @@ def test_progress_shows_the_state_of_every_exercise(memlab_command, copy):
         ["7.1", "Double", "[it]", "tried", "5", "●○○○○", "2", "1"],
         ["7.2", "Half", "of", "it", "ok", "20", "●●●○○", "1"],
         [],
-        ["1", "exercises", "left,", "about", "5", "minutes"],
+        ["1", "exercise", "left,", "about", "5", "minutes"],
+    ]
+
+
+def test_a_day_that_is_not_begun_has_one_line_of_progress(memlab_command):
+    lines = [line.split() for line in memlab_command("progress").out.splitlines()]
+    assert lines[:2] == [
+        ["exercise", "state", "min", "level", "checks", "hints"],
+        ["Day", "7:", "doubling", "[pairs]", "–", "25"],
     ]
 
 
