@@ -1,6 +1,7 @@
 """`memlab run`: predict or measure a training script as it is, without changing a line."""
 
 import io
+import math
 import os
 import re
 import sys
@@ -47,6 +48,7 @@ from memlab.units import WIDTH, format_bytes, paragraph
 
 LARGEST = 8  # rows in each list
 NOTABLE_LOGITS = 0.1  # of the peak
+_WITH_THE_BATCH = ("inputs", "activations", "forward_temporaries", "backward_temporaries")
 NEEDS = (
     "needs: the least memory in which the step runs, because the allocator empties its cache when "
     "a card is full; reserved: on a larger card"
@@ -340,7 +342,7 @@ def _show_advice(
         terminal.echo(paragraph(NEEDS))
     for reason in reasons:
         terminal.echo(paragraph(f"not tried: {reason}"))
-    terminal.echo(paragraph("a smaller batch shrinks activations and inputs in proportion"))
+    terminal.echo(paragraph(_smaller_batch(traces, budget)))
     for change in helpful:
         _show_code(change.name, change.lines(plain.framework))
     logits = logits_bytes(plain.trace, plain.models)
@@ -349,6 +351,24 @@ def _show_advice(
         _show_code(name, chunked_loss(plain.framework, plain.models))
     _show_sharding(plain)
     return {name: trace for name, trace in traces.items() if trace is not plain.trace}
+
+
+def _smaller_batch(traces: dict[str, Trace], budget: int | None) -> str:
+    """Say what a smaller batch does, and how large it may be if nothing fits.
+
+    By formula: everything grows with the batch but weights, gradients, optimizer state and
+    workspaces.
+    """
+    general = "a smaller batch shrinks activations and inputs in proportion"
+    if budget is None:
+        return general
+    name, trace = min(traces.items(), key=lambda one: needed_bytes(one[1], budget))
+    lacking = needed_bytes(trace, budget) - budget
+    growing = sum(trace.at_peak.get(category, 0) for category in _WITH_THE_BATCH)
+    if lacking <= 0 or growing <= lacking:
+        return general
+    share = math.floor(100 * (1 - lacking / growing))
+    return f"{name}, about {share} % of this batch fits, by formula: {general}"
 
 
 def _show_sharding(plain: Outcome) -> None:

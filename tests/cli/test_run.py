@@ -9,6 +9,8 @@ from textwrap import dedent
 import jsonschema
 import pytest
 
+from memlab.cli.run import _smaller_batch
+from memlab.trace import Event, Trace
 from memlab.units import WIDTH
 
 VALIDATOR = jsonschema.Draft202012Validator(
@@ -233,3 +235,15 @@ def test_ranks_that_are_not_there_are_refused(memlab_in, folder):
         outcome = memlab_in(folder, "run", *words)
         assert (outcome.status, outcome.out) == (2, "")
         assert outcome.err.startswith(f"memlab: {complaint}")
+
+
+def test_the_share_of_the_batch_that_fits_leaves_weights_as_they_are():
+    sizes = {"parameters": 100, "activations": 200}  # MiB
+    events = [
+        Event(size * 2**20, number, category, "", "", "forward", "float32", ())
+        for number, (category, size) in enumerate(sizes.items())
+    ]
+    traces = {"as it is": Trace(tuple(events))}
+    assert _smaller_batch(traces, 200 * 2**20).startswith("as it is, about 50 % of this batch fits")
+    for budget in (300 * 2**20, 100 * 2**20, None):  # enough, too little for the weights, unknown
+        assert _smaller_batch(traces, budget).startswith("a smaller batch shrinks")
