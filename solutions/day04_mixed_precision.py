@@ -377,7 +377,7 @@ _ = panels[1].set_xlabel("log₂ of the magnitude")
 # %% [markdown]
 # Below 2⁻²⁵ float16 rounds to zero. From there to 2⁻¹⁴ its values are *subnormal*: their spacing is
 # always 2⁻²⁴, so small values have fewer significant digits. (The measured percentage is rounded,
-# because CPUs differ slightly.) An element that is zero here never reaches a weight.
+# because CPUs differ slightly.) An element rounded to zero here never reaches a weight.
 #
 # The remedy is **loss scaling**. By the chain rule, multiplying the loss by 2¹⁶ multiplies all
 # gradients by 2¹⁶, and float16 has room for larger values. Then divide the gradients by 2¹⁶ in

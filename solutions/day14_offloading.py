@@ -257,7 +257,7 @@ hooks = exercise("14.1", hooks)
 
 # %% [markdown]
 # Backward reads one tensor after another, and the GPU idles during each transfer. But the order is
-# known: about the **reverse** of the order in which tensors were put. So prefetch the next tensor
+# known: about the **reverse** of the order of `put`. So prefetch the next tensor
 # while the current one is used. `store.prefetch(key)` allocates the bytes at once and returns; a
 # thread (on a GPU a *stream*) fills them, and `get` waits for it.
 
@@ -584,7 +584,7 @@ axes.spines[["top", "right"]].set_visible(False)
 # previous one. A power failure also loses data that was written but has not reached the disk.
 
 # %% [markdown]
-# The rule: **never overwrite files that are still needed.**
+# The rule: **never overwrite a file still in use.**
 #
 # 1. Write new files beside the old ones.
 # 2. `fsync` them, which forces their bytes to the disk.
@@ -884,7 +884,7 @@ reveal("14.1", **found)
 # - torch's CPU offloading saves nothing if host and device share memory.
 # - State is read **and** written: 8 + 8 bytes per weight.
 # - The transfer takes 4.3 s, the computation 1.3 s.
-# - The 3.67 GB that remain come from the largest tensor that is not split, the embedding.
+# - The remaining 3.67 GB come from the largest unsplit tensor, the embedding.
 
 # %% [markdown]
 # ## On your GPU

@@ -361,8 +361,8 @@ lacks = exercise("16.3", lacks)
 #
 # A recipe combines choices from the course. For 7B with 8-bit Lion there are 34 recipes: which
 # blocks are checkpointed, whether logits are chunked, whether the optimizer steps in backward, and
-# what is offloaded. For each recipe, a formula gives the bytes (within a few percent) and an
-# estimate gives the time. Measuring a recipe takes seconds. Which should you measure?
+# which tensors are offloaded. For each recipe, a formula gives the bytes (within a few percent) and
+# an estimate gives the time. Measuring a recipe takes seconds. Which should you measure?
 
 # %% [markdown]
 # ### Exercise 16.4: the fastest that fits
@@ -658,8 +658,8 @@ reveal("16.1", guide_gb=guides, buffer_gib=buffer, recipe_gib=proof.reserved_byt
 # - 20 GB would be 3 bytes a weight. The guide's recipe needs 6: weights 2, gradients 2, 8-bit
 #   Adam's state 2.03.
 # - A buffer of gradients is as large as the weights.
-# - Our recipe needs 3.02 bytes a weight: the weights, one 8-bit moment, and gradients that are
-#   freed at once.
+# - Our recipe needs 3.02 bytes a weight: the weights, one 8-bit moment, and gradients freed
+#   at once.
 # - Each of the 128 ranks accumulates gradients, and ZeRO-1 does not shard them.
 
 # %% [markdown]
@@ -742,7 +742,7 @@ verdict(
 # | prediction | ten seconds | allocated and reserved bytes | none found by a test |
 # | GPU | a training step | the real memory | none |
 #
-# For a model and a memory size, you can say whether training fits, with which recipe, and at what
+# For a model and a memory size, you can say whether training fits, the recipe it needs, and the
 # cost. For a claim such as "7B in 20 GB", you can say which half of it can be true.
 
 # %% [markdown]

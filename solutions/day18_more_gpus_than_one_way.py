@@ -400,7 +400,7 @@ for name in ("tensor", "sequence"):
 # %% [markdown]
 # In **1F1B**, stage i of p runs
 #
-# 1. a **warm-up** of p − 1 − i forward passes (m, if that is less)
+# 1. a **warm-up** of p − 1 − i forward passes (at most m)
 # 2. pairs: a forward pass, then the backward pass of the oldest micro-batch in flight
 # 3. the remaining backward passes
 #
@@ -634,7 +634,7 @@ _ = axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.45
 #
 # Days 13 and 16 used formulas for 70B on 8 GPUs and 405B on 128. A formula leaves out every tensor
 # that its author forgot. `memlab run --ranks 8 train.py` runs a real script as one of eight ranks,
-# on fake tensors and with collectives that send nothing. It counts every storage of that rank.
+# on fake tensors and with collectives that send nothing. It counts every storage of the rank.
 # [docs/RANKS.md](../docs/RANKS.md) compares such predictions with real processes.
 
 # %%
@@ -694,7 +694,7 @@ show_largest(four, 5)
 
 # %% [markdown]
 # By formula the model fits, but the script needs more memory than an H100 has. The formula leaves
-# out tensors that are whole at the peak:
+# out unsharded tensors at the peak:
 #
 # - the embedding and the output matrix, which FSDP2 gathers as one unit and keeps until the end of
 #   backward

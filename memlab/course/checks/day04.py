@@ -523,7 +523,7 @@ def _check_shapes(answer: Round) -> None:
         is_tensor(case, got, dtype=torch.bfloat16, shape=tuple(values.shape))
         require(
             torch.equal(got.float(), values),
-            f"{case} changes values that are bfloat16 already; wanted them as they are.",
+            f"{case} changes values already in bfloat16; wanted them unchanged.",
         )
 
 
@@ -798,7 +798,7 @@ def _check_master_step(answer: MasterStep) -> str:
     require(
         scratch <= most + WIDE // 16,  # a scale may be a tensor
         f"master_step has up to {scratch:,} bytes alive beyond those at its start and the float32 "
-        f"gradients; wanted at most those of one layer, {most:,}.",
+        f"gradients; wanted at most one layer's gradients, {most:,}.",
     )
     return f"100 updates of 1/1024 add up · {scratch:,} bytes beside the float32 gradients"
 
@@ -948,7 +948,7 @@ _MASTER_STEP = Exercise(
         ),
         ("The model's gradients remain, and the next backward would add to them.", (_DROP, "")),
         (
-            "The copies' gradients remain: 4 bytes per weight that are not needed after the step.",
+            "The copies' gradients remain: 4 bytes per weight, not needed after the step.",
             ("            copy.grad = None", "            pass"),
         ),
         (

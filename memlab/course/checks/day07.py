@@ -105,7 +105,7 @@ def _require_quantized(case: str, answer: Quantize, groups: Tensor, levels: int)
         kept = _as_kept(case, answer(groups, levels, round), groups)
     require(
         all(bool(steps.isfinite().all()) for steps in rounded),
-        f"{case} passes values to round that are not finite.",
+        f"{case} passes infinite values or NaN to round.",
     )
     _require_range(case, kept, groups, levels)
     _require_half_a_step(case, kept, groups, levels)
@@ -741,7 +741,7 @@ _BYTES_KEPT = Exercise(
             ("-(-count * bits // 8)", "count"),
         ),
         (
-            "Tensors that are not compressed are also held for backward: count them in both sums.",
+            "Uncompressed tensors are also held for backward: count them in both sums.",
             ("before += storage.nbytes()", "before += storage.nbytes() if is_eligible else 0"),
             ("in_bits if is_eligible else storage.nbytes()", "in_bits if is_eligible else 0"),
         ),
@@ -961,7 +961,7 @@ def _require_calls_independent(answer: MakeHooks) -> None:
 
 
 def _require_views_come_back(answer: MakeHooks) -> None:
-    """Views of one storage, and tensors that are not eligible."""
+    """Views of one storage, and ineligible tensors."""
     pack, unpack = _hooks_of(answer, [], *_EXACT)
     h = elements(40, 64).requires_grad_() * 1
     for name, tensor in (
@@ -1144,7 +1144,7 @@ _HOOKS = Exercise(
             *_HALFWAY,
         ),
         (
-            "Tensors that are not compressed keep their graph: an operator that saves its own "
+            "Uncompressed tensors keep their graph: an operator that saves its own "
             "result creates a reference cycle. Detach it.",
             ("return tensor.detach()", "return tensor"),
         ),

@@ -90,8 +90,8 @@ _PEAK = Exercise(
     difficulty=3,
     hints=(
         "First compute three values: the elements of all weights, the elements of the largest, and "
-        "the bytes of the state. Which of the two moments needs the largest weight, and in which "
-        "two places?",
+        "the bytes of the state. Where in the step does the largest weight decide the "
+        "memory?",
         "The state has elements · moments · moment_bytes bytes. Gradients have the weights' "
         "itemsize: for all weights, or for the largest one if in_backward. Scratch is float32, for "
         "the largest weight, or for a piece of it, whichever is shorter.",
@@ -214,7 +214,7 @@ _ACTIVATIONS = Exercise(
             ("made - x", "layers * (made - x)"),
         ),
         (
-            "Each checkpointed block keeps its input, from which backward recomputes it. Count "
+            "Each checkpointed block keeps its input, so that backward can recompute it. Count "
             "the inputs of all blocks.",
             ("layers * kept", "(0 if checkpointed else layers * kept)"),
         ),
@@ -433,8 +433,8 @@ _FASTEST = Exercise(
     minutes=10,
     difficulty=2,
     hints=(
-        "Measuring is slow, sorting is not. In which order should you measure, so that the first "
-        "candidate that fits is the answer? And which candidates need no measurement?",
+        "Measuring is slow, sorting is not. Choose an order to measure in, so that the first "
+        "candidate that fits is the answer. And which candidates need no measurement?",
         "Go by seconds, the fastest first. If 0.95 · formula_bytes exceeds the room, the candidate "
         "cannot fit. Measure all others until one fits.",
         "for candidate in sorted(candidates, key=lambda c: c.seconds): skip it if 0.95 * "

@@ -78,7 +78,7 @@ _LEVELS = Exercise(
     difficulty=2,
     hints=(
         "Write a function of the number of parts, 8 or 7, and call it once for each side. A part "
-        "is (OUTERMOST - 0.5) / parts wide, and its upper end is 0.5 plus a multiple of that.",
+        "is (OUTERMOST - 0.5) / parts wide, and its upper end is 0.5 plus a multiple of it.",
         "NormalDist().inv_cdf(0.5 + step * i) for i in range(1, parts + 1) are the levels of one "
         "side. The 7 of the other side get a minus sign. Don't forget 0.",
         "found = torch.tensor(sorted([*(-q for q in quantiles(7)), 0.0, *quantiles(8)])). Divide "
@@ -859,7 +859,7 @@ _HELD = Exercise(
             ("12 * adapters", "6 * adapters"),
         ),
         (
-            "The weights that are not quantized are frozen. They have no gradient and no moments.",
+            "The unquantized weights are frozen. They have no gradient and no moments.",
             ("12 * adapters", "12 * (adapters + others)"),
         ),
     ),
