@@ -9,7 +9,7 @@ from textwrap import dedent
 import jsonschema
 import pytest
 
-from memlab.cli.run import _smaller_batch
+from memlab.cli.advice import _smaller_batch
 from memlab.trace import Event, Trace
 from memlab.units import WIDTH
 

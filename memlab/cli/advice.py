@@ -1,0 +1,165 @@
+"""The changes of `memlab run --advise`: what each saves, predicted, and its code."""
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from typing import Any
+
+from rich.table import Table
+
+from memlab.allocator.capacity import needed_bytes
+from memlab.cli import terminal
+from memlab.cli.errors import error_summary
+from memlab.scripts.changes import (
+    CHANGES,
+    FSDP,
+    Change,
+    NotPossibleError,
+    chunked_loss,
+    logits_bytes,
+    sharded_bytes,
+    together,
+)
+from memlab.scripts.launch import Launch
+from memlab.scripts.ranks import run_ranks
+from memlab.scripts.running import Outcome
+from memlab.trace import Trace
+from memlab.units import format_bytes, paragraph
+
+NOTABLE_LOGITS = 0.1  # of the peak
+_WITH_THE_BATCH = ("inputs", "activations", "forward_temporaries", "backward_temporaries")
+NEEDS = (
+    "needs: the least memory in which the step runs, because the allocator empties its cache when "
+    "a card is full; reserved: on a larger card"
+)
+
+
+def _announce_changes(seconds: float) -> None:
+    """Say how long the changes take before they are tried."""
+    count = f"{len(CHANGES)} changes, about {max(1, round(seconds))} s for each"
+    print(f"memlab: trying {count}; --no-advice leaves them out", file=sys.stderr, flush=True)
+
+
+def show_advice(
+    launch: Launch, settings: dict[str, Any], plain: Outcome, budget: int | None, seconds: float
+) -> dict[str, Trace]:
+    """Predict the script with changes; print each one's peak, and the code of the helpful ones.
+
+    settings   for `run_ranks`, as the script was run
+    plain      the script's outcome as it is
+    budget     bytes for PyTorch; None if no memory is given
+    seconds    that the script took
+
+    Returns the traces by the names of the changes.
+    """
+    assert plain.trace is not None
+    _announce_changes(seconds)
+    traces, reasons, helpful = _tried(launch, settings, plain)
+    terminal.echo("\nchanges that would save memory, each predicted:\n")
+    terminal.show_table(_advice_table(traces, budget))
+    if budget is not None:
+        terminal.echo(paragraph(NEEDS))
+    for reason in reasons:
+        terminal.echo(paragraph(f"not tried: {reason}"))
+    terminal.echo(paragraph(_smaller_batch(traces, budget)))
+    for change in helpful:
+        _show_code(change.name, change.lines(plain.framework))
+    logits = logits_bytes(plain.trace, plain.models)
+    if logits > NOTABLE_LOGITS * plain.trace.peak_bytes:
+        name = f"chunked loss: logits and their gradients use {format_bytes(logits)}"
+        _show_code(name, chunked_loss(plain.framework, plain.models))
+    _show_sharding(plain)
+    return {name: trace for name, trace in traces.items() if trace is not plain.trace}
+
+
+def _smaller_batch(traces: dict[str, Trace], budget: int | None) -> str:
+    """Say what a smaller batch does, and how large it may be if nothing fits.
+
+    By formula: everything grows with the batch but weights, gradients, optimizer state and
+    workspaces.
+    """
+    general = "a smaller batch shrinks activations and inputs in proportion"
+    if budget is None:
+        return general
+    name, trace = min(traces.items(), key=lambda one: needed_bytes(one[1], budget))
+    lacking = needed_bytes(trace, budget) - budget
+    growing = sum(trace.at_peak.get(category, 0) for category in _WITH_THE_BATCH)
+    if lacking <= 0 or growing <= lacking:
+        return general
+    share = math.floor(100 * (1 - lacking / growing))
+    return f"{name}, about {share} % of this batch fits, by formula: {general}"
+
+
+def _show_sharding(plain: Outcome) -> None:
+    """Print how much each of several GPUs would hold with FSDP2."""
+    assert plain.trace is not None
+    held = {ranks: sharded_bytes(plain.trace, plain.models, ranks) for ranks in (2, 4, 8)}
+    known = [f"{format_bytes(size)} on each of {n}" for n, size in held.items() if size]
+    if known and plain.trace.device != "cpu":
+        name = f"FSDP2 over several GPUs, by formula: about {', '.join(known)}"
+        _show_code(paragraph(name), FSDP.get(plain.framework, FSDP["plain"]))
+
+
+def _tried(
+    launch: Launch, settings: dict[str, Any], plain: Outcome
+) -> tuple[dict[str, Trace], list[str], list[Change]]:
+    """Predict the script with each change, then with the two, three, … that save most.
+
+    Returns the traces by name, why changes failed, and the ones that save memory, the best first.
+    """
+    assert plain.trace is not None
+    traces, reasons = {"as it is": plain.trace}, []
+
+    def attempt(change: Change) -> None:
+        try:
+            traces[change.name] = _changed(launch, settings, plain, change)
+        except NotPossibleError as error:
+            reasons.append(f"{change.name}: {error}")
+        except Exception as error:  # a change may not suit the model
+            reasons.append(f"{change.name}: {error_summary(error)}")
+
+    def allocated(change: Change) -> int:
+        return traces.get(change.name, plain.trace).allocated_bytes
+
+    for change in CHANGES:
+        attempt(change)
+    helpful = sorted(
+        (change for change in CHANGES if allocated(change) < plain.trace.allocated_bytes),
+        key=allocated,
+    )
+    for count in range(2, len(helpful) + 1):
+        attempt(together(tuple(helpful[:count])))
+    return traces, reasons, helpful
+
+
+def _show_code(name: str, lines: Sequence[str]) -> None:
+    terminal.echo("\n  ".join([f"\n{name}:", *lines]))
+
+
+def _changed(launch: Launch, settings: dict[str, Any], plain: Outcome, change: Change) -> Trace:
+    """Return the trace of the script's step with a change."""
+    print(f"memlab: with {change.name}", file=sys.stderr, flush=True)
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # it has printed all this
+        found = run_ranks(launch, (plain.rank,), steps=plain.steps, change=change, **settings)[
+            plain.rank
+        ].trace
+    assert found is not None
+    return found
+
+
+def _advice_table(traces: dict[str, Trace], budget: int | None) -> Table:
+    columns = {
+        "with": list(traces),
+        "allocated": [format_bytes(trace.allocated_bytes) for trace in traces.values()],
+        "reserved": [format_bytes(trace.reserved_bytes or 0) for trace in traces.values()],
+    }
+    if budget is not None:
+        columns["needs"] = [format_bytes(needed_bytes(t, budget)) for t in traces.values()]
+        columns["left"] = [_left(budget - needed_bytes(trace, budget)) for trace in traces.values()]
+    return terminal.table_of(columns)
+
+
+def _left(count: int) -> str:
+    return format_bytes(count) if count >= 0 else f"lacks {format_bytes(-count)}"
