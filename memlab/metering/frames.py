@@ -7,9 +7,11 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 
+import numpy as np
 import torch
 
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
+_NOT_USERS = (_TORCH_FOLDER, str(Path(np.__file__).parent))  # lines there tell a user nothing
 _MEMLAB_FOLDER = Path(__file__).parents[1]
 _INTERNAL_FRAMES = (
     *(
@@ -50,9 +52,9 @@ def user_line() -> str:
 
 @cache
 def _shown(file: str, folder: str) -> str:
-    """Return the name of a file as a user in the folder knows it; "" for a file of torch."""
+    """Return the name of a file as a user in the folder knows it; "" for torch's and numpy's."""
     path = Path(file)
-    if path.is_relative_to(_TORCH_FOLDER):
+    if any(map(path.is_relative_to, _NOT_USERS)):
         return ""
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else path.name
 

@@ -1,5 +1,6 @@
 """Finding an operator's caller."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,9 @@ def with_a_hook(x):
 
 def through_a_module(x):
     torch.nn.Linear(3, 3)(x)
+
+def through_numpy(x, rows):
+    rows.__getitem__(x.sum())
 """
 
 
@@ -52,6 +56,13 @@ def test_the_engine_calls_autograd_formulas_but_not_user_hooks(user):
 def test_the_line_is_in_user_code_not_in_torch(user):
     seen = seen_while(user["through_a_module"], torch.ones(1, 3))
     assert seen["addmm"][1] == "train.py:8 through_a_module"
+
+
+def test_the_line_is_in_user_code_not_in_numpy(user, tmp_path):
+    np.zeros(8, np.uint8).tofile(tmp_path / "rows")
+    rows = np.memmap(tmp_path / "rows", mode="r")  # whose indexing is written in Python
+    seen = seen_while(user["through_numpy"], torch.ones(1, dtype=torch.long), rows)
+    assert seen["_local_scalar_dense"][1] == "train.py:11 through_numpy"
 
 
 def test_a_file_below_the_working_directory_has_a_relative_path(user, monkeypatch, tmp_path):
