@@ -572,7 +572,7 @@ def test_a_day_without_a_lesson_has_no_title(memlab_command, root):
     (root / "lessons" / NAME).unlink()
     outcome = memlab_command("progress")
     assert outcome.status == 0
-    assert outcome.out.splitlines()[1].split() == ["Day", "7"]
+    assert outcome.out.splitlines()[1].split() == ["Day", "7", "–", "25"]
 
 
 GUESSES = {

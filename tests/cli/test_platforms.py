@@ -251,7 +251,7 @@ def test_day_2s_cell_prints_the_platforms_numbers(maker, capsys):
         "memlab": memlab,
         "build": build,
         "format_bytes": format_bytes,
-        "blocks": SimpleNamespace(allocated_bytes=GIB, reserved_bytes=2 * GIB),
+        "simulated": SimpleNamespace(allocated_bytes=GIB, reserved_bytes=2 * GIB),
     }
     exec(cell.partition("\n")[2], names)
     printed = capsys.readouterr().out
