@@ -29,6 +29,7 @@ from memlab.trace import Trace
 from memlab.units import format_bytes, paragraph
 
 NOTABLE_LOGITS = 0.1  # of the peak
+NOTABLE_SHARDS = 0.9  # of the peak, on each of 8 GPUs
 _WITH_THE_BATCH = ("inputs", "activations", "forward_temporaries", "backward_temporaries")
 NEEDS = (
     "needs: the least memory in which the step runs, because the allocator empties its cache when "
@@ -57,7 +58,7 @@ def show_advice(
     assert plain.trace is not None
     _announce_changes(seconds)
     traces, reasons, helpful = _tried(launch, settings, plain)
-    terminal.echo("\nchanges that would save memory, each predicted:\n")
+    terminal.echo("\neach change, predicted:\n")
     terminal.show_table(_advice_table(traces, budget))
     if budget is not None:
         terminal.echo(paragraph(NEEDS))
@@ -96,10 +97,14 @@ def _show_sharding(plain: Outcome) -> None:
     """Print how much each of several GPUs would hold with FSDP2."""
     assert plain.trace is not None
     held = {ranks: sharded_bytes(plain.trace, plain.models, ranks) for ranks in (2, 4, 8)}
-    known = [f"{format_bytes(size)} on each of {n}" for n, size in held.items() if size]
-    if known and plain.trace.device != "cpu":
-        name = f"FSDP2 over several GPUs, by formula: about {', '.join(known)}"
-        _show_code(paragraph(name), FSDP.get(plain.framework, FSDP["plain"]))
+    known = {ranks: size for ranks, size in held.items() if size}
+    if plain.trace.device == "cpu" or not known:
+        return
+    if min(known.values()) > NOTABLE_SHARDS * plain.trace.peak_bytes:
+        return  # activations, which are not sharded, use nearly everything
+    each = ", ".join(f"{format_bytes(size)} on each of {n}" for n, size in known.items())
+    name = f"FSDP2 over several GPUs, by formula: about {each}"
+    _show_code(paragraph(name), FSDP.get(plain.framework, FSDP["plain"]))
 
 
 def _tried(

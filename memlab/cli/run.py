@@ -291,7 +291,7 @@ def _show_verdict(trace: Trace, memory: Memory, target: str) -> int:
     left, needs = budget - needed, f"it needs {format_bytes(needed)}"
     if left >= 0:
         terminal.echo(f"{needs}: it fits, {format_bytes(left)} are left")
-        terminal.echo("not included: what the script does after this step, such as an evaluation")
+        terminal.echo("not included: an evaluation after this step; --steps N goes on to step N")
         if (trace.reserved_bytes or 0) > budget:
             terminal.echo(paragraph(EMPTIES_CACHE))
         return 0

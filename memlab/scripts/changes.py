@@ -160,7 +160,8 @@ CHANGES = (  # in the order of application
             "accelerate": ('Accelerator(..., mixed_precision="bf16")',),
             _PLAIN: (
                 'with torch.autocast("cuda", dtype=torch.bfloat16):',
-                "    loss = ...  # the forward pass and the loss",
+                "    output = model(...)  # predicted with the loss outside, on bfloat16 outputs",
+                "# GPUs before Ampere (T4, V100): torch.float16 and torch.amp.GradScaler",
             ),
         },
     ),
