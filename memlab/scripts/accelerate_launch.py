@@ -31,11 +31,9 @@ class Accelerated(NamedTuple):
     variables: dict[str, str]
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises the message that argparse would print before it ends the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"accelerate launch: {message}")
+def _refuse(message: str) -> NoReturn:
+    """Raise what argparse would print before it ends the process."""
+    raise ValueError(f"accelerate launch: {message}")
 
 
 def accelerated(words: Sequence[str]) -> Accelerated:
@@ -49,7 +47,7 @@ def accelerated(words: Sequence[str]) -> Accelerated:
     except ImportError as error:
         raise ValueError("accelerate is not installed; run pip install accelerate") from error
     parser = launch.launch_command_parser()
-    parser.__class__ = _Parser
+    parser.error = _refuse
     given = parser.parse_args(list(words))
     args = _validated(launch, given)
     if args.use_deepspeed:

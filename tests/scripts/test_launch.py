@@ -149,6 +149,9 @@ def test_accelerates_config_file_is_read(accelerate, tmp_path):
     }
     assert wanted.items() <= launch.environment.items()
     assert launch.environment["WORLD_SIZE"] == "8"
+    override = accelerate("--config_file fsdp.yaml --mixed_precision no --fsdp_version 1 train.py")
+    assert override.variables["ACCELERATE_MIXED_PRECISION"] == "no"
+    assert override.variables["FSDP_VERSION"] == "1"
 
 
 @pytest.mark.parametrize(
