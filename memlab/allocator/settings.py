@@ -119,12 +119,17 @@ class Settings:
                 )
 
 
+def variable_set() -> str | None:
+    """Return the environment variable that torch reads, None if neither is set."""
+    return next((name for name in VARIABLES if name in os.environ), None)
+
+
 def configuration() -> str:
     """Return the allocator's configuration from this process's environment, "" if there is none.
 
     Raise ValueError for settings that torch would reject, and for settings not simulated.
     """
-    name = next((name for name in VARIABLES if name in os.environ), None)
+    name = variable_set()
     if name is None:
         return ""
     try:

@@ -59,12 +59,13 @@ def show_advice(
     _announce_changes(seconds)
     traces, reasons, helpful = _tried(launch, settings, plain)
     terminal.echo("\neach change, predicted:\n")
-    terminal.show_table(_advice_table(traces, budget))
+    needed = {} if budget is None else {n: needed_bytes(t, budget) for n, t in traces.items()}
+    terminal.show_table(_advice_table(traces, needed, budget))
     if budget is not None:
         terminal.echo(paragraph(NEEDS))
     for reason in reasons:
         terminal.echo(paragraph(f"not tried: {reason}"))
-    terminal.echo(paragraph(_smaller_batch(traces, budget)))
+    terminal.echo(paragraph(_smaller_batch(traces, needed, budget)))
     for change in helpful:
         _show_code(change.name, change.lines(plain.framework))
     logits = logits_bytes(plain.trace, plain.models)
@@ -75,7 +76,7 @@ def show_advice(
     return {name: trace for name, trace in traces.items() if trace is not plain.trace}
 
 
-def _smaller_batch(traces: dict[str, Trace], budget: int | None) -> str:
+def _smaller_batch(traces: dict[str, Trace], needed: dict[str, int], budget: int | None) -> str:
     """Say what a smaller batch does, and how large it may be if nothing fits.
 
     By formula: everything grows with the batch but weights, gradients, optimizer state and
@@ -84,9 +85,9 @@ def _smaller_batch(traces: dict[str, Trace], budget: int | None) -> str:
     general = "a smaller batch shrinks activations and inputs in proportion"
     if budget is None:
         return general
-    name, trace = min(traces.items(), key=lambda one: needed_bytes(one[1], budget))
-    lacking = needed_bytes(trace, budget) - budget
-    growing = sum(trace.at_peak.get(category, 0) for category in _WITH_THE_BATCH)
+    name = min(needed, key=lambda name: needed[name])
+    lacking = needed[name] - budget
+    growing = sum(traces[name].at_peak.get(category, 0) for category in _WITH_THE_BATCH)
     if lacking <= 0 or growing <= lacking:
         return general
     share = math.floor(100 * (1 - lacking / growing))
@@ -154,15 +155,15 @@ def _changed(launch: Launch, settings: dict[str, Any], plain: Outcome, change: C
     return found
 
 
-def _advice_table(traces: dict[str, Trace], budget: int | None) -> Table:
+def _advice_table(traces: dict[str, Trace], needed: dict[str, int], budget: int | None) -> Table:
     columns = {
         "with": list(traces),
         "allocated": [format_bytes(trace.allocated_bytes) for trace in traces.values()],
         "reserved": [format_bytes(trace.reserved_bytes or 0) for trace in traces.values()],
     }
     if budget is not None:
-        columns["needs"] = [format_bytes(needed_bytes(t, budget)) for t in traces.values()]
-        columns["left"] = [_left(budget - needed_bytes(trace, budget)) for trace in traces.values()]
+        columns["needs"] = [format_bytes(needed[name]) for name in traces]
+        columns["left"] = [_left(budget - needed[name]) for name in traces]
     return terminal.table_of(columns)
 
 

@@ -1,4 +1,4 @@
-"""FP8 matmuls: torch's `_scaled_mm`, and an operator that does the same on a CPU.
+"""FP8 matmuls on a CPU: an operator that does what torch's `_scaled_mm` does.
 
 torch 2.13 gives `_scaled_mm` on a CPU to oneDNN. With one scale per tensor oneDNN has only its
 reference implementation (10 million multiplications a second), and on CPUs with AVX2 at most it
@@ -7,8 +7,6 @@ refuses some shapes.
 
 import torch
 from torch import Tensor
-
-from memlab.internals.torch_internals import scaled_mm
 
 
 @torch.library.custom_op("memlab::scaled_mm_on_cpu", mutates_args=())
@@ -32,5 +30,3 @@ def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype
 SCALED_MM = frozenset(
     {torch.ops.aten._scaled_mm.default, torch.ops.memlab.scaled_mm_on_cpu.default}
 )
-
-__all__ = ["SCALED_MM", "scaled_mm", "scaled_mm_on_cpu"]

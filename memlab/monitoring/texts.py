@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from memlab.allocator.settings import VARIABLES
+from memlab.allocator.settings import variable_set
 from memlab.monitoring.reports import StepMemory, signed
 from memlab.monitoring.trends import HARMLESS_STEPS, Fragmentation, Leak, steps_until_full
 from memlab.units import format_bytes, plural
@@ -63,7 +63,8 @@ def fragmentation_text(found: Fragmentation, device: torch.device) -> str:
 def _fragmentation_remedy() -> str:
     if torch.version.hip:
         return f"Set {VARIABLE}=garbage_collection_threshold:0.8,max_split_size_mb:512."
-    settings = next((os.environ[name] for name in VARIABLES if name in os.environ), "")
+    name = variable_set()
+    settings = os.environ[name] if name else ""
     if "expandable_segments:true" in settings.lower():
         return "Pad batches to a few fixed lengths: expandable segments are already on."
     return f"Set {VARIABLE}=expandable_segments:True before the program starts."

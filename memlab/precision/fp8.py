@@ -45,7 +45,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memlab.internals.layer_names import is_inner
-from memlab.internals.scaled_mm import scaled_mm, scaled_mm_on_cpu
+from memlab.internals.scaled_mm import scaled_mm_on_cpu
+from memlab.internals.torch_internals import scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST_AMAX = 2.0**-100  # so that neither a scale nor its reciprocal overflows

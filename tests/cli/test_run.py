@@ -243,7 +243,8 @@ def test_the_share_of_the_batch_that_fits_leaves_weights_as_they_are():
         Event(size * 2**20, number, category, "", "", "forward", "float32", ())
         for number, (category, size) in enumerate(sizes.items())
     ]
-    traces = {"as it is": Trace(tuple(events))}
-    assert _smaller_batch(traces, 200 * 2**20).startswith("as it is, about 50 % of this batch fits")
+    traces, needed = {"as it is": Trace(tuple(events))}, {"as it is": 300 * 2**20}
+    share = _smaller_batch(traces, needed, 200 * 2**20)
+    assert share.startswith("as it is, about 50 % of this batch fits")
     for budget in (300 * 2**20, 100 * 2**20, None):  # enough, too little for the weights, unknown
-        assert _smaller_batch(traces, budget).startswith("a smaller batch shrinks")
+        assert _smaller_batch(traces, needed, budget).startswith("a smaller batch shrinks")
