@@ -80,18 +80,19 @@ print(trace)
 plot.timeline(trace, title=f"One training step: {setting}")
 
 # %% [markdown]
-# The x-axis counts allocations. `zero_grad` frees the last step's gradients, forward accumulates
-# activations, and backward frees them while gradients grow.
+# The x-axis counts allocations and frees. `zero_grad` frees the last step's gradients, forward
+# accumulates activations, and backward frees them while gradients grow.
 #
 # Two things explain the gap. At the peak there are *no* gradients, but there are **backward
-# temporaries**: intermediate tensors of backward. Today you write a function for each of four
-# *lines*: weights, what stays between steps, activations, and the peak.
+# temporaries**: intermediate tensors of backward. Today you compute the memory of a step like a
+# bill with four lines: weights, what stays between steps, activations, and the total at the peak.
+# You write one function for each line.
 
 # %% [markdown]
 # | band | contents |
 # | --- | --- |
 # | parameters | the weights |
-# | buffers | untrained tensors of the model: here, the RoPE tables |
+# | buffers | untrained tensors: here, the tables of RoPE (rotary position embedding) |
 # | optimizer state | AdamW's two moments for each weight |
 # | inputs | the tokens |
 # | activations | tensors made in forward and still alive when backward starts |
@@ -122,7 +123,7 @@ plot.timeline(trace, title=f"One training step: {setting}")
 # ### Exercise 1.1: count the weights
 #
 # About 8 minutes. `config` has `vocab_size`, `hidden_size`, `layers`, `heads`, `kv_heads`,
-# `head_dim`, `intermediate_size` and `tied`.
+# `head_dim`, `intermediate_size` and `tied`. There are no biases.
 
 
 # %%
@@ -149,7 +150,7 @@ for name in ("124m", "llama-2-7b", "llama-3-405b"):
 # %% [markdown]
 # ## Line 2: what stays between steps
 #
-# Now train a real model, small enough for a laptop. It has 56 thousand weights, and a vocabulary of
+# Now train a real model, small enough for a laptop. It has 58 thousand weights, and a vocabulary of
 # 256 because every byte is a token. Its training data is torch's own source code. How many KiB of
 # optimizer state does AdamW hold before the first step?
 
@@ -164,8 +165,9 @@ guess("1.2", optimizer_kib=450)  # two float32 elements per weight
 # %% [markdown]
 # ### Exercise 1.2: count what stays
 #
-# About 8 minutes. Count the bytes of all tensors that exist at the time of the call. A parameter
-# `p` has `p.nbytes` and `p.grad`, which may be `None`. `optimizer.state` maps each parameter to a
+# About 8 minutes. Count the bytes of the model's parameters (without buffers), of their gradients,
+# and of all tensors in `optimizer.state`, as they are at the time of the call. A parameter `p` has
+# `p.nbytes` and `p.grad`, which may be `None`. `optimizer.state` maps each parameter to a
 # dictionary of tensors. Your function must work for any model and optimizer.
 
 
@@ -267,8 +269,8 @@ for e in sorted(kept, key=lambda e: e.storage):
 # | the residual sums after attention and after the MLP | 2 · C |
 # | MLP: gate, silu(gate), up, their product | 4 · `intermediate_size` |
 #
-# RoPE (rotary position embedding) rotates q and k by angles that encode the position. Log-sum-exp
-# is one element per token and head. Backward uses it to recompute the attention probabilities.
+# RoPE rotates q and k by angles that encode the position. Log-sum-exp is one element per token and
+# head. Backward uses it to recompute the attention probabilities.
 #
 # Outside the blocks, forward saves:
 #
@@ -375,7 +377,7 @@ peak_bytes = exercise("1.4", peak_bytes)
 # %% [markdown]
 # The formula has a limit: it counts the memory at the start of backward. With *few* tokens,
 # gradients need more memory than activations, and the peak is later: at the end of backward, where
-# the tied embedding adds two gradients, or in the optimizer.
+# autograd sums the two gradients of the tied embedding, or in the optimizer.
 
 
 # %%
@@ -487,9 +489,10 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# These rules of thumb come from published guides. Each is quoted and then measured. As in the
-# guides, a GB is 10⁹ bytes. RULES.md lists all verdicts. Rule 2a is about the 7B model in float32
-# that you just measured.
+# These rules of thumb come from published guides. Each is quoted and then measured. RULES.md lists
+# all verdicts. (One guide is called "Day 19: Memory Optimization"; it is not a day of this course.)
+#
+# Rule 2a is about the 7B model in float32 that you just measured.
 
 # %%
 GB = 1e9
@@ -560,7 +563,7 @@ verdict(
     abs(at_rest / N - 16) < 0.001,
     f"{at_rest / N:.3f} bytes per weight between steps, {in_adam / N:.2f} during AdamW's step; "
     f"{activations / GB:.0f} GB of activations at the peak with 6 × 8192 tokens",
-    condition="between steps; AdamW's step also needs float32 gradients and scratch",
+    condition="between steps; AdamW's step also needs float32 gradients and temporaries",
 )
 
 # %% [markdown]
@@ -606,7 +609,7 @@ kept = {name: t.at_peak["activations"] for name, t in costs.items()}
 ratios = {
     "batch": kept["8 × 64"] / kept["4 × 64"],
     "length": kept["8 × 64"] / kept["8 × 32"],
-    "length, scores stored": kept["8 × 64, scores stored"] / kept["8 × 32, scores stored"],
+    "length with stored scores": kept["8 × 64, scores stored"] / kept["8 × 32, scores stored"],
     "width": activation_bytes(wide, 8, 64) / kept["8 × 64"],
 }
 verdict(
@@ -614,7 +617,7 @@ verdict(
     abs(ratios["batch"] - 2) < 0.01 and abs(ratios["length"] - 2) < 0.01,
     f"doubling the {', '.join(f'{name}: {ratio:.2f}×' for name, ratio in ratios.items())}; a "
     f"block of 124m saves {per_block:.1f} tensors of B × T × C elements",
-    condition="with fused attention; the logits do not grow with the width; the factor is about 20",
+    condition="with fused attention; the logits do not grow with the width",
 )
 
 # %% [markdown]
@@ -662,7 +665,7 @@ verdict("5", abs(small / 0.5 - 1) < 0.15, found, otherwise=actual)
 # | forward | + activations: about 20 · C elements per token and block, V at the end |
 # | **backward begins** | + two tensors as large as the logits: **the peak with many tokens** |
 # | backward ends | + 4 bytes per weight, activations freed: the peak with few tokens |
-# | optimizer | + scratch for the largest weight: the peak with few tokens and many weights |
+# | optimizer | + temporaries for the largest weight: the peak with few tokens and many weights |
 #
 # Everything was in float32, and all activations were saved. The following days reduce each part.
 

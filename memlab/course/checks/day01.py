@@ -467,14 +467,14 @@ _BATCH_CASES: dict[str, tuple[Callable[[int], int], int, int]] = {
         200,
         10,
     ),
-    "64 bytes for every 8 sequences or less, budget 200": (
+    "64 bytes per 8 sequences, rounded up, budget 200": (
         lambda batch: 64 * -(-batch // 8),
         200,
         24,
     ),
     "100 bytes and the square of the batch, budget 1000": (lambda batch: 100 + batch**2, 1000, 30),
     "1 byte per sequence, budget 64": (lambda batch: batch, 64, 64),
-    "1 byte for every 3 sequences, budget 7": (lambda batch: -(-batch // 3), 7, 21),
+    "1 byte per 3 sequences, rounded up, budget 7": (lambda batch: -(-batch // 3), 7, 21),
     "1 byte per sequence, budget 10000000": (lambda batch: batch, 10_000_000, 10_000_000),
     "5 bytes per sequence, budget 200000004": (lambda batch: 5 * batch, 200_000_004, 40_000_000),
 }
