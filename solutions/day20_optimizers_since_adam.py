@@ -108,8 +108,9 @@ print(f"{others:,} other weights: {others / LLAMA_2_7B.parameters:.1%} of all we
 # These optimizers update the matrices of hidden layers, which multiply activations. They leave the
 # other weights to AdamW:
 #
-# - The **embedding** is a table. A step reads a few rows, and most rows have a zero gradient.
-# - The **output layer** has a row per token.
+# - The **embedding** is a table. A step reads a few rows. Unless the table is tied to the output
+#   layer, all other rows have a zero gradient.
+# - The **output layer** has a row per vocabulary entry. In experiments, AdamW trains it better.
 # - Norms are vectors.
 
 # %% [markdown]
@@ -227,21 +228,25 @@ inside = (after > 0.68) & (after < 1.21)
 print(f"the smallest singular value is less than a hundredth of the largest: "
       f"{before[-1] < before[0] / 100}")  # fmt: skip
 print(f"all values above 0.002 end between 0.68 and 1.21: {inside[: (before > 0.002).sum()].all()}")
-first = torch.zeros_like(momentum)
-shampoo_(first, momentum, {}, lr=1.0, eps=1e-20)
-print(f"Shampoo's first step: all singular values within 1 %: {spectrum(first)[-1] > 0.99}")
 
 # %% [markdown]
 # **Shampoo** (2018) computes the same matrix in its first step: (G Gᵀ)^(−1/4) G (Gᵀ G)^(−1/4) = U
-# Vᵀ. For this, it keeps the sums of G Gᵀ and Gᵀ G. Muon keeps neither.
+# Vᵀ. For this, it keeps the sums of G Gᵀ and Gᵀ G over all steps, and computes their inverse fourth
+# roots. Muon keeps neither sum.
+
+# %%
+first = torch.zeros_like(momentum)
+shampoo_(first, momentum, {}, lr=1.0, eps=1e-20)
+print(f"Shampoo's first step: the smallest singular value is more than 0.99 of the largest: "
+      f"{spectrum(first)[-1] > 0.99}")  # fmt: skip
 
 # %% [markdown]
 # ### Exercise 20.2: Muon's step
 #
 # About 10 minutes. Update one matrix in place. `state` is an empty dictionary at first; keep
-# **one** tensor in it. μ is `momentum`.
+# **one** tensor in it, the momentum M. μ is `momentum`.
 #
-# 1. Update the momentum: M ← μM + (1 − μ)G.
+# 1. Update the momentum, which starts at 0: M ← μM + (1 − μ)G.
 # 2. Nesterov momentum: X = (1 − μ)G + μM. Cast X to `dtype`, orthogonalize it to O, and cast back.
 # 3. Decay: W ← W − lr · weight_decay · W.
 # 4. Step: W ← W − lr · √max(1, rows / columns) · O.
@@ -303,8 +308,8 @@ for name, make in {
 print(f"4·m·n = {4 * m * n:,} bytes; 4·m·n + 2·m² = {4 * m * n + 2 * m * m:,} bytes")
 
 # %% [markdown]
-# The **state** is half of AdamW's. The **temporaries** exist for one matrix at a time, because the
-# loop updates one weight after another. memlab's are two m × n matrices and an m × m square in
+# The **state** is half of AdamW's. The **temporaries** exist for one matrix at a time, because both
+# optimizers update one weight after another. memlab's are two m × n matrices and an m × m square in
 # bfloat16, 4·m·n + 2·m² bytes. torch's also hold a float32 matrix and a second square.
 
 # %% [markdown]
@@ -390,12 +395,12 @@ print(f"U, Σ and Vᵀ: {4 * (m * m + m + m * n):,} bytes; ", end="")
 print(f"P and two moments: {4 * 64 * (m + 2 * n):,} bytes")
 
 # %% [markdown]
-# The measured temporaries are the SVD's *results*. The library behind it (LAPACK, cuSOLVER) also
-# allocates a workspace, which neither the meter nor `memlab.predict` can see. So a prediction is a
-# lower bound.
+# With an SVD, the measured temporaries are its *results*. The library behind it (LAPACK, cuSOLVER)
+# also allocates a workspace, which neither the meter nor `memlab.predict` can see. So a prediction
+# is a lower bound.
 
 # %% [markdown]
-# ## APOLLO: no SVD, and one scale
+# ## APOLLO: no SVD, no projection back
 #
 # **APOLLO** projects with a random matrix and draws it again from a seed: no P to keep, and no SVD.
 # It does not project the step back. Instead, it computes how much Adam would scale each column of
@@ -417,12 +422,13 @@ for name, (loss, _, optimizer) in results.items():
 
 # %% [markdown]
 # Twenty-five steps of a small model show that all four learn, and nothing more. The papers compare
-# them at up to 7B. Each optimizer needs its own learning rate.
+# them at up to 7B. Tune the learning rate for each optimizer.
 
 # %% [markdown]
-# ## SOAP: more state, fewer steps
+# ## SOAP: Adam in an eigenbasis
 #
-# **SOAP** runs Adam in the eigenbasis of Shampoo's matrices. It keeps:
+# **SOAP** runs Adam in the eigenbasis of Shampoo's matrices. Every 10 steps, it updates the
+# eigenvectors with a QR decomposition. It keeps:
 #
 # - the average of G Gᵀ and its eigenvectors, m · m each
 # - the average of Gᵀ G and its eigenvectors, n · n each
@@ -431,15 +437,15 @@ for name, (loss, _, optimizer) in results.items():
 # %% [markdown]
 # ### Exercise 20.4: the state of a matrix
 #
-# About 10 minutes. Return a dictionary of the **elements** that each optimizer keeps for a matrix
-# of `rows` × `columns` and this `rank`:
+# About 10 minutes. Return a dictionary with the number of **elements** that each optimizer keeps
+# for a matrix of `rows` × `columns` and this `rank`. Ignore scalars, such as step counts and seeds.
 #
 # | key | state to count |
 # | --- | --- |
 # | `"adamw"` | two moments |
 # | `"muon"` | one momentum |
 # | `"galore"` | P, and two moments of R |
-# | `"apollo"` | two moments of R (not the seed, not the norm) |
+# | `"apollo"` | two moments of R |
 # | `"shampoo"` | sums of G Gᵀ and Gᵀ G (no momentum, no roots) |
 # | `"soap"` | as listed above |
 #
@@ -484,7 +490,8 @@ for name, step_ in {"muon": muon_, "galore": partial(galore_, rank=8), "shampoo"
 # ## At scale: Llama 2 7B
 #
 # Compute the float32 state with a rank of 1,024, and the temporaries of the largest matrix, 4,096 ×
-# 11,008. (Shampoo's and SOAP's temporaries depend on how their roots are computed.)
+# 11,008. (memlab's AdamW and APOLLO update a matrix in chunks, with temporaries of a few MiB.
+# Shampoo's and SOAP's depend on how you compute roots and eigenvectors.)
 
 
 # %%
@@ -532,8 +539,8 @@ axes.spines[["top", "right"]].set_visible(False)
 #
 # - **Muon** needs a little more than half of AdamW's state: embedding and output layer keep both
 #   moments.
-# - **GaLore** at a quarter of the hidden size needs a third, not a quarter: it keeps P too, and its
-#   moments extend along the *long* side.
+# - **GaLore** with rank 1,024, a quarter of the hidden size, needs a third of AdamW's state, not a
+#   quarter: it keeps P too, and its moments extend along the *long* side.
 # - **SOAP** needs more than three times AdamW's state. An 11,008 × 11,008 square has 2.7 times as
 #   many elements as a 4,096 × 11,008 matrix. (The paper's one-sided version keeps only squares of
 #   the short side.)
@@ -635,7 +642,7 @@ else:
 #
 # | for a matrix of m × n, m ≤ n | elements kept | a step also needs |
 # | --- | --- | --- |
-# | AdamW | 2mn | a few MiB of chunks |
+# | AdamW | 2mn | a few MiB |
 # | Muon | mn | 4mn + 2m² bytes, 15 matmuls |
 # | GaLore, rank r | r(m + 2n) | an SVD, every 200 steps |
 # | APOLLO, rank r | 2rn | a random matrix |

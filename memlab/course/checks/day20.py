@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from memlab.course.checks.day16 import everything_elsewhere
-from memlab.course.exercises import Bill, Day, Exercise, require
-from memlab.course.properties import is_tensor, same_byte_counts, unchanged
+from memlab.course.exercises import Bill, Day, Exercise, equal, require
+from memlab.course.properties import is_tensor, unchanged
 from memlab.course.solutions import body, mistakes, solution
 from memlab.metering import measure
 from memlab.reference.galore import galore_
@@ -108,7 +108,7 @@ _NEWTON_SCHULZ = Exercise(
     wrong_answers=mistakes(
         "20.1",
         (
-            "Divide by the norm first. Above 1, the polynomial makes singular values diverge.",
+            "Divide by the norm first. Singular values far above 1 diverge.",
             (_SCALED, "x = x * 1.0"),
         ),
         (
@@ -420,7 +420,7 @@ _GALORE = Exercise(
     difficulty=3,
     hints=(
         "Start like Day 8's AdamW: count t in the state. Compute the moments of P.T @ gradient. "
-        "Only the last line uses the weight's shape.",
+        "Only the update itself has the full size of the weight.",
         "weight.T is a view, so `weight -= …` on it writes into the weight itself. (t - 1) % gap "
         "== 0 is true at steps 1, 1 + gap, … What does u[:, :rank] keep alive?",
         'state["P"] = u[:, :rank].clone(); low = state["P"].T @ gradient; m and v as in Adam, '
@@ -518,9 +518,14 @@ _SHAPES = (
 def _check_kept(answer: Kept) -> str:
     for rows, columns, rank in _SHAPES:
         call = f"elements_kept({rows}, {columns}, {rank})"
-        wanted = elements_kept(rows, columns, rank)
-        units: dict[str, dict[str, int]] = {name: {} for name in wanted}
-        same_byte_counts(call, answer(rows, columns, rank), wanted, units)
+        got, wanted = answer(rows, columns, rank), elements_kept(rows, columns, rank)
+        require(
+            isinstance(got, dict) and set(got) == set(wanted),
+            f"{call} gave {got!r}; wanted a dictionary with the keys {', '.join(wanted)}."
+            f"{' Is there a return?' if got is None else ''}",
+        )
+        for name, elements in wanted.items():
+            equal(f"{call}: {name}", got[name], elements, "elements")
     return f"{len(_SHAPES)} shapes match"
 
 
