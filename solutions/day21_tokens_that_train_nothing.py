@@ -23,7 +23,7 @@
 #
 # - **padding** makes the sequences of a batch equally long
 # - **generated tokens** leave keys and values, the KV cache
-# - **reference log-probabilities** for preference training come from a second model
+# - the **reference model** of preference training reads tokens only for their log-probabilities
 #
 # These tokens train nothing, but they need activations, caches and logits.
 
@@ -53,12 +53,13 @@ from memlab.units import format_bytes
 # %% [markdown]
 # ## Guess
 #
-# 1. Pad 24 documents of different lengths to the longest. How many percent of the tokens are
+# 1. Pad 24 documents of different lengths to the longest. What percentage of the tokens is
 #    padding?
 # 2. Llama 2 7B in bfloat16 generates 8 sequences of 4,096 tokens. How many GiB is its KV cache?
 #    (The weights are 12.6 GiB.)
-# 3. Train Llama 3 8B (15 GiB of weights) with DPO, LoRA and checkpointing, on 4 pairs of 2,048
-#    tokens. How many GiB does a step need in the usual implementation?
+# 3. Train Llama 3 8B (15 GiB of weights) with DPO, a kind of preference training, with LoRA and
+#    checkpointing. A batch has 4 pairs of sequences, each sequence 2,048 tokens. A second, frozen
+#    model is the reference. How many GiB does a step need?
 
 # %%
 ### BEGIN SOLUTION
@@ -148,14 +149,15 @@ pack = exercise("21.1", pack)
 # %%
 rows = pack(LENGTHS, 256)
 fig, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
-for place, packing in enumerate(([[n] for n in range(len(LENGTHS))], rows)):
+alone = [[n] for n in range(len(LENGTHS))]
+for place, (packing, length) in enumerate(((alone, longest), (rows, 256))):
     for row, numbers in enumerate(packing):
         ends = [0, *torch.tensor([LENGTHS[n] for n in numbers]).cumsum(0).tolist()]
         for color, (start, end) in enumerate(pairwise(ends)):
             axes[place].barh(row, end - start, left=start, color=f"C{color}", edgecolor="white")
-    filled = useful / (len(packing) * 256)
-    axes[place].set(xlim=(0, 256), xlabel="tokens", ylim=(24, -1),
-                    title=f"{len(packing)} rows of 256 tokens: {filled:.0%} useful")  # fmt: skip
+    filled = useful / (len(packing) * length)
+    title = f"{len(packing)} rows of {length} tokens: {filled:.0%} useful"
+    axes[place].set(xlim=(0, 256), xlabel="tokens", ylim=(24, -1), title=title)
 axes[0].set_ylabel("row")
 print(f"{len(rows)} rows; {useful:,} tokens need at least {-(-useful // 256)}")
 
@@ -275,8 +277,8 @@ print(f"packed / padded: {packed_bytes / padded_bytes:.2f} × the activations", 
 print(f"{1 - padding:.2f} × the tokens")
 
 # %% [markdown]
-# The first ratio is a little larger, because the packed model concatenates outputs and repeats k
-# and v for the groups of heads. A kernel for variable lengths does neither
+# The ratio of activations is a little larger, because the packed model concatenates outputs and
+# repeats k and v for the groups of heads. A kernel for variable lengths does neither
 # (`torch.nn.attention.varlen.varlen_attn`, flash-attn's `flash_attn_varlen_func`).
 
 # %% [markdown]
@@ -366,7 +368,7 @@ prompt = torch.stack([TEXT[start : start + 64] for start in (0, 1000, 2000, 3000
 cache = KVCache(writer)
 same = torch.equal(generate(writer, prompt, 32, cache), generate(writer, prompt, 32))
 print(f"same tokens with and without the cache: {same}")
-print(f"cache after 64 + 31 tokens, 4 sequences: {cache.bytes:,} bytes")
+print(f"cache of 4 sequences, 64 + 31 tokens (not the last new one): {cache.bytes:,} bytes")
 
 # %% [markdown]
 # ### Exercise 21.4: the bytes of a KV cache
@@ -402,11 +404,11 @@ print("bfloat16 cache: per token, and for 8 sequences of 4,096 and of 32,768 tok
 for name, config, windows in (
     ("7B: 32 key/value heads", seven, None),
     ("8B: 8 key/value heads", eight, None),
-    ("8B, 5 of 6 layers with a window", eight, sliding),
+    ("8B, window 4,096 in 5 of 6 layers", eight, sliding),
 ):
     each = cache_of(config, 1, 1, windows=windows)
     sizes = (format_bytes(cache_of(config, n, 8, windows=windows)) for n in (4096, 32_768))
-    print(f"  {name:32}{format_bytes(each):>12}{''.join(f'{size:>12}' for size in sizes)}")
+    print(f"  {name:34}{format_bytes(each):>12}{''.join(f'{size:>12}' for size in sizes)}")
 cache_gib = cache_of(seven, 4096, 8)
 
 # %% [markdown]
@@ -461,8 +463,8 @@ else:
 #
 # ### A sliding window that frees nothing
 #
-# The library's cache for Mistral keeps the last `window − 1` tokens as a slice. A slice keeps its
-# whole tensor alive (Day 17):
+# For Mistral, the cache of `transformers` keeps the last `window − 1` tokens as a slice. A slice
+# keeps its whole tensor alive (Day 17):
 
 # %% tags=["nbval-ignore-output"] reason="the package is optional"
 if mistral_code:
@@ -492,30 +494,31 @@ if mistral_code:
 # ## Preference training
 #
 # **DPO** (Rafailov et al. 2023) trains on pairs of answers to a prompt, one chosen and one
-# rejected. p_ref is from the model before training. With log p summed over an answer's tokens, and
-# the sigmoid σ, the loss is
+# rejected. log p is the sum of the log-probabilities of an answer's tokens under the trained model,
+# the *policy*. log p_ref is the same under the *reference*, the model before training. With the
+# sigmoid σ and a constant β, the loss is
 #
 # $$
 # -\log \sigma\big(\beta\,[(\log p - \log p_\text{ref})_\text{chosen}
 # - (\log p - \log p_\text{ref})_\text{rejected}]\big)
 # $$
 #
-# So each step needs two sequences per pair, a second model for p_ref, and log-probabilities of all
-# tokens from both models.
+# So each step needs two sequences per pair, and the log-probabilities of all their tokens under
+# policy and reference.
 
 # %% [markdown]
 # ## DPO's memory
 #
-# The reference p_ref can come from
+# log p_ref can come from
 #
 # - a second model
-# - log-probabilities stored before training, since p_ref never changes
+# - log-probabilities stored before training, since the reference never changes
 # - with LoRA, the same model with its adapters turned off
 
 
 # %%
 def by_log_softmax(hidden, weight, targets):
-    """Log-probabilities in the usual implementation."""
+    """Log-probabilities with the log-softmax of all logits."""
     x = F.linear(hidden, weight).float().log_softmax(-1)
     return x.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
@@ -582,8 +585,8 @@ def dpo_step(config, setup, pairs, length, device="cuda"):
 
 
 # %% [markdown]
-# Predict the step for CUDA with four and with five blocks, and extrapolate to 32: each further
-# block adds the same allocations (Day 16).
+# Start with a second model and `by_log_softmax`. Predict the step for CUDA with four and with five
+# blocks, and extrapolate to 32: each further block adds the same allocations (Day 16).
 
 
 # %%
@@ -596,13 +599,14 @@ def predicted(setup, config=eight, pairs=4, length=2048):
     return extrapolate(fewer, more, 5, config.layers)
 
 
-usual = predicted(Setup(lora=True))
-for name, count in usual.at_peak.items():
+two_models = predicted(Setup(lora=True))
+for name, count in two_models.at_peak.items():
     if count > 2**28:
-        print(f"{name:21}{format_bytes(count):>12}  {count / usual.allocated_bytes:4.0%}")
+        print(f"{name:21}{format_bytes(count):>12}  {count / two_models.allocated_bytes:4.0%}")
 
 # %%
-reveal("21.1", padding_percent=100 * padding, cache_gib=cache_gib, step_gib=usual.allocated_bytes)
+step_gib = two_models.allocated_bytes
+reveal("21.1", padding_percent=100 * padding, cache_gib=cache_gib, step_gib=step_gib)
 
 # %% [markdown]
 # The peak has the weights of two models, and tensors of 4 · 2 · 2,048 tokens × 128,256 vocabulary
@@ -687,8 +691,8 @@ class Predicted:
 
 LORA = replace(Setup(), lora=True)
 STEPS = {
-    "all weights, as usual": (Setup(), Predicted(94_043_294_720, 105_960_701_952)),
-    "LoRA, as usual": (LORA, Predicted(62_039_770_624, 72_993_472_512)),
+    "all weights, two models": (Setup(), Predicted(94_043_294_720, 105_960_701_952)),
+    "LoRA, two models": (LORA, Predicted(62_039_770_624, 72_993_472_512)),
     "+ without log-softmax": (
         replace(LORA, log_probs=by_logsumexp), Predicted(70_445_287_424, 81_398_857_728)
     ),
@@ -705,10 +709,10 @@ STEPS = {
 }  # fmt: skip
 
 # %%
-print("DPO, Llama 3 8B, 4 pairs of 2,048 tokens   allocated    reserved")
+print("DPO, Llama 3 8B, 8 × 2,048 tokens          allocated    reserved")
 for name, (_, step) in STEPS.items():
     print(f"{name:40}{format_bytes(step.allocated):>12}{format_bytes(step.reserved):>12}")
-agree = usual.allocated_bytes == STEPS["LoRA, as usual"][1].allocated
+agree = two_models.allocated_bytes == STEPS["LoRA, two models"][1].allocated
 print(f"the second row equals your prediction: {agree}")
 
 # %%
@@ -732,7 +736,7 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # The table shows four things:
 #
-# 1. Nearly half of LoRA's usual step is **logits** and activations. Chunks save 20 GiB.
+# 1. Nearly half of the second row is **logits** and activations. Chunks save 20 GiB.
 # 2. Leaving out the log-softmax needs *more* memory, as you measured.
 # 3. **Turning adapters off** saves the second model. The step needs a quarter of the first row.
 # 4. If all weights are trained, gradients and moments fill the GPU. There, a stored reference saves
@@ -776,14 +780,18 @@ for name, count in {
 # %% [markdown]
 # ## What `nvidia-smi` also shows
 #
-# Day 2 compared `nvidia-smi` with torch's *allocated* memory. Two more kinds of memory are not in
-# it:
+# Day 2 compared `nvidia-smi` with torch's *allocated* memory. `nvidia-smi` also counts two kinds of
+# memory that *allocated* leaves out, for CUDA graphs and for NCCL.
 #
-# - **CUDA graphs.** A captured graph contains the addresses of its tensors, so torch's allocator
-#   gives it a *private pool*. Other tensors never use the pool until the graph is deleted. The pool
-#   counts as reserved; the temporaries of a finished capture don't count as allocated. Graphs can
-#   share a pool (`pool=`) if they run in the order of their capture.
-# - **NCCL.** It allocates buffers per connection of two GPUs, outside torch's allocator.
+# A captured **CUDA graph** contains the addresses of its tensors, so torch's allocator gives it a
+# *private pool*. Other tensors never use the pool until the graph is deleted. The pool counts as
+# reserved; the temporaries of a finished capture don't count as allocated. Graphs can share a pool
+# (`pool=`) if they run in the order of their capture.
+
+# %% [markdown]
+# **NCCL** splits each collective over several *channels*. A channel has buffers for each GPU it
+# connects to, outside torch's allocator. In a ring (all-reduce), a GPU receives from one neighbor
+# and sends to another. All-to-all connects every pair of GPUs.
 
 # %%
 print(f"one channel between two GPUs, both directions: {format_bytes(connection_bytes())}")
@@ -791,7 +799,7 @@ for channels in (2, 16, 32):
     rings = f"rings {format_bytes(ring_bytes(channels)):>11}"
     pairs = f"all-to-all, 8 GPUs {format_bytes(all_to_all_bytes(channels, 8)):>11}"
     print(f"  {channels:2} channels: {rings}, {pairs}")
-print(f"NCCL_BUFFSIZE=1 MiB: {format_bytes(connection_bytes(2**20))} per connection")
+print(f"NCCL_BUFFSIZE=1 MiB, not 4: one channel {format_bytes(connection_bytes(2**20))}")
 
 # %% [markdown]
 # NCCL chooses the number of channels, and each process group has its own buffers. Users report 544
@@ -836,7 +844,7 @@ else:
 
 # %%
 one, two, chunked, off = (STEPS[name][1].allocated for name in (
-    "LoRA, as usual", "+ without log-softmax", "+ in chunks", "+ adapters off"))  # fmt: skip
+    "LoRA, two models", "+ without log-softmax", "+ in chunks", "+ adapters off"))  # fmt: skip
 CLAIMS = {
     "packing removes the memory of padding":
         f"activations are {packed_bytes / padded_bytes:.2f}× the padded batch's, which has "
@@ -848,10 +856,10 @@ CLAIMS = {
         f"8B with windows in 5 of 6 layers: {format_bytes(cache_of(eight, 32_768, 8))} become "
         f"{format_bytes(cache_of(eight, 32_768, 8, windows=sliding))}, but only after the prompt",
     "selecting log-probabilities avoids the log-softmax and saves memory":
-        f"only without gradients; in training the step needs {two / one:.2f}× the usual, in "
-        f"chunks {chunked / one:.2f}×",
+        f"only without gradients; in training the step needs {two / one:.2f}× the memory, "
+        f"with chunks {chunked / one:.2f}×",
     "DPO needs two models in memory":
-        f"with LoRA only one, {format_bytes(chunked - off)} less; without LoRA, store p_ref",
+        f"with LoRA only one, {format_bytes(chunked - off)} less; without LoRA, store log p_ref",
 }  # fmt: skip
 for claim, found in CLAIMS.items():
     print(f"{claim}\n    {found}")

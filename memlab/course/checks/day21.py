@@ -74,7 +74,7 @@ _PACK = Exercise(
         "how many tokens are still free in each row.",
         "sorted(range(len(lengths)), key=lambda number: -lengths[number]) sorts them, and equally "
         "long documents keep their order. Find the first row with free >= length.",
-        "For each number: fitting = [row for row, left in enumerate(free) if left >= "
+        "For each index `number`: fitting = [row for row, left in enumerate(free) if left >= "
         "lengths[number]]. If it is empty, append [] to rows and capacity to free. Then append the "
         "number to rows[fitting[0]], and subtract its length from free[fitting[0]].",
     ),
@@ -325,7 +325,7 @@ _ATTEND = Exercise(
         ),
         (
             "You scaled the scores twice. scaled_dot_product_attention already divides by √D.",
-            ("is_causal=True", "is_causal=True, scale=1.0"),
+            ("is_causal=True", "is_causal=True, scale=1 / q.shape[-1]"),
         ),
         (
             "You detached the inputs, so autograd gives no gradients.",
