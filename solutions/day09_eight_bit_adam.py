@@ -116,16 +116,16 @@ reveal("9.1", state_kib=state_bytes(adam_8bit), zeros_percent=zero_percent)
 #
 # - one float32 scale per block of each moment (explained below)
 # - two codebooks of 256 float32 entries, 2 KiB in all
-# - float32 moments of weights with fewer than 4096 elements (here five norms), where there is
-#   little to save
+# - float32 moments of weight tensors with fewer than 4096 elements (here five norms), where there
+#   is little to save
 #
 # Even steps round 2.5 % of the second moments to 0. Is that a problem? Adam divides by √v.
 
 # %% [markdown]
 # ## The distribution of v
 #
-# The histogram shows all 122,880 second moments, each as a fraction of the largest in its block, on
-# logarithmic axes. Below it are the even steps.
+# The histogram shows the second moments of all matrices (122,880 elements), each as a fraction of
+# the largest in its block, on logarithmic axes. Below it are the even steps.
 
 # %%
 fig, (top, bottom) = plt.subplots(
@@ -270,7 +270,7 @@ encode = exercise("9.2", encode)
 
 # %% [markdown]
 # Compare your function with the library's, which works in chunks of 1 MiB and finds codes with a
-# lookup table. (If an element lies almost halfway between two entries, the last bit decides.)
+# lookup table. (For elements almost halfway between two entries, the two can round differently.)
 
 # %%
 x = torch.randn(100_003) ** 3
@@ -292,8 +292,9 @@ print(f"{codes.nbytes:,} + {scales.nbytes:,} bytes")
 # %% [markdown]
 # ### Exercise 9.3: Adam with 8-bit state
 #
-# About 20 minutes. Update one weight in place. `gradient` is flat, `weight` is not. `state` is a
-# dict, empty before the first step. Store t and the moments in it:
+# About 20 minutes. Update one weight tensor in place. `gradient` is flat, `weight` is not. `state`
+# is a dict, empty before the first step. Store t and the moments in it (`signed` and `unsigned` are
+# the codebooks):
 #
 # - with n ≥ 4096 elements: `encode(m, signed)` and `self.encode_v(v, unsigned)` (equal to `encode`
 #   for now), 2n + 8⌈n/256⌉ bytes
@@ -306,7 +307,7 @@ print(f"{codes.nbytes:,} + {scales.nbytes:,} bytes")
 
 # %%
 class ByWeight(torch.optim.Optimizer):
-    """Calls `step_weight` for each weight. Subclasses implement `step_weight`."""
+    """Calls `step_weight` for each weight tensor. Subclasses implement `step_weight`."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
@@ -369,7 +370,7 @@ def is_within(percent, losses):
 
 
 def has_diverged(loss):
-    """Return whether training diverged. The loss, even inf or nan, depends on the machine."""
+    """Return whether the loss is inf, nan or at least 10. The exact value varies by machine."""
     return not loss < 10
 
 
@@ -384,8 +385,8 @@ print(has_diverged(even[0][-1]))
 
 # %% [markdown]
 # With the dynamic codebook, the losses of 8-bit and 32-bit Adam are nearly equal. With even steps,
-# 2.5 % of zeros make the training diverge within a dozen steps. (The two codebooks, 2 KiB, are
-# class attributes here, so they do not count as state.)
+# about 2.5 % of v become 0, and training diverges within a dozen steps. (The two codebooks, 2 KiB,
+# are class attributes here, so they do not count as state.)
 
 # %% [markdown]
 # ## Why a zero makes the step explode
@@ -396,18 +397,19 @@ print(has_diverged(even[0][-1]))
 
 # %% [markdown]
 # The dynamic codebook has a zero, too. v becomes 0 below 1.6 · 10⁻⁷ of the block's largest, so for
-# gradients below 1/2500 of the largest. m becomes 0 only below 3 · 10⁻⁷ of the largest. In the
-# three decades between, a weight keeps its m and loses its v.
+# gradients below 1/2500 of the largest. m becomes 0 only below 3 · 10⁻⁷. In the three decades
+# between, a weight keeps its m and loses its v.
 #
-# To test this, train 8192 weights whose gradients have very different sizes, exp(2z) with z normal
-# (*heavy tails*: the largest in a block is tens of thousands of times the smallest).
+# To test this, train 8192 weights with gradients of size exp(2z), z normal (*heavy tails*: the
+# largest in a block is tens of thousands of times the smallest). The **longest step** is the
+# largest change of any weight, in units of lr.
 
 # %%
 SIZES = (2 * torch.randn(8192, generator=torch.Generator().manual_seed(0))).exp()
 
 
 def longest_steps(make, sizes=SIZES, steps=100):
-    """Return the longest step of any weight, in lr, at each step, and the final weights."""
+    """Return the longest step in each of `steps` optimizer steps, and the final weights."""
     generator, lr = torch.Generator().manual_seed(1), 1e-3
     weight, longest = torch.nn.Parameter(torch.zeros(8192)), []
     optimizer = make([weight], lr=lr)
@@ -458,7 +460,7 @@ heavy_tails["8 bits, with the rule"] = longest_steps(SafeAdam8bit)
 fig, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
 for (name, (longest, _)), colour in zip(heavy_tails.items(), ("k", "#cc6677", "C0"), strict=True):
     axes.semilogy(longest, color=colour, label=name, linewidth=1.4)
-axes.set(xlabel="step", ylabel="longest step of any weight, in lr", ylim=(0.5, 1e6))
+axes.set(xlabel="step", ylabel="longest step, in lr", ylim=(0.5, 1e6))
 axes.set_title("Longest step with heavy-tailed gradients")
 axes.legend(frameon=False, ncols=3, loc="upper center")
 print(f"with the rule: at most {max(heavy_tails['8 bits, with the rule'][0]):.1f} · lr")
@@ -515,7 +517,7 @@ ids = torch.tensor([common.get(word, WORDS - 1) for word in words])
 
 
 def skip_gram(make, reduction, steps=40):
-    """Return the last loss per word, and the longest step of any weight in lr."""
+    """Return the last loss per word, and the longest step."""
     rng, longest, lr = torch.Generator().manual_seed(0), 0.0, 1e-2
     tables = [torch.nn.Parameter(0.1 * torch.randn(WORDS, WIDTH, generator=rng)) for _ in range(2)]
     optimizer = make(tables, lr=lr)
@@ -709,8 +711,8 @@ else:
 #
 # ## At scale: 7 billion parameters
 #
-# Compute the optimizer state of a 7B model by formula and in a dry run. Its 32 blocks are
-# identical, so measure models with one and two blocks and extrapolate.
+# Compute the optimizer state of a 7B model by formula and in a dry run. Its 32 transformer blocks
+# are identical, so measure models with one and two of them and extrapolate.
 
 
 # %%
@@ -771,7 +773,7 @@ print(f" for a state of {format_bytes(trace.at_end['optimizer_state'])}")
 # ## On your GPU
 #
 # If you have a GPU, this cell runs the bill's step on it with three optimizers. (`memlab.kernels`
-# has a Triton kernel that does a whole step of one weight, with the same states and codes.)
+# has a Triton kernel that does the whole step of a weight tensor, with the same states and codes.)
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):

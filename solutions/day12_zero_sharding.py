@@ -4,7 +4,8 @@
 # **Eight GPUs hold eight copies of the same tensors. Must each GPU hold all of them?**
 #
 # Today you build all three stages of ZeRO from two collectives. Afterwards you can compute what a
-# rank holds and sends in each stage, and how many GPUs stages 1 and 2 need to save "4×" and "8×".
+# rank holds and sends in each stage, and how many GPUs stages 1 and 2 need to get close to "4×" and
+# "8×" less.
 #
 # About 105 minutes, 75 of them for five exercises. You need a laptop: all ranks run in one process.
 # Nothing is downloaded.
@@ -239,9 +240,10 @@ for name, comm in (("through rank 0", naive), ("two collectives", ours)):
 # constructor, keep a float32 copy of piece r only, and its `torch.optim.AdamW([copy], lr=lr,
 # foreach=False)`.
 #
-# In `step`, `gradients[r]` is rank r's flat gradient. Do not change it. Clip the **mean** over
-# ranks to `max_norm` (one call of `self.comm.sum`). Write the updated weights into every
-# `weights[r]`. Between steps, keep only 12 bytes per element of the piece, and AdamW's step count.
+# In `step`, `gradients[r]` is rank r's flat gradient. Do not change it. Compute the **mean** over
+# ranks in float32. Clip it like `clip_grad_norm_`: multiply by min(1, max_norm / (norm + 1e-6)).
+# Call `self.comm.sum` once, for the norm. Write the updated weights into every `weights[r]`.
+# Between steps, keep only 12 bytes per element of the piece, and AdamW's step count.
 
 
 # %%
@@ -331,8 +333,9 @@ print(f"max difference below 1e-3: {difference < 1e-3}")
 # When backward has computed a block's gradients, reduce them **immediately**: each rank keeps its
 # shard and frees the rest.
 #
-# Weights sent together form a *unit*; in a transformer, a block. In this exercise a model is a list
-# of units, each a flat w. All ranks process the same unit, then the next.
+# Weights sent together form a *unit*; in a transformer, a block. In Exercises 12.3 and 12.4 a model
+# is a list of units, and a unit's weights are one flat tensor `w`. All ranks process the same unit,
+# then the next.
 
 
 # %%
@@ -521,8 +524,8 @@ plot.breakdown(rank_0, title="Rank 0 of 4 at its peak (two tiny blocks, 16 token
 # %% [markdown]
 # The table has each kind's own maximum; a bar shows one moment. Stage 3's peak is at the start of
 # backward. The last block is gathered: 48.25 KiB in a flat buffer, and 48.25 KiB as weights. There
-# are hardly any gradients yet. (The head's gradient for the tied embedding, 32 KiB, is a temporary
-# until the lookup's gradient is added.)
+# are hardly any gradients yet. (The head and the embedding share one weight. The head's part of its
+# gradient, 32 KiB, counts as a temporary until backward adds the embedding's part.)
 
 # %% [markdown]
 # Stage 0 peaks at 653.59 KiB, a single process at 580.84 KiB. Stage 0 allocates a buffer for all
@@ -540,7 +543,7 @@ plot.breakdown(rank_0, title="Rank 0 of 4 at its peak (two tiny blocks, 16 token
 #   element), without gathered units
 # - sent: what a rank sends in a step (2 bytes per element), with k micro-batches per rank
 #
-# A shard has ⌈Ψ/R⌉ elements: padding is held and sent, too.
+# A shard, held or sent, has ⌈Ψ/R⌉ elements, padding included. An unsharded tensor has Ψ.
 
 
 # %%

@@ -196,9 +196,9 @@ def main(folder):
 # The last guess is about a 405B model on 128 GPUs, split as "tensor 8, pipeline 4, data 4".
 #
 # - *Tensor*: eight GPUs split each matrix, and all-reduce partial activations in every block.
-# - *Pipeline*: four stages have a quarter of the blocks each.
-# - *Data*: four copies of the model, 32 GPUs each, train on different tokens (16 micro-batches of
-#   8,192 per step each), and sum their gradients once per step.
+# - *Pipeline*: four groups of GPUs have a quarter of the blocks each.
+# - *Data*: four copies of the model, 32 GPUs each. In each step a copy trains on its own 16
+#   micro-batches of 8,192 tokens, then the copies sum their gradients once.
 #
 # How many times more bytes does a GPU send for tensor than for data parallelism?
 
@@ -299,8 +299,8 @@ _ = axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5,
 
 # %% [markdown]
 # Why is stage 3's peak higher than stage 2's here? At the start of backward, a rank holds its
-# shards, and the gathered root (embedding and last norm) and one block. With only two tiny blocks,
-# this is more than all weights. With many blocks, as in Day 12, one block is a small part.
+# shards, the gathered root (embedding and last norm) and one gathered block. With only two tiny
+# blocks, this is more than all weights. With many blocks, one block is a small part.
 
 # %% [markdown]
 # ## A ring
@@ -308,10 +308,10 @@ _ = axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5,
 # Yesterday each rank could send to every other rank. On a **ring** a rank sends to the next rank
 # and receives from the previous one. Today you write the program of *one* rank.
 #
-# `in_turns(program, arguments)` runs one rank per tuple of arguments, in turns, in this process.
-# The program's first argument, `peer`, has `rank`, `ranks`, `send(tensor)` to the next rank (the
-# last sends to rank 0), and `receive()`, which waits for the previous rank. If all ranks wait,
-# `in_turns` raises `Stuck`.
+# `in_turns(program, arguments)` runs all ranks in this process, one at a time. `arguments` is a
+# list with one tuple per rank. The program's first argument, `peer`, has `rank`, `ranks`,
+# `send(tensor)` to the next rank (the last sends to rank 0), and `receive()`, which waits for the
+# previous rank. If all ranks wait, `in_turns` raises `Stuck`.
 
 
 # %%
@@ -919,7 +919,7 @@ for stage in range(4):
 
 # %% [markdown]
 # The processes need 2, 2, 2 and 3 passes, as simulated, so rule 22 holds for them too. (The cell
-# does not count how the library splits collectives into messages, or the bytes on the sockets.)
+# does not count how gloo splits collectives into messages, or the bytes on the sockets.)
 
 # %% [markdown]
 # ## What you can do now

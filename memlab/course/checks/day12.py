@@ -344,8 +344,8 @@ def _check_adam(answer: Any) -> str:
         n * 4,
     )
     return (
-        f"the weights match AdamW in one process, rounded, with and without clipping and padding "
-        f"· {held:,} bytes per rank, of {12 * n:,} · 2 (R − 1)/R of the weights sent"
+        f"the weights match AdamW in one process, rounded to bfloat16, with and without clipping "
+        f"and padding · {held:,} bytes per rank, of {12 * n:,} · 2 (R − 1)/R of the weights sent"
     )
 
 

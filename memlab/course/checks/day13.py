@@ -691,7 +691,7 @@ _AGREED = Exercise(
         ),
         ("Check for nan: one bad gradient ruins all weights.", _UNCHECKED),
         (
-            "The gradient was sent before you checked the sum. Check first, then send.",
+            "You check only the sum. Check your own gradient before you send it.",
             _UNCHECKED,
             (_STEP, _LATE_STEP),
         ),
