@@ -89,6 +89,7 @@ class RecordedCall:
     reads: frozenset[int]
     writes: frozenset[int]  # new values of overwritten storages
     outputs: list[Output | None]  # in the order of the tree's leaves
+    others: list[Any]  # the leaves that are no tensors, such as integers; None for tensors
     structure: TreeSpec
     must_run: bool  # has effects besides its outputs
     is_chosen_alone: bool
@@ -193,6 +194,7 @@ class OperatorRecorder(TorchDispatchMode):
             reads,
             frozenset(self._overwritten(tensor) for tensor in written),
             [self._output(leaf, is_chosen) if _is_fresh(leaf, inputs) else None for leaf in leaves],
+            [None if isinstance(leaf, Tensor) else leaf for leaf in leaves],
             structure,
             must_run,
             is_chosen,
@@ -282,7 +284,10 @@ class OperatorReplayer(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if call.writes:  # inside a composite operator, whose results already hold it
             return tree_unflatten(_written(func, args, kwargs or {}), call.structure)
-        leaves = [None if output is None else self._replay(output) for output in call.outputs]
+        leaves = [
+            other if output is None else self._replay(output)
+            for output, other in zip(call.outputs, call.others, strict=True)
+        ]
         return tree_unflatten(leaves, call.structure)
 
     def _replay(self, output: Output) -> Tensor:
@@ -331,10 +336,13 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 def _returns_more_than_tensors(
     inputs: list[Tensor], leaves: list[Any], fresh: list[Tensor]
 ) -> bool:
-    """Whether new tensors cannot replace the results: they include a value read from a tensor,
-    another layout, or a mix of new and existing tensors."""
-    is_told_of = bool(inputs) and any(
-        not isinstance(leaf, Tensor) and leaf is not None for leaf in leaves
+    """Whether new tensors cannot replace the results: they are only values read from a tensor, or
+    include another layout or a mix of new and existing tensors. (CUDA's flash attention returns
+    integers beside its tensors; these are recorded.)"""
+    is_told_of = (
+        bool(inputs)
+        and not fresh
+        and any(not isinstance(leaf, Tensor) and leaf is not None for leaf in leaves)
     )
     has_other_layout = any(tensor.layout is not torch.strided for tensor in fresh)
     has_old = bool(fresh) and len(fresh) < sum(isinstance(leaf, Tensor) for leaf in leaves)

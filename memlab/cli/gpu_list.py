@@ -8,8 +8,9 @@ from memlab.units import paragraph
 
 _REMARK = (
     "memory: as torch reports it, in GiB, the smallest value that users reported on Linux; ≈ by a "
-    "rule (memlab/configs/gpus.py). GB/s and TFLOPS (dense bfloat16 or float16, and float32) are "
-    "the data sheets' peaks. torch sees each half of an MI250, MI250X or Max 1550 as a GPU"
+    "rule (memlab/configs/gpus.py). GB/s and TFLOPS (16-bit and float32, dense) are the data "
+    "sheets' peaks. 16-bit is bfloat16, but float16 on NVIDIA's GPUs before Ampere, which "
+    "multiply bfloat16 in float32. torch sees each half of an MI250, MI250X or Max 1550 as a GPU"
 )
 
 
@@ -28,7 +29,7 @@ def _columns(vendor: str, gpus: Sequence[Gpu]) -> dict[str, list[str]]:
         "sold as": [f"{gpu.advertised_gb} GB" for gpu in gpus],
         "memory": [_memory(gpu) for gpu in gpus],
         "GB/s": [f"{gpu.memory_bandwidth / 1e9:,.0f}" for gpu in gpus],
-        "bf16": [f"{gpu.flops / 1e12:,.1f}" for gpu in gpus],
+        "16-bit": [f"{gpu.flops / 1e12:,.1f}" for gpu in gpus],
         "float32": [f"{gpu.float32_flops / 1e12:,.1f}" for gpu in gpus],
         "arch": [gpu.arch for gpu in gpus],
     }

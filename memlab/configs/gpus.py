@@ -101,6 +101,17 @@ class Gpu:
         return major, minor
 
     @property
+    def has_bfloat16(self) -> bool:
+        """Whether it multiplies in bfloat16. NVIDIA's before Ampere do so in float32."""
+        return self.vendor != "NVIDIA" or self.capability >= (8, 0)
+
+    @property
+    def bfloat16_flops(self) -> float:
+        """Matmul operations per second in bfloat16: float32's where the GPU doesn't have it, which
+        is an upper bound (openxla/xla #12429 measured less than half of it on a T4)."""
+        return self.flops if self.has_bfloat16 else self.float32_flops
+
+    @property
     def threads_per_multiprocessor(self) -> int:
         """The most resident threads (CUDA Programming Guide, technical specifications)."""
         small = dict.fromkeys(("sm_86", "sm_87", "sm_89", "sm_120"), 1536)

@@ -128,7 +128,7 @@ class Target:
     @property
     def has_bfloat16(self) -> bool:
         """Whether the hardware has bfloat16 and TF32, which older cards emulate or lack."""
-        return self.gpu.is_amd or self.capability >= (8, 0)
+        return self.chip.has_bfloat16
 
     # ---------------------------------------------------------------- attention
 
@@ -142,6 +142,38 @@ class Target:
         if self.capability[0] in (9, 10):
             return ("cudnn", "flash", "efficient")
         return ("flash", "efficient", "cudnn")
+
+    def fused_attention(
+        self,
+        dtype: str,
+        heads: int,
+        key_heads: int,
+        head_dims: tuple[int, int],
+        *,
+        trains: bool = True,
+        dropout_p: float = 0.0,
+    ) -> tuple[str, ...]:
+        """Return the fused kernels that take this dtype, these numbers of heads and these head
+        dimensions (queries' and keys', values'), in torch's order of preference. Without any of
+        them, torch uses math attention, which stores the scores. Masks, strides, user's settings
+        and the shape of queries can rule out more."""
+        width, value_width = head_dims
+        half = dtype == "float16" or (dtype == "bfloat16" and self.has_bfloat16)
+        alignment = self.efficient_alignment(4 if dtype == "float32" else 2)
+        takes = {
+            "flash": half
+            and width == value_width <= self.max_flash_head_dim
+            and (not trains or self.flash_can_train(width, dropout_p)),
+            "efficient": (half or dtype == "float32")
+            and heads == key_heads
+            and max(head_dims) <= self.max_efficient_head_dim
+            and width % alignment == value_width % alignment == 0,
+            "cudnn": half
+            and self.cudnn_head_dims(width, value_width)
+            and width % 8 == value_width % 8 == 0
+            and (dropout_p * 16).is_integer(),
+        }
+        return tuple(kernel for kernel in self.attention_order if takes[kernel])
 
     @property
     def max_flash_head_dim(self) -> int:

@@ -40,12 +40,14 @@ def step_seconds(
 ) -> dict[str, float]:
     """Return the estimated seconds of a step of `batch` sequences per rank, by term."""
     step = StepFormula.of(config, recipe, batch, seq_len, gpus=gpus)
-    rate = UTILIZATION * (card.float32_flops if recipe.precision == "float32" else card.flops)
+    rate = UTILIZATION * (
+        card.float32_flops if recipe.precision == "float32" else card.bfloat16_flops
+    )
     operations = _operations(config, step)
     gpus_of_model = recipe.tensor_parallel * recipe.pipeline_parallel
     seconds = {name: count / rate / gpus_of_model for name, count in operations.items()}
     count, dtype = step.matrix_operations()
-    own_rate = UTILIZATION * (card.float32_flops if dtype == "float32" else card.flops)
+    own_rate = UTILIZATION * (card.float32_flops if dtype == "float32" else card.bfloat16_flops)
     seconds["matrix step"] = count / own_rate / gpus_of_model
     moved = _moved_bytes(step, batch)
     seconds |= {name: count / card.memory_bandwidth for name, count in moved.items()}

@@ -339,7 +339,7 @@ def seconds_per_token(
     forward = tokens * (2 * dense_weights(config) + attention) + routed * 2 * config.expert
     head = 3 * 2 * tokens * dense.vocab_size * dense.hidden_size
     operations = (4 if mesh.checkpointed else 3) * dense.layers * forward + head
-    computing = operations / (UTILIZATION * card.flops)
+    computing = operations / (UTILIZATION * card.bfloat16_flops)
     stepping = 7 * FLOAT32 * config.parameters / mesh.gpus / card.memory_bandwidth
     speeds = {False: card.link_bandwidth, True: min(NODE_BANDWIDTH, card.link_bandwidth)}
     crossing = crosses_nodes(mesh)

@@ -15,6 +15,10 @@ output for each matmul that reads it. A checkpointed block saves its input, r·C
 checkpointed one its matmuls and attention, too. At the start of backward the logits take V·a bytes
 per token three times: the log-probabilities, their gradient, and the logits' gradient.
 
+Math attention, which torch uses where no fused kernel takes the inputs (bfloat16 on NVIDIA's GPUs
+before Ampere, float32 with grouped heads), computes in float32 and saves 4·(H·T + 3·H·D) more, but
+neither a·(H·D + 2·KV·D) nor 4·H. Softmax's backward holds three more such score matrices.
+
 LoRA adds rank·(in + out) trained weights per adapted layer, and a frozen layer without an adapter
 saves no input. QLoRA keeps the blocks' matrices in 4 bits (memlab.quantize.nf4) outside of N, and
 holds one decoded matrix, a·C·hidden at most, while a block runs.
@@ -212,6 +216,12 @@ class StepFormula:
         self.on_disk = frozenset().union(*(row.on_disk for row in self.rows))
         self.workspace = 0 if target == "cpu" else 2 * target_named(target).workspace_bytes
         self.piece = CHUNK_SIZE if target == "cpu" else CHUNK_SIZE_ON_ACCELERATOR
+        self.fused_attention = target_named("cuda" if target == "cpu" else target).fused_attention(
+            "float32" if self.activation_bytes == 4 else "bfloat16",
+            config.heads,
+            config.kv_heads,
+            (config.head_dim, config.head_dim),
+        )
 
     def _fact(self, name: str) -> Any:
         """Return a fact that one of the recipe's rows states in the registry, or None."""
@@ -241,11 +251,13 @@ class StepFormula:
         if self.recipe.step_in_backward and not self.recipe.has_adapters:
             unembedding = self.weight_bytes * self.config.vocab_size * self.config.hidden_size
             stepped = unembedding + self._step_temporaries()
+        prefetched = self.weight_bytes * self.weights.block if self.is_streamed else 0
         return self._held(
             blocks_kept=self._blocks_kept(),
-            cast_weights=self._cast_weights(),
+            cast_weights=self._cast_weights_in_backward(),
             gradients=max(self._gradients_from_before(), self._first_gradient()),
             block_temporaries=max(stepped, self._block_temporaries()),
+            prefetched_weights=prefetched,
         )
 
     def gradients(self) -> dict[str, int]:
@@ -255,7 +267,7 @@ class StepFormula:
         )
         return self._held(
             blocks_kept=self._blocks_kept(1),
-            cast_weights=self._cast_weights(),
+            cast_weights=self._cast_weights_in_backward(),
             gradients=all_but,
             block_temporaries=self._block_temporaries(),
         )
@@ -419,7 +431,7 @@ class StepFormula:
 
     def _first_gradient(self) -> int:
         """Return the bytes of the unembedding's gradient."""
-        if self.recipe.has_adapters or self.recipe.step_in_backward:
+        if self.recipe.has_adapters or self.recipe.step_in_backward or self.is_streamed:
             return 0
         return self.weight_bytes * self.config.vocab_size * self.config.hidden_size // self.tensor
 
@@ -431,6 +443,14 @@ class StepFormula:
             head = self.config.vocab_size * self.config.hidden_size
             return 2 * (head + self._trained())
         return 2 * self.weights.matmuls
+
+    def _cast_weights_in_backward(self) -> int:
+        """Return the bytes of the copies that last until a block's backward. A checkpointed block
+        casts its own weights again."""
+        head = self.config.vocab_size * self.config.hidden_size
+        if self.recipe.checkpointing is None:
+            return self._cast_weights()
+        return min(self._cast_weights(), 2 * (head + self.weights.block))
 
     # -------------------------------------------------------------- activations
 
@@ -456,11 +476,11 @@ class StepFormula:
 
     def _whole(self, saved: int) -> int:
         """Return what tensor parallelism does not divide of a block's saved bytes: the residual
-        stream, what norms save, and the outputs of the two matmuls that sum over ranks."""
+        stream, what norms save, and the output of attention's matmul that sums over ranks."""
         C, a = self.config.hidden_size, self.activation_bytes
         stream = self.tokens * self.residual_bytes * C
         if kept := self._fact("kept"):
-            whole = kept(BlockBytes(input=stream, matmuls=self.tokens * a * 2 * C))
+            whole = kept(BlockBytes(input=stream, matmuls=self.tokens * a * C))
         else:
             whole = 2 * stream + self.tokens * (a * C * self._saved_norms() + 2 * FLOAT32)
         return min(saved, self._compressed(whole))
@@ -469,19 +489,21 @@ class StepFormula:
     def _is_kept_elsewhere(self) -> bool:
         return "activations" in self.on_disk
 
-    def _block_kept(self) -> int:
-        """Return the bytes that one block saves until its backward pass."""
+    def _block_kept(self, *, is_needed: bool = False) -> int:
+        """Return the bytes that one block saves until its backward pass, without those that its
+        backward doesn't need if `is_needed`: the scores that go into softmax."""
         config, a, r = self.config, self.activation_bytes, self.residual_bytes
         C, QD, KD = config.hidden_size, *self._head_widths
-        matmuls = QD + 2 * KD + 2 * C + 2 * config.intermediate_size
+        matmuls = (
+            QD + 2 * KD + C + 2 * config.intermediate_size
+        )  # no backward needs the MLP's output
         if self.recipe.has_adapters:  # their matmuls, too
             shapes = layer_shapes(config)
             matmuls += sum(shapes[name][1] for name in self.recipe.adapters.layers)
-        outputs = QD + matmuls
-        saved = BlockBytes(
-            input=self.tokens * r * C,
-            matmuls=self.tokens * (a * outputs + 4 * config.heads),
-        )
+        outputs = a * (QD + matmuls) + 4 * config.heads
+        if self._scores:  # two matmuls in float32, and no statistics
+            outputs += (FLOAT32 - a) * QD - 4 * config.heads + (0 if is_needed else self._scores)
+        saved = BlockBytes(input=self.tokens * r * C, matmuls=self.tokens * outputs)
         kept = self._fact("kept")
         return self._compressed(kept(saved)) if kept else self._block_made()
 
@@ -492,7 +514,7 @@ class StepFormula:
         norms = C * self._saved_norms()
         mlp = config.intermediate_size * (3 + self._saves_input("down"))
         elements = a * (norms + 2 * QD + 2 * KD + mlp) + r * 2 * C
-        per_token = elements + 4 * (config.heads + 2) + self._scores()
+        per_token = elements + 4 * (config.heads + 2) + self._attention_more()
         return self._compressed(self.tokens * per_token)
 
     def _saved_norms(self) -> int:
@@ -507,18 +529,24 @@ class StepFormula:
         recipe = self.recipe
         return not recipe.has_adapters or any(name in recipe.adapters.layers for name in layers)
 
+    def _attention_more(self) -> int:
+        """Return the bytes per token that attention saves more than a fused kernel. Math attention
+        computes in float32: it saves its scores, and copies of queries, keys and values with a key
+        and a value for each query head, but no statistics of rows."""
+        config, a = self.config, self.activation_bytes
+        QD, KD = self._head_widths
+        if self.recipe.attention == "eager-attention":
+            return a * (config.heads * self.seq_len + 2 * (QD - KD))
+        if not self._scores:
+            return 0
+        return self._scores + FLOAT32 * 3 * QD - a * (QD + 2 * KD) - 4 * config.heads
+
+    @property
     def _scores(self) -> int:
-        """Return the bytes of score matrices per token. CUDA's fused kernels support float32 or
-        grouped heads, but not both."""
-        config = self.config
-        is_grouped = config.kv_heads < config.heads
-        if self.recipe.attention == "eager-attention" or (
-            self.recipe.attention is None and is_grouped and self.activation_bytes == 4
-        ):
-            QD, KD = self._head_widths
-            copies = 2 * (QD - KD)  # keys and values are repeated for each query head
-            return self.activation_bytes * (config.heads * self.seq_len + copies)
-        return 0
+        """The bytes of math attention's scores per token, 0 with a fused kernel."""
+        if self.recipe.attention is not None or self.fused_attention:
+            return 0
+        return FLOAT32 * self.config.heads * self.seq_len
 
     def _compressed(self, count: int) -> int:
         encoded = self._fact("encoded")
@@ -554,18 +582,30 @@ class StepFormula:
         return max(chunk, self.weight_bytes * V * C if has_cast else 0)
 
     def _block_temporaries(self) -> int:
-        """Return the MLP backward's temporaries: two gradients of the intermediate size, one of the
-        residual stream, and the scores' gradients if there are scores."""
+        """Return the temporaries of a block's backward pass: the residual stream's gradient, and
+        two gradients of the intermediate size or attention's, and in a checkpointed block what is
+        recomputed."""
         made = 0
         if self.recipe.checkpointing is not None:
-            made = max(0, self._block_made() - self._block_kept())
+            made = max(0, self._block_made() - self._block_kept(is_needed=True))
         a, C, F = self.activation_bytes, self.config.hidden_size, self.config.intermediate_size
         stream = self.tokens * C * self.residual_bytes
-        divided = self.tokens * (2 * F * a + self._scores()) + self._decoded_weight()
+        gradients = self.tokens * max(2 * F * a, self._attention_gradients())
+        divided = gradients + self._decoded_weight()
         # Of a block that runs again, the output of the second norm and the stream in its middle.
         norms = self.tokens * a * C * self._saved_norms() if made else 0
         whole = stream + min(made, norms + stream)
         return self._own(divided + stream + made, whole)
+
+    def _attention_gradients(self) -> int:
+        """Return the bytes per token of the scores' gradients: softmax's backward holds three
+        tensors of their size. The MLP's saved tensors are free by then."""
+        if self.recipe.attention == "eager-attention":
+            return self.activation_bytes * (2 * self.config.intermediate_size) + (
+                self._attention_more()
+            )
+        freed = self.activation_bytes * 3 * self.config.intermediate_size
+        return max(0, 3 * self._scores - freed)
 
     # -------------------------------------------------------------- the optimizer
 

@@ -432,7 +432,7 @@ def _seconds(
         for stage in range(p)
     )
     tokens = sequences * seq_len / mesh.context / mesh.tensor
-    computing = (m + p - 1) * tokens * operations / (UTILIZATION * card.flops)
+    computing = (m + p - 1) * tokens * operations / (UTILIZATION * card.bfloat16_flops)
     own = StageBytes(config, mesh, 0, sequences, seq_len).weights / mesh.shards
     stepping = 7 * FLOAT32 * own / card.memory_bandwidth  # four tensors read, three written
     speeds = {False: card.link_bandwidth, True: min(NODE_BANDWIDTH, card.link_bandwidth)}

@@ -95,11 +95,12 @@ def _offloaded_bytes(step: Callable[[], Any]) -> int:
 
 def peak(card: Card, func: Any, args: Any) -> float:
     """Return operations per second for the inputs' precision. TF32 reaches half of bfloat16."""
-    if all(x.dtype.itemsize <= 2 for x in tensors_among(args) if x.is_floating_point()):
-        return card.flops
+    dtypes = {x.dtype for x in tensors_among(args) if x.is_floating_point()}
+    if all(dtype.itemsize <= 2 for dtype in dtypes):
+        return card.bfloat16_flops if torch.bfloat16 in dtypes else card.flops
     is_convolution = func.overloadpacket in (aten.convolution, aten.convolution_backward)
     flags = torch.backends.cudnn if is_convolution else torch.backends.cuda.matmul
-    return card.flops / 2 if flags.allow_tf32 else card.float32_flops
+    return card.flops / 2 if flags.allow_tf32 and card.has_bfloat16 else card.float32_flops
 
 
 def moved_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:

@@ -100,16 +100,15 @@ class Substitutes:
         enable_gqa: bool,
     ) -> str:
         """Return the requested kernel, or torch's choice; "math" if the inputs rule it out."""
-        supported = self._supported(query, key, value, attn_mask, dropout_p, is_causal)
-        kernels = [kernel for kernel in self.target.attention_order if supported[kernel]]
         if not _allows_fused_kernel(query, key, value, enable_gqa):
             return "math"
+        kernels = self._fused(query, key, value, attn_mask, dropout_p, is_causal)
         requested = self.kernels.attention
         if requested != "auto":
             return requested if requested in kernels else "math"
         return kernels[0] if kernels else "math"
 
-    def _supported(
+    def _fused(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -117,34 +116,24 @@ class Substitutes:
         attn_mask: torch.Tensor | None,
         dropout_p: float,
         is_causal: bool,
-    ) -> dict[str, bool]:
-        """Return whether each fused kernel takes these inputs, if the target has that kernel."""
-        target, width = self.target, query.shape[-1]
-        half = query.dtype == torch.float16 or (
-            query.dtype == torch.bfloat16 and target.has_bfloat16
+    ) -> list[str]:
+        """Return the fused kernels that take these inputs, in torch's order of preference."""
+        of_target = self.target.fused_attention(
+            str(query.dtype).removeprefix("torch."),
+            query.shape[1],
+            min(key.shape[1], value.shape[1]),
+            (query.shape[-1], value.shape[-1]),
+            trains=torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)),
+            dropout_p=dropout_p,
         )
-        trains = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-        alignment = target.efficient_alignment(query.element_size())
-        return {
+        allowed = {
             "flash": attn_mask is None
-            and half
-            and width == key.shape[-1] == value.shape[-1] <= target.max_flash_head_dim
-            and (not trains or target.flash_can_train(width, dropout_p))
             and (not is_causal or query.shape[-2] == key.shape[-2])
             and torch.backends.cuda.flash_sdp_enabled(),
-            "efficient": (half or query.dtype == torch.float32)
-            and query.shape[1] == key.shape[1] == value.shape[1]
-            and width == key.shape[-1]
-            and max(width, value.shape[-1]) <= target.max_efficient_head_dim
-            and width % alignment == value.shape[-1] % alignment == 0
-            and torch.backends.cuda.mem_efficient_sdp_enabled(),
-            "cudnn": half
-            and target.cudnn_head_dims(width, value.shape[-1])
-            and width % 8 == value.shape[-1] % 8 == 0
-            and key.shape[-2] != 1
-            and (dropout_p * 16).is_integer()
-            and torch.backends.cuda.cudnn_sdp_enabled(),
+            "efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
+            "cudnn": key.shape[-2] != 1 and torch.backends.cuda.cudnn_sdp_enabled(),
         }
+        return [kernel for kernel in of_target if allowed[kernel]]
 
     # -------------------------------------------------------------- norms, dropout
 

@@ -5,6 +5,7 @@ torch's selective checkpointing is the oracle for all three.
 
 import copy
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from itertools import chain, combinations
 
@@ -529,6 +530,42 @@ def test_flash_attention_is_one_operator_to_a_budget():
     )  # including log-sum-exp
     assert attention.operations == 2 * 2 * 10 * 2 * config.heads * 4 * 4 * config.head_dim
     check_every_budget(block, x)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+@pytest.mark.parametrize("keep", [MATMULS, MATMULS | ATTENTION], ids=["forgotten", "kept"])
+def test_cudas_attention_kernels_are_recomputed_only_if_they_are_not_kept(keep, kernel):
+    """Flash and cuDNN's attention return integers beside their tensors."""
+
+    def build():
+        block = GPT(replace(PRESETS["tiny"], kv_heads=4)).blocks[0].bfloat16()
+        x = torch.randn(2, 16, PRESETS["tiny"].hidden_size, dtype=torch.bfloat16)
+        x.requires_grad_()
+        return (lambda: selective(keep)(block, x).sum().backward()), block, None
+
+    trace = memlab.predict(build, kernels=memlab.Kernels(attention=kernel))
+    name = f"_scaled_dot_product_{kernel}_attention.default"
+    made = (event for event in trace.events if event.bytes > 0)
+    phases = {event.phase for event in made if event.operator.endswith(name)}
+    assert phases == {"forward"} | ({"backward"} if keep is MATMULS else set())
+
+
+def test_a_number_beside_tensors_is_replayed():
+    """So that code that reads it runs the same way again."""
+    seen = []
+
+    def with_length(x):
+        out, _, _, _, rows, *_ = aten._scaled_dot_product_flash_attention(x, x, x, 0.0, True)
+        seen.append(rows)
+        return out
+
+    def build():
+        x = torch.randn(1, 2, 24, 8, dtype=torch.bfloat16, requires_grad=True)
+        return (lambda: selective(ATTENTION)(with_length, x).sum().backward()), None, None
+
+    memlab.predict(build)
+    assert len(seen) % 2 == 0
+    assert set(seen) == {24}
 
 
 def test_flash_attention_with_dropout_is_recomputed_although_chosen():
