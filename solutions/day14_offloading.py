@@ -667,8 +667,8 @@ print(f"resume finds step {resume(small)[0]}")
 
 # %% [markdown]
 # `DiskStore` commits this way, with a checksum of every file. Now test it for real: another
-# **process** trains on the disk. In the middle of its third step, with one sub-group stepped and
-# the next not, it is killed with `kill -9`, which a process cannot catch. Then this notebook
+# **process** trains on the disk. In the middle of its third step, with two of five sub-groups
+# stepped, it is killed with `kill -9`, which a process cannot catch. Then this notebook
 # resumes from the folder.
 
 
@@ -700,7 +700,7 @@ from memlab.offload import DiskStore, OffloadedOptimizer
 # %%
 STOPS = '''
 class Stops(DiskStore):
-    """Stops after one sub-group of step 3, prints a line, and waits to be killed."""
+    """Stops after two sub-groups of step 3, prints a line, and waits to be killed."""
     def put(self, key, *args, **settings):
         super().put(key, *args, **settings)
         if self.step == 2 and key == "optimizer/1":
@@ -725,7 +725,7 @@ folder.cleanup()
 
 # %% [markdown]
 # The half-finished step 3 is discarded, step 2 is complete, and steps 3 to 5 equal the
-# uninterrupted run. (No random state is lost, because data and dropout depend only on the step
+# uninterrupted run. (No random state is lost, because each step's data depends only on its
 # number.) The cost: two generations of files during a step. A test of the library kills a training
 # at twenty points, with and without a power failure.
 
@@ -823,12 +823,14 @@ for name, peak in peaks.items():
 
 # %%
 FLOPS, HOST, NVME = 165.2e12 / 2, 25e9, 3e9
+# On the host, a step reads and writes state and float32 weight (12 + 12 bytes), reads the gradient
+# (2) and writes the 16-bit weight (2).
 STEPPED_THERE = 4 / HOST + 28 / 89.6e9  # seconds per weight: PCIe, and the step on the host
 MOVED = {  # bytes per weight and step, both ways
     "state": 8 + 8,
     "state and float32 weights": 12 + 12,
     "+ gradients": 14 + 14,
-    "everything": 16 + 18,
+    "everything": 18 + 16,  # 16-bit weights too: read twice, written once
 }
 
 
@@ -1027,7 +1029,7 @@ verdict(
 # | + float32 weights (and float32 gradients, cast per sub-group) | 14 | 12 + 12 |
 # | the same, stepped on the host | 14 | 4 |
 # | + gradients | 16 | 14 + 14 |
-# | + weights | all but two layers, embedding and norm | 16 + 18 |
+# | + weights | all but two layers, embedding and norm | 18 + 16 |
 # | activations | the saved tensors | the saved tensors, both ways |
 #
 # You can now

@@ -51,8 +51,9 @@ from memlab.units import format_bytes
 
 # %% [markdown]
 # Here is a training run with large steps and small batches, on the source code of Python's standard
-# library. It tracks two averages and writes both to disk at every 40th step, as **snapshots**. (You
-# will build the core of `PostHocEMA`.)
+# library. It tracks two averages and writes both to disk at every 40th step, as **snapshots**. They
+# have a *width* σ of 0.05 and 0.10: the standard deviation of the steps in the average, as a share
+# of the training. (You will build the core of `PostHocEMA`.)
 
 # %%
 STEPS, EVERY = 640, 40
@@ -119,14 +120,15 @@ print(f"at the end the average has a lower loss: {loss_of(averaged(tenth[-1])) <
 
 # %% [markdown]
 # ## Guess
+#
 # 1. You compute (*synthesize*) four other averages from 20 snapshots of a 16 MiB model and write
 #    them to files. How many MiB of memory do you need?
 # 2. The synthesis solves a linear system. How many KiB does it need for 32 snapshots?
+
 # %% [markdown]
-# An average's *width* is the standard deviation of its steps, as a share of the training.
-#
-# 3. You keep the snapshots of the last 20 of 100 times. What is the relative squared error of an
-#    average with a width of 25 %, in percent?
+# 3. You keep the snapshots of the last 20 of 100 times, and combine them into an average with a
+#    width of 25 %. It weights the steps differently than it should: how large is the relative
+#    squared error, in percent?
 # 4. You update an average at every tenth step, but with the decay of one step. Its target width is
 #    5 %. Which width does it get?
 
@@ -278,7 +280,7 @@ def your_average(sigma):
 def with_single_step_beta(sigma):
     """Use β = (1 − 1/t)^(γ+1), for any number of steps between updates."""
     gamma, kept = exponent(sigma), torch.zeros(1000)
-    return lambda w, step: kept.lerp_(w, 1 - (1 - 1 / (step + 1)) ** (gamma + 1))
+    return lambda w, step: kept.lerp_(w, 1 - (1 - 1 / step) ** (gamma + 1))
 
 
 for name, make, every in (*(("yours", your_average, every) for every in (1, 10, 100)),
@@ -484,7 +486,7 @@ with warnings.catch_warnings():
 differences = [
     max((a[n] - b[n]).abs().max().item() for n in a) for a, b in zip(yours, library, strict=True)
 ]
-print(f"σ from 0.05 to 0.16: within 0.005 of the library's: {max(differences[2:7]) <= 0.005}")
+print(f"σ 0.05 to 0.16: weights within 0.005 of the library's: {max(differences[2:7]) <= 0.005}")
 
 # %%
 losses = [loss_of(tensors) for tensors in yours]
@@ -567,9 +569,10 @@ system = np.array([[inner_product(p, q) for p in profiles] for q in profiles])
 print(f"the linear system of {len(profiles)} snapshots: {format_bytes(system.nbytes)}")
 
 # %% [markdown]
-# In chunks, the synthesis needs 6 MiB for any model size and number of snapshots: four accumulators
-# of 131,072 elements, and a few chunks of snapshots in 16 and 32 bits. The usual loop needs one
-# accumulator per target as large as the model, and the loaded snapshot.
+# In chunks of 131,072 float32 elements, the synthesis needs 6 MiB for any model size and number of
+# snapshots: four accumulators (2 MiB), and the chunks of eight snapshots at a time (4 MiB). The
+# usual loop needs one accumulator per target as large as the model, and two snapshots in float32:
+# it loads the next one before it frees the last.
 #
 # With `out=model` the synthesis writes into existing weights instead of a file.
 
@@ -605,8 +608,8 @@ same_bits = all(torch.equal(kept[name], whole[name]) for name in whole)
 print(f"batches of 1 and of 8 are bitwise equal: {same_bits}")
 
 # %% [markdown]
-# Memory is proportional to the batch: six copies of each tensor (four accumulators, and the loaded
-# tensor in 16 and in 32 bits). Every element gets the same additions in the same order, so results
+# Memory is proportional to the batch: six copies of each tensor (four accumulators, and the tensor
+# of two snapshots). Every element gets the same additions in the same order, so results
 # are bitwise equal. A chunk is smaller than a tensor: a tensor of 64 MiB needs 384 MiB, but 6 MiB
 # in chunks.
 #
@@ -637,8 +640,8 @@ print("whole-model accumulators:", ", ".join(map(format_bytes, sums_bytes.values
 
 # %% [markdown]
 # float16 accumulators lose more than float16 files: a file is rounded once, an accumulator after
-# each snapshot. So use float16 files and float32 accumulators. Whole-model accumulators need 3×
-# less memory in float16 than in float32, because loaded tensors need no cast. Chunks with float32
+# each snapshot. So use float16 files and float32 accumulators. The usual loop needs 3× less
+# memory with float16 accumulators: they halve, and loaded tensors need no cast. Chunks with float32
 # accumulators need 8× less.
 #
 # **int8.** Smaller files must be dequantized. The next cells compare the CPU time of a synthesis.

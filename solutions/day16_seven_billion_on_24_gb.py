@@ -85,9 +85,9 @@ guess("16.1", guide_gb=20, buffer_gib=6, recipe_gib=23, rank_gb=60)
 # | `"backward"` begins | yes | yes | no | no |
 # | `"optimizer"` steps | yes | freed | yes | yes |
 #
-# *Scratch* is what an optimizer allocates while it steps. torch's AdamW allocates two float32
-# tensors of the weight's size. Our optimizers allocate five to eight, but only of the size of a
-# **piece** of the weight.
+# *Scratch* is what an optimizer allocates while it steps one weight. torch's AdamW allocates two
+# float32 tensors of a float32 weight's size. Our optimizers allocate five to eight, but only of the
+# size of a **piece** of the weight.
 
 
 # %%
@@ -102,7 +102,7 @@ class Optimizer:
 
 CODE = 1 + 4 / 256  # bytes: an 8-bit code, and its share of the block's absmax (Day 9)
 PIECE = 2**22
-torchs_adamw = Optimizer(2, 4, scratch=2)
+adamw_in_32_bits = Optimizer(2, 4, scratch=2)
 adamw_in_16_bits = Optimizer(2, 2, scratch=5, piece=PIECE)
 adam_in_8_bits = Optimizer(2, CODE, scratch=7.5, piece=PIECE)
 lion_in_8_bits = Optimizer(1, CODE, scratch=6.5, piece=PIECE)
@@ -149,7 +149,7 @@ def sizes_of(config):
 seven = PRESETS["llama-2-7b"]
 print("7B in bfloat16, without activations:")
 for name, optimizer in (
-    ("torch's AdamW, state in float32", torchs_adamw),
+    ("AdamW, state in float32", adamw_in_32_bits),
     ("AdamW, state in bfloat16", adamw_in_16_bits),
     ("8-bit Adam", adam_in_8_bits),
     ("8-bit Lion", lion_in_8_bits),
@@ -171,11 +171,11 @@ for name, optimizer in (
 # What does a block save for backward, per token? On a GPU, with fused norms (Days 1, 4, 10), it
 # saves:
 #
-# - in the activations' dtype: inputs and outputs of size C, then q, k, v, and four tensors of the
-#   MLP
-# - in float32: H + 2 elements
+# - in the activations' dtype: the input and output of both norms (4 C), q, k, v, attention's
+#   output, and four tensors of the MLP
+# - in float32: attention's log-sum-exp (H elements) and one element per norm
 #
-# During backward, the MLP also allocates two gradients of its intermediate size.
+# During backward, a block also has gradients: two of the MLP's intermediate size, one of size C.
 
 
 # %%
@@ -254,7 +254,7 @@ for batch, length, how in ((1, 4, "plain"), (16, 64, "checkpointing")):
     training.step()
     trace = train.measured(training)
     tokens, checkpointed = batch * length, how == "checkpointing"
-    moment, count = estimate(tiny, torchs_adamw, tokens, 4, checkpointed, fused=False)
+    moment, count = estimate(tiny, adamw_in_32_bits, tokens, 4, checkpointed, fused=False)
     known = 4 * tiny.seq_len * tiny.head_dim + 16 * tokens + 4 * len(sizes_of(tiny))
     print(f"{how}, {batch} × {length}: formula {format_bytes(count)}, in {moment!r}; ", end="")
     print(f"meter {format_bytes(trace.peak_bytes)}")
@@ -307,10 +307,11 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # Two recipes fit:
 #
-# - **LoRA**, applied to every matrix of the blocks, trains 0.3 % of the weights. Checkpointing
-#   saves nothing here, because the peak is in the optimizer step, when activations are already
-#   freed.
+# - **LoRA**, applied to every matrix of the blocks, trains 0.3 % of the weights.
 # - **8-bit Lion with the step in backward** trains all weights.
+#
+# Checkpointing does not lower the peak of AdamW (the top two bars). That peak is in the optimizer
+# step, when activations are already freed.
 #
 # All recipes use flash attention.
 
@@ -398,8 +399,8 @@ fastest = exercise("16.4", fastest)
 # %% [markdown]
 # Now run the search: 7B, 1 × 2,048 tokens, 24 GB, 8-bit Lion. Here, to *measure* is to **predict**:
 # run the step on tensors without data, as on a GPU, through a model of torch's allocator. The 32
-# blocks are equal. So we run three and four blocks and add the other 28 event by event. Tests show
-# that this is exact.
+# blocks are equal. So we run a model of three blocks and one of four. Their difference is one
+# block, which is repeated for the other 28. Tests show that this is exact.
 
 # %%
 room = memory_named("24GB").budget_bytes
@@ -450,8 +451,8 @@ plot.timeline(proof.trace, title="Llama 2 7B, all weights trained, 1 × 2,048 to
 # The guide's effective batch is 16, in 16 steps of batch 1. But a step in backward frees each
 # gradient, so nothing can accumulate. What would 16 × 2,048 tokens need?
 #
-# First try them **at once**. These are predictions for the recipe with chunked logits. (Each takes
-# ten seconds, so they are stored; `tests/course/test_day16.py` recomputes them.)
+# First try them **at once**, with chunked logits, which reserve less from two sequences on. (Each
+# prediction takes ten seconds, so they are stored; `tests/course/test_day16.py` recomputes them.)
 
 
 # %%
@@ -524,6 +525,10 @@ if plan.best:
     print(f"batch up to {plan.best.largest_batch}, length up to {plan.best.longest:,}")
 
 # %% [markdown]
+# `planner.plan` leaves a margin of 0.5 % of the memory. So for 7B on 24 GB it refuses the batch of
+# 2 above, which leaves only 28 MiB free.
+
+# %% [markdown]
 # ## At scale: 70 billion weights on eight GPUs
 #
 # ZeRO-3 divides a rank's model states by eight (Day 12), except for the gathered block. The guide
@@ -562,18 +567,19 @@ for name, of_states in ZERO.items():
 # %% [markdown]
 # ### Exercise 16.5: one GPU of 128
 #
-# About 15 minutes. Return the bytes of a rank of the first stage. A block has `block` weights, and
-# the embedding and the head have `end` each. The first stage has the head only if p is 1.
+# About 15 minutes. Return the bytes of a rank of the first pipeline stage. A block has `block`
+# weights, and the embedding and the head have `end` each. The first pipeline stage has the head
+# only if p is 1.
 #
 # | argument | meaning |
 # | --- | --- |
 # | `cut` | (t, p, d) |
 # | `each` | bytes per weight, of the weight, its gradient and its state |
-# | `stage` | ZeRO's: shards the state from 1, gradients from 2, weights from 3 |
+# | `stage` | ZeRO stage: shards the state from 1, gradients from 2, weights from 3 |
 # | `kept` | bytes of a block's checkpointed input, per micro-batch |
 #
-# Divide a stage's weights by t, and what ZeRO shards also by d. Round both up. Divide `kept` by t
-# too (*sequence parallelism*).
+# Divide the pipeline stage's weights by t, and what ZeRO shards also by d. Round both up. Divide
+# `kept` by t too (*sequence parallelism*).
 
 
 # %%
@@ -619,6 +625,12 @@ print(
 )
 print(f"{4 * 32 * kept / 1e9:.1f} GB")
 
+# %% [markdown]
+# The bytes "left" must hold the block at work, the last stage's logits, the network's buffers and
+# the allocator's gaps: a few gigabytes. With FP8 weights alone and float32 Adam, 1.9 GB are left,
+# which is less than the formula's error of 5 %. (Frameworks that compute in FP8 usually keep BF16
+# weights too. That needs 108.4 GB.)
+
 # %%
 layout = Recipe("master-weights", checkpointing="checkpointing", zero_stage=1, tensor_parallel=8,
                 sequence_parallel=True, pipeline_parallel=4)  # fmt: skip
@@ -637,12 +649,6 @@ for moment in ("gradients", "optimizer"):
 #
 # Nothing in this section is measured on a GPU. FP8 copies of matrices, the network's buffers and
 # FlashAttention 3's workspace are in no formula.
-
-# %% [markdown]
-# The bytes "left" must hold the block at work, the last stage's logits, the network's buffers and
-# the allocator's gaps: a few gigabytes. With FP8 weights alone and float32 Adam, 1.9 GB are left,
-# which is less than the formula's error of 5 %. (Frameworks that compute in FP8 usually keep BF16
-# weights too. That needs 108.4 GB.)
 
 # %% [markdown]
 # ## Explain the gap
@@ -743,7 +749,7 @@ verdict(
 # | GPU | a training step | the real memory | none |
 #
 # For a model and a memory size, you can say whether training fits, the recipe it needs, and the
-# cost. For a claim such as "7B in 20 GB", you can say which half of it can be true.
+# cost. You can check a claim such as "7B in 20 GB", and say what would make it true.
 
 # %% [markdown]
 # ## The running bill

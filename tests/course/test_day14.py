@@ -292,7 +292,7 @@ def without_operations(disk, step, values):
         pytest.param(HOOKS, unpacking_a_list, "in arrays, bytes or lists", id="14.1-elements"),
         pytest.param(ADAM, AdamBringingAll, "temporaries: 110,592 bytes", id="14.3-all"),
         pytest.param(
-            ADAM, AdamPrefetchingItself, "2 is not prefetched when sub-group 1", id="14.3-itself"
+            ADAM, AdamPrefetchingItself, "1 is not prefetched when sub-group 0", id="14.3-itself"
         ),
         pytest.param(
             STREAM, once_read, "read in a step gave 376,832, wanted 393,216", id="14.4-once"

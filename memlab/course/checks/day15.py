@@ -152,8 +152,7 @@ def _check_average(answer: Any) -> str:
     _check_in_place(answer)
     _check_owns_its_values(answer)
     return (
-        "each step's share: (t/T)^(γ+1) minus its value at the previous update, to 1e-12 · in "
-        "place, with no extra memory"
+        "the share of each step in the average is exact to 1e-12 · in place, with no extra memory"
     )
 
 

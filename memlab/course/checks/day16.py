@@ -307,7 +307,7 @@ _LACKS = Exercise(
             (" + CONTEXT", ""),
         ),
         (
-            "A GPU has less memory than its name says. Use CARDS[memory].total_bytes.",
+            "A GPU has less memory than it is sold with. Use CARDS[memory].total_bytes.",
             ("CARDS[memory].total_bytes", "{'h100': 80, 't4': 16}.get(memory, 24) * 2**30"),
         ),
         (
