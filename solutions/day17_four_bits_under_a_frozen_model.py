@@ -23,8 +23,8 @@
 # have no gradient and no optimizer state. In bfloat16 they need 2 bytes each.
 #
 # Since frozen weights never change, they can be stored in lower precision. **QLoRA** stores them in
-# four bits and decodes them for each use: 7B weights need 3.3 GiB instead of 12.6. Still, "QLoRA
-# out of memory" is a very common question. Which tensors fill the GPU?
+# four bits and decodes them for each use: seven billion weights need 3.3 GiB instead of 13.0.
+# Still, "QLoRA out of memory" is a very common question. Which tensors fill the GPU?
 
 # %%
 import math
@@ -57,7 +57,8 @@ from memlab.units import format_bytes
 # ## Guess
 #
 # Train Llama 2 7B with QLoRA on one GPU: rank 16 adapters beside every matrix of the blocks, 4 ×
-# 1,024 tokens, peft's usual call `prepare_model_for_kbit_training`, and a plain training loop.
+# 1,024 tokens, and a plain training loop: no autocast, no checkpointing. peft's usual call
+# `prepare_model_for_kbit_training` comes first, here with `use_gradient_checkpointing=False`.
 #
 # 1. How many times smaller than in bfloat16 is a quantized matrix?
 # 2. How many GiB is the model, adapters included, before the first step?
@@ -145,11 +146,12 @@ def predicted(config, setup, batch, length):
         for n in (1, 2)
     )
 
-    def deep(of_one, of_two):
+    def all_layers(of_one, of_two):
         return of_two + (config.layers - 2) * (of_two - of_one)
 
-    parts = {name: deep(one.at_peak.get(name, 0), n) for name, n in two.at_peak.items()}
-    return deep(one.allocated_bytes, two.allocated_bytes), parts
+    parts = {name: all_layers(one.at_peak.get(name, 0), of_two)
+             for name, of_two in two.at_peak.items()}  # fmt: skip
+    return all_layers(one.allocated_bytes, two.allocated_bytes), parts
 
 
 seven = PRESETS["llama-2-7b"]
@@ -167,8 +169,8 @@ reveal("17.1", smaller_times=2 * 4096 * 4096 / codes_of_one,
 # The quantized weights are the *buffers*: 7 % of the peak. The largest part is **activations**, and
 # quantizing weights does not reduce them.
 #
-# So there are two questions. How do sixteen levels represent a weight, and what do they store
-# besides the four bits? And which tensors are the other 93 % of the peak?
+# So there are two questions. How do sixteen levels represent a weight, and what is stored besides
+# the four bits? And which tensors are the other 93 % of the peak?
 
 # %% [markdown]
 # ## Sixteen levels
@@ -222,7 +224,7 @@ for within in (1, 2):
 # Divide all by the largest. `NormalDist().inv_cdf(p)` is the quantile of the probability p.
 
 # %%
-OUTERMOST = 1 - (1 / 32 + 1 / 30) / 2  # the probability whose quantile becomes level 1
+OUTERMOST = 1 - (1 / 32 + 1 / 30) / 2  # the probability whose quantile becomes the level 1.0
 
 
 def levels():
@@ -289,13 +291,13 @@ def decode(codes, absmax):
 # ### Exercise 17.2: four bits
 #
 # About 15 minutes. `weight` is float32 or bfloat16, of any shape, with a multiple of 64 elements.
-# Return `(codes, absmax)`: uint8 (n/2,) and float32 (n/64,).
+# Return `(codes, absmax)`: uint8 (n/2,) and float32 (n/64,), no slices.
 #
 # - A block is 64 neighbors of the flattened weight.
 # - A code is the index of the level nearest to w / absmax in float32 (at a tie, either).
 # - A block of zeros gets code 7. Weights may be tiny: replace an absmax only if it is 0.
 #
-# Allocate at most 64 bytes per weight. (A table of all distances alone needs 64.)
+# Peak memory: at most 64 bytes per weight. (A table of all distances alone needs 64.)
 
 
 # %%
@@ -331,7 +333,7 @@ def error(weight, other):
 
 some = torch.randn(2**18, generator=torch.Generator().manual_seed(0))
 outlier = some.clone()
-outlier[:: 2**12] = 20  # one weight of 4,096 is far larger than the rest
+outlier[:: 2**12] = 20  # one weight in 4,096 is far larger than the rest
 print("block   bits per weight   NF4 error   even steps   NF4 with outliers")
 for block in (16, 64, 256, 4096):
     found = [error(some, rounded(some, table, block)) for table in (NF4, EVEN)]
@@ -548,7 +550,6 @@ for name, make in frozen.items():
 
 # %%
 rows, columns = seven.intermediate_size, seven.hidden_size
-one_token = torch.ones(1, columns, dtype=torch.bfloat16)
 with memlab.dry_run():
     linear = nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16)
     layers = {"yours": QLoRALinear(linear, 16, 32).bfloat16(), "memlab's": NF4Linear(linear)}
@@ -616,9 +617,10 @@ print(f"QLoRA ends within 1 % of LoRA: {abs(learned['QLoRA'] / learned['LoRA'] -
 # proves nothing about large ones. The paper compares many models, up to 65B.)
 
 # %% [markdown]
-# ## Memory before the first token
+# ## Fixed memory
 #
-# The model needed 4.2 GiB, not 3.3. Which tensors are the rest?
+# **Fixed memory** is the same for any number of tokens: weights, gradients and optimizer state. The
+# model alone needed 4.2 GiB, not 3.3. Which tensors are the rest?
 #
 # - **Not quantized:** embedding, output layer and norms. In 7B these are 262 million weights.
 # - **Cast to float32:** `prepare_model_for_kbit_training` casts them for stability, to 4 bytes
@@ -626,7 +628,7 @@ print(f"QLoRA ends within 1 % of LoRA: {abs(learned['QLoRA'] / learned['LoRA'] -
 # - **Adapters** in float32, with a gradient and two moments per weight.
 
 # %% [markdown]
-# ### Exercise 17.5: memory before the first token
+# ### Exercise 17.5: fixed memory
 #
 # About 10 minutes. `shapes` has (out, in) of each quantized matrix; `others` is the number of all
 # other weights. Return a dictionary of bytes:
@@ -693,9 +695,9 @@ print(f"buffers {known['codes'] + tables - usual['buffers']:,} bytes, ", end="")
 print(f"parameters {known['others'] + known['adapters'] - usual['parameters']:,} bytes")
 
 # %% [markdown]
-# Formula and meter agree to the byte. Before the first token, 7B needs less than 5 GiB and 13B less
-# than 9 GiB. bitsandbytes' *paged* optimizers can move the moments to host memory. With adapters,
-# the moments are two thirds of "training", 0.3 GiB for 7B, so this saves little.
+# Formula and meter agree to the byte. 7B has less than 5 GiB of fixed memory, 13B less than 9 GiB.
+# bitsandbytes' *paged* optimizers can move the moments to host memory. With adapters, the moments
+# are two thirds of "training", 0.3 GiB for 7B, so this saves little.
 
 # %% [markdown]
 # ## Why it still runs out of memory
@@ -713,7 +715,7 @@ class Predicted:
 
 
 STEPS = {
-    "the usual call, a plain loop": (Setup(), Predicted(46_870_235_648, 50_866_421_760)),
+    "a plain loop": (Setup(), Predicted(46_870_235_648, 50_866_421_760)),
     "+ autocast": (Setup(autocast=True), Predicted(32_401_885_696, 34_886_123_520)),
     "+ checkpointing": (
         Setup(autocast=True, checkpointed=True), Predicted(8_988_346_880, 11_408_506_880)
@@ -741,7 +743,7 @@ print("7B, 4 × 1,024 tokens            allocated    reserved    fits on")
 for name, (_, step) in STEPS.items():
     columns = f"{format_bytes(step.allocated):>11}{format_bytes(step.reserved):>12}"
     print(f"{name:30}{columns}    {fits(step.reserved)}")
-agree = peak == STEPS["the usual call, a plain loop"][1].allocated
+agree = peak == STEPS["a plain loop"][1].allocated
 print(f"the first row equals your prediction from two blocks: {agree}")
 
 # %%
@@ -774,7 +776,7 @@ axes.spines[["top", "right"]].set_visible(False)
 # - **Autocast.** Prepared norms output float32, so every later activation is float32. Under
 #   autocast, matmuls return bfloat16 again.
 # - **Checkpointing.** LoRA and four bits reduce no activations: gradients flow through every block
-#   down to the first adapter.
+#   down to the first adapter. (peft's call turns on checkpointing by default.)
 # - **Logits in chunks.** All logits need several tensors of tokens × vocabulary (Day 11).
 # - **Not prepared.** Embedding, output layer and norms stay in bfloat16, and so do the block inputs
 #   that checkpointing saves.
@@ -824,18 +826,19 @@ for (batch, length), step in GROWN.items():
 
 # %%
 little = replace(PRESETS["tiny"], layers=1, tied=False)
-setups = {"ends frozen": Setup(), "ends trained too": Setup(ends=True)}
+setups = {"adapters": Setup(), "adapters, embedding, output layer": Setup(ends=True)}
 for name, setup in setups.items():
     step, model, optimizer = qlora_step(little, setup, 1, 16, device="cpu")
     trace = memlab.measure(step, model=model, optimizer=optimizer)
     learning = sum(w.numel() for w in model.parameters() if w.requires_grad)
     still = sum(w.numel() for w in model.parameters()) - learning
     state = trace.at_end["optimizer_state"] / 4  # elements
-    print(f"{name:16} {learning:6,} trained, {still:6,} frozen weights; ", end="")
+    print(f"trained: {name}\n    {learning:,} trained and {still:,} frozen weights; ", end="")
     print(f"state: {state / learning:.2f} elements per trained weight")
 ENDS = Predicted(11_119_053_312, 14_029_946_880)
 more = ENDS.allocated - STEPS["+ checkpointing"][1].allocated
-print(f"7B with both ends trained (third row's setup): {format_bytes(more)} more at the peak")
+print("7B, third row's setup: training the embedding and the output layer too adds "
+      f"{format_bytes(more)} to the peak")  # fmt: skip
 
 # %% [markdown]
 # No: a frozen weight has no gradient, so AdamW skips it. The mistake is to leave the embedding and
@@ -847,14 +850,14 @@ print(f"7B with both ends trained (third row's setup): {format_bytes(more)} more
 # ## At scale: 13 billion and 65 billion weights
 #
 # Which GPU does the same setup need for 13B, and for the paper's 65B? (The tests compute these
-# predictions too. Your formula computes the memory before the first token.)
+# predictions too. Your formula computes the fixed memory.)
 
 # %%
 BEST = Setup(autocast=True, checkpointed=True, chunked=True)
 sixty_five = replace(seven, hidden_size=8_192, layers=80, heads=64, kv_heads=64,
                      intermediate_size=22_016)  # fmt: skip
 BIG = {
-    "13B, 4 × 1,024, the usual call": (Setup(), Predicted(73_493_654_016, 79_421_243_392)),
+    "13B, 4 × 1,024, a plain loop": (Setup(), Predicted(73_493_654_016, 79_421_243_392)),
     "13B, 4 × 1,024, this setup": (BEST, Predicted(13_539_815_424, 15_565_062_144)),
     "65B, 1 × 512": (BEST, Predicted(40_258_396_160, 41_483_763_712)),
 }
@@ -863,13 +866,13 @@ for name, (_, step) in BIG.items():
     print(f"    {fits(step.reserved)}")
 for name, config in {"13B": thirteen, "65B": sixty_five}.items():
     before = sum(held_by(config).values())
-    print(f"{name} before the first token: {format_bytes(before)}; ", end="")
+    print(f"{name}: fixed memory {format_bytes(before)}; ", end="")
     print(f"all weights in bfloat16: {format_bytes(2 * config.parameters)}")
 
 # %% [markdown]
 # 13B has 24 GiB of weights in bfloat16. With QLoRA it trains on a 16 GB GPU, with 4,096 tokens a
 # step. 65B reserves 38.6 GiB at 512 tokens, so 48 GB are enough, as the paper says. Nearly all of
-# it is allocated before the first token.
+# it is fixed memory.
 
 # %% [markdown]
 # ## Explain the gap
@@ -1034,7 +1037,7 @@ else:
 
 # %%
 before, after = 32 / 64, 8 / 64 + 32 / (64 * 256)
-loop, cast = (STEPS[name][1] for name in ("the usual call, a plain loop", "+ autocast"))
+loop, cast = (STEPS[name][1] for name in ("a plain loop", "+ autocast"))
 CLAIMS = {
     "double quantization saves 0.373 bits per weight (paper)":
         f"{before - after:.3f}: from {before:.3f} to {after:.3f}",
@@ -1073,8 +1076,8 @@ for claim, found in CLAIMS.items():
 # %% [markdown]
 # ## The running bill
 #
-# The bill trains all of its weights. None is frozen, so none can be stored in four bits, and the
-# bill does not change.
+# The bill's model trains all of its weights. None is frozen, so none can be stored in four bits,
+# and the bill does not change.
 
 # %%
 running_bill(17)

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # Day 18: More GPUs than one way
+# # Day 18: Beyond data parallelism
 #
 # **Data, tensor, sequence, pipeline and context parallelism: what does each divide, and what does
 # it send?**
@@ -34,6 +34,11 @@
 # A **rank** is a process with its own GPU; today, with its own memory on the CPU. The ranks of a
 # pipeline are its **stages**.
 
+# %% [markdown]
+# A pipeline can order its passes in two ways. **GPipe** runs the forward passes of all
+# micro-batches, then all backward passes. **1F1B** (one forward, one backward) runs the backward
+# pass of a micro-batch as early as possible.
+
 # %%
 import warnings
 from math import ceil
@@ -62,12 +67,7 @@ from memlab.zero.launch import run_ranks
 # 2. **Pipeline** with 1F1B: the activations that the first of two stages saves, relative to one
 #    process that trains with one micro-batch at a time.
 # 3. **Bubble** (the idle time of a pipeline): 1F1B's bubble, relative to GPipe's.
-# 4. **Sequence parallelism** divides more activations than tensor parallelism: the bytes it sends
-#    for a block, relative to tensor parallelism.
-
-# %% [markdown]
-# **GPipe** runs the forward passes of all micro-batches, then all backward passes. **1F1B** (one
-# forward, one backward) runs the backward pass of a micro-batch as early as possible.
+# 4. **Sequence parallelism**: the bytes a rank sends for a block, relative to tensor parallelism.
 
 # %%
 ### BEGIN SOLUTION
@@ -522,8 +522,9 @@ for name, order_of in SCHEDULES.items():
 print(f"one process, two layers, one micro-batch at a time: {2 * layer:7,} bytes")
 
 # %% [markdown]
-# (With GPipe, stage 0 has already sent and freed three of its four outputs when its last forward
-# pass ends. Its backward needs none of them. So the formula subtracts three outputs.)
+# (Backward needs no outputs, so a stage frees each output at its next send. With GPipe, stage 0
+# frees three of four outputs before backward; the formula subtracts them. With 1F1B, both outputs
+# still exist at the peak.)
 #
 # ## Context parallelism: ring attention
 #
@@ -560,7 +561,7 @@ def attend(q, k, v, shift):
 #   rank's tensor.
 # - Send keys and values as one tensor (`torch.stack`), R − 1 times. R is `peer.ranks`.
 # - For a query that sees no keys, `attend` gives lse = +∞, and merging that gives NaN.
-# - Scores can be as large as ±1,000: use `torch.logaddexp`.
+# - Scores can be in the thousands: use `torch.logaddexp`.
 
 
 # %%
@@ -584,8 +585,9 @@ ring_attention = exercise("18.5", ring_attention)
 
 # %% [markdown]
 # Backward sends the blocks around the ring again. The gradients of keys and values travel with
-# them, and must return to their owner: R blocks of gradients. So in both passes a rank sends (3R −
-# 2)/R of all keys and values. (`memlab/reference/ring_attention.py` implements both passes.)
+# them, and must return to their owner: R blocks of gradients. In forward and backward together, a
+# rank sends (3R − 2)/R of all keys and values. (`memlab/reference/ring_attention.py` implements
+# both passes.)
 #
 # The work is unequal: rank 0 attends to one block, rank R − 1 to R blocks. Production versions
 # balance it: each rank gets an early and a late part of the sequence.
@@ -599,14 +601,14 @@ print(f"sent around the ring: {ring_bytes:,} bytes; (3·2 − 2)/2 · {keys_valu
 # %% [markdown]
 # ## What each kind divides and sends
 #
-# These are the formulas for the first measurement's table, with R ranks and n tokens of C elements:
+# These are the formulas for the first measurement's table, with R ranks and T tokens of C elements:
 #
 # | | weights, gradients, optimizer state | activations | logits | sent per step (ring passes) |
 # | --- | --- | --- | --- | --- |
 # | data | whole (ZeRO shards them: Day 12) | 1/R | 1/R | weights' gradients: 2 passes |
-# | tensor | 1/R; embedding whole | 1/R; norms, residual whole | 1/R | 8 passes of n·C a block |
-# | + sequence | as tensor | 1/R | 1/R | 10 passes of n·C a block |
-# | pipeline | 1/R | stage i: min(m, R − i)/m · 1/R | last stage only | n·C to each neighbor |
+# | tensor | 1/R; embedding whole | 1/R; norms, residual whole | 1/R | 8 passes of T·C a block |
+# | + sequence | as tensor | 1/R | 1/R | 10 passes of T·C a block |
+# | pipeline | 1/R | stage i: min(m, R − i)/m · 1/R | last stage only | T·C to each neighbor |
 # | context | whole (ZeRO shards them) | 1/R | 1/R | keys, values, all gradients |
 
 # %%
@@ -650,8 +652,10 @@ def rank_0(script, ranks, *arguments):
 
 # %%
 def deeper(few, more, blocks):
-    """Return the bytes at the peak, by category, with `blocks` blocks more than `more` has. The
-    trace `few` has one block less than `more`."""
+    """Return the bytes at the peak, by category, of a model with further blocks.
+
+    The trace `more` has one block more than `few`; `blocks` are to be added to `more`.
+    """
     names = {*few.at_peak, *more.at_peak}
     at = [{name: trace.at_peak.get(name, 0) for name in names} for trace in (few, more)]
     return {name: at[1][name] + blocks * (at[1][name] - at[0][name]) for name in names}
@@ -713,7 +717,7 @@ show_largest(four, 5)
 
 # %%
 huge, TOKENS = PRESETS["llama-3-405b"], 8192
-cut = ("llama-3-405b", 4, 4, 8)
+cut = ("llama-3-405b", 4, 4, 8)  # stages, data-parallel ranks, tensor-parallel ranks
 one_block, two_blocks = (rank_0("three_d.py", 128, *cut, n, TOKENS, 4) for n in (1, 2))
 blocks = ceil(huge.layers / 4)
 of_huge = deeper(one_block, two_blocks, blocks - 2)
@@ -747,13 +751,13 @@ show_largest(two_blocks, 2)
 # tensors need, and this no longer fits.
 
 # %% [markdown]
-# The formula leaves out two things:
+# FSDP2 is ZeRO-3 only *between* steps. In a pipeline, torch keeps each block's gathered weights and
+# whole gradients until the last micro-batch. (They count as activations and as backward
+# temporaries.) So the formula is ZeRO-1's. It leaves out two things:
 #
-# - **Whole blocks.** FSDP2 is ZeRO-3 only *between* steps. In a pipeline, torch keeps each block's
-#   gathered weights and whole gradients until the last micro-batch. They count as activations and
-#   as backward temporaries. So the script peaks like ZeRO-1, plus the shards.
-# - **The embedding.** DTensor divides the embedding by 8. But its backward first allocates two
-#   gradients of the **whole** embedding on each rank: the sum over micro-batches, and the current
+# - **The shards.** FSDP2's shards of the weights exist besides the gathered weights.
+# - **The embedding.** DTensor divides the embedding by 8. But its backward allocates two gradients
+#   of the **whole** embedding on each rank: the sum over micro-batches, and the current
 #   micro-batch's.
 
 # %% [markdown]

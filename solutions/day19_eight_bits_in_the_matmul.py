@@ -147,10 +147,11 @@ for name, dtype in FORMATS.items():
 # `(codes, scale)`: codes with the shape of x in `dtype`, and a float32 scale of shape (), so that x
 # ≈ codes · scale. The largest |x| becomes the format's largest value (`torch.finfo`).
 #
-# Compute in float32. A tensor of zeros gives zeros. Gradients may be as small as 10⁻²⁵.
+# Compute in float32. Gradients may be as small as 10⁻²⁵. A tensor of zeros gives zeros and a
+# positive scale: replace an **amax** (the largest |x|) below `SMALLEST` by `SMALLEST`.
 
 # %%
-SMALLEST = 2.0**-100  # the smallest amax for which neither scale nor 1 / scale overflows
+SMALLEST = 2.0**-100  # with a far smaller amax, 1 / scale would overflow
 
 
 def cast(x, dtype):
@@ -196,7 +197,7 @@ for name, dtype in (("E4M3", E4M3), ("E5M2", E5M2)):
 # Without a scale, all elements underflow. With a scale, none do, and only the format's rounding
 # error remains: about 3 % in E4M3 and 5 % in E5M2.
 #
-# The scale needs the **amax**, so a cast reads its tensor twice. *Delayed scaling* uses the amax of
+# The scale needs the amax, so a cast reads its tensor twice. *Delayed scaling* uses the amax of
 # earlier steps instead, which saves a pass. It fails when a tensor grows suddenly:
 
 # %%
@@ -296,7 +297,8 @@ for columns in (512, 128, 32):
 # | backward | dx = g W | g8, W8 |
 # | backward | dW = gᵀ x | g8, x8 |
 #
-# x8, W8 and g8 are FP8 casts. Which tensors should forward save for backward?
+# Here g is the gradient of y, and x8, W8 and g8 are FP8 casts. Which tensors should forward save
+# for backward?
 
 # %% [markdown]
 # Autograd would save x, 2 bytes per element in BF16. Only dW needs x, and its matmul uses x8. So
@@ -314,7 +316,7 @@ def multiply(a, b, dtype):
 
 # %% [markdown]
 # On a GPU, `torch._scaled_mm` multiplies the codes directly. `multiply` decodes them first, which
-# gives the same values on any machine, but no speed-up.
+# works on any machine but gives no speed-up. The results differ only by rounding in the sums.
 
 # %% [markdown]
 # ### Exercise 19.3: forward and backward in FP8
@@ -389,9 +391,9 @@ def measured(layer, x):
 torch.manual_seed(0)
 linear, x = nn.Linear(512, 256, bias=False), torch.randn(64, 512)
 exact, _ = measured(linear, x)
-LAYERS = {"BF16": nn.Linear(512, 256, bias=False).bfloat16(), "FP8": FP8Linear(linear).bfloat16()}
-LAYERS["BF16"].weight = linear.weight
-linear.weight.grad = None
+in_bf16 = nn.Linear(512, 256, bias=False, dtype=torch.bfloat16)
+in_bf16.load_state_dict(linear.state_dict())
+LAYERS = {"BF16": in_bf16, "FP8": FP8Linear(in_bf16)}
 for name, layer in LAYERS.items():
     found, left = measured(layer, x.bfloat16())
     layer.weight.grad = None
@@ -415,7 +417,8 @@ for name, layer in LAYERS.items():
 #
 # About 10 minutes. Query, key and value read one norm's output (tokens × C); gate and up read
 # another's. The output layer reads attention's output (tokens × Q), which attention saves anyway.
-# `down` reads (tokens × F). Return the bytes that the linear layers **add**:
+# `down` reads (tokens × F). Return the bytes that the linear layers **add** in one `way`, an
+# integer. The layers save
 #
 # - `"bf16"`: the tensors themselves, in bfloat16
 # - `"own"`: an FP8 copy for each of the seven layers

@@ -432,7 +432,7 @@ def test_the_lessons_tables_are_predicted(name):
 
 @pytest.mark.slow
 def test_two_blocks_and_all_blocks_give_the_same_peak():
-    step, stated = ROWS["7B the usual call, a plain loop"]
+    step, stated = ROWS["7B a plain loop"]
     whole = memlab.predict(partial(qlora_step, *step))
     assert (whole.allocated_bytes, whole.reserved_bytes) == (stated.allocated, stated.reserved)
     assert predicted(*step) == (whole.allocated_bytes, whole.at_peak)

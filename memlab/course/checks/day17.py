@@ -735,7 +735,7 @@ _MATMUL = Exercise(
     ),
 )
 
-# ------------------------------------------------------------- 17.5: memory before the first token
+# ------------------------------------------------------------------ 17.5: fixed memory
 
 Held = Callable[[Sequence[tuple[int, int]], int, int, bool], dict[str, int]]
 
@@ -783,7 +783,7 @@ return {
 
 _HELD = Exercise(
     id="17.5",
-    title="Memory before the first token",
+    title="Fixed memory",
     minutes=10,
     difficulty=2,
     hints=(
