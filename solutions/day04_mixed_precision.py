@@ -18,8 +18,8 @@
 # %% [markdown]
 # ## The question
 #
-# Yesterday's step (124M weights, one sequence of 640 tokens at a time) needs 2.66 GiB, all in
-# float32. Common advice says: *turn on mixed precision, it halves the memory*. It is one line
+# Yesterday's step (124M weights, eight sequences of 640 tokens, one at a time) needs 2.66 GiB, all
+# in float32. Common advice says: *turn on mixed precision, it halves the memory*. It is one line
 # around the forward pass: under `torch.autocast`, matmuls run in bfloat16 (2 bytes per element),
 # and sensitive operations stay in float32.
 #
@@ -186,7 +186,7 @@ for name in formats:
 # - Adam has a 4-byte counter per tensor: 9 tensors per block, and 2 outside (3 if untied).
 # - Autocast casts the weights used in matmuls.
 # - It does not cast the norms: C weights each, 2 per block and 1 at the end.
-# - It casts the embedding (V × C) only if `config.tied`, because it then also computes the logits.
+# - It casts the embedding (V × C) only if `config.tied`: a tied embedding also computes the logits.
 
 
 # %%
@@ -280,8 +280,8 @@ for policy in ("autocast", "bfloat16"):
 
 # %% [markdown]
 # Only `"bfloat16"` halves weights, gradients and moments. `"master"` halves only the gradients and
-# adds the copy: 16 bytes again. During the step the master weights' gradients are float32, so
-# `"master"` reaches 18 bytes, as `"master32"` does. Autocast halves none of the three.
+# adds the copy: 16 bytes again. Its optimizer step casts the gradients to float32, so it reaches 18
+# bytes, as `"master32"` does. Autocast halves none of the three.
 #
 # Activations don't halve here. Autocast keeps norms, residual sums and log-probabilities in
 # float32. And the CPU's norm saves a float32 version of its bfloat16 input. CUDA's norm does not
@@ -352,7 +352,7 @@ logits = model(many)
 loss = F.cross_entropy(logits.flatten(0, 1), their_targets.flatten())
 logit_gradients = torch.autograd.grad(loss, logits)[0].flatten()
 zero, scaled_zero = share_of_zeros(logit_gradients), share_of_zeros(logit_gradients * 2**16)
-reveal("4.2", zero_percent=50 * round(2 * zero))  # rounded to 50%: it depends on the CPU
+reveal("4.2", zero_percent=50 * round(2 * zero))  # to a multiple of 50%: CPUs differ
 print(f"times 2¹⁶, less than 0.1% are zero: {scaled_zero < 0.001}")
 
 # %%
@@ -376,8 +376,8 @@ _ = panels[1].set_xlabel("log₂ of the magnitude")
 
 # %% [markdown]
 # Below 2⁻²⁵ float16 rounds to zero. From there to 2⁻¹⁴ its values are *subnormal*: their spacing is
-# always 2⁻²⁴, so small values have fewer significant digits. (The measured percentage is rounded,
-# because CPUs differ slightly.) An element rounded to zero here never reaches a weight.
+# always 2⁻²⁴, so small values have fewer significant digits. (The measured percentage is rounded to
+# a multiple of 50%, because CPUs differ.) An element that is zero here never reaches a weight.
 #
 # The remedy is **loss scaling**. By the chain rule, multiplying the loss by 2¹⁶ multiplies all
 # gradients by 2¹⁶, and float16 has room for larger values. Then divide the gradients by 2¹⁶ in
@@ -406,17 +406,16 @@ print(f"error of bfloat16 below 2%: {brain < 0.02}, above scaled float16's: {bra
 # %% [markdown]
 # ### Exercise 4.2: a loss scaler
 #
-# About 20 minutes. Too large a scale makes gradients inf or nan. `train` returns whether it
-# stepped:
+# About 20 minutes. Too large a scale makes gradients inf or nan. `fine_steps` counts steps since
+# `scale` changed. `train` returns whether it stepped:
 #
-# 1. Clear old gradients; run backward on each scaled loss.
-# 2. If all groups' gradients are finite: divide, clip to `max_norm`, step.
+# 1. Clear gradients; run backward on each scaled loss.
+# 2. If all groups' gradients are finite: divide, clip to `max_norm`, step, `fine_steps` + 1.
 # 3. Otherwise: no step, scale × ½, `fine_steps` = 0.
-# 4. If `fine_steps` (steps in a row) is `interval`: scale × 2, at most 2¹²⁷; `fine_steps` = 0.
+# 4. If `fine_steps` is `interval`: scale × 2, at most 2¹²⁷; `fine_steps` = 0.
 #
 # `losses` is any iterable. Weights: `group["params"]` for each `group` of `optimizer.param_groups`.
-# Hold one micro-batch's graph at a time and no gradient copies. Call no private function
-# (`torch._…`).
+# Hold one micro-batch's graph at a time. Copy no gradients. No private `torch._…`.
 
 
 # %%
@@ -479,9 +478,9 @@ print(f"steps were skipped: {not all(stepped)}; the scale grew again: {scales[-1
 print(f"the loss went down: {half_losses[-1] < half_losses[0]}")
 
 # %% [markdown]
-# While the scale falls, no step is taken. Later, growing the scale sometimes costs a skipped step.
-# Torch's scaler has no lower limit: if the loss itself is nan, the scale halves down to 0.0, and
-# nothing is trained, without an error. `memlab.precision.LossScaler` raises an error.
+# Each overflow skips a step, first because the scale starts too high, later because it grows too
+# far. Torch's scaler has no lower limit: if the loss itself is nan, the scale halves down to 0.0,
+# and nothing is trained, without an error. `memlab.precision.LossScaler` raises an error.
 #
 # bfloat16 needs no scaler, because it has float32's range. But it lacks precision.
 
@@ -509,7 +508,7 @@ print(f"0.999 · 1.5 = {(0.999 * (1.5 * one)).item()}")
 #
 # - Draw random numbers from `generator` only, one per element.
 # - inf and nan stay unchanged. Do not change `numbers`.
-# - Use at most 24 bytes per element, and no 8-byte dtype.
+# - Use at most 24 bytes per element besides `numbers`, and no 8-byte dtype.
 
 
 # %%
@@ -775,8 +774,9 @@ verdict(
     "13a",
     abs(cuda_share - 0.5) < 0.01 and gradients_16 == 0.5,
     f"bfloat16 weights: gradients {gradients_16:.2f} ×, activations {activations_16:.2f} × (CPU) "
-    f"and {cuda_share:.2f} × (predicted for CUDA); autocast: {gradients_autocast:.2f} × and "
-    f"{activations_autocast:.2f} × (CPU), and casts: yesterday's peak {grown:+.1%}",
+    f"and {cuda_share:.2f} × (predicted for CUDA); autocast: gradients {gradients_autocast:.2f} ×, "
+    f"activations {activations_autocast:.2f} × (CPU), and casts; yesterday's step under autocast: "
+    f"peak {grown:+.1%}",
     condition="for 16-bit weights on CUDA; autocast keeps gradients in float32, and adds casts",
 )
 
@@ -822,8 +822,9 @@ close = reached["bfloat16, stochastic"] < reached["float32"] + 0.02
 verdict(
     "13d",
     gap < 0.02,
-    f"16 bytes per weight in float32, 8 in bfloat16; over a quarter of the weights never changed: "
-    f"{lost > 0.25}; loss over 0.02 nats higher: {gap > 0.02}; stochastic within 0.02: {close}",
+    f"16 bytes per weight in float32, 8 in bfloat16; round to nearest: over a quarter of weights "
+    f"never changed: {lost > 0.25}, loss over 0.02 nats higher: {gap > 0.02}; stochastic rounding "
+    f"within 0.02: {close}",
     otherwise="updates below bfloat16's precision are lost; use stochastic rounding (8 bytes per "
     "weight) or master weights (16)",
 )
@@ -833,7 +834,7 @@ by_scale = in_bfloat16, weight_gradients(torch.bfloat16, 2.0**16)
 verdict(
     "14a",
     not torch.equal(*by_scale),
-    f"gradients with scale 2¹⁶ and without equal bit for bit: {torch.equal(*by_scale)}",
+    f"gradients equal bit for bit with scale 2¹⁶ and without: {torch.equal(*by_scale)}",
     otherwise="bfloat16 has float32's range, so a scaler only skips steps with inf or nan",
 )
 

@@ -18,10 +18,10 @@
 # %% [markdown]
 # ## The question
 #
-# Yesterday you checkpointed every block, so every block ran twice. To recompute less, a guide
-# says: *checkpoint every other layer*. This advice treats a block as one unit. But a block has
-# dozens of operators. A matmul needs many operations and a norm almost none, yet their outputs are
-# equally large.
+# Yesterday you checkpointed every block, so every block ran twice. To recompute less, the guide
+# under *Sources* says: *checkpoint every other layer*. This advice treats a block as one unit. But
+# a block has dozens of operators. A matmul needs many operations and a norm almost none, yet their
+# outputs are equally large.
 
 # %%
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ from functools import cache, partial
 import matplotlib.pyplot as plt
 import torch
 from torch import nn
-from torch.utils import checkpoint as torchs
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memlab
@@ -232,7 +232,7 @@ def loss_of():
 
 def by_torch():
     x = model.embedding(tokens)
-    x = torchs.checkpoint_sequential(model.blocks, 3, x, use_reentrant=False)
+    x = torch_checkpoint.checkpoint_sequential(model.blocks, 3, x, use_reentrant=False)
     return model.loss(model.norm(x), model.unembedding_weight, targets)
 
 
@@ -297,12 +297,12 @@ print(f"torch's checkpoint_sequential has the peak and operations of this schedu
 # | `chain.rerun(i, k)` | operations of running i … k−1 again |
 # | `chain.in_all(peak)` | the peak with weights and embedding, to compare with a budget |
 #
-# The best schedule of a range depends on the bytes left in the budget. So keep every choice that no
-# other choice beats in *both* bytes and operations.
+# The best schedule of a range depends on the bytes left in the budget. So keep the **Pareto
+# front**: drop a choice if another one needs no more bytes and reruns no more operations.
 
 
 # %%
-def unbeaten(choices):
+def pareto_front(choices):
     """Sort (bytes, again, how) by bytes; keep each that reruns less than all before it."""
     best = []
     for choice in sorted(choices, key=lambda choice: choice[:2]):
@@ -311,14 +311,14 @@ def unbeaten(choices):
     return best
 
 
-print(unbeaten([(10, 5, "a"), (8, 7, "b"), (12, 5, "c"), (9, 9, "d")]))
+print(pareto_front([(10, 5, "a"), (8, 7, "b"), (12, 5, "c"), (9, 9, "d")]))
 
 # %% [markdown]
 # ### Exercise 6.2: the best schedule within a budget
 #
-# About 20 minutes. `choices(i, j)` returns the unbeaten (peak, again, schedule) of the stages i …
-# j. Write the lines that fill the list `found`. The lines below return the last choice of the whole
-# chain that fits the budget, or None.
+# About 20 minutes. `choices(i, j)` returns the Pareto front of the stages i … j, a list of (peak,
+# again, schedule). Write the lines that fill the list `found`. The lines below return the last
+# choice of the whole chain that fits the budget, or None.
 
 
 # %%
@@ -339,7 +339,7 @@ def best_schedule(chain, budget_bytes):
                 peak = chain.if_segment(i, k, j, own[0], rest[0])
                 found.append((peak, chain.rerun(i, k) + own[1] + rest[1], (own[2], *rest[2])))
         ### END SOLUTION
-        return unbeaten(found)
+        return pareto_front(found)
 
     fitting = [c for c in choices(0, len(chain.stages)) if chain.in_all(c[0]) <= budget_bytes]
     return fitting[-1][2][:-1] if fitting else None  # without the loss
@@ -350,7 +350,7 @@ best_schedule = exercise("6.2", best_schedule)
 
 # %% [markdown]
 # Try three budgets and measure each schedule. The last column compares it with the library's
-# `tradeoffs`, which returns all unbeaten schedules, the **Pareto front**.
+# `tradeoffs`, which returns the Pareto front of the whole chain.
 
 # %%
 front = checkpointing.tradeoffs(chain)
@@ -422,11 +422,11 @@ def keeping(chosen, block, x):
 # %% [markdown]
 # ### Exercise 6.3: keep the outputs of chosen operators
 #
-# About 15 minutes. In the first run, store the output of each operator in `self.chosen` in
-# `self.kept`. In the second run, remove and return it, without running the operator. An output may
-# be a tuple (attention returns two tensors): `torch.utils._pytree.tree_map_only(torch.Tensor, f,
-# output)` applies f to each tensor. Autograd attaches its graph to the tensor that you return, so
-# store a *detached* one.
+# About 15 minutes. In the first run, append the output of each *chosen* operator (in `self.chosen`)
+# to `self.kept`. In the second run, remove and return this output, without running the operator. An
+# output may be a tuple (attention returns two tensors):
+# `torch.utils._pytree.tree_map_only(torch.Tensor, f, output)` applies f to each tensor. Autograd
+# attaches its graph to the tensor that you return, so store a *detached* one.
 
 
 # %%
@@ -462,8 +462,8 @@ EXPENSIVE = MATMULS | ATTENTION
 
 
 def torch_selective(block, x):
-    contexts = partial(torchs.create_selective_checkpoint_contexts, list(EXPENSIVE))
-    return torchs.checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+    contexts = partial(torch_checkpoint.create_selective_checkpoint_contexts, list(EXPENSIVE))
+    return torch_checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
 
 def print_way(name, call):
@@ -529,7 +529,7 @@ for budget in (1.0, 0.5, 0.0):
 #
 # About 12 minutes. Each operator `o` has a number `o.number`, needs `o.bytes` if you keep its
 # output, and reruns `o.operations` if you do not. Return the set of numbers to keep: at most
-# `budget_bytes` in total, with the fewest operations rerun. You can use `unbeaten`. Trying all
+# `budget_bytes` in total, with the fewest operations rerun. You can use `pareto_front`. Trying all
 # sets is too slow: the nine blocks have 2⁶³.
 
 
@@ -544,7 +544,7 @@ def best_operators(operators, budget_bytes):
             for taken, again, numbers in choices
             if taken + o.bytes <= budget_bytes
         ]
-        choices = unbeaten(choices + with_it)
+        choices = pareto_front(choices + with_it)
     return choices[-1][2]
     ### END SOLUTION
 
@@ -601,10 +601,10 @@ picture(points, lines, "The same model, chosen block by block, and operator by o
 # saved. Keeping more bytes would spare only cheap operators: less time, but no fewer counted
 # operations.
 #
-# Choosing operators beats choosing blocks, except for the first MiB: spend it on the last block,
-# which is in memory in full anyway when backward starts. Only segments of several blocks need less
-# memory than "every block". (Flash attention, Day 10, uses recomputation inside one kernel: it
-# drops the scores and recomputes them.)
+# Above 6.5 MiB, choosing operators beats choosing blocks. Below, leave the last block plain: it is
+# in memory in full anyway when backward starts. Only segments of several blocks need less memory
+# than "every block". (Flash attention, Day 10, uses recomputation inside one kernel: it drops the
+# scores and recomputes them.)
 
 # %% [markdown]
 # ## The losses are identical
@@ -694,9 +694,9 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# A guide's table gives the memory saved and the compute added for checkpointing 0, 50 and 100 % of
-# the layers. Test it on the bill's model, 124M on 8 × 640 tokens in float32. Its twelve blocks are
-# equal, so measure one.
+# The guide's table gives the memory saved and the compute added for checkpointing 0, 50 and 100 %
+# of the layers. Test it on the bill's model, 124M on 8 × 640 tokens in float32. Its twelve blocks
+# are equal, so measure one.
 
 # %%
 config = PRESETS["124m"]

@@ -201,16 +201,17 @@ print(f"rounded up: {as_bfloat16(value, inf).item()}")
 # %% [markdown]
 # ### Exercise 7.1: quantize
 #
-# About 15 minutes. `groups` is float32 (groups, n), usually with n = 256. Return three tensors:
+# About 15 minutes. `groups` is float32 (groups, n), usually with n = 256. `levels` is the largest
+# code, 255 at 8 bits. Return three tensors:
 #
 # - `codes`: uint8 (groups, n), from 0 to `levels`;
 # - `smallest`: bfloat16 (groups, 1), rounded down;
 # - `step`: bfloat16 (groups, 1), rounded up. `levels` steps from the *rounded* `smallest` must
 #   reach the maximum.
 #
-# After `dequantize`, each element must be within half a step of the original. Round with the
-# argument `round`: `round(steps)`. Do not pass it 0 / 0: a group can be all zeros. Leave `groups`
-# unchanged.
+# After `dequantize`, each element must be within half a step of the original. Round the steps above
+# `smallest` with the argument `round`. Never pass it 0 / 0: a group can be all zeros. Leave
+# `groups` unchanged.
 
 
 # %%
@@ -232,8 +233,9 @@ quantize = exercise("7.1", quantize)
 # ## Why groups of 256
 #
 # Activations have outliers. A single 50 among values around 1 makes the steps coarse for every
-# element that shares its scale. A guide uses one scale for the whole tensor: `tensor.abs().max() /
-# 127`. Make one of the 49,152 elements an outlier, and measure the error of all other elements:
+# element that shares its scale. The guide under *Sources* uses one scale for the whole tensor:
+# `tensor.abs().max() / 127`. Make one of the 49,152 elements an outlier, and measure the error of
+# all other elements:
 
 # %%
 with_outlier = activations.clone()
@@ -375,7 +377,7 @@ print(unpack(torch.tensor([0b0010_0001, 0b0000_0011], dtype=torch.uint8), bits=4
 # About 8 minutes. `codes` is uint8 (n,), each code below 2 to the power of `bits` (8, 4 or 2).
 # Return uint8 (⌈n · bits / 8⌉,), so that `unpack` recovers the codes. (⌈ ⌉ rounds up.) The last
 # byte may be partly empty. Return a tensor with its own memory, of exactly this size: `codes` may
-# be a view of a longer tensor, which must be freed. Leave `codes` unchanged.
+# be a view of a longer tensor, and a view keeps all of it alive. Leave `codes` unchanged.
 
 
 # %%
@@ -462,9 +464,9 @@ print(f"… {len(listed)} tensors, {sum(tensor.nbytes for tensor in listed):,} b
 #
 # About 10 minutes. `saved` is a list like the one above; `weights` is `model.parameters()`: loop
 # over it once. Count each storage of `saved` **once**, in full, without weights. Return two byte
-# counts: uncompressed, and with `bits` per element in each *eligible* storage: its tensor requires
-# a gradient, and the *storage* has n ≥ 256 elements. It then needs ⌈n · bits / 8⌉ + 4 · ⌈n / 256⌉
-# bytes.
+# counts: uncompressed, and with *eligible* storages compressed. A storage is eligible if its tensor
+# requires a gradient and it has n ≥ 256 elements. Compressed, it needs ⌈n · bits / 8⌉ + 4 · ⌈n /
+# 256⌉ bytes.
 #
 # `tensor.untyped_storage()` returns the same object for all views of a storage. You can put it in
 # a set. It has `.nbytes()`; an element has `tensor.itemsize` bytes.
@@ -882,8 +884,9 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# A guide claims that INT8 activations save 50 %, and 70–80 % together with checkpointing. It does
-# not say 50 % of which memory. Test three: a block's activations, all activations, and the peak.
+# The guide under *Sources* claims that INT8 activations save 50 %, and 70–80 % together with
+# checkpointing. It does not say 50 % of which memory. Test three: a block's activations, all
+# activations, and the peak.
 
 
 # %%
@@ -918,8 +921,8 @@ def fewer(found, way):
 # %%
 of_small, of_seven = fewer(small, "in 8 bits"), fewer(seven, "in 8 bits")
 whole_step = (
-    f"of a step's activations and peak they save {of_small[0]:.0%} and {of_small[1]:.0%} (124M, "
-    f"float32), {of_seven[0]:.0%} and {of_seven[1]:.0%} (7B, bfloat16)"
+    f"{of_small[0]:.0%} of a step's activations and {of_small[1]:.0%} of its peak (124M, float32); "
+    f"{of_seven[0]:.0%} of its activations and {of_seven[1]:.0%} of its peak (7B, bfloat16)"
 )
 of_block = (
     f"8 bits save {less_than_16:.0%} of a block's bfloat16 activations (predicted for CUDA) and "
@@ -997,10 +1000,10 @@ print(f"12 blocks hold {format_bytes(12 * (plain_bytes - compressed_bytes))} les
 # With 8 bits and no recomputation, Day 4's peak of 1.61 GiB becomes 1.45 GiB. Yesterday's peak is
 # 1.37 GiB, but 16 % of all operations run again.
 #
-# This day's tests measure how many of the twelve blocks you can keep in 8 bits without raising this
-# peak: three. They spare 25 % of a full second run; keeping attention's outputs spares 15 %. But
-# the gradients of these blocks and of all earlier layers become inexact. **Tried, not used**: the
-# bill stays the same.
+# This day's tests measure how many of the twelve blocks you can keep in 8 bits without raising
+# yesterday's peak: three. This avoids 25 % of the operations that rerun with every block
+# checkpointed; keeping attention's outputs avoids 15 %. But the gradients of these blocks and of
+# all earlier layers become inexact. **Tried, not used**: the bill stays the same.
 
 # %%
 running_bill(7)

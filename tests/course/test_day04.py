@@ -159,7 +159,7 @@ def test_narrow_noise_is_not_called_round_to_nearest(width):
 
     verdict = judge(ROUND, narrow)
     assert verdict.status == WRONG
-    assert "wanted chance for every value" in verdict.text
+    assert "Wanted both ways for every value" in verdict.text
     assert "nearest" not in verdict.text
 
 

@@ -36,7 +36,7 @@ from memlab.train import combined, dry_trace
 from memlab.units import format_bytes
 
 WHAT_IT_TAKES, BEST_SCHEDULE, CHOOSING, BEST_OPERATORS = days.day(6).exercises
-unbeaten = given(6, "unbeaten")
+pareto_front = given(6, "pareto_front")
 
 
 # ------------------------------------------------------------------ other right answers
@@ -78,7 +78,7 @@ def bottom_up(chain, budget_bytes):
                     for peak, again, rest in table[k, j]:
                         takes = chain.if_segment(i, k, j, own, peak)
                         found[takes, own_again + again + chain.rerun(i, k)] = (inside, *rest)
-            table[i, j] = unbeaten((*takes, how) for takes, how in found.items())
+            table[i, j] = pareto_front((*takes, how) for takes, how in found.items())
     fitting = [c for c in table[0, stages] if chain.in_all(c[0]) <= budget_bytes]
     return min(fitting, key=lambda c: c[1])[2][:-1] if fitting else None
 
@@ -169,7 +169,7 @@ def of_all_sets(operators, budget_bytes):
     ("exercise", "answer", "said"),
     [
         (BEST_SCHEDULE, with_the_librarys_search, "The check's chain has only stages, if_last"),
-        (BEST_OPERATORS, of_all_sets, "drop the beaten ones"),
+        (BEST_OPERATORS, of_all_sets, "drop the dominated ones"),
     ],
 )
 def test_an_answer_written_differently_gets_the_same_remark(exercise, answer, said):
@@ -184,7 +184,7 @@ def test_a_missing_return_is_suggested_only_if_every_budget_gave_none(answer):
     assert suggested == (answer(None, 0) is None)
 
 
-def test_dropping_beaten_choices_needs_fewer_than_5000_additions(monkeypatch):
+def test_dropping_dominated_choices_needs_fewer_than_5000_additions(monkeypatch):
     """The check's message says so."""
     monkeypatch.setattr(day06, "MOST_ADDITIONS", 4_999)
     assert judge(BEST_OPERATORS, BEST_OPERATORS.reference).status == OK
@@ -253,12 +253,12 @@ REFUSED = [
     (
         "6.4",
         "a hundred choices",
-        ("unbeaten(choices + with_it)", "unbeaten(choices + with_it)[-100:]"),
+        ("pareto_front(choices + with_it)", "pareto_front(choices + with_it)[-100:]"),
     ),
     (
         "6.4",
         "a few hundred choices",
-        ("unbeaten(choices + with_it)", "unbeaten(choices + with_it)[:500]"),
+        ("pareto_front(choices + with_it)", "pareto_front(choices + with_it)[:500]"),
     ),
     ("6.4", "each number twice", ("return choices[-1][2]", "return 2 * sorted(choices[-1][2])")),
     (
@@ -394,7 +394,7 @@ def of_several_parts(start, end):
 @pytest.mark.parametrize(("stages", "seed"), sorted({budget[:2] for budget in day06._BUDGETS}))
 def test_the_checks_best_schedules_are_the_best_by_brute_force(stages, seed):
     chain = random_chain(stages, seed)
-    tried = unbeaten(
+    tried = pareto_front(
         (predicted_peak_bytes(s, chain), recomputed(s, chain), s) for s in every_schedule(0, stages)
     )
     assert [(peak, again) for peak, again, _ in tried] == [

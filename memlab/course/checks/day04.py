@@ -379,7 +379,7 @@ _SCALER = Exercise(
         "(or none), the new scale. Only the first runs for each micro-batch.",
         "The gradients are weight.grad of each weight in group['params'], for each group in "
         "optimizer.param_groups; some are None. A gradient is finite if isfinite().all(). If all "
-        "are, divide first and clip then. The scale halves after an overflow and doubles after "
+        "are, divide first, then clip. The scale halves after an overflow and doubles after "
         "`interval` fine steps in a row; both reset fine_steps.",
         "zero_grad(); for loss in losses: (loss * self.scale).backward(). If all gradients are "
         "finite: grad /= self.scale, clip, step, fine_steps += 1. What happens to the scale and to "
@@ -547,7 +547,7 @@ def _share_away(answer: Round, value: float) -> tuple[float, float]:
     precise = torch.full((DRAWS // SEEDS,), value)
     below, above = _neighbours(precise[0])
     drawn = [_rounded(answer, precise.clone(), seed) for seed in range(SEEDS)]
-    case = f"stochastic_round of {len(precise):,} times {value:g}"
+    case = f"stochastic_round of {len(precise):,} elements of {value:g}"
     is_tensor(case, drawn[0], dtype=torch.bfloat16, shape=tuple(precise.shape))
     rounded = torch.cat(drawn).double()
     others = rounded[(rounded != below) & (rounded != above)]
@@ -588,9 +588,9 @@ def _require_chance(values: Sequence[float], shares: list[tuple[float, float]]) 
     others = [f"{value:.7g}" for value, (share, _) in pairs if share not in (0, 1)]
     require(
         not (always and others),
-        f"stochastic_round of {', '.join(always)} went the same way in all {DRAWS:,} draws, and of "
-        f"{', '.join(others)} at random; wanted chance for every value between two bfloat16 "
-        f"values.",
+        f"stochastic_round of {', '.join(always)} went the same way in all {DRAWS:,} draws; "
+        f"{', '.join(others)} went both ways. Wanted both ways for every value between two "
+        f"bfloat16 values.",
     )
 
 

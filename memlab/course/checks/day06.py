@@ -241,13 +241,18 @@ def _cases() -> tuple[tuple[str, Chain, int, Schedule | None], ...]:
     cases += [(long_chain, peak) for peak, *_ in tradeoffs(long_chain)[::6]]
     return tuple(
         (
-            f"best_schedule(a chain of {len(chain.stages)}, {budget:,} bytes)",
+            f"best_schedule(chain of {_counted_stages(chain)}, {budget:,} bytes)",
             chain,
             budget,
             _best_of(tradeoffs(chain), budget),
         )
         for chain, budget in cases
     )
+
+
+def _counted_stages(chain: Chain) -> str:
+    stages = len(chain.stages)
+    return f"{stages} stage{'s' * (stages > 1)}"
 
 
 def _best_of(front: list[Tradeoff], budget: int) -> Schedule | None:
@@ -670,9 +675,9 @@ _CHOOSING = Exercise(
     hints=(
         "Every operator of the block goes through __torch_dispatch__, in both runs and in the same "
         "order. Which run has to store outputs, and which has to return them?",
-        "First run: made = func(*args, **(kwargs or {})). If func is chosen, append a detached "
-        "copy of made to self.kept. Return made. Second run: don't run a chosen func; return the "
-        "first element of self.kept. Run every other operator in both runs.",
+        "First run: made = func(*args, **(kwargs or {})). If func is chosen, append made to "
+        "self.kept, detached. Return made. Second run: don't run a chosen func; return the first "
+        "element of self.kept. Run every other operator in both runs.",
         "if self.is_second and func in self.chosen: return self.kept.pop(0); made = func(*args, "
         "**(kwargs or {})); detached = torch.utils._pytree.tree_map_only(torch.Tensor, "
         "torch.Tensor.detach, made). Append it if func is chosen. Which tensor do you return?",
@@ -748,7 +753,7 @@ def _many(count: int, seed: int) -> list[Operator]:
 
 
 def _nearly_equal_value(count: int) -> list[Operator]:
-    """Operations per byte are nearly equal, so a thousand choices are unbeaten. A search that
+    """Operations per byte are nearly equal, so a Pareto front has a thousand choices. A search that
     continues with only some of them misses the best choice."""
     rng = random.Random(0)
     sizes = [rng.randint(1_000, 9_999) for _ in range(count)]
@@ -773,7 +778,9 @@ _KNAPSACKS: tuple[tuple[list[Operator], int], ...] = (
     (_operators((0, 5), (7, 1)), 0),
     (_operators(), 10),
 )
-MOST_ADDITIONS = 100_000  # all 2²⁰ sets need at least one each; without beaten sets, 2,000 suffice
+MOST_ADDITIONS = (
+    100_000  # all 2²⁰ sets need at least one each; without dominated sets, 2,000 suffice
+)
 
 
 def _check_best_operators(answer: BestOperators) -> str:
@@ -883,7 +890,7 @@ def _every_sum_within(operators: Sequence[Operator], budget: int) -> Iterator[in
             yield sum(o.operations for o in kept)
 
 
-_LOOP, _UNBEATEN = "    for o in operators:\n", "unbeaten(choices + with_it)"
+_LOOP, _FRONT = "    for o in operators:\n", "pareto_front(choices + with_it)"
 _TAKEN, _LAST = "taken + o.bytes", "choices[-1][2]"
 
 
@@ -911,11 +918,11 @@ _BEST_OPERATORS = Exercise(
         "and without it. What keeps the list from doubling each time?",
         "A choice is (bytes, operations that still rerun, numbers); the first one is (0, all "
         "operations, frozenset()). Keeping an operator adds bytes and removes operations. Drop "
-        "choices over the budget; unbeaten() drops the beaten ones.",
+        "choices over the budget; pareto_front() drops the dominated ones.",
         "for o in operators: with_it = [(taken + o.bytes, again - o.operations, numbers | "
         "{o.number}) for taken, again, numbers in choices if taken + o.bytes <= budget_bytes]; "
-        "choices = unbeaten(choices + with_it). Which of the remaining choices reruns the fewest "
-        "operations?",
+        "choices = pareto_front(choices + with_it). Which of the remaining choices reruns the "
+        "fewest operations?",
     ),
     reference=solution("6.4"),
     check=_check_best_operators,
@@ -950,9 +957,9 @@ _BEST_OPERATORS = Exercise(
             ("{o.number}", "{position}"),
         ),
         (
-            "Each operator doubles the number of choices: drop the beaten ones with unbeaten() "
-            "after each operator.",
-            (_UNBEATEN, "choices + with_it"),
+            "Each operator doubles the number of choices: drop the dominated ones with "
+            "pareto_front() after each operator.",
+            (_FRONT, "choices + with_it"),
             (_LAST, "min(choices, key=lambda choice: choice[1])[2]"),
         ),
         (

@@ -70,7 +70,7 @@ _QUANTIZED: dict[str, tuple[Tensor, int]] = {  # groups and levels
     "a group from -70,000 to 80,000": (_groups((-7e4, 8e4)), 255),
     "a group of zeros": (torch.zeros(1, GROUP), 255),
     "a group of 256 ones": (torch.ones(1, GROUP), 255),
-    "a group of 256 times 0.1": (torch.full((1, GROUP), 0.1), 255),
+    "a group of 256 elements of 0.1": (torch.full((1, GROUP), 0.1), 255),
     "3 groups, from -5.3 to -2.9, all 0, and all 0.1": (
         _groups((-5.3, -2.9), (0, 0), (0.1, 0.1)),
         3,
@@ -313,7 +313,7 @@ def _check_stochastic_round(answer: StochasticRound) -> str:
     off = {value: mean for value, mean in means.items() if abs(mean - value) >= CLOSE}
     require(
         not off,
-        f"{_CASE} of {DRAWS:,} times {_listed(off)} has a mean of about "
+        f"{_CASE} of {DRAWS:,} elements of {_listed(off)} has a mean of about "
         f"{_listed(f'{mean:.1f}' for mean in off.values())}; wanted the value itself.",
     )
     _mean(answer, 4.0, seed=_SEED_WITH_A_ZERO)
@@ -355,7 +355,7 @@ def _require_draws_differ_within_a_call(answer: StochasticRound) -> None:
     found = sorted({value for values in calls for value in values.tolist()})
     require(
         len(found) == 1 or max(map(len, calls)) > 1,
-        f"{_CASE} of {DRAWS:,} times 2.5 rounds all elements of a call the same way: {found[0]:g} "
+        f"{_CASE} of {DRAWS:,} elements of 2.5 rounds all of them the same way: {found[0]:g} "
         f"in one call, {found[-1]:g} in another.",
     )
 
@@ -385,8 +385,8 @@ def _require_fine_draws(answer: StochasticRound) -> None:
         found = int((answer(torch.full((2**22,), value), _seeded(5)) != likely).sum())
         require(
             abs(found - 256) < 128,  # 8 standard deviations
-            f"{_CASE} of 4,194,304 times {value:.6f} rounds {found:,} of them {words}; wanted "
-            f"about 256. Are the draws as fine as float32?",
+            f"{_CASE} of 4,194,304 elements of {value:.6f} rounds {found:,} of them {words}; "
+            f"wanted about 256. Are the draws as fine as float32?",
             evidence=("coarse draws", value),
         )
 
@@ -638,7 +638,9 @@ def _check_bytes_kept(answer: BytesKept) -> str:
             equal(case, got, bytes_kept(tensors, weights, bits))
     seen = _saved_by(layer := _GatedLayer())
     before, after = bytes_kept(seen, layer.parameters(), 8)
-    case = f"bytes_kept of {len(seen)} tensors of a layer with index, mask and halves, at 8 bits"
+    case = (
+        f"bytes_kept of {len(seen)} tensors of a layer with an index, a mask and views, at 8 bits"
+    )
     equal(case, answer(seen, layer.parameters(), 8), (before, after))
     return f"{2 * len(cases) + 1} cases · in the last, {before:,} bytes become {after:,}"
 
@@ -755,7 +757,7 @@ Decompress = Callable[[Any], Tensor]
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 MakeHooks = Callable[[Iterable[Tensor], Compress, Decompress], Hooks]
 ROWS, WIDTH = 600, 16
-_LAYER = "hooks around a layer with index, mask and halves"
+_LAYER = "hooks around a layer with an index, a mask and views"
 
 
 class _GatedLayer(nn.Module):
@@ -906,7 +908,7 @@ def _require_held(answer: MakeHooks, plain: _HooksRun, held: int, allowed: int) 
         require(
             off < 1e-5,
             f"{_LAYER}, with a decompress that returns {name}: gradients are {off:.1%} off from "
-            f"the gradients of these values.",
+            f"the gradients that these values give.",
         )
     require(
         left == 0, f"{_LAYER} leave {left:,} bytes alive after the output is deleted; wanted none."
