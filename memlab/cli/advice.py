@@ -13,22 +13,20 @@ from memlab.allocator.capacity import needed_bytes
 from memlab.cli import terminal
 from memlab.cli.errors import error_summary
 from memlab.scripts.changes import (
-    CHANGES,
     FSDP,
     Change,
     NotPossibleError,
-    chunked_loss,
-    logits_bytes,
+    changes_for,
     sharded_bytes,
     together,
 )
+from memlab.scripts.late_logits import OtherUseError
 from memlab.scripts.launch import Launch
 from memlab.scripts.ranks import run_ranks
 from memlab.scripts.running import Outcome
 from memlab.trace import Trace
 from memlab.units import format_bytes, paragraph
 
-NOTABLE_LOGITS = 0.1  # of the peak
 NOTABLE_SHARDS = 0.9  # of the peak, on each of 8 GPUs
 _WITH_THE_BATCH = ("inputs", "activations", "forward_temporaries", "backward_temporaries")
 NEEDS = (
@@ -37,9 +35,9 @@ NEEDS = (
 )
 
 
-def _announce_changes(seconds: float) -> None:
+def _announce_changes(count: int, seconds: float) -> None:
     """Say how long the changes take before they are tried."""
-    count = f"{len(CHANGES)} changes, about {max(1, round(seconds))} s for each"
+    count = f"{count} changes, about {max(1, round(seconds))} s for each"
     print(f"memlab: trying {count}; --no-advice leaves them out", file=sys.stderr, flush=True)
 
 
@@ -56,8 +54,9 @@ def show_advice(
     Returns the traces by the names of the changes.
     """
     assert plain.trace is not None
-    _announce_changes(seconds)
-    traces, reasons, helpful = _tried(launch, settings, plain)
+    changes = changes_for(settings.get("device") or "cuda")
+    _announce_changes(len(changes), seconds)
+    traces, reasons, helpful = _tried(launch, settings, plain, changes)
     terminal.echo("\neach change, predicted:\n")
     needed = {} if budget is None else {n: needed_bytes(t, budget) for n, t in traces.items()}
     terminal.show_table(_advice_table(traces, needed, budget))
@@ -67,11 +66,7 @@ def show_advice(
         terminal.echo(paragraph(f"not tried: {reason}"))
     terminal.echo(paragraph(_smaller_batch(traces, needed, budget)))
     for change in helpful:
-        _show_code(change.name, change.lines(plain.framework))
-    logits = logits_bytes(plain.trace, plain.models)
-    if logits > NOTABLE_LOGITS * plain.trace.peak_bytes:
-        name = f"chunked loss: logits and their gradients use {format_bytes(logits)}"
-        _show_code(name, chunked_loss(plain.framework, plain.models))
+        _show_code(change.name, change.lines(plain.framework, plain.models))
     _show_sharding(plain)
     return {name: trace for name, trace in traces.items() if trace is not plain.trace}
 
@@ -109,7 +104,7 @@ def _show_sharding(plain: Outcome) -> None:
 
 
 def _tried(
-    launch: Launch, settings: dict[str, Any], plain: Outcome
+    launch: Launch, settings: dict[str, Any], plain: Outcome, changes: Sequence[Change]
 ) -> tuple[dict[str, Trace], list[str], list[Change]]:
     """Predict the script with each change, then with the two, three, … that save most.
 
@@ -121,7 +116,7 @@ def _tried(
     def attempt(change: Change) -> None:
         try:
             traces[change.name] = _changed(launch, settings, plain, change)
-        except NotPossibleError as error:
+        except (NotPossibleError, OtherUseError) as error:
             reasons.append(f"{change.name}: {error}")
         except Exception as error:  # a change may not suit the model
             reasons.append(f"{change.name}: {error_summary(error)}")
@@ -129,10 +124,10 @@ def _tried(
     def allocated(change: Change) -> int:
         return traces.get(change.name, plain.trace).allocated_bytes
 
-    for change in CHANGES:
+    for change in changes:
         attempt(change)
     helpful = sorted(
-        (change for change in CHANGES if allocated(change) < plain.trace.allocated_bytes),
+        (change for change in changes if allocated(change) < plain.trace.allocated_bytes),
         key=allocated,
     )
     for count in range(2, len(helpful) + 1):

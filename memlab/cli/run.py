@@ -77,9 +77,9 @@ def run_script(wanted: Wanted) -> int:
     terminal.echo("")
     if len(outcomes) > 1:
         show_ranks(outcomes)
+    status = 0 if memory is None else _show_verdict(trace, memory, target)
     _show_peak(trace, None if wanted.real else target)
     show_transfers(outcome, launch.ranks or outcome.ranks or 1)
-    status = 0 if memory is None else _show_verdict(trace, memory, target)
     changed: dict[str, Trace] = {}
     if wanted.advise or (wanted.advise is None and status):
         budget = None if memory is None else budget_bytes(memory, target)
@@ -285,15 +285,17 @@ def _show_largest(named: Iterator[tuple[str, Event]]) -> None:
 
 
 def _show_verdict(trace: Trace, memory: Memory, target: str) -> int:
+    """Print the answer first: how much the step needs, of how much."""
     budget = budget_bytes(memory, target)
-    needed = needed_bytes(trace, budget)
-    terminal.echo(f"\n{paragraph(room(memory, target))}")
-    left, needs = budget - needed, f"it needs {format_bytes(needed)}"
+    left = budget - (needed := needed_bytes(trace, budget))
+    needs = f"it needs {format_bytes(needed)}"
+    terminal.echo(paragraph(room(memory, target)))
     if left >= 0:
         terminal.echo(f"{needs}: it fits, {format_bytes(left)} are left")
         terminal.echo("not included: an evaluation after this step; --steps N goes on to step N")
         if (trace.reserved_bytes or 0) > budget:
             terminal.echo(paragraph(EMPTIES_CACHE))
-        return 0
-    terminal.echo(f"{needs}: it does not fit, {format_bytes(-left)} are lacking")
-    return 1
+    else:
+        terminal.echo(f"{needs}: it does not fit, {format_bytes(-left)} are lacking")
+    terminal.echo("")
+    return int(left < 0)

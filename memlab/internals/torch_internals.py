@@ -19,7 +19,14 @@ from torch import _pad_packed_sequence as unpacking_operator
 from torch import _scaled_mm as scaled_mm
 from torch import _subclasses as subclasses
 from torch import _utils as torch_utils
-from torch._C import DisableTorchFunction, DispatchKey, DispatchKeySet, StorageBase, TensorBase
+from torch._C import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    DispatchKey,
+    DispatchKeySet,
+    StorageBase,
+    TensorBase,
+)
 from torch._C import PyTorchFileWriter as ArchiveWriter
 from torch._C import _AutoDispatchBelowAutograd as AutoDispatchBelowAutograd
 from torch._C import _current_autograd_node as current_autograd_node
@@ -84,6 +91,11 @@ GUARDS = "torch._C._dynamo.guards"  # provides generated code's allocation funct
 def in_backward() -> bool:
     """Return whether this thread is running a backward pass."""
     return current_graph_task_id() != -1
+
+
+def top_saved_tensors_hooks() -> Any:
+    """Return the innermost active pair of `saved_tensors_hooks`, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def when_backward_ends(do: Callable[[], None]) -> None:

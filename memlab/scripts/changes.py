@@ -6,14 +6,14 @@ framework that runs the script's loop.
 
     LoRA             of peft, in a model of transformers with weights from a file
     checkpointing    transformers' own, or around each layer of a list
-    autocast         the forward pass in bfloat16
+    autocast         the forward pass in bfloat16, or in float16 on GPUs that emulate bfloat16
+    chunked loss     the logits and their cross-entropy, in chunks of tokens
     8-bit optimizer  in place of Adam and AdamW
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from memlab.configs.targets import find_target
+from memlab.internals.torch_internals import top_saved_tensors_hooks
 from memlab.metering.frames import frames
 from memlab.optim import Adam8bit
 from memlab.planner.outside import (
@@ -31,6 +33,7 @@ from memlab.planner.outside import (
     paths_of_layers,
     stepped_by,
 )
+from memlab.scripts.late_logits import late_logits
 from memlab.trace import Trace
 
 FRAMEWORKS = {  # a part of the file of a loop that a framework runs
@@ -51,15 +54,18 @@ class Change:
     """One change, or several.
 
     apply    changes the model and its optimizers; raises NotPossibleError
-    code     lines of Python by framework; "plain" is for any other
+    code     lines of Python by framework; "plain" is for any other. HEAD stands for the path of the
+             layer that computes the logits
     """
 
     name: str
     apply: Callable[[nn.Module, list[torch.optim.Optimizer]], None]
     code: Mapping[str, tuple[str, ...]]
 
-    def lines(self, framework: str) -> tuple[str, ...]:
-        return self.code.get(framework, self.code[_PLAIN])
+    def lines(self, framework: str, models: Iterable[nn.Module] = ()) -> tuple[str, ...]:
+        lines = self.code.get(framework, self.code[_PLAIN])
+        head = next(filter(None, map(_head_of, models)), ("head", None))[0]
+        return tuple(line.replace("HEAD", head.removeprefix("module.")) for line in lines)
 
 
 def _lora(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -84,27 +90,58 @@ def _checkpointing(model: nn.Module, optimizers: list[torch.optim.Optimizer]) ->
     if own is not None and getattr(own, "supports_gradient_checkpointing", True):
         if any(getattr(m, "gradient_checkpointing", False) for m in own.modules()):
             raise NotPossibleError("the script checkpoints already")
-        own.gradient_checkpointing_enable({"use_reentrant": False})
+        renamed = getattr(own, "activation_checkpointing_enable", None)  # in transformers 5
+        (renamed or own.gradient_checkpointing_enable)({"use_reentrant": False})
         return
-    if not paths_of_layers(model):
+    layers = [layer for path in paths_of_layers(model) for layer in model.get_submodule(path)]
+    if not layers:
         raise NotPossibleError("no nn.ModuleList or nn.Sequential holds the layers")
     checkpointed(lambda: None, model, None)
+    _refuse_own_checkpoints(model, layers)
 
 
-def _autocast(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+def _refuse_own_checkpoints(model: nn.Module, layers: Iterable[nn.Module]) -> None:
+    """Raise NotPossibleError when the script runs a layer in a checkpoint, which replaces the hooks
+    of saved tensors, or disables gradients."""
+    outside = top_saved_tensors_hooks()
+
+    def check(layer: nn.Module, args: Any) -> None:
+        if top_saved_tensors_hooks() != outside or not torch.is_grad_enabled():
+            raise NotPossibleError("the script checkpoints its layers already")
+
+    handles = [layer.register_forward_pre_hook(check) for layer in layers]
+
+    def stop(module: nn.Module, args: Any, output: Any) -> None:
+        for handle in handles:
+            handle.remove()
+
+    handles.append(model.register_forward_hook(stop))
+
+
+def _bfloat16(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    _autocast(model, torch.bfloat16)
+
+
+def _float16(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    _autocast(model, torch.float16)
+
+
+def _autocast(model: nn.Module, dtype: torch.dtype) -> None:
     kinds = {weight.dtype for weight in model.parameters()}
     if kinds != {torch.float32}:
         raise NotPossibleError("not all weights are in float32")
     if torch.is_autocast_enabled(_device_type(model)):
         raise NotPossibleError("the script uses autocast already")
-    forward, device = model.forward, _device_type(model)
+    context = torch.autocast(_device_type(model), dtype)
+    model.forward = context(model.forward)  # type: ignore[method-assign]
+    if getattr(model, "_is_accelerate_prepared", False):  # the Trainer's models, too
+        from accelerate.utils import convert_outputs_to_fp32
 
-    @wraps(forward)
-    def in_bfloat16(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device, torch.bfloat16):
-            return forward(*args, **kwargs)
-
-    model.forward = in_bfloat16  # type: ignore[method-assign]
+        model.forward = convert_outputs_to_fp32(model.forward)  # type: ignore[method-assign]
+    for frame in frames():
+        owner = frame.f_locals.get("self")
+        if frame.f_code.co_name == "training_step" and isinstance(owner, nn.Module):
+            owner.training_step = context(owner.training_step)  # Lightning's: with the loss
 
 
 def _device_type(model: nn.Module) -> str:
@@ -123,6 +160,35 @@ def _eight_bits(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> No
         )
     for optimizer in replaceable:
         stepped_by(Adam8bit, adams_groups)(lambda: None, model, optimizer)
+
+
+def _late(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    path, head = _head_of(model) or ("", None)
+    if head is None:
+        raise NotPossibleError(
+            f"no linear layer has {_LEAST_VOCABULARY:,} outputs or more, so the logits are small"
+        )
+    if any(is_sharded(module) for module in model.modules()):
+        raise NotPossibleError(f"FSDP2 gathers the weight of {path} only while it runs")
+    late_logits(head)
+
+
+_LEAST_VOCABULARY = 4096
+
+
+def _head_of(model: nn.Module) -> tuple[str, nn.Linear] | None:
+    """Return the path and the layer that computes the logits: of the linear layers with at least
+    4,096 outputs, the last with as many as an embedding has rows, else the one with most."""
+    wide = [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module.out_features >= _LEAST_VOCABULARY
+    ]
+    rows = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    of_vocabulary = [found for found in wide if found[1].out_features in rows]
+    if of_vocabulary:
+        return of_vocabulary[-1]
+    return max(wide, key=lambda found: found[1].out_features, default=None)
 
 
 LORA_RANK = 16
@@ -153,15 +219,42 @@ CHANGES = (  # in the order of application
     ),
     Change(
         "bfloat16 autocast",
-        _autocast,
+        _bfloat16,
         {
             "Trainer": ("TrainingArguments(..., bf16=True)",),
             "Lightning": ('Trainer(..., precision="bf16-mixed")',),
             "accelerate": ('Accelerator(..., mixed_precision="bf16")',),
             _PLAIN: (
                 'with torch.autocast("cuda", dtype=torch.bfloat16):',
-                "    output = model(...)  # predicted with the loss outside, on bfloat16 outputs",
-                "# GPUs before Ampere (T4, V100): torch.float16 and torch.amp.GradScaler",
+                "    output = model(...)  # predicted with only this inside",
+            ),
+        },
+    ),
+    Change(
+        "float16 autocast",
+        _float16,
+        {
+            "Trainer": ("TrainingArguments(..., fp16=True)",),
+            "Lightning": ('Trainer(..., precision="16-mixed")',),
+            "accelerate": ('Accelerator(..., mixed_precision="fp16")',),
+            _PLAIN: (
+                "# with torch.amp.GradScaler, without which small gradients become 0",
+                'with torch.autocast("cuda", dtype=torch.float16):',
+                "    output = model(...)  # predicted with only this inside",
+            ),
+        },
+    ),
+    Change(
+        "chunked loss",
+        _late,
+        {
+            "Trainer": (
+                "TrainingArguments(..., use_liger_kernel=True)  # pip install liger-kernel",
+            ),
+            _PLAIN: (
+                "from memlab.losses import chunked_cross_entropy",
+                "loss = chunked_cross_entropy(hidden, model.HEAD.weight, targets)",
+                "# hidden: the input of HEAD, of shape (tokens, features)",
             ),
         },
     ),
@@ -179,44 +272,13 @@ CHANGES = (  # in the order of application
 )
 
 
-_LEAST_VOCABULARY = 4096
-
-
-def chunked_loss(framework: str, models: Iterable[nn.Module]) -> tuple[str, ...]:
-    """Return the code that computes the loss in chunks of tokens."""
-    if framework == "Trainer":
-        return ("TrainingArguments(..., use_liger_kernel=True)  # pip install liger-kernel",)
-    head, _ = _widest_linear(models)
-    return (
-        "from memlab.losses import chunked_cross_entropy",
-        f"loss = chunked_cross_entropy(hidden, model.{head}.weight, targets)",
-        f"# hidden: the input of {head}, of shape (tokens, features)",
-    )
-
-
-def logits_bytes(trace: Trace, models: Iterable[nn.Module]) -> int:
-    """Return the bytes at the peak in tensors whose rows are a vocabulary: logits, their gradients
-    and copies. A vocabulary is the largest output of a linear layer, from 4,096 up."""
-    _, vocabulary = _widest_linear(models)
-    if vocabulary < _LEAST_VOCABULARY:
-        return 0
-    weights = ("parameters", "gradients", "optimizer_state")
-    return sum(
-        event.bytes
-        for event in trace.alive(trace.peak_position)
-        if event.shape[-1:] == (vocabulary,) and event.category not in weights
-    )
-
-
-def _widest_linear(models: Iterable[nn.Module]) -> tuple[str, int]:
-    """Return the path and the output features of the linear layer with most of them."""
-    widths = {
-        name.removeprefix("module."): module.out_features  # DDP's prefix
-        for model in models
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    }
-    return max(widths.items(), key=lambda one: one[1], default=("", 0))
+def changes_for(device: str) -> tuple[Change, ...]:
+    """Return the changes to try on a device: autocast in bfloat16, but in float16 on GPUs that
+    multiply bfloat16 in float32."""
+    target = find_target(device)
+    has_bfloat16 = target is None or target.has_bfloat16
+    other = "float16 autocast" if has_bfloat16 else "bfloat16 autocast"
+    return tuple(change for change in CHANGES if change.name != other)
 
 
 FSDP = {

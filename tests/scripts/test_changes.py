@@ -5,15 +5,16 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from torch import nn
 
 from memlab.scripts.changes import (
     CHANGES,
     NotPossibleError,
-    chunked_loss,
-    logits_bytes,
+    changes_for,
     sharded_bytes,
     together,
 )
+from memlab.scripts.late_logits import OtherUseError
 from memlab.scripts.launch import launch_of
 from memlab.scripts.ranks import run_ranks
 from memlab.scripts.running import run
@@ -22,7 +23,9 @@ from tests.transformers_models.configs import TINY
 SCRIPT = """
     import torch
     from torch import nn
+    from torch.nn.functional import cross_entropy
     from torch.utils.checkpoint import checkpoint
+    from memlab.losses import chunked_cross_entropy
 
     class Net(nn.Module):
         def __init__(self):
@@ -34,23 +37,41 @@ SCRIPT = """
         def forward(self, x):
             for block in self.blocks:
                 x = CALL
-            return self.head(x)
+            return RESULT
 
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(4):
         AROUND:
-            loss = model(torch.randn(512, 64)).square().mean()
+            loss = LOSS_OF(model(torch.randn(512, 64)))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     """
 CHANGE_OF = {change.name: change for change in CHANGES}
-PLAIN = {"CALL": "block(x)", "AROUND": "if True"}
+TARGETS = "torch.zeros(512, dtype=int)"
+PLAIN = {
+    "CALL": "block(x)",
+    "RESULT": "self.head(x)",
+    "AROUND": "if True",
+    "LOSS_OF": "(lambda logits: logits.square().mean())",
+}
+CROSS_ENTROPY = f"(lambda logits: cross_entropy(logits, {TARGETS}))"
+WEIGHTS = f"model.head.weight, {TARGETS}, bias=model.head.bias"
 OWN = {
+    "chunked loss": {
+        "RESULT": "x",
+        "LOSS_OF": f"(lambda hidden: chunked_cross_entropy(hidden, {WEIGHTS}))",
+    },
     "checkpointing": {"CALL": "checkpoint(block, x, use_reentrant=False)"},
     "bfloat16 autocast": {"AROUND": "with torch.autocast('cpu', torch.bfloat16)"},
 }
+
+
+def filled(source=SCRIPT, **parts):
+    for name, code in {**PLAIN, **parts}.items():
+        source = source.replace(name, code)
+    return source
 
 
 @pytest.fixture
@@ -58,10 +79,7 @@ def outcome(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run_with(change=None, **parts):
-        source = SCRIPT
-        for name, code in {**PLAIN, **parts}.items():
-            source = source.replace(name, code)
-        Path("train.py").write_text(dedent(source))
+        Path("train.py").write_text(dedent(filled(**parts)))
         return run(launch_of(["train.py"]), device="cpu", change=change)
 
     return run_with
@@ -69,7 +87,9 @@ def outcome(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_change_from_outside_has_the_peak_of_the_scripts_own(outcome, name):
-    plain, ours, own = outcome(), outcome(CHANGE_OF[name]), outcome(**OWN[name])
+    loss = {} if name == "bfloat16 autocast" else {"LOSS_OF": CROSS_ENTROPY}
+    plain, ours = outcome(**loss), outcome(CHANGE_OF[name], **loss)
+    own = outcome(**{**loss, **OWN[name]})
     assert ours.trace.peak_bytes == pytest.approx(own.trace.peak_bytes, rel=0.01)
     assert ours.trace.peak_bytes < plain.trace.peak_bytes
 
@@ -82,9 +102,11 @@ def test_an_8_bit_optimizer_shrinks_the_state(outcome):
 
 
 def test_changes_work_together(outcome):
-    from_the_start = [change for change in CHANGES if change.name != "LoRA"]
-    all_three = outcome(together(tuple(from_the_start))).trace
-    assert all_three.peak_bytes < min(outcome(each).trace.peak_bytes for each in from_the_start)
+    loss = {"LOSS_OF": CROSS_ENTROPY}
+    from_the_start = [change for change in changes_for("cpu") if change.name != "LoRA"]
+    all_four = outcome(together(tuple(from_the_start)), **loss).trace
+    alone = [outcome(each, **loss).trace.peak_bytes for each in from_the_start]
+    assert all_four.peak_bytes < min(alone)
 
 
 FINE_TUNING = """
@@ -158,8 +180,8 @@ def sharded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run_with(change=None, call="block(x)"):
-        source = SCRIPT.replace("optimizer =", SHARDED).replace("CALL", call)
-        Path("train.py").write_text(dedent(source.replace("AROUND", "if True")))
+        source = filled(SCRIPT.replace("optimizer =", SHARDED), CALL=call)
+        Path("train.py").write_text(dedent(source))
         launch = launch_of(["train.py"]).with_ranks(4)
         return run_ranks(launch, (0,), device="cpu", change=change)[0]
 
@@ -180,20 +202,35 @@ def test_what_fsdp2_shards_is_not_sharded_again(sharded):
 
 
 def test_the_chunked_loss_names_the_models_own_head(outcome):
-    code = chunked_loss("plain", outcome().models)
+    code = CHANGE_OF["chunked loss"].lines("plain", outcome().models)
     assert "loss = chunked_cross_entropy(hidden, model.head.weight, targets)" in code
+
+
+def test_small_logits_and_other_losses_are_not_chunked(outcome):
+    with pytest.raises(OtherUseError, match="uses its logits in square"):
+        outcome(CHANGE_OF["chunked loss"], LOSS_OF="(lambda logits: logits.square().mean())")
+    with pytest.raises(NotPossibleError, match="no linear layer has 4,096 outputs or more"):
+        CHANGE_OF["chunked loss"].apply(nn.Linear(4, 4095), [])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_script_that_checkpoints_its_layers_is_not_checkpointed_again(outcome, use_reentrant):
+    own = {"CALL": f"checkpoint(block, x.requires_grad_(), use_reentrant={use_reentrant})"}
+    with pytest.raises(NotPossibleError, match="checkpoints its layers already"):
+        outcome(CHANGE_OF["checkpointing"], **own)
+
+
+def test_autocast_is_in_float16_where_bfloat16_is_emulated():
+    names = {device: [c.name for c in changes_for(device)] for device in ("cuda", "cuda:t4", "cpu")}
+    assert "bfloat16 autocast" in names["cuda"]
+    assert names["cuda"] == names["cpu"]
+    assert "bfloat16 autocast" not in names["cuda:t4"]
+    assert "float16 autocast" in names["cuda:t4"]
 
 
 def test_what_the_script_does_already_is_not_possible(outcome):
     with pytest.raises(NotPossibleError, match="uses autocast already"):
         outcome(CHANGE_OF["bfloat16 autocast"], **OWN["bfloat16 autocast"])
-
-
-def test_tensors_of_vocabulary_size_at_the_peak_are_logits(outcome):
-    found = outcome()
-    logits = 4 * 512 * 8192  # and their square, and the gradients of both
-    assert logits_bytes(found.trace, found.models) == 5 * logits
-    assert logits_bytes(found.trace, ()) == 0
 
 
 def test_the_code_is_the_frameworks():
@@ -202,6 +239,85 @@ def test_the_code_is_the_frameworks():
         "TrainingArguments(..., gradient_checkpointing=True)",
     )
     assert checkpointing.lines("accelerate") == checkpointing.lines("plain")
+
+
+MIXED = {  # a loop whose framework has autocast's option, and the option
+    "Trainer": (
+        """
+        import tempfile
+        from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+        shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=8192, num_attention_heads=2, **shape))
+        rows = [{"input_ids": [1] * 64, "labels": [1] * 64}] * 8
+        options = {"max_steps": 3, "report_to": "none", "per_device_train_batch_size": 2, OPTION}
+        Trainer(model, TrainingArguments(tempfile.mkdtemp(), **options), train_dataset=rows).train()
+        """,
+        '"bf16": True',
+    ),
+    "accelerate": (
+        """
+        import torch
+        from torch import nn
+        from accelerate import Accelerator
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8192))
+        accelerator = Accelerator(OPTION)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        for _ in range(3):
+            logits = model(torch.randn(512, 64, device="cuda"))
+            targets = torch.zeros(512, dtype=int, device="cuda")
+            accelerator.backward(nn.functional.cross_entropy(logits, targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+        'mixed_precision="bf16"',
+    ),
+    "Lightning": (
+        """
+        import torch
+        from torch import nn
+
+        class Module(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8192))
+
+            def training_step(self):
+                logits = self.net(torch.randn(512, 64, device="cuda"))
+                targets = torch.zeros(512, dtype=int, device="cuda")
+                return nn.functional.cross_entropy(logits, targets)
+
+        module = Module().cuda()
+        optimizer = torch.optim.AdamW(module.parameters())
+        for _ in range(3):
+            with torch.autocast("cuda", torch.bfloat16, OPTION):
+                loss = module.training_step()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+        "enabled=True",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("framework", MIXED)
+def test_autocast_from_outside_has_the_peak_of_the_frameworks_option(
+    tmp_path, monkeypatch, framework
+):
+    """Lightning's covers the loss, and accelerate's casts the outputs to float32."""
+    monkeypatch.chdir(tmp_path)
+    source, option = MIXED[framework]
+
+    def peak_bytes(option, change=None):
+        Path("train.py").write_text(dedent(source).replace("OPTION", option))
+        return run(launch_of(["train.py"]), device="cuda", change=change).trace.peak_bytes
+
+    off = "enabled=False" if framework == "Lightning" else ""
+    plain, own = peak_bytes(off), peak_bytes(option)
+    ours = peak_bytes(off, CHANGE_OF["bfloat16 autocast"])
+    assert ours == pytest.approx(own, rel=0.001)
+    assert abs(plain - own) > 0.01 * plain
 
 
 LOOPS = {
@@ -223,7 +339,7 @@ LOOPS = {
             model(torch.randn(2, 8, device="cuda")).sum().backward()
             optimizer.step()
         """,
-    "plain": SCRIPT.replace("CALL", "block(x)").replace("AROUND", "if True"),
+    "plain": filled(),
 }
 
 
