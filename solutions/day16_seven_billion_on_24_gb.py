@@ -6,7 +6,7 @@
 # After today you can:
 #
 # - estimate by formula, to a few percent, whether a model fits on a GPU
-# - predict its memory to the byte
+# - predict its allocated and reserved memory without a GPU
 # - train all 7B weights on 24 GB, and say what that recipe gives up
 #
 # About 90 minutes, 59 of them for five exercises. You need a laptop, but no GPU. Nothing is
@@ -34,7 +34,7 @@
 # Do they fit? Today brings no new technique. You combine the earlier ones.
 
 # %%
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
@@ -62,7 +62,7 @@ from memlab.units import format_bytes
 #
 # 1. The first configuration with 1 × 2,048 tokens and no accumulation yet: how many GB at the peak?
 # 2. Accumulation needs a buffer of gradients. How many GiB is that buffer in bfloat16?
-# 3. The best recipe that trains all 7B weights within 24 GB: how many GiB does it reserve?
+# 3. The fastest recipe that trains all 7B weights within 24 GB: how many GiB does it reserve?
 # 4. The third configuration: how many GB of weights, gradients, optimizer state and block inputs
 #    does each of the 128 GPUs hold?
 
@@ -85,9 +85,9 @@ guess("16.1", guide_gb=20, buffer_gib=6, recipe_gib=23, rank_gb=60)
 # | `"backward"` begins | yes | yes | no | no |
 # | `"optimizer"` steps | yes | freed | yes | yes |
 #
-# *Scratch* is what an optimizer allocates while it steps one weight. torch's AdamW allocates two
-# float32 tensors of a float32 weight's size. Our optimizers allocate five to eight, but only of the
-# size of a **piece** of the weight.
+# *Scratch* is what an optimizer allocates while it steps one weight. For a float32 weight, torch's
+# AdamW allocates two tensors of the weight's size. Our optimizers allocate five to eight float32
+# tensors, each of the size of a **piece** of the weight.
 
 
 # %%
@@ -159,8 +159,8 @@ for name, optimizer in (
     print(f"  {name:32}{count / 2**30:7.2f} GiB, {count / 1e9:6.2f} GB")
 
 # %% [markdown]
-# The guide's optimizer, 8-bit Adam, needs 40.8 GB before the first activation. Weights and
-# gradients alone are 25.1 GiB, more than the GPU has.
+# With the guide's optimizer, 8-bit Adam, a step needs 40.8 GB without any activations. Weights and
+# gradients alone are 25.1 GiB (27.0 GB), more than the GPU has.
 #
 # Only 8-bit Lion with the **step in backward** needs less than 24 GB. The step in backward saves
 # 12.3 GiB, as much as 8-bit Adam saves against AdamW with bfloat16 state.
@@ -230,7 +230,7 @@ activations = exercise("16.2", activations)
 
 # %%
 def ends_of(config, tokens, itemsize, fused=True):
-    """Return the bytes of the last norm, three copies of the logits, and on a CPU the embedding."""
+    """Return the bytes of the last norm and of three tensors of the logits' size."""
     C, V = config.hidden_size, config.vocab_size
     return tokens * (itemsize * (2 if fused else 3) * C + 4 + 3 * itemsize * V)
 
@@ -248,23 +248,23 @@ def estimate(config, optimizer, tokens, itemsize=2, checkpointed=True, fused=Tru
 # terms: rotary tables, tokens, and a step counter per weight.
 
 # %%
-tiny = PRESETS["tiny"]
+tiny = replace(PRESETS["tiny"], tied=False)
 for batch, length, how in ((1, 4, "plain"), (16, 64, "checkpointing")):
-    training = train.build(train.Setting("tiny", batch, length), train.combined(how))
+    training = train.build(train.Setting(tiny, batch, length), train.combined(how))
     training.step()
     trace = train.measured(training)
     tokens, checkpointed = batch * length, how == "checkpointing"
     moment, count = estimate(tiny, adamw_in_32_bits, tokens, 4, checkpointed, fused=False)
     known = 4 * tiny.seq_len * tiny.head_dim + 16 * tokens + 4 * len(sizes_of(tiny))
     print(f"{how}, {batch} × {length}: formula {format_bytes(count)}, in {moment!r}; ", end="")
-    print(f"meter {format_bytes(trace.peak_bytes)}")
+    print(f"meter {format_bytes(trace.peak_bytes)}, in {trace.peak_phase!r}")
     print(f"  unexplained: {trace.peak_bytes - known - count:,} bytes")
 
 
 # %% [markdown]
-# The plain step peaks in the optimizer. Only 8 bytes remain unexplained: the loss and its gradient.
-# The checkpointed step peaks in backward, when some gradients already exist. Two moments cannot
-# show that.
+# The plain step peaks in the optimizer. Only 128 bytes remain unexplained: a temporary of the
+# previous weight, still alive while the next one is updated. The checkpointed step peaks in
+# backward, when some gradients already exist. The formula has no moment for that.
 #
 # The library's `training_bytes` has four moments and a name for every term. Apply it to the guide's
 # recipe and to variants:
@@ -305,9 +305,9 @@ axes.legend(frameon=False, loc="lower right", fontsize=9)
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Two recipes fit:
+# Two of them need less than 24 GB:
 #
-# - **LoRA**, applied to every matrix of the blocks, trains 0.3 % of the weights.
+# - **LoRA** (Day 17) of rank 8, on every matrix of the blocks, trains 0.3 % of the weights.
 # - **8-bit Lion with the step in backward** trains all weights.
 #
 # Checkpointing does not lower the peak of AdamW (the top two bars). That peak is in the optimizer
@@ -318,7 +318,7 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # ## Does it fit?
 #
-# A formula counts tensors, but a GPU needs more memory than its tensors. torch **reserves**
+# A formula counts tensors, but a step needs more memory than its tensors. torch **reserves**
 # segments with gaps (Day 2), and CUDA's *context* needs memory too. Vendors say "24 GB" and mean
 # GiB, and the GPU reports less than that.
 
@@ -370,8 +370,8 @@ lacks = exercise("16.3", lacks)
 #
 # About 10 minutes. Candidates have `.seconds` and `.formula_bytes`. `measure(candidate)` returns
 # the measured bytes, between 0.95 and 1.05 times the formula's. Return the fastest candidate whose
-# *measured* bytes are within `room`, or None. Measure as few candidates as possible, and none
-# twice. Skip candidates that cannot fit.
+# *measured* bytes are at most `room`, or None. Don't measure a candidate twice, nor one that cannot
+# fit or is slower than your answer.
 
 
 # %%
@@ -398,9 +398,9 @@ fastest = exercise("16.4", fastest)
 
 # %% [markdown]
 # Now run the search: 7B, 1 × 2,048 tokens, 24 GB, 8-bit Lion. Here, to *measure* is to **predict**:
-# run the step on tensors without data, as on a GPU, through a model of torch's allocator. The 32
-# blocks are equal. So we run a model of three blocks and one of four. Their difference is one
-# block, which is repeated for the other 28. Tests show that this is exact.
+# run the step on tensors without data, as on a GPU, through a simulated allocator. The 32 blocks
+# are equal. So we run a model of three blocks and one of four. Their difference is one block, which
+# is repeated for the other 28. Tests show that this matches a run of all blocks.
 
 # %%
 room = memory_named("24GB").budget_bytes
@@ -438,12 +438,12 @@ plot.timeline(proof.trace, title="Llama 2 7B, all weights trained, 1 × 2,048 to
 
 # %% [markdown]
 # **All seven billion weights train on 24 GB**: 20.58 GiB reserved, plus the context. Weights and
-# Lion's one-byte momentum are most of it. In the picture, each tooth is the recompute of a block.
+# Lion's one-byte momentum are most of it. In the picture, each tooth is one recomputed block.
 # (`allocated` is 29 MiB above the picture's peak. It also counts the unused part of blocks that the
 # allocator could not split, Day 2.)
 #
 # The search chose unchunked logits. With 2,048 rows and a hidden size of 4,096, chunked logits
-# save nothing (Day 11): the step allocates 0.33 GiB more and reserves 0.14 GiB more.
+# save nothing (Day 11): with them, the step allocates 0.33 GiB more and reserves 0.14 GiB more.
 
 # %% [markdown]
 # ## The batch
@@ -451,8 +451,9 @@ plot.timeline(proof.trace, title="Llama 2 7B, all weights trained, 1 × 2,048 to
 # The guide's effective batch is 16, in 16 steps of batch 1. But a step in backward frees each
 # gradient, so nothing can accumulate. What would 16 × 2,048 tokens need?
 #
-# First try them **at once**, with chunked logits, which reserve less from two sequences on. (Each
-# prediction takes ten seconds, so they are stored; `tests/course/test_day16.py` recomputes them.)
+# First raise the batch without accumulation, with chunked logits, which reserve less from batch 2
+# on. (Each prediction takes ten seconds, so they are stored. `tests/course/test_day16.py` repeats
+# them.)
 
 
 # %%
@@ -475,21 +476,21 @@ for batch, step in GROWN.items():
 
 # %% [markdown]
 # A batch of 2 fits on both. A batch of 3 does not: the RTX 4090 lacks 16 MiB. By *allocated* bytes
-# alone, 3 would fit on both. A batch of 16 fits on neither. So either accumulate gradients in a
-# **buffer**, or train fewer weights:
+# alone, 3 would fit on both. So for 16 sequences without offloading (Day 14), either accumulate
+# gradients in a **buffer**, or train fewer weights:
 
 # %%
 buffer = 2 * seven.parameters
-_, guides = estimate(seven, adam_in_8_bits, 2048)
-_, lions = estimate(seven, lion_in_8_bits, 2048)
+_, guide_bytes = estimate(seven, adam_in_8_bits, 2048)
+_, lion_bytes = estimate(seven, lion_in_8_bits, 2048)
 lora = training_bytes(seven, Recipe(lora=True, checkpointing="checkpointing"), 1, 2048)
 grown = Recipe(optimizer="lion8bit", checkpointing="checkpointing", chunked_loss=True,
                step_in_backward=True)  # fmt: skip
 at_once = training_bytes(seven, grown, 16, 2048).peak_bytes
 print(f"a buffer of gradients: {format_bytes(buffer)} in bfloat16, twice that in float32")
 for name, count in (
-    ("8-bit Adam, accumulates in bfloat16 (the guide)", guides),
-    ("8-bit Lion, accumulates in bfloat16", lions),
+    ("8-bit Adam, accumulates in bfloat16 (the guide)", guide_bytes),
+    ("8-bit Lion, accumulates in bfloat16", lion_bytes),
     ("8-bit Lion, step in backward, 16 × 2,048 at once", at_once),
     ("LoRA, accumulates", lora.peak_bytes),
 ):
@@ -501,14 +502,14 @@ for name, count in (
 # - **all weights, up to 4,096 tokens a step**
 # - **0.3 % of the weights, 32,768 tokens a step**
 #
-# The guide promises both at once. No recipe does that on this GPU. (Sums in bfloat16 are 1.4 % off
-# after 256 micro-batches, Day 3. The library accumulates in float32, which doubles the buffer.)
+# The guide promises both. (Sums in bfloat16 are 1.4 % off after 256 micro-batches, Day 3. The
+# library accumulates in float32, which doubles the buffer.)
 
 # %% [markdown]
 # ## Your own model
 #
-# Set a preset or the path of a `config.json`, and a GPU or a memory size. `planner.plan` does what
-# you did. It prints:
+# Set a preset or the path of a `config.json`, and a GPU or a memory size. `planner.plan` runs the
+# same search. It prints:
 #
 # - the fastest recipe whose measured memory fits
 # - its largest batch and length, by the formula scaled to the measurement
@@ -543,8 +544,8 @@ ZERO = {
     "8-bit Lion": Recipe(optimizer="lion8bit"),
 }
 on_eight = {}
-for name, of_states in ZERO.items():
-    recipe = Recipe(of_states.precision, of_states.optimizer, checkpointing="checkpointing",
+for name, chosen in ZERO.items():
+    recipe = Recipe(chosen.precision, chosen.optimizer, checkpointing="checkpointing",
                     zero_stage=3)  # fmt: skip
     on_eight[name] = training_bytes(seventy, recipe, 1, 4096, gpus=8)
     missing = max(0, on_eight[name].peak_bytes - memory_named("a100-80").budget_bytes)
@@ -561,20 +562,21 @@ for name, of_states in ZERO.items():
 # - d ranks hold the same weights, and ZeRO shards among them
 #
 # The **first** stage holds the most: it has the embedding, and it starts p micro-batches before the
-# first one returns. A pipeline accumulates gradients over its micro-batches, so here all gradients
-# exist at once.
+# gradient of the first one returns. A pipeline accumulates gradients over its micro-batches, so
+# here all gradients exist at once.
 
 # %% [markdown]
 # ### Exercise 16.5: one GPU of 128
 #
-# About 15 minutes. Return the bytes of a rank of the first pipeline stage. A block has `block`
-# weights, and the embedding and the head have `end` each. The first pipeline stage has the head
-# only if p is 1.
+# About 15 minutes. Return the bytes of a rank of the first pipeline stage: weights, gradients,
+# optimizer state, and the block inputs of p micro-batches. A block has `block` weights, and the
+# embedding and the head have `end` weights each. The first pipeline stage has the head only if p is
+# 1.
 #
 # | argument | meaning |
 # | --- | --- |
 # | `cut` | (t, p, d) |
-# | `each` | bytes per weight, of the weight, its gradient and its state |
+# | `each` | three byte counts per weight: (the weight, its gradient, its optimizer state) |
 # | `stage` | ZeRO stage: shards the state from 1, gradients from 2, weights from 3 |
 # | `kept` | bytes of a block's checkpointed input, per micro-batch |
 #
@@ -608,7 +610,7 @@ huge, TOKENS = PRESETS["llama-3-405b"], 8192
 end = huge.vocab_size * huge.hidden_size
 block = (huge.parameters - 2 * end - huge.hidden_size) // huge.layers
 kept = 2 * TOKENS * huge.hidden_size
-of_h100 = memory_named("h100").budget_bytes
+h100_budget = memory_named("h100").budget_bytes
 WAYS = {
     "BF16, float32 Adam and master weights": (2, 2, 12),
     "BF16 + FP8, float32 Adam and masters": (3, 2, 12),
@@ -616,28 +618,26 @@ WAYS = {
     "FP8 alone, 8-bit Adam": (1, 2, 2 * CODE),
 }
 ranks = {}
-print(f"405B, 8 · 4 · 4 = {8 * 4 * 4}, ZeRO-1; an H100 has {of_h100 / 1e9:.1f} GB for tensors")
+print(f"405B, 8 · 4 · 4 = {8 * 4 * 4}, ZeRO-1; an H100 has {h100_budget / 1e9:.1f} GB for tensors")
 for name, each in WAYS.items():
     ranks[name] = of_a_rank(block, end, huge.layers, (8, 4, 4), 1, each, kept)
-    print(f"  {name:38}{ranks[name] / 1e9:6.1f} GB, {(of_h100 - ranks[name]) / 1e9:6.1f} left")
-print(
-    f"block inputs: {4 * 32 * kept / 8 / 1e9:.1f} GB of it; without sequence parallelism ", end=""
-)
-print(f"{4 * 32 * kept / 1e9:.1f} GB")
+    print(f"  {name:38}{ranks[name] / 1e9:6.1f} GB, {(h100_budget - ranks[name]) / 1e9:6.1f} left")
+inputs = 4 * 32 * kept / 1e9
+print(f"  of each, block inputs: {inputs / 8:.1f} GB; {inputs:.1f} GB without sequence parallelism")
 
 # %% [markdown]
-# The bytes "left" must hold the block at work, the last stage's logits, the network's buffers and
-# the allocator's gaps: a few gigabytes. With FP8 weights alone and float32 Adam, 1.9 GB are left,
-# which is less than the formula's error of 5 %. (Frameworks that compute in FP8 usually keep BF16
-# weights too. That needs 108.4 GB.)
+# The bytes "left" must hold the block at work, NCCL's buffers and the allocator's gaps: a few
+# gigabytes. With FP8 weights alone and float32 Adam, 1.9 GB is left, less than the formula's
+# possible error (5 % is 4.1 GB). (Frameworks that compute in FP8 usually keep BF16 weights too.
+# That needs 108.4 GB.)
 
 # %%
 layout = Recipe("master-weights", checkpointing="checkpointing", zero_stage=1, tensor_parallel=8,
                 sequence_parallel=True, pipeline_parallel=4)  # fmt: skip
-of_planner = training_bytes(huge, layout, 1, TOKENS, gpus=128)
+planned = training_bytes(huge, layout, 1, TOKENS, gpus=128)
 print("the planner, BF16, one micro-batch; GB per GPU at its two largest moments:")
 for moment in ("gradients", "optimizer"):
-    terms = of_planner.moments[moment]
+    terms = planned.moments[moment]
     print(f"  {moment}: {sum(terms.values()) / 1e9:.1f} =", end=" ")
     large = {name: n / 1e9 for name, n in terms.items() if n > 1e8}
     print(" + ".join(f"{n:.1f} {name.replace('_', ' ')}" for name, n in large.items()))
@@ -647,16 +647,16 @@ for moment in ("gradients", "optimizer"):
 # does not. `memlab plan --model llama-3-405b --gpu h100 --gpus 128` compares meshes of FSDP2 with
 # tensor, pipeline and context parallelism.
 #
-# Nothing in this section is measured on a GPU. FP8 copies of matrices, the network's buffers and
-# FlashAttention 3's workspace are in no formula.
+# Nothing in this section is measured on a GPU. NCCL's buffers and FlashAttention 3's workspace are
+# in no formula.
 
 # %% [markdown]
 # ## Explain the gap
 
 # %%
-guided = "FP8 alone, float32 Adam and masters"
-reveal("16.1", guide_gb=guides, buffer_gib=buffer, recipe_gib=proof.reserved_bytes,
-       rank_gb=ranks[guided])  # fmt: skip
+guide_rank = ranks["FP8 alone, float32 Adam and masters"]
+reveal("16.1", guide_gb=guide_bytes, buffer_gib=buffer, recipe_gib=proof.reserved_bytes,
+       rank_gb=guide_rank)  # fmt: skip
 
 # %% [markdown]
 # Why the guesses were off:
@@ -664,8 +664,8 @@ reveal("16.1", guide_gb=guides, buffer_gib=buffer, recipe_gib=proof.reserved_byt
 # - 20 GB would be 3 bytes a weight. The guide's recipe needs 6: weights 2, gradients 2, 8-bit
 #   Adam's state 2.03.
 # - A buffer of gradients is as large as the weights.
-# - Our recipe needs 3.02 bytes a weight: the weights, one 8-bit moment, and gradients freed
-#   at once.
+# - Our recipe needs 3.02 bytes a weight: the weights and one 8-bit moment. Each gradient is
+#   freed before the next one exists.
 # - Each of the 128 ranks accumulates gradients, and ZeRO-1 does not shard them.
 
 # %% [markdown]
@@ -694,8 +694,8 @@ else:
 
 # %%
 by_formula = (
-    f"by formula {guides / 1e9:.1f} GB, {2 * buffer / 1e9:.1f} GB of it weights and gradients; "
-    f"with LoRA {lora.peak_bytes / 1e9:.1f} GB"
+    f"by formula {guide_bytes / 1e9:.1f} GB, {2 * buffer / 1e9:.1f} GB of it weights and gradients"
+    f"; with LoRA {lora.peak_bytes / 1e9:.1f} GB"
 )
 predicted = (
     f"8-bit Lion with the step in backward, predicted at 1 × 2,048: "
@@ -703,7 +703,7 @@ predicted = (
 )
 verdict(
     "27",
-    guides <= room,
+    guide_bytes <= room,
     f"{by_formula}; {predicted}",
     otherwise="weights and gradients alone exceed 24 GB; 8-bit Lion with the step in backward "
     "trains all weights there, but cannot accumulate; LoRA accumulates 16 steps there, but trains "
@@ -728,11 +728,11 @@ verdict(
 per_rank = "; ".join(f"{name}: {count / 1e9:.1f}" for name, count in ranks.items())
 measured = (
     f"8 · 4 · 4 = {8 * 4 * 4}; GB per rank by formula, 8,192 tokens, sequence parallel, without "
-    f"the block at work: {per_rank}; an H100 has {of_h100 / 1e9:.1f} for tensors"
+    f"the block at work: {per_rank}; an H100 has {h100_budget / 1e9:.1f} for tensors"
 )
 verdict(
     "29",
-    1.05 * ranks[guided] <= of_h100,
+    1.05 * guide_rank <= h100_budget,
     measured,
     otherwise="the number of GPUs is right, but with FP8 weights alone and Adam in float32, less "
     "memory is left than the formula's error; with BF16 weights too, it does not fit; with 8-bit "
@@ -745,7 +745,7 @@ verdict(
 # | tool | time | tells you | error |
 # | --- | --- | --- | --- |
 # | formula | a second | which recipes to try | a few percent |
-# | prediction | ten seconds | allocated and reserved bytes | none found by a test |
+# | prediction | ten seconds | allocated and reserved bytes | usually below 1 % (LLMs) |
 # | GPU | a training step | the real memory | none |
 #
 # For a model and a memory size, you can say whether training fits, the recipe it needs, and the
@@ -755,8 +755,8 @@ verdict(
 # ## The running bill
 #
 # One training step of 124M weights on 8 × 640 tokens. Today the weights move to disk too, and come
-# back one block at a time (Day 14). The two weight averages stay; their update loads the weights
-# once a step.
+# back one block at a time (Day 14). The two weight averages (Day 15) stay on disk. Their update
+# loads the weights once a step.
 
 # %%
 peaks = [bill.stored(days.day(n).bill).peak_bytes / 2**30 for n in range(1, 17)]
@@ -776,8 +776,7 @@ print(f"from {peaks[0]:.2f} GiB to {peaks[-1]:.2f} GiB: {peaks[0] / peaks[-1]:.1
 # bfloat16 (Day 4), Lion (Day 8) and its 8-bit momentum (Day 9). All other days compute the same
 # training, some of them more slowly.
 #
-# When your own training runs out of memory, measure first. (Day 17 is about frozen weights.) The
-# bytes of each day:
+# When your own training runs out of memory, measure first. The bytes of each day:
 
 # %%
 running_bill(16)

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Day 20: Optimizers since Adam
 #
-# **Muon, GaLore, APOLLO, Shampoo, SOAP: which need less memory than AdamW, and which need more
-# during a step?**
+# **Muon, GaLore, APOLLO, Shampoo, SOAP: which keep less state than AdamW, and which need large
+# temporaries?**
 #
 # After today you have built Muon's and GaLore's steps. For each optimizer you can say what it keeps
 # for a matrix of any shape, which temporaries it allocates, and why embeddings stay with AdamW.
@@ -83,7 +83,7 @@ embedding = SETTING.config.vocab_size * SETTING.config.hidden_size
 print(f"the embedding has {embedding / count:.0%} of the weights")
 
 # %% [markdown]
-# Muon needs more than 4 bytes per weight. The embedding has a third of this model's weights, and
+# Muon needs more than 4 bytes per weight. The embedding has 31 % of this model's weights, and
 # AdamW updates it. So which weights does Muon update? List the matrices of hidden layers in Llama 2
 # 7B:
 
@@ -110,7 +110,8 @@ print(f"{others:,} other weights: {others / LLAMA_2_7B.parameters:.1%} of all we
 #
 # - The **embedding** is a table. A step reads a few rows. Unless the table is tied to the output
 #   layer, all other rows have a zero gradient.
-# - The **output layer** has a row per vocabulary entry. In experiments, AdamW trains it better.
+# - The **output layer** has a row per vocabulary entry. In experiments, AdamW trains it better than
+#   Muon.
 # - Norms are vectors.
 
 # %% [markdown]
@@ -165,9 +166,10 @@ share = spectrum(gradient).square().cumsum(0) / spectrum(gradient).square().sum(
 print(f"16 of 64 directions hold more than 80 % of the squared gradient: {share[15] > 0.8}")
 
 # %% [markdown]
-# A gradient has a few large directions and many small ones. AdamW scales each element alone, which
-# evens out the directions only partly. **Muon** evens them out completely: it replaces the momentum
-# U Σ Vᵀ by U Vᵀ, the nearest orthogonal matrix. Then small directions move as far as large ones.
+# A gradient has a few large directions and many small ones. AdamW scales each element on its own,
+# which evens out the directions only partly. **Muon** evens them out completely: it replaces the
+# momentum U Σ Vᵀ by U Vᵀ, which sets every singular value to 1 (it *orthogonalizes* the momentum).
+# Then small directions move as far as large ones.
 #
 # An SVD at every step would be slow. **Newton–Schulz** approximates U Vᵀ with an odd polynomial,
 # applied several times. For X = U Σ Vᵀ:
@@ -184,7 +186,7 @@ for step in range(1, 6):
     sigma = a * sigma + b * sigma**3 + c * sigma**5
     axes.semilogx(start, sigma, label=f"after {step}", color=plt.cm.viridis(step / 6))
 axes.set(xlabel="singular value before", ylabel="singular value after", ylim=(0, 1.3))
-axes.set_title("Newton–Schulz: five steps bring values from 0.002 to 1 near 1")
+axes.set_title("Newton–Schulz: after five steps, values between 0.002 and 1 are near 1")
 _ = axes.legend(frameon=False, loc="upper left")
 
 # %% [markdown]
@@ -225,9 +227,10 @@ momentum = state["exp_avg"].T.double()  # (64, 192)
 before = torch.linalg.svdvals(momentum) / momentum.norm()
 after = torch.linalg.svdvals(newton_schulz(momentum))
 inside = (after > 0.68) & (after < 1.21)
-print(f"the smallest singular value is less than a hundredth of the largest: "
+print(f"before: the smallest singular value is below 1 % of the largest: "
       f"{before[-1] < before[0] / 100}")  # fmt: skip
-print(f"all values above 0.002 end between 0.68 and 1.21: {inside[: (before > 0.002).sum()].all()}")
+print(f"after: all values that were above 0.002 are between 0.68 and 1.21: "
+      f"{inside[: (before > 0.002).sum()].all()}")  # fmt: skip
 
 # %% [markdown]
 # **Shampoo** (2018) computes the same matrix in its first step: (G Gᵀ)^(−1/4) G (Gᵀ G)^(−1/4) = U
@@ -243,11 +246,11 @@ print(f"Shampoo's first step: the smallest singular value is more than 0.99 of t
 # %% [markdown]
 # ### Exercise 20.2: Muon's step
 #
-# About 10 minutes. Update one matrix in place. `state` is an empty dictionary at first; keep
-# **one** tensor in it, the momentum M. μ is `momentum`.
+# About 10 minutes. Update one matrix in place. Don't change `gradient`. `state` is an empty
+# dictionary at first; keep **one** tensor in it, the momentum M. μ is `momentum`.
 #
 # 1. Update the momentum, which starts at 0: M ← μM + (1 − μ)G.
-# 2. Nesterov momentum: X = (1 − μ)G + μM. Cast X to `dtype`, orthogonalize it to O, and cast back.
+# 2. Nesterov momentum: X = (1 − μ)G + μM. Cast X to `dtype`, orthogonalize it (O), and cast O back.
 # 3. Decay: W ← W − lr · weight_decay · W.
 # 4. Step: W ← W − lr · √max(1, rows / columns) · O.
 
@@ -339,16 +342,16 @@ for tokens in (2_048, 65_536, 4_194_304):
 # %% [markdown]
 # ### Exercise 20.3: GaLore's step
 #
-# About 18 minutes. Update one matrix in place, tall or wide.
+# About 18 minutes. Update one matrix in place, tall or wide. Don't change `gradient`.
 #
-# 1. If rows ≥ columns, work on the transposes (views that share memory), so that the short side
-#    comes first.
+# 1. If rows ≥ columns, work on the transposes (views): the short side comes first.
 # 2. At steps 1, 1 + `gap`, 1 + 2·`gap`, …, set P to the first `rank` columns of U from
 #    `torch.linalg.svd(gradient, full_matrices=False)`.
-# 3. Run Adam on R, with bias corrections (Day 8) but no weight decay, to get N.
+# 3. Run Adam on R to get N: bias corrections (Day 8), no weight decay.
 # 4. W ← W − lr · scale · P N.
 #
-# Keep only `state["P"]`, R's moments `state["m"]` and `state["v"]`, and a step count.
+# Keep only `state["P"]`, R's moments `state["m"]` and `state["v"]`, and a step count. The check
+# counts the bytes kept alive.
 
 
 # %%
@@ -421,8 +424,8 @@ for name, (loss, _, optimizer) in results.items():
     print(f"{name:16} state {format_bytes(size):>10}; loss at most 10 % above AdamW's: {near}")
 
 # %% [markdown]
-# Twenty-five steps of a small model show that all four learn, and nothing more. The papers compare
-# them at up to 7B. Tune the learning rate for each optimizer.
+# Twenty-five steps of a small model cannot rank optimizers. The papers compare them at up to 7B.
+# Tune the learning rate for each optimizer.
 
 # %% [markdown]
 # ## SOAP: Adam in an eigenbasis
@@ -539,9 +542,9 @@ axes.spines[["top", "right"]].set_visible(False)
 #
 # - **Muon** needs a little more than half of AdamW's state: embedding and output layer keep both
 #   moments.
-# - **GaLore** with rank 1,024, a quarter of the hidden size, needs a third of AdamW's state, not a
-#   quarter: it keeps P too, and its moments extend along the *long* side.
-# - **SOAP** needs more than three times AdamW's state. An 11,008 × 11,008 square has 2.7 times as
+# - **GaLore** with rank 1,024, a quarter of the hidden size, needs 35 % of AdamW's state, not 25 %:
+#   it also keeps P, and both of AdamW's moments for embedding and output layer.
+# - **SOAP** needs 3.6 times AdamW's state. An 11,008 × 11,008 square has 2.7 times as
 #   many elements as a 4,096 × 11,008 matrix. (The paper's one-sided version keeps only squares of
 #   the short side.)
 
@@ -556,13 +559,13 @@ axes.spines[["top", "right"]].set_visible(False)
 # GaLore's paper claims up to 65.5 % less optimizer memory, and pre-training of 7B on 24 GB without
 # checkpointing or offloading. Its setup: bfloat16 weights, the step inside backward, 8-bit moments.
 #
-# First predict a step of 256 tokens, with moments and P in bfloat16. `RESERVED` is the result. (The
+# Predict a step of 256 tokens, with moments and P in bfloat16. `RESERVED` is the result. (The
 # prediction takes half a minute; `tests/course/test_day20.py` repeats it.)
 
 
 # %%
 def galore_step(config, tokens):
-    """Return a bfloat16 step that frees each gradient in backward."""
+    """Return a bfloat16 step that frees each gradient in backward, its model and its optimizer."""
     model = GPT(config, dtype=torch.bfloat16).to("cuda")
     groups, dtype = optim.matrix_groups(model), torch.bfloat16
     galore = optim.GaLore(groups, rank=1024, moment_dtype=dtype, rounding="stochastic")
@@ -580,20 +583,21 @@ def galore_step(config, tokens):
 RESERVED = 24_899_485_696  # memlab.predict(partial(galore_step, LLAMA_2_7B, 256)).reserved_bytes
 
 # %%
-in_bfloat16 = STATES["galore"] // 2  # two bytes per element
-in_8_bits = round(STATES["galore"] / 4 * (1 + 4 / 256))  # one byte per element, a scale per 256
+in_bfloat16 = STATES["galore"] // 2  # moments and P, two bytes per element
+in_8_bits = round(STATES["galore"] / 4 * (1 + 4 / 256))  # one byte each, and a scale per 256
 reserved_8_bits = RESERVED - in_bfloat16 + in_8_bits
 budget = memory_named("rtx4090").budget_bytes
 CLAIMS = {
     "65.5 % less optimizer memory (GaLore)":
         f"{1 - STATES['galore'] / STATES['adamw']:.1%} for 7B at rank 1,024",
     "82.5 % less with 8-bit moments than AdamW in bfloat16 (GaLore)":
-        f"{1 - in_8_bits / (STATES['adamw'] // 2):.1%}, by formula",
-    "7B on 24 GB without checkpointing (GaLore), moments in bfloat16":
+        f"{1 - in_8_bits / (STATES['adamw'] // 2):.1%}, by formula, P in 8 bits too",
+    "7B on 24 GB without checkpointing (GaLore), moments and P in bfloat16":
         f"{format_bytes(RESERVED)} reserved without the SVD's workspace, "
         f"{format_bytes(budget)} available; fits: {budget >= RESERVED}",
-    "7B on 24 GB without checkpointing, moments in 8 bits":
-        f"{format_bytes(reserved_8_bits)} reserved; fits: {budget >= reserved_8_bits}",
+    "7B on 24 GB without checkpointing, moments and P in 8 bits":
+        f"{format_bytes(reserved_8_bits)} by formula, without the workspace; "
+        f"fits: {budget >= reserved_8_bits}",
     "APOLLO-Mini: the memory of SGD (APOLLO)":
         f"{format_bytes(STATES['apollo, rank 1'])}, nearly all for {others:,} weights with AdamW",
 }  # fmt: skip
@@ -651,7 +655,7 @@ else:
 #
 # For any new optimizer, answer four questions:
 #
-# 1. What does it keep per *shape*?
+# 1. How many elements does it keep for an m × n matrix?
 # 2. Which temporaries does it allocate, and for how many weights at once?
 # 3. Which weights does it leave to AdamW?
 # 4. How many tokens per step make its matmuls affordable?
@@ -659,8 +663,8 @@ else:
 # %% [markdown]
 # ## The running bill
 #
-# Since Day 14, the bill's optimizer state is on disk, and a step reads a few weights' state at a
-# time. A smaller state would be read faster, but the peak would not change.
+# Since Day 14, the bill's optimizer state is on disk, and a step reads it in small parts. A smaller
+# state would be read faster, but the peak would not change.
 
 # %%
 running_bill(20)

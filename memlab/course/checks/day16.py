@@ -90,12 +90,12 @@ _PEAK = Exercise(
     difficulty=3,
     hints=(
         "First compute three values: the elements of all weights, the elements of the largest, and "
-        "the bytes of the state. Where in the step does the largest weight decide the "
-        "memory?",
+        "the bytes of the state. Which terms depend on the largest weight only?",
         "The state has elements · moments · moment_bytes bytes. Gradients have the weights' "
         "itemsize: for all weights, or for the largest one if in_backward. Scratch is float32, for "
-        "the largest weight, or for a piece of it, whichever is shorter.",
-        "n, most = sum(sizes), max(sizes). held = n * itemsize + n * o.moments * o.moment_bytes. "
+        "the largest weight, or for a piece of it, whichever is smaller.",
+        "With o for optimizer: n, most = sum(sizes), max(sizes). held = n * itemsize + n * "
+        "o.moments * o.moment_bytes. "
         '"backward": held + activations; "optimizer": held + itemsize * (most if o.in_backward '
         "else n) + scratch: 4 bytes · o.scratch · the elements it works on at once.",
     ),
@@ -142,7 +142,7 @@ _PEAK = Exercise(
             (_AT_ONCE, "largest"),
         ),
         (
-            "A piece is never longer than the weight. Take the min of the two.",
+            "A piece is never larger than the weight. Take the min of the two.",
             (_AT_ONCE, "(optimizer.piece or largest)"),
         ),
         (
@@ -273,7 +273,7 @@ _LACKS = Exercise(
     minutes=10,
     difficulty=2,
     hints=(
-        "Answer three questions. How many bytes does the memory have? How many of them can torch "
+        "Answer three questions. How many bytes does the GPU have? How many of them can torch "
         "use? How many does torch reserve for the step?",
         "GB is 10⁹ bytes and GiB 2³⁰. A GPU has CARDS[name].total_bytes, and CUDA's context uses "
         "CONTEXT of them. The step uses reserved_bytes, never less than allocated_bytes.",
@@ -378,7 +378,7 @@ class CountedMeasurements:
 def _check_fastest(answer: Any) -> str:
     number = needed = 0
     for name, room, figures in _SEARCHES:
-        case = f"{name}, {len(figures)} candidates, room for {room:,}:"
+        case = f"{name}, {len(figures)} candidates, room for {room:,} bytes:"
         measure = CountedMeasurements(case, figures)
         candidates = list(measure.bytes_of)
         with unchanged(f"{case} your answer", candidates=candidates):
@@ -388,10 +388,10 @@ def _check_fastest(answer: Any) -> str:
         in_doubt = _in_doubt(measure.bytes_of, room, wanted)
         require(
             len(measure.asked) <= in_doubt,
-            f"{case} {len(measure.asked)} measurements; wanted {in_doubt}.",
+            f"{case} {len(measure.asked)} measurements; wanted at most {in_doubt}.",
         )
         number, needed = number + len(figures), needed + in_doubt
-    return f"{number} candidates searched with {needed} measurements, as few as possible"
+    return f"{number} candidates searched, at most {needed} of them measured"
 
 
 def _in_doubt(candidates: Any, room: int, found: Any) -> int:
@@ -413,7 +413,7 @@ def _require_candidate(got: Any, wanted: Any, room: int, measure: CountedMeasure
         )
         require(
             measure.bytes_of[got] <= room,
-            f"{case} gave {got.recipe}, which is measured at {measure.bytes_of[got]:,}.",
+            f"{case} gave {got.recipe}, which is measured at {measure.bytes_of[got]:,} bytes.",
         )
     shown, meant = ("None" if c is None else f"{c.recipe}, {c.seconds:g} s" for c in (got, wanted))
     require(got == wanted, f"{case} gave {shown}; wanted {meant}.")
@@ -464,7 +464,8 @@ _FASTEST = Exercise(
             ("0.95 * candidate.formula_bytes <= room and ", ""),
         ),
         (
-            "The formula can also be too high. Measure a candidate up to 5 % above the room.",
+            "The formula can also be too high. Measure a candidate if 0.95 times "
+            "its formula is within the room.",
             ("0.95 * ", ""),
         ),
         (
@@ -529,7 +530,7 @@ _OF_A_RANK = Exercise(
     minutes=15,
     difficulty=3,
     hints=(
-        "Apply pipeline, tensor parallelism and ZeRO in this order: choose the blocks of a stage, "
+        "Apply pipeline, tensor parallelism and ZeRO in this order: choose the weights of a stage, "
         "divide them by t, and shard the result among the data ranks. Then add activations.",
         "A rank has ⌈layers/p⌉ blocks and one end (both, if p is 1), divided by t, rounded up: W. "
         "ZeRO divides by d: the state from stage 1, gradients from 2, weights from 3. Add the "

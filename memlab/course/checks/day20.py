@@ -251,7 +251,7 @@ def _check_muon(answer: Step) -> str:
     require(mine.dtype == torch.float32, f"{call} changed the weight's dtype.")
     require(
         1e-5 < apart < 0.05,
-        f"{call}: the step is {'too near to' if apart < 0.05 else 'too far from'} the float32 "
+        f"{call}: the step is {'too close to' if apart < 0.05 else 'too far from'} the float32 "
         f"step; wanted bfloat16's rounding.",
     )
     return f"{sum(case.steps for case in _MUON_CASES)} steps match · one tensor in the state"
@@ -308,7 +308,7 @@ _MUON = Exercise(
         ("You inverted the ratio. Divide rows by columns.", ("rows / columns", "columns / rows")),
         ("You forgot the square root of the ratio.", (_SHAPE, "max(1, rows / columns)")),
         (
-            "Use the ratio only above 1.",
+            "Use the ratio only where it is above 1: √max(1, rows / columns).",
             (_SHAPE, "(rows / columns) ** 0.5"),
         ),
         (
