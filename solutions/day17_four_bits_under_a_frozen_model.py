@@ -23,8 +23,9 @@
 # have no gradient and no optimizer state. In bfloat16 they need 2 bytes each.
 #
 # Since frozen weights never change, they can be stored in lower precision. **QLoRA** stores them in
-# four bits and decodes them for each use: seven billion weights need 3.3 GiB instead of 13.0.
-# Still, "QLoRA out of memory" is a very common question. Which tensors fill the GPU?
+# four bits, as **NF4** (4-bit NormalFloat), and decodes them for each use: seven billion weights
+# need 3.3 GiB instead of 13.0. Still, "QLoRA out of memory" is a very common question. Which
+# tensors fill the GPU?
 
 # %%
 import math
@@ -77,8 +78,8 @@ guess("17.1", smaller_times=4, model_gib=3.3, step_gib=6)  # 16 bits to 4, plus 
 #
 # We **predict** the step (Day 16): it runs on tensors without values, with CUDA's allocation sizes.
 # `add_qlora` quantizes every matrix of the blocks and adds float32 adapters, as peft does.
-# `prepare_for_low_bits` is memlab's version of `prepare_model_for_kbit_training`. You will see
-# below what it does.
+# `prepare_for_low_bits`, memlab's version of `prepare_model_for_kbit_training`, casts the
+# unquantized weights to float32.
 
 
 # %%
@@ -169,17 +170,18 @@ reveal("17.1", smaller_times=2 * 4096 * 4096 / codes_of_one,
 # The quantized weights are the *buffers*: 7 % of the peak. The largest part is **activations**, and
 # quantizing weights does not reduce them.
 #
-# So there are two questions. How do sixteen levels represent a weight, and what is stored besides
-# the four bits? And which tensors are the other 93 % of the peak?
+# So there are two questions. How do four bits represent a weight, and what is stored besides them?
+# And which tensors are the other 93 % of the peak?
 
 # %% [markdown]
 # ## Sixteen levels
 #
 # Divide each block of 64 neighboring weights by its **absmax**, its largest |w|. The results are
-# fractions from −1 to 1. Day 9's dynamic codebook spreads 256 values over seven decades, because
-# optimizer moments span that range. Weights don't: a model is initialized from a normal
-# distribution, and the QLoRA paper finds trained weights still nearly normal. Check it for our
-# model after 40 steps:
+# fractions from −1 to 1. NF4 rounds each fraction to one of 16 values, its **levels**.
+#
+# Day 9's dynamic codebook spreads 256 values over seven decades, because optimizer moments span
+# that range. Weights don't: a model is initialized from a normal distribution, and the QLoRA paper
+# finds trained weights still nearly normal. Check it for our model after 40 steps:
 
 # %%
 CONFIG = replace(PRESETS["tiny"], hidden_size=64, layers=2, kv_heads=4, intermediate_size=192)
@@ -246,9 +248,8 @@ levels = exercise("17.1", levels)
 # Zero must be a level, or no weight could be exactly 0 (padding, pruned weights). The other 15
 # levels split unevenly: 8 above zero and 7 below.
 #
-# At probability 1 the quantile is infinite, so the paper stops earlier. With 16 equal parts, the
-# middle of the last part is 1/32 below 1; with 15 parts, 1/30 below. `OUTERMOST` is 1 minus the
-# mean of 1/32 and 1/30.
+# At probability 1 the quantile is infinite, so the levels must end earlier. `OUTERMOST` is the
+# probability that bitsandbytes uses: 1 minus the mean of 1/32 and 1/30.
 
 # %%
 NF4, EVEN = levels(), torch.linspace(-1, 1, 16)
@@ -267,8 +268,8 @@ axes[2].set_xlabel("fraction of the absmax (bars at −1 and 1: each block's lar
 print("NF4:", " ".join(f"{level:.3f}" for level in NF4))
 
 # %% [markdown]
-# The levels are dense near zero, where most weights are. The gaps are wide at both ends, where few
-# weights are.
+# The levels are dense near zero, where most weights are. The gaps next to −1 and 1 are wide,
+# because few weights are there.
 
 # %% [markdown]
 # ## Two codes in a byte
@@ -290,14 +291,15 @@ def decode(codes, absmax):
 # %% [markdown]
 # ### Exercise 17.2: four bits
 #
-# About 15 minutes. `weight` is float32 or bfloat16, of any shape, with a multiple of 64 elements.
-# Return `(codes, absmax)`: uint8 (n/2,) and float32 (n/64,), no slices.
+# About 15 minutes. `weight` is float32 or bfloat16, of any shape, with n elements (a multiple of
+# 64). Return `(codes, absmax)`: uint8 (n/2,) and float32 (n/64,).
 #
 # - A block is 64 neighbors of the flattened weight.
 # - A code is the index of the level nearest to w / absmax in float32 (at a tie, either).
-# - A block of zeros gets code 7. Weights may be tiny: replace an absmax only if it is 0.
+# - A block of zeros gets code 7 and absmax 0.
+# - Weights may be tiny: replace only a divisor of 0.
 #
-# Peak memory: at most 64 bytes per weight. (A table of all distances alone needs 64.)
+# Return no slice of a larger tensor. Peak memory: at most 64 bytes per weight.
 
 
 # %%
@@ -350,8 +352,8 @@ print(f"decode(encode(w)) equals the rounded weight: {same}")
 # - From blocks of 64 on, NF4 has a smaller error than even steps.
 # - Smaller blocks have a smaller error but need more bits, because each block stores a 32-bit
 #   absmax.
-# - An outlier increases the error of its own block only. With blocks of 64, few weights are
-#   affected.
+# - An outlier increases the error of its own block only (last column: error of all weights except
+#   the outliers). With blocks of 64, few weights are affected.
 
 # %% [markdown]
 # ## The absmax values cost half a bit per weight
@@ -453,7 +455,8 @@ print(f"{error(matrix, decode(codes, restored)):.2%} with double quantization")
 # and gradient have the dtype of x.
 #
 # `decode` returns float32. In forward, cast W to the dtype of x; in backward, to the dtype of the
-# gradient. Save only `codes` and `absmax` between forward and backward.
+# gradient. Save only `codes` and `absmax` between forward and backward. The peak of a pass may
+# include one float32 copy of W more than these steps need.
 
 
 # %%
@@ -519,13 +522,13 @@ class DecodesOutside(QLoRALinear):
 
 # %%
 def stack(make):
-    """Return the bytes of eight layers of 512 × 512, and the bytes that forward saves."""
+    """Return the bytes of eight layers of 512 × 512, and the bytes that forward saves besides."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(make(nn.Linear(512, 512, bias=False)) for _ in range(8)))
     x, outputs = torch.randn(4, 512).requires_grad_(), []
     trace = memlab.measure(lambda: outputs.append(layers(x)), model=layers)
     held = sum(t.nbytes for t in [*layers.parameters(), *layers.buffers()])
-    return held, trace.live_bytes - held
+    return held, trace.live_bytes - held - x.nbytes - outputs[0].nbytes
 
 
 frozen = {
@@ -535,17 +538,17 @@ frozen = {
 }
 for name, make in frozen.items():
     held, left = stack(make)
-    print(f"{name:24} weights {format_bytes(held):>11}, saved by forward {format_bytes(left):>11}")
+    print(f"{name:24} weights {format_bytes(held):>11}, saved by forward {format_bytes(left):>10}")
 
 # %% [markdown]
 # Decoded outside, autograd saves the eight full weights, 8 MiB, on top of their codes: more than
-# without quantization. With your Function, forward saves only the adapters' inputs, which their
+# without quantization. With your Function, forward saves only the inputs of A and B, which their
 # gradients need.
 
 # %% [markdown]
 # ## One decoded weight at a time
 #
-# In each pass, one decoded weight exists while its matmul runs. This **transient** counts toward
+# In each pass, one decoded weight exists while its matmul runs. This temporary tensor counts toward
 # the peak. How large is it for the largest matrix of a 7B block, 11,008 × 4,096?
 
 # %%
@@ -625,20 +628,20 @@ print(f"QLoRA ends within 1 % of LoRA: {abs(learned['QLoRA'] / learned['LoRA'] -
 # - **Not quantized:** embedding, output layer and norms. In 7B these are 262 million weights.
 # - **Cast to float32:** `prepare_model_for_kbit_training` casts them for stability, to 4 bytes
 #   each.
-# - **Adapters** in float32, with a gradient and two moments per weight.
+# - **Adapters** in float32. In training, each adapter weight also has a gradient and two moments.
 
 # %% [markdown]
 # ### Exercise 17.5: fixed memory
 #
-# About 10 minutes. `shapes` has (out, in) of each quantized matrix; `others` is the number of all
-# other weights. Return a dictionary of bytes:
+# About 10 minutes. `shapes` has (out, in) of each quantized matrix; `others` is the number of the
+# base model's other weights. Return a dictionary of bytes:
 #
 # | key | contents |
 # | --- | --- |
 # | `"codes"` | per matrix: codes, 8-bit absmax values, scales, mean |
 # | `"others"` | in bfloat16, or in float32 if `prepared` |
 # | `"adapters"` | A and B of each matrix, float32 |
-# | `"training"` | their gradients and AdamW's two moments, float32 |
+# | `"training"` | the adapters' gradients and AdamW's two moments, float32 |
 #
 # For each matrix, round blocks and bytes up.
 
@@ -703,8 +706,9 @@ print(f"parameters {known['others'] + known['adapters'] - usual['parameters']:,}
 # ## Why it still runs out of memory
 #
 # Activations are 38 GiB. What reduces them? `tests/course/test_day17.py` computes the predictions
-# below, for all 32 blocks and with reserved memory (ten seconds each). The first row is the step
-# from above.
+# below, for all 32 blocks. The first row is the step that you predicted above.
+#
+# A step fits if its **reserved** memory is at most the GPU's memory minus CUDA's context (Day 16).
 
 
 # %%
@@ -734,7 +738,7 @@ CARDS = {"rtx4060": 8, "rtx4070": 12, "rtx4080": 16, "rtx4090": 24, "a6000": 48}
 
 # %%
 def fits(reserved):
-    """Return the smallest of the GPUs that can reserve so many bytes."""
+    """Return the smallest GPU of CARDS that can reserve this many bytes."""
     names = [name for name in CARDS if reserved <= memory_named(name).budget_bytes]
     return names[0] if names else "none of these GPUs"
 
@@ -766,15 +770,15 @@ for row, (setup, step) in enumerate(STEPS.values()):
               bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
 axes.set_yticks(range(len(STEPS)), list(STEPS))
 axes.set(xlabel="GiB allocated at the peak", xlim=(0, 49), ylim=(4.6, -1.1))
-axes.set_title("QLoRA, 7B, 4 × 1,024 tokens: the 4-bit weights are the same in each row")
+axes.set_title("QLoRA, 7B, 4 × 1,024 tokens (dashed: a GPU's memory minus CUDA's context)")
 axes.legend(frameon=False, fontsize=9, loc="lower center", bbox_to_anchor=(0.7, 0))
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
 # Why does each change help?
 #
-# - **Autocast.** Prepared norms output float32, so every later activation is float32. Under
-#   autocast, matmuls return bfloat16 again.
+# - **Autocast.** The prepared embedding and norms output float32, so every later activation is
+#   float32. Under autocast, matmuls return bfloat16.
 # - **Checkpointing.** LoRA and four bits reduce no activations: gradients flow through every block
 #   down to the first adapter. (peft's call turns on checkpointing by default.)
 # - **Logits in chunks.** All logits need several tensors of tokens × vocabulary (Day 11).
@@ -809,7 +813,7 @@ for (batch, length), step in GROWN.items():
     tokens = batch * length
     logits = {v: per_logit["all logits"] * tokens * v / 2**30 for v in (32_000, 128_256)}
     share = held_by(seven)["codes"] / step.allocated
-    print(f"{tokens:6,} tokens, weights {share:.0%}: allocated ", end="")
+    print(f"{tokens:6,} tokens, 4-bit weights {share:.0%}: allocated ", end="")
     print(f"{format_bytes(step.allocated):>9}, ", end="")
     print(f"reserved {format_bytes(step.reserved):>9}: {fits(step.reserved)}")
     print("    without chunks, logits for ", end="")
@@ -821,8 +825,8 @@ for (batch, length), step in GROWN.items():
 #
 # ### An optimizer over all parameters
 #
-# `AdamW(model.parameters())` is often called a mistake. `qlora_step` does exactly that. Does it
-# cost memory?
+# With adapters, `AdamW(model.parameters())` is often called a mistake. `qlora_step` does exactly
+# that. Does it cost memory?
 
 # %%
 little = replace(PRESETS["tiny"], layers=1, tied=False)
@@ -843,14 +847,14 @@ print("7B, third row's setup: training the embedding and the output layer too ad
 # %% [markdown]
 # No: a frozen weight has no gradient, so AdamW skips it. The mistake is to leave the embedding and
 # the output layer **unfrozen**, or to name them in peft's `modules_to_save`, which also copies
-# them. Then 262 million weights get a gradient and two moments, 12 bytes each. The peak grows only
-# by the moments, because backward peaks before it computes most of these gradients.
+# them. Then 262 million weights get a gradient and two moments, 12 bytes per weight. The peak grows
+# by little more than the moments, because backward peaks before it computes these gradients.
 
 # %% [markdown]
 # ## At scale: 13 billion and 65 billion weights
 #
-# Which GPU does the same setup need for 13B, and for the paper's 65B? (The tests compute these
-# predictions too. Your formula computes the fixed memory.)
+# Which GPU does the fourth row's setup need for 13B, and for the paper's 65B? (The tests compute
+# these predictions too. Your formula computes the fixed memory.)
 
 # %%
 BEST = Setup(autocast=True, checkpointed=True, chunked=True)
@@ -879,7 +883,7 @@ for name, config in {"13B": thirteen, "65B": sixty_five}.items():
 #
 # Your guess for the model: 3.3 GiB are seven billion times four bits. Doubly quantized absmax
 # values add 0.13 bits per weight. Embedding, output layer and norms are not quantized but cast to
-# float32. Together: 4.2 GiB.
+# float32, and the adapters are float32, too. Together: 4.2 GiB.
 #
 # Your guess for the step: the weights' bits say nothing about activations. Of the 43.7 GiB, the
 # quantized weights are 3.1.
@@ -898,7 +902,7 @@ peft = imported("peft") if bnb else None
 # %% tags=["nbval-ignore-output"] reason="the package is optional"
 if bnb:
     theirs, state = bnb.functional.quantize_4bit(matrix, blocksize=64, quant_type="nf4")
-    print(f"levels, to the bit: {torch.equal(state.code, nf4_code())}; ", end="")
+    print(f"memlab's levels, to the bit: {torch.equal(state.code, nf4_code())}; ", end="")
     print(f"yours differ by less than 1e-6: {((state.code - NF4).abs() < 1e-6).all()}")
     library = quantize_nf4(matrix, double=False)
     print(f"memlab's codes, to the bit: {torch.equal(theirs.flatten(), library.codes)}")
@@ -978,12 +982,12 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# A guide turns on checkpointing in a transformers model with `gradient_checkpointing_enable()`, as
-# every QLoRA script does. (From transformers 6 on, it is `activation_checkpointing_enable()`.)
-# Measure it in GPT-2 with 2 × 512 tokens. `from_pretrained` returns a model in evaluation mode,
-# where transformers ignores the call.
+# A guide claims that `gradient_checkpointing_enable()` reduces the activations of a transformers
+# model by 50–70 %. (Transformers 6 renames it to `activation_checkpointing_enable()`.) Measure it
+# in GPT-2 with 2 × 512 tokens. `from_pretrained` returns a model in evaluation mode, where
+# transformers ignores the call.
 #
-# The guide's trainer first checks `hasattr`. A model without the method trains without
+# The guide's trainer calls the method only if the model has it. Otherwise it trains without
 # checkpointing, and no message says so.
 
 # %%
@@ -1032,25 +1036,27 @@ else:
 # %% [markdown]
 # ## More claims on trial
 #
-# The guides of the other days don't mention four bits. These claims are from the QLoRA paper and
-# its readers:
+# The guides of the other days don't mention four bits. These claims are from the QLoRA paper, or
+# common:
 
 # %%
 before, after = 32 / 64, 8 / 64 + 32 / (64 * 256)
-loop, cast = (STEPS[name][1] for name in ("a plain loop", "+ autocast"))
+prepared, unprepared = (STEPS[name][1] for name in ("+ logits in chunks", "+ not prepared"))
 CLAIMS = {
     "double quantization saves 0.373 bits per weight (paper)":
         f"{before - after:.3f}: from {before:.3f} to {after:.3f}",
     "four bits need a quarter of bfloat16's memory":
         f"{usual['parameters'] + usual['buffers']:,} of {2 * seven.parameters:,} bytes: "
-        f"{(usual['parameters'] + usual['buffers']) / (2 * seven.parameters):.2f} for 7B",
+        f"{(usual['parameters'] + usual['buffers']) / (2 * seven.parameters):.2f} for 7B with "
+        f"adapters",
     "65B on one 48 GB GPU (paper), 1 × 512":
-        f"{format_bytes(BIG['65B, 1 × 512'][1].reserved)} reserved: "
+        f"{format_bytes(BIG['65B, 1 × 512'][1].reserved)} reserved; fits: "
         f"{BIG['65B, 1 × 512'][1].reserved <= memory_named('a6000').budget_bytes}",
     "an optimizer over all parameters costs memory":
         "only if a weight is trained that should be frozen",
     "preparing costs two bytes per unquantized weight":
-        f"without autocast, also {format_bytes(loop.allocated - cast.allocated)} of activations",
+        f"{format_bytes(known['others'] // 2)} for 7B, but the fourth row's peak is "
+        f"{format_bytes(prepared.allocated - unprepared.allocated)} above the fifth's",
 }  # fmt: skip
 for claim, found in CLAIMS.items():
     print(f"{claim}\n    {found}")

@@ -122,7 +122,8 @@ for name in found[0]:
 # - Data and context: weights, gradients and optimizer state stay whole on each rank.
 # - Tensor: a part of the activations stays whole, so a rank saves 178 KiB of 259. The embedding
 #   stays whole, too.
-# - Sequence: the ranks add up their gradients of the whole embedding, 64 KiB of what they send.
+# - Sequence: the embedding stays whole. Summing its gradient over ranks is 64 of the 157 KiB that a
+#   rank sends.
 # - Pipeline: only the last stage saves logits.
 
 # %% [markdown]
@@ -320,7 +321,8 @@ print(f"a rank saves {tensor / whole:.0%} with tensor parallelism, {sequence / w
 # - `reduce_scatter` sums (T, …) over ranks, and returns this rank's (T/R, …). Both return new
 #   tensors.
 # - Save only `x` and `weight`.
-# - Backward gathers once and scatters once. The gradient of `weight` is not summed over ranks.
+# - Forward gathers once. Backward gathers once and reduce-scatters once.
+# - The gradient of `weight` is not summed over ranks.
 
 
 # %%
@@ -522,10 +524,11 @@ for name, order_of in SCHEDULES.items():
 print(f"one process, two layers, one micro-batch at a time: {2 * layer:7,} bytes")
 
 # %% [markdown]
-# (Backward needs no outputs, so a stage frees each output at its next send. With GPipe, stage 0
-# frees three of four outputs before backward; the formula subtracts them. With 1F1B, both outputs
-# still exist at the peak.)
-#
+# (Backward does not need the output that a stage sends. The stage frees it just before it sends the
+# next output. With GPipe, stage 0 has freed three of four outputs when backward begins, and the
+# formula subtracts them. With 1F1B, both outputs still exist at the peak.)
+
+# %% [markdown]
 # ## Context parallelism: ring attention
 #
 # For very long sequences, each rank has T/R tokens of every sequence, in *all* layers. Norms and
@@ -556,12 +559,12 @@ def attend(q, k, v, shift):
 # About 17 minutes. Return `(out, lse)` of causal attention for this rank's queries, over all ranks'
 # keys and values.
 #
-# - `q`, `k`, `v` (T/R, D) belong to this rank's tokens: `peer.rank` · T/R and following.
+# - `q`, `k`, `v` (T/R, D) belong to this rank's tokens. Rank 0 has the first T/R tokens.
 # - As on Day 13, `peer.send(x)` sends to the next rank, and `peer.receive()` waits for the previous
 #   rank's tensor.
 # - Send keys and values as one tensor (`torch.stack`), R − 1 times. R is `peer.ranks`.
 # - For a query that sees no keys, `attend` gives lse = +∞, and merging that gives NaN.
-# - Scores can be in the thousands: use `torch.logaddexp`.
+# - Scores can be thousands: use `torch.logaddexp`.
 
 
 # %%
@@ -601,15 +604,16 @@ print(f"sent around the ring: {ring_bytes:,} bytes; (3·2 − 2)/2 · {keys_valu
 # %% [markdown]
 # ## What each kind divides and sends
 #
-# These are the formulas for the first measurement's table, with R ranks and T tokens of C elements:
+# These are the main terms of the first measurement, with R ranks, T tokens of C elements, and ring
+# passes that send (R − 1)/R of a tensor:
 #
-# | | weights, gradients, optimizer state | activations | logits | sent per step (ring passes) |
+# | | weights, gradients, optimizer state | activations | logits | sent per step |
 # | --- | --- | --- | --- | --- |
 # | data | whole (ZeRO shards them: Day 12) | 1/R | 1/R | weights' gradients: 2 passes |
-# | tensor | 1/R; embedding whole | 1/R; norms, residual whole | 1/R | 8 passes of T·C a block |
-# | + sequence | as tensor | 1/R | 1/R | 10 passes of T·C a block |
-# | pipeline | 1/R | stage i: min(m, R − i)/m · 1/R | last stage only | T·C to each neighbor |
-# | context | whole (ZeRO shards them) | 1/R | 1/R | keys, values, all gradients |
+# | tensor | 1/R; embedding whole | 1/R; norms, residual whole | 1/R | 8 passes of T·C per block |
+# | + sequence | as tensor | 1/R | 1/R | 10 passes of T·C per block |
+# | 1F1B | 1/R | stage i: min(m, R − i)/m · 1/R | last stage only | T·C to each neighbor |
+# | context | whole (ZeRO shards them) | 1/R | 1/R | as data; keys, values: (3R − 2)/R per block |
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 3.6), layout="constrained")
@@ -626,7 +630,7 @@ for place, (name, rank) in enumerate(bars):
         start += size
 ticks = [f"{name}, stage {rank}" if name in SCHEDULES else name for name, rank in bars]
 axes.set_yticks(range(len(bars)), ticks)
-axes.set(xlabel="KiB", title="Memory of one of two ranks (blocks and head)")
+axes.set(xlabel="KiB", title="Memory per rank: one process, or two ranks")
 axes.invert_yaxis()
 axes.spines[["top", "right"]].set_visible(False)
 _ = axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.45, -0.16))
@@ -675,12 +679,12 @@ def show_largest(trace, count):
 
 
 # %% [markdown]
-# **70B on 8 × 80 GB**: `benchmarks/llama/fsdp2.py` has 40 lines. It uses FSDP2 around each block
-# (ZeRO-3), checkpointing, bfloat16 weights and AdamW state, and two micro-batches of 4,096 tokens.
+# **70B on 8 × 80 GB**: `benchmarks/llama/fsdp2.py` uses FSDP2 around each block (ZeRO-3),
+# checkpointing, bfloat16 weights and AdamW state, and two micro-batches of 4,096 tokens.
 #
-# The next cells run it with three and with four blocks, and assume that each further block adds
-# what the fourth added. This is the only extrapolation; `tests/course/test_day18.py` compares it
-# with a run of all 80 blocks.
+# The next cell runs it with three and with four blocks, and assumes that each further block adds
+# what the fourth added. `tests/course/test_day18.py` compares this extrapolation with a run of all
+# 80 blocks.
 
 # %%
 seventy = PRESETS["llama-3-70b"]
@@ -698,7 +702,7 @@ show_largest(four, 5)
 
 # %% [markdown]
 # By formula the model fits, but the script needs more memory than an H100 has. The formula leaves
-# out unsharded tensors at the peak:
+# out unsharded tensors. The largest at the peak are:
 #
 # - the embedding and the output matrix, which FSDP2 gathers as one unit and keeps until the end of
 #   backward
@@ -713,7 +717,8 @@ show_largest(four, 5)
 # - data parallelism over 4 ranks, with FSDP2
 #
 # It uses checkpointing and four micro-batches of 8,192 tokens. The first stage has 32 of the 126
-# blocks. The next cells run it with one and with two blocks.
+# blocks. The next cell runs it with one and with two blocks. Its formula is ZeRO-1's, for a reason
+# that you will see below.
 
 # %%
 huge, TOKENS = PRESETS["llama-3-405b"], 8192
@@ -748,7 +753,7 @@ show_largest(two_blocks, 2)
 
 # %% [markdown]
 # The tensors alone nearly fill an H100: 82.8 of 84.3 GB. The allocator reserves more than the
-# tensors need, and this no longer fits.
+# tensors need, already 7.6 GB more with two blocks. So the script does not fit.
 
 # %% [markdown]
 # FSDP2 is ZeRO-3 only *between* steps. In a pipeline, torch keeps each block's gathered weights and
@@ -757,8 +762,8 @@ show_largest(two_blocks, 2)
 #
 # - **The shards.** FSDP2's shards of the weights exist besides the gathered weights.
 # - **The embedding.** DTensor divides the embedding by 8. But its backward allocates two gradients
-#   of the **whole** embedding on each rank: the sum over micro-batches, and the current
-#   micro-batch's.
+#   of the **whole** embedding on each rank of the first stage: the sum over micro-batches, and the
+#   current micro-batch's.
 
 # %% [markdown]
 # ## Explain the gap
@@ -844,9 +849,9 @@ verdict(
 # | problem | use |
 # | --- | --- |
 # | too many weights, few GPUs with fast links | tensor and sequence parallelism |
-# | too many weights, slow links | a pipeline, or ZeRO |
+# | too many weights, slow links | a pipeline |
 # | sequences too long for a GPU | context parallelism |
-# | many sequences | data parallelism |
+# | many sequences | data parallelism, with ZeRO |
 #
 # Ask three questions about each kind:
 #

@@ -626,7 +626,7 @@ def _check_forgotten(answer: MatmulFunction, case: MatmulCase) -> None:
     )
     require(
         not saved,
-        f"{call} saves {len(saved)} tensor{'s' * (len(saved) > 1)} for backward beside codes and "
+        f"{call} saves {len(saved)} tensor{'s' * (len(saved) > 1)} for backward besides codes and "
         f"absmax, of shape {', '.join(map(str, saved))}.",
         evidence=(call, "saved", len(saved)),
     )
@@ -674,7 +674,7 @@ _MATMUL = Exercise(
     difficulty=3,
     hints=(
         "forward: store codes and absmax on ctx, decode, and multiply. backward: decode again. "
-        "The gradient of x Wᵀ for x is gradient · W. How many values does backward return?",
+        "The gradient with respect to x is gradient · W. How many values does backward return?",
         "decode gives float32 of shape (n,). .view(out_features, -1) makes it W, .to(x.dtype) "
         "casts it. backward knows out_features too: it is gradient.shape[-1].",
         "forward: ctx.weight = codes, absmax; return x @ decode(codes, absmax).view(out_features, "

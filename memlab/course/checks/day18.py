@@ -596,7 +596,7 @@ _ORDER = Exercise(
             (_WARM_UP, "warm_up = stages - 1 - stage"),
         ),
         (
-            "In each pair, the backward pass comes first. Then one micro-batch less is in flight, "
+            "In each pair, the backward pass comes first. Then one fewer micro-batch is in flight, "
             "and the stage waits. Put the forward pass first.",
             (_STEADY, 'order += [("backward", n - warm_up), ("forward", n)]'),
         ),
