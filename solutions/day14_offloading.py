@@ -168,8 +168,8 @@ disk.close()
 # ## Activations
 #
 # Saved-tensor hooks (Days 5 and 7): during forward, `pack` receives each tensor that backward
-# needs, and the graph saves what `pack` returns. What your `pack` returns holds a `Kept`: it
-# represents elements in the store, and deletes them when the graph frees it.
+# needs, and the graph saves what `pack` returns. Your `pack` returns a tuple with a `Kept`. A
+# `Kept` represents elements in the store, and deletes them when the graph frees it.
 
 
 # %%
