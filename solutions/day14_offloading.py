@@ -64,7 +64,7 @@ STORES = {  # bytes, bytes per second, source
     "SATA disk": (4000e9, 0.56e9, "870 EVO, 4 TB, reading: Samsung, data sheet"),
 }
 N = PRESETS["llama-2-7b"].parameters
-print(f"Reading and writing Adam's state of 7B, {16 * N / 1e9:.1f} GB, takes:")
+print(f"Reading and writing Adam's state of 7B, 2 × {8 * N / 1e9:.1f} GB, takes:")
 for name, (size, speed, source) in STORES.items():
     print(f"{16 * N / speed:8.1f} s   {name:16} {size / 1e9:5,.0f} GB   ({source})")
 
@@ -168,8 +168,8 @@ disk.close()
 # ## Activations
 #
 # Saved-tensor hooks (Days 5 and 7): during forward, `pack` receives each tensor that backward
-# needs, and the graph saves what `pack` returns. Your `pack` returns a `Kept`: it represents
-# elements in the store, and deletes them when the graph frees it.
+# needs, and the graph saves what `pack` returns. Your `pack` returns a tuple with a `Kept`. A
+# `Kept` represents elements in the store, and deletes them when the graph frees it.
 
 
 # %%
@@ -257,9 +257,9 @@ hooks = exercise("14.1", hooks)
 
 # %% [markdown]
 # Backward reads one tensor after another, and the GPU idles during each transfer. But the order is
-# known: about the **reverse** of the order of `put`. So prefetch the next tensor
-# while the current one is used. `store.prefetch(key)` allocates the bytes at once and returns; a
-# thread (on a GPU a *stream*) fills them, and `get` waits for it.
+# known: about the **reverse** of the order of `put`. So prefetch the next tensor while the current
+# one is used. `store.prefetch(key)` allocates the bytes at once and returns; a thread (on a GPU a
+# *stream*) fills them, and `get` waits for it.
 
 # %% [markdown]
 # ### Exercise 14.2: prefetch one tensor
@@ -311,8 +311,8 @@ def a_step(model, context=None):
 
 def activation_bytes(trace):
     """Return the bytes of activations and temporaries alive after each event."""
-    made = ("parameters", "buffers", "gradients", "inputs")
-    return list(running_sums(e.bytes * (e.category not in made) for e in trace.events))
+    others = ("parameters", "buffers", "gradients", "inputs")
+    return list(running_sums(e.bytes * (e.category not in others) for e in trace.events))
 
 
 plain, ours, store = a_model(), a_model(), DiskStore()
@@ -353,8 +353,8 @@ axes.spines[["top", "right"]].set_visible(False)
 #
 # Adam's m and v, 8 bytes per weight, are needed only briefly, once per step. So keep them in the
 # store, and load one **sub-group** of weights after another. While one sub-group is stepped, the
-# next is read and the previous is written. The device holds the state of two sub-groups, however
-# large the model is.
+# next one's state is read. The device holds the state of two sub-groups, however large the model
+# is.
 
 # %% [markdown]
 # ### Exercise 14.3: offload the optimizer state
@@ -366,9 +366,9 @@ axes.spines[["top", "right"]].set_visible(False)
 #   counter in `self.steps[n]`, and leaves `adams[n].state` empty. (`adams[n].state[w]` has `step`,
 #   `exp_avg`, `exp_avg_sq`.)
 # - `bring(n)` reverses this.
-# - `step` clips by one norm of all gradients, then steps the sub-groups in turn and prefetches the
-#   next one's state. Before the first step there is no state. After a step nothing is being
-#   prefetched.
+# - `step` clips by one norm of all gradients, then steps the sub-groups in turn. Before each
+#   `adam.step()` it prefetches the next one's state. Before the first step there is no state. After
+#   a step nothing is being prefetched.
 
 
 # %%
@@ -409,9 +409,9 @@ class OffloadedAdam:
 OffloadedAdam = exercise("14.3", OffloadedAdam)
 
 # %% [markdown]
-# Compare it with the library's `OffloadedOptimizer`, which works with any optimizer that steps each
-# weight separately: Adam, Lion, Day 9's 8-bit Adam. The next cells take the second step of each,
-# and compare it with AdamW without offloading.
+# Compare yours with the library's `OffloadedOptimizer`, which works with any optimizer that steps
+# each weight separately: Adam, Lion, Day 9's 8-bit Adam. The next cells compare the second step of
+# each with AdamW's, without offloading.
 
 
 # %%
@@ -421,19 +421,20 @@ def adamw(model):
 
 def by_hand(model, store):
     weights = list(model.parameters())
-    made = OffloadedAdam([weights[n : n + 6] for n in range(0, len(weights), 6)], store, 3e-3)
-    return lambda: made.step(max_norm=1.0)
+    groups = [weights[n : n + 6] for n in range(0, len(weights), 6)]
+    optimizer = OffloadedAdam(groups, store, 3e-3)
+    return lambda: optimizer.step(max_norm=1.0)
 
 
 def by_library(model, store, **settings):
-    made = OffloadedOptimizer(adamw(model), store, sub_group=2**14, **settings)
-    return lambda: (made.clip_grad_norm_(1.0), made.step())
+    optimizer = OffloadedOptimizer(adamw(model), store, sub_group=2**14, **settings)
+    return lambda: (optimizer.clip_grad_norm_(1.0), optimizer.step())
 
 
-def second_step(made, dtype=torch.float32, store=None, **settings):
+def second_step(build, dtype=torch.float32, store=None, **settings):
     """Return the weights after an optimizer's second step, and the step's traffic."""
     model, store = a_model(dtype=dtype), store or DiskStore()
-    update = made(model, store, **settings)
+    update = build(model, store, **settings)
     for _ in range(2):
         store.traffic.reset()
         a_step(model)
@@ -449,13 +450,13 @@ def nothing_offloaded(model, store):
 
 count = sum(w.numel() for w in a_model().parameters())
 exact, _ = second_step(nothing_offloaded)
-for name, made, settings in (
+for name, build, settings in (
     ("state (yours)", by_hand, {}),
     ("state", by_library, {}),
     ("+ weights", by_library, {"weights": True}),
     ("+ gradients", by_library, {"weights": True, "gradients": True}),
 ):
-    weights, moved = second_step(made, **settings)
+    weights, moved = second_step(build, **settings)
     same = torch.equal(weights, exact)
     read, written = moved.read / count, moved.written / count
     print(f"{name:16} read {read:.2f}, written {written:.2f} bytes per weight; exact: {same}")
@@ -573,8 +574,7 @@ axes.set_title("Twelve streamed layers, two in memory at a time")
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Each tooth of the curve is one layer loaded while another is freed. The dashed line shows all
-# weights.
+# At each notch, one layer is freed before another is loaded. The dashed line shows all weights.
 
 # %% [markdown]
 # ## What if the process is killed?
@@ -732,16 +732,16 @@ folder.cleanup()
 # %% [markdown]
 # ## At scale: 7B on a GPU with 24 GB
 #
-# These are dry runs on fake tensors, so a store only counts bytes. The model is one block of Llama
-# 2 7B with embedding and head: bfloat16, float32 weights for Adam, 2,048 tokens, checkpointing,
-# chunked loss. Each further block adds these bytes per weight to the peak:
+# The next cells are dry runs on fake tensors: a store only counts bytes. The model is one block of
+# Llama 2 7B with embedding and head: bfloat16, float32 weights for Adam, 2,048 tokens,
+# checkpointing, chunked loss. Each further block adds these bytes per weight to the peak:
 #
 # | offloaded | bytes per weight | on the GPU |
 # | --- | --- | --- |
 # | nothing | 18 | everything |
-# | state, float32 weights | 4 | 16-bit weights and gradients (cast per sub-group) |
+# | state, float32 weights | 4 | 16-bit weights and gradients |
 # | + gradients | 2 | 16-bit weights |
-# | everything | 0 | |
+# | everything | 0 | nothing |
 
 # %%
 WAYS = {"nothing": 18, "state and float32 weights": 4, "+ gradients": 2, "everything": 0}
@@ -793,7 +793,7 @@ def peak_of(config, way):
 
 # %%
 seven, card = PRESETS["llama-2-7b"], 24 * 2**30  # sold as 24 GB; less is free (Day 16)
-thirteen = replace(
+thirteen = replace(  # Llama 2 13B
     seven, layers=40, hidden_size=5120, heads=40, kv_heads=40, intermediate_size=13824
 )
 peaks = {way: peak_of(seven, way) for way in WAYS}
@@ -811,15 +811,15 @@ for name, peak in peaks.items():
 # gradient, m, v and Adam's temporaries are alive together. More layers would not raise this peak.
 
 # %% [markdown]
-# How many bytes are transferred, and how long do the transfers take? The formulas assume:
+# How long do the transfers take? The formulas assume:
 #
 # - compute: 8 operations per weight and token (2 forward, 4 backward, 2 recompute), at half of the
 #   RTX 4090's 165 TFLOP/s in bfloat16
 # - transfers: 25 GB/s to the host, 3 GB/s to a disk
-# - a step on the host: 28 bytes per weight, at 89.6 GB/s (Intel, i9-14900K)
+# - a step on the host: 28 bytes per weight, at host memory's 89.6 GB/s (Intel, i9-14900K)
 #
 # **Without overlap** a step takes the sum of compute and transfer; with **full overlap**, the
-# longer of the two. Their ratio does not depend on N.
+# longer of the two. The *slowdown*, relative to compute alone, does not depend on N.
 
 # %%
 FLOPS, HOST, NVME = 165.2e12 / 2, 25e9, 3e9
@@ -1027,9 +1027,9 @@ verdict(
 # | --- | --- | --- |
 # | Adam's state | 8 | 8 + 8 |
 # | + float32 weights (and float32 gradients, cast per sub-group) | 14 | 12 + 12 |
-# | the same, stepped on the host | 14 | 4 |
 # | + gradients | 16 | 14 + 14 |
-# | + weights | all but two layers, embedding and norm | 18 + 16 |
+# | + weights | 18, except two layers, embedding and norm | 18 + 16 |
+# | Adam's state and float32 weights, stepped on the host | 14 | 4 |
 # | activations | the saved tensors | the saved tensors, both ways |
 #
 # You can now

@@ -136,9 +136,9 @@ for name, dtype in FORMATS.items():
 # Micikevicius et al. propose E4M3 for inputs and weights, where precision matters more, and E5M2
 # for gradients, which need a wider range.
 #
-# BF16 has the range of float32. FP8 does not: in E4M3, everything below 0.001 becomes zero, and a
-# gradient is often near a millionth. So divide each tensor by a **scale** before the cast, and
-# multiply the result of a matmul by both scales.
+# BF16 has the range of float32. FP8 does not: E4M3 rounds everything below about 0.001, half of
+# its smallest number, to zero, and a gradient is often near a millionth. So divide each tensor by a
+# **scale** before the cast, and multiply the result of a matmul by both scales.
 
 # %% [markdown]
 # ### Exercise 19.1: a cast with a scale
@@ -277,6 +277,7 @@ def round_to_fp8_tiles(x, columns, dtype=E4M3):
 
 x = typical.clone()
 x[:, 0] *= 100_000
+rest = x[:, 1:]
 print("a scale per    error, other elements   bytes per element")
 print(f"tensor{error(rest, round_to_fp8(x)[:, 1:]):23.1%}{1 + 4 / x.numel():20.4f}")
 for columns in (512, 128, 32):
@@ -379,8 +380,9 @@ class FP8Linear(nn.Module):
 
 
 def measured(layer, x):
-    """Return output and gradients, and the bytes that forward saves, without the output."""
+    """Return output and gradients, and the bytes that forward saves, not counting the output."""
     given, outputs = x.clone().requires_grad_(), []
+    # `given * 1` stays alive only if the graph saves it.
     trace = memlab.measure(lambda: outputs.append(layer(given * 1)), model=layer)
     left = sum(event.bytes for event in trace.events if event.phase != "before")
     outputs[0].square().mean().backward()
@@ -410,21 +412,21 @@ for name, layer in LAYERS.items():
 #
 # In a block, query, key and value read **the same tensor**. In BF16, autograd saves references to
 # one tensor. Three FP8 layers save three copies. Attention also saves its own output for backward,
-# so the output layer's FP8 copy is extra.
+# so the output projection's FP8 copy is extra.
 
 # %% [markdown]
 # ### Exercise 19.4: what the linear layers of a block save
 #
 # About 10 minutes. Query, key and value read one norm's output (tokens × C); gate and up read
-# another's. The output layer reads attention's output (tokens × Q), which attention saves anyway.
-# `down` reads (tokens × F). Return the bytes that the linear layers **add** in one `way`, an
-# integer. The layers save
+# another's. The output projection reads attention's output (tokens × Q), which attention saves
+# anyway. `down` reads (tokens × F). Return the bytes that the linear layers **add** in one `way`,
+# an integer. The layers save
 #
 # - `"bf16"`: the tensors themselves, in bfloat16
 # - `"own"`: an FP8 copy for each of the seven layers
 # - `"shared"`: an FP8 copy for each different input
 #
-# A copy has one float32 scale, or a scale per `columns` elements of a row.
+# A copy has one float32 scale, or with `columns`, ⌈k / columns⌉ per row of k elements.
 
 
 # %%
@@ -487,7 +489,7 @@ reveal("19.1", peak_percent=100 * (1 - peaks["FP8"] / peaks["BF16"]),
 # ## Explain the gap
 #
 # - Linear layers with their own copies save 7 % fewer bytes for backward, with shared copies 39 %
-#   fewer. It is not 50 %, because attention's output is saved twice: in BF16 and in FP8.
+#   fewer. The reduction is not 50 %, because attention's output is saved twice: in BF16 and in FP8.
 # - Linear layers save only a quarter of a block's activations. Attention, the activation function
 #   and the norms save the rest in BF16: queries, keys, values, the MLP's two branches and the
 #   residual stream.
@@ -517,8 +519,8 @@ axes.spines[["top", "right"]].set_visible(False)
 # autocast, FP8 with a scale per tensor, FP8 with tiles, and FP8 **without scales**. The last run
 # only rounds to FP8's values, and saves no memory.
 #
-# We divide the loss by 2,048, as for one of 2,048 micro-batches. AdamW is almost unaffected,
-# because its step does not depend on the size of gradients.
+# We divide the loss by 2,048, as for one of 2,048 micro-batches, to get small gradients. AdamW is
+# almost unaffected, because its step does not depend on the size of gradients.
 
 
 # %%
@@ -588,8 +590,8 @@ _ = axes.legend(frameon=False)
 
 # %% [markdown]
 # With scales, FP8 trains like BF16. Without scales, the blocks get **no gradient at all**. The loss
-# curve hardly shows it, because the model first learns in its embedding, which is not converted. So
-# check the gradients too.
+# falls anyway, because the model first learns in its embedding, which is not converted. So check
+# the gradients too.
 #
 # A few steps of a tiny model prove little about a large one. DeepSeek-V3 reports a loss within 0.25
 # % of BF16's over a trillion tokens, with tiles, and with embedding, output layer, norms and
@@ -662,7 +664,7 @@ print(f"the first and third rows equal your predictions: {all(agree)}")
 #   casts and transposed copies have new sizes. Shared copies save 5 % of allocated and 2 % of
 #   reserved memory.
 # - **Saving W8 for backward** needs 1 byte per weight, so FP8 needs *more* memory than BF16.
-# - **With checkpointing**, FP8 saves nothing: the saved tensors are block inputs in BF16.
+# - **With checkpointing**, FP8 does not lower the peak: the saved block inputs stay in BF16.
 
 # %% [markdown]
 # All copies of a weight, in bytes:
@@ -685,7 +687,8 @@ print(f"the first and third rows equal your predictions: {all(agree)}")
 # Day 16 tested the guide's largest configuration by formula: FP8, tensor parallel 8, pipeline
 # parallel 4, data parallel 4, ZeRO-1, checkpointing. The formula omitted the *block at work*: the
 # activations and temporaries of the block whose backward runs. Predict them for 8,192 tokens and an
-# eighth of each matrix:
+# eighth of each matrix. (Sequence parallelism, left out here, would shrink norms and the residual
+# stream.)
 
 # %%
 huge = PRESETS["llama-3-405b"]
@@ -712,8 +715,8 @@ for dtype, count in working.items():
 
 # %% [markdown]
 # The rank that holds the most has an eighth of 32 blocks and of the embedding. ZeRO-1 shards the
-# optimizer state over 4 ranks. Checkpointing saves the block inputs of 4 micro-batches in BF16,
-# also divided by 8.
+# optimizer state over 4 ranks. Checkpointing saves the block inputs of 4 micro-batches in BF16.
+# As on Day 16, sequence parallelism divides these inputs by 8.
 
 # %%
 of_h100 = memory_named("h100").budget_bytes
@@ -729,7 +732,8 @@ EACH = {  # bytes of a weight, its gradient, and its state (float32 copy, two mo
     "FP8 matmuls, 8-bit moments": (2, 2, 2 * (1 + 4 / 256)),  # no float32 copy
 }
 ranks = {}
-print(f"GB on the rank that holds the most; an H100 has {of_h100 / 1e9:.1f} GB for tensors")
+print(f"usable on an H100: {of_h100 / 2**30:.1f} GiB = {of_h100 / 1e9:.1f} GB")
+print("GB on the rank that holds the most:")
 for name, (weight, gradient_bytes, state) in EACH.items():
     held = weights * (weight + gradient_bytes + state / 4) + inputs
     ranks[name] = held + working["BF16" if name == "BF16" else "FP8"]
@@ -738,9 +742,9 @@ for name, (weight, gradient_bytes, state) in EACH.items():
 
 # %% [markdown]
 # FP8 **matmuls** save 0.2 GB per rank. FP8 weights without a BF16 copy on the rank save 13 GB: the
-# float32 master weights exist once, sharded, and each rank gathers weights in FP8. Even then, the
-# block at work does not fit. 8-bit moments (Day 9), with BF16 weights and stochastic rounding (Day
-# 4), save more.
+# float32 master weights exist once, sharded, and each rank gathers weights in FP8. Even then, only
+# 1.9 GB remain for the block at work, network buffers and the allocator's gaps. 8-bit moments (Day
+# 9), with BF16 weights and stochastic rounding (Day 4), save more.
 #
 # (Llama 3 405B itself was trained in BF16.)
 
@@ -795,14 +799,15 @@ verdict(
     shared[0] <= 0.6 * bf16[0],
     figures,
     otherwise="trained weights stay in BF16 or float32, and FP8 copies are extra; only the inputs "
-    "that linear layers save shrink, and nothing shrinks with checkpointing",
+    "that linear layers save shrink; with checkpointing, the peak stays the same",
 )
 
 # %%
 per_rank = "; ".join(f"{name}: {count / 1e9:.1f}" for name, count in ranks.items())
 figures = (
-    f"GB of the block at work, predicted: {working['BF16'] / 1e9:.2f} in BF16, "
-    f"{working['FP8'] / 1e9:.2f} with FP8 matmuls; GB per rank: {per_rank}; an H100 has "
+    f"GB of the block at work, predicted without sequence parallelism: "
+    f"{working['BF16'] / 1e9:.2f} in BF16, {working['FP8'] / 1e9:.2f} with FP8 matmuls; GB per "
+    f"rank: {per_rank}; an H100 has "
     f"{of_h100 / 1e9:.1f} GB for tensors"
 )
 verdict(
@@ -810,8 +815,8 @@ verdict(
     ranks["FP8 weights, no BF16 copy"] <= of_h100,
     figures,
     otherwise="FP8 matmuls only shrink the block at work, by less than a tenth; FP8 weights "
-    "without a BF16 copy save 1 byte per weight, but then the block at work does not fit; BF16 "
-    "weights, FP8 matmuls and 8-bit moments without float32 copies fit",
+    "without a BF16 copy save 1 byte per weight, but leave too little for the block at work, "
+    "buffers and gaps; BF16 weights, FP8 matmuls and 8-bit moments without float32 copies fit",
 )
 
 # %% [markdown]

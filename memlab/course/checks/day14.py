@@ -219,7 +219,7 @@ def _check_what_stays(answer: MakeHooks) -> None:
         pack, unpack = _hooks_of(answer, [weight], store, 16)
         for name, tensor in (
             ("a weight's last rows, transposed", weight[2:].mT),
-            ("15 elements of at least 16", small),
+            ("15 elements, with minimum 16", small),
         ):
             back = unpack(pack(tensor))
             equal(f"pack of {name}, written to the store", store.traffic.written, 0, "bytes")
@@ -228,8 +228,8 @@ def _check_what_stays(answer: MakeHooks) -> None:
                 f"pack and unpack of {name} gave a copy; wanted the same memory.",
             )
         for name, tensor, wanted in (
-            ("16 elements in bfloat16 of at least 16", sixteen, 32),
-            ("a view of 2 of 20 elements", twenty[:2], 80),
+            ("16 elements in bfloat16, with minimum 16", sixteen, 32),
+            ("a view of 2 of 20 elements, with minimum 16", twenty[:2], 80),
         ):
             store.traffic.reset()
             packed = pack(tensor)
@@ -827,7 +827,7 @@ def _check_stream(answer: Any) -> str:
         store.traffic.reset()
         trace, moved = measure(step), store.traffic
         allowed = 5 * layer + (layers + 6) * x.nbytes
-        words = f"{case}: two layers, a gradient, the stepped weights, a temporary and inputs"
+        words = f"{case}: two layers, a gradient, the updated weights, a temporary and inputs"
         at_most_bytes(words, _peak_bytes(trace), allowed)
         equal(f"{case}: read in a step", moved.read, 2 * layers * layer, "bytes")
         equal(f"{case}: written in a step", moved.written, layers * layer, "bytes")
@@ -887,13 +887,13 @@ _STREAM = Exercise(
     difficulty=3,
     hints=(
         "Forward: get a layer's weights, keep its output as the next input, and drop the weights. "
-        "Backward, in reverse: get the weights again, and put the stepped ones.",
+        "Backward, in reverse: get the weights again, and put the updated ones.",
         "inputs = [x], and each output is appended. The last output goes to dy_of. In backward, "
         "inputs.pop() is the input of the layer. A variable keeps its tensor alive until it gets "
         "another value, so del w.",
         "for key in layers: w = store.get(key); inputs.append(forward_of(w, inputs[-1])); del w. "
         "dy = dy_of(inputs.pop()). for key in reversed(layers): w = store.get(key); dw, dy = "
-        "backward_of(w, inputs.pop(), dy). Then put the stepped weights, and delete w and dw.",
+        "backward_of(w, inputs.pop(), dy). Then put the updated weights, and delete w and dw.",
     ),
     reference=solution("14.4"),
     check=_check_stream,
@@ -1039,8 +1039,8 @@ def _commit(answer: Any, disk: FailingDisk, step: int, values: dict[str, bytes],
     files = sorted(name for name in disk.names() if name != "manifest")
     require(
         len(files) == len(values),
-        f"{when}: besides the manifest, the disk has {', '.join(files) or 'no file'}; wanted only "
-        f"the step's values, {len(values)} in number.",
+        f"{when}: besides the manifest, the disk has {', '.join(files) or 'no file'}; wanted "
+        f"{len(values)} files, the step's values.",
     )
 
 
@@ -1077,7 +1077,7 @@ def _require_found(when: str, disk: FailingDisk, *steps: tuple[int, dict[str, by
     except (ValueError, TypeError, AttributeError):
         raise Wrong(f"{when}: the manifest cannot be read; {wanted}.") from None
     except KeyError as error:
-        raise Wrong(f"{when}: there is no {error} for the manifest; {wanted}.") from None
+        raise Wrong(f"{when}: resume does not find {error}; {wanted}.") from None
     shown = {key: value.decode(errors="replace") for key, value in found[1].items()}
     require(found in steps, f"{when}: resume finds step {found[0]} with {shown}; {wanted}.")
 

@@ -252,11 +252,12 @@ def _check_tiles(answer: CastTiles) -> str:
         _check_tile_case(answer, case)
     zeros = torch.zeros(2, 4)
     zeros[0, 0] = 1.0
-    call = "cast_tiles of a tile of zeros and another tile"
+    call = "cast_tiles of three tiles of zeros and a tile [1, 0]"
     codes, scales = _pair(call, answer, (zeros, E4M3, 1, 2), "codes and scales")
     is_tensor(f"{call}, scales,", scales, dtype=torch.float32, shape=(2, 2))
     require(
-        torch.equal(codes.float(), 448 * zeros), f"{call}: the codes of the zeros are not zeros."
+        torch.equal(codes.float(), 448 * zeros),
+        f"{call}: codes {codes.float().tolist()}; wanted 448 for the 1, and 0 for every 0.",
     )
     return f"{len(TILES)} matrices, 4 of them with smaller tiles at the edges · a scale per tile"
 
@@ -622,7 +623,7 @@ _KEPT = Exercise(
     wrong_answers=mistakes(
         "19.4",
         (
-            "Attention already saves its output, so in BF16 the output layer adds nothing.",
+            "Attention already saves its output, so in BF16 the output projection adds nothing.",
             ('"bf16": [C, C, F]', '"bf16": [C, Q, C, F]'),
         ),
         (
@@ -630,7 +631,7 @@ _KEPT = Exercise(
             ('"bf16": [C, C, F]', '"bf16": [C, C, C, C, C, F]'),
         ),
         (
-            "You forgot the output layer's FP8 copy. Attention saves BF16, not FP8.",
+            "You forgot the output projection's FP8 copy. Attention saves BF16, not FP8.",
             (
                 '"own": [C, C, C, Q, C, C, F], "shared": [C, Q, C, F]',
                 '"own": [C, C, C, C, C, F], "shared": [C, C, F]',
