@@ -70,7 +70,7 @@ guess("4.1", autocast_gib=1.33)  # half
 
 # %%
 one_at_a_time = combined("accumulation")
-lowered = replace(one_at_a_time, around_forward=combined("autocast").around_forward)
+under_autocast = replace(one_at_a_time, around_forward=combined("autocast").around_forward)
 
 
 def step_of(setting: Setting, technique: Plugs) -> Trace:
@@ -83,7 +83,7 @@ def step_of(setting: Setting, technique: Plugs) -> Trace:
 
 
 two = Setting("124m", batch=2, seq_len=640)
-cast = step_of(two, lowered)
+cast = step_of(two, under_autocast)
 yesterday = json.loads(STORED.read_text(encoding="utf-8"))["day 3: one sequence at a time"]
 reveal("4.1", autocast_gib=cast.peak_bytes)
 print(f"{'at the peak':22}{'yesterday':>12}{'autocast':>12}")
@@ -131,8 +131,8 @@ print(f"created {times} times: once per micro-batch")
 # its layer is done. At the start of backward, where the peak is, all casts are alive: **2 bytes for
 # each weight** used in a matmul.
 #
-# With more tokens, the savings in activations outweigh the casts: here from about 980 tokens on. At
-# 1024 tokens, autocast needs 0.3% less memory than float32.
+# With longer sequences, the savings in activations outweigh the casts: here from about 980 tokens
+# per sequence on. At 1024, autocast needs 0.3% less memory than float32.
 
 # %% [markdown]
 # ## The formats
@@ -226,8 +226,8 @@ adamw = partial(torch.optim.AdamW, foreach=False)
 
 def step_by(policy: str, dtype=torch.bfloat16, config=PRESETS["tiny"]) -> Trace:
     torch.manual_seed(0)
-    whole = policy in ("float32", "autocast")
-    model = GPT(config, dtype=torch.float32 if whole else dtype)
+    keep_float32 = policy in ("float32", "autocast")
+    model = GPT(config, dtype=torch.float32 if keep_float32 else dtype)
     masters = partial(MasterWeights, optimizer=adamw, gather_at_once=policy == "master32")
     optimizer = (masters if policy.startswith("master") else adamw)(model.parameters())
 
@@ -335,7 +335,7 @@ many, their_targets = next(batches(text, 80, 64, seed=1))
 
 
 def weight_gradients(dtype=None, scale=1.0):
-    """Return the gradient of all weights under autocast, scaled and then divided by `scale`."""
+    """Return the gradient of all weights, scaled, then unscaled; under autocast if `dtype`."""
     model.zero_grad()
     with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
         loss = model(many, their_targets)
@@ -377,7 +377,8 @@ _ = panels[1].set_xlabel("log₂ of the magnitude")
 # %% [markdown]
 # Below 2⁻²⁵ float16 rounds to zero. From there to 2⁻¹⁴ its values are *subnormal*: their spacing is
 # always 2⁻²⁴, so small values have fewer significant digits. (The measured percentage is rounded to
-# a multiple of 50%, because CPUs differ.) An element that is zero here never reaches a weight.
+# a multiple of 50%, so that it is the same on every CPU.) An element that is zero here never
+# reaches a weight.
 #
 # The remedy is **loss scaling**. By the chain rule, multiplying the loss by 2¹⁶ multiplies all
 # gradients by 2¹⁶, and float16 has room for larger values. Then divide the gradients by 2¹⁶ in
@@ -386,9 +387,9 @@ _ = panels[1].set_xlabel("log₂ of the magnitude")
 # %%
 in_bfloat16 = weight_gradients(torch.bfloat16)
 gradients = weight_gradients(torch.float16), weight_gradients(torch.float16, 2.0**16), in_bfloat16
-unscaled, scaled, brain = (((g - exact).norm() / exact.norm()).item() for g in gradients)
+unscaled, scaled, bf16 = (((g - exact).norm() / exact.norm()).item() for g in gradients)
 fig, axes = plt.subplots(figsize=(9, 1.8), layout="constrained")
-names, errors = ("float16", "float16, times 2¹⁶", "bfloat16"), (unscaled, scaled, brain)
+names, errors = ("float16", "float16, times 2¹⁶", "bfloat16"), (unscaled, scaled, bf16)
 colours = ("#d1495b", "#00798c", "#edae49")
 bars = axes.barh(names, [100 * error for error in errors], color=colours)
 axes.bar_label(bars, [f"{100 * error:.2g} %" for error in errors], padding=4)
@@ -397,7 +398,7 @@ axes.margins(x=0.1)
 axes.set(xlabel="error in %", title="Error of all weights' gradient under autocast")
 print(f"error of float16 above 2%: {unscaled > 0.02}")
 print(f"error of float16 times 2¹⁶ below 0.5%: {scaled < 0.005}")
-print(f"error of bfloat16 below 2%: {brain < 0.02}, above scaled float16's: {brain > scaled}")
+print(f"error of bfloat16 below 2%: {bf16 < 0.02}, above scaled float16's: {bf16 > scaled}")
 
 # %% [markdown]
 # Without a scale, the elements that underflowed are missing. With it, float16 is the most accurate
@@ -407,11 +408,11 @@ print(f"error of bfloat16 below 2%: {brain < 0.02}, above scaled float16's: {bra
 # ### Exercise 4.2: a loss scaler
 #
 # About 20 minutes. Too large a scale makes gradients inf or nan. `fine_steps` counts steps since
-# `scale` changed. `train` returns whether it stepped:
+# `scale` changed. `train` returns whether it stepped. In order:
 #
-# 1. Clear gradients; run backward on each scaled loss.
-# 2. If all groups' gradients are finite: divide, clip to `max_norm`, step, `fine_steps` + 1.
-# 3. Otherwise: no step, scale × ½, `fine_steps` = 0.
+# 1. Clear gradients; backward on each scaled loss.
+# 2. If all gradients are finite: divide by `scale`, clip to `max_norm`, step, `fine_steps` + 1.
+# 3. Otherwise: scale × ½, `fine_steps` = 0.
 # 4. If `fine_steps` is `interval`: scale × 2, at most 2¹²⁷; `fine_steps` = 0.
 #
 # `losses` is any iterable. Weights: `group["params"]` for each `group` of `optimizer.param_groups`.
@@ -489,7 +490,7 @@ print(f"the loss went down: {half_losses[-1] < half_losses[0]}")
 #
 # - 1 + 1/1000 stays 1, however often you add.
 # - 256 + 1 is 256 (yesterday's accumulation), because the next bfloat16 is 258.
-# - Adam's second moment, which shrinks by a thousandth per step, never falls.
+# - 0.999 times a value is the same value again, so Adam's second moment never falls.
 #
 # **Stochastic rounding** fixes this without extra memory: round up with a probability equal to the
 # fraction of the distance to the next value. On average, nothing is lost.
@@ -533,12 +534,12 @@ stochastic_round = exercise("4.3", stochastic_round)
 # %%
 generator = torch.Generator().manual_seed(0)
 nearest, chance, kahan = (torch.ones(4096, dtype=torch.bfloat16) for _ in range(3))
-taken, update = torch.zeros_like(kahan), torch.full_like(kahan, 1e-3)
+compensation, update = torch.zeros_like(kahan), torch.full_like(kahan, 1e-3)
 paths = {"nearest": [], "stochastic, mean": [], "stochastic, one weight": [], "Kahan": []}
 for _ in range(1000):
     nearest += update
     chance = stochastic_round(chance.float() + 1e-3, generator)
-    kahan_add_(kahan, taken, update)
+    kahan_add_(kahan, compensation, update)
     now = nearest[0], chance.float().mean(), chance[0], kahan[0]
     for path, value in zip(paths.values(), now, strict=True):
         path.append(value.item())
@@ -562,14 +563,13 @@ print(f"nearest {ends[0]:.2f}, stochastic (mean) {ends[1]:.2f}, Kahan {ends[3]:.
 #
 # ### Exercise 4.4: a step with master weights
 #
-# About 12 minutes. `weights` is a list of the model's 16-bit weights; `copies` is the list of their
-# float32 copies, which `optimizer` steps. Backward of the loss times `scale` has run without
-# overflow.
+# About 12 minutes. `weights` is a list of the model's 16-bit weights; `copies` has their float32
+# copies, which `optimizer` steps. Backward of the loss times `scale` has run without overflow.
 #
 # - Move the gradients to the copies, divided by `scale`; step; write the rounded copies to the
 #   weights.
 # - A weight without a gradient stays unchanged.
-# - At the end, neither weights nor copies have gradients. Never hold all gradients in both dtypes.
+# - At the end, neither weights nor copies have gradients. Hold at most one gradient in both dtypes.
 
 
 # %%
@@ -656,8 +656,8 @@ print(f"nearest: more than a quarter of the weights never changed: {lost > 0.25}
 # %% [markdown]
 # With round to nearest it learns less: an update smaller than half the spacing at its weight is
 # lost, and a lower learning rate loses more. Master weights and stochastic rounding learn what
-# float32 learns. Master weights need 16 bytes per weight (18 during the step), stochastic rounding
-# 8. So today's line of the bill is bfloat16 weights and moments with stochastic rounding.
+# float32 learns. Master weights need 16 bytes per weight (18 during the optimizer step), stochastic
+# rounding 8. So today's line of the bill is bfloat16 weights and moments with stochastic rounding.
 
 # %% [markdown]
 # ## At scale: 7B
@@ -703,9 +703,9 @@ print(f"autocast also has {casts_of_seven} of casts at the start of backward")
 
 # %% [markdown]
 # Only `"bfloat16"` fits a GPU with 80 GiB, with room for activations: yesterday's dry run of the
-# whole step on 2048 tokens needed 50.50 GiB. During the step, `"master"` needs as much as
-# `"master32"`, 112.96 GiB. This is still far from Day 16's 24 GiB. Next come the moments (Days 8
-# and 9), and the gradients, which need not all exist at once.
+# whole step on 2048 tokens needed 50.50 GiB. During the optimizer step, `"master"` needs as much as
+# `"master32"`, 112.96 GiB. This is still far from Day 16's 24 GiB. Days 8 and 9 reduce the moments,
+# and on Day 16 the gradients no longer all exist at once.
 
 # %% [markdown]
 # ## On your GPU
@@ -716,12 +716,12 @@ print(f"autocast also has {casts_of_seven} of casts at the start of backward")
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):
     on_gpu = replace(two, batch=8, device=gpu.type)
-    low = replace(on_gpu, dtype=torch.bfloat16)
+    on_gpu_bfloat16 = replace(on_gpu, dtype=torch.bfloat16)
     rounded = replace(one_at_a_time, optimizer=combined("bfloat16").optimizer)
     for name, where, how in (
         ("float32", on_gpu, one_at_a_time),
-        ("autocast", on_gpu, lowered),
-        ("bfloat16, stochastic rounding", low, rounded),
+        ("autocast", on_gpu, under_autocast),
+        ("bfloat16, stochastic rounding", on_gpu_bfloat16, rounded),
     ):
         training = build(where, how)
         training.step()
@@ -785,9 +785,9 @@ both = [step_by("autocast", dtype) for dtype in (torch.bfloat16, torch.float16)]
 same_peak = both[0].at_peak == both[1].at_peak
 verdict(
     "13b",
-    same_peak and brain < 0.02,
+    same_peak and bf16 < 0.02,
     f"autocast peaks equal to the byte: {same_peak}; error of the gradient over 5,120 tokens: FP16 "
-    f"above 2%: {unscaled > 0.02}, BF16 below 2%: {brain < 0.02}, FP16 times 2¹⁶ below 0.5%: "
+    f"above 2%: {unscaled > 0.02}, BF16 below 2%: {bf16 < 0.02}, FP16 times 2¹⁶ below 0.5%: "
     f"{scaled < 0.005}",
     condition="without a loss scale; with one, FP16 is more precise",
 )
@@ -801,8 +801,8 @@ from memlab.course import time_on_a_gpu
 
 # Dense, in 10¹² operations a second, from NVIDIA's data sheets: float32, TF32, 16 bits.
 cards = {"V100": (15.7, None, 125), "A100": (19.5, 156, 312), "H100 SXM": (67, 494.7, 989.4)}
-speed = {name: low / whole for name, (whole, _, low) in cards.items()}
-against_tf32 = {name: low / tf32 for name, (_, tf32, low) in cards.items() if tf32}
+speed = {name: bits16 / float32 for name, (float32, _, bits16) in cards.items()}
+against_tf32 = {name: bits16 / tf32 for name, (_, tf32, bits16) in cards.items() if tf32}
 faster, than_tf32 = (
     ", ".join(f"{name} {times:.1f} ×" for name, times in ratios.items())
     for ratios in (speed, against_tf32)
@@ -853,10 +853,10 @@ verdict(
 # %%
 verdict(
     "14c",
-    unscaled > 0.02 > brain,
+    unscaled > 0.02 > bf16,
     f"5,120 tokens: over 1/3 of the logits' gradient is zero in float16: {zero > 1 / 3}, below "
     f"0.1% with scale 2¹⁶: {scaled_zero < 0.001}; weights' gradient error above 2% without scale: "
-    f"{unscaled > 0.02}, below 0.5% with: {scaled < 0.005}, bfloat16 below 2%: {brain < 0.02}",
+    f"{unscaled > 0.02}, below 0.5% with: {scaled < 0.005}, bfloat16 below 2%: {bf16 < 0.02}",
     condition="and becomes more important with more tokens",
 )
 

@@ -156,7 +156,7 @@ model.blocks = nn.ModuleList(
 )
 model.initialize_()
 tokens, targets = next(batches(source_bytes("64 KiB"), batch=8, seq_len=64, seed=0))
-chain = chain_costs(model, tokens, targets)  # measured: four steps
+chain = chain_costs(model, tokens, targets)  # measures them in four steps
 for n in (0, 4, 8):
     stage = chain.stages[n]
     print(f"block {n}: saves {format_bytes(stage.saved_bytes)}, output ", end="")
@@ -293,12 +293,15 @@ print(f"torch's checkpoint_sequential has the peak and operations of this schedu
 # | --- | --- |
 # | `chain.if_last(j)` | the peak of stage j alone |
 # | `chain.if_plain(i, j, rest)` | the peak with i plain, if i+1 … j have the peak `rest` |
-# | `chain.if_segment(i, k, j, own, rest)` | the peak, if i … k−1 peaks at `own`, k … j at `rest` |
+# | `chain.if_segment(i, k, j, own, rest)` | the peak with the segment i … k−1, followed by k … j |
 # | `chain.rerun(i, k)` | operations of running i … k−1 again |
 # | `chain.in_all(peak)` | the peak with weights and embedding, to compare with a budget |
 #
+# `own` is the peak of the schedule inside the segment, `rest` the peak of k … j.
+#
 # The best schedule of a range depends on the bytes left in the budget. So keep the **Pareto
-# front**: drop a choice if another one needs no more bytes and reruns no more operations.
+# front**: drop each *dominated* choice: another one needs no more bytes and reruns no more
+# operations.
 
 
 # %%
@@ -391,8 +394,8 @@ picture(points, {"best choice of whole blocks": best_of_blocks}, "Nine unequal b
 # - Segments of equal length are far above it: by 8 percentage points (every 2 blocks) and 15 (√9).
 # - Left of "every block" are schedules with nested segments.
 #
-# The line is nearly straight: a byte spent on any block spares about the same number of operations.
-# So choosing among blocks gains little. Look inside a block.
+# From 6 MiB on, the line is nearly straight: a byte spent on any block spares about the same number
+# of operations. So choosing among blocks gains little. Look inside a block.
 
 # %% [markdown]
 # ## Inside a block
@@ -554,7 +557,7 @@ best_operators = exercise("6.4", best_operators)
 
 # %% [markdown]
 # Apply it to the nine blocks at once. `operators_of` lists the operators that a checkpointed block
-# reruns and could keep instead. Measure four budgets, from nothing to all matmuls and attention.
+# reruns and could keep instead. Measure five budgets, from nothing to all matmuls and attention.
 
 
 # %%
@@ -583,7 +586,7 @@ def kept_of_each(numbers):
 # %%
 by_operator = []
 all_of_them = sum(o.bytes for o in operators)
-for part in (0, 1 / 3, 2 / 3, 1):
+for part in (0, 0.1, 1 / 3, 2 / 3, 1):
     numbers = best_operators(operators, int(part * all_of_them))
     with each_block(kept_of_each(numbers)):
         trace, operations = metered(loss_of)
@@ -597,11 +600,11 @@ lines = {"best choice of whole blocks": best_of_blocks, "best choice of operator
 picture(points, lines, "The same model, chosen block by block, and operator by operator")
 
 # %% [markdown]
-# The red line starts at "every block" and falls to **zero** operations, with a third of the peak
-# saved. Keeping more bytes would spare only cheap operators: less time, but no fewer counted
-# operations.
+# The red line starts at "every block" and falls to **zero** operations, at a third less memory than
+# with everything kept. Keeping more bytes would spare only cheap operators: less time, but no fewer
+# counted operations.
 #
-# Above 6.5 MiB, choosing operators beats choosing blocks. Below, leave the last block plain: it is
+# From 6 MiB on, choosing operators beats choosing blocks. Below, leave the last block plain: it is
 # in memory in full anyway when backward starts. Only segments of several blocks need less memory
 # than "every block". (Flash attention, Day 10, uses recomputation inside one kernel: it drops the
 # scores and recomputes them.)
@@ -795,9 +798,10 @@ verdict(
 # ## The running bill
 #
 # One training step of the 124M model on 8 × 640 tokens. Yesterday's peak is at the end of
-# backward, where no activations are left, so activations kept below it are free. Attention's
-# outputs fit. They spare the most operations per byte. (All matmuls, too, would raise the peak to
-# 1.46 GiB.) So memory stays the same, and fewer operations run again.
+# backward, where no activations are left. So you can keep activations for free, as long as no other
+# moment exceeds this peak. Attention's outputs fit. They spare the most operations per byte. (All
+# matmuls, too, would raise the peak to 1.46 GiB.) So memory stays the same, and fewer operations
+# run again.
 #
 # Two of the eight sequences are enough to measure: each further one repeats the second.
 

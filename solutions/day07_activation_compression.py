@@ -131,8 +131,8 @@ axes.invert_yaxis()
 _ = axes.legend(frameon=False, loc="lower right")
 
 # %% [markdown]
-# Exactly a quarter would be 77.5 MiB. The difference has two parts: scales (black; 4 bytes for each
-# group of 256 elements, see the next section), and about 0.25 MiB of tensors that stay
+# Exactly a quarter would be 77.5 MiB. The difference has two parts: 1.2 MiB of scales (black; 4
+# bytes for each group of 256 elements, see the next section), and 0.3 MiB of tensors that stay
 # uncompressed.
 #
 # **Nothing is recomputed.** If activations fill the memory, nearly four times as many tokens fit.
@@ -209,9 +209,9 @@ print(f"rounded up: {as_bfloat16(value, inf).item()}")
 # - `step`: bfloat16 (groups, 1), rounded up. `levels` steps from the *rounded* `smallest` must
 #   reach the maximum.
 #
-# After `dequantize`, each element must be within half a step of the original. Round the steps above
-# `smallest` with the argument `round`. Never pass it 0 / 0: a group can be all zeros. Leave
-# `groups` unchanged.
+# After `dequantize`, each element must be within half a step of the original. Pass `round` the
+# number of steps above `smallest`, but never 0 / 0: a group can be all zeros. Leave `groups`
+# unchanged.
 
 
 # %%
@@ -261,8 +261,8 @@ off = (back - with_outlier)[others].norm() / with_outlier[others].norm()
 print(f"the guide's single scale: error with the outlier {off:.0%}")
 
 # %% [markdown]
-# With one scale for the tensor, all elements but the outlier are lost: most come back as 0. In
-# groups of 256, the outlier affects only its own group. Smaller groups are more accurate, but
+# With one scale for the tensor, all elements but the outlier are lost: their error is about 100 %.
+# In groups of 256, the outlier affects only its own group. Smaller groups are more accurate, but
 # groups of 16 need 0.25 bytes more per element. Groups of 256 need 1/64 of a byte, less than 2 %.
 
 # %% [markdown]
@@ -729,9 +729,9 @@ print(f"2 bits, one scale: behind 32 bits: {behind['2 bits, nearest, one scale']
 #
 # If two saved-tensor hooks are nested, only the inner hook receives a tensor.
 #
-# - `with compressed_activations():` *around* checkpointed blocks compresses the inputs that they
-#   keep. (Backward recomputes outside the `with`, so the recomputed activations are not
-#   compressed. But they start from a rounded input.)
+# - `with compressed_activations():` *around* checkpointed blocks compresses their inputs, which a
+#   checkpoint saves outside its own hooks. (Backward recomputes outside the `with`, so the
+#   recomputed activations are not compressed. But they start from a rounded input.)
 # - *Inside* a checkpointed block it keeps all activations in 8 bits, so the checkpoint saves
 #   nothing.
 # - Day 6's `selective` keeps detached tensors, which have no gradient. They are not compressed.
@@ -811,9 +811,9 @@ for name, (kept, peak) in small.items():
     print(f"{name:15} {format_bytes(kept)} of activations, peak {format_bytes(peak)}")
 
 # %% [markdown]
-# In the 124M model in float32, the blocks' activations shrink by three quarters. But a gigabyte of
-# logits stays, with two copies in backward, so the peak falls by only a third. Day 11 reduces the
-# logits.
+# In the 124M model in float32, the blocks' activations shrink by three quarters. But the loss keeps
+# a gigabyte of log-probabilities, and backward adds two gradients of the same size. So the peak
+# falls by only a third. Day 11 reduces these tensors.
 
 # %% [markdown]
 # ## At scale: seven billion
@@ -842,8 +842,8 @@ for name, (kept, peak) in seven.items():
 # With one sequence, *both* does not lower the peak further. Each further sequence adds its
 # activations again: 19 GiB plain, 10 GiB in 8 bits, 1.3 GiB checkpointed, 0.8 GiB with both.
 #
-# Use 8 bits if time matters and you need a factor of two (bfloat16) or four (float32). If you need
-# more, checkpoint.
+# Use 8 bits if time matters, and half (bfloat16) or a quarter (float32) of the activation memory is
+# small enough. If not, checkpoint.
 
 # %% [markdown]
 # ## Other implementations
@@ -998,12 +998,13 @@ print(f"12 blocks hold {format_bytes(12 * (plain_bytes - compressed_bytes))} les
 
 # %% [markdown]
 # With 8 bits and no recomputation, Day 4's peak of 1.61 GiB becomes 1.45 GiB. Yesterday's peak is
-# 1.37 GiB, but 16 % of all operations run again.
+# 1.37 GiB, with recomputation.
 #
-# This day's tests measure how many of the twelve blocks you can keep in 8 bits without raising
-# yesterday's peak: three. This avoids 25 % of the operations that rerun with every block
-# checkpointed; keeping attention's outputs avoids 15 %. But the gradients of these blocks and of
-# all earlier layers become inexact. **Tried, not used**: the bill stays the same.
+# So keep a few blocks in 8 bits, and checkpoint the others. Without raising yesterday's peak, you
+# can keep three of the twelve (this day's tests measure it). Compared with checkpointing every
+# block, this avoids 25 % of the recomputation; keeping attention's outputs avoids 15 %. But the
+# gradients of the three blocks and of all earlier layers become inexact. **Tried, not used**: the
+# bill stays the same.
 
 # %%
 running_bill(7)

@@ -215,7 +215,7 @@ def _check_scaler(answer: ScalerClass) -> str:
         f"a step with 1 tensor has {one:,}; wanted the same: check and divide the gradients one "
         f"by one.",
     )
-    return f"{decisions} decisions right · {one:,} bytes beside the gradients"
+    return f"{decisions} steps right · {one:,} bytes beside the gradients"
 
 
 class _After(NamedTuple):
@@ -577,7 +577,7 @@ def _which_way(
         if abs(share - wanted) > error:
             told.append(f"{value:.7g} too {'often' if share > wanted else 'seldom'}")
             swapped.append(abs(share - (1 - wanted)) <= error)
-    suffix = ": the chances of its two neighbours are swapped" if all(swapped) else ""
+    suffix = ": the chances of the two neighbours are swapped" if all(swapped) else ""
     return f" {' and '.join(told)}{suffix}."
 
 
@@ -712,8 +712,8 @@ _ROUND = Exercise(
     minutes=12,
     difficulty=3,
     hints=(
-        "Integer addition carries. What can you add to the 32 bits of a float32, so that "
-        "larger lower 16 bits make a carry into the upper 16 bits more likely?",
+        "Integer addition carries. What can you add to the 32 bits of a float32, so that the "
+        "lower 16 bits carry into the upper 16 more often when they are larger?",
         "Add a random integer of 16 bits: it carries into the upper half with a probability equal "
         "to the fraction. Then clear the lower half. .view(torch.int32) shows the bits, and "
         "torch.randint takes a shape, generator and dtype.",
@@ -753,8 +753,8 @@ _ROUND = Exercise(
             _drawn("numbers.shape", "(1,)"),
         ),
         (
-            "The gap between bfloat16 values grows with the value: noise of one width fits one "
-            "size only.",
+            "The gap between bfloat16 values grows with the value: noise of a fixed width is too "
+            "wide or too narrow for most values.",
             body("stochastic_round", _NOISE.format("numbers + noise * 2**-7")),
         ),
         (

@@ -334,7 +334,7 @@ def _mean(answer: StochasticRound, value: float, *, seed: int = 1) -> float:
         rounded = answer(steps, _seeded(seed))
     is_tensor(_CASE, rounded, dtype=torch.float32, shape=(DRAWS,))
     found, neighbours = rounded.unique().tolist(), sorted({math.floor(value), math.ceil(value)})
-    gave = _listed(f"{n:g}" for n in found) if len(found) < 4 else "values between"
+    gave = _listed(f"{n:g}" for n in found) if len(found) < 4 else f"{len(found):,} values"
     require(
         set(found) <= set(neighbours),
         f"{_CASE} of {value} gave {gave}; wanted only {' or '.join(map(str, neighbours))}.",
@@ -386,7 +386,7 @@ def _require_fine_draws(answer: StochasticRound) -> None:
         require(
             abs(found - 256) < 128,  # 8 standard deviations
             f"{_CASE} of 4,194,304 elements of {value:.6f} rounds {found:,} of them {words}; "
-            f"wanted about 256. Are the draws as fine as float32?",
+            f"wanted about 256. Draw float32 numbers with torch.rand.",
             evidence=("coarse draws", value),
         )
 
@@ -672,7 +672,7 @@ def _by_key(key: str) -> tuple[Edit, ...]:
 
 _BYTES_KEPT = Exercise(
     id="7.4",
-    title="Count the bytes saved for backward",
+    title="Bytes held for backward",
     minutes=10,
     difficulty=2,
     hints=(
@@ -898,8 +898,8 @@ def _require_held(answer: MakeHooks, plain: _HooksRun, held: int, allowed: int) 
     left = _alive_after(answer, retained=False)
     require(
         held == allowed,
-        f"{_LAYER} hold {held:,} bytes between forward and backward; wanted {allowed:,}, of "
-        f"{plain.held:,} without hooks: codes, smallest and step of each eligible storage, and the "
+        f"{_LAYER} hold {held:,} bytes between forward and backward ({plain.held:,} without "
+        f"hooks); wanted {allowed:,}: codes, smallest and step of each eligible storage, and the "
         f"other tensors. After the output is deleted, {left:,} bytes stay.",
     )
     for name, both in (("doubled values", _DOUBLED), ("8 bits", _EIGHT_BITS)):
