@@ -179,8 +179,9 @@ def remarks(found: Plan) -> Iterator[str]:
         yield EMPTIES_CACHE
     if best and miss:
         yield (
-            f"The next recipe, {miss.recipe.words}, does not fit: it lacks "
-            f"{format_bytes(miss.missing_bytes)} of {format_bytes(miss.needed_bytes)}"
+            f"The next faster recipe, {miss.recipe.words}, needs "
+            f"{format_bytes(miss.needed_bytes)}; it would fit with "
+            f"{format_bytes(miss.missing_bytes)} more"
         )
     yield from _formula_remarks(found)
     if found.gpus > 1 and found.target != "cpu":

@@ -282,8 +282,8 @@ class _Search:
     def miss(self, kinds: list[list[Candidate]], fitting: list[Option]) -> Option | None:
         """Return the next recipe that more memory would allow.
 
-        With the best option's kind of training, this is the slowest recipe faster than the
-        best option and does not fit. If nothing fits, it is the smallest recipe of all. Its bytes
+        This is the slowest recipe of the best option's kind of training that is faster than the
+        best option. If nothing fits, it is the smallest recipe of all. Its bytes
         are the formula's unless the recipe was measured on the way.
         """
         candidates = [candidate for kind in kinds for candidate in kind]
