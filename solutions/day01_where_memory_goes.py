@@ -20,9 +20,9 @@
 # ## The question
 #
 # The course trains a small Llama, implemented in one readable file
-# ([memlab/model.py](../memlab/model.py)). The preset `124m` has the size of GPT-2, and its float32
-# weights need about half a gigabyte. (KiB, MiB, GiB and TiB are 2¹⁰, 2²⁰, 2³⁰ and 2⁴⁰ bytes; a GB
-# is 10⁹ bytes.)
+# ([memlab/model.py](../memlab/model.py)). The preset `124m` has the size of GPT-2 small, and its
+# float32 weights need about half a gigabyte. (KiB, MiB, GiB and TiB are 2¹⁰, 2²⁰, 2³⁰ and 2⁴⁰
+# bytes; a GB is 10⁹ bytes.)
 
 # %%
 from collections.abc import Callable
@@ -80,7 +80,7 @@ print(trace)
 plot.timeline(trace, title=f"One training step: {setting}")
 
 # %% [markdown]
-# The x-axis counts allocations and frees. `zero_grad` frees the last step's gradients, forward
+# The x-axis counts allocations and frees. `zero_grad` frees the previous step's gradients, forward
 # accumulates activations, and backward frees them while gradients grow.
 #
 # Two things explain the gap. At the peak there are *no* gradients, but there are **backward
@@ -89,7 +89,7 @@ plot.timeline(trace, title=f"One training step: {setting}")
 # You write one function for each line.
 
 # %% [markdown]
-# | band | contents |
+# | band in the plot | contents |
 # | --- | --- |
 # | parameters | the weights |
 # | buffers | untrained tensors: here, the tables of RoPE (rotary position embedding) |
@@ -150,9 +150,9 @@ for name in ("124m", "llama-2-7b", "llama-3-405b"):
 # %% [markdown]
 # ## Line 2: what stays between steps
 #
-# Now train a real model, small enough for a laptop. It has 58 thousand weights, and a vocabulary of
-# 256 because every byte is a token. Its training data is torch's own source code. How many KiB of
-# optimizer state does AdamW hold before the first step?
+# Now train on real tensors, with a model small enough for a laptop. It has 58 thousand weights, and
+# a vocabulary of 256 because every byte is a token. Its training data is torch's own source code.
+# How many KiB of optimizer state does AdamW hold before the first step?
 
 # %%
 ### BEGIN SOLUTION
@@ -168,7 +168,8 @@ guess("1.2", optimizer_kib=450)  # two float32 elements per weight
 # About 8 minutes. Count the bytes of the model's parameters (without buffers), of their gradients,
 # and of all tensors in `optimizer.state`, as they are at the time of the call. A parameter `p` has
 # `p.nbytes` and `p.grad`, which may be `None`. `optimizer.state` maps each parameter to a
-# dictionary of tensors. Your function must work for any model and optimizer.
+# dictionary of tensors. Your function must work for any model and optimizer, and
+# change neither.
 
 
 # %%
@@ -233,13 +234,12 @@ print(f"second step's peak {format_bytes(second.peak_bytes)}")
 # %%
 steps = [memlab.measure(step, model=model, optimizer=optimizer) for _ in range(10)]
 fig, (memory, learning) = plt.subplots(1, 2, figsize=(9, 2.6), layout="constrained")
-memory.plot([t.peak_bytes / 2**20 for t in (first, second, *steps)], label="peak of the step")
-memory.plot(
-    [t.live_bytes / 2**20 for t in (first, second, *steps)], label="allocated after the step"
-)
+numbers, traces = range(1, 13), (first, second, *steps)
+memory.plot(numbers, [t.peak_bytes / 2**20 for t in traces], label="peak of the step")
+memory.plot(numbers, [t.live_bytes / 2**20 for t in traces], label="allocated after the step")
 memory.set(xlabel="step", ylabel="MiB", ylim=(0, None), title="Memory is constant from step 2 on")
 memory.legend(frameon=False, loc="center right")
-learning.plot(losses)
+learning.plot(numbers, losses)
 learning.set(xlabel="step", ylabel="loss in nats", title="Loss on torch's source code")
 print(f"distinct peaks after the first step: {len({t.peak_bytes for t in (second, *steps)})}")
 print(f"the loss went down: {losses[-1] < losses[0]}")
@@ -404,7 +404,8 @@ plot.timeline(few, title="Four tokens: the peak is after the start of backward")
 # decreases as the batch grows. There are two limits:
 #
 # - Call it at most 60 times, even if the answer is forty million.
-# - Never pass more than twice the largest batch that fits: a huge batch can crash the machine.
+# - Never pass more than twice the largest batch that fits (1 is always allowed): a huge batch can
+#   crash the machine.
 
 
 # %%
@@ -457,14 +458,15 @@ plot.breakdown(costs, title="Peak memory of the tiny model: batch × length")
 
 # %% [markdown]
 # 4 × 64 and 8 × 32 are both 256 tokens, and both halve the activations. With stored scores, halving
-# the length saves more than half of them, because each T × T matrix shrinks to a quarter.
+# the length saves more than half of them, because each T × T matrix shrinks to a quarter. (The
+# second step above, also with 8 × 64 tokens, peaked at 7.72 MiB: 64 KiB of text were in memory.)
 
 # %% [markdown]
 # ## At scale: 7 billion parameters
 #
-# `dry_trace_of_blocks` returns the same trace as `dry_trace`, but runs only a few of the equal
-# blocks. In float32, weights, gradients and optimizer state of Llama 2 7B exceed a GPU with 80 GB,
-# even without activations.
+# `dry_trace_of_blocks` returns the same trace as `dry_trace`, but runs only a few of the identical
+# blocks. In float32, weights, gradients and optimizer state of Llama 2 7B don't fit on a GPU with
+# 80 GB, even without activations.
 
 # %%
 seven_billion = Setting("llama-2-7b", batch=1, seq_len=4096)
@@ -489,7 +491,7 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# These rules of thumb come from published guides. Each is quoted and then measured. RULES.md lists
+# These rules of thumb come from published guides. Each is stated and then measured. RULES.md lists
 # all verdicts. (One guide is called "Day 19: Memory Optimization"; it is not a day of this course.)
 #
 # Rule 2a is about the 7B model in float32 that you just measured.
@@ -642,19 +644,21 @@ verdict(
 # 0.6 GB, a peak of 2.6 GB, and 32 GB without checkpointing. Which model has weights of 0.5 GB?
 
 # %%
-table = dry_trace_of_blocks(Setting("124m", batch=2, seq_len=512), TECHNIQUES["checkpointing"])
-earlier = dry_trace_of_blocks(Setting("124m", batch=16, seq_len=1024), eager)
-small, large = (4 * PRESETS[name].parameters / GB for name in ("34m", "124m"))
+small_batch = dry_trace_of_blocks(
+    Setting("124m", batch=2, seq_len=512), TECHNIQUES["checkpointing"]
+)
+large_batch = dry_trace_of_blocks(Setting("124m", batch=16, seq_len=1024), eager)
+of_34m, of_124m = (4 * PRESETS[name].parameters / GB for name in ("34m", "124m"))
 found = (
-    f"34M weights are {small:.2f} GB, 124M are {large:.2f} GB; 124M peaks at "
-    f"{table.peak_bytes / GB:.2f} GB, or at {earlier.peak_bytes / GB:.1f} GB with 16 × 1024 "
-    f"tokens, stored attention scores and no checkpointing"
+    f"34M weights are {of_34m:.2f} GB, 124M are {of_124m:.2f} GB; 124M peaks at "
+    f"{small_batch.peak_bytes / GB:.2f} GB, or at {large_batch.peak_bytes / GB:.1f} GB with "
+    f"16 × 1024 tokens, stored attention scores and no checkpointing"
 )
 actual = (
-    "the table fits a 125M model, not the 34M model of the test; it adds gradients and "
+    "the table fits a 124M model, not the 34M model of the test; it adds gradients and "
     "activations, which never all exist at once, so its peak is too high"
 )
-verdict("5", abs(small / 0.5 - 1) < 0.15, found, otherwise=actual)
+verdict("5", abs(of_34m / 0.5 - 1) < 0.15, found, otherwise=actual)
 
 # %% [markdown]
 # ## Summary
@@ -662,12 +666,12 @@ verdict("5", abs(small / 0.5 - 1) < 0.15, found, otherwise=actual)
 # | when | memory |
 # | --- | --- |
 # | always | 4 bytes per weight, and from the second step on 8 more for AdamW |
-# | forward | + activations: about 20 · C elements per token and block, V at the end |
+# | forward | + activations: about 20 · C elements per token and block, V per token at the end |
 # | **backward begins** | + two tensors as large as the logits: **the peak with many tokens** |
 # | backward ends | + 4 bytes per weight, activations freed: the peak with few tokens |
-# | optimizer | + temporaries for the largest weight: the peak with few tokens and many weights |
+# | optimizer | + temporaries of the largest weight tensor: peak with few tokens, many weights |
 #
-# Everything was in float32, and all activations were saved. The following days reduce each part.
+# The step was in float32, and all activations were saved. The following days reduce each part.
 
 # %% [markdown]
 # ## The running bill

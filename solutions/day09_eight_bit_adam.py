@@ -112,12 +112,12 @@ zero_percent = round(100 * zeros.float().mean().item(), 1)
 reveal("9.1", state_kib=state_bytes(adam_8bit), zeros_percent=zero_percent)
 
 # %% [markdown]
-# Two bytes per weight are 241 KiB. The other 7 KiB have three parts:
+# Two bytes per weight are 240.6 KiB. The other 7.6 KiB have three parts:
 #
 # - one float32 scale per block of each moment (explained below)
 # - two codebooks of 256 float32 entries, 2 KiB in all
-# - float32 moments of weight tensors with fewer than 4096 elements (here five norms), where there
-#   is little to save
+# - float32 moments, 6 bytes more per weight, in tensors with fewer than 4096 elements (here five
+#   norms), where there is little to save
 #
 # Even steps round 2.5 % of the second moments to 0. Is that a problem? Adam divides by √v.
 
@@ -143,9 +143,10 @@ bottom.set(yticks=[], xscale="log", xlim=(1e-6, 1), xlabel="fraction of the larg
 _ = bottom.set_ylabel("even steps", rotation=0, ha="right", va="center")
 
 # %% [markdown]
-# Squaring doubles the range in decades: if a gradient is 100 times smaller than its neighbor's, its
-# v is 10,000 times smaller. Even steps were enough for Day 7's activations. Moments need small
-# steps near zero and large steps near the maximum, so that the **relative** error stays small.
+# Squaring doubles the range in decades: if a weight's gradients are 100 times smaller than its
+# neighbor's, its v is 10,000 times smaller. Even steps were enough for Day 7's activations. Moments
+# need small steps near zero and large steps near the maximum, so that the **relative** error stays
+# small.
 #
 # Floating-point formats do this with a fixed number of exponent bits. A *dynamic* codebook varies
 # this number: small values use more bits for the exponent, and large values more bits for the
@@ -227,9 +228,9 @@ _ = axes.legend(frameon=False, ncols=3, loc="upper right")
 # In the top decade even steps are better. Two decades lower their worst error is 100 % (rounding to
 # 0); the dynamic codebooks' are 11 % and 18 %.
 #
-# A codebook ranges from −1 to 1. So divide each **block** of 256 elements by its absmax, and store
-# the absmax as the block's *scale*. An outlier then affects only its own block. To decode, look up
-# each code and multiply by the scale:
+# All entries lie between −1 and 1. So divide each **block** of 256 elements by its absmax, and
+# store the absmax as the block's *scale*. An outlier then affects only its own block. To decode,
+# look up each code and multiply by the scale:
 
 
 # %%
@@ -243,13 +244,13 @@ def decode(codes, scales, codebook):
 # ### Exercise 9.2: blockwise quantization
 #
 # About 15 minutes. `x` is a float32 tensor of any shape with n elements. `codebook` has
-# 256 sorted values, with 0 and 1. Return `(codes, scales)`: uint8 (n,) and float32 (⌈n/256⌉,),
-# not views of larger tensors.
+# 256 sorted values, including 0 and 1. Return `(codes, scales)`: uint8 (n,) and float32 (⌈n/256⌉,),
+# not views. Don't change the arguments.
 #
 # - Scale: absmax of the block. The last block may be short.
 # - Code: index of the nearest entry. A zero gets the index of 0.0, also in a block of zeros.
-# - Memory: at most 64 bytes per element at the peak. `torch.bucketize(a, b)` counts the elements of
-#   `b` below each `a`.
+# - Memory: at most 64 bytes per element at the peak, `x` included. `torch.bucketize(a, b)`
+#   counts the elements of `b` below each `a`.
 
 
 # %%
@@ -292,9 +293,9 @@ print(f"{codes.nbytes:,} + {scales.nbytes:,} bytes")
 # %% [markdown]
 # ### Exercise 9.3: Adam with 8-bit state
 #
-# About 20 minutes. Update one weight tensor in place. `gradient` is flat, `weight` is not. `state`
-# is a dict, empty before the first step. Store t and the moments in it (`signed` and `unsigned` are
-# the codebooks):
+# About 20 minutes. Update one weight tensor in place. `gradient` is flat, `weight` is not. Don't
+# change `gradient`. `state` is a dict, empty before the first step. Store t and the moments in it
+# (`signed` and `unsigned` are the codebooks):
 #
 # - with n ≥ 4096 elements: `encode(m, signed)` and `self.encode_v(v, unsigned)` (equal to `encode`
 #   for now), 2n + 8⌈n/256⌉ bytes
@@ -385,8 +386,8 @@ print(has_diverged(even[0][-1]))
 
 # %% [markdown]
 # With the dynamic codebook, the losses of 8-bit and 32-bit Adam are nearly equal. With even steps,
-# about 2.5 % of v become 0, and training diverges within a dozen steps. (The two codebooks, 2 KiB,
-# are class attributes here, so they do not count as state.)
+# many v become 0, and training diverges within a dozen steps. (The two codebooks, 2 KiB, are class
+# attributes here, so they do not count as state.)
 
 # %% [markdown]
 # ## Why a zero makes the step explode
@@ -396,10 +397,12 @@ print(has_diverged(even[0][-1]))
 # divided by a value near zero. Only eps limits the step, to lr · m / eps.
 
 # %% [markdown]
-# The dynamic codebook has a zero, too. v becomes 0 below 1.6 · 10⁻⁷ of the block's largest, so for
-# gradients below 1/2500 of the largest. m becomes 0 only below 3 · 10⁻⁷. In the three decades
-# between, a weight keeps its m and loses its v.
-#
+# The dynamic codebook has a zero, too. v becomes 0 below 1.6 · 10⁻⁷ of the block's largest v. This
+# happens if gradients are below 1/2500 (4 · 10⁻⁴) of the block's largest. m becomes 0 only below
+# 3 · 10⁻⁷ of the largest m. With gradients between 3 · 10⁻⁷ and 4 · 10⁻⁴ of the largest, a weight
+# keeps its m and loses its v.
+
+# %% [markdown]
 # To test this, train 8192 weights with gradients of size exp(2z), z normal (*heavy tails*: the
 # largest in a block is tens of thousands of times the smallest). The **longest step** is the
 # largest change of any weight, in units of lr.
@@ -428,8 +431,7 @@ for name, (longest, _) in heavy_tails.items():
 
 # %% [markdown]
 # For any gradients, 32-bit Adam's steps are at most lr · (1−β₁) / √((1−β₂)(1−β₁²/β₂)) = 7.27 · lr.
-# In the first 100 steps the bound is smaller by a factor of √(1−β₂¹⁰⁰): 2.24 · lr. With this bound,
-# lr sets the largest step.
+# In the first 100 steps the bound is smaller by a factor of √(1−β₂¹⁰⁰): 2.24 · lr.
 #
 # ### Exercise 9.4: never round a positive v to zero
 #
@@ -473,11 +475,12 @@ small = (sizes / sizes.amax(1, keepdim=True) < 1 / 2500).flatten()
 error = with_rule - wanted
 share = (error[small] ** 2).sum() / (error**2).sum()
 relative = error.norm() / wanted.norm()
-print(f"error after 100 steps: {relative:.0%} of the distance that 32-bit Adam moves the weights")
+print("8 bits, with the rule, after 100 steps:")
+print(f"  error: {relative:.0%} of the distance that 32-bit Adam moves the weights")
 print("weights with gradients below 1/2500 of the block's largest:")
 print(f"  {small.float().mean():.0%} of all weights, {share:.0%} of the squared error")
-share = with_rule[small].norm() / wanted[small].norm()
-print(f"  they move {share:.1f} of the distance that 32-bit Adam moves them")
+moved = with_rule[small].norm() / wanted[small].norm()
+print(f"  they move {moved:.1f} of the distance that 32-bit Adam moves them")
 
 # %% [markdown]
 # The rule needs no extra memory, and no step explodes. The price: a tiny v becomes larger, 3 · 10⁻⁷
@@ -502,9 +505,9 @@ print(f"even steps, with the rule: within 3 % of 32-bit Adam's loss: {is_within(
 #
 # ## Does it happen in real training?
 #
-# It did not happen in the text model above: the dynamic codebook rounds none of its v to 0. An
-# explosion needs heavy tails *and* gradients much larger than eps, because a step is at most lr · m
-# / eps.
+# It did not happen in the text model above: after its 20 steps, the dynamic codebook rounds none of
+# its v to 0. An explosion needs heavy tails *and* gradients much larger than eps, because a step is
+# at most lr · m / eps.
 #
 # Here is a model with heavy tails: word vectors (*skip-gram*: predict a nearby word). Rare words
 # rarely get gradients. The loss is the mean over the batch in one run and the sum in another.
@@ -547,8 +550,8 @@ for reduction in ("mean", "sum"):
 
 # %% [markdown]
 # With a **mean**, the usual choice, nearest codes cause long steps, but the loss is the same. With
-# a **sum**, gradients are 512 times larger, eps is negligible, and the training diverges. 32-bit
-# Adam works with both.
+# a **sum**, gradients are 512 times larger, eps is negligible, and training with nearest codes
+# diverges. 32-bit Adam works with both.
 #
 # Two small models prove nothing about large ones. They show what to check in your training: is the
 # loss a mean, and how heavy are the tails of the gradients?
@@ -556,9 +559,9 @@ for reduction in ("mean", "sum"):
 # %% [markdown]
 # ## Four optimizers
 #
-# Train the text model again and compare the bytes of state. 8-bit Adam is the library's, with the
-# rule, codebooks counted. Lion has its own learning rate, 2 · 10⁻³. (20 steps are too few to rank
-# optimizers by loss.)
+# Train the text model again and compare the bytes of state. The 8-bit Adam is the library's: it has
+# the rule, and its two codebooks count. Lion has its own learning rate, 2 · 10⁻³. (20 steps are too
+# few to rank optimizers by loss.)
 
 # %%
 partition = optim.gpt_partition(CONFIG.hidden_size // CONFIG.heads)
@@ -586,8 +589,8 @@ right.set(xlabel="KiB of state", xlim=(0, 1300), title="Optimizer state between 
 right.invert_yaxis()
 
 # %% [markdown]
-# The blue line covers the grey one: 8-bit Adam has the same losses as 32-bit Adam, with a state
-# four times smaller. Lion and Adam-mini halve the state by storing fewer elements; 8-bit Adam
+# The blue line lies on the gray one: 8-bit Adam has nearly the same losses as 32-bit Adam, with a
+# state four times smaller. Lion and Adam-mini halve the state by storing fewer elements; 8-bit Adam
 # stores all of them in lower precision. You can combine both: Lion with 8-bit momentum needs one
 # byte per weight.
 #
@@ -653,10 +656,10 @@ with torch.compiler.set_stance("force_eager"):
         print(f"{distance(heavy, wanted):>13.0%} {max(longest):>9,.1f} · lr")
 
 # %% [markdown]
-# With normal gradients, all five are equally far from 32-bit Adam, within 0.1 %. torchao's weights
-# differ from yours by 0.01 %, bitsandbytes' by 0.7 %. The 2,048 extra bytes are the two codebooks,
-# and torchao's 4 extra bytes are its step count. torchao keeps moments in float32 unless the
-# weight's size is a multiple of 256.
+# With normal gradients, the weights of all five differ from 32-bit Adam's by 2.2 %. torchao's
+# weights differ from yours by 0.01 %, bitsandbytes' by 0.7 %. The 2,048 extra bytes are the two
+# codebooks, and torchao's 4 extra bytes are its step count. torchao keeps moments in float32 unless
+# the weight's size is a multiple of 256.
 #
 # With heavy tails, torchao's steps explode, as yours did with nearest codes. bitsandbytes' do
 # **not**.
@@ -766,8 +769,8 @@ print(f"yours: {format_bytes(trace.at_peak['optimizer_temporaries'])} of tempora
 print(f" for a state of {format_bytes(trace.at_end['optimizer_state'])}")
 
 # %% [markdown]
-# An 8-bit optimizer that decodes a large tensor at once can have a higher peak than 32-bit Adam,
-# whose two moments of this embedding need 1 GiB. Measure the peak of any library that you use.
+# For this one tensor, your 8-bit step needs more memory than 32-bit Adam, whose two moments need 1
+# GiB. Measure the peak of any library that you use.
 
 # %% [markdown]
 # ## On your GPU
@@ -875,10 +878,10 @@ verdict("19d", more_tokens < 2000, measured_times, condition=condition)
 #
 # | optimizer | bytes per weight | state of a 7B model |
 # | --- | --- | --- |
-# | Adam, 32 bits | 8 | 50.2 GiB |
-# | Lion, 32 bits | 4 | 25.1 GiB |
-# | Adam, 8 bits | 2.03 | 12.7 GiB |
-# | Lion, 8 bits | 1.02 | 6.4 GiB |
+# | Adam, 32 bits | 8 | 50.21 GiB |
+# | Lion, 32 bits | 4 | 25.10 GiB |
+# | Adam, 8 bits | 2.03 | 12.75 GiB |
+# | Lion, 8 bits | 1.02 | 6.37 GiB |
 #
 # You can now explain a codebook's spacing and why each block has a scale. In an 8-bit optimizer,
 # check how it stores small tensors and sizes other than multiples of the block size, how much it

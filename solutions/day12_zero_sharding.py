@@ -3,9 +3,9 @@
 #
 # **Eight GPUs hold eight copies of the same tensors. Must each GPU hold all of them?**
 #
-# Today you build all three stages of ZeRO from two collectives. Afterwards you can compute what a
-# rank holds and sends in each stage, and how many GPUs stages 1 and 2 need to get close to "4×" and
-# "8×" less.
+# Today you build all three stages of ZeRO from two collectives. Afterwards you can compute what
+# each GPU holds and sends in each stage, and how many GPUs it takes until each holds nearly 4×
+# (stage 1) or 8× (stage 2) less than without ZeRO.
 #
 # About 105 minutes, 75 of them for five exercises. You need a laptop: all ranks run in one process.
 # Nothing is downloaded.
@@ -78,8 +78,7 @@ print(f"all ranks equal: {same}; so {format_bytes(total // RANKS * 7)} are copie
 # %% [markdown]
 # Now Llama 2 7B in bfloat16, with float32 master weights for Adam (Day 4). Each weight needs 2
 # bytes, its gradient 2, and its optimizer state K = 12: the float32 copy, m and v, 4 bytes each.
-# The plot's dark parts together are one copy of each element. Today a GB is 10⁹ bytes, as in the
-# guides.
+# The plot's dark parts together are one copy of each element. (A GB is 10⁹ bytes.)
 
 # %%
 KINDS = {"weights": "parameters", "gradients": "gradients", "optimizer state": "optimizer_state"}
@@ -95,7 +94,7 @@ for (kind, colour), size in zip(COLOURS.items(), (2, 2, 12), strict=True):
     axes.text(start + width / 2, -0.75, kind, ha="center", color=colour, fontsize=9)
     start += width
 axes.set(xlabel="GB per rank", ylabel="rank", ylim=(7.6, -1.3), yticks=range(RANKS))
-axes.set_title(f"8 × {start:.0f} GB = {8 * start:.0f} GB; {7 * start:.0f} GB are copies")
+axes.set_title(f"Each of 8 ranks holds {start:.0f} GB: 7 of the 8 copies are redundant")
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
@@ -108,8 +107,8 @@ axes.spines[["top", "right"]].set_visible(False)
 # ## Guess
 #
 # In stage 0 a rank holds 108 GB when backward ends. By what factor does each stage reduce this on
-# eight ranks? By what factor does stage 3 increase the bytes that a rank sends? (One guide says 4×
-# for stage 1 and 8× for stage 2.)
+# eight ranks? By what factor does stage 3 increase the bytes that a rank sends in a step? (One
+# guide says 4× for stage 1 and 8× for stage 2.)
 
 # %%
 ### BEGIN SOLUTION
@@ -125,7 +124,8 @@ guess("12.1", stage_1_times=4, stage_2_times=8, stage_3_times=8, stage_3_sends_t
 # Ranks exchange data only through a communicator. An operation that all ranks do together is a
 # **collective**:
 #
-# - **reduce-scatter**: each rank has a whole tensor; rank r gets piece r of the sum, its **shard**
+# - **reduce-scatter**: each rank has a whole tensor of R equal pieces; rank r gets piece r of the
+#   sum, its **shard**
 # - **all-gather**: each rank has a shard; all ranks get the whole tensor
 # - **all-reduce**: all ranks get the whole sum. It is a reduce-scatter followed by an all-gather.
 #
@@ -152,8 +152,9 @@ class Communicator:
 # %% [markdown]
 # ### Exercise 12.1: reduce-scatter and all-gather
 #
-# About 15 minutes. `wholes[r]` and `shards[r]` are 1-D tensors on rank r. R divides a whole's
-# length. Return a list: entry r is a new tensor on rank r, not a view. Do not change the arguments.
+# About 15 minutes. `wholes[r]` and `shards[r]` are 1-D tensors on rank r. R divides the length of
+# `wholes[r]`. Return a list: entry r is a new tensor on rank r, not a view. Do not change the
+# arguments.
 #
 # - Combine tensors of two ranks only after `self.comm.send(source, target, tensor)`.
 # - In each collective a rank sends at most R − 1 pieces.
@@ -210,7 +211,7 @@ sums = collectives.all_gather(collectives.reduce_scatter(wholes))
 print("same sums:", all(torch.equal(a, b) for a, b in zip(sums, wanted, strict=True)))
 for name, comm in (("through rank 0", naive), ("two collectives", ours)):
     busiest = max(comm.sent) / wholes[0].nbytes
-    print(f"{name:16} total {format_bytes(sum(comm.sent))}, busiest rank {busiest:.2f} × Ψ")
+    print(f"{name:16} total {format_bytes(sum(comm.sent))}, busiest rank sends {busiest:.2f} × Ψ")
 
 # %% [markdown]
 # Both send the same bytes in total. But through rank 0, the busiest rank sends four times as much,
@@ -218,7 +219,7 @@ for name, comm in (("through rank 0", naive), ("two collectives", ours)):
 # twice: less than 2 Ψ for any R.
 #
 # Production libraries send the pieces around a *ring*, from each rank to its neighbor. A ring sends
-# the same bytes, and each rank needs only one connection.
+# the same bytes, and each rank sends to only one other rank.
 
 # %% [markdown]
 # ## Stage 1: shard the optimizer state
@@ -231,18 +232,18 @@ for name, comm in (("through rank 0", naive), ("two collectives", ours)):
 #
 # - If R does not divide the number of weights, pad the last piece.
 # - Clipping needs the norm of *all* gradients, but a rank has only its shard.
-# - Send weights in their own dtype, bfloat16, not in float32.
+# - Send gradients and weights in their own dtype, bfloat16, not in float32.
 
 # %% [markdown]
 # ### Exercise 12.2: shard Adam's state
 #
-# About 20 minutes. `weights[r]` is rank r's flat tensor of n weights, the same on each rank. In the
-# constructor, keep a float32 copy of piece r only, and its `torch.optim.AdamW([copy], lr=lr,
-# foreach=False)`.
+# About 20 minutes. `weights[r]` is rank r's flat tensor of n weights, equal on all ranks. In the
+# constructor, keep for each rank r a float32 copy of piece r only, and its
+# `torch.optim.AdamW([copy], lr=lr, foreach=False)`.
 #
-# In `step`, `gradients[r]` is rank r's flat gradient. Do not change it. Compute the **mean** over
-# ranks in float32. Clip it like `clip_grad_norm_`: multiply by min(1, max_norm / (norm + 1e-6)).
-# Call `self.comm.sum` once, for the norm. Write the updated weights into every `weights[r]`.
+# In `step`, don't change `gradients[r]`, rank r's flat gradient. Reduce-scatter, then divide by R
+# in float32. Clip like `clip_grad_norm_`: multiply by min(1, max_norm / (norm + 1e-6)). Call
+# `self.comm.sum` once, for the norm. Write the updated weights, detached, into every `weights[r]`.
 # Between steps, keep only 12 bytes per element of the piece, and AdamW's step count.
 
 
@@ -359,8 +360,8 @@ def backward_of(w, x, dy):
 #
 # - Go through the units in reverse order.
 # - Reduce one unit's gradients before you compute the next unit's.
-# - Add shard r of the sum to `sums[r][unit]`, **in place**: it may hold earlier micro-batches. (The
-#   step divides by R.)
+# - Add shard r of the sum to `sums[r][unit]`, **in place**: it may hold the sums of earlier
+#   micro-batches. (The step of Exercise 12.2 divides by R.)
 # - Return a list: each rank's gradient of the first unit's input.
 # - Change no other argument.
 
@@ -468,8 +469,8 @@ for axes in (left, right):
 # ## Comparison with the library
 #
 # `memlab.zero.simulate` does the same for any model, with hooks. Run two steps of each stage on
-# four ranks, one batch each. Compare with one process that accumulates the same four gradients in
-# the same order (`accumulate`, Day 3).
+# four ranks, with one batch per rank. Compare with one process that accumulates the same four
+# gradients in the same order (`accumulate`, Day 3).
 
 
 # %%
@@ -514,8 +515,9 @@ plot.breakdown(rank_0, title="Rank 0 of 4 at its peak (two tiny blocks, 16 token
 # Ψ elements. Stage 3 sends 1.5 times as many.
 
 # %% [markdown]
-# Why are gradients larger than weights in stages 0 and 1, and more than a quarter in 2 and 3? Each
-# gradient exists **twice** for a moment: as autograd's tensor, and in the flat send buffer.
+# Weights need 128.62 KiB. Why do gradients need more than this in stages 0 and 1, and more than a
+# quarter of this in stages 2 and 3? Each gradient exists **twice** for a moment: as autograd's
+# tensor, and in the flat send buffer.
 #
 # - Stages 0 and 1: all gradients (128.62 KiB), and the embedding's a second time (32 KiB).
 # - Stages 2 and 3: one block's gradients twice (96.50 KiB), the other block's shard (12.06 KiB) and
@@ -528,9 +530,9 @@ plot.breakdown(rank_0, title="Rank 0 of 4 at its peak (two tiny blocks, 16 token
 # gradient, 32 KiB, counts as a temporary until backward adds the embedding's part.)
 
 # %% [markdown]
-# Stage 0 peaks at 653.59 KiB, a single process at 580.84 KiB. Stage 0 allocates a buffer for all
-# gradients when the first one is computed. A single process allocates them one by one, while
-# activations are freed.
+# Stage 0 peaks at 653.59 KiB, a single process at 580.84 KiB (measured in a test). Stage 0
+# allocates a buffer for all gradients when the first one is computed. A single process allocates
+# them one by one, while activations are freed.
 #
 # No stage reduces activations. For those, see Days 5 to 7 and 11.
 
@@ -766,13 +768,13 @@ verdict(
 # micro-batches per rank.
 
 # %%
-ring = (PARTS - 1) / PARTS * psi
+one_pass = (PARTS - 1) / PARTS * psi  # elements
 passes = {}
 for count in (1, 3):
     for stage in range(4):
         zero = simulate(*make_model(), PARTS, stage)
         step = zero.step(micro_batches(count * PARTS), sum_of_losses)
-        passes[stage, count] = step.traffic[0].model_elements() / ring
+        passes[stage, count] = step.traffic[0].model_elements() / one_pass
 one, three = (", ".join(f"{passes[stage, k]:.2f}" for stage in range(4)) for k in (1, 3))
 
 # %%
@@ -804,7 +806,7 @@ verdict(
 # ## The running bill
 #
 # One training step of 124M weights on 8 × 640 tokens. It runs on one GPU, so there are no copies to
-# remove, and the bill stays the same. How much of its model states would each of eight ranks hold?
+# remove, and the bill stays the same. How much of the model states would each of eight ranks hold?
 # They are small by now: bfloat16 weights and gradients, and 8-bit Lion with K = 1.02.
 
 # %%

@@ -47,7 +47,7 @@ def _check_parameter_count(answer: Callable[[GPTConfig], int]) -> str:
         with torch.device("meta"):  # an answer may build the model
             got = answer(shape)
         equal(f"parameter_count of {name}", got, _count(shape), "weights")
-    return f"{len(_SHAPES)} small shapes, {' · '.join(_REAL_SHAPES)}"
+    return f"{len(_SHAPES)} small models · {' · '.join(_REAL_SHAPES)}"
 
 
 def _in_words(config: GPTConfig) -> str:
@@ -192,7 +192,7 @@ def _check_state_bytes(answer: Callable[[nn.Module, torch.optim.Optimizer], Stat
             f"{' Is there a return?' if got is None else ''}",
         )
         equal(f"state_bytes of {name}", {key: got[key] for key in _STATE}, wanted, "bytes")
-    return f"{len(_TRAININGS)} trainings, every byte"
+    return f"the bytes of {len(_TRAININGS)} models and optimizers"
 
 
 _PARAMETERS = "list(model.parameters())"
@@ -287,7 +287,7 @@ def _check_activation_bytes(answer: BytesOf) -> str:
         got = answer(config, batch, seq_len)
         wanted = ledger.activation_bytes(config, batch, seq_len)
         same_bytes(case, got, wanted, {"elements": 4})
-    return f"{len(_ACTIVATION_CASES)} cases to the byte, the last {format_bytes(wanted)}"
+    return f"the bytes of {len(_ACTIVATION_CASES)} cases, the last with {format_bytes(wanted)}"
 
 
 _ACTIVATION_BYTES = Exercise(
@@ -380,7 +380,7 @@ def _check_peak_bytes(answer: BytesOf) -> str:
             # Rounded: a mistake has one message, with or without the small parts.
             f"peak_bytes of {name} gave {got / wanted:.2f} × the wanted {format_bytes(wanted)}.",
         )
-    return f"{len(_PEAK_CASES)} steps, at most {max(gaps):.3%} off"
+    return f"the peaks of {len(_PEAK_CASES)} steps, at most {max(gaps):.3%} off"
 
 
 _ADAMS, _TEMPORARIES = "+ 8 * parameter_count(config)", " + 2 * logits"
@@ -460,9 +460,9 @@ _BATCH_CASES: dict[str, tuple[Callable[[int], int], int, int]] = {
     # bytes_at, budget, and the largest batch that fits
     "10 bytes per sequence, budget 55": (lambda batch: 10 * batch, 55, 5),
     "10 bytes per sequence, budget 50": (lambda batch: 10 * batch, 50, 5),
-    "100 bytes and 10 per sequence, budget 134": (lambda batch: 100 + 10 * batch, 134, 3),
-    "100 bytes and 10 per sequence, budget 90": (lambda batch: 100 + 10 * batch, 90, 0),
-    "100 bytes and 10 per sequence, but at least 150, budget 200": (
+    "100 bytes plus 10 per sequence, budget 134": (lambda batch: 100 + 10 * batch, 134, 3),
+    "100 bytes plus 10 per sequence, budget 90": (lambda batch: 100 + 10 * batch, 90, 0),
+    "100 bytes plus 10 per sequence but at least 150 in all, budget 200": (
         lambda batch: max(150, 100 + 10 * batch),
         200,
         10,
@@ -472,11 +472,15 @@ _BATCH_CASES: dict[str, tuple[Callable[[int], int], int, int]] = {
         200,
         24,
     ),
-    "100 bytes and the square of the batch, budget 1000": (lambda batch: 100 + batch**2, 1000, 30),
+    "100 bytes plus the square of the batch, budget 1,000": (
+        lambda batch: 100 + batch**2,
+        1000,
+        30,
+    ),
     "1 byte per sequence, budget 64": (lambda batch: batch, 64, 64),
     "1 byte per 3 sequences, rounded up, budget 7": (lambda batch: -(-batch // 3), 7, 21),
-    "1 byte per sequence, budget 10000000": (lambda batch: batch, 10_000_000, 10_000_000),
-    "5 bytes per sequence, budget 200000004": (lambda batch: 5 * batch, 200_000_004, 40_000_000),
+    "1 byte per sequence, budget 10,000,000": (lambda batch: batch, 10_000_000, 10_000_000),
+    "5 bytes per sequence, budget 200,000,004": (lambda batch: 5 * batch, 200_000_004, 40_000_000),
 }
 
 
@@ -496,7 +500,7 @@ def _check_largest_batch(answer: Callable[[Callable[[int], int], int], int]) -> 
             evidence=(name, "too large"),
         )
         calls = max(calls, counted.calls)
-    return f"{len(_BATCH_CASES)} budgets, at most {calls} calls"
+    return f"{len(_BATCH_CASES)} budgets, at most {calls} calls for each"
 
 
 _BY_A_LINE = """

@@ -45,7 +45,10 @@ def _check_code(answer: Callable[[bool], Tensor]) -> str:
         is_tensor(call, got, dtype=torch.float32, shape=(256,))
         _require_sorted(call, got)
         _require_entries(call, got, dynamic_code(signed))
-    return "2 × 256 entries, bitwise equal · zero is entry 127 with signs, entry 0 without"
+    return (
+        "2 × 256 entries, bitwise equal to bitsandbytes' · zero is entry 127 with signs, entry 0 "
+        "without"
+    )
 
 
 def _require_sorted(call: str, got: Tensor) -> None:
@@ -362,7 +365,7 @@ def _check_adam(answer: type[torch.optim.Optimizer]) -> str:
     _check_groups(answer)
     return (
         f"{STEPS} steps are right, for {len(SHAPES)} shapes and for two parameter groups · state "
-        f"2n + 8⌈n/256⌉ bytes from n = {SMALLEST:,}, 8n below · short last blocks too"
+        f"2n + 8⌈n/256⌉ bytes from n = {SMALLEST:,}, 8n below · also with a short last block"
     )
 
 
@@ -575,12 +578,12 @@ _ADAM = Exercise(
             ("< 4096", "< 10**9"),
         ),
         (
-            "Small weights are encoded too. Below 4,096 elements, keep float32 moments.",
+            "Small weight tensors are encoded too. Below 4,096 elements, keep float32 moments.",
             (">= 4096", ">= 0"),
             ("< 4096", "< 0"),
         ),
         (
-            "A weight with a short last block stays in 32 bits. encode can handle it.",
+            "The moments of a weight with a short last block stay in 32 bits. encode can do it.",
             (_IS_LARGE, f"{_IS_LARGE} and len(gradient) % 256 == 0"),
             (_IS_SMALL, f"{_IS_SMALL} or len(gradient) % 256"),
         ),
@@ -672,7 +675,7 @@ def _require_rule(call: str, x: Tensor, codes: Tensor, code: Tensor) -> None:
     count = off.count_nonzero().item()
     require(
         off.max().item() <= 1 and count < 0.01 * len(flat),
-        f"{call}: {count} of {len(flat)} elements have a nearest code above 0 but don't get it.",
+        f"{call}: {count} of {len(flat)} elements with a nearest code above 0 get another code.",
     )
 
 

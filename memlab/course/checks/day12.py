@@ -210,14 +210,14 @@ def _check_collective(
 def _require_result(call: str, rank: int, given: list[Tensor], got: Tensor, wanted: Tensor) -> None:
     require(
         torch.equal(got, wanted),
-        f"{call} of {', '.join(map(_elements, given))[:90]} gave rank {rank} {_elements(got)}; "
+        f"{call}: {', '.join(map(_elements, given))[:90]} gave rank {rank} {_elements(got)}; "
         f"wanted {_elements(wanted)}.",
     )
     kept = got.untyped_storage().nbytes()
     require(
         kept == got.nbytes,
         f"{call}: the result of rank {rank} is a slice that keeps {kept:,} bytes alive; wanted "
-        f"only the {got.nbytes:,} of its own elements.",
+        f"{got.nbytes:,}, its own elements only.",
     )
 
 
@@ -345,7 +345,8 @@ def _check_adam(answer: Any) -> str:
     )
     return (
         f"the weights match AdamW in one process, rounded to bfloat16, with and without clipping "
-        f"and padding · {held:,} bytes per rank, of {12 * n:,} · 2 (R − 1)/R of the weights sent"
+        f"and padding · {held:,} bytes of state per rank, unsharded {12 * n:,} · each rank sends "
+        f"2 (R − 1)/R of the weights"
     )
 
 
@@ -754,7 +755,8 @@ def _check_gradients(answer: Callable[..., Any]) -> str:
     limited_outside_of_tensors("add_gradients_ of 12 units", run, OUTSIDE)
     return (
         f"each rank adds its shard of the summed gradients · each rank sends (R − 1)/R of the "
-        f"gradients · the peak has {peak / UNIT_BYTES:.1f} of {case.units} units"
+        f"gradients · at its peak a rank allocates the bytes of {peak / UNIT_BYTES:.1f} units, not "
+        f"{case.units}"
     )
 
 
@@ -919,7 +921,8 @@ def _check_pass(answer: Callable[..., Any]) -> str:
     )
     return (
         f"the gradients equal those with whole weights · each rank sends 3 (R − 1)/R of the "
-        f"weights · the peak has {peak / UNIT_BYTES:.1f} of {case.units} units"
+        f"weights · at its peak a rank allocates the bytes of {peak / UNIT_BYTES:.1f} units, not "
+        f"{case.units}"
     )
 
 
