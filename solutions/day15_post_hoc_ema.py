@@ -3,9 +3,9 @@
 #
 # **Can you choose the length of a weight average after training?**
 #
-# After today you can track averages that cover a fixed share of the training, compute an average of
-# any other length afterwards, predict its error before you read a file, and do all of this in a few
-# MiB.
+# After today you can track averages that cover a fixed share of the training. Afterwards you can
+# compute an average of another length with a few MiB of memory, and predict its accuracy before you
+# read a file.
 #
 # About 105 minutes, 60 of them for five exercises. You need a laptop. A GPU is optional. Nothing is
 # downloaded.
@@ -111,7 +111,9 @@ fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
 times = sorted(weights_at)
 axes.plot(times, [loss_of(weights_at[t]) for t in times], ".-", color="#b0b0b8", label="weights")
 tenth = [s for s in snapshots if s.sigma == 0.10]
-axes.plot(times, [loss_of(averaged(s)) for s in tenth], ".-", color="#00798c", label="average")
+axes.plot(
+    times, [loss_of(averaged(s)) for s in tenth], ".-", color="#00798c", label="average, σ = 0.10"
+)
 axes.set(xlabel="steps", ylabel="held-out loss in nats", title="An average fluctuates less")
 axes.legend(frameon=False)
 axes.spines[["top", "right"]].set_visible(False)
@@ -231,8 +233,8 @@ for sigma in (0.4, 0.5):
 # with at most one tensor of extra memory. Updates may come at any times. The average has no
 # autograd graph. Do not change the weights.
 #
-# (The weights are float32 here. Averages of 16-bit weights must also be float32: rounding to 16
-# bits would lose an update by a thousandth.)
+# (The weights are float32 here. Averages of bfloat16 weights must also be float32: rounding to
+# bfloat16 would lose an update by a thousandth.)
 
 
 # %%
@@ -327,8 +329,8 @@ else:
 #
 # An average is *linear* in the weights. So a linear combination of averages is an average, too, and
 # its profile is the same combination of their profiles. Snapshots of two averages at sixteen times
-# give 32 profiles. Which combination is closest to the target? This depends only on times and
-# exponents, not on weights.
+# give 32 profiles. Which combination is closest to the profile you want, the *target*? This depends
+# only on times and exponents γ, not on weights.
 
 # %% [markdown]
 # **Least squares.** Let xᵢ be the coefficient of snapshot i with profile pᵢ, and p the target's
@@ -421,8 +423,8 @@ _ = fig.suptitle("σ = 0.15 from averages of width 0.05 and 0.10 (each term in g
 #
 # Now combine the weights. One guide says that all snapshots must be in memory together, but forty
 # snapshots of a large model do not fit. However, element 5 of the result depends only on element 5
-# of each snapshot. A **memory-mapped** file is read only where you access it, and the system may
-# drop those pages at any time.
+# of each snapshot. A **memory-mapped** file is read only where you access it, and the operating
+# system can reclaim its memory at any time.
 
 # %% [markdown]
 # ### Exercise 15.4: synthesize with little memory
@@ -433,17 +435,17 @@ _ = fig.suptitle("σ = 0.15 from averages of width 0.05 and 0.10 (each term in g
 # - `snapshots[n].read(name, start, stop)` returns 16-bit elements, memory-mapped: do not write to
 #   them.
 # - `write(k, name, start, elements)` stores finished float32 elements. Write each element once.
-# - Read each element once. Keep only a few chunks of `piece` elements in memory, for any number of
-#   snapshots.
+# - Read each element once. For any number of snapshots, keep only a few chunks of `chunk_size`
+#   elements in memory.
 
 
 # %%
-def synthesize(snapshots, shares, sizes, write, piece):
+def synthesize(snapshots, shares, sizes, write, chunk_size):
     """Synthesize all targets; `sizes` maps each tensor's name to its number of elements."""
     ### BEGIN SOLUTION memlab.reference.post_hoc_ema.synthesize
     for name, size in sizes.items():
-        for start in range(0, size, piece):
-            stop = min(start + piece, size)
+        for start in range(0, size, chunk_size):
+            stop = min(start + chunk_size, size)
             sums = torch.zeros(len(shares[0]), stop - start)
             for snapshot, of_each in zip(snapshots, shares, strict=True):
                 part = snapshot.read(name, start, stop).float()
@@ -462,7 +464,7 @@ synthesize = exercise("15.4", synthesize)
 
 # %% [markdown]
 # Synthesize eleven widths in one pass over the snapshots on disk. Compare with the library's
-# synthesis, which constrains the sum to one instead of dividing.
+# synthesis, which constrains the sum of the coefficients to one instead of dividing by it.
 
 # %%
 sigmas = [0.02, 0.03, 0.05, 0.07, 0.10, 0.13, 0.16, 0.19, 0.22, 0.25, 0.28]
@@ -478,7 +480,7 @@ def write(target, name, start, elements):
     yours[target][name][start : start + len(elements)] = elements
 
 
-synthesize(snapshots, shares, sizes, write, piece=2**12)
+synthesize(snapshots, shares, sizes, write, chunk_size=2**12)
 yours = [{name: tensors[name].view(shapes[name]) for name in shapes} for tensors in yours]
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # 0.02 and 0.28 have a large profile error, see the plot
@@ -564,7 +566,8 @@ for mib, count in ((16, 10), (8, 10), (16, 5)):
         usual = peak_of(lambda s=found: usual_loop(s, FOUR_WIDTHS), found)
     peaks[mib, count] = chunks, usual
     in_chunks, by_snapshot = map(format_bytes, peaks[mib, count])
-    print(f"{mib} MiB, {count} times: in chunks {in_chunks}, by snapshot {by_snapshot}")
+    print(f"{mib} MiB, snapshots at {count} times: ", end="")
+    print(f"in chunks {in_chunks}, by snapshot {by_snapshot}")
 system = np.array([[inner_product(p, q) for p in profiles] for q in profiles])
 print(f"the linear system of {len(profiles)} snapshots: {format_bytes(system.nbytes)}")
 
@@ -609,9 +612,9 @@ print(f"batches of 1 and of 8 are bitwise equal: {same_bits}")
 
 # %% [markdown]
 # Memory is proportional to the batch: six copies of each tensor (four accumulators, and the tensor
-# of two snapshots). Every element gets the same additions in the same order, so results
-# are bitwise equal. A chunk is smaller than a tensor: a tensor of 64 MiB needs 384 MiB, but 6 MiB
-# in chunks.
+# from two snapshots). Every element gets the same additions in the same order, so results are
+# bitwise equal. Chunks need less than whole tensors: a tensor of 64 MiB needs 384 MiB, but 6 MiB in
+# chunks.
 #
 # **float16.** You can use it for the files, the accumulators, or both. Which costs more accuracy?
 # The error is relative to float64 accumulation of float32 files, for σ = 0.07.
@@ -644,7 +647,8 @@ print("whole-model accumulators:", ", ".join(map(format_bytes, sums_bytes.values
 # memory with float16 accumulators: they halve, and loaded tensors need no cast. Chunks with float32
 # accumulators need 8× less.
 #
-# **int8.** Smaller files must be dequantized. The next cells compare the CPU time of a synthesis.
+# **int8.** The synthesis must dequantize int8 files. Compare its CPU time for float32, float16 and
+# int8 files.
 
 
 # %%
@@ -664,8 +668,8 @@ took = {name: min(spent) / min(took["float32"]) for name, spent in took.items()}
 print(", ".join(f"{name} files {ratio:.2f} ×" for name, ratio in took.items()))
 
 # %% [markdown]
-# `benchmarks/ema.py --section decoding` repeats this for a larger model, from the page cache. int8
-# files take about 2× the time of float32 files, and float16 files 0.67×.
+# int8 files take about 2× the time of float32 files, and float16 files take less. For a larger
+# model, run `benchmarks/ema.py --section decoding`.
 #
 # ## Consistency across parameters
 #
@@ -683,7 +687,7 @@ print(f"the mix has a loss over 1 nat above both snapshots: {mix_is_worse}")
 
 
 # %% [markdown]
-# Three properties prevent this mix. First, coefficients depend only on times, so they are the same
+# Four properties prevent this mix. First, coefficients depend only on times, so they are the same
 # for every tensor. In the test below, row k of each tensor is 1 at step k, else 0. Each column of
 # the average then lists how much each step counts.
 
@@ -710,8 +714,8 @@ print(f"share of the last step {columns[-1, 0]:.3f}, of the step before {columns
 # %% [markdown]
 # Second, the tracker refuses to write averages after an interrupted update until `load()` restores
 # a complete state. Third, a snapshot is written under a temporary name and renamed when it is
-# complete (`tests/ema/` interrupts both between two tensors). Each tensor also has a checksum. Here
-# a tensor is replaced by the same tensor of an earlier step.
+# complete (`tests/ema/` interrupts both between two tensors). Fourth, each tensor has a checksum.
+# Here a tensor is replaced by the same tensor of an earlier step.
 
 # %%
 before, last = tenth[-2:]
@@ -773,11 +777,12 @@ for name, kept in WAYS.items():
 
 # %% [markdown]
 # With a fifth of the snapshots, evenly spaced, the profile error is negligible up to σ = 0.15,
-# below 1 % at 0.25, and 3 % at 0.28. (The error is squared: 0.4 % is 6 % as a distance.)
+# below 1 % at 0.25, and 3 % at 0.28. (The error is a squared distance: 0.36 % at 0.25 is a distance
+# of 6 %.)
 #
 # The last twenty cannot be combined into long averages, because they contain too little of the
-# earlier steps. A training script with a "keep 20" setting keeps exactly those. Log-spaced
-# snapshots are better for short averages, and 5 to 10× worse for long ones.
+# earlier steps. A "keep 20" setting in a training script keeps the last twenty. Compared with even
+# spacing, log-spaced snapshots are better at σ = 0.07, and 4 to 11× worse from 0.15 on.
 
 # %% [markdown]
 # ## At scale: 7 billion parameters
@@ -795,13 +800,13 @@ with memlab.dry_run():
     update_bytes = peak_of(lambda: two.update(1))
 print(f"two averages need 2 · 4 bytes per weight: {two.nbytes == 8 * two_blocks.parameters}")
 print(f"for 7B: {8 * N / 1e9:.1f} GB, and {format_bytes(update_bytes)} more in an update")
-print(f"snapshots of both averages: {4 * N / 1e9:.1f} GB, at 12 times ", end="")
-print(f"{12 * 4 * N / 1e9:.0f} GB")
-print(f"reading them at 3 GB/s takes {12 * 4 * N / 3e9:.0f} s, for any number of targets")
+print(f"one snapshot of both averages: {4 * N / 1e9:.1f} GB; ", end="")
+print(f"twelve of them: {12 * 4 * N / 1e9:.0f} GB")
+print(f"reading all twelve at 3 GB/s takes {12 * 4 * N / 3e9:.0f} s, for any number of targets")
 
 # %% [markdown]
 # **Tracking** needs more memory than synthesis: two averages need 8 bytes per weight, as much as
-# Adam's state. Two settings reduce it.
+# Adam's state in float32. Two settings reduce the GPU memory.
 #
 # `only=` tracks a part of the model, given by names, patterns or a function. `synthesize` takes the
 # same argument. Snapshots then contain only that part.
@@ -908,11 +913,12 @@ else:
 
 # %%
 chunked = [chunks for chunks, _ in peaks.values()]
-sizes_text = ", ".join(f"{mib} MiB × {count}" for mib, count in peaks)
+mibs, counts = (", ".join(map(str, numbers)) for numbers in zip(*peaks, strict=True))
 verdict(
     "25a",
     max(chunked) > 1.01 * min(chunked),
-    f"model size × times {sizes_text}: in chunks {format_bytes(max(chunked))} each, by snapshot "
+    f"models of {mibs} MiB, with snapshots at {counts} times: in chunks "
+    f"{format_bytes(max(chunked))} each, by snapshot "
     f"{', '.join(format_bytes(usual) for _, usual in peaks.values())}",
     otherwise="memory-mapped files are read chunk by chunk, so memory depends on neither the model "
     "size nor the number of snapshots",
@@ -938,9 +944,10 @@ of_chunks, sequential = peaks[16, 10]
 verdict(
     "25c",
     of_chunks > sequential / 2,
-    f"16 MiB, ten times, four targets: one snapshot at a time {format_bytes(sequential)}, in "
-    f"chunks {format_bytes(of_chunks)}",
-    otherwise="one snapshot at a time needs whole-model accumulators; chunks save the memory",
+    f"16 MiB model, snapshots at ten times, four targets: adding whole snapshots "
+    f"{format_bytes(sequential)}, in chunks {format_bytes(of_chunks)}",
+    otherwise="a few chunks of the weights are enough; adding whole snapshots needs accumulators "
+    "as large as the model",
 )
 
 # %%
@@ -950,7 +957,7 @@ verdict(
     "25d",
     not (streams and in_parts and in_place < 2**23 and compresses),
     f"chunks as in 25c; one layer of 8: {len(one_layer)} tensor; in place from int8 files: "
-    f"{format_bytes(in_place)} of extra memory; a snapshot of 8 MiB: {in_files}",
+    f"{format_bytes(in_place)} of extra memory; a snapshot of an 8 MiB model: {in_files}",
     otherwise="all four exist: streaming, parts of a model, in-place, compressed snapshots",
 )
 
@@ -1009,8 +1016,8 @@ verdict(
 verdict(
     "25i",
     bytes_of["int8"] < bytes_of["float16"] < bytes_of["float32"] and took["int8"] > 1.2,
-    f"a snapshot of 8 MiB: {in_files}; synthesis from int8 files takes over 1.2× the CPU time of "
-    f"float32 files: {took['int8'] > 1.2} (times: benchmarks/ema.py)",
+    f"a snapshot of an 8 MiB model: {in_files}; synthesis from int8 files takes over 1.2× the CPU "
+    f"time of float32 files: {took['int8'] > 1.2} (times: benchmarks/ema.py)",
     condition="for int8, which trades disk space against time; memory in the synthesis stays a "
     "few chunks",
 )

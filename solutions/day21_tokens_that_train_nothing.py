@@ -5,7 +5,7 @@
 # preference training needs twice the memory of fine-tuning. What uses the memory?**
 #
 # After today you have built sequence packing, attention that stays within a document, and
-# log-probabilities without full logits. You can also compute a KV cache to the byte, and say what
+# log-probabilities without full logits. You can also compute the size of a KV cache, and say what
 # uses the memory of DPO and GRPO.
 #
 # About 90 minutes, 60 of them for five exercises. You need a laptop; a GPU is optional. Nothing is
@@ -113,8 +113,8 @@ print(f"{padded_bytes / useful:,.0f} bytes per useful token")
 
 # %% [markdown]
 # Each padding token costs as much as a real token. Sorting documents by length reduces padding, but
-# then a batch has similar documents only. **Packing** puts several documents into a row instead.
-# Which documents go into which row?
+# then each batch has only documents of similar length. **Packing** puts several documents into one
+# row instead. Which documents go into which row?
 
 # %% [markdown]
 # ### Exercise 21.1: first-fit decreasing
@@ -212,7 +212,7 @@ join = exercise("21.2", join)
 # About 15 minutes. `q`, `k` and `v` are (1, H, T, D), with rotary positions applied. Return causal
 # attention, also (1, H, T, D), but a token attends only to itself and to earlier tokens of its own
 # document. Use `F.scaled_dot_product_attention`, and allocate nothing with T² elements, such as a T
-# × T mask.
+# × T mask. `boundaries` is as in exercise 21.2.
 
 
 # %%
@@ -277,9 +277,9 @@ print(f"packed / padded: {packed_bytes / padded_bytes:.2f} × the activations", 
 print(f"{1 - padding:.2f} × the tokens")
 
 # %% [markdown]
-# The ratio of activations is a little larger, because the packed model concatenates outputs and
-# repeats k and v for the groups of heads. A kernel for variable lengths does neither
-# (`torch.nn.attention.varlen.varlen_attn`, flash-attn's `flash_attn_varlen_func`).
+# The ratio of activations is a little larger than the ratio of tokens, because the packed model
+# concatenates outputs and repeats k and v for the groups of heads. A kernel for variable lengths
+# does neither (`torch.nn.attention.varlen.varlen_attn`, flash-attn's `flash_attn_varlen_func`).
 
 # %% [markdown]
 # ### Why not a mask?
@@ -397,7 +397,7 @@ def cache_of(config, tokens, batch, element_bytes=2, windows=None):
     return cache_bytes(windows, config.kv_heads, config.head_dim, tokens, batch, element_bytes)
 
 
-print(f"your formula {cache_of(CONFIG, 95, 4, 4):,} bytes, the meter {cache.bytes:,} bytes\n")
+print(f"your formula {cache_of(CONFIG, 95, 4, 4):,} bytes, the cache above {cache.bytes:,} bytes\n")
 seven, eight = PRESETS["llama-2-7b"], PRESETS["llama-3-8b"]
 sliding = [4096 if layer % 6 < 5 else None for layer in range(eight.layers)]  # 5 of 6, as Gemma 3
 print("bfloat16 cache: per token, and for 8 sequences of 4,096 and of 32,768 tokens")
@@ -413,7 +413,7 @@ cache_gib = cache_of(seven, 4096, 8)
 
 # %% [markdown]
 # With 4,096 tokens, 7B's cache for 8 sequences is larger than its weights. Grouped-query attention
-# (GQA) divides the cache by the number of heads that share a key. Sliding windows bound it.
+# (GQA) divides the cache by the number of query heads that share a key. Sliding windows bound it.
 # Quantization (Days 7 and 17) works, too.
 
 # %% [markdown]
@@ -609,8 +609,8 @@ step_gib = two_models.allocated_bytes
 reveal("21.1", padding_percent=100 * padding, cache_gib=cache_gib, step_gib=step_gib)
 
 # %% [markdown]
-# The peak has the weights of two models, and tensors of 4 · 2 · 2,048 tokens × 128,256 vocabulary
-# entries. Adapters and their optimizer state are negligible. But the loss needs only one
+# The peak has the weights of two models, and several tensors of 4 · 2 · 2,048 tokens × 128,256
+# vocabulary entries. Adapters and their optimizer state are negligible. But the loss needs only one
 # log-probability per token, not all logits.
 
 # %% [markdown]
@@ -673,7 +673,7 @@ for compute in (by_log_softmax, by_logsumexp, in_chunks, token_log_probs):
 # %% [markdown]
 # Without the log-softmax, the peak is lower only *without* gradients. In backward, x[y] and log Σ
 # exp x each allocate a gradient as large as the logits, and autograd allocates their sum. Chunks
-# reduce both peaks. The rest of today uses memlab's `token_log_probs` (Day 11's loss, per row).
+# reduce both peaks. The rest of today uses memlab's `token_log_probs` (Day 11's loss, per token).
 
 # %% [markdown]
 # ### At scale: what each change saves
@@ -739,8 +739,8 @@ axes.spines[["top", "right"]].set_visible(False)
 # 1. Nearly half of the second row is **logits** and activations. Chunks save 20 GiB.
 # 2. Leaving out the log-softmax needs *more* memory, as you measured.
 # 3. **Turning adapters off** saves the second model. The step needs a quarter of the first row.
-# 4. If all weights are trained, gradients and moments fill the GPU. There, a stored reference saves
-#    the second model.
+# 4. If all weights are trained, gradients and AdamW's moments need 45 GiB. A stored reference saves
+#    the second model there.
 
 # %% [markdown]
 # ### GRPO: three phases
@@ -750,7 +750,7 @@ axes.spines[["top", "right"]].set_visible(False)
 #
 # 1. *Roll out*: generate the answers, with weights and a KV cache.
 # 2. *Score*: compute log p_ref without gradients.
-# 3. *Train*.
+# 3. *Train*: forward and backward on the answers.
 #
 # By formula, for 8 prompts of 512 tokens with 8 answers of 1,024 tokens each:
 
@@ -769,9 +769,9 @@ for name, count in {
 
 # %% [markdown]
 # The phases run one after the other. If each frees its tensors, the peak is the largest phase, not
-# their sum. You can roll out and score a few answers at a time, because you keep only one
-# log-probability per token. PPO also needs a value model. GRPO needs none, and with a KL weight of
-# 0 no reference model either.
+# their sum. You can roll out and score a few answers at a time, because you keep only their tokens
+# and one log-probability per token. PPO also needs a value model. GRPO needs none, and if its loss
+# has no KL penalty against the reference, no reference model either.
 
 # %% [markdown]
 # A separate inference engine (vLLM) *reserves* its cache at start-up, as a share of the GPU's
@@ -790,8 +790,9 @@ for name, count in {
 
 # %% [markdown]
 # **NCCL** splits each collective over several *channels*. A channel has buffers for each GPU it
-# connects to, outside torch's allocator. In a ring (all-reduce), a GPU receives from one neighbor
-# and sends to another. All-to-all connects every pair of GPUs.
+# connects to, outside torch's allocator. `NCCL_BUFFSIZE` (4 MiB by default) sets the size of one;
+# the rest have fixed sizes. In a ring (all-reduce), a GPU receives from one neighbor and sends to
+# another. All-to-all connects every pair of GPUs.
 
 # %%
 print(f"one channel between two GPUs, both directions: {format_bytes(connection_bytes())}")
@@ -799,12 +800,13 @@ for channels in (2, 16, 32):
     rings = f"rings {format_bytes(ring_bytes(channels)):>11}"
     pairs = f"all-to-all, 8 GPUs {format_bytes(all_to_all_bytes(channels, 8)):>11}"
     print(f"  {channels:2} channels: {rings}, {pairs}")
-print(f"NCCL_BUFFSIZE=1 MiB, not 4: one channel {format_bytes(connection_bytes(2**20))}")
+smaller = format_bytes(connection_bytes(2**20))
+print(f"one channel with NCCL_BUFFSIZE of 1 MiB instead of 4 MiB: {smaller}")
 
 # %% [markdown]
 # NCCL chooses the number of channels, and each process group has its own buffers. Users report 544
 # to 688 MiB for the first all-reduce of a group on A100s, and 3.05 GiB for the first all-to-all on
-# 8 H100s. So with several GPUs:
+# 8 H100s, more than the buffers above. So with several GPUs:
 #
 # - leave memory free (`memlab plan --gpus` reports how much)
 # - reuse process groups
@@ -871,10 +873,10 @@ for claim, found in CLAIMS.items():
 # | --- | --- |
 # | padding | activations · (1 − useful tokens / (documents · longest)) |
 # | a mask for packed rows | 2 · T² in each block, on CUDA |
-# | KV cache | 2 · layers · kv heads · head dimension · tokens · bytes |
+# | KV cache | 2 · layers · kv heads · head dimension · tokens · batch · bytes per element |
 # | reference model | 2 per weight; 0 with adapters off or stored |
-# | log-probabilities | one chunk of logits; 4 per token afterwards |
-# | NCCL | 12 MiB per channel and neighbor, plus other buffers |
+# | log-probabilities | a few chunks of logits; 4 per token afterwards |
+# | NCCL | 12 MiB per channel (ring), or per channel and other GPU (all-to-all), plus others |
 #
 # If such a step runs out of memory, check three things:
 #

@@ -74,12 +74,12 @@ def synthesize(
     shares: Sequence[Sequence[float]],
     sizes: Mapping[str, int],
     write: Callable[[int, str, int, Tensor], None],
-    piece: int,
+    chunk_size: int,
 ) -> None:
-    """Write weighted sums of snapshots, with `piece` elements in memory at a time."""
+    """Write weighted sums of snapshots, `chunk_size` elements at a time."""
     for name, size in sizes.items():
-        for start in range(0, size, piece):
-            stop = min(start + piece, size)
+        for start in range(0, size, chunk_size):
+            stop = min(start + chunk_size, size)
             sums = torch.zeros(len(shares[0]), stop - start)
             for snapshot, of_each in zip(snapshots, shares, strict=True):
                 part = snapshot.read(name, start, stop).float()

@@ -65,10 +65,10 @@ def in_torch(snapshots, target):
     return weights / weights.sum()
 
 
-def half_a_piece_at_a_time(snapshots, shares, sizes, write, piece):
+def half_a_chunk_at_a_time(snapshots, shares, sizes, write, chunk_size):
     """The last tensor first, all targets in one product."""
     of_targets = torch.tensor(shares, dtype=torch.float32)
-    half = max(1, piece // 2)
+    half = max(1, chunk_size // 2)
     for name in reversed(list(sizes)):
         for start in range(0, sizes[name], half):
             stop = min(start + half, sizes[name])
@@ -79,12 +79,12 @@ def half_a_piece_at_a_time(snapshots, shares, sizes, write, piece):
                 write(target, name, start, sums[target])
 
 
-def in_one_buffer(snapshots, shares, sizes, write, piece):
-    """Every piece is summed in the same memory."""
-    buffer = torch.empty(len(shares[0]), piece)
+def in_one_buffer(snapshots, shares, sizes, write, chunk_size):
+    """Every chunk is summed in the same memory."""
+    buffer = torch.empty(len(shares[0]), chunk_size)
     for name, size in sizes.items():
-        for start in range(0, size, piece):
-            count = min(piece, size - start)
+        for start in range(0, size, chunk_size):
+            count = min(chunk_size, size - start)
             sums = buffer[:, :count].zero_()
             for snapshot, of_each in zip(snapshots, shares, strict=True):
                 part = snapshot.read(name, start, start + count).float()
@@ -105,7 +105,7 @@ def by_linspace(times, count):
         (2, ByDifferences),
         (3, with_a_side_condition),
         (3, in_torch),
-        (4, half_a_piece_at_a_time),
+        (4, half_a_chunk_at_a_time),
         (4, in_one_buffer),
         (5, by_linspace),
     ],
@@ -118,9 +118,9 @@ def test_other_right_answers_pass(number, answer):
 # ------------------------------------------------------------------ other wrong answers
 
 
-def twice(snapshots, shares, sizes, write, piece):
+def twice(snapshots, shares, sizes, write, chunk_size):
     for _ in range(2):
-        synthesize(snapshots, shares, sizes, write, piece)
+        synthesize(snapshots, shares, sizes, write, chunk_size)
 
 
 def test_elements_written_twice_are_refused():
@@ -177,7 +177,7 @@ REFUSED = [
     ),
     ("15.3", "the first ones chosen", (KNOWN, f"chosen = range(len(chosen))\n    {KNOWN}")),
     ("15.3", "b of ones", ("[inner_product(p, target) for p in known]", "[1.0 for p in known]")),
-    ("15.4", "three pieces at a time", (NAMES, f"piece *= 3\n    {NAMES}")),
+    ("15.4", "three chunks at a time", (NAMES, f"chunk_size *= 3\n    {NAMES}")),
     ("15.4", "no small shares", (MIXED, "total.add_(part, alpha=share if share**2 > 1e-6 else 0)")),
     ("15.4", "written to the file", ("stop).float()", "stop).mul_(1).float()")),
     ("15.4", "the list of shares reversed", (NAMES, f"shares.reverse()\n    {NAMES}")),

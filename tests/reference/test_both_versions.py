@@ -542,7 +542,7 @@ def test_post_hoc_ema(tmp_path):
     def write(target, name, start, part):
         made[name][start : start + len(part)] = part
 
-    post_hoc_ema.synthesize(snapshots, best, sizes, write, piece=5)
+    post_hoc_ema.synthesize(snapshots, best, sizes, write, chunk_size=5)
     (theirs,) = ema.synthesize(tmp_path, [0.08])
     for name, mine in made.items():
         torch.testing.assert_close(mine, theirs[name].flatten())

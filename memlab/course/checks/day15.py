@@ -121,7 +121,7 @@ _EXPONENT = Exercise(
     wrong_answers=mistakes(
         "15.1",
         (
-            "The formula has (γ+2) squared. Without the square a width of 0.05 becomes 0.0025.",
+            "The formula has (γ+2) squared. Without the square, σ = 0.05 gives a width of 0.0025.",
             (_ROOTS, "np.roots([1, 5 - inverse, 6 - inverse])"),
         ),
         ("The cubic needs 1/σ². You used 1/σ.", ("sigma**-2", "1 / sigma")),
@@ -276,7 +276,7 @@ _AVERAGE = Exercise(
             (_SHARE, f"        self.count = getattr(self, 'count', 0) + 1\n{_SHARE}"),
         ),
         (
-            "t is the time after the update. With t + 1 the weights from before training count.",
+            "t is the time of the update. With t + 1 the weights from before training count.",
             (_SINCE, "(time - self.time) / (time + 1)"),
         ),
         ("The power is γ + 1: the integral of τ^γ.", ("(self.gamma + 1)", "self.gamma")),
@@ -346,7 +346,7 @@ def _check_solve(answer: Solve) -> str:
     error = profile_error(many, power_profile(0.15, 160))
     return (
         f"coefficients sum to 1, and are 0 after the target · with snapshots at 16 times, width "
-        f"0.15 has an error of {error:.1e}, the minimum"
+        f"0.15 has a profile error of {error:.1e}"
     )
 
 
@@ -521,39 +521,39 @@ def _shares(snapshots: int, targets: int) -> list[list[float]]:
     return made.tolist()
 
 
-_PIECE, _TARGETS = 2048, 2
-_SIZES = {"a": 9 * _PIECE + 100, "b": 300}
-_CASE = f"{sum(_SIZES.values()):,} elements, pieces of {_PIECE:,}, {_TARGETS} targets"
+_CHUNK_SIZE, _TARGETS = 2048, 2
+_SIZES = {"a": 9 * _CHUNK_SIZE + 100, "b": 300}
+_CASE = f"{sum(_SIZES.values()):,} elements, chunks of {_CHUNK_SIZE:,}, {_TARGETS} targets"
 
 
 def _check_synthesize(answer: Any) -> str:
-    for case, sizes, snapshots, targets, piece in (
-        ("one tensor of 6 elements, pieces of 3, 2 snapshots, 1 target", {"w": 6}, 2, 1, 3),
-        ("7 elements, pieces of 3, 2 snapshots, 1 target", {"w": 7}, 2, 1, 3),
-        ("tensors of 5 and 3, pieces of 4, 3 snapshots, 2 targets", {"a": 5, "b": 3}, 3, 2, 4),
-        (_CASE, _SIZES, 4, _TARGETS, _PIECE),
+    for case, sizes, snapshots, targets, chunk_size in (
+        ("one tensor of 6 elements, chunks of 3, 2 snapshots, 1 target", {"w": 6}, 2, 1, 3),
+        ("7 elements, chunks of 3, 2 snapshots, 1 target", {"w": 7}, 2, 1, 3),
+        ("tensors of 5 and 3, chunks of 4, 3 snapshots, 2 targets", {"a": 5, "b": 3}, 3, 2, 4),
+        (_CASE, _SIZES, 4, _TARGETS, _CHUNK_SIZE),
     ):
-        _require_sums(answer, case, sizes, snapshots, targets, piece)
-    # A loop's variables keep the last piece alive while the next one is made. Sums may be float64.
-    allowed = 4 * 4 * (_TARGETS + 1) * _PIECE + 1024
+        _require_sums(answer, case, sizes, snapshots, targets, chunk_size)
+    # A loop's variables keep the last chunk alive while the next one is made. Sums may be float64.
+    allowed = 4 * 4 * (_TARGETS + 1) * _CHUNK_SIZE + 1024
     for count in (4, 40):
         most = _most_bytes(_run(answer, count))
         require(
             most <= allowed,
             f"{_CASE}, {count} snapshots: a peak of {most:,} bytes; wanted at most {allowed:,}, "
-            f"4 × ({_TARGETS} sums and one snapshot's piece in float32).",
+            f"4 × ({_TARGETS} sums and one snapshot's chunk in float32).",
         )
     limited_outside_of_tensors(f"{_CASE}, 40 snapshots: your answer", _run(answer, 40), 2**16)
     return f"correct sums, each element read once · a peak of {most:,} bytes with 40 snapshots"
 
 
 def _require_sums(
-    answer: Any, case: str, sizes: dict[str, int], snapshots: int, targets: int, piece: int
+    answer: Any, case: str, sizes: dict[str, int], snapshots: int, targets: int, chunk_size: int
 ) -> None:
     found, shares = _snapshots(snapshots, sizes), _shares(snapshots, targets)
     writer, files = SumWriter(targets, sizes), [snapshot.tensors for snapshot in found]
     with unchanged(f"{case}: your answer", snapshots=files, shares=shares, sizes=sizes):
-        answer(found, shares, sizes, writer.write, piece)
+        answer(found, shares, sizes, writer.write, chunk_size)
     factors = torch.tensor(shares, dtype=torch.float64).T
     for name in sizes:
         parts = torch.stack([tensors[name].double() for tensors in files])
@@ -585,15 +585,15 @@ def _require_close(case: str, what: str, got: Tensor, wanted: Tensor, scale: Ten
 def _run(answer: Any, count: int) -> Callable[[], Any]:
     """Return a call that synthesizes from `count` snapshots and drops the results."""
     found, shares = _snapshots(count, _SIZES), _shares(count, _TARGETS)
-    return lambda: answer(found, shares, _SIZES, lambda *written: None, _PIECE)
+    return lambda: answer(found, shares, _SIZES, lambda *written: None, _CHUNK_SIZE)
 
 
 _SNAPSHOT_BY_SNAPSHOT = """
 sums = [{name: torch.zeros(size) for name, size in sizes.items()} for _ in shares[0]]
 for snapshot, of_each in zip(snapshots, shares, strict=True):
     for name, size in sizes.items():
-        for start in range(0, size, piece):
-            stop = min(start + piece, size)
+        for start in range(0, size, chunk_size):
+            stop = min(start + chunk_size, size)
             part = snapshot.read(name, start, stop).float()
             for total, share in zip(sums, of_each, strict=True):
                 total[name][start:stop].add_(part, alpha=share)
@@ -601,7 +601,7 @@ for target, tensors in enumerate(sums):
     for name, total in tensors.items():
         write(target, name, 0, total)
 """
-_TENSORS, _PIECES = "    for name, size", "range(0, size, piece)"
+_TENSORS, _CHUNK_STARTS = "    for name, size", "range(0, size, chunk_size)"
 _SUMS = "            sums = torch.zeros(len(shares[0]), stop - start)"
 _READ, _ADDED = "snapshot.read(name, start, stop).float()", "total.add_(part, alpha=share)"
 _EACH = "for snapshot, of_each in zip(snapshots, shares, strict=True):\n" + " " * 16
@@ -609,7 +609,7 @@ _NORMALISED = "shares = [[s / sum(c) for s, c in zip(row, zip(*shares))] for row
 
 
 def _all_parts(part: str) -> tuple[str, str]:
-    """Return an edit that reads a piece of every snapshot before it adds the first."""
+    """Return an edit that reads a chunk of every snapshot before it adds the first."""
     listed = f"parts = [{part} for snapshot in snapshots]"
     loop = "for part, of_each in zip(parts, shares, strict=True):\n" + " " * 16
     return f"{_EACH}part = {_READ}", f"{listed}\n{' ' * 12}{loop}part = torch.as_tensor(part)"
@@ -621,14 +621,15 @@ _SYNTHESIZE = Exercise(
     minutes=15,
     difficulty=3,
     hints=(
-        "Which loop should be the outermost: snapshots, targets, or pieces? Which tensors stay in "
+        "Which loop should be the outermost: snapshots, targets, or chunks? Which tensors stay in "
         "memory from one iteration to the next?",
-        "For each tensor and each piece, start one sum of zeros per target. Read each snapshot's "
-        "piece once and add it to all sums, times its share. Then write the sums.",
-        "for name, size in sizes.items(): for start in range(0, size, piece): stop = min(start + "
-        "piece, size). sums = torch.zeros(len(shares[0]), stop - start). for snapshot, of_each in "
-        "zip(snapshots, shares): part = snapshot.read(name, start, stop).float(). Add it to each "
-        "sum, times its share. After the last snapshot, write each sum to its target.",
+        "For each tensor and each chunk, start one sum of zeros per target. Read each snapshot's "
+        "chunk once and add it to all sums, times its share. Then write the sums.",
+        "for name, size in sizes.items(): for start in range(0, size, chunk_size): stop = "
+        "min(start + chunk_size, size). sums = torch.zeros(len(shares[0]), stop - start). for "
+        "snapshot, of_each in zip(snapshots, shares): part = snapshot.read(name, start, "
+        "stop).float(). Add it to each sum, times its share. After the last snapshot, write each "
+        "sum to its target.",
     ),
     reference=synthesize,
     check=_check_synthesize,
@@ -636,22 +637,22 @@ _SYNTHESIZE = Exercise(
         "15.4",
         (
             "Your outer loop goes over snapshots, so whole sums stay in memory until the last "
-            "snapshot. Make tensors and pieces the outer loops.",
+            "snapshot. Make tensors and chunks the outer loops.",
             body("synthesize", _SNAPSHOT_BY_SNAPSHOT),
         ),
         (
-            "You ignored `piece`, so a large tensor is in memory as a whole.",
-            (_PIECES, "range(0, size, size)"),
-            ("start + piece", "start + size"),
+            "You ignored `chunk_size`, so a large tensor is in memory as a whole.",
+            (_CHUNK_STARTS, "range(0, size, size)"),
+            ("start + chunk_size", "start + size"),
         ),
         (
-            "You read each snapshot again for each target. Add a piece to all sums while it is in "
+            "You read each snapshot again for each target. Add a chunk to all sums while it is in "
             "memory.",
             (f"part = {_READ}", "pass"),
             (_ADDED, f"total.add_({_READ}, alpha=share)"),
         ),
         (
-            "The pieces of all snapshots are in memory at once, so the bytes grow with their "
+            "The chunks of all snapshots are in memory at once, so the bytes grow with their "
             "number. Add one after the other.",
             _all_parts(_READ),
         ),
@@ -668,8 +669,8 @@ _SYNTHESIZE = Exercise(
             (_ADDED, "total += share * part"),
         ),
         (
-            "The last piece of a tensor may be shorter: min(start + piece, size).",
-            (_PIECES, "range(0, size // piece * piece, piece)"),
+            "The last chunk_size of a tensor may be shorter: min(start + chunk_size, size).",
+            (_CHUNK_STARTS, "range(0, size // chunk_size * chunk_size, chunk_size)"),
         ),
         (
             "You ignored the shares. Multiply each snapshot by its own share.",
@@ -680,9 +681,9 @@ _SYNTHESIZE = Exercise(
             (_TENSORS, f"    {_NORMALISED}\n{_TENSORS}"),
         ),
         (
-            "Start each piece's sum at zero. Yours still contains the previous piece's sum.",
+            "Start each chunk's sum at zero. Yours still contains the previous chunk's sum.",
             (_SUMS, "            sums = left[:, : stop - start]"),
-            (_TENSORS, f"    left = torch.zeros(len(shares[0]), piece)\n{_TENSORS}"),
+            (_TENSORS, f"    left = torch.zeros(len(shares[0]), chunk_size)\n{_TENSORS}"),
         ),
         (
             "Lists and numpy arrays use memory too, although the meter doesn't count them.",
