@@ -143,15 +143,15 @@ def alive_before_backward(context, model=None):
 
 # %%
 host, disk = HostStore(), DiskStore()
-left = {}
+at_backward = {}
 for name, context in (
     ("no offloading", nullcontext()),
     ("torch's save_on_cpu", torch.autograd.graph.save_on_cpu()),
     ("HostStore", offloaded_activations(host, minimum=1)),
     ("DiskStore", offloaded_activations(disk, minimum=1)),
 ):
-    left[name], _ = alive_before_backward(context)
-    print(f"{name:20} {format_bytes(left[name]):>10} alive when backward begins")
+    at_backward[name], _ = alive_before_backward(context)
+    print(f"{name:20} {format_bytes(at_backward[name]):>10} alive when backward begins")
 print(f"written to the HostStore {format_bytes(host.traffic.written)}, ", end="")
 print(f"to the DiskStore {format_bytes(disk.traffic.written)}")
 disk.close()
@@ -215,11 +215,11 @@ store.close()
 #
 # - Put each storage of at least `minimum` elements into the store **once**, for all its views.
 #   Leave out the weights' storages.
-# - `unpack` returns the same view, with its strides and dtype.
-# - Other tensors stay where they are, detached.
-# - Don't keep the tensor itself alive.
-# - When the graph is freed, delete its elements from the store, even if a packed tensor (such as x)
-#   is still alive.
+# - For these tensors, `unpack` returns the same view, with its strides and dtype. Don't keep the
+#   original tensor alive.
+# - `pack` returns all other tensors detached, in the same memory.
+# - When the graph is freed, the store must delete the graph's elements, even if an offloaded tensor
+#   (such as x) is still alive.
 
 
 # %%
@@ -352,9 +352,9 @@ axes.spines[["top", "right"]].set_visible(False)
 # ## The optimizer state
 #
 # Adam's m and v, 8 bytes per weight, are needed only briefly, once per step. So keep them in the
-# store, and load one **sub-group** of weights after another. While one sub-group is stepped, the
-# next one's state is read. The device holds the state of two sub-groups, however large the model
-# is.
+# store. Divide the weights, which stay on the device, into **sub-groups**, and load the state of
+# one sub-group after another. While one sub-group is stepped, the next one's state is read. The
+# device holds the state of two sub-groups, however large the model is.
 
 # %% [markdown]
 # ### Exercise 14.3: offload the optimizer state
@@ -461,8 +461,8 @@ for name, build, settings in (
     read, written = moved.read / count, moved.written / count
     print(f"{name:16} read {read:.2f}, written {written:.2f} bytes per weight; exact: {same}")
 _, moved = second_step(by_library, torch.bfloat16, HostStore(), weights=True, on="host")
-up, down = moved.read / count, moved.written / count
-print(f"{'step on the host':16} up {up:.2f}, down {down:.2f} bytes per weight, bfloat16")
+read, written = moved.read / count, moved.written / count
+print(f"{'step on the host':16} read {read:.2f}, written {written:.2f} bytes per weight, bfloat16")
 
 # %% [markdown]
 # Bytes transferred per step, for N weights:
@@ -476,8 +476,8 @@ print(f"{'step on the host':16} up {up:.2f}, down {down:.2f} bytes per weight, b
 
 # %% [markdown]
 # The last line is **ZeRO-Offload**: the host computes the *step*, so the state isn't transferred at
-# all. Gradients go down to the host, and updated weights come back up, 2 bytes each: **4 N** (4Ψ in
-# the paper), a sixth of 24 N. The cost is the host's slow arithmetic. This does not work with a
+# all. Gradients are written to the host, and updated weights read back, 2 bytes each: **4 N** (4Ψ
+# in the paper), a sixth of 24 N. The cost is the host's slow arithmetic. This does not work with a
 # disk, which cannot compute.
 
 # %% [markdown]
@@ -548,10 +548,10 @@ stream = stream_layers(streamed, store)
 a_step(streamed)
 store.traffic.reset()
 trace = memlab.measure(lambda: a_step(streamed), model=streamed)
-here = list(running_sums(e.bytes * (e.category == "parameters") for e in trace.events))
+loaded = list(running_sums(e.bytes * (e.category == "parameters") for e in trace.events))
 one, rest = stream.layer_bytes[0], everything - sum(stream.layer_bytes)
-print(f"all weights: {everything:,} bytes; maximum in memory: {max(here):,} bytes")
-print(f"equal to rest + 2 layers = {rest:,} + 2 × {one:,}: {max(here) == rest + 2 * one}")
+print(f"all weights: {everything:,} bytes; maximum in memory: {max(loaded):,} bytes")
+print(f"equal to rest + 2 layers = {rest:,} + 2 × {one:,}: {max(loaded) == rest + 2 * one}")
 print(f"each layer is read {store.traffic.read / sum(stream.layer_bytes):.0f} times, ", end="")
 print(f"{store.traffic.prefetched / store.traffic.read:.1%} of the bytes prefetched")
 store.close()
@@ -560,8 +560,8 @@ store.close()
 fig, axes = plt.subplots(figsize=(9, 2.6), layout="constrained")
 axes.axhline(everything / 2**10, color="0.25", linestyle="--", linewidth=1)
 axes.text(20, everything / 2**10 * 0.91, "all weights", fontsize=9)
-held = [n / 2**10 for n in here]
-axes.fill_between(range(len(here)), held, color=memlab.plot.COLOURS["parameters"], linewidth=0)
+held = [n / 2**10 for n in loaded]
+axes.fill_between(range(len(loaded)), held, color=memlab.plot.COLOURS["parameters"], linewidth=0)
 axes.axhline(rest / 2**10, color="white", linestyle=":", linewidth=1)
 turn = next(n for n, event in enumerate(trace.events) if event.phase == "backward")
 axes.annotate("embedding and norm stay", (120, rest / 2**10), (0, 200), fontsize=9,
@@ -605,7 +605,7 @@ class Disk:
 
     def write(self, name, data):
         self.files[name] = data
-        self.forced.discard(name)  # a power failure truncates it
+        self.forced.discard(name)  # not forced to the disk yet
 
     def fsync(self, name):
         self.forced.add(name)
@@ -808,12 +808,13 @@ for name, peak in peaks.items():
 # Without offloading the peak is 122.34 GB: the 121 GB of the question, and a step's temporaries.
 # With everything offloaded, 3.67 GB remain. This peak comes when the optimizer steps the
 # **embedding**, one tensor of 131M weights. A tensor is not split, so its float32 weights,
-# gradient, m, v and Adam's temporaries are alive together. More layers would not raise this peak.
+# gradient, m, v and Adam's temporaries are alive together: 3.15 GB. The 16-bit embedding and head,
+# 0.52 GB, are not streamed. More layers would not raise this peak.
 
 # %% [markdown]
 # How long do the transfers take? The formulas assume:
 #
-# - compute: 8 operations per weight and token (2 forward, 4 backward, 2 recompute), at half of the
+# - compute: 8 FLOPs per weight and token (2 forward, 4 backward, 2 recompute), at half of the
 #   RTX 4090's 165 TFLOP/s in bfloat16
 # - transfers: 25 GB/s to the host, 3 GB/s to a disk
 # - a step on the host: 28 bytes per weight, at host memory's 89.6 GB/s (Intel, i9-14900K)
@@ -830,7 +831,8 @@ MOVED = {  # bytes per weight and step, both ways
     "state": 8 + 8,
     "state and float32 weights": 12 + 12,
     "+ gradients": 14 + 14,
-    "everything": 18 + 16,  # 16-bit weights too: read twice, written once
+    # 16-bit weights too: read twice, written once. Checkpoints' inputs add less than 1 %.
+    "everything": 18 + 16,
 }
 
 
@@ -868,14 +870,16 @@ axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
 # Transfers happen once per **step**, compute grows with each **token**. So accumulate micro-batches
-# (Day 3): at 65,536 tokens per step, even a disk slows a step down by only 2.3×. (Offloaded
-# gradients and streamed weights are transferred in every micro-batch.)
+# (Day 3): at 65,536 tokens per step, even state and float32 weights on a disk slow a step down by
+# only 2.3×, without overlap. (Offloaded gradients and streamed weights are transferred in every
+# micro-batch.)
 #
 # ## Explain the gap
 
 # %%
 found = {
-    "host_saves_percent": 100 * (1 - left["torch's save_on_cpu"] / left["no offloading"]),
+    "host_saves_percent": 100
+    * (1 - at_backward["torch's save_on_cpu"] / at_backward["no offloading"]),
     "moved_gb": 16 * N,
     "slower_times": slower(16 / HOST, 2048),
     "left_gb": peaks["everything"],
@@ -886,14 +890,14 @@ reveal("14.1", **found)
 # - torch's CPU offloading saves nothing if host and device share memory.
 # - State is read **and** written: 8 + 8 bytes per weight.
 # - The transfer takes 4.3 s, the computation 1.3 s.
-# - The remaining 3.67 GB come from the largest unsplit tensor, the embedding.
+# - The remaining 3.67 GB are mostly the step of the largest tensor, the embedding.
 
 # %% [markdown]
 # ## On your GPU
 #
 # On a GPU, copies run on their own streams, from **pinned** memory (from other memory,
-# "non-blocking" copies block). `benchmarks/gpu.py` measures how much they save and overlap;
-# `benchmarks/offload.py` does so on a CPU with a disk.
+# "non-blocking" copies block). `benchmarks/gpu.py` measures the memory saved and the overlap on a
+# GPU, `benchmarks/offload.py` on a CPU with a disk.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):
@@ -926,7 +930,7 @@ def tokens_for(travel, times):
 
 share = {way: 1 - peaks[way] / peaks["nothing"] for way in WAYS}
 savings = ", ".join(f"{way} {share[way]:.0%}" for way in list(WAYS)[1:])
-few, many, most = (
+on_host, over_pcie, from_disk = (
     [round(tokens_for(travel, times)) for times in ends]
     for travel, ends in ((STEPPED_THERE, (3, 2)), (24 / HOST, (3, 2)), (24 / NVME, (10, 5)))
 )
@@ -936,9 +940,9 @@ state = share["state and float32 weights"]
 verdict(
     "23a",
     0.5 <= state <= 0.8 and 2 <= slower(24 / HOST, 8192) <= 3,
-    f"saved (7B, 1 × 2,048 tokens, dry run): {savings}; 2–3× slower at {few[0]:,}–{few[1]:,} "
-    f"tokens per step with the step on the host, at {many[0]:,}–{many[1]:,} with 24 bytes per "
-    f"weight transferred",
+    f"saved (7B, 1 × 2,048 tokens, dry run): {savings}; 2–3× slower at "
+    f"{on_host[0]:,}–{on_host[1]:,} tokens per step with the step on the host, at "
+    f"{over_pcie[0]:,}–{over_pcie[1]:,} with 24 bytes per weight transferred",
     condition="for state and float32 weights, with 2,000 to 10,000 tokens per step (by formula, "
     "without overlap)",
 )
@@ -948,17 +952,17 @@ verdict(
     "23b",
     state >= 0.9,
     f"state and float32 weights {state:.0%}, everything {share['everything']:.0%}; 5–10× slower at "
-    f"{most[0]:,}–{most[1]:,} tokens per step (24 bytes per weight, at 3 GB/s)",
+    f"{from_disk[0]:,}–{from_disk[1]:,} tokens per step (24 bytes per weight, at 3 GB/s)",
     otherwise="a disk saves as many GPU bytes as the host; only offloading everything saves over "
     "90%",
 )
 
 # %%
-v100, left_13 = 32 * 2**30, peaks["+ gradients", 13]
+v100, peak_13 = 32 * 2**30, peaks["+ gradients", 13]
 verdict(
     "23c",
-    left_13 < v100,
-    f"13.0B: peak {left_13 / 1e9:.1f} GB (26.0 GB are weights) with state, float32 weights and "
+    peak_13 < v100,
+    f"13.0B: peak {peak_13 / 1e9:.1f} GB (26.0 GB are weights) with state, float32 weights and "
     f"gradients offloaded; {peaks['everything', 13] / 1e9:.1f} GB with everything offloaded",
     condition="on a GPU with 32 GB, as in the ZeRO-Offload paper, and with 182 GB of host memory; "
     "with 24 GB, stream the weights too",
@@ -966,8 +970,8 @@ verdict(
 
 # %% [markdown]
 # The guide's examples are DeepSpeed configs. `memlab plan --deepspeed ds_config.json` explains what
-# each key costs and saves. Compare both for 7B on one GPU: unchanged, and with 16-bit weights and
-# checkpointing, as in the dry runs. (By formula; DeepSpeed itself does not run here.)
+# each key costs and saves. Compare both examples for 7B on one GPU: unchanged, and with 16-bit
+# weights and checkpointing, as in the dry runs. (By formula; DeepSpeed itself does not run here.)
 
 # %%
 from memlab.configs.deepspeed import CHECKPOINTING, parse_deepspeed
@@ -1015,7 +1019,7 @@ verdict(
     "24",
     sequential < everything,
     f"twelve layers, run in sequence: {sequential:,} of {everything:,} bytes of weights in memory; "
-    f"streamed: at most {max(here):,}",
+    f"streamed: at most {max(loaded):,}",
     otherwise="layers always run in sequence, with all weights in memory; streaming the layers "
     "saves memory, and reads them twice per step",
 )
@@ -1028,7 +1032,7 @@ verdict(
 # | Adam's state | 8 | 8 + 8 |
 # | + float32 weights (and float32 gradients, cast per sub-group) | 14 | 12 + 12 |
 # | + gradients | 16 | 14 + 14 |
-# | + weights | 18, except two layers, embedding and norm | 18 + 16 |
+# | + weights | 18, except two layers, embedding, head and norm | 18 + 16 |
 # | Adam's state and float32 weights, stepped on the host | 14 | 4 |
 # | activations | the saved tensors | the saved tensors, both ways |
 #

@@ -278,6 +278,12 @@ def test_the_table_says_what_the_text_says():
     assert abs(fp8 / plain - 1) < 1e-4
 
 
+def test_with_checkpointing_the_peak_is_adamws_step():
+    trace = deep(2, FP8Recipe(), True)
+    assert trace.peak_phase == "optimizer"
+    assert "activations" not in trace.at_peak
+
+
 def test_the_shares_of_the_text_are_the_formulas():
     sizes = SEVEN.hidden_size, SEVEN.heads * SEVEN.head_dim, SEVEN.intermediate_size
     bf16, own, shared = (saved_bytes(8192, *sizes, way) for way in ("bf16", "own", "shared"))

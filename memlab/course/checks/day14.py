@@ -419,7 +419,7 @@ READ_ORDERS = (
     ReadOrder("keys a, b, c and d", "abcd", "dcba"),
     ReadOrder("keys a, b and c, each read twice", "abc", "ccbbaa"),
     ReadOrder("keys c, a, d and b, read in another order", "cadb", "acbd"),
-    ReadOrder("keys a, b, c and d, with a read first and last", "abcd", "adcba"),
+    ReadOrder("keys a, b, c and d, with key a read first and last", "abcd", "adcba"),
     ReadOrder("keys a, b, c and d, with c deleted unread", "abcd", "dba", deleted="c"),
 )
 

@@ -188,7 +188,7 @@ _CAST = Exercise(
             (".clamp(min=SMALLEST)", ""),
         ),
         (
-            "Gradients may be far smaller. Clamp the amax at SMALLEST.",
+            "Gradients may be far smaller than your lower limit of amax. Clamp it at SMALLEST.",
             ("clamp(min=SMALLEST)", "clamp(min=1e-12)"),
         ),
         (
