@@ -605,9 +605,9 @@ picture(points, lines, "The same model, chosen block by block, and operator by o
 # counted operations.
 #
 # From 6 MiB on, choosing operators beats choosing blocks. At about 5.6 MiB, choosing blocks is
-# better: leave the last block plain, which is in memory in full anyway when backward starts. Only
-# segments of several blocks need less memory than "every block". (Flash attention, Day 10, drops and
-# recomputes the scores inside one kernel.)
+# better: leave the last block plain, which is in memory anyway when backward starts. Only
+# segments of several blocks need less memory than "every block". (Flash attention, Day 10, drops
+# and recomputes the scores inside one kernel.)
 
 # %% [markdown]
 # ## The losses are identical
