@@ -51,8 +51,8 @@ from memlab.units import format_bytes
 # ## Guess
 #
 # Checkpoint a block of the 124M model, but keep the outputs of its **matmuls** and of
-# **attention**. Everything else (norms, rotary embeddings, SiLU, sums) is recomputed from them.
-# What percentage of the block's activations is freed? What percentage of the forward pass's
+# **attention**. Everything else (norms, rotary embeddings, SiLU, residual sums) is recomputed from
+# them. What percentage of the block's activations is freed? What percentage of the forward pass's
 # operations runs again? (An operation is a FLOP of a matmul or of attention, as on Day 5.)
 
 # %%
@@ -112,7 +112,7 @@ for name, (events, _, operations) in found.items():
     for kind, colour in zip(kinds, ("#4477aa", "#cc6677", "#ccbb88"), strict=True):
         axes.barh(name, by_kind[kind] / 2**20, left=left, color=colour)
         left += by_kind[kind] / 2**20
-    axes.text(left + 4, name, f"{again_of[name]:.0%} of forward again", va="center")
+    axes.text(left + 4, name, f"{again_of[name]:.0%} of forward rerun", va="center")
 axes.legend(kinds, frameon=False, loc="lower right")
 axes.set(xlabel="MiB held for backward, by operator", xlim=(0, 400))
 axes.set_title("One block on 8 × 640 tokens")
@@ -123,9 +123,9 @@ reveal("6.1", gone_percent=100 * gone, again_percent=100 * again_of[selected])
 
 # %% [markdown]
 # **Nearly half of the activations are freed, and no matmul runs again.** A plain block also keeps
-# cheap outputs: normalized copies, SiLU's result, sums. Only matmuls and attention have counted
-# operations, and you keep their outputs. (Time still rises: cheap operators read and write memory
-# once more.)
+# cheap outputs: normalized copies, SiLU's result, residual sums. Only matmuls and attention have
+# counted operations, and you keep their outputs. (Time still rises: cheap operators read and write
+# memory once more.)
 
 # %% [markdown]
 # The matmuls' part *grows* from 95 to 140 MiB: q and k before rotation and attention's output
@@ -156,16 +156,16 @@ model.blocks = nn.ModuleList(
 )
 model.initialize_()
 tokens, targets = next(batches(source_bytes("64 KiB"), batch=8, seq_len=64, seed=0))
-chain = chain_costs(model, tokens, targets)  # measures them in four steps
+chain = chain_costs(model, tokens, targets)  # measures every block
 for n in (0, 4, 8):
     stage = chain.stages[n]
     print(f"block {n}: saves {format_bytes(stage.saved_bytes)}, output ", end="")
     print(f"{format_bytes(stage.output_bytes)}, {stage.forward / 1e6:.0f} million operations")
 
 # %% [markdown]
-# `chain` has the **costs** of each block, called a *stage*:
+# Each block is a *stage*, and `chain.stages[n]` has the **costs** of block n:
 #
-# | attribute of a stage | meaning |
+# | attribute | meaning |
 # | --- | --- |
 # | `forward` | operations of its forward pass |
 # | `output_bytes` | bytes of its output |
@@ -181,11 +181,11 @@ for n in (0, 4, 8):
 # %% [markdown]
 # ### Exercise 6.1: the costs of a schedule
 #
-# About 15 minutes. For a schedule of plain stages and segments (not nested), return three numbers:
-# the bytes **held** after the forward pass, the **most** bytes at one moment of backward, and the
-# operations that run **again**. When backward reaches a part (plain stage or segment), that part's
-# saved bytes and everything held before it are in memory. All later parts are freed. Leave out
-# temporaries and gradients.
+# About 15 minutes. For a schedule of plain stages and segments (not nested), return a tuple of
+# three: the bytes **held** after the forward pass, the **most** bytes at one moment of backward,
+# and the operations that run **again**. When backward reaches a part (plain stage or segment), that
+# part's saved bytes and everything held before it are in memory. All later parts are freed. Leave
+# out temporaries and gradients.
 
 
 # %%
@@ -265,7 +265,7 @@ for name, schedule in schedules.items():
 print(f"held, again and the predicted peak equal the measurement exactly: {all(exact)}")
 trace, by_torch_operations = metered(by_torch)
 as_predicted = trace.peak_bytes == peak and by_torch_operations == operations
-print(f"torch's checkpoint_sequential has the peak and operations of this schedule: {as_predicted}")
+print(f"torch's checkpoint_sequential has the peak and operations of the last row: {as_predicted}")
 
 # %% [markdown]
 # (The percentages are of all operations of the step: forward, backward and loss.) √9 segments
@@ -300,8 +300,8 @@ print(f"torch's checkpoint_sequential has the peak and operations of this schedu
 # `own` is the peak of the schedule inside the segment, `rest` the peak of k … j.
 #
 # The best schedule of a range depends on the bytes left in the budget. So keep the **Pareto
-# front**: drop each *dominated* choice: another one needs no more bytes and reruns no more
-# operations.
+# front**: drop each choice that is *dominated*, which means that another choice needs no more bytes
+# and reruns no more operations.
 
 
 # %%
@@ -320,8 +320,8 @@ print(pareto_front([(10, 5, "a"), (8, 7, "b"), (12, 5, "c"), (9, 9, "d")]))
 # ### Exercise 6.2: the best schedule within a budget
 #
 # About 20 minutes. `choices(i, j)` returns the Pareto front of the stages i … j, a list of (peak,
-# again, schedule). Write the lines that fill the list `found`. The lines below return the last
-# choice of the whole chain that fits the budget, or None.
+# again, schedule). Write the lines that create and fill the list `found`. The lines below return
+# the last schedule of the whole chain that fits the budget, or None.
 
 
 # %%
@@ -364,7 +364,7 @@ for mib in (5, 6, 9):
         trace, operations = metered(loss_of)
     peak, again = trace.peak_bytes, operations - chain.operations
     same = again == min(t.recomputed for t in front if t.peak_bytes <= budget)
-    print(f"{mib:4} MiB: {again / chain.operations:5.1%} again, ", end="")
+    print(f"{mib:4} MiB: {again / chain.operations:5.1%} rerun, ", end="")
     print(f"peak {format_bytes(peak)}, in budget: {peak <= budget}, optimal: {same}")
     print(f"          {schedule}")
 
@@ -391,8 +391,8 @@ picture(points, {"best choice of whole blocks": best_of_blocks}, "Nine unequal b
 # No schedule of whole blocks is below the line.
 #
 # - "Every other block" is on it. `checkpoint_sequential` is two percentage points above it.
-# - Segments of equal length are far above it: by 8 percentage points (every 2 blocks) and 15 (√9).
-# - Left of "every block" are schedules with nested segments.
+# - Segments of 2 or 3 blocks (√9) are far above it: by 8.5 and 14.6 percentage points.
+# - Left of "every block" are schedules with segments of several blocks, most of them nested.
 #
 # From 6 MiB on, the line is nearly straight: a byte spent on any block spares about the same number
 # of operations. So choosing among blocks gains little. Look inside a block.
@@ -473,13 +473,13 @@ def print_way(name, call):
     events, _, operations = held_and_run(call, last_block, x)
     again = (operations - last_stage.forward - last_stage.backward) / last_stage.forward
     held = format_bytes(sum(e.bytes for e in events))
-    print(f"{name:34}{held:>12} held, {again:4.0%} of forward again")
+    print(f"{name:34}{held:>12} held, {again:4.0%} of forward rerun")
 
 
 last_block, last_stage = model.blocks[8], chain.stages[8]
 x = torch.randn(8, 64, 32, requires_grad=True)
 print_way("everything kept", plainly)
-print_way("nothing kept: checkpoint", checkpoint)
+print_way("only the output kept: checkpoint", checkpoint)
 print_way("matmuls and attention: yours", partial(keeping, EXPENSIVE))
 print_way("  torch's", torch_selective)
 print_way("  the library's", selective(EXPENSIVE))
@@ -604,10 +604,10 @@ picture(points, lines, "The same model, chosen block by block, and operator by o
 # with everything kept. Keeping more bytes would spare only cheap operators: less time, but no fewer
 # counted operations.
 #
-# From 6 MiB on, choosing operators beats choosing blocks. Below, leave the last block plain: it is
-# in memory in full anyway when backward starts. Only segments of several blocks need less memory
-# than "every block". (Flash attention, Day 10, uses recomputation inside one kernel: it drops the
-# scores and recomputes them.)
+# From 6 MiB on, choosing operators beats choosing blocks. At about 5.6 MiB, choosing blocks is
+# better: leave the last block plain, which is in memory anyway when backward starts. Only
+# segments of several blocks need less memory than "every block". (Flash attention, Day 10, drops
+# and recomputes the scores inside one kernel.)
 
 # %% [markdown]
 # ## The losses are identical
@@ -659,7 +659,7 @@ with memlab.dry_run():
         seven[name] = L * sum(e.bytes for e in events), operations
 for name, (held, operations) in seven.items():
     again = operations / seven["everything kept"][1] - 1
-    print(f"{name:20}{format_bytes(held):>11} held in {L} blocks, {again:5.1%} of operations again")
+    print(f"{name:20}{format_bytes(held):>11} held in {L} blocks, {again:5.1%} of operations rerun")
 
 # %% [markdown]
 # The last line holds 1 GiB of block outputs and 3.70 GiB of chosen outputs. No other matmul fits
@@ -791,8 +791,8 @@ verdict(
 # | nearly all | checkpoint every block | −95 %, four fifths of forward rerun |
 # | even more | a schedule with nested segments | the last few percent, expensive |
 #
-# Before you choose, count the bytes kept, the operations rerun and the **peak**, which may occur at
-# another moment. Activations that do not raise the peak are free.
+# Before you choose, count the bytes kept after forward, the operations rerun and the **peak**,
+# which may occur later. Activations that do not raise the peak are free.
 
 # %% [markdown]
 # ## The running bill

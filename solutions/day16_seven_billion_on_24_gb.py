@@ -20,7 +20,7 @@
 # %% [markdown]
 # ## The question
 #
-# A guide ends with three configurations, all with flash attention:
+# The guide under *Sources* ends with three configurations, all with flash attention:
 #
 # | model | GPUs | techniques | batch | memory |
 # | --- | --- | --- | --- | --- |
@@ -114,7 +114,7 @@ lion_in_backward = Optimizer(1, CODE, scratch=6.5, piece=PIECE, in_backward=True
 # About 12 minutes. `sizes` lists the number of elements of each weight tensor. A weight and its
 # gradient have `itemsize` bytes per element. `activations` is in bytes. Return the moment and its
 # bytes, such as `("backward", 1024)`. An optimizer that steps **in backward** holds one gradient at
-# a time (Day 8): count the largest.
+# a time (Day 8): count the largest, and ignore the activations that still exist when it steps.
 
 
 # %%
@@ -206,9 +206,9 @@ print(f"per token in bfloat16, {2 * seven.hidden_size:,} of them for its input")
 #
 # 1. What forward saved of all `layers` blocks: everything they keep or, if `checkpointed`, only
 #    their inputs.
-# 2. The larger of `ends`, the bytes of the logits and the loss (given), and one block at work: its
-#    gradients and, if checkpointed, everything it recomputes except its input. The two never exist
-#    together.
+# 2. The larger of `ends` (the bytes of the last norm, the logits and the loss) and the bytes of one
+#    block at work: its gradients and, if checkpointed, everything it recomputes except its input.
+#    The two never exist together.
 
 
 # %%
@@ -230,7 +230,7 @@ activations = exercise("16.2", activations)
 
 # %%
 def ends_of(config, tokens, itemsize, fused=True):
-    """Return the bytes of the last norm and of three tensors of the logits' size."""
+    """Return the bytes of the last norm and the loss (three tensors of the logits' size)."""
     C, V = config.hidden_size, config.vocab_size
     return tokens * (itemsize * (2 if fused else 3) * C + 4 + 3 * itemsize * V)
 
@@ -305,9 +305,9 @@ axes.legend(frameon=False, loc="lower right", fontsize=9)
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Two of them need less than 24 GB:
+# Two recipes need less than 24 GB:
 #
-# - **LoRA** (Day 17) of rank 8, on every matrix of the blocks, trains 0.3 % of the weights.
+# - **LoRA** (Day 3) of rank 8, on every matrix of the blocks, trains 0.3 % of the weights.
 # - **8-bit Lion with the step in backward** trains all weights.
 #
 # Checkpointing does not lower the peak of AdamW (the top two bars). That peak is in the optimizer
@@ -360,10 +360,10 @@ lacks = exercise("16.3", lacks)
 # %% [markdown]
 # ## The search
 #
-# A recipe combines choices from the course. For 7B with 8-bit Lion there are 34 recipes: which
-# blocks are checkpointed, whether logits are chunked, whether the optimizer steps in backward, and
-# which tensors are offloaded. For each recipe, a formula gives the bytes (within a few percent) and
-# an estimate gives the time. Measuring a recipe takes seconds. Which should you measure?
+# A recipe combines choices from the course. For 7B with 8-bit Lion there are 34 recipes. They
+# differ in checkpointing (none, selective, full), chunked logits, the step in backward, and
+# offloading. For each recipe, a formula gives the bytes (within a few percent) and an estimate
+# gives the time. Measuring a recipe takes about ten seconds. Which should you measure?
 
 # %% [markdown]
 # ### Exercise 16.4: the fastest that fits
@@ -439,8 +439,8 @@ plot.timeline(proof.trace, title="Llama 2 7B, all weights trained, 1 × 2,048 to
 # %% [markdown]
 # **All seven billion weights train on 24 GB**: 20.58 GiB reserved, plus the context. Weights and
 # Lion's one-byte momentum are most of it. In the picture, each tooth is one recomputed block.
-# (`allocated` is 29 MiB above the picture's peak. It also counts the unused part of blocks that the
-# allocator could not split, Day 2.)
+# (`allocated` is 29 MiB above the picture's peak: it counts whole memory blocks, which can be
+# larger than their tensors, Day 2.)
 #
 # The search chose unchunked logits. With 2,048 rows and a hidden size of 4,096, chunked logits
 # save nothing (Day 11): with them, the step allocates 0.33 GiB more and reserves 0.14 GiB more.
@@ -467,7 +467,7 @@ GROWN = {
     2: Predicted(22_366_748_672, 23_324_524_544),
     3: Predicted(23_175_054_336, 24_624_758_784),
 }
-print("2,048 tokens ×   allocated    reserved    24GB            rtx4090")
+print("         batch   allocated    reserved    24GB            rtx4090")
 for batch, step in GROWN.items():
     verdicts = [lacks(memory, step) for memory in ("24GB", "rtx4090")]
     words = [f"lacks {format_bytes(n)}" if n else "fits" for n in verdicts]
@@ -494,7 +494,7 @@ for name, count in (
     ("8-bit Lion, step in backward, 16 × 2,048 at once", at_once),
     ("LoRA, accumulates", lora.peak_bytes),
 ):
-    print(f"{name:52}{format_bytes(count):>10}  {'fits' if count <= room else 'does not fit'}")
+    print(f"{name:52}{format_bytes(count):>10}  {'fits on' if count <= room else 'exceeds'} 24GB")
 
 # %% [markdown]
 # Only LoRA's buffer is small, since it trains 20 million weights. So choose between:
@@ -509,7 +509,7 @@ for name, count in (
 # ## Your own model
 #
 # Set a preset or the path of a `config.json`, and a GPU or a memory size. `planner.plan` runs the
-# same search. It prints:
+# same search and finds:
 #
 # - the fastest recipe whose measured memory fits
 # - its largest batch and length, by the formula scaled to the measurement
@@ -526,8 +526,8 @@ if plan.best:
     print(f"batch up to {plan.best.largest_batch}, length up to {plan.best.longest:,}")
 
 # %% [markdown]
-# `planner.plan` leaves a margin of 0.5 % of the memory. So for 7B on 24 GB it refuses the batch of
-# 2 above, which leaves only 28 MiB free.
+# `planner.plan` leaves a margin of 0.5 % of the memory. So it would refuse the batch of 2 above,
+# which leaves only 28 MiB free.
 
 # %% [markdown]
 # ## At scale: 70 billion weights on eight GPUs
@@ -538,7 +538,7 @@ if plan.best:
 # %%
 seventy = PRESETS["llama-3-70b"]
 ZERO = {
-    "float32 copies, AdamW": Recipe("master-weights"),
+    "AdamW, master weights": Recipe("master-weights"),
     "AdamW in bfloat16": Recipe(),
     "8-bit Adam": Recipe(optimizer="adam8bit"),
     "8-bit Lion": Recipe(optimizer="lion8bit"),
@@ -613,17 +613,19 @@ kept = 2 * TOKENS * huge.hidden_size
 h100_budget = memory_named("h100").budget_bytes
 WAYS = {
     "BF16, float32 Adam and master weights": (2, 2, 12),
-    "BF16 + FP8, float32 Adam and masters": (3, 2, 12),
-    "FP8 alone, float32 Adam and masters": (1, 2, 12),
+    "BF16 + FP8, float32 Adam and master weights": (3, 2, 12),
+    "FP8 alone, float32 Adam and master weights": (1, 2, 12),
     "FP8 alone, 8-bit Adam": (1, 2, 2 * CODE),
 }
 ranks = {}
 print(f"405B, 8 · 4 · 4 = {8 * 4 * 4}, ZeRO-1; an H100 has {h100_budget / 1e9:.1f} GB for tensors")
 for name, each in WAYS.items():
     ranks[name] = of_a_rank(block, end, huge.layers, (8, 4, 4), 1, each, kept)
-    print(f"  {name:38}{ranks[name] / 1e9:6.1f} GB, {(h100_budget - ranks[name]) / 1e9:6.1f} left")
+    print(f"  {name:44}{ranks[name] / 1e9:6.1f} GB, {(h100_budget - ranks[name]) / 1e9:6.1f} left")
 inputs = 4 * 32 * kept / 1e9
-print(f"  of each, block inputs: {inputs / 8:.1f} GB; {inputs:.1f} GB without sequence parallelism")
+print(
+    f"block inputs in each row: {inputs / 8:.1f} GB; without sequence parallelism {inputs:.1f} GB"
+)
 
 # %% [markdown]
 # The bytes "left" must hold the block at work, NCCL's buffers and the allocator's gaps: a few
@@ -654,7 +656,7 @@ for moment in ("gradients", "optimizer"):
 # ## Explain the gap
 
 # %%
-guide_rank = ranks["FP8 alone, float32 Adam and masters"]
+guide_rank = ranks["FP8 alone, float32 Adam and master weights"]
 reveal("16.1", guide_gb=guide_bytes, buffer_gib=buffer, recipe_gib=proof.reserved_bytes,
        rank_gb=guide_rank)  # fmt: skip
 
@@ -718,8 +720,8 @@ verdict(
     "28",
     in_bits <= 64e9,
     f"GB per GPU by formula, 1 × 4,096 tokens a rank: {per_gpu}",
-    condition="with 8-bit state, no float32 copies, and gradients accumulated in bfloat16; "
-    f"accumulating in float32 adds {more:.1f} GB; Adam in float32 with float32 copies needs "
+    condition="with 8-bit state, no master weights, and gradients accumulated in bfloat16; "
+    f"accumulating in float32 adds {more:.1f} GB; Adam in float32 with master weights needs "
     "more than twice 80 GB",
     otherwise="every optimizer needs more",
 )

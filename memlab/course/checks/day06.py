@@ -697,8 +697,7 @@ _CHOOSING = Exercise(
             ("self.kept.append(detached)", "pass"),
         ),
         (
-            "You keep the chosen outputs and then compute them again: return them in the second "
-            "run.",
+            "You keep the chosen outputs and then recompute them: return them in the second run.",
             (_SECOND_RUN, ""),
         ),
         (

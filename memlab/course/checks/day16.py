@@ -94,9 +94,9 @@ _PEAK = Exercise(
         "The state has elements · moments · moment_bytes bytes. Gradients have the weights' "
         "itemsize: for all weights, or for the largest one if in_backward. Scratch is float32, for "
         "the largest weight, or for a piece of it, whichever is smaller.",
-        "With o for optimizer: n, most = sum(sizes), max(sizes). held = n * itemsize + n * "
+        "With o for optimizer: n, largest = sum(sizes), max(sizes). held = n * itemsize + n * "
         "o.moments * o.moment_bytes. "
-        '"backward": held + activations; "optimizer": held + itemsize * (most if o.in_backward '
+        '"backward": held + activations; "optimizer": held + itemsize * (largest if o.in_backward '
         "else n) + scratch: 4 bytes · o.scratch · the elements it works on at once.",
     ),
     reference=peak,
@@ -378,7 +378,8 @@ class CountedMeasurements:
 def _check_fastest(answer: Any) -> str:
     number = needed = 0
     for name, room, figures in _SEARCHES:
-        case = f"{name}, {len(figures)} candidates, room for {room:,} bytes:"
+        counted = f"{len(figures)} candidate{'s' * (len(figures) > 1)}"
+        case = f"{name}, {counted}, room for {room:,} bytes:"
         measure = CountedMeasurements(case, figures)
         candidates = list(measure.bytes_of)
         with unchanged(f"{case} your answer", candidates=candidates):
@@ -580,8 +581,8 @@ _OF_A_RANK = Exercise(
             ("(3, 2, 1)", "(1, 1, 1)"),
         ),
         (
-            "The first stage begins p micro-batches before the first one comes back. Count the "
-            "inputs of p.",
+            "The first stage starts p micro-batches before the gradient of the first one returns. "
+            "Count the inputs of p micro-batches.",
             ("pipeline * blocks * kept", "blocks * kept"),
         ),
         (
