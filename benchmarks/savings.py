@@ -14,9 +14,8 @@ from common import RESULTS, ROOT, heading, save, table
 from memlab import plot
 from memlab.allocator import simulate
 from memlab.cli.choices import SUITABLE, choose_techniques
-from memlab.cli.measure import measured_rows
 from memlab.cli.requests import Request
-from memlab.cli.rows import Row
+from memlab.cli.rows import Row, measured_rows
 from memlab.cli.terminal import progress
 from memlab.cli.time_budget import TimeBudget
 from memlab.trace import Trace

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memlab.cli.train import TEXT, StepResult, step
+from memlab.cli.steps import TEXT, StepResult
+from memlab.cli.train import step
 from memlab.data import batches, source_bytes
 from memlab.train import SEED, Setting, Training, build, combined, predicted_trace
 

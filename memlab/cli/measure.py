@@ -1,13 +1,9 @@
 """`memlab measure`: one training step, plain and with each technique, side by side."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
-from itertools import chain
 
 import torch
-from rich.table import Table
 
 from memlab.cli import report, terminal
 from memlab.cli.adapter_options import choose_adapters, list_adapters
@@ -19,17 +15,14 @@ from memlab.cli.choices import (
     list_kernels,
     require_kernels,
 )
-from memlab.cli.errors import UsageError, error_summary, is_out_of_memory
 from memlab.cli.models import choose_model
 from memlab.cli.parsing import choose_folder
 from memlab.cli.requests import Request
 from memlab.cli.results import write
-from memlab.cli.rows import Announce, PairedRuns, Row, dry_row, predicted_row
+from memlab.cli.rows import measured_rows
 from memlab.cli.time_budget import MAX_SECONDS, TimeBudget
-from memlab.configs.targets import TARGETS
 from memlab.train import Plugs, Setting
 from memlab.transformers_models.sources import Source
-from memlab.units import paragraph
 
 
 def measure_model(request: Request) -> int:
@@ -63,11 +56,11 @@ def measure_techniques(request: Request) -> int:
         predicted = measured_rows(on_cuda, to_predict, True, announce)
     context = report.context_of(setting.device if dry else None)
     parts = report.legend(rows, context), report.remarks(rows), report.dry_rows_note(rows)
-    show(report.table(rows, context=context), *parts)
+    report.show(report.table(rows, context=context), *parts)
     terminal.echo(f"\nplain: {rows[0].trace}")
     if predicted:
         terminal.echo("\nThe same steps on CUDA, predicted:\n")
-        show(
+        report.show(
             report.table(predicted),
             report.legend(predicted),
             report.failures(predicted),
@@ -99,48 +92,3 @@ def options(setting: Setting) -> str:
     dtype = str(setting.dtype).removeprefix("torch.")
     dtype = "" if setting.dtype is torch.float32 else f" --dtype {dtype}"
     return f"--model {setting.model} --batch {setting.batch} --seq {setting.seq_len}{dtype}"
-
-
-def show(table: Table, *sentences: Iterable[str]) -> None:
-    """Print the table and the sentences that explain it."""
-    terminal.show_table(table)
-    if text := "\n".join(map(paragraph, chain(*sentences))):
-        terminal.echo(f"\n{text}")
-
-
-def measured_rows(
-    setting: Setting,
-    chosen: dict[str, Plugs],
-    dry: bool,
-    announce: Announce,
-    time_budget: TimeBudget | None = None,
-) -> list[Row]:
-    """Measure one row per technique, the plain one first.
-
-    A technique that fails gets a row with its error, so the other rows are not lost. A technique
-    that exceeds the time budget gets a dry run.
-    """
-    if not dry:
-        row_of = PairedRuns(setting, chosen["plain"]).row
-    elif setting.device in TARGETS:
-        row_of = partial(predicted_row, setting)
-    else:
-        row_of = partial(dry_row, setting)
-    rows: list[Row] = []
-    for name, technique in chosen.items():
-        try:
-            if time_budget and (reason := time_budget.reason_to_skip(name)) and rows:
-                rows.append(replace(dry_row(setting, name, technique, announce), dry_for=reason))
-            else:
-                rows.append(row_of(name, technique, announce))
-        except Exception as error:
-            if rows:
-                rows.append(Row(name, failure=error_summary(error)))
-            elif is_out_of_memory(error):
-                raise UsageError(
-                    f"the plain step ran out of memory with {setting}; try "
-                    f"--batch {max(1, setting.batch // 2)}, or --dry-run, which allocates nothing"
-                ) from error
-            else:
-                raise
-    return rows

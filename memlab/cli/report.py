@@ -1,7 +1,8 @@
 """How rows look in the terminal: a headline, a table, and explanations."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +24,13 @@ PHASE_WORDS = {
     "backward": "in backward",
     "optimizer": "in the optimizer step",
 }
+
+
+def show(table: Table, *sentences: Iterable[str]) -> None:
+    """Print the table and the sentences that explain it."""
+    terminal.show_table(table)
+    if text := "\n".join(map(paragraph, chain(*sentences))):
+        terminal.echo(f"\n{text}")
 
 
 def headline(setting: Any, dry: bool) -> str:

@@ -14,12 +14,15 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from memlab.cli.errors import is_out_of_memory
+from memlab.cli.errors import UsageError, error_summary, is_out_of_memory
+from memlab.cli.time_budget import TimeBudget
+from memlab.configs.targets import TARGETS
 from memlab.trace import Trace
 from memlab.train import Training, measured
 
@@ -71,6 +74,44 @@ def predicted_row(setting: Any, name: str, technique: Any, announce: Announce = 
     """Predict the memory on the setting's class of GPUs."""
     announce(f"{name}: on CUDA")
     return Row(name, setting.predicted_trace(technique))
+
+
+def measured_rows(
+    setting: Any,
+    chosen: dict[str, Any],
+    dry: bool,
+    announce: Announce,
+    time_budget: TimeBudget | None = None,
+) -> list[Row]:
+    """Measure one row per technique, the plain one first.
+
+    A technique that fails gets a row with its error, so the other rows are not lost. A technique
+    that exceeds the time budget gets a dry run.
+    """
+    if not dry:
+        row_of = PairedRuns(setting, chosen["plain"]).row
+    elif setting.device in TARGETS:
+        row_of = partial(predicted_row, setting)
+    else:
+        row_of = partial(dry_row, setting)
+    rows: list[Row] = []
+    for name, technique in chosen.items():
+        try:
+            if time_budget and (reason := time_budget.reason_to_skip(name)) and rows:
+                rows.append(replace(dry_row(setting, name, technique, announce), dry_for=reason))
+            else:
+                rows.append(row_of(name, technique, announce))
+        except Exception as error:
+            if rows:
+                rows.append(Row(name, failure=error_summary(error)))
+            elif is_out_of_memory(error):
+                raise UsageError(
+                    f"the plain step ran out of memory with {setting}; try "
+                    f"--batch {max(1, setting.batch // 2)}, or --dry-run, which allocates nothing"
+                ) from error
+            else:
+                raise
+    return rows
 
 
 class PairedRuns:

@@ -4,13 +4,10 @@ It runs the recipes that `memlab plan` finds. Each step gets a new batch, so the
 and not the memorization of one batch.
 """
 
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,16 +22,25 @@ from memlab.cli.choices import (
     require_kernels,
     require_memory,
 )
-from memlab.cli.errors import UsageError, is_out_of_memory, quoted
+from memlab.cli.errors import UsageError, is_out_of_memory
+from memlab.cli.memory_cap import choose_cap, memory_cap
 from memlab.cli.models import choose_model
 from memlab.cli.requests import Request
 from memlab.cli.rows import Announce
+from memlab.cli.steps import (
+    TEXT,
+    Batch,
+    StepResult,
+    load_batch,
+    require_byte_vocabulary,
+    run_steps,
+    summary,
+)
 from memlab.cli.torchrun import choose_rank
-from memlab.data import TOKENS, batches, source_bytes
+from memlab.data import batches, source_bytes
 from memlab.train import (
     SEED,
     Plugs,
-    RankTraining,
     Setting,
     Training,
     build,
@@ -43,12 +49,7 @@ from memlab.train import (
     predicted_trace,
 )
 from memlab.transformers_models.sources import Source
-from memlab.units import format_bytes, parse_bytes
-
-TEXT = "4 MiB"
-MAX_LINES = 20  # of step output
-
-Batch = tuple[Tensor, Tensor]
+from memlab.units import format_bytes
 
 
 def train(request: Request, *, steps: int, memory: str | None) -> None:
@@ -105,27 +106,6 @@ def _train(request: Request, *, steps: int, memory: str | None) -> None:
         terminal.echo(f"cap: {format_bytes(cap_bytes)} of reserved memory")
 
 
-def require_byte_vocabulary(setting: Setting) -> None:
-    """Require a token for each of the 256 byte values of the text."""
-    got = setting.config.vocab_size
-    if got < TOKENS:
-        raise UsageError(
-            f"got a vocabulary of {got} tokens in {setting.model}; the training text needs "
-            f"{TOKENS}, one per byte value: give a model with a vocab_size of at least {TOKENS}, "
-            f"or use memlab measure, which needs no text"
-        )
-
-
-# ------------------------------------------------------------------ the steps
-
-
-class StepResult(NamedTuple):
-    """The loss and time of one step."""
-
-    loss: float  # nats
-    seconds: float
-
-
 def run(setting: Setting, technique: Plugs, steps: int, announce: Announce) -> str:
     """Build the training, run the steps, print some of them, and return the summary."""
     announce("building")
@@ -137,20 +117,6 @@ def run(setting: Setting, technique: Plugs, steps: int, announce: Announce) -> s
     losses.clear()
     announce("peak")
     return summary(taken, dtype, peak(training, next(text)))
-
-
-def run_steps(
-    run_step: Callable[[], StepResult], steps: int, announce: Announce
-) -> list[StepResult]:
-    """Run the steps and print the losses of some of them, the first and the last included."""
-    taken: list[StepResult] = []
-    every = math.ceil(steps / MAX_LINES)
-    for number in range(1, steps + 1):
-        announce(f"step {number}")
-        taken.append(run_step())
-        if number % every == 0 or number in (1, steps):
-            terminal.echo(f"step {number:>{len(str(steps))}}: loss {taken[-1].loss:.4f}")
-    return taken
 
 
 def step(training: Training, batch: Batch, losses: list[Tensor]) -> StepResult:
@@ -165,26 +131,6 @@ def step(training: Training, batch: Batch, losses: list[Tensor]) -> StepResult:
     return StepResult(statistics.fmean(map(float, losses)), seconds)
 
 
-def load_batch(training: Training | RankTraining, batch: Batch) -> None:
-    """Copy the batch into the tensors that the training's next step reads."""
-    for held, new in zip(training.batch, batch, strict=True):
-        held.copy_(new)
-
-
-def summary(taken: Sequence[StepResult], dtype: torch.dtype, peak: str) -> str:
-    """Return the loss, the time and the peak, one line each."""
-    seconds = [step.seconds for step in taken]
-    typical = statistics.median(seconds[1:] or seconds)  # the first creates the optimizer state
-    name = str(dtype).removeprefix("torch.")
-    rounded = "" if dtype is torch.float32 else f", rounded to {name}"
-    return (
-        f"loss: {taken[0].loss:.4f} in the first step, {taken[-1].loss:.4f} in the last, in nats "
-        f"per token{rounded}\n"
-        f"time: {typical:.3g} s per step\n"
-        f"peak: {peak}"
-    )
-
-
 def peak(training: Training, batch: Batch) -> str:
     """Return the peak from the accelerator's allocator so far, or of one metered CPU step."""
     if next(training.model.parameters()).device.type != "cpu":
@@ -194,47 +140,6 @@ def peak(training: Training, batch: Batch) -> str:
             return f"{format_bytes(allocated)} allocated, {format_bytes(reserved)} reserved"
     load_batch(training, batch)
     return f"{format_bytes(measured(training).peak_bytes)}, measured in one more step"
-
-
-# ------------------------------------------------------------------ memory cap and out of memory
-
-
-def choose_cap(memory: str | None, device: str) -> int | None:
-    """Return the bytes that the process may reserve on the GPU."""
-    if memory is None:
-        return None
-    if device != "cuda":
-        raise UsageError(
-            f"got --memory {quoted(memory)} on the device {device}; only CUDA's allocator can be "
-            f"capped, so leave --memory out"
-        )
-    try:
-        cap_bytes = parse_bytes(memory)
-    except ValueError as error:
-        raise UsageError(f"--memory: {error}") from error
-    _, total_bytes = torch.cuda.mem_get_info()
-    if not 0 < cap_bytes <= total_bytes:
-        raise UsageError(
-            f"got --memory {quoted(memory)}; give more than 0 bytes, and at most the GPU's "
-            f"{format_bytes(total_bytes)}"
-        )
-    return cap_bytes
-
-
-@contextmanager
-def memory_cap(cap_bytes: int | None) -> Iterator[None]:
-    """Limit what CUDA's allocator may reserve, to act like a smaller GPU."""
-    if cap_bytes is None:
-        yield
-        return
-    _, total_bytes = torch.cuda.mem_get_info()
-    # torch rounds the bytes down.
-    fraction = min(1.0, math.nextafter(cap_bytes / total_bytes, 1.0))
-    torch.cuda.set_per_process_memory_fraction(fraction)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def out_of_memory_advice(setting: Setting, technique: Plugs, cap_bytes: int | None) -> str:

@@ -23,20 +23,19 @@ from memlab.cli.choices import (
     require_memory,
 )
 from memlab.cli.errors import UsageError, is_out_of_memory
+from memlab.cli.memory_cap import choose_cap, memory_cap
 from memlab.cli.requests import Request
 from memlab.cli.rows import Announce, silent
-from memlab.cli.torchrun import Rank, interruptible
-from memlab.cli.train import (
+from memlab.cli.steps import (
     TEXT,
     Batch,
     StepResult,
-    choose_cap,
     load_batch,
-    memory_cap,
     require_byte_vocabulary,
     run_steps,
     summary,
 )
+from memlab.cli.torchrun import Rank, interruptible
 from memlab.data import batches, source_bytes
 from memlab.train import SEED, Plugs, RankTraining, Setting, build_rank, measured_rank, rank_step
 from memlab.train.registry import rows_of, whole_weights

@@ -11,11 +11,11 @@ from memlab.cli import report, terminal
 from memlab.cli.choices import choose_device
 from memlab.cli.errors import UsageError, is_out_of_memory, quoted
 from memlab.cli.machine import memory_of
-from memlab.cli.measure import measured_rows, show
+from memlab.cli.memory_cap import choose_cap, memory_cap
 from memlab.cli.parsing import choose_folder
 from memlab.cli.requests import Request
 from memlab.cli.results import write
-from memlab.cli.train import choose_cap, memory_cap
+from memlab.cli.rows import measured_rows
 from memlab.metering import measure
 from memlab.train.adapters import LORA_RANK
 from memlab.transformers_models.recipes import USUAL, Recipe, recipe_named
@@ -40,7 +40,7 @@ def measure_transformers(request: Request, source: Source) -> int:
         rows = measured_rows(setting, chosen, request.dry, announce)
     context = report.context_of(setting.device if request.dry else None)
     parts = report.legend(rows, context), report.remarks(rows), report.dry_rows_note(rows)
-    show(report.table(rows, context=context), *parts)
+    report.show(report.table(rows, context=context), *parts)
     terminal.echo(f"\nplain: {rows[0].trace}")
     write(rows, f"{setting}, dry run" if request.dry else str(setting), folder)
     return int(any(row.failure for row in rows))

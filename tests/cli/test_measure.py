@@ -22,10 +22,10 @@ from memlab import plot
 from memlab.cli import choices, parsing, report, results, rows, terminal, time_budget
 from memlab.cli.choices import SUITABLE, choose_device, choose_setting, choose_techniques
 from memlab.cli.errors import UsageError
-from memlab.cli.measure import measured_rows, options
+from memlab.cli.measure import options
 from memlab.cli.parsing import choose_folder
 from memlab.cli.requests import Request
-from memlab.cli.rows import PairedRuns, Row, dry_row, silent, time_in_turn
+from memlab.cli.rows import PairedRuns, Row, dry_row, measured_rows, silent, time_in_turn
 from memlab.cli.time_budget import TimeBudget
 from memlab.model import PRESETS, cross_entropy
 from memlab.trace import DeviceMemory, Event, Trace

@@ -9,7 +9,8 @@ import torch
 import typer
 from quick import slow
 
-from memlab.cli import app, choices
+from memlab.cli import app, choices, memory_cap
+from memlab.cli import steps as loop
 from memlab.cli import train as command
 from memlab.cli.errors import UsageError
 from memlab.data import batches, source_bytes
@@ -40,7 +41,7 @@ def losses(printed: str) -> dict[int, float]:
 def bare_loop_losses(technique: str, steps: int) -> list[float]:
     """Return the losses of steps on new batches, each from a separate forward pass."""
     training = build(TINY, combined(technique))
-    text = batches(source_bytes(command.TEXT), TINY.batch, TINY.seq_len, SEED)
+    text = batches(source_bytes(loop.TEXT), TINY.batch, TINY.seq_len, SEED)
     found = []
     for _, batch in zip(range(steps), text, strict=False):
         for held, new in zip(training.batch, batch, strict=True):
@@ -115,7 +116,7 @@ def test_on_an_accelerator_the_peak_comes_from_its_allocator(monkeypatch):
 
 
 def test_some_steps_are_printed_including_the_first_and_the_last(monkeypatch, capsys):
-    monkeypatch.setattr(command, "step", lambda *given: command.StepResult(1.0, 1.0))
+    monkeypatch.setattr(command, "step", lambda *given: loop.StepResult(1.0, 1.0))
     monkeypatch.setattr(command, "build", lambda *given, on_loss: on_loss(torch.ones(())))
     monkeypatch.setattr(command, "peak", lambda *given: "")
     command.run(TINY, combined("plain"), 50, lambda stage: None)
@@ -123,9 +124,9 @@ def test_some_steps_are_printed_including_the_first_and_the_last(monkeypatch, ca
 
 
 def test_the_time_is_the_median_of_the_steps_after_the_first():
-    taken = [command.StepResult(5.0, seconds) for seconds in (9.0, 1.0, 2.0, 4.0)]
-    assert "\ntime: 2 s per step\n" in command.summary(taken, torch.float32, "")
-    assert "\ntime: 9 s per step\n" in command.summary(taken[:1], torch.float32, "")
+    taken = [loop.StepResult(5.0, seconds) for seconds in (9.0, 1.0, 2.0, 4.0)]
+    assert "\ntime: 2 s per step\n" in loop.summary(taken, torch.float32, "")
+    assert "\ntime: 9 s per step\n" in loop.summary(taken[:1], torch.float32, "")
 
 
 def test_a_rounded_loss_is_marked(memlab_command):
@@ -238,20 +239,20 @@ def card(monkeypatch):
 
 
 def test_the_cap_applies_only_while_the_steps_run(card):
-    with command.memory_cap(24 * 10**9):
+    with memory_cap.memory_cap(24 * 10**9):
         assert int(card[-1] * 80 * GIB) in (24 * 10**9, 24 * 10**9 + 1)
         assert len(card) == 1
     assert card[1:] == [1.0]
 
 
 def test_ctrl_c_removes_the_cap(card):
-    with pytest.raises(KeyboardInterrupt), command.memory_cap(GIB):
+    with pytest.raises(KeyboardInterrupt), memory_cap.memory_cap(GIB):
         raise KeyboardInterrupt
     assert card[1:] == [1.0]
 
 
 def test_without_a_cap_nothing_is_set(card):
-    with command.memory_cap(None):
+    with memory_cap.memory_cap(None):
         pass
     assert card == []
 
@@ -267,7 +268,7 @@ def test_ctrl_c_is_one_line(memlab_command, monkeypatch):
 
 @pytest.mark.parametrize(("memory", "cap"), [("24GB", 24 * 10**9), ("80GiB", 80 * GIB)])
 def test_a_cap_is_read_with_its_unit(card, memory, cap):
-    assert command.choose_cap(memory, "cuda") == cap
+    assert memory_cap.choose_cap(memory, "cuda") == cap
 
 
 @pytest.mark.parametrize(
@@ -280,7 +281,7 @@ def test_a_cap_is_read_with_its_unit(card, memory, cap):
 )
 def test_a_cap_outside_the_gpus_memory_is_refused(card, memory, message):
     with pytest.raises(UsageError, match=message):
-        command.choose_cap(memory, "cuda")
+        memory_cap.choose_cap(memory, "cuda")
 
 
 @pytest.mark.parametrize(("more", "words"), [(1, "1 B more"), (-GIB, "1.00 GiB less")])

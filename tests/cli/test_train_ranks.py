@@ -14,7 +14,7 @@ import pytest
 import torch
 from in_ranks_of_train import PEAKS, setting_of
 
-from memlab.cli import train as single
+from memlab.cli import steps
 from memlab.cli import train_rank as command
 from memlab.cli.torchrun import Rank, interruptible
 from memlab.cli.train_rank import Peak, format_peaks
@@ -67,7 +67,7 @@ def losses(printed):
 def losses_of_one_process(ranks):
     """Return the losses of steps that accumulate the gradients of all ranks' batches."""
     training = build(setting_of("float32"), combined("plain"))
-    texts = [batches(source_bytes(single.TEXT), 2, 16, SEED + rank) for rank in range(ranks)]
+    texts = [batches(source_bytes(steps.TEXT), 2, 16, SEED + rank) for rank in range(ranks)]
     found = []
     for _ in range(3):
         training.optimizer.zero_grad()
