@@ -136,7 +136,7 @@ _ = axes.legend(frameon=False, loc="lower right")
 # uncompressed.
 #
 # **Nothing is recomputed.** If activations fill the memory, nearly four times as many tokens fit.
-# Checkpointing saves more, but runs every block twice. You can also compress the inputs of
+# Checkpointing saves more, but runs each forward twice. You can also compress the inputs of
 # checkpointed blocks ("both").
 #
 # The price is an error in every gradient. Build the compression and measure this error.
@@ -281,7 +281,7 @@ print(f"{from_smallest:.2%}, {1 - from_smallest / from_largest:.0%} less")
 # %% [markdown]
 # ## Fewer bits: stochastic rounding
 #
-# A gradient sums over all tokens. In a sum, unbiased errors cancel, but biased errors add up. At 8
+# A gradient sums over all tokens. In a sum, unbiased errors mostly cancel; biased ones add up. At 8
 # bits the bias of round to nearest is too small to matter. With only 3 steps (2 bits) it matters:
 # most of a group is rounded in the same direction.
 #
@@ -343,8 +343,8 @@ print(f"and off by less than a tenth of their standard deviation: {off < spread 
 # Round to nearest gives the same wrong sum every time. Stochastic rounding varies, but is
 # unbiased.
 #
-# - **8 bits: round to nearest.** Its error is more than a quarter smaller than with stochastic
-#   rounding, and its bias is negligible.
+# - **8 bits: round to nearest.** An element's RMS error is √2 times smaller than with stochastic
+#   rounding, and the bias is negligible.
 # - **Fewer bits: a trade-off.** Round to nearest is biased. Stochastic rounding has more noise,
 #   which averages out over enough tokens and steps. You will try both below.
 #
@@ -715,7 +715,7 @@ print(f"2 bits, one scale: behind 32 bits: {behind['2 bits, nearest, one scale']
 # You cannot tell 8 bits from 32. We repeated the runs with four seeds:
 #
 # - At **4 bits**, stochastic rounding beat round to nearest each time.
-# - At **2 bits**, it won twice: 40 steps are too few to average out the larger noise.
+# - At **2 bits**, it won with two of the four seeds.
 # - **2 bits with one scale** were behind 32 bits each time, by 0.08 to 0.20 nats.
 
 # %% [markdown]
@@ -727,7 +727,7 @@ print(f"2 bits, one scale: behind 32 bits: {behind['2 bits, nearest, one scale']
 # %% [markdown]
 # ## Together with checkpointing
 #
-# If two saved-tensor hooks are nested, only the inner hook receives a tensor.
+# If two pairs of saved-tensor hooks are nested, only the inner pair receives a tensor.
 #
 # - `with compressed_activations():` *around* checkpointed blocks compresses their inputs, which a
 #   checkpoint saves outside its own hooks. (Backward recomputes outside the `with`, so the
@@ -754,8 +754,8 @@ print(f"8 bits around it: {format_bytes(totals['both'])}")
 # %% [markdown]
 # ## What does not shrink
 #
-# - **bfloat16** elements have only 2 bytes: compression saves 1.97× and no more. (On a CPU, the
-#   norms keep float32 copies, which shrink by four.)
+# - **bfloat16** elements have only 2 bytes, so 8 bits need at best 1.97× less memory. (On a CPU,
+#   the norms keep float32 copies, which shrink by nearly four.)
 # - **Weights, gradients, moments**, and logits.
 # - **The peak**, if it occurs at another moment. In backward, each tensor is decompressed in full
 #   while its operator runs, next to the operator's temporaries.
@@ -839,8 +839,8 @@ for name, (kept, peak) in seven.items():
 # | 8 bits | 0.2 GiB | decompressed tensors of one MLP are alive next to the last gradients |
 # | checkpointing | 0.3 GiB | the recomputed block is alive next to the last gradients |
 #
-# With one sequence, *both* does not lower the peak further. Each further sequence adds its
-# activations again: 19 GiB plain, 10 GiB in 8 bits, 1.3 GiB checkpointed, 0.8 GiB with both.
+# With one sequence, *both* does not lower the peak further. Each further sequence has activations
+# of its own: 19 GiB kept, 10 GiB in 8 bits, 1.3 GiB checkpointed, 0.8 GiB with both.
 #
 # Use 8 bits if time matters, and half (bfloat16) or a quarter (float32) of the activation memory is
 # small enough. If not, checkpoint.
@@ -864,7 +864,7 @@ for name, (kept, peak) in seven.items():
 #
 # If you have a GPU, this cell runs Day 1's step on it, plain and in 8 bits. Quantizing and
 # dequantizing each launch a dozen small kernels, all limited by memory bandwidth. `memlab.kernels`
-# has fused versions, with one Triton kernel each, as in ActNN and GACT.
+# has fused versions, with one Triton kernel each.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):
@@ -968,7 +968,7 @@ verdict(
 # | everything kept | 310 MiB | nothing | exact |
 # | 8 bits | 79 MiB | nothing | less than 1 % off |
 # | 4 bits | about 40 MiB | nothing | 2–3 % off |
-# | 2 bits | about 20 MiB | nothing | 11–15 % off |
+# | 2 bits | about 21 MiB | nothing | 11–15 % off |
 # | checkpoint | 15 MiB | the block | exact |
 # | both | 3.8 MiB | the block | inexact, from a rounded input |
 #

@@ -157,8 +157,8 @@ print("two ranks' terms add up to Y:", torch.allclose(sum(terms), mlp(x, up, dow
 # each rank computes the gradient of X through its own A and B only. The full gradient of X is the
 # sum over ranks: another all-reduce.
 #
-# The Megatron-LM paper defines two functions, f and g. The forward of each is the backward of the
-# other:
+# The Megatron-LM paper defines two **conjugate** functions, f and g. The forward of each is the
+# backward of the other:
 #
 # | | forward | backward |
 # | --- | --- | --- |
@@ -168,7 +168,7 @@ print("two ranks' terms add up to Y:", torch.allclose(sum(terms), mlp(x, up, dow
 # %% [markdown]
 # Autograd cannot differentiate an all-reduce, because it sees only one rank's graph. So f and g are
 # autograd Functions. You need only one class for both: it applies one function in forward and
-# another in backward. The paper calls such a pair **conjugate**.
+# another in backward.
 #
 # Day 13's `in_turns(program, given)` runs a program as R ranks in this process. `peer.sum(x)`
 # returns the sum of all ranks' tensors, as a new tensor:
@@ -300,12 +300,12 @@ print(f"a rank saves {tensor / whole:.0%} with tensor parallelism, {sequence / w
 # **all-gather** gives every rank the tokens of all ranks. The second matmul computes one term for
 # every token: a **reduce-scatter** gives each rank the sums for its own tokens.
 #
-# On a ring, each of the two sends (R − 1)/R of the tensor, and an all-reduce sends twice that (Day
-# 13). So forward sends as many bytes as before.
+# On a ring, an all-gather or a reduce-scatter sends (R − 1)/R of the tensor, and an all-reduce
+# sends twice that (Day 13). So forward sends as many bytes as plain tensor parallelism does.
 
 # %% [markdown]
-# In backward, the two change places: the backward of an all-gather is a reduce-scatter, and the
-# backward of a reduce-scatter is an all-gather.
+# The backward of an all-gather is a reduce-scatter, and the backward of a reduce-scatter is an
+# all-gather.
 #
 # There is a trap. A linear layer saves its input, to compute the gradient of its weight. If
 # autograd saves the *gathered* input, this activation is whole again. So save only the shard, and
@@ -364,8 +364,8 @@ gather_linear = exercise("18.3", gather_linear)
 # ranks: apply f to the weight, too. (With plain tensor parallelism, every rank has all tokens and
 # computes the whole gradient.)
 #
-# How much do both kinds send per block? Count in **ring passes**: one ring pass sends (R − 1)/R of
-# tokens · C elements.
+# How much do tensor and sequence parallelism send per block? Count in **ring passes**: one ring
+# pass sends (R − 1)/R of tokens · C elements.
 
 # %%
 a_pass = SIZES[0] * SIZES[1] * 4 // 2  # bytes of a ring pass: (R − 1)/R is 1/2
@@ -395,9 +395,10 @@ for name in ("tensor", "sequence"):
 # input to the previous one.
 
 # %% [markdown]
-# Gradients are summed over the micro-batches, as in gradient accumulation (Day 3). So only the
-# *order* of a stage's passes can vary. A micro-batch is **in flight** on a stage from its forward
-# pass to its backward pass on that stage. During this time, the stage keeps its activations.
+# Gradients are summed over the micro-batches, as in gradient accumulation (Day 3). So they don't
+# depend on the order of a stage's passes. A micro-batch is **in flight** on a stage from its
+# forward pass to its backward pass there. Until then, the stage keeps the micro-batch's
+# activations.
 
 # %% [markdown]
 # In **1F1B**, stage i of p runs
@@ -506,7 +507,7 @@ for name, order_of in SCHEDULES.items():
 # %% [markdown]
 # Both bubbles are equal: 1F1B saves no time. It saves **memory**: stage i has at most p − i
 # micro-batches in flight, instead of m. More micro-batches make the bubble smaller, and with 1F1B
-# they need no more memory.
+# they need no more memory once m ≥ p.
 #
 # But look at stage 0. It saves p micro-batches of 1/p of the layers: as much as one GPU saves for
 # one micro-batch of *all* layers.
@@ -650,15 +651,15 @@ SCRIPTS = days.folder("benchmarks/llama")
 def rank_0(script, ranks, *arguments):
     """Return the trace of rank 0's second step on an H100."""
     launch = Launch(str(SCRIPTS / script), arguments=tuple(map(str, arguments)))
-    with warnings.catch_warnings(action="ignore"):  # torch's, about its own code
+    with warnings.catch_warnings(action="ignore"):  # torch warns about its own code
         return dry_run_ranks(launch.with_ranks(ranks), (0,), device="cuda:h100")[0].trace
 
 
 # %%
 def deeper(few, more, blocks):
-    """Return the bytes at the peak, by category, of a model with further blocks.
+    """Return the bytes at the peak by category, extrapolated from two traces.
 
-    The trace `more` has one block more than `few`; `blocks` are to be added to `more`.
+    `more` has one block more than `few`; the result has `blocks` blocks more than `more`.
     """
     names = {*few.at_peak, *more.at_peak}
     at = [{name: trace.at_peak.get(name, 0) for name in names} for trace in (few, more)]
@@ -679,7 +680,7 @@ def show_largest(trace, count):
 
 
 # %% [markdown]
-# **70B on 8 × 80 GB**: `benchmarks/llama/fsdp2.py` uses FSDP2 around each block (ZeRO-3),
+# **70B on 8 H100s**: `benchmarks/llama/fsdp2.py` uses FSDP2 around each block (ZeRO-3),
 # checkpointing, bfloat16 weights and AdamW state, and two micro-batches of 4,096 tokens.
 #
 # The next cell runs it with three and with four blocks, and assumes that each further block adds
@@ -694,9 +695,11 @@ peak_70b = sum(of_seventy.values())
 state = 8 * seventy.parameters // 8  # weights, gradients, two moments: 8 bytes; 8 ranks
 inputs = seventy.layers * 2 * 4096 * seventy.hidden_size
 print(f"70B on 8: the script allocates {peak_70b / 1e9:.1f} GB: {shown(of_seventy)}")
-print(f"by formula: state {state / 1e9:.1f} + block inputs {inputs / 1e9:.1f} = "
-      f"{(state + inputs) / 1e9:.1f} GB")  # fmt: skip
-print(f"usable on an H100: {memory_named('h100').budget_bytes / 1e9:.1f} GB")
+print(f"by formula: state {state / 1e9:.2f} + block inputs {inputs / 1e9:.2f} = "
+      f"{(state + inputs) / 1e9:.2f} GB")  # fmt: skip
+h100 = memory_named("h100")
+print(f"an H100 has {h100.total_bytes / 1e9:.1f} GB, {h100.budget_bytes / 1e9:.1f} GB without the "
+      f"CUDA context")  # fmt: skip
 print("largest tensors at the peak, with four blocks:")
 show_largest(four, 5)
 
@@ -710,15 +713,17 @@ show_largest(four, 5)
 # - two FSDP2 buffers for the 856 million elements of a block
 
 # %% [markdown]
-# **405B on 128 × 80 GB**: `benchmarks/llama/three_d.py` combines torch's own modules:
+# **405B on 128 H100s**: `benchmarks/llama/three_d.py` combines torch's own modules:
 #
 # - tensor parallelism over 8 ranks, with sequence parallelism
 # - a pipeline of 4 stages with 1F1B
 # - data parallelism over 4 ranks, with FSDP2
 #
 # It uses checkpointing and four micro-batches of 8,192 tokens. The first stage has 32 of the 126
-# blocks. The next cell runs it with one and with two blocks. Its formula is ZeRO-1's, for a reason
-# that you will see below.
+# blocks. The next cell runs it with one and with two blocks.
+#
+# In a pipeline, FSDP2 is ZeRO-3 only *between* steps: torch keeps each block's gathered weights and
+# whole gradients until the last micro-batch. So the cell's formula assumes ZeRO-1.
 
 # %%
 huge, TOKENS = PRESETS["llama-3-405b"], 8192
@@ -727,19 +732,19 @@ one_block, two_blocks = (rank_0("three_d.py", 128, *cut, n, TOKENS, 4) for n in 
 blocks = ceil(huge.layers / 4)
 of_huge = deeper(one_block, two_blocks, blocks - 2)
 peak_405b = sum(of_huge.values())
-end = huge.vocab_size * huge.hidden_size
-block = (huge.parameters - 2 * end - huge.hidden_size) // huge.layers
-own = (blocks * block + end) // 8  # rank 0's weights: the first stage's, divided by 8
-zero_1 = 4 * own + 4 * own // 4  # moments sharded over 4 ranks
+embedding = huge.vocab_size * huge.hidden_size  # elements; the output matrix has as many
+block = (huge.parameters - 2 * embedding - huge.hidden_size) // huge.layers
+own = (blocks * block + embedding) // 8  # rank 0's weights: the first stage's, divided by 8
+zero_1 = 4 * own + 4 * own // 4  # weights, gradients; moments sharded over 4 ranks
 kept = 4 * blocks * 2 * TOKENS * huge.hidden_size // 8  # inputs of four micro-batches
 gaps = two_blocks.reserved_bytes - two_blocks.peak_bytes
 print(f"405B on 128: the script allocates {peak_405b / 1e9:.1f} GB: {shown(of_huge)}")
 print(f"reserved but not allocated, with only two blocks: {gaps / 1e9:.1f} GB")
-print(f"by formula, ZeRO-1: {zero_1 / 1e9:.1f} + block inputs {kept / 1e9:.1f} = "
-      f"{(zero_1 + kept) / 1e9:.1f} GB")  # fmt: skip
+print(f"by formula: ZeRO-1's state {zero_1 / 1e9:.2f} + block inputs {kept / 1e9:.2f} = "
+      f"{(zero_1 + kept) / 1e9:.2f} GB")  # fmt: skip
 
 # %%
-whole_weights, whole_embedding = 2 * block // 8, 2 * end
+whole_weights, whole_embedding = 2 * block // 8, 2 * embedding
 grown = {
     name: two_blocks.at_peak.get(name, 0) - one_block.at_peak.get(name, 0)
     for name in ("activations", "backward_temporaries")
@@ -756,9 +761,8 @@ show_largest(two_blocks, 2)
 # tensors need, already 7.6 GB more with two blocks. So the script does not fit.
 
 # %% [markdown]
-# FSDP2 is ZeRO-3 only *between* steps. In a pipeline, torch keeps each block's gathered weights and
-# whole gradients until the last micro-batch. (They count as activations and as backward
-# temporaries.) So the formula is ZeRO-1's. It leaves out two things:
+# Gathered weights count as activations, and whole gradients as backward temporaries. The formula
+# leaves out two things:
 #
 # - **The shards.** FSDP2's shards of the weights exist besides the gathered weights.
 # - **The embedding.** DTensor divides the embedding by 8. But its backward allocates two gradients
@@ -777,8 +781,8 @@ reveal("18.1", tensor_percent=100 * tensor / whole, stage_percent=100 * stage_0 
 # %% [markdown]
 # - **Tensor**: norms and the residual stream stay whole.
 # - **Stage 0**: it has half of the layers, but two micro-batches in flight.
-# - **Bubble**: in either order, the first micro-batch must reach the last stage, and the last one
-#   must come back.
+# - **Bubble**: in either order, the first micro-batch must reach the last stage, and the last
+#   micro-batch must come back.
 # - **Sequence**: backward gathers the inputs once more.
 
 # %% [markdown]
@@ -856,7 +860,7 @@ verdict(
 # Ask three questions about each kind:
 #
 # 1. What stays whole on each rank?
-# 2. What does a rank send, and does it wait?
+# 2. What does a rank send, and which ranks wait for it?
 # 3. Which rank needs most memory: the first stage, or the rank with the logits?
 #
 # Then run your script as a dry run.

@@ -19,7 +19,7 @@
 # ## The question
 #
 # AdamW keeps two moments per weight. Day 8 dropped one (Lion) or shared one (Adam-mini). Day 9
-# stored both in 8 bits. None of these uses the structure of a matrix.
+# stored both in 8 bits.
 #
 # Newer optimizers treat **matrices** as a whole:
 #
@@ -163,7 +163,8 @@ axes.set(
 axes.set_title("Singular values: how far a step moves in each direction")
 axes.legend(frameon=False)
 share = spectrum(gradient).square().cumsum(0) / spectrum(gradient).square().sum()
-print(f"16 of 64 directions hold more than 80 % of the squared gradient: {share[15] > 0.8}")
+print(f"16 of 64 directions hold more than 99 % of the squared norm of the gradient: "
+      f"{share[15] > 0.99}")  # fmt: skip
 
 # %% [markdown]
 # A gradient has a few large directions and many small ones. AdamW scales each element on its own,
@@ -313,7 +314,8 @@ print(f"4·m·n = {4 * m * n:,} bytes; 4·m·n + 2·m² = {4 * m * n + 2 * m * m
 # %% [markdown]
 # The **state** is half of AdamW's. The **temporaries** exist for one matrix at a time, because both
 # optimizers update one weight after another. memlab's are two m × n matrices and an m × m square in
-# bfloat16, 4·m·n + 2·m² bytes. torch's also hold a float32 matrix and a second square.
+# bfloat16, 4·m·n + 2·m² bytes (float32 work is done in chunks of `chunk` elements). torch's also
+# hold a float32 matrix and a second square.
 
 # %% [markdown]
 # ### Muon's compute
@@ -342,7 +344,7 @@ for tokens in (2_048, 65_536, 4_194_304):
 # %% [markdown]
 # ### Exercise 20.3: GaLore's step
 #
-# About 18 minutes. Update one matrix in place, tall or wide. Don't change `gradient`.
+# About 18 minutes. Update one matrix in place. Don't change `gradient`.
 #
 # 1. If rows ≥ columns, work on the transposes (views): the short side comes first.
 # 2. At steps 1, 1 + `gap`, 1 + 2·`gap`, …, set P to the first `rank` columns of U from
@@ -350,8 +352,8 @@ for tokens in (2_048, 65_536, 4_194_304):
 # 3. Run Adam on R to get N: bias corrections (Day 8), no weight decay.
 # 4. W ← W − lr · scale · P N.
 #
-# Keep only `state["P"]`, R's moments `state["m"]` and `state["v"]`, and a step count. The check
-# counts the bytes kept alive.
+# Keep only `state["P"]`, R's moments `state["m"]` and `state["v"]` (kept when P changes), and a
+# step count. The check counts bytes kept alive.
 
 
 # %%
@@ -378,7 +380,8 @@ galore_ = exercise("20.3", galore_)
 
 # %% [markdown]
 # A slice `u[:, :rank]` is a view. It keeps **all** of U in memory, m · m elements instead of m · r.
-# The authors' package (galore-torch 1.0) keeps such a slice if gradients are float32. Measure it:
+# The authors' package (galore-torch 1.0) keeps such a slice if gradients are float32. Compare it
+# with a copy:
 
 # %%
 u = torch.linalg.svd(torch.randn(256, 1024), full_matrices=False)[0]
@@ -424,8 +427,8 @@ for name, (loss, _, optimizer) in results.items():
     print(f"{name:16} state {format_bytes(size):>10}; loss at most 10 % above AdamW's: {near}")
 
 # %% [markdown]
-# Twenty-five steps of a small model cannot rank optimizers. The papers compare them at up to 7B.
-# Tune the learning rate for each optimizer.
+# Twenty-five steps of a small model cannot rank optimizers. To compare them, tune the learning rate
+# of each.
 
 # %% [markdown]
 # ## SOAP: Adam in an eigenbasis
@@ -594,12 +597,13 @@ CLAIMS = {
         f"{1 - in_8_bits / (STATES['adamw'] // 2):.1%}, by formula, P in 8 bits too",
     "7B on 24 GB without checkpointing (GaLore), moments and P in bfloat16":
         f"{format_bytes(RESERVED)} reserved without the SVD's workspace, "
-        f"{format_bytes(budget)} available; fits: {budget >= RESERVED}",
+        f"{format_bytes(budget)} available on an RTX 4090; fits: {budget >= RESERVED}",
     "7B on 24 GB without checkpointing, moments and P in 8 bits":
         f"{format_bytes(reserved_8_bits)} by formula, without the workspace; "
         f"fits: {budget >= reserved_8_bits}",
     "APOLLO-Mini: the memory of SGD (APOLLO)":
-        f"{format_bytes(STATES['apollo, rank 1'])}, nearly all for {others:,} weights with AdamW",
+        f"{format_bytes(STATES['apollo, rank 1'])} of state, nearly all AdamW's for the {others:,} "
+        f"other weights",
 }  # fmt: skip
 for claim, result in CLAIMS.items():
     print(f"{claim}\n    {result}")

@@ -258,8 +258,8 @@ _QUANTIZE = Exercise(
             ("round(steps)", "steps"),
         ),
         (
-            "With round to nearest, smallest can be above its elements: as_bfloat16(low, -inf) "
-            "rounds it down.",
+            "With round to nearest, smallest can be above the group's minimum: as_bfloat16(low, "
+            "-inf) rounds it down.",
             (_SMALLEST, "low.bfloat16()"),
             (_STEP, f"({_EXACT_STEP}).bfloat16()"),
         ),
@@ -463,11 +463,11 @@ _ROUND_AT_RANDOM = Exercise(
             (", generator=generator", ""),
         ),
         (
-            "Add noise of -½ to ½ before round(), but 0 to 1 before floor().",
+            "This adds noise from -½ to ½ before floor(). Add noise from 0 to 1.",
             _returned(f"(steps + {_DRAWN} - 0.5).floor()"),
         ),
         (
-            "Add noise of 0 to 1 before floor(), but -½ to ½ before round().",
+            "This adds noise from 0 to 1 before round(). Add noise from -½ to ½.",
             _returned(f"(steps + {_DRAWN}).round()"),
         ),
     ),
@@ -908,7 +908,7 @@ def _require_held(answer: MakeHooks, plain: _HooksRun, held: int, allowed: int) 
         require(
             off < 1e-5,
             f"{_LAYER}, with a decompress that returns {name}: gradients are {off:.1%} off from "
-            f"the gradients that these values give.",
+            f"gradients computed with these values.",
         )
     require(
         left == 0, f"{_LAYER} leave {left:,} bytes alive after the output is deleted; wanted none."

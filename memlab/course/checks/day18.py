@@ -254,7 +254,7 @@ _SAVED = Exercise(
         "The table's first two rows (norms, residual stream) are divided only with sequence "
         "parallelism. The last two rows (attention, MLP) are always divided.",
         "Per token, whole = 2 · (2C + 1) + 2C, and divided = 4C + H + 2I. Without sequence "
-        "parallelism, divide only the second by the number of ranks.",
+        "parallelism, divide only 4C + H + 2I by the number of ranks.",
         "With sequence parallelism: tokens * (whole + divided) // ranks. Without it: tokens * "
         "(whole + divided // ranks).",
     ),
@@ -357,7 +357,7 @@ def _gather_of_a_rank(answer: Any) -> Callable[..., GatherOutcome]:
         if isinstance(y, Tensor) and y.requires_grad and y.shape == dy.shape:
             y.backward(dy)
         values = {
-            "product": y.detach() if isinstance(y, Tensor) else y,
+            "output": y.detach() if isinstance(y, Tensor) else y,
             "gradient of x": x.grad,
             "gradient of weight": weight.grad,
         }
@@ -378,7 +378,7 @@ def _check_gather(answer: Any) -> str:
         of_x = sum(dy @ w for dy, w in zip(dys, ws, strict=True))
         for rank, outcome in enumerate(found):
             wanted = {
-                "product": x @ ws[rank].T,
+                "output": x @ ws[rank].T,
                 "gradient of x": of_x.chunk(ranks)[rank],
                 "gradient of weight": dys[rank].T @ x,
             }
@@ -386,9 +386,9 @@ def _check_gather(answer: Any) -> str:
                 _require_equal(f"{call}: the {name} of rank {rank}", outcome.values[name], right)
             _require_forgotten(f"{call}: rank {rank}", outcome, tokens * width // ranks, ranks)
     return (
-        f"{len(GATHERS)} layers on 1 to 3 ranks: product and both gradients equal one process's "
-        f"· the gathered tokens are freed · one gather in forward, a gather and a scatter in "
-        f"backward"
+        f"{len(GATHERS)} layers on 1 to 3 ranks: output and both gradients equal one process's "
+        f"· the gathered tokens are freed · one all-gather in forward, one all-gather and one "
+        f"reduce-scatter in backward"
     )
 
 
