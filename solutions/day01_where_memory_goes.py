@@ -410,7 +410,7 @@ plot.timeline(few, title="Four tokens: the peak is after the start of backward")
 
 # %%
 def largest_batch(bytes_at: Callable[[int], int], budget_bytes: int) -> int:
-    """Return the largest batch that fits in the budget, or 0."""
+    """Return the largest batch that fits in the budget, or 0 if none fits."""
     ### BEGIN SOLUTION
     fits, too_many = 0, 1
     while bytes_at(too_many) <= budget_bytes:
@@ -458,8 +458,8 @@ plot.breakdown(costs, title="Peak memory of the tiny model: batch × length")
 
 # %% [markdown]
 # 4 × 64 and 8 × 32 are both 256 tokens, and both halve the activations. With stored scores, halving
-# the length saves more than half of them, because each T × T matrix shrinks to a quarter. (The
-# second step above, also with 8 × 64 tokens, peaked at 7.72 MiB: 64 KiB of text were in memory.)
+# the length saves more than half of them, because each T × T matrix shrinks to a quarter. (In
+# "Line 2", 8 × 64 tokens peaked at 7.72 MiB, not 7.66, because 64 KiB of text were in memory.)
 
 # %% [markdown]
 # ## At scale: 7 billion parameters
@@ -666,7 +666,7 @@ verdict("5", abs(of_34m / 0.5 - 1) < 0.15, found, otherwise=actual)
 # | when | memory |
 # | --- | --- |
 # | always | 4 bytes per weight, and from the second step on 8 more for AdamW |
-# | forward | + activations: about 20 · C elements per token and block, V per token at the end |
+# | forward | + activations: about 21 · C elements per token and block, V per token at the end |
 # | **backward begins** | + two tensors as large as the logits: **the peak with many tokens** |
 # | backward ends | + 4 bytes per weight, activations freed: the peak with few tokens |
 # | optimizer | + temporaries of the largest weight tensor: peak with few tokens, many weights |

@@ -381,7 +381,7 @@ print(f"state of your 8-bit Adam: {format_bytes(state_bytes(nearest[1]))}")
 zeros = (fractions < UNSIGNED[1] / 2).sum().item()
 print(f"second moments that the dynamic codebook rounds to 0: {zeros} of {fractions.numel():,}")
 print(f"dynamic codebook: the loss is within 1 % of 32-bit Adam's: {is_within(1, nearest[0])}")
-print(f"even steps: the loss starts at {even[0][0]:.1f}; after 12 steps it is above 10: ", end="")
+print(f"even steps: the loss is {even[0][0]:.1f} at step 1; at step 12 it is above 10: ", end="")
 print(has_diverged(even[0][-1]))
 
 # %% [markdown]
@@ -404,7 +404,7 @@ print(has_diverged(even[0][-1]))
 
 # %% [markdown]
 # To test this, train 8192 weights with gradients of size exp(2z), z normal (*heavy tails*: the
-# largest in a block is tens of thousands of times the smallest). The **longest step** is the
+# largest size in a block is about 10⁵ times the smallest). The **longest step** is the
 # largest change of any weight, in units of lr.
 
 # %%
@@ -431,7 +431,7 @@ for name, (longest, _) in heavy_tails.items():
 
 # %% [markdown]
 # For any gradients, 32-bit Adam's steps are at most lr · (1−β₁) / √((1−β₂)(1−β₁²/β₂)) = 7.27 · lr.
-# In the first 100 steps the bound is smaller by a factor of √(1−β₂¹⁰⁰): 2.24 · lr.
+# In the first 100 steps, the bound is √(1−β₂¹⁰⁰) = 0.31 times as large: 2.24 · lr.
 #
 # ### Exercise 9.4: never round a positive v to zero
 #
@@ -461,7 +461,7 @@ class SafeAdam8bit(Adam8bit):
 heavy_tails["8 bits, with the rule"] = longest_steps(SafeAdam8bit)
 fig, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
 for (name, (longest, _)), colour in zip(heavy_tails.items(), ("k", "#cc6677", "C0"), strict=True):
-    axes.semilogy(longest, color=colour, label=name, linewidth=1.4)
+    axes.semilogy(range(1, 101), longest, color=colour, label=name, linewidth=1.4)
 axes.set(xlabel="step", ylabel="longest step, in lr", ylim=(0.5, 1e6))
 axes.set_title("Longest step with heavy-tailed gradients")
 axes.legend(frameon=False, ncols=3, loc="upper center")
@@ -509,8 +509,9 @@ print(f"even steps, with the rule: within 3 % of 32-bit Adam's loss: {is_within(
 # its v to 0. An explosion needs heavy tails *and* gradients much larger than eps, because a step is
 # at most lr · m / eps.
 #
-# Here is a model with heavy tails: word vectors (*skip-gram*: predict a nearby word). Rare words
-# rarely get gradients. The loss is the mean over the batch in one run and the sum in another.
+# Here is a model with heavy tails: word vectors (*skip-gram*: predict a nearby word). The input
+# vectors of rare words rarely get gradients. Train with the mean of the losses of a batch, and with
+# their sum.
 
 # %%
 WORDS, WIDTH, BATCH = 512, 16, 512
@@ -578,12 +579,13 @@ styles = {"32-bit Adam": ("0.75", 5), "8-bit Adam": ("C0", 1.5)}
 styles |= {"Lion": ("#cc6677", 1.5), "Adam-mini": ("C2", 1.5)}
 for n, (name, (losses, optimizer)) in enumerate(runs.items()):
     colour, width = styles[name]
-    left.plot(losses, color=colour, linewidth=width, label=name)
+    left.plot(range(1, 21), losses, color=colour, linewidth=width, label=name)
     size = state_bytes(optimizer)
     right.barh(name, size / 1024, color=colour)
     right.text(size / 1024 + 15, n, f"{size / 1024:.0f} KiB", va="center")
     print(f"{name:12}{format_bytes(size):>11}, {size / 123_200:.2f} bytes per weight")
 left.set(xlabel="step", ylabel="loss in nats", title="Loss on torch's source code")
+left.set_xticks((1, 5, 10, 15, 20))
 left.legend(frameon=False)
 right.set(xlabel="KiB of state", xlim=(0, 1300), title="Optimizer state between steps")
 right.invert_yaxis()
@@ -887,7 +889,7 @@ verdict("19d", more_tokens < 2000, measured_times, condition=condition)
 # check how it stores small tensors and sizes other than multiples of the block size, how much it
 # decodes at once, and whether it rounds small v to zero.
 #
-# Tomorrow: FlashAttention, which never stores all T² scores.
+# Tomorrow: FlashAttention, which never stores all T² attention scores.
 
 # %% [markdown]
 # ## The running bill

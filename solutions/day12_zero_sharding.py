@@ -319,8 +319,9 @@ def train(ranks, steps=7):
 # %%
 four_ranks, one_rank_alone = train(4), train(1)
 fig, axes = plt.subplots(figsize=(9, 2.6), layout="constrained")
-axes.plot(one_rank_alone, linewidth=5, color="#c9c9d0", label="one rank")
-axes.plot(four_ranks, linewidth=1.2, color="#00798c", label="four ranks, sharded AdamW")
+steps = range(1, len(four_ranks) + 1)
+axes.plot(steps, one_rank_alone, linewidth=5, color="#c9c9d0", label="one rank")
+axes.plot(steps, four_ranks, linewidth=1.2, color="#00798c", label="four ranks, sharded AdamW")
 axes.set(xlabel="step", ylabel="loss in nats", title="Loss on bytes of source code")
 axes.legend(frameon=False)
 difference = max(abs(a - b) for a, b in zip(four_ranks, one_rank_alone, strict=True))
@@ -386,8 +387,8 @@ add_gradients_ = exercise("12.3", add_gradients_)
 
 # %% [markdown]
 # Stage 2 has a cost. Call one reduce-scatter or all-gather over all weights a **pass**. With k
-# micro-batches, stage 1 accumulates whole gradients locally: 2 passes. Stage 2 has no room for
-# whole gradients, so it reduces after every micro-batch: k + 1 passes.
+# micro-batches, stage 1 accumulates whole gradients locally: 2 passes. Stage 2 stores no
+# whole gradients, so it reduces in every micro-batch: k + 1 passes.
 #
 # ## Stage 3: shard the weights
 #
@@ -462,8 +463,8 @@ for axes in (left, right):
     axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# On the right, each spike is one gathered unit: its weights in forward, its weights and gradients
-# in backward. In forward the minimum rises, because the inputs are saved. (One process runs all
+# On the right, each spike is one gathered unit: its weights and pieces in transit, in backward also
+# its gradients. In forward the minimum rises, because the inputs are saved. (One process runs all
 # four ranks, so the plot shows a quarter of its bytes.)
 #
 # ## Comparison with the library
@@ -805,9 +806,9 @@ verdict(
 # %% [markdown]
 # ## The running bill
 #
-# One training step of 124M weights on 8 × 640 tokens. It runs on one GPU, so there are no copies to
-# remove, and the bill stays the same. How much of the model states would each of eight ranks hold?
-# They are small by now: bfloat16 weights and gradients, and 8-bit Lion with K = 1.02.
+# The bill's step trains the 124M model on 8 × 640 tokens. It runs on one GPU, so there are no
+# copies to remove, and the bill stays the same. How much of the model states would each of eight
+# ranks hold? Weights and gradients are in bfloat16, and 8-bit Lion has K = 1.02.
 
 # %%
 small = PRESETS["124m"].parameters

@@ -232,7 +232,7 @@ _STATE_BYTES = Exercise(
             ("tensor in entry.values()", f"name, tensor in entry.items() if name in {_MOMENTS}"),
         ),
         (
-            "AdamW also keeps a counter of 4 bytes for each parameter.",
+            "AdamW also keeps a 4-byte step counter for each parameter tensor.",
             ("entry.values()]", "entry.values() if tensor.ndim]"),
         ),
         (

@@ -107,7 +107,8 @@ _CODE = Exercise(
             body("dynamic_code", _EVEN_STEPS),
         ),
         (
-            "Each decade has the same number of entries. The top decade should have half of them.",
+            "Each decade has the same number of entries. The top decade should have half of all "
+            "entries.",
             body("dynamic_code", _EVEN_EXPONENTS),
         ),
         ("Without signs, use twice as many parts: 2 ** (i + 1).", (_PARTS, "2**i")),
@@ -583,7 +584,8 @@ _ADAM = Exercise(
             ("< 4096", "< 0"),
         ),
         (
-            "The moments of a weight with a short last block stay in 32 bits. encode can do it.",
+            "The moments of a weight with a short last block stay in 32 bits. encode "
+            "handles a short block.",
             (_IS_LARGE, f"{_IS_LARGE} and len(gradient) % 256 == 0"),
             (_IS_SMALL, f"{_IS_SMALL} or len(gradient) % 256"),
         ),

@@ -244,7 +244,7 @@ _COLLECTIVES = Exercise(
         "one over the sending ranks. A rank does not send its own piece to itself.",
         "whole.chunk(R) cuts a tensor into R views. Rank r needs only piece r of each rank's "
         "whole, so send the piece, not the whole. Add into a new tensor: total = total + piece. "
-        "With +=, you would write into the argument.",
+        "If total is a view of the argument, += would change the argument.",
         "reduce_scatter: for each rank: total = 0; for source, whole in enumerate(wholes): piece = "
         "whole.chunk(len(wholes))[rank]; if source != rank: piece = self.comm.send(source, rank, "
         "piece); total = total + piece. all_gather has the same two loops, over shards, and "
@@ -734,8 +734,8 @@ def _peak_per_rank(trace: Trace, ranks: int) -> int:
 def _require_few_units(call: str, peak: int, units: int, what: str) -> None:
     require(
         peak <= units * UNIT_BYTES,
-        f"{call} of 12 units allocates {peak:,} bytes more per rank at its peak; wanted at most "
-        f"{units * UNIT_BYTES:,}, the {what} of a few units of {UNIT_BYTES:,} bytes.",
+        f"{call} of 12 units allocates {peak:,} bytes per rank at its peak, besides its arguments; "
+        f"wanted at most {units * UNIT_BYTES:,}, {units} times the {what} of one unit.",
     )
 
 
@@ -755,8 +755,8 @@ def _check_gradients(answer: Callable[..., Any]) -> str:
     limited_outside_of_tensors("add_gradients_ of 12 units", run, OUTSIDE)
     return (
         f"each rank adds its shard of the summed gradients · each rank sends (R − 1)/R of the "
-        f"gradients · at its peak a rank allocates the bytes of {peak / UNIT_BYTES:.1f} units, not "
-        f"{case.units}"
+        f"gradients · at its peak a rank allocates {peak / UNIT_BYTES:.1f} times one unit's "
+        f"gradients, not {case.units} times"
     )
 
 
@@ -913,7 +913,7 @@ def _check_pass(answer: Callable[..., Any]) -> str:
     trace = measure(lambda: answer(marking, *case.for_stage_3(sums)))
     _require_one_whole(trace, case)
     peak = _peak_per_rank(trace, case.ranks)
-    _require_few_units("sharded_pass", peak, 5, "weights and gradients")
+    _require_few_units("sharded_pass", peak, 5, "weights")
     limited_outside_of_tensors(
         "sharded_pass of 12 units",
         lambda: answer(Communicator(case.ranks), *case.for_stage_3(sums)),
@@ -921,8 +921,8 @@ def _check_pass(answer: Callable[..., Any]) -> str:
     )
     return (
         f"the gradients equal those with whole weights · each rank sends 3 (R − 1)/R of the "
-        f"weights · at its peak a rank allocates the bytes of {peak / UNIT_BYTES:.1f} units, not "
-        f"{case.units}"
+        f"weights · at its peak a rank allocates {peak / UNIT_BYTES:.1f} times one unit's weights "
+        f"(weights, gradients and pieces), not {case.units} times"
     )
 
 
