@@ -334,7 +334,16 @@ def test_the_scripts_dry_runs_have_the_bytes_of_real_ranks(script, ranks, argume
     words = tuple(arguments.split())
     real = run_ranks(REAL, ranks, [str(SCRIPTS / script), *words], timeout=300)
     dry = predicted(script, ranks, words, ranks=tuple(range(ranks)), device="cpu")
-    assert [dict(outcome.trace.at_peak) for outcome in dry.values()] == list(real)
+    found = [dict(outcome.trace.at_peak) for outcome in dry.values()]
+    assert list(map(with_gradients_summed, found)) == list(map(with_gradients_summed, real))
+
+
+def with_gradients_summed(at_peak: dict[str, int]) -> dict[str, int]:
+    """Two moments of a pipeline's step have the same peak, and differ in whether a gradient has
+    arrived at its weight. Real ranks wait for each other, so which comes first varies."""
+    others = dict(at_peak)
+    gradients = others.pop("gradients", 0) + others.pop("backward_temporaries", 0)
+    return {**others, "gradients, arrived or not": gradients}
 
 
 @pytest.mark.filterwarnings("ignore")
