@@ -127,12 +127,12 @@ print(f"created {times} times: once per micro-batch")
 
 # %% [markdown]
 # Forward creates the casts layer by layer. Autocast *caches* them until its `with` block ends, so
-# it casts each weight once. Backward multiplies by the same matrices, so it keeps each cast until
-# its layer is done. At the start of backward, where the peak is, all casts are alive: **2 bytes for
-# each weight** used in a matmul.
+# each micro-batch casts each weight once. Backward multiplies by the same matrices, so it keeps
+# each cast until its layer is done. At the start of backward, where the peak is, all casts are
+# alive: **2 bytes for each weight** used in a matmul.
 #
-# With longer sequences, the savings in activations outweigh the casts: here from about 980 tokens
-# per sequence on. At 1024, autocast needs 0.3% less memory than float32.
+# With longer sequences, the savings in activations outweigh the casts: in this dry run from about
+# 980 tokens on. At 1024, autocast's peak is 0.3% below float32's.
 
 # %% [markdown]
 # ## The formats
@@ -183,7 +183,7 @@ for name in formats:
 # About 15 minutes. Return the bytes at the end of backward (master weights count as parameters),
 # and the casts at its start. `config.parameters` is N.
 #
-# - Adam has a 4-byte counter per tensor: 9 tensors per block, and 2 outside (3 if untied).
+# - Adam's state has a 4-byte counter per tensor: 9 tensors per block, and 2 outside (3 if untied).
 # - Autocast casts the weights used in matmuls.
 # - It does not cast the norms: C weights each, 2 per block and 1 at the end.
 # - It casts the embedding (V × C) only if `config.tied`: a tied embedding also computes the logits.
@@ -335,7 +335,7 @@ many, their_targets = next(batches(text, 80, 64, seed=1))
 
 
 def weight_gradients(dtype=None, scale=1.0):
-    """Return the gradient of all weights, scaled, then unscaled; under autocast if `dtype`."""
+    """Scale the loss, and return all weights' gradient / scale; under autocast if `dtype`."""
     model.zero_grad()
     with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
         loss = model(many, their_targets)
@@ -395,7 +395,8 @@ bars = axes.barh(names, [100 * error for error in errors], color=colours)
 axes.bar_label(bars, [f"{100 * error:.2g} %" for error in errors], padding=4)
 axes.invert_yaxis()
 axes.margins(x=0.1)
-axes.set(xlabel="error in %", title="Error of all weights' gradient under autocast")
+axes.set(xlabel="distance from the float32 gradient, % of its norm")
+axes.set_title("Error of all weights' gradient under autocast")
 print(f"error of float16 above 2%: {unscaled > 0.02}")
 print(f"error of float16 times 2¹⁶ below 0.5%: {scaled < 0.005}")
 print(f"error of bfloat16 below 2%: {bf16 < 0.02}, above scaled float16's: {bf16 > scaled}")
@@ -415,8 +416,8 @@ print(f"error of bfloat16 below 2%: {bf16 < 0.02}, above scaled float16's: {bf16
 # 3. Otherwise: scale × ½, `fine_steps` = 0.
 # 4. If `fine_steps` is `interval`: scale × 2, at most 2¹²⁷; `fine_steps` = 0.
 #
-# `losses` is any iterable. Weights: `group["params"]` for each `group` of `optimizer.param_groups`.
-# Hold one micro-batch's graph at a time. Copy no gradients. No private `torch._…`.
+# `losses` is any iterable. Weights: `group["params"]` for `group` in `optimizer.param_groups`; some
+# have no gradient. Hold one micro-batch's graph. Copy no gradients. No private `torch._…`.
 
 
 # %%
@@ -492,8 +493,8 @@ print(f"the loss went down: {half_losses[-1] < half_losses[0]}")
 # - 256 + 1 is 256 (yesterday's accumulation), because the next bfloat16 is 258.
 # - 0.999 times a value is the same value again, so Adam's second moment never falls.
 #
-# **Stochastic rounding** fixes this without extra memory: round up with a probability equal to the
-# fraction of the distance to the next value. On average, nothing is lost.
+# **Stochastic rounding** fixes this without extra memory. A value 30% of the way from one bfloat16
+# to the next is rounded to the next with a probability of 30%. On average, nothing is lost.
 
 # %%
 one = torch.tensor(1.0, dtype=torch.bfloat16)
@@ -504,7 +505,7 @@ print(f"0.999 · 1.5 = {(0.999 * (1.5 * one)).item()}")
 # ### Exercise 4.3: stochastic rounding
 #
 # About 12 minutes. `numbers` is float32 of any shape; return bfloat16. The upper 16 bits of a
-# float32 are a bfloat16; the lower 16 are the fraction of the distance to the next one, times 2¹⁶.
+# float32 are a bfloat16. An integer n in the lower 16 means n/2¹⁶ of the way to the next bfloat16.
 # `.view(torch.int32)` shows the bits.
 #
 # - Draw random numbers from `generator` only, one per element.
@@ -654,10 +655,11 @@ lost = 1 - moved["bfloat16, nearest"]
 print(f"nearest: more than a quarter of the weights never changed: {lost > 0.25}")
 
 # %% [markdown]
-# With round to nearest it learns less: an update smaller than half the spacing at its weight is
-# lost, and a lower learning rate loses more. Master weights and stochastic rounding learn what
-# float32 learns. Master weights need 16 bytes per weight (18 during the optimizer step), stochastic
-# rounding 8. So today's line of the bill is bfloat16 weights and moments with stochastic rounding.
+# With round to nearest it learns less: an update below half the distance from its weight to the
+# next bfloat16 is lost, and a lower learning rate loses more updates. Master weights and stochastic
+# rounding learn what float32 learns. Master weights need 16 bytes per weight (18 during the
+# optimizer step), stochastic rounding 8. So today's line of the bill is bfloat16 weights and
+# moments with stochastic rounding.
 
 # %% [markdown]
 # ## At scale: 7B
@@ -702,10 +704,10 @@ casts_of_seven = format_bytes(seven_b["autocast"]["casts"])
 print(f"autocast also has {casts_of_seven} of casts at the start of backward")
 
 # %% [markdown]
-# Only `"bfloat16"` fits a GPU with 80 GiB, with room for activations: yesterday's dry run of the
-# whole step on 2048 tokens needed 50.50 GiB. During the optimizer step, `"master"` needs as much as
-# `"master32"`, 112.96 GiB. This is still far from Day 16's 24 GiB. Days 8 and 9 reduce the moments,
-# and on Day 16 the gradients no longer all exist at once.
+# Only `"bfloat16"` fits a GPU with 80 GiB, with room for activations: in yesterday's dry run, also
+# in bfloat16, a step on 2048 tokens peaked at 50.50 GiB. During the optimizer step, `"master"`
+# needs as much as `"master32"`, 112.96 GiB. Even 50 GiB is twice Day 16's 24 GiB. Days 8 and 9
+# reduce the moments, and on Day 16 the gradients no longer all exist at once.
 
 # %% [markdown]
 # ## On your GPU
@@ -733,9 +735,9 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# The rules come from the guides listed under *Sources*. For the first, predict a step of one block
-# on CUDA, where one fused kernel computes a norm. (Key and value get as many heads as query, so
-# that attention is fused.)
+# The rules come from the guides listed under *Sources*. For the first rule, predict a step of one
+# block on CUDA (Day 2), where one fused kernel computes a norm. (Key and value get as many heads as
+# query, so that attention is fused.)
 
 # %%
 one_block = replace(PRESETS["tiny"], layers=1, kv_heads=4)
@@ -812,8 +814,8 @@ verdict(
     min(speed.values()) > 7.9,
     f"data sheets, 16 bits against float32: {faster}; against TF32: {than_tf32}; the bill's step "
     f"in bfloat16, relative to float32: {time_on_a_gpu('bfloat16')}",
-    condition="for large matmuls, compared with float32 without tensor cores; compared with TF32 "
-    "2 ×",
+    condition="for large matmuls, compared with float32 without tensor cores (8 × on a V100, 15 to "
+    "16 × on newer GPUs); compared with TF32 2 ×",
 )
 
 # %%
@@ -872,15 +874,15 @@ verdict(
 # | needs | a scaler in float16 | stochastic rounding | a scaler in float16 |
 
 # %% [markdown]
-# **Half the bits are half the bytes only if the weights themselves have 16 bits.** float16 then
-# lacks range: scale the loss. bfloat16 lacks precision: use stochastic rounding or master weights.
+# **Half the bits are half the bytes only if the weights themselves have 16 bits.** float16 lacks
+# range: scale the loss. bfloat16 lacks precision: use stochastic rounding or master weights.
 
 # %% [markdown]
 # ## The running bill
 #
 # One training step of 124M weights on 8 × 640 tokens. Today: bfloat16 weights and moments with
-# stochastic rounding. The gradients' sums over the sequences stay float32, because bfloat16 sums
-# drift. So the step needs 2 + 4 + 4 = 10 bytes per weight, not 8.
+# stochastic rounding. The gradients are summed over the sequences in float32, because bfloat16 sums
+# lose small terms. So a weight needs 2 bytes, its gradient 4, its two moments 4: 10, not 8.
 
 # %%
 running_bill(4)

@@ -291,13 +291,13 @@ def decode(codes, absmax):
 # %% [markdown]
 # ### Exercise 17.2: four bits
 #
-# About 15 minutes. `weight` is float32 or bfloat16, of any shape, with n elements (a multiple of
-# 64). Return `(codes, absmax)`: uint8 (n/2,) and float32 (n/64,).
+# About 15 minutes. `weight` is float32 or bfloat16, contiguous or not, with n elements (a multiple
+# of 64). Return `(codes, absmax)`: uint8 (n/2,) and float32 (n/64,).
 #
 # - A block is 64 neighbors of the flattened weight.
 # - A code is the index of the level nearest to w / absmax in float32 (at a tie, either).
 # - A block of zeros gets code 7 and absmax 0.
-# - Weights may be tiny: replace only a divisor of 0.
+# - Other blocks may have an absmax of 10⁻²⁶. Don't change it.
 #
 # Return no slice of a larger tensor. Peak memory: at most 64 bytes per weight.
 
@@ -687,9 +687,10 @@ SIZES = {"7B": seven, "13B": thirteen}
 for name, config in SIZES.items():
     for prepared in (True, False):
         parts = held_by(config, prepared)
-        print(f"{name}, {'prepared' if prepared else 'not prepared'}:", end="")
-        print("".join(f" {part} {n / 2**30:.2f}" for part, n in parts.items()), end="")
-        print(f"; {format_bytes(sum(parts.values()))} in total")
+        print(f"{name}, {'prepared' if prepared else 'not prepared'}, in GiB: ", end="")
+        print(", ".join(f"{part} {n / 2**30:.2f}" for part, n in parts.items()), end="")
+        print(f"; total {sum(parts.values()) / 2**30:.2f}")
+
 # %%
 known = held_by(seven)
 tables = 4 * (16 + 256) + 2 * seven.seq_len * seven.head_dim  # codebooks; rotary, in bfloat16
@@ -699,8 +700,8 @@ print(f"parameters {known['others'] + known['adapters'] - usual['parameters']:,}
 
 # %% [markdown]
 # Formula and meter agree to the byte. 7B has less than 5 GiB of fixed memory, 13B less than 9 GiB.
-# bitsandbytes' *paged* optimizers can move the moments to host memory. With adapters, the moments
-# are two thirds of "training", 0.3 GiB for 7B, so this saves little.
+# bitsandbytes' *paged* optimizers can move the moments to host memory. Here, the moments are two
+# thirds of `"training"`, 0.3 GiB for 7B, so this saves little.
 
 # %% [markdown]
 # ## Why it still runs out of memory
@@ -777,10 +778,10 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # Why does each change help?
 #
-# - **Autocast.** The prepared embedding and norms output float32, so every later activation is
-#   float32. Under autocast, matmuls return bfloat16.
-# - **Checkpointing.** LoRA and four bits reduce no activations: gradients flow through every block
-#   down to the first adapter. (peft's call turns on checkpointing by default.)
+# - **Autocast.** The embedding and the norms were cast to float32, so without autocast all
+#   activations are float32. Under autocast, matmuls return bfloat16.
+# - **Checkpointing.** Backward runs through every block down to the first adapter, and needs their
+#   activations. Checkpointing keeps only the block inputs. (peft's call turns it on by default.)
 # - **Logits in chunks.** All logits need several tensors of tokens × vocabulary (Day 11).
 # - **Not prepared.** Embedding, output layer and norms stay in bfloat16, and so do the block inputs
 #   that checkpointing saves.
@@ -788,9 +789,10 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # ### Longer texts, larger vocabularies
 #
-# With the fourth row's setup, the remaining memory grows with the tokens of a step: block inputs,
-# one recomputed block, and a chunk of logits. What would the logits need without chunks? Measure
-# how many bytes `float32_loss` needs per token and vocabulary entry:
+# Use the setup of the row `+ logits in chunks`. Its block inputs and its one recomputed block grow
+# with the tokens of a step. What would the logits need without chunks, with Llama 2's 32,000
+# vocabulary entries or Llama 3's 128,256? Measure how many bytes `float32_loss` needs per token and
+# vocabulary entry:
 
 # %%
 tokens, vocab = 256, 4096
@@ -815,7 +817,7 @@ for (batch, length), step in GROWN.items():
     share = held_by(seven)["codes"] / step.allocated
     print(f"{tokens:6,} tokens, 4-bit weights {share:.0%}: allocated ", end="")
     print(f"{format_bytes(step.allocated):>9}, ", end="")
-    print(f"reserved {format_bytes(step.reserved):>9}: {fits(step.reserved)}")
+    print(f"reserved {format_bytes(step.reserved):>9}, fits on {fits(step.reserved)}")
     print("    without chunks, logits for ", end="")
     print(", ".join(f"V = {v:,}: {gib:.2f} GiB" for v, gib in logits.items()))
 
@@ -835,26 +837,27 @@ for name, setup in setups.items():
     step, model, optimizer = qlora_step(little, setup, 1, 16, device="cpu")
     trace = memlab.measure(step, model=model, optimizer=optimizer)
     learning = sum(w.numel() for w in model.parameters() if w.requires_grad)
-    still = sum(w.numel() for w in model.parameters()) - learning
+    still = sum(w.numel() for w in model.parameters()) - learning  # 4-bit codes are buffers
     state = trace.at_end["optimizer_state"] / 4  # elements
-    print(f"trained: {name}\n    {learning:,} trained and {still:,} frozen weights; ", end="")
-    print(f"state: {state / learning:.2f} elements per trained weight")
+    print(f"trained: {name}\n    {learning:,} trained, {still:,} frozen weights in AdamW", end="")
+    print(f"; state: {state / learning:.2f} elements per trained weight")
 ENDS = Predicted(11_119_053_312, 14_029_946_880)
 more = ENDS.allocated - STEPS["+ checkpointing"][1].allocated
-print("7B, third row's setup: training the embedding and the output layer too adds "
+print("7B, row + checkpointing: training the embedding and the output layer too adds "
       f"{format_bytes(more)} to the peak")  # fmt: skip
 
 # %% [markdown]
 # No: a frozen weight has no gradient, so AdamW skips it. The mistake is to leave the embedding and
 # the output layer **unfrozen**, or to name them in peft's `modules_to_save`, which also copies
 # them. Then 262 million weights get a gradient and two moments, 12 bytes per weight. The peak grows
-# by little more than the moments, because backward peaks before it computes these gradients.
+# by little more than the moments (1.95 GiB): it occurs in the backward pass of the loss, before
+# these gradients exist.
 
 # %% [markdown]
 # ## At scale: 13 billion and 65 billion weights
 #
-# Which GPU does the fourth row's setup need for 13B, and for the paper's 65B? (The tests compute
-# these predictions too. Your formula computes the fixed memory.)
+# Which GPU do 13B and the paper's 65B need? (The tests compute these predictions too. Your formula
+# computes the fixed memory.)
 
 # %%
 BEST = Setup(autocast=True, checkpointed=True, chunked=True)
@@ -862,9 +865,10 @@ sixty_five = replace(seven, hidden_size=8_192, layers=80, heads=64, kv_heads=64,
                      intermediate_size=22_016)  # fmt: skip
 BIG = {
     "13B, 4 × 1,024, a plain loop": (Setup(), Predicted(73_493_654_016, 79_421_243_392)),
-    "13B, 4 × 1,024, this setup": (BEST, Predicted(13_539_815_424, 15_565_062_144)),
-    "65B, 1 × 512": (BEST, Predicted(40_258_396_160, 41_483_763_712)),
+    "13B, 4 × 1,024, logits in chunks": (BEST, Predicted(13_539_815_424, 15_565_062_144)),
+    "65B, 1 × 512, logits in chunks": (BEST, Predicted(40_258_396_160, 41_483_763_712)),
 }
+print(f"{'model, tokens':32}{'allocated':>11}{'reserved':>11}    fits on")
 for name, (_, step) in BIG.items():
     print(f"{name:32}{format_bytes(step.allocated):>11}{format_bytes(step.reserved):>11}", end="")
     print(f"    {fits(step.reserved)}")
@@ -960,9 +964,10 @@ else:
 # %% [markdown]
 # ## On your GPU
 #
-# With a GPU, this cell runs the fourth row's step with four of the 32 blocks and compares it with
-# its prediction. (In transformers, the quantization is `BitsAndBytesConfig(load_in_4bit=True,
-# bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)`.)
+# With a GPU, this cell runs 7B's step, also with logits in chunks but only four of the 32 blocks,
+# and compares it with its prediction. (In transformers, quantize with
+# `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
+# bnb_4bit_use_double_quant=True)`.)
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):
@@ -983,8 +988,8 @@ else:
 # ## Rules on trial
 #
 # A guide claims that `gradient_checkpointing_enable()` reduces the activations of a transformers
-# model by 50–70 %. (Transformers 6 renames it to `activation_checkpointing_enable()`.) Measure it
-# in GPT-2 with 2 × 512 tokens. `from_pretrained` returns a model in evaluation mode, where
+# model by 50–70 %. (Newer versions call it `activation_checkpointing_enable()`.) Measure it in
+# GPT-2 with 2 × 512 tokens. `from_pretrained` returns a model in evaluation mode, where
 # transformers ignores the call.
 #
 # The guide's trainer calls the method only if the model has it. Otherwise it trains without
@@ -1036,12 +1041,12 @@ else:
 # %% [markdown]
 # ## More claims on trial
 #
-# The guides of the other days don't mention four bits. These claims are from the QLoRA paper, or
-# common:
+# The next claims are from the QLoRA paper, or common:
 
 # %%
 before, after = 32 / 64, 8 / 64 + 32 / (64 * 256)
 prepared, unprepared = (STEPS[name][1] for name in ("+ logits in chunks", "+ not prepared"))
+reserved = BIG["65B, 1 × 512, logits in chunks"][1].reserved
 CLAIMS = {
     "double quantization saves 0.373 bits per weight (paper)":
         f"{before - after:.3f}: from {before:.3f} to {after:.3f}",
@@ -1049,14 +1054,14 @@ CLAIMS = {
         f"{usual['parameters'] + usual['buffers']:,} of {2 * seven.parameters:,} bytes: "
         f"{(usual['parameters'] + usual['buffers']) / (2 * seven.parameters):.2f} for 7B with "
         f"adapters",
-    "65B on one 48 GB GPU (paper), 1 × 512":
-        f"{format_bytes(BIG['65B, 1 × 512'][1].reserved)} reserved; fits: "
-        f"{BIG['65B, 1 × 512'][1].reserved <= memory_named('a6000').budget_bytes}",
+    "65B on one 48 GB GPU (paper), 1 × 512 tokens":
+        f"{format_bytes(reserved)} reserved; fits: "
+        f"{reserved <= memory_named('a6000').budget_bytes}",
     "an optimizer over all parameters costs memory":
         "only if a weight is trained that should be frozen",
     "preparing costs two bytes per unquantized weight":
-        f"{format_bytes(known['others'] // 2)} for 7B, but the fourth row's peak is "
-        f"{format_bytes(prepared.allocated - unprepared.allocated)} above the fifth's",
+        f"{format_bytes(known['others'] // 2)} for 7B, but it raises the peak by "
+        f"{format_bytes(prepared.allocated - unprepared.allocated)}",
 }  # fmt: skip
 for claim, found in CLAIMS.items():
     print(f"{claim}\n    {found}")

@@ -448,8 +448,8 @@ def test_the_table_says_what_the_text_says():
     assert grown[1, 512].reserved <= rtx4060
     assert grown[16, 1024].reserved <= rtx4090 < grown[32, 1024].reserved
     big = constant("BIG")
-    assert big["13B, 4 × 1,024, this setup"][1].reserved <= rtx4080
-    assert big["65B, 1 × 512"][1].reserved <= a6000
+    assert big["13B, 4 × 1,024, logits in chunks"][1].reserved <= rtx4080
+    assert big["65B, 1 × 512, logits in chunks"][1].reserved <= a6000
 
 
 def test_the_models_of_the_table_have_their_sizes():

@@ -327,7 +327,7 @@ def _check_two_scalers(answer: ScalerClass) -> None:
             require(
                 _alike(got, wanted, NO_CLIP),
                 f"{case}, with the steps of another Scaler in between, step {place + 1}: {got}; "
-                f"wanted {wanted}, as without the other: set scale and fine_steps on self.",
+                f"wanted {wanted}, as if used alone: set scale and fine_steps on self.",
                 evidence=(str(case), place, "two scalers"),
             )
 
@@ -797,8 +797,8 @@ def _check_master_step(answer: MasterStep) -> str:
     scratch, most = _master_bytes(answer), 3 * WIDE * 2
     require(
         scratch <= most + WIDE // 16,  # a scale may be a tensor
-        f"master_step has up to {scratch:,} bytes alive beyond those at its start and the float32 "
-        f"gradients; wanted at most one layer's gradients, {most:,}.",
+        f"master_step has up to {scratch:,} bytes alive beside weights, copies and float32 "
+        f"gradients; wanted at most {most:,}, the bytes of one gradient in both dtypes.",
     )
     return f"100 updates of 1/1024 add up · {scratch:,} bytes beside the float32 gradients"
 

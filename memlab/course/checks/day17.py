@@ -134,7 +134,7 @@ _LEVELS = Exercise(
             "These levels are float64. Return float32.",
             (" / found.max()", ".double() / found.max()"),
         ),
-        ("Sort the levels, for a binary search.", ("sorted(", "list(")),
+        ("Return the levels in ascending order.", ("sorted(", "list(")),
     ),
 )
 
@@ -289,7 +289,7 @@ _ENCODE = Exercise(
             ("absmax.where(absmax > 0, 1)", "absmax"),
         ),
         (
-            "Weights may be tiny. Replace only an absmax of 0.",
+            "You changed the divisor of a block of tiny weights. Replace only a divisor of 0.",
             ("absmax.where(absmax > 0, 1)", "absmax.clamp(1e-8)"),
         ),
         (
@@ -704,7 +704,7 @@ _MATMUL = Exercise(
             (".view(out_features, -1).to(x.dtype).T", ".view(out_features, -1).to(x.dtype)"),
         ),
         (
-            "The gradient of x Wᵀ is gradient · W, without a transpose.",
+            "The gradient with respect to x is gradient · W, without a transpose.",
             ("weight.to(gradient.dtype)", "weight.to(gradient.dtype).T"),
         ),
         (
