@@ -3,9 +3,9 @@
 #
 # **Can you choose the length of a weight average after training?**
 #
-# After today you can track averages that cover a fixed share of the training. Afterwards you can
-# compute an average of another length with a few MiB of memory, and predict its accuracy before you
-# read a file.
+# After today you can track averages that cover a fixed share of the training. After the training
+# you can compute an average of another length with a few MiB of memory, and predict its
+# approximation error before you read a file.
 #
 # About 105 minutes, 60 of them for five exercises. You need a laptop. A GPU is optional. Nothing is
 # downloaded.
@@ -132,7 +132,7 @@ print(f"at the end the average has a lower loss: {loss_of(averaged(tenth[-1])) <
 #    width of 25 %. It weights the steps differently than it should: how large is the relative
 #    squared error, in percent?
 # 4. You update an average at every tenth step, but with the decay of one step. Its target width is
-#    5 %. Which width does it get?
+#    5 %. Which width does it get, in percent?
 
 # %%
 ### BEGIN SOLUTION
@@ -152,7 +152,7 @@ guess("15.1", buffers_mib=180, system_kib=1000, pruned_percent=10, wide_percent=
 #
 # $$\theta_\gamma(t) = \frac{\gamma+1}{t^{\gamma+1}} \int_0^t \tau^\gamma\, \theta(\tau)\, d\tau$$
 #
-# The random weights at τ = 0 get a factor of 0. A large γ gives a short average.
+# For γ > 0, the random weights at τ = 0 get a factor of 0. A large γ gives a short average.
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 2.8), layout="constrained")
@@ -202,17 +202,17 @@ def exponent(sigma):
 exponent = exercise("15.1", exponent)
 
 # %% [markdown]
-# What happens without the `ValueError`? The examples of a published package use σ = 0.4 and 0.5.
-# For these, the cubic's largest roots are complex, and their real part is meaningless:
+# What happens without the `ValueError`? For σ = 0.4 and 0.5, two of the cubic's roots are complex,
+# and the third is far below −1. No root is valid:
 
 # %%
 for sigma in (0.4, 0.5):
     inverse = sigma**-2
     gamma = np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max()
-    print(f"σ = {sigma}: the real part of the largest root is {gamma:.3f} (invalid below −1)")
+    print(f"σ = {sigma}: the largest real part of a root is {gamma:.3f} (invalid up to −1)")
     if gamma > -1:
         width = ((gamma + 1) / (gamma + 2) ** 2 / (gamma + 3)) ** 0.5
-        print(f"    this profile has width {width:.3f} and its maximum at the first step")
+        print(f"    as γ, it gives a width of {width:.3f} and a maximum at the first step")
 
 # %% [markdown]
 # ## Tracking an average
@@ -230,8 +230,8 @@ for sigma in (0.4, 0.5):
 # ### Exercise 15.2: update an average
 #
 # About 10 minutes. `update(weights, time)` adds the weights at `time` to the average, in place,
-# with at most one tensor of extra memory. Updates may come at any times. The average has no
-# autograd graph. Do not change the weights.
+# with at most one tensor of extra memory. Updates may come at any times; keep the time of the last
+# one in `self.time`. The average has no autograd graph. Do not change the weights.
 #
 # (The weights are float32 here. Averages of bfloat16 weights must also be float32: rounding to
 # bfloat16 would lose an update by a thousandth.)
@@ -421,10 +421,10 @@ _ = fig.suptitle("σ = 0.15 from averages of width 0.05 and 0.10 (each term in g
 # %% [markdown]
 # ## The synthesis
 #
-# Now combine the weights. One guide says that all snapshots must be in memory together, but forty
-# snapshots of a large model do not fit. However, element 5 of the result depends only on element 5
-# of each snapshot. A **memory-mapped** file is read only where you access it, and the operating
-# system can reclaim its memory at any time.
+# Now combine the weights. One guide (linked under Sources) says that all snapshots must be in
+# memory together. Forty snapshots of a large model do not fit. But element 5 of the result depends
+# only on element 5 of each snapshot. A **memory-mapped** file is read only where you access it, and
+# the operating system can reclaim its memory at any time.
 
 # %% [markdown]
 # ### Exercise 15.4: synthesize with little memory
@@ -575,12 +575,12 @@ print(f"the linear system of {len(profiles)} snapshots: {format_bytes(system.nby
 # In chunks of 131,072 float32 elements, the synthesis needs 6 MiB for any model size and number of
 # snapshots: four accumulators (2 MiB), and the chunks of eight snapshots at a time (4 MiB). The
 # usual loop needs one accumulator per target as large as the model, and two snapshots in float32:
-# it loads the next one before it frees the last.
+# it loads the next one before it frees the previous one.
 #
 # With `out=model` the synthesis writes into existing weights instead of a file.
 
 # %% [markdown]
-# ## What the guide calls less effective
+# ## Batches of parameters, float16 and int8
 #
 # **Batches of parameters.** The usual loop can process the tensors in batches and write each batch
 # before the next. The guide saw no significant saving. Test it with 8 tensors of 1 MiB and four
@@ -668,7 +668,7 @@ took = {name: min(spent) / min(took["float32"]) for name, spent in took.items()}
 print(", ".join(f"{name} files {ratio:.2f} ×" for name, ratio in took.items()))
 
 # %% [markdown]
-# int8 files take about 2× the time of float32 files, and float16 files take less. For a larger
+# int8 files take about 2× the time of float32 files; float16 files are the fastest. For a larger
 # model, run `benchmarks/ema.py --section decoding`.
 #
 # ## Consistency across parameters
@@ -709,7 +709,6 @@ with tempfile.TemporaryDirectory() as place:
     columns = torch.cat(list(ema.synthesize(place, 0.07).values()), dim=1)
 uneven = (columns - columns[:, :1]).abs().max().item()
 print(f"{columns.shape[1]:,} columns have the same shares within 1e-6: {uneven < 1e-6}")
-print(f"share of the last step {columns[-1, 0]:.3f}, of the step before {columns[-2, 0]:.3f}")
 
 # %% [markdown]
 # Second, the tracker refuses to write averages after an interrupted update until `load()` restores
@@ -734,7 +733,7 @@ print(f"a tensor of another step is refused: {refused}")
 # %% [markdown]
 # ## Which snapshots to keep
 #
-# Forty snapshots of a large model fill a disk. One guide says that dropping any of them loses
+# Forty snapshots of a large model fill a disk. The guide says that dropping any of them loses
 # accuracy. You can compute the error in closed form before you drop one. It depends on *which* you
 # keep.
 #
@@ -742,7 +741,7 @@ print(f"a tensor of another step is refused: {refused}")
 #
 # About 10 minutes. Return a list of `count` of the sorted `times`, for averages at the end of
 # training. Always include the last time. For every width, the profile error may be at most 3× the
-# error with evenly spaced times.
+# error with evenly spaced times. (As before, the snapshots are of widths 0.05 and 0.10.)
 
 
 # %%
@@ -757,6 +756,9 @@ def keep(times, count):
 
 # %%
 keep = exercise("15.5", keep)
+
+# %% [markdown]
+# Compare four choices. Log-spaced snapshots are dense at the end of training and sparse before.
 
 # %%
 hundred = list(range(1, 101))
@@ -777,12 +779,12 @@ for name, kept in WAYS.items():
 
 # %% [markdown]
 # With a fifth of the snapshots, evenly spaced, the profile error is negligible up to σ = 0.15,
-# below 1 % at 0.25, and 3 % at 0.28. (The error is a squared distance: 0.36 % at 0.25 is a distance
-# of 6 %.)
+# below 1 % at 0.25, and 3 % at 0.28. (The error is a squared distance: 0.36 % is a distance of
+# 6 %.)
 #
 # The last twenty cannot be combined into long averages, because they contain too little of the
 # earlier steps. A "keep 20" setting in a training script keeps the last twenty. Compared with even
-# spacing, log-spaced snapshots are better at σ = 0.07, and 4 to 11× worse from 0.15 on.
+# spacing, the error of log-spaced snapshots is lower at σ = 0.07, but 4 to 11× higher from 0.15 on.
 
 # %% [markdown]
 # ## At scale: 7 billion parameters
@@ -800,16 +802,16 @@ with memlab.dry_run():
     update_bytes = peak_of(lambda: two.update(1))
 print(f"two averages need 2 · 4 bytes per weight: {two.nbytes == 8 * two_blocks.parameters}")
 print(f"for 7B: {8 * N / 1e9:.1f} GB, and {format_bytes(update_bytes)} more in an update")
-print(f"one snapshot of both averages: {4 * N / 1e9:.1f} GB; ", end="")
-print(f"twelve of them: {12 * 4 * N / 1e9:.0f} GB")
-print(f"reading all twelve at 3 GB/s takes {12 * 4 * N / 3e9:.0f} s, for any number of targets")
+print(f"snapshots of both averages at one time: {4 * N / 1e9:.1f} GB, ", end="")
+print(f"at twelve times: {12 * 4 * N / 1e9:.0f} GB")
+print(f"reading all of them at 3 GB/s takes {12 * 4 * N / 3e9:.0f} s, for any number of targets")
 
 # %% [markdown]
 # **Tracking** needs more memory than synthesis: two averages need 8 bytes per weight, as much as
 # Adam's state in float32. Two settings reduce the GPU memory.
 #
-# `only=` tracks a part of the model, given by names, patterns or a function. `synthesize` takes the
-# same argument. Snapshots then contain only that part.
+# `only=` tracks a part of the model, given by names, patterns or a function. Snapshots then contain
+# only that part. `synthesize` takes the same argument.
 
 # %%
 with memlab.dry_run():
@@ -817,7 +819,7 @@ with memlab.dry_run():
     part = ema.PostHocEMA(seven, "nowhere", only="blocks.*.attention")
 in_attention = sum(w.numel() for n, w in seven.named_parameters() if ".attention." in n)
 print(f"8 bytes per attention weight: {part.nbytes == 8 * in_attention}")
-print(f"share of the averages of the whole model: {part.nbytes / two.nbytes:.1%}")
+print(f"share of the bytes for all weights: {part.nbytes / two.nbytes:.1%}")
 
 # %% [markdown]
 # `device="cpu"` keeps the averages in host memory. The next cell predicts an update's GPU memory,
@@ -872,7 +874,7 @@ reveal("15.1", **found)
 # %% [markdown]
 # 1. The synthesis needs a few chunks, because its outer loop is over chunks, not snapshots.
 # 2. The linear system has a row per snapshot, not per weight.
-# 3. Long averages include steps before the last 20 snapshots.
+# 3. Long averages need more of the early steps than the last 20 snapshots contain.
 # 4. An update at every tenth step must use the decay of ten steps.
 
 # %% [markdown]
@@ -908,7 +910,7 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# The authors of one guide describe how they reduced the memory of their synthesis. Each of the
+# The guide's authors describe how they reduced the memory of their synthesis. Each of the
 # guide's statements is tested here, starting with a requirement that it calls fundamental.
 
 # %%

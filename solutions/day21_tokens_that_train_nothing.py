@@ -22,7 +22,7 @@
 # So far every token of a step was trained on. In practice many are not:
 #
 # - **padding** makes the sequences of a batch equally long
-# - **generated tokens** leave keys and values, the KV cache
+# - **generated tokens** keep their keys and values in memory, the KV cache
 # - the **reference model** of preference training reads tokens only for their log-probabilities
 #
 # These tokens train nothing, but they need activations, caches and logits.
@@ -173,8 +173,8 @@ print(f"{len(rows)} rows; {useful:,} tokens need at least {-(-useful // 256)}")
 # - The last token of a document would predict the first token of the next.
 # - Attention would read earlier documents.
 #
-# Kernels for variable lengths take the **boundaries** of documents, the cumulative lengths 0, n₁,
-# n₁ + n₂, … (int32, `cu_seqlens` in FlashAttention).
+# Variable-length (*varlen*) kernels take the **boundaries** of documents, the cumulative lengths 0,
+# n₁, n₁ + n₂, … (int32, `cu_seqlens` in FlashAttention).
 
 # %% [markdown]
 # ### Exercise 21.2: join documents
@@ -278,8 +278,9 @@ print(f"{1 - padding:.2f} × the tokens")
 
 # %% [markdown]
 # The ratio of activations is a little larger than the ratio of tokens, because the packed model
-# concatenates outputs and repeats k and v for the groups of heads. A kernel for variable lengths
-# does neither (`torch.nn.attention.varlen.varlen_attn`, flash-attn's `flash_attn_varlen_func`).
+# concatenates outputs, and repeats k and v: it has two query heads per key/value head. A varlen
+# kernel does neither (`torch.nn.attention.varlen.varlen_attn`, flash-attn's
+# `flash_attn_varlen_func`).
 
 # %% [markdown]
 # ### Why not a mask?
@@ -413,8 +414,8 @@ cache_gib = cache_of(seven, 4096, 8)
 
 # %% [markdown]
 # With 4,096 tokens, 7B's cache for 8 sequences is larger than its weights. Grouped-query attention
-# (GQA) divides the cache by the number of query heads that share a key. Sliding windows bound it.
-# Quantization (Days 7 and 17) works, too.
+# (GQA) divides the cache by the number of query heads that share a key. Sliding windows bound the
+# cache of their layers. Quantization (Days 7 and 17) works, too.
 
 # %% [markdown]
 # ### The cache in evaluation
@@ -451,7 +452,7 @@ if llama_code:
     ):
         kept = []
         trace = memlab.measure(partial(evaluate, kept, keep, use_cache), model=llama)
-        print(f"keep {name:26} peak {trace.peak_bytes:9,}, then {left_after(trace):9,} bytes")
+        print(f"keep {name:26} peak {trace.peak_bytes:9,} bytes, {left_after(trace):9,} at the end")
     print(f"cache by formula {cache_bytes([None] * 8, 2, 16, 128, 8, 4):,}, "
           f"logits {4 * 8 * 128 * 256:,} bytes")  # fmt: skip
 else:
@@ -461,7 +462,7 @@ else:
 # `use_cache=False` reduces the peak by exactly the cache. If a list keeps an output, it keeps the
 # cache of its batch *and* its logits. Keep `out.loss.item()` instead.
 #
-# ### A sliding window that frees nothing
+# ### A sliding window that keeps the prompt
 #
 # For Mistral, the cache of `transformers` keeps the last `window − 1` tokens as a slice. A slice
 # keeps its whole tensor alive (Day 17):
@@ -503,8 +504,8 @@ if mistral_code:
 # - (\log p - \log p_\text{ref})_\text{rejected}]\big)
 # $$
 #
-# So each step needs two sequences per pair, and the log-probabilities of all their tokens under
-# policy and reference.
+# So each step needs two sequences per pair, and the log-probabilities of their tokens under policy
+# and reference. (Here the sequences have no prompt.)
 
 # %% [markdown]
 # ## DPO's memory
@@ -678,8 +679,8 @@ for compute in (by_log_softmax, by_logsumexp, in_chunks, token_log_probs):
 # %% [markdown]
 # ### At scale: what each change saves
 #
-# The second row is your prediction from above. `tests/course/test_day21.py` computes the other
-# predictions.
+# The next cells compare seven setups. “LoRA, two models” is your prediction from above.
+# `tests/course/test_day21.py` computes the other predictions.
 
 
 # %%
@@ -713,7 +714,7 @@ print("DPO, Llama 3 8B, 8 × 2,048 tokens          allocated    reserved")
 for name, (_, step) in STEPS.items():
     print(f"{name:40}{format_bytes(step.allocated):>12}{format_bytes(step.reserved):>12}")
 agree = two_models.allocated_bytes == STEPS["LoRA, two models"][1].allocated
-print(f"the second row equals your prediction: {agree}")
+print(f"“LoRA, two models” equals your prediction: {agree}")
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
@@ -789,10 +790,11 @@ for name, count in {
 # (`pool=`) if they run in the order of their capture.
 
 # %% [markdown]
-# **NCCL** splits each collective over several *channels*. A channel has buffers for each GPU it
-# connects to, outside torch's allocator. `NCCL_BUFFSIZE` (4 MiB by default) sets the size of one;
-# the rest have fixed sizes. In a ring (all-reduce), a GPU receives from one neighbor and sends to
-# another. All-to-all connects every pair of GPUs.
+# **NCCL** splits each collective over several *channels*. For each GPU it connects to, a channel
+# has three buffers outside torch's allocator: 4 MiB (set by `NCCL_BUFFSIZE`), 4.7 MiB and 0.5 MiB.
+# NCCL rounds their sum up to a multiple of 2 MiB (here 10 MiB), and adds 2 MiB for sending. In a
+# ring (all-reduce), a GPU receives from one neighbor and sends to another. All-to-all connects
+# every pair of GPUs.
 
 # %%
 print(f"one channel between two GPUs, both directions: {format_bytes(connection_bytes())}")
@@ -806,7 +808,7 @@ print(f"one channel with NCCL_BUFFSIZE of 1 MiB instead of 4 MiB: {smaller}")
 # %% [markdown]
 # NCCL chooses the number of channels, and each process group has its own buffers. Users report 544
 # to 688 MiB for the first all-reduce of a group on A100s, and 3.05 GiB for the first all-to-all on
-# 8 H100s, more than the buffers above. So with several GPUs:
+# 8 H100s, more than the buffers above (NVIDIA/nccl issues 964 and 1685). So with several GPUs:
 #
 # - leave memory free (`memlab plan --gpus` reports how much)
 # - reuse process groups
@@ -876,7 +878,7 @@ for claim, found in CLAIMS.items():
 # | KV cache | 2 · layers · kv heads · head dimension · tokens · batch · bytes per element |
 # | reference model | 2 per weight; 0 with adapters off or stored |
 # | log-probabilities | a few chunks of logits; 4 per token afterwards |
-# | NCCL | 12 MiB per channel (ring), or per channel and other GPU (all-to-all), plus others |
+# | NCCL | at least 12 MiB per channel (ring), or per channel and other GPU (all-to-all) |
 #
 # If such a step runs out of memory, check three things:
 #

@@ -131,8 +131,8 @@ _EXPONENT = Exercise(
             (".real.max()", ".real.min()"),
         ),
         (
-            "Above 0.2887 the largest root is negative, then complex, and its real part is not a "
-            "solution. Raise a ValueError.",
+            "Above 0.2887 no root is 0 or more: all are negative, or two are complex. Raise a "
+            "ValueError.",
             (f"sigma <= {_LIMIT}", "sigma"),
         ),
         ("0.2887 is rounded up. The limit is 12**-0.5, slightly less.", (_LIMIT, "0.2887")),
@@ -448,8 +448,7 @@ _SOLVE = Exercise(
             (_SOLVED, "np.linalg.pinv(overlaps, rcond=1e-3).dot("),
         ),
         (
-            "You weighted each snapshot by its overlap with the target, but snapshots overlap each "
-            "other too. Solve with A.",
+            "You returned b, divided by its sum. Snapshots overlap each other too: solve A·x = b.",
             (_SOLVED, "np.array("),
         ),
     ),
@@ -496,7 +495,8 @@ class SumWriter:
         place = self.tensors[target][name][start : start + elements.numel()]
         require(
             place.shape == elements.shape,
-            f"{call}: got shape {tuple(elements.shape)}; only {len(place)} elements are left.",
+            f"{call}: got shape {tuple(elements.shape)}; wanted one dimension with at most "
+            f"{len(place)} elements, those left in {name!r}.",
         )
         require(bool(place.isnan().all()), f"{call}: some of these elements were already written.")
         place.copy_(elements)
@@ -541,7 +541,7 @@ def _check_synthesize(answer: Any) -> str:
         require(
             most <= allowed,
             f"{_CASE}, {count} snapshots: a peak of {most:,} bytes; wanted at most {allowed:,}, "
-            f"4 × ({_TARGETS} sums and one snapshot's chunk in float32).",
+            f"{4 * (_TARGETS + 1)} chunks of float32 elements and 1,024 bytes.",
         )
     limited_outside_of_tensors(f"{_CASE}, 40 snapshots: your answer", _run(answer, 40), 2**16)
     return f"correct sums, each element read once · a peak of {most:,} bytes with 40 snapshots"
@@ -669,7 +669,8 @@ _SYNTHESIZE = Exercise(
             (_ADDED, "total += share * part"),
         ),
         (
-            "The last chunk_size of a tensor may be shorter: min(start + chunk_size, size).",
+            "You skipped the last chunk of a tensor, which may be shorter than chunk_size. Use "
+            "range(0, size, chunk_size).",
             (_CHUNK_STARTS, "range(0, size // chunk_size * chunk_size, chunk_size)"),
         ),
         (

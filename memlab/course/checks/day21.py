@@ -206,7 +206,7 @@ _JOIN = Exercise(
             (_POSITIONS, f"{_POSITIONS} + 1"),
         ),
         (
-            "Return int32 boundaries: kernels for variable lengths require int32.",
+            "Return int32 boundaries: variable-length kernels require int32.",
             ("boundaries.int()", "boundaries"),
         ),
         (
@@ -360,7 +360,7 @@ def _check_cache(answer: CacheBytes) -> str:
         with unchanged(call, windows=mine):
             got = answer(mine, kv_heads, head_dim, tokens, batch, element_bytes)
         one_token = 2 * kv_heads * head_dim * batch * element_bytes
-        units = {"tokens of a layer": one_token}
+        units = {"× one layer's keys and values per token": one_token}
         same_bytes(call, got, cache_bytes(windows, *case[1:]), units)
     return f"{len(_CACHES)} caches match to the byte"
 
@@ -424,7 +424,7 @@ _LARGE = (96, 8, 512, 8, torch.float32)
 def _check_log_probs(answer: LogProbs) -> str:
     for case in _SMALL:
         rows, _, vocab, chunk, dtype = case
-        call = f"log_probs of {rows} rows, {vocab} vocabulary entries, chunk {chunk}"
+        call = f"log_probs with N = {rows}, V = {vocab}, chunk = {chunk}"
         call += "" if dtype == torch.float32 else ", in bfloat16"
         hidden, weight, targets = _inputs(*case)
         wanted = gradients(lambda h, w, t=targets: of_rows(h, w, t), h=hidden, w=weight)
@@ -452,7 +452,7 @@ def _inputs(
 
 def _check_chunks(answer: LogProbs) -> str:
     rows, _, vocab, chunk, _ = _LARGE
-    call = f"log_probs of {rows} rows, {vocab} vocabulary entries, chunk {chunk}"
+    call = f"log_probs with N = {rows}, V = {vocab}, chunk = {chunk}"
     hidden, weight, targets = _inputs(*_LARGE)
     hidden.requires_grad_()
     weight.requires_grad_()
