@@ -264,9 +264,9 @@ hooks = exercise("14.1", hooks)
 # %% [markdown]
 # ### Exercise 14.2: prefetch one tensor
 #
-# About 10 minutes. Write a wrapper around a store. After each `get`, prefetch exactly one tensor:
-# the most recently put one that has not been read yet. A key can be read twice, or deleted before
-# it is read. `delete` also deletes the key from the store.
+# About 10 minutes. Write a wrapper around a store. After each `get`, prefetch exactly one tensor,
+# if any is left: the most recently put one that has not been read yet. A key can be read twice, or
+# deleted before it is read. `delete` also deletes the key from the store.
 
 
 # %%
@@ -453,16 +453,16 @@ exact, _ = second_step(nothing_offloaded)
 for name, build, settings in (
     ("state (yours)", by_hand, {}),
     ("state", by_library, {}),
-    ("+ weights", by_library, {"weights": True}),
+    ("+ float32 weights", by_library, {"weights": True}),
     ("+ gradients", by_library, {"weights": True, "gradients": True}),
 ):
     weights, moved = second_step(build, **settings)
     same = torch.equal(weights, exact)
     read, written = moved.read / count, moved.written / count
-    print(f"{name:16} read {read:.2f}, written {written:.2f} bytes per weight; exact: {same}")
+    print(f"{name:18}read {read:.2f}, written {written:.2f} bytes per weight; exact: {same}")
 _, moved = second_step(by_library, torch.bfloat16, HostStore(), weights=True, on="host")
 read, written = moved.read / count, moved.written / count
-print(f"{'step on the host':16} read {read:.2f}, written {written:.2f} bytes per weight, bfloat16")
+print(f"{'step on the host':18}read {read:.2f}, written {written:.2f} bytes per weight, bfloat16")
 
 # %% [markdown]
 # Bytes transferred per step, for N weights:
@@ -475,10 +475,10 @@ print(f"{'step on the host':16} read {read:.2f}, written {written:.2f} bytes per
 # (Offloaded gradients are not in .grad, so use the optimizer's own `clip_grad_norm_`.)
 
 # %% [markdown]
-# The last line is **ZeRO-Offload**: the host computes the *step*, so the state isn't transferred at
-# all. Gradients are written to the host, and updated weights read back, 2 bytes each: **4 N** (4Ψ
-# in the paper), a sixth of 24 N. The cost is the host's slow arithmetic. This does not work with a
-# disk, which cannot compute.
+# The printed "step on the host" is **ZeRO-Offload**: the host computes the *step*, so the state
+# isn't transferred at all. Gradients are written to the host, and updated weights read back, 2
+# bytes each: **4 N** (4Ψ in the paper), a sixth of 24 N. The cost is the host's slow arithmetic.
+# This does not work with a disk, which cannot compute.
 
 # %% [markdown]
 # ## The weights
@@ -739,7 +739,7 @@ folder.cleanup()
 # | offloaded | bytes per weight | on the GPU |
 # | --- | --- | --- |
 # | nothing | 18 | everything |
-# | state, float32 weights | 4 | 16-bit weights and gradients |
+# | state and float32 weights | 4 | 16-bit weights and gradients |
 # | + gradients | 2 | 16-bit weights |
 # | everything | 0 | nothing |
 
@@ -836,10 +836,10 @@ MOVED = {  # bytes per weight and step, both ways
 }
 
 
-def slower(travel, tokens, hidden=False):
-    """Return the slowdown of a step; `travel` is the transfer time in seconds per weight."""
+def slower(transfer, tokens, overlap=False):
+    """Return the slowdown of a step; `transfer` is in seconds per weight."""
     compute = 8 * tokens / FLOPS
-    return max(travel, compute) / compute if hidden else (travel + compute) / compute
+    return (max(transfer, compute) if overlap else transfer + compute) / compute
 
 
 print(f"7B, 2,048 tokens: compute {8 * N * 2048 / FLOPS:.1f} s. Transfers per step:")
@@ -852,15 +852,15 @@ for name, moved in MOVED.items():
 # %%
 fig, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
 powers = [2**n for n in range(10, 19)]
-for name, travel, colour in (
+for name, transfer, colour in (
     ("stepped on the host", STEPPED_THERE, "#4477aa"),
     ("state and float32 weights, host", 24 / HOST, "#00798c"),
     ("state and float32 weights, disk", 24 / NVME, "#cc6677"),
 ):
-    plainly = [slower(travel, tokens) for tokens in powers]
-    hidden = [slower(travel, tokens, hidden=True) for tokens in powers]
-    axes.fill_between(powers, hidden, plainly, color=colour, alpha=0.3, linewidth=0)
-    axes.plot(powers, plainly, color=colour, label=name)
+    without = [slower(transfer, tokens) for tokens in powers]
+    overlapped = [slower(transfer, tokens, overlap=True) for tokens in powers]
+    axes.fill_between(powers, overlapped, without, color=colour, alpha=0.3, linewidth=0)
+    axes.plot(powers, without, color=colour, label=name)
 axes.set_xscale("log", base=2)
 axes.set_xticks(powers, [f"{tokens:,}" for tokens in powers])
 axes.set(ylim=(0.8, 12), xlabel="tokens per step", ylabel="slowdown")
@@ -917,22 +917,22 @@ else:
 # ## Rules on trial
 #
 # One guide has a table: "CPU 50–80 %, 2–3 × slower; NVMe 90 %+, 5–10 ×". Its CPU example offloads
-# state and weights, its NVMe example the *state alone*. The savings come from the dry runs above.
-# The next cell solves the formula for the tokens per step at which a step is 2, 3, 5 or 10 times
-# slower.
+# state and weights, its NVMe example the *state alone*. The verdicts take the savings from the dry
+# runs above. The next cell solves the formula for the tokens per step at which a step is 2, 3, 5 or
+# 10 times slower.
 
 
 # %%
-def tokens_for(travel, times):
+def tokens_for(transfer, times):
     """Return the tokens per step at which a step is `times` slower, without overlap."""
-    return travel / (times - 1) * FLOPS / 8
+    return transfer / (times - 1) * FLOPS / 8
 
 
 share = {way: 1 - peaks[way] / peaks["nothing"] for way in WAYS}
 savings = ", ".join(f"{way} {share[way]:.0%}" for way in list(WAYS)[1:])
 on_host, over_pcie, from_disk = (
-    [round(tokens_for(travel, times)) for times in ends]
-    for travel, ends in ((STEPPED_THERE, (3, 2)), (24 / HOST, (3, 2)), (24 / NVME, (10, 5)))
+    [round(tokens_for(transfer, times)) for times in ends]
+    for transfer, ends in ((STEPPED_THERE, (3, 2)), (24 / HOST, (3, 2)), (24 / NVME, (10, 5)))
 )
 state = share["state and float32 weights"]
 
@@ -1032,7 +1032,7 @@ verdict(
 # | Adam's state | 8 | 8 + 8 |
 # | + float32 weights (and float32 gradients, cast per sub-group) | 14 | 12 + 12 |
 # | + gradients | 16 | 14 + 14 |
-# | + weights | 18, except two layers, embedding, head and norm | 18 + 16 |
+# | + 16-bit weights | 18, except two layers, embedding, head and norm | 18 + 16 |
 # | Adam's state and float32 weights, stepped on the host | 14 | 4 |
 # | activations | the saved tensors | the saved tensors, both ways |
 #

@@ -86,15 +86,15 @@ guess("16.1", guide_gb=20, buffer_gib=6, recipe_gib=23, rank_gb=60)
 # | `"optimizer"` steps | yes | freed | yes | yes |
 #
 # *Scratch* is what an optimizer allocates while it steps one weight. For a float32 weight, torch's
-# AdamW allocates two tensors of the weight's size. Our optimizers allocate five to eight float32
-# tensors, each of the size of a **piece** of the weight.
+# AdamW (`foreach=False`) allocates two tensors of the weight's size. Our optimizers allocate five
+# to eight float32 tensors, each of the size of a **piece** of the weight.
 
 
 # %%
 @dataclass(frozen=True)
 class Optimizer:
-    moments: int  # state elements per weight element
-    moment_bytes: float  # bytes per state element
+    state_elements: int  # per weight element
+    state_itemsize: float  # bytes per state element
     scratch: float  # temporary float32 elements per element of the weight or piece
     piece: int | None = None  # elements updated at a time; None: the whole weight
     in_backward: bool = False  # step each weight as soon as its gradient exists
@@ -121,7 +121,7 @@ lion_in_backward = Optimizer(1, CODE, scratch=6.5, piece=PIECE, in_backward=True
 def peak(sizes, itemsize, optimizer, activations):
     ### BEGIN SOLUTION
     elements, largest = sum(sizes), max(sizes)
-    held = elements * itemsize + elements * optimizer.moments * optimizer.moment_bytes
+    held = elements * itemsize + elements * optimizer.state_elements * optimizer.state_itemsize
     gradients = itemsize * (largest if optimizer.in_backward else elements)
     scratch = 4 * optimizer.scratch * min(largest, optimizer.piece or largest)
     moments = {"backward": held + activations, "optimizer": held + gradients + scratch}
@@ -216,8 +216,8 @@ def activations(block, layers, tokens, itemsize, checkpointed, ends):
     ### BEGIN SOLUTION
     made = tokens * (itemsize * block.elements + 4 * block.float32_elements)
     x = tokens * itemsize * block.width
-    kept, again = (x, made - x) if checkpointed else (made, 0)
-    return layers * kept + max(ends, again + tokens * itemsize * block.gradients)
+    kept, recomputed = (x, made - x) if checkpointed else (made, 0)
+    return layers * kept + max(ends, recomputed + tokens * itemsize * block.gradients)
     ### END SOLUTION
     ### BEGIN STUB
     # raise NotImplementedError("exercise 16.2, about 4 lines")
@@ -266,8 +266,8 @@ for batch, length, how in ((1, 4, "plain"), (16, 64, "checkpointing")):
 # previous weight, still alive while the next one is updated. The checkpointed step peaks in
 # backward, when some gradients already exist. The formula has no moment for that.
 #
-# The library's `training_bytes` has four moments and a name for every term. Apply it to the guide's
-# recipe and to variants:
+# The library's `training_bytes` has four moments, one of them near the end of backward, and a name
+# for every term. Apply it to the guide's recipe and to variants:
 
 # %%
 STEPS = {
@@ -335,8 +335,9 @@ print(f"CUDA's context uses up to {format_bytes(CONTEXT)} of it")
 # ### Exercise 16.3: does it fit?
 #
 # About 10 minutes. `memory` is a key of `CARDS`, or a size with a unit of `UNITS`: `"24GB"`, `"1.5
-# GiB"`. A step has `.allocated_bytes` (its tensors) and `.reserved_bytes`. CUDA's context also
-# occupies the GPU. Return how many bytes are **missing**, 0 if the step fits.
+# GiB"`. Round the size to an integer. A step has `.allocated_bytes` (its tensors) and
+# `.reserved_bytes`. CUDA's context also uses `CONTEXT` bytes of the GPU. Return how many bytes are
+# **missing**, 0 if the step fits.
 
 
 # %%
@@ -475,9 +476,9 @@ for batch, step in GROWN.items():
     print(f"{batch:14}{columns}    {words[0]:16}{words[1]}")
 
 # %% [markdown]
-# A batch of 2 fits on both. A batch of 3 does not: the RTX 4090 lacks 16 MiB. By *allocated* bytes
-# alone, 3 would fit on both. So for 16 sequences without offloading (Day 14), either accumulate
-# gradients in a **buffer**, or train fewer weights:
+# A batch of 2 fits on both. A batch of 3 fits on neither; the RTX 4090 lacks only 16 MiB. By
+# *allocated* bytes alone, 3 would fit on both. So for 16 sequences without offloading (Day 14),
+# either accumulate gradients in a **buffer**, or train fewer weights:
 
 # %%
 buffer = 2 * seven.parameters
@@ -515,8 +516,9 @@ for name, count in (
 # - its largest batch and length, by the formula scaled to the measurement
 # - a faster recipe that does not fit
 #
-# Here `learned`, a list of recipes, limits the search to 8-bit Lion. Remove it to try all recipes,
-# which takes up to a minute. In a terminal: `memlab plan --model llama-3-8b --memory 48GB`.
+# `learned` fixes the choices that change the result of training: here bfloat16 and 8-bit Lion.
+# Remove it to try all recipes, which takes up to a minute. In a terminal: `memlab plan --model
+# llama-3-8b --memory 48GB`.
 
 # %%
 MODEL, MEMORY = "llama-2-7b", "24GB"
@@ -532,8 +534,8 @@ if plan.best:
 # %% [markdown]
 # ## At scale: 70 billion weights on eight GPUs
 #
-# ZeRO-3 divides a rank's model states by eight (Day 12), except for the gathered block. The guide
-# does not name the optimizer. By formula, with 1 × 4,096 tokens a rank:
+# ZeRO-3 divides the model states by eight (Day 12), except for the gathered block. The guide does
+# not name the optimizer. By formula, with 1 × 4,096 tokens a rank:
 
 # %%
 seventy = PRESETS["llama-3-70b"]
@@ -638,16 +640,16 @@ layout = Recipe("master-weights", checkpointing="checkpointing", zero_stage=1, t
                 sequence_parallel=True, pipeline_parallel=4)  # fmt: skip
 planned = training_bytes(huge, layout, 1, TOKENS, gpus=128)
 print("the planner, BF16, one micro-batch; GB per GPU at its two largest moments:")
-for moment in ("gradients", "optimizer"):
+for moment, words in (("gradients", "backward, first block"), ("optimizer", "optimizer step")):
     terms = planned.moments[moment]
-    print(f"  {moment}: {sum(terms.values()) / 1e9:.1f} =", end=" ")
+    print(f"  {words}: {sum(terms.values()) / 1e9:.1f} =", end=" ")
     large = {name: n / 1e9 for name, n in terms.items() if n > 1e8}
     print(" + ".join(f"{n:.1f} {name.replace('_', ' ')}" for name, n in large.items()))
 
 # %% [markdown]
-# In the optimizer step, the planner also counts float32 gradients of a rank's shard; the formula
-# does not. `memlab plan --model llama-3-405b --gpu h100 --gpus 128` compares meshes of FSDP2 with
-# tensor, pipeline and context parallelism.
+# The planner also counts the head and, in the optimizer step, float32 gradients of a rank's shard;
+# the formula does not. `memlab plan --model llama-3-405b --gpu h100 --gpus 128` compares meshes of
+# FSDP2 with tensor, pipeline and context parallelism.
 #
 # Nothing in this section is measured on a GPU. NCCL's buffers and FlashAttention 3's workspace are
 # in no formula.
@@ -666,8 +668,8 @@ reveal("16.1", guide_gb=guide_bytes, buffer_gib=buffer, recipe_gib=proof.reserve
 # - 20 GB would be 3 bytes a weight. The guide's recipe needs 6: weights 2, gradients 2, 8-bit
 #   Adam's state 2.03.
 # - A buffer of gradients is as large as the weights.
-# - Our recipe needs 3.02 bytes a weight: the weights and one 8-bit moment. Each gradient is
-#   freed before the next one exists.
+# - Our recipe needs 3.02 bytes a weight: weights 2, 8-bit momentum 1.02. Each gradient is freed
+#   before the next one exists.
 # - Each of the 128 ranks accumulates gradients, and ZeRO-1 does not shard them.
 
 # %% [markdown]

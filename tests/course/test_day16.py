@@ -34,7 +34,7 @@ EXERCISES = {exercise.id: exercise for exercise in DAY.exercises}
 SEVEN = PRESETS["llama-2-7b"]
 FOUND = Recipe(optimizer="lion8bit", checkpointing="checkpointing", step_in_backward=True)
 sizes_of, block_of, ends_of = given(16, "sizes_of", "block_of", "ends_of")
-LION_8_BIT = Optimizer(moments=1, moment_bytes=65 / 64, scratch=6.5, piece=2**22)
+LION_8_BIT = Optimizer(state_elements=1, state_itemsize=65 / 64, scratch=6.5, piece=2**22)
 
 
 def verdict(number, answer):
@@ -45,7 +45,8 @@ def verdict(number, answer):
 
 
 def by_a_list_of_moments(sizes, itemsize, o, activations):
-    held = sum(n * itemsize for n in sizes) + sum(n * o.moments * o.moment_bytes for n in sizes)
+    state = o.state_elements * o.state_itemsize
+    held = sum(n * itemsize for n in sizes) + sum(n * state for n in sizes)
     made = [4 * o.scratch * (n if o.piece is None else min(n, o.piece)) for n in sizes]
     left = itemsize * (max(sizes) if o.in_backward else sum(sizes))
     found = [(held + activations, "backward"), (held + left + max(made), "optimizer")]
@@ -177,7 +178,7 @@ REFUSED = [
         ("layers * kept", "(1 if checkpointed else layers) * kept"),
     ),
     ("16.2", "float32 in any case", ("itemsize *", "4 *")),
-    ("16.2", "gradients beside the ends", ("max(ends, again + ", "(max(ends, again) + ")),
+    ("16.2", "gradients beside the ends", ("max(ends, recomputed + ", "(max(ends, recomputed) + ")),
     ("16.3", "integers only", ("float(memory", "int(memory")),
     ("16.3", "bytes cut to an integer", ("round(", "int(")),
     (

@@ -45,13 +45,13 @@ def _briefly(value: Any) -> str:
 # ------------------------------------------------------------------ 16.1: the largest moment
 
 _SIZES = [64, 640, 256, 128]  # the largest is not the first
-_ADAMW = Optimizer(moments=2, moment_bytes=4, scratch=2)
-_ADAM_8_BIT = Optimizer(moments=2, moment_bytes=65 / 64, scratch=7.5, piece=128)
+_ADAMW = Optimizer(state_elements=2, state_itemsize=4, scratch=2)
+_ADAM_8_BIT = Optimizer(state_elements=2, state_itemsize=65 / 64, scratch=7.5, piece=128)
 _STEPS: tuple[tuple[str, list[int], int, Any, int], ...] = (
     ("AdamW, no activations", _SIZES, 4, _ADAMW, 0),
     ("AdamW, many activations", _SIZES, 4, _ADAMW, 100_000),
     ("AdamW in float32, weights of 2 bytes", _SIZES, 2, _ADAMW, 0),
-    ("moments of 2 bytes", _SIZES, 2, replace(_ADAMW, moment_bytes=2), 0),
+    ("state of 2 bytes an element", _SIZES, 2, replace(_ADAMW, state_itemsize=2), 0),
     ("8 bits, pieces of 128 elements", _SIZES, 2, _ADAM_8_BIT, 0),
     ("pieces larger than any weight", _SIZES, 2, replace(_ADAM_8_BIT, piece=10_000), 0),
     ("step in backward", _SIZES, 2, replace(_ADAM_8_BIT, in_backward=True), 0),
@@ -91,11 +91,11 @@ _PEAK = Exercise(
     hints=(
         "First compute three values: the elements of all weights, the elements of the largest, and "
         "the bytes of the state. Which terms depend on the largest weight only?",
-        "The state has elements · moments · moment_bytes bytes. Gradients have the weights' "
-        "itemsize: for all weights, or for the largest one if in_backward. Scratch is float32, for "
-        "the largest weight, or for a piece of it, whichever is smaller.",
+        "The state has elements · state_elements · state_itemsize bytes. Gradients have the "
+        "weights' itemsize: for all weights, or for the largest one if in_backward. Scratch is "
+        "float32, for the largest weight, or for a piece of it, whichever is smaller.",
         "With o for optimizer: n, largest = sum(sizes), max(sizes). held = n * itemsize + n * "
-        "o.moments * o.moment_bytes. "
+        "o.state_elements * o.state_itemsize. "
         '"backward": held + activations; "optimizer": held + itemsize * (largest if o.in_backward '
         "else n) + scratch: 4 bytes · o.scratch · the elements it works on at once.",
     ),
@@ -113,12 +113,12 @@ _PEAK = Exercise(
             ("moments[moment]", "moments['optimizer'] + activations"),
         ),
         (
-            "The state has its own dtype: use moment_bytes, not the weights' itemsize.",
-            ("optimizer.moment_bytes", "itemsize"),
+            "The state has its own dtype: use state_itemsize, not the weights' itemsize.",
+            ("optimizer.state_itemsize", "itemsize"),
         ),
         (
-            "An optimizer keeps `moments` elements for each weight element: Adam keeps 2.",
-            ("optimizer.moments * ", ""),
+            "An optimizer keeps `state_elements` elements for each weight element: Adam keeps 2.",
+            ("optimizer.state_elements * ", ""),
         ),
         (
             "When backward begins, there are no gradients yet.",
@@ -190,8 +190,8 @@ _ACTIVATIONS = Exercise(
         "it keeps only its input, tokens · itemsize · width, and recomputes the rest once. "
         "Either way the block at work has tokens · itemsize · gradients bytes of gradients.",
         "made = tokens * (itemsize * block.elements + 4 * block.float32_elements); x = tokens * "
-        "itemsize * block.width; kept, again = (x, made - x) if checkpointed else (made, 0). Add "
-        "what all blocks keep to the larger of ends and again plus the block's gradients.",
+        "itemsize * block.width; kept, recomputed = (x, made - x) if checkpointed else (made, 0). "
+        "Return layers * kept plus max(ends, recomputed + the block's bytes of gradients).",
     ),
     reference=activations,
     check=_check_activations,
@@ -228,7 +228,7 @@ _ACTIVATIONS = Exercise(
         ),
         (
             "The ends are freed before a block is at work. Take the larger of the two.",
-            ("max(ends, again +", "(ends + again +"),
+            ("max(ends, recomputed +", "(ends + recomputed +"),
         ),
         (
             "You ignored `checkpointed`: a checkpointed block keeps only its input.",
