@@ -57,10 +57,10 @@ from memlab.units import format_bytes
 
 # %%
 ### BEGIN SOLUTION
-guess("6.1", gone_percent=20, again_percent=20)  # a guess: most bytes are outputs of matmuls
+guess("6.1", freed_percent=20, rerun_percent=20)  # a guess: most bytes are outputs of matmuls
 ### END SOLUTION
 ### BEGIN STUB
-# guess("6.1", gone_percent=..., again_percent=...)
+# guess("6.1", freed_percent=..., rerun_percent=...)
 ### END STUB
 
 # %% [markdown]
@@ -76,7 +76,7 @@ KINDS = {".mm": "matmuls", "scaled_dot": "attention"}
 
 
 def held_and_run(call, block, x):
-    """Allocations held for backward; operations of forward, and of forward and backward."""
+    """Return allocations held for backward, and operations of forward and of both passes."""
     outputs = []
     trace = memlab.measure(lambda: outputs.append(call(block, x)), model=block)
     with Operations() as counter:
@@ -119,7 +119,7 @@ axes.set_title("One block on 8 × 640 tokens")
 axes.invert_yaxis()
 selected = "matmuls, attention"
 gone = 1 - bytes_of[selected] / bytes_of["everything kept"]
-reveal("6.1", gone_percent=100 * gone, again_percent=100 * again_of[selected])
+reveal("6.1", freed_percent=100 * gone, rerun_percent=100 * again_of[selected])
 
 # %% [markdown]
 # **Nearly half of the activations are freed, and no matmul runs again.** A plain block also keeps
@@ -217,7 +217,7 @@ schedule_costs = exercise("6.1", schedule_costs)
 
 # %%
 def metered(loss_of):
-    """The trace of forward and backward, and their operations."""
+    """Return the trace of forward and backward, and their operations."""
     trace = memlab.measure(lambda: loss_of().backward(), model=model)
     model.zero_grad()
     with Operations() as counter:
@@ -426,8 +426,8 @@ def keeping(chosen, block, x):
 # ### Exercise 6.3: keep the outputs of chosen operators
 #
 # About 15 minutes. In the first run, append the output of each *chosen* operator (in `self.chosen`)
-# to `self.kept`. In the second run, remove and return this output, without running the operator. An
-# output may be a tuple (attention returns two tensors):
+# to `self.kept`. In the second run (`self.is_second`), remove and return this output, without
+# running the operator. An output may be a tuple (attention returns two tensors):
 # `torch.utils._pytree.tree_map_only(torch.Tensor, f, output)` applies f to each tensor. Autograd
 # attaches its graph to the tensor that you return, so store a *detached* one.
 
@@ -497,7 +497,7 @@ print_way("  the library's", selective(EXPENSIVE))
 # only cheap operators that can be fused into its kernels (no matmuls, reductions or long chains).
 #
 # `activation_memory_budget` moves the cut: 1 is the minimum cut, 0 saves only the inputs. Between
-# 0 and 1, a knapsack solver decides. Here nothing is compiled: both graphs run unchanged.
+# 0 and 1, a solver chooses what to save. Here nothing is compiled: both graphs run unchanged.
 
 
 # %%
@@ -521,8 +521,8 @@ for budget in (1.0, 0.5, 0.0):
 
 # %% [markdown]
 # At 1, the cut keeps more than matmuls and attention, because recomputation must cost no *time*.
-# 0.5 means halfway between the bytes at 0 and at 1, about 1.1 MiB. There it drops matmuls, too. It
-# holds less than this budget because another output of 576 KiB would exceed it.
+# 0.5 limits the bytes to halfway between those at 0 and at 1, about 1.1 MiB. To stay below this
+# limit, the solver also drops outputs of matmuls, so 38 % of forward runs again.
 #
 # Which outputs should you keep? Each output needs bytes and spares operations, and the budget
 # limits the bytes: this is the **knapsack** problem.
@@ -604,10 +604,10 @@ picture(points, lines, "The same model, chosen block by block, and operator by o
 # with everything kept. Keeping more bytes would spare only cheap operators: less time, but no fewer
 # counted operations.
 #
-# From 6 MiB on, choosing operators beats choosing blocks. At about 5.6 MiB, choosing blocks is
-# better: leave the last block plain, which is in memory anyway when backward starts. Only
-# segments of several blocks need less memory than "every block". (Flash attention, Day 10, drops
-# and recomputes the scores inside one kernel.)
+# From 6 MiB on, choosing operators beats choosing blocks. Between 5.5 and 5.7 MiB, choosing blocks
+# is slightly better: leave the last block plain, which is in memory anyway when backward starts.
+# Only segments of several blocks need less memory than "every block". (Flash attention, Day 10,
+# recomputes the scores inside one kernel.)
 
 # %% [markdown]
 # ## The losses are identical
@@ -666,7 +666,7 @@ for name, (held, operations) in seven.items():
 # into the remaining 0.30 GiB.
 #
 # bfloat16 weights need 12.6 GiB. If they are frozen (LoRA, Day 3), a 24 GiB GPU has room for the
-# checkpoints and a few GiB more. You can use these to recompute less, not only for a larger batch.
+# checkpoints and a few GiB more. Use these GiB to recompute less, not only for a larger batch.
 # Gradients of all weights would need another 12.6 GiB, which does not fit.
 
 # %% [markdown]
@@ -798,10 +798,10 @@ verdict(
 # ## The running bill
 #
 # One training step of the 124M model on 8 × 640 tokens. Yesterday's peak is at the end of
-# backward, where no activations are left. So you can keep activations for free, as long as no other
-# moment exceeds this peak. Attention's outputs fit. They spare the most operations per byte. (All
-# matmuls, too, would raise the peak to 1.46 GiB.) So memory stays the same, and fewer operations
-# run again.
+# backward, where the only activation left is the loss (4 B). So you can keep activations for free,
+# as long as no other moment exceeds this peak. Attention's outputs fit. They spare the most
+# operations per byte. (Keeping all matmuls, too, would raise the peak to 1.46 GiB.) Memory stays
+# the same, and fewer operations run again.
 #
 # Two of the eight sequences are enough to measure: each further one repeats the second.
 

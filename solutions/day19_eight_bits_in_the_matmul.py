@@ -57,10 +57,10 @@ from memlab.units import format_bytes
 
 # %%
 ### BEGIN SOLUTION
-guess("19.1", peak_percent=50, kept_percent=50)  # 16 bits to 8
+guess("19.1", peak_reduction_percent=50, saved_reduction_percent=50)  # 16 bits to 8
 ### END SOLUTION
 ### BEGIN STUB
-# guess("19.1", peak_percent=..., kept_percent=...)
+# guess("19.1", peak_reduction_percent=..., saved_reduction_percent=...)
 ### END STUB
 
 # %% [markdown]
@@ -113,8 +113,9 @@ peaks = {dtype: sum(found.values()) for dtype, found in parts.items()}
 print(f"{'peak':21}BF16 {format_bytes(peaks['BF16']):>10}   FP8 {format_bytes(peaks['FP8']):>10}")
 
 # %% [markdown]
-# Weights and optimizer state are the same to the byte. Only activations shrink, by a tenth. To see
-# why, build the cast and the layer, and count the bytes that the layer saves for backward.
+# At the peak, backward has just begun, so no gradients exist yet. Weights and optimizer state are
+# the same to the byte. Only activations shrink, by a tenth. To see why, build the cast and the
+# layer, and count the bytes that the layer saves for backward.
 
 # %% [markdown]
 # ## Two formats
@@ -198,8 +199,8 @@ for name, dtype in (("E4M3", E4M3), ("E5M2", E5M2)):
 # error remains: about 3 % in E4M3 and 5 % in E5M2.
 #
 # The scale needs the amax, so a cast reads its tensor twice. *Delayed scaling* uses the amax of
-# earlier steps instead, which saves a pass. It fails when a tensor grows suddenly, because larger
-# elements saturate at the format's largest value:
+# earlier steps instead, which saves a pass. It fails when a tensor grows suddenly, because elements
+# above the earlier amax saturate at the format's largest value:
 
 # %%
 earlier, now = gradient, 8 * gradient
@@ -468,7 +469,7 @@ def bytes_of_a_block(config, recipe, tokens):
 
 WAYS = {"bf16": (None, None), "own": (FP8Recipe(share_inputs=False), None),
         "shared": (FP8Recipe(), None),
-        "shared, tiles": (FP8Recipe((1, 128), (128, 128)), 128)}  # fmt: skip
+        "shared, tiles": (FP8Recipe(inputs=(1, 128), weights=(128, 128)), 128)}  # fmt: skip
 wide = replace(PRESETS["tiny"], hidden_size=256, heads=4, kv_heads=2, intermediate_size=768)
 sizes = (wide.hidden_size, wide.hidden_size, wide.intermediate_size)
 blocks = {way: bytes_of_a_block(wide, recipe, 32) for way, (recipe, _) in WAYS.items()}
@@ -485,22 +486,23 @@ of_seven = (seven.hidden_size, seven.heads * seven.head_dim, seven.intermediate_
 a_token = {way: saved_bytes(8192, *of_seven, way) / 8192 for way in ("bf16", "own", "shared")}
 for way, count in a_token.items():
     print(f"7B, {way:7} {count:9,.1f} bytes per token and block, {count / a_token['bf16']:.0%}")
-reveal("19.1", peak_percent=100 * (1 - peaks["FP8"] / peaks["BF16"]),
-       kept_percent=100 * (1 - a_token["shared"] / a_token["bf16"]))  # fmt: skip
+reveal("19.1", peak_reduction_percent=100 * (1 - peaks["FP8"] / peaks["BF16"]),
+       saved_reduction_percent=100 * (1 - a_token["shared"] / a_token["bf16"]))  # fmt: skip
 
 # %% [markdown]
 # ## Explain the gap
 #
-# - Linear layers with their own copies save 7 % fewer bytes for backward, with shared copies 39 %
-#   fewer. The reduction is not 50 %, because attention's output is saved twice: in BF16 and in FP8.
+# - With a copy for each layer, linear layers save 7 % fewer bytes for backward than in BF16. With
+#   shared copies, they save 39 % fewer, not 50 %, because attention's output is saved twice: in
+#   BF16 and in FP8.
 # - Linear layers save only a quarter of a block's activations. Attention, the activation function
 #   and the norms save the rest in BF16: queries, keys, values, the MLP's two branches and the
 #   residual stream.
 
 # %%
-PARTS = {"weights": "parameters", "gradients": "gradients", "AdamW's moments": "optimizer_state",
+PARTS = {"weights": "parameters", "AdamW's moments": "optimizer_state",
          "activations": "activations", "temporaries": "backward_temporaries"}  # fmt: skip
-COLORS = ("#4477aa", "#66ccee", "#ddaa33", "#cc6677", "0.75")
+COLORS = ("#4477aa", "#ddaa33", "#cc6677", "0.75")
 fig, axes = plt.subplots(figsize=(9, 2.2), layout="constrained")
 for row, found in enumerate(parts.values()):
     left = 0
@@ -576,7 +578,8 @@ def train(change, steps=24):
 
 
 # %%
-TILES = FP8Recipe((1, 32), (32, 32), gradients=E4M3)  # the model has only 64 features
+# tiles of 32, because the model has only 64 features
+TILES = FP8Recipe(inputs=(1, 32), weights=(32, 32), gradients=E4M3)
 CHANGES = {"BF16": lambda model: None, "FP8, a scale per tensor": convert_to_fp8,
            "FP8, tiles": partial(convert_to_fp8, recipe=TILES),
            "FP8, no scales": without_scales}  # fmt: skip
@@ -651,7 +654,7 @@ CHECKPOINTED = {
     "FP8, shared copies": (FP8Recipe(), (67_404_406_784, 68_436_361_216)),
 }
 for title, table in (("7B, 2 × 4,096 tokens", COPIES), ("checkpointed", CHECKPOINTED)):
-    print(f"{title:32}  allocated    reserved")
+    print(f"{title:32}  allocated    reserved   allocated, against BF16")
     for name, (_, (allocated, reserved)) in table.items():
         less = 1 - allocated / table["BF16"][1][0]
         print(f"  {name:30}{format_bytes(allocated):>11}{format_bytes(reserved):>12}", end="")
@@ -719,14 +722,15 @@ for dtype, count in working.items():
 
 # %% [markdown]
 # The rank that holds the most has an eighth of 32 blocks and of the embedding. ZeRO-1 shards the
-# optimizer state over 4 ranks. Checkpointing saves the block inputs of 4 micro-batches in BF16. For
-# these inputs, the formula of Day 16 includes sequence parallelism: it divides them by 8.
+# optimizer state over 4 ranks. Checkpointing saves the block inputs of 4 micro-batches in BF16, one
+# per pipeline stage. For these inputs, the formula of Day 16 includes sequence parallelism: it
+# divides them by 8.
 
 # %%
-of_h100 = memory_named("h100").budget_bytes
-end = huge.vocab_size * huge.hidden_size
-block = (huge.parameters - 2 * end - huge.hidden_size) // huge.layers
-weights = -(-(32 * block + end) // 8)
+h100_bytes = memory_named("h100").budget_bytes
+embedding = huge.vocab_size * huge.hidden_size  # weights; the output layer has as many
+block = (huge.parameters - 2 * embedding - huge.hidden_size) // huge.layers
+weights = -(-(32 * block + embedding) // 8)
 inputs = 4 * 32 * 2 * 8192 * huge.hidden_size // 8
 EACH = {  # bytes of a weight, its gradient, and its state (float32 copy, two moments)
     "BF16": (2, 2, 12),
@@ -736,13 +740,13 @@ EACH = {  # bytes of a weight, its gradient, and its state (float32 copy, two mo
     "FP8 matmuls, 8-bit moments": (2, 2, 2 * (1 + 4 / 256)),  # no float32 copy
 }
 ranks = {}
-print(f"usable on an H100: {of_h100 / 2**30:.1f} GiB = {of_h100 / 1e9:.1f} GB")
+print(f"usable on an H100: {h100_bytes / 2**30:.1f} GiB = {h100_bytes / 1e9:.1f} GB")
 print("GB on the rank that holds the most:")
 for name, (weight, gradient_bytes, state) in EACH.items():
     held = weights * (weight + gradient_bytes + state / 4) + inputs
     ranks[name] = held + working["BF16" if name == "BF16" else "FP8"]
     print(f"  {name:34}{held / 1e9:6.1f} + {(ranks[name] - held) / 1e9:.1f} at work", end="")
-    print(f", {'fits' if ranks[name] <= of_h100 else 'does not fit'}")
+    print(f", {'fits' if ranks[name] <= h100_bytes else 'does not fit'}")
 
 # %% [markdown]
 # FP8 **matmuls** save 0.2 GB per rank. FP8 weights without a BF16 copy on the rank save 13 GB: the
@@ -812,11 +816,11 @@ figures = (
     f"GB of the block at work, predicted without sequence parallelism: "
     f"{working['BF16'] / 1e9:.2f} in BF16, {working['FP8'] / 1e9:.2f} with FP8 matmuls; GB per "
     f"rank: {per_rank}; an H100 has "
-    f"{of_h100 / 1e9:.1f} GB for tensors"
+    f"{h100_bytes / 1e9:.1f} GB for tensors"
 )
 verdict(
     "29b",
-    ranks["FP8 weights, no BF16 copy"] <= of_h100,
+    ranks["FP8 weights, no BF16 copy"] <= h100_bytes,
     figures,
     otherwise="FP8 matmuls only shrink the block at work, by less than a tenth; FP8 weights "
     "without a BF16 copy save 1 byte per weight, but leave too little for the block at work, "

@@ -337,7 +337,7 @@ _CAST_TILES = Exercise(
             (_PAD, _PAD[:-1] + ", value=1.0)"),
         ),
         (
-            "You did not remove the padding. The codes have the shape of x.",
+            "You did not remove the padding. Return codes with the shape of x.",
             ("codes[:n, :k].clone()", "codes"),
         ),
         (
