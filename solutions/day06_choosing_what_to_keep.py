@@ -21,7 +21,7 @@
 # Yesterday you checkpointed every block, so every block ran twice. To recompute less, the guide
 # under *Sources* says: *checkpoint every other layer*. This advice treats a block as one unit. But
 # a block has dozens of operators. A matmul needs many operations and a norm almost none, yet their
-# outputs are equally large.
+# outputs can have the same size.
 
 # %%
 from contextlib import contextmanager
@@ -51,9 +51,9 @@ from memlab.units import format_bytes
 # ## Guess
 #
 # Checkpoint a block of the 124M model, but keep the outputs of its **matmuls** and of
-# **attention**. Everything else (norms, rotary embeddings, SiLU, residual sums) is recomputed from
-# them. What percentage of the block's activations is freed? What percentage of the forward pass's
-# operations runs again? (An operation is a FLOP of a matmul or of attention, as on Day 5.)
+# **attention**. Everything else (norms, rotary embeddings, SiLU, residual sums) is recomputed. What
+# percentage of the block's activations is freed? What percentage of the forward pass's operations
+# runs again? (An operation is a FLOP of a matmul or of attention, as on Day 5.)
 
 # %%
 ### BEGIN SOLUTION
@@ -68,7 +68,8 @@ guess("6.1", freed_percent=20, rerun_percent=20)  # a guess: most bytes are outp
 #
 # Measure one block on 8 × 640 tokens with fake tensors in three ways: plain, selective
 # checkpointing with the library, and yesterday's `checkpoint`. The plot shows the bytes held after
-# the forward pass, by the operator that created them, and the share of operations that run again.
+# the forward pass, by the operator that created them, and the share of forward's operations that
+# run again.
 
 
 # %%
@@ -123,9 +124,9 @@ reveal("6.1", freed_percent=100 * gone, rerun_percent=100 * again_of[selected])
 
 # %% [markdown]
 # **Nearly half of the activations are freed, and no matmul runs again.** A plain block also keeps
-# cheap outputs: normalized copies, SiLU's result, residual sums. Only matmuls and attention have
-# counted operations, and you keep their outputs. (Time still rises: cheap operators read and write
-# memory once more.)
+# the outputs of cheap operators: norms, rotary embeddings, SiLU, residual sums. Only matmuls and
+# attention have counted operations, and you keep their outputs. (Time still rises: cheap operators
+# read and write memory once more.)
 
 # %% [markdown]
 # The matmuls' part *grows* from 95 to 140 MiB: q and k before rotation and attention's output
@@ -137,9 +138,9 @@ reveal("6.1", freed_percent=100 * gone, rerun_percent=100 * again_of[selected])
 # %% [markdown]
 # ## Unequal blocks
 #
-# If all blocks are equal, a uniform schedule is hard to beat. Real models often have unequal
-# blocks: in OpenELM (2024) the MLPs grow from block to block. Today's example is the tiny model
-# with nine blocks, with `intermediate_size` from 32 to 288. Its data is torch's source code.
+# Some models have unequal blocks: in OpenELM (2024) the MLPs grow from block to block. Does it then
+# matter which blocks you checkpoint? Today's example is the tiny model with nine blocks, with
+# `intermediate_size` from 32 to 288. Its data is torch's source code.
 
 # %%
 torch.manual_seed(0)
@@ -160,10 +161,10 @@ chain = chain_costs(model, tokens, targets)  # measures every block
 for n in (0, 4, 8):
     stage = chain.stages[n]
     print(f"block {n}: saves {format_bytes(stage.saved_bytes)}, output ", end="")
-    print(f"{format_bytes(stage.output_bytes)}, {stage.forward / 1e6:.0f} million operations")
+    print(f"{format_bytes(stage.output_bytes)}, forward {stage.forward / 1e6:.0f} M operations")
 
 # %% [markdown]
-# Each block is a *stage*, and `chain.stages[n]` has the **costs** of block n:
+# Each block is a *stage* of the chain, and `chain.stages[n]` has the **costs** of block n:
 #
 # | attribute | meaning |
 # | --- | --- |
@@ -183,9 +184,9 @@ for n in (0, 4, 8):
 #
 # About 15 minutes. For a schedule of plain stages and segments (not nested), return a tuple of
 # three: the bytes **held** after the forward pass, the **most** bytes at one moment of backward,
-# and the operations that run **again**. When backward reaches a part (plain stage or segment), that
-# part's saved bytes and everything held before it are in memory. All later parts are freed. Leave
-# out temporaries and gradients.
+# and the operations that run **again**. When backward reaches a part (plain stage or segment), the
+# `saved_bytes` of all its stages and everything held for earlier parts are in memory. All later
+# parts are freed. Leave out temporaries and gradients.
 
 
 # %%
@@ -294,7 +295,7 @@ print(f"torch's checkpoint_sequential has the peak and operations of the last ro
 # | `chain.if_last(j)` | the peak of stage j alone |
 # | `chain.if_plain(i, j, rest)` | the peak with i plain, if i+1 … j have the peak `rest` |
 # | `chain.if_segment(i, k, j, own, rest)` | the peak with the segment i … k−1, followed by k … j |
-# | `chain.rerun(i, k)` | operations of running i … k−1 again |
+# | `chain.rerun(i, k)` | operations of rerunning i … k−1, without the tail of k−1 |
 # | `chain.in_all(peak)` | the peak with weights and embedding, to compare with a budget |
 #
 # `own` is the peak of the schedule inside the segment, `rest` the peak of k … j.
@@ -320,8 +321,8 @@ print(pareto_front([(10, 5, "a"), (8, 7, "b"), (12, 5, "c"), (9, 9, "d")]))
 # ### Exercise 6.2: the best schedule within a budget
 #
 # About 20 minutes. `choices(i, j)` returns the Pareto front of the stages i … j, a list of (peak,
-# again, schedule). Write the lines that create and fill the list `found`. The lines below return
-# the last schedule of the whole chain that fits the budget, or None.
+# again, schedule). Write the lines that create and fill the list `found`. The last two lines return
+# the schedule of the whole chain that fits the budget and reruns least, or None.
 
 
 # %%
@@ -352,8 +353,8 @@ def best_schedule(chain, budget_bytes):
 best_schedule = exercise("6.2", best_schedule)
 
 # %% [markdown]
-# Try three budgets and measure each schedule. The last column compares it with the library's
-# `tradeoffs`, which returns the Pareto front of the whole chain.
+# Try three budgets and measure each schedule. "optimal: True" means that no schedule in the
+# library's `tradeoffs`, the Pareto front of the whole chain, fits the budget and reruns less.
 
 # %%
 front = checkpointing.tradeoffs(chain)
@@ -403,10 +404,10 @@ picture(points, {"best choice of whole blocks": best_of_blocks}, "Nine unequal b
 # Yesterday's `checkpoint` runs a block twice: the second run computes the tensors that backward
 # needs. If you store the outputs of the expensive operators, only the cheap operators run again.
 #
-# A `TorchDispatchMode` intercepts every operator that runs inside `with`, below autograd. `func`
-# is the operator, such as `torch.ops.aten.mm.default`, and `func(*args, **kwargs)` runs it.
-# Whatever the mode returns becomes the operator's result. Both runs call the same operators in the
-# same order.
+# A `TorchDispatchMode` intercepts every operator that runs inside `with`, below autograd: torch
+# calls `__torch_dispatch__` with the operator as `func`, such as `torch.ops.aten.mm.default`.
+# `func(*args, **(kwargs or {}))` runs it. Whatever `__torch_dispatch__` returns becomes the
+# operator's result. Both runs of the block call the same operators in the same order.
 
 
 # %%
@@ -487,14 +488,16 @@ print_way("  the library's", selective(EXPENSIVE))
 # %% [markdown]
 # The library's version holds less than yours and torch's: it records the first run, then drops
 # outputs that backward does not need. (The last matmul, `down`, is chosen, but backward needs its
-# inputs, not its output.) You can also choose single *calls* by number: `selective({8, 42})`.
+# inputs, not its output.) `selective` also accepts the numbers of single operators in the block:
+# `selective({8, 42})` keeps the outputs of the first matmul and of attention.
 
 # %% [markdown]
 # ## What torch.compile saves instead
 #
 # torch.compile traces forward and backward into one graph, and cuts it in two. Tensors that cross
-# the cut are saved. It looks for the **minimum cut**: the fewest bytes for which backward reruns
-# only cheap operators that can be fused into its kernels (no matmuls, reductions or long chains).
+# the cut are saved. torch.compile looks for the **minimum cut**: the fewest bytes for which
+# backward reruns only cheap operators that fuse into backward's kernels (no matmuls, reductions or
+# long chains).
 #
 # `activation_memory_budget` moves the cut: 1 is the minimum cut, 0 saves only the inputs. Between
 # 0 and 1, a solver chooses what to save. Here nothing is compiled: both graphs run unchanged.
@@ -597,17 +600,16 @@ points["matmuls and attention"] = by_operator[-1]
 
 # %%
 lines = {"best choice of whole blocks": best_of_blocks, "best choice of operators": by_operator}
-picture(points, lines, "The same model, chosen block by block, and operator by operator")
+picture(points, lines, "Nine unequal blocks: choosing blocks, choosing operators")
 
 # %% [markdown]
-# The red line starts at "every block" and falls to **zero** operations, at a third less memory than
-# with everything kept. Keeping more bytes would spare only cheap operators: less time, but no fewer
-# counted operations.
+# The red line starts at "every block" and falls to **zero** rerun operations, at 36 % less memory
+# than with everything kept. Keeping more bytes would save only time, no counted operations.
 #
-# From 6 MiB on, choosing operators beats choosing blocks. Between 5.5 and 5.7 MiB, choosing blocks
-# is slightly better: leave the last block plain, which is in memory anyway when backward starts.
-# Only segments of several blocks need less memory than "every block". (Flash attention, Day 10,
-# recomputes the scores inside one kernel.)
+# From about 5.7 MiB on, choosing operators beats choosing blocks. Between "every block" and 5.7
+# MiB, the two lines differ by less than one percentage point. There, the black line's schedules
+# leave the last block plain, which is in memory anyway when backward starts. To the left of "every
+# block", schedules need segments of several blocks.
 
 # %% [markdown]
 # ## The losses are identical
@@ -643,11 +645,12 @@ print(f"the same losses, to the bit: {plain_losses == by_schedule == by_choice}"
 # %% [markdown]
 # ## At scale: seven billion
 #
-# Measure one block of Llama 2 7B on 1 × 4096 tokens in bfloat16, with fake tensors, and multiply
-# by 32. Add a budget: the best operators for 4 GiB, on top of the 1 GiB of block outputs.
+# Measure one block of Llama 2 7B on 1 × 4096 tokens in bfloat16, with fake tensors, and multiply by
+# 32. Add two ways to the three from above: keep only attention's outputs, or keep the best
+# operators for 4 GiB, on top of the 1 GiB of block outputs.
 
 # %%
-seven_ways = ways | {"attention alone": selective(ATTENTION)}
+seven_ways = ways | {"attention only": selective(ATTENTION)}
 seven, L = {}, PRESETS["llama-2-7b"].layers
 with memlab.dry_run():
     small = replace(PRESETS["llama-2-7b"], layers=1)
@@ -716,16 +719,16 @@ twelve = replace(
 )
 
 # %%
-nothing = checkpointing.plain_schedule(12)
+no_blocks = checkpointing.plain_schedule(12)
 half = tuple((n,) if n % 2 else n for n in range(12))
-everything = checkpointing.uniform_schedule(12, every=1)
+all_blocks = checkpointing.uniform_schedule(12, every=1)
 
 
 def saved(schedule):
     """Shares saved: of the blocks' activations, of all activations, of the peak with AdamW."""
     ends = twelve.first.saved_bytes + twelve.last.saved_bytes
-    of_blocks, kept = (schedule_costs(s, twelve.stages)[0] for s in (nothing, schedule))
-    peaks = [checkpointing.predicted_peak_bytes(s, twelve) for s in (nothing, schedule)]
+    of_blocks, kept = (schedule_costs(s, twelve.stages)[0] for s in (no_blocks, schedule))
+    peaks = [checkpointing.predicted_peak_bytes(s, twelve) for s in (no_blocks, schedule)]
     return 1 - kept / of_blocks, 1 - (kept + ends) / (of_blocks + ends), 1 - peaks[1] / peaks[0]
 
 
@@ -745,13 +748,13 @@ verdict(
 # %%
 verdict(
     "16b",
-    0.6 <= saved(everything)[1] <= 0.8,
-    in_words(saved(everything)),
+    0.6 <= saved(all_blocks)[1] <= 0.8,
+    in_words(saved(all_blocks)),
     condition="for all activations, logits included; the blocks' activations shrink more",
 )
 
 # %%
-costs = [checkpointing.recomputed(s, twelve) / twelve.operations for s in (half, everything)]
+costs = [checkpointing.recomputed(s, twelve) / twelve.operations for s in (half, all_blocks)]
 of_block = stage.forward + stage.backward
 early = [share * (stage.forward - stage.tail) / of_block for share in (0.5, 1)]
 to_the_end = [share * stage.forward / of_block for share in (0.5, 1)]
@@ -797,11 +800,11 @@ verdict(
 # %% [markdown]
 # ## The running bill
 #
-# One training step of the 124M model on 8 × 640 tokens. Yesterday's peak is at the end of
-# backward, where the only activation left is the loss (4 B). So you can keep activations for free,
-# as long as no other moment exceeds this peak. Attention's outputs fit. They spare the most
-# operations per byte. (Keeping all matmuls, too, would raise the peak to 1.46 GiB.) Memory stays
-# the same, and fewer operations run again.
+# One training step of the 124M model on 8 × 640 tokens. Yesterday's peak is at the end of backward,
+# where the only activation left is the loss (4 B). You can keep activations for free, as long as no
+# other moment exceeds this peak. Attention's outputs fit, and spare the most operations per byte.
+# The peak stays the same, and fewer operations run again. (Keeping all matmuls, too, would raise
+# the peak to 1.46 GiB.)
 #
 # Two of the eight sequences are enough to measure: each further one repeats the second.
 

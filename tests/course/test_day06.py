@@ -316,7 +316,7 @@ TOO_LOW = "You computed too low a peak."
     [
         (("again, (i, *rest)", "again + chain.rerun(i, i + 1), (i, *rest)"), FITS),
         (("rest[0])", "0)"), TOO_LOW),
-        ((RERUN, "chain.rerun(i, k - 1) + own[1]"), "called chain.rerun of an empty segment"),
+        ((RERUN, "chain.rerun(i, k - 1) + own[1]"), "called chain.rerun for an empty segment"),
     ],
     ids=["plain reruns", "the rest is nothing", "one stage less"],
 )

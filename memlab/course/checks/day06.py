@@ -84,8 +84,8 @@ def _check_schedule_costs(answer: ScheduleCosts) -> str:
         equal(f"{case}{_wrong_parts(got, wanted)}", got, wanted)
     held, most, again = schedule_costs(_SCHEDULES[-1][1], _UNEQUAL)
     return (
-        f"{len(_SCHEDULES)} schedules: held, most and again · the last one holds {held} bytes, at "
-        f"most {most}, and reruns {again} operations"
+        f"{len(_SCHEDULES)} schedules: held, most and again · for the last one, held {held} bytes, "
+        f"most {most} bytes, again {again} operations"
     )
 
 
@@ -284,7 +284,7 @@ class DocumentedChain:
 
     def _of_a_segment(self, name: str, i: int, k: int, *rest: int) -> int:
         if i >= k:
-            self.used.add(f"{name} of an empty segment")
+            self.used.add(f"{name} for an empty segment")
         return int(self._documented[name](i, k, *rest))
 
 
