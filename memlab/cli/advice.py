@@ -17,6 +17,7 @@ from memlab.scripts.changes import (
     Change,
     NotPossibleError,
     changes_for,
+    combinations_of,
     sharded_bytes,
     together,
 )
@@ -37,7 +38,7 @@ NEEDS = (
 
 def _announce_changes(count: int, seconds: float) -> None:
     """Say how long the changes take before they are tried."""
-    count = f"{count} changes, about {max(1, round(seconds))} s for each"
+    count = f"{count} changes and combinations, about {max(1, round(seconds))} s for each"
     print(f"memlab: trying {count}; --no-advice leaves them out", file=sys.stderr, flush=True)
 
 
@@ -54,7 +55,7 @@ def show_advice(
     Returns the traces by the names of the changes.
     """
     assert plain.trace is not None
-    changes = changes_for(settings.get("device") or "cuda")
+    changes = changes_for(settings.get("device") or "cuda", plain.trace, plain.models)
     _announce_changes(len(changes), seconds)
     traces, reasons, helpful = _tried(launch, settings, plain, changes)
     terminal.echo("\neach change, predicted:\n")
@@ -106,7 +107,7 @@ def _show_sharding(plain: Outcome) -> None:
 def _tried(
     launch: Launch, settings: dict[str, Any], plain: Outcome, changes: Sequence[Change]
 ) -> tuple[dict[str, Trace], list[str], list[Change]]:
-    """Predict the script with each change, then with the two, three, … that save most.
+    """Predict the script with each change, then with combinations of the helpful ones.
 
     Returns the traces by name, why changes failed, and the ones that save memory, the best first.
     """
@@ -130,8 +131,8 @@ def _tried(
         (change for change in changes if allocated(change) < plain.trace.allocated_bytes),
         key=allocated,
     )
-    for count in range(2, len(helpful) + 1):
-        attempt(together(tuple(helpful[:count])))
+    for combination in combinations_of(helpful):
+        attempt(together(combination))
     return traces, reasons, helpful
 
 

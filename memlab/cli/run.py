@@ -77,7 +77,7 @@ def run_script(wanted: Wanted) -> int:
     terminal.echo("")
     if len(outcomes) > 1:
         show_ranks(outcomes)
-    status = 0 if memory is None else _show_verdict(trace, memory, target)
+    status = 0 if memory is None else _show_verdict(trace, memory, target, outcome.steps)
     _show_peak(trace, None if wanted.real else target)
     show_transfers(outcome, launch.ranks or outcome.ranks or 1)
     changed: dict[str, Trace] = {}
@@ -284,7 +284,7 @@ def _show_largest(named: Iterator[tuple[str, Event]]) -> None:
 # ------------------------------------------------------------------ does it fit?
 
 
-def _show_verdict(trace: Trace, memory: Memory, target: str) -> int:
+def _show_verdict(trace: Trace, memory: Memory, target: str, steps: int) -> int:
     """Print the answer first: how much the step needs, of how much."""
     budget = budget_bytes(memory, target)
     left = budget - (needed := needed_bytes(trace, budget))
@@ -292,7 +292,20 @@ def _show_verdict(trace: Trace, memory: Memory, target: str) -> int:
     terminal.echo(paragraph(room(memory, target)))
     if left >= 0:
         terminal.echo(f"{needs}: it fits, {format_bytes(left)} are left")
-        terminal.echo("not included: an evaluation after this step; --steps N goes on to step N")
+        most = trace.memory.reserved_most_bytes if trace.memory else None
+        if most and most > budget:
+            terminal.echo(
+                paragraph(
+                    f"with other convolution kernels it may need up to {format_bytes(most)}, and "
+                    f"then not fit"
+                )
+            )
+        terminal.echo(
+            paragraph(
+                f"if the script evaluates after step {steps}, that is not included; --steps N goes "
+                f"on to step N"
+            )
+        )
         if (trace.reserved_bytes or 0) > budget:
             terminal.echo(paragraph(EMPTIES_CACHE))
     else:

@@ -26,6 +26,7 @@ does is handled here:
 
 import logging
 import operator
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn
@@ -81,6 +82,7 @@ from memlab.metering.dry import DryRun
 from memlab.metering.frames import user_line
 from memlab.metering.modes import LightMode
 from memlab.metering.tensors import has_own_handler
+from memlab.units import format_bytes
 
 aten = torch.ops.aten
 # The modules that replace functions during a dry run.
@@ -526,10 +528,19 @@ def _isfinite(tensor: torch.Tensor) -> torch.Tensor:
     return result
 
 
+_LARGE_ARRAY = 2**30  # bytes
+
+
 def _numpy(tensor: torch.Tensor, **kwargs: Any) -> np.ndarray:
     """Return the known values in shared memory, or an array filled with the answer of `.item()`."""
     if known_values.make_writable(tensor):
         return known_values.as_array(tensor, known_values.real(tensor))
+    if tensor.nbytes >= _LARGE_ARRAY:
+        warnings.warn(
+            f"a tensor of {format_bytes(tensor.nbytes)} becomes an array in the host's memory, "
+            f"also in this dry run",
+            stacklevel=2,
+        )
     number = dry_run.active._answer(aten.item.default, tensor)
     with known_values.without_modes():
         made_up = torch.full(tensor.shape, number, dtype=tensor.dtype)

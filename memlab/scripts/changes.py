@@ -11,7 +11,7 @@ framework that runs the script's loop.
     8-bit optimizer  in place of Adam and AdamW
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from memlab.planner.outside import (
     paths_of_layers,
     stepped_by,
 )
+from memlab.scripts.hub import FROM_A_FILE
 from memlab.scripts.late_logits import late_logits
 from memlab.trace import Trace
 
@@ -55,7 +56,7 @@ class Change:
 
     apply    changes the model and its optimizers; raises NotPossibleError
     code     lines of Python by framework; "plain" is for any other. HEAD stands for the path of the
-             layer that computes the logits
+             layer that computes the logits, LAYERS for those of the lists of layers
     """
 
     name: str
@@ -65,11 +66,18 @@ class Change:
     def lines(self, framework: str, models: Iterable[nn.Module] = ()) -> tuple[str, ...]:
         lines = self.code.get(framework, self.code[_PLAIN])
         head = next(filter(None, map(_head_of, models)), ("head", None))[0]
-        return tuple(line.replace("HEAD", head.removeprefix("module.")) for line in lines)
+        paths = {
+            path.removeprefix("module.") for model in models for path in paths_of_layers(model)
+        }
+        layers = ", ".join(f"model.{path}".rstrip(".") for path in sorted(paths)) or "the model"
+        names = {"HEAD": head.removeprefix("module."), "LAYERS": layers}
+        for name, path in names.items():
+            lines = tuple(line.replace(name, path) for line in lines)
+        return lines
 
 
 def _lora(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    if not getattr(model, "name_or_path", ""):
+    if not getattr(model, FROM_A_FILE, False):
         raise NotPossibleError("the model is not a transformers model with weights from a file")
     if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
         raise NotPossibleError("the script has adapters already")
@@ -173,6 +181,13 @@ def _late(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     late_logits(head)
 
 
+def _released(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    _, head = _head_of(model) or ("", None)
+    if head is None or any(is_sharded(module) for module in model.modules()):
+        raise NotPossibleError("the logits are small, or the weight of their layer is sharded")
+    late_logits(head, in_chunks=False)
+
+
 _LEAST_VOCABULARY = 4096
 
 
@@ -212,7 +227,7 @@ CHANGES = (  # in the order of application
             "Trainer": ("TrainingArguments(..., gradient_checkpointing=True)",),
             _PLAIN: (
                 "model.gradient_checkpointing_enable()  # a transformers model",
-                "# any other model: in forward, around each layer",
+                "# any other model: in forward, around each layer of LAYERS",
                 "x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)",
             ),
         },
@@ -259,6 +274,16 @@ CHANGES = (  # in the order of application
         },
     ),
     Change(
+        "logits released",
+        _released,
+        {
+            _PLAIN: (
+                "del logits  # and other names of them, before loss.backward()",
+                "# or return only the loss from a function: backward does not need the logits",
+            ),
+        },
+    ),
+    Change(
         "8-bit AdamW",
         _eight_bits,
         {
@@ -272,13 +297,31 @@ CHANGES = (  # in the order of application
 )
 
 
-def changes_for(device: str) -> tuple[Change, ...]:
+_NOT_COMBINED = ("logits released",)  # a chunked loss has no logits
+
+
+def changes_for(device: str, trace: Trace, models: Sequence[nn.Module]) -> tuple[Change, ...]:
     """Return the changes to try on a device: autocast in bfloat16, but in float16 on GPUs that
-    multiply bfloat16 in float32."""
+    multiply bfloat16 in float32; and to release the logits only if they are alive in backward."""
     target = find_target(device)
     has_bfloat16 = target is None or target.has_bfloat16
-    other = "float16 autocast" if has_bfloat16 else "bfloat16 autocast"
-    return tuple(change for change in CHANGES if change.name != other)
+    leave_out = {"float16 autocast" if has_bfloat16 else "bfloat16 autocast"}
+    if not _holds_logits(trace, models):
+        leave_out.add("logits released")
+    return tuple(change for change in CHANGES if change.name not in leave_out)
+
+
+def _holds_logits(trace: Trace, models: Sequence[nn.Module]) -> bool:
+    """Whether the output of the layer that computes the logits is alive at a peak in backward."""
+    heads = dict(filter(None, map(_head_of, models)))
+    if trace.peak_phase != "backward":
+        return False
+    return any(
+        event.phase == "forward"
+        and event.module in heads
+        and event.shape[-1:] == (heads[event.module].out_features,)
+        for event in trace.alive(trace.peak_position)
+    )
 
 
 FSDP = {
@@ -315,6 +358,15 @@ def sharded_bytes(trace: Trace, models: Iterable[nn.Module], ranks: int) -> int 
     whole = max(sum(w.nbytes for w in layer.parameters()) for layer in layers)
     shared = sum(trace.at_peak.get(category, 0) for category in _SHARDED)
     return trace.peak_bytes - shared + -(-shared // ranks) + 2 * whole
+
+
+def combinations_of(helpful: Sequence[Change]) -> list[tuple[Change, ...]]:
+    """Return the two, three, … of the helpful changes that save most, and all of them with LoRA,
+    which changes what is trained. The best change is the first."""
+    alone = [change for change in helpful if change.name not in _NOT_COMBINED]
+    others = [change for change in alone if change.name != "LoRA"]
+    found = [tuple(others[:count]) for count in range(2, len(others) + 1)]
+    return found + [tuple(alone)] * (1 < len(alone) > len(others))
 
 
 def together(changes: tuple[Change, ...]) -> Change:

@@ -22,6 +22,7 @@ from memlab.scripts.word_tokenizer import Template, template_of, words_tokenizer
 Note = Callable[[str, str], None]  # (the missing thing, its stand-in)
 Replacement = tuple[tuple[Any, str], Callable[[Any], Any]]
 _NAME = "pretrained_model_name_or_path"
+FROM_A_FILE = "_has_weights_from_a_file"  # attribute of a transformers model that was loaded
 _FEWEST_TOKENS = 100  # of any tokenizer that has its files, beside special ones
 
 
@@ -86,7 +87,10 @@ class Hub:
         self, real: Callable[..., Any], cls: Any, name: Any, *args: Any, **options: Any
     ) -> Any:
         try:
-            return real(cls, name, *args, **options)
+            loaded = real(cls, name, *args, **options)
+            model = loaded[0] if isinstance(loaded, tuple) else loaded
+            setattr(model, FROM_A_FILE, name is not None)
+            return loaded
         except OSError:
             if name is None:
                 raise
@@ -103,6 +107,7 @@ class Hub:
         del made
         model = real(cls, None, *args, config=config, state_dict=weights, **options)
         model.name_or_path = model.config.name_or_path = name  # trl loads the tokenizer of it
+        setattr(model, FROM_A_FILE, True)
         return model
 
     def _weights_of_diffusers(self, module: ModuleType) -> Iterator[Replacement]:

@@ -4,6 +4,9 @@
     logits = model(tokens)          # of the logits' shape and dtype, but nothing is computed
     F.cross_entropy(logits.view(-1, V), targets.view(-1))   # in chunks, by memlab.losses
 
+With `in_chunks=False` the loss is the usual one. It shows what is saved if no name of the script
+holds the logits during backward.
+
 What scripts do between the two (views, slices over tokens, casts, `contiguous`) is done to the
 layer's input. Whatever else reads the logits gets them computed, and raises `OtherUseError` if a
 gradient flows through it.
@@ -81,8 +84,8 @@ class LateLogits(Tensor):
 class _Head:
     """A linear layer whose outputs are LateLogits, and autocast's state when it ran."""
 
-    def __init__(self, layer: nn.Linear) -> None:
-        self.layer = layer
+    def __init__(self, layer: nn.Linear, in_chunks: bool) -> None:
+        self.layer, self.in_chunks = layer, in_chunks
         self.is_waiting = False  # for a loss
         self.autocast: Callable[[], torch.autocast]
 
@@ -96,9 +99,9 @@ class _Head:
         return LateLogits.of(hidden, self, dtype if is_cast else self.layer.weight.dtype)
 
 
-def late_logits(layer: nn.Linear) -> None:
+def late_logits(layer: nn.Linear, *, in_chunks: bool = True) -> None:
     """Make the layer return LateLogits wherever gradients are enabled."""
-    forward, head = layer.forward, _Head(layer)
+    forward, head = layer.forward, _Head(layer, in_chunks)
 
     @wraps(forward)
     def late(input: Tensor) -> Tensor:
@@ -170,6 +173,9 @@ def _chunked(
     if not (is_usual and isinstance(input, LateLogits) and input.shape[:-1] == target.shape):
         return None
     input.head.is_waiting = False
+    if not input.head.in_chunks:
+        settings = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        return F.cross_entropy(_computed(input), target, reduction=reduction, **settings)
     with input.head.autocast():
         return chunked_cross_entropy(
             input.hidden,

@@ -11,6 +11,7 @@ from memlab.scripts.changes import (
     CHANGES,
     NotPossibleError,
     changes_for,
+    combinations_of,
     sharded_bytes,
     together,
 )
@@ -43,7 +44,7 @@ SCRIPT = """
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(4):
         AROUND:
-            loss = LOSS_OF(model(torch.randn(512, 64)))
+            loss = LOSS_OF(NAMEmodel(torch.randn(512, 64)))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -54,6 +55,7 @@ PLAIN = {
     "CALL": "block(x)",
     "RESULT": "self.head(x)",
     "AROUND": "if True",
+    "NAME": "",
     "LOSS_OF": "(lambda logits: logits.square().mean())",
 }
 CROSS_ENTROPY = f"(lambda logits: cross_entropy(logits, {TARGETS}))"
@@ -103,7 +105,9 @@ def test_an_8_bit_optimizer_shrinks_the_state(outcome):
 
 def test_changes_work_together(outcome):
     loss = {"LOSS_OF": CROSS_ENTROPY}
-    from_the_start = [change for change in changes_for("cpu") if change.name != "LoRA"]
+    plain = outcome(**loss)
+    possible = changes_for("cpu", plain.trace, plain.models)
+    from_the_start = [change for change in possible if change.name != "LoRA"]
     all_four = outcome(together(tuple(from_the_start)), **loss).trace
     alone = [outcome(each, **loss).trace.peak_bytes for each in from_the_start]
     assert all_four.peak_bytes < min(alone)
@@ -220,17 +224,43 @@ def test_a_script_that_checkpoints_its_layers_is_not_checkpointed_again(outcome,
         outcome(CHANGE_OF["checkpointing"], **own)
 
 
-def test_autocast_is_in_float16_where_bfloat16_is_emulated():
-    names = {device: [c.name for c in changes_for(device)] for device in ("cuda", "cuda:t4", "cpu")}
+def test_autocast_is_in_float16_where_bfloat16_is_emulated(outcome):
+    plain = outcome()
+    names = {
+        device: [change.name for change in changes_for(device, plain.trace, plain.models)]
+        for device in ("cuda", "cuda:t4", "cpu")
+    }
     assert "bfloat16 autocast" in names["cuda"]
     assert names["cuda"] == names["cpu"]
     assert "bfloat16 autocast" not in names["cuda:t4"]
     assert "float16 autocast" in names["cuda:t4"]
 
 
-def test_what_the_script_does_already_is_not_possible(outcome):
-    with pytest.raises(NotPossibleError, match="uses autocast already"):
-        outcome(CHANGE_OF["bfloat16 autocast"], **OWN["bfloat16 autocast"])
+def test_logits_that_a_name_holds_in_backward_can_be_released(outcome):
+    """The loss does not need them, so the peak falls by exactly the logits."""
+    loss = {"LOSS_OF": CROSS_ENTROPY}
+    held, free = outcome(NAME="logits := ", **loss), outcome(**loss)
+    offered = [
+        [change.name for change in changes_for("cpu", found.trace, found.models)]
+        for found in (held, free)
+    ]
+    assert "logits released" in offered[0]
+    assert "logits released" not in offered[1]
+    released = outcome(CHANGE_OF["logits released"], NAME="logits := ", **loss)
+    assert held.trace.peak_bytes - released.trace.peak_bytes == 4 * 512 * 8192
+    assert released.trace.peak_bytes == free.trace.peak_bytes
+
+
+def test_combinations_have_lora_only_in_the_last():
+    lora, checkpointing, loss = (
+        CHANGE_OF[name] for name in ("LoRA", "checkpointing", "chunked loss")
+    )
+    released = CHANGE_OF["logits released"]
+    found = combinations_of([checkpointing, lora, loss, released])
+    assert found == [(checkpointing, loss), (checkpointing, lora, loss)]
+    assert combinations_of([lora, checkpointing]) == [(lora, checkpointing)]
+    assert combinations_of([lora]) == combinations_of([loss]) == combinations_of([]) == []
+    assert combinations_of([checkpointing, loss]) == [(checkpointing, loss)]
 
 
 def test_the_code_is_the_frameworks():
