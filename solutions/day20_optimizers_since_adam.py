@@ -4,8 +4,8 @@
 # **Muon, GaLore, APOLLO, Shampoo, SOAP: which keep less state than AdamW, and which need large
 # temporaries?**
 #
-# After today you have built Muon's and GaLore's steps. For each optimizer you can say what it keeps
-# for a matrix of any shape, which temporaries it allocates, and why embeddings stay with AdamW.
+# After today you have built Muon's and GaLore's steps, and can compute their temporaries. For each
+# optimizer you can say what it keeps for a matrix of any shape, and which weights stay with AdamW.
 #
 # About 85 minutes, 50 of them for four exercises. You need a laptop; a GPU is optional. Nothing is
 # downloaded.
@@ -24,7 +24,7 @@
 # Newer optimizers treat **matrices** as a whole:
 #
 # - Muon orthogonalizes a momentum.
-# - GaLore and APOLLO keep moments of a low-rank projection.
+# - GaLore and APOLLO keep moments of a low-rank projection of the gradient.
 # - Shampoo and SOAP multiply the gradient by square matrices from both sides.
 #
 # How much memory do they need?
@@ -142,7 +142,7 @@ def train(make, steps, seed=1):
 _, model, adamw = train(lambda model: optim.AdamW(model.parameters(), lr=3e-3), 15)
 weight = model.blocks[1].mlp.up.weight
 gradient, state = weight.grad, adamw.state[weight]
-adamw_step = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8)
+adamw_step = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8)  # up to a constant factor
 
 
 # %%
@@ -496,8 +496,8 @@ for name, step_ in {"muon": muon_, "galore": partial(galore_, rank=8), "shampoo"
 # ## At scale: Llama 2 7B
 #
 # Compute the float32 state with a rank of 1,024, and the temporaries of the largest matrix, 4,096 ×
-# 11,008. (memlab's AdamW and APOLLO update a matrix in chunks, with temporaries of a few MiB.
-# Shampoo's and SOAP's depend on how you compute roots and eigenvectors.)
+# 11,008. (memlab's AdamW and APOLLO update a matrix in chunks, of 1 MiB on a CPU and 16 MiB on a
+# GPU. Shampoo's and SOAP's temporaries depend on how you compute roots and eigenvectors.)
 
 
 # %%
@@ -509,18 +509,19 @@ def state_bytes(name, config, rank):
 
 m, n = 4_096, 11_008
 TEMPORARIES = {
-    "adamw": 0,  # only chunks of a few MiB
+    "adamw": 0,  # only chunks
     "muon": 4 * m * n + 2 * m * m,  # bfloat16
     "galore": 4 * (m * m + m + m * n),  # an SVD's results, every 200 steps, without its workspace
-    "apollo": 0,
+    "apollo": 4 * m * 1_024,  # a random matrix; then chunks
+    "apollo, rank 1": 0,  # only chunks
 }
 STATES = {name: state_bytes(name, LLAMA_2_7B, 1_024) for name in elements_kept(2, 2, 1)}
 STATES["apollo, rank 1"] = state_bytes("apollo", LLAMA_2_7B, 1)
 for name, count in STATES.items():
     print(f"{name:15} state {format_bytes(count):>10}, {count / STATES['adamw']:4.0%} of AdamW's",
           end="")  # fmt: skip
-    temporaries = TEMPORARIES.get(name.split(",")[0])
-    listed = f"{temporaries / 2**20:.0f} MiB" if temporaries else "a few MiB"
+    temporaries = TEMPORARIES.get(name)
+    listed = f"{temporaries / 2**20:.0f} MiB" if temporaries else "a few chunks"
     print("" if temporaries is None else f"; temporaries {listed}")
 
 # %%
@@ -650,10 +651,10 @@ else:
 #
 # | for a matrix of m × n, m ≤ n | elements kept | a step also needs |
 # | --- | --- | --- |
-# | AdamW | 2mn | a few MiB |
+# | AdamW | 2mn | a few chunks |
 # | Muon | mn | 4mn + 2m² bytes, 15 matmuls |
 # | GaLore, rank r | r(m + 2n) | an SVD, every 200 steps |
-# | APOLLO, rank r | 2rn | a random matrix |
+# | APOLLO, rank r | 2rn | a random matrix, 4mr bytes |
 # | Shampoo | m² + n² | roots of both |
 # | SOAP | 2m² + 2n² + 2mn | QR of both, every 10 steps |
 #

@@ -326,7 +326,7 @@ def no_grad(s: TextSituation) -> Finding | None:
     trained = s.log.trained
     return finding(
         "no-grad",
-        0.35 if is_generation else 0.68 if trained else 0.6,
+        0.35 if is_generation else 0.82 if trained else 0.6,
         f"memory ran out in {s.evaluation.name}(): {s.line_of(s.evaluation)}",
         "the log shows that training ran before, so a training step fits" if trained else "",
         "no torch.no_grad() decorator in the traceback (a with statement would not show in it)",
