@@ -91,7 +91,7 @@ for kind, bytes_ in yesterday.items():
     print(f"{kind:22}{format_bytes(bytes_):>12}{format_bytes(cast.at_peak[kind]):>12}")
 
 # %% [markdown]
-# Autocast needs **more** memory. Weights, gradients and Adam's state have the same bytes: autocast
+# Autocast needs **more** memory. Weights, gradients and Adam's state need the same bytes: autocast
 # leaves them in float32. Activations have even grown. Which tensors are new?
 
 # %% [markdown]
@@ -154,8 +154,9 @@ for name in formats:
 
 # %% [markdown]
 # **float16** has more precision but less range: nothing above 65,504, nothing below 6e-8.
-# **bfloat16** is the upper half of a float32: the same range, but steps of 1/128 above 1. Today you
-# build remedies for both: for float16's range and for bfloat16's precision. First, count the bytes.
+# **bfloat16** is the upper 16 bits of a float32: the same range, but steps of 1/128 above 1. Today
+# you build remedies for both: for float16's range and for bfloat16's precision. First, count the
+# bytes.
 
 # %% [markdown]
 # ## Bytes per weight
@@ -181,12 +182,12 @@ for name in formats:
 # ### Exercise 4.1: bytes of each policy
 #
 # About 15 minutes. Return the bytes at the end of backward (master weights count as parameters),
-# and the casts at its start. `config.parameters` is N.
+# and of the casts at its start. `config.parameters` is N, V the vocabulary size, C the hidden size.
 #
-# - Adam's state has a 4-byte counter per tensor: 9 tensors per block, and 2 outside (3 if untied).
+# - Adam's state has a 4-byte counter per tensor: 9 per block, and 2 outside (3 if untied).
 # - Autocast casts the weights used in matmuls.
 # - It does not cast the norms: C weights each, 2 per block and 1 at the end.
-# - It casts the embedding (V × C) only if `config.tied`: a tied embedding also computes the logits.
+# - It casts the embedding (V × C) only if `config.tied`: then it also computes the logits.
 
 
 # %%
@@ -270,7 +271,7 @@ axes.axhline(0.5, color="black", linewidth=1, linestyle="--")
 axes.set(
     xticks=range(len(names)),
     ylabel="bytes relative to float32",
-    title="Which bytes halve? (line: half)",
+    title="Which bytes halve? (dashed line: half)",
 )
 axes.set_xticklabels([name.replace("_", " ") for name in names])
 axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.1))
@@ -284,8 +285,8 @@ for policy in ("autocast", "bfloat16"):
 # bytes, as `"master32"` does. Autocast halves none of the three.
 #
 # Activations don't halve here. Autocast keeps norms, residual sums and log-probabilities in
-# float32. And the CPU's norm saves a float32 version of its bfloat16 input. CUDA's norm does not
-# (see *Rules on trial*).
+# float32. With bfloat16 weights, the CPU's norm saves a float32 version of its input. CUDA's norm
+# does not (see *Rules on trial*).
 
 # %% [markdown]
 # ## Underflow in float16
@@ -335,7 +336,7 @@ many, their_targets = next(batches(text, 80, 64, seed=1))
 
 
 def weight_gradients(dtype=None, scale=1.0):
-    """Scale the loss, and return all weights' gradient / scale; under autocast if `dtype`."""
+    """Return all weights' gradient: scale the loss, then unscale. Autocast if `dtype` is given."""
     model.zero_grad()
     with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
         loss = model(many, their_targets)
@@ -377,8 +378,8 @@ _ = panels[1].set_xlabel("log₂ of the magnitude")
 # %% [markdown]
 # Below 2⁻²⁵ float16 rounds to zero. From there to 2⁻¹⁴ its values are *subnormal*: their spacing is
 # always 2⁻²⁴, so small values have fewer significant digits. (The measured percentage is rounded to
-# a multiple of 50%, so that it is the same on every CPU.) An element that is zero here never
-# reaches a weight.
+# a multiple of 50%, so that it is the same on every CPU.) A logit gradient of zero adds nothing
+# to a weight's gradient.
 #
 # The remedy is **loss scaling**. By the chain rule, multiplying the loss by 2¹⁶ multiplies all
 # gradients by 2¹⁶, and float16 has room for larger values. Then divide the gradients by 2¹⁶ in
@@ -403,21 +404,23 @@ print(f"error of bfloat16 below 2%: {bf16 < 0.02}, above scaled float16's: {bf16
 
 # %% [markdown]
 # Without a scale, the elements that underflowed are missing. With it, float16 is the most accurate
-# of the three, because it has three mantissa bits more than bfloat16.
+# of the three, because it has three mantissa bits more than bfloat16. But too large a scale makes
+# gradients inf or nan.
 
 # %% [markdown]
 # ### Exercise 4.2: a loss scaler
 #
-# About 20 minutes. Too large a scale makes gradients inf or nan. `fine_steps` counts steps since
-# `scale` changed. `train` returns whether it stepped. In order:
+# About 20 minutes. `fine_steps` counts steps since `scale` changed. `train` returns whether it
+# stepped. In order:
 #
 # 1. Clear gradients; backward on each scaled loss.
 # 2. If all gradients are finite: divide by `scale`, clip to `max_norm`, step, `fine_steps` + 1.
 # 3. Otherwise: scale × ½, `fine_steps` = 0.
 # 4. If `fine_steps` is `interval`: scale × 2, at most 2¹²⁷; `fine_steps` = 0.
 #
-# `losses` is any iterable. Weights: `group["params"]` for `group` in `optimizer.param_groups`; some
-# have no gradient. Hold one micro-batch's graph. Copy no gradients. No private `torch._…`.
+# `losses` is any iterable, a loss per micro-batch: keep only one graph alive. Weights:
+# `group["params"]` for `group` in `optimizer.param_groups`; some have no gradient. Don't copy
+# gradients. Don't use private `torch._…`.
 
 
 # %%
@@ -452,8 +455,8 @@ Scaler = exercise("4.2", Scaler)
 # %% [markdown]
 # ## Watch the scale
 #
-# Train in float16 under autocast. To show both directions in 30 steps, the scale starts far too
-# high, at 2²⁴, and grows after 5 steps in a row. (Torch starts at 2¹⁶ and grows after 2000.)
+# Train in float16 under autocast. To see the scale fall and grow in 30 steps, it starts far too
+# high, at 2²⁴, and grows after 5 steps without overflow. (Torch: 2¹⁶ and 2000 steps.)
 
 # %%
 torch.manual_seed(0)
@@ -490,7 +493,7 @@ print(f"the loss went down: {half_losses[-1] < half_losses[0]}")
 # ## Lost updates in bfloat16
 #
 # - 1 + 1/1000 stays 1, however often you add.
-# - 256 + 1 is 256 (yesterday's accumulation), because the next bfloat16 is 258.
+# - 256 + 1 is 256, because the next bfloat16 is 258.
 # - 0.999 times a value is the same value again, so Adam's second moment never falls.
 #
 # **Stochastic rounding** fixes this without extra memory. A value 30% of the way from one bfloat16
@@ -515,7 +518,7 @@ print(f"0.999 · 1.5 = {(0.999 * (1.5 * one)).item()}")
 
 # %%
 def stochastic_round(numbers: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Round each element to one of its two bfloat16 neighbours, with the element as the mean."""
+    """Round each element to a random bfloat16 neighbor whose expected value is the element."""
     ### BEGIN SOLUTION
     chance = torch.randint(2**16, numbers.shape, generator=generator, dtype=torch.int32)
     bits = (chance + numbers.view(torch.int32)) & ~0xFFFF
@@ -570,7 +573,8 @@ print(f"nearest {ends[0]:.2f}, stochastic (mean) {ends[1]:.2f}, Kahan {ends[3]:.
 # - Move the gradients to the copies, divided by `scale`; step; write the rounded copies to the
 #   weights.
 # - A weight without a gradient stays unchanged.
-# - At the end, neither weights nor copies have gradients. Hold at most one gradient in both dtypes.
+# - At the end, neither weights nor copies have gradients.
+# - Only one gradient may exist in both dtypes at once.
 
 
 # %%
@@ -655,10 +659,10 @@ lost = 1 - moved["bfloat16, nearest"]
 print(f"nearest: more than a quarter of the weights never changed: {lost > 0.25}")
 
 # %% [markdown]
-# With round to nearest it learns less: an update below half the distance from its weight to the
-# next bfloat16 is lost, and a lower learning rate loses more updates. Master weights and stochastic
-# rounding learn what float32 learns. Master weights need 16 bytes per weight (18 during the
-# optimizer step), stochastic rounding 8. So today's line of the bill is bfloat16 weights and
+# With round to nearest the model learns less: an update below half the distance from its weight to
+# the next bfloat16 is lost, and a lower learning rate loses more updates. Master weights and
+# stochastic rounding learn what float32 learns. Master weights need 16 bytes per weight (18 during
+# the optimizer step), stochastic rounding 8. So today's line of the bill is bfloat16 weights and
 # moments with stochastic rounding.
 
 # %% [markdown]
@@ -706,8 +710,8 @@ print(f"autocast also has {casts_of_seven} of casts at the start of backward")
 # %% [markdown]
 # Only `"bfloat16"` fits a GPU with 80 GiB, with room for activations: in yesterday's dry run, also
 # in bfloat16, a step on 2048 tokens peaked at 50.50 GiB. During the optimizer step, `"master"`
-# needs as much as `"master32"`, 112.96 GiB. Even 50 GiB is twice Day 16's 24 GiB. Days 8 and 9
-# reduce the moments, and on Day 16 the gradients no longer all exist at once.
+# needs as much as `"master32"`, 112.96 GiB. Day 16 trains this model on a GPU with 24 GB: Days 8
+# and 9 reduce the moments, and on Day 16 the gradients no longer all exist at once.
 
 # %% [markdown]
 # ## On your GPU

@@ -19,8 +19,8 @@
 # %% [markdown]
 # ## The question
 #
-# LoRA (Day 3) freezes the weights and trains a low-rank update beside each matrix. Frozen weights
-# have no gradient and no optimizer state. In bfloat16 they need 2 bytes each.
+# LoRA (Day 3) freezes the weights and trains a low-rank update, an **adapter**, beside each matrix.
+# Frozen weights have no gradient and no optimizer state. In bfloat16 they need 2 bytes each.
 #
 # Since frozen weights never change, they can be stored in lower precision. **QLoRA** stores them in
 # four bits, as **NF4** (4-bit NormalFloat), and decodes them for each use: seven billion weights
@@ -134,9 +134,9 @@ def qlora_step(config, setup, batch, length, device="cuda"):
 
 
 # %% [markdown]
-# The blocks are equal, so a model with one block and a model with two are enough: each further
-# block adds the same bytes to the peak. (`tests/course/test_day17.py` compares this with all 32
-# blocks, to the byte.)
+# The transformer blocks are equal, so a model with one block and a model with two are enough: each
+# further block adds the same bytes to the peak. (`tests/course/test_day17.py` compares this with
+# all 32 blocks, to the byte.)
 
 
 # %%
@@ -180,8 +180,8 @@ reveal("17.1", smaller_times=2 * 4096 * 4096 / codes_of_one,
 # fractions from −1 to 1. NF4 rounds each fraction to one of 16 values, its **levels**.
 #
 # Day 9's dynamic codebook spreads 256 values over seven decades, because optimizer moments span
-# that range. Weights don't: a model is initialized from a normal distribution, and the QLoRA paper
-# finds trained weights still nearly normal. Check it for our model after 40 steps:
+# that range. Weights don't: language models are usually initialized from a normal distribution, and
+# the QLoRA paper finds trained weights still nearly normal. Check it for our model after 40 steps:
 
 # %%
 CONFIG = replace(PRESETS["tiny"], hidden_size=64, layers=2, kv_heads=4, intermediate_size=192)
@@ -218,8 +218,8 @@ for within in (1, 2):
 #
 # About 10 minutes. Return 16 levels, sorted, in float32:
 #
-# - above zero: cut the probabilities from 1/2 to `OUTERMOST` into 8 equal parts; the levels are the
-#   quantiles at the upper ends of the parts
+# - above zero: cut the probabilities from 1/2 to `OUTERMOST` (in the next cell) into 8 equal parts;
+#   the levels are the quantiles at the upper ends of the parts
 # - below zero: the same with 7 parts, negated
 # - zero
 #
@@ -297,9 +297,9 @@ def decode(codes, absmax):
 # - A block is 64 neighbors of the flattened weight.
 # - A code is the index of the level nearest to w / absmax in float32 (at a tie, either).
 # - A block of zeros gets code 7 and absmax 0.
-# - Other blocks may have an absmax of 10⁻²⁶. Don't change it.
+# - Other blocks may have an absmax of 10⁻²⁶. Keep it.
 #
-# Return no slice of a larger tensor. Peak memory: at most 64 bytes per weight.
+# Return no slice of a larger tensor. Don't change `weight`. Peak: at most 64 bytes per weight.
 
 
 # %%
@@ -387,8 +387,8 @@ _ = axes.set_title("All absmax values are positive and near their mean (red)")
 # 2. Take blocks of 256 (the last may be short). A block's scale is its largest absolute value.
 # 3. A code is the index of the entry nearest to value / scale.
 #
-# If all values are equal, every code is the code of zero. The result must not keep a larger tensor
-# alive.
+# If all values are equal, every code is the code of zero. Return no slice of a larger tensor. Don't
+# change the inputs.
 
 
 # %%
@@ -427,7 +427,7 @@ def bytes_per_weight(*tensors):
 
 print(f"codes and absmax in float32:  {bytes_per_weight(codes, absmax):.6f} bytes per weight")
 print(f"  by formula 1/2 + 4/64:      {1 / 2 + 4 / 64:.6f}")
-print(f"absmax in 8 bits:             {bytes_per_weight(codes, small, scales, mean):.6f}")
+print(f"codes, and absmax in 8 bits:  {bytes_per_weight(codes, small, scales, mean):.6f}")
 print(f"  1/2 + 1/64 + 4/(64·256):    {1 / 2 + 1 / 64 + 4 / (64 * 256):.6f}, plus the mean")
 print(f"error of the absmax values: {error(absmax, restored):.1%}")
 print(f"error of the weights: {error(matrix, decode(codes, absmax)):.2%} with float32 absmax, ",
@@ -442,8 +442,8 @@ print(f"{error(matrix, decode(codes, restored)):.2%} with double quantization")
 # ## A layer that saves no weight for backward
 #
 # The layer decodes its weight and multiplies. For y = x Wᵀ, the gradient of x is dy W, so backward
-# needs W. If you decode outside a Function, autograd saves the *decoded* weight of every layer
-# until backward. Then four bits save nothing.
+# needs W. If you decode outside a `torch.autograd.Function`, autograd saves the *decoded* weight of
+# every layer until backward. Then four bits save nothing.
 #
 # Backward does not need x, because only the gradient of W uses it, and W is frozen.
 
@@ -455,8 +455,8 @@ print(f"{error(matrix, decode(codes, restored)):.2%} with double quantization")
 # and gradient have the dtype of x.
 #
 # `decode` returns float32. In forward, cast W to the dtype of x; in backward, to the dtype of the
-# gradient. Save only `codes` and `absmax` between forward and backward. The peak of a pass may
-# include one float32 copy of W more than these steps need.
+# gradient. Save only `codes` and `absmax` between forward and backward. Besides the tensors of
+# these steps, a pass may hold one more float32 copy of W.
 
 
 # %%
@@ -522,7 +522,7 @@ class DecodesOutside(QLoRALinear):
 
 # %%
 def stack(make):
-    """Return the bytes of eight layers of 512 × 512, and the bytes that forward saves besides."""
+    """Return the bytes of eight 512 × 512 layers, and the further bytes saved for backward."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(make(nn.Linear(512, 512, bias=False)) for _ in range(8)))
     x, outputs = torch.randn(4, 512).requires_grad_(), []
@@ -565,9 +565,9 @@ with memlab.dry_run():
 print(f"the decoded weight, in bfloat16: {format_bytes(2 * rows * columns)}")
 
 # %% [markdown]
-# Your `decode` holds indices, levels and products of the whole matrix at once. memlab decodes a
-# chunk at a time into a buffer of the result's dtype, so it needs the decoded weight and little
-# more. Only one layer decodes at a time, so at 7B the difference is a few hundred MiB in total.
+# The lesson's `decode` holds indices, levels and products of the whole matrix at once. memlab
+# decodes a chunk at a time into a buffer of the result's dtype, so it needs the decoded weight and
+# little more. Only one layer decodes at a time, so at 7B the difference is a few hundred MiB.
 
 # %% [markdown]
 # ## Does it still learn?
@@ -616,8 +616,8 @@ for name, add in (("LoRA", add_lora), ("QLoRA", add_qlora)):
 print(f"QLoRA ends within 1 % of LoRA: {abs(learned['QLoRA'] / learned['LoRA'] - 1) < 0.01}")
 
 # %% [markdown]
-# Four bits barely change this model's loss, and the adapters train just as well. (A small model
-# proves nothing about large ones. The paper compares many models, up to 65B.)
+# Four bits barely change this model's loss, and adapters train as well as beside float32 weights.
+# (A small model proves nothing about large ones. The paper compares many models, up to 65B.)
 
 # %% [markdown]
 # ## Fixed memory
@@ -626,15 +626,15 @@ print(f"QLoRA ends within 1 % of LoRA: {abs(learned['QLoRA'] / learned['LoRA'] -
 # model alone needed 4.2 GiB, not 3.3. Which tensors are the rest?
 #
 # - **Not quantized:** embedding, output layer and norms. In 7B these are 262 million weights.
-# - **Cast to float32:** `prepare_model_for_kbit_training` casts them for stability, to 4 bytes
-#   each.
+# - **Cast to float32:** `prepare_model_for_kbit_training` casts the unquantized weights for
+#   stability, to 4 bytes each.
 # - **Adapters** in float32. In training, each adapter weight also has a gradient and two moments.
 
 # %% [markdown]
 # ### Exercise 17.5: fixed memory
 #
-# About 10 minutes. `shapes` has (out, in) of each quantized matrix; `others` is the number of the
-# base model's other weights. Return a dictionary of bytes:
+# About 10 minutes. `shapes` has (out, in) of each quantized matrix; `others` is the number of
+# unquantized weights in the base model. Return a dictionary of bytes:
 #
 # | key | contents |
 # | --- | --- |
@@ -643,7 +643,8 @@ print(f"QLoRA ends within 1 % of LoRA: {abs(learned['QLoRA'] / learned['LoRA'] -
 # | `"adapters"` | A and B of each matrix, float32 |
 # | `"training"` | the adapters' gradients and AdamW's two moments, float32 |
 #
-# For each matrix, round blocks and bytes up.
+# For each matrix of n weights, round up the bytes of codes (n/2), the number of blocks (n/64) and
+# the number of scales (blocks/256).
 
 
 # %%
@@ -707,7 +708,7 @@ print(f"parameters {known['others'] + known['adapters'] - usual['parameters']:,}
 # ## Why it still runs out of memory
 #
 # Activations are 38 GiB. What reduces them? `tests/course/test_day17.py` computes the predictions
-# below, for all 32 blocks. The first row is the step that you predicted above.
+# below, for all 32 blocks. The first row is the step predicted above.
 #
 # A step fits if its **reserved** memory is at most the GPU's memory minus CUDA's context (Day 16).
 
@@ -741,7 +742,7 @@ CARDS = {"rtx4060": 8, "rtx4070": 12, "rtx4080": 16, "rtx4090": 24, "a6000": 48}
 def fits(reserved):
     """Return the smallest GPU of CARDS that can reserve this many bytes."""
     names = [name for name in CARDS if reserved <= memory_named(name).budget_bytes]
-    return names[0] if names else "none of these GPUs"
+    return f"{names[0]} ({CARDS[names[0]]} GB)" if names else "none of these GPUs"
 
 
 print("7B, 4 × 1,024 tokens            allocated    reserved    fits on")
@@ -749,7 +750,7 @@ for name, (_, step) in STEPS.items():
     columns = f"{format_bytes(step.allocated):>11}{format_bytes(step.reserved):>12}"
     print(f"{name:30}{columns}    {fits(step.reserved)}")
 agree = peak == STEPS["a plain loop"][1].allocated
-print(f"the first row equals your prediction from two blocks: {agree}")
+print(f"the first row equals the prediction from one and two blocks: {agree}")
 
 # %%
 COLORS = {"4-bit weights": "#4477aa", "not quantized": "#cc6677", "adapters, training": "#ddaa33",
@@ -779,18 +780,19 @@ axes.spines[["top", "right"]].set_visible(False)
 # Why does each change help?
 #
 # - **Autocast.** The embedding and the norms were cast to float32, so without autocast all
-#   activations are float32. Under autocast, matmuls return bfloat16.
-# - **Checkpointing.** Backward runs through every block down to the first adapter, and needs their
-#   activations. Checkpointing keeps only the block inputs. (peft's call turns it on by default.)
-# - **Logits in chunks.** All logits need several tensors of tokens × vocabulary (Day 11).
+#   activations are float32. With it, matmuls return bfloat16.
+# - **Checkpointing.** Backward runs down to the first adapter, through every block. Checkpointing
+#   keeps only the block inputs. (It is peft's default.)
+# - **Logits in chunks.** All logits need several tensors of tokens × vocabulary (Day 11). Without
+#   them, a block's backward is the peak.
 # - **Not prepared.** Embedding, output layer and norms stay in bfloat16, and so do the block inputs
 #   that checkpointing saves.
 
 # %% [markdown]
-# ### Longer texts, larger vocabularies
+# ### More tokens, larger vocabularies
 #
 # Use the setup of the row `+ logits in chunks`. Its block inputs and its one recomputed block grow
-# with the tokens of a step. What would the logits need without chunks, with Llama 2's 32,000
+# with the number of tokens. What would the logits need without chunks, with Llama 2's 32,000
 # vocabulary entries or Llama 3's 128,256? Measure how many bytes `float32_loss` needs per token and
 # vocabulary entry:
 
@@ -817,13 +819,14 @@ for (batch, length), step in GROWN.items():
     share = held_by(seven)["codes"] / step.allocated
     print(f"{tokens:6,} tokens, 4-bit weights {share:.0%}: allocated ", end="")
     print(f"{format_bytes(step.allocated):>9}, ", end="")
-    print(f"reserved {format_bytes(step.reserved):>9}, fits on {fits(step.reserved)}")
+    print(f"reserved {format_bytes(step.reserved):>9}, fits {fits(step.reserved)}")
     print("    without chunks, logits for ", end="")
     print(", ".join(f"V = {v:,}: {gib:.2f} GiB" for v, gib in logits.items()))
 
 # %% [markdown]
 # At 512 tokens, 7B fits on 8 GB. At 32,768 tokens it does not fit on 24 GB, and the 4-bit weights
-# are 11 % of the peak. So "7B needs 6 GB with QLoRA" means nothing without the tokens of a step.
+# are 11 % of the peak. So "7B needs 6 GB with QLoRA" means nothing without the number of tokens per
+# step.
 #
 # ### An optimizer over all parameters
 #
@@ -843,7 +846,7 @@ for name, setup in setups.items():
     print(f"; state: {state / learning:.2f} elements per trained weight")
 ENDS = Predicted(11_119_053_312, 14_029_946_880)
 more = ENDS.allocated - STEPS["+ checkpointing"][1].allocated
-print("7B, row + checkpointing: training the embedding and the output layer too adds "
+print("7B, checkpointed: training the embedding and the output layer, too, adds "
       f"{format_bytes(more)} to the peak")  # fmt: skip
 
 # %% [markdown]
@@ -964,8 +967,8 @@ else:
 # %% [markdown]
 # ## On your GPU
 #
-# With a GPU, this cell runs 7B's step, also with logits in chunks but only four of the 32 blocks,
-# and compares it with its prediction. (In transformers, quantize with
+# With a GPU, this cell runs 7B's step with logits in chunks, but with only four of the 32 blocks,
+# and compares its peak with the prediction. (In transformers, quantize with
 # `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
 # bnb_4bit_use_double_quant=True)`.)
 
@@ -1041,7 +1044,7 @@ else:
 # %% [markdown]
 # ## More claims on trial
 #
-# The next claims are from the QLoRA paper, or common:
+# These claims are from the QLoRA paper or common:
 
 # %%
 before, after = 32 / 64, 8 / 64 + 32 / (64 * 256)

@@ -57,7 +57,7 @@ def _units(config: GPTConfig) -> dict[str, dict[str, int]]:
         "parameters": per_weight,
         "gradients": per_weight,
         "optimizer_state": per_weight | {"bytes per tensor": tensors},
-        "casts": {"casts per weight": 2 * config.parameters, "· C casts": 2 * config.hidden_size},
+        "casts": per_weight | {"· C casts": 2 * config.hidden_size},
     }
 
 
@@ -397,7 +397,8 @@ _SCALER = Exercise(
         "4.2",
         ("The gradients are never divided by the scale.", (_DIVIDE, "            pass\n")),
         (
-            "You divide after each micro-batch, so the first ones are divided several times.",
+            "You divide after each micro-batch, so gradients of earlier micro-batches are divided "
+            "several times.",
             (_BACKWARD, _BACKWARD + _DIVIDE_EACH),
             (_DIVIDE, "            pass\n"),
         ),

@@ -78,7 +78,7 @@ _LEVELS = Exercise(
     difficulty=2,
     hints=(
         "Write a function of the number of parts, 8 or 7, and call it once for each side. A part "
-        "is (OUTERMOST - 0.5) / parts wide, and its upper end is 0.5 plus a multiple of it.",
+        "is (OUTERMOST - 0.5) / parts wide, and its upper end is 0.5 plus a multiple of its width.",
         "NormalDist().inv_cdf(0.5 + step * i) for i in range(1, parts + 1) are the levels of one "
         "side. The 7 of the other side get a minus sign. Don't forget 0.",
         "found = torch.tensor(sorted([*(-q for q in quantiles(7)), 0.0, *quantiles(8)])). Divide "
@@ -109,8 +109,8 @@ _LEVELS = Exercise(
             (_ENDS, "range(count)"),
         ),
         (
-            "You cut one part too few and included 0.5, whose quantile is 0. Cut `count` parts and "
-            "use their upper ends.",
+            "You cut one part too few on each side and included 0.5, whose quantile is 0. Cut 8 "
+            "and 7 parts, and use their upper ends.",
             (_QUANTILE, "NormalDist().inv_cdf(0.5 + (OUTERMOST - 0.5) / (count - 1) * i)"),
             (_ENDS, "range(count)"),
         ),
@@ -323,7 +323,7 @@ _ENCODE = Exercise(
             (_NEAREST, "((fractions + 1) * 7.5).round()"),
         ),
         (
-            "Levels are from −1 to 1. Divide by the absmax before you find the nearest.",
+            "Levels are from −1 to 1. Divide by the absmax before you find the nearest level.",
             ("blocks / absmax.where(absmax > 0, 1).view(-1, 1)", "blocks"),
         ),
         (
@@ -676,7 +676,7 @@ _MATMUL = Exercise(
         "forward: store codes and absmax on ctx, decode, and multiply. backward: decode again. "
         "The gradient with respect to x is gradient · W. How many values does backward return?",
         "decode gives float32 of shape (n,). .view(out_features, -1) makes it W, .to(x.dtype) "
-        "casts it. backward knows out_features too: it is gradient.shape[-1].",
+        "casts it. In backward, out_features is gradient.shape[-1].",
         "forward: ctx.weight = codes, absmax; return x @ decode(codes, absmax).view(out_features, "
         "-1).to(x.dtype).T. backward: weight = decode(*ctx.weight).view(gradient.shape[-1], -1); "
         "return gradient @ weight.to(gradient.dtype), and None for each other argument.",
