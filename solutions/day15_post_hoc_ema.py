@@ -51,9 +51,9 @@ from memlab.units import format_bytes
 
 # %% [markdown]
 # Here is a training run with large steps and small batches, on the source code of Python's standard
-# library. It tracks two averages and writes both to disk at every 40th step, as **snapshots**. They
-# have a *width* σ of 0.05 and 0.10: the standard deviation of the steps in the average, as a share
-# of the training. (You will build the core of `PostHocEMA`.)
+# library. It tracks two averages and writes both to disk at every 40th step, as **snapshots**. The
+# averages differ in *width* σ, 0.05 and 0.10: a larger width covers a larger share of the training.
+# (A formula for σ follows, and you will build the core of `PostHocEMA`.)
 
 # %%
 STEPS, EVERY = 640, 40
@@ -94,7 +94,7 @@ held_out = make_batch(unseen, 64, 64, 0)
 
 @torch.no_grad()
 def loss_of(tensors):
-    """Return the loss on held-out text."""
+    """Return the held-out loss of these weights."""
     model.load_state_dict(tensors, strict=False)
     return float(model(*held_out))
 
@@ -110,27 +110,27 @@ def averaged(snapshot):
 fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
 times = sorted(weights_at)
 axes.plot(times, [loss_of(weights_at[t]) for t in times], ".-", color="#b0b0b8", label="weights")
-tenth = [s for s in snapshots if s.sigma == 0.10]
+wide = [s for s in snapshots if s.sigma == 0.10]
 axes.plot(
-    times, [loss_of(averaged(s)) for s in tenth], ".-", color="#00798c", label="average, σ = 0.10"
+    times, [loss_of(averaged(s)) for s in wide], ".-", color="#00798c", label="average, σ = 0.10"
 )
 axes.set(xlabel="steps", ylabel="held-out loss in nats", title="An average fluctuates less")
 axes.legend(frameon=False)
 axes.spines[["top", "right"]].set_visible(False)
 final_loss = loss_of(weights_at[STEPS])
-print(f"at the end the average has a lower loss: {loss_of(averaged(tenth[-1])) < final_loss}")
+print(f"at the end the average has a lower loss: {loss_of(averaged(wide[-1])) < final_loss}")
 
 # %% [markdown]
 # ## Guess
 #
 # 1. You compute (*synthesize*) four other averages from 20 snapshots of a 16 MiB model and write
 #    them to files. How many MiB of memory do you need?
-# 2. The synthesis solves a linear system. How many KiB does it need for 32 snapshots?
+# 2. The synthesis solves a linear system. How many KiB does the system need for 32 snapshots?
 
 # %% [markdown]
 # 3. You keep the snapshots of the last 20 of 100 times, and combine them into an average with a
-#    width of 25 %. It weights the steps differently than it should: how large is the relative
-#    squared error, in percent?
+#    width of 25 %. This gives the steps wrong factors. How large is the sum of the factors' squared
+#    errors, in percent of the sum of the correct factors' squares?
 # 4. You update an average at every tenth step, but with the decay of one step. Its target width is
 #    5 %. Which width does it get, in percent?
 
@@ -147,8 +147,8 @@ guess("15.1", buffers_mib=180, system_kib=1000, pruned_percent=10, wide_percent=
 #
 # The usual *exponential moving average* (EMA), avg ← 0.999 · avg + 0.001 · w, covers about a
 # thousand steps. This is all of a short training, random initial weights included, but only a
-# moment of a long one. It is better to cover a fixed **share** of the training. So weight the
-# parameters at time τ by a power of τ:
+# moment of a long one. It is better to cover a fixed **share** of the training. So at time t,
+# weight the parameters of each earlier time τ by a power of τ:
 #
 # $$\theta_\gamma(t) = \frac{\gamma+1}{t^{\gamma+1}} \int_0^t \tau^\gamma\, \theta(\tau)\, d\tau$$
 #
@@ -168,9 +168,9 @@ axes.legend(frameon=False)
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Each curve is the **profile** of an average. A more intuitive parameter than γ is its **width** σ:
-# the standard deviation of τ under the profile, as a share of t. The mean of τⁿ is (γ+1) / (γ+1+n)
-# for t = 1, so the variance is
+# Each curve is the **profile** of an average. A more intuitive parameter than γ is the **width** σ
+# of the profile: the standard deviation of τ under it, as a share of t. The mean of τⁿ is
+# (γ+1) / (γ+1+n) for t = 1, so the variance is
 #
 # $$\sigma^2 = \frac{\gamma+1}{\gamma+3} - \Big(\frac{\gamma+1}{\gamma+2}\Big)^2
 # = \frac{\gamma+1}{(\gamma+2)^2\,(\gamma+3)}$$
@@ -203,16 +203,17 @@ exponent = exercise("15.1", exponent)
 
 # %% [markdown]
 # What happens without the `ValueError`? For σ = 0.4 and 0.5, two of the cubic's roots are complex,
-# and the third is far below −1. No root is valid:
+# and the third is far below −1. No root is valid. If you take the largest real part as γ:
 
 # %%
 for sigma in (0.4, 0.5):
     inverse = sigma**-2
     gamma = np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max()
-    print(f"σ = {sigma}: the largest real part of a root is {gamma:.3f} (invalid up to −1)")
+    found = "no average: the integral is infinite for γ up to −1"
     if gamma > -1:
         width = ((gamma + 1) / (gamma + 2) ** 2 / (gamma + 3)) ** 0.5
-        print(f"    as γ, it gives a width of {width:.3f} and a maximum at the first step")
+        found = f"a width of {width:.3f}, and the first step has the largest factor"
+    print(f"σ = {sigma}: γ = {gamma:.3f} gives {found}")
 
 # %% [markdown]
 # ## Tracking an average
@@ -223,7 +224,7 @@ for sigma in (0.4, 0.5):
 # $$\theta_\gamma(t) = \beta\,\theta_\gamma(s) + (1-\beta)\,\theta(t), \qquad
 # \beta = \Big(\frac{s}{t}\Big)^{\gamma+1} = \Big(1-\frac{\Delta}{t}\Big)^{\gamma+1}$$
 #
-# with Δ = t − s. The factor β replaces the old normalization s^(γ+1) by t^(γ+1). At the first
+# with Δ = t − s. Multiplying by β replaces the old denominator s^(γ+1) by t^(γ+1). At the first
 # update s is 0, so β is 0.
 
 # %% [markdown]
@@ -231,10 +232,10 @@ for sigma in (0.4, 0.5):
 #
 # About 10 minutes. `update(weights, time)` adds the weights at `time` to the average, in place,
 # with at most one tensor of extra memory. Updates may come at any times; keep the time of the last
-# one in `self.time`. The average has no autograd graph. Do not change the weights.
+# one in `self.time`. Build no autograd graph, and do not change the weights.
 #
-# (The weights are float32 here. Averages of bfloat16 weights must also be float32: rounding to
-# bfloat16 would lose an update by a thousandth.)
+# (The weights are float32 here. Averages of bfloat16 weights must also be float32: bfloat16 would
+# round away an update that changes an element by 0.1 %.)
 
 
 # %%
@@ -291,12 +292,12 @@ for name, make, every in (*(("yours", your_average, every) for every in (1, 10, 
     print(f"{name:14} updates {every:3} steps apart: width {width:.4f}, target 0.0500")
 
 # %% [markdown]
-# Your width is right for updates 1 and 10 steps apart. With updates 100 steps apart, a profile of
-# width 50 steps consists of only a few updates, so no rule can be exact.
+# Your width is right for updates 1 and 10 steps apart. With updates 100 steps apart, it is 14 % too
+# small: a profile with a width of 50 steps consists of only a few updates.
 #
-# If you leave out Δ, the average is five times too wide (question 4). `ema-pytorch` (optional here)
-# uses the β of one step, and its examples update at every tenth step. With updates at every step,
-# its width is right:
+# With Δ = 1 for updates ten steps apart, the average is five times too wide (question 4).
+# `ema-pytorch` (optional here) uses the β of one step, and its examples update at every tenth step.
+# With updates at every step, its width is right:
 
 
 # %%
@@ -379,8 +380,8 @@ solve = exercise("15.3", solve)
 
 # %% [markdown]
 # How good is the fit? `profile_error` is the integral above, relative to the target's ⟨p, p⟩. You
-# can compute it before you read a snapshot. How much does it fall if you double the number of
-# snapshots?
+# can compute it before you read a snapshot. How much does the error fall if you double the number
+# of snapshots?
 
 # %%
 print("  times      σ = 0.07   σ = 0.15   σ = 0.25")
@@ -436,7 +437,7 @@ _ = fig.suptitle("σ = 0.15 from averages of width 0.05 and 0.10 (each term in g
 #   them.
 # - `write(k, name, start, elements)` stores finished float32 elements. Write each element once.
 # - Read each element once. For any number of snapshots, keep only a few chunks of `chunk_size`
-#   elements in memory.
+#   elements per target in memory.
 
 
 # %%
@@ -639,13 +640,14 @@ print(f"float16 accumulators: error over 1.5× that of float16 files: {sums_lose
 for sums in (torch.float32, torch.float16):
     found = ema.find_snapshots(files["float16"])
     sums_bytes[sums] = peak_of(lambda s=found, d=sums: usual_loop(s, FOUR_WIDTHS, dtype=d), found)
-print("whole-model accumulators:", ", ".join(map(format_bytes, sums_bytes.values())))
+in_dtypes = (f"{str(dtype)[6:]} {format_bytes(size)}" for dtype, size in sums_bytes.items())
+print("peak with whole-model accumulators:", ", ".join(in_dtypes))
 
 # %% [markdown]
 # float16 accumulators lose more than float16 files: a file is rounded once, an accumulator after
 # each snapshot. So use float16 files and float32 accumulators. The usual loop needs 3× less
-# memory with float16 accumulators: they halve, and loaded tensors need no cast. Chunks with float32
-# accumulators need 8× less.
+# memory with float16 accumulators: they are half as large, and loaded tensors need no cast. Chunks
+# with float32 accumulators need 8× less.
 #
 # **int8.** The synthesis must dequantize int8 files. Compare its CPU time for float32, float16 and
 # int8 files.
@@ -717,7 +719,7 @@ print(f"{columns.shape[1]:,} columns have the same shares within 1e-6: {uneven <
 # Here a tensor is replaced by the same tensor of an earlier step.
 
 # %%
-before, last = tenth[-2:]
+before, last = wide[-2:]
 at = last.file.places["embedding.weight"]
 swapped, span = bytearray(last.path.read_bytes()), slice(at.offset, at.offset + at.nbytes)
 swapped[span] = before.path.read_bytes()[span]
@@ -739,8 +741,8 @@ print(f"a tensor of another step is refused: {refused}")
 #
 # ### Exercise 15.5: choose the snapshots to keep
 #
-# About 10 minutes. Return a list of `count` of the sorted `times`, for averages at the end of
-# training. Always include the last time. For every width, the profile error may be at most 3× the
+# About 10 minutes. Choose `count` of the sorted `times` and return them as a list. Always include
+# the last time, where the averages end. For every width, the profile error may be at most 3× the
 # error with evenly spaced times. (As before, the snapshots are of widths 0.05 and 0.10.)
 
 
@@ -838,7 +840,7 @@ for where in (None, "cpu"):
     print(f"averages on {where or 'gpu'}: {format_bytes(gpu_peak[where])} of GPU memory")
 
 # %% [markdown]
-# The host holds the other 32 MiB, and 1 MiB for the chunk in transfer. An update copies each weight
+# The host holds the other 32 MiB. An update copies each weight
 # once, for any number of averages.
 #
 # How much slower is an update on the host? Use data sheets and float32 weights. On the GPU, an
@@ -958,8 +960,8 @@ compresses = bytes_of["int8"] < bytes_of["float32"] / 3
 verdict(
     "25d",
     not (streams and in_parts and in_place < 2**23 and compresses),
-    f"chunks as in 25c; one layer of 8: {len(one_layer)} tensor; in place from int8 files: "
-    f"{format_bytes(in_place)} of extra memory; a snapshot of an 8 MiB model: {in_files}",
+    f"chunks as in 25c; synthesis of one of 8 layers: {len(one_layer)} tensor; in place from int8 "
+    f"files: {format_bytes(in_place)} of extra memory; a snapshot of an 8 MiB model: {in_files}",
     otherwise="all four exist: streaming, parts of a model, in-place, compressed snapshots",
 )
 

@@ -57,9 +57,9 @@ from memlab.units import format_bytes
 #    padding?
 # 2. Llama 2 7B in bfloat16 generates 8 sequences of 4,096 tokens. How many GiB is its KV cache?
 #    (The weights are 12.6 GiB.)
-# 3. Train Llama 3 8B (15 GiB of weights) with DPO, a kind of preference training, with LoRA and
-#    checkpointing. A batch has 4 pairs of sequences, each sequence 2,048 tokens. A second, frozen
-#    model is the reference. How many GiB does a step need?
+# 3. Train Llama 3 8B (15 GiB of weights) with DPO, which learns from pairs of a preferred and a
+#    rejected answer. Use LoRA and checkpointing. A batch has 4 pairs of 2,048-token sequences. A
+#    second, frozen model is the reference. How many GiB does a step need?
 
 # %%
 ### BEGIN SOLUTION
@@ -90,7 +90,7 @@ print(f"padded to {len(LENGTHS)} × {longest} = {len(LENGTHS) * longest:,}: {pad
 
 # %%
 def padded(documents):
-    """Return tokens and targets, (documents, longest). A target of −100 has no loss."""
+    """Return tokens and targets of shape (documents, longest). A target of −100 has no loss."""
     tokens = torch.zeros(len(documents), longest, dtype=torch.long)
     targets = torch.full_like(tokens, -100)
     for row, document in enumerate(documents):
@@ -162,8 +162,7 @@ axes[0].set_ylabel("row")
 print(f"{len(rows)} rows; {useful:,} tokens need at least {-(-useful // 256)}")
 
 # %% [markdown]
-# First-fit decreasing needs at most 11/9 of the fewest possible rows, plus one. With many
-# documents, it comes close to the fewest.
+# First-fit decreasing needs at most 11/9 of the fewest possible rows, plus one.
 
 # %% [markdown]
 # ## Documents in a row
@@ -230,9 +229,9 @@ def attend_within(q, k, v, boundaries):
 attend_within = exercise("21.3", attend_within)
 
 # %% [markdown]
-# Does a packed row give the same gradient as its documents one by one? The model takes attention as
-# a function (Day 10). Rotary positions need no reset, because q·k depends only on the distance of
-# two tokens. With *learned* positions, the model needs `positions`.
+# Is a packed row's gradient the sum of its documents' gradients? The model takes attention as a
+# function (Day 10). Rotary positions need no reset, because q·k depends only on the distance of two
+# tokens. With *learned* positions, the model needs `positions`.
 
 
 # %%
@@ -258,7 +257,7 @@ def gradient(model, batches):
 
 tokens, targets, _, boundaries = join([DOCUMENTS[n] for n in rows[1]])
 one_by_one = gradient(model, [join([DOCUMENTS[n]])[:2] for n in rows[1]])
-print(f"{len(rows[1])} documents in a row; relative difference from their gradients' sum:")
+print(f"{len(rows[1])} documents in a row: relative error of the row's gradient")
 for name, other in (("within documents", packed_model(boundaries)), ("plain causal", model)):
     error = (gradient(other, [(tokens, targets)]) - one_by_one).norm() / one_by_one.norm()
     print(f"  {name:17}{'below 1e-5' if error < 1e-5 else 'above 5 %' if error > 0.05 else '?'}")
@@ -296,9 +295,10 @@ def row_on_cuda(kind, layers, length=4096):
     mask = torch.ones(length, length, dtype=torch.bool, device="cuda")
 
     def attend(q, k, v, *, causal):
-        if kind == "a mask":
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return attend_within(q, k, v, boundaries)
+        if kind == "within documents":
+            return attend_within(q, k, v, boundaries)
+        chosen = {"attn_mask": mask} if kind == "a mask" else {"is_causal": True}
+        return F.scaled_dot_product_attention(q, k, v, **chosen)
 
     config = replace(PRESETS["124m"], layers=layers, seq_len=length)
     gpt = GPT(config, attention=attend, dtype=torch.bfloat16).to("cuda")
@@ -307,16 +307,16 @@ def row_on_cuda(kind, layers, length=4096):
 
 
 per_block = {}
-for kind in ("a mask", "within documents"):
+for kind in ("plain causal", "a mask", "within documents"):
     one, two = (memlab.predict(partial(row_on_cuda, kind, layers), steps=1) for layers in (1, 2))
     per_block[kind] = two.allocated_bytes - one.allocated_bytes
     print(f"{kind:17} {format_bytes(per_block[kind])} per block")
 print(f"two bytes per pair of tokens: {format_bytes(2 * 4096**2)}")
 
 # %% [markdown]
-# *Every* block saves the converted mask for backward: 2 · T² bytes, 2 GiB at 32,768 tokens. (Plain
-# causal attention needs 125 MiB per block. The mask adds 32 MiB, and attention within documents 6
-# MiB, a copy of its outputs.)
+# *Every* block saves the converted mask for backward: 2 · T² bytes, 2 GiB at 32,768 tokens.
+# Compared with plain causal attention, the mask adds 32 MiB per block. Attention within documents
+# adds 6 MiB, because `torch.cat` copies its outputs.
 
 # %% [markdown]
 # ## The KV cache
@@ -376,8 +376,8 @@ print(f"cache of 4 sequences, 64 + 31 tokens (not the last new one): {cache.byte
 #
 # About 10 minutes. `windows` has an entry per layer: None if a token attends to all earlier tokens,
 # or the size of its sliding window, the token itself included. A layer with a window keeps at most
-# `window - 1` tokens, because the next token brings its own key and value. Return the bytes after
-# `tokens` tokens in each of `batch` sequences.
+# `window - 1` tokens, because the next token brings its own key and value. Return the cache's bytes
+# after `tokens` tokens in each of `batch` sequences.
 
 
 # %%
@@ -414,8 +414,8 @@ cache_gib = cache_of(seven, 4096, 8)
 
 # %% [markdown]
 # With 4,096 tokens, 7B's cache for 8 sequences is larger than its weights. Grouped-query attention
-# (GQA) divides the cache by the number of query heads that share a key. Sliding windows bound the
-# cache of their layers. Quantization (Days 7 and 17) works, too.
+# (GQA) divides the cache by the number of query heads per key/value head. A sliding window bounds
+# the cache of its layer. Quantization (Days 7 and 17) also reduces the cache.
 
 # %% [markdown]
 # ### The cache in evaluation
@@ -488,8 +488,9 @@ if mistral_code:
 
 # %% [markdown]
 # After a long prompt, the full cache stays in memory, even with a window, until the next token
-# replaces it. (The new cache is a slice too: it keeps 16 tokens alive, not 15.) So with a sliding
-# window, generation still peaks at the prompt's cache.
+# replaces it. (The new cache is a slice too: it keeps 16 tokens alive, not 15. The remaining 64
+# bytes are an int64 per layer.) So even with a sliding window, generation peaks at the prompt's
+# cache.
 
 # %% [markdown]
 # ## Preference training
@@ -650,7 +651,7 @@ log_probs = exercise("21.5", log_probs)
 
 # %%
 def in_chunks(hidden, weight, targets):
-    """Your function."""
+    """Call your function with chunks of 64 rows."""
     rows, wanted = hidden.flatten(0, -2), targets.flatten()
     return log_probs(rows, weight, wanted, 64).view(targets.shape)
 
@@ -672,7 +673,7 @@ for compute in (by_log_softmax, by_logsumexp, in_chunks, token_log_probs):
     print(f"{compute.__name__:16} without gradients {peaks[0]:5.2f}, with {peaks[1]:5.2f} × logits")
 
 # %% [markdown]
-# Without the log-softmax, the peak is lower only *without* gradients. In backward, x[y] and log Σ
+# `by_logsumexp` lowers the peak only *without* gradients. In backward, x[y] and log Σ
 # exp x each allocate a gradient as large as the logits, and autograd allocates their sum. Chunks
 # reduce both peaks. The rest of today uses memlab's `token_log_probs` (Day 11's loss, per token).
 
@@ -694,7 +695,7 @@ LORA = replace(Setup(), lora=True)
 STEPS = {
     "all weights, two models": (Setup(), Predicted(94_043_294_720, 105_960_701_952)),
     "LoRA, two models": (LORA, Predicted(62_039_770_624, 72_993_472_512)),
-    "+ without log-softmax": (
+    "+ no log-softmax": (
         replace(LORA, log_probs=by_logsumexp), Predicted(70_445_287_424, 81_398_857_728)
     ),
     "+ in chunks": (
@@ -771,8 +772,8 @@ for name, count in {
 # %% [markdown]
 # The phases run one after the other. If each frees its tensors, the peak is the largest phase, not
 # their sum. You can roll out and score a few answers at a time, because you keep only their tokens
-# and one log-probability per token. PPO also needs a value model. GRPO needs none, and if its loss
-# has no KL penalty against the reference, no reference model either.
+# and one log-probability per token. If the loss has no KL penalty against the reference, GRPO needs
+# no reference model.
 
 # %% [markdown]
 # A separate inference engine (vLLM) *reserves* its cache at start-up, as a share of the GPU's
@@ -812,7 +813,8 @@ print(f"one channel with NCCL_BUFFSIZE of 1 MiB instead of 4 MiB: {smaller}")
 #
 # - leave memory free (`memlab plan --gpus` reports how much)
 # - reuse process groups
-# - try a lower `NCCL_MAX_NCHANNELS` before you reduce the batch
+# - try a lower `NCCL_MAX_NCHANNELS` (all-to-all: `NCCL_MAX_P2P_NCHANNELS`) before you reduce the
+#   batch
 
 # %% [markdown]
 # ## Explain the gap
@@ -848,7 +850,7 @@ else:
 
 # %%
 one, two, chunked, off = (STEPS[name][1].allocated for name in (
-    "LoRA, two models", "+ without log-softmax", "+ in chunks", "+ adapters off"))  # fmt: skip
+    "LoRA, two models", "+ no log-softmax", "+ in chunks", "+ adapters off"))  # fmt: skip
 CLAIMS = {
     "packing removes the memory of padding":
         f"activations are {packed_bytes / padded_bytes:.2f}× the padded batch's, which has "

@@ -209,7 +209,7 @@ def test_the_table_says_what_the_text_says():
     two_models = allocated["LoRA, two models"]
     assert 0.45 < (two_models - 2 * weights) / two_models < 0.5
     assert f"{(two_models - allocated['+ in chunks']) / 2**30:.0f}" == "20"
-    assert allocated["+ without log-softmax"] > two_models
+    assert allocated["+ no log-softmax"] > two_models
     assert abs(allocated["+ in chunks"] - allocated["+ adapters off"] - weights) < 2**22
     assert f"{allocated['+ adapters off'] / allocated['all weights, two models']:.2f}" == "0.26"
     saved = allocated["all weights, in chunks"] - allocated["+ stored reference"]

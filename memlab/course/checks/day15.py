@@ -149,10 +149,11 @@ _EXPONENT = Exercise(
 def _check_average(answer: Any) -> str:
     for times in ([1, 2], [1, 2, 3, 4], [10, 20, 30], [3, 4, 9, 20], [0.5, 0.75, 2.25]):
         _check_response(answer, times)
-    _check_in_place(answer)
+    most = _check_in_place(answer)
     _check_owns_its_values(answer)
     return (
-        "the share of each step in the average is exact to 1e-12 · in place, with no extra memory"
+        f"the share of each step in the average is exact to 1e-12 · in place, with {most:,} bytes "
+        f"of extra memory"
     )
 
 
@@ -196,7 +197,8 @@ def _average_of(answer: Any, weights: list[Tensor], gamma: float) -> Any:
     return average
 
 
-def _check_in_place(answer: Any) -> None:
+def _check_in_place(answer: Any) -> int:
+    """Return the bytes that an update allocates."""
     first = torch.linspace(0.1, 0.9, 1000)  # no powers of two: they can be scaled and scaled back
     weights = [torch.nn.Parameter(first), torch.nn.Parameter(torch.ones(30, 20))]
     case = "weights of 1,000 and 30 × 20 elements"
@@ -217,6 +219,7 @@ def _check_in_place(answer: Any) -> None:
         most <= 4 * 1000 + 64,
         f"{case}: an update allocates {most:,} bytes; wanted at most 4,000, one tensor.",
     )
+    return most
 
 
 def _check_owns_its_values(answer: Any) -> None:
@@ -276,7 +279,7 @@ _AVERAGE = Exercise(
             (_SHARE, f"        self.count = getattr(self, 'count', 0) + 1\n{_SHARE}"),
         ),
         (
-            "t is the time of the update. With t + 1 the weights from before training count.",
+            "t is the time of the update. With t + 1, the weights from before training count.",
             (_SINCE, "(time - self.time) / (time + 1)"),
         ),
         ("The power is γ + 1: the integral of τ^γ.", ("(self.gamma + 1)", "self.gamma")),

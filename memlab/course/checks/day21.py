@@ -186,7 +186,7 @@ _JOIN = Exercise(
             (_TARGETS, "targets[boundaries[1:-1] - 1] = IGNORED"),
         ),
         (
-            "You removed the target of each document's first token. Only its last token has none.",
+            "You removed the target of each document's first token. Only the last token has none.",
             (_TARGETS, "targets[boundaries[:-1]] = IGNORED"),
         ),
         (
@@ -293,8 +293,8 @@ _ATTEND = Exercise(
         "Each document is a slice of q, k and v, from one boundary to the next. Compute attention "
         "for each slice alone.",
         "pairwise(boundaries.tolist()) gives start and end of each document. "
-        "F.scaled_dot_product_attention(..., is_causal=True) of the slices [:, :, start:end], and "
-        "torch.cat along the tokens.",
+        "Call F.scaled_dot_product_attention(..., is_causal=True) on the slices [:, :, start:end], "
+        "and join the outputs with torch.cat along the tokens.",
         "outputs = [F.scaled_dot_product_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], "
         "is_causal=True) for a, b in pairwise(boundaries.tolist())]; return torch.cat(outputs, "
         "dim=2).",
@@ -393,7 +393,7 @@ _CACHE = Exercise(
             "If there are fewer tokens than window - 1, a layer keeps all of them.",
             ("min(tokens, window - 1)", "window - 1"),
         ),
-        ("You ignored the windows. A layer with a window keeps less.", (_KEPT, "tokens")),
+        ("You ignored the windows. A layer with a window keeps fewer tokens.", (_KEPT, "tokens")),
         (
             "A window limits only its own layer. Layers without a window keep all tokens.",
             (
