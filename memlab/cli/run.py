@@ -37,6 +37,16 @@ from memlab.units import WIDTH, format_bytes, paragraph
 LARGEST = 8  # rows in each list
 
 
+MATH_SOFTMAX = "aten._safe_softmax.default"  # only torch's math attention calls it
+NOTABLE_SCORES = 0.1  # of the peak
+_MATH_ATTENTION = (
+    "{} of these are attention scores: torch has no fused kernel here for these inputs, and its "
+    "math attention stores a matrix per head in float32. From Ampere on, flash attention takes "
+    "float16 and bfloat16 with grouped heads, but no mask other than a causal one. Efficient "
+    "attention takes masks, float16 and float32, also on a T4, but no grouped heads"
+)
+
+
 class Wanted(NamedTuple):
     """What the options of `memlab run` ask for."""
 
@@ -256,6 +266,9 @@ def _show_peak(trace: Trace, target: str | None) -> None:
     if any(event.line for event in alive):
         terminal.echo("\nat the peak, allocated in this step, by line of code:")
         _show_largest((f"{event.line}  {event.category}", event) for event in alive if event.line)
+    scores = sum(event.bytes for event in alive if event.operator == MATH_SOFTMAX)
+    if scores > NOTABLE_SCORES * trace.peak_bytes:
+        terminal.echo("\n" + paragraph(_MATH_ATTENTION.format(format_bytes(scores))))
 
 
 def _layer(event: Event) -> str:

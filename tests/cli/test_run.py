@@ -248,3 +248,25 @@ def test_the_share_of_the_batch_that_fits_leaves_weights_as_they_are():
     assert share.startswith("as it is, about 50 % of this batch fits")
     for budget in (300 * 2**20, 100 * 2**20, None):  # enough, too little for the weights, unknown
         assert _smaller_batch(traces, needed, budget).startswith("a smaller batch shrinks")
+
+
+ATTENTION = """
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    weight = torch.nn.Linear(64, 64).cuda().bfloat16()
+    optimizer = torch.optim.SGD(weight.parameters())
+    for _ in range(2):
+        heads = weight(torch.randn(1, 8, 1024, 64, device="cuda").bfloat16())
+        scaled_dot_product_attention(heads, heads, heads, is_causal=True).sum().backward()
+        optimizer.step()
+    """
+
+
+def test_scores_of_math_attention_are_named(memlab_in, tmp_path):
+    """A T4 has no fused kernel for bfloat16."""
+    (tmp_path / "attend.py").write_text(dedent(ATTENTION))
+    sentence = "32.00 MiB of these are attention scores"
+    for device, is_named in (("cuda:t4", True), ("cuda", False)):
+        outcome = memlab_in(tmp_path, "run", "--device", device, "attend.py")
+        assert (sentence in outcome.out) is is_named
