@@ -162,8 +162,8 @@ print("two ranks' terms add up to Y:", torch.allclose(sum(terms), mlp(x, up, dow
 #
 # | | forward | backward |
 # | --- | --- | --- |
-# | f, before the first matmul | copy | all-reduce |
-# | g, after the second matmul | all-reduce | copy |
+# | f, before the first matmul | identity | all-reduce |
+# | g, after the second matmul | all-reduce | identity |
 
 # %% [markdown]
 # Autograd cannot differentiate an all-reduce, because it sees only one rank's graph. So f and g are
@@ -216,16 +216,15 @@ class Conjugates(torch.autograd.Function):
 
 
 # %%
-def copied(x):
-    """Return x, unchanged."""
-    return x.view_as(x)
+def identity(x):
+    return x
 
 
 def parallel_mlp(x, up, down, all_reduce):
     ### BEGIN SOLUTION
-    x = Conjugates.apply(x, copied, all_reduce)  # f
+    x = Conjugates.apply(x, identity, all_reduce)  # f
     term = mlp(x, up, down)  # (T, C), this rank's
-    return Conjugates.apply(term, all_reduce, copied)  # g
+    return Conjugates.apply(term, all_reduce, identity)  # g
     ### END SOLUTION
 
 
@@ -505,7 +504,8 @@ for name, order_of in SCHEDULES.items():
           f"(p − 1)/(m + p − 1) = {(P - 1) / (M + P - 1):.4f}")  # fmt: skip
 
 # %% [markdown]
-# Both bubbles are equal: 1F1B saves no time. It saves **memory**: stage i has at most p − i
+# Both bubbles are equal. A step takes as long as m + p − 1 micro-batches on one stage, and each
+# stage works for m of them. So 1F1B saves no time. It saves **memory**: stage i has at most p − i
 # micro-batches in flight, instead of m. More micro-batches make the bubble smaller, and with 1F1B
 # they need no more memory once m ≥ p.
 #
@@ -525,9 +525,10 @@ for name, order_of in SCHEDULES.items():
 print(f"one process, two layers, one micro-batch at a time: {2 * layer:7,} bytes")
 
 # %% [markdown]
-# (Backward does not need the output that a stage sends. The stage frees it just before it sends the
-# next output. With GPipe, stage 0 has freed three of four outputs when backward begins, and the
-# formula subtracts them. With 1F1B, both outputs still exist at the peak.)
+# (Backward does not need the outputs that a stage sends, so the stage frees each output just before
+# it sends the next. When GPipe's first backward pass begins, stage 0 has freed three of four
+# outputs, and the formula subtracts them. With 1F1B, the outputs of both micro-batches in flight
+# still exist at the peak.)
 
 # %% [markdown]
 # ## Context parallelism: ring attention
@@ -561,9 +562,9 @@ def attend(q, k, v, shift):
 # keys and values.
 #
 # - `q`, `k`, `v` (T/R, D) belong to this rank's tokens. Rank 0 has the first T/R tokens.
-# - As on Day 13, `peer.send(x)` sends to the next rank, and `peer.receive()` waits for the previous
-#   rank's tensor.
+# - `peer.send(x)` sends to the next rank. `peer.receive()` waits for the previous rank's tensor.
 # - Send keys and values as one tensor (`torch.stack`), R − 1 times. R is `peer.ranks`.
+# - Leave `q`, `k`, `v` unchanged.
 # - For a query that sees no keys, `attend` gives lse = +∞, and merging that gives NaN.
 # - Scores can be thousands: use `torch.logaddexp`.
 
@@ -613,7 +614,7 @@ print(f"sent around the ring: {ring_bytes:,} bytes; (3·2 − 2)/2 · {keys_valu
 # | data | whole (ZeRO shards them: Day 12) | 1/R | 1/R | weights' gradients: 2 passes |
 # | tensor | 1/R; embedding whole | 1/R; norms, residual whole | 1/R | 8 passes of T·C per block |
 # | + sequence | as tensor | 1/R | 1/R | 10 passes of T·C per block |
-# | 1F1B | 1/R | stage i: min(m, R − i)/m · 1/R | last stage only | T·C to each neighbor |
+# | 1F1B | 1/R | stage i: min(m, R − i)/m · 1/R | last stage: 1/m | T·C to each neighbor |
 # | context | whole (ZeRO shards them) | 1/R | 1/R | as data; keys, values: (3R − 2)/R per block |
 
 # %%
@@ -681,7 +682,7 @@ def show_largest(trace, count):
 
 # %% [markdown]
 # **70B on 8 H100s**: `benchmarks/llama/fsdp2.py` uses FSDP2 around each block (ZeRO-3),
-# checkpointing, bfloat16 weights and AdamW state, and two micro-batches of 4,096 tokens.
+# checkpointing, bfloat16 weights and AdamW state, and two micro-batches of 4,096 tokens per rank.
 #
 # The next cell runs it with three and with four blocks, and assumes that each further block adds
 # what the fourth added. `tests/course/test_day18.py` compares this extrapolation with a run of all
@@ -698,8 +699,8 @@ print(f"70B on 8: the script allocates {peak_70b / 1e9:.1f} GB: {shown(of_sevent
 print(f"by formula: state {state / 1e9:.2f} + block inputs {inputs / 1e9:.2f} = "
       f"{(state + inputs) / 1e9:.2f} GB")  # fmt: skip
 h100 = memory_named("h100")
-print(f"an H100 has {h100.total_bytes / 1e9:.1f} GB, {h100.budget_bytes / 1e9:.1f} GB without the "
-      f"CUDA context")  # fmt: skip
+print(f"an H100 has {h100.total_bytes / 1e9:.1f} GB; the CUDA context leaves "
+      f"{h100.budget_bytes / 1e9:.1f} GB")  # fmt: skip
 print("largest tensors at the peak, with four blocks:")
 show_largest(four, 5)
 
@@ -749,9 +750,9 @@ grown = {
     name: two_blocks.at_peak.get(name, 0) - one_block.at_peak.get(name, 0)
     for name in ("activations", "backward_temporaries")
 }
-print(f"a block's weights, divided by 8 tensor-parallel ranks: {whole_weights:,} bytes")
+print(f"a block's weights, divided by 8 tensor-parallel ranks: {whole_weights / 1e9:.2f} GB")
 for name, size in grown.items():
-    print(f"each further block adds {size / whole_weights:.2f} × that to {name.replace('_', ' ')}")
+    print(f"each further block adds {size / 1e9:.2f} GB to {name.replace('_', ' ')}")
 print(f"the whole embedding: {whole_embedding / 1e9:.2f} GB")
 print("largest tensors at the peak, with two blocks:")
 show_largest(two_blocks, 2)
@@ -842,7 +843,8 @@ verdict(
     "32d",
     passes["sequence"] <= passes["tensor"],
     f"ring passes per block: {passes['tensor']} with tensor parallelism, {passes['sequence']} with "
-    f"sequence parallelism (a ring pass sends (t − 1)/t · tokens · hidden size elements)",
+    f"sequence parallelism (with R ranks, a ring pass sends (R − 1)/R · tokens · hidden size "
+    f"elements)",
     otherwise="an all-gather and a reduce-scatter send as much as an all-reduce, but gathering the "
     "inputs again in backward adds two ring passes; saving the gathered inputs avoids them",
 )
@@ -861,7 +863,7 @@ verdict(
 #
 # 1. What stays whole on each rank?
 # 2. What does a rank send, and which ranks wait for it?
-# 3. Which rank needs most memory: the first stage, or the rank with the logits?
+# 3. Which rank needs the most memory: the first stage, or the rank with the logits?
 #
 # Then run your script as a dry run.
 

@@ -148,7 +148,7 @@ REFUSED = [
     (
         "18.1",
         "the weight's gradient is reduced",
-        (TERM, "mlp(x, Conjugates.apply(up, copied, all_reduce), down)"),
+        (TERM, "mlp(x, Conjugates.apply(up, identity, all_reduce), down)"),
     ),
     ("18.2", "the MLP is missing", ("divided // ranks)", "(4 * hidden + heads) // ranks)")),
     ("18.2", "always with sequence parallelism", ("if sequence:", "if True:")),

@@ -1091,8 +1091,8 @@ _HOOKS = Exercise(
     wrong_answers=mistakes(
         "7.5",
         (
-            "You keep the original next to its codes. While a reference to it exists, nothing is "
-            "saved, and the codes need memory, too.",
+            "You keep the original next to its codes. While a reference to it exists, its memory "
+            "stays allocated, and the codes need more.",
             (_RETURNED, f"{_RETURNED}tensor.detach(), "),
             ("compressed, *view", "compressed, _, *view"),
         ),

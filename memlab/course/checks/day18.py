@@ -120,8 +120,8 @@ def _shapes(shapes: list[tuple[int, ...]]) -> str:
     return f"{counted(len(shapes), 'tensor')} of {', '.join(map(str, dict.fromkeys(shapes)))}"
 
 
-_F = "x = Conjugates.apply(x, copied, all_reduce)  # f"
-_G = "return Conjugates.apply(term, all_reduce, copied)  # g"
+_F = "x = Conjugates.apply(x, identity, all_reduce)  # f"
+_G = "return Conjugates.apply(term, all_reduce, identity)  # g"
 
 _MLP = Exercise(
     id="18.1",
@@ -131,12 +131,12 @@ _MLP = Exercise(
     hints=(
         "Keep in_backward as an attribute of ctx. forward has three arguments besides ctx, so "
         "backward returns three results: the gradient of x, and None for each function.",
-        "Apply f to x: copied in forward, all_reduce in backward. Apply g to this rank's term: "
-        "all_reduce in forward, copied in backward.",
+        "Apply f to x: identity in forward, all_reduce in backward. Apply g to this rank's term: "
+        "all_reduce in forward, identity in backward.",
         "Forward: ctx.in_backward = in_backward; return in_forward(x). Backward: return "
-        "ctx.in_backward(gradient), None, None. The MLP: x = Conjugates.apply(x, copied, "
+        "ctx.in_backward(gradient), None, None. The MLP: x = Conjugates.apply(x, identity, "
         "all_reduce); term = mlp(x, up, down); return Conjugates.apply(term, all_reduce, "
-        "copied).",
+        "identity).",
     ),
     reference=solution("18.1"),
     check=_check_mlp,
@@ -160,34 +160,34 @@ _MLP = Exercise(
             (_F, ""),
         ),
         (
-            "f all-reduces in both passes. x is already whole on every rank, so copy it in "
+            "f all-reduces in both passes. x is already whole on every rank: use identity in "
             "forward.",
             (_F, "x = Conjugates.apply(x, all_reduce, all_reduce)"),
         ),
         (
-            "f and g are swapped. In forward, f copies and g all-reduces.",
-            (_F, "x = Conjugates.apply(x, all_reduce, copied)"),
-            (_G, "return Conjugates.apply(term, copied, all_reduce)"),
+            "f and g are swapped. In forward, f is the identity and g all-reduces.",
+            (_F, "x = Conjugates.apply(x, all_reduce, identity)"),
+            (_G, "return Conjugates.apply(term, identity, all_reduce)"),
         ),
         (
             "g is missing: this is one rank's term of Y. All-reduce the terms in forward.",
             (_G, "return term"),
         ),
         (
-            "The all-reduce is called without a Function, so autograd loses the graph or the "
-            "gradient. Use Conjugates for g.",
+            "The all-reduce is called outside a Function, so autograd loses the graph. Use "
+            "Conjugates for g.",
             (_G, "return all_reduce(term)"),
         ),
         (
             "This is the mean of the terms. Y is their sum.",
-            (_G, "return Conjugates.apply(term, all_reduce, copied) / 2"),
+            (_G, "return Conjugates.apply(term, all_reduce, identity) / 2"),
         ),
         (
             "The all-reduce is between the matmuls. There, each rank has different elements. "
             "All-reduce after the second matmul.",
             (
                 "term = mlp(x, up, down)",
-                "rows = Conjugates.apply(x @ up.T, all_reduce, copied)\n"
+                "rows = Conjugates.apply(x @ up.T, all_reduce, identity)\n"
                 "    term = F.gelu(rows) @ down.T",
             ),
             (_G, "return term"),
@@ -197,7 +197,7 @@ _MLP = Exercise(
             (_F, ""),
             (
                 "term = mlp(x, up, down)",
-                "rows = Conjugates.apply(x @ up.T, copied, all_reduce)\n"
+                "rows = Conjugates.apply(x @ up.T, identity, all_reduce)\n"
                 "    term = F.gelu(rows) @ down.T",
             ),
         ),
