@@ -62,9 +62,11 @@ from memlab.units import format_bytes
 #
 # 1. The first configuration with 1 × 2,048 tokens and no accumulation yet: how many GB at the peak?
 # 2. Accumulation needs a buffer of gradients. How many GiB is that buffer in bfloat16?
-# 3. The fastest recipe that trains all 7B weights within 24 GB: how many GiB does it reserve?
-# 4. The third configuration: how many GB of weights, gradients, optimizer state and block inputs
-#    does each of the 128 GPUs hold?
+# 3. The fastest recipe with 8-bit Lion that trains all 7B weights within 24 GB: how many GiB does
+#    it reserve?
+# 4. The third configuration: how many GB of weights (FP8), gradients (BF16), optimizer state
+#    (float32 Adam and master weights) and block inputs (micro-batches of 8,192 tokens) does each of
+#    the 128 GPUs hold?
 
 # %%
 ### BEGIN SOLUTION
@@ -86,8 +88,8 @@ guess("16.1", guide_gb=20, buffer_gib=6, recipe_gib=23, rank_gb=60)
 # | `"optimizer"` steps | yes | freed | yes | yes |
 #
 # *Scratch* is what an optimizer allocates while it steps one weight. For a float32 weight, torch's
-# AdamW (`foreach=False`) allocates two tensors of the weight's size. Our optimizers allocate five
-# to eight float32 tensors, each of the size of a **piece** of the weight.
+# AdamW (`foreach=False`) allocates two tensors of the weight's size. Our optimizers step a weight
+# in **pieces** and allocate 5 to 7.5 float32 elements per element of a piece.
 
 
 # %%
@@ -113,8 +115,9 @@ lion_in_backward = Optimizer(1, CODE, scratch=6.5, piece=PIECE, in_backward=True
 #
 # About 12 minutes. `sizes` lists the number of elements of each weight tensor. A weight and its
 # gradient have `itemsize` bytes per element. `activations` is in bytes. Return the moment and its
-# bytes, such as `("backward", 1024)`. An optimizer that steps **in backward** holds one gradient at
-# a time (Day 8): count the largest, and ignore the activations that still exist when it steps.
+# bytes, such as `("backward", 1024)`. Count scratch for the largest weight or, if smaller, one
+# piece. An optimizer that steps **in backward** holds one gradient at a time (Day 8): count the
+# largest, and ignore the activations that still exist when it steps.
 
 
 # %%
@@ -162,8 +165,8 @@ for name, optimizer in (
 # With the guide's optimizer, 8-bit Adam, a step needs 40.8 GB without any activations. Weights and
 # gradients alone are 25.1 GiB (27.0 GB), more than the GPU has.
 #
-# Only 8-bit Lion with the **step in backward** needs less than 24 GB. The step in backward saves
-# 12.3 GiB, as much as 8-bit Adam saves against AdamW with bfloat16 state.
+# Of these, only 8-bit Lion with the **step in backward** needs less than 24 GB. The step in
+# backward saves 12.3 GiB, as much as 8-bit Adam saves against AdamW with bfloat16 state.
 
 # %% [markdown]
 # ## Activations
@@ -171,20 +174,21 @@ for name, optimizer in (
 # What does a block save for backward, per token? On a GPU, with fused norms (Days 1, 4, 10), it
 # saves:
 #
-# - in the activations' dtype: the input and output of both norms (4 C), q, k, v, attention's
-#   output, and four tensors of the MLP
-# - in float32: attention's log-sum-exp (H elements) and one element per norm
+# - in the activations' dtype: the input and output of both norms, q, k, v, attention's output, and
+#   four tensors of the MLP's intermediate size
+# - in float32: attention's log-sum-exp (one element per head) and one element per norm
 #
-# During backward, a block also has gradients: two of the MLP's intermediate size, one of size C.
+# During backward, a block also has gradients: two of the MLP's intermediate size and one of the
+# hidden size.
 
 
 # %%
 @dataclass(frozen=True)
 class Block:
-    width: int  # input elements per token, part of `elements`; a checkpoint saves only these
     elements: int  # elements saved per token, in the activations' dtype
+    input_elements: int  # the block's input, part of `elements`; a checkpoint saves only this
     float32_elements: int  # float32 elements saved per token
-    gradients: int  # gradient elements per token during the block's backward
+    gradient_elements: int  # per token, during the block's backward
 
 
 def block_of(config, fused=True):
@@ -192,7 +196,8 @@ def block_of(config, fused=True):
     C, F = config.hidden_size, config.intermediate_size
     Q, K = config.heads * config.head_dim, config.kv_heads * config.head_dim
     norms = 2 * C if fused else 4 * C
-    return Block(C, 2 * C + norms + 2 * Q + 2 * K + 4 * F, config.heads + 2, 2 * F + C)
+    elements = 2 * C + norms + 2 * Q + 2 * K + 4 * F
+    return Block(elements, C, config.heads + 2, 2 * F + C)
 
 
 saved = block_of(seven)
@@ -215,9 +220,9 @@ print(f"per token in bfloat16, {2 * seven.hidden_size:,} of them for its input")
 def activations(block, layers, tokens, itemsize, checkpointed, ends):
     ### BEGIN SOLUTION
     made = tokens * (itemsize * block.elements + 4 * block.float32_elements)
-    x = tokens * itemsize * block.width
+    x = tokens * itemsize * block.input_elements
     kept, recomputed = (x, made - x) if checkpointed else (made, 0)
-    return layers * kept + max(ends, recomputed + tokens * itemsize * block.gradients)
+    return layers * kept + max(ends, recomputed + tokens * itemsize * block.gradient_elements)
     ### END SOLUTION
     ### BEGIN STUB
     # raise NotImplementedError("exercise 16.2, about 4 lines")
@@ -262,9 +267,9 @@ for batch, length, how in ((1, 4, "plain"), (16, 64, "checkpointing")):
 
 
 # %% [markdown]
-# The plain step peaks in the optimizer. Only 128 bytes remain unexplained: a temporary of the
-# previous weight, still alive while the next one is updated. The checkpointed step peaks in
-# backward, when some gradients already exist. The formula has no moment for that.
+# The plain step peaks in the optimizer. Its 128 unexplained bytes are a temporary of the previous
+# weight, still alive while the next one is updated. The checkpointed step peaks in backward, when
+# some gradients already exist. The formula has no moment for that.
 #
 # The library's `training_bytes` has four moments, one of them near the end of backward, and a name
 # for every term. Apply it to the guide's recipe and to variants:
@@ -305,7 +310,7 @@ axes.legend(frameon=False, loc="lower right", fontsize=9)
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Two recipes need less than 24 GB:
+# Two of the six recipes need less than 24 GB:
 #
 # - **LoRA** (Day 3) of rank 8, on every matrix of the blocks, trains 0.3 % of the weights.
 # - **8-bit Lion with the step in backward** trains all weights.
@@ -335,7 +340,7 @@ print(f"CUDA's context uses up to {format_bytes(CONTEXT)} of it")
 # ### Exercise 16.3: does it fit?
 #
 # About 10 minutes. `memory` is a key of `CARDS`, or a size with a unit of `UNITS`: `"24GB"`, `"1.5
-# GiB"`. Round the size to an integer. A step has `.allocated_bytes` (its tensors) and
+# GiB"`. Round its bytes to an integer. A step has `.allocated_bytes` (its tensors) and
 # `.reserved_bytes`. CUDA's context also uses `CONTEXT` bytes of the GPU. Return how many bytes are
 # **missing**, 0 if the step fits.
 
@@ -372,7 +377,7 @@ lacks = exercise("16.3", lacks)
 # About 10 minutes. Candidates have `.seconds` and `.formula_bytes`. `measure(candidate)` returns
 # the measured bytes, between 0.95 and 1.05 times the formula's. Return the fastest candidate whose
 # *measured* bytes are at most `room`, or None. Don't measure a candidate twice, nor one that cannot
-# fit or is slower than your answer.
+# fit or is slower than your answer. Don't change `candidates`.
 
 
 # %%
@@ -440,8 +445,8 @@ plot.timeline(proof.trace, title="Llama 2 7B, all weights trained, 1 × 2,048 to
 # %% [markdown]
 # **All seven billion weights train on 24 GB**: 20.58 GiB reserved, plus the context. Weights and
 # Lion's one-byte momentum are most of it. In the picture, each tooth is one recomputed block.
-# (`allocated` is 29 MiB above the picture's peak: it counts whole memory blocks, which can be
-# larger than their tensors, Day 2.)
+# (`allocated` is 29 MiB above the picture's peak: 29 memory blocks are 1 MiB larger than their
+# tensors, Day 2.)
 #
 # The search chose unchunked logits. With 2,048 rows and a hidden size of 4,096, chunked logits
 # save nothing (Day 11): with them, the step allocates 0.33 GiB more and reserves 0.14 GiB more.
@@ -453,8 +458,8 @@ plot.timeline(proof.trace, title="Llama 2 7B, all weights trained, 1 × 2,048 to
 # gradient, so nothing can accumulate. What would 16 × 2,048 tokens need?
 #
 # First raise the batch without accumulation, with chunked logits, which reserve less from batch 2
-# on. (Each prediction takes ten seconds, so they are stored. `tests/course/test_day16.py` repeats
-# them.)
+# on. (A prediction takes ten seconds, so the results are stored. `tests/course/test_day16.py`
+# repeats the predictions.)
 
 
 # %%
@@ -477,8 +482,8 @@ for batch, step in GROWN.items():
 
 # %% [markdown]
 # A batch of 2 fits on both. A batch of 3 fits on neither; the RTX 4090 lacks only 16 MiB. By
-# *allocated* bytes alone, 3 would fit on both. So for 16 sequences without offloading (Day 14),
-# either accumulate gradients in a **buffer**, or train fewer weights:
+# *allocated* bytes alone, 3 would fit on both. For 16 sequences without offloading (Day 14), you
+# could accumulate gradients in a **buffer**, process all 16 at once, or train fewer weights:
 
 # %%
 buffer = 2 * seven.parameters
@@ -503,8 +508,8 @@ for name, count in (
 # - **all weights, up to 4,096 tokens a step**
 # - **0.3 % of the weights, 32,768 tokens a step**
 #
-# The guide promises both. (Sums in bfloat16 are 1.4 % off after 256 micro-batches, Day 3. The
-# library accumulates in float32, which doubles the buffer.)
+# The guide promises all weights and 32,768 tokens. (Sums in bfloat16 are 1.4 % off after 256
+# micro-batches, Day 3. The library accumulates in float32, which doubles the buffer.)
 
 # %% [markdown]
 # ## Your own model
@@ -534,8 +539,8 @@ if plan.best:
 # %% [markdown]
 # ## At scale: 70 billion weights on eight GPUs
 #
-# ZeRO-3 divides the model states by eight (Day 12), except for the gathered block. The guide does
-# not name the optimizer. By formula, with 1 × 4,096 tokens a rank:
+# ZeRO-3 divides the model states by eight (Day 12), except for the gathered weights. The guide
+# names neither GPU nor optimizer. By formula, on A100s of 80 GB, with 1 × 4,096 tokens a rank:
 
 # %%
 seventy = PRESETS["llama-3-70b"]
@@ -545,13 +550,15 @@ ZERO = {
     "8-bit Adam": Recipe(optimizer="adam8bit"),
     "8-bit Lion": Recipe(optimizer="lion8bit"),
 }
+a100_budget = memory_named("a100-80").budget_bytes
 on_eight = {}
+print(f"70B on 8 GPUs, GB per GPU; an A100 has {a100_budget / 1e9:.1f} GB for tensors")
 for name, chosen in ZERO.items():
     recipe = Recipe(chosen.precision, chosen.optimizer, checkpointing="checkpointing",
                     zero_stage=3)  # fmt: skip
     on_eight[name] = training_bytes(seventy, recipe, 1, 4096, gpus=8)
-    missing = max(0, on_eight[name].peak_bytes - memory_named("a100-80").budget_bytes)
-    print(f"70B on 8, {name:22}{on_eight[name].peak_bytes / 1e9:7.1f} GB a GPU: ", end="")
+    missing = max(0, on_eight[name].peak_bytes - a100_budget)
+    print(f"  {name:22}{on_eight[name].peak_bytes / 1e9:7.1f} GB: ", end="")
     print(f"lacks {missing / 1e9:.1f} GB" if missing else "fits")
 
 # %% [markdown]
@@ -577,26 +584,26 @@ for name, chosen in ZERO.items():
 #
 # | argument | meaning |
 # | --- | --- |
-# | `cut` | (t, p, d) |
-# | `each` | three byte counts per weight: (the weight, its gradient, its optimizer state) |
-# | `stage` | ZeRO stage: shards the state from 1, gradients from 2, weights from 3 |
-# | `kept` | bytes of a block's checkpointed input, per micro-batch |
+# | `degrees` | (t, p, d) |
+# | `zero_stage` | shards the state from stage 1, gradients from 2, weights from 3 |
+# | `bytes_each` | three byte counts per weight: (the weight, its gradient, its optimizer state) |
+# | `input_bytes` | bytes of a block's checkpointed input, per micro-batch |
 #
 # Divide the pipeline stage's weights by t, and what ZeRO shards also by d. Round both up. Divide
-# `kept` by t too (*sequence parallelism*).
+# `input_bytes` by t too (*sequence parallelism*).
 
 
 # %%
-def of_a_rank(block, end, layers, cut, stage, each, kept):
+def of_a_rank(block, end, layers, degrees, zero_stage, bytes_each, input_bytes):
     ### BEGIN SOLUTION
-    tensor, pipeline, data = cut
+    tensor, pipeline, data = degrees
     blocks = -(-layers // pipeline)
     ends = 2 * end if pipeline == 1 else end
     weights = -(-(blocks * block + ends) // tensor)
     shard = -(-weights // data)
-    held = pipeline * blocks * kept // tensor
-    for first_stage, count in zip((3, 2, 1), each, strict=True):
-        held += count * (shard if stage >= first_stage else weights)
+    held = pipeline * blocks * input_bytes // tensor
+    for first_stage, count in zip((3, 2, 1), bytes_each, strict=True):
+        held += count * (shard if zero_stage >= first_stage else weights)
     return held
     ### END SOLUTION
     ### BEGIN STUB
@@ -611,9 +618,9 @@ of_a_rank = exercise("16.5", of_a_rank)
 huge, TOKENS = PRESETS["llama-3-405b"], 8192
 end = huge.vocab_size * huge.hidden_size
 block = (huge.parameters - 2 * end - huge.hidden_size) // huge.layers
-kept = 2 * TOKENS * huge.hidden_size
+input_bytes = 2 * TOKENS * huge.hidden_size
 h100_budget = memory_named("h100").budget_bytes
-WAYS = {
+WAYS = {  # bytes per weight: the weight, its gradient in BF16, its optimizer state
     "BF16, float32 Adam and master weights": (2, 2, 12),
     "BF16 + FP8, float32 Adam and master weights": (3, 2, 12),
     "FP8 alone, float32 Adam and master weights": (1, 2, 12),
@@ -621,10 +628,10 @@ WAYS = {
 }
 ranks = {}
 print(f"405B, 8 · 4 · 4 = {8 * 4 * 4}, ZeRO-1; an H100 has {h100_budget / 1e9:.1f} GB for tensors")
-for name, each in WAYS.items():
-    ranks[name] = of_a_rank(block, end, huge.layers, (8, 4, 4), 1, each, kept)
+for name, bytes_each in WAYS.items():
+    ranks[name] = of_a_rank(block, end, huge.layers, (8, 4, 4), 1, bytes_each, input_bytes)
     print(f"  {name:44}{ranks[name] / 1e9:6.1f} GB, {(h100_budget - ranks[name]) / 1e9:6.1f} left")
-inputs = 4 * 32 * kept / 1e9
+inputs = 4 * 32 * input_bytes / 1e9
 print(
     f"block inputs in each row: {inputs / 8:.1f} GB; without sequence parallelism {inputs:.1f} GB"
 )
@@ -640,16 +647,16 @@ layout = Recipe("master-weights", checkpointing="checkpointing", zero_stage=1, t
                 sequence_parallel=True, pipeline_parallel=4)  # fmt: skip
 planned = training_bytes(huge, layout, 1, TOKENS, gpus=128)
 print("the planner, BF16, one micro-batch; GB per GPU at its two largest moments:")
-for moment, words in (("gradients", "backward, first block"), ("optimizer", "optimizer step")):
+for moment, words in (("gradients", "near the end of backward"), ("optimizer", "optimizer step")):
     terms = planned.moments[moment]
     print(f"  {words}: {sum(terms.values()) / 1e9:.1f} =", end=" ")
     large = {name: n / 1e9 for name, n in terms.items() if n > 1e8}
     print(" + ".join(f"{n:.1f} {name.replace('_', ' ')}" for name, n in large.items()))
 
 # %% [markdown]
-# The planner also counts the head and, in the optimizer step, float32 gradients of a rank's shard;
-# the formula does not. `memlab plan --model llama-3-405b --gpu h100 --gpus 128` compares meshes of
-# FSDP2 with tensor, pipeline and context parallelism.
+# The planner's optimizer step needs 106.8 GB, more than our 95.4 GB. It adds float32 gradients of
+# the rank's shard, and counts the head in every pipeline stage. `memlab plan --model llama-3-405b
+# --gpu h100 --gpus 128` compares meshes of FSDP2 with tensor, pipeline and context parallelism.
 #
 # Nothing in this section is measured on a GPU. NCCL's buffers and FlashAttention 3's workspace are
 # in no formula.
@@ -668,14 +675,14 @@ reveal("16.1", guide_gb=guide_bytes, buffer_gib=buffer, recipe_gib=proof.reserve
 # - 20 GB would be 3 bytes a weight. The guide's recipe needs 6: weights 2, gradients 2, 8-bit
 #   Adam's state 2.03.
 # - A buffer of gradients is as large as the weights.
-# - Our recipe needs 3.02 bytes a weight: weights 2, 8-bit momentum 1.02. Each gradient is freed
-#   before the next one exists.
+# - Our recipe's weights and 8-bit momentum need 3.02 bytes a weight, 18.9 GiB. Each gradient is
+#   freed before the next one exists, so the rest is only 1.7 GiB.
 # - Each of the 128 ranks accumulates gradients, and ZeRO-1 does not shard them.
 
 # %% [markdown]
 # ## On your GPU
 #
-# With a GPU of 24 GB or more, this cell trains the recipe within 24 GB: two steps with random 7B
+# With a GPU of 24 GB or more, this cell runs the recipe within 24 GB: two steps with random 7B
 # weights. (`memlab train` does the same from a terminal.)
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
@@ -749,11 +756,12 @@ verdict(
 # | tool | time | tells you | error |
 # | --- | --- | --- | --- |
 # | formula | a second | which recipes to try | a few percent |
-# | prediction | ten seconds | allocated and reserved bytes | usually below 1 % (LLMs) |
+# | prediction | ten seconds | allocated and reserved bytes | below 1 % in most LLM steps |
 # | GPU | a training step | the real memory | none |
 #
-# For a model and a memory size, you can say whether training fits, the recipe it needs, and the
-# cost. You can check a claim such as "7B in 20 GB", and say what would make it true.
+# For a model and a memory size, you can say whether training fits, which recipe it needs, and what
+# that recipe gives up. You can check a claim such as "7B in 20 GB", and say what would make it
+# true.
 
 # %% [markdown]
 # ## The running bill

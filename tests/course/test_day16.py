@@ -58,14 +58,16 @@ def block_by_block(block, layers, tokens, itemsize, checkpointed, ends):
     """Counts the bytes as they are allocated and freed."""
     alive = 0
     for _ in range(layers):
-        elements = block.width if checkpointed else block.elements
+        elements = block.input_elements if checkpointed else block.elements
         alive += tokens * (
             itemsize * elements + (0 if checkpointed else 4 * block.float32_elements)
         )
     most = alive + ends
     if checkpointed:
-        alive += tokens * (itemsize * (block.elements - block.width) + 4 * block.float32_elements)
-    return max(most, alive + tokens * itemsize * block.gradients)
+        alive += tokens * (
+            itemsize * (block.elements - block.input_elements) + 4 * block.float32_elements
+        )
+    return max(most, alive + tokens * itemsize * block.gradient_elements)
 
 
 def by_the_last_letters(memory, step):

@@ -62,7 +62,7 @@ _STEPS: tuple[tuple[str, list[int], int, Any, int], ...] = (
 
 def _check_peak(answer: Any) -> str:
     for name, sizes, itemsize, optimizer, activations_ in _STEPS:
-        case = f"{name}: peak({sizes}, {itemsize}, …, {activations_:,})"
+        case = f"{name}: peak({sizes}, {itemsize}, {optimizer}, {activations_})"
         wanted_moment, wanted = peak(sizes, itemsize, optimizer, activations_)
         copied = list(sizes)
         with unchanged(case, sizes=copied):
@@ -70,7 +70,7 @@ def _check_peak(answer: Any) -> str:
         require(
             isinstance(got, (tuple, list)) and len(got) == 2,
             f"{case} gave {_briefly(got)}; wanted a moment and its bytes, "
-            f"({wanted_moment!r}, {round(wanted):,}).",
+            f"({wanted_moment!r}, {round(wanted)}).",
         )
         moment, count = got
         _same_bytes(f"{case}, the bytes:", count, wanted)
@@ -108,8 +108,8 @@ _PEAK = Exercise(
             ("+ gradients + scratch", "+ gradients"),
         ),
         (
-            "You added up everything. Activations are freed before the optimizer steps: a peak is "
-            "the larger moment.",
+            "You added up everything. Activations are freed before the optimizer steps: the peak "
+            "is the larger moment.",
             ("moments[moment]", "moments['optimizer'] + activations"),
         ),
         (
@@ -154,7 +154,8 @@ _PEAK = Exercise(
 
 # ------------------------------------------------------------------ 16.2: activations
 
-_BLOCK = Block(width=8, elements=100, float32_elements=6, gradients=40)
+_BLOCK = Block(elements=100, input_elements=8, float32_elements=6, gradient_elements=40)
+_LARGE_INPUT = replace(_BLOCK, input_elements=16)
 _PASSES: tuple[tuple[str, Any, int, int, int, bool, int], ...] = (
     ("all kept, one block", _BLOCK, 1, 10, 4, False, 0),
     ("all kept, large ends", _BLOCK, 3, 10, 4, False, 50_000),
@@ -163,15 +164,15 @@ _PASSES: tuple[tuple[str, Any, int, int, int, bool, int], ...] = (
     ("checkpointed, small ends", _BLOCK, 3, 10, 4, True, 100),
     ("checkpointed, one block", _BLOCK, 1, 10, 4, True, 100),
     ("checkpointed, 2 bytes an element", _BLOCK, 5, 7, 2, True, 0),
-    ("checkpointed, 2 bytes, large ends", replace(_BLOCK, width=16), 12, 64, 2, True, 99_000),
+    ("checkpointed, 2 bytes, large ends", _LARGE_INPUT, 12, 64, 2, True, 99_000),
 )
 
 
 def _check_activations(answer: Any) -> str:
     for name, block, layers, tokens, itemsize, checkpointed, ends in _PASSES:
         case = (
-            f"{name}: activations(…, layers={layers}, tokens={tokens}, itemsize={itemsize}, "
-            f"checkpointed={checkpointed}, ends={ends:,})"
+            f"{name}: activations({block}, layers={layers}, tokens={tokens}, itemsize={itemsize}, "
+            f"checkpointed={checkpointed}, ends={ends})"
         )
         arguments = (block, layers, tokens, itemsize, checkpointed, ends)
         _same_bytes(case, answer(*arguments), activations(*arguments))
@@ -186,12 +187,14 @@ _ACTIVATIONS = Exercise(
     hints=(
         "When backward begins, everything that forward saved of each block is in memory. Add the "
         "larger of two terms that never exist together: the ends, and one block at work.",
-        "A block makes tokens · (itemsize · elements + 4 · float32_elements) bytes. Checkpointed, "
-        "it keeps only its input, tokens · itemsize · width, and recomputes the rest once. "
-        "Either way the block at work has tokens · itemsize · gradients bytes of gradients.",
+        "A block saves tokens · (itemsize · elements + 4 · float32_elements) bytes. Checkpointed, "
+        "it keeps only its input, tokens · itemsize · input_elements, and recomputes the rest "
+        "once. Either way the block at work has tokens · itemsize · gradient_elements bytes of "
+        "gradients.",
         "made = tokens * (itemsize * block.elements + 4 * block.float32_elements); x = tokens * "
-        "itemsize * block.width; kept, recomputed = (x, made - x) if checkpointed else (made, 0). "
-        "Return layers * kept plus max(ends, recomputed + the block's bytes of gradients).",
+        "itemsize * block.input_elements; kept, recomputed = (x, made - x) if checkpointed else "
+        "(made, 0). Return layers * kept plus max(ends, recomputed + the block's bytes of "
+        "gradients).",
     ),
     reference=activations,
     check=_check_activations,
@@ -224,7 +227,7 @@ _ACTIVATIONS = Exercise(
         ),
         (
             "The block at work also has gradients. Add them.",
-            (" + tokens * itemsize * block.gradients", ""),
+            (" + tokens * itemsize * block.gradient_elements", ""),
         ),
         (
             "The ends are freed before a block is at work. Take the larger of the two.",
@@ -500,7 +503,7 @@ _FASTEST = Exercise(
 # ------------------------------------------------------------------ 16.5: one GPU of 128
 
 _RANKS: tuple[tuple[Any, ...], ...] = (
-    # block, end, layers, (tensor, pipeline, data), stage, (weights, gradients, state), kept
+    # block, end, layers, (tensor, pipeline, data), ZeRO stage, (weights, gradients, state), input
     (480, 0, 4, (1, 1, 1), 0, (2, 2, 12), 0),
     (480, 96, 4, (1, 1, 1), 0, (2, 2, 12), 64),
     (480, 96, 4, (1, 1, 4), 1, (2, 2, 12), 64),
@@ -516,7 +519,7 @@ _RANKS: tuple[tuple[Any, ...], ...] = (
 
 
 def _check_rank(answer: Any) -> str:
-    names = ("block", "end", "layers", "cut", "stage", "each", "kept")
+    names = ("block", "end", "layers", "degrees", "zero_stage", "bytes_each", "input_bytes")
     for arguments in _RANKS:
         case = ", ".join(f"{name}={x}" for name, x in zip(names, arguments, strict=True))
         _same_bytes(f"of_a_rank({case})", answer(*arguments), of_a_rank(*arguments))
@@ -536,9 +539,9 @@ _OF_A_RANK = Exercise(
         "A rank has ⌈layers/p⌉ blocks and one end (both, if p is 1), divided by t, rounded up: W. "
         "ZeRO divides by d: the state from stage 1, gradients from 2, weights from 3. Add the "
         "inputs of its blocks for p micro-batches, divided by t.",
-        "t, p, d = cut; blocks = -(-layers // p); W = -(-(blocks * block + (1 + (p == 1)) * end) "
-        "// t); shard = -(-W // d). For (first, bytes) in zip((3, 2, 1), each) add bytes * (shard "
-        "if stage >= first else W). The inputs of p micro-batches are missing.",
+        "t, p, d = degrees; blocks = -(-layers // p); W = -(-(blocks * block + (1 + (p == 1)) * "
+        "end) // t); shard = -(-W // d). For (first, count) in zip((3, 2, 1), bytes_each) add "
+        "count * (shard if zero_stage >= first else W). The inputs of p micro-batches are missing.",
     ),
     reference=of_a_rank,
     check=_check_rank,
@@ -570,7 +573,7 @@ _OF_A_RANK = Exercise(
         ),
         (
             "You ignored ZeRO's stage, so nothing is sharded.",
-            ("(shard if stage >= first_stage else weights)", "weights"),
+            ("(shard if zero_stage >= first_stage else weights)", "weights"),
         ),
         (
             "ZeRO shards gradients from stage 2. In stage 1 each rank has all of them.",
@@ -583,11 +586,11 @@ _OF_A_RANK = Exercise(
         (
             "The first stage starts p micro-batches before the gradient of the first one returns. "
             "Count the inputs of p micro-batches.",
-            ("pipeline * blocks * kept", "blocks * kept"),
+            ("pipeline * blocks * input_bytes", "blocks * input_bytes"),
         ),
         (
             "With sequence parallelism a rank keeps 1/t of each input. Divide by t.",
-            ("kept // tensor", "kept"),
+            ("input_bytes // tensor", "input_bytes"),
         ),
     ),
 )
