@@ -393,10 +393,10 @@ picture(points, {"best choice of whole blocks": best_of_blocks}, "Nine unequal b
 #
 # - "Every other block" is on it. `checkpoint_sequential` is two percentage points above it.
 # - Segments of 2 or 3 blocks (√9) are far above it: by 8.5 and 14.6 percentage points.
-# - Left of "every block" are schedules with segments of several blocks, most of them nested.
+# - Left of "every block", all schedules have segments of several blocks, and most have nested ones.
 #
 # From 6 MiB on, the line is nearly straight: a byte spent on any block spares about the same number
-# of operations. So choosing among blocks gains little. Look inside a block.
+# of operations. So it matters little which blocks you checkpoint. Look inside a block.
 
 # %% [markdown]
 # ## Inside a block
@@ -535,8 +535,8 @@ for budget in (1.0, 0.5, 0.0):
 #
 # About 12 minutes. Each operator `o` has a number `o.number`, needs `o.bytes` if you keep its
 # output, and reruns `o.operations` if you do not. Return the set of numbers to keep: at most
-# `budget_bytes` in total, with the fewest operations rerun. You can use `pareto_front`. Trying all
-# sets is too slow: the nine blocks have 2⁶³.
+# `budget_bytes` in total, with the fewest operations rerun. Don't change the list `operators`. You
+# can use `pareto_front`. Trying all sets is too slow: the nine blocks have 2⁶³.
 
 
 # %%
@@ -606,10 +606,9 @@ picture(points, lines, "Nine unequal blocks: choosing blocks, choosing operators
 # The red line starts at "every block" and falls to **zero** rerun operations, at 36 % less memory
 # than with everything kept. Keeping more bytes would save only time, no counted operations.
 #
-# From about 5.7 MiB on, choosing operators beats choosing blocks. Between "every block" and 5.7
-# MiB, the two lines differ by less than one percentage point. There, the black line's schedules
-# leave the last block plain, which is in memory anyway when backward starts. To the left of "every
-# block", schedules need segments of several blocks.
+# From about 5.7 MiB on, choosing operators beats choosing blocks. Just below 5.7 MiB, the lines are
+# close: the black line's schedules leave the last block plain, which is in memory in full anyway
+# when backward starts.
 
 # %% [markdown]
 # ## The losses are identical
@@ -675,8 +674,8 @@ for name, (held, operations) in seven.items():
 # %% [markdown]
 # ## On your GPU
 #
-# If you have a GPU, this cell runs the bill's step on it: every block checkpointed, then with
-# attention and matmuls kept.
+# If you have a GPU, this cell runs Day 1's training step on it: with every block checkpointed, then
+# also with the outputs of attention and matmuls kept.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):

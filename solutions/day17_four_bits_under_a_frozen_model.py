@@ -58,8 +58,9 @@ from memlab.units import format_bytes
 # ## Guess
 #
 # Train Llama 2 7B with QLoRA on one GPU: rank 16 adapters beside every matrix of the blocks, 4 ×
-# 1,024 tokens, and a plain training loop: no autocast, no checkpointing. peft's usual call
-# `prepare_model_for_kbit_training` comes first, here with `use_gradient_checkpointing=False`.
+# 1,024 tokens, and a plain training loop: no autocast, no checkpointing. Before training, peft's
+# `prepare_model_for_kbit_training` (with `use_gradient_checkpointing=False`) casts the unquantized
+# weights to float32.
 #
 # 1. How many times smaller than in bfloat16 is a quantized matrix?
 # 2. How many GiB is the model, adapters included, before the first step?
@@ -78,8 +79,7 @@ guess("17.1", smaller_times=4, model_gib=3.3, step_gib=6)  # 16 bits to 4, plus 
 #
 # We **predict** the step (Day 16): it runs on tensors without values, with CUDA's allocation sizes.
 # `add_qlora` quantizes every matrix of the blocks and adds float32 adapters, as peft does.
-# `prepare_for_low_bits`, memlab's version of `prepare_model_for_kbit_training`, casts the
-# unquantized weights to float32.
+# `prepare_for_low_bits` is memlab's version of `prepare_model_for_kbit_training`.
 
 
 # %%
@@ -269,7 +269,7 @@ print("NF4:", " ".join(f"{level:.3f}" for level in NF4))
 
 # %% [markdown]
 # The levels are dense near zero, where most weights are. The gaps next to −1 and 1 are wide,
-# because few weights are there.
+# because few weights fall into them.
 
 # %% [markdown]
 # ## Two codes in a byte
@@ -297,7 +297,7 @@ def decode(codes, absmax):
 # - A block is 64 neighbors of the flattened weight.
 # - A code is the index of the level nearest to w / absmax in float32 (at a tie, either).
 # - A block of zeros gets code 7 and absmax 0.
-# - Other blocks may have an absmax of 10⁻²⁶. Keep it.
+# - An absmax may be as small as 10⁻²⁶. Keep it.
 #
 # Return no slice of a larger tensor. Don't change `weight`. Peak: at most 64 bytes per weight.
 
@@ -361,7 +361,7 @@ print(f"decode(encode(w)) equals the rounded weight: {same}")
 # With blocks of 64, the absmax adds 4/64 bytes, half a bit per weight: one eighth of the
 # codes' size, 386 MiB for 7B. **Double quantization** encodes the absmax values too: in 8 bits
 # each, with Day 9's signed dynamic codebook and a float32 scale per 256 values. Look at the absmax
-# values of a 7B-like matrix:
+# values of a normally distributed matrix:
 
 # %%
 torch.manual_seed(0)
@@ -454,9 +454,9 @@ print(f"{error(matrix, decode(codes, restored)):.2%} with double quantization")
 # `decode(codes, absmax)` of shape (out_features, in). `x` is (..., in), float32 or bfloat16. Result
 # and gradient have the dtype of x.
 #
-# `decode` returns float32. In forward, cast W to the dtype of x; in backward, to the dtype of the
-# gradient. Save only `codes` and `absmax` between forward and backward. Besides the tensors of
-# these steps, a pass may hold one more float32 copy of W.
+# `decode` returns float32. In forward, cast W to the dtype of x; in backward, decode again and cast
+# W to the dtype of the gradient. Save only `codes` and `absmax` for backward. The peak of each pass
+# may be at most one float32 copy of W above the peak of decode, cast and matmul.
 
 
 # %%
@@ -817,8 +817,8 @@ for (batch, length), step in GROWN.items():
     tokens = batch * length
     logits = {v: per_logit["all logits"] * tokens * v / 2**30 for v in (32_000, 128_256)}
     share = held_by(seven)["codes"] / step.allocated
-    print(f"{tokens:6,} tokens, 4-bit weights {share:.0%}: allocated ", end="")
-    print(f"{format_bytes(step.allocated):>9}, ", end="")
+    print(f"{tokens:6,} tokens: allocated {format_bytes(step.allocated):>9} ", end="")
+    print(f"({share:.0%} 4-bit weights), ", end="")
     print(f"reserved {format_bytes(step.reserved):>9}, fits {fits(step.reserved)}")
     print("    without chunks, logits for ", end="")
     print(", ".join(f"V = {v:,}: {gib:.2f} GiB" for v, gib in logits.items()))
@@ -888,12 +888,10 @@ for name, config in {"13B": thirteen, "65B": sixty_five}.items():
 # %% [markdown]
 # ## Explain the gap
 #
-# Your guess for the model: 3.3 GiB are seven billion times four bits. Doubly quantized absmax
-# values add 0.13 bits per weight. Embedding, output layer and norms are not quantized but cast to
-# float32, and the adapters are float32, too. Together: 4.2 GiB.
+# The model needs 4.24 GiB, not 3.3: 3.11 GiB for the quantized weights and their absmax values,
+# 0.98 GiB for the embedding, output layer and norms in float32, and 0.15 GiB for the adapters.
 #
-# Your guess for the step: the weights' bits say nothing about activations. Of the 43.7 GiB, the
-# quantized weights are 3.1.
+# The step needs 43.7 GiB. Quantizing weights does not reduce its activations, 38.1 GiB.
 
 # %% [markdown]
 # ## Compare with bitsandbytes and peft

@@ -547,7 +547,7 @@ def _check_choosing(answer: MakeMode) -> str:
     require(
         left == 0,
         f"Choosing around 2 blocks, with their 4 matmuls of {TENSOR} bytes chosen, leaves "
-        f"{left:,} bytes in memory after backward, beside the output; wanted none.",
+        f"{left:,} bytes in memory after backward, besides the output; wanted none.",
     )
     return (
         f"{len(_SELECTIONS)} selections · gradients match bit for bit · only the chosen outputs "
@@ -650,7 +650,7 @@ def _left_without_output(
 
 
 def _left_after_backward(answer: MakeMode) -> int:
-    """Bytes in memory after backward, beside the output."""
+    """Bytes in memory after backward, besides the output."""
     blocks, x = _layers(), torch.ones(ROWS, WIDTH, requires_grad=True)
     outputs: list[Tensor] = []
 

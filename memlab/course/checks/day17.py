@@ -105,7 +105,7 @@ _LEVELS = Exercise(
         ("Divide by the largest level, so that it becomes 1.", (" / found.max()", "")),
         (
             "Take the quantiles at the upper ends of the parts. The lowest lower end is 0.5, whose "
-            "quantile is 0, so 0 appears twice.",
+            "quantile is 0, so 0 is repeated.",
             (_ENDS, "range(count)"),
         ),
         (
@@ -383,7 +383,7 @@ def _check_double_encode(answer: DoubleEncode) -> str:
         _require_own_memory(call, got)
         _require_double(call, absmax, got, codebook)
     return (
-        "each absmax gets the nearest of 256 codes, around the mean · 300 values in 312 bytes · "
+        "each absmax minus the mean gets the code of the nearest entry · 300 values in 312 bytes · "
         "equal values get the code of zero"
     )
 
@@ -830,7 +830,7 @@ _HELD = Exercise(
             ("4 if prepared else 2", "2"),
         ),
         (
-            "Only a prepared model has float32 weights. Otherwise, weights stay in bfloat16.",
+            "Unquantized weights are float32 only if prepared. Otherwise they are bfloat16.",
             ("4 if prepared else 2", "4"),
         ),
         (
