@@ -65,8 +65,8 @@ guess("4.1", autocast_gib=1.33)  # half
 # ## Measure
 #
 # Each sequence after the first repeats the same allocations, so this is a dry run of only two of
-# the eight sequences. (Each other sequence would add its tokens, 10 KiB.) Yesterday's bytes come
-# from the running bill.
+# the eight sequences. (Each other sequence would add its tokens and targets, 10 KiB.) Yesterday's
+# bytes come from the running bill.
 
 # %%
 one_at_a_time = combined("accumulation")
@@ -131,8 +131,8 @@ print(f"created {times} times: once per micro-batch")
 # each cast until its layer is done. At the start of backward, where the peak is, all casts are
 # alive: **2 bytes for each weight** used in a matmul.
 #
-# With longer sequences, the savings in activations outweigh the casts: in this dry run from about
-# 980 tokens on. At 1024, autocast's peak is 0.3% below float32's.
+# The other activations shrink. With longer sequences this outweighs the casts: in this dry run from
+# about 980 tokens on. At 1024, autocast's peak is 0.3% below float32's.
 
 # %% [markdown]
 # ## The formats
@@ -182,12 +182,13 @@ for name in formats:
 # ### Exercise 4.1: bytes of each policy
 #
 # About 15 minutes. Return the bytes at the end of backward (master weights count as parameters),
-# and of the casts at its start. `config.parameters` is N, V the vocabulary size, C the hidden size.
+# and of the casts at its start. N is `config.parameters`, V `vocab_size`, C `hidden_size`; `layers`
+# counts the blocks.
 #
 # - Adam's state has a 4-byte counter per tensor: 9 per block, and 2 outside (3 if untied).
 # - Autocast casts the weights used in matmuls.
-# - It does not cast the norms: C weights each, 2 per block and 1 at the end.
-# - It casts the embedding (V × C) only if `config.tied`: then it also computes the logits.
+# - It does not cast norms: C weights each, 2 per block and 1 at the end.
+# - It casts the embedding (V × C) only if `config.tied`: then the embedding computes the logits.
 
 
 # %%
@@ -281,8 +282,8 @@ for policy in ("autocast", "bfloat16"):
 
 # %% [markdown]
 # Only `"bfloat16"` halves weights, gradients and moments. `"master"` halves only the gradients and
-# adds the copy: 16 bytes again. Its optimizer step casts the gradients to float32, so it reaches 18
-# bytes, as `"master32"` does. Autocast halves none of the three.
+# adds the copy: 16 bytes per weight again. Its optimizer step casts the gradients to float32, so it
+# reaches 18 bytes, as `"master32"` does. Autocast halves none of the three.
 #
 # Activations don't halve here. Autocast keeps norms, residual sums and log-probabilities in
 # float32. With bfloat16 weights, the CPU's norm saves a float32 version of its input. CUDA's norm
@@ -292,8 +293,9 @@ for policy in ("autocast", "bfloat16"):
 # ## Underflow in float16
 #
 # Gradients are small: the loss is a *mean* over tokens, so each token's gradient is divided by the
-# number of tokens. Measure real gradients: the tiny model after 80 steps on torch's own source
-# code, in float32, for 5,120 tokens (as many as in the bill's step).
+# number of tokens. To measure real gradients, train the tiny model in float32 for 80 steps on
+# torch's own source code. Then compute its gradients for 5,120 tokens, as many as in the bill's
+# step.
 
 # %%
 text = source_bytes("256 KiB").long()
@@ -336,7 +338,7 @@ many, their_targets = next(batches(text, 80, 64, seed=1))
 
 
 def weight_gradients(dtype=None, scale=1.0):
-    """Return all weights' gradient: scale the loss, then unscale. Autocast if `dtype` is given."""
+    """Scale the loss, and return all gradients, unscaled. Autocast if `dtype` is given."""
     model.zero_grad()
     with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
         loss = model(many, their_targets)
@@ -377,9 +379,9 @@ _ = panels[1].set_xlabel("log₂ of the magnitude")
 
 # %% [markdown]
 # Below 2⁻²⁵ float16 rounds to zero. From there to 2⁻¹⁴ its values are *subnormal*: their spacing is
-# always 2⁻²⁴, so small values have fewer significant digits. (The measured percentage is rounded to
-# a multiple of 50%, so that it is the same on every CPU.) A logit gradient of zero adds nothing
-# to a weight's gradient.
+# always 2⁻²⁴, so small values have fewer significant digits. (The exact percentage, about 45%,
+# depends on the CPU, so the cell rounds it to a multiple of 50%.) A logit gradient of zero adds
+# nothing to a weight's gradient.
 #
 # The remedy is **loss scaling**. By the chain rule, multiplying the loss by 2¹⁶ multiplies all
 # gradients by 2¹⁶, and float16 has room for larger values. Then divide the gradients by 2¹⁶ in
@@ -397,7 +399,7 @@ axes.bar_label(bars, [f"{100 * error:.2g} %" for error in errors], padding=4)
 axes.invert_yaxis()
 axes.margins(x=0.1)
 axes.set(xlabel="distance from the float32 gradient, % of its norm")
-axes.set_title("Error of all weights' gradient under autocast")
+axes.set_title("Error of the weights' gradients under autocast")
 print(f"error of float16 above 2%: {unscaled > 0.02}")
 print(f"error of float16 times 2¹⁶ below 0.5%: {scaled < 0.005}")
 print(f"error of bfloat16 below 2%: {bf16 < 0.02}, above scaled float16's: {bf16 > scaled}")
@@ -414,7 +416,8 @@ print(f"error of bfloat16 below 2%: {bf16 < 0.02}, above scaled float16's: {bf16
 # stepped. In order:
 #
 # 1. Clear gradients; backward on each scaled loss.
-# 2. If all gradients are finite: divide by `scale`, clip to `max_norm`, step, `fine_steps` + 1.
+# 2. If all gradients are finite: divide them by `scale`, clip their norm to `max_norm`, step,
+#    `fine_steps` + 1.
 # 3. Otherwise: scale × ½, `fine_steps` = 0.
 # 4. If `fine_steps` is `interval`: scale × 2, at most 2¹²⁷; `fine_steps` = 0.
 #
@@ -455,8 +458,8 @@ Scaler = exercise("4.2", Scaler)
 # %% [markdown]
 # ## Watch the scale
 #
-# Train in float16 under autocast. To see the scale fall and grow in 30 steps, it starts far too
-# high, at 2²⁴, and grows after 5 steps without overflow. (Torch: 2¹⁶ and 2000 steps.)
+# Train in float16 under autocast. The scale starts far too high, at 2²⁴, so it falls first. It
+# doubles after 5 steps without overflow. (Torch's defaults: 2¹⁶ and 2000 steps.)
 
 # %%
 torch.manual_seed(0)
@@ -484,8 +487,9 @@ print(f"the loss went down: {half_losses[-1] < half_losses[0]}")
 
 # %% [markdown]
 # Each overflow skips a step, first because the scale starts too high, later because it grows too
-# far. Torch's scaler has no lower limit: if the loss itself is nan, the scale halves down to 0.0,
-# and nothing is trained, without an error. `memlab.precision.LossScaler` raises an error.
+# far. Torch's scaler has no lower limit: if the loss is nan in every step, the scale halves down to
+# 0.0, and nothing is trained, without an error. `memlab.precision.LossScaler` has a lower limit,
+# where it raises an error.
 #
 # bfloat16 needs no scaler, because it has float32's range. But it lacks precision.
 
@@ -559,19 +563,19 @@ print(f"nearest {ends[0]:.2f}, stochastic (mean) {ends[1]:.2f}, Kahan {ends[3]:.
 
 # %% [markdown]
 # With round to nearest, no update changes the weight. With stochastic rounding a single weight
-# fluctuates, but the mean of the 4096 is correct. Kahan summation (the thin line on the mean) is
-# correct for each weight.
+# fluctuates, but the mean of the 4096 is correct. Kahan summation (the thin black line) is correct
+# for each weight.
 
 # %% [markdown]
 # The third remedy is the oldest: a float32 copy of each weight. float16 training uses it, too.
 #
 # ### Exercise 4.4: a step with master weights
 #
-# About 12 minutes. `weights` is a list of the model's 16-bit weights; `copies` has their float32
-# copies, which `optimizer` steps. Backward of the loss times `scale` has run without overflow.
+# About 12 minutes. `weights` lists the model's 16-bit weights, and `copies` their float32 copies,
+# which `optimizer` steps. Backward of the loss times `scale` has run without overflow.
 #
-# - Move the gradients to the copies, divided by `scale`; step; write the rounded copies to the
-#   weights.
+# - Move the gradients to the copies: in float32, divided by `scale`. Step. Write the rounded copies
+#   to the weights.
 # - A weight without a gradient stays unchanged.
 # - At the end, neither weights nor copies have gradients.
 # - Only one gradient may exist in both dtypes at once.
@@ -635,7 +639,7 @@ styles = {"float32": {"linewidth": 5, "alpha": 0.4}, "bfloat16, stochastic": {"l
 
 # %%
 capitals = torch.where((text >= 97) & (text <= 122), text - 32, text)
-held_out, judge = next(batches(capitals, 8, 64, seed=99)), GPT(PRESETS["tiny"])
+held_out, in_float32 = next(batches(capitals, 8, 64, seed=99)), GPT(PRESETS["tiny"])
 fig, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
 reached, moved = {}, {}
 for name, (dtype, make) in ways.items():
@@ -645,9 +649,9 @@ for name, (dtype, make) in ways.items():
     optimizer, curve = make(learning.parameters(), lr=1e-4), []
     for part in range(5):
         learn(learning, optimizer, 4, capitals, seed=part, batch=4)
-        judge.load_state_dict(learning.state_dict())
+        in_float32.load_state_dict(learning.state_dict())
         with torch.no_grad():
-            curve.append(judge(*held_out).item())
+            curve.append(in_float32(*held_out).item())
     changed = [(b != w).flatten() for b, w in zip(before, learning.parameters(), strict=True)]
     reached[name], moved[name] = curve[-1], torch.cat(changed).float().mean().item()
     axes.plot(range(4, 21, 4), curve, label=name, **styles.get(name, {}))
@@ -708,10 +712,11 @@ casts_of_seven = format_bytes(seven_b["autocast"]["casts"])
 print(f"autocast also has {casts_of_seven} of casts at the start of backward")
 
 # %% [markdown]
-# Only `"bfloat16"` fits a GPU with 80 GiB, with room for activations: in yesterday's dry run, also
-# in bfloat16, a step on 2048 tokens peaked at 50.50 GiB. During the optimizer step, `"master"`
-# needs as much as `"master32"`, 112.96 GiB. Day 16 trains this model on a GPU with 24 GB: Days 8
-# and 9 reduce the moments, and on Day 16 the gradients no longer all exist at once.
+# Only `"bfloat16"` fits a GPU with 80 GiB. Yesterday's dry run of this model in bfloat16 peaked at
+# 50.50 GiB on 2048 tokens, early in backward: 12.46 GiB of activations, but almost no gradients.
+# During the optimizer step, `"master"` needs as much as `"master32"`, 112.96 GiB. Day 16 trains
+# this model on a GPU with 24 GB: Days 8 and 9 reduce the moments, and on Day 16 the gradients no
+# longer all exist at once.
 
 # %% [markdown]
 # ## On your GPU
@@ -874,7 +879,7 @@ verdict(
 # | weights | no, plus casts | yes | no: 2 + 4 bytes |
 # | gradients | no | yes | yes, unless accumulated in float32 |
 # | moments | no | yes | no |
-# | activations | outputs of matmuls | yes on CUDA, partly on a CPU | as bfloat16 |
+# | activations | partly | yes on CUDA, partly on a CPU | as with bfloat16 |
 # | needs | a scaler in float16 | stochastic rounding | a scaler in float16 |
 
 # %% [markdown]

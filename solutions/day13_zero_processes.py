@@ -78,8 +78,9 @@ def sum_of_losses(model, batch):
 
 
 # %% [markdown]
-# `processes.shard` takes a model and its optimizer, and keeps this rank's shards. `zero.step` runs
-# a step like Day 12's `simulate`, for one rank. The meter measures this process only.
+# `processes.shard` takes a model and its optimizer, keeps this rank's shards, and returns `zero`.
+# `zero.step` runs a step like Day 12's `simulate`, for one rank. The meter measures this process
+# only.
 #
 # With `overlap`, gradients are sent while backward continues, and the next unit's weights are
 # gathered while the current unit runs (*prefetched*). This costs memory: you will guess how much.
@@ -281,7 +282,7 @@ for stage in range(4):
             axes.barh(place, size, left=start, color=plot.COLOURS[kind], label=label)
             start += size
         whole = trace.peak_bytes / 2**10
-        label = None if place else "other"
+        label = None if place else "buffers, inputs, temporaries"
         axes.barh(place, whole - start, left=start, color="#c9c9d0", label=label)
         axes.text(whole + 8, place, who, va="center", fontsize=8)
 axes.set_yticks([1, 5, 9, 13], [f"stage {stage}" for stage in range(4)])
@@ -299,10 +300,10 @@ _ = axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5,
 # context on a GPU (Day 2).
 
 # %% [markdown]
-# Why is stage 3's peak higher than stage 2's here? At the start of backward, a rank holds its
-# shards, the gathered root (embedding and last norm) and one gathered block. With only two tiny
-# blocks, this is more than all weights, which a rank holds in stage 2. With many blocks, one block
-# is a small part.
+# Why is stage 3's peak higher than stage 2's here? Stage 3's peak is at the start of backward: a
+# rank holds its shards, the gathered root (embedding and last norm) and one gathered block. With
+# only two tiny blocks, this is more (145 KiB) than all weights (129 KiB), which a rank holds in
+# stage 2. With many blocks, one block is a small part.
 
 # %% [markdown]
 # ## A ring
@@ -365,8 +366,8 @@ for ranks in (2, 8, 64):
 
 # %% [markdown]
 # Each rank sends (R − 1)/R of the tensor, as in Day 12's formula. But it sends R − 1 messages, one
-# after another, and each has a latency, even if it is short. So small gradients are concatenated
-# into one flat tensor, a *bucket*, and sent together.
+# after another, and each message has a latency, however small the message is. So small gradients
+# are concatenated into one flat tensor, a *bucket*, and sent together.
 
 # %% [markdown]
 # ## Overlap
@@ -424,7 +425,7 @@ class WaitAtOnce:
 
 # %%
 def events_of(peer_of):
-    """Return rank 0's events with eight gradients, in order."""
+    """Run your function on eight gradients, and return rank 0's events in order."""
 
     def program(peer):
         def gradients():
@@ -468,7 +469,7 @@ _ = both[1].set_xlabel("time (assumed: 1 per gradient computed, 2 per bucket sen
 # The order of events comes from your function; the durations are assumed. If you wait at once,
 # backward stalls. If you wait late, only the last bucket is not hidden.
 #
-# Overlap costs the memory of a second bucket. Stage 3 also overlaps the weights: it gathers the
+# Overlap can cost the memory of a second bucket. Stage 3 also overlaps the weights: it gathers the
 # next unit while the current unit runs. How much memory did overlap cost in the two processes?
 
 
@@ -511,10 +512,10 @@ print(f"without gloo's copies, FSDP2's peak is within 15 % of ours: {0.85 < rati
 # Shards, collectives and weights are the same. FSDP2 needs 68 bytes more for AdamW's step counters:
 # one per parameter tensor instead of one per unit.
 #
-# In backward both prefetch a block. This model has two blocks, so with the root *all* weights are
-# gathered at the peak. With 32 blocks, a prefetched block is 3% of the blocks' weights. (gloo sums
-# copies of the gradients. In FSDP2's run the meter counts all copies from the start of the step, so
-# the cell subtracts them. The rest varies by some KiB.)
+# In backward, FSDP2 and our overlapped stage 3 prefetch a block. This model has two blocks, so with
+# the root *all* weights are gathered at the peak. With 32 blocks, a prefetched block is 3% of the
+# blocks' weights. (gloo sums copies of the gradients. The meter cannot see when FSDP2's are
+# allocated, so it counts them from the step's start. The cell subtracts them.)
 
 # %% [markdown]
 # Use these in production:
@@ -625,8 +626,8 @@ files = sorted(path.name for path in checkpoint.glob("*.distcp"))
 print(f"in the checkpoint: {', '.join(files)}, one file per rank")
 
 # %% [markdown]
-# Rank 0 reports which rank is gone. (If a rank hangs without exiting, its socket stays open. The
-# `timeout` of `joined` handles that case.)
+# Rank 0 reports which rank is gone. (When a process is killed, its connections close. A rank that
+# hangs keeps its connections open: the `timeout` of `joined` handles that case.)
 #
 # A training run that lost a rank must continue, possibly with fewer ranks. But the files hold the
 # shards of *two* ranks.
@@ -639,8 +640,9 @@ print(f"in the checkpoint: {', '.join(files)}, one file per rank")
 # zeros.
 #
 # `read(source, start, stop)` returns elements `start` to `stop` − 1 of the file of rank `source`.
-# Call it at most once per file, and read no padding. Even a shard of only padding has the files'
-# dtype: `read(0, 0, 0)` returns an empty tensor of this dtype, and does not count as a read.
+# Read only your shard's elements, no padding, with at most one call per file. Even a shard of only
+# padding has the files' dtype: `read(0, 0, 0)` returns an empty tensor of this dtype, and does not
+# count.
 
 
 # %%
@@ -743,7 +745,7 @@ axes.spines[["top", "right"]].set_visible(False)
 #
 # | | tensors sent | how often |
 # | --- | --- | --- |
-# | tensor | an activation, four all-reduces per block | every micro-batch |
+# | tensor | an activation, four all-reduces per block (two passes each) | every micro-batch |
 # | pipeline | an activation to each neighbor | every micro-batch |
 # | data | the rank's gradients, then its updated weights | once per step |
 
@@ -755,8 +757,9 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # ### Exercise 13.5: tensor × pipeline × data, per rank
 #
-# About 20 minutes. Return four byte counts, each the maximum over all ranks: weights, gradients and
-# optimizer state that a rank **holds**, and what it **sends** per step for tensor, pipeline, data.
+# About 20 minutes. Return four byte counts, each the maximum over all ranks: what a rank **holds**
+# (weights + gradients + optimizer state), and what it **sends** per step for tensor, pipeline and
+# data.
 #
 # - `block` is the number of weights of a block; ignore embedding and head. A rank has its blocks'
 #   weights divided by `tensor`, rounded down.

@@ -209,7 +209,7 @@ SAID = [
         "4.3",
         "swapped chances",
         ("numbers.view(torch.int32))", "(numbers.view(torch.int32) ^ 0xFFFF))"),
-        "the chances of the two neighbours are swapped.",
+        "the chances of the two neighbors are swapped.",
     ),
     (
         "4.4",

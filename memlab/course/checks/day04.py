@@ -204,18 +204,18 @@ def _check_scaler(answer: ScalerClass) -> str:
     eight, one = (_step_bytes(answer, 1, n, _deep_loss) for n in (8, 1))
     require(
         eight <= one + 5 * WIDE,  # from the second on, a gradient is made beside the sum
-        f"a step of 8 micro-batches has up to {format_bytes(eight)} alive beside weights and "
+        f"a step of 8 micro-batches has up to {format_bytes(eight)} alive besides weights and "
         f"gradients, a step of 1 has {format_bytes(one)}; wanted at most one gradient more: keep "
         f"the graph of one micro-batch at a time.",
     )
     many, one = (_step_bytes(answer, tensors, 1, torch.sum) for tensors in (8, 1))
     require(
         many <= one + 8 * WIDE,  # a boolean for each element is fine
-        f"a step with 8 equal tensors has up to {many:,} bytes alive beside weights and gradients, "
-        f"a step with 1 tensor has {one:,}; wanted the same: check and divide the gradients one "
-        f"by one.",
+        f"a step with 8 equal tensors has up to {many:,} bytes alive besides weights and "
+        f"gradients, a step with 1 tensor has {one:,}; wanted the same: check and divide the "
+        f"gradients one by one.",
     )
-    return f"{decisions} steps right · {one:,} bytes beside the gradients"
+    return f"{decisions} steps right · one graph at a time, and no copy of the gradients"
 
 
 class _After(NamedTuple):
@@ -538,7 +538,7 @@ def _check_means(answer: Round, values: Sequence[float]) -> None:
         all(abs(share - wanted) <= error for (share, wanted), error in pairs),
         f"stochastic_round of {', '.join(f'{n:.7g}' for n in values)} rounded away from zero in "
         f"{', '.join(f'{share:.3%}' for share, _ in shares)} of {DRAWS:,} draws; wanted "
-        f"{', '.join(f'{wanted:.3%}' for _, wanted in shares)}, so that the mean is the value."
+        f"{', '.join(f'{wanted:.3%}' for _, wanted in shares)}, so that the mean equals the input."
         f"{_which_way(values, shares, errors)}",
     )
 
@@ -546,7 +546,7 @@ def _check_means(answer: Round, values: Sequence[float]) -> None:
 def _share_away(answer: Round, value: float) -> tuple[float, float]:
     """The share of draws rounded away from zero, and its probability."""
     precise = torch.full((DRAWS // SEEDS,), value)
-    below, above = _neighbours(precise[0])
+    below, above = _neighbors(precise[0])
     drawn = [_rounded(answer, precise.clone(), seed) for seed in range(SEEDS)]
     case = f"stochastic_round of {len(precise):,} elements of {value:g}"
     is_tensor(case, drawn[0], dtype=torch.bfloat16, shape=tuple(precise.shape))
@@ -555,13 +555,13 @@ def _share_away(answer: Round, value: float) -> tuple[float, float]:
     require(
         len(others) == 0,
         f"stochastic_round({value:g}) gave {others[:1].tolist()}; wanted one of its two "
-        f"neighbours, {below:.9g} and {above:.9g}.",
+        f"neighbors, {below:.9g} and {above:.9g}.",
     )
     exact = precise[0].item()
     return (rounded == above).double().mean().item(), (exact - below) / (above - below)
 
 
-def _neighbours(precise: Tensor) -> tuple[float, float]:
+def _neighbors(precise: Tensor) -> tuple[float, float]:
     """The two nearest bfloat16 values of a float32, the one nearer to zero first."""
     bits = precise.view(torch.int32).item() & ~LOW_BITS
     both = torch.tensor([bits, bits + LOW_BITS + 1], dtype=torch.int32).view(torch.float32)
@@ -578,7 +578,7 @@ def _which_way(
         if abs(share - wanted) > error:
             told.append(f"{value:.7g} too {'often' if share > wanted else 'seldom'}")
             swapped.append(abs(share - (1 - wanted)) <= error)
-    suffix = ": the chances of the two neighbours are swapped" if all(swapped) else ""
+    suffix = ": the chances of the two neighbors are swapped" if all(swapped) else ""
     return f" {' and '.join(told)}{suffix}."
 
 
@@ -760,7 +760,7 @@ _ROUND = Exercise(
         ),
         (
             "The noise is narrower than the gap between two bfloat16 values: a value near a "
-            "neighbour never leaves it.",
+            "neighbor never leaves it.",
             body("stochastic_round", _NOISE.format("numbers * (1 + noise * 2**-9)")),
         ),
         ("The carry turns a NaN into a finite value.", (_GUARDED, "bits.view(torch.float32)")),
@@ -798,10 +798,10 @@ def _check_master_step(answer: MasterStep) -> str:
     scratch, most = _master_bytes(answer), 3 * WIDE * 2
     require(
         scratch <= most + WIDE // 16,  # a scale may be a tensor
-        f"master_step has up to {scratch:,} bytes alive beside weights, copies and float32 "
+        f"master_step has up to {scratch:,} bytes alive besides weights, copies and float32 "
         f"gradients; wanted at most {most:,}, the bytes of one gradient in both dtypes.",
     )
-    return f"100 updates of 1/1024 add up · {scratch:,} bytes beside the float32 gradients"
+    return "100 updates of 1/1024 add up · at most one gradient in both dtypes"
 
 
 def _pair(dtype: torch.dtype, *values: float) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

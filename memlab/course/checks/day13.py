@@ -573,7 +573,7 @@ def _check_agreed(answer: Any) -> str:
         _check_run(answer, run)
     return (
         "the same weights and steps on all ranks, with nan, inf and ranks that end early · one "
-        "peer.most per round, and gradients sent only in good rounds"
+        "peer.most per round, and no gradient sent in a skipped round"
     )
 
 
@@ -599,7 +599,7 @@ def _check_run(answer: Any, run: RunCase) -> None:
         require(
             len(sent) == good,
             f"{call} rank {rank} sent {counted(len(sent), 'gradient')}; wanted {good}, one per "
-            f"good round.",
+            f"round in which all gradients are finite.",
         )
         for nbytes in sent:
             require(
