@@ -24,12 +24,11 @@
 #
 # | model | GPUs | techniques | batch | memory |
 # | --- | --- | --- | --- | --- |
-# | 7B | 1 × 24 GB | BF16, checkpointing, 8-bit Adam | 16 × 1 | ~20 GB |
-# | 70B | 8 × 80 GB | BF16, checkpointing, ZeRO-3 | 8 × 1, length 4096 | ~60 GB each |
+# | 7B | 1 × 24 GB | BF16, checkpointing, 8-bit Adam | 1, 16 accumulation steps | ~20 GB |
+# | 70B | 8 × 80 GB | BF16, checkpointing, ZeRO-3 | 1 × 4,096, 8 accumulation steps | ~60 GB each |
 # | 405B | 128 H100 | FP8, checkpointing, ZeRO-1, TP 8, PP 4, DP 4 | not stated | not stated |
 #
-# 16 × 1 is 16 accumulation steps of batch 1. TP, PP and DP are tensor, pipeline and data
-# parallelism.
+# TP, PP and DP are tensor, pipeline and data parallelism.
 #
 # Do they fit? Today brings no new technique. You combine the earlier ones.
 
@@ -60,13 +59,14 @@ from memlab.units import format_bytes
 # %% [markdown]
 # ## Guess
 #
-# 1. The first configuration with 1 × 2,048 tokens and no accumulation yet: how many GB at the peak?
-# 2. Accumulation needs a buffer of gradients. How many GiB is that buffer in bfloat16?
+# 1. The first configuration with one sequence of 2,048 tokens and no accumulation yet: how many GB
+#    at the peak?
+# 2. Accumulation needs a buffer of gradients. How many GiB is it in bfloat16?
 # 3. The fastest recipe with 8-bit Lion that trains all 7B weights within 24 GB: how many GiB does
 #    it reserve?
-# 4. The third configuration: how many GB of weights (FP8), gradients (BF16), optimizer state
-#    (float32 Adam and master weights) and block inputs (micro-batches of 8,192 tokens) does each of
-#    the 128 GPUs hold?
+# 4. The third configuration: how many GB does a GPU of the first pipeline stage hold? Count weights
+#    (FP8), gradients (BF16), optimizer state (float32 Adam and master weights) and block inputs
+#    (micro-batches of 8,192 tokens).
 
 # %%
 ### BEGIN SOLUTION
@@ -102,7 +102,7 @@ class Optimizer:
     in_backward: bool = False  # step each weight as soon as its gradient exists
 
 
-CODE = 1 + 4 / 256  # bytes: an 8-bit code, and its share of the block's absmax (Day 9)
+CODE = 1 + 4 / 256  # bytes: an 8-bit code, and one float32 absmax per 256 codes (Day 9)
 PIECE = 2**22
 adamw_in_32_bits = Optimizer(2, 4, scratch=2)
 adamw_in_16_bits = Optimizer(2, 2, scratch=5, piece=PIECE)
@@ -165,8 +165,8 @@ for name, optimizer in (
 # With the guide's optimizer, 8-bit Adam, a step needs 40.8 GB without any activations. Weights and
 # gradients alone are 25.1 GiB (27.0 GB), more than the GPU has.
 #
-# Of these, only 8-bit Lion with the **step in backward** needs less than 24 GB. The step in
-# backward saves 12.3 GiB, as much as 8-bit Adam saves against AdamW with bfloat16 state.
+# Of the five optimizers, only 8-bit Lion with the **step in backward** needs less than 24 GB. The
+# step in backward saves 12.3 GiB, as much as 8-bit Adam saves against AdamW with bfloat16 state.
 
 # %% [markdown]
 # ## Activations
@@ -334,7 +334,7 @@ for name, sold in (("rtx4090", 24), ("l4", 24), ("a10g", 24), ("h100", 80)):
     total = CARDS[name].total_bytes
     print(f"{name:8} sold with {sold} GiB, reports {format_bytes(total)}, ", end="")
     print(f"{total / 1e9:.2f} GB")
-print(f"CUDA's context uses up to {format_bytes(CONTEXT)} of it")
+print(f"CUDA's context uses up to {format_bytes(CONTEXT)} of a GPU's memory")
 
 # %% [markdown]
 # ### Exercise 16.3: does it fit?
@@ -445,8 +445,8 @@ plot.timeline(proof.trace, title="Llama 2 7B, all weights trained, 1 × 2,048 to
 # %% [markdown]
 # **All seven billion weights train on 24 GB**: 20.58 GiB reserved, plus the context. Weights and
 # Lion's one-byte momentum are most of it. In the picture, each tooth is one recomputed block.
-# (`allocated` is 29 MiB above the picture's peak: 29 memory blocks are 1 MiB larger than their
-# tensors, Day 2.)
+# (`allocated` is 29 MiB above the picture's peak: the allocator's memory blocks can be up to 1 MiB
+# larger than their tensors, Day 2.)
 #
 # The search chose unchunked logits. With 2,048 rows and a hidden size of 4,096, chunked logits
 # save nothing (Day 11): with them, the step allocates 0.33 GiB more and reserves 0.14 GiB more.
@@ -508,8 +508,9 @@ for name, count in (
 # - **all weights, up to 4,096 tokens a step**
 # - **0.3 % of the weights, 32,768 tokens a step**
 #
-# The guide promises all weights and 32,768 tokens. (Sums in bfloat16 are 1.4 % off after 256
-# micro-batches, Day 3. The library accumulates in float32, which doubles the buffer.)
+# The guide promises all weights and 16 sequences, 32,768 tokens at this length. (Sums in bfloat16
+# are 1.4 % off after 256 micro-batches, Day 3. The library accumulates in float32, which doubles
+# the buffer.)
 
 # %% [markdown]
 # ## Your own model
@@ -534,7 +535,7 @@ if plan.best:
 
 # %% [markdown]
 # `planner.plan` leaves a margin of 0.5 % of the memory. So it would refuse the batch of 2 above,
-# which leaves only 28 MiB free.
+# which leaves only 28 MiB of the 24 GB free.
 
 # %% [markdown]
 # ## At scale: 70 billion weights on eight GPUs
@@ -655,14 +656,18 @@ for moment, words in (("gradients", "near the end of backward"), ("optimizer", "
 
 # %% [markdown]
 # The planner's optimizer step needs 106.8 GB, more than our 95.4 GB. It adds float32 gradients of
-# the rank's shard, and counts the head in every pipeline stage. `memlab plan --model llama-3-405b
-# --gpu h100 --gpus 128` compares meshes of FSDP2 with tensor, pipeline and context parallelism.
+# the rank's shard, counts the head in every pipeline stage, and omits the block inputs, which are
+# freed by then. `memlab plan --model llama-3-405b --gpu h100 --gpus 128` compares meshes of FSDP2
+# with tensor, pipeline and context parallelism.
 #
 # Nothing in this section is measured on a GPU. NCCL's buffers and FlashAttention 3's workspace are
 # in no formula.
 
 # %% [markdown]
 # ## Explain the gap
+#
+# `reveal` prints *measured*. Here only the recipe's memory comes from a prediction. The other three
+# values come from formulas.
 
 # %%
 guide_rank = ranks["FP8 alone, float32 Adam and master weights"]
@@ -670,7 +675,7 @@ reveal("16.1", guide_gb=guide_bytes, buffer_gib=buffer, recipe_gib=proof.reserve
        rank_gb=guide_rank)  # fmt: skip
 
 # %% [markdown]
-# Why the guesses were off:
+# What explains the four values:
 #
 # - 20 GB would be 3 bytes a weight. The guide's recipe needs 6: weights 2, gradients 2, 8-bit
 #   Adam's state 2.03.
@@ -785,8 +790,8 @@ print(f"from {peaks[0]:.2f} GiB to {peaks[-1]:.2f} GiB: {peaks[0] / peaks[-1]:.1
 
 # %% [markdown]
 # The model and the tokens of each step never changed. Three days changed what the model learns:
-# bfloat16 (Day 4), Lion (Day 8) and its 8-bit momentum (Day 9). All other days compute the same
-# training, some of them more slowly.
+# bfloat16 (Day 4), Lion (Day 8) and its 8-bit momentum (Day 9). The other days do not change the
+# result of training, but some make it slower.
 #
 # When your own training runs out of memory, measure first. The bytes of each day:
 

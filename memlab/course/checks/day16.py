@@ -534,8 +534,9 @@ _OF_A_RANK = Exercise(
     minutes=15,
     difficulty=3,
     hints=(
-        "Apply pipeline, tensor parallelism and ZeRO in this order: choose the weights of a stage, "
-        "divide them by t, and shard the result among the data ranks. Then add activations.",
+        "Apply pipeline, tensor parallelism and ZeRO in this order: count the weights of the first "
+        "pipeline stage, divide them by t, and shard the result among the d data-parallel ranks. "
+        "Then add the block inputs.",
         "A rank has ⌈layers/p⌉ blocks and one end (both, if p is 1), divided by t, rounded up: W. "
         "ZeRO divides by d: the state from stage 1, gradients from 2, weights from 3. Add the "
         "inputs of its blocks for p micro-batches, divided by t.",
@@ -552,7 +553,7 @@ _OF_A_RANK = Exercise(
             ("-(-layers // pipeline)", "layers"),
         ),
         (
-            "The fullest stage counts. Round layers / p up.",
+            "The first pipeline stage has ⌈layers/p⌉ blocks. Round up.",
             ("-(-layers // pipeline)", "layers // pipeline"),
         ),
         (
@@ -572,7 +573,7 @@ _OF_A_RANK = Exercise(
             ("weights // data", "weights // (tensor * pipeline * data)"),
         ),
         (
-            "You ignored ZeRO's stage, so nothing is sharded.",
+            "You ignored `zero_stage`, so nothing is sharded.",
             ("(shard if zero_stage >= first_stage else weights)", "weights"),
         ),
         (
