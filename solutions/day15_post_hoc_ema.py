@@ -128,9 +128,9 @@ print(f"at the end the average has a lower loss: {loss_of(averaged(wide[-1])) < 
 # 2. The synthesis solves a linear system. How many KiB does the system need for 32 snapshots?
 
 # %% [markdown]
-# 3. You keep the snapshots of the last 20 of 100 times, and combine them into an average with a
-#    width of 25 %. This gives the steps wrong factors. How large is the sum of the factors' squared
-#    errors, in percent of the sum of the correct factors' squares?
+# 3. An average multiplies each step's weights by a factor. You keep only the snapshots of the last
+#    20 of 100 times, and combine them into an average with a width of 25 %. How large is the sum of
+#    the factors' squared errors, in percent of the sum of the correct factors' squares?
 # 4. You update an average at every tenth step, but with the decay of one step. Its target width is
 #    5 %. Which width does it get, in percent?
 
@@ -261,13 +261,13 @@ Average = exercise("15.2", Average)
 
 # %% [markdown]
 # To test an average, let each step's weights be a different one-hot vector. The average then lists
-# how much each step counts. Run 1,000 steps with updates at every step, every tenth and every
+# each step's factor. Run 1,000 steps with updates at every step, every tenth and every
 # hundredth. Then update at every tenth step with the β of a single step.
 
 
 # %%
-def shares_of_steps(update_of, every, steps=1000):
-    """Return the share of each step in an average updated every `every` steps."""
+def factors_of_steps(update_of, every, steps=1000):
+    """Return the factor of each step in an average updated every `every` steps."""
     for step in range(every, steps + 1, every):
         direction = torch.zeros(steps)
         direction[step - 1] = 1
@@ -288,7 +288,7 @@ def with_single_step_beta(sigma):
 
 for name, make, every in (*(("yours", your_average, every) for every in (1, 10, 100)),
                           ("β of one step", with_single_step_beta, 10)):  # fmt: skip
-    width = ema.relative_width(range(1, 1001), shares_of_steps(make(0.05), every))
+    width = ema.relative_width(range(1, 1001), factors_of_steps(make(0.05), every))
     print(f"{name:14} updates {every:3} steps apart: width {width:.4f}, target 0.0500")
 
 # %% [markdown]
@@ -354,9 +354,9 @@ print(f"numerically: {(p * p).mean() * 800:.6f} and {(p * q).mean() * 800:.6f}")
 # ### Exercise 15.3: solve the least-squares problem
 #
 # About 15 minutes. Given the snapshots' profiles (`.t`, `.gamma`) and the target's, return one
-# coefficient per snapshot, in float64. The minimum is where A·x = b. Snapshots later than the
-# target get 0. At the end divide by the sum, so that the coefficients **sum to one**: a weight that
-# never changed then stays unchanged.
+# coefficient per snapshot, in float64. Leave out snapshots later than the target: their coefficient
+# is 0. For the rest, the minimum is where A·x = b. At the end divide by the sum, so that the
+# coefficients **sum to one**: a weight that never changed then stays unchanged.
 
 
 # %%
@@ -505,7 +505,7 @@ axes.set(xlabel="width σ (hollow: profile error above 1 %)", ylabel="held-out l
 axes.set_title("Held-out loss by width, chosen after training")
 axes.spines[["top", "right"]].set_visible(False)
 print(f"the worst width is over 0.02 nats above the best: {max(losses) - min(losses) > 0.02}")
-print(f"the best width is better than the final weights: {min(losses) < final_loss}")
+print(f"the best width has a lower loss than the final weights: {min(losses) < final_loss}")
 
 # %% [markdown]
 # The best width differs between trainings and between metrics, so it is worth choosing it
@@ -647,7 +647,7 @@ print("peak with whole-model accumulators:", ", ".join(in_dtypes))
 # float16 accumulators lose more than float16 files: a file is rounded once, an accumulator after
 # each snapshot. So use float16 files and float32 accumulators. The usual loop needs 3× less
 # memory with float16 accumulators: they are half as large, and loaded tensors need no cast. Chunks
-# with float32 accumulators need 8× less.
+# with float32 accumulators need 8× less than the usual loop with float32 accumulators.
 #
 # **int8.** The synthesis must dequantize int8 files. Compare its CPU time for float32, float16 and
 # int8 files.
@@ -670,8 +670,8 @@ took = {name: min(spent) / min(took["float32"]) for name, spent in took.items()}
 print(", ".join(f"{name} files {ratio:.2f} ×" for name, ratio in took.items()))
 
 # %% [markdown]
-# int8 files take about 2× the time of float32 files; float16 files are the fastest. For a larger
-# model, run `benchmarks/ema.py --section decoding`.
+# int8 files take the most time and float16 files the least. For a larger model, run
+# `benchmarks/ema.py --section decoding`.
 #
 # ## Consistency across parameters
 #
@@ -689,9 +689,9 @@ print(f"the mix has a loss over 1 nat above both snapshots: {mix_is_worse}")
 
 
 # %% [markdown]
-# Four properties prevent this mix. First, coefficients depend only on times, so they are the same
-# for every tensor. In the test below, row k of each tensor is 1 at step k, else 0. Each column of
-# the average then lists how much each step counts.
+# Four properties of memlab prevent this mix. First, coefficients depend only on times and widths,
+# so they are the same for every tensor. In the test below, row k of each tensor is 1 at step k,
+# else 0. Each column of the average then lists each step's factor.
 
 
 # %%
@@ -710,7 +710,7 @@ with tempfile.TemporaryDirectory() as place:
         tracker.update(step)
     columns = torch.cat(list(ema.synthesize(place, 0.07).values()), dim=1)
 uneven = (columns - columns[:, :1]).abs().max().item()
-print(f"{columns.shape[1]:,} columns have the same shares within 1e-6: {uneven < 1e-6}")
+print(f"{columns.shape[1]:,} columns have the same factors within 1e-6: {uneven < 1e-6}")
 
 # %% [markdown]
 # Second, the tracker refuses to write averages after an interrupted update until `load()` restores
@@ -742,7 +742,7 @@ print(f"a tensor of another step is refused: {refused}")
 # ### Exercise 15.5: choose the snapshots to keep
 #
 # About 10 minutes. Choose `count` of the sorted `times` and return them as a list. Always include
-# the last time, where the averages end. For every width, the profile error may be at most 3× the
+# the last time, where the targets end. For every width, the profile error may be at most 3× the
 # error with evenly spaced times. (As before, the snapshots are of widths 0.05 and 0.10.)
 
 
@@ -760,7 +760,8 @@ def keep(times, count):
 keep = exercise("15.5", keep)
 
 # %% [markdown]
-# Compare four choices. Log-spaced snapshots are dense at the end of training and sparse before.
+# Compare four choices. “Log-spaced” counts back from the end: the distances from the last snapshot
+# grow geometrically, so snapshots are dense at the end of training and sparse before.
 
 # %%
 hundred = list(range(1, 101))
@@ -821,7 +822,7 @@ with memlab.dry_run():
     part = ema.PostHocEMA(seven, "nowhere", only="blocks.*.attention")
 in_attention = sum(w.numel() for n, w in seven.named_parameters() if ".attention." in n)
 print(f"8 bytes per attention weight: {part.nbytes == 8 * in_attention}")
-print(f"share of the bytes for all weights: {part.nbytes / two.nbytes:.1%}")
+print(f"share of the bytes for all weights of this model: {part.nbytes / two.nbytes:.1%}")
 
 # %% [markdown]
 # `device="cpu"` keeps the averages in host memory. The next cell predicts an update's GPU memory,
@@ -843,9 +844,9 @@ for where in (None, "cpu"):
 # The host holds the other 32 MiB. An update copies each weight
 # once, for any number of averages.
 #
-# How much slower is an update on the host? Use data sheets and float32 weights. On the GPU, an
-# update of two averages reads and writes 24 bytes per weight. To the host, 4 bytes per weight cross
-# the PCIe bus.
+# How much slower is an update on the host? Use data sheets and float32 weights. For each average,
+# an update on the GPU reads the average and the weights, and writes the average: 24 bytes per
+# weight for two averages. To the host, 4 bytes per weight cross the PCIe bus.
 
 # %%
 slower = {}
@@ -859,7 +860,8 @@ for name in ("a100-80", "h100"):
     )
 
 # %% [markdown]
-# With the right Δ, updates ten steps apart are as good, and need a tenth of the transfers.
+# With the right Δ, updates ten steps apart give nearly the same width as updates at every step, and
+# need a tenth of the transfers.
 #
 # ## Explain the gap
 
@@ -869,7 +871,7 @@ found = {
     "system_kib": system.nbytes,
     "pruned_percent": 100 * kept_errors["the last 20", 0.25],
     "wide_percent": 100
-    * ema.relative_width(range(1, 1001), shares_of_steps(with_single_step_beta(0.05), 10)),
+    * ema.relative_width(range(1, 1001), factors_of_steps(with_single_step_beta(0.05), 10)),
 }
 reveal("15.1", **found)
 
@@ -950,8 +952,8 @@ verdict(
     of_chunks > sequential / 2,
     f"16 MiB model, snapshots at ten times, four targets: adding whole snapshots "
     f"{format_bytes(sequential)}, in chunks {format_bytes(of_chunks)}",
-    otherwise="a few chunks of the weights are enough; adding whole snapshots needs accumulators "
-    "as large as the model",
+    otherwise="inside a chunk, one snapshot after another is enough; only accumulators as large as "
+    "the model need all weights",
 )
 
 # %%
@@ -979,7 +981,7 @@ verdict(
     "25e",
     a_dict == 0,
     f"8 MiB model: a copy allocates {format_bytes(a_copy)}, a state dict {a_dict} B; the usual "
-    f"loop needs one model per target",
+    f"loop needs one accumulator as large as the model per target",
     condition="for one parameter at a time and no model copies; a state dict shares the weights' "
     "memory, and emptying the cache was not needed",
     otherwise="a state dict allocates memory",
@@ -1000,9 +1002,10 @@ by_half, by_chunks = kept_32 / kept_16, peaks[8, 10][1] / peaks[8, 10][0]
 verdict(
     "25g",
     by_half < by_chunks,
-    f"float16 accumulators need {by_half:.1f}× less, chunks {by_chunks:.1f}× less (8 MiB, four "
-    f"targets); error at σ = 0.07 with float16 files {lost_by_files:.1e}, with float16 "
-    f"accumulators over 1.5× that: {sums_lose_more}",
+    f"8 MiB model, four targets, compared with float32 accumulators of the whole model: float16 "
+    f"accumulators need {by_half:.1f}× less, chunks {by_chunks:.1f}× less; error at σ = 0.07 with "
+    f"float16 files {lost_by_files:.1e}, with float16 accumulators over 1.5× that: "
+    f"{sums_lose_more}",
     condition="for accumulators, where float16 costs more accuracy; float16 files halve disk space",
 )
 
@@ -1010,7 +1013,7 @@ verdict(
 verdict(
     "25h",
     uneven > 1e-6 or not refused,
-    f"{columns.shape[1]:,} columns of three tensors have equal step weights: {uneven < 1e-6}; a "
+    f"{columns.shape[1]:,} columns of three tensors have the same factors: {uneven < 1e-6}; a "
     f"tensor of another step is refused: {refused}; mixing steps {EVERY} and {STEPS} costs over 1 "
     f"nat: {mix_is_worse}",
     otherwise="coefficients are the same for every tensor, and snapshots are written atomically",
@@ -1032,8 +1035,8 @@ ratios = " and ".join(f"{times:.0f}× ({name})" for name, times in slower.items(
 verdict(
     "25j",
     gpu_peak["cpu"] < gpu_peak[None] and min(slower.values()) > 1,
-    f"predicted GPU memory in an update of two averages of 16 MiB: {on_gpu_only}, with averages on "
-    f"the CPU {on_host}; the bus alone takes {ratios} the time on the GPU, by formula",
+    f"predicted GPU memory in an update of two averages of a 16 MiB model: {on_gpu_only}, with "
+    f"averages on the CPU {on_host}; the bus alone takes {ratios} the time on the GPU, by formula",
     condition="for tracking, by prediction and formula (not timed on a GPU); one update can "
     "replace ten",
 )
@@ -1049,7 +1052,7 @@ verdict(
 
 # %%
 errors_text = "; ".join(
-    f"{name.removeprefix('20, ')} "
+    f"{name.removeprefix('20, ')}: "
     + ", ".join(f"{kept_errors[name, sigma]:.0e}" for sigma in WIDTHS)
     for name in list(WAYS)[1:]
 )

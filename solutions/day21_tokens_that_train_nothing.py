@@ -208,10 +208,11 @@ join = exercise("21.2", join)
 # %% [markdown]
 # ### Exercise 21.3: attention within documents
 #
-# About 15 minutes. `q`, `k` and `v` are (1, H, T, D), with rotary positions applied. Return causal
-# attention, also (1, H, T, D), but a token attends only to itself and to earlier tokens of its own
-# document. Use `F.scaled_dot_product_attention`, and allocate nothing with T² elements, such as a T
-# × T mask. `boundaries` is as in exercise 21.2.
+# About 15 minutes. `q`, `k` and `v` are (1, heads, T, head dimension), with rotary positions
+# applied; T is the number of tokens in the row. Return causal attention, in the same shape, but a
+# token attends only to itself and to earlier tokens of its own document. Use
+# `F.scaled_dot_product_attention`, and allocate nothing with T² elements, such as a T × T mask.
+# `boundaries` is as in exercise 21.2.
 
 
 # %%
@@ -316,7 +317,7 @@ print(f"two bytes per pair of tokens: {format_bytes(2 * 4096**2)}")
 # %% [markdown]
 # *Every* block saves the converted mask for backward: 2 · T² bytes, 2 GiB at 32,768 tokens.
 # Compared with plain causal attention, the mask adds 32 MiB per block. Attention within documents
-# adds 6 MiB, because `torch.cat` copies its outputs.
+# adds 6 MiB, because `torch.cat` copies the outputs of all documents.
 
 # %% [markdown]
 # ## The KV cache
@@ -618,10 +619,11 @@ reveal("21.1", padding_percent=100 * padding, cache_gib=cache_gib, step_gib=step
 # %% [markdown]
 # ### Exercise 21.5: one log-probability per token
 #
-# About 15 minutes. log p(y) = x[y] − log Σ exp x, with x the logits. `hidden` is (N, C), `weight`
-# (V, C), `targets` (N,). Return float32 log-probabilities (N,), computed `chunk` rows at a time.
-# Only one chunk's logits may be alive at once, in forward and backward. `of_rows` computes one
-# chunk, and `recompute` is torch's checkpointing. N need not be a multiple of `chunk`.
+# About 15 minutes. log p(y) = x[y] − log Σ exp x, with x the logits. `hidden` is (N, C), with a row
+# per token, `weight` (V, C), `targets` (N,). Return float32 log-probabilities (N,), computed
+# `chunk` rows at a time. Only one chunk's logits may be alive at once, in forward and backward.
+# `of_rows` computes one chunk, and `recompute` is torch's checkpointing. N need not be a multiple
+# of `chunk`.
 
 
 # %%
@@ -738,9 +740,11 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # The table shows four things:
 #
-# 1. Nearly half of the second row is **logits** and activations. Chunks save 20 GiB.
+# 1. Nearly half of the second row is **logits**, their gradients and activations. Chunks save
+#    20 GiB.
 # 2. Leaving out the log-softmax needs *more* memory, as you measured.
-# 3. **Turning adapters off** saves the second model. The step needs a quarter of the first row.
+# 3. **Turning adapters off** saves the second model. The step then needs about a quarter of the
+#    first row's memory.
 # 4. If all weights are trained, gradients and AdamW's moments need 45 GiB. A stored reference saves
 #    the second model there.
 
@@ -791,14 +795,14 @@ for name, count in {
 # (`pool=`) if they run in the order of their capture.
 
 # %% [markdown]
-# **NCCL** splits each collective over several *channels*. For each GPU it connects to, a channel
-# has three buffers outside torch's allocator: 4 MiB (set by `NCCL_BUFFSIZE`), 4.7 MiB and 0.5 MiB.
-# NCCL rounds their sum up to a multiple of 2 MiB (here 10 MiB), and adds 2 MiB for sending. In a
-# ring (all-reduce), a GPU receives from one neighbor and sends to another. All-to-all connects
-# every pair of GPUs.
+# **NCCL** splits each collective over several *channels*. For each GPU it receives from,
+# a channel has three buffers outside torch's allocator: 4 MiB (set by `NCCL_BUFFSIZE`), 4.7 MiB
+# and 0.5 MiB. NCCL rounds their sum up to a multiple of 2 MiB (here 10 MiB). For each GPU
+# it sends to, a channel needs 2 MiB more. In a ring (all-reduce), a GPU receives from one neighbor
+# and sends to another. In all-to-all, it does both with every other GPU.
 
 # %%
-print(f"one channel between two GPUs, both directions: {format_bytes(connection_bytes())}")
+print(f"one channel, receiving and sending: {format_bytes(connection_bytes())}")
 for channels in (2, 16, 32):
     rings = f"rings {format_bytes(ring_bytes(channels)):>11}"
     pairs = f"all-to-all, 8 GPUs {format_bytes(all_to_all_bytes(channels, 8)):>11}"
@@ -827,7 +831,7 @@ print(f"one channel with NCCL_BUFFSIZE of 1 MiB instead of 4 MiB: {smaller}")
 # ## On your GPU
 #
 # If you have a GPU, this cell runs the step with chunks and adapters off, with four of the 32
-# blocks, and compares its memory with the prediction.
+# blocks and one pair of 1,024-token sequences, and compares its memory with the prediction.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if torch.cuda.is_available():
@@ -855,15 +859,15 @@ CLAIMS = {
     "packing removes the memory of padding":
         f"activations are {packed_bytes / padded_bytes:.2f}× the padded batch's, which has "
         f"{1 - padding:.0%} useful tokens",
-    "a mask is as good as a kernel for packed rows":
+    "for packed rows, a mask is as good as attention within documents":
         f"the values are the same, but a block needs {format_bytes(per_block['a mask'])}, not "
         f"{format_bytes(per_block['within documents'])}",
     "a sliding window bounds the cache":
         f"8B with windows in 5 of 6 layers: {format_bytes(cache_of(eight, 32_768, 8))} become "
         f"{format_bytes(cache_of(eight, 32_768, 8, windows=sliding))}, but only after the prompt",
-    "selecting log-probabilities avoids the log-softmax and saves memory":
-        f"only without gradients; in training the step needs {two / one:.2f}× the memory, "
-        f"with chunks {chunked / one:.2f}×",
+    "log-probabilities without the log-softmax save memory":
+        f"only without gradients; in training the step needs {two / one:.2f}× the memory that it "
+        f"needs with the log-softmax, in chunks {chunked / one:.2f}×",
     "DPO needs two models in memory":
         f"with LoRA only one, {format_bytes(chunked - off)} less; without LoRA, store log p_ref",
 }  # fmt: skip
@@ -880,7 +884,7 @@ for claim, found in CLAIMS.items():
 # | KV cache | 2 · layers · kv heads · head dimension · tokens · batch · bytes per element |
 # | reference model | 2 per weight; 0 with adapters off or stored |
 # | log-probabilities | a few chunks of logits; 4 per token afterwards |
-# | NCCL | at least 12 MiB per channel (ring), or per channel and other GPU (all-to-all) |
+# | NCCL (default) | at least 12 MiB per channel (ring), or per channel and other GPU (all-to-all) |
 #
 # If such a step runs out of memory, check three things:
 #

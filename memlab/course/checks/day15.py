@@ -152,13 +152,13 @@ def _check_average(answer: Any) -> str:
     most = _check_in_place(answer)
     _check_owns_its_values(answer)
     return (
-        f"the share of each step in the average is exact to 1e-12 · in place, with {most:,} bytes "
+        f"the factor of each step in the average is exact to 1e-12 · in place, with {most:,} bytes "
         f"of extra memory"
     )
 
 
 def _check_response(answer: Any, times: Sequence[float]) -> None:
-    """Let each step's weights be another unit vector, so the average lists each step's share."""
+    """Let each step's weights be another unit vector, so the average lists each step's factor."""
     case, gamma = f"updates at {', '.join(map(str, times))}", 2.5
     directions = torch.eye(len(times) + 1, dtype=torch.float64)
     average = _average_of(answer, [directions[0], directions[0][:1]], gamma)
@@ -173,13 +173,12 @@ def _check_response(answer: Any, times: Sequence[float]) -> None:
     first, *others = response.tolist()
     require(
         abs(first) < 1e-12,
-        f"{case}: the weights from before training count {first:.4f}; wanted 0.",
+        f"{case}: the weights from before training have a factor of {first:.4f}; wanted 0.",
     )
     for time, got, wanted in zip(times, others, impulse_response(times, gamma), strict=True):
         require(
             abs(got - wanted) < 1e-12,
-            f"{case}, γ = {gamma}: the weights of step {time} count {got:.9f}; wanted "
-            f"{wanted:.9f}.",
+            f"{case}, γ = {gamma}: the factor of step {time} is {got:.9f}; wanted {wanted:.9f}.",
         )
     require(
         bool(average.values[1].abs().item() < 1e-12),
@@ -358,7 +357,8 @@ def _require_error(answer: Solve, case: str, snapshots: Sequence[Profile], targe
     later = sum(x != 0 for x, s in zip(weights, snapshots, strict=True) if s.t > target.t)
     require(
         later == 0,
-        f"{case}: {later} snapshots after {target.t:g} have a nonzero coefficient; wanted 0.",
+        f"{case}: {later} snapshots later than time {target.t:g} have a nonzero coefficient; "
+        f"wanted 0.",
     )
     require(
         abs(weights.sum() - 1) < 1e-9,
