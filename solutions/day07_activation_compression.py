@@ -924,7 +924,7 @@ def fewer(found, way):
 of_small, of_seven = fewer(small, "in 8 bits"), fewer(seven, "in 8 bits")
 whole_step = (
     f"{of_small[0]:.0%} of a step's activations and {of_small[1]:.0%} of its peak (124M, float32); "
-    f"{of_seven[0]:.0%} of its activations and {of_seven[1]:.0%} of its peak (7B, bfloat16)"
+    f"{of_seven[0]:.0%} of the activations and {of_seven[1]:.0%} of the peak (7B, bfloat16)"
 )
 of_block = (
     f"8 bits save {less_than_16:.0%} of a block's bfloat16 activations (predicted for CUDA) and "

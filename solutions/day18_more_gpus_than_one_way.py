@@ -528,8 +528,8 @@ for name, order_of in SCHEDULES.items():
 print(f"one process, two layers, one micro-batch at a time: {2 * layer:7,} bytes")
 
 # %% [markdown]
-# (Backward does not need the outputs that stage 0 sends, so the stage frees each one
-# just before it sends the next. When GPipe's backward begins, three of the four outputs are freed; the formula
+# (Backward does not need the outputs that stage 0 sends, so the stage frees each one just before it
+# sends the next. When GPipe's backward begins, three of the four outputs are freed; the formula
 # subtracts them. With 1F1B, the outputs of both micro-batches in flight exist at the peak.)
 
 # %% [markdown]
