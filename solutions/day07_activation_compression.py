@@ -443,7 +443,7 @@ for bits in (8, 4, 2):
 #
 # - **Weights** are saved (sometimes transposed), but they stay in memory anyway.
 # - One **storage** (the memory behind a tensor) can be saved by several operators, or as several
-#   views. Count it once.
+#   views. Compress it once.
 # - Tensors with **no gradient** (`requires_grad` is False) are indices, masks, tables or
 #   statistics. A rounded index points to another row. Input data stays in memory anyway.
 # - **Small** tensors, below 256 elements, save too little.
@@ -464,9 +464,9 @@ print(f"… {len(listed)} tensors, {sum(tensor.nbytes for tensor in listed):,} b
 #
 # About 10 minutes. `saved` is a list like the one above; `weights` is `model.parameters()`: loop
 # over it once. Count each storage of `saved` **once**, in full, without weights. Return two byte
-# counts: uncompressed, and with *eligible* storages compressed. A storage is eligible if its tensor
-# requires a gradient and it has n ≥ 256 elements. Compressed, it needs ⌈n · bits / 8⌉ + 4 · ⌈n /
-# 256⌉ bytes.
+# counts: uncompressed, and with *eligible* storages compressed. A storage is eligible if it has
+# n ≥ 256 elements and its tensor requires a gradient. Compressed, it needs ⌈n · bits / 8⌉ + 4 ·
+# ⌈n / 256⌉ bytes.
 #
 # `tensor.untyped_storage()` returns the same object for all views of a storage. You can put it in
 # a set. It has `.nbytes()`; an element has `tensor.itemsize` bytes.
@@ -539,10 +539,11 @@ print(f"; after it is freed: {len(known)}")
 # %% [markdown]
 # ### Exercise 7.5: the hooks
 #
-# About 18 minutes. Return two functions, `pack` and `unpack`.
+# About 18 minutes. Return two functions, `pack` and `unpack`. Loop over `weights` once.
 #
-# - For an eligible tensor (as in 7.4), keep `compress(whole(tensor))`, once per storage, and the
-#   view's size, stride and offset. `decompress` returns the storage's elements, flat.
+# - If a tensor's storage is eligible (as in 7.4) and not a weight's, keep
+#   `compress(whole(tensor))`, once per storage, and the view's size, stride and offset.
+#   `decompress` returns the storage's elements, flat.
 # - Keep every other tensor as it is, but **detached**. An operator that saves its own result would
 #   otherwise create a reference cycle (Day 6).
 # - Backward may run twice. `unpack` must not keep what it returns, and nothing may stay alive
@@ -754,11 +755,12 @@ print(f"8 bits around it: {format_bytes(totals['both'])}")
 # %% [markdown]
 # ## What does not shrink
 #
-# - **bfloat16** elements have only 2 bytes, so 8 bits need at best 1.97× less memory. (On a CPU,
-#   the norms keep float32 copies, which need nearly 4× less.)
-# - **Weights, gradients, moments**, and logits.
-# - **The peak**, if it occurs when few activations are alive. In backward, each tensor is
+# - **Weights, gradients, moments**, and logits do not shrink.
+# - **The peak** does not, if it occurs when few activations are alive. In backward, each tensor is
 #   decompressed in full while its operator runs, next to the operator's temporaries.
+#
+# **bfloat16** activations have only 2 bytes per element, so 8 bits need at best 1.97× less memory.
+# (On a CPU, the norms keep float32 copies, which need nearly 4× less.)
 #
 # Now measure whole steps of two models. Measure them with one and with two blocks, and extrapolate
 # to all blocks.
@@ -842,8 +844,8 @@ for name, (kept, peak) in seven.items():
 # With one sequence, *both* does not lower the peak further. Each further sequence has activations
 # of its own: 19 GiB kept, 10 GiB in 8 bits, 1.3 GiB checkpointed, 0.8 GiB with both.
 #
-# Use 8 bits if time matters, and half (bfloat16) or a quarter (float32) of the activation memory is
-# small enough. If not, checkpoint.
+# 8 bits leave half (bfloat16) or a quarter (float32) of the activation memory, and nothing is
+# recomputed. If this does not fit, checkpoint.
 
 # %% [markdown]
 # ## Other implementations
@@ -922,7 +924,7 @@ def fewer(found, way):
 of_small, of_seven = fewer(small, "in 8 bits"), fewer(seven, "in 8 bits")
 whole_step = (
     f"{of_small[0]:.0%} of a step's activations and {of_small[1]:.0%} of its peak (124M, float32); "
-    f"{of_seven[0]:.0%} of its activations and {of_seven[1]:.0%} of its peak (7B, bfloat16)"
+    f"{of_seven[0]:.0%} of the activations and {of_seven[1]:.0%} of the peak (7B, bfloat16)"
 )
 of_block = (
     f"8 bits save {less_than_16:.0%} of a block's bfloat16 activations (predicted for CUDA) and "

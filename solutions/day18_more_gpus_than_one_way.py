@@ -28,7 +28,7 @@
 # | --- | --- |
 # | tensor | 1/R of the attention heads and of the MLP's intermediate size, for all tokens |
 # | sequence (added to tensor) | the norms and the residual stream, for 1/R of the tokens |
-# | pipeline | L/R of the layers, for one micro-batch after another |
+# | pipeline | L/R layers, for one micro-batch after another |
 # | context | all layers, for 1/R of the tokens of each sequence |
 #
 # A **rank** is a process with its own GPU; today, with its own memory on the CPU. The ranks of a
@@ -83,9 +83,10 @@ guess("18.1", tensor_percent=50, stage_percent=50, bubble_percent=50, sends_perc
 #
 # `memlab/course/model_parallel.py` trains one small model in seven runs: `one` without parallelism,
 # the others divided over two processes. The model has an embedding, two blocks and a **head** (the
-# last norm, the logits and the loss). Each run uses the same 4 sequences of 16 tokens. Both
-# processes measure their second step and count the bytes they send. (The processes communicate with
-# gloo, as on Day 13. The cell runs for about ten seconds.)
+# last norm, the logits and the loss). Each run uses the same 4 sequences of 16 tokens; in the
+# pipelines, each sequence is a micro-batch. Both processes measure their second step and count the
+# bytes they send. (The processes communicate with gloo, as on Day 13. The cell runs for about ten
+# seconds.)
 
 # %%
 found = run_ranks("memlab.course.model_parallel:all_ways", 2, timeout=120)
@@ -130,7 +131,7 @@ for name in found[0]:
 # ## Tensor parallelism: column-parallel, then row-parallel
 #
 # An MLP computes Y = gelu(X Aᵀ) Bᵀ. As in `torch.nn.Linear`, A is (I, C) and B is (C, I), with
-# hidden size C and intermediate size I. Rank r has
+# hidden size C and intermediate size I. In code, A is `up` and B is `down`. Rank r has
 #
 # - I/R rows of A, which compute I/R of the **output** elements (*column-parallel*: these rows are
 #   columns of Aᵀ)
@@ -170,8 +171,9 @@ print("two ranks' terms add up to Y:", torch.allclose(sum(terms), mlp(x, up, dow
 # autograd Functions. You need only one class for both: it applies one function in forward and
 # another in backward.
 #
-# Day 13's `in_turns(program, given)` runs a program as R ranks in this process. `peer.sum(x)`
-# returns the sum of all ranks' tensors, as a new tensor:
+# Day 13's `in_turns(program, given)` runs a program as R ranks in this process. Each rank
+# communicates through its `peer`: `peer.sum(x)` returns the sum of all ranks' tensors, as a new
+# tensor:
 
 
 # %%
@@ -360,7 +362,7 @@ gather_linear = exercise("18.3", gather_linear)
 # %% [markdown]
 # One detail remains. Every rank has a norm's whole weight (C elements), but applies it to its own
 # tokens only. The gradient of this weight is a sum over all tokens, so it must be summed over
-# ranks: apply f to the weight, too. (With plain tensor parallelism, every rank has all tokens and
+# ranks: apply f to the norm's weight. (With plain tensor parallelism, every rank has all tokens and
 # computes the whole gradient.)
 #
 # How much do tensor and sequence parallelism send per block? Count in **ring passes**: one ring
@@ -383,7 +385,8 @@ for name in ("tensor", "sequence"):
 # - Sequence parallelism replaces each all-reduce by an all-gather and a reduce-scatter: 8 again. In
 #   backward it gathers the inputs of the two column-parallel matmuls again: 10.
 #
-# torch's own modules (`ColwiseParallel` with a sharded input) save the gathered input, and send 8.
+# torch's own modules (`ColwiseParallel` with a sharded input) save the gathered input, and so need
+# only 8 ring passes.
 
 # %% [markdown]
 # ## Pipeline parallelism: idle time and micro-batches in flight
@@ -509,8 +512,8 @@ for name, order_of in SCHEDULES.items():
 # micro-batches in flight, instead of m. More micro-batches make the bubble smaller, and with 1F1B
 # they need no more memory once m ≥ p.
 #
-# But look at stage 0. It saves p micro-batches of 1/p of the layers: as much as one GPU saves for
-# one micro-batch of *all* layers.
+# But stage 0 keeps the activations of p micro-batches in 1/p of the layers. One GPU with
+# *all* layers keeps as much for one micro-batch.
 
 # %%
 layer = 4 * saved_elements(16, 32, 4, 96, 1, False)  # bytes per micro-batch and layer
@@ -525,10 +528,9 @@ for name, order_of in SCHEDULES.items():
 print(f"one process, two layers, one micro-batch at a time: {2 * layer:7,} bytes")
 
 # %% [markdown]
-# (Backward does not need the outputs that a stage sends, so the stage frees each output just before
-# it sends the next. When GPipe's first backward pass begins, stage 0 has freed three of four
-# outputs, and the formula subtracts them. With 1F1B, the outputs of both micro-batches in flight
-# still exist at the peak.)
+# (Backward does not need the outputs that stage 0 sends, so the stage frees each one just before it
+# sends the next. When GPipe's backward begins, three of the four outputs are freed; the formula
+# subtracts them. With 1F1B, the outputs of both micro-batches in flight exist at the peak.)
 
 # %% [markdown]
 # ## Context parallelism: ring attention
@@ -615,7 +617,7 @@ print(f"sent around the ring: {ring_bytes:,} bytes; (3·2 − 2)/2 · {keys_valu
 # | tensor | 1/R; embedding whole | 1/R; norms, residual whole | 1/R | 8 passes of T·C per block |
 # | + sequence | as tensor | 1/R | 1/R | 10 passes of T·C per block |
 # | 1F1B | 1/R | stage i: min(m, R − i)/m · 1/R | last stage: 1/m | T·C to each neighbor |
-# | context | whole (ZeRO shards them) | 1/R | 1/R | as data; keys, values: (3R − 2)/R per block |
+# | context | whole (ZeRO shards them) | 1/R | 1/R | as data; (3R − 2)/R of keys, values per block |
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 3.6), layout="constrained")
@@ -758,8 +760,9 @@ print("largest tensors at the peak, with two blocks:")
 show_largest(two_blocks, 2)
 
 # %% [markdown]
-# The tensors alone nearly fill an H100: 82.8 of 84.3 GB. The allocator reserves more than the
-# tensors need, already 7.6 GB more with two blocks. So the script does not fit.
+# The tensors alone nearly fill an H100: 82.8 of 84.3 GB. Only 1.5 GB are left, but with two blocks
+# the allocator already reserves 7.6 GB more than the tensors need. So don't expect the script to
+# fit.
 
 # %% [markdown]
 # Gathered weights count as activations, and whole gradients as backward temporaries. The formula
@@ -789,9 +792,8 @@ reveal("18.1", tensor_percent=100 * tensor / whole, stage_percent=100 * stage_0 
 # %% [markdown]
 # ## On your GPUs
 #
-# Both scripts also run under `torchrun`. On a machine with 8 GPUs, the first command predicts the
-# memory of a rank that trains Llama 3 8B; the second command measures all eight ranks of the same
-# script:
+# Both scripts also run under `torchrun`. The first command needs no GPU, and predicts the memory of
+# a rank that trains Llama 3 8B. The second command needs 8 GPUs, and measures all eight ranks:
 #
 # ```sh
 # memlab run --ranks 8 benchmarks/llama/fsdp2.py llama-3-8b 32 2048 2
@@ -799,7 +801,7 @@ reveal("18.1", tensor_percent=100 * tensor / whole, stage_percent=100 * stage_0 
 #     llama-3-8b 32 2048 2
 # ```
 #
-# NCCL's buffers need additional memory; the first command prints how much.
+# NCCL's buffers need additional memory; the first command prints an estimate.
 
 # %% [markdown]
 # ## Rules on trial

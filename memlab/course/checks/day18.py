@@ -237,7 +237,7 @@ def _check_saved(answer: Any) -> str:
             f"intermediate={intermediate}, ranks={ranks}, sequence={sequence})"
         )
         equal(call, answer(*given), _wanted_elements(*given), "elements")
-    return f"{len(BLOCKS)} blocks on 1 to 8 ranks: equal to the element"
+    return f"{len(BLOCKS)} blocks on 1 to 8 ranks: exact numbers of elements"
 
 
 _WHOLE = "whole = 2 * (2 * hidden + 1) + 2 * hidden  # norms, residual stream"
@@ -537,7 +537,7 @@ def _check_order(answer: Any) -> str:
             most = max(most, _in_flight(wanted) if stage == 0 else 0)
     return (
         f"{len(PIPELINES)} pipelines of 1 to 8 stages, also with fewer micro-batches than stages · "
-        f"at most {most} micro-batches of 32 in flight"
+        f"at most {most} of 32 micro-batches in flight"
     )
 
 
