@@ -88,12 +88,13 @@ def held_and_run(call, block, x):
     return [e for e in trace.alive() if e.phase != "before"], counter.sections[0], counter.total
 
 
-def plainly(block, x):
+def keep_everything(block, x):
     return block(x)
 
 
 keep_expensive = selective(MATMULS | ATTENTION)
-ways = {"everything kept": plainly, "matmuls, attention": keep_expensive, "checkpoint": checkpoint}
+ways = {"everything kept": keep_everything, "matmuls, attention": keep_expensive,
+        "checkpoint": checkpoint}  # fmt: skip
 with memlab.dry_run():
     block, x = GPT(replace(PRESETS["124m"], layers=1)).blocks[0], torch.randn(8, 640, 768)
     found = {name: held_and_run(call, block, x.requires_grad_()) for name, call in ways.items()}
@@ -101,26 +102,26 @@ with memlab.dry_run():
 # %%
 kinds = [*KINDS.values(), "other"]
 fig, axes = plt.subplots(figsize=(9, 2.4), layout="constrained")
-bytes_of, again_of = {}, {}
-_, forward, once = found["everything kept"]
+bytes_of, rerun_share = {}, {}
+_, forward, plain_total = found["everything kept"]
 for name, (events, _, operations) in found.items():
     by_kind = dict.fromkeys(kinds, 0)
     for e in events:
         by_kind[next((k for part, k in KINDS.items() if part in e.operator), "other")] += e.bytes
     bytes_of[name] = sum(by_kind.values())
-    again_of[name] = (operations - once) / forward
+    rerun_share[name] = (operations - plain_total) / forward
     left = 0
-    for kind, colour in zip(kinds, ("#4477aa", "#cc6677", "#ccbb88"), strict=True):
-        axes.barh(name, by_kind[kind] / 2**20, left=left, color=colour)
+    for kind, color in zip(kinds, ("#4477aa", "#cc6677", "#ccbb88"), strict=True):
+        axes.barh(name, by_kind[kind] / 2**20, left=left, color=color)
         left += by_kind[kind] / 2**20
-    axes.text(left + 4, name, f"{again_of[name]:.0%} of forward rerun", va="center")
+    axes.text(left + 4, name, f"{rerun_share[name]:.0%} of forward rerun", va="center")
 axes.legend(kinds, frameon=False, loc="lower right")
 axes.set(xlabel="MiB held for backward, by operator", xlim=(0, 400))
 axes.set_title("One block on 8 × 640 tokens")
 axes.invert_yaxis()
 selected = "matmuls, attention"
-gone = 1 - bytes_of[selected] / bytes_of["everything kept"]
-reveal("6.1", freed_percent=100 * gone, rerun_percent=100 * again_of[selected])
+freed_share = 1 - bytes_of[selected] / bytes_of["everything kept"]
+reveal("6.1", freed_percent=100 * freed_share, rerun_percent=100 * rerun_share[selected])
 
 # %% [markdown]
 # **Nearly half of the activations are freed, and no matmul runs again.** A plain block also keeps
@@ -265,8 +266,8 @@ for name, schedule in schedules.items():
     print(f"{points[name][1]:6.1%} run again")
 print(f"held, again and the predicted peak equal the measurement exactly: {all(exact)}")
 trace, by_torch_operations = metered(by_torch)
-as_predicted = trace.peak_bytes == peak and by_torch_operations == operations
-print(f"torch's checkpoint_sequential has the peak and operations of the last row: {as_predicted}")
+same = trace.peak_bytes == peak and by_torch_operations == operations
+print(f"torch's checkpoint_sequential has the peak and operations of the last row: {same}")
 
 # %% [markdown]
 # (The percentages are of all operations of the step: forward, backward and loss.) √9 segments
@@ -479,7 +480,7 @@ def print_way(name, call):
 
 last_block, last_stage = model.blocks[8], chain.stages[8]
 x = torch.randn(8, 64, 32, requires_grad=True)
-print_way("everything kept", plainly)
+print_way("everything kept", keep_everything)
 print_way("only the output kept: checkpoint", checkpoint)
 print_way("matmuls and attention: yours", partial(keeping, EXPENSIVE))
 print_way("  torch's", torch_selective)
@@ -488,8 +489,8 @@ print_way("  the library's", selective(EXPENSIVE))
 # %% [markdown]
 # The library's version holds less than yours and torch's: it records the first run, then drops
 # outputs that backward does not need. (The last matmul, `down`, is chosen, but backward needs its
-# inputs, not its output.) `selective` also accepts the numbers of single operators in the block:
-# `selective({8, 42})` keeps the outputs of the first matmul and of attention.
+# inputs, not its output.) `selective` also accepts numbers of operators, counted in the order in
+# which they run: `selective({8, 42})` keeps the outputs of the first matmul and of attention.
 
 # %% [markdown]
 # ## What torch.compile saves instead
@@ -536,7 +537,7 @@ for budget in (1.0, 0.5, 0.0):
 # About 12 minutes. Each operator `o` has a number `o.number`, needs `o.bytes` if you keep its
 # output, and reruns `o.operations` if you do not. Return the set of numbers to keep: at most
 # `budget_bytes` in total, with the fewest operations rerun. Don't change the list `operators`. You
-# can use `pareto_front`. Trying all sets is too slow: the nine blocks have 2⁶³.
+# can use `pareto_front`. Trying all sets is too slow: for the nine blocks there are 2⁶³.
 
 
 # %%
@@ -606,9 +607,8 @@ picture(points, lines, "Nine unequal blocks: choosing blocks, choosing operators
 # The red line starts at "every block" and falls to **zero** rerun operations, at 36 % less memory
 # than with everything kept. Keeping more bytes would save only time, no counted operations.
 #
-# From about 5.7 MiB on, choosing operators beats choosing blocks. Just below 5.7 MiB, the lines are
-# close: the black line's schedules leave the last block plain, which is in memory in full anyway
-# when backward starts.
+# From about 5.7 MiB on, choosing operators beats choosing blocks. Between 5.3 and 5.7 MiB, the
+# black line is lower, but by less than one percentage point.
 
 # %% [markdown]
 # ## The losses are identical
@@ -724,7 +724,7 @@ all_blocks = checkpointing.uniform_schedule(12, every=1)
 
 
 def saved(schedule):
-    """Shares saved: of the blocks' activations, of all activations, of the peak with AdamW."""
+    """Return shares saved: of the blocks' activations, all activations, the peak with AdamW."""
     ends = twelve.first.saved_bytes + twelve.last.saved_bytes
     of_blocks, kept = (schedule_costs(s, twelve.stages)[0] for s in (no_blocks, schedule))
     peaks = [checkpointing.predicted_peak_bytes(s, twelve) for s in (no_blocks, schedule)]
@@ -774,10 +774,10 @@ verdict(
 
 # %%
 by_layer = f"{saved(half)[0]:.0%} of the blocks' activations for {costs[0]:.0%} more operations"
-by_operators = f"{gone:.0%} for {again_of[selected]:.0%} more"
+by_operators = f"{freed_share:.0%} for {rerun_share[selected]:.0%} more"
 verdict(
     "16d",
-    costs[0] <= again_of[selected] or gone < 0.4,
+    costs[0] <= rerun_share[selected] or freed_share < 0.4,
     f"checkpointing every other block saves {by_layer}; keeping matmuls and attention saves "
     f"{by_operators}",
     otherwise="choose operators, not layers: this saves nearly as much and reruns no matmul",
@@ -794,7 +794,7 @@ verdict(
 # | even more | a schedule with nested segments | the last few percent, expensive |
 #
 # Before you choose, count the bytes kept after forward, the operations rerun and the **peak**,
-# which may occur later. Activations that do not raise the peak are free.
+# which may occur in backward. Activations that do not raise the peak are free.
 
 # %% [markdown]
 # ## The running bill

@@ -5,8 +5,8 @@
 # of memory?**
 #
 # After today you have built QLoRA: the sixteen NF4 levels, packing, double quantization, and a
-# frozen layer that saves nothing for backward. You can also say which tensors fill the GPU when the
-# weights are small.
+# frozen layer that saves no decoded weight for backward. You can also say which tensors
+# fill the GPU when the weights are small.
 #
 # About 90 minutes, 60 of them for five exercises. You need a laptop; a GPU is optional. Nothing is
 # downloaded.
@@ -156,15 +156,15 @@ def predicted(config, setup, batch, length):
 
 
 seven = PRESETS["llama-2-7b"]
-peak, usual = predicted(seven, Setup(), 4, 1024)
-for name, count in usual.items():
+peak, plain_parts = predicted(seven, Setup(), 4, 1024)
+for name, count in plain_parts.items():
     if count > 2**20:
         print(f"{name:21}{format_bytes(count):>12}  {count / peak:4.0%}")
 
 # %%
-codes_of_one = nf4_bytes(4096 * 4096)  # the size of 7B's query projection
-reveal("17.1", smaller_times=2 * 4096 * 4096 / codes_of_one,
-       model_gib=usual["parameters"] + usual["buffers"], step_gib=peak)  # fmt: skip
+bytes_of_one = nf4_bytes(4096 * 4096)  # the size of 7B's query projection
+model_bytes = plain_parts["parameters"] + plain_parts["buffers"]
+reveal("17.1", smaller_times=2 * 4096 * 4096 / bytes_of_one, model_gib=model_bytes, step_gib=peak)
 
 # %% [markdown]
 # The quantized weights are the *buffers*: 7 % of the peak. The largest part is **activations**, and
@@ -259,9 +259,9 @@ fig, axes = plt.subplots(3, sharex=True, figsize=(9, 3.4), height_ratios=(5, 1, 
                          layout="constrained")  # fmt: skip
 axes[0].hist(fractions.flatten().numpy(), bins=101, color="#4477aa")
 axes[0].set(ylabel="weights", title="Weights as fractions of the absmax of their block of 64")
-for one, (name, table, colour) in zip(axes[1:], (("NF4", NF4, "C0"), ("even steps", EVEN, "C3")),
+for one, (name, table, color) in zip(axes[1:], (("NF4", NF4, "C0"), ("even steps", EVEN, "C3")),
                                       strict=True):  # fmt: skip
-    one.vlines(table, 0, 1, color=colour)
+    one.vlines(table, 0, 1, color=color)
     one.set(yticks=[])
     one.set_ylabel(name, rotation=0, ha="right", va="center")
 axes[2].set_xlabel("fraction of the absmax (bars at −1 and 1: each block's largest weight)")
@@ -283,7 +283,7 @@ BLOCK = 64
 
 
 def decode(codes, absmax):
-    """Return the float32 weights (n,) of the packed codes and the absmax of each block."""
+    """Decode packed codes, with the absmax of each block, to float32 weights (n,)."""
     indices = torch.stack([codes >> 4, codes & 15], 1).int()
     return (levels()[indices].view(-1, BLOCK) * absmax.view(-1, 1)).flatten()
 
@@ -339,10 +339,10 @@ outlier[:: 2**12] = 20  # one weight in 4,096 is far larger than the rest
 print("block   bits per weight   NF4 error   even steps   NF4 with outliers")
 for block in (16, 64, 256, 4096):
     found = [error(some, rounded(some, table, block)) for table in (NF4, EVEN)]
-    usual_weights = outlier != 20
-    far = rounded(outlier, NF4, block)[usual_weights]
+    typical = outlier != 20
+    far = rounded(outlier, NF4, block)[typical]
     print(f"{block:5}{4 + 32 / block:14.2f}{found[0]:15.0%}{found[1]:12.0%}", end="")
-    print(f"{error(outlier[usual_weights], far):17.0%}")
+    print(f"{error(outlier[typical], far):17.0%}")
 same = torch.equal(decode(*encode(some)), rounded(some, NF4, 64))
 print(f"decode(encode(w)) equals the rounded weight: {same}")
 
@@ -374,8 +374,8 @@ axes.set(xlim=(0, None), xlabel="absmax of a block of 64", ylabel="blocks")
 _ = axes.set_title("All absmax values are positive and near their mean (red)")
 
 # %% [markdown]
-# The signed codebook covers −1 to 1 and is densest near zero. So subtract the **mean** first. Then
-# the values use both halves of the codebook, and most of them fall where it is dense.
+# The signed codebook covers −1 to 1, but all absmax values are positive. So subtract the **mean**
+# first. Then the values use both halves of the codebook, and their scales are smaller.
 
 # %% [markdown]
 # ### Exercise 17.3: double quantization
@@ -439,7 +439,7 @@ print(f"{error(matrix, decode(codes, restored)):.2%} with double quantization")
 # are now 4.13 bits: 3.88× smaller, not 4×.
 
 # %% [markdown]
-# ## A layer that saves no weight for backward
+# ## A layer that saves no decoded weight
 #
 # The layer decodes its weight and multiplies. For y = x Wᵀ, the gradient of x is dy W, so backward
 # needs W. If you decode outside a `torch.autograd.Function`, autograd saves the *decoded* weight of
@@ -522,7 +522,7 @@ class DecodesOutside(QLoRALinear):
 
 # %%
 def stack(make):
-    """Return the bytes of eight 512 × 512 layers, and the further bytes saved for backward."""
+    """Return the bytes of eight 512 × 512 layers, and the other bytes that forward saves."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(make(nn.Linear(512, 512, bias=False)) for _ in range(8)))
     x, outputs = torch.randn(4, 512).requires_grad_(), []
@@ -616,8 +616,8 @@ for name, add in (("LoRA", add_lora), ("QLoRA", add_qlora)):
 print(f"QLoRA ends within 1 % of LoRA: {abs(learned['QLoRA'] / learned['LoRA'] - 1) < 0.01}")
 
 # %% [markdown]
-# Four bits barely change this model's loss, and adapters train as well as beside float32 weights.
-# (A small model proves nothing about large ones. The paper compares many models, up to 65B.)
+# Four bits barely change this model's loss, and QLoRA's adapters train about as well as LoRA's. (A
+# small model proves nothing about large ones. The paper compares many models, up to 65B.)
 
 # %% [markdown]
 # ## Fixed memory
@@ -633,8 +633,9 @@ print(f"QLoRA ends within 1 % of LoRA: {abs(learned['QLoRA'] / learned['LoRA'] -
 # %% [markdown]
 # ### Exercise 17.5: fixed memory
 #
-# About 10 minutes. `shapes` has (out, in) of each quantized matrix; `others` is the number of
-# unquantized weights in the base model. Return a dictionary of bytes:
+# About 10 minutes. `shapes` has (out, in) of each quantized matrix, `others` is the number of
+# unquantized weights in the base model, and `rank` the rank of the adapters. Return a dictionary of
+# bytes:
 #
 # | key | contents |
 # | --- | --- |
@@ -696,8 +697,8 @@ for name, config in SIZES.items():
 known = held_by(seven)
 tables = 4 * (16 + 256) + 2 * seven.seq_len * seven.head_dim  # codebooks; rotary, in bfloat16
 print("7B, the formula minus the meter: ", end="")
-print(f"buffers {known['codes'] + tables - usual['buffers']:,} bytes, ", end="")
-print(f"parameters {known['others'] + known['adapters'] - usual['parameters']:,} bytes")
+print(f"buffers {known['codes'] + tables - plain_parts['buffers']:,} bytes, ", end="")
+print(f"parameters {known['others'] + known['adapters'] - plain_parts['parameters']:,} bytes")
 
 # %% [markdown]
 # Formula and meter agree to the byte. 7B has less than 5 GiB of fixed memory, 13B less than 9 GiB.
@@ -777,14 +778,14 @@ axes.legend(frameon=False, fontsize=9, loc="lower center", bbox_to_anchor=(0.7, 
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Why does each change help?
+# Why each change helps:
 #
-# - **Autocast.** The embedding and the norms were cast to float32, so without autocast all
-#   activations are float32. With it, matmuls return bfloat16.
-# - **Checkpointing.** Backward runs down to the first adapter, through every block. Checkpointing
-#   keeps only the block inputs. (It is peft's default.)
-# - **Logits in chunks.** All logits need several tensors of tokens × vocabulary (Day 11). Without
-#   them, a block's backward is the peak.
+# - **Autocast.** Embedding and norms were cast to float32, so without autocast all activations are
+#   float32. With it, matmuls return bfloat16.
+# - **Checkpointing.** Backward passes through frozen blocks, so they save activations too.
+#   Checkpointing keeps only the block inputs. (It is peft's default.)
+# - **Logits in chunks.** The loss needs several tensors of tokens × vocabulary (Day 11). In chunks,
+#   they are small, and the peak is in a block's backward.
 # - **Not prepared.** Embedding, output layer and norms stay in bfloat16, and so do the block inputs
 #   that checkpointing saves.
 
@@ -839,11 +840,11 @@ setups = {"adapters": Setup(), "adapters, embedding, output layer": Setup(ends=T
 for name, setup in setups.items():
     step, model, optimizer = qlora_step(little, setup, 1, 16, device="cpu")
     trace = memlab.measure(step, model=model, optimizer=optimizer)
-    learning = sum(w.numel() for w in model.parameters() if w.requires_grad)
-    still = sum(w.numel() for w in model.parameters()) - learning  # 4-bit codes are buffers
+    trained = sum(w.numel() for w in model.parameters() if w.requires_grad)
+    frozen = sum(w.numel() for w in model.parameters()) - trained  # 4-bit codes are buffers
     state = trace.at_end["optimizer_state"] / 4  # elements
-    print(f"trained: {name}\n    {learning:,} trained, {still:,} frozen weights in AdamW", end="")
-    print(f"; state: {state / learning:.2f} elements per trained weight")
+    print(f"trained: {name}\n    {trained:,} trained, {frozen:,} frozen weights in AdamW", end="")
+    print(f"; state: {state / trained:.2f} elements per trained weight")
 ENDS = Predicted(11_119_053_312, 14_029_946_880)
 more = ENDS.allocated - STEPS["+ checkpointing"][1].allocated
 print("7B, checkpointed: training the embedding and the output layer, too, adds "
@@ -1052,9 +1053,8 @@ CLAIMS = {
     "double quantization saves 0.373 bits per weight (paper)":
         f"{before - after:.3f}: from {before:.3f} to {after:.3f}",
     "four bits need a quarter of bfloat16's memory":
-        f"{usual['parameters'] + usual['buffers']:,} of {2 * seven.parameters:,} bytes: "
-        f"{(usual['parameters'] + usual['buffers']) / (2 * seven.parameters):.2f} for 7B with "
-        f"adapters",
+        f"{model_bytes:,} of {2 * seven.parameters:,} bytes: "
+        f"{model_bytes / (2 * seven.parameters):.2f} for 7B with adapters",
     "65B on one 48 GB GPU (paper), 1 × 512 tokens":
         f"{format_bytes(reserved)} reserved; fits: "
         f"{reserved <= memory_named('a6000').budget_bytes}",

@@ -104,8 +104,8 @@ _LEVELS = Exercise(
         ),
         ("Divide by the largest level, so that it becomes 1.", (" / found.max()", "")),
         (
-            "Take the quantiles at the upper ends of the parts. The lowest lower end is 0.5, whose "
-            "quantile is 0, so 0 is repeated.",
+            "Take the quantiles at the upper ends of the parts. The first part starts at 0.5, "
+            "whose quantile is 0, so 0 is repeated.",
             (_ENDS, "range(count)"),
         ),
         (
@@ -301,7 +301,8 @@ _ENCODE = Exercise(
             (_PACKED, "first << 4 + second"),
         ),
         (
-            "A byte holds two neighboring codes, not one of each half: codes.view(-1, 2).",
+            "A byte holds two neighboring codes, as in codes.view(-1, 2). You paired codes from "
+            "the two halves of the tensor.",
             (_SPLIT, "first, second = codes.flatten().chunk(2)"),
         ),
         (
