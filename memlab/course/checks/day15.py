@@ -112,8 +112,8 @@ _EXPONENT = Exercise(
         "negative. At σ = 1/√12 the third root is 0, which is valid. A larger σ has no valid root: "
         "raise a ValueError.",
         "if not 0 < sigma <= 12**-0.5: raise ValueError('…'). inverse = sigma**-2; np.roots([1, 7, "
-        "16 - inverse, 12 - inverse]) gives three complex numbers. Which of them is γ, and how do "
-        "you turn it into a float?",
+        "16 - inverse, 12 - inverse]) gives an array of three roots. Which of them is γ, and how "
+        "do you turn it into a float?",
     ),
     reference=exponent,
     check=_check_exponent,
@@ -126,7 +126,7 @@ _EXPONENT = Exercise(
         ),
         ("The cubic needs 1/σ². You used 1/σ.", ("sigma**-2", "1 / sigma")),
         (
-            "You picked the smallest root. A negative γ would weight the first steps most: pick "
+            "You picked the smallest root. It is below −1, where the integral is infinite. Pick "
             "the largest.",
             (".real.max()", ".real.min()"),
         ),
@@ -268,8 +268,8 @@ _AVERAGE = Exercise(
     wrong_answers=mistakes(
         "15.2",
         (
-            "You ignored Δ. An update after ten steps needs about ten times the share, or the "
-            "average gets too wide.",
+            "You ignored Δ. After ten steps 1 − β is about ten times as large as after one; yours "
+            "is not, so the average gets too wide.",
             (_SINCE, "1 / time"),
         ),
         (
@@ -655,8 +655,8 @@ _SYNTHESIZE = Exercise(
             (_ADDED, f"total.add_({_READ}, alpha=share)"),
         ),
         (
-            "The chunks of all snapshots are in memory at once, so the bytes grow with their "
-            "number. Add one after the other.",
+            "The chunks of all snapshots are in memory at once, so memory grows with the number of "
+            "snapshots. Add one snapshot's chunk at a time.",
             _all_parts(_READ),
         ),
         (
