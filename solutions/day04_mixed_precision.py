@@ -132,7 +132,7 @@ print(f"created {times} times: once per micro-batch")
 # alive: **2 bytes for each weight** used in a matmul.
 #
 # The other activations shrink. With longer sequences this outweighs the casts: in this dry run from
-# about 980 tokens on. At 1024, autocast's peak is 0.3% below float32's.
+# about 980 tokens per sequence. At 1024 tokens, autocast's peak is 0.3% below float32's.
 
 # %% [markdown]
 # ## The formats
@@ -338,7 +338,7 @@ many, their_targets = next(batches(text, 80, 64, seed=1))
 
 
 def weight_gradients(dtype=None, scale=1.0):
-    """Scale the loss, and return all gradients, unscaled. Autocast if `dtype` is given."""
+    """Return all gradients of the scaled loss, divided by `scale`. Autocast if `dtype` is given."""
     model.zero_grad()
     with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
         loss = model(many, their_targets)
@@ -712,8 +712,9 @@ casts_of_seven = format_bytes(seven_b["autocast"]["casts"])
 print(f"autocast also has {casts_of_seven} of casts at the start of backward")
 
 # %% [markdown]
-# Only `"bfloat16"` fits a GPU with 80 GiB. Yesterday's dry run of this model in bfloat16 peaked at
-# 50.50 GiB on 2048 tokens, early in backward: 12.46 GiB of activations, but almost no gradients.
+# Only `"bfloat16"` fits a GPU with 80 GiB. The chart has no activations, which backward frees.
+# (Early in backward they exist, but almost no gradients do: yesterday's dry run of this model in
+# bfloat16 on 2048 tokens peaked at 50.50 GiB, with 12.46 GiB of activations.)
 # During the optimizer step, `"master"` needs as much as `"master32"`, 112.96 GiB. Day 16 trains
 # this model on a GPU with 24 GB: Days 8 and 9 reduce the moments, and on Day 16 the gradients no
 # longer all exist at once.

@@ -300,10 +300,10 @@ _ = axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5,
 # context on a GPU (Day 2).
 
 # %% [markdown]
-# Why is stage 3's peak higher than stage 2's here? Stage 3's peak is at the start of backward: a
-# rank holds its shards, the gathered root (embedding and last norm) and one gathered block. With
-# only two tiny blocks, this is more (145 KiB) than all weights (129 KiB), which a rank holds in
-# stage 2. With many blocks, one block is a small part.
+# Why is stage 3's peak higher than stage 2's here? It is at the start of backward. There a rank has
+# its weight shards, the gathered root (embedding and last norm) and one gathered block: 145 KiB.
+# In stage 2 a rank has all weights, but they are only 129 KiB. (Stage 2's peak comes later, with
+# the gradients.) With many blocks, one block is a small part.
 
 # %% [markdown]
 # ## A ring
@@ -357,7 +357,7 @@ ring_reduce_scatter = exercise("13.1", ring_reduce_scatter)
 # %%
 whole = torch.ones(6400)
 for ranks in (2, 8, 64):
-    peers = []
+    peers = []  # in_turns adds each rank's peer, which records its events
     got = in_turns(ring_reduce_scatter, [(whole,)] * ranks, peers=peers)
     sent = [number for event, number in peers[0].events if event == "send"]
     print(f"{ranks:2} ranks: each sends {len(sent):2} × {format_bytes(sent[0])}", end=", ")
@@ -381,11 +381,11 @@ for ranks in (2, 8, 64):
 # ### Exercise 13.2: overlap buckets with backward
 #
 # About 20 minutes. `gradients` yields (name, gradient); `buckets` is a list of lists of names.
-# Return a list of the buckets' sums, in order. Do not change `buckets`.
+# Return a list of the sums, in order. Do not change `buckets`.
 #
 # - Begin a bucket when its last gradient arrives: one flat tensor, in the order of its names.
-# - Begin buckets in the list's order, even if a later one is complete first.
-# - At most two are in flight: just before you begin a third, wait for the older.
+# - Begin in the list's order, even if a later bucket is complete first.
+# - At most two are in flight: wait for the older just before you begin a third, not earlier.
 # - After `begin`, keep no reference to a sent gradient, a copy of it, or `flat`.
 
 
@@ -469,8 +469,8 @@ _ = both[1].set_xlabel("time (assumed: 1 per gradient computed, 2 per bucket sen
 # The order of events comes from your function; the durations are assumed. If you wait at once,
 # backward stalls. If you wait late, only the last bucket is not hidden.
 #
-# Overlap can cost the memory of a second bucket. Stage 3 also overlaps the weights: it gathers the
-# next unit while the current unit runs. How much memory did overlap cost in the two processes?
+# Overlap can cost the memory of a second bucket. Stage 3 also gathers the next unit's weights while
+# the current unit runs. How much memory did overlap cost in the two processes?
 
 
 # %%
@@ -504,9 +504,10 @@ print(f"weights after two steps: max difference below 1e-12: {difference < 1e-12
 for kind in ("parameters", "optimizer_state"):
     held = (results[0][3, False][0].at_end[kind], trace.at_end[kind])
     print(f"{kind} between steps: ours {held[0]:,} bytes, FSDP2 {held[1]:,} bytes")
-copies = sum(p.nbytes for p in make_model()[0].parameters())  # gloo's, of all gradients
+copies = sum(p.nbytes for p in make_model()[0].parameters())  # gloo copies all gradients
 ratio = (trace.peak_bytes - copies) / results[0][3, True][0].peak_bytes
-print(f"without gloo's copies, FSDP2's peak is within 15 % of ours: {0.85 < ratio < 1.15}")
+close = 0.85 < ratio < 1.15
+print(f"FSDP2's peak without gloo's copies is within 15% of ours with overlap: {close}")
 
 # %% [markdown]
 # Shards, collectives and weights are the same. FSDP2 needs 68 bytes more for AdamW's step counters:
@@ -514,8 +515,8 @@ print(f"without gloo's copies, FSDP2's peak is within 15 % of ours: {0.85 < rati
 #
 # In backward, FSDP2 and our overlapped stage 3 prefetch a block. This model has two blocks, so with
 # the root *all* weights are gathered at the peak. With 32 blocks, a prefetched block is 3% of the
-# blocks' weights. (gloo sums copies of the gradients. The meter cannot see when FSDP2's are
-# allocated, so it counts them from the step's start. The cell subtracts them.)
+# blocks' weights. (gloo copies each reduce-scatter's input. The meter cannot see when, so it counts
+# FSDP2's copies from the step's start. The cell subtracts them.)
 
 # %% [markdown]
 # Use these in production:
@@ -559,7 +560,7 @@ for rank in range(2):
 # About 15 minutes. In each round take one gradient from this rank's iterator `gradients`; another
 # rank may have more. The first case that applies ends the round:
 #
-# - A rank has none left: all ranks return the number of steps.
+# - A rank has none left: all return the number of steps, without skipped rounds.
 # - A gradient is not finite (inf, nan): all ranks skip the round and send no gradient.
 # - Otherwise: `weight -= lr *` the **mean** of the ranks' gradients, in place.
 #
@@ -745,14 +746,15 @@ axes.spines[["top", "right"]].set_visible(False)
 #
 # | | tensors sent | how often |
 # | --- | --- | --- |
-# | tensor | an activation, four all-reduces per block (two passes each) | every micro-batch |
+# | tensor | an activation, in four all-reduces per block | every micro-batch |
 # | pipeline | an activation to each neighbor | every micro-batch |
 # | data | the rank's gradients, then its updated weights | once per step |
 
 # %% [markdown]
-# An activation is the output of a block: tokens · width elements (width: the hidden size). After
-# the all-reduce each of the t ranks has the whole activation. So there are t parallel pipelines,
-# and each rank sends the whole activation to the next stage of its own pipeline.
+# An activation is the output of a block: tokens · width elements (width: the hidden size). An
+# all-reduce is a reduce-scatter and an all-gather. After it, each of the t ranks has the whole
+# activation. So there are t parallel pipelines, and each rank sends the whole activation to the
+# next stage of its own pipeline.
 
 # %% [markdown]
 # ### Exercise 13.5: tensor × pipeline × data, per rank
@@ -838,23 +840,24 @@ held_in_words = f"held per rank, at most: {held:.1f} GB of weights, gradients an
 _ = axes.text(-0.4, 5.75, held_in_words, va="center", fontsize=11)
 
 # %% [markdown]
-# A row of eight is one machine. Tensor parallel sends the most, in every block, and its ranks wait
-# each time. So it belongs inside a machine, on its fast links. Pipeline parallel sends very little,
-# so it can cross machines, but its stages idle: with k micro-batches, for (p − 1)/(k + p − 1) of
-# the time. Data parallel sends once per step, and can overlap this with backward.
+# In the figure, a row of eight is one machine. Tensor parallel sends the most, in every block, and
+# its ranks wait each time. So it belongs inside a machine, on its fast links. Pipeline parallel
+# sends very little, so it can cross machines, but its stages idle: with k micro-batches, for
+# (p − 1)/(k + p − 1) of the time. Data parallel sends once per step, and can overlap this with
+# backward.
 
 # %% [markdown]
 # The other rows of the table:
 #
-# - Pipeline 1 with tensor 8, or tensor 1 with pipeline 4: a rank holds far too much.
+# - Pipeline 1 with tensor 8, or tensor 1 with pipeline 4: a rank holds far more than 80 GB.
 # - Tensor 32 crosses four machines: it sends the most, over the slowest links.
 # - Pipeline 16 holds the least model state. But with the usual schedule, **one forward, one
 #   backward** (1F1B), its first stage saves the activations of 16 micro-batches before the first
 #   gradient returns.
 
 # %% [markdown]
-# With "tensor 8, pipeline 4, data 4" a rank holds up to 89.3 GB, more than a GPU with 80 GB. You
-# need more ranks, or fewer bytes per element: see Day 16.
+# With "tensor 8, pipeline 4, data 4" a rank holds up to 89.3 GB, too much for a GPU with 80 GB.
+# You need more ranks, or fewer bytes per element: see Day 16.
 
 # %% [markdown]
 # ## Explain the gap
@@ -909,8 +912,8 @@ else:
 # ## Rules on trial
 #
 # Yesterday you tested rule 22, "ZeRO-3 costs communication", on simulated ranks. How much did the
-# two processes send? In a pass each rank sends (R − 1)/R Ψ elements (Ψ: the number of weights). The
-# cell computes the passes from the arguments of torch's collectives.
+# two processes send? A *pass* is one reduce-scatter or all-gather over all Ψ weights: each rank
+# sends (R − 1)/R Ψ elements. The cell counts passes from the arguments of torch's collectives.
 
 # %%
 psi = sum(p.numel() for p in make_model()[0].parameters())

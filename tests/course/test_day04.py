@@ -189,7 +189,7 @@ SAID = [
         "4.1",
         "in the units of the formula",
         ("0 if config.tied else config.vocab_size * C", "0"),
-        "That is 10 · C casts too many.",
+        "That is 10 · C cast weights too many.",
     ),
     (
         "4.2",

@@ -57,7 +57,7 @@ def _units(config: GPTConfig) -> dict[str, dict[str, int]]:
         "parameters": per_weight,
         "gradients": per_weight,
         "optimizer_state": per_weight | {"bytes per tensor": tensors},
-        "casts": per_weight | {"· C casts": 2 * config.hidden_size},
+        "casts": per_weight | {"· C cast weights": 2 * config.hidden_size},
     }
 
 
@@ -243,8 +243,8 @@ def _check_case(answer: ScalerClass, case: ScalerCase) -> int:
         losses = ", ".join(f"{factor:g}" for factor in case.steps[number - 1])
         require(
             _alike(got, wanted, case.clip),
-            f"{case}, step {number}, gradients {losses}: {got}; wanted {wanted}."
-            f"{_explained(got, wanted, before)}",
+            f"{case}, step {number}, gradients {losses} (one element per micro-batch; the others "
+            f"are 0.5): {got}; wanted {wanted}.{_explained(got, wanted, before)}",
         )
         before = wanted.weights
     return len(case.steps)
@@ -297,7 +297,7 @@ def _explained(got: _After, wanted: _After, before: list[float]) -> str:
     if got.scale != wanted.scale:
         words.append(f"the scale is {got.scale / wanted.scale:.3g} times the right one")
     if got.fine_steps != wanted.fine_steps:
-        words.append(f"fine_steps is {got.fine_steps}, not {wanted.fine_steps}")
+        words.append(f"the new fine_steps is {got.fine_steps}, not {wanted.fine_steps}")
     text = "; ".join(words)
     return f" {text[0].upper()}{text[1:]}." if text else ""
 
@@ -850,7 +850,7 @@ def _check_scales(answer: MasterStep) -> None:
         answer(weights, copies, torch.optim.SGD(copies, lr=2.0**10), 2.0**power)
         require(
             copies[0].item() == -(2.0**-power),
-            f"master_step in float16, gradient 2**-10 at scale 2**{power}, rate 2**10: the copy is "
+            f"master_step in float16, gradient 2**-10 at scale 2**{power}, lr 2**10: the copy is "
             f"{copies[0].item():g}; wanted {-(2.0**-power):g}.",
         )
 

@@ -253,7 +253,8 @@ def _check_buckets(answer: Any) -> str:
         _check_backward(answer, case, added=0)
     _check_backward(answer, BACKWARDS[0], added=100)
     return (
-        "exact sums · each bucket begins with its last gradient, in the same order on all ranks · "
+        "exact sums · each bucket begins when its last gradient arrives, in the same order on all "
+        "ranks · "
         "at most 2 in flight, no early waits · sent gradients are freed"
     )
 
@@ -474,7 +475,8 @@ _BUCKETS = Exercise(
             (_BEGIN, f"{_BEGIN}\n{_WAIT_IF_TWO.rstrip()}"),
         ),
         (
-            "Nothing is sent before backward is over. Begin a bucket with its last gradient.",
+            "Nothing is sent before backward is over. Begin a bucket when its last gradient "
+            "arrives.",
             ("        while pending", "    while pending"),
         ),
         (
@@ -964,8 +966,8 @@ _WAYS = Exercise(
     check=_check_three_ways,
     wrong_answers=mistakes(
         "13.5",
-        ("Stage 1 shards Adam's 12 bytes among the data ranks.", (_HELD, "16 * weights")),
-        ("This is stage 3. Stage 1 keeps weights and gradients whole.", (_HELD, "16 * shard")),
+        ("ZeRO stage 1 shards Adam's 12 bytes among the data ranks.", (_HELD, "16 * weights")),
+        ("This is ZeRO stage 3. Stage 1 keeps weights and gradients whole.", (_HELD, "16 * shard")),
         ("Each neighbor gets one activation, not two.", (_NEIGHBORS, f"2 * {_NEIGHBORS}")),
         (
             "Each tensor rank sends the whole activation to its neighbor. Do not divide it.",
@@ -985,7 +987,10 @@ _WAYS = Exercise(
         ("Gradients are sent once per step.", (_BOTH_PASSES, f"k * {_BOTH_PASSES}")),
         ("Tensor ranks all-reduce in every micro-batch.", (f"k * {_ALL_REDUCES}", _ALL_REDUCES)),
         ("Every micro-batch passes through the pipeline.", (f"k * {_NEIGHBORS}", _NEIGHBORS)),
-        ("Stage 1 sends gradients, then weights: two passes.", (_BOTH_PASSES, "2 * (data - 1)")),
+        (
+            "ZeRO stage 1 sends gradients, then weights: two ring passes.",
+            (_BOTH_PASSES, "2 * (data - 1)"),
+        ),
         (
             "These are elements. Each uses 2 bytes.",
             ("activation = 2 * tokens", "activation = tokens"),
