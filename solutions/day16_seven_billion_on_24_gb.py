@@ -544,7 +544,8 @@ if plan.best:
 # ## At scale: 70 billion weights on eight GPUs
 #
 # ZeRO-3 divides the model states by eight (Day 12), except for the gathered weights. The guide
-# names neither GPU nor optimizer. By formula, on A100s of 80 GB, with 1 × 4,096 tokens a rank:
+# names neither GPU nor optimizer. By formula, on A100s of 80 GB, with 1 × 4,096 tokens a rank and
+# no accumulation yet:
 
 # %%
 seventy = PRESETS["llama-3-70b"]
@@ -730,15 +731,18 @@ verdict(
 )
 
 # %%
-in_bits = on_eight["8-bit Adam"].peak_bytes
+shard = 2 * seventy.parameters / 8  # bytes: a rank's buffer of gradients in bfloat16
+in_adam, in_lion = (  # later micro-batches peak at the loss, next to the buffer
+    sum(on_eight[name].moments["loss"].values()) + shard for name in ("8-bit Adam", "8-bit Lion")
+)
 per_gpu = ", ".join(f"{name} {e.peak_bytes / 1e9:.1f}" for name, e in on_eight.items())
-more = 2 * seventy.parameters / 8 / 1e9
 verdict(
     "28",
-    in_bits <= 64e9,
-    f"GB per GPU by formula, 1 × 4,096 tokens a rank: {per_gpu}",
-    condition="with 8-bit state, no master weights, and gradients accumulated in bfloat16; "
-    f"accumulating in float32 adds {more:.1f} GB; Adam in float32 with master weights needs "
+    in_lion <= 64e9,
+    f"GB per GPU by formula, 1 × 4,096 tokens a rank, no accumulation: {per_gpu}; accumulating in "
+    f"bfloat16: 8-bit Adam {in_adam / 1e9:.1f}, 8-bit Lion {in_lion / 1e9:.1f}",
+    condition="with 8-bit Lion, no master weights, and gradients accumulated in bfloat16; "
+    f"accumulating in float32 adds {shard / 1e9:.1f} GB; Adam in float32 with master weights needs "
     "more than twice 80 GB",
     otherwise="every optimizer needs more",
 )
