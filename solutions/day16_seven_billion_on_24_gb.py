@@ -87,9 +87,10 @@ guess("16.1", guide_gb=20, buffer_gib=6, recipe_gib=23, rank_gb=60)
 # | `"backward"` begins | yes | yes | no | no |
 # | `"optimizer"` steps | yes | freed | yes | yes |
 #
-# *Scratch* is what an optimizer allocates while it steps one weight. For a float32 weight, torch's
-# AdamW (`foreach=False`) allocates two tensors of the weight's size. Our optimizers step a weight
-# in **pieces** and allocate 5 to 7.5 float32 elements per element of a piece.
+# *Scratch* is what an optimizer allocates while it steps one weight. torch's AdamW
+# (`foreach=False`) with float32 state allocates two float32 tensors of the weight's size. Our other
+# optimizers step a weight in **pieces** and allocate 5 to 7.5 float32 elements per element of a
+# piece.
 
 
 # %%
@@ -114,10 +115,10 @@ lion_in_backward = Optimizer(1, CODE, scratch=6.5, piece=PIECE, in_backward=True
 # ### Exercise 16.1: the largest moment
 #
 # About 12 minutes. `sizes` lists the number of elements of each weight tensor. A weight and its
-# gradient have `itemsize` bytes per element. `activations` is in bytes. Return the moment and its
-# bytes, such as `("backward", 1024)`. Count scratch for the largest weight or, if smaller, one
-# piece. An optimizer that steps **in backward** holds one gradient at a time (Day 8): count the
-# largest, and ignore the activations that still exist when it steps.
+# gradient have `itemsize` bytes per element. `activations` is in bytes. Return the moment of the
+# peak and its bytes, such as `("backward", 1024)`. Count scratch for the largest weight or, if
+# smaller, one piece. An optimizer that steps **in backward** holds one gradient at a time (Day 8):
+# count the largest, and ignore the activations that still exist when it steps.
 
 
 # %%
@@ -178,8 +179,8 @@ for name, optimizer in (
 #   four tensors of the MLP's intermediate size
 # - in float32: attention's log-sum-exp (one element per head) and one element per norm
 #
-# During backward, a block also has gradients: two of the MLP's intermediate size and one of the
-# hidden size.
+# During backward, a block also has gradients in the activations' dtype: two of the MLP's
+# intermediate size and one of the hidden size.
 
 
 # %%
@@ -188,7 +189,7 @@ class Block:
     elements: int  # elements saved per token, in the activations' dtype
     input_elements: int  # the block's input, part of `elements`; a checkpoint saves only this
     float32_elements: int  # float32 elements saved per token
-    gradient_elements: int  # per token, during the block's backward
+    gradient_elements: int  # per token, in the activations' dtype, during the block's backward
 
 
 def block_of(config, fused=True):
@@ -207,7 +208,8 @@ print(f"per token in bfloat16, {2 * seven.hidden_size:,} of them for its input")
 # %% [markdown]
 # ### Exercise 16.2: activations, saved or recomputed
 #
-# About 12 minutes. Return the most activation bytes that exist at once in backward. Add two terms:
+# About 12 minutes. Return the most activation bytes that exist at once in backward. `itemsize` is
+# the bytes of an element in the activations' dtype. Add two terms:
 #
 # 1. What forward saved of all `layers` blocks: everything they keep or, if `checkpointed`, only
 #    their inputs.
@@ -367,7 +369,7 @@ lacks = exercise("16.3", lacks)
 # ## The search
 #
 # A recipe combines choices from the course. For 7B with 8-bit Lion there are 34 recipes. They
-# differ in checkpointing (none, selective, full), chunked logits, the step in backward, and
+# differ in checkpointing (none, selective, full), a chunked loss, the step in backward, and
 # offloading. For each recipe, a formula gives the bytes (within a few percent) and an estimate
 # gives the time. Measuring a recipe takes about ten seconds. Which should you measure?
 
@@ -448,18 +450,18 @@ plot.timeline(proof.trace, title="Llama 2 7B, all weights trained, 1 × 2,048 to
 # (`allocated` is 29 MiB above the picture's peak: the allocator's memory blocks can be up to 1 MiB
 # larger than their tensors, Day 2.)
 #
-# The search chose unchunked logits. With 2,048 rows and a hidden size of 4,096, chunked logits
-# save nothing (Day 11): with them, the step allocates 0.33 GiB more and reserves 0.14 GiB more.
+# The search did not choose a chunked loss. With 2,048 rows and a hidden size of 4,096, it would
+# save nothing (Day 11), but add 0.33 GiB allocated and 0.14 GiB reserved.
 
 # %% [markdown]
 # ## The batch
 #
-# The guide's effective batch is 16, in 16 steps of batch 1. But a step in backward frees each
+# The guide's effective batch is 16, in 16 accumulation steps. But a step in backward frees each
 # gradient, so nothing can accumulate. What would 16 × 2,048 tokens need?
 #
-# First raise the batch without accumulation, with chunked logits, which reserve less from batch 2
-# on. (A prediction takes ten seconds, so the results are stored. `tests/course/test_day16.py`
-# repeats the predictions.)
+# First raise the batch without accumulation, with a chunked loss. From batch 2 on, the step then
+# reserves less than without it. (A prediction takes ten seconds, so the results are stored.
+# `tests/course/test_day16.py` repeats the predictions.)
 
 
 # %%
@@ -489,18 +491,19 @@ for batch, step in GROWN.items():
 buffer = 2 * seven.parameters
 _, guide_bytes = estimate(seven, adam_in_8_bits, 2048)
 _, lion_bytes = estimate(seven, lion_in_8_bits, 2048)
-lora = training_bytes(seven, Recipe(lora=True, checkpointing="checkpointing"), 1, 2048)
+adapters = Recipe(lora=True, checkpointing="checkpointing", accumulation=True)
+lora = training_bytes(seven, adapters, 16, 2048)
 grown = Recipe(optimizer="lion8bit", checkpointing="checkpointing", chunked_loss=True,
                step_in_backward=True)  # fmt: skip
 at_once = training_bytes(seven, grown, 16, 2048).peak_bytes
 print(f"a buffer of gradients: {format_bytes(buffer)} in bfloat16, twice that in float32")
 for name, count in (
-    ("8-bit Adam, accumulates in bfloat16 (the guide)", guide_bytes),
-    ("8-bit Lion, accumulates in bfloat16", lion_bytes),
+    ("8-bit Adam, accumulates in bfloat16 (the guide), at least", guide_bytes),
+    ("8-bit Lion, accumulates in bfloat16, at least", lion_bytes),
     ("8-bit Lion, step in backward, 16 × 2,048 at once", at_once),
-    ("LoRA, accumulates", lora.peak_bytes),
+    ("LoRA, accumulates in float32", lora.peak_bytes),
 ):
-    print(f"{name:52}{format_bytes(count):>10}  {'fits on' if count <= room else 'exceeds'} 24GB")
+    print(f"{name:58}{format_bytes(count):>10}  {'fits on' if count <= room else 'exceeds'} 24GB")
 
 # %% [markdown]
 # Only LoRA's buffer is small, since it trains 20 million weights. So choose between:
@@ -508,15 +511,15 @@ for name, count in (
 # - **all weights, up to 4,096 tokens a step**
 # - **0.3 % of the weights, 32,768 tokens a step**
 #
-# The guide promises all weights and 16 sequences, 32,768 tokens at this length. (Sums in bfloat16
-# are 1.4 % off after 256 micro-batches, Day 3. The library accumulates in float32, which doubles
-# the buffer.)
+# The guide promises all weights and 16 sequences, 32,768 tokens at this length. ("At least": the
+# formula omits the later micro-batches' activations, which exist together with the buffer. The
+# library accumulates in float32, which doubles the buffer.)
 
 # %% [markdown]
 # ## Your own model
 #
-# Set a preset or the path of a `config.json`, and a GPU or a memory size. `planner.plan` runs the
-# same search and finds:
+# Set `MODEL` to a preset or the path of a `config.json`, and `MEMORY` to a GPU or a memory size.
+# `planner.plan` runs the same search and finds:
 #
 # - the fastest recipe whose measured memory fits
 # - its largest batch and length, by the formula scaled to the measurement
@@ -541,7 +544,8 @@ if plan.best:
 # ## At scale: 70 billion weights on eight GPUs
 #
 # ZeRO-3 divides the model states by eight (Day 12), except for the gathered weights. The guide
-# names neither GPU nor optimizer. By formula, on A100s of 80 GB, with 1 × 4,096 tokens a rank:
+# names neither GPU nor optimizer. By formula, on A100s of 80 GB, with 1 × 4,096 tokens a rank and
+# no accumulation yet:
 
 # %%
 seventy = PRESETS["llama-3-70b"]
@@ -568,12 +572,12 @@ for name, chosen in ZERO.items():
 # Day 13 introduced the layout t · p · d:
 #
 # - tensor parallelism cuts each matrix into t parts
-# - a pipeline stage has ⌈L/p⌉ blocks
+# - each of p pipeline stages has up to ⌈L/p⌉ of the L blocks
 # - d ranks hold the same weights, and ZeRO shards among them
 #
-# The **first** stage holds the most: it has the embedding, and it starts p micro-batches before the
-# gradient of the first one returns. A pipeline accumulates gradients over its micro-batches, so
-# here all gradients exist at once.
+# The **first** stage holds the most: it has ⌈L/p⌉ blocks and the embedding, and it starts p
+# micro-batches before the gradient of the first micro-batch returns. A pipeline accumulates
+# gradients over its micro-batches, so here all gradients exist at once.
 
 # %% [markdown]
 # ### Exercise 16.5: one GPU of 128
@@ -660,8 +664,8 @@ for moment, words in (("gradients", "near the end of backward"), ("optimizer", "
 # freed by then. `memlab plan --model llama-3-405b --gpu h100 --gpus 128` compares meshes of FSDP2
 # with tensor, pipeline and context parallelism.
 #
-# Nothing in this section is measured on a GPU. NCCL's buffers and FlashAttention 3's workspace are
-# in no formula.
+# Nothing in this section is measured on a GPU. The formulas omit the buffers of NCCL and
+# FlashAttention.
 
 # %% [markdown]
 # ## Explain the gap
@@ -687,8 +691,8 @@ reveal("16.1", guide_gb=guide_bytes, buffer_gib=buffer, recipe_gib=proof.reserve
 # %% [markdown]
 # ## On your GPU
 #
-# With a GPU of 24 GB or more, this cell runs the recipe within 24 GB: two steps with random 7B
-# weights. (`memlab train` does the same from a terminal.)
+# On a GPU with 24 GB free (such as an RTX 4090), this cell runs the recipe within 24 GB: two steps
+# with random 7B weights. (`memlab train` does the same from a terminal.)
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] >= 24e9 - CONTEXT:
@@ -727,15 +731,18 @@ verdict(
 )
 
 # %%
-in_bits = on_eight["8-bit Adam"].peak_bytes
+shard = 2 * seventy.parameters / 8  # bytes: a rank's buffer of gradients in bfloat16
+in_adam, in_lion = (  # later micro-batches peak at the loss, next to the buffer
+    sum(on_eight[name].moments["loss"].values()) + shard for name in ("8-bit Adam", "8-bit Lion")
+)
 per_gpu = ", ".join(f"{name} {e.peak_bytes / 1e9:.1f}" for name, e in on_eight.items())
-more = 2 * seventy.parameters / 8 / 1e9
 verdict(
     "28",
-    in_bits <= 64e9,
-    f"GB per GPU by formula, 1 × 4,096 tokens a rank: {per_gpu}",
-    condition="with 8-bit state, no master weights, and gradients accumulated in bfloat16; "
-    f"accumulating in float32 adds {more:.1f} GB; Adam in float32 with master weights needs "
+    in_lion <= 64e9,
+    f"GB per GPU by formula, 1 × 4,096 tokens a rank, no accumulation: {per_gpu}; accumulating in "
+    f"bfloat16: 8-bit Adam {in_adam / 1e9:.1f}, 8-bit Lion {in_lion / 1e9:.1f}",
+    condition="with 8-bit Lion, no master weights, and gradients accumulated in bfloat16; "
+    f"accumulating in float32 adds {shard / 1e9:.1f} GB; Adam in float32 with master weights needs "
     "more than twice 80 GB",
     otherwise="every optimizer needs more",
 )
@@ -772,8 +779,8 @@ verdict(
 # ## The running bill
 #
 # One training step of 124M weights on 8 × 640 tokens. Today the weights move to disk too, and come
-# back one block at a time (Day 14). The two weight averages (Day 15) stay on disk. Their update
-# loads the weights once a step.
+# back one block at a time (Day 14). The peak is now in the optimizer step: the embedding is updated
+# in float32.
 
 # %%
 peaks = [bill.stored(days.day(n).bill).peak_bytes / 2**30 for n in range(1, 17)]

@@ -222,7 +222,8 @@ _ACTIVATIONS = Exercise(
             ("layers * kept", "(0 if checkpointed else layers * kept)"),
         ),
         (
-            "You counted the block's input twice: it is part of `elements`, and it was saved.",
+            "You counted the block's input twice: it is part of `elements`, and forward already "
+            "saved it.",
             ("made - x", "made"),
         ),
         (
@@ -440,7 +441,7 @@ _FASTEST = Exercise(
         "Measuring is slow, sorting is not. Choose an order to measure in, so that the first "
         "candidate that fits is the answer. And which candidates need no measurement?",
         "Go by seconds, the fastest first. If 0.95 · formula_bytes exceeds the room, the candidate "
-        "cannot fit. Measure all others until one fits.",
+        "cannot fit. Measure the others in this order until one fits.",
         "for candidate in sorted(candidates, key=lambda c: c.seconds): skip it if 0.95 * "
         "candidate.formula_bytes > room. Return the first remaining one whose measure(candidate) "
         "is within room.",
@@ -537,12 +538,13 @@ _OF_A_RANK = Exercise(
         "Apply pipeline, tensor parallelism and ZeRO in this order: count the weights of the first "
         "pipeline stage, divide them by t, and shard the result among the d data-parallel ranks. "
         "Then add the block inputs.",
-        "A rank has ⌈layers/p⌉ blocks and one end (both, if p is 1), divided by t, rounded up: W. "
+        "The stage has ⌈layers/p⌉ · block + end weights (2 · end if p is 1). W is that divided by "
+        "t, rounded up. "
         "ZeRO divides by d: the state from stage 1, gradients from 2, weights from 3. Add the "
         "inputs of its blocks for p micro-batches, divided by t.",
         "t, p, d = degrees; blocks = -(-layers // p); W = -(-(blocks * block + (1 + (p == 1)) * "
         "end) // t); shard = -(-W // d). For (first, count) in zip((3, 2, 1), bytes_each) add "
-        "count * (shard if zero_stage >= first else W). The inputs of p micro-batches are missing.",
+        "count * (shard if zero_stage >= first else W). Then add the inputs of p micro-batches.",
     ),
     reference=of_a_rank,
     check=_check_rank,
@@ -561,7 +563,7 @@ _OF_A_RANK = Exercise(
             (_ENDS, "0"),
         ),
         (
-            "The head is in the last stage. With p above 1, count one end.",
+            "The head is in the last stage. With p above 1, count `end` once.",
             (_ENDS, "2 * end"),
         ),
         (
@@ -569,7 +571,8 @@ _OF_A_RANK = Exercise(
             (_CUT, "blocks * block + ends"),
         ),
         (
-            "ZeRO shards among ranks with the same weights: the d data ranks, not all GPUs.",
+            "ZeRO shards among the d data-parallel ranks, which hold the same weights, not among "
+            "all GPUs.",
             ("weights // data", "weights // (tensor * pipeline * data)"),
         ),
         (
