@@ -26,7 +26,7 @@
 #
 # | parallelism | what a rank computes |
 # | --- | --- |
-# | tensor | 1/R of the attention heads and of the MLP's intermediate size, for all tokens |
+# | tensor | 1/R of the attention heads, MLP intermediate size and logits, for all tokens |
 # | sequence (added to tensor) | the norms and the residual stream, for 1/R of the tokens |
 # | pipeline | L/R layers, for one micro-batch after another |
 # | context | all layers, for 1/R of the tokens of each sequence |
@@ -82,11 +82,11 @@ guess("18.1", tensor_percent=50, stage_percent=50, bubble_percent=50, sends_perc
 # ## Measure: seven runs on two processes
 #
 # `memlab/course/model_parallel.py` trains one small model in seven runs: `one` without parallelism,
-# the others divided over two processes. The model has an embedding, two blocks and a **head** (the
-# last norm, the logits and the loss). Each run uses the same 4 sequences of 16 tokens; in the
-# pipelines, each sequence is a micro-batch. Both processes measure their second step and count the
-# bytes they send. (The processes communicate with gloo, as on Day 13. The cell runs for about ten
-# seconds.)
+# the others divided over two processes. The model has an embedding, two blocks (its layers) and a
+# **head** (the last norm, the logits and the loss). Each run uses the same 4 sequences of 16
+# tokens; in the pipelines, each sequence is a micro-batch. Both processes measure their second step
+# and count the bytes they send. (The processes communicate with gloo, as on Day 13. The cell runs
+# for about ten seconds.)
 
 # %%
 found = run_ranks("memlab.course.model_parallel:all_ways", 2, timeout=120)
@@ -105,7 +105,7 @@ def differences(name):
 
 
 for name in found[0]:
-    print(f"{name:9} gradients equal within 1e-5: {max(differences(name)) < 1e-5}")
+    print(f"{name:9} gradients equal one process's within 1e-5: {max(differences(name)) < 1e-5}")
 
 # %%
 COLUMNS = ("parameters", "gradients", "optimizer_state", "activations", "logits", "sent")
@@ -117,14 +117,14 @@ for name in found[0]:
         print(f"{who:17}" + "".join(f"{size:12.1f}" for size in row))
 
 # %% [markdown]
-# All seven runs compute the same gradients. *Activations* are what the blocks save for backward;
-# *logits* are what the head saves. No kind of parallelism divides everything:
+# All seven runs compute the same gradients. *Activations* are the most bytes that the blocks save
+# at once; *logits* are what the head saves. No kind of parallelism divides everything:
 #
 # - Data and context: weights, gradients and optimizer state stay whole on each rank.
 # - Tensor: a part of the activations stays whole, so a rank saves 178 KiB of 259. The embedding
 #   stays whole, too.
-# - Sequence: the embedding stays whole. Summing its gradient over ranks is 64 of the 157 KiB that a
-#   rank sends.
+# - Sequence: the embedding stays whole. Summing its gradient over ranks sends 64 of a rank's 157
+#   KiB.
 # - Pipeline: only the last stage saves logits.
 
 # %% [markdown]
@@ -135,7 +135,7 @@ for name in found[0]:
 #
 # - I/R rows of A, which compute I/R of the **output** elements (*column-parallel*: these rows are
 #   columns of Aᵀ)
-# - the same I/R columns of B (*row-parallel*: these columns are rows of Bᵀ)
+# - the matching I/R columns of B (*row-parallel*: these columns are rows of Bᵀ)
 #
 # gelu is elementwise, so the ranks send nothing between the two matmuls. Each rank computes one
 # **term** of Y:
@@ -167,11 +167,11 @@ print("two ranks' terms add up to Y:", torch.allclose(sum(terms), mlp(x, up, dow
 # | g, after the second matmul | all-reduce | identity |
 
 # %% [markdown]
-# Autograd cannot differentiate an all-reduce, because it sees only one rank's graph. So f and g are
+# Autograd sees only one rank's graph, and cannot differentiate `dist.all_reduce`. So f and g are
 # autograd Functions. You need only one class for both: it applies one function in forward and
 # another in backward.
 #
-# Day 13's `in_turns(program, given)` runs a program as R ranks in this process. Each rank
+# Day 13's `in_turns(program, arguments)` runs a program as R ranks in this process. Each rank
 # communicates through its `peer`: `peer.sum(x)` returns the sum of all ranks' tensors, as a new
 # tensor:
 
@@ -237,7 +237,8 @@ parallel_mlp = exercise("18.1", parallel_mlp)
 # Attention is divided the same way. Queries, keys and values are column-parallel, so each rank has
 # H/R of the H heads. The output projection is row-parallel. So a block has two pairs of matmuls,
 # and needs **two all-reduces in forward and two in backward**, each of tokens · C elements. All R
-# ranks wait for each all-reduce.
+# ranks wait for each all-reduce. The matrix of the logits is column-parallel: each rank computes
+# the logits of 1/R of the vocabulary.
 
 # %% [markdown]
 # ## What a tensor-parallel block saves
@@ -301,8 +302,8 @@ print(f"a rank saves {tensor / whole:.0%} with tensor parallelism, {sequence / w
 # **all-gather** gives every rank the tokens of all ranks. The second matmul computes one term for
 # every token: a **reduce-scatter** gives each rank the sums for its own tokens.
 #
-# On a ring, an all-gather or a reduce-scatter sends (R − 1)/R of the tensor, and an all-reduce
-# sends twice that (Day 13). So forward sends as many bytes as plain tensor parallelism does.
+# On a ring, each rank sends (R − 1)/R of the tensor in an all-gather or a reduce-scatter, and twice
+# that in an all-reduce (Day 13). So forward sends as many bytes as with tensor parallelism alone.
 
 # %% [markdown]
 # The backward of an all-gather is a reduce-scatter, and the backward of a reduce-scatter is an
@@ -362,7 +363,7 @@ gather_linear = exercise("18.3", gather_linear)
 # %% [markdown]
 # One detail remains. Every rank has a norm's whole weight (C elements), but applies it to its own
 # tokens only. The gradient of this weight is a sum over all tokens, so it must be summed over
-# ranks: apply f to the norm's weight. (With plain tensor parallelism, every rank has all tokens and
+# ranks: apply f to the norm's weight. (With tensor parallelism alone, every rank has all tokens and
 # computes the whole gradient.)
 #
 # How much do tensor and sequence parallelism send per block? Count in **ring passes**: one ring
@@ -375,7 +376,7 @@ for name in ("tensor", "sequence"):
     sent = dict(found[0][name]["sent by a block"])
     if name == "sequence":
         norms = sent.pop("all_reduce")
-        print(f"gradients of two norms: {norms} bytes; equal to 2C elements: {norms == 4 * 2 * 32}")
+        print(f"sequence: summing two norms' gradients sends {norms} bytes (not counted below)")
     passes[name] = sum(sent.values()) // a_pass
     kinds = ", ".join(f"{size // a_pass} by {kind}" for kind, size in sorted(sent.items()))
     print(f"{name:9}{passes[name]:3} ring passes: {kinds}")
@@ -529,8 +530,9 @@ print(f"one process, two layers, one micro-batch at a time: {2 * layer:7,} bytes
 
 # %% [markdown]
 # (Backward does not need the outputs that stage 0 sends, so the stage frees each one just before it
-# sends the next. When GPipe's backward begins, three of the four outputs are freed; the formula
-# subtracts them. With 1F1B, the outputs of both micro-batches in flight exist at the peak.)
+# sends the next. An output counts as an activation only if it exists during a backward pass. GPipe
+# frees three of the four before its first backward pass, so the formula subtracts them. At 1F1B's
+# peak, the outputs of both micro-batches in flight count.)
 
 # %% [markdown]
 # ## Context parallelism: ring attention
@@ -554,7 +556,7 @@ print(f"one process, two layers, one micro-batch at a time: {2 * layer:7,} bytes
 # %%
 def attend(q, k, v, shift):
     """Return `(out, lse)` of one block; query i attends to key j if j <= i + shift."""
-    return attend_in_tiles(q, k, v, 4, shift)
+    return attend_in_tiles(q, k, v, 4, shift)  # tiles of 4 tokens
 
 
 # %% [markdown]
@@ -687,8 +689,8 @@ def show_largest(trace, count):
 # checkpointing, bfloat16 weights and AdamW state, and two micro-batches of 4,096 tokens per rank.
 #
 # The next cell runs it with three and with four blocks, and assumes that each further block adds
-# what the fourth added. `tests/course/test_day18.py` compares this extrapolation with a run of all
-# 80 blocks.
+# what the fourth added. `tests/course/test_day18.py` compares this extrapolation with a dry run of
+# all 80 blocks.
 
 # %%
 seventy = PRESETS["llama-3-70b"]
@@ -722,11 +724,11 @@ show_largest(four, 5)
 # - a pipeline of 4 stages with 1F1B
 # - data parallelism over 4 ranks, with FSDP2
 #
-# It uses checkpointing and four micro-batches of 8,192 tokens. The first stage has 32 of the 126
-# blocks. The next cell runs it with one and with two blocks.
+# It uses bfloat16, checkpointing and four micro-batches of 8,192 tokens. The first stage has 32 of
+# the 126 blocks. The next cell runs it with one and with two blocks.
 #
 # In a pipeline, FSDP2 is ZeRO-3 only *between* steps: torch keeps each block's gathered weights and
-# whole gradients until the last micro-batch. So the cell's formula assumes ZeRO-1.
+# unsharded gradients until the last micro-batch. So the cell's formula assumes ZeRO-1.
 
 # %%
 huge, TOKENS = PRESETS["llama-3-405b"], 8192
@@ -765,8 +767,8 @@ show_largest(two_blocks, 2)
 # fit.
 
 # %% [markdown]
-# Gathered weights count as activations, and whole gradients as backward temporaries. The formula
-# leaves out two things:
+# Gathered weights count as activations, and unsharded gradients as backward temporaries. The
+# formula leaves out two things:
 #
 # - **The shards.** FSDP2's shards of the weights exist besides the gathered weights.
 # - **The embedding.** DTensor divides the embedding by 8. But its backward allocates two gradients
@@ -786,14 +788,15 @@ reveal("18.1", tensor_percent=100 * tensor / whole, stage_percent=100 * stage_0 
 # - **Tensor**: norms and the residual stream stay whole.
 # - **Stage 0**: it has half of the layers, but two micro-batches in flight.
 # - **Bubble**: in either order, the first micro-batch must reach the last stage, and the last
-#   micro-batch must come back.
+#   micro-batch's gradient must return to stage 0.
 # - **Sequence**: backward gathers the inputs once more.
 
 # %% [markdown]
 # ## On your GPUs
 #
 # Both scripts also run under `torchrun`. The first command needs no GPU, and predicts the memory of
-# a rank that trains Llama 3 8B. The second command needs 8 GPUs, and measures all eight ranks:
+# a rank that trains Llama 3 8B (32 blocks, two micro-batches of 2,048 tokens). The second command
+# needs 8 GPUs, and measures all eight ranks:
 #
 # ```sh
 # memlab run --ranks 8 benchmarks/llama/fsdp2.py llama-3-8b 32 2048 2
@@ -836,8 +839,8 @@ verdict(
     2 * stage_0 <= 2 * layer,
     f"two stages, four micro-batches, 1F1B: stage 0 saves {stage_0:,} bytes, stage 1 {last:,}; one "
     f"process with one micro-batch at a time saves {2 * layer:,}",
-    otherwise="stage i saves min(m, p − i) micro-batches of 1/p of the layers; with m ≥ p, stage 0 "
-    "saves as much as one GPU with all layers, and only the last stage saves 1/p",
+    otherwise="stage i saves min(m, p − i) micro-batches in 1/p of the layers; with m ≥ p, stage 0 "
+    "saves as much as one GPU with all layers, and only the last stage saves 1/p of that",
 )
 
 # %%

@@ -290,15 +290,15 @@ _SAVED = Exercise(
             ("4 * hidden + heads", "4 * hidden"),
         ),
         (
-            "The residual stream is saved twice: after attention, and after the MLP.",
+            "The residual stream is counted once. It is saved after attention and after the MLP.",
             ("+ 2 * hidden  # norms", "+ hidden  # norms"),
         ),
         (
-            "The MLP saves two tensors: before and after gelu.",
+            "Only one tensor of the MLP is counted. It saves two: before and after gelu.",
             ("+ 2 * intermediate", "+ intermediate"),
         ),
         (
-            "Attention saves queries, keys, values and the output: 4C.",
+            "Attention counts only 3C. It saves queries, keys, values and the output: 4C.",
             ("4 * hidden", "3 * hidden"),
         ),
         (
@@ -504,9 +504,10 @@ PIPELINES = ((1, 1), (1, 3), (2, 2), (3, 4), (4, 8), (4, 2), (3, 1), (8, 32))  #
 def _passes(order: Any) -> str:
     """Return the passes as text for a message, like F0 F1 B0."""
     shown = " ".join(
-        f"{str(kind)[:1].upper()}{n}" for kind, n in list(order)[:12] if isinstance(kind, str)
+        f"{kind[0].upper()}{n}" if kind in ("forward", "backward") else str((kind, n))
+        for kind, n in order[:16]
     )
-    return f"{shown}{' …' if len(order) > 12 else ''}"
+    return f"{shown or 'an empty list'}{' …' if len(order) > 16 else ''}"
 
 
 def _is_order(order: Any) -> bool:
