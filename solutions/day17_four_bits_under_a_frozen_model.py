@@ -90,8 +90,8 @@ class Setup:
     prepared: bool = True
     autocast: bool = False
     checkpointed: bool = False
-    chunked: bool = False  # the logits (Day 11)
-    ends: bool = False  # train the embedding and the output layer too
+    chunked: bool = False  # compute the logits in chunks (Day 11)
+    ends: bool = False  # also train the embedding and the output layer
 
 
 def float32_loss(hidden, weight, targets):
@@ -134,9 +134,9 @@ def qlora_step(config, setup, batch, length, device="cuda"):
 
 
 # %% [markdown]
-# The transformer blocks are equal, so a model with one block and a model with two are enough: each
-# further block adds the same bytes to the peak. (`tests/course/test_day17.py` compares this with
-# all 32 blocks, to the byte.)
+# The transformer blocks are identical, so a model with one block and a model with two are enough:
+# each further block adds the same bytes to the peak. (`tests/course/test_day17.py` compares this
+# with all 32 blocks, to the byte.)
 
 
 # %%
@@ -189,7 +189,7 @@ TEXT = source_bytes("256 KiB")
 
 
 def train(model, steps, lr, seed=1, text=TEXT):
-    """Train on torch's own source."""
+    """Train the unfrozen weights on a text, by default torch's own source."""
     weights = [w for w in model.parameters() if w.requires_grad]
     optimizer, drawn = optim.AdamW(weights, lr=lr), batches(text, 8, 64, seed=seed)
     for _ in range(steps):
@@ -274,9 +274,9 @@ print("NF4:", " ".join(f"{level:.3f}" for level in NF4))
 # %% [markdown]
 # ## Two codes in a byte
 #
-# A code is an integer from 0 to 15, but the smallest tensor element is a byte. So two codes share a
-# byte: the first code of a pair is in the upper four bits. To decode, split the byte, look up each
-# code's level, and multiply by the block's absmax:
+# A code is the index of a level, 0 to 15, but the smallest tensor element is a byte. So two codes
+# share a byte: the first code of a pair is in the upper four bits. To decode, split the byte, look
+# up each code's level, and multiply by the block's absmax:
 
 # %%
 BLOCK = 64
@@ -340,16 +340,16 @@ print("block   bits per weight   NF4 error   even steps   NF4 with outliers")
 for block in (16, 64, 256, 4096):
     found = [error(some, rounded(some, table, block)) for table in (NF4, EVEN)]
     typical = outlier != 20
-    far = rounded(outlier, NF4, block)[typical]
+    restored = rounded(outlier, NF4, block)[typical]
     print(f"{block:5}{4 + 32 / block:14.2f}{found[0]:15.0%}{found[1]:12.0%}", end="")
-    print(f"{error(outlier[typical], far):17.0%}")
+    print(f"{error(outlier[typical], restored):17.0%}")
 same = torch.equal(decode(*encode(some)), rounded(some, NF4, 64))
 print(f"decode(encode(w)) equals the rounded weight: {same}")
 
 # %% [markdown]
 # The table shows three things:
 #
-# - From blocks of 64 on, NF4 has a smaller error than even steps.
+# - With blocks of 64 or more, NF4 has a smaller error than even steps.
 # - Smaller blocks have a smaller error but need more bits, because each block stores a 32-bit
 #   absmax.
 # - An outlier increases the error of its own block only (last column: error of all weights except
@@ -435,15 +435,15 @@ print(f"error of the weights: {error(matrix, decode(codes, absmax)):.2%} with fl
 print(f"{error(matrix, decode(codes, restored)):.2%} with double quantization")
 
 # %% [markdown]
-# The overhead fell from half a bit to an eighth of a bit per weight, with the same error. 16 bits
-# are now 4.13 bits: 3.88× smaller, not 4×.
+# The overhead fell from half a bit to an eighth of a bit per weight, with the same error. A weight
+# now needs 4.13 bits instead of 16: 3.88× less, not 4×.
 
 # %% [markdown]
 # ## A layer that saves no decoded weight
 #
-# The layer decodes its weight and multiplies. For y = x Wᵀ, the gradient of x is dy W, so backward
-# needs W. If you decode outside a `torch.autograd.Function`, autograd saves the *decoded* weight of
-# every layer until backward. Then four bits save nothing.
+# The layer decodes its weight and multiplies. For y = x Wᵀ, the gradient of x is the gradient of y
+# times W, so backward needs W. If you decode outside a `torch.autograd.Function`, autograd saves
+# the *decoded* weight of every layer until backward. Then four bits save nothing.
 #
 # Backward does not need x, because only the gradient of W uses it, and W is frozen.
 
@@ -541,9 +541,9 @@ for name, make in frozen.items():
     print(f"{name:24} weights {format_bytes(held):>11}, saved by forward {format_bytes(left):>10}")
 
 # %% [markdown]
-# Decoded outside, autograd saves the eight full weights, 8 MiB, on top of their codes: more than
-# without quantization. With your Function, forward saves only the inputs of A and B, which their
-# gradients need.
+# If you decode outside, autograd saves the eight decoded weights, 8 MiB, on top of their codes:
+# more than without quantization. With your Function, forward saves only the inputs of A and B,
+# which their gradients need.
 
 # %% [markdown]
 # ## One decoded weight at a time
@@ -566,8 +566,8 @@ print(f"the decoded weight, in bfloat16: {format_bytes(2 * rows * columns)}")
 
 # %% [markdown]
 # The lesson's `decode` holds indices, levels and products of the whole matrix at once. memlab
-# decodes a chunk at a time into a buffer of the result's dtype, so it needs the decoded weight and
-# little more. Only one layer decodes at a time, so at 7B the difference is a few hundred MiB.
+# decodes a chunk at a time into one bfloat16 buffer, so it needs the decoded weight and little
+# more. Only one layer decodes at a time, so at 7B the difference is a few hundred MiB.
 
 # %% [markdown]
 # ## Does it still learn?
@@ -623,7 +623,7 @@ print(f"QLoRA ends within 1 % of LoRA: {abs(learned['QLoRA'] / learned['LoRA'] -
 # ## Fixed memory
 #
 # **Fixed memory** is the same for any number of tokens: weights, gradients and optimizer state. The
-# model alone needed 4.2 GiB, not 3.3. Which tensors are the rest?
+# model needed 4.2 GiB, but its quantized weights only 3.1 GiB. Which tensors are the other 1.1 GiB?
 #
 # - **Not quantized:** embedding, output layer and norms. In 7B these are 262 million weights.
 # - **Cast to float32:** `prepare_model_for_kbit_training` casts the unquantized weights for
@@ -703,7 +703,7 @@ print(f"parameters {known['others'] + known['adapters'] - plain_parts['parameter
 # %% [markdown]
 # Formula and meter agree to the byte. 7B has less than 5 GiB of fixed memory, 13B less than 9 GiB.
 # bitsandbytes' *paged* optimizers can move the moments to host memory. Here, the moments are two
-# thirds of `"training"`, 0.3 GiB for 7B, so this saves little.
+# thirds of `"training"`, 0.3 GiB for 7B, so paging saves little.
 
 # %% [markdown]
 # ## Why it still runs out of memory
@@ -732,7 +732,7 @@ STEPS = {
         Predicted(8_257_687_552, 9_753_853_952),
     ),
     "+ not prepared": (
-        Setup(False, autocast=True, checkpointed=True, chunked=True),
+        Setup(prepared=False, autocast=True, checkpointed=True, chunked=True),
         Predicted(6_726_266_880, 7_818_182_656),
     ),
 }  # fmt: skip
@@ -780,10 +780,10 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # Why each change helps:
 #
-# - **Autocast.** Embedding and norms were cast to float32, so without autocast all activations are
-#   float32. With it, matmuls return bfloat16.
-# - **Checkpointing.** Backward passes through frozen blocks, so they save activations too.
-#   Checkpointing keeps only the block inputs. (It is peft's default.)
+# - **Autocast.** Preparing casts embedding and norms to float32, so without autocast all
+#   activations are float32. With autocast, matmuls return bfloat16.
+# - **Checkpointing.** Blocks with frozen weights save activations, too. Checkpointing keeps only
+#   the block inputs. (It is peft's default.)
 # - **Logits in chunks.** The loss needs several tensors of tokens × vocabulary (Day 11). In chunks,
 #   they are small, and the peak is in a block's backward.
 # - **Not prepared.** Embedding, output layer and norms stay in bfloat16, and so do the block inputs
@@ -792,10 +792,10 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # ### More tokens, larger vocabularies
 #
-# Use the setup of the row `+ logits in chunks`. Its block inputs and its one recomputed block grow
-# with the number of tokens. What would the logits need without chunks, with Llama 2's 32,000
-# vocabulary entries or Llama 3's 128,256? Measure how many bytes `float32_loss` needs per token and
-# vocabulary entry:
+# In the setup of the row `+ logits in chunks`, the saved block inputs and the activations of the
+# block being recomputed grow with the number of tokens. How much memory would the logits need
+# without chunks, with Llama 2's 32,000 vocabulary entries or Llama 3's 128,256? First, measure how
+# many bytes the loss needs per token and vocabulary entry:
 
 # %%
 tokens, vocab = 256, 4096
@@ -831,8 +831,8 @@ for (batch, length), step in GROWN.items():
 #
 # ### An optimizer over all parameters
 #
-# With adapters, `AdamW(model.parameters())` is often called a mistake. `qlora_step` does exactly
-# that. Does it cost memory?
+# With adapters, `AdamW(model.parameters())` is often called a mistake. `qlora_step` contains this
+# call. Does it cost memory?
 
 # %%
 little = replace(PRESETS["tiny"], layers=1, tied=False)
@@ -883,8 +883,8 @@ for name, config in {"13B": thirteen, "65B": sixty_five}.items():
 
 # %% [markdown]
 # 13B has 24 GiB of weights in bfloat16. With QLoRA it trains on a 16 GB GPU, with 4,096 tokens a
-# step. 65B reserves 38.6 GiB at 512 tokens, so 48 GB are enough, as the paper says. Nearly all of
-# it is fixed memory.
+# step. 65B reserves 38.6 GiB at 512 tokens, so 48 GB are enough, as the paper says. Fixed memory is
+# 36 GiB of that.
 
 # %% [markdown]
 # ## Explain the gap
@@ -897,7 +897,10 @@ for name, config in {"13B": thirteen, "65B": sixty_five}.items():
 # %% [markdown]
 # ## Compare with bitsandbytes and peft
 #
-# Both are optional. Install them with `pip install -e ".[oracles]"` in the repository's folder.
+# In transformers, `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
+# bnb_4bit_use_double_quant=True)` quantizes with bitsandbytes as you did, and peft adds the
+# adapters. Both packages are optional. Install them with `pip install -e ".[oracles]"` in the
+# repository's folder.
 
 # %%
 import warnings
@@ -908,17 +911,17 @@ peft = imported("peft") if bnb else None
 # %% tags=["nbval-ignore-output"] reason="the package is optional"
 if bnb:
     theirs, state = bnb.functional.quantize_4bit(matrix, blocksize=64, quant_type="nf4")
-    print(f"memlab's levels, to the bit: {torch.equal(state.code, nf4_code())}; ", end="")
+    print(f"memlab's levels, equal to the bit: {torch.equal(state.code, nf4_code())}; ", end="")
     print(f"yours differ by less than 1e-6: {((state.code - NF4).abs() < 1e-6).all()}")
     library = quantize_nf4(matrix, double=False)
-    print(f"memlab's codes, to the bit: {torch.equal(theirs.flatten(), library.codes)}")
+    print(f"memlab's codes, equal to the bit: {torch.equal(theirs.flatten(), library.codes)}")
     print(f"your codes, equal: {(theirs.flatten() == codes).float().mean():.4%}; ", end="")
-    print(f"absmax, to the bit: {torch.equal(state.absmax, absmax)}")
+    print(f"absmax, equal to the bit: {torch.equal(state.absmax, absmax)}")
     _, double = bnb.functional.quantize_4bit(
         matrix, blocksize=64, quant_type="nf4", compress_statistics=True
     )
     print(f"your 8-bit codes, equal: {(double.absmax == small).float().mean():.2%}; ", end="")
-    print(f"scales, to the bit: {torch.equal(double.state2.absmax, scales)}")
+    print(f"scales, equal to the bit: {torch.equal(double.state2.absmax, scales)}")
 else:
     print(f"bitsandbytes is {MISSING}")
 
@@ -959,7 +962,7 @@ if peft:
         layer(x).square().mean().backward()
     for name, own, other in (("A", yours.A, A), ("B", yours.B, B)):
         apart = (own.grad - other.grad).abs().max() / other.grad.abs().max()
-        print(f"gradient of {name}: differs by less than 1e-5 of the largest: {bool(apart < 1e-5)}")
+        print(f"gradient of {name}: equal to 1e-5 of its largest element: {bool(apart < 1e-5)}")
 else:
     print(f"bitsandbytes or peft is {MISSING}")
 
@@ -967,9 +970,7 @@ else:
 # ## On your GPU
 #
 # With a GPU, this cell runs 7B's step with logits in chunks, but with only four of the 32 blocks,
-# and compares its peak with the prediction. (In transformers, quantize with
-# `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
-# bnb_4bit_use_double_quant=True)`.)
+# and compares its peak with the prediction.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):
@@ -991,8 +992,8 @@ else:
 #
 # A guide claims that `gradient_checkpointing_enable()` reduces the activations of a transformers
 # model by 50–70 %. (Newer versions call it `activation_checkpointing_enable()`.) Measure it in
-# GPT-2 with 2 × 512 tokens. `from_pretrained` returns a model in evaluation mode, where
-# transformers ignores the call.
+# GPT-2 with 2 × 512 tokens. `from_pretrained` returns a model in evaluation mode, in which
+# transformers does not checkpoint.
 #
 # The guide's trainer calls the method only if the model has it. Otherwise it trains without
 # checkpointing, and no message says so.
@@ -1043,7 +1044,7 @@ else:
 # %% [markdown]
 # ## More claims on trial
 #
-# These claims are from the QLoRA paper or common:
+# Two of these claims are from the QLoRA paper, the others are common:
 
 # %%
 before, after = 32 / 64, 8 / 64 + 32 / (64 * 256)
