@@ -129,9 +129,9 @@ print(f"at the end the average has a lower loss: {loss_of(averaged(wide[-1])) < 
 
 # %% [markdown]
 # 3. An average multiplies each step's weights by a factor. You keep the snapshots of both averages
-#    at only the last 20 of 100 times, and combine them into an average with a width of 25 %.
-#    Compared with an exact average of this width, what is the relative squared error of the factors,
-#    in percent? (If all factors were 0, it would be 100 %.)
+#    at only the last 20 of 100 times, and combine them into an average of width 25 %.
+#    Compared with an exact average of this width, what is the relative squared error of the
+#    factors, in percent? (If all factors were 0, it would be 100 %.)
 # 4. You update an average at every tenth step, but with the decay of one step. Its target width is
 #    5 %. Which width does it get, in percent?
 
@@ -580,8 +580,8 @@ print(f"the linear system of {len(profiles)} snapshots: {format_bytes(system.nby
 # %% [markdown]
 # In chunks of 131,072 float32 elements, `ema.synthesize` needs 6 MiB for any model size and number
 # of snapshots: four accumulators (2 MiB), and the chunks of eight snapshots (4 MiB), which one
-# matmul adds. The usual loop needs a model-sized accumulator per target, and two snapshots in float32: it
-# loads the next one before it frees the previous one.
+# matmul adds. The usual loop needs a model-sized accumulator per target, and two snapshots in
+# float32: it loads the next one before it frees the previous one.
 #
 # With `out=model`, `ema.synthesize` writes into existing weights instead of a file.
 
@@ -741,9 +741,9 @@ print(f"a tensor of another step is refused: {refused}")
 # %% [markdown]
 # ## Which snapshots to keep
 #
-# Dozens of snapshots of a large model fill a disk. The guide says that dropping any of them loses
-# accuracy. You can compute the error in closed form before you drop any. It depends on *which*
-# snapshots you keep.
+# Dozens of snapshots of a large model fill a disk. The guide says that dropping any loses accuracy.
+# You can compute the error in closed form before you drop any. It depends on *which* snapshots you
+# keep.
 #
 # ### Exercise 15.5: choose the snapshots to keep
 #
@@ -788,8 +788,8 @@ for name, kept in WAYS.items():
 
 # %% [markdown]
 # With a fifth of the snapshots, evenly spaced, the profile error is negligible up to σ = 0.15,
-# below 1 % at 0.25, and 3 % at 0.28. (The error is a squared distance: an error of 0.36 % is a
-# distance of 6 %.)
+# below 1 % at 0.25, and 3 % at 0.28. (The error is a squared distance: 0.36 % is a distance of
+# 6 %.)
 #
 # The last twenty cannot be combined into long averages, because they contain too little of the
 # earlier steps. A "keep 20" setting in a training script keeps the last twenty. Compared with even
