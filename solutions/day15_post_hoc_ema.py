@@ -779,7 +779,7 @@ WAYS = {
 }
 kept_errors = {}
 WIDTHS = (0.07, 0.15, 0.25, 0.28)
-print("snapshots kept            σ = 0.07   σ = 0.15   σ = 0.25   σ = 0.28")
+print("times kept                σ = 0.07   σ = 0.15   σ = 0.25   σ = 0.28")
 for name, kept in WAYS.items():
     profiles_kept = [power_profile(s, t) for t in kept for s in (0.05, 0.10)]
     for sigma in WIDTHS:
@@ -791,8 +791,8 @@ for name, kept in WAYS.items():
 # below 1 % at 0.25, and 3 % at 0.28. (The error is a squared distance: 0.36 % is a distance of
 # 6 %.)
 #
-# The last twenty cannot be combined into long averages, because they contain too little of the
-# earlier steps. A "keep 20" setting in a training script keeps the last twenty. Compared with even
+# Snapshots of the last twenty times cannot be combined into long averages, because they contain too
+# little of the earlier steps. A "keep 20" setting keeps the last twenty. Compared with even
 # spacing, the error of log-spaced snapshots is lower at σ = 0.07, but 4 to 11× higher from 0.15 on.
 
 # %% [markdown]
@@ -831,8 +831,8 @@ print(f"8 bytes per attention weight: {part.nbytes == 8 * in_attention}")
 print(f"share of the bytes for all weights of this model: {part.nbytes / two.nbytes:.1%}")
 
 # %% [markdown]
-# `device="cpu"` keeps the averages in host memory. The next cell predicts an update's GPU memory,
-# for a synthetic model of 16 MiB:
+# `device="cpu"` keeps the averages in host memory. The next cell predicts the GPU memory of
+# weights and an update, for a synthetic model of 16 MiB:
 
 # %%
 gpu_peak = {}
@@ -888,7 +888,7 @@ reveal("15.1", **found)
 # 1. The synthesis keeps only a few chunks in memory, because its outer loop is over chunks, not
 #    snapshots.
 # 2. The linear system has a row per snapshot, not per weight.
-# 3. Long averages need more of the early steps than the last 20 snapshots contain.
+# 3. Long averages need more of the early steps than the snapshots of the last 20 times contain.
 # 4. An update at every tenth step must use the decay of ten steps.
 
 # %% [markdown]

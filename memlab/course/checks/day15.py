@@ -216,7 +216,7 @@ def _check_in_place(answer: Any) -> int:
     )
     require(
         most <= 4 * 1000 + 64,
-        f"{case}: an update allocates {most:,} bytes; wanted at most 4,000, one tensor.",
+        f"{case}: an update allocates {most:,} bytes; wanted at most 4,000, the largest tensor.",
     )
     return most
 
