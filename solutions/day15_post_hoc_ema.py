@@ -128,9 +128,10 @@ print(f"at the end the average has a lower loss: {loss_of(averaged(wide[-1])) < 
 # 2. The synthesis solves a linear system. How many KiB does the system need for 32 snapshots?
 
 # %% [markdown]
-# 3. An average multiplies each step's weights by a factor. You keep only the snapshots of the last
-#    20 of 100 times, and combine them into an average with a width of 25 %. What is the relative
-#    squared error of the factors, in percent? (If all factors were 0, it would be 100 %.)
+# 3. An average multiplies each step's weights by a factor. You keep the snapshots of both averages
+#    at only the last 20 of 100 times, and combine them into an average of width 25 %.
+#    Compared with an exact average of this width, what is the relative squared error of the
+#    factors, in percent? (If all factors were 0, it would be 100 %.)
 # 4. You update an average at every tenth step, but with the decay of one step. Its target width is
 #    5 %. Which width does it get, in percent?
 
@@ -203,7 +204,8 @@ exponent = exercise("15.1", exponent)
 
 # %% [markdown]
 # What happens without the `ValueError`? For σ = 0.4 and 0.5, two of the cubic's roots are complex,
-# and the third is far below −1. No root is valid. If you take the largest real part as γ:
+# and the third is below −1, where the integral is infinite. So no root is valid. If you take the
+# largest real part as γ:
 
 # %%
 for sigma in (0.4, 0.5):
@@ -339,8 +341,9 @@ else:
 #
 # $$\int \Big(\sum_i x_i\,p_i - p\Big)^2 d\tau = x^\top A\,x - 2\,b^\top x + \langle p, p\rangle$$
 #
-# A contains the inner products ⟨pᵢ, pⱼ⟩ of the snapshots (the integrals of their products), and b
-# the inner products with the target. `inner_product(p, q)` computes each one in closed form.
+# A contains the inner products ⟨pᵢ, pⱼ⟩ of the snapshots' profiles (the integrals of their
+# products), and b their inner products with p. `inner_product(p, q)` computes each one in closed
+# form.
 
 # %%
 a, b = power_profile(0.05, 800), power_profile(0.10, 750)
@@ -380,8 +383,7 @@ solve = exercise("15.3", solve)
 
 # %% [markdown]
 # How good is the fit? `profile_error` is the integral above, relative to the target's ⟨p, p⟩. You
-# can compute it before you read any weights. How much does the error fall if you double the number
-# of snapshots?
+# can compute it before you read any weights. How fast does it fall as you add snapshots?
 
 # %%
 print("  times      σ = 0.07   σ = 0.15   σ = 0.25")
@@ -423,9 +425,9 @@ _ = fig.suptitle("σ = 0.15 from averages of width 0.05 and 0.10 (each term in g
 # ## The synthesis
 #
 # Now combine the weights. One guide (linked under Sources) says that all snapshots must be in
-# memory together. Forty snapshots of a large model do not fit. But element 5 of the result depends
-# only on element 5 of each snapshot. A **memory-mapped** file is read only where you access it, and
-# the operating system can reclaim its memory at any time.
+# memory together. Dozens of snapshots of a large model do not fit. But element 5 of the result
+# depends only on element 5 of each snapshot. A **memory-mapped** file is read only where you access
+# it, and the operating system can reclaim its memory at any time.
 
 # %% [markdown]
 # ### Exercise 15.4: synthesize with little memory
@@ -435,7 +437,8 @@ _ = fig.suptitle("σ = 0.15 from averages of width 0.05 and 0.10 (each term in g
 #
 # - `snapshots[n].read(name, start, stop)` returns 16-bit elements, memory-mapped: do not write to
 #   them.
-# - `write(k, name, start, elements)` stores finished float32 elements. Write each element once.
+# - `write(k, name, start, elements)` stores a 1-D tensor of finished float32 elements. Write each
+#   element once.
 # - Read each element once, and accumulate in float32. For any number of snapshots, keep only a few
 #   chunks of `chunk_size` elements per target in memory.
 
@@ -526,7 +529,7 @@ class SyntheticModel(nn.Module):
 
 
 def write_snapshots(place, mib, count, walk=0, **settings):
-    """Write snapshots of two averages at `count` times; weights take random steps of `walk`."""
+    """Write snapshots of two averages at `count` times; each step adds `walk` · noise."""
     model, random = SyntheticModel(mib), torch.Generator().manual_seed(0)
     tracker = ema.PostHocEMA(model, place, snapshot_every=1, **settings)
     for step in range(1, count + 1):
@@ -575,12 +578,12 @@ system = np.array([[inner_product(p, q) for p in profiles] for q in profiles])
 print(f"the linear system of {len(profiles)} snapshots: {format_bytes(system.nbytes)}")
 
 # %% [markdown]
-# In chunks of 131,072 float32 elements, the synthesis needs 6 MiB for any model size and number of
-# snapshots: four accumulators (2 MiB), and the chunks of eight snapshots (4 MiB), which one matmul
-# adds. The usual loop needs a model-sized accumulator per target, and two snapshots in float32: it
-# loads the next one before it frees the previous one.
+# In chunks of 131,072 float32 elements, `ema.synthesize` needs 6 MiB for any model size and number
+# of snapshots: four accumulators (2 MiB), and the chunks of eight snapshots (4 MiB), which one
+# matmul adds. The usual loop needs a model-sized accumulator per target, and two snapshots in
+# float32: it loads the next one before it frees the previous one.
 #
-# With `out=model` the synthesis writes into existing weights instead of a file.
+# With `out=model`, `ema.synthesize` writes into existing weights instead of a file.
 
 # %% [markdown]
 # ## Batches of parameters, float16 and int8
@@ -738,8 +741,8 @@ print(f"a tensor of another step is refused: {refused}")
 # %% [markdown]
 # ## Which snapshots to keep
 #
-# Forty snapshots of a large model fill a disk. The guide says that dropping any of them loses
-# accuracy. You can compute the error in closed form before you drop one. It depends on *which* you
+# Dozens of snapshots of a large model fill a disk. The guide says that dropping any loses accuracy.
+# You can compute the error in closed form before you drop any. It depends on *which* snapshots you
 # keep.
 #
 # ### Exercise 15.5: choose the snapshots to keep
@@ -776,7 +779,7 @@ WAYS = {
 }
 kept_errors = {}
 WIDTHS = (0.07, 0.15, 0.25, 0.28)
-print("snapshots kept            σ = 0.07   σ = 0.15   σ = 0.25   σ = 0.28")
+print("times kept                σ = 0.07   σ = 0.15   σ = 0.25   σ = 0.28")
 for name, kept in WAYS.items():
     profiles_kept = [power_profile(s, t) for t in kept for s in (0.05, 0.10)]
     for sigma in WIDTHS:
@@ -788,8 +791,8 @@ for name, kept in WAYS.items():
 # below 1 % at 0.25, and 3 % at 0.28. (The error is a squared distance: 0.36 % is a distance of
 # 6 %.)
 #
-# The last twenty cannot be combined into long averages, because they contain too little of the
-# earlier steps. A "keep 20" setting in a training script keeps the last twenty. Compared with even
+# Snapshots of the last twenty times cannot be combined into long averages, because they contain too
+# little of the earlier steps. A "keep 20" setting keeps the last twenty. Compared with even
 # spacing, the error of log-spaced snapshots is lower at σ = 0.07, but 4 to 11× higher from 0.15 on.
 
 # %% [markdown]
@@ -817,7 +820,7 @@ print(f"reading all of them at 3 GB/s takes {12 * 4 * N / 3e9:.0f} s, for any nu
 # Adam's state in float32. Two settings reduce the GPU memory.
 #
 # `only=` tracks a part of the model, given by names, patterns or a function. Snapshots then contain
-# only that part. `synthesize` takes the same argument.
+# only that part. `ema.synthesize` takes the same argument.
 
 # %%
 with memlab.dry_run():
@@ -828,8 +831,8 @@ print(f"8 bytes per attention weight: {part.nbytes == 8 * in_attention}")
 print(f"share of the bytes for all weights of this model: {part.nbytes / two.nbytes:.1%}")
 
 # %% [markdown]
-# `device="cpu"` keeps the averages in host memory. The next cell predicts an update's GPU memory,
-# for a synthetic model of 16 MiB:
+# `device="cpu"` keeps the averages in host memory. The next cell predicts the GPU memory of
+# weights and an update, for a synthetic model of 16 MiB:
 
 # %%
 gpu_peak = {}
@@ -885,7 +888,7 @@ reveal("15.1", **found)
 # 1. The synthesis keeps only a few chunks in memory, because its outer loop is over chunks, not
 #    snapshots.
 # 2. The linear system has a row per snapshot, not per weight.
-# 3. Long averages need more of the early steps than the last 20 snapshots contain.
+# 3. Long averages need more of the early steps than the snapshots of the last 20 times contain.
 # 4. An update at every tenth step must use the decay of ten steps.
 
 # %% [markdown]
@@ -959,8 +962,7 @@ verdict(
     of_chunks > sequential / 2,
     f"16 MiB model, snapshots at ten times, four targets: adding whole snapshots "
     f"{format_bytes(sequential)}, in chunks {format_bytes(of_chunks)}",
-    otherwise="inside a chunk, one snapshot after another is enough; only accumulators as large as "
-    "the model need all weights",
+    otherwise="with chunk-sized accumulators, processing snapshots one after another is effective",
 )
 
 # %%
@@ -990,7 +992,7 @@ verdict(
     f"8 MiB model: a copy allocates {format_bytes(a_copy)}, a state dict {a_dict} B; the usual "
     f"loop needs one accumulator as large as the model per target",
     condition="for one parameter at a time and no model copies; a state dict shares the weights' "
-    "memory; for emptying the cache, see rule 6a",
+    "memory; rule 6a (day 2) tests emptying the cache",
     otherwise="a state dict allocates memory",
 )
 

@@ -106,8 +106,8 @@ _EXPONENT = Exercise(
     minutes=10,
     difficulty=2,
     hints=(
-        "Multiply out (γ+2)²·(γ+3) and divide σ²·(…) = γ + 1 by σ². Which are the coefficients of "
-        "γ³, γ² and γ, and the constant? Which γ has σ = 1/√12?",
+        "Multiply out σ²·(γ+2)²·(γ+3) = γ + 1 and divide both sides by σ². What are the "
+        "coefficients of γ³, γ² and γ, and the constant? Which γ has σ = 1/√12?",
         "Divided by σ²: γ³ + 7γ² + (16 − 1/σ²)·γ + (12 − 1/σ²) = 0. Two of its three roots are "
         "negative. At σ = 1/√12 the third root is 0, which is valid. A larger σ has no valid root: "
         "raise a ValueError.",
@@ -216,7 +216,7 @@ def _check_in_place(answer: Any) -> int:
     )
     require(
         most <= 4 * 1000 + 64,
-        f"{case}: an update allocates {most:,} bytes; wanted at most 4,000, one tensor.",
+        f"{case}: an update allocates {most:,} bytes; wanted at most 4,000, the largest tensor.",
     )
     return most
 
@@ -281,7 +281,10 @@ _AVERAGE = Exercise(
             "t is the time of the update. With t + 1, the weights from before training count.",
             (_SINCE, "(time - self.time) / (time + 1)"),
         ),
-        ("The power is γ + 1: the integral of τ^γ.", ("(self.gamma + 1)", "self.gamma")),
+        (
+            "The exponent of β is γ + 1, from the integral of τ^γ.",
+            ("(self.gamma + 1)", "self.gamma"),
+        ),
         (
             "You swapped β and 1 − β. The average keeps β of itself.",
             ("share = 1 - (1 -", "share = (1 -"),
@@ -404,12 +407,13 @@ _SOLVE = Exercise(
         "Which two profiles give row i, column j of A, and which two give entry i of b? Which "
         "snapshots have a row at all? Does the snapshot at the target's own time?",
         "chosen = [n for n, s in enumerate(snapshots) if s.t <= target.t]. Build A and b from "
-        "these with np.array, and call np.linalg.solve. Start from np.zeros(len(snapshots)) and "
-        "fill in weights[chosen] = …, divided by the sum.",
+        "these with np.array, and call np.linalg.solve. Set coefficients = "
+        "np.zeros(len(snapshots)) and coefficients[chosen] = the solution, divided by its sum.",
         "chosen = [n for n, s in enumerate(snapshots) if s.t <= target.t]. known = [snapshots[n] "
         "for n in chosen]. a = np.array([[inner_product(p, q) for q in known] for p in known]). b "
-        "= np.array([inner_product(p, target) for p in known]). x = np.linalg.solve(a, b). weights "
-        "= np.zeros(len(snapshots)). Write x, divided by its sum, to the chosen entries.",
+        "= np.array([inner_product(p, target) for p in known]). x = np.linalg.solve(a, b). "
+        "coefficients = np.zeros(len(snapshots)). Write x, divided by its sum, to the chosen "
+        "entries.",
     ),
     reference=solve,
     check=_check_solve,
@@ -451,7 +455,8 @@ _SOLVE = Exercise(
             (_SOLVED, "np.linalg.pinv(overlaps, rcond=1e-3).dot("),
         ),
         (
-            "You returned b, divided by its sum. Snapshots overlap each other too: solve A·x = b.",
+            "You returned b, divided by its sum. The snapshots' profiles also have inner products "
+            "with each other: solve A·x = b.",
             (_SOLVED, "np.array("),
         ),
     ),
@@ -690,7 +695,8 @@ _SYNTHESIZE = Exercise(
             (_TENSORS, f"    left = torch.zeros(len(shares[0]), chunk_size)\n{_TENSORS}"),
         ),
         (
-            "Lists and numpy arrays use memory too, although the meter doesn't count them.",
+            "You keep chunks of all snapshots in lists or numpy arrays. Those use memory too, "
+            "although memlab.measure does not count them.",
             _all_parts(_READ.replace("float()", "tolist()")),
         ),
     ),
@@ -760,7 +766,7 @@ _KEEP = Exercise(
     minutes=10,
     difficulty=2,
     hints=(
-        "A wide profile reaches back to the first third of training, so it needs snapshots from "
+        "A wide profile reaches back into the first third of training, so it needs snapshots from "
         "that part. A target at the end needs the last snapshot.",
         "Space the times evenly, and end at the last time. To keep every fifth of 100, take 5, 10, "
         "… 100, not 1, 6, … 96.",
@@ -777,8 +783,8 @@ _KEEP = Exercise(
             (_KEPT, "times[-count:]"),
         ),
         (
-            "You kept the first time of each group, so the last time is missing. Keep the last of "
-            "each group.",
+            "You kept the first of each group of adjacent times, so the last time is missing. Keep "
+            "the last of each group.",
             (_KEPT, "times[:: len(times) // count][:count]"),
         ),
         (
