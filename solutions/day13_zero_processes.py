@@ -302,8 +302,9 @@ _ = axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5,
 # %% [markdown]
 # Why is stage 3's peak higher than stage 2's here? It is at the start of backward. There a rank has
 # its weight shards, the gathered root (embedding and last norm) and one gathered block: 145 KiB.
-# In stage 2 a rank has all weights, but they are only 129 KiB. (Stage 2's peak comes later, with
-# the gradients.) With many blocks, one block is a small part of the weights.
+# It also has the flat buffer into which that block was gathered: 48 KiB. In stage 2 a rank has all
+# weights, but they are only 129 KiB, without a buffer. (Stage 2's peak comes later, with the
+# gradients.) With many blocks, one block is a small part of the weights.
 
 # %% [markdown]
 # ## A ring
@@ -515,8 +516,8 @@ print(f"FSDP2's peak without gloo's copies is within 15% of ours with overlap: {
 # unit.
 
 # %% [markdown]
-# In backward, FSDP2 and our overlapped stage 3 prefetch a block. This model has two blocks, so with
-# the root *all* weights are gathered at the peak. With 32 blocks, a prefetched block is 3% of the
+# In backward, FSDP2 and our overlapped stage 3 prefetch a block. This model has two blocks, so
+# while the second runs, *all* weights are gathered. With 32 blocks, a prefetched block is 3% of the
 # blocks' weights. (gloo copies the gradients before it sums them. In FSDP2's run the meter cannot
 # see when these copies are allocated. So it counts all of them from the start of the step, and the
 # cell subtracts them.)
@@ -749,7 +750,7 @@ axes.spines[["top", "right"]].set_visible(False)
 #
 # | | tensors sent | how often |
 # | --- | --- | --- |
-# | tensor | an activation, in four all-reduces per block | every micro-batch |
+# | tensor | an activation, or its gradient, in four all-reduces per block | every micro-batch |
 # | pipeline | an activation, or its gradient, to each neighbor | every micro-batch |
 # | data | the rank's gradients, then its updated weights | once per step |
 
