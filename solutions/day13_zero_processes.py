@@ -62,13 +62,13 @@ def make_model(dtype=torch.float32):
 
 
 def micro_batches(number):
-    """Return the two micro-batches of a step."""
+    """Return the two micro-batches of step `number`."""
     data = batches(source_bytes("128 KiB"), 1, 16, seed=number)
     return [next(data), next(data)]
 
 
 def own_batches(number):
-    """Return this rank's micro-batches of a step: rank, rank + R, rank + 2R, …"""
+    """Return micro-batches rank, rank + R, rank + 2R, … of step `number` (R: number of ranks)."""
     return micro_batches(number)[dist.get_rank() :: dist.get_world_size()]
 
 
@@ -82,8 +82,8 @@ def sum_of_losses(model, batch):
 # `zero.step` runs a step like Day 12's `simulate`, for one rank. The meter measures this process
 # only.
 #
-# With `overlap`, gradients are sent while backward continues, and the next unit's weights are
-# gathered while the current unit runs (*prefetched*). This costs memory: you will guess how much.
+# With `overlap`, gradients are sent while backward continues. Stage 3 also *prefetches*: it gathers
+# the next unit's weights while the current unit runs. This costs memory: you will guess how much.
 
 
 # %%
@@ -302,8 +302,9 @@ _ = axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5,
 # %% [markdown]
 # Why is stage 3's peak higher than stage 2's here? It is at the start of backward. There a rank has
 # its weight shards, the gathered root (embedding and last norm) and one gathered block: 145 KiB.
-# In stage 2 a rank has all weights, but they are only 129 KiB. (Stage 2's peak comes later, with
-# the gradients.) With many blocks, one block is a small part.
+# It also has the flat buffer into which that block was gathered: 48 KiB. In stage 2 a rank has all
+# weights, but they are only 129 KiB, without a buffer. (Stage 2's peak comes later, with the
+# gradients.) With many blocks, one block is a small part of the weights.
 
 # %% [markdown]
 # ## A ring
@@ -381,10 +382,10 @@ for ranks in (2, 8, 64):
 # ### Exercise 13.2: overlap buckets with backward
 #
 # About 20 minutes. `gradients` yields (name, gradient); `buckets` is a list of lists of names.
-# Return a list of the sums, in order. Do not change `buckets`.
+# Return a list of the flat sums, in order. Do not change `buckets`.
 #
 # - Begin a bucket when its last gradient arrives: one flat tensor, in the order of its names.
-# - Begin in the list's order, even if a later bucket is complete first.
+# - Begin in the list's order, even if a later one is complete.
 # - At most two are in flight: wait for the older just before you begin a third, not earlier.
 # - After `begin`, keep no reference to a sent gradient, a copy of it, or `flat`.
 
@@ -460,7 +461,7 @@ for axes, (title, peer_of) in zip(both, ways.items(), strict=True):
             now, waited = max(now, arrivals[waited]), waited + 1
     axes.axvline(now, color="0.3", linestyle=":")
     axes.text(now + 0.1, 0.5, f"done: {now}", va="center")
-    axes.set(yticks=(0, 1), yticklabels=("backward", "in flight"), title=title)
+    axes.set(yticks=(0, 1), yticklabels=("backward", "sending"), title=title)
     axes.set(xlim=(-0.2, 18), xticks=range(0, 17, 2))
     axes.spines[["top", "right"]].set_visible(False)
 _ = both[1].set_xlabel("time (assumed: 1 per gradient computed, 2 per bucket sent)")
@@ -469,8 +470,8 @@ _ = both[1].set_xlabel("time (assumed: 1 per gradient computed, 2 per bucket sen
 # The order of events comes from your function; the durations are assumed. If you wait at once,
 # backward stalls. If you wait late, only the last bucket is not hidden.
 #
-# Overlap can cost the memory of a second bucket. Stage 3 also gathers the next unit's weights while
-# the current unit runs. How much memory did overlap cost in the two processes?
+# Overlap can cost the memory of a second bucket, and in stage 3 the memory of prefetched weights.
+# How much did it cost in the two processes?
 
 
 # %%
@@ -483,9 +484,9 @@ for stage in (2, 3):
     print(f"same collectives and bytes sent: {without[1] == with_overlap[1]}")
 
 # %% [markdown]
-# In stage 3 overlap costs exactly one block. Backward runs the second block first, with its
-# gathered weights, and prefetches the first block's. In stage 2 overlap costs nothing: two buckets
-# exist together, but not at the peak.
+# In stage 3 overlap costs exactly one block's weights. Backward runs the second block first, with
+# its gathered weights, and prefetches the first block's. In stage 2 overlap costs nothing: two
+# buckets exist together, but not at the peak.
 
 # %% [markdown]
 # ## Comparison with FSDP2
@@ -510,13 +511,16 @@ close = 0.85 < ratio < 1.15
 print(f"FSDP2's peak without gloo's copies is within 15% of ours with overlap: {close}")
 
 # %% [markdown]
-# Shards, collectives and weights are the same. FSDP2 needs 68 bytes more for AdamW's step counters:
-# one per parameter tensor instead of one per unit.
-#
-# In backward, FSDP2 and our overlapped stage 3 prefetch a block. This model has two blocks, so with
-# the root *all* weights are gathered at the peak. With 32 blocks, a prefetched block is 3% of the
-# blocks' weights. (gloo copies each reduce-scatter's input. The meter cannot see when, so it counts
-# FSDP2's copies from the step's start. The cell subtracts them.)
+# Collectives and bytes of sharded parameters are the same, and the weights differ only by rounding.
+# FSDP2 needs 68 bytes more for AdamW's step counters: one per parameter tensor instead of one per
+# unit.
+
+# %% [markdown]
+# In backward, FSDP2 and our overlapped stage 3 prefetch a block. This model has two blocks, so
+# while the second runs, *all* weights are gathered. With 32 blocks, a prefetched block is 3% of the
+# blocks' weights. (gloo copies the gradients before it sums them. In FSDP2's run the meter cannot
+# see when these copies are allocated. So it counts all of them from the start of the step, and the
+# cell subtracts them.)
 
 # %% [markdown]
 # Use these in production:
@@ -535,7 +539,7 @@ print(f"FSDP2's peak without gloo's copies is within 15% of ours with overlap: {
 # | --- | --- |
 # | clipping | torch's `clip_grad_norm_`; with `zero`, call `zero.clip_grad_norm_` instead |
 # | bfloat16 | `MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...)` |
-# | k micro-batches | `set_requires_gradient_sync(False)`: unsharded gradients, fewer reductions |
+# | gradient accumulation | `set_requires_gradient_sync(False)`: whole gradients, fewer reductions |
 # | checkpoints | `torch.distributed.checkpoint` |
 # | launch and restart | `torchrun --nproc-per-node 8 --max-restarts 3 train.py` |
 
@@ -551,7 +555,7 @@ for rank in range(2):
 # %% [markdown]
 # Both ranks report the same error, although rank 0's own loss was finite. If rank 1 had skipped the
 # step alone, rank 0 would have waited for it in the next collective. The same happens at the end of
-# the data, when one rank has one batch more. So ranks decide **together**: whether a rank runs the
+# the data, when one rank has one more batch. So ranks decide **together**: whether a rank runs the
 # next collective must never depend on its own data alone.
 
 # %% [markdown]
@@ -698,10 +702,10 @@ _ = axes.axis("off")
 # %% [markdown]
 # ## Resume
 #
-# The library does this for weights and both moments with torch's distributed checkpoint, for any
-# number of ranks and any stage. Two ranks in stage 2 wrote the checkpoint. This notebook resumes
-# from it as **one** rank, in stage 1, with both micro-batches of each step. Compare it with the
-# uninterrupted run of two processes.
+# The library reshards weights and both moments of AdamW with torch's distributed checkpoint, for
+# any number of ranks and any stage. Two ranks in stage 2 wrote the checkpoint. This notebook
+# resumes from it as **one** rank, in stage 1, with both micro-batches of each step. Compare it with
+# the uninterrupted run of two processes.
 
 # %%
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -746,15 +750,15 @@ axes.spines[["top", "right"]].set_visible(False)
 #
 # | | tensors sent | how often |
 # | --- | --- | --- |
-# | tensor | an activation, in four all-reduces per block | every micro-batch |
-# | pipeline | an activation to each neighbor | every micro-batch |
+# | tensor | an activation, or its gradient, in four all-reduces per block | every micro-batch |
+# | pipeline | an activation, or its gradient, to each neighbor | every micro-batch |
 # | data | the rank's gradients, then its updated weights | once per step |
 
 # %% [markdown]
 # An activation is the output of a block: tokens · width elements (width: the hidden size). An
-# all-reduce is a reduce-scatter and an all-gather. After it, each of the t ranks has the whole
-# activation. So there are t parallel pipelines, and each rank sends the whole activation to the
-# next stage of its own pipeline.
+# all-reduce is a reduce-scatter and an all-gather. After it, each of a stage's t ranks has the
+# whole activation. Each sends all of it to one rank of the next stage: the rank that has the same
+# part of the matrices.
 
 # %% [markdown]
 # ### Exercise 13.5: tensor × pipeline × data, per rank
@@ -765,9 +769,9 @@ axes.spines[["top", "right"]].set_visible(False)
 #
 # - `block` is the number of weights of a block; ignore embedding and head. A rank has its blocks'
 #   weights divided by `tensor`, rounded down.
-# - Optimizer state has 12 bytes per weight, every other element 2 bytes.
+# - Optimizer state has 12 bytes per weight, other tensors 2 bytes per element.
 # - Data parallel uses ZeRO stage 1; round shards up.
-# - Per step, `k` micro-batches of `tokens` tokens pass through each pipeline.
+# - Per step, each model copy runs `k` micro-batches of `tokens` tokens.
 
 
 # %%
@@ -830,7 +834,7 @@ for data in range(4):
             axes.bar(x, 0.8, 0.85, y, color="black" if not any(apart) else colour)
     axes.text(9.5 * data + 3.5, -0.35, f"data {data}", ha="center")
 axes.set_yticks([n + 0.4 for n in range(4)], [f"pipeline {n}" for n in range(4)])
-axes.set(ylim=(6.2, -0.7), xticks=(), title="The black rank exchanges data with colored ranks")
+axes.set(ylim=(6.2, -0.7), xticks=(), title="The black rank communicates with the colored ranks")
 axes.tick_params(length=0)
 axes.spines[:].set_visible(False)
 for place, (way, number) in enumerate(zip(ways, sent, strict=True)):
@@ -849,7 +853,7 @@ _ = axes.text(-0.4, 5.75, held_in_words, va="center", fontsize=11)
 # %% [markdown]
 # The other rows of the table:
 #
-# - Pipeline 1 with tensor 8, or tensor 1 with pipeline 4: a rank holds far more than 80 GB.
+# - Pipeline 1 with tensor 8, or tensor 1 with pipeline 4: a rank holds far more than a GPU's 80 GB.
 # - Tensor 32 crosses four machines: it sends the most, over the slowest links.
 # - Pipeline 16 holds the least model state. But with the usual schedule, **one forward, one
 #   backward** (1F1B), its first stage saves the activations of 16 micro-batches before the first
@@ -906,7 +910,7 @@ if torch.cuda.is_available():
         same = abs(loss - whole_run[0]) < 1e-4
         print(f"rank {rank} of {gpus}: loss equals the CPU's: {same}, peak {format_bytes(peak)}")
 else:
-    print("No GPU here. No measurement is stored, because benchmarks/gpu.py uses a single GPU.")
+    print("No GPU here, so this cell measures nothing.")
 
 # %% [markdown]
 # ## Rules on trial
@@ -939,7 +943,7 @@ for stage in range(4):
 # | collectives | same order on all ranks, or all ranks hang |
 # | overlap | begin early, wait late |
 # | decisions | by the maximum over all ranks |
-# | checkpoints | shards of n elements, loadable on any R′ ranks |
+# | checkpoints | shards that any number of ranks can load |
 #
 # You can also read t · p · d: how much a rank holds and sends, and which split needs the fastest
 # links.

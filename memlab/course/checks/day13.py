@@ -88,8 +88,8 @@ def _check_one_ring(answer: Any, ranks: int, length: int, dtype: torch.dtype) ->
         held = got[rank].untyped_storage().nbytes()
         require(
             held <= got[rank].nbytes,
-            f"{at} gave a view that keeps {held} bytes alive for a piece of {got[rank].nbytes}; "
-            f"wanted a tensor with its own memory.",
+            f"{at} gave a view that keeps {held} bytes alive for a piece of {got[rank].nbytes} "
+            f"bytes; wanted a tensor with its own memory.",
         )
     for rank, (given, found) in enumerate(zip(wholes, got, strict=True)):
         _require_equal(f"{call}, rank {rank},", found, wanted[rank])
@@ -154,8 +154,9 @@ _RING = Exercise(
     minutes=18,
     difficulty=3,
     hints=(
-        "Follow one piece around the ring. It starts at the rank after its owner. Each rank that "
-        "receives it adds its own elements. After R − 1 messages the piece reaches its owner.",
+        "Follow one piece around the ring. Its owner, the rank that returns it, must receive it "
+        "last. So it starts at the rank after its owner. Each rank that receives it adds its own "
+        "elements.",
         "In turn t (from 0), rank r sends piece r − t − 1 and receives piece r − t − 2, both "
         "modulo R. It adds its own elements to the piece and sends the sum in the next turn. Send "
         "first, then receive: if every rank receives first, all ranks wait forever.",
@@ -518,7 +519,10 @@ _BUCKETS = Exercise(
 # ------------------------------------------------------------------ 13.3: one decision
 
 
-LETTERS = {"f": "finite", "l": "large", "h": "huge", "n": "nan", "i": "inf", "m": "-inf"}
+LETTERS = {
+    **{"f": "finite", "l": "large but finite", "h": "huge but finite"},
+    **{"n": "nan", "i": "inf", "m": "-inf"},
+}
 
 
 @dataclass(frozen=True)
@@ -871,7 +875,7 @@ _RESHARDED = Exercise(
             (_READ, "parts.append(read(source, first, last))"),
         ),
         (
-            "torch.zeros makes float32, and a rank with only zeros reads nothing. Take the dtype "
+            "torch.zeros makes float32, and a rank with only padding reads nothing. Take the dtype "
             "from an empty read.",
             (
                 "    return F.pad",
@@ -951,8 +955,8 @@ _WAYS = Exercise(
     minutes=20,
     difficulty=4,
     hints=(
-        "Count the rank's weights first: ⌈layers/pipeline⌉ blocks, and 1/tensor of each. The rest "
-        "follows. An activation has tokens · width elements of 2 bytes.",
+        "Count the rank's weights first: 1/tensor of the weights of ⌈layers/pipeline⌉ blocks. The "
+        "rest follows. An activation has tokens · width elements of 2 bytes.",
         "In an all-reduce among R ranks, each sends 2 (R − 1) pieces of 1/R of the tensor. Tensor: "
         "four all-reduces of an activation per block and micro-batch. Pipeline: one activation per "
         "neighbor and micro-batch; the first and last stage have one neighbor. Data: in ZeRO stage "
@@ -968,14 +972,20 @@ _WAYS = Exercise(
         "13.5",
         ("ZeRO stage 1 shards Adam's 12 bytes among the data ranks.", (_HELD, "16 * weights")),
         ("This is ZeRO stage 3. Stage 1 keeps weights and gradients whole.", (_HELD, "16 * shard")),
-        ("Each neighbor gets one activation, not two.", (_NEIGHBORS, f"2 * {_NEIGHBORS}")),
+        (
+            "Each neighbor gets one activation per micro-batch, not two.",
+            (_NEIGHBORS, f"2 * {_NEIGHBORS}"),
+        ),
         (
             "Each tensor rank sends the whole activation to its neighbor. Do not divide it.",
             (f"{_NEIGHBORS} * activation", f"{_NEIGHBORS} * activation // tensor"),
         ),
         ("A rank holds the blocks of its own stage only.", (_BLOCKS, "layers")),
         ("The largest stage has ⌈layers/pipeline⌉ blocks. Round up.", (_BLOCKS, _BLOCKS[2:-1])),
-        ("Divide each block by tensor.", ("blocks * block // tensor", "blocks * block")),
+        (
+            "Divide the weights of the rank's blocks by tensor.",
+            ("blocks * block // tensor", "blocks * block"),
+        ),
         (
             "This is half: a block has two all-reduces in forward and two in backward, each a "
             "reduce-scatter and an all-gather.",
