@@ -59,14 +59,13 @@ from memlab.units import format_bytes
 # %% [markdown]
 # ## Guess
 #
-# 1. The first configuration with one sequence of 2,048 tokens and no accumulation yet: how many GB
-#    at the peak?
-# 2. Accumulation needs a buffer of gradients. How many GiB is it in bfloat16?
-# 3. The fastest recipe with 8-bit Lion that trains all 7B weights within 24 GB: how many GiB does
-#    it reserve?
+# 1. The first configuration with 1 × 2,048 tokens, without accumulation: how many GB at the peak?
+# 2. How many GiB is a buffer of accumulated gradients in bfloat16?
+# 3. The fastest 8-bit Lion recipe that trains all 7B weights on 1 × 2,048 tokens within 24 GB: how
+#    many GiB does it reserve?
 # 4. The third configuration: how many GB does a GPU of the first pipeline stage hold? Count weights
 #    (FP8), gradients (BF16), optimizer state (float32 Adam and master weights) and block inputs
-#    (micro-batches of 8,192 tokens).
+#    (micro-batches of 8,192 tokens, divided by TP).
 
 # %%
 ### BEGIN SOLUTION
@@ -251,8 +250,8 @@ def estimate(config, optimizer, tokens, itemsize=2, checkpointed=True, fused=Tru
 
 
 # %% [markdown]
-# Compare the formula with the meter: a small model in float32 on this CPU. The formula omits known
-# terms: rotary tables, tokens, and a step counter per weight.
+# Compare the formula with the meter: a small model in float32 on this CPU. The formula omits rotary
+# tables, tokens, and a step counter per weight. To find the unexplained bytes, subtract these too.
 
 # %%
 tiny = replace(PRESETS["tiny"], tied=False)
@@ -405,10 +404,11 @@ def fastest(candidates, room, measure):
 fastest = exercise("16.4", fastest)
 
 # %% [markdown]
-# Now run the search: 7B, 1 × 2,048 tokens, 24 GB, 8-bit Lion. Here, to *measure* is to **predict**:
-# run the step on tensors without data, as on a GPU, through a simulated allocator. The 32 blocks
-# are equal. So we run a model of three blocks and one of four. Their difference is one block, which
-# is repeated for the other 28. Tests show that this matches a run of all blocks.
+# Now run the search: 7B, 1 × 2,048 tokens, 24 GB, 8-bit Lion, with time estimates for an RTX 4090.
+# Here, to *measure* is to **predict**: run the step on tensors without data, as on a GPU, through a
+# simulated allocator. The 32 blocks are equal. So we run a model of three blocks and one of four.
+# Their difference is one block, which is repeated for the other 28. Tests show that this matches a
+# run of all blocks.
 
 # %%
 room = memory_named("24GB").budget_bytes
@@ -459,9 +459,9 @@ plot.timeline(proof.trace, title="Llama 2 7B, all weights trained, 1 × 2,048 to
 # The guide's effective batch is 16, in 16 accumulation steps. But a step in backward frees each
 # gradient, so nothing can accumulate. What would 16 × 2,048 tokens need?
 #
-# First raise the batch without accumulation, with a chunked loss. From batch 2 on, the step then
-# reserves less than without it. (A prediction takes ten seconds, so the results are stored.
-# `tests/course/test_day16.py` repeats the predictions.)
+# First raise the batch without accumulation. From batch 2 on, a chunked loss lowers the reserved
+# bytes, so each row of the table uses one. (A prediction takes ten seconds, so the results are
+# stored. `tests/course/test_day16.py` repeats the predictions.)
 
 
 # %%
@@ -594,8 +594,8 @@ for name, chosen in ZERO.items():
 # | `bytes_each` | three byte counts per weight: (the weight, its gradient, its optimizer state) |
 # | `input_bytes` | bytes of a block's checkpointed input, per micro-batch |
 #
-# Divide the pipeline stage's weights by t, and what ZeRO shards also by d. Round both up. Divide
-# `input_bytes` by t too (*sequence parallelism*).
+# Divide the number of the pipeline stage's weights by t, and for what ZeRO shards also by d. Round
+# up after each division. Divide `input_bytes` by t too (*sequence parallelism*).
 
 
 # %%
@@ -661,8 +661,8 @@ for moment, words in (("gradients", "near the end of backward"), ("optimizer", "
 # %% [markdown]
 # The planner's optimizer step needs 106.8 GB, more than our 95.4 GB. It adds float32 gradients of
 # the rank's shard, counts the head in every pipeline stage, and omits the block inputs, which are
-# freed by then. `memlab plan --model llama-3-405b --gpu h100 --gpus 128` compares meshes of FSDP2
-# with tensor, pipeline and context parallelism.
+# freed by then. `memlab plan --model llama-3-405b --gpu h100 --gpus 128` compares layouts of FSDP2
+# with tensor and pipeline parallelism.
 #
 # Nothing in this section is measured on a GPU. The formulas omit the buffers of NCCL and
 # FlashAttention.
@@ -670,8 +670,8 @@ for moment, words in (("gradients", "near the end of backward"), ("optimizer", "
 # %% [markdown]
 # ## Explain the gap
 #
-# `reveal` prints *measured*. Here only the recipe's memory comes from a prediction. The other three
-# values come from formulas.
+# `reveal` labels all four values *measured*, but here the recipe's memory is a prediction, and the
+# other three values come from formulas.
 
 # %%
 guide_rank = ranks["FP8 alone, float32 Adam and master weights"]

@@ -176,7 +176,7 @@ def _check_activations(answer: Any) -> str:
         )
         arguments = (block, layers, tokens, itemsize, checkpointed, ends)
         _same_bytes(case, answer(*arguments), activations(*arguments))
-    return f"{len(_PASSES)} passes match to the byte: saved and checkpointed, 4-byte and 2-byte"
+    return f"{len(_PASSES)} passes match to the byte: with and without checkpointing, two dtypes"
 
 
 _ACTIVATIONS = Exercise(
@@ -391,9 +391,10 @@ def _check_fastest(answer: Any) -> str:
         wanted = fastest(list(measure.bytes_of), room, measure.bytes_of.get)
         _require_candidate(got, wanted, room, measure)
         in_doubt = _in_doubt(measure.bytes_of, room, wanted)
+        made = len(measure.asked)
         require(
-            len(measure.asked) <= in_doubt,
-            f"{case} {len(measure.asked)} measurements; wanted at most {in_doubt}.",
+            made <= in_doubt,
+            f"{case} {made} measurement{'s' * (made > 1)}; wanted at most {in_doubt}.",
         )
         number, needed = number + len(figures), needed + in_doubt
     return f"{number} candidates searched, at most {needed} of them measured"
@@ -538,10 +539,10 @@ _OF_A_RANK = Exercise(
         "Apply pipeline, tensor parallelism and ZeRO in this order: count the weights of the first "
         "pipeline stage, divide them by t, and shard the result among the d data-parallel ranks. "
         "Then add the block inputs.",
-        "The stage has ⌈layers/p⌉ · block + end weights (2 · end if p is 1). W is that divided by "
-        "t, rounded up. "
-        "ZeRO divides by d: the state from stage 1, gradients from 2, weights from 3. Add the "
-        "inputs of its blocks for p micro-batches, divided by t.",
+        "The first pipeline stage has ⌈layers/p⌉ · block + end weights (2 · end if p is 1). Divide "
+        "them by t and round up. ZeRO divides the result by d: for the state from stage 1, for "
+        "gradients from 2, for weights from 3. Add the inputs of the ⌈layers/p⌉ blocks for p "
+        "micro-batches, divided by t.",
         "t, p, d = degrees; blocks = -(-layers // p); W = -(-(blocks * block + (1 + (p == 1)) * "
         "end) // t); shard = -(-W // d). For (first, count) in zip((3, 2, 1), bytes_each) add "
         "count * (shard if zero_stage >= first else W). Then add the inputs of p micro-batches.",
@@ -559,11 +560,11 @@ _OF_A_RANK = Exercise(
             ("-(-layers // pipeline)", "layers // pipeline"),
         ),
         (
-            "The first stage also has the embedding, and with p = 1 the head too.",
+            "The first pipeline stage also has the embedding, and with p = 1 the head too.",
             (_ENDS, "0"),
         ),
         (
-            "The head is in the last stage. With p above 1, count `end` once.",
+            "The head is in the last pipeline stage. With p above 1, count `end` once.",
             (_ENDS, "2 * end"),
         ),
         (
@@ -580,16 +581,16 @@ _OF_A_RANK = Exercise(
             ("(shard if zero_stage >= first_stage else weights)", "weights"),
         ),
         (
-            "ZeRO shards gradients from stage 2. In stage 1 each rank has all of them.",
+            "ZeRO shards gradients from stage 2. In ZeRO-1, each rank has all of them.",
             ("(3, 2, 1)", "(3, 1, 1)"),
         ),
         (
-            "You sharded everything, as in stage 3. Stage 1 shards the state alone.",
+            "You sharded everything, as in ZeRO-3. ZeRO-1 shards the state alone.",
             ("(3, 2, 1)", "(1, 1, 1)"),
         ),
         (
-            "The first stage starts p micro-batches before the gradient of the first one returns. "
-            "Count the inputs of p micro-batches.",
+            "The first pipeline stage starts p micro-batches before the gradient of the first one "
+            "returns. Count the inputs of p micro-batches.",
             ("pipeline * blocks * input_bytes", "blocks * input_bytes"),
         ),
         (
