@@ -302,8 +302,8 @@ print(f"torch's checkpoint_sequential has the peak and operations of the last ro
 # `own` is the peak of the schedule inside the segment, `rest` the peak of k … j.
 #
 # The best schedule of a range depends on the bytes left in the budget. So keep the **Pareto
-# front**: drop each choice that is *dominated*, which means that another choice needs no more bytes
-# and reruns no more operations.
+# front**: drop each *dominated* choice. Another choice needs no more bytes than it, and
+# reruns no more operations.
 
 
 # %%
@@ -489,8 +489,8 @@ print_way("  the library's", selective(EXPENSIVE))
 # %% [markdown]
 # The library's version holds less than yours and torch's: it records the first run, then drops
 # outputs that backward does not need. (The last matmul, `down`, is chosen, but backward needs its
-# inputs, not its output.) `selective` also accepts numbers of operators, counted in the order in
-# which they run: `selective({8, 42})` keeps the outputs of the first matmul and of attention.
+# inputs, not its output.) `selective` also accepts numbers of operators, in running order:
+# `selective({8, 42})` keeps the outputs of the first matmul and of attention.
 
 # %% [markdown]
 # ## What torch.compile saves instead

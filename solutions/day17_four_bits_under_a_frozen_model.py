@@ -170,8 +170,8 @@ reveal("17.1", smaller_times=2 * 4096 * 4096 / bytes_of_one, model_gib=model_byt
 # The quantized weights are the *buffers*: 7 % of the peak. The largest part is **activations**, and
 # quantizing weights does not reduce them.
 #
-# So there are two questions. How do four bits represent a weight, and what is stored besides them?
-# And which tensors are the other 93 % of the peak?
+# So there are two questions. How do four bits represent a weight, and what else is stored? And
+# which tensors are the other 93 % of the peak?
 
 # %% [markdown]
 # ## Sixteen levels
@@ -883,8 +883,8 @@ for name, config in {"13B": thirteen, "65B": sixty_five}.items():
 
 # %% [markdown]
 # 13B has 24 GiB of weights in bfloat16. With QLoRA it trains on a 16 GB GPU, with 4,096 tokens a
-# step. 65B reserves 38.6 GiB at 512 tokens, so 48 GB are enough, as the paper says. Fixed memory is
-# 36 GiB of that.
+# step. 65B reserves 38.6 GiB at 512 tokens, so 48 GB are enough, as the paper says. 36 GiB
+# are fixed memory.
 
 # %% [markdown]
 # ## Explain the gap
@@ -992,7 +992,7 @@ else:
 #
 # A guide claims that `gradient_checkpointing_enable()` reduces the activations of a transformers
 # model by 50–70 %. (Newer versions call it `activation_checkpointing_enable()`.) Measure it in
-# GPT-2 with 2 × 512 tokens. `from_pretrained` returns a model in evaluation mode, in which
+# GPT-2 with 2 × 512 tokens. `from_pretrained` returns a model in evaluation mode. There,
 # transformers does not checkpoint.
 #
 # The guide's trainer calls the method only if the model has it. Otherwise it trains without

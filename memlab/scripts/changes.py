@@ -56,7 +56,7 @@ class Change:
 
     apply    changes the model and its optimizers; raises NotPossibleError
     code     lines of Python by framework; "plain" is for any other. HEAD stands for the path of the
-             layer that computes the logits, LAYERS for those of the lists of layers
+             layer that computes the logits, LAYERS for the paths of the lists of layers
     """
 
     name: str
@@ -388,7 +388,7 @@ def applied(
 ) -> Iterator[None]:
     """Apply the change at the first forward pass with gradients inside `with`.
 
-    `optimizers` returns the optimizers that exist by then, without those that the change creates.
+    `optimizers` returns the optimizers that exist by then, without the change's own.
     """
     if change is None:
         yield

@@ -1,4 +1,4 @@
-"""Logits that are computed by the loss, in chunks, in a script that runs unmodified.
+"""The loss computes the logits, in chunks, in a script that runs unmodified.
 
     late_logits(model.lm_head)      # from now on, its outputs are LateLogits
     logits = model(tokens)          # of the logits' shape and dtype, but nothing is computed

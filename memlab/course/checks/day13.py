@@ -305,7 +305,7 @@ def _require_sums(at: str, got: Any, case: BackwardCase, added: int) -> None:
 
 
 class _WatchedRank(LightMode):
-    """Yields a rank's gradients, and finds those that the answer holds after sending."""
+    """Yields a rank's gradients, and finds gradients held after sending."""
 
     def __init__(self, at: str, case: BackwardCase, peer: Peer) -> None:
         super().__init__()
@@ -605,7 +605,7 @@ def _check_run(answer: Any, run: RunCase) -> None:
         require(
             len(sent) == good,
             f"{call} rank {rank} sent {counted(len(sent), 'gradient')}; wanted {good}, one per "
-            f"round in which all gradients are finite.",
+            f"round whose gradients are all finite.",
         )
         for nbytes in sent:
             require(
