@@ -288,7 +288,7 @@ def test_the_readmes_accuracy_is_that_of_the_evidence_page():
     evidence = (ROOT / "EVIDENCE.md").read_text(encoding="utf-8")
     lines = re.findall(r"^\| (.*?), (.*?) \| (\d+) \| (.*?) \| .*? \| (.*?) \|$", evidence, re.M)
     figures = {(kind, what): rest for kind, what, *rest in lines}
-    header = "| trainings | figure | rows |"
+    header = "| trainings | memory | rows |"
     table = README[README.index(header) :].split("\n\n")[0].splitlines()[2:]
     assert len(table) == 5
     for line in table:
