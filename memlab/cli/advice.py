@@ -31,15 +31,21 @@ from memlab.units import format_bytes, paragraph
 NOTABLE_SHARDS = 0.9  # of the peak, on each of 8 GPUs
 _WITH_THE_BATCH = ("inputs", "activations", "forward_temporaries", "backward_temporaries")
 NEEDS = (
-    "needs: the least memory in which the step runs, because the allocator empties its cache when "
-    "a card is full; reserved: on a larger card"
+    "needs: reserved, including an evaluation before the step, and with the largest workspaces "
+    "that convolutions may choose. If that is too much: the least memory in which the step runs, "
+    "because the allocator empties its cache when a card is full"
 )
 
 
 def _announce_changes(count: int, seconds: float) -> None:
     """Say how long the changes take before they are tried."""
-    count = f"{count} changes and combinations, about {max(1, round(seconds))} s for each"
-    print(f"memlab: trying {count}; --no-advice leaves them out", file=sys.stderr, flush=True)
+    each = f"about {max(1, round(seconds))} s for each"
+    print(
+        f"memlab: trying {count} changes, then combinations of the helpful ones, {each}; "
+        f"--no-advice leaves them out",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def show_advice(
