@@ -59,7 +59,9 @@ def stepped_by(
     def change(step: Callable[[], Any], model: nn.Module | None, optimizer: Any) -> Parts:
         if not is_adam(optimizer):
             raise ValueError(f"build() returned {_named(optimizer)} as optimizer; {NO_ADAM}")
-        other = made(groups_of(optimizer), rounding="stochastic")
+        groups = groups_of(optimizer)
+        has_float16 = any(w.dtype is torch.float16 for group in groups for w in group["params"])
+        other = made(groups, rounding="nearest" if has_float16 else "stochastic")
         stepping = step_in_backward(other) if in_backward else other
         optimizer.step = _redirected(stepping, optimizer)
         return step, model, other

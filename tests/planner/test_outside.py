@@ -282,3 +282,12 @@ def test_a_scheduler_accepts_the_replaced_optimizers_step(recwarn):
     step()
     scheduler.step()
     assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
+
+
+def test_an_8_bit_optimizer_takes_float16_weights_which_cannot_be_rounded_stochastically():
+    weight = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.float16))
+    optimizer = torch.optim.AdamW([weight])
+    _, _, other = stepped_by(Adam8bit, adams_groups)(lambda: None, None, optimizer)
+    weight.grad = torch.ones_like(weight)
+    other.step()
+    assert weight.max() < 1
