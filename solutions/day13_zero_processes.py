@@ -296,8 +296,8 @@ _ = axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5,
 # the collectives; and the loss, bit for bit. So Day 12's results hold for processes. (With more
 # than two ranks, the order of summation may change the last bit.)
 #
-# The meter does *not* count memory outside of tensors: gloo's own buffers, libraries, and the CUDA
-# context on a GPU (Day 2).
+# The meter does *not* count gloo's internal copies of gradients, or memory outside of tensors:
+# libraries, and the CUDA context on a GPU (Day 2).
 
 # %% [markdown]
 # Why is stage 3's peak higher than stage 2's here? It is at the start of backward. There a rank has
@@ -518,9 +518,9 @@ print(f"FSDP2's peak without gloo's copies is within 15% of ours with overlap: {
 # %% [markdown]
 # In backward, FSDP2 and our overlapped stage 3 prefetch a block. This model has two blocks, so
 # while the second runs, *all* weights are gathered. With 32 blocks, a prefetched block is 3% of the
-# blocks' weights. (gloo copies the gradients before it sums them. In FSDP2's run the meter cannot
-# see when these copies are allocated. So it counts all of them from the start of the step, and the
-# cell subtracts them.)
+# blocks' weights. (gloo copies the gradients before it sums them. `zero` hides these copies from
+# the meter. In FSDP2's run the meter counts all of them from the start of the step, because it
+# cannot see when they are allocated. So the cell subtracts them.)
 
 # %% [markdown]
 # Use these in production:
@@ -617,8 +617,8 @@ except Stuck as stuck:
 
 # %% [markdown]
 # The hang is not the worst part. −0.35 is −0.1 · 1 − 0.1 · (2 + 3)/2: rank 0's second gradient was
-# averaged with rank 1's *third*, without any error. The agreement costs one value per round. (For
-# `zero` it costs nothing: ranks sum their losses anyway, and one NaN makes the sum NaN.)
+# averaged with rank 1's *third*, without any error. The agreement sends one value per round.
+# (`zero` sends no extra value: ranks sum their losses anyway, and one NaN makes the sum NaN.)
 #
 # ## When a rank is killed
 #
@@ -757,8 +757,8 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # An activation is the output of a block: tokens · width elements (width: the hidden size). An
 # all-reduce is a reduce-scatter and an all-gather. After it, each of a stage's t ranks has the
-# whole activation. Each sends all of it to one rank of the next stage: the rank that has the same
-# part of the matrices.
+# whole activation. Each sends all of it to one rank of the next stage: tensor rank i sends to
+# tensor rank i.
 
 # %% [markdown]
 # ### Exercise 13.5: tensor × pipeline × data, per rank
@@ -917,7 +917,7 @@ else:
 #
 # Yesterday you tested rule 22, "ZeRO-3 costs communication", on simulated ranks. How much did the
 # two processes send? A *pass* is one reduce-scatter or all-gather over all Ψ weights: each rank
-# sends (R − 1)/R Ψ elements. The cell counts passes from the arguments of torch's collectives.
+# sends (R − 1)/R Ψ elements. The cell counts passes from the tensors given to torch's collectives.
 
 # %%
 psi = sum(p.numel() for p in make_model()[0].parameters())
