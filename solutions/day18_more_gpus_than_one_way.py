@@ -64,8 +64,8 @@ from memlab.zero.launch import run_ranks
 #
 # 1. **Tensor parallelism**: the activations that a rank saves in the blocks, relative to one
 #    process.
-# 2. **Pipeline** with 1F1B: the activations that the first of two stages saves, relative to one
-#    process that trains with one micro-batch at a time.
+# 2. **Pipeline** with 1F1B and four micro-batches: the activations that the first of two stages
+#    saves, relative to one process that trains with one micro-batch at a time.
 # 3. **Bubble** (the idle time of a pipeline): 1F1B's bubble, relative to GPipe's.
 # 4. **Sequence parallelism**: the bytes a rank sends for a block, relative to tensor parallelism.
 
@@ -531,8 +531,8 @@ print(f"one process, two layers, one micro-batch at a time: {2 * layer:7,} bytes
 # %% [markdown]
 # (Backward does not need the outputs that stage 0 sends, so the stage frees each one just before it
 # sends the next. An output counts as an activation only if it exists during a backward pass. GPipe
-# frees three of the four before its first backward pass, so the formula subtracts them. At 1F1B's
-# peak, the outputs of both micro-batches in flight count.)
+# frees three of the four before its first backward pass, so the formula subtracts them. 1F1B frees
+# only output 0 so early. At its peak, later micro-batches are in flight, and their outputs count.)
 
 # %% [markdown]
 # ## Context parallelism: ring attention
@@ -569,7 +569,7 @@ def attend(q, k, v, shift):
 # - `peer.send(x)` sends to the next rank. `peer.receive()` waits for the previous rank's tensor.
 # - Send keys and values as one tensor (`torch.stack`), R − 1 times. R is `peer.ranks`.
 # - Leave `q`, `k`, `v` unchanged.
-# - For a query that sees no keys, `attend` gives lse = +∞, and merging that gives NaN.
+# - Skip blocks of later tokens: a query without keys gets lse = +∞, and merging that gives NaN.
 # - Scores can be thousands: use `torch.logaddexp`.
 
 
@@ -610,8 +610,8 @@ print(f"sent around the ring: {ring_bytes:,} bytes; (3·2 − 2)/2 · {keys_valu
 # %% [markdown]
 # ## What each kind divides and sends
 #
-# These are the main terms of the first measurement, with R ranks, T tokens of C elements, and ring
-# passes that send (R − 1)/R of a tensor:
+# These are the main terms for a model with many blocks, with R ranks, T tokens of C elements, and
+# ring passes that send (R − 1)/R of a tensor:
 #
 # | | weights, gradients, optimizer state | activations | logits | sent per step |
 # | --- | --- | --- | --- | --- |
@@ -709,8 +709,9 @@ print("largest tensors at the peak, with four blocks:")
 show_largest(four, 5)
 
 # %% [markdown]
-# By formula the model fits, but the script needs more memory than an H100 has. The formula leaves
-# out unsharded tensors. The largest at the peak are:
+# By formula (the state, and the block inputs of one micro-batch) the model fits, but the script
+# needs more memory than an H100 has. The formula leaves out unsharded tensors. The largest at the
+# peak are:
 #
 # - the embedding and the output matrix, which FSDP2 gathers as one unit and keeps until the end of
 #   backward
