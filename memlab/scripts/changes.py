@@ -171,6 +171,15 @@ def _eight_bits(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> No
 
 
 def _late(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    late_logits(_own_head(model))
+
+
+def _released(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    late_logits(_own_head(model), in_chunks=False)
+
+
+def _own_head(model: nn.Module) -> nn.Linear:
+    """Return the layer that computes the logits, if they are large and its weight is whole."""
     path, head = _head_of(model) or ("", None)
     if head is None:
         raise NotPossibleError(
@@ -178,14 +187,7 @@ def _late(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         )
     if any(is_sharded(module) for module in model.modules()):
         raise NotPossibleError(f"FSDP2 gathers the weight of {path} only while it runs")
-    late_logits(head)
-
-
-def _released(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    _, head = _head_of(model) or ("", None)
-    if head is None or any(is_sharded(module) for module in model.modules()):
-        raise NotPossibleError("the logits are small, or the weight of their layer is sharded")
-    late_logits(head, in_chunks=False)
+    return head
 
 
 _LEAST_VOCABULARY = 4096
