@@ -40,20 +40,23 @@ def step_seconds(
 ) -> dict[str, float]:
     """Return the estimated seconds of a step of `batch` sequences per rank, by term."""
     step = StepFormula.of(config, recipe, batch, seq_len, gpus=gpus)
-    rate = UTILIZATION * (
-        card.float32_flops if recipe.precision == "float32" else card.bfloat16_flops
-    )
+    rate = _matmul_rate(card, recipe.precision)
     operations = _operations(config, step)
     gpus_of_model = recipe.tensor_parallel * recipe.pipeline_parallel
     seconds = {name: count / rate / gpus_of_model for name, count in operations.items()}
     count, dtype = step.matrix_operations()
-    own_rate = UTILIZATION * (card.float32_flops if dtype == "float32" else card.bfloat16_flops)
+    own_rate = _matmul_rate(card, dtype)
     seconds["matrix step"] = count / own_rate / gpus_of_model
     moved = _moved_bytes(step, batch)
     seconds |= {name: count / card.memory_bandwidth for name, count in moved.items()}
     seconds["disk"] = _offloaded_bytes(step) / min(DISK_BANDWIDTH, card.host_bandwidth)
     seconds["network"] = _network_bytes(config, recipe, step, batch) / card.link_bandwidth
     return {name: value for name, value in seconds.items() if value}
+
+
+def _matmul_rate(card: Card, precision: str) -> float:
+    """Return the operations per second of matmuls in float32, or else in bfloat16."""
+    return UTILIZATION * (card.float32_flops if precision == "float32" else card.bfloat16_flops)
 
 
 def _operations(config: GPTConfig, step: StepFormula) -> dict[str, float]:

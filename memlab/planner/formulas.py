@@ -494,9 +494,7 @@ class StepFormula:
         backward doesn't need if `is_needed`: the scores that go into softmax."""
         config, a, r = self.config, self.activation_bytes, self.residual_bytes
         C, QD, KD = config.hidden_size, *self._head_widths
-        matmuls = (
-            QD + 2 * KD + C + 2 * config.intermediate_size
-        )  # no backward needs the MLP's output
+        matmuls = QD + 2 * KD + C + 2 * config.intermediate_size  # all but the MLP's last
         if self.recipe.has_adapters:  # their matmuls, too
             shapes = layer_shapes(config)
             matmuls += sum(shapes[name][1] for name in self.recipe.adapters.layers)
