@@ -61,7 +61,8 @@ def show_advice(
     Returns the traces by the names of the changes.
     """
     assert plain.trace is not None
-    changes = changes_for(settings.get("device") or "cuda", plain.trace, plain.models)
+    device = settings.get("device") or "cuda"
+    changes = changes_for(device, plain.trace, plain.models, plain.evaluation)
     _announce_changes(len(changes), seconds)
     traces, reasons, helpful = _tried(launch, settings, plain, changes)
     terminal.echo("\neach change, predicted:\n")
@@ -70,7 +71,7 @@ def show_advice(
     if budget is not None:
         terminal.echo(paragraph(NEEDS))
     for reason in reasons:
-        terminal.echo(paragraph(f"not tried: {reason}"))
+        terminal.echo(paragraph(f"not possible: {reason}"))
     terminal.echo(paragraph(_smaller_batch(traces, needed, budget)))
     for change in helpful:
         _show_code(change.name, change.lines(plain.framework, plain.models))
@@ -148,7 +149,7 @@ def _show_code(name: str, lines: Sequence[str]) -> None:
 
 def _changed(launch: Launch, settings: dict[str, Any], plain: Outcome, change: Change) -> Trace:
     """Return the trace of the script's step with a change."""
-    print(f"memlab: with {change.name}", file=sys.stderr, flush=True)
+    print(f"memlab: trying {change.name}", file=sys.stderr, flush=True)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # it has printed all this
         found = run_ranks(launch, (plain.rank,), steps=plain.steps, change=change, **settings)[
             plain.rank

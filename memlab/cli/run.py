@@ -28,6 +28,7 @@ from memlab.configs.targets import accepted_devices, find_target
 from memlab.planner import Memory
 from memlab.planner.cards import budget_bytes
 from memlab.scripts.columns import Columns, columns_of
+from memlab.scripts.evaluations import Evaluation
 from memlab.scripts.launch import Launch, launch_of
 from memlab.scripts.ranks import run_ranks
 from memlab.scripts.running import Outcome, run
@@ -44,6 +45,16 @@ _MATH_ATTENTION = (
     "math attention stores a matrix per head in float32. From Ampere on, flash attention takes "
     "float16 and bfloat16 with grouped heads, but no mask other than a causal one. Efficient "
     "attention takes masks, float16 and float32, also on a T4, but no grouped heads"
+)
+
+
+_WITH_GRADIENTS = (
+    "It runs with gradients enabled, so it stores activations for a backward pass that never "
+    "comes; torch.no_grad() around it avoids that"
+)
+_WITHOUT_GRADIENTS = (
+    "It stores no activations, so outputs use the memory: lower its batch size, or move what it "
+    "keeps of each batch to the CPU"
 )
 
 
@@ -88,7 +99,7 @@ def run_script(wanted: Wanted) -> int:
     if len(outcomes) > 1:
         show_ranks(outcomes)
     status = 0 if memory is None else _show_verdict(trace, memory, target, outcome.steps)
-    _show_peak(trace, None if wanted.real else target)
+    _show_peak(trace, None if wanted.real else target, outcome.evaluation)
     show_transfers(outcome, launch.ranks or outcome.ranks or 1)
     changed: dict[str, Trace] = {}
     if wanted.advise or (wanted.advise is None and status):
@@ -253,9 +264,13 @@ def _title(launch: Launch, wanted: Wanted, target: str) -> str:
 # ------------------------------------------------------------------ the peak
 
 
-def _show_peak(trace: Trace, target: str | None) -> None:
+def _show_peak(trace: Trace, target: str | None, evaluation: Evaluation | None) -> None:
     """Print the peak by category, by layers and by lines."""
     terminal.echo(str(replace(trace, notes=())))
+    if evaluation:
+        remedy = _WITH_GRADIENTS if evaluation.gradients else _WITHOUT_GRADIENTS
+        sentence = f"the peak is in an evaluation: {evaluation.model} is in evaluation mode. "
+        terminal.echo(paragraph(sentence + remedy))
     if numbers := "\n".join(
         map(paragraph, report.memory_numbers(trace, report.context_of(target)))
     ):

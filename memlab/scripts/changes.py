@@ -9,11 +9,13 @@ framework that runs the script's loop.
     autocast         the forward pass in bfloat16, or in float16 on GPUs that emulate bfloat16
     chunked loss     the logits and their cross-entropy, in chunks of tokens
     8-bit optimizer  in place of Adam and AdamW
+    no_grad          evaluations without gradients
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from memlab.planner.outside import (
     paths_of_layers,
     stepped_by,
 )
+from memlab.scripts.evaluations import Evaluation
 from memlab.scripts.hub import FROM_A_FILE
 from memlab.scripts.late_logits import late_logits
 from memlab.trace import Trace
@@ -178,6 +181,17 @@ def _released(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None
     late_logits(_own_head(model), in_chunks=False)
 
 
+def _no_grad(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    forward = model.forward
+
+    @wraps(forward)
+    def without_gradients(*args: Any, **kwargs: Any) -> Any:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and model.training):
+            return forward(*args, **kwargs)
+
+    model.forward = without_gradients  # type: ignore[method-assign]
+
+
 def _own_head(model: nn.Module) -> nn.Linear:
     """Return the layer that computes the logits, if they are large and its weight is whole."""
     path, head = _head_of(model) or ("", None)
@@ -296,20 +310,30 @@ CHANGES = (  # in the order of application
             ),
         },
     ),
+    Change(
+        "no_grad in evaluation",
+        _no_grad,
+        {_PLAIN: ("with torch.no_grad():  # around the evaluation, its loss included",)},
+    ),
 )
 
 
 _NOT_COMBINED = ("logits released",)  # a chunked loss has no logits
 
 
-def changes_for(device: str, trace: Trace, models: Sequence[nn.Module]) -> tuple[Change, ...]:
+def changes_for(
+    device: str, trace: Trace, models: Sequence[nn.Module], evaluation: Evaluation | None = None
+) -> tuple[Change, ...]:
     """Return the changes to try on a device: autocast in bfloat16, but in float16 on GPUs that
-    multiply bfloat16 in float32; and to release the logits only if they are alive in backward."""
+    multiply bfloat16 in float32; to release the logits only if they are alive in backward; and
+    no_grad only if the peak is in an evaluation with gradients."""
     target = find_target(device)
     has_bfloat16 = target is None or target.has_bfloat16
     leave_out = {"float16 autocast" if has_bfloat16 else "bfloat16 autocast"}
     if not _holds_logits(trace, models):
         leave_out.add("logits released")
+    if evaluation is None or not evaluation.gradients:
+        leave_out.add("no_grad in evaluation")
     return tuple(change for change in CHANGES if change.name not in leave_out)
 
 

@@ -23,6 +23,7 @@ from memlab.prediction import PredictedRun
 from memlab.scripts import data, saved_files
 from memlab.scripts.changes import Change, applied
 from memlab.scripts.columns import Columns
+from memlab.scripts.evaluations import Evaluation, evaluation_at_peak
 from memlab.scripts.isolation import Isolation, environment
 from memlab.scripts.launch import Launch
 from memlab.scripts.messages import Messages
@@ -48,6 +49,7 @@ class Outcome:
     alike        ranks that did not run, because their stages have the weights of this one's
     transfers    what that rank sent to others in its last step; empty for a real run
     notes        what was redirected, refused or replaced, one sentence each
+    evaluation   that the trace's peak is in, if it is in one
     """
 
     trace: Trace | None
@@ -61,6 +63,7 @@ class Outcome:
     transfers: tuple[Transfer, ...]
     notes: tuple[str, ...]
     alike: tuple[int, ...] = ()
+    evaluation: Evaluation | None = None
 
 
 class _Metering(Protocol):
@@ -161,8 +164,9 @@ def _outcome(
     rank: int,
     notes: tuple[str, ...],
 ) -> Outcome:
+    trace = traces[0] if traces else None
     return Outcome(
-        traces[0] if traces else None,
+        trace,
         watcher.finished,
         watcher.backwards,
         tuple(root for root in roots if next(root.parameters(), None) is not None),
@@ -172,6 +176,7 @@ def _outcome(
         rank,
         metering.transfers,
         notes,
+        evaluation=trace and evaluation_at_peak(trace, watcher.evaluations.found),
     )
 
 

@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from memlab.internals.replacing import replaced
 from memlab.scripts.changes import running_framework
+from memlab.scripts.evaluations import Evaluations
 
 _MOST_UNUSED = 20  # steps of one optimizer until another one counts as unused
 
@@ -51,6 +52,7 @@ class StepWatcher:
         self._last: Optimizer | None = None  # whose step ended the one before the measured
         self._replaced: WeakSet[Optimizer] = WeakSet()  # by others, so that they never step
         self.framework = "plain"
+        self.evaluations = Evaluations()
         self.has_ended = False
         self.finished = 0  # steps
         self.backwards = 0
@@ -72,11 +74,14 @@ class StepWatcher:
             self._begin(False)
         handle = register_optimizer_step_pre_hook(self._before_step)
         try:
-            with replaced(
-                {
-                    (Optimizer, "__init__"): self._noting_optimizers,
-                    (torch.autograd, "backward"): self._counting_backwards,
-                }
+            with (
+                self.evaluations.watching(),
+                replaced(
+                    {
+                        (Optimizer, "__init__"): self._noting_optimizers,
+                        (torch.autograd, "backward"): self._counting_backwards,
+                    }
+                ),
             ):
                 yield
         finally:
@@ -96,6 +101,7 @@ class StepWatcher:
         def backward(*args: Any, **kwargs: Any) -> None:
             run(*args, **kwargs)
             self.backwards += 1
+            self.evaluations.backward_ran()
             if not self._made and not self._taken:
                 self._end_step(self.backwards)
 

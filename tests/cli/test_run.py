@@ -270,3 +270,30 @@ def test_scores_of_math_attention_are_named(memlab_in, tmp_path):
     for device, is_named in (("cuda:t4", True), ("cuda", False)):
         outcome = memlab_in(tmp_path, "run", "--device", device, "attend.py")
         assert (sentence in outcome.out) is is_named
+
+
+EVALUATED = """
+    import torch
+
+    model = torch.nn.Linear(512, 512).cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):
+        model(torch.randn(64, 512, device="cuda")).sum().backward()
+        optimizer.step()
+        model.eval()
+        with torch.set_grad_enabled(GRADIENTS):
+            loss = model(torch.randn(65536, 512, device="cuda")).sum()
+        model.train()
+    """
+
+
+@pytest.mark.parametrize(
+    ("gradients", "remedy"), [("True", "torch.no_grad() around it"), ("False", "batch to the CPU")]
+)
+def test_a_peak_in_an_evaluation_is_named(memlab_in, tmp_path, gradients, remedy):
+    (tmp_path / "train.py").write_text(dedent(EVALUATED.replace("GRADIENTS", gradients)))
+    said = " ".join(memlab_in(tmp_path, "run", "train.py").out.split())
+    assert "the peak is in an evaluation: Linear is in evaluation mode" in said
+    assert remedy in said
+    first_step = memlab_in(tmp_path, "run", "--steps", "1", "train.py").out
+    assert "in an evaluation" not in first_step
