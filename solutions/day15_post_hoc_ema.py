@@ -18,9 +18,9 @@
 # %% [markdown]
 # ## The question
 #
-# Each gradient comes from one batch, so weights fluctuate around the optimum. Larger steps cause
-# larger fluctuations. An **average** over the last steps fluctuates less. If it is too short, it is
-# still noisy; if it is too long, it includes outdated weights.
+# Each gradient comes from one batch, so weights fluctuate around the optimum. An **average** over
+# the last steps fluctuates less. If it is too short, it is still noisy; if it is too long, it
+# includes outdated weights.
 #
 # Which length is best? To try several during training, you need one copy of the weights for each,
 # and you must choose the lengths in advance. Today you choose *post hoc*, after training.
@@ -50,10 +50,9 @@ from memlab.model import GPT, PRESETS
 from memlab.units import format_bytes
 
 # %% [markdown]
-# Here is a training run with large steps and small batches, on the source code of Python's standard
-# library. It tracks two averages and writes both to disk at every 40th step, as **snapshots**. The
-# averages differ in *width* σ, 0.05 and 0.10: a larger width covers a larger share of the training.
-# (A formula for σ follows, and you will build the core of `PostHocEMA`.)
+# Train a small model with large steps and small batches, so its weights are noisy. Track two
+# averages and write both to disk at every 40th step, as **snapshots**. The averages differ in
+# *width* σ, 0.05 and 0.10: a larger width covers a larger share of the training.
 
 # %%
 STEPS, EVERY = 640, 40
@@ -128,12 +127,12 @@ print(f"at the end the average has a lower loss: {loss_of(averaged(wide[-1])) < 
 # 2. The synthesis solves a linear system. How many KiB does the system need for 32 snapshots?
 
 # %% [markdown]
-# 3. An average multiplies each step's weights by a factor. You keep the snapshots of both averages
-#    at only the last 20 of 100 times, and combine them into an average of width 25 %.
-#    Compared with an exact average of this width, what is the relative squared error of the
-#    factors, in percent? (If all factors were 0, it would be 100 %.)
-# 4. You update an average at every tenth step, but with the decay of one step. Its target width is
-#    5 %. Which width does it get, in percent?
+# 3. An average multiplies each step's weights by a factor. You write snapshots of both averages at
+#    100 evenly spaced times, keep those at the last 20, and combine them into an average of width
+#    25 % at the end. What is the squared error of its factors, in percent of the sum of the exact
+#    factors' squares?
+# 4. You update an average of target width 5 % at every tenth step, but with the decay of one step.
+#    Which width does it get, in percent?
 
 # %%
 ### BEGIN SOLUTION
@@ -147,9 +146,9 @@ guess("15.1", buffers_mib=180, system_kib=1000, pruned_percent=10, wide_percent=
 # ## Power-function profiles
 #
 # The usual *exponential moving average* (EMA), avg ← 0.999 · avg + 0.001 · w, covers about a
-# thousand steps. This is all of a short training, random initial weights included, but only a
-# moment of a long one. It is better to cover a fixed **share** of the training. So at time t,
-# weight the parameters of each earlier time τ by a power of τ:
+# thousand steps. This is all of a short training, but only a moment of a long one. To cover a fixed
+# **share** of the training, weight the parameters θ(τ) of each earlier time τ by a power of τ. At
+# time t, the average is
 #
 # $$\theta_\gamma(t) = \frac{\gamma+1}{t^{\gamma+1}} \int_0^t \tau^\gamma\, \theta(\tau)\, d\tau$$
 #
@@ -169,8 +168,8 @@ axes.legend(frameon=False)
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Each curve is the **profile** of an average. A more intuitive parameter than γ is the **width** σ
-# of the profile: the standard deviation of τ under it, as a share of t. The mean of τⁿ is
+# Each curve is the **profile** of an average. A more intuitive parameter than γ is the **width** σ:
+# the standard deviation of τ, with the profile as its density, as a share of t. The mean of τⁿ is
 # (γ+1) / (γ+1+n) for t = 1, so the variance is
 #
 # $$\sigma^2 = \frac{\gamma+1}{\gamma+3} - \Big(\frac{\gamma+1}{\gamma+2}\Big)^2
@@ -203,25 +202,10 @@ def exponent(sigma):
 exponent = exercise("15.1", exponent)
 
 # %% [markdown]
-# What happens without the `ValueError`? For σ = 0.4 and 0.5, two of the cubic's roots are complex,
-# and the third is below −1, where the integral is infinite. So no root is valid. If you take the
-# largest real part as γ:
-
-# %%
-for sigma in (0.4, 0.5):
-    inverse = sigma**-2
-    gamma = np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max()
-    found = "no average: the integral is infinite for γ up to −1"
-    if gamma > -1:
-        width = ((gamma + 1) / (gamma + 2) ** 2 / (gamma + 3)) ** 0.5
-        found = f"a width of {width:.3f}, and the first step has the largest factor"
-    print(f"σ = {sigma}: γ = {gamma:.3f} gives {found}")
-
-# %% [markdown]
 # ## Tracking an average
 #
-# You can update the average during training. Between two updates, at times s and t, assume that the
-# weights equal those at t:
+# Update the average during training. Between two updates, at times s and t, assume that the weights
+# equal those at t:
 #
 # $$\theta_\gamma(t) = \beta\,\theta_\gamma(s) + (1-\beta)\,\theta(t), \qquad
 # \beta = \Big(\frac{s}{t}\Big)^{\gamma+1} = \Big(1-\frac{\Delta}{t}\Big)^{\gamma+1}$$
@@ -232,12 +216,11 @@ for sigma in (0.4, 0.5):
 # %% [markdown]
 # ### Exercise 15.2: update an average
 #
-# About 10 minutes. `update(weights, time)` adds the weights at `time` to the average, in place,
-# with at most one tensor of extra memory. Updates may come at any times; keep the time of the last
-# one in `self.time`. Build no autograd graph, and do not change the weights.
+# About 10 minutes. `update(weights, time)` adds the weights at `time` to the average, in place. It
+# allocates at most as much as the largest tensor needs. Updates may come at any times; keep the
+# time of the last update in `self.time`. Build no autograd graph, and do not change the weights.
 #
-# (The weights are float32 here. Averages of bfloat16 weights must also be float32: bfloat16 would
-# round away an update that changes an element by 0.1 %.)
+# (For bfloat16 weights, use float32 averages: bfloat16 would round away small updates.)
 
 
 # %%
@@ -263,8 +246,8 @@ Average = exercise("15.2", Average)
 
 # %% [markdown]
 # To test an average, let each step's weights be a different one-hot vector. The average then lists
-# each step's factor. Run 1,000 steps with updates at every step, every tenth and every
-# hundredth. Then update at every tenth step with the β of a single step.
+# each step's factor. Update at every step, every tenth and every hundredth of 1,000. Then update at
+# every tenth step with the β of a single step.
 
 
 # %%
@@ -294,12 +277,11 @@ for name, make, every in (*(("yours", your_average, every) for every in (1, 10, 
     print(f"{name:14} updates {every:3} steps apart: width {width:.4f}, target 0.0500")
 
 # %% [markdown]
-# Your width is right for updates 1 and 10 steps apart. With updates 100 steps apart, it is 14 % too
-# small: a profile with a width of 50 steps consists of only a few updates.
+# Your width is right for updates 1 and 10 steps apart. Updates 100 steps apart are too coarse for a
+# width of 50 steps.
 #
-# With Δ = 1 for updates ten steps apart, the average is five times too wide (question 4).
-# `ema-pytorch` (optional here) uses the β of one step, and its examples update at every tenth step.
-# With updates at every step, its width is right:
+# With the β of one step for updates ten steps apart, the average is five times too wide (guess 4).
+# The package `ema-pytorch` (optional here) always uses the β of one step:
 
 
 # %%
@@ -330,10 +312,10 @@ else:
 # %% [markdown]
 # ## Any average from two
 #
-# An average is *linear* in the weights. So a linear combination of averages is an average, too, and
-# its profile is the same combination of their profiles. Snapshots of two averages at sixteen times
-# give 32 profiles. Which combination is closest to the profile you want, the *target*? This depends
-# only on times and exponents γ, not on weights.
+# An average is *linear* in the weights. So the profile of a linear combination of averages is the
+# same combination of their profiles. Snapshots of two averages at sixteen times give 32 profiles.
+# Which combination is closest to the profile you want, the *target*? This depends only on times and
+# exponents γ, not on weights.
 
 # %% [markdown]
 # **Least squares.** Let xᵢ be the coefficient of snapshot i with profile pᵢ, and p the target's
@@ -357,9 +339,9 @@ print(f"numerically: {(p * p).mean() * 800:.6f} and {(p * q).mean() * 800:.6f}")
 # ### Exercise 15.3: solve the least-squares problem
 #
 # About 15 minutes. Given the snapshots' profiles (`.t`, `.gamma`) and the target's, return one
-# coefficient per snapshot, in float64. Leave out snapshots later than the target: their coefficient
-# is 0. For the rest, the minimum is where A·x = b. At the end divide by the sum, so that the
-# coefficients **sum to one**: a weight that never changed then stays unchanged.
+# coefficient per snapshot, in float64. Leave out snapshots later than the target's time: their
+# coefficient is 0. For the rest, the minimum is where A·x = b. At the end divide by the sum, so
+# that the coefficients **sum to one**: a weight that never changed then stays unchanged.
 
 
 # %%
@@ -383,7 +365,7 @@ solve = exercise("15.3", solve)
 
 # %% [markdown]
 # How good is the fit? `profile_error` is the integral above, relative to the target's ⟨p, p⟩. You
-# can compute it before you read any weights. How fast does it fall as you add snapshots?
+# can compute it before you read any weights.
 
 # %%
 print("  times      σ = 0.07   σ = 0.15   σ = 0.25")
@@ -419,15 +401,15 @@ _ = fig.suptitle("σ = 0.15 from averages of width 0.05 and 0.10 (each term in g
 
 # %% [markdown]
 # With four snapshot times the combination oscillates around the target; with sixteen they are
-# nearly equal. Some coefficients are negative: they subtract where other profiles are too large.
+# nearly equal. Negative coefficients subtract where other profiles are too large.
 
 # %% [markdown]
 # ## The synthesis
 #
 # Now combine the weights. One guide (linked under Sources) says that all snapshots must be in
-# memory together. Dozens of snapshots of a large model do not fit. But element 5 of the result
-# depends only on element 5 of each snapshot. A **memory-mapped** file is read only where you access
-# it, and the operating system can reclaim its memory at any time.
+# memory together, and dozens of large ones do not fit. But element 5 of the result depends only on
+# element 5 of each snapshot. A **memory-mapped** file is read only where you access it, and the
+# operating system can reclaim its memory at any time.
 
 # %% [markdown]
 # ### Exercise 15.4: synthesize with little memory
@@ -467,10 +449,8 @@ def synthesize(snapshots, shares, sizes, write, chunk_size):
 synthesize = exercise("15.4", synthesize)
 
 # %% [markdown]
-# Synthesize eleven widths in one pass over the snapshots on disk. Compare with the library's
-# synthesis, which constrains the sum of the coefficients to one instead of dividing by it.
-# The results agree best where the sum that you divide by is close to one: for σ from 0.05 to 0.16,
-# it is within 0.1 % of one.
+# Synthesize eleven widths in one pass over the snapshots on disk. Compare with the library, which
+# constrains the sum of the coefficients to one instead of dividing by it.
 
 # %%
 sigmas = [0.02, 0.03, 0.05, 0.07, 0.10, 0.13, 0.16, 0.19, 0.22, 0.25, 0.28]
@@ -493,8 +473,7 @@ with warnings.catch_warnings():
     library = ema.synthesize(folder.name, sigmas)
 joined = [[torch.cat([w[n].flatten() for n in shapes]) for w in of] for of in (yours, library)]
 differences = [float((a - b).norm() / b.norm()) for a, b in zip(*joined, strict=True)]
-close = max(differences[2:7]) < 0.002
-print(f"σ 0.05 to 0.16: relative difference to the library's weights below 0.2 %: {close}")
+print(f"relative difference to the library's weights below 0.3 %: {max(differences) < 0.003}")
 
 # %%
 losses = [loss_of(tensors) for tensors in yours]
@@ -513,12 +492,12 @@ print(f"the worst width is over 0.02 nats above the best: {max(losses) - min(los
 print(f"the best width has a lower loss than the final weights: {min(losses) < final_loss}")
 
 # %% [markdown]
-# The best width differs between trainings and between metrics, so it is worth choosing it
-# afterwards.
+# Karras et al. (see Sources) find that the best width depends on the architecture and the training
+# time.
 #
 # How much memory does a synthesis need? Take a synthetic model of 16 MiB, snapshots of two averages
-# at ten times, and four targets written to files. Compare chunks with the usual loop, which adds
-# snapshot by snapshot. Then halve the model, and halve the number of times.
+# at ten times, and four targets written to files. Compare a synthesis in chunks with the usual
+# loop, which adds snapshot by snapshot. Then halve the model, and halve the number of times.
 
 
 # %%
@@ -578,19 +557,16 @@ system = np.array([[inner_product(p, q) for p in profiles] for q in profiles])
 print(f"the linear system of {len(profiles)} snapshots: {format_bytes(system.nbytes)}")
 
 # %% [markdown]
-# In chunks of 131,072 float32 elements, `ema.synthesize` needs 6 MiB for any model size and number
-# of snapshots: four accumulators (2 MiB), and the chunks of eight snapshots (4 MiB), which one
-# matmul adds. The usual loop needs a model-sized accumulator per target, and two snapshots in
-# float32: it loads the next one before it frees the previous one.
-#
-# With `out=model`, `ema.synthesize` writes into existing weights instead of a file.
+# In chunks of 0.5 MiB, `ema.synthesize` needs 6 MiB for both model sizes and numbers of times: four
+# accumulators (2 MiB), and the chunks of eight snapshots at a time (4 MiB). The usual loop needs a
+# model-sized accumulator per target, and two snapshots in float32: it loads the next one before it
+# frees the previous one.
 
 # %% [markdown]
 # ## Batches of parameters, float16 and int8
 #
 # **Batches of parameters.** The usual loop can process the tensors in batches and write each batch
-# before the next. The guide saw no significant saving. Test it with 8 tensors of 1 MiB and four
-# targets:
+# before the next. The guide saw no significant saving. Try 8 tensors of 1 MiB and four targets:
 
 # %%
 storage = tempfile.TemporaryDirectory()
@@ -614,17 +590,15 @@ for size in (1, 4, 8):
     print(f"batches of {size}: {format_bytes(batch_bytes[size])}")
 in_batches(found, 1, kept.update)
 same_bits = all(torch.equal(kept[name], whole[name]) for name in whole)
-print(f"batches of 1 and of 8 are bitwise equal: {same_bits}")
+print(f"batches of 1 and of 8 give bitwise equal results: {same_bits}")
 
 # %% [markdown]
 # Memory is proportional to the batch: six copies of each tensor (four accumulators, and the tensor
-# from two snapshots). Every element gets the same additions in the same order, so results are
-# bitwise equal. Chunks need less than whole tensors: a tensor of 64 MiB needs 384 MiB, but 6 MiB in
-# chunks.
+# from two snapshots). A single tensor of 64 MiB needs 384 MiB, but 6 MiB in chunks.
 #
 # **float16.** You can use it for the files, the accumulators, or both. Which costs more accuracy?
-# The reference is float64 accumulation of float32 files, for σ = 0.07; the error is relative, in
-# norm.
+# The next cell measures the relative error at σ = 0.07, compared with float32 files and float64
+# accumulators.
 
 # %%
 rounding, sums_bytes = {}, {}
@@ -640,7 +614,7 @@ for in_files in ("float32", "float16"):
         print(f"files {in_files}, accumulators {str(sums)[6:]}: error below {below:.0e}")
 lost_by_files = rounding["float16", torch.float32]
 sums_lose_more = rounding["float32", torch.float16] > 1.5 * lost_by_files
-print(f"float16 accumulators: error over 1.5× that of float16 files: {sums_lose_more}")
+print(f"float16 accumulators have over 1.5× the error of float16 files: {sums_lose_more}")
 
 # %%
 for sums in (torch.float32, torch.float16):
@@ -650,13 +624,11 @@ in_dtypes = (f"{str(dtype)[6:]} {format_bytes(size)}" for dtype, size in sums_by
 print("peak with whole-model accumulators:", ", ".join(in_dtypes))
 
 # %% [markdown]
-# float16 accumulators lose more than float16 files: a file is rounded once, an accumulator after
-# each snapshot. So use float16 files and float32 accumulators. The usual loop needs 3× less
-# memory with float16 accumulators: they are half as large, and loaded tensors need no cast. Chunks
-# with float32 accumulators need 8× less than the usual loop with float32 accumulators.
+# float16 accumulators lose more accuracy than float16 files: a file is rounded once, an accumulator
+# after each snapshot. They also save less memory than chunks: the usual loop needs 3× less than
+# with float32 accumulators, chunks 8× less. So use float16 files, float32 accumulators and chunks.
 #
-# **int8.** The synthesis must dequantize int8 files. Compare its CPU time for float32, float16 and
-# int8 files.
+# **int8.** The synthesis must dequantize int8 files. Compare the CPU time for each kind of file:
 
 
 # %%
@@ -676,14 +648,11 @@ took = {name: min(spent) / min(took["float32"]) for name, spent in took.items()}
 print(", ".join(f"{name} files {ratio:.2f} ×" for name, ratio in took.items()))
 
 # %% [markdown]
-# On our CPU, int8 files take the most time and float16 files the least. For a larger model, run
-# `benchmarks/ema.py --section decoding`.
-#
 # ## Consistency across parameters
 #
-# The guide says that it is a challenge to process one parameter at a time, because all tensors must
-# be averages over the same steps. What happens otherwise? Here every other tensor comes from the
-# first snapshot, and the rest from the last.
+# All tensors must be averages at the same step. The guide calls this a challenge if you process one
+# parameter at a time. The next cell breaks the rule: every other tensor comes from the first
+# snapshot, and the rest from the last.
 
 # %%
 narrow = {s.step: averaged(s) for s in snapshots if s.sigma == 0.05}
@@ -695,9 +664,16 @@ print(f"the mix has a loss over 1 nat above both snapshots: {mix_is_worse}")
 
 
 # %% [markdown]
-# Four properties of memlab prevent this mix. First, coefficients depend only on times and widths,
-# so they are the same for every tensor. In the test below, row k of each tensor is 1 at step k,
-# else 0. Each column of the average then lists each step's factor.
+# memlab prevents this mix in four ways:
+#
+# 1. Coefficients depend only on times and widths, so they are the same for every tensor.
+# 2. After an interrupted update, the tracker writes no averages until `load()` restores a complete
+#    state.
+# 3. A snapshot is written under a temporary name and renamed when complete.
+# 4. Each tensor has a checksum.
+#
+# To test the coefficients, set row k of each tensor to 1 at step k, and all other rows to 0. Each
+# column of the average then lists each step's factor.
 
 
 # %%
@@ -719,10 +695,7 @@ uneven = (columns - columns[:, :1]).abs().max().item()
 print(f"{columns.shape[1]:,} columns have the same factors within 1e-6: {uneven < 1e-6}")
 
 # %% [markdown]
-# Second, the tracker refuses to write averages after an interrupted update until `load()` restores
-# a complete state. Third, a snapshot is written under a temporary name and renamed when it is
-# complete. (`tests/ema/` interrupts an update and a write.) Fourth, each tensor has a checksum.
-# Here a tensor is replaced by the same tensor of an earlier step.
+# To test the checksum, replace a tensor with the same tensor of an earlier step:
 
 # %%
 before, last = wide[-2:]
@@ -742,14 +715,14 @@ print(f"a tensor of another step is refused: {refused}")
 # ## Which snapshots to keep
 #
 # Dozens of snapshots of a large model fill a disk. The guide says that dropping any loses accuracy.
-# You can compute the error in closed form before you drop any. It depends on *which* snapshots you
-# keep.
+# How much depends on *which* ones you keep, and you can compute it beforehand.
 #
 # ### Exercise 15.5: choose the snapshots to keep
 #
 # About 10 minutes. Choose `count` of the sorted `times` and return them as a list. Always include
-# the last time, where the targets end. For widths from 0.10 to 0.25, the profile error may be at
-# most 3× the error with evenly spaced times. (The snapshots are of widths 0.05 and 0.10.)
+# the last time, where the targets end. For target widths from 0.10 to 0.25, the profile error may
+# be at most 3× the error with evenly spaced times. (At each time there are snapshots of widths 0.05
+# and 0.10.)
 
 
 # %%
@@ -766,8 +739,8 @@ def keep(times, count):
 keep = exercise("15.5", keep)
 
 # %% [markdown]
-# Compare four choices. “Log-spaced” counts back from the end: the distances from the last snapshot
-# grow geometrically, so snapshots are dense at the end of training and sparse before.
+# Compare four choices. “Log-spaced” snapshots are dense at the end of training and sparse before:
+# their distances from the last one grow geometrically.
 
 # %%
 hundred = list(range(1, 101))
@@ -787,20 +760,16 @@ for name, kept in WAYS.items():
     print(f"{name:24}" + "".join(f"{kept_errors[name, sigma]:11.1e}" for sigma in WIDTHS))
 
 # %% [markdown]
-# With a fifth of the snapshots, evenly spaced, the profile error is negligible up to σ = 0.15,
-# below 1 % at 0.25, and 3 % at 0.28. (The error is a squared distance: 0.36 % is a distance of
-# 6 %.)
-#
+# With a fifth of the snapshots, evenly spaced, the profile error is below 1 % up to σ = 0.25.
 # Snapshots of the last twenty times cannot be combined into long averages, because they contain too
-# little of the earlier steps. A "keep 20" setting keeps the last twenty. Compared with even
-# spacing, the error of log-spaced snapshots is lower at σ = 0.07, but 4 to 11× higher from 0.15 on.
+# little of the earlier steps. Log-spaced snapshots fit only σ = 0.07 better than evenly spaced
+# ones.
 
 # %% [markdown]
 # ## At scale: 7 billion parameters
 #
 # How much memory does post-hoc EMA add to a 7B training? A dry run of two bfloat16 blocks measures
-# the float32 averages and an update, which casts the weights in chunks. Formulas give the sizes of
-# snapshots and the time of a synthesis, which reads each snapshot once.
+# the float32 averages and an update, which casts the weights in chunks.
 
 # %%
 config = PRESETS["llama-2-7b"]
@@ -816,11 +785,10 @@ print(f"at twelve times: {12 * 4 * N / 1e9:.0f} GB")
 print(f"reading all of them at 3 GB/s takes {12 * 4 * N / 3e9:.0f} s, for any number of targets")
 
 # %% [markdown]
-# **Tracking** needs more memory than synthesis: two averages need 8 bytes per weight, as much as
-# Adam's state in float32. Two settings reduce the GPU memory.
+# Two averages need 8 bytes per weight, as much as Adam's state in float32. Two settings reduce the
+# GPU memory.
 #
-# `only=` tracks a part of the model, given by names, patterns or a function. Snapshots then contain
-# only that part. `ema.synthesize` takes the same argument.
+# `only=` tracks a part of the model, given by names, patterns or a function.
 
 # %%
 with memlab.dry_run():
@@ -831,8 +799,8 @@ print(f"8 bytes per attention weight: {part.nbytes == 8 * in_attention}")
 print(f"share of the bytes for all weights of this model: {part.nbytes / two.nbytes:.1%}")
 
 # %% [markdown]
-# `device="cpu"` keeps the averages in host memory. The next cell predicts the GPU memory of
-# weights and an update, for a synthetic model of 16 MiB:
+# `device="cpu"` keeps the averages in host memory. The next cell predicts the peak GPU memory in an
+# update of a synthetic model of 16 MiB:
 
 # %%
 gpu_peak = {}
@@ -850,10 +818,10 @@ for where in (None, "cpu"):
 # The host holds the averages (32 MiB). An update copies each weight to the host once, for any
 # number of averages.
 #
-# How much slower is an update on the host? Use float32 weights and the data sheets' bandwidths. For
-# each average, an update on the GPU reads the average and the weights, and writes the average: 24
-# bytes per weight for two averages. To the host, 4 bytes per weight cross the PCIe bus. The time to
-# compute on the host is not included.
+# How much slower is an update on the host? Take float32 weights and the data sheets' bandwidths.
+# For each average, an update on the GPU reads the average and the weights, and writes the average:
+# 24 bytes per weight for two averages. To the host, 4 bytes per weight cross the PCIe bus. The
+# computation on the host takes additional time.
 
 # %%
 slower = {}
@@ -869,7 +837,7 @@ for name in ("a100-80", "h100"):
     )
 
 # %% [markdown]
-# With the right Δ, updates ten steps apart give nearly the same width as updates at every step, and
+# With the right β, updates ten steps apart give nearly the same width as updates at every step, and
 # need a tenth of the transfers.
 #
 # ## Explain the gap
@@ -895,8 +863,8 @@ reveal("15.1", **found)
 # ## On your GPU
 #
 # If you have a GPU, this cell measures an update's memory and time on the GPU and with
-# `device="cpu"`. `benchmarks/gpu.py --section ema` measures both during a training step. Neither
-# has run on a GPU yet.
+# `device="cpu"`. It has not run on a GPU yet. `benchmarks/gpu.py --section ema` measures updates
+# during training.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 from memlab.monitoring.counters import counters_for
@@ -924,8 +892,8 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# The guide's authors describe how they reduced the memory of their synthesis. Each of the
-# guide's statements is tested here, starting with a requirement that it calls fundamental.
+# The guide's authors describe how they reduced the memory of their synthesis. The next cells test
+# each of their statements.
 
 # %%
 chunked = [chunks for chunks, _ in peaks.values()]
@@ -977,8 +945,8 @@ verdict(
 )
 
 # %% [markdown]
-# For in-place updates, the guide asks for numerical stability. In memlab each weight is written
-# once, when its sum is complete. Is the result bitwise equal to a synthesis into new tensors?
+# For in-place updates, the guide asks for numerical stability. With `out=weights`, `ema.synthesize`
+# writes each weight once, when its sum is complete. Is the result bitwise equal to new tensors?
 
 # %%
 new = ema.synthesize(found, 0.05)
@@ -1002,7 +970,7 @@ verdict(
     "25f",
     batch_bytes[1] > batch_bytes[8] / 2,
     f"8 tensors of 1 MiB, four targets: {by_batch}; bitwise equal: {same_bits}",
-    otherwise="memory is proportional to the batch, and chunks of a tensor save the most",
+    otherwise="memory is proportional to the batch size",
 )
 
 # %%
@@ -1015,7 +983,7 @@ verdict(
     f"accumulators need {by_half:.1f}× less, chunks {by_chunks:.1f}× less; error at σ = 0.07 with "
     f"float16 files {lost_by_files:.1e}, with float16 accumulators over 1.5× that: "
     f"{sums_lose_more}",
-    condition="for accumulators, where float16 costs more accuracy; float16 files halve disk space",
+    condition="for accumulators, where float16 costs more accuracy than in files",
 )
 
 # %%
@@ -1069,8 +1037,8 @@ verdict(
     "26",
     kept_errors["20, evenly spaced", 0.15] > 0.01,
     f"20 of 100 times; errors at σ = 0.07, 0.15, 0.25, 0.28: {errors_text}",
-    otherwise="every fifth snapshot gives errors below 1 % up to σ = 0.25 and 3 % at 0.28; only "
-    "keeping the last ones makes long averages impossible",
+    otherwise="every fifth snapshot gives errors below 1 % up to σ = 0.25; keeping only the last "
+    "ones makes long averages impossible",
 )
 
 # %% [markdown]
@@ -1083,16 +1051,13 @@ verdict(
 # | the linear system of S snapshots | 8·S² |
 # | a synthesis of T targets | T chunk-sized accumulators and a few chunks, for any model |
 #
-# You can measure the width of an average, choose the width after training, predict the error before
-# you read any weights, and choose which fifth of the snapshots to keep.
-#
 # Tomorrow combines all days so far: given a model and a GPU, you predict whether training fits.
 
 # %% [markdown]
 # ## The running bill
 #
-# One training step of 124M weights on 8 × 640 tokens now also tracks two averages. They are on
-# disk, like Lion's state: an update loads one tensor of each average at a time.
+# One training step of 124M weights on 8 × 640 tokens now also tracks two averages, on disk. An
+# update loads one tensor of each average at a time.
 
 # %%
 running_bill(15)
