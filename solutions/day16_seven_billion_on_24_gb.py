@@ -28,9 +28,7 @@
 # | 70B | 8 × 80 GB | BF16, checkpointing, ZeRO-3 | 1 × 4,096, 8 accumulation steps | ~60 GB each |
 # | 405B | 128 H100 | FP8, checkpointing, ZeRO-1, TP 8, PP 4, DP 4 | not stated | not stated |
 #
-# TP, PP and DP are tensor, pipeline and data parallelism.
-#
-# Do they fit? Today brings no new technique. You combine the earlier ones.
+# TP, PP and DP are tensor, pipeline and data parallelism. Do these configurations fit?
 
 # %%
 from dataclasses import dataclass, replace
@@ -59,13 +57,13 @@ from memlab.units import format_bytes
 # %% [markdown]
 # ## Guess
 #
-# 1. The first configuration with 1 × 2,048 tokens, without accumulation: how many GB at the peak?
+# 1. The first configuration at 1 × 2,048 tokens, without accumulation: how many GB at the peak?
 # 2. How many GiB is a buffer of accumulated gradients in bfloat16?
-# 3. The fastest 8-bit Lion recipe that trains all 7B weights on 1 × 2,048 tokens within 24 GB: how
-#    many GiB does it reserve?
+# 3. The fastest 8-bit Lion recipe that trains all 7B weights at 1 × 2,048 within 24 GB: how many
+#    GiB does it reserve?
 # 4. The third configuration: how many GB does a GPU of the first pipeline stage hold? Count weights
 #    (FP8), gradients (BF16), optimizer state (float32 Adam and master weights) and block inputs
-#    (micro-batches of 8,192 tokens, divided by TP).
+#    (8,192 tokens a micro-batch, split among 8 GPUs).
 
 # %%
 ### BEGIN SOLUTION
@@ -78,8 +76,7 @@ guess("16.1", guide_gb=20, buffer_gib=6, recipe_gib=23, rank_gb=60)
 # %% [markdown]
 # ## The peak is the larger of two moments
 #
-# Don't add up every tensor of a step: they don't exist at the same time. The peak is the larger of
-# two **moments** (Day 1):
+# The tensors of a step don't all exist at once. The peak is the larger of two **moments** (Day 1):
 #
 # | moment | weights, state | activations | gradients | scratch |
 # | --- | --- | --- | --- | --- |
@@ -87,9 +84,8 @@ guess("16.1", guide_gb=20, buffer_gib=6, recipe_gib=23, rank_gb=60)
 # | `"optimizer"` steps | yes | freed | yes | yes |
 #
 # *Scratch* is what an optimizer allocates while it steps one weight. torch's AdamW
-# (`foreach=False`) with float32 state allocates two float32 tensors of the weight's size. Our other
-# optimizers step a weight in **pieces** and allocate 5 to 7.5 float32 elements per element of a
-# piece.
+# (`foreach=False`) in float32 allocates two tensors of the weight's size. Our other optimizers step
+# a weight in **pieces** and allocate 5 to 7.5 float32 elements per element of a piece.
 
 
 # %%
@@ -152,7 +148,6 @@ def sizes_of(config):
 seven = PRESETS["llama-2-7b"]
 print("7B in bfloat16, without activations:")
 for name, optimizer in (
-    ("AdamW, state in float32", adamw_in_32_bits),
     ("AdamW, state in bfloat16", adamw_in_16_bits),
     ("8-bit Adam", adam_in_8_bits),
     ("8-bit Lion", lion_in_8_bits),
@@ -162,17 +157,13 @@ for name, optimizer in (
     print(f"  {name:32}{count / 2**30:7.2f} GiB, {count / 1e9:6.2f} GB")
 
 # %% [markdown]
-# With the guide's optimizer, 8-bit Adam, a step needs 40.8 GB without any activations. Weights and
-# gradients alone are 25.1 GiB (27.0 GB), more than the GPU has.
-#
-# Of the five optimizers, only 8-bit Lion with the **step in backward** needs less than 24 GB. The
-# step in backward saves 12.3 GiB, as much as 8-bit Adam saves against AdamW with bfloat16 state.
+# With the guide's optimizer, 8-bit Adam, a step needs 40.8 GB even without activations: weights and
+# gradients alone are 27.0 GB. Only 8-bit Lion with the **step in backward** needs less than 24 GB.
 
 # %% [markdown]
 # ## Activations
 #
-# What does a block save for backward, per token? On a GPU, with fused norms (Days 1, 4, 10), it
-# saves:
+# On a GPU, with fused norms (Days 1, 4, 10), a block saves for each token:
 #
 # - in the activations' dtype: the input and output of both norms, q, k, v, attention's output, and
 #   four tensors of the MLP's intermediate size
@@ -250,8 +241,8 @@ def estimate(config, optimizer, tokens, itemsize=2, checkpointed=True, fused=Tru
 
 
 # %% [markdown]
-# Compare the formula with the meter: a small model in float32 on this CPU. The formula omits rotary
-# tables, tokens, and a step counter per weight. To find the unexplained bytes, subtract these too.
+# Compare the formula with the meter for a small model in float32 on this CPU. The formula omits
+# rotary tables, tokens and step counters, so the cell subtracts these too.
 
 # %%
 tiny = replace(PRESETS["tiny"], tied=False)
@@ -268,12 +259,9 @@ for batch, length, how in ((1, 4, "plain"), (16, 64, "checkpointing")):
 
 
 # %% [markdown]
-# The plain step peaks in the optimizer. Its 128 unexplained bytes are a temporary of the previous
-# weight, still alive while the next one is updated. The checkpointed step peaks in backward, when
-# some gradients already exist. The formula has no moment for that.
-#
-# The library's `training_bytes` has four moments, one of them near the end of backward, and a name
-# for every term. Apply it to the guide's recipe and to variants:
+# The plain step's 128 bytes are one temporary of the optimizer. The checkpointed step peaks in
+# backward when some gradients already exist. The formula has no moment for that; the library's
+# `training_bytes` has four moments. Apply it to the guide's recipe and to variants:
 
 # %%
 STEPS = {
@@ -316,17 +304,14 @@ axes.spines[["top", "right"]].set_visible(False)
 # - **LoRA** (Day 3) of rank 8, on every matrix of the blocks, trains 0.3 % of the weights.
 # - **8-bit Lion with the step in backward** trains all weights.
 #
-# Checkpointing does not lower the peak of AdamW (the top two bars). That peak is in the optimizer
-# step, when activations are already freed.
-#
-# All recipes use flash attention.
+# Checkpointing does not lower AdamW's peak (the top two bars), which is in the optimizer step, when
+# activations are already freed.
 
 # %% [markdown]
 # ## Does it fit?
 #
-# A formula counts tensors, but a step needs more memory than its tensors. torch **reserves**
-# segments with gaps (Day 2), and CUDA's *context* needs memory too. Vendors say "24 GB" and mean
-# GiB, and the GPU reports less than that.
+# A step needs more memory than its tensors: torch **reserves** segments with gaps (Day 2), and
+# CUDA's *context* needs memory too. Vendors say "24 GB" and mean GiB, and the GPU reports less.
 
 # %%
 CONTEXT = 616 * 2**20  # bytes; the largest context that users report
@@ -367,10 +352,9 @@ lacks = exercise("16.3", lacks)
 # %% [markdown]
 # ## The search
 #
-# A recipe combines choices from the course. For 7B with 8-bit Lion there are 34 recipes. They
-# differ in checkpointing (none, selective, full), a chunked loss, the step in backward, and
-# offloading. For each recipe, a formula gives the bytes (within a few percent) and an estimate
-# gives the time. Measuring a recipe takes about ten seconds. Which should you measure?
+# For 7B with 8-bit Lion there are 34 recipes. They differ in checkpointing (none, selective, full),
+# a chunked loss, the step in backward, and offloading. Formulas estimate the time and the bytes of
+# each, the bytes within a few percent. Measuring a recipe takes seconds. Which should you measure?
 
 # %% [markdown]
 # ### Exercise 16.4: the fastest that fits
@@ -405,10 +389,9 @@ fastest = exercise("16.4", fastest)
 
 # %% [markdown]
 # Now run the search: 7B, 1 × 2,048 tokens, 24 GB, 8-bit Lion, with time estimates for an RTX 4090.
-# Here, to *measure* is to **predict**: run the step on tensors without data, as on a GPU, through a
-# simulated allocator. The 32 blocks are equal. So we run a model of three blocks and one of four.
-# Their difference is one block, which is repeated for the other 28. Tests show that this matches a
-# run of all blocks.
+# Here, to *measure* is to **predict**: run the step on tensors without data, through a simulated
+# CUDA allocator. The 32 blocks are equal, so we run a model of three blocks and one of four. Their
+# difference is one block, which is repeated for the other 28.
 
 # %%
 room = memory_named("24GB").budget_bytes
@@ -445,23 +428,15 @@ for memory in ("24GB", "24GiB", "rtx4090", "l4", "a10g", "20GiB"):
 plot.timeline(proof.trace, title="Llama 2 7B, all weights trained, 1 × 2,048 tokens")
 
 # %% [markdown]
-# **All seven billion weights train on 24 GB**: 20.58 GiB reserved, plus the context. Weights and
-# Lion's one-byte momentum are most of it. In the picture, each tooth is one recomputed block.
-# (`allocated` is 29 MiB above the picture's peak: the allocator's memory blocks can be up to 1 MiB
-# larger than their tensors, Day 2.)
-#
-# The search did not choose a chunked loss. With 2,048 rows and a hidden size of 4,096, it would
-# save nothing (Day 11), but add 0.33 GiB allocated and 0.14 GiB reserved.
+# **All seven billion weights train on 24 GB**: 20.58 GiB reserved, plus the context. In the
+# picture, each tooth is one recomputed block.
 
 # %% [markdown]
 # ## The batch
 #
-# The guide's effective batch is 16, in 16 accumulation steps. But a step in backward frees each
-# gradient, so nothing can accumulate. What would 16 × 2,048 tokens need?
-#
-# First raise the batch without accumulation. From batch 2 on, a chunked loss lowers the reserved
-# bytes, so each row of the table uses one. (A prediction takes ten seconds, so the results are
-# stored. `tests/course/test_day16.py` repeats the predictions.)
+# The guide accumulates the gradients of 16 sequences. But a step in backward frees each gradient,
+# so nothing can accumulate. Raise the batch instead. From batch 2 on, a chunked loss lowers the
+# reserved bytes, so each row of the table uses one. (The predictions are stored.)
 
 
 # %%
@@ -483,9 +458,9 @@ for batch, step in GROWN.items():
     print(f"{batch:14}{columns}    {words[0]:16}{words[1]}")
 
 # %% [markdown]
-# A batch of 2 fits on both. A batch of 3 fits on neither; the RTX 4090 lacks only 16 MiB. By
-# *allocated* bytes alone, 3 would fit on both. For 16 sequences without offloading (Day 14), you
-# could accumulate gradients in a **buffer**, process all 16 at once, or train fewer weights:
+# A batch of 3 fits on neither, but by *allocated* bytes alone it would fit on both. For 16
+# sequences without offloading (Day 14), you could accumulate gradients in a **buffer**, process all
+# 16 at once, or train fewer weights:
 
 # %%
 buffer = 2 * seven.parameters
@@ -511,9 +486,8 @@ for name, count in (
 # - **all weights, up to 4,096 tokens a step**
 # - **0.3 % of the weights, 32,768 tokens a step**
 #
-# The guide promises all weights and 16 sequences, 32,768 tokens at this length. ("At least": the
-# formula omits the later micro-batches' activations, which exist together with the buffer. The
-# library accumulates in float32, which doubles the buffer.)
+# The guide promises all weights and 16 sequences (32,768 tokens). ("At least": the formula omits
+# the activations that exist together with the buffer.)
 
 # %% [markdown]
 # ## Your own model
@@ -526,8 +500,7 @@ for name, count in (
 # - a faster recipe that does not fit
 #
 # `learned` fixes the choices that change the result of training: here bfloat16 and 8-bit Lion.
-# Remove it to try all recipes, which takes up to a minute. In a terminal: `memlab plan --model
-# llama-3-8b --memory 48GB`.
+# Remove it to try all recipes. In a terminal: `memlab plan --model llama-3-8b --memory 48GB`.
 
 # %%
 MODEL, MEMORY = "llama-2-7b", "24GB"
@@ -537,8 +510,8 @@ if plan.best:
     print(f"batch up to {plan.best.largest_batch}, length up to {plan.best.longest:,}")
 
 # %% [markdown]
-# `planner.plan` leaves a margin of 0.5 % of the memory. So it would refuse the batch of 2 above,
-# which leaves only 28 MiB of the 24 GB free.
+# `planner.plan` leaves 0.5 % of the memory (114 MiB) free. So it would refuse the batch of 2 above,
+# which leaves 28 MiB.
 
 # %% [markdown]
 # ## At scale: 70 billion weights on eight GPUs
@@ -583,19 +556,18 @@ for name, chosen in ZERO.items():
 # ### Exercise 16.5: one GPU of 128
 #
 # About 15 minutes. Return the bytes of a rank of the first pipeline stage: weights, gradients,
-# optimizer state, and the block inputs of p micro-batches. A block has `block` weights, and the
-# embedding and the head have `end` weights each. The first pipeline stage has the head only if p is
-# 1.
+# optimizer state, and the block inputs of p micro-batches. A block has `block` weights. The
+# embedding and the head have `end` weights each; the head is in the first stage only if p is 1.
 #
 # | argument | meaning |
 # | --- | --- |
 # | `degrees` | (t, p, d) |
 # | `zero_stage` | shards the state from stage 1, gradients from 2, weights from 3 |
-# | `bytes_each` | three byte counts per weight: (the weight, its gradient, its optimizer state) |
-# | `input_bytes` | bytes of a block's checkpointed input, per micro-batch |
+# | `bytes_each` | bytes per weight: (the weight, its gradient, its optimizer state) |
+# | `input_bytes` | bytes of a block's input, per micro-batch |
 #
-# Divide the number of the pipeline stage's weights by t, and for what ZeRO shards also by d. Round
-# up after each division. Divide `input_bytes` by t too (*sequence parallelism*).
+# Divide the number of weights of the stage by t, and round up. For what ZeRO shards, divide the
+# result by d, and round up. Divide `input_bytes` by t too (*sequence parallelism*).
 
 
 # %%
@@ -642,30 +614,12 @@ print(
 )
 
 # %% [markdown]
-# The bytes "left" must hold the block at work, NCCL's buffers and the allocator's gaps: a few
-# gigabytes. With FP8 weights alone and float32 Adam, 1.9 GB is left, less than the formula's
-# possible error (5 % is 4.1 GB). (Frameworks that compute in FP8 usually keep BF16 weights too.
-# That needs 108.4 GB.)
-
-# %%
-layout = Recipe("master-weights", checkpointing="checkpointing", zero_stage=1, tensor_parallel=8,
-                sequence_parallel=True, pipeline_parallel=4)  # fmt: skip
-planned = training_bytes(huge, layout, 1, TOKENS, gpus=128)
-print("the planner, BF16, one micro-batch; GB per GPU at its two largest moments:")
-for moment, words in (("gradients", "near the end of backward"), ("optimizer", "optimizer step")):
-    terms = planned.moments[moment]
-    print(f"  {words}: {sum(terms.values()) / 1e9:.1f} =", end=" ")
-    large = {name: n / 1e9 for name, n in terms.items() if n > 1e8}
-    print(" + ".join(f"{n:.1f} {name.replace('_', ' ')}" for name, n in large.items()))
-
-# %% [markdown]
-# The planner's optimizer step needs 106.8 GB, more than our 95.4 GB. It adds float32 gradients of
-# the rank's shard, counts the head in every pipeline stage, and omits the block inputs, which are
-# freed by then. `memlab plan --model llama-3-405b --gpu h100 --gpus 128` compares layouts of FSDP2
-# with tensor and pipeline parallelism.
+# The bytes "left" must hold the block at work, NCCL's buffers and the allocator's gaps. With FP8
+# weights alone and float32 Adam, 1.9 GB is left, less than the formula's possible error (5 % is
+# 4.1 GB). Frameworks that compute in FP8 usually keep BF16 weights too: 108.4 GB.
 #
-# Nothing in this section is measured on a GPU. The formulas omit the buffers of NCCL and
-# FlashAttention.
+# Nothing in this section is measured on a GPU. `memlab plan --model llama-3-405b --gpu h100 --gpus
+# 128` compares layouts of FSDP2 with tensor and pipeline parallelism.
 
 # %% [markdown]
 # ## Explain the gap
@@ -684,15 +638,15 @@ reveal("16.1", guide_gb=guide_bytes, buffer_gib=buffer, recipe_gib=proof.reserve
 # - 20 GB would be 3 bytes a weight. The guide's recipe needs 6: weights 2, gradients 2, 8-bit
 #   Adam's state 2.03.
 # - A buffer of gradients is as large as the weights.
-# - Our recipe's weights and 8-bit momentum need 3.02 bytes a weight, 18.9 GiB. Each gradient is
-#   freed before the next one exists, so the rest is only 1.7 GiB.
-# - Each of the 128 ranks accumulates gradients, and ZeRO-1 does not shard them.
+# - Our recipe's weights and 8-bit momentum need 18.9 GiB. Each gradient is freed before the next
+#   one exists, so the rest is only 1.7 GiB.
+# - ZeRO-1 does not shard gradients: 26.0 GB of the 82.4 GB.
 
 # %% [markdown]
 # ## On your GPU
 #
 # On a GPU with 24 GB free (such as an RTX 4090), this cell runs the recipe within 24 GB: two steps
-# with random 7B weights. (`memlab train` does the same from a terminal.)
+# with random 7B weights.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] >= 24e9 - CONTEXT:
@@ -768,19 +722,18 @@ verdict(
 # | tool | time | tells you | error |
 # | --- | --- | --- | --- |
 # | formula | a second | which recipes to try | a few percent |
-# | prediction | ten seconds | allocated and reserved bytes | below 1 % in most LLM steps |
+# | prediction | seconds | allocated and reserved bytes | below 1 % in most LLM steps |
 # | GPU | a training step | the real memory | none |
 #
 # For a model and a memory size, you can say whether training fits, which recipe it needs, and what
-# that recipe gives up. You can check a claim such as "7B in 20 GB", and say what would make it
-# true.
+# that recipe gives up.
 
 # %% [markdown]
 # ## The running bill
 #
 # One training step of 124M weights on 8 × 640 tokens. Today the weights move to disk too, and come
-# back one block at a time (Day 14). The peak is now in the optimizer step: the embedding is updated
-# in float32.
+# back one block at a time (Day 14). The peak is now in the optimizer step, which loads the
+# embedding's float32 copy.
 
 # %%
 peaks = [bill.stored(days.day(n).bill).peak_bytes / 2**30 for n in range(1, 17)]
@@ -796,11 +749,8 @@ axes.spines[["top", "right"]].set_visible(False)
 print(f"from {peaks[0]:.2f} GiB to {peaks[-1]:.2f} GiB: {peaks[0] / peaks[-1]:.1f}× less")
 
 # %% [markdown]
-# The model and the tokens of each step never changed. Three days changed what the model learns:
-# bfloat16 (Day 4), Lion (Day 8) and its 8-bit momentum (Day 9). The other days do not change the
-# result of training, but some make it slower.
-#
-# When your own training runs out of memory, measure first. The bytes of each day:
+# The model and the tokens of each step never changed. Bfloat16 (Day 4), Lion (Day 8) and its 8-bit
+# momentum (Day 9) change what the model learns. The bytes of each day:
 
 # %%
 running_bill(16)
@@ -812,7 +762,6 @@ running_bill(16)
 #   Models](https://arxiv.org/abs/2205.05198)
 # - Rajbhandari et al. 2020: [ZeRO: Memory Optimizations Toward Training Trillion Parameter
 #   Models](https://arxiv.org/abs/1910.02054)
-# - Kaplan et al. 2020: [Scaling Laws for Neural Language Models](https://arxiv.org/abs/2001.08361)
 #
 # The rules on trial are from:
 #

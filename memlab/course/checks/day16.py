@@ -50,7 +50,7 @@ _ADAM_8_BIT = Optimizer(state_elements=2, state_itemsize=65 / 64, scratch=7.5, p
 _STEPS: tuple[tuple[str, list[int], int, Any, int], ...] = (
     ("AdamW, no activations", _SIZES, 4, _ADAMW, 0),
     ("AdamW, many activations", _SIZES, 4, _ADAMW, 100_000),
-    ("AdamW in float32, weights of 2 bytes", _SIZES, 2, _ADAMW, 0),
+    ("AdamW with float32 state, weights of 2 bytes", _SIZES, 2, _ADAMW, 0),
     ("state of 2 bytes an element", _SIZES, 2, replace(_ADAMW, state_itemsize=2), 0),
     ("8 bits, pieces of 128 elements", _SIZES, 2, _ADAM_8_BIT, 0),
     ("pieces larger than any weight", _SIZES, 2, replace(_ADAM_8_BIT, piece=10_000), 0),
@@ -268,7 +268,7 @@ def _check_lacks(answer: Any) -> str:
             f"{format_bytes(reserved)} reserved,"
         )
         _same_bytes(case, answer(memory, step), lacks(memory, step))
-    return f"{len(_FITTINGS)} verdicts match to the byte: units, GPUs, the context, reserved bytes"
+    return f"{len(_FITTINGS)} cases match to the byte: units, GPUs, the context, reserved bytes"
 
 
 _LACKS = Exercise(
