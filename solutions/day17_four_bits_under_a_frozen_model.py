@@ -20,11 +20,9 @@
 # ## The question
 #
 # LoRA (Day 3) freezes the weights and trains a low-rank update, an **adapter**, beside each matrix.
-# Frozen weights have no gradient and no optimizer state. In bfloat16 they need 2 bytes each.
-#
-# Since frozen weights never change, they can be stored in lower precision. **QLoRA** stores them in
-# four bits, as **NF4** (4-bit NormalFloat), and decodes them for each use: seven billion weights
-# need 3.3 GiB instead of 13.0. Still, "QLoRA out of memory" is a very common question. Which
+# Frozen weights have no gradient and no optimizer state, and they never change. So **QLoRA** stores
+# them in four bits, as **NF4** (4-bit NormalFloat), and decodes them for each use: seven billion
+# weights need 3.3 GiB instead of 13.0 in bfloat16. Still, QLoRA often runs out of memory. Which
 # tensors fill the GPU?
 
 # %%
@@ -57,10 +55,10 @@ from memlab.units import format_bytes
 # %% [markdown]
 # ## Guess
 #
-# Train Llama 2 7B with QLoRA on one GPU: rank 16 adapters beside every matrix of the blocks, 4 ×
-# 1,024 tokens, and a plain training loop: no autocast, no checkpointing. Before training, peft's
-# `prepare_model_for_kbit_training` (with `use_gradient_checkpointing=False`) casts the unquantized
-# weights to float32.
+# Train Llama 2 7B with QLoRA on one GPU: 4 × 1,024 tokens, no autocast, no checkpointing. Every
+# matrix of the blocks is quantized and gets an adapter of rank 16. peft's
+# `prepare_model_for_kbit_training` (with `use_gradient_checkpointing=False`) casts the other
+# weights (embedding, output layer, norms) to float32.
 #
 # 1. How many times smaller than in bfloat16 is a quantized matrix?
 # 2. How many GiB is the model, adapters included, before the first step?
@@ -77,9 +75,8 @@ guess("17.1", smaller_times=4, model_gib=3.3, step_gib=6)  # 16 bits to 4, plus 
 # %% [markdown]
 # ## Measure
 #
-# We **predict** the step (Day 16): it runs on tensors without values, with CUDA's allocation sizes.
-# `add_qlora` quantizes every matrix of the blocks and adds float32 adapters, as peft does.
-# `prepare_for_low_bits` is memlab's version of `prepare_model_for_kbit_training`.
+# We **predict** the step (Day 16). `add_qlora` quantizes the matrices and adds float32 adapters, as
+# peft does. `prepare_for_low_bits` is memlab's version of `prepare_model_for_kbit_training`.
 
 
 # %%
@@ -134,9 +131,8 @@ def qlora_step(config, setup, batch, length, device="cuda"):
 
 
 # %% [markdown]
-# The transformer blocks are identical, so a model with one block and a model with two are enough:
-# each further block adds the same bytes to the peak. (`tests/course/test_day17.py` compares this
-# with all 32 blocks, to the byte.)
+# The transformer blocks are identical, so predicting one block and two is enough: each further
+# block adds the same bytes to the peak.
 
 
 # %%
@@ -167,11 +163,10 @@ model_bytes = plain_parts["parameters"] + plain_parts["buffers"]
 reveal("17.1", smaller_times=2 * 4096 * 4096 / bytes_of_one, model_gib=model_bytes, step_gib=peak)
 
 # %% [markdown]
-# The quantized weights are the *buffers*: 7 % of the peak. The largest part is **activations**, and
-# quantizing weights does not reduce them.
+# The quantized weights are the *buffers*: 7 % of the peak. The largest part is **activations**.
 #
-# So there are two questions. How do four bits represent a weight, and what else is stored? And
-# which tensors are the other 93 % of the peak?
+# So there are two questions: how do four bits represent a weight, and what reduces the other 93 %
+# of the peak?
 
 # %% [markdown]
 # ## Sixteen levels
@@ -179,9 +174,8 @@ reveal("17.1", smaller_times=2 * 4096 * 4096 / bytes_of_one, model_gib=model_byt
 # Divide each block of 64 neighboring weights by its **absmax**, its largest |w|. The results are
 # fractions from −1 to 1. NF4 rounds each fraction to one of 16 values, its **levels**.
 #
-# Day 9's dynamic codebook spreads 256 values over seven decades, because optimizer moments span
-# that range. Weights don't: language models are usually initialized from a normal distribution, and
-# the QLoRA paper finds trained weights still nearly normal. Check it for our model after 40 steps:
+# Optimizer moments span many decades (Day 9). Weights don't: the QLoRA paper finds that trained
+# weights are nearly normally distributed. Check it for our model after 40 steps:
 
 # %%
 CONFIG = replace(PRESETS["tiny"], hidden_size=64, layers=2, kv_heads=4, intermediate_size=192)
@@ -245,11 +239,8 @@ def levels():
 levels = exercise("17.1", levels)
 
 # %% [markdown]
-# Zero must be a level, or no weight could be exactly 0 (padding, pruned weights). The other 15
-# levels split unevenly: 8 above zero and 7 below.
-#
-# At probability 1 the quantile is infinite, so the levels must end earlier. `OUTERMOST` is the
-# probability that bitsandbytes uses: 1 minus the mean of 1/32 and 1/30.
+# Zero must be a level, or no weight could be exactly 0 (padding, pruned weights). The quantile of
+# probability 1 is infinite, so the levels end earlier, at `OUTERMOST`, as in bitsandbytes.
 
 # %%
 NF4, EVEN = levels(), torch.linspace(-1, 1, 16)
@@ -268,15 +259,10 @@ axes[2].set_xlabel("fraction of the absmax (bars at −1 and 1: each block's lar
 print("NF4:", " ".join(f"{level:.3f}" for level in NF4))
 
 # %% [markdown]
-# The levels are dense near zero, where most weights are. The gaps next to −1 and 1 are wide,
-# because few weights fall into them.
-
-# %% [markdown]
 # ## Two codes in a byte
 #
-# A code is the index of a level, 0 to 15, but the smallest tensor element is a byte. So two codes
-# share a byte: the first code of a pair is in the upper four bits. To decode, split the byte, look
-# up each code's level, and multiply by the block's absmax:
+# A code is the index of a level, 0 to 15. Two codes share a byte, the first in the upper four bits.
+# To decode, split the byte, look up each code's level, and multiply by the block's absmax:
 
 # %%
 BLOCK = 64
@@ -297,9 +283,10 @@ def decode(codes, absmax):
 # - A block is 64 neighbors of the flattened weight.
 # - A code is the index of the level nearest to w / absmax in float32 (at a tie, either).
 # - A block of zeros gets code 7 and absmax 0.
-# - An absmax may be as small as 10⁻²⁶. Keep it.
+# - Don't clamp a small absmax, such as 10⁻²⁶.
 #
-# Return no slice of a larger tensor. Don't change `weight`. Peak: at most 64 bytes per weight.
+# Return no slice of a larger tensor. Don't change `weight`. Peak, `weight` included: at most 64
+# bytes per weight.
 
 
 # %%
@@ -347,21 +334,18 @@ same = torch.equal(decode(*encode(some)), rounded(some, NF4, 64))
 print(f"decode(encode(w)) equals the rounded weight: {same}")
 
 # %% [markdown]
-# The table shows three things:
-#
 # - With blocks of 64 or more, NF4 has a smaller error than even steps.
 # - Smaller blocks have a smaller error but need more bits, because each block stores a 32-bit
 #   absmax.
-# - An outlier increases the error of its own block only (last column: error of all weights except
-#   the outliers). With blocks of 64, few weights are affected.
+# - An outlier increases the error of the other weights in its block (last column: error without the
+#   outliers themselves). The smaller the blocks, the fewer weights are affected.
 
 # %% [markdown]
 # ## The absmax values cost half a bit per weight
 #
-# With blocks of 64, the absmax adds 4/64 bytes, half a bit per weight: one eighth of the
-# codes' size, 386 MiB for 7B. **Double quantization** encodes the absmax values too: in 8 bits
-# each, with Day 9's signed dynamic codebook and a float32 scale per 256 values. Look at the absmax
-# values of a normally distributed matrix:
+# With blocks of 64, the absmax adds 4/64 bytes per weight: 386 MiB for 7B. **Double quantization**
+# encodes the absmax values too: in 8 bits each, with Day 9's signed dynamic codebook and a float32
+# scale per 256 values. Look at the absmax values of a normally distributed matrix:
 
 # %%
 torch.manual_seed(0)
@@ -374,8 +358,8 @@ axes.set(xlim=(0, None), xlabel="absmax of a block of 64", ylabel="blocks")
 _ = axes.set_title("All absmax values are positive and near their mean (red)")
 
 # %% [markdown]
-# The signed codebook covers −1 to 1, but all absmax values are positive. So subtract the **mean**
-# first. Then the values use both halves of the codebook, and their scales are smaller.
+# The signed codebook covers −1 to 1, but all absmax values are positive. Subtract the **mean**
+# first: the differences use both halves of the codebook and have smaller scales.
 
 # %% [markdown]
 # ### Exercise 17.3: double quantization
@@ -418,32 +402,27 @@ restored = double_decode(small, scales, mean, SIGNED)
 
 
 def bytes_per_weight(*tensors):
-    """Measure the bytes of copies of the tensors, per weight of the matrix."""
-    kept = []
-    trace = memlab.measure(lambda: kept.extend(t.clone() for t in tensors))
-    made = sum(event.bytes for event in trace.events if event.phase != "before")
-    return made / matrix.numel()
+    return sum(t.nbytes for t in tensors) / matrix.numel()
 
 
-print(f"codes and absmax in float32:  {bytes_per_weight(codes, absmax):.6f} bytes per weight")
-print(f"  by formula 1/2 + 4/64:      {1 / 2 + 4 / 64:.6f}")
-print(f"codes, and absmax in 8 bits:  {bytes_per_weight(codes, small, scales, mean):.6f}")
-print(f"  1/2 + 1/64 + 4/(64·256):    {1 / 2 + 1 / 64 + 4 / (64 * 256):.6f}, plus the mean")
-print(f"error of the absmax values: {error(absmax, restored):.1%}")
+print(f"codes and absmax in float32: {bytes_per_weight(codes, absmax):.4f} bytes per weight")
+print(f"  by formula 1/2 + 4/64:     {1 / 2 + 4 / 64:.4f}")
+print(f"codes and absmax in 8 bits:  {bytes_per_weight(codes, small, scales, mean):.4f}")
+print(f"  1/2 + 1/64 + 4/(64·256):   {1 / 2 + 1 / 64 + 4 / (64 * 256):.4f}")
 print(f"error of the weights: {error(matrix, decode(codes, absmax)):.2%} with float32 absmax, ",
       end="")  # fmt: skip
 print(f"{error(matrix, decode(codes, restored)):.2%} with double quantization")
 
 # %% [markdown]
-# The overhead fell from half a bit to an eighth of a bit per weight, with the same error. A weight
-# now needs 4.13 bits instead of 16: 3.88× less, not 4×.
+# The error of the weights is the same. A weight now needs 4.13 bits instead of 16: 3.88× less, not
+# 4×.
 
 # %% [markdown]
 # ## A layer that saves no decoded weight
 #
 # The layer decodes its weight and multiplies. For y = x Wᵀ, the gradient of x is the gradient of y
 # times W, so backward needs W. If you decode outside a `torch.autograd.Function`, autograd saves
-# the *decoded* weight of every layer until backward. Then four bits save nothing.
+# the *decoded* weight of every layer until backward.
 #
 # Backward does not need x, because only the gradient of W uses it, and W is frozen.
 
@@ -451,12 +430,12 @@ print(f"{error(matrix, decode(codes, restored)):.2%} with double quantization")
 # ### Exercise 17.4: decode, multiply, discard
 #
 # About 15 minutes. Write the Function. `matmul(x, codes, absmax, out_features)` is x · Wᵀ, with W =
-# `decode(codes, absmax)` of shape (out_features, in). `x` is (..., in), float32 or bfloat16. Result
-# and gradient have the dtype of x.
+# `decode(codes, absmax)` of shape (out_features, in). `x` is (..., in), float32 or bfloat16. The
+# result and the gradient of x have the dtype of x.
 #
 # `decode` returns float32. In forward, cast W to the dtype of x; in backward, decode again and cast
-# W to the dtype of the gradient. Save only `codes` and `absmax` for backward. The peak of each pass
-# may be at most one float32 copy of W above the peak of decode, cast and matmul.
+# W to the dtype of the gradient. Save only `codes` and `absmax` for backward. Each pass may use
+# the memory of `decode`, a cast, a matmul and one more float32 copy of W.
 
 
 # %%
@@ -522,7 +501,7 @@ class DecodesOutside(QLoRALinear):
 
 # %%
 def stack(make):
-    """Return the bytes of eight 512 × 512 layers, and the other bytes that forward saves."""
+    """Return the bytes of eight 512 × 512 layers, and of the tensors that forward saves."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(make(nn.Linear(512, 512, bias=False)) for _ in range(8)))
     x, outputs = torch.randn(4, 512).requires_grad_(), []
@@ -537,19 +516,18 @@ frozen = {
     "4 bits, your Function": partial(QLoRALinear, rank=4, alpha=8),
 }
 for name, make in frozen.items():
-    held, left = stack(make)
-    print(f"{name:24} weights {format_bytes(held):>11}, saved by forward {format_bytes(left):>10}")
+    held, saved = stack(make)
+    print(f"{name:24} weights {format_bytes(held):>11}, saved by forward {format_bytes(saved):>10}")
 
 # %% [markdown]
 # If you decode outside, autograd saves the eight decoded weights, 8 MiB, on top of their codes:
-# more than without quantization. With your Function, forward saves only the inputs of A and B,
-# which their gradients need.
+# more than without quantization. With your Function, forward saves only the inputs of A and B.
 
 # %% [markdown]
 # ## One decoded weight at a time
 #
-# In each pass, one decoded weight exists while its matmul runs. This temporary tensor counts toward
-# the peak. How large is it for the largest matrix of a 7B block, 11,008 × 4,096?
+# In each pass, one decoded weight exists while its matmul runs. How much memory does this need for
+# the largest matrix of a 7B block, 11,008 × 4,096?
 
 # %%
 rows, columns = seven.intermediate_size, seven.hidden_size
@@ -566,15 +544,14 @@ print(f"the decoded weight, in bfloat16: {format_bytes(2 * rows * columns)}")
 
 # %% [markdown]
 # The lesson's `decode` holds indices, levels and products of the whole matrix at once. memlab
-# decodes a chunk at a time into one bfloat16 buffer, so it needs the decoded weight and little
-# more. Only one layer decodes at a time, so at 7B the difference is a few hundred MiB.
+# decodes a chunk at a time into one bfloat16 buffer.
 
 # %% [markdown]
 # ## Does it still learn?
 #
-# First quantize the base model to four bits: how much does its loss change? Then train another
-# task, the same text in capitals, which the base model has hardly seen. LoRA (adapters beside
-# float32 weights) and QLoRA (adapters beside quantized weights) get 15 steps each.
+# First quantize the base model: how much does its loss change? Then train LoRA (adapters beside
+# float32 weights) and QLoRA (beside quantized weights) on another task, the same text in capitals,
+# for 15 steps each.
 
 # %%
 # The letters a to z are the bytes 97 to 122.
@@ -599,9 +576,6 @@ for name, text in {"the text": TEXT, "in capitals": CAPITALS}.items():
     of_base[name] = loss_of(base, text)
     change = loss_of(quantized, text) / of_base[name] - 1
     print(f"{name}: four bits change the loss by less than 0.5 %: {abs(change) < 0.005}")
-whole = torch.cat([w.flatten() for w in matrices.values()])
-in_nf4, in_even = (error(whole, rounded(whole, table, 64)) for table in (NF4, EVEN))
-print(f"error of the weights: {in_nf4:.0%} in NF4; in even steps it is larger: {in_even > in_nf4}")
 
 # %%
 learned = {}
@@ -616,18 +590,17 @@ for name, add in (("LoRA", add_lora), ("QLoRA", add_qlora)):
 print(f"QLoRA ends within 1 % of LoRA: {abs(learned['QLoRA'] / learned['LoRA'] - 1) < 0.01}")
 
 # %% [markdown]
-# Four bits barely change this model's loss, and QLoRA's adapters train about as well as LoRA's. (A
-# small model proves nothing about large ones. The paper compares many models, up to 65B.)
+# QLoRA's adapters train about as well as LoRA's. (A small model proves nothing about large ones.
+# The paper compares models up to 65B.)
 
 # %% [markdown]
 # ## Fixed memory
 #
-# **Fixed memory** is the same for any number of tokens: weights, gradients and optimizer state. The
-# model needed 4.2 GiB, but its quantized weights only 3.1 GiB. Which tensors are the other 1.1 GiB?
+# **Fixed memory** is the same for any number of tokens: weights, gradients and optimizer state.
+# Besides the quantized weights, it has two parts:
 #
-# - **Not quantized:** embedding, output layer and norms. In 7B these are 262 million weights.
-# - **Cast to float32:** `prepare_model_for_kbit_training` casts the unquantized weights for
-#   stability, to 4 bytes each.
+# - **Unquantized weights:** embedding, output layer and norms. Preparing casts them to float32, for
+#   stability. 7B has 262 million of them.
 # - **Adapters** in float32. In training, each adapter weight also has a gradient and two moments.
 
 # %% [markdown]
@@ -695,13 +668,12 @@ for name, config in SIZES.items():
 
 # %%
 known = held_by(seven)
-tables = 4 * (16 + 256) + 2 * seven.seq_len * seven.head_dim  # codebooks; rotary, in bfloat16
+tables = 4 * (16 + 256) + 2 * seven.seq_len * seven.head_dim  # codebooks; rotary tables in bfloat16
 print("7B, the formula minus the meter: ", end="")
 print(f"buffers {known['codes'] + tables - plain_parts['buffers']:,} bytes, ", end="")
 print(f"parameters {known['others'] + known['adapters'] - plain_parts['parameters']:,} bytes")
 
 # %% [markdown]
-# Formula and meter agree to the byte. 7B has less than 5 GiB of fixed memory, 13B less than 9 GiB.
 # bitsandbytes' *paged* optimizers can move the moments to host memory. Here, the moments are two
 # thirds of `"training"`, 0.3 GiB for 7B, so paging saves little.
 
@@ -709,7 +681,7 @@ print(f"parameters {known['others'] + known['adapters'] - plain_parts['parameter
 # ## Why it still runs out of memory
 #
 # Activations are 38 GiB. What reduces them? `tests/course/test_day17.py` computes the predictions
-# below, for all 32 blocks. The first row is the step predicted above.
+# below, for all 32 blocks. Each row adds a change to the row above.
 #
 # A step fits if its **reserved** memory is at most the GPU's memory minus CUDA's context (Day 16).
 
@@ -782,20 +754,19 @@ axes.spines[["top", "right"]].set_visible(False)
 #
 # - **Autocast.** Preparing casts embedding and norms to float32, so without autocast all
 #   activations are float32. With autocast, matmuls return bfloat16.
-# - **Checkpointing.** Blocks with frozen weights save activations, too. Checkpointing keeps only
-#   the block inputs. (It is peft's default.)
+# - **Checkpointing.** Blocks with frozen weights save activations, too. Checkpointing (peft's
+#   default) keeps only the block inputs.
 # - **Logits in chunks.** The loss needs several tensors of tokens × vocabulary (Day 11). In chunks,
-#   they are small, and the peak is in a block's backward.
+#   they are small.
 # - **Not prepared.** Embedding, output layer and norms stay in bfloat16, and so do the block inputs
 #   that checkpointing saves.
 
 # %% [markdown]
 # ### More tokens, larger vocabularies
 #
-# In the setup of the row `+ logits in chunks`, the saved block inputs and the activations of the
-# block being recomputed grow with the number of tokens. How much memory would the logits need
-# without chunks, with Llama 2's 32,000 vocabulary entries or Llama 3's 128,256? First, measure how
-# many bytes the loss needs per token and vocabulary entry:
+# How does the peak of the row `+ logits in chunks` grow with the number of tokens? And how much
+# would the logits need without chunks, with Llama 2's vocabulary (V = 32,000) or Llama 3's
+# (V = 128,256)? First, measure how many bytes the loss needs per token and vocabulary entry:
 
 # %%
 tokens, vocab = 256, 4096
@@ -825,14 +796,11 @@ for (batch, length), step in GROWN.items():
     print(", ".join(f"V = {v:,}: {gib:.2f} GiB" for v, gib in logits.items()))
 
 # %% [markdown]
-# At 512 tokens, 7B fits on 8 GB. At 32,768 tokens it does not fit on 24 GB, and the 4-bit weights
-# are 11 % of the peak. So "7B needs 6 GB with QLoRA" means nothing without the number of tokens per
-# step.
+# So "7B needs 6 GB with QLoRA" means nothing without the number of tokens per step.
 #
 # ### An optimizer over all parameters
 #
-# With adapters, `AdamW(model.parameters())` is often called a mistake. `qlora_step` contains this
-# call. Does it cost memory?
+# `qlora_step` passes all parameters to AdamW, frozen ones too. Does this cost memory?
 
 # %%
 little = replace(PRESETS["tiny"], layers=1, tied=False)
@@ -851,17 +819,15 @@ print("7B, checkpointed: training the embedding and the output layer, too, adds 
       f"{format_bytes(more)} to the peak")  # fmt: skip
 
 # %% [markdown]
-# No: a frozen weight has no gradient, so AdamW skips it. The mistake is to leave the embedding and
-# the output layer **unfrozen**, or to name them in peft's `modules_to_save`, which also copies
-# them. Then 262 million weights get a gradient and two moments, 12 bytes per weight. The peak grows
-# by little more than the moments (1.95 GiB): it occurs in the backward pass of the loss, before
-# these gradients exist.
+# No: a frozen weight has no gradient, so AdamW skips it. But if you leave the embedding and the
+# output layer **unfrozen**, or name them in peft's `modules_to_save`, which also copies them, 262
+# million weights get a gradient and two moments, 12 bytes per weight. (These gradients do not exist
+# yet at the peak, so the peak grows by less.)
 
 # %% [markdown]
 # ## At scale: 13 billion and 65 billion weights
 #
-# Which GPU do 13B and the paper's 65B need? (The tests compute these predictions too. Your formula
-# computes the fixed memory.)
+# Which GPU do 13B and the paper's 65B need? (The fixed memory is from your formula.)
 
 # %%
 BEST = Setup(autocast=True, checkpointed=True, chunked=True)
@@ -882,9 +848,8 @@ for name, config in {"13B": thirteen, "65B": sixty_five}.items():
     print(f"all weights in bfloat16: {format_bytes(2 * config.parameters)}")
 
 # %% [markdown]
-# 13B has 24 GiB of weights in bfloat16. With QLoRA it trains on a 16 GB GPU, with 4,096 tokens a
-# step. 65B reserves 38.6 GiB at 512 tokens, so 48 GB are enough, as the paper says. 36 GiB
-# are fixed memory.
+# With logits in chunks, 13B trains on a 16 GB GPU with 4,096 tokens a step. 65B fits on a 48 GB
+# GPU with 512 tokens a step.
 
 # %% [markdown]
 # ## Explain the gap
@@ -926,8 +891,7 @@ else:
     print(f"bitsandbytes is {MISSING}")
 
 # %% [markdown]
-# A few 8-bit codes differ: on a CPU, bitsandbytes looks them up on a grid of 65,536 points (Day 9),
-# so it sometimes picks the second nearest entry.
+# A few 8-bit codes differ, because on a CPU bitsandbytes uses a lookup table (Day 9).
 #
 # Next, compare the layers: bitsandbytes' `Linear4bit` with peft's LoRA against yours, with the same
 # adapters and the same input. Are the gradients equal?
@@ -962,15 +926,14 @@ if peft:
         layer(x).square().mean().backward()
     for name, own, other in (("A", yours.A, A), ("B", yours.B, B)):
         apart = (own.grad - other.grad).abs().max() / other.grad.abs().max()
-        print(f"gradient of {name}: equal to 1e-5 of its largest element: {bool(apart < 1e-5)}")
+        print(f"gradients of {name} differ by less than 1e-5 of the largest: {bool(apart < 1e-5)}")
 else:
     print(f"bitsandbytes or peft is {MISSING}")
 
 # %% [markdown]
 # ## On your GPU
 #
-# With a GPU, this cell runs 7B's step with logits in chunks, but with only four of the 32 blocks,
-# and compares its peak with the prediction.
+# With a GPU, this cell runs 7B's step with logits in chunks, but with only four of the 32 blocks.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):
@@ -992,8 +955,8 @@ else:
 #
 # A guide claims that `gradient_checkpointing_enable()` reduces the activations of a transformers
 # model by 50–70 %. (Newer versions call it `activation_checkpointing_enable()`.) Measure it in
-# GPT-2 with 2 × 512 tokens. `from_pretrained` returns a model in evaluation mode. There,
-# transformers does not checkpoint.
+# GPT-2 with 2 × 512 tokens, in training mode and in evaluation mode, in which `from_pretrained`
+# returns a model.
 #
 # The guide's trainer calls the method only if the model has it. Otherwise it trains without
 # checkpointing, and no message says so.
@@ -1035,8 +998,8 @@ if peft:
         "31",
         0.5 <= 1 - again / plain <= 0.7,
         measured,
-        otherwise="in training mode it saves more, and the rest is mostly logits, which it does "
-        "not reduce; in evaluation mode it saves nothing, without a warning",
+        otherwise="in training mode it saves more, and what remains is mostly logits, which it "
+        "does not reduce; in evaluation mode it saves nothing, without a warning",
     )
 else:
     print(f"transformers is {MISSING}")
@@ -1044,23 +1007,17 @@ else:
 # %% [markdown]
 # ## More claims on trial
 #
-# Two of these claims are from the QLoRA paper, the others are common:
+# The first claim is from the QLoRA paper, the others are common:
 
 # %%
 before, after = 32 / 64, 8 / 64 + 32 / (64 * 256)
 prepared, unprepared = (STEPS[name][1] for name in ("+ logits in chunks", "+ not prepared"))
-reserved = BIG["65B, 1 × 512, logits in chunks"][1].reserved
 CLAIMS = {
-    "double quantization saves 0.373 bits per weight (paper)":
+    "double quantization saves 0.373 bits per weight":
         f"{before - after:.3f}: from {before:.3f} to {after:.3f}",
     "four bits need a quarter of bfloat16's memory":
         f"{model_bytes:,} of {2 * seven.parameters:,} bytes: "
         f"{model_bytes / (2 * seven.parameters):.2f} for 7B with adapters",
-    "65B on one 48 GB GPU (paper), 1 × 512 tokens":
-        f"{format_bytes(reserved)} reserved; fits: "
-        f"{reserved <= memory_named('a6000').budget_bytes}",
-    "an optimizer over all parameters costs memory":
-        "only if a weight is trained that should be frozen",
     "preparing costs two bytes per unquantized weight":
         f"{format_bytes(known['others'] // 2)} for 7B, but it raises the peak by "
         f"{format_bytes(prepared.allocated - unprepared.allocated)}",
@@ -1089,8 +1046,7 @@ for claim, found in CLAIMS.items():
 # %% [markdown]
 # ## The running bill
 #
-# The bill's model trains all of its weights. None is frozen, so none can be stored in four bits,
-# and the bill does not change.
+# The bill's model trains all its weights, so none can be stored in four bits.
 
 # %%
 running_bill(17)

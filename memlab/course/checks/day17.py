@@ -140,7 +140,7 @@ _LEVELS = Exercise(
 
 # ------------------------------------------------------------------ 17.2: encode and pack
 
-MOST_BYTES = 64  # of temporaries, per weight
+MOST_BYTES = 64  # at the peak, per weight
 
 Encode = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -241,14 +241,14 @@ def _require_nearest_level(call: str, weight: Tensor, codes: Tensor) -> None:
     for k in off[:1]:
         require(
             False,
-            f"{call}: weight {k} is {flat[k] / absmax[k]:.4g} of its absmax and has code "
+            f"{call}: weight {k} is {flat[k] / absmax[k]:.4g} × its absmax and has code "
             f"{indices[k]}; wanted {nearest[k]}. {len(off)} of {len(flat)} codes are wrong.",
         )
     zeros = indices[(flat == 0) & (indices != ZERO)]
     require(
         not len(zeros),
         f"{call}: {len(zeros)} weights of 0 should have code {ZERO}, but the first of them has "
-        f"{zeros[:1].sum()}.",
+        f"code {zeros[:1].sum()}.",
     )
 
 
@@ -341,7 +341,7 @@ _ENCODE = Exercise(
             (".view(-1, BLOCK)", ".view(BLOCK, -1).T.contiguous()"),
         ),
         (
-            "A table of all distances needs more bytes than the codes save. Use torch.bucketize.",
+            "You stored the distances of each weight to all 16 levels. Use torch.bucketize.",
             (_NEAREST, "(fractions.unsqueeze(-1) - table).abs().argmin(-1)"),
         ),
     ),
@@ -482,7 +482,7 @@ _DOUBLE = Exercise(
             (_SCALES, "centered.amax(1)"),
         ),
         (
-            "You computed the scale before subtracting the mean. Compute it from the difference.",
+            "You computed the scale before subtracting the mean. Compute it from absmax − mean.",
             (_SCALES, "(centered + mean).amax(1)"),
         ),
         (
