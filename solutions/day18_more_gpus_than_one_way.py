@@ -12,16 +12,15 @@
 # needed, and nothing is downloaded.
 
 # %% [markdown]
-# As before: **guess**, **measure**, then **build** what explains the gap. In an exercise, replace
-# `raise NotImplementedError` with your own lines; the cell below it checks them. If you are stuck,
-# run `memlab hint 18.1` in a terminal. You can skip an exercise: the lesson then uses the
-# reference.
+# In an exercise, replace `raise NotImplementedError` with your own lines; the cell below it checks
+# them. If you are stuck, run `memlab hint 18.1` in a terminal. You can skip an exercise: the lesson
+# then uses the reference.
 
 # %% [markdown]
 # ## The question
 #
 # In **data parallelism** (Days 12 and 13), each rank trains on its own sequences, and ZeRO shards
-# the weights, gradients and optimizer state. But each rank still computes every block in full. Four
+# the weights, gradients and optimizer state. But each rank still computes every layer in full. Four
 # other kinds of parallelism divide the computation of L layers and T tokens among R ranks:
 #
 # | parallelism | what a rank computes |
@@ -35,9 +34,9 @@
 # pipeline are its **stages**.
 
 # %% [markdown]
-# A pipeline can order its passes in two ways. **GPipe** runs the forward passes of all
-# micro-batches, then all backward passes. **1F1B** (one forward, one backward) runs the backward
-# pass of a micro-batch as early as possible.
+# You will compare two pipeline schedules. **GPipe** runs the forward passes of all micro-batches,
+# then all backward passes. **1F1B** (one forward, one backward) runs the backward pass of a
+# micro-batch as early as possible.
 
 # %%
 import warnings
@@ -49,7 +48,6 @@ import torch.nn.functional as F
 
 from memlab import plot
 from memlab.course import days, exercise, guess, model_parallel, reveal, running_bill, verdict
-from memlab.course.peers import in_turns
 from memlab.model import PRESETS
 from memlab.planner import memory_named
 from memlab.reference.tiled_attention import attend as attend_in_tiles
@@ -85,8 +83,7 @@ guess("18.1", tensor_percent=50, stage_percent=50, bubble_percent=50, sends_perc
 # the others divided over two processes. The model has an embedding, two blocks (its layers) and a
 # **head** (the last norm, the logits and the loss). Each run uses the same 4 sequences of 16
 # tokens; in the pipelines, each sequence is a micro-batch. Both processes measure their second step
-# and count the bytes they send. (The processes communicate with gloo, as on Day 13. The cell runs
-# for about ten seconds.)
+# and count the bytes they send. The cell runs for about ten seconds.
 
 # %%
 found = run_ranks("memlab.course.model_parallel:all_ways", 2, timeout=120)
@@ -94,7 +91,7 @@ right = model_parallel.right_gradients()
 
 
 def differences(name):
-    """Yield each gradient's largest difference from the gradient of one process."""
+    """Yield each gradient's largest difference from one process's gradient."""
     for rank, ways in enumerate(found):
         for weight, gradient in ways[name]["gradients"].items():
             divided = name in ("tensor", "sequence")
@@ -117,15 +114,15 @@ for name in found[0]:
         print(f"{who:17}" + "".join(f"{size:12.1f}" for size in row))
 
 # %% [markdown]
-# All seven runs compute the same gradients. *Activations* are the most bytes that the blocks save
-# at once; *logits* are what the head saves. No kind of parallelism divides everything:
+# *Activations* are the most bytes that the blocks save at once; *logits* are what the head saves.
+# No kind of parallelism divides everything:
 #
 # - Data and context: weights, gradients and optimizer state stay whole on each rank.
-# - Tensor: a part of the activations stays whole, so a rank saves 178 KiB of 259. The embedding
-#   stays whole, too.
-# - Sequence: the embedding stays whole. Summing its gradient over ranks sends 64 of a rank's 157
-#   KiB.
-# - Pipeline: only the last stage saves logits.
+# - Tensor: the embedding stays whole. So does a part of the activations: a rank saves 178 KiB of
+#   259.
+# - Sequence: the embedding stays whole. Summing its gradient over ranks sends 64 of the 157 KiB.
+# - Pipeline: only the last stage saves logits. (GPipe's stage 0 frees sent outputs: 6
+#   KiB less than stage 1.)
 
 # %% [markdown]
 # ## Tensor parallelism: column-parallel, then row-parallel
@@ -133,9 +130,8 @@ for name in found[0]:
 # An MLP computes Y = gelu(X Aᵀ) Bᵀ. As in `torch.nn.Linear`, A is (I, C) and B is (C, I), with
 # hidden size C and intermediate size I. In code, A is `up` and B is `down`. Rank r has
 #
-# - I/R rows of A, which compute I/R of the **output** elements (*column-parallel*: these rows are
-#   columns of Aᵀ)
-# - the matching I/R columns of B (*row-parallel*: these columns are rows of Bᵀ)
+# - I/R rows of A (*column-parallel*: they are columns of Aᵀ)
+# - the matching I/R columns of B (*row-parallel*: they are rows of Bᵀ)
 #
 # gelu is elementwise, so the ranks send nothing between the two matmuls. Each rank computes one
 # **term** of Y:
@@ -158,8 +154,8 @@ print("two ranks' terms add up to Y:", torch.allclose(sum(terms), mlp(x, up, dow
 # each rank computes the gradient of X through its own A and B only. The full gradient of X is the
 # sum over ranks: another all-reduce.
 #
-# The Megatron-LM paper defines two **conjugate** functions, f and g. The forward of each is the
-# backward of the other:
+# Megatron-LM uses two **conjugate** functions, f and g. The forward of each is the backward of the
+# other:
 #
 # | | forward | backward |
 # | --- | --- | --- |
@@ -167,31 +163,18 @@ print("two ranks' terms add up to Y:", torch.allclose(sum(terms), mlp(x, up, dow
 # | g, after the second matmul | all-reduce | identity |
 
 # %% [markdown]
-# Autograd sees only one rank's graph, and cannot differentiate `dist.all_reduce`. So f and g are
-# autograd Functions. You need only one class for both: it applies one function in forward and
-# another in backward.
-#
-# Day 13's `in_turns(program, arguments)` runs a program as R ranks in this process. Each rank
-# communicates through its `peer`: `peer.sum(x)` returns the sum of all ranks' tensors, as a new
-# tensor:
-
-
-# %%
-def sum_over_ranks(peer, x):
-    return peer.sum(x).tolist()
-
-
-print(in_turns(sum_over_ranks, [(torch.tensor([1.0, 2.0]),), (torch.tensor([10.0, 20.0]),)]))
+# Autograd cannot differentiate `dist.all_reduce`, so f and g are autograd Functions. One class is
+# enough for both.
 
 # %% [markdown]
 # ### Exercise 18.1: a tensor-parallel MLP
 #
 # About 14 minutes. First complete the Function: apply `in_forward` to `x`, and `in_backward` to the
-# gradient. Then use it to write one rank's MLP.
+# gradient. Then use it for f and g in one rank's MLP.
 #
 # - `x` (T, C) is whole on every rank.
 # - `up` (I/R, C) and `down` (C, I/R) are this rank's shards.
-# - `all_reduce(x)` returns the sum of all ranks' tensors.
+# - `all_reduce(x)` returns the sum of all ranks' tensors, as a new tensor.
 # - Return the full Y, with exactly one all-reduce in forward and one in backward.
 
 
@@ -236,16 +219,15 @@ parallel_mlp = exercise("18.1", parallel_mlp)
 # %% [markdown]
 # Attention is divided the same way. Queries, keys and values are column-parallel, so each rank has
 # H/R of the H heads. The output projection is row-parallel. So a block has two pairs of matmuls,
-# and needs **two all-reduces in forward and two in backward**, each of tokens · C elements. All R
-# ranks wait for each all-reduce. The matrix of the logits is column-parallel: each rank computes
-# the logits of 1/R of the vocabulary.
+# and needs **two all-reduces in forward and two in backward**, each of T · C elements. All ranks
+# wait for each all-reduce. The output matrix is column-parallel: each rank computes the logits of
+# 1/R of the vocabulary.
 
 # %% [markdown]
 # ## What a tensor-parallel block saves
 #
-# Between the two matmuls of a pair, every tensor is divided by R. Outside the pairs, nothing is:
-# norms and the residual stream have all tokens and all C elements on every rank. Without
-# parallelism, a block of this model saves on a CPU, per token:
+# Between the two matmuls of a pair, every tensor is divided by R. Outside the pairs, every rank has
+# all T · C elements. Without parallelism, a block of this model saves on a CPU, per token:
 #
 # | | elements |
 # | --- | --- |
@@ -256,17 +238,16 @@ parallel_mlp = exercise("18.1", parallel_mlp)
 
 # %% [markdown]
 # Tensor parallelism divides only the last two rows. **Sequence parallelism** divides the first two
-# rows too, by tokens: each rank has T/R of the tokens there. Then a rank saves 1/R of each
-# activation.
+# rows by tokens: each rank has T/R of them there. So a rank saves 1/R of all activations.
 
 # %% [markdown]
 # ### Exercise 18.2: saved elements of a block
 #
 # About 8 minutes. Return how many elements one rank saves for one block, as an integer.
 #
-# - `tokens` counts all tokens of the batch.
+# - `tokens` is T, all tokens of the batch.
 # - `ranks` divides `tokens`, `hidden` (C), `heads` (H) and `intermediate` (I) without remainder.
-# - `sequence` is True if the ranks also use sequence parallelism.
+# - `sequence` is True if the ranks add sequence parallelism to tensor parallelism.
 
 
 # %%
@@ -306,22 +287,20 @@ print(f"a rank saves {tensor / whole:.0%} with tensor parallelism, {sequence / w
 # that in an all-reduce (Day 13). So forward sends as many bytes as with tensor parallelism alone.
 
 # %% [markdown]
-# The backward of an all-gather is a reduce-scatter, and the backward of a reduce-scatter is an
-# all-gather.
+# The backward of an all-gather is a reduce-scatter, and vice versa.
 #
-# There is a trap. A linear layer saves its input, to compute the gradient of its weight. If
-# autograd saves the *gathered* input, this activation is whole again. So save only the shard, and
-# gather it **again** in backward.
+# A linear layer saves its input, to compute the gradient of its weight. If autograd saves the
+# *gathered* input, this activation is whole again. So save only the shard, and gather it **again**
+# in backward.
 
 # %% [markdown]
 # ### Exercise 18.3: gather tokens, save the shard
 #
-# About 14 minutes. `x` (T/R, in) has this rank's tokens; `weight` (out/R, in) has this rank's rows.
-# Return the matmul of all tokens with this rank's rows, (T, out/R).
+# About 14 minutes. Complete the Function. `x` (T/R, in) has this rank's tokens; `weight` (out/R,
+# in) has this rank's rows. Return the matmul of all tokens with this rank's rows, (T, out/R).
 #
 # - `all_gather` turns (T/R, …) into (T, …).
-# - `reduce_scatter` sums (T, …) over ranks, and returns this rank's (T/R, …). Both return new
-#   tensors.
+# - `reduce_scatter` sums (T, …) over ranks, and returns this rank's (T/R, …).
 # - Save only `x` and `weight`.
 # - Forward gathers once. Backward gathers once and reduce-scatters once.
 # - The gradient of `weight` is not summed over ranks.
@@ -345,8 +324,8 @@ class GatherLinear(torch.autograd.Function):
         ### BEGIN SOLUTION
         x, weight = ctx.saved_tensors
         all_gather, reduce_scatter = ctx.collectives
-        of_weight = gradient.T @ all_gather(x)  # (out/R, in)
-        return reduce_scatter(gradient @ weight), of_weight, None, None
+        weight_grad = gradient.T @ all_gather(x)  # (out/R, in)
+        return reduce_scatter(gradient @ weight), weight_grad, None, None
         ### END SOLUTION
         ### BEGIN STUB
         # raise NotImplementedError("exercise 18.3, about 4 lines")
@@ -361,13 +340,11 @@ def gather_linear(x, weight, all_gather, reduce_scatter):
 gather_linear = exercise("18.3", gather_linear)
 
 # %% [markdown]
-# One detail remains. Every rank has a norm's whole weight (C elements), but applies it to its own
-# tokens only. The gradient of this weight is a sum over all tokens, so it must be summed over
-# ranks: apply f to the norm's weight. (With tensor parallelism alone, every rank has all tokens and
-# computes the whole gradient.)
+# A norm's weight is whole on every rank, but each rank applies it to its own tokens only. So its
+# gradient must be summed over ranks: apply f to the weight.
 #
-# How much do tensor and sequence parallelism send per block? Count in **ring passes**: one ring
-# pass sends (R − 1)/R of tokens · C elements.
+# How much do tensor and sequence parallelism send per block? Count in **ring passes**: in a ring
+# pass, a rank sends (R − 1)/R of T · C elements.
 
 # %%
 a_pass = SIZES[0] * SIZES[1] * 4 // 2  # bytes of a ring pass: (R − 1)/R is 1/2
@@ -382,26 +359,20 @@ for name in ("tensor", "sequence"):
     print(f"{name:9}{passes[name]:3} ring passes: {kinds}")
 
 # %% [markdown]
-# - Tensor parallelism: four all-reduces are 8 ring passes.
-# - Sequence parallelism replaces each all-reduce by an all-gather and a reduce-scatter: 8 again. In
-#   backward it gathers the inputs of the two column-parallel matmuls again: 10.
-#
-# torch's own modules (`ColwiseParallel` with a sharded input) save the gathered input, and so need
-# only 8 ring passes.
+# Sequence parallelism replaces each of the four all-reduces by an all-gather and a reduce-scatter:
+# also 8 ring passes. In backward it gathers the inputs of the two column-parallel matmuls again:
+# 10.
 
 # %% [markdown]
 # ## Pipeline parallelism: idle time and micro-batches in flight
 #
-# A pipeline divides the **layers**: each of p stages has 1/p of them. A batch is split into m
-# **micro-batches**, so that the stages work at the same time: stage 1 runs micro-batch 0 while
+# A pipeline divides the **layers**: each of p stages (ranks) has 1/p of them. A batch is split into
+# m **micro-batches**, so that the stages work at the same time: stage 1 runs micro-batch 0 while
 # stage 0 runs micro-batch 1. Each stage sends its output to the next stage, and the gradient of its
 # input to the previous one.
-
-# %% [markdown]
-# Gradients are summed over the micro-batches, as in gradient accumulation (Day 3). So they don't
-# depend on the order of a stage's passes. A micro-batch is **in flight** on a stage from its
-# forward pass to its backward pass there. Until then, the stage keeps the micro-batch's
-# activations.
+#
+# A micro-batch is **in flight** on a stage from its forward pass to its backward pass there. During
+# this time, the stage keeps the micro-batch's activations.
 
 # %% [markdown]
 # In **1F1B**, stage i of p runs
@@ -421,8 +392,9 @@ for name in ("tensor", "sequence"):
 # %% [markdown]
 # ### Exercise 18.4: the order of a stage
 #
-# About 12 minutes. Return the passes of stage `stage` in order, as a list of `("forward", n)` and
-# `("backward", n)`. Stages and micro-batches (n) count from 0.
+# About 12 minutes. Return the passes of stage `stage` in 1F1B's order, as a list of `("forward",
+# n)` and `("backward", n)`, where n is the micro-batch. Stages and micro-batches count from 0.
+# `stages` is p, `micro_batches` is m.
 
 
 # %%
@@ -440,10 +412,9 @@ def one_forward_one_backward(stage, stages, micro_batches):
 one_forward_one_backward = exercise("18.4", one_forward_one_backward)
 
 # %% [markdown]
-# Compare both orders on a **timeline**. A pass starts as soon as its stage is free and its input
-# has arrived: the previous stage's output for a forward pass, the next stage's gradient for a
-# backward pass. Assume that backward takes twice as long as forward, and that sending takes no
-# time.
+# Compare both schedules on a **timeline**. A pass starts as soon as its stage is free and its input
+# has arrived from the neighboring stage. Assume that backward takes twice as long as forward, and
+# that sending takes no time.
 
 
 # %%
@@ -492,7 +463,9 @@ for axes, (name, order_of) in zip(both, SCHEDULES.items(), strict=True):
     axes.set_yticks(range(P))
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
-_ = both[1].set(xlabel="time in forward passes (blue: forward, yellow: backward)")
+_ = both[1].set(
+    xlabel="time in forward passes (blue: forward, yellow: backward, number: micro-batch)"
+)
 
 
 # %%
@@ -508,47 +481,38 @@ for name, order_of in SCHEDULES.items():
           f"(p − 1)/(m + p − 1) = {(P - 1) / (M + P - 1):.4f}")  # fmt: skip
 
 # %% [markdown]
-# Both bubbles are equal. A step takes as long as m + p − 1 micro-batches on one stage, and each
-# stage works for m of them. So 1F1B saves no time. It saves **memory**: stage i has at most p − i
-# micro-batches in flight, instead of m. More micro-batches make the bubble smaller, and with 1F1B
-# they need no more memory once m ≥ p.
+# Both bubbles are equal: a step takes as long as m + p − 1 micro-batches on one stage, and each
+# stage works for m of them. 1F1B saves **memory**: stage i has at most p − i micro-batches in
+# flight, instead of m. More micro-batches make the bubble smaller, and with 1F1B they need no more
+# memory once m ≥ p.
 #
-# But stage 0 keeps the activations of p micro-batches in 1/p of the layers. One GPU with
-# *all* layers keeps as much for one micro-batch.
+# But stage 0 keeps the activations of p micro-batches in 1/p of the layers. One GPU with *all*
+# layers keeps as much for one micro-batch.
 
 # %%
 layer = 4 * saved_elements(16, 32, 4, 96, 1, False)  # bytes per micro-batch and layer
-output = 4 * 16 * 32  # bytes per micro-batch that stage 0 sends
-for name, order_of in SCHEDULES.items():
-    for stage in range(2):
-        measured = found[stage][name]["bytes"]["activations"]
-        flights = most_in_flight(order_of(stage, 2, 4))
-        freed = 3 * output if (name, stage) == ("GPipe", 0) else 0
-        print(f"{name:6}stage {stage}: {measured:7,} bytes saved; formula, {flights} in flight: "
-              f"{flights * layer - freed:7,}")  # fmt: skip
-print(f"one process, two layers, one micro-batch at a time: {2 * layer:7,} bytes")
-
-# %% [markdown]
-# (Backward does not need the outputs that stage 0 sends, so the stage frees each one just before it
-# sends the next. An output counts as an activation only if it exists during a backward pass. GPipe
-# frees three of the four before its first backward pass, so the formula subtracts them. 1F1B frees
-# only output 0 so early. At its peak, later micro-batches are in flight, and their outputs count.)
+for stage in range(2):
+    measured = found[stage]["1F1B"]["bytes"]["activations"]
+    flights = most_in_flight(one_forward_one_backward(stage, 2, 4))
+    print(f"1F1B, stage {stage}: {measured:,} bytes saved; formula, {flights} in flight: "
+          f"{flights * layer:,}")  # fmt: skip
+print(f"one process, two layers, one micro-batch at a time: {2 * layer:,} bytes")
 
 # %% [markdown]
 # ## Context parallelism: ring attention
 #
-# For very long sequences, each rank has T/R tokens of every sequence, in *all* layers. Norms and
-# matmuls treat each token separately. Only attention reads other tokens: with a causal mask, the
-# queries of rank r need the keys and values of ranks 0 to r.
+# For very long sequences, each rank has 1/R of the tokens of every sequence, in *all* layers. Only
+# attention reads other tokens: with a causal mask, the queries of rank r need the keys and values
+# of ranks 0 to r.
 
 # %% [markdown]
 # In **ring attention**, each rank first attends to its own block of keys and values. Then, R − 1
 # times, it sends its current block to the next rank and attends to the block that arrives. After
-# step s, rank r has the block of rank r − s (modulo R). The causal mask hides blocks of later
-# tokens.
+# step s, rank r has the block of rank r − s (modulo R).
 #
-# Day 10's online softmax merges two tiles; here it merges two blocks. Attention to a block gives
-# `out` (T/R, D) and the log-sum-exp of the scores, `lse` (T/R). To merge block b:
+# Day 10's online softmax merges two tiles; here it merges two blocks. For one head (T tokens, head
+# dimension D), attention to a block gives `out` (T/R, D) and each query's log-sum-exp of the
+# scores, `lse` (T/R). To merge block b:
 #
 # $$lse' = \ln(e^{lse} + e^{lse_b}) \qquad out' = out\,e^{lse - lse'} + out_b\,e^{lse_b - lse'}$$
 
@@ -566,10 +530,11 @@ def attend(q, k, v, shift):
 # keys and values.
 #
 # - `q`, `k`, `v` (T/R, D) belong to this rank's tokens. Rank 0 has the first T/R tokens.
+# - `peer.rank` is r, `peer.ranks` is R.
 # - `peer.send(x)` sends to the next rank. `peer.receive()` waits for the previous rank's tensor.
-# - Send keys and values as one tensor (`torch.stack`), R − 1 times. R is `peer.ranks`.
+# - Send keys and values as one tensor (`torch.stack`), R − 1 times.
 # - Leave `q`, `k`, `v` unchanged.
-# - Skip blocks of later tokens: a query without keys gets lse = +∞, and merging that gives NaN.
+# - Skip blocks of later tokens: merging them gives NaN.
 # - Scores can be thousands: use `torch.logaddexp`.
 
 
@@ -593,13 +558,11 @@ def ring_attention(peer, q, k, v):
 ring_attention = exercise("18.5", ring_attention)
 
 # %% [markdown]
-# Backward sends the blocks around the ring again. The gradients of keys and values travel with
-# them, and must return to their owner: R blocks of gradients. In forward and backward together, a
-# rank sends (3R − 2)/R of all keys and values. (`memlab/reference/ring_attention.py` implements
-# both passes.)
+# In backward, a rank sends R − 1 blocks again, and R blocks of gradients, which must return to
+# their owners. With the R − 1 blocks of forward, it sends 3R − 2 blocks, each 1/R of all keys and
+# values.
 #
-# The work is unequal: rank 0 attends to one block, rank R − 1 to R blocks. Production versions
-# balance it: each rank gets an early and a late part of the sequence.
+# The work is unequal: rank 0 attends to one block, rank R − 1 to R blocks.
 
 # %%
 ring_bytes = found[0]["context"]["sent"]["isend"]
@@ -610,15 +573,15 @@ print(f"sent around the ring: {ring_bytes:,} bytes; (3·2 − 2)/2 · {keys_valu
 # %% [markdown]
 # ## What each kind divides and sends
 #
-# These are the main terms for a model with many blocks, with R ranks, T tokens of C elements, and
-# ring passes that send (R − 1)/R of a tensor:
+# The table compares R ranks (p stages) with one process that has the whole batch. It assumes many
+# blocks; a *pass* is a ring pass.
 #
 # | | weights, gradients, optimizer state | activations | logits | sent per step |
 # | --- | --- | --- | --- | --- |
 # | data | whole (ZeRO shards them: Day 12) | 1/R | 1/R | weights' gradients: 2 passes |
 # | tensor | 1/R; embedding whole | 1/R; norms, residual whole | 1/R | 8 passes of T·C per block |
 # | + sequence | as tensor | 1/R | 1/R | 10 passes of T·C per block |
-# | 1F1B | 1/R | stage i: min(m, R − i)/m · 1/R | last stage: 1/m | T·C to each neighbor |
+# | 1F1B | 1/p | stage i: min(m, p − i)/m · 1/p | last stage: 1/m | T·C to each neighbor |
 # | context | whole (ZeRO shards them) | 1/R | 1/R | as data; (3R − 2)/R of keys, values per block |
 
 # %%
@@ -636,7 +599,7 @@ for place, (name, rank) in enumerate(bars):
         start += size
 ticks = [f"{name}, stage {rank}" if name in SCHEDULES else name for name, rank in bars]
 axes.set_yticks(range(len(bars)), ticks)
-axes.set(xlabel="KiB", title="Memory per rank: one process, or two ranks")
+axes.set(xlabel="KiB per rank", title="Memory by category: one process, or two ranks")
 axes.invert_yaxis()
 axes.spines[["top", "right"]].set_visible(False)
 _ = axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.45, -0.16))
@@ -644,10 +607,10 @@ _ = axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.45
 # %% [markdown]
 # ## At scale: dry runs of real scripts
 #
-# Days 13 and 16 used formulas for 70B on 8 GPUs and 405B on 128. A formula leaves out every tensor
-# that its author forgot. `memlab run --ranks 8 train.py` runs a real script as one of eight ranks,
-# on fake tensors and with collectives that send nothing. It counts every storage of the rank.
-# [docs/RANKS.md](../docs/RANKS.md) compares such predictions with real processes.
+# Day 16 used formulas for 70B on 8 GPUs and 405B on 128. A formula leaves out every tensor that its
+# author forgot. `memlab run --ranks 8 train.py` runs a real script as one of eight ranks, on fake
+# tensors and with collectives that send nothing. [docs/RANKS.md](../docs/RANKS.md) compares such
+# predictions with real processes.
 
 # %%
 SCRIPTS = days.folder("benchmarks/llama")
@@ -689,8 +652,7 @@ def show_largest(trace, count):
 # checkpointing, bfloat16 weights and AdamW state, and two micro-batches of 4,096 tokens per rank.
 #
 # The next cell runs it with three and with four blocks, and assumes that each further block adds
-# what the fourth added. `tests/course/test_day18.py` compares this extrapolation with a dry run of
-# all 80 blocks.
+# what the fourth added. (A dry run of all 80 blocks has the same peak within 0.1%.)
 
 # %%
 seventy = PRESETS["llama-3-70b"]
@@ -709,14 +671,12 @@ print("largest tensors at the peak, with four blocks:")
 show_largest(four, 5)
 
 # %% [markdown]
-# By formula (the state, and the block inputs of one micro-batch) the model fits, but the script
-# needs more memory than an H100 has. The formula leaves out unsharded tensors. The largest at the
-# peak are:
+# By formula (the state, and one micro-batch's block inputs) the model fits; the script does not.
+# The formula leaves out unsharded tensors. The five largest, in the printed order:
 #
-# - the embedding and the output matrix, which FSDP2 gathers as one unit and keeps until the end of
-#   backward
+# - the embedding and the output matrix, which FSDP2 keeps gathered during backward
 # - the gradient of the output matrix
-# - two FSDP2 buffers for the 856 million elements of a block
+# - two FSDP2 buffers, each as large as a block's weights
 
 # %% [markdown]
 # **405B on 128 H100s**: `benchmarks/llama/three_d.py` combines torch's own modules:
@@ -728,8 +688,8 @@ show_largest(four, 5)
 # It uses bfloat16, checkpointing and four micro-batches of 8,192 tokens. The first stage has 32 of
 # the 126 blocks. The next cell runs it with one and with two blocks.
 #
-# In a pipeline, FSDP2 is ZeRO-3 only *between* steps: torch keeps each block's gathered weights and
-# unsharded gradients until the last micro-batch. So the cell's formula assumes ZeRO-1.
+# In a pipeline, torch keeps each block's gathered weights and unsharded gradients until the last
+# micro-batch. So the formula assumes ZeRO-1, which shards only the optimizer state.
 
 # %%
 huge, TOKENS = PRESETS["llama-3-405b"], 8192
@@ -750,31 +710,28 @@ print(f"by formula: ZeRO-1's state {zero_1 / 1e9:.2f} + block inputs {kept / 1e9
       f"{(zero_1 + kept) / 1e9:.2f} GB")  # fmt: skip
 
 # %%
-whole_weights, whole_embedding = 2 * block // 8, 2 * embedding
+block_weights, whole_embedding = 2 * block // 8, 2 * embedding  # bytes
 grown = {
     name: two_blocks.at_peak.get(name, 0) - one_block.at_peak.get(name, 0)
     for name in ("activations", "backward_temporaries")
 }
-print(f"a block's weights, divided by 8 tensor-parallel ranks: {whole_weights / 1e9:.2f} GB")
+print(f"a block's weights, divided by 8 tensor-parallel ranks: {block_weights / 1e9:.2f} GB")
 for name, size in grown.items():
-    print(f"each further block adds {size / 1e9:.2f} GB to {name.replace('_', ' ')}")
+    print(f"the second block adds {size / 1e9:.2f} GB to {name.replace('_', ' ')}")
 print(f"the whole embedding: {whole_embedding / 1e9:.2f} GB")
 print("largest tensors at the peak, with two blocks:")
 show_largest(two_blocks, 2)
 
 # %% [markdown]
-# The tensors alone nearly fill an H100: 82.8 of 84.3 GB. Only 1.5 GB are left, but with two blocks
-# the allocator already reserves 7.6 GB more than the tensors need. So don't expect the script to
-# fit.
-
-# %% [markdown]
-# Gathered weights count as activations, and unsharded gradients as backward temporaries. The
-# formula leaves out two things:
+# The tensors alone nearly fill an H100: 82.8 of 84.3 GB. With only two blocks, the allocator
+# already reserves 7.6 GB more than the tensors need. So don't expect the script to fit.
 #
-# - **The shards.** FSDP2's shards of the weights exist besides the gathered weights.
-# - **The embedding.** DTensor divides the embedding by 8. But its backward allocates two gradients
-#   of the **whole** embedding on each rank of the first stage: the sum over micro-batches, and the
-#   current micro-batch's.
+# Gathered weights count as activations here, and unsharded gradients as backward temporaries. The
+# formula mainly leaves out
+#
+# - the shards of the weights, which exist besides the gathered weights
+# - two gradients of the **whole** embedding: DTensor divides the embedding by 8, but its backward
+#   does not divide the gradient
 
 # %% [markdown]
 # ## Explain the gap
@@ -788,29 +745,25 @@ reveal("18.1", tensor_percent=100 * tensor / whole, stage_percent=100 * stage_0 
 # %% [markdown]
 # - **Tensor**: norms and the residual stream stay whole.
 # - **Stage 0**: it has half of the layers, but two micro-batches in flight.
-# - **Bubble**: in either order, the first micro-batch must reach the last stage, and the last
-#   micro-batch's gradient must return to stage 0.
+# - **Bubble**: with either schedule, the pipeline must fill and drain.
 # - **Sequence**: backward gathers the inputs once more.
 
 # %% [markdown]
 # ## On your GPUs
 #
-# Both scripts also run under `torchrun`. The first command needs no GPU, and predicts the memory of
-# a rank that trains Llama 3 8B (32 blocks, two micro-batches of 2,048 tokens). The second command
-# needs 8 GPUs, and measures all eight ranks:
+# The first command needs no GPU, and predicts the memory of a rank that trains Llama 3 8B (32
+# blocks, two micro-batches of 2,048 tokens). The second command measures all ranks on 8 GPUs:
 #
 # ```sh
 # memlab run --ranks 8 benchmarks/llama/fsdp2.py llama-3-8b 32 2048 2
 # torchrun --nproc-per-node 8 -m memlab run --real benchmarks/llama/fsdp2.py \
 #     llama-3-8b 32 2048 2
 # ```
-#
-# NCCL's buffers need additional memory; the first command prints an estimate.
 
 # %% [markdown]
 # ## Rules on trial
 #
-# These are four common claims about parallel training.
+# Four common claims about parallel training:
 
 # %%
 verdict(
@@ -865,19 +818,12 @@ verdict(
 # | sequences too long for a GPU | context parallelism |
 # | many sequences | data parallelism, with ZeRO |
 #
-# Ask three questions about each kind:
-#
-# 1. What stays whole on each rank?
-# 2. What does a rank send, and which ranks wait for it?
-# 3. Which rank needs the most memory: the first stage, or the rank with the logits?
-#
-# Then run your script as a dry run.
+# Before you choose, predict your script's memory with a dry run.
 
 # %% [markdown]
 # ## The running bill
 #
-# The running bill's step uses one GPU, so there is nothing to divide. Today's bytes are the same as
-# Day 17's.
+# The bill's step uses one GPU, so there is nothing to divide, and the bill stays the same.
 
 # %%
 running_bill(18)

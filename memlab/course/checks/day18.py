@@ -419,12 +419,12 @@ def _calls(calls: list[str]) -> str:
 
 _SAVE = "ctx.save_for_backward(x, weight)"
 _PRODUCT = "return all_gather(x) @ weight.T  # (T, out/R)"
-_OF_WEIGHT = "of_weight = gradient.T @ all_gather(x)"
-_SCATTERED = "return reduce_scatter(gradient @ weight), of_weight, None, None"
+_OF_WEIGHT = "weight_grad = gradient.T @ all_gather(x)"
+_SCATTERED = "return reduce_scatter(gradient @ weight), weight_grad, None, None"
 _KEPT = (
     (_SAVE, "whole = all_gather(x)\n        ctx.save_for_backward(whole, weight)"),
     (_PRODUCT, "return whole @ weight.T"),
-    (_OF_WEIGHT, "of_weight = gradient.T @ x"),
+    (_OF_WEIGHT, "weight_grad = gradient.T @ x"),
 )
 
 _GATHER = Exercise(
@@ -454,11 +454,11 @@ _GATHER = Exercise(
             "The gathered tokens stay alive as an attribute of ctx. Gather again in backward.",
             (_SAVE, f"{_SAVE}\n        ctx.whole = all_gather(x)"),
             (_PRODUCT, "return ctx.whole @ weight.T"),
-            (_OF_WEIGHT, "of_weight = gradient.T @ ctx.whole"),
+            (_OF_WEIGHT, "weight_grad = gradient.T @ ctx.whole"),
         ),
         (
             "The gradient of x has all tokens. Wanted this rank's tokens only: reduce_scatter it.",
-            (_SCATTERED, "return gradient @ weight, of_weight, None, None"),
+            (_SCATTERED, "return gradient @ weight, weight_grad, None, None"),
         ),
         (
             "The gradient of x has this rank's term only. Sum it over ranks with reduce_scatter.",
@@ -466,14 +466,15 @@ _GATHER = Exercise(
                 _SCATTERED,
                 "rows = len(x)\n"
                 "        own = [gradient[n : n + rows] for n in range(0, len(gradient), rows)]\n"
-                "        return own[0] @ weight, of_weight, None, None",
+                "        return own[0] @ weight, weight_grad, None, None",
             ),
         ),
         (
             "The weight's gradient is summed over ranks. Each rank has its own rows of the weight.",
             (
                 _SCATTERED,
-                "of_weight = reduce_scatter(torch.cat([of_weight] * (len(gradient) // len(x))))\n"
+                "copies = [weight_grad] * (len(gradient) // len(x))\n"
+                "        weight_grad = reduce_scatter(torch.cat(copies))\n"
                 f"        {_SCATTERED}",
             ),
         ),
@@ -491,7 +492,7 @@ _GATHER = Exercise(
         ),
         (
             "Backward gathers x twice. Gather it once.",
-            (_OF_WEIGHT, "all_gather(x)\n        of_weight = gradient.T @ all_gather(x)"),
+            (_OF_WEIGHT, "all_gather(x)\n        weight_grad = gradient.T @ all_gather(x)"),
         ),
     ),
 )
@@ -584,8 +585,8 @@ _ORDER = Exercise(
             (_WARM_UP, "warm_up = 0"),
         ),
         (
-            "The warm-up has one forward pass too many. It has p − 1 − stage; each pair then "
-            "begins with a forward pass.",
+            "The warm-up has one forward pass too many. Wanted p − 1 − stage, because each pair "
+            "then begins with a forward pass.",
             (_WARM_UP, "warm_up = min(stages - stage, micro_batches)"),
         ),
         (
@@ -593,12 +594,12 @@ _ORDER = Exercise(
             (_WARM_UP, "warm_up = min(stage, micro_batches)"),
         ),
         (
-            "The warm-up has more passes than there are micro-batches. It has at most m.",
+            "The warm-up has more passes than there are micro-batches. Limit it to m.",
             (_WARM_UP, "warm_up = stages - 1 - stage"),
         ),
         (
-            "In each pair, the backward pass comes first. Then one fewer micro-batch is in flight, "
-            "and the stage waits. Put the forward pass first.",
+            "In each pair, the backward pass comes first, so too few micro-batches are in flight. "
+            "Put the forward pass first.",
             (_STEADY, 'order += [("backward", n - warm_up), ("forward", n)]'),
         ),
         (
