@@ -20,11 +20,11 @@
 # ## The question
 #
 # In a simulation all ranks share one process, and no rank is late. A real rank is a **process**
-# with its own memory. It receives data from other ranks only as messages. It can wait forever, and
-# it can be killed.
+# with its own memory. It receives data from other ranks only as messages, can wait forever, and can
+# be killed.
 #
-# Today two processes train the tiny model. Both run the code of the next cells; only their rank
-# differs. (They communicate with *gloo*, torch's backend for CPUs. For GPUs it is NCCL.)
+# Today two processes train the tiny model with the code of the next cells. They communicate with
+# *gloo*, torch's backend for CPUs. (For GPUs it is NCCL.)
 
 
 # %%
@@ -83,7 +83,7 @@ def sum_of_losses(model, batch):
 # only.
 #
 # With `overlap`, gradients are sent while backward continues. Stage 3 also *prefetches*: it gathers
-# the next unit's weights while the current unit runs. This costs memory: you will guess how much.
+# the next unit's weights while the current unit runs.
 
 
 # %%
@@ -100,8 +100,8 @@ def measure_step(stage, overlap):
 # %% [markdown]
 # For comparison, each process also runs PyTorch's **FSDP2**, which is stage 3. `fully_shard(block)`
 # makes each block a unit; `fully_shard(model)` makes a unit of the remaining weights, the *root*.
-# `CommDebugMode` counts the collectives of a step. (FSDP2 also trains a float64 copy of the model,
-# to compare weights.)
+# `CommDebugMode` counts the collectives of a step. The float64 weights will be compared with our
+# stage 3's.
 
 
 # %%
@@ -132,9 +132,9 @@ def measure_fsdp2():
 
 
 # %% [markdown]
-# Then two failures. In `step_with_a_nan`, rank 1's loss is NaN. `train` saves a checkpoint after
-# every second step, each rank its own shards. Then rank 1 is killed with SIGKILL, as Linux does
-# when memory runs out: without an exception or a message.
+# Then two failures. In `step_with_a_nan`, rank 1's loss is NaN. In `train`, each rank saves its
+# shards after every second step, until rank 1 is killed with SIGKILL, as Linux does when memory
+# runs out.
 
 
 # %%
@@ -165,8 +165,8 @@ def train(zero, first, last, folder=None, killed_in=None):
 
 
 # %% [markdown]
-# Everything runs in one launch, because starting processes takes seconds. A killed rank returns
-# nothing, so each rank writes its results to a file.
+# Everything runs in one launch. A killed rank returns nothing, so each rank writes its results to a
+# file.
 
 
 # %%
@@ -286,31 +286,27 @@ for stage in range(4):
         axes.barh(place, whole - start, left=start, color="#c9c9d0", label=label)
         axes.text(whole + 8, place, who, va="center", fontsize=8)
 axes.set_yticks([1, 5, 9, 13], [f"stage {stage}" for stage in range(4)])
-axes.set(xlabel="KiB", title="Peak of a step, measured by each process")
+axes.set(xlabel="KiB", title="Peak of a step: two processes, and simulated")
 axes.invert_yaxis()
 axes.spines[["top", "right"]].set_visible(False)
 _ = axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.18))
 
 # %% [markdown]
-# The processes match the simulation exactly: the bytes of each kind, at the peak and at the end;
-# the collectives; and the loss, bit for bit. So Day 12's results hold for processes. (With more
-# than two ranks, the order of summation may change the last bit.)
+# The processes match the simulation: the bytes of each kind, at the peak and at the end; the
+# collectives and their bytes (traffic); and the loss, bit for bit.
 #
-# The meter does *not* count gloo's internal copies of gradients, or memory outside of tensors:
-# libraries, and the CUDA context on a GPU (Day 2).
+# (`zero` hides gloo's internal copies of gradients from the meter.)
 
 # %% [markdown]
-# Why is stage 3's peak higher than stage 2's here? It is at the start of backward. There a rank has
-# its weight shards, the gathered root (embedding and last norm) and one gathered block: 145 KiB.
-# It also has the flat buffer into which that block was gathered: 48 KiB. In stage 2 a rank has all
-# weights, but they are only 129 KiB, without a buffer. (Stage 2's peak comes later, with the
-# gradients.) With many blocks, one block is a small part of the weights.
+# Why is stage 3's peak higher than stage 2's? The model has only two blocks. One gathered block and
+# its flat buffer use 97 KiB, all weights only 129 KiB. With many blocks, one block is a small part
+# of the weights.
 
 # %% [markdown]
 # ## A ring
 #
-# Yesterday each rank could send to every other rank. On a **ring** a rank sends to the next rank
-# and receives from the previous one. Today you write the program of *one* rank.
+# On a **ring** a rank sends to the next rank and receives from the previous one. Today you write
+# the program of *one* rank.
 #
 # `in_turns(program, arguments)` runs all ranks in this process, one at a time. `arguments` is a
 # list with one tuple per rank. The program's first argument, `peer`, has `rank`, `ranks`,
@@ -367,8 +363,8 @@ for ranks in (2, 8, 64):
 
 # %% [markdown]
 # Each rank sends (R − 1)/R of the tensor, as in Day 12's formula. But it sends R − 1 messages, one
-# after another, and each message has a latency, however small the message is. So small gradients
-# are concatenated into one flat tensor, a *bucket*, and sent together.
+# after another, and even a small message has a latency. So small gradients are concatenated into
+# one flat tensor, a *bucket*, and sent together.
 
 # %% [markdown]
 # ## Overlap
@@ -382,11 +378,11 @@ for ranks in (2, 8, 64):
 # ### Exercise 13.2: overlap buckets with backward
 #
 # About 20 minutes. `gradients` yields (name, gradient); `buckets` is a list of lists of names.
-# Return a list of the flat sums, in order. Do not change `buckets`.
+# Return a list of the flat sums, in order. Do not change `buckets` or dtypes.
 #
 # - Begin a bucket when its last gradient arrives: one flat tensor, in the order of its names.
 # - Begin in the list's order, even if a later one is complete.
-# - At most two are in flight: wait for the older just before you begin a third, not earlier.
+# - At most two are in flight: wait for the older just before you begin a third.
 # - After `begin`, keep no reference to a sent gradient, a copy of it, or `flat`.
 
 
@@ -467,11 +463,10 @@ for axes, (title, peer_of) in zip(both, ways.items(), strict=True):
 _ = both[1].set_xlabel("time (assumed: 1 per gradient computed, 2 per bucket sent)")
 
 # %% [markdown]
-# The order of events comes from your function; the durations are assumed. If you wait at once,
-# backward stalls. If you wait late, only the last bucket is not hidden.
+# If you wait at once, backward stalls. If you wait late, only the last bucket is not hidden.
 #
-# Overlap can cost the memory of a second bucket, and in stage 3 the memory of prefetched weights.
-# How much did it cost in the two processes?
+# Overlap needs memory: for a second bucket, and in stage 3 for prefetched weights. How much did it
+# need in the two processes?
 
 
 # %%
@@ -484,9 +479,8 @@ for stage in (2, 3):
     print(f"same collectives and bytes sent: {without[1] == with_overlap[1]}")
 
 # %% [markdown]
-# In stage 3 overlap costs exactly one block's weights. Backward runs the second block first, with
-# its gathered weights, and prefetches the first block's. In stage 2 overlap costs nothing: two
-# buckets exist together, but not at the peak.
+# Stage 3 needs one block's weights more: while backward runs the second block, it prefetches the
+# first. In stage 2 the second bucket does not exist at the peak.
 
 # %% [markdown]
 # ## Comparison with FSDP2
@@ -511,16 +505,10 @@ close = 0.85 < ratio < 1.15
 print(f"FSDP2's peak without gloo's copies is within 15% of ours with overlap: {close}")
 
 # %% [markdown]
-# Collectives and bytes of sharded parameters are the same, and the weights differ only by rounding.
-# FSDP2 needs 68 bytes more for AdamW's step counters: one per parameter tensor instead of one per
-# unit.
-
-# %% [markdown]
-# In backward, FSDP2 and our overlapped stage 3 prefetch a block. This model has two blocks, so
-# while the second runs, *all* weights are gathered. With 32 blocks, a prefetched block is 3% of the
-# blocks' weights. (gloo copies the gradients before it sums them. `zero` hides these copies from
-# the meter. In FSDP2's run the meter counts all of them from the start of the step, because it
-# cannot see when they are allocated. So the cell subtracts them.)
+# FSDP2 needs 68 bytes more for AdamW's step counters: one per parameter tensor, not per unit.
+#
+# FSDP2 also prefetches in backward, so its peak is compared with our stage 3 *with* overlap. In
+# FSDP2's run the meter counts gloo's copies of gradients, so the cell subtracts them.
 
 # %% [markdown]
 # Use these in production:
@@ -554,9 +542,9 @@ for rank in range(2):
 
 # %% [markdown]
 # Both ranks report the same error, although rank 0's own loss was finite. If rank 1 had skipped the
-# step alone, rank 0 would have waited for it in the next collective. The same happens at the end of
-# the data, when one rank has one more batch. So ranks decide **together**: whether a rank runs the
-# next collective must never depend on its own data alone.
+# step alone, rank 0 would have waited for it in the next collective. The same happens when one rank
+# has one more batch. So ranks decide **together**: whether a rank runs the next collective must
+# never depend on its own data alone.
 
 # %% [markdown]
 # ### Exercise 13.3: one decision for all ranks
@@ -565,11 +553,11 @@ for rank in range(2):
 # rank may have more. The first case that applies ends the round:
 #
 # - A rank has none left: all return the number of steps, without skipped rounds.
-# - A gradient is not finite (inf, nan): all ranks skip the round and send no gradient.
+# - A gradient is not finite (inf, nan): all skip the round and send no gradient.
 # - Otherwise: `weight -= lr *` the **mean** of the ranks' gradients, in place.
 #
 # `peer.most(number)` returns the maximum over ranks: call it once per round. `peer.sum(tensor)`
-# returns the sum over ranks. Do not change the gradients.
+# returns the sum. Do not change gradients or their dtype.
 
 
 # %%
@@ -617,8 +605,7 @@ except Stuck as stuck:
 
 # %% [markdown]
 # The hang is not the worst part. −0.35 is −0.1 · 1 − 0.1 · (2 + 3)/2: rank 0's second gradient was
-# averaged with rank 1's *third*, without any error. The agreement sends one value per round.
-# (`zero` sends no extra value: ranks sum their losses anyway, and one NaN makes the sum NaN.)
+# averaged with rank 1's *third*, without any error. The agreement costs one value per round.
 #
 # ## When a rank is killed
 #
@@ -631,8 +618,8 @@ files = sorted(path.name for path in checkpoint.glob("*.distcp"))
 print(f"in the checkpoint: {', '.join(files)}, one file per rank")
 
 # %% [markdown]
-# Rank 0 reports which rank is gone. (When a process is killed, its connections close. A rank that
-# hangs keeps its connections open: the `timeout` of `joined` handles that case.)
+# Rank 0 reports which rank is gone: a killed process's connections close. (For a rank that hangs,
+# `joined` has a `timeout`.)
 #
 # A training run that lost a rank must continue, possibly with fewer ranks. But the files hold the
 # shards of *two* ranks.
@@ -696,16 +683,11 @@ axes.set_title("26 elements, from eight files to three ranks (white: padding)")
 _ = axes.axis("off")
 
 # %% [markdown]
-# Each rank reads only the elements of its own color. Files 2 and 4 are read by two ranks each, and
-# file 7 is never read.
-
-# %% [markdown]
 # ## Resume
 #
-# The library reshards weights and both moments of AdamW with torch's distributed checkpoint, for
-# any number of ranks and any stage. Two ranks in stage 2 wrote the checkpoint. This notebook
-# resumes from it as **one** rank, in stage 1, with both micro-batches of each step. Compare it with
-# the uninterrupted run of two processes.
+# The library reshards weights and both moments of AdamW, with torch's distributed checkpoint. Two
+# ranks in stage 2 wrote the checkpoint. This notebook resumes from it as **one** rank, in stage 1,
+# with both micro-batches of each step. Compare it with the uninterrupted run of two processes.
 
 # %%
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -755,10 +737,9 @@ axes.spines[["top", "right"]].set_visible(False)
 # | data | the rank's gradients, then its updated weights | once per step |
 
 # %% [markdown]
-# An activation is the output of a block: tokens · width elements (width: the hidden size). An
-# all-reduce is a reduce-scatter and an all-gather. After it, each of a stage's t ranks has the
-# whole activation. Each sends all of it to one rank of the next stage: tensor rank i sends to
-# tensor rank i.
+# An activation has tokens · width elements (width: the hidden size). An all-reduce is a
+# reduce-scatter and an all-gather. After it, each of a stage's t ranks has the whole activation,
+# and sends all of it to one rank of the next stage.
 
 # %% [markdown]
 # ### Exercise 13.5: tensor × pipeline × data, per rank
@@ -795,9 +776,8 @@ bytes_per_rank = exercise("13.5", bytes_per_rank)
 # %% [markdown]
 # ## At scale: 405B on 128 GPUs
 #
-# Take "tensor 8, pipeline 4, data 4" with ZeRO stage 1, in bfloat16. Each of the four copies of the
-# model gets 16 micro-batches of 8,192 tokens: half a million tokens per step. Compare this split
-# with others of the same 128 GPUs.
+# Compare the split of the guess with others of the same 128 GPUs. All use ZeRO stage 1, bfloat16,
+# and half a million tokens per step.
 
 # %%
 huge, MICRO_BATCHES, TOKENS = PRESETS["llama-3-405b"], 16, 8192
@@ -846,22 +826,19 @@ _ = axes.text(-0.4, 5.75, held_in_words, va="center", fontsize=11)
 # %% [markdown]
 # In the figure, a row of eight is one machine. Tensor parallel sends the most, in every block, and
 # its ranks wait each time. So it belongs inside a machine, on its fast links. Pipeline parallel
-# sends very little, so it can cross machines, but its stages idle: with k micro-batches, for
+# sends the least, so it can cross machines. But its stages idle: with k micro-batches, for
 # (p − 1)/(k + p − 1) of the time. Data parallel sends once per step, and can overlap this with
 # backward.
 
 # %% [markdown]
-# The other rows of the table:
+# The other rows of the table (an H100 has 80 GB):
 #
-# - Pipeline 1 with tensor 8, or tensor 1 with pipeline 4: a rank holds far more than a GPU's 80 GB.
+# - Pipeline 1 with tensor 8, or tensor 1 with pipeline 4: a rank holds far more than 80 GB.
 # - Tensor 32 crosses four machines: it sends the most, over the slowest links.
-# - Pipeline 16 holds the least model state. But with the usual schedule, **one forward, one
-#   backward** (1F1B), its first stage saves the activations of 16 micro-batches before the first
-#   gradient returns.
-
-# %% [markdown]
-# With "tensor 8, pipeline 4, data 4" a rank holds up to 89.3 GB, too much for a GPU with 80 GB.
-# You need more ranks, or fewer bytes per element: see Day 16.
+# - Only pipeline 16 holds less than 80 GB. But with its 64 micro-batches, stages idle 15/79 = 19%
+#   of the time, instead of 3/19 = 16%.
+#
+# "Tensor 8, pipeline 4, data 4" holds 89.3 GB, too much. Day 16 uses fewer bytes per weight.
 
 # %% [markdown]
 # ## Explain the gap
@@ -882,8 +859,8 @@ print(f"a pipeline of four stages idles {bubble:.0%} of the time")
 # - Real and simulated peaks do **not** differ.
 # - Overlap costs one block's weights: much with two blocks, little with 32.
 # - FSDP2 gathers each unit twice, for forward and for backward, as our stage 3 does.
-# - Tensor parallelism sends activations for every block and micro-batch; data parallelism sends
-#   gradients and weights once per step.
+# - Tensor parallelism sends activations for every block and micro-batch, data parallelism sends
+#   only once per step.
 
 # %% [markdown]
 # ## On your GPU
@@ -916,8 +893,7 @@ else:
 # ## Rules on trial
 #
 # Yesterday you tested rule 22, "ZeRO-3 costs communication", on simulated ranks. How much did the
-# two processes send? A *pass* is one reduce-scatter or all-gather over all Ψ weights: each rank
-# sends (R − 1)/R Ψ elements. The cell counts passes from the tensors given to torch's collectives.
+# two processes send? A *pass* is one reduce-scatter or all-gather over all Ψ weights.
 
 # %%
 psi = sum(p.numel() for p in make_model()[0].parameters())
@@ -931,8 +907,7 @@ for stage in range(4):
     print(f"stage {stage}: {traffic.model_elements() / (psi / 2):.2f} passes ({calls})")
 
 # %% [markdown]
-# The processes need 2, 2, 2 and 3 passes, as simulated, so rule 22 holds for them too. (The cell
-# does not count how gloo splits collectives into messages, or the bytes on the sockets.)
+# These are the simulation's passes, so rule 22 holds for processes too.
 
 # %% [markdown]
 # ## What you can do now
@@ -945,8 +920,7 @@ for stage in range(4):
 # | decisions | by the maximum over all ranks |
 # | checkpoints | shards that any number of ranks can load |
 #
-# You can also read t · p · d: how much a rank holds and sends, and which split needs the fastest
-# links.
+# You can also read t · p · d: what a rank holds and sends, and which part needs the fastest links.
 #
 # Tomorrow: the GPU's memory is full, the host's is not.
 

@@ -452,10 +452,11 @@ _BUCKETS = Exercise(
     hints=(
         "Keep three collections: gradients not sent yet, sums in flight with the oldest first, and "
         "buckets not begun. After each gradient, check whether the first bucket is complete.",
-        "while pending and all(name in grads for name in pending[0]): one gradient can complete "
-        "two buckets. In the loop: if two are in flight, wait for the older. Take the bucket's "
-        "gradients out of the dict (pop), so that they are freed, flatten and torch.cat them, and "
-        "begin. Copy the list first, list(buckets), because `buckets` must not change.",
+        "Let grads be a dict of the gradients not sent yet, and pending a copy of `buckets`. One "
+        "gradient can complete two buckets: while pending and all(name in grads for name in "
+        "pending[0]). In the loop: if two are in flight, wait for the older. Take the bucket's "
+        "gradients out of grads (pop), so that they are freed, flatten and torch.cat them, and "
+        "begin.",
         "grads, work, sums, pending = {}, [], [], list(buckets). for name, gradient in gradients: "
         "grads[name] = gradient; while pending and all(n in grads for n in pending[0]): if "
         "len(work) == 2: sums.append(work.pop(0).wait()); work.append(peer.begin(torch.cat("
@@ -955,8 +956,8 @@ _WAYS = Exercise(
     minutes=20,
     difficulty=4,
     hints=(
-        "Count the rank's weights first: 1/tensor of the weights of ⌈layers/pipeline⌉ blocks. The "
-        "rest follows. An activation has tokens · width elements of 2 bytes.",
+        "Count the rank's weights first: 1/tensor of the weights of ⌈layers/pipeline⌉ blocks. An "
+        "activation has tokens · width elements of 2 bytes.",
         "In an all-reduce among R ranks, each sends 2 (R − 1) pieces of 1/R of the tensor. Tensor: "
         "four all-reduces of an activation per block and micro-batch. Pipeline: one activation per "
         "neighbor and micro-batch; the first and last stage have one neighbor. Data: in ZeRO stage "
