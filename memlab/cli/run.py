@@ -49,11 +49,11 @@ _MATH_ATTENTION = (
 
 
 _WITH_GRADIENTS = (
-    "It runs with gradients enabled, so it stores activations for a backward pass that never "
-    "comes; torch.no_grad() around it avoids that"
+    "Gradients were enabled, so it stored activations for a backward pass that never "
+    "came; torch.no_grad() around it avoids that"
 )
 _WITHOUT_GRADIENTS = (
-    "It stores no activations, so outputs use the memory: lower its batch size, or move what it "
+    "It stored no activations, so outputs used the memory: lower its batch size, or move what it "
     "keeps of each batch to the CPU"
 )
 
@@ -269,8 +269,12 @@ def _show_peak(trace: Trace, target: str | None, evaluation: Evaluation | None) 
     terminal.echo(str(replace(trace, notes=())))
     if evaluation:
         remedy = _WITH_GRADIENTS if evaluation.gradients else _WITHOUT_GRADIENTS
-        sentence = f"the peak is in an evaluation: {evaluation.model} is in evaluation mode. "
-        terminal.echo(paragraph(sentence + remedy))
+        where = "the peak is in an evaluation"
+        if evaluation.peak_bytes > trace.peak_bytes:
+            peak = format_bytes(evaluation.peak_bytes)
+            where = f"before this step, an evaluation had a higher peak, {peak}"
+        mode = f"{evaluation.model} was in evaluation mode"
+        terminal.echo(paragraph(f"{where}: {mode}. {remedy}"))
     if numbers := "\n".join(
         map(paragraph, report.memory_numbers(trace, report.context_of(target)))
     ):

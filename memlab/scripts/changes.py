@@ -326,7 +326,7 @@ def changes_for(
 ) -> tuple[Change, ...]:
     """Return the changes to try on a device: autocast in bfloat16, but in float16 on GPUs that
     multiply bfloat16 in float32; to release the logits only if they are alive in backward; and
-    no_grad only if the peak is in an evaluation with gradients."""
+    no_grad only for an evaluation with gradients, at the highest peak."""
     target = find_target(device)
     has_bfloat16 = target is None or target.has_bfloat16
     leave_out = {"float16 autocast" if has_bfloat16 else "bfloat16 autocast"}

@@ -7,7 +7,7 @@ one in training mode. If a backward pass comes before, the script trains in eval
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,12 +26,14 @@ class Evaluation:
     gradients  whether a forward pass of it ran with gradients enabled
     first      the number of the newest storage when it began
     last       the same when it ended
+    peak_bytes alive at once; 0 if unknown
     """
 
     model: str
     gradients: bool
     first: int
     last: float = math.inf
+    peak_bytes: int = 0
 
 
 class Evaluations:
@@ -77,7 +79,11 @@ class Evaluations:
         self._depth -= 1
 
 
-def evaluation_at_peak(trace: Trace, evaluations: list[Evaluation]) -> Evaluation | None:
-    """Return the evaluation that the peak is in, or None."""
-    newest = max((event.storage for event in trace.alive(trace.peak_position)), default=0)
-    return next((each for each in evaluations if each.first < newest <= each.last), None)
+def highest_evaluation(trace: Trace, evaluations: list[Evaluation]) -> Evaluation | None:
+    """Return the evaluation that the peak of the step is in, or of what ran before if that is
+    higher; None if it is in none. `peak_bytes` is set."""
+    before = replace(trace, events=trace.history)
+    highest = max((trace, before), key=lambda each: each.peak_bytes)
+    newest = max((event.storage for event in highest.alive(highest.peak_position)), default=0)
+    found = next((each for each in evaluations if each.first < newest <= each.last), None)
+    return found and replace(found, peak_bytes=highest.peak_bytes)

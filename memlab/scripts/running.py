@@ -23,7 +23,7 @@ from memlab.prediction import PredictedRun
 from memlab.scripts import data, saved_files
 from memlab.scripts.changes import Change, applied
 from memlab.scripts.columns import Columns
-from memlab.scripts.evaluations import Evaluation, evaluation_at_peak
+from memlab.scripts.evaluations import Evaluation, highest_evaluation
 from memlab.scripts.isolation import Isolation, environment
 from memlab.scripts.launch import Launch
 from memlab.scripts.messages import Messages
@@ -49,7 +49,7 @@ class Outcome:
     alike        ranks that did not run, because their stages have the weights of this one's
     transfers    what that rank sent to others in its last step; empty for a real run
     notes        what was redirected, refused or replaced, one sentence each
-    evaluation   that the trace's peak is in, if it is in one
+    evaluation   that the peak of the step is in, or a higher peak before it
     """
 
     trace: Trace | None
@@ -176,7 +176,7 @@ def _outcome(
         rank,
         metering.transfers,
         notes,
-        evaluation=trace and evaluation_at_peak(trace, watcher.evaluations.found),
+        evaluation=trace and highest_evaluation(trace, watcher.evaluations.found),
     )
 
 

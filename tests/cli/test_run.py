@@ -277,13 +277,15 @@ EVALUATED = """
 
     model = torch.nn.Linear(512, 512).cuda()
     optimizer = torch.optim.SGD(model.parameters())
-    for _ in range(2):
+    for number in range(3):
         model(torch.randn(64, 512, device="cuda")).sum().backward()
         optimizer.step()
-        model.eval()
-        with torch.set_grad_enabled(GRADIENTS):
-            loss = model(torch.randn(65536, 512, device="cuda")).sum()
-        model.train()
+        if number == 0:
+            model.eval()
+            with torch.set_grad_enabled(GRADIENTS):
+                loss = model(torch.randn(65536, 512, device="cuda")).sum()
+            model.train()
+            del loss
     """
 
 
@@ -293,7 +295,9 @@ EVALUATED = """
 def test_a_peak_in_an_evaluation_is_named(memlab_in, tmp_path, gradients, remedy):
     (tmp_path / "train.py").write_text(dedent(EVALUATED.replace("GRADIENTS", gradients)))
     said = " ".join(memlab_in(tmp_path, "run", "train.py").out.split())
-    assert "the peak is in an evaluation: Linear is in evaluation mode" in said
+    assert "the peak is in an evaluation: Linear was in evaluation mode" in said
     assert remedy in said
-    first_step = memlab_in(tmp_path, "run", "--steps", "1", "train.py").out
-    assert "in an evaluation" not in first_step
+    later = memlab_in(tmp_path, "run", "--steps", "3", "train.py").out
+    assert "before this step, an evaluation had a higher peak, 275.2" in " ".join(later.split())
+    first = memlab_in(tmp_path, "run", "--steps", "1", "train.py").out
+    assert "evaluation mode" not in first
