@@ -534,7 +534,7 @@ rows, columns = seven.intermediate_size, seven.hidden_size
 with memlab.dry_run():
     linear = nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16)
     layers = {"yours": QLoRALinear(linear, 16, 32).bfloat16(), "memlab's": NF4Linear(linear)}
-    layers["yours"].absmax = layers["yours"].absmax.float()
+    layers["yours"].absmax = layers["yours"].absmax.float()  # .bfloat16() cast it, too
     x = torch.ones(1, columns, dtype=torch.bfloat16)
     for name, layer in layers.items():
         trace = memlab.measure(partial(layer, x), model=layer)
@@ -612,7 +612,7 @@ print(f"QLoRA ends within 1 % of LoRA: {abs(learned['QLoRA'] / learned['LoRA'] -
 #
 # | key | contents |
 # | --- | --- |
-# | `"codes"` | per matrix: codes, 8-bit absmax values, scales, mean |
+# | `"codes"` | per matrix: codes, 8-bit absmax values, float32 scales and mean |
 # | `"others"` | in bfloat16, or in float32 if `prepared` |
 # | `"adapters"` | A and B of each matrix, float32 |
 # | `"training"` | the adapters' gradients and AdamW's two moments, float32 |
@@ -669,7 +669,7 @@ for name, config in SIZES.items():
 # %%
 known = held_by(seven)
 tables = 4 * (16 + 256) + 2 * seven.seq_len * seven.head_dim  # codebooks; rotary tables in bfloat16
-print("7B, the formula minus the meter: ", end="")
+print("7B, the formula minus the prediction: ", end="")
 print(f"buffers {known['codes'] + tables - plain_parts['buffers']:,} bytes, ", end="")
 print(f"parameters {known['others'] + known['adapters'] - plain_parts['parameters']:,} bytes")
 
@@ -955,11 +955,11 @@ else:
 #
 # A guide claims that `gradient_checkpointing_enable()` reduces the activations of a transformers
 # model by 50–70 %. (Newer versions call it `activation_checkpointing_enable()`.) Measure it in
-# GPT-2 with 2 × 512 tokens, in training mode and in evaluation mode, in which `from_pretrained`
-# returns a model.
+# GPT-2 with 2 × 512 tokens, in training mode and in evaluation mode, which disables dropout.
+# (`from_pretrained` returns models in evaluation mode.)
 #
-# The guide's trainer calls the method only if the model has it. Otherwise it trains without
-# checkpointing, and no message says so.
+# The guide calls the method after `if hasattr(model, "gradient_checkpointing_enable")`. A model
+# without the method trains without checkpointing, and no message says so.
 
 # %%
 print(f"this course's GPT has the method: {hasattr(base, 'gradient_checkpointing_enable')}")
@@ -973,7 +973,7 @@ def most_activations(transformers, checkpointing, training=True):
         model.train(training)
         if checkpointing:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+                warnings.simplefilter("ignore")  # newer versions: the name is deprecated
                 model.gradient_checkpointing_enable()
         tokens = torch.zeros(2, 512, dtype=torch.long)
         trace = memlab.measure(

@@ -498,7 +498,7 @@ _DOUBLE = Exercise(
             ("codes.flatten()[: len(absmax)].clone()", "codes.flatten()"),
         ),
         (
-            "The codes are a slice of a padded tensor, which stays in memory.",
+            "The codes are a slice of the padded tensor.",
             ("[: len(absmax)].clone()", "[: len(absmax)]"),
         ),
         (
@@ -656,8 +656,8 @@ def _check_bytes(answer: MatmulFunction) -> str:
         backward=most.backward + room,
     )
     return (
-        f"results and gradients are right, in float32 and bfloat16 · between forward and backward "
-        f"0 of {weight_bytes:,} bytes of W"
+        f"results and gradients are right, in float32 and bfloat16 · no decoded W "
+        f"({weight_bytes:,} bytes) is kept for backward"
     )
 
 
@@ -709,8 +709,7 @@ _MATMUL = Exercise(
             ("weight.to(gradient.dtype)", "weight.to(gradient.dtype).T"),
         ),
         (
-            "ctx.save_for_backward(x) keeps every layer's input. Only the gradient of W needs it, "
-            "and W is frozen.",
+            "Every layer's input stays in memory until backward. Save only codes and absmax.",
             (_KEPT, f"{_KEPT}\n        ctx.save_for_backward(x)"),
         ),
         (
@@ -765,7 +764,7 @@ def _check_held(answer: Held) -> str:
 def _units(shapes: Sequence[tuple[int, int]], others: int) -> dict[str, dict[str, int]]:
     each = {"per matrix": len(shapes)} if len(shapes) > 1 else {}
     of_others = {"bytes per element": others} if others else {}
-    return {"codes": {}, "others": of_others, "adapters": {"elements": 4}, "training": each}
+    return {"codes": {}, "others": of_others, "adapters": {}, "training": each}
 
 
 _CODES = "-(-rows * columns // 2)"
