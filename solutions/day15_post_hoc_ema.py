@@ -50,8 +50,8 @@ from memlab.model import GPT, PRESETS
 from memlab.units import format_bytes
 
 # %% [markdown]
-# Train a small model with large steps and small batches, so its weights are noisy. Track two
-# averages and write both to disk at every 40th step, as **snapshots**. The averages differ in
+# Train a small model with a large learning rate and small batches, so its weights are noisy. Track
+# two averages and write both to disk at every 40th step, as **snapshots**. The averages differ in
 # *width* σ, 0.05 and 0.10: a larger width covers a larger share of the training.
 
 # %%
@@ -127,12 +127,12 @@ print(f"at the end the average has a lower loss: {loss_of(averaged(wide[-1])) < 
 # 2. The synthesis solves a linear system. How many KiB does the system need for 32 snapshots?
 
 # %% [markdown]
-# 3. An average multiplies each step's weights by a factor. You write snapshots of both averages at
-#    100 evenly spaced times, keep those at the last 20, and combine them into an average of width
-#    25 % at the end. What is the squared error of its factors, in percent of the sum of the exact
-#    factors' squares?
-# 4. You update an average of target width 5 % at every tenth step, but with the decay of one step.
-#    Which width does it get, in percent?
+# 3. You write snapshots of both averages at 100 evenly spaced times, but keep only the last 20
+#    times. You combine these to approximate the final average of width 0.25. An average
+#    multiplies each step's weights by a factor. How far are your factors from the exact ones?
+#    Estimate Σ (yours − exact)² / Σ exact², in percent.
+# 4. You want an average of width 5 % (0.05), and update it at every tenth step, but with the decay
+#    of one step. Which width does it get, in percent?
 
 # %%
 ### BEGIN SOLUTION
@@ -216,9 +216,10 @@ exponent = exercise("15.1", exponent)
 # %% [markdown]
 # ### Exercise 15.2: update an average
 #
-# About 10 minutes. `update(weights, time)` adds the weights at `time` to the average, in place. It
-# allocates at most as much as the largest tensor needs. Updates may come at any times; keep the
-# time of the last update in `self.time`. Build no autograd graph, and do not change the weights.
+# About 10 minutes. `update(weights, time)` updates the average in place with the weights at `time`.
+# It allocates at most as much as the largest tensor needs. Intervals between updates may differ;
+# keep the time of the last update in `self.time`. Build no autograd graph, and do not change the
+# weights.
 #
 # (For bfloat16 weights, use float32 averages: bfloat16 would round away small updates.)
 
@@ -246,8 +247,8 @@ Average = exercise("15.2", Average)
 
 # %% [markdown]
 # To test an average, let each step's weights be a different one-hot vector. The average then lists
-# each step's factor. Update at every step, every tenth and every hundredth of 1,000. Then update at
-# every tenth step with the β of a single step.
+# each step's factor. Train for 1,000 steps with updates 1, 10 and 100 steps apart. Then use the β
+# of one step for updates 10 steps apart.
 
 
 # %%
@@ -280,8 +281,8 @@ for name, make, every in (*(("yours", your_average, every) for every in (1, 10, 
 # Your width is right for updates 1 and 10 steps apart. Updates 100 steps apart are too coarse for a
 # width of 50 steps.
 #
-# With the β of one step for updates ten steps apart, the average is five times too wide (guess 4).
-# The package `ema-pytorch` (optional here) always uses the β of one step:
+# With the β of one step for updates 10 steps apart, the average is about five times too wide
+# (guess 4). The package `ema-pytorch` (optional here) always uses the β of one step:
 
 
 # %%
@@ -302,10 +303,10 @@ def package_average(every):
 
 # %% tags=["nbval-ignore-output"] reason="the package is optional"
 if package := imported("ema_pytorch"):
-    for every in (1, 10, 100):
+    for every in (1, 10):
         response = package_average(every)
         width = ema.relative_width(range(1, 1001), response)
-        print(f"ema-pytorch, update_every={every:3}: width {width:.4f}, target 0.0500")
+        print(f"ema-pytorch, update_every={every:2}: width {width:.4f}, target 0.0500")
 else:
     print(f"ema-pytorch is {MISSING}")
 
@@ -407,7 +408,7 @@ _ = fig.suptitle("σ = 0.15 from averages of width 0.05 and 0.10 (each term in g
 # ## The synthesis
 #
 # Now combine the weights. One guide (linked under Sources) says that all snapshots must be in
-# memory together, and dozens of large ones do not fit. But element 5 of the result depends only on
+# memory together. Dozens of large ones do not fit. But element 5 of the result depends only on
 # element 5 of each snapshot. A **memory-mapped** file is read only where you access it, and the
 # operating system can reclaim its memory at any time.
 
@@ -557,10 +558,10 @@ system = np.array([[inner_product(p, q) for p in profiles] for q in profiles])
 print(f"the linear system of {len(profiles)} snapshots: {format_bytes(system.nbytes)}")
 
 # %% [markdown]
-# In chunks of 0.5 MiB, `ema.synthesize` needs 6 MiB for both model sizes and numbers of times: four
-# accumulators (2 MiB), and the chunks of eight snapshots at a time (4 MiB). The usual loop needs a
-# model-sized accumulator per target, and two snapshots in float32: it loads the next one before it
-# frees the previous one.
+# In float32 chunks of 0.5 MiB, `ema.synthesize` needs 6 MiB in all three cases: four accumulators
+# (2 MiB), and the chunks of eight snapshots at a time (4 MiB). The usual loop needs a model-sized
+# accumulator per target, and two snapshots in float32: it loads the next one before it frees the
+# previous one.
 
 # %% [markdown]
 # ## Batches of parameters, float16 and int8
@@ -625,8 +626,9 @@ print("peak with whole-model accumulators:", ", ".join(in_dtypes))
 
 # %% [markdown]
 # float16 accumulators lose more accuracy than float16 files: a file is rounded once, an accumulator
-# after each snapshot. They also save less memory than chunks: the usual loop needs 3× less than
-# with float32 accumulators, chunks 8× less. So use float16 files, float32 accumulators and chunks.
+# after each snapshot. float16 accumulators reduce the peak from 48 to 16 MiB: the accumulators are
+# half as large, and float16 files need no float32 copies. Chunks reduce it to 6 MiB. So use float16
+# files, float32 accumulators and chunks.
 #
 # **int8.** The synthesis must dequantize int8 files. Compare the CPU time for each kind of file:
 
@@ -715,7 +717,7 @@ print(f"a tensor of another step is refused: {refused}")
 # ## Which snapshots to keep
 #
 # Dozens of snapshots of a large model fill a disk. The guide says that dropping any loses accuracy.
-# How much depends on *which* ones you keep, and you can compute it beforehand.
+# The error depends on *which* ones you keep, and you can compute it beforehand.
 #
 # ### Exercise 15.5: choose the snapshots to keep
 #
@@ -785,8 +787,8 @@ print(f"at twelve times: {12 * 4 * N / 1e9:.0f} GB")
 print(f"reading all of them at 3 GB/s takes {12 * 4 * N / 3e9:.0f} s, for any number of targets")
 
 # %% [markdown]
-# Two averages need 8 bytes per weight, as much as Adam's state in float32. Two settings reduce the
-# GPU memory.
+# Two averages need 8 bytes per weight, as much as Adam's state in float32. Two settings of
+# `PostHocEMA` reduce the GPU memory.
 #
 # `only=` tracks a part of the model, given by names, patterns or a function.
 
@@ -815,8 +817,8 @@ for where in (None, "cpu"):
     print(f"averages on {where or 'gpu'}: {format_bytes(gpu_peak[where])} of GPU memory")
 
 # %% [markdown]
-# The host holds the averages (32 MiB). An update copies each weight to the host once, for any
-# number of averages.
+# The averages (32 MiB) are now in host memory. An update copies each weight to the host once, for
+# any number of averages.
 #
 # How much slower is an update on the host? Take float32 weights and the data sheets' bandwidths.
 # For each average, an update on the GPU reads the average and the weights, and writes the average:
@@ -941,7 +943,7 @@ verdict(
     not (streams and in_parts and in_place < 2**23 and compresses),
     f"chunks as in 25c; synthesis of one of 8 layers: {len(one_layer)} tensor; in place from int8 "
     f"files: {format_bytes(in_place)} of extra memory; a snapshot of an 8 MiB model: {in_files}",
-    otherwise="all four exist: streaming, parts of a model, in-place, compressed snapshots",
+    otherwise="memlab does all four: streaming, parts of a model, in place, compressed snapshots",
 )
 
 # %% [markdown]
@@ -1049,7 +1051,7 @@ verdict(
 # | tracking K averages | 4·K per tracked weight, on the GPU or the host |
 # | a snapshot of one average | 2 per weight, on disk; 1.02 in int8 |
 # | the linear system of S snapshots | 8·S² |
-# | a synthesis of T targets | T chunk-sized accumulators and a few chunks, for any model |
+# | a synthesis of T targets | T + 8 chunks of 0.5 MiB, for any model |
 #
 # Tomorrow combines all days so far: given a model and a GPU, you predict whether training fits.
 
@@ -1057,7 +1059,7 @@ verdict(
 # ## The running bill
 #
 # One training step of 124M weights on 8 × 640 tokens now also tracks two averages, on disk. An
-# update loads one tensor of each average at a time.
+# update loads the averages tensor by tensor.
 
 # %%
 running_bill(15)

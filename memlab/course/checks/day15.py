@@ -295,7 +295,7 @@ _AVERAGE = Exercise(
             (_SHARE, f"        self.time = time\n{_SHARE}"),
         ),
         (
-            "A method whose name ends in _ writes into its tensor: here into the model's weights.",
+            "A method whose name ends in _ changes its tensor in place: here the model's weights.",
             (_MOVED, "value.mul_(1 - share).add_(weight.detach().mul_(share))"),
         ),
         (
@@ -405,7 +405,7 @@ _SOLVE = Exercise(
     difficulty=3,
     hints=(
         "Which two profiles give row i, column j of A, and which two give entry i of b? Which "
-        "snapshots have a row at all? Does the snapshot at the target's own time?",
+        "snapshots have a row at all? Does a snapshot at the target's own time have one?",
         "chosen = [n for n, s in enumerate(snapshots) if s.t <= target.t]. Build A and b from "
         "these with np.array, and call np.linalg.solve. Set coefficients = "
         "np.zeros(len(snapshots)) and coefficients[chosen] = the solution, divided by its sum.",
