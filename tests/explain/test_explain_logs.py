@@ -400,3 +400,33 @@ def test_a_message_at_the_end_of_one_endless_line_is_read():
     found = read_log("x" * 300_000 + FULL)
     assert found.message.requested == GIB
     assert len(found.text) < messages.MOST_HEAD + messages.MOST_BEFORE
+
+
+# ------------------------------------------------------------------ source files
+
+VALIDATION = """\
+def validate(model, x):
+    with torch.AROUND:
+        y = 1
+        logits = model(x)
+    return model(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("around", "line", "is_named"),
+    [
+        ("no_grad()", 4, False),
+        ("inference_mode()", 4, False),
+        ("set_grad_enabled(False)", 4, False),
+        ("autocast('cuda')", 4, True),
+        ("no_grad()", 5, True),
+    ],
+)
+def test_a_with_block_in_a_file_that_is_here_disables_gradients(tmp_path, around, line, is_named):
+    file = tmp_path / "train.py"
+    file.write_text(VALIDATION.replace("AROUND", around))
+    frames = (MAIN, (str(file), "validate", "logits = model(x)"), CALL, MLP)
+    text = log(*frames).replace(f'{file}", line 9', f'{file}", line {line}')
+    assert ("no-grad" in causes(text)) is is_named
+    file.unlink()
