@@ -58,12 +58,12 @@ from memlab.units import format_bytes
 # ## Guess
 #
 # 1. The first configuration at 1 × 2,048 tokens, without accumulation: how many GB at the peak?
-# 2. How many GiB is a buffer of accumulated gradients in bfloat16?
+# 2. How many GiB is 7B's buffer of gradients in bfloat16?
 # 3. The fastest 8-bit Lion recipe that trains all 7B weights at 1 × 2,048 within 24 GB: how many
 #    GiB does it reserve?
 # 4. The third configuration: how many GB does a GPU of the first pipeline stage hold? Count weights
 #    (FP8), gradients (BF16), optimizer state (float32 Adam and master weights) and block inputs
-#    (8,192 tokens a micro-batch, split among 8 GPUs).
+#    (BF16, 8,192 tokens a micro-batch, split among 8 GPUs).
 
 # %%
 ### BEGIN SOLUTION
@@ -84,7 +84,7 @@ guess("16.1", guide_gb=20, buffer_gib=6, recipe_gib=23, rank_gb=60)
 # | `"optimizer"` steps | yes | freed | yes | yes |
 #
 # *Scratch* is what an optimizer allocates while it steps one weight. torch's AdamW
-# (`foreach=False`) in float32 allocates two tensors of the weight's size. Our other optimizers step
+# (`foreach=False`) in float32 allocates two tensors of the weight's size. memlab's optimizers step
 # a weight in **pieces** and allocate 5 to 7.5 float32 elements per element of a piece.
 
 
@@ -242,7 +242,7 @@ def estimate(config, optimizer, tokens, itemsize=2, checkpointed=True, fused=Tru
 
 # %% [markdown]
 # Compare the formula with the meter for a small model in float32 on this CPU. The formula omits
-# rotary tables, tokens and step counters, so the cell subtracts these too.
+# rotary tables, tokens and step counters, so the cell subtracts them.
 
 # %%
 tiny = replace(PRESETS["tiny"], tied=False)
@@ -325,10 +325,10 @@ print(f"CUDA's context uses up to {format_bytes(CONTEXT)} of a GPU's memory")
 # %% [markdown]
 # ### Exercise 16.3: does it fit?
 #
-# About 10 minutes. `memory` is a key of `CARDS`, or a size with a unit of `UNITS`: `"24GB"`, `"1.5
-# GiB"`. Round its bytes to an integer. A step has `.allocated_bytes` (its tensors) and
-# `.reserved_bytes`. CUDA's context also uses `CONTEXT` bytes of the GPU. Return how many bytes are
-# **missing**, 0 if the step fits.
+# About 10 minutes. `memory` is a key of `CARDS` (a card has `.total_bytes`), or a size with a unit
+# of `UNITS`: `"24GB"`, `"1.5 GiB"`. Round its bytes to an integer. A step has `.allocated_bytes`
+# (its tensors) and `.reserved_bytes`. CUDA's context also uses `CONTEXT` bytes of the GPU. Return
+# how many bytes are **missing**, 0 if the step fits.
 
 
 # %%
@@ -353,8 +353,8 @@ lacks = exercise("16.3", lacks)
 # ## The search
 #
 # For 7B with 8-bit Lion there are 34 recipes. They differ in checkpointing (none, selective, full),
-# a chunked loss, the step in backward, and offloading. Formulas estimate the time and the bytes of
-# each, the bytes within a few percent. Measuring a recipe takes seconds. Which should you measure?
+# a chunked loss, the step in backward, and offloading. Formulas estimate each recipe's time and
+# bytes. Measuring a recipe takes seconds. Which should you measure?
 
 # %% [markdown]
 # ### Exercise 16.4: the fastest that fits
@@ -429,14 +429,15 @@ plot.timeline(proof.trace, title="Llama 2 7B, all weights trained, 1 × 2,048 to
 
 # %% [markdown]
 # **All seven billion weights train on 24 GB**: 20.58 GiB reserved, plus the context. In the
-# picture, each tooth is one recomputed block.
+# picture, each tooth is one recomputed block. Its peak, 19.92 GiB, omits the unused ends of the
+# allocator's blocks (Day 2).
 
 # %% [markdown]
 # ## The batch
 #
 # The guide accumulates the gradients of 16 sequences. But a step in backward frees each gradient,
-# so nothing can accumulate. Raise the batch instead. From batch 2 on, a chunked loss lowers the
-# reserved bytes, so each row of the table uses one. (The predictions are stored.)
+# so nothing can accumulate. Raise the batch instead. All rows use a chunked loss, which lowers the
+# reserved bytes from batch 2 on. (The predictions are stored.)
 
 
 # %%
@@ -460,7 +461,8 @@ for batch, step in GROWN.items():
 # %% [markdown]
 # A batch of 3 fits on neither, but by *allocated* bytes alone it would fit on both. For 16
 # sequences without offloading (Day 14), you could accumulate gradients in a **buffer**, process all
-# 16 at once, or train fewer weights:
+# 16 at once, or train fewer weights. (Two rows say "at least": the formula omits the activations
+# that exist together with the buffer.)
 
 # %%
 buffer = 2 * seven.parameters
@@ -486,8 +488,7 @@ for name, count in (
 # - **all weights, up to 4,096 tokens a step**
 # - **0.3 % of the weights, 32,768 tokens a step**
 #
-# The guide promises all weights and 16 sequences (32,768 tokens). ("At least": the formula omits
-# the activations that exist together with the buffer.)
+# The guide promises all weights and 16 sequences.
 
 # %% [markdown]
 # ## Your own model
@@ -496,7 +497,7 @@ for name, count in (
 # `planner.plan` runs the same search and finds:
 #
 # - the fastest recipe whose measured memory fits
-# - its largest batch and length, by the formula scaled to the measurement
+# - its largest batch and length, estimated by formula
 # - a faster recipe that does not fit
 #
 # `learned` fixes the choices that change the result of training: here bfloat16 and 8-bit Lion.
@@ -510,8 +511,8 @@ if plan.best:
     print(f"batch up to {plan.best.largest_batch}, length up to {plan.best.longest:,}")
 
 # %% [markdown]
-# `planner.plan` leaves 0.5 % of the memory (114 MiB) free. So it would refuse the batch of 2 above,
-# which leaves 28 MiB.
+# `planner.plan` leaves 0.5 % of the memory free, and about 2 % more for an estimated batch or
+# length. So it allows fewer than the 4,096 tokens above.
 
 # %% [markdown]
 # ## At scale: 70 billion weights on eight GPUs
@@ -624,8 +625,8 @@ print(
 # %% [markdown]
 # ## Explain the gap
 #
-# `reveal` labels all four values *measured*, but here the recipe's memory is a prediction, and the
-# other three values come from formulas.
+# `reveal` labels all four values *measured*, but here the recipe's memory is a prediction. The
+# others come from formulas.
 
 # %%
 guide_rank = ranks["FP8 alone, float32 Adam and master weights"]
@@ -692,7 +693,7 @@ in_adam, in_lion = (  # later micro-batches peak at the loss, next to the buffer
 per_gpu = ", ".join(f"{name} {e.peak_bytes / 1e9:.1f}" for name, e in on_eight.items())
 verdict(
     "28",
-    in_lion <= 64e9,
+    in_lion <= 64e9,  # "about 60 GB"
     f"GB per GPU by formula, 1 × 4,096 tokens a rank, no accumulation: {per_gpu}; accumulating in "
     f"bfloat16: 8-bit Adam {in_adam / 1e9:.1f}, 8-bit Lion {in_lion / 1e9:.1f}",
     condition="with 8-bit Lion, no master weights, and gradients accumulated in bfloat16; "
@@ -724,16 +725,13 @@ verdict(
 # | formula | a second | which recipes to try | a few percent |
 # | prediction | seconds | allocated and reserved bytes | below 1 % in most LLM steps |
 # | GPU | a training step | the real memory | none |
-#
-# For a model and a memory size, you can say whether training fits, which recipe it needs, and what
-# that recipe gives up.
 
 # %% [markdown]
 # ## The running bill
 #
-# One training step of 124M weights on 8 × 640 tokens. Today the weights move to disk too, and come
-# back one block at a time (Day 14). The peak is now in the optimizer step, which loads the
-# embedding's float32 copy.
+# One training step of 124M weights on 8 × 640 tokens. Today the weights move to disk too, with a
+# float32 copy for the optimizer, and come back one block at a time (Day 14). The peak is now in the
+# optimizer step, which loads the embedding's float32 copy.
 
 # %%
 peaks = [bill.stored(days.day(n).bill).peak_bytes / 2**30 for n in range(1, 17)]
@@ -749,8 +747,8 @@ axes.spines[["top", "right"]].set_visible(False)
 print(f"from {peaks[0]:.2f} GiB to {peaks[-1]:.2f} GiB: {peaks[0] / peaks[-1]:.1f}× less")
 
 # %% [markdown]
-# The model and the tokens of each step never changed. Bfloat16 (Day 4), Lion (Day 8) and its 8-bit
-# momentum (Day 9) change what the model learns. The bytes of each day:
+# The model and the tokens of each step never changed. Bfloat16 (Day 4), Lion (Day 8), its 8-bit
+# momentum (Day 9) and today's float32 copies change what the model learns. The bytes of each day:
 
 # %%
 running_bill(16)
