@@ -4,9 +4,6 @@ It runs the recipes that `memlab plan` finds. Each step gets a new batch, so the
 and not the memorization of one batch.
 """
 
-import statistics
-import time
-from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -32,9 +29,11 @@ from memlab.cli.steps import (
     Batch,
     StepResult,
     load_batch,
+    peak,
     require_byte_vocabulary,
     run_steps,
     summary,
+    timed_step,
 )
 from memlab.cli.torchrun import choose_rank
 from memlab.data import batches, source_bytes
@@ -116,30 +115,18 @@ def run(setting: Setting, technique: Plugs, steps: int, announce: Announce) -> s
     dtype = losses[0].dtype
     losses.clear()
     announce("peak")
-    return summary(taken, dtype, peak(training, next(text)))
+
+    def measured_bytes() -> int:
+        load_batch(training, next(text))
+        return measured(training).peak_bytes
+
+    return summary(taken, dtype, peak(torch.device(setting.device), measured_bytes))
 
 
 def step(training: Training, batch: Batch, losses: list[Tensor]) -> StepResult:
     """Run one step on the batch. The training appends its micro-batches' losses to `losses`."""
     load_batch(training, batch)
-    losses.clear()
-    started = time.perf_counter()
-    training.step()
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    seconds = time.perf_counter() - started
-    return StepResult(statistics.fmean(map(float, losses)), seconds)
-
-
-def peak(training: Training, batch: Batch) -> str:
-    """Return the peak from the accelerator's allocator so far, or of one metered CPU step."""
-    if next(training.model.parameters()).device.type != "cpu":
-        with suppress(RuntimeError):  # not every accelerator has these statistics
-            allocated = torch.accelerator.max_memory_allocated()
-            reserved = torch.accelerator.max_memory_reserved()
-            return f"{format_bytes(allocated)} allocated, {format_bytes(reserved)} reserved"
-    load_batch(training, batch)
-    return f"{format_bytes(measured(training).peak_bytes)}, measured in one more step"
+    return timed_step(training.step, losses)
 
 
 def out_of_memory_advice(setting: Setting, technique: Plugs, cap_bytes: int | None) -> str:

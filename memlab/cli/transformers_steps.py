@@ -1,9 +1,5 @@
 """`memlab measure` and `memlab train` for a model of transformers."""
 
-import statistics
-import time
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -15,7 +11,8 @@ from memlab.cli.memory_cap import choose_cap, memory_cap
 from memlab.cli.parsing import choose_folder
 from memlab.cli.requests import Request
 from memlab.cli.results import write
-from memlab.cli.rows import measured_rows
+from memlab.cli.rows import Announce, measured_rows
+from memlab.cli.steps import peak, run_steps, summary, timed_step
 from memlab.metering import measure
 from memlab.train.adapters import LORA_RANK
 from memlab.transformers_models.recipes import USUAL, Recipe, recipe_named
@@ -56,7 +53,7 @@ def train_transformers(request: Request, source: Source, *, steps: int, memory: 
     terminal.echo(f"{report.headline(setting, dry=False)}\ntechnique: {name}\n")
     with terminal.progress(steps + 2) as announce, memory_cap(cap_bytes):
         try:
-            summary = _run(setting, recipe, steps, announce)
+            done = _run(setting, recipe, steps, announce)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -64,7 +61,7 @@ def train_transformers(request: Request, source: Source, *, steps: int, memory: 
                 f"{name} ran out of memory with {setting}; memlab plan --model {source.name} finds "
                 f"recipes that fit"
             ) from error
-    terminal.echo(f"\n{summary}")
+    terminal.echo(f"\n{done}")
 
 
 def _setting(request: Request, source: Source) -> TransformersSetting:
@@ -118,34 +115,18 @@ def _require_memory(setting: TransformersSetting, recipe: Recipe) -> None:
         )
 
 
-def _run(setting: TransformersSetting, recipe: Recipe, steps: int, announce: Any) -> str:
+def _run(setting: TransformersSetting, recipe: Recipe, steps: int, announce: Announce) -> str:
     announce("building")
     losses: list[Tensor] = []
     training = setting.build(recipe, on_loss=losses.append)
-    seconds = []
-    for number in range(1, steps + 1):
-        announce(f"step {number}")
-        started = time.perf_counter()
-        training.step()
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        seconds.append(time.perf_counter() - started)
-        terminal.echo(f"step {number:>{len(str(steps))}}: loss {float(losses[-1]):.4f}")
-    typical = statistics.median(seconds[1:] or seconds)
+    taken = run_steps(lambda: timed_step(training.step, losses), steps, announce)
+    dtype = losses[0].dtype
+    losses.clear()
     announce("peak")
-    return (
-        f"loss: {float(losses[0]):.4f} in the first step, {float(losses[-1]):.4f} in the last, on "
-        f"the same random batch\n"
-        f"time: {typical:.3g} s per step\n"
-        f"peak: {_peak(setting, training)}"
-    )
 
+    def measured_bytes() -> int:
+        step, model, optimizer = training.step, training.model, training.optimizer
+        return measure(step, model=model, optimizer=optimizer).peak_bytes
 
-def _peak(setting: TransformersSetting, training: Any) -> str:
-    if setting.device != "cpu":
-        return (
-            f"{format_bytes(torch.accelerator.max_memory_allocated())} allocated, "
-            f"{format_bytes(torch.accelerator.max_memory_reserved())} reserved"
-        )
-    trace = measure(training.step, model=training.model, optimizer=training.optimizer)
-    return f"{format_bytes(trace.peak_bytes)}, measured in one more step"
+    highest = peak(torch.device(setting.device), measured_bytes)
+    return summary(taken, dtype, highest, of="on the same random batch")
