@@ -3,7 +3,7 @@
 #
 # **Yesterday all ranks ran in one process. Do real ranks hold and send the same bytes?**
 #
-# After today you can run ZeRO in two processes, each with its own meter, overlap communication with
+# After today you can run ZeRO in two processes and measure each, overlap communication with
 # backward, handle a NaN and a killed rank, resume with a different number of ranks, and read
 # "tensor 8, pipeline 4, data 4".
 #
@@ -79,8 +79,7 @@ def sum_of_losses(model, batch):
 
 # %% [markdown]
 # `processes.shard` takes a model and its optimizer, keeps this rank's shards, and returns `zero`.
-# `zero.step` runs a step like Day 12's `simulate`, for one rank. The meter measures this process
-# only.
+# `zero.step` works as on Day 12, but runs only this rank. The meter measures only this process.
 #
 # With `overlap`, gradients are sent while backward continues. Stage 3 also *prefetches*: it gathers
 # the next unit's weights while the current unit runs.
@@ -356,7 +355,7 @@ whole = torch.ones(6400)
 for ranks in (2, 8, 64):
     peers = []  # in_turns adds each rank's peer, which records its events
     got = in_turns(ring_reduce_scatter, [(whole,)] * ranks, peers=peers)
-    sent = [number for event, number in peers[0].events if event == "send"]
+    sent = [nbytes for event, nbytes in peers[0].events if event == "send"]
     print(f"{ranks:2} ranks: each sends {len(sent):2} × {format_bytes(sent[0])}", end=", ")
     print(f"{sum(sent) / whole.nbytes:.2f} of the tensor; ", end="")
     print(f"sums correct: {all((x == ranks).all() for x in got)}")
@@ -409,20 +408,19 @@ reduce_in_buckets = exercise("13.2", reduce_in_buckets)
 class WaitAtOnce:
     """A peer whose `begin` waits for the sum."""
 
-    def __init__(self, peer):
-        self.peer = peer
+    def __init__(self, peer, total=None):
+        self.peer, self.total = peer, total
 
     def begin(self, flat):
-        self.total = self.peer.begin(flat).wait()
-        return self
+        return WaitAtOnce(self.peer, self.peer.begin(flat).wait())
 
     def wait(self):
         return self.total
 
 
 # %%
-def events_of(peer_of):
-    """Run your function on eight gradients, and return rank 0's events in order."""
+def events_of(wrap):
+    """Run your function with `wrap(peer)` on eight gradients, and return rank 0's events."""
 
     def program(peer):
         def gradients():
@@ -431,7 +429,7 @@ def events_of(peer_of):
                 yield name, torch.ones(1000)
 
         buckets = [[*pair] for pair in ("hg", "fe", "dc", "ba")]
-        reduce_in_buckets(peer_of(peer), gradients(), buckets)
+        reduce_in_buckets(wrap(peer), gradients(), buckets)
         return peer.events
 
     return in_turns(program, [(), ()])[0]
@@ -440,9 +438,9 @@ def events_of(peer_of):
 # %%
 fig, both = plt.subplots(2, 1, figsize=(9, 3.8), layout="constrained", sharex=True)
 ways = {"Wait at once": WaitAtOnce, "Wait late (yours)": lambda peer: peer}
-for axes, (title, peer_of) in zip(both, ways.items(), strict=True):
+for axes, (title, wrap) in zip(both, ways.items(), strict=True):
     now, waited, arrivals = 0, 0, []
-    for event, name in events_of(peer_of):
+    for event, name in events_of(wrap):
         if event == "made":
             axes.barh(0, 0.94, left=now, color="#4477aa")
             axes.text(now + 0.47, 0, name, ha="center", va="center", color="white", fontsize=9)
@@ -817,9 +815,9 @@ axes.set_yticks([n + 0.4 for n in range(4)], [f"pipeline {n}" for n in range(4)]
 axes.set(ylim=(6.2, -0.7), xticks=(), title="The black rank communicates with the colored ranks")
 axes.tick_params(length=0)
 axes.spines[:].set_visible(False)
-for place, (way, number) in enumerate(zip(ways, sent, strict=True)):
+for place, (way, gb) in enumerate(zip(ways, sent, strict=True)):
     axes.bar(13 * place, 0.5, 0.8, 4.6, color=ways[way])
-    axes.text(13 * place + 0.8, 4.85, f"{way}: {number:,.1f} GB per step", va="center", fontsize=11)
+    axes.text(13 * place + 0.8, 4.85, f"{way}: {gb:,.1f} GB per step", va="center", fontsize=11)
 held_in_words = f"held per rank, at most: {held:.1f} GB of weights, gradients and optimizer state"
 _ = axes.text(-0.4, 5.75, held_in_words, va="center", fontsize=11)
 
@@ -835,10 +833,10 @@ _ = axes.text(-0.4, 5.75, held_in_words, va="center", fontsize=11)
 #
 # - Pipeline 1 with tensor 8, or tensor 1 with pipeline 4: a rank holds far more than 80 GB.
 # - Tensor 32 crosses four machines: it sends the most, over the slowest links.
-# - Only pipeline 16 holds less than 80 GB. But with its 64 micro-batches, stages idle 15/79 = 19%
-#   of the time, instead of 3/19 = 16%.
+# - Only pipeline 16 holds less than 80 GB. Its price: stages idle 15/79 = 19% of the time (one
+#   copy runs all 64 micro-batches), instead of 3/19 = 16%.
 #
-# "Tensor 8, pipeline 4, data 4" holds 89.3 GB, too much. Day 16 uses fewer bytes per weight.
+# "Tensor 8, pipeline 4, data 4" holds 89.3 GB, so it needs fewer bytes per weight (Day 16).
 
 # %% [markdown]
 # ## Explain the gap
@@ -852,8 +850,6 @@ measured = {
     "tensor_times": sent[0] / sent[2],
 }
 reveal("13.1", **measured)
-bubble = (4 - 1) / (MICRO_BATCHES + 4 - 1)
-print(f"a pipeline of four stages idles {bubble:.0%} of the time")
 
 # %% [markdown]
 # - Real and simulated peaks do **not** differ.
@@ -893,7 +889,8 @@ else:
 # ## Rules on trial
 #
 # Yesterday you tested rule 22, "ZeRO-3 costs communication", on simulated ranks. How much did the
-# two processes send? A *pass* is one reduce-scatter or all-gather over all Ψ weights.
+# two processes send? A *pass* is one reduce-scatter or all-gather over all Ψ weights: with two
+# ranks, each sends Ψ/2 elements.
 
 # %%
 psi = sum(p.numel() for p in make_model()[0].parameters())
