@@ -64,7 +64,7 @@ def _fits(line: str, log: Log) -> bool:
     """Whether the log does not show that this is done."""
     if line.startswith("Halve the batch"):
         return log.numbers.get("batch") != 1
-    if line.startswith("Use bfloat16"):
+    if line.startswith("Use autocast"):
         return not uses_16_bits(log.text)
     return True
 

@@ -48,7 +48,8 @@ CAUSES = {
             "the batch is too large",
             (
                 "Halve the batch, and accumulate gradients over two batches.",
-                "Use bfloat16 autocast: most activations shrink to half.",
+                "Use autocast in bfloat16, or in float16 before Ampere (T4, V100): most "
+                "activations shrink to half.",
             ),
         ),
         Cause(

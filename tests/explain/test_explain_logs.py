@@ -246,8 +246,8 @@ def test_the_message_is_no_source_line():
     ("before", "dropped"),
     [
         ("batch_size=1", "Halve the batch"),
-        ("dtype bfloat16", "Use bfloat16"),
-        ("bf16=True", "Use bfloat16"),
+        ("dtype bfloat16", "Use autocast"),
+        ("bf16=True", "Use autocast"),
     ],
 )
 def test_advice_that_the_log_shows_as_done_is_not_given(before, dropped):
