@@ -121,8 +121,7 @@ for name in found[0]:
 # - Tensor: the embedding stays whole. So does a part of the activations: a rank saves 178 KiB of
 #   259.
 # - Sequence: the embedding stays whole. Summing its gradient over ranks sends 64 of the 157 KiB.
-# - Pipeline: only the last stage saves logits. (GPipe's stage 0 frees sent outputs: 6
-#   KiB less than stage 1.)
+# - Pipeline: only the last stage saves logits.
 
 # %% [markdown]
 # ## Tensor parallelism: column-parallel, then row-parallel
@@ -220,8 +219,10 @@ parallel_mlp = exercise("18.1", parallel_mlp)
 # Attention is divided the same way. Queries, keys and values are column-parallel, so each rank has
 # H/R of the H heads. The output projection is row-parallel. So a block has two pairs of matmuls,
 # and needs **two all-reduces in forward and two in backward**, each of T · C elements. All ranks
-# wait for each all-reduce. The output matrix is column-parallel: each rank computes the logits of
-# 1/R of the vocabulary.
+# wait for each all-reduce.
+#
+# The model's output layer is column-parallel, too: each rank computes the logits of 1/R of the
+# vocabulary.
 
 # %% [markdown]
 # ## What a tensor-parallel block saves
@@ -238,7 +239,7 @@ parallel_mlp = exercise("18.1", parallel_mlp)
 
 # %% [markdown]
 # Tensor parallelism divides only the last two rows. **Sequence parallelism** divides the first two
-# rows by tokens: each rank has T/R of them there. So a rank saves 1/R of all activations.
+# rows, too: each rank saves them for T/R tokens only. So a rank saves 1/R of all activations.
 
 # %% [markdown]
 # ### Exercise 18.2: saved elements of a block
@@ -534,7 +535,7 @@ def attend(q, k, v, shift):
 # - `peer.send(x)` sends to the next rank. `peer.receive()` waits for the previous rank's tensor.
 # - Send keys and values as one tensor (`torch.stack`), R − 1 times.
 # - Leave `q`, `k`, `v` unchanged.
-# - Skip blocks of later tokens: merging them gives NaN.
+# - Pass on blocks of later tokens without attending to them.
 # - Scores can be thousands: use `torch.logaddexp`.
 
 
@@ -573,14 +574,14 @@ print(f"sent around the ring: {ring_bytes:,} bytes; (3·2 − 2)/2 · {keys_valu
 # %% [markdown]
 # ## What each kind divides and sends
 #
-# The table compares R ranks (p stages) with one process that has the whole batch. It assumes many
-# blocks; a *pass* is a ring pass.
+# The table compares R ranks (p stages) with one process that has the whole batch. It ignores the
+# embedding and the head, except where it names them. A *pass* over a tensor sends (R − 1)/R of it.
 #
 # | | weights, gradients, optimizer state | activations | logits | sent per step |
 # | --- | --- | --- | --- | --- |
-# | data | whole (ZeRO shards them: Day 12) | 1/R | 1/R | weights' gradients: 2 passes |
-# | tensor | 1/R; embedding whole | 1/R; norms, residual whole | 1/R | 8 passes of T·C per block |
-# | + sequence | as tensor | 1/R | 1/R | 10 passes of T·C per block |
+# | data | whole (ZeRO shards them: Day 12) | 1/R | 1/R | 2 passes over the weights' gradients |
+# | tensor | 1/R; embedding whole | 1/R; norms, residual whole | 1/R | 8 passes over T·C per block |
+# | + sequence | as tensor | 1/R | 1/R | 10 passes over T·C per block |
 # | 1F1B | 1/p | stage i: min(m, p − i)/m · 1/p | last stage: 1/m | T·C to each neighbor |
 # | context | whole (ZeRO shards them) | 1/R | 1/R | as data; (3R − 2)/R of keys, values per block |
 
@@ -660,7 +661,7 @@ three, four = (rank_0("fsdp2.py", 8, "llama-3-70b", n, 4096, 2) for n in (3, 4))
 of_seventy = deeper(three, four, seventy.layers - 4)
 peak_70b = sum(of_seventy.values())
 state = 8 * seventy.parameters // 8  # weights, gradients, two moments: 8 bytes; 8 ranks
-inputs = seventy.layers * 2 * 4096 * seventy.hidden_size
+inputs = seventy.layers * 4096 * seventy.hidden_size * 2  # one micro-batch's, in bfloat16
 print(f"70B on 8: the script allocates {peak_70b / 1e9:.1f} GB: {shown(of_seventy)}")
 print(f"by formula: state {state / 1e9:.2f} + block inputs {inputs / 1e9:.2f} = "
       f"{(state + inputs) / 1e9:.2f} GB")  # fmt: skip
@@ -674,8 +675,8 @@ show_largest(four, 5)
 # By formula (the state, and one micro-batch's block inputs) the model fits; the script does not.
 # The formula leaves out unsharded tensors. The five largest, in the printed order:
 #
-# - the embedding and the output matrix, which FSDP2 keeps gathered during backward
-# - the gradient of the output matrix
+# - the embedding and the output layer's weight, which FSDP2 keeps gathered during backward
+# - the gradient of the output layer's weight
 # - two FSDP2 buffers, each as large as a block's weights
 
 # %% [markdown]
@@ -689,7 +690,7 @@ show_largest(four, 5)
 # the 126 blocks. The next cell runs it with one and with two blocks.
 #
 # In a pipeline, torch keeps each block's gathered weights and unsharded gradients until the last
-# micro-batch. So the formula assumes ZeRO-1, which shards only the optimizer state.
+# micro-batch. So the next cell's formula assumes ZeRO-1, which shards only the optimizer state.
 
 # %%
 huge, TOKENS = PRESETS["llama-3-405b"], 8192
@@ -698,7 +699,7 @@ one_block, two_blocks = (rank_0("three_d.py", 128, *cut, n, TOKENS, 4) for n in 
 blocks = ceil(huge.layers / 4)
 of_huge = deeper(one_block, two_blocks, blocks - 2)
 peak_405b = sum(of_huge.values())
-embedding = huge.vocab_size * huge.hidden_size  # elements; the output matrix has as many
+embedding = huge.vocab_size * huge.hidden_size  # elements; the output layer has as many
 block = (huge.parameters - 2 * embedding - huge.hidden_size) // huge.layers
 own = (blocks * block + embedding) // 8  # rank 0's weights: the first stage's, divided by 8
 zero_1 = 4 * own + 4 * own // 4  # weights, gradients; moments sharded over 4 ranks

@@ -483,8 +483,7 @@ _GATHER = Exercise(
             (_PRODUCT, "return x @ weight.T"),
         ),
         (
-            "This leaves backward to autograd, which sees only one rank's graph, so x gets no "
-            "gradient. Use GatherLinear.",
+            "Autograd cannot differentiate all_gather, so x gets no gradient. Use GatherLinear.",
             body(
                 "gather_linear",
                 "return all_gather(x) @ weight.T",
@@ -586,7 +585,7 @@ _ORDER = Exercise(
         ),
         (
             "The warm-up has one forward pass too many. Wanted p − 1 − stage, because each pair "
-            "then begins with a forward pass.",
+            "begins with another forward pass.",
             (_WARM_UP, "warm_up = min(stages - stage, micro_batches)"),
         ),
         (
