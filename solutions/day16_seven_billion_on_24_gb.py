@@ -242,7 +242,7 @@ def estimate(config, optimizer, tokens, itemsize=2, checkpointed=True, fused=Tru
 
 # %% [markdown]
 # Compare the formula with the meter for a small model in float32 on this CPU. The formula omits
-# rotary tables, tokens and step counters, so the cell subtracts them.
+# rotary tables, tokens and step counters, so the cell subtracts them from the meter's peak.
 
 # %%
 tiny = replace(PRESETS["tiny"], tied=False)
@@ -429,15 +429,15 @@ plot.timeline(proof.trace, title="Llama 2 7B, all weights trained, 1 × 2,048 to
 
 # %% [markdown]
 # **All seven billion weights train on 24 GB**: 20.58 GiB reserved, plus the context. In the
-# picture, each tooth is one recomputed block. Its peak, 19.92 GiB, omits the unused ends of the
-# allocator's blocks (Day 2).
+# picture, each tooth is one recomputed block. The picture's peak, 19.92 GiB, omits the unused ends
+# of the allocator's blocks (Day 2).
 
 # %% [markdown]
 # ## The batch
 #
 # The guide accumulates the gradients of 16 sequences. But a step in backward frees each gradient,
-# so nothing can accumulate. Raise the batch instead. All rows use a chunked loss, which lowers the
-# reserved bytes from batch 2 on. (The predictions are stored.)
+# so nothing can accumulate. Raise the batch instead, with a chunked loss, which lowers the reserved
+# bytes from batch 2 on. (The predictions are stored.)
 
 
 # %%
@@ -461,8 +461,7 @@ for batch, step in GROWN.items():
 # %% [markdown]
 # A batch of 3 fits on neither, but by *allocated* bytes alone it would fit on both. For 16
 # sequences without offloading (Day 14), you could accumulate gradients in a **buffer**, process all
-# 16 at once, or train fewer weights. (Two rows say "at least": the formula omits the activations
-# that exist together with the buffer.)
+# 16 at once, or train fewer weights.
 
 # %%
 buffer = 2 * seven.parameters
@@ -483,7 +482,9 @@ for name, count in (
     print(f"{name:58}{format_bytes(count):>10}  {'fits on' if count <= room else 'exceeds'} 24GB")
 
 # %% [markdown]
-# Only LoRA's buffer is small, since it trains 20 million weights. So choose between:
+# "At least" means that the formula omits the activations that exist together with the buffer.
+#
+# Only LoRA fits: it trains 20 million weights, so its buffer is small. So choose between:
 #
 # - **all weights, up to 4,096 tokens a step**
 # - **0.3 % of the weights, 32,768 tokens a step**
@@ -511,20 +512,19 @@ if plan.best:
     print(f"batch up to {plan.best.largest_batch}, length up to {plan.best.longest:,}")
 
 # %% [markdown]
-# `planner.plan` leaves 0.5 % of the memory free, and about 2 % more for an estimated batch or
-# length. So it allows fewer than the 4,096 tokens above.
+# `planner.plan` leaves some memory free, so it allows fewer than the 4,096 tokens above.
 
 # %% [markdown]
 # ## At scale: 70 billion weights on eight GPUs
 #
 # ZeRO-3 divides the model states by eight (Day 12), except for the gathered weights. The guide
-# names neither GPU nor optimizer. By formula, on A100s of 80 GB, with 1 × 4,096 tokens a rank and
-# no accumulation yet:
+# names neither the GPU model nor the optimizer. By formula, on A100s of 80 GB, with 1 × 4,096
+# tokens a rank and no accumulation yet:
 
 # %%
 seventy = PRESETS["llama-3-70b"]
 ZERO = {
-    "AdamW, master weights": Recipe("master-weights"),
+    "AdamW + master weights": Recipe("master-weights"),
     "AdamW in bfloat16": Recipe(),
     "8-bit Adam": Recipe(optimizer="adam8bit"),
     "8-bit Lion": Recipe(optimizer="lion8bit"),
