@@ -127,8 +127,8 @@ print(f"at the end the average has a lower loss: {loss_of(averaged(wide[-1])) < 
 # 2. The synthesis solves a linear system. How many KiB does the system need for 32 snapshots?
 
 # %% [markdown]
-# 3. You write snapshots of both averages at 100 evenly spaced times, but keep only the last 20
-#    times. You combine these to approximate the final average of width 0.25. An average
+# 3. You write snapshots of both averages at 100 evenly spaced times, but keep only those of the
+#    last 20 times. You combine these to approximate the final average of width 0.25. An average
 #    multiplies each step's weights by a factor. How far are your factors from the exact ones?
 #    Estimate Σ (yours − exact)² / Σ exact², in percent.
 # 4. You want an average of width 5 % (0.05), and update it at every tenth step, but with the decay
@@ -152,7 +152,7 @@ guess("15.1", buffers_mib=180, system_kib=1000, pruned_percent=10, wide_percent=
 #
 # $$\theta_\gamma(t) = \frac{\gamma+1}{t^{\gamma+1}} \int_0^t \tau^\gamma\, \theta(\tau)\, d\tau$$
 #
-# For γ > 0, the random weights at τ = 0 get a factor of 0. A large γ gives a short average.
+# For γ > 0, the initial weights at τ = 0 get a factor of 0. A large γ gives a short average.
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 2.8), layout="constrained")
@@ -220,8 +220,6 @@ exponent = exercise("15.1", exponent)
 # It allocates at most as much as the largest tensor needs. Intervals between updates may differ;
 # keep the time of the last update in `self.time`. Build no autograd graph, and do not change the
 # weights.
-#
-# (For bfloat16 weights, use float32 averages: bfloat16 would round away small updates.)
 
 
 # %%
@@ -247,7 +245,7 @@ Average = exercise("15.2", Average)
 
 # %% [markdown]
 # To test an average, let each step's weights be a different one-hot vector. The average then lists
-# each step's factor. Train for 1,000 steps with updates 1, 10 and 100 steps apart. Then use the β
+# each step's factor. Simulate 1,000 steps, with updates 1, 10 and 100 steps apart. Then use the β
 # of one step for updates 10 steps apart.
 
 
@@ -597,25 +595,23 @@ print(f"batches of 1 and of 8 give bitwise equal results: {same_bits}")
 # Memory is proportional to the batch: six copies of each tensor (four accumulators, and the tensor
 # from two snapshots). A single tensor of 64 MiB needs 384 MiB, but 6 MiB in chunks.
 #
-# **float16.** You can use it for the files, the accumulators, or both. Which costs more accuracy?
-# The next cell measures the relative error at σ = 0.07, compared with float32 files and float64
+# **float16.** You can use it for the files or for the accumulators. Which costs more accuracy? The
+# next cell measures the relative error at σ = 0.07, compared with float32 files and float64
 # accumulators.
 
 # %%
 rounding, sums_bytes = {}, {}
 exact = usual_loop(ema.find_snapshots(files["float32"]), [0.07], dtype=torch.float64)[0]
 norm = sum(w.square().sum() for w in exact.values()).sqrt()
-for in_files in ("float32", "float16"):
-    for sums in (torch.float32, torch.float16):
-        found = ema.find_snapshots(files[in_files])
-        result = usual_loop(found, [0.07], dtype=sums)[0]
-        error = sum((result[n].double() - w).square().sum() for n, w in exact.items()).sqrt()
-        rounding[in_files, sums] = float(error / norm)
-        below = 10.0 ** np.ceil(np.log10(rounding[in_files, sums]))
-        print(f"files {in_files}, accumulators {str(sums)[6:]}: error below {below:.0e}")
-lost_by_files = rounding["float16", torch.float32]
-sums_lose_more = rounding["float32", torch.float16] > 1.5 * lost_by_files
-print(f"float16 accumulators have over 1.5× the error of float16 files: {sums_lose_more}")
+for in_files, sums in (("float16", torch.float32), ("float32", torch.float16)):
+    found = ema.find_snapshots(files[in_files])
+    result = usual_loop(found, [0.07], dtype=sums)[0]
+    error = sum((result[n].double() - w).square().sum() for n, w in exact.items()).sqrt()
+    rounding[in_files] = float(error / norm)
+lost_by_files = rounding["float16"]
+sums_lose_more = rounding["float32"] > 1.5 * lost_by_files
+print(f"float16 files, float32 accumulators: relative error {lost_by_files:.1e}")
+print(f"float32 files, float16 accumulators: over 1.5× that error: {sums_lose_more}")
 
 # %%
 for sums in (torch.float32, torch.float16):
@@ -647,7 +643,8 @@ for _ in range(2):
 took = {name: min(spent) / min(took["float32"]) for name, spent in took.items()}
 
 # %% tags=["nbval-ignore-output"] reason="a time"
-print(", ".join(f"{name} files {ratio:.2f} ×" for name, ratio in took.items()))
+ratios = ", ".join(f"{name} {ratio:.2f}×" for name, ratio in took.items())
+print(f"CPU time relative to float32 files: {ratios}")
 
 # %% [markdown]
 # ## Consistency across parameters
@@ -770,8 +767,8 @@ for name, kept in WAYS.items():
 # %% [markdown]
 # ## At scale: 7 billion parameters
 #
-# How much memory does post-hoc EMA add to a 7B training? A dry run of two bfloat16 blocks measures
-# the float32 averages and an update, which casts the weights in chunks.
+# How much memory does post-hoc EMA add to a 7B training? A dry run measures the averages of two
+# bfloat16 blocks. The averages are in float32, since bfloat16 would round away small updates.
 
 # %%
 config = PRESETS["llama-2-7b"]
@@ -779,9 +776,8 @@ N, two_blocks = config.parameters, replace(config, layers=2)
 with memlab.dry_run():
     seven = GPT(two_blocks, dtype=torch.bfloat16)
     two = ema.PostHocEMA(seven, "nowhere", (0.05, 0.10))
-    update_bytes = peak_of(lambda: two.update(1))
 print(f"two averages need 2 · 4 bytes per weight: {two.nbytes == 8 * two_blocks.parameters}")
-print(f"for 7B: {8 * N / 1e9:.1f} GB, and {format_bytes(update_bytes)} more in an update")
+print(f"for 7B: {8 * N / 1e9:.1f} GB")
 print(f"snapshots of both averages at one time: {4 * N / 1e9:.1f} GB, ", end="")
 print(f"at twelve times: {12 * 4 * N / 1e9:.0f} GB")
 print(f"reading all of them at 3 GB/s takes {12 * 4 * N / 3e9:.0f} s, for any number of targets")
@@ -930,9 +926,9 @@ of_chunks, sequential = peaks[16, 10]
 verdict(
     "25c",
     of_chunks > sequential / 2,
-    f"16 MiB model, snapshots at ten times, four targets: adding whole snapshots "
+    f"16 MiB model, snapshots at ten times, four targets: whole snapshots one after another "
     f"{format_bytes(sequential)}, in chunks {format_bytes(of_chunks)}",
-    otherwise="with chunk-sized accumulators, processing snapshots one after another is effective",
+    otherwise="a chunk of the result needs only the same chunk of each snapshot, not all weights",
 )
 
 # %%
@@ -943,7 +939,7 @@ verdict(
     not (streams and in_parts and in_place < 2**23 and compresses),
     f"chunks as in 25c; synthesis of one of 8 layers: {len(one_layer)} tensor; in place from int8 "
     f"files: {format_bytes(in_place)} of extra memory; a snapshot of an 8 MiB model: {in_files}",
-    otherwise="memlab does all four: streaming, parts of a model, in place, compressed snapshots",
+    otherwise="all four are possible today; memlab does them",
 )
 
 # %% [markdown]
@@ -1051,7 +1047,7 @@ verdict(
 # | tracking K averages | 4·K per tracked weight, on the GPU or the host |
 # | a snapshot of one average | 2 per weight, on disk; 1.02 in int8 |
 # | the linear system of S snapshots | 8·S² |
-# | a synthesis of T targets | T + 8 chunks of 0.5 MiB, for any model |
+# | a synthesis of T targets | T + 8 chunks of 0.5 MiB (int8 files: T + 11), for any model |
 #
 # Tomorrow combines all days so far: given a model and a GPU, you predict whether training fits.
 

@@ -94,7 +94,7 @@ def _number(call: str, value: Any) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if math.isnan(number):
-        raise Wrong(f"{call} gave {_briefly(value)}; wanted a number.")
+        raise Wrong(f"{call} gave {_briefly(value)}; wanted a real number.")
     return number
 
 
