@@ -83,7 +83,7 @@ guess("18.1", tensor_percent=50, stage_percent=50, bubble_percent=50, sends_perc
 # the others divided over two processes. The model has an embedding, two blocks (its layers) and a
 # **head** (the last norm, the logits and the loss). Each run uses the same 4 sequences of 16
 # tokens; in the pipelines, each sequence is a micro-batch. Both processes measure their second step
-# and count the bytes they send. The cell runs for about ten seconds.
+# and count the bytes they send.
 
 # %%
 found = run_ranks("memlab.course.model_parallel:all_ways", 2, timeout=120)
@@ -101,8 +101,8 @@ def differences(name):
             yield (gradient - expected).abs().max().item()
 
 
-for name in found[0]:
-    print(f"{name:9} gradients equal one process's within 1e-5: {max(differences(name)) < 1e-5}")
+same = all(max(differences(name)) < 1e-5 for name in found[0])
+print(f"all runs' gradients equal one process's within 1e-5: {same}")
 
 # %%
 COLUMNS = ("parameters", "gradients", "optimizer_state", "activations", "logits", "sent")
@@ -218,8 +218,7 @@ parallel_mlp = exercise("18.1", parallel_mlp)
 # %% [markdown]
 # Attention is divided the same way. Queries, keys and values are column-parallel, so each rank has
 # H/R of the H heads. The output projection is row-parallel. So a block has two pairs of matmuls,
-# and needs **two all-reduces in forward and two in backward**, each of T · C elements. All ranks
-# wait for each all-reduce.
+# and needs **two all-reduces in forward and two in backward**, each of T · C elements.
 #
 # The model's output layer is column-parallel, too: each rank computes the logits of 1/R of the
 # vocabulary.
@@ -285,7 +284,7 @@ print(f"a rank saves {tensor / whole:.0%} with tensor parallelism, {sequence / w
 # every token: a **reduce-scatter** gives each rank the sums for its own tokens.
 #
 # On a ring, each rank sends (R − 1)/R of the tensor in an all-gather or a reduce-scatter, and twice
-# that in an all-reduce (Day 13). So forward sends as many bytes as with tensor parallelism alone.
+# that in an all-reduce (Day 13).
 
 # %% [markdown]
 # The backward of an all-gather is a reduce-scatter, and vice versa.
@@ -361,8 +360,7 @@ for name in ("tensor", "sequence"):
 
 # %% [markdown]
 # Sequence parallelism replaces each of the four all-reduces by an all-gather and a reduce-scatter:
-# also 8 ring passes. In backward it gathers the inputs of the two column-parallel matmuls again:
-# 10.
+# also 8 ring passes. Gathering the inputs of the two column-parallel matmuls again makes it 10.
 
 # %% [markdown]
 # ## Pipeline parallelism: idle time and micro-batches in flight
@@ -478,14 +476,13 @@ def most_in_flight(order):
 
 for name, order_of in SCHEDULES.items():
     flights = [most_in_flight(order_of(stage, P, M)) for stage in range(P)]
-    print(f"{name:6}maximum in flight, by stage: {flights}; bubble {bubbles[name]:.4f}, "
-          f"(p − 1)/(m + p − 1) = {(P - 1) / (M + P - 1):.4f}")  # fmt: skip
+    print(f"{name:6}maximum in flight, by stage: {flights}")
 
 # %% [markdown]
-# Both bubbles are equal: a step takes as long as m + p − 1 micro-batches on one stage, and each
-# stage works for m of them. 1F1B saves **memory**: stage i has at most p − i micro-batches in
-# flight, instead of m. More micro-batches make the bubble smaller, and with 1F1B they need no more
-# memory once m ≥ p.
+# Both bubbles are (p − 1)/(m + p − 1): a step takes as long as m + p − 1 micro-batches on one
+# stage, and each stage works for m of them. 1F1B saves **memory**: stage i has at most p − i
+# micro-batches in flight, instead of m. More micro-batches make the bubble smaller, and with 1F1B
+# they need no more memory once m ≥ p.
 #
 # But stage 0 keeps the activations of p micro-batches in 1/p of the layers. One GPU with *all*
 # layers keeps as much for one micro-batch.
@@ -502,9 +499,8 @@ print(f"one process, two layers, one micro-batch at a time: {2 * layer:,} bytes"
 # %% [markdown]
 # ## Context parallelism: ring attention
 #
-# For very long sequences, each rank has 1/R of the tokens of every sequence, in *all* layers. Only
-# attention reads other tokens: with a causal mask, the queries of rank r need the keys and values
-# of ranks 0 to r.
+# Each rank has 1/R of the tokens of every sequence, in *all* layers. Only attention reads other
+# tokens: with a causal mask, the queries of rank r need the keys and values of ranks 0 to r.
 
 # %% [markdown]
 # In **ring attention**, each rank first attends to its own block of keys and values. Then, R − 1
@@ -562,8 +558,6 @@ ring_attention = exercise("18.5", ring_attention)
 # In backward, a rank sends R − 1 blocks again, and R blocks of gradients, which must return to
 # their owners. With the R − 1 blocks of forward, it sends 3R − 2 blocks, each 1/R of all keys and
 # values.
-#
-# The work is unequal: rank 0 attends to one block, rank R − 1 to R blocks.
 
 # %%
 ring_bytes = found[0]["context"]["sent"]["isend"]
@@ -574,8 +568,9 @@ print(f"sent around the ring: {ring_bytes:,} bytes; (3·2 − 2)/2 · {keys_valu
 # %% [markdown]
 # ## What each kind divides and sends
 #
-# The table compares R ranks (p stages) with one process that has the whole batch. It ignores the
-# embedding and the head, except where it names them. A *pass* over a tensor sends (R − 1)/R of it.
+# The table compares R ranks (p stages) with one process that has the whole batch. It covers the
+# blocks (without the norms' weights), the logits, and the embedding where named. A *pass* over a
+# tensor sends (R − 1)/R of it.
 #
 # | | weights, gradients, optimizer state | activations | logits | sent per step |
 # | --- | --- | --- | --- | --- |
@@ -625,14 +620,11 @@ def rank_0(script, ranks, *arguments):
 
 
 # %%
-def deeper(few, more, blocks):
-    """Return the bytes at the peak by category, extrapolated from two traces.
-
-    `more` has one block more than `few`; the result has `blocks` blocks more than `more`.
-    """
-    names = {*few.at_peak, *more.at_peak}
-    at = [{name: trace.at_peak.get(name, 0) for name in names} for trace in (few, more)]
-    return {name: at[1][name] + blocks * (at[1][name] - at[0][name]) for name in names}
+def deeper(first, second, added):
+    """Return `second`'s peak bytes by category, plus `added` times their growth since `first`."""
+    names = {*first.at_peak, *second.at_peak}
+    at = [{name: trace.at_peak.get(name, 0) for name in names} for trace in (first, second)]
+    return {name: at[1][name] + added * (at[1][name] - at[0][name]) for name in names}
 
 
 def shown(parts):
@@ -643,7 +635,7 @@ def shown(parts):
 
 
 def show_largest(trace, count):
-    """Print the largest storages alive at the peak."""
+    """Print the largest tensors at the peak."""
     for event in sorted(trace.alive(trace.peak_position), key=lambda e: -e.bytes)[:count]:
         print(f"  {event.bytes / 1e9:.2f} GB, {event.shape}, {event.operator} in {event.phase}")
 
@@ -687,7 +679,7 @@ show_largest(four, 5)
 # - data parallelism over 4 ranks, with FSDP2
 #
 # It uses bfloat16, checkpointing and four micro-batches of 8,192 tokens. The first stage has 32 of
-# the 126 blocks. The next cell runs it with one and with two blocks.
+# the 126 blocks. The next cell runs one and two blocks per stage.
 #
 # In a pipeline, torch keeps each block's gathered weights and unsharded gradients until the last
 # micro-batch. So the next cell's formula assumes ZeRO-1, which shards only the optimizer state.
@@ -709,30 +701,19 @@ print(f"405B on 128: the script allocates {peak_405b / 1e9:.1f} GB: {shown(of_hu
 print(f"reserved but not allocated, with only two blocks: {gaps / 1e9:.1f} GB")
 print(f"by formula: ZeRO-1's state {zero_1 / 1e9:.2f} + block inputs {kept / 1e9:.2f} = "
       f"{(zero_1 + kept) / 1e9:.2f} GB")  # fmt: skip
-
-# %%
-block_weights, whole_embedding = 2 * block // 8, 2 * embedding  # bytes
-grown = {
-    name: two_blocks.at_peak.get(name, 0) - one_block.at_peak.get(name, 0)
-    for name in ("activations", "backward_temporaries")
-}
-print(f"a block's weights, divided by 8 tensor-parallel ranks: {block_weights / 1e9:.2f} GB")
-for name, size in grown.items():
-    print(f"the second block adds {size / 1e9:.2f} GB to {name.replace('_', ' ')}")
-print(f"the whole embedding: {whole_embedding / 1e9:.2f} GB")
 print("largest tensors at the peak, with two blocks:")
 show_largest(two_blocks, 2)
 
 # %% [markdown]
 # The tensors alone nearly fill an H100: 82.8 of 84.3 GB. With only two blocks, the allocator
-# already reserves 7.6 GB more than the tensors need. So don't expect the script to fit.
+# already reserves 7.6 GB more, so don't expect the script to fit.
 #
-# Gathered weights count as activations here, and unsharded gradients as backward temporaries. The
-# formula mainly leaves out
+# Here, activations include gathered weights, and backward temporaries include unsharded gradients.
+# The formula mainly leaves out
 #
 # - the shards of the weights, which exist besides the gathered weights
-# - two gradients of the **whole** embedding: DTensor divides the embedding by 8, but its backward
-#   does not divide the gradient
+# - two gradients of the **whole** embedding: the sum over earlier micro-batches, and the current
+#   one's. DTensor divides the embedding by 8, but not its gradient.
 
 # %% [markdown]
 # ## Explain the gap
