@@ -28,7 +28,6 @@
 # %%
 import tempfile
 import time
-import warnings
 from dataclasses import replace
 from itertools import accumulate as running_sums
 from itertools import count as counter
@@ -43,7 +42,6 @@ import memlab
 from memlab import ema
 from memlab.configs.gpus import GPUS
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
-from memlab.course.optional import MISSING, imported
 from memlab.data import source_bytes
 from memlab.ema import inner_product, power_profile, profile_error
 from memlab.model import GPT, PRESETS
@@ -117,7 +115,6 @@ axes.set(xlabel="steps", ylabel="held-out loss in nats", title="An average fluct
 axes.legend(frameon=False)
 axes.spines[["top", "right"]].set_visible(False)
 final_loss = loss_of(weights_at[STEPS])
-print(f"at the end the average has a lower loss: {loss_of(averaged(wide[-1])) < final_loss}")
 
 # %% [markdown]
 # ## Guess
@@ -127,10 +124,10 @@ print(f"at the end the average has a lower loss: {loss_of(averaged(wide[-1])) < 
 # 2. The synthesis solves a linear system. How many KiB does the system need for 32 snapshots?
 
 # %% [markdown]
-# 3. You write snapshots of both averages at 100 evenly spaced times, but keep only those of the
-#    last 20 times. You combine these to approximate the final average of width 0.25. An average
-#    multiplies each step's weights by a factor. How far are your factors from the exact ones?
-#    Estimate Σ (yours − exact)² / Σ exact², in percent.
+# 3. You write snapshots of both averages at 100 evenly spaced times, and delete all but the last 20
+#    of each. You combine the rest to approximate the final average of width 0.25. Your combination
+#    multiplies the weights of each step by a factor f, the exact average by g. How large is
+#    Σ (f − g)² / Σ g², in percent?
 # 4. You want an average of width 5 % (0.05), and update it at every tenth step, but with the decay
 #    of one step. Which width does it get, in percent?
 
@@ -146,9 +143,8 @@ guess("15.1", buffers_mib=180, system_kib=1000, pruned_percent=10, wide_percent=
 # ## Power-function profiles
 #
 # The usual *exponential moving average* (EMA), avg ← 0.999 · avg + 0.001 · w, covers about a
-# thousand steps. This is all of a short training, but only a moment of a long one. To cover a fixed
-# **share** of the training, weight the parameters θ(τ) of each earlier time τ by a power of τ. At
-# time t, the average is
+# thousand steps, however long the training. To cover a fixed **share** of it, multiply the weights
+# θ(τ) of each earlier time τ by a power of τ. At time t, the average is
 #
 # $$\theta_\gamma(t) = \frac{\gamma+1}{t^{\gamma+1}} \int_0^t \tau^\gamma\, \theta(\tau)\, d\tau$$
 #
@@ -261,7 +257,12 @@ def factors_of_steps(update_of, every, steps=1000):
 
 def your_average(sigma):
     average = Average([torch.zeros(1000)], exponent(sigma))
-    return lambda w, step: (average.update([w], step), average.values[0])[1]
+
+    def update(weights, step):
+        average.update([weights], step)
+        return average.values[0]
+
+    return update
 
 
 def with_single_step_beta(sigma):
@@ -270,43 +271,20 @@ def with_single_step_beta(sigma):
     return lambda w, step: kept.lerp_(w, 1 - (1 - 1 / step) ** (gamma + 1))
 
 
-for name, make, every in (*(("yours", your_average, every) for every in (1, 10, 100)),
-                          ("β of one step", with_single_step_beta, 10)):  # fmt: skip
+# %%
+for name, make, every in (
+    ("yours", your_average, 1),
+    ("yours", your_average, 10),
+    ("yours", your_average, 100),
+    ("β of one step", with_single_step_beta, 10),
+):
     width = ema.relative_width(range(1, 1001), factors_of_steps(make(0.05), every))
     print(f"{name:14} updates {every:3} steps apart: width {width:.4f}, target 0.0500")
 
 # %% [markdown]
 # Your width is right for updates 1 and 10 steps apart. Updates 100 steps apart are too coarse for a
-# width of 50 steps.
-#
-# With the β of one step for updates 10 steps apart, the average is about five times too wide
-# (guess 4). The package `ema-pytorch` (optional here) always uses the β of one step:
-
-
-# %%
-class Weights(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1000))
-
-
-def package_average(every):
-    weights = Weights()
-    average = package.KarrasEMA(weights, sigma_rel=0.05, update_every=every)
-    for step in range(1000):
-        weights.weight.data.zero_()[step] = 1
-        average.update()
-    return average.ema_model.weight.detach()
-
-
-# %% tags=["nbval-ignore-output"] reason="the package is optional"
-if package := imported("ema_pytorch"):
-    for every in (1, 10):
-        response = package_average(every)
-        width = ema.relative_width(range(1, 1001), response)
-        print(f"ema-pytorch, update_every={every:2}: width {width:.4f}, target 0.0500")
-else:
-    print(f"ema-pytorch is {MISSING}")
+# width of 50 steps. With the β of one step for updates 10 steps apart, the average is about five
+# times too wide (guess 4).
 
 # %% [markdown]
 # ## Any average from two
@@ -327,12 +305,9 @@ else:
 # form.
 
 # %%
-a, b = power_profile(0.05, 800), power_profile(0.10, 750)
-print(f"a profile has a time and an exponent: t = {a.t}, gamma = {a.gamma:.4f}")
-print(f"⟨a, a⟩ = {inner_product(a, a):.6f}, ⟨a, b⟩ = {inner_product(a, b):.6f} in closed form")
-tau = (np.arange(10**6) + 0.5) * 800 / 10**6
-p, q = ((s.gamma + 1) * (tau / s.t) ** s.gamma / s.t * (tau <= s.t) for s in (a, b))
-print(f"numerically: {(p * p).mean() * 800:.6f} and {(p * q).mean() * 800:.6f}")
+p1, p2 = power_profile(0.05, 800), power_profile(0.10, 750)
+print(f"a profile has a time and an exponent: t = {p1.t}, gamma = {p1.gamma:.4f}")
+print(f"⟨p₁, p₁⟩ = {inner_product(p1, p1):.6f}, ⟨p₁, p₂⟩ = {inner_product(p1, p2):.6f}")
 
 # %% [markdown]
 # ### Exercise 15.3: solve the least-squares problem
@@ -364,7 +339,7 @@ solve = exercise("15.3", solve)
 
 # %% [markdown]
 # How good is the fit? `profile_error` is the integral above, relative to the target's ⟨p, p⟩. You
-# can compute it before you read any weights.
+# can compute it before you read any weights. Guess 3 asks for this ratio.
 
 # %%
 print("  times      σ = 0.07   σ = 0.15   σ = 0.25")
@@ -375,8 +350,6 @@ for n in (2, 4, 8, 16, 32):
         target = power_profile(sigma, n)
         errors[n, sigma] = profile_error(profiles, target, solve(profiles, target))
     print(f"{n:7}   " + "".join(f"{errors[n, s]:11.1e}" for s in (0.07, 0.15, 0.25)))
-slope = np.log2(errors[8, 0.15] / errors[32, 0.15]) / 2
-print(f"from 8 to 32 snapshot times n, at σ = 0.15, the error falls as 1 / n^{slope:.1f}")
 
 # %%
 fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained", sharey=True)
@@ -416,7 +389,7 @@ _ = fig.suptitle("σ = 0.15 from averages of width 0.05 and 0.10 (each term in g
 # About 15 minutes. Synthesize several targets at once; `shares[n][k]` is the coefficient of
 # snapshot n in target k.
 #
-# - `snapshots[n].read(name, start, stop)` returns 16-bit elements, memory-mapped: do not write to
+# - `snapshots[n].read(name, start, stop)` returns float16 elements, memory-mapped: do not write to
 #   them.
 # - `write(k, name, start, elements)` stores a 1-D tensor of finished float32 elements. Write each
 #   element once.
@@ -448,8 +421,7 @@ def synthesize(snapshots, shares, sizes, write, chunk_size):
 synthesize = exercise("15.4", synthesize)
 
 # %% [markdown]
-# Synthesize eleven widths in one pass over the snapshots on disk. Compare with the library, which
-# constrains the sum of the coefficients to one instead of dividing by it.
+# Synthesize eleven widths in one pass over the snapshots on disk:
 
 # %%
 sigmas = [0.02, 0.03, 0.05, 0.07, 0.10, 0.13, 0.16, 0.19, 0.22, 0.25, 0.28]
@@ -467,12 +439,6 @@ def write(target, name, start, elements):
 
 synthesize(snapshots, shares, sizes, write, chunk_size=2**12)
 yours = [{name: tensors[name].view(shapes[name]) for name in shapes} for tensors in yours]
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # 0.02 and 0.28 have a large profile error, see the plot
-    library = ema.synthesize(folder.name, sigmas)
-joined = [[torch.cat([w[n].flatten() for n in shapes]) for w in of] for of in (yours, library)]
-differences = [float((a - b).norm() / b.norm()) for a, b in zip(*joined, strict=True)]
-print(f"relative difference to the library's weights below 0.3 %: {max(differences) < 0.003}")
 
 # %%
 losses = [loss_of(tensors) for tensors in yours]
@@ -487,13 +453,9 @@ axes.scatter(sigmas, losses, c=["#00798c" if n else "white" for n in near], edge
 axes.set(xlabel="width σ (hollow: profile error above 1 %)", ylabel="held-out loss in nats")
 axes.set_title("Held-out loss by width, chosen after training")
 axes.spines[["top", "right"]].set_visible(False)
-print(f"the worst width is over 0.02 nats above the best: {max(losses) - min(losses) > 0.02}")
 print(f"the best width has a lower loss than the final weights: {min(losses) < final_loss}")
 
 # %% [markdown]
-# Karras et al. (see Sources) find that the best width depends on the architecture and the training
-# time.
-#
 # How much memory does a synthesis need? Take a synthetic model of 16 MiB, snapshots of two averages
 # at ten times, and four targets written to files. Compare a synthesis in chunks with the usual
 # loop, which adds snapshot by snapshot. Then halve the model, and halve the number of times.
@@ -556,10 +518,10 @@ system = np.array([[inner_product(p, q) for p in profiles] for q in profiles])
 print(f"the linear system of {len(profiles)} snapshots: {format_bytes(system.nbytes)}")
 
 # %% [markdown]
-# In float32 chunks of 0.5 MiB, `ema.synthesize` needs 6 MiB in all three cases: four accumulators
-# (2 MiB), and the chunks of eight snapshots at a time (4 MiB). The usual loop needs a model-sized
-# accumulator per target, and two snapshots in float32: it loads the next one before it frees the
-# previous one.
+# For speed, `ema.synthesize` adds eight snapshots in one matmul. So it needs 12 float32 chunks of
+# 0.5 MiB in all three cases: four accumulators, and one chunk of each of the eight snapshots. The
+# usual loop needs a model-sized accumulator per target, and two snapshots in float32: it loads the
+# next one before it frees the previous one.
 
 # %% [markdown]
 # ## Batches of parameters, float16 and int8
@@ -575,10 +537,10 @@ for name, dtype in KINDS.items():
     write_snapshots(files[name], 8, 4, walk=1, snapshot_dtype=dtype)
 
 
-def in_batches(found, size, keep):
+def in_batches(found, size, write):
     names = list(found[0].shapes)
     for start in range(0, len(names), size):
-        keep(usual_loop(found, FOUR_WIDTHS, names[start : start + size])[0])
+        write(usual_loop(found, FOUR_WIDTHS, names[start : start + size])[0])
 
 
 whole, batch_bytes = usual_loop(ema.find_snapshots(files["float16"]), FOUR_WIDTHS)[0], {}
@@ -593,7 +555,7 @@ print(f"batches of 1 and of 8 give bitwise equal results: {same_bits}")
 
 # %% [markdown]
 # Memory is proportional to the batch: six copies of each tensor (four accumulators, and the tensor
-# from two snapshots). A single tensor of 64 MiB needs 384 MiB, but 6 MiB in chunks.
+# from two snapshots).
 #
 # **float16.** You can use it for the files or for the accumulators. Which costs more accuracy? The
 # next cell measures the relative error at σ = 0.07, compared with float32 files and float64
@@ -666,8 +628,7 @@ print(f"the mix has a loss over 1 nat above both snapshots: {mix_is_worse}")
 # memlab prevents this mix in four ways:
 #
 # 1. Coefficients depend only on times and widths, so they are the same for every tensor.
-# 2. After an interrupted update, the tracker writes no averages until `load()` restores a complete
-#    state.
+# 2. An interrupted update changes only some averages, so the tracker then refuses to write any.
 # 3. A snapshot is written under a temporary name and renamed when complete.
 # 4. Each tensor has a checksum.
 #
@@ -705,7 +666,8 @@ with tempfile.TemporaryDirectory() as place:
     copy = Path(place, last.path.name)
     copy.write_bytes(swapped)
     try:
-        refused = not ema.synthesize([copy], 0.10)
+        ema.synthesize([copy], 0.10)
+        refused = False
     except ValueError as error:
         refused = "the checksum of its tensor 'embedding.weight'" in str(error)
 print(f"a tensor of another step is refused: {refused}")
@@ -714,7 +676,7 @@ print(f"a tensor of another step is refused: {refused}")
 # ## Which snapshots to keep
 #
 # Dozens of snapshots of a large model fill a disk. The guide says that dropping any loses accuracy.
-# The error depends on *which* ones you keep, and you can compute it beforehand.
+# But the error depends on *which* ones you keep.
 #
 # ### Exercise 15.5: choose the snapshots to keep
 #
@@ -738,8 +700,7 @@ def keep(times, count):
 keep = exercise("15.5", keep)
 
 # %% [markdown]
-# Compare four choices. “Log-spaced” snapshots are dense at the end of training and sparse before:
-# their distances from the last one grow geometrically.
+# Compare four choices. “Log-spaced” snapshots are dense at the end of training and sparse before.
 
 # %%
 hundred = list(range(1, 101))
@@ -778,15 +739,11 @@ with memlab.dry_run():
     two = ema.PostHocEMA(seven, "nowhere", (0.05, 0.10))
 print(f"two averages need 2 · 4 bytes per weight: {two.nbytes == 8 * two_blocks.parameters}")
 print(f"for 7B: {8 * N / 1e9:.1f} GB")
-print(f"snapshots of both averages at one time: {4 * N / 1e9:.1f} GB, ", end="")
-print(f"at twelve times: {12 * 4 * N / 1e9:.0f} GB")
-print(f"reading all of them at 3 GB/s takes {12 * 4 * N / 3e9:.0f} s, for any number of targets")
+print(f"float16 snapshots of both averages at one time: {4 * N / 1e9:.1f} GB")
 
 # %% [markdown]
-# Two averages need 8 bytes per weight, as much as Adam's state in float32. Two settings of
-# `PostHocEMA` reduce the GPU memory.
-#
-# `only=` tracks a part of the model, given by names, patterns or a function.
+# Two settings of `PostHocEMA` reduce the GPU memory. `only=` tracks a part of the model, given by
+# names, patterns or a function:
 
 # %%
 with memlab.dry_run():
@@ -813,13 +770,12 @@ for where in (None, "cpu"):
     print(f"averages on {where or 'gpu'}: {format_bytes(gpu_peak[where])} of GPU memory")
 
 # %% [markdown]
-# The averages (32 MiB) are now in host memory. An update copies each weight to the host once, for
-# any number of averages.
+# The averages (32 MiB) are now in host memory, and an update copies each weight to the host once.
 #
-# How much slower is an update on the host? Take float32 weights and the data sheets' bandwidths.
-# For each average, an update on the GPU reads the average and the weights, and writes the average:
-# 24 bytes per weight for two averages. To the host, 4 bytes per weight cross the PCIe bus. The
-# computation on the host takes additional time.
+# Compare the time of this copy with an update on the GPU, using float32 weights and the data
+# sheets' bandwidths. The copy moves 4 bytes per weight over the PCIe bus. For each average, an
+# update on the GPU reads the average and the weights, and writes the average: 24 bytes per weight
+# for two averages.
 
 # %%
 slower = {}
@@ -827,12 +783,7 @@ for name in ("a100-80", "h100"):
     gpu = GPUS[name]
     on_gpu, over_bus = 24 / gpu.memory_bandwidth, 4 / gpu.host_bandwidth
     slower[name] = over_bus / on_gpu
-    print(
-        f"{name}: the copy to the host takes {slower[name]:.0f}× the time of an update on the GPU;"
-    )
-    print(
-        f"    for 7B: {over_bus * N * 1e3:.0f} ms on the bus, {on_gpu * N * 1e3:.0f} ms on the GPU"
-    )
+    print(f"{name}: the copy takes {slower[name]:.0f}× the time of an update on the GPU")
 
 # %% [markdown]
 # With the right β, updates ten steps apart give nearly the same width as updates at every step, and
@@ -861,8 +812,7 @@ reveal("15.1", **found)
 # ## On your GPU
 #
 # If you have a GPU, this cell measures an update's memory and time on the GPU and with
-# `device="cpu"`. It has not run on a GPU yet. `benchmarks/gpu.py --section ema` measures updates
-# during training.
+# `device="cpu"`. It has not run on a GPU yet.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 from memlab.monitoring.counters import counters_for
@@ -891,7 +841,7 @@ else:
 # ## Rules on trial
 #
 # The guide's authors describe how they reduced the memory of their synthesis. The next cells test
-# each of their statements.
+# their statements.
 
 # %%
 chunked = [chunks for chunks, _ in peaks.values()]
@@ -937,8 +887,9 @@ compresses = bytes_of["int8"] < bytes_of["float32"] / 3
 verdict(
     "25d",
     not (streams and in_parts and in_place < 2**23 and compresses),
-    f"chunks as in 25c; synthesis of one of 8 layers: {len(one_layer)} tensor; in place from int8 "
-    f"files: {format_bytes(in_place)} of extra memory; a snapshot of an 8 MiB model: {in_files}",
+    f"synthesis in chunks: {format_bytes(of_chunks)} (25c); of one of 8 layers: {len(one_layer)} "
+    f"tensor written; in place, from int8 files: {format_bytes(in_place)} of extra memory; "
+    f"a snapshot of an 8 MiB model: {in_files}",
     otherwise="all four are possible today; memlab does them",
 )
 
@@ -1047,7 +998,7 @@ verdict(
 # | tracking K averages | 4·K per tracked weight, on the GPU or the host |
 # | a snapshot of one average | 2 per weight, on disk; 1.02 in int8 |
 # | the linear system of S snapshots | 8·S² |
-# | a synthesis of T targets | T + 8 chunks of 0.5 MiB (int8 files: T + 11), for any model |
+# | a synthesis of T targets, float16 files in, files out | T + 8 chunks of 0.5 MiB |
 #
 # Tomorrow combines all days so far: given a model and a GPU, you predict whether training fits.
 

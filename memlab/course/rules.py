@@ -268,8 +268,8 @@ RULES: dict[str, Rule] = {
         15,
     ),
     "25d": Rule(
-        "Ideas for the future: streaming parameters, updating only some layers, in place, "
-        "compressed checkpoints.",
+        "Ideas for the future: stream the parameters, update only some layers, update in place, "
+        "compress the checkpoints.",
         _EMA,
         15,
     ),
