@@ -124,19 +124,19 @@ final_loss = loss_of(weights_at[STEPS])
 # 2. The synthesis solves a linear system. How many KiB does the system need for 32 snapshots?
 
 # %% [markdown]
-# 3. You write snapshots of both averages at 100 evenly spaced times, and delete all but the last 20
-#    of each. You combine the rest to approximate the final average of width 0.25. Your combination
-#    multiplies the weights of each step by a factor f, the exact average by g. How large is
+# 3. You write snapshots of both averages at 100 evenly spaced times, and keep only the last 20 of
+#    each. You combine these 40 to approximate the final average of width 0.25. The weights of each
+#    step have a factor f in your combination, and g in the exact average. How large is
 #    Σ (f − g)² / Σ g², in percent?
 # 4. You want an average of width 5 % (0.05), and update it at every tenth step, but with the decay
 #    of one step. Which width does it get, in percent?
 
 # %%
 ### BEGIN SOLUTION
-guess("15.1", buffers_mib=180, system_kib=1000, pruned_percent=10, wide_percent=5)
+guess("15.1", memory_mib=180, system_kib=1000, pruned_percent=10, wide_percent=5)
 ### END SOLUTION
 ### BEGIN STUB
-# guess("15.1", buffers_mib=..., system_kib=..., pruned_percent=..., wide_percent=...)
+# guess("15.1", memory_mib=..., system_kib=..., pruned_percent=..., wide_percent=...)
 ### END STUB
 
 # %% [markdown]
@@ -342,14 +342,14 @@ solve = exercise("15.3", solve)
 # can compute it before you read any weights. Guess 3 asks for this ratio.
 
 # %%
-print("  times      σ = 0.07   σ = 0.15   σ = 0.25")
+print("number of times   σ = 0.07   σ = 0.15   σ = 0.25")
 errors = {}
 for n in (2, 4, 8, 16, 32):
     profiles = [power_profile(s, t) for t in range(1, n + 1) for s in (0.05, 0.10)]
     for sigma in (0.07, 0.15, 0.25):
         target = power_profile(sigma, n)
         errors[n, sigma] = profile_error(profiles, target, solve(profiles, target))
-    print(f"{n:7}   " + "".join(f"{errors[n, s]:11.1e}" for s in (0.07, 0.15, 0.25)))
+    print(f"{n:15}" + "".join(f"{errors[n, s]:11.1e}" for s in (0.07, 0.15, 0.25)))
 
 # %%
 fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained", sharey=True)
@@ -458,7 +458,7 @@ print(f"the best width has a lower loss than the final weights: {min(losses) < f
 # %% [markdown]
 # How much memory does a synthesis need? Take a synthetic model of 16 MiB, snapshots of two averages
 # at ten times, and four targets written to files. Compare a synthesis in chunks with the usual
-# loop, which adds snapshot by snapshot. Then halve the model, and halve the number of times.
+# loop, which adds snapshot by snapshot. Repeat this with half the model, then with half the times.
 
 
 # %%
@@ -628,7 +628,7 @@ print(f"the mix has a loss over 1 nat above both snapshots: {mix_is_worse}")
 # memlab prevents this mix in four ways:
 #
 # 1. Coefficients depend only on times and widths, so they are the same for every tensor.
-# 2. An interrupted update changes only some averages, so the tracker then refuses to write any.
+# 2. After an interrupted update, the tracker refuses to write snapshots.
 # 3. A snapshot is written under a temporary name and renamed when complete.
 # 4. Each tensor has a checksum.
 #
@@ -728,8 +728,9 @@ for name, kept in WAYS.items():
 # %% [markdown]
 # ## At scale: 7 billion parameters
 #
-# How much memory does post-hoc EMA add to a 7B training? A dry run measures the averages of two
-# bfloat16 blocks. The averages are in float32, since bfloat16 would round away small updates.
+# How much memory does post-hoc EMA add to a 7B training? A dry run measures the averages of a
+# bfloat16 model with two blocks. The averages are in float32, since bfloat16 would round away small
+# updates.
 
 # %%
 config = PRESETS["llama-2-7b"]
@@ -751,7 +752,7 @@ with memlab.dry_run():
     part = ema.PostHocEMA(seven, "nowhere", only="blocks.*.attention")
 in_attention = sum(w.numel() for n, w in seven.named_parameters() if ".attention." in n)
 print(f"8 bytes per attention weight: {part.nbytes == 8 * in_attention}")
-print(f"share of the bytes for all weights of this model: {part.nbytes / two.nbytes:.1%}")
+print(f"averages of attention: {part.nbytes / two.nbytes:.1%} of the bytes for the whole model")
 
 # %% [markdown]
 # `device="cpu"` keeps the averages in host memory. The next cell predicts the peak GPU memory in an
@@ -793,7 +794,7 @@ for name in ("a100-80", "h100"):
 
 # %%
 found = {
-    "buffers_mib": peaks[16, 10][0],
+    "memory_mib": peaks[16, 10][0],
     "system_kib": system.nbytes,
     "pruned_percent": 100 * kept_errors["the last 20", 0.25],
     "wide_percent": 100
@@ -878,7 +879,8 @@ verdict(
     of_chunks > sequential / 2,
     f"16 MiB model, snapshots at ten times, four targets: whole snapshots one after another "
     f"{format_bytes(sequential)}, in chunks {format_bytes(of_chunks)}",
-    otherwise="a chunk of the result needs only the same chunk of each snapshot, not all weights",
+    otherwise="it is effective in chunks, since a chunk of the result needs only the same chunk of "
+    "each snapshot",
 )
 
 # %%
@@ -950,8 +952,8 @@ verdict(
     "25i",
     bytes_of["int8"] < bytes_of["float16"] < bytes_of["float32"],
     f"a snapshot of an 8 MiB model: {in_files} (times: benchmarks/ema.py)",
-    condition="for int8, which trades disk space against time; memory in the synthesis stays a "
-    "few chunks",
+    condition="for int8, which saves disk space and costs time; the synthesis needs only a few "
+    "chunks of memory anyway",
 )
 
 # %%
