@@ -125,9 +125,8 @@ final_loss = loss_of(weights_at[STEPS])
 
 # %% [markdown]
 # 3. You write snapshots of both averages at 100 evenly spaced times, and keep only the last 20 of
-#    each. You combine these 40 to approximate the final average of width 0.25. The weights of each
-#    step have a factor f in your combination, and g in the exact average. How large is
-#    Σ (f − g)² / Σ g², in percent?
+#    each. You combine these 40 to approximate the final average of width 0.25. How large is the
+#    squared error, in percent? 0 % is exact; zeros instead of an average would give 100 %.
 # 4. You want an average of width 5 % (0.05), and update it at every tenth step, but with the decay
 #    of one step. Which width does it get, in percent?
 
@@ -338,8 +337,8 @@ def solve(snapshots, target):
 solve = exercise("15.3", solve)
 
 # %% [markdown]
-# How good is the fit? `profile_error` is the integral above, relative to the target's ⟨p, p⟩. You
-# can compute it before you read any weights. Guess 3 asks for this ratio.
+# How good is the fit? `profile_error` is the integral above, divided by the target's ⟨p, p⟩. Guess 3
+# asks for this ratio. You can compute it before you read any weights.
 
 # %%
 print("number of times   σ = 0.07   σ = 0.15   σ = 0.25")
