@@ -163,9 +163,9 @@ axes.legend(frameon=False)
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Each curve is the **profile** of an average. A more intuitive parameter than γ is the **width** σ:
-# the standard deviation of τ, with the profile as its density, as a share of t. The mean of τⁿ is
-# (γ+1) / (γ+1+n) for t = 1, so the variance is
+# Each curve is the **profile** of an average. Its integral is 1, so you can read it as a
+# probability density of τ. The **width** σ, more intuitive than γ, is its standard deviation
+# divided by t. For t = 1, the mean of τⁿ is (γ+1) / (γ+1+n), so the variance is
 #
 # $$\sigma^2 = \frac{\gamma+1}{\gamma+3} - \Big(\frac{\gamma+1}{\gamma+2}\Big)^2
 # = \frac{\gamma+1}{(\gamma+2)^2\,(\gamma+3)}$$
@@ -337,8 +337,8 @@ def solve(snapshots, target):
 solve = exercise("15.3", solve)
 
 # %% [markdown]
-# How good is the fit? `profile_error` is the integral above, divided by the target's ⟨p, p⟩. Guess 3
-# asks for this ratio. You can compute it before you read any weights.
+# How good is the fit? `profile_error` is the integral above, divided by the target's ⟨p, p⟩.
+# Guess 3 asks for this ratio. You can compute it before you read any weights.
 
 # %%
 print("number of times   σ = 0.07   σ = 0.15   σ = 0.25")
@@ -457,7 +457,8 @@ print(f"the best width has a lower loss than the final weights: {min(losses) < f
 # %% [markdown]
 # How much memory does a synthesis need? Take a synthetic model of 16 MiB, snapshots of two averages
 # at ten times, and four targets written to files. Compare a synthesis in chunks with the usual
-# loop, which adds snapshot by snapshot. Repeat this with half the model, then with half the times.
+# loop, which adds snapshot by snapshot. Repeat this with half the model, then with half the
+# snapshots.
 
 
 # %%
@@ -719,10 +720,10 @@ for name, kept in WAYS.items():
     print(f"{name:24}" + "".join(f"{kept_errors[name, sigma]:11.1e}" for sigma in WIDTHS))
 
 # %% [markdown]
-# With a fifth of the snapshots, evenly spaced, the profile error is below 1 % up to σ = 0.25.
-# Snapshots of the last twenty times cannot be combined into long averages, because they contain too
-# little of the earlier steps. Log-spaced snapshots fit only σ = 0.07 better than evenly spaced
-# ones.
+# With a fifth of the snapshots, evenly spaced, the profile error is below 1 % for σ = 0.07, 0.15
+# and 0.25. Snapshots of the last twenty times cannot be combined into long averages, because they
+# contain too little of the earlier steps. Of these four widths, log-spaced snapshots fit only
+# σ = 0.07 better than evenly spaced ones.
 
 # %% [markdown]
 # ## At scale: 7 billion parameters
@@ -865,13 +866,6 @@ verdict(
 )
 
 # %%
-bytes_of = {name: ema.find_snapshots(place)[0].nbytes for name, place in files.items()}
-weights, found = SyntheticModel(8), ema.find_snapshots(files["int8"])
-in_place = peak_of(lambda: ema.synthesize(found, 0.05, out=weights), found)
-one_layer = ema.synthesize(found, 0.05, only="layers.1")
-a_copy = peak_of(lambda: [w.clone() for w in weights.parameters()])
-a_dict = peak_of(weights.state_dict)
-in_files = ", ".join(f"{name} {format_bytes(size)}" for name, size in bytes_of.items())
 of_chunks, sequential = peaks[16, 10]
 verdict(
     "25c",
@@ -883,14 +877,19 @@ verdict(
 )
 
 # %%
+bytes_of = {name: ema.find_snapshots(place)[0].nbytes for name, place in files.items()}
+in_files = ", ".join(f"{name} {format_bytes(size)}" for name, size in bytes_of.items())
+weights, found = SyntheticModel(8), ema.find_snapshots(files["int8"])
+in_place = peak_of(lambda: ema.synthesize(found, 0.05, out=weights), found)
+one_layer = ema.synthesize(found, 0.05, only="layers.1")
 streams, in_parts = of_chunks < sequential / 2, len(one_layer) == 1
 compresses = bytes_of["int8"] < bytes_of["float32"] / 3
 verdict(
     "25d",
     not (streams and in_parts and in_place < 2**23 and compresses),
-    f"synthesis in chunks: {format_bytes(of_chunks)} (25c); of one of 8 layers: {len(one_layer)} "
-    f"tensor written; in place, from int8 files: {format_bytes(in_place)} of extra memory; "
-    f"a snapshot of an 8 MiB model: {in_files}",
+    f"a synthesis in chunks needs {format_bytes(of_chunks)} (25c); for one of 8 layers it writes "
+    f"{len(one_layer)} tensor; in place, from int8 files, it needs {format_bytes(in_place)} of "
+    f"extra memory; a snapshot of an 8 MiB model: {in_files}",
     otherwise="all four are possible today; memlab does them",
 )
 
@@ -904,11 +903,13 @@ same = all(torch.equal(weight, new[name]) for name, weight in weights.named_para
 print(f"{len(new)} tensors, in place and new, are bitwise equal: {same}")
 
 # %%
+a_copy = peak_of(lambda: [w.clone() for w in weights.parameters()])
+a_dict = peak_of(weights.state_dict)
 verdict(
     "25e",
     a_dict == 0,
     f"8 MiB model: a copy allocates {format_bytes(a_copy)}, a state dict {a_dict} B; the usual "
-    f"loop needs one accumulator as large as the model per target",
+    f"loop needs a model-sized accumulator per target",
     condition="for one parameter at a time and no model copies; a state dict shares the weights' "
     "memory; rule 6a (day 2) tests emptying the cache",
     otherwise="a state dict allocates memory",
@@ -963,8 +964,8 @@ verdict(
     gpu_peak["cpu"] < gpu_peak[None] and min(slower.values()) > 1,
     f"predicted GPU memory in an update of two averages of a 16 MiB model: {on_gpu_only}, with "
     f"averages on the CPU {on_host}; the bus alone takes {ratios} the time on the GPU, by formula",
-    condition="for tracking, by prediction and formula (not timed on a GPU); one update can "
-    "replace ten",
+    condition="for tracking, by prediction and formula (not timed on a GPU); updates ten steps "
+    "apart need a tenth of the transfers",
 )
 
 # %%
@@ -986,8 +987,8 @@ verdict(
     "26",
     kept_errors["20, evenly spaced", 0.15] > 0.01,
     f"20 of 100 times; errors at σ = 0.07, 0.15, 0.25, 0.28: {errors_text}",
-    otherwise="every fifth snapshot gives errors below 1 % up to σ = 0.25; keeping only the last "
-    "ones makes long averages impossible",
+    otherwise="every fifth snapshot gives errors below 1 % from σ = 0.07 to 0.25; keeping only the "
+    "last ones makes long averages impossible",
 )
 
 # %% [markdown]

@@ -121,7 +121,8 @@ _EXPONENT = Exercise(
     wrong_answers=mistakes(
         "15.1",
         (
-            "The formula has (γ+2) squared. Without the square, σ = 0.05 gives a width of 0.0025.",
+            "The formula has (γ+2) squared. Without the square, the γ for σ = 0.05 has a width of "
+            "0.0025.",
             (_ROOTS, "np.roots([1, 5 - inverse, 6 - inverse])"),
         ),
         ("The cubic needs 1/σ². You used 1/σ.", ("sigma**-2", "1 / sigma")),
@@ -421,8 +422,8 @@ _SOLVE = Exercise(
     wrong_answers=mistakes(
         "15.3",
         (
-            "The coefficients don't sum to 1, so a weight that never changed would shrink. Divide "
-            "by the sum.",
+            "The coefficients don't sum to 1, so a weight that never changed would get a different "
+            "value. Divide by their sum.",
             ("x / x.sum()", "x"),
         ),
         (
