@@ -313,7 +313,7 @@ print(f"⟨p₁, p₁⟩ = {inner_product(p1, p1):.6f}, ⟨p₁, p₂⟩ = {inne
 #
 # About 15 minutes. Given the snapshots' profiles (`.t`, `.gamma`) and the target's, return one
 # coefficient per snapshot, in float64. Leave out snapshots later than the target's time: their
-# coefficient is 0. For the rest, the minimum is where A·x = b. At the end divide by the sum, so
+# coefficient is 0. For the rest, the minimum is where A·x = b. At the end divide x by its sum, so
 # that the coefficients **sum to one**: a weight that never changed then stays unchanged.
 
 
@@ -372,7 +372,7 @@ _ = fig.suptitle("σ = 0.15 from averages of width 0.05 and 0.10 (each term in g
 
 # %% [markdown]
 # With four snapshot times the combination oscillates around the target; with sixteen they are
-# nearly equal. Negative coefficients subtract where other profiles are too large.
+# nearly equal. Some coefficients are negative.
 
 # %% [markdown]
 # ## The synthesis
@@ -481,7 +481,7 @@ def write_snapshots(place, mib, count, walk=0, **settings):
 
 # %%
 def usual_loop(found, sigmas, names=None, dtype=torch.float32):
-    """Add snapshot by snapshot into one accumulator per target and tensor in `names`."""
+    """Synthesize the tensors in `names` (None: all) snapshot by snapshot."""
     shapes = {n: found[0].shapes[n] for n in names or found[0].shapes}
     sums = [{n: torch.zeros(shape, dtype=dtype) for n, shape in shapes.items()} for _ in sigmas]
     known, end = [s.profile for s in found], found[-1].step
@@ -496,7 +496,7 @@ def usual_loop(found, sigmas, names=None, dtype=torch.float32):
 
 # %%
 def peak_of(call, mapped=()):
-    """Return the peak of bytes allocated by `call`, excluding memory-mapped snapshots."""
+    """Return the peak memory of `call` in bytes, without the memory-mapped snapshots."""
     events = memlab.measure(call).events
     made = running_sums(event.bytes for event in events if event.phase != "before")
     return max(made, default=0) - sum(snapshot.nbytes for snapshot in mapped)
@@ -573,7 +573,7 @@ for in_files, sums in (("float16", torch.float32), ("float32", torch.float16)):
 lost_by_files = rounding["float16"]
 sums_lose_more = rounding["float32"] > 1.5 * lost_by_files
 print(f"float16 files, float32 accumulators: relative error {lost_by_files:.1e}")
-print(f"float32 files, float16 accumulators: over 1.5× that error: {sums_lose_more}")
+print(f"float32 files, float16 accumulators: error over 1.5× as large: {sums_lose_more}")
 
 # %%
 for sums in (torch.float32, torch.float16):
@@ -752,7 +752,8 @@ with memlab.dry_run():
     part = ema.PostHocEMA(seven, "nowhere", only="blocks.*.attention")
 in_attention = sum(w.numel() for n, w in seven.named_parameters() if ".attention." in n)
 print(f"8 bytes per attention weight: {part.nbytes == 8 * in_attention}")
-print(f"averages of attention: {part.nbytes / two.nbytes:.1%} of the bytes for the whole model")
+fraction = part.nbytes / two.nbytes
+print(f"averages of attention: {fraction:.1%} of the bytes for two blocks and the embeddings")
 
 # %% [markdown]
 # `device="cpu"` keeps the averages in host memory. The next cell predicts the peak GPU memory in an
@@ -861,7 +862,7 @@ verdict(
 verdict(
     "25b",
     system.nbytes > 2**20,
-    f"32 snapshots: {format_bytes(system.nbytes)}, from times and exponents in the file headers",
+    f"32 snapshots: {format_bytes(system.nbytes)}, from times and widths in the file headers",
     otherwise="the linear system has one row per snapshot and contains no weights",
 )
 
@@ -932,7 +933,7 @@ verdict(
     by_half < by_chunks,
     f"8 MiB model, four targets, compared with float32 accumulators of the whole model: float16 "
     f"accumulators need {by_half:.1f}× less, chunks {by_chunks:.1f}× less; error at σ = 0.07 with "
-    f"float16 files {lost_by_files:.1e}, with float16 accumulators over 1.5× that: "
+    f"float16 files {lost_by_files:.1e}; with float16 accumulators over 1.5× as large: "
     f"{sums_lose_more}",
     condition="for accumulators, where float16 costs more accuracy than in files",
 )
@@ -973,7 +974,7 @@ verdict(
     "25k",
     part.nbytes == 8 * in_attention < two.nbytes,
     f"two 7B blocks with embedding and unembedding: averages of attention alone need "
-    f"{part.nbytes / two.nbytes:.1%} of the bytes",
+    f"{fraction:.1%} of the bytes",
     condition="for tracking, in proportion to the part; a synthesis always needs a few chunks",
 )
 
