@@ -4,7 +4,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 from rich.table import Table
@@ -29,6 +29,7 @@ from memlab.trace import Trace
 from memlab.units import format_bytes, paragraph
 
 NOTABLE_SHARDS = 0.9  # of the peak, on each of 8 GPUs
+NOTABLE_CHANGE = 0.99  # of the peak as it is
 _WITH_THE_BATCH = ("inputs", "activations", "forward_temporaries", "backward_temporaries")
 NEEDS = (
     "needs: reserved, including an evaluation before the step, and with the largest workspaces "
@@ -135,7 +136,11 @@ def _tried(
     for change in changes:
         attempt(change)
     helpful = sorted(
-        (change for change in changes if allocated(change) < plain.trace.allocated_bytes),
+        (
+            change
+            for change in changes
+            if allocated(change) < NOTABLE_CHANGE * plain.trace.allocated_bytes
+        ),
         key=allocated,
     )
     for combination in combinations_of(helpful):
@@ -150,7 +155,11 @@ def _show_code(name: str, lines: Sequence[str]) -> None:
 def _changed(launch: Launch, settings: dict[str, Any], plain: Outcome, change: Change) -> Trace:
     """Return the trace of the script's step with a change."""
     print(f"memlab: trying {change.name}", file=sys.stderr, flush=True)
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # it has printed all this
+    with (
+        open(os.devnull, "w") as nowhere,
+        redirect_stdout(nowhere),  # it has printed all this
+        redirect_stderr(nowhere),
+    ):
         found = run_ranks(launch, (plain.rank,), steps=plain.steps, change=change, **settings)[
             plain.rank
         ].trace

@@ -268,13 +268,7 @@ def _show_peak(trace: Trace, target: str | None, evaluation: Evaluation | None) 
     """Print the peak by category, by layers and by lines."""
     terminal.echo(str(replace(trace, notes=())))
     if evaluation:
-        remedy = _WITH_GRADIENTS if evaluation.gradients else _WITHOUT_GRADIENTS
-        where = "the peak is in an evaluation"
-        if evaluation.peak_bytes > trace.peak_bytes:
-            peak = format_bytes(evaluation.peak_bytes)
-            where = f"before this step, an evaluation had a higher peak, {peak}"
-        mode = f"{evaluation.model} was in evaluation mode"
-        terminal.echo(paragraph(f"{where}: {mode}. {remedy}"))
+        terminal.echo(paragraph(_of_evaluation(evaluation, trace.peak_bytes)))
     if numbers := "\n".join(
         map(paragraph, report.memory_numbers(trace, report.context_of(target)))
     ):
@@ -288,6 +282,18 @@ def _show_peak(trace: Trace, target: str | None, evaluation: Evaluation | None) 
     scores = sum(event.bytes for event in alive if event.operator == MATH_SOFTMAX)
     if scores > NOTABLE_SCORES * trace.peak_bytes:
         terminal.echo("\n" + paragraph(_MATH_ATTENTION.format(format_bytes(scores))))
+
+
+def _of_evaluation(evaluation: Evaluation, step_bytes: int) -> str:
+    """Compare the peak of an evaluation with the step's."""
+    peak = format_bytes(evaluation.peak_bytes)
+    if evaluation.peak_bytes < step_bytes:
+        return f"an evaluation of {evaluation.model} needs less: its peak is {peak}"
+    where = "the peak is in an evaluation"
+    if evaluation.peak_bytes > step_bytes:
+        where = f"before this step, an evaluation had a higher peak, {peak}"
+    remedy = _WITH_GRADIENTS if evaluation.gradients else _WITHOUT_GRADIENTS
+    return f"{where}: {evaluation.model} was in evaluation mode. {remedy}"
 
 
 def _layer(event: Event) -> str:

@@ -348,9 +348,16 @@ _NO_OPS = (
     *("reset_max_memory_allocated", "reset_max_memory_cached", "set_per_process_memory_fraction"),
     *("range_push", "range_pop", "mark"),
 )
+
+
+def _doing_nothing() -> Callable[..., None]:
+    """Return another function each time: dynamo has a rule for each function of torch."""
+    return lambda *args, **kwargs: None
+
+
 CUDA_REPLACEMENTS: dict[str, Any] = {
     **{name: partial(_raise_unsupported, name) for name in _UNSUPPORTED},
-    **dict.fromkeys(_NO_OPS, _nothing),
+    **{name: _doing_nothing() for name in _NO_OPS},
     **dict.fromkeys(("Event", "device", "range"), FinishedWork),
     "Stream": Stream,
     "stream": _inside,

@@ -92,8 +92,8 @@ STAND_IN_NOTE = (
     "memlab.predict for CUDA (at the command line, --dry-run --device cuda)"
 )
 UNCOMPILED = (
-    "code under torch.compile is counted as it runs uncompiled, usually an upper bound, because "
-    "compiled code saves fewer tensors; use memlab.measure on a real step for its real memory"
+    "code under torch.compile is counted as it runs uncompiled; compiled code saves fewer tensors, "
+    "but compiling reserves more memory once, so use memlab.measure on a real step for its memory"
 )
 
 

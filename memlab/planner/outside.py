@@ -42,12 +42,10 @@ NO_ADAM = (
 
 def checkpointed(step: Callable[[], Any], model: nn.Module | None, optimizer: Any) -> Parts:
     """Checkpoint each layer in the model's lists."""
-    paths = () if model is None else paths_of_layers(model)
-    if not paths:
+    if model is None or not paths_of_layers(model):
         raise ValueError(f"got {_named(model)}; {NO_LAYERS}")
-    for path in paths:
-        for layer in model.get_submodule(path):
-            layer.forward = partial(checkpoint, layer.forward)
+    for layer in layers_of(model):
+        layer.forward = partial(checkpoint, layer.forward)
     return step, model, optimizer
 
 
@@ -133,9 +131,16 @@ def paths_of_layers(model: nn.Module, path: str = "") -> tuple[str, ...]:
     if not isinstance(model, nn.ModuleList | nn.Sequential):
         return inner
     layers = list(model)
+    if None in layers:  # a ModuleList may have holes
+        return inner
     kinds = [type(layer) for layer in layers if any(True for _ in layer.parameters())]
     is_list = len(kinds) > 1 and (len(set(kinds)) == 1 or not inner)
     return (path,) if is_list and all(map(_can_recompute, layers)) else inner
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers in the lists that can be checkpointed."""
+    return [layer for path in paths_of_layers(model) for layer in model.get_submodule(path)]
 
 
 def _can_recompute(layer: nn.Module) -> bool:

@@ -58,7 +58,7 @@ from memlab.prediction.accuracy import accuracy_note, unconfirmed_note
 from memlab.prediction.autocast_lists import cuda_autocast, forget_casts
 from memlab.prediction.fake_gpu import fake_gpu
 from memlab.prediction.meter import CUDA, PredictionMeter, buffer
-from memlab.prediction.optimizers import optimizer_defaults
+from memlab.prediction.optimizers import implementation, optimizer_defaults
 from memlab.prediction.paged_state import PagedState
 from memlab.prediction.substitutes import Substitutes
 from memlab.trace import DeviceMemory, Trace
@@ -366,11 +366,11 @@ class _CudaDryRun(dry_run):
         )
 
     def _optimizer_kernels(self, meter: "PredictionMeter") -> set[str]:
-        kinds = {type(optimizer) for optimizer in meter.context.optimizers}
-        choice = self.kernels.optimizer
-        how = {"auto": "foreach", "loop": "for-loop"}.get(choice, choice)
         return {
-            f"{how} {kind.__name__}" for kind in kinds if kind.__module__.startswith("torch.optim.")
+            f"{implementation(group, self.kernels.optimizer)} {type(optimizer).__name__}"
+            for optimizer in meter.context.optimizers
+            if type(optimizer).__module__.startswith("torch.optim.")
+            for group in optimizer.param_groups
         }
 
 

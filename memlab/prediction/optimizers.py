@@ -29,6 +29,16 @@ def optimizer_defaults(choice: str) -> Iterator[None]:
         yield
 
 
+def implementation(group: dict[str, Any], choice: str) -> str:
+    """Return how an optimizer of torch.optim updates a group: as the script says, else as chosen
+    for the prediction."""
+    if group.get("fused"):
+        return "fused"
+    if group.get("foreach") is not None:
+        return "foreach" if group["foreach"] else "for-loop"
+    return {"auto": "foreach", "loop": "for-loop"}.get(choice, choice)
+
+
 def _choose_fused(chosen: list[dict[str, Any]]) -> Callable[..., None]:
     def choose(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:

@@ -8,6 +8,7 @@ framework that runs the script's loop.
     checkpointing    transformers' own, or around each layer of a list
     autocast         the forward pass in bfloat16, or in float16 on GPUs that emulate bfloat16
     chunked loss     the logits and their cross-entropy, in chunks of tokens
+    fused optimizer  one kernel, without copies of all weights
     8-bit optimizer  in place of Adam and AdamW
     no_grad          evaluations without gradients
 """
@@ -21,9 +22,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from memlab.configs.targets import find_target
+from memlab.internals.replacing import replaced
 from memlab.internals.torch_internals import top_saved_tensors_hooks
 from memlab.metering.frames import frames
 from memlab.optim import Adam8bit
@@ -32,6 +33,7 @@ from memlab.planner.outside import (
     checkpointed,
     is_adam,
     is_sharded,
+    layers_of,
     paths_of_layers,
     stepped_by,
 )
@@ -70,13 +72,20 @@ class Change:
         lines = self.code.get(framework, self.code[_PLAIN])
         head = next(filter(None, map(_head_of, models)), ("head", None))[0]
         paths = {
-            path.removeprefix("module.") for model in models for path in paths_of_layers(model)
+            path.removeprefix("module.")
+            for model in models
+            for path in paths_of_layers(model)
+            if _is_trained(model.get_submodule(path))
         }
         layers = ", ".join(f"model.{path}".rstrip(".") for path in sorted(paths)) or "the model"
         names = {"HEAD": head.removeprefix("module."), "LAYERS": layers}
         for name, path in names.items():
             lines = tuple(line.replace(name, path) for line in lines)
         return lines
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(weight.requires_grad for weight in module.parameters())
 
 
 def _lora(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -104,7 +113,7 @@ def _checkpointing(model: nn.Module, optimizers: list[torch.optim.Optimizer]) ->
         renamed = getattr(own, "activation_checkpointing_enable", None)  # in transformers 5
         (renamed or own.gradient_checkpointing_enable)({"use_reentrant": False})
         return
-    layers = [layer for path in paths_of_layers(model) for layer in model.get_submodule(path)]
+    layers = layers_of(model)
     if not layers:
         raise NotPossibleError("no nn.ModuleList or nn.Sequential holds the layers")
     checkpointed(lambda: None, model, None)
@@ -171,6 +180,17 @@ def _eight_bits(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> No
         )
     for optimizer in replaceable:
         stepped_by(Adam8bit, adams_groups)(lambda: None, model, optimizer)
+
+
+def _fused(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    groups = [g for each in optimizers if type(each) in _HAVE_FUSED for g in each.param_groups]
+    if not groups:
+        raise NotPossibleError("no optimizer is Adam, AdamW, SGD or Adagrad of torch.optim")
+    for group in groups:
+        group["foreach"], group["fused"] = False, True
+
+
+_HAVE_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
 def _late(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -300,6 +320,14 @@ CHANGES = (  # in the order of application
         },
     ),
     Change(
+        "fused optimizer",
+        _fused,
+        {
+            "Trainer": ('TrainingArguments(..., optim="adamw_torch_fused")',),
+            _PLAIN: ("optimizer = torch.optim.AdamW(model.parameters(), ..., fused=True)",),
+        },
+    ),
+    Change(
         "8-bit AdamW",
         _eight_bits,
         {
@@ -325,14 +353,18 @@ def changes_for(
     device: str, trace: Trace, models: Sequence[nn.Module], evaluation: Evaluation | None = None
 ) -> tuple[Change, ...]:
     """Return the changes to try on a device: autocast in bfloat16, but in float16 on GPUs that
-    multiply bfloat16 in float32; to release the logits only if they are alive in backward; and
-    no_grad only for an evaluation with gradients, at the highest peak."""
+    multiply bfloat16 in float32; to release the logits only if they are alive in backward; a
+    fused optimizer only for a peak with temporaries of the optimizer; and no_grad only for an
+    evaluation with gradients, at the highest peak."""
     target = find_target(device)
     has_bfloat16 = target is None or target.has_bfloat16
     leave_out = {"float16 autocast" if has_bfloat16 else "bfloat16 autocast"}
     if not _holds_logits(trace, models):
         leave_out.add("logits released")
-    if evaluation is None or not evaluation.gradients:
+    if not trace.at_peak.get("optimizer_temporaries"):
+        leave_out.add("fused optimizer")
+    is_highest = evaluation is not None and evaluation.peak_bytes >= trace.peak_bytes
+    if not is_highest or not evaluation.gradients:
         leave_out.add("no_grad in evaluation")
     return tuple(change for change in CHANGES if change.name not in leave_out)
 
@@ -373,12 +405,7 @@ def sharded_bytes(trace: Trace, models: Iterable[nn.Module], ranks: int) -> int 
     """
     if any(is_sharded(module) for model in models for module in model.modules()):
         return None
-    layers = [
-        layer
-        for model in models
-        for path in paths_of_layers(model)
-        for layer in model.get_submodule(path)
-    ]
+    layers = [layer for model in models for layer in layers_of(model)]
     if not layers:
         return None
     whole = max(sum(w.nbytes for w in layer.parameters()) for layer in layers)
@@ -390,6 +417,8 @@ def combinations_of(helpful: Sequence[Change]) -> list[tuple[Change, ...]]:
     """Return the two, three, … of the helpful changes that save most, and all of them with LoRA,
     which changes what is trained. The best change is the first."""
     alone = [change for change in helpful if change.name not in _NOT_COMBINED]
+    if any(change.name == "8-bit AdamW" for change in alone):
+        alone = [change for change in alone if change.name != "fused optimizer"]
     others = [change for change in alone if change.name != "LoRA"]
     found = [tuple(others[:count]) for count in range(2, len(others) + 1)]
     return found + [tuple(alone)] * (1 < len(alone) > len(others))
@@ -412,25 +441,23 @@ def together(changes: tuple[Change, ...]) -> Change:
 def applied(
     change: Change | None, optimizers: Callable[[], list[torch.optim.Optimizer]]
 ) -> Iterator[None]:
-    """Apply the change at the first forward pass with gradients inside `with`.
+    """Apply the change before the first forward pass with gradients inside `with`.
 
-    `optimizers` returns the optimizers that exist by then, without the change's own.
+    `optimizers` returns the optimizers that exist by then, without the change's own. A module's
+    call looks its `forward` up before it runs any hook, so a hook would be too late.
     """
-    if change is None:
-        yield
-        return
+    waiting = [] if change is None else [change]
 
-    def before_forward(module: nn.Module, args: Any) -> None:
-        trains = any(weight.requires_grad for weight in module.parameters())
-        if torch.is_grad_enabled() and trains:
-            handle.remove()
-            change.apply(module, optimizers())
+    def changing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if waiting and torch.is_grad_enabled() and _is_trained(module):
+                waiting.pop().apply(module, optimizers())
+            return call(module, *args, **kwargs)
 
-    handle = register_module_forward_pre_hook(before_forward)
-    try:
+        return called
+
+    with replaced({(nn.Module, "__call__"): changing} if waiting else {}):
         yield
-    finally:
-        handle.remove()
 
 
 def running_framework() -> str:

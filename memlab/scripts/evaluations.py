@@ -1,11 +1,12 @@
 """Find where a script evaluates its model, from outside.
 
-An evaluation lasts from the first forward pass of a trained model in evaluation mode to its next
-one in training mode. If a backward pass comes before, the script trains in evaluation mode.
+An evaluation lasts from the first forward pass of a trained model in evaluation mode until the
+script returns to training mode. If a backward pass comes before, it trains in evaluation mode.
 """
 
 import math
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from memlab.internals.replacing import replaced
 from memlab.metering.registry import REGISTRY
 from memlab.trace import Trace
 
@@ -50,26 +52,41 @@ class Evaluations:
             register_module_forward_hook(self._leave, always_call=True),
         ]
         try:
-            yield
+            with replaced({(nn.Module, "train"): self._noting_mode}):
+                yield
         finally:
             for handle in handles:
                 handle.remove()
 
     def backward_ran(self) -> None:
         """Forget the running evaluation, because it trains."""
-        if self.found and self.found[-1].last == math.inf:
+        if self._running:
             self.found.pop()
+
+    @property
+    def _running(self) -> Evaluation | None:
+        return self.found[-1] if self.found and self.found[-1].last == math.inf else None
+
+    def _noting_mode(self, train: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+        def noted(module: nn.Module, mode: bool = True) -> nn.Module:
+            if mode:
+                self._end()
+            return train(module, mode)
+
+        return noted
+
+    def _end(self) -> None:
+        if self._running:
+            self._running.last = REGISTRY.last_number
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
         if self._depth > 1 or not any(weight.requires_grad for weight in module.parameters()):
             return
-        running = self.found[-1] if self.found and self.found[-1].last == math.inf else None
         if module.training:
-            if running:
-                running.last = REGISTRY.last_number
-        elif running:
-            running.gradients |= torch.is_grad_enabled()
+            self._end()
+        elif self._running:
+            self._running.gradients |= torch.is_grad_enabled()
         else:
             gradients = torch.is_grad_enabled()
             name = type(module).__name__
@@ -80,10 +97,16 @@ class Evaluations:
 
 
 def highest_evaluation(trace: Trace, evaluations: list[Evaluation]) -> Evaluation | None:
-    """Return the evaluation that the peak of the step is in, or of what ran before if that is
-    higher; None if it is in none. `peak_bytes` is set."""
-    before = replace(trace, events=trace.history)
-    highest = max((trace, before), key=lambda each: each.peak_bytes)
-    newest = max((event.storage for event in highest.alive(highest.peak_position)), default=0)
-    found = next((each for each in evaluations if each.first < newest <= each.last), None)
-    return found and replace(found, peak_bytes=highest.peak_bytes)
+    """Return the evaluation with the highest peak in the step or before it, with its bytes."""
+    peaks = [0] * len(evaluations)
+    firsts = [evaluation.first for evaluation in evaluations]
+    for events in (trace.history, trace.events):
+        running = newest = 0
+        for event in events:
+            running += event.bytes
+            newest = max(newest, event.storage)
+            number = bisect_left(firsts, newest) - 1
+            if event.phase != "before" and number >= 0 and newest <= evaluations[number].last:
+                peaks[number] = max(peaks[number], running)
+    found = (replace(e, peak_bytes=peak) for e, peak in zip(evaluations, peaks, strict=True))
+    return max(found, key=lambda evaluation: evaluation.peak_bytes, default=None)

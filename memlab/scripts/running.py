@@ -49,7 +49,7 @@ class Outcome:
     alike        ranks that did not run, because their stages have the weights of this one's
     transfers    what that rank sent to others in its last step; empty for a real run
     notes        what was redirected, refused or replaced, one sentence each
-    evaluation   that the peak of the step is in, or a higher peak before it
+    evaluation   with the highest peak in the step or before it, if there was one
     """
 
     trace: Trace | None

@@ -511,3 +511,11 @@ def test_a_list_of_tensors_becomes_a_tensor_of_their_values_if_these_are_known()
         loss = torch.nn.Linear(4, 1)(torch.randn(8, 4)).mean()
         losses = torch.tensor([loss, loss])
         assert (losses.shape, losses.dtype, losses.mean().item()) == ((2,), torch.float32, 0.5)
+
+
+def test_functions_that_do_nothing_are_not_the_same_one():
+    """dynamo keeps a rule for each function of torch, and refuses one with two rules."""
+    with memlab.dry_run():
+        functions = [torch.cuda.synchronize, torch.cuda.set_device, torch.cuda.init]
+        assert len(set(map(id, functions))) == 3
+        assert not any(function(0) for function in functions)

@@ -174,6 +174,7 @@ class Holding(nn.Module):
         # Layers that overwrite the checkpoint's input, or whose weights change before recomputing.
         (nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU(inplace=True)), []),
         (nn.Sequential(*(spectral_norm(nn.Linear(4, 4)) for _ in range(3))), []),
+        (Holding(norms=nn.ModuleList([nn.LayerNorm(4), None, nn.LayerNorm(4)])), []),
         (Holding(bad=nn.Sequential(Conv(), nn.ReLU(True), Conv()), good=mlp(4, 4, 4)), ["good"]),
     ],
 )

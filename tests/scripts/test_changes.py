@@ -96,6 +96,40 @@ def test_a_change_from_outside_has_the_peak_of_the_scripts_own(outcome, name):
     assert ours.trace.peak_bytes < plain.trace.peak_bytes
 
 
+def test_a_change_acts_from_the_first_step_on(tmp_path, monkeypatch):
+    """Reserved memory has its peak in the first step, if that runs without the change."""
+    monkeypatch.chdir(tmp_path)
+
+    def reserved(change=None, call="model"):
+        source = SCRIPT.replace("Net()", "Net().cuda()").replace("512, 64)", "512, 64).cuda()")
+        Path("train.py").write_text(dedent(filled(source.replace("NAMEmodel", call))))
+        return run(launch_of(["train.py"]), change=change).trace.reserved_bytes
+
+    own = reserved(call="torch.autocast('cuda', torch.bfloat16)(model.__call__)")
+    assert reserved(CHANGE_OF["bfloat16 autocast"]) == own < reserved()
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_a_fused_optimizer_from_outside_has_the_peak_of_the_scripts_own(
+    tmp_path, monkeypatch, optimizer
+):
+    monkeypatch.chdir(tmp_path)
+    made = f"torch.optim.{optimizer}(model.parameters(), lr=1e-3%s)"
+
+    def outcome(change=None, arguments=""):
+        source = SCRIPT.replace("Net()", "Net().cuda()").replace("512, 64)", "4, 64).cuda()")
+        source = source.replace("torch.optim.AdamW(model.parameters())", made % arguments)
+        Path("train.py").write_text(dedent(filled(source)))
+        return run(launch_of(["train.py"]), change=change)
+
+    plain, own = outcome(), outcome(arguments=", fused=True")
+    changed = outcome(CHANGE_OF["fused optimizer"])
+    assert changed.trace.peak_bytes == own.trace.peak_bytes
+    assert any(f"fused {optimizer}" in note for note in own.trace.notes)
+    is_tried = "fused optimizer" in [c.name for c in changes_for("cuda", plain.trace, ())]
+    assert is_tried is (own.trace.peak_bytes < plain.trace.peak_bytes)
+
+
 def test_an_8_bit_optimizer_shrinks_the_state(outcome):
     plain, ours = outcome(), outcome(CHANGE_OF["8-bit AdamW"])
     states = [each.trace.at_end["optimizer_state"] for each in (plain, ours)]

@@ -49,19 +49,28 @@ def outcome(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("gradients", [True, False])
 def test_the_peak_is_in_the_evaluation(outcome, gradients):
-    found = outcome(f"train(64); evaluate(4096, {gradients})").evaluation
-    assert (found.model, found.gradients) == ("Sequential", gradients)
+    found = outcome(f"train(64); evaluate(4096, {gradients})")
+    evaluation = found.evaluation
+    assert (evaluation.model, evaluation.gradients) == ("Sequential", gradients)
+    assert evaluation.peak_bytes == found.trace.peak_bytes
+
+
+def test_a_small_evaluation_has_its_own_peak(outcome):
+    """At its peak it holds the weights, its input, and the output of a layer and the next."""
+    found = outcome("train(4096); evaluate(64, False)")
+    weights = 8 * (64 * 64 + 64) * 4
+    assert found.evaluation.peak_bytes == 2 * weights + 3 * 64 * 64 * 4
+    assert found.trace.peak_bytes > 8 * 4096 * 64 * 4
 
 
 @pytest.mark.parametrize(
     "training",
     [
-        "train(4096); evaluate(64, True)",  # a small one
         "model.eval(); train(4096)",  # as fine-tuning of frozen BatchNorm does
         "train(64); teacher(torch.randn(65536, 64)); model(torch.randn(64, 64))",
     ],
 )
-def test_the_peak_is_not_in_an_evaluation(outcome, training):
+def test_this_is_not_an_evaluation(outcome, training):
     assert outcome(training).evaluation is None
 
 
@@ -75,7 +84,8 @@ def test_no_grad_from_outside_has_the_peak_of_the_scripts_own(outcome):
 
 
 def test_no_grad_is_not_tried_without_such_an_evaluation(outcome):
-    for training in ("train(64); evaluate(4096, False)", "train(64)"):
+    others = ("train(64); evaluate(4096, False)", "train(64)", "train(4096); evaluate(64, True)")
+    for training in others:
         plain = outcome(training)
         tried = changes_for("cpu", plain.trace, plain.models, plain.evaluation)
         assert 0 < len(tried) < len(CHANGES)
