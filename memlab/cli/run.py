@@ -58,6 +58,12 @@ _WITHOUT_GRADIENTS = (
 )
 
 
+_NEEDS_LESS = (
+    "that is less than the reserved peak below, which a larger card would have: if a card is full, "
+    "torch releases its unused memory and requests again"
+)
+
+
 class Wanted(NamedTuple):
     """What the options of `memlab run` ask for."""
 
@@ -348,5 +354,7 @@ def _show_verdict(trace: Trace, memory: Memory, target: str, steps: int) -> int:
             terminal.echo(paragraph(EMPTIES_CACHE))
     else:
         terminal.echo(f"{needs}: it does not fit, {format_bytes(-left)} are lacking")
+        if (trace.reserved_bytes or 0) > needed:
+            terminal.echo(paragraph(_NEEDS_LESS))
     terminal.echo("")
     return int(left < 0)

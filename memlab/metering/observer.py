@@ -39,6 +39,8 @@ _IN_FORMULA = frozenset(
         ("BinaryCrossEntropyWithLogitsBackward0", aten.sub.Tensor),
         ("BinaryCrossEntropyWithLogitsBackward0", aten.mul.Tensor),
         ("Atan2Backward0", aten.masked_fill.Scalar),
+        ("MaximumBackward0", aten.masked_fill.Scalar),  # from torch 2.14 on
+        ("MinimumBackward0", aten.masked_fill.Scalar),
     }
 )
 

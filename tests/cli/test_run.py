@@ -301,3 +301,25 @@ def test_a_peak_in_an_evaluation_is_named(memlab_in, tmp_path, gradients, remedy
     assert "before this step, an evaluation had a higher peak, 275.2" in " ".join(later.split())
     first = memlab_in(tmp_path, "run", "--steps", "1", "train.py").out
     assert "evaluation mode" not in first
+
+
+FRAGMENTED = """
+    import torch
+    weight = torch.nn.Linear(8, 8).cuda()
+    optimizer = torch.optim.SGD(weight.parameters())
+    for _ in range(2):
+        for mib in (30, 40, 50):
+            kept = torch.empty(mib * 2**18, device="cuda")
+            del kept
+        weight(torch.randn(4, 8, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+
+
+def test_a_need_below_the_reserved_peak_is_explained(memlab_in, tmp_path):
+    (tmp_path / "train.py").write_text(dedent(FRAGMENTED))
+    outcome = memlab_in(tmp_path, "run", "--no-advice", "--memory", "700MiB", "train.py")
+    assert re.search(r"it needs 10\d\.\d+ MiB: it does not fit", outcome.out)
+    assert "reserved peak 122.00 MiB" in outcome.out
+    assert "less than the reserved peak below" in " ".join(outcome.out.split())

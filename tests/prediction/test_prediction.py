@@ -723,7 +723,7 @@ def transformed(kind: str):
     return build
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's forward mode
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # by torch's forward mode
 @pytest.mark.parametrize(
     "kind",
     ["per-sample gradients", "jacobian", "hessian", "forward mode", "a module under vmap"],
