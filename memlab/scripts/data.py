@@ -13,6 +13,7 @@ from memlab.scripts import vision_data
 from memlab.scripts.columns import Columns
 from memlab.scripts.hub import Hub
 from memlab.scripts.pretrained import Pretrained
+from memlab.scripts.tiktoken_encodings import Encodings
 
 _LENGTH = 2**24  # elements of a file whose size is not known
 
@@ -26,6 +27,7 @@ class StandIns:
         self._used: dict[tuple[str, str], None] = {}  # (the missing thing, its stand-in)
         self._hub = Hub(self._note, configs, columns)
         self._pretrained = Pretrained(self._note)
+        self._encodings = Encodings(self._note)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -41,6 +43,7 @@ class StandIns:
                 "torchvision.datasets": self._vision,
                 **self._hub.patches(),
                 **self._pretrained.patches(),
+                **self._encodings.patches(),
             }
             stack.enter_context(
                 when_imported({name: replacing(patch) for name, patch in patches.items()})

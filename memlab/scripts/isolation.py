@@ -6,7 +6,8 @@
     connections   to other machines and ports are refused, as without a network; libraries fall
                   back on their caches
     programs      refused, as if they did not exist, except for git's commands that only read; so
-                  are `fork` and `exec`. What `memlab run` does with Python's own processes is in
+                  are `fork` and `exec`. memlab answers `stty size`, `tput lines`, `tput cols` and
+                  `hostname` itself. What `memlab run` does with Python's own processes is in
                   processes.py
 
 What was redirected or refused is recorded, for one sentence each.
@@ -16,6 +17,7 @@ import builtins
 import errno
 import io
 import os
+import platform
 import re
 import shutil
 import socket
@@ -58,6 +60,9 @@ _STARTERS = {
     **dict.fromkeys(("spawnvp", "spawnvpe"), 1),
 }
 _READING_GIT = re.compile(r"git (rev-parse|describe|log|show|branch|status|diff)( [\w./~^=%@:-]+)*")
+# The default size of a terminal.
+_TERMINAL = {"stty size": "24 80", "tput lines": "24", "tput cols": "80"}
+_FROM_TERMINAL = re.compile(r" *(2>|<) */dev/(null|tty)")
 # Folders of Python's own modules, and of installed ones.
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _NOT_FOUND = 127  # a shell's exit status for a program that does not exist
@@ -96,7 +101,7 @@ class Isolation:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="memlab-run-"))
             stack.callback(os.chdir, os.getcwd())
             files = _Files(Path(folder), self.written)
-            stack.enter_context(environment({**_ENVIRONMENT, **files.environment}))
+            stack.enter_context(environment({**_ENVIRONMENT, **_caches(), **files.environment}))
             stack.enter_context(_without_bytecode())
             stack.callback(setattr, tempfile, "tempdir", tempfile.tempdir)
             tempfile.tempdir = files.environment["TMPDIR"]
@@ -174,7 +179,10 @@ class Isolation:
     def _popen(self, real: Callable[..., None]) -> Callable[..., None]:
         def start(popen: Any, args: Any, *others: Any, **kwargs: Any) -> None:
             words = [args] if isinstance(args, (str, bytes, os.PathLike)) else args
-            if not _READING_GIT.fullmatch(" ".join(map(os.fsdecode, words))):
+            command = " ".join(map(os.fsdecode, words))
+            if (answer := _answer(command)) is not None:
+                popen._execute_child = partial(_answer_instead, popen, answer)
+            elif not _READING_GIT.fullmatch(command):
                 self._refuse_program(args)
             real(popen, args, *others, **kwargs)
 
@@ -222,6 +230,27 @@ class Isolation:
         return exit_at_once
 
 
+def _answer(command: str) -> str | None:
+    """Return the output of a command that only asks about the machine; None for other commands."""
+    if os.name != "posix":
+        return None
+    command = _FROM_TERMINAL.sub("", command)
+    return platform.node() if command == "hostname" else _TERMINAL.get(command)
+
+
+def _answer_instead(popen: Any, answer: str, *arguments: Any) -> None:
+    """Print the answer where the program would; replaces Popen's `_execute_child`, once."""
+    pipes = arguments[10:16]  # p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite
+    output = pipes[3]
+    if output == -1:  # not redirected
+        print(answer)
+    else:
+        os.write(output, f"{answer}\n".encode())
+    popen._close_pipe_fds(*pipes)
+    popen.returncode = 0
+    del popen._execute_child
+
+
 def _is_the_scripts_call() -> bool:
     """Return whether the script itself made the refused call, and no library of its
     own accord, such as one that looks for nvidia-smi."""
@@ -249,6 +278,14 @@ def environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _caches() -> dict[str, str]:
+    """Return the environment variable that lets tiktoken find its cache. The default is a folder
+    in the temporary folder, which is another one for the script."""
+    if "TIKTOKEN_CACHE_DIR" in os.environ or "DATA_GYM_CACHE_DIR" in os.environ:
+        return {}
+    return {"TIKTOKEN_CACHE_DIR": os.path.join(tempfile.gettempdir(), "data-gym-cache")}
 
 
 def _offline_hub() -> dict[tuple[Any, str], Callable[[Any], Any]]:

@@ -241,6 +241,61 @@ def test_git_may_read(folder):
     assert isolation.processes == {"git": 3, "rm": 1}
 
 
+def _popened(command):
+    with os.popen(command, "r") as output:
+        return output.read()
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: _popened("stty size"),
+        lambda: _popened("stty size 2>/dev/null"),
+        lambda: subprocess.check_output(["stty", "size"]).decode(),
+        lambda: subprocess.check_output("stty size </dev/tty", shell=True, text=True),
+        lambda: subprocess.run(["stty", "size"], capture_output=True, text=True).stdout,
+        lambda: subprocess.run(["stty", "size"], stdout=subprocess.PIPE).stdout.decode(),
+        lambda: subprocess.getoutput("stty size"),
+        lambda: subprocess.getoutput("tput lines") + " " + subprocess.getoutput("tput cols"),
+    ],
+)
+def test_the_size_of_the_terminal_is_answered_without_a_program(monkeypatch, ask):
+    """Many scripts ask for it at import, for a progress bar."""
+    monkeypatch.setenv("PATH", "")  # no program can start
+    isolation = Isolation()
+    with isolation.active():
+        assert ask().split() == ["24", "80"]
+    assert list(isolation.notes()) == []
+
+
+def test_an_answer_is_printed_where_the_programs_output_would_be(folder, capsys):
+    with Isolation().active():
+        with open("size.txt", "w") as file:
+            subprocess.run(["stty", "size"], stdout=file, check=True)
+        assert Path("size.txt").read_text() == "24 80\n"
+        assert subprocess.call(["hostname"]) == 0
+    assert capsys.readouterr().out == f"{socket.gethostname()}\n"
+
+
+@pytest.mark.parametrize(
+    "command", ["stty -echo", "stty size; rm x", "stty size > x", "nvidia-smi"]
+)
+def test_other_commands_of_the_same_programs_are_refused(folder, command):
+    with Isolation().active(), pytest.raises(FileNotFoundError, match="does not start programs"):
+        subprocess.check_output(command, shell=True)
+
+
+def test_tiktoken_finds_its_cache_in_the_machines_temporary_folder(monkeypatch):
+    for name in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    expected = os.path.join(tempfile.gettempdir(), "data-gym-cache")
+    with Isolation().active():
+        assert os.environ["TIKTOKEN_CACHE_DIR"] == expected
+    monkeypatch.setenv("DATA_GYM_CACHE_DIR", "elsewhere")
+    with Isolation().active():
+        assert "TIKTOKEN_CACHE_DIR" not in os.environ
+
+
 def test_what_a_library_asks_for_is_refused_without_a_note(tmp_path, monkeypatch):
     """transformers and others look for nvidia-smi of their own accord."""
     library = tmp_path / "site-packages" / "looking.py"
