@@ -6,8 +6,11 @@ isolation.py     keeps its files in a temporary folder, and refuses connections 
 saved_files.py   lets checkpoints be saved and loaded in that folder
 data.py          stands in for missing data, with vision_data.py for
                  torchvision's, hub.py, columns.py and word_tokenizer.py for the Hugging Face
-                 Hub, and pretrained.py for weights of torch.hub, torchvision and timm
+                 Hub, tiktoken_encodings.py for tiktoken's, and pretrained.py for weights of
+                 torch.hub, torchvision and timm
 steps.py         finds the script's training steps, and stops it after the last wanted one
-changes.py       changes that save memory, applied to the script from outside
+evaluations.py   finds its evaluations
+changes.py       changes that save memory, applied to the script from outside; late_logits.py
+                 has the chunked loss
 running.py       all of it together: run the script, return the trace
 """
