@@ -17,6 +17,10 @@ _SIXTEEN_BITS = re.compile(
     r"|\b(torch_)?dtype['\"]?[ \t=:]{1,4}(torch\.)?(bfloat16|float16|bf16|fp16)"
     r"|mixed[_-]precision['\"]?[ \t=:]{1,4}['\"]?(bf16|fp16)|autocast"
 )
+_CAST = re.compile(
+    r"\.(float|double)\(\)|\bupcast|\.(to|type)\([^()\n]{0,60}\btorch\.(float32|float|double)\b"
+    r"|\bdtype[ \t]{0,4}=[ \t]{0,4}torch\.(float32|float)\b"
+)
 _TOOLS = {
     "HIP": ("rocm-smi", "HIP_VISIBLE_DEVICES"),
     "XPU": ("xpu-smi", "ZE_AFFINITY_MASK"),
@@ -36,12 +40,13 @@ def for_log(found: Finding, log: Log, *, infers: bool) -> Finding:
     """Return a finding with the advice that fits its log.
 
     Args:
-        infers: whether gradients are disabled, so that nothing trains.
+        infers: whether gradients are disabled or an evaluation ran, so that nothing trains.
     """
     if found.advice is not None:  # a rule has chosen
         return found
     lines = {
         "batch": lambda: _batch(found, log, infers),
+        "logits": lambda: _logits(found, log),
         "no-checkpointing": lambda: (line for line in found.todo if _fits(line, log)),
         "fragmentation": lambda: _fragmentation(found, log.message),
         "other-process": lambda: _other_process(found, log.message),
@@ -60,12 +65,22 @@ def _batch(found: Finding, log: Log, infers: bool) -> Iterator[str]:
         yield from _MPS
 
 
+def _logits(found: Finding, log: Log) -> Iterator[str]:
+    """Yield the advice about a cast only if the failing lines show one."""
+    chunks, _cast = found.todo
+    yield chunks
+    if any(_CAST.search(line.source) for line in log.inner_lines):
+        yield "Keep the logits in 16 bits: drop the cast to float32 before the loss."
+
+
 def _fits(line: str, log: Log) -> bool:
-    """Whether the log does not show that this is done."""
+    """Whether the log does not show that this is done, or that it does not apply."""
     if line.startswith("Halve the batch"):
         return log.numbers.get("batch") != 1
     if line.startswith("Use autocast"):
         return not uses_16_bits(log.text)
+    if line.startswith("With diffusers"):
+        return "diffusers" in log.text
     return True
 
 

@@ -66,7 +66,8 @@ CAUSES = {
             (
                 "Compute the loss in chunks, so the full logits never exist "
                 "(memlab.losses.chunked_cross_entropy, or Liger's fused linear cross-entropy).",
-                "Keep the logits in 16 bits: drop .float() before the loss.",
+                "If the code casts the logits to float32, keep them in 16 bits: drop the cast "
+                "before the loss.",
             ),
         ),
         Cause(

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from memlab.explain.source_files import is_without_gradients
+from memlab.explain.source_files import SourceLine, is_without_gradients
 
 
 class Frame(NamedTuple):
@@ -274,11 +274,16 @@ def _words(frame: Frame) -> set[str]:
 
 
 def disables_grad(stack: Stack) -> bool:
-    """Whether a decorator such as `torch.no_grad()`, a framework's evaluation or, as far as the
-    user's files are here, a `with` block is around the code."""
+    """Whether a decorator such as `torch.no_grad()` or a framework's evaluation is around the
+    code."""
     decorated = any(f.filename.endswith("utils/_contextlib.py") for f in stack)
-    inside = any(is_without_gradients(f.filename, f.line) for f in user_frames(stack))
-    return decorated or inside or framework_without_grad(stack) is not None
+    return decorated or framework_without_grad(stack) is not None
+
+
+def in_block_without_grad(stack: Stack) -> bool:
+    """Whether a `with` block that disables gradients is around the code, as far as the user's
+    files are here."""
+    return any(is_without_gradients(SourceLine(*frame)) for frame in user_frames(stack))
 
 
 def user_line(stack: Stack) -> Frame | None:

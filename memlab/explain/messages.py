@@ -164,6 +164,12 @@ class Log:
         lines = self.user_lines or self.lines
         return lines[-1] if lines else None
 
+    @property
+    def inner_lines(self) -> tuple[Line, ...]:
+        """The lines around the failing operator: the user's last one, and all below."""
+        user = [number for number, line in enumerate(self.lines) if is_user(line.frame)]
+        return self.lines[user[-1] if user else -2 :]
+
     @cached_property
     def numbers(self) -> dict[str, float]:
         """Printed settings, such as batch_size=64 or seq_len: 4096."""
@@ -182,7 +188,8 @@ class Log:
     @cached_property
     def trained(self) -> bool:
         """Whether the log shows that training ran before."""
-        return bool(self.steps_done) or bool(_EPOCH.search(self.before))
+        first = _EPOCH.search(self.before) or _FIRST_STEP.search(self.before)
+        return bool(self.steps_done) or bool(first)
 
 
 def read_log(text: str) -> Log:
@@ -376,6 +383,7 @@ _STEP = re.compile(
     r"|\b(\d{1,12})/\d{1,12} \["
 )
 _EPOCH = re.compile(r"(?i)\bepochs?\b.{0,40}\bloss\b|\bepoch\b[ \t:=#\[(]{0,4}\d")
+_FIRST_STEP = re.compile(r"(?i)\bstep[ \t:=#\[(]{0,4}0{1,12}\b.{0,40}\btrain")
 
 
 def _settings_in(text: str) -> Iterator[tuple[str, float]]:

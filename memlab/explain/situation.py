@@ -22,6 +22,7 @@ from memlab.explain.frames import (
     generation_frame,
     in_attention,
     in_backward,
+    in_block_without_grad,
     in_cat,
     in_forward,
     in_loss,
@@ -405,7 +406,7 @@ class Situation:
 
     @cached_property
     def disables_grad(self) -> bool:
-        return disables_grad(self.context_stack)
+        return disables_grad(self.context_stack) or in_block_without_grad(self.context_stack)
 
     # -------------------------------------------------------------- caches
 

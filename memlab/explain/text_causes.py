@@ -6,7 +6,7 @@ report says what to record next.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -26,10 +26,12 @@ from memlab.explain.frames import (
     in_recompute,
     in_setup,
     in_worker,
+    is_user,
     makes_state,
 )
 from memlab.explain.histories import share
 from memlab.explain.messages import Log, Message
+from memlab.explain.source_files import SourceLine, calls_backward, changed, gradients, unchanged
 from memlab.explain.tracebacks import Line
 from memlab.units import format_bytes
 
@@ -42,6 +44,7 @@ DEEP = 12  # layers
 MOST_HEADS = 512
 LEAST_VOCABULARY = 8192  # columns: wider than layers are
 CONTEXT_SHARE = 0.05  # of a card: what a CUDA context takes at least
+READ = 0.94  # confidence in what the user's files show: above that in a line or a size
 LIMIT_SHARE = 0.9  # of the card: a smaller limit of the process is worth naming
 # No pattern repeats anything without a bound; see messages.
 _LOGITS = re.compile(
@@ -103,9 +106,7 @@ class TextSituation:
     @cached_property
     def inner_sources(self) -> str:
         """The source lines around the failing operator: the user's last one, and all below."""
-        rows = list(self.log.lines)
-        user = [n for n, line in enumerate(rows) if line in self.log.user_lines]
-        return "\n".join(line.source for line in rows[user[-1] if user else -2 :])
+        return "\n".join(line.source for line in self.log.inner_lines)
 
     def matching(self, pattern: re.Pattern[str]) -> Line | None:
         """Return the innermost line whose source matches."""
@@ -133,7 +134,31 @@ class TextSituation:
 
     @cached_property
     def evaluation(self) -> Frame | None:
-        return None if self.phase in ("backward", "optimizer") else evaluation_frame(self.stack)
+        """The function that evaluates. One that calls backward, as an attack does, trains."""
+        found = None if self.phase in ("backward", "optimizer") else evaluation_frame(self.stack)
+        read = unchanged(self.source_lines)
+        start = next((n for n, line in enumerate(read) if line[:3] == found), len(read))
+        return None if calls_backward(read[start:]) else found
+
+    @cached_property
+    def source_lines(self) -> list[SourceLine]:
+        """The user's lines of the traceback, outermost first."""
+        return [SourceLine(*line.frame, line.source) for line in self.log.user_lines]
+
+    @cached_property
+    def enables_grad(self) -> bool:
+        """Whether the user's files show that nothing around the evaluation disables gradients.
+
+        The traceback must be whole: an error that the program caught and printed has no frames
+        above the function that caught it. And the user's code must call the evaluation; a library
+        may disable gradients around a function that it calls.
+        """
+        frames = [line.frame for line in self.log.lines]
+        if self.evaluation not in frames or not is_user(self.evaluation):
+            return False
+        callers = frames[: frames.index(self.evaluation)][-1:]
+        whole = frames[0].name == "<module>" or not is_user(frames[0])
+        return whole and all(map(is_user, callers)) and gradients(self.source_lines) is True
 
     @cached_property
     def generation(self) -> Frame | None:
@@ -150,7 +175,7 @@ class TextSituation:
 
     @cached_property
     def disables_grad(self) -> bool:
-        return disables_grad(self.stack)
+        return disables_grad(self.stack) or gradients(self.source_lines) is False
 
     @cached_property
     def recomputes(self) -> bool:
@@ -211,7 +236,7 @@ class TextSituation:
 def text_findings(situation: TextSituation) -> tuple[Finding, ...]:
     """Return the causes with evidence, the most confident first."""
     found = [each for each in (rule(situation) for rule in RULES) if each is not None]
-    infers = situation.disables_grad or situation.phase == "setup"
+    infers = situation.disables_grad or bool(situation.evaluation) or situation.phase == "setup"
     return ranked([advice.for_log(each, situation.log, infers=infers) for each in found])
 
 
@@ -318,22 +343,43 @@ def optimizer_state(s: TextSituation) -> Finding | None:
 def no_grad(s: TextSituation) -> Finding | None:
     """The traceback passes a function that evaluates, and nothing in it disables gradients.
 
-    The name alone is weak evidence. That training ran before, and so fitted, makes it stronger.
+    The name alone is weak evidence. That training ran before, and so fitted, makes it stronger. The
+    user's files, if they are here, decide.
     """
     if s.evaluation is None or s.disables_grad:
         return None
     is_generation = s.generation is not None or bool(_CACHE.search(s.inner_sources))
     trained = s.log.trained
+    guess = 0.35 if is_generation else 0.82 if trained else 0.6
     return finding(
         "no-grad",
-        0.35 if is_generation else 0.82 if trained else 0.6,
+        READ if s.enables_grad and s.phase == "forward" else guess,
         f"memory ran out in {s.evaluation.name}(): {s.line_of(s.evaluation)}",
         "the log shows that training ran before, so a training step fits" if trained else "",
-        "no torch.no_grad() decorator in the traceback (a with statement would not show in it)",
+        _nothing_disables_grad(s),
         f"printed memory grew from {format_bytes(s.growing[0])} to {format_bytes(s.growing[-1])}"
         if s.growing
         else "",
     )
+
+
+def _nothing_disables_grad(s: TextSituation) -> str:
+    """Say that nothing disables gradients, and how far that was checked."""
+    if s.enables_grad:
+        files = _names(dict.fromkeys(line.filename for line in s.source_lines), "has", "have")
+        return f"{files} no torch.no_grad() or torch.inference_mode() around these lines"
+    here = changed(s.source_lines)
+    unseen = "a with statement would not show in it"
+    why = (
+        f"{unseen}, and {_names(here, 'differs', 'differ')} from the traceback" if here else unseen
+    )
+    return f"no torch.no_grad() decorator in the traceback ({why})"
+
+
+def _names(paths: Iterable[str], one: str, several: str) -> str:
+    """Return the names of files and a verb that fits their number."""
+    names = [path.replace("\\", "/").rpartition("/")[2] for path in paths]
+    return f"{', '.join(names)} {one if len(names) == 1 else several}"
 
 
 def kv_cache(s: TextSituation) -> Finding | None:
@@ -474,15 +520,20 @@ def _scores_product(s: TextSituation) -> str:
 
 
 def no_checkpointing(s: TextSituation) -> Finding | None:
-    """Forward or backward of a stack of layers, none of them recomputed."""
-    if s.phase not in ("forward", "backward") or s.recomputes or s.disables_grad:
+    """Forward or backward of a stack of layers, none of them recomputed.
+
+    An evaluation needs no activations, so recomputing them is no remedy for it.
+    """
+    if s.phase not in ("forward", "backward") or s.recomputes:
+        return None
+    if s.disables_grad or s.evaluation:
         return None
     off = bool(_NO_CHECKPOINTING.search(s.log.text))
     deep, small = (s.depth or 0) >= DEEP, s.batch is not None and s.batch <= SMALL_BATCH
     strength = 0.38 + 0.17 * bool(s.layer_line) + 0.2 * off + 0.17 * deep + 0.12 * small
     return finding(
         "no-checkpointing",
-        _static(s, strength - 0.2 * s.convolves) * (0.7 if s.evaluation else 1),
+        _static(s, strength - 0.2 * s.convolves),
         f"memory ran out in {s.phase}, and no frame belongs to activation checkpointing",
         f"this line calls a layer: {s.layer_line}" if s.layer_line else "",
         "the log says that checkpointing is off" if off else "",

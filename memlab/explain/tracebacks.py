@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memlab.explain.frames import Frame
+from memlab.explain.source_files import WIDEST_SOURCE
 
-WIDEST_SOURCE = 300  # characters read from a source line
 _HEAD = "Traceback (most recent call last)"
 _FILE_LINE = re.compile(r'File "([^"\n]{1,500})", line (\d{1,9}), in (\S{1,200})')
 _PREFIX = re.compile(r"^[ \t]{0,8}(?:\[[a-z]{0,9}rank\d{1,5}\]:?|\d{1,5}:|\|)?[ \t]{0,40}")

@@ -266,6 +266,33 @@ def test_all_advice_done_leaves_other_advice():
     assert found.todo == (advice._NOTHING_LEFT,)
 
 
+@pytest.mark.parametrize(
+    ("source", "casts"),
+    [
+        ("loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())", False),
+        ("loss = F.cross_entropy(logits.float().flatten(0, 1), y.flatten())", True),
+        ("loss = F.cross_entropy(logits.to(torch.float32), y)", True),
+        ("loss = F.cross_entropy(logits.to(torch.float16), y)", False),
+    ],
+)
+def test_the_advice_to_drop_a_cast_needs_a_cast_in_the_failing_lines(source, casts):
+    text = log(("/home/me/train.py", "<module>", "main(x.float())"), ("/a.py", "f", source))
+    found = explain_text(text).findings[0]
+    assert found.cause.name == "logits"
+    assert any("16 bits" in line for line in found.todo) == casts
+
+
+def test_an_evaluation_gets_no_advice_of_training():
+    found = explain_text(log(MAIN, VALIDATE, CALL, MLP)).findings
+    assert [each.cause.name for each in found] == ["no-grad", "batch"]
+    assert found[1].todo == ("Run fewer inputs at once, or smaller ones (resolution, tokens).",)
+
+
+def test_a_first_step_that_printed_its_training_loss_shows_that_training_ran():
+    assert read_log(log(MAIN, before="Ep 1, Step 000000, Train: 9.5, Val: 9.6")).trained
+    assert not read_log(log(MAIN, before="Step 0: loading the weights")).trained
+
+
 def test_inference_gets_no_advice_of_training():
     decorator = (f"{SITE}/torch/utils/_contextlib.py", "decorate_context", "return f(*args)")
     [found] = explain_text(log(MAIN, decorator, CALL, MLP)).findings
