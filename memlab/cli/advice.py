@@ -15,7 +15,6 @@ from memlab.cli.errors import error_summary
 from memlab.scripts.changes import (
     FSDP,
     Change,
-    NotPossibleError,
     changes_for,
     combinations_of,
     sharded_bytes,
@@ -25,6 +24,7 @@ from memlab.scripts.late_logits import OtherUseError
 from memlab.scripts.launch import Launch
 from memlab.scripts.ranks import run_ranks
 from memlab.scripts.running import Outcome
+from memlab.scripts.techniques import NotPossibleError
 from memlab.trace import Trace
 from memlab.units import format_bytes, paragraph
 

@@ -10,7 +10,7 @@ data.py          stands in for missing data, with vision_data.py for
                  torch.hub, torchvision and timm
 steps.py         finds the script's training steps, and stops it after the last wanted one
 evaluations.py   finds its evaluations
-changes.py       changes that save memory, applied to the script from outside; late_logits.py
-                 has the chunked loss
+changes.py       changes that save memory, applied to the script from outside, with their code;
+                 techniques.py makes them, late_logits.py the chunked loss
 running.py       all of it together: run the script, return the trace
 """

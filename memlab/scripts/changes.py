@@ -16,7 +16,6 @@ framework that runs the script's loop.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +24,23 @@ from torch import nn
 
 from memlab.configs.targets import find_target
 from memlab.internals.replacing import replaced
-from memlab.internals.torch_internals import top_saved_tensors_hooks
 from memlab.metering.frames import frames
-from memlab.optim import Adam8bit
-from memlab.planner.outside import (
-    adams_groups,
-    checkpointed,
-    is_adam,
-    is_sharded,
-    layers_of,
-    paths_of_layers,
-    stepped_by,
-)
+from memlab.planner.outside import is_sharded, layers_of, paths_of_layers
 from memlab.scripts.evaluations import Evaluation
-from memlab.scripts.hub import FROM_A_FILE
-from memlab.scripts.late_logits import late_logits
+from memlab.scripts.techniques import (
+    LORA_RANK,
+    bfloat16_autocast,
+    checkpointing,
+    chunked_loss,
+    eight_bit_adam,
+    float16_autocast,
+    fused_optimizer,
+    head_of,
+    is_trained,
+    lora,
+    no_grad_in_evaluation,
+    released_logits,
+)
 from memlab.trace import Trace
 
 FRAMEWORKS = {  # a part of the file of a loop that a framework runs
@@ -49,10 +50,6 @@ FRAMEWORKS = {  # a part of the file of a loop that a framework runs
     "accelerate/": "accelerate",
 }
 _PLAIN = "plain"
-
-
-class NotPossibleError(Exception):
-    """The change does not apply to the script. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +67,12 @@ class Change:
 
     def lines(self, framework: str, models: Iterable[nn.Module] = ()) -> tuple[str, ...]:
         lines = self.code.get(framework, self.code[_PLAIN])
-        head = next(filter(None, map(_head_of, models)), ("head", None))[0]
+        head = next(filter(None, map(head_of, models)), ("head", None))[0]
         paths = {
             path.removeprefix("module.")
             for model in models
             for path in paths_of_layers(model)
-            if _is_trained(model.get_submodule(path))
+            if is_trained(model.get_submodule(path))
         }
         layers = ", ".join(f"model.{path}".rstrip(".") for path in sorted(paths)) or "the model"
         names = {"HEAD": head.removeprefix("module."), "LAYERS": layers}
@@ -84,169 +81,10 @@ class Change:
         return lines
 
 
-def _is_trained(module: nn.Module) -> bool:
-    return any(weight.requires_grad for weight in module.parameters())
-
-
-def _lora(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    if not getattr(model, FROM_A_FILE, False):
-        raise NotPossibleError("the model is not a transformers model with weights from a file")
-    if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
-        raise NotPossibleError("the script has adapters already")
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise NotPossibleError("peft is not installed; pip install peft") from error
-    inject_adapter_in_model(LoraConfig(r=LORA_RANK, target_modules="all-linear"), model)
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = []
-        optimizer.param_groups[0]["params"] = trained
-
-
-def _checkpointing(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    own = next((m for m in model.modules() if hasattr(m, "gradient_checkpointing_enable")), None)
-    if own is not None and getattr(own, "supports_gradient_checkpointing", True):
-        if any(getattr(m, "gradient_checkpointing", False) for m in own.modules()):
-            raise NotPossibleError("the script checkpoints already")
-        renamed = getattr(own, "activation_checkpointing_enable", None)  # in transformers 5
-        (renamed or own.gradient_checkpointing_enable)({"use_reentrant": False})
-        return
-    layers = layers_of(model)
-    if not layers:
-        raise NotPossibleError("no nn.ModuleList or nn.Sequential holds the layers")
-    checkpointed(lambda: None, model, None)
-    _refuse_own_checkpoints(model, layers)
-
-
-def _refuse_own_checkpoints(model: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Raise NotPossibleError when the script runs a layer in a checkpoint, which replaces the hooks
-    of saved tensors, or disables gradients."""
-    outside = top_saved_tensors_hooks()
-
-    def check(layer: nn.Module, args: Any) -> None:
-        if top_saved_tensors_hooks() != outside or not torch.is_grad_enabled():
-            raise NotPossibleError("the script checkpoints its layers already")
-
-    handles = [layer.register_forward_pre_hook(check) for layer in layers]
-
-    def stop(module: nn.Module, args: Any, output: Any) -> None:
-        for handle in handles:
-            handle.remove()
-
-    handles.append(model.register_forward_hook(stop))
-
-
-def _bfloat16(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    _autocast(model, torch.bfloat16)
-
-
-def _float16(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    _autocast(model, torch.float16)
-
-
-def _autocast(model: nn.Module, dtype: torch.dtype) -> None:
-    kinds = {weight.dtype for weight in model.parameters()}
-    if kinds != {torch.float32}:
-        raise NotPossibleError("not all weights are in float32")
-    if torch.is_autocast_enabled(_device_type(model)):
-        raise NotPossibleError("the script uses autocast already")
-    context = torch.autocast(_device_type(model), dtype)
-    model.forward = context(model.forward)  # type: ignore[method-assign]
-    if getattr(model, "_is_accelerate_prepared", False):  # the Trainer's models, too
-        from accelerate.utils import convert_outputs_to_fp32
-
-        model.forward = convert_outputs_to_fp32(model.forward)  # type: ignore[method-assign]
-    for frame in frames():
-        owner = frame.f_locals.get("self")
-        if frame.f_code.co_name == "training_step" and isinstance(owner, nn.Module):
-            owner.training_step = context(owner.training_step)  # Lightning's: with the loss
-
-
-def _device_type(model: nn.Module) -> str:
-    return next(model.parameters()).device.type
-
-
-def _eight_bits(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    replaceable = [optimizer for optimizer in optimizers if is_adam(optimizer)]
-    if not replaceable:
-        raise NotPossibleError(
-            "no optimizer is Adam or AdamW with a learning rate given as a number"
-        )
-    if any(is_sharded(module) for module in model.modules()):
-        raise NotPossibleError(
-            "bitsandbytes' optimizers do not take FSDP2's weights; torchao.optim.AdamW8bit does"
-        )
-    for optimizer in replaceable:
-        stepped_by(Adam8bit, adams_groups)(lambda: None, model, optimizer)
-
-
-def _fused(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    groups = [g for each in optimizers if type(each) in _HAVE_FUSED for g in each.param_groups]
-    if not groups:
-        raise NotPossibleError("no optimizer is Adam, AdamW, SGD or Adagrad of torch.optim")
-    for group in groups:
-        group["foreach"], group["fused"] = False, True
-
-
-_HAVE_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-
-
-def _late(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    late_logits(_own_head(model))
-
-
-def _released(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    late_logits(_own_head(model), in_chunks=False)
-
-
-def _no_grad(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    forward = model.forward
-
-    @wraps(forward)
-    def without_gradients(*args: Any, **kwargs: Any) -> Any:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and model.training):
-            return forward(*args, **kwargs)
-
-    model.forward = without_gradients  # type: ignore[method-assign]
-
-
-def _own_head(model: nn.Module) -> nn.Linear:
-    """Return the layer that computes the logits, if they are large and its weight is whole."""
-    path, head = _head_of(model) or ("", None)
-    if head is None:
-        raise NotPossibleError(
-            f"no linear layer has {_LEAST_VOCABULARY:,} outputs or more, so the logits are small"
-        )
-    if any(is_sharded(module) for module in model.modules()):
-        raise NotPossibleError(f"FSDP2 gathers the weight of {path} only while it runs")
-    return head
-
-
-_LEAST_VOCABULARY = 4096
-
-
-def _head_of(model: nn.Module) -> tuple[str, nn.Linear] | None:
-    """Return the path and the layer that computes the logits: of the linear layers with at least
-    4,096 outputs, the last with as many as an embedding has rows, else the one with most."""
-    wide = [
-        (path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module.out_features >= _LEAST_VOCABULARY
-    ]
-    rows = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
-    of_vocabulary = [found for found in wide if found[1].out_features in rows]
-    if of_vocabulary:
-        return of_vocabulary[-1]
-    return max(wide, key=lambda found: found[1].out_features, default=None)
-
-
-LORA_RANK = 16
 CHANGES = (  # in the order of application
     Change(
         "LoRA",
-        _lora,
+        lora,
         {
             _PLAIN: (
                 "# trains only adapters, beside frozen weights",
@@ -258,7 +96,7 @@ CHANGES = (  # in the order of application
     ),
     Change(
         "checkpointing",
-        _checkpointing,
+        checkpointing,
         {
             "Trainer": ("TrainingArguments(..., gradient_checkpointing=True)",),
             _PLAIN: (
@@ -270,7 +108,7 @@ CHANGES = (  # in the order of application
     ),
     Change(
         "bfloat16 autocast",
-        _bfloat16,
+        bfloat16_autocast,
         {
             "Trainer": ("TrainingArguments(..., bf16=True)",),
             "Lightning": ('Trainer(..., precision="bf16-mixed")',),
@@ -283,7 +121,7 @@ CHANGES = (  # in the order of application
     ),
     Change(
         "float16 autocast",
-        _float16,
+        float16_autocast,
         {
             "Trainer": ("TrainingArguments(..., fp16=True)",),
             "Lightning": ('Trainer(..., precision="16-mixed")',),
@@ -297,7 +135,7 @@ CHANGES = (  # in the order of application
     ),
     Change(
         "chunked loss",
-        _late,
+        chunked_loss,
         {
             "Trainer": (
                 "TrainingArguments(..., use_liger_kernel=True)  # pip install liger-kernel",
@@ -311,7 +149,7 @@ CHANGES = (  # in the order of application
     ),
     Change(
         "logits released",
-        _released,
+        released_logits,
         {
             _PLAIN: (
                 "del logits  # and other names of them, before loss.backward()",
@@ -321,7 +159,7 @@ CHANGES = (  # in the order of application
     ),
     Change(
         "fused optimizer",
-        _fused,
+        fused_optimizer,
         {
             "Trainer": ('TrainingArguments(..., optim="adamw_torch_fused")',),
             _PLAIN: ("optimizer = torch.optim.AdamW(model.parameters(), ..., fused=True)",),
@@ -329,7 +167,7 @@ CHANGES = (  # in the order of application
     ),
     Change(
         "8-bit AdamW",
-        _eight_bits,
+        eight_bit_adam,
         {
             "Trainer": ('TrainingArguments(..., optim="adamw_bnb_8bit")',),
             _PLAIN: (
@@ -340,7 +178,7 @@ CHANGES = (  # in the order of application
     ),
     Change(
         "no_grad in evaluation",
-        _no_grad,
+        no_grad_in_evaluation,
         {_PLAIN: ("with torch.no_grad():  # around the evaluation, its loss included",)},
     ),
 )
@@ -371,7 +209,7 @@ def changes_for(
 
 def _holds_logits(trace: Trace, models: Sequence[nn.Module]) -> bool:
     """Whether the output of the layer that computes the logits is alive at a peak in backward."""
-    heads = dict(filter(None, map(_head_of, models)))
+    heads = dict(filter(None, map(head_of, models)))
     if trace.peak_phase != "backward":
         return False
     return any(
@@ -450,7 +288,7 @@ def applied(
 
     def changing(call: Callable[..., Any]) -> Callable[..., Any]:
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if waiting and torch.is_grad_enabled() and _is_trained(module):
+            if waiting and torch.is_grad_enabled() and is_trained(module):
                 waiting.pop().apply(module, optimizers())
             return call(module, *args, **kwargs)
 

@@ -9,7 +9,6 @@ from torch import nn
 
 from memlab.scripts.changes import (
     CHANGES,
-    NotPossibleError,
     changes_for,
     combinations_of,
     sharded_bytes,
@@ -19,6 +18,7 @@ from memlab.scripts.late_logits import OtherUseError
 from memlab.scripts.launch import launch_of
 from memlab.scripts.ranks import run_ranks
 from memlab.scripts.running import run
+from memlab.scripts.techniques import NotPossibleError
 from tests.transformers_models.configs import TINY
 
 SCRIPT = """
