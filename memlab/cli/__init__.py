@@ -773,7 +773,7 @@ def run_command(
         bool | None,
         typer.Option(
             "--advise/--no-advice",
-            help="Predict what LoRA, checkpointing, autocast, a chunked loss and an 8-bit "
+            help="Predict what LoRA, checkpointing, autocast, a chunked loss and a fused or 8-bit "
             "optimizer would save, with their code. Takes one more run for each. Default: if the "
             "step does not fit.",
         ),
