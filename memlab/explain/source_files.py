@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 MOST_BYTES = 2**22  # of a file that a person wrote
-WIDEST_SOURCE = 300  # characters of a source line in a traceback that are read
+WIDEST_SOURCE = 300  # characters read of a source line in a traceback
 _SWITCH = re.compile(r"(\w*no_grad|inference_mode|_?set_grad_enabled)$")
 _MENTIONS = re.compile(r"no_grad|inference_mode|set_grad_enabled")
 # Context managers that leave gradients as they are; torch's others do too.
@@ -51,7 +51,7 @@ class _File:
 
     @cached_property
     def switches_elsewhere(self) -> bool:
-        """Whether a call that is neither a decorator nor a `with` item switches gradients."""
+        """Whether a call switches gradients outside of decorators and `with` items."""
         expressions = [each for block in self.blocks for each in _expressions(block)]
         around = {id(node) for expression in expressions for node in ast.walk(expression)}
         return any(
@@ -90,7 +90,7 @@ def unchanged(lines: Sequence[SourceLine]) -> list[SourceLine]:
 
 
 def changed(lines: Sequence[SourceLine]) -> list[str]:
-    """Return the files that are here, but are not the ones that ran."""
+    """Return the files on this machine that differ from the ones that ran."""
     kept = {line.filename for line in unchanged(lines)}
     names = dict.fromkeys(line.filename for line in lines)
     return [name for name in names if name not in kept and _read(name) is not None]
@@ -173,7 +173,7 @@ def _blocks_around(line: SourceLine) -> list[Block]:
 def _effects_around(line: SourceLine) -> Iterator[Effect]:
     """Yield what each decorator and `with` item around a line does, outermost first.
 
-    A decorator that is not known has frames of its own in the traceback, so it is no gap.
+    An unknown decorator has frames of its own in the traceback, so it is no gap.
     """
     file = _read(line.filename)
     for block in _blocks_around(line) if file else ():

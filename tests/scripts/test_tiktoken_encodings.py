@@ -35,7 +35,7 @@ TIKTOKEN = {
         """,
 }
 STORY = """
-    It was late. The old man who kept the lighthouse had gone to sleep, and nobody saw the ship
+    It was late. The old man who kept the lighthouse had gone to sleep, and none saw the ship
     when it came around the point; "She's too near," said the captain's daughter, who was eleven.
     """
 
@@ -100,7 +100,7 @@ def test_an_unknown_encoding_fails_as_in_tiktoken(tiktoken, name, error):
     ],
 )
 def test_sizes_and_special_tokens_are_tiktokens(name, size, end):
-    """The numbers are those of tiktoken_ext/openai_public.py."""
+    """The numbers are from tiktoken_ext/openai_public.py."""
     made = WordEncoding(name)
     assert (made.n_vocab, made.max_token_value, made.eot_token) == (size, size - 1, end)
     assert made.encode("a<|endoftext|>b", allowed_special="all")[1] == end
