@@ -336,8 +336,8 @@ def _show_verdict(trace: Trace, memory: Memory, target: str, steps: int) -> int:
     terminal.echo(paragraph(room(memory, target)))
     if left >= 0:
         terminal.echo(f"{needs}: it fits, {format_bytes(left)} are left")
-        most = trace.memory.reserved_most_bytes if trace.memory else None
-        if most and most > budget:
+        most = trace.memory.reserved_most_bytes or 0
+        if most > budget:
             terminal.echo(
                 paragraph(
                     f"with other convolution kernels it may need up to {format_bytes(most)}, and "

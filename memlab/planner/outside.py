@@ -42,9 +42,10 @@ NO_ADAM = (
 
 def checkpointed(step: Callable[[], Any], model: nn.Module | None, optimizer: Any) -> Parts:
     """Checkpoint each layer in the model's lists."""
-    if model is None or not paths_of_layers(model):
+    layers = [] if model is None else layers_of(model)
+    if not layers:
         raise ValueError(f"got {_named(model)}; {NO_LAYERS}")
-    for layer in layers_of(model):
+    for layer in layers:
         layer.forward = partial(checkpoint, layer.forward)
     return step, model, optimizer
 

@@ -26,7 +26,7 @@ from memlab.configs.targets import find_target
 from memlab.internals.replacing import replaced
 from memlab.metering.frames import frames
 from memlab.planner.outside import is_sharded, layers_of, paths_of_layers
-from memlab.scripts.evaluations import Evaluation
+from memlab.scripts.evaluations import Evaluation, is_trained
 from memlab.scripts.techniques import (
     LORA_RANK,
     bfloat16_autocast,
@@ -36,7 +36,6 @@ from memlab.scripts.techniques import (
     float16_autocast,
     fused_optimizer,
     head_of,
-    is_trained,
     lora,
     no_grad_in_evaluation,
     released_logits,
@@ -259,7 +258,9 @@ def combinations_of(helpful: Sequence[Change]) -> list[tuple[Change, ...]]:
         alone = [change for change in alone if change.name != "fused optimizer"]
     others = [change for change in alone if change.name != "LoRA"]
     found = [tuple(others[:count]) for count in range(2, len(others) + 1)]
-    return found + [tuple(alone)] * (1 < len(alone) > len(others))
+    if len(alone) > max(1, len(others)):
+        found.append(tuple(alone))
+    return found
 
 
 def together(changes: tuple[Change, ...]) -> Change:

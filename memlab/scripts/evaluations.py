@@ -20,6 +20,11 @@ from memlab.metering.registry import REGISTRY
 from memlab.trace import Trace
 
 
+def is_trained(module: nn.Module) -> bool:
+    """Return whether a weight of the module needs gradients."""
+    return any(weight.requires_grad for weight in module.parameters())
+
+
 @dataclass
 class Evaluation:
     """One evaluation.
@@ -81,7 +86,7 @@ class Evaluations:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
-        if self._depth > 1 or not any(weight.requires_grad for weight in module.parameters()):
+        if self._depth > 1 or not is_trained(module):
             return
         if module.training:
             self._end()

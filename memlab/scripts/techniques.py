@@ -32,11 +32,6 @@ class NotPossibleError(Exception):
 LORA_RANK = 16
 
 
-def is_trained(module: nn.Module) -> bool:
-    """Return whether a weight of the module needs gradients."""
-    return any(weight.requires_grad for weight in module.parameters())
-
-
 def lora(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     """Train adapters of peft beside frozen weights."""
     if not getattr(model, FROM_A_FILE, False):
