@@ -12,7 +12,7 @@ from memlab.configs.targets import find_target
 from memlab.configs.torchrun import MAX_GPUS_PER_MACHINE
 from memlab.planner import Memory, Option, Plan
 from memlab.planner.cards import budget_bytes
-from memlab.planner.options import AS_IT_IS, command
+from memlab.planner.options import AS_IT_IS, RESERVED, command
 from memlab.planner.recipes import GROUPS
 from memlab.planner.search import MAX_SEQUENCES
 from memlab.units import format_bytes, paragraph
@@ -165,8 +165,9 @@ def remarks(found: Plan) -> Iterator[str]:
             f"{shares(best.candidate.seconds)}"
         )
         yield (
-            "each row is the fastest recipe that fits for its precision and optimizer; full "
-            "fine-tuning, LoRA and QLoRA train different weights, so their times are not compared"
+            "each predicted row is the fastest recipe that fits for its precision and optimizer; "
+            "full fine-tuning, LoRA and QLoRA train different weights, so their times are not "
+            "compared"
         )
         if any(option.largest_batch for option in found.options):
             by_formula = "by formula, scaled to the prediction; --exact predicts them"
@@ -194,8 +195,9 @@ def _formula_remarks(found: Plan) -> Iterator[str]:
     listed = (*found.options, *found.others)
     if found.others:
         yield (
-            f"≈: allocated memory by formula; the allocator reserves more. --recipes "
-            f"{len(listed)} predicts these rows too, --optimizer or --precision selects one of them"
+            f"≈: allocated memory by formula; the allocator reserves more, so such a row fits only "
+            f"if {RESERVED:.0%} more does, and a faster recipe may fit. --recipes {len(listed)} "
+            f"predicts these rows too, --optimizer or --precision selects one of them"
         )
 
 

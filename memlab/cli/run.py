@@ -272,9 +272,9 @@ def _title(launch: Launch, wanted: Wanted, target: str) -> str:
 
 def _show_peak(trace: Trace, target: str | None, evaluation: Evaluation | None) -> None:
     """Print the peak by category, by layers and by lines."""
-    terminal.echo(str(replace(trace, notes=())))
     if evaluation:
-        terminal.echo(paragraph(_of_evaluation(evaluation, trace.peak_bytes)))
+        terminal.echo(paragraph(_of_evaluation(evaluation, trace.peak_bytes)) + "\n")
+    terminal.echo(str(replace(trace, notes=())))
     if numbers := "\n".join(
         map(paragraph, report.memory_numbers(trace, report.context_of(target)))
     ):
