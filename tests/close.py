@@ -23,6 +23,7 @@ def assert_close(
     largest |wanted| stands for that sum. Pass `summed` where terms cancel: a number, or one element
     for each of wanted's. `dtype`, whose eps it is, is got's own unless values were rounded before.
     """
+    __tracebackhide__ = True
     if not isinstance(got, Tensor):
         for one, other in zip(got, wanted, strict=True):
             assert_close(one, other, terms=terms, summed=summed, dtype=dtype)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from close import assert_close
 from torch import nn
 
 import memlab
@@ -47,7 +48,7 @@ def test_a_layer_is_the_frozen_layer_plus_its_scaled_change(alpha, scale):
     add_lora(model, RANK, alpha=alpha)
     layer = with_random_changes(model)[0]
     expected = x @ (W + scale * layer.up @ layer.down).T + bias
-    torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
+    assert_close(layer(x), expected)
     assert layer.down.shape == (RANK, IN)
     assert layer.up.shape == (OUT, RANK)
 
@@ -62,20 +63,20 @@ def test_the_gradient_equals_that_for_a_weight_w_plus_ba():
     first = x @ (plain[0].weight.detach() + 2 * up @ down).T + plain[0].bias.detach()
     second = plain[2].weight.detach() + 2 * (model[2].up @ model[2].down).detach()
     (first.tanh() @ second.T + plain[2].bias.detach()).square().sum().backward()
-    torch.testing.assert_close(model[0].down.grad, down.grad, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(model[0].up.grad, up.grad, rtol=1e-10, atol=1e-10)
+    assert_close(model[0].down.grad, down.grad)
+    assert_close(model[0].up.grad, up.grad)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 0.6)]
+    ("dtype", "terms"), [(torch.float64, 256), (torch.float32, 256), (torch.bfloat16, 8)]
 )
-def test_merging_keeps_the_function(dtype, tolerance):
+def test_merging_keeps_the_function(dtype, terms):
     model, x = two_layers(dtype), inputs(dtype)
     add_lora(model, RANK)
     before = with_random_changes(model)(x)
     assert merge_lora(model) == ["0", "2"]
     assert [type(module) for module in model] == [nn.Linear, nn.Tanh, nn.Linear]
-    torch.testing.assert_close(model(x), before, rtol=tolerance, atol=tolerance)
+    assert_close(model(x), before, terms=terms)
 
 
 def test_merging_rounds_once():
@@ -127,7 +128,7 @@ def test_a_shared_layer_has_one_change():
     change = 2 * model[0].up @ model[0].down
     assert merge_lora(model) == ["0", "2"]
     assert model[0] is model[2] is layer
-    torch.testing.assert_close(layer.weight, weight + change)
+    assert_close(layer.weight, weight + change)
 
 
 def test_the_adapters_alone_restore_the_model():

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from close import assert_close
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -203,18 +204,15 @@ def test_logits_equal_those_of_transformers(family, tied):
             one = 1 if family.startswith("gemma") and name.endswith("norm.weight") else 0
             theirs.get_parameter(path).copy_(weight - one)  # Gemma multiplies by 1 + w
     tokens = random_tokens(length=TINY.seq_len)
-    # Their tables are float32 for any dtype of the model, so the tolerance is too. It is relative
-    # to logits, which reach some hundreds with norms after each branch.
-    expected = theirs(tokens).logits
-    atol = 5e-6 * max(1, expected.abs().max().item())
-    torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=atol)
+    # Their tables are float32 for any dtype of the model, so the bound is too.
+    assert_close(ours(tokens), theirs(tokens).logits, dtype=torch.float32)
 
 
 def test_a_later_token_does_not_change_earlier_logits():
     model, tokens = tiny_model(), random_tokens()
     changed = tokens.clone()
     changed[:, 10] = (changed[:, 10] + 1) % TINY.vocab_size
-    torch.testing.assert_close(model(changed)[:, :10], model(tokens)[:, :10], rtol=0, atol=1e-13)
+    assert_close(model(changed)[:, :10], model(tokens)[:, :10])
 
 
 def test_an_earlier_token_changes_every_later_logit():
@@ -260,13 +258,13 @@ def test_shared_keys_equal_keys_repeated_for_every_query_head():
             state[name] = heads.repeat_interleave(times, dim=0).flatten(0, 1)
     repeated.load_state_dict(state)
     tokens = random_tokens()
-    torch.testing.assert_close(shared(tokens), repeated(tokens), rtol=0, atol=1e-12)
+    assert_close(shared(tokens), repeated(tokens))
 
 
 def test_the_loss_is_the_cross_entropy_of_the_logits():
     model, tokens, targets = tiny_model(), random_tokens(), random_tokens().roll(1, 1)
     expected = F.cross_entropy(model(tokens).reshape(-1, TINY.vocab_size), targets.reshape(-1))
-    torch.testing.assert_close(model(tokens, targets), expected, rtol=0, atol=1e-12)
+    assert_close(model(tokens, targets), expected)
 
 
 def test_training_on_bytes_lowers_the_loss():
@@ -423,7 +421,7 @@ def test_the_block_adds_the_result_of_the_attention_plug():
 def test_the_reference_attention_gives_the_logits_of_the_fused_one():
     tokens = random_tokens()
     fused, reference = tiny_model(), tiny_model(attention=attention_reference)
-    torch.testing.assert_close(fused(tokens), reference(tokens), rtol=0, atol=1e-12)
+    assert_close(fused(tokens), reference(tokens))
 
 
 def test_the_loss_plug_gets_hidden_states_and_unembedding_and_gives_the_result():
@@ -440,8 +438,8 @@ def test_the_loss_plug_gets_hidden_states_and_unembedding_and_gives_the_result()
     [(hidden, weight, targets)] = calls
     assert weight is model.unembedding.weight
     assert targets is tokens
-    torch.testing.assert_close(hidden @ weight.T, model(tokens))
-    torch.testing.assert_close(result, 2 * cross_entropy(hidden, weight, targets))
+    assert_close(hidden @ weight.T, model(tokens))
+    assert_close(result, 2 * cross_entropy(hidden, weight, targets))
 
 
 def test_without_targets_the_loss_plug_is_not_called():

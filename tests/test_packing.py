@@ -6,6 +6,7 @@ from itertools import combinations
 import pytest
 import torch
 import torch.nn.functional as F
+from close import assert_close
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -127,7 +128,7 @@ def test_a_row_has_the_loss_and_the_gradients_of_its_documents_apart():
     together = loss_and_gradients(
         model_for(attention, loss=summed_loss), [(row.tokens, row.targets)]
     )
-    torch.testing.assert_close(together, apart(), rtol=1e-4, atol=1e-5)
+    assert_close(together, apart())
 
 
 def test_plain_causal_attention_looks_into_other_documents():
@@ -146,10 +147,10 @@ def test_a_mask_of_documents_gives_the_same():
     attention = DocumentAttention()
     attention.boundaries = row.boundaries
     masked = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    torch.testing.assert_close(attention(q, k, v, causal=True), masked)
+    assert_close(attention(q, k, v, causal=True), masked)
     k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
     mine = reference_packing.attend_within(q, k, v, row.boundaries)
-    torch.testing.assert_close(mine, masked)
+    assert_close(mine, masked)
 
 
 @pytest.mark.parametrize("boundaries", [None, [0, 3], [1, 40], [0, 41]])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from close import assert_close
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -60,11 +61,11 @@ def check_values(layer: Layer) -> None:
     got, wanted = (seeded(5, 7, IN).requires_grad_() for _ in range(2))
     out = layer(copy.deepcopy(original))(got)
     expected = wanted @ weight.T + original.bias.detach()
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert_close(out, expected)
     gradient = seeded(5, 7, OUT, seed=1)
     out.backward(gradient)
     expected.backward(gradient)
-    torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-5, atol=1e-5)
+    assert_close(got.grad, wanted.grad)
 
 
 def check_nothing_is_saved(layer: Layer) -> None:
@@ -366,7 +367,7 @@ def test_merging_gives_linear_layers_with_the_same_function():
     before = model(TOKENS)
     merge_lora(model)
     assert not any(isinstance(m, LoRALinear | NF4Linear) for m in model.modules())
-    torch.testing.assert_close(model(TOKENS), before, rtol=1e-4, atol=1e-5)
+    assert_close(model(TOKENS), before)
 
 
 def test_a_shared_layer_is_quantized_once():

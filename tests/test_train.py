@@ -9,8 +9,9 @@ from functools import partial
 
 import pytest
 import torch
+from close import assert_close
 from quick import quick
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memlab
@@ -102,23 +103,24 @@ def quadratic_part(technique: Plugs, category: str) -> float:
 
 # ------------------------------------------------------------------ values
 
-# The largest difference that rounding explains, for gradients of up to 0.6.
+# How far a gradient may be from the plain step's, as a share of its weight's largest.
+REORDERED = 256 * torch.finfo(torch.float32).eps  # sums in another order
 TOLERANCES = {
     "checkpointing": 0,  # the same kernels on the same numbers
     "sqrt-checkpointing": 0,
     "selective-checkpointing": 0,
-    "int8-activations": 0.001,
-    "int4-activations": 0.02,
-    "autocast": 0.01,  # bfloat16 keeps 8 bits
-    "loss-scaling": 0.002,  # float16 keeps 11
-    "fp8": 0.01,  # E4M3 keeps 4 bits, E5M2 3
-    "bfloat16": 0.02,  # weights, too
-    "eager-attention": 1e-6,  # another order of sums in float32, in these three
-    "flash-attention": 1e-6,
-    "chunked-loss": 1e-6,
+    "int8-activations": 0.03,
+    "int4-activations": 0.4,
+    "autocast": 0.03,  # bfloat16 keeps 8 bits
+    "loss-scaling": 0.004,  # float16 keeps 11
+    "fp8": 0.4,  # E4M3 keeps 4 bits, E5M2 3
+    "bfloat16": 0.03,  # weights, too
+    "eager-attention": REORDERED,
+    "flash-attention": REORDERED,
+    "chunked-loss": REORDERED,
     "foreach-adamw": 0,  # these change what happens after backward
     "fused-adamw": 0,
-    "accumulation": 1e-6,  # another order of sums
+    "accumulation": REORDERED,
     "adam8bit": 0,
     "lion": 0,
     "lion8bit": 0,
@@ -134,7 +136,13 @@ TOLERANCES = {
 }
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("lora", 1e-6), ("qlora", 0.02)])
+def error(ours: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """The largest difference, as a share of the largest value of the same tensor."""
+    errors = [(ours[n] - right).abs().max() / right.abs().max() for n, right in wanted.items()]
+    return max(errors).item()
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("lora", REORDERED), ("qlora", 0.5)])
 def test_lora_has_the_gradients_of_its_two_factors(name, tolerance):
     """At first B is zero: the gradient of B is scale · G Aᵀ, and A's gradient is zero. In 4 bits, G
     comes from rounded weights."""
@@ -146,7 +154,7 @@ def test_lora_has_the_gradients_of_its_two_factors(name, tolerance):
     for name, layer in changes.items():
         A = start.get_submodule(name).down
         expected = layer.scale * plain[f"{name}.weight"] @ A.T
-        torch.testing.assert_close(layer.up.grad, expected, rtol=1e-4, atol=tolerance)
+        assert error({name: layer.up.grad}, {name: expected}) <= tolerance
         assert layer.down.grad.count_nonzero() == 0
 
 
@@ -156,7 +164,7 @@ def test_master_weights_have_the_gradients_in_float32():
     (group,) = ours.optimizer.param_groups
     for wanted, copy in zip(plain.values(), group["params"], strict=True):
         assert copy.grad.dtype == torch.float32
-        assert (copy.grad - wanted).abs().max() <= TOLERANCES["bfloat16"]
+        assert error({"": copy.grad}, {"": wanted}) <= TOLERANCES["bfloat16"]
 
 
 def test_stepped_in_backward_the_weights_are_those_of_the_plain_step():
@@ -187,7 +195,7 @@ def all_present(model: nn.Module) -> AbstractContextManager[None]:
 @pytest.mark.parametrize("name", TOLERANCES)
 def test_a_technique_has_the_gradients_of_the_plain_step(name):
     plain, ours = gradients(PLAIN), gradients(combined(name))
-    assert max((ours[n] - plain[n]).abs().max().item() for n in plain) <= TOLERANCES[name]
+    assert error(ours, plain) <= TOLERANCES[name]
 
 
 @pytest.mark.parametrize("name", ["foreach-adamw", "fused-adamw"])
@@ -195,9 +203,7 @@ def test_every_adamw_of_torch_makes_the_same_weights(name):
     plain, ours = build(TINY, PLAIN), build(TINY, combined(name))
     for training in (plain, ours):
         training.step(), training.step()
-    torch.testing.assert_close(
-        list(ours.model.parameters()), list(plain.model.parameters()), rtol=1e-5, atol=1e-6
-    )
+    assert_close(list(ours.model.parameters()), list(plain.model.parameters()))
 
 
 # ------------------------------------------------------------------ bytes
@@ -667,7 +673,7 @@ def test_techniques_combine_plug_by_plug():
     alone = [most(second_step(combined(n)), "activations") for n in names]
     assert most(second_step(technique), "activations") < min(alone)
     plain, ours = gradients(PLAIN), gradients(technique)
-    assert max((ours[n] - plain[n]).abs().max().item() for n in plain) <= TOLERANCES["autocast"]
+    assert error(ours, plain) <= TOLERANCES["autocast"]
 
 
 @pytest.mark.parametrize(
@@ -685,8 +691,7 @@ def test_flash_attention_keeps_what_torch_s_kernel_does_beside_any_other_techniq
 @pytest.mark.parametrize("others", ["autocast", "loss-scaling", "accumulation", "bfloat16"])
 def test_beside_others_the_chunked_loss_has_their_gradients(others):
     ours, theirs = gradients(combined(f"{others}+chunked-loss")), gradients(combined(others))
-    bound = max(1e-6, TOLERANCES[others])
-    assert max((ours[n] - theirs[n]).abs().max().item() for n in theirs) <= bound
+    assert error(ours, theirs) <= max(REORDERED, TOLERANCES[others])
 
 
 def test_two_changes_of_the_model_are_both_made():

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from close import assert_close
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -59,7 +60,7 @@ def test_the_reference_equals_the_sum_written_out_by_hand(causal, kv_heads):
     q, k, v = random_qkv(kv_heads=kv_heads)
     expected = by_hand(q, k, v, causal=causal)
     result = attention_reference(q, k, v, causal=causal)
-    torch.testing.assert_close(result, expected, rtol=0, atol=1e-14)
+    assert_close(result, expected)
 
 
 @pytest.mark.parametrize("window", [None, (2, 1), (0, None), (None, 0), (1, 0)])
@@ -72,7 +73,7 @@ def test_the_reference_equals_the_sum_by_hand_in_every_alignment_and_window(
     q, k, v = random_qkv(queries=queries, keys=keys)
     settings = {"causal": causal, "alignment": alignment, "window": window}
     result = attention_reference(q, k, v, **settings)
-    torch.testing.assert_close(result, by_hand(q, k, v, **settings), rtol=0, atol=1e-14)
+    assert_close(result, by_hand(q, k, v, **settings))
 
 
 def test_a_query_that_sees_no_key_gets_zero_and_gives_no_gradient():
@@ -92,7 +93,7 @@ def test_the_reference_equals_torch_at_every_pair_of_lengths(causal, queries, ke
     q, k, v = random_qkv(queries=queries, keys=keys, kv_heads=kv_heads)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
     result = attention_reference(q, k, v, causal=causal)
-    torch.testing.assert_close(result, expected, rtol=0, atol=1e-13)
+    assert_close(result, expected)
 
 
 def test_the_reference_has_the_gradients_of_torch():
@@ -106,30 +107,30 @@ def test_the_reference_has_the_gradients_of_torch():
         torch.autograd.grad(theirs, (q, k, v), upstream),
         strict=True,
     ):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+        assert_close(a, b)
 
 
 def test_the_scale_can_be_chosen():
     q, k, v = random_qkv()
     expected = F.scaled_dot_product_attention(q, k, v, scale=0.7)
-    torch.testing.assert_close(attention_reference(q, k, v, scale=0.7), expected)
+    assert_close(attention_reference(q, k, v, scale=0.7), expected)
 
 
 def test_a_scale_of_zero_is_a_plain_average():
     q, k, v = random_qkv()
     expected = v.mean(dim=2, keepdim=True).expand_as(v)
-    torch.testing.assert_close(attention_reference(q, k, v, scale=0.0), expected)
+    assert_close(attention_reference(q, k, v, scale=0.0), expected)
 
 
 def test_scores_in_the_thousands_do_not_overflow():
     q, k, v = random_qkv(dtype=torch.float32)
     expected = F.scaled_dot_product_attention(1e3 * q, k, v)
-    torch.testing.assert_close(attention_reference(1e3 * q, k, v), expected)
+    assert_close(attention_reference(1e3 * q, k, v), expected)
 
 
 def test_a_causal_query_sees_the_keys_up_to_its_own_position():
     q, k, v = random_qkv(queries=2, keys=5)
-    torch.testing.assert_close(attention_reference(q, k, v, causal=True)[:, :, 0], v[:, :, 0])
+    assert_close(attention_reference(q, k, v, causal=True)[:, :, 0], v[:, :, 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
