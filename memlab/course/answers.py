@@ -30,8 +30,8 @@ def judged(
 ) -> Iterator[Verdict]:
     """Yield a verdict on each exercise, or on some of them, in the notebook's order.
 
-    As in the notebook, the reference replaces a wrong answer. Raises ValueError at
-    once if the file is not a notebook.
+    As in the notebook, a right answer serves the later exercises, and the reference replaces a
+    wrong one. Raises ValueError at once if the file is not a notebook.
     """
     return _judged(
         parsed_cells(path), path, exercises, exercises if only is None else only, announce
@@ -62,14 +62,17 @@ def _judged(
     known = {exercise.id: exercise for exercise in exercises}
     wanted = {exercise.id: exercise for exercise in only}
     for call, answer, namespace in run(found, path.parent):
-        right = False
-        if exercise := wanted.pop(call.id, None):
-            announce(exercise)
-            verdict = _verdict(exercise, answer)
-            right = verdict.status == OK
-            yield verdict
-        if call.id in known and not right:
-            namespace[call.target] = known[call.id].reference
+        if not wanted:
+            break
+        if exercise := known.get(call.id):
+            is_wanted = wanted.pop(call.id, None) is not None
+            if is_wanted:
+                announce(exercise)
+            verdict = _verdict(exercise, answer, exercises)
+            if is_wanted:
+                yield verdict
+            if verdict.status != OK:
+                namespace[call.target] = exercise.reference
     for exercise in wanted.values():
         announce(exercise)
         missing = (
@@ -79,10 +82,10 @@ def _judged(
         yield Verdict(exercise, WRONG, missing)
 
 
-def _verdict(exercise: Exercise, answer: Any) -> Verdict:
+def _verdict(exercise: Exercise, answer: Any, others: Sequence[Exercise]) -> Verdict:
     if answer is exercise.reference:
         return Verdict(exercise, WRONG, "This is the library's own answer: write your own.")
-    return _with_advice(judge(exercise, answer))
+    return _with_advice(judge(exercise, answer, others))
 
 
 def _with_advice(verdict: Verdict) -> Verdict:

@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -109,13 +109,15 @@ class Verdict:
         return f"[x] {id_} {self.text} Hint: memlab hint {id_}"
 
 
-def judge(exercise: Exercise, answer: Any) -> Verdict:
+def judge(exercise: Exercise, answer: Any, others: Iterable[Exercise] = ()) -> Verdict:
     """Check an answer, and name the mistake if it is a known one.
 
-    The random states of Python, torch and numpy are restored afterwards.
+    The lesson continues with the reference of an exercise among the `others` that was skipped, so
+    the answer may call it. The random states of Python, torch and numpy are restored afterwards.
     """
     _import_dynamo()
-    with watched(exercise.check, exercise.rebuilds) as calls:
+    handed_out = [other.reference for other in others if other.id != exercise.id]
+    with watched(exercise.check, exercise.rebuilds, handed_out) as calls:
         verdict = _judged(exercise, answer)
     handed_over = None if answer is exercise.reference else is_rebuilt(answer, exercise.rebuilds)
     if not (calls or handed_over):

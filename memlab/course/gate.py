@@ -42,7 +42,7 @@ def exercise(id_: str, answer: Answer) -> Answer:
             f"own answer first"
         )
         return answer
-    verdict = judge(known, answer)
+    verdict = judge(known, answer, day(day_of(id_)).exercises)
     say(str(verdict), indent="    ")
     _record(lambda p: progress.note_check(p, id_, verdict.status))
     return answer if verdict.status == OK else known.reference

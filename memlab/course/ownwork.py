@@ -3,8 +3,9 @@
 An exercise's `rebuilds` names these functions: "torch.amp.GradScaler", "memlab.course.ledger.
 state_bytes", a whole module, or a prefix such as "torch._foreach_*". In packages other than memlab,
 torch and numpy, only modules can be named: "bitsandbytes". Calls from the learner's code count,
-directly or through a library. Calls from the check and from its reference don't. A private function
-counts only if the learner's own line calls it, because permitted functions may call it:
+directly or through a library. Calls from the check and from its reference don't, and neither do
+calls of a reference that the lesson handed out in place of another exercise's answer. A private
+function counts only if the learner's own line calls it, because permitted functions may call it:
 `clip_grad_norm_` calls `torch._foreach_norm`.
 """
 
@@ -27,22 +28,26 @@ def is_a_librarys(frame: FrameType) -> bool:
 
 
 @contextmanager
-def watched(check: Callable[..., Any], rebuilds: Sequence[str]) -> Iterator[list[str]]:
+def watched(
+    check: Callable[..., Any], rebuilds: Sequence[str], handed_out: Sequence[Any] = ()
+) -> Iterator[list[str]]:
     """Yield a list that receives the name of the first forbidden call by `check`'s answer.
 
-    The call raises NotOwnWork. The list has its name even if the answer catches that.
+    The call raises NotOwnWork. The list has its name even if the answer catches that. Functions and
+    classes that were `handed_out` may be called, and may call anything.
     """
     seen: list[str] = []
     if not rebuilds:
         yield seen
         return
     targets, check_code = _targets(tuple(rebuilds)), getattr(check, "__code__", None)
+    permitted = {code for each in handed_out for code in _codes_of(each)}
 
     def trace_call(frame: FrameType, event: str, called: Any) -> None:
         if seen or event not in ("call", "c_call"):
             return
         name = targets.called(frame, event, called)
-        if name is None:
+        if name is None or any(each.f_code in permitted for each in _stack(frame)):
             return
         caller = frame if event == "c_call" else frame.f_back
         direct = caller is not None and not is_a_librarys(caller)
@@ -78,14 +83,34 @@ def _is_private(name: str) -> bool:
 def _is_the_learners(frame: FrameType | None, check_code: CodeType | None) -> bool:
     """Return True if the innermost caller outside torch and memlab is the learner's code. A check's
     own functions may call anything."""
-    while frame is not None:
-        home = frame.f_globals.get("__name__", "")
-        if frame.f_code is check_code or home.startswith("memlab.course"):
+    for each in _stack(frame):
+        home = each.f_globals.get("__name__", "")
+        if each.f_code is check_code or home.startswith("memlab.course"):
             return False
-        if not is_a_librarys(frame):
+        if not is_a_librarys(each):
             return True
-        frame = frame.f_back
     return False
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield the frame and its callers."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _codes_of(function: Any) -> Iterator[CodeType]:
+    """Yield the code of a function, or of a class's methods."""
+    for part in _functions_of(function):
+        code = getattr(inspect.unwrap(part), "__code__", None) if callable(part) else None
+        if isinstance(code, CodeType):
+            yield code
+
+
+def _functions_of(found: Any) -> list[Any]:
+    if not inspect.isclass(found):
+        return [found]
+    return [getattr(part, "__func__", part) for part in vars(found).values()]
 
 
 class _Targets:
@@ -108,15 +133,10 @@ class _Targets:
                 self._add(name, found)
 
     def _add(self, name: str, found: Any) -> None:
-        functions = [found]
-        if inspect.isclass(found):
-            functions = [getattr(part, "__func__", part) for part in vars(found).values()]
-        for function in functions:
-            code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else 0
-            if isinstance(code, CodeType):
-                self._codes[code] = name
-            elif inspect.isroutine(function) and function is found:
-                self._builtins.setdefault(function.__name__, []).append((function, name))
+        codes = dict.fromkeys(_codes_of(found), name)
+        self._codes |= codes
+        if not codes and inspect.isroutine(found):
+            self._builtins.setdefault(found.__name__, []).append((found, name))
         assert inspect.isclass(found) or callable(found), f"{name} cannot be called"
 
     def called(self, frame: FrameType, event: str, called: Any) -> str | None:

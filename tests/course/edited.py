@@ -15,7 +15,7 @@ import pytest
 
 from memlab.course import exercises
 from memlab.course.answers import cell_of, judged
-from memlab.course.days import day, exercise_of
+from memlab.course.days import exercise_of
 from memlab.course.exercises import Verdict
 
 SOLUTIONS = Path(__file__).resolve().parents[2] / "solutions"
@@ -44,7 +44,7 @@ def verdict_on(edit: tuple[str, tuple[Edit, ...]], folder: Path, *, named: bool 
     path.write_text(json.dumps(notebook), encoding="utf-8")
     nameless = nullcontext() if named else patch.object(exercises, "_mistake", return_value="")
     with nameless:
-        return next(judged(path, day(number).exercises, [exercise_of(id_)]))
+        return next(judged(path, [exercise_of(id_)]))
 
 
 def _cell_to_edit(notebook: dict, answer: str, changes: tuple[Edit, ...]) -> dict:

@@ -413,10 +413,18 @@ def test_later_exercises_use_a_right_answer(notebook):
     assert [v.status for v in given] == [OK, OK]
 
 
-def test_a_single_exercise_uses_the_references_of_the_others(notebook):
+def test_a_single_exercise_uses_the_references_of_wrong_answers(notebook):
     path = notebook("def double(x):\n    return 3 * x", CALL, *QUADRUPLE_CELLS)
     [given] = judged(path, BOTH, only=[QUADRUPLE])
     assert (given.exercise, given.status) == (QUADRUPLE, OK)
+
+
+def test_a_single_exercise_uses_right_answers(notebook):
+    first = "def double(x, times=1):\n    return 2**times * x"
+    second = "def quadruple(x):\n    return double(x, times=2)"
+    path, said = notebook(first, CALL, second, QUADRUPLE_CELLS[1]), []
+    [given] = judged(path, BOTH, only=[QUADRUPLE], announce=lambda each: said.append(each.id))
+    assert (given.exercise, given.status, said) == (QUADRUPLE, OK, ["7.2"])
 
 
 def test_a_recursive_answer_calls_itself_and_not_the_reference(verdict):

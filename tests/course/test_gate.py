@@ -1,7 +1,9 @@
 """What a notebook's calls print, return and record, inside and outside a learner's folder."""
 
 import json
+import textwrap
 from contextlib import redirect_stdout
+from dataclasses import replace
 from fractions import Fraction
 from io import StringIO
 
@@ -94,6 +96,19 @@ def trace(*events: tuple[int, str]) -> Trace:
 def test_exercise_prints_the_verdict_and_returns_a_right_answer(capsys, answer, given, printed):
     assert exercise("7.1", answer) is given
     assert capsys.readouterr().out == printed
+
+
+def test_an_answer_may_call_the_reference_that_replaced_an_earlier_answer(monkeypatch):
+    earlier = replace(DOUBLE, reference=textwrap.dedent)
+    later = replace(DOUBLE, id="7.2", rebuilds=("textwrap",))
+    monkeypatch.setattr(gate, "exercise_of", {"7.1": earlier, "7.2": later}.__getitem__)
+    monkeypatch.setattr(gate, "day", {7: Day((earlier, later), None)}.__getitem__)
+    dedent = exercise("7.1", stub)
+
+    def calling_it(x):
+        return 2 * x if dedent(" a") == "a" else x
+
+    assert exercise("7.2", calling_it) is calling_it
 
 
 def test_the_reference_does_not_count_as_an_answer(folder, capsys):

@@ -1,6 +1,7 @@
 """Properties that checks require: valid answers pass, and each violation has its message."""
 
 import re
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -454,6 +455,41 @@ def test_a_private_function_may_be_called_indirectly():
         return 2 * x
 
     assert judge(OWN, clipping).status == OK
+
+
+class Doubler(torch.optim.SGD):
+    """Handed out, though torch.optim is forbidden, and with a forbidden call of its own."""
+
+    def __init__(self):
+        super().__init__([torch.ones(1)], 0.1)
+
+    @staticmethod
+    def double(x):
+        return torch.softmax(torch.ones(1), 0).item() * 2 * x
+
+
+def double_by_hand(x):
+    return Doubler.double(x)
+
+
+def double_as_object(x):
+    Doubler()
+    return Doubler.double(x)
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer"),
+    [
+        (Doubler, double_as_object),
+        (Doubler.double, double_by_hand),
+        (ledger.largest_batch, calling(lambda: ledger.largest_batch(lambda batch: batch, 3))),
+    ],
+    ids=["class", "function", "function that the exercise rebuilds"],
+)
+def test_an_answer_may_call_what_the_lesson_handed_out(reference, answer):
+    other = replace(OWN, id="5.1", reference=reference)
+    assert judge(OWN, answer).status == WRONG
+    assert judge(OWN, answer, [other, OWN]).status == OK
 
 
 @pytest.mark.parametrize(
