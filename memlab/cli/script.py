@@ -41,6 +41,8 @@ from memlab.configs.targets import TARGETS
 from memlab.dry_runs.assumptions import fraction_of
 from memlab.dry_runs.fake_tensors import is_assumption
 from memlab.dry_runs.routing import imbalance_of
+from memlab.internals.imports import of_a_new_process
+from memlab.internals.libraries import is_librarys
 from memlab.scripts.hub import UnavailableError
 from memlab.scripts.messages import NotYetSentError
 from memlab.scripts.ranks import as_rank_0
@@ -196,7 +198,7 @@ def _as_python_runs_it(script: Script) -> Iterator[None]:
     sys.argv = [str(script.path)]
     rank = nullcontext() if script.ranks is None else as_rank_0(script.path, script.ranks)
     try:
-        with _streams_kept_open(), rank:
+        with _streams_kept_open(), rank, of_a_new_process(script.path.parent.resolve()):
             yield
     finally:
         sys.path[:], sys.argv = folders, arguments
@@ -381,10 +383,9 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
 def is_users(file: Path, folder: Path) -> bool:
     """Return whether a file in the script's folder is neither memlab's nor an environment's. The
     name of generated code is no file, such as <string> for a dataclass."""
-    is_librarys = file.is_relative_to(_MEMLAB_FOLDER) or "site-packages" in file.parts
-    if file.name.startswith("<"):
+    if not file.is_relative_to(folder) or file.is_relative_to(_MEMLAB_FOLDER):
         return False
-    return file.is_relative_to(folder) and not is_librarys
+    return not file.name.startswith("<") and not is_librarys(str(file))
 
 
 def _advice(error: BaseException, dry: str) -> str:

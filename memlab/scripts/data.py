@@ -39,16 +39,20 @@ class StandIns:
                 return lambda module: stack.enter_context(replaced(dict(patch(module))))
 
             stack.enter_context(replaced(dict(self._pretrained.replacements())))
-            patches = {
-                "torchvision.datasets": self._vision,
-                **self._hub.patches(),
-                **self._pretrained.patches(),
-                **self._encodings.patches(),
-            }
+            patches = self.patches()
             stack.enter_context(
                 when_imported({name: replacing(patch) for name, patch in patches.items()})
             )
             yield
+
+    def patches(self) -> dict[str, Callable[[ModuleType], Any]]:
+        """Return what to replace in each module of a library, once it is imported."""
+        return {
+            "torchvision.datasets": self._vision,
+            **self._hub.patches(),
+            **self._pretrained.patches(),
+            **self._encodings.patches(),
+        }
 
     def notes(self) -> Iterator[str]:
         """Yield a sentence for each stand-in."""

@@ -23,7 +23,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -39,6 +38,7 @@ try:
 except ImportError:  # Python may be built without it
     sqlite3 = None  # type: ignore[assignment]
 
+from memlab.internals.libraries import is_librarys, is_pythons
 from memlab.internals.replacing import replaced
 
 # No library asks the network, logs to a service, or writes to a shared cache of data sets.
@@ -63,8 +63,6 @@ _READING_GIT = re.compile(r"git (rev-parse|describe|log|show|branch|status|diff)
 # The default size of a terminal.
 _TERMINAL = {"stty size": "24 80", "tput lines": "24", "tput cols": "80"}
 _FROM_TERMINAL = re.compile(r" *(2>|<) */dev/(null|tty)")
-# Folders of Python's own modules, and of installed ones.
-LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _NOT_FOUND = 127  # a shell's exit status for a program that does not exist
 _FORKING = ("multiprocessing.popen_fork", "multiprocess.popen_fork")  # they run a given function
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
@@ -257,11 +255,8 @@ def _is_the_scripts_call() -> bool:
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        of_python = file.startswith("<") or (
-            file.startswith(LIBRARIES[0]) and "site-packages" not in file
-        )
-        if file != __file__ and not of_python:
-            return not file.startswith(LIBRARIES[1:]) and "site-packages" not in file
+        if file != __file__ and not is_pythons(file):
+            return not is_librarys(file)
         frame = frame.f_back
     return True
 

@@ -28,13 +28,13 @@ import torch.distributed as dist
 import torch.multiprocessing.spawn
 from torch.nn.parallel import DistributedDataParallel
 
+from memlab.internals.libraries import is_librarys
 from memlab.internals.replacing import importers, replaced
 from memlab.internals.torch_internals import (
     disable_current_modes,
     fake_process_group_store,
     forget_meshes,
 )
-from memlab.scripts.isolation import LIBRARIES
 
 RELEASE_SECONDS = 2e-3  # gloo's thread drops the tensors of finished work within this time
 _QUEUES = (multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue)
@@ -268,7 +268,7 @@ def _is_librarys(process: Any) -> bool:
         function = function.func
     name = getattr(function or type(process), "__module__", "") or ""
     file = getattr(sys.modules.get(name), "__file__", None)
-    return name != "__main__" and bool(file) and os.path.realpath(file).startswith(LIBRARIES)
+    return name != "__main__" and bool(file) and is_librarys(file)
 
 
 def _is_another_rank(variables: Any) -> bool:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from memlab.dry_runs import dry_run
 from memlab.dry_runs.transfers import Transfer
+from memlab.internals.imports import of_a_new_process
 from memlab.metering import meter
 from memlab.metering.dry import DryRun
 from memlab.metering.storages import StorageMeter
@@ -207,7 +208,8 @@ def _as_python_starts_it(launch: Launch) -> Iterator[None]:
     sys.path.insert(0, str(launch.folder))
     sys.argv = [launch.script, *launch.arguments]
     try:
-        yield
+        with of_a_new_process(launch.folder):
+            yield
     finally:
         sys.path[:], sys.argv = folders, arguments
 

@@ -7,11 +7,13 @@ tokenizers     opens files in Rust as well
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
 from memlab.dry_runs import placeholders
 from memlab.dry_runs.weight_files import in_dry_runs_too, python_path, users_of_safe_open
+from memlab.internals.imports import when_imported
 from memlab.internals.replacing import replaced
 
 
@@ -19,7 +21,16 @@ from memlab.internals.replacing import replaced
 def redirected(*, real: bool) -> Iterator[None]:
     """Let the script save its model inside `with`; its files must be isolated already."""
     weights = replaced(_paths_of_safetensors()) if real else placeholders.saved()
-    with weights, replaced(_paths_of_tokenizers()):
+    with ExitStack() as stack:
+        stack.enter_context(weights)
+
+        def redirect(tokenizers: ModuleType) -> None:
+            paths = {"save": _writing, "from_file": _reading}
+            stack.enter_context(
+                replaced({(tokenizers.Tokenizer, name): by for name, by in paths.items()})
+            )
+
+        stack.enter_context(when_imported({"tokenizers": redirect}))
         yield
 
 
@@ -30,14 +41,6 @@ def _paths_of_safetensors() -> dict[tuple[Any, str], Callable[[Any], Any]]:
         return {}
     openers = {(owner, "safe_open"): in_dry_runs_too for owner in users_of_safe_open()}
     return {(module, "serialize_file"): _writing, **openers}
-
-
-def _paths_of_tokenizers() -> dict[tuple[Any, str], Callable[[Any], Any]]:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        return {}
-    return {(Tokenizer, "save"): _writing, (Tokenizer, "from_file"): _reading}
 
 
 def _writing(real: Callable[..., Any]) -> Callable[..., Any]:

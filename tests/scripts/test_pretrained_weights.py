@@ -78,10 +78,10 @@ def packages(tmp_path, monkeypatch):
 
     def write(files):
         for path, source in files.items():
-            place = tmp_path / "packages" / path
+            place = tmp_path / "site-packages" / path
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(dedent(source))
-        monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+        monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
 
     yield write
     for name in [name for name in sys.modules if name.startswith(names)]:

@@ -7,6 +7,7 @@ from textwrap import dedent
 import pytest
 import torch
 
+from memlab.scripts.changes import Change
 from memlab.scripts.launch import launch_of
 from memlab.scripts.running import run
 from tests.quick import quick
@@ -205,11 +206,29 @@ def test_a_module_runs_as_python_runs_it(script, tmp_path):
     (tmp_path / "package" / "parts.py").write_text("SIZE = 64\n")
     source = "from .parts import SIZE\n" + dedent(SCRIPTS["an optimizer"])
     (tmp_path / "package" / "train.py").write_text(source)
-    try:
-        assert outcome(["-m", "package.train"], device="cpu").steps == 2
-    finally:
-        for name in [name for name in sys.modules if name.split(".")[0] == "package"]:
-            del sys.modules[name]
+    assert outcome(["-m", "package.train"], device="cpu").steps == 2
+    assert "package.parts" not in sys.modules
+
+
+def test_a_change_of_one_run_is_gone_in_the_next(script, tmp_path):
+    """A module of the script may make the model when it is imported."""
+    (tmp_path / "net.py").write_text("import torch\nmodel = torch.nn.Linear(64, 64)\n")
+    source = """
+        import torch
+        from net import model
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            data = torch.randn(32, 64)
+            model(data.to(model.weight.dtype)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """
+    words = [script(source)]
+    plain = outcome(words, device="cpu").trace
+    doubled = Change("float64", lambda model, _: model.double(), {})
+    changed = outcome(words, device="cpu", change=doubled).trace
+    assert changed.at_peak["parameters"] == 2 * plain.at_peak["parameters"]
+    assert outcome(words, device="cpu").trace.at_peak == plain.at_peak
 
 
 def test_the_command_line_is_the_scripts_own(script):

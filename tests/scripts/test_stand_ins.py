@@ -44,7 +44,7 @@ class ImageFolder(VisionDataset):
 @pytest.fixture
 def torchvision(tmp_path, monkeypatch):
     """A package with data sets that cannot be loaded, as torchvision's without a network."""
-    folder = tmp_path / "packages" / "torchvision"
+    folder = tmp_path / "site-packages" / "torchvision"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("")
     (folder / "datasets.py").write_text(TORCHVISION)
@@ -324,3 +324,24 @@ def test_a_feature_extractor_named_by_its_class_has_its_default_settings(tmp_pat
             assert isinstance(made, Wav2Vec2FeatureExtractor)
             assert made.sampling_rate == 16_000
     assert len(list(stand_ins.notes())) == 1
+
+
+REPLACED = sorted({name.partition(".")[0] for name in StandIns().patches()} | {"tokenizers"})
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_file_beside_the_script_with_a_librarys_name_is_the_scripts(tmp_path, monkeypatch, name):
+    """Pytorch-UNet and PyTorch-GAN have an evaluate.py and a datasets.py of their own."""
+    monkeypatch.chdir(tmp_path)
+    Path(f"{name}.py").write_text("SIZE = 8\n")
+    source = f"""
+        import torch
+        from {name} import SIZE
+        model = torch.nn.Linear(SIZE, SIZE)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            model(torch.randn(2, SIZE)).sum().backward()
+            optimizer.step()
+        """
+    Path("train.py").write_text(dedent(source))
+    assert run(launch_of(["train.py"]), device="cpu").notes == ()

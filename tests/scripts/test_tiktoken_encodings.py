@@ -43,7 +43,7 @@ STORY = """
 @pytest.fixture
 def tiktoken(tmp_path, monkeypatch):
     """A package without files, as tiktoken's without a network."""
-    folder = tmp_path / "packages" / "tiktoken"
+    folder = tmp_path / "site-packages" / "tiktoken"
     folder.mkdir(parents=True)
     for name, text in TIKTOKEN.items():
         (folder / name).write_text(dedent(text))
