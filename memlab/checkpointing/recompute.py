@@ -59,6 +59,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memlab.checkpointing.ambient_state import STATISTICS, AmbientState, Copies
 from memlab.checkpointing.determinism import Check, SavedTensorInfo, saved_tensor_info
 from memlab.checkpointing.random_states import NAMES
+from memlab.internals.saved_tensors import is_filled_after_saving
 from memlab.internals.torch_internals import (
     disable_dynamo,
     in_backward,
@@ -220,18 +221,22 @@ class _SecondRun:
         self.slots = [reference() for reference in call.slots]
         self.last = max(n for n, slot in enumerate(self.slots) if slot is not None)
         self.numbers = count()
+        # An early stop interrupts the last operator, before RReLU has filled its saved noise.
+        self.early_stop = (
+            call.settings.early_stop and in_backward() and not is_filled_after_saving()
+        )
         self.statistics: Copies = []  # these already include the current batch
 
     def pack(self, tensor: Tensor) -> Tensor:
         """The pack hook of the second run. Its graph gets the tensor, for a backward inside fn."""
-        number, early_stop = next(self.numbers), self.call.settings.early_stop
+        number = next(self.numbers)
         without_graph = tensor.detach() if tensor.requires_grad else tensor
         if number < len(self.slots) and (slot := self.slots[number]) is not None:
             self.require_same(number, tensor)
             slot.fill(without_graph)
-        if number == self.last and early_stop:
+        if number == self.last and self.early_stop:
             raise _AllFilled
-        if number == len(self.slots) and self.call.is_finished and not early_stop:
+        if number == len(self.slots) and self.call.is_finished and not self.early_stop:
             raise self.error(f"saved more than the {number} tensors of the first run")
         return without_graph
 

@@ -1,6 +1,7 @@
 """Offload activations: keep saved tensors in a store instead of on the device.
 
-Saves    the saved tensors, except weights and small tensors. Each storage is stored once.
+Saves    the saved tensors, except weights and small tensors. Views are stored with their base,
+         once.
 Costs    moving its bytes there and back. A storage that distant operators saved may be loaded
          twice. While backward uses one storage, the next is prefetched and another may be held.
 Source   Rhu et al. 2016 (vDNN), arXiv 1602.08124. torch's `save_on_cpu` does not prefetch,
@@ -59,7 +60,8 @@ def offloaded_activations(
     A storage of fewer than `minimum` elements stays on the device, and so do weights, also frozen
     ones. Pass the `model` to keep its buffers on the device too: they look like any other tensor.
 
-    Supports any number of backward passes. Raises ValueError for a minimum below 1.
+    Supports any number of backward passes. Raises ValueError for a minimum below 1, and
+    RuntimeError in the backward pass of RReLU in training, which needs to run outside of the block.
     """
     if not isinstance(store, Store):
         raise TypeError(f"got {store!r} as the store; pass a memlab.offload.DiskStore()")

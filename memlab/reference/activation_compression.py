@@ -9,7 +9,9 @@ Source   Chen et al. 2021 (ActNN), arXiv 2104.14129, section 4; Liu et al. 2022 
     decode    smallest + code · step
 
 The forward pass computes with exact values; only what autograd saves is rounded.
-`memlab.compression.compressed_activations` is the version to train with.
+`memlab.compression.compressed_activations` is the version to train with. This version compresses a
+storage once: an operator that saves it after an in-place write gets the codes from before, so
+layers that write in place (`inplace=True`, GRU, LSTM cells) get wrong gradients.
 """
 
 import weakref

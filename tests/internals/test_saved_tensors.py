@@ -3,12 +3,15 @@
 import gc
 import math
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torchgen
 from close import assert_close
 from torch import nn
+from torchgen.packaged.autograd.load_derivatives import load_derivatives
 
 import memlab
 from memlab.internals.saved_tensors import TensorInfo, encoded, tensor_info
@@ -179,6 +182,58 @@ def test_each_version_of_a_storage_has_its_own_encoding(copies):
     assert_close(gradient, wanted)
 
 
+def test_pieces_with_version_counters_of_their_own_have_their_own_encodings(copies):
+    pieces, wanted, outs = torch.randn(6, 4).unsafe_chunk(2, 1), [], []
+    with encoded(copies.choose):
+        for piece in 3 * pieces:  # both have the same versions, at different times
+            piece.mul_(3)
+            wanted.append(piece.clone())
+            outs.append(Saving.apply(piece, leaf(1)))
+    for out, right in zip(outs, wanted, strict=True):
+        out.backward()
+        assert torch.equal(Saving.seen[0], right)
+
+
+def test_a_tensor_and_its_data_have_their_own_encodings(copies):
+    x, wanted, outs = torch.randn(6), [], []
+    with encoded(copies.choose):
+        data = x.data
+        for alias in (x, data, x):  # x is at the version that data has had
+            alias.mul_(2)
+            wanted.append(x.clone())
+            outs.append(Saving.apply(alias, leaf(1)))
+    for out, right in zip(outs, wanted, strict=True):
+        out.backward()
+        assert torch.equal(Saving.seen[0], right)
+
+
+def test_only_the_elements_of_a_base_with_holes_are_encoded(copies):
+    pieces = (leaf(6, 8) * 2).unsafe_chunk(4, 1)
+    seen = unpacked(pieces[1], pieces[2], pieces[2].unsqueeze(0), choose=copies.choose)
+    assert [info.bytes for info in copies.asked] == [6 * 2 * 4] * 3
+    for found, right in zip(seen, (pieces[1], pieces[2], pieces[2][None]), strict=True):
+        assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda piece: piece.expand(5, 6, 2),
+        lambda piece: piece.unfold(0, 3, 1),
+        lambda piece: piece[:0],
+        lambda piece: piece.as_strided((40,), (1,), 1),  # beyond the piece
+        lambda piece: piece.detach().t(),
+        lambda piece: piece.detach()[2:, 1],
+        lambda piece: piece[3, 1],
+    ],
+)
+def test_any_view_of_a_base_with_holes_comes_back(copies, view):
+    x = view((leaf(6, 8) * 2).unsafe_chunk(4, 1)[1])
+    anchor = leaf(1)  # a detached view has no graph of its own
+    found, _ = unpacked(x, anchor, choose=copies.choose)
+    assert torch.equal(found, x)
+
+
 def test_a_reused_address_gets_a_new_encoding(copies):
     addresses, wanted, outs = set(), [], []
     start = leaf(1000)
@@ -286,6 +341,38 @@ def test_choose_is_not_called_for_sparse_tensors(copies):
     assert_close(x.grad, torch.ones(3, 3))
 
 
+class Wrapper(torch.Tensor):
+    """A subclass without a storage of its own; its values are those of `inner`."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return cls(func(*(getattr(x, "inner", x) for x in args), **(kwargs or {})))
+
+
+def test_choose_is_not_called_for_a_subclass_with_operators_of_its_own(copies):
+    x = Wrapper(torch.randn(4))
+    found, _ = unpacked(x, leaf(1) * 2, choose=copies.choose)
+    assert torch.equal(found.inner, x.inner)
+    assert [info.shape for info in copies.asked] == [(1,)]
+
+
+def test_a_subclass_with_torchs_operators_is_encoded(copies):
+    class Named(torch.Tensor):
+        pass
+
+    x = (leaf(4) * 2).as_subclass(Named)
+    [found] = unpacked(x, choose=copies.choose)
+    assert copies.encoded == 1
+    assert torch.equal(found, x.as_subclass(torch.Tensor))
+
+
 def test_a_lazily_negated_view_and_a_plain_one_of_the_same_storage_come_back_right(copies):
     z = leaf(4).to(torch.complex64) * (1 + 2j)
     negated, plain = z.conj().imag, torch.view_as_real(z)
@@ -310,6 +397,48 @@ def test_writing_to_an_unencoded_tensor_is_an_error_as_in_torch(written):
         out(None).backward()
     with pytest.raises(RuntimeError, match=r"shape \(4,\) and torch.float32 was written to after"):
         out(lambda info: None).backward()
+
+
+# ------------------------------------------------------------------ RReLU
+
+
+def test_rrelu_in_training_is_refused_only_where_its_noise_was_encoded(copies):
+    x = leaf(20)
+    layer = nn.RReLU()
+    for choose, training in ((copies.choose, False), (lambda info: None, True)):
+        grads = []
+        for around in (torch.enable_grad(), encoded(choose)):
+            torch.manual_seed(1)
+            with around:
+                out = layer.train(training)(x * 2)
+            grads += torch.autograd.grad(out.sum(), x)
+        assert torch.equal(*grads)
+    with encoded(copies.choose):
+        out = layer.train()(x * 2)
+    with pytest.raises(RuntimeError, match="run RReLU outside of the block that offloads"):
+        out.sum().backward()
+
+
+# torch saves these before the kernel updates them, but their backward pass reads them only in
+# evaluation, which does not update them.
+RUNNING_STATISTICS = {"_native_batch_norm_legit", "_batch_norm_with_update"}
+
+
+def test_rrelu_is_torchs_only_operator_that_saves_a_tensor_before_filling_it():
+    files = Path(torchgen.__file__).parent / "packaged"
+    derivatives, _ = load_derivatives(
+        str(files / "autograd/derivatives.yaml"),
+        str(files / "ATen/native/native_functions.yaml"),
+        str(files / "ATen/native/tags.yaml"),
+    )
+    found = set()
+    for info in (info for by_key in derivatives.values() for info in by_key.values()):
+        saved = {str(x.nctype.name) for each in info.derivatives for x in each.saved_inputs}
+        arguments = info.func.func.arguments
+        written = {x.name for x in arguments.flat_all if x.is_write} - {"self"}
+        if saved & written:
+            found.add(str(info.func.func.name))
+    assert found - RUNNING_STATISTICS == {"rrelu_with_noise", "rrelu_with_noise_"}
 
 
 # ------------------------------------------------------------------ tensor info
