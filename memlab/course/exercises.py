@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from memlab.course.ownwork import NotOwnWork, is_a_librarys, is_rebuilt, watched
 from memlab.trace import Trace
@@ -89,7 +90,10 @@ class Day:
 # ------------------------------------------------------------------ checking an answer
 
 OK, WRONG, NOT_ATTEMPTED = "ok", "wrong", "not attempted"
-SECONDS = 60  # time limit of a check, which normally takes less than one
+CPU_SECONDS = 60  # of a check, which normally takes less than one
+IDLE_LOOKS = 60  # a check is also stopped after this many looks in a row that find it idle
+LOOK_SECONDS = 1.0  # between two looks
+IDLE_SHARE = 0.01  # of a core: below this, a check sleeps or waits
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ class Verdict:
             return f"[ok] {id_}  {self.text}"
         if self.status == NOT_ATTEMPTED:
             return f"[ ] {id_} not attempted: going on with the reference"
-        return f"[x] {id_} {self.text} Hint: memlab hint {id_}"
+        return f"[x] {id_} {self.text} Going on with the reference. Hint: memlab hint {id_}"
 
 
 def judge(exercise: Exercise, answer: Any, others: Iterable[Exercise] = ()) -> Verdict:
@@ -145,19 +149,14 @@ def _judged(exercise: Exercise, answer: Any) -> Verdict:
     except (Exception, SystemExit) as error:
         return Verdict(exercise, WRONG, _raised(error))
     except _TooLong as error:
-        line = _learners_line(error)
-        where = f"at `{line}`" if line else "somewhere"
-        return Verdict(
-            exercise,
-            WRONG,
-            f"ran for more than {SECONDS} seconds and was stopped {where}: is there a loop that "
-            f"never ends?",
-        )
+        _, line = _learners_line(error)
+        where = f" at `{line}`" if line else ""
+        return Verdict(exercise, WRONG, f"The check was stopped{where}: {error}")
     return Verdict(exercise, OK, evidence)
 
 
 def _checked(exercise: Exercise, answer: Any) -> str:
-    with _random_states_kept(), _stopped_after(SECONDS):
+    with _random_states_kept(), _limited_time():
         return exercise.check(answer)
 
 
@@ -271,23 +270,46 @@ class _TooLong(BaseException):
 
 
 @contextmanager
-def _stopped_after(seconds: float) -> Iterator[None]:
-    """Raise _TooLong after the time limit. This is not possible on Windows or in a thread."""
+def _limited_time() -> Iterator[None]:
+    """Raise _TooLong after CPU_SECONDS, however long a busy machine takes for them, or if the check
+    is idle in IDLE_LOOKS looks. This is not possible on Windows or in a thread."""
     is_main = threading.current_thread() is threading.main_thread()
     if not (is_main and hasattr(signal, "setitimer")):
         yield
         return
 
-    def stop(*_: Any) -> NoReturn:
-        raise _TooLong
+    begin = last = _cpu_seconds()
+    idle_looks = 0
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    def look(*_: Any) -> None:
+        nonlocal last, idle_looks
+        before, last = last, _cpu_seconds()
+        idle_looks = 0 if last - before > IDLE_SHARE * LOOK_SECONDS else idle_looks + 1
+        if last - begin > CPU_SECONDS:
+            raise _TooLong(
+                f"it used {CPU_SECONDS} seconds of CPU time. Is there a loop that never ends?"
+            )
+        if idle_looks >= IDLE_LOOKS:
+            raise _TooLong(
+                f"it used no CPU for {IDLE_LOOKS * LOOK_SECONDS:.0f} seconds. Does it wait for "
+                f"something that never comes?"
+            )
+
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, LOOK_SECONDS, LOOK_SECONDS)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU time of this process, of all its threads, and of its children that ended."""
+    import resource  # POSIX only
+
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 @contextmanager
@@ -333,13 +355,18 @@ def require(condition: bool, message: str, *, evidence: Any = None) -> None:
 def equal(call: str, got: Any, wanted: Any, unit: str = "", *, also: str = "") -> None:
     """Require `got` to equal `wanted`, types included. `call` is the case as a learner would type
     it, and `also` is added to the message."""
+    if _same(got, wanted):
+        return
     unit = f" {unit}" if unit else ""
-    message = f"{call} gave {_text(got)}, wanted {_text(wanted)}{unit}.{also}"
+    mine, right = _text(got), _text(wanted)
+    message = f"{call} gave {mine}, wanted {right}{unit}.{also}"
     if got is None and wanted is not None:
-        message = f"{call} gave nothing; wanted {_text(wanted)}{unit}. Is there a return?"
+        message = f"{call} gave nothing; wanted {right}{unit}. Is there a return?"
     elif isinstance(got, float) and isinstance(wanted, int) and got == wanted:
-        message = f"{call} gave {got}, a float; wanted {_text(wanted)}{unit}: use // for /."
-    require(_same(got, wanted), message)
+        message = f"{call} gave {got}, a float; wanted {right}{unit}, an integer."
+    elif mine == right:
+        message = f"{call} gave {mine}, {_first_difference(got, wanted)}."
+    require(False, message)
 
 
 def _same(got: Any, wanted: Any) -> bool:
@@ -351,6 +378,24 @@ def _same(got: Any, wanted: Any) -> bool:
     if isinstance(wanted, (list, tuple)):
         return len(got) == len(wanted) and all(map(_same, got, wanted))
     return got == wanted
+
+
+def _first_difference(got: Any, wanted: Any) -> str:
+    """Say where two values differ whose texts are equal, because both are cut."""
+    if isinstance(wanted, (list, tuple)) and type(got) is type(wanted):
+        if len(got) != len(wanted):
+            return f"of length {len(got):,}; wanted {len(wanted):,}"
+        pairs = enumerate(zip(got, wanted, strict=True))
+        place = next(place for place, pair in pairs if not _same(*pair))
+        mine, right = _text(got[place]), _text(wanted[place])
+        return f"whose item {place:,} is {mine}; wanted {right}"
+    return f"of type {type(got).__name__}; wanted {type(wanted).__name__}"
+
+
+def distinct(got: float, wanted: float, digits: int = 4) -> tuple[str, str]:
+    """Format two unequal numbers with as many digits as it takes to tell them apart."""
+    texts = ((f"{got:.{n}g}", f"{wanted:.{n}g}") for n in range(digits, 18))
+    return next((pair for pair in texts if pair[0] != pair[1]), (repr(got), repr(wanted)))
 
 
 def _text(value: Any) -> str:

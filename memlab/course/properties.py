@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memlab.configs.shapes import GPTConfig
-from memlab.course.exercises import equal, require
+from memlab.course.exercises import distinct, equal, require
 from memlab.metering import measure
 from memlab.trace import Trace
 
@@ -300,26 +300,41 @@ def same_values(case: str, got: Any, wanted: Tensor, *, tolerance: float = 0.0) 
     is_tensor(case, got, dtype=wanted.dtype, shape=tuple(wanted.shape))
     if not isinstance(got, Tensor) or got.shape != wanted.shape:
         return float("nan")
-    difference = furthest(got, wanted)
-    require(
-        difference <= tolerance,
-        f"{case} is off by up to {difference:.2e}; wanted at most {tolerance:.0e}.",
-    )
-    return difference
+    require_none_wrong(case, got, wanted, differences(got, wanted) > tolerance)
+    return furthest(got, wanted)
+
+
+def require_none_wrong(case: str, got: Tensor, wanted: Tensor, wrong: Tensor) -> None:
+    """Require a mask without True. The message shows the first element that it marks, with as many
+    digits as it takes to tell the two values apart."""
+    places = wrong.nonzero().tolist()
+    if not places:
+        return
+    place = tuple(places[0])
+    at = f": element {place[0] if len(place) == 1 else place}" if place else ""
+    mine, right = distinct(got[place].item(), wanted[place].item())
+    count = f" {len(places):,} of {wrong.numel():,} elements are wrong." if len(wrong.shape) else ""
+    require(False, f"{case}{at} is {mine}; wanted {right}.{count}")
 
 
 def furthest(got: Tensor, wanted: Tensor) -> float:
     """Return the largest difference. NaN and infinity equal only themselves."""
+    apart = differences(got, wanted)
+    return apart.max().item() if apart.numel() else 0.0
+
+
+def differences(got: Tensor, wanted: Tensor) -> Tensor:
+    """Return the differences of all elements. NaN and infinity equal only themselves."""
     a, b = got.detach().double(), wanted.detach().double()
     alike = (a == b) | (a.isnan() & b.isnan())
-    differences = torch.where(alike, 0.0, (a - b).abs()).nan_to_num(torch.inf, torch.inf)
-    return differences.max().item() if differences.numel() else 0.0
+    return torch.where(alike, 0.0, (a - b).abs()).nan_to_num(torch.inf, torch.inf)
 
 
 def gradients(
     call: Callable[..., Any], *, module: nn.Module | None = None, seed: int = 0, **inputs: Any
 ) -> dict[str, Tensor | None]:
-    """Return the gradient of every input and parameter by name, and each output as "output 0".
+    """Return the gradient of every input and parameter by name, and each output as "output 0",
+    with the requires_grad that the call gave it.
 
     `call(**inputs)` gets copies of the inputs, and floating-point copies require gradients. Each
     element of each output gets a random upstream gradient.
@@ -336,7 +351,7 @@ def gradients(
         torch.autograd.backward(sent, upstream)
     found: dict[str, Tensor | None] = {}
     for place, out in enumerate(outputs):
-        found[f"output {place}"] = out.detach()
+        found[f"output {place}"] = out.detach().requires_grad_(out.requires_grad)
     for name, tensor in (*given.items(), *weights.items()):
         if isinstance(tensor, Tensor) and tensor.is_leaf and tensor.requires_grad:
             found[name] = tensor.grad
@@ -361,12 +376,15 @@ def same_gradients(
     tolerance: float = 0.0,
 ) -> None:
     """Require the results of `gradients` for an answer to equal those for the reference."""
+    outputs = [value for name, value in got.items() if name.startswith("output ")]
+    is_cut_off = bool(outputs) and not any(out is not None and out.requires_grad for out in outputs)
     for name, right in wanted.items():
         mine = got.get(name)
         what = name if name.startswith("output ") else f"gradient of {name}"
+        why = " (its result does not require grad)" if is_cut_off and mine is None else ""
         require(
             (mine is None) == (right is None),
-            f"{case} gives {'no' if mine is None else 'a'} {what}; wanted "
+            f"{case} gives {'no' if mine is None else 'a'} {what}{why}; wanted "
             f"{'none' if right is None else 'one'}.",
         )
         if mine is not None and right is not None:
@@ -431,8 +449,14 @@ def limited(
             limit is None or bytes_ <= limit,
             f"{case} has up to {bytes_:,} bytes alive in {phase}, beside its arguments; wanted at "
             f"most {limit or 0:,}.",
-            evidence=(case, phase, "bytes"),
+            evidence=(case, phase, rough(bytes_)),
         )
+
+
+def rough(bytes_: int) -> str:
+    """Return two digits of a number of bytes, as evidence: two codings of one mistake may differ by
+    a few bytes, and two mistakes by more."""
+    return f"{bytes_:.1e}"
 
 
 def limited_outside_of_tensors(case: str, run: Callable[[], Any], most: int) -> None:
@@ -508,8 +532,8 @@ def is_tensor(
     contiguous: bool = False,
 ) -> None:
     """Require a tensor with the given properties."""
-    gave = "nothing: is there a return?" if got is None else f"{_an(type(got).__name__)}"
-    require(isinstance(got, Tensor), f"{case} gave {gave.rstrip('?')}; wanted a tensor.")
+    gave = "None" if got is None else _an(type(got).__name__)
+    require(isinstance(got, Tensor), f"{case} gave {gave}; wanted a tensor.")
     if not isinstance(got, Tensor):
         return
     wanted = {"dtype": dtype, "shape": shape, "device": device}

@@ -258,7 +258,7 @@ def in_float64(x, codes, absmax, out_features):
         (MATMUL, keeps_the_weight_elsewhere, "between forward and backward"),
         (MATMUL, in_float64, "saves 1 tensor for backward"),
         (MATMUL, lambda *a: matmul(*a).detach(), "no gradient of x"),
-        (MATMUL, lambda *a: 1.01 * matmul(*a), "is off by up to"),
+        (MATMUL, lambda *a: 1.01 * matmul(*a), "elements are wrong."),
         (HELD, lambda *a: held(*a)["codes"], "wanted a dictionary"),
         (HELD, lambda *a: {k: float(v) for k, v in held(*a).items()}, "a float"),
     ],

@@ -89,7 +89,12 @@ def trace(*events: tuple[int, str]) -> Trace:
     ("answer", "given", "printed"),
     [
         (right, right, OK),
-        (wrong, double, "[x] 7.1 double(3) gave 3, wanted 6. Hint: memlab hint 7.1\n"),
+        (
+            wrong,
+            double,
+            "[x] 7.1 double(3) gave 3, wanted 6. Going on with the reference. "
+            "Hint: memlab hint 7.1\n",
+        ),
         (stub, double, NOT_ATTEMPTED),
     ],
 )

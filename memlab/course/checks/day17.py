@@ -18,6 +18,7 @@ from memlab.course.properties import (
     limited,
     new_bytes,
     peaks,
+    rough,
     same_byte_counts,
     same_gradients,
     unchanged,
@@ -629,7 +630,7 @@ def _check_forgotten(answer: MatmulFunction, case: MatmulCase) -> None:
         not saved,
         f"{call} saves {len(saved)} tensor{'s' * (len(saved) > 1)} for backward besides codes and "
         f"absmax, of shape {', '.join(map(str, saved))}.",
-        evidence=(call, "saved", len(saved)),
+        evidence=(call, "saved", *sorted(saved)),
     )
     del out
 
@@ -645,7 +646,7 @@ def _check_bytes(answer: MatmulFunction) -> str:
         held_bytes <= result,
         f"{call} holds {held_bytes:,} bytes between forward and backward; wanted {result:,} "
         f"for the result (the decoded W has {weight_bytes:,}).",
-        evidence=(call, "held"),
+        evidence=(call, "held", rough(held_bytes)),
     )
     most = _passes(matmul, x, codes, absmax)
     room = weight_bytes + 64  # another copy of W
@@ -688,13 +689,13 @@ _MATMUL = Exercise(
     wrong_answers=mistakes(
         "17.4",
         (
-            "The decoded weight stays in memory until backward. Save the codes and decode again.",
+            "The decoded weight stays in memory until backward. Keep the codes and decode again.",
             (_KEPT, "ctx.weight = decode(codes, absmax)"),
             ("decode(*ctx.weight)", "ctx.weight"),
         ),
         (
-            "Without a Function, autograd saves the decoded weight for backward. Write a Function "
-            "that saves the codes.",
+            "The decoded weight is a saved tensor, as it is without a Function. Write a Function "
+            "that saves only codes and absmax.",
             body(
                 "matmul",
                 "return x @ decode(codes, absmax).view(out_features, -1).to(x.dtype).T",

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memlab.course.checks.day16 import everything_elsewhere
 from memlab.course.exercises import Bill, Day, Exercise, equal, require
 from memlab.course.peers import Peer, Stuck, counted, in_turns
-from memlab.course.properties import is_tensor
+from memlab.course.properties import same_values
 from memlab.course.solutions import body, mistakes, solution
 from memlab.reference.pipeline import one_forward_one_backward
 
@@ -24,17 +24,16 @@ def _random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tenso
 
 
 def _require_equal(what: str, got: Any, wanted: Tensor) -> None:
-    """Require the values within rounding. The message names the first element that differs."""
-    is_tensor(what, got, dtype=wanted.dtype, shape=tuple(wanted.shape))
-    if not isinstance(got, Tensor) or got.shape != wanted.shape:
-        return
+    """Require the values within rounding."""
     tolerance = 1e-5 if wanted.dtype == torch.float32 else 1e-9
-    scale = max(1.0, wanted.abs().max().item())
-    off = ((got - wanted).abs() <= tolerance * scale).logical_not().flatten()
-    if off.any():
-        place = int(off.nonzero()[0])
-        mine, right = (x.flatten()[place].item() for x in (got, wanted))
-        require(False, f"{what}: element {place} is {mine:.6g}; wanted {right:.6g}.")
+    same_values(what, got, wanted, tolerance=tolerance * max(1.0, wanted.abs().max().item()))
+
+
+def _require_value(what: str, got: Any, wanted: Tensor) -> None:
+    """As _require_equal, of an output or a gradient, which may be missing."""
+    require(got is not None, f"{what} is None.")
+    if got is not None:
+        _require_equal(what, got, wanted)
 
 
 def _in_ranks(call: str, program: Callable[..., Any], given: Any, **settings: Any) -> list[Any]:
@@ -54,6 +53,7 @@ class RankOutcome(NamedTuple):
     """The result of a rank's program: values by name, and the tensors all-reduced in each pass."""
 
     values: dict[str, Any]
+    has_graph: bool
     forward: list[tuple[int, ...]]  # shapes
     backward: list[tuple[int, ...]]
 
@@ -69,13 +69,14 @@ def _mlp_of_a_rank(answer: Any) -> Callable[..., RankOutcome]:
         x, up, down = (w.clone().requires_grad_() for w in (x, up, down))
         y = answer(x, up, down, all_reduce)
         in_forward = len(reduced)
-        if isinstance(y, Tensor) and y.requires_grad and y.shape == dy.shape:
+        has_graph = isinstance(y, Tensor) and y.requires_grad
+        if has_graph and y.shape == dy.shape:
             y.backward(dy)
         grads = {"x": x.grad, "up": up.grad, "down": down.grad}
         values = {"Y": y.detach() if isinstance(y, Tensor) else y} | {
             f"gradient of {name}": gradient for name, gradient in grads.items()
         }
-        return RankOutcome(values, reduced[:in_forward], reduced[in_forward:])
+        return RankOutcome(values, has_graph, reduced[:in_forward], reduced[in_forward:])
 
     return program
 
@@ -99,8 +100,9 @@ def _check_mlp(answer: Any) -> str:
                 "gradient of up": of_up.chunk(ranks)[rank],
                 "gradient of down": of_down.chunk(ranks, 1)[rank],
             }
+            require(outcome.has_graph, f"{call}: the Y of rank {rank} does not require grad.")
             for name, right in wanted.items():
-                _require_equal(f"{call}: the {name} of rank {rank}", outcome.values[name], right)
+                _require_value(f"{call}: the {name} of rank {rank}", outcome.values[name], right)
             for which in ("forward", "backward"):
                 shapes = getattr(outcome, which)
                 require(
@@ -174,8 +176,7 @@ _MLP = Exercise(
             (_G, "return term"),
         ),
         (
-            "The all-reduce is called outside a Function, so autograd loses the graph. Use "
-            "Conjugates for g.",
+            "Autograd loses the graph at an all-reduce outside a Function. Use Conjugates for g.",
             (_G, "return all_reduce(term)"),
         ),
         (
@@ -383,7 +384,7 @@ def _check_gather(answer: Any) -> str:
                 "gradient of weight": dys[rank].T @ x,
             }
             for name, right in wanted.items():
-                _require_equal(f"{call}: the {name} of rank {rank}", outcome.values[name], right)
+                _require_value(f"{call}: the {name} of rank {rank}", outcome.values[name], right)
             _require_forgotten(f"{call}: rank {rank}", outcome, tokens * width // ranks, ranks)
     return (
         f"{len(GATHERS)} layers on 1 to 3 ranks: output and both gradients equal one process's "
@@ -400,7 +401,7 @@ def _require_forgotten(at: str, outcome: GatherOutcome, own: int, ranks: int) ->
     require(
         outcome.saved <= own,
         f"{at} saves {outcome.saved} elements besides the weight; wanted {own}, its own tokens.",
-        evidence=(at, "saved"),
+        evidence=(at, "saved", outcome.saved),
     )
     require(
         outcome.forward == ["all_gather"],
@@ -483,7 +484,8 @@ _GATHER = Exercise(
             (_PRODUCT, "return x @ weight.T"),
         ),
         (
-            "Autograd cannot differentiate all_gather, so x gets no gradient. Use GatherLinear.",
+            "No gradient reaches x, because autograd cannot differentiate all_gather. Use "
+            "GatherLinear, whose backward returns the gradient of x.",
             body(
                 "gather_linear",
                 "return all_gather(x) @ weight.T",

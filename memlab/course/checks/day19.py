@@ -198,7 +198,7 @@ _CAST = Exercise(
             ("amax / largest", "(amax / largest).float()"),
         ),
         (
-            "You multiplied the codes by the scale. Return them in the format's range.",
+            "Your codes are x itself, rounded. Codes are x / scale, in the format's range.",
             (_CODES, f"({_CODES}.float() * (amax / largest)).to(dtype)"),
         ),
         (

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from memlab.course.checks.day16 import everything_elsewhere
-from memlab.course.exercises import Bill, Day, Exercise, equal, require
-from memlab.course.properties import is_tensor, unchanged
+from memlab.course.exercises import Bill, Day, Exercise, distinct, equal, require
+from memlab.course.properties import differences, is_tensor, require_none_wrong, unchanged
 from memlab.course.solutions import body, mistakes, solution
 from memlab.metering import measure
 from memlab.reference.galore import galore_
@@ -24,17 +24,9 @@ def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> T
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def _values(tensor: Tensor) -> str:
-    """Return the first three elements with three digits."""
-    return f"[{', '.join(f'{value:.3g}' for value in tensor.flatten()[:3].tolist())}, …]"
-
-
 def _require_near(call: str, got: Tensor, wanted: Tensor, tolerance: float) -> None:
-    apart = (got - wanted).abs().max().item()
-    require(
-        apart <= tolerance * wanted.abs().max().item() + 1e-12,
-        f"{call} starts with {_values(got)}; wanted {_values(wanted)}.",
-    )
+    most = tolerance * wanted.abs().max().item() + 1e-12
+    require_none_wrong(call, got, wanted, differences(got, wanted) > most)
 
 
 # ------------------------------------------------------------------ 20.1: Newton–Schulz
@@ -251,8 +243,8 @@ def _check_muon(answer: Step) -> str:
     require(mine.dtype == torch.float32, f"{call} changed the weight's dtype.")
     require(
         1e-5 < apart < 0.05,
-        f"{call}: the step is {'too close to' if apart < 0.05 else 'too far from'} the float32 "
-        f"step; wanted bfloat16's rounding.",
+        f"{call}: the step differs by {apart:.1e} of its length from the float32 step; wanted the "
+        f"difference that bfloat16's rounding makes, 1e-5 to 0.05.",
     )
     return f"{sum(case.steps for case in _MUON_CASES)} steps match · one tensor in the state"
 
@@ -288,7 +280,7 @@ _MUON = Exercise(
             (_AHEAD, f'{_AHEAD}\n    state["m"] = ahead'),
         ),
         (
-            "You ignored the earlier gradients. Read M from the state and use it.",
+            "Earlier gradients have no effect on your step. X also needs the M of the state.",
             ('state.get("m", torch.zeros_like(gradient))', "torch.zeros_like(gradient)"),
         ),
         ("You forgot the weight decay.", (_DECAY, "")),
@@ -304,7 +296,7 @@ _MUON = Exercise(
                 "rows, columns = weight.shape\n    gradient = gradient + weight_decay * weight",
             ),
         ),
-        ("You forgot the factor √max(1, rows / columns).", (f"{_SHAPE} * ", "")),
+        ("Your factor is 1. Wanted √max(1, rows / columns).", (f"{_SHAPE} * ", "")),
         ("You inverted the ratio. Divide rows by columns.", ("rows / columns", "columns / rows")),
         ("You forgot the square root of the ratio.", (_SHAPE, "max(1, rows / columns)")),
         (
@@ -377,11 +369,12 @@ def _require_projector(call: str, case: Case, step: int, got: Tensor, before: Te
         )
         return
     lengths = got.double().norm(dim=0)
-    if not torch.allclose(lengths, torch.ones_like(lengths)):
+    off = differences(lengths, torch.ones_like(lengths)) > 1e-5
+    for column in off.nonzero().flatten().tolist()[:1]:
+        mine, one = distinct(lengths[column].item(), 1.0)
         require(
             False,
-            f"{call}: the columns of P of step {step + 1} have lengths {_values(lengths)}; wanted "
-            f"1.",
+            f"{call}: column {column} of P of step {step + 1} has length {mine}; wanted {one}.",
         )
         return
     u = torch.linalg.svd(_gradient_of(case, step))[0][:, : case.settings["rank"]]
@@ -390,6 +383,7 @@ def _require_projector(call: str, case: Case, step: int, got: Tensor, before: Te
         apart < 1e-6,
         f"{call}: P of step {step + 1} does not span the {u.shape[1]} largest directions of the "
         f"gradient.",
+        evidence=(call, step, f"{apart:.3g}"),
     )
 
 
@@ -483,7 +477,7 @@ _GALORE = Exercise(
             ('state["P"] @ step', 'state["P"] @ (state["P"].T @ step)'),
         ),
         (
-            "This makes a new weight. Update the given weight in place.",
+            "The given weight does not change. If you made a new one, update the given one.",
             ("weight -= lr * scale", "weight = weight - lr * scale"),
         ),
         (

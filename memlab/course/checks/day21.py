@@ -16,6 +16,7 @@ from memlab.course.properties import (
     limited,
     new_bytes,
     peaks,
+    rough,
     same_bytes,
     same_gradients,
     same_values,
@@ -48,6 +49,7 @@ _DOCUMENTS: tuple[tuple[list[int], int], ...] = (
     ([1, 6, 2, 5, 3, 4, 2], 10),
     ([7, 6, 3, 2, 2, 1], 10),
     ([3, 9, 5, 4, 1, 9, 2, 2, 6, 7, 1, 3], 12),
+    ([700, 300, 1500, 200, 900, 40], 2048),
 )
 
 
@@ -121,7 +123,7 @@ _PACK = Exercise(
             ("-lengths[number])", "(-lengths[number], -number))"),
         ),
         (
-            "Subtract each document's length from the row's free tokens.",
+            "Your rows never get full. Compare a length with a row's free tokens, and subtract it.",
             ("free[fitting[0]] -= lengths[number]", "pass"),
         ),
     ),
@@ -316,7 +318,7 @@ _ATTEND = Exercise(
             ("is_causal=True", "is_causal=False"),
         ),
         (
-            "The values are right, but you allocated a T × T mask. Attend document by document.",
+            "The values are right, but memory has a T × T tensor. Attend document by document.",
             body("attend_within", _MASKED),
         ),
         (
@@ -328,7 +330,7 @@ _ATTEND = Exercise(
             ("is_causal=True", "is_causal=True, scale=1 / q.shape[-1]"),
         ),
         (
-            "You detached the inputs, so autograd gives no gradients.",
+            "Your result has no graph, as after detach or under no_grad.",
             (_OF_DOCUMENT, "(x[:, :, start:end].detach() for x in (q, k, v))"),
         ),
     ),
@@ -465,7 +467,7 @@ def _check_chunks(answer: LogProbs) -> str:
         left < logits,
         f"{call} keeps {left:,} bytes for backward besides its result; wanted less than a chunk's "
         f"logits, {logits:,} bytes.",
-        evidence=(call, "held"),
+        evidence=(call, "held", rough(left)),
     )
     most = peaks(lambda: log_probs(hidden, weight, targets, chunk))
     got = peaks(lambda: answer(hidden, weight, targets, chunk))
@@ -510,7 +512,8 @@ _LOG_PROBS = Exercise(
             (_SPLIT, f"list({_SPLIT})[: max(1, len(hidden) // chunk)]"),
         ),
         (
-            "Under no_grad, autograd saves nothing, but hidden and weight get no gradients either.",
+            "Your result has no graph, as under no_grad: autograd saves nothing, but hidden and "
+            "weight get no gradients either.",
             (_CALL, "torch.no_grad()(of_rows)(rows, weight, wanted)"),
         ),
         (
