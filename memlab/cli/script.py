@@ -46,6 +46,7 @@ from memlab.internals.libraries import is_librarys
 from memlab.scripts.hub import UnavailableError
 from memlab.scripts.messages import NotYetSentError
 from memlab.scripts.ranks import as_rank_0
+from memlab.scripts.started import NoAnswerError
 from memlab.trace import Trace
 from memlab.units import paragraph
 
@@ -354,7 +355,7 @@ def _describe(error: BaseException, path: Path, folder: Path | None) -> str:
     lines = _lines(error, path, folder) or [str(path)]
     if lines[0] in message_of(error):  # a dry run's message has the line already
         return message_of(error)
-    if isinstance(error, (UnavailableError, NotYetSentError)):
+    if isinstance(error, (NoAnswerError, NotYetSentError, UnavailableError)):
         return f"{lines[-1]}: {error}"
     where = ", called from ".join(lines) + "," * (len(lines) > 1)
     return f"{where} raised {error_summary(error, 2)}"

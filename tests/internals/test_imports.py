@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from memlab.internals.imports import of_a_new_process, when_imported
+from memlab.internals.libraries import is_librarys
 
 NAME = "a_library_of_this_test"
 
@@ -56,6 +57,14 @@ def test_an_installed_module_is_changed_wherever_it_lies(module, tmp_path, folde
             (information / "direct_url.json").write_text(url)
             sys.path[:0] = [str(lies_in), str(metadata)]
     assert changed(when)
+
+
+@pytest.mark.parametrize("folder", ["site-packages", "lib/site-packages/part"])
+def test_an_environment_that_is_reached_through_a_link_has_librarys_files(tmp_path, folder):
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / folder)
+    assert is_librarys(str(tmp_path / "link" / "worker.py"))
+    assert not is_librarys(str(tmp_path / "worker.py"))
 
 
 def test_a_module_beside_the_script_comes_before_an_imported_library(module):

@@ -1,5 +1,6 @@
 """What a script starts in other processes runs in this one, as rank 0."""
 
+import multiprocessing
 from pathlib import Path
 from textwrap import dedent
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from memlab.scripts.isolation import RefusedProcessError
 from memlab.scripts.launch import launch_of
 from memlab.scripts.running import run
+from memlab.scripts.started import NoAnswerError
 
 LOOP = """
     import os, subprocess, sys, torch
@@ -197,3 +199,165 @@ def test_fsdp_has_its_share_of_weights_and_states(outcome, version):
     assert sum(event.bytes for event in ended if event.bytes > 4) == 2 * mine
     kept = [event.bytes for event in found.alive() if event.category == "parameters"]
     assert sum(kept) == mine
+
+
+# Each begins with a Process's function; `parent` waits for an answer.
+WORKERS = {
+    "a pipe with commands": """
+        def act(pipe):
+            while True:
+                command = pipe.recv()
+                if command == "close": return
+                pipe.send([command, os.getpid()] * 10_000)
+
+        def parent():
+            own, theirs = mp.Pipe()
+            mp.Process(target=act, args=(theirs,)).start()
+            for command in (1, 2):
+                own.send(command)
+                answer = own.recv()
+                assert answer[0] == command and answer[1] != os.getpid()
+            own.send("close")
+        """,
+    "a pipe with data": """
+        def act(pipe):
+            while True: pipe.send([0] * 10_000)
+
+        def parent():
+            own, theirs = mp.Pipe()
+            mp.Process(target=act, args=(theirs,)).start()
+            assert [len(own.recv()) for _ in range(9)] == [10_000] * 9
+        """,
+    "a full queue": """
+        def act(queue):
+            while True: queue.put(os.getpid())
+
+        def parent():
+            queue = mp.Queue(4)
+            mp.Process(target=act, args=(queue,)).start()
+            assert {queue.get() for _ in range(9)} != {os.getpid()}
+        """,
+    "two queues": """
+        def act(free, full):
+            while True: full.put(free.get())
+
+        def parent():
+            free, full = mp.SimpleQueue(), mp.SimpleQueue()
+            mp.Process(target=act, args=(free, full)).start()
+            for number in range(9):
+                free.put(number)
+                assert full.get() == number
+        """,
+    "a queue that is asked again and again": """
+        def act(queue, answers):
+            while True:
+                try: answers.put(queue.get(timeout=0.001))
+                except Exception: continue
+
+        def parent():
+            queue, answers = mp.Queue(), mp.Queue()
+            mp.Process(target=act, args=(queue, answers)).start()
+            for number in range(3):
+                queue.put(number)
+                assert answers.get() == number
+        """,
+    "an event": """
+        def act(begin, end):
+            begin.wait()
+            end.set()
+
+        def parent():
+            begin, end = mp.Event(), mp.Event()
+            process = mp.Process(target=act, args=(begin, end))
+            process.start()
+            assert not end.wait(0)
+            begin.set()
+            end.wait()
+            process.join()
+        """,
+    "sleep until a number changes": """
+        def act(number):
+            number.value += 1
+
+        def parent():
+            import time
+            number = mp.Value("i", 0)
+            mp.Process(target=act, args=(number,)).start()
+            while not number.value: time.sleep(0.001)
+        """,
+    "sleep until an event": """
+        def act(stop, number):
+            import time
+            while not stop.is_set(): number.value += 1; time.sleep(0.001)
+
+        def parent():
+            stop, number = mp.Event(), mp.Value("i", 0)
+            process = mp.Process(target=act, args=(stop, number))
+            process.start()
+            assert process.is_alive()
+            stop.set()
+            process.join()
+            assert number.value
+        """,
+    "a barrier": """
+        def act(barrier):
+            barrier.wait()
+
+        def parent():
+            barrier = mp.Barrier(2)
+            process = mp.Process(target=act, args=(barrier,))
+            process.start()
+            barrier.wait()
+            process.join()
+        """,
+}
+
+
+@pytest.mark.parametrize("way", WORKERS)
+def test_a_worker_of_the_script_answers_however_it_is_asked(tmp_path, monkeypatch, way):
+    monkeypatch.chdir(tmp_path)
+    functions = dedent(LOOP).partition("if __name__")[0] + dedent(WORKERS[way])
+    Path("train.py").write_text(f"{functions}\nparent()\ntrain()\n")
+    assert run(launch_of(["train.py"])).steps == 2
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        "mp.Queue().get()",
+        "mp.SimpleQueue().get()",
+        "ends = mp.Pipe(); ends[0].recv()",
+        "ends = mp.Pipe(); ends[0].poll(None)",
+        "mp.Event().wait()",
+        "queue = mp.Queue(1); queue.put(1); queue.put(2)",
+        "mp.spawn(lambda rank, queue: queue.get(), args=(mp.Queue(),), nprocs=2)",
+    ],
+)
+def test_a_wait_that_no_process_can_end_is_an_error(outcome, wait):
+    with pytest.raises(NoAnswerError, match="no process is left to send"):
+        outcome(wait)
+
+
+def test_a_loop_that_waits_for_a_message_in_vain_is_an_error(outcome):
+    main = """
+        queue = mp.Queue()
+        while True:
+            try: queue.get_nowait()
+            except Exception: continue
+        """
+    with pytest.raises(NoAnswerError):
+        outcome(main)
+
+
+def test_no_process_of_the_script_is_left(outcome):
+    main = """
+        own, theirs = mp.Pipe()
+        mp.Process(target=theirs.recv).start()
+        own.send(1)
+        started = mp.Process(target=theirs.recv)
+        started.start()
+        own.send(2)
+        train()
+        """
+    assert outcome(main).steps == 2
+    assert multiprocessing.active_children() == []
