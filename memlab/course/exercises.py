@@ -156,7 +156,7 @@ def _judged(exercise: Exercise, answer: Any) -> Verdict:
 
 
 def _checked(exercise: Exercise, answer: Any) -> str:
-    with _random_states_kept(), _limited_time():
+    with _random_states_kept(), _incoming_gradients_kept(), _limited_time():
         return exercise.check(answer)
 
 
@@ -310,6 +310,33 @@ def _cpu_seconds() -> float:
 
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
+
+
+@contextmanager
+def _incoming_gradients_kept() -> Iterator[None]:
+    """Require each autograd Function to leave the gradients that its backward receives unchanged.
+    Other operators may receive the same tensors."""
+    from torch import Tensor  # imported late: hints don't need it
+    from torch.autograd.function import BackwardCFunction
+
+    backward = BackwardCFunction.apply
+
+    def apply(node: BackwardCFunction, *received: Any) -> Any:
+        gradients = [each for each in received if isinstance(each, Tensor)]
+        versions = [gradient._version for gradient in gradients]
+        sent = backward(node, *received)
+        require(
+            versions == [gradient._version for gradient in gradients],
+            "backward changes the gradient that it receives; wanted it as it was: other operators "
+            "may receive the same tensor.",
+        )
+        return sent
+
+    BackwardCFunction.apply = apply
+    try:
+        yield
+    finally:
+        BackwardCFunction.apply = backward
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memlab.configs.shapes import GPTConfig
@@ -395,33 +396,62 @@ def same_gradients(
 
 
 class Peaks(NamedTuple):
-    """The peak bytes in each pass, without the bytes alive before."""
+    """The peak bytes in each pass, without the bytes alive before, and what stays alive: `held`
+    between the passes besides the outputs, `left` after them besides outputs and gradients."""
 
     forward: int
     backward: int
+    held: int = 0
+    left: int = 0
 
 
 def peaks(forward: Callable[[], Any], *, model: nn.Module | None = None) -> Peaks:
-    """Measure `forward()` and backward from its outputs. The upstream gradient is ones, and counts
-    unless the output has a single element."""
+    """Measure `forward()`, and then `forward()` and backward from its outputs. The upstream
+    gradient is ones, and counts unless the output has a single element."""
+    outputs: list[Tensor] = []
+
+    def run() -> None:
+        outputs[:] = _tensors_in(_as_tuple(forward()))
 
     def step() -> None:
-        outputs = [out for out in _tensors_in(_as_tuple(forward())) if out.requires_grad]
-        ones = [None if out.numel() == 1 else torch.ones_like(out) for out in outputs]
-        torch.autograd.backward(outputs, ones)
+        run()
+        sent = [out for out in outputs if out.requires_grad]
+        ones = [None if out.numel() == 1 else torch.ones_like(out) for out in sent]
+        if sent:
+            torch.autograd.backward(sent, ones)
 
+    held = new_bytes(measure(run, model=model)) - _storage_bytes(outputs)
+    outputs.clear()
     alive, most = 0, {"forward": 0, "backward": 0}
-    for event in measure(step, model=model).events:
+    trace = measure(step, model=model)
+    for event in trace.events:
         if event.phase != "before":
             alive += event.bytes
             phase = "backward" if event.phase == "backward" else "forward"
             most[phase] = max(most[phase], alive)
-    return Peaks(**most)
+    of_gradients = sum(event.bytes for event in trace.events if event.category == "gradients")
+    left = new_bytes(trace) - of_gradients - _storage_bytes(outputs)
+    return Peaks(**most, held=max(held, 0), left=max(left, 0))
+
+
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 def new_bytes(trace: Trace) -> int:
     """Bytes alive at the end of a trace that were not there before its step."""
     return sum(event.bytes for event in trace.events if event.phase != "before")
+
+
+def returned_gradients(result: Tensor) -> tuple[Any, ...]:
+    """Return the gradients that a Function's backward gives, before autograd casts them to the
+    dtypes of its inputs; nothing if the result is not a Function's own."""
+    node = result.grad_fn
+    if not isinstance(node, BackwardCFunction):
+        return ()
+    sent = node.apply(torch.ones_like(result))
+    return sent if isinstance(sent, tuple) else (sent,)
 
 
 def survives_a_reused_address(
@@ -438,18 +468,14 @@ def survives_a_reused_address(
     return torch.equal(unpack(pack(second)), second)
 
 
-def limited(
-    case: str, measured: Peaks, *, forward: int | None = None, backward: int | None = None
-) -> None:
-    """Require each pass to stay within its limit in bytes."""
-    limits = {"forward": forward, "backward": backward}
-    for phase, limit in limits.items():
-        bytes_ = getattr(measured, phase)
+def limited(case: str, measured: Peaks, **limits: int | None) -> None:
+    """Require figures of `Peaks`, such as forward=4096, to stay within their limits in bytes."""
+    for name, limit in limits.items():
+        bytes_ = getattr(measured, name)
         require(
             limit is None or bytes_ <= limit,
-            f"{case} has up to {bytes_:,} bytes alive in {phase}, beside its arguments; wanted at "
-            f"most {limit or 0:,}.",
-            evidence=(case, phase, rough(bytes_)),
+            f"{case} {_WHEN_ALIVE[name].format(f'{bytes_:,}')}; wanted at most {limit or 0:,}.",
+            evidence=(case, name, rough(bytes_)),
         )
 
 
@@ -457,6 +483,41 @@ def rough(bytes_: int) -> str:
     """Return two digits of a number of bytes, as evidence: two codings of one mistake may differ by
     a few bytes, and two mistakes by more."""
     return f"{bytes_:.1e}"
+
+
+_WHEN_ALIVE = {
+    "forward": "has up to {} bytes alive in forward, beside its arguments",
+    "backward": "has up to {} bytes alive in backward, beside its arguments",
+    "held": "holds {} bytes between forward and backward, beside its result",
+    "left": "leaves {} bytes in memory after backward, beside its result and the gradients",
+}
+
+
+def as_little_memory(
+    case: str, answer: Callable[[], Any], reference: Callable[[], Any], *, room: int
+) -> Peaks:
+    """Require the answer to keep as few bytes as the reference, and to peak at most `room` bytes
+    above it: enough for the temporaries of another way to write it, too little for what the
+    technique avoids."""
+    most, got = peaks(reference), peaks(answer)
+    left = max(most.left, most.held)  # an attribute of ctx lives as long as the result
+    limited(case, got, held=most.held + SLACK, left=left + SLACK)
+    limited(case, got, forward=most.forward + room, backward=most.backward + room)
+    return got
+
+
+SLACK = 64  # bytes, for a counter or a scale in a tensor
+
+
+def no_tensor_above(case: str, run: Callable[[], Any], most: int) -> None:
+    """Require each tensor that a run allocates to have at most `most` bytes."""
+    events = measure(run).events
+    largest = max((e.bytes for e in events if e.phase != "before"), default=0)
+    require(
+        largest <= most,
+        f"{case} allocates a tensor of {largest:,} bytes; wanted none above {most:,}.",
+        evidence=(case, "largest tensor", rough(largest)),
+    )
 
 
 def limited_outside_of_tensors(case: str, run: Callable[[], Any], most: int) -> None:
@@ -577,6 +638,7 @@ def _share(a: Tensor, b: Tensor) -> bool:
 
 # ------------------------------------------------------------------ data without symmetry
 
+MAGNITUDES = (1e-30, 1e-12, 1e6)  # unlike data near 1, they show a constant such as eps=1e-8
 SIZES = (5, 3, 7, 11, 2, 13)  # all different, and none a multiple of another
 ADAM_SETTINGS: tuple[dict[str, Any], ...] = (
     {"lr": 3e-3, "betas": (0.7, 0.95), "eps": 1e-3, "weight_decay": 0.2},

@@ -17,6 +17,7 @@ from memlab.course.properties import (
     SIZES,
     Peaks,
     ReadOnce,
+    as_little_memory,
     at_most_bytes,
     elements,
     gradients,
@@ -24,8 +25,10 @@ from memlab.course.properties import (
     limited,
     limited_outside_of_tensors,
     new_bytes,
+    no_tensor_above,
     parameters,
     peaks,
+    returned_gradients,
     same_bytes,
     same_gradients,
     same_values,
@@ -329,6 +332,70 @@ def test_the_peak_of_each_pass_excludes_the_arguments():
         limited("f", measured, forward=4003)
     with pytest.raises(Wrong, match="2 bytes alive in backward"):
         limited("f", Peaks(1, 2), forward=1, backward=1)
+
+
+def test_bytes_that_stay_alive_are_reported_apart_from_peaks():
+    x, kept = torch.ones(1000, requires_grad=True), []
+
+    def keeps_a_copy():
+        kept.append(x.detach().clone())
+        return x.exp()
+
+    got = peaks(keeps_a_copy)
+    assert (got.held, got.left) == (4000, 4000)
+    assert peaks(lambda: x.sin())[2:] == (0, 0)
+    text = "f holds 4,000 bytes between forward and backward, beside its result; wanted at most 64."
+    with pytest.raises(Wrong, match=re.escape(text)):
+        as_little_memory("f", keeps_a_copy, lambda: x.exp(), room=10_000)
+    text = "f leaves 4,000 bytes in memory after backward, beside its result and the gradients"
+    with pytest.raises(Wrong, match=re.escape(text)):
+        limited("f", got, left=3_999)
+
+
+def test_a_peak_above_the_reference_and_the_room_is_refused():
+    x = torch.ones(1000)
+    as_little_memory("f", lambda: x + 1 + 2, lambda: x + 3, room=4000)
+    with pytest.raises(Wrong, match="8,000 bytes alive in forward, beside its arguments; wanted"):
+        as_little_memory("f", lambda: x + 1 + 2, lambda: x + 3, room=3999)
+
+
+def test_a_tensor_above_the_limit_is_refused_even_if_it_is_freed_at_once():
+    x = torch.ones(100)
+    no_tensor_above("f", lambda: x + 1, 400)
+    with pytest.raises(Wrong, match=r"f allocates a tensor of 40,000 bytes; wanted none above 400"):
+        no_tensor_above("f", lambda: (x[:, None] * x).sum(), 400)
+
+
+class Doubling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, in_place):
+        ctx.in_place = in_place
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.mul_(2) if ctx.in_place else 2 * gradient.float(), None
+
+
+@pytest.mark.parametrize("reaches", [torch.ones_like, torch.sum])
+def test_a_backward_that_changes_its_incoming_gradient_is_refused_in_every_exercise(reaches):
+    def check(answer) -> str:
+        out = answer(torch.ones(3, requires_grad=True)) * 1
+        out.sum().backward() if reaches is torch.sum else out.backward(torch.ones(3))
+        return "ok"
+
+    exercise = replace(OWN, check=check, rebuilds=())
+    assert judge(exercise, lambda x: Doubling.apply(x, False)).status == OK
+    assert judge(exercise, lambda x: Doubling.apply(x, True)).text == (
+        "backward changes the gradient that it receives; wanted it as it was: other operators may "
+        "receive the same tensor."
+    )
+
+
+def test_returned_gradients_have_the_dtypes_that_backward_gave_them():
+    x = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
+    assert returned_gradients(Doubling.apply(x, False))[0].dtype == torch.float32
+    assert returned_gradients(x.exp()) == ()
 
 
 def test_new_bytes_are_those_that_outlive_the_step():

@@ -12,13 +12,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memlab.course.checks.day16 import everything_elsewhere
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, require
 from memlab.course.properties import (
+    MAGNITUDES,
+    as_little_memory,
     elements,
     gradients,
     is_tensor,
-    limited,
-    new_bytes,
-    peaks,
-    rough,
     same_byte_counts,
     same_gradients,
     unchanged,
@@ -367,13 +365,28 @@ def _absmax_values() -> dict[str, Tensor]:
         "300 values": near(300),
         "700 values, one of them far away": torch.cat([near(699), torch.tensor([2.0])]),
         "[0.25]": torch.tensor([0.25]),
+        **{f"300 values near {size:g}": near(300, size) for size in MAGNITUDES},
     }
 
 
+def _codebooks() -> dict[str, Tensor]:
+    """Return two codebooks whose zeros have different places."""
+    uneven = torch.cat([torch.linspace(-1, 0, 101), torch.linspace(0, 1, 156)[1:]])
+    return {"": dynamic_code(True), ", with a codebook whose entry 100 is 0": uneven}
+
+
 def _check_double_encode(answer: DoubleEncode) -> str:
-    codebook = dynamic_code(True)
+    for where, codebook in _codebooks().items():
+        _check_codebook(answer, codebook, where)
+    return (
+        "each absmax minus the mean gets the code of the nearest entry · 300 values in 312 bytes · "
+        "equal values get the code of zero"
+    )
+
+
+def _check_codebook(answer: DoubleEncode, codebook: Tensor, where: str) -> None:
     for name, absmax in _absmax_values().items():
-        call = f"double_encode of {name}"
+        call = f"double_encode of {name}{where}"
         mine, mine_codebook = absmax.clone(), codebook.clone()
         with unchanged(call, absmax=mine, codebook=mine_codebook):
             got = _called(call, answer, mine, mine_codebook)
@@ -384,10 +397,6 @@ def _check_double_encode(answer: DoubleEncode) -> str:
         is_tensor(f"{call}, mean,", got[2], dtype=torch.float32, shape=())
         _require_own_memory(call, got)
         _require_double(call, absmax, got, codebook)
-    return (
-        "each absmax minus the mean gets the code of the nearest entry · 300 values in 312 bytes · "
-        "equal values get the code of zero"
-    )
 
 
 def _called(call: str, answer: DoubleEncode, absmax: Tensor, codebook: Tensor) -> Any:
@@ -520,6 +529,14 @@ _DOUBLE = Exercise(
             ("scales, mean", "scales, mean.item()"),
         ),
         (
+            "You changed the scale of a block of tiny values. Replace only a divisor of 0.",
+            ("scales.where(scales > 0, 1)", "scales.clamp(1e-8)"),
+        ),
+        (
+            "The code of zero depends on the codebook. It is 127 in one of them only.",
+            (_NEAREST_ENTRY, f"torch.where(fractions == 0, 127, {_NEAREST_ENTRY})"),
+        ),
+        (
             "This is the median. Subtract the mean.",
             ("absmax.mean()", "absmax.median()"),
         ),
@@ -636,34 +653,18 @@ def _check_forgotten(answer: MatmulFunction, case: MatmulCase) -> None:
 
 
 def _check_bytes(answer: MatmulFunction) -> str:
-    call = f"matmul of {LARGE}"
-    codes, absmax = LARGE.weight
-    x, kept = LARGE.x.requires_grad_(), []
-    trace = measure(lambda: kept.append(answer(x, codes, absmax, LARGE.out_features)))
-    held_bytes, result = new_bytes(trace), kept.pop().nbytes
+    call, (codes, absmax), x = f"matmul of {LARGE}", LARGE.weight, LARGE.x.requires_grad_()
     weight_bytes = 4 * LARGE.out_features * LARGE.shape[-1]
-    require(
-        held_bytes <= result,
-        f"{call} holds {held_bytes:,} bytes between forward and backward; wanted {result:,} "
-        f"for the result (the decoded W has {weight_bytes:,}).",
-        evidence=(call, "held", rough(held_bytes)),
-    )
-    most = _passes(matmul, x, codes, absmax)
-    room = weight_bytes + 64  # another copy of W
-    limited(
+    as_little_memory(
         call,
-        _passes(answer, x, codes, absmax),
-        forward=most.forward + room,
-        backward=most.backward + room,
+        lambda: answer(x, codes, absmax, LARGE.out_features),
+        lambda: matmul(x, codes, absmax, LARGE.out_features),
+        room=weight_bytes + 64,  # another copy of W
     )
     return (
         f"results and gradients are right, in float32 and bfloat16 · no decoded W "
         f"({weight_bytes:,} bytes) is kept for backward"
     )
-
-
-def _passes(multiply: MatmulFunction, x: Tensor, codes: Tensor, absmax: Tensor) -> Any:
-    return peaks(lambda: multiply(x, codes, absmax, LARGE.out_features))
 
 
 _FORWARD = "x @ decode(codes, absmax).view(out_features, -1).to(x.dtype).T"
@@ -728,6 +729,10 @@ _MATMUL = Exercise(
         (
             "The result is float32. Cast the decoded weight to the dtype of x.",
             (_FORWARD, "x.float() @ decode(codes, absmax).view(out_features, -1).T"),
+        ),
+        (
+            "You changed the incoming gradient in place. Work on a new tensor.",
+            ("return gradient @", "return gradient.nan_to_num_() @"),
         ),
         (
             "All layers share Matmul.weight. Store the tensors of a call on ctx.",
@@ -798,6 +803,7 @@ _HELD = Exercise(
     ),
     reference=held,
     check=_check_held,
+    rebuilds=("memlab.quantize.nf4_bytes", "memlab.planner"),
     wrong_answers=mistakes(
         "17.5",
         (
