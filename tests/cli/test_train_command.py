@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 import typer
+from close import assert_close
 from quick import slow
 
 from memlab.cli import app, choices, memory_cap
@@ -75,7 +76,7 @@ def test_a_scaled_loss_is_reported_unscaled(monkeypatch):
     with torch.autocast("cpu", torch.float16), torch.no_grad():
         expected = training.model(*training.batch)
     training.step()
-    torch.testing.assert_close(found, [expected])
+    assert_close(found, [expected])
     assert not found[0].requires_grad
 
 
@@ -98,7 +99,7 @@ def test_a_step_reads_the_batch_it_is_given():
     with torch.no_grad():
         expected = training.model(tokens, targets)
     command.step(training, (tokens, targets), found)
-    torch.testing.assert_close(found, [expected])
+    assert_close(found, [expected])
 
 
 def test_on_a_cpu_the_peak_comes_from_a_metered_step(memlab_command):

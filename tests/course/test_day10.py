@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from close import assert_close
 from edited import each, verdict_on
 
 from memlab.attention import attention_reference, flash_attention, tiles
@@ -412,7 +413,7 @@ def test_the_oracle_and_the_reference_match_the_library(alignment, queries, keys
     for way in (lambda *given: day10._whole(*given)[0], flash):
         out = way(*qkv, 2, shift)
         for a, b in zip((out, *torch.autograd.grad(out, qkv, dout)), wanted, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+            assert_close(a, b)
 
 
 @pytest.mark.parametrize(("queries", "keys", "tile"), [(12, 12, 4), (5, 13, 3), (13, 5, 4)])
@@ -435,8 +436,8 @@ def test_tiles_give_the_result_of_softmax():
     for start in range(0, 10, 3):
         state = add_tile(*state, scores[:, start : start + 3], values[start : start + 3])
     row_max, row_sum, acc = state
-    torch.testing.assert_close(acc / row_sum, scores.softmax(-1) @ values)
-    torch.testing.assert_close((row_max + row_sum.log())[:, 0], scores.logsumexp(-1))
+    assert_close(acc / row_sum, scores.softmax(-1) @ values)
+    assert_close((row_max + row_sum.log())[:, 0], scores.logsumexp(-1))
 
 
 # ------------------------------------------------------------------ the lesson's claims

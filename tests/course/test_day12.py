@@ -8,6 +8,7 @@ from itertools import accumulate as running_sums
 import pytest
 import torch
 import torch.nn.functional as F
+from close import assert_close
 from edited import each, verdict_on
 from torch import nn
 
@@ -562,7 +563,7 @@ def test_a_step_in_float32_matches_the_librarys_stage_1():
             gradients.append(torch.cat([p.grad.flatten() for p in local.parameters()]))
         adam.step(gradients, 0.1)
     expected = torch.cat([w.flatten() for w in library.weights().values()])
-    assert torch.allclose(flat[0], expected, rtol=1e-5, atol=1e-6)
+    assert_close(flat[0], expected)
     assert all(torch.equal(flat[0], other) for other in flat[1:])
 
 
@@ -571,7 +572,7 @@ def test_the_units_backward_matches_autograd():
     given = [t.double().requires_grad_() for t in (w, x)]
     wanted = torch.autograd.grad(forward_of(*given), given, dy.double())
     found = backward_of(*(t.detach() for t in given), dy.double())
-    assert all(torch.allclose(a, b) for a, b in zip(found, wanted, strict=True))
+    assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -9,6 +9,7 @@ from itertools import accumulate, count
 
 import pytest
 import torch
+from close import assert_close
 from edited import each, verdict_on
 from torch.nn.utils import clip_grad_norm_
 
@@ -612,4 +613,4 @@ def test_the_lessons_backward_equals_autograd():
     dy = torch.randn(4, 3)
     wanted = torch.autograd.grad(forward_of(*leaves), leaves, dy)
     for got, right in zip(backward_of(w, x, dy), wanted, strict=True):
-        assert torch.allclose(got, right, atol=1e-6)
+        assert_close(got, right)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from close import assert_close
 from edited import each, verdict_on
 from torch import nn
 
@@ -334,7 +335,7 @@ def normal(*shape):
 
 
 def test_the_lessons_levels_are_the_librarys_up_to_the_last_bit():
-    torch.testing.assert_close(levels(), quantize.nf4_code(), rtol=0, atol=2e-7)
+    assert_close(levels(), quantize.nf4_code())
 
 
 def test_the_lessons_codes_are_the_librarys():
@@ -377,7 +378,7 @@ def test_the_lessons_layer_has_the_librarys_gradients():
     for layer in (mine, model):
         layer(x).square().mean().backward()
     for own, other in ((mine.A, library.down), (mine.B, library.up)):
-        torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-6)
+        assert_close(own.grad, other.grad)
 
 
 # ------------------------------------------------------------------ figures of the lesson

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.pipelining  # holds a tensor of its own, from its import on
 import torch.nn.functional as F
+from close import assert_close
 from edited import each, verdict_on
 
 import memlab
@@ -216,7 +217,7 @@ def test_the_ring_attends_as_torch_does():
     q, k, v = (torch.randn(3 * 4, 5, dtype=torch.float64) for _ in range(3))
     whole = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
     found = in_turns(solution("18.5"), [[x.chunk(3)[r] for x in (q, k, v)] for r in range(3)])
-    torch.testing.assert_close(torch.cat([out for out, _ in found]), whole)
+    assert_close(torch.cat([out for out, _ in found]), whole)
 
 
 # ------------------------------------------------------------------ seven ways on two ranks
@@ -284,7 +285,7 @@ def test_all_ways_have_the_gradients_of_one_process(found):
                 dim = model_parallel.split_of(name) if way in ("tensor", "sequence") else None
                 whole = right[name]
                 expected = whole if dim is None else whole.chunk(RANKS, dim)[rank]
-                torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+                assert_close(gradient, expected)
 
 
 @pytest.mark.distributed
@@ -392,4 +393,4 @@ def test_the_lessons_attention_is_causal():
     attend = given(18, "attend")
     q = torch.randn(3, 2, dtype=torch.float64)
     out, _ = attend(q, q, q, 0)
-    torch.testing.assert_close(out[0], q[0])
+    assert_close(out[0], q[0])

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from close import assert_close
 from edited import each, verdict_on
 
 import memlab
@@ -237,12 +238,12 @@ def test_every_setup_has_the_same_gradients():
         model, before = policy(log_probs)
         with torch.no_grad():
             references = before(tokens, tokens).sum(1), without_adapters(model, tokens).sum(1)
-        torch.testing.assert_close(*references)
+        assert_close(*references)
         assert model(tokens, tokens).sum(1).sub(references[0]).abs().min() > 1e-3
         dpo_loss(model(tokens, tokens).sum(1), references[1]).backward()
         found.append([w.grad for w in model.parameters() if w.requires_grad])
     for other in found[1:]:
-        torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-6)
+        assert_close(other, found[0])
 
 
 def test_dpos_loss_is_the_papers():
@@ -251,7 +252,7 @@ def test_dpos_loss_is_the_papers():
         torch.tensor([-3.5, -5.0, -4.0, -4.0]),
     )
     margins = torch.tensor([(0.5) - (0.0), (0.0) - (-0.5)])
-    torch.testing.assert_close(dpo_loss(policy, reference), -F.logsigmoid(0.1 * margins).mean())
+    assert_close(dpo_loss(policy, reference), -F.logsigmoid(0.1 * margins).mean())
 
 
 @pytest.mark.parametrize("fraction", ["cache", "no cache"])
@@ -261,7 +262,7 @@ def test_the_lessons_cache_has_the_bytes_of_the_formula(fraction):
     model, tokens = GPT(config), torch.arange(24).view(2, 12)
     cache = KVCache(model) if fraction == "cache" else None
     written = generate(model, tokens, 20, cache)
-    torch.testing.assert_close(written, generate(model, tokens, 20))
+    assert_close(written, generate(model, tokens, 20))
     if cache:
         wanted = cache_bytes([None] * config.layers, 2, config.head_dim, 31, 2, 4)
         assert cache.bytes == wanted

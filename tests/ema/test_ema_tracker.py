@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from close import assert_close
 from drifting import OneHot, Small, drift, go_on, responses, trained
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -75,8 +76,8 @@ def test_a_clock_of_images_has_the_same_average_as_one_of_steps(tmp_path):
             drift(copied, step)
             ema.update(step * per_step)
         averages.append(ema.averages[0.05]["weight"])
-    assert torch.allclose(averages[0], averages[1], atol=1e-7)
-    assert torch.allclose(averages[0], averages[2], atol=1e-7)
+    assert_close(averages[0], averages[1])
+    assert_close(averages[0], averages[2])
 
 
 def test_the_first_update_forgets_the_weights_before_training(tmp_path):
@@ -206,7 +207,7 @@ def test_on_a_gpu_an_update_takes_no_temporary_or_one_chunk(dtype, tmp_path):
     ema.update(3)
     found = synthesize(tmp_path, 0.05, out=copy.deepcopy(model)).weight
     assert found.is_cuda
-    assert torch.allclose(found.float(), ema.averages[0.05]["weight"], rtol=2**-7)
+    assert_close(found.float(), ema.averages[0.05]["weight"], terms=2, dtype=torch.bfloat16)
 
 
 # ------------------------------------------------------------------ averages on the CPU

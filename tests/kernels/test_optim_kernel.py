@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from close import assert_close
 from torch import Tensor, nn
 
 import memlab
@@ -80,8 +81,8 @@ def assert_same_state(expected: dict, got: dict, device: torch.device) -> None:
             assert difference.max() <= 1
             assert difference.double().mean() <= (0 if is_exact else 1e-3)
         elif name.endswith("_scales"):
-            rtol = 0 if is_exact else 1e-6
-            torch.testing.assert_close(got[name], expected[name], rtol=rtol, atol=0)
+            terms = 0 if is_exact else 8
+            assert_close(got[name], expected[name], terms=terms, summed=expected[name].abs())
 
 
 def assert_near_weights(expected: Tensor, got: Tensor, lr: float) -> None:

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from close import assert_close
 from matrix_steps import SHAPES, parameter, run, seeded
 
 import memlab
@@ -51,7 +52,7 @@ def test_steps_are_those_of_apollo_torch(shape, kind, monkeypatch):
             each.grad = (1 + step) * seeded(*shape, seed=step)
             optimizer.step()
     ((mine,),) = (group["params"] for group in ours.param_groups)
-    torch.testing.assert_close(mine, weight, rtol=0, atol=2e-6)
+    assert_close(mine, weight)
 
 
 @each_shape
@@ -77,7 +78,7 @@ def test_steps_are_the_papers_equations_in_float64(shape, kind):
         reached |= bool(limited < norm)
         update, last = group["scale"] * G * s * limited / norm, limited
         wanted = wanted * (1 - lr * 0.3) - lr * (update if shape[0] < shape[1] else update.T)
-        torch.testing.assert_close(weight.detach(), wanted, rtol=1e-7, atol=1e-7)
+        assert_close(weight.detach(), wanted, dtype=torch.float32, terms=1)
     assert reached
 
 
@@ -120,7 +121,7 @@ def test_a_gradient_of_zeros_neither_moves_a_matrix_nor_stops_it_for_good(kind):
 @each_kind
 def test_the_chunk_size_does_not_change_the_result(shape, kind):
     whole, rows = (Apollo([parameter(*shape)], chunk=c, **KINDS[kind]) for c in (None, 100))
-    torch.testing.assert_close(run(whole)[0], run(rows)[0], rtol=1e-5, atol=1e-5)
+    assert_close(run(whole)[0], run(rows)[0])
 
 
 def test_bfloat16_weights_and_state_follow_float32():

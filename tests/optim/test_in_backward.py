@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from close import assert_close
 from quick import quick
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -218,7 +219,7 @@ def test_a_hook_can_clip_each_gradient():
     weight, _ = one_weight()
     weight.register_hook(lambda gradient: gradient.clamp(max=0.5))
     weight.sum().backward()
-    torch.testing.assert_close(weight.detach(), torch.full((3,), 0.95))
+    assert_close(weight.detach(), torch.full((3,), 0.95))
 
 
 def test_loading_a_state_starts_a_new_step():
@@ -227,7 +228,7 @@ def test_loading_a_state_starts_a_new_step():
     weight.sum().backward()
     stepping.load_state_dict(state)
     weight.sum().backward()
-    torch.testing.assert_close(weight.detach(), torch.full((3,), 0.8))
+    assert_close(weight.detach(), torch.full((3,), 0.8))
 
 
 # ------------------------------------------------------------------ one weight at a time
@@ -266,7 +267,7 @@ def test_step_applies_and_frees_a_gradient_set_by_hand():
     weight, stepping = one_weight()
     weight.grad = torch.ones(3)
     stepping.step()
-    torch.testing.assert_close(weight.detach(), torch.full((3,), 0.9))
+    assert_close(weight.detach(), torch.full((3,), 0.9))
     assert weight.grad is None
 
 
@@ -295,7 +296,7 @@ def test_leaving_a_with_block_removes_the_hooks():
         weight.sum().backward()
     assert entered is stepping
     weight.sum().backward()
-    torch.testing.assert_close(weight.detach(), torch.full((3,), 0.9))
+    assert_close(weight.detach(), torch.full((3,), 0.9))
     assert torch.equal(weight.grad, torch.ones(3))
 
 
@@ -426,7 +427,7 @@ def test_a_second_gradient_before_the_step_is_refused():
     assert torch.equal(weight, torch.full((3,), 0.9))  # stepped once
     stepping.step()
     weight.sum().backward()
-    torch.testing.assert_close(weight.detach(), torch.full((3,), 0.8))
+    assert_close(weight.detach(), torch.full((3,), 0.8))
 
 
 def test_an_existing_gradient_before_backward_is_refused():
@@ -437,7 +438,7 @@ def test_an_existing_gradient_before_backward_is_refused():
     assert torch.equal(weight, torch.ones(3))
     stepping.zero_grad()
     weight.sum().backward()
-    torch.testing.assert_close(weight.detach(), torch.full((3,), 0.9))
+    assert_close(weight.detach(), torch.full((3,), 0.9))
 
 
 def test_accumulation_is_refused():

@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism against one process and against torch's DTensor."""
 
 import pytest
-import torch
+from close import assert_close, is_close
 from parallel_ranks import (
     BATCH,
     DOUBLE,
@@ -59,7 +59,7 @@ def differing(found, one, rank, ranks, way):
     return {
         name
         for name, value in found.items()
-        if not torch.allclose(value, share(name, one[name], rank, ranks, way), 1e-10, 1e-12)
+        if not is_close(value, share(name, one[name], rank, ranks, way))
     }
 
 
@@ -163,7 +163,7 @@ def test_torchs_parallel_modules_give_the_same(ranks, way):
         theirs, ours = (found["torch"][way][whose][0] for whose in ("theirs", "ours"))
         assert theirs.keys() == ours.keys()
         for name, value in theirs.items():
-            torch.testing.assert_close(ours[name], value, rtol=1e-10, atol=1e-12)
+            assert_close(ours[name], value)
 
 
 def test_torchs_sequence_parallelism_saves_the_gathered_input_and_ours_a_share(ranks):

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from close import assert_close
 from in_ranks import (
     CASES,
     HOW,
@@ -207,7 +208,7 @@ def test_accumulated_and_clipped_steps_agree_within_float64(two, how):
         norms.append(step.norm)
     found = assembled([rank["accumulated"][how][0] for rank in two], model_of())
     for name, weight in zero.weights().items():
-        assert torch.allclose(found[name], weight, rtol=1e-12, atol=1e-12), name
+        assert_close(found[name], weight)
     for rank, traffic in zip(two, step.traffic, strict=True):
         assert rank["accumulated"][how][1] == pytest.approx(norms, rel=1e-12)
         assert rank["accumulated"][how][2] == traffic
@@ -266,7 +267,7 @@ def test_a_plain_loop_steps_with_the_mean_of_the_ranks_gradients(two, stage):
         schedule.step()
     found = assembled([rank["plain"][stage]["weights"] for rank in two], alone.model)
     for name, weight in alone.weights().items():
-        assert torch.allclose(found[name], weight, rtol=1e-12, atol=1e-12), name
+        assert_close(found[name], weight)
     for rank in two:
         assert rank["plain"][stage]["norms"] == pytest.approx(norms, rel=1e-12)
         assert rank["plain"][stage]["lr"] == alone.optimizer.param_groups[0]["lr"]
@@ -281,7 +282,7 @@ def test_no_sync_sends_once_and_steps_the_same_in_stage_1(two):
     for sync, sent in ((False, buckets), (True, 2 * buckets)):
         found = assembled([rank["no sync"][sync][0] for rank in two], model)
         for name, weight in zero.weights().items():
-            assert torch.allclose(found[name], weight, rtol=1e-12, atol=1e-12), name
+            assert_close(found[name], weight)
         assert [rank["no sync"][sync][1] for rank in two] == [sent] * 2
 
 
@@ -494,9 +495,11 @@ def test_other_ranks_resume_in_another_stage_from_the_same_values(two, folder, r
     stored = {f"{prefix}.{name}": torch.empty_like(weight) for name, weight in at_once.items()}
     dcp.load(stored, checkpoint_id=f"{folder}/{label}", no_dist=True)
     assert differing({f"{prefix}.{name}": w for name, w in at_once.items()}, stored) == []
-    tolerance = 1e-3 if "bfloat16" in label else 1e-12
     for name, weight in went_on.items():
-        assert torch.allclose(after[name], weight, rtol=0, atol=tolerance), name
+        if "bfloat16" in label:  # the gradients' noise decides a step's sign
+            assert (after[name] - weight).abs().max() < 1e-3, name
+        else:
+            assert_close(after[name], weight)
 
 
 def test_a_failed_load_on_one_rank_raises_the_same_error_on_all(resumed):
@@ -533,7 +536,7 @@ def test_torch_alone_can_load_a_checkpoint_into_a_plain_model(two, folder):
 def test_weights_equal_fsdp2s_after_ten_clipped_steps(beside, stage):
     found = assembled([rank["ours"][stage] for rank in beside], model_of())
     for name, weight in beside[0]["theirs"].items():
-        assert torch.allclose(found[name], weight, rtol=1e-12, atol=1e-12), name
+        assert_close(found[name], weight)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

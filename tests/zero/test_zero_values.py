@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from close import assert_close
 from quick import quick
 from ranked import (
     TIED,
@@ -239,7 +240,8 @@ def test_clipping_uses_the_norm_over_all_shards(ranks, stage):
         assert norm > 0.1
         assert step.norm == pytest.approx(float(norm), rel=1e-6)
         for name, weight in zero.weights().items():
-            assert torch.allclose(weight, alone.weights()[name], rtol=1e-6, atol=1e-9)
+            # torch adds 1e-6 to the norm.
+            assert_close(weight, alone.weights()[name], dtype=torch.float32)
 
 
 @pytest.mark.parametrize("stage", STAGES)
