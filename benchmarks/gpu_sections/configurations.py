@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -550,6 +551,223 @@ def without_gradients_autocast(size: Size, device: str) -> Built:
 @configuration("inference mode, autocast bf16")
 def inference_mode_autocast(size: Size, device: str) -> Built:
     return evaluation(size, device, torch.inference_mode, BF16)
+
+
+# ------------------------------------------------------------------ convolutional networks
+
+
+class Bottleneck(nn.Module):
+    """A residual bottleneck: 1 × 1, k × k and 1 × 1 convolutions, each with a norm."""
+
+    def __init__(
+        self, inside: int, outside: int, *, stride: int = 1, groups: int = 1, kernel: int = 3,
+        expansion: float = 0.25, norm: Callable[[int], nn.Module] = nn.BatchNorm2d,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        C = int(expansion * outside)
+        convolution = partial(nn.Conv2d, bias=False)
+        self.body = nn.Sequential(
+            *(convolution(inside, C, 1), norm(C), nn.ReLU(inplace=True)),
+            convolution(C, C, kernel, stride, kernel // 2, groups=C if groups == -1 else groups),
+            *(norm(C), nn.ReLU(inplace=True)),
+            *(convolution(C, outside, 1), norm(outside)),
+        )
+        same = stride == 1 and inside == outside
+        self.skip = nn.Identity() if same else convolution(inside, outside, 1, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.skip(x))
+
+
+def residual_network(size: Size, device: str, **options: Any) -> nn.Module:
+    """Return a stem of 7 × 7 and four stages of two bottlenecks each."""
+    C = size.width // 4
+    widths = (C, 2 * C, 4 * C, 8 * C)
+    with torch.device(device):
+        stages = [
+            block
+            for inside, outside in pairwise((C // 4, *widths))
+            for block in (
+                Bottleneck(inside, outside, stride=1 if outside == C else 2, **options),
+                Bottleneck(outside, outside, **options),
+            )
+        ]
+        stem = nn.Conv2d(3, C // 4, 7, stride=2, padding=3, bias=False)
+        pool = nn.MaxPool2d(3, stride=2, padding=1)
+        ends = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 1000)
+        return nn.Sequential(
+            stem, nn.BatchNorm2d(C // 4), nn.ReLU(inplace=True), pool, *stages, *ends
+        )
+
+
+class UNet(nn.Module):
+    """Two levels down and up with skips, GroupNorm and SiLU, as in diffusion models."""
+
+    def __init__(self, width: int, dimensions: int = 2) -> None:
+        super().__init__()
+        kinds = {
+            2: (nn.Conv2d, nn.ConvTranspose2d, nn.MaxPool2d),
+            3: (nn.Conv3d, nn.ConvTranspose3d, nn.MaxPool3d),
+        }
+        self.convolution, transposed, pool = kinds[dimensions]
+        self.inside = self._twice(4, width)
+        self.middle = self._twice(width, 2 * width)
+        self.deepest = self._twice(2 * width, 4 * width)
+        self.pool = pool(2)
+        self.up = nn.ModuleList(
+            [transposed(4 * width, 2 * width, 2, 2), transposed(2 * width, width, 2, 2)]
+        )
+        self.outside = nn.ModuleList(
+            [self._twice(4 * width, 2 * width), self._twice(2 * width, width)]
+        )
+        self.last = self.convolution(width, 4, 1)
+
+    def _twice(self, inside: int, outside: int) -> nn.Module:
+        layers = [
+            (self.convolution(here, outside, 3, padding=1), nn.GroupNorm(8, outside), nn.SiLU())
+            for here in (inside, outside)
+        ]
+        return nn.Sequential(*(part for layer in layers for part in layer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.inside(x)
+        second = self.middle(self.pool(first))
+        x = self.deepest(self.pool(second))
+        for up, outside, skip in zip(self.up, self.outside, (second, first), strict=True):
+            x = outside(torch.cat((up(x), skip), dim=1))
+        return self.last(x)
+
+
+class WaveEncoder(nn.Module):
+    """Strided 1-D convolutions, as at the start of speech models."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        kernels = ((10, 5), (3, 2), (3, 2), (3, 2), (3, 2), (2, 2), (2, 2))
+        widths = (1, *[width] * len(kernels))
+        self.layers = nn.ModuleList(
+            nn.Conv1d(inside, outside, kernel, stride, bias=False)
+            for (inside, outside), (kernel, stride) in zip(pairwise(widths), kernels, strict=True)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x
+
+
+def images(size: Size, device: str, channels: int = 3, dimensions: int = 2) -> Tensor:
+    return torch.randn(4 * size.batch, channels, *[size.image] * dimensions, device=device)
+
+
+def classified(
+    name: str,
+    *,
+    channels_last: bool = False,
+    dtype: torch.dtype | None = None,
+    compiled: bool = False,
+    benchmark: bool = False,
+    **options: Any,
+) -> None:
+    """Register the training of a residual network on images, with torch's AdamW."""
+
+    @configuration(name)
+    def build(size: Size, device: str) -> Built:
+        torch.backends.cudnn.benchmark = benchmark
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        model = residual_network(size, device, **options).to(memory_format=layout)
+        x = images(size, device).to(memory_format=layout)
+        labels = torch.randint(1000, (len(x),), device=device)
+        run = torch.compile(model) if compiled else model
+        around = nullcontext if dtype is None else autocast(dtype)
+        return training(model, lambda: F.cross_entropy(run(x), labels), around=around)
+
+
+classified("residual network")
+classified("residual network, autocast bf16", dtype=BF16)
+classified("residual network, channels last, autocast bf16", dtype=BF16, channels_last=True)
+classified("residual network, channels last, autocast float16", dtype=FP16, channels_last=True)
+classified("residual network, cudnn.benchmark", benchmark=True)
+classified("residual network, four groups", groups=4)
+classified("depthwise network", groups=-1, expansion=1.0)
+classified("depthwise network, channels last, autocast bf16", groups=-1, expansion=1.0, dtype=BF16,
+           channels_last=True)  # fmt: skip
+classified("residual network, 7 × 7", kernel=7)
+classified("residual network, GroupNorm", norm=partial(nn.GroupNorm, 8))
+
+
+def restored(name: str, dimensions: int = 2, dtype: torch.dtype | None = None) -> None:
+    """Register the training of a U-Net to restore its input."""
+
+    @configuration(name)
+    def build(size: Size, device: str) -> Built:
+        with torch.device(device):
+            model = UNet(size.width // 16, dimensions)
+        small = size if dimensions == 2 else size._replace(image=size.image // 4)
+        x = images(small, device, 4, dimensions)
+        around = nullcontext if dtype is None else autocast(dtype)
+        return training(model, lambda: F.mse_loss(model(x), x), around=around)
+
+
+restored("U-Net")
+restored("U-Net, autocast bf16", dtype=BF16)
+restored("U-Net, 3-D", dimensions=3)
+restored("U-Net, 3-D, autocast bf16", dimensions=3, dtype=BF16)
+
+
+@configuration("speech encoder")
+def speech(size: Size, device: str) -> Built:
+    with torch.device(device):
+        model = WaveEncoder(size.width // 2)
+        x = torch.randn(size.batch, 1, 64 * size.seq_len)
+    return training(model, lambda: model(x).square().mean())
+
+
+# ------------------------------------------------------------------ compiled steps
+
+
+def compiled(name: str, around: Any = nullcontext, **choices: Any) -> None:
+    """Register the training of a compiled language model."""
+
+    @configuration(name)
+    def build(size: Size, device: str) -> Built:
+        model = language_model(size, device, Variant(**choices))
+        run = torch.compile(model)
+        tokens, targets = text(size, device)
+        return training(model, lambda: run(tokens, targets), around=around)
+
+
+compiled("compiled, float32")
+compiled("compiled, bf16", dtype=BF16)
+compiled("compiled, autocast bf16", around=autocast(BF16))
+compiled("compiled, autocast bf16, RMSNorm, dropout", around=autocast(BF16), norm=nn.RMSNorm,
+         dropout=0.1)  # fmt: skip
+compiled("compiled, checkpointed", checkpointing="nonreentrant")
+classified("compiled residual network", compiled=True)
+classified("compiled residual network, channels last, autocast bf16", compiled=True, dtype=BF16,
+           channels_last=True)  # fmt: skip
+
+
+@configuration("compiled, large vocabulary, autocast bf16")
+def compiled_large_vocabulary(size: Size, device: str) -> Built:
+    model = language_model(large(size), device, Variant())
+    run = torch.compile(model)
+    tokens, targets = text(large(size), device)
+    return training(model, lambda: run(tokens, targets), around=autocast(BF16))
+
+
+@configuration("compiled optimizer")
+def compiled_optimizer(size: Size, device: str) -> Built:
+    model, loss = perceptron(size, device)
+    optimizer = AdamW(model.parameters())
+    update = torch.compile(optimizer.step)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss().backward()
+        update()
+
+    return step, model, optimizer
 
 
 # ------------------------------------------------------------------ Hugging Face models
