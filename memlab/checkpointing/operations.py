@@ -46,7 +46,24 @@ _FORMULAS = flop_registry | {
 def operations(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the operations of one operator call; 0 if it is neither matmul nor attention."""
     formula = _FORMULAS.get(func.overloadpacket)
-    return formula(*args, **kwargs, out_val=result) if formula else 0
+    if formula is None:
+        return 0
+    if "_attention" in func.overloadpacket.__name__:
+        args = _with_equal_heads(args)
+    return formula(*args, **kwargs, out_val=result)
+
+
+def _with_equal_heads(args: Any) -> list[Any]:
+    """Replace tensors (B, H, T, D) with their shapes, all with as many heads as the queries.
+
+    Grouped queries read each key several times. torch 2.11's formula rejects them.
+    """
+    is_heads = [isinstance(x, torch.Tensor) and x.dim() == 4 for x in args]
+    heads = max(x.shape[1] for x, is_so in zip(args, is_heads, strict=True) if is_so)
+    return [
+        torch.Size((x.shape[0], heads, *x.shape[2:])) if is_so else x
+        for x, is_so in zip(args, is_heads, strict=True)
+    ]
 
 
 class Operations(TorchDispatchMode):

@@ -292,11 +292,12 @@ class SavedInputs:
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         self._arguments = [_TENSOR if isinstance(a, Tensor) else a for a in arguments]
         anchor = torch.empty(0, device="cpu", requires_grad=True)  # makes autograd create a node
-        self._node = _Keep.apply(anchor, *tensors).grad_fn
+        # Up to torch 2.11 a node dies with its last output, and its saved tensors with it.
+        self._kept = _Keep.apply(anchor, *tensors)
 
     def tensors(self) -> list[Any]:
         """Return the arguments. An outer checkpoint recomputes the tensors if there is one."""
-        saved = iter(self._node.saved_tensors)
+        saved = iter(self._kept.grad_fn.saved_tensors)
         return [next(saved) if argument is _TENSOR else argument for argument in self._arguments]
 
 

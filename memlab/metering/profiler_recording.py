@@ -335,7 +335,10 @@ def _profiled(step: Step, warm_up: Step | None) -> list[Any]:
         _profiler_messages_filtered(),
         no_cycle_collection(),
         profile(
-            activities=[ProfilerActivity.CPU], profile_memory=True, experimental_config=config
+            activities=[ProfilerActivity.CPU],
+            profile_memory=True,
+            experimental_config=config,
+            acc_events=True,  # without, torch 2.11 warns that events of earlier cycles are lost
         ) as profiler,
     ):
         if warm_up is not None:
