@@ -30,7 +30,13 @@ from typing import Any, NoReturn
 import torch
 
 from memlab.dry_runs import known_values
-from memlab.internals.torch_internals import FakeTensor, c_nn, device_constructors
+from memlab.internals.torch_internals import (
+    DeviceContext,
+    FakeTensor,
+    c_nn,
+    device_constructors,
+    get_current_function_mode_stack,
+)
 from memlab.metering.dry import DryRun
 from memlab.metering.frames import user_line
 
@@ -116,6 +122,7 @@ def _from_values(
     torch reads the elements of a list of tensors from their memory, which fake ones lack. So they
     are read as numbers first, and the result's values are known only if all of theirs are.
     """
+    device = default_device() if device is None else device
     elements = known_values.tensors_in(data) if isinstance(data, list | tuple) else []
     if elements and "dtype" not in kwargs and not args:
         kwargs["dtype"] = reduce(torch.promote_types, (each.dtype for each in elements))
@@ -125,6 +132,12 @@ def _from_values(
     if device is not None and to_stand_in(device) == StandIn.device:
         tensor = tensor.to(StandIn.device)
     return tensor.requires_grad_() if requires_grad else tensor
+
+
+def default_device() -> torch.device | None:
+    """Return the device of `with torch.device(...)` or `torch.set_default_device`."""
+    contexts = (m for m in get_current_function_mode_stack() if isinstance(m, DeviceContext))
+    return next((context.device for context in reversed([*contexts])), None)
 
 
 def _numbers(data: Any) -> Any:

@@ -42,6 +42,7 @@ from memlab.dry_runs import (
     fake_accelerator,
     fake_checks,
     known_values,
+    legacy_types,
     library_caches,
     readers,
     samplers,
@@ -86,7 +87,10 @@ from memlab.units import format_bytes
 
 aten = torch.ops.aten
 # The modules that replace functions during a dry run.
-_PARTS = (fake_accelerator, fake_checks, collectives, samplers, subclasses, weight_files)
+_PARTS = (
+    *(fake_accelerator, legacy_types, fake_checks, collectives),
+    *(samplers, subclasses, weight_files),
+)
 STAND_IN_NOTE = (
     "the script uses an accelerator, but this dry run counts the memory of CPU kernels; use "
     "memlab.predict for CUDA (at the command line, --dry-run --device cuda)"
@@ -572,6 +576,7 @@ def _repeated(number: Any, shape: torch.Size) -> Any:
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **fake_accelerator.FUNCTIONS,
+    **legacy_types.FUNCTIONS,
     **readers.FUNCTIONS,
     **subclasses.FUNCTIONS,
     **weight_files.FUNCTIONS,

@@ -72,6 +72,7 @@ from torch.overrides import _pop_mode_temporarily as pop_function_mode_temporari
 from torch.serialization import _get_layout as get_layout
 from torch.utils import _foreach_utils as foreach_utils
 from torch.utils import _python_dispatch as python_dispatch
+from torch.utils._device import DeviceContext
 from torch.utils._device import _device_constructors as device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes

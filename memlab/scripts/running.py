@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from memlab.dry_runs import dry_run
+from memlab.dry_runs.fake_accelerator import default_device
 from memlab.dry_runs.transfers import Transfer
 from memlab.internals.imports import of_a_new_process
 from memlab.metering import meter
@@ -208,10 +209,22 @@ def _as_python_starts_it(launch: Launch) -> Iterator[None]:
     sys.path.insert(0, str(launch.folder))
     sys.argv = [launch.script, *launch.arguments]
     try:
-        with of_a_new_process(launch.folder):
+        with of_a_new_process(launch.folder), _torchs_defaults_restored():
             yield
     finally:
         sys.path[:], sys.argv = folders, arguments
+
+
+@contextmanager
+def _torchs_defaults_restored() -> Iterator[None]:
+    dtype, device = torch.get_default_dtype(), default_device()
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if default_device() != device:
+            torch.set_default_device(device)
 
 
 class _Predicted:

@@ -231,6 +231,23 @@ def test_a_change_of_one_run_is_gone_in_the_next(script, tmp_path):
     assert outcome(words, device="cpu").trace.at_peak == plain.at_peak
 
 
+def test_what_a_script_sets_in_torch_is_gone_in_the_next_run(script):
+    source = """
+        import torch
+        model = torch.nn.Linear(64, 64)
+        assert torch.is_grad_enabled()
+        assert model.weight.dtype == torch.float32 and model.weight.device.type == "cpu"
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("cuda")
+        torch.set_grad_enabled(False)
+        """
+    for _ in range(2):
+        outcome([script(source)])
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.get_default_device().type == "cpu"
+    assert torch.is_grad_enabled()
+
+
 def test_the_command_line_is_the_scripts_own(script):
     before = sys.argv, sys.path[:]
     small, large = (

@@ -1,0 +1,125 @@
+"""Tensor types from before dtypes, which many scripts still use, on the stand-in.
+
+    torch.cuda.FloatTensor      makes tensors on the accelerator; `isinstance` accepts it
+    x.type(...)                 casts and moves to a type or its name; without one, returns the name
+    x.new(2, 3)                 makes a tensor on the device of `x`
+    set_default_tensor_type     sets the default dtype and device
+
+`torch.Tensor(2, 3)` makes a CPU tensor under any default type, and a tensor on an accelerator is an
+instance of `torch.FloatTensor` too.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memlab.dry_runs import fake_accelerator
+from memlab.dry_runs.fake_accelerator import StandIn
+from memlab.internals.torch_internals import FakeTensor
+from memlab.metering.dry import DryRun
+
+_DTYPES = {
+    name: kind.dtype
+    for name, kind in vars(torch).items()
+    if name.endswith("Tensor") and isinstance(getattr(kind, "dtype", None), torch.dtype)
+}
+_MODULES = (torch.cuda, torch.xpu)
+_NAME = re.compile(r"torch\.(?:(?P<device>cuda|xpu)\.)?(?P<kind>\w+)")
+
+
+class _AcceleratorType(type):
+    """The type of a stand-in for `torch.cuda.FloatTensor`."""
+
+    dtype: torch.dtype
+    real: Any
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if DryRun.active is None:  # a module that was imported in a dry run keeps it
+            return cls.real(*args, **kwargs)
+        StandIn.was_named = True
+        return _made(args, cls.dtype, kwargs.get("device") or StandIn.device)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        if not isinstance(value, FakeTensor):
+            return isinstance(value, cls.real)
+        return value.dtype is cls.dtype and _is_on_accelerator(value)
+
+
+def _is_on_accelerator(tensor: torch.Tensor) -> bool:
+    return tensor.device == torch.device(StandIn.device)
+
+
+def _made(args: tuple[Any, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
+    """Return what a type, or `x.new`, makes of sizes, of a storage or of values."""
+    empty, tensor = (fake_accelerator.FUNCTIONS[make] for make in (torch.empty, torch.tensor))
+    if len(args) != 1 or isinstance(args[0], (int, torch.Size)):
+        sizes = args[0] if args and not isinstance(args[0], int) else args or (0,)
+        return empty(sizes, dtype=dtype, device=device)
+    if isinstance(args[0], torch.Tensor):
+        return args[0].detach().to(device=fake_accelerator.to_stand_in(device), dtype=dtype)
+    if torch.is_storage(args[0]):
+        return empty((0,), dtype=dtype, device=device).set_(args[0])
+    return tensor(args[0], dtype=dtype, device=device)
+
+
+def _new(tensor: torch.Tensor, *args: Any, device: Any = None) -> torch.Tensor:
+    return _made(args, tensor.dtype, device or tensor.device)
+
+
+def _type(tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False) -> Any:
+    if dtype is None:
+        kind, is_on_cpu = torch.Tensor.type(tensor), tensor.device == torch.device("cpu")
+        return kind if is_on_cpu else kind.replace("torch.", "torch.cuda.", 1)
+    if (named := _parsed(dtype)) is None:
+        return torch.Tensor.type(tensor, dtype, non_blocking)
+    dtype, on_accelerator = named
+    if on_accelerator == _is_on_accelerator(tensor):
+        return tensor.to(dtype=dtype)
+    device = StandIn.device if on_accelerator else "cpu"
+    return tensor.to(device=device, dtype=dtype)
+
+
+def _parsed(kind: Any) -> tuple[torch.dtype, bool] | None:
+    """Return the dtype of a type or its name, and whether it is an accelerator's; None for what is
+    neither."""
+    name = f"{kind.__module__}.{kind.__name__}" if isinstance(kind, type) else kind
+    found = _NAME.fullmatch(name) if isinstance(name, str) else None
+    if found is None or found["kind"] not in _DTYPES:
+        return None
+    StandIn.was_named |= found["device"] is not None
+    return _DTYPES[found["kind"]], found["device"] is not None
+
+
+def _set_default(real: Callable[[Any], None]) -> Callable[[Any], None]:
+    def set_default_tensor_type(t: Any) -> None:
+        if (named := _parsed(t)) is None:
+            real(t)
+            return
+        dtype, on_accelerator = named
+        torch.set_default_dtype(dtype)
+        torch.set_default_device("cuda" if on_accelerator else None)
+
+    return set_default_tensor_type
+
+
+def _stand_in(real: Any) -> _AcceleratorType:
+    attributes = {"real": real, "dtype": real.dtype, "is_cuda": real.is_cuda}
+    return _AcceleratorType(real.__name__, (), {**attributes, "__module__": real.__module__})
+
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {torch.Tensor.new: _new, torch.Tensor.type: _type}
+
+
+def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
+    """Return the replacements of the types, for `replaced`."""
+    return {
+        (torch, "set_default_tensor_type"): _set_default,
+        **{
+            (module, name): _stand_in
+            for module in _MODULES
+            for name in _DTYPES
+            if hasattr(module, name)
+        },
+    }
