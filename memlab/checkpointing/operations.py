@@ -28,8 +28,8 @@ ATTENTION = frozenset(
         aten._scaled_dot_product_cudnn_attention.default,
     }
 )
-# torch has no formulas for attention on the CPU and in-place matmuls; these take the same leading
-# arguments as their counterparts.
+# torch has no formulas for in-place matmuls and, before 2.15, for attention on the CPU; these take
+# the same leading arguments as their counterparts.
 _FORMULAS = flop_registry | {
     aten.addmm_: flop_registry[aten.addmm],
     aten.baddbmm_: flop_registry[aten.baddbmm],

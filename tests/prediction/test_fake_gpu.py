@@ -141,7 +141,7 @@ def test_a_plain_dry_run_reports_the_machine():
     with memlab.dry_run():
         assert torch.cuda.is_available() == torch.accelerator.is_available()
         assert torch.accelerator.is_available() == (
-            torch.accelerator.current_accelerator() is not None
+            torch.accelerator.current_accelerator(check_available=True) is not None
         )
 
 
