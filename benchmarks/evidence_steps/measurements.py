@@ -12,6 +12,20 @@ EVIDENCE = Path(__file__).parents[1] / "evidence"
 MIB = 2**20
 _FULL_BATCH = 15  # from here on, some text of each batch has all 128 tokens
 _SEQUENCES = "the lengths of the texts, which small batches draw at random"
+# What decides the memory of our own steps, by words in their names; the first match counts.
+OWN_KINDS = {
+    "compiled": "compiled",
+    "convolution": "convolutions",
+    "network": "convolutions",
+    "U-Net": "convolutions",
+    "speech": "convolutions",
+    "LSTM": "recurrent",
+    "GRU": "recurrent",
+    "AdamW, ": "perceptron",
+    "SGD, ": "perceptron",
+    "Adafactor": "perceptron",
+    "": "transformers",
+}
 PEERS = {"xmem": "xMem", "dnnmem": "DNNMem", "schedtune": "SchedTune", "llmem": "LLMem"}
 
 
@@ -83,11 +97,13 @@ def own_steps() -> Iterator[Measurement]:
     for path in sorted(EVIDENCE.glob("own-*.json")):
         recorded = json.loads(path.read_text(encoding="utf-8"))
         for row in recorded["runs"]:
+            name, gpu = row["configuration"], recorded["source"]["gpu"]
+            kind = next(kind for word, kind in OWN_KINDS.items() if word in name)
             yield Measurement(
-                f"{row['configuration']}, {recorded['source']['gpu']}",
-                recorded["source"]["gpu"],
-                "memlab's steps",
-                row["configuration"],
+                f"{name}, {gpu}",
+                gpu,
+                f"own {kind}",
+                f"{kind}, {gpu}",
                 row["measured"]["reserved_bytes"],
                 row["measured"]["allocated_bytes"],
                 facts=(recorded["source"], row),

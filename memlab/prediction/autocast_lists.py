@@ -13,10 +13,10 @@ rules under the CPU's dispatch key.
 The lower rule also replaces the CPU's own, so that all operators share one cast cache, as on CUDA.
 """
 
-import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -131,7 +131,7 @@ def _rules() -> Iterator[tuple[Any, Callable[..., Any]]]:
         yield operator(name), _untouched(operator(name))
 
 
-@functools.cache
+@cache
 def _cpu_only_operators() -> tuple[str, ...]:
     names = (n for n in dispatch_get_all_op_names() if n.startswith("aten::"))
     return tuple(
@@ -149,7 +149,10 @@ def _with_cast(func: Any, cast: Callable[[list[torch.Tensor]], Callable[[Any], A
         with ExcludeDispatchKeyGuard(DispatchKeySet(_KEY)):
             tensors: list[torch.Tensor] = []
             tree_map_only(torch.Tensor, tensors.append, (args, kwargs))
-            args, kwargs = tree_map_only(torch.Tensor, cast(tensors), (args, kwargs))
+            each = partial(tree_map_only, torch.Tensor, cast(tensors))
+            # torch casts inside one C++ call, whose arguments compilers evaluate from the last on.
+            kwargs = {name: each(value) for name, value in reversed(kwargs.items())}
+            args = [each(value) for value in reversed(args)][::-1]
             return func(*args, **kwargs)
 
     return run
@@ -193,14 +196,14 @@ def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _to_float32(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    return functools.partial(_to, dtype=torch.float32)
+    return partial(_to, dtype=torch.float32)
 
 
 def _promote(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     widest = torch.get_autocast_dtype("cpu")
     if any(_is_eligible(tensor) and tensor.dtype != widest for tensor in tensors):
         widest = torch.float32  # also for bfloat16 with float16
-    return functools.partial(_to, dtype=widest)
+    return partial(_to, dtype=widest)
 
 
 def _lower(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -213,7 +216,7 @@ def _lower(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor
 
 
 def _lower_uncached(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    return functools.partial(_to, dtype=torch.get_autocast_dtype("cpu"))
+    return partial(_to, dtype=torch.get_autocast_dtype("cpu"))
 
 
 def _is_cacheable(tensor: torch.Tensor) -> bool:

@@ -85,6 +85,11 @@ class PredictionMeter(StorageMeter):
         self._note_workspaces(func)
         return result
 
+    def _in_order_of_allocation(self, func: Any, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        # native/cuda/Dropout.cu allocates the mask, the second result, before the output.
+        is_reversed = func is torch.ops.aten.native_dropout.default
+        return results[::-1] if is_reversed else results
+
     def _decomposition(self, func: Any) -> Callable[..., Any] | None:
         return self._prediction.substitutes.replacements.get(func) or super()._decomposition(func)
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from memlab.configs import evidence
-from memlab.configs.evidence import KINDS, ErrorRange, accuracy, errors, margin_share
+from memlab.configs.evidence import accuracy, errors, margin_share
 
 
 def write(folder, monkeypatch, lowest):
@@ -23,13 +23,20 @@ def forgotten():
     evidence._written.cache_clear()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["transformers", "4-bit weights", "convolutions"])
 def test_every_kind_of_step_has_measured_rows(kind):
     assert errors(kind)["reserved"].rows > 10
 
 
-def test_the_unquantized_lora_steps_are_allocated_exactly():
-    assert errors("transformers")["allocated"] == ErrorRange(14, 0, 0)
+def test_a_kind_without_measured_rows_is_named():
+    note = "no step of this kind (quantum layers) has been measured on a GPU yet"
+    assert accuracy("quantum layers") == note
+
+
+def test_transformers_are_allocated_within_a_thousandth():
+    allocated = errors("transformers")["allocated"]
+    assert allocated.rows >= 14
+    assert max(-allocated.lowest, allocated.highest) < 0.001
 
 
 def test_the_accuracy_is_one_sentence(tmp_path, monkeypatch):

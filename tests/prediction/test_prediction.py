@@ -569,14 +569,37 @@ def test_a_note_has_the_errors_of_measured_steps_of_its_kind():
     assert evidence.accuracy("convolutions") in predicted(convolution).notes
 
 
-def test_a_note_says_that_no_step_of_a_kind_was_measured():
+def test_the_kinds_of_step_have_their_own_notes():
     def recurrent(device):
         nn.LSTM(8, 8).to(device)(torch.zeros(2, 2, 8, device=device))
 
-    note = "no step of this kind ({}) has been measured on a GPU yet"
-    assert note.format("recurrent layers") in predicted(recurrent).notes
+    assert evidence.accuracy("recurrent layers") in predicted(recurrent).notes
     linear = memlab.predict(linear_training())
-    assert note.format("neither attention nor convolutions") in linear.notes
+    assert evidence.accuracy("neither attention nor convolutions") in linear.notes
+
+    def compiled(device):
+        return torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(8, device=device))
+
+    assert evidence.accuracy("compiled code") in predicted(compiled).notes
+
+
+def test_fused_dropout_allocates_its_mask_before_its_output():
+    def dropout(device):
+        return F.dropout(torch.zeros(2048, device=device, requires_grad=True), 0.5)
+
+    operator = "aten.native_dropout.default"
+    events = [event for event in predicted(dropout).events if event.operator == operator]
+    assert [event.bytes for event in events if event.bytes > 0] == [2048, 4 * 2048]
+
+
+def test_autocast_casts_the_last_argument_first():
+    def linear(device):
+        with torch.autocast("cuda", torch.bfloat16):
+            return nn.Linear(256, 512, device=device)(torch.zeros(1024, 256, device=device))
+
+    casts = [e.bytes for e in predicted(linear).events if "_to_copy" in e.operator and e.bytes > 0]
+    bias, weight, x = 2 * 512, 2 * 512 * 256, 2 * 1024 * 256
+    assert casts == [bias, weight, x]
 
 
 def test_a_device_can_be_a_torch_device_with_an_index():
