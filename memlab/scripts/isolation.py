@@ -63,6 +63,7 @@ _READING_GIT = re.compile(r"git (rev-parse|describe|log|show|branch|status|diff)
 # The default size of a terminal.
 _TERMINAL = {"stty size": "24 80", "tput lines": "24", "tput cols": "80"}
 _FROM_TERMINAL = re.compile(r" *(2>|<) */dev/(null|tty)")
+_LAUNCHER = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed|(ba|z)?sh|uv")
 _NOT_FOUND = 127  # a shell's exit status for a program that does not exist
 _FORKING = ("multiprocessing.popen_fork", "multiprocess.popen_fork")  # they run a given function
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
@@ -71,9 +72,26 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
 class RefusedConnectionError(ConnectionRefusedError):
     """A connection that `memlab run` refused."""
 
+    remedy = "--allow-writes permits it"
+
+    def __init__(self, host: str) -> None:
+        super().__init__(f"memlab run does not connect to {host}")
+
 
 class RefusedProcessError(FileNotFoundError):
     """A process that `memlab run` did not start."""
+
+    def __init__(self, program: str) -> None:
+        super().__init__(errno.ENOENT, "memlab run does not start programs", program)
+
+    @property
+    def remedy(self) -> str:
+        name = os.path.basename(self.filename).removesuffix(".exe")
+        if _LAUNCHER.fullmatch(name):
+            return "if it trains, give its command to memlab run; --allow-writes permits it"
+        if name != "fork" and shutil.which(self.filename) is None:
+            return "this machine does not have it either"
+        return "--allow-writes permits it"
 
 
 class Isolation:
@@ -88,6 +106,8 @@ class Isolation:
         self.written: dict[str, None] = {}
         self.connections: Counter[str] = Counter()
         self.processes: Counter[str] = Counter()
+        self._commands: dict[str, None] = {}
+        self._with_status: Counter[str] = Counter()  # programs of os.system
 
     @contextmanager
     def active(self, *, allow_writes: bool = False) -> Iterator[None]:
@@ -114,30 +134,35 @@ class Isolation:
             first, *others = self.written
             more = f" and {len(others)} more" if others else ""
             yield f"{first}{more} would have been written; --allow-writes lets the script write"
-        yield from self._refused()
+        yield from _refused(self.connections, self.processes)
 
     @contextmanager
     def refusals_noted(self) -> Iterator[None]:
-        """Add to an exception what was refused before, because that may be its cause."""
+        """Add to an exception the refusal that caused it, or may have."""
         try:
             yield
-        except (RefusedConnectionError, RefusedProcessError) as error:
-            error.add_note("--allow-writes permits it")
-            raise
-        except Exception as error:
-            for note in self._refused():
-                error.add_note(f"{note}; --allow-writes permits it")
+        except (Exception, SystemExit) as error:
+            for note in self._explanations(error):
+                error.add_note(note)
             raise
 
-    def _refused(self) -> Iterator[str]:
-        for what, names in (
-            ("a connection to", self.connections),
-            ("the program", self.processes),
-        ):
-            if names:
-                first, *others = names
-                more = f" and {len(others)} more" if others else ""
-                yield f"the script asked for {what} {first}{more}, and was refused"
+    def _explanations(self, error: BaseException) -> Iterator[str]:
+        """Yield the refusal that raised the error, or those that may have led to it."""
+        chain = list(_chain(error))
+        for each in chain:
+            if isinstance(each, (RefusedConnectionError, RefusedProcessError)):
+                yield each.remedy if each is error else f"{each}; {each.remedy}"
+                return
+        missing = [each.filename for each in chain if isinstance(each, FileNotFoundError)]
+        if missing:
+            makers = Counter(
+                _program_of(command) for command in self._commands if _may_make(missing, command)
+            )
+            for refused in _refused(self.connections, makers):
+                yield f"{refused}; if that makes the missing file, pass --allow-writes"
+        elif isinstance(error, (AssertionError, SystemExit)):
+            for refused in _refused(Counter(), self._with_status):
+                yield f"{refused}; if its exit status matters, pass --allow-writes"
 
     def _refusals(self) -> dict[tuple[Any, str], Callable[[Any], Any]]:
         return {
@@ -172,7 +197,7 @@ class Isolation:
 
     def _refuse_host(self, host: Any) -> NoReturn:
         self.connections[str(host)] += 1
-        raise RefusedConnectionError(f"memlab run does not connect to {host}")
+        raise RefusedConnectionError(str(host))
 
     def _popen(self, real: Callable[..., None]) -> Callable[..., None]:
         def start(popen: Any, args: Any, *others: Any, **kwargs: Any) -> None:
@@ -190,21 +215,20 @@ class Isolation:
         self._refuse_program(args[place])
 
     def _refuse_program(self, command: Any) -> NoReturn:
-        name = self._note_program(command)
-        raise RefusedProcessError(errno.ENOENT, "memlab run does not start programs", name)
+        raise RefusedProcessError(self._note_program(command))
 
     def _refuse_command(self, command: Any) -> int:
-        self._note_program(command)
+        self._with_status[os.path.basename(self._note_program(command))] += 1
         return _NOT_FOUND
 
     def _note_program(self, command: Any) -> str:
-        """Record a program by its name if the script asked for it, and return the name."""
-        if isinstance(command, (list, tuple)):
-            command = command[0] if command else ""
-        name = os.path.basename(os.fsdecode(command).split(" ")[0])
+        """Record a command if the script asked for it, and return its first word."""
+        words = command if isinstance(command, (list, tuple)) else [command]
+        text = " ".join(map(os.fsdecode, words))
         if _is_the_scripts_call():
-            self.processes[name] += 1
-        return name
+            self.processes[_program_of(text)] += 1
+            self._commands[text] = None
+        return text.split(" ")[0]
 
     def _fork(self, real: Callable[[], Any]) -> Callable[[], Any]:
         """Let a library fork to call a function; a script would run on twice."""
@@ -226,6 +250,33 @@ class Isolation:
             raise SystemExit(status)
 
         return exit_at_once
+
+
+def _program_of(command: str) -> str:
+    return os.path.basename(command.split(" ")[0])
+
+
+def _refused(connections: Counter[str], processes: Counter[str]) -> Iterator[str]:
+    for what, names in (("a connection to", connections), ("the program", processes)):
+        if names:
+            first, *others = names
+            more = f" and {len(others)} more" if others else ""
+            yield f"the script asked for {what} {first}{more}, and was refused"
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield the error, what it came of, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _may_make(files: list[Any], command: str) -> bool:
+    """Return whether a command names one of the files or its folders, or runs other commands."""
+    parts = {part for file in files if file for part in Path(os.fsdecode(file)).parts}
+    return bool(_LAUNCHER.fullmatch(_program_of(command))) or any(
+        part in command for part in parts if len(part) > 1
+    )
 
 
 def _answer(command: str) -> str | None:

@@ -22,7 +22,7 @@ from memlab.metering import meter
 from memlab.metering.dry import DryRun
 from memlab.metering.storages import StorageMeter
 from memlab.prediction import PredictedRun
-from memlab.scripts import data, saved_files
+from memlab.scripts import data, extensions, saved_files
 from memlab.scripts.changes import Change, applied
 from memlab.scripts.columns import Columns
 from memlab.scripts.evaluations import Evaluation, highest_evaluation
@@ -120,6 +120,7 @@ def run(
         stack.enter_context(isolation.active(allow_writes=allow_writes))
         if not allow_writes:
             stack.enter_context(saved_files.redirected(real=real))
+        stack.enter_context(extensions.refused(real=real, allow_writes=allow_writes))
         stack.enter_context(started.in_this_one())
         if not joins:
             stack.enter_context((messages or Messages()).active(launch.rank))

@@ -172,7 +172,8 @@ def test_an_error_names_what_was_refused(memlab_in, folder):
     assert (outcome.status, outcome.out) == (2, "")
     assert outcome.err.splitlines()[-1] == (
         "memlab: train.py:3 raised FileNotFoundError: [Errno 2] No such file or directory: 'log'; "
-        "the script asked for the program git, and was refused; --allow-writes permits it"
+        "the script asked for the program git, and was refused; if that makes the missing file, "
+        "pass --allow-writes"
     )
 
 

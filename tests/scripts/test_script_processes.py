@@ -148,21 +148,8 @@ def test_a_launchers_other_ranks_have_ended(outcome):
 
 
 def test_another_program_is_refused(outcome):
-    with pytest.raises(RefusedProcessError) as caught:
+    with pytest.raises(RefusedProcessError):
         outcome('subprocess.run([sys.executable, "-c", "1"])')
-    assert caught.value.__notes__ == ["--allow-writes permits it"]
-
-
-def test_what_was_refused_may_explain_a_later_error(outcome):
-    main = """
-        os.system("git rev-parse HEAD > commit.txt")
-        open("commit.txt")
-        """
-    with pytest.raises(FileNotFoundError) as caught:
-        outcome(main)
-    assert caught.value.__notes__ == [
-        "the script asked for the program git, and was refused; --allow-writes permits it"
-    ]
 
 
 def test_a_mesh_starts_the_process_group(outcome):
