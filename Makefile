@@ -26,12 +26,17 @@ RUN_TESTS := PYTHONHASHSEED=0 $(VENV_PYTHON) -m pytest -n 2 --dist loadfile --no
 RUN_NOTEBOOKS := env -u MPLBACKEND OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $$cpu \
   $(VENV_PYTHON) -m pytest -q -n 2 --dist loadfile
 
-# What a CPU can do decides which kernels torch and oneDNN take, and with them the last bits. Each of
-# these is an older CPU, or one with two threads, as a newer one can play it.
-CPUS := ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41 \
-  ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2 \
-  ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 \
-  OMP_NUM_THREADS=2
+# What a CPU can do decides which kernels torch, oneDNN and MKL take, and with them the last bits.
+# Each of these is an older CPU, or one with two threads, as a newer one can play it. MKL takes the
+# kernels of COMPATIBLE or AVX2 on an AMD CPU too.
+CPUS := ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41,MKL_CBWR=COMPATIBLE \
+  ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,MKL_CBWR=AVX2 \
+  ATEN_CPU_CAPABILITY=avx512,ONEDNN_MAX_CPU_ISA=AVX512_CORE,MKL_CBWR=AVX512 \
+  OMP_NUM_THREADS=2,TEST_THREADS=2
+
+# Every test that compares floats, and the checks of the course, which compare a learner's.
+FLOAT_TESTS = tests/course/test_checks.py \
+  $(shell grep -rlE 'assert_close|is_close|torch\.equal|\.abs\(\)' tests --include='test_*.py')
 
 # A stamp is written when its installation is complete. Its name holds what it is good for: a folder
 # that was copied elsewhere, or another index for torch, is set up again.
@@ -43,7 +48,7 @@ evidence_stamp := .venv/.evidence-$(label)
 evidence_packages := $(wildcard benchmarks/evidence/packages/*.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help measure test slow evidence bench solutions lessons cpus lab site lessons-exist benchmarks-exist
+.PHONY: help measure test slow evidence bench solutions lessons floats cpus lab site lessons-exist benchmarks-exist
 
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /\1 /p' $(MAKEFILE_LIST) | \
@@ -86,6 +91,14 @@ cpus: lessons-exist $(stamp) ## every solution as other CPUs would run it: half 
 	  $(RUN_NOTEBOOKS) --nbval $(SOLUTIONS) || failed="$$failed $$name"; \
 	done; \
 	[ -z "$$failed" ] || { echo "Outputs differ with:$$failed" >&2; exit 1; }
+
+floats: $(stamp) ## every test that compares floats, as other CPUs would run it: an hour
+	@failed=; for name in $(CPUS); do \
+	  echo "== $$name"; \
+	  env $$(echo "$$name" | tr , ' ') $(RUN_TESTS) -q -m 'not slow' $(FLOAT_TESTS) \
+	    || failed="$$failed $$name"; \
+	done; \
+	[ -z "$$failed" ] || { echo "Tests fail with:$$failed" >&2; exit 1; }
 
 site: $(site_stamp) ## build the documentation site into site/public, and check it; needs npm and Chromium
 	@$(VENV_PYTHON) site/build.py

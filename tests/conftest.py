@@ -4,7 +4,7 @@ import os
 
 # Before torch is imported: the number of threads decides how much scratch a kernel needs, and
 # waiting threads must not spin. Processes that tests start inherit both.
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_NUM_THREADS"] = os.environ.get("TEST_THREADS", "1")  # two in `make floats`
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["MPLBACKEND"] = "Agg"
 # Predictions follow them.

@@ -57,6 +57,9 @@ def of_the_full_batch(model: nn.Module, batches) -> tuple[torch.Tensor, list[tor
     return loss.detach(), found
 
 
+REORDERED = 256 * torch.finfo(torch.float64).eps  # sums in another order
+
+
 def largest_error(found, expected) -> float:
     """Return the error relative to each tensor's largest element."""
     errors = [(f - e).abs().max() / e.abs().max() for f, e in zip(found, expected, strict=True)]
@@ -67,8 +70,9 @@ def largest_error(found, expected) -> float:
 
 
 @pytest.mark.parametrize("lengths", [(12,), (12, 12), (1, 12), (3, 7, 12, 1, 5), (0, 4, 0, 9)])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
-def test_the_gradient_equals_the_full_batchs(lengths, dtype, tolerance):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_gradient_equals_the_full_batchs(lengths, dtype):
+    tolerance = 256 * torch.finfo(dtype).eps
     model, batches = model_of(dtype), ragged(*lengths)
     loss, expected = of_the_full_batch(model, batches)
     result = accumulate(batches, sum_of_losses(model), model.parameters())
@@ -94,7 +98,7 @@ def test_a_batch_may_be_split_anywhere(size):
     batch = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
     _, expected = of_the_full_batch(model, batches)
     accumulate(split(batch, size), sum_of_losses(model), model.parameters())
-    assert largest_error(gradients(model), expected) <= 1e-14
+    assert largest_error(gradients(model), expected) <= REORDERED
 
 
 def test_the_number_of_tokens_may_be_a_tensor():
@@ -106,7 +110,7 @@ def test_the_number_of_tokens_may_be_a_tensor():
         return loss, torch.tensor(tokens)
 
     result = accumulate(batches, counted, model.parameters())
-    assert largest_error(gradients(model), expected) <= 1e-14
+    assert largest_error(gradients(model), expected) <= REORDERED
     assert result.tokens.item() == 15
 
 
@@ -124,7 +128,7 @@ def test_a_parameter_passed_twice_is_divided_once():
     model, batches = model_of(), ragged(3, 12)
     _, expected = of_the_full_batch(model, batches)
     accumulate(batches, sum_of_losses(model), [*model.parameters(), *model.parameters()])
-    assert largest_error(gradients(model), expected) <= 1e-14
+    assert largest_error(gradients(model), expected) <= REORDERED
 
 
 def test_frozen_parameters_get_no_gradient():
@@ -299,7 +303,7 @@ def test_ddp_communicates_once_per_window(tmp_path):
         batches = ragged(3, 7, 12)
         accumulate(batches, sum_of_losses(ddp), model.parameters(), no_sync=ddp.no_sync)
         assert calls == [sum(p.numel() for p in model.parameters())]
-        assert largest_error(gradients(model), expected) <= 1e-14
+        assert largest_error(gradients(model), expected) <= REORDERED
     finally:
         dist.destroy_process_group()
 

@@ -1,5 +1,8 @@
 """The bound of a comparison follows from what was summed."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from close import assert_close
@@ -53,3 +56,15 @@ def test_another_dtype_or_shape_is_off(other):
 def test_a_bound_that_proves_nothing_is_refused():
     with pytest.raises(AssertionError, match="the bound proves nothing"):
         assert_close(torch.ones(2).bfloat16(), torch.ones(2).bfloat16())
+
+
+def test_no_test_compares_with_another_tolerance():
+    other = re.compile(r"torch\.(allclose|testing\.assert_close)\((?!.*atol=0[,)])")
+    files = Path(__file__).parent.rglob("*.py")
+    assert [f.name for f in files if other.search(f.read_text("utf-8"))] == []
+
+
+def test_integers_must_be_equal():
+    assert_close(torch.tensor([1, 2]), torch.tensor([1, 2]))
+    with pytest.raises(AssertionError):
+        assert_close(torch.tensor([1, 2]), torch.tensor([1, 3]))

@@ -84,7 +84,7 @@ def test_between_projections_a_matrix_moves_in_rank_directions_only():
     run(GaLore([weight], rank=4, weight_decay=0), 5)
     moved = torch.linalg.svdvals((weight.detach() - before).double())
     assert moved[3] > 1e-4
-    assert moved[4] < 1e-6
+    assert moved[4] < 5 * 2**-24 * before.norm()  # five roundings of each weight
 
 
 def test_a_rank_that_saves_nothing_leaves_the_weight_to_adamw():
