@@ -50,14 +50,15 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from memlab.internals.files import TEMPORARY_LOCK, remove_orphaned_folders, sync, write_beside
-from memlab.offload.records import Record, raw
+from memlab.offload.records import Record, is_count, raw
 from memlab.offload.stores import Store, StoreError, Wait, modified_error, nothing, was_modified
 from memlab.units import format_bytes
 
 FORMAT = "memlab offload 1"
 MANIFEST = "manifest.json"
 MARK = ".store"  # marks the folder as a store's, so that leftover files may be removed
-_FILE = re.compile(r"state\.\d{6,}|\.manifest\.[\d-]+\.json")  # files of a store, at any step
+_VALUES = re.compile(r"state\.\d{6,18}")  # the file of a record
+_FILE = re.compile(rf"{_VALUES.pattern}|\.manifest\.[\d-]+\.json")  # files that may be left over
 _PREFIX = "memlab-"  # of temporary folders
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -78,7 +79,12 @@ class _Entry:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "_Entry":
-        return cls(Record.from_json(data), data["file"], True, data["about"], data["crc32"])
+        file, crc32 = data["file"], data["crc32"]
+        if not isinstance(file, str) or not _VALUES.fullmatch(file):
+            raise ValueError(f"the file name {file!r}")
+        if not is_count(crc32):
+            raise ValueError(f"the checksum {crc32!r}")
+        return cls(Record.from_json(data), file, True, data["about"], crc32)
 
     def _crc32(self) -> int:
         return self.checksum if isinstance(self.checksum, int) else self.checksum.result()
@@ -285,19 +291,31 @@ class DiskStore(Store):
                 f"{path} is damaged: its checksum differs; restore a copy of the folder, or start "
                 f"in an empty one"
             )
-        content = json.loads(text)
-        if content["format"] != FORMAT:
+        try:
+            self._take_manifest(json.loads(text))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise StoreError(
-                f"{path} has format {content['format']!r}, wanted {FORMAT!r}; start in an empty "
-                f"folder"
-            )
-        entries = content["entries"].items()
-        self._committed = {key: _Entry.from_json(entry) for key, entry in entries}
-        self._entries = dict(self._committed)
-        self._manifest_files = {entry.file for entry in self._committed.values()}
-        self.step, self.notes, self._claims = content["step"], content["notes"], content["claims"]
+                f"{path} was not written by a DiskStore: it has {error}; restore a copy of the "
+                f"folder, or start in an empty one"
+            ) from error
         if self.verify:
             self._require_whole_files()
+
+    def _take_manifest(self, content: dict[str, Any]) -> None:
+        """Take over the content. Nothing in it may name a path outside the folder."""
+        if content["format"] != FORMAT:
+            raise ValueError(f"the format {content['format']!r}, wanted {FORMAT!r}")
+        if not is_count(content["step"]):
+            raise ValueError(f"the step {content['step']!r}")
+        committed = {key: _Entry.from_json(entry) for key, entry in content["entries"].items()}
+        files = {entry.file for entry in committed.values()}
+        if len(files) < len(committed):
+            raise ValueError("two values in one file")
+        claims = dict(content["claims"])
+        if not all(isinstance(fingerprint, str) for fingerprint in claims.values()):
+            raise ValueError(f"the claims {claims!r}")
+        self._committed, self._entries, self._manifest_files = committed, dict(committed), files
+        self.step, self.notes, self._claims = content["step"], content["notes"], claims
 
     def _require_whole_files(self) -> None:
         for key, entry in self._committed.items():

@@ -202,6 +202,21 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 raise ValueError("there is no commit to return to; make a new model and optimizer")
             return 0
         store.rollback()
+        try:
+            self._restore()
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            self._broken = (
+                f"the last commit is not a state of this optimizer ({error}); restore a copy of "
+                f"its folder, or start in an empty one"
+            )
+            raise StoreError(self._broken) from error
+        self.steps, self._broken = store.step, ""
+        self._gradients.clear()
+        return self.steps
+
+    def _restore(self) -> None:
+        """Read settings, state and, with `weights`, the model's weights from the last commit."""
+        store = self.store
         for group, kept in zip(self.param_groups, store.notes["groups"], strict=True):
             group.update({k: _like(group.get(k), v) for k, v in kept.items()})
         for sub_group in self._sub_groups:
@@ -209,9 +224,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if self.offloads_weights:
                 states = self._load_states(sub_group)
                 self._update_model(sub_group, [state[WEIGHT] for state in states])
-        self.steps, self._broken = store.step, ""
-        self._gradients.clear()
-        return self.steps
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]

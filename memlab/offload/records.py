@@ -22,6 +22,11 @@ ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
 Value = Tensor | Sequence[Tensor]
 
 
+def is_count(value: Any) -> bool:
+    """Return whether a value read from a file is an integer that can count something."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
 class TensorSpec(NamedTuple):
     """Shape, dtype and byte offset of a tensor in a record."""
 
@@ -69,9 +74,20 @@ class Record:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Record":
-        """Return the record of this plain data."""
-        specs = tuple(TensorSpec(tuple(s), getattr(torch, d), o) for s, d, o in data["pieces"])
-        return cls(specs, data["is_list"], torch.device("cpu"))
+        """Return the record of this plain data. Raise ValueError if it is none."""
+        specs, end = [], 0
+        for shape, dtype, offset in data["pieces"]:
+            spec = TensorSpec(tuple(shape), getattr(torch, dtype), offset)
+            sizes = (*spec.shape, spec.offset)
+            if not isinstance(spec.dtype, torch.dtype) or not all(map(is_count, sizes)):
+                raise ValueError(f"a tensor of {dtype!r} with the sizes {sizes}")
+            if spec.offset % ALIGNMENT or not 0 <= spec.offset - end < ALIGNMENT:
+                raise ValueError(f"a tensor at byte {offset} after one that ends at byte {end}")
+            specs.append(spec)
+            end = spec.offset + spec.bytes
+        if not isinstance(data["is_list"], bool) or not (specs or data["is_list"]):
+            raise ValueError(f"{len(specs)} tensors with is_list={data['is_list']!r}")
+        return cls(tuple(specs), data["is_list"], torch.device("cpu"))
 
 
 def contiguous_tensors(value: Value) -> list[Tensor]:

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import zlib
 
 import pytest
 import torch
@@ -176,6 +177,87 @@ def test_a_damaged_manifest_is_detected(folder, damage):
     path.write_text(damage(path.read_text()))
     with pytest.raises(StoreError, match="is damaged: its checksum differs"):
         DiskStore(folder)
+
+
+def forge(folder, change):
+    """Change the manifest's content and write a valid checksum."""
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text().split("\n")[1])
+    content = change(content) or content
+    text = json.dumps(content)
+    path.write_text(f"{zlib.crc32(text.encode())}\n{text}\n")
+
+
+def entry(**changes):
+    return lambda content: content["entries"]["a"].update(changes)
+
+
+def content(**changes):
+    return lambda content: content.update(changes)
+
+
+FORGERIES = {
+    "a file outside": entry(file="../victim.000001"),
+    "an absolute file": entry(file="/victim.000001"),
+    "the manifest as a file": entry(file="manifest.json"),
+    "a file name without end": entry(file="state." + "9" * 1000),
+    "a number as a file": entry(file=7),
+    "two values in one file": lambda c: c["entries"]["a"].update(file=c["entries"]["b"]["file"]),
+    "no file": lambda c: c["entries"]["a"].pop("file"),
+    "no checksum": entry(crc32=None),
+    "a negative size": entry(pieces=[[[-1000], "float32", 0]]),
+    "a fractional size": entry(pieces=[[[1000.0], "float32", 0]]),
+    "a true size": entry(pieces=[[[True], "float32", 0]]),
+    "a negative offset": entry(pieces=[[[1000], "float32", -64]]),
+    "an offset far away": entry(pieces=[[[1000], "float32", 2**40]]),
+    "overlapping tensors": entry(pieces=[[[900], "float32", 0], [[100], "float32", 64]]),
+    "a function as a dtype": entry(pieces=[[[1000], "load", 0]]),
+    "an unknown dtype": entry(pieces=[[[1000], "float33", 0]]),
+    "no tensors": entry(pieces=[]),
+    "pieces of another form": entry(pieces=[3]),
+    "a list as an entry": lambda c: c["entries"].update(a=[]),
+    "entries of another form": content(entries=[]),
+    "a negative step": content(step=-5),
+    "an endless step": content(step=10**30),
+    "a fractional step": content(step=2.5),
+    "no step": lambda c: c.pop("step"),
+    "no notes": lambda c: c.pop("notes"),
+    "claims of another form": content(claims=[["a"]]),
+    "a number as a claim": content(claims={"training": 5}),
+    "another format": content(format="other"),
+    "a list": lambda c: [c],
+}
+
+
+@pytest.mark.parametrize("change", FORGERIES.values(), ids=FORGERIES.keys())
+def test_a_forged_manifest_is_an_error_and_deletes_nothing(folder, change):
+    victim = folder.parent / "victim.000001"
+    victim.write_bytes(bytes(4000))
+    forge(folder, change)
+    before = sorted(path.name for path in folder.iterdir())
+    with pytest.raises(StoreError, match=r"was not written by a DiskStore: it has "):
+        DiskStore(folder)
+    assert sorted(path.name for path in folder.iterdir()) == before
+    assert victim.exists()
+
+
+@pytest.mark.parametrize(
+    "notes", [None, {}, {"groups": 3}, {"groups": []}, {"groups": [3]}, {"groups": [{}, {}]}]
+)
+def test_an_optimizer_refuses_forged_notes(tmp_path, notes):
+    def training():
+        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9)
+        return OffloadedOptimizer(optimizer, DiskStore(tmp_path / "state"))
+
+    offloaded = training()
+    offloaded.commit()
+    offloaded.store.close()
+    forge(tmp_path / "state", content(notes=notes))
+    again = training()
+    with pytest.raises(StoreError, match="the last commit is not a state of this optimizer"):
+        again.resume()
+    with pytest.raises(StoreError, match="the last commit is not a state of this optimizer"):
+        again.step()
 
 
 def test_the_store_of_another_training_is_refused(folder):
