@@ -25,8 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memlab.ema.profiles import Profile, power_profile
-from memlab.ema.tensor_files import TensorFile
+from memlab.ema.profiles import WIDEST, Profile, power_profile
+from memlab.ema.tensor_files import (
+    TensorFile,
+    is_dict_of_strings,
+    is_list_of_strings,
+    is_number,
+)
 from memlab.internals.chunks import chunk_size_on, chunk_starts
 from memlab.internals.torch_internals import FakeTensor
 from memlab.quantize import Quantized, dequantize_blockwise, quantize_blockwise
@@ -160,11 +165,41 @@ class Snapshot:
                 f"{file.path} is of format {about.get('format')!r}, wanted {FORMAT!r}; give a file "
                 f"written by PostHocEMA.snapshot()"
             )
-        plain = {key: json.loads(about[key]) for key in ("step", "sigma", "followed", "tied")}
-        followed = frozenset(plain.pop("followed"))
-        return cls(
-            file, about["run"], about["clock"], model=about["model"], followed=followed, **plain
+        if missing := sorted({"run", "clock", "model"} - about.keys()):
+            raise ValueError(f"{file.path} has no {missing[0]!r} in its metadata; restore a copy")
+        snapshot = cls(
+            file,
+            about["run"],
+            about["clock"],
+            file.value("step", lambda step: is_number(step) and step > 0),
+            file.value("sigma", lambda sigma: is_number(sigma) and 0 < sigma < WIDEST),
+            about["model"],
+            frozenset(file.value("followed", is_list_of_strings)),
+            file.value("tied", is_dict_of_strings),
         )
+        snapshot._require_stored_tensors()
+        return snapshot
+
+    def _require_stored_tensors(self) -> None:
+        """Raise ValueError unless each tensor is stored as `encode` stores tensors."""
+        places, shapes = self.file.places, self.shapes
+        wanted = {name: places.get(name) for name in self.followed}
+        for name, shape in shapes.items():
+            if f"{name}#codes" in places:
+                wanted |= parts(name, shape, INT8)
+            elif name not in self.followed:
+                place = places[name]
+                wanted[name] = place if place.dtype in _FLOATS else None
+        stored = {name: (place.dtype, place.shape) for name, place in places.items()}
+        for name in sorted(wanted.keys() | stored.keys()):
+            want = wanted.get(name)
+            if want is None or stored.get(name) != tuple(want)[:2]:
+                raise ValueError(
+                    f"{self.path} has {stored.get(name, 'nothing')} as {name!r}, which no snapshot "
+                    f"has; restore a copy of the file, or remove it"
+                )
+        if unknown := sorted(set(self.tied.values()) - shapes.keys()):
+            raise ValueError(f"{self.path} ties a weight to {unknown[0]!r}, which it does not have")
 
     @property
     def path(self) -> Path:

@@ -14,13 +14,15 @@ The metadata include XXH3 checksums (64 bits): `xxh3` for each tensor, computed 
 `xxh3_of_header` for the header with this field set to zeros. The first access to a tensor verifies
 its checksum, which reads the tensor once more. A flipped bit raises an error that names the file
 and the tensor; other tensors stay readable. Files without checksums are read unverified.
+
+The safetensors library checks each header before anything else reads it.
 """
 
 import json
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -29,6 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import xxhash
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from xxhash import xxh3_64_intdigest as xxh3
 
@@ -179,13 +182,31 @@ class TensorFile:
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
         self.path = Path(path)
         self.places, self.metadata, self._size = _read_header(self.path, verify)
-        self.metadata.pop(_HEADER_CHECKSUM, None)
-        checksums = json.loads(self.metadata.pop("xxh3", "{}"))
-        self._unverified = checksums if verify else {}
+        self._unverified = {}
+        if verify and "xxh3" in self.metadata:
+            self._unverified = self.value("xxh3", is_dict_of_strings)
+        for checksums in ("xxh3", _HEADER_CHECKSUM):
+            self.metadata.pop(checksums, None)
         self._bytes: Tensor | None = None
+
+    def value(self, key: str, is_valid: Callable[[Any], bool]) -> Any:
+        """Return a value of the metadata, which is JSON. Raise ValueError if it is not valid."""
+        text = self.metadata.get(key, "")
+        try:
+            value = json.loads(text)
+            if is_valid(value):
+                return value
+        except (ValueError, RecursionError):
+            pass
+        raise ValueError(
+            f"{self.path} has {text[:40]!r} as {key!r} in its metadata, which memlab never writes "
+            f"there; restore a copy of the file, or remove it"
+        )
 
     def tensor(self, name: str) -> Tensor:
         """Return the flat, mapped tensor, verified on first access. Do not write to it."""
+        if name not in self.places:
+            raise ValueError(f"{self.path} has no tensor {name!r}; restore a copy of the file")
         tensor = self._mapped(name)
         if (wanted := self._unverified.get(name)) is not None:
             _verify(self.path, f"its tensor {name!r}", _checksum(tensor), wanted)
@@ -242,16 +263,16 @@ def _read_header(path: Path, verify: bool) -> tuple[dict[str, Place], dict[str, 
     if verify:
         _verify_header(path, struct.pack("<Q", length) + text)
     try:
+        with safe_open(path, framework="numpy"):
+            pass
         entries = json.loads(text)
-        metadata = entries.pop("__metadata__", {})
+        metadata = entries.pop("__metadata__", None) or {}
         places = {name: _place(entry, 8 + length) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(
-            f"{path} has {size:,} bytes and no safetensors header: it is truncated or another kind "
-            f"of file; remove it, or restore a copy"
+            f"{path} has {size:,} bytes and is not a whole safetensors file ({error}): it is "
+            f"truncated, too long or another kind of file; remove it, or restore a copy"
         ) from None
-    wanted = max((place.offset + place.nbytes for place in places.values()), default=8 + length)
-    _require_size(path, size, wanted)
     return places, metadata, size
 
 
@@ -264,8 +285,26 @@ def _require_size(path: Path, size: int, wanted: int) -> None:
 
 
 def _place(entry: Mapping[str, Any], data_begin: int) -> Place:
-    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-    begin, end = entry["data_offsets"]
-    if end - begin != prod(shape) * dtype.itemsize or (data_begin + begin) % dtype.itemsize:
-        raise ValueError("offsets do not match the shape")
-    return Place(dtype, shape, data_begin + begin)
+    """Return the place of an entry that the safetensors library has accepted."""
+    if (dtype := DTYPES.get(entry["dtype"])) is None:
+        raise ValueError(f"memlab writes no tensors of {entry['dtype']}")
+    begin = data_begin + entry["data_offsets"][0]
+    if begin % dtype.itemsize:
+        raise ValueError(f"a tensor of {entry['dtype']} begins at byte {begin}")
+    return Place(dtype, tuple(entry["shape"]), begin)
+
+
+# ------------------------------------------------------------------ values of metadata
+
+
+def is_dict_of_strings(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+
+
+def is_list_of_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a finite number, 0 or above."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 2**63

@@ -55,7 +55,7 @@ from memlab.ema.averages import Average, move_towards, require_store, start_aver
 from memlab.ema.profiles import decay, gamma_from_sigma
 from memlab.ema.selection import Only, chosen
 from memlab.ema.snapshots import Encoding
-from memlab.ema.tensor_files import TensorFile, create_file
+from memlab.ema.tensor_files import TensorFile, create_file, is_number
 from memlab.internals.chunks import CHUNK_SIZE_ON_ACCELERATOR
 from memlab.internals.torch_internals import FakeTensor
 
@@ -227,17 +227,12 @@ class PostHocEMA:
                 f"{path} is of another run: got {there!r}, wanted {self.run!r}; load() it to "
                 f"resume that run, or give another path"
             )
-        kinds = {
-            f"{number}/{name}": kind
-            for number, average in enumerate(self.averages.values())
-            for name, kind in average.kinds.items()
-        }
         about = {key: json.dumps(value) for key, value in self._identity().items()}
         about |= {"format": STATE_FORMAT, "run": self.run, "step": json.dumps(self.step)}
         if self._is_dry():
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
-        with create_file(path, kinds, about) as file:
+        with create_file(path, self._stored_kinds(), about) as file:
             for name, tensor in self._numbered():
                 flat = tensor.reshape(-1)
                 for start in range(0, len(flat), CHUNK_SIZE_ON_ACCELERATOR):
@@ -256,13 +251,30 @@ class PostHocEMA:
                 f"{file.path} is of format {about.get('format')!r}, wanted {STATE_FORMAT!r}; give "
                 f"a file written by save(): a snapshot is rounded and cannot resume training"
             )
-        state = {key: json.loads(about[key]) for key in (*self._identity(), "step")}
+        state = {key: file.value(key, lambda _: True) for key in self._identity()}
         self._require_same(state)
+        step = file.value("step", is_number)
+        for name, (dtype, shape) in self._stored_kinds().items():
+            place = file.places.get(name)
+            if place is None or (place.dtype, place.shape) != (dtype, shape):
+                raise ValueError(
+                    f"{file.path} has {place and (place.dtype, place.shape)} as {name!r}, wanted "
+                    f"{(dtype, shape)}; restore a copy of the file"
+                )
         averages = [
             {name: file.tensor(f"{number}/{name}") for name in average}
             for number, average in enumerate(self.averages.values())
         ]
-        self.load_state_dict({**state, "run": about["run"], "averages": averages})
+        run = about.get("run", "")
+        self.load_state_dict({**state, "step": step, "run": run, "averages": averages})
+
+    def _stored_kinds(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return dtype and shape of each tensor of the state, by its name in a file."""
+        return {
+            f"{number}/{name}": kind
+            for number, average in enumerate(self.averages.values())
+            for name, kind in average.kinds.items()
+        }
 
     def _identity(self) -> dict[str, Any]:
         """Return the properties that must match in order to resume."""
