@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from memlab.cli.script import is_users
+from memlab.internals.signals import handled
 
 SECONDS = 10  # between two lines that say where the script is
 
@@ -25,11 +26,8 @@ def ended_by_a_signal() -> Iterator[None]:
     def interrupt(*args: Any) -> NoReturn:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
+    with handled(signal.SIGTERM, interrupt):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -48,13 +46,12 @@ def telling_where(folder: Path) -> Iterator[None]:
         where = next(_lines_of(frame, folder), "an import")
         announce(f"{where} after {monotonic() - start:.0f} s")
 
-    before = signal.signal(signal.SIGALRM, tell)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS, SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    with handled(signal.SIGALRM, tell):
+        signal.setitimer(signal.ITIMER_REAL, SECONDS, SECONDS)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _lines_of(frame: FrameType | None, folder: Path) -> Iterator[str]:

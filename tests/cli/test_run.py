@@ -166,6 +166,20 @@ def test_sigterm_ends_it_as_ctrl_c_does(memlab_in, folder):
     assert "interrupted; nothing was written" in outcome.err
 
 
+def test_a_pools_workers_have_the_scripts_handlers_of_signals(memlab_in, folder):
+    pool = """
+        import multiprocessing, signal
+
+        signals = signal.SIGALRM, signal.SIGTERM
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            print("in a worker:", *pool.map(signal.getsignal, signals))
+    """
+    script = folder / "train.py"
+    script.write_text(dedent(pool) + script.read_text())
+    outcome = memlab_in(folder, "run", "--device", "cpu", "train.py")
+    assert "\nin a worker: 0 0\n" in outcome.err  # the default handlers
+
+
 def test_an_error_names_what_was_refused(memlab_in, folder):
     (folder / "train.py").write_text("import os\nos.system('git log > log')\nopen('log')\n")
     outcome = memlab_in(folder, "run", "train.py")
