@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from memlab.course.exercises import Wrong
+from memlab.internals.threads import scope
 from memlab.metering.modes import restore_mode_flags
 
 SHUTDOWN_SECONDS = 2.0  # for a thread that was told to end
@@ -196,9 +197,9 @@ class _TurnCommunicator:
             threading.Thread(target=self._run_program, args=(rank, program), daemon=True)
             for rank, program in enumerate(programs)
         ]
-        for thread in threads:
-            thread.start()
-        with restore_mode_flags():
+        with scope(), restore_mode_flags():
+            for thread in threads:  # inside, so that no rank waits for one that measures
+                thread.start()
             try:
                 while not all(self._ended):
                     rank = self._next()

@@ -62,6 +62,7 @@ from memlab.dry_runs.routing import ASSUMED_ROUTING, Routing
 from memlab.dry_runs.transfers import Transfer
 from memlab.dry_runs.validations import valid_answer
 from memlab.internals.replacing import replaced
+from memlab.internals.threads import measurement, only_where_asked
 from memlab.internals.torch_internals import (
     DataDependentOutputException,
     DisableTorchFunction,
@@ -70,6 +71,8 @@ from memlab.internals.torch_internals import (
     FakeTensorMode,
     disable_fake_tensor_cache,
     eval_frame,
+    exclude_frame_from_dynamo,
+    exclude_from_dynamo,
     foreach_utils,
     get_current_dispatch_mode,
     get_current_function_mode_stack,
@@ -77,6 +80,7 @@ from memlab.internals.torch_internals import (
     is_fake,
     is_traceable_wrapper_subclass,
     load_dynamos_rules,
+    refuse_inside_compiled_code,
     tree_map_only,
 )
 from memlab.metering.dry import DryRun
@@ -152,6 +156,7 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
     _fake_kernels = KERNELS
     _observer: Observer | None = None
 
+    @exclude_from_dynamo
     def __init__(self, *others: object, assume: str | float | None = None) -> None:
         if others:
             raise TypeError(
@@ -161,20 +166,32 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         self._assumptions = Assumptions(assume)
         self._routing = Routing(assume)
 
+    @exclude_frame_from_dynamo
     def __enter__(self) -> "dry_run":
+        refuse_inside_compiled_code("memlab.dry_run")
         if DryRun.active is not None:
             raise RuntimeError("a dry run is already active; use one `with dry_run()` at a time")
+        with ExitStack() as stack:
+            stack.enter_context(measurement())
+            self._start(stack)
+            self._started = stack.pop_all()
+        return self
+
+    @exclude_from_dynamo
+    def _start(self, stack: ExitStack) -> None:
+        """Start the dry run; what `stack` holds ends it, in reverse order."""
+        stack.callback(self._end)
         DryRun.active = self
         fake_accelerator.StandIn.was_named = False
         self._outside = _OutsideTensors()
-        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        stack.callback(self._outside.restore)
+        self._fake_mode = _FakeTensorMode(allow_non_fake_inputs=True)
         self._fake_mode.create_symbolic_nested_int = _reject_jagged
         self._results = FakeResults(self._fake_mode)
         self._operators = _DispatchMode(self)
         self._functions = _FunctionMode()
-        self._modes = (self._fake_mode, self._functions, self._operators)
-        for mode in self._modes:
-            mode.__enter__()
+        for mode in (self._fake_mode, self._functions, self._operators):
+            stack.enter_context(mode)
         self._zeros = WeakIdKeyDictionary()  # the scaler's flags for infinities, read as 0
         self._true = WeakIdKeyDictionary()  # unknown bools that read as True, such as isfinite
         self._integers = WeakIdKeyDictionary()  # values of integers computed from unknown ones
@@ -183,37 +200,33 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         self._is_uncompiled = False  # whether compiled code ran uncompiled
         self._loop_guard = LoopGuard()
         self._loaders = Loaders()
-        self._stance = torch.compiler.set_stance("force_eager")  # compiled kernels need addresses
-        self._stance.__enter__()
-        self._libraries = _libraries_prepared()
+        stack.enter_context(library_caches.emptied())
+        stack.enter_context(triton_launches.skipped())
         load_dynamos_rules()  # before functions in it are replaced
         own = {
             (torch.autograd, "_engine_run_backward"): self._with_function_mode,
             (_LOG, "disabled"): lambda real: True,  # it would repeat the user's exception
             (eval_frame(), "_callback_from_stance"): self._record_compiled,
+            # compiled kernels need addresses
+            (eval_frame().DynamoStance, "stance"): lambda real: _UNCOMPILED_STANCE,
         }
         parts = (*_PARTS, self._loaders)
         replacements = {key: new for part in parts for key, new in part.replacements().items()}
-        self._replaced = replaced({**_REPLACEMENTS, **own, **replacements})
-        self._replaced.__enter__()
+        stack.enter_context(replaced({**_REPLACEMENTS, **own, **replacements}))
         for kinds in _FOREACH_TYPES:
             kinds.append(FakeTensor)
-        return self
+            stack.callback(kinds.remove, FakeTensor)
 
     @property
     def transfers(self) -> list[Transfer]:
         """What collectives have sent to other ranks."""
         return self._collectives.transfers
 
+    @exclude_from_dynamo
     def __exit__(self, *exception: Any) -> None:
-        self._replaced.__exit__(None, None, None)
-        self._libraries.close()
-        self._stance.__exit__(*exception)
-        for kinds in _FOREACH_TYPES:
-            kinds.remove(FakeTensor)
-        for mode in reversed(self._modes):
-            mode.__exit__(*exception)
-        self._outside.restore()
+        self._started.close()
+
+    def _end(self) -> None:
         DryRun.active, DryRun.stream = None, 0
 
     def notes(self) -> tuple[str, ...]:
@@ -412,12 +425,18 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         return 0.0 if tensor in self._zeros else 0.5
 
 
-def _libraries_prepared() -> ExitStack:
-    stack = ExitStack()
-    stack.enter_context(weight_files.loaded_in_this_thread())
-    stack.enter_context(library_caches.emptied())
-    stack.enter_context(triton_launches.skipped())
-    return stack
+# `torch.compiler.set_stance` acts in all threads.
+_UNCOMPILED_STANCE = property(
+    lambda stance: "force_eager", lambda stance, new: vars(stance).update(stance=new)
+)
+
+
+class _FakeTensorMode(FakeTensorMode):
+    """torch's mode, which does not stop the compilation of functions in other threads."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
 
 class _OutsideTensors:
@@ -427,7 +446,8 @@ class _OutsideTensors:
         self.fakes = WeakIdKeyDictionary()  # real tensor to fake tensor
         self._gradients = WeakIdKeyDictionary()
         self._states: list[tuple[torch.optim.Optimizer, dict[Any, Any]]] = []
-        self._hook = optimizer.register_optimizer_step_pre_hook(self._note_state)
+        note_state = only_where_asked(self._note_state)
+        self._hook = optimizer.register_optimizer_step_pre_hook(note_state)
 
     def note(self, tensor: torch.Tensor, fake_mode: FakeTensorMode) -> None:
         """Replace a leaf's gradient by a fake one with the same lifetime."""

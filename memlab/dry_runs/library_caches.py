@@ -7,32 +7,57 @@ the bytes of what a library keeps are then the same in each run.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
+
+from memlab.internals.replacing import replaced
+from memlab.internals.threads import asked
 
 _CACHES = (("bitsandbytes.functional", "name2qmap"),)
 
 
 @contextmanager
 def emptied() -> Iterator[None]:
-    """Empty the caches inside `with`, and restore them afterwards."""
-    before = [(cache, dict(cache)) for cache in _caches()]
-    _clear()
+    """Let the dry run's threads have caches of their own inside `with`."""
+    before = set(_caches())
     try:
-        yield
+        with replaced(dict.fromkeys(before, _Divided)):
+            yield
     finally:
-        _clear()
-        for cache, values in before:
-            cache.update(values)
+        for module, name in set(_caches()) - before:  # imported since
+            getattr(module, name).clear()
 
 
-def _clear() -> None:
-    for cache in _caches():
-        cache.clear()
-
-
-def _caches() -> Iterator[dict[Any, Any]]:
+def _caches() -> Iterator[tuple[Any, str]]:
     for module, name in _CACHES:
-        if module in sys.modules:
-            yield getattr(sys.modules[module], name, {})
+        if hasattr(sys.modules.get(module), name):
+            yield sys.modules[module], name
+
+
+class _Divided(MutableMapping[Any, Any]):
+    """A cache that is empty at first for the threads that asked, and the real one for others."""
+
+    checks_thread = True  # for `replaced`
+
+    def __init__(self, real: dict[Any, Any]) -> None:
+        self._real, self._own = real, {}
+
+    @property
+    def _cache(self) -> dict[Any, Any]:
+        return self._own if asked() else self._real
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._cache[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._cache[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._cache[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._cache)
+
+    def __len__(self) -> int:
+        return len(self._cache)

@@ -16,7 +16,6 @@ Small tensors, such as counters and the settings of quantized weights, have thei
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,18 +31,9 @@ _NAME = "safe_open"
 _TORCH = ("pt", "torch", "pytorch")
 
 
-@contextmanager
-def loaded_in_this_thread() -> Iterator[None]:
-    """Make transformers load weights without threads inside `with`."""
-    before = os.environ.get(_NO_THREADS)
-    os.environ[_NO_THREADS] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_NO_THREADS]
-        else:
-            os.environ[_NO_THREADS] = before
+def _without_threads(real: Callable[[Any, str], str]) -> Callable[[Any, str], str]:
+    """Return how the environment is read, in which transformers loads weights without threads."""
+    return lambda variables, name: "1" if name == _NO_THREADS else real(variables, name)
 
 
 class _FileBytes:
@@ -196,6 +186,7 @@ def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
     storages = _Storages()
     return {
         (torch.UntypedStorage, "from_file"): lambda real: _from_file,
+        (type(os.environ), "__getitem__"): _without_threads,
         (torch, "load"): storages.load,
         (torch_utils, "_restore_device_fake_mode"): storages.restore,
         **{(module, "set_rng_state"): _set_rng_state for module in (torch, torch.random)},

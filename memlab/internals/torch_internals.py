@@ -42,6 +42,8 @@ from torch._C import _ForceDispatchKeyGuard as ForceDispatchKeyGuard
 from torch._C import _functorch as functorch
 from torch._C import _get_default_device as get_default_device
 from torch._C import _get_mkldnn_enabled as get_mkldnn_enabled
+from torch._C import _get_obj_in_tls as get_obj_in_tls
+from torch._C import _is_key_in_tls as is_key_in_tls
 from torch._C import _len_torch_function_stack as len_torch_function_stack
 from torch._C import _nn as c_nn
 from torch._C import _set_mkldnn_enabled as set_mkldnn_enabled
@@ -49,10 +51,11 @@ from torch._C import (
     _set_warn_deprecated_on_mutable_data_ptr as set_warn_deprecated_on_mutable_data_ptr,
 )
 from torch._C import _SetExcludeDispatchKeyGuard as SetExcludeDispatchKeyGuard
+from torch._C import _stash_obj_in_tls as stash_obj_in_tls
 from torch._C._autograd import _get_sequence_nr as get_sequence_nr
 from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
 from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
-from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_code_exec_strategy
 from torch._C._profiler import _EventType as EventType
 from torch._C._profiler import _ExperimentalConfig as ExperimentalConfig
 from torch._ops import OpOverload
@@ -104,6 +107,12 @@ def when_backward_ends(do: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(do)
 
 
+def remove_obj_from_tls(key: str) -> None:
+    """Remove an object from this thread's; torch 2.11 can only overwrite it."""
+    remove = getattr(torch._C, "_remove_obj_from_tls", None)
+    remove(key) if remove else stash_obj_in_tls(key, None)
+
+
 # ------------------------------------------------------------------ torch.compile and fake tensors
 
 
@@ -115,6 +124,42 @@ def load_dynamos_rules() -> None:
 def eval_frame() -> Any:
     """Return the Dynamo module that decides which functions are compiled."""
     return torch._dynamo.eval_frame
+
+
+def exclude_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Exclude the function and its callees from torch.compile, which breaks the graph at a call.
+
+    A compiled function under a dispatch mode calls the mode's handler with the mode off, so Dynamo
+    would compile the handler. That takes minutes, and guards and resumed frames keep tensors alive.
+    `torch.compiler.disable` costs as much as a small operator.
+    """
+    return _excluded(function, FrameAction.SKIP)
+
+
+def exclude_frame_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Exclude the function from torch.compile, but not its callees."""
+    return _excluded(function, FrameAction.DEFAULT)
+
+
+def _excluded(function: Callable[..., Any], callees: FrameAction) -> Callable[..., Any]:
+    set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, callees))
+    vars(function).update(  # what torch.compiler.disable sets, so that Dynamo does not inline it
+        _torchdynamo_disable=True,
+        _torchdynamo_disable_recursive=callees is FrameAction.SKIP,
+        _torchdynamo_disable_msg="memlab measures a compiled function from outside: call the "
+        "compiled function in the code that memlab measures",
+    )
+    return function
+
+
+@exclude_frame_from_dynamo
+def refuse_inside_compiled_code(name: str) -> None:
+    """Raise RuntimeError inside a function under torch.compile, where parts of it run compiled."""
+    if callable(get_eval_frame_callback()):
+        raise RuntimeError(
+            f"got {name} inside a function under torch.compile; call the compiled function inside "
+            f"`with {name}(...)` instead"
+        )
 
 
 # ------------------------------------------------------------------ composite operators
@@ -129,22 +174,15 @@ def call_composite(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
     return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
+def forget_python_dispatch(func: OpOverload) -> None:
+    """Let Python's dispatcher, which traces for torch.compile, look up an operator's kernels again.
+
+    Otherwise it calls a kernel that is no longer registered, and autograd records nothing.
+    """
+    func._dispatch_cache.clear()
+
+
 # ------------------------------------------------------------------ CUDA, collectives, storages
-
-
-@contextmanager
-def stream_without_driver() -> Iterator[None]:
-    """Make CUDA's current raw stream 0 inside `with`, even if torch is built without CUDA."""
-    name = "_cuda_getCurrentRawStream"
-    real = getattr(torch._C, name, None)
-    setattr(torch._C, name, lambda device: 0)
-    try:
-        yield
-    finally:
-        if real is None:
-            delattr(torch._C, name)
-        else:
-            setattr(torch._C, name, real)
 
 
 def cuda_snapshot() -> dict[str, Any]:

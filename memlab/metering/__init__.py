@@ -2,10 +2,17 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from memlab.internals.threads import measurement
+from memlab.internals.torch_internals import (
+    exclude_frame_from_dynamo,
+    exclude_from_dynamo,
+    refuse_inside_compiled_code,
+)
 from memlab.metering.cycles import no_cycle_collection
 from memlab.metering.device_stats import DeviceStats
 from memlab.metering.devices import complete, monitor_for
@@ -18,6 +25,7 @@ from memlab.trace import Trace
 __all__ = ["BudgetExceeded", "budget", "measure", "meter"]
 
 
+@exclude_from_dynamo
 def measure(
     step: Callable[[], Any],
     *,
@@ -45,6 +53,7 @@ def measure(
 class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as running:`
     """`measure` as a context manager; read `running.trace` afterwards, even if the body raised."""
 
+    @exclude_from_dynamo
     def __init__(
         self,
         model: torch.nn.Module | None = None,
@@ -71,13 +80,18 @@ class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as ru
         )
         self._trace: Trace | None = None
 
+    @exclude_frame_from_dynamo
     def __enter__(self) -> "meter":
-        self._monitor.start()
-        self._storages.__enter__()
+        refuse_inside_compiled_code("memlab.meter")
+        with ExitStack() as stack:
+            stack.enter_context(measurement())  # before the device's counters are reset
+            self._monitor.start()
+            stack.enter_context(self._storages)
+            self._started = stack.pop_all()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._storages.__exit__(*exception)
+        self._started.close()
         with no_cycle_collection():  # it would search thousands of live events
             self._trace = self._complete()
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from memlab.internals.replacing import replaced
 from memlab.internals.torch_internals import (
     DispatchKey,
     ForceDispatchKeyGuard,
@@ -24,7 +23,7 @@ _KEYS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
 
 class Casts:
-    """Track autocast between `start()` and `stop()`.
+    """Track autocast from `replacements()` on.
 
     `cpu_list` is the device whose autocast operator list applies to CPU tensors.
     """
@@ -34,13 +33,10 @@ class Casts:
         self._on: set[str] = set()
         self._cast: set[str] = set()  # devices of enclosing operators that were cast
 
-    def start(self) -> None:
+    def replacements(self) -> dict[tuple[Any, str], Callable[[Any], Any]]:
+        """Return the function that changes autocast."""
         self._on = {device for device in _KEYS if torch.is_autocast_enabled(device)}
-        self._replaced = replaced({(torch, "set_autocast_enabled"): self._tracking})
-        self._replaced.__enter__()
-
-    def stop(self) -> None:
-        self._replaced.__exit__(None, None, None)
+        return {(torch, "set_autocast_enabled"): self._tracking}
 
     @contextmanager
     def inside(self, func: Any) -> Iterator[None]:

@@ -11,27 +11,28 @@ Under a dispatch mode Dynamo runs a function uncompiled, unless the mode opts ou
 """
 
 import sys
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from types import ModuleType
 from typing import Any
 
 from torch import Tensor
+from torch.nn.modules import module as torch_module
 
+from memlab.internals.replacing import replaced
 from memlab.internals.torch_internals import CODE_CACHE, CONVERT_FRAME, EVAL_FRAME, GUARDS
 
 _ALLOCATE = "empty_strided_"
 
 
-def ignore_hook_warning() -> None:
-    """Silence torch.compile's warning about global module hooks: the meter registers them."""
-    remark = r"Using `torch\.compile\(module\)` when there are global hooks"
-    warnings.filterwarnings("ignore", message=remark)
+def hook_warning() -> dict[tuple[Any, str], Callable[[Any], Any]]:
+    """Return what to replace so that torch.compile does not warn about the meter's module hooks."""
+    return {(torch_module, "_has_any_global_hook"): lambda real: lambda: False}
 
 
 class CompiledCode:
-    """Report compiled code between `start()` and `stop()`.
+    """Report compiled code inside `reported()`.
 
     `on_buffer(tensor)` is called for each tensor that compiled code allocates, `on_run(True)`
     before compiled code may run, and `on_run(False)` after it.
@@ -40,43 +41,34 @@ class CompiledCode:
     def __init__(self, on_buffer: Callable[[Tensor], None], on_run: Callable[[bool], None]) -> None:
         self._on_buffer, self._on_run = on_buffer, on_run
         self._is_compiling = False
-        self._replaced: list[tuple[Any, str, Any]] = []
 
-    def start(self) -> None:
+    @contextmanager
+    def reported(self) -> Iterator[None]:
         if (eval_frame := sys.modules.get(EVAL_FRAME)) is None:
-            return  # Dynamo is not imported
-        guards, converter = sys.modules[GUARDS], sys.modules[CONVERT_FRAME].CatchErrorsWrapper
-        self._wrappers = {
-            name: self._reporting_buffers(getattr(guards, name))
-            for name in dir(guards)
-            if name.startswith(f"_{_ALLOCATE}")
-        }
-        for name, wrapper in self._wrappers.items():
-            self._replace(guards, name, wrapper)
-        self._replace(
-            eval_frame,
-            "_maybe_set_eval_frame",
-            self._reporting_runs(eval_frame._maybe_set_eval_frame),
-        )
-        self._replace(converter, "__call__", self._marking_compilation(converter.__call__))
-        for module in _inductor_modules():
-            for name in vars(module).keys() & {name[1:] for name in self._wrappers}:
-                self._replace(module, name, self._wrappers[f"_{name}"])
-
-    def stop(self) -> None:
-        for owner, name, original in reversed(self._replaced):
-            setattr(owner, name, original)
-        if not self._replaced:
+            yield  # Dynamo is not imported
             return
-        for module in _inductor_modules():  # includes modules loaded since start()
-            for name, wrapper in self._wrappers.items():
-                if vars(module).get(name[1:]) is wrapper:
-                    setattr(module, name[1:], wrapper.__wrapped__)
-        self._replaced.clear()
-
-    def _replace(self, owner: Any, name: str, new: Any) -> None:
-        self._replaced.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, new)
+        guards, converter = sys.modules[GUARDS], sys.modules[CONVERT_FRAME].CatchErrorsWrapper
+        allocators = [name for name in dir(guards) if name.startswith(f"_{_ALLOCATE}")]
+        replacements = {
+            (eval_frame, "_maybe_set_eval_frame"): self._reporting_runs,
+            (converter, "__call__"): self._marking_compilation,
+            **{(guards, name): self._reporting_buffers for name in allocators},
+            **{
+                (module, name[1:]): self._reporting_buffers
+                for module in _inductor_modules()
+                for name in allocators
+                if hasattr(module, name[1:])
+            },
+        }
+        with replaced(replacements):
+            try:
+                yield
+            finally:
+                reporting = {name: getattr(guards, name) for name in allocators}
+        for module in _inductor_modules():  # those loaded since then have the replacements
+            for name, function in reporting.items():
+                if vars(module).get(name[1:]) is function:
+                    setattr(module, name[1:], getattr(guards, name))
 
     def _reporting_buffers(self, allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @wraps(allocate)

@@ -6,7 +6,8 @@ known, so a backward operator belongs to the module whose forward created its no
 """
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from memlab.internals.threads import only_where_asked
 from memlab.internals.torch_internals import (
     ConvNd,
     current_autograd_node,
@@ -60,7 +62,7 @@ class ModuleNames:
 
 
 class Context:
-    """Track modules and phases between `start()` and `stop()`.
+    """Track modules and phases inside `followed()`.
 
     on_root(module)             before the forward of a module that no known root contains
     on_first_step(optimizer)    before an optimizer's first step
@@ -95,29 +97,30 @@ class Context:
         self._on_root = on_root
         self._on_first_step, self._on_step_end = on_first_step, on_step_end
         self._on_backward_start, self._on_backward_end = on_backward_start, on_backward_end
-        self._handles: list[Any] = []
         self._module_handles: list[Any] = []
 
-    def start(self) -> None:
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        handles = [
+            register_optimizer_step_pre_hook(only_where_asked(self._before_step)),
+            register_optimizer_step_post_hook(only_where_asked(self._after_step)),
         ]
         self.follow_modules(True)
-
-    def stop(self) -> None:
-        self.follow_modules(False)
-        for handle in self._handles:
-            handle.remove()
-        if self.in_backward:
-            self._leave_backward()
+        try:
+            yield
+        finally:
+            self.follow_modules(False)
+            for handle in handles:
+                handle.remove()
+            if self.in_backward:
+                self._leave_backward()
 
     def follow_modules(self, wanted: bool) -> None:
         """Register the global module hooks, or remove them."""
         if wanted and not self._module_handles:
             self._module_handles = [
-                register_module_forward_pre_hook(self._enter),
-                register_module_forward_hook(self._leave, always_call=True),
+                register_module_forward_pre_hook(only_where_asked(self._enter)),
+                register_module_forward_hook(only_where_asked(self._leave), always_call=True),
             ]
         elif not wanted:
             for handle in self._module_handles:

@@ -6,15 +6,30 @@ from typing import Any, ClassVar
 
 import torch
 
+from memlab.internals.threads import asked
 
-class DryRun:
+
+class _PerThread(type):
+    """Metaclass with `active`, which only the threads that asked for the dry run see."""
+
+    _active: "DryRun | None" = None
+
+    @property
+    def active(cls) -> "DryRun | None":
+        return DryRun._active if asked() else None
+
+    @active.setter
+    def active(cls, running: "DryRun | None") -> None:
+        DryRun._active = running
+
+
+class DryRun(metaclass=_PerThread):
     """A dry run as the meter uses it.
 
-    active   the running dry run, or None
+    DryRun.active   the running dry run, or None
     stream   the number of the accelerator's current stream, 0 for the default one
     """
 
-    active: ClassVar["DryRun | None"] = None
     stream: ClassVar[int] = 0
 
     def release_mode(self) -> bool:

@@ -18,7 +18,10 @@ _INTERNAL_FRAMES = (
         f"{_MEMLAB_FOLDER / part}{os.sep}"
         for part in ("metering", "dry_runs", "prediction", "scripts")
     ),
-    str(_MEMLAB_FOLDER / "internals" / "torch_internals.py"),
+    *(
+        str(_MEMLAB_FOLDER / "internals" / file)
+        for file in ("replacing.py", "threads.py", "torch_internals.py")
+    ),
     f"{_TORCH_FOLDER}/_ops.py",
     f"{_TORCH_FOLDER}/_compile.py",
     f"{_TORCH_FOLDER}/_dynamo/eval_frame.py",

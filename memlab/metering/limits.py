@@ -4,6 +4,11 @@ from typing import Any
 
 import torch
 
+from memlab.internals.torch_internals import (
+    exclude_frame_from_dynamo,
+    exclude_from_dynamo,
+    refuse_inside_compiled_code,
+)
 from memlab.metering.registry import Storage
 from memlab.metering.storages import StorageMeter
 from memlab.units import format_bytes, parse_bytes
@@ -21,12 +26,15 @@ class budget:  # noqa: N801 - used as a function: `with memlab.budget("6 MiB"):`
     modules. After `with budget(...) as spent:`, `spent.peak_bytes` is the peak.
     """
 
+    @exclude_from_dynamo
     def __init__(self, limit: int | str, *, model: torch.nn.Module | None = None) -> None:
         self._limit = parse_bytes(limit)
         self._storages = StorageMeter(model, on_birth=self._check)
         self.peak_bytes = 0
 
+    @exclude_frame_from_dynamo
     def __enter__(self) -> "budget":
+        refuse_inside_compiled_code("memlab.budget")
         self._storages.__enter__()
         return self
 

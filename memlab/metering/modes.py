@@ -1,31 +1,18 @@
 """A dispatch mode with low overhead per operator."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from memlab.internals.torch_internals import (
-    FrameAction,
-    FrameExecStrategy,
     TorchDispatchMode,
+    exclude_from_dynamo,
     python_dispatch,
-    set_code_exec_strategy,
 )
 
 _DEVICE = torch.ops.prim.device.default
-
-
-def exclude_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Exclude the function and its callees from torch.compile.
-
-    A compiled function under a dispatch mode calls the mode's handler with the mode off, so Dynamo
-    would compile the handler. That takes minutes, and guards and resumed frames keep tensors alive.
-    """
-    skip_all = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
-    set_code_exec_strategy(function.__code__, skip_all)
-    return function
 
 
 # torch's flags for active modes are shared by all threads, and each mode restores the value it
@@ -62,6 +49,11 @@ class LightMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let functions run compiled under this mode, in all threads: torch's flag is shared."""
+        return True
 
     @exclude_from_dynamo
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -9,12 +9,14 @@ The rules come from recording 65 kinds of steps with and without a no-op mode
 (profiler_recording.py). A test repeats the recordings and fails if a new torch adds a branch.
 """
 
+import threading
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node
-from torch.library import Library
 
+from memlab.internals.replacing import registered
 from memlab.internals.torch_internals import call_composite
 from memlab.metering.registry import Storage
 
@@ -78,34 +80,33 @@ class CompositeTracker:
     """
 
     def __init__(self) -> None:
-        self.depth = 0
+        self._of_thread = threading.local()
         self._users = 0
-        self._library: Library | None = None
+        self._registered = ExitStack()
+
+    @property
+    def depth(self) -> int:
+        return getattr(self._of_thread, "depth", 0)
 
     def __enter__(self) -> None:
         self._users += 1
         if self._users == 1:
-            self._library = Library("aten", "IMPL")
-            for operator in _COMPOSITES:
-                for key in (
-                    "AutogradCPU",
-                    *(["AutogradCUDA"] if torch.cuda.is_available() else []),
-                ):
-                    self._library.impl(operator, self._counting(operator), key)
+            keys = ("AutogradCPU", *(["AutogradCUDA"] if torch.cuda.is_available() else []))
+            kernels = {(func, key): self._counting(func) for func in _COMPOSITES for key in keys}
+            self._registered.enter_context(registered(kernels))
 
     def __exit__(self, *exception: Any) -> None:
         self._users -= 1
         if self._users == 0:
-            self._library._destroy()
-            self._library = None
+            self._registered.close()
 
     def _counting(self, operator: Any) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self.depth += 1
+        def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            self._of_thread.depth = self.depth + 1
             try:
                 return call_composite(operator, *args, **kwargs)
             finally:
-                self.depth -= 1
+                self._of_thread.depth -= 1
 
         return run
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memlab.internals.torch_internals import exclude_from_dynamo
 from memlab.metering.dry import DryRun
-from memlab.metering.modes import exclude_from_dynamo
 from memlab.trace import CATEGORIES, Event
 
 _RANKS = {category: rank for rank, category in enumerate(CATEGORIES)}
@@ -168,14 +168,10 @@ class Registry:
         return list(self._alive.values())
 
     def listen(self, listener: Callable[[Storage, int], None]) -> None:
-        if not self._listeners:
-            torch.UntypedStorage.resize_ = self._wrapped_resize()
         self._listeners = (*self._listeners, listener)
 
     def unlisten(self, listener: Callable[[Storage, int], None]) -> None:
         self._listeners = tuple(other for other in self._listeners if other != listener)
-        if not self._listeners:
-            del torch.UntypedStorage.resize_  # the base class has the original
 
     def check_size(self, untyped: torch.UntypedStorage) -> None:
         """Notify the listeners if the storage's size has changed."""
@@ -210,10 +206,11 @@ class Registry:
         for listener in self._listeners:
             listener(record, change)
 
-    def _wrapped_resize(self) -> Callable[..., Any]:
-        """Wrap `UntypedStorage.resize_`, which bypasses the dispatcher; FSDP uses it."""
-        resize = torch.UntypedStorage.resize_
+    def replacements(self) -> dict[tuple[Any, str], Callable[[Any], Any]]:
+        """Return the function that changes a storage's size past the dispatcher; FSDP uses it."""
+        return {(torch.UntypedStorage, "resize_"): self._wrapped_resize}
 
+    def _wrapped_resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
         def resize_(untyped: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
             if untyped._cdata not in self._alive:
                 as_bytes = _BytesTensor(untyped.device, torch.uint8, (untyped.nbytes(),))

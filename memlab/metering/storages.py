@@ -18,13 +18,16 @@ storages are marked during the step, and events are created at the end.
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from memlab.internals.torch_internals import call_composite, has_kernel
+from memlab.internals.replacing import replaced
+from memlab.internals.threads import measurement
+from memlab.internals.torch_internals import call_composite, exclude_from_dynamo, has_kernel
 from memlab.metering.casts import Casts
-from memlab.metering.compiled import CompiledCode, ignore_hook_warning
+from memlab.metering.compiled import CompiledCode, hook_warning
 from memlab.metering.context import Context
 from memlab.metering.dry import DryRun
 from memlab.metering.folding import Folding
@@ -108,7 +111,20 @@ class StorageMeter(LightMode):
 
     # ------------------------------------------------------------------ begin and end
 
+    @exclude_from_dynamo
     def __enter__(self) -> "StorageMeter":
+        with ExitStack() as stack:
+            stack.enter_context(measurement())
+            self._start(stack)
+            self._started = stack.pop_all()
+        return self
+
+    @exclude_from_dynamo
+    def __exit__(self, *exception: Any) -> None:
+        self._started.close()
+
+    def _start(self, stack: ExitStack) -> None:
+        """Start metering; what `stack` holds ends it, in reverse order."""
         self._stream.start()
         if self._model is not None:
             self.context.names.add_root(self._model)
@@ -116,25 +132,23 @@ class StorageMeter(LightMode):
         if self._optimizer is not None:
             self._scanner.scan_optimizer(self._optimizer)
         self._scanner.scan_reachable(self._roots)
-        self.context.start()
-        self._casts.start()
-        ignore_hook_warning()
+        stack.callback(self._mark_the_rest)
+        stack.enter_context(self._stream.listening())
+        stack.callback(self._scan_at_the_end)
+        stack.enter_context(self.context.followed())
         if self._dry_run is None:
-            self._compiled.start()
-        COMPOSITE_TRACKER.__enter__()
-        self._stream.listen()
-        self._replaces_dry_mode = self._dry_run is not None and self._dry_run.release_mode()
-        return super().__enter__()
+            stack.enter_context(self._compiled.reported())
+        parts = (self._casts.replacements(), REGISTRY.replacements(), hook_warning())
+        stack.enter_context(replaced({key: new for part in parts for key, new in part.items()}))
+        stack.callback(self._folding.close)
+        stack.enter_context(COMPOSITE_TRACKER)
+        if self._dry_run is not None and self._dry_run.release_mode():
+            stack.callback(self._dry_run.reclaim_mode)
+        super().__enter__()
+        stack.push(super().__exit__)
 
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        if self._replaces_dry_mode:
-            self._dry_run.reclaim_mode()
-        COMPOSITE_TRACKER.__exit__()
-        self._folding.close()
-        self._casts.stop()
-        self._compiled.stop()
-        self.context.stop()
+    def _scan_at_the_end(self) -> None:
+        """Find what unmetered threads have left in gradients and states."""
         known = len(self._stream.found)
         for root in self.context.names.roots:
             self._scanner.scan_gradients(root.parameters())
@@ -142,7 +156,8 @@ class StorageMeter(LightMode):
         for optimizer in (self._optimizer, *self.context.optimizers):  # one may be in its step
             if optimizer is not None:
                 self._scanner.scan_state(optimizer)
-        self._stream.stop()
+
+    def _mark_the_rest(self) -> None:
         if not self.context.optimizers and self._optimizer is None:
             self._mark_alive("optimizer", "optimizer_state")  # of a handwritten optimizer
         for record in self._scanner.unused():
@@ -164,11 +179,6 @@ class StorageMeter(LightMode):
         return sorted(self._stream.own.values(), key=lambda record: -record.bytes)[:count]
 
     # ------------------------------------------------------------------ compiled code
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions run compiled under this mode."""
-        return True
 
     def _on_compiled_buffer(self, tensor: torch.Tensor) -> None:
         self._folding.close()

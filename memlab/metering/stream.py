@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -64,13 +65,15 @@ class ChangeStream:
         self._last_number = REGISTRY.last_number
         self._alive_before = {record.number: (record, record.bytes) for record in REGISTRY.alive()}
 
-    def listen(self) -> None:
-        """Record every free and resize from now on."""
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Record every free and resize inside `with`, and count what earlier runs of the same model
+        left alive."""
         REGISTRY.listen(self._changed)
-
-    def stop(self) -> None:
-        """Stop recording, and count what earlier runs of the same model left alive."""
-        REGISTRY.unlisten(self._changed)
+        try:
+            yield
+        finally:
+            REGISTRY.unlisten(self._changed)
         for record, _ in self._alive_before.values():
             if record not in self and record.run is not None and self.run.continues(record.run):
                 self.include(record)

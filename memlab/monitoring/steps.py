@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from memlab.internals.torch_internals import disable_dynamo
+from memlab.internals.torch_internals import exclude_from_dynamo
 from memlab.monitoring.counters import Counters, Reading, counters_for, device_in_use
 from memlab.monitoring.reports import Interval, StepMemory, emitter, plural
 from memlab.monitoring.snapshots import MAX_ENTRIES, OomWatch, explanation, is_oom, say
@@ -70,6 +70,7 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
     own, without mapped files, and there are no snapshots.
     """
 
+    @exclude_from_dynamo
     def __init__(
         self,
         device: torch.device | str | None = None,
@@ -106,6 +107,7 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
 
     # ------------------------------------------------------------------ steps
 
+    @exclude_from_dynamo
     def step(self, number: int | None = None) -> StepMemory:
         """End a training step, and return its memory. `number` is its number in the logs."""
         if self._finds_steps:
@@ -194,6 +196,7 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
 
     # ------------------------------------------------------------------ with
 
+    @exclude_from_dynamo
     def __enter__(self) -> "monitor":
         self.is_running = True
         if self._finds_steps and self._hook is None:
@@ -201,6 +204,7 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
         self._oom.start()
         return self
 
+    @exclude_from_dynamo
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self.is_running = False
         self._remove_hook()
@@ -281,7 +285,7 @@ class Steps(Generic[T]):
 def _hook_of(reference: "weakref.ref[monitor]") -> Callable[..., None]:
     """Return a hook for all optimizers; torch.compile leaves it alone."""
 
-    @disable_dynamo
+    @exclude_from_dynamo
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         running = reference()
         if running is not None:

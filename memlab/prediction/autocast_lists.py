@@ -13,16 +13,15 @@ rules under the CPU's dispatch key.
 The lower rule also replaces the CPU's own, so that all operators share one cast cache, as on CUDA.
 """
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
-from torch.library import Library
 from torch.utils.weak import WeakIdKeyDictionary
 
+from memlab.internals.replacing import registered
 from memlab.internals.torch_internals import (
     DispatchKey,
     DispatchKeySet,
@@ -89,15 +88,10 @@ def operator(name: str) -> Any:
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
     """Apply CUDA's autocast rules to CPU tensors inside `with`."""
-    library = Library("aten", "IMPL")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about overridden kernels
-            for func, rule in _rules():
-                library.impl(func, rule, "AutocastCPU", with_keyset=True, allow_override=True)
-        yield
+        with registered({(func, "AutocastCPU"): rule for func, rule in _rules()}):
+            yield
     finally:
-        library._destroy()
         _casts.clear()
 
 

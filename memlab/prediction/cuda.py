@@ -31,9 +31,10 @@ from memlab.internals.replacing import replaced
 from memlab.internals.scaled_mm import SCALED_MM
 from memlab.internals.torch_internals import (
     FakeTensor,
+    exclude_from_dynamo,
     in_backward,
-    stream_without_driver,
     subclasses,
+    torch_c,
     tree_leaves,
 )
 from memlab.metering.cuda import GRANULARITY
@@ -90,6 +91,7 @@ EVERYTHING_NOTE = (
 )
 
 
+@exclude_from_dynamo
 def predict(
     build: Build,
     *,
@@ -240,7 +242,8 @@ class _CudaDryRun(dry_run):
             stack.enter_context(StandIn.use(CUDA))
             stack.enter_context(self)
             stack.enter_context(fake_gpu(self.target, self._gpus))
-            stack.enter_context(stream_without_driver())  # bitsandbytes reads it at its import
+            # bitsandbytes reads CUDA's current stream at its import
+            stack.enter_context(replaced({(torch_c, "_cuda_getCurrentRawStream"): _stream_0}))
             stack.enter_context(replaced(reported_devices.replacements()))
             stack.enter_context(replaced(dict.fromkeys(_EMPTY_CACHE, self._with_empty_cache)))
             stack.enter_context(replaced(dict.fromkeys(_FALLBACKS, _with_device)))
@@ -372,6 +375,10 @@ class _CudaDryRun(dry_run):
             if type(optimizer).__module__.startswith("torch.optim.")
             for group in optimizer.param_groups
         }
+
+
+def _stream_0(real: Any) -> Callable[[int], int]:
+    return lambda device: 0
 
 
 def _with_device(fallback: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,13 +11,14 @@ that GPU. The driver is never called, even if there is one.
     DataParallel                    runs its module on the first GPU, with that GPU's share of the
                                     batch; gradients that arrive from the others are not counted
 
-transformers, accelerate and Lightning use these functions. Answers that they cache for the life of
-the process are cleared before and after.
+transformers, accelerate and Lightning use these functions. They cache answers for the life of the
+process; a prediction has caches of its own.
 """
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -200,28 +201,39 @@ def _replace_by(answer: Any) -> Callable[[Any], Any]:
 
 @contextmanager
 def _caches_cleared() -> Iterator[None]:
-    """Clear libraries' cached answers before and after the block, and restore their state."""
-    states = [(state, dict(state)) for state in _shared_states()]
-    _clear_caches()
+    """Give libraries caches and states of their own inside the block."""
+    states = {(kind, "_shared_state"): lambda real: {} for kind in _kinds_of_state()}
     try:
-        yield
+        with replaced({**states, **_uncached()}):
+            yield
     finally:
-        _clear_caches()
-        for state, before in states:
-            state.update(before)
+        for function in _cached_functions():  # imported since then, they have the block's answers
+            function.cache_clear()
+        for kind in _kinds_of_state():
+            if (kind, "_shared_state") not in states:
+                kind._shared_state.clear()
 
 
-def _clear_caches() -> None:
+def _uncached() -> dict[tuple[Any, str], Callable[[Any], Any]]:
+    """Return a new cache for each function that caches its answers, in all modules that have it."""
+    new = {id(function): cache(function.__wrapped__) for function in _cached_functions()}
+    return {
+        (module, name): _replace_by(new[id(value)])
+        for module in list(sys.modules.values())
+        for name, value in list(getattr(module, "__dict__", {}).items())
+        if id(value) in new
+    }
+
+
+def _cached_functions() -> Iterator[Any]:
     for name in _CACHING_MODULES:
-        for function in vars(sys.modules.get(name, object)).values():
+        for function in list(vars(sys.modules.get(name, object)).values()):
             if hasattr(function, "cache_clear"):
-                function.cache_clear()
-    for state in _shared_states():
-        state.clear()
+                yield function
 
 
-def _shared_states() -> Iterator[dict[str, Any]]:
-    """Yield accelerate's process-wide states, such as its device and precision."""
+def _kinds_of_state() -> Iterator[Any]:
+    """Yield accelerate's classes that have a process-wide state, such as the device."""
     module = sys.modules.get("accelerate.state")
     for name in ("PartialState", "AcceleratorState", "GradientState"):
-        yield from [getattr(module, name)._shared_state] if module else []
+        yield from [getattr(module, name)] if module else []

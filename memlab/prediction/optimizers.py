@@ -8,6 +8,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from memlab.internals.replacing import replaced
+from memlab.internals.threads import only_where_asked
 from memlab.internals.torch_internals import foreach_utils
 
 
@@ -23,7 +24,8 @@ def optimizer_defaults(choice: str) -> Iterator[None]:
         )
         if choice == "fused":
             chosen: list[dict[str, Any]] = []
-            hook = torch_optimizer.register_optimizer_step_pre_hook(_choose_fused(chosen))
+            choose = only_where_asked(_choose_fused(chosen))
+            hook = torch_optimizer.register_optimizer_step_pre_hook(choose)
             stack.callback(_undo_fused, chosen)
             stack.callback(hook.remove)
         yield

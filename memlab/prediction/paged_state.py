@@ -17,6 +17,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memlab.internals.replacing import replaced
+from memlab.internals.threads import only_where_asked
 from memlab.units import format_bytes
 
 
@@ -31,7 +32,7 @@ class PagedState:
     def installed(self) -> Iterator["PagedState"]:
         """Replace them inside `with`, from the first step of a paged optimizer on."""
         with ExitStack() as self._stack:
-            hook = register_optimizer_step_pre_hook(self._before_step)
+            hook = register_optimizer_step_pre_hook(only_where_asked(self._before_step))
             self._stack.callback(hook.remove)
             yield self
 

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.library import Library
 
 from memlab.configs.targets import Kernels, Target
+from memlab.internals.replacing import registered
 from memlab.internals.torch_internals import call_composite
 from memlab.prediction import recurrent
 
@@ -42,15 +42,14 @@ class Substitutes:
 
     @contextmanager
     def installed(self) -> Iterator["Substitutes"]:
-        library = Library("aten", "IMPL")
-        try:
-            for operator, substitute in self.replacements.items():
-                library.impl(operator, substitute, "AutogradCPU")
-            if self.kernels.norms == "fused":  # a registered kernel stops the decomposition
-                library.impl(aten._fused_rms_norm.default, _no_kernel, "CPU")
+        kernels = {
+            (operator, "AutogradCPU"): _without_keys(substitute)
+            for operator, substitute in self.replacements.items()
+        }
+        if self.kernels.norms == "fused":  # a registered kernel stops the decomposition
+            kernels[aten._fused_rms_norm.default, "CPU"] = _no_kernel
+        with registered(kernels):
             yield self
-        finally:
-            library._destroy()
 
     # -------------------------------------------------------------- attention
 
@@ -154,6 +153,10 @@ class Substitutes:
             self.used.add("fused dropout")
             return aten.native_dropout(input, p, train)[0]
         return call_composite(aten.dropout.default, input, p, train)
+
+
+def _without_keys(substitute: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda keys, *args, **kwargs: substitute(*args, **kwargs)
 
 
 def _allows_fused_kernel(

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from memlab.internals.replacing import replaced
+from memlab.internals.threads import only_where_asked
 from memlab.metering.registry import REGISTRY
 from memlab.trace import Trace
 
@@ -53,8 +54,8 @@ class Evaluations:
     @contextmanager
     def watching(self) -> Iterator[None]:
         handles = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
+            register_module_forward_pre_hook(only_where_asked(self._enter)),
+            register_module_forward_hook(only_where_asked(self._leave), always_call=True),
         ]
         try:
             with replaced({(nn.Module, "train"): self._noting_mode}):

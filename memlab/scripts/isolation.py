@@ -39,7 +39,7 @@ except ImportError:  # Python may be built without it
     sqlite3 = None  # type: ignore[assignment]
 
 from memlab.internals.libraries import is_librarys, is_pythons
-from memlab.internals.replacing import replaced
+from memlab.internals.replacing import caller_of, replaced
 
 # No library asks the network, logs to a service, or writes to a shared cache of data sets.
 _ENVIRONMENT = {
@@ -64,6 +64,7 @@ _READING_GIT = re.compile(r"git (rev-parse|describe|log|show|branch|status|diff)
 _TERMINAL = {"stty size": "24 80", "tput lines": "24", "tput cols": "80"}
 _FROM_TERMINAL = re.compile(r" *(2>|<) */dev/(null|tty)")
 _LAUNCHER = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed|(ba|z)?sh|uv")
+_OWN = (__file__, str(Path(__file__).parents[1] / "internals"))
 _NOT_FOUND = 127  # a shell's exit status for a program that does not exist
 _FORKING = ("multiprocessing.popen_fork", "multiprocess.popen_fork")  # they run a given function
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
@@ -234,7 +235,8 @@ class Isolation:
         """Let a library fork to call a function; a script would run on twice."""
 
         def fork() -> Any:
-            if sys._getframe(1).f_globals.get("__name__") in _FORKING:
+            caller = caller_of(sys._getframe())
+            if caller is not None and caller.f_globals.get("__name__") in _FORKING:
                 return real()
             self._refuse_program("fork")
 
@@ -306,7 +308,7 @@ def _is_the_scripts_call() -> bool:
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file != __file__ and not is_pythons(file):
+        if not file.startswith(_OWN) and not is_pythons(file):
             return not is_librarys(file)
         frame = frame.f_back
     return True

@@ -17,6 +17,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from memlab.internals.replacing import replaced
+from memlab.internals.threads import only_where_asked
 from memlab.scripts.changes import running_framework
 from memlab.scripts.evaluations import Evaluations
 
@@ -72,7 +73,7 @@ class StepWatcher:
         """Watch all optimizers and backward passes inside `with`."""
         if self.steps == 1:
             self._begin(False)
-        handle = register_optimizer_step_pre_hook(self._before_step)
+        handle = register_optimizer_step_pre_hook(only_where_asked(self._before_step))
         try:
             with (
                 self.evaluations.watching(),

@@ -457,7 +457,7 @@ def test_the_scale_is_the_first_one():
 
 
 def everything() -> list[object]:
-    return [vars(owner).get(name) for owner, name in fake_accelerator.replacements()]
+    return [getattr(owner, name) for owner, name in fake_accelerator.replacements()]
 
 
 @pytest.mark.parametrize("error", [None, ZeroDivisionError])

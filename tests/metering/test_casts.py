@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import memlab
+from memlab.internals.replacing import replaced
 from memlab.metering.casts import Casts
 
 aten = torch.ops.aten
@@ -81,8 +82,7 @@ ON_NO_LIST, ON_BOTH, ON_THE_CPUS = aten.expand_as.default, aten.matmul.default, 
 def lowers(casts: Casts, *around) -> bool:
     """Return whether autocast applies inside these nested composites, outermost first."""
     with torch.autocast("cpu", torch.bfloat16), ExitStack() as stack:
-        casts.start()
-        stack.callback(casts.stop)
+        stack.enter_context(replaced(casts.replacements()))
         stack.enter_context(torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(CPU_KEY)))
         for func in around:
             stack.enter_context(casts.inside(func))

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memlab.internals.threads import scope
 from memlab.metering.context import Context, ModuleNames
 
 
@@ -24,10 +25,8 @@ def phases_of(step) -> list[tuple[str, str, str]]:
             seen.append((func.overloadpacket.__name__, phase, context.module()))
             return func(*args, **(kwargs or {}))
 
-    context.start()
-    with Watch():
+    with scope(), context.followed(), Watch():
         step()
-    context.stop()
     return seen
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memlab
 from memlab.metering.modes import LightMode, restore_mode_flags
@@ -53,13 +54,13 @@ def modes_that_overlap():
     begun, ended = threading.Event(), threading.Event()
 
     def outer():
-        with LightMode():
+        with TorchDispatchMode():
             begun.set()
             ended.wait()
 
     def inner():
         begun.wait()
-        mode = LightMode()
+        mode = TorchDispatchMode()
         mode.__enter__()
         ended.set()
         first.join()

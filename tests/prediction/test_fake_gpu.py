@@ -2,11 +2,12 @@
 
 import functools
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from beside import another_thread
 
 import memlab
 from memlab.configs.targets import TARGETS
@@ -164,23 +165,30 @@ def test_a_script_that_checks_for_a_gpu_has_the_same_prediction():
     assert not any("nothing on an accelerator" in note for note in asked.notes)
 
 
-def test_libraries_cached_answers_are_cleared(monkeypatch):
+def test_libraries_have_caches_of_their_own_in_a_prediction(monkeypatch):
     """transformers caches answers; accelerate has process-wide state."""
     library = ModuleType("transformers.utils.import_utils")
     library.is_cuda = functools.lru_cache(lambda: torch.cuda.is_available())
-    shared = {"device": "cpu"}
+    user = ModuleType("transformers.a_user")
+    user.is_cuda = library.is_cuda
     states = ModuleType("accelerate.state")
     for name in ("PartialState", "AcceleratorState", "GradientState"):
-        setattr(states, name, SimpleNamespace(_shared_state={}))
-    states.PartialState._shared_state = shared
-    monkeypatch.setitem(sys.modules, library.__name__, library)
-    monkeypatch.setitem(sys.modules, states.__name__, states)
+        setattr(states, name, type(name, (), {"_shared_state": {}}))
+    shared = states.PartialState._shared_state
+    shared["device"] = "cpu"
+    for module in (library, user, states):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def device() -> str:
+        return states.PartialState._shared_state.setdefault("device", "cuda")
 
     def ask() -> bool:
-        shared.setdefault("device", "cuda")
-        return library.is_cuda() and shared["device"] == "cuda"
+        assert elsewhere(lambda: (library.is_cuda(), user.is_cuda())) == (before, before)
+        assert elsewhere(device) == "cpu"
+        return library.is_cuda() and user.is_cuda() and device() == "cuda"
 
     before = library.is_cuda()
-    assert heard(ask)
+    with another_thread() as elsewhere:
+        assert heard(ask)
     assert library.is_cuda() == before
     assert shared == {"device": "cpu"}
