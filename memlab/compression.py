@@ -226,7 +226,9 @@ def compressed_activations(
     """
     if mode is None:
         mode = "nearest" if bits == 8 else "stochastic"
-    kernel.encode(torch.empty(0, device="cpu"), bits=bits, block=group, mode=mode)  # validates
+    kernel.encode(
+        torch.empty(0, dtype=torch.float32, device="cpu"), bits=bits, block=group, mode=mode
+    )  # validates
     return _compress(Compression(bits, group, mode, min_numel, generator, leave_alone, kernel))
 
 

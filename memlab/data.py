@@ -86,7 +86,7 @@ def _sample(
     data: Tensor, batch: int, seq_len: int, generator: torch.Generator
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Run the loop of `batches`. It is separate so that the checks run at the call."""
-    offsets = torch.arange(seq_len, device="cpu")
+    offsets = torch.arange(seq_len, dtype=torch.int64, device="cpu")
     while True:
         starts = torch.randint(len(data) - seq_len, (batch, 1), generator=generator, device="cpu")
         positions = starts + offsets  # (B, T)

@@ -102,12 +102,13 @@ def join(documents: Sequence[Tensor]) -> Row:
     _check_documents(documents)
     tokens = torch.cat(list(documents))  # (T,)
     device = tokens.device
-    lengths = torch.tensor([len(document) for document in documents], device=device)
+    counts = [len(document) for document in documents]
+    lengths = torch.tensor(counts, dtype=torch.int64, device=device)
     boundaries = F.pad(lengths.cumsum(0), (1, 0))
     targets = tokens.roll(-1)
     targets[boundaries[1:] - 1] = IGNORED
     starts = boundaries[:-1].repeat_interleave(lengths)
-    positions = torch.arange(len(tokens), device=device) - starts
+    positions = torch.arange(len(tokens), dtype=torch.int64, device=device) - starts
     return Row(tokens[None], targets[None], positions[None], boundaries.int())
 
 

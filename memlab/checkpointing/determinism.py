@@ -59,7 +59,8 @@ def fingerprint(tensor: Tensor) -> int:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for number, chunk in enumerate(bits.split(CHUNK)):
         start = number * CHUNK
-        positions = torch.arange(start, start + len(chunk), device=tensor.device)
+        stop = start + len(chunk)
+        positions = torch.arange(start, stop, dtype=torch.int64, device=tensor.device)
         total += (chunk.long() * odd_multipliers(positions)).sum()
     return int(total.item()) % 2**64
 

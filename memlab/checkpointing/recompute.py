@@ -291,7 +291,8 @@ class SavedInputs:
     def __init__(self, arguments: list[Any]) -> None:
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         self._arguments = [_TENSOR if isinstance(a, Tensor) else a for a in arguments]
-        anchor = torch.empty(0, device="cpu", requires_grad=True)  # makes autograd create a node
+        # Makes autograd create a node.
+        anchor = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
         # Up to torch 2.11 a node dies with its last output, and its saved tensors with it.
         self._kept = _Keep.apply(anchor, *tensors)
 

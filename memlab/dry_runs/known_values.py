@@ -387,7 +387,8 @@ def _packed(func: Any, inputs: torch.Tensor, lengths: torch.Tensor, batch_first:
     if not is_known(lengths):
         return UNKNOWN
     with without_modes():
-        data, batch_sizes = func(torch.zeros(inputs.shape[:2]), real(lengths), batch_first)
+        steps = torch.zeros(inputs.shape[:2], dtype=torch.float32)
+        data, batch_sizes = func(steps, real(lengths), batch_first)
     shape = (data.shape[0], *inputs.shape[2:])
     packed = aten.empty.memory_format(shape, dtype=inputs.dtype, device=inputs.device)
     return packed, _to_fake(batch_sizes)

@@ -80,7 +80,8 @@ def _pad_packed_sequence(
             lengths = [end] * (size - following) + lengths
             offset += (end - begin) * size
             begin = end
-    return (padded.transpose(0, 1) if batch_first else padded), torch.tensor(lengths)
+    lengths_of_all = torch.tensor(lengths, dtype=torch.int64)
+    return (padded.transpose(0, 1) if batch_first else padded), lengths_of_all
 
 
 def _tensor_split(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:

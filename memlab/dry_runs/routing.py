@@ -79,12 +79,12 @@ def balanced(shape: torch.Size, experts: int, imbalance: float) -> torch.Tensor:
     *_, k = shape
     tokens = shape.numel() // k
     if k >= experts:
-        return torch.arange(k).expand(shape).contiguous()
+        return torch.arange(k, dtype=torch.int64).expand(shape).contiguous()
     busiest = min(tokens, round(imbalance * tokens * k / experts))
     chosen = torch.empty(tokens, k, dtype=torch.int64)
     is_others = torch.ones(tokens, k, dtype=torch.bool)
     is_others[:busiest, 0] = False
     chosen[:busiest, 0] = 0
     count = tokens * k - busiest
-    chosen[is_others] = 1 + torch.arange(count) % (experts - 1)
+    chosen[is_others] = 1 + torch.arange(count, dtype=torch.int64) % (experts - 1)
     return chosen.view(shape)

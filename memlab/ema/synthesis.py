@@ -297,7 +297,7 @@ class _ToTensors:
 
     def __init__(self, tensors: Mapping[str, Tensor], result: Any) -> None:
         self._tensors, self.result = tensors, result
-        self._name, self._flat = "", torch.empty(0)
+        self._name, self._flat = "", torch.empty(0, dtype=torch.float32)
 
     @property
     def is_begun(self) -> bool:

@@ -98,7 +98,7 @@ def rows_(x: Tensor, labels: Tensor, factors: Tensor | None, terms: LossTerms) -
     if x.dtype != torch.float32:
         return row_losses_(x, labels, factors, terms)
     rows, V = x.shape
-    losses_out = torch.empty(rows, 1, device=x.device)
+    losses_out = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     smoothing, cap = terms.label_smoothing, terms.soft_cap
     block = min(_LARGEST_BLOCK, triton.next_power_of_2(V))
     launch(

@@ -90,7 +90,7 @@ class StoredGradients:
         """Clip all gradients to norm `max_norm`; return the norm before clipping."""
         norms = [self._norms[place] for place in sorted(self._norms)]
         if not norms:
-            return torch.tensor(0.0)
+            return torch.tensor(0.0, dtype=torch.float32)
         total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
         for factor in self._factors:
             total = total * factor

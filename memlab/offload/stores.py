@@ -261,7 +261,7 @@ def nothing() -> None:
 
 def _creates_real_tensors() -> bool:
     """Return whether new tensors have values, unlike in a dry run."""
-    return not is_fake([torch.empty(0, device="cpu")])
+    return not is_fake([torch.empty(0, dtype=torch.float32, device="cpu")])
 
 
 def was_modified(sources: Sequence[tuple[Tensor, int]]) -> bool:

@@ -152,7 +152,7 @@ def random_projector(weight: Tensor, step: int, group: dict[str, Any]) -> Tensor
     drawn = torch.Generator(weight.device)
     drawn.manual_seed(group["seed"] + (step - 1) // group["gap"])
     shape = min(weight.shape), group["rank"]
-    normal = torch.randn(shape, generator=drawn, device=weight.device)
+    normal = torch.randn(shape, generator=drawn, dtype=torch.float32, device=weight.device)
     return normal.div_(group["rank"] ** 0.5)
 
 

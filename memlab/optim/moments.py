@@ -99,7 +99,9 @@ class QuantizedMoment:
         zero = 127 if self.signed else 0
         return {
             f"{self.name}_codes": torch.full((count,), zero, dtype=torch.uint8, device=device),
-            f"{self.name}_scales": torch.zeros(-(-count // BLOCK_SIZE), device=device),
+            f"{self.name}_scales": torch.zeros(
+                -(-count // BLOCK_SIZE), dtype=torch.float32, device=device
+            ),
             f"{self.name}_code": self._shared_codebook(device, others),
         }
 

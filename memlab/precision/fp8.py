@@ -253,8 +253,8 @@ class AmaxHistory(nn.Module):
 
     def __init__(self, steps: int, device: torch.device) -> None:
         super().__init__()
-        self.register_buffer("past", torch.zeros(steps, device=device))
-        self.register_buffer("now", torch.zeros((), device=device))
+        self.register_buffer("past", torch.zeros(steps, dtype=torch.float32, device=device))
+        self.register_buffer("now", torch.zeros((), dtype=torch.float32, device=device))
 
     @torch.no_grad()
     def amax(self, x: Tensor) -> Tensor:

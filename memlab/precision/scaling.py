@@ -77,7 +77,7 @@ class LossScaler:
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale. A float16 scalar becomes float32."""
-        return loss * torch.tensor(self._scale, device=loss.device)
+        return loss * torch.tensor(self._scale, dtype=torch.float32, device=loss.device)
 
     @torch.no_grad()
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:

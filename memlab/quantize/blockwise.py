@@ -235,7 +235,7 @@ def _round(steps: Tensor, mode: Mode, generator: torch.Generator | None) -> Tens
 
 
 def _uniform(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    return torch.rand(like.shape, generator=generator, device=like.device)
+    return torch.rand(like.shape, generator=generator, dtype=torch.float32, device=like.device)
 
 
 def _encode(x: Tensor, codebook: Tensor, mode: Mode, generator: torch.Generator | None) -> Tensor:

@@ -25,7 +25,8 @@ def dynamic_code(signed: bool) -> Tensor:
     """
     positive = torch.cat([_midpoints(i, 2**i if signed else 2 ** (i + 1)) for i in range(_DECADES)])
     negative = -positive if signed else positive[:0]
-    return torch.cat([negative, positive, torch.tensor([0.0, 1.0])]).sort().values
+    ends = torch.tensor([0.0, 1.0], dtype=torch.float32)
+    return torch.cat([negative, positive, ends]).sort().values
 
 
 def _midpoints(decade: int, parts: int) -> Tensor:

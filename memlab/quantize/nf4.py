@@ -85,7 +85,7 @@ def nf4_code() -> Tensor:
     largest. Each side has its own spacing, so the two halves differ.
     """
     negative = [-quantile for quantile in _quantiles(7)]
-    levels = torch.tensor(sorted([*negative, 0.0, *_quantiles(8)]))
+    levels = torch.tensor(sorted([*negative, 0.0, *_quantiles(8)]), dtype=torch.float32)
     return levels / levels[-1]
 
 

@@ -22,10 +22,10 @@ from torch import Tensor
 
 def dynamic_code(signed: bool) -> Tensor:
     """Return the codebook: 256 values in seven decades, sorted, from 0 (or −1) to 1."""
-    values = [torch.tensor([0.0, 1.0])]
+    values = [torch.tensor([0.0, 1.0], dtype=torch.float32)]
     for i in range(7):
         parts = 2**i if signed else 2 ** (i + 1)
-        edges = torch.linspace(0.1, 1, parts + 1)
+        edges = torch.linspace(0.1, 1, parts + 1, dtype=torch.float32)
         middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (i - 6)
         values += [middles, -middles] if signed else [middles]
     return torch.cat(values).sort().values

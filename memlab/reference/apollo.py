@@ -23,7 +23,7 @@ from torch import Tensor
 def random_projector(short: int, rank: int, seed: int) -> Tensor:
     """Return normal numbers (short, rank) of variance 1/rank: on average, norms don't change."""
     drawn = torch.Generator().manual_seed(seed)
-    return torch.randn(short, rank, generator=drawn) / rank**0.5
+    return torch.randn(short, rank, generator=drawn, dtype=torch.float32) / rank**0.5
 
 
 def apollo_(

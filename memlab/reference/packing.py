@@ -39,12 +39,12 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 def join(documents: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return tokens, targets and positions (T,), and boundaries (documents + 1,), int32."""
     tokens = torch.cat(list(documents))
-    lengths = torch.tensor([len(document) for document in documents])
+    lengths = torch.tensor([len(document) for document in documents], dtype=torch.int64)
     boundaries = F.pad(lengths.cumsum(0), (1, 0))
     targets = tokens.roll(-1)
     targets[boundaries[1:] - 1] = IGNORED  # the next token is another document's
     starts = boundaries[:-1].repeat_interleave(lengths)
-    return tokens, targets, torch.arange(len(tokens)) - starts, boundaries.int()
+    return tokens, targets, torch.arange(len(tokens), dtype=torch.int64) - starts, boundaries.int()
 
 
 def attend_within(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> Tensor:

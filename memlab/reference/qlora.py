@@ -41,8 +41,10 @@ class QLoRALinear(nn.Module):
         codes, absmax = encode(linear.weight.detach())
         self.register_buffer("codes", codes)
         self.register_buffer("absmax", absmax)
-        self.A = nn.Parameter(torch.empty(rank, linear.in_features))
-        self.B = nn.Parameter(torch.zeros(linear.out_features, rank))  # no change at first
+        self.A = nn.Parameter(torch.empty(rank, linear.in_features, dtype=torch.float32))
+        self.B = nn.Parameter(
+            torch.zeros(linear.out_features, rank, dtype=torch.float32)
+        )  # no change
         self.scale = alpha / rank
         nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
 

@@ -30,7 +30,9 @@ def shampoo_(
 ) -> None:
     """Update one matrix (m, n) in place. `state` is empty before step 1."""
     if not state:
-        state["L"], state["R"] = (eps * torch.eye(size).to(weight) for size in weight.shape)
+        state["L"], state["R"] = (
+            eps * torch.eye(size, dtype=torch.float32).to(weight) for size in weight.shape
+        )
     state["L"] += gradient @ gradient.T  # (m, m)
     state["R"] += gradient.T @ gradient  # (n, n)
     weight -= lr * root(state["L"], -0.25) @ gradient @ root(state["R"], -0.25)

@@ -101,7 +101,7 @@ def _stand_in(
     with known_values.without_modes():
         if images.channels == 1:
             made.data = torch.zeros(count, images.height, images.width, dtype=torch.uint8)
-            made.targets = torch.arange(count) % images.classes
+            made.targets = torch.arange(count, dtype=torch.int64) % images.classes
         else:
             made.targets = [number % images.classes for number in range(count)]
 

@@ -90,7 +90,7 @@ def _span(config: Any, size: Size) -> Inputs:
 def _pixels(config: Any, size: Size) -> Tensor:
     """Images (B, C, H, W)."""
     channels = getattr(config, "num_channels", 3)
-    return torch.randn(size.batch, channels, *_image_sides(config, size))
+    return torch.randn(size.batch, channels, *_image_sides(config, size), dtype=torch.float32)
 
 
 def _class_of_image(config: Any, size: Size) -> Inputs:
@@ -100,7 +100,7 @@ def _class_of_image(config: Any, size: Size) -> Inputs:
 def _speech(config: Any, size: Size) -> Inputs:
     """Spectrograms (B, mel bins, frames) and tokens (B, T)."""
     frames = 2 * config.max_source_positions  # two per position: the second convolution's stride
-    features = torch.randn(size.batch, config.num_mel_bins, frames)
+    features = torch.randn(size.batch, config.num_mel_bins, frames, dtype=torch.float32)
     return {"input_features": features, **_tokens(config, size, "labels")}
 
 
@@ -108,7 +108,8 @@ def _audio(config: Any, size: Size) -> Inputs:
     """Samples (B, samples) and tokens (B, T)."""
     assert size.seq_len is not None
     labels = torch.ones(size.batch, size.seq_len, dtype=torch.int64)  # the loss reads the values
-    return {"input_values": torch.randn(size.batch, AUDIO_SAMPLES), "labels": labels}
+    samples = torch.randn(size.batch, AUDIO_SAMPLES, dtype=torch.float32)
+    return {"input_values": samples, "labels": labels}
 
 
 def _classes(config: Any, *shape: int) -> Tensor:

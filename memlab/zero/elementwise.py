@@ -29,7 +29,7 @@ def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _require_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    whole = torch.linspace(-1, 1, SHAPE[0] * SHAPE[1]).sin().view(SHAPE)
+    whole = torch.linspace(-1, 1, SHAPE[0] * SHAPE[1], dtype=torch.float32).sin().view(SHAPE)
     gradients = [(whole * 7 + step).sin() * whole**3 for step in range(STEPS)]
     try:
         [expected], state = _after_steps(optimizer, [whole], [[gradient] for gradient in gradients])

@@ -104,7 +104,7 @@ class ProcessGroupCommunicator(Communicator):
     def gather_ints(self, mine: int) -> list[int]:
         """Return one integer per rank. Cheap enough for every step; not counted as traffic."""
         with untracked(), self.naming_lost_ranks("the count of micro-batches"):
-            sent = torch.tensor([mine], device=self._device)
+            sent = torch.tensor([mine], dtype=torch.int64, device=self._device)
             found = [torch.empty_like(sent) for _ in range(self.ranks)]
             dist.all_gather(found, sent, group=self.group)
             return [int(number) for number in found]
