@@ -54,6 +54,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import memlab.optim
+from memlab.internals.shards import shard_of
 from memlab.kernels.arithmetic import cast, divide_by_scales, divide_by_shared, fma
 from memlab.kernels.launching import INTERPRETED, block_count, is_dry, launch, require_gpu
 from memlab.optim.adamw import adam_settings
@@ -158,10 +159,10 @@ def _moment_tensors(
 ) -> tuple[Tensor, ...]:
     """Return a chunk's codes and scales, the codebook and its thresholds."""
     codes, scales, codebook = (
-        state[f"{moment.name}_{part}"] for part in ("codes", "scales", "code")
+        shard_of(state[f"{moment.name}_{part}"]) for part in ("codes", "scales", "code")
     )
     return (
-        codes[chunk.as_slice],
+        codes.view(-1)[chunk.as_slice],
         scales[chunk.blocks(BLOCK_SIZE)],
         codebook,
         thresholds_of(codebook),

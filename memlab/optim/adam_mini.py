@@ -180,6 +180,8 @@ class AdamMini(AdamW):
     names, and ValueError for a parameter that the partition does not contain or divide.
     """
 
+    takes_dtensors = False
+
     def __init__(
         self,
         params: Iterable[Any],

@@ -27,8 +27,10 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from memlab.internals.chunks import chunk_size_on, chunk_starts
+from memlab.internals.shards import is_dtensor, shard_of
 from memlab.optim.moments import Chunk, FloatMoment, Moment, State
 from memlab.rounding import stochastic_round_
 
@@ -70,6 +72,10 @@ class Optimizer(torch.optim.Optimizer):
     chunk         elements stepped at a time: 2¹⁸ on a CPU, 2²² elsewhere. A non-contiguous weight
                   (channels_last, transposed) is copied as a whole, and back
 
+    Weights may be DTensors, as `fully_shard` makes them: each rank steps its shard as it would step
+    the whole, except for random numbers, which differ. Subclasses that step a matrix or a row as a
+    whole raise TypeError for them.
+
     `foreach` and `fused` are accepted and ignored: they choose how torch computes the same step.
     `amsgrad`, `capturable` and `differentiable` need a different step, so True is refused.
 
@@ -80,6 +86,7 @@ class Optimizer(torch.optim.Optimizer):
 
     kernel: ClassVar[StepKernel | None] = None  # see memlab.kernels.optim
     is_elementwise: ClassVar[bool] = True  # False: never; True: memlab.zero checks
+    takes_dtensors: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -141,19 +148,21 @@ class Optimizer(torch.optim.Optimizer):
     def _step_weight(self, weight: Tensor, group: dict[str, Any]) -> None:
         require_dense(weight.grad)
         moments, state = self.moments(weight, group), self.state[weight]
-        kernel = self.kernel if self.kernel and self.kernel.takes(weight, moments) else None
+        shard, gradient = shard_of(weight), shard_of(weight.grad, weight).reshape(-1)
+        kernel = self.kernel if self.kernel and self.kernel.takes(shard, moments) else None
         if kernel is not None:
-            kernel.require_device(weight)  # before the step is counted
+            kernel.require_device(shard)  # before the step is counted
         if not state:
             state.update(self._new_state(weight, group, self.state.values()))
         state["step"] += 1
-        flat = weight.contiguous().view(-1)  # copies only non-contiguous weights
-        gradient = weight.grad.reshape(-1)
+        flat = shard.contiguous().view(-1)  # copies only non-contiguous weights
         step_chunk = self.step_chunk if kernel is None else partial(kernel.step_chunk, self)
-        for chunk in self.chunks(weight, group, kernel):
+        for chunk in self.chunks(shard, group, kernel):
             step_chunk(flat[chunk.as_slice], gradient[chunk.as_slice], moments, chunk, state, group)
-        if not weight.is_contiguous():
-            weight.copy_(flat.view(weight.shape))
+        if not shard.is_contiguous():
+            shard.copy_(flat.view(shard.shape))
+        if shard is not weight:
+            increment_version(weight)  # a shard has a version of its own
 
     def step_chunk(
         self,
@@ -214,6 +223,12 @@ class Optimizer(torch.optim.Optimizer):
             )
         for weight in group["params"]:
             _require_floats(weight, group["rounding"])
+            if is_dtensor(weight) and not self.takes_dtensors:
+                raise TypeError(
+                    f"got a DTensor of shape {tuple(weight.shape)}, of which each rank holds a "
+                    f"part; {type(self).__name__} steps matrices or rows as a whole: use AdamW, "
+                    f"Adam8bit, Lion, Lion8bit or MomentumSGD with fully_shard"
+                )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group like torch.optim.Optimizer, after checking it."""

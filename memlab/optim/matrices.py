@@ -103,6 +103,7 @@ class MatrixOptimizer(AdamW):
     """
 
     is_elementwise = False
+    takes_dtensors = False
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from memlab.configs.block_size import BLOCK_SIZE
+from memlab.internals.shards import is_dtensor, new_by_shard, shard_of
 from memlab.quantize import Quantized, dequantize_blockwise, dynamic_code, quantize_blockwise
 from memlab.rounding import stochastic_round_
 
@@ -72,7 +73,7 @@ class FloatMoment:
 
     def read(self, state: State, chunk: Chunk) -> Tensor:
         """Return a view."""
-        return state[self.name].view(-1)[chunk.as_slice]
+        return shard_of(state[self.name]).view(-1)[chunk.as_slice]
 
     def write(self, state: State, chunk: Chunk, value: Tensor) -> None:
         """Round and store; does nothing for a float32 view updated in place."""
@@ -87,21 +88,31 @@ class FloatMoment:
 class QuantizedMoment:
     """One byte per element in the dynamic codebook (memlab.quantize), and a scale per 256 elements.
 
-    If unsigned, positive values never decode as zero: see `keep_nonzero`.
+    If unsigned, positive values never decode as zero: see `keep_nonzero`. Each rank of a DTensor
+    quantizes blocks of its shard, so values differ from the unsharded ones by rounding errors.
     """
 
     name: str
     signed: bool
 
     def new(self, weight: Tensor, others: Iterable[State]) -> State:
-        """Return uint8 codes (n,), float32 scales (⌈n/256⌉,) and the shared codebook (256,)."""
+        """Return uint8 codes (n,), float32 scales (⌈n/256⌉,) and the shared codebook (256,).
+
+        The codes of a DTensor have its shape.
+        """
         count, device = weight.numel(), weight.device
         zero = 127 if self.signed else 0
+        if is_dtensor(weight):
+            codes = torch.full_like(
+                weight, zero, dtype=torch.uint8, memory_format=torch.contiguous_format
+            )
+            scales = new_by_shard(weight, torch.float32, BLOCK_SIZE)
+        else:
+            codes = torch.full((count,), zero, dtype=torch.uint8, device=device)
+            scales = torch.zeros(-(-count // BLOCK_SIZE), dtype=torch.float32, device=device)
         return {
-            f"{self.name}_codes": torch.full((count,), zero, dtype=torch.uint8, device=device),
-            f"{self.name}_scales": torch.zeros(
-                -(-count // BLOCK_SIZE), dtype=torch.float32, device=device
-            ),
+            f"{self.name}_codes": codes,
+            f"{self.name}_scales": scales,
             f"{self.name}_code": self._shared_codebook(device, others),
         }
 
@@ -117,8 +128,8 @@ class QuantizedMoment:
         stored.scales.copy_(new.scales)
 
     def _quantized_view(self, state: State, chunk: Chunk) -> Quantized:
-        codes = state[f"{self.name}_codes"][chunk.as_slice]
-        scales = state[f"{self.name}_scales"][chunk.blocks(BLOCK_SIZE)]
+        codes = shard_of(state[f"{self.name}_codes"]).view(-1)[chunk.as_slice]
+        scales = shard_of(state[f"{self.name}_scales"])[chunk.blocks(BLOCK_SIZE)]
         codebook = state[f"{self.name}_code"]
         return Quantized(codes, scales, None, codebook, codes.shape, torch.float32, 8, BLOCK_SIZE)
 

@@ -17,7 +17,8 @@ updates a float32 copy, and the model gets the rounded copy after each step.
     master.step()
     master.zero_grad()
 
-A LossScaler accepts it as an optimizer: call `scaler.step(master)` instead of `master.step()`.
+A LossScaler accepts it as an optimizer: call `scaler.step(master)` instead of `master.step()`. Both
+gather the gradients that you have not gathered.
 """
 
 from collections.abc import Callable, Iterable

@@ -6,7 +6,8 @@ Source   Micikevicius et al. 2018, arXiv 1710.03740, section 3.2; decisions and 
          torch.amp.GradScaler.
 
 memlab.reference.loss_scaling is the short version. This file adds torch.amp.GradScaler's interface
-and state, several optimizers, and a floor below which the scale raises an error.
+and state, several optimizers, sparse gradients, DTensors (all ranks skip a step together), and a
+floor below which the scale raises an error.
 
 The smallest positive float16 is 6e-8. Gradients of large models are often smaller and become zero.
 Multiplying the loss by a scale multiplies all gradients by it. Before the step, the gradients are
@@ -31,6 +32,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memlab.internals.shards import is_true_on_any_rank, shard_of
+from memlab.precision.master import MasterWeights
+
 
 class Stage(Enum):
     """What was done with an optimizer since the last update."""
@@ -44,7 +48,8 @@ class LossScaler:
     """Scale losses, unscale gradients, skip steps that overflowed, and adjust the scale.
 
     Raise an error below `floor`. torch's scaler keeps halving down to 0.0 after 200 overflows and
-    then trains nothing, silently.
+    then trains nothing, silently. With `enabled=False`, step() steps the optimizer and the other
+    methods do nothing.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class LossScaler:
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         floor: float = 2.0**-14,
+        enabled: bool = True,
     ) -> None:
         if not (growth_factor > 1 > backoff_factor > 0 and growth_interval >= 1):
             raise ValueError(
@@ -66,27 +72,43 @@ class LossScaler:
         self._scale = _float32(scale)
         self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
         self._growth_interval = growth_interval
-        self._floor = floor
+        self._floor, self._enabled = floor, enabled
         self._finite_steps = 0  # in a row, since the scale last changed
         self._stages: dict[int, Stage] = {}  # by optimizer
         self._overflowed: dict[int, bool] = {}
 
     def get_scale(self) -> float:
         """Return the factor that losses are multiplied by."""
-        return self._scale
+        return self._scale if self._enabled else 1.0
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times the scale. A float16 scalar becomes float32."""
+    def is_enabled(self) -> bool:
+        """Return whether losses are scaled."""
+        return self._enabled
+
+    def scale(self, loss: Any) -> Any:
+        """Return a loss, or each of a list or tuple, times the scale. A float16 scalar becomes
+        float32."""
+        if not self._enabled:
+            return loss
+        if isinstance(loss, (list, tuple)):
+            return type(loss)(map(self.scale, loss))
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"got {type(loss).__name__}; give a tensor, or a list or tuple of them")
         return loss * torch.tensor(self._scale, dtype=torch.float32, device=loss.device)
 
     @torch.no_grad()
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale in place, and record any inf or nan.
 
-        Raise ValueError if there are no gradients, or float16 gradients, which would underflow
-        again. Raise RuntimeError if they are already unscaled.
+        MasterWeights gathers its gradients first. Raise ValueError if there are no gradients, or
+        float16 gradients, which would underflow again. Raise RuntimeError if they are already
+        unscaled.
         """
+        if not self._enabled:
+            return
         self._require(optimizer, Stage.READY, "unscale_() was called already")
+        if isinstance(optimizer, MasterWeights):
+            optimizer.gather_gradients()
         gradients = _gradients(optimizer)
         if not gradients:
             raise ValueError(
@@ -98,25 +120,38 @@ class LossScaler:
                 "got float16 gradients, whose unscaled values underflow; keep the weights in "
                 "float32 under autocast, or step float32 copies of them (MasterWeights)"
             )
-        self._overflowed[id(optimizer)] = not all(map(_is_finite, gradients))
+        overflowed = not all(map(_is_finite, map(shard_of, gradients)))
+        self._overflowed[id(optimizer)] = is_true_on_any_rank(overflowed, gradients)
         inverse = _float32(1 / self._scale)
         for gradient in gradients:
             gradient.mul_(inverse)
         self._stages[id(optimizer)] = Stage.UNSCALED
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any) -> Any:
-        """Step the optimizer unless a gradient is inf or nan. Return its result."""
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step the optimizer unless a gradient is inf or nan. Return its result.
+
+        Raise RuntimeError for a closure, whose gradients would be scaled.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if any(map(callable, (*args, kwargs.get("closure")))):
+            raise RuntimeError(
+                "got a closure, whose backward pass would give the optimizer scaled gradients; "
+                "call backward before step(optimizer), or use bfloat16, which needs no scale"
+            )
         if self._stages.get(id(optimizer), Stage.READY) is Stage.READY:
             self.unscale_(optimizer)
         self._require(optimizer, Stage.UNSCALED, "step() was called already")
         self._stages[id(optimizer)] = Stage.STEPPED
-        return None if self._overflowed[id(optimizer)] else optimizer.step(*args)
+        return None if self._overflowed[id(optimizer)] else optimizer.step(*args, **kwargs)
 
     def update(self) -> None:
         """Adjust the scale by the overflows since the last update, across all optimizers.
 
         Raise RuntimeError if nothing was unscaled, and OverflowError below the floor.
         """
+        if not self._enabled:
+            return
         if not self._overflowed:
             raise RuntimeError("nothing was unscaled since the last update; call step(optimizer)")
         overflowed = any(self._overflowed.values())
@@ -130,7 +165,9 @@ class LossScaler:
                 self._grow()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in torch.amp.GradScaler's format."""
+        """Return the state in torch.amp.GradScaler's format, empty if it is not enabled."""
+        if not self._enabled:
+            return {}
         return {
             "scale": self._scale,
             "growth_factor": self._growth_factor,
@@ -141,6 +178,8 @@ class LossScaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state of this class or of torch.amp.GradScaler."""
+        if not self._enabled:
+            return
         missing = self.state_dict().keys() - state.keys()
         if missing:
             raise ValueError(
@@ -175,8 +214,16 @@ class LossScaler:
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    groups = optimizer.param_groups
-    return [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    """Return the gradients; of a sparse one its values, after it has been coalesced."""
+    gradients = []
+    for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+        if weight.grad is None:
+            continue
+        if weight.grad.is_sparse:
+            weight.grad = weight.grad.coalesce()  # the sums of a row's values may overflow
+        is_strided = weight.grad.layout is torch.strided
+        gradients.append(weight.grad if is_strided else weight.grad.values())
+    return gradients
 
 
 def _is_finite(gradient: Tensor) -> bool:

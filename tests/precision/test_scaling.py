@@ -8,7 +8,7 @@ from close import assert_close
 from quick import quick
 from torch import nn
 
-from memlab.precision import LossScaler
+from memlab.precision import LossScaler, MasterWeights
 
 SETTINGS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
 
@@ -287,3 +287,73 @@ def test_an_optimizer_that_steps_in_backward_is_an_error():
     optimizer.zero_grad()
     with pytest.raises(ValueError, match="steps inside backward"):
         scaler.step(optimizer)
+
+
+# ------------------------------------------------------------------ as torch's scaler
+
+
+def test_sparse_gradients_are_unscaled_and_checked_as_in_torch():
+    found = []
+    for scaler in pair():
+        torch.manual_seed(0)
+        embedding = nn.Embedding(10, 4, sparse=True)
+        optimizer = torch.optim.SparseAdam(embedding.parameters(), lr=0.1)
+        tokens = torch.tensor([1, 1, 3])
+        for factor in (1.0, torch.inf, 2.0):
+            optimizer.zero_grad()
+            scaler.scale(embedding(tokens).square().sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        found.append((embedding.weight.detach().clone(), scaler.get_scale()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+def test_lists_and_tuples_of_losses_are_scaled_as_in_torch():
+    ours, theirs = pair()
+    losses = [torch.ones(()), (torch.full((2,), 3.0), torch.tensor(2.0).half())]
+    for found, wanted in zip(ours.scale(losses), theirs.scale(losses), strict=True):
+        assert type(found) is type(wanted)
+        for one, other in zip(found, wanted, strict=True) if isinstance(found, tuple) else ():
+            assert (one.dtype, one.tolist()) == (other.dtype, other.tolist())
+    with pytest.raises(TypeError, match="got str; give a tensor, or a list or tuple of them"):
+        ours.scale("loss")
+
+
+def test_a_disabled_scaler_only_steps():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = LossScaler(enabled=False)
+    loss = scaler.scale(weight.sum())
+    loss.backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.load_state_dict({})
+    assert (loss.item(), scaler.get_scale(), scaler.is_enabled()) == (3.0, 1.0, False)
+    assert weight.tolist() == [0.0, 0.0, 0.0]
+    theirs = torch.amp.GradScaler("cpu", enabled=False)
+    assert scaler.state_dict() == theirs.state_dict() == {}
+
+
+def test_a_closure_is_an_error_as_in_torch():
+    for scaler, message in zip(pair(), ("got a closure, whose backward", "."), strict=True):
+        [optimizer] = two_optimizers()[:1]
+        with pytest.raises(RuntimeError, match=message):
+            scaler.step(optimizer, closure=lambda: None)
+
+
+def test_master_weights_that_were_not_gathered_are_stepped_as_if_they_were():
+    found = []
+    for gathers in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3).half()
+        master = MasterWeights(model.parameters(), torch.optim.AdamW)
+        scaler = LossScaler(64.0)
+        scaler.scale(model(torch.ones(2, 4).half()).float().sum()).backward()
+        if gathers:
+            master.gather_gradients()
+        scaler.step(master)
+        scaler.update()
+        found.append(torch.cat([weight.flatten() for weight in master.weights]))
+    assert torch.equal(*found)
