@@ -42,11 +42,13 @@ Differences from torch's version:
       checkpoint; torch's version does not report it
 
 Limits: a `.backward()` inside `fn` (unlike `torch.autograd.grad`) adds to `.grad` in each run, and
-global state not listed in ambient_state.py is not restored.
+global state not listed in ambient_state.py is not restored. Inside vmap, jvp and other transforms
+of torch.func a checkpoint raises an error.
 """
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -54,6 +56,7 @@ from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import saved_tensors_hooks
 
 from memlab.checkpointing.ambient_state import STATISTICS, AmbientState, Copies
@@ -62,6 +65,7 @@ from memlab.checkpointing.random_states import NAMES
 from memlab.internals.saved_tensors import is_filled_after_saving
 from memlab.internals.torch_internals import (
     disable_dynamo,
+    functorch,
     in_backward,
     tree_flatten,
     tree_unflatten,
@@ -71,8 +75,17 @@ from memlab.internals.torch_internals import (
 Result = TypeVar("Result")
 
 
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+TORCHS_SETTINGS = ("context_fn", "determinism_check", "preserve_rng_state", "use_reentrant")
+
+
 class CheckpointError(RuntimeError):
     """A function behaved differently in its second run."""
+
+
+def _no_contexts() -> Contexts:
+    return nullcontext(), nullcontext()
 
 
 @dataclass(frozen=True)
@@ -86,12 +99,15 @@ class Checkpoint:
         random: the random states to restore: any of "torch", "python", "numpy".
         early_stop: whether to end the second run after the last tensor that backward needs.
         statistics: module classes whose buffers the second run must not change.
+        context_fn: called once for each call; returns the contexts of the first and the second run,
+            as in `torch.utils.checkpoint`.
     """
 
     check: Check = "metadata"
     random: tuple[str, ...] = ("torch",)
     early_stop: bool = True
     statistics: tuple[type[nn.Module], ...] = STATISTICS
+    context_fn: Callable[[], Contexts] = _no_contexts
 
     def __post_init__(self) -> None:
         if self.check not in get_args(Check):
@@ -105,7 +121,7 @@ class Checkpoint:
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         call = CheckpointedCall(self, fn, args, kwargs)
-        with saved_tensors_hooks(call.pack, call.unpack):
+        with saved_tensors_hooks(call.pack, call.unpack), call.first_context:
             result = fn(*args, **kwargs)
         call.is_finished = True
         return result
@@ -116,7 +132,8 @@ def checkpoint(fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Resul
 
     The value, the gradients and later random numbers equal a plain call's, to the bit. Tensors at
     any depth of lists, tuples and dicts are inputs. Raise CheckpointError in backward if fn does
-    not save the same tensors again.
+    not save the same tensors again, TypeError for a setting of torch's checkpoint, and RuntimeError
+    inside a transform of torch.func or with dual tensors.
     """
     return DEFAULT(fn, *args, **kwargs)
 
@@ -165,8 +182,16 @@ class CheckpointedCall:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
+        for name in kwargs.keys() & set(TORCHS_SETTINGS):
+            raise TypeError(
+                f"got {name}=, a setting of torch.utils.checkpoint; memlab's settings are in "
+                f"Checkpoint(context_fn=..., check=..., random=...)(fn, x); if {name} is an "
+                f"argument of the function, bind it with functools.partial"
+            )
         self.settings, self.fn = settings, fn
         arguments, self.structure = tree_flatten((args, kwargs))
+        _require_no_transform(arguments)
+        self.first_context, self.second_context = settings.context_fn()
         self.inputs = SavedInputs(arguments)
         self.ambient_state = AmbientState(arguments, settings.random)
         self.slots: list[weakref.ref[_Slot]] = []
@@ -203,6 +228,7 @@ class CheckpointedCall:
                 self.ambient_state.restored(self.settings.statistics) as second.statistics,
                 torch.enable_grad(),
                 saved_tensors_hooks(second.pack, _identity),
+                self.second_context,
             ):
                 self.fn(*args, **kwargs)
             second.require_all()
@@ -270,6 +296,17 @@ def _empty(slots: Iterable["weakref.ref[_Slot]"]) -> None:
 
 
 # ------------------------------------------------------------------ inputs
+
+
+def _require_no_transform(arguments: Iterable[Any]) -> None:
+    """Raise RuntimeError in a transform of torch.func, or for dual tensors (forward mode)."""
+    is_dual = any(isinstance(a, Tensor) and unpack_dual(a).tangent is not None for a in arguments)
+    if is_dual or functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "got a checkpoint inside vmap, jvp or another transform of torch.func, or with dual "
+            "tensors, where no tensors can be dropped and recomputed; call the function itself "
+            "there, or differentiate with torch.autograd"
+        )
 
 
 class _Keep(torch.autograd.Function):

@@ -8,7 +8,8 @@ import gc
 import random
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,13 +20,13 @@ import torch.nn.functional as F
 from close import assert_close
 from quick import slow
 from torch import Tensor, nn
-from torch.autograd import grad
+from torch.autograd import forward_ad, grad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import memlab
-from memlab.checkpointing import Checkpoint, CheckpointError, checkpoint
+from memlab.checkpointing import MATMULS, Checkpoint, CheckpointError, checkpoint, selective
 from memlab.metering.profiler_recording import record
 from memlab.train import (
     Plugs,
@@ -1104,3 +1105,69 @@ def test_a_dry_run_has_the_events_of_the_real_one() -> None:
 @pytest.mark.parametrize("settings", [Checkpoint(check="hash"), all_random])
 def test_a_dry_run_accepts_every_setting(settings: Checkpoint) -> None:
     assert dry_trace(TINY, around_blocks(settings)).peak_bytes > 0
+
+
+# ------------------------------------------------------------------ contexts and transforms
+
+
+def test_both_runs_have_the_contexts_of_context_fn_as_in_torch() -> None:
+    def log_of(call: Call) -> list[str]:
+        log: list[str] = []
+
+        @contextmanager
+        def logging(name: str) -> Iterator[None]:
+            log.append(f"{name} begins")
+            yield
+            log.append(f"{name} ends")
+
+        def function(x: Tensor) -> Tensor:
+            log.append("runs")
+            return x.sin().exp()
+
+        x = batch()
+        call(function, lambda: (logging("first"), logging("second")), x).sum().backward()
+        return log
+
+    ours = log_of(lambda fn, contexts, x: Checkpoint(context_fn=contexts, early_stop=False)(fn, x))
+    theirs = log_of(lambda fn, contexts, x: torchs(fn, x, context_fn=contexts, early_stop=False))
+    assert ours == theirs
+    assert ours.count("second ends") == 1
+
+
+def test_torchs_selective_contexts_keep_a_matmul() -> None:
+    policy = torch.utils.checkpoint.create_selective_checkpoint_contexts
+    keeping = partial(policy, [torch.ops.aten.mm.default])
+    layer, x = nn.Linear(8, 8, bias=False), batch()
+    (slope,) = grad(Checkpoint(context_fn=keeping)(lambda x: layer(x.sin()).exp(), x).sum(), x)
+    (wanted,) = grad(layer(x.sin()).exp().sum(), x)
+    assert torch.equal(slope, wanted)
+
+
+@pytest.mark.parametrize("name", ["context_fn", "use_reentrant", "preserve_rng_state"])
+def test_a_setting_of_torchs_checkpoint_is_an_error_and_never_ignored(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"got {name}=, a setting of torch.utils.checkpoint"):
+        checkpoint(lambda x, **ignored: x.sin(), batch(), **{name: False})
+
+
+def with_dual_tensors(call: Call, x: Tensor) -> None:
+    with forward_ad.dual_level():
+        call(forward_ad.make_dual(x, x))
+
+
+TRANSFORMS = {
+    "vmap": lambda call, x: torch.vmap(call)(x),
+    "grad": lambda call, x: torch.func.grad(lambda x: call(x).sum())(x),
+    "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,)),
+    "vjp": lambda call, x: torch.func.vjp(call, x),
+    "jacrev": lambda call, x: torch.func.jacrev(call)(x),
+    "hessian": lambda call, x: torch.func.hessian(lambda x: call(x).sum())(x),
+    "dual tensors": with_dual_tensors,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # torch's, for its own derivatives
+@pytest.mark.parametrize("run", [checkpoint, selective(MATMULS)])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transform_of_torch_func_is_an_error_in_one_sentence(name: str, run: Call) -> None:
+    with pytest.raises(RuntimeError, match="got a checkpoint inside vmap, jvp or another"):
+        TRANSFORMS[name](partial(run, torch.sin), torch.randn(3, 4))
