@@ -56,6 +56,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memlab.internals.sizes import chunk_rows
+from memlab.internals.transforms import is_transformed, require_no_transform
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -167,7 +168,7 @@ def chunked_cross_entropy(
         bias: (V,).
         chunk: rows per chunk; None: `chunk_rows` chooses.
         ignore_index: rows with this target do not count, also in the mean's denominator. If no row
-            counts, the loss and all gradients are 0.
+            counts, the loss and all gradients are 0, and not NaN as torch's mean.
         label_smoothing: the fraction ε of the target spread over all tokens (Szegedy et al. 2016).
         z_loss: the factor of log²Z, which keeps Z near 1 (Chowdhery et al. 2022, PaLM: 1e-4).
         soft_cap: bounds the logits to ± this value (Gemma Team 2024, Gemma 2: 30).
@@ -184,13 +185,17 @@ def chunked_cross_entropy(
     Raises:
         IndexError: for a target outside the vocabulary. On CUDA, a check would synchronize, so the
             device's own assertion fails instead.
-        RuntimeError: in a backward pass with `create_graph=True`.
+        TypeError: for sparse tensors, and dtypes that do not fit.
+        RuntimeError: in a backward pass with `create_graph=True`, and in a transform of torch.func.
 
     Gradients are computed in the forward pass, if required, and returned by the first backward
     pass. Another one (`retain_graph=True`) recomputes them.
     """
     terms = LossTerms(ignore_index, label_smoothing, z_loss, soft_cap)
     _check(hidden, weight, targets, bias, terms, reduction)
+    require_no_transform(
+        "chunked_cross_entropy", "use cross_entropy_reference there", (hidden, weight, bias)
+    )
     (V, C), N = weight.shape, targets.numel()
     if chunk is None:
         chunk = chunk_rows(N, V, C)
@@ -296,7 +301,8 @@ class _ChunkedLoss(torch.autograd.Function):
         if gradients is None:
             *inputs, targets = ctx.saved_tensors
             gradients = _zeros(inputs, ctx.wanted)
-            with torch.autocast(upstream.device.type, enabled=False):  # the plan has the dtype
+            kind = upstream.device.type if not upstream.is_meta else "cpu"
+            with torch.autocast(kind, enabled=False):  # the plan has the dtype
                 _compute_chunks(ctx.plan, inputs, targets, gradients, by_row)
         if by_row is None:
             for gradient in filter(torch.is_tensor, gradients):
@@ -405,7 +411,9 @@ def _matmul_dtype(hidden: Tensor) -> torch.dtype:
 
 
 def _is_autocast(x: Tensor) -> bool:
-    return torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+    kind = x.device.type  # "meta" has no autocast
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return is_on and x.dtype != torch.float64
 
 
 def _matmul_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -440,8 +448,12 @@ def _check(
 ) -> None:
     if reduction not in REDUCTIONS:
         raise ValueError(f"got reduction={reduction!r}; choose one of {', '.join(REDUCTIONS)}")
-    if weight.ndim != 2:
-        raise ValueError(f"got a weight of shape {tuple(weight.shape)}; give (V, C)")
+    for x in (hidden, weight, targets, bias):
+        if x is not None and (x.layout is not torch.strided or x.is_nested):
+            layout = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
+            raise TypeError(f"got {layout}; give hidden, weight, targets and bias as dense tensors")
+    if weight.ndim != 2 or not weight.shape[0]:
+        raise ValueError(f"got a weight of shape {tuple(weight.shape)}; give (V, C), V at least 1")
     V, C = weight.shape
     if hidden.shape[-1:] != (C,):
         raise ValueError(
@@ -477,7 +489,7 @@ def _join_dtypes(dtypes: set[torch.dtype]) -> str:
 
 
 def _check_range(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
-    if targets.is_cuda:
+    if targets.is_cuda or targets.is_meta or is_transformed():  # the values cannot be read
         return
     _, labels = _labels(targets, ignore_index)
     is_outside = (labels < 0) | (labels >= vocab_size)

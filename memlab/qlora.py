@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memlab.internals.layer_names import is_inner
+from memlab.internals.transforms import require_no_transform
 from memlab.lora import add_lora, named_layers, replace_layer
 from memlab.quantize import NF4, Codebooks, dequantize_nf4, nf4_codebooks, quantize_nf4
 
@@ -112,6 +113,7 @@ class NF4Linear(nn.Module):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         inner = self.compute_dtype or dtype
         bias = None if self.bias is None else self.bias.to(inner)
+        require_no_transform("a quantized layer", "differentiate with torch.autograd", (x,))
         return _MatmulNF4.apply(x.to(inner), self.quantized(), bias).to(dtype)
 
     @torch.no_grad()

@@ -771,3 +771,41 @@ def test_temperatures_that_have_no_meaning_are_an_error(options, message):
     hidden, weight, _, tokens = inputs(bias=False)
     with pytest.raises(ValueError, match=message):
         token_log_probs(hidden, weight, tokens, **options)
+
+
+# ------------------------------------------------------------------ inputs it cannot read
+
+
+def test_meta_tensors_have_a_loss_and_gradients_of_the_right_shapes_as_in_torch():
+    for function in (chunked_cross_entropy, cross_entropy_reference):
+        hidden, weight = (torch.empty(n, 8, device="meta", requires_grad=True) for n in (20, 30))
+        targets = torch.empty(20, dtype=torch.int64, device="meta")
+        loss = function(hidden, weight, targets)
+        gradients = torch.autograd.grad(loss, (hidden, weight))
+        assert [x.shape for x in (loss, *gradients)] == [(), (20, 8), (30, 8)]
+        assert loss.is_meta
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_sparse_tensor_is_an_error_in_one_sentence(place):
+    given = [torch.ones(4, 3), torch.ones(5, 3), torch.zeros(4, dtype=torch.int64)]
+    given[place] = given[place].to_sparse()
+    with pytest.raises(TypeError, match=r"got a tensor of layout torch.sparse_coo; give hidden, w"):
+        chunked_cross_entropy(*given)
+
+
+def test_under_vmap_the_reference_works_and_the_chunks_are_refused_in_one_sentence():
+    hidden, weight = torch.randn(2, 4, 3).double(), torch.randn(5, 3).double()
+    targets = torch.arange(8).view(2, 4) % 5
+    found = torch.vmap(lambda h, t: cross_entropy_reference(h, weight, t))(hidden, targets)
+    wanted = [F.cross_entropy(h @ weight.T, t) for h, t in zip(hidden, targets, strict=True)]
+    assert_close(found, torch.stack(wanted))
+    with pytest.raises(RuntimeError, match=r"got chunked_cross_entropy inside vmap, .*; use cross"):
+        torch.vmap(lambda h, t: chunked_cross_entropy(h, weight, t))(hidden, targets)
+
+
+def test_a_vocabulary_of_no_tokens_is_an_error():
+    with pytest.raises(ValueError, match=r"\(0, 3\); give \(V, C\), V at least 1"):
+        chunked_cross_entropy(torch.ones(4, 3), torch.ones(0, 3), torch.zeros(4).long())
+    with pytest.raises(ValueError, match="got rows=10, vocab_size=0 and width=10; give at least"):
+        chunk_rows(10, 0, 10)

@@ -72,6 +72,7 @@ from memlab.attention.tiling import (
     tile_rows,
 )
 from memlab.internals.torch_internals import FakeTensor
+from memlab.internals.transforms import require_no_transform
 
 LOG2_E = math.log2(math.e)
 TILES_AT_ONCE = 4  # batch this many tiles' worth of heads: small matmuls underuse the processor
@@ -97,12 +98,13 @@ def flash_attention(
 
     Args:
         q: (B, H, Tq, D).
-        k, v: (B, KV, Tk, D), with H divisible by KV.
+        k: (B, KV, Tk, D), with H divisible by KV.
+        v: (B, KV, Tk, Dv). In multi-head latent attention (MLA) Dv is smaller than D.
         alignment, window: as in `attention_reference`.
-        dropout: the probability of dropping each attention probability.
+        dropout: the probability of dropping each attention probability, from 0 to 1.
 
     Returns:
-        (B, H, Tq, D), with q's memory layout.
+        (B, H, Tq, Dv), with q's memory layout.
 
     Raises:
         ValueError: for shapes, dtypes or settings that do not fit.
@@ -154,16 +156,16 @@ def compute_scores(q: Tensor, keys: Tensor, tile: Tile, settings: FlashSettings)
 class OnlineSoftmax:
     """Compute softmax(scores) @ values for R rows, one tile of keys at a time.
 
-    Scores are in base 2. row_max and row_sum are (S, R, 1), acc is (S, R, D).
+    Scores are in base 2. row_max and row_sum are (S, R, 1), acc is (S, R, Dv).
     """
 
-    def __init__(self, q: Tensor) -> None:
+    def __init__(self, q: Tensor, value_dim: int) -> None:
         self.row_max = q.new_full((*q.shape[:2], 1), -math.inf)
         self.row_sum = torch.zeros_like(self.row_max)
-        self.acc = q.new_zeros(q.shape)
+        self.acc = q.new_zeros(*q.shape[:2], value_dim)
 
     def add_(self, scores: Tensor, values: Tensor, kept: Tensor | None = None) -> None:
-        """Add scores (S, R, keys), which are overwritten, and values (S, keys, D)."""
+        """Add scores (S, R, keys), which are overwritten, and values (S, keys, Dv)."""
         row_max = torch.maximum(self.row_max, scores.amax(dim=-1, keepdim=True))
         safe_max = row_max.masked_fill(row_max == -math.inf, 0)  # -inf - (-inf) is NaN
         probs = scores.sub_(safe_max).exp2_()
@@ -175,7 +177,7 @@ class OnlineSoftmax:
         self.acc.mul_(correction).baddbmm_(probs, values)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Return out (S, R, D) and lse (S, R, 1); 0 and +inf for rows without visible keys."""
+        """Return out (S, R, Dv) and lse (S, R, 1); 0 and +inf for rows without visible keys."""
         saw_nothing = self.row_sum == 0
         out = self.acc / self.row_sum.masked_fill(saw_nothing, 1)
         lse = (self.row_max + self.row_sum.log2()) / LOG2_E
@@ -231,7 +233,7 @@ class Heads(NamedTuple):
         return self.view_queries(x, queries).flatten(1, 2).to(_accumulation_dtype(x))
 
     def columns(self, x: Tensor, keys: range) -> Tensor:
-        """Return (B, KV, Tk, D) as (S, keys, D)."""
+        """Return (B, KV, Tk, …) as (S, keys, …)."""
         stack = _slice(x[self.sequence], 0, self.kv_heads)
         return _slice(stack, 1, keys).to(_accumulation_dtype(x))
 
@@ -242,14 +244,16 @@ class Heads(NamedTuple):
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, settings: FlashSettings) -> tuple[Tensor, Tensor]:
-    """Return out (B, H, Tq, D) and lse (B, H, Tq)."""
-    out = torch.empty_like(q)
+    """Return out (B, H, Tq, Dv) and lse (B, H, Tq)."""
+    layout = sorted(range(4), key=q.stride, reverse=True)
+    out_shape = (*q.shape[:3], v.shape[3])
+    out = torch.empty_permuted(out_shape, layout, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=_accumulation_dtype(q), device=q.device)
     dropout = Dropout(q, settings)
 
     def fill(heads: Heads, row: TileRow) -> None:
         rows = heads.rows(q, row.queries)  # (S, R, D)
-        softmax = OnlineSoftmax(rows)
+        softmax = OnlineSoftmax(rows, v.shape[3])
         for tile in row.visited:
             softmax.add_(
                 compute_scores(rows, heads.columns(k, tile.keys), tile, settings),
@@ -323,7 +327,7 @@ class Dropout:
             return None
         keep = 1 - self.probability
         kept = rows.new_empty(*rows.shape[:2], len(tile.keys))
-        return kept.bernoulli_(keep, generator=self.generator).div_(keep)
+        return kept.bernoulli_(keep, generator=self.generator).div_(keep or 1)
 
 
 def _draw_seed() -> int:
@@ -414,22 +418,25 @@ def _autocast_disabled(x: Tensor) -> Any:
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError unless the shapes and dtypes fit together."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.ndim == k.ndim == v.ndim == 4 or k.shape != v.shape:
+    if not q.ndim == k.ndim == v.ndim == 4 or k.shape[:3] != v.shape[:3]:
         raise ValueError(
-            f"got {shapes}; give q as (B, H, Tq, D), and k and v both as (B, KV, Tk, D)"
+            f"got {shapes}; give q as (B, H, Tq, D), k as (B, KV, Tk, D), and v as (B, KV, Tk, Dv)"
         )
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"got {shapes}; give all of them the same B and D, first and last")
+        raise ValueError(f"got {shapes}; give all of them the same B, and q and k the same D, last")
+    if not q.shape[3] or not v.shape[3]:
+        raise ValueError(f"got {shapes}, with a head dimension of 0; give at least 1")
     if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             f"got q in {q.dtype}, k in {k.dtype} and v in {v.dtype}; give all of them in one "
             f"floating-point dtype"
         )
     queries_per_key_head(q.shape[1], k.shape[1])
+    require_no_transform("flash_attention", "use attention_reference there", (q, k, v))
 
 
 def _require_settings(dropout: float, tile: int) -> None:
-    if not 0 <= dropout < 1:
-        raise ValueError(f"got dropout={dropout}; give a probability from 0 to below 1")
+    if not 0 <= dropout <= 1:
+        raise ValueError(f"got dropout={dropout}; give a probability from 0 to 1")
     if tile < 1:
         raise ValueError(f"got tile={tile}; give at least 1 query and key")

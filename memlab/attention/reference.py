@@ -48,14 +48,15 @@ def attention_reference(
 
     Args:
         q: (B, H, Tq, D).
-        k, v: (B, KV, Tk, D), with H divisible by KV.
+        k: (B, KV, Tk, D), with H divisible by KV.
+        v: (B, KV, Tk, Dv).
         causal: query i sees keys 0 to i, as in torch.
         alignment: with "bottom-right", the last query sees the last key, as in the flash-attn
             package. Both alignments agree if Tq = Tk.
         window: (left, right), the number of keys that a query sees to either side of the diagonal.
 
     Returns:
-        (B, H, Tq, D), with 0 for queries that see no key.
+        (B, H, Tq, Dv), with 0 for queries that see no key.
     """
     (H, Tq, D), (KV, Tk) = q.shape[1:], k.shape[1:3]
     group = queries_per_key_head(H, KV)
@@ -69,4 +70,4 @@ def attention_reference(
     probs = scores.softmax(dim=-1)
     if limits.has_blind_query(Tq, Tk):  # softmax of a row of -inf is NaN
         probs = probs.masked_fill(outside, 0)
-    return probs @ v  # (B, H, Tq, D)
+    return probs @ v  # (B, H, Tq, Dv)

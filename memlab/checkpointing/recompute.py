@@ -56,7 +56,6 @@ from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import saved_tensors_hooks
 
 from memlab.checkpointing.ambient_state import STATISTICS, AmbientState, Copies
@@ -65,12 +64,12 @@ from memlab.checkpointing.random_states import NAMES
 from memlab.internals.saved_tensors import is_filled_after_saving
 from memlab.internals.torch_internals import (
     disable_dynamo,
-    functorch,
     in_backward,
     tree_flatten,
     tree_unflatten,
     when_backward_ends,
 )
+from memlab.internals.transforms import require_no_transform
 
 Result = TypeVar("Result")
 
@@ -190,7 +189,11 @@ class CheckpointedCall:
             )
         self.settings, self.fn = settings, fn
         arguments, self.structure = tree_flatten((args, kwargs))
-        _require_no_transform(arguments)
+        require_no_transform(
+            "a checkpoint",
+            "call the function itself there, or differentiate with torch.autograd",
+            arguments,
+        )
         self.first_context, self.second_context = settings.context_fn()
         self.inputs = SavedInputs(arguments)
         self.ambient_state = AmbientState(arguments, settings.random)
@@ -296,17 +299,6 @@ def _empty(slots: Iterable["weakref.ref[_Slot]"]) -> None:
 
 
 # ------------------------------------------------------------------ inputs
-
-
-def _require_no_transform(arguments: Iterable[Any]) -> None:
-    """Raise RuntimeError in a transform of torch.func, or for dual tensors (forward mode)."""
-    is_dual = any(isinstance(a, Tensor) and unpack_dual(a).tangent is not None for a in arguments)
-    if is_dual or functorch.peek_interpreter_stack() is not None:
-        raise RuntimeError(
-            "got a checkpoint inside vmap, jvp or another transform of torch.func, or with dual "
-            "tensors, where no tensors can be dropped and recomputed; call the function itself "
-            "there, or differentiate with torch.autograd"
-        )
 
 
 class _Keep(torch.autograd.Function):

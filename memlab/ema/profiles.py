@@ -100,8 +100,14 @@ def decay(gamma: float, step: float, t: float) -> float:
 
     The average up to t − step is normalized by (t−step)^(γ+1). Normalizing it by t^(γ+1) multiplies
     it by (1 − step/t)^(γ+1). The first update has β = 0, so initial weights never count. Passing
-    `step=1` for updates 10 steps apart would decay the average ten times too slowly.
+    `step=1` for updates 10 steps apart would decay the average ten times too slowly. Raises
+    ValueError unless 0 ≤ step ≤ t and t > 0.
     """
+    if not 0 <= step <= t or t == 0:
+        raise ValueError(
+            f"got step={step} and t={t}; give the time of the update, above 0, and the time since "
+            f"the last one, from 0 to t"
+        )
     return (1 - step / t) ** (gamma + 1)
 
 

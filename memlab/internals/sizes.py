@@ -25,6 +25,11 @@ def chunk_rows(rows: int, vocab_size: int, width: int) -> int:
     matters for fewer rows than four widths, but at least 64 rows, so that matmuls stay fast. Within
     these limits, the function uses as few chunks as possible, of equal size.
     """
+    if rows < 0 or vocab_size < 1 or width < 0:
+        raise ValueError(
+            f"got rows={rows}, vocab_size={vocab_size} and width={width}; give at least 0 rows, "
+            f"1 token and a width of 0"
+        )
     rows = max(1, rows)
     by_gradients = (rows + vocab_size) * width // (2 * vocab_size)
     most = max(1, min(by_gradients, max(rows // 8, 64)))

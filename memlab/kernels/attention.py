@@ -112,7 +112,7 @@ def flash_attention(
         )
     q, k, v = map(_with_int32_offsets, cast_for_autocast(q, k, v))
     check_inputs(q, k, v)
-    _require_supported(q, dropout)
+    _require_supported(q, v, dropout)
     limits = band(q.shape[2], k.shape[2], causal=causal, alignment=alignment, window=window)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     band_and_scale = {"limits": limits, "scale": scale}
@@ -510,7 +510,7 @@ def _with_int32_offsets(x: Tensor) -> Tensor:
     return x.contiguous() if overflows else x
 
 
-def _require_supported(q: Tensor, dropout: float) -> None:
+def _require_supported(q: Tensor, v: Tensor, dropout: float) -> None:
     if dropout:
         raise ValueError(
             f"got dropout={dropout}, which this kernel does not support; use "
@@ -520,6 +520,11 @@ def _require_supported(q: Tensor, dropout: float) -> None:
         raise ValueError(
             f"got {q.dtype}, and this kernel supports float32, float16 and bfloat16; cast q, k and "
             f"v, or use memlab.attention.flash_attention"
+        )
+    if q.shape[3] != v.shape[3]:
+        raise ValueError(
+            f"got a head dimension of {q.shape[3]} and one of {v.shape[3]} for v, which this "
+            f"kernel does not support; use memlab.attention.flash_attention"
         )
     if q.shape[3] > MAX_HEAD_DIM:
         raise ValueError(

@@ -47,6 +47,7 @@ from torch.nn import functional as F
 from memlab.internals.layer_names import is_inner
 from memlab.internals.scaled_mm import scaled_mm_on_cpu
 from memlab.internals.torch_internals import scaled_mm
+from memlab.internals.transforms import require_no_transform
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST_AMAX = 2.0**-100  # so that neither a scale nor its reciprocal overflows
@@ -341,6 +342,7 @@ class FP8Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
         x8 = self._input_in_fp8(x if x.ndim > 1 else x.unsqueeze(0))
+        require_no_transform("an FP8 layer", "differentiate with torch.autograd", (x,))
         out = _LinearFP8.apply(x.reshape(-1, self.in_features), self.weight, *x8[:2], self)
         out = out.view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias.to(out.dtype)

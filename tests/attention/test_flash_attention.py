@@ -72,6 +72,20 @@ def test_values_and_gradients_equal_torch(queries, keys, causal):
     assert_close(ours, theirs, summed=largest(theirs))
 
 
+@pytest.mark.parametrize("value_dim", [1, 3, 20])
+@pytest.mark.parametrize("causal", [False, True])
+def test_values_may_have_a_head_dimension_of_their_own_as_in_torch(causal, value_dim):
+    q, k, v = random_qkv(kv_heads=2, keys=20)
+    v = torch.randn(B, 2, 20, value_dim, dtype=v.dtype, requires_grad=True)
+    torchs = partial(F.scaled_dot_product_attention, is_causal=causal, enable_gqa=True)
+    theirs = value_and_gradients(torchs, q, k, v)
+    for attention in (partial(flash_attention, tile=8), attention_reference):
+        ours = value_and_gradients(partial(attention, causal=causal), q, k, v)
+        assert_close(ours, theirs, summed=largest(theirs))
+    by_token = q.detach().transpose(1, 2).contiguous().transpose(1, 2)
+    assert flash_attention(by_token, k, v).transpose(1, 2).is_contiguous()
+
+
 @pytest.mark.parametrize("alignment", ["top-left", "bottom-right"])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 5), (33, 33), (3, 5), (5, 3)])
 def test_gradients_equal_finite_differences(queries, keys, alignment):
@@ -303,6 +317,15 @@ def test_dropout_keeps_the_expected_fraction_in_every_tile():
     assert 0.8 < share.std() / deviation < 1.2
 
 
+def test_dropping_everything_gives_zeros_as_in_torch():
+    qkv = random_qkv()
+    for attention in (
+        partial(flash_attention, dropout=1.0),
+        partial(F.scaled_dot_product_attention, dropout_p=1.0),
+    ):
+        assert not any(x.any() for x in value_and_gradients(attention, *qkv))
+
+
 def test_only_a_call_with_dropout_draws_from_the_generator_and_only_once():
     qkv = random_qkv()
     torch.manual_seed(3)
@@ -432,11 +455,13 @@ def test_a_second_derivative_is_an_error():
     ("shapes", "settings", "wanted"),
     [
         (((4, 6, 8),) * 3, {}, r"got q \(4, 6, 8\), .*; give q as \(B, H, Tq, D\)"),
-        (((1, 4, 6, 8), (1, 4, 6, 8), (1, 4, 5, 8)), {}, "k and v both as"),
-        (((1, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8)), {}, "the same B and D"),
-        (((1, 4, 6, 8), (1, 4, 6, 4), (1, 4, 6, 4)), {}, "the same B and D"),
+        (((1, 4, 6, 8), (1, 4, 6, 8), (1, 4, 5, 8)), {}, r"and v as \(B, KV, Tk, Dv\)"),
+        (((1, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8)), {}, "the same B, and q and k the same D"),
+        (((1, 4, 6, 8), (1, 4, 6, 4), (1, 4, 6, 4)), {}, "the same B, and q and k the same D"),
+        (((1, 4, 6, 0),) * 3, {}, "with a head dimension of 0; give at least 1"),
+        (((1, 4, 6, 8), (1, 4, 6, 8), (1, 4, 6, 0)), {}, "with a head dimension of 0"),
         (((1, 4, 6, 8), (1, 3, 6, 8), (1, 3, 6, 8)), {}, "4 query heads cannot share 3 key/val"),
-        (((1, 4, 6, 8),) * 3, {"dropout": 1.0}, "got dropout=1.0; give a probability from 0"),
+        (((1, 4, 6, 8),) * 3, {"dropout": 1.1}, "got dropout=1.1; give a probability from 0"),
         (((1, 4, 6, 8),) * 3, {"tile": 0}, "got tile=0; give at least 1"),
         (((1, 4, 6, 8),) * 3, {"alignment": "top"}, "got alignment='top'; choose"),
         (((1, 4, 6, 8),) * 3, {"window": (-1, 0)}, r"got window=\(-1, 0\); give how many"),
@@ -453,3 +478,13 @@ def test_different_dtypes_are_an_error():
         flash_attention(q, k, v.float())
     with pytest.raises(ValueError, match="in one floating-point dtype"):
         flash_attention(q.long(), k.long(), v.long())
+
+
+def test_a_transform_of_torch_func_is_an_error_in_one_sentence():
+    q, k, v = (x.detach() for x in random_qkv())
+    with pytest.raises(
+        RuntimeError, match=r"got flash_attention inside vmap, .*; use att"
+    ):
+        torch.vmap(flash_attention)(q[None], k[None], v[None])
+    wanted = attention_reference(q, k, v)
+    assert_close(torch.vmap(attention_reference)(q[None], k[None], v[None])[0], wanted)

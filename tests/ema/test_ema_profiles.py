@@ -93,6 +93,12 @@ def test_the_first_update_discards_the_initial_weights():
     assert decay(6.9, 10, 10) == 0
 
 
+@pytest.mark.parametrize(("step", "t"), [(1, 0), (0, 0), (2, 1), (-1, 3), (1, -3)])
+def test_a_time_without_a_decay_is_an_error(step, t):
+    with pytest.raises(ValueError, match=f"got step={step} and t={t}; give the time of the update"):
+        decay(6.9, step, t)
+
+
 @pytest.mark.parametrize("every", [1, 10, 100])
 @pytest.mark.parametrize("sigma", [0.05, 0.10, 0.15])
 def test_the_closed_form_has_the_requested_width(sigma, every):

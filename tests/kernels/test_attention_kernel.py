@@ -348,7 +348,12 @@ def test_a_second_derivative_is_refused(device):
     ("shapes", "settings", "expected"),
     [
         (((4, 6, 8),) * 3, {}, r"got q \(4, 6, 8\), .*; give q as \(B, H, Tq, D\)"),
-        (((1, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8)), {}, "the same B and D"),
+        (((1, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8)), {}, "the same B, and q and k the same D"),
+        (
+            ((1, 4, 6, 8), (1, 4, 6, 8), (1, 4, 6, 4)),
+            {},
+            "8 and one of 4 for v, .* use memlab.attention.flash_attention",
+        ),
         (((1, 4, 6, 8), (1, 3, 6, 8), (1, 3, 6, 8)), {}, "4 query heads cannot share 3 key/val"),
         (
             ((1, 4, 6, 257),) * 3,
