@@ -482,9 +482,7 @@ def test_different_dtypes_are_an_error():
 
 def test_a_transform_of_torch_func_is_an_error_in_one_sentence():
     q, k, v = (x.detach() for x in random_qkv())
-    with pytest.raises(
-        RuntimeError, match=r"got flash_attention inside vmap, .*; use att"
-    ):
+    with pytest.raises(RuntimeError, match=r"got flash_attention inside vmap, .*; use att"):
         torch.vmap(flash_attention)(q[None], k[None], v[None])
     wanted = attention_reference(q, k, v)
     assert_close(torch.vmap(attention_reference)(q[None], k[None], v[None])[0], wanted)

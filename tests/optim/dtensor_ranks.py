@@ -1,7 +1,6 @@
 """Code that the tests of optimizers and loss scaling of DTensors run in real ranks."""
 
 import copy
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -75,7 +74,7 @@ def locals_of(model: nn.Module) -> list[Tensor]:
     return [weight.to_local().detach().clone() for weight in model.parameters()]
 
 
-def steps_of(cls: type) -> dict[str, Any]:
+def steps_of(cls: type, folder: str) -> dict[str, Any]:
     """Step a sharded model, its shards as plain weights, and the whole model."""
     model = sharded(cls)
     optimizer = cls(model.parameters(), generator=generator())
@@ -96,7 +95,7 @@ def steps_of(cls: type) -> dict[str, Any]:
         "as shards": all(map(torch.equal, found, shards)),
         "as the whole": all(map(torch.equal, found, map(mine, whole.parameters()))),
         "bytes": {name: local_bytes(value) for name, value in state.items() if name != "step"},
-    } | restored(cls, model, optimizer)
+    } | restored(cls, model, optimizer, f"{folder}/{cls.__name__}")
 
 
 def copy_of(model: nn.Module, shards: list[nn.Parameter]) -> nn.Module:
@@ -114,19 +113,17 @@ def local_bytes(value: Any) -> int:
     return getattr(value, "_local_tensor", value).nbytes
 
 
-def restored(cls: type, model: nn.Module, optimizer: Any) -> dict[str, bool]:
+def restored(cls: type, model: nn.Module, optimizer: Any, folder: str) -> dict[str, bool]:
     """Continue from a checkpoint of torch.distributed: does the next step have the same bits?"""
-    folder = [os.environ.get("TMPDIR", "/tmp") + f"/dtensors-{os.getpid()}"]
-    dist.broadcast_object_list(folder, 0)
     state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(state, checkpoint_id=folder[0])
+    dcp.save(state, checkpoint_id=folder)
     again = sharded(cls)
     of_again = cls(again.parameters(), generator=generator())
     with torch.no_grad():
         for weight, value in zip(again.parameters(), model.parameters(), strict=True):
             weight.copy_(value)
     loaded = {"optimizer": get_optimizer_state_dict(again, of_again)}
-    dcp.load(loaded, checkpoint_id=folder[0])
+    dcp.load(loaded, checkpoint_id=folder)
     set_optimizer_state_dict(again, of_again, loaded["optimizer"])
     for each in (optimizer, of_again):
         each.generator.manual_seed(9)
@@ -164,10 +161,10 @@ WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def all_results() -> dict[str, Any]:
+def all_results(folder: str) -> dict[str, Any]:
     with joined("gloo"):
         return {
-            "steps": {cls.__name__: steps_of(cls) for cls in ELEMENTWISE},
+            "steps": {cls.__name__: steps_of(cls, folder) for cls in ELEMENTWISE},
             "refusals": {cls.__name__: refusal_of(cls) for cls in REFUSING},
             "overflowed": overflowed(),
         }

@@ -12,8 +12,9 @@ ONLY_AS_SHARDS = ("Adam8bit", "Lion8bit", "MomentumSGD", "RoundedAdamW")
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(all_results, 2, timeout=TIME_OUT)
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return run_ranks(all_results, 2, str(folder), timeout=TIME_OUT)
 
 
 @pytest.mark.parametrize("name", [cls.__name__ for cls in ELEMENTWISE])
