@@ -14,7 +14,7 @@ different result in the second run; `check="hash"` detects this.
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from threading import get_ident
+from threading import get_ident, local
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ Copies = list[Tensor | None]
 Autocast = tuple[str, torch.dtype, bool, bool]  # device, dtype, enabled, cache enabled
 
 _CPU = torch.device("cpu")
+_thread = local()  # of this thread: whether it is copying buffers
 
 
 class AmbientState:
@@ -83,6 +84,11 @@ def _default_device() -> torch.device:
     return torch.get_default_device() if len_torch_function_stack() else _CPU
 
 
+def is_copying_buffers() -> bool:
+    """Return whether this thread now calls operators that the first run did not call."""
+    return getattr(_thread, "is_copying", False)
+
+
 @contextmanager
 def _buffers_copied(kinds: tuple[type[nn.Module], ...]) -> Iterator[Copies]:
     """Replace the buffers of these classes' modules with copies while they train."""
@@ -95,10 +101,14 @@ def _buffers_copied(kinds: tuple[type[nn.Module], ...]) -> Iterator[Copies]:
             return
         if module not in originals:
             originals[module] = module._buffers
-            module._buffers = {
-                name: None if buffer is None else buffer.clone()
-                for name, buffer in module._buffers.items()
-            }
+            _thread.is_copying = True
+            try:
+                module._buffers = {
+                    name: None if buffer is None else buffer.clone()
+                    for name, buffer in module._buffers.items()
+                }
+            finally:
+                _thread.is_copying = False
             copies.extend(module._buffers.values())
 
     hook = register_module_forward_pre_hook(copy_buffers)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from memlab.checkpointing.ambient_state import is_copying_buffers
 from memlab.checkpointing.operations import operations
 from memlab.checkpointing.recompute import CheckpointError
 from memlab.internals.torch_internals import (
@@ -271,7 +272,7 @@ class OperatorReplayer(TorchDispatchMode):
         self.calls, self.kept = iter(calls), kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _is_ignored(func):
+        if _is_ignored(func) or is_copying_buffers():
             return func(*args, **(kwargs or {}))
         call = next(self.calls, None)
         if call is not None and call.operator.func is not func:

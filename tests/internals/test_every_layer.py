@@ -10,7 +10,7 @@ from every_layer import CALLS, outputs_of
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from memlab.checkpointing import Checkpoint, checkpoint
+from memlab.checkpointing import MATMULS, Checkpoint, checkpoint, selective
 from memlab.compression import compressed_activations
 from memlab.internals.saved_tensors import _Unencoded
 from memlab.internals.torch_internals import top_saved_tensors_hooks
@@ -37,7 +37,7 @@ def gradients(
     around: Callable[[], AbstractContextManager] = nullcontext,
     run: Callable[..., object] = lambda layer, *inputs: layer(*inputs),
 ) -> list[Tensor | None]:
-    """Return the gradients of a layer's inputs and weights."""
+    """Return the gradients of a layer's inputs and weights, and its buffers after backward."""
     layer, inputs = built(name)
     torch.manual_seed(1)
     with warnings.catch_warnings():
@@ -47,7 +47,8 @@ def gradients(
     given = [x for x in (*inputs, *layer.parameters()) if torch.is_tensor(x) and x.requires_grad]
     torch.manual_seed(2)
     upstream = [torch.randn_like(output) for output in outputs]
-    return list(torch.autograd.grad(outputs, given, upstream, allow_unused=True))
+    found = torch.autograd.grad(outputs, given, upstream, allow_unused=True)
+    return [*found, *layer.buffers()]
 
 
 def same(some: list[Tensor | None], others: list[Tensor | None]) -> bool:
@@ -71,11 +72,20 @@ def test_offloading_does_not_change_the_gradients_of_a_layer(name):
     assert same(gradients(name, offloaded), wanted)
 
 
+CHECKPOINTS = {
+    "checkpoint": checkpoint,
+    "without early stop": Checkpoint(check="none", early_stop=False),
+    "selective, nothing": selective(()),
+    "selective, matmuls": selective(MATMULS),
+    "selective, everything": selective(lambda operator: True),
+}
+
+
 @every_layer
 def test_a_checkpoint_does_not_change_the_gradients_of_a_layer(name):
     wanted = gradients(name)
-    for run in (checkpoint, Checkpoint(check="none", early_stop=False)):
-        assert same(gradients(name, run=run), wanted)
+    for kind, run in CHECKPOINTS.items():
+        assert same(gradients(name, run=run), wanted), kind
 
 
 @every_layer
