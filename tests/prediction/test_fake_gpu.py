@@ -1,7 +1,9 @@
 """The GPU that a script sees during a prediction."""
 
 import functools
+import re
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -144,6 +146,13 @@ def test_a_plain_dry_run_reports_the_machine():
         assert torch.accelerator.is_available() == (
             torch.accelerator.current_accelerator(check_available=True) is not None
         )
+
+
+def test_memlab_only_uses_an_accelerator_that_is_available():
+    """With CUDA but no driver, `current_accelerator()` is CUDA while `is_available()` is False."""
+    folder = Path(memlab.__file__).parent
+    calls = re.compile(r"current_accelerator\((?!check_available=True\))")
+    assert [path for path in folder.rglob("*.py") if calls.search(path.read_text("utf-8"))] == []
 
 
 def test_a_script_that_checks_for_a_gpu_has_the_same_prediction():
