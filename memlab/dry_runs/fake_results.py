@@ -5,7 +5,8 @@ metadata. torch caches fake results too, but its look-up costs ten times as much
 lists.
 
     key       the operator, the metadata of its tensors, and its other arguments
-    result    for each of its tensors: an argument, a view of an argument, or a new storage
+    result    for each of its tensors: an argument, a view of an argument, or a new storage; a
+              view's offset is from the argument's
     skipped   operators that read values, resize a tensor, or come from other libraries; results
               that differ from their own repetition
 """
@@ -65,17 +66,32 @@ class FakeResults:
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return `func(*args, **kwargs)`."""
+        alike, shift = args, 0  # arguments with the same result, but for its offset
+        if func is aten.select.int and 0 <= args[2] < args[0].shape[args[1]]:
+            alike, shift = (*args[:2], 0), args[2] * args[0].stride(args[1])
         tensors: list[FakeTensor] = []
-        key = self._key(func, args, kwargs, tensors)
+        key = self._key(func, alike, kwargs, tensors)
         recipe = None if key is None else self._recipes.get(key, _UNSEEN)
         if recipe is None:
             return func(*args, **kwargs)
         if recipe is not _UNSEEN:
-            return recipe.repeat(tensors)
+            return recipe.repeat(tensors, shift)
         result = func(*args, **kwargs)
-        is_unchanged = key == self._key(func, args, kwargs, [])
-        self._recipes[key] = _recipe(result, tensors) if is_unchanged else None
+        is_unchanged = key == self._key(func, alike, kwargs, [])
+        self._recipes[key] = _recipe(result, tensors, shift) if is_unchanged else None
         return result
+
+    def lifted(self, real: torch.Tensor) -> FakeTensor:
+        """Return the fake tensor of a literal. Its values are known, so torch's constant, which
+        no recipe may have, is dropped."""
+        func, storage_bytes = aten.lift_fresh.default, real.untyped_storage().nbytes()
+        key = (func, real.dtype, real.shape, real.stride(), real.storage_offset(), storage_bytes)
+        if recipe := self._recipes.get(key):
+            return recipe.repeat((), 0)
+        fake = func(real)
+        fake.constant = None
+        self._recipes[key] = _recipe(fake, (), 0)
+        return fake
 
     def _key(
         self, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]
@@ -116,12 +132,13 @@ class FakeResults:
 
 
 def _metadata(tensor: FakeTensor) -> tuple[Any, ...]:
-    """Return the metadata; the dispatch keys tell conjugates and inference tensors apart."""
+    """Return the metadata; the dispatch keys tell conjugates and inference tensors apart. Only
+    views that change the dtype depend on the number of the offset."""
     return (
         tensor.dtype,
         tensor.shape,
         tensor.stride(),
-        tensor.storage_offset(),
+        tensor.storage_offset() > 0,
         tensor.fake_device,
         tensor.requires_grad,
         dispatch_keys(tensor).raw_repr(),
@@ -154,19 +171,20 @@ class _Output(NamedTuple):
     base: int | None  # … or a view of this one; if both are None, it has a new storage
     shape: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int  # from that of the argument
     dtype: torch.dtype
     device: torch.device
     attributes: dict[str, Any]  # of the fake tensor
 
-    def repeat(self, tensors: Sequence[FakeTensor]) -> FakeTensor:
+    def repeat(self, tensors: Sequence[FakeTensor], shift: int) -> FakeTensor:
         if self.argument is not None:
             return tensors[self.argument]
         with DisableTorchDispatch():
             meta = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
             if self.base is not None:
-                storage = tensors[self.base].untyped_storage()
-                meta.set_(storage, self.offset, self.shape, self.stride)
+                base = tensors[self.base]
+                offset = base.storage_offset() + self.offset + shift
+                meta.set_(base.untyped_storage(), offset, self.shape, self.stride)
         made = TensorBase._make_subclass(
             FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=self.device
         )
@@ -182,12 +200,12 @@ class _Recipe(NamedTuple):
     outputs: list[_Output | None]
     container: type | None  # list or tuple; None for a single tensor
 
-    def repeat(self, tensors: Sequence[FakeTensor]) -> Any:
-        made = [None if output is None else output.repeat(tensors) for output in self.outputs]
+    def repeat(self, tensors: Sequence[FakeTensor], shift: int) -> Any:
+        made = [each if each is None else each.repeat(tensors, shift) for each in self.outputs]
         return made[0] if self.container is None else self.container(made)
 
 
-def _recipe(result: Any, tensors: Sequence[FakeTensor]) -> _Recipe | None:
+def _recipe(result: Any, tensors: Sequence[FakeTensor], shift: int) -> _Recipe | None:
     """Return the recipe of a result; None if its repetition would differ."""
     container = type(result) if type(result) in (list, tuple) else None
     parts = [result] if container is None else result
@@ -201,12 +219,17 @@ def _recipe(result: Any, tensors: Sequence[FakeTensor]) -> _Recipe | None:
         sharing = [] if part is None else bases.get(_storage(part), [])
         if len(same or sharing) > 1:
             return None  # unclear which argument it is, or is a view of
-        outputs.append(None if part is None else _output(part, same, sharing))
+        base = tensors[sharing[0]] if sharing else None
+        start = 0 if base is None else base.storage_offset()
+        if base is not None and start and base.dtype != part.dtype:
+            return None  # its offset is another multiple of another size
+        offset = 0 if part is None else part.storage_offset() - start - shift
+        outputs.append(None if part is None else _output(part, same, sharing, offset))
     new = [part for part, output in zip(parts, outputs, strict=True) if _is_new(output)]
     if len(set(map(_storage, new))) < len(new):
         return None  # they share a new storage
     recipe = _Recipe(outputs, container)
-    repeated = _Recipe(outputs, list).repeat(tensors)
+    repeated = _Recipe(outputs, list).repeat(tensors, shift)
     return recipe if list(map(_facts, repeated)) == list(map(_facts, parts)) else None
 
 
@@ -221,13 +244,13 @@ def _is_plain(part: Any) -> bool:
     return type(part) is FakeTensor and part.layout is torch.strided and part.constant is None
 
 
-def _output(part: FakeTensor, same: list[int], sharing: list[int]) -> _Output:
+def _output(part: FakeTensor, same: list[int], sharing: list[int], offset: int) -> _Output:
     return _Output(
         argument=next(iter(same), None),
         base=next(iter(sharing), None),
         shape=part.shape,
         stride=part.stride(),
-        offset=part.storage_offset(),
+        offset=offset,
         dtype=part.dtype,
         device=part.fake_device,
         attributes=dict(vars(part)),
@@ -243,4 +266,6 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _facts(tensor: FakeTensor | None) -> Any:
-    return tensor if tensor is None else (*_metadata(tensor), tensor.untyped_storage().nbytes())
+    if tensor is None:
+        return None
+    return (*_metadata(tensor), tensor.storage_offset(), tensor.untyped_storage().nbytes())

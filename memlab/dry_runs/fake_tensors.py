@@ -39,6 +39,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.dry_runs import (
     collectives,
+    distributions,
     fake_accelerator,
     fake_checks,
     known_values,
@@ -93,7 +94,7 @@ aten = torch.ops.aten
 # The modules that replace functions during a dry run.
 _PARTS = (
     *(fake_accelerator, legacy_types, fake_checks, collectives),
-    *(samplers, subclasses, weight_files),
+    *(distributions, samplers, subclasses, weight_files),
 )
 STAND_IN_NOTE = (
     "the script uses an accelerator, but this dry run counts the memory of CPU kernels; use "
@@ -331,6 +332,8 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
                 known_values.propagate(func, args, kwargs, result)
             self._true[result] = True
             return result
+        if func is aten._local_scalar_dense.default:
+            return self._read(func, args, kwargs)
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             self._zeros[args[1]] = True
         try:
@@ -358,6 +361,8 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
             if func in _STORAGE_ARGUMENT:
                 with disable_fake_tensor_cache(self._fake_mode):
                     result = func(*args, **kwargs)
+            elif func is aten.lift_fresh.default and type(args[0]) is torch.Tensor:
+                result = self._results.lifted(args[0])
             elif kernel := self._fake_kernels.get(func):
                 result = kernel(*args, **kwargs)
             else:

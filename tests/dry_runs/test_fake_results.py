@@ -112,3 +112,62 @@ def test_a_prediction_with_repeated_results_is_the_same(monkeypatch):
     assert renumbered(repeated.events) == renumbered(computed.events)
     assert renumbered(repeated.history) == renumbered(computed.history)
     assert repeated.memory == computed.memory
+
+
+def fake_kernels(run) -> int:
+    """Return how often `run` reaches torch's own fake kernels."""
+    count, mode = 0, DryRun.active._fake_mode
+    real = mode.dispatch
+
+    def counting(*args, **kwargs):
+        nonlocal count
+        count += 1
+        return real(*args, **kwargs)
+
+    mode.dispatch = counting
+    try:
+        run()
+    finally:
+        del mode.dispatch
+    return count
+
+
+def test_a_loop_over_a_buffer_repeats_the_results_of_its_first_element():
+    """A script of reinforcement learning stores thousands of steps this way."""
+    with memlab.dry_run():
+        buffer, values = torch.zeros(100, 4), torch.randn(4)
+
+        def step(index):
+            buffer[index] = values + torch.tensor([float(index)] * 4)
+            return (buffer[index] * 2).sum().item()
+
+        step(0), step(1)
+        assert fake_kernels(lambda: [step(index) for index in range(2, 100)]) == 0
+        assert facts(buffer[7]) == facts(torch.zeros(100, 4)[7])
+        assert facts(buffer[7, 1:]) == (torch.float32, (3,), (1,), 29, 1600)
+
+
+@pytest.mark.parametrize("index", [3, -1, 0])
+@pytest.mark.parametrize("start", [0, 2])
+def test_an_element_lies_where_a_real_one_does(index, start):
+    real = torch.zeros(6, 5, 4)[start:, 1:].mT
+    with memlab.dry_run():
+        fake = torch.zeros(6, 5, 4)[start:, 1:].mT
+        for dim in range(3):
+            for place in (0, index):
+                assert facts(fake.select(dim, place)) == facts(real.select(dim, place))
+
+
+def test_an_index_out_of_range_is_an_error_in_a_dry_run_too():
+    with memlab.dry_run():
+        x = torch.zeros(3, 2)
+        _ = x[0]
+        with pytest.raises(IndexError, match="index"):
+            x[3]
+
+
+def test_literals_keep_their_own_values():
+    with memlab.dry_run():
+        assert [torch.tensor([n, 2.0]).tolist() for n in (1.0, 5.0)] == [[1, 2], [5, 2]]
+        assert torch.tensor(7).item() == 7
+        assert torch.zeros(4)[torch.tensor([True, False, True, True])].shape == (3,)
