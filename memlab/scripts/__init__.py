@@ -2,7 +2,9 @@
 
 launch.py        how the script is started: a file or a module, with or without torchrun
 processes.py     lets it believe that it is rank 0 of several
+started.py       runs the processes that it starts, here or in forks
 isolation.py     keeps its files in a temporary folder, and refuses connections and processes
+extensions.py    refuses to compile C++ and CUDA extensions
 saved_files.py   lets checkpoints be saved and loaded in that folder
 data.py          stands in for missing data, with vision_data.py for
                  torchvision's, hub.py, columns.py and word_tokenizer.py for the Hugging Face
