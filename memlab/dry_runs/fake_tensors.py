@@ -342,12 +342,6 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
             return self._read(func, args, kwargs)
         except DynamicOutputShapeException as error:
             result = self._data_dependent_shape(func, args, kwargs, error)
-
-        if isinstance(result, FakeTensor) and result.layout is not torch.strided:
-            raise ValueError(
-                f"{user_line()}: {func} makes a sparse tensor, whose size depends on unknown "
-                f"values; use the dense form, such as Embedding(sparse=False)"
-            )
         if func in _INTEGER_OPS and _is_integer_scalar(result):
             self._compute_integer(func, args, kwargs, result)
         if is_collective:
@@ -367,6 +361,11 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
                 result = kernel(*args, **kwargs)
             else:
                 result = self._results.run(func, args, kwargs)
+            if isinstance(result, FakeTensor) and result.layout is not torch.strided:
+                raise ValueError(
+                    f"{user_line()}: {func} makes a sparse tensor, whose size depends on unknown "
+                    f"values; use the dense form, such as Embedding(sparse=False)"
+                )
             enlarge(func, args, result)
             known_values.propagate(func, args, kwargs, result)
             if func is aten.topk.default:

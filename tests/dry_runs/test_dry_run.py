@@ -454,3 +454,11 @@ def test_hooks_in_backward_can_use_the_same_functions_as_a_step():
         step()
         memlab.measure(step, model=model)
     assert said == ["0.500", "0.500"]
+
+
+@pytest.mark.parametrize("make", [torch.sparse_coo_tensor, torch.sparse.FloatTensor])
+@pytest.mark.filterwarnings("ignore:.*parse:UserWarning")
+def test_a_sparse_matrix_is_refused_in_a_sentence(make):
+    """Graph networks make one of an adjacency matrix."""
+    with memlab.dry_run(), pytest.raises(ValueError, match="makes a sparse tensor"):
+        make(torch.zeros(2, 3, dtype=torch.int64), torch.ones(3), torch.Size([4, 4]))
