@@ -79,6 +79,21 @@ class Peer:
         self.dtypes.append(tensor.dtype)
 
 
+class EchoPeer:
+    """Stands for one of several equal ranks: it receives what it sends. A check measures a single
+    rank with it, without threads."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._sent: deque[Tensor] = deque()
+
+    def send(self, tensor: Tensor) -> None:
+        self._sent.append(tensor.detach().clone())
+
+    def receive(self) -> Tensor:
+        return self._sent.popleft()
+
+
 class Work:
     """A sum in flight."""
 

@@ -417,20 +417,21 @@ def peaks(forward: Callable[[], Any], *, model: nn.Module | None = None) -> Peak
         run()
         sent = [out for out in outputs if out.requires_grad]
         ones = [None if out.numel() == 1 else torch.ones_like(out) for out in sent]
-        if sent:
-            torch.autograd.backward(sent, ones)
+        torch.autograd.backward(sent, ones)
 
-    held = new_bytes(measure(run, model=model)) - _storage_bytes(outputs)
-    outputs.clear()
+    trace = measure(run, model=model)
+    held = left = new_bytes(trace) - _storage_bytes(outputs)
+    if any(out.requires_grad for out in outputs):
+        outputs.clear()
+        trace = measure(step, model=model)
+        of_gradients = sum(event.bytes for event in trace.events if event.category == "gradients")
+        left = new_bytes(trace) - of_gradients - _storage_bytes(outputs)
     alive, most = 0, {"forward": 0, "backward": 0}
-    trace = measure(step, model=model)
     for event in trace.events:
         if event.phase != "before":
             alive += event.bytes
             phase = "backward" if event.phase == "backward" else "forward"
             most[phase] = max(most[phase], alive)
-    of_gradients = sum(event.bytes for event in trace.events if event.category == "gradients")
-    left = new_bytes(trace) - of_gradients - _storage_bytes(outputs)
     return Peaks(**most, held=max(held, 0), left=max(left, 0))
 
 

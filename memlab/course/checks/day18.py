@@ -1,6 +1,7 @@
 """Day 18: tensor, sequence, pipeline and context parallelism."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memlab.course.checks.day16 import everything_elsewhere
 from memlab.course.exercises import Bill, Day, Exercise, equal, require
-from memlab.course.peers import Peer, Stuck, counted, in_turns
-from memlab.course.properties import same_values
+from memlab.course.peers import EchoPeer, Peer, Stuck, counted, in_turns
+from memlab.course.properties import as_little_memory, same_values
 from memlab.course.solutions import body, mistakes, solution
 from memlab.reference.pipeline import one_forward_one_backward
 
@@ -110,10 +111,29 @@ def _check_mlp(answer: Any) -> str:
                     f"{call}: rank {rank} all-reduces {_shapes(shapes)} in {which}; wanted one "
                     f"tensor of shape ({tokens}, {hidden}).",
                 )
+    _check_memory_of_mlp(answer)
     return (
         f"{len(MLPS)} MLPs on 1 to 3 ranks: Y and all gradients equal one process's · one "
         f"all-reduce in forward, one in backward"
     )
+
+
+def _check_memory_of_mlp(answer: Any) -> None:
+    """Measure one of two ranks, whose all-reduce only copies."""
+    tokens, hidden, own = 16, 8, 12
+    x, up, down = (
+        _random(*shape, seed=seed).requires_grad_()
+        for seed, shape in enumerate([(tokens, hidden), (own, hidden), (hidden, own)])
+    )
+    as_little_memory(
+        f"parallel_mlp on one of 2 ranks, T={tokens}, C={hidden}, I={2 * own}",
+        *(partial(mlp, x, up, down, _copied) for mlp in (answer, solution("18.1"))),
+        room=2 * 8 * tokens * own,
+    )
+
+
+def _copied(given: Tensor) -> Tensor:
+    return given.detach().clone()
 
 
 def _shapes(shapes: list[tuple[int, ...]]) -> str:
@@ -178,6 +198,14 @@ _MLP = Exercise(
         (
             "Autograd loses the graph at an all-reduce outside a Function. Use Conjugates for g.",
             (_G, "return all_reduce(term)"),
+        ),
+        (
+            "A copy of x is kept for backward. Keep in_backward only.",
+            ("ctx.in_backward = in_backward", "ctx.in_backward, ctx.x = in_backward, x.clone()"),
+        ),
+        (
+            "The incoming gradient is changed in place. Return a new tensor.",
+            ("ctx.in_backward(gradient)", "ctx.in_backward(gradient.nan_to_num_())"),
         ),
         (
             "This is the mean of the terms. Y is their sum.",
@@ -386,11 +414,31 @@ def _check_gather(answer: Any) -> str:
             for name, right in wanted.items():
                 _require_value(f"{call}: the {name} of rank {rank}", outcome.values[name], right)
             _require_forgotten(f"{call}: rank {rank}", outcome, tokens * width // ranks, ranks)
+    _check_memory_of_gather(answer)
     return (
         f"{len(GATHERS)} layers on 1 to 3 ranks: output and both gradients equal one process's "
         f"· the gathered tokens are freed · one all-gather in forward, one all-gather and one "
         f"reduce-scatter in backward"
     )
+
+
+def _check_memory_of_gather(answer: Any) -> None:
+    """Measure one of two ranks, whose all-gather repeats its own tokens."""
+    own, width, out = 16, 8, 12
+    x, weight = _random(own, width, seed=1), _random(out, width, seed=2)
+    x.requires_grad_(), weight.requires_grad_()
+    as_little_memory(
+        f"gather_linear on one of 2 ranks, T={2 * own}, in={width}, out={2 * out}",
+        *(
+            partial(gather, x, weight, lambda own: own.detach().repeat(2, 1), _first_half)
+            for gather in (answer, solution("18.3"))
+        ),
+        room=2 * 8 * 2 * own * width,
+    )
+
+
+def _first_half(whole: Tensor) -> Tensor:
+    return whole.detach().chunk(2)[0].clone()
 
 
 def _require_forgotten(at: str, outcome: GatherOutcome, own: int, ranks: int) -> None:
@@ -456,6 +504,10 @@ _GATHER = Exercise(
             (_SAVE, f"{_SAVE}\n        ctx.whole = all_gather(x)"),
             (_PRODUCT, "return ctx.whole @ weight.T"),
             (_OF_WEIGHT, "weight_grad = gradient.T @ ctx.whole"),
+        ),
+        (
+            "A copy of x is kept beside x. Save x itself.",
+            (_SAVE, f"{_SAVE}\n        ctx.tokens = x.clone()"),
         ),
         (
             "The gradient of x has all tokens. Wanted this rank's tokens only: reduce_scatter it.",
@@ -663,10 +715,30 @@ def _check_ring(answer: Any) -> str:
             _require_sent(at, peer, 2 * rows * width * q.element_size())
             for mine, right in zip(given[rank], (q, k, v), strict=True):
                 require(torch.equal(mine, right.chunk(ranks)[rank]), f"{at} changed q, k or v.")
+    _check_memory_of_ring(answer)
     return (
         f"{len(RINGS)} rings of 1 to 4 ranks: out and lse equal one process's, also for scores of "
         f"thousands · each rank sends R − 1 blocks of keys and values"
     )
+
+
+LONG_RINGS = ((6, 8, 64), (6, 16, 2))  # ranks, tokens per rank, D: large blocks, many scores
+
+
+def _check_memory_of_ring(answer: Any) -> None:
+    """Measure the last rank. It may keep two more blocks than the reference, and all scores of one
+    block, but not every block, or the scores of all keys."""
+    for ranks, rows, width in LONG_RINGS:
+        q, k, v = (_random(rows, width, seed=seed, dtype=torch.float32) for seed in (1, 2, 3))
+        as_little_memory(
+            f"ring_attention on the last of {ranks} ranks, {rows} tokens each, D={width}",
+            *(partial(_attended, ring, ranks, q, k, v) for ring in (answer, solution("18.5"))),
+            room=2 * (k.nbytes + v.nbytes) + 4 * 4 * rows**2,
+        )
+
+
+def _attended(ring: Any, ranks: int, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return ring(EchoPeer(ranks - 1, ranks), q, k, v)
 
 
 def _require_sent(at: str, peer: Peer, block: int) -> None:
@@ -684,6 +756,32 @@ _VISIBLE = "if step <= peer.rank:"
 _SHIFTED = "attend(q, k, v, step * len(q))"
 _BOTH = "both = torch.logaddexp(lse, lse_b)"
 _MERGED = "out = out * (lse - both).exp()[:, None] + out_b * (lse_b - both).exp()[:, None]"
+
+_ALL_KEPT = """
+blocks = [(k, v)]
+for step in range(1, peer.ranks):
+    peer.send(torch.stack(blocks[-1]))
+    blocks.append(tuple(peer.receive()))
+out, lse = attend(q, k, v, 0)
+for step, (k, v) in enumerate(blocks[1 : peer.rank + 1], 1):
+    out_b, lse_b = attend(q, k, v, step * len(q))
+    both = torch.logaddexp(lse, lse_b)
+    out = out * (lse - both).exp()[:, None] + out_b * (lse_b - both).exp()[:, None]
+    lse = both
+return out, lse
+"""
+_ALL_SCORES = """
+keys, values = [k], [v]
+for step in range(1, peer.ranks):
+    peer.send(torch.stack((k, v)))
+    k, v = peer.receive()
+    if step <= peer.rank:
+        keys.insert(0, k), values.insert(0, v)
+scores = q @ torch.cat(keys).T * q.shape[-1] ** -0.5
+hidden = torch.ones_like(scores, dtype=torch.bool).triu(scores.shape[1] - len(q) + 1)
+scores = scores.masked_fill(hidden, -torch.inf)
+return scores.softmax(-1) @ torch.cat(values), scores.logsumexp(-1)
+"""
 
 _RING = Exercise(
     id="18.5",
@@ -759,6 +857,15 @@ _RING = Exercise(
         (
             "The block of rank 0 is never merged. Compare with <=.",
             (_VISIBLE, "if step < peer.rank:"),
+        ),
+        (
+            "The blocks of all ranks stay in memory. Merge a block before you receive the next.",
+            body("ring_attention", _ALL_KEPT),
+        ),
+        (
+            "The scores of all keys are in memory at once. Attend to one block at a time, and "
+            "merge the results.",
+            body("ring_attention", _ALL_SCORES),
         ),
         (
             "Keys and values are sent as two messages. Stack them into one.",
