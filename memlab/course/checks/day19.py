@@ -15,6 +15,7 @@ from memlab.course.properties import (
     gradients,
     is_tensor,
     new_bytes,
+    returned_gradients,
     same_bytes,
     same_gradients,
     unchanged,
@@ -220,9 +221,11 @@ class TileCase(NamedTuple):
     columns: int
     dtype: torch.dtype = E4M3
     of: torch.dtype = torch.float32
+    size: float = 1.0  # of the elements
 
     def __str__(self) -> str:
         in_ = "" if self.of == torch.float32 else ", bfloat16"
+        in_ += "" if self.size == 1 else f", × {self.size:g},"
         return (
             f"x ({self.n}, {self.k}){in_} to {_NAMES[self.dtype]} in tiles of {self.rows} × "
             f"{self.columns}"
@@ -232,7 +235,7 @@ class TileCase(NamedTuple):
     def x(self) -> Tensor:
         """Return rows and columns of different sizes, so that each tile has its own amax."""
         sizes = torch.logspace(-4, 3, self.n).view(-1, 1) * torch.logspace(2, -3, self.k)
-        return (_normal(self.n, self.k, seed=self.n) * sizes).to(self.of)
+        return (_normal(self.n, self.k, seed=self.n) * sizes * self.size).to(self.of)
 
 
 TILES = (
@@ -244,6 +247,7 @@ TILES = (
     TileCase(7, 4, 3, 4),
     TileCase(5, 11, 2, 4, E5M2),
     TileCase(40, 300, 16, 128),
+    *(TileCase(6, 9, 2, 4, size=size) for size in (1e-20, 1e6)),
 )
 
 
@@ -357,6 +361,10 @@ _CAST_TILES = Exercise(
             (".clamp(min=SMALLEST)", ""),
         ),
         (
+            "Tiles may be far smaller than your lower limit of amax. Clamp it at SMALLEST.",
+            ("clamp(min=SMALLEST)", "clamp(min=1e-12)"),
+        ),
+        (
             "448 is the largest value of E4M3. E5M2 goes to 57,344: torch.finfo(dtype).max.",
             ("torch.finfo(dtype).max", "448"),
         ),
@@ -406,6 +414,8 @@ def _check_matmul(answer: MatmulFunction) -> str:
     for case in MATMULS:
         _check_values(answer, case)
     _check_two_layers(answer)
+    for case in MATMULS:
+        _check_returned_dtypes(answer, case)
     return _check_bytes(answer)
 
 
@@ -428,6 +438,18 @@ def _check_values(answer: MatmulFunction, case: MatmulCase) -> None:
         is_bf16 = right is not None and right.dtype == BF16
         tolerance = largest * (2**-7 if is_bf16 else 1e-4)
         same_gradients(call, mine, {name: right}, tolerance=tolerance)
+
+
+def _check_returned_dtypes(answer: MatmulFunction, case: MatmulCase) -> None:
+    """Autograd casts a gradient of another dtype, so both are in memory for a moment."""
+    out = answer(case.x.requires_grad_(), case.weight.requires_grad_())
+    wanted = {"x": case.x_dtype, "weight": case.weight_dtype}
+    for (name, dtype), sent in zip(wanted.items(), returned_gradients(out), strict=False):
+        got = getattr(sent, "dtype", None)
+        require(
+            got in (dtype, None),
+            f"matmul of {case}: backward returns the gradient of {name} in {got}; wanted {dtype}.",
+        )
 
 
 def _check_two_layers(answer: MatmulFunction) -> None:
@@ -548,6 +570,18 @@ _MATMUL = Exercise(
         (
             "You rounded the gradient of a float32 weight to bfloat16. Use weight.dtype.",
             (_DW, "multiply((g8.T, scale), (x8, x_scale), gradient.dtype)"),
+        ),
+        (
+            "You returned the gradient of a bfloat16 x in float32. Use gradient.dtype.",
+            (_DX, "multiply((g8, scale), cast(weight, E4M3), torch.float32)"),
+        ),
+        (
+            "You returned the gradient of a bfloat16 weight in float32. Use weight.dtype.",
+            (_DW, "multiply((g8.T, scale), (x8, x_scale), torch.float32)"),
+        ),
+        (
+            "You changed the incoming gradient in place. Work on a new tensor.",
+            (_G8, "g8, scale = cast(gradient.nan_to_num_(), E5M2)"),
         ),
         (
             "All layers share FP8Matmul. Store the tensors of a call on ctx.",

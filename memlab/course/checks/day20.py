@@ -9,9 +9,15 @@ from torch import Tensor
 
 from memlab.course.checks.day16 import everything_elsewhere
 from memlab.course.exercises import Bill, Day, Exercise, distinct, equal, require
-from memlab.course.properties import differences, is_tensor, require_none_wrong, unchanged
+from memlab.course.properties import (
+    as_little_memory,
+    differences,
+    is_tensor,
+    no_tensor_above,
+    require_none_wrong,
+    unchanged,
+)
 from memlab.course.solutions import body, mistakes, solution
-from memlab.metering import measure
 from memlab.reference.galore import galore_
 from memlab.reference.muon import muon_, newton_schulz
 
@@ -22,6 +28,11 @@ elements_kept = solution("20.4")
 
 def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _of_norm_1(*shape: int) -> Tensor:
+    drawn = _random(*shape, seed=7)
+    return drawn / drawn.norm()
 
 
 def _require_near(call: str, got: Tensor, wanted: Tensor, tolerance: float) -> None:
@@ -40,10 +51,12 @@ _MATRICES: dict[str, tuple[Tensor, int]] = {
     "a square matrix (5, 5), 3 steps": (_random(5, 5, seed=3), 3),
     "a row (1, 7), 5 steps": (_random(1, 7, seed=4), 5),
     "a matrix (4, 6) of elements near 1e-3, 5 steps": (1e-3 * _random(4, 6, seed=5), 5),
+    "a matrix (4, 6) with a norm of 2e-7, 5 steps": (2e-7 * _of_norm_1(4, 6), 5),
+    "a matrix (4, 6) with a norm of 5e-8, 5 steps": (5e-8 * _of_norm_1(4, 6), 5),
     "a matrix (4, 6) of zeros, 5 steps": (torch.zeros(4, 6).double(), 5),
     "a float32 matrix (8, 5), 2 steps": (_random(8, 5, seed=6, dtype=torch.float32), 2),
 }
-_LARGE = _random(1024, 64, dtype=torch.float32)
+_LARGE = _random(192, 24, dtype=torch.float32)
 
 
 def _check_newton_schulz(answer: NewtonSchulz) -> str:
@@ -56,23 +69,15 @@ def _check_newton_schulz(answer: NewtonSchulz) -> str:
         is_tensor(call, got, dtype=matrix.dtype, shape=tuple(matrix.shape))
         if isinstance(got, Tensor) and got.shape == wanted.shape:
             _require_near(call, got, wanted, 1e-4 if matrix.dtype == torch.float32 else 1e-9)
-    peak = {who: _peak(step) for who, step in (("got", answer), ("wanted", newton_schulz))}
-    limit = peak["wanted"] + 2 * _LARGE.nbytes
-    require(
-        peak["got"] <= limit,
-        f"newton_schulz of a tall matrix (1024, 64), {_LARGE.nbytes:,} bytes, allocates up to "
-        f"{peak['got']:,} bytes; wanted at most {limit:,}.",
-        evidence="peak",
-    )
+    for matrix in (_LARGE, _LARGE.T):
+        call = f"newton_schulz of a matrix {tuple(matrix.shape)}, {matrix.nbytes:,} bytes,"
+        no_tensor_above(call, partial(answer, matrix, 2), matrix.nbytes)
+        runs = (partial(step, matrix, 2) for step in (answer, newton_schulz))
+        as_little_memory(call, *runs, room=2 * matrix.nbytes)
     return (
         f"{len(_MATRICES)} matrices, wide, tall and square · arguments unchanged · no square "
         f"larger than short × short"
     )
-
-
-def _peak(step: NewtonSchulz) -> int:
-    trace = measure(lambda: step(_LARGE, 5))
-    return trace.peak_bytes - _LARGE.nbytes
 
 
 _X = "x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix  # (short, long)"
@@ -115,6 +120,10 @@ _NEWTON_SCHULZ = Exercise(
             "Gradients are small. Divide by at least 1e-7, not by at least 1.",
             ("clamp(min=1e-7)", "clamp(min=1)"),
         ),
+        (
+            "Your lower limit of the norm is above 1e-7. Gradients may be smaller.",
+            ("clamp(min=1e-7)", "clamp(min=1e-3)"),
+        ),
         ("You always applied five steps. Apply `steps`.", ("range(steps)", "range(5)")),
         ("You applied one step. Repeat it `steps` times.", ("range(steps)", "range(1)")),
         (
@@ -139,6 +148,11 @@ _NEWTON_SCHULZ = Exercise(
             "For a tall matrix, X Xᵀ is the larger square. Transpose it first.",
             (_X, "x = matrix"),
             (_BACK, "return x"),
+        ),
+        (
+            "You transposed wide matrices, so X Xᵀ is the larger square. Transpose tall ones.",
+            (_X, _X.replace(">", "<")),
+            (_BACK, _BACK.replace(">", "<")),
         ),
         (
             "The result for a tall matrix is still transposed. Transpose it back.",
@@ -225,6 +239,27 @@ def _require_bytes(call: str, state: dict[str, Any], wanted: int) -> None:
     )
 
 
+def _check_memory(call: str, answer: Step, reference: Step, case: Case) -> None:
+    """Compare a step in float32 with the reference's: what it keeps, its peak, and that no tensor
+    is larger than the weight."""
+    weight, gradient = (_random(*case.shape, seed=seed, dtype=torch.float32) for seed in (0, 1))
+    states: list[dict[str, Any]] = []
+
+    def run(step_: Step) -> None:
+        states.append({})
+        with torch.no_grad():
+            step_(weight, gradient, states[-1], **case.settings)
+
+    no_tensor_above(call, partial(run, answer), weight.nbytes)
+    as_little_memory(call, partial(run, answer), partial(run, reference), room=4 * weight.nbytes)
+    dtypes = {v.dtype for v in states[0].values() if isinstance(v, Tensor) and v.numel() > 1}
+    require(
+        dtypes == {torch.float32},
+        f"{call} keeps {', '.join(sorted(map(str, dtypes))) or 'no tensor'} in the state; wanted "
+        f"torch.float32, the dtype of the gradient.",
+    )
+
+
 def _check_muon(answer: Step) -> str:
     for case in _MUON_CASES:
         call = f"muon_, {case}"
@@ -246,6 +281,10 @@ def _check_muon(answer: Step) -> str:
         f"{call}: the step differs by {apart:.1e} of its length from the float32 step; wanted the "
         f"difference that bfloat16's rounding makes, 1e-5 to 0.05.",
     )
+    asked = partial(answer, dtype=torch.float32)
+    ((mine,), _) = _run(asked, case, dtype=torch.float32)
+    _require_near(f"{call[:-15]}, dtype=torch.float32: the weight", mine, exact, 1e-4)
+    _check_memory(call, answer, muon_, case)
     return f"{sum(case.steps for case in _MUON_CASES)} steps match · one tensor in the state"
 
 
@@ -308,6 +347,14 @@ _MUON = Exercise(
             ("ahead.to(dtype)", "ahead"),
         ),
         (
+            "You ignored `dtype`. Cast X to it, also if it is not bfloat16.",
+            ("ahead.to(dtype)", "ahead.bfloat16().to(dtype)"),
+        ),
+        (
+            "You kept M in `dtype`. Only X is cast; M has the gradient's dtype.",
+            (_NEW_M, f"{_NEW_M.replace('m = ', 'm = (')}).to(dtype)"),
+        ),
+        (
             "This makes a new weight. Update the given weight in place.",
             (_DECAY, "weight = weight * (1 - lr * weight_decay)"),
         ),
@@ -341,6 +388,7 @@ def _check_galore(answer: Step) -> str:
         _require_weights(call, got, wanted, 1e-7)
         short, long = sorted(case.shape)
         _require_bytes(call, states[-1], 8 * case.settings["rank"] * (short + 2 * long))
+        _check_memory(f"{call}, in float32", answer, galore_, case)
     return (
         f"{sum(case.steps for case in _GALORE_CASES)} steps, wide, tall and square · P renewed "
         f"after `gap` steps · r(m + 2n) elements kept"
@@ -429,6 +477,10 @@ _GALORE = Exercise(
         (
             "The slice keeps all of U in memory. Clone it.",
             (_P, "u[:, :rank]"),
+        ),
+        (
+            "With full_matrices=True, the SVD also returns n × n. Pass full_matrices=False.",
+            ("full_matrices=False", "full_matrices=True"),
         ),
         ("You computed P at every step. Keep it for `gap` steps.", (_RENEWED, "True")),
         (
