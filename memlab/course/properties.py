@@ -494,20 +494,25 @@ _WHEN_ALIVE = {
 }
 
 
+SLACK = 64  # bytes, for a counter or a scale in a tensor
+
+
 def as_little_memory(
-    case: str, answer: Callable[[], Any], reference: Callable[[], Any], *, room: int
+    case: str,
+    answer: Callable[[], Any],
+    reference: Callable[[], Any],
+    *,
+    room: int,
+    kept: int = SLACK,
 ) -> Peaks:
-    """Require the answer to keep as few bytes as the reference, and to peak at most `room` bytes
-    above it: enough for the temporaries of another way to write it, too little for what the
-    technique avoids."""
+    """Require the answer to keep at most `kept` bytes more than the reference, and to peak at most
+    `room` bytes above it: enough for another way to write it, too little for what the technique
+    avoids."""
     most, got = peaks(reference), peaks(answer)
     left = max(most.left, most.held)  # an attribute of ctx lives as long as the result
-    limited(case, got, held=most.held + SLACK, left=left + SLACK)
+    limited(case, got, held=most.held + kept, left=left + kept)
     limited(case, got, forward=most.forward + room, backward=most.backward + room)
     return got
-
-
-SLACK = 64  # bytes, for a counter or a scale in a tensor
 
 
 def no_tensor_above(case: str, run: Callable[[], Any], most: int) -> None:

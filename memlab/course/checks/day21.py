@@ -10,6 +10,7 @@ from torch import Tensor
 from memlab.course.checks.day16 import everything_elsewhere
 from memlab.course.exercises import Bill, Day, Exercise, equal, require
 from memlab.course.properties import (
+    as_little_memory,
     elements,
     gradients,
     is_tensor,
@@ -232,6 +233,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 _BOUNDARIES = ([0, 5], [0, 3, 5], [0, 1, 2, 7], [0, 4, 5, 11, 12])
 _LONG = list(range(0, 513, 32))
+_UNEQUAL = [0, 24, *range(26, 257, 2)]  # padded to the longest, they have 11 times the tokens
 
 
 def _check_attend(answer: Attend) -> str:
@@ -268,14 +270,13 @@ def _by_mask(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> Tensor:
 
 
 def _check_no_squares(answer: Attend) -> str:
-    call = f"attend_within of {len(_LONG) - 1} documents, {_LONG[-1]} tokens"
-    q, k, v, boundaries = _row(_LONG)
-    for x in (q, k, v):
-        x.requires_grad_()
-    most = peaks(lambda: attend_within(q, k, v, boundaries))
-    room = _LONG[-1] ** 2 * 3 // 4  # less than a mask, with a byte per element
-    got = peaks(lambda: answer(q, k, v, boundaries))
-    limited(call, got, forward=most.forward + room, backward=most.backward + room)
+    for ends in (_UNEQUAL, _LONG):
+        call = f"attend_within of {len(ends) - 1} documents, {ends[-1]} tokens"
+        q, k, v, boundaries = _row(ends)
+        given = *(x.requires_grad_() for x in (q, k, v)), boundaries
+        runs = (partial(attend, *given) for attend in (answer, attend_within))
+        room = ends[-1] ** 2 * 3 // 4  # less than a mask, with a byte per element
+        got = as_little_memory(call, *runs, room=room, kept=room)
     return f"results and gradients match · at most {got.forward:,} bytes, no T × T tensor"
 
 
@@ -284,6 +285,18 @@ _MASKED = """
 number = torch.arange(len(boundaries) - 1).repeat_interleave(boundaries.diff().long())
 mask = (number[:, None] == number).tril()
 return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+"""
+
+_PADDED = """
+parts = [slice(start, end) for start, end in pairwise(boundaries.tolist())]
+longest = max(part.stop - part.start for part in parts)
+padded = [
+    torch.cat([F.pad(x[:, :, p], (0, 0, 0, longest - (p.stop - p.start))) for p in parts])
+    for x in (q, k, v)
+]
+outputs = F.scaled_dot_product_attention(*padded, is_causal=True)
+of_parts = zip(outputs, parts, strict=True)
+return torch.cat([out[:, : p.stop - p.start] for out, p in of_parts], 1)[None]
 """
 
 _ATTEND = Exercise(
@@ -316,6 +329,10 @@ _ATTEND = Exercise(
         (
             "A token attends to later tokens of its document. Pass is_causal=True.",
             ("is_causal=True", "is_causal=False"),
+        ),
+        (
+            "You padded all documents to the longest. Attend to each slice alone.",
+            body("attend_within", _PADDED),
         ),
         (
             "The values are right, but memory has a T × T tensor. Attend document by document.",
