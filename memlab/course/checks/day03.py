@@ -14,10 +14,13 @@ from memlab.course.exercises import Bill, Day, Exercise, require
 from memlab.course.ledger import FLOAT32
 from memlab.course.properties import (
     ReadOnce,
+    as_little_memory,
     dimensions,
     furthest,
     gradients,
     is_tensor,
+    new_bytes,
+    rough,
     same_byte_counts,
     same_gradients,
     same_values,
@@ -96,6 +99,7 @@ def _check_train_epoch(answer: TrainEpoch) -> str:
     for epoch in _EPOCHS:
         _check_epoch(answer, epoch)
     one = _check_activations(answer)
+    _check_gradients(answer)
     _check_frozen(answer)
     return f"weights match the full batch within 1e-12 · at most {one:,} bytes of activations"
 
@@ -266,15 +270,21 @@ _MEASURED = _micro_batches(32, 0)[0]
 
 def _check_activations(answer: TrainEpoch) -> int:
     """Require the activations of one micro-batch at a time; returns their bytes."""
-    one, four = (_most_activations(answer, number) for number in (1, 4))
+    one, four, in_turn = (_most_activations(answer, *case) for case in ((1, 1), (4, 4), (4, 1)))
     logits = 8 * VOCABULARY * _MEASURED[0].numel()  # a variable may keep the previous ones
     require(
         four - one <= logits + 64,
         f"train_epoch has up to {four:,} bytes of activations alive in a window of 4 micro-batches;"
         f" wanted {one:,} bytes, as in a window of 1.",
     )
+    require(
+        in_turn - one <= logits + 64,
+        f"train_epoch has up to {in_turn:,} bytes of activations alive in 4 windows of 1 "
+        f"micro-batch; wanted {one:,} bytes, as in one window.",
+        evidence=("windows", rough(in_turn)),
+    )
     # The loss can be written in ways that keep more than cross_entropy does.
-    most = _most_activations(_full_batch_training, 1) * 3 // 2
+    most = _most_activations(_full_batch_training, 1, 1) * 3 // 2
     require(
         one <= most,
         f"train_epoch has up to {one:,} bytes of activations alive in a window of 1 micro-batch; "
@@ -284,11 +294,28 @@ def _check_activations(answer: TrainEpoch) -> int:
     return one
 
 
-def _most_activations(answer: TrainEpoch, number: int) -> int:
-    """The most bytes of activations at one moment of a window of equal micro-batches."""
+def _check_gradients(answer: TrainEpoch) -> None:
+    """Compare the peak with the reference's, for equal layers with more weights than activations.
+    Another way to divide may hold a new gradient of a layer or two."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(VOCABULARY, VOCABULARY) for _ in range(8)]
+    model = nn.Sequential(nn.Embedding(VOCABULARY, VOCABULARY), *layers).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    parts, room = _micro_batches(3, 0, 0, 0, 0), 3 * 8 * VOCABULARY**2
+
+    def run(train: TrainEpoch) -> None:
+        optimizer.zero_grad()
+        train(model, optimizer, iter(parts), 2, NO_CLIP)
+
+    runs = (partial(run, train) for train in (answer, solution("3.1")))
+    as_little_memory("train_epoch of 8 equal layers", *runs, room=room, kept=room)
+
+
+def _most_activations(answer: TrainEpoch, number: int, size: int) -> int:
+    """The most bytes of activations at one moment of windows of equal micro-batches."""
     model = _new_model(width=16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    step = partial(answer, model, optimizer, iter([_MEASURED] * number), number, NO_CLIP)
+    step = partial(answer, model, optimizer, iter([_MEASURED] * number), size, NO_CLIP)
     events = measure(step, model=model, optimizer=optimizer).events
     return max(accumulate(e.bytes for e in events if e.category == "activations"), default=0)
 
@@ -390,6 +417,26 @@ _TRAIN_EPOCH = Exercise(
         (
             "A loss tensor can keep its graph as long as the list exists: convert it to a float.",
             ("total += loss.item()", "total += loss"),
+        ),
+        (
+            "All gradients are alive twice while you divide. Divide in place, or one by one.",
+            (
+                _DIVIDE,
+                "        trained = [w for w in model.parameters() if w.grad is not None]\n"
+                "        divided = [w.grad / max(count, 1) for w in trained]\n"
+                "        for weight, gradient in zip(trained, divided, strict=True):\n"
+                "            weight.grad = gradient\n"
+                f"{_DIVIDE}",
+            ),
+            (_DIVISION, "pass"),
+        ),
+        (
+            "The logits of every window stay in memory. Keep numbers only.",
+            ("while window", "seen = []\n    while window"),
+            (
+                "losses.append(total /",
+                "seen.append(flat[0].detach())\n        losses.append(total /",
+            ),
         ),
         (
             "A frozen weight needs no gradient: skip a weight if its .grad is None.",
@@ -672,8 +719,17 @@ def _check_modes_and_shapes(answer: LoRAClass) -> None:
 
 
 def _check_bytes(answer: LoRAClass) -> str:
-    """No tensor of forward or backward may be as large as the frozen matrix."""
-    layer = answer(_linear(WIDE, WIDE), 2, 4.0)
+    """The layer adds `down` and `up` only, and no tensor of forward or backward may be as large as
+    the frozen matrix."""
+    frozen, made, added = _linear(WIDE, WIDE), [], 8 * 2 * 2 * WIDE
+    kept = new_bytes(measure(lambda: made.append(answer(frozen, 2, 4.0)), model=frozen))
+    require(
+        kept <= 2 * added,
+        f"LoRA of a layer of {WIDE} × {WIDE} adds {kept:,} bytes to it; wanted {added:,}, those of "
+        f"`down` and `up`.",
+        evidence=("added", rough(kept)),
+    )
+    (layer,) = made
     x = torch.ones(3, WIDE, dtype=torch.float64, requires_grad=True)
     trace = measure(lambda: layer(x).sum().backward(), model=layer)
     largest = max(e.bytes for e in trace.events if e.phase != "before")
@@ -729,6 +785,13 @@ _LORA = Exercise(
             "The initial values are swapped: `down` starts at random, and `up` at zero.",
             (_RANDOM, "weight.new_zeros(rank, frozen.in_features)"),
             (_ZEROS, "weight.new_ones(frozen.out_features, rank)"),
+        ),
+        (
+            "A copy of the frozen weight stays in memory beside the layer.",
+            (
+                f"frozen{_FREEZE}",
+                f"frozen{_FREEZE}\n        self.old = frozen.weight.detach().clone()",
+            ),
         ),
         ("Multiply the update by alpha / rank.", (_SCALE, "1.0")),
         ("The scale is alpha / rank, not alpha.", (_SCALE, "alpha")),

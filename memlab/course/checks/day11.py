@@ -17,7 +17,7 @@ from memlab.checkpointing.operations import Operations
 from memlab.course.bill import SETTING
 from memlab.course.checks.day06 import keep_of_each_block
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
-from memlab.course.properties import limited_outside_of_tensors
+from memlab.course.properties import SLACK, limited, limited_outside_of_tensors, peaks
 from memlab.course.solutions import mistakes, solution
 from memlab.internals.torch_internals import tree_leaves
 from memlab.metering import measure
@@ -400,6 +400,11 @@ def _check_chunked(answer: Loss) -> str:
     peak, held = _check_bytes(answer, first)
     for case in others:
         _check_bytes(answer, case)
+    *given, chunk = (
+        *others[-1].inputs,
+        others[-1].chunk,
+    )  # in bfloat16, gradients are rounded copies
+    limited(others[-1].call, peaks(lambda: answer(*given, chunk)), left=SLACK)
     limited_outside_of_tensors(
         first.call, lambda: answer(*first.inputs, first.chunk).backward(), OUTSIDE
     )
@@ -778,6 +783,11 @@ _CHUNKED = Exercise(
             (
                 "weight's gradient has only the last chunk. Add up all chunks.",
                 (_ADDED, "of_weight.copy_(x.mT @ hidden[rows].float())"),
+            ),
+            (
+                "Both sums stay in memory after backward, because an attribute of ctx refers to "
+                "them. ctx.save_for_backward frees them.",
+                (_SAVED, f"{_SAVED}\n        ctx.sums = of_hidden, of_weight"),
             ),
             (
                 "A second backward pass scales the gradients again. With ctx.save_for_backward, "
