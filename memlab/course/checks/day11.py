@@ -400,11 +400,9 @@ def _check_chunked(answer: Loss) -> str:
     peak, held = _check_bytes(answer, first)
     for case in others:
         _check_bytes(answer, case)
-    *given, chunk = (
-        *others[-1].inputs,
-        others[-1].chunk,
-    )  # in bfloat16, gradients are rounded copies
-    limited(others[-1].call, peaks(lambda: answer(*given, chunk)), left=SLACK)
+    rounded = others[-1]  # its gradients are copies of the sums
+    inputs = rounded.inputs
+    limited(rounded.call, peaks(lambda: answer(*inputs, rounded.chunk)), left=SLACK)
     limited_outside_of_tensors(
         first.call, lambda: answer(*first.inputs, first.chunk).backward(), OUTSIDE
     )
