@@ -338,7 +338,8 @@ def gradients(
     with the requires_grad that the call gave it.
 
     `call(**inputs)` gets copies of the inputs, and floating-point copies require gradients. Each
-    element of each output gets a random upstream gradient.
+    element of each output gets a random upstream gradient. Requires that neither pass changes the
+    inputs.
     """
     given = {name: _as_leaf(value) for name, value in inputs.items()}
     weights = dict(module.named_parameters()) if module is not None else {}
@@ -350,6 +351,9 @@ def gradients(
     upstream = [torch.randn(o.shape, generator=random_weights).to(o.dtype) for o in sent]
     if sent:
         torch.autograd.backward(sent, upstream)
+    for name, tensor in given.items():
+        is_kept = not isinstance(tensor, Tensor) or _equal(inputs[name].detach(), tensor.detach())
+        require(is_kept, f"the values of {name} change in a call; wanted them as they were.")
     found: dict[str, Tensor | None] = {}
     for place, out in enumerate(outputs):
         found[f"output {place}"] = out.detach().requires_grad_(out.requires_grad)

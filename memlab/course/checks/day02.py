@@ -787,8 +787,10 @@ def _require_all_else_unchanged(answer: TrainEpoch) -> None:
     for module in model:
         module.register_forward_hook(lambda module, args, output: None)
     text = _text(FEW, seed=7)
-    with unchanged(
-        "train_epoch", may_change=("values", "gradients", "state"), model=model, optimizer=optimizer
+    trained = {"model": model, "optimizer": optimizer}
+    with (
+        unchanged("train_epoch", may_change=("values", "gradients", "state"), **trained),
+        unchanged("train_epoch", text=text),
     ):
         answer(model, optimizer, text, text, _new_notes())
 

@@ -738,6 +738,13 @@ def _check_bytes(answer: LoRAClass) -> str:
         f"LoRA of a layer of {WIDE} × {WIDE} allocates a tensor of {largest:,} bytes in a step, as "
         f"large as the matrix; wanted at most rank × width elements.",
     )
+    left = new_bytes(trace) - sum(e.bytes for e in trace.events if e.category == "gradients")
+    require(
+        left <= 64,
+        f"LoRA of a layer of {WIDE} × {WIDE} leaves {left:,} bytes in memory after a step, beside "
+        f"the gradients; wanted none.",
+        evidence=("left", rough(left)),
+    )
     trained = sum(p.numel() for p in layer.parameters() if p.requires_grad)
     return f"{trained} weights trained beside {WIDE**2 + WIDE:,}, no tensor above {largest:,} bytes"
 
@@ -792,6 +799,10 @@ _LORA = Exercise(
                 f"frozen{_FREEZE}",
                 f"frozen{_FREEZE}\n        self.old = frozen.weight.detach().clone()",
             ),
+        ),
+        (
+            "The input of the last call stays in memory, as an attribute of the layer.",
+            (_SUM, f"self.x = x.detach().clone()\n        {_SUM}"),
         ),
         ("Multiply the update by alpha / rank.", (_SCALE, "1.0")),
         ("The scale is alpha / rank, not alpha.", (_SCALE, "alpha")),

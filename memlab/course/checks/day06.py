@@ -37,7 +37,7 @@ from memlab.checkpointing.recording import Operator
 from memlab.checkpointing.schedules import Schedule, check_schedule
 from memlab.course.bill import SETTING
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, equal, require
-from memlab.course.properties import furthest, new_bytes
+from memlab.course.properties import furthest, new_bytes, unchanged
 from memlab.course.solutions import Edit, body, mistakes, solution
 from memlab.internals.torch_internals import TorchDispatchMode
 from memlab.metering import measure
@@ -80,7 +80,9 @@ schedule_costs: ScheduleCosts = solution("6.1")
 def _check_schedule_costs(answer: ScheduleCosts) -> str:
     for stages, schedule in _SCHEDULES:
         case = f"schedule_costs({schedule}, stages), with {_described(stages)},"
-        got, wanted = answer(schedule, stages), schedule_costs(schedule, stages)
+        with unchanged(case, stages=stages):
+            got = answer(schedule, stages)
+        wanted = schedule_costs(schedule, stages)
         equal(f"{case}{_wrong_parts(got, wanted)}", got, wanted)
     held, most, again = schedule_costs(_SCHEDULES[-1][1], _UNEQUAL)
     return (

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from memlab.checkpointing.operations import Operations
 from memlab.course.checks.day16 import everything_elsewhere
 from memlab.course.exercises import Bill, Day, Exercise, equal, require
 from memlab.course.peers import EchoPeer, Peer, Stuck, counted, in_turns
@@ -715,6 +716,7 @@ def _check_ring(answer: Any) -> str:
             _require_sent(at, peer, 2 * rows * width * q.element_size())
             for mine, right in zip(given[rank], (q, k, v), strict=True):
                 require(torch.equal(mine, right.chunk(ranks)[rank]), f"{at} changed q, k or v.")
+    _check_operations_of_ring(answer)
     _check_memory_of_ring(answer)
     return (
         f"{len(RINGS)} rings of 1 to 4 ranks: out and lse equal one process's, also for scores of "
@@ -735,6 +737,21 @@ def _check_memory_of_ring(answer: Any) -> None:
             *(partial(_attended, ring, ranks, q, k, v) for ring in (answer, solution("18.5"))),
             room=2 * (k.nbytes + v.nbytes) + 4 * 4 * rows**2,
         )
+
+
+def _check_operations_of_ring(answer: Any) -> None:
+    """The first rank only passes on what it receives, so it computes as much as on its own."""
+    q, k, v = (_random(8, 4, seed=seed) for seed in (1, 2, 3))
+    counts = {}
+    for ranks in (1, 4):
+        with Operations() as counter:
+            answer(EchoPeer(0, ranks), q, k, v)
+        counts[ranks] = counter.total
+    require(
+        counts[4] == counts[1],
+        f"ring_attention on the first of 4 ranks takes {counts[4]:,} operations; wanted "
+        f"{counts[1]:,}, as on one rank: blocks of later tokens are only passed on.",
+    )
 
 
 def _attended(ring: Any, ranks: int, q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -857,6 +874,10 @@ _RING = Exercise(
         (
             "The block of rank 0 is never merged. Compare with <=.",
             (_VISIBLE, "if step < peer.rank:"),
+        ),
+        (
+            "You attend to blocks of later tokens, and discard the result.",
+            (_VISIBLE, f"attend(q, k, v, len(q))\n        {_VISIBLE}"),
         ),
         (
             "The blocks of all ranks stay in memory. Merge a block before you receive the next.",

@@ -71,8 +71,8 @@ def _check_newton_schulz(answer: NewtonSchulz) -> str:
             _require_near(call, got, wanted, 1e-4 if matrix.dtype == torch.float32 else 1e-9)
     for matrix in (_LARGE, _LARGE.T):
         call = f"newton_schulz of a matrix {tuple(matrix.shape)}, {matrix.nbytes:,} bytes,"
-        no_tensor_above(call, partial(answer, matrix, 2), matrix.nbytes)
-        runs = (partial(step, matrix, 2) for step in (answer, newton_schulz))
+        no_tensor_above(call, partial(answer, matrix, 5), matrix.nbytes)
+        runs = (partial(step, matrix, 5) for step in (answer, newton_schulz))
         as_little_memory(call, *runs, room=2 * matrix.nbytes)
     return (
         f"{len(_MATRICES)} matrices, wide, tall and square · arguments unchanged · no square "
@@ -153,6 +153,11 @@ _NEWTON_SCHULZ = Exercise(
             "You transposed wide matrices, so X Xᵀ is the larger square. Transpose tall ones.",
             (_X, _X.replace(">", "<")),
             (_BACK, _BACK.replace(">", "<")),
+        ),
+        (
+            "The X of every step stays in memory. Keep the last one.",
+            ("for _ in range(steps):", "before = []\n    for _ in range(steps):"),
+            (_STEP, f"before.append(x)\n        {_STEP}"),
         ),
         (
             "The result for a tall matrix is still transposed. Transpose it back.",
