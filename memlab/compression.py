@@ -62,7 +62,7 @@ from torch.overrides import TorchFunctionMode
 
 from memlab.configs.block_size import BLOCK_SIZE
 from memlab.internals.saved_tensors import Decode, Encode, TensorInfo, encoded
-from memlab.internals.torch_internals import FakeTensor
+from memlab.internals.torch_internals import has_values
 from memlab.quantize import (
     Mode,
     Quantized,
@@ -133,8 +133,9 @@ def two_values(flat: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return the lower value, the higher, and a mask of the higher, or None for more values."""
     low, high = flat.aminmax()
     is_not_low = flat != low
-    # The elements above the lowest are all at the highest. In a dry run every comparison is equal.
-    if not torch.equal(is_not_low.sum(), (flat == high).sum()):
+    # The elements above the lowest are all at the highest. In a dry run every comparison is equal,
+    # and meta tensors, which have no comparison, take the same path.
+    if not flat.is_meta and not torch.equal(is_not_low.sum(), (flat == high).sum()):
         return None
     return low, high, is_not_low
 
@@ -314,7 +315,7 @@ class Compression:
 
     def _quantize(self, flat: Tensor, bits: int) -> Quantized:
         generator = self.generator
-        if generator is None and not isinstance(flat, FakeTensor):
+        if generator is None and has_values(flat):
             generator = _default_generator(flat.device)
         return self.kernel.encode(
             flat, block=self.group, bits=bits, mode=self.mode, generator=generator

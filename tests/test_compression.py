@@ -610,3 +610,13 @@ def test_a_dry_run_of_storages_of_many_chunks_has_the_step_s_peak():
 def test_invalid_settings_are_refused_at_the_call(settings, message):
     with pytest.raises(ValueError, match=message):
         compressed_activations(**settings)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_meta_tensors_are_compressed_too(bits):
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Dropout())
+    with compressed_activations(bits=bits, min_numel=1) as report:
+        out = layer.to("meta")(torch.empty(64, 64, device="meta", requires_grad=True))
+    out.sum().backward()
+    assert layer[0].weight.grad.is_meta
+    assert sum(kind.storages for kind in report.kinds.values()) > 2

@@ -71,7 +71,7 @@ from memlab.attention.tiling import (
     spans,
     tile_rows,
 )
-from memlab.internals.torch_internals import FakeTensor
+from memlab.internals.torch_internals import has_values
 from memlab.internals.transforms import require_no_transform
 
 LOG2_E = math.log2(math.e)
@@ -119,7 +119,7 @@ def flash_attention(
     _require_settings(dropout, tile)
     limits = band(q.shape[2], k.shape[2], causal=causal, alignment=alignment, window=window)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    seed = _draw_seed() if dropout and not _is_fake(q) else 0
+    seed = _draw_seed() if dropout and has_values(q) else 0
     settings = FlashSettings(limits, scale, dropout, tile, seed)
     kernel = AttentionKernel(
         partial(forward, settings=settings), partial(backward, settings=settings)
@@ -304,7 +304,7 @@ def _iter_rows(q: Tensor, k: Tensor, settings: FlashSettings) -> Iterator[tuple[
     stack = max(1, TILES_AT_ONCE * settings.tile**2 // scores)
     rows = tile_rows(Tq, Tk, settings.tile, settings.limits)
     stacks = [Heads(b, heads, group) for b in range(B) for heads in spans(KV, stack)]
-    if _is_fake(q):
+    if not has_values(q):
         rows = list({row.shape: row.one_per_shape() for row in rows}.values())
         stacks = list({len(heads.kv_heads): heads for heads in stacks}.values())
     for heads in stacks:
@@ -318,7 +318,7 @@ class Dropout:
     def __init__(self, q: Tensor, settings: FlashSettings) -> None:
         self.probability = settings.dropout
         self.generator: torch.Generator | None = None
-        if self.probability and not _is_fake(q):
+        if self.probability and has_values(q):
             self.generator = torch.Generator(q.device).manual_seed(settings.seed)
 
     def kept(self, rows: Tensor, tile: Tile) -> Tensor | None:
@@ -341,10 +341,6 @@ def _slice(x: Tensor, dim: int, span: range) -> Tensor:
 def _accumulation_dtype(x: Tensor) -> torch.dtype:
     """Return the accumulation dtype: float32, or float64 for float64."""
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def _is_fake(x: Tensor) -> bool:
-    return x.is_meta or isinstance(x, FakeTensor)
 
 
 # ------------------------------------------------------------------ autograd

@@ -162,6 +162,11 @@ def refuse_inside_compiled_code(name: str) -> None:
         )
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has elements to read, unlike a fake or meta tensor."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
 # ------------------------------------------------------------------ composite operators
 
 

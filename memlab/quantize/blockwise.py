@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from memlab.internals.chunks import chunk_size_on, chunk_starts
-from memlab.internals.torch_internals import FakeTensor
+from memlab.internals.torch_internals import has_values
 from memlab.quantize.codebooks import ThresholdTables, nearest_code
 from memlab.quantize.packing import pack, unpack
 
@@ -278,7 +278,7 @@ def _check_codebook(codebook: Tensor, bits: int) -> None:
     if ThresholdTables.knows(codebook):
         return
     is_fine = (codebook.diff() > 0).all() & (codebook[0] >= -1) & (codebook[-1] <= 1)
-    if not isinstance(codebook, FakeTensor) and not is_fine:
+    if has_values(codebook) and not is_fine:
         raise ValueError(
             "got an unsorted codebook, or entries outside −1 … 1; sort it, and divide by its absmax"
         )

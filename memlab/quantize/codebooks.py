@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memlab.internals.torch_internals import FakeTensor
+from memlab.internals.torch_internals import has_values
 
 _DECADES = 7
 
@@ -65,7 +65,7 @@ class _Thresholds:
         ends = _interval_ends(thresholds.device)  # (2, 2¹⁶)
         low, high = torch.searchsorted(thresholds, ends, out_int32=True)
         is_too_close = (high - low).max() > 1
-        if not isinstance(thresholds, FakeTensor) and is_too_close:
+        if has_values(thresholds) and is_too_close:
             raise ValueError(
                 "got a codebook with entries closer than 1/128 of their size; give fewer or wider "
                 "spaced entries"

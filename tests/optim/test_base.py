@@ -689,3 +689,14 @@ def test_a_non_finite_gradient_in_8_bits_only_affects_its_block(cls, wrong):
     assert state["exp_avg_scales"].isnan().nonzero().tolist() == [[1]]
     if cls is Adam8bit:  # for Lion see test_lion.py: the sign of NaN is 0
         assert weight[in_block].isnan().all()
+
+
+@pytest.mark.parametrize("cls", OURS)
+def test_weights_on_meta_are_stepped_as_in_torch(cls):
+    weight = nn.Parameter(torch.empty(70, 80, device="meta"))
+    weight.grad = torch.empty_like(weight)
+    optimizer = cls([weight])
+    for _ in range(2):
+        optimizer.step()
+    tensors = [x for x in optimizer.state[weight].values() if torch.is_tensor(x)]
+    assert all(x.is_meta for x in tensors)
