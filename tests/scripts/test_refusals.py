@@ -81,6 +81,16 @@ def test_a_program_that_does_not_name_a_missing_file_is_not_named(notes):
     assert notes("os.system('git status'); open('data.txt')") == []
 
 
+def test_a_download_that_a_stand_in_replaced_is_not_named(notes, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    source = """
+        import torch
+        torch.hub.load_state_dict_from_url("https://example.org/weights.pth")
+        open("style.jpg")
+        """
+    assert notes(source) == []
+
+
 COMPILED = "import torch.utils.cpp_extension as c; c.load('fused', ['fused.cu'])"
 
 
