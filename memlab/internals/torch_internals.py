@@ -59,7 +59,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_code_exec_s
 from torch._C._profiler import _EventType as EventType
 from torch._C._profiler import _ExperimentalConfig as ExperimentalConfig
 from torch._ops import OpOverload
-from torch._prims_common import compute_elementwise_output_strides
+from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,

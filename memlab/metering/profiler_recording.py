@@ -161,21 +161,24 @@ def compare(observed: Trace | Iterable[int], recording: AllocatorRecording) -> T
 
     A Trace's storages from before the step are left out; their frees too, if the recording has no
     warm-up. An allocation is matched with a result of its size, or else with a stray. It never
-    matches scratch, which would hide a wrong allocation.
+    matches scratch, which would hide a wrong allocation; a Trace's workspaces only match scratch.
     """
-    sizes = _sizes(observed, recording)
+    events = _comparable(observed, recording)
+    sizes = [event.bytes for event in events if event.category != "workspace"]
     seen = Counter(size for size in sizes if size > 0)
+    known_scratch = Counter(e.bytes for e in events if e.category == "workspace" and e.bytes > 0)
     results, strays = _allocated(recording, "result"), _allocated(recording, "stray")
     visible = list(_visible(recording.events, seen - results))
-    excess = recording.allocations - seen
+    excess = recording.allocations - seen - known_scratch
+    real_peak = _peak(event.bytes for event in events)
     return TraceComparison(
-        missing=seen - (results + strays),
+        missing=seen - (results + strays) + (known_scratch - _allocated(recording, "scratch")),
         unseen=results - seen,
         excess=excess,
         excess_share=_bytes_of(excess) / max(1, _bytes_of(recording.allocations)),
         live_difference=sum(sizes) - sum(visible),
         peak_difference=_peak(sizes) - _peak(visible),
-        real_peak_difference=_peak(sizes) - recording.peak_bytes,
+        real_peak_difference=real_peak - recording.peak_bytes,
         peak_bytes=recording.peak_bytes,
     )
 
@@ -184,6 +187,7 @@ def with_workspace(trace: Trace, recording: AllocatorRecording) -> Trace:
     """Add the recording's scratch to a trace of the same step, as events of category workspace.
 
     The two are merged event by event, so the peak of the result is the CPU allocator's real peak.
+    The recording's scratch includes the workspaces that the trace has already.
     Raises ValueError if the trace is not exact against the recording.
     """
     comparison = compare(trace, recording)
@@ -191,10 +195,11 @@ def with_workspace(trace: Trace, recording: AllocatorRecording) -> Trace:
         raise ValueError(
             f"the trace and the recording differ; pass a recording of the same step:\n{comparison}"
         )
-    recorded = _recorded_events(trace, recording)
+    recorded = [e for e in _comparable(trace, recording) if e.category != "workspace"]
     strays = Counter(e.bytes for e in recorded if e.bytes > 0) - _allocated(recording, "result")
     merged = [event for event in trace.events if event.phase == "before"]
-    seen, recorded = iter(trace.events[len(merged) :]), iter(recorded)
+    rest = [event for event in trace.events[len(merged) :] if event.category != "workspace"]
+    seen, recorded = iter(rest), iter(recorded)
     numbers: dict[int, int] = {}
     for event, is_visible in _with_visibility(recording.events, strays):
         if is_visible:
@@ -205,6 +210,13 @@ def with_workspace(trace: Trace, recording: AllocatorRecording) -> Trace:
             merged.append(_workspace(event, numbers[event.address], merged[-1].phase))
     notes = tuple(note for note in trace.notes if note != SCRATCH_NOTE)
     return replace(trace, events=(*merged, *seen), notes=notes)
+
+
+class _Size(NamedTuple):
+    """An observed change of bytes, of which nothing else is known."""
+
+    bytes: int
+    category: str = ""
 
 
 def _until(last: Event, events: Iterator[Event]) -> Iterator[Event]:
@@ -226,18 +238,16 @@ def _allocated(recording: AllocatorRecording, kind: Kind) -> Counter[int]:
     return Counter(e.bytes for e in recording.events if e.kind == kind and e.bytes > 0)
 
 
-def _sizes(observed: Trace | Iterable[int], recording: AllocatorRecording) -> list[int]:
-    if isinstance(observed, Trace):
-        return [event.bytes for event in _recorded_events(observed, recording)]
-    return list(observed)
-
-
-def _recorded_events(trace: Trace, recording: AllocatorRecording) -> list[Event]:
-    """Return a trace's events that the recording should have."""
-    events = [event for event in trace.events if event.phase != "before"]
+def _comparable(
+    observed: Trace | Iterable[int], recording: AllocatorRecording
+) -> list[Event] | list[_Size]:
+    """Return the observed events that the recording should have."""
+    if not isinstance(observed, Trace):
+        return [_Size(size) for size in observed]
+    events = [event for event in observed.events if event.phase != "before"]
     if recording.warmed_up:
         return events
-    older = {event.storage for event in trace.events if event.phase == "before"}
+    older = {event.storage for event in observed.events if event.phase == "before"}
     return [event for event in events if event.storage not in older]
 
 

@@ -157,6 +157,12 @@ class Registry:
             self._record_address(record, untyped)
         return record
 
+    def number_bytes(self, num_bytes: int, device: torch.device, run: object) -> Storage:
+        """Number memory that has no tensor, such as a kernel's buffer."""
+        self.last_number += 1
+        as_bytes = _BytesTensor(device, torch.uint8, (num_bytes,))
+        return Storage(self.last_number, as_bytes, num_bytes, run)
+
     def continue_as(self, dead: Storage, successor: Storage) -> None:
         """Let the storage of `successor` continue the record `dead`, with its number."""
         assert successor.reference is not None

@@ -17,7 +17,7 @@ storages are marked during the step, and events are created at the end.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -29,6 +29,7 @@ from memlab.internals.torch_internals import call_composite, exclude_from_dynamo
 from memlab.metering.casts import Casts
 from memlab.metering.compiled import CompiledCode, hook_warning
 from memlab.metering.context import Context
+from memlab.metering.copies import copied_bytes
 from memlab.metering.dry import DryRun
 from memlab.metering.folding import Folding
 from memlab.metering.frames import called_by, user_line
@@ -216,11 +217,20 @@ class StorageMeter(LightMode):
             record = REGISTRY.find(tensor)
             if record is None or record not in self._stream:
                 self._record_birth(tensor, func, phase, inputs, tensors)
+        for sizes in self._scratch(func, args, kwargs, result):
+            if sizes:
+                self._stream.add_scratch(sizes, func, _device(result))
         return result
 
     def _in_order_of_allocation(self, func: Any, results: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return an operator's results in the order in which its kernel allocates them."""
         return results
+
+    def _scratch(
+        self, func: Any, args: Any, kwargs: Any, result: Any
+    ) -> Iterable[Sequence[int]]:
+        """Yield the bytes of buffers that the operator's kernel allocated together and freed."""
+        yield copied_bytes(func, args, result, "cpu")
 
     def _own_tensors(self, values: Iterable[Any]) -> list[torch.Tensor]:
         return [
@@ -356,6 +366,10 @@ def _weak_callback(method: Callable[..., None]) -> Callable[..., None]:
 
 def _ignore(record: Storage) -> None:
     pass
+
+
+def _device(result: Any) -> torch.device:
+    return next((tensor.device for tensor in tensors_among((result,))), torch.device("cpu"))
 
 
 @functools.cache

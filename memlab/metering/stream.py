@@ -1,7 +1,7 @@
 """The raw stream of one metered run: its storages, and each change of their bytes."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -124,6 +124,16 @@ class ChangeStream:
         self._counted.add(record.number)
         self._changes.append(Change(record, record.bytes, record.phase))
         return self._changes[-1]
+
+    def add_scratch(self, sizes: Sequence[int], func: Any, device: torch.device) -> None:
+        """Count buffers that an operator's kernel allocated together and has freed."""
+        phase = self._last_phase()
+        records = [REGISTRY.number_bytes(size, device, self.run) for size in sizes]
+        for record in records:
+            record.operator, record.phase = func, phase
+            record.mark("workspace")
+            self.add(record)
+        self._changes += [Change(record, -record.bytes, phase) for record in records]
 
     def _changed(self, record: Storage, change: int) -> None:
         self._changes.append(Change(record, change, self._last_phase()))

@@ -5,7 +5,7 @@ workspaces  of cuBLAS and cuBLASLt once per thread, of cuDNN for each convolutio
 4 bits      bitsandbytes' operators as the operators that their CUDA kernels call
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -37,15 +37,9 @@ class Prediction(Protocol):
     def bitsandbytes(self) -> bitsandbytes_kernels.Kernels: ...
 
 
-def _device(result: Any) -> torch.device:
-    """Return an operator's device: a script's CPU operators also come here."""
-    tensors = result if isinstance(result, (tuple, list)) else (result,)
-    return next((x.device for x in tensors if isinstance(x, torch.Tensor)), CUDA)
-
-
-def buffer(count: int, device: torch.device = CUDA) -> torch.Tensor:
+def buffer(count: int) -> torch.Tensor:
     with DisableTorchFunction():
-        return torch.empty(count, dtype=torch.uint8, device=device)
+        return torch.empty(count, dtype=torch.uint8, device=CUDA)
 
 
 class PredictionMeter(StorageMeter):
@@ -78,10 +72,8 @@ class PredictionMeter(StorageMeter):
         result = super().handle(func, types, args, kwargs)
         if result is NotImplemented:  # a tensor subclass, such as DTensor, runs its own operators
             return result
-        if sizes := scratch_bytes(func, args, kwargs, result, self._prediction.target):
-            self._note_scratch(func, sizes, _device(result))
-        if func in (convolutions.FORWARD, convolutions.BACKWARD):
-            self._note_convolution(func, args, result)
+        if func is convolutions.BACKWARD:
+            self._note_largest(args, result)
         self._note_workspaces(func)
         return result
 
@@ -89,6 +81,14 @@ class PredictionMeter(StorageMeter):
         # native/cuda/Dropout.cu allocates the mask, the second result, before the output.
         is_reversed = func is torch.ops.aten.native_dropout.default
         return results[::-1] if is_reversed else results
+
+    def _scratch(
+        self, func: Any, args: Any, kwargs: Any, result: Any
+    ) -> Iterator[Sequence[int]]:
+        if func in (convolutions.FORWARD, convolutions.BACKWARD):
+            yield from convolutions.scratch_bytes(func, args, result, self._prediction.target)
+        else:
+            yield scratch_bytes(func, args, kwargs, result, self._prediction.target)
 
     def _decomposition(self, func: Any) -> Callable[..., Any] | None:
         return self._prediction.substitutes.replacements.get(func) or super()._decomposition(func)
@@ -114,20 +114,12 @@ class PredictionMeter(StorageMeter):
                 self._enter_workspace(workspace, func)
             self._known_workspaces = len(workspaces)
 
-    def _note_convolution(self, func: Any, args: Any, result: Any) -> None:
-        """Record cuDNN's workspaces, which it allocates and frees one after another."""
-        for sizes in convolutions.scratch_bytes(func, args, result, self._prediction.target):
-            self._note_scratch(func, sizes)
+    def _note_largest(self, args: Any, result: Any) -> None:
+        """Note the largest workspaces of a convolution's backward, which cuDNN may choose."""
         made = [tensor for tensor in result if isinstance(tensor, torch.Tensor)]
-        if func is convolutions.BACKWARD and made and (record := REGISTRY.find(made[-1])):
+        if made and (record := REGISTRY.find(made[-1])):
             largest = convolutions.largest_bytes(*args[:2])
             self._prediction.largest_workspaces[record.number] = largest
-
-    def _note_scratch(self, func: Any, sizes: tuple[int, ...], device: torch.device = CUDA) -> None:
-        """Record the buffers that a kernel allocated together and freed."""
-        scratch = [buffer(size, device) for size in sizes]
-        for tensor in scratch:
-            self._enter_workspace(tensor, func)
 
     def _enter_workspace(self, tensor: torch.Tensor, func: Any) -> None:
         record = REGISTRY.add(tensor, self._stream.run)

@@ -1,0 +1,186 @@
+"""Copies that kernels make of inputs which they cannot read in place.
+
+Most kernels read any strides. Others expect a contiguous tensor, or a matrix as BLAS stores it.
+They copy the rest, such as the expanded gradient of a sum, and free the copy when they return. The
+dispatcher does not see it. The table below has the operators that copy, with their rules:
+
+    rule              copies operands that are
+    contiguous        not contiguous
+    in_format_of      not contiguous in the first operand's memory format, such as channels-last
+    convolution       not channels-last if the input or the weight is, else not contiguous
+    matrices          without a contiguous dimension, or with overlapping rows, as BLAS expects
+    matrix_slices     the same for batches of matrices that the kernel multiplies one by one
+    matrix_batches    the same for batches that it multiplies together, so it copies them whole
+
+The CPU's rows are measured (tests/metering/test_copies.py); CUDA's are from the sources in torch's
+aten/src/ATen/native/cuda, and from a GPU. Linear algebra and FFTs are not in the table.
+"""
+
+from collections.abc import Callable, Iterable
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from memlab.internals.torch_internals import suggest_memory_format
+
+aten = torch.ops.aten
+
+_SMALL_BATCH = 400  # multiplications of a matrix below which the CPU reads any strides
+
+Sizes = list[int]  # bytes of copies that are alive together
+
+
+# ------------------------------------------------------------------ rules
+
+
+def contiguous(*tensors: torch.Tensor) -> Sizes:
+    return [tensor.nbytes for tensor in tensors if not tensor.is_contiguous()]
+
+
+def in_format_of(first: torch.Tensor, *others: torch.Tensor) -> Sizes:
+    return _not_in(suggest_memory_format(first), others)
+
+
+def convolution(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor) -> Sizes:
+    formats = {suggest_memory_format(x), suggest_memory_format(weight)}
+    images = [tensor for tensor in others if tensor.dim() == x.dim()]
+    channels_last = formats - {torch.contiguous_format}
+    biases = [tensor for tensor in others if tensor.dim() != x.dim()]
+    wanted = channels_last.pop() if channels_last else torch.contiguous_format
+    return _not_in(wanted, (x, weight, *images)) + contiguous(*biases)
+
+
+def matrices(*tensors: torch.Tensor) -> Sizes:
+    return [tensor.nbytes for tensor in tensors if not _is_blas_matrix(tensor)]
+
+
+def matrix_slices(left: torch.Tensor, right: torch.Tensor) -> Sizes:
+    if prod(left.shape[1:]) * right.shape[-1] < _SMALL_BATCH:
+        return []
+    slices = [tensor[0] for tensor in (left, right) if len(tensor)]
+    return matrices(*slices)
+
+
+def matrix_batches(*tensors: torch.Tensor) -> Sizes:
+    return [tensor.nbytes for tensor in tensors if len(tensor) and not _is_blas_matrix(tensor[0])]
+
+
+def _not_in(memory_format: torch.memory_format, tensors: Iterable[torch.Tensor]) -> Sizes:
+    return [t.nbytes for t in tensors if not t.is_contiguous(memory_format=memory_format)]
+
+
+def _is_blas_matrix(matrix: torch.Tensor) -> bool:
+    """Return whether one dimension is contiguous, and a step in the other does not overlap it."""
+    (rows, columns), (row_step, column_step) = matrix.shape, matrix.stride()
+    if matrix.is_contiguous() or matrix.t().is_contiguous():
+        return True
+    by_rows = column_step == 1 and row_step >= max(1, columns)
+    return by_rows or (row_step == 1 and column_step >= max(1, rows))
+
+
+# ------------------------------------------------------------------ operators
+
+_RESULT = -1  # in place of an argument's position: the operator's (first) result
+
+
+class _Reads(NamedTuple):
+    """How a kernel reads its operands: the rule, and the positions of the operands."""
+
+    rule: Callable[..., Sizes]
+    operands: tuple[int, ...]
+
+
+def _rows(rule: Callable[..., Sizes], rows: dict[tuple[int, ...], str]) -> dict[Any, _Reads]:
+    """Return table rows from {positions: the operators' names}."""
+    return {
+        getattr(getattr(aten, name), overload or "default"): _Reads(rule, operands)
+        for operands, names in rows.items()
+        for name, _, overload in (each.partition(".") for each in names.split())
+    }
+
+
+_BOTH = {
+    **_rows(matrices, {(0, 1): "mm", (1, 2): "addmm", (0,): "mv", (1,): "addmv"}),
+    **_rows(matrix_slices, {(1, 2): "addbmm"}),
+    **_rows(
+        contiguous,
+        {
+            (0,): "_softmax _log_softmax im2col col2im avg_pool3d avg_pool3d_backward "
+            "_adaptive_avg_pool3d_backward upsample_nearest1d_backward upsample_linear1d_backward "
+            "upsample_bicubic2d_backward reflection_pad1d reflection_pad1d_backward "
+            "replication_pad1d replication_pad1d_backward _embedding_bag_dense_backward",
+            (0, 1): "_log_softmax_backward_data embedding_dense_backward multi_margin_loss "
+            "_cdist_forward searchsorted.Tensor bucketize.Tensor",
+            (0, 1, 2): "nll_loss_forward nll_loss2d_forward",
+            (0, 1, 2, 4): "_cdist_backward",
+            (0, 1, 5, 6): "native_layer_norm_backward",
+            (0, 2, 3): "native_layer_norm",
+            (1,): "embedding",
+            (2, 3): "nll_loss2d_backward",
+            (3,): "nll_loss_backward",
+        },
+    ),
+    **_rows(
+        in_format_of,
+        {
+            (0, 0): "avg_pool2d max_pool2d_with_indices max_pool3d_with_indices reflection_pad2d "
+            "replication_pad2d pixel_shuffle pixel_unshuffle channel_shuffle "
+            "upsample_trilinear3d_backward",
+            (0, 0, _RESULT): "avg_pool2d_backward reflection_pad2d_backward "
+            "replication_pad2d_backward upsample_nearest2d_backward upsample_nearest3d_backward "
+            "_upsample_nearest_exact2d_backward upsample_bilinear2d_backward",
+            (0, 0, 7, _RESULT): "max_pool2d_with_indices_backward max_pool3d_with_indices_backward",
+        },
+    ),
+}
+_TABLES = {
+    "cpu": {
+        **_BOTH,
+        **_rows(matrix_slices, {(0, 1): "bmm", (1, 2): "baddbmm"}),
+        **_rows(
+            contiguous,
+            {
+                (0,): "_safe_softmax log_sigmoid_forward binary_cross_entropy_with_logits max min "
+                "aminmax bincount multinomial _unique2 grid_sampler_2d_backward",
+                (0, 1): "_softmax_backward_data",
+                (0, _RESULT): "gelu_backward",
+                (2,): "index_select index_add masked_scatter",
+            },
+        ),
+        **_rows(
+            in_format_of,
+            {
+                (0, 0): "_adaptive_avg_pool2d adaptive_max_pool2d",
+                (0, 0, 1, _RESULT): "max_unpool2d",
+                (0, 0, _RESULT): "_adaptive_avg_pool2d_backward",
+                (1, 0, 2): "adaptive_max_pool2d_backward",
+            },
+        ),
+        **_rows(convolution, {(0, 1, 2): "convolution", (1, 2, 0): "convolution_backward"}),
+    },
+    "cuda": {
+        **_BOTH,
+        **_rows(matrix_batches, {(0, 1): "bmm", (1, 2): "baddbmm"}),
+    },
+}
+
+
+def copied_bytes(func: Any, args: Any, result: Any, device: Literal["cpu", "cuda"]) -> Sizes:
+    """Return the sizes of the copies that an operator's kernel makes.
+
+    The tensors are on the CPU, or fake. Real tensors on other devices give []: their allocators
+    report the copies.
+    """
+    reads = _TABLES[device].get(func)
+    if reads is None:
+        return []
+    first_result = result[0] if isinstance(result, (tuple, list)) else result
+    operands = (
+        first_result if position == _RESULT else args[position]
+        for position in reads.operands
+        if position < len(args)
+    )
+    tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
+    are_plain = all(t.is_cpu and t.layout is torch.strided and not t.is_nested for t in tensors)
+    return reads.rule(*tensors) if are_plain else []
