@@ -162,6 +162,13 @@ _TABLES = {
     "cuda": {
         **_BOTH,
         **_rows(matrix_batches, {(0, 1): "bmm", (1, 2): "baddbmm"}),
+        **_rows(
+            contiguous,
+            {
+                (0, 1): "_fused_rms_norm_backward",
+                (0, 2): "_fused_rms_norm",
+            },
+        ),
     },
 }
 

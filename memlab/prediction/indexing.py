@@ -32,9 +32,8 @@ def embedding_backward_scratch(
     indices, so torch allocates the most there can be: one per index and one per 10 rows.
     """
     count, size = indices.numel(), indices.element_size()
-    copies = tuple(tensor.nbytes for tensor in (grad, indices) if not tensor.is_contiguous())
     if count <= _MOST_UNSORTED and not by_frequency:
-        return copies
+        return ()
     segments = min(count, vocab_size)
     partial_sums = count // _ROWS_PER_PARTIAL_SUM + segments
     per_index = [count * size] * (4 if by_frequency else 3)  # sorted, original, segments; counts
@@ -42,7 +41,7 @@ def embedding_backward_scratch(
     row_bytes = grad.shape[-1] * max(4, grad.element_size())
     counters = 8, 8
     sums = partial_sums * size, partial_sums * row_bytes
-    return (*copies, *per_index, *per_segment, *counters, *sums)
+    return (*per_index, *per_segment, *counters, *sums)
 
 
 # ------------------------------------------------------------------ sums by index

@@ -8,6 +8,8 @@ largest moment, after it has allocated its results. Sources are in torch's aten/
     softmax, log_softmax          native/cuda/SoftMax.cu         gradient × output, copies
     LayerNorm, RMSNorm, backward  native/cuda/                   partial sums, above 65,536 rows
                                   layer_norm_kernel.cu           if they are narrow
+    GroupNorm                     native/cuda/                   sums and coefficients per channel
+                                  group_norm_kernel.cu           and group
     attention in backward         native/transformers/cuda/      row sums, float32 gradients
                                   attention_backward.cu
     sort, argsort                 native/cuda/SortStable.cu      indices, copies, CUB's storage
@@ -37,6 +39,7 @@ import torch
 
 from memlab.configs.targets import Target
 from memlab.internals.torch_internals import compute_elementwise_output_strides
+from memlab.metering.copies import copied_bytes
 from memlab.prediction import attention_backward, indexing, sorting
 from memlab.prediction.reductions import REDUCTIONS, reduction_bytes, reduction_scratch
 
@@ -48,13 +51,12 @@ def scratch_bytes(
     func: Any, args: Any, kwargs: Any, result: Any, target: Target
 ) -> tuple[int, ...]:
     """Return the sizes of the scratch buffers that an operator's kernel allocates."""
+    copies = tuple(copied_bytes(func, args, result, "cuda"))
     if func in REDUCTIONS:
-        return reduction_scratch(func, args, kwargs, target.chip)
-    if func in _SOFTMAXES:
-        return _softmax_scratch(func, *args)
+        return copies + reduction_scratch(func, args, kwargs, target.chip)
     if func in _KERNELS:
-        return _KERNELS[func](_arguments(func, args, kwargs), result, target)
-    return ()
+        return copies + _KERNELS[func](_arguments(func, args, kwargs), result, target)
+    return copies
 
 
 def _arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
@@ -67,24 +69,13 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
 # ------------------------------------------------------------------ softmax
 
 
-def _softmax_scratch(func: Any, *args: Any) -> tuple[int, ...]:
-    """Return softmax's buffers: `grad * output` in backward, and non-contiguous inputs' copies."""
-    inputs = list(args[: _SOFTMAXES[func]])
-    buffers = []
-    if func is aten._softmax_backward_data.default:
-        grad, output = inputs
-        buffers = [output.nbytes]  # grad * output, which the kernel reads instead of grad
-        strides = compute_elementwise_output_strides(grad, output)
-        inputs[0] = output.as_strided(output.shape, strides)
-    return tuple(buffers + [x.nbytes for x in inputs if not x.is_contiguous()])
-
-
-_SOFTMAXES = {  # operator: number of tensors it reads
-    aten._softmax.default: 1,
-    aten._log_softmax.default: 1,
-    aten._softmax_backward_data.default: 2,
-    aten._log_softmax_backward_data.default: 2,
-}
+def _softmax_backward_scratch(grad: torch.Tensor, output: torch.Tensor) -> tuple[int, ...]:
+    """Return the product `grad * output`, which the kernel reads in place of the gradient, and
+    copies of the product and the output if they are not contiguous."""
+    strides = compute_elementwise_output_strides(grad, output)
+    product = output.as_strided(output.shape, strides)
+    copies = (x.nbytes for x in (product, output) if not x.is_contiguous())
+    return output.nbytes, *copies
 
 
 # ------------------------------------------------------------------ norms
@@ -112,6 +103,31 @@ def _norm_backward_scratch(
         threads_per_multiprocessor=target.chip.threads_per_multiprocessor,
     )
     return (*sizes, *reduction) if sizes else ()
+
+
+def _group_norm_scratch(
+    x: torch.Tensor, weight: Any, bias: Any, N: int, C: int, HxW: int
+) -> tuple[int, ...]:
+    """Return each channel's scale and shift."""
+    is_affine = weight is not None or bias is not None
+    return (_accumulator_bytes(x) * N * C,) * 2 if is_affine and HxW > 1 else ()
+
+
+def _group_norm_backward_scratch(
+    grad: torch.Tensor, weight: Any, N: int, C: int, HxW: int, groups: int, wanted: Sequence[bool]
+) -> tuple[int, ...]:
+    """Return sums over each channel and, for the input's gradient, its three coefficients: one per
+    channel, two per group."""
+    size = _accumulator_bytes(grad)
+    channels, per_group = size * N * C, size * N * groups
+    sums = channels, channels
+    if not wanted[0]:
+        return sums
+    return (*sums, *(channels,) * (weight is not None and HxW > 1), per_group, per_group)
+
+
+def _accumulator_bytes(x: torch.Tensor) -> int:
+    return max(4, x.element_size())
 
 
 # ------------------------------------------------------------------ grouped matmuls
@@ -159,6 +175,13 @@ _KERNELS: dict[Any, _Kernel] = {
     ),
     aten._scaled_dot_product_cudnn_attention_backward.default: (
         lambda a, result, target: attention_backward.cudnn_scratch(a[1])
+    ),
+    aten._softmax_backward_data.default: (
+        lambda a, result, target: _softmax_backward_scratch(*a[:2])
+    ),
+    aten.native_group_norm.default: lambda a, result, target: _group_norm_scratch(*a[:6]),
+    aten.native_group_norm_backward.default: (
+        lambda a, result, target: _group_norm_backward_scratch(a[0], *a[4:9], a[9])
     ),
     aten.native_layer_norm_backward.default: (
         lambda a, result, target: _norm_backward_scratch(a[1], a[2], result[1:], target)

@@ -33,6 +33,7 @@ class Substitutes:
             aten.log_softmax.int: _fused_half_softmax(
                 aten.log_softmax.int, aten._log_softmax.default
             ),
+            aten.group_norm.default: _contiguous_group_norm,
             **recurrent.substitutes(partial(self.used.add, recurrent.LABEL)),
         }
         if kernels.norms == "fused":
@@ -221,3 +222,16 @@ def _fused_half_softmax(composite: Any, kernel: Any) -> Callable[..., torch.Tens
         return call_composite(composite, input, dim, dtype)
 
     return softmax
+
+
+def _contiguous_group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> torch.Tensor:
+    """Normalize a contiguous copy of a channels-last input, which the CPU reads in place."""
+    x = input.contiguous()
+    return call_composite(aten.group_norm.default, x, num_groups, weight, bias, eps, cudnn_enabled)
