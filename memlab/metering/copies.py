@@ -4,19 +4,23 @@ Most kernels read any strides. Others expect a contiguous tensor, or a matrix as
 They copy the rest, such as the expanded gradient of a sum, and free the copy when they return. The
 dispatcher does not see it. The table below has the operators that copy, with their rules:
 
-    rule              copies operands that are
-    contiguous        not contiguous
-    in_format_of      not contiguous in the first operand's memory format, such as channels-last
-    convolution       not channels-last if the input or the weight is, else not contiguous
-    matrices          without a contiguous dimension, or with overlapping rows, as BLAS expects
-    matrix_slices     the same for batches of matrices that the kernel multiplies one by one
-    matrix_batches    the same for batches that it multiplies together, so it copies them whole
+    rule                  copies operands that are
+    contiguous            not contiguous
+    in_format_of          not contiguous in the first operand's memory format, as channels-last
+    unless_channels_last  not contiguous, if the first operand is not channels-last
+    convolution           not channels-last if the input or the weight is, else not contiguous
+    heads_last            not contiguous as (batch, tokens, heads, head dimension)
+    adjacent              without adjacent elements in the last dimension
+    matrices              no matrices for BLAS: rows overlap, or no dimension is contiguous
+    matrix_slices         the same for batches of matrices that are multiplied one by one
+    matrix_batches        the same for batches that are multiplied together, and copied whole
 
-The CPU's rows are measured (tests/metering/test_copies.py); CUDA's are from the sources in torch's
-aten/src/ATen/native/cuda, and from a GPU. Linear algebra and FFTs are not in the table.
+The CPU's rows are measured (tests/metering/test_copies.py). CUDA's were measured on an H200 with
+torch 2.11. Linear algebra, FFTs and `embedding_bag` are not in the table.
 """
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -42,13 +46,25 @@ def in_format_of(first: torch.Tensor, *others: torch.Tensor) -> Sizes:
     return _not_in(suggest_memory_format(first), others)
 
 
+def unless_channels_last(x: torch.Tensor, *others: torch.Tensor) -> Sizes:
+    return contiguous(*others) if suggest_memory_format(x) == torch.contiguous_format else []
+
+
+def heads_last(*tensors: torch.Tensor) -> Sizes:
+    return [tensor.nbytes for tensor in tensors if not tensor.transpose(1, 2).is_contiguous()]
+
+
+def adjacent(tensor: torch.Tensor) -> Sizes:
+    return [] if tensor.stride(-1) == 1 else [tensor.nbytes]
+
+
 def convolution(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor) -> Sizes:
     formats = {suggest_memory_format(x), suggest_memory_format(weight)}
-    images = [tensor for tensor in others if tensor.dim() == x.dim()]
-    channels_last = formats - {torch.contiguous_format}
-    biases = [tensor for tensor in others if tensor.dim() != x.dim()]
-    wanted = channels_last.pop() if channels_last else torch.contiguous_format
-    return _not_in(wanted, (x, weight, *images)) + contiguous(*biases)
+    wanted = (formats - {torch.contiguous_format} or formats).pop()
+    tensors = (x, weight, *others)
+    images = [tensor for tensor in tensors if tensor.dim() == x.dim()]
+    biases = [tensor for tensor in tensors if tensor.dim() == 1]
+    return _not_in(wanted, images) + contiguous(*biases)
 
 
 def matrices(*tensors: torch.Tensor) -> Sizes:
@@ -81,7 +97,7 @@ def _is_blas_matrix(matrix: torch.Tensor) -> bool:
 
 # ------------------------------------------------------------------ operators
 
-_RESULT = -1  # in place of an argument's position: the operator's (first) result
+_RESULTS = -1  # in place of an argument's position: the operator's results
 
 
 class _Reads(NamedTuple):
@@ -106,10 +122,10 @@ _BOTH = {
     **_rows(
         contiguous,
         {
-            (0,): "_softmax _log_softmax im2col col2im avg_pool3d avg_pool3d_backward "
-            "_adaptive_avg_pool3d_backward upsample_nearest1d_backward upsample_linear1d_backward "
-            "upsample_bicubic2d_backward reflection_pad1d reflection_pad1d_backward "
-            "replication_pad1d replication_pad1d_backward _embedding_bag_dense_backward",
+            (0,): "_softmax _log_softmax max min aminmax im2col col2im avg_pool3d "
+            "avg_pool3d_backward _adaptive_avg_pool3d_backward upsample_nearest1d_backward "
+            "upsample_linear1d_backward upsample_bicubic2d_backward reflection_pad1d "
+            "reflection_pad1d_backward _embedding_bag_dense_backward",
             (0, 1): "_log_softmax_backward_data embedding_dense_backward multi_margin_loss "
             "_cdist_forward searchsorted.Tensor bucketize.Tensor",
             (0, 1, 2): "nll_loss_forward nll_loss2d_forward",
@@ -124,13 +140,10 @@ _BOTH = {
     **_rows(
         in_format_of,
         {
-            (0, 0): "avg_pool2d max_pool2d_with_indices max_pool3d_with_indices reflection_pad2d "
-            "replication_pad2d pixel_shuffle pixel_unshuffle channel_shuffle "
-            "upsample_trilinear3d_backward",
-            (0, 0, _RESULT): "avg_pool2d_backward reflection_pad2d_backward "
-            "replication_pad2d_backward upsample_nearest2d_backward upsample_nearest3d_backward "
-            "_upsample_nearest_exact2d_backward upsample_bilinear2d_backward",
-            (0, 0, 7, _RESULT): "max_pool2d_with_indices_backward max_pool3d_with_indices_backward",
+            (0, 0): "avg_pool2d max_pool2d_with_indices max_pool3d_with_indices "
+            "_adaptive_avg_pool2d upsample_trilinear3d_backward",
+            (0, 0, _RESULTS): "upsample_nearest2d_backward _upsample_nearest_exact2d_backward "
+            "upsample_nearest3d_backward upsample_bilinear2d_backward",
         },
     ),
 }
@@ -141,19 +154,24 @@ _TABLES = {
         **_rows(
             contiguous,
             {
-                (0,): "_safe_softmax log_sigmoid_forward binary_cross_entropy_with_logits max min "
-                "aminmax bincount multinomial _unique2 grid_sampler_2d_backward",
+                (0,): "_safe_softmax log_sigmoid_forward binary_cross_entropy_with_logits bincount "
+                "multinomial _unique2 grid_sampler_2d_backward replication_pad1d "
+                "replication_pad1d_backward",
                 (0, 1): "_softmax_backward_data",
-                (0, _RESULT): "gelu_backward",
+                (0, _RESULTS): "gelu_backward",
                 (2,): "index_select index_add masked_scatter",
             },
         ),
         **_rows(
             in_format_of,
             {
-                (0, 0): "_adaptive_avg_pool2d adaptive_max_pool2d",
-                (0, 0, 1, _RESULT): "max_unpool2d",
-                (0, 0, _RESULT): "_adaptive_avg_pool2d_backward",
+                (0, 0): "adaptive_max_pool2d pixel_shuffle pixel_unshuffle channel_shuffle "
+                "reflection_pad2d replication_pad2d",
+                (0, 0, 1, _RESULTS): "max_unpool2d",
+                (0, 0, 7, _RESULTS): "max_pool2d_with_indices_backward "
+                "max_pool3d_with_indices_backward",
+                (0, 0, _RESULTS): "_adaptive_avg_pool2d_backward avg_pool2d_backward "
+                "reflection_pad2d_backward replication_pad2d_backward",
                 (1, 0, 2): "adaptive_max_pool2d_backward",
             },
         ),
@@ -165,10 +183,26 @@ _TABLES = {
         **_rows(
             contiguous,
             {
+                (0,): "kthvalue median.dim mode cummax cummin logcumsumexp roll rrelu_with_noise "
+                "histc reflection_pad2d reflection_pad2d_backward",
+                (0, _RESULTS): "adaptive_max_pool2d",
                 (0, 1): "_fused_rms_norm_backward",
                 (0, 2): "_fused_rms_norm",
+                (0, 2, _RESULTS): "adaptive_max_pool2d_backward",
             },
         ),
+        **_rows(
+            in_format_of,
+            {
+                (0, 0): "upsample_nearest2d _upsample_nearest_exact2d",
+                (1, 0, 1): "avg_pool2d_backward",
+                (1, 0, 1, 7): "max_pool2d_with_indices_backward max_pool3d_with_indices_backward",
+            },
+        ),
+        **_rows(unless_channels_last, {(1, 0): "_adaptive_avg_pool2d_backward"}),
+        **_rows(heads_last, {(0, 4): "_scaled_dot_product_flash_attention_backward"}),
+        **_rows(adjacent, {(0,): "_scaled_dot_product_cudnn_attention_backward"}),
+        **_rows(convolution, {(0, 1): "convolution", (1, 2, 0): "convolution_backward"}),
     },
 }
 
@@ -182,11 +216,10 @@ def copied_bytes(func: Any, args: Any, result: Any, device: Literal["cpu", "cuda
     reads = _TABLES[device].get(func)
     if reads is None:
         return []
-    first_result = result[0] if isinstance(result, (tuple, list)) else result
-    operands = (
-        first_result if position == _RESULT else args[position]
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    operands = chain.from_iterable(
+        results if position == _RESULTS else args[position : position + 1]
         for position in reads.operands
-        if position < len(args)
     )
     tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
     are_plain = all(t.is_cpu and t.layout is torch.strided and not t.is_nested for t in tensors)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from memlab.configs.targets import Target
+from memlab.metering.copies import copied_bytes
 from memlab.trace import Event
 from memlab.units import format_bytes
 
@@ -37,10 +38,8 @@ _LOADED_BYTES = 16  # channels are loaded in groups of 16 bytes
 def scratch_bytes(func: Any, args: Any, result: Any, target: Target) -> list[tuple[int, ...]]:
     """Return the buffers of each of a convolution's kernels, which run one after another."""
     x, weight, y, groups = _tensors(func, args, result)
-    is_forward = func is FORWARD
-    read = (x, weight) if is_forward else (x, weight, y)
-    copies = tuple(tensor.nbytes for tensor in read if not _has_layout(tensor, x, weight))
-    kernels = 1 if is_forward else sum(args[-1][:2])
+    copies = copied_bytes(func, args, result, "cuda")
+    kernels = 1 if func is FORWARD else sum(args[-1][:2])
     if _copies_to_channels_last(x, weight, groups, target):
         return [(*copies, x.nbytes + y.nbytes)] * kernels
     return [copies] if copies else []
@@ -101,13 +100,6 @@ def _copies_to_channels_last(
         and not _is_channels_last(x)
         and not _is_channels_last(weight)
     )
-
-
-def _has_layout(tensor: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether the tensor has the kernel's layout: channels-last if input or weight has."""
-    if _is_channels_last(x) or _is_channels_last(weight):
-        return tensor.is_contiguous(memory_format=_CHANNELS_LAST[x.dim()])
-    return tensor.is_contiguous()
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:

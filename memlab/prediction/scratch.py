@@ -78,6 +78,14 @@ def _softmax_backward_scratch(grad: torch.Tensor, output: torch.Tensor) -> tuple
     return output.nbytes, *copies
 
 
+# ------------------------------------------------------------------ losses
+
+
+def _loss_scratch(x: torch.Tensor, y: torch.Tensor, reduction: int = 1) -> tuple[int, ...]:
+    """Return the loss of each element, if they are reduced."""
+    return (max(x.nbytes, y.nbytes),) if reduction else ()
+
+
 # ------------------------------------------------------------------ norms
 
 _MANY_ROWS, _ROWS_PER_BLOCK, _MAX_BLOCKS = 64 * 1024, 32, 32 * 1024
@@ -176,6 +184,15 @@ _KERNELS: dict[Any, _Kernel] = {
     aten._scaled_dot_product_cudnn_attention_backward.default: (
         lambda a, result, target: attention_backward.cudnn_scratch(a[1])
     ),
+    **dict.fromkeys(
+        (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default),
+        lambda a, result, target: _loss_scratch(*a[:3]),
+    ),
+    aten.binary_cross_entropy_with_logits.default: (
+        lambda a, result, target: 2 * (a[0].nbytes,)
+    ),
+    aten.logsumexp.default: lambda a, result, target: (a[0].nbytes, result.nbytes),
+    aten.im2col.default: lambda a, result, target: (a[0].nbytes,),
     aten._softmax_backward_data.default: (
         lambda a, result, target: _softmax_backward_scratch(*a[:2])
     ),
