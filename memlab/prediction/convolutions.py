@@ -1,23 +1,27 @@
 """Workspaces of cuDNN's convolutions.
 
 cuDNN's fastest kernels run on tensor cores and need channels-last tensors. For channels-first
-tensors, cuDNN copies input and output into a workspace. torch allocates it for one call of cuDNN
-and frees it right after (Conv_v8.cpp, `run_conv_plan`).
+tensors, cuDNN copies input, weight and output into a workspace, with channels padded to 16 bytes.
+torch allocates it for one call of cuDNN, through its caching allocator, and frees it right after
+(Conv_v8.cpp, `run_conv_plan`). So it counts as allocated and as reserved memory.
 
     counted      these copies, in forward and twice in backward (input's and weight's gradient);
                  torch's copies of tensors in another layout than the kernel's
-    not counted  1 × 1 kernels (a plain matmul), grouped and depthwise convolutions, and channel
-                 counts that tensor cores cannot load (the 3 of an image)
+    not counted  1 × 1 kernels (a plain matmul); depthwise convolutions; what a split sum for the
+                 weight's gradient adds (0 to 15% of most workspaces); forward if the input's
+                 channels need padding (the 3 of an image)
+    float32      nor backward of the latter, and grouped convolutions
 
 Which kernel cuDNN picks is not documented and depends on the card, the shapes and cuDNN's version,
-so this rule comes from measurements: 43 trainings of CNNs on an RTX 3060 and an RTX 4060
-(benchmarks/evidence/xmem.json). Small batches of two depthwise networks need more. Twice the copies
-in every convolution's backward exceed these too, so `largest_bytes` is the upper bound.
+so this rule comes from measurements: 43 trainings of CNNs in float32 on an RTX 3060 and an RTX 4060
+(benchmarks/evidence/xmem.json), and 366 single convolutions on an H200. Small batches of two
+depthwise networks need more. Twice the copies in every convolution's backward exceed these too, so
+`largest_bytes` is the upper bound.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,11 +41,11 @@ _LOADED_BYTES = 16  # channels are loaded in groups of 16 bytes
 
 def scratch_bytes(func: Any, args: Any, result: Any, target: Target) -> list[tuple[int, ...]]:
     """Return the buffers of each of a convolution's kernels, which run one after another."""
-    x, weight, y, groups = _tensors(func, args, result)
-    copies = copied_bytes(func, args, result, "cuda")
+    call = _Call.of(func, args, result)
+    copies = tuple(copied_bytes(func, args, result, "cuda"))
     kernels = 1 if func is FORWARD else sum(args[-1][:2])
-    if _copies_to_channels_last(x, weight, groups, target):
-        return [(*copies, x.nbytes + y.nbytes)] * kernels
+    if _copies_to_channels_last(call, target):
+        return [(*copies, call.padded_bytes)] * kernels
     return [copies] if copies else []
 
 
@@ -76,27 +80,68 @@ def range_note(expected_bytes: int, most_bytes: int) -> list[str]:
     ]
 
 
-def _tensors(
-    func: Any, args: Any, result: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    if func is FORWARD:
-        return args[0], args[1], result, args[8]
-    grad, x, weight = args[:3]
-    return x, weight, grad, args[9]
+class _Call(NamedTuple):
+    """The operands of a convolution, forward or backward; `y` is the output or its gradient."""
+
+    is_forward: bool
+    x: torch.Tensor
+    weight: torch.Tensor
+    y: torch.Tensor
+    stride: Sequence[int]
+    groups: int
+
+    @classmethod
+    def of(cls, func: Any, args: Any, result: Any) -> "_Call":
+        if func is FORWARD:
+            return cls(True, args[0], args[1], result, args[3], args[8])
+        return cls(False, args[1], args[2], args[0], args[4], args[9])
+
+    @property
+    def padded_bytes(self) -> int:
+        """The bytes of input, output and weight with padded channels."""
+        return sum(
+            tensor.nbytes * prod(map(self._padded, channels)) // prod(channels)
+            for tensor, channels in (
+                (self.x, self.x.shape[1:2]),
+                (self.y, self.y.shape[1:2]),
+                (self.weight, self.weight.shape[:2]),
+            )
+            if tensor.numel()
+        )
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether the input's channels need no padding."""
+        return self._padded(self.x.shape[1]) == self.x.shape[1]
+
+    @property
+    def is_matmul(self) -> bool:
+        """Whether the convolution is a matmul of channels-first tensors."""
+        pixels = prod(self.x.shape[2:])
+        if prod(self.weight.shape[2:]) > 1:
+            return False
+        return self.x.dtype == torch.float32 or (
+            max(self.stride) == 1 and self._padded(pixels) == pixels
+        )
+
+    def _padded(self, count: int) -> int:
+        """Round up to a multiple of 16 bytes."""
+        step = max(1, _LOADED_BYTES // self.x.element_size())
+        return -(-count // step) * step
 
 
-def _copies_to_channels_last(
-    x: torch.Tensor, weight: torch.Tensor, groups: int, target: Target
-) -> bool:
+def _copies_to_channels_last(call: _Call, target: Target) -> bool:
+    x, weight = call.x, call.weight
     capability = _FIRST_TENSOR_CORES.get(x.dtype)
+    is_float32 = x.dtype == torch.float32
     return (
         torch.backends.cudnn.enabled
         and capability is not None
         and target.capability >= capability
-        and (x.dtype != torch.float32 or torch.backends.cudnn.allow_tf32)
-        and groups == 1
-        and prod(weight.shape[2:]) > 1
-        and x.shape[1] * x.element_size() % _LOADED_BYTES == 0
+        and (not is_float32 or torch.backends.cudnn.allow_tf32)
+        and (call.groups == 1 or (not is_float32 and weight.shape[1] > 1))
+        and not call.is_matmul
+        and (call.is_aligned or not (call.is_forward or is_float32))
         and not _is_channels_last(x)
         and not _is_channels_last(weight)
     )
