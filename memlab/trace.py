@@ -62,10 +62,14 @@ class Event(NamedTuple):
 class DeviceMemory:
     """Memory reported by the device, or by a simulation, in bytes; None if not reported.
 
-    `allocated_peak_bytes` is used by tensors and kernels. `reserved_peak_bytes` is held by the
-    caching allocator. `used_bytes` is the driver's total for the whole device at the end, as in
-    `nvidia-smi`, including other processes and contexts. `reserved_most_bytes` is the upper bound
-    of a predicted `reserved_peak_bytes`, for libraries that may choose kernels that need more.
+    allocated_peak_bytes   torch's `allocated_bytes.all.peak`: the caching allocator's blocks in
+                           use, rounded up. Tensors, kernels' scratch and libraries' workspaces
+                           (cuBLAS, cuDNN) count alike, because torch allocates all of them there
+    reserved_peak_bytes    torch's `reserved_bytes.all.peak`: the segments that hold these blocks
+    used_bytes             the driver's total for the whole device at the end, as in `nvidia-smi`,
+                           including other processes and contexts
+    reserved_most_bytes    upper bound of a predicted `reserved_peak_bytes`, for libraries that may
+                           choose kernels that need more
     """
 
     allocated_peak_bytes: int | None = None

@@ -226,9 +226,7 @@ class StorageMeter(LightMode):
         """Return an operator's results in the order in which its kernel allocates them."""
         return results
 
-    def _scratch(
-        self, func: Any, args: Any, kwargs: Any, result: Any
-    ) -> Iterable[Sequence[int]]:
+    def _scratch(self, func: Any, args: Any, kwargs: Any, result: Any) -> Iterable[Sequence[int]]:
         """Yield the bytes of buffers that the operator's kernel allocated together and freed."""
         yield copied_bytes(func, args, result, "cpu")
 

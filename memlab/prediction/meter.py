@@ -82,9 +82,7 @@ class PredictionMeter(StorageMeter):
         is_reversed = func is torch.ops.aten.native_dropout.default
         return results[::-1] if is_reversed else results
 
-    def _scratch(
-        self, func: Any, args: Any, kwargs: Any, result: Any
-    ) -> Iterator[Sequence[int]]:
+    def _scratch(self, func: Any, args: Any, kwargs: Any, result: Any) -> Iterator[Sequence[int]]:
         if func in (convolutions.FORWARD, convolutions.BACKWARD):
             yield from convolutions.scratch_bytes(func, args, result, self._prediction.target)
         else:

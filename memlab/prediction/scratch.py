@@ -188,9 +188,7 @@ _KERNELS: dict[Any, _Kernel] = {
         (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default),
         lambda a, result, target: _loss_scratch(*a[:3]),
     ),
-    aten.binary_cross_entropy_with_logits.default: (
-        lambda a, result, target: 2 * (a[0].nbytes,)
-    ),
+    aten.binary_cross_entropy_with_logits.default: (lambda a, result, target: 2 * (a[0].nbytes,)),
     aten.logsumexp.default: lambda a, result, target: (a[0].nbytes, result.nbytes),
     aten.im2col.default: lambda a, result, target: (a[0].nbytes,),
     aten._softmax_backward_data.default: (

@@ -11,6 +11,7 @@ from memlab.trace import Event
 MIB = 2**20
 BATCH, SIZE, CHANNELS = 8, 32, 16
 COPY_BYTES = 4 * BATCH * CHANNELS * SIZE * SIZE  # one tensor of activations
+WEIGHT_BYTES = 4 * CHANNELS * CHANNELS * 3 * 3
 FORWARD, BACKWARD = "aten.convolution.default", "aten.convolution_backward.default"
 
 
@@ -40,15 +41,55 @@ def workspaces(trace, operator):
     ]
 
 
-def test_a_convolution_copies_input_and_output_to_channels_last():
+def test_a_convolution_copies_input_weight_and_output_to_channels_last():
+    copies = 2 * COPY_BYTES + WEIGHT_BYTES
     trace = predicted(3, padding=1)
-    assert workspaces(trace, FORWARD) == [2 * COPY_BYTES]
-    assert workspaces(trace, BACKWARD) == [2 * COPY_BYTES] * 2  # input's and weight's gradient
+    assert workspaces(trace, FORWARD) == [copies]
+    assert workspaces(trace, BACKWARD) == [copies] * 2  # input's and weight's gradient
 
 
 def test_a_strided_convolution_copies_a_smaller_output():
     trace = predicted(3, stride=2, padding=1)
-    assert workspaces(trace, FORWARD) == [COPY_BYTES + COPY_BYTES // 4]
+    assert workspaces(trace, FORWARD) == [COPY_BYTES + COPY_BYTES // 4 + WEIGHT_BYTES]
+
+
+def test_in_half_precision_backward_pads_channels_to_16_bytes():
+    """Measured on an H200: 4 channels are copied as 8, in backward only."""
+    trace = predicted(3, channels=4, padding=1, dtype=torch.bfloat16)
+    padded_x, y = (2 * BATCH * channels * SIZE * SIZE for channels in (8, CHANNELS))
+    weight = 2 * CHANNELS * 8 * 3 * 3
+    assert workspaces(trace, FORWARD) == []
+    assert workspaces(trace, BACKWARD) == [padded_x + y + weight] * 2
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options", "copied"),
+    [
+        (3, {"groups": 4}, 4 * CHANNELS * 3 * 3),
+        (1, {"stride": 2}, CHANNELS * CHANNELS),
+    ],
+    ids=["grouped", "1 × 1, strided"],
+)
+def test_in_half_precision_more_convolutions_copy_than_in_float32(kernel, options, copied):
+    trace = predicted(kernel, dtype=torch.bfloat16, padding=kernel // 2, **options)
+    pixels = SIZE * SIZE + (SIZE // options.get("stride", 1)) ** 2
+    weight = 2 * 8 * CHANNELS * 3 * 3 if kernel == 3 else 2 * copied
+    assert workspaces(trace, FORWARD) == [2 * BATCH * CHANNELS * pixels + weight]
+
+
+def test_allocated_and_reserved_both_count_the_workspace():
+    """As torch's counters do: torch allocates it through its caching allocator."""
+
+    def build():
+        convolution = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False).cuda()
+        x = torch.rand(BATCH, CHANNELS, SIZE, SIZE, device="cuda")
+        return lambda: convolution(x), None, None
+
+    with torch.no_grad():
+        memory = memlab.predict(build).memory
+    tensors, workspace = 2 * COPY_BYTES + WEIGHT_BYTES, 2 * COPY_BYTES + WEIGHT_BYTES
+    assert memory.allocated_peak_bytes == tensors + workspace
+    assert memory.reserved_peak_bytes >= memory.allocated_peak_bytes
 
 
 @pytest.mark.parametrize(

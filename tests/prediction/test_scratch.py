@@ -93,7 +93,8 @@ def test_flash_backward_accumulates_in_float32(key_heads, T, D):
         y.backward(torch.zeros_like(y))
 
     rounded_D = {32: 32, 40: 64, 200: 256}[D]
-    expected = [4 * B * H * 128, 4 * B * H * 128 * rounded_D]
+    copies = 2 * [2 * B * H * T * D]  # of the gradient and the output, in the query's layout
+    expected = [*copies, 4 * B * H * 128, 4 * B * H * 128 * rounded_D]
     expected += [] if key_heads == H else 2 * [2 * B * T * H * D]
     events = [e for e in predicted(step).events if e.category == "workspace"]
     assert [e.bytes for e in events if e.bytes > 0] == expected
@@ -482,7 +483,8 @@ def layer_norm(rows, width, norm=F.layer_norm):
     def step(device):
         x = torch.zeros(rows, width, device=device)
         weight = torch.ones(width, device=device, requires_grad=True)
-        norm(x, (width,), weight).sum().backward()
+        y = norm(x, (width,), weight)
+        y.backward(torch.ones_like(y))
 
     return step
 
@@ -502,3 +504,129 @@ def test_a_norm_of_few_or_long_rows_has_no_scratch(rows, width):
 def test_rms_norm_has_the_partial_sums_of_its_weight():
     got = scratch("rms_norm_backward", layer_norm(2**17, 64, F.rms_norm))
     assert got[0] == 2**17 // 32 * 64 * 4
+
+
+def group_norm(shape, groups, *, layout=torch.contiguous_format, affine=True, inputs=True):
+    def step(device):
+        x = torch.zeros(shape, device=device).contiguous(memory_format=layout)
+        x.requires_grad_(inputs)
+        weight = torch.ones(shape[1], device=device, requires_grad=True) if affine else None
+        y = F.group_norm(x, groups, weight, weight)
+        y.backward(torch.ones_like(y, memory_format=torch.contiguous_format))
+
+    return step
+
+
+def test_group_norm_keeps_sums_and_coefficients_per_channel_and_group():
+    """With 4 channels a group these are 14 numbers a group, as measured on a B200 and an H200."""
+    N, C, G = 8, 512, 128
+    got = scratch("native_group_norm_backward", group_norm((N, C, 16, 16), G))
+    assert got == 3 * [4 * N * C] + 2 * [4 * N * G]
+    assert sum(got) == 14 * 4 * N * G
+    assert scratch("native_group_norm.", group_norm((N, C, 16, 16), G)) == 2 * [4 * N * C]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"affine": False}, [16_384, 16_384, 1_024, 1_024]),
+        ({"inputs": False}, [16_384, 16_384]),
+        ({"shape": (8, 512, 1, 1)}, [16_384, 16_384, 1_024, 1_024]),
+    ],
+    ids=["no weight", "no input gradient", "one pixel"],
+)
+def test_group_norms_backward_needs_less_without_a_weight_an_input_or_pixels(options, expected):
+    """Measured on an H200."""
+    options = {"shape": (8, 512, 16, 16), "groups": 32, **options}
+    assert scratch("native_group_norm_backward", group_norm(**options)) == expected
+
+
+def test_group_norm_keeps_a_contiguous_copy_of_a_channels_last_input():
+    """Measured on an H200; the CPU's kernel reads channels-last."""
+    trace = predicted(group_norm((8, 512, 16, 16), 32, layout=torch.channels_last))
+    clones = [e for e in trace.events if e.operator == "aten.clone.default"]
+    assert [e.phase for e in clones] == ["forward", "forward", "backward", "backward"]
+    assert {abs(e.bytes) for e in clones} == {4 * 8 * 512 * 256}  # the input, and its copy
+
+
+# ------------------------------------------------------------------ copies
+
+
+def expanded(*shape):
+    return torch.ones((1,) * len(shape)).expand(shape)
+
+
+def transposed(*shape):
+    return torch.ones(*shape[:-2], shape[-1], shape[-2]).mT
+
+
+def every_second(*shape):
+    return torch.ones(*shape[:-1], 2 * shape[-1])[..., ::2]
+
+
+COPIES = {  # operator: (a call, the bytes of its scratch), each measured on an H200
+    "mm of an expanded matrix": (
+        lambda: torch.mm(expanded(1024, 512), torch.ones(512, 256)),
+        [2**21],
+    ),
+    "mm of a matrix with gaps": (
+        lambda: torch.mm(torch.ones(1024, 512), every_second(512, 256)),
+        [2**19],
+    ),
+    "mm of transposed matrices": (
+        lambda: torch.mm(transposed(1024, 512), transposed(512, 256)),
+        [],
+    ),
+    "bmm of a batch with gaps": (
+        lambda: torch.bmm(every_second(8, 256, 128), torch.ones(8, 128, 64)),
+        [2**20],
+    ),
+    "bmm of one matrix, expanded": (
+        lambda: torch.bmm(torch.ones(1, 256, 128).expand(8, 256, 128), torch.ones(8, 128, 64)),
+        [],
+    ),
+    "mv of an expanded matrix": (lambda: torch.mv(expanded(1024, 512), torch.ones(512)), [2**21]),
+    "roll": (lambda: transposed(1024, 1024).roll(3, 0), [2**22]),
+    "kthvalue": (lambda: transposed(1024, 1024).kthvalue(7), [2**22]),
+    "cummax": (lambda: transposed(4096, 1024).cummax(0), [2**24]),
+    "nll_loss": (
+        lambda: F.nll_loss(transposed(1024, 512), torch.zeros(1024, dtype=torch.int64)),
+        [2**21],
+    ),
+    "mse_loss": (lambda: F.mse_loss(torch.ones(1024, 512), torch.ones(1024, 512)), [2**21]),
+    "max_pool2d": (lambda: F.max_pool2d(every_second(8, 64, 32, 32), 2), [2**21]),
+    "max_pool2d, channels last": (
+        lambda: F.max_pool2d(torch.ones(8, 32, 32, 64).permute(0, 3, 1, 2), 2),
+        [],
+    ),
+    "bilinear": (
+        lambda: F.interpolate(every_second(8, 64, 32, 32), scale_factor=2, mode="bilinear"),
+        [],
+    ),
+    "nearest": (lambda: F.interpolate(every_second(8, 64, 32, 32), scale_factor=2), [2**21]),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_kernel_copies_what_it_cannot_read_in_place(name):
+    call, expected = COPIES[name]
+
+    def step(device):
+        with torch.device(device):
+            call()
+
+    workspaces = [e.bytes for e in predicted(step).events if e.category == "workspace"]
+    assert [size for size in workspaces if size > 0 and size != WORKSPACE] == expected
+
+
+def test_a_sums_gradient_is_copied_for_both_matmuls_of_a_linear_layer():
+    def step(device):
+        x = torch.ones(1024, 512, device=device, requires_grad=True)
+        weight = torch.ones(256, 512, device=device, requires_grad=True)
+        F.linear(x, weight).sum().backward()
+
+    events = predicted(step).events
+    sizes = [
+        e.bytes for e in events if e.category == "workspace" and e.operator == "aten.mm.default"
+    ]
+    assert [size for size in sizes if size != WORKSPACE] == 2 * [4 * 1024 * 256, -4 * 1024 * 256]
