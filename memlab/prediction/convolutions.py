@@ -7,10 +7,11 @@ torch allocates it for one call of cuDNN, through its caching allocator, and fre
 
     counted      these copies, in forward and twice in backward (input's and weight's gradient);
                  torch's copies of tensors in another layout than the kernel's
-    not counted  1 × 1 kernels (a plain matmul); depthwise convolutions; what a split sum for the
-                 weight's gradient adds (0 to 15% of most workspaces); forward if the input's
-                 channels need padding (the 3 of an image)
-    float32      nor backward of the latter, and grouped convolutions
+    not counted  1 × 1 kernels that are a plain matmul; depthwise convolutions; what a split sum for
+                 the weight's gradient adds (0 to 15% of most workspaces); forward if the input's
+                 channels need padding (the 3 of an image), in float32 backward too
+    float32      before Hopper: no copy of the weight; none at all for 1 × 1 kernels and grouped
+                 convolutions
 
 Which kernel cuDNN picks is not documented and depends on the card, the shapes and cuDNN's version,
 so this rule comes from measurements: 43 trainings of CNNs in float32 on an RTX 3060 and an RTX 4060
@@ -36,12 +37,13 @@ FORWARD = aten.convolution.default
 BACKWARD = aten.convolution_backward.default
 _FIRST_TENSOR_CORES = {torch.float16: (7, 0), torch.bfloat16: (8, 0), torch.float32: (8, 0)}
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
+_HOPPER = (9, 0)
 _LOADED_BYTES = 16  # channels are loaded in groups of 16 bytes
 
 
 def scratch_bytes(func: Any, args: Any, result: Any, target: Target) -> list[tuple[int, ...]]:
     """Return the buffers of each of a convolution's kernels, which run one after another."""
-    call = _Call.of(func, args, result)
+    call = _Call.of(func, args, result, target)
     copies = tuple(copied_bytes(func, args, result, "cuda"))
     kernels = 1 if func is FORWARD else sum(args[-1][:2])
     if _copies_to_channels_last(call, target):
@@ -84,6 +86,7 @@ class _Call(NamedTuple):
     """The operands of a convolution, forward or backward; `y` is the output or its gradient."""
 
     is_forward: bool
+    is_old_float32: bool  # float32 before Hopper
     x: torch.Tensor
     weight: torch.Tensor
     y: torch.Tensor
@@ -91,21 +94,21 @@ class _Call(NamedTuple):
     groups: int
 
     @classmethod
-    def of(cls, func: Any, args: Any, result: Any) -> "_Call":
+    def of(cls, func: Any, args: Any, result: Any, target: Target) -> "_Call":
+        is_old = args[1].dtype == torch.float32 and target.capability < _HOPPER
         if func is FORWARD:
-            return cls(True, args[0], args[1], result, args[3], args[8])
-        return cls(False, args[1], args[2], args[0], args[4], args[9])
+            return cls(True, is_old, args[0], args[1], result, args[3], args[8])
+        return cls(False, is_old, args[1], args[2], args[0], args[4], args[9])
 
     @property
     def padded_bytes(self) -> int:
         """The bytes of input, output and weight with padded channels."""
+        tensors = [(self.x, self.x.shape[1:2]), (self.y, self.y.shape[1:2])]
+        if not self.is_old_float32:
+            tensors.append((self.weight, self.weight.shape[:2]))
         return sum(
             tensor.nbytes * prod(map(self._padded, channels)) // prod(channels)
-            for tensor, channels in (
-                (self.x, self.x.shape[1:2]),
-                (self.y, self.y.shape[1:2]),
-                (self.weight, self.weight.shape[:2]),
-            )
+            for tensor, channels in tensors
             if tensor.numel()
         )
 
@@ -118,11 +121,14 @@ class _Call(NamedTuple):
     def is_matmul(self) -> bool:
         """Whether the convolution is a matmul of channels-first tensors."""
         pixels = prod(self.x.shape[2:])
-        if prod(self.weight.shape[2:]) > 1:
-            return False
-        return self.x.dtype == torch.float32 or (
-            max(self.stride) == 1 and self._padded(pixels) == pixels
-        )
+        is_pointwise = prod(self.weight.shape[2:]) == 1
+        is_dense = max(self.stride) == 1 and self._padded(pixels) == pixels
+        return is_pointwise and (self.is_old_float32 or is_dense)
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether cuDNN uses kernels for grouped convolutions, which copy nothing."""
+        return self.groups > 1 and (self.is_old_float32 or self.weight.shape[1] == 1)
 
     def _padded(self, count: int) -> int:
         """Round up to a multiple of 16 bytes."""
@@ -139,7 +145,7 @@ def _copies_to_channels_last(call: _Call, target: Target) -> bool:
         and capability is not None
         and target.capability >= capability
         and (not is_float32 or torch.backends.cudnn.allow_tf32)
-        and (call.groups == 1 or (not is_float32 and weight.shape[1] > 1))
+        and not call.is_grouped
         and not call.is_matmul
         and (call.is_aligned or not (call.is_forward or is_float32))
         and not _is_channels_last(x)

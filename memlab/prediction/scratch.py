@@ -8,6 +8,8 @@ largest moment, after it has allocated its results. Sources are in torch's aten/
     softmax, log_softmax          native/cuda/SoftMax.cu         gradient × output, copies
     LayerNorm, RMSNorm, backward  native/cuda/                   partial sums, above 65,536 rows
                                   layer_norm_kernel.cu           if they are narrow
+    BatchNorm                     native/cuda/                   partial statistics and sums, if
+                                  Normalization.cuh              channels-last and not cuDNN's
     GroupNorm                     native/cuda/                   sums and coefficients per channel
                                   group_norm_kernel.cu           and group
     attention in backward         native/transformers/cuda/      row sums, float32 gradients
@@ -39,7 +41,7 @@ import torch
 
 from memlab.configs.targets import Target
 from memlab.internals.torch_internals import compute_elementwise_output_strides
-from memlab.metering.copies import copied_bytes
+from memlab.metering.copies import copied_bytes, in_format_of
 from memlab.prediction import attention_backward, indexing, sorting
 from memlab.prediction.reductions import REDUCTIONS, reduction_bytes, reduction_scratch
 
@@ -134,6 +136,55 @@ def _group_norm_backward_scratch(
     return (*sums, *(channels,) * (weight is not None and HxW > 1), per_group, per_group)
 
 
+_BATCH_NORM_THREADS, _ROWS_PER_THREAD, _MAX_ROW_BLOCKS = 512, 16, 128
+
+
+def _batch_norm_scratch(
+    x: torch.Tensor, weight: Any, bias: Any, is_training: bool
+) -> tuple[int, ...]:
+    """Return the partial statistics that thread blocks exchange, four numbers for each channel, and
+    a counter for each group of channels: torch's own kernel for channels-last inputs."""
+    if not is_training or not _reads_channels_last(x) or _uses_cudnn(x, weight, bias):
+        return ()
+    channels = x.shape[1]
+    rows = x.numel() // channels if channels else 0
+    width = min(_power_of_2(channels), _WARP)
+    height = min(_power_of_2(-(-rows // _ROWS_PER_THREAD)), _BATCH_NORM_THREADS // width)
+    if width * height != _BATCH_NORM_THREADS:
+        width = min(_power_of_2(channels), _BATCH_NORM_THREADS // height)
+    blocks = min(-(-rows // (height * _ROWS_PER_THREAD)), _MAX_ROW_BLOCKS)
+    if blocks < 8:
+        return ()
+    return 4 * 4 * channels * blocks, 4 * -(-channels // width)
+
+
+def _batch_norm_backward_scratch(
+    grad: torch.Tensor, x: torch.Tensor, weight: Any
+) -> tuple[int, ...]:
+    """Return cuDNN's copy of a gradient in another format, or torch's two sums for each channel of
+    a channels-last input."""
+    if _uses_cudnn(x, weight, weight):
+        return tuple(in_format_of(x, grad))
+    return (4 * x.shape[1],) * 2 if _reads_channels_last(x) else ()
+
+
+def _reads_channels_last(x: torch.Tensor) -> bool:
+    """Return whether the channels are adjacent, as in a matrix of tokens by channels."""
+    return x.stride(1) == 1 and x.shape[1] > 1
+
+
+def _uses_cudnn(x: torch.Tensor, weight: Any, bias: Any) -> bool:
+    """Follow `_select_batch_norm_backend` (native/Normalization.cpp)."""
+    if weight is None or bias is None or x.dim() < 3 or not torch.backends.cudnn.enabled:
+        return False
+    return x.dtype != torch.bfloat16 and weight.dtype in (torch.float32, torch.float64)
+
+
+def _power_of_2(number: int) -> int:
+    """Return the largest power of 2 up to `number`."""
+    return 1 << max(number.bit_length() - 1, 0)
+
+
 def _accumulator_bytes(x: torch.Tensor) -> int:
     return max(4, x.element_size())
 
@@ -193,6 +244,12 @@ _KERNELS: dict[Any, _Kernel] = {
     aten.im2col.default: lambda a, result, target: (a[0].nbytes,),
     aten._softmax_backward_data.default: (
         lambda a, result, target: _softmax_backward_scratch(*a[:2])
+    ),
+    aten.native_batch_norm.default: (
+        lambda a, result, target: _batch_norm_scratch(*a[:3], is_training=a[5])
+    ),
+    aten.native_batch_norm_backward.default: (
+        lambda a, result, target: _batch_norm_backward_scratch(*a[:3])
     ),
     aten.native_group_norm.default: lambda a, result, target: _group_norm_scratch(*a[:6]),
     aten.native_group_norm_backward.default: (

@@ -16,7 +16,14 @@ FORWARD, BACKWARD = "aten.convolution.default", "aten.convolution_backward.defau
 
 
 def predicted(
-    kernel, *, channels=CHANNELS, dtype=torch.float32, layout=None, loss=torch.square, **options
+    kernel,
+    *,
+    channels=CHANNELS,
+    dtype=torch.float32,
+    layout=None,
+    loss=torch.square,
+    device="cuda",
+    **options,
 ):
     """A predicted step of one convolution."""
     layout = layout or torch.contiguous_format
@@ -29,7 +36,7 @@ def predicted(
         x = x.to(memory_format=layout).requires_grad_()
         return lambda: loss(model(x)).sum().backward(), model, None
 
-    return memlab.predict(build)
+    return memlab.predict(build, device=device)
 
 
 def workspaces(trace, operator):
@@ -42,15 +49,19 @@ def workspaces(trace, operator):
 
 
 def test_a_convolution_copies_input_weight_and_output_to_channels_last():
-    copies = 2 * COPY_BYTES + WEIGHT_BYTES
-    trace = predicted(3, padding=1)
-    assert workspaces(trace, FORWARD) == [copies]
-    assert workspaces(trace, BACKWARD) == [copies] * 2  # input's and weight's gradient
+    """On GPUs before Hopper, the weight is not copied in float32."""
+    for device, copies in (
+        ("cuda", 2 * COPY_BYTES),
+        ("cuda:hopper", 2 * COPY_BYTES + WEIGHT_BYTES),
+    ):
+        trace = predicted(3, padding=1, device=device)
+        assert workspaces(trace, FORWARD) == [copies]
+        assert workspaces(trace, BACKWARD) == [copies] * 2  # input's and weight's gradient
 
 
 def test_a_strided_convolution_copies_a_smaller_output():
     trace = predicted(3, stride=2, padding=1)
-    assert workspaces(trace, FORWARD) == [COPY_BYTES + COPY_BYTES // 4 + WEIGHT_BYTES]
+    assert workspaces(trace, FORWARD) == [COPY_BYTES + COPY_BYTES // 4]
 
 
 def test_in_half_precision_backward_pads_channels_to_16_bytes():
@@ -87,7 +98,7 @@ def test_allocated_and_reserved_both_count_the_workspace():
 
     with torch.no_grad():
         memory = memlab.predict(build).memory
-    tensors, workspace = 2 * COPY_BYTES + WEIGHT_BYTES, 2 * COPY_BYTES + WEIGHT_BYTES
+    tensors, workspace = 2 * COPY_BYTES + WEIGHT_BYTES, 2 * COPY_BYTES
     assert memory.allocated_peak_bytes == tensors + workspace
     assert memory.reserved_peak_bytes >= memory.allocated_peak_bytes
 

@@ -549,6 +549,32 @@ def test_group_norm_keeps_a_contiguous_copy_of_a_channels_last_input():
     assert {abs(e.bytes) for e in clones} == {4 * 8 * 512 * 256}  # the input, and its copy
 
 
+def batch_norm(layout, *, dtype=torch.float32, expanded_grad=False):
+    def step(device):
+        x = torch.zeros(32, 64, 56, 56, device=device, dtype=dtype).contiguous(memory_format=layout)
+        weight = torch.ones(64, device=device, requires_grad=True)
+        y = F.batch_norm(x.requires_grad_(), None, None, weight, weight, training=True)
+        y.backward(torch.ones((), device=device, dtype=dtype).expand_as(y) if expanded_grad else y)
+
+    return step
+
+
+def test_batch_norm_of_channels_last_images_exchanges_partial_statistics():
+    """Measured on an H200. torch computes bfloat16 without cuDNN."""
+    step = batch_norm(torch.channels_last, dtype=torch.bfloat16)
+    assert scratch("native_batch_norm.", step) == [131_072, 8]
+    assert scratch("native_batch_norm_backward", step) == [256, 256]
+    assert scratch("batch_norm", batch_norm(torch.contiguous_format, dtype=torch.bfloat16)) == []
+
+
+def test_cudnns_batch_norm_copies_an_expanded_gradient():
+    """Measured on an H200."""
+    step = batch_norm(torch.contiguous_format, expanded_grad=True)
+    assert scratch("batch_norm", step) == [4 * 32 * 64 * 56 * 56]
+    without = batch_norm(torch.contiguous_format, expanded_grad=True, dtype=torch.bfloat16)
+    assert scratch("batch_norm", without) == []
+
+
 # ------------------------------------------------------------------ copies
 
 
