@@ -9,7 +9,8 @@ torch allocates it for one call of cuDNN, through its caching allocator, and fre
                  torch's copies of tensors in another layout than the kernel's
     not counted  1 × 1 kernels that are a plain matmul; depthwise convolutions; what a split sum for
                  the weight's gradient adds (0 to 15% of most workspaces); forward if the input's
-                 channels need padding (the 3 of an image), in float32 backward too
+                 channels need padding (the 3 of an image) and the kernel is smaller than 7 × 7,
+                 in float32 backward too
     float32      before Hopper: no copy of the weight; none at all for 1 × 1 kernels and grouped
                  convolutions
 
@@ -38,6 +39,7 @@ BACKWARD = aten.convolution_backward.default
 _FIRST_TENSOR_CORES = {torch.float16: (7, 0), torch.bfloat16: (8, 0), torch.float32: (8, 0)}
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
 _HOPPER = (9, 0)
+_LARGE_KERNEL = 7 * 7
 _LOADED_BYTES = 16  # channels are loaded in groups of 16 bytes
 
 
@@ -118,6 +120,11 @@ class _Call(NamedTuple):
         return self._padded(self.x.shape[1]) == self.x.shape[1]
 
     @property
+    def is_large(self) -> bool:
+        """Whether the kernel is so large that copies pay off for few channels, too."""
+        return not self.is_old_float32 and prod(self.weight.shape[2:]) >= _LARGE_KERNEL
+
+    @property
     def is_matmul(self) -> bool:
         """Whether the convolution is a matmul of channels-first tensors."""
         pixels = prod(self.x.shape[2:])
@@ -147,7 +154,7 @@ def _copies_to_channels_last(call: _Call, target: Target) -> bool:
         and (not is_float32 or torch.backends.cudnn.allow_tf32)
         and not call.is_grouped
         and not call.is_matmul
-        and (call.is_aligned or not (call.is_forward or is_float32))
+        and (call.is_aligned or call.is_large or not (call.is_forward or is_float32))
         and not _is_channels_last(x)
         and not _is_channels_last(weight)
     )

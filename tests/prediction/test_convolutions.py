@@ -88,6 +88,15 @@ def test_in_half_precision_more_convolutions_copy_than_in_float32(kernel, option
     assert workspaces(trace, FORWARD) == [2 * BATCH * CHANNELS * pixels + weight]
 
 
+@pytest.mark.parametrize(("kernel", "copied"), [(3, False), (7, True)])
+def test_in_half_precision_large_kernels_copy_an_image_in_forward(kernel, copied):
+    """Measured on an H200: the 3 channels are copied as 8."""
+    trace = predicted(kernel, channels=3, padding=kernel // 2, dtype=torch.bfloat16)
+    pixels, weight = BATCH * SIZE * SIZE, 8 * CHANNELS * kernel * kernel
+    expected = [2 * (8 * pixels + CHANNELS * pixels + weight)]
+    assert workspaces(trace, FORWARD) == (expected if copied else [])
+
+
 def test_allocated_and_reserved_both_count_the_workspace():
     """As torch's counters do: torch allocates it through its caching allocator."""
 
