@@ -11,15 +11,15 @@ dispatcher does not see it. The table below has the operators that copy, with th
     convolution           not channels-last if the input or the weight is, else not contiguous
     heads_last            not contiguous as (batch, tokens, heads, head dimension)
     adjacent              without adjacent elements in the last dimension
-    matrices              no matrices for BLAS: rows overlap, or no dimension is contiguous
-    matrix_slices         the same for batches of matrices that are multiplied one by one
-    matrix_batches        the same for batches that are multiplied together, and copied whole
+    matrices              no matrices for BLAS: rows overlap, or no dimension is contiguous. Of
+                          a batch, all matrices are copied
+    matrix_slices         the same, but the matrices of a batch are copied one by one
 
 The CPU's rows are measured (tests/metering/test_copies.py). CUDA's were measured on an H200 with
 torch 2.11. Linear algebra, FFTs and `embedding_bag` are not in the table.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -51,7 +51,7 @@ def unless_channels_last(x: torch.Tensor, *others: torch.Tensor) -> Sizes:
 
 
 def heads_last(*tensors: torch.Tensor) -> Sizes:
-    return [tensor.nbytes for tensor in tensors if not tensor.transpose(1, 2).is_contiguous()]
+    return [tensor.nbytes for tensor in tensors if not _is_contiguous_as(tensor, (0, 2, 1, 3))]
 
 
 def adjacent(tensor: torch.Tensor) -> Sizes:
@@ -68,31 +68,44 @@ def convolution(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor) ->
 
 
 def matrices(*tensors: torch.Tensor) -> Sizes:
-    return [tensor.nbytes for tensor in tensors if not _is_blas_matrix(tensor)]
+    return [tensor.nbytes for tensor in tensors if not _are_blas_matrices(tensor)]
 
 
 def matrix_slices(left: torch.Tensor, right: torch.Tensor) -> Sizes:
-    if prod(left.shape[1:]) * right.shape[-1] < _SMALL_BATCH:
-        return []
-    slices = [tensor[0] for tensor in (left, right) if len(tensor)]
-    return matrices(*slices)
-
-
-def matrix_batches(*tensors: torch.Tensor) -> Sizes:
-    return [tensor.nbytes for tensor in tensors if len(tensor) and not _is_blas_matrix(tensor[0])]
+    multiplications = prod(left.shape[1:]) * right.shape[-1]
+    copies = matrices(left, right) if multiplications >= _SMALL_BATCH else []
+    return [size // len(left) for size in copies]
 
 
 def _not_in(memory_format: torch.memory_format, tensors: Iterable[torch.Tensor]) -> Sizes:
     return [t.nbytes for t in tensors if not t.is_contiguous(memory_format=memory_format)]
 
 
-def _is_blas_matrix(matrix: torch.Tensor) -> bool:
-    """Return whether one dimension is contiguous, and a step in the other does not overlap it."""
-    (rows, columns), (row_step, column_step) = matrix.shape, matrix.stride()
-    if matrix.is_contiguous() or matrix.t().is_contiguous():
+def _are_blas_matrices(tensor: torch.Tensor) -> bool:
+    """Return whether the last two dimensions are rows of adjacent elements that do not overlap, or
+    columns of them."""
+    (rows, columns), (row_step, column_step) = tensor.shape[-2:], tensor.stride()[-2:]
+    return (
+        not tensor.numel()
+        or _are_rows(rows, columns, row_step, column_step)
+        or _are_rows(columns, rows, column_step, row_step)
+    )
+
+
+def _are_rows(rows: int, columns: int, row_step: int, column_step: int) -> bool:
+    if (columns == 1 or column_step == 1) and (rows == 1 or row_step == columns):
         return True
-    by_rows = column_step == 1 and row_step >= max(1, columns)
-    return by_rows or (row_step == 1 and column_step >= max(1, rows))
+    return column_step == 1 and row_step >= columns
+
+
+def _is_contiguous_as(tensor: torch.Tensor, order: Sequence[int]) -> bool:
+    """Return whether the tensor is contiguous with its dimensions in this order."""
+    expected = 1
+    for dim in reversed(order):
+        if tensor.shape[dim] != 1 and tensor.stride(dim) != expected:
+            return False
+        expected *= tensor.shape[dim]
+    return True
 
 
 # ------------------------------------------------------------------ operators
@@ -179,7 +192,7 @@ _TABLES = {
     },
     "cuda": {
         **_BOTH,
-        **_rows(matrix_batches, {(0, 1): "bmm", (1, 2): "baddbmm"}),
+        **_rows(matrices, {(0, 1): "bmm", (1, 2): "baddbmm"}),
         **_rows(
             contiguous,
             {

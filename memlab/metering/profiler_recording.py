@@ -6,7 +6,8 @@ the byte. A recording has three kinds of blocks:
 
     result    outlives the operator that allocated it; the meter must see exactly these
     scratch   freed before its operator returns: a kernel workspace, invisible to the dispatcher
-              (0 to 60% of the bytes that a step allocates, for microseconds each)
+              (0 to 60% of the bytes that a step allocates, for microseconds each). The meter knows
+              one kind: copies of inputs that a kernel cannot read in place (copies.py)
     stray     allocated outside operators: a Python scalar converted to a tensor (8 bytes), or the
               generator state that checkpointing saves (5,056 bytes)
 

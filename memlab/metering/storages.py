@@ -1,7 +1,8 @@
 """The meter: a dispatch mode that records the allocations and frees of a step.
 
 Adds to memlab.reference.meter: categories, phases and modules, storages from before the step,
-corrections for in-place gradients, resized storages, threads and dry runs.
+corrections for in-place gradients, copies inside kernels (copies.py), resized storages, threads and
+dry runs.
 
 The mode sees each operator's tensors. A new storage is an allocation, and a weak reference reports
 its death. Four classes share the work:
