@@ -53,9 +53,10 @@ def scratch_bytes(func: Any, args: Any, result: Any, target: Target) -> list[tup
     return [copies] if copies else []
 
 
-def largest_bytes(grad: torch.Tensor, x: torch.Tensor) -> int:
+def largest_bytes(args: Any, result: Any, target: Target) -> int:
     """Return the largest workspace in backward: twice the copies of input and output."""
-    return 2 * (x.nbytes + grad.nbytes)
+    call = _Call.of(BACKWARD, args, result, target)
+    return max(2 * (call.x.nbytes + call.y.nbytes), call.padded_bytes)
 
 
 def with_largest(events: Iterable[Event], largest: Mapping[int, int]) -> Iterator[Event]:

@@ -116,7 +116,7 @@ class PredictionMeter(StorageMeter):
         """Note the largest workspaces of a convolution's backward, which cuDNN may choose."""
         made = [tensor for tensor in result if isinstance(tensor, torch.Tensor)]
         if made and (record := REGISTRY.find(made[-1])):
-            largest = convolutions.largest_bytes(*args[:2])
+            largest = convolutions.largest_bytes(args, result, self._prediction.target)
             self._prediction.largest_workspaces[record.number] = largest
 
     def _enter_workspace(self, tensor: torch.Tensor, func: Any) -> None:
