@@ -1,8 +1,11 @@
 """What somebody gets who installs memlab without its repository."""
 
+import json
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -14,18 +17,27 @@ COURSE_FILES = ("lessons", "solutions", "benchmarks/results", "benchmarks/llama"
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The names of the files in a wheel, built without asking an index for anything."""
+def built(tmp_path_factory):
+    """A folder with a wheel and an sdist, built without asking an index for anything."""
     folder = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     for name in ("memlab", *COURSE_FILES):
         shutil.copytree(ROOT / name, folder / name, ignore=lambda *_: NO_SOURCE)
-    build = "from setuptools.build_meta import build_wheel; build_wheel('out')"
-    subprocess.run([sys.executable, "-c", build], cwd=folder, check=True, capture_output=True)
-    (made,) = (folder / "out").glob("*.whl")
+    (folder / "tests").mkdir()
+    shutil.copy(__file__, folder / "tests")
+    for kind in ("wheel", "sdist"):
+        build = f"from setuptools.build_meta import build_{kind}; build_{kind}('out')"
+        subprocess.run([sys.executable, "-c", build], cwd=folder, check=True, capture_output=True)
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    """The content of each file in the wheel, by name."""
+    (made,) = built.glob("*.whl")
     with zipfile.ZipFile(made) as files:
-        return set(files.namelist())
+        return {name: files.read(name) for name in files.namelist()}
 
 
 def test_a_wheel_has_every_file_of_the_package(wheel):
@@ -43,3 +55,30 @@ def test_a_wheel_has_every_file_of_the_package(wheel):
         if path.suffix in (".ipynb", ".json", ".py")
     }
     assert {name for name in wheel if ".dist-info/" not in name} == package
+
+
+def test_the_solutions_of_a_wheel_have_no_outputs(wheel):
+    solutions = [name for name in wheel if name.startswith("memlab/course/files/solutions/day")]
+    notebooks = [name for name in solutions if name.endswith(".ipynb")]
+    assert len(notebooks) == len(list((ROOT / "solutions").glob("*.ipynb")))
+    for name in notebooks:
+        cells = json.loads(wheel[name])["cells"]
+        assert not any(cell.get("outputs") for cell in cells)
+
+
+def test_the_page_of_the_package_index_has_no_relative_links(wheel):
+    (name,) = (name for name in wheel if name.endswith(".dist-info/METADATA"))
+    page = wheel[name].decode()
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    assert len(links) > 20
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    assert [link for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page) if "/blob/" in link] == []
+
+
+def test_an_sdist_holds_no_tests(built):
+    """Some tests without the rest of the repository fail."""
+    (made,) = built.glob("*.tar.gz")
+    with tarfile.open(made) as files:
+        names = files.getnames()
+    assert any(name.endswith("/memlab/__init__.py") for name in names)
+    assert [name for name in names if "/tests/" in name] == []

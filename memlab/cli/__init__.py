@@ -5,6 +5,7 @@ which keeps `--help` fast and lets `main` catch Ctrl-C during the import.
 """
 
 import codecs
+import errno
 import os
 import sys
 from collections.abc import Iterable
@@ -13,13 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from memlab.cli import adapter_options, terminal, torchrun
-from memlab.cli.errors import (
-    INTERRUPTED,
-    INTERRUPTED_MESSAGE,
-    RankLostError,
-    UsageError,
-    error_line,
-)
+from memlab.cli.errors import RankLostError, UsageError, error_line
 from memlab.cli.models import LIBRARY
 from memlab.cli.parsing import (
     Command,
@@ -30,6 +25,7 @@ from memlab.cli.parsing import (
     integers_option,
 )
 from memlab.cli.requests import Request
+from memlab.internals.interrupts import INTERRUPTED, INTERRUPTED_MESSAGE
 
 # A larger value is a typo, and would take too long to process.
 MAX_SEQUENCES, MAX_TOKENS, MAX_STEPS = 10**6, 10**8, 10**9
@@ -596,8 +592,9 @@ def plan_command(
     _refuse_wide_json(wide, as_json)
     _check_allocator_settings()
     if memory == "list":
-        if as_json:
-            raise UsageError("got --json together with the list of GPUs; leave --json out")
+        given = _given(context, *(name for name in context.params if name != "memory"))
+        if others := ", ".join(given):
+            raise UsageError(f"got {others} together with the list of GPUs; leave {others} out")
         from memlab.cli.gpu_list import show_gpus
 
         show_gpus()
@@ -1040,6 +1037,8 @@ def reset_command(day: DayNumber, yes: Yes = False) -> None:
 
 # ------------------------------------------------------------------ shared by all commands
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
 
 def main() -> None:
     """Run the command line. A user's error becomes one line on standard error and status 2."""
@@ -1048,6 +1047,12 @@ def main() -> None:
     _require_text(sys.argv[1:])
     try:
         status = app(prog_name="memlab", standalone_mode=False)
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _FULL or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes the rest as it exits
+        _fail(f"the output could not be written: {error.strerror}; send it elsewhere", 2)
     except (KeyboardInterrupt, typer.Abort):  # which of the two depends on typer's version
         status = INTERRUPTED
     except RankLostError as error:

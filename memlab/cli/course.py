@@ -46,9 +46,10 @@ def start(number: int, *, opens: bool, to_jupyter: Sequence[str]) -> int:
     if not opens:
         return 0
     if importlib.util.find_spec("jupyterlab") is None:
+        install = "make lab" if days.IS_CLONE else "pip install 'memlab[lab]'"
         terminal.echo(
-            "JupyterLab is not installed: run pip install -e '.[lab]' or make lab; any other "
-            "program that runs notebooks works, too"
+            f"JupyterLab is not installed: run {install}; any other program that runs notebooks "
+            f"works, too"
         )
         return 0
     terminal.echo("Opening JupyterLab; press Ctrl-C here to stop it")

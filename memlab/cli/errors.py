@@ -7,8 +7,6 @@ from itertools import islice
 MAX_VALUE_LENGTH, MAX_LINE_LENGTH = 80, 1000  # characters; longer text loses its middle
 SHORT_LINE = 60
 QUOTED = frozenset(" '\"")
-INTERRUPTED = 130  # the shells' exit status after SIGINT: 128 + the signal's number
-INTERRUPTED_MESSAGE = "interrupted; nothing was written"
 
 
 class UsageError(Exception):

@@ -22,6 +22,7 @@ from memlab.cli.terminal import note, show_document
 from memlab.explain import Explanation, summary
 from memlab.explain.report_html import report
 from memlab.internals.files import write_beside
+from memlab.internals.interrupts import interrupts_ignored
 from memlab.planner import Measured, Plan
 from memlab.trace import Event, Trace
 from memlab.units import paragraph
@@ -93,11 +94,12 @@ def _write_all(
     text = json.dumps(document, indent=1, allow_nan=False) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as files:
+        with ExitStack() as renaming, ExitStack() as files:
             first, *paths = [files.enter_context(write_beside(folder / name)) for name in names]
             first.write_text(text, encoding="utf-8")
             for write_to, path in zip(others.values(), paths, strict=True):
                 write_to(path)
+            renaming.enter_context(interrupts_ignored())  # until all files have their names
     except OSError as error:
         raise UsageError(f"writing to {folder} failed: {error}") from error
     note(paragraph("written: " + ", ".join(str(folder / name) for name in names)))

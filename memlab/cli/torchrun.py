@@ -21,9 +21,10 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from memlab.cli.errors import INTERRUPTED, INTERRUPTED_MESSAGE, UsageError, error_line
+from memlab.cli.errors import UsageError, error_line
 from memlab.cli.requests import Request
 from memlab.configs.torchrun import torchrun
+from memlab.internals.interrupts import INTERRUPTED, INTERRUPTED_MESSAGE
 
 FAILING_SECONDS = 20.0  # how long a rank that fails waits for the others
 CAUSE_SECONDS = 3.0  # how long one that has lost another rank waits for that one's message

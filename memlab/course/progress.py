@@ -1,11 +1,24 @@
 """A learner's progress: one small file beside their copies of the lessons.
 
-The file is written whole or not at all, under a lock that two notebooks can share. An unreadable
-file is renamed, never deleted, and a new one is started.
+The file is written whole or not at all, under a lock that two notebooks can share. Each record is
+a line with its own checksum, so a damaged file loses only the damaged lines:
+
+    {
+     "version": 2,
+     "records": [
+      ["3120cd86", ["exercise", "1.1", {"status": "ok", "checks": 1, "hints": 0}]],
+      ["a5b4afc2", ["guesses", "1.1", {"peak_gib": {"guessed": 2.0, "measured": 4.5}}]]
+     ]
+    }
+
+A damaged file is renamed, never deleted, and a new one gets the records that can be read.
 """
 
 import json
+import re
+import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +29,8 @@ from memlab.course.exercises import NOT_ATTEMPTED, OK
 from memlab.internals.files import write_beside
 
 FILE = "progress.json"
-VERSION = 1
+VERSION = 2  # files of version 1 are one JSON document without checksums
+_RECORD = re.compile(r'  \["([0-9a-f]{8})", (.*)\],?')
 _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
@@ -50,19 +64,22 @@ class Progress:
 
 def read(folder: Path) -> Progress:
     """Return the progress in a folder; empty if there is no readable file."""
-    try:
-        return _read(folder / FILE)
-    except _UNREADABLE:
-        return update(folder, lambda progress: None)  # renames the file under the lock
+    found, is_whole = _read(folder / FILE)
+    return found if is_whole else update(folder, lambda progress: None)  # renames it under the lock
 
 
 def update(folder: Path, change: Callable[[Progress], None]) -> Progress:
     """Read, change and write the progress under a lock."""
     with FileLock(folder / f".{FILE}.lock"):
-        progress = _read_or_begin(folder / FILE)
+        progress, is_whole = _read(folder / FILE)
+        if not is_whole:
+            count = len(progress.exercises) + len(progress.guesses)
+            kept = f"the {count} records that could be read" if count else "nothing"
+            aside = _put_aside(folder / FILE)
+            print(f"{FILE} was damaged; it was renamed to {aside.name}. A new file has {kept}")
         change(progress)
         with write_beside(folder / FILE) as beside:
-            beside.write_text(json.dumps(_to_plain(progress), indent=1) + "\n", encoding="utf-8")
+            beside.write_text(_to_text(progress), encoding="utf-8")
     return progress
 
 
@@ -74,38 +91,53 @@ def note_check(progress: Progress, id_: str, status: str) -> None:
         record.status = status
 
 
-def _read_or_begin(path: Path) -> Progress:
+def _read(path: Path) -> tuple[Progress, bool]:
+    """Return the records that can be read, and whether these are all."""
     try:
-        return _read(path)
-    except _UNREADABLE:
-        aside = _put_aside(path)
-        print(
-            f"{FILE} could not be read; it was renamed to {aside.name}, and a new file was started"
-        )
-        return Progress()
-
-
-def _read(path: Path) -> Progress:
-    try:
-        return _from_plain(json.loads(path.read_text(encoding="utf-8")))
+        text = path.read_bytes().decode(errors="replace")
     except FileNotFoundError:
-        return Progress()
+        return Progress(), True
+    try:
+        return _from_first_version(json.loads(text)), True
+    except _UNREADABLE:
+        found = Progress()
+    for line in text.splitlines():
+        if (record := _RECORD.fullmatch(line)) and _checksum(record[2]) == record[1]:
+            with suppress(*_UNREADABLE):
+                _add(found, *json.loads(record[2]))
+    return found, _to_text(found) == text
 
 
-def _to_plain(progress: Progress) -> dict[str, Any]:
-    exercises = {id_: vars(record) for id_, record in progress.exercises.items()}
-    return {"version": VERSION, "exercises": exercises, "guesses": progress.guesses}
+def _to_text(progress: Progress) -> str:
+    records = [
+        *(["exercise", id_, vars(record)] for id_, record in progress.exercises.items()),
+        *(["guesses", id_, guesses] for id_, guesses in progress.guesses.items()),
+    ]
+    texts = map(json.dumps, records)
+    lines = ",\n".join(f'  ["{_checksum(text)}", {text}]' for text in texts)
+    return f'{{\n "version": {VERSION},\n "records": [\n{lines}\n ]\n}}\n'
 
 
-def _from_plain(plain: dict[str, Any]) -> Progress:
-    if plain["version"] != VERSION:
+def _checksum(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def _add(progress: Progress, kind: str, id_: str, plain: dict[str, Any]) -> None:
+    if kind == "exercise":
+        progress.exercises[id_] = _record(plain)
+    else:
+        progress.guesses[id_] = {name: _numbers(numbers) for name, numbers in plain.items()}
+
+
+def _from_first_version(plain: dict[str, Any]) -> Progress:
+    if plain["version"] != 1:
         raise ValueError(f"version {plain['version']}")
-    exercises = {id_: _record(record) for id_, record in plain["exercises"].items()}
-    guesses = {
-        id_: {quantity: _numbers(numbers) for quantity, numbers in quantities.items()}
-        for id_, quantities in plain["guesses"].items()
-    }
-    return Progress(exercises, guesses)
+    found = Progress()
+    for id_, record in plain["exercises"].items():
+        _add(found, "exercise", id_, record)
+    for id_, guesses in plain["guesses"].items():
+        _add(found, "guesses", id_, guesses)
+    return found
 
 
 def _record(plain: dict[str, Any]) -> ExerciseProgress:

@@ -35,7 +35,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from xxhash import xxh3_64_intdigest as xxh3
 
-from memlab.internals.files import write_beside
+from memlab.internals.files import FULL, write_beside
+from memlab.units import format_bytes
 
 ALIGNMENT = 64  # bytes, of the first tensor
 _HEADER_CHECKSUM = "xxh3_of_header"
@@ -158,15 +159,26 @@ def create_file(
     is left.
     """
     header, places = plan_file(tensors, metadata)
-    with write_beside(path) as beside, open(beside, "wb") as file:
-        file.write(header)
-        file.truncate(len(header) + sum(place.nbytes for place in places.values()))
-        writer = TensorWriter(file, places)
-        yield writer
-        with_checksums = add_checksums(header, writer.checksums)
-        assert len(with_checksums) == len(header)
-        file.seek(0)
-        file.write(with_checksums)
+    size = len(header) + sum(place.nbytes for place in places.values())
+    try:
+        with write_beside(path) as beside, open(beside, "wb") as file:
+            file.write(header)
+            file.truncate(size)
+            writer = TensorWriter(file, places)
+            yield writer
+            with_checksums = add_checksums(header, writer.checksums)
+            assert len(with_checksums) == len(header)
+            file.seek(0)
+            file.write(with_checksums)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise OSError(
+            error.errno,
+            f"{error.strerror}: the file needs {format_bytes(size)}, and no file was changed; free "
+            f"some space, or choose a folder on another disk",
+            str(path),
+        ) from error
 
 
 # ------------------------------------------------------------------ reading

@@ -10,6 +10,7 @@ Temporary folders use the same lock. (Windows cannot rename a locked file, so un
 not locked there and orphans stay.)
 """
 
+import errno
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a disk without room
 _COUNTER = count()
 _UNFINISHED = re.compile(r"\..+\.\d+-\d+(\.\w+)?")
 TEMPORARY_LOCK = ".temporary.lock"  # held while a temporary folder is in use

@@ -29,7 +29,6 @@ as soon as `put` returns.
 A lock allows one process at a time; it is released when the process is killed.
 """
 
-import errno
 import json
 import mmap
 import os
@@ -49,7 +48,13 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from memlab.internals.files import TEMPORARY_LOCK, remove_orphaned_folders, sync, write_beside
+from memlab.internals.files import (
+    FULL,
+    TEMPORARY_LOCK,
+    remove_orphaned_folders,
+    sync,
+    write_beside,
+)
 from memlab.offload.records import Record, is_count, raw
 from memlab.offload.stores import Store, StoreError, Wait, modified_error, nothing, was_modified
 from memlab.units import format_bytes
@@ -60,7 +65,6 @@ MARK = ".store"  # marks the folder as a store's, so that leftover files may be 
 _VALUES = re.compile(r"state\.\d{6,18}")  # the file of a record
 _FILE = re.compile(rf"{_VALUES.pattern}|\.manifest\.[\d-]+\.json")  # files that may be left over
 _PREFIX = "memlab-"  # of temporary folders
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,15 @@ class DiskStore(Store):
 
     def _open(self, folder: Path, temporary: bool) -> None:
         _require_store_folder(folder)
+        try:
+            self._open_files(folder, temporary)
+        except OSError as error:
+            raise StoreError(
+                f"could not open a store in {folder}: {error.strerror or error}; free some space "
+                f"on its disk, or pass a folder that can be written"
+            ) from error
+
+    def _open_files(self, folder: Path, temporary: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / (TEMPORARY_LOCK if temporary else "lock"))
         try:
@@ -388,7 +401,7 @@ class DiskStore(Store):
             return stream.record_event()
 
     def _write_error(self, what: str, nbytes: int, error: OSError) -> StoreError:
-        full = error.errno in _FULL
+        full = error.errno in FULL
         reason = "there is no room left" if full else str(error)
         safe = "nothing is committed yet" if self.step is None else f"step {self.step} is intact"
         return StoreError(

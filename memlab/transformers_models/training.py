@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from memlab.internals.lazy import LazyModule
 from memlab.transformers_models.recipes import OPTIMIZERS, Loaded, Recipe
@@ -63,7 +64,7 @@ class Training:
         except Exception as error:  # many kinds: unknown model types, wrong fields, remote code
             raise ValueError(
                 f"transformers {transformers.__version__} cannot read {self.source.path}: "
-                f"{' '.join(str(error).split())[:200]}"
+                f"{self._blame(error)}"
             ) from error
 
     def _require_positive_sizes(self) -> None:
@@ -71,6 +72,21 @@ class Training:
         for name, value in self.source.fields().items():
             if _SIZE.search(name) and isinstance(value, int) and value < 0:
                 raise ValueError(f"{self.source.path} has {name} = {value}, which is negative")
+
+    def _blame(self, error: Exception) -> str:
+        """Return why transformers failed: a field that names something unknown, or its message."""
+        fields = self.source.fields()
+        for name in ("dtype", "torch_dtype"):
+            dtype = str(fields.get(name, "float32")).removeprefix("torch.")
+            if not isinstance(getattr(torch, dtype, None), torch.dtype):
+                return f"{name} is {dtype!r}, which is no dtype of torch; write bfloat16 or float32"
+        for name in ("rope_scaling", "rope_parameters"):
+            rope = fields.get(name)
+            kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+            if kind not in (None, "default", *ROPE_INIT_FUNCTIONS):
+                known = ", ".join(sorted(ROPE_INIT_FUNCTIONS))
+                return f"rope_type in {name} is {kind!r}, and it knows {known}"
+        return " ".join(str(error).split())[:200]
 
     @cached_property
     def task(self) -> Task:
@@ -95,7 +111,7 @@ class Training:
         except Exception as error:  # many kinds: sizes that do not go together
             raise ValueError(
                 f"transformers {transformers.__version__} cannot build the model of "
-                f"{self.source.path}: {' '.join(str(error).split())[:200]}"
+                f"{self.source.path}: {self._blame(error)}"
             ) from error
 
     @property

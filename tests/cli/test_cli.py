@@ -106,14 +106,14 @@ def test_ctrl_c_is_one_line_with_every_version_of_typer(memlab_command, monkeypa
 
 
 @pytest.fixture
-def interrupted_at_torch(tmp_path):
-    """Run `memlab` in a separate process where importing torch acts like Ctrl-C. Return (status,
-    out, err)."""
-    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+def interrupted_at(tmp_path):
+    """Run `memlab` in a separate process where importing a module acts like Ctrl-C. Return
+    (status, out, err)."""
     path = os.pathsep.join([str(tmp_path), *sys.path])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8"}
 
-    def run(*command: str) -> tuple[int, str, str]:
+    def run(module: str, *command: str) -> tuple[int, str, str]:
+        (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt")
         process = subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8"
         )
@@ -122,23 +122,44 @@ def interrupted_at_torch(tmp_path):
     return run
 
 
-ENTRY_POINTS = (("-m", "memlab"), ("-c", "from memlab.cli import main; main()"))
+ENTRY_POINTS = (("-m", "memlab"), ("-c", "from memlab.__main__ import main; main()"))
 
 
 @pytest.mark.parametrize("entry", ENTRY_POINTS)
 @pytest.mark.parametrize(
     "arguments", [["doctor"], ["measure"], ["measure", "--help"], ["measure", "--script", "a.py:b"]]
 )
-def test_ctrl_c_while_torch_is_imported_is_one_line(interrupted_at_torch, entry, arguments):
-    status, out, err = interrupted_at_torch(sys.executable, *entry, *arguments)
+def test_ctrl_c_while_torch_is_imported_is_one_line(interrupted_at, entry, arguments):
+    status, out, err = interrupted_at("torch", sys.executable, *entry, *arguments)
     assert (status, out, err) == (130, "", "memlab: interrupted; nothing was written\n")
+
+
+@pytest.mark.parametrize("entry", ENTRY_POINTS)
+@pytest.mark.parametrize("module", ["typer", "rich"])
+def test_ctrl_c_while_the_command_line_is_imported_is_one_line(interrupted_at, entry, module):
+    status, out, err = interrupted_at(module, sys.executable, *entry, "doctor")
+    assert (status, out, err) == (130, "", "memlab: interrupted; nothing was written\n")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has /dev/full")
+@pytest.mark.parametrize("arguments", ["--help", "--version", "plan --gpu list", "doctor"])
+def test_a_full_disk_behind_the_output_is_one_line(arguments):
+    with open("/dev/full", "w") as full:
+        process = subprocess.run(
+            [sys.executable, "-m", "memlab", *arguments.split()],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+        )
+    sentence = "the output could not be written: No space left on device; send it elsewhere"
+    assert (process.returncode, process.stderr) == (2, f"memlab: {sentence}\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "status"), [(["--help"], 0), (["doctor", "--help"], 0), (["mesure"], 2), ([], 2)]
 )
-def test_commands_that_do_not_need_torch_do_not_import_it(interrupted_at_torch, arguments, status):
-    got, out, err = interrupted_at_torch(sys.executable, "-m", "memlab", *arguments)
+def test_commands_that_do_not_need_torch_do_not_import_it(interrupted_at, arguments, status):
+    got, out, err = interrupted_at("torch", sys.executable, "-m", "memlab", *arguments)
     assert got == status
     assert "memlab" in out + err  # the help, or the error
 

@@ -257,6 +257,10 @@ def test_a_process_prints_the_document_alone(tmp_path):
         (("plan", "--json", "--wide", "--model", "tiny"), "got --wide together with --json"),
         (("measure", "--json", "--wide"), "got --wide together with --json"),
         (("plan", "--gpu", "list", "--json"), "got --json together with the list of GPUs"),
+        (
+            ("plan", "--gpu", "list", "--model", "x", "--batch", "2"),
+            "got --model, --batch together with the list of GPUs; leave --model, --batch out",
+        ),
         (("measure", "--json", "--model", "tinny"), "did you mean tiny?"),
     ],
 )

@@ -631,6 +631,21 @@ def test_ctrl_c_is_one_line_and_leaves_every_old_file(quick, old_files, monkeypa
     assert old_files() == before
 
 
+def test_ctrl_c_between_two_renames_leaves_only_new_files(quick, old_files, monkeypatch):
+    before = old_files()
+    replace = Path.replace
+
+    def interrupted(path, target):
+        signal.raise_signal(signal.SIGINT)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    assert quick().status == 0
+    after = old_files()
+    assert after.keys() == before.keys()
+    assert all(after[name] != before[name] for name in before)
+
+
 def test_a_file_in_place_of_the_folder_is_detected_before_measuring(usage_error, tmp_path):
     (tmp_path / "taken").touch()
     line = usage_error("measure", "--model", "tiny", "--out", "taken")

@@ -37,7 +37,7 @@ def files(folder) -> list[str]:
 
 
 def plain(**changed) -> str:
-    whole = {"version": VERSION, "exercises": {}, "guesses": {}}
+    whole = {"version": 1, "exercises": {}, "guesses": {}}
     return json.dumps(whole | changed)
 
 
@@ -53,8 +53,46 @@ def test_written_progress_is_read_back(tmp_path):
 def test_the_files_exact_content(tmp_path):
     update(tmp_path, lambda p: note_check(p, "1.1", OK))
     assert (tmp_path / FILE).read_text(encoding="utf-8") == (
-        '{\n "version": 1,\n "exercises": {\n  "1.1": {\n   "status": "ok",\n   "checks": 1,\n'
-        '   "hints": 0\n  }\n },\n "guesses": {}\n}\n'
+        '{\n "version": 2,\n "records": [\n'
+        '  ["3120cd86", ["exercise", "1.1", {"status": "ok", "checks": 1, "hints": 0}]]\n ]\n}\n'
+    )
+
+
+def test_a_file_of_version_1_is_read_and_written_as_version_2(tmp_path, capsys):
+    exercises = {id_: vars(record) for id_, record in full().exercises.items()}
+    write(tmp_path, plain(exercises=exercises, guesses=GUESSES))
+    assert read(tmp_path) == full()
+    assert update(tmp_path, lambda p: None) == full()
+    assert json.loads((tmp_path / FILE).read_text())["version"] == VERSION
+    assert capsys.readouterr().out == ""
+
+
+def test_a_flipped_bit_loses_at_most_its_own_record(tmp_path):
+    update(tmp_path, fill)
+    content = (tmp_path / FILE).read_bytes()
+    records = [*full().exercises.items(), *full().guesses.items()]
+    for at in range(len(content)):
+        (tmp_path / FILE).write_bytes(
+            content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :]
+        )
+        found = read(tmp_path)
+        kept = [*found.exercises.items(), *found.guesses.items()]
+        assert len(kept) >= len(records) - (2 if content[at : at + 1] == b"\n" else 1)
+        assert all(record in records for record in kept)
+        (tmp_path / "progress.unreadable-1.json").unlink()
+
+
+def test_a_damaged_file_is_kept_and_the_sentence_says_what_was_read(tmp_path, capsys):
+    update(tmp_path, fill)
+    damaged = (tmp_path / FILE).read_text().replace('"hints": 2', '"hints": 3')
+    (tmp_path / FILE).write_text(damaged)
+    wanted = full()
+    del wanted.exercises["1.2"]
+    assert read(tmp_path) == read(tmp_path) == wanted
+    assert (tmp_path / "progress.unreadable-1.json").read_text() == damaged
+    assert capsys.readouterr().out == (
+        "progress.json was damaged; it was renamed to progress.unreadable-1.json. A new file has "
+        "the 2 records that could be read\n"
     )
 
 
@@ -111,7 +149,7 @@ UNREADABLE = {
     "nothing": "null",
     "no version": json.dumps({"exercises": {}, "guesses": {}}),
     "another version": plain(version=VERSION + 1),
-    "no guesses": json.dumps({"version": VERSION, "exercises": {}}),
+    "no guesses": json.dumps({"version": 1, "exercises": {}}),
     "exercises in a list": plain(exercises=[]),
     "a word as record": plain(exercises={"1.1": "ok"}),
     "a record with more in it": plain(exercises={"1.1": {"stars": 5}}),
@@ -139,10 +177,10 @@ def test_an_unreadable_file_is_renamed_and_a_new_one_started(tmp_path, capsys, t
     unread = write(tmp_path, text)
     assert read(tmp_path) == Progress()
     assert (tmp_path / "progress.unreadable-1.json").read_bytes() == unread
-    assert (tmp_path / FILE).read_text(encoding="utf-8").startswith('{\n "version": 1,')
+    assert (tmp_path / FILE).read_text(encoding="utf-8").startswith('{\n "version": 2,')
     assert capsys.readouterr().out == (
-        "progress.json could not be read; it was renamed to progress.unreadable-1.json, and a new "
-        "file was started\n"
+        "progress.json was damaged; it was renamed to progress.unreadable-1.json. A new file has "
+        "nothing\n"
     )
 
 

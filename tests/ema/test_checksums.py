@@ -1,5 +1,8 @@
 """A flipped bit in a snapshot is an error that names it, and only its tensor is lost."""
 
+import resource
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -76,3 +79,22 @@ def test_a_damaged_snapshot_stops_synthesis_unless_verify_is_false(tmp_path, sna
         synthesize(tmp_path, 0.08)
     opened = [Snapshot.open(path, verify=False) for path in tmp_path.glob("ema-*")]
     synthesize(opened, 0.08)
+
+
+@pytest.fixture
+def disk_of_2000_bytes():
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("write", ["snapshot", "save"])
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, write, request):
+    ema = PostHocEMA(nn.Linear(80, 80), tmp_path)
+    ema.update(1)
+    request.getfixturevalue("disk_of_2000_bytes")
+    with pytest.raises(OSError, match=r"the file needs .* KiB, and no file was changed; free") as e:
+        getattr(ema, write)()
+    assert Path(e.value.filename).parent == tmp_path
+    assert list(tmp_path.iterdir()) == []

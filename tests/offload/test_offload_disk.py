@@ -352,6 +352,18 @@ def test_errors_of_the_disk_are_reported(folder, monkeypatch, number, words):
     assert is_intact(folder)
 
 
+def test_a_store_that_cannot_be_opened_names_its_folder(tmp_path, limit_file_size):
+    limit_file_size(0)
+    with pytest.raises(StoreError, match=r"could not open a store in .*state: .*; free some space"):
+        DiskStore(tmp_path / "state")
+    limit_file_size(10**6)
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match=r"could not open a store in .*file.*state"):
+        DiskStore(tmp_path / "file" / "state")
+    with DiskStore(tmp_path / "state") as store:  # nothing is left locked
+        store.put("a", torch.ones(3))
+
+
 # ------------------------------------------------------------------ failed steps
 
 

@@ -82,10 +82,22 @@ def test_what_is_assumed_is_one_line(training_of):
     )
 
 
+def test_an_unknown_kind_of_rotary_embedding_is_named(tmp_path):
+    fields = {"model_type": "llama", "rope_scaling": {"rope_type": "odd", "factor": 2.0}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    training = Training(Source("x", str(tmp_path / "config.json")))
+    with pytest.raises(ValueError, match="rope_type in rope_scaling is 'odd', and it knows dyn"):
+        _ = training.skeleton
+
+
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
         ({"model_type": "no-such-model"}, "cannot read"),
+        (
+            {"model_type": "llama", "torch_dtype": "os.system"},
+            "cannot read .* torch_dtype is 'os.system', which is no dtype of torch",
+        ),
         ({}, "cannot read"),
         ({"model_type": "clap"}, "which transformers builds for none of these trainings"),
     ],
