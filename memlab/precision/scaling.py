@@ -5,9 +5,9 @@ Costs    a check of every gradient, and a skipped step now and then.
 Source   Micikevicius et al. 2018, arXiv 1710.03740, section 3.2; decisions and state as in
          torch.amp.GradScaler.
 
-memlab.reference.loss_scaling is the short version. This file adds torch.amp.GradScaler's interface
-and state, several optimizers, sparse gradients, DTensors (all ranks skip a step together), and a
-floor below which the scale raises an error.
+memlab.reference.loss_scaling is the short version. This file adds scale(), unscale_(), step(),
+update() and the state as in torch.amp.GradScaler, several optimizers, sparse gradients, DTensors
+(all ranks skip a step together), and a floor below which the scale raises an error.
 
 The smallest positive float16 is 6e-8. Gradients of large models are often smaller and become zero.
 Multiplying the loss by a scale multiplies all gradients by it. Before the step, the gradients are
