@@ -263,7 +263,7 @@ def _check_tiles(answer: CastTiles) -> str:
         torch.equal(codes.float(), 448 * zeros),
         f"{call}: codes {codes.float().tolist()}; wanted 448 for the 1, and 0 for every 0.",
     )
-    return f"{len(TILES)} matrices, 4 of them with smaller tiles at the edges · a scale per tile"
+    return f"{len(TILES)} matrices, 6 of them with smaller tiles at the edges · a scale per tile"
 
 
 def _check_tile_case(answer: CastTiles, case: TileCase) -> None:
