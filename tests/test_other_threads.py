@@ -104,7 +104,6 @@ def test_another_thread_uses_torch_as_before(active, elsewhere, tmp_path):
 
 @pytest.mark.parametrize("active", ACTIVE)
 def test_a_model_that_another_thread_compiles_runs_compiled_then_and_later(active, elsewhere):
-    """torch would skip its code for good."""
     graphs = []
 
     def backend(graph, inputs):

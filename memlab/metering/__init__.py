@@ -42,6 +42,9 @@ def measure(
                        else the CPU
     lines              also record the Python line of each allocation (slower)
 
+    Other threads are not measured. One that measures too waits until this has ended. Inside a
+    function under torch.compile, the step runs as outside it.
+
     Raises TypeError for an invalid argument, and every exception that `step` raises. Inside
     `with dry_run():` nothing is computed.
     """

@@ -94,6 +94,14 @@ def test_models_compiled_before_inside_and_after_have_gradients_of_uncompiled_on
         check(trained()[0].parameters())
 
 
+@pytest.mark.parametrize("tool", [with_measure, with_meter, with_budget])
+def test_models_train_after_the_first_one_was_compiled_inside(tool):
+    torch.ops.aten.linear.default._dispatch_cache.clear()  # as in a new process
+    tool(trained)
+    torch._dynamo.reset()  # else the next model runs the first one's code
+    assert all(p.grad is not None for p in trained()[0].parameters())
+
+
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_compiled_step_leaves_nothing_of_memlab_compiled(tool):
     _, step = trained()
