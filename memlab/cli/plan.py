@@ -16,6 +16,7 @@ from memlab.configs.mixtures import MIXTURES
 from memlab.configs.shapes import PRESETS
 from memlab.configs.targets import accepted_devices, find_target
 from memlab.planner.cards import Memory, memory_named, with_margin
+from memlab.planner.processes import ProcessEndedError
 from memlab.planner.recipes import OPTIMIZERS, PRECISIONS, USUAL_ADAPTERS, Recipe, usual_kinds
 from memlab.train.adapters import Adapters
 from memlab.transformers_models.sources import Source
@@ -145,7 +146,7 @@ def plan_model(
                 target=target,
                 announce=announce,
             )
-    except ValueError as error:
+    except (ValueError, ProcessEndedError) as error:
         raise UsageError(str(error)) from error
     show(found)
     write_plan(found, folder)

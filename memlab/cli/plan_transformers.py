@@ -14,7 +14,7 @@ from memlab.cli.plan_report import EMPTIES_CACHE, room, shares
 from memlab.cli.results import write_breakdown
 from memlab.planner import Memory
 from memlab.planner.options import budget_bytes, verdict
-from memlab.planner.processes import processes
+from memlab.planner.processes import ProcessEndedError, processes
 from memlab.train.adapters import LORA_RANK
 from memlab.transformers_models.memlab_code import memlab_code
 from memlab.transformers_models.planning import MAX_SEQUENCES, Choice, Option, Search
@@ -40,7 +40,10 @@ def plan_transformers(
     folder = choose_folder(out)
     groups = choice.groups()
     terminal.echo("\n".join(map(paragraph, _headline(training, memory, target))) + "\n")
-    options = list(_best_options(groups, training, target, memory))
+    try:
+        options = list(_best_options(groups, training, target, memory))
+    except ProcessEndedError as error:
+        raise UsageError(str(error)) from error
     _show(training, options, code, memory)
     write_breakdown(
         {option.title: option.measured for option in options if option.measured},

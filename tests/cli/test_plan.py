@@ -1,8 +1,10 @@
 """`memlab plan`: from a model and a memory size to a command that runs; errors in one line."""
 
 import json
+import os
 import re
 import shlex
+import signal
 from itertools import pairwise
 from pathlib import Path
 
@@ -50,6 +52,17 @@ def test_recipes_show_what_they_need_and_the_smallest_miss_shows_what_it_lacks(
     assert numbers["options"][0]["missing_bytes"] < 0 < numbers["options"][-1]["missing_bytes"]
     assert [each["fits"] for each in numbers["options"]].count(False) == 1
     assert (tmp_path / "work" / "plan.png").stat().st_size > 10_000
+
+
+def killed(kind):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_of_the_search_is_reported_in_one_line(usage_error, monkeypatch):
+    monkeypatch.setattr(search, "_KindSearch", lambda query, exact: killed)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    message = usage_error("plan", "--model", "5m", "--memory", "24GB")
+    assert message.startswith("one of 2 processes that predict steps was ended by SIGKILL")
 
 
 def test_an_unmodified_training_that_fits_is_reported(by_formula, memlab_command):

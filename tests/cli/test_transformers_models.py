@@ -1,6 +1,8 @@
 """`memlab plan`, `measure` and `train` with models that memlab has no code of."""
 
 import json
+import os
+import signal
 
 import pytest
 
@@ -140,6 +142,20 @@ def test_llama_is_memlabs_own_unless_the_library_is_given(config, memlab_command
 def test_bad_input_is_one_line(arguments, words, config, usage_error):
     command, *others = arguments
     assert words in usage_error(command, "--model", config("mixtral"), *others)
+
+
+def killed(*arguments):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_of_a_plan_is_reported_in_one_line(config, memlab_command, monkeypatch):
+    monkeypatch.setattr("memlab.cli.plan_transformers.MAX_WORKERS", 2)
+    monkeypatch.setattr("memlab.cli.plan_transformers._best", killed)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    outcome = memlab_command("plan", "--model", config("gpt2"), "--gpu", "t4")
+    assert outcome.status == 2
+    message = outcome.err.splitlines()[-1]
+    assert message.startswith("memlab: one of 2 processes that predict steps was ended by SIGKILL")
 
 
 def test_only_mixtures_are_planned_for_several_gpus(config, usage_error):
