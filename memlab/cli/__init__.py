@@ -516,14 +516,6 @@ def plan_command(
             "and QLoRA. The others are computed by formula.",
         ),
     ] = 3,
-    exact: Annotated[
-        bool,
-        typer.Option(
-            "--exact",
-            help="Also predict the largest batch and sequence length operator by operator. Takes "
-            "a few minutes.",
-        ),
-    ] = False,
     device: Annotated[
         str | None,
         typer.Option(
@@ -566,7 +558,7 @@ def plan_command(
 
     With --gpus, memlab compares the ways to divide the model: data (FSDP) × tensor × pipeline ×
     context. It writes a script in plain torch for the best one, and prints its torchrun command.
-    With --precision, --optimizer, --lora, --full, --qlora, --exact or --device cpu, it compares
+    With --precision, --optimizer, --lora, --full, --qlora or --device cpu, it compares
     memlab's own recipes instead, sharded by ZeRO.
 
     With --gpus and a mixture of experts (Mixtral or Qwen3 MoE), memlab compares the degrees of
@@ -663,7 +655,6 @@ def plan_command(
             image=image,
             code=code,
             count=count,
-            exact=exact,
             target=device,
             margin=margin,
             routing=routing,

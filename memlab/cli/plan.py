@@ -41,7 +41,6 @@ def plan_model(
     image: int | None,
     code: str | None,
     count: int,
-    exact: bool,
     target: str | None,
     margin: str | None,
     routing: Routing,
@@ -65,7 +64,6 @@ def plan_model(
             "--lora-targets": lora_targets,
             "--image": image,
             "--code": code,
-            "--exact": exact or None,
             "--device cpu": target if target == "cpu" else None,
         }
         refuse_recipes(model, others)
@@ -83,14 +81,10 @@ def plan_model(
         from memlab.transformers_models.tasks import Size
         from memlab.transformers_models.training import Training
 
-        sharing = {
-            "--gpus": gpus != 1,
-            "--exact": exact,
-        }
-        if given := " and ".join(option for option, is_given in sharing.items() if is_given):
+        if gpus != 1:
             raise UsageError(
-                f"got {given} for {model}, a model of transformers; it is planned for one GPU, and "
-                f"always predicted: leave it out"
+                f"got --gpus for {model}, a model of transformers; it is planned for one GPU: "
+                f"leave it out"
             )
         if target == "cpu":
             raise UsageError(
@@ -113,7 +107,6 @@ def plan_model(
     if (
         gpus > 1
         and target.startswith("cuda")
-        and not exact
         and all(each is None for each in chosen)
     ):
         from memlab.cli.plan_meshes import plan_meshes
@@ -141,7 +134,6 @@ def plan_model(
                 seq_len=seq_len,
                 learned=learned,
                 count=count,
-                exact=exact,
                 workers=min(MAX_WORKERS, os.cpu_count() or 1),
                 target=target,
                 announce=announce,

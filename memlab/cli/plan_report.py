@@ -170,11 +170,9 @@ def remarks(found: Plan) -> Iterator[str]:
             "compared"
         )
         if any(option.largest_batch for option in found.options):
-            by_formula = "by formula, scaled to the prediction; --exact predicts them"
-            how = "predicted" if found.exact else by_formula
             yield (
-                f"batch up to: at {found.seq_len} tokens per sequence; length up to: at batch "
-                f"{found.batch}, in steps of 128. Both {how}"
+                f"batch up to: predicted to fit at {found.seq_len} tokens per sequence; length up "
+                f"to: at batch {found.batch}, in steps of 128; a slightly larger value may fit"
             )
     if any(option.empties_cache for option in found.options):
         yield EMPTIES_CACHE

@@ -81,9 +81,16 @@ def _unchanged(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return tensor
 
 
+def on_stand_in(copy: torch.Tensor) -> torch.Tensor:
+    """Return a copy to the stand-in. torch keeps a small literal's copy as a CPU constant."""
+    if isinstance(copy, FakeTensor) and StandIn.device != "cpu":
+        copy.fake_device, copy.constant = StandIn.device, None
+    return copy
+
+
 def _to_device(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     StandIn.was_named = True
-    return tensor.to(StandIn.device)
+    return on_stand_in(tensor.to(StandIn.device))
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -92,8 +99,11 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _to(move: Callable[..., Any]) -> Callable[..., Any]:
     def to(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(map(to_stand_in, args))
         kwargs = {name: to_stand_in(value) for name, value in kwargs.items()}
-        return move(*map(to_stand_in, args), **kwargs)
+        moved = move(*args, **kwargs)
+        names_it = any(each is StandIn.device for each in (*args[1:], *kwargs.values()))
+        return on_stand_in(moved) if names_it else moved
 
     return to
 
@@ -130,7 +140,7 @@ def _from_values(
     if not all(map(known_values.is_known, elements)):
         known_values.forget([tensor])
     if device is not None and to_stand_in(device) == StandIn.device:
-        tensor = tensor.to(StandIn.device)
+        tensor = on_stand_in(tensor.to(StandIn.device))
     return tensor.requires_grad_() if requires_grad else tensor
 
 

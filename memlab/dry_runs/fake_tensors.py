@@ -68,8 +68,10 @@ from memlab.internals.torch_internals import (
     DataDependentOutputException,
     DisableTorchFunction,
     DynamicOutputShapeException,
+    EnableTorchFunction,
     FakeTensor,
     FakeTensorMode,
+    LibraryKernel,
     disable_fake_tensor_cache,
     eval_frame,
     exclude_frame_from_dynamo,
@@ -206,6 +208,7 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         load_dynamos_rules()  # before functions in it are replaced
         own = {
             (torch.autograd, "_engine_run_backward"): self._with_function_mode,
+            (LibraryKernel, "__call__"): self._with_function_mode,
             (_LOG, "disabled"): lambda real: True,  # it would repeat the user's exception
             (eval_frame(), "_callback_from_stance"): self._record_compiled,
             # compiled kernels need addresses
@@ -285,16 +288,18 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         return choosing
 
     def _with_function_mode(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Keep the function mode active in backward, for hooks and recomputation.
+        """Keep the function mode active in backward, for hooks and recomputation, and in fake
+        kernels of libraries, for `torch.empty(x.shape, device=x.device)`.
 
-        `backward` is itself an overridable function, so torch disables the mode while it runs.
+        `backward` and operators are overridable functions, so torch disables the mode inside them.
         """
 
         def running(*args: Any, **kwargs: Any) -> Any:
-            if self._functions in get_current_function_mode_stack():
-                return run(*args, **kwargs)
-            with self._functions:
-                return run(*args, **kwargs)
+            with EnableTorchFunction():
+                if self._functions in get_current_function_mode_stack():
+                    return run(*args, **kwargs)
+                with self._functions:
+                    return run(*args, **kwargs)
 
         return running
 
@@ -501,8 +506,12 @@ class _FunctionMode(TorchFunctionMode):
     """Replace Python functions that do not work on fake tensors."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        answer = _FUNCTIONS.get(func)
-        return (answer or func)(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if answer := _FUNCTIONS.get(func):
+            return answer(*args, **kwargs)
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": fake_accelerator.to_stand_in(kwargs["device"])}
+        return func(*args, **kwargs)
 
 
 def _reject_jagged(*args: Any, **options: Any) -> NoReturn:

@@ -37,6 +37,7 @@ from torch._C import _dispatch_has_kernel_for_dispatch_key as has_kernel
 from torch._C import _dispatch_keys as dispatch_keys
 from torch._C import _dispatch_tls_local_exclude_set as dispatch_tls_local_exclude_set
 from torch._C import _dispatch_tls_local_include_set as dispatch_tls_local_include_set
+from torch._C import _EnableTorchFunction as EnableTorchFunction
 from torch._C import _ExcludeDispatchKeyGuard as ExcludeDispatchKeyGuard
 from torch._C import _ForceDispatchKeyGuard as ForceDispatchKeyGuard
 from torch._C import _functorch as functorch
@@ -58,6 +59,7 @@ from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
 from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_code_exec_strategy
 from torch._C._profiler import _EventType as EventType
 from torch._C._profiler import _ExperimentalConfig as ExperimentalConfig
+from torch._library.utils import Kernel as LibraryKernel
 from torch._ops import OpOverload
 from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
 from torch._subclasses.fake_tensor import (

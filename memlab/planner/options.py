@@ -74,7 +74,8 @@ class Option:
 
     `measured` is None if its bytes are the formula's.
     `needed_bytes` is the memory that a card must have for it (`memlab.allocator.capacity`). If it
-    fits, `largest_batch` is the limit at this length, and `longest` the limit at this batch.
+    was measured and fits, `largest_batch` is the limit at this length, and `longest` the limit at
+    this batch.
     """
 
     candidate: Candidate
@@ -120,7 +121,6 @@ class Plan:
     batch: int
     seq_len: int
     target: str
-    exact: bool  # True if the largest batches and lengths are measured
     options: tuple[Option, ...]
     others: tuple[Option, ...]
     miss: Option | None  # faster than all options, or the smallest recipe if none fits

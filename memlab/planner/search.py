@@ -3,16 +3,15 @@
     by formula    every recipe in microseconds: bytes within a few percent, and an estimated time
     measured      the fastest candidates of each kind of training, by a prediction of a step's
                   allocated and reserved bytes
-    batch, length increased to the limit, by the formula scaled to the measurement, or measured
-                  up to the first that does not fit
+    batch, length increased to the limit by a few more predictions
 
-The formula only decides which recipes to try. A recipe is reported to fit if the simulated
-allocator serves its predicted requests within the memory minus the CUDA context and a margin.
+The formula only decides which recipes and sizes to try. A recipe is reported to fit, at each size,
+if the simulated allocator serves its predicted requests within the memory minus the CUDA context
+and a margin.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 from memlab.configs.config_json import config_named, name_of
@@ -20,13 +19,13 @@ from memlab.configs.shapes import GPTConfig
 from memlab.planner.cards import Memory, budget_bytes, memory_named, with_margin
 from memlab.planner.costs import step_seconds
 from memlab.planner.formulas import Estimate, data_ranks, training_bytes
+from memlab.planner.limits import largest
 from memlab.planner.measuring import measured
 from memlab.planner.options import RESERVED, Candidate, Option, Plan
 from memlab.planner.processes import processes
 from memlab.planner.recipes import GROUPS, Recipe, recipes, usual_kinds
 from memlab.train import Setting
 
-SLACK = 0.02  # of the memory: left free by an unmeasured batch or length
 MARGIN = 0.05  # of the memory: left free by the next recipe after one that was too large
 TRIES = 4  # recipes of one kind to measure before giving up on the kind
 USUAL_SEQ_LEN = 2048
@@ -45,7 +44,6 @@ def plan(
     seq_len: int | None = None,
     learned: Iterable[Recipe] | None = None,
     count: int = len(GROUPS),
-    exact: bool = False,
     target: str | None = None,
     margin: int | str | None = None,
     workers: int = 1,
@@ -61,8 +59,6 @@ def plan(
     seq_len   tokens per sequence; default: 2048, at most the model's maximum
     learned   the kinds of training to choose from; default: `usual_kinds()`
     count     kinds to measure; the other kinds are computed by formula
-    exact     measure the largest batch and length, which takes several times as long, instead of
-              scaling the formula
     target    a device of `memlab.predict`, or "cpu", whose allocator reserves nothing; default: the
               card's, and "cuda" for a number of bytes
     margin    of the memory to leave free: "2%", "500MiB", bytes; default: as much as measured
@@ -89,7 +85,7 @@ def plan(
         target or gpu_memory.target,
     )
     kinds = usual_kinds() if learned is None else learned
-    return _Search(query, exact, announce).plan(kinds, count, workers)
+    return _Search(query, announce).plan(kinds, count, workers)
 
 
 def _require_numbers(**given: int) -> None:
@@ -144,18 +140,17 @@ class _KindSearch:
     """Searches a kind of training. It can be sent to another process."""
 
     query: _Query
-    exact: bool
 
     def __call__(self, kind: list[Candidate]) -> Found:
-        search = _Search(self.query, self.exact, lambda stage: None)
+        search = _Search(self.query, lambda stage: None)
         return Found(search.search_kind(kind), search.misses, search.failures)
 
 
 class _Search:
     """Tries recipes, and collects those too large or failing."""
 
-    def __init__(self, query: _Query, exact: bool, announce: Announce) -> None:
-        self.query, self.exact, self.announce = query, exact, announce
+    def __init__(self, query: _Query, announce: Announce) -> None:
+        self.query, self.announce = query, announce
         self.failures: list[str] = []
         self.misses: list[Option] = []
 
@@ -173,7 +168,6 @@ class _Search:
             query.batch,
             query.seq_len,
             query.target,
-            self.exact,
             tuple(options),
             tuple(others),
             miss,
@@ -221,7 +215,7 @@ class _Search:
         tried: list[Option] = []
         while hopeful and len(tried) < count:
             now, hopeful = hopeful[: count - len(tried)], hopeful[count - len(tried) :]
-            for found in map_(_KindSearch(self.query, self.exact), now):
+            for found in map_(_KindSearch(self.query), now):
                 self.failures += found.failures
                 self.misses += found.misses
                 if found.option is not None:
@@ -316,19 +310,14 @@ class _Search:
             fitting = (c for c in kind if (1 + RESERVED) * c.estimate.peak_bytes <= budget)
             first = next(fitting, None)
             if first is not None and first.recipe.learned not in known:
-                found.append(self.with_limits(_by_formula(first, budget)))
+                found.append(_by_formula(first, budget))
         return sorted(found, key=_by_group)
-
-    def _needed(self, option: Option, batch: int, seq_len: int) -> int:
-        """Return the recipe's bytes for another batch or length."""
-        estimate = self._estimate(option.recipe, batch, seq_len)
-        candidate = replace(option.candidate, estimate=estimate)
-        return self._option(candidate, batch, seq_len).needed_bytes
 
     # -------------------------------------------------------------- largest batch and length
 
     def with_limits(self, option: Option) -> Option:
-        """Add the largest batch and the largest length that fit, each with the other as given."""
+        """Add the largest batch and the largest length that are predicted to fit, or nearly the
+        largest, each with the other as given."""
         query = self.query
         batch = self._largest(option, query.batch, MAX_SEQUENCES, 1, lambda n: (n, query.seq_len))
         longest = self._largest(
@@ -344,31 +333,15 @@ class _Search:
         step: int,
         size: Callable[[int], tuple[int, int]],
     ) -> int:
-        """Return the largest number up to `maximum`, in multiples of `step`, that fits.
+        def needed(number: int) -> int:
+            candidate = self._candidate(option.recipe, *size(number))
+            return self._option(candidate, *size(number)).needed_bytes
 
-        The formula, scaled to the last measurement, chooses the next number to measure.
-        """
-        recipe, budget = option.recipe, self.query.budget_bytes
-
-        def formula(scale: float, number: int) -> float:
-            return scale * self._estimate(recipe, *size(number)).peak_bytes
-
-        scale = option.needed_bytes / option.candidate.estimate.peak_bytes
-        too_many = maximum + 1
-        if too_many - fits <= step:
-            return fits
-        if not self.exact or option.measured is None:
-            guess = _last_within(partial(formula, scale + SLACK), budget, fits, too_many, step)
-            return guess if formula(scale + SLACK, guess) <= budget else fits
-        while too_many - fits > step:
-            guess = _last_within(partial(formula, scale), budget, fits, too_many, step)
-            needed = self._needed(option, *size(guess))
-            scale = needed / formula(1, guess)
-            if needed <= budget:
-                fits = guess
-            else:
-                too_many = guess
-        return fits
+        more = self._estimate(option.recipe, *size(fits + step)).peak_bytes
+        slope = (more - option.candidate.estimate.peak_bytes) / step
+        budget = self.query.budget_bytes
+        known = {fits: option.needed_bytes}
+        return largest(needed, known, budget, maximum, step=step, slope=slope).number
 
 
 def _groups_in_turn(kinds: list[list[Candidate]]) -> list[list[Candidate]]:
@@ -383,22 +356,6 @@ def _groups_in_turn(kinds: list[list[Candidate]]) -> list[list[Candidate]]:
 
 def _by_group(option: Option) -> tuple[int, float]:
     return GROUPS.index(option.recipe.group), option.candidate.step_seconds
-
-
-def _last_within(
-    bytes_at: Callable[[int], float], budget: int, fits: int, too_many: int, step: int
-) -> int:
-    """Return the last number from `fits` in multiples of `step`, below `too_many`, whose bytes are
-    within the budget; the first such number if none is."""
-    last = (too_many - fits - 1) // step
-    few, many = 1, last + 1
-    while many - few > 1:
-        middle = (few + many) // 2
-        if bytes_at(fits + middle * step) <= budget:
-            few = middle
-        else:
-            many = middle
-    return fits + few * step
 
 
 def _by_formula(candidate: Candidate, budget: int) -> Option:

@@ -24,7 +24,7 @@ import torch
 from memlab.allocator import simulate
 from memlab.allocator.settings import configuration
 from memlab.configs.targets import DEFAULT, Kernels, Target, target_named
-from memlab.dry_runs.fake_accelerator import StandIn
+from memlab.dry_runs.fake_accelerator import StandIn, on_stand_in
 from memlab.dry_runs.fake_kernels import KERNELS
 from memlab.dry_runs.fake_tensors import dry_run
 from memlab.internals.replacing import replaced
@@ -267,8 +267,7 @@ class _CudaDryRun(dry_run):
                 f"this operator wrongly: please report it"
             ) from error
         if func in _COPIES and _names_cuda(*args[1:], *kwargs.values()):
-            result.fake_device = CUDA  # torch keeps a small literal's copy as a CPU constant
-            result.constant = None
+            on_stand_in(result)
         if func in _MATMULS or _is_grouped_cublas_matmul(func, args, self.target):
             self._use_workspace("cuBLAS", self.target.workspace_bytes)
         if _uses_cublaslt(func, args):

@@ -167,7 +167,6 @@ OPTIONS = {  # of each command, with a right value; None: a flag
         "--lora": None,
         "--full": None,
         "--recipes": "1",
-        "--exact": None,
         "--device": "cuda",
         "--script": "good.py:build",
         "--out": "elsewhere",
@@ -600,7 +599,7 @@ def wrong_run(rng: random.Random) -> Line:
 def unplanned(rng: random.Random) -> Line:
     """Leave out the model or the memory."""
     option = rng.choice(("--model", "--memory"))
-    others = ("--gpus", "--batch", "--exact", "--lora", "--optimizer", "--recipes")
+    others = ("--gpus", "--batch", "--lora", "--optimizer", "--recipes")
     return [*given("plan", option), *given("plan", *rng.sample(others, rng.randint(0, 4)))]
 
 

@@ -59,7 +59,7 @@ def killed(kind):
 
 
 def test_a_killed_process_of_the_search_is_reported_in_one_line(usage_error, monkeypatch):
-    monkeypatch.setattr(search, "_KindSearch", lambda query, exact: killed)
+    monkeypatch.setattr(search, "_KindSearch", lambda query: killed)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     message = usage_error("plan", "--model", "5m", "--memory", "24GB")
     assert message.startswith("one of 2 processes that predict steps was ended by SIGKILL")

@@ -143,7 +143,7 @@ def test_a_config_json_of_a_mixture_is_planned(plan, tmp_path):
         (("--expert-parallel", "3"), "the 8 experts and the 64 GPUs: give 1, 2, 4 or 8"),
         (("--expert-parallel", "16"), "give 1, 2, 4 or 8"),
         (("--lora",), "got --lora for mixtral-8x7b, a mixture of experts on several GPUs"),
-        (("--exact", "--optimizer", "lion"), "got --optimizer and --exact for mixtral-8x7b"),
+        (("--image", 8, "--optimizer", "lion"), "got --optimizer and --image for mixtral-8x7b"),
         (("--device", "cpu"), "got --device cpu for mixtral-8x7b"),
         (("--library", "transformers"), "got --library for mixtral-8x7b"),
         (("--seq", "65536"), "mixtral-8x7b takes 1 to 32768"),
