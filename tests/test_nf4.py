@@ -250,3 +250,15 @@ def test_invalid_calls_are_errors():
     for out in (torch.empty(64, 4), torch.empty(64, 4).T, torch.empty(4, 64, dtype=torch.int32)):
         with pytest.raises(ValueError, match=r"give a contiguous one of shape \(4, 64\)"):
             dequantize_nf4(quantize_nf4(weight), out)
+
+
+@pytest.mark.parametrize("double", [False, True])
+@each_dtype
+@pytest.mark.parametrize("blocks", [1, 2, 300])
+def test_the_largest_numbers_of_a_dtype_stay_finite(dtype, blocks, double):
+    largest = torch.finfo(dtype).max
+    weight = torch.linspace(-1, 1, 64 * blocks + 6).mul(largest).to(dtype)
+    for given in (weight, torch.full_like(weight, largest)):
+        decoded = dequantize_nf4(quantize_nf4(given, double=double))
+        assert decoded.isfinite().all()
+        assert ((decoded - given).abs() / largest).max() < 0.16  # half the widest step

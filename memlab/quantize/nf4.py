@@ -137,9 +137,16 @@ def quantize_nf4(
         codes[at.codes] = _pack(encoded)[: len(codes[at.codes])]
     if not double:
         return NF4(codes, absmax, None, None, codebooks, weight.shape, weight.dtype, block)
-    mean = absmax.mean()
+    mean = _mean(absmax)
     small, scales = _encode_absmax(absmax.sub_(mean), codebooks.absmax)
     return NF4(codes, small, scales, mean, codebooks, weight.shape, weight.dtype, block)
+
+
+def _mean(absmax: Tensor) -> Tensor:
+    """Return the mean as bitsandbytes computes it, unless the sum overflows."""
+    mean, count = absmax.mean(), len(absmax)
+    parts = (absmax[at.elements].div(count).sum() for at in _chunks(absmax, ABSMAX_BLOCK))
+    return torch.where(mean.isfinite(), mean, sum(parts))
 
 
 def _encode_absmax(absmax: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,7 +214,10 @@ def _decode_absmax(q: NF4, at: "_Chunk") -> Tensor:
         return q.absmax[at.blocks]
     values = q.codebooks.absmax.index_select(0, q.absmax[at.blocks].int())
     scales = q.scales[at.scales].repeat_interleave(ABSMAX_BLOCK)[: len(values)]
-    return values.mul_(scales).add_(q.mean)
+    # The 8 bits may round a block's absmax up, beyond the largest number of the weight's dtype.
+    # The last term is NaN if the weight had an infinity or NaN.
+    largest = torch.finfo(q.dtype).max
+    return values.mul_(scales).add_(q.mean).clamp_(max=largest).add_(q.mean - q.mean)
 
 
 # ------------------------------------------------------------------ chunks
