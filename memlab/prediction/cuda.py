@@ -14,7 +14,8 @@ The dry run has exactly the storages of the CPU's step. The differences on CUDA 
 The Trace's notes name the rest, which is not predicted.
 """
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -156,6 +157,7 @@ class PredictedRun:
         self._stack = ExitStack()
         self._stack.enter_context(self._prediction.policy())
         self.history = PredictionMeter(self._prediction)
+        self._meters = [self.history]
         self._metering = self._stack.enter_context(ExitStack())
         self._metering.enter_context(self.history)
         return self
@@ -172,11 +174,14 @@ class PredictedRun:
         subject: Any = None,
         **options: Any,
     ) -> None:
-        """End the history and start the measured step. The arguments are as in StorageMeter."""
+        """End the history and start the measured step. The arguments are as in StorageMeter.
+
+        Called again, it starts another step, and the first belongs to the history.
+        """
         self._metering.close()
         self.history.set_subject(subject or (step if model is None else model))
         self._optimizer = optimizer
-        self._meter = PredictionMeter(
+        meter = PredictionMeter(
             self._prediction,
             model,
             optimizer,
@@ -184,12 +189,13 @@ class PredictedRun:
             subject=subject,
             **options,
         )
-        self._metering.enter_context(self._meter)
+        self._meters.append(meter)
+        self._metering.enter_context(meter)
 
     def end_step(self) -> Trace:
         """End the measured step and return its trace."""
         self._metering.close()
-        return self._prediction.trace(self.history, self._meter, self._optimizer)
+        return self._prediction.trace(self._meters, self._optimizer)
 
 
 def _check(build: Any, kernels: Any, steps: Any) -> None:
@@ -302,9 +308,11 @@ class _CudaDryRun(dry_run):
 
     # -------------------------------------------------------------- the result
 
-    def trace(self, history: "PredictionMeter", meter: "PredictionMeter", optimizer: Any) -> Trace:
+    def trace(self, meters: Sequence["PredictionMeter"], optimizer: Any) -> Trace:
+        """Return the trace of the last meter, with the others as its history."""
+        *earlier, meter = meters
         with no_cycle_collection():
-            before, during = list(history.changes()), list(meter.changes())
+            before, during = list(_joined(earlier)), list(meter.changes())
             allocator = configuration()  # the script may have set it
             names_cuda = any(map(_is_on_cuda, (*before, *during)))
             counts = _is_on_cuda_or_workspace if names_cuda else _is_not_step_counter(optimizer)
@@ -378,6 +386,17 @@ class _CudaDryRun(dry_run):
 
 def _stream_0(real: Any) -> Callable[[int], int]:
     return lambda device: 0
+
+
+def _joined(meters: Iterable["PredictionMeter"]) -> Iterator[Change]:
+    """Yield the changes of meters that ran one after another. A meter's stream begins with the
+    storages that are alive, which the meters before it may have yielded."""
+    held: Counter[int] = Counter()
+    for meter in meters:
+        for change in meter.changes():
+            if change.phase != "before" or not held[change.record.number]:
+                held[change.record.number] += change.bytes
+                yield change
 
 
 def _with_device(fallback: Callable[..., Any]) -> Callable[..., Any]:

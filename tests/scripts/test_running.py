@@ -375,3 +375,23 @@ def test_the_scripts_path_is_absolute(script, tmp_path):
         assert os.path.isfile(__file__)
         """
     assert outcome([script(source)]).steps == 0
+
+
+def test_a_backward_before_the_model_is_made_leaves_the_reserved_bytes(script):
+    """It counts as a step until the script makes an optimizer; then the steps begin again."""
+    warm_up = "import torch; torch.empty(1, device='cuda', requires_grad=True).backward()\n"
+    training = dedent("""
+        import torch
+        from torch import nn
+        model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            x = torch.randn(4096, 1024, device="cuda")
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """)
+    plain, warm = (outcome([script(text)]).trace for text in (training, warm_up + training))
+    assert plain.reserved_bytes == warm.reserved_bytes == 482 * 2**20
+    assert plain.allocated_bytes == warm.allocated_bytes
