@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.internals.layer_names import is_inner
 from memlab.internals.transforms import require_no_transform
@@ -198,16 +199,20 @@ def quantize_layers(
 ) -> None:
     """Replace nn.Linear layers by NF4Linear, also inside of LoRALinear, one after another.
 
-    A layer used twice in the model stays shared, and all layers share the codebooks.
+    A replaced layer is freed before the next is quantized, unless the caller keeps it. A layer used
+    twice in the model stays shared, and all layers share the codebooks.
     """
-    layers = {
-        name: layer
+    names = [
+        name
         for name, layer in named_layers(model)
         if isinstance(layer, nn.Linear) and where(name.removesuffix(".frozen"))
-    }
-    made: dict[nn.Linear, NF4Linear] = {}
+    ]
+    made = WeakIdKeyDictionary()  # the old layer: the new one
     codebooks: dict[torch.device, SharedCodebooks] = {}
-    for name, layer in layers.items():
+    for name in names:
+        layer = dict(named_layers(model))[name]
+        if not isinstance(layer, nn.Linear):  # replaced already, in a parent with two names
+            continue
         device = layer.weight.device
         if device not in codebooks:
             codebooks[device] = SharedCodebooks(nf4_codebooks(device))

@@ -6,6 +6,7 @@ Each check of a layer is a function, and `WRONG` has layers that must fail it.
 import copy
 import warnings
 from collections.abc import Callable
+from itertools import accumulate
 
 import pytest
 import torch
@@ -511,3 +512,22 @@ def test_preparing_casts_what_peft_casts():
         == other
         == {"0.bias": torch.float32, "3.weight": torch.float32, "3.bias": torch.float32}
     )
+
+
+def test_a_layer_is_freed_before_the_next_is_quantized():
+    def build():
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False, device="cuda") for _ in range(8)))
+        add_qlora(model, 4, where=lambda name: True)
+        return (lambda: model(torch.ones(1, 256, device="cuda"))), model, None
+
+    history = memlab.predict(build, steps=1).history
+    live = accumulate(event.bytes for event in history)
+    assert max(live) < 8 * 256 * 256 * 4 + 256 * 2**10  # the weights, and one layer's temporaries
+
+
+def test_a_layer_in_a_module_with_two_names_is_quantized_once():
+    inner = nn.Sequential(nn.Linear(64, 64))
+    model = nn.Sequential(inner, inner)
+    quantize_layers(model, where=lambda name: True)
+    assert model[0][0] is model[1][0]
+    assert isinstance(model[0][0], NF4Linear)
