@@ -1,6 +1,7 @@
 """The planner page's answers. It runs in the browser, on memlab's own formulas."""
 
 import json
+import math
 from bisect import bisect_right
 from dataclasses import fields
 
@@ -8,7 +9,7 @@ from memlab.configs.config_json import config_from
 from memlab.configs.gpus import GPUS
 from memlab.configs.shapes import PRESETS, GPTConfig
 from memlab.planner.cards import budget_bytes, memory_named
-from memlab.planner.formulas import training_bytes
+from memlab.planner.formulas import RESERVED_MOST, training_bytes
 from memlab.planner.recipes import OFFLOAD, OPTIMIZERS, PRECISIONS, STAGES, Recipe, words_for
 from memlab.units import format_bytes
 
@@ -82,7 +83,9 @@ def answer(given: str) -> str:
 def answered(settings: dict[str, str]) -> dict[str, object]:
     """Return the bytes at each moment, the peak, the budget and the longest sequence.
 
-    Raises ValueError for a wrong setting.
+    The formula counts allocated memory, and the allocator needs more. So a step fits for certain
+    only if the most that predictions needed beyond the formula fits too, and the longest sequence
+    is a range. Raises ValueError for a wrong setting.
     """
     config, recipe = config_of(settings), recipe_of(settings)
     memory = memory_named(settings["gpu"])
@@ -95,7 +98,11 @@ def answered(settings: dict[str, str]) -> dict[str, object]:
     found = estimate(integer(settings, "seq"))
     if found.peak_bytes >= EXACT:
         raise ValueError(f"{format_bytes(found.peak_bytes)} are too many; give smaller numbers")
-    longest = bisect_right(range(1, LONGEST), budget, key=lambda n: estimate(n).peak_bytes)
+    most = math.ceil((1 + RESERVED_MOST) * found.peak_bytes)
+    longest = [
+        bisect_right(range(1, LONGEST), budget / share, key=lambda n: estimate(n).peak_bytes)
+        for share in (1 + RESERVED_MOST, 1)
+    ]
     return {
         "parameters": config.parameters,
         "recipe": recipe.words,
@@ -104,17 +111,18 @@ def answered(settings: dict[str, str]) -> dict[str, object]:
         "terms": {WORDS.get(name, name.replace("_", " ")): n for name, n in found.terms.items()},
         "peak": found.peak_bytes,
         "budget": budget,
-        "fits": found.peak_bytes <= budget,
+        "most": most,
+        "fits": "yes" if most <= budget else "maybe" if found.peak_bytes <= budget else "no",
         "longest": longest,
         "made_for": config.seq_len,
-        "shown": {str(n): format_bytes(n) for n in numbers(found, budget)},
+        "shown": {str(n): format_bytes(n) for n in numbers(found, most, budget)},
     }
 
 
-def numbers(found, budget: int) -> set[int]:
+def numbers(found, most: int, budget: int) -> set[int]:
     """Return every number of bytes that the page shows."""
     sums = {sum(terms.values()) for terms in found.moments.values()}
-    return {*found.terms.values(), *sums, budget, abs(budget - found.peak_bytes)}
+    return {*found.terms.values(), *sums, most, budget, abs(budget - found.peak_bytes)}
 
 
 def config_of(settings: dict[str, str]) -> GPTConfig:

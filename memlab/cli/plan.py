@@ -104,11 +104,7 @@ def plan_model(
             f"add --library transformers"
         )
     chosen = (precision, optimizer, group, lora_rank, lora_targets)
-    if (
-        gpus > 1
-        and target.startswith("cuda")
-        and all(each is None for each in chosen)
-    ):
+    if gpus > 1 and target.startswith("cuda") and all(each is None for each in chosen):
         from memlab.cli.plan_meshes import plan_meshes
         from memlab.planner.meshes import why_no_llama
 

@@ -16,7 +16,8 @@ from memlab.configs.shapes import PRESETS, GPTConfig
 from memlab.configs.torchrun import MAX_GPUS_PER_MACHINE
 from memlab.planner.cards import Memory, budget_bytes
 from memlab.planner.deepspeed import DeepSpeedStep, Effect, effects
-from memlab.planner.options import RESERVED, option_numbers, verdict
+from memlab.planner.formulas import RESERVED
+from memlab.planner.options import option_numbers, verdict
 from memlab.planner.search import MAX_SEQUENCES, TOKENS, USUAL_SEQ_LEN
 from memlab.units import format_bytes, paragraph
 

@@ -27,8 +27,9 @@ from memlab.planner.expert_parallel import (
     seconds_per_token,
     sent_bytes,
 )
+from memlab.planner.formulas import RESERVED
 from memlab.planner.meshes import RankBytes
-from memlab.planner.options import RESERVED, option_numbers, verdict
+from memlab.planner.options import option_numbers, verdict
 from memlab.units import format_bytes, paragraph
 
 

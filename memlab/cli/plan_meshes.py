@@ -21,10 +21,11 @@ from memlab.configs.torchrun import MAX_GPUS_PER_MACHINE, torchrun
 from memlab.internals.files import write_beside
 from memlab.planner import Measured, Memory
 from memlab.planner.cards import budget_bytes, margin_bytes
+from memlab.planner.formulas import RESERVED
 from memlab.planner.measuring import summarized
 from memlab.planner.mesh_script import mesh_script
 from memlab.planner.meshes import Mesh, MeshOption, mesh_options
-from memlab.planner.options import RESERVED, option_numbers, verdict
+from memlab.planner.options import option_numbers, verdict
 from memlab.scripts.launch import launch_of
 from memlab.scripts.ranks import run_ranks
 from memlab.units import format_bytes, paragraph

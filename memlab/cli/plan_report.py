@@ -12,7 +12,8 @@ from memlab.configs.targets import find_target
 from memlab.configs.torchrun import MAX_GPUS_PER_MACHINE
 from memlab.planner import Memory, Option, Plan
 from memlab.planner.cards import budget_bytes
-from memlab.planner.options import AS_IT_IS, RESERVED, command
+from memlab.planner.formulas import RESERVED_MOST
+from memlab.planner.options import AS_IT_IS, command
 from memlab.planner.recipes import GROUPS
 from memlab.planner.search import MAX_SEQUENCES
 from memlab.units import format_bytes, paragraph
@@ -194,8 +195,8 @@ def _formula_remarks(found: Plan) -> Iterator[str]:
     if found.others:
         yield (
             f"≈: allocated memory by formula; the allocator reserves more, so such a row fits only "
-            f"if {RESERVED:.0%} more does, and a faster recipe may fit. --recipes {len(listed)} "
-            f"predicts these rows too, --optimizer or --precision selects one of them"
+            f"if {RESERVED_MOST:.0%} more does, and a faster recipe may fit. --recipes "
+            f"{len(listed)} predicts these rows too, --optimizer or --precision selects one of them"
         )
 
 

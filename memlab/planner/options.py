@@ -7,13 +7,12 @@ from typing import Any
 from memlab.configs.shapes import GPTConfig
 from memlab.configs.torchrun import torchrun
 from memlab.planner.cards import Memory, budget_bytes, margin_bytes
-from memlab.planner.formulas import Estimate, training_bytes
+from memlab.planner.formulas import RESERVED_MOST, Estimate, training_bytes
 from memlab.planner.measuring import Measured
 from memlab.planner.recipes import Recipe
 from memlab.units import format_bytes
 
 AS_IT_IS = Recipe(precision="float32")  # torch's defaults: AdamW, no techniques
-RESERVED = 0.1  # of a peak by formula: allowance for reserved bytes beyond it
 
 
 def verdict(fits: bool, fits_as_it_is: bool) -> str:
@@ -153,7 +152,7 @@ class Plan:
     def fits_as_it_is(self) -> bool:
         """Whether a training without techniques fits by formula, with an allowance for reserved
         memory."""
-        return (1 + RESERVED) * self.bytes_as_it_is <= self.budget_bytes
+        return (1 + RESERVED_MOST) * self.bytes_as_it_is <= self.budget_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Return numbers and text for JSON, with the fields of memlab/cli/schema.json."""

@@ -18,10 +18,10 @@ from memlab.configs.config_json import config_named, name_of
 from memlab.configs.shapes import GPTConfig
 from memlab.planner.cards import Memory, budget_bytes, memory_named, with_margin
 from memlab.planner.costs import step_seconds
-from memlab.planner.formulas import Estimate, data_ranks, training_bytes
+from memlab.planner.formulas import RESERVED_MOST, Estimate, data_ranks, training_bytes
 from memlab.planner.limits import largest
 from memlab.planner.measuring import measured
-from memlab.planner.options import RESERVED, Candidate, Option, Plan
+from memlab.planner.options import Candidate, Option, Plan
 from memlab.planner.processes import processes
 from memlab.planner.recipes import GROUPS, Recipe, recipes, usual_kinds
 from memlab.train import Setting
@@ -307,7 +307,7 @@ class _Search:
         budget = self.query.budget_bytes
         found = []
         for kind in kinds:
-            fitting = (c for c in kind if (1 + RESERVED) * c.estimate.peak_bytes <= budget)
+            fitting = (c for c in kind if (1 + RESERVED_MOST) * c.estimate.peak_bytes <= budget)
             first = next(fitting, None)
             if first is not None and first.recipe.learned not in known:
                 found.append(_by_formula(first, budget))

@@ -51,20 +51,26 @@ function ask() {
 function show(found) {
   place.replaceChildren();
   const shown = (bytes) => found.shown[bytes];
-  short.textContent = found.error
-    ?? `${shown(found.peak)} ${found.fits ? "fit" : "do not fit"} into ${shown(found.budget)}`;
-  short.className = found.fits ? "verdict" : "wrong";
+  const range = found.error ? "" : `${shown(found.peak)} to ${shown(found.most)}`;
+  const words = { yes: "fit", maybe: "may fit", no: "do not fit" };
+  short.textContent = found.error ?? `${range} ${words[found.fits]} into ${shown(found.budget)}`;
+  short.className = found.fits === "yes" ? "verdict" : "wrong";
   if (found.error) return make("p", found.error, place, "wrong");
-  const verdict = found.fits
-    ? `It fits: ${shown(found.budget - found.peak)} of ${shown(found.budget)} are left.`
-    : `It does not fit: ${shown(found.peak - found.budget)} more than ${shown(found.budget)}.`;
-  make("p", `Peak: ${shown(found.peak)}, at the moment “${found.moment}”. ${verdict}`, place,
-    found.fits ? "verdict fits" : "verdict wrong");
+  const verdict = {
+    yes: `It fits into ${shown(found.budget)}.`,
+    maybe: `It may fit into ${shown(found.budget)}: run memlab plan, which predicts reserved memory.`,
+    no: `It does not fit: ${shown(found.peak - found.budget)} more than ${shown(found.budget)}.`,
+  }[found.fits];
+  make("p", `Peak: ${shown(found.peak)} allocated, at the moment “${found.moment}”, and up to `
+    + `${shown(found.most)} reserved. ${verdict}`, place,
+    found.fits === "yes" ? "verdict fits" : "verdict wrong");
   const tokens = (count) => count.toLocaleString("en-US");
-  const limit = found.longest > found.made_for
+  const [sure, possible] = found.longest;
+  const limit = possible > found.made_for
     ? ` (the model is made for ${tokens(found.made_for)})` : "";
-  make("p", found.longest
-    ? `Longest sequence that fits: ${tokens(found.longest)} tokens${limit}.`
+  make("p", possible
+    ? `Longest sequence that fits: between ${tokens(sure)} and ${tokens(possible)} tokens, `
+      + `depending on what the allocator reserves${limit}.`
     : "Not even a sequence of one token fits.", place);
   make("p", `${tokens(found.parameters)} parameters; ${found.recipe}`, place);
   bars(found, shown);
