@@ -46,6 +46,15 @@ def test_free_memory_in_a_segment_in_use_cannot_be_released():
     assert needed_bytes(pinned, 49 * MIB) == 50 * MIB
 
 
+def test_a_budget_just_below_the_reserved_bytes_is_tried():
+    """The allocated bytes are within 1 % of the reserved ones, and the step runs in them."""
+    trace = trace_of((1, 20), (1, -20), (2, 4000), (2, -4000))
+    budget = trace.reserved_bytes - MIB
+    assert trace.allocated_bytes > 0.99 * trace.reserved_bytes
+    assert simulate(trace, capacity_bytes=budget).fits
+    assert needed_bytes(trace, budget) <= budget
+
+
 def test_the_step_runs_in_the_result():
     trace = memlab.predict(_training)
     needed = needed_bytes(trace, trace.reserved_bytes - MIB)

@@ -27,17 +27,18 @@ def needed_bytes(trace: Trace, budget: int) -> int:
 
 
 def _least_capacity(trace: Trace, budget: int, most: int) -> int:
-    """Search between the allocated bytes and `most`. The budget itself is the first guess."""
+    """Search between the allocated bytes and `most`. Whether the budget suffices is exact."""
     too_small, enough = trace.allocated_bytes - 1, most
     guess = budget
-    while enough - too_small > max(1, PRECISION * most):
+    while True:
         if too_small < guess < enough:
             if _runs_in(trace, guess):
                 enough = guess
             else:
                 too_small = guess
+        if enough - too_small <= max(1, PRECISION * most):
+            return enough
         guess = (too_small + enough) // 2
-    return enough
 
 
 def _runs_in(trace: Trace, capacity: int) -> bool:
