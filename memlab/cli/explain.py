@@ -15,12 +15,12 @@ from memlab.explain import (
     Explanation,
     Source,
     explain_source,
-    of_bytes,
     of_text,
     read_file,
+    read_stream,
     summary,
 )
-from memlab.units import paragraph
+from memlab.units import format_bytes, paragraph
 
 STANDARD_INPUT = "-"
 PATIENCE_SECONDS = 2  # of silence
@@ -49,11 +49,10 @@ def explain_file(question: Question) -> None:
 def _explanation(question: Question) -> Explanation:
     total = _total_bytes(question.memory)
     try:
-        source = _source(question.file)
+        progress = Progress()
+        source = _source(question.file, progress.on_bytes)
         _note_ignored(question, source)
-        return explain_source(
-            source, device=question.device, total_bytes=total, on_remedy=Progress()
-        )
+        return explain_source(source, device=question.device, total_bytes=total, on_remedy=progress)
     except OSError as error:
         raise UsageError(
             f"got {quoted(question.file)}, which cannot be read ({error.strerror}); name a "
@@ -63,23 +62,28 @@ def _explanation(question: Question) -> Explanation:
         raise UsageError(f"got {quoted(question.file)}: {error}") from error
 
 
-def _source(file: str) -> Source:
+def _source(file: str, on_bytes: Callable[[int], None]) -> Source:
     if file == STANDARD_INPUT:
         stream = getattr(sys.stdin, "buffer", None)  # a snapshot, or a log with any bytes
-        return of_bytes(stream.read()) if stream else of_text(sys.stdin.read())
-    return read_file(Path(file))
+        return read_stream(stream, on_bytes) if stream else of_text(sys.stdin.read())
+    return read_file(Path(file), on_bytes)
 
 
 class Progress:
-    """Names the remedies as they are replayed, on standard error, if that takes long."""
+    """Says what is read and which remedies are replayed, on standard error, if that takes long."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._start = clock()
+        self._start = self._read_at = clock()
 
     def __call__(self, remedy: str) -> None:
         if self._clock() - self._start > PATIENCE_SECONDS:
             print(f"replaying: {remedy}", file=sys.stderr, flush=True)
+
+    def on_bytes(self, count: int) -> None:
+        if self._clock() - self._read_at > PATIENCE_SECONDS:
+            self._read_at = self._clock()
+            print(f"reading: {format_bytes(count)}", file=sys.stderr, flush=True)
 
 
 def _note_ignored(question: Question, source: Source) -> None:

@@ -87,11 +87,19 @@ def show_document(document: Mapping[str, Any]) -> None:
 
 def note(text: str) -> None:
     """Print a remark on the run itself. With `--json`, it goes to standard error."""
-    console.print(text, markup=False, soft_wrap=True)
+    console.print(printable(text), markup=False, soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """Escape control characters, such as a terminal's commands in the name of a file."""
+    if text.isprintable():
+        return text
+    parts = (c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+    return "".join(parts)
 
 
 def echo(text: str) -> None:
-    """Print the text unchanged, without markup or line breaks. With `--json`, print nothing."""
+    """Print the text without markup or line breaks. With `--json`, print nothing."""
     if _style.get().documents is None:
         note(text)
 

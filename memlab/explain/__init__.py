@@ -19,7 +19,7 @@ from memlab.explain.explanation import (
     explain_text,
 )
 from memlab.explain.findings import CAUSES, Cause, Finding
-from memlab.explain.reading import Source, of_bytes, of_text, read_file
+from memlab.explain.reading import Source, of_bytes, of_text, read_file, read_stream
 
 __all__ = [
     "CAUSES",
@@ -34,4 +34,5 @@ __all__ = [
     "of_bytes",
     "of_text",
     "read_file",
+    "read_stream",
 ]

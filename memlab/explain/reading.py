@@ -1,25 +1,39 @@
 """Read a file of any kind that memlab can explain, and say which kind it is.
 
 Snapshots are pickles, which could run code. They are read with memlab.internals.unpickling, which
-allows plain data only.
+allows plain data only. Limits keep a damaged or hostile file from taking the machine:
+
+    a log                  its last MOST_TEXT_BYTES are read, so any length is
+    JSON, a pickle         MOST_JSON_BYTES, MOST_PICKLE_BYTES, also after decompression
+    compressed data        expands to at most EXPANSION times its bytes, or MOST_TEXT_BYTES
+    nesting                as deep as Python's parser of JSON reads
+    time, memory           of a pickle: see memlab.internals.unpickling
+    sizes                  integers from 0 to MOST_SIZE
 """
 
-import gzip
 import json
 import zlib
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from memlab.allocator import Allocator
-from memlab.allocator.recorded_settings import as_stated
+from memlab.allocator.recorded_settings import KEY, as_stated, stated_settings
+from memlab.allocator.settings import Settings
 from memlab.internals.snapshot import stack_frames
 from memlab.internals.unpickling import unpickle_bytes
 from memlab.trace import Trace
+from memlab.units import format_bytes
 
 PICKLE_START, GZIP_START, ZIP_START = b"\x80", b"\x1f\x8b", b"PK\x03\x04"
-MOST_TEXT_BYTES = 2**28  # of a log; only its end is read
+MOST_TEXT_BYTES = 2**26  # of a log; only its end is read
+MOST_JSON_BYTES, MOST_PICKLE_BYTES = 2**29, 2**31
+EXPANSION = 200  # times as many bytes as a compressed file has; torch's snapshots reach 50
+CHUNK_BYTES = 2**24
+MOST_SIZE = 2**50  # of a block or segment
 WANTED = (
     "give a snapshot of torch.cuda.memory._dump_snapshot, a log with an out-of-memory message, or "
     "a memlab trace (Trace.to_dict() as JSON)"
@@ -35,26 +49,79 @@ class Source:
     text: str = ""
 
 
-def read_file(path: Path) -> Source:
+OnBytes = Callable[[int], None]  # called with the number of bytes read
+
+
+def read_file(path: Path, on_bytes: OnBytes = lambda count: None) -> Source:
     """Return what a file holds. Raise ValueError if it is nothing that memlab can explain.
 
-    The file is read once, so it may be a pipe.
+    The file is read once, so it may be a pipe. Of a long log, only the end is kept.
     """
     with path.open("rb") as file:
-        return of_bytes(file.read())
+        return read_stream(file, on_bytes)
+
+
+def read_stream(file: BinaryIO, on_bytes: OnBytes = lambda count: None) -> Source:
+    """Return what an open file holds: a pickle, JSON or text, also compressed with gzip."""
+    start = file.read(len(ZIP_START))
+    if not start:
+        raise ValueError(f"it is empty; {WANTED}")
+    if start.startswith(GZIP_START):
+        content = _Content(b"")
+        for chunk in _decompressed(_chunks(start, file)):
+            content.add(chunk)
+            on_bytes(content.count)
+    else:
+        content = _Content(start)
+        for chunk in _chunks(b"", file):
+            content.add(chunk)
+            on_bytes(content.count)
+    return content.source()
 
 
 def of_bytes(content: bytes) -> Source:
-    """Return what the bytes of a file hold: a pickle, JSON or text, also compressed with gzip."""
-    if not content:
-        raise ValueError(f"it is empty; {WANTED}")
-    if content.startswith(GZIP_START):
-        content = _decompressed(content)
-    if content.startswith(PICKLE_START):
-        return of_data(unpickle_bytes(content))
-    if content.startswith(ZIP_START):
-        raise ValueError(f"it is a zip file, such as a checkpoint of torch.save; {WANTED}")
-    return of_text(_decoded(content[-MOST_TEXT_BYTES:], content[:2]))
+    """Return what the bytes of a file hold."""
+    return read_stream(BytesIO(content))
+
+
+def _chunks(start: bytes, file: BinaryIO) -> Iterator[bytes]:
+    yield start
+    while chunk := file.read(CHUNK_BYTES):
+        yield chunk
+
+
+class _Content:
+    """The bytes of a file; of a text that is no JSON, or too long for it, only the end."""
+
+    def __init__(self, start: bytes) -> None:
+        self.start, self.count = start, len(start)
+        self._kept = deque([start])
+        self._kept_bytes = len(start)
+
+    def add(self, chunk: bytes) -> None:
+        self.start = self.start or chunk[:64]
+        self.count += len(chunk)
+        self._kept.append(chunk)
+        self._kept_bytes += len(chunk)
+        if self.start.startswith(PICKLE_START):
+            if self.count > MOST_PICKLE_BYTES:
+                raise ValueError(
+                    f"it has more than {format_bytes(MOST_PICKLE_BYTES)}; record fewer entries, "
+                    f"such as _record_memory_history(max_entries=200_000)"
+                )
+            return
+        may_be_json = self.start.lstrip()[:1] in (b"{", b"[")
+        most = MOST_JSON_BYTES if may_be_json else MOST_TEXT_BYTES
+        while self._kept_bytes - len(self._kept[0]) > most:
+            self._kept_bytes -= len(self._kept.popleft())
+
+    def source(self) -> Source:
+        content = b"".join(self._kept)
+        if self.start.startswith(PICKLE_START):
+            return of_data(unpickle_bytes(content))
+        if self.start.startswith(ZIP_START):
+            raise ValueError(f"it is a zip file, such as a checkpoint of torch.save; {WANTED}")
+        return of_text(_decoded(content, self.start[:2]))
 
 
 def _decoded(content: bytes, start: bytes) -> str:
@@ -67,25 +134,27 @@ def of_text(text: str) -> Source:
     """Return the source of a text: JSON, or a log."""
     if text.lstrip()[:1] in ("{", "["):
         try:
-            return of_data(json.loads(text))
-        except json.JSONDecodeError as error:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:  # also for a number of too many digits
             if "out of memory" not in text:
                 raise ValueError(f"it is no complete JSON: {error}; {WANTED}") from error
-    return Source("log", text=text)
+        else:
+            return of_data(data)
+    return Source("log", text=text[-MOST_TEXT_BYTES:])
 
 
 def of_data(data: Any) -> Source:
     """Return the source of a pickle's or a JSON document's data."""
     if _are_segments(data):  # torch.cuda.memory_snapshot() returns a list
-        return Source("snapshot", {"segments": data, "device_traces": []})
+        return Source("snapshot", _checked({"segments": data, "device_traces": []}))
     if not isinstance(data, dict):
         raise ValueError(f"it holds a {type(data).__name__}, and no snapshot; {WANTED}")
     if "fields" in data and "events" in data:
-        return Source("trace", snapshot_of(_trace(data)))
+        return Source("trace", _checked(_trace(data)))
     if "events" in data and "segments_at_end" in data:
-        return Source("recording", data)
+        return Source("recording", _checked(data))
     if "device_traces" in data or "segments" in data:
-        return Source("snapshot", data)
+        return Source("snapshot", _checked(data))
     if "schema" in data and "command" in data:
         raise ValueError(
             f"it is the result of memlab {data['command']}, which holds peaks but no allocations; "
@@ -94,10 +163,10 @@ def of_data(data: Any) -> Source:
     raise ValueError(f"its keys are {', '.join(map(str, list(data)[:6]))}; {WANTED}")
 
 
-def _trace(data: Mapping[str, Any]) -> Trace:
+def _trace(data: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        return Trace.from_dict(data)
-    except (KeyError, TypeError, IndexError, ValueError) as error:
+        return snapshot_of(Trace.from_dict(data))
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
         raise ValueError(f"its trace is damaged: {error!r}; write it again with to_dict") from error
 
 
@@ -109,11 +178,109 @@ def _are_segments(data: Any) -> bool:
     )
 
 
-def _decompressed(content: bytes) -> bytes:
+def _decompressed(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the decompressed chunks, of one or several members of a gzip file."""
+    taken, made, first = 0, 0, b""
+    expander = zlib.decompressobj(wbits=31)
     try:
-        return gzip.decompress(content)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        for chunk in chunks:
+            taken += len(chunk)
+            while chunk:
+                if expander.eof:
+                    expander = zlib.decompressobj(wbits=31)
+                out = expander.decompress(chunk, CHUNK_BYTES)
+                made += len(out)
+                first = first or out[:1]
+                is_data = first in (PICKLE_START, b"{", b"[")
+                if is_data and made > max(MOST_TEXT_BYTES, EXPANSION * taken):
+                    raise ValueError(
+                        f"it expands to more than {EXPANSION} times its bytes; give the file "
+                        f"uncompressed"
+                    )
+                yield out
+                chunk = expander.unconsumed_tail or expander.unused_data
+    except zlib.error as error:
         raise ValueError(f"it is damaged: {error}; give the complete file") from error
+    if not expander.eof:
+        raise ValueError("it is damaged: its end is missing; give the complete file")
+
+
+# ------------------------------------------------------------------ checks
+
+
+_SIZES = ("size", "total_size", "allocated_size", "active_size", "requested_size", "real_size")
+_ADDRESSES = ("addr", "address")
+_INTEGERS = ("stream", "device", "device_free")
+_TEXTS = ("action", "segment_type", "state", "category")
+
+
+def _checked(snapshot: Any) -> Mapping[str, Any]:
+    """Return a snapshot or recording whose entries are those of torch. Raises ValueError."""
+    frames: set[int] = set()  # lists that were checked; entries share them
+    for name in ("segments", "segments_at_end"):
+        for segment in _dicts(snapshot.get(name, []), name):
+            _check_entry(segment, frames)
+            for block in _dicts(segment.get("blocks", []), "blocks"):
+                _check_entry(block, frames)
+                for past in _dicts(block.get("history", []), "history"):
+                    _check_entry(past, frames)
+    traces = snapshot.get("device_traces", [])
+    for entries in [*_lists(traces, "device_traces"), snapshot.get("events", [])]:
+        for entry in _dicts(entries, "events"):
+            _check_entry(entry, frames)
+    try:
+        Settings(**stated_settings(snapshot.get(KEY, {})))
+    except ValueError:
+        pass  # a setting that is not simulated, which is reported where it is used
+    except (TypeError, AttributeError, KeyError, IndexError) as error:
+        raise ValueError(f"its {KEY} are damaged: {error!r}; {WANTED}") from error
+    return snapshot
+
+
+def _lists(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"its {name} must be lists, and one is a {type(value).__name__}; {WANTED}")
+    return value
+
+
+def _dicts(value: Any, name: str) -> Iterator[dict[str, Any]]:
+    for each in _lists(value, name):
+        if not isinstance(each, dict):
+            raise ValueError(
+                f"its {name} holds a {type(each).__name__}, which is no dictionary; {WANTED}"
+            )
+        yield each
+
+
+def _check_entry(entry: dict[str, Any], checked: set[int]) -> None:
+    for names, most in ((_SIZES, MOST_SIZE), (_ADDRESSES, 2**64)):
+        for name in names:
+            value = entry.get(name, 0)
+            if type(value) is not int or not 0 <= value <= most:
+                raise ValueError(
+                    f"an entry has the {name} {_short(value)}; expected an integer from 0 to "
+                    f"2^{most.bit_length() - 1}, as torch records"
+                )
+    for names, kind in ((_INTEGERS, int), (_TEXTS, str)):
+        for name in names:
+            if name in entry and type(entry[name]) is not kind:
+                raise ValueError(f"an entry has the {name} {_short(entry[name])}; {WANTED}")
+    frames = entry.get("frames") or []
+    if id(frames) in checked:
+        return
+    checked.add(id(frames))
+    for frame in _dicts(frames, "frames"):
+        is_text = all(isinstance(frame.get(key, ""), str) for key in ("filename", "name"))
+        if not is_text or type(frame.get("line", 0)) is not int:
+            raise ValueError(f"an entry has the frame {_short(frame)}; {WANTED}")
+
+
+def _short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # too many digits, too deep
+        return f"of type {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}…"
 
 
 # ------------------------------------------------------------------ traces

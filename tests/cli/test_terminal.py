@@ -122,3 +122,19 @@ def test_with_json_other_processes_print_to_standard_error(tmp_path):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "{}\n")
     assert sorted(done.stderr.splitlines()) == ["from a process", "from python"]
+
+
+def test_control_characters_in_a_file_name_do_not_reach_the_terminal(memlab_command, tmp_path):
+    name = "\x1b]0;owned\x07log\x9b31m.txt"
+    (tmp_path / name).write_text("CUDA out of memory. Tried to allocate 2.00 GiB")
+    for arguments in (
+        ("explain", name),
+        ("explain", f"no{name}"),
+        ("explain", name, "--out", name),
+    ):
+        outcome = memlab_command(*arguments)
+        assert all(c.isprintable() or c == "\n" for c in outcome.out + outcome.err)
+    explained = memlab_command("explain", name, "--out", "folder\x1b[31m")
+    assert explained.status == 0
+    assert "folder\\x1b[31m" in explained.out
+    assert all(c.isprintable() or c == "\n" for c in explained.out)

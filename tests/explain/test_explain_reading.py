@@ -2,19 +2,22 @@
 
 import gzip
 import json
+import math
 import os
 import pickle
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from memlab import Event, Trace
 from memlab.allocator import history
-from memlab.explain import explain
+from memlab.explain import explain, reading
 from memlab.explain.categories import Categories
 from memlab.explain.frames import Frame, in_recompute
 from memlab.explain.histories import free_memory, history_of
+from memlab.internals import unpickling
 
 MIB = 2**20
 RECORDINGS = sorted(Path(os.environ.get("MEMLAB_RECORDINGS", "none")).glob("*.json.gz"))
@@ -125,6 +128,78 @@ def test_what_is_wrong_with_a_file_does_not_repeat_its_path(tmp_path):
     with pytest.raises(ValueError, match=r"^it cannot be read") as error:
         explain(path)
     assert str(path) not in str(error.value)
+
+
+def recorded(**changes):
+    plain = {"action": "alloc", "addr": 2**40, "size": 2 * MIB, "stream": 0, "frames": []}
+    return {"segments": [], "device_traces": [[{**plain, **changes}]]}
+
+
+NESTED_KEY = b"\x80\x04})" + b"".join(b"\x94h" + bytes([n]) + b"\x86" for n in range(45)) + b"Ns."
+
+
+@pytest.mark.parametrize("write_data", [pickle.dumps, lambda data: json.dumps(data).encode()])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"size": -1}, r"the size -1; expected an integer from 0 to 2\^50"),
+        ({"size": 2**63 - 1}, "the size 9223372036854775807; expected"),
+        ({"size": 10**40}, "the size 1000"),
+        ({"size": math.inf}, "the size inf"),
+        ({"size": "2"}, "the size '2'"),
+        ({"addr": -4}, r"the addr -4; expected an integer from 0 to 2\^64"),
+        ({"stream": []}, r"the stream \[\]"),
+        ({"category": 3}, "the category 3"),
+        ({"frames": [{"filename": 3}]}, "the frame {'filename': 3}"),
+    ],
+)
+def test_values_that_torch_does_not_record_are_named(tmp_path, write_data, changes, words):
+    path = write(tmp_path / "snapshot", write_data(recorded(**changes)))
+    with pytest.raises(ValueError, match=f"an entry has {words}"):
+        explain(path)
+
+
+def test_the_settings_of_a_snapshot_are_checked(tmp_path):
+    data = {**recorded(), "allocator_settings": {"max_split_size": "large"}}
+    with pytest.raises(ValueError, match="its allocator_settings are damaged"):
+        explain(write(tmp_path / "snapshot", data))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[" * 200_000, "no complete JSON: maximum recursion depth"),
+        (b"[" + b"1" * 5_000 + b"]", "no complete JSON: Exceeds the limit"),
+        (gzip.compress(b"[" + bytes(100 * MIB)), "expands to more than 200 times its bytes"),
+        (gzip.compress(b"CUDA out of memory" * 100)[:-9], "its end is missing"),
+    ],
+)
+def test_hostile_files_are_refused_in_one_sentence(tmp_path, content, words):
+    with pytest.raises(ValueError, match=words):
+        explain(write(tmp_path / "file", content))
+
+
+def test_a_pickle_that_takes_for_ever_to_load_is_refused(tmp_path, monkeypatch):
+    """The hash of 45 nested pairs takes 2^45 steps, which nothing in the process can interrupt."""
+    monkeypatch.setattr(unpickling, "SECONDS", 1)
+    with pytest.raises(ValueError, match="takes more than 1 s or 1024 MiB to load"):
+        explain(write(tmp_path / "snapshot.pickle", NESTED_KEY))
+
+
+def test_of_a_long_log_only_the_end_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "MOST_TEXT_BYTES", MIB)
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 2**16)
+    text = b"step 1\n" * 2**20 + b"CUDA out of memory. Tried to allocate 2.00 MiB\n"
+    counts = []
+    tracemalloc.start()
+    source = reading.read_file(write(tmp_path / "log.txt", text), counts.append)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert source.text.endswith("Tried to allocate 2.00 MiB\n")
+    assert peak < 5 * MIB
+    assert counts[-1] == len(text)
+    compressed = write(tmp_path / "log.txt.gz", gzip.compress(text))
+    assert reading.read_file(compressed).text.endswith("Tried to allocate 2.00 MiB\n")
 
 
 def test_a_compressed_snapshot_is_read(tmp_path):

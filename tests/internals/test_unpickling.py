@@ -30,6 +30,12 @@ def test_other_than_plain_data_is_refused_before_any_code_runs(tmp_path, monkeyp
     assert not Path("harm").exists()
 
 
+def test_the_reason_is_never_empty(tmp_path):
+    (tmp_path / "file").write_bytes(b"\x80\x04\x8a\x00")  # raises EOFError without a message
+    with pytest.raises(ValueError, match=r"cannot be read: \w+"):
+        unpickle(tmp_path / "file")
+
+
 def test_an_allowed_name_is_replaced(tmp_path):
     (tmp_path / "file").write_bytes(pickle.dumps({"file": Path("a/b")}))
     names = {(Path().__class__.__module__, Path().__class__.__name__): lambda *parts: parts}
