@@ -18,6 +18,7 @@ from rich.console import Console
 import memlab
 from memlab.cli.errors import error_summary
 from memlab.cli.machine import devices_present, memory_of, name_of
+from memlab.cli.terminal import printable
 from memlab.configs.targets import target_of
 from memlab.internals.torch_internals import cuda_driver_version
 from memlab.train import TECHNIQUES, Plugs, Setting, Technique, build, combined, measured
@@ -51,7 +52,7 @@ def examine() -> int:
     for finding in _findings():
         mark = {True: "[green]OK  [/]", False: "[red]FAIL[/]", None: "    "}[finding.ok]
         console.print(f"{mark} {finding.name:<12}", end=" ")
-        console.print(finding.text, markup=False, soft_wrap=True)
+        console.print(printable(finding.text), markup=False, soft_wrap=True)
         failed |= finding.ok is False
     return int(failed)
 

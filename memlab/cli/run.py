@@ -126,7 +126,7 @@ def _show_another_rank(launch: Launch, outcome: Outcome, trace: Trace, folder: P
     which = f"rank {outcome.rank} of {outcome.ranks}"
     peak = f"peak {format_bytes(trace.peak_bytes)} in {trace.peak_phase}"
     folder = folder / f"rank{outcome.rank}"
-    print(f"{which}: {peak} ({folder}/run.json)", flush=True)
+    print(terminal.printable(f"{which}: {peak} ({folder}/run.json)"), flush=True)
     with redirect_stdout(io.StringIO()):
         write_run([Row(str(launch), trace)], f"{launch}, {which}", folder, "measured")
     return 0

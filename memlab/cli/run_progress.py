@@ -10,13 +10,14 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from memlab.cli.script import is_users
+from memlab.cli.terminal import printable
 from memlab.internals.signals import handled
 
 SECONDS = 10  # between two lines that say where the script is
 
 
 def announce(stage: str) -> None:
-    print(f"memlab: {stage}", file=sys.stderr, flush=True)
+    print(printable(f"memlab: {stage}"), file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -122,7 +122,7 @@ def progress(stages: int) -> Iterator[Callable[[str], None]]:
         redirect_stdout=sys.stdout.isatty(),  # otherwise redirected output would reach the terminal
     ) as bar:
         task = bar.add_task("", total=stages, completed=-1)
-        yield lambda stage: bar.update(task, advance=1, description=stage, refresh=True)
+        yield lambda stage: bar.update(task, advance=1, description=printable(stage), refresh=True)
 
 
 def _lines(stages: int) -> Callable[[str], None]:
@@ -135,7 +135,7 @@ def _lines(stages: int) -> Callable[[str], None]:
         if now - printed_at >= SECONDS_BETWEEN_LINES:
             printed_at = now
             with suppress(OSError):  # the reader has closed the pipe
-                print(f"{number} of {stages}: {stage}", file=sys.stderr, flush=True)
+                print(printable(f"{number} of {stages}: {stage}"), file=sys.stderr, flush=True)
 
     return announce
 
@@ -183,5 +183,5 @@ def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
     for number, title in enumerate(shown):
         lines.add_column(title, justify="right" if number else "left", no_wrap=True)
     for cells in zip(*shown.values(), strict=True):
-        lines.add_row(*cells)
+        lines.add_row(*map(printable, cells))
     return lines
