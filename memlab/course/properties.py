@@ -13,8 +13,9 @@ listed in its exercise's `rebuilds` (see ownwork.py).
 import gc
 import random
 import tracemalloc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -457,6 +458,20 @@ def returned_gradients(result: Tensor) -> tuple[Any, ...]:
         return ()
     sent = node.apply(torch.ones_like(result))
     return sent if isinstance(sent, tuple) else (sent,)
+
+
+def most_alive(trace: Trace, sizes: Collection[int]) -> int:
+    """Return the most bytes alive at once in tensors with one of these numbers of elements, beside
+    those from before the step."""
+    alive: dict[int, int] = {}
+    most = 0
+    for event in trace.events:
+        if event.bytes < 0:
+            alive.pop(event.storage, None)
+        elif event.phase != "before" and prod(event.shape) in sizes:
+            alive[event.storage] = event.bytes
+            most = max(most, sum(alive.values()))
+    return most
 
 
 def survives_a_reused_address(

@@ -13,6 +13,7 @@ from memlab.course.bill import plain
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, equal, require
 from memlab.course.properties import dimensions, same_bytes, unchanged
 from memlab.course.solutions import body, mistakes, solution
+from memlab.metering import measure
 from memlab.model import PRESETS, GPTConfig
 from memlab.units import format_bytes
 
@@ -41,7 +42,15 @@ _REAL_SHAPES = ("124m", "llama-2-7b", "llama-3-405b")
 
 def _check_parameter_count(answer: Callable[[GPTConfig], int]) -> str:
     for shape in _SHAPES:
-        equal(f"parameter_count of {_in_words(shape)}", answer(shape), _count(shape), "weights")
+        call, got = f"parameter_count of {_in_words(shape)}", []
+        allocated = measure(lambda shape=shape, got=got: got.append(answer(shape))).peak_bytes
+        equal(call, got.pop(), _count(shape), "weights")
+        require(
+            allocated < 4 * _count(shape),
+            f"{call} allocates {allocated:,} bytes, as the model does; wanted the count without "
+            f"the model.",
+            evidence=(call, "builds the model"),
+        )
     for name in _REAL_SHAPES:
         shape = _Shape(**vars(PRESETS[name]))
         with torch.device("meta"):  # an answer may build the model
@@ -100,6 +109,10 @@ _PARAMETER_COUNT = Exercise(
             ("(1 if config.tied else 2)", "2"),
         ),
         ("This MLP has three matrices: gate, up and down.", ("mlp = 3", "mlp = 2")),
+        (
+            "You built the model. Count its weights with the formula.",
+            body("parameter_count", "return sum(p.numel() for p in GPT(config).parameters())"),
+        ),
     ),
 )
 

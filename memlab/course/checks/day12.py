@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate as running_sums
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from memlab.course.checks.day11 import in_chunks
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, equal, require
-from memlab.course.properties import limited_outside_of_tensors
+from memlab.course.properties import limited_outside_of_tensors, most_alive, rough
 from memlab.course.solutions import body, mistakes, solution
 from memlab.internals.torch_internals import TorchDispatchMode, disable_current_modes, tree_leaves
 from memlab.metering import measure
@@ -906,6 +907,25 @@ def _leftover_bytes(trace: Trace, at: int, since: int) -> int:
     )
 
 
+MANY_ROWS = 2, 24, ((64, 64),) * 12, torch.float32  # an activation is as large as no piece
+
+
+def _require_one_set_of_activations(answer: Callable[..., Any]) -> None:
+    """Require a unit's inputs once. Copies of them would double the activations."""
+    needed = {}
+    for who, sharded in (("got", answer), ("wanted", sharded_pass)):
+        case = ShardedCase(*MANY_ROWS)
+        run = partial(sharded, Communicator(case.ranks), *case.for_stage_3(case.sums()))
+        needed[who] = most_alive(measure(run), {case.xs[0].numel()}) // case.ranks
+    limit = needed["wanted"] + 3 * case.xs[0].nbytes
+    require(
+        needed["got"] <= limit,
+        f"sharded_pass of {case.units} units: each rank has {needed['got']:,} bytes of inputs and "
+        f"outputs of units alive at once; wanted at most {limit:,}. Keep each unit's input once.",
+        evidence=("activations", rough(needed["got"])),
+    )
+
+
 def _check_pass(answer: Callable[..., Any]) -> str:
     _check_units("sharded_pass", answer, ShardedCase.for_stage_3, passes=3)
     case = ShardedCase(*DEEP)
@@ -914,6 +934,7 @@ def _check_pass(answer: Callable[..., Any]) -> str:
     _require_one_whole(trace, case)
     peak = _peak_per_rank(trace, case.ranks)
     _require_few_units("sharded_pass", peak, 5, "weights")
+    _require_one_set_of_activations(answer)
     limited_outside_of_tensors(
         "sharded_pass of 12 units",
         lambda: answer(Communicator(case.ranks), *case.for_stage_3(sums)),
@@ -988,6 +1009,11 @@ _PASS = Exercise(
             _NEVER_SENT,
         ),
         ("The outputs are used as their own gradients. Call dy_of(y).", ("dy_of(y) for", "y for")),
+        (
+            "Each activation is kept twice: a unit's output is the next unit's input.",
+            (_FIRST_LINE, f"outputs = []\n    {_FIRST_LINE}"),
+            (_FREED, f"{_FREED}        outputs.append([y.clone() for y in inputs[-1]])\n"),
+        ),
         (
             "add_gradients_ got the sums of all units, and used the first unit's sums each "
             "time. Pass lists of one unit: [[mine[unit]] for mine in sums].",
