@@ -160,7 +160,8 @@ print(f"row_sum of ordinary softmax, in two passes: {(row - row.max()).exp().sum
 #
 # About 12 minutes. You get the state of R rows, `row_max` and `row_sum` (…, R, 1) and `acc` (…, R,
 # D), and a tile of K keys, `scores` (…, R, K) and `values` (…, K, D). Return the new row_max,
-# row_sum and acc. Do not change the arguments, and build no tensor of R × K × D elements.
+# row_sum and acc as new tensors. Leave the arguments as they are, and build no tensor of R × K × D
+# elements.
 #
 # Before its first key, a row has row_max −∞. Masked scores are −∞ too. If a row has seen only
 # masked scores, row_max stays −∞, and row_sum and acc stay 0.

@@ -313,8 +313,9 @@ print(f"⟨p₁, p₁⟩ = {inner_product(p1, p1):.6f}, ⟨p₁, p₂⟩ = {inne
 #
 # About 15 minutes. Given the snapshots' profiles (`.t`, `.gamma`) and the target's, return one
 # coefficient per snapshot, in float64. Leave out snapshots later than the target's time: their
-# coefficient is 0. For the rest, the minimum is where A·x = b. At the end divide x by its sum, so
-# that the coefficients **sum to one**: a weight that never changed then stays unchanged.
+# coefficient is 0. For the rest, the minimum is where A·x = b. Solve it without A's inverse, which
+# loses digits. At the end divide x by its sum, so that the coefficients **sum to one**: a weight
+# that never changed then stays unchanged.
 
 
 # %%
@@ -390,8 +391,8 @@ _ = fig.suptitle("σ = 0.15 from averages of width 0.05 and 0.10 (each term in g
 #
 # - `snapshots[n].read(name, start, stop)` returns float16 elements, memory-mapped: do not write to
 #   them.
-# - `write(k, name, start, elements)` stores a 1-D tensor of finished float32 elements. Write each
-#   element once.
+# - `write(k, name, start, elements)` stores a 1-D tensor of finished float32 elements, now or later:
+#   do not change it afterwards. Write each element once.
 # - Read each element once, and accumulate in float32. For any number of snapshots, keep only a few
 #   chunks of `chunk_size` elements per target in memory.
 

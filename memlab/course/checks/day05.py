@@ -550,6 +550,7 @@ def _check_hooks(answer: Checkpointing) -> str:
     _check_without_input_gradient(answer)
     _check_retained(answer)
     _check_partial_backward(answer)
+    _check_saved_twice(answer)
     _check_peak(answer, "forget_by_hooks", forget_by_hooks)
     _check_uses_own_hooks(answer)
     _check_several_inputs(answer, "forget_by_hooks")
@@ -577,6 +578,24 @@ def _check_without_input_gradient(answer: Checkpointing) -> None:
     settings = {"blocks": 2, "dropout": 0.25, "requires_grad": False}
     got = _passed(answer, case=case, **settings)
     same_gradients(case, got.gradients, _passed(_plain, **settings).gradients)
+
+
+def _check_saved_twice(answer: Checkpointing) -> None:
+    """fn saves one tensor twice. A slot for both would be empty when it is read again."""
+    runs: list[int] = []
+
+    def square(x: Tensor) -> Tensor:
+        runs.append(1)
+        doubled = 2 * x
+        return doubled * doubled
+
+    answer(square, torch.ones(3, requires_grad=True)).sum().backward()
+    require(
+        len(runs) == 2,
+        f"forget_by_hooks of a function that saves one tensor twice ran it {len(runs)} times; "
+        f"wanted twice, once in forward and once in backward.",
+        evidence=("saved twice", len(runs)),
+    )
 
 
 def _check_retained(answer: Checkpointing) -> None:
@@ -668,6 +687,12 @@ def _in_part_and_elsewhere(answer: Checkpointing) -> list[Tensor]:
 
 forget_by_hooks = solution("5.2")
 
+_ONE_SLOT = """    places = {}
+
+    def pack(tensor):
+        slots.append(None)
+        return places.setdefault(tensor.data_ptr(), len(slots) - 1)
+"""
 _TAKEN = "tensor, slots[index] = slots[index], None"
 _SLOTS_STAY = ("            slots.clear()\n", "")
 _SECOND_HOOKS = "saved_tensors_hooks(slots.append, lambda unused: unused)"
@@ -714,6 +739,15 @@ _HOOKS = Exercise(
             (
                 "Append None, not the tensor: a full slot saves no memory.",
                 ("slots.append(None)", "slots.append(tensor.detach())"),
+            ),
+            (
+                "A tensor that is saved twice is unpacked twice: give each pack a slot of its own.",
+                (
+                    "    def pack(tensor):\n"
+                    "        slots.append(None)\n"
+                    "        return len(slots) - 1\n",
+                    _ONE_SLOT,
+                ),
             ),
             (
                 "You run fn again for every single tensor: fill all slots in one run.",

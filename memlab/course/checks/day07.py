@@ -18,6 +18,7 @@ from memlab.course.properties import (
     is_tensor,
     limited,
     peaks,
+    rough,
     survives_a_reused_address,
     unchanged,
 )
@@ -87,6 +88,7 @@ def _check_quantize(answer: Quantize) -> str:
     for name, (groups, levels) in _QUANTIZED.items():
         _require_quantized(f"quantize of {name}", answer, groups.clone(), levels)
     _require_round_is_called(answer)
+    _require_codes_within_levels(answer)
     held = _require_bytes_of_kept(answer)
     return (
         f"{len(_QUANTIZED)} tensors: no element more than half a step off, an outlier affects "
@@ -196,6 +198,19 @@ def _require_round_is_called(answer: Quantize) -> None:
     )
 
 
+def _require_codes_within_levels(answer: Quantize) -> None:
+    """floor(steps + draw) can round the largest element, 255 steps, up to 256, which is 0 in
+    uint8."""
+    groups = _groups((0.0, 255.0))
+    for levels in (255, 15):
+        largest = int(answer(groups, levels, lambda steps: steps.floor() + 1)[0][0, 101])
+        require(
+            largest == levels,
+            f"quantize with a round that gives {levels + 1} for the largest element of a group, "
+            f"at {levels} levels, gave code {largest}; wanted {levels}.",
+        )
+
+
 def _require_bytes_of_kept(answer: Quantize) -> int:
     kept = answer(_with_outlier(), 255, torch.round)
     held = sum({t.untyped_storage(): t.untyped_storage().nbytes() for t in kept}.values())
@@ -287,6 +302,10 @@ _QUANTIZE = Exercise(
             (".clamp(0, levels)", ".int()"),
         ),
         (
+            "round may give levels + 1, which 8 bits cannot hold. Clamp the codes to levels.",
+            (".clamp(0, levels)", ""),
+        ),
+        (
             "A group of equal elements gives 0 / 0. Where the step is 0, divide by 1.",
             ("torch.where(step == 0, 1, step.float())", "step.float()"),
         ),
@@ -316,7 +335,8 @@ def _check_stochastic_round(answer: StochasticRound) -> str:
         f"{_CASE} of {DRAWS:,} elements of {_listed(off)} has a mean of about "
         f"{_listed(f'{mean:.1f}' for mean in off.values())}; wanted the value itself.",
     )
-    _mean(answer, 4.0, seed=_SEED_WITH_A_ZERO)
+    for value in (3.0, 4.0):  # round(x − 0.5 + 0) is x for even x only
+        _mean(answer, value, seed=_SEED_WITH_A_ZERO)
     _mean(answer, 3e9)
     _require_fine_draws(answer)
     _require_generator_is_used(answer)
@@ -494,7 +514,20 @@ def _check_pack(answer: Pack) -> str:
     for codes, bits in cases:
         shown = codes if len(codes) < 8 else f"{len(codes):,} codes"
         _require_packed(f"pack({shown}, {bits})", answer, codes, bits)
+    _require_narrow_temporaries(answer)
     return f"{len(cases)} lists of codes come back · ⌈n·bits/8⌉ bytes and no more"
+
+
+def _require_narrow_temporaries(answer: Pack) -> None:
+    codes = torch.zeros(4096, dtype=torch.uint8)
+    for bits in (8, 4, 2):
+        peak = measure(lambda bits=bits: answer(codes, bits)).peak_bytes - codes.nbytes
+        require(
+            peak <= 4 * len(codes),
+            f"pack of {len(codes):,} codes at {bits} bits allocates {peak:,} bytes; wanted at most "
+            f"{4 * len(codes):,}: stay in uint8.",
+            evidence=("pack", bits, rough(peak)),
+        )
 
 
 def _require_packed(case: str, answer: Pack, numbers: list[int], bits: int) -> None:
@@ -555,6 +588,12 @@ _PACK = Exercise(
             "There is a byte too many if the codes fill the last one: divide n · bits by 8 and "
             "round up.",
             (_BYTES, "len(codes) // per_byte + 1"),
+        ),
+        (
+            "These are int64 temporaries, 8 bytes per code. Bits fit in uint8.",
+            (_PART, f"{_PART}.long()"),
+            ("dtype=torch.uint8, device", "dtype=torch.int64, device"),
+            ("return packed", "return packed.to(torch.uint8)"),
         ),
         (
             "Neighbouring codes share a byte: use codes[place::per_byte], not consecutive slices.",

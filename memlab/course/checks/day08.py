@@ -164,6 +164,14 @@ def _require_kept(
             f"state[{name!r}] is {_kind(value)}; keep tensors and numbers in `state`.",
         )
     kept = sum(event.bytes for event in trace.events if event.phase != "before")
+    whole = sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+    require(
+        whole <= kept + _SLACK,
+        f"{_COUNT:,} weights: the state's tensors have {whole:,} bytes in {kept:,} bytes of "
+        f"memory, so a copy of the state needs more. Keep no expanded tensor and no second view."
+        f"{_state_in_words(state)}",
+        evidence=("whole", whole),
+    )
     require(
         wanted_bytes <= kept <= wanted_bytes + _SLACK,
         f"{_COUNT:,} weights: {kept:,} bytes are kept between steps, wanted {wanted_bytes:,}."
@@ -675,6 +683,14 @@ _ADAM_MINI = Exercise(
         ("The decay is missing.", (_DECAY, "")),
         _VECTORS_DO_NOT_DECAY,
         (
+            "v is expanded to an element per weight, so a saved or moved copy of it is as large as "
+            "m. Keep the shape (blocks, 1).",
+            (
+                'state["v"] = beta2 * state["v"] + (1 - beta2) * mean',
+                'state["v"] = (beta2 * state["v"][:, :1] + (1 - beta2) * mean).expand_as(squares)',
+            ),
+        ),
+        (
             "v has an element per weight, so it saves nothing. Keep the shape (blocks, 1) and "
             "broadcast it.",
             (_MEAN, f"{_MEAN}.expand_as(squares).clone()"),
@@ -709,8 +725,8 @@ class _TiedTable(nn.Module):
 class _UpdateRecorder:
     """A model, with an `update` that counts its calls and, if asked to, keeps the gradients."""
 
-    def __init__(self, keeps_gradients: bool = True) -> None:
-        self.keeps_gradients = keeps_gradients
+    def __init__(self, keeps_gradients: bool = True, rate: float = 0.1) -> None:
+        self.keeps_gradients, self.rate = keeps_gradients, rate
         self.model = _TiedTable()
         self.weights = list(self.model.parameters())
         self.calls: Counter[int] = Counter()
@@ -736,7 +752,7 @@ class _UpdateRecorder:
         if self.keeps_gradients:
             self.gradients[number] = weight.grad
         with torch.no_grad():
-            weight -= 0.1 * weight.grad
+            weight -= self.rate * weight.grad
 
     def backward(self, seed: int = 0, layers: int = _LAYERS) -> None:
         tokens = torch.randint(_VOCABULARY, (16,), generator=torch.Generator().manual_seed(seed))
@@ -785,6 +801,7 @@ def _check_in_backward(answer: InBackward) -> str:
     _require_refused(recorder, "a further backward before end_step()")
     _require_refused(recorder, "another backward after a refusal and before end_step()")
     _require_refused_where_one_is_unused(answer)
+    _require_the_same_gradient_refused(answer)
     _require_models_independent(answer)
     everything = sum(weight.nbytes for weight in recorder.weights)
     return (
@@ -851,6 +868,14 @@ def _require_refused_where_one_is_unused(answer: InBackward) -> None:
     recorder.require_updates(f"{case}, end_step() and a whole backward", [2] * _LAYERS + [1])
 
 
+def _require_the_same_gradient_refused(answer: InBackward) -> None:
+    """Updates that change nothing: the second gradient has the values of the first."""
+    recorder = _UpdateRecorder(rate=0.0)
+    answer(recorder.weights, recorder.update)
+    recorder.backward(seed=2)
+    _require_refused(recorder, "a second backward with the same gradients before end_step()")
+
+
 def _require_models_independent(answer: InBackward) -> None:
     """Two models, each with its own end_step."""
     first, _ = _hooked(answer)
@@ -877,6 +902,11 @@ def most_of(trace: Trace, category: str) -> int:
     return most
 
 
+_BY_VALUE = (
+    ("stepped = set()", "stepped = {}"),
+    ("if weight in stepped:", "if stepped.get(weight, now := weight.grad.sum().item()) != now:"),
+    ("stepped.add(weight)", "stepped[weight] = now"),
+)
 _DROPPED = "update(weight)\n        weight.grad = None\n"
 _TOO_EARLY = """
 def hook(weight):
@@ -971,6 +1001,10 @@ _IN_BACKWARD = Exercise(
         (
             "A count does not show which weight got a second gradient. Record the weights.",
             *_COUNTED,
+        ),
+        (
+            "A second gradient can have the values of the first. Record the weights, not values.",
+            *_BY_VALUE,
         ),
         ("end_step() must allow the next backward.", ("stepped.clear", "lambda: None")),
         (

@@ -642,6 +642,9 @@ def _check_rule(answer: Encode) -> str:
         "[1.0, 10⁻⁹, 0.0]": torch.tensor([1.0, 1e-9, 0.0]),
         "[10¹⁵, 10⁻³⁵, 0.0]": torch.tensor([1e15, 1e-35, 0.0]),  # their quotient underflows
         "[10⁻¹⁰, 10⁻⁴⁰, 0.0]": torch.tensor([1e-10, 1e-40, 0.0]),  # the second is subnormal
+        "[3 · 10³⁸, 10⁻⁴⁵, 0.0]": torch.tensor([3e38, 1e-45, 0.0]),
+        "[10⁻⁴⁰, 10⁻⁴⁵, 0.0]": torch.tensor([1e-40, 1e-45, 0.0]),
+        "[1.0, halfway between codes 0 and 1, 0.0]": torch.tensor([1.0, unsigned[1] / 2, 0.0]),
         "256 zeros": torch.zeros(BLOCK),
         "3 × 256 elements over many decades": many,
         "700 elements, some of them 0": F.relu(many[:700] - 0.5),

@@ -16,7 +16,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from memlab.checkpointing.operations import Operations
 from memlab.course.checks.day09 import momentum_in_8_bits
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, require
-from memlab.course.properties import is_tensor, limited_outside_of_tensors
+from memlab.course.properties import (
+    is_tensor,
+    limited_outside_of_tensors,
+    shares_no_storage,
+)
 from memlab.course.solutions import body, mistakes
 from memlab.internals.torch_internals import TorchDispatchMode
 from memlab.metering import measure
@@ -194,6 +198,10 @@ def _hide_first_keys(scores: Tensor) -> Tensor:
     return scores.index_put((torch.tensor(0), torch.tensor([0, 1])), torch.tensor(-math.inf))
 
 
+def _hide_middle_keys(scores: Tensor) -> Tensor:
+    return scores.index_fill(-1, torch.tensor([2, 3]), -math.inf)
+
+
 def _low_and_high(scores: Tensor) -> Tensor:
     return scores + torch.tensor([[1000.0], [-1000.0]], dtype=scores.dtype)
 
@@ -207,6 +215,7 @@ TILE_RUNS = {
     "one row high, one low by a thousand": TileRun((2,), (2, 3), torch.float64, _low_and_high),
     "all scores below −10⁶": TileRun((2,), (2, 2), torch.float64, lambda s: s - 1e6),
     "a row whose first tile is hidden, all −∞": TileRun((2,), (2, 2), change=_hide_first_keys),
+    "a tile that no row sees": TileRun((2,), (2, 2, 2), change=_hide_middle_keys),
     "a row that sees nothing": TileRun(
         (2,), (2, 2), change=lambda s: s.index_fill(0, torch.tensor(1), -math.inf)
     ),
@@ -241,8 +250,10 @@ def _check_run(answer: Add, call: str, run: TileRun, head_dim: int = 3) -> None:
         _require_tuple(after, got, _STATE, tuple(x.to(run.dtype) for x in wanted))
         pairs = zip((*_STATE, "scores", "values"), zip(given, copies, strict=True), strict=True)
         _require_untouched(after, **dict(pairs))
+        names = (*_STATE, "scores", "values")
         for name, one, right in zip(_STATE, got, wanted, strict=True):
             _require_near(f"{after} {name}", one, right)
+            shares_no_storage(f"{after}: {name}", one, **dict(zip(names, given, strict=True)))
         state = got
 
 
@@ -302,6 +313,15 @@ _ADD = Exercise(
     rebuilds=_LIBRARIES,
     wrong_answers=mistakes(
         "10.1",
+        (
+            "You returned an argument. The caller may change it later: return new tensors.",
+            (
+                "    new_max = torch",
+                "    if (scores == -torch.inf).all():\n"
+                "        return row_max, row_sum, acc\n"
+                "    new_max = torch",
+            ),
+        ),
         (
             "The old sums are not corrected. They are relative to the old row_max.",
             ("correction * row_sum", "row_sum"),
@@ -805,6 +825,7 @@ def _check_flash(answer: Flash) -> str:
     held, peak, made = _check_costs_of_flash(answer)
     _check_is_a_function(answer)
     _check_two_graphs(answer)
+    _check_nan_is_kept(answer)
     return (
         f"gradients match float64, with both alignments · {held:,} bytes held for backward: out "
         f"and lse · {LONG.queries} × {LONG.keys} scores: a peak of {peak:,} bytes in both passes, "
@@ -848,6 +869,21 @@ def _check_two_graphs(answer: Flash) -> None:
     wanted = torch.autograd.grad(right, exact, dout.double())
     call = f"flash, {first}, with another call before backward"
     _require_all_near(f"{call} (is anything kept outside of ctx?)", got, wanted)
+
+
+def _check_nan_is_kept(answer: Flash) -> None:
+    """nan_to_num would hide a wrong log-sum-exp, too."""
+    case = CASES[2]
+    q, k, v, dout = (x.clone() for x in _arguments(case))
+    q[0, 1, 0] = math.nan
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    dq, _, dv = torch.autograd.grad(answer(*inputs, case.tile, case.shift), inputs, dout)
+    require(
+        bool(dq[0, 1].isnan().all() and dv.isnan().all()),
+        f"flash, {case}, with NaN in a query: dv begins {dv.flatten()[:2].tolist()}; wanted NaN. A "
+        f"NaN that turns into a number hides mistakes.",
+        evidence=(case, "NaN"),
+    )
 
 
 def _check_result(answer: Flash, case: AttentionCase) -> tuple[list[Tensor], Tensor]:
@@ -987,6 +1023,10 @@ _FLASH = Exercise(
             (
                 "Autograd records the loop and saves every tile, T² elements. Write the backward.",
                 body("flash", "return attend(q, k, v, tile, shift)[0]"),
+            ),
+            (
+                "nan_to_num hides mistakes. With the lse of 10.3, no NaN arises.",
+                ("- lse[..., row, None]).exp()", "- lse[..., row, None]).exp().nan_to_num()"),
             ),
             (
                 "Checkpointing frees the tiles, but in backward all tiles exist at once.",

@@ -358,6 +358,8 @@ class _WatchedRank(LightMode):
         begun = "".join(self._case.buckets[: len(_events(self._peer, "begin"))])
         sent = [name for name in begun if name in [*storages][:-1]]
         elements, rank = self._elements(), self._peer.rank
+        for name in [*storages][-1:]:
+            self._require_unwritten(name, storages[name])
         alive = [name for name in sent if not storages[name].expired()]
         copied = [n for n in sent if torch.isin(self._case.gradient(n, rank), elements).any()]
         kept = [name for name in sent if name in alive or name in copied]
@@ -368,6 +370,16 @@ class _WatchedRank(LightMode):
         )
         # Different mistakes hold the tensor itself and a copy of it.
         require(not kept, message, evidence=(message, alive))
+
+    def _require_unwritten(self, name: str, ref: StorageWeakRef) -> None:
+        storage = storage_from_weak_pointer(ref.cdata)
+        if storage is not None:
+            wanted = self._case.gradient(name, self._peer.rank)
+            now = torch.empty(0, dtype=wanted.dtype).set_(storage)
+            require(
+                torch.equal(now, wanted.flatten()),
+                f"{self._at} writes into gradient {name}; wanted the sum in memory of its own.",
+            )
 
     def _elements(self) -> Tensor:
         """Return all elements that the answer holds. A bucket in flight does not count."""
@@ -467,6 +479,11 @@ _BUCKETS = Exercise(
     check=_check_buckets,
     wrong_answers=mistakes(
         "13.2",
+        (
+            "You write into a gradient that was sent. The sums have memory of their own.",
+            ("        del gradient\n", ""),
+            (_BEGIN, f"{_BEGIN}\n            gradient.zero_()"),
+        ),
         (
             "You wait for each sum right after begin, so backward stalls. Wait late.",
             (_BEGIN, f"sums.{_BEGIN.removeprefix('work.')[:-1]}.wait())"),

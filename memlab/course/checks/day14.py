@@ -45,6 +45,8 @@ class UnnamedFileStore(Store):
         super().__init__()
         self._file, self._at = file, dict[Any, tuple[Record, int]]()
         self.calls: list[tuple[str, Any]] = []  # in order
+        self._lent: list[StorageWeakRef] = []
+        self.most_lent = 0  # values alive at once that were read or prefetched
 
     def put(self, key: Any, value: Any, **settings: Any) -> None:
         values = value if isinstance(value, (list, tuple)) else [value]
@@ -58,10 +60,23 @@ class UnnamedFileStore(Store):
         self._require_key("prefetch", key)
         self.calls.append(("prefetch", key))
         super().prefetch(key, out, **settings)
+        self._count_lent()
 
     def get(self, key: Any, out: Any = None, **settings: Any) -> Any:
         self._require_key("get", key)
-        return super().get(key, out, **settings)
+        value = super().get(key, out, **settings)
+        if isinstance(value, Tensor):
+            self._lent.append(StorageWeakRef(value.untyped_storage()))
+        self._count_lent()
+        return value
+
+    def _count_lent(self) -> None:
+        self._lent = [ref for ref in self._lent if not ref.expired()]
+        self.most_lent = max(self.most_lent, len(self._lent) + len(self._coming))
+
+    def delete(self, key: Any) -> None:
+        self.calls.append(("delete", key))
+        super().delete(key)
 
     def _require_key(self, method: str, key: Any) -> None:
         require(key in self._at, f"store.{method}({key!r}): the store has nothing under this key.")
@@ -824,6 +839,17 @@ def _check_stream(answer: Any) -> str:
             require(sorted(store.keys()) == sorted(keys), wrong_keys)
 
         step()  # what torch allocates once
+        require(
+            store.most_lent <= 2,
+            f"{case}: the weights of {store.most_lent} layers are in memory at once; wanted at "
+            f"most 2.",
+        )
+        deleted = [key for call, key in store.calls if call == "delete"]
+        require(
+            not deleted,
+            f"{case}: store.delete({deleted[:1]}) was called. If the step ends before the next "
+            f"put, these weights are lost. A put replaces the old value.",
+        )
         store.traffic.reset()
         trace, moved = measure(step), store.traffic
         allowed = 5 * layer + (layers + 6) * x.nbytes
@@ -905,6 +931,15 @@ _STREAM = Exercise(
             ("w = store.get(key)\n        dw", "w = kept[key]\n        dw"),
         ),
         ("You keep all weights, although backward gets them again. del w.", *_KEPT),
+        (
+            "Three layers' weights are in memory. del w before the next two are read.",
+            (_INPUTS, "inputs, last = [x], []"),
+            ("        store.put", "        last = [w, *last[:1]]\n        store.put"),
+        ),
+        (
+            "If the step ends between delete and put, a layer is lost. Put replaces the old value.",
+            ("        store.put", "        store.delete(key)\n        store.put"),
+        ),
         ("Put the updated weights.", ("        store.put(key, w - lr * dw)\n", "")),
         ("You put lr * dw. Put w - lr * dw.", ("w - lr * dw", "lr * dw")),
         ("The sign is wrong. Put w - lr * dw.", ("w - lr * dw", "w + lr * dw")),

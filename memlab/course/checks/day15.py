@@ -349,6 +349,15 @@ def _check_solve(answer: Solve) -> str:
     alike = tracked_profiles(range(1, 51), (0.20, 0.25))
     case = "widths 0.20 and 0.25 at times 1, 2, … 50, target 0.07 at 50"
     _require_error(answer, case, alike, power_profile(0.07, 50))
+    late = tracked_profiles(range(1001, 1021))
+    case = "widths 0.05 and 0.10 at times 1001, 1002, … 1020, target the width 0.10 at 1010"
+    own = profile_error(late, late[19], _weights_of(answer, case, late, late[19]))
+    require(
+        own < 1e-20,
+        f"{case}: the profile error is {own:.0e}, although the target is one of the snapshots; "
+        f"wanted less than 1e-20. Solve A·x = b as it is, without an inverse of A.",
+        evidence=(case, f"{own:.0e}"),
+    )
     error = profile_error(many, power_profile(0.15, 160))
     return (
         f"coefficients sum to 1, and are 0 after the target · with snapshots at 16 times, width "
@@ -451,6 +460,14 @@ _SOLVE = Exercise(
             (_WITH_TARGET, f"np.array({_WITH_TARGET}, np.float32)"),
         ),
         (
+            "An explicit inverse loses digits. Use np.linalg.solve.",
+            (_SOLVED, "np.linalg.inv(overlaps).dot("),
+        ),
+        (
+            "The ridge on A's diagonal changes the solution. Solve A·x = b as it is.",
+            (_SOLVED, "np.linalg.solve(overlaps + 1e-12 * np.eye(len(known)), "),
+        ),
+        (
             "A cutoff for small singular values drops part of the solution. Use np.linalg.solve in "
             "float64.",
             (_SOLVED, "np.linalg.pinv(overlaps, rcond=1e-3).dot("),
@@ -494,6 +511,7 @@ class SumWriter:
             {name: torch.full((size,), math.nan) for name, size in sizes.items()}
             for _ in range(targets)
         ]
+        self._given: list[tuple[str, Tensor, Tensor]] = []
 
     def write(self, target: int, name: str, start: int, elements: Tensor) -> None:
         call = f"write({target}, {name!r}, {start}, …)"
@@ -509,6 +527,16 @@ class SumWriter:
         )
         require(bool(place.isnan().all()), f"{call}: some of these elements were already written.")
         place.copy_(elements)
+        self._given.append((call, elements, elements.clone()))
+
+    def require_unchanged(self, case: str) -> None:
+        """A writer may write later, from the tensors that it was given."""
+        for call, now, before in self._given:
+            require(
+                torch.equal(now, before),
+                f"{case}: the elements of {call} changed later. Write each sum from a tensor of "
+                f"its own.",
+            )
 
 
 def _snapshots(count: int, sizes: dict[str, int]) -> list[MappedSnapshot]:
@@ -563,6 +591,7 @@ def _require_sums(
     writer, files = SumWriter(targets, sizes), [snapshot.tensors for snapshot in found]
     with unchanged(f"{case}: your answer", snapshots=files, shares=shares, sizes=sizes):
         answer(found, shares, sizes, writer.write, chunk_size)
+    writer.require_unchanged(case)
     factors = torch.tensor(shares, dtype=torch.float64).T
     for name in sizes:
         parts = torch.stack([tensors[name].double() for tensors in files])
@@ -648,6 +677,11 @@ _SYNTHESIZE = Exercise(
             "Your outer loop goes over snapshots, so whole sums stay in memory until the last "
             "snapshot. Make tensors and chunks the outer loops.",
             body("synthesize", _SNAPSHOT_BY_SNAPSHOT),
+        ),
+        (
+            "You write all chunks from one buffer. A writer may still need its elements later.",
+            (_SUMS, f"{' ' * 12}sums = buffer[:, : stop - start].zero_()"),
+            (_TENSORS, f"    buffer = torch.zeros(len(shares[0]), chunk_size)\n{_TENSORS}"),
         ),
         (
             "You ignored `chunk_size`, so a large tensor is in memory as a whole.",
