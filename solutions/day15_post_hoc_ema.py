@@ -391,8 +391,8 @@ _ = fig.suptitle("σ = 0.15 from averages of width 0.05 and 0.10 (each term in g
 #
 # - `snapshots[n].read(name, start, stop)` returns float16 elements, memory-mapped: do not write to
 #   them.
-# - `write(k, name, start, elements)` stores a 1-D tensor of finished float32 elements, now or later:
-#   do not change it afterwards. Write each element once.
+# - `write(k, name, start, elements)` stores a 1-D tensor of finished float32 elements, now or
+#   later: do not change it afterwards. Write each element once.
 # - Read each element once, and accumulate in float32. For any number of snapshots, keep only a few
 #   chunks of `chunk_size` elements per target in memory.
 

@@ -178,7 +178,7 @@ print(f"{len(rows)} rows; {useful:,} tokens need at least {-(-useful // 256)}")
 # %% [markdown]
 # ### Exercise 21.2: join documents
 #
-# About 10 minutes. `documents` is a list of 1-D tensors of tokens; don't change them. Return
+# About 10 minutes. `documents` is a list of 1-D int64 tensors of tokens; don't change them. Return
 # `(tokens, targets, positions, boundaries)`:
 #
 # - `targets`: the next token of the same document, or −100 if there is none

@@ -352,18 +352,18 @@ _BEST_SCHEDULE = Exercise(
     minutes=20,
     difficulty=4,
     hints=(
-        "The plain case needs one loop, over the choices of the remaining stages. The segment case "
-        "needs three nested loops: over k, over the choices inside the segment, over the choices "
-        "of the remaining stages. Which k are possible, if a segment has at least one stage and "
-        "may end right before stage j?",
+        "The first stage i is either plain, or the first stage of a segment. If it is plain, "
+        "continue with the choices of the stages i + 1 … j. If it begins a segment, where can the "
+        "segment end?",
         "Plain: take each choice of i+1 … j, with chain.if_plain(i, j, peak) and (i, *rest). "
         "Segment: for each k from i+1 to j, take each pair of a choice of i … k-1 and one of "
         "k … j, with chain.if_segment(i, k, j, own_peak, peak), chain.rerun(i, k) + own_again + "
         "again, and (own, *rest).",
-        "found = [(chain.if_plain(i, j, peak), again, (i, *rest)) for peak, again, rest in "
-        "choices(i + 1, j)]; for k in range(i + 1, j + 1): for own_peak, own_again, own in "
-        "choices(i, k - 1): for peak, again, rest in choices(k, j). In the innermost loop, append "
-        "the peak, all rerun operations, and the schedule.",
+        "found = []. A plain stage i: for each (peak, again, rest) of choices(i + 1, j), append "
+        "(chain.if_plain(i, j, peak), again, (i, *rest)). A segment i … k-1, for each k in "
+        "range(i + 1, j + 1): take each `own` of choices(i, k - 1) with each `rest` of choices(k, "
+        "j). Both are (peak, again, schedule). Which peak, which sum of operations and which "
+        "schedule do you append?",
     ),
     reference=best_schedule,
     check=_check_best_schedule,

@@ -465,8 +465,10 @@ _DOUBLE = Exercise(
         "may be short: F.pad(x, (0, missing)) appends zeros. What must you subtract first?",
         "centered = F.pad(absmax - mean, (0, -len(absmax) % 256)).view(-1, 256). Divide each row "
         "by its largest absolute value, or by 1 if that value is 0.",
-        "codes = torch.bucketize(fractions, (codebook[:-1] + codebook[1:]) / 2).to(torch.uint8). "
-        "Return codes.flatten()[: len(absmax)].clone(), the scales, and absmax.mean().",
+        "Each row of centered is a block, and its largest absolute value is the block's scale. "
+        "torch.bucketize finds the codes as in 17.2, with the thresholds between the entries of "
+        "the codebook. Which result still has the padding, and what does a slice of it keep "
+        "alive?",
     ),
     reference=double_encode,
     check=_check_double_encode,
@@ -680,9 +682,9 @@ _MATMUL = Exercise(
         "The gradient with respect to x is gradient · W. How many values does backward return?",
         "decode gives float32 of shape (n,). .view(out_features, -1) makes it W, .to(x.dtype) "
         "casts it. In backward, out_features is gradient.shape[-1].",
-        "forward: ctx.weight = codes, absmax; return x @ decode(codes, absmax).view(out_features, "
-        "-1).to(x.dtype).T. backward: weight = decode(*ctx.weight).view(gradient.shape[-1], -1); "
-        "return gradient @ weight.to(gradient.dtype), and None for each other argument.",
+        "forward: ctx.weight = codes, absmax; W is decode(codes, absmax).view(out_features, "
+        "-1).to(x.dtype). backward: decode(*ctx.weight) again, with gradient.shape[-1] rows. "
+        "Which of the two matmuls transposes W, and how many None does backward return?",
     ),
     reference=matmul,
     check=_check_matmul,

@@ -156,10 +156,9 @@ _MLP = Exercise(
         "backward returns three results: the gradient of x, and None for each function.",
         "Apply f to x: identity in forward, all_reduce in backward. Apply g to this rank's term: "
         "all_reduce in forward, identity in backward.",
-        "Forward: ctx.in_backward = in_backward; return in_forward(x). Backward: return "
-        "ctx.in_backward(gradient), None, None. The MLP: x = Conjugates.apply(x, identity, "
-        "all_reduce); term = mlp(x, up, down); return Conjugates.apply(term, all_reduce, "
-        "identity).",
+        "Conjugates: forward stores ctx.in_backward and returns in_forward(x); backward returns "
+        "ctx.in_backward(gradient), None, None. The MLP has three lines: Conjugates.apply, mlp, "
+        "and Conjugates.apply again. In which order does each apply get identity and all_reduce?",
     ),
     reference=solution("18.1"),
     check=_check_mlp,
@@ -285,8 +284,8 @@ _SAVED = Exercise(
         "parallelism. The last two rows (attention, MLP) are always divided.",
         "Per token, whole = 2 · (2C + 1) + 2C, and divided = 4C + H + 2I. Without sequence "
         "parallelism, divide only 4C + H + 2I by the number of ranks.",
-        "With sequence parallelism: tokens * (whole + divided) // ranks. Without it: tokens * "
-        "(whole + divided // ranks).",
+        "Without sequence parallelism: tokens * (whole + divided // ranks). With it, a rank has "
+        "tokens / ranks rows of the norms and of the residual stream. What do you divide then?",
     ),
     reference=solution("18.2"),
     check=_check_saved,
@@ -487,9 +486,9 @@ _GATHER = Exercise(
         "functions: keep them as an attribute of ctx.",
         "The gradient of the weight needs all tokens, so gather x again. gradient @ weight is one "
         "rank's term of every token's gradient, so reduce_scatter it.",
-        "Forward: ctx.save_for_backward(x, weight); ctx.collectives = all_gather, reduce_scatter; "
-        "return all_gather(x) @ weight.T. Backward: return reduce_scatter(gradient @ weight), "
-        "gradient.T @ all_gather(x), None, None.",
+        "Forward: ctx.save_for_backward(x, weight); ctx.collectives = all_gather, reduce_scatter. "
+        "Backward: gradient @ weight has all tokens, and gradient.T @ all_gather(x) has this "
+        "rank's rows. Which of the two goes through reduce_scatter, and how many None follow?",
     ),
     reference=solution("18.3"),
     check=_check_gather,
@@ -811,10 +810,10 @@ _RING = Exercise(
         "At step s you have the block of rank r − s. If s > r, its tokens are later: only pass it "
         "on. Otherwise every query sees every key: use a shift of s · T/R. Merge with "
         "torch.logaddexp.",
-        "out, lse = attend(q, k, v, 0). For step in range(1, peer.ranks): "
-        "peer.send(torch.stack((k, v))); k, v = peer.receive(); if step <= peer.rank: out_b, lse_b "
-        "= attend(q, k, v, step * len(q)); both = torch.logaddexp(lse, lse_b); scale out by (lse - "
-        "both).exp()[:, None] and out_b by (lse_b - both).exp()[:, None]; lse = both.",
+        "out, lse = attend(q, k, v, 0). For each step from 1 to peer.ranks - 1: send "
+        "torch.stack((k, v)), receive the next pair, and if its tokens are earlier: out_b, lse_b "
+        "= attend(q, k, v, step * len(q)); both = torch.logaddexp(lse, lse_b). out is relative to "
+        "lse, and out_b to lse_b. Which factor makes each relative to both?",
     ),
     reference=solution("18.5"),
     check=_check_ring,

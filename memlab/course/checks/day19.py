@@ -152,8 +152,9 @@ _CAST = Exercise(
         "Which scale maps the format's largest value to the amax? What if x is zero everywhere?",
         "scale = amax / largest, in float32. x / scale is then within the format's range, and "
         ".to(dtype) rounds it. Don't divide by an amax of zero: .clamp(min=SMALLEST).",
-        "largest = torch.finfo(dtype).max; amax = x.abs().amax().float().clamp(min=SMALLEST); "
-        "return (x.float() * (largest / amax)).to(dtype), amax / largest.",
+        "largest = torch.finfo(dtype).max; amax = x.abs().amax().float().clamp(min=SMALLEST). The "
+        "scale is amax / largest. Convert x to float32, so that it is rounded only once. By which "
+        "factor do you multiply it before .to(dtype)?",
     ),
     reference=cast,
     check=_check_cast,
@@ -304,9 +305,9 @@ _CAST_TILES = Exercise(
         "the axes, so that each tile has its own two axes, and take the amax over them.",
         "padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)) is (tiles down, rows, tiles "
         "across, columns). The amax is over axes 1 and 3; keepdim=True lets it broadcast.",
-        "amax = tiles.abs().amax((1, 3), keepdim=True).float().clamp(min=SMALLEST); codes = "
-        "(tiles.float() * (largest / amax)).to(dtype).view(padded.shape); return "
-        "codes[:n, :k].clone(), (amax / largest)[:, 0, :, 0].clone().",
+        "amax = tiles.abs().amax((1, 3), keepdim=True).float().clamp(min=SMALLEST) broadcasts "
+        "against tiles. The codes are those of 19.1, then .view(padded.shape). Which slices "
+        "remove the padding and the axes of length 1? What does a slice keep alive?",
     ),
     reference=cast_tiles,
     check=_check_tiles,
@@ -523,9 +524,9 @@ _MATMUL = Exercise(
         "transposes codes; the scale does not change. Which tensors of forward does backward need?",
         "forward: cast both to E4M3, ctx.save_for_backward(codes of x, its scale, weight), and "
         "multiply x8 with (w8.T, scale of W). backward: cast g to E5M2, and W to E4M3 again.",
-        "dx = multiply((g8, scale), cast(weight, E4M3), gradient.dtype); dW = multiply((g8.T, "
-        "scale), (x8, x_scale), weight.dtype). forward: return multiply(x8, (w8.T, scale), "
-        "x.dtype).",
+        "forward: return multiply(x8, (w8.T, scale), x.dtype). dx = multiply((g8, scale), "
+        "cast(weight, E4M3), gradient.dtype). dW multiplies the codes of g and of x. Which of "
+        "them is transposed, and which dtype has the result?",
     ),
     reference=matmul,
     check=_check_matmul,
@@ -649,8 +650,9 @@ _KEPT = Exercise(
         "share it, and attention saves its output anyway.",
         '"bf16": [C, C, F]; "own": one entry for each of the seven layers; "shared": [C, Q, C, F]. '
         "An FP8 element is 1 byte, a scale 4. With columns, a row of k has ⌈k / columns⌉ scales.",
-        "scales = [1 if columns is None else tokens * -(-k // columns) for k in inputs]; return "
-        'tokens * sum(inputs) + 4 * sum(scales), and 2 * tokens * sum(inputs) for "bf16".',
+        "scales = [1 if columns is None else tokens * -(-k // columns) for k in inputs], where "
+        "inputs is the list of features of this way. How many bytes has an element in each way? "
+        "Which way has no scales?",
     ),
     reference=saved_bytes,
     check=_check_kept,

@@ -96,8 +96,8 @@ _NEWTON_SCHULZ = Exercise(
         "gram = x @ x.T. Then aX + b(XXᵀ)X + c(XXᵀ)²X is a * x plus one product of a square matrix "
         "with x.",
         "x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix; x = x / "
-        "x.norm().clamp(min=1e-7); in the loop: gram = x @ x.T; x = a * x + (b * gram + c * gram @ "
-        "gram) @ x.",
+        "x.norm().clamp(min=1e-7). In the loop: gram = x @ x.T, and the new x is a * x plus a "
+        "square matrix times x. The square matrix is b * gram plus one more term. Which one?",
     ),
     reference=newton_schulz,
     check=_check_newton_schulz,
@@ -308,9 +308,9 @@ _MUON = Exercise(
         "or X? Which of the two do you orthogonalize?",
         "Keep the new M. X is a temporary: cast it with .to(dtype), pass it to newton_schulz, and "
         "cast the result with .to(weight.dtype). `weight *=` works in place.",
-        'state["m"] = m = momentum * m + (1 - momentum) * gradient; ahead = (1 - momentum) * '
-        "gradient + momentum * m; weight *= 1 - lr * weight_decay; weight -= lr * "
-        "max(1, rows / columns) ** 0.5 * newton_schulz(ahead.to(dtype)).to(weight.dtype).",
+        'state["m"] = m = momentum * m + (1 - momentum) * gradient. X is the same mix once more, '
+        "of the gradient and the new m. After weight *= 1 - lr * weight_decay, subtract "
+        "newton_schulz(…) in the dtype of the weight. Which two factors does it get?",
     ),
     reference=muon_,
     check=_check_muon,
@@ -470,9 +470,9 @@ _GALORE = Exercise(
         "Only the update itself has the full size of the weight.",
         "weight.T is a view, so `weight -= …` on it writes into the weight itself. (t - 1) % gap "
         "== 0 is true at steps 1, 1 + gap, … What does u[:, :rank] keep alive?",
-        'state["P"] = u[:, :rank].clone(); low = state["P"].T @ gradient; m and v as in Adam, '
-        'with low in the gradient\'s place; weight -= lr * scale * state["P"] @ (m / (1 - '
-        "beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps)).",
+        'At a renewal, state["P"] = u[:, :rank].clone(). In all other lines of Adam, low = '
+        "state[\"P\"].T @ gradient takes the gradient's place. Adam's step then has the shape of "
+        "low. What brings it back to the size of the weight?",
     ),
     reference=galore_,
     check=_check_galore,

@@ -78,8 +78,8 @@ _PACK = Exercise(
         "sorted(range(len(lengths)), key=lambda number: -lengths[number]) sorts them, and equally "
         "long documents keep their order. Find the first row with free >= length.",
         "For each index `number`: fitting = [row for row, left in enumerate(free) if left >= "
-        "lengths[number]]. If it is empty, append [] to rows and capacity to free. Then append the "
-        "number to rows[fitting[0]], and subtract its length from free[fitting[0]].",
+        "lengths[number]]. If it is empty, what do you append to rows, and what to free? What "
+        "changes for the row fitting[0]?",
     ),
     reference=pack,
     check=_check_pack,
@@ -169,9 +169,9 @@ _JOIN = Exercise(
         "tokens.roll(-1) is a new tensor with the next token in each place. The last token of a "
         "document is at boundaries[1:] - 1. A document's start, for each of its tokens, is "
         "boundaries[:-1].repeat_interleave(lengths).",
-        "boundaries = F.pad(lengths.cumsum(0), (1, 0)); targets = tokens.roll(-1); "
-        "targets[boundaries[1:] - 1] = -100; positions = torch.arange(len(tokens)) - "
-        "boundaries[:-1].repeat_interleave(lengths). Return boundaries.int().",
+        "boundaries = F.pad(lengths.cumsum(0), (1, 0)); targets = tokens.roll(-1); starts = "
+        "boundaries[:-1].repeat_interleave(lengths). Which targets become -100? What do you "
+        "subtract from torch.arange(len(tokens))? The returned boundaries are int32.",
     ),
     reference=join,
     check=_check_join,
@@ -307,12 +307,11 @@ _ATTEND = Exercise(
     hints=(
         "Each document is a slice of q, k and v, from one boundary to the next. Compute attention "
         "for each slice alone.",
-        "pairwise(boundaries.tolist()) gives start and end of each document. "
-        "Call F.scaled_dot_product_attention(..., is_causal=True) on the slices [:, :, start:end], "
-        "and join the outputs with torch.cat along the tokens.",
-        "outputs = [F.scaled_dot_product_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], "
-        "is_causal=True) for a, b in pairwise(boundaries.tolist())]; return torch.cat(outputs, "
-        "dim=2).",
+        "pairwise(boundaries.tolist()) gives start and end of each document. Its attention is the "
+        "causal attention of a short row, q[:, :, start:end] with the same slices of k and v.",
+        "In a loop: F.scaled_dot_product_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], "
+        "is_causal=True) for a, b in pairwise(boundaries.tolist()). Along which dimension do you "
+        "join the outputs?",
     ),
     reference=attend_within,
     check=_check_attend,
@@ -397,7 +396,8 @@ _CACHE = Exercise(
         "A layer without a window keeps all tokens. A layer with a window keeps at most "
         "window - 1 of them.",
         "kept = sum(tokens if window is None else min(tokens, window - 1) for window in windows). "
-        "Multiply it by 2 (key and value), kv_heads, head_dim, batch and element_bytes.",
+        "A kept token has a key and a value, each with kv_heads * head_dim elements. Which two "
+        "factors are left?",
     ),
     reference=cache_bytes,
     check=_check_cache,
@@ -508,8 +508,8 @@ _LOG_PROBS = Exercise(
         "part, if N is not a multiple of chunk? Which tensors does autograd save for each part?",
         "Zip hidden.split(chunk) and targets.split(chunk). The last part may be shorter. "
         "recompute(of_rows, rows, weight, wanted) keeps only its inputs.",
-        "parts = [recompute(of_rows, rows, weight, wanted) for rows, wanted "
-        "in zip(hidden.split(chunk), targets.split(chunk))]; return torch.cat(parts).",
+        "recompute(of_rows, rows, weight, wanted) gives the values of a chunk, for each pair of "
+        "zip(hidden.split(chunk), targets.split(chunk)). How do you join the chunks' values?",
     ),
     reference=log_probs,
     check=_check_log_probs,
