@@ -3,6 +3,7 @@
 The tests include a new day as soon as its module exists.
 """
 
+import re
 import tempfile
 
 import pytest
@@ -123,6 +124,24 @@ def test_the_three_hints_differ_and_none_is_empty(exercise):
     hints = [hint.strip() for hint in exercise.hints]
     assert all(hints)
     assert len(set(hints)) == 3
+
+
+@pytest.mark.parametrize("number", days.numbers())
+def test_no_hints_hold_the_whole_solution(number):
+    """The last hint leaves a decision open: which term, which order, which dimension."""
+    source, begin = days.notebook(number, "solutions").with_suffix(".py").read_text(), 0
+    for exercise in days.day(number).exercises:
+        end = source.index(f'exercise("{exercise.id}"')
+        parts = re.findall(r"### BEGIN SOLUTION(.*?)### END", source[begin:end], re.DOTALL)
+        lines = [bare(line) for part in parts for line in part.splitlines()[1:]]
+        hints = bare(" ".join(exercise.hints))
+        given = sum(len(line) for line in lines if line in hints)
+        assert given <= 0.9 * sum(map(len, lines)), exercise.id
+        begin = end
+
+
+def bare(text: str) -> str:
+    return re.sub(r"#.*|[\s;`.,:]", "", text)
 
 
 @each_exercise
