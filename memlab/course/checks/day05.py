@@ -581,19 +581,21 @@ def _check_without_input_gradient(answer: Checkpointing) -> None:
 
 
 def _check_saved_twice(answer: Checkpointing) -> None:
-    """fn saves one tensor twice. A slot for both would be empty when it is read again."""
+    """fn saves ten tensors, and one twice. A slot for both would be empty when it is read again."""
     runs: list[int] = []
 
     def square(x: Tensor) -> Tensor:
         runs.append(1)
+        for _ in range(10):
+            x = x.tanh()
         doubled = 2 * x
         return doubled * doubled
 
     answer(square, torch.ones(3, requires_grad=True)).sum().backward()
     require(
         len(runs) == 2,
-        f"forget_by_hooks of a function that saves one tensor twice ran it {len(runs)} times; "
-        f"wanted twice, once in forward and once in backward.",
+        f"forget_by_hooks of a function that saves 11 tensors, one of them twice, ran it "
+        f"{len(runs)} times; wanted twice, once in forward and once in backward.",
         evidence=("saved twice", len(runs)),
     )
 
