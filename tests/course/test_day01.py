@@ -80,8 +80,9 @@ def test_the_librarys_function_is_refused(exercise, answer):
     assert "memlab." in verdict.text, verdict
 
 
-def built_and_counted(config):
-    return sum(weight.numel() for weight in GPT(config).parameters())
+def built_on_meta(config):
+    with torch.device("meta"):
+        return sum(weight.numel() for weight in GPT(config).parameters())
 
 
 def state_of_the_state_dict(model, optimizer):
@@ -109,7 +110,7 @@ def by_powers(bytes_at, budget_bytes):
 
 @pytest.mark.parametrize(
     ("exercise", "answer"),
-    [(COUNT, built_and_counted), (STATE, state_of_the_state_dict), (BATCH, by_powers)],
+    [(COUNT, built_on_meta), (STATE, state_of_the_state_dict), (BATCH, by_powers)],
 )
 def test_a_right_answer_written_differently_passes(exercise, answer):
     verdict = judge(exercise, answer)

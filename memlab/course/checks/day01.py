@@ -13,7 +13,7 @@ from memlab.course.bill import plain
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, equal, require
 from memlab.course.properties import dimensions, same_bytes, unchanged
 from memlab.course.solutions import body, mistakes, solution
-from memlab.metering import measure
+from memlab.metering.profiler_recording import record
 from memlab.model import PRESETS, GPTConfig
 from memlab.units import format_bytes
 
@@ -43,12 +43,12 @@ _REAL_SHAPES = ("124m", "llama-2-7b", "llama-3-405b")
 def _check_parameter_count(answer: Callable[[GPTConfig], int]) -> str:
     for shape in _SHAPES:
         call, got = f"parameter_count of {_in_words(shape)}", []
-        allocated = measure(lambda shape=shape, got=got: got.append(answer(shape))).peak_bytes
+        allocated = record(lambda shape=shape, got=got: got.append(answer(shape))).peak_bytes
         equal(call, got.pop(), _count(shape), "weights")
         require(
             allocated < 4 * _count(shape),
             f"{call} allocates {allocated:,} bytes, as the model does; wanted the count without "
-            f"the model.",
+            f"the model's memory.",
             evidence=(call, "builds the model"),
         )
     for name in _REAL_SHAPES:
@@ -110,7 +110,7 @@ _PARAMETER_COUNT = Exercise(
         ),
         ("This MLP has three matrices: gate, up and down.", ("mlp = 3", "mlp = 2")),
         (
-            "You built the model. Count its weights with the formula.",
+            "You built the model. Count its weights with the formula, or on the meta device.",
             body("parameter_count", "return sum(p.numel() for p in GPT(config).parameters())"),
         ),
     ),
