@@ -106,7 +106,6 @@ def by_linspace(times, count):
         (3, with_a_side_condition),
         (3, in_torch),
         (4, half_a_chunk_at_a_time),
-        (4, in_one_buffer),
         (5, by_linspace),
     ],
 )
@@ -125,6 +124,10 @@ def twice(snapshots, shares, sizes, write, chunk_size):
 
 def test_elements_written_twice_are_refused():
     assert "were already written" in verdict(4, twice).text
+
+
+def test_chunks_written_from_one_buffer_are_refused():
+    assert "changed later" in verdict(4, in_one_buffer).text
 
 
 LIMIT, MOVE = "<= 12**-0.5", "value.lerp_(weight.detach(), share)"

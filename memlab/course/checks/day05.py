@@ -689,12 +689,6 @@ def _in_part_and_elsewhere(answer: Checkpointing) -> list[Tensor]:
 
 forget_by_hooks = solution("5.2")
 
-_ONE_SLOT = """    places = {}
-
-    def pack(tensor):
-        slots.append(None)
-        return places.setdefault(tensor.data_ptr(), len(slots) - 1)
-"""
 _TAKEN = "tensor, slots[index] = slots[index], None"
 _SLOTS_STAY = ("            slots.clear()\n", "")
 _SECOND_HOOKS = "saved_tensors_hooks(slots.append, lambda unused: unused)"
@@ -741,15 +735,6 @@ _HOOKS = Exercise(
             (
                 "Append None, not the tensor: a full slot saves no memory.",
                 ("slots.append(None)", "slots.append(tensor.detach())"),
-            ),
-            (
-                "A tensor that is saved twice is unpacked twice: give each pack a slot of its own.",
-                (
-                    "    def pack(tensor):\n"
-                    "        slots.append(None)\n"
-                    "        return len(slots) - 1\n",
-                    _ONE_SLOT,
-                ),
             ),
             (
                 "You run fn again for every single tensor: fill all slots in one run.",

@@ -1,6 +1,7 @@
 """Day 6: choosing what to keep."""
 
 import gc
+import math
 import random
 from collections import Counter
 from collections.abc import (
@@ -37,7 +38,7 @@ from memlab.checkpointing.recording import Operator
 from memlab.checkpointing.schedules import Schedule, check_schedule
 from memlab.course.bill import SETTING
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, equal, require
-from memlab.course.properties import furthest, new_bytes, unchanged
+from memlab.course.properties import furthest, new_bytes, rough, unchanged
 from memlab.course.solutions import Edit, body, mistakes, solution
 from memlab.internals.torch_internals import TorchDispatchMode
 from memlab.metering import measure
@@ -252,7 +253,7 @@ def _cases() -> tuple[tuple[str, Chain, int, Schedule | None], ...]:
     )
 
 
-def _counted_stages(chain: Chain) -> str:
+def _counted_stages(chain: Any) -> str:
     stages = len(chain.stages)
     return f"{stages} stage{'s' * (stages > 1)}"
 
@@ -267,9 +268,10 @@ class DocumentedChain:
 
     NAMES = ("stages", "if_last", "if_plain", "if_segment", "rerun", "in_all")
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: Chain, most_calls: float = math.inf) -> None:
         self._documented = {name: getattr(chain, name) for name in self.NAMES}
         self.used: set[str] = set()
+        self.calls, self._most_calls = 0, most_calls
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -285,6 +287,14 @@ class DocumentedChain:
         return self._documented[name]
 
     def _of_a_segment(self, name: str, i: int, k: int, *rest: int) -> int:
+        self.calls += 1
+        if self.calls > self._most_calls:
+            raise Wrong(
+                f"best_schedule of a chain of {_counted_stages(self)} calls chain.if_segment and "
+                f"chain.rerun more than {self._most_calls:,} times: it computes the same choices "
+                f"again and again. Keep the results of choices(i, j).",
+                "too many calls",
+            )
         if i >= k:
             self.used.add(f"{name} for an empty segment")
         return int(self._documented[name](i, k, *rest))
@@ -293,12 +303,21 @@ class DocumentedChain:
 def _check_best_schedule(answer: BestSchedule) -> str:
     cases = [(*case, DocumentedChain(case[1])) for case in _cases()]
     results = [_called(answer, case, chain, budget) for case, _, budget, _, chain in cases]
+    _require_few_calls(answer)
     advice = _misused(set().union(*(chain.used for *_, chain in cases)))
     advice += " Is there a return?" if all(got is None for got in results) else ""
     for (case, chain, budget, wanted), got in zip(_cases(), results, strict=True):
         fault = _fault(case, chain, budget, wanted, got)
         require(not fault, f"{case} gave {got}{fault}{advice}")
     return f"{len(cases)} budgets: every schedule fits and reruns the fewest operations"
+
+
+def _require_few_calls(answer: BestSchedule) -> None:
+    """Without a memory of results, the number of calls grows exponentially."""
+    chain = random_chain(7, 5)
+    budget = tradeoffs(chain)[0].peak_bytes
+    best_schedule(counted := DocumentedChain(chain), budget)
+    answer(DocumentedChain(chain, most_calls=4 * counted.calls), budget)
 
 
 def _misused(used: set[str]) -> str:
@@ -396,6 +415,10 @@ _BEST_SCHEDULE = Exercise(
         (
             "A stage may be plain, and then nothing reruns. Add that case to found.",
             ("in choices(i + 1, j):", "in ():"),
+        ),
+        (
+            "Each choices(i, j) is computed many times, in exponential time. Keep the @cache.",
+            ("    @cache\n", ""),
         ),
         (
             "A segment may have several stages: k is not only i + 1.",
@@ -545,6 +568,7 @@ def _check_choosing(answer: MakeMode) -> str:
             f"Choosing around {name}, leaves {left:,} bytes in memory after the output is deleted; "
             f"wanted none.",
         )
+    _require_one_copy_in_backward(answer)
     left = _left_after_backward(answer)
     require(
         left == 0,
@@ -663,6 +687,24 @@ def _left_after_backward(answer: MakeMode) -> int:
     return new_bytes(measure(forward_and_backward, model=nn.ModuleList(blocks))) - TENSOR
 
 
+def _require_one_copy_in_backward(answer: MakeMode) -> None:
+    def peak(make: MakeMode) -> int:
+        blocks, x = _layers()[:1], torch.ones(ROWS, WIDTH, requires_grad=True)
+
+        def step() -> None:
+            torch.autograd.grad(_forward("", make, MATMULS, blocks, x).sum(), x)
+
+        return measure(step, model=nn.ModuleList(blocks)).peak_bytes
+
+    got, wanted = peak(answer), peak(Choosing)
+    require(
+        got < wanted + TENSOR,
+        f"Choosing around 1 block, with its 2 matmuls of {TENSOR} bytes chosen, has a peak of "
+        f"{got:,} bytes; wanted {wanted:,}: return the output that was kept, not a copy.",
+        evidence=("peak", rough(got)),
+    )
+
+
 _SECOND_RUN = """        if self.is_second and func in self.chosen:
             return self.kept.pop(0)
 """
@@ -725,6 +767,14 @@ _CHOOSING = Exercise(
         (
             "Don't clone: a detached tensor shares the memory, a clone needs its own.",
             (_DETACHED, _DETACHED.replace("torch.Tensor.detach", "lambda t: t.detach().clone()")),
+        ),
+        (
+            "The second run has two copies of an output: return the kept one itself.",
+            (
+                f"return {_POP}",
+                f"self.last = {_POP}\n"
+                "            return torch.utils._pytree.tree_map(torch.clone, self.last)",
+            ),
         ),
         (
             "An operator can be called with keyword arguments: func(*args, **(kwargs or {})).",
