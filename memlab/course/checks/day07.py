@@ -17,6 +17,7 @@ from memlab.course.properties import (
     furthest,
     is_tensor,
     limited,
+    limited_outside_of_tensors,
     peaks,
     rough,
     survives_a_reused_address,
@@ -528,6 +529,8 @@ def _require_narrow_temporaries(answer: Pack) -> None:
             f"{4 * len(codes):,}: stay in uint8.",
             evidence=("pack", bits, rough(peak)),
         )
+    call = f"pack of {len(codes):,} codes"
+    limited_outside_of_tensors(call, lambda: answer(codes, 4), 4 * len(codes))
 
 
 def _require_packed(case: str, answer: Pack, numbers: list[int], bits: int) -> None:
