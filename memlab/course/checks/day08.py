@@ -164,14 +164,7 @@ def _require_kept(
             f"state[{name!r}] is {_kind(value)}; keep tensors and numbers in `state`.",
         )
     kept = sum(event.bytes for event in trace.events if event.phase != "before")
-    whole = sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
-    require(
-        whole <= kept + _SLACK,
-        f"{_COUNT:,} weights: the state's tensors have {whole:,} bytes in {kept:,} bytes of "
-        f"memory, so a copy of the state needs more. Keep no expanded tensor and no second view."
-        f"{_state_in_words(state)}",
-        evidence=("whole", whole),
-    )
+    _require_no_views(state, kept)
     require(
         wanted_bytes <= kept <= wanted_bytes + _SLACK,
         f"{_COUNT:,} weights: {kept:,} bytes are kept between steps, wanted {wanted_bytes:,}."
@@ -193,6 +186,18 @@ def _require_kept(
             bool(state[name].any()),
             f"state[{name!r}] is still 0 after two steps: store the new value in `state`.",
         )
+
+
+def _require_no_views(state: State, kept: int) -> None:
+    """An expanded tensor has few bytes, but a saved or moved copy of it has all."""
+    whole = sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+    require(
+        whole <= kept + _SLACK,
+        f"{_COUNT:,} weights: the state's tensors have {whole:,} bytes in {kept:,} bytes of "
+        f"memory, so a copy of the state needs more. Keep no expanded tensor and no second view."
+        f"{_state_in_words(state)}",
+        evidence=("whole", whole),
+    )
 
 
 def _state_in_words(state: State) -> str:

@@ -839,17 +839,7 @@ def _check_stream(answer: Any) -> str:
             require(sorted(store.keys()) == sorted(keys), wrong_keys)
 
         step()  # what torch allocates once
-        require(
-            store.most_lent <= 2,
-            f"{case}: the weights of {store.most_lent} layers are in memory at once; wanted at "
-            f"most 2.",
-        )
-        deleted = [key for call, key in store.calls if call == "delete"]
-        require(
-            not deleted,
-            f"{case}: store.delete({deleted[:1]}) was called. If the step ends before the next "
-            f"put, these weights are lost. A put replaces the old value.",
-        )
+        _require_two_layers_and_no_delete(case, store)
         store.traffic.reset()
         trace, moved = measure(step), store.traffic
         allowed = 5 * layer + (layers + 6) * x.nbytes
@@ -863,6 +853,19 @@ def _check_stream(answer: Any) -> str:
     return (
         f"weights and gradient equal · {2 * layers} reads of a layer, {layers} writes · at most "
         f"two layers of {layers} in memory"
+    )
+
+
+def _require_two_layers_and_no_delete(case: str, store: UnnamedFileStore) -> None:
+    require(
+        store.most_lent <= 2,
+        f"{case}: the weights of {store.most_lent} layers are in memory at once; wanted at most 2.",
+    )
+    deleted = [key for call, key in store.calls if call == "delete"]
+    require(
+        not deleted,
+        f"{case}: store.delete({deleted[:1]}) was called. If the step ends before the next put, "
+        f"these weights are lost. A put replaces the old value.",
     )
 
 
