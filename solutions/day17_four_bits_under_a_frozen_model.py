@@ -230,7 +230,8 @@ def levels():
         step = (OUTERMOST - 0.5) / count
         return [NormalDist().inv_cdf(0.5 + step * i) for i in range(1, count + 1)]
 
-    found = torch.tensor(sorted([*(-q for q in quantiles(7)), 0.0, *quantiles(8)]))
+    found = sorted([*(-q for q in quantiles(7)), 0.0, *quantiles(8)])
+    found = torch.tensor(found, dtype=torch.float32)
     return found / found.max()
     ### END SOLUTION
 

@@ -192,12 +192,12 @@ print(f"{len(rows)} rows; {useful:,} tokens need at least {-(-useful // 256)}")
 def join(documents):
     ### BEGIN SOLUTION memlab.reference.packing.join
     tokens = torch.cat(list(documents))
-    lengths = torch.tensor([len(document) for document in documents])
+    lengths = torch.tensor([len(document) for document in documents], dtype=torch.int64)
     boundaries = F.pad(lengths.cumsum(0), (1, 0))
     targets = tokens.roll(-1)
     targets[boundaries[1:] - 1] = IGNORED  # the next token is another document's
     starts = boundaries[:-1].repeat_interleave(lengths)
-    return tokens, targets, torch.arange(len(tokens)) - starts, boundaries.int()
+    return tokens, targets, torch.arange(len(tokens), dtype=torch.int64) - starts, boundaries.int()
     ### END SOLUTION
 
 
