@@ -167,10 +167,10 @@ _ = bottom.set_ylabel("even steps", rotation=0, ha="right", va="center")
 # %%
 def dynamic_code(signed):
     ### BEGIN SOLUTION memlab.reference.adam8bit.dynamic_code
-    values = [torch.tensor([0.0, 1.0])]
+    values = [torch.tensor([0.0, 1.0], dtype=torch.float32)]
     for i in range(7):
         parts = 2**i if signed else 2 ** (i + 1)
-        edges = torch.linspace(0.1, 1, parts + 1)
+        edges = torch.linspace(0.1, 1, parts + 1, dtype=torch.float32)
         middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (i - 6)
         values += [middles, -middles] if signed else [middles]
     return torch.cat(values).sort().values

@@ -268,7 +268,7 @@ class ChunkedLoss(torch.autograd.Function):
         ### BEGIN SOLUTION memlab.reference.chunked_loss.ChunkedLoss.forward
         of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         of_weight = torch.zeros_like(weight, dtype=torch.float32)
-        total = torch.zeros((), device=hidden.device)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             x = (hidden[rows] @ weight.mT).float()

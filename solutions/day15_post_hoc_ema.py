@@ -404,7 +404,7 @@ def synthesize(snapshots, shares, sizes, write, chunk_size):
     for name, size in sizes.items():
         for start in range(0, size, chunk_size):
             stop = min(start + chunk_size, size)
-            sums = torch.zeros(len(shares[0]), stop - start)
+            sums = torch.zeros(len(shares[0]), stop - start, dtype=torch.float32)
             for snapshot, of_each in zip(snapshots, shares, strict=True):
                 part = snapshot.read(name, start, stop).float()
                 for total, share in zip(sums, of_each, strict=True):
