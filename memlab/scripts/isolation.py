@@ -39,7 +39,7 @@ except ImportError:  # Python may be built without it
     sqlite3 = None  # type: ignore[assignment]
 
 from memlab.internals.libraries import is_librarys, is_pythons
-from memlab.internals.replacing import caller_of, replaced
+from memlab.internals.replacing import caller_of, importers, replaced
 
 # No library asks the network, logs to a service, or writes to a shared cache of data sets.
 _ENVIRONMENT = {
@@ -355,7 +355,13 @@ def _offline_hub() -> dict[tuple[Any, str], Callable[[Any], Any]]:
     """Return what stops huggingface_hub from trying to connect, if it has read its environment.
     It would try again and again, for minutes."""
     constants = sys.modules.get("huggingface_hub.constants")
-    return {} if constants is None else {(constants, "HF_HUB_OFFLINE"): lambda real: True}
+    if constants is None:
+        return {}
+    name = "is_offline_mode"  # a function, because modules read the constant as their own global
+    asking = importers(name, vars(constants).get(name))
+    return {(module, name): lambda real: lambda: True for module in asking} | {
+        (constants, "HF_HUB_OFFLINE"): lambda real: True
+    }
 
 
 @contextmanager

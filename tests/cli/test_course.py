@@ -206,7 +206,7 @@ def test_start_names_the_copy_and_explains_how_to_install_jupyterlab(memlab_comm
     assert (outcome.status, outcome.err) == (0, "")
     first, second = outcome.out.splitlines()
     assert first == f"work/{NAME} is a fresh copy of lessons/{NAME}"
-    assert "pip install -e '.[lab]' or make lab" in second
+    assert "JupyterLab is not installed: run make lab; any other program" in second
     assert (root / "work" / NAME).exists()
 
 

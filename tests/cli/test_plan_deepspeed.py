@@ -96,7 +96,7 @@ def test_the_batch_of_the_command_line_fills_auto(plan):
         ({"zero_optimization": {"stage": 7}}, (), "ZeRO has stages 0 to 3"),
         ({"train_micro_batch_size_per_gpu": 2}, ("--batch", 3), "got --batch 3, and"),
         ({}, ("--optimizer", "lion"), "got --deepspeed together with --optimizer"),
-        ({}, ("--recipes", 2, "--full"), "got --deepspeed together with --recipes, --full"),
+        ({}, ("--recipes", 2, "--full"), "got --deepspeed together with --recipes, --lora"),
         ({}, ("--device", "cpu"), "got --device cpu with --deepspeed"),
         ({}, ("--seq", 9999), "got --seq 9999; llama-2-7b takes 1 to 4096"),
         ({"tensor_parallel": {"autotp_size": 3}}, ("--gpus", 8), "don't split"),

@@ -2,6 +2,7 @@
 
 import torch
 
+from memlab.internals.threads import scope
 from memlab.metering.registry import Registry
 
 
@@ -48,9 +49,10 @@ def test_resizing_is_wrapped_only_while_there_are_listeners():
     x = torch.zeros(4)
     registry.add(x, None)
     listener = lambda record, change: told.append(change)  # noqa: E731
-    registry.listen(listener)
-    x.untyped_storage().resize_(64)
-    registry.unlisten(listener)
+    with scope():
+        registry.listen(listener)
+        x.untyped_storage().resize_(64)
+        registry.unlisten(listener)
     assert told == [48]
     assert "resize_" not in vars(torch.UntypedStorage)
 

@@ -156,7 +156,7 @@ def _check_join(answer: Join) -> str:
 
 
 _TARGETS = "targets[boundaries[1:] - 1] = IGNORED"
-_POSITIONS = "torch.arange(len(tokens)) - starts"
+_POSITIONS = "torch.arange(len(tokens), dtype=torch.int64) - starts"
 
 _JOIN = Exercise(
     id="21.2",
@@ -202,7 +202,7 @@ _JOIN = Exercise(
         ),
         (
             "Your positions run through the whole row. Restart at 0 in each document.",
-            (_POSITIONS, "torch.arange(len(tokens))"),
+            (_POSITIONS, "torch.arange(len(tokens), dtype=torch.int64)"),
         ),
         (
             "Positions start at 0, not at 1.",
