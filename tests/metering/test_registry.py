@@ -2,7 +2,7 @@
 
 import torch
 
-from memlab.internals.threads import scope
+from memlab.internals.replacing import replaced
 from memlab.metering.registry import Registry
 
 
@@ -44,15 +44,15 @@ def test_a_storage_can_continue_another():
     assert first.alive
 
 
-def test_resizing_is_wrapped_only_while_there_are_listeners():
+def test_resizing_is_noticed_only_while_it_is_replaced():
     registry, told = Registry(), []
     x = torch.zeros(4)
     registry.add(x, None)
     listener = lambda record, change: told.append(change)  # noqa: E731
-    with scope():
-        registry.listen(listener)
+    registry.listen(listener)
+    with replaced(registry.replacements()):
         x.untyped_storage().resize_(64)
-        registry.unlisten(listener)
+    x.untyped_storage().resize_(16)
     assert told == [48]
     assert "resize_" not in vars(torch.UntypedStorage)
 
