@@ -59,7 +59,8 @@ def test_spawn_runs_rank_0_here(outcome):
     found = outcome("mp.spawn(train, args=(2, True), nprocs=2)")
     assert (found.steps, found.ranks) == (2, 2)
     assert found.trace.at_peak["optimizer_state"] == 2 * WEIGHTS
-    assert found.trace.at_peak["gradients"] == WEIGHTS
+    bias = 4 * 64  # at the peak, a copy of its gradient is read for the weight's
+    assert found.trace.at_peak["gradients"] == WEIGHTS - bias
 
 
 def test_the_buckets_of_ddp_are_no_inputs(outcome):
