@@ -285,6 +285,8 @@ def _limited_time() -> Iterator[None]:
         nonlocal last, idle_looks
         before, last = last, _cpu_seconds()
         idle_looks = 0 if last - before > IDLE_SHARE * LOOK_SECONDS else idle_looks + 1
+        if last - begin > CPU_SECONDS or idle_looks >= IDLE_LOOKS:  # no look while it is stopped
+            signal.setitimer(signal.ITIMER_REAL, 20 * LOOK_SECONDS, LOOK_SECONDS)
         if last - begin > CPU_SECONDS:
             raise _TooLong(
                 f"it used {CPU_SECONDS} seconds of CPU time. Is there a loop that never ends?"
