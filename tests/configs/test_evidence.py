@@ -33,10 +33,10 @@ def test_a_kind_without_measured_rows_is_named():
     assert accuracy("quantum layers") == note
 
 
-def test_transformers_are_allocated_within_a_thousandth():
+def test_transformers_are_allocated_within_three_thousandths():
     allocated = errors("transformers")["allocated"]
     assert allocated.rows >= 14
-    assert max(-allocated.lowest, allocated.highest) < 0.001
+    assert max(-allocated.lowest, allocated.highest) < 0.003
 
 
 def test_the_accuracy_is_one_sentence(tmp_path, monkeypatch):
