@@ -285,17 +285,18 @@ def _limited_time() -> Iterator[None]:
         nonlocal last, idle_looks
         before, last = last, _cpu_seconds()
         idle_looks = 0 if last - before > IDLE_SHARE * LOOK_SECONDS else idle_looks + 1
-        if last - begin > CPU_SECONDS or idle_looks >= IDLE_LOOKS:  # no look while it is stopped
-            signal.setitimer(signal.ITIMER_REAL, 20 * LOOK_SECONDS, LOOK_SECONDS)
         if last - begin > CPU_SECONDS:
-            raise _TooLong(
-                f"it used {CPU_SECONDS} seconds of CPU time. Is there a loop that never ends?"
-            )
-        if idle_looks >= IDLE_LOOKS:
-            raise _TooLong(
+            reason = f"it used {CPU_SECONDS} seconds of CPU time. Is there a loop that never ends?"
+        elif idle_looks >= IDLE_LOOKS:
+            reason = (
                 f"it used no CPU for {IDLE_LOOKS * LOOK_SECONDS:.0f} seconds. Does it wait for "
                 f"something that never comes?"
             )
+        else:
+            return
+        # The next look comes later: the check must have time to stop its threads.
+        signal.setitimer(signal.ITIMER_REAL, 20 * LOOK_SECONDS, LOOK_SECONDS)
+        raise _TooLong(reason)
 
     before = signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, LOOK_SECONDS, LOOK_SECONDS)

@@ -1,4 +1,4 @@
-"""Ctrl-C: what a command prints, and how files are renamed without being interrupted."""
+"""Ctrl-C: what a command prints, and how to ignore it for a moment."""
 
 import signal
 import threading
@@ -11,8 +11,9 @@ INTERRUPTED_MESSAGE = "interrupted; nothing was written"
 
 @contextmanager
 def interrupts_ignored() -> Iterator[None]:
-    """Ignore Ctrl-C for a moment, so that either all of several files are renamed or none."""
-    if threading.current_thread() is not threading.main_thread():  # only it receives signals
+    """Ignore Ctrl-C. Processes started inside the block inherit this, and a group of files is
+    renamed as a whole. Only the main thread receives signals and can set this."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

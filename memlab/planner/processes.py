@@ -1,13 +1,14 @@
 """A `map` over several processes, so that several measurements run at once."""
 
 import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
+
+from memlab.internals.interrupts import interrupts_ignored
 
 Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
@@ -42,7 +43,7 @@ class _Worker(SpawnProcess):
     """Ignores Ctrl-C from its start on: the parent handles it and ends the workers."""
 
     def start(self) -> None:
-        with _ignored_interrupts():
+        with interrupts_ignored():
             super().start()
 
 
@@ -72,16 +73,3 @@ def _why(workers: Sequence[_Worker]) -> str:
         f"is printed above. A script that uses several must call them below "
         f'if __name__ == "__main__":'
     )
-
-
-@contextmanager
-def _ignored_interrupts() -> Iterator[None]:
-    """Ignore SIGINT, which child processes inherit. Only the main thread can set this."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
