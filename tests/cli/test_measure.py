@@ -573,7 +573,6 @@ def test_the_output_shows_how_to_predict_more(finished):
     outcome, _ = finished
     command = "memlab measure --model tiny --batch 4 --seq 64 --dry-run --device cuda"
     assert f"\nmore: {command}\n" in outcome.out
-    assert "\nplain: not yet confirmed by a GPU: " in outcome.out
     half = Setting("25m", 2, 8, torch.bfloat16)
     assert options(half) == "--model 25m --batch 2 --seq 8 --dtype bfloat16"
 

@@ -197,7 +197,7 @@ ACCEPTED = [
     (
         "15.4",
         "sums in float64",
-        ("torch.zeros(len(shares[0]), stop - start)", IN_FLOAT64),
+        ("torch.zeros(len(shares[0]), stop - start, dtype=torch.float32)", IN_FLOAT64),
         (".float()", ".double()"),
         ("start, total)", "start, total.float())"),
     ),

@@ -117,7 +117,10 @@ _CODE = Exercise(
             (_PARTS, "2 ** (6 - i) if signed else 2 ** (7 - i)"),
         ),
         ("These are the edges of the parts. Use their midpoints.", (_MIDDLES, "edges[:-1]")),
-        ("Two entries are missing: 0 and 1.", ("[torch.tensor([0.0, 1.0])]", "[]")),
+        (
+            "Two entries are missing: 0 and 1.",
+            ("[torch.tensor([0.0, 1.0], dtype=torch.float32)]", "[]"),
+        ),
         (
             "Leave out −1: the lowest entry is −0.993, so that there are 256 entries, not 257.",
             ("[0.0, 1.0]", "[-1.0, 0.0, 1.0]"),
@@ -129,12 +132,12 @@ _CODE = Exercise(
         ),
         (
             "This was computed in float64 and rounded once. Compute everything in float32.",
-            ("parts + 1)", "parts + 1, dtype=torch.float64)"),
+            ("parts + 1, dtype=torch.float32)", "parts + 1, dtype=torch.float64)"),
             (".sort().values", ".float().sort().values"),
         ),
         (
             "The edges were multiplied by the power of ten. Compute the midpoints first.",
-            ("parts + 1)", "parts + 1) * 10.0 ** (i - 6)"),
+            ("parts + 1, dtype=torch.float32)", "parts + 1) * 10.0 ** (i - 6)"),
             ("/ 2 * 10.0 ** (i - 6)", "/ 2"),
         ),
     ),

@@ -640,7 +640,7 @@ for target, tensors in enumerate(sums):
         write(target, name, 0, total)
 """
 _TENSORS, _CHUNK_STARTS = "    for name, size", "range(0, size, chunk_size)"
-_SUMS = "            sums = torch.zeros(len(shares[0]), stop - start)"
+_SUMS = "            sums = torch.zeros(len(shares[0]), stop - start, dtype=torch.float32)"
 _READ, _ADDED = "snapshot.read(name, start, stop).float()", "total.add_(part, alpha=share)"
 _EACH = "for snapshot, of_each in zip(snapshots, shares, strict=True):\n" + " " * 16
 _NORMALISED = "shares = [[s / sum(c) for s, c in zip(row, zip(*shares))] for row in shares]"
@@ -702,7 +702,7 @@ _SYNTHESIZE = Exercise(
         (
             "Sums in float16 are rounded at each addition. Keep the sums in float32.",
             (".float()", ""),
-            ("stop - start)\n", "stop - start, dtype=torch.half)\n"),
+            ("dtype=torch.float32", "dtype=torch.half"),
             ("start, total)", "start, total.float())"),
         ),
         (
