@@ -69,7 +69,7 @@ def explain_source(
 ) -> Explanation:
     """Explain what a file holds. `on_remedy` is called before each remedy is replayed."""
     if source.snapshot is None:
-        log = read_log(source.text)
+        log = read_log(source.text, source.unread_bytes)
         return Explanation(source.kind, text_findings(TextSituation(log)), log=log)
     situation = Situation(history_of(source.snapshot, device), total_bytes)
     if not situation.history.blocks:

@@ -67,7 +67,7 @@ _OUT_OF_MEMORY = re.compile(
     r"|Tried to allocate [\d.]{1,20} ?[KMGT]?i?B"
 )
 # Every match of _OUT_OF_MEMORY contains one of these. Searching for plain text is fast.
-_KEYWORDS = (
+KEYWORDS = (
     *("out of memory", "OutOfMemoryError", "ALLOC_FAILED", "DefaultCPUAllocator"),
     *("Tried to allocate", "would exceed allowed memory"),
 )
@@ -151,8 +151,8 @@ class Log:
     lines: tuple[Line, ...]  # of the traceback that ends with the message, outermost first
     before: str = field(repr=False)  # the text above the traceback
     rank: int | None = None  # of the process that printed the message, in a distributed run
-    failures: int = 1  # tracebacks or lines with an out-of-memory message in the whole log
-    skipped_chars: int = 0  # of the log, not read
+    failures: int = 1  # tracebacks or lines with an out-of-memory message in the text
+    skipped_chars: int = 0  # of the log, only searched for messages
 
     @property
     def user_lines(self) -> tuple[Line, ...]:
@@ -192,9 +192,12 @@ class Log:
         return bool(self.steps_done) or bool(first)
 
 
-def read_log(text: str) -> Log:
-    """Find the last out-of-memory message of a text. Raise ValueError if there is none."""
-    found = list(_messages_in(text))
+def read_log(text: str, unread: int = 0) -> Log:
+    """Find the last out-of-memory message of a text. Raise ValueError if there is none.
+
+    `unread` is how much of the log the text leaves out.
+    """
+    found = list(messages_in(text))
     if not found:
         raise ValueError(
             _other_failure(text)
@@ -223,7 +226,7 @@ def read_log(text: str) -> Log:
         head + above,
         rank=int(rank[1]) if rank else None,
         failures=_count_failures(text, found),
-        skipped_chars=first - len(head),
+        skipped_chars=first - len(head) + unread,
     )
 
 
@@ -271,9 +274,9 @@ def _other_failure(text: str) -> str | None:
     return next((said for words, said in _OTHER_FAILURES if words in text), None)
 
 
-def _messages_in(text: str) -> Iterator[re.Match[str]]:
+def messages_in(text: str) -> Iterator[re.Match[str]]:
     """Yield the out-of-memory messages in order, each once."""
-    places = sorted(place for word in _KEYWORDS for place in _places(text, word))
+    places = sorted(place for word in KEYWORDS for place in _places(text, word))
     last = 0
     for place in places:
         begin = max(last, place - NEAR_KEYWORD)

@@ -3,18 +3,21 @@
 Snapshots are pickles, which could run code. They are read with memlab.internals.unpickling, which
 allows plain data only. Limits keep a damaged or hostile file from taking the machine:
 
-    a log                  its last MOST_TEXT_BYTES are read, so any length is
+    a log, of any length   the last MOST_TEXT_BYTES before its last out-of-memory message
     JSON, a pickle         MOST_JSON_BYTES, MOST_PICKLE_BYTES, also after decompression
-    compressed data        expands to at most EXPANSION times its bytes, or MOST_TEXT_BYTES
+    compressed data        expands to at most EXPANSION times its bytes, or MOST_TEXT_BYTES, which
+                           limits the time as well
     nesting                as deep as Python's parser of JSON reads
     time, memory           of a pickle: see memlab.internals.unpickling
     sizes                  integers from 0 to MOST_SIZE
 """
 
+import gzip
 import json
+import re
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -23,16 +26,18 @@ from typing import Any, BinaryIO
 from memlab.allocator import Allocator
 from memlab.allocator.recorded_settings import KEY, as_stated, stated_settings
 from memlab.allocator.settings import Settings
+from memlab.explain.messages import KEYWORDS, MOST_HEAD, WIDEST_MESSAGE, messages_in
 from memlab.internals.snapshot import stack_frames
 from memlab.internals.unpickling import unpickle_bytes
 from memlab.trace import Trace
 from memlab.units import format_bytes
 
 PICKLE_START, GZIP_START, ZIP_START = b"\x80", b"\x1f\x8b", b"PK\x03\x04"
-MOST_TEXT_BYTES = 2**26  # of a log; only its end is read
+MOST_TEXT_BYTES = 2**26  # of a log, before its last message
 MOST_JSON_BYTES, MOST_PICKLE_BYTES = 2**29, 2**31
 EXPANSION = 200  # times as many bytes as a compressed file has; torch's snapshots reach 50
 CHUNK_BYTES = 2**24
+_JSON = re.compile(rb'\s*(\{\s*"|\[\s*[\[{])')  # a log may begin with [2026-01-01 or [rank0]
 MOST_SIZE = 2**50  # of a block or segment
 WANTED = (
     "give a snapshot of torch.cuda.memory._dump_snapshot, a log with an out-of-memory message, or "
@@ -47,6 +52,7 @@ class Source:
     kind: str  # "snapshot", "recording", "trace" or "log"
     snapshot: Mapping[str, Any] | None = None
     text: str = ""
+    unread_bytes: int = 0  # of a long log, left out of `text`
 
 
 OnBytes = Callable[[int], None]  # called with the number of bytes read
@@ -55,7 +61,7 @@ OnBytes = Callable[[int], None]  # called with the number of bytes read
 def read_file(path: Path, on_bytes: OnBytes = lambda count: None) -> Source:
     """Return what a file holds. Raise ValueError if it is nothing that memlab can explain.
 
-    The file is read once, so it may be a pipe. Of a long log, only the end is kept.
+    The file is read once, so it may be a pipe. Of a long log, only a part is kept.
     """
     with path.open("rb") as file:
         return read_stream(file, on_bytes)
@@ -63,19 +69,14 @@ def read_file(path: Path, on_bytes: OnBytes = lambda count: None) -> Source:
 
 def read_stream(file: BinaryIO, on_bytes: OnBytes = lambda count: None) -> Source:
     """Return what an open file holds: a pickle, JSON or text, also compressed with gzip."""
-    start = file.read(len(ZIP_START))
+    start = file.read(len(GZIP_START))
     if not start:
         raise ValueError(f"it is empty; {WANTED}")
-    if start.startswith(GZIP_START):
-        content = _Content(b"")
-        for chunk in _decompressed(_chunks(start, file)):
-            content.add(chunk)
-            on_bytes(content.count)
-    else:
-        content = _Content(start)
-        for chunk in _chunks(b"", file):
-            content.add(chunk)
-            on_bytes(content.count)
+    counted = _Counted(start, file)
+    content = _Content()
+    for chunk in _decompressed(counted) if start == GZIP_START else _chunks(counted):
+        content.add(chunk)
+        on_bytes(content.count)
     return content.source()
 
 
@@ -84,50 +85,100 @@ def of_bytes(content: bytes) -> Source:
     return read_stream(BytesIO(content))
 
 
-def _chunks(start: bytes, file: BinaryIO) -> Iterator[bytes]:
-    yield start
+class _Counted:
+    """A file whose start was taken from it. `count` is the number of bytes read."""
+
+    def __init__(self, start: bytes, file: BinaryIO) -> None:
+        self._start, self._file, self.count = start, file, 0
+
+    def read(self, size: int) -> bytes:
+        taken, self._start = self._start[:size], self._start[size:]
+        taken += self._file.read(size - len(taken))
+        self.count += len(taken)
+        return taken
+
+
+def _chunks(file: Any) -> Iterator[bytes]:
     while chunk := file.read(CHUNK_BYTES):
         yield chunk
 
 
-class _Content:
-    """The bytes of a file; of a text that is no JSON, or too long for it, only the end."""
+def _decompressed(file: _Counted) -> Iterator[bytes]:
+    made = 0
+    try:
+        for chunk in _chunks(gzip.GzipFile(fileobj=file)):
+            made += len(chunk)
+            if made > max(MOST_TEXT_BYTES, EXPANSION * file.count):
+                raise ValueError(
+                    f"it expands to more than {EXPANSION} times its bytes; give the file "
+                    f"uncompressed"
+                )
+            yield chunk
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"it is damaged: {error}; give the complete file") from error
 
-    def __init__(self, start: bytes) -> None:
-        self.start, self.count = start, len(start)
-        self._kept = deque([start])
-        self._kept_bytes = len(start)
+
+class _Content:
+    """The bytes of a file; of a text that is too long, the part that ends with its last message."""
+
+    def __init__(self) -> None:
+        self.start, self.count = b"", 0
+        self._kept: deque[bytes] = deque()  # the last chunks
+        self._kept_bytes = 0
+        self._with_message: tuple[bytes, ...] = ()  # the last chunks when a message was found
 
     def add(self, chunk: bytes) -> None:
-        self.start = self.start or chunk[:64]
+        self.start = self.start or chunk[:MOST_HEAD]
         self.count += len(chunk)
         self._kept.append(chunk)
         self._kept_bytes += len(chunk)
         if self.start.startswith(PICKLE_START):
             if self.count > MOST_PICKLE_BYTES:
-                raise ValueError(
-                    f"it has more than {format_bytes(MOST_PICKLE_BYTES)}; record fewer entries, "
-                    f"such as _record_memory_history(max_entries=200_000)"
-                )
+                raise _too_long(MOST_PICKLE_BYTES)
             return
-        may_be_json = self.start.lstrip()[:1] in (b"{", b"[")
-        most = MOST_JSON_BYTES if may_be_json else MOST_TEXT_BYTES
+        most = MOST_JSON_BYTES if _JSON.match(self.start) else MOST_TEXT_BYTES
         while self._kept_bytes - len(self._kept[0]) > most:
             self._kept_bytes -= len(self._kept.popleft())
+        if self._has_message():
+            self._with_message = tuple(self._kept)
+
+    def _has_message(self) -> bool:
+        """Whether the last chunk has a message or what follows one."""
+        *_, before, chunk = b"", *self._kept
+        found = before[-4 * WIDEST_MESSAGE :] + chunk
+        encoding = _encoding(self.start)
+        if not any(word.encode(encoding) in found for word in KEYWORDS):
+            return False
+        return any(messages_in(found.decode(encoding, "replace")))
 
     def source(self) -> Source:
-        content = b"".join(self._kept)
-        if self.start.startswith(PICKLE_START):
-            return of_data(unpickle_bytes(content))
         if self.start.startswith(ZIP_START):
             raise ValueError(f"it is a zip file, such as a checkpoint of torch.save; {WANTED}")
-        return of_text(_decoded(content, self.start[:2]))
+        whole = self.count == self._kept_bytes
+        content = b"".join(self._kept if whole else self._with_message or self._kept)
+        self._kept.clear()
+        if self.start.startswith(PICKLE_START):
+            return of_data(unpickle_bytes(content))
+        encoding = _encoding(self.start)
+        if whole:
+            return of_text(content.decode(encoding, "replace").removeprefix("\ufeff"))
+        if _JSON.match(self.start) and not self._with_message:
+            raise _too_long(MOST_JSON_BYTES)
+        head = self.start.decode(encoding, "replace")
+        text = f"{head}\n{content.decode(encoding, 'replace')}"
+        return Source("log", text=text, unread_bytes=self.count - len(content))
 
 
-def _decoded(content: bytes, start: bytes) -> str:
-    """Decode a text, which PowerShell writes as UTF-16."""
-    encoding = "utf-16" if start in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
-    return content.decode(encoding, "replace")
+def _too_long(most: int) -> ValueError:
+    return ValueError(
+        f"it has more than {format_bytes(most)}; record fewer entries, such as "
+        f"_record_memory_history(max_entries=200_000)"
+    )
+
+
+def _encoding(start: bytes) -> str:
+    """Return the encoding of a text, which PowerShell writes as UTF-16."""
+    return {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}.get(start[:2], "utf-8")
 
 
 def of_text(text: str) -> Source:
@@ -140,7 +191,7 @@ def of_text(text: str) -> Source:
                 raise ValueError(f"it is no complete JSON: {error}; {WANTED}") from error
         else:
             return of_data(data)
-    return Source("log", text=text[-MOST_TEXT_BYTES:])
+    return Source("log", text=text)
 
 
 def of_data(data: Any) -> Source:
@@ -176,33 +227,6 @@ def _are_segments(data: Any) -> bool:
         and bool(data)
         and all(isinstance(each, dict) and {"address", "blocks"} <= each.keys() for each in data)
     )
-
-
-def _decompressed(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the decompressed chunks, of one or several members of a gzip file."""
-    taken, made, first = 0, 0, b""
-    expander = zlib.decompressobj(wbits=31)
-    try:
-        for chunk in chunks:
-            taken += len(chunk)
-            while chunk:
-                if expander.eof:
-                    expander = zlib.decompressobj(wbits=31)
-                out = expander.decompress(chunk, CHUNK_BYTES)
-                made += len(out)
-                first = first or out[:1]
-                is_data = first in (PICKLE_START, b"{", b"[")
-                if is_data and made > max(MOST_TEXT_BYTES, EXPANSION * taken):
-                    raise ValueError(
-                        f"it expands to more than {EXPANSION} times its bytes; give the file "
-                        f"uncompressed"
-                    )
-                yield out
-                chunk = expander.unconsumed_tail or expander.unused_data
-    except zlib.error as error:
-        raise ValueError(f"it is damaged: {error}; give the complete file") from error
-    if not expander.eof:
-        raise ValueError("it is damaged: its end is missing; give the complete file")
 
 
 # ------------------------------------------------------------------ checks

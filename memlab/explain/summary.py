@@ -92,10 +92,12 @@ def notes(found: Explanation) -> Iterator[str]:
 
 def _log_notes(log: Log) -> Iterator[str]:
     if log.failures > 1:
-        yield f"the log has {log.failures} out-of-memory messages; this explains the last one"
+        least = "at least " if log.skipped_chars else ""
+        yield f"the log has {least}{log.failures} out-of-memory messages; this explains the last"
     if log.skipped_chars:
         yield (
-            f"the log is long: {log.skipped_chars:,} characters before the traceback were not read"
+            f"the log is long: {log.skipped_chars:,} characters were only searched for "
+            f"out-of-memory messages"
         )
 
 

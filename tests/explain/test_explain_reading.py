@@ -17,6 +17,7 @@ from memlab.explain import explain, reading
 from memlab.explain.categories import Categories
 from memlab.explain.frames import Frame, in_recompute
 from memlab.explain.histories import free_memory, history_of
+from memlab.explain.messages import read_log
 from memlab.internals import unpickling
 
 MIB = 2**20
@@ -171,7 +172,9 @@ def test_the_settings_of_a_snapshot_are_checked(tmp_path):
         (b"[" * 200_000, "no complete JSON: maximum recursion depth"),
         (b"[" + b"1" * 5_000 + b"]", "no complete JSON: Exceeds the limit"),
         (gzip.compress(b"[" + bytes(100 * MIB)), "expands to more than 200 times its bytes"),
-        (gzip.compress(b"CUDA out of memory" * 100)[:-9], "its end is missing"),
+        (gzip.compress(b"log " + bytes(100 * MIB)), "expands to more than 200 times its bytes"),
+        (gzip.compress(b"CUDA out of memory" * 100)[:-9], "damaged: Compressed file ended before"),
+        (gzip.compress(b"CUDA out of memory") + b"more", "damaged: Not a gzipped file"),
     ],
 )
 def test_hostile_files_are_refused_in_one_sentence(tmp_path, content, words):
@@ -186,20 +189,42 @@ def test_a_pickle_that_takes_for_ever_to_load_is_refused(tmp_path, monkeypatch):
         explain(write(tmp_path / "snapshot.pickle", NESTED_KEY))
 
 
-def test_of_a_long_log_only_the_end_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "MOST_TEXT_BYTES", MIB)
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 MiB\n"
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5, 1], ids=["start", "middle", "end"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16-le"])
+@pytest.mark.parametrize(
+    "first", ["batch_size=8\n", "[00:00] batch_size=8\n", "{'batch_size': 8}\n"]
+)
+def test_of_a_long_log_the_part_with_its_message_is_kept(
+    tmp_path, monkeypatch, share, encoding, first
+):
+    monkeypatch.setattr(reading, "MOST_TEXT_BYTES", 2**18)
     monkeypatch.setattr(reading, "CHUNK_BYTES", 2**16)
-    text = b"step 1\n" * 2**20 + b"CUDA out of memory. Tried to allocate 2.00 MiB\n"
+    steps = [f"step {n} took {n * n % 977}\n" for n in range(2**17)]
+    steps.insert(round(share * len(steps)), OUT_OF_MEMORY)
+    start = b"\xff\xfe" if encoding == "utf-16-le" else b""
+    text = start + (first + "".join(steps)).encode(encoding)
     counts = []
     tracemalloc.start()
     source = reading.read_file(write(tmp_path / "log.txt", text), counts.append)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert source.text.endswith("Tried to allocate 2.00 MiB\n")
-    assert peak < 5 * MIB
+    assert read_log(source.text).steps_done == round(share * 2**17) - 1
+    assert read_log(source.text).numbers["batch"] == 8
+    assert peak < 2.5 * MIB
     assert counts[-1] == len(text)
     compressed = write(tmp_path / "log.txt.gz", gzip.compress(text))
-    assert reading.read_file(compressed).text.endswith("Tried to allocate 2.00 MiB\n")
+    assert reading.read_file(compressed) == source
+
+
+def test_a_message_on_the_border_of_two_chunks_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "MOST_TEXT_BYTES", 2**15)
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 2**13)
+    for before in range(2**13 - 50, 2**13 + 2, 5):
+        text = b" " * before + OUT_OF_MEMORY.encode() + b"step 1\n" * 2**14
+        assert OUT_OF_MEMORY in reading.read_file(write(tmp_path / "log.txt", text)).text
 
 
 def test_a_compressed_snapshot_is_read(tmp_path):
