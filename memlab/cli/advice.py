@@ -2,7 +2,6 @@
 
 import math
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
@@ -12,6 +11,7 @@ from rich.table import Table
 from memlab.allocator.capacity import needed_bytes
 from memlab.cli import terminal
 from memlab.cli.errors import error_summary
+from memlab.cli.run_progress import announce
 from memlab.scripts.changes import (
     FSDP,
     Change,
@@ -41,11 +41,9 @@ NEEDS = (
 def _announce_changes(count: int, seconds: float) -> None:
     """Say how long the changes take before they are tried."""
     each = f"about {max(1, round(seconds))} s for each"
-    print(
-        f"memlab: trying {count} changes, then combinations of the helpful ones, {each}; "
-        f"--no-advice leaves them out",
-        file=sys.stderr,
-        flush=True,
+    announce(
+        f"trying {count} changes, then combinations of the helpful ones, {each}; "
+        f"--no-advice leaves them out"
     )
 
 
@@ -154,7 +152,7 @@ def _show_code(name: str, lines: Sequence[str]) -> None:
 
 def _changed(launch: Launch, settings: dict[str, Any], plain: Outcome, change: Change) -> Trace:
     """Return the trace of the script's step with a change."""
-    print(f"memlab: trying {change.name}", file=sys.stderr, flush=True)
+    announce(f"trying {change.name}")
     with (
         open(os.devnull, "w") as nowhere,
         redirect_stdout(nowhere),  # it has printed all this

@@ -107,7 +107,8 @@ def diff(id_: str, *, sure: bool) -> int:
         return 0
     names = f"{_relative(copy)} (yours)", f"{_relative(solution)} (the solution)"
     for line in difflib.unified_diff(yours, theirs, *names, n=WHOLE_CELL, lineterm=""):
-        terminal.console.print(Text(line, style=STYLES.get(line[:1], "")), soft_wrap=True)
+        text = Text(terminal.printable(line), style=STYLES.get(line[:1], ""))
+        terminal.console.print(text, soft_wrap=True)
     return 0
 
 
@@ -379,12 +380,12 @@ def _exercises_table(exercises: dict[int, tuple[days.Text, ...]], done: Progress
     for number, of_day in exercises.items():
         if all(_record(done, e) == ExerciseProgress() for e in of_day):  # not begun: one line
             minutes = sum(e.minutes for e in of_day)
-            table.add_row("", Text(_title(number)), "–", str(minutes))
+            table.add_row("", _title(number), "–", str(minutes))
             continue
         table.add_row("", Text(_title(number), "bold"))
         for exercise in of_day:
             cells = [exercise.id, *(text(exercise) for text in columns.values())]
-            table.add_row(*(Text(cell) for cell in cells))
+            table.add_row(*cells)
     return table
 
 

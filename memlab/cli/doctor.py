@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
+from rich.text import Text
 
 import memlab
 from memlab.cli.errors import error_summary
 from memlab.cli.machine import devices_present, memory_of, name_of
-from memlab.cli.terminal import printable
+from memlab.cli.terminal import console, printable
 from memlab.configs.targets import target_of
 from memlab.internals.torch_internals import cuda_driver_version
 from memlab.train import TECHNIQUES, Plugs, Setting, Technique, build, combined, measured
@@ -33,6 +33,7 @@ OPTIONAL = {
     "bitsandbytes": "plans with 8-bit optimizers and QLoRA",
     "triton": "memlab.kernels, on a GPU",
 }
+MARKS = {True: Text("OK  ", "green"), False: Text("FAIL", "red"), None: Text("    ")}
 NEEDED_DISK_BYTES = 100 * 2**20
 SMALL = Setting("tiny", batch=2, seq_len=32)
 
@@ -47,12 +48,10 @@ class Finding(NamedTuple):
 
 def examine() -> int:
     """Print one line per finding; return 1 if any of them failed, else 0."""
-    console = Console(highlight=False)
     failed = False
     for finding in _findings():
-        mark = {True: "[green]OK  [/]", False: "[red]FAIL[/]", None: "    "}[finding.ok]
-        console.print(f"{mark} {finding.name:<12}", end=" ")
-        console.print(printable(finding.text), markup=False, soft_wrap=True)
+        mark = MARKS[finding.ok] + Text(f" {finding.name:<12} {printable(finding.text)}")
+        console.print(mark, soft_wrap=True)
         failed |= finding.ok is False
     return int(failed)
 

@@ -78,12 +78,12 @@ class Progress:
 
     def __call__(self, remedy: str) -> None:
         if self._clock() - self._start > PATIENCE_SECONDS:
-            print(f"replaying: {remedy}", file=sys.stderr, flush=True)
+            terminal.announce(f"replaying: {remedy}")
 
     def on_bytes(self, count: int) -> None:
         if self._clock() - self._read_at > PATIENCE_SECONDS:
             self._read_at = self._clock()
-            print(f"reading: {format_bytes(count)}", file=sys.stderr, flush=True)
+            terminal.announce(f"reading: {format_bytes(count)}")
 
 
 def _note_ignored(question: Question, source: Source) -> None:

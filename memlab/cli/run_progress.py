@@ -1,7 +1,6 @@
 """The progress that `memlab run` prints while a script runs, and how a signal ends it."""
 
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,15 +8,15 @@ from time import monotonic
 from types import FrameType
 from typing import Any, NoReturn
 
+from memlab.cli import terminal
 from memlab.cli.script import is_users
-from memlab.cli.terminal import printable
 from memlab.internals.signals import handled
 
 SECONDS = 10  # between two lines that say where the script is
 
 
 def announce(stage: str) -> None:
-    print(printable(f"memlab: {stage}"), file=sys.stderr, flush=True)
+    terminal.announce(f"memlab: {stage}")
 
 
 @contextmanager

@@ -24,8 +24,9 @@ from rich.table import Table
 
 from memlab.units import WIDTH
 
-# A wide console keeps rich from truncating numbers; the terminal wraps long lines itself.
-console = Console(highlight=False, emoji=False, width=10_000)
+# A wide console keeps rich from truncating numbers; the terminal wraps long lines itself. Without
+# markup, "[red]" in the name of a file or a module is text.
+console = Console(markup=False, highlight=False, emoji=False, width=10_000)
 
 SECONDS_BETWEEN_LINES = 2.0  # for output without a progress bar
 
@@ -87,7 +88,7 @@ def show_document(document: Mapping[str, Any]) -> None:
 
 def note(text: str) -> None:
     """Print a remark on the run itself. With `--json`, it goes to standard error."""
-    console.print(printable(text), markup=False, soft_wrap=True)
+    console.print(printable(text), soft_wrap=True)
 
 
 def printable(text: str) -> str:
@@ -96,6 +97,12 @@ def printable(text: str) -> str:
         return text
     parts = (c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
     return "".join(parts)
+
+
+def announce(text: str) -> None:
+    """Print a remark on the progress on standard error."""
+    with suppress(OSError):  # the reader has closed the pipe
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def echo(text: str) -> None:
@@ -129,15 +136,14 @@ def _lines(stages: int) -> Callable[[str], None]:
     """Print the stage's name if nothing was printed for a while, so quick work prints nothing."""
     done, printed_at = count(1), time.monotonic()
 
-    def announce(stage: str) -> None:
+    def announce_late(stage: str) -> None:
         nonlocal printed_at
         number, now = next(done), time.monotonic()
         if now - printed_at >= SECONDS_BETWEEN_LINES:
             printed_at = now
-            with suppress(OSError):  # the reader has closed the pipe
-                print(printable(f"{number} of {stages}: {stage}"), file=sys.stderr, flush=True)
+            announce(f"{number} of {stages}: {stage}")
 
-    return announce
+    return announce_late
 
 
 def show_table(table: Table) -> None:

@@ -94,6 +94,21 @@ def test_a_wide_table_has_one_line_per_row(capsys):
     assert len(capsys.readouterr().out.splitlines()) > 4
 
 
+@pytest.mark.parametrize("name", ["[red]a.py", "a[/].py", "[link=b]", ":smile:.py", "a\\[b]"])
+@pytest.mark.parametrize("wide", [True, False])
+def test_markup_in_a_name_is_text(capsys, name, wide):
+    long = f"{name} {'x' * 80}"
+    with terminal.style(wide=wide):
+        terminal.show_table(terminal.table_of({name: [name, long], "b": [name, name]}))
+        terminal.note(name)
+    assert capsys.readouterr().out.count(name) == 6
+
+
+def test_progress_on_standard_error_is_escaped(capsys):
+    terminal.announce("trying \x1b[31m[/]")
+    assert capsys.readouterr() == ("", "trying \\x1b[31m[/]\n")
+
+
 def test_with_json_only_documents_reach_standard_output(capfd):
     with terminal.style(as_json=True):
         terminal.echo("text")
