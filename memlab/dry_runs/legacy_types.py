@@ -1,12 +1,12 @@
 """Tensor types from before dtypes, which many scripts still use, on the stand-in.
 
-    torch.cuda.FloatTensor      makes tensors on the accelerator; `isinstance` accepts it
+    torch.cuda.FloatTensor      makes tensors on the accelerator; `isinstance` knows them
+    torch.FloatTensor           makes CPU tensors; `isinstance` knows them, too
     x.type(...)                 casts and moves to a type or its name; without one, returns the name
     x.new(2, 3)                 makes a tensor on the device of `x`
-    set_default_tensor_type     sets the default dtype and device
+    set_default_tensor_type     sets the default dtype and device, also of `torch.Tensor(2, 3)`
 
-`torch.Tensor(2, 3)` makes a CPU tensor under any default type, and a tensor on an accelerator is an
-instance of `torch.FloatTensor` too.
+In a dry run of CPU kernels, where the CPU replaces the accelerator, its tensors are of both types.
 """
 
 import re
@@ -25,18 +25,20 @@ _DTYPES = {
     for name, kind in vars(torch).items()
     if name.endswith("Tensor") and isinstance(getattr(kind, "dtype", None), torch.dtype)
 }
-_MODULES = (torch.cuda, torch.xpu)
+_ACCELERATORS = (torch.cuda, torch.xpu)
 _NAME = re.compile(r"torch\.(?:(?P<device>cuda|xpu)\.)?(?P<kind>\w+)")
 
 
-class _AcceleratorType(type):
-    """The type of a stand-in for `torch.cuda.FloatTensor`."""
+class _LegacyType(type):
+    """The type of a stand-in for `torch.FloatTensor` or `torch.cuda.FloatTensor`."""
 
     dtype: torch.dtype
     real: Any
+    on_accelerator: bool
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if DryRun.active is None:  # a module that was imported in a dry run keeps it
+        # A module that was imported in a dry run keeps the type.
+        if DryRun.active is None or not cls.on_accelerator:
             return cls.real(*args, **kwargs)
         StandIn.was_named = True
         return _made(args, cls.dtype, kwargs.get("device") or StandIn.device)
@@ -44,7 +46,8 @@ class _AcceleratorType(type):
     def __instancecheck__(cls, value: Any) -> bool:
         if not isinstance(value, FakeTensor):
             return isinstance(value, cls.real)
-        return value.dtype is cls.dtype and _is_on_accelerator(value)
+        device = StandIn.device if cls.on_accelerator else "cpu"
+        return value.dtype is cls.dtype and value.device == torch.device(device)
 
 
 def _is_on_accelerator(tensor: torch.Tensor) -> bool:
@@ -92,21 +95,43 @@ def _parsed(kind: Any) -> tuple[torch.dtype, bool] | None:
     return _DTYPES[found["kind"]], found["device"] is not None
 
 
-def _set_default(real: Callable[[Any], None]) -> Callable[[Any], None]:
-    def set_default_tensor_type(t: Any) -> None:
-        if (named := _parsed(t)) is None:
-            real(t)
-            return
-        dtype, on_accelerator = named
-        torch.set_default_dtype(dtype)
-        torch.set_default_device("cuda" if on_accelerator else None)
+class _DefaultType:
+    """The default type that a script has set in this dry run."""
 
-    return set_default_tensor_type
+    def __init__(self) -> None:
+        self.on_accelerator = False
+
+    def setter(self, real: Callable[[Any], None]) -> Callable[[Any], None]:
+        def set_default_tensor_type(t: Any) -> None:
+            if (named := _parsed(t)) is None:
+                real(t)
+                return
+            dtype, self.on_accelerator = named
+            torch.set_default_dtype(dtype)
+            torch.set_default_device("cuda" if self.on_accelerator else None)
+
+        return set_default_tensor_type
+
+    def constructor(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `torch.Tensor.__new__`, which `torch.set_default_device` leaves alone."""
+
+        def construct(cls: type, *args: Any, **kwargs: Any) -> Any:
+            if cls is torch.Tensor and self.on_accelerator:
+                return _made(args, torch.get_default_dtype(), StandIn.device)
+            return real(cls, *args, **kwargs)
+
+        return construct
 
 
-def _stand_in(real: Any) -> _AcceleratorType:
-    attributes = {"real": real, "dtype": real.dtype, "is_cuda": real.is_cuda}
-    return _AcceleratorType(real.__name__, (), {**attributes, "__module__": real.__module__})
+def _stand_in(real: Any) -> _LegacyType:
+    attributes = {
+        "real": real,
+        "dtype": real.dtype,
+        "is_cuda": real.is_cuda,
+        "on_accelerator": real.__module__ != "torch",
+        "__module__": real.__module__,
+    }
+    return _LegacyType(real.__name__, (), attributes)
 
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {torch.Tensor.new: _new, torch.Tensor.type: _type}
@@ -114,11 +139,13 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {torch.Tensor.new: _new, torch.Tensor
 
 def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
     """Return the replacements of the types, for `replaced`."""
+    default = _DefaultType()
     return {
-        (torch, "set_default_tensor_type"): _set_default,
+        (torch, "set_default_tensor_type"): default.setter,
+        (torch.Tensor, "__new__"): default.constructor,
         **{
             (module, name): _stand_in
-            for module in _MODULES
+            for module in (torch, *_ACCELERATORS)
             for name in _DTYPES
             if hasattr(module, name)
         },

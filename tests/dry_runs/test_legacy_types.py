@@ -56,6 +56,12 @@ def predicted(make) -> Any:
         (lambda: isinstance(torch.zeros(2).cuda(), torch.cuda.LongTensor), False),
         (lambda: isinstance(torch.zeros(2), torch.cuda.FloatTensor), False),
         (lambda: isinstance("text", torch.cuda.FloatTensor), False),
+        (lambda: isinstance(torch.zeros(2).cuda(), torch.FloatTensor), False),
+        (lambda: isinstance(torch.zeros(2).cuda().half(), torch.HalfTensor), False),
+        (lambda: isinstance(torch.zeros(2), torch.FloatTensor), True),
+        (lambda: isinstance(torch.zeros(2), torch.DoubleTensor), False),
+        (lambda: torch.FloatTensor(2, 3), (torch.float32, "cpu")),
+        (lambda: torch.Tensor(2, 3), (torch.float32, "cpu")),
         (lambda: torch.cuda.FloatTensor(1).fill_(3).item(), 3.0),
         (lambda: torch.cuda.FloatTensor([[1, 2], [3, 4]]).tolist(), [[1.0, 2.0], [3.0, 4.0]]),
         (lambda: torch.cuda.FloatTensor([[1, 2], [3, 4]]).shape, (2, 2)),
@@ -88,6 +94,9 @@ def _defaults():
         lambda: torch.tensor([1.0]),
         lambda: nn.Linear(2, 2).weight,
         lambda: torch.zeros(2),
+        lambda: torch.Tensor(2, 3),
+        lambda: torch.Tensor([1.0]),
+        lambda: nn.Parameter(torch.Tensor(2, 3)),
     ],
 )
 def test_a_default_type_sets_dtype_and_device(kind, make):
@@ -96,6 +105,18 @@ def test_a_default_type_sets_dtype_and_device(kind, make):
         return make()
 
     assert predicted(with_default) == (torch.float64, "cuda")
+
+
+@pytest.mark.usefixtures("_defaults")
+def test_a_default_type_leaves_cpu_types_and_later_predictions_alone():
+    def with_default():
+        torch.set_default_tensor_type("torch.cuda.FloatTensor")
+        return torch.FloatTensor(2)
+
+    assert predicted(with_default) == (torch.float32, "cpu")
+    torch.set_default_device(None)
+    assert predicted(lambda: torch.Tensor(2)) == (torch.float32, "cpu")
+    assert torch.Tensor(2, 3).shape == (2, 3)
 
 
 @pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor, torch.asarray])
