@@ -343,3 +343,15 @@ def storage_use_count(storage: int) -> int:
     """Return how many tensors share a storage, or 0 if this torch cannot count them."""
     count_of = getattr(torch._C, "_storage_Use_Count", None)
     return 0 if count_of is None else count_of(storage)
+
+
+def forbid_data_access(storage: torch.UntypedStorage, message: str) -> None:
+    """Let each read and write of the storage raise, if this torch was built for GPUs."""
+    if hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg"):
+        torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, message)
+
+
+def allow_data_access(storage: torch.UntypedStorage) -> None:
+    """Undo `forbid_data_access`."""
+    if hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg"):
+        torch._C._clear_storage_data_ptr_access_error_msg(storage._cdata)

@@ -191,7 +191,7 @@ class Registry:
             self._notify(record, change)
 
     def _record_address(self, record: Storage, untyped: torch.UntypedStorage) -> None:
-        if untyped.device == _META:
+        if untyped.device == _META or not untyped.nbytes():
             return
         address = untyped.data_ptr()
         if not record.addresses or record.addresses[-1].address != address:

@@ -21,8 +21,8 @@ see an in-place change of saved tensors.
 - An OffloadedOptimizer with `weights=True` steps its own copies after backward, and writes the
   rounded weights to the store.
 - Any other optimizer raises an error, because the weights are offloaded.
-- Other code gets no error. torch does not check a tensor's storage, so reading an offloaded weight
-  crashes the process. Use `with streamed.present():` there.
+- Other code that reads or changes an offloaded weight gets an error. torch does not check a
+  tensor's storage, and would crash the process. Use `with streamed.present():` there.
 
 These stay on the device: gradients (unless `gradients=True` in OffloadedOptimizer), weights outside
 of layers (embedding, last norm, unembedding), and copies. For example, autocast caches its casts
@@ -36,12 +36,21 @@ from functools import partial
 from typing import Any
 from weakref import WeakMethod, ref
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memlab.internals.torch_internals import in_backward, tree_leaves, when_backward_ends
+from memlab.internals.torch_internals import (
+    DisableTorchFunctionSubclass,
+    allow_data_access,
+    exclude_from_dynamo,
+    in_backward,
+    tree_leaves,
+    when_backward_ends,
+)
 from memlab.offload.stores import Store
+from memlab.offload.unreadable import make_readable, make_unreadable
 
 _STREAMS = WeakIdKeyDictionary()  # weight: weak reference to its StreamedLayers
 
@@ -75,13 +84,42 @@ class _Layer:
 
     module: nn.Module
     weights: list[Tensor]
+    names: list[str]
     keys: list[str]
     bytes: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # of the weights when they were loaded
+    storages: list[Any] = field(default_factory=list)  # the stream's own, one for each weight
+    aliases: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)  # of state dicts
+
+    def allocate(self, number: int) -> None:
+        allow_data_access(self.storages[number])
+        self.storages[number].resize_(self.bytes[number])
+
+    def own_storage(self, number: int) -> None:
+        """Move a weight to a new storage: other code may read the one that it had, or share it."""
+        weight = self.weights[number]
+        old, size = weight.untyped_storage()._cdata, self.bytes[number]
+        new = torch.empty(size, dtype=torch.uint8, device=weight.device).untyped_storage()
+        for each in self.module.parameters():
+            if each.untyped_storage()._cdata == old:
+                empty = torch.empty(0, dtype=each.dtype, device=each.device)
+                each.data = empty.set_(new, each.storage_offset(), each.shape, each.stride())
+        self.storages[number] = new
+
+    def readers(self, others: Iterable[Any] = ()) -> list[Tensor]:
+        """Return the parameters, known aliases and `others` that share the stream's storages."""
+        own = {storage._cdata for storage in self.storages}
+        tensors = (*self.module.parameters(), *self.aliases, *others)
+        return [
+            tensor
+            for tensor in tensors
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata in own
+        ]
 
     def flat_storage(self, number: int) -> list[Tensor]:
         """Return the whole storage of a weight, flat, as an `out` argument of the store."""
-        weight = self.weights[number].data
+        with DisableTorchFunctionSubclass():  # it may be offloaded: a prefetch fills it
+            weight = self.weights[number].data
         return [weight.as_strided((self.bytes[number] // weight.itemsize,), (1,), 0)]
 
 
@@ -96,9 +134,10 @@ class StreamedLayers:
         self.store = store
         self._layers = _with_weights(model, list(layers))
         self._prefetching: set[int] = set()
-        self._loaded: set[int] = set()
+        self._loaded = set(range(len(self._layers)))
         self._backward_layer = 0  # the last layer whose backward has started
-        self._all_present = self._free_queued = False
+        self._present = 0  # how many `present()` are open
+        self._free_queued = False
         self._hooks: list[Any] = [
             model.register_forward_hook(self._forward_ends),
             model.register_state_dict_pre_hook(self._require_present),
@@ -109,13 +148,16 @@ class StreamedLayers:
             self._hooks += (
                 layer.module.register_forward_pre_hook(partial(self._before_forward, number)),
                 layer.module.register_forward_hook(partial(self._after_forward, number)),
+                layer.module.register_state_dict_post_hook(partial(self._note_aliases, number)),
             )
-            for weight in layer.weights:
-                _STREAMS[weight] = ref(self)
-            layer.bytes = [weight.untyped_storage().nbytes() for weight in layer.weights]
-            layer.versions = [-1] * len(layer.weights)  # not in the store yet
-            self._loaded.add(number)
-            self._free(number)
+            layer.bytes, layer.versions = [0] * len(layer.weights), [0] * len(layer.weights)
+            layer.storages = [None] * len(layer.weights)  # not in the store yet
+        try:
+            for number in range(len(self._layers)):
+                self._free(number)
+        except BaseException:  # such as a full disk, or Ctrl-C
+            self.remove()
+            raise
 
     @property
     def layer_bytes(self) -> list[int]:
@@ -127,11 +169,13 @@ class StreamedLayers:
         """Load all weights onto the device."""
         for number in range(len(self._layers)):
             self._load(number)
-        self._all_present = True
+        self._present += 1
         try:
             yield
         finally:
-            self._all_present = False
+            self._present -= 1
+            for layer in self._layers:  # load_state_dict(assign=True) replaces parameters
+                layer.weights = [layer.module.get_parameter(name) for name in layer.names]
             self._free_all()
 
     def read_weight(self, weight: Tensor) -> Tensor:
@@ -165,14 +209,14 @@ class StreamedLayers:
         for layer in self._layers:
             for weight, key in zip(layer.weights, layer.keys, strict=True):
                 self.store.delete(key)
-                del _STREAMS[weight]
+                _STREAMS.pop(weight, None)
         self._hooks, self._layers = [], []
 
     # -------------------------------------------------------------- load and free
 
     def _use(self, number: int, following: int | None) -> None:
         """Load one layer, prefetch the following one, and free all others."""
-        if self._all_present:
+        if self._present:
             return
         for other in (self._loaded | self._prefetching) - {number, following}:
             self._free(other)
@@ -185,18 +229,20 @@ class StreamedLayers:
             return
         self._prefetching.add(number)
         layer = self._layers[number]
-        for n, (weight, key) in enumerate(zip(layer.weights, layer.keys, strict=True)):
-            weight.untyped_storage().resize_(layer.bytes[n])
+        for n, key in enumerate(layer.keys):
+            layer.allocate(n)
             self.store.prefetch(key, layer.flat_storage(n))
 
     def _load(self, number: int) -> None:
         if number in self._loaded:
             return
         layer, is_coming = self._layers[number], number in self._prefetching
-        for n, (weight, key) in enumerate(zip(layer.weights, layer.keys, strict=True)):
+        for n, key in enumerate(layer.keys):
             if not is_coming:
-                weight.untyped_storage().resize_(layer.bytes[n])
+                layer.allocate(n)
             self.store.get(key, None if is_coming else layer.flat_storage(n))
+        for tensor in layer.readers():
+            make_readable(tensor)
         layer.versions = [weight._version for weight in layer.weights]
         self._prefetching.discard(number)
         self._loaded.add(number)
@@ -206,19 +252,29 @@ class StreamedLayers:
             self._load(number)  # wait: the store must not write to an emptied storage
         layer = self._layers[number]
         for n, (weight, key) in enumerate(zip(layer.weights, layer.keys, strict=True)):
-            if weight._version != layer.versions[n]:
+            _STREAMS[weight] = ref(self)
+            is_new = weight.untyped_storage() is not layer.storages[n]
+            if is_new or weight._version != layer.versions[n]:
+                layer.bytes[n] = weight.untyped_storage().nbytes()
                 self.store.put(key, layer.flat_storage(n))
-            weight.untyped_storage().resize_(0)
+        # All values are in the store now. If one could not be stored, none is lost.
+        for n, weight in enumerate(layer.weights):
+            if weight.untyped_storage() is not layer.storages[n]:
+                layer.own_storage(n)
+            layer.storages[n].resize_(0)
+        for tensor in layer.readers():
+            make_unreadable(tensor)
         self._loaded.discard(number)
 
     def _free_all(self) -> None:
         self._free_queued = False
-        if not self._all_present:
+        if not self._present:
             for number in sorted(self._loaded | self._prefetching):
                 self._free(number)
 
     # -------------------------------------------------------------- hooks
 
+    @exclude_from_dynamo
     def _before_forward(self, number: int, module: nn.Module, args: Any) -> None:
         if not in_backward():
             self._free_queued = False  # a failed backward pass may have left it set
@@ -228,8 +284,9 @@ class StreamedLayers:
         else:
             self._before_backward(number)
 
+    @exclude_from_dynamo
     def _after_forward(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
-        if in_backward() or self._all_present:
+        if in_backward() or self._present:
             return  # a recompute: backward of this segment follows
         self._free(number)
         for tensor in tree_leaves(output):
@@ -244,6 +301,7 @@ class StreamedLayers:
         self._free_after_backward()
         self._use(number, number - 1 if number else None)
 
+    @exclude_from_dynamo
     def _forward_ends(self, model: nn.Module, args: Any, output: Any) -> None:
         """Hook the model's output, to prefetch the last layer as soon as backward begins."""
         for tensor in tree_leaves(output):
@@ -251,7 +309,7 @@ class StreamedLayers:
                 tensor.register_hook(partial(_call_if_alive, WeakMethod(self._backward_begins)))
 
     def _backward_begins(self) -> None:
-        if not self._all_present and self._layers:
+        if not self._present and self._layers:
             self._free_after_backward()
             self._prefetch(len(self._layers) - 1)
 
@@ -260,10 +318,18 @@ class StreamedLayers:
             self._free_queued = True
             when_backward_ends(self._free_all)
 
+    def _note_aliases(
+        self, number: int, module: nn.Module, state_dict: dict[str, Any], *_: Any
+    ) -> None:
+        """Remember the tensors of a state dict, which share the storages of the weights."""
+        for layer in self._layers[number : number + 1]:  # a copy of a stream has none
+            for tensor in layer.readers(state_dict.values()):
+                layer.aliases[tensor] = None
+
     # -------------------------------------------------------------- errors
 
     def _require_present(self, *_: Any) -> None:
-        if not self._all_present and self._layers:
+        if not self._present and self._layers:
             raise RuntimeError(
                 "the weights of streamed layers are in their store; save and load the model inside "
                 "`with streamed.present():`"
@@ -281,6 +347,17 @@ class StreamedLayers:
                         f"in backward (step_in_backward), use OffloadedOptimizer(..., "
                         f"weights=True), or step inside `with streamed.present():`"
                     )
+
+    def __reduce__(self) -> Any:
+        """Copy or pickle no layers: a copy of the model, made inside `present()`, has them all."""
+        return _without_layers, ()
+
+
+def _without_layers() -> StreamedLayers:
+    """Return a stream whose hooks do nothing."""
+    stream = StreamedLayers.__new__(StreamedLayers)
+    stream._layers, stream._hooks, stream._present = [], [], 1
+    return stream
 
 
 class _Guard:
@@ -323,13 +400,14 @@ def _with_weights(model: nn.Module, modules: list[nn.Module]) -> list[_Layer]:
     names = {id(module): name for name, module in model.named_modules()}
     layers, owner = [], {}
     for number, module in enumerate(modules):
-        layer = _Layer(module, [], [])
+        layer = _Layer(module, [], [], [])
         for name, weight in module.named_parameters():
             storage = weight.untyped_storage()._cdata
             if owner.setdefault(storage, number) != number:
                 raise ValueError(f"got two layers that share {name}; stream only one of them")
             if all(storage != w.untyped_storage()._cdata for w in layer.weights):
                 layer.weights.append(weight)
+                layer.names.append(name)
                 layer.keys.append(f"layers/{names.get(id(module), number)}.{name}")
         layers.append(layer)
     inside = tuple(

@@ -103,6 +103,7 @@ class Store:
         if is_fake(tensors):
             self._dry[key] = record
         else:
+            _require_values(tensors)
             self._dry.pop(key, None)
             self._put(key, record, tensors, lasting, about)
 
@@ -240,6 +241,7 @@ class Store:
             return record, tensors, nothing
         if key not in self._keys():
             raise KeyError(f"{key!r} was put in a dry run, which has no values; put it again")
+        _require_values(tensors)
         return record, tensors, self._fill(key, record, tensors)
 
     def _find_record(self, key: str) -> Record:
@@ -257,6 +259,14 @@ class Store:
 
 def nothing() -> None:
     """Return at once: there is nothing to wait for."""
+
+
+def _require_values(tensors: Sequence[Tensor]) -> None:
+    if any(tensor.is_meta for tensor in tensors):
+        raise ValueError(
+            "got a tensor on the meta device, which has no values to store or load; move the model "
+            "to a device with `model.to_empty(device=...)` and set its values"
+        )
 
 
 def _creates_real_tensors() -> bool:

@@ -1,7 +1,10 @@
 """Streamed layers: at most two layers' weights are on the device, each is read twice a step, and
 gradients and weights do not change."""
 
+import copy
 import gc
+import io
+import pickle
 import weakref
 from functools import partial
 from itertools import pairwise
@@ -428,3 +431,173 @@ def test_weights_do_not_change_on_a_gpu(kind):
             model(*batch).backward()
             optimizer.step()
     assert same(weights_of(streamed, ours), plain.parameters())
+
+
+# ------------------------------------------------------------------ reading offloaded weights
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+
+
+def streamed_small(kind=HostStore):
+    model = small()
+    return model, stream_layers(model, kind(), list(model))
+
+
+def gradients_of_small(model):
+    model.zero_grad()
+    dtype = model.get_parameter("0.weight").dtype
+    model(torch.linspace(-1, 1, 32, dtype=dtype).view(4, 8)).sum().backward()
+    return gradients(model)
+
+
+READS = {
+    "clone": lambda model, weight: weight.clone(),
+    "data": lambda model, weight: weight.data.clone(),
+    "detach": lambda model, weight: weight.detach().clone(),
+    "a view": lambda model, weight: weight.view(-1)[:3],
+    "numpy": lambda model, weight: weight.detach().numpy(),
+    "tolist": lambda model, weight: weight.tolist(),
+    "is_nonzero": lambda model, weight: weight.is_nonzero(),
+    "data_ptr": lambda model, weight: weight.data_ptr(),
+    "an operator": lambda model, weight: torch.mm(weight, weight),
+    "foreach": lambda model, weight: torch._foreach_norm([weight]),
+    "setting data": lambda model, weight: setattr(weight, "data", torch.zeros(8, 8)),
+    "init": lambda model, weight: nn.init.zeros_(weight),
+    "to": lambda model, weight: model.to(torch.float64),
+    "deepcopy": lambda model, weight: copy.deepcopy(model),
+    "pickle": lambda model, weight: pickle.dumps(model),
+    "saving": lambda model, weight: torch.save(weight, io.BytesIO()),
+    "a layer's state": lambda model, weight: model[0].state_dict(),
+    "loading a layer": lambda model, weight: model[0].load_state_dict(small()[0].state_dict()),
+    "parameters_to_vector": lambda model, weight: nn.utils.parameters_to_vector(model.parameters()),
+    "an average": lambda model, weight: torch.optim.swa_utils.AveragedModel(model),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_reading_or_changing_an_offloaded_weight_raises_one_sentence(read):
+    model, _ = streamed_small()
+    with pytest.raises(RuntimeError, match=r"of a streamed weight, which is in its store; read"):
+        READS[read](model, model[0].weight)
+    assert same(gradients_of_small(model), gradients_of_small(small()))
+
+
+def test_what_needs_no_values_works_with_offloaded_weights():
+    model, _ = streamed_small()
+    weight = model[0].weight
+    assert repr(weight).endswith("Parameter(streamed, in its store, shape=(8, 8))")
+    assert (weight.shape, weight.dtype, weight.numel()) == ((8, 8), torch.float32, 64)
+    assert isinstance(weight, nn.Parameter)
+    assert torch.zeros_like(weight).sum() == 0
+    gradients_of_small(model)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    model.requires_grad_(False)
+    assert not weight.requires_grad
+    assert weight.grad.shape == (8, 8)
+
+
+def test_a_state_dict_cannot_be_read_after_present():
+    model, streamed = streamed_small()
+    with streamed.present():
+        state = model.state_dict()
+    for read in (lambda: torch.save(state, io.BytesIO()), lambda: state["1.bias"].sum()):
+        with pytest.raises(RuntimeError, match="of a streamed weight, which is in its store"):
+            read()
+    with streamed.present():
+        assert same(state.values(), small().state_dict().values())
+
+
+def test_parameters_that_share_a_storage_are_all_unreadable():
+    model = small()
+    flat = torch.arange(72.0)
+    model[0].weight.data, model[0].bias.data = flat[:64].view(8, 8), flat[64:]
+    streamed = stream_layers(model, HostStore(), list(model))
+    for weight in model[0].parameters():
+        with pytest.raises(RuntimeError, match="of a streamed weight"):
+            weight.sum()
+    with streamed.present():
+        assert model[0].bias.tolist() == flat[64:].tolist()
+    assert flat[3] == 3  # other code still reads the storage
+
+
+def test_a_model_can_be_converted_inside_present():
+    model, streamed = streamed_small()
+    with streamed.present():
+        model.to(torch.float64)
+    assert same(gradients_of_small(model), gradients_of_small(small().to(torch.float64)))
+    assert streamed.layer_bytes == [8 * 72] * 3
+
+
+def test_assigned_parameters_are_streamed_and_stay_readable_elsewhere():
+    model, streamed = streamed_small()
+    state = {name: value + 1 for name, value in small().state_dict().items()}
+    with streamed.present():
+        model.load_state_dict(state, assign=True)
+    plain = small()
+    plain.load_state_dict(state)
+    assert same(gradients_of_small(model), gradients_of_small(plain))
+    assert [w.untyped_storage().nbytes() for w in model.parameters()] == [0] * 6
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("kind", [HostStore, DiskStore])
+def test_a_copy_made_inside_present_is_a_plain_model(kind, copied):
+    model, streamed = streamed_small(kind)
+    with streamed.present():
+        made = copied(model)
+    for each in (made, model):
+        assert same(gradients_of_small(each), gradients_of_small(small()))
+    assert type(made[0].weight) is nn.Parameter
+    assert same(made.state_dict().values(), small().state_dict().values())
+
+
+def test_present_can_be_nested():
+    model, streamed = streamed_small()
+    with streamed.present():
+        with streamed.present():
+            pass
+        assert torch.equal(model[0].weight, small()[0].weight)
+
+
+def test_a_store_that_fails_leaves_the_model_as_it_was():
+    class Full(HostStore):
+        def _put(self, key, *rest):
+            if key == "layers/1.bias":
+                raise StoreError("full")
+            super()._put(key, *rest)
+
+    model = small()
+    with pytest.raises(StoreError, match="full"):
+        stream_layers(model, Full(), list(model))
+    assert same(gradients_of_small(model), gradients_of_small(small()))
+    assert same(model.state_dict().values(), small().state_dict().values())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's
+@pytest.mark.parametrize("kind", [HostStore, DiskStore])
+def test_a_compiled_model_can_be_streamed(kind):
+    model, _ = streamed_small(kind)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    assert same(gradients_of_small(compiled._orig_mod), gradients_of_small(small()))
+    compiled.zero_grad()
+    compiled(torch.linspace(-1, 1, 32).view(4, 8)).sum().backward()
+    assert same(gradients(model), gradients_of_small(small()))
+
+
+def test_stores_refuse_tensors_on_the_meta_device(store):
+    with torch.device("meta"):
+        model = small()
+    for use in (
+        lambda: stream_layers(model, store, list(model)),
+        lambda: OffloadedOptimizer(torch.optim.AdamW(model.parameters()), store, weights=True),
+        lambda: store.put("key", torch.ones(3, device="meta")),
+    ):
+        with pytest.raises(ValueError, match="got a tensor on the meta device, which has no"):
+            use()
+    store.put("key", torch.ones(3))
+    with pytest.raises(ValueError, match="got a tensor on the meta device"):
+        store.get("key", device="meta")
