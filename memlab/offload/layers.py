@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from memlab.internals.shards import require_no_dtensors
 from memlab.internals.torch_internals import (
     DisableTorchFunctionSubclass,
     allow_data_access,
@@ -397,6 +398,7 @@ def _module_list(model: nn.Module) -> Sequence[nn.Module]:
 def _with_weights(model: nn.Module, modules: list[nn.Module]) -> list[_Layer]:
     if not modules:
         raise ValueError("got no layers to stream; pass modules in the order of execution")
+    require_no_dtensors("a streamed layer", model.parameters())
     names = {id(module): name for name, module in model.named_modules()}
     layers, owner = [], {}
     for number, module in enumerate(modules):

@@ -59,6 +59,7 @@ import torch
 from torch import Tensor, nn
 
 from memlab.internals.closures import require_no_closure
+from memlab.internals.shards import require_no_dtensors
 from memlab.internals.torch_internals import FakeTensor
 from memlab.offload.gradients import StoredGradients, precise_dtype
 from memlab.offload.layers import is_offloaded, stream_of
@@ -521,6 +522,8 @@ def _require_steps_by_weight(optimizer: Any) -> None:
             f"got {type(optimizer).__name__}, which is not a torch.optim.Optimizer; for a model in "
             f"low precision pass an optimizer of its own weights, and weights=True"
         )
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    require_no_dtensors("an offloaded optimizer", weights)
     if optimizer.state:
         raise ValueError(
             f"got {type(optimizer).__name__} that has stepped already; offload it before its first "

@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memlab.internals.shards import require_no_dtensors
 from memlab.offload.records import Record, Value, contiguous_tensors, is_fake, make_record
 from memlab.units import format_bytes
 
@@ -262,6 +263,7 @@ def nothing() -> None:
 
 
 def _require_values(tensors: Sequence[Tensor]) -> None:
+    require_no_dtensors("a store", tensors)
     if any(tensor.is_meta for tensor in tensors):
         raise ValueError(
             "got a tensor on the meta device, which has no values to store or load; move the model "

@@ -21,7 +21,8 @@ such steps, use `LossScaler` or `clip_grad_norm_(..., error_if_nonfinite=True)`.
 import math
 import numbers
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -30,7 +31,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from memlab.internals.chunks import chunk_size_on, chunk_starts
-from memlab.internals.shards import is_dtensor, shard_of
+from memlab.internals.shards import generator_of_replicas, is_dtensor, shard_of
 from memlab.optim.moments import Chunk, FloatMoment, Moment, State
 from memlab.rounding import stochastic_round_
 
@@ -68,7 +69,7 @@ class Optimizer(torch.optim.Optimizer):
                   of bfloat16, "stochastic" keeps them on average; float32 weights don't need it
     moment_dtype  dtype of unquantized, unshared moments. None: at least float32. bfloat16 takes
                   half the memory, with stochastic rounding
-    generator     for stochastic rounding
+    generator     for stochastic rounding; under DDP, seed it equally on all ranks
     chunk         elements stepped at a time: 2¹⁸ on a CPU, 2²² elsewhere. A non-contiguous weight
                   (channels_last, transposed) is copied as a whole, and back
 
@@ -142,8 +143,21 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
-                    self._step_weight(weight, group)
+                    with self._random_numbers_of(weight, group):
+                        self._step_weight(weight, group)
         return loss
+
+    @contextmanager
+    def _random_numbers_of(self, weight: Tensor, group: dict[str, Any]) -> Iterator[None]:
+        """Round equally on all ranks that hold the same shard: their weights must stay equal."""
+        generator = self.generator
+        is_random = group["rounding"] == "stochastic" or group["moment_dtype"] == torch.bfloat16
+        if is_random and is_dtensor(weight):
+            self.generator = generator_of_replicas(weight, generator)
+        try:
+            yield
+        finally:
+            self.generator = generator
 
     def _step_weight(self, weight: Tensor, group: dict[str, Any]) -> None:
         require_dense(weight.grad)
