@@ -1,12 +1,16 @@
 """Every private part of torch that memlab uses; a torch release may move or change any of them.
 
-Checked with torch 2.11 and 2.13. After an upgrade run tests/internals/test_torch_internals.py,
-which names each missing part. Names are torch's, without the leading underscore.
+Checked with torch 2.11, 2.13 and 2.14. After an upgrade run
+tests/internals/test_torch_internals.py, which names each missing part. Names are torch's, without
+the leading underscore.
 """
 # ruff: noqa: F401 - other modules import these from here
 
+import ctypes
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,7 +56,6 @@ from torch._C import (
     _set_warn_deprecated_on_mutable_data_ptr as set_warn_deprecated_on_mutable_data_ptr,
 )
 from torch._C import _SetExcludeDispatchKeyGuard as SetExcludeDispatchKeyGuard
-from torch._C import _stash_obj_in_tls as stash_obj_in_tls
 from torch._C._autograd import _get_sequence_nr as get_sequence_nr
 from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
 from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
@@ -107,6 +110,24 @@ def top_saved_tensors_hooks() -> Any:
 def when_backward_ends(do: Callable[[], None]) -> None:
     """Call `do` once, when the current backward pass ends."""
     torch.autograd.Variable._execution_engine.queue_callback(do)
+
+
+def stash_obj_in_tls(key: str, value: Any) -> None:
+    """Give this thread an object, which autograd's threads inherit."""
+    torch._C._stash_obj_in_tls(key, value)
+    if _stash_borrows():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+@cache
+def _stash_borrows() -> bool:
+    """Return whether torch takes no reference, although it releases one later, as 2.11 does."""
+    value = object()
+    before = sys.getrefcount(value)
+    torch._C._stash_obj_in_tls("memlab's probe", value)
+    if borrows := sys.getrefcount(value) == before:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    return borrows
 
 
 def remove_obj_from_tls(key: str) -> None:

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,8 +43,14 @@ def private_uses(path: Path) -> Iterator[str]:
                 yield ".".join(words)
 
 
+# Of pipelines whose stages send each other the shapes, which torch 2.11 has not.
+NEWER = ("_derive_grad_metas", "_StageBackwardMeta", "InferenceMode")
+
+
 @pytest.mark.parametrize(("module", "name"), list(imported(HOME)), ids=".".join)
 def test_every_name_imported_from_torch_exists(module, name):
+    if name in NEWER and torch.__version__ < "2.13":
+        pytest.skip("needs torch ≥ 2.13")
     assert not name or hasattr(importlib.import_module(module), name)
 
 
@@ -98,3 +105,14 @@ def test_a_torch_without_cuda_has_no_oom_observer(monkeypatch):
     monkeypatch.delattr(torch._C, "_cuda_attach_out_of_memory_observer", raising=False)
     monkeypatch.setattr(torch_internals, "call_when_cuda_starts", lambda do: 1 / 0)
     torch_internals.attach_oom_observer(print)
+
+
+def test_an_object_of_a_thread_is_referenced_as_long_as_torch_has_it():
+    """torch 2.11 takes no reference, and released the caller's: the process crashed later."""
+    for _ in range(3):
+        value = object()
+        before = sys.getrefcount(value)
+        torch_internals.stash_obj_in_tls("memlab's test", value)
+        assert sys.getrefcount(value) == before + 1
+        torch_internals.remove_obj_from_tls("memlab's test")
+        assert sys.getrefcount(value) == before
