@@ -2,7 +2,7 @@
 
 PYTHON ?=# the interpreter that a new .venv is made with; empty: the first one found that will do
 TORCH_INDEX ?=# a package index to install torch from; empty: the one that pip is set to
-EXTRAS := plot,transformers,lab,test,oracles,kernels
+EXTRAS := plot,transformers,lab,test,oracles
 
 # torch's threads spin while they wait, which on a shared machine is most of the time.
 export OMP_WAIT_POLICY := PASSIVE

@@ -6,16 +6,11 @@
 
     predict    sixty training steps, predicted on the CPU and recorded on the GPU
     allocator  recorded allocator histories under several settings, replayed by the simulation
-    meter      measured steps against the allocator's statistics, for three dozen kinds of step
     day 1 …    the figures that the course's days show without a GPU
     time       time of mixed precision, of checkpointing, and of clearing the cache after each step
     optim      8-bit optimizers against bitsandbytes' kernels (if installed)
     fused      tiled attention and chunked loss against torch's
-    kernels    memlab's Triton kernels against production kernels and the hardware limits
-    offload    memory saved by offloading to the host and the disk, and time spent waiting
     ema        two averages on the GPU, the host and the disk: memory, and time of an update
-    planner    two dozen recipes, predicted and measured; training 7 billion weights in 24 GB
-    verdict    "fits" and "out of memory", tested just above and below the predicted limit
 
 A section is a row of SECTIONS: a function from a Bench to a SectionReport.
 
@@ -33,19 +28,11 @@ agrees. A rehearsal writes nothing without --out.
 """
 
 import argparse
-import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-import torch
-
-# A rehearsal runs memlab's kernels in Triton's interpreter. Select it before anything imports
-# Triton; several modules of torch do.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from common import SectionReport, heading, parser, set_environment
 from gpu_sections import (
@@ -53,12 +40,8 @@ from gpu_sections import (
     archive,
     day_sections,
     ema_section,
-    meter_section,
-    offload_section,
     peers_sections,
-    planner_section,
     predict_section,
-    verdict_section,
 )
 from gpu_sections.bench import Bench
 from gpu_sections.day_jobs import SIDE_BY_SIDE
@@ -83,7 +66,6 @@ SECTIONS: dict[str, GpuSection] = {
         "steps predicted on the CPU and recorded on the GPU", predict_section.run
     ),
     "allocator": GpuSection("replay of recorded histories", allocator_section.run),
-    "meter": GpuSection("measured steps against the allocator's statistics", meter_section.run),
     "day 1": GpuSection("figures of Day 1", day_sections.first_day),
     "day 2": GpuSection("figures of Day 2", day_sections.second_day),
     **{
@@ -97,13 +79,7 @@ SECTIONS: dict[str, GpuSection] = {
         "8-bit optimizers against bitsandbytes' kernels", peers_sections.optimizers
     ),
     "fused": GpuSection("tiled attention and chunked loss against torch's", peers_sections.fused),
-    "kernels": GpuSection("Triton kernels against production kernels", peers_sections.kernels),
-    "offload": GpuSection("offloaded state, weights and activations", offload_section.run),
     "ema": GpuSection("two averages during training", ema_section.run),
-    "planner": GpuSection(
-        "memory of recipes, and a large model under a limit", planner_section.run
-    ),
-    "verdict": GpuSection("fits or not, around the predicted limit", verdict_section.run),
 }
 
 

@@ -53,7 +53,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -75,15 +75,6 @@ from memlab.units import format_bytes
 
 # ------------------------------------------------------------------ what to encode
 
-
-class QuantizationKernel(NamedTuple):
-    """The functions that encode and decode floats; memlab.kernels has a faster pair."""
-
-    encode: Callable[..., Quantized]  # called like quantize_blockwise, without a codebook
-    decode: Callable[[Quantized], Tensor]
-
-
-TORCH = QuantizationKernel(quantize_blockwise, dequantize_blockwise)
 
 ACTIVATIONS, RELU_OUTPUTS, QUERIES_AND_KEYS = "activations", "ReLU outputs", "queries and keys"
 BOOL_MASKS, TWO_VALUE_MASKS = "bool masks", "two-value masks"
@@ -207,7 +198,6 @@ def compressed_activations(
     min_numel: int = 1024,
     generator: torch.Generator | None = None,
     leave_alone: Callable[[TensorInfo], bool] | None = None,
-    kernel: QuantizationKernel = TORCH,
 ) -> AbstractContextManager[CompressionReport]:
     """Keep tensors saved for backward inside the block in 8, 4 or 2 bits per element.
 
@@ -220,17 +210,16 @@ def compressed_activations(
     generator    for stochastic rounding; None: this module's generator for each device. It advances
                  from step to step, so that errors differ, and only this module draws from it
     leave_alone  called with the TensorInfo of each storage; return True to keep it unchanged
-    kernel       encodes and decodes floats; memlab.kernels.compression provides a fused one
 
     The model needs no change, and any number of backward passes is allowed. Raise ValueError for
-    bits, a group or a mode that the kernel does not support.
+    bits, a group or a mode that `quantize_blockwise` does not support.
     """
     if mode is None:
         mode = "nearest" if bits == 8 else "stochastic"
-    kernel.encode(
+    quantize_blockwise(
         torch.empty(0, dtype=torch.float32, device="cpu"), bits=bits, block=group, mode=mode
     )  # validates
-    return _compress(Compression(bits, group, mode, min_numel, generator, leave_alone, kernel))
+    return _compress(Compression(bits, group, mode, min_numel, generator, leave_alone))
 
 
 @contextmanager
@@ -269,7 +258,6 @@ class Compression:
     min_numel: int
     generator: torch.Generator | None
     leave_alone: Callable[[TensorInfo], bool] | None
-    kernel: QuantizationKernel = TORCH
     report: CompressionReport = field(default_factory=CompressionReport)
     attention: _AttentionDetector = field(default_factory=_AttentionDetector)
 
@@ -292,15 +280,15 @@ class Compression:
 
     def _encode_activations(self, flat: Tensor) -> tuple[Decode, int]:
         q = self._quantize(flat, self.bits)
-        return partial(self.kernel.decode, q), q.nbytes
+        return partial(dequantize_blockwise, q), q.nbytes
 
     def _encode_queries_and_keys(self, flat: Tensor) -> tuple[Decode, int]:
         q = self._quantize(flat, 8)
-        return partial(self.kernel.decode, q), q.nbytes
+        return partial(dequantize_blockwise, q), q.nbytes
 
     def _encode_relu_outputs(self, flat: Tensor) -> tuple[Decode, int]:
         q = self._quantize(shift_up(flat, self.group, self.bits), self.bits)
-        return partial(_decode_relu_outputs, self.kernel, q, flat.dtype), q.nbytes
+        return partial(_decode_relu_outputs, q, flat.dtype), q.nbytes
 
     def _encode_bools(self, bools: Tensor) -> tuple[Decode, int]:
         packed = pack_bools(bools)
@@ -317,7 +305,7 @@ class Compression:
         generator = self.generator
         if generator is None and has_values(flat):
             generator = _default_generator(flat.device)
-        return self.kernel.encode(
+        return quantize_blockwise(
             flat, block=self.group, bits=bits, mode=self.mode, generator=generator
         )
 
@@ -330,8 +318,8 @@ class Compression:
     }
 
 
-def _decode_relu_outputs(kernel: QuantizationKernel, q: Quantized, dtype: torch.dtype) -> Tensor:
-    return shift_down_(kernel.decode(q), q.scales.float(), q.block).to(dtype)
+def _decode_relu_outputs(q: Quantized, dtype: torch.dtype) -> Tensor:
+    return shift_down_(dequantize_blockwise(q), q.scales.float(), q.block).to(dtype)
 
 
 @cache

@@ -47,7 +47,7 @@ pass only if announced, which doubles its gradients. This version recomputes the
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -157,7 +157,6 @@ def chunked_cross_entropy(
     z_loss: float = 0.0,
     soft_cap: float | None = None,
     reduction: Reduction = "mean",
-    kernel: "LossKernel | None" = None,
 ) -> Tensor:
     """Compute the cross-entropy in nats of the logits `hidden @ weightᵀ + bias`, in chunks of rows.
 
@@ -175,8 +174,6 @@ def chunked_cross_entropy(
         reduction: "mean" or "sum" over rows, or "none" for a loss per row in the shape of targets.
             "none" recomputes the logits in backward, because dW is a sum over rows with factors
             known only then.
-        kernel: turns a chunk's logits into losses and gradients; None: torch's operators. See
-            memlab.kernels.losses for a kernel.
 
     Returns:
         The loss in float32, as under autocast, or float64. bfloat16 would have steps of 1/16
@@ -202,7 +199,7 @@ def chunked_cross_entropy(
     elif chunk < 1:
         raise ValueError(f"got chunk={chunk}; give at least 1 row, or None to choose it")
     dtype, grad_enabled = _matmul_dtype(hidden), torch.is_grad_enabled()
-    plan = _Plan(terms, reduction, chunk, dtype, grad_enabled, kernel or row_losses_)
+    plan = _Plan(terms, reduction, chunk, dtype, grad_enabled)
     loss = _ChunkedLoss.apply(hidden.reshape(-1, C), weight, bias, targets.flatten(), plan)
     return loss.view(targets.shape) if reduction == "none" else loss
 
@@ -257,7 +254,6 @@ class _Plan:
     chunk: int
     matmul_dtype: torch.dtype  # of the inputs of matmuls
     grad_enabled: bool  # at the call; inside a Function it is always False
-    kernel: "LossKernel"
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -350,7 +346,7 @@ def _compute_chunks(
         if bias is not None:
             x += bias
         factor = factors[rows] if any_gradient else None
-        losses[rows] = plan.kernel(x, labels[rows], factor, plan.terms)
+        losses[rows] = row_losses_(x, labels[rows], factor, plan.terms)
         if d_hidden is not None:
             d_hidden[rows] = torch.mm(x.to(plan.matmul_dtype), weight)
         if d_weight is not None:
@@ -358,11 +354,6 @@ def _compute_chunks(
         if d_bias is not None:
             d_bias += x.sum(0)
     return losses.masked_fill_(is_ignored, 0).squeeze(1)
-
-
-# The interface of kernels that replace `row_losses_`. The returned losses are not used for rows
-# with a factor of 0 (ignored rows), or in a recomputation.
-LossKernel = Callable[[Tensor, Tensor, Tensor | None, LossTerms], Tensor]
 
 
 def row_losses_(x: Tensor, labels: Tensor, factors: Tensor | None, terms: LossTerms) -> Tensor:

@@ -61,7 +61,6 @@ API = {
     "memlab.zero": "ZeRO",
     "memlab.offload": "Offloading",
     "memlab.ema": "Post-hoc EMA",
-    "memlab.kernels": "Triton kernels",
     "memlab.reference": "References",
 }
 

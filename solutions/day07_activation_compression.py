@@ -865,8 +865,7 @@ for name, (kept, peak) in seven.items():
 # ## On your GPU
 #
 # If you have a GPU, this cell runs Day 1's step on it, plain and in 8 bits. Quantizing and
-# dequantizing each launch a dozen small kernels, all limited by memory bandwidth. `memlab.kernels`
-# has fused versions, with one Triton kernel each.
+# dequantizing each launch a dozen small kernels, all limited by memory bandwidth.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):

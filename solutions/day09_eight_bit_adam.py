@@ -777,8 +777,7 @@ print(f" for a state of {format_bytes(trace.at_end['optimizer_state'])}")
 # %% [markdown]
 # ## On your GPU
 #
-# If you have a GPU, this cell runs the bill's step on it with three optimizers. (`memlab.kernels`
-# has a Triton kernel that does the whole step of a weight tensor, with the same states and codes.)
+# If you have a GPU, this cell runs the bill's step on it with three optimizers.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):

@@ -712,8 +712,8 @@ for name in ("llama-2-7b", "llama-3-8b"):
 # %% [markdown]
 # ## On your GPU
 #
-# If you have a GPU, this cell runs both passes of attention on it, in bfloat16. (On a GPU a tile of
-# scores should stay in registers: see `memlab/kernels/attention.py`, in Triton.)
+# If you have a GPU, this cell runs both passes of attention on it, in bfloat16. torch's own
+# kernels keep a tile of scores in registers.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):

@@ -631,8 +631,7 @@ for name, setting in settings.items():
 #
 # ## On your GPU
 #
-# If you have a GPU, this cell runs the step of the running bill on it. (`memlab.kernels` turns a
-# chunk's logits into gradients in one kernel.)
+# If you have a GPU, this cell runs the step of the running bill on it.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):

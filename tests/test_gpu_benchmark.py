@@ -20,11 +20,10 @@ import memlab
 from memlab.allocator import Allocator, Settings, history, recording
 from memlab.attention.package_interface import flash_attn_func
 from memlab.course.elsewhere import stored_on_a_gpu
-from memlab.data import batches, source_bytes
 from memlab.model import PRESETS
 from memlab.prediction.cuda import EVERYTHING_NOTE
 from memlab.trace import Event, Trace
-from memlab.train import SEED, build, combined, predicted_trace
+from memlab.train import combined, predicted_trace
 from memlab.units import format_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -32,19 +31,18 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
 gpu, common = part("gpu"), part("common")
-archive, bench, configurations, day_jobs, jobs, meter_kinds, predictions, recorder, streams = (
+archive, bench, configurations, day_jobs, jobs, predictions, recorder, streams = (
     part(f"gpu_sections.{name}")
     for name in (
-        *("archive", "bench", "configurations", "day_jobs", "jobs", "meter_kinds", "predictions"),
+        *("archive", "bench", "configurations", "day_jobs", "jobs", "predictions"),
         *("recorder", "streams"),
     )
 )
-allocator_section, meter_section, predict_section, verdict_section, planner_section = (
-    part(f"gpu_sections.{name}_section")
-    for name in ("allocator", "meter", "predict", "verdict", "planner")
+allocator_section, predict_section = (
+    part(f"gpu_sections.{name}_section") for name in ("allocator", "predict")
 )
-optim_jobs, fused_jobs, offload_jobs, ema_jobs, planner_jobs = (
-    part(f"gpu_sections.{name}_jobs") for name in ("optim", "fused", "offload", "ema", "planner")
+optim_jobs, fused_jobs, ema_jobs = (
+    part(f"gpu_sections.{name}_jobs") for name in ("optim", "fused", "ema")
 )
 CONFIGURATIONS, SMALL = configurations.CONFIGURATIONS, configurations.SMALL
 FEW = ("AdamW, fused", "no_grad")
@@ -91,13 +89,6 @@ def test_a_configuration_is_predicted_and_creates_everything_on_the_gpu(name):
 def test_there_are_enough_distinct_configurations():
     assert len(CONFIGURATIONS) >= 60
     assert len({id(c.build) for c in CONFIGURATIONS.values()}) == len(CONFIGURATIONS)
-
-
-@pytest.mark.parametrize("name", quick(("mlp", "unet", "gpt_sdpa"), meter_kinds.OF_THE_TESTS))
-def test_a_measured_kind_creates_everything_on_the_gpu(name):
-    trace = memlab.predict(meter_kinds.builder(name, SMALL))
-    assert EVERYTHING_NOTE not in trace.notes
-    assert trace.at_peak["parameters"] > 0
 
 
 def test_a_configuration_of_a_missing_package_is_skipped_with_a_message(
@@ -345,49 +336,6 @@ def test_a_prediction_that_a_gpu_changes_is_reported(rehearsal):
     assert "is DIFFERENT, and USES the GPU" in predict_section.near_gpu(rehearsal, other)
 
 
-# ------------------------------------------------------------------ meter
-
-
-def measured_row(**changes) -> dict:
-    answer = {
-        "peak_bytes": 4096,
-        "requested_bytes": 4000,
-        "at_peak": {"parameters": 4000, "rounding": 96},
-        "device_peak_bytes": 4096,
-        "reserved_bytes": 2 * MIB,
-        "unwatched_allocated_bytes": 4096,
-        "unwatched_requested_bytes": 4000,
-        "workspaces": {},
-        "unattributed": {"there before the step": 96},
-        "notes": ["a note"],
-    }
-    return meter_section.row("a kind", {**answer, **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "is_exact"),
-    [
-        ({}, True),
-        ({"unwatched_allocated_bytes": 5120}, True),  # waste depends on the state of the cache
-        ({"unwatched_requested_bytes": 4001}, False),
-        ({"at_peak": {"parameters": 4000, "unattributed": 96}}, False),
-    ],
-)
-def test_a_measured_step_is_exact_if_requests_agree_and_all_is_attributed(changes, is_exact):
-    row = measured_row(**changes)
-    assert meter_section.is_exact(row) is is_exact
-    report = meter_section.report([row])
-    assert report.plain["exact"] == is_exact
-    explained = "- a kind: a note; unattributed: {'there before the step': 96}"
-    assert (explained in report.markdown) is not is_exact
-
-
-def test_a_failed_kind_is_not_exact_and_is_listed():
-    row = meter_section.row("a kind", {"failure": "no answer in 240 s"})
-    assert not meter_section.is_exact(row)
-    assert "- a kind: no answer in 240 s" in meter_section.report([row]).markdown
-
-
 # ------------------------------------------------------------------ allocator settings
 
 
@@ -427,36 +375,6 @@ def test_a_recording_is_replayed_with_its_own_settings(rehearsal):
     assert not row["exact"]
     assert row["misses"]
     assert row["misses"][0] in allocator_section.report([row]).markdown
-
-
-# ------------------------------------------------------------------ fits or not
-
-
-def tried(*ran: bool) -> dict:
-    answers = [{"fits": fits, "what": ""} for fits in ran]
-    return dict(zip(verdict_section.TRIED, answers, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("ran", "right"),
-    [
-        ((False, False, False, True, True, True), True),
-        ((False, False, True, False, True, True), True),  # 0.1 % is not promised
-        ((False, True, True, True, True, True), False),
-        ((False, False, False, False, False, True), False),
-    ],
-)
-def test_a_verdict_is_right_if_the_step_fails_below_and_runs_above_the_limit(ran, right):
-    row = verdict_section.row("a step", 100 * MIB, 90 * MIB, 120 * MIB, tried(*ran))
-    assert row["right"] is right
-    assert verdict_section.report([row]).plain["right"] == right
-
-
-def test_a_verdict_with_a_failed_process_is_not_right():
-    answers = {**tried(*[True] * 6), 0.99: {"failure": "no answer in 240 s"}}
-    row = verdict_section.row("a step", MIB, MIB, MIB, answers)
-    assert not row["right"]
-    assert "a step: no answer in 240 s" in verdict_section.progress_line(row)
 
 
 # ------------------------------------------------------------------ the archive
@@ -946,28 +864,6 @@ def test_the_flash_attn_package_is_called_in_its_own_layout_where_it_is(monkeypa
     assert_close(ways[fused_jobs.PACKAGE](*qkv), theirs)
 
 
-@pytest.mark.slow
-def test_offloading_is_compared_with_a_plain_step(rehearsal, capsys):
-    assert gpu.run(rehearsal, ["offload"])
-    printed = capsys.readouterr().out
-    assert "Offloading to the host saves " in printed
-    shown = stored_on_a_gpu("offload", rehearsal.out)
-    assert f"  what: {replace(day_jobs.SMALL_BILL, device='cpu')}" in shown
-    rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines()]
-    lines = {row[1]: row[2:-1] for row in rows if row[1:2] and row[1] in offload_jobs.PAIRS}
-    assert lines.keys() == offload_jobs.PAIRS.keys()
-    n = PRESETS["tiny"].parameters
-    for place in (offload_jobs.HOST, offload_jobs.DISK):
-        state = lines[f"{place}, state"]
-        assert state[2:5] == [format_bytes(8 * n), format_bytes(8 * n), "100%"]
-        assert lines[f"{place}, state and gradients"][3] == format_bytes(12 * n)
-    stepped_there = lines["host, all state, stepped on the host"]
-    assert stepped_there[2:4] == [format_bytes(4 * n), format_bytes(4 * n)]
-    # Without a GPU, host and device share memory: only the disk lowers the peak.
-    assert lines["disk, state"][1] != "0%"
-    assert float(lines["host, state"][1].rstrip("%")) <= 0
-
-
 def test_averages_are_measured_in_each_place(rehearsal, capsys):
     assert gpu.run(rehearsal, ["ema"])
     printed = capsys.readouterr().out
@@ -994,142 +890,6 @@ def test_a_missing_synthesis_has_a_large_error(monkeypatch):
     monkeypatch.setattr(ema_jobs, "synthesize", lambda *given, **settings: None)
     found = ema_jobs.measure_averages(ema_jobs.ON_THE_GPU, small=True, rehearsal=True)
     assert found["synthesis error"] > 2**-8
-
-
-@pytest.fixture
-def few_recipes(monkeypatch):
-    """Use one recipe and one training of two quick steps."""
-    recipes, trainings = planner_jobs.RECIPES, planner_jobs.TRAININGS
-    few = {name: recipes[name] for name in ("124m, 8 × 1024, float32, lora",)}
-    one = {"llama-2-7b": replace(trainings["llama-2-7b"], techniques="sgd+chunked-loss")}
-    for each in (planner_jobs, planner_section):
-        monkeypatch.setattr(each, "RECIPES", few)
-        monkeypatch.setattr(each, "TRAININGS", one)
-        monkeypatch.setattr(each, "STEPS", 2)
-
-
-def test_there_are_enough_valid_recipes():
-    recipes = [*planner_jobs.RECIPES.values(), *planner_jobs.TRAININGS.values()]
-    assert len(planner_jobs.RECIPES) >= 20
-    for recipe in recipes:
-        combined(recipe.techniques)  # raises for incompatible techniques
-        assert recipe.setting.seq_len >= 1024
-    for name, recipe in planner_jobs.TRAININGS.items():
-        assert recipe.setting.config.parameters > 6.7e9
-        assert (recipe.setting.model, recipe.setting.dtype) == (name, torch.bfloat16)
-
-
-@pytest.mark.slow
-def test_recipes_are_predicted_and_a_model_trains_under_a_limit(rehearsal, few_recipes, capsys):
-    assert gpu.run(rehearsal, ["planner"])
-    printed = capsys.readouterr().out
-    assert "1 of 1 recipes have allocated within 1% and reserved within 3% (median " in printed
-    assert "llama-2-7b, fully trained with a limit of 24 GB: " in printed
-    kept = json.loads(rehearsal.results_path.read_text(encoding="utf-8"))["gpu"]["planner"]
-    recipe = planner_jobs.RECIPES["124m, 8 × 1024, float32, lora"]
-    trace = predicted_trace(replace(recipe.small, device="cuda:hopper"), combined("lora"))
-    [row] = kept["rows"]
-    assert (row["allocated_bytes"], row["reserved_bytes"]) == (
-        trace.allocated_bytes,
-        trace.reserved_bytes,
-    )
-    found = kept["trainings"]["llama-2-7b"]
-    assert found["cap_bytes"] == 24 * 10**9
-    # A plain loop on the same two batches.
-    setting, losses = planner_jobs.TINY_BF16, []
-    training = build(setting, combined("sgd+chunked-loss"), on_loss=losses.append)
-    text = batches(source_bytes("4 MiB"), setting.batch, setting.seq_len, SEED)
-    for _, batch in zip(range(2), text, strict=False):
-        for held, new in zip(training.batch, batch, strict=True):
-            held.copy_(new)
-        training.step()
-    assert found["losses"] == [loss.item() for loss in losses]
-    assert losses[0] != losses[1]
-    first, last = losses
-    assert f"loss {first:.2f} → {last:.2f} in 2 steps; predicted minimum " in printed
-
-
-@pytest.fixture
-def fake_gpu(monkeypatch):
-    """Use the CPU as CUDA device, with fixed allocator statistics."""
-    calls: list[object] = []
-    setting_of = planner_jobs.TestedRecipe.of
-    monkeypatch.setattr(
-        planner_jobs.TestedRecipe,
-        "of",
-        lambda self, small, device: setting_of(self, small, "cpu"),
-    )
-    monkeypatch.setattr(planner_jobs.recorder, "start", lambda *cap: calls.append(("cap", *cap)))
-    peaks = {"reserved": iter((900, 700)), "allocated": iter((500, 600))}
-    for name, values in peaks.items():
-        monkeypatch.setattr(torch.cuda, f"max_memory_{name}", lambda values=values: next(values))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: calls.append("reset"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    return calls
-
-
-def test_a_recipe_has_the_second_steps_allocated_and_the_process_reserved_peak(fake_gpu):
-    [name, *_] = planner_jobs.RECIPES
-    found = planner_jobs.second_step(name, small=True, rehearsal=False)
-    assert found == {"allocated_bytes": 500, "reserved_bytes": 900}
-    assert fake_gpu == [("cap",), "reset"]
-
-
-def test_a_training_gets_its_limit_before_it_is_built(fake_gpu, few_recipes):
-    found = planner_jobs.trained("llama-2-7b", 123, small=True, rehearsal=False)
-    assert fake_gpu == [("cap", 123)]
-    assert (found["allocated_bytes"], found["reserved_bytes"]) == (500, 900)
-    assert len(found["losses"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("allocated", "reserved", "is_missed"),
-    [(1000, 1000, False), (1010, 1030, False), (990, 970, False), (1011, 1000, True),
-     (989, 1000, True), (1000, 1031, True), (1000, 969, True)],
-)  # fmt: skip
-def test_a_recipe_is_a_miss_beyond_one_and_three_percent(allocated, reserved, is_missed):
-    expected = {"allocated_bytes": allocated, "reserved_bytes": reserved}
-    measured = {"allocated_bytes": 1000, "reserved_bytes": 1000}
-    row = planner_section.row("a recipe", expected, measured)
-    assert planner_section.is_a_miss(row) == is_missed
-    report = planner_section.report([row], {})
-    assert ("- missed: a recipe: 1000 B allocated, predicted" in report.markdown) == is_missed
-    assert report.sentence.startswith(f"{int(not is_missed)} of 1 recipes have allocated within")
-
-
-def test_a_failed_recipe_is_a_miss():
-    row = planner_section.row("a recipe", {}, {"failure": "no room"})
-    report = planner_section.report([row], {})
-    assert planner_section.is_a_miss(row)
-    assert "- missed: a recipe: no room" in report.markdown
-    assert "0 of 1 recipes have" in report.sentence
-
-
-@pytest.mark.parametrize(
-    ("least", "cap", "words"),
-    [
-        (
-            24 * 10**9,
-            24 * 10**9,
-            "with a limit of 24 GB failed: no room; predicted minimum 24.0 GB",
-        ),
-        (25 * 10**9, 25_250_000_000, "with a limit of 25.2 GB (24 GB are too little) failed"),
-    ],
-)
-def test_a_model_that_needs_more_than_24_gb_gets_a_higher_limit(
-    rehearsal, monkeypatch, least, cap, words
-):
-    needs = SimpleNamespace(least_cap_bytes=lambda total_bytes: least)
-    monkeypatch.setattr(predictions, "predicted", lambda *given: needs)
-    given = []
-    rehearsal.server = SimpleNamespace(
-        submit=lambda job: given.append(job.cap_bytes) or done({"failure": "no room"})
-    )
-    found = planner_section.training(rehearsal, "llama-3-8b")
-    assert given == [found["cap_bytes"]] == [cap]
-    assert words in planner_section.in_words("llama-3-8b", found)
-    report = planner_section.report([], {"llama-3-8b": found})
-    assert "| llama-3-8b |  |" in report.markdown
 
 
 def test_a_failed_day_writes_no_results(rehearsal):
@@ -1226,25 +986,18 @@ def test_without_a_gpu_it_rehearses_and_writes_nothing(no_gpu, few, tmp_path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_allocator_verdict_and_meter_can_be_rehearsed(no_gpu, monkeypatch, tmp_path, capsys):
+def test_the_allocator_can_be_rehearsed(no_gpu, monkeypatch, tmp_path, capsys):
     settings = [
         s for s in allocator_section.SETTINGS if s.configuration == allocator_section.SIDE_STREAM
     ]
     monkeypatch.setattr(allocator_section, "SETTINGS", settings)
     monkeypatch.setattr(allocator_section, "LENGTHS", "AdamW, loop")
-    monkeypatch.setattr(verdict_section, "JUDGED", ["AdamW, loop"])
-    monkeypatch.setattr(meter_kinds, "NAMES", ("mlp", "LSTM"))
-    words = ["--quick", "--out", str(tmp_path)]
-    for section in ("allocator", "verdict", "meter"):
-        words += ["--section", section]
-    assert gpu.main(words) == 0
+    assert gpu.main(["--quick", "--out", str(tmp_path), "--section", "allocator"]) == 0
     printed = capsys.readouterr().out
     assert "2 of 2 allocator histories are replayed exactly" in printed
-    assert "are right for 1 of 1 configurations." in printed
-    assert "2 of 2 kinds of step have the same peak measured as plain" in printed
     assert misses(tmp_path / "rehearsal.jsonl.gz") == []
     assert set(json.loads((tmp_path / "rehearsal.json").read_text(encoding="utf-8"))["gpu"]) == {
-        *("allocator", "verdict", "meter"),
+        "allocator"
     }
 
 

@@ -10,14 +10,11 @@ ROOT = Path(__file__).parents[1]
 MOST_LINES = 40
 
 OPTIONS = "typer reads a command's options from its signature"
-KERNEL = "the loop of a kernel reads best whole"
 
 LONGER = {
     "memlab.cli.measure_command": OPTIONS,
     "memlab.cli.plan_command": OPTIONS,
     "memlab.cli.train_command": OPTIONS,
-    "memlab.kernels.attention.flash_dkdv": KERNEL,
-    "memlab.kernels.losses._row": KERNEL,
     "memlab.cli.plan.plan_model": "one argument for each of the command's options",
     "memlab.cli.run_command": "one argument for each of the command's options",
 }

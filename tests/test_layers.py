@@ -21,7 +21,7 @@ LAYERS = (
         *("lora", "optim", "compression", "attention", "losses", "zero", "offload", "ema"),
         "packing",
     ),
-    ("metering", "monitoring", "plot", "kernels", "qlora", "explain"),
+    ("metering", "monitoring", "plot", "qlora", "explain"),
     ("dry_runs",),
     ("prediction",),
     ("train", "pytest_plugin"),

@@ -22,19 +22,13 @@ from typing import Any
 import torch
 from common import cores
 
-from memlab.allocator import Settings
 from memlab.configs.targets import TARGETS, target_of
-from memlab.units import format_bytes
 
 from . import (
     day_jobs,
     ema_jobs,
     fused_jobs,
-    kernel_jobs,
-    meter_kinds,
-    offload_jobs,
     optim_jobs,
-    planner_jobs,
     recorder,
 )
 from .configurations import CONFIGURATIONS, FULL, SMALL, Size
@@ -106,29 +100,6 @@ def record(job: Job) -> Answer:
     return {**about, **recorder.record(configuration, job.size, job.cap_bytes)}
 
 
-def fits(job: Job) -> Answer:
-    """Return whether a configuration can be built and take two steps under the limit."""
-    if job.rehearsal:
-        card = CARD_OF_A_REHEARSAL["total_bytes"]
-        return {"fits": prediction_of(job).fits(Settings(), job.cap_bytes, card), "what": ""}
-    recorder.start(job.cap_bytes)
-    try:
-        step, *built = CONFIGURATIONS[job.configuration].build(job.size, "cuda")
-        for _ in range(2):
-            step()
-        torch.cuda.synchronize()
-    except torch.cuda.OutOfMemoryError as error:
-        return {"fits": False, "what": str(error)}
-    del built
-    return {"fits": True, "what": format_bytes(torch.cuda.max_memory_reserved())}
-
-
-def meter(job: Job) -> Answer:
-    """Measure a kind of step, and return the allocator's statistics too."""
-    kind = meter_kinds.builder(job.configuration, job.size)
-    return meter_kinds.rehearsed(kind) if job.rehearsal else meter_kinds.measured(kind)
-
-
 def predict_near_gpu(job: Job) -> Answer:
     """Predict in a process that has a GPU; the prediction must be the same and not use it."""
     prediction = predicted(CONFIGURATIONS[job.configuration], job.size, "cuda")
@@ -138,11 +109,6 @@ def predict_near_gpu(job: Job) -> Answer:
     }
 
 
-def train(job: Job) -> Answer:
-    """Train a large model under the limit."""
-    return planner_jobs.trained(job.configuration, job.cap_bytes, job.small, job.rehearsal)
-
-
 def _of_the_job(task: day_jobs.Task) -> Callable[[Job], Answer]:
     return lambda job: task(job.configuration, job.small, job.rehearsal)
 
@@ -150,16 +116,10 @@ def _of_the_job(task: day_jobs.Task) -> Callable[[Job], Answer]:
 TASKS: dict[str, Callable[[Job], Answer]] = {
     "facts": facts,
     "record": record,
-    "fits": fits,
-    "meter": meter,
     "predict": predict_near_gpu,
     "optim": _of_the_job(optim_jobs.compare),
     "fused": _of_the_job(fused_jobs.compare),
-    "kernels": _of_the_job(kernel_jobs.compare),
-    "offload": _of_the_job(offload_jobs.compare),
     "ema": _of_the_job(ema_jobs.measure_averages),
-    "planner": _of_the_job(planner_jobs.second_step),
-    "planner training": train,
     **{name: _of_the_job(task) for name, task in day_jobs.TASKS.items()},
 }
 

@@ -1,4 +1,4 @@
-"""Comparisons with other packages' kernels: 8-bit optimizers, attention, loss, Triton kernels."""
+"""Comparisons with other packages' kernels: 8-bit optimizers, attention, loss."""
 
 from typing import Any
 
@@ -6,9 +6,8 @@ from common import SectionReport, table
 
 from memlab.units import format_bytes
 
-from .bench import Bench, facts_by_name
+from .bench import Bench
 from .fused_jobs import PROBLEMS, TORCH
-from .kernel_jobs import GOAL, RACES, TO_LIMIT, TO_PEER
 from .optim_jobs import PAIRS
 
 Found = dict[str, dict[str, Any]]  # answers by name
@@ -26,31 +25,6 @@ def fused(bench: Bench) -> SectionReport:
     found = bench.in_turn("fused", PROBLEMS)
     times = _listed(found, f"time / {TORCH}")
     return _report(f"Time of memlab / torch: {times}.", found)
-
-
-def kernels(bench: Bench) -> SectionReport:
-    """Compare memlab's Triton kernels with production kernels and with the GPU's limits."""
-    found = bench.in_turn("kernels", RACES)
-    missed = [name for name, a in found.items() if a[TO_PEER] > a[GOAL]]
-    note = " (Triton's interpreter: times are meaningless)" if bench.rehearsal else ""
-    sentence = f"{len(found) - len(missed)} of {len(found)} kernels meet their time goal{note}" + (
-        f"; missed: {', '.join(missed)}." if missed else "."
-    )
-    titles = ("kernel", "size", "ms", "time", "goal", "/ GPU limit", "error", "temporary")
-    lines = [
-        (
-            name,
-            a["what"],
-            text(a["milliseconds"], ""),
-            f"{a[TO_PEER]:.2f} × {a['peer']}",
-            f"{a[GOAL]:.2f} ×",
-            f"{a[TO_LIMIT]:.2f} × ({a['limit']})",
-            f"{text(a['error'], '')} {a['error unit']}",
-            text(a["temporary_bytes"], "temporary_bytes"),
-        )
-        for name, a in found.items()
-    ]
-    return SectionReport(sentence, table(titles, lines), facts_by_name(found))
 
 
 def _listed(found: Found, fact: str) -> str:

@@ -50,9 +50,8 @@ deterministic.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -121,10 +120,7 @@ def flash_attention(
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     seed = _draw_seed() if dropout and has_values(q) else 0
     settings = FlashSettings(limits, scale, dropout, tile, seed)
-    kernel = AttentionKernel(
-        partial(forward, settings=settings), partial(backward, settings=settings)
-    )
-    return FlashAttention.apply(q, k, v, kernel)
+    return _FlashAttention.apply(q, k, v, settings)
 
 
 @dataclass(frozen=True)
@@ -351,41 +347,30 @@ NO_SECOND_DERIVATIVE = (
 )
 
 
-class AttentionKernel(NamedTuple):
-    """How attention and its gradients are computed: here in tiles, in memlab.kernels by Triton.
-
-    forward(q, k, v)                       returns out and lse
-    backward(dout, q, k, v, out, lse)      returns the gradients of q, k and v
-    """
-
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-
-
-class FlashAttention(torch.autograd.Function):
+class _FlashAttention(torch.autograd.Function):
     """The autograd function. It saves q, k, v, out and lse."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: FlashSettings) -> Tensor:
         with _autocast_disabled(q):
-            out, lse = kernel.forward(q, k, v)
+            out, lse = forward(q, k, v, settings)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.kernel = kernel
+        ctx.settings = settings
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return *_FlashGradients.apply(dout, *ctx.saved_tensors, ctx.kernel), None
+        return *_FlashGradients.apply(dout, *ctx.saved_tensors, ctx.settings), None
 
 
 class _FlashGradients(torch.autograd.Function):
     """A separate node for the gradients, so that a second derivative raises an error."""
 
     @staticmethod
-    def forward(ctx: Any, dout: Tensor, *saved_and_kernel: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *saved, kernel = saved_and_kernel
+    def forward(ctx: Any, dout: Tensor, *saved_and_settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *saved, settings = saved_and_settings
         with _autocast_disabled(dout):
-            return kernel.backward(dout, *saved)
+            return backward(dout, *saved, settings)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:

@@ -47,10 +47,6 @@ ASSUME = (
     "selects every element, 0.15 selects 15% of them, and imbalance:2 gives the busiest expert of "
     "a mixture twice the average number of tokens. Only with --script."
 )
-KERNELS = (
-    "Use the Triton kernels for flash-attention, chunked-loss, int8-activations, int4-activations, "
-    "adam8bit and lion8bit. Needs CUDA."
-)
 # The parameters of `memlab plan` that --script allows.
 WITH_SCRIPT = (
     *("script", "gpus", "memory", "margin", "device", "assume"),
@@ -195,7 +191,6 @@ def measure_command(
     ] = None,
     lora_rank: adapter_options.Rank = None,
     lora_targets: adapter_options.Targets = None,
-    kernels: Annotated[bool, typer.Option("--kernels", help=KERNELS)] = False,
     out: Annotated[
         str, typer.Option(help="Folder for the pictures and the results.", metavar="FOLDER")
     ] = "work",
@@ -229,7 +224,6 @@ def measure_command(
         ranks=ranks,
         script=script,
         assume=assume,
-        kernels=kernels,
         lora_rank=lora_rank,
         lora_targets=lora_targets,
         out=out,
@@ -266,7 +260,7 @@ def _check_allocator_settings() -> None:
 def _refuse_conflicts(request: Request, context: typer.Context) -> None:
     """Raise UsageError for options of `memlab measure` that exclude each other."""
     if request.ranks is not None and request.script is None:
-        if given := " and ".join(_given(context, "device", "kernels", "assume")):
+        if given := " and ".join(_given(context, "device", "assume")):
             raise UsageError(
                 f"got --ranks together with {given}; a rank is measured by a dry run of one of the "
                 f"models, without a device: leave {given} out"
@@ -279,11 +273,6 @@ def _refuse_conflicts(request: Request, context: typer.Context) -> None:
         raise UsageError(
             "got --script together with --ranks; several ranks are predicted, so add --dry-run, or "
             "measure real ones with torchrun and memlab run --real"
-        )
-    if request.kernels:
-        raise UsageError(
-            "got --script together with --kernels; call memlab.kernels in the script, and leave "
-            "--kernels out"
         )
     if given := ", ".join(_given(context, "model", "batch", "seq", "dtype", "technique")):
         raise UsageError(
@@ -362,7 +351,6 @@ def train_command(
     ] = None,
     lora_rank: adapter_options.Rank = None,
     lora_targets: adapter_options.Targets = None,
-    kernels: Annotated[bool, typer.Option("--kernels", help=KERNELS)] = False,
 ) -> None:
     """Run real training steps and print their loss, peak memory and time.
 
@@ -396,7 +384,6 @@ def train_command(
         device=device,
         ranks=ranks,
         zero=zero,
-        kernels=kernels,
         lora_rank=lora_rank,
         lora_targets=lora_targets,
     )

@@ -1,7 +1,7 @@
 """Turn the command line's options into a Setting and techniques, or raise a UsageError."""
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,6 @@ from memlab.train import (
     Plugs,
     Setting,
     combined,
-    techniques_with_kernels,
 )
 from memlab.units import format_bytes
 
@@ -99,8 +98,7 @@ def choose_setting(request: Request) -> Setting:
 def choose_techniques(request: Request) -> dict[str, Plugs]:
     """Return the plain step and the requested techniques, or all of them, in registry order.
 
-    "a+b" combines two techniques. With `request.kernels`, Triton kernels replace the techniques
-    that have one.
+    "a+b" combines two techniques.
     """
     wanted = dict.fromkeys(request.techniques or (*TECHNIQUES, *COMBINATIONS))
     for name in wanted:
@@ -122,37 +120,11 @@ def choose_techniques(request: Request) -> dict[str, Plugs]:
     single = [name for name in TECHNIQUES if name == "plain" or name in wanted]
     several = [name for name in wanted if name not in TECHNIQUES]
     try:
-        return {
-            name: combined(name, kernels=request.kernels, adapters=adapters)
-            for name in (*single, *several)
-        }
+        return {name: combined(name, adapters=adapters) for name in (*single, *several)}
     except ValueError as error:
         raise UsageError(
             f"got --technique {' and '.join(map(quoted, several))}: {error}"
         ) from error
-    except ImportError as error:
-        raise UsageError(f"got --kernels: {error}") from error
-
-
-def require_kernels(device: str) -> None:
-    """Require CUDA, or Triton's interpreter on a CPU."""
-    from memlab.kernels.launching import require_gpu
-
-    try:
-        require_gpu(torch.device(device))
-    except RuntimeError as error:
-        raise UsageError(
-            f"got --kernels on {device}; Triton kernels run on CUDA only: leave --kernels out, "
-            f"use --dry-run, or set TRITON_INTERPRET=1 to try them here, slowly"
-        ) from error
-
-
-def list_kernels(names: Iterable[str]) -> str:
-    """Return a line with the techniques among `names` that run as Triton kernels."""
-    by_kernel = set(techniques_with_kernels()) - {"selective-checkpointing"}
-    parts = dict.fromkeys(part for name in names for part in name.split("+"))
-    found = [part for part in parts if part in by_kernel]
-    return f"Triton kernels: {', '.join(found) or 'none; no technique here has one'}"
 
 
 def require_countable(config: GPTConfig, batch: int, seq_len: int) -> None:

@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +20,7 @@ from memlab.cli.machine import devices_present, memory_of, name_of
 from memlab.cli.terminal import console, printable
 from memlab.configs.targets import target_of
 from memlab.internals.torch_internals import cuda_driver_version
-from memlab.train import TECHNIQUES, Plugs, Setting, Technique, build, combined, measured
-from memlab.train.plugs import techniques_with_kernels
+from memlab.train import TECHNIQUES, Plugs, Setting, Technique, build, measured
 from memlab.units import format_bytes
 
 LOWEST_PYTHON, LOWEST_TORCH = (3, 11), (2, 11)
@@ -31,7 +29,6 @@ OPTIONAL = {
     "jupyterlab": "the course's notebooks",
     "transformers": "plans of any model",
     "bitsandbytes": "plans with 8-bit optimizers and QLoRA",
-    "triton": "memlab.kernels, on a GPU",
 }
 MARKS = {True: Text("OK  ", "green"), False: Text("FAIL", "red"), None: Text("    ")}
 NEEDED_DISK_BYTES = 100 * 2**20
@@ -65,8 +62,6 @@ def _findings() -> Iterator[Finding]:
     for device in devices_present():
         yield _checked("meter", _meter_works, device)
         yield _checked("techniques", _techniques_work, device)
-        if device == "cuda" and find_spec("triton"):
-            yield _checked("kernels", _kernels_work, device)
     yield _checked("dry run", _dry_run_works)
     yield _predictions()
     yield _disk()
@@ -190,12 +185,6 @@ def _meter_works(device: str) -> str:
 def _techniques_work(device: str) -> str:
     _require_all(TECHNIQUES, device)
     return f"the plain step and all {len(TECHNIQUES) - 1} techniques work on {device}"
-
-
-def _kernels_work(device: str) -> str:
-    by_kernel = {name: combined(name, kernels=True) for name in techniques_with_kernels()}
-    _require_all(by_kernel, device)
-    return f"every technique with a Triton kernel works on {device}"
 
 
 def _require_all(techniques: Mapping[str, Technique | Plugs], device: str) -> None:

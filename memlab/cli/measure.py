@@ -12,8 +12,6 @@ from memlab.cli.choices import (
     choose_device,
     choose_setting,
     choose_techniques,
-    list_kernels,
-    require_kernels,
 )
 from memlab.cli.models import choose_model
 from memlab.cli.parsing import choose_folder
@@ -41,13 +39,9 @@ def measure_techniques(request: Request) -> int:
     folder = choose_folder(request.out)
     request = replace(request, device=choose_device(request))
     setting, dry = choose_setting(request), request.dry
-    if request.kernels and not dry:
-        require_kernels(setting.device)
     on_cuda = replace(setting, device="cuda")
     to_predict = _techniques_to_predict(setting, chosen, request)
     terminal.echo(report.headline(setting, dry) + "\n")
-    if request.kernels:
-        terminal.echo(list_kernels(chosen) + "\n")
     if line := list_adapters(chosen, choose_adapters(request.lora_rank, request.lora_targets)):
         terminal.echo(line + "\n")
     time_budget = None if dry or request.techniques else _time_budget(setting, chosen)

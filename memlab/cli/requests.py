@@ -23,7 +23,6 @@ class Request:
     zero: int | None = None
     script: str | None = None
     assume: str | None = None
-    kernels: bool = False
     lora_rank: int | None = None
     lora_targets: str | None = None
     out: str = "work"

@@ -15,8 +15,6 @@ from memlab.cli.choices import (
     choose_device,
     choose_setting,
     choose_techniques,
-    list_kernels,
-    require_kernels,
     require_memory,
 )
 from memlab.cli.errors import UsageError, is_out_of_memory
@@ -71,8 +69,6 @@ def _train(request: Request, *, steps: int, memory: str | None) -> None:
     (technique,) = request.techniques
     chosen = choose_techniques(request)[technique]
     device = choose_device(request)
-    if request.kernels:
-        require_kernels(device)
     cap_bytes = choose_cap(memory, device)
     with terminal.progress(steps + 3) as announce:
         announce("checking memory")
@@ -82,12 +78,10 @@ def _train(request: Request, *, steps: int, memory: str | None) -> None:
         if device == "cpu":
             what, wanted = f"a step with {technique}", dry_trace(setting, chosen).peak_bytes
             require_memory(what, setting, wanted, "use memlab measure --dry-run")
-        by_kernels = f"\n{list_kernels([technique])}" if request.kernels else ""
         adapters = choose_adapters(request.lora_rank, request.lora_targets)
         with_adapters = f"\n{line}" if (line := list_adapters([technique], adapters)) else ""
         terminal.echo(
-            f"{report.headline(setting, dry=False)}\ntechnique: {technique}{by_kernels}"
-            f"{with_adapters}\n"
+            f"{report.headline(setting, dry=False)}\ntechnique: {technique}{with_adapters}\n"
         )
         with memory_cap(cap_bytes):
             try:

@@ -19,7 +19,6 @@ from memlab.cli.choices import (
     choose_device,
     choose_setting,
     choose_techniques,
-    require_kernels,
     require_memory,
 )
 from memlab.cli.errors import UsageError, is_out_of_memory
@@ -61,8 +60,6 @@ def train_rank(request: Request, rank: Rank, *, steps: int, memory: str | None) 
     if request.zero == max(STAGES) and (reason := whole_weights(rows_of(name).values())):
         raise _not_sharded(ValueError(reason))
     device = _choose_device(request, rank)
-    if request.kernels:
-        require_kernels(device)
     setting = _choose_setting(replace(request, device=device))
     cap_bytes = choose_cap(memory, device)
     predicted_bytes = _require_memory(setting, technique, name, request.zero, rank)

@@ -65,9 +65,9 @@ def train_transformers(request: Request, source: Source, *, steps: int, memory: 
 
 
 def _setting(request: Request, source: Source) -> TransformersSetting:
-    options = {"--kernels": request.kernels, "--ranks": request.ranks, "--zero": request.zero}
+    options = {"--ranks": request.ranks, "--zero": request.zero}
     for option, given in options.items():
-        if given not in (None, False):
+        if given is not None:
             raise UsageError(
                 f"got {option} for {source.name}, a model of transformers; it works with memlab's "
                 f"own models only: leave it out"

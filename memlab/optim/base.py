@@ -23,8 +23,7 @@ import numbers
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -34,31 +33,6 @@ from memlab.internals.chunks import chunk_size_on, chunk_starts
 from memlab.internals.shards import generator_of_replicas, is_dtensor, shard_of
 from memlab.optim.moments import Chunk, FloatMoment, Moment, State
 from memlab.rounding import stochastic_round_
-
-
-class StepKernel(Protocol):
-    """A kernel that steps a chunk in place of torch's operators."""
-
-    def takes(self, weight: Tensor, moments: Sequence[Moment]) -> bool:
-        """Return whether the kernel can step this weight; torch's operators step the others."""
-
-    def require_device(self, weight: Tensor) -> None:
-        """Raise RuntimeError if the kernel cannot run on the weight's device."""
-
-    def chunks(self, weight: Tensor) -> Iterable[Chunk]:
-        """Split a weight into chunks, one launch each."""
-
-    def step_chunk(
-        self,
-        optimizer: "Optimizer",
-        weight: Tensor,
-        gradient: Tensor,
-        moments: Sequence[Moment],
-        chunk: Chunk,
-        state: State,
-        group: dict[str, Any],
-    ) -> None:
-        """Step a chunk of a weight and its moments in place."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -85,7 +59,6 @@ class Optimizer(torch.optim.Optimizer):
     sparse gradient in step().
     """
 
-    kernel: ClassVar[StepKernel | None] = None  # see memlab.kernels.optim
     is_elementwise: ClassVar[bool] = True  # False: never; True: memlab.zero checks
     takes_dtensors: ClassVar[bool] = True
 
@@ -163,16 +136,14 @@ class Optimizer(torch.optim.Optimizer):
         require_dense(weight.grad)
         moments, state = self.moments(weight, group), self.state[weight]
         shard, gradient = shard_of(weight), shard_of(weight.grad, weight).reshape(-1)
-        kernel = self.kernel if self.kernel and self.kernel.takes(shard, moments) else None
-        if kernel is not None:
-            kernel.require_device(shard)  # before the step is counted
         if not state:
             state.update(self._new_state(weight, group, self.state.values()))
         state["step"] += 1
         flat = shard.contiguous().view(-1)  # copies only non-contiguous weights
-        step_chunk = self.step_chunk if kernel is None else partial(kernel.step_chunk, self)
-        for chunk in self.chunks(shard, group, kernel):
-            step_chunk(flat[chunk.as_slice], gradient[chunk.as_slice], moments, chunk, state, group)
+        for chunk in self.chunks(shard, group):
+            self.step_chunk(
+                flat[chunk.as_slice], gradient[chunk.as_slice], moments, chunk, state, group
+            )
         if not shard.is_contiguous():
             shard.copy_(flat.view(shard.shape))
         if shard is not weight:
@@ -210,12 +181,8 @@ class Optimizer(torch.optim.Optimizer):
         else:
             weight.copy_(value)
 
-    def chunks(
-        self, weight: Tensor, group: dict[str, Any], kernel: "StepKernel | None" = None
-    ) -> Iterable[Chunk]:
-        """Split a weight into chunks of whole blocks: the kernel's own, unless `chunk` is set."""
-        if kernel is not None and self.chunk is None:
-            return kernel.chunks(weight)
+    def chunks(self, weight: Tensor, group: dict[str, Any]) -> Iterable[Chunk]:
+        """Split a weight into chunks of whole blocks."""
         count, block_size = weight.numel(), self.block_size(weight, group)
         wanted = self.chunk or chunk_size_on(weight.device)
         size = max(1, wanted // block_size) * block_size

@@ -6,10 +6,11 @@ from memlab.configs.evidence import accuracy, confirmed_kernels
 from memlab.dry_runs.fake_tensors import UNCOMPILED
 from memlab.trace import Trace
 
-_KINDS = {  # by parts of operators' names
+_KINDS = {  # by parts of operators' names: one of them, or all of a tuple
     "recurrent layers": ("_rnn",),
     "convolutions": ("convolution",),
-    "transformers": ("attention", "aten._softmax", "aten.embedding"),
+    # A softmax alone may be a policy or a classifier, an embedding alone a recommender.
+    "transformers": ("attention", ("aten._softmax", "aten.bmm")),
 }
 
 
@@ -20,8 +21,14 @@ def kind_of(trace: Trace, has_four_bits: bool) -> str:
     if has_four_bits:
         return "4-bit weights"
     operators = {event.operator for event in (*trace.history, *trace.events)}
+
+    def occurs(part: str | tuple[str, ...]) -> bool:
+        if isinstance(part, tuple):
+            return all(map(occurs, part))
+        return any(part in operator for operator in operators)
+
     for kind, parts in _KINDS.items():
-        if any(part in operator for part in parts for operator in operators):
+        if any(map(occurs, parts)):
             return kind
     return "neither attention nor convolutions"
 

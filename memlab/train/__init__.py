@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         Plugs,
         combined,
         of_all_weights,
-        techniques_with_kernels,
         to_bfloat16,
     )
     from memlab.train.ranks import (
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
 _HOME_OF = {
     **dict.fromkeys(
-        ("Plugs", "combined", "of_all_weights", "techniques_with_kernels", "to_bfloat16"),
+        ("Plugs", "combined", "of_all_weights", "to_bfloat16"),
         "memlab.train.plugs",
     ),
     **dict.fromkeys(("COMBINATIONS", "TECHNIQUES"), "memlab.train.registry"),
@@ -79,7 +78,6 @@ __all__ = [
     "predicted_rank_trace",
     "predicted_trace",
     "rank_step",
-    "techniques_with_kernels",
     "to_bfloat16",
 ]
 

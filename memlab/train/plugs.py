@@ -46,7 +46,7 @@ from memlab.optim.apollo import MINI
 from memlab.precision import LossScaler, MasterWeights, convert_to_fp8
 from memlab.qlora import add_qlora
 from memlab.train.adapters import Adapters
-from memlab.train.registry import ADAPTERS, JOIN, TECHNIQUES, rows_of
+from memlab.train.registry import ADAPTERS, JOIN, rows_of
 from memlab.train.technique import Technique
 
 Optimizer = torch.optim.Optimizer | MasterWeights | optim.InBackward
@@ -82,14 +82,13 @@ class Plugs:
 # ------------------------------------------------------------------ several rows at once
 
 
-def combined(names: str, *, kernels: bool = False, adapters: Adapters = USUAL_ADAPTERS) -> Plugs:
-    """Return the plugs of one row, or of several joined by "+", in any order; with `kernels`, of
-    their Triton kernels where they have one. `adapters` sets the adapters of lora and qlora.
+def combined(names: str, *, adapters: Adapters = USUAL_ADAPTERS) -> Plugs:
+    """Return the plugs of one row, or of several joined by "+", in any order. `adapters` sets the
+    adapters of lora and qlora.
 
-    Raises KeyError for an unknown name, ValueError for two that do not work together, and
-    ImportError for kernels without Triton.
+    Raises KeyError for an unknown name, and ValueError for two that do not work together.
     """
-    return _filled(rows_of(names).values(), kernels=kernels, adapters=adapters)
+    return _filled(rows_of(names).values(), adapters=adapters)
 
 
 def plugs_of(technique: "Technique | Plugs") -> Plugs:
@@ -97,12 +96,10 @@ def plugs_of(technique: "Technique | Plugs") -> Plugs:
     return technique if isinstance(technique, Plugs) else _filled([technique])
 
 
-def _filled(
-    rows: Iterable[Technique], *, kernels: bool = False, adapters: Adapters = USUAL_ADAPTERS
-) -> Plugs:
+def _filled(rows: Iterable[Technique], *, adapters: Adapters = USUAL_ADAPTERS) -> Plugs:
     filled: dict[str, list[Any]] = {}
     for row in rows:
-        for plug, make in (row.plugs | row.kernel if kernels else row.plugs).items():
+        for plug, make in row.plugs.items():
             put_in = partial(make(), adapters=adapters) if row.slot == ADAPTERS else make()
             filled.setdefault(plug, []).append(put_in)
     return Plugs(
@@ -111,11 +108,6 @@ def _filled(
             for plug, values in filled.items()
         }
     )
-
-
-def techniques_with_kernels() -> list[str]:
-    """Return the names of the rows that have a Triton kernel."""
-    return [name for name, row in TECHNIQUES.items() if row.kernel]
 
 
 # ------------------------------------------------------------------ what the rows put in

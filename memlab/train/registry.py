@@ -16,7 +16,6 @@ from memlab.train.technique import Code, MatrixStep, Technique
 torch = LazyModule("torch")
 attention = LazyModule("memlab.attention")
 checkpointing = LazyModule("memlab.checkpointing")
-kernels = LazyModule("memlab.kernels")
 losses = LazyModule("memlab.losses")
 optim = LazyModule("memlab.optim")
 plugs = LazyModule("memlab.train.plugs")
@@ -121,7 +120,6 @@ TECHNIQUES: dict[str, Technique] = {
         whole_weights="recomputation must call the same operators, but ZeRO's third stage gathers "
         "weights in between; use checkpointing, or stage 2",
         plugs={"change_model": lambda: plugs.selectively_checkpointed(attention.flash_attention)},
-        kernel={"change_model": lambda: plugs.selectively_checkpointed(kernels.flash_attention)},
         slot=SCHEDULE,
         exclusive_with={
             "streamed-layers": "recomputation must call the same operators, but a streamed block "
@@ -153,7 +151,6 @@ TECHNIQUES: dict[str, Technique] = {
         "keeps activations for backward in 8 bits",
         choice=("activation_bits", 8),
         plugs={"around_forward": lambda: plugs.compressing(8)},
-        kernel={"around_forward": lambda: lambda device: kernels.compressed_activations(8)},
         slot=SAVED_TENSORS,
         encoded=blockwise(8),
         costs="gradients are computed from rounded activations; encoding and decoding take time",
@@ -168,7 +165,6 @@ TECHNIQUES: dict[str, Technique] = {
         "keeps activations for backward in 4 bits, with stochastic rounding",
         choice=("activation_bits", 4),
         plugs={"around_forward": lambda: plugs.compressing(4)},
-        kernel={"around_forward": lambda: lambda device: kernels.compressed_activations(4)},
         slot=SAVED_TENSORS,
         encoded=blockwise(4),
         costs="noisier gradients than 8 bits; encoding and decoding take time",
@@ -316,7 +312,6 @@ TECHNIQUES: dict[str, Technique] = {
         "our tiled attention (torch's fused attention is tiled too)",
         choice=("attention", "flash-attention"),
         plugs={"attention": lambda: attention.flash_attention},
-        kernel={"attention": lambda: kernels.flash_attention},
         costs="in plain PyTorch it is slower than torch's kernel",
         code=Code(
             (
@@ -333,7 +328,6 @@ TECHNIQUES: dict[str, Technique] = {
         "computes the loss in chunks, so the full logits never exist",
         choice=("chunked_loss", True),
         plugs={"loss": lambda: losses.chunked_cross_entropy},
-        kernel={"loss": lambda: kernels.chunked_cross_entropy},
         costs="a float32 gradient of the unembedding, so it saves memory from a few thousand "
         "tokens on",
         code=Code(
@@ -433,7 +427,6 @@ TECHNIQUES: dict[str, Technique] = {
         "AdamW with 8-bit state",
         choice=("optimizer", "adam8bit"),
         plugs={"optimizer": lambda: plugs.stochastically_rounded(optim.Adam8bit)},
-        kernel={"optimizer": lambda: plugs.stochastically_rounded(kernels.Adam8bit)},
         cannot_shard=NEIGHBORS_SHARE,
         state_bytes=2 * ENCODED,
         step_copies=7.5,  # codes are found in a table
@@ -466,7 +459,6 @@ TECHNIQUES: dict[str, Technique] = {
         "Lion: one momentum per weight, in 8 bits",
         choice=("optimizer", "lion8bit"),
         plugs={"optimizer": lambda: plugs.stochastically_rounded(optim.Lion8bit)},
-        kernel={"optimizer": lambda: plugs.stochastically_rounded(kernels.Lion8bit)},
         cannot_shard=NEIGHBORS_SHARE,
         state_bytes=ENCODED,
         step_copies=6.5,

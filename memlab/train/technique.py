@@ -61,7 +61,6 @@ class Technique:
     summary          what it does, in one line
     plugs            how it fills the plugs of a training step (memlab.train.plugs.Plugs): for each
                      plug a function that returns the value, and imports torch only when called
-    kernel           the same for its Triton kernel, where it has one
     choice           the field of a planner's Recipe that turns it on, and the value; None: the
                      planner does not search it
     slot             techniques with the same slot exclude each other
@@ -84,7 +83,6 @@ class Technique:
 
     summary: str
     plugs: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
-    kernel: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     choice: tuple[str, Any] | None = None
     slot: str | None = None
     exclusive_with: Mapping[str, str] = field(default_factory=dict)

@@ -131,7 +131,6 @@ def test_llama_is_memlabs_own_unless_the_library_is_given(config, memlab_command
         (("plan", "--gpu", "t4", "--library", "memlab"), "known are llama, mistral"),
         (("plan", "--gpu", "t4", "--code", "mine"), "got --code mine; choose from production"),
         (("plan", "--gpu", "t4", "--library", "jax"), "got --library jax; choose from"),
-        (("measure", "--kernels"), "it works with memlab's own models only"),
         (("measure", "--technique", "lion"), "a model of transformers trains with"),
         (("measure", "--technique", "lora+qlora"), "set the method twice"),
         (("measure", "--dtype", "float16"), "give float32 or bfloat16"),

@@ -556,12 +556,16 @@ def test_a_note_names_kernels_that_no_measured_step_used(monkeypatch):
 
 
 def test_a_note_has_the_errors_of_measured_steps_of_its_kind():
-    def embedding(device):
-        F.embedding(
-            torch.zeros(2, dtype=torch.int64, device=device), torch.zeros(8, 8, device=device)
-        )
+    def attention(device):
+        q = torch.zeros(1, 8, 8, device=device)
+        torch.bmm(torch.bmm(q, q.mT).softmax(-1), q)
 
-    assert evidence.accuracy("transformers") in predicted(embedding).notes
+    assert evidence.accuracy("transformers") in predicted(attention).notes
+
+    def policy(device):
+        torch.zeros(8, device=device).softmax(-1)
+
+    assert evidence.accuracy("neither attention nor convolutions") in predicted(policy).notes
 
     def convolution(device):
         return F.conv2d(*(torch.zeros(1, 1, 8, 8, device=device) for _ in range(2)))
