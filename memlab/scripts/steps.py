@@ -2,7 +2,7 @@
 
 A step ends with an optimizer's step. With several optimizers (a GAN), it ends when all of them have
 stepped. A script without an optimizer of torch.optim updates its weights by hand: there a step ends
-with `backward`.
+with `backward`, and the script is watched for two of them at least.
 
 The measured step lasts from the end of one step to the end of the next, so it has everything in the
 loop: loading, forward, backward, the update, and what an earlier step left alive.
@@ -104,7 +104,8 @@ class StepWatcher:
             self.backwards += 1
             self.evaluations.backward_ran()
             if not self._made and not self._taken:
-                self._end_step(self.backwards)
+                # The first may be a warm-up before the model is made, as in modded-nanogpt.
+                self._end_step(self.backwards, may_be_last=self.backwards > 1)
 
         return backward
 
@@ -131,10 +132,10 @@ class StepWatcher:
         elif optimizer is self._last:
             self._end_step(self.finished + 1)
 
-    def _end_step(self, number: int) -> None:
+    def _end_step(self, number: int, may_be_last: bool = True) -> None:
         self.finished = number
         self._on_step(number)
-        if self.has_ended or number >= self.steps:
+        if self.has_ended or (may_be_last and number >= self.steps):
             self._end()
         elif number == self.steps - 1:
             self._begin(bool(self._taken))

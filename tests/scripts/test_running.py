@@ -395,3 +395,7 @@ def test_a_backward_before_the_model_is_made_leaves_the_reserved_bytes(script):
     plain, warm = (outcome([script(text)]).trace for text in (training, warm_up + training))
     assert plain.reserved_bytes == warm.reserved_bytes == 482 * 2**20
     assert plain.allocated_bytes == warm.allocated_bytes
+    first, warm_first = (
+        outcome([script(text)], steps=1).trace for text in (training, warm_up + training)
+    )
+    assert first.reserved_bytes == warm_first.reserved_bytes > 400 * 2**20
