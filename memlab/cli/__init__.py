@@ -396,9 +396,8 @@ def plan_command(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Model to plan for: a preset (memlab measure --help lists them; with --gpus also "
-            "mixtral-8x7b, mixtral-8x22b and qwen3-30b-a3b), a config.json in Hugging Face's "
-            "format or its folder, or an id on the Hub such as Qwen/Qwen2.5-7B.",
+            help="Model to plan for: a preset (memlab measure --help lists them), a config.json in "
+            "Hugging Face's format or its folder, or an id on the Hub such as Qwen/Qwen2.5-7B.",
             metavar="NAME|PATH|ID",
         ),
     ] = None,
@@ -429,22 +428,6 @@ def plan_command(
             "Number of GPUs. With --script: run the function as rank 0 of this many processes.",
         ),
     ] = 1,
-    imbalance: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens of the busiest expert of a mixture, relative to the average. With --gpus. "
-            "Default: 1.25, a capacity factor of Switch Transformer.",
-            metavar="NUMBER",
-        ),
-    ] = None,
-    expert_parallel: Annotated[
-        int | None,
-        integer_option(
-            "--expert-parallel",
-            MAX_RANKS,
-            "Consider only this many GPUs sharing the experts of a mixture. With --gpus.",
-        ),
-    ] = None,
     batch: Annotated[
         int,
         integer_option("--batch", MAX_SEQUENCES, "Sequences per batch on each GPU."),
@@ -548,10 +531,6 @@ def plan_command(
     With --precision, --optimizer, --lora, --full, --qlora or --device cpu, it compares
     memlab's own recipes instead, sharded by ZeRO.
 
-    With --gpus and a mixture of experts (Mixtral or Qwen3 MoE), memlab compares the degrees of
-    expert parallelism by formula: the peak of the busiest GPU at --imbalance, the largest
-    imbalance that fits, and the bytes that all-to-alls send.
-
     To get the largest batch and sequence length of a script, give its function the parameters
     batch (or batch_size) and seq (or seq_len) with defaults, such as
     def build(batch=8, seq_len=1024), and use both for the inputs of the step.
@@ -561,8 +540,6 @@ def plan_command(
     [bold]memlab plan --model llama-3-8b --gpu rtx4090 --lora --seq 4096[/]
 
     [bold]memlab plan --model path/to/config.json --gpu a100-80 --gpus 8[/]
-
-    [bold]memlab plan --model mixtral-8x7b --gpu h100 --gpus 64 --imbalance 1.5[/]
 
     [bold]memlab plan --script train.py:build --memory 16GiB[/]
 
@@ -622,10 +599,8 @@ def plan_command(
                 out=out,
             )
         raise typer.Exit(status)
-    from memlab.cli.expert_options import Routing, imbalance_named
     from memlab.cli.plan import plan_model
 
-    routing = Routing(imbalance_named(imbalance), expert_parallel)
     with terminal.style(wide=wide, as_json=as_json):
         status = plan_model(
             model=model,
@@ -644,7 +619,6 @@ def plan_command(
             count=count,
             target=device,
             margin=margin,
-            routing=routing,
             out=out,
         )
     raise typer.Exit(status)

@@ -9,10 +9,8 @@ from dataclasses import replace
 from memlab.cli import terminal
 from memlab.cli.adapter_options import choose_adapters
 from memlab.cli.errors import UsageError, quoted, suggestions
-from memlab.cli.expert_options import Routing, choose_mixture, refuse_recipes
 from memlab.cli.models import choose_model
 from memlab.cli.parsing import choose_folder
-from memlab.configs.mixtures import MIXTURES
 from memlab.configs.shapes import PRESETS
 from memlab.configs.targets import accepted_devices, find_target
 from memlab.planner.cards import Memory, memory_named, with_margin
@@ -21,7 +19,6 @@ from memlab.planner.recipes import OPTIMIZERS, PRECISIONS, USUAL_ADAPTERS, Recip
 from memlab.train.adapters import Adapters
 from memlab.transformers_models.sources import Source
 
-_OPTION_OF = {"full fine-tuning": "--full", "LoRA": "--lora", "QLoRA": "--qlora"}
 MAX_WORKERS = 4  # each imports torch, which takes seconds and about 300 MiB
 
 
@@ -43,7 +40,6 @@ def plan_model(
     count: int,
     target: str | None,
     margin: str | None,
-    routing: Routing,
     out: str,
 ) -> int:
     """Search, print what fits, write a picture and results; return 1 if nothing fits, else 0."""
@@ -53,29 +49,7 @@ def plan_model(
         )
     gpu_memory, target = choose_memory(memory, target, margin)
     folder = choose_folder(out)
-    config = None if model in MIXTURES else choose_model(model, library)
-    if mixture := choose_mixture(model, config, gpus, routing):
-        others = {
-            "--library": library,
-            "--precision": precision,
-            "--optimizer": optimizer,
-            _OPTION_OF.get(group, ""): group,
-            "--lora-rank": lora_rank,
-            "--lora-targets": lora_targets,
-            "--image": image,
-            "--code": code,
-            "--device cpu": target if target == "cpu" else None,
-        }
-        refuse_recipes(model, others)
-        routing.imbalance_for(mixture, model)
-        routing.degrees_for(mixture, model, gpus)
-        from memlab.cli.plan_experts import plan_experts
-
-        seq_len = choose_seq_len(seq_len, mixture.dense.seq_len, model)
-        return plan_experts(
-            mixture, model, gpu_memory, target, gpus, batch, seq_len, routing=routing, folder=folder
-        )
-    assert config is not None
+    config = choose_model(model, library)
     if isinstance(config, Source):
         from memlab.cli.plan_transformers import CODE, choose_recipes, plan_transformers
         from memlab.transformers_models.tasks import Size

@@ -14,7 +14,6 @@ measuring    the bytes of a recipe, by a dry run or a prediction
 options      tried recipes, and the plan
 deepspeed    the bytes of a DeepSpeed config, key by key
 meshes       the ways to divide a Llama over several GPUs, and mesh_script, which trains so
-expert_parallel  the ways to divide the experts of a mixture
 processes    several measurements at once
 search       the fastest recipe measured to fit
 """

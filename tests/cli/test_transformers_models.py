@@ -122,7 +122,6 @@ def test_llama_is_memlabs_own_unless_the_library_is_given(config, memlab_command
     [
         (("plan", "--gpu", "t4", "--seq", "65"), "got sequences of 65 tokens; the model takes 1 "),
         (("plan", "--gpu", "t4", "--image", "8"), "takes no images"),
-        (("plan", "--gpu", "t4", "--imbalance", "2"), "planned for one GPU with all experts"),
         (("plan", "--gpu", "t4", "--device", "cpu"), "which is planned for a GPU"),
         (
             ("plan", "--gpu", "t4", "--optimizer", "lion"),
@@ -157,7 +156,7 @@ def test_a_killed_process_of_a_plan_is_reported_in_one_line(config, memlab_comma
     assert message.startswith("memlab: one of 2 processes that predict steps was ended by SIGKILL")
 
 
-def test_only_mixtures_are_planned_for_several_gpus(config, usage_error):
+def test_a_model_of_transformers_is_planned_for_one_gpu(config, usage_error):
     words = usage_error("plan", "--model", config("gpt2"), "--gpu", "t4", "--gpus", "2")
     assert "got --gpus for gpt2, a model of transformers; it is planned for one GPU" in words
 

@@ -38,9 +38,6 @@ finally:
         ("plan --model no/config.json --memory 24GB", 2),
         ("plan --modle 5m", 2),
         ("plan --model 5m --memory 24GB --deepspeed ds.json --lora", 2),
-        ("plan --model 5m --memory 24GB --gpus 8 --imbalance 2", 2),
-        ("plan --model mixtral-8x7b --memory 80GB --gpus 8 --imbalance 9", 2),
-        ("plan --model mixtral-8x7b --memory 80GB --gpus 8 --expert-parallel 3", 2),
     ],
 )
 def test_torch_is_not_imported(command, status, tmp_path):
