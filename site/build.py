@@ -57,7 +57,6 @@ API = {
     "memlab.lora": "LoRA",
     "memlab.qlora": "QLoRA",
     "memlab.accumulation": "Gradient accumulation",
-    "memlab.packing": "Packing",
     "memlab.zero": "ZeRO",
     "memlab.offload": "Offloading",
     "memlab.ema": "Post-hoc EMA",

@@ -20,7 +20,7 @@ compare the library's versions with them, in values and bytes.
     tiled_attention                     memlab.attention.flash_attention
     chunked_loss                        memlab.losses.chunked_cross_entropy
     log_probs                           memlab.losses.token_log_probs
-    packing                             memlab.packing
+    packing                             none: a sort, once before training
     collectives, sharded_optimizer,     memlab.zero.simulate
     sharded_weights
     tensor_parallel                     none: torch.distributed.tensor.parallel

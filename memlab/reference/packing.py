@@ -7,8 +7,8 @@ Source   Johnson 1974 (first-fit decreasing, at most 11/9 of the fewest rows); K
          arXiv 2107.02027 (packing for transformers).
 
 A packed row is one long sequence. `boundaries` says where its documents begin and end, in the form
-that kernels for variable lengths take (`cu_seqlens`): 0, n₁, n₁ + n₂, … `memlab.packing` is the
-version to train with.
+that kernels for variable lengths take (`cu_seqlens`): 0, n₁, n₁ + n₂, … On a GPU, one call of
+`torch.nn.attention.varlen.varlen_attn` takes them; a mask has T² elements, and each layer keeps it.
 """
 
 from collections.abc import Sequence

@@ -137,7 +137,6 @@ LIBRARY_FILES = {
     "memlab/compression.py": "activation_compression",
     "memlab/attention/flash.py": "tiled_attention",
     "memlab/losses.py": "chunked_loss",
-    "memlab/packing.py": "packing",
     "memlab/zero/simulation.py": "sharded_optimizer",
     "memlab/offload/optimizer.py": "offloaded_optimizer",
     "memlab/ema/profiles.py": "post_hoc_ema",

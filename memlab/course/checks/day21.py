@@ -28,7 +28,7 @@ from memlab.metering import measure
 from memlab.reference.log_probs import log_probs, of_rows
 from memlab.reference.packing import attend_within, join, pack
 
-_LIBRARIES = ("memlab.packing", "memlab.losses", "trl", "flash_attn")
+_LIBRARIES = ("memlab.losses", "trl", "flash_attn")
 
 cache_bytes = solution("21.4")
 
