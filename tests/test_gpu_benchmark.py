@@ -453,7 +453,7 @@ def test_predictions_are_compared_with_an_archive_without_a_gpu(rehearsal, few, 
     assert gpu.main(["--from", str(path), "--section", "predict"]) == 0
     printed = capsys.readouterr().out
     assert "2 of 2 configurations have the predicted peak of blocks to the byte" in printed
-    assert gpu.main(["--from", str(path), "--section", "meter"]) == 0
+    assert gpu.main(["--from", str(path), "--section", "allocator"]) == 0
     assert "not in the archive" in capsys.readouterr().out
 
 

@@ -13,8 +13,7 @@
 
 Operations run at UTILIZATION of the card's peak, and bytes at its bandwidths. Nothing overlaps, so
 a copy that a good implementation hides is counted in full. Use the estimate to order recipes: a
-ratio to the plain step is an upper bound of a recipe's cost. `benchmarks/gpu.py --section planner`
-compares the estimate with measured times.
+ratio to the plain step is an upper bound of a recipe's cost.
 
 Source   Kaplan et al. 2020, arXiv 2001.08361, section 2.1 (operations); Rajbhandari et al. 2020,
          arXiv 1910.02054, section 7 (communication).
