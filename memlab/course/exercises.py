@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -422,10 +422,20 @@ def _first_difference(got: Any, wanted: Any) -> str:
     return f"of type {type(got).__name__}; wanted {type(wanted).__name__}"
 
 
-def distinct(got: float, wanted: float, digits: int = 4) -> tuple[str, str]:
-    """Format two unequal numbers with as many digits as it takes to tell them apart."""
-    texts = ((f"{got:.{n}g}", f"{wanted:.{n}g}") for n in range(digits, 18))
+Numbers = float | Sequence[float]
+
+
+def distinct(got: Numbers, wanted: Numbers, digits: int = 4) -> tuple[str, str]:
+    """Format two unequal numbers, or lists of them, with as many digits as it takes to tell them
+    apart."""
+    texts = ((_in_digits(got, n), _in_digits(wanted, n)) for n in range(digits, 18))
     return next((pair for pair in texts if pair[0] != pair[1]), (repr(got), repr(wanted)))
+
+
+def _in_digits(value: Numbers, digits: int) -> str:
+    if isinstance(value, Sequence):
+        return f"[{', '.join(_in_digits(each, digits) for each in value)}]"
+    return f"{value:.{digits}g}"
 
 
 def _text(value: Any) -> str:

@@ -319,6 +319,18 @@ def require_none_wrong(case: str, got: Tensor, wanted: Tensor, wrong: Tensor) ->
     require(False, f"{case}{at} is {mine}; wanted {right}.{count}")
 
 
+def distinct_elements(got: Tensor, wanted: Tensor, most: int = 8) -> tuple[str, str]:
+    """Format up to `most` elements of two unequal tensors, the one that differs most among them,
+    with as many digits as it takes to tell the two texts apart."""
+    comparable = got.shape == wanted.shape and got.numel() > 0
+    place = int(differences(got, wanted).argmax()) if comparable else 0
+    begin = 0 if place < most else place
+    shown = [x.detach().flatten()[begin : begin + most].tolist() for x in (got, wanted)]
+    before, after = "…, " * (begin > 0), ", …" * (begin + most < got.numel())
+    mine, right = (f"[{before}{text[1:-1]}{after}]" for text in distinct(*shown))
+    return mine, right
+
+
 def furthest(got: Tensor, wanted: Tensor) -> float:
     """Return the largest difference. NaN and infinity equal only themselves."""
     apart = differences(got, wanted)

@@ -163,6 +163,13 @@ def _half_frozen() -> Training:
     return trained
 
 
+def _of_two_dtypes() -> Training:
+    model = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 2, dtype=torch.bfloat16)])
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return model, torch.optim.SGD(model.parameters())
+
+
 def _after_zero_grad() -> Training:
     model, optimizer = _trained(nn.Linear(6, 2))
     optimizer.zero_grad()
@@ -186,6 +193,7 @@ _TRAININGS: dict[str, Callable[[], Training]] = {
     "a model after zero_grad": _after_zero_grad,
     "a model with a frozen layer": _half_frozen,
     "a bfloat16 model": lambda: _trained(nn.Linear(6, 2, dtype=torch.bfloat16)),
+    "a float32 layer and a bfloat16 layer": _of_two_dtypes,
     "a bfloat16 model with float32 master weights": _with_master_weights,
     "two layers that share their matrix": lambda: _trained(_SharedMatrix()),
     "AdamW with amsgrad": lambda: _trained(nn.Linear(6, 2), amsgrad=True),
@@ -435,7 +443,8 @@ _PEAK_BYTES = Exercise(
         ),
         ("From the second step on, Adam's two moments are alive.", (_ADAMS, "")),
         (
-            "Adam has two moments, each with four bytes per weight.",
+            "Four bytes per weight are missing. The weights have four, and Adam's two moments four "
+            "each.",
             (_ADAMS, "+ 4 * parameter_count(config)"),
         ),
         ("Add the activations that forward saves.", (f"{_KEPT} + ", "")),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memlab.course.bill import SETTING
-from memlab.course.exercises import Bill, Day, Exercise, require
+from memlab.course.exercises import Bill, Day, Exercise, distinct, require
 from memlab.course.ledger import FLOAT32
 from memlab.course.properties import (
     ReadOnce,
@@ -120,10 +120,10 @@ def _check_epoch(answer: TrainEpoch, epoch: _Epoch) -> None:
     why = "" if difference < most else _why_off(answer, epoch)
     require(difference < most, off + why, evidence=(str(epoch), f"{difference:.4e}"))
     losses = [torch.tensor(each, dtype=torch.float64) for each in (got.losses, wanted.losses)]
+    mine, right = distinct(got.losses, wanted.losses, 6)
     require(
         furthest(*losses) < 1e-5,  # a sum in float32 is accurate enough
-        f"{epoch} the losses are {_in_digits(got.losses)}; wanted the mean over the tokens of each "
-        f"window, {_in_digits(wanted.losses)}.",
+        f"{epoch} the losses are {mine}; wanted the mean over the tokens of each window, {right}.",
     )
 
 
@@ -143,10 +143,6 @@ def _floats(case: str, losses: Any, wanted: int) -> None:
         f"{case} returned a list of {', '.join(sorted(kinds))}; wanted plain floats: .item() "
         f"converts a tensor and drops its graph.",
     )
-
-
-def _in_digits(losses: Sequence[float]) -> str:
-    return ", ".join(f"{loss:.5f}" for loss in losses)
 
 
 class _Trained(NamedTuple):
@@ -225,7 +221,8 @@ def _why_off(answer: TrainEpoch, epoch: _Epoch) -> str:
         return " They depend on gradients from before the epoch: clear these first."
     times = (given @ wanted / wanted.square().sum()).item()
     if times > 0 and torch.allclose(given, times * wanted, rtol=1e-4, atol=1e-9):
-        return f" The update has the right direction and {times:.3g} times the right length."
+        length = distinct(times, 1.0, 3)[0]
+        return f" The update has the right direction and {length} times the right length."
     return ""
 
 
@@ -654,10 +651,11 @@ def _changed_by(what: str, got: Tensor, change: Tensor, scale: float) -> None:
     difference = (got - scale * change).abs().max().item()
     times = ((got * change).sum() / change.square().sum()).item()
     only_the_scale = torch.allclose(got, times * change, rtol=0, atol=1e-9)
-    gave = f"{times:.3g} · B A x" if only_the_scale else f"values up to {difference:.2e} off"
+    mine, right = distinct(times, scale, 3)
+    gave = f"{mine} · B A x" if only_the_scale else f"values up to {difference:.2e} off"
     require(
         difference < 1e-12,
-        f"{what} {gave}; wanted {scale:.3g} · B A x: the scale is alpha / rank.",
+        f"{what} {gave}; wanted {right} · B A x: the scale is alpha / rank.",
         evidence=(what, gave),
     )
 
@@ -895,7 +893,8 @@ def _check_mean(answer: Validate, case: str, held_out: list[Batch]) -> None:
         f"{case} gave {'a Tensor' if isinstance(got, Tensor) else repr(got)}; wanted a plain "
         f"float.{' Is there a return?' if got is None else ''}",
     )
-    off = f"{case} gave {got:.6f}; wanted {wanted:.6f}, the mean over all tokens, without dropout."
+    mine, right = distinct(got, wanted, 6)
+    off = f"{case} gave {mine}; wanted {right}, the mean over all tokens, without dropout."
     is_near = abs(got - wanted) < 1e-5
     require(is_near, off + ("" if is_near else _why_off_mean(answer, held_out)), evidence=off)
 
@@ -916,7 +915,9 @@ def _check_training_goes_on(answer: Validate) -> None:
     model[0].requires_grad_(False).eval()  # a frozen part in eval mode, and gradients
     for weight in list(model.parameters())[1:]:
         weight.grad = torch.full_like(weight, 0.5)
-    _validated(answer, "validate of a model in training", model, _micro_batches(6, 0, 2, 1, 0))
+    case = "validate of a model in training"
+    with unchanged(case, rng=True):
+        _validated(answer, case, model, _micro_batches(6, 0, 2, 1, 0))
     with torch.no_grad():
         _validated(answer, "validate, called under torch.no_grad(),", model, _micro_batches(6, 0))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memlab.course.bill import SETTING
-from memlab.course.exercises import Bill, Day, Exercise, require
+from memlab.course.exercises import Bill, Day, Exercise, distinct, require
 from memlab.course.properties import (
     dimensions,
     elements,
@@ -185,6 +185,7 @@ SCALER_CASES = (
     ScalerCase(8.0, 100, ((1.0, 2.0),)),
     ScalerCase(8.0, 100, ((4.0,),), clip=1.0),
     ScalerCase(8.0, 100, ((4.0,),), clip=1.0, tensor=0),
+    ScalerCase(8.0, 100, ((40.0,),), clip=1.0),  # above max_norm times the scale, too
     ScalerCase(8.0, 100, (_OVER, _FINE), tensor=0),
     ScalerCase(8.0, 100, (_OVER, _FINE)),
     ScalerCase(8.0, 100, ((NAN,), _FINE)),
@@ -226,8 +227,9 @@ class _After(NamedTuple):
     returned: Any
     weights: list[float]
 
-    def __str__(self) -> str:
-        weights = ", ".join(f"{weight:.6g}" for weight in self.weights)
+    def beside(self, other: "_After") -> str:
+        """In words, with as many digits as it takes to tell the weights from the other's."""
+        weights, _ = distinct(self.weights, other.weights, 6)
         return (
             f"scale {self.scale:g}, fine_steps {self.fine_steps}, returned {self.returned!r}, "
             f"weights {weights}"
@@ -244,7 +246,8 @@ def _check_case(answer: ScalerClass, case: ScalerCase) -> int:
         require(
             _alike(got, wanted, case.clip),
             f"{case}, step {number}, gradients {losses} (one element per micro-batch; the others "
-            f"are 0.5): {got}; wanted {wanted}.{_explained(got, wanted, before)}",
+            f"are 0.5): {got.beside(wanted)}; wanted {wanted.beside(got)}."
+            f"{_explained(got, wanted, before)}",
         )
         before = wanted.weights
     return len(case.steps)
@@ -309,9 +312,9 @@ def _move_explained(got: list[float], wanted: list[float]) -> str:
         return "it moved no weight, though all gradients are finite"
     times = [a / b for a, b in zip(got, wanted, strict=True) if b]
     if max(times) - min(times) <= 1e-3 * abs(times[0]):
-        return f"its step has {times[0]:.3g} times the right length"
+        return f"its step has {distinct(times[0], 1.0, 3)[0]} times the right length"
     norms = [sum(move**2 for move in of) ** 0.5 / RATE for of in (got, wanted)]
-    return f"it stepped by a gradient of norm {norms[0]:.4g}, not {norms[1]:.4g}"
+    return "it stepped by a gradient of norm {}, not {}".format(*distinct(*norms))
 
 
 def _check_two_scalers(answer: ScalerClass) -> None:
@@ -326,8 +329,9 @@ def _check_two_scalers(answer: ScalerClass) -> None:
             wanted = _wanted(case)[place]
             require(
                 _alike(got, wanted, NO_CLIP),
-                f"{case}, with the steps of another Scaler in between, step {place + 1}: {got}; "
-                f"wanted {wanted}, as if used alone: set scale and fine_steps on self.",
+                f"{case}, with the steps of another Scaler in between, step {place + 1}: "
+                f"{got.beside(wanted)}; wanted {wanted.beside(got)}, as if used alone: set "
+                f"scale and fine_steps on self.",
                 evidence=(str(case), place, "two scalers"),
             )
 
@@ -554,7 +558,7 @@ def _share_away(answer: Round, value: float) -> tuple[float, float]:
     others = rounded[(rounded != below) & (rounded != above)]
     require(
         len(others) == 0,
-        f"stochastic_round({value:g}) gave {others[:1].tolist()}; wanted one of its two "
+        f"stochastic_round({value:g}) gave {others[:1].sum():.9g}; wanted one of its two "
         f"neighbors, {below:.9g} and {above:.9g}.",
     )
     exact = precise[0].item()
@@ -821,7 +825,12 @@ def _check_updates(answer: MasterStep) -> None:
         case = f"master_step in bfloat16, two parameter groups, update {number} of 1/1024, scale 4"
         _require_weight(case, weights[0], copies[0], 1 + number * 2.0**-10)
         left = [name for name, ps in (("model", weights), ("copies", copies)) if _any_grad(ps)]
-        require(not left, f"{case} leaves gradients in the {' and the '.join(left)}.")
+        zeros = all(p.grad is None or not p.grad.any() for p in (*weights, *copies))
+        require(
+            not left,
+            f"{case} leaves gradients{' of zeros' if zeros else ''} in the "
+            f"{' and the '.join(left)}; wanted .grad to be None.",
+        )
     require(weights[1].item() == 2.0, "master_step moved a weight that has no gradient.")
 
 
@@ -830,11 +839,13 @@ def _require_weight(case: str, weight: Tensor, copy: Tensor, exact: float) -> No
         weight.dtype == torch.bfloat16,
         f"{case}: the model's weight is {weight.dtype}; wanted torch.bfloat16, as before.",
     )
-    require(copy.item() == exact, f"{case}: the copy is {copy.item():.6f}; wanted {exact:.6f}.")
+    mine, right = distinct(copy.item(), exact, 7)
+    require(copy.item() == exact, f"{case}: the copy is {mine}; wanted {right}.")
     rounded = copy.detach().bfloat16().item()
+    mine, right = distinct(weight.item(), rounded, 7)
     require(
         weight.item() == rounded,
-        f"{case}: the weight is {weight.item():.6f}; wanted {rounded:.6f}, the rounded copy.",
+        f"{case}: the weight is {mine}; wanted {right}, the rounded copy.",
     )
 
 
@@ -848,10 +859,12 @@ def _check_scales(answer: MasterStep) -> None:
         weights, copies = _pair(torch.float16, 0.0)
         weights[0].grad = torch.tensor([2.0**-10], dtype=torch.float16)
         answer(weights, copies, torch.optim.SGD(copies, lr=2.0**10), 2.0**power)
+        got, wanted = copies[0].item(), -(2.0**-power)
+        mine, right = distinct(got, wanted, 6)
         require(
-            copies[0].item() == -(2.0**-power),
+            got == wanted,
             f"master_step in float16, gradient 2**-10 at scale 2**{power}, lr 2**10: the copy is "
-            f"{copies[0].item():g}; wanted {-(2.0**-power):g}.",
+            f"{mine}; wanted {right}.",
         )
 
 
@@ -879,9 +892,14 @@ def _check_mixed(answer: MasterStep, dtype: torch.dtype) -> None:
         evidence=(case, "no gradient"),
     )
     require(
-        all(torch.equal(a, b.to(dtype)) for a, b in zip(weights, wanted, strict=True)),
+        all(torch.equal(a, b.to(dtype)) for a, b in zip(weights, copies, strict=True)),
         f"{case} gives weights that differ from the float32 copies rounded once, to {dtype}.",
         evidence=(case, "rounded"),
+    )
+    require(
+        all(torch.equal(a, b.to(dtype)) for a, b in zip(weights, wanted, strict=True)),
+        f"{case} gives other copies than AdamW does with weight.grad.float() / scale.",
+        evidence=(case, "stepped"),
     )
 
 
@@ -947,7 +965,10 @@ _MASTER_STEP = Exercise(
             ".data = turns the weight into the float32 copy itself: copy_ writes and rounds.",
             (_DOWN, "weight.data = copy.data"),
         ),
-        ("The model's gradients remain, and the next backward would add to them.", (_DROP, "")),
+        (
+            "The model's gradients remain. Set weight.grad = None when the copy has its gradient.",
+            (_DROP, ""),
+        ),
         (
             "The copies' gradients remain: 4 bytes per weight, not needed after the step.",
             ("            copy.grad = None", "            pass"),

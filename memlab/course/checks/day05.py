@@ -123,7 +123,8 @@ def _passed(
             x.grad = None
             chain.zero_grad()
             _backward(loss, chain, case, hooks, retain_graph=n < backwards - 1)
-    found = {"output 0": output.detach()} | ({"x": x.grad} if requires_grad else {})
+    result = output.detach().requires_grad_(output.requires_grad)
+    found = {"output 0": result} | ({"x": x.grad} if requires_grad else {})
     found |= {name: weight.grad for name, weight in chain.named_parameters()}
     return _PassResult(found, [len(block.grad_modes) for block in chain], torch.rand(4))
 
@@ -647,7 +648,8 @@ def _check_partial_backward(answer: Checkpointing) -> None:
     require(
         held <= allowed,
         f"forget_by_hooks of {BLOCKS} blocks holds {held:,} bytes after a backward pass to the "
-        f"last weight alone; wanted at most {allowed:,}: empty each slot as you return its tensor.",
+        f"last weight alone; wanted at most {allowed:,}: a tensor that you returned, or the graph "
+        f"of one, is still alive.",
     )
     for case, of, advice in (
         ("of 2 blocks, backward to the last weight and then to all", _in_part_and_in_full, ""),

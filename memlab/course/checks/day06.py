@@ -25,6 +25,7 @@ from memlab.checkpointing import (
     ATTENTION,
     MATMULS,
     Chain,
+    CheckpointError,
     Costs,
     best_within,
     checkpoint,
@@ -429,8 +430,8 @@ _BEST_SCHEDULE = Exercise(
             (_ALL_K, "range(i + 1, j)"),
         ),
         (
-            "For the inside of segment i … k-1, use choices(i, k - 1). choices(i, k) has one stage "
-            "too many.",
+            "choices(i, j) may call choices of fewer stages only. Use choices(i, k - 1) inside "
+            "segment i … k-1, and choices(k, j) after it.",
             (_OWN, "choices(i, k)"),
         ),
         (
@@ -589,16 +590,16 @@ def _check_selection(
     outputs: list[Tensor] = []
     forward = partial(_forward, case, answer, chosen, blocks, x)
     held = new_bytes(measure(lambda: outputs.append(forward()), model=nn.ModuleList(blocks)))
-    gradients, runs = _backward(case, outputs.pop(), blocks, x)
-    wanted, once = _plain_gradients(build, x)
-    far = max(furthest(a, b) for a, b in zip(gradients, wanted, strict=True))
-    again = sum((runs[func] - once[func]) for func in {*runs, *once} if func in chosen)
-    require(far == 0, f"{case}, gives gradients up to {far:.2e} off the plain blocks' gradients.")
     require(
         held <= allowed,
         f"{case}, holds {held:,} bytes between forward and backward; wanted at most {allowed:,}: "
         f"the chosen outputs, and the output of each block.",
     )
+    gradients, runs = _backward(case, outputs.pop(), blocks, x)
+    wanted, once = _plain_gradients(build, x)
+    far = max(furthest(a, b) for a, b in zip(gradients, wanted, strict=True))
+    again = sum((runs[func] - once[func]) for func in {*runs, *once} if func in chosen)
+    require(far == 0, f"{case}, gives gradients up to {far:.2e} off the plain blocks' gradients.")
     require(
         again == 0,
         f"{case}, holds {held:,} bytes, and the chosen operators ran {again} times in backward; "
@@ -650,6 +651,11 @@ def _backward(
         except IndexError:
             raise Wrong(
                 f"{case}: in backward, the list of kept outputs is empty too early."
+            ) from None
+        except CheckpointError:
+            raise Wrong(
+                f"{case}: the second run saves other tensors than the first. Does an operator "
+                f"return an output that it did not compute in the first run?"
             ) from None
     return list(gradients), counter.runs
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from memlab.checkpointing import ATTENTION
 from memlab.course.bill import SETTING
 from memlab.course.checks.day06 import keep_of_each_block
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, require
-from memlab.course.properties import furthest, is_tensor
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, distinct, require
+from memlab.course.properties import furthest, is_tensor, require_none_wrong
 from memlab.course.solutions import body, mistakes
 from memlab.metering import measure
 from memlab.optim import Lion8bit
@@ -52,22 +52,20 @@ def _check_code(answer: Callable[[bool], Tensor]) -> str:
 
 
 def _require_sorted(call: str, got: Tensor) -> None:
-    falls = (got.diff() <= 0).nonzero().flatten().tolist()
-    if falls:
-        k = falls[0]
-        raise Wrong(
-            f"{call} is not sorted: entry {k} is {got[k]:.6g}, entry {k + 1} is {got[k + 1]:.6g}."
+    for k in (got.diff() <= 0).nonzero().flatten().tolist()[:1]:
+        one, following = distinct(got[k].item(), got[k + 1].item(), 6)
+        require(
+            False,
+            f"{call}: entry {k} is {one}, and entry {k + 1} is {following}; wanted entries that "
+            f"increase.",
         )
 
 
 def _require_entries(call: str, got: Tensor, wanted: Tensor) -> None:
-    off = ((got - wanted).abs() > 1e-6 * wanted.abs()).nonzero().flatten().tolist()
-    if off:
-        k = off[0]
-        raise Wrong(
-            f"{call}: entry {k} is {got[k]:.6g}; wanted {wanted[k]:.6g}. {len(off)} of 256 entries "
-            f"are wrong."
-        )
+    off = ~((got - wanted).abs() <= 1e-6 * wanted.abs())
+    require_none_wrong(call, got, wanted, off)
+    if off.any():
+        return
     count = (got != wanted).sum().item()
     require(
         not count,
@@ -237,7 +235,9 @@ def _require_scales(call: str, x: Tensor, scales: Tensor) -> None:
     for n, block in enumerate(x.flatten().split(BLOCK)):
         wanted, got = block.abs().max().item(), scales[n].item()
         if got != wanted:
-            raise Wrong(f"{call}: the scale of block {n} is {got:.4g}; wanted {wanted:.4g}.")
+            mine, right = distinct(got, wanted)
+            require(False, f"{call}: the scale of block {n} is {mine}; wanted {right}.")
+            return
 
 
 def _require_nearest(call: str, x: Tensor, codes: Tensor, scales: Tensor, code: Tensor) -> None:
@@ -250,11 +250,12 @@ def _require_nearest(call: str, x: Tensor, codes: Tensor, scales: Tensor, code: 
     nearest = exact[(flat.view(-1, 1) - exact * each.view(-1, 1)).abs().argmin(1)] * each
     further = (got - flat).abs() - (nearest - flat).abs()
     off = (further > 1e-5 * flat.abs()).nonzero().flatten().tolist()
-    if off:
-        k = off[0]
-        raise Wrong(
-            f"{call}: {flat[k]:.4g} decodes to {got[k]:.4g}; wanted {nearest[k]:.4g}. {len(off)} "
-            f"of {len(flat)} elements are wrong."
+    for k in off[:1]:
+        mine, right = distinct(got[k].item(), nearest[k].item())
+        require(
+            False,
+            f"{call}: {flat[k]:.4g} decodes to {mine}; wanted {right}. {len(off)} of {len(flat)} "
+            f"elements are wrong.",
         )
 
 

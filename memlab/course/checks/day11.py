@@ -16,8 +16,23 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from memlab.checkpointing.operations import Operations
 from memlab.course.bill import SETTING
 from memlab.course.checks.day06 import keep_of_each_block
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
-from memlab.course.properties import SLACK, limited, limited_outside_of_tensors, peaks
+from memlab.course.exercises import (
+    Bill,
+    Day,
+    Exercise,
+    Wrong,
+    WrongAnswer,
+    distinct,
+    equal,
+    require,
+)
+from memlab.course.properties import (
+    SLACK,
+    distinct_elements,
+    limited,
+    limited_outside_of_tensors,
+    peaks,
+)
 from memlab.course.solutions import mistakes, solution
 from memlab.internals.torch_internals import tree_leaves
 from memlab.metering import measure
@@ -211,17 +226,8 @@ def _require_loss_tensor(call: str, got: Any, shape: tuple[int, ...]) -> None:
 
 def _require_elements(what: str, got: Tensor, wanted: Tensor) -> None:
     off = (got.double() - wanted).abs() > 1e-5 * (1 + wanted.abs())
-    require(
-        got.isfinite().all() and not off.any(),
-        f"{what} {_in_words(got, wanted)}; wanted {_in_words(wanted, got)}.",
-    )
-
-
-def _in_words(x: Tensor, other: Tensor) -> str:
-    """The first elements, with enough digits to differ from the other's."""
-    decimals = 3 if (x.double() - other).abs().max() > 1e-3 else 6
-    shown = ", ".join(f"{value:z.{decimals}f}" for value in x.flatten()[:9].tolist())
-    return f"[{shown}{', …' if x.numel() > 9 else ''}]"
+    mine, right = distinct_elements(got, wanted)
+    require(got.isfinite().all() and not off.any(), f"{what} {mine}; wanted {right}.")
 
 
 def _check_bytes_per_row(answer: Gradient) -> None:
@@ -450,9 +456,10 @@ def _require_value(
     total = F.cross_entropy(exact[0] @ exact[1].mT, targets, reduction="sum")
     wanted = total / max(1, case.rows - len(case.ignored))
     tolerance, right = TOLERANCES[case.dtype], wanted.item()
+    shown, meant = distinct(got, right, 6)
     require(
         abs(got - right) <= tolerance * (1 + abs(right)),
-        f"{case.call}: the loss is {got:.6f}; wanted {right:.6f}.",
+        f"{case.call}: the loss is {shown}; wanted {meant}.",
     )
     (wanted * case.upstream).backward()
     for name, x, y in zip(("hidden", "weight"), inputs, exact, strict=True):
@@ -466,8 +473,8 @@ def _require_gradient(what: str, got: Tensor | None, wanted: Tensor, tolerance: 
     off = (got.double() - wanted).norm().item()
     require(
         off <= tolerance * (size + 1e-9),
-        f"{what} has an error with a norm of {off:.3g}. Its own norm is {length:.3g}; wanted "
-        f"{size:.3g}.",
+        f"{what} has an error with a norm of {off:.3g}. Its own norm is {length:.3g}, the norm of "
+        f"the right one {size:.3g}.",
     )
 
 
@@ -537,14 +544,10 @@ def _check_sum(answer: Loss) -> None:
     loss = _loss_of(answer, call, hidden, weight, targets, 1)
     loss.backward()
     got = weight.grad.flatten().tolist()
-    require(
-        got == [-0.5, 0.5],
-        f"{call}: the gradient of weight is [{got[0]:.3f}, {got[1]:.3f}]; wanted [−0.500, 0.500].",
-    )
-    require(
-        abs(loss.item() - log(2)) < 1e-4,
-        f"{call}: the loss is {loss.item():.4f}; wanted {log(2):.4f}.",
-    )
+    mine, right = distinct(got, [-0.5, 0.5])
+    require(got == [-0.5, 0.5], f"{call}: the gradient of weight is {mine}; wanted {right}.")
+    mine, right = distinct(loss.item(), log(2))
+    require(abs(loss.item() - log(2)) < 1e-4, f"{call}: the loss is {mine}; wanted {right}.")
 
 
 def _check_second_pass(answer: Loss) -> None:
@@ -559,8 +562,8 @@ def _check_second_pass(answer: Loss) -> None:
         return
     require(
         torch.allclose(second, first),
-        f"{case.call}: the gradient of weight has a norm of {second.norm():.3g} in a second "
-        f"backward pass, and of {first.norm():.3g} in the first; wanted the same, or an error.",
+        f"{case.call}: the gradient of weight differs by a norm of {(second - first).norm():.3g} "
+        f"in a second backward pass; wanted the same gradient, or an error.",
     )
 
 

@@ -10,8 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from memlab.course.checks.day11 import in_chunks
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, equal, require
-from memlab.course.properties import limited_outside_of_tensors, most_alive, rough
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, distinct, equal, require
+from memlab.course.properties import (
+    differences,
+    distinct_elements,
+    limited_outside_of_tensors,
+    most_alive,
+    require_none_wrong,
+    rough,
+)
 from memlab.course.solutions import body, mistakes, solution
 from memlab.internals.torch_internals import TorchDispatchMode, disable_current_modes, tree_leaves
 from memlab.metering import measure
@@ -126,14 +133,8 @@ def _require_tensors(call: str, got: Any, like: Sequence[Tensor]) -> None:
 
 
 def _require_close(what: str, got: Tensor, wanted: Tensor) -> None:
-    off = (got - wanted).abs() > 1e-9 * (1 + wanted.abs())
-    if not off.any() and got.isfinite().all():
-        return
-    at = int(off.flatten().nonzero()[0]) if off.any() else 0
-    raise Wrong(
-        f"{what.rstrip(',')}, element {at} of {got.numel()}, is {got.flatten()[at].item():.4f}; "
-        f"wanted {wanted.flatten()[at].item():.4f}."
-    )
+    off = differences(got, wanted) > 1e-9 * (1 + wanted.abs())
+    require_none_wrong(what.rstrip(","), got, wanted, off)
 
 
 # ------------------------------------------------------------------ 12.1: the collectives
@@ -209,10 +210,10 @@ def _check_collective(
 
 
 def _require_result(call: str, rank: int, given: list[Tensor], got: Tensor, wanted: Tensor) -> None:
+    mine, right = distinct_elements(got, wanted, most=12)
     require(
         torch.equal(got, wanted),
-        f"{call}: {', '.join(map(_elements, given))[:90]} gave rank {rank} {_elements(got)}; "
-        f"wanted {_elements(wanted)}.",
+        f"{call}: {', '.join(map(_elements, given))[:90]} gave rank {rank} {mine}; wanted {right}.",
     )
     kept = got.untyped_storage().nbytes()
     require(
@@ -466,17 +467,18 @@ def _require_rounded(what: str, got: Tensor, exact: Tensor) -> None:
     off = (got.detach().float() - wanted).abs() > wanted.abs() * 2**-8 * 1.01 + 1e-6
     if off.any():
         at = int(off.nonzero()[0])
-        rounded = wanted.bfloat16()[at].item()
-        require(False, f"{what} {at} is {got[at].item():.4f}; wanted {rounded:.4f}.")
+        mine, right = distinct(got[at].item(), wanted.bfloat16()[at].item())
+        require(False, f"{what} {at} is {mine}; wanted {right}.")
 
 
 def _require_norm(call: str, got: float, gradients: list[Tensor]) -> None:
     """Require the sum of squares of the mean or of the sum. Rounding the mean first changes it."""
     total = torch.stack(gradients).double().sum(0).square().sum().item()
     wanted = total / len(gradients) ** 2
+    mine, right = distinct(got, wanted, 6)
     require(
         min(abs(got - total), abs(got - wanted)) <= 1e-5 * wanted,
-        f"{call}: comm.sum gave {got:.6g}; wanted {wanted:.6g}, the sum of squares of the mean, in "
+        f"{call}: comm.sum gave {mine}; wanted {right}, the sum of squares of the mean, in "
         f"float32.",
     )
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memlab.course.checks.day11 import in_chunks
 from memlab.course.exercises import Bill, Day, Exercise, equal, require
 from memlab.course.peers import Peer, Stuck, Work, counted, in_turns
-from memlab.course.properties import is_tensor
+from memlab.course.properties import distinct_elements, is_tensor
 from memlab.course.solutions import body, mistakes, solution
 from memlab.internals.torch_internals import storage_from_weak_pointer, tree_leaves
 from memlab.metering.modes import LightMode
@@ -20,14 +20,10 @@ from memlab.metering.modes import LightMode
 # ------------------------------------------------------------------ shared by the checks
 
 
-def _elements(x: Tensor) -> str:
-    shown = ", ".join(f"{n:g}" for n in x.flatten()[:8].tolist())
-    return f"[{shown}{', …' if x.numel() > 8 else ''}]"
-
-
 def _require_equal(call: str, got: Any, wanted: Tensor) -> None:
     is_tensor(call, got, dtype=wanted.dtype, shape=tuple(wanted.shape))
-    require(torch.equal(got, wanted), f"{call} gave {_elements(got)}; wanted {_elements(wanted)}.")
+    mine, right = distinct_elements(got, wanted)
+    require(torch.equal(got, wanted), f"{call} gave {mine}; wanted {right}.")
 
 
 def _in_turns(call: str, *args: Any, **settings: Any) -> list[Any]:
@@ -646,10 +642,10 @@ def _gradients_taken(call: str, run: RunCase, peer: Peer, weight: Tensor) -> Ite
         _require_rounds(at, run, peer, weight, number)
         before = gradient.clone()
         yield gradient
+        now, was = distinct_elements(gradient, before)
         require(
             torch.equal(gradient.view(torch.int32), before.view(torch.int32)),
-            f"{at} changed gradient {number} to {_elements(gradient)}; wanted it unchanged, "
-            f"{_elements(before)}.",
+            f"{at} changed gradient {number} to {now}; wanted it unchanged, {was}.",
         )
     _require_rounds(at, run, peer, weight, len(run.ranks[peer.rank]))
 
@@ -665,9 +661,10 @@ def _require_rounds(at: str, run: RunCase, peer: Peer, weight: Tensor, number: i
 
 
 def _require_weight(at: str, got: Tensor, wanted: Tensor) -> None:
+    mine, right = distinct_elements(got, wanted)
     require(
         torch.allclose(got, wanted, rtol=1e-5, atol=1e-5),
-        f"{at}: `weight` is {_elements(got)}; wanted {_elements(wanted)}.",
+        f"{at}: `weight` is {mine}; wanted {right}.",
     )
 
 
@@ -713,7 +710,7 @@ _AGREED = Exercise(
             "A rank skips alone, and is one round ahead afterwards. All ranks must skip.",
             (_CODE, _SKIP_ALONE),
         ),
-        ("Check for nan: one bad gradient ruins all weights.", _UNCHECKED),
+        ("Skip a round with inf or nan: one bad gradient ruins all weights.", _UNCHECKED),
         (
             "You check only the sum. Check your own gradient before you send it.",
             _UNCHECKED,

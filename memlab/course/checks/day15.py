@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from memlab.course.checks.day14 import offloaded_to_the_disk
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, require
-from memlab.course.properties import limited_outside_of_tensors, unchanged
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, distinct, require
+from memlab.course.properties import limited_outside_of_tensors, require_none_wrong, unchanged
 from memlab.course.solutions import body, mistakes, solution
 from memlab.ema import (
     Profile,
@@ -71,9 +71,10 @@ def _require_exponent(answer: Any, sigma: float) -> None:
         return
     require(-1e-9 <= gamma < 1e6, f"{call} gave {gamma:.4f}; wanted the root that is 0 or more.")
     width = sigma_from_gamma(max(gamma, 0.0))
+    mine, right = distinct(width, sigma)
     require(
         abs(width - sigma) < 1e-6 * sigma,
-        f"{call} gave {gamma:.4f}, a profile of width {width:.4f}; wanted {sigma:.4f}.",
+        f"{call} gave {gamma:.6g}, a profile of width {mine}; wanted {right}.",
     )
 
 
@@ -174,12 +175,13 @@ def _check_response(answer: Any, times: Sequence[float]) -> None:
     first, *others = response.tolist()
     require(
         abs(first) < 1e-12,
-        f"{case}: the weights from before training have a factor of {first:.4f}; wanted 0.",
+        f"{case}: the weights from before training have a factor of {first:.4g}; wanted 0.",
     )
     for time, got, wanted in zip(times, others, impulse_response(times, gamma), strict=True):
+        mine, right = distinct(got, wanted)
         require(
             abs(got - wanted) < 1e-12,
-            f"{case}, γ = {gamma}: the factor of step {time} is {got:.9f}; wanted {wanted:.9f}.",
+            f"{case}, γ = {gamma}: the factor of step {time} is {mine}; wanted {right}.",
         )
     require(
         bool(average.values[1].abs().item() < 1e-12),
@@ -373,15 +375,17 @@ def _require_error(answer: Solve, case: str, snapshots: Sequence[Profile], targe
         f"{case}: {later} snapshots later than time {target.t:g} have a nonzero coefficient; "
         f"wanted 0.",
     )
+    in_all, _ = distinct(float(weights.sum()), 1.0)
     require(
         abs(weights.sum() - 1) < 1e-9,
-        f"{case}: the coefficients sum to {weights.sum():.9f}; wanted 1, to float64 precision.",
+        f"{case}: the coefficients sum to {in_all}; wanted 1, to float64 precision.",
     )
     got = profile_error(snapshots, target, weights)
     best = profile_error(snapshots, target, solve(snapshots, target))
+    mine, right = distinct(got, best, 3)
     require(
         got <= 1.05 * best + 1e-11,
-        f"{case}: the profile error is {got:.3g}; wanted {best:.3g}.",
+        f"{case}: the profile error is {mine}; wanted {right}.",
     )
 
 
@@ -613,11 +617,7 @@ def _require_close(case: str, what: str, got: Tensor, wanted: Tensor, scale: Ten
         f"{case}: {missing} of {len(got)} elements of {what} were never written.",
     )
     off = (got.double() - wanted).abs() > 1e-6 * (1 + scale)
-    at = int(off.int().argmax())
-    require(
-        not off.any(),
-        f"{case}: element {at} of {what} is {got[at].item():.5f}; wanted {wanted[at].item():.5f}.",
-    )
+    require_none_wrong(f"{case}: {what}", got, wanted, off)
 
 
 def _run(answer: Any, count: int) -> Callable[[], Any]:

@@ -57,6 +57,7 @@ _STEPS: tuple[tuple[str, list[int], int, Any, int], ...] = (
     ("step in backward", _SIZES, 2, replace(_ADAM_8_BIT, in_backward=True), 0),
     ("step in backward, activations", _SIZES, 4, replace(_ADAMW, in_backward=True), 9_000),
     ("one weight", [4096], 4, Optimizer(1, 4, 3), 17_000),
+    ("no scratch", [64, 640, 256, 128], 4, Optimizer(1, 4, 0), 400),
 )
 
 

@@ -10,13 +10,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memlab.course.checks.day16 import everything_elsewhere
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, require
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, distinct, require
 from memlab.course.properties import (
     MAGNITUDES,
     as_little_memory,
     elements,
     gradients,
     is_tensor,
+    require_none_wrong,
     same_byte_counts,
     same_gradients,
     unchanged,
@@ -46,19 +47,14 @@ def _check_levels(answer: Callable[[], Tensor]) -> str:
     got, wanted = answer(), levels()
     is_tensor("levels()", got, dtype=torch.float32, shape=(16,))
     for k in (got.diff() <= 0).nonzero().flatten().tolist()[:1]:
+        one, following = distinct(got[k].item(), got[k + 1].item(), 6)
         require(
             False,
-            f"levels() is not sorted: entry {k} is {got[k]:.6g}, entry {k + 1} is "
-            f"{got[k + 1]:.6g}.",
+            f"levels(): entry {k} is {one}, and entry {k + 1} is {following}; wanted entries that "
+            f"increase.",
         )
     require((got == 0).any().item(), "levels() has no 0. Weights of exactly 0 need a level.")
-    off = (~((got - wanted).abs() <= 1e-6)).nonzero().flatten().tolist()
-    for k in off[:1]:
-        require(
-            False,
-            f"levels(): entry {k} is {got[k]:.6g}; wanted {wanted[k]:.6g}. {len(off)} of 16 "
-            f"entries are wrong.",
-        )
+    require_none_wrong("levels()", got, wanted, ~((got - wanted).abs() <= 1e-6))
     return "16 levels from −1 to 1, at most 1e-6 off · zero is entry 7"
 
 
@@ -224,7 +220,8 @@ def _require_absmax(call: str, weight: Tensor, absmax: Tensor) -> None:
     for n, block in enumerate(weight.flatten().float().split(BLOCK)):
         wanted, got = block.abs().max().item(), absmax[n].item()
         if got != wanted:
-            require(False, f"{call}: the absmax of block {n} is {got:.4g}; wanted {wanted:.4g}.")
+            mine, right = distinct(got, wanted)
+            require(False, f"{call}: the absmax of block {n} is {mine}; wanted {right}.")
             return
 
 
@@ -419,16 +416,18 @@ def _require_double(
     codes, scales, mean = got
     exact = absmax.double()
     wanted_mean = exact.mean()
+    mine, right = distinct(mean.item(), wanted_mean.item())
     require(
         abs(mean.double() - wanted_mean).item() <= 1e-6 * wanted_mean.item(),
-        f"{call}: the mean is {mean:.4g}; wanted {wanted_mean:.4g}.",
+        f"{call}: the mean is {mine}; wanted {right}.",
     )
     centered = exact - wanted_mean
     wanted_scales = torch.stack([b.abs().max() for b in centered.split(ABSMAX_BLOCK)])
     tolerance = 1e-6 * exact.max().item()  # differences of two rounded values
     for n, (one, right) in enumerate(zip(scales.tolist(), wanted_scales.tolist(), strict=True)):
         if not abs(one - right) <= tolerance:
-            require(False, f"{call}: the scale of block {n} is {one:.4g}; wanted {right:.4g}.")
+            mine, meant = distinct(one, right)
+            require(False, f"{call}: the scale of block {n} is {mine}; wanted {meant}.")
             break
     table, each = codebook.double(), wanted_scales.repeat_interleave(ABSMAX_BLOCK)[: len(exact)]
     decoded = table[codes.long()] * each
@@ -436,10 +435,11 @@ def _require_double(
     further = (decoded - centered).abs() - (nearest - centered).abs()
     off = (further > 4 * tolerance).nonzero().flatten().tolist()
     for k in off[:1]:
+        mine, right = distinct(*(float(part[k] + wanted_mean) for part in (decoded, nearest)))
         require(
             False,
-            f"{call}: {exact[k]:.4g} decodes to {decoded[k] + wanted_mean:.4g}; wanted "
-            f"{nearest[k] + wanted_mean:.4g}. {len(off)} of {len(exact)} values are wrong.",
+            f"{call}: {exact[k]:.4g} decodes to {mine}; wanted {right}. {len(off)} of {len(exact)} "
+            f"values are wrong.",
         )
     zero = table.abs().argmin().item()
     lost = codes[(each == 0) & (codes != zero)]

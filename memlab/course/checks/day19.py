@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memlab.course.checks.day16 import everything_elsewhere
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, require
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, distinct, require
 from memlab.course.properties import (
     elements,
     gradients,
@@ -108,9 +108,10 @@ def _require_scale(call: str, what: str, x: Tensor, scale: Any, dtype: torch.dty
     if wanted == 0:
         require(0 < got < float("inf"), f"{call}: {what} is {got:.3g}; wanted a positive number.")
         return
+    mine, right = distinct(got, wanted)
     require(
         abs(got - wanted) <= 1e-5 * wanted,
-        f"{call}: {what} is {got:.4g}; wanted {wanted:.4g}, the largest |x| divided by "
+        f"{call}: {what} is {mine}; wanted {right}, the largest |x| divided by "
         f"{torch.finfo(dtype).max:,.0f}.",
     )
 
