@@ -429,7 +429,8 @@ def distinct(got: Numbers, wanted: Numbers, digits: int = 4) -> tuple[str, str]:
     """Format two unequal numbers, or lists of them, with as many digits as it takes to tell them
     apart."""
     texts = ((_in_digits(got, n), _in_digits(wanted, n)) for n in range(digits, 18))
-    return next((pair for pair in texts if pair[0] != pair[1]), (repr(got), repr(wanted)))
+    equal_texts = _in_digits(got, digits), _in_digits(wanted, digits)
+    return next((pair for pair in texts if pair[0] != pair[1]), equal_texts)
 
 
 def _in_digits(value: Numbers, digits: int) -> str:

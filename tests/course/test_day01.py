@@ -20,6 +20,11 @@ OF_THE_MODEL = "(optimizer.state.get(p, {}) for p in parameters)"
 REFUSED = [
     (
         "1.2",
+        "gradients of one dtype",
+        ("g.nbytes for g", "g.numel() * parameters[0].itemsize for g"),
+    ),
+    (
+        "1.2",
         "frozen weights have no gradient",
         ("if p.grad is not None", "if p.requires_grad and p.grad is not None"),
     ),

@@ -177,6 +177,7 @@ CHILDREN = "    for part in model.children():\n        part.training = {}\n"
 DROPOUT_OFF = "    [m.eval() for m in model.modules() if isinstance(m, nn.Dropout)]\n"
 WINDOW = "        for tokens, targets in window:\n"
 REFUSED = [
+    ("3.4", "a fixed seed", ("    model.eval()\n", "    model.eval(); torch.manual_seed(0)\n")),
     ("3.1", "0 / 0 in the gradients", ("/= max(count, 1)", "/= count")),
     ("3.1", "0 / 0 in the loss", ("(total / max(count, 1))", "(total / count)")),
     (

@@ -167,6 +167,7 @@ LAST_OF_EQUALS = (
 LEAST_CUT = "int(0.95 * candidate.formula_bytes)"
 
 REFUSED = [
+    ("16.1", "gradients beside", ("held + activations", "held + max(activations, gradients)")),
     ("16.1", "the first is the largest", ("max(sizes)", "sizes[0]")),
     ("16.1", "the smaller moment", ("max(moments", "min(moments")),
     (

@@ -458,6 +458,8 @@ def test_values_whose_texts_are_equal_are_told_apart(got, told):
         (1.52321, 1.52331, ("1.5232", "1.5233")),
         (1.0, 1 + 2**-52, ("1", "1.0000000000000002")),
         (float("nan"), 0.0, ("nan", "0")),
+        (1.0, 1.0, ("1", "1")),
+        ([1.5, 1.52321], [1.5, 1.52331], ("[1.5, 1.5232]", "[1.5, 1.5233]")),
     ],
 )
 def test_unequal_numbers_are_shown_with_the_digits_that_differ(got, wanted, texts):

@@ -272,8 +272,8 @@ _QUANTIZE = Exercise(
             _SYMMETRIC,
         ),
         (
-            ".to(torch.uint8) truncates: the error is up to a full step, always downwards. Round "
-            "first.",
+            "All codes are rounded down, as .to(torch.uint8) does: the error is up to a full step. "
+            "Call round first.",
             ("round(steps)", "steps"),
         ),
         (

@@ -175,8 +175,8 @@ _RING = Exercise(
             body("ring_reduce_scatter", _WHOLES_AROUND),
         ),
         (
-            "A rank that starts with its own piece ends with the sum of the next rank's piece. "
-            "Start with piece r − 1.",
+            "You return piece r as it was at first: no other rank's elements reach it. It arrives "
+            "last if you send piece r − 1 first, and add what you receive to piece r − 2.",
             *_OWN_PIECE_FIRST,
         ),
         (

@@ -1165,7 +1165,11 @@ _COMMIT = Exercise(
             "The values are not on the disk yet when the manifest names them. fsync each.",
             ("        disk.fsync(files[key])\n", ""),
         ),
-        ("You rename the manifest before its bytes are on the disk. fsync it.", (_SYNCED, "")),
+        (
+            "The manifest has its name before its bytes are on the disk. Write it under another "
+            "name, fsync it, and then rename it.",
+            (_SYNCED, ""),
+        ),
         (
             "You fsync the manifest after the rename. A power failure in between halves it.",
             (_SYNCED, ""),
