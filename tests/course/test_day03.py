@@ -177,6 +177,26 @@ CHILDREN = "    for part in model.children():\n        part.training = {}\n"
 DROPOUT_OFF = "    [m.eval() for m in model.modules() if isinstance(m, nn.Dropout)]\n"
 WINDOW = "        for tokens, targets in window:\n"
 REFUSED = [
+    (
+        "3.1",
+        "a copy of the weights",
+        (WINDOW, f"        old = [w.detach().clone() for w in model.parameters()]\n{WINDOW}"),
+    ),
+    (
+        "3.4",
+        "a copy of the model",
+        ("    model.eval()\n", "    model = copy.deepcopy(model).eval()\n"),
+        ("    modes", "    import copy\n    modes"),
+    ),
+    (
+        "3.4",
+        "logits stay alive",
+        ("    modes =", "    kept, modes = [],"),
+        (
+            "            total += loss",
+            "            kept.append(flat[0])\n            total += loss",
+        ),
+    ),
     ("3.4", "a fixed seed", ("    model.eval()\n", "    model.eval(); torch.manual_seed(0)\n")),
     ("3.1", "0 / 0 in the gradients", ("/= max(count, 1)", "/= count")),
     ("3.1", "0 / 0 in the loss", ("(total / max(count, 1))", "(total / count)")),

@@ -263,7 +263,7 @@ def in_float64(x, codes, absmax, out_features):
     ("exercise", "answer", "said"),
     [
         (LEVELS, lambda: levels().tolist(), "gave a list; wanted a tensor"),
-        (LEVELS, lambda: levels().flip(0), "is not sorted"),
+        (LEVELS, lambda: levels().flip(0), "wanted entries that increase"),
         (LEVELS, lambda: -levels().flip(0), "You swapped the sides"),
         (LEVELS, lambda: levels() + torch.nan, "has no 0"),
         (ENCODE, writes_into_the_weight, "changes the values of weight"),
