@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from memlab.internals.replacing import replaced
 from memlab.internals.torch_internals import storage_use_count
 from memlab.metering import meter
 from memlab.reference import pipeline, tensor_parallel
@@ -218,10 +220,8 @@ def counted() -> Iterator[Counter[str]]:
     counts them a moment longer.
     """
     sent: Counter[str] = Counter()
-    names = ("all_reduce", "all_gather", "reduce_scatter", "isend")
-    kept = {name: getattr(dist, name) for name in names}
 
-    def counting(name: str) -> Callable[..., Any]:
+    def counting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         passes = 2 if name == "all_reduce" else 1
 
         def one(*given: Any) -> None:
@@ -230,21 +230,21 @@ def counted() -> Iterator[Counter[str]]:
             elements = ring_elements(sum(x.numel() for x in tensors), dist.get_world_size())
             sent[name] += passes * elements * tensors[0].element_size()
             with _released([x for x in (*tensors, *given) if isinstance(x, Tensor)]):
-                kept[name](*map(_viewed, given))
+                real(*map(_viewed, given))
 
         return one
 
-    def isend(x: Tensor, target: int) -> dist.Work:
-        sent["isend"] += x.nbytes
-        return kept["isend"](x, target)
+    def counting_isend(real: Callable[..., Any]) -> Callable[..., Any]:
+        def isend(x: Tensor, target: int) -> dist.Work:
+            sent["isend"] += x.nbytes
+            return real(x, target)
 
-    for name in names:
-        setattr(dist, name, isend if name == "isend" else counting(name))
-    try:
+        return isend
+
+    names = ("all_reduce", "all_gather", "reduce_scatter")
+    functions = {(dist, name): partial(counting, name) for name in names}
+    with replaced({**functions, (dist, "isend"): counting_isend}):
         yield sent
-    finally:
-        for name, call in kept.items():
-            setattr(dist, name, call)
 
 
 def _viewed(given: Any) -> Any:

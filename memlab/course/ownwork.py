@@ -19,6 +19,8 @@ from functools import cache, partial
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
+from memlab.internals.threads import asked, scope
+
 LIBRARIES = frozenset({"memlab", "torch", "numpy", *sys.stdlib_module_names})
 
 
@@ -55,14 +57,22 @@ def watched(
             seen.append(name)
             raise NotOwnWork(name)
 
-    before = sys.getprofile()
-    threading.setprofile(trace_call)
-    sys.setprofile(trace_call)
-    try:
-        yield seen
-    finally:
-        sys.setprofile(before)
-        threading.setprofile(None)
+    before, of_new_threads = sys.getprofile(), threading.getprofile()
+
+    def start_in_thread(frame: FrameType, event: str, called: Any) -> None:
+        own = trace_call if asked() else of_new_threads
+        sys.setprofile(own)
+        if own is not None:
+            own(frame, event, called)
+
+    with scope():
+        threading.setprofile(start_in_thread)
+        sys.setprofile(trace_call)
+        try:
+            yield seen
+        finally:
+            sys.setprofile(before)
+            threading.setprofile(of_new_threads)
 
 
 def is_rebuilt(answer: Any, rebuilds: Sequence[str]) -> str | None:
