@@ -72,6 +72,7 @@ from memlab.internals.torch_internals import (
     FakeTensor,
     FakeTensorMode,
     LibraryKernel,
+    UnsupportedOperatorException,
     disable_fake_tensor_cache,
     eval_frame,
     exclude_frame_from_dynamo,
@@ -347,6 +348,12 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
             return self._read(func, args, kwargs)
         except DynamicOutputShapeException as error:
             result = self._data_dependent_shape(func, args, kwargs, error)
+        except UnsupportedOperatorException as error:
+            raise ValueError(
+                f"{user_line()}: {func} has no fake kernel, or one that makes a tensor on a GPU by "
+                f"name; register one with torch.library.register_fake that returns, for example, "
+                f"torch.empty_like(x)"
+            ) from error
         if func in _INTEGER_OPS and _is_integer_scalar(result):
             self._compute_integer(func, args, kwargs, result)
         if is_collective:

@@ -70,6 +70,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    UnsupportedOperatorException,
     disable_fake_tensor_cache,
     is_fake,
 )

@@ -46,12 +46,16 @@ def library():
         yield made
 
 
-def define(library, name, like):
-    """Register an operator as a library does, whose fake kernel calls `like`."""
+def define(library, name, like=None, meta=None):
+    """Register an operator as a library does, whose fake kernel calls `like`, or whose kernel for
+    meta tensors calls `meta`."""
     library.define(f"{name}(Tensor x, Tensor weight) -> Tensor")
-    library.impl(name, scaled, "CompositeExplicitAutograd")
+    library.impl(name, scaled, "CPU")
+    if meta:
+        library.impl(name, lambda x, weight: meta(x), "Meta")
     name = f"memlab_tests::{name}"
-    torch.library.register_fake(name, lambda x, weight: like(x), lib=library)
+    if like:
+        torch.library.register_fake(name, lambda x, weight: like(x), lib=library)
     torch.library.register_autograd(name, gradients, setup_context=keep, lib=library)
 
 
@@ -89,6 +93,27 @@ def test_a_dry_run_calls_the_same_fake_kernels(library, way):
         built = building("other")()
         dry = memlab.measure(*built[:1], model=built[1])
     assert dry.peak_bytes == memlab.measure(step, model=model).peak_bytes
+
+
+@pytest.mark.parametrize("way", ["empty_like", "empty", "zeros_like", "full_like", "new_empty"])
+def test_a_meta_kernel_may_make_its_result_like_its_argument(library, way):
+    define(library, "plain", torch.empty_like)
+    define(library, "other", meta=WAYS.get(way, torch.zeros_like))
+    plain, other = (memlab.predict(building(name)) for name in ("plain", "other"))
+    assert other.peak_bytes == plain.peak_bytes
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [None, *(WAYS[way] for way in ("zeros, device by name", "full, device by index"))],
+    ids=["missing", "device by name", "device by index"],
+)
+def test_an_operator_without_a_usable_fake_kernel_is_named_with_its_line(library, meta):
+    """torch.compile refuses them, too: a kernel for meta tensors may make only those."""
+    define(library, "other", meta=meta)
+    line = r"test_library_operators.py:\d+ step: memlab_tests.other.default"
+    with pytest.raises(ValueError, match=f"{line} has no fake kernel, or one that makes"):
+        memlab.predict(building("other"))
 
 
 def test_a_triton_operator_may_make_its_result_by_device():
