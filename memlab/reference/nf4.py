@@ -55,7 +55,7 @@ def double_encode(absmax: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor, Ten
 
     `codebook` is 8-bit Adam's signed one: memlab.reference.adam8bit.dynamic_code(True).
     """
-    mean = absmax.mean()
+    mean = absmax.mean() if absmax.sum().isfinite() else (absmax / len(absmax)).sum()
     centered = torch.nn.functional.pad(absmax - mean, (0, -len(absmax) % 256)).view(-1, 256)
     scales = centered.abs().amax(1)
     fractions = centered / scales.where(scales > 0, 1).view(-1, 1)
@@ -65,4 +65,6 @@ def double_encode(absmax: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor, Ten
 
 def double_decode(codes: Tensor, scales: Tensor, mean: Tensor, codebook: Tensor) -> Tensor:
     """Return the float32 absmax."""
-    return codebook[codes.int()] * scales.repeat_interleave(256)[: len(codes)] + mean
+    restored = codebook[codes.int()] * scales.repeat_interleave(256)[: len(codes)] + mean
+    # The code may round up, beyond the largest number of float32. An infinite mean stays infinite.
+    return restored.minimum(mean.clamp(min=torch.finfo(torch.float32).max))

@@ -35,7 +35,7 @@ from memlab.optim.adam_mini import gpt_partition
 from memlab.precision import LossScaler, convert_to_fp8
 from memlab.precision.fp8 import quantize_fp8
 from memlab.qlora import NF4Linear, add_qlora
-from memlab.quantize import nf4_code, quantize_nf4
+from memlab.quantize import dequantize_nf4, nf4_code, quantize_nf4
 from memlab.reference import (
     activation_compression,
     caching_allocator,
@@ -618,8 +618,14 @@ def event(storage: int, nbytes: int) -> Event:
 # ------------------------------------------------------------------ 4-bit weights
 
 
-def test_both_nf4_versions_store_the_same_bits():
-    weight, codebook = seeded(512, 256), dynamic_code(True)
+def nf4_weights() -> list[Tensor]:
+    """Usual weights, and ones as large as float32's largest number, whose sum overflows."""
+    return [seeded(512, 256), seeded(512, 256).clamp(-1, 1) * torch.finfo(torch.float32).max]
+
+
+@pytest.mark.parametrize("weight", nf4_weights(), ids=["usual", "largest"])
+def test_both_nf4_versions_store_the_same_bits(weight):
+    codebook = dynamic_code(True)
     codes, absmax = nf4.encode(weight)
     single, double = quantize_nf4(weight, double=False), quantize_nf4(weight)
     assert torch.equal(codes, single.codes)
@@ -630,6 +636,9 @@ def test_both_nf4_versions_store_the_same_bits():
     ):
         assert torch.equal(mine, theirs)
     assert state_bytes([codes, small, scales]) + 4 == double.nbytes
+    decoded = nf4.decode(codes, nf4.double_decode(small, scales, mean, codebook))
+    assert decoded.isfinite().all()
+    assert_close(decoded.view_as(weight), dequantize_nf4(double))
     assert_close(nf4.levels(), nf4_code())
 
 
