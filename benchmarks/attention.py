@@ -40,7 +40,7 @@ from torch import Tensor
 
 import memlab
 from memlab.attention import attention_reference, flash_attention, tiles
-from memlab.metering.cycles import no_cycle_collection
+from memlab.internals.cycles import no_cycle_collection
 from memlab.units import format_bytes
 
 Attend = Callable[..., Tensor]  # attend(q, k, v, causal=…)

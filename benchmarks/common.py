@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import memlab
+from memlab.internals.cycles import no_cycle_collection
 from memlab.internals.files import write_beside
-from memlab.metering.cycles import no_cycle_collection
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -69,7 +69,7 @@ from memlab.ema import (
 )
 from memlab.ema.averages import InMemoryAverage, move_towards
 from memlab.ema.synthesis import CHUNK
-from memlab.metering.cycles import no_cycle_collection
+from memlab.internals.cycles import no_cycle_collection
 from memlab.units import format_bytes
 
 OURS, THEIRS = "memlab", "ema-pytorch"

@@ -46,7 +46,7 @@ from rich.progress import Progress
 from torch import nn
 
 import memlab
-from memlab.metering.cycles import no_cycle_collection
+from memlab.internals.cycles import no_cycle_collection
 from memlab.model import PRESETS
 from memlab.offload import (
     DiskStore,

@@ -12,7 +12,7 @@ from functools import cached_property
 import memlab
 from memlab import Kernels
 from memlab.allocator import Blocks, Settings, simulate
-from memlab.metering.cycles import no_cycle_collection
+from memlab.internals.cycles import no_cycle_collection
 from memlab.trace import Event, Trace
 
 from .configurations import Configuration, Size

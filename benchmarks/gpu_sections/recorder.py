@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from memlab.allocator import Settings, history, simulate
 from memlab.allocator.recordings import ACTIONS
-from memlab.metering.cycles import no_cycle_collection
+from memlab.internals.cycles import no_cycle_collection
 
 from .configurations import Built, Configuration, Size
 from .predictions import Prediction, fraction_of

@@ -11,7 +11,7 @@ from rich.progress import Progress
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import memlab
-from memlab.metering.cycles import no_cycle_collection
+from memlab.internals.cycles import no_cycle_collection
 from memlab.trace import Event, Trace
 from memlab.units import format_bytes
 

@@ -8,7 +8,7 @@ from itertools import accumulate
 from common import SectionReport, kinds_of_steps, table
 from rich.progress import Progress
 
-from memlab.metering.cycles import no_cycle_collection
+from memlab.internals.cycles import no_cycle_collection
 from memlab.metering.profiler_recording import AllocatorRecording, compare
 from memlab.units import format_bytes
 

@@ -27,6 +27,7 @@ from memlab.allocator import Allocator
 from memlab.allocator.recorded_settings import KEY, as_stated, stated_settings
 from memlab.allocator.settings import Settings
 from memlab.explain.messages import KEYWORDS, MOST_HEAD, WIDEST_MESSAGE, messages_in
+from memlab.internals.cycles import no_cycle_collection
 from memlab.internals.snapshot import stack_frames
 from memlab.internals.unpickling import unpickle_bytes
 from memlab.trace import Trace
@@ -185,7 +186,8 @@ def of_text(text: str) -> Source:
     """Return the source of a text: JSON, or a log."""
     if text.lstrip()[:1] in ("{", "["):
         try:
-            data = json.loads(text)
+            with no_cycle_collection():
+                data = json.loads(text)
         except (ValueError, RecursionError) as error:  # also for a number of too many digits
             if "out of memory" not in text:
                 raise ValueError(f"it is no complete JSON: {error}; {WANTED}") from error

@@ -16,6 +16,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from memlab.internals.cycles import no_cycle_collection
+
 Allowed = Mapping[tuple[str, str], Callable[..., Any]]  # (module, name): its replacement
 
 
@@ -39,7 +41,8 @@ def unpickle_bytes(data: bytes) -> Any:
     """
     _require_loadable(data)
     try:
-        return _Unpickler(BytesIO(data), {}).load()
+        with no_cycle_collection():
+            return _Unpickler(BytesIO(data), {}).load()
     except Exception as error:  # a damaged pickle can raise anything
         raise ValueError(
             f"it cannot be read: {_reason(error)}; give a complete file of the expected format"
@@ -52,7 +55,8 @@ MEMORY_BYTES, MEMORY_SHARE = 2**30, 60
 # Loads standard input under limits of CPU time and memory. What else is wrong with the data, the
 # parent finds.
 _TRIAL = """
-import pickle, sys
+import gc, pickle, sys
+gc.disable()
 seconds, size = map(int, sys.argv[1:])
 try:
     import resource

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from memlab.internals.cycles import no_cycle_collection
 from memlab.internals.threads import measurement
 from memlab.internals.torch_internals import (
     exclude_frame_from_dynamo,
     exclude_from_dynamo,
     refuse_inside_compiled_code,
 )
-from memlab.metering.cycles import no_cycle_collection
 from memlab.metering.device_stats import DeviceStats
 from memlab.metering.devices import complete, monitor_for
 from memlab.metering.dry import DryRun

@@ -33,13 +33,13 @@ from typing import Any, Literal, NamedTuple
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from memlab.internals.cycles import no_cycle_collection
 from memlab.internals.torch_internals import (
     EventType,
     ExperimentalConfig,
     TorchDispatchMode,
     has_kernel,
 )
-from memlab.metering.cycles import no_cycle_collection
 from memlab.metering.storages import SCRATCH_NOTE
 from memlab.trace import Event, Trace
 from memlab.units import format_bytes

@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memlab.allocator import simulate
-from memlab.metering.cycles import no_cycle_collection
+from memlab.internals.cycles import no_cycle_collection
 from memlab.trace import DeviceMemory, Event, Trace
 
 Numbers = NDArray[np.int64]

@@ -28,6 +28,7 @@ from memlab.configs.targets import DEFAULT, Kernels, Target, target_named
 from memlab.dry_runs.fake_accelerator import StandIn, on_stand_in
 from memlab.dry_runs.fake_kernels import KERNELS
 from memlab.dry_runs.fake_tensors import dry_run
+from memlab.internals.cycles import no_cycle_collection
 from memlab.internals.replacing import replaced
 from memlab.internals.scaled_mm import SCALED_MM
 from memlab.internals.torch_internals import (
@@ -39,7 +40,6 @@ from memlab.internals.torch_internals import (
     tree_leaves,
 )
 from memlab.metering.cuda import GRANULARITY
-from memlab.metering.cycles import no_cycle_collection
 from memlab.metering.device_stats import DeviceStats
 from memlab.metering.devices import complete
 from memlab.metering.frames import user_line

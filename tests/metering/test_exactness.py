@@ -9,7 +9,7 @@ from quick import quick
 from traces import renumbered
 
 import memlab
-from memlab.metering.cycles import no_cycle_collection
+from memlab.internals.cycles import no_cycle_collection
 from memlab.metering.profiler_recording import compare, record, with_workspace
 from memlab.trace import Trace
 

@@ -14,8 +14,8 @@ from torch.optim import optimizer as optimizer_hooks
 from torch.utils.checkpoint import checkpoint
 
 import memlab
+from memlab.internals.cycles import no_cycle_collection
 from memlab.metering import folding
-from memlab.metering.cycles import no_cycle_collection
 from memlab.trace import Trace
 
 FLOAT = 4

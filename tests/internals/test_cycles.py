@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from memlab.metering.cycles import no_cycle_collection
+from memlab.internals.cycles import no_cycle_collection
 
 
 def test_the_collector_is_off_inside_and_on_afterwards():
