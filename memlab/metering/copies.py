@@ -14,13 +14,23 @@ dispatcher does not see it. The table below has the operators that copy, with th
     matrices              no matrices for BLAS: rows overlap, or no dimension is contiguous. Of
                           a batch, all matrices are copied
     matrix_slices         the same, but the matrices of a batch are copied one by one
+    rows_or_columns       not contiguous, neither as they are nor transposed, as LAPACK's solvers
+    columns               not contiguous when transposed, as LAPACK stores matrices
+    batches               batches of matrices that do not follow each other without gaps
+    transforms            for an FFT along some dimensions: the others are not one dimension, or
+                          elements are repeated
+    draws                 not contiguous, unless several are drawn with replacement
+    embeddings            not contiguous, but with adjacent elements in a row
 
 The CPU's rows are measured (tests/metering/test_copies.py). CUDA's were measured on an H200 with
-torch 2.11. Linear algebra, FFTs and `embedding_bag` are not in the table.
+torch 2.11; linear algebra and FFTs are not among them. Copies of another size are in no table: the
+factorizations of `torch.linalg` always copy their input to a result or to scratch, `masked_select`
+makes two int64 tensors of its input's shape, and an inverse FFT to real numbers along several
+dimensions stores what comes before its last one.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -77,6 +87,47 @@ def matrix_slices(left: torch.Tensor, right: torch.Tensor) -> Sizes:
     return [size // len(left) for size in copies]
 
 
+def rows_or_columns(*tensors: torch.Tensor) -> Sizes:
+    return [t.nbytes for t in tensors if not (t.is_contiguous() or _is_column_major(t))]
+
+
+def columns(matrix: torch.Tensor, *vectors: torch.Tensor) -> Sizes:
+    return ([] if _is_column_major(matrix) else [matrix.nbytes]) + contiguous(*vectors)
+
+
+def batches(tensor: torch.Tensor) -> Sizes:
+    step = prod(tensor.shape[-2:])
+    for size, stride in zip(tensor.shape[-3::-1], tensor.stride()[-3::-1], strict=True):
+        if stride != step:
+            return contiguous(tensor)
+        step *= size
+    return []
+
+
+def transforms(tensor: torch.Tensor, dims: Sequence[int]) -> Sizes:
+    others = [dim for dim in range(tensor.dim()) if dim not in dims and tensor.shape[dim] > 1]
+    others.sort(key=tensor.stride, reverse=True)
+    are_one = all(
+        tensor.stride(outer) == tensor.stride(inner) * tensor.shape[inner]
+        for outer, inner in pairwise(others)
+    )
+    repeats = any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return [] if are_one and not repeats else [tensor.nbytes]
+
+
+def draws(tensor: torch.Tensor, count: int, with_replacement: bool = False) -> Sizes:
+    return [] if with_replacement and count > 1 else contiguous(tensor)
+
+
+def embeddings(weight: torch.Tensor) -> Sizes:
+    return contiguous(weight) if weight.stride(-1) == 1 else []
+
+
+def _is_column_major(matrix: torch.Tensor) -> bool:
+    dims = range(matrix.dim())
+    return _is_contiguous_as(matrix, (*dims[:-2], dims[-1], dims[-2]))
+
+
 def _not_in(memory_format: torch.memory_format, tensors: Iterable[torch.Tensor]) -> Sizes:
     return [t.nbytes for t in tensors if not t.is_contiguous(memory_format=memory_format)]
 
@@ -110,6 +161,7 @@ def _is_contiguous_as(tensor: torch.Tensor, order: Sequence[int]) -> bool:
 
 # ------------------------------------------------------------------ operators
 
+_HAS_MKL = torch.backends.mkl.is_available()
 _RESULTS = -1  # in place of an argument's position: the operator's results
 
 
@@ -168,8 +220,9 @@ _TABLES = {
             contiguous,
             {
                 (0,): "_safe_softmax log_sigmoid_forward binary_cross_entropy_with_logits bincount "
-                "multinomial _unique2 grid_sampler_2d_backward replication_pad1d "
-                "replication_pad1d_backward",
+                "_unique2 grid_sampler_2d_backward replication_pad1d replication_pad1d_backward "
+                "repeat_interleave.Tensor",
+                (1,): "linalg_householder_product lu_unpack",
                 (0, 1): "_softmax_backward_data",
                 (0, _RESULTS): "gelu_backward",
                 (2,): "index_select index_add masked_scatter",
@@ -189,6 +242,13 @@ _TABLES = {
             },
         ),
         **_rows(convolution, {(0, 1, 2): "convolution", (1, 2, 0): "convolution_backward"}),
+        **_rows(rows_or_columns, {(0,): "linalg_solve_triangular"}),
+        **_rows(columns, {(0, 1): "linalg_lu_solve linalg_ldl_solve ormqr"}),
+        **_rows(batches, {(0,): "tril triu linalg_cholesky_ex"}),
+        **_rows(draws, {(0, 1, 2): "multinomial"}),
+        **_rows(embeddings, {(0,): "_embedding_bag _embedding_bag_forward_only"}),
+        # Builds without MKL have another library, which reads any strides.
+        **(_rows(transforms, {(0, 1): "_fft_r2c _fft_c2c _fft_c2r"}) if _HAS_MKL else {}),
     },
     "cuda": {
         **_BOTH,
@@ -234,6 +294,7 @@ def copied_bytes(func: Any, args: Any, result: Any, device: Literal["cpu", "cuda
         results if position == _RESULTS else args[position : position + 1]
         for position in reads.operands
     )
-    tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
+    given = [operand for operand in operands if operand is not None]
+    tensors = [operand for operand in given if isinstance(operand, torch.Tensor)]
     are_plain = all(t.is_cpu and t.layout is torch.strided and not t.is_nested for t in tensors)
-    return reads.rule(*tensors) if are_plain else []
+    return reads.rule(*given) if are_plain else []
