@@ -989,8 +989,6 @@ def reset_command(day: DayNumber, yes: Yes = False) -> None:
 
 # ------------------------------------------------------------------ shared by all commands
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-
 
 def main() -> None:
     """Run the command line. A user's error becomes one line on standard error and status 2."""
@@ -1001,7 +999,9 @@ def main() -> None:
         status = app(prog_name="memlab", standalone_mode=False)
         sys.stdout.flush()
     except OSError as error:
-        if error.errno not in _FULL or error.filename is not None:
+        from memlab.internals.files import FULL
+
+        if error.errno not in (*FULL, errno.EIO) or error.filename is not None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes the rest as it exits
         _fail(f"the output could not be written: {error.strerror}; send it elsewhere", 2)
