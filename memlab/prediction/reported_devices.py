@@ -26,6 +26,14 @@ def _device(real: property) -> property:
     return property(device, real.fset)
 
 
+def _default_device(real: Callable[[], torch.device]) -> Callable[[], torch.device]:
+    def get_default_device() -> torch.device:
+        found = real()  # torch reads it from a tensor
+        return _REPORTED if found == StandIn.device and not caller_is_trusted() else found
+
+    return get_default_device
+
+
 def _is_type(wanted: str) -> Callable[[Any], property]:
     def replacement(real: Any) -> property:
         def is_type(tensor: FakeTensor) -> bool:
@@ -39,8 +47,9 @@ def _is_type(wanted: str) -> Callable[[Any], property]:
 
 
 def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
-    """Return the properties to replace in a prediction, for `replaced`."""
+    """Return what to replace in a prediction, for `replaced`."""
     return {
+        (torch, "get_default_device"): _default_device,
         (FakeTensor, "device"): _device,
         (FakeTensor, "is_cuda"): _is_type("cuda"),
         (FakeTensor, "is_cpu"): _is_type("cpu"),

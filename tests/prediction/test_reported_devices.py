@@ -34,6 +34,15 @@ def test_a_tensor_on_the_reported_device_is_on_the_gpu():
         assert inside(lambda x, y, make=make: (x + make(x, y)).device == x.device)
 
 
+def test_the_default_device_reads_cuda():
+    def default(*_) -> str:
+        with torch.device("cuda"):
+            return str(torch.get_default_device())
+
+    assert inside(default) == "cuda:0"
+    assert inside(lambda x, y: str(torch.get_default_device())) == "cpu"
+
+
 def test_the_reported_device_ends_with_the_prediction():
     inside(lambda x, y: x)
     with memlab.dry_run():
