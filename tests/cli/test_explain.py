@@ -5,6 +5,7 @@ import json
 import pickle
 import re
 import sys
+from html.parser import HTMLParser
 
 import pytest
 
@@ -119,14 +120,54 @@ def test_the_report_loads_nothing_and_contains_its_data(memlab_command, tmp_path
     assert shown["table"][1][:2] == ["activations", "72.00 MiB"]
 
 
-def test_text_of_a_file_cannot_end_the_reports_script(memlab_command, tmp_path):
-    path = tmp_path / "log.txt"
-    path.write_text(
-        f'  File "a.py", line 1, in f\n    x = "</script><b>"\n{MESSAGE}', encoding="utf-8"
+class Tags(HTMLParser):
+    """The tags of a page with their attributes."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[object] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, attrs))
+
+    def handle_endtag(self, tag):
+        self.found.append(tag)
+
+
+def log_with(name: str) -> bytes:
+    return f'  File "{name}.py", line 1, in {name}\n    x = "{name}"\n{MESSAGE}'.encode()
+
+
+def snapshot_with(name: str) -> bytes:
+    frames = [{"filename": f"/{name}.py", "line": 3, "name": name}]
+    entries = [{**entry, "frames": frames} for entry in trace_entries()]
+    return pickle.dumps({"segments": [], "device_traces": [entries]})
+
+
+@pytest.mark.parametrize("content", [log_with, snapshot_with])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "</script><b>",
+        "<!--<script>",
+        "</title><img/src=x/onerror=alert(1)>",
+        "&lt;b&gt;",
+        "`${x}`",
+    ],
+)
+def test_text_of_a_file_adds_nothing_to_the_reports_page(memlab_command, tmp_path, content, name):
+    def page_of(name: str) -> str:
+        (tmp_path / "file").write_bytes(content(name))
+        assert memlab_command("explain", "file").status == 0
+        return (tmp_path / "work" / "explain.html").read_text(encoding="utf-8")
+
+    page = page_of(name)
+    assert Tags(page).found == Tags(page_of("f")).found
+    assert "innerHTML" not in page
+    assert name in json.dumps(
+        json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1]), ensure_ascii=False
     )
-    memlab_command("explain", path)
-    page = (tmp_path / "work" / "explain.html").read_text(encoding="utf-8")
-    assert "</script><b>" not in page
 
 
 class Malicious:
