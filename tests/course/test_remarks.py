@@ -49,6 +49,11 @@ TOLD = [
         "gives no gradient of x; wanted one.",
     ),
     (
+        "5.2",
+        ("if slots[index] is None:", "if all(slot is None for slot in slots):"),
+        "backward failed, because the unpack hook returned no tensor.",
+    ),
+    (
         "6.3",
         ("self.is_second and func in self.chosen", "self.is_second and self.kept"),
         "the second run saves other",

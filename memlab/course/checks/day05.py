@@ -173,7 +173,16 @@ def _hooks_recorded() -> Iterator[_HookRecord]:
 
 
 # Torch's words for a second run without a graph, and for an empty slot.
-_NO_GRAPH, _NO_TENSOR = "does not require grad", "unpack_hook"
+_EXPLAINED = {
+    "does not require grad": "the tensor that backward starts from has no graph",
+    "unpack_hook": "the unpack hook returned no tensor",
+}
+
+
+def _in_words(error: Exception) -> str:
+    first_line = str(error).splitlines()[0].rstrip(".")
+    known = (why for words, why in _EXPLAINED.items() if words in str(error))
+    return next(known, f"{type(error).__name__}: {first_line}")
 
 
 def _backward(
@@ -192,12 +201,11 @@ def _backward(
             ) from None
         if hooks.wrong_shapes:
             raise Wrong(f"{case}: {hooks.wrong_shapes[0]}.") from None
-        if not any(words in str(error) for words in (_NO_GRAPH, _NO_TENSOR)):
+        if not any(words in str(error) for words in _EXPLAINED):
             raise
         under = f"{'under' if hooks.entered else 'without'} saved-tensor hooks"
         how = f"ran fn again with gradients enabled, {under}" if reruns else "did not run fn again"
-        first_line = str(error).splitlines()[0].rstrip(".")
-        raise Wrong(f"{case}: backward {how}. Torch's error: {first_line}.") from None
+        raise Wrong(f"{case}: backward {how}, and {_in_words(error)}.") from None
 
 
 def _plain(fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -663,7 +671,7 @@ def _check_partial_backward(answer: Checkpointing) -> None:
         try:
             got = of(answer)
         except (RuntimeError, TypeError, LookupError) as error:
-            raise Wrong(f"{case}, raised an error: {str(error).splitlines()[0]}.") from None
+            raise Wrong(f"{case}: backward failed, because {_in_words(error)}.") from None
         far = max(map(furthest, got, of(_plain)))
         require(
             far == 0,

@@ -777,8 +777,8 @@ _CHUNKED = Exercise(
                 (_ADDED, "of_weight.addmm_(x.to(weight.dtype).mT, hidden[rows])"),
             ),
             (
-                "dw += x.mT @ h allocates the product, which is as large as dw. dw.addmm_(x.mT, h) "
-                "does not.",
+                "A second tensor as large as dw is alive in forward, as in dw += x.mT @ h, which "
+                "allocates the product. dw.addmm_(x.mT, h) does not.",
                 (_ADDED, "of_weight += x.mT @ hidden[rows].float()"),
             ),
             (
@@ -797,7 +797,7 @@ _CHUNKED = Exercise(
                 ("ctx.saved_tensors", "ctx.gradients"),
             ),
             (
-                "g * factor allocates another gradient. Use g.mul_(factor).",
+                "backward allocates another gradient, as g * factor does. Use g.mul_(factor).",
                 (f"g.mul_({_FACTOR})", f"g * ({_FACTOR})"),
             ),
             (
