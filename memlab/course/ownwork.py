@@ -19,8 +19,6 @@ from functools import cache, partial
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-from memlab.internals.threads import asked, scope
-
 LIBRARIES = frozenset({"memlab", "torch", "numpy", *sys.stdlib_module_names})
 
 
@@ -38,6 +36,8 @@ def watched(
     The call raises NotOwnWork. The list has its name even if the answer catches that. Functions and
     classes that were `handed_out` may be called, and may call anything.
     """
+    from memlab.internals.threads import asked, scope  # torch, which hints do without
+
     seen: list[str] = []
     if not rebuilds:
         yield seen
