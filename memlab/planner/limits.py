@@ -7,7 +7,7 @@ import numpy as np
 
 MOST_PREDICTIONS = 7
 FURTHEST = 16  # times the largest number that fits, for the next one to try
-CLOSE = 0.98  # of the budget: not worth another prediction
+CLOSE = 0.02  # of the number: so few more are not worth another prediction
 
 
 class Limit(NamedTuple):
@@ -41,7 +41,8 @@ def largest(
     known = dict(known)
     start, fits, too_many = min(known), max(known), maximum + 1
     for _ in range(MOST_PREDICTIONS):
-        if too_many - fits <= step or known[fits] > CLOSE * budget:
+        few = max(step, CLOSE * fits)
+        if too_many - fits <= few or budget - known[fits] < few * (slope or 0):
             break
         guess = _between(known, budget, fits, too_many) or _above(known, budget, fits, slope)
         guess = start + (guess - start) // step * step

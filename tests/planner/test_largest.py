@@ -45,6 +45,14 @@ def test_a_slope_saves_the_doubling():
     assert asked == [90]
 
 
+def test_a_slope_that_is_too_steep_is_not_the_last_word():
+    """Weights are most of the bytes, so 2 % of the budget are a fifth of the length."""
+    found = largest(
+        lambda n: 19_150 + 7 * n // 10, {2048: 20_583}, 21_640, 4096, step=128, slope=1.15
+    )
+    assert found.number == 3456
+
+
 def test_more_than_fits_is_never_returned():
     """Bytes jump beyond 40, where a line does not expect it."""
     found = largest(lambda n: 10 * n if n <= 40 else 1000 + n, {1: 10}, 1000, 4096)
