@@ -498,7 +498,7 @@ for name, count in (
 # `planner.plan` runs the same search and finds:
 #
 # - the fastest recipe whose measured memory fits
-# - its largest batch and length, also predicted, which takes half a minute
+# - its largest batch and length, also predicted, which takes a minute
 # - a faster recipe that does not fit
 #
 # `learned` fixes the choices that change the result of training: here bfloat16 and 8-bit Lion.
