@@ -223,7 +223,7 @@ _collected: list[Any] | None = None
 
 def _raised(error: BaseException) -> str:
     """Describe the error, the learner's line and the values there, in one sentence."""
-    what = ": ".join(filter(None, [type(error).__name__, _first_line(error)])).rstrip(".")
+    what = ": ".join(filter(None, [type(error).__name__, first_line(error)]))
     frame, line = _learners_line(error)
     if not frame:
         return f"{what}."
@@ -231,10 +231,11 @@ def _raised(error: BaseException) -> str:
     return f"{what}, at `{line}`{', where ' + values if values else ''}."
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, without its full stop."""
     if isinstance(error, KeyError) and error.args and _is_tensor(error.args[0]):
         return _describe_value(error.args[0])  # a tensor's own text is all its elements
-    return next(iter(str(error).strip().splitlines()), "")
+    return next(iter(str(error).strip().splitlines()), "").rstrip(".")
 
 
 def _learners_line(error: BaseException) -> tuple[FrameType | None, str]:

@@ -20,7 +20,16 @@ from memlab.checkpointing import checkpoint
 from memlab.checkpointing.execution import run
 from memlab.checkpointing.schedules import Schedule, check_schedule
 from memlab.course.bill import SETTING
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
+from memlab.course.exercises import (
+    Bill,
+    Day,
+    Exercise,
+    Wrong,
+    WrongAnswer,
+    equal,
+    first_line,
+    require,
+)
 from memlab.course.properties import (
     elements,
     furthest,
@@ -180,9 +189,8 @@ _EXPLAINED = {
 
 
 def _in_words(error: Exception) -> str:
-    first_line = str(error).splitlines()[0].rstrip(".")
     known = (why for words, why in _EXPLAINED.items() if words in str(error))
-    return next(known, f"{type(error).__name__}: {first_line}")
+    return next(known, f"{type(error).__name__}: {first_line(error)}")
 
 
 def _backward(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memlab.course.checks.day06 import attention_kept
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, distinct, equal, require
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, distinct, equal, first_line, require
 from memlab.course.properties import (
     Peaks,
     elements,
@@ -872,7 +872,7 @@ def _run_with(answer: MakeHooks, compress: Compress, decompress: Decompress) -> 
     except (RuntimeError, TypeError, AttributeError, LookupError) as error:
         raise Wrong(
             f"hooks around a layer: a second backward through a retained graph raised "
-            f"{type(error).__name__} ({str(error).splitlines()[0].rstrip('.')}); wanted the same "
+            f"{type(error).__name__} ({first_line(error)}); wanted the same "
             f"gradients again.",
             ("second backward", type(error).__name__),
         ) from None
@@ -1025,7 +1025,7 @@ def _require_views_come_back(answer: MakeHooks) -> None:
             back = unpack(pack(tensor))
         except RuntimeError as error:
             raise Wrong(
-                f"hooks: {name} does not come back: {str(error).splitlines()[0]}."
+                f"hooks: {name} does not come back: {type(error).__name__}, {first_line(error)}."
             ) from None
         require(
             isinstance(back, Tensor) and back.dtype == tensor.dtype and torch.equal(back, tensor),

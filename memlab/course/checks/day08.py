@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from memlab.checkpointing import ATTENTION
 from memlab.course.bill import SETTING
 from memlab.course.checks.day06 import keep_of_each_block
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, equal, require
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, equal, first_line, require
 from memlab.course.properties import ADAM_SETTINGS, distinct_elements, elements, parameters
 from memlab.course.solutions import body, mistakes
 from memlab.metering import measure
@@ -870,7 +870,9 @@ def _require_refused_where_one_is_unused(answer: InBackward) -> None:
         end_step()
         recorder.backward(seed=3)
     except RuntimeError as error:
-        raise Wrong(f"{case}, end_step() and a whole backward raised: {error}.") from None
+        raise Wrong(
+            f"{case}, end_step() and a whole backward raised: {first_line(error)}."
+        ) from None
     recorder.require_updates(f"{case}, end_step() and a whole backward", [2] * _LAYERS + [1])
 
 

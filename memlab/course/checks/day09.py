@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from memlab.checkpointing import ATTENTION
 from memlab.course.bill import SETTING
 from memlab.course.checks.day06 import keep_of_each_block
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, distinct, require
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, distinct, first_line, require
 from memlab.course.properties import furthest, is_tensor, require_none_wrong
 from memlab.course.solutions import body, mistakes
 from memlab.metering import measure
@@ -222,8 +222,7 @@ def _called(call: str, answer: Encode, x: Tensor, code: Tensor) -> Any:
     except NotImplementedError:
         raise
     except (RuntimeError, ValueError) as error:
-        first_line = str(error).splitlines()[0].rstrip(".")
-        raise Wrong(f"{call} raised {type(error).__name__}: {first_line}.") from None
+        raise Wrong(f"{call} raised {type(error).__name__}: {first_line(error)}.") from None
 
 
 def _storage_bytes(tensors: tuple[Tensor, ...]) -> int:

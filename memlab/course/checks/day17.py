@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memlab.course.checks.day16 import everything_elsewhere
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, distinct, require
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, distinct, first_line, require
 from memlab.course.properties import (
     MAGNITUDES,
     as_little_memory,
@@ -405,8 +405,7 @@ def _called(call: str, answer: DoubleEncode, absmax: Tensor, codebook: Tensor) -
     except NotImplementedError:
         raise
     except (RuntimeError, ValueError) as error:
-        first_line = str(error).splitlines()[0].rstrip(".")
-        raise Wrong(f"{call} raised {type(error).__name__}: {first_line}.") from None
+        raise Wrong(f"{call} raised {type(error).__name__}: {first_line(error)}.") from None
 
 
 def _require_double(
