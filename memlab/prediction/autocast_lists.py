@@ -44,7 +44,7 @@ LOWER = _words(
     """
 )
 PACKED = ("_cudnn_rnn",)  # torch casts its weights into a new buffer at each call
-FLOAT32 = _words(
+FLOAT32 = _words(  # rms_norm since torch 2.12 or 2.13
     """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
     pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm
@@ -106,12 +106,12 @@ def forget_casts(clear: Callable[[], None]) -> Callable[[], None]:
 
 
 def _rules() -> Iterator[tuple[Any, Callable[..., Any]]]:
-    cpu_only = _cpu_only_operators()  # read them before the rules below are registered
+    cpu_only, float32 = _cpu_only_operators(), _float32_operators()  # before rules are registered
     for name in LOWER:
         yield operator(name), _with_cast(operator(name), _lower)
     for name in PACKED:
         yield operator(name), _with_cast(operator(name), _lower_uncached)
-    for name in FLOAT32:
+    for name in float32:
         yield operator(name), _with_cast(operator(name), _to_float32)
     for name in FLOAT32_DTYPE:
         yield operator(name), _with_float32_dtype(operator(name), operator(name))
@@ -123,6 +123,11 @@ def _rules() -> Iterator[tuple[Any, Callable[..., Any]]]:
         yield operator(name), _reject
     for name in cpu_only:
         yield operator(name), _untouched(operator(name))
+
+
+@cache
+def _float32_operators() -> tuple[str, ...]:
+    return tuple(name for name in FLOAT32 if has_kernel(f"aten::{name}", "AutocastCUDA"))
 
 
 @cache

@@ -14,6 +14,7 @@ The dry run has exactly the storages of the CPU's step. The differences on CUDA 
 The Trace's notes name the rest, which is not predicted.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -265,7 +266,8 @@ class _CudaDryRun(dry_run):
         try:
             result = super().execute(func, args, kwargs)
         except RuntimeError as error:
-            if "at least two devices" not in str(error):
+            # torch 2.11 says "two different devices".
+            if not re.search("at least two devices|two different devices", str(error)):
                 raise
             raise ValueError(
                 f"{user_line()}: {func} got tensors on CUDA and on the CPU; move all of them to "

@@ -11,6 +11,7 @@ import memlab
 safetensors = pytest.importorskip("safetensors")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     BitsAndBytesConfig,
