@@ -198,6 +198,7 @@ def test_the_cpu_replaces_devices():
         assert model.weight.grad.device.type == "cpu"
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="needs torch ≥ 2.13, whose order this is")
 def test_one_hot_has_the_real_memory():
     tokens = torch.arange(5)
     real = memlab.measure(lambda: F.one_hot(tokens, 9))

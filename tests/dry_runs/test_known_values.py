@@ -315,6 +315,8 @@ def rollout_step():
 
 @pytest.mark.parametrize("make", [rollout_step, staged_step, masked_step, ctc_step, one_hot_step])
 def test_a_step_whose_sizes_come_from_known_values_is_exact(make):
+    if make is one_hot_step and torch.__version__ < "2.13":
+        pytest.skip("needs torch ≥ 2.13, whose order this is")
     same_in_a_dry_run(make)
 
 

@@ -134,5 +134,5 @@ def test_a_type_kept_from_a_prediction_is_the_real_one():
     assert kept is not torch.cuda.FloatTensor
     assert not isinstance(torch.zeros(2), kept)
     if not torch.cuda.is_available():
-        with pytest.raises((TypeError, RuntimeError), match="not available|no NVIDIA driver"):
+        with pytest.raises((TypeError, RuntimeError), match=r"not available|no NVIDIA driver"):
             kept(2)

@@ -238,6 +238,8 @@ def test_a_kernels_copies_are_its_scratch_beyond_that_for_dense_inputs(name):
     """By peak, or by sum if other scratch has its peak at another time."""
     if name.startswith("_fft") and not torch.backends.mkl.is_available():
         pytest.skip("this build of torch computes FFTs with another library")
+    if name == "multinomial" and torch.__version__ < "2.13":
+        pytest.skip("needs torch ≥ 2.13: before, it copies twice")
     torch.manual_seed(0)
     func = operator(name)
     dense = tuple(made(argument) for argument in CASES[name])

@@ -890,7 +890,9 @@ class MarkingMeter(StorageMeter):
 def profiled_second_step(name: str) -> tuple[list[Change], DeviceStats]:
     """Return the meter's changes and the allocator's recording of a real step on the CPU."""
     monitor = CudaMonitor(torch.device("cpu", 0), ProfiledCpu())
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # `acc_events`: torch 2.11 warns without it
+    activities = [ProfilerActivity.CPU]
+    with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
         step, model, optimizer = KINDS[name]()
         step()
         meter = MarkingMeter(model, optimizer)
