@@ -113,7 +113,6 @@ CASES: dict[str, tuple[Any, ...]] = {
     "aminmax": ((6, 10),),
     "bincount": (Below(5, 7),),
     "multinomial": ((6, 10), 2),
-    "multinomial, one": ((6, 10), 1),
     "multinomial, with replacement": ((6, 10), 2, True),
     "repeat_interleave.Tensor": (Below(4, 20),),
     "tril": ((3, 4, 16, 16),),
