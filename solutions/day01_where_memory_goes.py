@@ -123,7 +123,8 @@ plot.timeline(trace, title=f"One training step: {setting}")
 # ### Exercise 1.1: count the weights
 #
 # About 8 minutes. `config` has `vocab_size`, `hidden_size`, `layers`, `heads`, `kv_heads`,
-# `head_dim`, `intermediate_size` and `tied`. There are no biases.
+# `head_dim`, `intermediate_size` and `tied`. There are no biases. Do not allocate the model:
+# `llama-3-405b` needs 1.5 TiB.
 
 
 # %%

@@ -209,9 +209,9 @@ print(f"rounded up: {as_bfloat16(value, inf).item()}")
 # - `step`: bfloat16 (groups, 1), rounded up. `levels` steps from the *rounded* `smallest` must
 #   reach the maximum.
 #
-# After `dequantize`, each element must be within half a step of the original. Pass `round` the
-# number of steps above `smallest`, but never 0 / 0: a group can be all zeros. Leave `groups`
-# unchanged.
+# `dequantize` must return each element within half a step. Pass `round` the steps above `smallest`,
+# but never 0 / 0: a group can be all zeros. Clamp the codes, as `round` may exceed `levels`. Leave
+# `groups` unchanged.
 
 
 # %%
@@ -377,7 +377,8 @@ print(unpack(torch.tensor([0b0010_0001, 0b0000_0011], dtype=torch.uint8), bits=4
 # About 8 minutes. `codes` is uint8 (n,), each code below 2 to the power of `bits` (8, 4 or 2).
 # Return uint8 (⌈n · bits / 8⌉,), so that `unpack` recovers the codes. (⌈ ⌉ rounds up.) The last
 # byte may be partly empty. Return a tensor with its own memory, of exactly this size: `codes` may
-# be a view of a longer tensor, and a view keeps all of it alive. Leave `codes` unchanged.
+# be a view of a longer tensor, and a view keeps all of it alive. Use at most 4 bytes per code in
+# all, so stay in uint8. Leave `codes` unchanged.
 
 
 # %%
