@@ -94,6 +94,7 @@ CPU_SECONDS = 60  # of a check, which normally takes less than one
 IDLE_LOOKS = 60  # a check is also stopped after this many looks in a row that find it idle
 LOOK_SECONDS = 1.0  # between two looks
 IDLE_SHARE = 0.01  # of a core: below this, a check sleeps or waits
+KEPT_BYTES = 2**13  # between calls: enough for codebooks that are computed once
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,24 @@ def _judged(exercise: Exercise, answer: Any) -> Verdict:
 
 
 def _checked(exercise: Exercise, answer: Any) -> str:
+    from memlab.course.kept import kept  # imported late: hints don't need torch
+
     with _random_states_kept(), _incoming_gradients_kept(), _limited_time():
-        return exercise.check(answer)
+        before = kept(answer)
+        evidence = exercise.check(answer)
+        _require_little_kept([new for key, new in kept(answer).items() if key not in before])
+        return evidence
+
+
+def _require_little_kept(new: list[tuple[Any, int, str]]) -> None:
+    total = sum(size for _, size, _ in new)
+    where = ", ".join(sorted({name for _, _, name in new if name}))
+    require(
+        total <= KEPT_BYTES,
+        f"after the check's last call, {total:,} bytes of tensors are still alive"
+        f"{f' ({where})' if where else ''}; wanted nothing kept from one call to the next.",
+        evidence="tensors kept between calls",
+    )
 
 
 def _import_dynamo() -> None:

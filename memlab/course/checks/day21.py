@@ -136,11 +136,13 @@ Join = Callable[[Sequence[Tensor]], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 _PARTS = ("tokens", "targets", "positions", "boundaries")
 _ROWS = ([[5, 6, 7]], [[5, 6], [7, 8, 9]], [[4], [5, 6, 7], [8]], [[9, 8, 7, 6], [5, 4], [3, 2, 1]])
+_LONG_ROW = [list(range(start, start + length)) for start, length in ((3, 700), (9, 1), (5, 1347))]
 
 
 def _check_join(answer: Join) -> str:
-    for texts in _ROWS:
-        call = f"join of {', '.join(map(str, texts))}"
+    for texts in (*_ROWS, _LONG_ROW):
+        shown = texts if texts in _ROWS else [f"{len(text):,} tokens" for text in texts]
+        call = f"join of {', '.join(map(str, shown))}"
         documents = [torch.tensor(text) for text in texts]
         with unchanged(call, documents=documents):
             got = answer(documents)
@@ -152,7 +154,7 @@ def _check_join(answer: Join) -> str:
         for name, mine, wanted in zip(_PARTS, got, join(documents), strict=True):
             is_tensor(f"{call}: {name}", mine, dtype=wanted.dtype, shape=tuple(wanted.shape))
             equal(f"{call}: {name}", mine.tolist(), wanted.tolist())
-    return f"{len(_ROWS)} rows · no target across a boundary · int32 boundaries"
+    return f"{len(_ROWS) + 1} rows · no target across a boundary · int32 boundaries"
 
 
 _TARGETS = "targets[boundaries[1:] - 1] = IGNORED"
