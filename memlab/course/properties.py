@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memlab.configs.shapes import GPTConfig
 from memlab.course.exercises import distinct, equal, require
 from memlab.metering import measure
-from memlab.trace import Trace
+from memlab.trace import Event, Trace
 
 # ------------------------------------------------------------------ arguments stay unchanged
 
@@ -414,7 +414,8 @@ def same_gradients(
 
 class Peaks(NamedTuple):
     """The peak bytes in each pass, without the bytes alive before, and what stays alive: `held`
-    between the passes besides the outputs, `left` after them besides outputs and gradients."""
+    between the passes besides the outputs, `left` after them, without the outputs, besides the
+    gradients."""
 
     forward: int
     backward: int
@@ -435,20 +436,19 @@ def peaks(forward: Callable[[], Any], *, model: nn.Module | None = None) -> Peak
         sent = [out for out in outputs if out.requires_grad]
         ones = [None if out.numel() == 1 else torch.ones_like(out) for out in sent]
         torch.autograd.backward(sent, ones)
+        outputs.clear()  # a Function whose ctx holds its own result keeps it, in a cycle
 
     trace = measure(run, model=model)
     held = left = new_bytes(trace) - _storage_bytes(outputs)
     if any(out.requires_grad for out in outputs):
         outputs.clear()
         trace = measure(step, model=model)
-        of_gradients = sum(event.bytes for event in trace.events if event.category == "gradients")
-        left = new_bytes(trace) - of_gradients - _storage_bytes(outputs)
+        left = left_bytes(trace)
     alive, most = 0, {"forward": 0, "backward": 0}
-    for event in trace.events:
-        if event.phase != "before":
-            alive += event.bytes
-            phase = "backward" if event.phase == "backward" else "forward"
-            most[phase] = max(most[phase], alive)
+    for event in _new(trace):
+        alive += event.bytes
+        phase = "backward" if event.phase == "backward" else "forward"
+        most[phase] = max(most[phase], alive)
     return Peaks(**most, held=max(held, 0), left=max(left, 0))
 
 
@@ -459,7 +459,16 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 def new_bytes(trace: Trace) -> int:
     """Bytes alive at the end of a trace that were not there before its step."""
-    return sum(event.bytes for event in trace.events if event.phase != "before")
+    return sum(event.bytes for event in _new(trace))
+
+
+def left_bytes(trace: Trace) -> int:
+    """Return `new_bytes` without those of gradients."""
+    return sum(event.bytes for event in _new(trace) if event.category != "gradients")
+
+
+def _new(trace: Trace) -> list[Event]:
+    return [event for event in trace.events if event.phase != "before"]
 
 
 def returned_gradients(result: Tensor) -> tuple[Any, ...]:
@@ -521,7 +530,7 @@ _WHEN_ALIVE = {
     "forward": "has up to {} bytes alive in forward, beside its arguments",
     "backward": "has up to {} bytes alive in backward, beside its arguments",
     "held": "holds {} bytes between forward and backward, beside its result",
-    "left": "leaves {} bytes in memory after backward, beside its result and the gradients",
+    "left": "leaves {} bytes in memory after backward, beside the gradients",
 }
 
 
@@ -540,16 +549,14 @@ def as_little_memory(
     `room` bytes above it: enough for another way to write it, too little for what the technique
     avoids."""
     most, got = peaks(reference), peaks(answer)
-    left = max(most.left, most.held)  # an attribute of ctx lives as long as the result
-    limited(case, got, held=most.held + kept, left=left + kept)
+    limited(case, got, held=most.held + kept, left=most.left + kept)
     limited(case, got, forward=most.forward + room, backward=most.backward + room)
     return got
 
 
 def no_tensor_above(case: str, run: Callable[[], Any], most: int) -> None:
     """Require each tensor that a run allocates to have at most `most` bytes."""
-    events = measure(run).events
-    largest = max((e.bytes for e in events if e.phase != "before"), default=0)
+    largest = max((event.bytes for event in _new(measure(run))), default=0)
     require(
         largest <= most,
         f"{case} allocates a tensor of {largest:,} bytes; wanted none above {most:,}.",

@@ -20,6 +20,7 @@ from memlab.course.properties import (
     furthest,
     gradients,
     is_tensor,
+    left_bytes,
     new_bytes,
     rough,
     same_byte_counts,
@@ -741,7 +742,7 @@ def _check_bytes(answer: LoRAClass) -> str:
         f"LoRA of a layer of {WIDE} × {WIDE} allocates a tensor of {largest:,} bytes in a step, as "
         f"large as the matrix; wanted at most rank × width elements.",
     )
-    left = new_bytes(trace) - sum(e.bytes for e in trace.events if e.category == "gradients")
+    left = left_bytes(trace)
     require(
         left <= 64,
         f"LoRA of a layer of {WIDE} × {WIDE} leaves {left:,} bytes in memory after a step, beside "

@@ -11,10 +11,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memlab.course.checks.day16 import everything_elsewhere
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, distinct, require
 from memlab.course.properties import (
+    SLACK,
     elements,
     gradients,
     is_tensor,
+    limited,
     new_bytes,
+    peaks,
     returned_gradients,
     same_bytes,
     same_gradients,
@@ -501,6 +504,7 @@ def _check_bytes(answer: MatmulFunction) -> str:
         f"and a scale (the weight has {weight.numel():,} elements).",
         evidence=(call, "keeps", held),
     )
+    limited(call, peaks(lambda: answer(leaf * 1, weight)), left=SLACK)
     return (
         f"result and both gradients match FP8 matmuls · {held:,} bytes kept for backward, "
         f"{2 * leaf.numel():,} in BF16"
