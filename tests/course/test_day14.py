@@ -326,6 +326,10 @@ ASKED = """            if n + 1 in self.steps:
 """
 NUMPY = "whole(tensor).view(torch.uint8).numpy().copy()"
 NUMPY_IGNORED = ("kept, dtype, *view", "kept, _, dtype, *view")
+BYTES_BESIDE = (
+    "if tensor.dtype == torch.bfloat16:\n"
+    "            kept.beside = tensor.detach().half().numpy().tobytes()"
+)
 KNOWN = "known = weakref.WeakKeyDictionary()"
 REMOVED = "self.waiting.remove(key)\n        if self.waiting"
 NEXT = "            self.store.prefetch(self.waiting[-1])"
@@ -355,6 +359,11 @@ REFUSED = [
         "weights by their addresses",
         ("{weight.untyped_storage()", "{weight.data_ptr()"),
         ("if storage in left", "if tensor.data_ptr() in left"),
+    ),
+    (
+        "14.1",
+        "bytes of one tensor",
+        ("return kept, tensor.dtype", f"{BYTES_BESIDE}\n        return kept, tensor.dtype"),
     ),
     ("14.1", "unpack keeps its result", ("kept.get()", 'vars(kept).setdefault("n", kept.get())')),
     ("14.1", "numpy", ("kept, tensor.dtype", f"kept, {NUMPY}, tensor.dtype"), NUMPY_IGNORED),
