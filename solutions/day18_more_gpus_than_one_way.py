@@ -534,6 +534,9 @@ def attend(q, k, v, shift):
 # - Pass on blocks of later tokens without attending to them.
 # - Scores can be thousands: use `torch.logaddexp`.
 
+# %% [markdown]
+# Hold at most three blocks of keys and values at a time, and the scores of one.
+
 
 # %%
 def ring_attention(peer, q, k, v):

@@ -419,7 +419,7 @@ def _check_chunked(answer: Loss) -> str:
         f"loss and gradients within 1e-5 of float64, whether chunks divide the rows or not · "
         f"{first.name}: {peak:,} bytes at the peak, {held:,} held for backward, "
         f"{4 * first.rows * first.vocab:,} for all the logits · three matmuls"
-        f"{' · two chunks are alive at once: del x before the next halves that' if has_two else ''}"
+        f"{' · two tensors of chunk × V are alive at once; one is enough' if has_two else ''}"
     )
 
 
