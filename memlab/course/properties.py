@@ -297,13 +297,21 @@ def _tensors_in(item: Any) -> list[Tensor]:
 # ------------------------------------------------------------------ values and gradients
 
 
-def same_values(case: str, got: Any, wanted: Tensor, *, tolerance: float = 0.0) -> float:
-    """Require equal shape and dtype, and values within the tolerance; return the difference."""
+def same_values(case: str, got: Any, wanted: Tensor, *, within: float = 0.0) -> float:
+    """Require equal shape and dtype, and values within this share of the largest |wanted|; return
+    the difference."""
     is_tensor(case, got, dtype=wanted.dtype, shape=tuple(wanted.shape))
     if not isinstance(got, Tensor) or got.shape != wanted.shape:
         return float("nan")
-    require_none_wrong(case, got, wanted, differences(got, wanted) > tolerance)
+    largest = wanted.detach().double().abs().max() if within and wanted.numel() else 0.0
+    require_none_wrong(case, got, wanted, differences(got, wanted) > within * largest)
     return furthest(got, wanted)
+
+
+def rounding(dtype: torch.dtype, *, terms: float = 256) -> float:
+    """Return how far a sum of `terms` terms may be off on another CPU, which adds in another order,
+    as a share of the size of what was summed (as in tests/close.py)."""
+    return terms * torch.finfo(dtype).eps
 
 
 def require_none_wrong(case: str, got: Tensor, wanted: Tensor, wrong: Tensor) -> None:
@@ -391,9 +399,10 @@ def same_gradients(
     got: Mapping[str, Tensor | None],
     wanted: Mapping[str, Tensor | None],
     *,
-    tolerance: float = 0.0,
+    within: float = 0.0,
 ) -> None:
-    """Require the results of `gradients` for an answer to equal those for the reference."""
+    """Require the results of `gradients` for an answer to equal those for the reference, within
+    this share of the largest element of each."""
     outputs = [value for name, value in got.items() if name.startswith("output ")]
     is_cut_off = bool(outputs) and not any(out is not None and out.requires_grad for out in outputs)
     for name, right in wanted.items():
@@ -406,7 +415,7 @@ def same_gradients(
             f"{'none' if right is None else 'one'}.",
         )
         if mine is not None and right is not None:
-            same_values(f"{case}: the {what}", mine, right, tolerance=tolerance)
+            same_values(f"{case}: the {what}", mine, right, within=within)
 
 
 # ------------------------------------------------------------------ memory of both passes
@@ -414,8 +423,8 @@ def same_gradients(
 
 class Peaks(NamedTuple):
     """The peak bytes in each pass, without the bytes alive before, and what stays alive: `held`
-    between the passes besides the outputs, `left` after them, without the outputs, besides the
-    gradients."""
+    between the passes besides the outputs, `left` besides the gradients when the outputs are gone,
+    with or without backward."""
 
     forward: int
     backward: int
@@ -436,14 +445,17 @@ def peaks(forward: Callable[[], Any], *, model: nn.Module | None = None) -> Peak
         sent = [out for out in outputs if out.requires_grad]
         ones = [None if out.numel() == 1 else torch.ones_like(out) for out in sent]
         torch.autograd.backward(sent, ones)
-        outputs.clear()  # a Function whose ctx holds its own result keeps it, in a cycle
+        outputs.clear()
 
     trace = measure(run, model=model)
-    held = left = new_bytes(trace) - _storage_bytes(outputs)
-    if any(out.requires_grad for out in outputs):
-        outputs.clear()
+    held = new_bytes(trace) - _storage_bytes(outputs)
+    has_graph = any(out.requires_grad for out in outputs)
+    outputs.clear()
+    # A Function whose ctx holds its own result keeps both, in a cycle.
+    left = new_bytes(measure(lambda: (run(), outputs.clear()), model=model))
+    if has_graph:
         trace = measure(step, model=model)
-        left = left_bytes(trace)
+        left = max(left, left_bytes(trace))
     alive, most = 0, {"forward": 0, "backward": 0}
     for event in _new(trace):
         alive += event.bytes
@@ -530,7 +542,7 @@ _WHEN_ALIVE = {
     "forward": "has up to {} bytes alive in forward, beside its arguments",
     "backward": "has up to {} bytes alive in backward, beside its arguments",
     "held": "holds {} bytes between forward and backward, beside its result",
-    "left": "leaves {} bytes in memory after backward, beside the gradients",
+    "left": "leaves {} bytes in memory when its result is gone, beside the gradients",
 }
 
 

@@ -53,7 +53,7 @@ def by_id(x):
 
 
 class Layer:
-    seen = []
+    seen = []  # noqa: RUF012 - the mistake
 
     def __call__(self, x):
         self.seen.append(x)

@@ -593,7 +593,7 @@ def _check_one(answer: LoRAClass, rank: int, alpha: float, bias: bool) -> None:
     _changed_by(f"{case} with another `up` gives W x +", layer(x) - before, change, alpha / rank)
     changed = weight + alpha / rank * product
     wanted = gradients(lambda x: F.linear(x, changed, frozen.bias), x=x)
-    same_gradients(case, gradients(lambda x: layer(x), x=x), wanted, tolerance=1e-12)
+    same_gradients(case, gradients(lambda x: layer(x), x=x), wanted, within=1e-12)
     merged = _merged(f"merge() of {case}", layer, bias)
     given = f"merge() of {case} returns a layer that gives W x +"
     _changed_by(given, merged(x) - before, change, alpha / rank)
@@ -642,7 +642,7 @@ def _wraps_the_given(case: str, layer: nn.Module, frozen: nn.Linear) -> None:
 def _changes_nothing_at_first(case: str, layer: nn.Module, x: Tensor, before: Tensor) -> None:
     out = layer(x)
     is_tensor(f"{case}(x)", out, dtype=x.dtype, shape=tuple(before.shape))
-    same_values(f"{case}(x) at first", out, before, tolerance=1e-12)
+    same_values(f"{case}(x) at first", out, before, within=1e-12)
     require(not layer.up.any(), f"{case} does not initialize `up` with zeros.")
     require(out.requires_grad, f"{case} at first gives an output without a graph; wanted a graph.")
     out.square().sum().backward()
@@ -660,7 +660,7 @@ def _changed_by(what: str, got: Tensor, change: Tensor, scale: float) -> None:
     mine, right = distinct(times, scale, 3)
     gave = f"{mine} · B A x" if only_the_scale else f"values up to {difference:.2e} off"
     require(
-        difference < 1e-12,
+        difference < 1e-12 * scale * change.abs().max(),
         f"{what} {gave}; wanted {right} · B A x: the scale is alpha / rank.",
         evidence=(what, gave),
     )

@@ -283,10 +283,10 @@ def _loss(weights: list[nn.Parameter], factor: float, tensor: int) -> Tensor:
 
 
 def _alike(got: _After, wanted: _After, clip: float) -> bool:
-    """A clip may or may not add torch's 1e-6 to the norm."""
+    """A clip may or may not add torch's 1e-6 to the norm. It limits an update to RATE · clip."""
     if got[:3] != wanted[:3]:
         return False
-    tolerance = 0.0 if clip == NO_CLIP else 1e-5
+    tolerance = 0.0 if clip == NO_CLIP else 1e-5 * RATE * clip
     pairs = zip(got.weights, wanted.weights, strict=True)
     return all(a == b or abs(a - b) <= tolerance for a, b in pairs)
 

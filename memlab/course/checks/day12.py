@@ -133,7 +133,7 @@ def _require_tensors(call: str, got: Any, like: Sequence[Tensor]) -> None:
 
 
 def _require_close(what: str, got: Tensor, wanted: Tensor) -> None:
-    off = differences(got, wanted) > 1e-9 * (1 + wanted.abs())
+    off = differences(got, wanted) > 1e-9 * wanted.abs().max()
     require_none_wrong(what.rstrip(","), got, wanted, off)
 
 

@@ -18,6 +18,7 @@ from memlab.course.properties import (
     new_bytes,
     peaks,
     rough,
+    rounding,
     same_bytes,
     same_gradients,
     same_values,
@@ -239,15 +240,16 @@ _UNEQUAL = [0, 24, *range(26, 257, 2)]  # padded to the longest, they have 11 ti
 
 
 def _check_attend(answer: Attend) -> str:
+    within = rounding(torch.float32)
     for ends in _BOUNDARIES:
         call = f"attend_within with boundaries {ends}"
         q, k, v, boundaries = _row(ends)
         with unchanged(call, q=q, k=k, v=v, boundaries=boundaries):
             got = gradients(partial(_of_row, answer, boundaries), q=q, k=k, v=v)
         require("output 0" in got, f"{call} gave no tensor. Is there a return?")
-        same_values(call, got["output 0"], _by_mask(q, k, v, boundaries), tolerance=1e-5)
+        same_values(call, got["output 0"], _by_mask(q, k, v, boundaries), within=within)
         wanted = gradients(partial(_of_row, _by_mask, boundaries), q=q, k=k, v=v)
-        same_gradients(call, got, wanted, tolerance=1e-4)
+        same_gradients(call, got, wanted, within=within)
     return _check_no_squares(answer)
 
 
@@ -454,13 +456,9 @@ def _check_log_probs(answer: LogProbs) -> str:
                 lambda h, w, t=targets, chunk=chunk: answer(h, w, t, chunk), h=hidden, w=weight
             )
         require("output 0" in got, f"{call} gave no tensor. Is there a return?")
-        largest = max(t.abs().max().item() for t in wanted.values() if t is not None)
-        same_gradients(call, got, wanted, tolerance=largest * _tolerance(dtype))
+        within = rounding(dtype) if dtype == torch.float32 else 2**-5
+        same_gradients(call, got, wanted, within=within)
     return _check_chunks(answer)
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    return 1e-5 if dtype == torch.float32 else 2**-5
 
 
 def _inputs(
