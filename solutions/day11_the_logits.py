@@ -257,8 +257,8 @@ print(f"the log-softmaxes alone: {format_bytes(kept)}")
 # - Use three matmuls per chunk. At the peak, hold both gradients and **one** chunk of logits x:
 #   `del x` before the next. (The check allows two.)
 # - Sum weight's gradient with `dw.addmm_(a, b)`: `dw += a @ b` allocates.
-# - With bfloat16 inputs, x and sums are float32. You may cast weight, but not all of hidden.
-# - `backward` returns four gradients, None for the last two. Multiply in place (`mul_`).
+# - With bfloat16 inputs, x and sums are float32. Cast weight if needed, but not all of hidden.
+# - Save only both gradients. `backward` returns four, None for the last two. Use `mul_`.
 
 
 # %%

@@ -510,7 +510,8 @@ def backward_of(w, x, dy):
 # - Put each layer's weights after a step of gradient descent, `w - lr * dw`, into the store under
 #   the same key.
 # - Read each layer twice and write it once.
-# - Hold at most two layers' weights at a time. (Prefetching is not required.)
+# - Hold at most two layers' weights at a time, and each layer's input once. (Prefetching is not
+#   required.)
 
 
 # %%

@@ -311,6 +311,23 @@ ONE_SLICE = f"visited = [slice(0, visited[-1].stop)] if visited else []\n       
 
 REFUSED = [
     (
+        "10.1",
+        "hidden scores weigh e^-80",
+        ("(scores - safe_max)", "(scores - safe_max).clamp(-80)"),
+    ),
+    (
+        "10.4",
+        "out and lse on ctx",
+        ("(q, k, v, out, lse)", "(q, k, v); ctx.kept = out, lse"),
+        ("q, k, v, out, lse = ctx", "(out, lse), (q, k, v) = ctx.kept, ctx"),
+    ),
+    (
+        "10.4",
+        "lse on ctx",
+        ("(q, k, v, out, lse)", "(q, k, v, out); ctx.lse = lse"),
+        ("q, k, v, out, lse = ctx", "lse, (q, k, v, out) = ctx.lse, ctx"),
+    ),
+    (
         "10.3",
         "tiles kept until the end of their row",
         (
@@ -360,6 +377,22 @@ REFUSED = [
     ),
 ]
 ACCEPTED = [
+    (
+        "10.1",
+        "one matmul for both sums",
+        (
+            "    return new_max, row_sum, correction * acc + probs @ values",
+            "    values = torch.cat([torch.ones_like(values[..., :1]), values], -1)\n"
+            "    both = torch.cat([row_sum - probs.sum(-1, keepdim=True), correction * acc], -1)\n"
+            "    both += probs @ values\n"
+            "    return new_max, both[..., :1], both[..., 1:]",
+        ),
+    ),
+    (
+        "10.4",
+        "delta of each tile's rows",
+        ("delta[..., row, :]", "(dout * out)[..., row, :].sum(-1, keepdim=True)"),
+    ),
     (
         "10.1",
         "the lowest float for −∞",

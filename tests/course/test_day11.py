@@ -365,6 +365,12 @@ BEGIN, CHUNKS = "of_hidden = torch.zeros_like(hidden,", "-(-rows // most)"
 IN_FLOAT = f"whole = hidden.float()\n        {BEGIN}"
 
 REFUSED = [
+    ("11.3", "hidden on ctx", ("ctx.save_for", "ctx.hidden = hidden\n        ctx.save_for")),
+    (
+        "11.3",
+        "the loss on ctx",
+        ("return total / ctx.count", "ctx.loss = total / ctx.count\n        return ctx.loss"),
+    ),
     (
         "11.1",
         "the moment by rows",
@@ -418,6 +424,16 @@ REFUSED = [
     ),
 ]
 ACCEPTED = [
+    (
+        "11.3",
+        "rows of hidden's dtype",
+        ("zeros_like(hidden, dtype=torch.float32)", "empty_like(hidden)"),
+    ),
+    (
+        "11.3",
+        "a count on the host",
+        ("(targets != -100).sum().clamp(min=1)", "max(1, int((targets != -100).sum()))"),
+    ),
     ("11.2", "two lines", (FIRST, "x.sub_(x.amax(1, True))\n    at_label = x.gather(1, labels)")),
     ("11.3", "hidden's gradient in float32", (OF_HIDDEN, "x @ weight.float()")),
     ("11.3", "logits in float32", (PRODUCT, "hidden[rows].float() @ weight.float().mT")),

@@ -329,6 +329,29 @@ ADDED = "peer.receive() + pieces[coming]"
 ADDED_IN_FLOAT32 = "peer.receive().float() + pieces[coming].float()"
 
 REFUSED = [
+    (
+        "13.2",
+        "arrays of the gradients",
+        (
+            "grads[name] = gradient\n",
+            "grads[name] = gradient\n        kept += [gradient.numpy().copy()]\n",
+        ),
+        ("    grads, work", "    kept = []\n    grads, work"),
+    ),
+    (
+        "13.2",
+        "lists of the gradients",
+        (
+            "grads[name] = gradient\n",
+            "grads[name] = gradient\n        kept += [gradient.tolist()]\n",
+        ),
+        ("    grads, work", "    kept = []\n    grads, work"),
+    ),
+    (
+        "13.2",
+        "means of three",
+        ("sums.append(work.pop(0).wait())", "sums.append(work.pop(0).wait() / peer.ranks)"),
+    ),
     ("13.1", "a view where there is one rank", (".clone()", "")),
     ("13.1", "a view of a copy of all", *OF_A_COPY),
     ("13.1", "one turn too many", ("range(peer.ranks - 1)", "range(peer.ranks)")),

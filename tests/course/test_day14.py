@@ -352,6 +352,13 @@ ONE_AHEAD = """    for n, key in enumerate(layers):
 """
 
 REFUSED = [
+    (
+        "14.4",
+        "each output twice",
+        ("    inputs = [x]", "    inputs, outputs = [x], []"),
+        ("        del w\n", "        outputs.append(inputs[-1].clone())\n        del w\n"),
+    ),
+    ("14.4", "writes into x", ("    inputs = [x]", "    x.mul_(1.0)\n    inputs = [x]")),
     ("14.1", "more than the minimum", ("< minimum", "<= minimum")),
     ("14.1", "bytes of float32", ("len(whole(tensor)) <", "storage.nbytes() < 4 *")),
     (
@@ -407,6 +414,8 @@ REFUSED = [
     ),
 ]
 ACCEPTED = [
+    ("14.4", "a copy in place", ("w - lr * dw", "w.clone().sub_(dw, alpha=lr)")),
+    ("14.4", "the gradient in place", ("w - lr * dw", "dw.mul_(-lr).add_(w)")),
     ("14.1", "a view of bytes", (VIEWED, "kept.get().view(torch.uint8).view(dtype)")),
     (
         "14.2",

@@ -143,6 +143,7 @@ BEFORE = f"[max((t for t in times if t <= {SHARE}), default=times[0]) for n in r
 IN_FLOAT64 = "[torch.zeros(stop - start, dtype=torch.float64) for _ in shares[0]]"
 
 REFUSED = [
+    ("15.3", "a constant makes the sum 1", ("x / x.sum()", "x + (1 - x.sum()) / len(x)")),
     ("15.1", "a limit of 0.285", (LIMIT, "<= 0.285")),
     ("15.1", "a limit of 0.295", (LIMIT, "<= 0.295")),
     ("15.1", "a limit of 5 digits", (LIMIT, "< 0.28868")),
@@ -190,6 +191,16 @@ REFUSED = [
     ("15.5", "the time before", (EVEN, BEFORE)),
 ]
 ACCEPTED = [
+    (
+        "15.3",
+        "a scaled matrix",
+        (
+            "    x = np.linalg.solve(overlaps, [",
+            "    d = np.sqrt(np.diag(overlaps))\n"
+            "    x = np.linalg.solve(overlaps / d[:, None] / d, np.array([",
+        ),
+        ("p, target) for p in known])", "p, target) for p in known]) / d) / d"),
+    ),
     ("15.1", "the limit in other words", (LIMIT, "<= 1 / 12**0.5")),
     ("15.2", "mul_ and add_", (MOVE, "value.mul_(1 - share).add_(weight.detach(), alpha=share)")),
     ("15.3", "filled in by a loop", (PLACED, BY_LOOP)),

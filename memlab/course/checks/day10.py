@@ -17,8 +17,12 @@ from memlab.checkpointing.operations import Operations
 from memlab.course.checks.day09 import momentum_in_8_bits
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, distinct, require
 from memlab.course.properties import (
+    SLACK,
     is_tensor,
+    limited,
     limited_outside_of_tensors,
+    peaks,
+    rounding,
     shares_no_storage,
 )
 from memlab.course.solutions import body, mistakes
@@ -153,15 +157,18 @@ def _require_tuple(call: str, got: Any, names: tuple[str, ...], like: tuple[Tens
         is_tensor(f"{call}, {name},", one, dtype=wanted.dtype, shape=tuple(wanted.shape))
 
 
-def _require_near(what: str, got: Tensor, wanted: Tensor, within: float = 2e-5) -> None:
+def _require_near(
+    what: str, got: Tensor, wanted: Tensor, within: float = 2e-5, allowed: Tensor | None = None
+) -> None:
     """Infinities have to be equal, and NaN has its own message.
 
     float64 allows rounding errors only: a row_sum with 10⁻⁶ added is refused.
     """
     within = 1e-10 if got.dtype == torch.float64 else within
+    allowed = within * (1 + wanted.abs()) if allowed is None else allowed
     nans = got.isnan().sum().item()
     require(not nans, f"{what}: {nans} of {got.numel()} elements are NaN.")
-    off = (got.double() - wanted).abs() > within * (1 + wanted.abs())
+    off = (got.double() - wanted).abs() > allowed
     off |= (got.isinf() | wanted.isinf()) & (got.double() != wanted)
     if off.any():
         place = tuple(off.nonzero()[0].tolist())
@@ -246,13 +253,13 @@ def _check_run(answer: Add, call: str, run: TileRun, head_dim: int = 3) -> None:
         got = answer(*given)
         seen += count
         after = f"{call}: after tile {number}"
-        wanted = _state_after(scores[..., :seen], values[..., :seen, :])
+        wanted, summed = _state_after(scores[..., :seen], values[..., :seen, :])
         _require_tuple(after, got, _STATE, tuple(x.to(run.dtype) for x in wanted))
         pairs = zip((*_STATE, "scores", "values"), zip(given, copies, strict=True), strict=True)
         _require_untouched(after, **dict(pairs))
         names = (*_STATE, "scores", "values")
-        for name, one, right in zip(_STATE, got, wanted, strict=True):
-            _require_near(f"{after} {name}", one, right)
+        for name, one, right, terms in zip(_STATE, got, wanted, summed, strict=True):
+            _require_near(f"{after} {name}", one, right, allowed=rounding(run.dtype) * terms)
             shares_no_storage(f"{after}: {name}", one, **dict(zip(names, given, strict=True)))
         state = got
 
@@ -262,12 +269,13 @@ def _empty_state(rows: tuple[int, ...], head_dim: int, dtype: torch.dtype) -> tu
     return row_max, torch.zeros_like(row_max), torch.zeros(*rows, head_dim, dtype=dtype)
 
 
-def _state_after(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """From all scores at once, in float64."""
+def _state_after(scores: Tensor, values: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """From all scores at once, in float64; and the sizes of the terms that were summed."""
     scores, values = scores.double(), values.double()
     row_max = scores.amax(-1, keepdim=True)
     probs = (scores - row_max.masked_fill(row_max == -math.inf, 0)).exp()
-    return row_max, probs.sum(-1, keepdim=True), probs @ values
+    row_sum = probs.sum(-1, keepdim=True)
+    return (row_max, row_sum, probs @ values), (0 * row_sum, row_sum, probs @ values.abs())
 
 
 def _check_memory_of_add(answer: Add) -> None:
@@ -343,7 +351,10 @@ _ADD = Exercise(
             "All rows share one row_max, so low rows underflow to 0. Each row needs its own.",
             (_HIGHER, "torch.maximum(row_max, scores.max())"),
         ),
-        ("Subtract row_max before exp: e^1000 is infinite.", (_SAFE, "torch.zeros_like(new_max)")),
+        (
+            "Subtract the new row_max before exp: e^1000 is infinite.",
+            (_SAFE, "torch.zeros_like(new_max)"),
+        ),
         ("−∞ − (−∞) is NaN. For a row that has seen nothing yet, subtract 0.", (_SAFE, "new_max")),
         (
             "acc is already divided by row_sum. Keep the undivided sum, and divide at the end.",
@@ -927,6 +938,8 @@ def _check_costs_of_flash(answer: Flash) -> tuple[int, int, int]:
         f"flash, {MORE_KEYS}, forward and backward,", partial(_both_passes, answer), of_k=10
     )
     limited_outside_of_tensors(call, _both_passes(answer, LONG), OUTSIDE)
+    q, k, v = (x.clone().requires_grad_() for x in _arguments(LONG)[:3])
+    limited(call, peaks(lambda: answer(q, k, v, LONG.tile, LONG.shift)), left=SLACK)
     return held, costs.peak_bytes, made
 
 
@@ -958,19 +971,23 @@ def _both_passes(answer: Flash, case: AttentionCase) -> Callable[[], None]:
 
 def _check_is_a_function(answer: Flash) -> None:
     q, k, v, _ = (x.clone().requires_grad_() for x in _arguments(CASES[0]))
-    seen: list[int] = []
+    seen: dict[int, int] = {}  # bytes by address
 
     def pack(tensor: Tensor) -> Tensor:
-        seen.append(tensor.data_ptr())
+        seen[tensor.data_ptr()] = tensor.nbytes
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        node = answer(q, k, v, 2, 2).grad_fn
+        out = answer(q, k, v, 2, 2)
+        node = out.grad_fn
     require(
         isinstance(node, BackwardCFunction),
         f"flash gave a tensor whose grad_fn is {type(node).__name__}; wanted your own Function.",
     )
-    missed = [name for name, x in zip(_QKV, (q, k, v), strict=True) if x.data_ptr() not in seen]
+    named = dict(zip((*_QKV, "out"), (q, k, v, out), strict=True))
+    missed = [name for name, x in named.items() if x.data_ptr() not in seen]
+    if not missed and sum(seen.values()) < sum(x.nbytes for x in (q, k, v)) + CASES[0].kept_bytes:
+        missed = ["lse"]
     require(
         not missed,
         f"flash keeps {', '.join(missed)} where hooks for saved tensors can't see them. Use "

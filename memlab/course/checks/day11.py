@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from memlab.checkpointing.operations import Operations
@@ -406,9 +407,8 @@ def _check_chunked(answer: Loss) -> str:
     peak, held = _check_bytes(answer, first)
     for case in others:
         _check_bytes(answer, case)
-    rounded = others[-1]  # its gradients are copies of the sums
-    inputs = rounded.inputs
-    limited(rounded.call, peaks(lambda: answer(*inputs, rounded.chunk)), left=SLACK)
+    for case in (first, others[-1]):  # in bfloat16, the gradients are copies of the sums
+        _check_nothing_else_kept(answer, case)
     limited_outside_of_tensors(
         first.call, lambda: answer(*first.inputs, first.chunk).backward(), OUTSIDE
     )
@@ -421,6 +421,25 @@ def _check_chunked(answer: Loss) -> str:
         f"{4 * first.rows * first.vocab:,} for all the logits · three matmuls"
         f"{' · two tensors of chunk × V are alive at once; one is enough' if has_two else ''}"
     )
+
+
+def _check_nothing_else_kept(answer: Loss, case: LossCase) -> None:
+    """hidden is another operator's result here, so only the loss's graph could keep it alive."""
+    leaf, weight, targets = case.inputs
+    inputs: list[StorageWeakRef] = []
+
+    def loss() -> Tensor:
+        hidden = leaf * 1
+        inputs.append(StorageWeakRef(hidden.untyped_storage()))
+        return answer(hidden, weight, targets, case.chunk)
+
+    kept = loss()
+    require(
+        inputs[0].expired(),
+        f"{case.call} keeps hidden alive until backward. Keep both gradients and nothing else.",
+    )
+    del kept
+    limited(case.call, peaks(loss), left=SLACK)
 
 
 def _loss_of(answer: Loss, call: str, *given: Any) -> Tensor:

@@ -12,7 +12,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memlab.course.checks.day11 import in_chunks
 from memlab.course.exercises import Bill, Day, Exercise, equal, require
 from memlab.course.peers import Peer, Stuck, Work, counted, in_turns
-from memlab.course.properties import distinct_elements, is_tensor
+from memlab.course.properties import (
+    distinct_elements,
+    is_tensor,
+    limited_outside_of_tensors,
+    rounding,
+)
 from memlab.course.solutions import body, mistakes, solution
 from memlab.internals.torch_internals import storage_from_weak_pointer, tree_leaves
 from memlab.metering.modes import LightMode
@@ -203,7 +208,8 @@ _RING = Exercise(
 
 # Every element of every gradient is unique, and every sum over ranks is larger than all of them.
 # So a copy of a gradient is recognized by its elements.
-UNIQUE = 1000 + torch.randperm(1000, generator=torch.Generator().manual_seed(13))
+# Far apart, so that no mean of some is another.
+UNIQUE = 1000 + torch.randperm(2**20, generator=torch.Generator().manual_seed(13))[:1000]
 ELEMENTS_PER_RANK = 72
 
 
@@ -214,12 +220,14 @@ class BackwardCase:
     buckets: tuple[str, ...]
     orders: tuple[str, ...]  # one per rank
     dtype: torch.dtype = torch.float32
+    repeats: int = 1
 
     def gradient(self, name: str, rank: int) -> Tensor:
         """A matrix with a different size for each name."""
         place = ord(name) - ord("a")
         first = ELEMENTS_PER_RANK * rank + place * (place + 1)
-        return UNIQUE[first : first + 2 * (place + 1)].to(self.dtype).view(2, place + 1)
+        made = UNIQUE[first : first + 2 * (place + 1)].to(self.dtype).view(2, place + 1)
+        return made.repeat(1, self.repeats)
 
     def sums(self) -> list[Tensor]:
         ranks = range(len(self.orders))
@@ -249,6 +257,12 @@ def _check_buckets(answer: Any) -> str:
     for case in BACKWARDS:
         _check_backward(answer, case, added=0)
     _check_backward(answer, BACKWARDS[0], added=100)
+    long = BackwardCase(("ab", "cd", "ef", "gh"), ("abcdefgh",), repeats=4096)
+    limited_outside_of_tensors(
+        f"reduce_in_buckets of {4 * 4096 * ELEMENTS_PER_RANK:,} bytes of gradients",
+        lambda: _check_backward(answer, long, added=0),
+        4096 * ELEMENTS_PER_RANK,
+    )
     return (
         "exact sums · each bucket begins when its last gradient arrives, in the same order on all "
         "ranks · "
@@ -519,7 +533,10 @@ _BUCKETS = Exercise(
             "computed. Pass torch.cat(…) directly to begin, or del flat.",
             (_BEGIN, _NAMED),
         ),
-        ("You keep gradients that were sent. Use pop.", ("grads.pop(n)", "grads[n]")),
+        (
+            "You keep gradients that were sent. Let no dict or list refer to them.",
+            ("grads.pop(n)", "grads[n]"),
+        ),
         (
             "You concatenate gradients in the order they arrived, which differs between ranks. "
             "Follow the order of the names in the bucket.",
@@ -662,8 +679,9 @@ def _require_rounds(at: str, run: RunCase, peer: Peer, weight: Tensor, number: i
 
 def _require_weight(at: str, got: Tensor, wanted: Tensor) -> None:
     mine, right = distinct_elements(got, wanted)
+    allowed = rounding(wanted.dtype) * wanted.abs().max().item()
     require(
-        torch.allclose(got, wanted, rtol=1e-5, atol=1e-5),
+        torch.allclose(got, wanted, rtol=0, atol=allowed),
         f"{at}: `weight` is {mine}; wanted {right}.",
     )
 

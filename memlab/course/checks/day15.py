@@ -12,7 +12,12 @@ from torch import Tensor
 
 from memlab.course.checks.day14 import offloaded_to_the_disk
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, distinct, require
-from memlab.course.properties import limited_outside_of_tensors, require_none_wrong, unchanged
+from memlab.course.properties import (
+    limited_outside_of_tensors,
+    require_none_wrong,
+    rounding,
+    unchanged,
+)
 from memlab.course.solutions import body, mistakes, solution
 from memlab.ema import (
     Profile,
@@ -341,6 +346,8 @@ def _check_solve(answer: Solve) -> str:
     few = tracked_profiles((50, 100))
     case = "widths 0.05 and 0.10 at times 50 and 100, target 0.10 at 100"
     _require_error(answer, case, few, few[3])
+    case = "widths 0.05 and 0.10 at times 50 and 100, target 0.25 at 100"
+    _require_error(answer, case, few, power_profile(0.25, 100))
     many = tracked_profiles(range(10, 170, 10))
     for sigma, end in ((0.07, 160), (0.15, 160), (0.25, 160), (0.15, 80), (0.15, 75)):
         case = f"widths 0.05 and 0.10 at times 10, 20, … 160, target {sigma:.2f} at {end}"
@@ -602,7 +609,8 @@ def _require_sums(
         parts = torch.stack([tensors[name].double() for tensors in files])
         for target, sums in enumerate(factors @ parts):
             what = f"{name!r}, target {target},"
-            _require_close(case, what, writer.tensors[target][name], sums, parts.abs().sum(0))
+            summed = factors[target].abs() @ parts.abs()
+            _require_close(case, what, writer.tensors[target][name], sums, summed)
     read = sum(snapshot.elements_read for snapshot in found)
     wanted_reads = snapshots * sum(sizes.values())
     require(
@@ -611,13 +619,13 @@ def _require_sums(
     )
 
 
-def _require_close(case: str, what: str, got: Tensor, wanted: Tensor, scale: Tensor) -> None:
+def _require_close(case: str, what: str, got: Tensor, wanted: Tensor, summed: Tensor) -> None:
     missing = int(got.isnan().sum())
     require(
         missing == 0,
         f"{case}: {missing} of {len(got)} elements of {what} were never written.",
     )
-    off = (got.double() - wanted).abs() > 1e-6 * (1 + scale)
+    off = (got.double() - wanted).abs() > rounding(torch.float32, terms=16) * summed
     require_none_wrong(f"{case}: {what.rstrip(',')}", got, wanted, off)
 
 
