@@ -86,8 +86,9 @@ class Muon(MatrixOptimizer):
         self, weight: Tensor, gradient: Tensor, state: State, group: dict[str, Any]
     ) -> None:
         """Orthogonalize the momentum in bfloat16, and step by it."""
-        # Passed without a name, so that it is freed after the first Newton–Schulz step.
-        update = newton_schulz(self._ahead(weight, gradient, state, group), group["ns_steps"])
+        # Passed in a list that is emptied, so that it is freed after the first Newton–Schulz step.
+        # A call keeps its arguments alive while Dynamo watches frames, as after a failed compile.
+        update = newton_schulz([self._ahead(weight, gradient, state, group)], group["ns_steps"])
         lr, precision = float(group["lr"]), torch.promote_types(weight.dtype, torch.float32)
         for rows in self.rows_of(weight):
             part = weight[rows.as_slice]
@@ -114,12 +115,13 @@ class Muon(MatrixOptimizer):
         return ahead
 
 
-def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
-    """Return about U Vᵀ of the matrix U Σ Vᵀ; the matrix is scaled in place.
+def newton_schulz(matrices: list[Tensor], steps: int) -> Tensor:
+    """Return about U Vᵀ of the one matrix U Σ Vᵀ, which is taken from the list and scaled in place.
 
     At most two matrices of its size and one square matrix of its short side are in memory.
     """
     a, b, c = COEFFICIENTS
+    matrix = matrices.pop()
     is_tall = matrix.shape[0] > matrix.shape[1]
     matrix.div_(matrix.norm().clamp(min=SMALLEST_NORM))  # every singular value is at most 1
     if is_tall:
