@@ -195,6 +195,9 @@ class CheckpointedCall:
             arguments,
         )
         self.first_context, self.second_context = settings.context_fn()
+        if getattr(self.first_context, "respect_saved_tensors_hooks", True) is None:
+            # From torch 2.14 on. The hooks of this call would recompute what the context keeps.
+            self.first_context.respect_saved_tensors_hooks = False
         self.inputs = SavedInputs(arguments)
         self.ambient_state = AmbientState(arguments, settings.random)
         self.slots: list[weakref.ref[_Slot]] = []
