@@ -70,7 +70,7 @@ test: $(stamp) $(evidence_stamp) ## format, lint, tests, every notebook
 slow: $(stamp) $(evidence_stamp) ## every test, with every parameter: about an hour
 	@$(RUN_TESTS)
 
-evidence: $(stamp) $(evidence_stamp) ## predict every step that others measured on a GPU: EVIDENCE.md
+evidence: $(stamp) $(evidence_stamp) ## predict every step that others measured on a GPU: docs/EVIDENCE.md
 	@$(VENV_PYTHON) benchmarks/evidence.py
 
 bench: benchmarks-exist $(stamp) $(evidence_stamp) ## every number of the README, as Markdown

@@ -1,9 +1,9 @@
-"""Memory saved by every pair of techniques: writes COMPOSITIONS.md and its picture.
+"""Memory saved by every pair of techniques: writes docs/COMPOSITIONS.md and its picture.
 
     python benchmarks/compositions.py
 
 Every pair of rows in `memlab.train.TECHNIQUES` is measured in a dry run of the training step in
-docs/SAVINGS.md. COMPOSITIONS.md gives the reason for each pair that does not work.
+docs/SAVINGS.md. docs/COMPOSITIONS.md gives the reason for each pair that does not work.
 `tests/test_compositions.py` takes real steps with a small model for every pair, and compares
 gradients and memory with formulas.
 """
@@ -23,7 +23,7 @@ from memlab.train.registry import exclusions
 from memlab.units import format_bytes
 
 SETTING = SUITABLE["cpu"]
-PAGE = ROOT / "COMPOSITIONS.md"
+PAGE = ROOT / "docs" / "COMPOSITIONS.md"
 PICTURE = ROOT / "images" / "compositions.png"
 ROWS = [name for name in TECHNIQUES if name != "plain"]
 REASONS = dict(zip(exclusions(), ascii_lowercase, strict=False))  # a letter for each reason
@@ -31,12 +31,12 @@ REASONS = dict(zip(exclusions(), ascii_lowercase, strict=False))  # a letter for
 INTRODUCTION = """\
 # Two techniques at once
 
-![What each pair of techniques saves of a step's peak](images/compositions.png)
+![What each pair of techniques saves of a step's peak](../images/compositions.png)
 
 Each square shows how much of a training step's peak memory two techniques save together, in per
 cent. The diagonal shows each technique alone.
 
-The step is the one in [docs/SAVINGS.md](docs/SAVINGS.md): {setting}.
+The step is the one in [SAVINGS.md](SAVINGS.md): {setting}.
 Its peak without techniques is {plain}. All bytes come from dry runs and are the same on every CPU.
 
 - A number: the pair works. `tests/test_compositions.py` compares its gradients with the plain

@@ -8,7 +8,7 @@ source, licence and versions. It is rebuilt from its description (benchmarks/evi
 predicted with this torch; no GPU is used and no weights are downloaded. `make evidence` first
 installs the package versions that were measured.
 
-Prints Markdown. If all rows ran, writes EVIDENCE.md, images/evidence.png, the errors that
+Prints Markdown. If all rows ran, writes docs/EVIDENCE.md, images/evidence.png, the errors that
 `memlab.predict` reports (memlab/configs/evidence.json) and benchmarks/results/<machine>.json.
 Takes about eight minutes on two cores.
 """

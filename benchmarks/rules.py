@@ -1,9 +1,9 @@
-"""Write RULES.md: the verdicts on the rules of thumb that the course tests.
+"""Write docs/RULES.md: the verdicts on the rules of thumb that the course tests.
 
     python benchmarks/rules.py
 
-Collects the verdicts that the days' executed notebooks store, and writes them to RULES.md. Building
-a day (`python -m memlab.course.build 5`) measures its verdicts again.
+Collects the verdicts that the days' executed notebooks store, and writes them to docs/RULES.md.
+Building a day (`python -m memlab.course.build 5`) measures its verdicts again.
 """
 
 import re
@@ -19,7 +19,7 @@ from memlab.course.notebooks import read
 from memlab.course.rules import NO_GUIDE, RULES, RuleVerdict
 from memlab.internals.files import write_beside
 
-PAGE = ROOT / "RULES.md"
+PAGE = ROOT / "docs" / "RULES.md"
 RULES_IN_THE_GUIDES = 31
 INTRODUCTION = """\
 # Rules on trial
@@ -29,7 +29,7 @@ parts. The course tests {tried} of them, each in a day's notebook, with the code
 It also tests {others} claims that no guide makes. Of {verdicts} verdicts {wrong} are *wrong*, and
 most others hold only under a condition.
 
-The guides are cited by title; [docs/GUIDES.md](docs/GUIDES.md) has their authors and addresses, and
+The guides are cited by title; [GUIDES.md](GUIDES.md) has their authors and addresses, and
 where the course covers each of their items. A GB is 10⁹ bytes, as in the guides.
 
 Measured by the days' notebooks; collected by `python benchmarks/rules.py` on {where}. Bytes are
@@ -100,7 +100,7 @@ def _sections(reached: Iterable[RuleVerdict]) -> Iterator[str]:
         (notebook,) = (ROOT / "solutions").glob(f"day{day:02}_*.ipynb")
         source = notebook.with_suffix(".py").read_text(encoding="utf-8")
         title = re.search(r"^# # (Day .*)$", source, re.M)[1]
-        yield f"\n## [{title}]({notebook.relative_to(ROOT).as_posix()})\n"
+        yield f"\n## [{title}](../{notebook.relative_to(ROOT).as_posix()})\n"
         yield from map(entry, of_day)
 
 

@@ -359,7 +359,7 @@ def test_the_peak_of_two_techniques_is_that_of_a_dry_run(pair):
 # ------------------------------------------------------------------ the page and the results
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "COMPOSITIONS.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/COMPOSITIONS.md").read_text(encoding="utf-8")
 (RESULTS,) = (ROOT / "benchmarks" / "results").glob("cpu-*.json")
 STORED = json.loads(RESULTS.read_text(encoding="utf-8"))["compositions"]["peaks"]
 

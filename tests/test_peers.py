@@ -46,7 +46,7 @@ def test_a_changed_result_changes_the_table(path, value):
 
 
 def test_the_readme_counts_the_verdicts_of_rules_md():
-    page = (ROOT / "RULES.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/RULES.md").read_text(encoding="utf-8")
     verdicts = re.findall(r"^- verdict: \*\*(wrong|holds)\b.*\*\*$", page, re.M)
     wrong = verdicts.count("wrong")
     assert f"of {len(verdicts)} verdicts {wrong} are *wrong*" in README

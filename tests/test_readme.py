@@ -285,7 +285,7 @@ def test_a_make_target_that_is_not_there_is_noticed(copy_of_the_repository):
 
 def test_the_readmes_accuracy_is_that_of_the_evidence_page():
     """Each row has the figures of memlab's and of xMem's line for the same trainings."""
-    evidence = (ROOT / "EVIDENCE.md").read_text(encoding="utf-8")
+    evidence = (ROOT / "docs/EVIDENCE.md").read_text(encoding="utf-8")
     lines = re.findall(r"^\| (.*?), (.*?) \| (\d+) \| (.*?) \| .*? \| (.*?) \|$", evidence, re.M)
     figures = {(kind, what): rest for kind, what, *rest in lines}
     header = "| trainings | memory | rows |"

@@ -8,7 +8,7 @@ from pathlib import Path
 from memlab.course.rules import RULES
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "RULES.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/RULES.md").read_text(encoding="utf-8")
 ENTRY = re.compile(r"^\*\*(\w+)\.\*\* (.*)\n- measured: (.*)\n- verdict: \*\*(.*)\*\*$", re.M)
 DAYS = re.compile(r"^## \[Day (\d+): .*\]\((.*)\)$", re.M)
 
@@ -34,7 +34,7 @@ def test_each_entry_stands_in_the_notebook_that_it_names():
     for day, notebook, (rule, claim, measured, words) in entries():
         assert day == RULES[rule].day
         verdict = f"Rule {rule}. {claim} Measured: {measured} Verdict: {words}"
-        assert verdict in printed(ROOT / notebook)
+        assert verdict in printed(ROOT / "docs" / notebook)
 
 
 def test_each_verdict_of_a_notebook_has_an_entry():

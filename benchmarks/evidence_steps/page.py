@@ -15,7 +15,7 @@ from .measurements import MIB, PEERS
 from .predictions import EvidenceRow
 from .reasons import reason
 
-PAGE, PICTURE = ROOT / "EVIDENCE.md", ROOT / "images" / "evidence.png"
+PAGE, PICTURE = ROOT / "docs" / "EVIDENCE.md", ROOT / "images" / "evidence.png"
 ERRORS = ROOT / "memlab" / "configs" / "evidence.json"
 INTRODUCTION = """\
 These training steps were measured on real GPUs, most of them by other people who published the

@@ -5,7 +5,7 @@ addresses decide which block is split, and with that how much is reserved.
 
 The driver takes ranges of whole 32 MiB, each at the top of the highest sufficient gap:
 in a new process, below all others. A segment goes into the newest range with enough room, there to
-the lowest address, and else into a new range. NVIDIA does not document this (LOG.md).
+the lowest address, and else into a new range. NVIDIA does not document this (docs/LOG.md).
 """
 
 from bisect import insort

@@ -1,7 +1,7 @@
 """The rules of thumb that the course tests, each in the notebook of a day.
 
 A notebook measures, and calls `verdict` with the result. benchmarks/rules.py collects all verdicts
-into RULES.md.
+into docs/RULES.md.
 """
 
 from typing import NamedTuple
