@@ -44,7 +44,8 @@ NEARLY = {  # bytes of reserved memory and the reason
     "grouped queries, auto, 64, float32": 2**21,
     "course's GPT, float32": 2**21,
     "memlab: lora": 2**22,
-    "transformers' Llama, eager, float32": 0,  # 66,048 bytes allocated
+    "transformers' Llama, sdpa, bf16": 0,  # 66,048 bytes allocated
+    "transformers' Llama, eager, float32": 0,
     "transformers' GPT-2, sdpa, float32": 0,
     "sdpa math, full, 128, bf16": 0,
     "memlab: loss-scaling": 0,
