@@ -120,7 +120,7 @@ def flash_attention(
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     seed = _draw_seed() if dropout and has_values(q) else 0
     settings = FlashSettings(limits, scale, dropout, tile, seed)
-    return _FlashAttention.apply(q, k, v, settings)
+    return FlashAttention.apply(q, k, v, settings)
 
 
 @dataclass(frozen=True)
@@ -347,7 +347,7 @@ NO_SECOND_DERIVATIVE = (
 )
 
 
-class _FlashAttention(torch.autograd.Function):
+class FlashAttention(torch.autograd.Function):
     """The autograd function. It saves q, k, v, out and lse."""
 
     @staticmethod
