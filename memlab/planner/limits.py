@@ -40,15 +40,19 @@ def largest(
     """
     known = dict(known)
     start, fits, too_many = min(known), max(known), maximum + 1
+    measured = 0.0  # slope; a given one may be far too steep
     for _ in range(MOST_PREDICTIONS):
         few = max(step, CLOSE * fits)
-        if too_many - fits <= few or budget - known[fits] < few * (slope or 0):
+        between = too_many - fits
+        if between <= (few if too_many in known else step):
+            break
+        if budget - known[fits] < few * measured:
             break
         guess = _between(known, budget, fits, too_many) or _above(known, budget, fits, slope)
         guess = start + (guess - start) // step * step
         guess = min(max(guess, fits + step), fits + (too_many - 1 - fits) // step * step)
         known[guess] = needed(guess)
-        slope = (known[guess] - known[fits]) / (guess - fits)
+        slope = measured = (known[guess] - known[fits]) / (guess - fits)
         if known[guess] <= budget:
             fits = guess
         else:
