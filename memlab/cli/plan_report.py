@@ -180,8 +180,13 @@ def remarks(found: Plan) -> Iterator[str]:
     if best and miss:
         yield (
             f"The next faster recipe, {miss.recipe.words}, needs "
-            f"{format_bytes(miss.needed_bytes)}; it would fit with "
-            f"{format_bytes(miss.missing_bytes)} more"
+            f"{format_bytes(miss.needed_bytes)}"
+            + (
+                f"; it would fit with {format_bytes(miss.missing_bytes)} more"
+                if miss.measured
+                else f" by formula, and more is reserved: it lacks at least "
+                f"{format_bytes(miss.missing_bytes)}"
+            )
         )
     yield from _formula_remarks(found)
     if found.gpus > 1 and found.target != "cpu":

@@ -148,7 +148,9 @@ class Hub:
         kind, template = _template_of(cls, config)
         added = f"with the special tokens of {kind}" if template else "without special tokens"
         self._note(f"the tokenizer of {name}", f"tokens of one word each, {added}")
-        return words_tokenizer({"model_max_length": positions, **options}, template)
+        return words_tokenizer(
+            {"model_max_length": positions, **options}, template, length=_vocabulary_of(config)
+        )
 
     def _image_processors(self, module: ModuleType) -> Iterator[Replacement]:
         make = partial(self._auto_processor, "IMAGE_PROCESSOR_MAPPING", module)
@@ -281,6 +283,14 @@ def _config_beside(name: Any, options: Mapping[str, Any]) -> Any:
     try:
         return _config_of(name, subfolder=where)
     except (OSError, ValueError):
+        return None
+
+
+def _vocabulary_of(config: Any) -> int | None:
+    """Return the number of tokens of a config's text model; None if it has none, or several."""
+    try:
+        return getattr(config.get_text_config(), "vocab_size", None)
+    except (AttributeError, ValueError):
         return None
 
 

@@ -72,15 +72,21 @@ def _ours(tokenizer: Any, token: str) -> str:
     return token if token in _NUMBERS else _SPECIAL_TOKENS[next(roles, "unk_token")]
 
 
-def words_tokenizer(options: Mapping[str, Any], template: Template | None = None) -> Any:
+def words_tokenizer(
+    options: Mapping[str, Any], template: Template | None = None, *, length: int | None = None
+) -> Any:
     """Return the tokenizer, with a template's special tokens around texts.
 
     options   of `from_pretrained`; padding_side and model_max_length count
+    length    its number of tokens, which scripts give to `resize_token_embeddings`; None: as many
+              as it uses itself
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel(_NUMBERS, unk_token="<unk>"))
+    unused = range(len(_NUMBERS), length or 0)
+    numbers = {**_NUMBERS, **{f"<unused {number}>": number for number in unused}}
+    words = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     kept = {key: options[key] for key in ("padding_side", "model_max_length") if key in options}
     if template is not None:

@@ -292,6 +292,21 @@ def test_a_tokenizer_of_special_tokens_alone_is_replaced(tmp_path, model_type):
     assert len(found) == 3 + {"t5": 1, "nllb-moe": 2, "mbart": 2}[model_type]
 
 
+def test_a_model_resized_to_its_tokenizer_keeps_its_size(tmp_path):
+    """As Alpaca's and QLoRA's scripts do, after they add a token for padding."""
+    fields = {"model_type": "gpt2", "vocab_size": 1234, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    stand_ins = StandIns(configs={"someone/model": str(tmp_path / "config.json")})
+    with Isolation().active(), stand_ins.active():
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained("someone/model")
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+        model = AutoModelForCausalLM.from_pretrained("someone/model")
+        model.resize_token_embeddings(len(tokenizer))
+    assert model.get_input_embeddings().weight.shape == (1235, 8)
+
+
 def test_without_a_tokenizer_class_the_note_says_that_no_special_tokens_are_added(script):
     found = run(script, device="cpu", configs={"someone/model": "config.json"})
     assert found.notes[-1].endswith("tokens of one word each, without special tokens")
