@@ -24,6 +24,7 @@ from memlab.cli.rows import Row
 from memlab.cli.run_progress import announce, ended_by_a_signal, telling_where
 from memlab.cli.run_ranks import highest, show_ranks, show_transfers
 from memlab.cli.script import as_usage_errors, assumed, check_assumption
+from memlab.configs.evidence import doubt
 from memlab.configs.targets import accepted_devices, find_target
 from memlab.planner import Memory
 from memlab.planner.cards import budget_bytes
@@ -337,11 +338,19 @@ def _show_verdict(trace: Trace, memory: Memory, target: str, steps: int) -> int:
     if left >= 0:
         terminal.echo(f"{needs}: it fits, {format_bytes(left)} are left")
         most = trace.memory.reserved_most_bytes or 0
+        kind, times = doubt(trace.notes) or ("", 1.0)
         if most > budget:
             terminal.echo(
                 paragraph(
                     f"with other convolution kernels it may need up to {format_bytes(most)}, and "
                     f"then not fit"
+                )
+            )
+        elif times * needed > budget:
+            terminal.echo(
+                paragraph(
+                    f"but it may not: of measured steps of this kind ({kind}) one reserved "
+                    f"{times:.2f} times its prediction"
                 )
             )
         terminal.echo(

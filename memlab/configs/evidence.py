@@ -6,6 +6,7 @@ has every row.
 
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -51,6 +52,16 @@ def accuracy(kind: str) -> str:
         return f"no step of this kind ({kind}) has been measured on a GPU yet"
     figures = "; ".join(f"{figure} {of}" for figure, of in errors(kind).items())
     return f"compared with GPU measurements, {kind}: {figures}; see EVIDENCE.md"
+
+
+def doubt(notes: Collection[str]) -> tuple[str, float] | None:
+    """Return the kind of step that a prediction's notes name, and how many times its prediction
+    such a step reserved at most; None if the margin covers it."""
+    for kind in _written()["kinds"]:
+        if accuracy(kind) in notes:
+            lowest = errors(kind)["reserved"].lowest
+            return (kind, 1 / (1 + lowest)) if -lowest > margin_share() else None
+    return None
 
 
 def margin_share() -> float:

@@ -575,7 +575,7 @@ def fragmentation(s: TextSituation) -> Finding | None:
         found = finding(
             "fragmentation",
             0.45,
-            f"{_enough_free(message)}: the card's free memory is not in one piece",
+            f"{_enough_free(message)}: the free memory may be in several pieces",
         )
         return with_advice(
             found,

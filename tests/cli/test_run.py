@@ -69,6 +69,31 @@ def test_a_script_that_does_not_fit_has_status_1(memlab_in, folder):
     assert ": it does not fit, " in outcome.out
 
 
+def test_a_verdict_within_the_error_of_its_kind_is_doubted(memlab_in, folder):
+    """Measured convolutions reserved far more than their prediction, as with cudnn.benchmark."""
+    step = """
+        import torch
+        layer = torch.nn.Conv2d(3, 8, 3).cuda()
+        optimizer = torch.optim.SGD(layer.parameters())
+        for _ in range(2):
+            layer(torch.zeros(32, 3, 256, 256, device="cuda")).sum().backward()
+            optimizer.step()
+        """
+    (folder / "convolution.py").write_text(dedent(step))
+    found = {}
+    for memory in ("1GiB", "40GiB"):
+        command = ("run", "--memory", memory, "--device", "cuda", "--margin", "0%")
+        found[memory] = " ".join(memlab_in(folder, *command, "convolution.py").out.split())
+    said = ": it fits, "
+    assert said in found["40GiB"]
+    assert "but it may not" not in found["40GiB"]
+    assert said in found["1GiB"]
+    assert (
+        "but it may not: of measured steps of this kind (convolutions) one reserved"
+        in (found["1GiB"])
+    )
+
+
 def test_the_document_has_the_peak(memlab_in, folder):
     outcome = memlab_in(folder, "run", "--json", "--device", "cpu", "train.py")
     document = json.loads(outcome.out)

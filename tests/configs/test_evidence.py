@@ -5,7 +5,7 @@ import json
 import pytest
 
 from memlab.configs import evidence
-from memlab.configs.evidence import accuracy, errors, margin_share
+from memlab.configs.evidence import accuracy, doubt, errors, margin_share
 
 
 def write(folder, monkeypatch, lowest):
@@ -53,3 +53,10 @@ def test_the_margin_covers_the_largest_need_above_a_prediction(
 ):
     write(tmp_path, monkeypatch, lowest)
     assert margin_share() == share
+
+
+def test_a_kind_that_needed_more_than_the_margin_is_doubted():
+    kind, times = doubt(["a note", accuracy("convolutions")])
+    assert (kind, times > 1.2) == ("convolutions", True)
+    assert doubt([accuracy("transformers")]) is None
+    assert doubt([]) is None
