@@ -1,7 +1,10 @@
 """benchmarks/mutants.py: one-step edits, and whether a check accepts them."""
 
 import ast
+import subprocess
+import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 from benchmark_scripts import script
@@ -9,6 +12,7 @@ from benchmark_scripts import script
 from memlab.course.answers import cell_of
 from memlab.course.days import exercise_of, notebook
 
+ROOT = Path(__file__).parents[1]
 benchmark = script("mutants")
 import_module("torch._dynamo")  # once, not in each child process
 
@@ -52,8 +56,16 @@ def test_each_edit_is_one_step_and_differs():
     ids=["the solution", "another factor", "ends the process"],
 )
 def test_an_edit_is_checked_in_its_own_process(edit, accepted):
-    source = cell_of(notebook(11, "solutions"), "11.1").replace(*edit)
-    assert benchmark.is_accepted(exercise_of("11.1"), source) == accepted
+    """From a fresh process, as the benchmark is: a fork has the state of its parent."""
+    code = (
+        "import sys, mutants; from memlab.course.answers import cell_of; "
+        "from memlab.course.days import exercise_of, notebook; "
+        "source = cell_of(notebook(11, 'solutions'), '11.1').replace(*sys.argv[1:]); "
+        "sys.exit(mutants.is_accepted(exercise_of('11.1'), source))"
+    )
+    command = [sys.executable, "-c", code, *edit]
+    done = subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, check=False)
+    assert done.returncode == accepted, done.stderr
 
 
 def test_an_edit_that_never_ends_is_refused(monkeypatch):
