@@ -120,7 +120,12 @@ def test_ranks_that_share_a_model_have_the_same_tokens(tmp_path, mesh):
 
 def started(path: Path, ranks: int = 2) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+        # gloo aborted a rank once in some hundred runs, on a busy machine; a script's own error is
+        # an exit status.
+        if "SIGABRT" not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr[-2_000:]
     return done.stdout
 
