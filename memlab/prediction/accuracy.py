@@ -6,11 +6,11 @@ from memlab.configs.evidence import accuracy, confirmed_kernels
 from memlab.dry_runs.fake_tensors import UNCOMPILED
 from memlab.trace import Trace
 
-_KINDS = {  # by parts of operators' names: one of them, or all of a tuple
-    "recurrent layers": ("_rnn",),
-    "convolutions": ("convolution",),
+_KINDS = {  # by parts of operators' names: all parts of one of the tuples
+    "recurrent layers": (("_rnn",),),
+    "convolutions": (("convolution",),),
     # A softmax alone may be a policy or a classifier, an embedding alone a recommender.
-    "transformers": ("attention", ("aten._softmax", "aten.bmm")),
+    "transformers": (("attention",), ("aten._softmax", "aten.bmm")),
 }
 
 
@@ -21,14 +21,8 @@ def kind_of(trace: Trace, has_four_bits: bool) -> str:
     if has_four_bits:
         return "4-bit weights"
     operators = {event.operator for event in (*trace.history, *trace.events)}
-
-    def occurs(part: str | tuple[str, ...]) -> bool:
-        if isinstance(part, tuple):
-            return all(map(occurs, part))
-        return any(part in operator for operator in operators)
-
-    for kind, parts in _KINDS.items():
-        if any(map(occurs, parts)):
+    for kind, ways in _KINDS.items():
+        if any(all(any(part in op for op in operators) for part in way) for way in ways):
             return kind
     return "neither attention nor convolutions"
 
