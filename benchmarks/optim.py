@@ -55,6 +55,8 @@ from torch import Tensor, nn
 
 from memlab.metering.profiler_recording import record
 from memlab.optim import Adam8bit, AdamMini, AdamW, Apollo, GaLore, Lion, Lion8bit, Muon
+from memlab.reference.apollo import apollo_
+from memlab.reference.galore import galore_
 from memlab.reference.soap import shampoo_, soap_
 
 MIB = 2**20
@@ -161,20 +163,37 @@ class OfReference(torch.optim.Optimizer):
                 self._step(weight, weight.grad, self.state[weight], group["lr"])
 
 
+def of_reference(step_: Callable[..., None], **settings: Any) -> Build:
+    return lambda weight: OfReference([weight], partial(step_, **settings), LR)
+
+
 def of_a_matrix(plan: OptimizerSizes) -> dict[str, Build]:
     """Return the optimizers of one matrix. No step after the first has an SVD or a QR, unless the
     name says so."""
     often, never = 1, 10**6
     low = {"lr": LR, "weight_decay": 0.0, "rank": plan.rank}
+
+    def galore_torch(weight: nn.Parameter) -> torch.optim.Optimizer:
+        with silence():
+            package = importlib.import_module("galore_torch")
+        own = {"rank": plan.rank, "update_proj_gap": never, "scale": 0.25, "proj_type": "std"}
+        return package.GaLoreAdamW(
+            [{"params": [weight], **own}], lr=LR, no_deprecation_warning=True
+        )
+
     return {
         LOOP: CONTENDERS[LOOP].build,
         "Muon": lambda weight: Muon([weight], lr=LR, weight_decay=0.0),
+        "torch Muon": lambda weight: torch.optim.Muon([weight], lr=LR, weight_decay=0.0),
         "GaLore": lambda weight: GaLore([weight], gap=never, **low),
         "GaLore, with SVD": lambda weight: GaLore([weight], gap=often, **low),
+        "GaLore, reference": of_reference(galore_, rank=plan.rank, gap=never),
+        **({"galore-torch": galore_torch} if importlib.util.find_spec("galore_torch") else {}),
         "APOLLO": lambda weight: Apollo([weight], **low),
-        "Shampoo": lambda weight: OfReference([weight], shampoo_, LR),
-        "SOAP": lambda weight: OfReference([weight], partial(soap_, frequency=never), LR),
-        "SOAP, with QR": lambda weight: OfReference([weight], partial(soap_, frequency=often), LR),
+        "APOLLO, reference": of_reference(apollo_, rank=plan.rank),
+        "Shampoo": of_reference(shampoo_),
+        "SOAP": of_reference(soap_, frequency=never),
+        "SOAP, with QR": of_reference(soap_, frequency=often),
     }
 
 

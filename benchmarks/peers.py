@@ -125,6 +125,21 @@ def optimizers(results: dict[str, Any]) -> Iterator[Line]:
         "; ".join(f"{peer}: {format_bytes(row['on the way'])}" for peer, row in named.items()),
         "optim",
     )
+    matrices = results["optim"]["matrices"]["rows"]
+    for name, theirs in OF_MATRICES.items():
+        beside = [f"{peer}: {format_bytes(matrices[peer]['on the way'])}" for peer in theirs]
+        yield Line(
+            f"{name}: temporary memory of a step of a 1,024 × 1,024 matrix",
+            format_bytes(matrices[name]["on the way"]),
+            "; ".join(beside),
+            "optim",
+        )
+    yield Line(
+        "Adam-mini: temporary memory of a step with 16.8 million weights",
+        format_bytes(rows["memlab AdamMini"]["on the way"]),
+        f"adam-mini: {format_bytes(rows['adam-mini Adam_mini']['on the way'])}",
+        "optim",
+    )
     for name, theirs in OPTIMIZERS.items():
         factors = [f"{peer}: {seconds[peer] / seconds[name]:.1f} ×" for peer in theirs]
         yield Line(f"time of a step, {name.split()[1]}", "1 ×", "; ".join(factors), "optim")
@@ -136,6 +151,11 @@ def in_words(number: float) -> str:
 
 
 EIGHT_BIT = ("Adam8bit", "AdamW8bit")
+OF_MATRICES = {
+    "Muon": ("torch Muon",),
+    "GaLore": ("galore-torch", "GaLore, reference"),
+    "APOLLO": ("APOLLO, reference",),
+}
 OPTIMIZERS = {
     "memlab Adam8bit": ("bitsandbytes Adam8bit", "torchao AdamW8bit"),
     "memlab Lion": ("lion-pytorch Lion",),
