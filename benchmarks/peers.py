@@ -125,7 +125,15 @@ def optimizers(results: dict[str, Any]) -> Iterator[Line]:
         "; ".join(f"{peer}: {format_bytes(row['on the way'])}" for peer, row in named.items()),
         "optim",
     )
-    matrices = results["optim"]["matrices"]["rows"]
+    yield from _temporaries(results["optim"])
+    for name, theirs in OPTIMIZERS.items():
+        factors = [f"{peer}: {seconds[peer] / seconds[name]:.1f} ×" for peer in theirs]
+        yield Line(f"time of a step, {name.split()[1]}", "1 ×", "; ".join(factors), "optim")
+
+
+def _temporaries(results: dict[str, Any]) -> Iterator[Line]:
+    """Compare what a step allocates beside the state."""
+    rows, matrices = results["optimizers"]["rows"], results["matrices"]["rows"]
     for name, theirs in OF_MATRICES.items():
         beside = [f"{peer}: {format_bytes(matrices[peer]['on the way'])}" for peer in theirs]
         yield Line(
@@ -140,9 +148,6 @@ def optimizers(results: dict[str, Any]) -> Iterator[Line]:
         f"adam-mini: {format_bytes(rows['adam-mini Adam_mini']['on the way'])}",
         "optim",
     )
-    for name, theirs in OPTIMIZERS.items():
-        factors = [f"{peer}: {seconds[peer] / seconds[name]:.1f} ×" for peer in theirs]
-        yield Line(f"time of a step, {name.split()[1]}", "1 ×", "; ".join(factors), "optim")
 
 
 def in_words(number: float) -> str:

@@ -54,8 +54,8 @@ WITH_SCRIPT = (
 )
 # The parameters of `memlab plan` that --deepspeed allows.
 WITH_DEEPSPEED = (
-    *("deepspeed", "model", "memory", "margin", "gpus", "batch", "seq"),
-    *("device", "out", "wide", "as_json"),
+    *("deepspeed", "model", "gpus", "batch", "seq"),
+    *("out", "wide", "as_json"),
 )
 IN_ASCII = {
     "×": "x",
@@ -508,8 +508,7 @@ def plan_command(
     deepspeed: Annotated[
         str | None,
         typer.Option(
-            help="Plan a training with a DeepSpeed config: what each key costs and saves, and "
-            "whether the training fits. By formula only.",
+            help="List what each key of a DeepSpeed config costs and saves in bytes, by formula.",
             metavar="CONFIG.json",
         ),
     ] = None,
@@ -543,7 +542,7 @@ def plan_command(
 
     [bold]memlab plan --script train.py:build --memory 16GiB[/]
 
-    [bold]memlab plan --model llama-2-7b --gpu rtx4090 --deepspeed ds_config.json[/]
+    [bold]memlab plan --model llama-2-7b --deepspeed ds_config.json[/]
     """
     _refuse_wide_json(wide, as_json)
     _check_allocator_settings()
@@ -581,24 +580,21 @@ def plan_command(
         others = [n for n in context.params if n not in WITH_DEEPSPEED]
         if given := ", ".join(_given(context, *others)):
             raise UsageError(
-                f"got --deepspeed together with {given}; the config says how the model is trained, "
-                f"so leave them out"
+                f"got --deepspeed together with {given}; the table follows from the model and the "
+                f"config alone, so leave them out"
             )
         from memlab.cli.plan_deepspeed import plan_deepspeed
 
         with terminal.style(wide=wide, as_json=as_json):
-            status = plan_deepspeed(
+            plan_deepspeed(
                 deepspeed,
                 model=model,
-                memory=memory,
                 gpus=gpus,
                 batch=batch if _given(context, "batch") else None,
                 seq_len=seq,
-                target=device,
-                margin=margin,
                 out=out,
             )
-        raise typer.Exit(status)
+        raise typer.Exit
     from memlab.cli.plan import plan_model
 
     with terminal.style(wide=wide, as_json=as_json):

@@ -1,62 +1,37 @@
-"""`memlab plan --deepspeed`: what a DeepSpeed config costs and saves, and whether it fits."""
+"""`memlab plan --deepspeed`: what each key of a DeepSpeed config costs and saves, in bytes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from memlab.cli import terminal
-from memlab.cli.documents import room_numbers
 from memlab.cli.errors import UsageError, quoted
 from memlab.cli.models import choose_model
 from memlab.cli.parsing import choose_folder
-from memlab.cli.plan import choose_memory
-from memlab.cli.plan_report import room
 from memlab.cli.results import write_formula_plan
-from memlab.configs.deepspeed import KEYS, MICRO, DeepSpeedConfig, read_deepspeed
+from memlab.configs.deepspeed import KEYS, DeepSpeedConfig, read_deepspeed
 from memlab.configs.shapes import PRESETS, GPTConfig
-from memlab.configs.torchrun import MAX_GPUS_PER_MACHINE
-from memlab.planner.cards import Memory, budget_bytes
 from memlab.planner.deepspeed import DeepSpeedStep, Effect, effects
-from memlab.planner.formulas import RESERVED
-from memlab.planner.options import option_numbers, verdict
-from memlab.planner.search import MAX_SEQUENCES, TOKENS, USUAL_SEQ_LEN
+from memlab.planner.search import USUAL_SEQ_LEN
 from memlab.units import format_bytes, paragraph
 
 
 def plan_deepspeed(
-    path: str,
-    *,
-    model: str | None,
-    memory: str | None,
-    gpus: int,
-    batch: int | None,
-    seq_len: int | None,
-    target: str | None,
-    margin: str | None,
-    out: str,
-) -> int:
-    """Print what each key changes and whether the config fits; return 1 if it does not, else 0."""
+    path: str, *, model: str | None, gpus: int, batch: int | None, seq_len: int | None, out: str
+) -> None:
+    """Print and write what each key changes."""
     if model is None:
         raise UsageError(
             f"got --deepspeed without --model; give one of {', '.join(PRESETS)}, or a config.json"
         )
-    gpu_memory, target = choose_memory(memory, target, margin)
-    if target == "cpu":
-        raise UsageError(
-            "got --device cpu with --deepspeed, which is planned for GPUs; leave it out"
-        )
     folder = choose_folder(out)
-    step = _step_of(path, model, batch=batch, seq_len=seq_len, gpus=gpus, target=target)
+    step = _step_of(path, model, batch=batch, seq_len=seq_len, gpus=gpus)
     found = list(effects(step))
-    budget = budget_bytes(gpu_memory, target)
-    limits = _limits(step, budget)
-    _show(path, model, step, found, gpu_memory, limits)
-    numbers = _numbers(path, model, step, found, gpu_memory, limits)
-    write_formula_plan(f"{model} with {path}, in {gpu_memory.name}", numbers, folder)
-    return 0 if _needed(step) <= budget else 1
+    _show(path, model, step, found)
+    write_formula_plan(f"{model} with {path}", _numbers(path, model, step, found), folder)
 
 
 def _step_of(
-    path: str, model: str, *, batch: int | None, seq_len: int | None, gpus: int, target: str
+    path: str, model: str, *, batch: int | None, seq_len: int | None, gpus: int
 ) -> DeepSpeedStep:
     shape = choose_model(model)
     if not isinstance(shape, GPTConfig):
@@ -69,73 +44,38 @@ def _step_of(
         raise UsageError(f"got --seq {seq_len}; {model} takes 1 to {shape.seq_len}")
     try:
         config = read_deepspeed(path, gpus=gpus, batch=batch, hidden_size=shape.hidden_size)
-        return DeepSpeedStep(shape, config, seq_len=seq_len, gpus=gpus, target=target)
+        return DeepSpeedStep(shape, config, seq_len=seq_len, gpus=gpus)
     except ValueError as error:
         raise UsageError(f"got --deepspeed {quoted(path)}: {error}") from error
-
-
-def _needed(step: DeepSpeedStep) -> int:
-    """Return the peak with the allowance for what the allocator reserves beyond it."""
-    return round((1 + RESERVED) * step.gpu_bytes)
-
-
-def _limits(step: DeepSpeedStep, budget: int) -> tuple[int | None, int | None]:
-    """Return the largest micro-batch and the longest sequence that fit, or None."""
-
-    def with_length(tokens: int) -> DeepSpeedStep:
-        return DeepSpeedStep(
-            step.model, step.config, seq_len=tokens, gpus=step.gpus, target=step.target
-        )
-
-    longest = _largest(
-        lambda n: _needed(with_length(n * TOKENS)) <= budget, step.model.seq_len // TOKENS
-    )
-    batch = _largest(lambda n: _needed(step.changed(MICRO, n)) <= budget, MAX_SEQUENCES)
-    return batch, longest and longest * TOKENS
-
-
-def _largest(fits: Callable[[int], bool], maximum: int) -> int | None:
-    """Return the last number from 1 to `maximum` that fits; None if 1 does not."""
-    low, high = 0, maximum + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low or None
 
 
 # ------------------------------------------------------------------ the report
 
 
-def _show(
-    path: str,
-    model: str,
-    step: DeepSpeedStep,
-    found: Sequence[Effect],
-    memory: Memory,
-    limits: tuple[int | None, int | None],
-) -> None:
-    terminal.echo("\n".join(map(paragraph, _headline(path, model, step, memory))) + "\n")
+def _show(path: str, model: str, step: DeepSpeedStep, found: Sequence[Effect]) -> None:
+    terminal.echo(paragraph(_headline(path, model, step)) + "\n")
     for sentences in (_complaints(step.config), _remarks(step, found)):
         if lines := list(map(paragraph, sentences)):
             terminal.echo("\n".join(lines) + "\n")
     terminal.show_table(_stored(found))
-    if moving := [effect for effect in found if any(effect.moved.values())]:
-        terminal.echo("\nbytes that each process moves in an optimizer step:")
-        terminal.show_table(_moved(moving))
-    terminal.echo("")
-    terminal.show_table(_peak(step))
-    terminal.echo("\n" + "\n".join(map(paragraph, _result(step, memory, limits))) + "\n")
+    terminal.echo(
+        "\n"
+        + paragraph(
+            "by formula, for one process; memlab does not run DeepSpeed's engine. Whether a "
+            "training fits: memlab run --gpu GPU train.py, without the engine and with the "
+            "micro-batch of one process, then these differences"
+        )
+        + "\n"
+    )
 
 
-def _headline(path: str, model: str, step: DeepSpeedStep, memory: Memory) -> Iterator[str]:
+def _headline(path: str, model: str, step: DeepSpeedStep) -> str:
     config, gpus = step.config, f"{step.gpus} GPU{'s' if step.gpus > 1 else ''}"
     steps = config.accumulation_steps
-    yield (
+    return (
         f"{model} with {path}: ZeRO stage {config.stage} on {gpus}, {config.micro_batch} × "
         f"{step.formula.seq_len} tokens, {steps} micro-batch{'es' if steps > 1 else ''} in a step"
     )
-    yield room(memory, step.target)
-    yield "by formula, for one process; memlab does not run DeepSpeed"
 
 
 def _complaints(config: DeepSpeedConfig) -> Iterator[str]:
@@ -168,14 +108,6 @@ def _stored(found: Sequence[Effect]) -> Any:
     return terminal.table_of(columns)
 
 
-def _moved(found: Sequence[Effect]) -> Any:
-    columns = {"key": [_named(effect) for effect in found]}
-    titles = {"network": "between GPUs", "host": "GPU to host and back", "disk": "to NVMe and back"}
-    for name, title in titles.items():
-        columns[title] = [_signed(effect.moved[name]) for effect in found]
-    return terminal.table_of(columns)
-
-
 def _described(effect: Effect) -> str:
     return f"{_named(effect)}: {KEYS[effect.path].does}"
 
@@ -191,84 +123,21 @@ def _signed(count: int) -> str:
     return f"{'+' if count > 0 else ''}{format_bytes(count)}" if count else ""
 
 
-def _peak(step: DeepSpeedStep) -> Any:
-    terms = sorted(step.terms.items(), key=lambda term: -term[1])
-    return terminal.table_of(
-        {
-            f"the GPU at its peak ({step.moment})": [name.replace("_", " ") for name, _ in terms],
-            "bytes": [format_bytes(count) for _, count in terms],
-        }
-    )
-
-
-def _result(
-    step: DeepSpeedStep, memory: Memory, limits: tuple[int | None, int | None]
-) -> Iterator[str]:
-    needed, budget = _needed(step), budget_bytes(memory, step.target)
-    rest = budget - needed
-    outcome = f"fits, {format_bytes(rest)} left" if rest >= 0 else f"lacks {format_bytes(-rest)}"
-    yield (
-        f"GPU: ≈ {format_bytes(step.gpu_bytes)} allocated; with {RESERVED:.0%} more for reserved "
-        f"memory, {format_bytes(needed)} of {format_bytes(budget)}: {outcome}"
-    )
-    if rest < 0:
-        yield "memlab plan without --deepspeed searches for techniques that make it fit"
-    batch, longest = limits
-    if batch and longest:
-        yield (
-            f"fits up to a micro-batch of {batch:,} at {step.formula.seq_len} tokens, and up to "
-            f"{longest:,} tokens at a micro-batch of {step.config.micro_batch}"
-        )
-    processes = min(step.gpus, MAX_GPUS_PER_MACHINE)
-    for where, terms in (("host", step.host), ("NVMe", step.disk)):
-        count = sum(terms.values())
-        if not count:
-            continue
-        pinned = f", {format_bytes(step.pinned_bytes)} pinned" if where == "host" else ""
-        yield f"{where}: {format_bytes(count)}{pinned} ({_listed(terms)})"
-        if processes > 1:
-            yield f"  on a machine with {processes} GPUs: {format_bytes(processes * count)}"
-
-
-def _listed(terms: dict[str, int]) -> str:
-    return ", ".join(f"{k.replace('_', ' ')} {format_bytes(v)}" for k, v in terms.items())
-
-
 # ------------------------------------------------------------------ the document
 
 
-def _numbers(
-    path: str,
-    model: str,
-    step: DeepSpeedStep,
-    found: Sequence[Effect],
-    memory: Memory,
-    limits: tuple[int | None, int | None],
-) -> dict[str, Any]:
-    needed, budget = _needed(step), budget_bytes(memory, step.target)
-    fits = needed <= budget
-    option = option_numbers(
-        f"DeepSpeed, ZeRO stage {step.stage}",
-        fits=fits,
-        needed_bytes=needed,
-        missing_bytes=needed - budget,
-        group="full fine-tuning",
-        by_formula=step.moments,
-        largest_batch=limits[0],
-        longest_sequence=limits[1],
-    )
+def _numbers(path: str, model: str, step: DeepSpeedStep, found: Sequence[Effect]) -> dict[str, Any]:
     return {
-        **room_numbers(memory, step.target),
-        "verdict": verdict(fits, fits),
+        "verdict": "not judged",
         "model": model,
         "library": "memlab",
         "parameters": step.model.parameters,
         "batch": step.config.micro_batch,
         "seq_len": step.formula.seq_len,
         "gpus": step.gpus,
-        "bytes_as_it_is": step.gpu_bytes,
-        "chosen": 0 if fits else None,
-        "options": [option],
+        "target": step.target,
+        **dict.fromkeys(("memory", "margin_bytes", "budget_bytes", "bytes_as_it_is", "chosen")),
+        "options": [],
         "deepspeed": _config_numbers(path, step, found),
         "notes": list(step.config.notes),
     }
@@ -290,14 +159,12 @@ def _config_numbers(path: str, step: DeepSpeedStep, found: Sequence[Effect]) -> 
                 "host_bytes": effect.host,
                 "pinned_bytes": effect.pinned,
                 "disk_bytes": effect.disk,
-                "moved": effect.moved,
             }
             for effect in found
         ],
         "host": step.host,
         "pinned_bytes": step.pinned_bytes,
         "disk": step.disk,
-        "moved": step.moved,
         "without_effect": list(config.without_effect),
         "uncounted": list(config.uncounted),
         "unknown": dict(config.unknown),

@@ -51,7 +51,6 @@ from memlab.configs.deepspeed import (
 from memlab.configs.shapes import GPTConfig
 from memlab.planner.formulas import FLOAT32, MOMENTS, StepFormula, layer_shapes
 from memlab.planner.recipes import Recipe
-from memlab.zero import communication_bytes
 
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 ALL_REDUCE_BUCKET = 500_000_000  # elements that stage 0 flattens at a time
@@ -388,45 +387,6 @@ class DeepSpeedStep:
     def _weights_on_disk(self) -> int:
         return max(0, self.shard - self.config[f"{PARAM}.max_in_cpu"])
 
-    # -------------------------------------------------------------- what a step moves
-
-    @cached_property
-    def moved(self) -> dict[str, int]:
-        """The bytes that a process moves in an optimizer step: sent to other GPUs, between GPU and
-        host, and between host and disk. Weights that stay gathered are counted each time."""
-        sent = {"network": self._sent(), "host": self._to_and_from_host()}
-        return {**sent, "disk": self._to_and_from_disk()}
-
-    def _sent(self) -> int:
-        ring = {"ranks": self.ranks, "stage": self.stage, "micro_batches": self.steps}
-        whole = communication_bytes(self.elements, element_bytes=1, **ring)
-        if self.stage < 3:
-            return self.size * whole
-        gathers, reductions = 2 * whole // 3, whole - 2 * whole // 3
-        gathered = 1 if self.config[f"{ZERO}.zero_quantized_weights"] else self.size
-        is_quantized = self.config[f"{ZERO}.zero_quantized_gradients"]
-        reduced = reductions // 2 if is_quantized else self.size * reductions
-        return gathered * gathers + reduced
-
-    def _to_and_from_host(self) -> int:
-        moved = 0
-        if self._leaves:
-            passes = self.steps if self.stage > 1 else 1
-            sums = self.steps - 1 if self.stage == 3 else 0  # each sum comes back to be added to
-            moved += self.summed_size * self.shard * (passes + sums)
-            if self.weights_on == "none":
-                moved += round(self.left_share * self.size * self.shard)
-        if self.weights_on != "none":
-            moved += 2 * self.steps * self.size * self.shard
-        if "block_inputs" in self.host:
-            moved += 2 * self.steps * self.host["block_inputs"]
-        return moved
-
-    def _to_and_from_disk(self) -> int:
-        state = sum(self.disk.get(name, 0) for name in ("optimizer_state", "step_gradients"))
-        weights = self.disk.get("weights", 0)
-        return 2 * state + (2 * self.steps + 1) * weights
-
 
 # ------------------------------------------------------------------ key by key
 
@@ -448,12 +408,11 @@ class Effect:
     host: int
     pinned: int
     disk: int
-    moved: dict[str, int]
 
     @property
     def changes(self) -> bool:
         """True if it changes any bytes."""
-        counts = (self.gpu, self.peak, self.host, self.pinned, self.disk, *self.moved.values())
+        counts = (self.gpu, self.peak, self.host, self.pinned, self.disk)
         return any(counts)
 
 
@@ -484,5 +443,4 @@ def _effect(step: DeepSpeedStep, path: str, value: object, off: object) -> Effec
         step.host_bytes - without.host_bytes,
         step.pinned_bytes - without.pinned_bytes,
         step.disk_bytes - without.disk_bytes,
-        {name: count - without.moved[name] for name, count in step.moved.items()},
     )

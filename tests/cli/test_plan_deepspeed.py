@@ -22,18 +22,17 @@ ON_CPU = {
 
 @pytest.fixture
 def plan(memlab_command, tmp_path):
-    """Plan a config for 7B on a card of 24 GB, unless the options say otherwise."""
+    """List the keys of a config for 7B, unless the options say otherwise."""
 
     def run(config, *options):
         (tmp_path / "ds.json").write_text(config if isinstance(config, str) else json.dumps(config))
         given = ("--model", "llama-2-7b") if "--model" not in options else ()
-        memory = ("--gpu", "rtx4090") if "--memory" not in options else ()
-        return memlab_command("plan", *given, *memory, "--deepspeed", "ds.json", *options)
+        return memlab_command("plan", *given, "--deepspeed", "ds.json", *options)
 
     return run
 
 
-def test_the_report_has_keys_terms_and_whether_it_fits(plan):
+def test_the_report_has_each_key_and_no_verdict(plan):
     outcome = plan(ON_CPU)
     assert outcome.status == 0, outcome.err
     lines = outcome.out.splitlines()
@@ -43,21 +42,10 @@ def test_the_report_has_keys_terms_and_whether_it_fits(plan):
     assert "zero_optimization.overlap_comm? DeepSpeed refuses it" in text
     assert "no effect on memory: gradient_clipping" in text
     assert "zero_optimization.offload_param.device = cpu: device for sharded weights" in text
-    assert "GPU: ≈ " in text
-    assert ": fits, " in text
-    assert "fits up to a micro-batch of " in text
-    assert "host: " in text
+    assert "by formula, for one process; memlab does not run DeepSpeed's engine" in text
+    assert not {"fits,", "lacks"} & {*text.split()}
     assert "zero_optimization.reduce_bucket_size = 500,000,000 (default): " in text
     assert max(map(len, lines)) <= 80
-
-
-def test_a_config_that_lacks_memory_says_how_much_and_is_status_1(plan):
-    outcome = plan({**ON_CPU, "zero_optimization": {"stage": 2}})
-    assert outcome.status == 1
-    text = " ".join(outcome.out.split())
-    assert "lacks " in text
-    assert "memlab plan without --deepspeed searches" in text
-    assert "fits up to" not in text
 
 
 def test_the_document_has_the_keys_in_numbers(plan):
@@ -72,16 +60,7 @@ def test_the_document_has_the_keys_in_numbers(plan):
     shard = -(-found["parameters"] // 8)
     assert offload["host_bytes"] == 2 * shard == config["host"]["weights"]
     assert config["pinned_bytes"] == sum(config["host"].values()) == 20 * shard
-    assert found["options"][0]["needed_bytes"] == round(1.1 * found["bytes_as_it_is"])
-
-
-def test_the_largest_batch_and_length_fit_and_the_next_do_not(plan):
-    option = json.loads(plan(ON_CPU, "--json").out)["options"][0]
-    batch, longest = option["largest_batch"], option["longest_sequence"]
-    assert plan(ON_CPU, "--batch", batch).status == 0
-    assert plan(ON_CPU, "--batch", batch + 1).status == 1
-    assert plan(ON_CPU, "--seq", longest).status == 0
-    assert longest == 4096 or plan(ON_CPU, "--seq", longest + 128).status == 1
+    assert (found["verdict"], found["options"], found["memory"]) == ("not judged", [], None)
 
 
 def test_the_batch_of_the_command_line_fills_auto(plan):
@@ -97,7 +76,8 @@ def test_the_batch_of_the_command_line_fills_auto(plan):
         ({"train_micro_batch_size_per_gpu": 2}, ("--batch", 3), "got --batch 3, and"),
         ({}, ("--optimizer", "lion"), "got --deepspeed together with --optimizer"),
         ({}, ("--recipes", 2, "--full"), "got --deepspeed together with --recipes, --lora"),
-        ({}, ("--device", "cpu"), "got --device cpu with --deepspeed"),
+        ({}, ("--device", "cpu"), "got --deepspeed together with --device"),
+        ({}, ("--gpu", "t4"), "the table follows from the model and the config alone"),
         ({}, ("--seq", 9999), "got --seq 9999; llama-2-7b takes 1 to 4096"),
         ({"tensor_parallel": {"autotp_size": 3}}, ("--gpus", 8), "don't split"),
         ({}, ("--model", "none/config.json"), "got --model none/config.json"),
@@ -111,10 +91,8 @@ def test_bad_input_is_one_line(plan, config, options, words):
 
 
 def test_without_a_model_or_a_file_it_says_what_to_give(usage_error):
-    assert "got --deepspeed without --model" in usage_error(
-        "plan", "--memory", "24GB", "--deepspeed", "ds.json"
-    )
-    words = usage_error("plan", "--model", "5m", "--memory", "24GB", "--deepspeed", "ds.json")
+    assert "got --deepspeed without --model" in usage_error("plan", "--deepspeed", "ds.json")
+    words = usage_error("plan", "--model", "5m", "--deepspeed", "ds.json")
     assert "reading ds.json failed: No such file or directory" in words
 
 

@@ -37,7 +37,7 @@ finally:
         ("plan --model 5m --memory 24GB --optimizer adan", 2),
         ("plan --model no/config.json --memory 24GB", 2),
         ("plan --modle 5m", 2),
-        ("plan --model 5m --memory 24GB --deepspeed ds.json --lora", 2),
+        ("plan --model 5m --deepspeed ds.json --lora", 2),
     ],
 )
 def test_torch_is_not_imported(command, status, tmp_path):

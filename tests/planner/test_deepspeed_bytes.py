@@ -9,7 +9,7 @@ from memlab.configs.deepspeed import KEYS, STAGE, UNLIMITED, ZERO, parse_deepspe
 from memlab.model import GPT, PRESETS, GPTConfig
 from memlab.planner.deepspeed import DeepSpeedStep, effects, recipe_of, tensor_sizes
 from memlab.planner.formulas import training_bytes
-from memlab.zero import communication_bytes, model_state_bytes
+from memlab.zero import model_state_bytes
 
 SEVEN_BILLION = PRESETS["llama-2-7b"]
 SMALL = GPTConfig(8_192, 512, 5, 8, 2, 1_376, 1_024, tied=False)
@@ -136,21 +136,6 @@ def test_one_gpu_uses_its_weights_where_they_are():
     assert "weights" not in away.terms
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("steps", [1, 4])
-def test_what_is_sent_is_what_zero_sends(stage, steps):
-    step = step_of({"stage": stage}, gradient_accumulation_steps=steps)
-    expected = communication_bytes(PSI, ranks=8, stage=stage, micro_batches=steps)
-    assert step.moved["network"] == expected
-
-
-def test_zero_plus_plus_sends_a_quarter_of_the_gradients_and_half_of_the_weights():
-    plain = step_of({"stage": 3}).moved["network"]
-    quantized = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-    ring = plain // 3 // 2  # elements of one pass
-    assert step_of({"stage": 3, **quantized}).moved["network"] == 2 * ring + ring // 2
-
-
 def test_overlap_doubles_the_bucket_in_stages_1_and_2_only():
     bucket = {"reduce_bucket_size": 5e8}
     for stage, buffers in ((1, 2), (2, 2), (3, 1)):
@@ -166,7 +151,6 @@ def test_nvme_buffers_hold_sub_groups_and_the_disk_holds_the_state():
     shard = -(-PSI // 8)
     assert step.host["swap_buffers"] == 4 * 4 * 100_000_000
     assert step.disk == {"optimizer_state": 12 * shard, "step_gradients": 4 * shard}
-    assert step.moved["disk"] == 2 * 16 * shard
 
 
 def test_weights_on_nvme_stay_on_the_host_up_to_max_in_cpu():
@@ -185,7 +169,6 @@ def test_block_inputs_wait_on_the_host():
     assert kept.moments["loss"]["blocks_kept"] == inputs
     assert step.moments["loss"]["blocks_kept"] == inputs // 32
     assert step.host["block_inputs"] == inputs
-    assert step.moved["host"] == 2 * inputs
 
 
 def test_mics_shards_within_a_group_and_refuses_one_that_does_not_divide():
