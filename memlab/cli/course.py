@@ -21,9 +21,10 @@ from memlab.cli import terminal
 from memlab.cli.errors import UsageError, quoted
 from memlab.course import answers, days, notebooks, workspace
 from memlab.course import progress as records
-from memlab.course.exercises import DIFFICULTIES, HINTS, NOT_ATTEMPTED, OK, Exercise, Verdict
+from memlab.course.exercises import NOT_ATTEMPTED, OK, Exercise, Verdict
 from memlab.course.map import summary_of
 from memlab.course.progress import ExerciseProgress, Progress
+from memlab.course.texts import DIFFICULTIES, HINTS
 from memlab.units import paragraph, plural
 
 DECLINED = 1  # exit status after the user answered no

@@ -1,15 +1,15 @@
 """The days of the course: each has a module in `checks` and a notebook with its number."""
 
-import ast
 import importlib
 import pkgutil
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from memlab.course import checks
 from memlab.course.exercises import Day, Exercise
+from memlab.course.texts import Text, read
 
 ROOT = Path(__file__).parents[2]  # the repository, in a clone
 IS_CLONE = (ROOT / "lessons").is_dir()
@@ -34,39 +34,18 @@ def exercise_of(id_: str) -> Exercise:
     return _among(day(day_of(id_)).exercises, id_)
 
 
-class Text(NamedTuple):
-    """An exercise's text, without its check."""
-
-    id: str
-    title: str
-    minutes: int
-    difficulty: int
-    hints: tuple[str, ...]
-
-
 def texts(number: int) -> tuple[Text, ...]:
     """Return the texts of the day's exercises; raise ValueError if there is no such day.
 
-    They are parsed from the source of the day's checks. Importing the checks would import torch,
-    and a hint should appear at once.
+    Importing the checks would import torch, and a hint should appear at once.
     """
     require_day(number)
-    source = Path(checks.__path__[0], f"day{number:02}.py").read_text(encoding="utf-8")
-    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
-    fields = [
-        {each.arg: ast.literal_eval(each.value) for each in call.keywords if each.arg in _FIELDS}
-        for call in calls
-        if ast.unparse(call.func) == Exercise.__name__
-    ]
-    return tuple(sorted((Text(**each) for each in fields), key=lambda text: text.id))
+    return read(Path(checks.__path__[0], f"day{number:02}.toml"), number)
 
 
 def text_of(id_: str) -> Text:
     """Return the text of the exercise "1.2"; raise ValueError if there is none."""
     return _among(texts(day_of(id_)), id_)
-
-
-_FIELDS = frozenset(Text._fields)
 
 
 def _among(exercises: Iterable[Any], id_: str) -> Any:

@@ -26,8 +26,6 @@ from typing import Any
 from memlab.course.ownwork import NotOwnWork, is_a_librarys, is_rebuilt, watched
 from memlab.trace import Trace
 
-HINTS = 3
-DIFFICULTIES = range(1, 6)
 LONGEST_VALUE = 200  # characters of a value in a message; a verdict is one line
 FEW_CHARACTERS = 40  # characters of a value shown beside a line
 
@@ -65,10 +63,6 @@ class Exercise:
     check: Callable[[Any], str]
     wrong_answers: tuple[WrongAnswer, ...]
     rebuilds: tuple[str, ...] = ()  # functions that the answer must not call, as in ownwork.py
-
-    def __post_init__(self) -> None:
-        assert len(self.hints) == HINTS, f"{self.id} has {len(self.hints)} hints"
-        assert self.difficulty in DIFFICULTIES, f"{self.id} has difficulty {self.difficulty}"
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from close import assert_close
-from edited import each, verdict_on
 from torch.autograd.graph import saved_tensors_hooks
 
 from memlab import losses
 from memlab.checkpointing import ATTENTION
-from memlab.course import days
-from memlab.course.checks import day11
+from memlab.course import bill_steps, days
 from memlab.course.checks.day11 import all_logits_bytes, chunked_bytes
-from memlab.course.exercises import OK, WRONG, Wrong, judge
+from memlab.course.exercises import WRONG, Wrong, judge
 from memlab.course.solutions import solution
 from memlab.dry_runs import dry_run
 from memlab.metering import measure
@@ -23,70 +21,11 @@ from memlab.model import cross_entropy
 from memlab.optim import step_in_backward
 from memlab.reference.chunked_loss import ChunkedLoss, chunked_loss, loss_and_gradient_
 
-BYTES, GRADIENT, CHUNKED, ROWS = days.day(11).exercises
+_, GRADIENT, CHUNKED, _ = days.day(11).exercises
+BY_LOOP, CHECKPOINTED, AT_ONCE = (wrong.answer for wrong in CHUNKED.wrong_answers[:3])
 chunk_rows = solution("11.4")
 
 # ------------------------------------------------------------------ correct answers
-
-
-def of_the_larger_moment(rows, width, vocab):
-    begins = 3 * rows * vocab
-    products = rows * vocab + rows * width + vocab * width
-    return (begins if begins > products else products) * 4
-
-
-def row_by_row(x, targets):
-    """A loop over rows, with softmax of one row at a time."""
-    found = torch.zeros(len(x))
-    for n, target in enumerate(targets.tolist()):
-        if target == -100:
-            x[n] = 0
-            continue
-        x[n] -= x[n].max()
-        found[n] = x[n].logsumexp(0) - x[n, target]
-        x[n] = x[n].softmax(0)
-        x[n, target] -= 1
-    return found
-
-
-def by_kept_rows(x, targets):
-    """Indexes the rows that count, and computes only their losses."""
-    kept = (targets != -100).nonzero().flatten()
-    labels = targets[kept]
-    x.sub_(x.max(dim=1).values[:, None])
-    at_label = x[kept, labels]
-    x.exp_()
-    z = x.sum(1)
-    x /= z[:, None]
-    x[kept, labels] -= 1
-    x[targets == -100] = 0
-    found = torch.zeros(len(x))
-    found[kept] = z[kept].log() - at_label
-    return found
-
-
-class BufferedLoss(torch.autograd.Function):
-    """One buffer for all chunks, and gradients on ctx that backward removes."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, targets, chunk):
-        buffer = torch.empty(chunk, len(weight), dtype=weight.dtype)
-        of_hidden, of_weight = torch.empty(hidden.shape), torch.zeros(weight.shape)
-        each = torch.empty(len(hidden))
-        for start in range(0, len(hidden), chunk):
-            h = hidden[start : start + chunk]
-            x = torch.mm(h, weight.t(), out=buffer[: len(h)]).float()
-            each[start : start + chunk] = loss_and_gradient_(x, targets[start : start + chunk])
-            of_hidden[start : start + chunk] = x.to(weight.dtype).mm(weight)
-            torch.addmm(of_weight, x.t(), h.float(), out=of_weight)
-        count = max(1, (targets >= 0).sum().item())
-        ctx.gradients = [of_hidden.div_(count), of_weight.div_(count)]
-        return each.sum() / count
-
-    @staticmethod
-    def backward(ctx, upstream):
-        gradients, ctx.gradients = ctx.gradients, None
-        return gradients[0].mul_(upstream), gradients.pop().mul_(upstream), None, None
 
 
 class ListedLoss(torch.autograd.Function):
@@ -109,30 +48,6 @@ class ListedLoss(torch.autograd.Function):
     def backward(ctx, upstream):
         of_hidden, of_weight, count = ctx.saved_tensors
         return of_hidden.mul_(upstream / count), of_weight.mul_(upstream / count), None, None
-
-
-def by_search(rows, width, vocab, budget_bytes):
-    for chunks in range(1, rows + 1):
-        longest = (rows + chunks - 1) // chunks
-        if chunked_bytes(rows, width, vocab, longest) <= budget_bytes:
-            return longest
-    return 0
-
-
-@pytest.mark.parametrize(
-    ("exercise", "answer"),
-    [
-        pytest.param(BYTES, of_the_larger_moment, id="11.1-moments"),
-        pytest.param(GRADIENT, row_by_row, id="11.2-rows"),
-        pytest.param(GRADIENT, by_kept_rows, id="11.2-kept"),
-        pytest.param(CHUNKED, BufferedLoss.apply, id="11.3-given-away"),
-        pytest.param(CHUNKED, ListedLoss.apply, id="11.3-lists"),
-        pytest.param(ROWS, by_search, id="11.4-search"),
-    ],
-)
-def test_a_correct_answer_written_differently_passes(exercise, answer):
-    verdict = judge(exercise, answer)
-    assert verdict.status == OK, verdict
 
 
 # ------------------------------------------------------------------ wrong answers
@@ -216,8 +131,8 @@ def correct_except(has_size, other):
             correct_except(lambda n: n == 200, lambda h, w, t, c: chunked_loss(h * 0, w, t, c)),
             "wanted",
         ),
-        (correct_except(lambda n: n < 100, day11._at_once), "as large as all the logits"),
-        (correct_except(lambda n: n in (50, 90), day11._by_loop), "bytes are held for backward"),
+        (correct_except(lambda n: n < 100, AT_ONCE), "as large as all the logits"),
+        (correct_except(lambda n: n in (50, 90), BY_LOOP), "bytes are held for backward"),
         (lambda h, w, t, c: chunked_loss(h, w, t, 1), "at most 1 row of hidden at once; wanted 2."),
         (lambda h, w, t, c: chunked_loss(h, w, t, 2 * c), "at most 4 rows of hidden at once"),
         (lambda h, w, t, c: chunked_loss(h, w, t, c + c // 2), "of hidden at once; wanted 2."),
@@ -353,112 +268,6 @@ def test_a_gradient_of_hidden_alone_is_not_enough():
     assert "the gradient of weight is missing after backward." in judge(CHUNKED, answer).text
 
 
-FIRST = "at_label = x.sub_(x.amax(1, keepdim=True)).gather(1, labels)"
-ROW_MAX = "row_max = x.amax(1, keepdim=True)"
-LATE = f"{ROW_MAX}; at_label = x.gather(1, labels)\n    x.sub_(row_max)"
-PRODUCT, OF_HIDDEN = "(hidden[rows] @ weight.mT).float()", "x.to(weight.dtype) @ weight"
-COUNT, OF_ROWS = "(targets != -100).sum().clamp(min=1)", "hidden[rows].float()"
-ADDED = ("z.log() -", "z.log() + row_max -")
-LOSSES, IGNORED = "losses.masked_fill(ignored, 0)", "    ignored = targets == -100"
-RETURN = f"    return {LOSSES}"
-BEGIN, CHUNKS = "of_hidden = torch.zeros_like(hidden,", "-(-rows // most)"
-IN_FLOAT = f"whole = hidden.float()\n        {BEGIN}"
-
-REFUSED = [
-    ("11.3", "hidden on ctx", ("ctx.save_for", "ctx.hidden = hidden\n        ctx.save_for")),
-    (
-        "11.3",
-        "the loss on ctx",
-        ("return total / ctx.count", "ctx.loss = total / ctx.count\n        return ctx.loss"),
-    ),
-    (
-        "11.1",
-        "the moment by rows",
-        (
-            "max(3 * logits, logits + gradients)",
-            "(logits + gradients if rows < width else 3 * logits)",
-        ),
-    ),
-    ("11.2", "the mean of the logits subtracted", ("x.amax(", "x.mean(")),
-    ("11.1", "two tensors and gradients", ("logits + gradients)", "2 * logits + gradients)")),
-    ("11.2", "x[y] before the subtraction", (FIRST, LATE), ADDED),
-    (
-        "11.2",
-        "row_max added twice",
-        (FIRST, f"{ROW_MAX}; at_label = x.sub_(row_max).gather(1, labels)"),
-        ADDED,
-    ),
-    ("11.2", "labels of −100", ("targets.masked_fill(ignored, 0)", "targets")),
-    ("11.2", "a mean loss", (LOSSES, f"{LOSSES}.mean()")),
-    ("11.2", "bfloat16 losses", (LOSSES, f"{LOSSES}.bfloat16()")),
-    ("11.2", "gradients in a new tensor", (IGNORED, f"    x = x.clone()\n{IGNORED}")),
-    (
-        "11.2",
-        "a second tensor",
-        (IGNORED, f"    given, x = x, x.clone()\n{IGNORED}"),
-        (RETURN, f"    given.copy_(x)\n{RETURN}"),
-    ),
-    ("11.3", "chunks kept on ctx", ("del x ", "ctx.kept = [*getattr(ctx, 'kept', ()), x]; del x ")),
-    (
-        "11.3",
-        "one row at a time",
-        ("len(hidden), chunk)", "len(hidden))"),
-        ("start + chunk)", "start + 1)"),
-    ),
-    (
-        "11.3",
-        "a detached loss",
-        ("return total / ctx.count", "ctx.mark_non_differentiable(total); return total"),
-    ),
-    ("11.3", "all of hidden in float32", (BEGIN, IN_FLOAT), (OF_ROWS, "whole[rows]")),
-    ("11.3", "the count on the class", ("ctx.count", "ChunkedLoss.count")),
-    ("11.3", "at least two rows are counted", ("clamp(min=1)", "clamp(min=2)")),
-    ("11.3", "no negative upstream", ("upstream / ctx.count", "upstream.abs() / ctx.count")),
-    ("11.3", "no large upstream", ("upstream / ctx.count", "upstream.clamp(max=1) / ctx.count")),
-    ("11.3", "all rows are counted", (COUNT, "torch.tensor(len(targets)).clamp(min=1)")),
-    ("11.4", "chunks rounded down", (CHUNKS, "max(1, rows // most)")),
-    (
-        "11.4",
-        "a power of two",
-        ("return -(-rows // chunks)", "return 1 << (-(-rows // chunks)).bit_length() - 1"),
-    ),
-]
-ACCEPTED = [
-    (
-        "11.3",
-        "rows of hidden's dtype",
-        ("zeros_like(hidden, dtype=torch.float32)", "empty_like(hidden)"),
-    ),
-    (
-        "11.3",
-        "a count on the host",
-        ("(targets != -100).sum().clamp(min=1)", "max(1, int((targets != -100).sum()))"),
-    ),
-    ("11.2", "two lines", (FIRST, "x.sub_(x.amax(1, True))\n    at_label = x.gather(1, labels)")),
-    ("11.3", "hidden's gradient in float32", (OF_HIDDEN, "x @ weight.float()")),
-    ("11.3", "logits in float32", (PRODUCT, "hidden[rows].float() @ weight.float().mT")),
-    ("11.3", "two chunks alive", ("            del x  # before the next chunk is made\n", "")),
-    ("11.4", "by search", (CHUNKS, "min(n for n in range(1, rows + 1) if n * most >= rows)")),
-]
-
-
-def test_chunks_rounded_down_are_named(tmp_path):
-    """With 12 rows this looks like a forgotten gradient of hidden."""
-    verdict = verdict_on(("11.4", ((CHUNKS, "max(1, rows // most)"),)), tmp_path, named=True)
-    assert "rows // most chunks are too few" in verdict.text
-
-
-@each(REFUSED)
-def test_a_wrong_edit_is_refused(edit, tmp_path):
-    assert verdict_on(edit, tmp_path).status == WRONG
-
-
-@each(ACCEPTED)
-def test_a_correct_edit_is_accepted(edit, tmp_path):
-    verdict = verdict_on(edit, tmp_path)
-    assert verdict.status == OK, verdict
-
-
 # ------------------------------------------------------------------ the reference
 
 
@@ -566,7 +375,7 @@ def test_the_loop_and_checkpointed_chunks_need_the_tables_bytes(chunk):
     a_chunk, of_weight, of_hidden = 4 * chunk * vocab, 4 * vocab * width, 4 * rows * width
     loop = 4 * rows * vocab + max(2 * a_chunk, 3 * of_weight - 2 * a_chunk)
     recomputed = max(of_weight + 3 * a_chunk, 3 * of_weight)
-    for answer, wanted in ((day11._by_loop, loop), (day11._checkpointed, recomputed)):
+    for answer, wanted in ((BY_LOOP, loop), (CHECKPOINTED, recomputed)):
         found = peak(partial(answer, chunk=chunk), inputs(*shape))
         assert abs(found - wanted) <= of_hidden
 
@@ -632,10 +441,10 @@ def test_the_alternatives_to_the_bills_choices():
     """Day 9's bill is 1.02 GiB, today's 821.07 MiB (tests/course/test_bill.py)."""
     gib, mib = 2**30, 2**20
     found = {
-        "chunks alone": day11.in_chunks(ATTENTION, micro_batch=1).peak_bytes / gib,
-        "all the logits": day11.in_chunks(loss=cross_entropy).peak_bytes / gib,
-        "attention kept": day11.in_chunks(ATTENTION).peak_bytes / mib,
-        "stepped in backward": day11.in_chunks(stepping=step_in_backward).peak_bytes / mib,
+        "chunks alone": bill_steps.in_chunks(ATTENTION, micro_batch=1).peak_bytes / gib,
+        "all the logits": bill_steps.in_chunks(loss=cross_entropy).peak_bytes / gib,
+        "attention kept": bill_steps.in_chunks(ATTENTION).peak_bytes / mib,
+        "stepped in backward": bill_steps.in_chunks(stepping=step_in_backward).peak_bytes / mib,
     }
     assert {name: f"{peak:.2f}" for name, peak in found.items()} == {
         "chunks alone": "1.05",

@@ -1,7 +1,6 @@
 """Day 12's checks accept correct answers and refuse wrong ones, and the lesson's claims hold."""
 
 import copy
-import math
 from dataclasses import replace
 from itertools import accumulate as running_sums
 
@@ -9,15 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from close import assert_close
-from edited import each, verdict_on
 from torch import nn
 
 import memlab
 from memlab.course import days
 from memlab.course.checks import day12
 from memlab.course.checks.day12 import CheckedCommunicator, RankTracker, ShardedCase
-from memlab.course.exercises import OK, WRONG, Wrong, judge
-from memlab.course.solutions import edited, solution
+from memlab.course.exercises import WRONG, Wrong, judge
+from memlab.course.solutions import solution
 from memlab.metering import measure
 from memlab.model import GPT, PRESETS
 from memlab.optim import Lion8bit
@@ -29,166 +27,6 @@ from memlab.zero import communication_bytes, model_state_bytes, one_rank, simula
 
 COLLECTIVES, ADAM, GRADIENTS, PASS, FORMULA = days.day(12).exercises
 held_and_sent = solution("12.5")
-
-# ------------------------------------------------------------------ correct answers
-
-
-class RingCollectives:
-    """Each rank sends only to the next one."""
-
-    def __init__(self, comm):
-        self.comm = comm
-
-    def reduce_scatter(self, wholes):
-        ranks = len(wholes)
-        pieces = [list(whole.chunk(ranks)) for whole in wholes]
-        for turn in range(ranks - 1):
-            for rank in range(ranks):
-                after, which = (rank + 1) % ranks, (rank - turn - 1) % ranks
-                arrived = self.comm.send(rank, after, pieces[rank][which])
-                pieces[after][which] = arrived + pieces[after][which]
-        return [pieces[rank][rank].clone() for rank in range(ranks)]
-
-    def all_gather(self, shards):
-        ranks = len(shards)
-        wholes = [torch.cat([torch.zeros_like(x)] * ranks).view(ranks, -1) for x in shards]
-        for rank, shard in enumerate(shards):
-            wholes[rank][rank] = shard
-        for turn in range(ranks - 1):
-            for rank in range(ranks):
-                after, which = (rank + 1) % ranks, (rank - turn) % ranks
-                wholes[after][which] = self.comm.send(rank, after, wholes[rank][which])
-        return [whole.flatten() for whole in wholes]
-
-
-class StackedCollectives(Collectives):
-    """Receives all pieces, and sums them once."""
-
-    def reduce_scatter(self, wholes):
-        size = len(wholes[0]) // len(wholes)
-        found = []
-        for rank in range(len(wholes)):
-            mine = slice(rank * size, (rank + 1) * size)
-            others = [self.comm.send(s, rank, w[mine]) for s, w in enumerate(wholes) if s != rank]
-            found.append(torch.stack([wholes[rank][mine], *others]).sum(0))
-        return found
-
-
-class SlicedAdam(ShardedAdam):
-    """Takes slices, fills only the last one with zeros, and uses vector_norm."""
-
-    def __init__(self, weights, comm, lr):
-        self.weights, self.comm, self.ranks = weights, comm, len(weights)
-        self.size = math.ceil(len(weights[0]) / self.ranks)
-        self.copies, self.adams = [], []
-        for rank, w in enumerate(weights):
-            mine = w[rank * self.size : (rank + 1) * self.size]
-            copied = torch.zeros(self.size)
-            copied[: len(mine)] = mine
-            self.copies.append(copied.requires_grad_())
-            self.adams.append(torch.optim.AdamW([copied], lr=lr, foreach=False))
-
-    @torch.no_grad()
-    def step(self, gradients, max_norm):
-        wide = [torch.cat([g, g.new_zeros(self.size * self.ranks - len(g))]) for g in gradients]
-        means = [x.float().div(self.ranks) for x in RingCollectives(self.comm).reduce_scatter(wide)]
-        norm = math.sqrt(self.comm.sum([torch.linalg.vector_norm(m) ** 2 for m in means]))
-        for copied, adam, mean in zip(self.copies, self.adams, means, strict=True):
-            copied.grad = mean.mul_(max_norm / norm) if norm > max_norm else mean
-            adam.step()
-            adam.zero_grad()
-        wholes = Collectives(self.comm).all_gather([x.bfloat16() for x in self.copies])
-        for w, whole in zip(self.weights, wholes, strict=True):
-            w[:] = whole[: w.numel()]
-
-
-def by_autograd(comm, weights, inputs, dys, sums):
-    """One autograd graph per unit, freed with the unit."""
-    given = list(dys)
-    for unit in range(len(weights[0]) - 1, -1, -1):
-        made = []
-        for rank in range(len(weights)):
-            w, x = (t.detach().requires_grad_() for t in (weights[rank][unit], inputs[rank][unit]))
-            dw, given[rank] = torch.autograd.grad(forward_of(w, x), (w, x), given[rank])
-            made.append(dw)
-        for mine, shard in zip(sums, RingCollectives(comm).reduce_scatter(made), strict=True):
-            mine[unit].add_(shard)
-        del made, w, x, dw
-    return given
-
-
-def with_inner_functions(comm, shards, xs, dy_of, sums):
-    """One rank after another where possible, and backward written out."""
-    together, units = RingCollectives(comm), len(shards[0])
-
-    def gathered(unit):
-        return together.all_gather([mine[unit] for mine in shards])
-
-    inputs = [[x] for x in xs]
-    for unit in range(units):
-        for w, mine in zip(gathered(unit), inputs, strict=True):
-            mine.append(forward_of(w, mine[-1]))
-        del w
-    dys = [dy_of(mine.pop()) for mine in inputs]
-    for unit in reversed(range(units)):
-        made = []
-        for rank, w in enumerate(gathered(unit)):
-            dw, dys[rank] = backward_of(w, inputs[rank].pop(), dys[rank])
-            made.append(dw)
-        for mine, shard in zip(sums, together.reduce_scatter(made), strict=True):
-            mine[unit] += shard
-        del made, dw, w
-
-
-def by_cases(parameters, ranks, stage, K, k):
-    piece = math.ceil(parameters / ranks)
-    a_pass = 2 * piece * (ranks - 1)
-    if stage == 0:
-        return (4 + K) * parameters, 2 * a_pass
-    if stage == 1:
-        return 4 * parameters + K * piece, 2 * a_pass
-    if stage == 2:
-        return 2 * parameters + (2 + K) * piece, (k + 1) * a_pass
-    return (4 + K) * piece, 3 * k * a_pass
-
-
-def with_all_pieces_first(comm, shards, xs, dy_of, sums):
-    """The all-gather receives every piece before it concatenates the first."""
-
-    def gathered(unit):
-        ranks = range(len(shards))
-        arrived = [
-            [shards[s][unit] if s == r else comm.send(s, r, shards[s][unit]) for s in ranks]
-            for r in ranks
-        ]
-        return [torch.cat(pieces) for pieces in arrived]
-
-    inputs = [list(xs)]
-    for unit in range(len(shards[0])):
-        inputs.append(list(map(forward_of, gathered(unit), inputs[-1])))
-    dys = [dy_of(y) for y in inputs.pop()]
-    for unit in reversed(range(len(shards[0]))):
-        given = [[w] for w in gathered(unit)], [[x] for x in inputs.pop()]
-        dys = add_gradients_(comm, *given, dys, [[mine[unit]] for mine in sums])
-        del given
-
-
-@pytest.mark.parametrize(
-    ("exercise", "answer"),
-    [
-        pytest.param(COLLECTIVES, RingCollectives, id="12.1-ring"),
-        pytest.param(COLLECTIVES, StackedCollectives, id="12.1-stacks"),
-        pytest.param(ADAM, SlicedAdam, id="12.2-slices"),
-        pytest.param(GRADIENTS, by_autograd, id="12.3-autograd"),
-        pytest.param(PASS, with_inner_functions, id="12.4-by-hand"),
-        pytest.param(PASS, with_all_pieces_first, id="12.4-pieces-first"),
-        pytest.param(FORMULA, by_cases, id="12.5-cases"),
-    ],
-)
-def test_a_correct_answer_written_differently_passes(exercise, answer):
-    verdict = judge(exercise, answer)
-    assert verdict.status == OK, verdict
-
 
 # ------------------------------------------------------------------ wrong answers
 
@@ -282,15 +120,6 @@ def test_weights_with_new_memory_are_refused():
     verdict = judge(ADAM, OtherMemory)
     assert verdict.status == WRONG
     assert "weights[0] has new memory" in verdict.text
-
-
-@pytest.mark.parametrize(
-    "setting", ["weight_decay=0.0", "betas=(0.8, 0.999)", "eps=1e-2"], ids=lambda s: s.split("=")[0]
-)
-def test_another_setting_of_adamw_shows_in_bfloat16(setting):
-    verdict = judge(ADAM, edited("12.2", ("lr=lr,", f"lr=lr, {setting},")))
-    assert verdict.status == WRONG
-    assert "on rank 0, weight" in verdict.text
 
 
 HIDDEN = pytest.mark.parametrize(
@@ -424,76 +253,6 @@ def test_whole_weights_made_after_the_pass_are_found():
             kept.append([s[unit].repeat(len(shards)) for s in shards])
 
     assert "bytes per rank at its peak, besides its arguments" in judge(PASS, answer).text
-
-
-CLIPPED = "shard.grad *= min("
-KEEPING = "    kept = []\n    for unit in units:\n        wholes"
-KEPT = ("        del wholes\n", "        kept.append(wholes)\n")
-COPY, MEAN = "piece.to(torch.float32, copy=True)", "total.float() / self.ranks"
-PAD, CLIP = "-len(x) % self.ranks", "min(1, max_norm / (norm + 1e-6))"
-RUN = "inputs.append([forward_of(w, x) for w, x in zip(wholes, inputs[-1], strict=True)])"
-RUN_IN_A_LOOP = """ys = []
-        for w, x in zip(wholes, inputs[-1], strict=True):
-            ys.append(forward_of(w, x))
-        inputs.append(ys)"""
-ADDED, PIECE = "shards.append(total)", "piece = whole.chunk(len(wholes))[rank]"
-SUM_IN_A_WHOLE = """
-            room = wholes[rank].new_zeros(len(wholes[rank]))
-            room.chunk(len(wholes))[rank].copy_(total)
-            shards.append(room.chunk(len(wholes))[rank])"""
-
-REFUSED = [
-    ("12.1", "slices of the whole", (ADDED, SUM_IN_A_WHOLE)),
-    ("12.1", "all_gather in another order", ("torch.cat(pieces)", "torch.cat(pieces[::-1])")),
-    ("12.1", "all ranks share a tensor", ("return wholes", "return wholes[:1] * len(shards)")),
-    ("12.1", "the communicator on the class", ("self.comm = comm", "type(self).comm = comm")),
-    (
-        "12.2",
-        "state on the class",
-        ("self.shards = [", "type(self).shards = ["),
-        ("self.optimizers = [", "type(self).optimizers = ["),
-    ),
-    ("12.2", "an epsilon of 0.01", ("norm + 1e-6", "norm + 1e-2")),
-    ("12.2", "an epsilon of 0.001", ("norm + 1e-6", "norm + 1e-3")),
-    ("12.2", "an epsilon where nothing is clipped", (CLIP, "max_norm / max(norm, max_norm + 0.1)")),
-    ("12.2", "too much padding", (PAD, "len(x) % self.ranks")),
-    ("12.2", "padding in front", ("(0, -len(x) % self.ranks)", "(-len(x) % self.ranks, 0)")),
-    ("12.2", "a sum in bfloat16", (MEAN, "total / self.ranks")),
-    ("12.2", "weights sent in float32", (".to(self.weights[0].dtype)", "")),
-    ("12.2", "gathered Parameters", ("s.detach()", "s")),
-    ("12.2", "Adam", ("optim.AdamW", "optim.Adam")),
-    ("12.2", "a norm without comm.sum", ("self.comm.sum(s.", "sum(s."), ("** 0.5", "** 0.5 + 0")),
-    ("12.2", "one comm.sum per rank", (CLIPPED, f"self.comm.sum([0]); {CLIPPED}")),
-    ("12.3", "a new sum", ("[unit] += shard", "[unit] = sums[rank][unit] + shard")),
-    ("12.3", "dys written over", ("dys, together = list(dys)", "dys, together = dys")),
-    ("12.3", "nothing returned", ("return dys", "return None")),
-    ("12.5", "an all-reduce in stage 1", ("(2, 2, k + 1", "(2, 3, k + 2")),
-    ("12.5", "stage 2 reduces once", ("(2, 2, k + 1", "(2, 2, 2")),
-    ("12.2", "a view of the whole", (COPY, "piece.float()")),
-    ("12.2", "the mean in bfloat16", (MEAN, "(total / self.ranks).float()")),
-    ("12.2", "zero gradients", (CLIP, "min(1, max_norm / norm)")),
-    ("12.4", "a loop variable", (RUN, RUN_IN_A_LOOP)),
-    ("12.4", "all units kept", ("    for unit in units:\n        wholes", KEEPING), KEPT),
-    ("12.5", "rounded down", ("-(-parameters // ranks)", "parameters // ranks")),
-]
-ACCEPTED = [
-    ("12.1", "clones", (ADDED, "shards.append(total.clone())")),
-    ("12.2", "a clone", (COPY, "piece.float().clone()")),
-    ("12.2", "no epsilon", (CLIP, "(max_norm / norm if norm > max_norm else 1)")),
-    ("12.4", "a deleted loop variable", (RUN, f"{RUN_IN_A_LOOP}\n        del w")),
-    ("12.5", "a table", ("(2, 2, k + 1, 3 * k)[stage]", "[2, 2, 1 + k, k * 3][stage]")),
-]
-
-
-@each(REFUSED)
-def test_a_wrong_edit_is_refused(edit, tmp_path):
-    assert verdict_on(edit, tmp_path).status == WRONG
-
-
-@each(ACCEPTED)
-def test_a_correct_edit_is_accepted(edit, tmp_path):
-    verdict = verdict_on(edit, tmp_path)
-    assert verdict.status == OK, verdict
 
 
 # ------------------------------------------------------------------ simulated ranks

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from edited import each, verdict_on
 
 from memlab import ema
+from memlab.course import bill_steps
 from memlab.course.checks import day15
 from memlab.course.checks.day15 import DAY, MappedSnapshot, SumWriter
-from memlab.course.exercises import OK, WRONG, Wrong, judge
+from memlab.course.exercises import OK, Wrong, judge
 from memlab.ema import inner_product
 from memlab.reference.post_hoc_ema import Average, synthesize
 
@@ -130,103 +130,6 @@ def test_chunks_written_from_one_buffer_are_refused():
     assert "changed later" in verdict(4, in_one_buffer).text
 
 
-LIMIT, MOVE = "<= 12**-0.5", "value.lerp_(weight.detach(), share)"
-LOOP, MIXED = "            value.lerp_(weight.detach(), share)", "total.add_(part, alpha=share)"
-PAIRS = "zip(self.values, weights, strict=True)"
-PLACED, KNOWN = "weights[chosen] = x / x.sum()", "known = [snapshots[n] for n in chosen]"
-NAMES = "for name, size in sizes.items():"
-BY_LOOP = "for n, w in zip(chosen, x / x.sum()):\n        weights[n] = w"
-EVEN = "[times[(n + 1) * len(times) // count - 1] for n in range(count)]"
-FROM_THE_END = "[times[len(times) - 1 - n * len(times) // count] for n in range(count)][::-1]"
-SHARE = "times[-1] * (n + 1) / count"
-BEFORE = f"[max((t for t in times if t <= {SHARE}), default=times[0]) for n in range(count)]"
-IN_FLOAT64 = "[torch.zeros(stop - start, dtype=torch.float64) for _ in shares[0]]"
-
-REFUSED = [
-    ("15.3", "a constant makes the sum 1", ("x / x.sum()", "x + (1 - x.sum()) / len(x)")),
-    ("15.1", "a limit of 0.285", (LIMIT, "<= 0.285")),
-    ("15.1", "a limit of 0.295", (LIMIT, "<= 0.295")),
-    ("15.1", "a limit of 5 digits", (LIMIT, "< 0.28868")),
-    (
-        "15.1",
-        "rounded to 3 digits",
-        ("return float(", "return round(float("),
-        ("max())", "max()), 3)"),
-    ),
-    ("15.1", "no exponent above 100", ("return float(", "return min(100.0, ")),
-    ("15.2", "only the first tensor", (PAIRS, f"list({PAIRS})[:1]")),
-    (
-        "15.2",
-        "times cut to integers",
-        ("- self.time) / time", "- self.time) // 1 / int(time + 0.5)"),
-    ),
-    ("15.2", "rounded to float16", (LOOP, f"{LOOP}\n            value.copy_(value.half())")),
-    ("15.2", "grad mode left off", (LOOP, f"            torch.set_grad_enabled(False)\n{LOOP}")),
-    (
-        "15.2",
-        "the weights as scratch",
-        (LOOP, f"            weight.detach().mul_(2).div_(2)\n{LOOP}"),
-    ),
-    (
-        "15.2",
-        "the weights scaled and scaled back",
-        (MOVE, "value.mul_(1 - share).add_(weight.data.mul_(share)); weight.data.div_(share)"),
-    ),
-    ("15.3", "negative weights clipped", (PLACED, f"x = x.clip(0)\n    {PLACED}")),
-    (
-        "15.3",
-        "the list of snapshots emptied",
-        (KNOWN, f"count = len(snapshots)\n    {KNOWN}\n    snapshots.clear()"),
-        ("np.zeros(len(snapshots))", "np.zeros(count)"),
-    ),
-    ("15.3", "the first ones chosen", (KNOWN, f"chosen = range(len(chosen))\n    {KNOWN}")),
-    ("15.3", "b of ones", ("[inner_product(p, target) for p in known]", "[1.0 for p in known]")),
-    ("15.4", "three chunks at a time", (NAMES, f"chunk_size *= 3\n    {NAMES}")),
-    ("15.4", "no small shares", (MIXED, "total.add_(part, alpha=share if share**2 > 1e-6 else 0)")),
-    ("15.4", "written to the file", ("stop).float()", "stop).mul_(1).float()")),
-    ("15.4", "the list of shares reversed", (NAMES, f"shares.reverse()\n    {NAMES}")),
-    ("15.5", "the last ones of 39", (EVEN, "times[::-1][:: len(times) // count][:count][::-1]")),
-    ("15.5", "the first ones and the last", (EVEN, "[*times[: count - 1], times[-1]]")),
-    ("15.5", "times taken out", (EVEN, f"[{EVEN}, times.clear()][0]")),
-    ("15.5", "the time before", (EVEN, BEFORE)),
-]
-ACCEPTED = [
-    (
-        "15.3",
-        "a scaled matrix",
-        (
-            "    x = np.linalg.solve(overlaps, [",
-            "    d = np.sqrt(np.diag(overlaps))\n"
-            "    x = np.linalg.solve(overlaps / d[:, None] / d, np.array([",
-        ),
-        ("p, target) for p in known])", "p, target) for p in known]) / d) / d"),
-    ),
-    ("15.1", "the limit in other words", (LIMIT, "<= 1 / 12**0.5")),
-    ("15.2", "mul_ and add_", (MOVE, "value.mul_(1 - share).add_(weight.detach(), alpha=share)")),
-    ("15.3", "filled in by a loop", (PLACED, BY_LOOP)),
-    ("15.4", "+=", (MIXED, "total += share * part")),
-    (
-        "15.4",
-        "sums in float64",
-        ("torch.zeros(len(shares[0]), stop - start, dtype=torch.float32)", IN_FLOAT64),
-        (".float()", ".double()"),
-        ("start, total)", "start, total.float())"),
-    ),
-    ("15.5", "counted from the end", (EVEN, FROM_THE_END)),
-]
-
-
-@each(REFUSED)
-def test_what_is_wrong_is_refused(edit, tmp_path):
-    assert verdict_on(edit, tmp_path).status == WRONG
-
-
-@each(ACCEPTED)
-def test_what_is_right_is_accepted(edit, tmp_path):
-    verdict = verdict_on(edit, tmp_path)
-    assert verdict.status == OK, verdict
-
-
 @pytest.mark.parametrize(
     ("number", "answer"),
     [
@@ -270,5 +173,5 @@ def test_only_the_first_targets_shares_sum_to_1_and_some_are_negative():
 
 @pytest.mark.slow
 def test_averages_on_disk_leave_the_peak_as_it_was():
-    yesterday = day15.offloaded_to_the_disk()
+    yesterday = bill_steps.offloaded_to_the_disk()
     assert day15.averages_on_the_disk().at_peak == yesterday.at_peak

@@ -3,27 +3,23 @@
 import ast
 from dataclasses import replace
 from functools import cache, partial
-from itertools import accumulate
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from close import assert_close
-from edited import each, verdict_on
 
 import memlab
 from memlab.course import bill, days
 from memlab.course.checks import day21
-from memlab.course.checks.day21 import DAY, cache_bytes
-from memlab.course.exercises import OK, WRONG, judge
+from memlab.course.checks.day21 import cache_bytes
 from memlab.course.solutions import given
 from memlab.lora import add_lora
 from memlab.losses import token_log_probs
 from memlab.model import GPT, PRESETS
 from memlab.planner.repetition import extrapolate
 
-PACK, JOIN, ATTEND, CACHE, LOG_PROBS = DAY.exercises
 Setup, dpo_step, dpo_loss, by_logsumexp, without_adapters, KVCache, generate = given(
     21, "Setup", "dpo_step", "dpo_loss", "by_logsumexp", "without_adapters", "KVCache", "generate"
 )
@@ -42,42 +38,6 @@ class Predicted(NamedTuple):
 # ------------------------------------------------------------------ right answers
 
 
-def row_by_row(lengths, capacity):
-    """Fill one row after the other: the same rows, in the same order."""
-    waiting = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    rows = []
-    while waiting:
-        row, left = [], capacity
-        for number in list(waiting):
-            if lengths[number] <= left:
-                row.append(number)
-                left -= lengths[number]
-                waiting.remove(number)
-        rows.append(row)
-    return rows
-
-
-def with_lists(documents):
-    """Python lists, made to tensors at the end."""
-    texts = [document.tolist() for document in documents]
-    targets = [token for text in texts for token in [*text[1:], -100]]
-    positions = [place for text in texts for place in range(len(text))]
-    ends = [0, *accumulate(map(len, texts))]
-    rows = (torch.tensor(x) for x in ([t for text in texts for t in text], targets, positions))
-    return *rows, torch.tensor(ends, dtype=torch.int32)
-
-
-def into_one_output(q, k, v, boundaries):
-    """Each document's scores, written out; the results are stacked along the tokens."""
-    parts = []
-    for number in range(len(boundaries) - 1):
-        a, b = int(boundaries[number]), int(boundaries[number + 1])
-        scores = q[..., a:b, :] @ k[..., a:b, :].mT / q.shape[-1] ** 0.5
-        later = torch.ones(b - a, b - a, dtype=torch.bool).triu(1)
-        parts.append(scores.masked_fill(later, -torch.inf).softmax(-1) @ v[..., a:b, :])
-    return torch.cat(parts, -2)
-
-
 def layer_by_layer(windows, kv_heads, head_dim, tokens, batch, element_bytes):
     total = 0
     for window in windows:
@@ -86,81 +46,8 @@ def layer_by_layer(windows, kv_heads, head_dim, tokens, batch, element_bytes):
     return total
 
 
-class Chunked(torch.autograd.Function):
-    """Gradients by hand: d log p(y) / dx = onehot(y) − softmax(x)."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, targets, chunk):
-        ctx.save_for_backward(hidden, weight, targets)
-        ctx.chunk = chunk
-        found = []
-        for start in range(0, len(hidden), chunk):
-            x = F.linear(hidden[start : start + chunk], weight).float()
-            y = targets[start : start + chunk, None]
-            found.append((x.gather(1, y) - x.logsumexp(1, keepdim=True))[:, 0])
-        return torch.cat(found)
-
-    @staticmethod
-    def backward(ctx, upstream):
-        hidden, weight, targets = ctx.saved_tensors
-        of_hidden, of_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
-        for start in range(0, len(hidden), ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
-            x = F.linear(hidden[rows], weight).float()
-            dx = -x.softmax(1)
-            dx.scatter_add_(1, targets[rows, None], torch.ones(len(dx), 1))
-            dx = (dx * upstream[rows, None]).to(hidden.dtype)
-            of_hidden[rows] = dx @ weight
-            of_weight += dx.mT @ hidden[rows]
-        return of_hidden, of_weight, None, None
-
-
-def by_hand(hidden, weight, targets, chunk):
-    return Chunked.apply(hidden, weight, targets, chunk)
-
-
-RIGHT = [
-    (PACK, row_by_row),
-    (JOIN, with_lists),
-    (ATTEND, into_one_output),
-    (CACHE, layer_by_layer),
-    (LOG_PROBS, by_hand),
-]
-
-
-@pytest.mark.parametrize(("exercise", "answer"), RIGHT, ids=lambda x: getattr(x, "id", ""))
-def test_right_answers_of_another_form_are_right(exercise, answer):
-    verdict = judge(exercise, answer)
-    assert verdict.status == OK, verdict
-
-
 def test_a_window_as_long_as_the_text_keeps_one_token_less():
     assert layer_by_layer([4], 1, 1, 4, 1, 1) == cache_bytes([4], 1, 1, 4, 1, 1) == 2 * 3
-
-
-# ------------------------------------------------------------------ wrong answers
-
-REFUSED = [
-    (
-        "21.1",
-        "rows are as they came in",
-        ("    return rows", "    return [sorted(r) for r in rows]"),
-    ),
-    ("21.1", "a row too small by one", ("free.append(capacity)", "free.append(capacity - 1)")),
-    ("21.2", "targets are a view of tokens", ("tokens.roll(-1)", "tokens")),
-    ("21.2", "positions from the wrong end", ("boundaries[:-1].repeat", "boundaries[1:].repeat")),
-    ("21.3", "the last document only", ("torch.cat(outputs, dim=2)", "outputs[-1]")),
-    ("21.3", "in another order", ("torch.cat(outputs, dim=2)", "torch.cat(outputs[::-1], dim=2)")),
-    ("21.4", "key and value of each head dimension", ("2 * kept", "4 * kept")),
-    ("21.5", "the logit alone", ("- x.logsumexp(1)", "- x.logsumexp(1).detach()")),
-    ("21.5", "reversed parts", ("torch.cat(parts)", "torch.cat(parts[::-1])")),
-]
-
-
-@each(REFUSED)
-def test_wrong_answers_are_wrong(edit, tmp_path):
-    verdict = verdict_on(edit, tmp_path)
-    assert verdict.status == WRONG, verdict
 
 
 # ------------------------------------------------------------------ figures of the lesson

@@ -101,4 +101,4 @@ def test_an_exercises_text_is_read_without_importing_its_check(number):
         (each.id, each.title, each.minutes, each.difficulty, each.hints)
         for each in days.day(number).exercises
     ]
-    assert list(map(tuple, days.texts(number))) == said
+    assert [text[:5] for text in days.texts(number)] == said

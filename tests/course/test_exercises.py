@@ -487,21 +487,6 @@ def test_a_long_value_is_cut_to_one_line():
     assert "\n" not in text
 
 
-# ------------------------------------------------------------------ requirements on exercises
-
-
-@pytest.mark.parametrize("hints", [(), ("a", "b"), ("a", "b", "c", "d")])
-def test_an_exercise_has_three_hints(hints):
-    with pytest.raises(AssertionError, match=f"5.2 has {len(hints)} hints"):
-        replace(DOUBLE, hints=hints)
-
-
-@pytest.mark.parametrize("difficulty", [0, 6])
-def test_an_exercises_difficulty_is_one_to_five(difficulty):
-    with pytest.raises(AssertionError, match=f"5.2 has difficulty {difficulty}"):
-        replace(DOUBLE, difficulty=difficulty)
-
-
 def test_an_answer_that_exits_python_is_wrong():
     def leaving(x):
         raise SystemExit("done")

@@ -1,10 +1,13 @@
 """The lessons' solutions as references of checks, and edits of them as wrong answers."""
 
 import pytest
+from edited import edited
 
-from memlab.course import solutions
+from memlab.course import days, solutions
 from memlab.course.cells import parsed
-from memlab.course.solutions import body, edited, edited_source, given, mistakes, solution
+from memlab.course.exercises import Exercise
+from memlab.course.solutions import changed, checked, edited_source, given, solution
+from memlab.course.texts import Change, Mistake, Text
 
 CELLS = (
     "SCALE = 3\ndef helped(x):\n    return SCALE * x",
@@ -42,9 +45,10 @@ def test_an_edit_of_a_helper_changes_the_answers_result():
     assert given(5, "helped")(2) == 6
 
 
-def test_a_replaced_body_keeps_the_docstring():
-    one = edited("5.1", body("answer", "if x:\n    return 5\nreturn 6"))
-    assert (one(0), one(1), one.__doc__) == (6, 5, "Doc.")
+def test_code_runs_after_the_solutions_cell():
+    assert changed("5.1", Change(code="def answer(x):\n    return helped(x)"))(2) == 6
+    assert changed("5.1", Change(code="def helped(x):\n    return 7"))(2) == 8
+    assert solution("5.1")(2) == 7
 
 
 def test_edits_apply_in_order():
@@ -58,15 +62,21 @@ def test_edited_text_must_be_in_exactly_one_cell():
         edited("5.1", ("SCALE = 3", "SCALE = 4"), ("y + 1", "y"))
     with pytest.raises(LookupError, match="2 cells"):
         edited_source(["a = 1", "b = 1", "c"], [(" = 1", " = 2")])
-    with pytest.raises(LookupError, match="0 cells"):
-        edited("5.1", body("no_function", "pass"))
 
 
 def test_the_answers_own_cell_is_preferred():
     assert edited_source(["a = 1", "b = 1"], [(" = 1", " = 2")]) == (1, "b = 2")
 
 
-def test_a_row_gives_a_named_wrong_answer():
-    (wrong,) = mistakes("5.1", ("One is added.", ("+ 1", "")))
-    assert wrong.remark == "One is added."
-    assert wrong.answer(2) == 6
+def test_an_exercise_has_its_texts_and_the_solution_as_its_reference(monkeypatch):
+    change = Change((("+ 1", ""),))
+    text = Text("5.1", "Title", 5, 2, ("a", "b", "c"), (Mistake("One is added.", change),))
+    monkeypatch.setattr(days, "text_of", lambda id_: text)
+    exercise = checked("5.1", str, rebuilds=["torch.add"])
+    assert isinstance(exercise, Exercise)
+    assert (exercise.id, exercise.title, exercise.minutes) == text[:3]
+    assert (exercise.difficulty, exercise.hints) == text[3:5]
+    assert (exercise.reference(2), exercise.check, exercise.rebuilds) == (7, str, ("torch.add",))
+    (wrong,) = exercise.wrong_answers
+    assert (wrong.remark, wrong.answer(2)) == ("One is added.", 6)
+    assert checked("5.1", str, max).reference is max

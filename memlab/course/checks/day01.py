@@ -10,9 +10,9 @@ from torch import nn
 
 from memlab.course import ledger
 from memlab.course.bill import plain
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, equal, require
+from memlab.course.exercises import Bill, Day, Wrong, equal, require
 from memlab.course.properties import dimensions, same_bytes, unchanged
-from memlab.course.solutions import body, mistakes, solution
+from memlab.course.solutions import checked
 from memlab.metering.profiler_recording import record
 from memlab.model import PRESETS, GPTConfig
 from memlab.units import format_bytes
@@ -67,54 +67,6 @@ def _in_words(config: GPTConfig) -> str:
 def _count(config: GPTConfig) -> int:
     return GPTConfig(**vars(config)).parameters
 
-
-_PARAMETER_COUNT = Exercise(
-    id="1.1",
-    title="Count the weights",
-    minutes=8,
-    difficulty=1,
-    hints=(
-        "A matrix from width a to width b has a·b weights, a norm has one weight for each of the "
-        "C features. Count the embedding, one block, and the parts after the blocks.",
-        "Some parts exist once: the embedding, a second one unless tied, the last norm. A block "
-        "exists L times. Key and value together have 2·C·KV·D weights, the norms of a block 2·C.",
-        "embeddings = V·C if config.tied else 2·V·C. "
-        "block = 2·C·C + 2·C·KV·D + 3·C·intermediate_size + 2·C. How often does each count, and "
-        "which part comes after the last block?",
-    ),
-    reference=solution("1.1"),
-    check=_check_parameter_count,
-    wrong_answers=mistakes(
-        "1.1",
-        (
-            "Key and value have config.kv_heads heads, not config.heads: query heads share them.",
-            ("config.kv_heads", "config.heads"),
-        ),
-        (
-            "Each norm has C weights, too: two norms in a block, one at the end.",
-            ("norms = 2 * C", "norms = 0"),
-            ("norms) + C", "norms)"),
-        ),
-        ("After the last block there is one more norm.", ("norms) + C", "norms)")),
-        (
-            "A block has two norms: one before attention, one before the MLP.",
-            ("norms = 2 * C", "norms = C"),
-        ),
-        (
-            "If config.tied is False, there is a second V × C matrix for the logits.",
-            ("(1 if config.tied else 2)", "1"),
-        ),
-        (
-            "If config.tied is True, the embedding also computes the logits: count one matrix.",
-            ("(1 if config.tied else 2)", "2"),
-        ),
-        ("This MLP has three matrices: gate, up and down.", ("mlp = 3", "mlp = 2")),
-        (
-            "You built the model. Count its weights with the formula, or on the meta device.",
-            body("parameter_count", "return sum(p.numel() for p in GPT(config).parameters())"),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 1.2: what stays
 
@@ -216,78 +168,6 @@ def _check_state_bytes(answer: Callable[[nn.Module, torch.optim.Optimizer], Stat
     return f"the bytes of {len(_TRAININGS)} models and optimizers"
 
 
-_PARAMETERS = "list(model.parameters())"
-_PARAMETER_BYTES = "sum(p.nbytes for p in parameters)"
-_GRADIENTS = "[p.grad for p in parameters if p.grad is not None]"
-_MOMENTS = "('exp_avg', 'exp_avg_sq', 'step')"
-
-_STATE_BYTES = Exercise(
-    id="1.2",
-    title="Count what stays between steps",
-    minutes=8,
-    difficulty=2,
-    hints=(
-        "Write three sums. Which loop gives you the parameters, which the gradients, and which the "
-        "optimizer state?",
-        "optimizer.state is a dictionary with a dictionary of tensors for each parameter. AdamW "
-        "keeps exp_avg, exp_avg_sq and a counter called step; other settings keep more.",
-        "parameters = sum(p.nbytes for p in model.parameters()). For the gradients, sum "
-        "p.grad.nbytes where p.grad is not None. The state needs two loops: over "
-        "optimizer.state.values(), and over the values of each dictionary in it.",
-    ),
-    reference=ledger.state_bytes,
-    check=_check_state_bytes,
-    rebuilds=("memlab.course.ledger.state_bytes", "memlab.measure", "memlab.meter"),
-    wrong_answers=mistakes(
-        "1.2",
-        (
-            "You counted elements, not bytes: a float32 element has four bytes.",
-            (".nbytes", ".numel()"),
-        ),
-        (
-            "Not every element has four bytes: use the tensor's own .nbytes.",
-            (".nbytes", ".numel() * 4"),
-        ),
-        (
-            "There may be more than the two moments: count every tensor in the state.",
-            ("tensor in entry.values()", f"name, tensor in entry.items() if name in {_MOMENTS}"),
-        ),
-        (
-            "AdamW also keeps a 4-byte step counter for each parameter tensor.",
-            ("entry.values()]", "entry.values() if tensor.ndim]"),
-        ),
-        (
-            "Before the first step there are neither gradients nor Adam's state.",
-            (_GRADIENTS, "parameters"),
-            ("state = [", "state = 2 * parameters or ["),
-        ),
-        (
-            "zero_grad frees gradients, and a frozen layer has none: check p.grad.",
-            (_GRADIENTS, "parameters if optimizer.state else []"),
-        ),
-        (
-            "Do not change the model: after zero_grad there is no gradient left to count.",
-            ("    parameters =", "    optimizer.zero_grad()\n    parameters ="),
-        ),
-        (
-            "An optimizer may update only part of the model: count all of the model's parameters.",
-            (_PARAMETERS, '[p for group in optimizer.param_groups for p in group["params"]]'),
-        ),
-        (
-            "The weights of a frozen layer use memory, too.",
-            (_PARAMETERS, "[p for p in model.parameters() if p.requires_grad]"),
-        ),
-        (
-            "Buffers are not parameters: they are not trained.",
-            (_PARAMETER_BYTES, "sum(p.nbytes for p in [*parameters, *model.buffers()])"),
-        ),
-        (
-            "state_dict lists a shared matrix twice; model.parameters() lists it once.",
-            (_PARAMETER_BYTES, "sum(p.nbytes for p in model.state_dict().values())"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 1.3: activations
 
 _ACTIVATION_CASES = (
@@ -310,69 +190,6 @@ def _check_activation_bytes(answer: BytesOf) -> str:
         same_bytes(case, got, wanted, {"elements": 4})
     return f"the bytes of {len(_ACTIVATION_CASES)} cases, the last with {format_bytes(wanted)}"
 
-
-_ACTIVATION_BYTES = Exercise(
-    id="1.3",
-    title="Count the activations",
-    minutes=15,
-    difficulty=3,
-    hints=(
-        "Start with one token and one block: add up the rows of the table above. Every element is "
-        "a float32. Then multiply by the number of tokens, and the block's part by L.",
-        "Per token, a block saves 2·C elements of residual sums, 4·C + 2 for the two norms, "
-        "2·C + 2·KV·D + H in attention, and 4·intermediate_size in the MLP. Outside the blocks: C "
-        "for the embedding, 2·C + 1 for the last norm, V for the log-probabilities, and one "
-        "element for the loss.",
-        "Per token: block = 8·C + 2·KV·D + 4·intermediate_size + H + 2, and ends = 3·C + 1 + V. "
-        "Multiply block by L, add ends, and multiply by the number of tokens. Then add the loss, "
-        "and multiply by four bytes.",
-    ),
-    reference=ledger.activation_bytes,
-    check=_check_activation_bytes,
-    rebuilds=("memlab.course.ledger.activation_bytes",),
-    wrong_answers=mistakes(
-        "1.3",
-        ("You counted elements: a float32 element has four bytes.", ("return 4 * (", "return (")),
-        ("The loss is saved, too: 4 bytes in all.", ("ends) + 1)", "ends))")),
-        ("The loss is one element in all, not one per token.", ("+ ends) + 1)", "+ ends + 1))")),
-        ("A norm is missing: there are two in a block, one at the end.", ("2 * norm", "norm")),
-        (
-            "The last norm is outside the blocks: count it once.",
-            ("2 * norm", "3 * norm"),
-            ("C + norm + config", "C + config"),
-        ),
-        (
-            "Attention saves its log-sum-exp, too: H elements per token.",
-            (" + config.heads\n", "\n"),
-        ),
-        (
-            "A key and a value have D elements per head: KV · D each.",
-            ("config.kv_heads * config.head_dim", "config.kv_heads"),
-        ),
-        (
-            "Only one tensor as large as the logits is saved for backward.",
-            ("+ config.vocab_size", "+ 2 * config.vocab_size"),
-        ),
-        ("Every sequence of the batch has its own activations.", ("batch * seq_len", "seq_len")),
-        (
-            "Keys and values have kv_heads heads; only the queries have config.heads.",
-            ("config.kv_heads", "config.heads"),
-        ),
-        ("Each of the L blocks saves its activations.", ("config.layers * block", "block")),
-        (
-            "The logits (as log-probabilities, V elements per token) are missing.",
-            (" + config.vocab_size", ""),
-        ),
-        (
-            "The MLP saves four tensors: gate, silu(gate), up and the product of the last two.",
-            ("4 * config.intermediate_size", "3 * config.intermediate_size"),
-        ),
-        (
-            "Fused attention never stores the T × T scores, only H elements per token.",
-            ("+ config.heads\n", "+ config.heads * (1 + seq_len)\n"),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 1.4: the peak
 
@@ -403,53 +220,6 @@ def _check_peak_bytes(answer: BytesOf) -> str:
         )
     return f"the peaks of {len(_PEAK_CASES)} steps, at most {max(gaps):.3%} off"
 
-
-_ADAMS, _TEMPORARIES = "+ 8 * parameter_count(config)", " + 2 * logits"
-_KEPT = "activation_bytes(config, batch, seq_len)"
-
-_PEAK_BYTES = Exercise(
-    id="1.4",
-    title="Predict the peak",
-    minutes=8,
-    difficulty=2,
-    hints=(
-        "List the tensors alive when backward begins. Which of weights, gradients, optimizer state "
-        "and activations does not exist yet?",
-        "Weights, Adam's two moments (12 bytes per weight) and all activations are alive, but no "
-        "gradients. Add backward's first two tensors, each as large as the logits: B·T·V "
-        "elements.",
-        "logits = 4 * batch * seq_len * config.vocab_size; backward allocates two such tensors. "
-        "The other two terms are 12 * parameter_count(config) and the activation bytes of 1.3.",
-    ),
-    reference=ledger.start_of_backward_bytes,
-    check=_check_peak_bytes,
-    rebuilds=("memlab.course.ledger.start_of_backward_bytes",),
-    wrong_answers=mistakes(
-        "1.4",
-        (
-            "Gradients and activations are not all alive at once: backward allocates gradients "
-            "while it frees activations. It also allocates temporaries.",
-            (_ADAMS, "+ 12 * parameter_count(config)"),
-            (_TEMPORARIES, ""),
-        ),
-        ("Backward begins with two temporaries as large as the logits.", (_TEMPORARIES, "")),
-        (
-            "Backward allocates two tensors as large as the logits, not one.",
-            (_TEMPORARIES, " + logits"),
-        ),
-        (
-            "When backward begins, no weight has a gradient yet.",
-            (_ADAMS, "+ 12 * parameter_count(config)"),
-        ),
-        ("From the second step on, Adam's two moments are alive.", (_ADAMS, "")),
-        (
-            "Four bytes per weight are missing. The weights have four, and Adam's two moments four "
-            "each.",
-            (_ADAMS, "+ 4 * parameter_count(config)"),
-        ),
-        ("Add the activations that forward saves.", (f"{_KEPT} + ", "")),
-    ),
-)
 
 # ------------------------------------------------------------------ 1.5: the largest batch
 
@@ -525,65 +295,33 @@ def _check_largest_batch(answer: Callable[[Callable[[int], int], int], int]) -> 
     return f"{len(_BATCH_CASES)} budgets, at most {calls} calls for each"
 
 
-_BY_A_LINE = """
-slope = bytes_at(2) - bytes_at(1)
-fixed = bytes_at(1) - slope
-return max(0, (budget_bytes - fixed) // slope) if slope else 1
-"""
-_BY_COUNTING = """
-batch = 0
-while bytes_at(batch + 1) <= budget_bytes:
-    batch += 1
-return batch
-"""
-
-_LARGEST_BATCH = Exercise(
-    id="1.5",
-    title="Find the largest batch that fits",
-    minutes=10,
-    difficulty=2,
-    hints=(
-        "A measurement is expensive: double the batch until it no longer fits.",
-        "Then you know one batch that fits and one that does not. Measure the middle, and keep "
-        "the half with the answer, until the two differ by 1.",
-        "fits, too_many = 0, 1; while bytes_at(too_many) <= budget_bytes: fits, too_many = "
-        "too_many, 2 * too_many. Then, while too_many - fits > 1, which of the two does "
-        "middle = (fits + too_many) // 2 replace?",
-    ),
-    reference=ledger.largest_batch,
-    check=_check_largest_batch,
-    rebuilds=("memlab.course.ledger.largest_batch",),
-    wrong_answers=mistakes(
-        "1.5",
-        (
-            "Some bytes of a step do not depend on the batch: twice the batch is not twice the "
-            "bytes.",
-            body("largest_batch", "return budget_bytes // bytes_at(1)"),
-        ),
-        (
-            "For small batches the peak may not grow yet, so do not extrapolate from the first two "
-            "batches.",
-            body("largest_batch", _BY_A_LINE),
-        ),
-        (
-            "Trying every batch needs too many calls: double, then use binary search.",
-            body("largest_batch", _BY_COUNTING),
-        ),
-        ("A step that needs exactly the budget fits.", ("<= budget_bytes", "< budget_bytes")),
-        ("You returned the smallest batch that does not fit.", ("return fits", "return too_many")),
-        ("If not even one sequence fits, return 0.", ("return fits", "return max(1, fits)")),
-        (
-            "There is no upper bound at first: find one by doubling.",
-            ("return fits", "return min(1000, fits)"),
-        ),
-        (
-            "The answer may lie between two powers of two: search there.",
-            ("while too_many - fits > 1:", "while False:"),
-        ),
-    ),
-)
-
 DAY = Day(
-    exercises=(_PARAMETER_COUNT, _STATE_BYTES, _ACTIVATION_BYTES, _PEAK_BYTES, _LARGEST_BATCH),
+    exercises=(
+        checked("1.1", _check_parameter_count),
+        checked(
+            "1.2",
+            _check_state_bytes,
+            ledger.state_bytes,
+            rebuilds=("memlab.course.ledger.state_bytes", "memlab.measure", "memlab.meter"),
+        ),
+        checked(
+            "1.3",
+            _check_activation_bytes,
+            ledger.activation_bytes,
+            rebuilds=("memlab.course.ledger.activation_bytes",),
+        ),
+        checked(
+            "1.4",
+            _check_peak_bytes,
+            ledger.start_of_backward_bytes,
+            rebuilds=("memlab.course.ledger.start_of_backward_bytes",),
+        ),
+        checked(
+            "1.5",
+            _check_largest_batch,
+            ledger.largest_batch,
+            rebuilds=("memlab.course.ledger.largest_batch",),
+        ),
+    ),
     bill=Bill("day 1: plain", plain),
 )

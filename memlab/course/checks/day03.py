@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memlab.course.bill import SETTING
-from memlab.course.exercises import Bill, Day, Exercise, distinct, require
+from memlab.course.exercises import Bill, Day, distinct, require
 from memlab.course.ledger import FLOAT32
 from memlab.course.properties import (
     SLACK,
@@ -28,7 +28,7 @@ from memlab.course.properties import (
     same_values,
     unchanged,
 )
-from memlab.course.solutions import body, mistakes, solution
+from memlab.course.solutions import checked, solution
 from memlab.metering import measure
 from memlab.model import PRESETS, GPTConfig
 from memlab.trace import Trace
@@ -323,136 +323,6 @@ def _most_activations(answer: TrainEpoch, number: int, size: int) -> int:
     return max(accumulate(e.bytes for e in events if e.category == "activations"), default=0)
 
 
-_ZERO, _STEP = "        optimizer.zero_grad()\n", "        optimizer.step()\n"
-_BACKWARD = "            loss.backward()\n"
-_CLIP = "        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)\n"
-_DIVIDE = "        for weight in model.parameters():\n"
-_DIVISION = "weight.grad /= max(count, 1)"
-_COUNT = "int((targets != MASKED).sum())"
-_MEAN_LOSS = (
-    ('reduction="sum")', f'reduction="sum") / max({_COUNT}, 1)'),
-    (f"count += {_COUNT}", "count += 1"),
-)
-
-_TRAIN_EPOCH = Exercise(
-    id="3.1",
-    title="Accumulate the gradient of a batch",
-    minutes=20,
-    difficulty=4,
-    hints=(
-        "Which operations run once per micro-batch? Forward and backward. Which once per window? "
-        "zero_grad, the division, the clipping and the optimizer step.",
-        "Call backward on the sum of the losses (reduction='sum'), and count the unmasked "
-        "targets. A window ends after `size` micro-batches, or when no more are left: "
-        "itertools.islice(iterator, size) takes the next ones.",
-        "remaining = iter(micro_batches); while window := list(itertools.islice(remaining, size)): "
-        "zero_grad; for each micro-batch loss.backward(), total += loss.item(), count += "
-        "int((targets != MASKED).sum()). After the last micro-batch, divide by max(count, 1), "
-        "clip and step: in what order?",
-    ),
-    reference=solution("3.1"),
-    check=_check_train_epoch,
-    rebuilds=("memlab.accumulation.accumulate",),
-    wrong_answers=mistakes(
-        "3.1",
-        (
-            "A mean of means gives a token more weight in a micro-batch with few tokens: add up "
-            "sums, and divide once by the number of tokens in the window.",
-            *_MEAN_LOSS,
-        ),
-        (
-            "You divide each micro-batch by its own count, so the window's gradient is too large.",
-            *_MEAN_LOSS,
-            (_DIVISION, "pass"),
-        ),
-        (
-            "The mean over no tokens is 0 / 0, and NaN times 0 is still NaN: use reduction='sum'.",
-            (', reduction="sum")', f") * {_COUNT}"),
-        ),
-        (
-            "Masked targets are not tokens: leave them out of the divisor.",
-            (_COUNT, "targets.numel()"),
-        ),
-        (
-            "These are the gradients of the sum: divide them once, after the last micro-batch.",
-            (_DIVISION, "pass"),
-        ),
-        (
-            "You clip after every micro-batch, before the window's gradient is complete.",
-            (_CLIP, ""),
-            (_BACKWARD, f"{_BACKWARD}    {_CLIP}"),
-        ),
-        (
-            "You clip before the division: max_norm applies to the gradient of the mean.",
-            (_CLIP, ""),
-            (_DIVIDE, f"{_CLIP}{_DIVIDE}"),
-        ),
-        ("The gradient is never clipped to max_norm.", (_CLIP, "")),
-        (
-            "You skip the shorter last window: train on it, too.",
-            (_ZERO, f"        if len(window) < size:\n            break\n{_ZERO}"),
-        ),
-        (
-            "Without zero_grad, the previous window's gradient is added to this one.",
-            (_ZERO, ""),
-            ("    while window", "    optimizer.zero_grad()\n    while window"),
-        ),
-        (
-            "zero_grad before every micro-batch keeps only the gradient of the last one.",
-            (_ZERO, ""),
-            (_BACKWARD, f"            optimizer.zero_grad()\n{_BACKWARD}"),
-        ),
-        (
-            "Take one optimizer step per window, not one per micro-batch.",
-            *_MEAN_LOSS,
-            (_ZERO, ""),
-            (_STEP, ""),
-            (_BACKWARD, f"            optimizer.zero_grad()\n{_BACKWARD}    {_STEP}"),
-        ),
-        (
-            "One backward for the whole window keeps the graph of every micro-batch: call backward "
-            "for each micro-batch.",
-            (_BACKWARD, ""),
-            ("total += loss.item()", "total = total + loss"),
-            (_DIVIDE, f"        total.backward()\n{_DIVIDE}"),
-            ("losses.append(total /", "losses.append(total.item() /"),
-        ),
-        (
-            "A loss tensor can keep its graph as long as the list exists: convert it to a float.",
-            ("total += loss.item()", "total += loss"),
-        ),
-        (
-            "All gradients are alive twice while you divide. Divide in place, or one by one.",
-            (
-                _DIVIDE,
-                "        trained = [w for w in model.parameters() if w.grad is not None]\n"
-                "        divided = [w.grad / max(count, 1) for w in trained]\n"
-                "        for weight, gradient in zip(trained, divided, strict=True):\n"
-                "            weight.grad = gradient\n"
-                f"{_DIVIDE}",
-            ),
-            (_DIVISION, "pass"),
-        ),
-        (
-            "The logits of every window stay in memory. Keep numbers only.",
-            ("while window", "seen = []\n    while window"),
-            (
-                "losses.append(total /",
-                "seen.append(flat[0].detach())\n        losses.append(total /",
-            ),
-        ),
-        (
-            "A frozen weight needs no gradient: skip a weight if its .grad is None.",
-            ("            if weight.grad is not None:\n", ""),
-            (
-                f"    {_DIVISION}",
-                f"if weight.grad is None:\n{' ' * 16}weight.grad = "
-                f"torch.zeros_like(weight)\n            {_DIVISION}",
-            ),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 3.2: frozen layers
 
 TrainedBytes = Callable[[GPTConfig, int, int, range], dict[str, int]]
@@ -484,76 +354,6 @@ def _check_trained_bytes(answer: TrainedBytes) -> str:
         same_byte_counts(case, answer(config, batch, seq_len, trained), wanted, units)
     return f"{len(_FREEZE_CASES)} cases to the byte"
 
-
-_PER_TOKEN = "+ config.vocab_size"
-
-_TRAINED_BYTES = Exercise(
-    id="3.2",
-    title="Count the bytes of frozen layers",
-    minutes=15,
-    difficulty=3,
-    hints=(
-        "Follow the gradient from the loss to the first trained block. Which blocks does it pass "
-        "through?",
-        "A frozen block above the trained ones saves the right column of the table. Blocks below "
-        "the trained ones save nothing, and neither does the embedding.",
-        "Elements per token: len(trained) · trained block + (L - trained.stop) · frozen block + V. "
-        "The last norm adds a 1/rms, and the first trained norm saves none: they cancel. "
-        "activations = 4 · (B · T · elements + 1). With n weights in the trained blocks: gradients "
-        "4 · n. What does Adam store for each weight, and what for each tensor?",
-    ),
-    reference=trained_bytes,
-    check=_check_trained_bytes,
-    rebuilds=("memlab.measure", "memlab.meter", "memlab.train.dry_trace"),
-    wrong_answers=mistakes(
-        "3.2",
-        (
-            "Adam has no state for a frozen weight, because it has no gradient.",
-            ("8 * weights", "8 * config.parameters"),
-        ),
-        (
-            "A frozen weight has no gradient: count the trained blocks only.",
-            ('"gradients": 4 * weights', '"gradients": 4 * config.parameters'),
-        ),
-        (
-            "A frozen block above a trained one saves tensors: the gradient passes through it.",
-            ("above * frozen_block + ", ""),
-        ),
-        (
-            "A frozen matrix does not save its input: only the matrix's gradient needs it.",
-            ("above * frozen_block", "above * trained_block"),
-        ),
-        (
-            "No gradient passes below the lowest trained block, so nothing is saved there.",
-            ("above * frozen_block", "(above + trained.start) * frozen_block"),
-        ),
-        (
-            "Blocks below the first trained one save no activations: count len(trained) blocks.",
-            ("len(trained) * trained_block", "trained.stop * trained_block"),
-        ),
-        (
-            "Add Adam's step counters: 4 bytes for each trained tensor.",
-            (" + 4 * 9 * len(trained)", ""),
-        ),
-        (
-            "The first trained norm passes no gradient down, so its 1/rms is not saved.",
-            (_PER_TOKEN, "+ config.vocab_size + 1"),
-        ),
-        (
-            "Nothing below the first trained block is trained: leave out the embedding's output.",
-            (_PER_TOKEN, "+ config.vocab_size + C"),
-        ),
-        (
-            "The first trained norm passes no gradient down: neither its 1/rms nor the embedding's "
-            "output is saved.",
-            (_PER_TOKEN, "+ config.vocab_size + C + 1"),
-        ),
-        (
-            "The last norm and the unembedding are frozen: the norm saves its 1/rms only.",
-            (_PER_TOKEN, "+ config.vocab_size + 2 * C"),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 3.3: LoRA
 
@@ -753,98 +553,6 @@ def _check_bytes(answer: LoRAClass) -> str:
     return f"{trained} weights trained beside {WIDE**2 + WIDE:,}, no tensor above {largest:,} bytes"
 
 
-_FREEZE = ".requires_grad_(False)"
-_RANDOM = "torch.randn_like(weight[:1].expand(rank, -1)) / rank"
-_ZEROS = "weight.new_zeros(frozen.out_features, rank)"
-_SCALE = "alpha / rank"
-_SUM = "return self.frozen(x) +"
-_MERGE = "        self.frozen.weight += self.scale * (self.up @ self.down)\n"
-_MERGE_WITHOUT_BIAS = """
-merged = nn.Linear(self.frozen.in_features, self.frozen.out_features, bias=False)
-merged.weight = nn.Parameter(self.frozen.weight + self.scale * (self.up @ self.down))
-return merged
-"""
-
-_LORA = Exercise(
-    id="3.3",
-    title="A LoRA layer",
-    minutes=15,
-    difficulty=3,
-    hints=(
-        "Add two small matrices beside the frozen one. The output is the sum of both paths.",
-        "Initialize self.up with zeros, so that nothing changes at first, and self.down at random, "
-        "so that up gets a gradient. In forward, multiply x by down first: the intermediate result "
-        "then has rank elements per token. up @ down is as large as the frozen matrix.",
-        "forward: self.frozen(x) + self.scale * (x @ self.down.T @ self.up.T), with scale = alpha "
-        "/ rank. Both matrices are nn.Parameter; frozen.requires_grad_(False). For merge, under "
-        "no_grad: which change of self.frozen.weight gives the same output?",
-    ),
-    reference=solution("3.3"),
-    check=_check_lora,
-    rebuilds=("memlab.lora",),
-    wrong_answers=mistakes(
-        "3.3",
-        (
-            "Initialize `up` with zeros: before the first step, the output must stay the same.",
-            (_ZEROS, "weight.new_ones(frozen.out_features, rank)"),
-        ),
-        (
-            "If both matrices are zero, so are both gradients: initialize `down` at random.",
-            (_RANDOM, "weight.new_zeros(rank, frozen.in_features)"),
-        ),
-        (
-            "The initial values are swapped: `down` starts at random, and `up` at zero.",
-            (_RANDOM, "weight.new_zeros(rank, frozen.in_features)"),
-            (_ZEROS, "weight.new_ones(frozen.out_features, rank)"),
-        ),
-        (
-            "A copy of the frozen weight stays in memory beside the layer.",
-            (
-                f"frozen{_FREEZE}",
-                f"frozen{_FREEZE}\n        self.old = frozen.weight.detach().clone()",
-            ),
-        ),
-        (
-            "The input of the last call stays in memory, as an attribute of the layer.",
-            (_SUM, f"self.x = x.detach().clone()\n        {_SUM}"),
-        ),
-        ("Multiply the update by alpha / rank.", (_SCALE, "1.0")),
-        ("The scale is alpha / rank, not alpha.", (_SCALE, "alpha")),
-        ("alpha // rank rounds 1.5 down to 1: use /.", (_SCALE, "alpha // rank")),
-        (
-            "The given layer is still trained, so it has gradients and Adam state: freeze it.",
-            (_FREEZE, ""),
-        ),
-        (
-            "The bias is a weight too: freeze the whole layer.",
-            (f"frozen{_FREEZE}", f"frozen\n        frozen.weight{_FREEZE}"),
-        ),
-        (
-            "A plain tensor is not trained: make it an nn.Parameter.",
-            (f"nn.Parameter({_ZEROS})", _ZEROS),
-        ),
-        (
-            "You return only the update: add the frozen layer's output.",
-            (_SUM, "return"),
-        ),
-        (
-            "The update is missing in eval mode: add it in both modes.",
-            (_SUM, f"if not self.training:\n            return self.frozen(x)\n        {_SUM}"),
-        ),
-        (
-            "up @ down is as large as the frozen matrix, and so is its gradient: multiply x by "
-            "down, then by up.",
-            ("x @ self.down.T @ self.up.T", "x @ (self.up @ self.down).T"),
-        ),
-        (
-            "merge leaves out the scale alpha / rank.",
-            (_MERGE, _MERGE.replace("self.scale *", "")),
-        ),
-        ("merge returns the frozen layer without the update.", (_MERGE, "")),
-        ("merge returns a layer without the bias.", body("LoRA.merge", _MERGE_WITHOUT_BIAS)),
-    ),
-)
-
 # ------------------------------------------------------------------ 3.4: validation
 
 Validate = Callable[[nn.Module, Iterable[Batch]], float]
@@ -965,86 +673,6 @@ def _require_no_graph(answer: Validate) -> None:
     )
 
 
-_NO_GRAD = ("with torch.no_grad():", "if True:")
-_FLAT = "flat = model(tokens).flatten(0, 1), targets.flatten()"
-_ITEM = "total += loss.item()"
-_BACK = "    for module, training in modes:\n        module.training = training\n"
-_LOGITS_FIRST = """
-modes, total, count = [(module, module.training) for module in model.modules()], 0.0, 0
-model.eval()
-with torch.no_grad():
-    for logits, targets in [(model(tokens), targets) for tokens, targets in held_out]:
-        total += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
-        count += int((targets != MASKED).sum())
-for module, training in modes:
-    module.training = training
-return total / max(count, 1)
-"""
-
-_VALIDATE = Exercise(
-    id="3.4",
-    title="Validate without a graph",
-    minutes=10,
-    difficulty=2,
-    hints=(
-        "Autograd saves tensors of forward for backward, which you never call. Disable it.",
-        "Call the model inside torch.no_grad() or inference_mode(). model.eval() only disables "
-        "dropout, not autograd.",
-        "Store module.training of each of model.modules(); model.eval(); with torch.no_grad(): for "
-        "each batch total += loss.item() of the summed loss, count += its tokens. What do you "
-        "restore, and by what do you divide if all tokens are masked?",
-    ),
-    reference=validate,
-    check=_check_validate,
-    wrong_answers=mistakes(
-        "3.4",
-        (
-            "Each loss in the sum keeps its graph alive, with the activations of its batch.",
-            _NO_GRAD,
-            (_ITEM, "total = total + loss"),
-            ("return total /", "return total.item() /"),
-        ),
-        (
-            "model.eval() disables dropout, not autograd: each batch still saves its activations "
-            "for backward.",
-            _NO_GRAD,
-        ),
-        (
-            "no_grad comes too late: the model's forward pass must be inside.",
-            (_FLAT, f"with torch.enable_grad():\n                {_FLAT}"),
-        ),
-        (
-            "The logits of all batches are alive at once: reduce each batch to two values first.",
-            body("validate", _LOGITS_FIRST),
-        ),
-        (
-            "A mean of means gives a token more weight in a batch with few tokens.",
-            (_ITEM, f"total += loss.item() / max({_COUNT}, 1)"),
-            (f"count += {_COUNT}", "count += 1"),
-        ),
-        ("Dropout is still on: call model.eval().", ("    model.eval()\n", "")),
-        ("Dropout stays off in training afterwards: restore each module's mode.", (_BACK, "")),
-        (
-            "Restore the previous mode of the model, even if it was eval mode.",
-            (_BACK, "    model.train()\n"),
-        ),
-        (
-            "model.train(mode) sets the mode of every module. A frozen norm in eval mode would be "
-            "in training mode afterwards: restore each module's own mode.",
-            (_BACK, "    model.train(modes[0][1])\n"),
-        ),
-        (
-            "requires_grad_(False) avoids the graph, but no weight can be trained afterwards.",
-            _NO_GRAD,
-            ("model.eval()", "model.eval().requires_grad_(False)"),
-        ),
-        (
-            "Return a plain float: a tensor needs GPU memory and can keep a graph. Use .item().",
-            (_ITEM, "total += loss"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ the bill
 
 
@@ -1054,6 +682,16 @@ def accumulated() -> Trace:
 
 
 DAY = Day(
-    exercises=(_TRAIN_EPOCH, _TRAINED_BYTES, _LORA, _VALIDATE),
+    exercises=(
+        checked("3.1", _check_train_epoch, rebuilds=("memlab.accumulation.accumulate",)),
+        checked(
+            "3.2",
+            _check_trained_bytes,
+            trained_bytes,
+            rebuilds=("memlab.measure", "memlab.meter", "memlab.train.dry_trace"),
+        ),
+        checked("3.3", _check_lora, rebuilds=("memlab.lora",)),
+        checked("3.4", _check_validate, validate),
+    ),
     bill=Bill("day 3: one sequence at a time", accumulated),
 )

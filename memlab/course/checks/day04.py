@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memlab.course.bill import SETTING
-from memlab.course.exercises import Bill, Day, Exercise, distinct, require
+from memlab.course.exercises import Bill, Day, distinct, require
 from memlab.course.properties import (
     dimensions,
     elements,
@@ -18,7 +18,7 @@ from memlab.course.properties import (
     same_byte_counts,
     unchanged,
 )
-from memlab.course.solutions import body, given, mistakes, solution
+from memlab.course.solutions import checked, given, solution
 from memlab.metering import measure
 from memlab.model import PRESETS, GPTConfig
 from memlab.reference.loss_scaling import Scaler
@@ -66,83 +66,6 @@ def _bytes_per_weight(policy: str) -> int:
     held = held_bytes(config, policy)
     return (sum(held.values()) - held["casts"]) // config.parameters
 
-
-_COUNTERS = " + 4 * (9 * L + (2 if config.tied else 3))"
-_CASTS = "(N - (2 * L + 1) * C - looked_up)"
-
-_HELD_BYTES = Exercise(
-    id="4.1",
-    title="Bytes of each policy",
-    minutes=15,
-    difficulty=3,
-    hints=(
-        "Parameters and gradients are products with N. Read their dtypes from the table. A "
-        "gradient has the dtype of its weight, unless it is accumulated in float32. A moment has "
-        "the dtype of the weight that the optimizer steps.",
-        "Adam's counters are float32 in every policy, one per tensor: 9 per block, and 2 (tied) or "
-        "3 (untied) outside. Autocast casts the matrices of matmuls: no norm, and the embedding "
-        "only if it also computes the logits.",
-        "With a master copy, parameters = (2 + 4) · N; optimizer_state = 2 · moment · N + 4 · "
-        "tensors. For the casts start with N. How many weights are in norms, and which matrix of "
-        "an untied model is in no matmul? Each remaining weight has a cast of 2 bytes.",
-    ),
-    reference=held_bytes,
-    check=_check_held_bytes,
-    rebuilds=("memlab.measure", "memlab.meter", "memlab.train.dry_trace"),
-    wrong_answers=mistakes(
-        "4.1",
-        (
-            "Under autocast the weights stay float32, and their casts are extra tensors.",
-            ('"autocast": (4, 4, 4, 2)', '"autocast": (2, 4, 4, 2)'),
-        ),
-        (
-            "A gradient has the dtype of its weight, and autocast leaves the weights in float32.",
-            ('"autocast": (4, 4, 4, 2)', '"autocast": (4, 2, 4, 2)'),
-        ),
-        (
-            "Autocast keeps its casts: backward multiplies by the same matrices.",
-            ('"autocast": (4, 4, 4, 2)', '"autocast": (4, 4, 4, 0)'),
-        ),
-        (
-            "torch's AdamW makes its moments in the dtype of the weights, here bfloat16.",
-            ('"bfloat16": (2, 2, 2, 0)', '"bfloat16": (2, 2, 4, 0)'),
-        ),
-        (
-            "A bfloat16 weight has a bfloat16 gradient.",
-            ('"bfloat16": (2, 2, 2, 0)', '"bfloat16": (2, 4, 2, 0)'),
-        ),
-        (
-            "The float32 copy is a parameter beside the model's own: 2 and 4 bytes.",
-            ('"master": (2 + 4, 2,', '"master": (2, 2,'),
-        ),
-        (
-            "The float32 copy does not replace the model's own weight: count both.",
-            ('"master": (2 + 4, 2,', '"master": (4, 2,'),
-        ),
-        (
-            "The optimizer steps the float32 copies, so its moments are float32.",
-            ('"master": (2 + 4, 2, 4,', '"master": (2 + 4, 2, 2,'),
-        ),
-        ("Add Adam's counters: one per tensor.", (_COUNTERS, "")),
-        (
-            "Adam's counters are always float32: 4 bytes per tensor.",
-            (_COUNTERS, _COUNTERS.replace("4", "moment")),
-        ),
-        ("Norms are not cast: autocast casts the matrices of matmuls.", (_CASTS, "N")),
-        (
-            "An embedding lookup is not a matmul: an untied embedding is not cast.",
-            (" - looked_up", ""),
-        ),
-        (
-            "A tied embedding computes the logits, so it is cast.",
-            ("0 if config.tied else config.vocab_size * C", "config.vocab_size * C"),
-        ),
-        (
-            "The last norm is not cast either: subtract 2 norms per block, and 1 at the end.",
-            ("(2 * L + 1) * C", "2 * L * C"),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 4.2: the loss scaler
 
@@ -360,133 +283,6 @@ def _step_bytes(
     return trace.peak_bytes - 2 * 4 * WIDE * tensors
 
 
-_ZERO, _STEP = "        optimizer.zero_grad()\n", "        optimizer.step()\n"
-_BACKWARD = "            (loss * self.scale).backward()\n"
-_FINITE = "gradient.isfinite().all()"
-_IF_OVER = "        if not all(gradient.isfinite().all() for gradient in gradients):\n"
-_DIVIDE = "            gradient /= self.scale\n"
-_CLIP = "        nn.utils.clip_grad_norm_(weights, max_norm)\n"
-_GROWN = "min(2 * self.scale, 2.0**127)"
-_DIVIDE_EACH = """            for group in optimizer.param_groups:
-                for weight in group["params"]:
-                    if weight.grad is not None:
-                        weight.grad /= self.scale
-"""
-
-_SCALER = Exercise(
-    id="4.2",
-    title="A loss scaler",
-    minutes=20,
-    difficulty=4,
-    hints=(
-        "Four parts in this order: backward of scaled losses, a check of the gradients, the step "
-        "(or none), the new scale. Only the first runs for each micro-batch.",
-        "The gradients are weight.grad of each weight in group['params'], for each group in "
-        "optimizer.param_groups; some are None. A gradient is finite if isfinite().all(). If all "
-        "are, divide first, then clip. The scale halves after an overflow and doubles after "
-        "`interval` fine steps in a row; both reset fine_steps.",
-        "zero_grad(); for loss in losses: (loss * self.scale).backward(). If all gradients are "
-        "finite: grad /= self.scale, clip, step, fine_steps += 1. What happens to the scale and to "
-        "fine_steps when fine_steps == interval, and what after an overflow?",
-    ),
-    reference=Scaler,
-    check=_check_scaler,
-    rebuilds=(
-        "torch.amp.GradScaler",
-        "memlab.precision.LossScaler",
-        "torch._amp_*",
-        "torch._foreach_*",
-    ),
-    wrong_answers=mistakes(
-        "4.2",
-        ("The gradients are never divided by the scale.", (_DIVIDE, "            pass\n")),
-        (
-            "You divide after each micro-batch, so gradients of earlier micro-batches are divided "
-            "several times.",
-            (_BACKWARD, _BACKWARD + _DIVIDE_EACH),
-            (_DIVIDE, "            pass\n"),
-        ),
-        (
-            "You clip before the division: max_norm applies to the divided gradient.",
-            (_CLIP, ""),
-            (_IF_OVER, f"{_CLIP}{_IF_OVER}"),
-        ),
-        ("The gradient is never clipped to max_norm.", (_CLIP, "")),
-        (
-            "A step with inf in its gradients ruins the weights: skip it.",
-            ("            return False\n", f"    {_STEP}            return False\n"),
-        ),
-        ("An overflow shows as inf too, not only as nan.", (_FINITE, "(~gradient.isnan()).all()")),
-        ("inf - inf is nan: check for nan, too.", (_FINITE, "(~gradient.isinf()).all()")),
-        (
-            "A loss can be finite when its gradients are not: check the gradients.",
-            (_BACKWARD, f"{_BACKWARD}            fine = fine and bool(loss.isfinite())\n"),
-            (_ZERO, f"{_ZERO}        fine = True\n"),
-            (_IF_OVER, "        if not fine:\n"),
-        ),
-        (
-            "Check the gradients of all groups: one inf anywhere is an overflow.",
-            ("for gradient in gradients):", "for gradient in gradients[:1]):"),
-        ),
-        (
-            "A skipped step leaves its gradients for the next: call zero_grad before backward.",
-            (_ZERO, ""),
-            (_STEP, f"{_STEP}{_ZERO}"),
-        ),
-        ("Without zero_grad the gradients of earlier steps are added.", (_ZERO, "")),
-        ("Halve the scale after an overflow.", ("self.scale / 2, 0", "self.scale, 0")),
-        (
-            "Fine steps count only in a row: an overflow resets fine_steps.",
-            ("self.scale / 2, 0", "self.scale / 2, self.fine_steps"),
-        ),
-        (
-            "Reset fine_steps when the scale has grown.",
-            (f"{_GROWN}, 0", f"{_GROWN}, self.fine_steps"),
-        ),
-        (
-            "The scale grows after `interval` fine steps, not one step later.",
-            ("self.fine_steps == self.interval", "self.fine_steps > self.interval"),
-        ),
-        (
-            "Count fine steps, not micro-batches.",
-            ("        self.fine_steps += 1\n", ""),
-            (_BACKWARD, f"{_BACKWARD}            self.fine_steps += 1\n"),
-        ),
-        (
-            "2**128 does not fit a float32, and inf · 0 is nan: cap the scale at 2**127.",
-            (_GROWN, "2 * self.scale"),
-        ),
-        (
-            "A scale below 2**127 can still double past it: cap the doubled scale.",
-            (_GROWN, "(2 if self.scale < 2.0**127 else 1) * self.scale"),
-        ),
-        (
-            "Concatenating all gradients makes a second copy of them: check them one by one.",
-            (
-                f"all({_FINITE} for gradient in gradients)",
-                "torch.cat([g.flatten() for g in gradients]).isfinite().all()",
-            ),
-        ),
-        (
-            "Divide the gradients of all groups, not only the first group's.",
-            (
-                f"for gradient in gradients:\n{_DIVIDE}",
-                f"for gradient in gradients[:1]:\n{_DIVIDE}",
-            ),
-        ),
-        (
-            "Return True after a step, and False after a skipped one.",
-            ("return False", "return"),
-            ("return True", "return"),
-        ),
-        (
-            "The graphs of all micro-batches are alive at once: call backward for each loss before "
-            "you take the next.",
-            ("for loss in losses:", "for loss in [sum(losses)]:"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 4.3: stochastic rounding
 
 Round = Callable[[Tensor, torch.Generator], Tensor]
@@ -691,103 +487,6 @@ def _check_bytes(answer: Round) -> float:
     return bytes_
 
 
-_DRAW = "torch.randint(2**16, numbers.shape, generator=generator, dtype=torch.int32)"
-_BITS = "(chance + numbers.view(torch.int32)) & ~0xFFFF"
-_GUARDED = "torch.where(numbers.isfinite(), bits.view(torch.float32), numbers)"
-_NOISE = """
-noise = torch.rand(numbers.shape, generator=generator) - 0.5
-return ({}).bfloat16()
-"""
-_BY_FRACTION = """
-down = numbers.view(torch.int32) & ~0xFFFF
-below, above = down.view(torch.float32), (down + 2**16).view(torch.float32)
-up = torch.rand(numbers.shape, generator=generator) < (numbers - below) / (above - below)
-return torch.where(up, above, below).bfloat16()
-"""
-
-
-def _drawn(*edit: str) -> tuple[str, str]:
-    """The draw with these words replaced."""
-    return _DRAW, _DRAW.replace(*edit)
-
-
-_ROUND = Exercise(
-    id="4.3",
-    title="Stochastic rounding",
-    minutes=12,
-    difficulty=3,
-    hints=(
-        "Integer addition carries. What can you add to the 32 bits of a float32, so that the "
-        "lower 16 bits carry into the upper 16 more often when they are larger?",
-        "Add a random integer of 16 bits: it carries into the upper half with a probability equal "
-        "to the fraction. Then clear the lower half. .view(torch.int32) shows the bits, and "
-        "torch.randint takes a shape, generator and dtype.",
-        "bits = numbers.view(torch.int32) + torch.randint(2**16, numbers.shape, "
-        "generator=generator, dtype=torch.int32); rounded = (bits & ~0xFFFF).view(torch.float32). "
-        "What do you return where numbers.isfinite() is False?",
-    ),
-    reference=solution("4.3"),
-    check=_check_round,
-    rebuilds=("memlab.rounding.stochastic_round_",),
-    wrong_answers=mistakes(
-        "4.3",
-        (
-            "Round to nearest goes the same way every time, so small updates are lost.",
-            ("return rounded", "return numbers"),
-        ),
-        ("You always round away from zero, so the mean is too large.", (_DRAW, "0xFFFF")),
-        ("You always round towards zero, so the mean is too small.", (_DRAW, "0")),
-        (
-            "Eight random bits at the low end hardly ever carry: draw all 16.",
-            _drawn("2**16", "2**8"),
-        ),
-        (
-            "Eight random bits at the high end miss fractions below 1/256: draw all 16.",
-            (_DRAW, f"{_DRAW.replace('2**16', '2**8')} * 2**8"),
-        ),
-        (
-            "A draw from 1 to 2**16 sometimes moves an exact value: draw from 0 to 2**16 - 1.",
-            _drawn("2**16", "1, 2**16 + 1"),
-        ),
-        (
-            "torch.randint(n) draws from 0 to n - 1: pass 2**16, not 2**16 - 1.",
-            _drawn("2**16", "2**16 - 1"),
-        ),
-        (
-            "One random number for all elements: they go up or down together.",
-            _drawn("numbers.shape", "(1,)"),
-        ),
-        (
-            "The gap between bfloat16 values grows with the value: noise of a fixed width is too "
-            "wide or too narrow for most values.",
-            body("stochastic_round", _NOISE.format("numbers + noise * 2**-7")),
-        ),
-        (
-            "The noise is narrower than the gap between two bfloat16 values: a value near a "
-            "neighbor never leaves it.",
-            body("stochastic_round", _NOISE.format("numbers * (1 + noise * 2**-9)")),
-        ),
-        ("The carry turns a NaN into a finite value.", (_GUARDED, "bits.view(torch.float32)")),
-        (
-            "A NaN with the upper bits of inf becomes inf.",
-            body("stochastic_round", _BY_FRACTION),
-        ),
-        (
-            "Pass the generator to torch.randint: generator=generator.",
-            _drawn("generator=generator, ", ""),
-        ),
-        (
-            "A view shares memory with its tensor: add_ changes the input.",
-            (_BITS, "numbers.view(torch.int32).add_(chance) & ~0xFFFF"),
-        ),
-        (
-            "torch.randint gives int64 by default: pass dtype=torch.int32.",
-            _drawn(", dtype=torch.int32", ""),
-            (_BITS, f"({_BITS}).int()"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 4.4: master weights
 
 MasterStep = Callable[[list[nn.Parameter], list[nn.Parameter], torch.optim.Optimizer, float], None]
@@ -918,70 +617,6 @@ def _master_bytes(answer: MasterStep) -> int:
     return trace.peak_bytes - before - 2 * WIDE * LAYERS
 
 
-_UP = "copy.grad = weight.grad.float() / scale\n"
-_DOWN = "weight.copy_(copy)"
-_DROP = "            weight.grad = None\n"
-
-_MASTER_STEP = Exercise(
-    id="4.4",
-    title="A step with master weights",
-    minutes=12,
-    difficulty=2,
-    hints=(
-        "Three parts: move the gradients to the copies, step the copies, write them to the "
-        "weights. Which dtype does each part use?",
-        "Cast a gradient to float32 first, then divide it, and drop the model's own before the "
-        "next one. Only the optimizer may write into the copies.",
-        "For each pair with a gradient: copy.grad = weight.grad.float() / scale; weight.grad = "
-        "None. Then optimizer.step(). What is left to do for each pair, under no_grad?",
-    ),
-    reference=solution("4.4"),
-    check=_check_master_step,
-    rebuilds=("memlab.precision.MasterWeights",),
-    wrong_answers=mistakes(
-        "4.4",
-        (
-            "Copies recreated from the rounded weights lose small updates: keep them.",
-            (
-                "        if weight.grad is not",
-                "        copy.data.copy_(weight)\n        if weight.grad is not",
-            ),
-        ),
-        (
-            "Do not round the copies: small updates add up in them.",
-            (_DOWN, "copy.copy_(weight.copy_(copy))"),
-        ),
-        (
-            "Divided in float16, the gradient becomes zero: cast to float32 first.",
-            (_UP, "copy.grad = (weight.grad / scale).float()\n"),
-        ),
-        ("Divide the gradient by the scale.", (_UP, "copy.grad = weight.grad.float()\n")),
-        (
-            "Divide by every scale, even one below 1.",
-            (_UP, _UP.replace("scale", "max(scale, 1.0)")),
-        ),
-        ("Copy the updated values into the model's own weights.", (_DOWN, "pass")),
-        (
-            ".data = turns the weight into the float32 copy itself: copy_ writes and rounds.",
-            (_DOWN, "weight.data = copy.data"),
-        ),
-        (
-            "The model's gradients remain. Set weight.grad = None when the copy has its gradient.",
-            (_DROP, ""),
-        ),
-        (
-            "The copies' gradients remain: 4 bytes per weight, not needed after the step.",
-            ("            copy.grad = None", "            pass"),
-        ),
-        (
-            "All gradients exist in both dtypes at one moment: drop the model's own before you "
-            "cast the next one.",
-            (_DROP, ""),
-            ("            copy.grad = None", "            copy.grad = weight.grad = None"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ the bill
 
 
@@ -991,6 +626,26 @@ def rounded() -> Trace:
 
 
 DAY = Day(
-    exercises=(_HELD_BYTES, _SCALER, _ROUND, _MASTER_STEP),
+    exercises=(
+        checked(
+            "4.1",
+            _check_held_bytes,
+            held_bytes,
+            rebuilds=("memlab.measure", "memlab.meter", "memlab.train.dry_trace"),
+        ),
+        checked(
+            "4.2",
+            _check_scaler,
+            Scaler,
+            rebuilds=(
+                "torch.amp.GradScaler",
+                "memlab.precision.LossScaler",
+                "torch._amp_*",
+                "torch._foreach_*",
+            ),
+        ),
+        checked("4.3", _check_round, rebuilds=("memlab.rounding.stochastic_round_",)),
+        checked("4.4", _check_master_step, rebuilds=("memlab.precision.MasterWeights",)),
+    ),
     bill=Bill("day 4: pure bfloat16, stochastic rounding", rounded),
 )

@@ -16,16 +16,13 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 
-from memlab.checkpointing import checkpoint
 from memlab.checkpointing.execution import run
 from memlab.checkpointing.schedules import Schedule, check_schedule
 from memlab.course.bill import SETTING
 from memlab.course.exercises import (
     Bill,
     Day,
-    Exercise,
     Wrong,
-    WrongAnswer,
     equal,
     first_line,
     require,
@@ -39,7 +36,7 @@ from memlab.course.properties import (
     same_gradients,
     unchanged,
 )
-from memlab.course.solutions import Edit, body, mistakes, solution
+from memlab.course.solutions import checked, solution
 from memlab.metering import measure
 from memlab.reference.checkpointing import forget
 from memlab.trace import Trace
@@ -443,121 +440,6 @@ def _check_saved(answer: Checkpointing) -> None:
     )
 
 
-_FIRST_RUN = "        return fn(*inputs)"
-_DETACHED = "[x.detach().requires_grad_(x.requires_grad) for x in {}]"
-_GRAPH_KEPT = f"""        ctx.own = {_DETACHED.format("inputs")}
-        with torch.enable_grad():
-            ctx.output = fn(*ctx.own)
-        return ctx.output.detach()"""
-_FROM_THE_FIRST_GRAPH = """
-torch.autograd.backward(ctx.output, gradient)
-return None, *(x.grad for x in ctx.own)
-"""
-_NO_FORK = ("torch.random.fork_rng([]), ", "")
-_INNER_BACKWARD = "torch.autograd.backward(output, gradient)"
-_READ_LATE = """        output = fn(*inputs)
-        ctx.state = torch.get_rng_state()
-        return output"""
-_RESULT_ON_CTX = """        ctx.result = fn(*inputs)
-        return ctx.result"""
-_INPUTS_ONLY = """wanting = [x for x in inputs if x.requires_grad]
-        found = iter(torch.autograd.grad(output, wanting, gradient))
-        return None, *(next(found) if x.requires_grad else None for x in inputs)"""
-
-_FUNCTION = Exercise(
-    id="5.1",
-    title="Discard and recompute",
-    minutes=20,
-    difficulty=4,
-    hints=(
-        "Forward must keep fn, the inputs (ctx.save_for_backward) and the random state. The "
-        "activations of fn are freed automatically, because a Function's forward records no graph.",
-        "In backward, run fn again with a graph (torch.enable_grad). Detach its inputs from the "
-        "old graph, and set requires_grad as before. Then "
-        "torch.autograd.backward(output, gradient) fills .grad of these inputs and of the weights.",
-        "inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]; with "
-        "torch.random.fork_rng([]), torch.enable_grad(): torch.set_rng_state(ctx.state); output = "
-        "ctx.fn(*inputs). Then run backward from output. Your backward returns one gradient per "
-        "argument of forward; fn gets None.",
-    ),
-    reference=forget,
-    check=_check_function,
-    wrong_answers=(
-        WrongAnswer(
-            checkpoint,
-            "Use an autograd Function. Exercise 5.2, the library's checkpoint and torch's with "
-            "use_reentrant=False use saved-tensor hooks.",
-        ),
-        *mistakes(
-            "5.1",
-            (
-                "This is a plain call: the values are right, but autograd saves all activations.",
-                body("forget", "return fn(*inputs)"),
-            ),
-            (
-                "You keep the first run's graph on ctx, and all activations with it: run forward "
-                "without a graph.",
-                (_FIRST_RUN, _GRAPH_KEPT),
-                body("Forget.backward", _FROM_THE_FIRST_GRAPH),
-            ),
-            (
-                "backward records no graph by default: use torch.enable_grad().",
-                (", torch.enable_grad()", ""),
-            ),
-            (
-                "The second run drew another dropout mask. Save the random state before fn draws, "
-                "and restore it for the second run.",
-                ("torch.set_rng_state(ctx.state)", "pass"),
-                _NO_FORK,
-            ),
-            (
-                "You saved the random state after fn had used it: save it before.",
-                (_FIRST_RUN, _READ_LATE),
-            ),
-            (
-                "Don't set a fixed seed: both runs then agree, but every block has the same "
-                "dropout mask.",
-                ("ctx.fn, ctx.state", "torch.manual_seed(0)\n        ctx.fn, ctx.state"),
-            ),
-            (
-                "Restore the random state after the second run, with torch.random.fork_rng.",
-                _NO_FORK,
-            ),
-            (
-                "torch.autograd.grad of the inputs gives the weights no gradient: call "
-                "torch.autograd.backward.",
-                (_INNER_BACKWARD, _INPUTS_ONLY),
-            ),
-            (
-                "Pass the gradient of the output to the inner backward, not ones.",
-                ("(output, gradient)", "(output, torch.ones_like(output))"),
-            ),
-            (
-                "A detached input requires no gradient: call requires_grad_.",
-                (".requires_grad_(x.requires_grad)", ""),
-            ),
-            (
-                "Detach the inputs: your second run is connected to the old graph.",
-                (_DETACHED.format("ctx.saved_tensors"), "ctx.saved_tensors"),
-            ),
-            (
-                "Don't keep the second run's output on ctx: it stays in memory after its backward.",
-                (_INNER_BACKWARD, f"ctx.output = output\n        {_INNER_BACKWARD}"),
-            ),
-            (
-                "Don't keep the result on ctx: the result refers to ctx, so both stay in memory.",
-                (_FIRST_RUN, _RESULT_ON_CTX),
-            ),
-            (
-                "Use ctx.save_for_backward: the hooks of an outer checkpoint, or of offloading "
-                "(Day 14), do not receive inputs on ctx.",
-                ("ctx.save_for_backward(*inputs)", "ctx.inputs = inputs"),
-                ("ctx.saved_tensors", "ctx.inputs"),
-            ),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 5.2: hooks for saved tensors
 
 
@@ -707,89 +589,6 @@ def _in_part_and_elsewhere(answer: Checkpointing) -> list[Tensor]:
 
 forget_by_hooks = solution("5.2")
 
-_TAKEN = "tensor, slots[index] = slots[index], None"
-_SLOTS_STAY = ("            slots.clear()\n", "")
-_SECOND_HOOKS = "saved_tensors_hooks(slots.append, lambda unused: unused)"
-_WITH_THEIR_GRAPH = (
-    ("slots.clear()", "found = []"),
-    (_SECOND_HOOKS, "saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t)"),
-    ("        tensor, slots", "            slots[:] = found\n        tensor, slots"),
-)
-
-_HOOKS = Exercise(
-    id="5.2",
-    title="Checkpointing with saved-tensor hooks",
-    minutes=25,
-    difficulty=5,
-    hints=(
-        "Three functions share one list of slots: the pack hook of forward, the unpack hook, and "
-        "the pack hook of the second run. Which of them appends a slot, fills it, reads it, and "
-        "empties it?",
-        "In forward: slots.append(None), and return its index. In backward, for index n: if "
-        "slots[n] is None, fill all slots: slots.clear(), then fn(*inputs) inside "
-        "torch.random.fork_rng([]), with the random state restored; torch.enable_grad(); and "
-        "saved_tensors_hooks with slots.append as its pack hook. Then return the n-th tensor, and "
-        "set its slot to None.",
-        "slots, state = [], torch.get_rng_state(). Pack hook: slots.append(None); return "
-        "len(slots) - 1. Unpack hook, for n: if slots[n] is None: slots.clear(); with "
-        "torch.random.fork_rng([]), torch.enable_grad(), saved_tensors_hooks(slots.append, lambda "
-        "unused: unused): torch.set_rng_state(state); fn(*inputs). Then return the tensor of "
-        "slot n, and empty the slot. Under which hooks does fn run in forward?",
-    ),
-    reference=forget_by_hooks,
-    check=_check_hooks,
-    wrong_answers=(
-        WrongAnswer(
-            forget,
-            "This is the Function of 5.1: if no input requires a gradient, autograd does not call "
-            "its backward, and the weights get no gradient.",
-        ),
-        *mistakes(
-            "5.2",
-            (
-                "You set no hooks, so autograd saves all activations.",
-                body("forget_by_hooks", "return fn(*inputs)"),
-            ),
-            (
-                "Append None, not the tensor: a full slot saves no memory.",
-                ("slots.append(None)", "slots.append(tensor.detach())"),
-            ),
-            (
-                "You run fn again for every single tensor: fill all slots in one run.",
-                (_TAKEN, "tensor = slots[index]; slots[:] = [None] * len(slots)"),
-            ),
-            (
-                "The hooks of the first run are not active in backward: set hooks for the second "
-                "run, to fill the slots.",
-                _SLOTS_STAY,
-                (f"                {_SECOND_HOOKS},\n", ""),
-            ),
-            (
-                "Backward records no graph, so no hook is called: use torch.enable_grad().",
-                _SLOTS_STAY,
-                ("                torch.enable_grad(),\n", ""),
-            ),
-            (
-                "Set the slot to None when you return its tensor: a full slot keeps its tensor as "
-                "long as the graph exists.",
-                (_TAKEN, "tensor = slots[index]"),
-            ),
-            (
-                "The tensor in a slot keeps the second run's graph and its saved tensors alive. "
-                "Return None from the second pack hook, or store t.detach().",
-                *_WITH_THEIR_GRAPH,
-            ),
-            (
-                "The second run drew another dropout mask: restore the random state.",
-                ("torch.set_rng_state(state)", "pass"),
-            ),
-            (
-                "Restore the random state after the second run, as in 5.1.",
-                ("                torch.random.fork_rng([]),\n", ""),
-            ),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 5.3: how many segments
 
@@ -817,65 +616,6 @@ def _check_best_segments(answer: BestSegments) -> str:
         equal(f"best_segments{sizes}", answer(*sizes), best_segments(*sizes))
     return f"{len(_CHAINS)} chains, the last of 126 blocks in {best_segments(*_CHAINS[-1])[0]}"
 
-
-_LONGEST, _BEST = "-(-blocks // segments)", "best = min(peaks, key=peaks.get)"
-_HELD, _TRIED = "segments * input_bytes + longest * block_bytes", "range(1, blocks + 1)"
-_RATIO = "round((blocks * block_bytes / input_bytes) ** 0.5)"
-
-_BEST_SEGMENTS = Exercise(
-    id="5.3",
-    title="The best number of segments",
-    minutes=8,
-    difficulty=2,
-    hints=(
-        "One term grows with the number of segments, the other one shrinks. Which bytes belong to "
-        "which term?",
-        "One input per segment is always in memory. While backward is in the longest segment, the "
-        "activations of all its blocks are, too: blocks / segments of them, rounded up.",
-        "peaks[segments] = segments * input_bytes + -(-blocks // segments) * block_bytes, for each "
-        "number of segments from 1 to blocks. min(peaks, key=peaks.get) is the first key of a dict "
-        "with the smallest value.",
-    ),
-    reference=best_segments,
-    check=_check_best_segments,
-    wrong_answers=mistakes(
-        "5.3",
-        (
-            "√n is best only if block_bytes equals input_bytes and n is a square: try all numbers "
-            "of segments.",
-            (_BEST, "best = int(blocks**0.5)"),
-        ),
-        (
-            "The formula is right only if the blocks divide evenly: try all numbers of segments.",
-            (_BEST, f"best = max(1, min(blocks, {_RATIO}))"),
-        ),
-        (
-            "Round up: if the blocks don't divide evenly, the longest segment has one more.",
-            (_LONGEST, "blocks // segments"),
-        ),
-        (
-            "/ gives a float, and fractions of a block: -(-a // b) is a / b rounded up.",
-            (_LONGEST, "blocks / segments"),
-        ),
-        (
-            "Return the number of segments first, then the bytes.",
-            ("return best, peaks[best]", "return peaks[best], best"),
-        ),
-        ("Add the inputs: each segment stores one.", ("segments * input_bytes + ", "")),
-        (
-            "In a tie, return the smallest number of segments.",
-            ("min(peaks,", "min(reversed(peaks),"),
-        ),
-        (
-            "Try a single segment with all blocks, too.",
-            (_TRIED, "range(min(2, blocks), blocks + 1)"),
-        ),
-        (
-            "Try one segment per block, too: range(1, blocks + 1).",
-            (_TRIED, "range(1, blocks)"),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 5.4: a schedule
 
@@ -944,89 +684,6 @@ def activation_peak(trace: Trace) -> int:
     return max(accumulate(e.bytes for e in trace.events if e.category in kinds))
 
 
-_PARTS, _LONGER = "return tuple(parts)", "size + (number < longer)"
-_LAST_KEPT = (_PARTS, "return (*parts[:-1], *parts[-1])")
-_REST_LAST = (f"start + {_LONGER}", "start + size if number < segments - 1 else blocks")
-_ROUNDED_UP = """
-size = -(-blocks // segments)
-return tuple(tuple(range(n, min(n + size, blocks))) for n in range(0, blocks, size))
-"""
-
-
-def _returned(schedule: str) -> Edit:
-    return body("even_schedule", f"return {schedule}")
-
-
-_SCHEDULE = Exercise(
-    id="5.4",
-    title="A schedule of even segments",
-    minutes=10,
-    difficulty=2,
-    hints=(
-        "7 blocks in 3 segments: 3, 2 and 2. How many blocks do the shorter segments have, and how "
-        "many segments have one more?",
-        "size, longer = divmod(blocks, segments): the first `longer` segments have size + 1 "
-        "blocks, the rest have size. Keep track of where each segment starts.",
-        "start, parts = 0, []; for n in range(segments): end = start + size + (n < longer). In the "
-        "loop, append a tuple of the blocks from start up to end. Where does the next segment "
-        "start?",
-    ),
-    reference=even_schedule,
-    check=_check_schedule,
-    wrong_answers=mistakes(
-        "5.4",
-        (
-            "Checkpoint the last segment too: otherwise all its activations are in memory when "
-            "backward begins.",
-            _LAST_KEPT,
-        ),
-        (
-            "This is checkpoint_sequential: the last segment has the remainder and no checkpoint.",
-            _REST_LAST,
-            _LAST_KEPT,
-        ),
-        (
-            "Distribute the remainder, one block per segment: your last segment has all of it.",
-            _REST_LAST,
-        ),
-        (
-            "Put the longer segments first: when they are recomputed, the inputs of later segments "
-            "have been freed.",
-            ("number < longer", "number >= segments - longer"),
-        ),
-        ("You leave out blocks: distribute the remainder of the division.", (_LONGER, "size")),
-        (
-            "If you round up, too few blocks remain for the last segments: round down, and "
-            "distribute the remainder.",
-            body("even_schedule", _ROUNDED_UP),
-        ),
-        (
-            "Forward runs in the order of the schedule: put the first block first.",
-            (_PARTS, "return tuple(parts[::-1])"),
-        ),
-        (
-            "A segment has consecutive blocks: do not distribute them round-robin.",
-            _returned("tuple(tuple(range(n, blocks, segments)) for n in range(segments))"),
-        ),
-        (
-            "An integer is a block without checkpointing: return tuples.",
-            _returned("tuple(range(blocks))"),
-        ),
-        (
-            "Each segment has one pair of brackets too many: write (0, 1), not ((0, 1),).",
-            (_PARTS, "return tuple((part,) for part in parts)"),
-        ),
-        (
-            "The recomputation of a single segment needs the activations of all blocks at once.",
-            _returned("(tuple(range(blocks)),)"),
-        ),
-        (
-            "A schedule has tuples, not lists: use tuple(...).",
-            (_PARTS, "return [list(part) for part in parts]"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ the bill
 
 
@@ -1037,6 +694,11 @@ def checkpointed(batch: int = SETTING.batch) -> Trace:
 
 
 DAY = Day(
-    exercises=(_FUNCTION, _HOOKS, _BEST_SEGMENTS, _SCHEDULE),
+    exercises=(
+        checked("5.1", _check_function, forget),
+        checked("5.2", _check_hooks, forget_by_hooks),
+        checked("5.3", _check_best_segments, best_segments),
+        checked("5.4", _check_schedule, even_schedule),
+    ),
     bill=Bill("day 5: every block checkpointed", checkpointed),
 )

@@ -12,7 +12,6 @@ from collections.abc import (
     MutableSequence,
     Sequence,
 )
-from dataclasses import replace
 from functools import cache, partial
 from itertools import chain as chained
 from itertools import combinations, count
@@ -31,22 +30,19 @@ from memlab.checkpointing import (
     checkpoint,
     predicted_peak_bytes,
     recomputed,
-    selective,
     tradeoffs,
 )
 from memlab.checkpointing.optimal import Tradeoff
 from memlab.checkpointing.recording import Operator
 from memlab.checkpointing.schedules import Schedule, check_schedule
-from memlab.course.bill import SETTING
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, equal, require
+from memlab.course.bill_steps import attention_kept
+from memlab.course.exercises import Bill, Day, Wrong, equal, require
 from memlab.course.properties import furthest, new_bytes, rough, unchanged
-from memlab.course.solutions import Edit, body, mistakes, solution
+from memlab.course.solutions import checked, solution
 from memlab.internals.torch_internals import TorchDispatchMode
 from memlab.metering import measure
 from memlab.model import GPT, PRESETS
 from memlab.reference.selective_checkpointing import Choosing
-from memlab.trace import Trace
-from memlab.train import combined, dry_trace
 
 # ------------------------------------------------------------------ 6.1: the costs of a schedule
 
@@ -113,88 +109,6 @@ def _described(stages: Stages) -> str:
     each = "each of" if alike and len(stages) > 1 else "of"
     return f"{len(stages)} stage{'s' * (len(stages) > 1)} {each} {', '.join(words)}"
 
-
-_SEGMENT_HELD = "held += stages[segment[-1]].output_bytes"
-_MOST, _SAVED = "most = max(most, held + in_full)", "stages[i].saved_bytes for"
-_OUTPUT_ALONE = """at_once = in_full if isinstance(part, int) else stages[segment[-1]].output_bytes
-        most = max(most, held + at_once)"""
-_RERUN, _LAST_TAIL = "stages[i].forward for i in segment)", " - stages[segment[-1]].tail"
-_IF_PLAIN = "        if isinstance(part, int):\n"
-
-_SCHEDULE_COSTS = Exercise(
-    id="6.1",
-    title="Compute the costs of a schedule",
-    minutes=15,
-    difficulty=3,
-    hints=(
-        "Loop over the schedule once and keep a running sum of the bytes held. When backward "
-        "reaches a part, all later parts are freed. Which bytes are still in memory?",
-        "A plain stage adds its saved_bytes to held. A segment adds the output_bytes of its last "
-        "stage. When backward reaches a part, memory contains the bytes held before this part, "
-        "plus the saved_bytes of all its stages.",
-        "for part in schedule: segment = (part,) if part is an int else part; in_full = the sum of "
-        "saved_bytes; most = max(most, held + in_full). Then held += in_full for an int, and "
-        "held += stages[segment[-1]].output_bytes for a segment. For a segment, also add to again: "
-        "the forward of every stage, minus the tail of the last stage.",
-    ),
-    reference=schedule_costs,
-    check=_check_schedule_costs,
-    wrong_answers=mistakes(
-        "6.1",
-        (
-            "Add a segment's output to held: it keeps the output of its last stage.",
-            (_SEGMENT_HELD, "pass"),
-        ),
-        (
-            "Add only the last stage's output: a segment drops the outputs between its stages.",
-            (_SEGMENT_HELD, "held += sum(stages[i].output_bytes for i in segment)"),
-        ),
-        (
-            "A tuple is a segment, and a segment drops its saved_bytes. Your segments keep them.",
-            (_SEGMENT_HELD, "held += in_full"),
-        ),
-        (
-            "saved_bytes already includes the output. Don't add output_bytes to it.",
-            (_SAVED, "stages[i].saved_bytes + stages[i].output_bytes for"),
-        ),
-        (
-            "The peak (most) can also occur at a plain stage. Take the maximum over every part.",
-            (_MOST, f"if isinstance(part, tuple):\n            {_MOST}"),
-        ),
-        (
-            "You count the segment's own output twice: after the rerun it is part of saved_bytes.",
-            (_MOST, f"{_MOST[:-1]} + (part is segment and stages[part[-1]].output_bytes))"),
-        ),
-        (
-            "The bytes of all parts are never in memory together: when backward reaches a part, "
-            "all later parts are freed.",
-            (_MOST, "most = max(most, in_full)"),
-            ("return held, most", "return held, held + most"),
-        ),
-        (
-            "Add the bytes held before the part: they are still in memory.",
-            (_MOST, "most = max(most, in_full)"),
-        ),
-        (
-            "In backward a segment reruns and keeps the saved_bytes of all its stages.",
-            (_MOST, _OUTPUT_ALONE),
-        ),
-        (
-            "A rerun stops after the last tensor that backward needs: subtract the tail of the "
-            "segment's last stage.",
-            (_LAST_TAIL, ""),
-        ),
-        (
-            "Subtract only the last stage's tail: the other stages have to compute their outputs.",
-            (f"{_RERUN}{_LAST_TAIL}", "stages[i].forward - stages[i].tail for i in segment)"),
-        ),
-        (
-            "Every tuple is a segment, including the last part. Only checkpoint_sequential leaves "
-            "its last segment plain.",
-            (_IF_PLAIN, "        if isinstance(part, int) or part is schedule[-1]:\n"),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 6.2: the best schedule
 
@@ -362,98 +276,6 @@ def _fault(case: str, chain: Chain, budget: int, wanted: Any, got: Any) -> str:
         )
     return ""
 
-
-_IF_SEGMENT, _OWN = "chain.if_segment(i, k, j, own[0], rest[0])", "choices(i, k - 1)"
-_ALL_K, _RERUNS = "range(i + 1, j + 1)", "chain.rerun(i, k) + own[1] + rest[1]"
-
-_BEST_SCHEDULE = Exercise(
-    id="6.2",
-    title="The best schedule within a budget",
-    minutes=20,
-    difficulty=4,
-    hints=(
-        "The first stage i is either plain, or the first stage of a segment. If it is plain, "
-        "continue with the choices of the stages i + 1 … j. If it begins a segment, where can the "
-        "segment end?",
-        "Plain: take each choice of i+1 … j, with chain.if_plain(i, j, peak) and (i, *rest). "
-        "Segment: for each k from i+1 to j, take each pair of a choice of i … k-1 and one of "
-        "k … j, with chain.if_segment(i, k, j, own_peak, peak), chain.rerun(i, k) + own_again + "
-        "again, and (own, *rest).",
-        "found = []. A plain stage i: for each (peak, again, rest) of choices(i + 1, j), append "
-        "(chain.if_plain(i, j, peak), again, (i, *rest)). A segment i … k-1, for each k in "
-        "range(i + 1, j + 1): take each `own` of choices(i, k - 1) with each `rest` of choices(k, "
-        "j). Both are (peak, again, schedule). Which peak, which sum of operations and which "
-        "schedule do you append?",
-    ),
-    reference=best_schedule,
-    check=_check_best_schedule,
-    wrong_answers=mistakes(
-        "6.2",
-        (
-            "Your schedules have no segments. Add each segment i … k-1 to found, with "
-            "chain.if_segment as its peak.",
-            (_ALL_K, "()"),
-        ),
-        (
-            "Don't add the two peaks: they occur at different moments. chain.if_segment combines "
-            "them.",
-            (_IF_SEGMENT, "own[0] + rest[0]"),
-        ),
-        (
-            "Don't take the larger of the two peaks: chain.if_segment also adds the other bytes in "
-            "memory.",
-            (_IF_SEGMENT, "max(own[0], rest[0])"),
-        ),
-        (
-            "A segment may contain segments. Take every choice of choices(i, k - 1).",
-            (f"own in {_OWN}", f"own in {_OWN}[-1:]"),
-        ),
-        (
-            "You use only the first choice inside a segment. Take all of choices(i, k - 1): the "
-            "best one depends on the remaining stages.",
-            (f"own in {_OWN}", f"own in {_OWN}[:1]"),
-        ),
-        (
-            "A stage may be plain, and then nothing reruns. Add that case to found.",
-            ("in choices(i + 1, j):", "in ():"),
-        ),
-        (
-            "Each choices(i, j) is computed many times, in exponential time. Keep the @cache.",
-            ("    @cache\n", ""),
-        ),
-        (
-            "A segment may have several stages: k is not only i + 1.",
-            (_ALL_K, "range(i + 1, i + 2)"),
-        ),
-        (
-            "The last segment may end right before j, so k goes up to j: range(i + 1, j + 1).",
-            (_ALL_K, "range(i + 1, j)"),
-        ),
-        (
-            "choices(i, j) may call choices of fewer stages only. Use choices(i, k - 1) inside "
-            "segment i … k-1, and choices(k, j) after it.",
-            (_OWN, "choices(i, k)"),
-        ),
-        (
-            "You swapped own and rest: in chain.if_segment(i, k, j, own, rest), own is the peak of "
-            "i … k-1.",
-            (_IF_SEGMENT, "chain.if_segment(i, k, j, rest[0], own[0])"),
-        ),
-        (
-            "A segment is a tuple inside the schedule: (own, *rest). If you flatten it, its stages "
-            "become plain.",
-            ("(own[2], *rest[2])", "(*own[2], *rest[2])"),
-        ),
-        (
-            "Add the operations that the inner segments rerun: own_again.",
-            (_RERUNS, "chain.rerun(i, k) + rest[1]"),
-        ),
-        (
-            "Add the operations that the remaining stages rerun.",
-            (_RERUNS, "chain.rerun(i, k) + own[1]"),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 6.3: selective, by operator
 
@@ -711,89 +533,6 @@ def _require_one_copy_in_backward(answer: MakeMode) -> None:
     )
 
 
-_SECOND_RUN = """        if self.is_second and func in self.chosen:
-            return self.kept.pop(0)
-"""
-_DETACHED = "torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, made)"
-_POP, _START = "self.kept.pop(0)", "self.chosen, self.kept, self.is_second = chosen, [], False"
-
-_CHOOSING = Exercise(
-    id="6.3",
-    title="Keep the outputs of chosen operators",
-    minutes=15,
-    difficulty=4,
-    hints=(
-        "Every operator of the block goes through __torch_dispatch__, in both runs and in the same "
-        "order. Which run has to store outputs, and which has to return them?",
-        "First run: made = func(*args, **(kwargs or {})). If func is chosen, append made to "
-        "self.kept, detached. Return made. Second run: don't run a chosen func; return the first "
-        "element of self.kept. Run every other operator in both runs.",
-        "if self.is_second and func in self.chosen: return self.kept.pop(0); made = func(*args, "
-        "**(kwargs or {})); detached = torch.utils._pytree.tree_map_only(torch.Tensor, "
-        "torch.Tensor.detach, made). Append it if func is chosen. Which tensor do you return?",
-    ),
-    reference=Choosing,
-    check=_check_choosing,
-    wrong_answers=mistakes(
-        "6.3",
-        (
-            "Keep only the outputs of chosen operators. Run every other operator again: its output "
-            "needs memory, too.",
-            ("func in self.chosen", "True"),
-        ),
-        (
-            "You keep nothing, so every operator runs again, as in yesterday's checkpoint.",
-            (f"{_SECOND_RUN}        made", "        made"),
-            ("self.kept.append(detached)", "pass"),
-        ),
-        (
-            "You keep the chosen outputs and then recompute them: return them in the second run.",
-            (_SECOND_RUN, ""),
-        ),
-        (
-            "The second run calls operators in the same order: return the oldest output, pop(0).",
-            (_POP, "self.kept.pop()"),
-        ),
-        (
-            "An operator can run several times in a block: keep an output for each call.",
-            (_POP, "self.kept[-1]"),
-        ),
-        (
-            "Autograd attaches its graph to the tensor that you return, and the graph holds your "
-            "list: a reference cycle that never gets freed. Keep a detached tensor.",
-            (_DETACHED, "made"),
-        ),
-        (
-            "Detach every tensor of a tuple, not only the first one: tree_map_only does.",
-            (
-                _DETACHED,
-                "(made[0].detach(), *made[1:]) if isinstance(made, tuple) else made.detach()",
-            ),
-        ),
-        (
-            "Don't clone: a detached tensor shares the memory, a clone needs its own.",
-            (_DETACHED, _DETACHED.replace("torch.Tensor.detach", "lambda t: t.detach().clone()")),
-        ),
-        (
-            "The second run has two copies of an output: return the kept one itself.",
-            (
-                f"return {_POP}",
-                f"self.last = {_POP}\n"
-                "            return torch.utils._pytree.tree_map(torch.clone, self.last)",
-            ),
-        ),
-        (
-            "An operator can be called with keyword arguments: func(*args, **(kwargs or {})).",
-            ("**(kwargs or {})", ""),
-        ),
-        (
-            "Your list still holds the outputs that it returned: pop them.",
-            (_START, f"{_START}\n        self.place = -1"),
-            (f"return {_POP}", "self.place += 1\n            return self.kept[self.place]"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 6.4: a knapsack
 
 BestOperators = Callable[[Sequence[Operator], int], Collection[int]]
@@ -947,114 +686,15 @@ def _every_sum_within(operators: Sequence[Operator], budget: int) -> Iterator[in
             yield sum(o.operations for o in kept)
 
 
-_LOOP, _FRONT = "    for o in operators:\n", "pareto_front(choices + with_it)"
-_TAKEN, _LAST = "taken + o.bytes", "choices[-1][2]"
-
-
-def _greedy(key: str) -> Edit:
-    return body(
-        "best_operators",
-        f"""
-        kept, left = set(), budget_bytes
-        for o in sorted(operators, key=lambda o: {key}):
-            if o.bytes <= left:
-                kept.add(o.number)
-                left -= o.bytes
-        return kept
-        """,
-    )
-
-
-_BEST_OPERATORS = Exercise(
-    id="6.4",
-    title="Choose the outputs to keep within a budget",
-    minutes=12,
-    difficulty=3,
-    hints=(
-        "Process the operators in order. Each choice so far splits into two: with this operator, "
-        "and without it. What keeps the list from doubling each time?",
-        "A choice is (bytes, operations that still rerun, numbers); the first one is (0, all "
-        "operations, frozenset()). Keeping an operator adds bytes and removes operations. Drop "
-        "choices over the budget; pareto_front() drops the dominated ones.",
-        "for o in operators: with_it = [(taken + o.bytes, again - o.operations, numbers | "
-        "{o.number}) for taken, again, numbers in choices if taken + o.bytes <= budget_bytes]; "
-        "choices = pareto_front(choices + with_it). Which of the remaining choices reruns the "
-        "fewest operations?",
-    ),
-    reference=solution("6.4"),
-    check=_check_best_operators,
-    rebuilds=("memlab.checkpointing.best_within",),
-    wrong_answers=mistakes(
-        "6.4",
-        (
-            "You ignore the budget and keep everything.",
-            body("best_operators", "return {o.number for o in operators}"),
-        ),
-        (
-            "You choose greedily by operations per byte: the first choice can leave room that no "
-            "other operator fits into.",
-            _greedy("-o.operations / max(1, o.bytes)"),
-        ),
-        (
-            "You choose greedily by operations: one large operator can displace two small ones "
-            "that spare more together.",
-            _greedy("-o.operations"),
-        ),
-        (
-            "You choose greedily by size: small operators may spare few operations.",
-            _greedy("o.bytes"),
-        ),
-        (
-            "You may use the last byte of the budget: <=, not <.",
-            (f"{_TAKEN} <= budget_bytes", f"{_TAKEN} < budget_bytes"),
-        ),
-        (
-            "Return o.number, not the operator's position in the list.",
-            (_LOOP, "    for position, o in enumerate(operators):\n"),
-            ("{o.number}", "{position}"),
-        ),
-        (
-            "Each operator doubles the number of choices: drop the dominated ones with "
-            "pareto_front() after each operator.",
-            (_FRONT, "choices + with_it"),
-            (_LAST, "min(choices, key=lambda choice: choice[1])[2]"),
-        ),
-        (
-            "Don't sort the list in place: the lesson still needs it. sorted(operators, …) makes a "
-            "new list.",
-            (_LOOP, f"    operators.sort(key=lambda o: o.bytes)\n{_LOOP}"),
-        ),
-        (
-            "Don't round bytes: ten small rounding errors can exceed the budget.",
-            (_LOOP, f"    slot = max(1, budget_bytes // 1000)\n{_LOOP}"),
-            (_TAKEN, "taken + round(o.bytes / slot)"),
-            ("<= budget_bytes", "<= round(budget_bytes / slot)"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ the bill
 
 
-def keep_of_each_block(model: nn.Module, keep: Collection[Any]) -> None:
-    """Checkpoint every block, and keep the outputs of the chosen operators."""
-    for block in model.blocks:
-        block.forward = partial(selective(keep), block.forward)
-
-
-def attention_kept() -> Trace:
-    """The bill's step, checkpointed, with attention's outputs kept. They fit below the peak, which
-    occurs when the last gradients are made and no activation is left."""
-    technique = combined("accumulation+bfloat16")
-
-    def change(model: nn.Module) -> None:
-        technique.change_model(model)
-        keep_of_each_block(model, ATTENTION)
-
-    return dry_trace(SETTING, replace(technique, change_model=change))
-
-
 DAY = Day(
-    exercises=(_SCHEDULE_COSTS, _BEST_SCHEDULE, _CHOOSING, _BEST_OPERATORS),
+    exercises=(
+        checked("6.1", _check_schedule_costs, schedule_costs),
+        checked("6.2", _check_best_schedule, best_schedule),
+        checked("6.3", _check_choosing, Choosing),
+        checked("6.4", _check_best_operators, rebuilds=("memlab.checkpointing.best_within",)),
+    ),
     bill=Bill("day 6: attention outputs kept, at no cost", attention_kept),
 )

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memlab.course.checks.day06 import attention_kept
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, distinct, equal, first_line, require
+from memlab.course.bill_steps import attention_kept
+from memlab.course.exercises import Bill, Day, Wrong, distinct, equal, first_line, require
 from memlab.course.properties import (
     Peaks,
     elements,
@@ -23,7 +23,7 @@ from memlab.course.properties import (
     survives_a_reused_address,
     unchanged,
 )
-from memlab.course.solutions import Edit, body, given, mistakes, solution
+from memlab.course.solutions import checked, given, solution
 from memlab.metering import measure
 from memlab.reference.activation_compression import as_bfloat16, hooks, quantize
 
@@ -227,100 +227,6 @@ def _require_bytes_of_kept(answer: Quantize) -> int:
     return held
 
 
-_OF_THE_TENSOR = (
-    "groups.aminmax(dim=1, keepdim=True)",
-    "(x.expand(len(groups), 1) for x in groups.aminmax())",
-)
-_SYMMETRIC = ("    smallest =", "    high = torch.maximum(high, -low); low = -high\n    smallest =")
-_SMALLEST = "as_bfloat16(low, -inf)"
-_STEP = "as_bfloat16((high - smallest.float()) / levels, inf)"
-_EXACT_STEP = "(high - smallest.float()) / levels"
-_STEPS = "(groups - smallest.float()) / torch.where(step == 0, 1, step.float())"
-_EXACT_STEPS = "(groups - low) / torch.where(high == low, 1, (high - low) / levels)"
-
-_QUANTIZE = Exercise(
-    id="7.1",
-    title="Quantize, group by group",
-    minutes=15,
-    difficulty=3,
-    hints=(
-        "groups.aminmax(dim=1, keepdim=True) gives the minimum and maximum of each group. How "
-        "large is a step if `levels` steps lead from one to the other? How many steps above the "
-        "minimum is an element?",
-        "Round the minimum down and the step up: as_bfloat16(…, -inf) and as_bfloat16(…, inf). "
-        "Continue with the rounded values, in float32: compute the step from high - "
-        "smallest.float(), and the codes from (groups - smallest.float()) / step.float(). A group "
-        "of equal elements can have a step of 0: divide by 1 there.",
-        "low, high = groups.aminmax(dim=1, keepdim=True); smallest = as_bfloat16(low, -inf); "
-        "step = as_bfloat16((high - smallest.float()) / levels, inf); steps = (groups - "
-        "smallest.float()) / torch.where(step == 0, 1, step.float()). Now call round, clamp the "
-        "codes to 0 … levels, and cast them to uint8.",
-    ),
-    reference=quantize,
-    check=_check_quantize,
-    rebuilds=_LIBRARY,
-    wrong_answers=mistakes(
-        "7.1",
-        (
-            "There is one scale for the whole tensor, so an outlier makes the steps of every group "
-            "coarse. Use one scale per group.",
-            _OF_THE_TENSOR,
-        ),
-        (
-            "The steps go from -largest to largest, so an off-centre group wastes codes. Start at "
-            "its minimum.",
-            _SYMMETRIC,
-        ),
-        (
-            "All codes are rounded down, as .to(torch.uint8) does: the error is up to a full step. "
-            "Call round first.",
-            ("round(steps)", "steps"),
-        ),
-        (
-            "With round to nearest, smallest can be above the group's minimum: as_bfloat16(low, "
-            "-inf) rounds it down.",
-            (_SMALLEST, "low.bfloat16()"),
-            (_STEP, f"({_EXACT_STEP}).bfloat16()"),
-        ),
-        (
-            "With round to nearest, a step can be too small: as_bfloat16(…, inf) rounds it up.",
-            (_STEP, f"({_EXACT_STEP}).bfloat16()"),
-        ),
-        (
-            "Compute the step from the rounded smallest, which is lower than low: high - "
-            "smallest.float(), not high - low.",
-            ("high - smallest.float()", "high - low"),
-        ),
-        (
-            "The rows are the groups, whatever their length: do not assume 256.",
-            ("    low, high", "    groups = groups.reshape(-1, 256)\n    low, high"),
-        ),
-        (
-            "The codes use the exact minimum and step. Use the rounded values, because dequantize "
-            "has no others.",
-            (_STEPS, _EXACT_STEPS),
-        ),
-        (
-            "256 codes have 255 steps between them: divide the range by levels.",
-            ("/ levels,", "/ (levels + 1),"),
-            (".clamp(0, levels)", ".int()"),
-        ),
-        (
-            "round may give levels + 1, which 8 bits cannot hold. Clamp the codes to levels.",
-            (".clamp(0, levels)", ""),
-        ),
-        (
-            "A group of equal elements gives 0 / 0. Where the step is 0, divide by 1.",
-            ("torch.where(step == 0, 1, step.float())", "step.float()"),
-        ),
-        (
-            "The number of steps is not always 255: use `levels`.",
-            ("/ levels,", "/ 255,"),
-            ("(0, levels)", "(0, 255)"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 7.2: stochastic rounding
 
 StochasticRound = Callable[[Tensor, torch.Generator], Tensor]
@@ -430,73 +336,6 @@ def _require_independent_draws(answer: StochasticRound) -> None:
     )
 
 
-_DRAWN = "torch.rand(steps.shape, generator=generator)"
-_IS_UP = "< steps - down)"
-
-
-def _returned(value: str) -> Edit:
-    return body("stochastic_round", f"return {value}")
-
-
-_ROUND_AT_RANDOM = Exercise(
-    id="7.2",
-    title="Stochastic rounding",
-    minutes=8,
-    difficulty=2,
-    hints=(
-        "2.25 is a quarter of the way from floor to ceil. How often must it become 3, so that the "
-        "mean is 2.25?",
-        "torch.rand(steps.shape, generator=generator) draws a value from 0 to 1 for each element. "
-        "It is below a fraction f with probability f. The fraction is steps - steps.floor().",
-        "down = steps.floor(); is_up = torch.rand(steps.shape, generator=generator) < steps - "
-        "down. In a sum, True counts as 1.",
-    ),
-    reference=solution("7.2"),
-    check=_check_stochastic_round,
-    rebuilds=_LIBRARY,
-    wrong_answers=mistakes(
-        "7.2",
-        (
-            "This rounds to nearest: 2.25 becomes 2 every time, so the mean is not 2.25.",
-            _returned("steps.round()"),
-        ),
-        (
-            "This always rounds down: the fraction is lost, and all means are too small.",
-            _returned("steps.floor()"),
-        ),
-        (
-            "The probabilities are swapped: a larger fraction must go up more often.",
-            (_IS_UP, "> steps - down) * (steps > down)"),
-        ),
-        (
-            "The probability of rounding up is one half. It must be the fraction.",
-            (_IS_UP, "< 0.5)"),
-        ),
-        (
-            "All rows share their draws: torch.rand(steps.shape, …) has one per element.",
-            ("steps.shape,", "steps.shape[-1:],"),
-        ),
-        (
-            "All elements share one draw, so all errors have the same sign and none cancel. Draw "
-            "one per element.",
-            ("steps.shape,", "(),"),
-        ),
-        (
-            "torch.rand without generator= advances torch's global generator, so later dropout "
-            "draws other values.",
-            (", generator=generator", ""),
-        ),
-        (
-            "This adds noise from -½ to ½ before floor(). Add noise from 0 to 1.",
-            _returned(f"(steps + {_DRAWN} - 0.5).floor()"),
-        ),
-        (
-            "This adds noise from 0 to 1 before round(). Add noise from -½ to ½.",
-            _returned(f"(steps + {_DRAWN}).round()"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 7.3: pack codes into bytes
 
 Pack = Callable[[Tensor, int], Tensor]
@@ -556,62 +395,6 @@ def _require_packed(case: str, answer: Pack, numbers: list[int], bits: int) -> N
         f"alive.",
     )
 
-
-_BYTES, _PART = "-(-len(codes) // per_byte)", "codes[place::per_byte]"
-
-_PACK = Exercise(
-    id="7.3",
-    title="Pack codes into bytes",
-    minutes=8,
-    difficulty=2,
-    hints=(
-        "codes[0::2] has the first code of each byte, codes[1::2] the second. Which of them must "
-        "move, and by how many bits?",
-        "part << k moves the bits of a byte up by k, and a |= b combines two bytes. Begin with "
-        "zeros of ⌈n / per_byte⌉ bytes. The last byte may have fewer codes: codes[place::per_byte] "
-        "is then one shorter than the zeros.",
-        "per_byte = 8 // bits; packed = torch.zeros(-(-len(codes) // per_byte), "
-        "dtype=torch.uint8); for place in range(per_byte): part = codes[place::per_byte]. In the "
-        "loop, combine the shifted part with the first len(part) bytes of packed. By how many bits "
-        "must it move?",
-    ),
-    reference=solution("7.3"),
-    check=_check_pack,
-    rebuilds=_LIBRARY,
-    wrong_answers=mistakes(
-        "7.3",
-        (
-            "The first code belongs in the lowest bits; here it is in the highest.",
-            ("place * bits", "(per_byte - 1 - place) * bits"),
-        ),
-        ("All codes of a byte overlap: shift each by place * bits.", (" << place * bits", "")),
-        (
-            "The last codes are lost if they do not fill a byte: round the number of bytes up.",
-            (_BYTES, "len(codes) // per_byte"),
-            (_PART, f"{_PART}[: len(packed)]"),
-        ),
-        (
-            "There is a byte too many if the codes fill the last one: divide n · bits by 8 and "
-            "round up.",
-            (_BYTES, "len(codes) // per_byte + 1"),
-        ),
-        (
-            "These are int64 temporaries, 8 bytes per code. Bits fit in uint8.",
-            (_PART, f"{_PART}.long()"),
-            ("dtype=torch.uint8, device", "dtype=torch.int64, device"),
-            ("return packed", "return packed.to(torch.uint8)"),
-        ),
-        (
-            "Neighbouring codes share a byte: use codes[place::per_byte], not consecutive slices.",
-            (_PART, "codes[place * len(packed) : (place + 1) * len(packed)]"),
-        ),
-        (
-            "At 8 bits the codes are a view of a longer tensor, and a view keeps its whole storage "
-            "alive: return a copy.",
-            ("    per_byte =", "    if bits == 8: return codes\n    per_byte ="),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 7.4: bytes saved for backward
 
@@ -697,104 +480,6 @@ def _saved_by(layer: nn.Module) -> list[Tensor]:
         layer(_input())
     return seen
 
-
-_OF_WEIGHTS = "{weight.untyped_storage() for weight in weights}"
-_IN_BITS = "-(-count * bits // 8) + 4 * -(-count // 256)"
-_ELIGIBLE = "tensor.requires_grad and count >= 256"
-_SIZE_OF_THE_VIEW = (
-    ("storage.nbytes() // tensor.itemsize", "tensor.numel()"),
-    ("storage.nbytes()", "tensor.nbytes"),
-)
-
-
-def _by_key(key: str) -> tuple[Edit, ...]:
-    """Tell tensors apart by another key than their storage."""
-    return (
-        (_OF_WEIGHTS, f"{{{key.format('weight')} for weight in weights}}"),
-        ("if storage in", f"if {key.format('tensor')} in"),
-        ("seen.add(storage)", f"seen.add({key.format('tensor')})"),
-    )
-
-
-_BYTES_KEPT = Exercise(
-    id="7.4",
-    title="Bytes held for backward",
-    minutes=10,
-    difficulty=2,
-    hints=(
-        "Two tensors that share a storage use memory once. Which storages have you seen already, "
-        "and which belong to the weights?",
-        "Keep a set of storages, and begin it with the storages of the weights: "
-        "tensor.untyped_storage(). A storage has storage.nbytes() // tensor.itemsize elements. An "
-        "eligible storage needs ⌈n·bits/8⌉ + 4·⌈n/256⌉ bytes; any other keeps its size.",
-        "seen = {w.untyped_storage() for w in weights}; for tensor in saved: storage = "
-        "tensor.untyped_storage(); if it is in seen: continue; add it; n = storage.nbytes() // "
-        "tensor.itemsize; before += storage.nbytes(); in_bits = -(-n * bits // 8) + 4 * -(-n // "
-        "256). When does after grow by in_bits, and when by storage.nbytes()?",
-    ),
-    reference=bytes_kept,
-    check=_check_bytes_kept,
-    wrong_answers=mistakes(
-        "7.4",
-        (
-            "You count per tensor. Several operators can save the same storage, but it is in "
-            "memory only once.",
-            *_by_key("id({})"),
-        ),
-        (
-            "data_ptr() is the address of a view: two views of one storage have different "
-            "addresses, and a view can be smaller than its storage.",
-            *_by_key("{}.data_ptr()"),
-            *_SIZE_OF_THE_VIEW,
-        ),
-        (
-            "Count the whole storage: even a small view keeps all of it alive.",
-            *_SIZE_OF_THE_VIEW,
-        ),
-        (
-            "The whole storage is compressed: n is its number of elements, not the view's.",
-            (_IN_BITS, _IN_BITS.replace("count", "tensor.numel()")),
-        ),
-        (
-            "A small view keeps a large storage alive: compare the storage's number of elements "
-            "with 256.",
-            ("count >= 256", "tensor.numel() >= 256"),
-        ),
-        (
-            "Leave the weights out: they are in memory anyway, so saving them costs nothing.",
-            (_OF_WEIGHTS, "set()"),
-        ),
-        (
-            "Small storages, below 256 elements, stay as they are.",
-            (_ELIGIBLE, "tensor.requires_grad"),
-        ),
-        (
-            "Indices, masks and tables have no gradient, and stay as they are.",
-            (_ELIGIBLE, "count >= 256"),
-        ),
-        (
-            "Not every float tensor has a gradient: check requires_grad.",
-            (_ELIGIBLE, "tensor.is_floating_point() and count >= 256"),
-        ),
-        (
-            "Each group also has a smallest and a step: 4 bytes.",
-            (_IN_BITS, "-(-count * bits // 8)"),
-        ),
-        (
-            "The last group may be short, and the last byte not full: round both up.",
-            (_IN_BITS, "count * bits // 8 + 4 * (count // 256)"),
-        ),
-        (
-            "One byte per element is correct only at 8 bits: use ⌈n · bits / 8⌉.",
-            ("-(-count * bits // 8)", "count"),
-        ),
-        (
-            "Uncompressed tensors are also held for backward: count them in both sums.",
-            ("before += storage.nbytes()", "before += storage.nbytes() if is_eligible else 0"),
-            ("in_bits if is_eligible else storage.nbytes()", "in_bits if is_eligible else 0"),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 7.5: the hooks
 
@@ -1087,119 +772,13 @@ def _alive_after(answer: MakeHooks, *, retained: bool) -> int:
     return sum(made) - sum(output.nbytes for output in outputs)
 
 
-_EACH_VIEW = """
-left_alone = {weight.untyped_storage() for weight in weights}
-
-def pack(tensor):
-    storage = tensor.untyped_storage()
-    if storage in left_alone or not tensor.requires_grad or tensor.numel() < 256:
-        return tensor.detach()
-    return compress(tensor.detach().flatten()), tensor.shape
-
-def unpack(kept):
-    return kept if isinstance(kept, torch.Tensor) else decompress(kept[0]).view(kept[1])
-
-return pack, unpack
-"""
-_KNOWN, _RETURNED = "weakref.WeakKeyDictionary()", "return known[storage], "
-_VIEW = "decompress(compressed).as_strided(*view)"
-# A copy in Python bytes, invisible to a meter of tensors, halves the error of decompress.
-_COPY = "torch.frombuffer(bytearray(beside), dtype=near.dtype)"
-_HALFWAY = (
-    (_RETURNED, f"{_RETURNED}whole(tensor).view(torch.uint8).numpy().tobytes(), "),
-    ("compressed, *view = kept", "compressed, beside, *view = kept; near = decompress(compressed)"),
-    (f"return {_VIEW}", f"return ({_COPY} + 0.5 * (near - {_COPY})).as_strided(*view)"),
-)
-
-_HOOKS = Exercise(
-    id="7.5",
-    title="The hooks",
-    minutes=18,
-    difficulty=4,
-    hints=(
-        "pack receives each tensor that autograd saves, and autograd keeps the result of pack. "
-        "Which three kinds of tensors does pack return uncompressed? What must it return for an "
-        "eligible tensor, so that unpack can rebuild the same view?",
-        "left_alone = {w.untyped_storage() for w in weights} and known = "
-        "weakref.WeakKeyDictionary() belong outside of pack. Inside: if the storage is not in "
-        "known, known[storage] = compress(whole(tensor)). Return known[storage], and the tensor's "
-        "size(), stride() and storage_offset().",
-        "def pack(tensor): storage = tensor.untyped_storage(); if storage in left_alone or not "
-        "tensor.requires_grad or len(whole(tensor)) < 256: return tensor.detach(); if storage not "
-        "in known: known[storage] = compress(whole(tensor)); return known[storage], tensor.size(), "
-        "tensor.stride(), tensor.storage_offset(). def unpack(kept): if isinstance(kept, "
-        "torch.Tensor): return kept; compressed, *view = kept. Two calls are missing: one returns "
-        "the values, the other rebuilds the view.",
-    ),
-    reference=hooks,
-    check=_check_hooks,
-    rebuilds=("memlab.compression",),
-    wrong_answers=mistakes(
-        "7.5",
-        (
-            "You keep the original next to its codes. While a reference to it exists, its memory "
-            "stays allocated, and the codes need more.",
-            (_RETURNED, f"{_RETURNED}tensor.detach(), "),
-            ("compressed, *view", "compressed, _, *view"),
-        ),
-        (
-            "A plain dict keeps its keys alive, and a storage used as key keeps its memory: use "
-            "weakref.WeakKeyDictionary.",
-            (_KNOWN, "{}"),
-        ),
-        (
-            "Weights are compressed. They stay in memory anyway, so their codes are extra memory.",
-            (_OF_WEIGHTS, "set()"),
-        ),
-        (
-            "Tensors without a gradient are compressed, too, which changes indices and masks.",
-            ("not tensor.requires_grad or ", ""),
-        ),
-        (
-            "Float tensors without a gradient are compressed. Data and tables stay in memory "
-            "anyway, so their codes are extra memory.",
-            ("not tensor.requires_grad", "not tensor.is_floating_point()"),
-        ),
-        (
-            "Each operator that saves a storage compresses it again: first check whether known has "
-            "its codes.",
-            ("if storage not in known", "if True"),
-        ),
-        (
-            "Each view is compressed separately. Compress a storage once, for all of its views.",
-            body("hooks", _EACH_VIEW),
-        ),
-        (
-            "An address does not identify a storage: when a tensor is freed, the next one can get "
-            "its address. Use the storage object as the key of a weakref.WeakKeyDictionary.",
-            (_KNOWN, "{}"),
-            ("storage not in known", "storage.data_ptr() not in known"),
-            ("known[storage]", "known[storage.data_ptr()]"),
-        ),
-        (
-            "A view has its own strides and an offset in its storage: as_strided(size, stride, "
-            "offset).",
-            (_VIEW, "decompress(compressed)[: view[0].numel()].view(view[0])"),
-        ),
-        (
-            "A small view is not compressed, but keeps a large storage alive: compare the "
-            "storage's number of elements with 256.",
-            ("len(whole(tensor)) < 256", "tensor.numel() < 256"),
-        ),
-        (
-            "Backward does not get the values that decompress returned: you keep exact values "
-            "elsewhere.",
-            *_HALFWAY,
-        ),
-        (
-            "Uncompressed tensors keep their graph: an operator that saves its own "
-            "result creates a reference cycle. Detach it.",
-            ("return tensor.detach()", "return tensor"),
-        ),
-    ),
-)
-
 DAY = Day(
-    exercises=(_QUANTIZE, _ROUND_AT_RANDOM, _PACK, _BYTES_KEPT, _HOOKS),
+    exercises=(
+        checked("7.1", _check_quantize, quantize, rebuilds=_LIBRARY),
+        checked("7.2", _check_stochastic_round, rebuilds=_LIBRARY),
+        checked("7.3", _check_pack, rebuilds=_LIBRARY),
+        checked("7.4", _check_bytes_kept, bytes_kept),
+        checked("7.5", _check_hooks, hooks, rebuilds=("memlab.compression",)),
+    ),
     bill=Bill("day 7: 8-bit activations tried, not used", attention_kept),
 )

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from math import prod
 from numbers import Number
@@ -11,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memlab.checkpointing import ATTENTION
-from memlab.course.bill import SETTING
-from memlab.course.checks.day06 import keep_of_each_block
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, equal, first_line, require
+from memlab.course.bill_steps import attention_kept
+from memlab.course.exercises import Bill, Day, Wrong, equal, first_line, require
 from memlab.course.properties import ADAM_SETTINGS, distinct_elements, elements, parameters
-from memlab.course.solutions import body, mistakes
+from memlab.course.solutions import checked
 from memlab.metering import measure
 from memlab.optim import Lion
 from memlab.reference.adam_mini import adam_mini_, block_size
@@ -24,7 +21,7 @@ from memlab.reference.adamw import adamw_
 from memlab.reference.lion import lion_
 from memlab.reference.step_in_backward import in_backward
 from memlab.trace import Trace
-from memlab.train import combined, dry_trace, of_all_weights
+from memlab.train import of_all_weights
 
 State = dict[str, Any]
 Step = Callable[..., None]  # (weight, gradient, state, …), in place
@@ -244,26 +241,7 @@ def _require_t(state: State, step: int, ahead: int) -> None:
     )
 
 
-_BETAS = "beta1, beta2 = betas"
-_DECAY = "    weight *= 1 - lr * weight_decay\n"
-_COUPLED = ((_BETAS, f"{_BETAS}; gradient = gradient + weight_decay * weight"), (_DECAY, ""))
-_VECTORS_DO_NOT_DECAY = (
-    "Weights of one dimension must decay, too: the formula has no exception.",
-    ("    weight *=", "    if weight.ndim > 1: weight *="),
-)
-_WITHOUT_LR = ("1 - lr * weight_decay", "1 - weight_decay")
-_NEW_WEIGHT = (
-    "Change the weight itself: weight -= …, not weight = weight − ….",
-    (_BETAS, f"{_BETAS}; weight = weight.clone()"),
-)
-_EPS_IN_THE_ROOT = (").sqrt() + eps", " + eps).sqrt()")
-_V_NOT_CORRECTED = ('state["v"] / (1 - beta2**t)', 'state["v"]')
-_M_NOT_CORRECTED = (" / (1 - beta1**t)", "")
-
 # ------------------------------------------------------------------ 8.1: AdamW
-
-_CORRECTED_KEPT = """state.update(m=state["m"] / (1 - beta1**t), v=state["v"] / (1 - beta2**t))
-    root = state["v"].sqrt()"""
 
 
 def _check_adamw(answer: Step) -> str:
@@ -287,86 +265,7 @@ def _check_adamw(answer: Step) -> str:
     return f"correct weights after each of {sum(steps)} steps · 8 bytes per weight"
 
 
-_ADAMW = Exercise(
-    id="8.1",
-    title="AdamW, step by step",
-    minutes=12,
-    difficulty=2,
-    hints=(
-        "Write the formulas in order, in about six lines. Which values does the next step need? "
-        "Store these in `state`. Which lines change `weight`?",
-        "If state is empty, set t = 0 and set m and v to torch.zeros_like(gradient). Then add 1 to "
-        "t, and update m and v. Correct copies of m and v (divide by 1 − βᵗ), and store m and v "
-        "uncorrected.",
-        "state['m'] = beta1 * state['m'] + (1 - beta1) * gradient; state['v'] likewise with "
-        "gradient**2; root = (state['v'] / (1 - beta2**t)).sqrt() + eps; weight *= 1 - lr * "
-        "weight_decay. The last line is the step: the corrected m, divided by root.",
-    ),
-    reference=adamw_,
-    check=_check_adamw,
-    rebuilds=_LIBRARY,
-    wrong_answers=mistakes(
-        "8.1",
-        (
-            "The decay went through m and √v: this is Adam with L2 regularization. AdamW shrinks "
-            "the weight directly.",
-            *_COUPLED,
-        ),
-        (
-            "Apply the decay before the step, to the old weight.",
-            (_DECAY, ""),
-            ("/ root", f"/ root\n{_DECAY}"),
-        ),
-        ("Multiply the decay by lr: the weight loses lr · weight_decay of itself.", _WITHOUT_LR),
-        ("The weight does not decay.", (_DECAY, "")),
-        _VECTORS_DO_NOT_DECAY,
-        (
-            "t counts all steps so far: never reset it.",
-            ('state["t"] += 1', 'state["t"] = state["t"] % 100 + 1'),
-        ),
-        (
-            "m and v start at zero, so they are too small at first: divide m by 1 − β₁ᵗ, v by 1 − "
-            "β₂ᵗ.",
-            _V_NOT_CORRECTED,
-            _M_NOT_CORRECTED,
-        ),
-        ("v starts at zero as well: divide it by 1 − β₂ᵗ.", _V_NOT_CORRECTED),
-        (
-            "Use the corrected moments for this step only. Store m and v uncorrected.",
-            ('root = (state["v"] / (1 - beta2**t)).sqrt()', _CORRECTED_KEPT),
-            ('state["m"] / (1 - beta1**t) / root', 'state["m"] / root'),
-        ),
-        (
-            "m and v are never stored: write the new values back into `state`.",
-            ('state["m"] = beta1', "m = beta1"),
-            ('state["v"] = beta2', "v = beta2"),
-            ('state["v"] / (1', "v / (1"),
-            ('state["m"] / (1', "m / (1"),
-        ),
-        ("Add eps outside the square root.", _EPS_IN_THE_ROOT),
-        ("Divide m by the square root of v, not by v.", (".sqrt() + eps", " + eps")),
-        (
-            "Use m for the step, not the current gradient.",
-            ('lr * state["m"] / (1 - beta1**t)', "lr * gradient"),
-        ),
-        ("β₁ is for m, and β₂ for v.", (_BETAS, "beta2, beta1 = betas")),
-        (
-            "The betas are always 0.9 and 0.999: take them from `betas`.",
-            (_BETAS, "beta1, beta2 = 0.9, 0.999"),
-        ),
-        ("t must be 1 in the first step.", ("t=0", "t=1")),
-        (
-            "The moments are stored in float64: 16 bytes per weight. Use float32.",
-            ("torch.zeros_like(gradient)", "gradient.double() * 0"),
-        ),
-        _NEW_WEIGHT,
-    ),
-)
-
 # ------------------------------------------------------------------ 8.2: Lion
-
-_STEP_MIX = "beta1 * m + (1 - beta1) * gradient"
-_KEPT_MIX = "beta2 * m + (1 - beta2) * gradient"
 
 
 def _check_lion(answer: Step) -> str:
@@ -389,71 +288,6 @@ def _check_lion(answer: Step) -> str:
     _require_kept(answer, 4 * _COUNT, "m", shaped="m", lr=0.1)
     return f"correct weights after each of {sum(steps)} steps · sign(0) is 0 · 4 bytes per weight"
 
-
-_LION = Exercise(
-    id="8.2",
-    title="Lion",
-    minutes=8,
-    difficulty=2,
-    hints=(
-        "Read m, then write three lines: decay, step, momentum. In this order, the step uses the "
-        "momentum before its update.",
-        "Mix m and g twice, both times with the old m: with β₁ inside torch.sign, and with β₂ for "
-        "the m that you keep. Update the weight in place: weight *= …, weight -= ….",
-        "m = state.get('m', torch.zeros_like(gradient)); weight *= 1 - lr * weight_decay; weight "
-        "-= lr * torch.sign(beta1 * m + (1 - beta1) * gradient). Then store the mix with β₂.",
-    ),
-    reference=lion_,
-    check=_check_lion,
-    rebuilds=_LIBRARY,
-    wrong_answers=mistakes(
-        "8.2",
-        (
-            "The momentum is updated before its use, so the current gradient counts twice.",
-            ("beta1 * m +", f"beta1 * ({_KEPT_MIX}) +"),
-        ),
-        (
-            "This is the sign of the new momentum. Take the sign of the mix with β₁.",
-            (_STEP_MIX, _KEPT_MIX),
-        ),
-        ("This is the sign of the gradient alone. Mix in the momentum.", (_STEP_MIX, "gradient")),
-        (
-            "The new momentum is lost: store it in state['m'].",
-            ('state.get("m", torch.zeros_like(gradient))', 'state.setdefault("m", gradient * 0)'),
-            ('state["m"] = beta2', "m = beta2"),
-        ),
-        ("Store the mix with β₂. The mix with β₁ is for the step.", (_KEPT_MIX, _STEP_MIX)),
-        (
-            "The betas are swapped: β₁ is for the step, β₂ for the momentum that you keep.",
-            (_BETAS, "beta2, beta1 = betas"),
-        ),
-        (
-            "sign(0) is 0: a weight without a gradient must not move.",
-            (f"torch.sign({_STEP_MIX})", f"torch.where({_STEP_MIX} >= 0, 1.0, -1.0)"),
-        ),
-        ("The sign is missing: every weight must move by exactly lr.", ("torch.sign", "")),
-        (
-            "The decay is added to the gradient, so only its sign counts. Shrink the weight "
-            "directly.",
-            *_COUPLED,
-        ),
-        ("The decay is missing.", (_DECAY, "")),
-        _VECTORS_DO_NOT_DECAY,
-        (
-            "The mix for the step went into the momentum. Compute both mixes from the old m.",
-            ("beta2 * m +", f"beta2 * ({_STEP_MIX}) +"),
-        ),
-        (
-            "The betas are always 0.9 and 0.99: take them from `betas`.",
-            (_BETAS, "beta1, beta2 = 0.9, 0.99"),
-        ),
-        (
-            "m starts as the gradient; wanted zeros.",
-            ("torch.zeros_like(gradient)", "gradient.clone()"),
-        ),
-        _NEW_WEIGHT,
-    ),
-)
 
 # ------------------------------------------------------------------ 8.3: the partition
 
@@ -520,77 +354,7 @@ def _require_refused_name(answer: BlockSize, name: str, shape: tuple[int, ...]) 
     raise Wrong(f"{call} gave {got!r}, wanted a ValueError.")
 
 
-_OF_A_HEAD = "head_dim * shape[1]"
-_UNKNOWN = 'raise ValueError(f"got {name}, which no rule covers; add a rule")'
-
-_BLOCK_SIZE = Exercise(
-    id="8.3",
-    title="Which weights share a v",
-    minutes=12,
-    difficulty=2,
-    hints=(
-        "First find the layer: in 'blocks.0.mlp.up.weight' it is 'up', the second to last part of "
-        "name.split('.'). Then write an if for each row of the table, biases first.",
-        "A row of (out, in) has shape[1] elements, and a head has head_dim rows. Raise "
-        "ValueError if no row of the table matches, and if shape[0] % head_dim is not 0.",
-        "layer, kind = name.split('.')[-2:]; if kind == 'bias': return 1; if layer in ('query', "
-        "'key'): raise ValueError if the rows do not divide into heads, else return head_dim * "
-        "shape[1]. Two rows of the table are left, then a ValueError for all other layers.",
-    ),
-    reference=block_size,
-    check=_check_block_size,
-    wrong_answers=mistakes(
-        "8.3",
-        (
-            "Queries and keys have one v per row here. Use one per head, head_dim rows each.",
-            (_OF_A_HEAD, "shape[1]"),
-        ),
-        (
-            "A fused matrix of queries, keys and values silently becomes one block. Raise "
-            "ValueError for a layer outside the table.",
-            (_UNKNOWN, "return shape.numel()"),
-        ),
-        (
-            "An unknown layer gets one v per row. With a wrong guess, the model learns worse: "
-            "raise ValueError.",
-            (_UNKNOWN, "return shape[-1]"),
-        ),
-        (
-            "This assumes four heads in every matrix, but keys have fewer heads than queries "
-            "here. A head has head_dim rows.",
-            (_OF_A_HEAD, "shape.numel() // 4"),
-        ),
-        ("A head has head_dim rows, not head_dim elements.", (_OF_A_HEAD, "head_dim")),
-        (
-            "These are columns. In the shape (out, in) a row has shape[1] elements.",
-            ("return shape[1]", "return shape[0]"),
-        ),
-        ("All weights of a norm share one v.", ("return shape[0]", "return 1")),
-        ("Each bias has its own v, as in AdamW.", ("return 1", "return shape[0]")),
-        (
-            "'key' in name also matches 'key_value'. Compare the whole word between two dots.",
-            ("layer in (", "any(word in name for word in ("),
-            ('"):\n', '")):\n'),
-        ),
-        (
-            "endswith('norm') also matches other norms, such as q_norm. Compare the whole word.",
-            ('layer in ("attention_norm", "mlp_norm", "norm")', 'layer.endswith("norm")'),
-        ),
-        (
-            "A bias is a vector and has no shape[1]: check for .bias first.",
-            ('kind == "bias"', "False"),
-        ),
-        (
-            "20 rows do not divide into heads of 8 rows: raise ValueError.",
-            ("if shape[0] % head_dim", "if False"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 8.4: Adam-mini
-
-_MEAN = "squares.mean(1, keepdim=True)"
-_BLOCKS, _BLOCKS_OF_M = "gradient.reshape(-1, size)", 'state["m"].reshape(-1, size)'
 
 
 def _check_adam_mini(answer: Step) -> str:
@@ -621,88 +385,6 @@ def _check_adam_mini(answer: Step) -> str:
         f"{wanted:,} bytes, not AdamW's {8 * _COUNT:,}"
     )
 
-
-_ADAM_MINI = Exercise(
-    id="8.4",
-    title="Adam-mini's step",
-    minutes=10,
-    difficulty=2,
-    hints=(
-        "Start from 8.1 and add a line: reshape the squares to one row per block, and take each "
-        "row's mean. Which of the two moments has one element per block?",
-        "gradient.view(-1, size) has a row per block. Update v, of shape (blocks, 1), with "
-        "(…**2).mean(1, keepdim=True). Store m in the weight's shape; view it as blocks to divide.",
-        "blocks = gradient.reshape(-1, size); v = beta2 * v + (1 - beta2) * "
-        "(blocks**2).mean(1, keepdim=True); step = m.view(-1, size) / (1 - beta1**t) / "
-        "((v / (1 - beta2**t)).sqrt() + eps). Apply the decay, then subtract lr * step from the "
-        "weight. Which shape must step have for this?",
-    ),
-    reference=adam_mini_,
-    check=_check_adam_mini,
-    rebuilds=_LIBRARY,
-    wrong_answers=mistakes(
-        "8.4",
-        (
-            "This is the square of the mean, so opposite signs cancel. Take the mean of the "
-            "squares.",
-            (_MEAN, f"{_BLOCKS}.mean(1, keepdim=True) ** 2"),
-        ),
-        (
-            "The whole matrix shares one v. Use one per block.",
-            (_MEAN, "squares.mean().expand(len(squares), 1).contiguous()"),
-        ),
-        (
-            'm is shared, too, as in the guide ("share m, v"), so all weights of a block take the '
-            "same step, whatever the signs of their gradients. Share only v.",
-            (
-                "    if not state",
-                f"    gradient = {_BLOCKS}.mean(1, keepdim=True)\n    if not state",
-            ),
-            (_BLOCKS_OF_M, 'state["m"].expand_as(squares)'),
-        ),
-        (
-            "A block is `size` neighbouring elements: use reshape(-1, size), not columns.",
-            ("reshape(-1, size)", "reshape(size, -1).T"),
-            (".view_as(weight)", ".T.reshape(weight.shape)"),
-        ),
-        (
-            "reshape(size, -1) makes `size` blocks. Use reshape(-1, size) for blocks of `size`.",
-            ("reshape(-1, size)", "reshape(size, -1)"),
-        ),
-        (
-            "This is the sum of g². Take the mean, so that steps do not depend on the block size.",
-            ("squares.mean(1", "squares.sum(1"),
-        ),
-        (
-            "This is the square of the mean of |g|. Square first, then take the mean.",
-            (_MEAN, f"{_BLOCKS}.abs().mean(1, keepdim=True) ** 2"),
-        ),
-        ("v starts at zero: divide it by 1 − β₂ᵗ, as before.", _V_NOT_CORRECTED),
-        ("m and v start at zero: divide each by its 1 − βᵗ.", _V_NOT_CORRECTED, _M_NOT_CORRECTED),
-        _NEW_WEIGHT,
-        ("Add eps outside the square root, as in AdamW.", _EPS_IN_THE_ROOT),
-        (
-            "The betas are always 0.9 and 0.999: take them from `betas`.",
-            (_BETAS, "beta1, beta2 = 0.9, 0.999"),
-        ),
-        ("The decay went into m and v. Shrink the weight directly.", *_COUPLED),
-        ("The decay is missing.", (_DECAY, "")),
-        _VECTORS_DO_NOT_DECAY,
-        (
-            "v is expanded to an element per weight, so a saved or moved copy of it is as large as "
-            "m. Keep the shape (blocks, 1).",
-            (
-                'state["v"] = beta2 * state["v"] + (1 - beta2) * mean',
-                'state["v"] = (beta2 * state["v"][:, :1] + (1 - beta2) * mean).expand_as(squares)',
-            ),
-        ),
-        (
-            "v has an element per weight, so it saves nothing. Keep the shape (blocks, 1) and "
-            "broadcast it.",
-            (_MEAN, f"{_MEAN}.expand_as(squares).clone()"),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 8.5: the step inside backward
 
@@ -910,143 +592,22 @@ def most_of(trace: Trace, category: str) -> int:
     return most
 
 
-_BY_VALUE = (
-    ("stepped = set()", "stepped = {}"),
-    ("if weight in stepped:", "if stepped.get(weight, now := weight.grad.sum().item()) != now:"),
-    ("stepped.add(weight)", "stepped[weight] = now"),
-)
-_DROPPED = "update(weight)\n        weight.grad = None\n"
-_TOO_EARLY = """
-def hook(weight):
-    update(weight)
-    weight.grad = None
-
-for weight in weights:
-    weight.register_hook(lambda gradient, weight=weight: hook(weight))
-return lambda: None
-"""
-# It sets .grad itself; torch sets it once more afterwards.
-_TOO_EARLY_WITH_GRAD = _TOO_EARLY.replace("hook(weight)", "hook(weight, gradient)").replace(
-    "    update", "    weight.grad = gradient\n    update"
-)
-_AFTER_THE_LAST = """
-weights, there, ended = list(weights), [], [True]
-
-def hook(weight):
-    if not ended[0]:
-        raise RuntimeError("a second gradient")
-    there.append(weight)
-    if len(there) == len(weights):
-        for each in there:
-            update(each)
-            each.grad = None
-        there.clear()
-        ended[0] = False
-
-for weight in weights:
-    weight.register_post_accumulate_grad_hook(hook)
-return lambda: ended.__setitem__(0, True)
-"""
-_COUNTED = (
-    ("stepped = set()", "stepped = []"),
-    ("if weight in stepped", "if len(stepped) == len(weights)"),
-    ("stepped.add(weight)", "stepped.append(1)"),
-)
-_IN_END_STEP = """
-def end_step():
-    for weight in weights:
-        update(weight)
-        weight.grad = None
-
-return end_step
-"""
-
-_IN_BACKWARD = Exercise(
-    id="8.5",
-    title="The step inside backward",
-    minutes=15,
-    difficulty=3,
-    hints=(
-        "Which of the two hooks runs when .grad is complete, so that you can free it? To detect a "
-        "second gradient, record which weights were updated. When do you clear that record?",
-        "weight.register_post_accumulate_grad_hook(hook) calls hook(weight). In it, update the "
-        "weight, set weight.grad = None, and add the weight to a set. Return the set's clear.",
-        "stepped = set(); def hook(weight): if weight in stepped: set weight.grad = None and raise "
-        "RuntimeError(…); stepped.add(weight); update(weight); weight.grad = None. Register hook "
-        "on each weight, and return a function that empties the set.",
-    ),
-    reference=in_backward,
-    check=_check_in_backward,
-    rebuilds=_LIBRARY,
-    wrong_answers=mistakes(
-        "8.5",
-        (
-            "The gradient is not freed: set weight.grad = None after the update.",
-            (_DROPPED, "update(weight)\n"),
-            ("if weight in stepped", "if False"),
-        ),
-        (
-            "register_hook runs before the gradient is in .grad: use "
-            "register_post_accumulate_grad_hook.",
-            body("in_backward", _TOO_EARLY),
-        ),
-        (
-            "register_hook is too early: torch stores the gradient in .grad after it, and nothing "
-            "frees it.",
-            body("in_backward", _TOO_EARLY_WITH_GRAD),
-        ),
-        (
-            "A second gradient makes a second update, without an error. Accumulated gradients "
-            "would make several small steps.",
-            ("if weight in stepped", "if False"),
-        ),
-        (
-            "The refused gradient stays alive, and the next backward adds to it: set weight.grad = "
-            "None before the raise.",
-            ("weight.grad = None\n            raise", "raise"),
-        ),
-        (
-            "A count does not show which weight got a second gradient. Record the weights.",
-            *_COUNTED,
-        ),
-        (
-            "A second gradient can have the values of the first. Record the weights, not values.",
-            *_BY_VALUE,
-        ),
-        ("end_step() must allow the next backward.", ("stepped.clear", "lambda: None")),
-        (
-            "The hook uses the loop variable. When it runs, this is the last weight. Use the "
-            "hook's argument.",
-            ("def hook(weight)", "def hook(_)"),
-            ("if weight in stepped", "if False"),
-        ),
-        (
-            "The updates wait for the last gradient, so all gradients are alive at once.",
-            body("in_backward", _AFTER_THE_LAST),
-        ),
-        (
-            "No weight is updated while backward runs. Update each one in its hook.",
-            body("in_backward", _IN_END_STEP),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ the bill
 
 
 def lion_in_bfloat16() -> Trace:
     """Day 7's step, with Lion and a bfloat16 momentum."""
-    technique = combined("accumulation+bfloat16")
-
-    def change(model: nn.Module) -> None:
-        technique.change_model(model)
-        keep_of_each_block(model, ATTENTION)
-
     lion = of_all_weights(Lion, rounding="stochastic", moment_dtype=torch.bfloat16)
-    return dry_trace(SETTING, replace(technique, change_model=change, optimizer=lion))
+    return attention_kept(optimizer=lion)
 
 
 DAY = Day(
-    exercises=(_ADAMW, _LION, _BLOCK_SIZE, _ADAM_MINI, _IN_BACKWARD),
+    exercises=(
+        checked("8.1", _check_adamw, adamw_, rebuilds=_LIBRARY),
+        checked("8.2", _check_lion, lion_, rebuilds=_LIBRARY),
+        checked("8.3", _check_block_size, block_size),
+        checked("8.4", _check_adam_mini, adam_mini_, rebuilds=_LIBRARY),
+        checked("8.5", _check_in_backward, in_backward, rebuilds=_LIBRARY),
+    ),
     bill=Bill("day 8: Lion, momentum in bfloat16", lion_in_bfloat16),
 )

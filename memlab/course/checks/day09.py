@@ -1,7 +1,6 @@
 """Day 9: eight-bit Adam."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache
 from math import log10
 from typing import Any
@@ -10,17 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memlab.checkpointing import ATTENTION
-from memlab.course.bill import SETTING
-from memlab.course.checks.day06 import keep_of_each_block
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, distinct, first_line, require
+from memlab.course.bill_steps import momentum_in_8_bits
+from memlab.course.exercises import Bill, Day, Wrong, distinct, first_line, require
 from memlab.course.properties import furthest, is_tensor, require_none_wrong
-from memlab.course.solutions import body, mistakes
+from memlab.course.solutions import checked
 from memlab.metering import measure
-from memlab.optim import Lion8bit
 from memlab.reference.adam8bit import Adam8bit, dynamic_code, encode, encode_positive
-from memlab.trace import Trace
-from memlab.train import combined, dry_trace, of_all_weights
 
 BLOCK = 256
 SMALLEST = 4096  # weights with fewer elements keep float32 moments
@@ -72,74 +66,6 @@ def _require_entries(call: str, got: Tensor, wanted: Tensor) -> None:
         f"{call}: {count} of 256 entries differ from bitsandbytes' codebook in their last bits.",
     )
 
-
-_MIDDLES = "(edges[:-1] + edges[1:]) / 2"
-_PARTS = "2**i if signed else 2 ** (i + 1)"
-_EVEN_STEPS = "return torch.arange(-127, 129) / 128 if signed else torch.arange(256) / 255"
-_EVEN_EXPONENTS = """
-positive, zero = torch.logspace(-7, 0, 128 if signed else 255), torch.zeros(1)
-return torch.cat([-positive[:-1].flip(0), zero, positive] if signed else [zero, positive])
-"""
-
-_CODE = Exercise(
-    id="9.1",
-    title="256 entries for seven decades",
-    minutes=12,
-    difficulty=2,
-    hints=(
-        "Collect the midpoints of each decade in a list. Use torch.cat and sort at the end. Count "
-        "the entries: 1 + 2 + 4 + … + 64, with both signs, and two more.",
-        "For one decade: edges = torch.linspace(0.1, 1, parts + 1). A midpoint is the mean of two "
-        "neighboring edges: (edges[:-1] + edges[1:]) / 2.",
-        "for i in range(7): parts = 2**i if signed else 2 ** (i + 1); midpoints = … * 10.0 ** "
-        "(i - 6). If signed, put midpoints and -midpoints into the list. After the loop, add 0 and "
-        "1, concatenate, and sort.",
-    ),
-    reference=dynamic_code,
-    check=_check_code,
-    rebuilds=_LIBRARIES,
-    wrong_answers=mistakes(
-        "9.1",
-        (
-            "These are even steps. The codebook has small steps near zero, and large steps near 1.",
-            body("dynamic_code", _EVEN_STEPS),
-        ),
-        (
-            "Each decade has the same number of entries. The top decade should have half of all "
-            "entries.",
-            body("dynamic_code", _EVEN_EXPONENTS),
-        ),
-        ("Without signs, use twice as many parts: 2 ** (i + 1).", (_PARTS, "2**i")),
-        (
-            "The order of the decades is reversed. The lowest, 10⁻⁷ … 10⁻⁶, has the fewest parts.",
-            (_PARTS, "2 ** (6 - i) if signed else 2 ** (7 - i)"),
-        ),
-        ("These are the edges of the parts. Use their midpoints.", (_MIDDLES, "edges[:-1]")),
-        (
-            "Two entries are missing: 0 and 1.",
-            ("[torch.tensor([0.0, 1.0], dtype=torch.float32)]", "[]"),
-        ),
-        (
-            "Leave out −1: the lowest entry is −0.993, so that there are 256 entries, not 257.",
-            ("[0.0, 1.0]", "[-1.0, 0.0, 1.0]"),
-        ),
-        ("The top decade is 0.1 … 1, with 10⁰: the exponent is i − 6.", ("(i - 6)", "(i - 7)")),
-        (
-            "The entries are in the order of the decades. Sort them: torch.bucketize needs this.",
-            (".sort().values", ""),
-        ),
-        (
-            "This was computed in float64 and rounded once. Compute everything in float32.",
-            ("parts + 1, dtype=torch.float32)", "parts + 1, dtype=torch.float64)"),
-            (".sort().values", ".float().sort().values"),
-        ),
-        (
-            "The edges were multiplied by the power of ten. Compute the midpoints first.",
-            ("parts + 1, dtype=torch.float32)", "parts + 1) * 10.0 ** (i - 6)"),
-            ("/ 2 * 10.0 ** (i - 6)", "/ 2"),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 9.2: a block quantizer
 
@@ -268,81 +194,6 @@ def _require_zeros(call: str, x: Tensor, codes: Tensor, code: Tensor) -> None:
         f"{off[:1].sum()}.",
     )
 
-
-_ABSMAX = "blocks.abs().amax(1)"
-_NEAREST = "torch.bucketize(fractions, thresholds, out_int32=True)"
-_EVENLY = "((fractions * 127).round() + 127 if codebook[0] < 0 else (fractions * 255).round())"
-
-_ENCODE = Exercise(
-    id="9.2",
-    title="Blockwise quantization",
-    minutes=15,
-    difficulty=3,
-    hints=(
-        "F.pad(x, (0, missing)) appends zeros, so that .view(-1, 256) works for any n. "
-        "-n % 256 elements are missing. Zeros don't change the absmax of a block.",
-        "The nearest entry changes halfway between two entries. torch.bucketize(fractions, "
-        "thresholds) counts the thresholds below each fraction, and this count is the code. Avoid "
-        "0 / 0 in a block of zeros.",
-        "scales = blocks.abs().amax(1); fractions = blocks / scales.where(scales > 0, "
-        "1).view(-1, 1); codes = torch.bucketize(fractions, (codebook[:-1] + codebook[1:]) / "
-        "2). Then convert the dtype, remove the padding (clone the slice), and return codes and "
-        "scales.",
-    ),
-    reference=encode,
-    check=_check_encode,
-    rebuilds=_LIBRARIES,
-    wrong_answers=mistakes(
-        "9.2",
-        (
-            "The whole tensor has one scale. Each block of 256 needs its own.",
-            (_ABSMAX, "blocks.abs().amax().expand(len(blocks)).clone()"),
-        ),
-        (
-            "This is the largest x, not the largest |x|. A scale is never negative.",
-            (_ABSMAX, "blocks.amax(1)"),
-        ),
-        (
-            "The last block may be short. Pad it, and remove the padding at the end.",
-            ("F.pad(x.flatten(), (0, -n % 256))", "x.flatten()"),
-        ),
-        (
-            "If n is a multiple of 256, 256 − n % 256 pads a whole block. Use −n % 256.",
-            ("-n % 256", "256 - n % 256"),
-        ),
-        (
-            "In a block of zeros, x / scale is 0 / 0, or NaN, and gets code 255.",
-            ("scales.where(scales > 0, 1)", "scales"),
-        ),
-        (
-            "Scales may be tiny: the second moment of a gradient of 10⁻⁶ is 10⁻¹². Do not clamp "
-            "them.",
-            (_ABSMAX, f"{_ABSMAX}.clamp(min=1e-12)"),
-        ),
-        (
-            "Code 0 is zero only in the unsigned codebook. In the signed one, zero is code 127.",
-            ("return", "codes[blocks == 0] = 0\n    return"),
-        ),
-        ("These are even steps. Use the nearest entry of the codebook.", (_NEAREST, _EVENLY)),
-        (
-            "This is the entry below, not the nearest one. Compare with the midpoints.",
-            (_NEAREST, "(torch.bucketize(fractions, codebook, right=True) - 1)"),
-        ),
-        (
-            "The codebook ends at 1. Divide by the block's scale before you look for the nearest "
-            "entry.",
-            ("blocks / scales.where(scales > 0, 1).view(-1, 1)", "blocks"),
-        ),
-        (
-            "All distances at once need a kilobyte per element, more than the codes save.",
-            (_NEAREST, "(fractions.unsqueeze(-1) - codebook).abs().argmin(-1)"),
-        ),
-        (
-            "The signs are lost. Use |x| only for the scale.",
-            ("blocks / scales", "blocks.abs() / scales"),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 9.3: Adam
 
@@ -545,92 +396,6 @@ def _require_steps(call: str, got: list[Tensor], wanted: list[Tensor]) -> None:
         )
 
 
-_IS_LARGE, _IS_SMALL = "len(gradient) >= 4096", "len(gradient) < 4096"
-_DECODED_FIRST = """if len(gradient) >= 4096:
-            m, v = decode(*encode(m, signed), signed), decode(*encode(v, unsigned), unsigned)
-        root ="""
-_CORRECTED = "m, v = m / (1 - beta1**t), v / (1 - beta2**t)\n        root = v.sqrt()"
-_CODES_OF_ZERO = """if not state and len(gradient) >= 4096:
-            zeros = gradient.new_zeros(len(gradient)).byte(), torch.ones(-(-len(gradient) // 256))
-            m, v = decode(*zeros, signed), decode(*zeros, unsigned)
-        state["step"] ="""
-
-_ADAM = Exercise(
-    id="9.3",
-    title="Adam with 8-bit state",
-    minutes=20,
-    difficulty=4,
-    hints=(
-        "There are three parts. Get m and v in float32: zeros at the first step, then from the "
-        "state. Compute Adam's step as usual. Store m and v. Only the first and last part use "
-        "codes.",
-        "Update the weight with the new m and v in float32, then encode them, without bias "
-        "correction. len(gradient) >= 4096 decides whether you encode.",
-        "m = beta1 * m + (1 - beta1) * gradient; v = beta2 * v + (1 - beta2) * gradient**2; root = "
-        "(v / (1 - beta2**t)).sqrt() + eps; weight -= lr * (m / (1 - beta1**t) / "
-        'root).view_as(weight). A later step begins with decode(*state["m"], signed). Store large '
-        "moments with encode and self.encode_v, small ones unchanged.",
-    ),
-    reference=NearestCodeAdam,
-    check=_check_adam,
-    rebuilds=_LIBRARIES,
-    wrong_answers=mistakes(
-        "9.3",
-        (
-            "Both moments are in float32. This is Adam with 8 bytes per element.",
-            (">= 4096", ">= 10**9"),
-            ("< 4096", "< 10**9"),
-        ),
-        (
-            "Small weight tensors are encoded too. Below 4,096 elements, keep float32 moments.",
-            (">= 4096", ">= 0"),
-            ("< 4096", "< 0"),
-        ),
-        (
-            "The moments of a weight with a short last block stay in 32 bits. encode "
-            "handles a short block.",
-            (_IS_LARGE, f"{_IS_LARGE} and len(gradient) % 256 == 0"),
-            (_IS_SMALL, f"{_IS_SMALL} or len(gradient) % 256"),
-        ),
-        ("Encode from 4,096 elements on: >=, not >.", (">= 4096", "> 4096"), ("< 4096", "<= 4096")),
-        (
-            "The weight is updated with rounded moments. Update the weight first, then encode.",
-            ("root =", _DECODED_FIRST),
-        ),
-        (
-            "The stored moments are bias-corrected, and the next step corrects them again.",
-            ("root = (v / (1 - beta2**t)).sqrt()", _CORRECTED),
-            ("(m / (1 - beta1**t) / root)", "(m / root)"),
-        ),
-        (
-            "The bias correction is missing, so the first step has the wrong length.",
-            ("v / (1 - beta2**t)", "v"),
-            ("m / (1 - beta1**t)", "m"),
-        ),
-        (
-            "Count t: it is 1 in the first step, 2 in the second.",
-            ("beta2**t", "beta2"),
-            ("beta1**t", "beta1"),
-        ),
-        (
-            "weight = weight - … makes a new tensor and leaves the model's weight unchanged.",
-            ("weight -= ", "weight = weight - "),
-        ),
-        ("Add eps after the square root, not before.", (").sqrt() + eps", " + eps).sqrt()")),
-        (
-            "Codes of zero are not moments of zero: in the signed codebook, code 0 is −0.993 and "
-            "zero is code 127.",
-            ('state["step"] =', _CODES_OF_ZERO),
-        ),
-        (
-            "v has no sign. Use the unsigned codebook: the signed one wastes half of its entries.",
-            ('decode(*state["v"], unsigned)', 'decode(*state["v"], signed)'),
-            ("self.encode_v(v, unsigned)", "(self.encode_v(v, unsigned), encode(v, signed))[1]"),
-        ),
-        ("Encode v with self.encode_v, which 9.4 replaces.", ("self.encode_v(v", "encode(v")),
-    ),
-)
-
 # ------------------------------------------------------------------ 9.4: the rule
 
 BOUND = 3.5  # no correct step within 100 steps is longer, in units of lr
@@ -702,63 +467,15 @@ def longest_step(encode_v: Encode, n: int = 2 * SMALLEST, steps: int = 60) -> fl
     return longest
 
 
-_RULE_LINE = "codes[(x.flatten() > 0) & (codes == 0)] = 1"
-_ONE_UP = "codes = (codes.int() + (x.flatten() > 0).int()).clamp(max=255).to(torch.uint8)"
-
-_RULE = Exercise(
-    id="9.4",
-    title="Never round a positive v to zero",
-    minutes=6,
-    difficulty=1,
-    hints=(
-        "encode does almost everything. Which codes have to change, and to what?",
-        "Where x is above zero and its code is 0, set the code to 1. A zero keeps code 0.",
-        "codes, scales = encode(x, codebook). The mask of elements to change is (x.flatten() > 0) "
-        "& (codes == 0). Set these codes to 1.",
-    ),
-    reference=encode_positive,
-    check=_check_rule,
-    rebuilds=_LIBRARIES,
-    wrong_answers=mistakes(
-        "9.4",
-        (
-            "This is encode alone: small second moments become 0, and the steps explode.",
-            (_RULE_LINE, ""),
-        ),
-        (
-            "Zeros get code 1 too, so a weight that never had a gradient gets a second moment.",
-            ("(x.flatten() > 0) & (codes == 0)", "codes == 0"),
-        ),
-        (
-            "x can have any shape, but the codes are flat. Compare x.flatten().",
-            ("x.flatten() > 0", "x > 0"),
-        ),
-        ("Every code is one higher. Change only codes that would be 0.", (_RULE_LINE, _ONE_UP)),
-        (
-            "A fixed minimum such as 10⁻¹² is small in one block and huge in another. Test the "
-            "code, not x.",
-            ("encode(x,", "encode(x.where(x == 0, x.clamp(min=1e-12)),"),
-            (_RULE_LINE, ""),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ the bill
 
 
-def momentum_in_8_bits() -> Trace:
-    """Day 6's step, with Lion and 8-bit momentum, on bfloat16 weights with stochastic rounding."""
-    technique = combined("accumulation+bfloat16")
-
-    def change(model: nn.Module) -> None:
-        technique.change_model(model)
-        keep_of_each_block(model, ATTENTION)
-
-    lion = of_all_weights(Lion8bit, rounding="stochastic")
-    return dry_trace(SETTING, replace(technique, change_model=change, optimizer=lion))
-
-
 DAY = Day(
-    exercises=(_CODE, _ENCODE, _ADAM, _RULE),
+    exercises=(
+        checked("9.1", _check_code, dynamic_code, rebuilds=_LIBRARIES),
+        checked("9.2", _check_encode, encode, rebuilds=_LIBRARIES),
+        checked("9.3", _check_adam, NearestCodeAdam, rebuilds=_LIBRARIES),
+        checked("9.4", _check_rule, encode_positive, rebuilds=_LIBRARIES),
+    ),
     bill=Bill("day 9: Lion, 8-bit momentum", momentum_in_8_bits),
 )

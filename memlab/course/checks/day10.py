@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
-from textwrap import indent
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 
 from memlab.checkpointing.operations import Operations
-from memlab.course.checks.day09 import momentum_in_8_bits
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, distinct, require
+from memlab.course.bill_steps import momentum_in_8_bits
+from memlab.course.exercises import Bill, Day, Wrong, distinct, require
 from memlab.course.properties import (
     SLACK,
     is_tensor,
@@ -25,7 +24,7 @@ from memlab.course.properties import (
     rounding,
     shares_no_storage,
 )
-from memlab.course.solutions import body, mistakes
+from memlab.course.solutions import checked
 from memlab.internals.torch_internals import TorchDispatchMode
 from memlab.metering import measure
 from memlab.reference.tiled_attention import add_tile, attend, flash, hide, plan
@@ -297,82 +296,6 @@ def _check_memory_of_add(answer: Add) -> None:
     )
 
 
-_HIGHER = "torch.maximum(row_max, scores.amax(-1, keepdim=True))"
-_SAFE = "new_max.masked_fill(new_max == -torch.inf, 0)"
-
-_ADD = Exercise(
-    id="10.1",
-    title="Online softmax",
-    minutes=12,
-    difficulty=3,
-    hints=(
-        "Begin with the new row_max: the larger of the old one and the tile's, for each row "
-        "(torch.maximum, and amax(-1, keepdim=True)). The old sums are relative to the old "
-        "row_max. How much too large are they now?",
-        "Multiply row_sum and acc by e^(row_max − new row_max). Where the new row_max is still −∞, "
-        "−∞ − (−∞) is NaN. There, subtract 0 in place of the new row_max.",
-        "new = torch.maximum(row_max, scores.amax(-1, keepdim=True)); safe = new.masked_fill(new "
-        "== -torch.inf, 0); probs = (scores - safe).exp(); correction = (row_max - safe).exp(). "
-        "The new row_sum is correction times the old one, plus the sum of probs. acc likewise, "
-        "with probs @ values.",
-    ),
-    reference=add_tile,
-    check=_check_add,
-    rebuilds=_LIBRARIES,
-    wrong_answers=mistakes(
-        "10.1",
-        (
-            "You returned an argument. The caller may change it later: return new tensors.",
-            (
-                "    new_max = torch",
-                "    if (scores == -torch.inf).all():\n"
-                "        return row_max, row_sum, acc\n"
-                "    new_max = torch",
-            ),
-        ),
-        (
-            "The old sums are not corrected. They are relative to the old row_max.",
-            ("correction * row_sum", "row_sum"),
-            ("correction * acc", "acc"),
-        ),
-        (
-            "row_sum is corrected, but acc is not. Both are relative to the old row_max.",
-            ("correction * acc", "acc"),
-        ),
-        (
-            "The correction is inverted. e^(row_max − new row_max) is at most 1.",
-            ("(row_max - safe_max).exp()", "(safe_max - row_max).exp()"),
-        ),
-        (
-            "This is the row_max of the tile. Return the highest score so far.",
-            (_HIGHER, "scores.amax(-1, keepdim=True)"),
-        ),
-        (
-            "All rows share one row_max, so low rows underflow to 0. Each row needs its own.",
-            (_HIGHER, "torch.maximum(row_max, scores.max())"),
-        ),
-        (
-            "Subtract the new row_max before exp: e^1000 is infinite.",
-            (_SAFE, "torch.zeros_like(new_max)"),
-        ),
-        ("−∞ − (−∞) is NaN. For a row that has seen nothing yet, subtract 0.", (_SAFE, "new_max")),
-        (
-            "acc is already divided by row_sum. Keep the undivided sum, and divide at the end.",
-            ("correction * acc + probs @ values", "(correction * acc + probs @ values) / row_sum"),
-        ),
-        ("row_max can be below 0. Replace only −∞ by 0.", (_SAFE, "new_max.clamp(min=0)")),
-        (
-            "The 0 that replaces −∞ is returned as row_max. Return −∞; otherwise row_max stays 0 "
-            "when all later scores are below 0.",
-            ("return new_max,", "return safe_max,"),
-        ),
-        (
-            "Broadcasting probs times values makes R · K · D elements. Use probs @ values.",
-            ("probs @ values", "(probs[..., None] * values[..., None, :, :]).sum(-2)"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 10.2: the plan of tiles
 
 PLANS = (
@@ -466,68 +389,6 @@ def _compare_plans(call: str, got: list[SpanRow], wanted: list[SpanRow]) -> None
             f"wanted {', '.join(columns) or 'none'}.",
         )
 
-
-_SEEN = "min(last + shift, keys)"
-
-_PLAN = Exercise(
-    id="10.2",
-    title="Which tiles are visited",
-    minutes=12,
-    difficulty=2,
-    hints=(
-        "Two loops: over rows of tiles, range(0, queries, tile), and inside it over columns. "
-        "The last query of a row sees the most keys.",
-        "A row holds the queries first … last − 1. Its last query sees min(last + shift, keys) "
-        "keys. The columns start at range(0, that number, tile).",
-        "for first in range(0, queries, tile): last = min(first + tile, queries); seen = min(last "
-        "+ shift, keys). In that row, each n in range(0, seen, tile) starts a slice of keys. Where "
-        "does it end?",
-    ),
-    reference=plan,
-    check=_check_plan,
-    rebuilds=_LIBRARIES,
-    wrong_answers=mistakes(
-        "10.2",
-        ("Every tile is visited. Skip the tiles where no query sees a key.", (_SEEN, "keys")),
-        ("shift is ignored, so every mask is top-left.", (_SEEN, "min(last, keys)")),
-        (
-            "The diagonal comes from the lengths. Use shift: query i sees the keys up to i + "
-            "shift.",
-            ("last + shift", "last + (keys - queries if shift else 0)"),
-        ),
-        (
-            "shift has the wrong sign. Query i sees the keys up to i + shift.",
-            ("last + shift", "last + (shift if shift >= keys else -shift)"),
-        ),
-        (
-            "These are the tiles of a row's first query. Its last query sees more.",
-            ("last + shift", "first + shift + 1"),
-        ),
-        ("One key is missing: query i sees key i + shift.", ("last + shift", "last + shift - 1")),
-        (
-            "One key too many: the last query of a row is last − 1.",
-            ("last + shift", "last + shift + 1"),
-        ),
-        (
-            "The smaller last tiles are missing. range(0, length, tile) has them.",
-            ("range(0, queries, tile)", "range(0, queries // tile * tile, tile)"),
-            ("range(0, seen, tile)", "range(0, min(seen, keys // tile * tile), tile)"),
-        ),
-        (
-            "Columns end at the number of queries. They should end at keys.",
-            (_SEEN, "min(last + shift, queries)"),
-        ),
-        (
-            "The last tiles reach beyond the end. Use min(…, queries) and min(…, keys).",
-            ("min(first + tile, queries)", "first + tile"),
-            ("min(n + tile, keys)", "n + tile"),
-        ),
-        (
-            "Rows where no query sees a key are missing. Their outputs must be written too.",
-            ("rows.append(", "if visited: rows.append("),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ bytes and matmuls
 
@@ -712,119 +573,6 @@ def _check_costs_of_attend(answer: Attend) -> tuple[int, int]:
     return costs.peak_bytes, made
 
 
-_FIRST_LINE = "    out, lse = torch.empty_like(q)"
-
-
-def _before(text: str) -> tuple[str, str]:
-    """The edit that inserts a line before attend's first."""
-    return _FIRST_LINE, f"    {text}\n{_FIRST_LINE}"
-
-
-_BY_STRIPS = """
-out, lse = torch.empty_like(q), torch.empty_like(q[..., 0])
-for row, _ in plan(q.shape[-2], k.shape[-2], tile, shift):
-    part = q[..., row, :] * q.shape[-1] ** -0.5
-    scores = hide(part @ k.mT, row, slice(0, k.shape[-2]), shift)
-    of_row = scores.logsumexp(-1)
-    lse[..., row] = of_row.masked_fill(of_row == -torch.inf, torch.inf)
-    out[..., row, :] = (scores - lse[..., row, None]).exp() @ v
-return out, lse
-"""
-_LSE_GUARD = ".masked_fill(nothing, torch.inf)"
-_FRESH = """        row_max = torch.full_like(part[..., :1], -torch.inf)
-        row_sum, acc = torch.zeros_like(row_max), torch.zeros_like(part)
-"""
-
-_ATTEND = Exercise(
-    id="10.3",
-    title="Forward, tile by tile",
-    minutes=16,
-    difficulty=4,
-    hints=(
-        "For each row of the plan: start with an empty state (row_max −∞, row_sum 0, acc 0), call "
-        "add_tile for each column, then finish the row: out = acc / row_sum, lse = row_max + "
-        "ln row_sum. q[..., row, :] are the queries of a row.",
-        "The scores of a tile are hide(scale · q[..., row, :] @ k[..., column, :].mT, row, column, "
-        "shift), its values v[..., column, :]. Write to out[..., row, :] and lse[..., row]. A "
-        "query that sees nothing has row_sum 0: its out is 0, its lse +∞.",
-        "part = q[..., row, :] * q.shape[-1] ** -0.5; row_max = torch.full_like(part[..., :1], "
-        "-torch.inf); row_sum, acc = torch.zeros_like(row_max), torch.zeros_like(part); then the "
-        "columns; nothing = row_sum == 0; out[..., row, :] = acc / row_sum.masked_fill(nothing, "
-        "1). lse[..., row] has one dimension fewer than row_max and row_sum, and is +∞ where "
-        "`nothing` is True.",
-    ),
-    reference=attend,
-    check=_check_attend,
-    rebuilds=_LIBRARIES,
-    wrong_answers=(
-        WrongAnswer(_whole, "This computes the whole score matrix, T² scores at once."),
-        *mistakes(
-            "10.3",
-            (
-                "This computes a strip of scores as long as the sequence. Use add_tile, one "
-                "tile at a time.",
-                body("attend", _BY_STRIPS),
-            ),
-            (
-                "The scores of every tile are kept in a list, T² in all.",
-                _before("kept = []"),
-                ("row_max, row_sum, acc = add", "kept.append(scores); row_max, row_sum, acc = add"),
-            ),
-            ("The scores are not scaled. Use q kᵀ / √D.", (" * q.shape[-1] ** -0.5", "")),
-            ("The scores are scaled by 1 / D. Use 1 / √D.", ("** -0.5", "** -1")),
-            (
-                "lse uses the row_max of unscaled scores. Scale the scores first.",
-                ("(row_max + ", "(row_max * q.shape[-1] ** 0.5 + "),
-            ),
-            (
-                "lse is only ln row_sum. row_sum is relative to row_max, so add row_max.",
-                ("(row_max + row_sum.log())", "row_sum.log()"),
-            ),
-            ("out is not divided by row_sum.", (" / row_sum.masked_fill(nothing, 1)", "")),
-            (
-                "A query that sees nothing has row_sum 0, and 0 / 0 is NaN. Its out is 0.",
-                (".masked_fill(nothing, 1)", ""),
-                (_LSE_GUARD, ""),
-            ),
-            (
-                "The lse of a query that sees nothing is +∞, so that e^(score − lse) is 0 in "
-                "backward.",
-                (_LSE_GUARD, ""),
-            ),
-            ("Fully masked tiles are visited. Follow the plan.", (_SEEN, "keys")),
-            (
-                "The tiles on the diagonal are partly masked. Call hide(…).",
-                (
-                    "hide(part @ k[..., column, :].mT, row, column, shift)",
-                    "part @ k[..., column, :].mT",
-                ),
-            ),
-            (
-                "The mask is always top-left. Pass shift to plan and hide.",
-                _before("shift = shift if shift >= k.shape[-2] else 0"),
-            ),
-            (
-                "The mask is always bottom-right. Take the alignment from shift, not from the "
-                "lengths.",
-                _before("shift = shift if shift >= k.shape[-2] else k.shape[-2] - q.shape[-2]"),
-            ),
-            (
-                "Every tile is masked as if it were the first. Pass its row and column to hide.",
-                (".mT, row, column, shift)", ".mT, slice(0, 1), slice(0, 1), shift)"),
-            ),
-            (
-                "The second row of tiles continues the sums of the first. Start each row with an "
-                "empty state.",
-                _before("acc = None"),
-                (
-                    _FRESH,
-                    f"        if acc is None or acc.shape != part.shape:\n{indent(_FRESH, '    ')}",
-                ),
-            ),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 10.4: backward by tiles
 
 _QKV, _GRADIENTS = ("q", "k", "v"), ("dq", "dk", "dv")
@@ -995,141 +743,15 @@ def _check_is_a_function(answer: Flash) -> None:
     )
 
 
-_CHECKPOINTED = """
-from torch.utils.checkpoint import checkpoint
-return checkpoint(lambda *qkv: attend(*qkv, tile, shift)[0], q, k, v, use_reentrant=False)
-"""
-_SETTINGS = "ctx.tile, ctx.shift = tile, shift"
-_SCORES_KEPT = f"""{_SETTINGS}
-        ctx.kept = [
-            hide(q[..., row, :] @ k[..., column, :].mT, row, column, shift)
-            for row, columns in plan(q.shape[-2], k.shape[-2], tile, shift)
-            for column in columns
-        ]"""
-_PROBS = "(hide(scores, row, column, ctx.shift) - lse[..., row, None]).exp()"
-_OF_V = "                dv[..., column, :] += probs.mT @ dout[..., row, :]\n"
-_DSCORES = "scale * probs * (dprobs - delta[..., row, :])"
-
-_FLASH = Exercise(
-    id="10.4",
-    title="Backward, tile by tile",
-    minutes=25,
-    difficulty=5,
-    hints=(
-        "forward: call attend, save q, k, v, out and lse with ctx.save_for_backward, and put tile "
-        "and shift on ctx. backward: zeros like q, k and v, then the plan's two loops. Each tile "
-        "recomputes its probs and adds its share to three gradients.",
-        "For a tile: probs = (hide(scale · q kᵀ, …) − lse[..., row, None]).exp(); dprobs = dout "
-        "vᵀ; dscores = probs · (dprobs − delta). delta is (dout * out).sum(-1, keepdim=True), "
-        "computed once, for whole rows. Then dv += probsᵀ dout, dq += scale · dscores k, dk += "
-        "scale · dscoresᵀ q.",
-        "dscores = probs * (dout[..., row, :] @ v[..., column, :].mT - delta[..., row, :]) * "
-        "scale; dv[..., column, :] += probs.mT @ dout[..., row, :]; dq[..., row, :] += dscores @ "
-        "k[..., column, :]. dk is like dq, but with one factor transposed. Which one?",
-    ),
-    reference=flash,
-    check=_check_flash,
-    rebuilds=_LIBRARIES,
-    wrong_answers=(
-        WrongAnswer(
-            lambda *given: _whole(*given)[0],
-            "This computes the whole score matrix, and autograd saves it.",
-        ),
-        *mistakes(
-            "10.4",
-            (
-                "Autograd records the loop and saves every tile, T² elements. Write the backward.",
-                body("flash", "return attend(q, k, v, tile, shift)[0]"),
-            ),
-            (
-                "nan_to_num hides mistakes. With the lse of 10.3, no NaN arises.",
-                ("- lse[..., row, None]).exp()", "- lse[..., row, None]).exp().nan_to_num()"),
-            ),
-            (
-                "Checkpointing frees the tiles, but in backward all tiles exist at once.",
-                body("flash", _CHECKPOINTED),
-            ),
-            (
-                "Forward is tiled, but backward computes all probs at once.",
-                ("ctx.tile, ctx.shift)", "max(q.shape[-2], k.shape[-2]), ctx.shift)"),
-            ),
-            (
-                "The scores of all tiles are kept on ctx. Recompute them in backward, from lse.",
-                (_SETTINGS, _SCORES_KEPT),
-            ),
-            (
-                "delta is missing. The probs of a row sum to 1: if one grows, the others shrink.",
-                (_DSCORES, "scale * probs * dprobs"),
-            ),
-            (
-                "Check the parentheses: probs · (dprobs − delta).",
-                (_DSCORES, "scale * (probs * dprobs - delta[..., row, :])"),
-            ),
-            (
-                "delta is summed over one tile. It belongs to the whole row: rowsum(dout · out).",
-                ("- delta[..., row, :]", "- (dprobs * probs).sum(-1, keepdim=True)"),
-            ),
-            ("dq is not scaled.", ("dscores @ k[", "dscores / scale @ k[")),
-            ("dk is not scaled.", ("dscores.mT @ q", "dscores.mT / scale @ q")),
-            ("Neither dq nor dk is scaled.", ("scale * probs *", "probs *")),
-            (
-                "dk is scaled twice: once in dscores, and once in a scaled q.",
-                ("dscores.mT @ q", "scale * dscores.mT @ q"),
-            ),
-            (
-                "Subtract lse before exp: e^score are not probs, they don't sum to 1.",
-                (_PROBS, "hide(scores, row, column, ctx.shift).exp()"),
-            ),
-            (
-                "dk and dv are swapped. Return the gradients in the order q, k, v.",
-                ("return dq, dk, dv, None, None", "return dq, dv, dk, None, None"),
-            ),
-            (
-                "Backward runs forward again for out and lse. Save them instead.",
-                (
-                    "= ctx.saved_tensors",
-                    "= ctx.saved_tensors; out, lse = attend(q, k, v, ctx.tile, ctx.shift)",
-                ),
-            ),
-            (
-                "Several queries see a key. Add (+=) dk and dv over the rows of tiles.",
-                ("dv[..., column, :] +=", "dv[..., column, :] ="),
-                ("dk[..., column, :] +=", "dk[..., column, :] ="),
-            ),
-            (
-                "The scores are not scaled in backward, but lse comes from scaled scores.",
-                ("scores = scale * q", "scores = q"),
-            ),
-            (
-                "The mask is missing in backward, so hidden pairs get probs.",
-                ("hide(scores, row, column, ctx.shift)", "scores"),
-            ),
-            (
-                "dv is computed from dscores. It is probsᵀ dout.",
-                (_OF_V, ""),
-                (f"{_DSCORES}\n", f"{_DSCORES}\n{_OF_V.replace('probs', 'dscores')}"),
-            ),
-            (
-                "This is the softmax of one tile. Use e^(score − lse): lse covers the whole row.",
-                (_PROBS, "hide(scores, row, column, ctx.shift).softmax(-1).nan_to_num(0)"),
-            ),
-            (
-                "Backward visits fully masked tiles. Follow the plan.",
-                ("ctx.tile, ctx.shift)", "ctx.tile, k.shape[-2] + q.shape[-2])"),
-            ),
-            (
-                "lse is −∞ where a query sees nothing, and −∞ − (−∞) is NaN. With lse = +∞ the "
-                "probs are 0.",
-                (_LSE_GUARD, ""),
-            ),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ the bill
 
 # The bill has used torch's attention, which is tiled, since day 1.
 DAY = Day(
-    exercises=(_ADD, _PLAN, _ATTEND, _FLASH),
+    exercises=(
+        checked("10.1", _check_add, add_tile, rebuilds=_LIBRARIES),
+        checked("10.2", _check_plan, plan, rebuilds=_LIBRARIES),
+        checked("10.3", _check_attend, attend, rebuilds=_LIBRARIES),
+        checked("10.4", _check_flash, flash, rebuilds=_LIBRARIES),
+    ),
     bill=Bill("day 10: tiled attention, in use since day 1", momentum_in_8_bits),
 )

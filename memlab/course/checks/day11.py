@@ -1,28 +1,23 @@
 """Day 11: the logits."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from math import log, prod
+from math import log
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from memlab.checkpointing.operations import Operations
-from memlab.course.bill import SETTING
-from memlab.course.checks.day06 import keep_of_each_block
+from memlab.course.bill_steps import in_chunks
 from memlab.course.exercises import (
     Bill,
     Day,
-    Exercise,
     Wrong,
-    WrongAnswer,
     distinct,
     equal,
     require,
@@ -32,16 +27,15 @@ from memlab.course.properties import (
     distinct_elements,
     limited,
     limited_outside_of_tensors,
+    most_alive,
     peaks,
 )
-from memlab.course.solutions import mistakes, solution
+from memlab.course.solutions import checked, solution
 from memlab.internals.torch_internals import tree_leaves
 from memlab.metering import measure
 from memlab.metering.profiler_recording import record
-from memlab.optim import Lion8bit
 from memlab.reference.chunked_loss import chunked_loss, loss_and_gradient_
 from memlab.trace import Trace
-from memlab.train import combined, dry_trace, of_all_weights
 
 IGNORED = -100  # the target of an ignored row
 OUTSIDE = 100_000  # bytes outside of tensors: fewer than the logits, more than a call needs
@@ -82,57 +76,6 @@ def _check_all_logits(answer: Callable[..., int]) -> str:
     equal(call, answer(*large), all_logits_bytes(*large), "bytes")
     return f"{len(HEADS)} shapes: your bytes match the measured peak, at either moment"
 
-
-_LARGER = "max(3 * logits, logits + gradients)"
-
-_ALL_LOGITS = Exercise(
-    id="11.1",
-    title="What the loss needs",
-    minutes=5,
-    difficulty=1,
-    hints=(
-        "How many elements does a tensor of logits have, how many hidden, how many weight? Each "
-        "of the two moments is a sum of these.",
-        "When backward begins: three tensors of rows · vocab. When the gradients of both factors "
-        "exist: one of rows · vocab, and the gradients of hidden (rows · width) and of weight "
-        "(vocab · width).",
-        "The first moment has 3 * rows * vocab elements, the second rows * vocab + (rows + vocab) "
-        "* width. Return the bytes of the larger one.",
-    ),
-    reference=all_logits_bytes,
-    check=_check_all_logits,
-    wrong_answers=mistakes(
-        "11.1",
-        (
-            "These are only the logits. The loss allocates more tensors of their size.",
-            (_LARGER, "logits"),
-        ),
-        (
-            "These are two tensors of logits. When backward begins, there are three.",
-            (_LARGER, "2 * logits"),
-        ),
-        (
-            "With few rows the second moment is larger, because weight's gradient is larger "
-            "than the logits.",
-            (_LARGER, "3 * logits"),
-        ),
-        (
-            "This is the sum of the two moments. Return the larger one: they are never alive "
-            "at once.",
-            (_LARGER, "(3 * logits + gradients)"),
-        ),
-        ("These are elements. Each uses 4 bytes in float32.", ("4 * max", "max")),
-        (
-            "The gradient of hidden, rows · width, is missing at the second moment.",
-            ("(rows + vocab) * width", "vocab * width"),
-        ),
-        (
-            "At the second moment the logits' gradient is still alive: both gradients are computed "
-            "from it.",
-            ("logits + gradients", "gradients"),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 11.2: a chunk's gradient
 
@@ -255,97 +198,6 @@ def _check_bytes_per_row(answer: Gradient) -> None:
     )
     limited_outside_of_tensors(call, lambda: answer(before, targets), OUTSIDE)
 
-
-_LARGEST = "x.amax(1, keepdim=True)"
-_AT_LABEL = f"at_label = x.sub_({_LARGEST}).gather(1, labels)"
-_ONE_LESS = "-torch.ones_like(z)"
-_MASKED_X = "    x.masked_fill_(ignored.unsqueeze(1), 0)\n"
-_MASKED = "losses.masked_fill(ignored, 0)"
-_READ_BEFORE = (_AT_LABEL, f"row_max, at_label = {_LARGEST}, x.gather(1, labels); x.sub_(row_max)")
-_LARGEST_ADDED = ("z.log() - at_label", "z.log() + row_max - at_label")
-
-_GRADIENT = Exercise(
-    id="11.2",
-    title="Compute a chunk's gradient in place",
-    minutes=15,
-    difficulty=3,
-    hints=(
-        "Functions whose names end in _ write into their tensor: sub_, exp_, div_, masked_fill_. "
-        "Read what you need later (the largest of each row, then x[y] of the rest) before you "
-        "overwrite it.",
-        "−100 is not a column. Use label 0 for ignored rows, and set their losses and their rows "
-        "of x to 0 at the end. gather(1, labels.unsqueeze(1)) picks one element per row, and "
-        "scatter_add_ adds to it.",
-        "at_label = x.sub_(x.amax(1, keepdim=True)).gather(1, labels); z = x.exp_().sum(1, "
-        "keepdim=True); losses = z.log() - at_label; x.div_(z).scatter_add_(1, labels, "
-        "-torch.ones_like(z)). Then handle the ignored rows, in x and in the losses.",
-    ),
-    reference=loss_and_gradient_,
-    check=_check_gradient,
-    rebuilds=_LIBRARIES,
-    wrong_answers=mistakes(
-        "11.2",
-        (
-            "Subtract the row's largest logit before exp: e^1000 is infinite.",
-            (_LARGEST, "x.new_zeros(len(x), 1)"),
-        ),
-        ("All rows share one maximum. Each row needs its own.", (_LARGEST, "x.amax()")),
-        (
-            "−log of a probability that underflowed to 0 is infinite. Compute log z − x[y].",
-            (
-                "x.div_(z).scatter",
-                "losses = -x.div_(z).gather(1, labels).log()[:, 0]\n    x.scatter",
-            ),
-        ),
-        ("The loss of an ignored row is 0, but its gradient is not.", (_MASKED_X, "")),
-        ("An ignored row still has a loss. Set it to 0.", (_MASKED, "losses")),
-        (
-            "This is softmax. Subtract 1 at each row's target.",
-            (f".scatter_add_(1, labels, {_ONE_LESS})", ""),
-        ),
-        (
-            "1 is added at the target. The gradient is softmax minus one-hot.",
-            (_ONE_LESS, "torch.ones_like(z)"),
-        ),
-        (
-            "The sign is inverted. The gradient is softmax minus one-hot.",
-            (f"{_ONE_LESS})", f"{_ONE_LESS}).neg_()"),
-        ),
-        (
-            "Divide the exponentials by their sum. Each row's gradient sums to 0.",
-            ("x.div_(z).", "x."),
-        ),
-        (
-            "These are the gradients of the mean. Return the gradients of the sum: the number of "
-            "non-ignored rows in all chunks is not known here.",
-            (_MASKED_X, f"    x.div_((~ignored).sum().clamp(min=1))\n{_MASKED_X}"),
-        ),
-        (
-            "A one-hot matrix is int64, with 8 bytes per logit. scatter_add_ changes one element "
-            "per row.",
-            (
-                f".scatter_add_(1, labels, {_ONE_LESS})",
-                ".sub_(F.one_hot(labels[:, 0], x.shape[1]))",
-            ),
-        ),
-        (
-            "x[y] was read before the row's largest logit was subtracted. With logits of ten "
-            "thousand, the loss loses its last digits.",
-            _READ_BEFORE,
-            _LARGEST_ADDED,
-        ),
-        (
-            "The exponentials are relative to the row's largest logit, but x[y] is not. "
-            "Subtract the largest logit from x[y] too.",
-            _READ_BEFORE,
-        ),
-        (
-            "x[y] is read after exp_ has overwritten it. Call gather first.",
-            (_AT_LABEL, f"row_max = {_LARGEST}; x.sub_(row_max)"),
-            ("    losses =", "    at_label = x.gather(1, labels)\n    losses ="),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 11.3: the Function
 
@@ -656,24 +508,11 @@ def _require_one_sum(case: LossCase, forward: Trace, whole: Trace, weight: Tenso
         ):
             most = (4 + spare) * elements
             require(
-                _most_alive(trace, elements) <= most,
+                most_alive(trace, [elements]) <= most,
                 f"{case.call} has more than {most:,} bytes alive at once in tensors as large as "
                 f"{name}, in {phase}; wanted only the sum of its gradient.",
             )
-    return is_rounded * max(0, _most_alive(forward, of_weight) - 4 * of_weight)
-
-
-def _most_alive(trace: Trace, elements: int) -> int:
-    """The most bytes alive at once in tensors of this size, beside the arguments."""
-    alive: dict[int, int] = {}
-    most = 0
-    for event in trace.events:
-        if event.bytes < 0:
-            alive.pop(event.storage, None)
-        elif event.phase != "before" and prod(event.shape) == elements:
-            alive[event.storage] = event.bytes
-            most = max(most, sum(alive.values()))
-    return most
+    return is_rounded * max(0, most_alive(forward, [of_weight]) - 4 * of_weight)
 
 
 def _shapes_at_peak(trace: Trace) -> str:
@@ -686,153 +525,6 @@ def _shapes_at_peak(trace: Trace) -> str:
             count[event.shape] += 1
     return ", ".join(f"{count[shape]} × {shape}" for shape, _ in taken.most_common(4))
 
-
-def _chunk_losses(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, run: Callable[..., Tensor]
-) -> Tensor:
-    """The mean loss, from `run` of each chunk's loss, its rows and its targets."""
-
-    def loss_of(h: Tensor, t: Tensor) -> Tensor:
-        return F.cross_entropy((h @ weight.mT).float(), t, reduction="sum")
-
-    pairs = zip(hidden.split(chunk), targets.split(chunk), strict=True)
-    return sum(run(loss_of, h, t) for h, t in pairs) / (targets != IGNORED).sum().clamp(min=1)
-
-
-def _by_loop(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """In chunks that autograd saves."""
-    return _chunk_losses(hidden, weight, targets, chunk, lambda loss, *part: loss(*part))
-
-
-def _checkpointed(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """In chunks, each recomputed."""
-    run = partial(torch_checkpoint, use_reentrant=False)
-    return _chunk_losses(hidden, weight, targets, chunk, run)
-
-
-def _at_once(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    return _by_loop(hidden, weight, targets, len(hidden))
-
-
-_ROWS_OF = "range(0, len(hidden), chunk)"
-_COUNT = "(targets != -100).sum().clamp(min=1)"
-_SUMMED = "total += loss_and_gradient_(x, targets[rows]).sum()"
-_MEANS = f"""kept = {_COUNT.replace("targets", "targets[rows]")} * -(-len(hidden) // chunk)
-            {_SUMMED} / kept
-            x /= kept"""
-_ADDED = "of_weight.addmm_(x.mT, hidden[rows].float())"
-_FACTOR = "upstream / ctx.count"
-_SAVED = "ctx.save_for_backward(of_hidden, of_weight)"
-_LOGITS = "(hidden[rows] @ weight.mT).float()"
-
-_CHUNKED = Exercise(
-    id="11.3",
-    title="Chunked cross-entropy",
-    minutes=25,
-    difficulty=4,
-    hints=(
-        "forward does all the work. For each slice of rows: compute its logits, call "
-        "loss_and_gradient_, and add to three sums: the losses, hidden's gradient (each row once), "
-        "weight's gradient. backward only multiplies.",
-        "The gradient of hidden's rows is x @ weight. The gradient of weight is x.mT @ "
-        "hidden[rows], summed over chunks; dw.addmm_(a, b) adds a matmul to a sum without another "
-        "tensor. Divide once, at the end, by the number of non-ignored rows in all targets.",
-        "x = (hidden[rows] @ weight.mT).float(); total += loss_and_gradient_(x, "
-        "targets[rows]).sum(); dh[rows] = x.to(weight.dtype) @ weight; dw.addmm_(x.mT, "
-        "hidden[rows].float()); del x (or it stays alive during the next chunk). Then ctx.count = "
-        "(targets != -100).sum().clamp(min=1) and ctx.save_for_backward(dh, dw). backward "
-        "multiplies both by a factor, made of upstream and ctx.count.",
-    ),
-    reference=chunked_loss,
-    check=_check_chunked,
-    rebuilds=_LIBRARIES,
-    wrong_answers=(
-        WrongAnswer(
-            _by_loop,
-            "This is a loop without a Function. Autograd saves every chunk's log-softmax for "
-            "backward.",
-        ),
-        WrongAnswer(
-            _checkpointed,
-            "Each chunk is recomputed, which costs a fourth matmul. Compute the gradients in "
-            "forward.",
-        ),
-        WrongAnswer(_at_once, "This computes all logits at once, as F.cross_entropy does."),
-        *mistakes(
-            "11.3",
-            (
-                "This is the mean of the chunks' means, so rows of a short chunk count more.",
-                (f"ctx.count = {_COUNT}", "ctx.count = 1"),
-                (_SUMMED, _MEANS),
-            ),
-            (
-                "The rows after the last full chunk are missing. The last chunk may be shorter.",
-                (_ROWS_OF, "range(0, len(hidden) // chunk * chunk, chunk)"),
-            ),
-            (
-                "The last chunk contains rows of the previous one, so they count twice.",
-                ("slice(start,", "slice(max(0, min(start, len(hidden) - chunk)),"),
-            ),
-            (
-                "The mean includes ignored rows. Divide by the number of non-ignored rows.",
-                (_COUNT, "max(1, len(targets))"),
-            ),
-            (
-                "If all rows are ignored, this is 0 / 0. The loss and all gradients should be 0.",
-                (".clamp(min=1)", ""),
-            ),
-            (
-                "backward ignores its argument. Multiply the gradients by upstream.",
-                (_FACTOR, "1 / ctx.count"),
-            ),
-            (
-                "These are the gradients of the sum. Divide them by the number of non-ignored "
-                "rows.",
-                (_FACTOR, "upstream"),
-            ),
-            (
-                "weight's gradient is summed in bfloat16, which loses small shares. Use float32.",
-                (", dtype=torch.float32", ""),
-                (_ADDED, "of_weight.addmm_(x.to(weight.dtype).mT, hidden[rows])"),
-            ),
-            (
-                "A second tensor as large as dw is alive in forward, as in dw += x.mT @ h, which "
-                "allocates the product. dw.addmm_(x.mT, h) does not.",
-                (_ADDED, "of_weight += x.mT @ hidden[rows].float()"),
-            ),
-            (
-                "weight's gradient has only the last chunk. Add up all chunks.",
-                (_ADDED, "of_weight.copy_(x.mT @ hidden[rows].float())"),
-            ),
-            (
-                "Both sums stay in memory after backward, because an attribute of ctx refers to "
-                "them. ctx.save_for_backward frees them.",
-                (_SAVED, f"{_SAVED}\n        ctx.sums = of_hidden, of_weight"),
-            ),
-            (
-                "A second backward pass scales the gradients again. With ctx.save_for_backward, "
-                "autograd raises an error instead.",
-                (_SAVED, "ctx.gradients = of_hidden, of_weight"),
-                ("ctx.saved_tensors", "ctx.gradients"),
-            ),
-            (
-                "backward allocates another gradient, as g * factor does. Use g.mul_(factor).",
-                (f"g.mul_({_FACTOR})", f"g * ({_FACTOR})"),
-            ),
-            (
-                "The losses are summed in bfloat16. Its 8 significant bits are too few for "
-                "hundreds of losses.",
-                ("torch.zeros(()", "torch.zeros((), dtype=hidden.dtype"),
-                ("return total /", "return total.float() /"),
-            ),
-            (
-                "x is in bfloat16, so its losses have 8 significant bits. Call .float().",
-                (_LOGITS, "hidden[rows] @ weight.mT"),
-                ("addmm_(x.mT,", "addmm_(x.mT.float(),"),
-            ),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 11.4: how many rows
 
@@ -864,87 +556,15 @@ def _check_call(
     equal(call, answer(rows, width, vocab, budget_bytes), next(fitting, 0), "rows")
 
 
-_PER_ROW, _EVENLY = "4 * (vocab + width)", "return -(-rows // chunks)"
-_DIVISOR = "return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= most)"
-
-_ROWS = Exercise(
-    id="11.4",
-    title="How many rows in a chunk",
-    minutes=10,
-    difficulty=2,
-    hints=(
-        "Solve the formula for the chunk's rows: subtract the two gradients from the budget, "
-        "divide by the bytes of a row, and round down. This many rows fit.",
-        "If `most` rows fit, there are ⌈rows / most⌉ chunks. Spread the rows evenly over them: "
-        "the longest chunk has ⌈rows / chunks⌉. In Python, -(-a // b) rounds up.",
-        "most = (budget_bytes - 4 * (rows + vocab) * width) // (4 * (vocab + width)); if most < 1: "
-        "return 0; chunks = -(-rows // most). One more line gives the rows of the longest chunk.",
-    ),
-    reference=solution("11.4"),
-    check=_check_rows,
-    wrong_answers=mistakes(
-        "11.4",
-        (
-            "Chunks of as many rows as fit leave a short last chunk. The same number of even "
-            "chunks needs less memory.",
-            (_EVENLY, "return min(most, rows)"),
-        ),
-        ("A chunk has at most all rows.", (_EVENLY, "return most")),
-        (
-            "If `most` does not divide the rows, rows // most chunks are too few. Round up.",
-            ("-(-rows // most)", "max(1, rows // most)"),
-        ),
-        (
-            "Subtract the two gradients from the budget first.",
-            (" - 4 * (rows + vocab) * width", ""),
-        ),
-        ("hidden has a gradient too: rows · width.", ("(rows + vocab)", "vocab")),
-        (
-            "A row of a chunk also needs the gradient of its hidden: vocab + width elements.",
-            (_PER_ROW, "4 * vocab"),
-        ),
-        (
-            "This reserves two chunks. With del x, only one is alive at a time.",
-            (_PER_ROW, "8 * (vocab + width)"),
-        ),
-        (
-            "If the gradients alone don't fit, the remaining budget is negative. Test most < 1.",
-            ("most < 1", "most == 0"),
-        ),
-        (
-            "This rounds up, which gives one row too many. Round down with //.",
-            (f"room // ({_PER_ROW})", f"-(-room // ({_PER_ROW}))"),
-        ),
-        (
-            "The last byte of the budget may be used: <=, not <.",
-            ("vocab) * width", "vocab) * width - 1"),
-        ),
-        (
-            "If not even one row fits, return 0.",
-            (f"room // ({_PER_ROW})", f"max(1, room // ({_PER_ROW}))"),
-        ),
-        ("A chunk need not divide the rows. The last one may be shorter.", (_EVENLY, _DIVISOR)),
-    ),
-)
-
 # ------------------------------------------------------------------ the bill
 
 
-def in_chunks(keep: Collection[Any] = (), **plugs: Any) -> Trace:
-    """Day 9's step with the loss in chunks, which leaves room for all eight sequences at once.
-    Every block is recomputed, except for the operators to keep."""
-    technique = combined("bfloat16+chunked-loss")
-
-    def change(model: nn.Module) -> None:
-        technique.change_model(model)
-        keep_of_each_block(model, keep)
-
-    lion = of_all_weights(Lion8bit, rounding="stochastic")
-    changes = {"change_model": change, "optimizer": lion, **plugs}
-    return dry_trace(SETTING, replace(technique, **changes))
-
-
 DAY = Day(
-    exercises=(_ALL_LOGITS, _GRADIENT, _CHUNKED, _ROWS),
+    exercises=(
+        checked("11.1", _check_all_logits, all_logits_bytes),
+        checked("11.2", _check_gradient, loss_and_gradient_, rebuilds=_LIBRARIES),
+        checked("11.3", _check_chunked, chunked_loss, rebuilds=_LIBRARIES),
+        checked("11.4", _check_rows),
+    ),
     bill=Bill("day 11: chunked loss, all 8 sequences at once", in_chunks),
 )

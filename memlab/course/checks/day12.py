@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memlab.course.checks.day11 import in_chunks
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, distinct, equal, require
+from memlab.course.bill_steps import in_chunks
+from memlab.course.exercises import Bill, Day, Wrong, distinct, equal, require
 from memlab.course.properties import (
     differences,
     distinct_elements,
@@ -19,7 +19,7 @@ from memlab.course.properties import (
     require_none_wrong,
     rough,
 )
-from memlab.course.solutions import body, mistakes, solution
+from memlab.course.solutions import checked
 from memlab.internals.torch_internals import TorchDispatchMode, disable_current_modes, tree_leaves
 from memlab.metering import measure
 from memlab.reference.collectives import Collectives, Communicator
@@ -228,65 +228,6 @@ def _elements(x: Tensor) -> str:
     return f"[{shown}{', …' if x.numel() > 12 else ''}]"
 
 
-_THROUGH_0 = """
-total = wholes[0].clone()
-for source, whole in list(enumerate(wholes))[1:]:
-    total += self.comm.send(source, 0, whole)
-first, *others = total.chunk(len(wholes))
-return [first.clone(), *(self.comm.send(0, r, x) for r, x in enumerate(others, 1))]
-"""
-
-_COLLECTIVES = Exercise(
-    id="12.1",
-    title="Reduce-scatter and all-gather",
-    minutes=15,
-    difficulty=2,
-    hints=(
-        "Each collective has two nested loops: the outer one over the receiving ranks, the inner "
-        "one over the sending ranks. A rank does not send its own piece to itself.",
-        "whole.chunk(R) cuts a tensor into R views. Rank r needs only piece r of each rank's "
-        "whole, so send the piece, not the whole. Add into a new tensor: total = total + piece. "
-        "If total is a view of the argument, += would change the argument.",
-        "reduce_scatter: for each rank: total = 0; for source, whole in enumerate(wholes): piece = "
-        "whole.chunk(len(wholes))[rank]; if source != rank: piece = self.comm.send(source, rank, "
-        "piece); total = total + piece. all_gather has the same two loops, over shards, and "
-        "torch.cat replaces the sum.",
-    ),
-    reference=Collectives,
-    check=_check_collectives,
-    wrong_answers=mistakes(
-        "12.1",
-        (
-            "Everything passes through rank 0, so rank 0 sends far more than its share.",
-            body("Collectives.reduce_scatter", _THROUGH_0),
-        ),
-        (
-            "The target rank needs one piece of the sum. Send only that piece, not the whole.",
-            ("whole.chunk(len(wholes))[rank]", "whole"),
-            ("append(total)", "append(total.chunk(len(wholes))[rank].clone())"),
-        ),
-        (
-            "This is an all-reduce: every rank has the whole sum. Rank r should have only piece r.",
-            ("return shards", "return self.all_gather(shards)"),
-        ),
-        (
-            "A rank already has its own piece. Don't send it to itself.",
-            ("if source != rank:\n                    piece", "piece"),
-        ),
-        ("This is the mean. Return the sum.", ("append(total)", "append(total / len(wholes))")),
-        (
-            "Each rank has its neighbor's piece. Rank r should get piece r.",
-            ("[rank]\n", "[rank - 1]\n"),
-        ),
-        (
-            "The sum is written into a rank's gradients, because chunk returns views. Add into a "
-            "new tensor.",
-            ("total = 0", "total = wholes[rank].chunk(len(wholes))[rank]"),
-            ("total = total + piece", "total += 0 if source == rank else piece"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 12.2: stage 1
 
 LR, LOOSE, TIGHT = 0.01, 100.0, 0.5
@@ -483,131 +424,6 @@ def _require_norm(call: str, got: float, gradients: list[Tensor]) -> None:
     )
 
 
-_REDUCED = "together.reduce_scatter([self.padded(g) for g in gradients])"
-_TO_ALL = f"together.all_gather({_REDUCED})"
-_SUMMED = "self.comm.sum(s.grad.square().sum() for s in self.shards)"
-_MEAN = "total.float() / self.ranks"
-_FACTOR = "min(1, max_norm / (norm + 1e-6))"
-_CLIPPED = f"shard.grad *= {_FACTOR}"
-_WRITTEN = "w.copy_(whole[: len(w)])"
-_OPTIMIZERS = (
-    "self.optimizers = [torch.optim.AdamW([s], lr=lr, foreach=False) for s in self.shards]"
-)
-_OWN_ALONE = """for rank, (w, mine) in enumerate(zip(self.weights, stepped)):
-            own = w[rank * len(mine) : (rank + 1) * len(mine)]
-            own.copy_(mine[: len(own)])"""
-
-_ADAM = Exercise(
-    id="12.2",
-    title="Stage 1: shard Adam's state",
-    minutes=20,
-    difficulty=4,
-    hints=(
-        "In the constructor, for each rank: pad the weights with zeros to R equal pieces, copy the "
-        "rank's piece to float32, and create an optimizer for it. A step: reduce-scatter, divide, "
-        "norm, clip, optimizer, all-gather.",
-        "nn.functional.pad(x, (0, -len(x) % R)) pads. After reduce_scatter, rank r has piece r of "
-        "the sum. Its mean is shard.grad. The norm of all gradients is the root of the sum of the "
-        "squares of all shards: comm.sum([…]) ** 0.5. Gather the shards in the weights' dtype.",
-        "shards = [nn.Parameter(padded(w).chunk(R)[r].to(torch.float32, copy=True)) for r, w in "
-        "enumerate(weights)]; in step: sums = Collectives(comm).reduce_scatter([padded(g) for g in "
-        "gradients]); shard.grad = total.float() / R; shard.grad *= min(1, max_norm / (norm + "
-        "1e-6)); optimizer.step(); shard.grad = None; then all_gather([s.detach().to(w.dtype) …]). "
-        "The gathered tensor is longer than the weights by the padding.",
-    ),
-    reference=ShardedAdam,
-    check=_check_adam,
-    wrong_answers=mistakes(
-        "12.2",
-        (
-            "This is plain AdamW with the whole state on every rank. Give each rank's optimizer "
-            "its own piece only.",
-            ("self.padded(w).chunk(self.ranks)[rank]", "w"),
-            (_REDUCED, f"[s[: len(w)] for w, s in zip(self.weights, {_TO_ALL}, strict=True)]"),
-            (_SUMMED, "self.comm.sum([self.shards[0].grad.square().sum()])"),
-            ("together.all_gather(stepped)", "stepped"),
-        ),
-        (
-            "Gradients are all-reduced and weights are gathered: three collectives. Two are "
-            "enough, because a rank needs only its own piece of the sum.",
-            (_REDUCED, f"[s.chunk(self.ranks)[r] for r, s in enumerate({_TO_ALL})]"),
-        ),
-        (
-            "Each rank clips by the norm of its own shard. Clip by the norm of all shards.",
-            (_CLIPPED, f"norm = shard.grad.norm()\n            {_CLIPPED}"),
-        ),
-        (
-            "The norms of the shards are added. Add their squares.",
-            (f"{_SUMMED} ** 0.5", "self.comm.sum(s.grad.norm() for s in self.shards)"),
-        ),
-        (
-            "The padding is missing: with n // R, no rank steps the last weights.",
-            (
-                "nn.functional.pad(x, (0, -len(x) % self.ranks))",
-                "x[: len(x) // self.ranks * self.ranks]",
-            ),
-            (_WRITTEN, "w[: len(whole)].copy_(whole)"),
-        ),
-        (
-            "If R divides n, no padding is needed, but R - n % R is R. Use -n % R, which is 0.",
-            ("-len(x) % self.ranks", "self.ranks - len(x) % self.ranks"),
-        ),
-        (
-            "The mean is rounded to bfloat16. Call float() first, then divide by R.",
-            (_MEAN, "(total / self.ranks).float()"),
-        ),
-        (
-            "For float32 weights .float() does not copy, so the shard is a view that keeps the "
-            "whole alive. Use to(torch.float32, copy=True) or clone().",
-            (", copy=True", ""),
-        ),
-        (
-            "The epsilon is too large: it shrinks small gradients. clip_grad_norm_ uses 1e-6.",
-            ("1e-6", "1e-2"),
-        ),
-        ("The sum of the ranks' gradients is used, not their mean.", (_MEAN, "total.float()")),
-        (
-            "Gradients below max_norm are scaled up. The factor is at most 1.",
-            (_FACTOR, "max_norm / (norm + 1e-6)"),
-        ),
-        ("The gradients are not clipped to max_norm.", (_CLIPPED, "pass")),
-        (
-            "Each rank writes only its own stepped piece. Gather the pieces of the other ranks.",
-            (
-                "for w, whole in zip(self.weights, together.all_gather(stepped), strict=True):"
-                f"\n            {_WRITTEN}",
-                _OWN_ALONE,
-            ),
-        ),
-        (
-            "Each rank steps with its own gradients. Add the gradients of the other ranks.",
-            (
-                _REDUCED,
-                "[self.padded(g).chunk(self.ranks)[r] * self.ranks for r, g in "
-                "enumerate(gradients)]",
-            ),
-        ),
-        (
-            "A new optimizer in each step has no moments. Create it in the constructor.",
-            (_OPTIMIZERS, f"self.lr = lr\n        {_OPTIMIZERS}"),
-            (
-                "        stepped =",
-                f"        {_OPTIMIZERS.replace('=lr', '=self.lr')}\n        stepped =",
-            ),
-        ),
-        (
-            "The shard is in bfloat16, which loses small steps. Keep a float32 copy (Day 4).",
-            ("torch.float32", "torch.bfloat16"),
-            (_MEAN, f"({_MEAN}).bfloat16()"),
-        ),
-        (
-            "The gradient stays alive, 4 bytes per element. Set the shard's gradient to None "
-            "after the step.",
-            ("            shard.grad = None\n", ""),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 12.3 and 12.4: units
 
 UNIT_WIDTHS = {  # (ranks, rows): (in, out) of each unit. R divides each product.
@@ -763,83 +579,6 @@ def _check_gradients(answer: Callable[..., Any]) -> str:
     )
 
 
-_ALL_THEN_REDUCED = """
-dys, together, units = list(dys), Collectives(comm), range(len(weights[0]))
-found = {}
-for unit in reversed(units):
-    found[unit] = []
-    for rank, dy in enumerate(dys):
-        dw, dys[rank] = backward_of(weights[rank][unit], inputs[rank][unit], dy)
-        found[unit].append(dw)
-for unit in units:
-    for rank, shard in enumerate(together.reduce_scatter(found[unit])):
-        sums[rank][unit] += shard
-return dys
-"""
-_OF_WHOLES = "together.reduce_scatter(wholes)"
-_NEVER_SENT = (
-    f"enumerate({_OF_WHOLES}):",
-    "enumerate([w.chunk(len(wholes))[r] for r, w in enumerate(wholes)]):",
-)
-_ADDED = "sums[rank][unit] += shard"
-
-_GRADIENTS = Exercise(
-    id="12.3",
-    title="Stage 2: shard the gradients",
-    minutes=12,
-    difficulty=3,
-    hints=(
-        "Go through the units from last to first. For each unit, call backward_of on every rank, "
-        "then reduce_scatter once. Free the whole gradients before the next unit.",
-        "The gradient of x that backward_of returns is the dy of the previous unit. Keep one per "
-        "rank, in a new list. Add each rank's shard in place: sums[rank][unit] += shard.",
-        "dys = list(dys); for unit in reversed(range(len(weights[0]))): wholes = []; for rank, dy "
-        "in enumerate(dys): dw, dys[rank] = backward_of(weights[rank][unit], inputs[rank][unit], "
-        "dy); wholes.append(dw). Then, inside the loop over units, call reduce_scatter(wholes) "
-        "once, and add its shards to sums.",
-    ),
-    reference=add_gradients_,
-    check=_check_gradients,
-    wrong_answers=mistakes(
-        "12.3",
-        (
-            "All gradients are computed before the first is reduced. This is stage 1, which holds "
-            "all of them.",
-            body("add_gradients_", _ALL_THEN_REDUCED),
-        ),
-        (
-            "Every rank receives the whole sum and keeps its own piece. This is an all-reduce, "
-            "which sends twice the bytes.",
-            (
-                _OF_WHOLES,
-                f"[s.chunk(len(sums))[r] for r, s in enumerate(together.all_gather({_OF_WHOLES}))]",
-            ),
-        ),
-        (
-            "Each rank keeps a piece of its own gradients. Add the pieces of the other ranks.",
-            _NEVER_SENT,
-        ),
-        (
-            "The sums of earlier micro-batches are overwritten. Add to them.",
-            (_ADDED, "sums[rank][unit].copy_(shard)"),
-        ),
-        (
-            "Backward starts at the last unit.",
-            ("reversed(range(len(weights[0])))", "range(len(weights[0]))"),
-        ),
-        (
-            "Every unit gets the gradient of the last unit's output. Pass each unit's gradient of "
-            "x to the unit before it.",
-            ("dys, together = list(dys)", "handed, dys, together = dys, list(dys)"),
-            ("inputs[rank][unit], dy)", "inputs[rank][unit], handed[rank])"),
-        ),
-        (
-            "These are means. The step of 12.2 divides by R, so add the sums here.",
-            (_ADDED, f"{_ADDED} / 2"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 12.4: stage 3
 
 MARK = (3, 1, 7)  # a shape that no answer allocates
@@ -949,112 +688,6 @@ def _check_pass(answer: Callable[..., Any]) -> str:
     )
 
 
-_GATHERED = "together.all_gather([mine[unit] for mine in shards])"
-_AGAIN = f"wholes = {_GATHERED}\n        given"  # in backward
-_FIRST_LINE = "together, inputs, units ="
-_FREED, _FREED_IN_BACKWARD = "        del wholes\n", "        del wholes, given"
-_GATHERED_AHEAD = """
-together, inputs, units = Collectives(comm), [list(xs)], range(len(shards[0]))
-
-def gathered(unit):
-    return together.all_gather([mine[unit] for mine in shards]) if unit in units else []
-
-following = gathered(0)
-for unit in units:
-    wholes, following = following, gathered(unit + 1)
-    inputs.append([forward_of(w, x) for w, x in zip(wholes, inputs[-1], strict=True)])
-    del wholes
-dys, following = [dy_of(y) for y in inputs[-1]], gathered(units[-1])
-for unit in reversed(units):
-    wholes, following = following, gathered(unit - 1)
-    given = [[w] for w in wholes], [[x] for x in inputs[unit]]
-    dys = add_gradients_(comm, *given, dys, [[mine[unit]] for mine in sums])
-    del wholes, given
-"""
-
-_PASS = Exercise(
-    id="12.4",
-    title="Stage 3: shard the weights",
-    minutes=18,
-    difficulty=4,
-    hints=(
-        "Forward, for each unit: gather its weights, keep its inputs, run it on every rank, and "
-        "free the weights. Backward, in reverse order: gather the unit's weights again, and call "
-        "add_gradients_ for this one unit.",
-        "add_gradients_ takes a list of units per rank. Pass lists of one unit: [[w] for w in "
-        "wholes]. It returns the dys of the previous unit. A name keeps its tensor alive until you "
-        "assign to it again, and so does a loop variable after its loop: del wholes before the "
-        "next gather.",
-        "for unit in units: wholes = together.all_gather([mine[unit] for mine in shards]); "
-        "inputs.append([forward_of(w, x) for w, x in zip(wholes, inputs[-1])]); del wholes. dys = "
-        "[dy_of(y) for y in inputs[-1]]. for unit in reversed(units): gather again, call "
-        "add_gradients_ with [[w] for w in wholes], [[x] for x in inputs[unit]] and this unit's "
-        "sums, and del every name of a whole tensor.",
-    ),
-    reference=sharded_pass,
-    check=_check_pass,
-    wrong_answers=mistakes(
-        "12.4",
-        (
-            "The weights are kept from forward to backward, so all of them are whole at once. This "
-            "is FSDP2's reshard_after_forward=False: two passes, and not stage 3.",
-            (_FIRST_LINE, f"kept = {{}}\n    {_FIRST_LINE}"),
-            (_FREED, "        kept[unit] = wholes\n"),
-            (_AGAIN, "wholes = kept[unit]\n        given"),
-        ),
-        (
-            "Weights are gathered more than once in each direction.",
-            ("wholes = together", f"{_GATHERED}\n        wholes = together"),
-        ),
-        (
-            "Gradients stay on the rank that computed them. Sum each piece over all ranks.",
-            _NEVER_SENT,
-        ),
-        ("The outputs are used as their own gradients. Call dy_of(y).", ("dy_of(y) for", "y for")),
-        (
-            "Each activation is kept twice: a unit's output is the next unit's input.",
-            (_FIRST_LINE, f"outputs = []\n    {_FIRST_LINE}"),
-            (_FREED, f"{_FREED}        outputs.append([y.clone() for y in inputs[-1]])\n"),
-        ),
-        (
-            "add_gradients_ got the sums of all units, and used the first unit's sums each "
-            "time. Pass lists of one unit: [[mine[unit]] for mine in sums].",
-            ("[[mine[unit]] for mine in sums]", "sums"),
-        ),
-        (
-            "Off by one: backward needs the input of a unit, not its output.",
-            ("in inputs[unit]]", "in inputs[unit + 1]]"),
-        ),
-        (
-            "The last unit is gathered once. This saves communication, because its backward "
-            "follows immediately, but here gather each unit twice, so that there are 3 passes.",
-            (_FREED, f"        last = [wholes] if unit == units[-1] else []\n{_FREED}"),
-            (_AGAIN, f"wholes = last.pop() if last else {_GATHERED}\n        given"),
-        ),
-        (
-            "A name still refers to the previous unit while the next is gathered. First del "
-            "it, and every list that contains it.",
-            (_FREED_IN_BACKWARD, ""),
-            (_FREED, ""),
-        ),
-        (
-            "A loop variable, or another name, still refers to the last rank's whole unit when "
-            "the next is gathered. Del that name too.",
-            (_FREED, f"        w = wholes[-1]\n{_FREED}"),
-        ),
-        (
-            "Forward frees its units, but backward does not. Del wholes, and every list that "
-            "contains it.",
-            (_FREED_IN_BACKWARD, ""),
-        ),
-        (
-            "The next unit is gathered before this one runs. Production does so to overlap "
-            "communication, but it needs a second whole unit, and here only one may be whole.",
-            body("sharded_pass", _GATHERED_AHEAD),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 12.5: held and sent
 
 
@@ -1086,82 +719,18 @@ def _check_held(
     equal(f"{call}, sent,", got[1], sent, "bytes")
 
 
-_PASSES = "(2, 2, k + 1, 3 * k)"
-_SHARD = "-(-parameters // ranks)"
-_OF_STATE = "K * (shard if stage >= 1"
-
-_FORMULA = Exercise(
-    id="12.5",
-    title="What a rank holds and sends",
-    minutes=10,
-    difficulty=2,
-    hints=(
-        "Let s = ⌈Ψ/R⌉. On a rank, weights, gradients and optimizer state cover Ψ elements each, "
-        "or s elements if the stage shards them. In one pass a rank sends (R − 1) · s elements of "
-        "2 bytes.",
-        "Count the passes. Stages 0 and 1 accumulate locally, then reduce once and gather once: 2 "
-        "for any k. Stage 2 reduces in every backward and gathers once. Stage 3 gathers in every "
-        "forward and every backward, and reduces in every backward.",
-        "s = -(-parameters // ranks); held = 2 * (s if stage == 3 else parameters) + 2 * (s if "
-        "stage >= 2 else parameters) + K * (s if stage >= 1 else parameters). sent has (2, 2, k + "
-        "1, 3 * k)[stage] passes.",
-    ),
-    reference=solution("12.5"),
-    check=_check_formula,
-    rebuilds=("memlab.zero.model_state_bytes", "memlab.zero.communication_bytes"),
-    wrong_answers=mistakes(
-        "12.5",
-        (
-            "The padding is missing: a shard has ⌈Ψ/R⌉ elements, rounded up.",
-            (_SHARD, "parameters // ranks"),
-        ),
-        (
-            "Stage 3 has three passes: it gathers in forward, gathers again in backward, and "
-            "reduces.",
-            (_PASSES, "(2, 2, k + 1, 2 * k)"),
-        ),
-        (
-            "An all-reduce is two passes: a reduce-scatter and an all-gather.",
-            (_PASSES, "(1, 1, k, 3 * k)"),
-        ),
-        (
-            "Stage 2 reduces k times, and gathers the stepped weights once: k + 1 passes.",
-            (_PASSES, "(2, 2, 2 * k, 3 * k)"),
-        ),
-        (
-            "Stage 3 gathers and reduces for each of the k micro-batches.",
-            (_PASSES, "(2, 2, k + 1, 3)"),
-        ),
-        (
-            "Stages 0 and 1 accumulate micro-batches locally. Stage 2 gathers the weights only "
-            "once per step.",
-            (_PASSES, "(2 * k, 2 * k, 2 * k, 3 * k)"),
-        ),
-        (
-            "A rank keeps its own piece, so it sends R − 1 of R pieces.",
-            ("(ranks - 1) * shard", "ranks * shard"),
-        ),
-        (
-            "The padding is sent too: (R − 1) whole shards.",
-            ("(ranks - 1) * shard", "(parameters * (ranks - 1) // ranks)"),
-        ),
-        ("These are elements. Each uses 2 bytes.", ("held, 2 * passes", "held, passes")),
-        ("Use K. It is not always 12 bytes per weight.", (_OF_STATE, "12 * (shard if stage >= 1")),
-        (
-            "The optimizer state is sharded from stage 1 on.",
-            (_OF_STATE, "K * (shard if stage >= 2"),
-        ),
-        (
-            "Only stage 3 shards everything. Stages 1 and 2 keep the weights whole.",
-            ("stage == 3", "stage >= 1"),
-            ("stage >= 2", "stage >= 1"),
-        ),
-    ),
-)
-
-
 # The running bill is for one GPU, so nothing is sharded and the previous day's line stays.
 DAY = Day(
-    exercises=(_COLLECTIVES, _ADAM, _GRADIENTS, _PASS, _FORMULA),
+    exercises=(
+        checked("12.1", _check_collectives, Collectives),
+        checked("12.2", _check_adam, ShardedAdam),
+        checked("12.3", _check_gradients, add_gradients_),
+        checked("12.4", _check_pass, sharded_pass),
+        checked(
+            "12.5",
+            _check_formula,
+            rebuilds=("memlab.zero.model_state_bytes", "memlab.zero.communication_bytes"),
+        ),
+    ),
     bill=Bill("day 12: ZeRO needs more GPUs, unchanged", in_chunks),
 )

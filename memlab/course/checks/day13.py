@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memlab.course.checks.day11 import in_chunks
-from memlab.course.exercises import Bill, Day, Exercise, equal, require
+from memlab.course.bill_steps import in_chunks
+from memlab.course.exercises import Bill, Day, equal, require
 from memlab.course.peers import Peer, Stuck, Work, counted, in_turns
 from memlab.course.properties import (
     distinct_elements,
@@ -18,7 +18,7 @@ from memlab.course.properties import (
     limited_outside_of_tensors,
     rounding,
 )
-from memlab.course.solutions import body, mistakes, solution
+from memlab.course.solutions import checked
 from memlab.internals.torch_internals import storage_from_weak_pointer, tree_leaves
 from memlab.metering.modes import LightMode
 
@@ -137,72 +137,6 @@ def _check_hops(answer: Any) -> None:
             "received pieces and the rank's own.",
         )
 
-
-_SENT = "        peer.send(pieces[(peer.rank - turn - 1) % peer.ranks])\n"
-_OWN_PIECE_FIRST = (("turn - 1)", "turn)"), ("turn - 2)", "turn - 1)"))
-_WHOLES_AROUND = """
-total = passing = whole
-for _ in range(peer.ranks - 1):
-    peer.send(passing)
-    passing = peer.receive()
-    total = total + passing
-return total.chunk(peer.ranks)[peer.rank].clone()
-"""
-
-_RING = Exercise(
-    id="13.1",
-    title="Reduce-scatter on a ring",
-    minutes=18,
-    difficulty=3,
-    hints=(
-        "Follow one piece around the ring. Its owner, the rank that returns it, must receive it "
-        "last. So it starts at the rank after its owner. Each rank that receives it adds its own "
-        "elements.",
-        "In turn t (from 0), rank r sends piece r − t − 1 and receives piece r − t − 2, both "
-        "modulo R. It adds its own elements to the piece and sends the sum in the next turn. Send "
-        "first, then receive: if every rank receives first, all ranks wait forever.",
-        "pieces = list(whole.chunk(peer.ranks)); for turn in range(peer.ranks - 1): "
-        "peer.send(pieces[(peer.rank - turn - 1) % peer.ranks]); coming = (peer.rank - turn - 2) "
-        "% peer.ranks; pieces[coming] = peer.receive() + pieces[coming]. With one rank, too, the "
-        "result needs its own memory.",
-    ),
-    reference=solution("13.1"),
-    check=_check_ring,
-    wrong_answers=mistakes(
-        "13.1",
-        (
-            "Every rank waits for a message before it sends one. Send first.",
-            (_SENT, f"        arrived = peer.receive()\n{_SENT}"),
-            ("peer.receive() +", "arrived +"),
-        ),
-        (
-            "You send the whole tensor around. Send one piece per turn, with its sum so far.",
-            body("ring_reduce_scatter", _WHOLES_AROUND),
-        ),
-        (
-            "You return piece r as it was at first: no other rank's elements reach it. It arrives "
-            "last if you send piece r − 1 first, and add what you receive to piece r − 2.",
-            *_OWN_PIECE_FIRST,
-        ),
-        (
-            "Each rank returns the piece of the next rank. Start with piece r − 1, not r.",
-            *_OWN_PIECE_FIRST,
-            ("pieces[peer.rank].clone()", "pieces[(peer.rank + 1) % peer.ranks].clone()"),
-        ),
-        (
-            "chunk returns views, so += writes into the input. Add out of place.",
-            (
-                "pieces[coming] = peer.receive() + pieces[coming]",
-                "pieces[coming] += peer.receive()",
-            ),
-        ),
-        (
-            "Each piece is passed on unchanged. Add the rank's own elements first.",
-            ("peer.receive() + pieces[coming]", "peer.receive()"),
-        ),
-        ("This is the mean. A reduce-scatter sums.", (".clone()", " / peer.ranks")),
-    ),
-)
 
 # ------------------------------------------------------------------ 13.2: buckets
 
@@ -453,100 +387,6 @@ def _require_waits(at: str, peer: Peer) -> None:
     require(not in_flight, f"{at}: {counted(len(in_flight), 'bucket')} begun and never waited for.")
 
 
-_BEGIN = "work.append(peer.begin(torch.cat([grads.pop(n).flatten() for n in pending.pop(0)])))"
-_NAMED = """flat = torch.cat([grads.pop(n).flatten() for n in pending.pop(0)])
-            work.append(peer.begin(flat))"""
-_AS_THEY_CAME = """names = pending.pop(0)
-            flats = [grads.pop(n).flatten() for n in [*grads] if n in names]
-            work.append(peer.begin(torch.cat(flats)))
-            del flats"""
-_WAIT_IF_TWO = """            if len(work) == 2:
-                sums.append(work.pop(0).wait())
-"""
-_WAIT_IF_THREE = _WAIT_IF_TWO.replace("2", "3").rstrip()
-_SUMS = "sums + [w.wait() for w in work]"
-
-_BUCKETS = Exercise(
-    id="13.2",
-    title="Overlap buckets with backward",
-    minutes=20,
-    difficulty=4,
-    hints=(
-        "Keep three collections: gradients not sent yet, sums in flight with the oldest first, and "
-        "buckets not begun. After each gradient, check whether the first bucket is complete.",
-        "Let grads be a dict of the gradients not sent yet, and pending a copy of `buckets`. One "
-        "gradient can complete two buckets: while pending and all(name in grads for name in "
-        "pending[0]). In the loop: if two are in flight, wait for the older. Take the bucket's "
-        "gradients out of grads (pop), so that they are freed, flatten and torch.cat them, and "
-        "begin.",
-        "grads, work, sums, pending = {}, [], [], list(buckets). for name, gradient in gradients: "
-        "grads[name] = gradient; while pending and all(n in grads for n in pending[0]): if "
-        "len(work) == 2: sums.append(work.pop(0).wait()); work.append(peer.begin(torch.cat("
-        "[grads.pop(n).flatten() for n in pending.pop(0)]))), without a variable for the bucket. "
-        "After backward, up to two buckets are still in flight.",
-    ),
-    reference=solution("13.2"),
-    check=_check_buckets,
-    wrong_answers=mistakes(
-        "13.2",
-        (
-            "You write into a gradient that was sent. The sums have memory of their own.",
-            ("        del gradient\n", ""),
-            (_BEGIN, f"{_BEGIN}\n            gradient.zero_()"),
-        ),
-        (
-            "You wait for each sum right after begin, so backward stalls. Wait late.",
-            (_BEGIN, f"sums.{_BEGIN.removeprefix('work.')[:-1]}.wait())"),
-        ),
-        (
-            "You wait earlier than needed. Wait just before you begin the next bucket.",
-            (_WAIT_IF_TWO, ""),
-            (_BEGIN, f"{_BEGIN}\n{_WAIT_IF_TWO.rstrip()}"),
-        ),
-        (
-            "Nothing is sent before backward is over. Begin a bucket when its last gradient "
-            "arrives.",
-            ("        while pending", "    while pending"),
-        ),
-        (
-            "You begin whichever bucket is complete, so ranks begin in different orders. Follow "
-            "the order of the list.",
-            (
-                "while pending and all(n in grads for n in pending[0]):",
-                "for names in [b for b in pending if all(n in grads for n in b)]:",
-            ),
-            ("pending.pop(0)", "pending.pop(pending.index(names))"),
-        ),
-        ("Limit the buckets in flight: wait for the older of two.", ("len(work) == 2", "False")),
-        (
-            "Three buckets are in flight for a moment. Wait for the older, then begin.",
-            (_WAIT_IF_TWO, ""),
-            (_BEGIN, f"{_BEGIN}\n{_WAIT_IF_THREE}"),
-        ),
-        (
-            "One gradient can complete two buckets, if the later one was ready first. Use `while`, "
-            "not `if`.",
-            ("while pending and", "if pending and"),
-        ),
-        (
-            "The variable `flat` keeps the last bucket alive while the next gradients are "
-            "computed. Pass torch.cat(…) directly to begin, or del flat.",
-            (_BEGIN, _NAMED),
-        ),
-        (
-            "You keep gradients that were sent. Let no dict or list refer to them.",
-            ("grads.pop(n)", "grads[n]"),
-        ),
-        (
-            "You concatenate gradients in the order they arrived, which differs between ranks. "
-            "Follow the order of the names in the bucket.",
-            (_BEGIN, _AS_THEY_CAME),
-        ),
-        ("These are means. Return sums.", (_SUMS, f"[s / peer.ranks for s in {_SUMS}]")),
-        ("begin returns a handle, not the sum. Call its wait().", ("w.wait() for", "w for")),
-    ),
-)
-
 # ------------------------------------------------------------------ 13.3: one decision
 
 
@@ -686,83 +526,6 @@ def _require_weight(at: str, got: Tensor, wanted: Tensor) -> None:
     )
 
 
-_CODE, _IS_FINE = "mine = 2 if gradient is None else 0 if", "gradient.isfinite().all()"
-_UNCHECKED = (f"0 if {_IS_FINE} else 1", "0")
-_STEP = "            weight -= lr * peer.sum(gradient) / peer.ranks"
-_LATE_STEP = """            total = peer.sum(gradient)
-            if not total.isfinite().all():
-                continue
-            weight -= lr * total / peer.ranks"""
-_SKIP_ALONE = f"""if gradient is not None and not {_IS_FINE}:
-            continue
-        {_CODE}"""
-_ZEROS_AT_END = f"""gone = gradient is None
-        gradient = torch.zeros_like(weight) if gone else gradient
-        {_CODE.replace("gradient is None", "False")}"""
-
-_AGREED = Exercise(
-    id="13.3",
-    title="One decision for all ranks",
-    minutes=15,
-    difficulty=3,
-    hints=(
-        "In each round a rank sends one of three states: a finite gradient, a gradient with inf or "
-        "nan, or no gradient left. If ranks send different states, which must win?",
-        "Give each state a number, so that the maximum wins: 0 for a finite gradient, 1 for one "
-        "with inf or nan, 2 for none left. peer.most gives all ranks the same number: return "
-        "at 2, take the next gradient at 1, and step at 0.",
-        "while True: gradient = next(gradients, None); mine = 2 if gradient is None else 0 if "
-        "gradient.isfinite().all() else 1; worst = peer.most(mine); if worst == 2: return steps. "
-        "At 0: step in place by the mean, and count the step.",
-    ),
-    reference=solution("13.3"),
-    check=_check_agreed,
-    wrong_answers=mistakes(
-        "13.3",
-        (
-            "A rank without gradients returns alone, and the others wait for it. All ranks must "
-            "return in the same round.",
-            (_CODE, f"if gradient is None:\n            return steps\n        {_CODE}"),
-        ),
-        (
-            "A rank skips alone, and is one round ahead afterwards. All ranks must skip.",
-            (_CODE, _SKIP_ALONE),
-        ),
-        ("Skip a round with inf or nan: one bad gradient ruins all weights.", _UNCHECKED),
-        (
-            "You check only the sum. Check your own gradient before you send it.",
-            _UNCHECKED,
-            (_STEP, _LATE_STEP),
-        ),
-        (
-            "A gradient with inf or nan ends the run. Skip the round, and continue.",
-            ("if worst == 2", "if worst"),
-        ),
-        (
-            "A rank without gradients continues with zeros, which shrink every mean. Stop when "
-            "the first rank has none left.",
-            (_CODE, _ZEROS_AT_END),
-            ("if worst == 2", "if not peer.most(not gone)"),
-        ),
-        ("inf must be skipped, too. Use isfinite().", (_IS_FINE, "not gradient.isnan().any()")),
-        ("This is the sum of the gradients. Step by the mean.", (" / peer.ranks", "")),
-        (
-            "`weight = weight - …` and `weight.data = …` make a new tensor. Use -=.",
-            ("weight -= lr", "weight = weight - lr"),
-        ),
-        ("Do not count skipped rounds.", ("            steps += 1", "        steps += worst < 2")),
-        (
-            "You take all gradients before the first step. On a real rank a gradient is computed "
-            "with the weights of its own step.",
-            ("steps = 0", "steps, gradients = 0, iter([*gradients])"),
-        ),
-        (
-            "Large gradients are finite, too. Use isfinite().",
-            (_IS_FINE, "(gradient.abs() < 100).all()"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 13.4: other ranks
 
 RESHARDS = (  # n, old, new, dtype
@@ -858,70 +621,6 @@ class _Files:
         return self._shards[source][start:stop].clone()
 
 
-_READ = "parts.append(read(source, first - source * size, last - source * size))"
-_ONE_BY_ONE = """first -= source * size
-            last -= source * size
-            parts += [read(source, place, place + 1) for place in range(first, last)]"""
-_WHOLE_FILE = """there = read(source, 0, min(size, n - source * size))
-            parts.append(there[first - source * size : last - source * size])"""
-_EVERY_FILE = "        parts.append(read(source, 0, min(size, max(n - source * size, 0))))"
-
-_RESHARDED = Exercise(
-    id="13.4",
-    title="Shards of R ranks for R′ ranks",
-    minutes=12,
-    difficulty=3,
-    hints=(
-        "Put all n elements in a row. Your shard begins at rank · ⌈n/new⌉, and file s begins at s "
-        "· ⌈n/old⌉. Read where the two overlap.",
-        "Two intervals overlap from the larger start to the smaller stop, unless that range is "
-        "empty. Limit your interval to n first, so that you never read padding. read counts from "
-        "the start of its file.",
-        "size, share = -(-n // old), -(-n // new); start, stop = min(rank * share, n), min((rank + "
-        "1) * share, n); parts = [read(0, 0, 0)]; for each source: first, last = max(start, source "
-        "* size), min(stop, (source + 1) * size); if first < last: parts.append(read(source, "
-        "first - source * size, last - source * size)). Then concatenate the parts. How many "
-        "zeros follow?",
-    ),
-    reference=solution("13.4"),
-    check=_check_resharded,
-    wrong_answers=mistakes(
-        "13.4",
-        ("You read element by element. Read one range per file.", (_READ, _ONE_BY_ONE)),
-        (
-            "Every rank reads all files. Read only the elements of this shard.",
-            (f"        if first < last:\n            {_READ}", _EVERY_FILE),
-            ("torch.cat(parts)", "torch.cat(parts)[start:stop]"),
-        ),
-        ("You read whole files. Read only the range that overlaps.", (_READ, _WHOLE_FILE)),
-        ("Round shard sizes up.", ("-(-n // old), -(-n // new)", "n // old, n // new")),
-        (
-            "You read padding as if it were weights. Stop at element n.",
-            (
-                "min(rank * share, n), min((rank + 1) * share, n)",
-                "rank * share, (rank + 1) * share",
-            ),
-        ),
-        ("Pad the last shards with zeros.", ("F.pad(found, (0, share - len(found)))", "found")),
-        (
-            "The arguments of read count from the file's start.",
-            (_READ, "parts.append(read(source, first, last))"),
-        ),
-        (
-            "torch.zeros makes float32, and a rank with only padding reads nothing. Take the dtype "
-            "from an empty read.",
-            (
-                "    return F.pad",
-                "    if not len(found):\n        return torch.zeros(share)\n    return F.pad",
-            ),
-        ),
-        (
-            "A new shard can span several files. Read all of them, not only the first.",
-            ("torch.cat(parts)", "torch.cat(parts[:2])"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 13.5: three ways
 
 SHAPES = (  # block, layers, width, tensor, pipeline, data, k, tokens
@@ -975,76 +674,14 @@ def _counted(
     return max(held), max(by_tensor), max(by_pipeline), max(by_data)
 
 
-_HELD, _NEIGHBORS, _BOTH_PASSES = (
-    "4 * weights + 12 * shard",
-    "min(pipeline - 1, 2)",
-    "2 * 2 * (data - 1)",
-)
-_ALL_REDUCES, _BLOCKS = "blocks * 4 * 2 * (tensor - 1)", "-(-layers // pipeline)"
-
-_WAYS = Exercise(
-    id="13.5",
-    title="Tensor × pipeline × data, per rank",
-    minutes=20,
-    difficulty=4,
-    hints=(
-        "Count the rank's weights first: 1/tensor of the weights of ⌈layers/pipeline⌉ blocks. An "
-        "activation has tokens · width elements of 2 bytes.",
-        "In an all-reduce among R ranks, each sends 2 (R − 1) pieces of 1/R of the tensor. Tensor: "
-        "four all-reduces of an activation per block and micro-batch. Pipeline: one activation per "
-        "neighbor and micro-batch; the first and last stage have one neighbor. Data: in ZeRO stage "
-        "1, two passes of (data − 1) shards, once per step.",
-        "blocks = -(-layers // pipeline); weights = blocks * block // tensor; shard = -(-weights "
-        "// data); activation = 2 * tokens * width; held = 4 * weights + 12 * shard; by_tensor = "
-        "k * blocks * 4 * 2 * (tensor - 1) * (activation // tensor); by_pipeline = k * "
-        "min(pipeline - 1, 2) * activation. by_data has two passes of data − 1 shards.",
-    ),
-    reference=solution("13.5"),
-    check=_check_three_ways,
-    wrong_answers=mistakes(
-        "13.5",
-        ("ZeRO stage 1 shards Adam's 12 bytes among the data ranks.", (_HELD, "16 * weights")),
-        ("This is ZeRO stage 3. Stage 1 keeps weights and gradients whole.", (_HELD, "16 * shard")),
-        (
-            "Each neighbor gets one activation per micro-batch, not two.",
-            (_NEIGHBORS, f"2 * {_NEIGHBORS}"),
-        ),
-        (
-            "Each tensor rank sends the whole activation to its neighbor. Do not divide it.",
-            (f"{_NEIGHBORS} * activation", f"{_NEIGHBORS} * activation // tensor"),
-        ),
-        ("A rank holds the blocks of its own stage only.", (_BLOCKS, "layers")),
-        ("The largest stage has ⌈layers/pipeline⌉ blocks. Round up.", (_BLOCKS, _BLOCKS[2:-1])),
-        (
-            "Divide the weights of the rank's blocks by tensor.",
-            ("blocks * block // tensor", "blocks * block"),
-        ),
-        (
-            "This is half: a block has two all-reduces in forward and two in backward, each a "
-            "reduce-scatter and an all-gather.",
-            (_ALL_REDUCES, "blocks * 2 * 2 * (tensor - 1)"),
-        ),
-        ("A ring pass needs R − 1 messages, not R.", (_ALL_REDUCES, "blocks * 4 * 2 * tensor")),
-        ("A single stage has no neighbor; with two stages each has one.", (_NEIGHBORS, "2")),
-        ("A stage in the middle has two neighbors.", (_NEIGHBORS, "min(pipeline - 1, 1)")),
-        ("Gradients are sent once per step.", (_BOTH_PASSES, f"k * {_BOTH_PASSES}")),
-        ("Tensor ranks all-reduce in every micro-batch.", (f"k * {_ALL_REDUCES}", _ALL_REDUCES)),
-        ("Every micro-batch passes through the pipeline.", (f"k * {_NEIGHBORS}", _NEIGHBORS)),
-        (
-            "ZeRO stage 1 sends gradients, then weights: two ring passes.",
-            (_BOTH_PASSES, "2 * (data - 1)"),
-        ),
-        (
-            "These are elements. Each uses 2 bytes.",
-            ("activation = 2 * tokens", "activation = tokens"),
-            (_BOTH_PASSES, "2 * (data - 1)"),
-        ),
-    ),
-)
-
-
 # The bill is for one GPU, so real processes change nothing.
 DAY = Day(
-    exercises=(_RING, _BUCKETS, _AGREED, _RESHARDED, _WAYS),
+    exercises=(
+        checked("13.1", _check_ring),
+        checked("13.2", _check_buckets),
+        checked("13.3", _check_agreed),
+        checked("13.4", _check_resharded),
+        checked("13.5", _check_three_ways),
+    ),
     bill=Bill("day 13: still one GPU, unchanged", in_chunks),
 )

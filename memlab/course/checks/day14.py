@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import clip_grad_norm_
 
-from memlab.course.checks.day11 import in_chunks
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, equal, require
+from memlab.course.bill_steps import offloaded_to_the_disk
+from memlab.course.exercises import Bill, Day, Wrong, equal, require
 from memlab.course.properties import (
     at_most_bytes,
     is_tensor,
@@ -27,9 +27,9 @@ from memlab.course.properties import (
     survives_a_reused_address,
     unchanged,
 )
-from memlab.course.solutions import body, given, mistakes, solution
+from memlab.course.solutions import checked, given, solution
 from memlab.metering import measure
-from memlab.offload import DiskStore, OffloadedOptimizer, Store, offloaded_activations
+from memlab.offload import Store
 from memlab.offload.records import Record, raw
 from memlab.offload.stores import Wait, nothing
 from memlab.reference.activation_compression import whole
@@ -330,96 +330,6 @@ def _saved_bytes(layer: nn.Module, x: Tensor) -> tuple[int, int]:
     return large, sum(nbytes for nbytes, _ in sizes) - large
 
 
-_CPU_COPIES = 'return (lambda tensor: tensor.detach().cpu()), (lambda kept: kept.to("cpu"))'
-_EACH_VIEW = """
-left_alone = {weight.untyped_storage() for weight in weights}
-
-def pack(tensor):
-    if tensor.untyped_storage() in left_alone or len(whole(tensor)) < minimum:
-        return tensor.detach()
-    return Kept(store, tensor.detach().contiguous())
-
-return pack, lambda kept: kept if isinstance(kept, torch.Tensor) else kept.get()
-"""
-_IS_SMALL, _OF_VIEW = "len(whole(tensor)) < minimum", ".as_strided(*view)"
-_KNOWN, _NOTED = "weakref.WeakKeyDictionary()", "known[storage] = weakref.ref(kept)"
-_LOOKED_UP = "known[storage]() if storage in known else None"
-
-_HOOKS = Exercise(
-    id="14.1",
-    title="Offload saved tensors",
-    minutes=20,
-    difficulty=4,
-    hints=(
-        "This is Exercise 7.5 with Kept(store, whole(tensor)) instead of compress(whole(tensor)), "
-        "and kept.get() instead of decompress. (7.5's pack stores each storage once, and returns "
-        "it with the size, stride and offset of the view.) Store every storage of at least "
-        "`minimum` elements, except the weights' storages.",
-        "Look storages up in a WeakKeyDictionary, so that no address is mistaken for another "
-        "tensor. Do not use the Kept as the value: it would live as long as the storage. Use "
-        "weakref.ref(kept): known[storage]() is the Kept, or None after the graph was freed.",
-        "pack: if storage in left_alone or len(whole(tensor)) < minimum: return tensor.detach(). "
-        "kept = known[storage]() if storage in known else None. If it is None: kept = Kept(store, "
-        "whole(tensor)); known[storage] = weakref.ref(kept). return kept, tensor.dtype, "
-        "tensor.size(), tensor.stride(), tensor.storage_offset(). unpack returns a Tensor as it "
-        "is. Otherwise kept.get().view(dtype) has all elements of the storage, and as_strided "
-        "makes the view.",
-    ),
-    reference=solution("14.1"),
-    check=_check_hooks,
-    wrong_answers=mistakes(
-        "14.1",
-        (".cpu() of a CPU tensor moves nothing. Put it in the store.", body("hooks", _CPU_COPIES)),
-        ("Put whole(tensor) once, not each view.", body("hooks", _EACH_VIEW)),
-        (
-            "The packed value still holds the tensor. Keep a Kept and plain values only.",
-            ("return kept, tensor.dtype", "return kept, tensor.detach(), tensor.dtype"),
-            ("kept, dtype, *view", "kept, _, dtype, *view"),
-        ),
-        (
-            "The hooks hold every Kept, so none is deleted. Only the result of pack may hold one.",
-            ("    known =", "    hoard = []\n    known ="),
-            (_NOTED, f"{_NOTED}; hoard.append(kept)"),
-        ),
-        (
-            "As long as x lives, its copy stays in the store. Use weakref.ref(kept).",
-            ("weakref.ref(kept)", "lambda: kept"),
-        ),
-        (
-            "The view's offset is missing. Use as_strided(size, stride, offset).",
-            (_OF_VIEW, "[: view[0].numel()].view(view[0])"),
-        ),
-        ("Keep the strides: do not call .contiguous().", (_OF_VIEW, f"{_OF_VIEW}.contiguous()")),
-        (
-            "Weights stay in memory anyway, so putting them saves nothing. Leave them.",
-            ("{weight.untyped_storage() for weight in weights}", "set()"),
-        ),
-        ("Leave storages of fewer than `minimum` elements in memory.", (f" or {_IS_SMALL}", "")),
-        (
-            "A small view keeps its whole storage alive. Compare len(whole(tensor)).",
-            (_IS_SMALL, "tensor.numel() < minimum"),
-        ),
-        ("Views can differ in dtype. Use kept.get().view(dtype).", (".view(dtype)", "")),
-        (
-            "Views of one storage have different data_ptr(). Look up tensor.untyped_storage().",
-            (_KNOWN, "{}"),
-            ("known[storage]", "known[tensor.data_ptr()]"),
-            ("if storage in known", "if tensor.data_ptr() in known"),
-        ),
-        (
-            "Addresses and ids are reused. Use the storage as the key of a WeakKeyDictionary.",
-            (_KNOWN, "weakref.WeakValueDictionary()"),
-            (_LOOKED_UP, "known.get(storage.data_ptr())"),
-            (_NOTED, "known[storage.data_ptr()] = kept"),
-        ),
-        (
-            "Detach tensors that stay in memory: an operator that saves its result makes a "
-            "cycle (Day 6).",
-            ("return tensor.detach()", "return tensor"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 14.2: ahead
 
 SIZE = 1024
@@ -521,67 +431,6 @@ def _check_keys_used_again(answer: Any) -> None:
 def _require_prefetched(when: str, store: UnnamedFileStore, wanted: str) -> None:
     equal(f"{when}, keys prefetched and not read yet", store.coming(), [*wanted])
 
-
-_PREFETCHED = "self.store.prefetch(self.waiting[-1])"
-_REMOVED = "if key in self.waiting:\n            self.waiting.remove(key)\n        if self.waiting:"
-_THE_ONE_BEFORE = """
-tensor = self.store.get(key)
-place = self.waiting.index(key) if key in self.waiting else len(self.waiting)
-self.waiting = self.waiting[:place] + self.waiting[place + 1 :]
-if place:
-    self.store.prefetch(self.waiting[place - 1])
-return tensor
-"""
-
-_AHEAD = Exercise(
-    id="14.2",
-    title="Prefetch one tensor",
-    minutes=10,
-    difficulty=3,
-    hints=(
-        "Note the keys as they are put. Backward reads in reverse order: after the last key, the "
-        "one noted before it is next.",
-        "store.prefetch(key) begins the read and allocates its bytes at once. A later get(key) "
-        "waits for it. After each get, prefetch the last key still in self.waiting. "
-        "Remove keys that were read or deleted.",
-        "get: tensor = self.store.get(key); if key in self.waiting: self.waiting.remove(key); "
-        "then prefetch the last key of self.waiting, if there is one, and return tensor. "
-        "delete has two lines, with the same test before the second.",
-    ),
-    reference=solution("14.2"),
-    check=_check_ahead,
-    wrong_answers=mistakes(
-        "14.2",
-        (
-            "Backward idles while it waits for each tensor. Prefetch the next one.",
-            (_PREFETCHED, "pass"),
-        ),
-        (
-            "You prefetch all keys that were not read, so all tensors are in memory. Prefetch one.",
-            (_PREFETCHED, "[self.store.prefetch(key) for key in reversed(self.waiting)]"),
-        ),
-        ("Backward reads the last key first.", ("self.waiting[-1]", "self.waiting[0]")),
-        (
-            "A prefetch right after put brings the tensor back at once. Prefetch after get.",
-            ("self.waiting.append(key)", "self.waiting.append(key); self.store.prefetch(key)"),
-        ),
-        ("Delete the value in the store, too.", ("        self.store.delete(key)\n", "")),
-        ("Remove a deleted key from the list.", body("Ahead.delete", "self.store.delete(key)")),
-        (
-            "Keys are read twice, or out of order. Remove the key that was read.",
-            (_REMOVED, "if self.waiting: self.waiting.pop()\n        if self.waiting:"),
-        ),
-        (
-            "Prefetch the last key that was not read, not the one put before the key just read.",
-            body("Ahead.get", _THE_ONE_BEFORE),
-        ),
-        (
-            "Ahead keeps every tensor that was read. Return it without keeping a reference.",
-            ("self.waiting = store, []", "self.waiting, self.read = store, [], {}"),
-            ("return tensor", "return self.read.setdefault(key, tensor)"),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 14.3: the optimizer's state
 
@@ -713,88 +562,6 @@ def _require_overlap(case: str, calls: list[str]) -> None:
         )
 
 
-_CLIPPED = "clip_grad_norm_([w for group in self.groups for w in group], max_norm)"
-_NEXT = "            if n + 1 in self.steps:\n                self.store.prefetch(n + 1)\n"
-_LOOP, _STEPPED = "        for n, adam in enumerate(", "            adam.step()\n"
-_STEPS = '[kept["step"] for kept in of_each]'
-_SENT_ONCE = "        if n in self.steps: return\n        self.steps[n] ="
-
-_ADAM = Exercise(
-    id="14.3",
-    title="Offload the optimizer state",
-    minutes=20,
-    difficulty=4,
-    hints=(
-        "Clip first, all gradients by one norm. Then for each sub-group: bring its state, prefetch "
-        "the next one's, step, send. In the first step there is nothing to bring.",
-        "adam.state[w] is {'step', 'exp_avg', 'exp_avg_sq'}. send takes these out with pop, puts "
-        "the moments of all weights of the sub-group as one list, and keeps the step counters. "
-        "bring rebuilds the same dicts from store.get(n), in the same order.",
-        "send: of_each = [self.adams[n].state.pop(w) for w in self.groups[n]]; self.steps[n] = "
-        "[kept['step'] for kept in of_each]; self.store.put(n, [kept[m] for kept in of_each for m "
-        "in ('exp_avg', 'exp_avg_sq')]). bring: moments = iter(self.store.get(n)); for w, step in "
-        "zip(self.groups[n], self.steps[n]): m, v = next(moments), next(moments); "
-        "self.adams[n].state[w] = {'step': step, 'exp_avg': m, 'exp_avg_sq': v}. step: "
-        "clip_grad_norm_ of all gradients, then bring, prefetch (if n + 1 in self.steps), step and "
-        "send for each n. Where do you prefetch, so that the next state is read during the step?",
-    ),
-    reference=OffloadedAdam,
-    check=_check_adam,
-    wrong_answers=mistakes(
-        "14.3",
-        (
-            "No state is transferred while adam.step() runs. Prefetch before it, not after.",
-            (_NEXT, ""),
-            (_STEPPED, f"{_STEPPED}{_NEXT}"),
-        ),
-        (
-            "put copies the state, so it is in memory twice. Take it out with adam.state.pop(w).",
-            ("self.adams[n].state.pop(w)", "dict(self.adams[n].state[w])"),
-        ),
-        (
-            "The step counter starts again each time, and so does Adam's bias correction. Keep it.",
-            ('{"step": step', '{"step": torch.tensor(0.0)'),
-        ),
-        (
-            "The weights share a step counter, so it counts too fast. Keep one per weight.",
-            (_STEPS, '[of_each[0]["step"]] * len(of_each)'),
-        ),
-        ("Put the state into adam.state.", body("OffloadedAdam.bring", "self.store.get(n)")),
-        (
-            "You read the moments in a different order than you put them.",
-            ('"exp_avg": m, "exp_avg_sq": v', '"exp_avg": v, "exp_avg_sq": m.abs()'),
-        ),
-        (
-            "The store keeps the state of the first step. Put the new state in every step.",
-            ("        self.steps[n] =", _SENT_ONCE),
-        ),
-        ("Clip the gradients to max_norm.", (_CLIPPED, "pass")),
-        (
-            "You clip each sub-group by its own norm. Use one norm of all gradients.",
-            (_CLIPPED, "[clip_grad_norm_(group, max_norm) for group in self.groups]"),
-        ),
-        ("The store is idle while a sub-group is stepped. Prefetch the next one.", (_NEXT, "")),
-        (
-            "The state of all sub-groups is in memory at once. Prefetch one at a time.",
-            (_NEXT, ""),
-            (_LOOP, f"        for n in self.steps: self.store.prefetch(n)\n{_LOOP}"),
-        ),
-        (
-            "In the first step the store has no state. Prefetch only what was sent before.",
-            ("if n + 1 in self.steps", "if n + 1 < len(self.adams)"),
-        ),
-        (
-            "A sub-group has no state before its first step.",
-            ("if n in self.steps", "if self.steps"),
-        ),
-        (
-            "The state of sub-group 0 is in memory between steps. Bring it in the step.",
-            (_NEXT, ""),
-            ("self.send(n)", "self.send(n)\n        self.store.prefetch(0)"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 14.4: the weights
 
 
@@ -913,66 +680,6 @@ def _check_network(
             _require_close(f"{case}: {key} in the store", store.get(key), wanted[key])
         _require_close(f"{case}: the gradient of x", got, gradient)
 
-
-_INPUTS, _GONE = "inputs = [x]", "        del w\n"
-_KEPT = ((_INPUTS, "inputs, kept = [x], {}"), (_GONE, "        kept[key] = w\n"))
-
-_STREAM = Exercise(
-    id="14.4",
-    title="Stream the layers' weights",
-    minutes=12,
-    difficulty=3,
-    hints=(
-        "Forward: get a layer's weights, keep its output as the next input, and drop the weights. "
-        "Backward, in reverse: get the weights again, and put the updated ones.",
-        "inputs = [x], and each output is appended. The last output goes to dy_of. In backward, "
-        "inputs.pop() is the input of the layer. A variable keeps its tensor alive until it gets "
-        "another value, so del w.",
-        "for key in layers: w = store.get(key); inputs.append(forward_of(w, inputs[-1])); del w. "
-        "dy = dy_of(inputs.pop()). for key in reversed(layers): w = store.get(key); dw, dy = "
-        "backward_of(w, inputs.pop(), dy). Then put the updated weights, and delete w and dw.",
-    ),
-    reference=solution("14.4"),
-    check=_check_stream,
-    wrong_answers=mistakes(
-        "14.4",
-        (
-            "You keep all weights from forward to backward. Get them again in backward.",
-            *_KEPT,
-            ("w = store.get(key)\n        dw", "w = kept[key]\n        dw"),
-        ),
-        ("You keep all weights, although backward gets them again. del w.", *_KEPT),
-        (
-            "Three layers' weights are in memory. del w before the next two are read.",
-            (_INPUTS, "inputs, last = [x], []"),
-            ("        store.put", "        last = [w, *last[:1]]\n        store.put"),
-        ),
-        (
-            "If the step ends between delete and put, a layer is lost. Put replaces the old value.",
-            ("        store.put", "        store.delete(key)\n        store.put"),
-        ),
-        ("Put the updated weights.", ("        store.put(key, w - lr * dw)\n", "")),
-        ("You put lr * dw. Put w - lr * dw.", ("w - lr * dw", "lr * dw")),
-        ("The sign is wrong. Put w - lr * dw.", ("w - lr * dw", "w + lr * dw")),
-        (
-            "You take inputs from the wrong end. The input of the last layer comes first.",
-            ("inputs.pop(), dy)", "inputs.pop(0), dy)"),
-        ),
-        ("Pass the output to dy_of.", ("dy_of(inputs.pop())", "inputs.pop()")),
-        (
-            "You keep the gradients of all layers until the end. Use each immediately.",
-            (_INPUTS, "inputs, made = [x], {}"),
-            ("dw, dy =", "made[key], dy ="),
-            ("lr * dw", "lr * made[key]"),
-            ("del w, dw", "del w"),
-        ),
-        (
-            "Every layer gets the last layer's dy. Pass each layer's dy to the layer before it.",
-            ("dw, dy =", "dw, dx ="),
-            ("return dy", "return dx"),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 14.5: a commit
 
@@ -1128,95 +835,16 @@ def _require_found(when: str, disk: FailingDisk, *steps: tuple[int, dict[str, by
     require(found in steps, f"{when}: resume finds step {found[0]} with {shown}; {wanted}.")
 
 
-_SYNCED = '    disk.fsync("manifest.new")\n'
-_RENAMED = '    disk.rename("manifest.new", "manifest")\n'
-_WRITTEN = """    for key, data in values.items():
-        disk.write(files[key], data)
-        disk.fsync(files[key])
-"""
-_UNNAMED = 'name not in ("manifest", *files.values())'
-_TIDIED = f"    for name in disk.names():\n        if {_UNNAMED}:\n            disk.remove(name)"
-
-_COMMIT = Exercise(
-    id="14.5",
-    title="A commit that survives",
-    minutes=15,
-    difficulty=3,
-    hints=(
-        "Never overwrite or remove a file that the manifest names, until a new manifest has "
-        "replaced it. So write values to new files, and a new manifest beside the old one.",
-        "Five steps, in this order: write each value under a name of this step, and fsync it; "
-        "write the manifest as manifest.new; fsync it; rename it; only then remove the files that "
-        "the new manifest does not name.",
-        "files = {key: f'{key}.{step}' for key in values}. For each: disk.write(files[key], data); "
-        "disk.fsync(files[key]). disk.write('manifest.new', json.dumps({'step': step, 'files': "
-        "files}).encode()); disk.fsync('manifest.new'); disk.rename('manifest.new', 'manifest'). "
-        "At the end remove every name of disk.names() except the manifest and the files it "
-        "names.",
-    ),
-    reference=solution("14.5"),
-    check=_check_commit,
-    wrong_answers=mistakes(
-        "14.5",
-        ("You overwrite the last step's values. Give files new names.", ('f"{key}.{step}"', "key")),
-        (
-            "The manifest names files that do not exist yet. Write it last.",
-            (_WRITTEN, ""),
-            (_RENAMED, f"{_RENAMED}{_WRITTEN}"),
-        ),
-        (
-            "You remove old files while the old manifest still names them. Rename first.",
-            (_RENAMED, ""),
-            (_TIDIED, f"{_TIDIED}\n{_RENAMED}"),
-        ),
-        (
-            "The values are not on the disk yet when the manifest names them. fsync each.",
-            ("        disk.fsync(files[key])\n", ""),
-        ),
-        (
-            "The manifest has its name before its bytes are on the disk. Write it under another "
-            "name, fsync it, and then rename it.",
-            (_SYNCED, ""),
-        ),
-        (
-            "You fsync the manifest after the rename. A power failure in between halves it.",
-            (_SYNCED, ""),
-            (_RENAMED, f'{_RENAMED}    disk.fsync("manifest")\n'),
-        ),
-        (
-            "You overwrite the manifest in place. Write it to a new file, and rename that.",
-            (_RENAMED, ""),
-            ("manifest.new", "manifest"),
-        ),
-        (
-            "You remove the old manifest before the rename. rename replaces it in one operation.",
-            (_RENAMED, f'    if step > 1: disk.remove("manifest")\n{_RENAMED}'),
-        ),
-        ("Remove the files of earlier steps, or the disk fills up.", (_TIDIED, "")),
-        (
-            "You remove only the files of the last step. An earlier crash may have left others.",
-            (_UNNAMED, f'name.endswith(f".{{step - 1}}") and {_UNNAMED}'),
-        ),
-        (
-            "m7 of step 7 and m of step 77 get one file name. Separate key and step.",
-            ('f"{key}.{step}"', 'f"{key}{step}"'),
-        ),
-    ),
-)
-
-
 # ------------------------------------------------------------------ the bill
 
 
-def offloaded_to_the_disk(**plugs: Any) -> Trace:
-    """Day 11's step, with saved tensors, gradients and Lion's state on the disk."""
-    store = DiskStore()
-    stepping = partial(OffloadedOptimizer, store=store, sub_group=2**20, gradients=True)
-    around = {"around_forward": lambda device: offloaded_activations(store)}
-    return in_chunks(**around, stepping=stepping, **plugs)
-
-
 DAY = Day(
-    exercises=(_HOOKS, _AHEAD, _ADAM, _STREAM, _COMMIT),
+    exercises=(
+        checked("14.1", _check_hooks),
+        checked("14.2", _check_ahead),
+        checked("14.3", _check_adam, OffloadedAdam),
+        checked("14.4", _check_stream),
+        checked("14.5", _check_commit),
+    ),
     bill=Bill("day 14: state, gradients, activations on disk", offloaded_to_the_disk),
 )

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memlab.course.checks.day14 import offloaded_to_the_disk
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, distinct, require
+from memlab.course.bill_steps import offloaded_to_the_disk
+from memlab.course.exercises import Bill, Day, Wrong, distinct, require
 from memlab.course.properties import (
     limited_outside_of_tensors,
     require_none_wrong,
     rounding,
     unchanged,
 )
-from memlab.course.solutions import body, mistakes, solution
+from memlab.course.solutions import checked, solution
 from memlab.ema import (
     Profile,
     impulse_response,
@@ -103,52 +103,6 @@ def _number(call: str, value: Any) -> float:
         raise Wrong(f"{call} gave {_briefly(value)}; wanted a real number.")
     return number
 
-
-_ROOTS, _LIMIT = "np.roots([1, 7, 16 - inverse, 12 - inverse])", "12**-0.5"
-
-_EXPONENT = Exercise(
-    id="15.1",
-    title="Compute γ from σ",
-    minutes=10,
-    difficulty=2,
-    hints=(
-        "Multiply out σ²·(γ+2)²·(γ+3) = γ + 1 and divide both sides by σ². What are the "
-        "coefficients of γ³, γ² and γ, and the constant? Which γ has σ = 1/√12?",
-        "Divided by σ²: γ³ + 7γ² + (16 − 1/σ²)·γ + (12 − 1/σ²) = 0. Two of its three roots are "
-        "negative. At σ = 1/√12 the third root is 0, which is valid. A larger σ has no valid root: "
-        "raise a ValueError.",
-        "if not 0 < sigma <= 12**-0.5: raise ValueError('…'). inverse = sigma**-2; np.roots([1, 7, "
-        "16 - inverse, 12 - inverse]) gives an array of three roots. Which of them is γ, and how "
-        "do you turn it into a float?",
-    ),
-    reference=exponent,
-    check=_check_exponent,
-    rebuilds=_ELSEWHERE,
-    wrong_answers=mistakes(
-        "15.1",
-        (
-            "The formula has (γ+2) squared. Without the square, the γ for σ = 0.05 has a width of "
-            "0.0025.",
-            (_ROOTS, "np.roots([1, 5 - inverse, 6 - inverse])"),
-        ),
-        ("The cubic needs 1/σ². You used 1/σ.", ("sigma**-2", "1 / sigma")),
-        (
-            "You picked the smallest root. It is below −1, where the integral is infinite. Pick "
-            "the largest.",
-            (".real.max()", ".real.min()"),
-        ),
-        (
-            "Above 0.2887 no root is 0 or more: all are negative, or two are complex. Raise a "
-            "ValueError.",
-            (f"sigma <= {_LIMIT}", "sigma"),
-        ),
-        ("0.2887 is rounded up. The limit is 12**-0.5, slightly less.", (_LIMIT, "0.2887")),
-        (
-            "γ = 0 is valid: it weights all steps equally. Accept its width, 12**-0.5.",
-            (f"<= {_LIMIT}", f"< {_LIMIT}"),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 15.2: the average
 
@@ -244,92 +198,6 @@ def _check_owns_its_values(answer: Any) -> None:
     )
 
 
-_SHARE = "        share ="
-_SINCE = "(time - self.time) / time"
-_MOVED = "value.lerp_(weight.detach(), share)"
-_IN_PLACE = f"for value, weight in zip(self.values, weights, strict=True):\n            {_MOVED}"
-_ANEW = "self.values = [v + share * ({} - v) for v, w in zip(self.values, weights, strict=True)]"
-
-
-def _first_update(statement: str) -> tuple[str, str]:
-    """Return an edit that runs a statement in place of the first update."""
-    return _SHARE, f"        if not self.time: {statement}self.time = time; return\n{_SHARE}"
-
-
-_AVERAGE = Exercise(
-    id="15.2",
-    title="Update an average",
-    minutes=10,
-    difficulty=2,
-    hints=(
-        "Compute β from the two times, update each value in place, and set self.time. Which tensor "
-        "method computes v ← β·v + (1 − β)·w without a temporary tensor?",
-        "value.lerp_(weight, share) computes value + share · (weight − value) in place; share is "
-        "1 − β. Pass weight.detach(), or the average gets the weight's graph. Set self.time "
-        "after you have computed β.",
-        "share = 1 - (1 - (time - self.time) / time) ** (self.gamma + 1). for value, weight in "
-        "zip(self.values, weights): lerp value towards weight.detach() by share, in place. One "
-        "line is missing: it sets an attribute.",
-    ),
-    reference=Average,
-    check=_check_average,
-    wrong_answers=mistakes(
-        "15.2",
-        (
-            "You ignored Δ. After ten steps 1 − β is about ten times as large as after one; yours "
-            "is not, so the average gets too wide.",
-            (_SINCE, "1 / time"),
-        ),
-        (
-            "You counted updates instead of time. This is right only if they are evenly spaced.",
-            (_SINCE, "1 / self.count"),
-            (_SHARE, f"        self.count = getattr(self, 'count', 0) + 1\n{_SHARE}"),
-        ),
-        (
-            "t is the time of the update. With t + 1, the weights from before training count.",
-            (_SINCE, "(time - self.time) / (time + 1)"),
-        ),
-        (
-            "The exponent of β is γ + 1, from the integral of τ^γ.",
-            ("(self.gamma + 1)", "self.gamma"),
-        ),
-        (
-            "You swapped β and 1 − β. The average keeps β of itself.",
-            ("share = 1 - (1 -", "share = (1 -"),
-        ),
-        (
-            "The values never change. Update each of them in place, and set self.time after you "
-            "have computed β.",
-            (_SHARE, f"        self.time = time\n{_SHARE}"),
-        ),
-        (
-            "A method whose name ends in _ changes its tensor in place: here the model's weights.",
-            (_MOVED, "value.mul_(1 - share).add_(weight.detach().mul_(share))"),
-        ),
-        (
-            "self.time is still 0, so each update behaves like the first.",
-            ("self.time = time", "pass"),
-        ),
-        (
-            "The first update does nothing, so the random initial weights count.",
-            _first_update(""),
-        ),
-        (
-            "Each update allocates the averages again. Use lerp_, or mul_ and add_.",
-            (_IN_PLACE, _ANEW.format("w.detach()")),
-        ),
-        (
-            "After the first update the values are the model's own weights: detach() shares their "
-            "memory. Copy into the existing tensors.",
-            _first_update("self.values = [weight.detach() for weight in weights]; "),
-        ),
-        (
-            "The weights require gradients, so the average does too. Use weight.detach().",
-            (_IN_PLACE, _ANEW.format("w")),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 15.3: the least squares
 
 Solve = Callable[[Sequence[Profile], Profile], Any]
@@ -416,81 +284,6 @@ def _weights_of(
     )
     return weights
 
-
-_UP_TO, _SHARES = " if snapshot.t <= target.t", "weights[chosen] = x / x.sum()"
-_WITH_TARGET, _SOLVED = "[inner_product(p, target) for p in known]", "np.linalg.solve(overlaps, "
-
-_SOLVE = Exercise(
-    id="15.3",
-    title="Solve the least-squares problem",
-    minutes=15,
-    difficulty=3,
-    hints=(
-        "Which two profiles give row i, column j of A, and which two give entry i of b? Which "
-        "snapshots have a row at all? Does a snapshot at the target's own time have one?",
-        "chosen = [n for n, s in enumerate(snapshots) if s.t <= target.t]. Build A and b from "
-        "these with np.array, and call np.linalg.solve. Set coefficients = "
-        "np.zeros(len(snapshots)) and coefficients[chosen] = the solution, divided by its sum.",
-        "chosen = [n for n, s in enumerate(snapshots) if s.t <= target.t]. known = [snapshots[n] "
-        "for n in chosen]. a = np.array([[inner_product(p, q) for q in known] for p in known]). b "
-        "= np.array([inner_product(p, target) for p in known]). x = np.linalg.solve(a, b). "
-        "coefficients = np.zeros(len(snapshots)). Write x, divided by its sum, to the chosen "
-        "entries.",
-    ),
-    reference=solve,
-    check=_check_solve,
-    rebuilds=_ELSEWHERE,
-    wrong_answers=mistakes(
-        "15.3",
-        (
-            "The coefficients don't sum to 1, so a weight that never changed would get a different "
-            "value. Divide by their sum.",
-            ("x / x.sum()", "x"),
-        ),
-        (
-            "Snapshots after the target's time contain later weights. Leave them out.",
-            (_UP_TO, ""),
-        ),
-        (
-            "You solved with all snapshots and zeroed the later ones, but the other coefficients "
-            "depend on them. Choose first, then solve.",
-            (_UP_TO, ""),
-            (_SHARES, "x[[s.t > target.t for s in snapshots]] = 0; weights[:] = x / x.sum()"),
-        ),
-        (
-            "Your coefficients are at the front. Put each at the position of its snapshot.",
-            ("weights[chosen]", "weights[: len(chosen)]"),
-        ),
-        (
-            "Include the snapshot at the target's own time: t <= target.t.",
-            ("snapshot.t <= target.t", "snapshot.t < target.t"),
-        ),
-        (
-            "Adjacent profiles are nearly equal, and float32 loses their difference. Solve in "
-            "float64.",
-            ("known] for p in known])", "known] for p in known], np.float32)"),
-            (_WITH_TARGET, f"np.array({_WITH_TARGET}, np.float32)"),
-        ),
-        (
-            "An explicit inverse loses digits. Use np.linalg.solve.",
-            (_SOLVED, "np.linalg.inv(overlaps).dot("),
-        ),
-        (
-            "The ridge on A's diagonal changes the solution. Solve A·x = b as it is.",
-            (_SOLVED, "np.linalg.solve(overlaps + 1e-12 * np.eye(len(known)), "),
-        ),
-        (
-            "A cutoff for small singular values drops part of the solution. Use np.linalg.solve in "
-            "float64.",
-            (_SOLVED, "np.linalg.pinv(overlaps, rcond=1e-3).dot("),
-        ),
-        (
-            "You returned b, divided by its sum. The snapshots' profiles also have inner products "
-            "with each other: solve A·x = b.",
-            (_SOLVED, "np.array("),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 15.4: the synthesis
 
@@ -635,117 +428,6 @@ def _run(answer: Any, count: int) -> Callable[[], Any]:
     return lambda: answer(found, shares, _SIZES, lambda *written: None, _CHUNK_SIZE)
 
 
-_SNAPSHOT_BY_SNAPSHOT = """
-sums = [{name: torch.zeros(size) for name, size in sizes.items()} for _ in shares[0]]
-for snapshot, of_each in zip(snapshots, shares, strict=True):
-    for name, size in sizes.items():
-        for start in range(0, size, chunk_size):
-            stop = min(start + chunk_size, size)
-            part = snapshot.read(name, start, stop).float()
-            for total, share in zip(sums, of_each, strict=True):
-                total[name][start:stop].add_(part, alpha=share)
-for target, tensors in enumerate(sums):
-    for name, total in tensors.items():
-        write(target, name, 0, total)
-"""
-_TENSORS, _CHUNK_STARTS = "    for name, size", "range(0, size, chunk_size)"
-_SUMS = "            sums = torch.zeros(len(shares[0]), stop - start, dtype=torch.float32)"
-_READ, _ADDED = "snapshot.read(name, start, stop).float()", "total.add_(part, alpha=share)"
-_EACH = "for snapshot, of_each in zip(snapshots, shares, strict=True):\n" + " " * 16
-_NORMALISED = "shares = [[s / sum(c) for s, c in zip(row, zip(*shares))] for row in shares]"
-
-
-def _all_parts(part: str) -> tuple[str, str]:
-    """Return an edit that reads a chunk of every snapshot before it adds the first."""
-    listed = f"parts = [{part} for snapshot in snapshots]"
-    loop = "for part, of_each in zip(parts, shares, strict=True):\n" + " " * 16
-    return f"{_EACH}part = {_READ}", f"{listed}\n{' ' * 12}{loop}part = torch.as_tensor(part)"
-
-
-_SYNTHESIZE = Exercise(
-    id="15.4",
-    title="Synthesize with little memory",
-    minutes=15,
-    difficulty=3,
-    hints=(
-        "Which loop should be the outermost: snapshots, targets, or chunks? Which tensors stay in "
-        "memory from one iteration to the next?",
-        "For each tensor and each chunk, start one sum of zeros per target. Read each snapshot's "
-        "chunk once and add it to all sums, times its share. Then write the sums.",
-        "for name, size in sizes.items(): for start in range(0, size, chunk_size): stop = "
-        "min(start + chunk_size, size). sums = torch.zeros(len(shares[0]), stop - start). for "
-        "snapshot, of_each in zip(snapshots, shares): part = snapshot.read(name, start, "
-        "stop).float(). Add it to each sum, times its share. After the last snapshot, write each "
-        "sum to its target.",
-    ),
-    reference=synthesize,
-    check=_check_synthesize,
-    wrong_answers=mistakes(
-        "15.4",
-        (
-            "Your outer loop goes over snapshots, so whole sums stay in memory until the last "
-            "snapshot. Make tensors and chunks the outer loops.",
-            body("synthesize", _SNAPSHOT_BY_SNAPSHOT),
-        ),
-        (
-            "You write all chunks from one buffer. A writer may still need its elements later.",
-            (_SUMS, f"{' ' * 12}sums = buffer[:, : stop - start].zero_()"),
-            (_TENSORS, f"    buffer = torch.zeros(len(shares[0]), chunk_size)\n{_TENSORS}"),
-        ),
-        (
-            "You ignored `chunk_size`, so a large tensor is in memory as a whole.",
-            (_CHUNK_STARTS, "range(0, size, size)"),
-            ("start + chunk_size", "start + size"),
-        ),
-        (
-            "You read each snapshot again for each target. Add a chunk to all sums while it is in "
-            "memory.",
-            (f"part = {_READ}", "pass"),
-            (_ADDED, f"total.add_({_READ}, alpha=share)"),
-        ),
-        (
-            "The chunks of all snapshots are in memory at once, so memory grows with the number of "
-            "snapshots. Add one snapshot's chunk at a time.",
-            _all_parts(_READ),
-        ),
-        (
-            "Sums in float16 are rounded at each addition. Keep the sums in float32.",
-            (".float()", ""),
-            ("dtype=torch.float32", "dtype=torch.half"),
-            ("start, total)", "start, total.float())"),
-        ),
-        (
-            "share * part in float16 is rounded to float16 before it is added. Call .float() "
-            "first.",
-            (".float()", ""),
-            (_ADDED, "total += share * part"),
-        ),
-        (
-            "You skipped the last chunk of a tensor, which may be shorter than chunk_size. Use "
-            "range(0, size, chunk_size).",
-            (_CHUNK_STARTS, "range(0, size // chunk_size * chunk_size, chunk_size)"),
-        ),
-        (
-            "You ignored the shares. Multiply each snapshot by its own share.",
-            ("alpha=share", "alpha=1 / len(snapshots)"),
-        ),
-        (
-            "You divided the shares by their sum. Use them as they are.",
-            (_TENSORS, f"    {_NORMALISED}\n{_TENSORS}"),
-        ),
-        (
-            "Start each chunk's sum at zero. Yours still contains the previous chunk's sum.",
-            (_SUMS, "            sums = left[:, : stop - start]"),
-            (_TENSORS, f"    left = torch.zeros(len(shares[0]), chunk_size)\n{_TENSORS}"),
-        ),
-        (
-            "You keep chunks of all snapshots in lists or numpy arrays. Those use memory too, "
-            "although memlab.measure does not count them.",
-            _all_parts(_READ.replace("float()", "tolist()")),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 15.5: the snapshots to keep
 
 keep = solution("15.5")
@@ -802,55 +484,6 @@ def _require_as_even(call: str, kept: Sequence[float], times: Sequence[float], c
         )
 
 
-_KEPT = "[times[(n + 1) * len(times) // count - 1] for n in range(count)]"
-
-_KEEP = Exercise(
-    id="15.5",
-    title="Choose the snapshots to keep",
-    minutes=10,
-    difficulty=2,
-    hints=(
-        "A wide profile reaches back into the first third of training, so it needs snapshots from "
-        "that part. A target at the end needs the last snapshot.",
-        "Space the times evenly, and end at the last time. To keep every fifth of 100, take 5, 10, "
-        "… 100, not 1, 6, … 96.",
-        "Split the len(times) times into count groups of nearly equal size. Group n ends before "
-        "position (n + 1) * len(times) // count. Keep the last time of each group.",
-    ),
-    reference=keep,
-    check=_check_keep,
-    wrong_answers=mistakes(
-        "15.5",
-        (
-            "You kept the last times. Wide profiles reach back further: keep some times of every "
-            "part of training.",
-            (_KEPT, "times[-count:]"),
-        ),
-        (
-            "You kept the first of each group of adjacent times, so the last time is missing. Keep "
-            "the last of each group.",
-            (_KEPT, "times[:: len(times) // count][:count]"),
-        ),
-        (
-            "You kept the first times, and none from the end of training.",
-            (_KEPT, "times[:count]"),
-        ),
-        (
-            "You returned positions. Return the times at these positions.",
-            ("times[(n + 1) * len(times) // count - 1]", "(n + 1) * len(times) // count"),
-        ),
-        (
-            "Your times are dense at the end and sparse before. That suits narrow profiles only.",
-            (_KEPT, "ema.log_spaced(times, count)"),
-        ),
-        (
-            "If count does not divide the number of times, you return too many times, or not the "
-            "last. Use (n + 1) * len(times) // count - 1.",
-            (_KEPT, "times[len(times) // count - 1 :: len(times) // count]"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ the bill
 
 
@@ -860,6 +493,12 @@ def averages_on_the_disk() -> Trace:
 
 
 DAY = Day(
-    exercises=(_EXPONENT, _AVERAGE, _SOLVE, _SYNTHESIZE, _KEEP),
+    exercises=(
+        checked("15.1", _check_exponent, exponent, rebuilds=_ELSEWHERE),
+        checked("15.2", _check_average, Average),
+        checked("15.3", _check_solve, solve, rebuilds=_ELSEWHERE),
+        checked("15.4", _check_synthesize, synthesize),
+        checked("15.5", _check_keep, keep),
+    ),
     bill=Bill("day 15: two EMA averages on disk", averages_on_the_disk),
 )

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memlab.course.checks.day16 import everything_elsewhere
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, distinct, first_line, require
+from memlab.course.bill_steps import everything_elsewhere
+from memlab.course.exercises import Bill, Day, Wrong, distinct, first_line, require
 from memlab.course.properties import (
     MAGNITUDES,
     as_little_memory,
@@ -23,7 +23,7 @@ from memlab.course.properties import (
     same_gradients,
     unchanged,
 )
-from memlab.course.solutions import body, mistakes, solution
+from memlab.course.solutions import checked, solution
 from memlab.metering import measure
 from memlab.reference.adam8bit import dynamic_code
 from memlab.reference.nf4 import double_encode, encode, levels
@@ -60,81 +60,6 @@ def _check_levels(answer: Callable[[], Tensor]) -> str:
     require_none_wrong("levels()", got, wanted, ~((got - wanted).abs() <= allowed))
     return "16 levels from −1 to 1, right but for the last bits · zero is entry 7"
 
-
-_ENDS = "range(1, count + 1)"
-_QUANTILE = "NormalDist().inv_cdf(0.5 + step * i)"
-_SIDES = "[*(-q for q in quantiles(7)), 0.0, *quantiles(8)]"
-_SYMMETRIC = """
-found = torch.tensor([NormalDist().inv_cdf((i + 0.5) / 16) for i in range(16)])
-return found / found.max()
-"""
-
-_LEVELS = Exercise(
-    id="17.1",
-    title="Sixteen quantiles",
-    minutes=10,
-    difficulty=2,
-    hints=(
-        "Write a function of the number of parts, 8 or 7, and call it once for each side. A part "
-        "is (OUTERMOST - 0.5) / parts wide, and its upper end is 0.5 plus a multiple of its width.",
-        "NormalDist().inv_cdf(0.5 + step * i) for i in range(1, parts + 1) are the levels of one "
-        "side. The 7 of the other side get a minus sign. Don't forget 0.",
-        "found = torch.tensor(sorted([*(-q for q in quantiles(7)), 0.0, *quantiles(8)])). Divide "
-        "it by its largest element.",
-    ),
-    reference=levels,
-    check=_check_levels,
-    rebuilds=_LIBRARIES,
-    wrong_answers=mistakes(
-        "17.1",
-        (
-            "These levels are evenly spaced. Quantiles are dense near zero, like the weights.",
-            body("levels", "return torch.linspace(-1, 1, 16)"),
-        ),
-        (
-            "Eight levels on both sides and 0 are 17. Below zero there are 7.",
-            ("quantiles(7)", "quantiles(8)"),
-        ),
-        ("Zero is a level, too: 7 + 1 + 8.", ("0.0, *quantiles(8)", "*quantiles(8)")),
-        (
-            "You swapped the sides: 8 levels are above zero and 7 below.",
-            (_SIDES, "[*(-q for q in quantiles(8)), 0.0, *quantiles(7)]"),
-        ),
-        ("Divide by the largest level, so that it becomes 1.", (" / found.max()", "")),
-        (
-            "Take the quantiles at the upper ends of the parts. The first part starts at 0.5, "
-            "whose quantile is 0, so 0 is repeated.",
-            (_ENDS, "range(count)"),
-        ),
-        (
-            "You cut one part too few on each side and included 0.5, whose quantile is 0. Cut 8 "
-            "and 7 parts, and use their upper ends.",
-            (_QUANTILE, "NormalDist().inv_cdf(0.5 + (OUTERMOST - 0.5) / (count - 1) * i)"),
-            (_ENDS, "range(count)"),
-        ),
-        (
-            "Take the quantiles at the upper ends of the parts, not at their middles.",
-            ("step * i", "step * (i - 0.5)"),
-        ),
-        (
-            "Space the probabilities evenly, not the levels. Then take their quantiles.",
-            (_QUANTILE, "NormalDist().inv_cdf(OUTERMOST) * i / count"),
-        ),
-        (
-            "16 quantiles of equal parts don't include 0. Cut each side into its own parts.",
-            body("levels", _SYMMETRIC),
-        ),
-        (
-            "inv_cdf goes from a probability to a level. cdf goes the other way.",
-            ("inv_cdf", "cdf"),
-        ),
-        (
-            "These levels are float64. Return float32.",
-            (" / found.max()", ".double() / found.max()"),
-        ),
-        ("Return the levels in ascending order.", ("sorted(", "list(")),
-    ),
-)
 
 # ------------------------------------------------------------------ 17.2: encode and pack
 
@@ -251,101 +176,6 @@ def _require_nearest_level(call: str, weight: Tensor, codes: Tensor) -> None:
     )
 
 
-_ABSMAX = "blocks.abs().amax(1)"
-_SPLIT = "first, second = codes.view(-1, 2).unbind(1)"
-_PACKED = "first << 4 | second"
-_NEAREST = "torch.bucketize(fractions, (table[:-1] + table[1:]) / 2)"
-
-_ENCODE = Exercise(
-    id="17.2",
-    title="Four bits",
-    minutes=15,
-    difficulty=3,
-    hints=(
-        "Make blocks: weight.flatten().float().view(-1, 64). Each row has an absmax. What happens "
-        "to a row of zeros when you divide?",
-        "The nearest level changes halfway between two levels. torch.bucketize(fractions, "
-        "thresholds) counts the thresholds below each fraction, and that count is the code.",
-        "table = levels(); codes = torch.bucketize(fractions, (table[:-1] + table[1:]) / 2)"
-        ".to(torch.uint8); first, second = codes.view(-1, 2).unbind(1). A byte is first << 4 | "
-        "second.",
-    ),
-    reference=encode,
-    check=_check_encode,
-    rebuilds=_LIBRARIES,
-    wrong_answers=mistakes(
-        "17.2",
-        (
-            "You used one absmax for the whole weight. Each block of 64 needs its own.",
-            (_ABSMAX, "blocks.abs().amax().expand(len(blocks)).clone()"),
-        ),
-        (
-            "This is the largest w, not the largest |w|. An absmax is never negative.",
-            (_ABSMAX, "blocks.amax(1)"),
-        ),
-        (
-            "In a block of zeros, w / absmax is 0 / 0 = NaN, which gets code 15.",
-            ("absmax.where(absmax > 0, 1)", "absmax"),
-        ),
-        (
-            "You changed the divisor of a block of tiny weights. Replace only a divisor of 0.",
-            ("absmax.where(absmax > 0, 1)", "absmax.clamp(1e-8)"),
-        ),
-        (
-            "You swapped the two codes of a byte. The first is in the upper four bits.",
-            (_PACKED, "second << 4 | first"),
-        ),
-        (
-            "+ binds more tightly than <<. Write (first << 4) + second, or first << 4 | second.",
-            (_PACKED, "first << 4 + second"),
-        ),
-        (
-            "A byte holds two neighboring codes, as in codes.view(-1, 2). You paired codes from "
-            "the two halves of the tensor.",
-            (_SPLIT, "first, second = codes.flatten().chunk(2)"),
-        ),
-        (
-            "Each code uses a byte. Pack two codes into one byte: first << 4 | second.",
-            (_PACKED, "codes.flatten()"),
-        ),
-        (
-            "This is the level below, not the nearest. Compare with the thresholds halfway between "
-            "two levels.",
-            (_NEAREST, "(torch.bucketize(fractions, table, right=True) - 1)"),
-        ),
-        (
-            "bucketize(fractions, table) gives the level above. For the nearest, pass thresholds "
-            "halfway between two levels.",
-            (_NEAREST, "torch.bucketize(fractions, table)"),
-        ),
-        (
-            "These codes assume evenly spaced levels. Find the nearest level.",
-            (_NEAREST, "((fractions + 1) * 7.5).round()"),
-        ),
-        (
-            "Levels are from −1 to 1. Divide by the absmax before you find the nearest level.",
-            ("blocks / absmax.where(absmax > 0, 1).view(-1, 1)", "blocks"),
-        ),
-        (
-            "You lost the signs. Use |w| only for the absmax.",
-            ("blocks / absmax", "blocks.abs() / absmax"),
-        ),
-        (
-            "You computed the fractions in bfloat16. Cast the weight to float32 first.",
-            (".flatten().float()", ".flatten()"),
-            ("return", "absmax = absmax.float()\n    return"),
-        ),
-        (
-            "A block is 64 neighbors: a row of view(-1, 64), not a column of view(64, -1).",
-            (".view(-1, BLOCK)", ".view(BLOCK, -1).T.contiguous()"),
-        ),
-        (
-            "You stored the distances of each weight to all 16 levels. Use torch.bucketize.",
-            (_NEAREST, "(fractions.unsqueeze(-1) - table).abs().argmin(-1)"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 17.3: double quantization
 
 DoubleEncode = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -451,101 +281,6 @@ def _require_double(
         f"{lost[:1].sum()}.",
     )
 
-
-_CENTERED = "torch.nn.functional.pad(absmax - mean, (0, -len(absmax) % 256)).view(-1, 256)"
-_PADDED_FIRST = "(torch.nn.functional.pad(absmax, (0, -len(absmax) % 256)) - mean).view(-1, 256)"
-_SCALES = "centered.abs().amax(1)"
-_NEAREST_ENTRY = "torch.bucketize(fractions, (codebook[:-1] + codebook[1:]) / 2)"
-
-_DOUBLE = Exercise(
-    id="17.3",
-    title="Double quantization",
-    minutes=10,
-    difficulty=2,
-    hints=(
-        "This is Exercise 17.2 with blocks of 256, another table and no packing. The last block "
-        "may be short: F.pad(x, (0, missing)) appends zeros. What must you subtract first?",
-        "centered = F.pad(absmax - mean, (0, -len(absmax) % 256)).view(-1, 256). Divide each row "
-        "by its largest absolute value, or by 1 if that value is 0.",
-        "Each row of centered is a block, and its largest absolute value is the block's scale. "
-        "torch.bucketize finds the codes as in 17.2, with the thresholds between the entries of "
-        "the codebook. Which result still has the padding, and what does a slice of it keep "
-        "alive?",
-    ),
-    reference=double_encode,
-    check=_check_double_encode,
-    rebuilds=_LIBRARIES,
-    wrong_answers=mistakes(
-        "17.3",
-        (
-            "Subtract the mean. All values are positive, so otherwise half of the signed codebook "
-            "is unused.",
-            ("absmax - mean", "absmax"),
-        ),
-        (
-            "Pad after subtracting the mean. Zeros appended before become −mean, which may be the "
-            "largest absolute value of the last block.",
-            (_CENTERED, _PADDED_FIRST),
-        ),
-        (
-            "You used one scale for all values. Each block of 256 needs its own.",
-            (_SCALES, "centered.abs().amax().expand(len(centered)).clone()"),
-        ),
-        (
-            "Values below the mean are negative. A scale is the largest absolute value.",
-            (_SCALES, "centered.amax(1)"),
-        ),
-        (
-            "You computed the scale before subtracting the mean. Compute it from absmax − mean.",
-            (_SCALES, "(centered + mean).amax(1)"),
-        ),
-        (
-            "These codes assume evenly spaced entries. Find the nearest entry of the codebook.",
-            (_NEAREST_ENTRY, "((fractions * 127).round() + 127)"),
-        ),
-        (
-            "The last block may be short. Pad it, and remove the padding at the end.",
-            (_CENTERED, "(absmax - mean).view(-1, 256)"),
-        ),
-        (
-            "You did not remove the padding. Return as many codes as there are absmax values.",
-            ("codes.flatten()[: len(absmax)].clone()", "codes.flatten()"),
-        ),
-        (
-            "The codes are a slice of the padded tensor.",
-            ("[: len(absmax)].clone()", "[: len(absmax)]"),
-        ),
-        (
-            "If all values are equal, you divide 0 by 0. The result NaN gets code 255.",
-            ("scales.where(scales > 0, 1)", "scales"),
-        ),
-        (
-            "This is the entry below, not the nearest. Compare with the thresholds halfway between "
-            "two entries.",
-            (_NEAREST_ENTRY, "(torch.bucketize(fractions, codebook, right=True) - 1).clamp(min=0)"),
-        ),
-        (
-            "Divide by the block's scale before you find the nearest entry.",
-            ("centered / scales.where(scales > 0, 1).view(-1, 1)", "centered"),
-        ),
-        (
-            "Return the mean as a tensor. .item() waits for the GPU and copies to the host.",
-            ("scales, mean", "scales, mean.item()"),
-        ),
-        (
-            "You changed the scale of a block of tiny values. Replace only a divisor of 0.",
-            ("scales.where(scales > 0, 1)", "scales.clamp(1e-8)"),
-        ),
-        (
-            "The code of zero depends on the codebook. It is 127 in one of them only.",
-            (_NEAREST_ENTRY, f"torch.where(fractions == 0, 127, {_NEAREST_ENTRY})"),
-        ),
-        (
-            "This is the median. Subtract the mean.",
-            ("absmax.mean()", "absmax.median()"),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 17.4: decode, multiply, discard
 
@@ -669,80 +404,6 @@ def _check_bytes(answer: MatmulFunction) -> str:
     )
 
 
-_FORWARD = "x @ decode(codes, absmax).view(out_features, -1).to(x.dtype).T"
-_KEPT = "ctx.weight = codes, absmax"
-
-_MATMUL = Exercise(
-    id="17.4",
-    title="Decode, multiply, discard",
-    minutes=15,
-    difficulty=3,
-    hints=(
-        "forward: store codes and absmax on ctx, decode, and multiply. backward: decode again. "
-        "The gradient with respect to x is gradient · W. How many values does backward return?",
-        "decode gives float32 of shape (n,). .view(out_features, -1) makes it W, .to(x.dtype) "
-        "casts it. In backward, out_features is gradient.shape[-1].",
-        "forward: ctx.weight = codes, absmax; W is decode(codes, absmax).view(out_features, "
-        "-1).to(x.dtype). backward: decode(*ctx.weight) again, with gradient.shape[-1] rows. "
-        "Which of the two matmuls transposes W, and how many None does backward return?",
-    ),
-    reference=matmul,
-    check=_check_matmul,
-    rebuilds=_LIBRARIES,
-    wrong_answers=mistakes(
-        "17.4",
-        (
-            "The decoded weight stays in memory until backward. Keep the codes and decode again.",
-            (_KEPT, "ctx.weight = decode(codes, absmax)"),
-            ("decode(*ctx.weight)", "ctx.weight"),
-        ),
-        (
-            "The decoded weight is a saved tensor, as it is without a Function. Write a Function "
-            "that saves only codes and absmax.",
-            body(
-                "matmul",
-                "return x @ decode(codes, absmax).view(out_features, -1).to(x.dtype).T",
-            ),
-        ),
-        (
-            "x is (..., in) and W is (out, in): multiply by Wᵀ.",
-            (".view(out_features, -1).to(x.dtype).T", ".view(out_features, -1).to(x.dtype)"),
-        ),
-        (
-            "The gradient with respect to x is gradient · W, without a transpose.",
-            ("weight.to(gradient.dtype)", "weight.to(gradient.dtype).T"),
-        ),
-        (
-            "Every layer's input stays in memory until backward. Save only codes and absmax.",
-            (_KEPT, f"{_KEPT}\n        ctx.save_for_backward(x)"),
-        ),
-        (
-            "The weight is frozen, but the layers below still need the gradient of x.",
-            ("gradient @ weight.to(gradient.dtype), None", "None, None"),
-        ),
-        (
-            "Codes are stored row by row: use .view(out_features, -1) and then .T.",
-            (".view(out_features, -1).to(x.dtype).T", ".view(-1, out_features).to(x.dtype)"),
-        ),
-        (
-            "In backward, W is also (out, in): use .view(gradient.shape[-1], -1).",
-            (".view(gradient.shape[-1], -1)", ".view(-1, gradient.shape[-1]).T"),
-        ),
-        (
-            "The result is float32. Cast the decoded weight to the dtype of x.",
-            (_FORWARD, "x.float() @ decode(codes, absmax).view(out_features, -1).T"),
-        ),
-        (
-            "You changed the incoming gradient in place. Work on a new tensor.",
-            ("return gradient @", "return gradient.nan_to_num_() @"),
-        ),
-        (
-            "All layers share Matmul.weight. Store the tensors of a call on ctx.",
-            ("ctx.weight", "Matmul.weight"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 17.5: fixed memory
 
 Held = Callable[[Sequence[tuple[int, int]], int, int, bool], dict[str, int]]
@@ -775,108 +436,17 @@ def _units(shapes: Sequence[tuple[int, int]], others: int) -> dict[str, dict[str
     return {"codes": {}, "others": of_others, "adapters": {}, "training": each}
 
 
-_CODES = "-(-rows * columns // 2)"
-_SCALES_BYTES = "4 * -(-blocks // 256)"
-_TOGETHER = """
-weights = sum(rows * columns for rows, columns in shapes)
-blocks = -(-weights // 64)
-adapters = sum(rank * (rows + columns) for rows, columns in shapes)
-return {
-    "codes": -(-weights // 2) + blocks + 4 * -(-blocks // 256) + 4 * len(shapes),
-    "others": others * (4 if prepared else 2),
-    "adapters": 4 * adapters,
-    "training": 12 * adapters,
-}
-"""
-
-_HELD = Exercise(
-    id="17.5",
-    title="Fixed memory",
-    minutes=10,
-    difficulty=2,
-    hints=(
-        "Loop over the matrices and sum two values: the bytes of their codes, and the number of "
-        "adapter weights. -(-a // b) rounds a / b up.",
-        "A matrix of n weights has ⌈n/2⌉ bytes of codes, ⌈n/64⌉ blocks with a byte each, 4 bytes "
-        "per 256 blocks, and 4 for the mean. Its adapters have rank · (in + out) weights.",
-        'blocks = -(-n // 64); codes += -(-n // 2) + blocks + 4 * -(-blocks // 256) + 4. "others": '
-        'others * (4 if prepared else 2). "adapters": 4 bytes each; "training": a gradient and two '
-        "moments, 12.",
-    ),
-    reference=held,
-    check=_check_held,
-    rebuilds=("memlab.quantize.nf4_bytes", "memlab.planner"),
-    wrong_answers=mistakes(
-        "17.5",
-        (
-            "Double quantization stores an absmax in one byte, not in four.",
-            (" + blocks + ", " + 4 * blocks + "),
-        ),
-        (
-            "You counted float32 absmax values. Double quantization stores a byte per absmax, a "
-            "scale per 256 of them, and a mean.",
-            (f"blocks + {_SCALES_BYTES} + 4", "4 * blocks"),
-        ),
-        (
-            "Round up: the last block may be short.",
-            ("blocks = -(-rows * columns // 64)", "blocks = rows * columns // 64"),
-            (_CODES, "rows * columns // 2"),
-            ("-(-blocks // 256)", "(blocks // 256)"),
-        ),
-        ("Two codes share a byte.", (_CODES, "rows * columns")),
-        ("Each matrix also has a mean: 4 bytes.", (f"{_SCALES_BYTES} + 4", _SCALES_BYTES)),
-        ("You forgot the scales: 4 bytes per 256 blocks.", (f" + {_SCALES_BYTES}", "")),
-        (
-            "A scale belongs to 256 absmax values, not to 256 weights.",
-            (_SCALES_BYTES, "4 * -(-rows * columns // 256)"),
-        ),
-        (
-            "Blocks don't span two matrices. Round up for each matrix.",
-            body("held", _TOGETHER),
-        ),
-        (
-            "Prepared weights are cast to float32: 4 bytes per unquantized weight.",
-            ("4 if prepared else 2", "2"),
-        ),
-        (
-            "Unquantized weights are float32 only if prepared. Otherwise they are bfloat16.",
-            ("4 if prepared else 2", "4"),
-        ),
-        (
-            "The adapters are low-rank: A has rank · in weights and B has out · rank.",
-            ("rank * (rows + columns)", "rank * rows * columns"),
-        ),
-        (
-            "You counted only one factor. A is (rank, in) and B is (out, rank).",
-            ("rank * (rows + columns)", "rank * columns"),
-        ),
-        (
-            "You forgot the gradients. Each adapter weight has a gradient and two moments.",
-            ("12 * adapters", "8 * adapters"),
-        ),
-        (
-            "You counted the adapters themselves twice.",
-            ("12 * adapters", "16 * adapters"),
-        ),
-        (
-            "Adapter weights are float32: 4 bytes, whatever the dtype of the other weights.",
-            ("4 * adapters", "(4 if prepared else 2) * adapters"),
-        ),
-        (
-            "Adapter weights, gradients and moments are float32: 4 + 12 bytes per weight.",
-            ("4 * adapters", "2 * adapters"),
-            ("12 * adapters", "6 * adapters"),
-        ),
-        (
-            "The unquantized weights are frozen. They have no gradient and no moments.",
-            ("12 * adapters", "12 * (adapters + others)"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ the bill
 
 DAY = Day(
-    exercises=(_LEVELS, _ENCODE, _DOUBLE, _MATMUL, _HELD),
+    exercises=(
+        checked("17.1", _check_levels, levels, rebuilds=_LIBRARIES),
+        checked("17.2", _check_encode, encode, rebuilds=_LIBRARIES),
+        checked("17.3", _check_double_encode, double_encode, rebuilds=_LIBRARIES),
+        checked("17.4", _check_matmul, matmul, rebuilds=_LIBRARIES),
+        checked(
+            "17.5", _check_held, held, rebuilds=("memlab.quantize.nf4_bytes", "memlab.planner")
+        ),
+    ),
     bill=Bill("day 17: no frozen weights for NF4, unchanged", everything_elsewhere),
 )

@@ -11,11 +11,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memlab.checkpointing.operations import Operations
-from memlab.course.checks.day16 import everything_elsewhere
-from memlab.course.exercises import Bill, Day, Exercise, equal, require
+from memlab.course.bill_steps import everything_elsewhere
+from memlab.course.exercises import Bill, Day, equal, require
 from memlab.course.peers import EchoPeer, Peer, Stuck, counted, in_turns
 from memlab.course.properties import as_little_memory, same_values
-from memlab.course.solutions import body, mistakes, solution
+from memlab.course.solutions import checked, solution
 from memlab.reference.pipeline import one_forward_one_backward
 
 _LIBRARIES = ("memlab.reference", "memlab.planner", "torch.distributed")
@@ -142,96 +142,6 @@ def _shapes(shapes: list[tuple[int, ...]]) -> str:
     return f"{counted(len(shapes), 'tensor')} of {', '.join(map(str, dict.fromkeys(shapes)))}"
 
 
-_F = "x = Conjugates.apply(x, identity, all_reduce)  # f"
-_G = "return Conjugates.apply(term, all_reduce, identity)  # g"
-
-_MLP = Exercise(
-    id="18.1",
-    title="A tensor-parallel MLP",
-    minutes=14,
-    difficulty=3,
-    hints=(
-        "Keep in_backward as an attribute of ctx. forward has three arguments besides ctx, so "
-        "backward returns three results: the gradient of x, and None for each function.",
-        "Apply f to x: identity in forward, all_reduce in backward. Apply g to this rank's term: "
-        "all_reduce in forward, identity in backward.",
-        "Conjugates: forward stores ctx.in_backward and returns in_forward(x); backward returns "
-        "ctx.in_backward(gradient), None, None. The MLP has three lines: Conjugates.apply, mlp, "
-        "and Conjugates.apply again. In which order does each apply get identity and all_reduce?",
-    ),
-    reference=solution("18.1"),
-    check=_check_mlp,
-    rebuilds=_LIBRARIES,
-    wrong_answers=mistakes(
-        "18.1",
-        (
-            "Both all-reduces are missing. Y is the sum of all ranks' terms, and the gradient of x "
-            "is also a sum over ranks.",
-            (_F, ""),
-            (_G, "return term"),
-        ),
-        (
-            "g all-reduces in both passes. Every rank already has the whole gradient of Y; summing "
-            "it over ranks makes it R times too large.",
-            (_G, "return Conjugates.apply(term, all_reduce, all_reduce)"),
-        ),
-        (
-            "f is missing: each rank's gradient of x comes from its own weights only. All-reduce "
-            "it in backward.",
-            (_F, ""),
-        ),
-        (
-            "f all-reduces in both passes. x is already whole on every rank: use identity in "
-            "forward.",
-            (_F, "x = Conjugates.apply(x, all_reduce, all_reduce)"),
-        ),
-        (
-            "f and g are swapped. In forward, f is the identity and g all-reduces.",
-            (_F, "x = Conjugates.apply(x, all_reduce, identity)"),
-            (_G, "return Conjugates.apply(term, identity, all_reduce)"),
-        ),
-        (
-            "g is missing: this is one rank's term of Y. All-reduce the terms in forward.",
-            (_G, "return term"),
-        ),
-        (
-            "Autograd loses the graph at an all-reduce outside a Function. Use Conjugates for g.",
-            (_G, "return all_reduce(term)"),
-        ),
-        (
-            "A copy of x is kept for backward. Keep in_backward only.",
-            ("ctx.in_backward = in_backward", "ctx.in_backward, ctx.x = in_backward, x.clone()"),
-        ),
-        (
-            "The incoming gradient is changed in place. Return a new tensor.",
-            ("ctx.in_backward(gradient)", "ctx.in_backward(gradient.nan_to_num_())"),
-        ),
-        (
-            "This is the mean of the terms. Y is their sum.",
-            (_G, "return Conjugates.apply(term, all_reduce, identity) / 2"),
-        ),
-        (
-            "The all-reduce is between the matmuls. There, each rank has different elements. "
-            "All-reduce after the second matmul.",
-            (
-                "term = mlp(x, up, down)",
-                "rows = Conjugates.apply(x @ up.T, all_reduce, identity)\n"
-                "    term = F.gelu(rows) @ down.T",
-            ),
-            (_G, "return term"),
-        ),
-        (
-            "f is applied to the intermediate elements, which differ between ranks. Apply it to x.",
-            (_F, ""),
-            (
-                "term = mlp(x, up, down)",
-                "rows = Conjugates.apply(x @ up.T, identity, all_reduce)\n"
-                "    term = F.gelu(rows) @ down.T",
-            ),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 18.2: saved elements
 
 BLOCKS = (  # tokens, hidden, heads, intermediate, ranks, sequence
@@ -267,76 +177,6 @@ def _check_saved(answer: Any) -> str:
         equal(call, answer(*given), _wanted_elements(*given), "elements")
     return f"{len(BLOCKS)} blocks on 1 to 8 ranks: exact numbers of elements"
 
-
-_WHOLE = "whole = 2 * (2 * hidden + 1) + 2 * hidden  # norms, residual stream"
-_DIVIDED = "divided = 4 * hidden + heads + 2 * intermediate  # attention, MLP"
-_BY_TOKENS = "return tokens * (whole + divided) // ranks"
-_BY_ELEMENTS = "return tokens * (whole + divided // ranks)"
-
-_SAVED = Exercise(
-    id="18.2",
-    title="Saved elements of a block",
-    minutes=8,
-    difficulty=2,
-    hints=(
-        "The table's first two rows (norms, residual stream) are divided only with sequence "
-        "parallelism. The last two rows (attention, MLP) are always divided.",
-        "Per token, whole = 2 · (2C + 1) + 2C, and divided = 4C + H + 2I. Without sequence "
-        "parallelism, divide only 4C + H + 2I by the number of ranks.",
-        "Without sequence parallelism: tokens * (whole + divided // ranks). With it, a rank has "
-        "tokens / ranks rows of the norms and of the residual stream. What do you divide then?",
-    ),
-    reference=solution("18.2"),
-    check=_check_saved,
-    wrong_answers=mistakes(
-        "18.2",
-        (
-            "Without sequence parallelism, norms and the residual stream are whole on every rank.",
-            (_BY_ELEMENTS, "return tokens * (whole + divided) // ranks"),
-        ),
-        (
-            "With sequence parallelism, norms and the residual stream are divided, too.",
-            (_BY_TOKENS, _BY_ELEMENTS),
-        ),
-        (
-            "Sequence parallelism divides only the norms here. Divide the residual stream, too.",
-            (
-                _BY_TOKENS,
-                "return tokens * (whole - 2 * hidden + divided) // ranks + 2 * hidden * tokens",
-            ),
-        ),
-        (
-            "Only one norm is counted. A block has two.",
-            ("2 * (2 * hidden + 1) + 2 * hidden", "4 * hidden + 1"),
-        ),
-        (
-            "1/RMS is missing: one element per norm and token.",
-            ("2 * (2 * hidden + 1)", "2 * (2 * hidden)"),
-        ),
-        (
-            "The log-sum-exp is missing: one element per head and token.",
-            ("4 * hidden + heads", "4 * hidden"),
-        ),
-        (
-            "The residual stream is counted once. It is saved after attention and after the MLP.",
-            ("+ 2 * hidden  # norms", "+ hidden  # norms"),
-        ),
-        (
-            "Only one tensor of the MLP is counted. It saves two: before and after gelu.",
-            ("+ 2 * intermediate", "+ intermediate"),
-        ),
-        (
-            "Attention counts only 3C. It saves queries, keys, values and the output: 4C.",
-            ("4 * hidden", "3 * hidden"),
-        ),
-        (
-            "This is a float. Wanted an integer: divide with //.",
-            (_BY_TOKENS, "return tokens * (whole + divided) / ranks"),
-            (_BY_ELEMENTS, "return tokens * (whole + divided / ranks)"),
-        ),
-        ("These are bytes. Wanted elements.", (_WHOLE, f"{_WHOLE}\n    tokens *= 4")),
-    ),
-)
 
 # ------------------------------------------------------------------ 18.3: gather tokens
 
@@ -465,90 +305,6 @@ def _calls(calls: list[str]) -> str:
     return " and ".join(sorted(calls)) if calls else "no collective"
 
 
-_SAVE = "ctx.save_for_backward(x, weight)"
-_PRODUCT = "return all_gather(x) @ weight.T  # (T, out/R)"
-_OF_WEIGHT = "weight_grad = gradient.T @ all_gather(x)"
-_SCATTERED = "return reduce_scatter(gradient @ weight), weight_grad, None, None"
-_KEPT = (
-    (_SAVE, "whole = all_gather(x)\n        ctx.save_for_backward(whole, weight)"),
-    (_PRODUCT, "return whole @ weight.T"),
-    (_OF_WEIGHT, "weight_grad = gradient.T @ x"),
-)
-
-_GATHER = Exercise(
-    id="18.3",
-    title="Gather tokens, save the shard",
-    minutes=14,
-    difficulty=3,
-    hints=(
-        "In forward, save x, which has this rank's tokens only. all_gather and reduce_scatter are "
-        "functions: keep them as an attribute of ctx.",
-        "The gradient of the weight needs all tokens, so gather x again. gradient @ weight is one "
-        "rank's term of every token's gradient, so reduce_scatter it.",
-        "Forward: ctx.save_for_backward(x, weight); ctx.collectives = all_gather, reduce_scatter. "
-        "Backward: gradient @ weight has all tokens, and gradient.T @ all_gather(x) has this "
-        "rank's rows. Which of the two goes through reduce_scatter, and how many None follow?",
-    ),
-    reference=solution("18.3"),
-    check=_check_gather,
-    rebuilds=_LIBRARIES,
-    wrong_answers=mistakes(
-        "18.3",
-        (
-            "The gathered tokens are saved. Save x, and gather again in backward.",
-            *_KEPT,
-        ),
-        (
-            "The gathered tokens stay alive as an attribute of ctx. Gather again in backward.",
-            (_SAVE, f"{_SAVE}\n        ctx.whole = all_gather(x)"),
-            (_PRODUCT, "return ctx.whole @ weight.T"),
-            (_OF_WEIGHT, "weight_grad = gradient.T @ ctx.whole"),
-        ),
-        (
-            "A copy of x is kept beside x. Save x itself.",
-            (_SAVE, f"{_SAVE}\n        ctx.tokens = x.clone()"),
-        ),
-        (
-            "The gradient of x has all tokens. Wanted this rank's tokens only: reduce_scatter it.",
-            (_SCATTERED, "return gradient @ weight, weight_grad, None, None"),
-        ),
-        (
-            "The gradient of x has this rank's term only. Sum it over ranks with reduce_scatter.",
-            (
-                _SCATTERED,
-                "rows = len(x)\n"
-                "        own = [gradient[n : n + rows] for n in range(0, len(gradient), rows)]\n"
-                "        return own[0] @ weight, weight_grad, None, None",
-            ),
-        ),
-        (
-            "The weight's gradient is summed over ranks. Each rank has its own rows of the weight.",
-            (
-                _SCATTERED,
-                "copies = [weight_grad] * (len(gradient) // len(x))\n"
-                "        weight_grad = reduce_scatter(torch.cat(copies))\n"
-                f"        {_SCATTERED}",
-            ),
-        ),
-        (
-            "The tokens are not gathered in forward.",
-            (_PRODUCT, "return x @ weight.T"),
-        ),
-        (
-            "No gradient reaches x, because autograd cannot differentiate all_gather. Use "
-            "GatherLinear, whose backward returns the gradient of x.",
-            body(
-                "gather_linear",
-                "return all_gather(x) @ weight.T",
-            ),
-        ),
-        (
-            "Backward gathers x twice. Gather it once.",
-            (_OF_WEIGHT, "all_gather(x)\n        weight_grad = gradient.T @ all_gather(x)"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 18.4: the order of a stage
 
 PIPELINES = ((1, 1), (1, 3), (2, 2), (3, 4), (4, 8), (4, 2), (3, 1), (8, 32))  # stages, m
@@ -599,77 +355,6 @@ def _in_flight(order: list[tuple[str, int]]) -> int:
     signs = [1 if kind == "forward" else -1 for kind, _ in order]
     return max(sum(signs[:n]) for n in range(len(order) + 1))
 
-
-_WARM_UP = "warm_up = min(stages - 1 - stage, micro_batches)"
-_STEADY = 'order += [("forward", n), ("backward", n - warm_up)]'
-_REST = 'return order + [("backward", n) for n in range(micro_batches - warm_up, micro_batches)]'
-
-_ORDER = Exercise(
-    id="18.4",
-    title="The order of a stage",
-    minutes=12,
-    difficulty=2,
-    hints=(
-        "Three parts: the warm-up of forward passes, pairs of a forward and a backward pass, and "
-        "the remaining backward passes. The last stage has no warm-up.",
-        "With w = min(p − 1 − stage, m): F0 to F(w − 1); then for n from w to m − 1 the pair F(n), "
-        "B(n − w); then B(m − w) to B(m − 1).",
-        'warm_up = min(stages - 1 - stage, micro_batches); order = [("forward", n) for n in '
-        'range(warm_up)]; for n in range(warm_up, micro_batches): order += [("forward", n), '
-        '("backward", n - warm_up)]; and the rest of the backward passes.',
-    ),
-    reference=solution("18.4"),
-    check=_check_order,
-    rebuilds=("memlab.reference",),
-    wrong_answers=mistakes(
-        "18.4",
-        (
-            "This is GPipe: all forward passes before the first backward pass.",
-            body(
-                "one_forward_one_backward",
-                'kinds = ("forward", "backward")\n'
-                "return [(kind, n) for kind in kinds for n in range(micro_batches)]",
-            ),
-        ),
-        (
-            "The warm-up is missing. Without it, only one micro-batch is in flight, and the stages "
-            "work in turn.",
-            (_WARM_UP, "warm_up = 0"),
-        ),
-        (
-            "The warm-up has one forward pass too many. Wanted p − 1 − stage, because each pair "
-            "begins with another forward pass.",
-            (_WARM_UP, "warm_up = min(stages - stage, micro_batches)"),
-        ),
-        (
-            "The warm-up gets longer towards the last stage. It must get shorter: p − 1 − stage.",
-            (_WARM_UP, "warm_up = min(stage, micro_batches)"),
-        ),
-        (
-            "The warm-up has more passes than there are micro-batches. Limit it to m.",
-            (_WARM_UP, "warm_up = stages - 1 - stage"),
-        ),
-        (
-            "In each pair, the backward pass comes first, so too few micro-batches are in flight. "
-            "Put the forward pass first.",
-            (_STEADY, 'order += [("backward", n - warm_up), ("forward", n)]'),
-        ),
-        (
-            "Each pair runs backward of the newest micro-batch. Run backward of the oldest.",
-            (_STEADY, 'order += [("forward", n), ("backward", n)]'),
-            (_REST, 'return order + [("backward", n) for n in range(warm_up)]'),
-        ),
-        (
-            "The remaining backward passes are missing. There are as many as the warm-up has "
-            "forward passes.",
-            (_REST, "return order"),
-        ),
-        (
-            "The remaining backward passes are in reverse order. Begin with the oldest.",
-            (_REST, _REST.replace("n) for n in range(", "n) for n in reversed(range(")[:-1] + ")]"),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 18.5: ring attention
 
@@ -765,138 +450,22 @@ def _require_sent(at: str, peer: Peer, block: int) -> None:
     )
 
 
-_SEND = "peer.send(torch.stack((k, v)))"
-_ARRIVES = "k, v = peer.receive()"
-_VISIBLE = "if step <= peer.rank:"
-_SHIFTED = "attend(q, k, v, step * len(q))"
-_BOTH = "both = torch.logaddexp(lse, lse_b)"
-_MERGED = "out = out * (lse - both).exp()[:, None] + out_b * (lse_b - both).exp()[:, None]"
-
-_ALL_KEPT = """
-blocks = [(k, v)]
-for step in range(1, peer.ranks):
-    peer.send(torch.stack(blocks[-1]))
-    blocks.append(tuple(peer.receive()))
-out, lse = attend(q, k, v, 0)
-for step, (k, v) in enumerate(blocks[1 : peer.rank + 1], 1):
-    out_b, lse_b = attend(q, k, v, step * len(q))
-    both = torch.logaddexp(lse, lse_b)
-    out = out * (lse - both).exp()[:, None] + out_b * (lse_b - both).exp()[:, None]
-    lse = both
-return out, lse
-"""
-_ALL_SCORES = """
-keys, values = [k], [v]
-for step in range(1, peer.ranks):
-    peer.send(torch.stack((k, v)))
-    k, v = peer.receive()
-    if step <= peer.rank:
-        keys.insert(0, k), values.insert(0, v)
-scores = q @ torch.cat(keys).T * q.shape[-1] ** -0.5
-hidden = torch.ones_like(scores, dtype=torch.bool).triu(scores.shape[1] - len(q) + 1)
-scores = scores.masked_fill(hidden, -torch.inf)
-return scores.softmax(-1) @ torch.cat(values), scores.logsumexp(-1)
-"""
-
-_RING = Exercise(
-    id="18.5",
-    title="Ring attention",
-    minutes=17,
-    difficulty=4,
-    hints=(
-        "Begin with your own block and shift 0. Then R − 1 times: send the current block, receive "
-        "the previous rank's, attend to it if its tokens are earlier, and merge.",
-        "At step s you have the block of rank r − s. If s > r, its tokens are later: only pass it "
-        "on. Otherwise every query sees every key: use a shift of s · T/R. Merge with "
-        "torch.logaddexp.",
-        "out, lse = attend(q, k, v, 0). For each step from 1 to peer.ranks - 1: send "
-        "torch.stack((k, v)), receive the next pair, and if its tokens are earlier: out_b, lse_b "
-        "= attend(q, k, v, step * len(q)); both = torch.logaddexp(lse, lse_b). out is relative to "
-        "lse, and out_b to lse_b. Which factor makes each relative to both?",
-    ),
-    reference=solution("18.5"),
-    check=_check_ring,
-    rebuilds=(
-        "memlab.reference.ring_attention",
-        "torch.nn.functional.scaled_dot_product_attention",
-    ),
-    wrong_answers=mistakes(
-        "18.5",
-        (
-            "The outputs of two blocks are added unscaled. Scale each by e^(its lse − lse').",
-            (_MERGED, "out = out + out_b"),
-        ),
-        (
-            "This is the mean of the two outputs. Scale each by e^(its lse − lse').",
-            (_MERGED, "out = (out + out_b) / 2"),
-        ),
-        (
-            "The old output is not scaled. Multiply it by e^(lse − lse').",
-            (_MERGED, "out = out + out_b * (lse_b - both).exp()[:, None]"),
-        ),
-        (
-            "The new log-sum-exp is not kept for the next step.",
-            ("lse = both", "pass"),
-        ),
-        (
-            "e^lse overflows for large scores. Use torch.logaddexp.",
-            (_BOTH, "both = (lse.exp() + lse_b.exp()).log()"),
-        ),
-        (
-            "The log-sum-exps are added. Add their exponentials with torch.logaddexp.",
-            (_BOTH, "both = lse + lse_b"),
-        ),
-        (
-            "Each step sends this rank's own block again. Pass on the block that arrived.",
-            ("out, lse = attend(q, k, v, 0)", "out, lse = attend(q, k, v, 0)\n    own = k, v"),
-            (_SEND, "peer.send(torch.stack(own))"),
-        ),
-        (
-            "Queries see later tokens. Attend only to blocks of earlier ranks: step <= rank.",
-            (_VISIBLE, "if True:"),
-        ),
-        (
-            "The causal mask hides earlier tokens. Each query must see an earlier rank's whole "
-            "block, but with shift 0 query i sees only keys up to i.",
-            (_SHIFTED, "attend(q, k, v, 0)"),
-        ),
-        (
-            "In your own block, queries see later tokens. Use shift 0: query i sees keys up to i.",
-            ("attend(q, k, v, 0)", "attend(q, k, v, len(q))"),
-        ),
-        (
-            "The last message sends a block back to its owner. Send R − 1 messages.",
-            ("range(1, peer.ranks)", "range(1, peer.ranks + 1)"),
-            (_VISIBLE, "if step <= peer.rank < peer.ranks and step < peer.ranks:"),
-        ),
-        (
-            "The block of rank 0 is never merged. Compare with <=.",
-            (_VISIBLE, "if step < peer.rank:"),
-        ),
-        (
-            "You attend to blocks of later tokens, and discard the result.",
-            (_VISIBLE, f"attend(q, k, v, len(q))\n        {_VISIBLE}"),
-        ),
-        (
-            "The blocks of all ranks stay in memory. Merge a block before you receive the next.",
-            body("ring_attention", _ALL_KEPT),
-        ),
-        (
-            "The scores of all keys are in memory at once. Attend to one block at a time, and "
-            "merge the results.",
-            body("ring_attention", _ALL_SCORES),
-        ),
-        (
-            "Keys and values are sent as two messages. Stack them into one.",
-            (_SEND, "peer.send(k), peer.send(v)"),
-            (_ARRIVES, "k, v = peer.receive(), peer.receive()"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ the bill
 
 DAY = Day(
-    exercises=(_MLP, _SAVED, _GATHER, _ORDER, _RING),
+    exercises=(
+        checked("18.1", _check_mlp, rebuilds=_LIBRARIES),
+        checked("18.2", _check_saved),
+        checked("18.3", _check_gather, rebuilds=_LIBRARIES),
+        checked("18.4", _check_order, rebuilds=("memlab.reference",)),
+        checked(
+            "18.5",
+            _check_ring,
+            rebuilds=(
+                "memlab.reference.ring_attention",
+                "torch.nn.functional.scaled_dot_product_attention",
+            ),
+        ),
+    ),
     bill=Bill("day 18: nothing to shard on one GPU, unchanged", everything_elsewhere),
 )

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memlab.course.checks.day16 import everything_elsewhere
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, distinct, require
+from memlab.course.bill_steps import everything_elsewhere
+from memlab.course.exercises import Bill, Day, Wrong, distinct, require
 from memlab.course.properties import (
     SLACK,
     elements,
@@ -23,7 +23,7 @@ from memlab.course.properties import (
     same_gradients,
     unchanged,
 )
-from memlab.course.solutions import body, mistakes, solution
+from memlab.course.solutions import checked, solution
 from memlab.metering import measure
 from memlab.reference.fp8 import E4M3, E5M2, FP8Matmul, cast, cast_tiles
 
@@ -143,77 +143,6 @@ def _values(dtype: torch.dtype) -> Tensor:
     return every[every.isfinite()]
 
 
-_AMAX = "x.abs().amax().float().clamp(min=SMALLEST)"
-_CODES = "(x.float() * (largest / amax)).to(dtype)"
-
-_CAST = Exercise(
-    id="19.1",
-    title="A cast with a scale",
-    minutes=10,
-    difficulty=2,
-    hints=(
-        "The largest |x| is x.abs().amax(). The format's largest value is torch.finfo(dtype).max. "
-        "Which scale maps the format's largest value to the amax? What if x is zero everywhere?",
-        "scale = amax / largest, in float32. x / scale is then within the format's range, and "
-        ".to(dtype) rounds it. Don't divide by an amax of zero: .clamp(min=SMALLEST).",
-        "largest = torch.finfo(dtype).max; amax = x.abs().amax().float().clamp(min=SMALLEST). The "
-        "scale is amax / largest. Convert x to float32, so that it is rounded only once. By which "
-        "factor do you multiply it before .to(dtype)?",
-    ),
-    reference=cast,
-    check=_check_cast,
-    rebuilds=_LIBRARIES,
-    wrong_answers=mistakes(
-        "19.1",
-        (
-            "You cast without a scale. Elements below the format's range become zero.",
-            (f"return {_CODES}, amax / largest", "return x.to(dtype), amax / amax"),
-        ),
-        (
-            "You took the largest x, not the largest |x|.",
-            ("x.abs().amax()", "x.amax()"),
-        ),
-        (
-            "You returned the reciprocal of the scale. codes · scale should give x.",
-            ("amax / largest", "largest / amax"),
-        ),
-        (
-            "You multiplied by the scale. Divide by it, so that the codes fill the format's range.",
-            ("(largest / amax)", "(amax / largest)"),
-        ),
-        (
-            "448 is the largest value of E4M3. E5M2 goes to 57,344: torch.finfo(dtype).max.",
-            ("torch.finfo(dtype).max", "448"),
-        ),
-        (
-            "You rounded to integers. FP8 is a floating-point format: .to(dtype) rounds.",
-            (_CODES, "(x.float() * (largest / amax)).round().to(dtype)"),
-        ),
-        (
-            "A tensor of zeros has an amax of 0, and 0 / 0 is NaN.",
-            (".clamp(min=SMALLEST)", ""),
-        ),
-        (
-            "Gradients may be far smaller than your lower limit of amax. Clamp it at SMALLEST.",
-            ("clamp(min=SMALLEST)", "clamp(min=1e-12)"),
-        ),
-        (
-            "You computed in bfloat16, which rounds twice. Cast bfloat16 to float32 first.",
-            (_AMAX, "x.abs().amax().clamp(min=SMALLEST)"),
-            (_CODES, "(x * (largest / amax)).to(dtype)"),
-            ("amax / largest", "(amax / largest).float()"),
-        ),
-        (
-            "Your codes are x itself, rounded. Codes are x / scale, in the format's range.",
-            (_CODES, f"({_CODES}.float() * (amax / largest)).to(dtype)"),
-        ),
-        (
-            "You used a scale per row. Use one scale for the tensor.",
-            ("x.abs().amax()", "x.abs().amax(-1, keepdim=True)"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 19.2: a scale for each tile
 
 CastTiles = Callable[[Tensor, torch.dtype, int, int], tuple[Tensor, Tensor]]
@@ -294,87 +223,6 @@ def _check_tile_case(answer: CastTiles, case: TileCase) -> None:
                     f"{call}, tile ({i}, {j})", x[place], codes[place], scale, case.dtype
                 )
 
-
-_PAD = "nn.functional.pad(x, (0, -k % columns, 0, -n % rows))"
-_SPLIT = "padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))"
-_RETURNED = "return codes[:n, :k].clone(), (amax / largest)[:, 0, :, 0].clone()"
-
-_CAST_TILES = Exercise(
-    id="19.2",
-    title="A scale for each tile",
-    minutes=15,
-    difficulty=3,
-    hints=(
-        "Pad x to whole tiles: -k % columns columns and -n % rows rows are missing. Then split "
-        "the axes, so that each tile has its own two axes, and take the amax over them.",
-        "padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)) is (tiles down, rows, tiles "
-        "across, columns). The amax is over axes 1 and 3; keepdim=True lets it broadcast.",
-        "amax = tiles.abs().amax((1, 3), keepdim=True).float().clamp(min=SMALLEST) broadcasts "
-        "against tiles. The codes are those of 19.1, then .view(padded.shape). Which slices "
-        "remove the padding and the axes of length 1? What does a slice keep alive?",
-    ),
-    reference=cast_tiles,
-    check=_check_tiles,
-    rebuilds=_LIBRARIES,
-    wrong_answers=mistakes(
-        "19.2",
-        (
-            "You used one scale, from the largest element, for all tiles. Each tile needs its own.",
-            (
-                "tiles.abs().amax((1, 3), keepdim=True)",
-                "tiles.abs().amax().expand(len(tiles), 1, tiles.shape[2], 1)",
-            ),
-        ),
-        (
-            "You swapped the axes: a tile's own axes are 1 and 3.",
-            (_SPLIT, "padded.unflatten(1, (columns, -1)).unflatten(0, (rows, -1))"),
-            ("amax((1, 3), keepdim=True)", "amax((0, 2), keepdim=True)"),
-            ("[:, 0, :, 0]", "[0, :, 0, :]"),
-        ),
-        (
-            "You swapped rows and columns.",
-            (_PAD, "nn.functional.pad(x, (0, -k % rows, 0, -n % columns))"),
-            (_SPLIT, "padded.unflatten(1, (-1, rows)).unflatten(0, (-1, columns))"),
-        ),
-        (
-            "You padded at the beginning. The smaller tiles are the last ones.",
-            (_PAD, "nn.functional.pad(x, (-k % columns, 0, -n % rows, 0))"),
-            ("codes[:n, :k].clone()", "codes[-n:, -k:].clone()"),
-        ),
-        (
-            "Padding with ones changes the amax of the tiles at the edges. Pad with zeros.",
-            (_PAD, _PAD[:-1] + ", value=1.0)"),
-        ),
-        (
-            "You did not remove the padding. Return codes with the shape of x.",
-            ("codes[:n, :k].clone()", "codes"),
-        ),
-        (
-            "A slice keeps the padded tensor alive. Return a .clone().",
-            ("codes[:n, :k].clone()", "codes[:n, :k]"),
-        ),
-        (
-            "Remove the axes of length 1: scales have the shape (tiles down, tiles across).",
-            ("(amax / largest)[:, 0, :, 0].clone()", "amax / largest"),
-        ),
-        (
-            "You returned reciprocals of the scales. codes · scale should give x.",
-            ("(amax / largest)[", "(largest / amax)["),
-        ),
-        (
-            "A tile of zeros has an amax of 0, and 0 / 0 is NaN.",
-            (".clamp(min=SMALLEST)", ""),
-        ),
-        (
-            "Tiles may be far smaller than your lower limit of amax. Clamp it at SMALLEST.",
-            ("clamp(min=SMALLEST)", "clamp(min=1e-12)"),
-        ),
-        (
-            "448 is the largest value of E4M3. E5M2 goes to 57,344: torch.finfo(dtype).max.",
-            ("torch.finfo(dtype).max", "448"),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 19.3: forward and backward
 
@@ -506,105 +354,6 @@ def _check_bytes(answer: MatmulFunction) -> str:
     )
 
 
-_FORWARD_CASTS = "x8, (w8, scale) = cast(x, E4M3), cast(weight, E4M3)"
-_SAVED = "ctx.save_for_backward(*x8, weight)"
-_UNPACKED = "x8, x_scale, weight = ctx.saved_tensors"
-_G8 = "g8, scale = cast(gradient, E5M2)"
-_Y = "return multiply(x8, (w8.T, scale), x.dtype)  # (n, out)"
-_DX = "multiply((g8, scale), cast(weight, E4M3), gradient.dtype)"
-_DW = "multiply((g8.T, scale), (x8, x_scale), weight.dtype)"
-
-_MATMUL = Exercise(
-    id="19.3",
-    title="Forward and backward in FP8",
-    minutes=20,
-    difficulty=4,
-    hints=(
-        "Three matmuls: y = x Wᵀ, dx = g W, dW = gᵀ x. Each takes (codes, scale) pairs. .T "
-        "transposes codes; the scale does not change. Which tensors of forward does backward need?",
-        "forward: cast both to E4M3, ctx.save_for_backward(codes of x, its scale, weight), and "
-        "multiply x8 with (w8.T, scale of W). backward: cast g to E5M2, and W to E4M3 again.",
-        "forward: return multiply(x8, (w8.T, scale), x.dtype). dx = multiply((g8, scale), "
-        "cast(weight, E4M3), gradient.dtype). dW multiplies the codes of g and of x. Which of "
-        "them is transposed, and which dtype has the result?",
-    ),
-    reference=matmul,
-    check=_check_matmul,
-    rebuilds=_LIBRARIES,
-    wrong_answers=mistakes(
-        "19.3",
-        (
-            "You saved x and cast it again in backward. It is correct, but saves no memory.",
-            (_SAVED, "ctx.save_for_backward(x, weight)"),
-            (_UNPACKED, "x, weight = ctx.saved_tensors\n        x8, x_scale = cast(x, E4M3)"),
-        ),
-        (
-            "You also saved the FP8 copy of the weight. In backward, cast the weight again.",
-            (_SAVED, "ctx.save_for_backward(*x8, weight, w8, scale)"),
-            (_UNPACKED, "x8, x_scale, weight, w8, w_scale = ctx.saved_tensors"),
-            (_DX, "multiply((g8, scale), (w8, w_scale), gradient.dtype)"),
-        ),
-        (
-            "Cast gradients to E5M2, which has a wider range.",
-            (_G8, "g8, scale = cast(gradient, E4M3)"),
-        ),
-        (
-            "Cast inputs and weights to E4M3, which has smaller steps.",
-            (_FORWARD_CASTS, "x8, (w8, scale) = cast(x, E5M2), cast(weight, E5M2)"),
-        ),
-        (
-            "You did not cast the gradient, so backward's matmuls are not in FP8.",
-            (_G8, "g8, scale = gradient, torch.ones(())"),
-        ),
-        (
-            "You used the exact weight in the matmul for dx. Run it in FP8 too.",
-            (_DX, "multiply((g8, scale), (weight, torch.ones(())), gradient.dtype)"),
-        ),
-        (
-            "Codes are x / scale. Multiply the result by both scales, as `multiply` does.",
-            (_Y, "return (x8[0].float() @ w8.float().T).to(x.dtype)"),
-        ),
-        (
-            "You returned a float32 result. Return the dtype of x.",
-            (_Y, "return multiply(x8, (w8.T, scale), torch.float32)"),
-        ),
-        (
-            "You rounded the gradient of a float32 weight to bfloat16. Use weight.dtype.",
-            (_DW, "multiply((g8.T, scale), (x8, x_scale), gradient.dtype)"),
-        ),
-        (
-            "You returned the gradient of a bfloat16 x in float32. Use gradient.dtype.",
-            (_DX, "multiply((g8, scale), cast(weight, E4M3), torch.float32)"),
-        ),
-        (
-            "You returned the gradient of a bfloat16 weight in float32. Use weight.dtype.",
-            (_DW, "multiply((g8.T, scale), (x8, x_scale), torch.float32)"),
-        ),
-        (
-            "You changed the incoming gradient in place. Work on a new tensor.",
-            (_G8, "g8, scale = cast(gradient.nan_to_num_(), E5M2)"),
-        ),
-        (
-            "All layers share FP8Matmul. Store the tensors of a call on ctx.",
-            (_SAVED, "FP8Matmul.saved = *x8, weight"),
-            (_UNPACKED, "x8, x_scale, weight = FP8Matmul.saved"),
-        ),
-        (
-            "Without a Function, autograd saves the decoded tensors, and no gradient is in FP8.",
-            body(
-                "matmul",
-                """
-                pairs = cast(x.detach(), E4M3), cast(weight.detach(), E4M3)
-                near = [c.float() * s for c, s in pairs]
-                return F.linear(
-                    x + (near[0] - x).detach(), weight + (near[1] - weight).detach()
-                ).to(x.dtype)
-                """,
-            ),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 19.4: saved tensors
 
 Kept = Callable[..., int]
@@ -637,75 +386,14 @@ def _check_kept(answer: Kept) -> str:
     return f"{len(_BLOCKS)} blocks match to the byte"
 
 
-_INPUTS = '{"bf16": [C, C, F], "own": [C, C, C, Q, C, C, F], "shared": [C, Q, C, F]}[way]'
-_SCALES = "[1 if columns is None else tokens * -(-k // columns) for k in inputs]"
-
-_KEPT = Exercise(
-    id="19.4",
-    title="What the linear layers of a block save",
-    minutes=10,
-    difficulty=2,
-    hints=(
-        "For each way, list the features of the saved tensors. In bf16, layers with the same input "
-        "share it, and attention saves its output anyway.",
-        '"bf16": [C, C, F]; "own": one entry for each of the seven layers; "shared": [C, Q, C, F]. '
-        "An FP8 element is 1 byte, a scale 4. With columns, a row of k has ⌈k / columns⌉ scales.",
-        "scales = [1 if columns is None else tokens * -(-k // columns) for k in inputs], where "
-        "inputs is the list of features of this way. How many bytes has an element in each way? "
-        "Which way has no scales?",
-    ),
-    reference=saved_bytes,
-    check=_check_kept,
-    wrong_answers=mistakes(
-        "19.4",
-        (
-            "Attention already saves its output, so in BF16 the output projection adds nothing.",
-            ('"bf16": [C, C, F]', '"bf16": [C, Q, C, F]'),
-        ),
-        (
-            "In BF16, layers with the same input share it, because autograd saves references.",
-            ('"bf16": [C, C, F]', '"bf16": [C, C, C, C, C, F]'),
-        ),
-        (
-            "You forgot the output projection's FP8 copy. Attention saves BF16, not FP8.",
-            (
-                '"own": [C, C, C, Q, C, C, F], "shared": [C, Q, C, F]',
-                '"own": [C, C, C, C, C, F], "shared": [C, C, F]',
-            ),
-        ),
-        (
-            "Each of the seven layers has its own copy: query, key, value, output, gate, up, down.",
-            ('"own": [C, C, C, Q, C, C, F]', '"own": [C, Q, C, F]'),
-        ),
-        (
-            "Query, key and value share one copy, and gate and up share another.",
-            ('"shared": [C, Q, C, F]', '"shared": [C, Q, F]'),
-        ),
-        ("A bfloat16 element has 2 bytes.", ("2 * tokens * sum(inputs)", "tokens * sum(inputs)")),
-        (
-            "An FP8 element has 1 byte.",
-            ("return tokens * sum(inputs) +", "return 2 * tokens * sum(inputs) +"),
-        ),
-        ("You forgot the scales.", (" + 4 * sum(scales)", "")),
-        ("A scale is a float32: 4 bytes.", ("4 * sum(scales)", "sum(scales)")),
-        (
-            "Round up: the last tile of a row may be smaller.",
-            ("-(-k // columns)", "(k // columns)"),
-        ),
-        (
-            "Each row has its own tiles: multiply the tiles of a row by the number of tokens.",
-            ("tokens * -(-k // columns)", "-(-k // columns)"),
-        ),
-        (
-            "Without tiles, a copy has one scale, not one per token.",
-            ("1 if columns is None", "tokens if columns is None"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ the bill
 
 DAY = Day(
-    exercises=(_CAST, _CAST_TILES, _MATMUL, _KEPT),
+    exercises=(
+        checked("19.1", _check_cast, cast, rebuilds=_LIBRARIES),
+        checked("19.2", _check_tiles, cast_tiles, rebuilds=_LIBRARIES),
+        checked("19.3", _check_matmul, matmul, rebuilds=_LIBRARIES),
+        checked("19.4", _check_kept, saved_bytes),
+    ),
     bill=Bill("day 19: FP8 matmuls, the peak is elsewhere", everything_elsewhere),
 )

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memlab.course.checks.day16 import everything_elsewhere
-from memlab.course.exercises import Bill, Day, Exercise, distinct, equal, require
+from memlab.course.bill_steps import everything_elsewhere
+from memlab.course.exercises import Bill, Day, distinct, equal, require
 from memlab.course.properties import (
     as_little_memory,
     differences,
@@ -17,7 +17,7 @@ from memlab.course.properties import (
     require_none_wrong,
     unchanged,
 )
-from memlab.course.solutions import body, mistakes, solution
+from memlab.course.solutions import checked, solution
 from memlab.reference.galore import galore_
 from memlab.reference.muon import muon_, newton_schulz
 
@@ -79,100 +79,6 @@ def _check_newton_schulz(answer: NewtonSchulz) -> str:
         f"larger than short × short"
     )
 
-
-_X = "x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix  # (short, long)"
-_SCALED = "x = x / x.norm().clamp(min=1e-7)"
-_BACK = "return x.T if matrix.shape[0] > matrix.shape[1] else x"
-_STEP = "x = a * x + (b * gram + c * gram @ gram) @ x"
-
-_NEWTON_SCHULZ = Exercise(
-    id="20.1",
-    title="Newton–Schulz",
-    minutes=12,
-    difficulty=2,
-    hints=(
-        "Before the loop: transpose if there are more rows than columns, and divide by the norm. "
-        "In the loop, X Xᵀ occurs twice: compute it once. At the end, transpose back.",
-        "gram = x @ x.T. Then aX + b(XXᵀ)X + c(XXᵀ)²X is a * x plus one product of a square matrix "
-        "with x.",
-        "x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix; x = x / "
-        "x.norm().clamp(min=1e-7). In the loop: gram = x @ x.T, and the new x is a * x plus a "
-        "square matrix times x. The square matrix is b * gram plus one more term. Which one?",
-    ),
-    reference=newton_schulz,
-    check=_check_newton_schulz,
-    rebuilds=(*_LIBRARIES, "torch.linalg.svd", "torch.linalg.eigh", "torch.svd"),
-    wrong_answers=mistakes(
-        "20.1",
-        (
-            "Divide by the norm first. Singular values far above 1 diverge.",
-            (_SCALED, "x = x * 1.0"),
-        ),
-        (
-            "A matrix of zeros has a norm of 0: divide by at least 1e-7.",
-            (".clamp(min=1e-7)", ""),
-        ),
-        (
-            "You divided by the largest element. Use the Frobenius norm, √Σx².",
-            ("x.norm().clamp(min=1e-7)", "x.abs().max().clamp(min=1e-7)"),
-        ),
-        (
-            "Gradients are small. Divide by at least 1e-7, not by at least 1.",
-            ("clamp(min=1e-7)", "clamp(min=1)"),
-        ),
-        (
-            "Your lower limit of the norm is above 1e-7. Gradients may be smaller.",
-            ("clamp(min=1e-7)", "clamp(min=1e-3)"),
-        ),
-        ("You always applied five steps. Apply `steps`.", ("range(steps)", "range(5)")),
-        ("You applied one step. Repeat it `steps` times.", ("range(steps)", "range(1)")),
-        (
-            "c belongs to (X Xᵀ)², so square the product.",
-            ("c * gram @ gram", "c * gram"),
-        ),
-        (
-            "You squared each element. (X Xᵀ)² is a matrix product.",
-            ("c * gram @ gram", "c * gram**2"),
-        ),
-        ("You forgot the term aX.", ("a * x + ", "")),
-        (
-            "You swapped b and c: b is for σ³, with one X Xᵀ.",
-            ("a, b, c = COEFFICIENTS", "a, c, b = COEFFICIENTS"),
-        ),
-        (
-            "With the coefficients 3/2 and −1/2, values converge to exactly 1, but small values "
-            "rise slowly. Use COEFFICIENTS.",
-            ("a, b, c = COEFFICIENTS", "a, b, c = 1.5, -0.5, 0.0"),
-        ),
-        (
-            "For a tall matrix, X Xᵀ is the larger square. Transpose it first.",
-            (_X, "x = matrix"),
-            (_BACK, "return x"),
-        ),
-        (
-            "You transposed wide matrices, so X Xᵀ is the larger square. Transpose tall ones.",
-            (_X, _X.replace(">", "<")),
-            (_BACK, _BACK.replace(">", "<")),
-        ),
-        (
-            "The X of every step stays in memory. Keep the last one.",
-            ("for _ in range(steps):", "before = []\n    for _ in range(steps):"),
-            (_STEP, f"before.append(x)\n        {_STEP}"),
-        ),
-        (
-            "The result for a tall matrix is still transposed. Transpose it back.",
-            (_BACK, "return x"),
-        ),
-        (
-            "You scaled the argument in place. Divide into a new tensor.",
-            (_SCALED, "x.div_(x.norm().clamp(min=1e-7))"),
-        ),
-        (
-            "You divided by the norm in each step, which undoes the previous step. Divide once.",
-            (_STEP, f"{_STEP}\n        x = x / x.norm().clamp(min=1e-7)"),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 20.2: Muon's step
 
@@ -293,84 +199,6 @@ def _check_muon(answer: Step) -> str:
     return f"{sum(case.steps for case in _MUON_CASES)} steps match · one tensor in the state"
 
 
-_AHEAD = "ahead = (1 - momentum) * gradient + momentum * m"
-_NEW_M = "m = momentum * m + (1 - momentum) * gradient"
-_DECAY = "weight *= 1 - lr * weight_decay"
-_SHAPE = "max(1, rows / columns) ** 0.5"
-
-_MUON = Exercise(
-    id="20.2",
-    title="Muon's step",
-    minutes=10,
-    difficulty=2,
-    hints=(
-        'state.get("m", torch.zeros_like(gradient)) is the momentum before the step. Do you keep M '
-        "or X? Which of the two do you orthogonalize?",
-        "Keep the new M. X is a temporary: cast it with .to(dtype), pass it to newton_schulz, and "
-        "cast the result with .to(weight.dtype). `weight *=` works in place.",
-        'state["m"] = m = momentum * m + (1 - momentum) * gradient. X is the same mix once more, '
-        "of the gradient and the new m. After weight *= 1 - lr * weight_decay, subtract "
-        "newton_schulz(…) in the dtype of the weight. Which two factors does it get?",
-    ),
-    reference=muon_,
-    check=_check_muon,
-    rebuilds=_LIBRARIES,
-    wrong_answers=mistakes(
-        "20.2",
-        ("Orthogonalize X (Nesterov momentum), not M.", ("ahead.to(dtype)", "m.to(dtype)")),
-        ("You did not orthogonalize X.", ("newton_schulz(ahead.to(dtype))", "ahead.to(dtype)")),
-        (
-            "You kept X in the state. Keep M.",
-            (_AHEAD, f'{_AHEAD}\n    state["m"] = ahead'),
-        ),
-        (
-            "Earlier gradients have no effect on your step. X also needs the M of the state.",
-            ('state.get("m", torch.zeros_like(gradient))', "torch.zeros_like(gradient)"),
-        ),
-        ("You forgot the weight decay.", (_DECAY, "")),
-        (
-            "Multiply the decay by the learning rate.",
-            (_DECAY, "weight *= 1 - weight_decay"),
-        ),
-        (
-            "You added the decay to the gradient and orthogonalized it. Decay the weight itself.",
-            (_DECAY, ""),
-            (
-                "rows, columns = weight.shape",
-                "rows, columns = weight.shape\n    gradient = gradient + weight_decay * weight",
-            ),
-        ),
-        ("Your factor is 1. Wanted √max(1, rows / columns).", (f"{_SHAPE} * ", "")),
-        ("You inverted the ratio. Divide rows by columns.", ("rows / columns", "columns / rows")),
-        ("You forgot the square root of the ratio.", (_SHAPE, "max(1, rows / columns)")),
-        (
-            "Use the ratio only where it is above 1: √max(1, rows / columns).",
-            (_SHAPE, "(rows / columns) ** 0.5"),
-        ),
-        (
-            "Cast X to `dtype` before you orthogonalize it.",
-            ("ahead.to(dtype)", "ahead"),
-        ),
-        (
-            "You ignored `dtype`. Cast X to it, also if it is not bfloat16.",
-            ("ahead.to(dtype)", "ahead.bfloat16().to(dtype)"),
-        ),
-        (
-            "You kept M in `dtype`. Only X is cast; M has the gradient's dtype.",
-            (_NEW_M, f"{_NEW_M.replace('m = ', 'm = (')}).to(dtype)"),
-        ),
-        (
-            "This makes a new weight. Update the given weight in place.",
-            (_DECAY, "weight = weight * (1 - lr * weight_decay)"),
-        ),
-        (
-            "You kept two tensors. X is a temporary.",
-            (_AHEAD, f'{_AHEAD}\n    state["ahead"] = ahead'),
-        ),
-        ("You added the step. Subtract it.", ("weight -= lr", "weight += lr")),
-    ),
-)
-
 # ------------------------------------------------------------------ 20.3: GaLore's step
 
 _GALORE_CASES = (
@@ -455,102 +283,6 @@ def _with_projectors(case: Case, projectors: list[Tensor]) -> list[Tensor]:
     return found
 
 
-_IS_TALL = "weight.shape[0] >= weight.shape[1]"
-_RENEWED = "(t - 1) % gap == 0"
-_P = "u[:, :rank].clone()"
-_ROOT = "((v / (1 - beta2**t)).sqrt() + eps)"
-
-_GALORE = Exercise(
-    id="20.3",
-    title="GaLore's step",
-    minutes=18,
-    difficulty=3,
-    hints=(
-        "Start like Day 8's AdamW: count t in the state. Compute the moments of P.T @ gradient. "
-        "Only the update itself has the full size of the weight.",
-        "weight.T is a view, so `weight -= …` on it writes into the weight itself. (t - 1) % gap "
-        "== 0 is true at steps 1, 1 + gap, … What does u[:, :rank] keep alive?",
-        'At a renewal, state["P"] = u[:, :rank].clone(). In all other lines of Adam, low = '
-        "state[\"P\"].T @ gradient takes the gradient's place. Adam's step then has the shape of "
-        "low. What brings it back to the size of the weight?",
-    ),
-    reference=galore_,
-    check=_check_galore,
-    rebuilds=_LIBRARIES,
-    wrong_answers=mistakes(
-        "20.3",
-        (
-            "The slice keeps all of U in memory. Clone it.",
-            (_P, "u[:, :rank]"),
-        ),
-        (
-            "With full_matrices=True, the SVD also returns n × n. Pass full_matrices=False.",
-            ("full_matrices=False", "full_matrices=True"),
-        ),
-        ("You computed P at every step. Keep it for `gap` steps.", (_RENEWED, "True")),
-        (
-            "You computed P once. Renew it every `gap` steps.",
-            (_RENEWED, "t == 1"),
-        ),
-        (
-            "You renewed P one step early. Steps count from 1.",
-            (_RENEWED, 't % gap == 0 or "P" not in state'),
-        ),
-        (
-            "You took the smallest directions. Singular values are sorted, the largest first.",
-            (_P, "u[:, -rank:].clone()"),
-        ),
-        (
-            "For a square matrix, also work on the transpose: rows ≥ columns.",
-            (_IS_TALL, "weight.shape[0] > weight.shape[1]"),
-        ),
-        (
-            "Project the short side. Transpose tall matrices, not wide ones.",
-            (_IS_TALL, "weight.shape[0] < weight.shape[1]"),
-        ),
-        (
-            "A tall matrix has its short side in the columns: work on its transpose.",
-            (_IS_TALL, "False"),
-        ),
-        (
-            "Keep the moments when P changes.",
-            (
-                "zeros = torch.zeros_like(low)",
-                "zeros = torch.zeros_like(low)\n    if (t - 1) % gap == 0:\n"
-                '        state.pop("m", None), state.pop("v", None)',
-            ),
-        ),
-        ("Multiply the update by `scale` too.", ("lr * scale *", "lr *")),
-        ("v starts at zero: divide it by 1 − β₂ᵗ.", (_ROOT, "(v.sqrt() + eps)")),
-        ("m starts at zero: divide it by 1 − β₁ᵗ.", ("m / (1 - beta1**t)", "m")),
-        (
-            "Add eps outside the root, as in AdamW.",
-            (_ROOT, "(v / (1 - beta2**t) + eps).sqrt()"),
-        ),
-        ("v averages the squares of R.", ("low**2", "low.abs()")),
-        (
-            "Your moments have the full size of the gradient. Project the gradient first.",
-            ('low = state["P"].T @ gradient  # (r, n)', "low = gradient"),
-            ('state["P"] @ step', 'state["P"] @ (state["P"].T @ step)'),
-        ),
-        (
-            "The given weight does not change. If you made a new one, update the given one.",
-            ("weight -= lr * scale", "weight = weight - lr * scale"),
-        ),
-        (
-            "You multiplied P by the singular values. Its columns have length 1.",
-            (
-                "u, _, _ = torch.linalg.svd(gradient, full_matrices=False)",
-                "u, s, _ = torch.linalg.svd(gradient, full_matrices=False)\n        u = u * s",
-            ),
-        ),
-        (
-            "You fixed the betas at 0.9 and 0.999. Use `betas`.",
-            ("beta1, beta2 = betas", "beta1, beta2 = 0.9, 0.999"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 20.4: the state of a matrix
 
 Kept = Callable[[int, int, int], dict[str, int]]
@@ -580,83 +312,19 @@ def _check_kept(answer: Kept) -> str:
     return f"{len(_SHAPES)} shapes match"
 
 
-_KEPT = Exercise(
-    id="20.4",
-    title="The state of a matrix",
-    minutes=10,
-    difficulty=2,
-    hints=(
-        "Sort the two sides first. GaLore has one tensor along the short side and two along the "
-        "long one.",
-        "P is (short, rank), and R's moments are (rank, long). APOLLO draws P from a seed. SOAP "
-        "has two square matrices per side, and both moments.",
-        'short, long = sorted((rows, columns)); "galore": rank * (short + 2 * long), "apollo": 2 * '
-        'rank * long, "soap": 2 * short**2 + 2 * long**2 + 2 * short * long.',
-    ),
-    reference=elements_kept,
-    check=_check_kept,
-    wrong_answers=mistakes(
-        "20.4",
-        (
-            "GaLore's moments lie along the long side, and P along the short one.",
-            ("rank * (short + 2 * long)", "rank * (long + 2 * short)"),
-        ),
-        ("GaLore also keeps P.", ("rank * (short + 2 * long)", "2 * rank * long")),
-        ("GaLore keeps two moments.", ("(short + 2 * long)", "(short + long)")),
-        (
-            "APOLLO keeps no P: it draws P again from a seed.",
-            ('"apollo": 2 * rank * long', '"apollo": rank * (short + 2 * long)'),
-        ),
-        ("APOLLO's moments lie along the long side.", ("2 * rank * long", "2 * rank * short")),
-        (
-            "If the rank is not below the short side, there is no projection: count both moments.",
-            ("projected = rank < short", "projected = True"),
-        ),
-        (
-            "If the rank equals the short side, there is no projection either.",
-            ("rank < short", "rank <= short"),
-        ),
-        (
-            "Rows can be the long side. Sort the two.",
-            ("sorted((rows, columns))", "(rows, columns)"),
-        ),
-        ("Muon keeps only a momentum.", ('"muon": short * long', '"muon": whole')),
-        (
-            "SOAP also keeps eigenvectors: two square matrices per side.",
-            ("2 * short**2 + 2 * long**2 + whole", "short**2 + long**2 + whole"),
-        ),
-        (
-            "SOAP runs Adam in another basis, so it also keeps both moments.",
-            ("2 * long**2 + whole", "2 * long**2"),
-        ),
-        (
-            "Shampoo keeps a square matrix per side, m² + n².",
-            ('"shampoo": short**2 + long**2', '"shampoo": short**2'),
-        ),
-        (
-            "You counted bytes. Count elements.",
-            body(
-                "elements_kept",
-                """
-                short, long = sorted((rows, columns))
-                whole, projected = 8 * short * long, rank < short
-                return {
-                    "adamw": whole,
-                    "muon": 4 * short * long,
-                    "galore": 4 * rank * (short + 2 * long) if projected else whole,
-                    "apollo": 8 * rank * long if projected else whole,
-                    "shampoo": 4 * (short**2 + long**2),
-                    "soap": 8 * short**2 + 8 * long**2 + whole,
-                }
-                """,
-            ),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ the bill
 
 DAY = Day(
-    exercises=(_NEWTON_SCHULZ, _MUON, _GALORE, _KEPT),
+    exercises=(
+        checked(
+            "20.1",
+            _check_newton_schulz,
+            newton_schulz,
+            rebuilds=(*_LIBRARIES, "torch.linalg.svd", "torch.linalg.eigh", "torch.svd"),
+        ),
+        checked("20.2", _check_muon, muon_, rebuilds=_LIBRARIES),
+        checked("20.3", _check_galore, galore_, rebuilds=_LIBRARIES),
+        checked("20.4", _check_kept, elements_kept),
+    ),
     bill=Bill("day 20: smaller state, already offloaded", everything_elsewhere),
 )

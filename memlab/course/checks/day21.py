@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memlab.course.checks.day16 import everything_elsewhere
-from memlab.course.exercises import Bill, Day, Exercise, equal, require
+from memlab.course.bill_steps import everything_elsewhere
+from memlab.course.exercises import Bill, Day, equal, require
 from memlab.course.properties import (
     as_little_memory,
     elements,
@@ -24,7 +24,7 @@ from memlab.course.properties import (
     same_values,
     unchanged,
 )
-from memlab.course.solutions import body, mistakes, solution
+from memlab.course.solutions import checked, solution
 from memlab.metering import measure
 from memlab.reference.log_probs import log_probs, of_rows
 from memlab.reference.packing import attend_within, join, pack
@@ -65,72 +65,6 @@ def _check_pack(answer: Pack) -> str:
     return f"{len(_DOCUMENTS)} sets of documents match first-fit decreasing"
 
 
-_SORTED = "sorted(range(len(lengths)), key=lambda number: -lengths[number])"
-_FITTING = "[row for row, left in enumerate(free) if left >= lengths[number]]"
-
-_PACK = Exercise(
-    id="21.1",
-    title="First-fit decreasing",
-    minutes=10,
-    difficulty=2,
-    hints=(
-        "Sort the documents' indices by length, longest first. Besides the rows, keep a list of "
-        "how many tokens are still free in each row.",
-        "sorted(range(len(lengths)), key=lambda number: -lengths[number]) sorts them, and equally "
-        "long documents keep their order. Find the first row with free >= length.",
-        "For each index `number`: fitting = [row for row, left in enumerate(free) if left >= "
-        "lengths[number]]. If it is empty, what do you append to rows, and what to free? What "
-        "changes for the row fitting[0]?",
-    ),
-    reference=pack,
-    check=_check_pack,
-    rebuilds=_LIBRARIES,
-    wrong_answers=mistakes(
-        "21.1",
-        (
-            "You took the documents in the given order. Take the longest first.",
-            (_SORTED, "range(len(lengths))"),
-        ),
-        (
-            "You took the shortest document first. Sort in decreasing order.",
-            ("-lengths[number])", "lengths[number])"),
-        ),
-        (
-            "You tried only the last row. A document may fit into an earlier one.",
-            (_FITTING, "[row for row, left in enumerate(free) if left >= lengths[number]][-1:]"),
-            ("left >= lengths[number]", "left >= lengths[number] and row == len(free) - 1"),
-        ),
-        (
-            "You took the last row with room. Take the first.",
-            ("fitting[0]", "fitting[-1]"),
-        ),
-        (
-            "You took the row with the least room (best fit). Take the first row with room.",
-            (_FITTING, f"sorted({_FITTING}, key=lambda row: free[row])"),
-        ),
-        (
-            "You took the row with the most room (worst fit). Take the first row with room.",
-            (_FITTING, f"sorted({_FITTING}, key=lambda row: -free[row])"),
-        ),
-        (
-            "A document that fills the row exactly also fits: >=, not >.",
-            ("left >= lengths", "left > lengths"),
-        ),
-        (
-            "Your rows list lengths. List the documents' indices.",
-            (".append(number)", ".append(lengths[number])"),
-        ),
-        (
-            "Equally long documents keep their order.",
-            ("-lengths[number])", "(-lengths[number], -number))"),
-        ),
-        (
-            "Your rows never get full. Compare a length with a row's free tokens, and subtract it.",
-            ("free[fitting[0]] -= lengths[number]", "pass"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 21.2: join
 
 Join = Callable[[Sequence[Tensor]], tuple[Tensor, Tensor, Tensor, Tensor]]
@@ -157,78 +91,6 @@ def _check_join(answer: Join) -> str:
             equal(f"{call}: {name}", mine.tolist(), wanted.tolist())
     return f"{len(_ROWS) + 1} rows · no target across a boundary · int32 boundaries"
 
-
-_TARGETS = "targets[boundaries[1:] - 1] = IGNORED"
-_POSITIONS = "torch.arange(len(tokens), dtype=torch.int64) - starts"
-
-_JOIN = Exercise(
-    id="21.2",
-    title="Join documents",
-    minutes=10,
-    difficulty=2,
-    hints=(
-        "torch.cat joins the tokens. The boundaries are a 0 and the cumulative sum of the lengths. "
-        "Compute targets and positions from these two.",
-        "tokens.roll(-1) is a new tensor with the next token in each place. The last token of a "
-        "document is at boundaries[1:] - 1. A document's start, for each of its tokens, is "
-        "boundaries[:-1].repeat_interleave(lengths).",
-        "boundaries = F.pad(lengths.cumsum(0), (1, 0)); targets = tokens.roll(-1); starts = "
-        "boundaries[:-1].repeat_interleave(lengths). Which targets become -100? What do you "
-        "subtract from torch.arange(len(tokens))? The returned boundaries are int32.",
-    ),
-    reference=join,
-    check=_check_join,
-    rebuilds=_LIBRARIES,
-    wrong_answers=mistakes(
-        "21.2",
-        (
-            "The last token of a document predicts the first token of the next document. Set its "
-            "target to −100.",
-            (_TARGETS, "targets[-1] = IGNORED"),
-        ),
-        (
-            "The last target is the row's first token, because roll wraps around. The last "
-            "document's last target is −100, too.",
-            (_TARGETS, "targets[boundaries[1:-1] - 1] = IGNORED"),
-        ),
-        (
-            "You removed the target of each document's first token. Only the last token has none.",
-            (_TARGETS, "targets[boundaries[:-1]] = IGNORED"),
-        ),
-        (
-            "A target is the next token, not the token itself.",
-            ("tokens.roll(-1)", "tokens.clone()"),
-        ),
-        (
-            "You took the previous token. A target is the next one.",
-            ("tokens.roll(-1)", "tokens.roll(1)"),
-        ),
-        (
-            "Your positions run through the whole row. Restart at 0 in each document.",
-            (_POSITIONS, "torch.arange(len(tokens), dtype=torch.int64)"),
-        ),
-        (
-            "Positions start at 0, not at 1.",
-            (_POSITIONS, f"{_POSITIONS} + 1"),
-        ),
-        (
-            "Return int32 boundaries: variable-length kernels require int32.",
-            ("boundaries.int()", "boundaries"),
-        ),
-        (
-            "You returned lengths. Boundaries are their cumulative sum.",
-            ("boundaries.int()", "F.pad(lengths, (1, 0)).int()"),
-        ),
-        (
-            "Your boundaries lack the 0 at the start.",
-            ("boundaries.int()", "boundaries[1:].int()"),
-        ),
-        (
-            "Your boundaries lack the last document's end.",
-            ("boundaries.int()", "boundaries[:-1].int()"),
-        ),
-    ),
-)
 
 # ------------------------------------------------------------------ 21.3: attention within
 
@@ -284,78 +146,6 @@ def _check_no_squares(answer: Attend) -> str:
     return f"results and gradients match · at most {got.forward:,} bytes, no T × T tensor"
 
 
-_OF_DOCUMENT = "(x[:, :, start:end] for x in (q, k, v))"
-_MASKED = """
-number = torch.arange(len(boundaries) - 1).repeat_interleave(boundaries.diff().long())
-mask = (number[:, None] == number).tril()
-return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-"""
-
-_PADDED = """
-parts = [slice(start, end) for start, end in pairwise(boundaries.tolist())]
-longest = max(part.stop - part.start for part in parts)
-padded = [
-    torch.cat([F.pad(x[:, :, p], (0, 0, 0, longest - (p.stop - p.start))) for p in parts])
-    for x in (q, k, v)
-]
-outputs = F.scaled_dot_product_attention(*padded, is_causal=True)
-of_parts = zip(outputs, parts, strict=True)
-return torch.cat([out[:, : p.stop - p.start] for out, p in of_parts], 1)[None]
-"""
-
-_ATTEND = Exercise(
-    id="21.3",
-    title="Attention within documents",
-    minutes=15,
-    difficulty=3,
-    hints=(
-        "Each document is a slice of q, k and v, from one boundary to the next. Compute attention "
-        "for each slice alone.",
-        "pairwise(boundaries.tolist()) gives start and end of each document. Its attention is the "
-        "causal attention of a short row, q[:, :, start:end] with the same slices of k and v.",
-        "In a loop: F.scaled_dot_product_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], "
-        "is_causal=True) for a, b in pairwise(boundaries.tolist()). Along which dimension do you "
-        "join the outputs?",
-    ),
-    reference=attend_within,
-    check=_check_attend,
-    rebuilds=_LIBRARIES,
-    wrong_answers=mistakes(
-        "21.3",
-        (
-            "You ignored the boundaries, so every token attends to all earlier documents.",
-            body(
-                "attend_within",
-                "return F.scaled_dot_product_attention(q, k, v, is_causal=True)",
-            ),
-        ),
-        (
-            "A token attends to later tokens of its document. Pass is_causal=True.",
-            ("is_causal=True", "is_causal=False"),
-        ),
-        (
-            "You padded all documents to the longest. Attend to each slice alone.",
-            body("attend_within", _PADDED),
-        ),
-        (
-            "The values are right, but memory has a T × T tensor. Attend document by document.",
-            body("attend_within", _MASKED),
-        ),
-        (
-            "You sliced keys and values from the start of the row. Start at the document's start.",
-            (_OF_DOCUMENT, "(q[:, :, start:end], k[:, :, : end - start], v[:, :, : end - start])"),
-        ),
-        (
-            "You scaled the scores twice. scaled_dot_product_attention already divides by √D.",
-            ("is_causal=True", "is_causal=True, scale=1 / q.shape[-1]"),
-        ),
-        (
-            "Your result has no graph, as after detach or under no_grad.",
-            (_OF_DOCUMENT, "(x[:, :, start:end].detach() for x in (q, k, v))"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ 21.4: the KV cache
 
 CacheBytes = Callable[[Sequence[int | None], int, int, int, int, int], int]
@@ -386,49 +176,6 @@ def _check_cache(answer: CacheBytes) -> str:
         same_bytes(call, got, cache_bytes(windows, *case[1:]), units)
     return f"{len(_CACHES)} caches match to the byte"
 
-
-_KEPT = "tokens if window is None else min(tokens, window - 1)"
-
-_CACHE = Exercise(
-    id="21.4",
-    title="The bytes of a KV cache",
-    minutes=10,
-    difficulty=1,
-    hints=(
-        "Per token, a layer keeps a key and a value for each of its key/value heads. How many "
-        "tokens does each layer keep?",
-        "A layer without a window keeps all tokens. A layer with a window keeps at most "
-        "window - 1 of them.",
-        "kept = sum(tokens if window is None else min(tokens, window - 1) for window in windows). "
-        "A kept token has a key and a value, each with kv_heads * head_dim elements. Which two "
-        "factors are left?",
-    ),
-    reference=cache_bytes,
-    check=_check_cache,
-    wrong_answers=mistakes(
-        "21.4",
-        ("A layer keeps keys and values: multiply by 2.", ("2 * kept", "kept")),
-        (
-            "A layer with a window keeps one token less than the window.",
-            ("window - 1", "window"),
-        ),
-        (
-            "If there are fewer tokens than window - 1, a layer keeps all of them.",
-            ("min(tokens, window - 1)", "window - 1"),
-        ),
-        ("You ignored the windows. A layer with a window keeps fewer tokens.", (_KEPT, "tokens")),
-        (
-            "A window limits only its own layer. Layers without a window keep all tokens.",
-            (
-                f"sum({_KEPT} for window in windows)",
-                "len(windows) * min([tokens] + [w - 1 for w in windows if w])",
-            ),
-        ),
-        ("Each sequence of the batch has its own cache.", (" * batch", "")),
-        ("You counted elements. Multiply by the bytes per element.", (" * element_bytes", "")),
-        ("Each key/value head has its own keys and values.", (" * kv_heads", "")),
-    ),
-)
 
 # -------------------------------------------------------- 21.5: one log-probability per token
 
@@ -495,62 +242,15 @@ def _check_chunks(answer: LogProbs) -> str:
     )
 
 
-_SPLIT = "zip(hidden.split(chunk), targets.split(chunk), strict=True)"
-_CALL = "recompute(of_rows, rows, weight, wanted)"
-
-_LOG_PROBS = Exercise(
-    id="21.5",
-    title="One log-probability per token",
-    minutes=15,
-    difficulty=3,
-    hints=(
-        "Rows are independent: call of_rows on a few rows at a time. How many rows are in the last "
-        "part, if N is not a multiple of chunk? Which tensors does autograd save for each part?",
-        "Zip hidden.split(chunk) and targets.split(chunk). The last part may be shorter. "
-        "recompute(of_rows, rows, weight, wanted) keeps only its inputs.",
-        "recompute(of_rows, rows, weight, wanted) gives the values of a chunk, for each pair of "
-        "zip(hidden.split(chunk), targets.split(chunk)). How do you join the chunks' values?",
-    ),
-    reference=log_probs,
-    check=_check_log_probs,
-    rebuilds=_LIBRARIES,
-    wrong_answers=mistakes(
-        "21.5",
-        (
-            "You keep every chunk's logits for backward. Recompute them.",
-            (_CALL, "of_rows(rows, weight, wanted)"),
-        ),
-        (
-            "You used one chunk for all rows, so backward recomputes all logits at once.",
-            (_SPLIT, "[(hidden, targets)]"),
-        ),
-        (
-            "You forgot the rows after the last full chunk.",
-            (_SPLIT, f"list({_SPLIT})[: max(1, len(hidden) // chunk)]"),
-        ),
-        (
-            "Your result has no graph, as under no_grad: autograd saves nothing, but hidden and "
-            "weight get no gradients either.",
-            (_CALL, "torch.no_grad()(of_rows)(rows, weight, wanted)"),
-        ),
-        (
-            "You returned the loss, −log p. Return log p.",
-            (_CALL, f"-{_CALL}"),
-        ),
-        (
-            "Return float32, whatever the dtype of hidden.",
-            ("torch.cat(parts)", "torch.cat(parts).to(hidden.dtype)"),
-        ),
-        (
-            "You returned the sum. Return one value per token.",
-            ("torch.cat(parts)", "torch.cat(parts).sum()"),
-        ),
-    ),
-)
-
 # ------------------------------------------------------------------ the bill
 
 DAY = Day(
-    exercises=(_PACK, _JOIN, _ATTEND, _CACHE, _LOG_PROBS),
+    exercises=(
+        checked("21.1", _check_pack, pack, rebuilds=_LIBRARIES),
+        checked("21.2", _check_join, join, rebuilds=_LIBRARIES),
+        checked("21.3", _check_attend, attend_within, rebuilds=_LIBRARIES),
+        checked("21.4", _check_cache, cache_bytes),
+        checked("21.5", _check_log_probs, log_probs, rebuilds=_LIBRARIES),
+    ),
     bill=Bill("day 21: packed sequences, no padding here", everything_elsewhere),
 )

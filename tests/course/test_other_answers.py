@@ -1,0 +1,79 @@
+"""Answers besides the named wrong ones: what passes, what fails, and what a learner is told.
+
+They stand in answers/dayNN.toml, as changes of the solution (see memlab/course/texts.py):
+
+    [[right]]          passes
+    [[wrong]]          fails
+    [[told]]           fails, and the verdict contains the row's `told`
+    [[unnamed]]        fails like a named wrong answer in some cases, and gets no remark
+"""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from memlab.course import exercises
+from memlab.course.days import exercise_of
+from memlab.course.exercises import OK, WRONG, Verdict, judge
+from memlab.course.solutions import changed
+from memlab.course.texts import Change, change_of, joined, tables
+
+FIELDS = {"exercise": str, "name": str}
+KINDS = {
+    "right": FIELDS,
+    "wrong": FIELDS,
+    "told": {"exercise": str, "told": str},
+    "unnamed": FIELDS,
+}
+FILES = [
+    (path, tables(path, *KINDS)) for path in sorted(Path(__file__).parent.glob("answers/*.toml"))
+]
+
+
+def each(kind: str) -> Any:
+    """Parametrize a test with the rows of this kind, as `row`, and their changes."""
+    rows = []
+    for path, found in FILES:
+        for place, row in enumerate(found[kind], 1):
+            where = f"answers/{path.name}, [[{kind}]] {place}"
+            fields, change = change_of(where, row, KINDS[kind])
+            rows.append(
+                pytest.param(
+                    fields, change, id=f"{row['exercise']} {row.get('name') or row['told']}"
+                )
+            )
+    return pytest.mark.parametrize(("row", "change"), rows)
+
+
+def verdict_on(row: dict[str, Any], change: Change) -> Verdict:
+    return judge(exercise_of(row["exercise"]), changed(row["exercise"], change))
+
+
+@each("right")
+def test_a_right_answer_written_differently_passes(row, change):
+    verdict = verdict_on(row, change)
+    assert verdict.status == OK, verdict
+
+
+@each("wrong")
+def test_a_wrong_answer_is_refused(row, change):
+    """Without the search for the named mistake, which takes longer than the check."""
+    with patch.object(exercises, "_mistake", return_value=""):
+        verdict = verdict_on(row, change)
+    assert verdict.status == WRONG
+
+
+@each("told")
+def test_a_verdict_says_what_is_wrong(row, change):
+    verdict = verdict_on(row, change)
+    assert verdict.status == WRONG
+    assert joined(row["told"]) in str(verdict)
+
+
+@each("unnamed")
+def test_a_mistake_without_a_remark_gets_none(row, change):
+    verdict = verdict_on(row, change)
+    assert verdict.status == WRONG
+    assert not any(wrong.remark in verdict.text for wrong in verdict.exercise.wrong_answers)
