@@ -62,28 +62,6 @@ def test_the_first_exercise_refuses_hooks(answer):
     assert "Use an autograd Function" in verdict.text
 
 
-def without_a_graph(fn, *inputs):
-    """5.2 without enable_grad: backward reads a slot that does not exist."""
-    slots = []
-
-    def leave(tensor):
-        slots.append(None)
-        return len(slots) - 1
-
-    def take(number):
-        slots.clear()
-        with torch.autograd.graph.saved_tensors_hooks(slots.append, lambda nothing: nothing):
-            fn(*inputs)
-        return slots[number]
-
-    with torch.autograd.graph.saved_tensors_hooks(leave, take):
-        return fn(*inputs)
-
-
-def test_a_second_run_without_a_graph_is_named_for_every_error():
-    assert "torch.enable_grad()" in judge(HOOKS, without_a_graph).text
-
-
 def test_a_verdict_on_a_schedule_names_only_what_is_wrong():
     """Each block runs twice, and the number of segments is right."""
 

@@ -19,7 +19,6 @@ from memlab.course.bill import SETTING
 from memlab.course.bill_steps import attention_kept
 from memlab.course.checks import day07
 from memlab.course.checks.day07 import bytes_kept, compress, decompress, unpack
-from memlab.course.exercises import judge
 from memlab.course.solutions import solution
 from memlab.model import GPT, PRESETS
 from memlab.quantize import dequantize_blockwise, quantize_blockwise
@@ -27,23 +26,7 @@ from memlab.reference.activation_compression import hooks, quantize
 from memlab.train import combined, dry_trace
 from memlab.units import format_bytes
 
-QUANTIZE, ROUND, PACK, BYTES_KEPT, HOOKS = days.day(7).exercises
 stochastic_round, pack = solution("7.2"), solution("7.3")
-
-
-# ------------------------------------------------------------------ right, written differently
-
-
-def in_columns(codes, bits):
-    """Padded with zeros, one row per byte, in int64."""
-    per_byte = 8 // bits
-    filled = torch.cat([codes, codes.new_zeros(-len(codes) % per_byte)]).view(-1, per_byte)
-    weights = torch.tensor([2 ** (bits * place) for place in range(per_byte)])
-    return (filled.int() * weights).sum(1).to(torch.uint8)
-
-
-def test_packing_in_int64_is_refused_with_the_rule():
-    assert "wanted at most 16,384: stay in uint8." in judge(PACK, in_columns).text
 
 
 # ------------------------------------------------------------------ the solution, edited

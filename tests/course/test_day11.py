@@ -53,20 +53,6 @@ class ListedLoss(torch.autograd.Function):
 # ------------------------------------------------------------------ wrong answers
 
 
-@pytest.mark.parametrize(
-    ("answer", "name"),
-    [
-        (losses.chunked_cross_entropy, "chunked_cross_entropy"),
-        (losses.cross_entropy_reference, "cross_entropy_reference"),
-    ],
-)
-def test_calling_the_library_is_refused(answer, name):
-    verdict = judge(CHUNKED, lambda hidden, weight, targets, chunk: answer(hidden, weight, targets))
-    assert verdict.status == WRONG
-    assert "Your answer calls memlab.losses." in verdict.text
-    assert f"{name}, which this exercise rebuilds" in verdict.text
-
-
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13 has it")
 def test_calling_torchs_chunked_loss_is_refused():
     def answer(hidden, weight, targets, chunk):
@@ -250,22 +236,6 @@ def test_writing_into_an_argument_is_refused(place):
         return loss
 
     assert "changed its arguments in place." in judge(CHUNKED, answer).text
-
-
-def test_writing_into_the_targets_is_refused():
-    def answer(x, targets):
-        found = loss_and_gradient_(x, targets)
-        targets.clamp_(min=0)
-        return found
-
-    assert "changed the targets." in judge(GRADIENT, answer).text
-
-
-def test_a_gradient_of_hidden_alone_is_not_enough():
-    def answer(hidden, weight, targets, chunk):
-        return chunked_loss(hidden, weight.detach(), targets, chunk)
-
-    assert "the gradient of weight is missing after backward." in judge(CHUNKED, answer).text
 
 
 # ------------------------------------------------------------------ the reference

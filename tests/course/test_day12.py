@@ -100,28 +100,6 @@ def test_an_unchanged_whole_is_not_called_an_all_reduce():
     assert "an all-reduce" not in text
 
 
-def test_stepping_copies_of_the_weights_is_refused():
-    class OwnList(ShardedAdam):
-        def __init__(self, weights, comm, lr):
-            super().__init__([w.clone() for w in weights], comm, lr)
-
-    verdict = judge(ADAM, OwnList)
-    assert verdict.status == WRONG
-    assert "on rank 0, weight 0 is" in verdict.text
-
-
-def test_weights_with_new_memory_are_refused():
-    class OtherMemory(ShardedAdam):
-        def step(self, gradients, max_norm):
-            super().step(gradients, max_norm)
-            for w in self.weights:
-                w.data = w.data.clone()
-
-    verdict = judge(ADAM, OtherMemory)
-    assert verdict.status == WRONG
-    assert "weights[0] has new memory" in verdict.text
-
-
 HIDDEN = pytest.mark.parametrize(
     "hide", [lambda x: x.numpy().copy(), lambda x: x.tolist()], ids=["numpy", "lists"]
 )
@@ -225,15 +203,6 @@ def test_an_answer_that_calls_the_librarys_formulas_is_refused(place):
     assert "which this exercise rebuilds" in verdict.text
 
 
-def test_writing_into_the_gradients_is_refused():
-    class Careless(ShardedAdam):
-        def step(self, gradients, max_norm):
-            super().step(gradients, max_norm)
-            gradients[0].zero_()
-
-    assert "changed the gradients of rank 0." in judge(ADAM, Careless).text
-
-
 @pytest.mark.parametrize("place", ["weights", "inputs"])
 def test_writing_into_an_argument_of_add_gradients_is_refused(place):
     def answer(comm, weights, inputs, dys, sums):
@@ -242,17 +211,6 @@ def test_writing_into_an_argument_of_add_gradients_is_refused(place):
         return found
 
     assert f"changed the {place} that it was given." in judge(GRADIENTS, answer).text
-
-
-def test_whole_weights_made_after_the_pass_are_found():
-
-    def answer(comm, shards, xs, dy_of, sums):
-        kept = []
-        sharded_pass(comm, shards, xs, dy_of, sums)
-        for unit in range(len(shards[0])):
-            kept.append([s[unit].repeat(len(shards)) for s in shards])
-
-    assert "bytes per rank at its peak, besides its arguments" in judge(PASS, answer).text
 
 
 # ------------------------------------------------------------------ simulated ranks

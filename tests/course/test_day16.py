@@ -11,7 +11,6 @@ from memlab import train
 from memlab.course import bill, bill_steps, days
 from memlab.course.checks import day16
 from memlab.course.checks.day16 import (
-    DAY,
     Candidate,
     Optimizer,
     Predicted,
@@ -21,112 +20,16 @@ from memlab.course.checks.day16 import (
     of_a_rank,
     peak,
 )
-from memlab.course.exercises import OK, judge
 from memlab.course.solutions import given
 from memlab.model import PRESETS
 from memlab.planner import CARDS, Recipe, measured, memory_named, training_bytes
 from memlab.planner.cards import CONTEXT_BYTES
 from memlab.train import plugs
-from memlab.units import parse_bytes
 
-EXERCISES = {exercise.id: exercise for exercise in DAY.exercises}
 SEVEN = PRESETS["llama-2-7b"]
 FOUND = Recipe(optimizer="lion8bit", checkpointing="checkpointing", step_in_backward=True)
 sizes_of, block_of, ends_of = given(16, "sizes_of", "block_of", "ends_of")
 LION_8_BIT = Optimizer(state_elements=1, state_itemsize=65 / 64, scratch=6.5, piece=2**22)
-
-
-def verdict(number, answer):
-    return judge(EXERCISES[f"16.{number}"], answer)
-
-
-# ------------------------------------------------------------------ other right answers
-
-
-def by_a_list_of_moments(sizes, itemsize, o, activations):
-    state = o.state_elements * o.state_itemsize
-    held = sum(n * itemsize for n in sizes) + sum(n * state for n in sizes)
-    made = [4 * o.scratch * (n if o.piece is None else min(n, o.piece)) for n in sizes]
-    left = itemsize * (max(sizes) if o.in_backward else sum(sizes))
-    found = [(held + activations, "backward"), (held + left + max(made), "optimizer")]
-    count, moment = max(found)
-    return [moment, count]
-
-
-def block_by_block(block, layers, tokens, itemsize, checkpointed, ends):
-    """Counts the bytes as they are allocated and freed."""
-    alive = 0
-    for _ in range(layers):
-        elements = block.input_elements if checkpointed else block.elements
-        alive += tokens * (
-            itemsize * elements + (0 if checkpointed else 4 * block.float32_elements)
-        )
-    most = alive + ends
-    if checkpointed:
-        alive += tokens * (
-            itemsize * (block.elements - block.input_elements) + 4 * block.float32_elements
-        )
-    return max(most, alive + tokens * itemsize * block.gradient_elements)
-
-
-def by_the_last_letters(memory, step):
-    """Reads the letters of the unit."""
-    factors = {"k": 1, "M": 2, "G": 3}
-    if memory in CARDS:
-        total = CARDS[memory].total_bytes
-    else:
-        number, prefix, binary = re.match(r"([\d.]+) ?([kMG])(i?)B$", memory).groups()
-        total = round(float(number) * (1024 if binary else 1000) ** factors[prefix])
-    missing = step.reserved_bytes - (total - CONTEXT_BYTES[1])
-    return missing if missing > 0 else 0
-
-
-def by_turns(candidates, room, measure):
-    """Removes the fastest from a copy, again and again."""
-    left = [c for c in candidates if not c.formula_bytes * 0.95 > room]
-    while left:
-        first = min(left, key=lambda c: c.seconds)
-        if measure(first) <= room:
-            return first
-        left.remove(first)
-
-
-def for_every_stage(block, end, layers, cut, stage, each, kept):
-    """Computes every pipeline stage and returns the first."""
-    t, p, d = cut
-    found = []
-    for number in range(p):
-        blocks = len(range(number, layers, p))
-        elements = blocks * block + (number == 0) * end + (number == p - 1) * end
-        mine = (elements + t - 1) // t
-        shard = (mine + d - 1) // d
-        w, g, s = (shard if stage >= at else mine for at in (3, 2, 1))
-        states = w * each[0] + g * each[1] + s * each[2]
-        found.append(states + (p - number) * blocks * kept // t)
-    return float(found[0])
-
-
-@pytest.mark.parametrize(
-    ("number", "answer"),
-    [
-        (1, by_a_list_of_moments),
-        (2, block_by_block),
-        (3, by_the_last_letters),
-        (4, by_turns),
-        (5, for_every_stage),
-    ],
-)
-def test_other_right_answers_pass(number, answer):
-    found = verdict(number, answer)
-    assert found.status == OK, found.text
-
-
-# ------------------------------------------------------------------ other wrong answers
-
-
-@pytest.mark.parametrize("call", [parse_bytes, lambda text: memory_named(text).total_bytes])
-def test_an_answer_that_calls_the_library_is_told_so(call):
-    assert "which this exercise rebuilds" in verdict(3, lambda memory, step: call(memory)).text
 
 
 # ------------------------------------------------------------------ formulas against the meter

@@ -3,7 +3,6 @@
 import ast
 from dataclasses import replace
 from functools import cache, partial
-from math import ceil
 from typing import NamedTuple
 
 import pytest
@@ -50,50 +49,7 @@ def shapes_of(config):
     return config.layers * block
 
 
-# ------------------------------------------------------------------ right answers
-
-
-def by_ceil(shapes, others, rank, prepared):
-    sizes = [rows * columns for rows, columns in shapes]
-    per_matrix = [ceil(n / 2) + ceil(n / 64) + 4 * ceil(ceil(n / 64) / 256) + 4 for n in sizes]
-    adapters = sum(rank * rows + rank * columns for rows, columns in shapes)
-    counts = sum(per_matrix), others * (2, 4)[prepared], adapters * 4, adapters * (4 + 8)
-    return dict(zip(("codes", "others", "adapters", "training"), counts, strict=True))
-
-
 # ------------------------------------------------------------------ wrong answers
-
-
-def through_the_library(weight):
-    q = quantize.quantize_nf4(weight, double=False)
-    return q.codes, q.absmax
-
-
-def held_by_the_library(shapes, others, rank, prepared):
-    found = by_ceil(shapes, others, rank, prepared)
-    return found | {"codes": sum(quantize.nf4_bytes(a * b) for a, b in shapes)}
-
-
-def doubled_by_the_library(absmax, codebook):
-    kept = quantize.quantize_blockwise(absmax - absmax.mean(), codebook=codebook)
-    return kept.codes, kept.scales, absmax.mean()
-
-
-@pytest.mark.parametrize(
-    ("exercise", "answer"),
-    [
-        (LEVELS, quantize.nf4_code),
-        (ENCODE, through_the_library),
-        (DOUBLE, doubled_by_the_library),
-        (HELD, held_by_the_library),
-    ],
-    ids=["17.1", "17.2", "17.3", "17.5"],
-)
-def test_calling_the_library_is_refused(exercise, answer):
-    verdict = judge(exercise, answer)
-    assert verdict.status == WRONG
-    assert "memlab.quantize." in verdict.text
-    assert "which this exercise rebuilds" in verdict.text
 
 
 def test_calling_bitsandbytes_is_refused():

@@ -7,19 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import memlab
 from memlab import optim
 from memlab.course import bill
-from memlab.course.checks.day20 import DAY
-from memlab.course.exercises import WRONG, judge
 from memlab.course.solutions import given, solution
 from memlab.model import GPT, PRESETS
 from memlab.planner.formulas import training_bytes
 from memlab.planner.recipes import Recipe
 
-NEWTON_SCHULZ, MUON, GALORE, KEPT = DAY.exercises
 SEVEN = PRESETS["llama-2-7b"]
 elements_kept, sides_of = given(20, "elements_kept", "sides_of")
 
@@ -45,18 +41,6 @@ def after_the_exercises(*names: str) -> dict[str, Any]:
 
 LESSON = after_the_exercises("state_bytes", "TEMPORARIES", "galore_step", "RESERVED")
 TEMPORARIES, RESERVED = LESSON["TEMPORARIES"], LESSON["RESERVED"]
-
-# ------------------------------------------------------------------ right answers
-
-
-def svd_answer(matrix: Tensor, steps: int = 5) -> Tensor:
-    u, _, v = torch.svd_lowrank(matrix, q=min(matrix.shape), niter=5)
-    return u @ v.T
-
-
-def test_the_exact_orthogonal_matrix_is_not_newton_schulz():
-    assert judge(NEWTON_SCHULZ, svd_answer).status == WRONG
-
 
 # ------------------------------------------------------------------ the lesson's figures
 
