@@ -1,4 +1,4 @@
-"""Day 2's checks accept right answers written differently, and agree with the allocator."""
+"""Day 2: what its checks tell a learner, and what the lesson claims."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from memlab.trace import Event
 SIZES, ALLOCATE, FREE_BLOCK, LEAKS, TRAIN_EPOCH, DIAGNOSE = days.day(2).exercises
 
 
-# ------------------------------------------------------------------ right, written differently
+# ------------------------------------------------------------------ answers
 
 
 def train_epoch_with(of_output, keeps_soft_targets=False):
@@ -35,9 +35,6 @@ def train_epoch_with(of_output, keeps_soft_targets=False):
                 notes["losses"].append(F.cross_entropy(model(tokens).mT, targets).item())
 
     return train_epoch
-
-
-# ------------------------------------------------------------------ wrong, without a remark
 
 
 @pytest.mark.slow

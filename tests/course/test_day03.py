@@ -1,4 +1,4 @@
-"""Day 3's checks accept other right answers, and its formula matches the meter."""
+"""Day 3: what its checks tell a learner, and what the lesson claims."""
 
 import pytest
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ def sum_of_losses(logits, targets):
     return losses.sum(), int((targets != MASKED).sum())
 
 
-# ------------------------------------------------------------------ other right answers
+# ------------------------------------------------------------------ answers
 
 
 def by_the_library(model, optimizer, micro_batches, size, max_norm):

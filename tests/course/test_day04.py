@@ -1,4 +1,4 @@
-"""Day 4's checks accept other right answers, and its formula matches the meter."""
+"""Day 4: what its checks tell a learner, and what the lesson claims."""
 
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ HELD_BYTES, SCALER, ROUND, MASTER_STEP = days.day(4).exercises
 adamw = partial(torch.optim.AdamW, foreach=False)
 
 
-# ------------------------------------------------------------------ other right answers
+# ------------------------------------------------------------------ answers
 
 
 class TorchScaler:
@@ -51,9 +51,6 @@ def test_the_reference_scaler_decides_as_torchs_gradscaler(case):
     assert list(scaler_steps(SCALER.reference, case)) == list(scaler_steps(TorchScaler, case))
 
 
-# ------------------------------------------------------------------ messages
-
-
 @pytest.mark.parametrize("width", [2**-13, 2**-8])
 def test_narrow_noise_is_not_called_round_to_nearest(width):
     def narrow(numbers, generator):
@@ -63,9 +60,6 @@ def test_narrow_noise_is_not_called_round_to_nearest(width):
     assert verdict.status == WRONG
     assert "Wanted both ways for every value" in verdict.text
     assert "nearest" not in verdict.text
-
-
-# ------------------------------------------------------------------ edits of the solution
 
 
 def _unscale():

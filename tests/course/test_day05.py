@@ -1,4 +1,4 @@
-"""Day 5's checks accept other right answers, refuse wrong ones, and agree with the meter."""
+"""Day 5: what its checks tell a learner, and what the lesson claims."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ from memlab.course.exercises import WRONG, judge
 
 FUNCTION, HOOKS, BEST_SEGMENTS, SCHEDULE = days.day(5).exercises
 
-# ------------------------------------------------------------------ other right answers
+# ------------------------------------------------------------------ answers
 
 
 def with_slots_of_a_class(fn, *inputs):
@@ -74,9 +74,6 @@ def test_a_verdict_on_a_schedule_names_only_what_is_wrong():
     assert "peak" in text
     assert "run" not in text.partition(".")[0]
     assert "segments, wanted" not in text
-
-
-# ------------------------------------------------------------------ the solution, edited
 
 
 def test_hooks_that_fill_no_slot_are_not_mistaken_for_missing_hooks():

@@ -1,4 +1,4 @@
-"""Day 6's checks accept other right answers, refuse wrong ones, and agree with the meter."""
+"""Day 6: what its checks tell a learner, and what the lesson claims."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -38,7 +38,7 @@ WHAT_IT_TAKES, BEST_SCHEDULE, CHOOSING, BEST_OPERATORS = days.day(6).exercises
 pareto_front = given(6, "pareto_front")
 
 
-# ------------------------------------------------------------------ other wrong answers
+# ------------------------------------------------------------------ answers
 
 
 @pytest.mark.parametrize("answer", [lambda chain, budget: None, lambda chain, budget: (0, 1, 2, 3)])
@@ -51,9 +51,6 @@ def test_dropping_dominated_choices_needs_fewer_than_5000_additions(monkeypatch)
     """The check's message says so."""
     monkeypatch.setattr(day06, "MOST_ADDITIONS", 4_999)
     assert judge(BEST_OPERATORS, BEST_OPERATORS.reference).status == OK
-
-
-# ------------------------------------------------------------------ the solution, edited
 
 
 RERUN = "chain.rerun(i, k) + own[1]"

@@ -1,4 +1,4 @@
-"""Day 7's checks accept right answers written differently, and agree with the meter."""
+"""Day 7: what its checks tell a learner, and what the lesson claims."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -29,7 +29,7 @@ from memlab.units import format_bytes
 stochastic_round, pack = solution("7.2"), solution("7.3")
 
 
-# ------------------------------------------------------------------ the solution, edited
+# ------------------------------------------------------------------ answers
 
 
 def test_a_key_that_two_tensors_share_is_not_taken_for_an_address():

@@ -1,4 +1,4 @@
-"""Day 8's checks accept right answers written differently, and agree with the library."""
+"""Day 8: what its checks tell a learner, and what the lesson claims."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from memlab.reference.step_in_backward import in_backward
 from memlab.train import Setting, combined, dry_trace
 from memlab.units import format_bytes
 
-# ------------------------------------------------------------------ the solution, edited
+# ------------------------------------------------------------------ answers
 
 
 def test_one_beta_of_two_that_is_fixed_has_no_remark():

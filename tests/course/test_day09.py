@@ -1,4 +1,4 @@
-"""Day 9's checks accept correct answers and refuse wrong ones, and the lesson's claims hold."""
+"""Day 9: what its checks tell a learner, and what the lesson claims."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from memlab.reference.adam8bit import Adam8bit, dynamic_code, encode, encode_pos
 CODE, ENCODE, ADAM, RULE = days.day(9).exercises
 
 
-# ------------------------------------------------------------------ wrong answers
+# ------------------------------------------------------------------ answers
 
 
 def test_calling_bitsandbytes_is_refused():

@@ -1,4 +1,4 @@
-"""Day 10's checks accept correct answers and refuse wrong ones, and the lesson's claims hold."""
+"""Day 10: what its checks tell a learner, and what the lesson claims."""
 
 import math
 from dataclasses import replace
@@ -26,7 +26,7 @@ from memlab.train import combined, dry_trace
 ADD, PLAN, ATTEND, FLASH = days.day(10).exercises
 
 
-# ------------------------------------------------------------------ wrong answers
+# ------------------------------------------------------------------ answers
 
 
 def with_lse_of_blind_rows(number):

@@ -1,4 +1,4 @@
-"""Day 11's checks accept correct answers and refuse wrong ones, and the lesson's claims hold."""
+"""Day 11: what its checks tell a learner, and what the lesson claims."""
 
 from functools import partial
 
@@ -25,7 +25,7 @@ _, GRADIENT, CHUNKED, _ = days.day(11).exercises
 BY_LOOP, CHECKPOINTED, AT_ONCE = (wrong.answer for wrong in CHUNKED.wrong_answers[:3])
 chunk_rows = solution("11.4")
 
-# ------------------------------------------------------------------ correct answers
+# ------------------------------------------------------------------ answers
 
 
 class ListedLoss(torch.autograd.Function):
@@ -48,9 +48,6 @@ class ListedLoss(torch.autograd.Function):
     def backward(ctx, upstream):
         of_hidden, of_weight, count = ctx.saved_tensors
         return of_hidden.mul_(upstream / count), of_weight.mul_(upstream / count), None, None
-
-
-# ------------------------------------------------------------------ wrong answers
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13 has it")

@@ -1,4 +1,4 @@
-"""Day 12's checks accept correct answers and refuse wrong ones, and the lesson's claims hold."""
+"""Day 12: what its checks tell a learner, and what the lesson claims."""
 
 import copy
 from dataclasses import replace
@@ -28,7 +28,7 @@ from memlab.zero import communication_bytes, model_state_bytes, one_rank, simula
 COLLECTIVES, ADAM, GRADIENTS, PASS, FORMULA = days.day(12).exercises
 held_and_sent = solution("12.5")
 
-# ------------------------------------------------------------------ wrong answers
+# ------------------------------------------------------------------ answers
 
 
 class SendsZeros(Collectives):

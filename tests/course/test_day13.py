@@ -1,4 +1,4 @@
-"""Day 13's checks accept right answers written differently, and the lesson's claims hold."""
+"""Day 13: what its checks tell a learner, and what the lesson claims."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ ring_reduce_scatter, reduce_in_buckets = solution("13.1"), solution("13.2")
 agreed_steps, resharded, bytes_per_rank = (solution(f"13.{n}") for n in (3, 4, 5))
 
 
-# ------------------------------------------------------------------ wrong answers
+# ------------------------------------------------------------------ answers
 
 
 @pytest.mark.parametrize(

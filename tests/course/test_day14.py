@@ -1,4 +1,4 @@
-"""Day 14's checks accept right answers written differently, and the lesson's claims hold."""
+"""Day 14: what its checks tell a learner, and what the lesson claims."""
 
 import os
 from dataclasses import replace
@@ -25,7 +25,7 @@ from memlab.reference.sharded_weights import backward_of, forward_of
 HOOKS, AHEAD, ADAM, STREAM, COMMIT = days.day(14).exercises
 Kept, hooks, commit = given(14, "Kept"), solution("14.1"), solution("14.5")
 
-# ------------------------------------------------------------------ wrong answers
+# ------------------------------------------------------------------ answers
 
 
 def test_a_check_leaves_no_file_open():

@@ -1,4 +1,4 @@
-"""Day 15's checks: right answers written in other ways, more wrong answers, the bill."""
+"""Day 15: what its checks tell a learner, and what the lesson claims."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def verdict(number, answer):
     return judge(EXERCISES[f"15.{number}"], answer)
 
 
-# ------------------------------------------------------------------ other right answers
+# ------------------------------------------------------------------ answers
 
 
 def in_one_buffer(snapshots, shares, sizes, write, chunk_size):
@@ -32,9 +32,6 @@ def in_one_buffer(snapshots, shares, sizes, write, chunk_size):
                 sums.addr_(torch.tensor(of_each), part)
             for target, total in enumerate(sums):
                 write(target, name, start, total)
-
-
-# ------------------------------------------------------------------ other wrong answers
 
 
 def twice(snapshots, shares, sizes, write, chunk_size):

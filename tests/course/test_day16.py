@@ -1,5 +1,4 @@
-"""Day 16's checks: right answers written in other ways, more wrong answers, and the lesson's
-predictions for seven billion weights."""
+"""Day 16: what its checks tell a learner, and what the lesson claims."""
 
 import random
 import re

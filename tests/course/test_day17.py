@@ -1,4 +1,4 @@
-"""Day 17's checks accept right answers and refuse wrong ones, and the lesson's figures hold."""
+"""Day 17: what its checks tell a learner, and what the lesson claims."""
 
 import ast
 from dataclasses import replace
@@ -49,7 +49,7 @@ def shapes_of(config):
     return config.layers * block
 
 
-# ------------------------------------------------------------------ wrong answers
+# ------------------------------------------------------------------ answers
 
 
 def test_calling_bitsandbytes_is_refused():

@@ -1,4 +1,4 @@
-"""Day 18's checks accept right answers and refuse wrong ones, and the lesson's claims hold."""
+"""Day 18: what its checks tell a learner, and what the lesson claims."""
 
 import ast
 import warnings

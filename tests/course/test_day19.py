@@ -1,4 +1,4 @@
-"""Day 19's checks accept right answers and refuse wrong ones, and the lesson's figures hold."""
+"""Day 19: what its checks tell a learner, and what the lesson claims."""
 
 import ast
 from dataclasses import replace
@@ -20,7 +20,7 @@ training_step = given(19, "training_step")
 SEVEN = PRESETS["llama-2-7b"]
 
 
-# ------------------------------------------------------------------ right answers
+# ------------------------------------------------------------------ answers
 
 
 def by_library(x, dtype, tile=None):

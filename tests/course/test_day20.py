@@ -1,4 +1,4 @@
-"""Day 20's checks accept right answers and refuse wrong ones, and the lesson's figures hold."""
+"""Day 20: what its checks tell a learner, and what the lesson claims."""
 
 import ast
 from functools import partial

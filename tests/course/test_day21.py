@@ -1,4 +1,4 @@
-"""Day 21's checks accept right answers and refuse wrong ones, and the lesson's figures hold."""
+"""Day 21: what its checks tell a learner, and what the lesson claims."""
 
 import ast
 from dataclasses import replace
@@ -35,7 +35,7 @@ class Predicted(NamedTuple):
     reserved: int
 
 
-# ------------------------------------------------------------------ right answers
+# ------------------------------------------------------------------ answers
 
 
 def layer_by_layer(windows, kv_heads, head_dim, tokens, batch, element_bytes):
