@@ -67,8 +67,7 @@ class AdamW(Optimizer):
 
 def adam_settings(group: dict[str, Any]) -> dict[str, Any]:
     """Return a group's settings for an Adam update."""
-    settings = {name: group[name] for name in ("betas", "eps", "weight_decay")}
-    return {"lr": float(group["lr"]), **settings}
+    return {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
 
 
 def adamw_(

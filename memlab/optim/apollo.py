@@ -28,13 +28,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from memlab.optim.base import require_counts
 from memlab.optim.galore import adam_direction_
 from memlab.optim.matrices import (
     MatrixMoment,
     MatrixOptimizer,
     Rows,
     long_side_first,
-    require_counts,
     require_scale,
     signed,
 )
@@ -110,7 +110,7 @@ class Apollo(MatrixOptimizer):
         last.copy_(limited)
         # An update of zeros stays one.
         factors = factors * (group["scale"] * limited / norm.clamp(min=SMALLEST_NORM))
-        lr = float(group["lr"])
+        lr = group["lr"]
         for rows in self.rows_of(weight):
             part = weight[rows.as_slice]
             value, update = part.to(precision), signed(gradient[rows.as_slice], group, precision)

@@ -31,6 +31,7 @@ from torch.autograd.graph import increment_version
 
 from memlab.internals.chunks import chunk_size_on, chunk_starts
 from memlab.internals.shards import generator_of_replicas, is_dtensor, shard_of
+from memlab.internals.torch_internals import tree_map_only
 from memlab.optim.moments import Chunk, FloatMoment, Moment, State
 from memlab.rounding import stochastic_round_
 
@@ -76,8 +77,10 @@ class Optimizer(torch.optim.Optimizer):
         fused: bool | None = None,
         **unsupported: bool,
     ) -> None:
-        if chunk is not None and chunk < 1:
-            raise ValueError(f"got chunk={chunk}; give at least 1 element")
+        if chunk is not None:
+            require_counts(chunk=chunk)
+        if not isinstance(generator, torch.Generator | None):
+            raise TypeError(f"got generator={generator!r}; give a torch.Generator or None")
         require_bools(maximize=maximize, foreach=foreach or False, fused=fused or False)
         require_off(type(self).__name__, unsupported)
         self.generator, self.chunk = generator, chunk
@@ -113,7 +116,7 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
+        for group in map(_with_numbers, self.param_groups):
             for weight in group["params"]:
                 if weight.grad is not None:
                     with self._random_numbers_of(weight, group):
@@ -318,29 +321,45 @@ def _format_shapes(shapes: dict[str, tuple[int, ...]]) -> str:
 
 
 _MOMENT_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
-_SETTINGS = ("lr", "betas", "weight_decay", "eps")
+_SETTINGS = ("lr", "betas", "weight_decay", "eps", "momentum")
+
+
+def _with_numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the group with Python numbers for tensors of one element, such as an lr."""
+    settings = {name: value for name, value in group.items() if name != "params"}
+    return {**tree_map_only(Tensor, float, settings), "params": group["params"]}
 
 
 def require_settings(
-    lr: float | Tensor, weight_decay: float, betas: Any = (), eps: float = 0.0
+    lr: Any, weight_decay: Any, betas: Any = (), eps: Any = 0.0, momentum: Any = 0.0
 ) -> None:
     """Raise ValueError or TypeError for invalid settings."""
     for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
-        if not 0 <= _number(name, value) < math.inf:
+        if not 0 <= number(name, value) < math.inf:
             raise ValueError(f"got {name}={value}; give at least 0, and a finite number")
+    if not 0 <= number("momentum", momentum) < 1:
+        raise ValueError(f"got momentum={momentum}; give a number from 0 to below 1")
     if betas == ():
         return  # this optimizer has none
     if not isinstance(betas, Sequence) or isinstance(betas, str):
         raise TypeError(f"got betas={betas!r}; give two numbers, such as (0.9, 0.999)")
-    if len(betas) != 2 or not all(0 <= _number("betas", beta) < 1 for beta in betas):
+    if len(betas) != 2 or not all(0 <= number("betas", beta) < 1 for beta in betas):
         raise ValueError(f"got betas={betas}; give two of at least 0 and less than 1")
 
 
-def _number(name: str, value: Any) -> float:
-    is_one_element = isinstance(value, Tensor) and value.numel() == 1
+def number(name: str, value: Any) -> float:
+    """Return a setting as a Python number, or raise TypeError."""
+    is_one_element = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
     if is_one_element or (isinstance(value, numbers.Real) and not isinstance(value, bool)):
         return float(value)
     raise TypeError(f"got {name}={value!r}; give a number, or a tensor of one element")
+
+
+def require_counts(**counts: Any) -> None:
+    """Raise ValueError for anything but integers from 1."""
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"got {name}={count!r}; give an integer from 1")
 
 
 def require_bools(**settings: Any) -> None:

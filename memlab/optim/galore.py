@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 from memlab.optim.adamw import adam_settings
+from memlab.optim.base import require_counts
 from memlab.optim.matrices import (
     MatrixMoment,
     MatrixOptimizer,
     long_side_first,
-    require_counts,
     require_scale,
     signed,
 )

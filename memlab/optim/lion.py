@@ -47,8 +47,8 @@ class Lion(Optimizer):
         self, weight: Tensor, gradient: Tensor, *moments: Tensor, step: int, group: dict[str, Any]
     ) -> None:
         """Call `lion_`."""
-        settings = {name: group[name] for name in ("betas", "weight_decay")}
-        lion_(weight, gradient, *moments, lr=float(group["lr"]), **settings)
+        settings = {name: group[name] for name in ("lr", "betas", "weight_decay")}
+        lion_(weight, gradient, *moments, **settings)
 
 
 class Lion8bit(Lion):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from memlab.internals.chunks import chunk_size_on, chunk_starts
 from memlab.optim.adamw import AdamW
-from memlab.optim.base import Optimizer, require_bools, require_dense
+from memlab.optim.base import Optimizer, number, require_bools, require_dense
 from memlab.optim.moments import Chunk, FloatMoment, Moment, State
 
 # ------------------------------------------------------------------ which weights
@@ -175,14 +175,7 @@ def long_side_first(matrix: Tensor) -> Tensor:
     return matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
 
 
-def require_counts(**counts: Any) -> None:
-    """Raise ValueError for anything but integers from 1."""
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"got {name}={count!r}; give an integer from 1")
-
-
-def require_scale(scale: float) -> None:
+def require_scale(scale: Any) -> None:
     """Raise ValueError unless the scale of an update is positive and finite."""
-    if not 0 < scale < math.inf:
+    if not 0 < number("scale", scale) < math.inf:
         raise ValueError(f"got scale={scale}; give a finite number above 0")

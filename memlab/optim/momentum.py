@@ -38,8 +38,6 @@ class MomentumSGD(Optimizer):
         moment_dtype: torch.dtype | None = torch.bfloat16,
         **base: Any,
     ) -> None:
-        if not 0 <= momentum < 1:
-            raise ValueError(f"got momentum={momentum}; give a number from 0 to below 1")
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, moment_dtype=moment_dtype, **base)
 
@@ -51,8 +49,8 @@ class MomentumSGD(Optimizer):
         self, weight: Tensor, gradient: Tensor, *moments: Tensor, step: int, group: dict[str, Any]
     ) -> None:
         """Call `momentum_sgd_`."""
-        settings = {name: group[name] for name in ("momentum", "weight_decay")}
-        momentum_sgd_(weight, gradient, *moments, lr=float(group["lr"]), **settings)
+        settings = {name: group[name] for name in ("lr", "momentum", "weight_decay")}
+        momentum_sgd_(weight, gradient, *moments, **settings)
 
 
 def momentum_sgd_(

@@ -25,8 +25,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from memlab.optim.base import require_bools
-from memlab.optim.matrices import MatrixOptimizer, require_counts, signed
+from memlab.optim.base import require_bools, require_counts
+from memlab.optim.matrices import MatrixOptimizer, signed
 from memlab.optim.moments import Moment, State
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of σ, σ³ and σ⁵
@@ -69,8 +69,6 @@ class Muon(MatrixOptimizer):
     def require_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError also for Muon's own settings."""
         super().require_group(group)
-        if not 0 <= group["momentum"] < 1:
-            raise ValueError(f"got momentum={group['momentum']}; give a number from 0 to below 1")
         if group["adjust_lr"] not in ADJUSTMENTS:
             raise ValueError(
                 f"got adjust_lr={group['adjust_lr']!r}; give 'original' or 'match_rms_adamw'"
@@ -89,7 +87,7 @@ class Muon(MatrixOptimizer):
         # Passed in a list that is emptied, so that it is freed after the first Newton–Schulz step.
         # A call keeps its arguments alive while Dynamo watches frames, as after a failed compile.
         update = newton_schulz([self._ahead(weight, gradient, state, group)], group["ns_steps"])
-        lr, precision = float(group["lr"]), torch.promote_types(weight.dtype, torch.float32)
+        lr, precision = group["lr"], torch.promote_types(weight.dtype, torch.float32)
         for rows in self.rows_of(weight):
             part = weight[rows.as_slice]
             value = part.to(precision)

@@ -625,7 +625,7 @@ def test_an_invalid_setting_is_refused_also_in_a_group(cls, settings, message):
 def test_a_negative_eps_and_empty_chunks_are_refused():
     with pytest.raises(ValueError, match="got eps=-1; give at least 0"):
         AdamW(weights_of(3), eps=-1)
-    with pytest.raises(ValueError, match="got chunk=0; give at least 1 element"):
+    with pytest.raises(ValueError, match="got chunk=0; give an integer from 1"):
         AdamW(weights_of(3), chunk=0)
 
 

@@ -22,6 +22,7 @@ from memlab.optim import (
     GaLore,
     Lion,
     Lion8bit,
+    MomentumSGD,
     Muon,
     step_in_backward,
 )
@@ -32,6 +33,7 @@ OURS = [
     *(AdamW, Adam8bit, AdamMini, Lion, Lion8bit, Muon),
     *(partial(kind, rank=3, gap=2) for kind in (GaLore, Apollo)),
 ]
+WITH_MOMENTUM = [*OURS, partial(MomentumSGD, moment_dtype=None)]  # which has no betas
 LIKE_ADAMW = [AdamW, Adam8bit, AdamMini]
 
 
@@ -163,6 +165,48 @@ def test_foreach_and_fused_are_accepted_and_ignored(cls):
 def test_invalid_settings_are_refused_with_a_message(cls, settings, error, message):
     with pytest.raises(error, match=message):
         cls(model_of().parameters(), **settings)
+
+
+def numeric_settings(cls: Any) -> dict[str, Any]:
+    defaults = cls(model_of().parameters()).defaults
+    return {name: value for name, value in defaults.items() if type(value) in (float, tuple)}
+
+
+@pytest.mark.parametrize("cls", WITH_MOMENTUM)
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1)])
+def test_every_number_may_be_a_tensor_of_one_element(cls, shape):
+    def as_tensor(value: float) -> torch.Tensor:
+        return torch.full(shape, value, dtype=torch.float64)
+
+    for name, value in numeric_settings(cls).items():
+        tensors = tuple(map(as_tensor, value)) if isinstance(value, tuple) else as_tensor(value)
+        plain, tensor = model_of(), model_of()
+        train(plain, cls(plain.parameters()))
+        train(tensor, cls(tensor.parameters(), **{name: tensors}))
+        assert_equal(plain, tensor)
+
+
+@pytest.mark.parametrize("cls", WITH_MOMENTUM)
+@pytest.mark.parametrize(
+    "value",
+    ["x", None, {}, 1j, torch.ones(2), torch.tensor(1j), -0.5, math.nan, math.inf, (0.9, "x")],
+)
+def test_anything_but_a_number_is_refused_by_name_also_in_a_group(cls, value):
+    for name in numeric_settings(cls):
+        with pytest.raises((TypeError, ValueError), match=f"got {name}="):
+            cls(model_of().parameters(), **{name: value})
+        optimizer = cls(model_of().parameters())
+        with pytest.raises((TypeError, ValueError), match=f"got {name}="):
+            optimizer.add_param_group({"params": model_of().parameters(), name: value})
+
+
+@pytest.mark.parametrize("cls", WITH_MOMENTUM)
+def test_a_chunk_and_a_generator_of_another_type_are_refused(cls):
+    for chunk in (0, 0.5, math.nan, "x", torch.ones(2)):
+        with pytest.raises(ValueError, match=r"got chunk=.*; give an integer from 1"):
+            cls(model_of().parameters(), chunk=chunk)
+    with pytest.raises(TypeError, match=r"got generator=0; give a torch.Generator or None"):
+        cls(model_of().parameters(), generator=0)
 
 
 @pytest.mark.parametrize("cls", [AdamW, Adam8bit, Lion, Lion8bit])
