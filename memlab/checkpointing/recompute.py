@@ -99,7 +99,7 @@ class Checkpoint:
         early_stop: whether to end the second run after the last tensor that backward needs.
         statistics: module classes whose buffers the second run must not change.
         context_fn: called once for each call; returns the contexts of the first and the second run,
-            as in `torch.utils.checkpoint`.
+            as in `torch.utils.checkpoint`. With check="hash" they also see the hash's operators.
     """
 
     check: Check = "metadata"
@@ -238,7 +238,7 @@ class CheckpointedCall:
             ):
                 self.fn(*args, **kwargs)
             second.require_all()
-        except _AllFilled:
+        except AllFilled:
             pass
         except BaseException:
             _empty(self.slots)
@@ -267,7 +267,7 @@ class _SecondRun:
             self.require_same(number, tensor)
             slot.fill(without_graph)
         if number == self.last and self.early_stop:
-            raise _AllFilled
+            raise AllFilled
         if number == len(self.slots) and self.call.is_finished and not self.early_stop:
             raise self.error(f"saved more than the {number} tensors of the first run")
         return without_graph
@@ -291,7 +291,7 @@ class _SecondRun:
         )
 
 
-class _AllFilled(BaseException):
+class AllFilled(BaseException):
     """Ends the second run. It derives from BaseException so that fn's handlers don't catch it."""
 
 

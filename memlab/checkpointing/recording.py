@@ -8,6 +8,7 @@ A function that calls `torch.overrides.handle_torch_function`, such as
 outputs of the operators inside it.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from memlab.checkpointing.ambient_state import is_copying_buffers
 from memlab.checkpointing.operations import operations
-from memlab.checkpointing.recompute import CheckpointError
+from memlab.checkpointing.recompute import AllFilled, CheckpointError
 from memlab.internals.torch_internals import (
     DispatchKey,
     SetExcludeDispatchKeyGuard,
@@ -272,7 +273,9 @@ class OperatorReplayer(TorchDispatchMode):
         self.calls, self.kept = iter(calls), kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _is_ignored(func) or is_copying_buffers():
+        # After an early stop, `finally` and context managers of the function still call operators.
+        is_stopped = isinstance(sys.exception(), AllFilled)
+        if _is_ignored(func) or is_copying_buffers() or is_stopped:
             return func(*args, **(kwargs or {}))
         call = next(self.calls, None)
         if call is not None and call.operator.func is not func:

@@ -31,7 +31,9 @@ every chosen output: 1.5 times as much for W2(relu(W1 x)).)
 A composite operator (see recording.py) is kept or recomputed as a whole. Operators that draw random
 numbers always run again, so that later draws stay the same. A kept output that the function
 overwrites is copied first. All chosen outputs stay alive until the first run ends. Values read
-outside torch (`.numpy()`) are not recorded; compute them outside the checkpoint.
+outside torch (`.numpy()`) are not recorded; compute them outside the checkpoint. A function with a
+backward pass inside runs again as a whole, as in `checkpoint`: the backward pass reruns the
+function before the first run is over.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -114,6 +116,7 @@ class _Selection:
         self.__qualname__ = getattr(fn, "__qualname__", type(fn).__name__)  # for messages
         self.calls: list[RecordedCall] = []
         self.kept_outputs: list[Output] = []
+        self.is_recorded = self.has_backward = False
 
     def first_run(self, args: Any, kwargs: Any) -> Any:
         call = CheckpointedCall(DEFAULT, self, args, kwargs)
@@ -126,16 +129,18 @@ class _Selection:
         with saved_tensors_hooks(pack, call.unpack), recording:
             result = self.fn(*args, **kwargs)
         call.is_finished = True
-        self.kept_outputs = select_kept(recording.calls, recording.wanted)
+        self.calls = [] if self.has_backward else recording.calls
+        self.kept_outputs = select_kept(self.calls, recording.wanted)
         # Keep them as inputs of the second run, so that enclosing hooks can handle them.
         self.kept = SavedInputs([output.as_returned() for output in self.kept_outputs])
         for output in (output for call in recording.calls for output in call.outputs if output):
             output.tensor = None
-        self.calls = recording.calls
+        self.is_recorded = True
         return result
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function again. Nothing is kept yet if the first run is not over."""
+        self.has_backward |= not self.is_recorded
         tensors = self.kept.tensors() if self.kept_outputs else []
         with OperatorReplayer(self.calls, dict(zip(self.kept_outputs, tensors, strict=True))):
             return self.fn(*args, **kwargs)

@@ -293,6 +293,49 @@ def test_it_nests_with_itself_and_with_checkpoint_in_either_order(outer, inner):
     assert torch.equal(gradients(outer, both, x)[0], expected[0])
 
 
+def differentiated(fn):
+    def derivative(x):
+        return torch.autograd.grad(fn(x).sum(), x, create_graph=True)[0]
+
+    return derivative
+
+
+@pytest.mark.parametrize("name", KEEP)
+@pytest.mark.parametrize("inner", [plain, checkpoint, selective(()), selective(everything)])
+def test_a_function_may_have_a_backward_pass_inside(name, inner):
+    def cubes(x):
+        return (x @ x @ x).sin().exp()
+
+    def scores(x):
+        return differentiated(partial(inner, cubes))(x).cos()
+
+    x = torch.randn(4, 4, requires_grad=True)
+    expected = differentiated(differentiated(cubes))(x)
+    around_both = partial(selective(KEEP[name]), differentiated(partial(inner, cubes)))
+    assert torch.equal(differentiated(around_both)(x), expected)
+    twice = differentiated(differentiated(partial(selective(KEEP[name]), scores)))
+    assert torch.equal(twice(x), differentiated(differentiated(scores))(x))
+
+
+def profiled(x):
+    with torch.profiler.record_function("block"):
+        return (x @ x).sin()
+
+
+def with_cleanup(x):
+    try:
+        return (x @ x).sin().exp()
+    finally:
+        x.detach().sum()
+
+
+@pytest.mark.parametrize("name", KEEP)
+@pytest.mark.parametrize("fn", [profiled, with_cleanup, nn.DataParallel(nn.Linear(4, 4))])
+def test_an_early_stop_leaves_a_function_that_calls_operators_at_its_end(name, fn):
+    x = torch.randn(4, 4, requires_grad=True)
+    assert torch.equal(gradients(selective(KEEP[name]), fn, x)[0], gradients(plain, fn, x)[0])
+
+
 def test_without_gradients_nothing_is_kept():
     model, x = mlp()
     with torch.no_grad():
