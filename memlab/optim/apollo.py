@@ -28,7 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from memlab.optim.base import require_counts
+from memlab.internals.settings import require_counts
 from memlab.optim.galore import adam_direction_
 from memlab.optim.matrices import (
     MatrixMoment,

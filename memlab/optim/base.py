@@ -19,7 +19,6 @@ such steps, use `LossScaler` or `clip_grad_norm_(..., error_if_nonfinite=True)`.
 """
 
 import math
-import numbers
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from memlab.internals.chunks import chunk_size_on, chunk_starts
+from memlab.internals.settings import number, require_bools, require_counts
 from memlab.internals.shards import generator_of_replicas, is_dtensor, shard_of
 from memlab.internals.torch_internals import tree_map_only
 from memlab.optim.moments import Chunk, FloatMoment, Moment, State
@@ -345,28 +345,6 @@ def require_settings(
         raise TypeError(f"got betas={betas!r}; give two numbers, such as (0.9, 0.999)")
     if len(betas) != 2 or not all(0 <= number("betas", beta) < 1 for beta in betas):
         raise ValueError(f"got betas={betas}; give two of at least 0 and less than 1")
-
-
-def number(name: str, value: Any) -> float:
-    """Return a setting as a Python number, or raise TypeError."""
-    is_one_element = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
-    if is_one_element or (isinstance(value, numbers.Real) and not isinstance(value, bool)):
-        return float(value)
-    raise TypeError(f"got {name}={value!r}; give a number, or a tensor of one element")
-
-
-def require_counts(**counts: Any) -> None:
-    """Raise ValueError for anything but integers from 1."""
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"got {name}={count!r}; give an integer from 1")
-
-
-def require_bools(**settings: Any) -> None:
-    """Raise TypeError for settings other than True and False."""
-    for name, value in settings.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"got {name}={value!r}; give True or False")
 
 
 _UNSUPPORTED = {

@@ -17,7 +17,8 @@ paper leaves the moments as they are when the directions change, and so does thi
 The SVD needs whole matrices: U, Σ and Vᵀ are 4·(m² + m + m·n) bytes, a gradient in bfloat16 is
 copied to float32, and the library behind torch.linalg.svd (LAPACK, cuSOLVER) takes a workspace
 of its own. memlab.measure sees the first two. memlab.predict does not know the workspace, so a
-prediction of a step with an SVD is a lower bound. Steps without one are exact.
+prediction of a step with an SVD is a lower bound. Steps without one are exact. A step with an SVD
+raises torch.linalg.LinAlgError for a gradient with an infinity or NaN.
 
     optimizer = GaLore(matrix_groups(model), lr=1e-3, rank=1024)
 """
@@ -28,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memlab.internals.settings import require_counts
 from memlab.optim.adamw import adam_settings
-from memlab.optim.base import require_counts
 from memlab.optim.matrices import (
     MatrixMoment,
     MatrixOptimizer,

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from memlab.internals.chunks import chunk_size_on, chunk_starts
+from memlab.internals.settings import number, require_bools
 from memlab.optim.adamw import AdamW
-from memlab.optim.base import Optimizer, number, require_bools, require_dense
+from memlab.optim.base import Optimizer, require_dense
 from memlab.optim.moments import Chunk, FloatMoment, Moment, State
 
 # ------------------------------------------------------------------ which weights

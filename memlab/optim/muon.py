@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from memlab.optim.base import require_bools, require_counts
+from memlab.internals.settings import require_bools, require_counts
 from memlab.optim.matrices import MatrixOptimizer, signed
 from memlab.optim.moments import Moment, State
 

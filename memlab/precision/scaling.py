@@ -26,12 +26,13 @@ bfloat16 has float32's range and needs no loss scaling.
 
 from ctypes import c_float
 from enum import Enum, auto
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from memlab.internals.settings import number, require_counts
 from memlab.internals.shards import is_true_on_any_rank, shard_of
 from memlab.precision.master import MasterWeights
 
@@ -62,18 +63,8 @@ class LossScaler:
         floor: float = 2.0**-14,
         enabled: bool = True,
     ) -> None:
-        if not (growth_factor > 1 > backoff_factor > 0 and growth_interval >= 1):
-            raise ValueError(
-                f"got growth_factor={growth_factor}, backoff_factor={backoff_factor} and "
-                f"growth_interval={growth_interval}; give more than 1, between 0 and 1, at least 1"
-            )
-        if not scale >= floor >= 0:
-            raise ValueError(f"got scale={scale} and floor={floor}; give a scale of at least floor")
-        self._scale = _float32(scale)
-        self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
-        self._growth_interval = growth_interval
-        self._floor, self._enabled = floor, enabled
-        self._finite_steps = 0  # in a row, since the scale last changed
+        self._floor, self._enabled = number("floor", floor), enabled
+        self._set(scale, growth_factor, backoff_factor, growth_interval)
         self._stages: dict[int, Stage] = {}  # by optimizer
         self._overflowed: dict[int, bool] = {}
 
@@ -177,7 +168,10 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a state of this class or of torch.amp.GradScaler."""
+        """Resume from a state of this class or of torch.amp.GradScaler.
+
+        Raise ValueError for one whose scale is below the floor, as torch's may be.
+        """
         if not self._enabled:
             return
         missing = self.state_dict().keys() - state.keys()
@@ -186,12 +180,36 @@ class LossScaler:
                 f"got a state without {', '.join(sorted(missing))}; give the state_dict() of a "
                 f"LossScaler or an enabled torch.amp.GradScaler"
             )
-        self._scale = _float32(state["scale"])
-        self._growth_factor, self._backoff_factor = state["growth_factor"], state["backoff_factor"]
-        self._growth_interval = state["growth_interval"]
-        self._finite_steps = state["_growth_tracker"]
+        self._set(**{name.removeprefix("_"): state[name] for name in self.state_dict()})
 
     # -------------------------------------------------------------- the scale
+
+    def _set(
+        self,
+        scale: float,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        growth_tracker: int = 0,
+    ) -> None:
+        require_counts(growth_interval=growth_interval)
+        if type(growth_tracker) is not int or growth_tracker < 0:
+            raise ValueError(f"got growth_tracker={growth_tracker!r}; give an integer from 0")
+        scale, growth = number("scale", scale), number("growth_factor", growth_factor)
+        backoff = number("backoff_factor", backoff_factor)
+        if not inf > growth > 1 > backoff > 0:
+            raise ValueError(
+                f"got growth_factor={growth} and backoff_factor={backoff}; give a finite number "
+                f"above 1, and one between 0 and 1"
+            )
+        if not inf > _float32(scale) >= self._floor >= 0:
+            raise ValueError(
+                f"got scale={scale} and floor={self._floor:g}; give a finite scale of at least "
+                f"floor"
+            )
+        self._scale, self._growth_factor, self._backoff_factor = _float32(scale), growth, backoff
+        self._growth_interval = growth_interval
+        self._finite_steps = growth_tracker  # in a row, since the scale last changed
 
     def _back_off(self) -> None:
         scale = _float32(self._scale * self._backoff_factor)

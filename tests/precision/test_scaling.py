@@ -245,6 +245,26 @@ def test_invalid_settings_are_errors(wrong):
         LossScaler(**wrong)
 
 
+@pytest.mark.parametrize("value", ["x", None, 1j, torch.ones(2), torch.nan, torch.inf, -1, [1]])
+def test_a_setting_is_refused_by_name_also_in_a_state(value):
+    for name in LossScaler().state_dict():
+        with pytest.raises((TypeError, ValueError), match=f"got .*{name.removeprefix('_')}="):
+            LossScaler().load_state_dict({**LossScaler().state_dict(), name: value})
+        if name != "_growth_tracker":
+            with pytest.raises((TypeError, ValueError), match=f"got .*{name}="):
+                LossScaler(**{name: value})
+    with pytest.raises((TypeError, ValueError), match=r"got .*floor="):
+        LossScaler(floor=value)
+
+
+def test_the_state_of_a_torch_scaler_that_collapsed_to_zero_is_refused():
+    theirs = torch.amp.GradScaler("cpu", init_scale=0.0)
+    with pytest.raises(
+        ValueError, match=r"got scale=0.0 and floor=6.10352e-05; give a finite scale"
+    ):
+        LossScaler().load_state_dict(theirs.state_dict())
+
+
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("place", [0, 517, 999])
 def test_one_nonfinite_element_is_found_in_any_position(value, place):
