@@ -15,7 +15,7 @@ LAYERS = (
     ("reference",),  # the techniques as their papers have them, in torch alone
     ("units",),
     ("internals",),  # what any part may need
-    ("configs", "trace", "quantize", "rounding"),
+    ("configs", "trace", "quantize", "rounding", "world"),
     (
         *("allocator", "model", "data", "checkpointing", "precision", "accumulation"),
         *("lora", "optim", "compression", "attention", "losses", "zero", "offload", "ema"),

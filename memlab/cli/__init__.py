@@ -26,6 +26,7 @@ from memlab.cli.parsing import (
 )
 from memlab.cli.requests import Request
 from memlab.internals.interrupts import INTERRUPTED, INTERRUPTED_MESSAGE
+from memlab.world.confinement import fork, unconfined_reason
 
 # A larger value is a typo, and would take too long to process.
 MAX_SEQUENCES, MAX_TOKENS, MAX_STEPS = 10**6, 10**8, 10**9
@@ -775,9 +776,11 @@ def run_command(
 
     [bold]torchrun --nproc-per-node 2 -m memlab run --real train_ddp.py[/]
     """
+    _check_allocator_settings()
+    confinement = None if allow_writes or unconfined_reason() else fork(out)  # before torch
+
     from memlab.cli.run import Wanted, run_script
 
-    _check_allocator_settings()
     wanted = Wanted(
         words=script or [],
         memory=memory,
@@ -794,6 +797,7 @@ def run_command(
         configs=config or (),
         batch_like=batch_like,
         out=out,
+        confinement=confinement,
     )
     with terminal.style(as_json=as_json):
         status = run_script(wanted)

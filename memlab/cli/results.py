@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from memlab.cli.documents import (
 )
 from memlab.cli.errors import UsageError
 from memlab.cli.rows import Row
-from memlab.cli.terminal import note, show_document
+from memlab.cli.terminal import note, printable, show_document
 from memlab.explain import Explanation, summary
 from memlab.explain.report_html import report
 from memlab.internals.files import write_beside
@@ -37,11 +37,24 @@ def write(rows: Sequence[Row], title: str, folder: Path, predicted: Sequence[Row
     _write_all("measure", document, _pictures(_drawings(rows, predicted, title)), folder)
 
 
-def write_run(rows: Sequence[Row], title: str, folder: Path, verdict: str) -> None:
+def write_run(
+    rows: Sequence[Row],
+    title: str,
+    folder: Path,
+    verdict: str,
+    attempts: Iterable[tuple[str, str]] = (),
+) -> None:
     """Write the document of a script that ran unmodified, with the pictures of a measurement. The
-    rows after the first are of changes to it."""
-    pictures = _pictures(_drawings(rows, (), title))
-    _write_all("run", run_document(title, rows, verdict), pictures, folder)
+    rows after the first are of changes to it.
+
+    attempts  of the script to change the machine: what each was, and to what
+    """
+    others: dict[str, Writer] = _pictures(_drawings(rows, (), title))
+    if lines := [f"{kind:<8} {printable(what)}\n" for kind, what in dict.fromkeys(attempts)]:
+        others["-refused.txt"] = lambda path: path.write_text("".join(lines), encoding="utf-8")
+    _write_all("run", run_document(title, rows, verdict), others, folder)
+    if not lines:  # an earlier run's
+        (folder / "run-refused.txt").unlink(missing_ok=True)
 
 
 def write_script_plan(rows: Sequence[Row], numbers: Mapping[str, Any], folder: Path) -> None:

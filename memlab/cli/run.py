@@ -32,9 +32,10 @@ from memlab.scripts.columns import Columns, columns_of
 from memlab.scripts.evaluations import Evaluation
 from memlab.scripts.launch import Launch, launch_of
 from memlab.scripts.ranks import run_ranks
-from memlab.scripts.running import Outcome, run
+from memlab.scripts.running import Outcome, joins_others, run
 from memlab.trace import Event, Trace
 from memlab.units import WIDTH, format_bytes, paragraph
+from memlab.world.confinement import Confinement, unconfined_reason
 
 LARGEST = 8  # rows in each list
 
@@ -65,6 +66,12 @@ _NEEDS_LESS = (
 )
 
 
+_UNCONFINED = (
+    "the operating system does not confine the script ({}); only functions that memlab replaces in "
+    "Python keep it from files, programs and the network"
+)
+
+
 class Wanted(NamedTuple):
     """What the options of `memlab run` ask for."""
 
@@ -83,6 +90,7 @@ class Wanted(NamedTuple):
     configs: Sequence[str] = ()
     batch_like: str | None = None
     out: str = "work"
+    confinement: Confinement | None = None
 
 
 def run_script(wanted: Wanted) -> int:
@@ -91,6 +99,8 @@ def run_script(wanted: Wanted) -> int:
     memory, target = _target(wanted)
     check_assumption(wanted.assume)
     folder = choose_folder(wanted.out)
+    if wanted.confinement is not None:
+        wanted.confinement.begin(folder, network=joins_others(launch, real=wanted.real))
     began = time.monotonic()
     outcomes = _outcomes(launch, wanted, target)
     seconds = time.monotonic() - began
@@ -118,7 +128,8 @@ def run_script(wanted: Wanted) -> int:
         terminal.echo("\n" + "\n".join(paragraph(f"note: {note}") for note in rest))
     verdict = "measured" if memory is None else "does not fit" if status else "fits"
     rows = [Row(str(launch), trace), *(Row(f"with {name}", each) for name, each in changed.items())]
-    write_run(rows, _title(launch, wanted, target), folder, verdict)
+    attempts = [attempt for each in outcomes.values() for attempt in each.attempts]
+    write_run(rows, _title(launch, wanted, target), folder, verdict, attempts)
     return status
 
 
@@ -191,6 +202,8 @@ def _outcomes(launch: Launch, wanted: Wanted, target: str) -> dict[int, Outcome]
     settings = {**_settings(wanted, target), "announce": announce}
     dry = "a run without --real" if wanted.real else ""
     announce(f"running {launch} until step {wanted.steps} has ended")
+    if not wanted.allow_writes and wanted.confinement is None:
+        announce(_UNCONFINED.format(unconfined_reason()))
 
     def ran(steps: int) -> dict[int, Outcome]:
         if wanted.real:

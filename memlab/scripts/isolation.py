@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,8 @@ except ImportError:  # Python may be built without it
 
 from memlab.internals.libraries import is_librarys, is_pythons
 from memlab.internals.replacing import caller_of, importers, replaced
+from memlab.world import confinement
+from memlab.world.confinement import PREFIX
 
 # No library asks the network, logs to a service, or writes to a shared cache of data sets.
 _ENVIRONMENT = {
@@ -59,7 +61,20 @@ _STARTERS = {
     **dict.fromkeys(("spawnl", "spawnle", "spawnlp", "spawnlpe", "spawnv", "spawnve"), 1),
     **dict.fromkeys(("spawnvp", "spawnvpe"), 1),
 }
-_READING_GIT = re.compile(r"git (rev-parse|describe|log|show|branch|status|diff)( [\w./~^=%@:-]+)*")
+_READING_GIT = re.compile(
+    r"git (rev-parse|describe|log|show|status|diff)( (?!--output)[\w./~^=%@:-]+)*"
+    r"|git branch( (--show-current|--list|--all|-a|-r|-v|-vv))*"
+)
+# What a script may try, in words for a sentence.
+_ATTEMPTS = {
+    "write": "writing",
+    "delete": "deleting",
+    "move": "moving",
+    "change": "changing",
+    "connect": "connecting to",
+    "start": "starting",
+    "signal": "signalling",
+}
 # The default size of a terminal.
 _TERMINAL = {"stty size": "24 80", "tput lines": "24", "tput cols": "80"}
 _FROM_TERMINAL = re.compile(r" *(2>|<) */dev/(null|tty)")
@@ -103,16 +118,22 @@ class Isolation:
     """What a script tried to change.
 
     written      paths that it would have written
+    deleted      real files that it would have deleted
+    changed      real files whose mode, owner, time or attributes it would have changed
     connections  hosts that it would have connected to
     processes    programs that it would have started
     """
 
     def __init__(self) -> None:
         self.written: dict[str, None] = {}
+        self.deleted: dict[str, None] = {}
+        self.changed: dict[str, None] = {}
         self.connections: Counter[str] = Counter()
         self.processes: Counter[str] = Counter()
         self._commands: dict[str, None] = {}
         self._with_status: Counter[str] = Counter()  # programs of os.system
+        self._start = os.getcwd()
+        self._earlier = len(confinement.active.attempts()) if confinement.active else 0
 
     @contextmanager
     def active(self, *, allow_writes: bool = False) -> Iterator[None]:
@@ -121,9 +142,14 @@ class Isolation:
             yield
             return
         with ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="memlab-run-"))
+            confined = confinement.active
+            # Short names, because the path of a socket may have 107 characters.
+            inside = {"prefix": "", "dir": confined.folder} if confined else {"prefix": PREFIX}
+            folder = stack.enter_context(tempfile.TemporaryDirectory(**inside))
             stack.callback(os.chdir, os.getcwd())
-            files = _Files(Path(folder), self.written)
+            files = _Files(Path(folder), self.written, self.deleted, self.changed)
+            if confined:
+                stack.enter_context(confined.laid_over(files.over))
             stack.enter_context(environment({**_ENVIRONMENT, **_caches(), **files.environment}))
             stack.enter_context(_without_bytecode())
             stack.callback(setattr, tempfile, "tempdir", tempfile.tempdir)
@@ -133,13 +159,35 @@ class Isolation:
             stack.enter_context(replaced({**files.replacements(), **self._refusals()}))
             yield
 
+    def attempts(self) -> list[tuple[str, str]]:
+        """Return all that was refused, or done in the temporary folder: what it is, and to what."""
+        of_the_system = [
+            (kind, os.path.relpath(what, self._start) if what.startswith("/") else what)
+            for kind, what in self._supervised()
+        ]
+        own = {
+            "write": self.written,
+            "delete": self.deleted,
+            "change": self.changed,
+            "connect": self.connections,
+            "start": self.processes,
+        }
+        found = [(kind, what) for kind, each in own.items() for what in each] + of_the_system
+        return sorted(dict.fromkeys(found), key=lambda attempt: list(_ATTEMPTS).index(attempt[0]))
+
+    def _supervised(self) -> list[tuple[str, str]]:
+        """Return what the operating system kept from this run."""
+        confined = confinement.active
+        return confined.attempts()[self._earlier :] if confined else []
+
     def notes(self) -> Iterator[str]:
-        """Yield a sentence for each kind of attempt."""
-        if self.written:
-            first, *others = self.written
-            more = f" and {len(others)} more" if others else ""
-            yield f"{first}{more} would have been written; --allow-writes lets the script write"
-        yield from _refused(self.connections, self.processes)
+        """Yield a sentence, if there was an attempt."""
+        kinds: dict[str, list[str]] = {}
+        for kind, what in self.attempts():
+            kinds.setdefault(kind, []).append(what)
+        if kinds:
+            parts = (f"{_ATTEMPTS[kind]} {_first_of(each)}" for kind, each in kinds.items())
+            yield f"memlab kept the script from {', '.join(parts)}; --allow-writes permits it"
 
     @contextmanager
     def refusals_noted(self) -> Iterator[None]:
@@ -158,6 +206,9 @@ class Isolation:
             if isinstance(each, (RefusedConnectionError, RefusedProcessError)):
                 yield each.remedy if each is error else f"{each}; {each.remedy}"
                 return
+            if self._is_of_the_system(each):
+                yield "memlab run refused it; --allow-writes permits it"
+                return
         missing = [each.filename for each in chain if isinstance(each, FileNotFoundError)]
         if missing:
             makers = Counter(
@@ -169,9 +220,20 @@ class Isolation:
             for refused in _refused(Counter(), self._with_status):
                 yield f"{refused}; if its exit status matters, pass --allow-writes"
 
+    def _is_of_the_system(self, error: BaseException) -> bool:
+        """Return whether the operating system raised the error because it confines the script."""
+        if not isinstance(error, (PermissionError, ConnectionRefusedError)):
+            return False
+        refused = {os.path.abspath(what) for _, what in self._supervised()}
+        return bool(refused) and (
+            not error.filename or os.path.abspath(os.fsdecode(error.filename)) in refused
+        )
+
     def _refusals(self) -> dict[tuple[Any, str], Callable[[Any], Any]]:
         return {
-            **{(socket.socket, name): self._connect for name in ("connect", "connect_ex")},
+            **{
+                (socket.socket, name): self._connect for name in ("connect", "connect_ex", "sendto")
+            },
             **{(socket, name): self._look_up for name in ("create_connection", "getaddrinfo")},
             (subprocess.Popen, "__init__"): self._popen,
             (os, "system"): lambda real: self._refuse_command,
@@ -187,10 +249,10 @@ class Isolation:
     def _connect(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """Refuse other machines; a socket between processes of this one may connect."""
 
-        def connect(connecting: socket.socket, address: Any) -> Any:
+        def connect(connecting: socket.socket, *args: Any) -> Any:
             if connecting.family not in (socket.AF_INET, socket.AF_INET6):
-                return real(connecting, address)
-            self._refuse_host(address[0])
+                return real(connecting, *args)
+            self._refuse_host(args[-1][0])
 
         return connect
 
@@ -207,12 +269,13 @@ class Isolation:
 
     def _popen(self, real: Callable[..., None]) -> Callable[..., None]:
         def start(popen: Any, args: Any, *others: Any, **kwargs: Any) -> None:
-            words = [args] if isinstance(args, (str, bytes, os.PathLike)) else args
+            program = args if kwargs.get("shell") else kwargs.get("executable") or args
+            words = [program] if isinstance(program, (str, bytes, os.PathLike)) else program
             command = " ".join(map(os.fsdecode, words))
             if (answer := _answer(command)) is not None:
                 popen._execute_child = partial(_answer_instead, popen, answer)
             elif not _READING_GIT.fullmatch(command):
-                self._refuse_program(args)
+                self._refuse_program(program)
             real(popen, args, *others, **kwargs)
 
         return start
@@ -266,9 +329,12 @@ def _program_of(command: str) -> str:
 def _refused(connections: Counter[str], processes: Counter[str]) -> Iterator[str]:
     for what, names in (("a connection to", connections), ("the program", processes)):
         if names:
-            first, *others = names
-            more = f" and {len(others)} more" if others else ""
-            yield f"the script asked for {what} {first}{more}, and was refused"
+            yield f"the script asked for {what} {_first_of(names)}, and was refused"
+
+
+def _first_of(names: Iterable[str]) -> str:
+    first, *others = names
+    return f"{first} and {len(others)} more" if others else first
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -348,7 +414,9 @@ def _caches() -> dict[str, str]:
     in the temporary folder, which is another one for the script."""
     if "TIKTOKEN_CACHE_DIR" in os.environ or "DATA_GYM_CACHE_DIR" in os.environ:
         return {}
-    return {"TIKTOKEN_CACHE_DIR": os.path.join(tempfile.gettempdir(), "data-gym-cache")}
+    confined = confinement.active
+    temporary = confined.machines_temporary_folder if confined else tempfile.gettempdir()
+    return {"TIKTOKEN_CACHE_DIR": os.path.join(temporary, "data-gym-cache")}
 
 
 def _offline_hub() -> dict[tuple[Any, str], Callable[[Any], Any]]:
@@ -376,12 +444,18 @@ def _without_bytecode() -> Iterator[None]:
 class _Files:
     """Files written since the start, in a folder that lies over the real ones."""
 
-    def __init__(self, folder: Path, written: dict[str, None]) -> None:
-        self._over, self._temporary = folder / "files", folder / "temporary"
-        self._over.mkdir()
+    def __init__(
+        self,
+        folder: Path,
+        written: dict[str, None],
+        deleted: dict[str, None],
+        changed: dict[str, None],
+    ) -> None:
+        self.over, self._temporary = folder / "files", folder / "tmp"
+        self.over.mkdir()
         self._temporary.mkdir()
         self._own = str(folder)
-        self._written = written
+        self._written, self._deleted, self._changed = written, deleted, changed
         self._removed: set[str] = set()
         self._current_real = os.getcwd
         self._start = self._current = os.getcwd()  # the script's current folder
@@ -409,7 +483,7 @@ class _Files:
     def _above(self, absolute: str) -> str:
         """Return where the file lies if the script wrote it."""
         drive, rest = os.path.splitdrive(absolute)
-        return os.path.join(self._over, drive.rstrip(":"), rest.lstrip("/\\"))
+        return os.path.join(self.over, drive.rstrip(":"), rest.lstrip("/\\"))
 
     def readable(self, path: Any) -> Any:
         """Return where the file is: above, or where the script expects it."""
@@ -440,12 +514,25 @@ class _Files:
         parent = os.path.dirname(absolute)
         if not self._exists(parent):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
+        self._note(self._written, absolute)
+        self._removed.discard(absolute)
         self._call("makedirs", os.path.dirname(above), exist_ok=True)
+        target = os.path.realpath(above)  # a link that the script made may lead outside
+        if self._real(os.readlink, above) and not self._is_own(target):
+            self._real(os.remove, above)
+            absolute = target
         if keeps and not self._real(os.lstat, above) and self._exists(absolute):
             self._call("copyfile", absolute, above)
-        self._written.setdefault(os.path.relpath(absolute, self._start))
-        self._removed.discard(absolute)
         return above
+
+    def _note(self, attempts: dict[str, None], absolute: str) -> None:
+        attempts.setdefault(os.path.relpath(absolute, self._start))
+
+    def _remove_real(self, absolute: str) -> None:
+        """Hide a file or folder from the script."""
+        if self._real(os.lstat, absolute):
+            self._note(self._deleted, absolute)
+        self._removed.add(absolute)
 
     def _exists(self, path: str) -> bool:
         return bool(self._real(os.lstat, self.readable(path)))
@@ -465,12 +552,14 @@ class _Files:
 
     def replacements(self) -> dict[tuple[Any, str], Callable[[Any], Any]]:
         reading = ("stat", "lstat", "access", "readlink", "listxattr", "getxattr")
-        changing = ("chmod", "utime", "truncate", "setxattr")
+        changing = ("chmod", "chown", "lchown", "utime", "truncate", "setxattr")
         return {
             (builtins, "open"): self._open,
             (io, "open"): self._open,
             (os, "open"): self._os_open,
-            (os, "mkdir"): self._mkdir,
+            **{
+                (os, name): self._make for name in ("mkdir", "mkfifo", "mknod") if hasattr(os, name)
+            },
             **{(os, name): self._remove for name in ("remove", "unlink", "rmdir")},
             **{(os, name): self._rename for name in ("rename", "replace")},
             (shutil, "rmtree"): self._rmtree,
@@ -507,7 +596,7 @@ class _Files:
 
         return _as(real, opened)
 
-    def _mkdir(self, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _make(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def made(path: Any, *args: Any, **kwargs: Any) -> None:
             if self._is_redirected(path):
                 if self._exists(self._absolute(path)):
@@ -527,7 +616,7 @@ class _Files:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
             if self._real(os.lstat, above := self._above(absolute)):
                 real(above)
-            self._removed.add(absolute)
+            self._remove_real(absolute)
 
         return _as(real, removed)
 
@@ -544,7 +633,7 @@ class _Files:
                     errno.EPERM, "memlab run does not move folders; pass --allow-writes", source
                 )
             real(self.writable(source, keeps=True), self.writable(target))
-            self._removed.add(absolute)
+            self._remove_real(absolute)
 
         return _as(real, renamed)
 
@@ -556,7 +645,7 @@ class _Files:
             above = self._above(self._absolute(path))
             if self._real(os.lstat, above):
                 real(above, *args, **kwargs)
-            self._removed.add(self._absolute(path))
+            self._remove_real(self._absolute(path))
 
         return _as(real, removed)
 
@@ -592,7 +681,9 @@ class _Files:
             if not self._is_redirected(path):
                 real(path, *args, **kwargs)
             elif self._real(os.lstat, above := self._above(self._absolute(path))):
-                real(above, *args, **kwargs)  # nothing changes for a real file
+                real(above, *args, **kwargs)
+            else:
+                self._note(self._changed, self._absolute(path))
 
         return _as(real, changed)
 

@@ -8,7 +8,7 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +51,7 @@ class Outcome:
     alike        ranks that did not run, because their stages have the weights of this one's
     transfers    what that rank sent to others in its last step; empty for a real run
     notes        what was redirected, refused or replaced, one sentence each
+    attempts     all that was redirected or refused: what it is, and to what
     evaluation   with the highest peak in the step or before it, if there was one
     """
 
@@ -64,6 +65,7 @@ class Outcome:
     rank: int
     transfers: tuple[Transfer, ...]
     notes: tuple[str, ...]
+    attempts: tuple[tuple[str, str], ...] = ()
     alike: tuple[int, ...] = ()
     evaluation: Evaluation | None = None
 
@@ -110,7 +112,7 @@ def run(
 
     Raises what the script raises before its last step has ended, noting what was refused.
     """
-    joins = real and launch.ranks is None and dist.is_torchelastic_launched()
+    joins = joins_others(launch, real=real)
     started = Processes(launch.ranks, announce, real=real, joins=joins)
     isolation, stand_ins = Isolation(), data.StandIns(configs, columns)
     metering = _metering(launch, device, gpus, real, assume)
@@ -132,7 +134,13 @@ def run(
         roots = metering.history.context.names.roots
     notes = (*isolation.notes(), *stand_ins.notes())
     rank = int(os.environ["RANK"]) if joins else launch.rank
-    return _outcome(traces, watcher, metering, roots, started.ranks, rank, notes)
+    outcome = _outcome(traces, watcher, metering, roots, started.ranks, rank, notes)
+    return replace(outcome, attempts=tuple(isolation.attempts()))
+
+
+def joins_others(launch: Launch, *, real: bool) -> bool:
+    """Return whether this process is one of a launcher's ranks, and meets the others."""
+    return real and launch.ranks is None and dist.is_torchelastic_launched()
 
 
 def _metering(

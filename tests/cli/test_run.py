@@ -52,7 +52,8 @@ def test_a_script_that_fits_is_explained_by_layer_and_by_line(memlab_in, folder)
     outcome = memlab_in(folder, "run", "--gpu", "t4", "train.py", "--batch-size", "4096")
     assert outcome.status == 0
     assert outcome.out.startswith("train.py: step 2, predicted for cuda:t4")
-    assert "checkpoints and 1 more would have been written" in " ".join(outcome.out.split())
+    kept = "memlab kept the script from writing checkpoints and 1 more; --allow-writes permits it"
+    assert kept in " ".join(outcome.out.split())
     assert ": it fits, " in outcome.out
     assert " ".join(outcome.out.split()).count("4 × activations *") == 1
     assert "train.py:17 <module>" in outcome.out  # loss.backward()
@@ -60,7 +61,9 @@ def test_a_script_that_fits_is_explained_by_layer_and_by_line(memlab_in, folder)
     assert outcome.err.count("memlab: step") == 2
     assert "step 1 " not in outcome.out
     assert sorted(path.name for path in folder.iterdir()) == ["train.py", "work"]
-    assert {path.suffix for path in (folder / "work").iterdir()} <= {".json", ".png"}
+    assert {path.suffix for path in (folder / "work").iterdir()} <= {".json", ".png", ".txt"}
+    refused = (folder / "work" / "run-refused.txt").read_text()
+    assert refused == "write    checkpoints\nwrite    checkpoints/model.pt\n"
 
 
 def test_a_script_that_does_not_fit_has_status_1(memlab_in, folder):
@@ -151,8 +154,11 @@ def test_a_script_that_cannot_train_is_one_sentence(memlab_in, tmp_path, source,
     (tmp_path / "train.py").write_text(source)
     outcome = memlab_in(tmp_path, "run", "train.py")
     assert outcome.status == 2
-    started, line = [line for line in outcome.err.splitlines() if line.startswith("memlab: ")]
+    [started, unconfined, line] = [
+        line for line in outcome.err.splitlines() if line.startswith("memlab: ")
+    ]
     assert started == "memlab: running train.py until step 2 has ended"
+    assert "(memlab runs inside another program)" in unconfined
     assert complaint in line
     assert "Traceback" not in outcome.err
     assert sorted(path.name for path in Path(tmp_path).iterdir()) == ["train.py"]

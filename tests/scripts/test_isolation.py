@@ -141,9 +141,8 @@ def test_connections_and_processes_are_refused_and_recorded():
         assert os.system("git status") == 127
         Path("new.txt").write_text("")
     assert list(isolation.notes()) == [
-        "new.txt would have been written; --allow-writes lets the script write",
-        "the script asked for a connection to example.org, and was refused",
-        "the script asked for the program git, and was refused",
+        "memlab kept the script from writing new.txt, connecting to example.org, starting git; "
+        "--allow-writes permits it"
     ]
 
 
