@@ -79,9 +79,10 @@ def quantize_blockwise(
 ) -> Quantized:
     """Quantize `x` (any shape; float32, bfloat16 or float16) to 8, 4 or 2 bits per element.
 
-    With a `codebook` of 2ᵇ sorted entries in −1 … 1, or affine without one. Blocks are consecutive
-    elements of the flattened `x`; the last may be short. Values beyond the codebook's ends map to
-    its ends, also with stochastic rounding: −1 decodes as −0.993 in the signed dynamic codebook.
+    With a `codebook` of 2ᵇ distinct sorted entries in −1 … 1, or affine without one. Blocks are
+    consecutive elements of the flattened `x`; the last may be short. Values beyond the codebook's
+    ends map to its ends, also with stochastic rounding: −1 decodes as −0.993 in the signed dynamic
+    codebook.
 
     A block of zeros stays zero. A block with an infinity or NaN decodes to NaN, and so does an
     affine block whose range overflows float32; other blocks are unaffected. `generator` is for
@@ -280,5 +281,6 @@ def _check_codebook(codebook: Tensor, bits: int) -> None:
     is_fine = (codebook.diff() > 0).all() & (codebook[0] >= -1) & (codebook[-1] <= 1)
     if has_values(codebook) and not is_fine:
         raise ValueError(
-            "got an unsorted codebook, or entries outside −1 … 1; sort it, and divide by its absmax"
+            "got a codebook that is not sorted, repeats an entry, or has entries outside −1 … 1; "
+            "sort it, make its entries distinct, and divide by its absmax"
         )
