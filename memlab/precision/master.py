@@ -105,10 +105,13 @@ class MasterWeights:
         for low, copy in zip(self._models, self.weights, strict=True):
             low.copy_(copy)
 
-    def zero_grad(self) -> None:
-        """Free all gradients of the model and of the copies."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Free all gradients of the model and of the copies, or set them to zero."""
         for parameter in (*self._models, *self.weights):
-            parameter.grad = None
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the float32 copies and the optimizer's state."""

@@ -70,6 +70,26 @@ def test_with_gather_at_once_several_backward_passes_accumulate_in_float32():
     assert weight.grad is None
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_are_freed_or_set_to_zero_as_by_torchs_optimizers(set_to_none):
+    model, x = model_of(torch.bfloat16), batch(torch.bfloat16)
+    master = MasterWeights(model.parameters(), adamw)
+    for gather in (False, True):
+        model(x).square().mean().backward()
+        if gather:
+            master.gather_gradients()
+        gradients = [p.grad for p in (*model.parameters(), *master.weights)]
+        master.zero_grad(set_to_none=set_to_none)
+        for parameter, before in zip(
+            (*model.parameters(), *master.weights), gradients, strict=True
+        ):
+            if before is None or set_to_none:
+                assert parameter.grad is None
+            else:
+                assert parameter.grad is before
+                assert not before.any()
+
+
 def test_a_loss_scaler_accepts_it_as_an_optimizer():
     model, x = model_of(torch.float16), batch(torch.float16)
     master = MasterWeights(model.parameters(), adamw)
