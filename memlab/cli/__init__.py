@@ -484,7 +484,7 @@ def plan_command(
             "--recipes",
             MAX_RECIPES,
             "Recipes to predict operator by operator, alternating between full fine-tuning, LoRA "
-            "and QLoRA. The others are computed by formula.",
+            "and QLoRA. A formula only ranks them.",
         ),
     ] = 3,
     device: Annotated[
@@ -521,7 +521,7 @@ def plan_command(
 ) -> None:
     """Find recipes that make a model's training fit into a given amount of memory.
 
-    memlab compares all recipes by formula. It then predicts the fastest ones operator by
+    memlab ranks all recipes by formula. It then predicts the fastest ones operator by
     operator, including reserved memory and the CUDA context. No GPU is needed. The output
     ends with the command that runs the training. The exit status is 0 if something fits,
     1 if nothing fits, and 2 if an option is wrong.

@@ -5,7 +5,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from memlab.cli import terminal
 from memlab.cli.errors import UsageError, error_summary
-from memlab.cli.plan_report import nccl_buffers, room
+from memlab.cli.plan_report import left_or_lacking, nccl_buffers, room
 from memlab.cli.results import write_breakdown
 from memlab.configs.shapes import GPTConfig
 from memlab.configs.targets import target_named
@@ -21,7 +21,6 @@ from memlab.configs.torchrun import MAX_GPUS_PER_MACHINE, torchrun
 from memlab.internals.files import write_beside
 from memlab.planner import Measured, Memory
 from memlab.planner.cards import budget_bytes, margin_bytes
-from memlab.planner.formulas import RESERVED
 from memlab.planner.measuring import summarized
 from memlab.planner.mesh_script import mesh_script
 from memlab.planner.meshes import Mesh, MeshOption, mesh_options
@@ -32,22 +31,19 @@ from memlab.units import format_bytes, paragraph
 
 SCRIPT = "train_mesh.py"
 MAX_BLOCK_RUNS = 300  # blocks · micro-batches that a dry run may take, about a minute
-MAX_TRIES = 3  # meshes to predict before giving up
+MAX_MISSES = 3  # meshes that may turn out not to fit
 
 
 @dataclass(frozen=True)
 class Row:
-    """A mesh, and the prediction of its script's fullest rank if it was made."""
+    """A mesh, and the prediction of its script's fullest rank."""
 
     option: MeshOption
+    measured: Measured
     budget_bytes: int
-    measured: Measured | None = None
 
     @property
     def needed_bytes(self) -> int:
-        """With an allowance for reserved memory, if it is by formula."""
-        if self.measured is None:
-            return round((1 + RESERVED) * self.option.peak.total)
         return self.measured.needed_bytes(self.budget_bytes)
 
     @property
@@ -91,7 +87,7 @@ def plan_meshes(
     count: int,
     folder: Path,
 ) -> int:
-    """Print the fastest meshes that fit, predict the best one's script and write it.
+    """Predict the scripts of the fastest meshes, print those, and write the best one's script.
 
     Returns 1 if none fits, else 0.
     """
@@ -104,56 +100,45 @@ def plan_meshes(
         seq_len=seq_len,
         workspace=2 * target_named(target).workspace_bytes,
     )
-    rows = [Row(option, query.budget_bytes) for option in options]
-    with terminal.progress(MAX_TRIES) as announce:
-        best, tried, failures = _best(query, rows, announce)
-    shown = _shown(rows, best, tried, count)
-    _show(query, best, shown, failures)
+    with terminal.progress(count + MAX_MISSES) as announce:
+        rows, failures = _rows(query, options, count, announce)
+    best = next((row for row in rows if row.fits), None)
+    _show(query, best, rows, failures)
     script = None if best is None else folder / SCRIPT
     if best is not None and script is not None:
         _write(query.script(best.option), script)
         terminal.echo(f"\n{best.option.mesh}:\n  {torchrun(gpus, str(script))}")
         if gpus > MAX_GPUS_PER_MACHINE:
             terminal.echo("\nRun it on each machine; replace HOST by the name of the first.")
-    _write_document(query, best, shown, failures, script, folder)
+    _write_document(query, best, rows, failures, script, folder)
     return 0 if best else 1
 
 
-def _shown(rows: Sequence[Row], best: Row | None, tried: dict[Mesh, Row], count: int) -> list[Row]:
-    """Return the best, those predicted not to fit, and the fastest that fit by formula; if none
-    fits, the smallest."""
-    known = {*tried, *([best.option.mesh] if best else [])}
-    fitting = [row for row in rows if row.fits and row.option.mesh not in known]
-    shown = [*([best] if best else []), *tried.values(), *fitting][: count + len(tried)]
-    return shown or [min(rows, key=lambda row: row.needed_bytes)]
-
-
-def _best(
-    query: _Query, rows: Sequence[Row], announce: Any
-) -> tuple[Row | None, dict[Mesh, Row], list[str]]:
-    """Return the fastest mesh that fits, those predicted not to fit, and why predictions failed.
-
-    A mesh whose dry run would take minutes is judged by formula.
-    """
-    too_large: dict[Mesh, Row] = {}
+def _rows(
+    query: _Query, options: Sequence[MeshOption], count: int, announce: Any
+) -> tuple[list[Row], list[str]]:
+    """Predict the fastest meshes until `count` fit, or MAX_MISSES don't. Return them, and why the
+    predictions of others failed."""
+    rows: list[Row] = []
     failures: list[str] = []
-    for row in rows:
-        if row.option.peak.total > query.budget_bytes:
-            continue
-        if len(too_large) == MAX_TRIES or _block_runs(query, row.option) > MAX_BLOCK_RUNS:
-            if row.fits:
-                return row, too_large, failures
-            continue
-        announce(f"rank {row.option.rank} of {row.option.mesh}")
+    for option in _likely(query, options):
+        fitting = sum(row.fits for row in rows)
+        if fitting == count or len(rows) - fitting == MAX_MISSES:
+            break
+        announce(f"rank {option.rank} of {option.mesh}")
         try:
-            found = replace(row, measured=_predicted(query, row.option))
+            rows.append(Row(option, _predicted(query, option), query.budget_bytes))
         except Exception as error:  # a mesh that fails must not stop the search
-            failures.append(f"{row.option.mesh}: {error_summary(error)}")
-            continue
-        if found.fits:
-            return found, too_large, failures
-        too_large[row.option.mesh] = found
-    return None, too_large, failures
+            failures.append(f"{option.mesh}: {error_summary(error)}")
+    return rows, failures
+
+
+def _likely(query: _Query, options: Sequence[MeshOption]) -> list[MeshOption]:
+    """Return the meshes that the formula lets fit, those with a quick dry run first; if none fits,
+    the one that needs least."""
+    fitting = [each for each in options if each.peak.total <= query.budget_bytes]
+    smallest = min(options, key=lambda each: each.peak.total)
+    return sorted(fitting, key=lambda each: _block_runs(query, each) > MAX_BLOCK_RUNS) or [smallest]
 
 
 def _block_runs(query: _Query, option: MeshOption) -> int:
@@ -187,10 +172,11 @@ def _write(text: str, path: Path) -> None:
 # ------------------------------------------------------------------ output
 
 
-def _show(query: _Query, best: Row | None, shown: Sequence[Row], failures: Sequence[str]) -> None:
+def _show(query: _Query, best: Row | None, rows: Sequence[Row], failures: Sequence[str]) -> None:
     terminal.echo("\n".join(map(paragraph, _headline(query))) + "\n")
-    terminal.show_table(_table(shown))
-    terminal.echo("\n" + "\n".join(map(paragraph, _remarks(query, best, shown, failures))))
+    if rows:
+        terminal.show_table(_table(rows))
+    terminal.echo("\n" + "\n".join(map(paragraph, _remarks(query, best, rows, failures))))
 
 
 def _headline(query: _Query) -> Iterator[str]:
@@ -204,65 +190,44 @@ def _headline(query: _Query) -> Iterator[str]:
 
 def _table(rows: Sequence[Row]) -> Table:
     first = rows[0].option.seconds_per_token
-    meshes = [row.option.mesh for row in rows]
     return terminal.table_of(
         {
-            **{
-                short: [str(getattr(mesh, name)) for mesh in meshes]
-                for short, name in _DIMENSIONS.items()
-            },
-            "recompute": ["blocks" if mesh.checkpointed else "" for mesh in meshes],
-            "peak": [_peak(row) for row in rows],
+            "mesh": [_name(row.option.mesh) for row in rows],
+            "allocated": [format_bytes(row.measured.allocated_bytes) for row in rows],
             "rank": [str(row.option.rank) for row in rows],
-            "in nodes": [format_bytes(row.option.within_nodes) for row in rows],
-            "between": [format_bytes(row.option.between_nodes) for row in rows],
+            "reserved": [format_bytes(row.measured.reserved_bytes) for row in rows],
+            "left": [left_or_lacking(row.budget_bytes - row.needed_bytes) for row in rows],
             "time": [f"{row.option.seconds_per_token / first:.2f} ×" for row in rows],
         }
     )
 
 
-_DIMENSIONS = {"data": "data", "tensor": "tensor", "pipe": "pipeline", "ctx": "context"}
-
-
-def _peak(row: Row) -> str:
-    if row.measured is None:
-        return f"≈ {format_bytes(row.option.peak.total)}"
-    return format_bytes(row.measured.allocated_bytes)
+def _name(mesh: Mesh) -> str:
+    return f"{mesh}{', checkpointing' if mesh.checkpointed else ''}"
 
 
 def _remarks(
-    query: _Query, best: Row | None, shown: Sequence[Row], failures: Sequence[str]
+    query: _Query, best: Row | None, rows: Sequence[Row], failures: Sequence[str]
 ) -> Iterator[str]:
-    if best is None:
-        row = min(shown, key=lambda row: row.needed_bytes)
-        lacks = format_bytes(max(0, row.needed_bytes - query.budget_bytes))
+    if best is None and rows:
+        row = min(rows, key=lambda row: row.needed_bytes)
         yield (
-            f"Nothing fits {query.memory.name}: {row.option.mesh} lacks {lacks} of "
+            f"Nothing fits {query.memory.name}: {row.option.mesh} lacks "
+            f"{format_bytes(row.needed_bytes - query.budget_bytes)} of "
             f"{format_bytes(row.needed_bytes)}; use more GPUs, a shorter sequence or a larger GPU"
         )
-    else:
+    if best is not None:
         mesh = best.option.mesh
         tokens = mesh.data * mesh.micro_batches * query.sequences * query.seq_len
         yield (
-            f"a step of the first mesh processes {tokens:,} tokens: {mesh.micro_batches} × "
+            f"a step of {mesh} processes {tokens:,} tokens: {mesh.micro_batches} × "
             f"{mesh.data} micro-batches"
         )
-    if best is not None and best.measured is not None:
-        phase, peak = best.measured.peak_phase, best.option.peak
+    if rows:
         yield (
-            f"peak: of the rank that needs the most memory. The first row is predicted by a dry "
-            f"run of the script: rank {best.option.rank} needs {format_bytes(best.needed_bytes)} "
-            f"of reserved memory, in {phase} (by formula ≈ {format_bytes(peak.total)})"
+            "predicted by a dry run of each script, of the rank that needs most by formula; "
+            f"the first row's peak is in {rows[0].measured.peak_phase}"
         )
-    if any(row.measured is None for row in shown):
-        yield (
-            f"≈: allocated memory by formula; a mesh is listed if {RESERVED:.0%} more fits, which "
-            f"allows for reserved memory"
-        )
-    yield (
-        "in nodes, between: bytes that this rank sends in a step, over NVLink or PCIe within a "
-        f"node of {MAX_GPUS_PER_MACHINE} GPUs, and over the network between nodes"
-    )
     yield (
         "time: per token, estimated, relative to the first row; only FSDP's collectives overlap "
         "with computation, and the network has 400 Gbit/s for each GPU"
@@ -274,7 +239,7 @@ def _remarks(
 def _write_document(
     query: _Query,
     best: Row | None,
-    shown: Sequence[Row],
+    rows: Sequence[Row],
     failures: Sequence[str],
     script: Path | None,
     folder: Path,
@@ -293,19 +258,19 @@ def _write_document(
         "seq_len": query.seq_len,
         "target": query.target,
         "bytes_as_it_is": None,
-        "chosen": shown.index(best) if best in shown else None,
-        "options": [_numbers(row, command if row is best else None) for row in shown],
+        "chosen": rows.index(best) if best else None,
+        "options": [_numbers(row, command if row is best else None) for row in rows],
         "notes": list(failures),
     }
     title = f"{query.model} on {query.gpus} GPUs, in {query.memory.name}"
-    measured = {str(row.option.mesh): row.measured for row in shown if row.measured}
+    measured = {str(row.option.mesh): row.measured for row in rows}
     write_breakdown(measured, title, document, folder)
 
 
 def _numbers(row: Row, command: str | None) -> dict[str, Any]:
     mesh = row.option.mesh
     return option_numbers(
-        f"{mesh}{', checkpointing' if mesh.checkpointed else ''}",
+        _name(mesh),
         fits=row.fits,
         measured=row.measured,
         needed_bytes=row.needed_bytes,

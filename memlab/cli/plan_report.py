@@ -12,13 +12,11 @@ from memlab.configs.targets import find_target
 from memlab.configs.torchrun import MAX_GPUS_PER_MACHINE
 from memlab.planner import Memory, Option, Plan
 from memlab.planner.cards import budget_bytes
-from memlab.planner.formulas import RESERVED_MOST
 from memlab.planner.options import AS_IT_IS, command
 from memlab.planner.recipes import GROUPS
 from memlab.planner.search import MAX_SEQUENCES
 from memlab.units import format_bytes, paragraph
 
-MAX_FORMULA_RECIPES = 3  # recipes to show that were not predicted operator by operator
 COLUMNS = ("recipe", "allocated", "reserved", "left", "time", "batch up to", "length up to")
 EMPTIES_CACHE = (
     "reserved: as on a larger card. If this card has less, torch releases its unused memory and "
@@ -29,12 +27,11 @@ EMPTIES_CACHE = (
 def show(found: Plan) -> None:
     """Print the headline, the table of recipes, the remarks and the commands to train with."""
     terminal.echo("\n".join(map(paragraph, headline(found))) + "\n")
-    others = found.others[:MAX_FORMULA_RECIPES]
-    if rows := [*found.options, *others, *([found.miss] if found.miss else [])]:
+    if rows := [*found.options, *([found.miss] if found.miss else [])]:
         terminal.show_table(table(rows))
     sentences = "\n".join(map(paragraph, remarks(found)))
     terminal.echo(f"\n{sentences}")
-    if found.bytes_as_it_is <= found.budget_bytes:
+    if found.as_it_is and found.as_it_is.fits:
         terminal.echo(f"\nwithout techniques:\n  {command(found, AS_IT_IS)}")
     for option in found.options:
         terminal.echo(f"\n{option.recipe.words}:\n  {found.command(option)}")
@@ -69,12 +66,12 @@ def headline(found: Plan) -> Iterator[str]:
     yield how
     if note := getattr(find_target(found.target), "note", None):
         yield note
-    needed = found.bytes_as_it_is
-    lacks = format_bytes(needed - found.budget_bytes)
-    yield (
-        f"without techniques ({AS_IT_IS}): ≈ {format_bytes(needed)} by formula, "
-        f"{'fits' if needed <= found.budget_bytes else f'lacks {lacks}'}"
-    )
+    if plain := found.as_it_is:
+        lacks = f"lacks {format_bytes(plain.missing_bytes)}"
+        yield (
+            f"without techniques ({AS_IT_IS}): {format_bytes(plain.needed_bytes)}, "
+            f"{'fits' if plain.fits else lacks}"
+        )
 
 
 def room(memory: Memory, target: str) -> str:
@@ -135,18 +132,20 @@ def table(rows: list[Option]) -> Table:
 
 def _line(row: Option, first: float) -> dict[str, str]:
     """Return the cells of a recipe; `first` is the time of the first recipe of its group."""
-    found, missing = row.measured, format_bytes(row.missing_bytes)
+    found = row.measured
     return {
         "recipe": f"  {row.recipe.words}",
-        "allocated": format_bytes(found.allocated_bytes)
-        if found
-        else f"≈ {format_bytes(row.needed_bytes)}",
-        "reserved": format_bytes(found.reserved_bytes) if found and found.reserved_bytes else "",
-        "left": format_bytes(-row.missing_bytes) if row.fits else f"lacks {missing}",
+        "allocated": format_bytes(found.allocated_bytes),
+        "reserved": format_bytes(found.reserved_bytes) if found.reserved_bytes else "",
+        "left": left_or_lacking(-row.missing_bytes),
         "time": f"{row.candidate.step_seconds / first:.2f} ×",
         "batch up to": _up_to(row.largest_batch),
         "length up to": f"{row.longest:,}" if row.longest else "",
     }
+
+
+def left_or_lacking(left: int) -> str:
+    return format_bytes(left) if left >= 0 else f"lacks {format_bytes(-left)}"
 
 
 def _up_to(batch: int | None) -> str:
@@ -166,9 +165,9 @@ def remarks(found: Plan) -> Iterator[str]:
             f"{shares(best.candidate.seconds)}"
         )
         yield (
-            "each predicted row is the fastest recipe that fits for its precision and optimizer; "
-            "full fine-tuning, LoRA and QLoRA train different weights, so their times are not "
-            "compared"
+            "each row is the fastest recipe that fits for its precision and optimizer; --recipes "
+            "predicts more of them; full fine-tuning, LoRA and QLoRA train different weights, so "
+            "their times are not compared"
         )
         if any(option.largest_batch for option in found.options):
             yield (
@@ -179,30 +178,12 @@ def remarks(found: Plan) -> Iterator[str]:
         yield EMPTIES_CACHE
     if best and miss:
         yield (
-            f"The next faster recipe, {miss.recipe.words}, needs "
-            f"{format_bytes(miss.needed_bytes)}"
-            + (
-                f"; it would fit with {format_bytes(miss.missing_bytes)} more"
-                if miss.measured
-                else f" by formula, and more is reserved: it lacks at least "
-                f"{format_bytes(miss.missing_bytes)}"
-            )
+            f"The next faster recipe, {miss.recipe.words}, would fit with "
+            f"{format_bytes(miss.missing_bytes)} more"
         )
-    yield from _formula_remarks(found)
     if found.gpus > 1 and found.target != "cpu":
         yield nccl_buffers()
     yield from found.failures
-
-
-def _formula_remarks(found: Plan) -> Iterator[str]:
-    """Explain the rows computed by formula alone."""
-    listed = (*found.options, *found.others)
-    if found.others:
-        yield (
-            f"≈: allocated memory by formula; the allocator reserves more, so such a row fits only "
-            f"if {RESERVED_MOST:.0%} more does, and a faster recipe may fit. --recipes "
-            f"{len(listed)} predicts these rows too, --optimizer or --precision selects one of them"
-        )
 
 
 def _smallest(found: Plan) -> str:

@@ -66,7 +66,7 @@ MOMENTS = ("loss", "backward", "gradients", "optimizer")
 # What the allocator needs beyond a peak by formula, as a share of it. In 80 predictions of recipes
 # on a full card, models of 7B and 8B needed up to 7.5 % more, and the 124M model up to 27 %
 # (tests/planner/test_allowance.py).
-RESERVED, RESERVED_MOST = 0.1, 0.3
+RESERVED_MOST = 0.3
 INT64, FLOAT32 = 8, 4
 PLAIN = TECHNIQUES["plain"]
 USUAL_STEP_COPIES = 5  # float32 copies of a chunk of a weight in a step of memlab's optimizers

@@ -375,8 +375,6 @@ class MeshOption:
 
     mesh: Mesh
     stages: tuple[RankBytes, ...]
-    within_nodes: int  # bytes that the fullest stage's rank sends in a step
-    between_nodes: int
     seconds_per_token: float  # of all GPUs together
 
     @property
@@ -402,13 +400,9 @@ def mesh_options(
     for mesh in meshes(config, gpus, seq_len):
         stages = tuple(rank_bytes(config, mesh, **sizes, workspace=workspace))
         sent = sent_bytes(config, mesh, fullest(list(stages)).stage, **sizes)
-        crossing = crosses_nodes(mesh)
-        between = sum(size for name, size in sent.items() if crossing[name])
         seconds = _seconds(config, mesh, card, sent, **sizes)
         tokens = mesh.data * mesh.micro_batches * sequences * seq_len
-        found.append(
-            MeshOption(mesh, stages, sum(sent.values()) - between, between, seconds / tokens)
-        )
+        found.append(MeshOption(mesh, stages, seconds / tokens))
     return sorted(found, key=lambda each: (each.seconds_per_token, each.peak.total))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from memlab.configs.shapes import GPTConfig
 from memlab.configs.torchrun import torchrun
 from memlab.planner.cards import Memory, budget_bytes, margin_bytes
-from memlab.planner.formulas import RESERVED_MOST, Estimate, training_bytes
+from memlab.planner.formulas import Estimate
 from memlab.planner.measuring import Measured
 from memlab.planner.recipes import Recipe
 from memlab.units import format_bytes
@@ -71,14 +71,13 @@ class Candidate:
 class Option:
     """A tried recipe.
 
-    `measured` is None if its bytes are the formula's.
     `needed_bytes` is the memory that a card must have for it (`memlab.allocator.capacity`). If it
-    was measured and fits, `largest_batch` is the limit at this length, and `longest` the limit at
+    fits, `largest_batch` is the limit at this length, and `longest` the limit at
     this batch.
     """
 
     candidate: Candidate
-    measured: Measured | None
+    measured: Measured
     needed_bytes: int
     budget_bytes: int
     largest_batch: int | None = None
@@ -100,7 +99,7 @@ class Option:
     @property
     def empties_cache(self) -> bool:
         """Whether it only fits because torch releases unused memory and asks the driver again."""
-        reserved = self.measured and self.measured.reserved_bytes
+        reserved = self.measured.reserved_bytes
         return self.fits and bool(reserved) and reserved > self.budget_bytes
 
 
@@ -109,7 +108,7 @@ class Plan:
     """The recipes that fit.
 
     options   recipes measured to fit: by group, the fastest of a group first
-    others    the fastest recipe that fits by formula, of each kind that was not measured
+    as_it_is  the training without techniques; None if its prediction failed
     miss      the nearest recipe that does not fit
     """
 
@@ -121,7 +120,7 @@ class Plan:
     seq_len: int
     target: str
     options: tuple[Option, ...]
-    others: tuple[Option, ...]
+    as_it_is: Option | None
     miss: Option | None  # faster than all options, or the smallest recipe if none fits
     failures: tuple[str, ...] = field(default=())  # recipes that raised an error, and why
 
@@ -129,12 +128,6 @@ class Plan:
     def budget_bytes(self) -> int:
         """The bytes available to torch's allocator."""
         return budget_bytes(self.memory, self.target)
-
-    @property
-    def bytes_as_it_is(self) -> int:
-        """The bytes of a training without techniques on each GPU, by formula."""
-        found = training_bytes(self.config, AS_IT_IS, self.batch, self.seq_len, target=self.target)
-        return found.peak_bytes
 
     @property
     def best(self) -> Option | None:
@@ -148,16 +141,11 @@ class Plan:
             raise ValueError(f"nothing fits {self.memory.name}, so there is no recipe to run")
         return command(self, chosen.recipe)
 
-    @property
-    def fits_as_it_is(self) -> bool:
-        """Whether a training without techniques fits by formula, with an allowance for reserved
-        memory."""
-        return (1 + RESERVED_MOST) * self.bytes_as_it_is <= self.budget_bytes
-
     def to_dict(self) -> dict[str, Any]:
         """Return numbers and text for JSON, with the fields of memlab/cli/schema.json."""
+        plain = self.as_it_is
         return {
-            "verdict": verdict(self.best is not None, self.fits_as_it_is),
+            "verdict": verdict(self.best is not None, bool(plain and plain.fits)),
             "model": self.model,
             "parameters": self.config.parameters,
             "memory": {"name": self.memory.name, "total_bytes": self.memory.total_bytes},
@@ -167,7 +155,7 @@ class Plan:
             "batch": self.batch,
             "seq_len": self.seq_len,
             "target": self.target,
-            "bytes_as_it_is": self.bytes_as_it_is,
+            "bytes_as_it_is": plain and plain.needed_bytes,
             "chosen": 0 if self.best else None,
             "options": [self._numbers(option) for option in self._shown()],
             "notes": list(self.failures),
@@ -198,7 +186,6 @@ class Plan:
 
     def _shown(self) -> Iterator[Option]:
         yield from self.options
-        yield from self.others
         if self.miss is not None:
             yield self.miss
 

@@ -18,10 +18,10 @@ from memlab.configs.config_json import config_named, name_of
 from memlab.configs.shapes import GPTConfig
 from memlab.planner.cards import Memory, budget_bytes, memory_named, with_margin
 from memlab.planner.costs import step_seconds
-from memlab.planner.formulas import RESERVED_MOST, Estimate, data_ranks, training_bytes
+from memlab.planner.formulas import Estimate, data_ranks, training_bytes
 from memlab.planner.limits import largest
 from memlab.planner.measuring import measured
-from memlab.planner.options import Candidate, Option, Plan
+from memlab.planner.options import AS_IT_IS, Candidate, Option, Plan
 from memlab.planner.processes import processes
 from memlab.planner.recipes import GROUPS, Recipe, recipes, usual_kinds
 from memlab.train import Setting
@@ -58,7 +58,7 @@ def plan(
     batch     sequences per data-parallel GPU
     seq_len   tokens per sequence; default: 2048, at most the model's maximum
     learned   the kinds of training to choose from; default: `usual_kinds()`
-    count     kinds to measure; the other kinds are computed by formula
+    count     kinds to measure, the fastest by formula
     target    a device of `memlab.predict`, or "cpu", whose allocator reserves nothing; default: the
               card's, and "cuda" for a number of bytes
     margin    of the memory to leave free: "2%", "500MiB", bytes; default: as much as measured
@@ -158,8 +158,11 @@ class _Search:
         query, kinds = self.query, self.kinds(learned)
         with processes(workers) as map_:
             options = self.options(kinds, count, map_)
-            miss = self.miss(kinds, options)
-            others = self.others(kinds, options)
+        miss = self.miss(kinds, options)
+        if miss is not None and miss.fits:  # the formula was too high
+            kind = miss.recipe.learned
+            options = [miss, *(option for option in options if option.recipe.learned != kind)]
+            options, miss = sorted([self.with_limits(miss), *options[1:]], key=_by_group), None
         return Plan(
             query.model,
             query.config,
@@ -169,7 +172,7 @@ class _Search:
             query.seq_len,
             query.target,
             tuple(options),
-            tuple(others),
+            self.as_it_is(),
             miss,
             tuple(self.failures),
         )
@@ -274,11 +277,10 @@ class _Search:
         return Option(candidate, replace(found, trace=None), needed, query.budget_bytes)
 
     def miss(self, kinds: list[list[Candidate]], fitting: list[Option]) -> Option | None:
-        """Return the next recipe that more memory would allow.
+        """Measure the next recipe that more memory would allow.
 
         This is the slowest recipe of the best option's kind of training that is faster than the
-        best option. If nothing fits, it is the smallest recipe of all. Its bytes
-        are the formula's unless the recipe was measured on the way.
+        best option and too large by formula. If nothing fits, it is the smallest recipe of all.
         """
         candidates = [candidate for kind in kinds for candidate in kind]
         if fitting:
@@ -291,27 +293,27 @@ class _Search:
                 and c.recipe.offload in (None, best.recipe.offload)
                 and c.step_seconds < best.step_seconds
             ]
-        measured_ones = {option.recipe: option for option in self.misses}
-        budget = self.query.budget_bytes
-        options = [measured_ones.get(c.recipe, _by_formula(c, budget)) for c in candidates]
-        too_large = [option for option in options if not option.fits]
-        if fitting:
-            return max(
-                too_large, key=lambda o: (o.candidate.step_seconds, -o.needed_bytes), default=None
-            )
-        return min(too_large, key=lambda option: option.needed_bytes, default=None)
+        known = {option.recipe: option for option in self.misses}
 
-    def others(self, kinds: list[list[Candidate]], options: list[Option]) -> list[Option]:
-        """Return the fastest fitting recipe, by formula, of each kind that was not measured."""
-        known = {option.recipe.learned for option in (*options, *self.misses)}
-        budget = self.query.budget_bytes
-        found = []
-        for kind in kinds:
-            fitting = (c for c in kind if (1 + RESERVED_MOST) * c.estimate.peak_bytes <= budget)
-            first = next(fitting, None)
-            if first is not None and first.recipe.learned not in known:
-                found.append(_by_formula(first, budget))
-        return sorted(found, key=_by_group)
+        def needed(candidate: Candidate) -> int:
+            measured_one = known.get(candidate.recipe)
+            return measured_one.needed_bytes if measured_one else candidate.estimate.peak_bytes
+
+        too_large = [c for c in candidates if needed(c) > self.query.budget_bytes]
+        if fitting:
+            too_large.sort(key=lambda c: (-c.step_seconds, needed(c)))
+        else:
+            too_large.sort(key=needed)
+        nearest = next(iter(too_large), None)
+        return nearest and (known.get(nearest.recipe) or self._tried(nearest))
+
+    def as_it_is(self) -> Option | None:
+        """Measure the training without techniques, whole on each GPU; None if that fails."""
+        search = _Search(replace(self.query, gpus=1), self.announce)
+        query = self.query
+        found = search._tried(search._candidate(AS_IT_IS, query.batch, query.seq_len))
+        self.failures += search.failures
+        return found
 
     # -------------------------------------------------------------- largest batch and length
 
@@ -356,10 +358,6 @@ def _groups_in_turn(kinds: list[list[Candidate]]) -> list[list[Candidate]]:
 
 def _by_group(option: Option) -> tuple[int, float]:
     return GROUPS.index(option.recipe.group), option.candidate.step_seconds
-
-
-def _by_formula(candidate: Candidate, budget: int) -> Option:
-    return Option(candidate, None, candidate.estimate.peak_bytes, budget)
 
 
 def _message(error: Exception) -> str:

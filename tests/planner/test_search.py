@@ -14,6 +14,7 @@ from memlab.planner.costs import step_seconds
 from memlab.planner.formulas import training_bytes
 from memlab.planner.limits import MOST_PREDICTIONS
 from memlab.planner.measuring import Measured
+from memlab.planner.options import AS_IT_IS
 from memlab.planner.recipes import GROUPS, Recipe, recipes, usual_kinds
 from memlab.train import Adapters, Setting, build, combined, rank_step
 from memlab.train import measured as metered
@@ -31,7 +32,7 @@ def by_formula(monkeypatch):
     def answer(setting, names, ranks=1, stage=0, adapters=None):
         recipe = next(
             r
-            for r in everything(setting.batch)
+            for r in (*everything(setting.batch), AS_IT_IS)
             if (r.techniques, r.dtype) == (names, setting.dtype)
         )
         asked.append(names)
@@ -179,7 +180,7 @@ def test_gb_are_not_gib(by_formula):
 
 def test_few_recipes_are_measured(by_formula):
     search.plan("llama-2-7b", "24GB", count=2)
-    assert len(by_formula) <= 2 * search.TRIES
+    assert len(by_formula) <= 2 * search.TRIES + 2  # the next faster one, and without techniques
 
 
 def test_limits_are_predicted_to_fit_and_nearly_fill_the_memory(by_formula, monkeypatch):
@@ -207,10 +208,32 @@ def test_limits_are_predicted_to_fit_and_nearly_fill_the_memory(by_formula, monk
     assert len(sizes) <= 2 * MOST_PREDICTIONS
 
 
-def test_rows_by_formula_have_no_limits(by_formula):
-    others = search.plan("llama-2-7b", "24GB", count=1).others
-    assert others
-    assert {(option.largest_batch, option.longest) for option in others} == {(None, None)}
+def test_the_training_without_techniques_is_predicted_too(by_formula):
+    found = search.plan("llama-2-7b", "24GB", count=1)
+    peak = training_bytes(SEVEN_BILLION, AS_IT_IS, 1, 2048).peak_bytes
+    assert found.as_it_is.needed_bytes == round(1.05 * peak)
+    assert found.to_dict()["verdict"] == "fits with another recipe"
+
+
+def test_a_recipe_that_the_formula_calls_too_large_is_predicted_before_it_is_refused(monkeypatch):
+    """Here everything needs a tenth of the formula's bytes: so the fastest recipe of all fits."""
+
+    def answer(setting, names, **of):
+        recipe = next(
+            r
+            for r in (*everything(setting.batch), AS_IT_IS)
+            if (r.techniques, r.dtype) == (names, setting.dtype)
+        )
+        peak = training_bytes(setting.config, recipe, setting.batch, setting.seq_len).peak_bytes
+        return Measured(peak // 10, peak // 10, {}, "backward", False, None)
+
+    monkeypatch.setattr(search, "measured", answer)
+    found = search.plan("llama-2-7b", "24GB", learned=FULL, count=1)
+    slower = search.plan("llama-2-7b", "24GB", learned=FULL, count=1, margin="20GB")
+    assert found.best.candidate.step_seconds < slower.best.candidate.step_seconds
+    assert found.best.candidate.estimate.peak_bytes > found.budget_bytes
+    assert found.best.largest_batch >= 1
+    assert found.miss is None
 
 
 def test_groups_are_measured_in_turn_and_not_ranked_by_time(by_formula):
