@@ -133,6 +133,14 @@ def in_turns(
     )
 
 
+def case_in_turns(case: str, *args: Any, **settings: Any) -> list[Any]:
+    """`in_turns`, with the case in the message if the ranks deadlock."""
+    try:
+        return in_turns(*args, **settings)
+    except Stuck as stuck:
+        raise Stuck(f"{case}: {stuck}") from None
+
+
 def _bound(program: Callable[..., Any], peer: Peer, given: Sequence[Any]) -> Callable[[], Any]:
     return lambda: program(peer, *given)
 

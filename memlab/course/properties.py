@@ -15,6 +15,7 @@ import random
 import tracemalloc
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memlab.configs.shapes import GPTConfig
-from memlab.course.exercises import distinct, equal, require
+from memlab.course.exercises import Wrong, distinct, equal, first_line, require
 from memlab.metering import measure
 from memlab.trace import Event, Trace
 
@@ -418,6 +419,15 @@ def same_gradients(
             same_values(f"{case}: the {what}", mine, right, within=within)
 
 
+def same_second_backward(case: str, out: Tensor, x: Tensor) -> None:
+    """Require a second backward pass through one graph to give the gradient of x again."""
+    again = [torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for _ in range(2)]
+    require(
+        torch.equal(*again),
+        f"{case} gives a different gradient in a second backward pass; wanted the same.",
+    )
+
+
 # ------------------------------------------------------------------ memory of both passes
 
 
@@ -448,7 +458,7 @@ def peaks(forward: Callable[[], Any], *, model: nn.Module | None = None) -> Peak
         outputs.clear()
 
     trace = measure(run, model=model)
-    held = new_bytes(trace) - _storage_bytes(outputs)
+    held = new_bytes(trace) - storage_bytes(outputs)
     has_graph = any(out.requires_grad for out in outputs)
     outputs.clear()
     # A Function whose ctx holds its own result keeps both, in a cycle.
@@ -464,7 +474,7 @@ def peaks(forward: Callable[[], Any], *, model: nn.Module | None = None) -> Peak
     return Peaks(**most, held=max(held, 0), left=max(left, 0))
 
 
-def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
@@ -505,6 +515,11 @@ def most_alive(trace: Trace, sizes: Collection[int]) -> int:
             alive[event.storage] = event.bytes
             most = max(most, sum(alive.values()))
     return most
+
+
+def peak_bytes(trace: Trace) -> int:
+    """Return the most bytes alive at once, beside those from before the step."""
+    return max(accumulate(event.bytes for event in _new(trace)), default=0)
 
 
 def survives_a_reused_address(
@@ -614,11 +629,7 @@ def same_byte_counts(
     case: str, got: Any, wanted: Mapping[str, int], units: Mapping[str, Mapping[str, int]]
 ) -> None:
     """Require a dictionary of byte counts. Each count has its own units."""
-    require(
-        isinstance(got, dict) and set(got) == set(wanted),
-        f"{case} gave {got!r}; wanted a dictionary with the keys {', '.join(wanted)}."
-        f"{' Is there a return?' if got is None else ''}",
-    )
+    has_keys(case, got, wanted)
     for name, bytes_ in wanted.items():
         same_bytes(f"{case}: {name}", got[name], bytes_, units[name])
 
@@ -666,8 +677,73 @@ def is_tensor(
     )
 
 
+@contextmanager
+def named_errors(case: str, *, when: bool) -> Iterator[None]:
+    """Make an error of the answer a failure of this case, which a named wrong answer may have."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if not when or isinstance(error, NotImplementedError):
+            raise
+        raise Wrong(f"{case} raised {type(error).__name__}: {first_line(error)}.") from None
+
+
+def increasing(case: str, got: Tensor) -> None:
+    """Require entries that increase."""
+    for k in (got.diff() <= 0).nonzero().flatten().tolist()[:1]:
+        one, following = distinct(got[k].item(), got[k + 1].item(), 6)
+        require(
+            False,
+            f"{case}: entry {k} is {one}, and entry {k + 1} is {following}; wanted entries that "
+            f"increase.",
+        )
+
+
+def same_block_maxima(case: str, name: str, got: Tensor, x: Tensor, block: int) -> None:
+    """Require the largest |element| of each block; `name` is what the exercise calls it."""
+    for n, part in enumerate(x.flatten().float().split(block)):
+        mine, wanted = got[n].item(), part.abs().max().item()
+        if mine != wanted:
+            shown, right = distinct(mine, wanted)
+            require(False, f"{case}: the {name} of block {n} is {shown}; wanted {right}.")
+            return
+
+
+def is_tuple(case: str, got: Any, length: int, parts: str) -> None:
+    """Require a tuple of this length; `parts` names its elements."""
+    require(
+        isinstance(got, tuple) and len(got) == length,
+        f"{case} gave {type(got).__name__}; wanted a tuple of {parts}.{_question(got)}",
+    )
+
+
+def has_keys(case: str, got: Any, keys: Iterable[str]) -> None:
+    """Require a dictionary with these keys."""
+    require(
+        isinstance(got, dict) and set(got) == set(keys),
+        f"{case} gave {got!r}; wanted a dictionary with the keys {', '.join(keys)}."
+        f"{_question(got)}",
+    )
+
+
+def _question(got: Any) -> str:
+    return " Is there a return?" if got is None else ""
+
+
 def _an(name: str) -> str:
     return f"an {name}" if name[:1].lower() in "aeiou" else f"a {name}"
+
+
+def keep_no_more(case: str, results: Iterable[Any]) -> None:
+    """Require results that are no slices: a slice keeps its whole tensor alive."""
+    tensors = [result for result in results if isinstance(result, Tensor)]
+    kept, wanted = storage_bytes(tensors), sum(tensor.nbytes for tensor in tensors)
+    require(
+        kept <= wanted,
+        f"{case} gave tensors that keep {kept:,} bytes alive; wanted {wanted:,}. A slice keeps the "
+        f"whole tensor alive; .clone() does not.",
+        evidence=(case, "a slice"),
+    )
 
 
 def shares_no_storage(case: str, result: Tensor, **tensors: Tensor) -> None:
@@ -693,6 +769,12 @@ def _share(a: Tensor, b: Tensor) -> bool:
 
 
 # ------------------------------------------------------------------ data without symmetry
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return normally distributed elements, drawn in float32."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
 
 MAGNITUDES = (1e-30, 1e-12, 1e6)  # unlike data near 1, they show a constant such as eps=1e-8
 SIZES = (5, 3, 7, 11, 2, 13)  # all different, and none a multiple of another

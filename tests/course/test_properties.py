@@ -22,15 +22,21 @@ from memlab.course.properties import (
     at_most_bytes,
     elements,
     gradients,
+    has_keys,
+    increasing,
     is_tensor,
+    is_tuple,
+    keep_no_more,
     limited,
     limited_outside_of_tensors,
+    named_errors,
     new_bytes,
     no_tensor_above,
     parameters,
     peaks,
     returned_gradients,
     rounding,
+    same_block_maxima,
     same_bytes,
     same_gradients,
     same_values,
@@ -457,6 +463,41 @@ def test_views_and_layouts_are_distinguished():
     is_tensor("f", x, dtype=torch.float32, shape=(4, 3), device="cpu", contiguous=True)
     with pytest.raises(Wrong, match="a non-contiguous tensor"):
         is_tensor("f", x.mT, contiguous=True)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "text"),
+    [
+        (lambda: is_tuple("f", (1, 2), 2, "a and b"), lambda: is_tuple("f", None, 2, "a and b"),
+         "f gave NoneType; wanted a tuple of a and b. Is there a return?"),
+        (lambda: has_keys("f", {"a": 1}, "a"), lambda: has_keys("f", {"a": 1}, "ab"),
+         "f gave {'a': 1}; wanted a dictionary with the keys a, b."),
+        (lambda: increasing("f", torch.arange(3.0)), lambda: increasing("f", torch.ones(3)),
+         "f: entry 0 is 1, and entry 1 is 1; wanted entries that increase."),
+        (lambda: keep_no_more("f", [torch.ones(4)]), lambda: keep_no_more("f", [torch.ones(4)[:1]]),
+         "f gave tensors that keep 16 bytes alive; wanted 4. A slice keeps the whole tensor"),
+        (lambda: same_block_maxima("f", "scale", *BLOCKS), lambda: same_block_maxima("f", "scale",
+         BLOCKS[0] + 1, *BLOCKS[1:]), "f: the scale of block 0 is 4; wanted 3."),
+    ],
+)  # fmt: skip
+def test_a_result_of_another_kind_is_reported(right, wrong, text):
+    right()
+    with pytest.raises(Wrong, match=re.escape(text)):
+        wrong()
+
+
+BLOCKS = torch.tensor([3.0, 5.0]), torch.tensor([1.0, -3.0, 5.0]), 2
+
+
+def test_an_error_is_a_failure_only_where_a_named_mistake_raises_it():
+    with (
+        pytest.raises(Wrong, match=r"^f raised ValueError: short\.$"),
+        named_errors("f", when=True),
+    ):
+        raise ValueError("short")
+    for error, when in ((ValueError, False), (NotImplementedError, True)):
+        with pytest.raises(error), named_errors("f", when=when):
+            raise error("short")
 
 
 # ------------------------------------------------------------------ data without symmetry

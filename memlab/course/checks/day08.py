@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memlab.course.bill_steps import attention_kept
 from memlab.course.exercises import Bill, Day, Wrong, equal, first_line, require
-from memlab.course.properties import ADAM_SETTINGS, distinct_elements, elements, parameters
+from memlab.course.properties import ADAM_SETTINGS, distinct_elements, elements, normal, parameters
 from memlab.course.solutions import checked
 from memlab.metering import measure
 from memlab.optim import Lion
@@ -33,10 +33,6 @@ _LIBRARY = ("memlab.optim", "torch.optim", "torch._fused_*", "lion_pytorch", "ad
 def _values(tensor: Tensor) -> str:
     """[1, -0.25], to four digits: the same mistake gives the same text, however it is coded."""
     return f"[{', '.join(f'{value:.4g}' for value in tensor.flatten().tolist())}]"
-
-
-def _random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 _TINY = torch.tensor([1e-7, -3e-8, 1e-8])  # a gradient that the default eps shrinks
@@ -102,7 +98,7 @@ def _three_steps(answer: Step, weights: int, **settings: Any) -> Tensor:
     for seed in range(3):
         for n, (weight, state) in enumerate(started):
             with torch.no_grad():
-                answer(weight, _random(4, seed=2 * seed + n), state, **settings)
+                answer(weight, normal(4, seed=2 * seed + n), state, **settings)
     return started[0][0]
 
 
@@ -224,8 +220,8 @@ def _require_t_counts_on(answer: Step, reference: Step, **settings: Any) -> None
             states[0]["t"], states[1]["t"] = states[0]["t"] * 0 + late - 1 + ahead, late - 1
         for t in (late, late + 1):
             with torch.no_grad():
-                answer(got, _random(3, seed=t), states[0], **settings)
-                reference(wanted, _random(3, seed=t), states[1], **settings)
+                answer(got, normal(3, seed=t), states[0], **settings)
+                reference(wanted, normal(3, seed=t), states[1], **settings)
             ahead = int(states[0]["t"]) - 1 if t == 1 else ahead
             _require_t(states[0], t, ahead)
             mine, right = distinct_elements(got, wanted)
@@ -256,7 +252,7 @@ def _check_adamw(answer: Step) -> str:
         steps_of(start, three, **plain),
         steps_of(start, three, **plain, betas=(0.5, 0.8), eps=0.3),
         steps_of(start, three, lr=0.1, weight_decay=0.5),
-        steps_of(_random(2, 2), [_random(2, 2, seed=seed) for seed in (1, 2, 3)], lr=0.1),
+        steps_of(normal(2, 2), [normal(2, 2, seed=seed) for seed in (1, 2, 3)], lr=0.1),
         steps_of(torch.zeros(3), [_TINY], **plain),
     ]
     _require_unequal(answer, adamw_, names=("betas", "eps", "weight_decay"))
@@ -273,16 +269,16 @@ def _check_lion(answer: Step) -> str:
     start = torch.tensor([1.0, -2.0, 0.5])
     signs = ([1.0, -1, 3, 1, -2, 1], [-0.37, 0.25, -2, -0.92, 2.4, 1])
     turned = [torch.tensor([1.0]), torch.tensor([-5.0])]  # only m = the first g outweighs the -5
-    three = [_random(3, seed=seed) for seed in (1, 2, 3)]
+    three = [normal(3, seed=seed) for seed in (1, 2, 3)]
     _require_in_place(answer)
     _require_own_state(answer, lr=0.1)
     steps = [
         steps_of(torch.zeros(3), [torch.tensor([0.5, -2.0, 0.0])], lr=1.0),
         steps_of(torch.zeros(1), turned, lr=1.0, betas=(0.9, 0.95)),
         steps_of(torch.zeros(6), map(torch.tensor, signs), lr=1.0, betas=(0.9, 0.95)),
-        steps_of(torch.zeros(6), [_random(6, seed=n) for n in range(6)], lr=1.0, betas=(0.6, 0.9)),
+        steps_of(torch.zeros(6), [normal(6, seed=n) for n in range(6)], lr=1.0, betas=(0.6, 0.9)),
         steps_of(start, three, lr=0.1, weight_decay=0.5),
-        steps_of(_random(2, 2), [_random(2, 2, seed=seed) for seed in (1, 2, 3)], lr=0.1),
+        steps_of(normal(2, 2), [normal(2, 2, seed=seed) for seed in (1, 2, 3)], lr=0.1),
     ]
     _require_unequal(answer, lion_, names=("betas", "weight_decay"))
     _require_kept(answer, 4 * _COUNT, "m", shaped="m", lr=0.1)
@@ -361,17 +357,17 @@ def _check_adam_mini(answer: Step) -> str:
     steps_of = partial(_require_steps, answer, adam_mini_)
     plain = {"lr": 0.1, "weight_decay": 0.0}
     two_rows = torch.tensor([[0.01, -0.02, 0.02], [0.0, 0.0, 6.0]])
-    of_four = [_random(4, 2, seed=seed) for seed in (1, 2, 3)]
-    two = [_random(2, 3, seed=seed) for seed in (4, 5)]
-    vectors = [_random(3, seed=seed) for seed in (6, 7, 8)]
+    of_four = [normal(4, 2, seed=seed) for seed in (1, 2, 3)]
+    two = [normal(2, 3, seed=seed) for seed in (4, 5)]
+    vectors = [normal(3, seed=seed) for seed in (6, 7, 8)]
     _require_in_place(answer, size=1)
     _require_own_state(answer, size=2, lr=0.1)
     steps = [
         steps_of(torch.zeros(2, 3), [two_rows], size=3, **plain),
         steps_of(torch.zeros(4, 2), of_four, size=4, **plain),
-        steps_of(_random(2, 3), two, size=3, **plain, eps=0.3),
-        steps_of(_random(2, 3), two, size=3, **plain, betas=(0.6, 0.8)),
-        steps_of(_random(2, 3), two, size=3, lr=0.1, weight_decay=0.5),
+        steps_of(normal(2, 3), two, size=3, **plain, eps=0.3),
+        steps_of(normal(2, 3), two, size=3, **plain, betas=(0.6, 0.8)),
+        steps_of(normal(2, 3), two, size=3, lr=0.1, weight_decay=0.5),
         steps_of(torch.zeros(3), vectors, size=1, **plain),
         steps_of(torch.zeros(3), vectors, size=3, **plain),
         steps_of(torch.zeros(3), [_TINY], size=1, **plain),
@@ -398,9 +394,9 @@ class _TiedTable(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Parameter(0.1 * _random(_VOCABULARY, _WIDTH))
+        self.table = nn.Parameter(0.1 * normal(_VOCABULARY, _WIDTH))
         self.layers = nn.ParameterList(
-            nn.Parameter(0.2 * _random(_WIDTH, _WIDTH, seed=n)) for n in range(_LAYERS)
+            nn.Parameter(0.2 * normal(_WIDTH, _WIDTH, seed=n)) for n in range(_LAYERS)
         )
 
     def forward(self, tokens: Tensor, layers: int = _LAYERS) -> Tensor:

@@ -10,8 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memlab.course.bill_steps import momentum_in_8_bits
-from memlab.course.exercises import Bill, Day, Wrong, distinct, first_line, require
-from memlab.course.properties import furthest, is_tensor, require_none_wrong
+from memlab.course.exercises import Bill, Day, Wrong, distinct, require
+from memlab.course.properties import (
+    furthest,
+    increasing,
+    is_tensor,
+    is_tuple,
+    keep_no_more,
+    named_errors,
+    require_none_wrong,
+    same_block_maxima,
+    storage_bytes,
+)
 from memlab.course.solutions import checked
 from memlab.metering import measure
 from memlab.reference.adam8bit import Adam8bit, dynamic_code, encode, encode_positive
@@ -37,22 +47,12 @@ def _check_code(answer: Callable[[bool], Tensor]) -> str:
         call = f"dynamic_code(signed={signed})"
         got = answer(signed)
         is_tensor(call, got, dtype=torch.float32, shape=(256,))
-        _require_sorted(call, got)
+        increasing(call, got)
         _require_entries(call, got, dynamic_code(signed))
     return (
         "2 × 256 entries, bitwise equal to bitsandbytes' · zero is entry 127 with signs, entry 0 "
         "without"
     )
-
-
-def _require_sorted(call: str, got: Tensor) -> None:
-    for k in (got.diff() <= 0).nonzero().flatten().tolist()[:1]:
-        one, following = distinct(got[k].item(), got[k + 1].item(), 6)
-        require(
-            False,
-            f"{call}: entry {k} is {one}, and entry {k + 1} is {following}; wanted entries that "
-            f"increase.",
-        )
 
 
 def _require_entries(call: str, got: Tensor, wanted: Tensor) -> None:
@@ -101,7 +101,7 @@ def _check_encode(answer: Encode) -> str:
     for name, (x, code) in _encode_cases().items():
         call = f"encode of {name}"
         codes, scales = _encoded(call, answer, x, code)
-        _require_scales(call, x, scales)
+        same_block_maxima(call, "scale", scales, x, BLOCK)
         _require_nearest(call, x, codes, scales, code)
         _require_zeros(call, x, codes, code)
     x, code = torch.linspace(-1, 1, 2**14), dynamic_code(True)
@@ -120,49 +120,15 @@ def _check_encode(answer: Encode) -> str:
 def _encoded(call: str, answer: Encode, x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of the right types and shapes. x and code are unchanged."""
     mine, mine_code = x.clone(), code.clone()
-    got = _called(call, answer, mine, mine_code)
-    require(
-        isinstance(got, tuple) and len(got) == 2,
-        f"{call} gave {type(got).__name__}; wanted a tuple of codes and scales."
-        f"{' Is there a return?' if got is None else ''}",
-    )
+    with named_errors(call, when=x.numel() % BLOCK != 0):  # a short last block
+        got = answer(mine, mine_code)
+    is_tuple(call, got, 2, "codes and scales")
     count = x.numel()
     is_tensor(f"{call}, codes,", got[0], dtype=torch.uint8, shape=(count,))
     is_tensor(f"{call}, scales,", got[1], dtype=torch.float32, shape=(-(-count // BLOCK),))
     require(torch.equal(mine, x) and torch.equal(mine_code, code), f"{call} changed its arguments.")
-    kept, wanted = _storage_bytes(got), count + 4 * len(got[1])
-    require(
-        kept <= wanted,
-        f"{call} gave tensors that keep {kept:,} bytes alive; wanted {wanted:,}. A slice keeps the "
-        f"whole tensor alive; .clone() does not.",
-    )
+    keep_no_more(call, got)
     return got
-
-
-def _called(call: str, answer: Encode, x: Tensor, code: Tensor) -> Any:
-    """An error about a short last block is a mistake that the check names."""
-    if x.numel() % BLOCK == 0:
-        return answer(x, code)
-    try:
-        return answer(x, code)
-    except NotImplementedError:
-        raise
-    except (RuntimeError, ValueError) as error:
-        raise Wrong(f"{call} raised {type(error).__name__}: {first_line(error)}.") from None
-
-
-def _storage_bytes(tensors: tuple[Tensor, ...]) -> int:
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
-
-
-def _require_scales(call: str, x: Tensor, scales: Tensor) -> None:
-    for n, block in enumerate(x.flatten().split(BLOCK)):
-        wanted, got = block.abs().max().item(), scales[n].item()
-        if got != wanted:
-            mine, right = distinct(got, wanted)
-            require(False, f"{call}: the scale of block {n} is {mine}; wanted {right}.")
-            return
 
 
 def _require_nearest(call: str, x: Tensor, codes: Tensor, scales: Tensor, code: Tensor) -> None:
@@ -328,7 +294,7 @@ def _state_bytes(call: str, state: Any) -> int:
         f"{call} has {len(others):,} values in its state outside of tensors; wanted at most "
         f"{MOST_VALUES}, such as the step count.",
     )
-    return _storage_bytes(tensors)
+    return storage_bytes(tensors)
 
 
 def _leaves(held: Any) -> Iterator[Any]:
@@ -420,7 +386,7 @@ def _check_rule(answer: Encode) -> str:
     }.items():
         call = f"encode_positive of {name}"
         codes, scales = _encoded(call, answer, x, unsigned)
-        _require_scales(call, x, scales)
+        same_block_maxima(call, "scale", scales, x, BLOCK)
         _require_rule(call, x, codes, unsigned)
     longest, without = longest_step(answer), longest_step(encode)
     require(

@@ -14,6 +14,7 @@ from memlab.course.exercises import Bill, Day, Wrong, distinct, equal, require
 from memlab.course.properties import (
     differences,
     distinct_elements,
+    is_tuple,
     limited_outside_of_tensors,
     most_alive,
     require_none_wrong,
@@ -707,11 +708,7 @@ def _check_held(
 ) -> None:
     call = f"held_and_sent({parameters}, ranks={ranks}, stage={stage}, K={K}, k={k})"
     got = answer(parameters, ranks, stage, K, k)
-    require(
-        isinstance(got, tuple) and len(got) == 2,
-        f"{call} gave {type(got).__name__}; wanted a tuple of two integers, held and sent."
-        f"{' Is there a return?' if got is None else ''}",
-    )
+    is_tuple(call, got, 2, "two integers, held and sent")
     settings = {"ranks": ranks, "stage": stage}
     held = model_state_bytes(parameters, optimizer_bytes=K, **settings)
     equal(f"{call}, held,", got[0], held, "bytes")

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memlab.course.bill_steps import in_chunks
 from memlab.course.exercises import Bill, Day, equal, require
-from memlab.course.peers import Peer, Stuck, Work, counted, in_turns
+from memlab.course.peers import Peer, Work, case_in_turns, counted, in_turns
 from memlab.course.properties import (
     distinct_elements,
     is_tensor,
@@ -29,14 +29,6 @@ def _require_equal(call: str, got: Any, wanted: Tensor) -> None:
     is_tensor(call, got, dtype=wanted.dtype, shape=tuple(wanted.shape))
     mine, right = distinct_elements(got, wanted)
     require(torch.equal(got, wanted), f"{call} gave {mine}; wanted {right}.")
-
-
-def _in_turns(call: str, *args: Any, **settings: Any) -> list[Any]:
-    """`in_turns`, with the case in the message when the ranks deadlock."""
-    try:
-        return in_turns(*args, **settings)
-    except Stuck as stuck:
-        raise Stuck(f"{call}: {stuck}") from None
 
 
 def _events(peer: Peer, kind: str) -> list[Any]:
@@ -80,7 +72,7 @@ def _check_one_ring(answer: Any, ranks: int, length: int, dtype: torch.dtype) ->
     wholes, peers = _wholes(ranks, length, dtype), list[Peer]()
     before = [whole.clone() for whole in wholes]
     call = f"ring_reduce_scatter on {counted(ranks, 'rank')} of {length} elements"
-    got = _in_turns(call, answer, [(whole,) for whole in wholes], peers=peers)
+    got = case_in_turns(call, answer, [(whole,) for whole in wholes], peers=peers)
     wanted = torch.stack(before).sum(0).chunk(ranks)
     for rank, peer in enumerate(peers):
         at = f"{call}, rank {rank},"
@@ -215,7 +207,7 @@ def _check_backward(answer: Any, case: BackwardCase, added: int) -> None:
             return answer(peer, watched.gradients(), buckets)
 
     given = [([list(bucket) for bucket in case.buckets],) for _ in case.orders]
-    got = _in_turns(call, program, given, altered=lambda x: x + added, peers=peers)
+    got = case_in_turns(call, program, given, altered=lambda x: x + added, peers=peers)
     for rank, peer in enumerate(peers):
         at = f"{call}, rank {rank}"
         taken, wanted = len(_events(peer, "made")), len(case.orders[rank])
@@ -467,7 +459,7 @@ def _check_run(answer: Any, run: RunCase) -> None:
     def program(peer: Peer, weight: Tensor) -> Any:
         return answer(peer, weight, _gradients_taken(call, run, peer, given[peer.rank]), run.lr)
 
-    steps = _in_turns(call, program, [(weight,) for weight in weights], peers=peers)
+    steps = case_in_turns(call, program, [(weight,) for weight in weights], peers=peers)
     good, rounds = len(run.good_rounds()), run.complete_rounds() + 1
     for rank, peer in enumerate(peers):
         _require_weight(f"{call} at the end, rank {rank}", given[rank], run.weight_after(rounds))

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -22,6 +22,8 @@ from memlab.course.properties import (
     at_most_bytes,
     is_tensor,
     new_bytes,
+    normal,
+    peak_bytes,
     rounding,
     same_values,
     survives_a_reused_address,
@@ -140,12 +142,6 @@ def _traced_bytes(run: Callable[[], Any]) -> int:
     return traced
 
 
-def _peak_bytes(trace: Trace) -> int:
-    """The most bytes alive beside those from before."""
-    made = (event.bytes for event in trace.events if event.phase != "before")
-    return max(accumulate(made), default=0)
-
-
 def _require_close(what: str, got: Any, wanted: Tensor) -> None:
     same_values(
         what, got, wanted, within=rounding(wanted.dtype) if wanted.is_floating_point() else 0
@@ -158,10 +154,6 @@ def _with_methods(call: str, made: Any, *names: str) -> Any:
         f"{call} gave {type(made).__name__}; wanted an object with {', '.join(names)}.",
     )
     return made
-
-
-def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 # ------------------------------------------------------------------ 14.1: the hooks
@@ -278,7 +270,7 @@ def _check_two_stores(answer: MakeHooks) -> None:
 
 
 def _check_layer(answer: MakeHooks) -> str:
-    case, x, losses = "hooks around a layer", _random(192, 64), list[Tensor]()
+    case, x, losses = "hooks around a layer", normal(192, 64), list[Tensor]()
     plain, layer = GatedLayer(), GatedLayer()
     wanted, small = _saved_bytes(plain, x)
     with _a_store() as store:
@@ -389,7 +381,7 @@ def _check_order(answer: Any, order: ReadOrder) -> None:
         ahead = _ahead_of(answer, store)
         left = new_bytes(measure(lambda: _put_all(ahead, order.put)))
         at_most_bytes(f"{order.case}: left in memory by forward", left, 64)
-        peak = _peak_bytes(measure(lambda: _backward(ahead, store, order, checks_values=False)))
+        peak = peak_bytes(measure(lambda: _backward(ahead, store, order, checks_values=False)))
         at_most_bytes(f"{order.case}: the tensor in use and the next", peak, 2 * BYTES + 64)
         equal(f"{order.case}: left in the store after backward", store.keys(), [])
 
@@ -440,14 +432,14 @@ NORMS = (40.0, 0.5, 9.0)  # of the gradients, per step
 
 def _groups_of(sizes: Sequence[int], each: int) -> list[list[nn.Parameter]]:
     return [
-        [nn.Parameter(_random(size, seed=each * n + place)) for place in range(each)]
+        [nn.Parameter(normal(size, seed=each * n + place)) for place in range(each)]
         for n, size in enumerate(sizes)
     ]
 
 
 def _give_gradients(groups: list[list[nn.Parameter]], step: int) -> None:
     weights = [w for group in groups for w in group]
-    made = [_random(w.numel(), seed=100 * step + n) * (1 + n) for n, w in enumerate(weights)]
+    made = [normal(w.numel(), seed=100 * step + n) * (1 + n) for n, w in enumerate(weights)]
     norm = torch.cat(made).norm()
     for w, g in zip(weights, made, strict=True):
         w.grad = g * (NORMS[step] / norm)
@@ -518,7 +510,7 @@ def _check_bytes(answer: Any) -> str:
         equal(f"{case}: read in a step", moved.read, 6 * state, "bytes")
         allowed = 2 * state + 3 * BYTES + 1024
         words = f"{case}: the state of two sub-groups and AdamW's temporaries"
-        at_most_bytes(words, _peak_bytes(trace), allowed)
+        at_most_bytes(words, peak_bytes(trace), allowed)
         ahead = min(moved.prefetched, 5 * state)
         equal(f"{case}: prefetched in a step, all but sub-group 0,", ahead, 5 * state, "bytes")
         _require_overlap(case, [call for call, _ in store.calls])
@@ -571,7 +563,7 @@ def _loss_gradient(y: Tensor) -> Tensor:
 
 def _layers_of(widths: Sequence[int], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     pairs = enumerate(pairwise(widths))
-    return {f"layer.{n}": _random(a * b, seed=n, dtype=dtype) / a**0.5 for n, (a, b) in pairs}
+    return {f"layer.{n}": normal(a * b, seed=n, dtype=dtype) / a**0.5 for n, (a, b) in pairs}
 
 
 def _step_in_memory(
@@ -599,7 +591,7 @@ def _check_stream(answer: Any) -> str:
         _check_network(answer, *network)
     layers, width, rows = 12, 64, 16
     layer = 4 * width**2  # bytes
-    case, x = f"{layers} layers of {width} × {width}", _random(rows, width, seed=77)
+    case, x = f"{layers} layers of {width} × {width}", normal(rows, width, seed=77)
     weights = _layers_of([width] * (layers + 1))
     keys = list(weights)
     with _a_store(weights) as store:
@@ -607,7 +599,7 @@ def _check_stream(answer: Any) -> str:
         forward = partial(_forward_alone, answer, store, keys, x)
         forward()  # what torch allocates once
         words = f"{case}: two layers and inputs, in forward"
-        at_most_bytes(words, _peak_bytes(measure(forward)), 2 * layer + (layers + 6) * x.nbytes)
+        at_most_bytes(words, peak_bytes(measure(forward)), 2 * layer + (layers + 6) * x.nbytes)
 
         def step() -> None:
             answer(store, list(keys), x, _loss_gradient, 0.5)
@@ -620,7 +612,7 @@ def _check_stream(answer: Any) -> str:
         trace, moved = measure(step), store.traffic
         allowed = 5 * layer + (layers + 6) * x.nbytes
         words = f"{case}: two layers, a gradient, the updated weights, a temporary and inputs"
-        at_most_bytes(words, _peak_bytes(trace), allowed)
+        at_most_bytes(words, peak_bytes(trace), allowed)
         equal(f"{case}: read in a step", moved.read, 2 * layers * layer, "bytes")
         equal(f"{case}: written in a step", moved.written, layers * layer, "bytes")
         left = new_bytes(trace)
@@ -669,7 +661,7 @@ def _peak_of_objects(step: Callable[[], None]) -> bytearray:
 def _check_network(
     answer: Any, case: str, widths: list[int], lr: float, dtype: torch.dtype
 ) -> None:
-    weights, x = _layers_of(widths, dtype), _random(3, widths[0], seed=55, dtype=dtype)
+    weights, x = _layers_of(widths, dtype), normal(3, widths[0], seed=55, dtype=dtype)
     wanted, gradient = _step_in_memory(weights, x, lr)
     keys = list(weights)
     with _a_store(weights) as store:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from memlab.course.bill_steps import offloaded_to_the_disk
 from memlab.course.exercises import Bill, Day, Wrong, distinct, require
 from memlab.course.properties import (
     limited_outside_of_tensors,
+    peak_bytes,
     require_none_wrong,
     rounding,
     unchanged,
@@ -34,12 +34,6 @@ from memlab.train.plugs import averaged
 
 TRACKED = (0.05, 0.10)
 _ELSEWHERE = ("memlab.ema.gamma_from_sigma", "memlab.ema.solve_weights")
-
-
-def _most_bytes(call: Callable[[], Any]) -> int:
-    """The most bytes of tensors that a call allocates on top of the bytes before it."""
-    made = (event.bytes for event in measure(call).events if event.phase != "before")
-    return max(accumulate(made), default=0)
 
 
 def _briefly(value: Any) -> str:
@@ -167,7 +161,7 @@ def _check_in_place(answer: Any) -> int:
     with unchanged(f"{case}: an update", weights=weights):
         average.update(weights, 1)
         places = [value.data_ptr() for value in average.values]
-        most = _most_bytes(lambda: average.update(weights, 2))
+        most = peak_bytes(measure(lambda: average.update(weights, 2)))
     require(
         not any(value.requires_grad for value in average.values),
         f"{case}: the average has a graph, which grows with each update. Detach the weights.",
@@ -379,7 +373,7 @@ def _check_synthesize(answer: Any) -> str:
     # A loop's variables keep the last chunk alive while the next one is made. Sums may be float64.
     allowed = 4 * 4 * (_TARGETS + 1) * _CHUNK_SIZE + 1024
     for count in (4, 40):
-        most = _most_bytes(_run(answer, count))
+        most = peak_bytes(measure(_run(answer, count)))
         require(
             most <= allowed,
             f"{_CASE}, {count} snapshots: a peak of {most:,} bytes; wanted at most {allowed:,}, "

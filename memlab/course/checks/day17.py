@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,17 +10,24 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memlab.course.bill_steps import everything_elsewhere
-from memlab.course.exercises import Bill, Day, Wrong, distinct, first_line, require
+from memlab.course.exercises import Bill, Day, distinct, require
 from memlab.course.properties import (
     MAGNITUDES,
     as_little_memory,
     elements,
     gradients,
+    increasing,
     is_tensor,
+    is_tuple,
+    keep_no_more,
+    named_errors,
+    normal,
     require_none_wrong,
     rounding,
+    same_block_maxima,
     same_byte_counts,
     same_gradients,
+    same_second_backward,
     unchanged,
 )
 from memlab.course.solutions import checked, solution
@@ -47,13 +54,7 @@ def matmul(x: Tensor, codes: Tensor, absmax: Tensor, out_features: int) -> Tenso
 def _check_levels(answer: Callable[[], Tensor]) -> str:
     got, wanted = answer(), levels()
     is_tensor("levels()", got, dtype=torch.float32, shape=(16,))
-    for k in (got.diff() <= 0).nonzero().flatten().tolist()[:1]:
-        one, following = distinct(got[k].item(), got[k + 1].item(), 6)
-        require(
-            False,
-            f"levels(): entry {k} is {one}, and entry {k + 1} is {following}; wanted entries that "
-            f"increase.",
-        )
+    increasing("levels()", got)
     require((got == 0).any().item(), "levels() has no 0. Weights of exactly 0 need a level.")
     # A quantile is accurate to its own last bits; 0 is checked above.
     allowed = rounding(got.dtype, terms=16) * wanted.abs()
@@ -97,7 +98,7 @@ def _check_encode(answer: Encode) -> str:
     for name, weight in _weights().items():
         call = f"encode of {name}"
         codes, absmax = _encoded(call, answer, weight)
-        _require_absmax(call, weight, absmax)
+        same_block_maxima(call, "absmax", absmax, weight, BLOCK)
         _require_nearest_level(call, weight, codes)
     weight = torch.linspace(-1, 1, 2**14)
     per_weight = measure(lambda: answer(weight)).peak_bytes / weight.numel()
@@ -117,40 +118,12 @@ def _encoded(call: str, answer: Encode, weight: Tensor) -> tuple[Tensor, Tensor]
     mine = weight.clone(memory_format=torch.preserve_format)
     with unchanged(call, weight=mine):
         got = answer(mine)
-    _require_tuple(call, got, 2, "codes and absmax")
+    is_tuple(call, got, 2, "codes and absmax")
     count = weight.numel()
     is_tensor(f"{call}, codes,", got[0], dtype=torch.uint8, shape=(count // 2,))
     is_tensor(f"{call}, absmax,", got[1], dtype=torch.float32, shape=(count // BLOCK,))
-    _require_own_memory(call, got)
+    keep_no_more(call, got)
     return got
-
-
-def _require_tuple(call: str, got: Any, length: int, parts: str) -> None:
-    require(
-        isinstance(got, tuple) and len(got) == length,
-        f"{call} gave {type(got).__name__}; wanted a tuple of {parts}."
-        f"{' Is there a return?' if got is None else ''}",
-    )
-
-
-def _require_own_memory(call: str, got: Sequence[Tensor]) -> None:
-    """Require that no result is a slice, which keeps its whole tensor alive."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in got}
-    kept, wanted = sum(storages.values()), sum(t.nbytes for t in got)
-    require(
-        kept <= wanted,
-        f"{call} gave tensors that keep {kept:,} bytes alive; wanted {wanted:,}. A slice keeps the "
-        f"whole tensor alive; .clone() does not.",
-    )
-
-
-def _require_absmax(call: str, weight: Tensor, absmax: Tensor) -> None:
-    for n, block in enumerate(weight.flatten().float().split(BLOCK)):
-        wanted, got = block.abs().max().item(), absmax[n].item()
-        if got != wanted:
-            mine, right = distinct(got, wanted)
-            require(False, f"{call}: the absmax of block {n} is {mine}; wanted {right}.")
-            return
 
 
 def _require_nearest_level(call: str, weight: Tensor, codes: Tensor) -> None:
@@ -218,27 +191,19 @@ def _check_codebook(answer: DoubleEncode, codebook: Tensor, where: str) -> None:
     for name, absmax in _absmax_values().items():
         call = f"double_encode of {name}{where}"
         mine, mine_codebook = absmax.clone(), codebook.clone()
-        with unchanged(call, absmax=mine, codebook=mine_codebook):
-            got = _called(call, answer, mine, mine_codebook)
-        _require_tuple(call, got, 3, "codes, scales and the mean")
+        is_short = len(absmax) % ABSMAX_BLOCK != 0  # the last block
+        with (
+            unchanged(call, absmax=mine, codebook=mine_codebook),
+            named_errors(call, when=is_short),
+        ):
+            got = answer(mine, mine_codebook)
+        is_tuple(call, got, 3, "codes, scales and the mean")
         blocks = -(-len(absmax) // ABSMAX_BLOCK)
         is_tensor(f"{call}, codes,", got[0], dtype=torch.uint8, shape=(len(absmax),))
         is_tensor(f"{call}, scales,", got[1], dtype=torch.float32, shape=(blocks,))
         is_tensor(f"{call}, mean,", got[2], dtype=torch.float32, shape=())
-        _require_own_memory(call, got)
+        keep_no_more(call, got)
         _require_double(call, absmax, got, codebook)
-
-
-def _called(call: str, answer: DoubleEncode, absmax: Tensor, codebook: Tensor) -> Any:
-    """Call the answer. An error with a short last block fails the check, which has a hint."""
-    if len(absmax) % ABSMAX_BLOCK == 0:
-        return answer(absmax, codebook)
-    try:
-        return answer(absmax, codebook)
-    except NotImplementedError:
-        raise
-    except (RuntimeError, ValueError) as error:
-        raise Wrong(f"{call} raised {type(error).__name__}: {first_line(error)}.") from None
 
 
 def _require_double(
@@ -299,13 +264,11 @@ class MatmulCase(NamedTuple):
     @property
     def weight(self) -> tuple[Tensor, Tensor]:
         """Codes and absmax."""
-        random = torch.Generator().manual_seed(self.out_features)
-        return encode(torch.randn(self.out_features, self.shape[-1], generator=random))
+        return encode(normal(self.out_features, self.shape[-1], seed=self.out_features))
 
     @property
     def x(self) -> Tensor:
-        random = torch.Generator().manual_seed(1)
-        return torch.randn(self.shape, generator=random).to(self.dtype)
+        return normal(*self.shape, seed=1, dtype=self.dtype)
 
 
 MATMULS = (
@@ -352,11 +315,7 @@ def _check_two_layers(answer: MatmulFunction) -> None:
     same_gradients(call, got, wanted, within=rounding(torch.float32))
     x = first.x.requires_grad_()
     out = through(answer, x)
-    again = [torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for _ in range(2)]
-    require(
-        torch.equal(*again),
-        f"{call} gives a different gradient in a second backward pass; wanted the same.",
-    )
+    same_second_backward(call, out, x)
 
 
 def _check_forgotten(answer: MatmulFunction, case: MatmulCase) -> None:

@@ -13,16 +13,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memlab.checkpointing.operations import Operations
 from memlab.course.bill_steps import everything_elsewhere
 from memlab.course.exercises import Bill, Day, equal, require
-from memlab.course.peers import EchoPeer, Peer, Stuck, counted, in_turns
-from memlab.course.properties import as_little_memory, same_values
+from memlab.course.peers import EchoPeer, Peer, case_in_turns, counted
+from memlab.course.properties import as_little_memory, normal, same_values
 from memlab.course.solutions import checked, solution
 from memlab.reference.pipeline import one_forward_one_backward
 
 _LIBRARIES = ("memlab.reference", "memlab.planner", "torch.distributed")
 
 
-def _random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+_random = partial(normal, dtype=torch.float64)
 
 
 def _require_equal(what: str, got: Any, wanted: Tensor) -> None:
@@ -35,14 +34,6 @@ def _require_value(what: str, got: Any, wanted: Tensor) -> None:
     require(got is not None, f"{what} is None.")
     if got is not None:
         _require_equal(what, got, wanted)
-
-
-def _in_ranks(call: str, program: Callable[..., Any], given: Any, **settings: Any) -> list[Any]:
-    """Run the ranks' programs. If they deadlock, the message begins with the case."""
-    try:
-        return in_turns(program, given, **settings)
-    except Stuck as stuck:
-        raise Stuck(f"{call}: {stuck}") from None
 
 
 # ------------------------------------------------------------------ 18.1: a tensor-parallel MLP
@@ -89,7 +80,7 @@ def _check_mlp(answer: Any) -> str:
         up, down = _random(intermediate, hidden, seed=3), _random(hidden, intermediate, seed=4)
         ups, downs = up.chunk(ranks), down.chunk(ranks, 1)
         given = [(x, ups[r], downs[r], dy) for r in range(ranks)]
-        found = _in_ranks(call, _mlp_of_a_rank(answer), given)
+        found = case_in_turns(call, _mlp_of_a_rank(answer), given)
         whole = [w.clone().requires_grad_() for w in (x, up, down)]
         y = F.gelu(whole[0] @ whole[1].T) @ whole[2].T
         y.backward(dy)
@@ -242,7 +233,7 @@ def _check_gather(answer: Any) -> str:
         dys = _random(tokens, out, seed=3).chunk(ranks, 1)
         xs, ws = x.chunk(ranks), weight.chunk(ranks)
         given = [(xs[r], ws[r], dys[r]) for r in range(ranks)]
-        found = _in_ranks(call, _gather_of_a_rank(answer), given)
+        found = case_in_turns(call, _gather_of_a_rank(answer), given)
         of_x = sum(dy @ w for dy, w in zip(dys, ws, strict=True))
         for rank, outcome in enumerate(found):
             wanted = {
@@ -384,7 +375,7 @@ def _check_ring(answer: Any) -> str:
         wanted = _causal_attention(q, k, v)
         given = [tuple(x.chunk(ranks)[r].clone() for x in (q, k, v)) for r in range(ranks)]
         peers: list[Peer] = []
-        found = _in_ranks(call, answer, given, peers=peers)
+        found = case_in_turns(call, answer, given, peers=peers)
         for rank, (got, peer) in enumerate(zip(found, peers, strict=True)):
             at = f"{call}, rank {rank},"
             is_pair = isinstance(got, tuple) and len(got) == 2

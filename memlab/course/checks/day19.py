@@ -1,6 +1,6 @@
 """Day 19: eight bits in the matmul."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,12 +15,16 @@ from memlab.course.properties import (
     elements,
     gradients,
     is_tensor,
+    is_tuple,
+    keep_no_more,
     limited,
     new_bytes,
+    normal,
     peaks,
     returned_gradients,
     same_bytes,
     same_gradients,
+    same_second_backward,
     unchanged,
 )
 from memlab.course.solutions import checked, solution
@@ -37,10 +41,6 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
     return FP8Matmul.apply(x, weight)
 
 
-def _normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 # ------------------------------------------------------------------ 19.1: a cast with a scale
 
 Cast = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
@@ -52,11 +52,11 @@ def _tensors() -> dict[str, Tensor]:
         "[1, −2, 0.3]": torch.tensor([1.0, -2.0, 0.3]),
         "four zeros": torch.zeros(4),
         "one element": torch.tensor([-3.0]),
-        "gradients near 10⁻⁶, (8, 16)": 1e-6 * _normal(8, 16),
-        "gradients below 10⁻²⁴": 1e-25 * _normal(40),
-        "activations up to 10⁴, (4, 5, 6)": 3e3 * _normal(4, 5, 6),
-        "a matrix in bfloat16, (16, 24)": _normal(16, 24, seed=1).bfloat16(),
-        "a non-contiguous matrix, (12, 10)": _normal(10, 12).T,
+        "gradients near 10⁻⁶, (8, 16)": 1e-6 * normal(8, 16),
+        "gradients below 10⁻²⁴": 1e-25 * normal(40),
+        "activations up to 10⁴, (4, 5, 6)": 3e3 * normal(4, 5, 6),
+        "a matrix in bfloat16, (16, 24)": normal(16, 24, seed=1).bfloat16(),
+        "a non-contiguous matrix, (12, 10)": normal(10, 12).T,
         "a matrix over many decades, (20, 30)": elements(20, 30),
     }
 
@@ -68,7 +68,7 @@ def _check_cast(answer: Cast) -> str:
             codes, scale = _pair(call, answer, (x, dtype), "codes and scale")
             is_tensor(f"{call}, codes,", codes, dtype=dtype, shape=tuple(x.shape))
             is_tensor(f"{call}, the scale,", scale, dtype=torch.float32, shape=())
-            _require_own_memory(call, (codes, scale))
+            keep_no_more(call, (codes, scale))
             _require_scale(call, "the scale", x, scale, dtype)
             _require_nearest(call, x, codes, scale, dtype)
     return "the largest |x| becomes 448 or 57,344 · every other element has the nearest code"
@@ -82,25 +82,9 @@ def _pair(
     with unchanged(call, x=mine):
         got = answer(mine, *others)
     if not (isinstance(got, tuple) and len(got) == 2):
-        require(
-            False,
-            f"{call} gave {type(got).__name__}; wanted a tuple of {parts}."
-            f"{' Is there a return?' if got is None else ''}",
-        )
+        is_tuple(call, got, 2, parts)
         raise Wrong(f"{call} gave no tuple of {parts}.", (call, "no tuple"))
     return got[0], got[1]
-
-
-def _require_own_memory(call: str, got: Iterable[Any]) -> None:
-    tensors = [t for t in got if isinstance(t, Tensor)]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    held, wanted = sum(storages.values()), sum(t.nbytes for t in tensors)
-    require(
-        held <= wanted,
-        f"{call} gave tensors that keep {held:,} bytes alive; wanted {wanted:,}. A slice keeps the "
-        f"whole tensor alive; .clone() does not.",
-        evidence=(call, "a slice"),
-    )
 
 
 def _require_scale(call: str, what: str, x: Tensor, scale: Any, dtype: torch.dtype) -> None:
@@ -169,7 +153,7 @@ class TileCase(NamedTuple):
     def x(self) -> Tensor:
         """Return rows and columns of different sizes, so that each tile has its own amax."""
         sizes = torch.logspace(-4, 3, self.n).view(-1, 1) * torch.logspace(2, -3, self.k)
-        return (_normal(self.n, self.k, seed=self.n) * sizes * self.size).to(self.of)
+        return (normal(self.n, self.k, seed=self.n) * sizes * self.size).to(self.of)
 
 
 TILES = (
@@ -209,7 +193,7 @@ def _check_tile_case(answer: CastTiles, case: TileCase) -> None:
     is_tensor(f"{call}, scales,", scales, dtype=torch.float32, shape=(down, across))
     if not isinstance(scales, Tensor) or scales.shape != (down, across):
         return
-    _require_own_memory(call, (codes, scales))
+    keep_no_more(call, (codes, scales))
     for i in range(down):
         for j in range(across):
             place = (
@@ -245,11 +229,11 @@ class MatmulCase(NamedTuple):
 
     @property
     def x(self) -> Tensor:
-        return _normal(self.n, self.in_features, seed=1).to(self.x_dtype)
+        return normal(self.n, self.in_features, seed=1).to(self.x_dtype)
 
     @property
     def weight(self) -> Tensor:
-        return (0.02 * _normal(self.out_features, self.in_features, seed=2)).to(self.weight_dtype)
+        return (0.02 * normal(self.out_features, self.in_features, seed=2)).to(self.weight_dtype)
 
 
 BF16 = torch.bfloat16
@@ -305,7 +289,7 @@ def _check_returned_dtypes(answer: MatmulFunction, case: MatmulCase) -> None:
 def _check_two_layers(answer: MatmulFunction) -> None:
     """Check two forward passes with different weights before backward, and a second backward."""
     first = MatmulCase(5, 8, 8)
-    second = 0.02 * _normal(8, 8, seed=3)
+    second = 0.02 * normal(8, 8, seed=3)
     call = "matmul of two layers, one after the other"
 
     def through(multiply: MatmulFunction, x: Tensor, one: Tensor, two: Tensor) -> Tensor:
@@ -317,11 +301,7 @@ def _check_two_layers(answer: MatmulFunction) -> None:
     same_gradients(call, got, wanted, within=1e-4)
     x = first.x.requires_grad_()
     out = through(answer, x, first.weight, second)
-    again = [torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for _ in range(2)]
-    require(
-        torch.equal(*again),
-        f"{call} gives a different gradient in a second backward pass; wanted the same.",
-    )
+    same_second_backward(call, out, x)
 
 
 def _check_bytes(answer: MatmulFunction) -> str:

@@ -12,8 +12,10 @@ from memlab.course.exercises import Bill, Day, distinct, equal, require
 from memlab.course.properties import (
     as_little_memory,
     differences,
+    has_keys,
     is_tensor,
     no_tensor_above,
+    normal,
     require_none_wrong,
     unchanged,
 )
@@ -26,8 +28,7 @@ _LIBRARIES = ("memlab.optim", "memlab.reference", "torch.optim", "galore_torch",
 elements_kept = solution("20.4")
 
 
-def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+_random = partial(normal, dtype=torch.float64)
 
 
 def _of_norm_1(*shape: int) -> Tensor:
@@ -302,11 +303,7 @@ def _check_kept(answer: Kept) -> str:
     for rows, columns, rank in _SHAPES:
         call = f"elements_kept({rows}, {columns}, {rank})"
         got, wanted = answer(rows, columns, rank), elements_kept(rows, columns, rank)
-        require(
-            isinstance(got, dict) and set(got) == set(wanted),
-            f"{call} gave {got!r}; wanted a dictionary with the keys {', '.join(wanted)}."
-            f"{' Is there a return?' if got is None else ''}",
-        )
+        has_keys(call, got, wanted)
         for name, elements in wanted.items():
             equal(f"{call}: {name}", got[name], elements, "elements")
     return f"{len(_SHAPES)} shapes match"

@@ -14,6 +14,7 @@ from memlab.course.properties import (
     elements,
     gradients,
     is_tensor,
+    is_tuple,
     limited,
     new_bytes,
     peaks,
@@ -81,11 +82,7 @@ def _check_join(answer: Join) -> str:
         documents = [torch.tensor(text) for text in texts]
         with unchanged(call, documents=documents):
             got = answer(documents)
-        require(
-            isinstance(got, tuple) and len(got) == len(_PARTS),
-            f"{call} gave {type(got).__name__}; wanted a tuple of {', '.join(_PARTS)}."
-            f"{' Is there a return?' if got is None else ''}",
-        )
+        is_tuple(call, got, len(_PARTS), ", ".join(_PARTS))
         for name, mine, wanted in zip(_PARTS, got, join(documents), strict=True):
             is_tensor(f"{call}: {name}", mine, dtype=wanted.dtype, shape=tuple(wanted.shape))
             equal(f"{call}: {name}", mine.tolist(), wanted.tolist())
