@@ -10,6 +10,7 @@ loop: loading, forward, backward, the update, and what an earlier step left aliv
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakMethod, WeakSet
 
@@ -28,6 +29,11 @@ class Finished(BaseException):
     """Ends the script after its last wanted step. Not an Exception: scripts catch those."""
 
 
+def _call_if_alive(method: Any, *arguments: Any) -> None:
+    if (function := method()) is not None:
+        function(*arguments)
+
+
 class StepWatcher:
     """Count a script's steps. With `steps=0` the script ends when it has made its first optimizer.
 
@@ -42,7 +48,7 @@ class StepWatcher:
         steps: int,
         on_begin: Callable[[bool], None],
         on_end: Callable[[], None],
-        on_step: Callable[[int], None] = lambda number: None,
+        on_step: Callable[[int], object] = lambda number: None,
     ) -> None:
         if steps < 0:
             raise ValueError(f"got {steps} steps; give at least 0")
@@ -118,8 +124,9 @@ class StepWatcher:
             self._taken[optimizer] = 0
             self._replaced.discard(optimizer)
             self.framework = running_framework()
-            hook = WeakMethod(self._after_step)  # what an optimizer's hooks reach counts as its own
-            optimizer.register_step_post_hook(lambda *arguments: hook()(*arguments))
+            # What an optimizer's hooks reach counts as its own.
+            hook = partial(_call_if_alive, WeakMethod(self._after_step))
+            optimizer.register_step_post_hook(hook)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._taken[optimizer] += 1

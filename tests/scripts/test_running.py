@@ -1,5 +1,6 @@
 """Scripts run as they are; their second step has the bytes of the real one."""
 
+import gc
 import sys
 from pathlib import Path
 from textwrap import dedent
@@ -10,6 +11,7 @@ import torch
 from memlab.scripts.changes import Change
 from memlab.scripts.launch import launch_of
 from memlab.scripts.running import run
+from memlab.scripts.steps import StepWatcher
 from tests.quick import quick
 
 SCRIPTS = {
@@ -399,3 +401,16 @@ def test_a_backward_before_the_model_is_made_leaves_the_reserved_bytes(script):
         outcome([script(text)], steps=1).trace for text in (training, warm_up + training)
     )
     assert first.reserved_bytes == warm_first.reserved_bytes > 400 * 2**20
+
+
+def test_an_optimizer_steps_on_when_what_watched_it_is_gone():
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.25)
+    watcher = StepWatcher(3, on_begin=lambda in_step: None, on_end=lambda: None)
+    with watcher.watching():
+        weight.sum().backward()
+        optimizer.step()
+    del watcher
+    gc.collect()
+    optimizer.step()
+    assert weight.item() == 0.5
