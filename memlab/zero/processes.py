@@ -124,6 +124,8 @@ def shard(
 class Zero(RankGroup):
     """One rank in its process; `model` and `optimizer` are the ones passed to `shard`."""
 
+    comm: ProcessGroupCommunicator
+
     def __init__(self, rank: Rank, comm: ProcessGroupCommunicator) -> None:
         super().__init__(rank.plan, [rank], comm, meter=None)
         self.rank = rank
@@ -200,6 +202,8 @@ class Zero(RankGroup):
             if micro_batches is None:
                 self._require_gradients()
                 return self._finish(self._ran, clip_norm, scaler)
+            if sum_of_losses is None:
+                raise TypeError("got micro-batches without sum_of_losses; pass both, or neither")
             micro_batches = list(micro_batches)
             self._require_equal_counts(len(micro_batches))
             return super().step(micro_batches, sum_of_losses, clip_norm=clip_norm, scaler=scaler)
@@ -360,9 +364,9 @@ def _agreed_plan(
     )
     if problem is not None:
         raise problem
-    for rank, (error, theirs) in enumerate(reports):
-        if error is not None:
-            raise ValueError(f"rank {rank} cannot take part: {error}")
+    for rank, (reason, theirs) in enumerate(reports):
+        if reason is not None:
+            raise ValueError(f"rank {rank} cannot take part: {reason}")
         if theirs != reports[0][1]:
             raise ValueError(
                 f"rank {rank} has {_first_difference(theirs, reports[0][1])}; make the same model "

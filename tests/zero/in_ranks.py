@@ -327,6 +327,7 @@ def refused() -> dict[str, str]:
     zero = sharded(1)
     note("direct step", zero.optimizer.step)
     note("no gradients", zero.step)
+    note("no loss", partial(zero.step, mine(micro_batches(2))))
     for stage in (2, 3):
         step = partial(sharded(stage).step, mine(micro_batches(2)) * (1 + rank), sum_of_losses)
         note(f"micro-batches {stage}", step)

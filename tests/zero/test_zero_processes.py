@@ -298,6 +298,7 @@ def test_no_sync_sends_once_and_steps_the_same_in_stage_1(two):
         ("optimizer", r"Adafactor keeps row_var, which several elements share"),
         ("direct step", r"all ranks have to step together; call zero\.step\(\)"),
         ("no gradients", r"no gradients to step with; call loss\.backward\(\)"),
+        ("no loss", r"got micro-batches without sum_of_losses; pass both, or neither"),
         ("micro-batches 2", r"rank 1 has 2 micro-batches where rank 0 has 1; pass the same"),
         ("micro-batches 3", r"rank 1 has 2 micro-batches where rank 0 has 1; pass the same"),
     ],
