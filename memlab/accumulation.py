@@ -165,6 +165,7 @@ class _Float32Sums:
 
     def _add(self, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
         if parameter in self._sums:
             self._sums[parameter].add_(gradient)
         else:

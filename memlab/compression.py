@@ -273,8 +273,8 @@ class Compression:
     def _encode(self, kind: str, flat: Tensor) -> Decode | None:
         encoded_form = self._encoders[kind](self, flat)
         if encoded_form is None:
-            kind, encoded_form = WITHOUT_GRADIENT, (None, flat.nbytes)
-        decode, nbytes = encoded_form
+            kind = WITHOUT_GRADIENT
+        decode, nbytes = encoded_form or (None, flat.nbytes)
         self.report.add(kind, flat.nbytes, nbytes)
         return decode
 

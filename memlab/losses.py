@@ -310,7 +310,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return *rounded, None, None
 
 
-def _zeros(inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
+def _zeros(inputs: Sequence[Any], wanted: Sequence[bool]) -> list[Tensor | None]:
     """Return accumulators for the wanted gradients, in at least float32."""
     return [
         torch.zeros(x.shape, dtype=_accumulation_dtype(x), device=x.device) if want else None
@@ -320,7 +320,7 @@ def _zeros(inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tens
 
 def _compute_chunks(
     plan: _Plan,
-    inputs: Sequence[Tensor | None],
+    inputs: Sequence[Any],
     targets: Tensor,
     gradients: Sequence[Tensor | None],
     factors: Tensor | None = None,

@@ -151,8 +151,9 @@ def _decode(weight: NF4, like: Tensor) -> Tensor:
 
 def _as_integers(tensor: Tensor | None) -> Tensor | None:
     """Return 4-byte floats as integers of the same bits; others as they are."""
-    is_float = tensor is not None and tensor.dtype == torch.float32
-    return tensor.view(torch.int32) if is_float else tensor
+    if tensor is None or tensor.dtype != torch.float32:
+        return tensor
+    return tensor.view(torch.int32)
 
 
 # ------------------------------------------------------------------ models

@@ -286,7 +286,7 @@ def _row(event: Event) -> list[Any]:
 
 
 def _event(row: Sequence[Any]) -> Event:
-    return Event(*row[:7], tuple(row[7]), *row[8:])
+    return Event(*[*row[:7], tuple(row[7]), *row[8:]])
 
 
 def _by_category(events: Iterable[Event]) -> dict[str, int]:

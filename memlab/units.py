@@ -6,6 +6,7 @@ GB is 10⁹ bytes and GiB is 2³⁰: a card sold as "24 GB" has 24 GiB = 25.8 GB
 import re
 from fractions import Fraction
 from textwrap import fill
+from typing import Any
 
 BINARY_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 DECIMAL_UNITS = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -22,7 +23,7 @@ WIDTH = 80  # columns that every terminal has
 
 def paragraph(sentence: str) -> str:
     """Wrap the sentence to WIDTH without breaking option names."""
-    unbroken = {"break_long_words": False, "break_on_hyphens": False}
+    unbroken: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
     return fill(sentence, WIDTH, subsequent_indent="  ", **unbroken)
 
 
@@ -44,7 +45,7 @@ def parse_bytes(quantity: int | str) -> int:
         return quantity
     match = _QUANTITY.fullmatch(quantity) if isinstance(quantity, str) else None
     factor = _FACTORS.get(match[2].lower()) if match else None
-    if factor is None or len(match[1]) > MOST_DIGITS or (factor == 1 and "." in match[1]):
+    if not match or not factor or len(match[1]) > MOST_DIGITS or (factor == 1 and "." in match[1]):
         raise ValueError(
             f"got {quantity!r} as a number of bytes; give a number and a unit, "
             f"such as '6 MiB' (6·2²⁰ bytes) or '24GB' (24·10⁹ bytes)"

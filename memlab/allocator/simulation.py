@@ -152,7 +152,7 @@ def counted(count: int, one: str, several: str = "") -> str:
 
 def segments(allocator: Allocator) -> tuple[Segment, ...]:
     """Return an allocator's reserved segments, by address."""
-    found = []
+    found: list[Segment] = []
     for _, head in sorted(allocator.heads.items()):
         found += _mapped_segments(head)
     return tuple(found)

@@ -110,9 +110,9 @@ def flash_attention(
         RuntimeError: in a second derivative.
     """
     if has_torch_function((q, k, v)):  # for modes that handle attention as one operator
-        settings = {"causal": causal, "alignment": alignment, "scale": scale, "window": window}
-        settings |= {"dropout": dropout, "tile": tile}
-        return handle_torch_function(flash_attention, (q, k, v), q, k, v, **settings)
+        given: dict[str, Any] = {"causal": causal, "alignment": alignment, "scale": scale}
+        given |= {"window": window, "dropout": dropout, "tile": tile}
+        return handle_torch_function(flash_attention, (q, k, v), q, k, v, **given)
     q, k, v = cast_for_autocast(q, k, v)
     check_inputs(q, k, v)
     _require_settings(dropout, tile)
@@ -278,7 +278,10 @@ def backward(
         for tile in row.visited:
             gradients.add_(
                 compute_scores(gradients.q, heads.columns(k, tile.keys), tile, settings),
-                *(heads.columns(x, tile.keys) for x in (k, v, dk, dv)),
+                heads.columns(k, tile.keys),
+                heads.columns(v, tile.keys),
+                heads.columns(dk, tile.keys),
+                heads.columns(dv, tile.keys),
                 dropout.kept(gradients.q, tile),
             )
         heads.write_(dq, row.queries, gradients.dq.mul_(settings.scale))
@@ -368,9 +371,8 @@ class _FlashGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, dout: Tensor, *saved_and_settings: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *saved, settings = saved_and_settings
         with _autocast_disabled(dout):
-            return backward(dout, *saved, settings)
+            return backward(dout, *saved_and_settings)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:

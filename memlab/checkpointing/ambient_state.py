@@ -58,9 +58,9 @@ class AmbientState:
         if now == self._autocast and device == self._default_device:
             return nullcontext()
         stack = ExitStack()
-        for (kind, *was), (_, *is_now) in zip(self._autocast, now, strict=True):
+        for was, is_now in zip(self._autocast, now, strict=True):
             if was != is_now:
-                stack.enter_context(torch.autocast(kind, *was))
+                stack.enter_context(torch.autocast(*was))
         if device != self._default_device:
             stack.enter_context(self._default_device)
         return stack

@@ -56,9 +56,7 @@ def run_segment(
 class SchedulePart:
     """One part of the schedule, in the place of blocks in the model's loop."""
 
-    def __init__(
-        self, part: int | Schedule, blocks: nn.ModuleList, using: Callable[..., Any]
-    ) -> None:
+    def __init__(self, part: int | Schedule, blocks: Any, using: Callable[..., Any]) -> None:
         self.part, self.blocks, self.using = part, blocks, using
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -194,6 +194,7 @@ class CheckpointedCall:
             "call the function itself there, or differentiate with torch.autograd",
             arguments,
         )
+        self.first_context: Any
         self.first_context, self.second_context = settings.context_fn()
         if getattr(self.first_context, "respect_saved_tensors_hooks", True) is None:
             # From torch 2.14 on. The hooks of this call would recompute what the context keeps.

@@ -50,7 +50,7 @@ class Output:
     """A tensor on a new storage, created by a call."""
 
     value: int
-    allocate_like: Callable[[], Tensor]  # allocates the same shape and strides, uninitialized
+    allocate_like: "partial[Tensor]"  # allocates the same shape and strides, uninitialized
     tensor: Tensor | None  # set if it may be kept
     is_overwritten: bool = False
     bytes: int = 0
@@ -63,7 +63,8 @@ class Output:
         assert self.tensor is not None
         if self.composite is None:
             return self.tensor
-        return self.tensor.as_strided(*self.allocate_like.args, storage_offset=0)
+        size, stride = self.allocate_like.args
+        return self.tensor.as_strided(size, stride, storage_offset=0)
 
 
 @dataclass(eq=False)

@@ -101,7 +101,7 @@ def _pareto_front(
     choices: list[tuple[int, int, frozenset[int]]],
 ) -> list[tuple[int, int, frozenset[int]]]:
     """Return the Pareto front: by growing bytes, choices that save more than all before."""
-    best = []
+    best: list[tuple[int, int, frozenset[int]]] = []
     for choice in sorted(choices, key=lambda choice: (choice[0], -choice[1])):
         if not best or choice[1] > best[-1][1]:
             best.append(choice)

@@ -548,9 +548,9 @@ def plan_command(
     _refuse_wide_json(wide, as_json)
     _check_allocator_settings()
     if memory == "list":
-        given = _given(context, *(name for name in context.params if name != "memory"))
-        if others := ", ".join(given):
-            raise UsageError(f"got {others} together with the list of GPUs; leave {others} out")
+        others = [name for name in context.params if name != "memory"]
+        if given := ", ".join(_given(context, *others)):
+            raise UsageError(f"got {given} together with the list of GPUs; leave {given} out")
         from memlab.cli.gpu_list import show_gpus
 
         show_gpus()

@@ -129,7 +129,7 @@ def _tried(
             reasons.append(f"{change.name}: {error_summary(error)}")
 
     def allocated(change: Change) -> int:
-        return traces.get(change.name, plain.trace).allocated_bytes
+        return traces.get(change.name, traces["as it is"]).allocated_bytes
 
     for change in changes:
         attempt(change)

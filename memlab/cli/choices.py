@@ -4,6 +4,7 @@ import os
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -74,13 +75,14 @@ def choose_setting(request: Request) -> Setting:
     device = request.device
     _require_model(request.model)
     _require_known("--dtype", request.dtype, DTYPES)
-    given = {
+    assert device is not None
+    options: dict[str, Any] = {
         "model": request.model,
         "batch": request.batch,
         "seq_len": request.seq_len,
-        "dtype": DTYPES.get(request.dtype),
+        "dtype": DTYPES.get(request.dtype or ""),
     }
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None}
     suitable = SUITABLE.get(device, SUITABLE["accelerator"])
     longest = config_named(given.get("model", suitable.model)).seq_len
     suitable = replace(suitable, device=device, seq_len=min(suitable.seq_len, longest))

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
@@ -64,11 +64,13 @@ def check(what: str) -> int:
         copy = _copy(number)
     with terminal.progress(stages=len(wanted)) as announce:
         verdicts = list(_printed(_judging(number, wanted, copy, announce)))
+
+    def note(progress: records.Progress) -> None:
+        for verdict in verdicts:
+            records.note_check(progress, verdict.exercise.id, verdict.status)
+
     with _as_usage_errors():
-        records.update(
-            copy.parent,
-            lambda p: [records.note_check(p, v.exercise.id, v.status) for v in verdicts],
-        )
+        records.update(copy.parent, note)
     right = sum(verdict.status == OK for verdict in verdicts)
     if len(verdicts) > 1:
         terminal.echo(f"\n{right} of {len(verdicts)} right")
@@ -455,6 +457,6 @@ def _bare_table(titles: Sequence[str], left: Sequence[str]) -> Table:
     """Create a table whose second column, the name, wraps if there is no room."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for place, title in enumerate(titles):
-        side = "left" if title in left else "right"
+        side: Literal["left", "right"] = "left" if title in left else "right"
         table.add_column(title, justify=side, no_wrap=place != 1)
     return table

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from memlab.cli.results import write_explanation
 from memlab.cli.terminal import echo, note, table_of
 from memlab.explain import (
     Explanation,
+    Finding,
     Source,
     explain_source,
     of_text,
@@ -126,6 +127,8 @@ def _show(found: Explanation) -> None:
 
 def _show_memory(found: Explanation) -> None:
     echo("")
+    rows: Sequence[tuple[str, ...]]
+    titles: tuple[str, ...]
     if found.log:
         rows = summary.size_rows(found.log.message)
         titles = ("stated by the message", "bytes")
@@ -142,7 +145,7 @@ def _show_memory(found: Explanation) -> None:
         echo("\n".join(["", *map(paragraph, lines)]))
 
 
-def _show_finding(found: Explanation, number: int, finding) -> None:
+def _show_finding(found: Explanation, number: int, finding: Finding) -> None:
     title = summary.title_of_causes(found) if number == 0 else "or"
     echo("\n" + paragraph(f"{title}: {finding.cause.title} ({finding.word})"))
     for line in finding.evidence:

@@ -58,7 +58,7 @@ class _FlagsWithoutValues:
     """Hide the type of flags in the help: `--dry-run <bool>` reads as if a value had to follow."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        params = super().get_params(ctx)
+        params = super().get_params(ctx)  # type: ignore[misc]  # of the command
         for param in params:
             if getattr(param, "is_flag", False):
                 param.metavar = ""
@@ -181,7 +181,8 @@ def _as_usage_errors(ctx: Any) -> Iterator[None]:
 
 def _sentence(error: Any, ctx: Any) -> str:
     """Reword an error of the parser."""
-    options, name = _options(ctx), getattr(error, "option_name", None)
+    options = _options(ctx)
+    name: Any = getattr(error, "option_name", None)
     if hasattr(error, "possibilities"):
         long_names = [option for option in options if option.startswith("--")]
         return f"got {quoted(name)}; {suggestions(name, long_names)}"

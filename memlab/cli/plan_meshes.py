@@ -195,7 +195,7 @@ def _table(rows: Sequence[Row]) -> Table:
             "mesh": [_name(row.option.mesh) for row in rows],
             "allocated": [format_bytes(row.measured.allocated_bytes) for row in rows],
             "rank": [str(row.option.rank) for row in rows],
-            "reserved": [format_bytes(row.measured.reserved_bytes) for row in rows],
+            "reserved": [format_bytes(row.measured.reserved_bytes or 0) for row in rows],
             "left": [left_or_lacking(row.budget_bytes - row.needed_bytes) for row in rows],
             "time": [f"{row.option.seconds_per_token / first:.2f} ×" for row in rows],
         }

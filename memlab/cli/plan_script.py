@@ -68,7 +68,7 @@ def _show(
         terminal.echo("\n" + "\n".join(map(paragraph, found.limits.remarks)))
     if found.limits.batch or found.limits.length:
         terminal.echo(f"\n{paragraph(_about_limits(script))}")
-    if found.has_times:
+    if found.plain is not None and found.has_times:
         terminal.echo(f"\n{paragraph(_about_times(found.plain))}")
     for sentence in report.failures(found.rows):
         terminal.echo(f"\n{paragraph(sentence)}")

@@ -192,7 +192,7 @@ def _remarks(training: Training, options: list[Option], first: Option | None) ->
     else:
         yield (
             f"time: estimated, relative to the first row that fits, whose time is "
-            f"{shares(first.seconds)}"
+            f"{shares(first.seconds or {})}"
         )
         if any(option.longest for option in options):
             yield (

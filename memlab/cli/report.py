@@ -48,8 +48,8 @@ def headline(setting: Any, dry: bool) -> str:
 def context_of(device: str | None) -> tuple[int, int]:
     """Return the smallest and largest CUDA context seen: on the predicted GPU if it was measured
     there, else on any GPU."""
-    is_gpu = device not in ("cuda", "cuda:hopper") and device in TARGETS
-    return TARGETS[device].gpu.context_bytes if is_gpu else CONTEXT_BYTES
+    target = None if device in ("cuda", "cuda:hopper") else TARGETS.get(device or "")
+    return target.gpu.context_bytes if target else CONTEXT_BYTES
 
 
 def table(
@@ -100,7 +100,7 @@ def remarks(rows: Sequence[Row]) -> Iterator[str]:
         )
     yield from failures(rows)
     for row in others:
-        if row.failure is not None:
+        if row.trace is None or plain.trace is None:
             continue
         if plain.seconds is not None and row.seconds is None and row.dry_for is None:
             yield f"{row.name}: no time; the plain training does not fit into memory beside it"
@@ -198,8 +198,9 @@ def _optional(value: Any, text: Callable[[Any], str]) -> str:
     return "" if value is None else text(value)
 
 
-def _saved(plain: Trace) -> Callable[[Trace], str]:
+def _saved(plain: Trace | None) -> Callable[[Trace], str]:
     def text(trace: Trace) -> str:
+        assert plain is not None
         share = f"{1 - trace.allocated_bytes / plain.allocated_bytes:+.1%}"
         return "0.0%" if share in ("+0.0%", "-0.0%") else share
 

@@ -140,7 +140,7 @@ def _drawings(all_rows: Sequence[Row], predicted: Sequence[Row], title: str) -> 
         "-timeline": lambda plot: plot.timeline(rows[0].trace, title=plain),
     }
     on_cuda = (predicted or rows)[0].trace
-    if on_cuda.dry and on_cuda.reserved_bytes is not None:
+    if on_cuda is not None and on_cuda.dry and on_cuda.reserved_bytes is not None:
         what = re.sub(r", (cpu|cuda[:a-z]*)$", "", plain.removesuffix(", dry run"))
         cuda_title = f"{what}, predicted for CUDA"
         drawings["-blocks"] = lambda plot: plot.blocks(simulate(on_cuda), title=cuda_title)

@@ -79,6 +79,7 @@ class Script:
 def measure_script(request: Request) -> int:
     """Measure the second step of the user's training; print it, write pictures and results."""
     dry, assume = request.dry, request.assume
+    assert request.script is not None
     script = find_script(request.script, assume, request.ranks)
     if assume is not None and not dry:
         raise UsageError(
@@ -140,6 +141,8 @@ def find_script(given: str, assume: str | None = None, ranks: int | None = None)
 
 def check_assumption(assume: str | None) -> None:
     """Raise UsageError for a wrong --assume."""
+    if assume is None:
+        return
     try:
         fraction_of(assume)
         imbalance_of(assume)
@@ -234,7 +237,7 @@ class _Stream(NamedTuple):
         return cls(name, stream, descriptor, os.dup(descriptor))
 
     def restore(self) -> None:
-        stream = self.stream
+        stream: Any = self.stream
         if self.descriptor is not None:
             os.dup2(self.duplicate, self.descriptor)
             os.close(self.duplicate)

@@ -65,7 +65,7 @@ def search(
             rows.append(Row(attempt.name, failure=str(error)))
             order.failed(attempt)
             continue
-        ratio = changed.total / plain.total if changed and plain.total else None
+        ratio = changed.total / plain.total if changed and plain and plain.total else None
         seconds |= {attempt.name: dict(changed.seconds)} if changed else {}
         rows.append(Row(attempt.name, trace, estimated_time_ratio=ratio))
         needed[attempt.name] = needed_bytes(trace, budget)

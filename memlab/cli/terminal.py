@@ -154,7 +154,8 @@ def show_table(table: Table) -> None:
     if _style.get().wide or console.measure(table).maximum <= WIDTH:
         console.print(table)
         return
-    title, *others = ([column.header, *column.cells] for column in table.columns)
+    columns: list[Any] = table.columns
+    title, *others = ([column.header, *column.cells] for column in columns)
     for name, lines in zip(title, _figures(others), strict=True):
         echo("\n".join([*_wrapped(name), *lines]))
 

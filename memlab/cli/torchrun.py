@@ -35,7 +35,7 @@ INTERRUPT_SECONDS = 3.0  # how long an interrupted rank may take to end by itsel
 class Rank(NamedTuple):
     """This process's place among all ranks, and among its machine's ranks."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # replaces tuple.index
     ranks: int
     local_index: int
     local_ranks: int

@@ -60,6 +60,7 @@ def train(request: Request, *, steps: int, memory: str | None) -> None:
     elif request.zero is not None:
         from memlab.cli.train_rank import train_rank
 
+        assert rank is not None
         train_rank(request, rank, steps=steps, memory=memory)
     else:
         _train(request, steps=steps, memory=memory)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,16 +57,18 @@ def train_rank(request: Request, rank: Rank, *, steps: int, memory: str | None) 
     terminal.console.quiet = not rank.is_first
     [name] = request.techniques
     technique = choose_techniques(request)[name]
-    if request.zero == max(STAGES) and (reason := whole_weights(rows_of(name).values())):
+    stage = request.zero
+    assert stage is not None
+    if stage == max(STAGES) and (reason := whole_weights(rows_of(name).values())):
         raise _not_sharded(ValueError(reason))
     device = _choose_device(request, rank)
     setting = _choose_setting(replace(request, device=device))
     cap_bytes = choose_cap(memory, device)
-    predicted_bytes = _require_memory(setting, technique, name, request.zero, rank)
+    predicted_bytes = _require_memory(setting, technique, name, stage, rank)
     terminal.echo(
         f"{report.headline(setting, dry=False)}\ntechnique: {name}\n"
-        f"{rank.ranks} ranks, each with this batch; ZeRO stage {request.zero}: "
-        f"{STAGES[request.zero]}\n"
+        f"{rank.ranks} ranks, each with this batch; ZeRO stage {stage}: "
+        f"{STAGES[stage]}\n"
     )
     with (
         interruptible(rank),
@@ -75,7 +77,7 @@ def train_rank(request: Request, rank: Rank, *, steps: int, memory: str | None) 
         _in_one_sentence(name, setting, rank),
         joined(BACKENDS[device]),
     ):
-        result = run(setting, technique, request.zero, rank, steps, announce)
+        result = run(setting, technique, stage, rank, steps, announce)
     terminal.echo(f"\n{result}")
     if predicted_bytes is not None:
         terminal.echo(f"predicted: {format_bytes(predicted_bytes)} for a rank, by a dry run")
@@ -98,7 +100,8 @@ def run(
     text = batches(source_bytes(TEXT), setting.batch, setting.seq_len, SEED + rank.index)
     taken = run_steps(lambda: step(training, next(text)), steps, announce)
     announce("peak")
-    peaks = training.group.comm.gather_objects(peak(training, next(text)))
+    comm: Any = training.group.comm  # of the rank in this process
+    peaks = comm.gather_objects(peak(training, next(text)))
     return summary(taken, next(iter(dtypes)), format_peaks(peaks))
 
 
@@ -123,9 +126,10 @@ def peak(training: RankTraining, batch: tuple[Tensor, Tensor]) -> Peak:
 def format_peaks(peaks: Sequence[Peak]) -> str:
     """Format the smallest and the largest peak, with their ranks if they differ."""
     allocated = _range([peak.allocated_bytes for peak in peaks])
-    if peaks[0].reserved_bytes is None:
+    reserved = [peak.reserved_bytes for peak in peaks if peak.reserved_bytes is not None]
+    if not reserved:
         return f"{allocated}, measured in one more step"
-    return f"{allocated} allocated, {_range([peak.reserved_bytes for peak in peaks])} reserved"
+    return f"{allocated} allocated, {_range(reserved)} reserved"
 
 
 def _range(found: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ from memlab.train import combined, dry_trace, of_all_weights
 from memlab.train.plugs import averaged
 
 
-def keep_of_each_block(model: nn.Module, keep: Collection[Any]) -> None:
+def keep_of_each_block(model: Any, keep: Collection[Any]) -> None:
     """Checkpoint every block, and keep the outputs of the chosen operators."""
     for block in model.blocks:
         block.forward = partial(selective(keep), block.forward)
@@ -55,7 +55,7 @@ def offloaded_to_the_disk(**plugs: Any) -> Trace:
     """Day 11's step, with saved tensors, gradients and Lion's state on the disk."""
     store = DiskStore()
     stepping = partial(OffloadedOptimizer, store=store, sub_group=2**20, gradients=True)
-    around = {"around_forward": lambda device: offloaded_activations(store)}
+    around: dict[str, Any] = {"around_forward": lambda device: offloaded_activations(store)}
     return in_chunks(**around, stepping=stepping, **plugs)
 
 

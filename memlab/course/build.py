@@ -18,6 +18,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from jupyter_client.kernelspec import NoSuchKernel
@@ -83,7 +84,8 @@ async def _execute(
         timeout=None,
         extra_arguments=["--log-level=ERROR"],  # the kernel's own log, which goes to stderr
     )
-    kernel = client.km = client.create_kernel_manager()
+    kernel: Any = client.create_kernel_manager()
+    client.km = kernel
     try:
         await _start(client, folder)
         code = [place for place, cell in enumerate(executed.cells) if cell.cell_type == "code"]
@@ -124,12 +126,13 @@ async def _execute_cell(client: NotebookClient, place: int) -> None:
         raise CellError(f"raised {_error_line(error.ename, error.evalue)}", place) from None
     except DeadKernelError:
         # nbclient mistakes a Ctrl-C, which cancels this task, for the end of the kernel.
-        if asyncio.current_task().cancelling():
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
             raise asyncio.CancelledError from None
         raise CellError("ended the kernel", place) from None
 
 
-async def _cpu_seconds(client: NotebookClient) -> float:
+async def _cpu_seconds(client: Any) -> float:
     """Return the kernel process's CPU time. The request is not a cell, so nothing is stored."""
     clock = {"seconds": "__import__('time').process_time()"}
     asked = client.kc.execute("", silent=True, store_history=False, user_expressions=clock)

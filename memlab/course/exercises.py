@@ -212,7 +212,8 @@ def _known_failures(exercise: Exercise, wrong: WrongAnswer) -> tuple[Any, ...]:
 def _failures(exercise: Exercise, answer: Any) -> tuple[Any, ...]:
     """Return the evidence of every failure in a check that continues after them, and its end."""
     global _collected
-    _collected = found = []
+    found: list[Any] = []
+    _collected = found
     try:
         with warnings.catch_warnings(
             action="ignore"

@@ -18,7 +18,7 @@ the meter to the byte. On another device a fused kernel may save more.
 Source   Korthikanti et al. 2022, arXiv 2205.05198, section 4, counts a GPT-3 block in the same way.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -115,7 +115,7 @@ def _weight_tensors(config: GPTConfig) -> int:
     return (9 + more) * config.layers + (2 if config.tied else 3)
 
 
-def _storage_bytes(tensors: list[torch.Tensor]) -> int:
+def _storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
     storages = {id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 

@@ -75,7 +75,9 @@ def markdown() -> str:
 
 def drawing() -> str:
     """Return the map as SVG: a column for each number of days that a day builds on."""
-    needs, columns, rows = _all_needs(), {}, {}
+    needs = _all_needs()
+    columns: dict[int, int] = {}
+    rows: dict[int, int] = {}
     for day in days.numbers():
         columns[day] = 1 + max((columns[before] for before in needs.get(day, ())), default=-1)
 

@@ -100,7 +100,7 @@ class Block(nn.Module):
             self.register_parameter(name, nn.Parameter(weight))
         self.way = way
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         column, row, norm, attend, _ = self.way
         qkv = column(norm(x, self.norm1), self.qkv.flatten(0, 1))  # (T, B, 3·C/R)
         q, k, v = qkv.unflatten(-1, (3, -1, HIDDEN // HEADS)).permute(2, 1, 3, 0, 4)
@@ -183,13 +183,12 @@ class Model(nn.Module):
         super().__init__()
         own = weights()
         if way.splits_matrices:
-            splits = {name: split_of(name) for name in own}
-            own = {n: w if splits[n] is None else shard(w, splits[n]) for n, w in own.items()}
+            own = {n: w if (dim := split_of(n)) is None else shard(w, dim) for n, w in own.items()}
         is_first, is_last = stage == 0, stage == stages - 1
         numbers = range(LAYERS * stage // stages, LAYERS * (stage + 1) // stages)
         self.embedding = Embedding(own["embedding.weight"], way) if is_first else None
         self.blocks = nn.ModuleDict({str(n): Block(_of(own, f"blocks.{n}."), way) for n in numbers})
-        self.head = Head(_of(own, "head."), way) if is_last else None
+        self.head: Any = Head(_of(own, "head."), way) if is_last else None
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         x = x if self.embedding is None else self.embedding(x)
@@ -278,7 +277,8 @@ def share_of(dim: int) -> Step:
     def step(model: Model) -> None:
         model(*(shard(x, dim) for x in batch())).backward()
         for weight in model.parameters():
-            weight.grad = tensor_parallel.all_reduce(weight.grad)
+            own: Any = weight.grad
+            weight.grad = tensor_parallel.all_reduce(own)
 
     return step
 
@@ -327,7 +327,7 @@ def measured(make: Callable[[], Model], step: Step) -> dict[str, Any]:
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     step(model)
-    gradients = {name: w.grad.clone() for name, w in model.named_parameters()}
+    gradients = {name: own.clone() for name, own in gradients_of(model).items()}
     optimizer.step()
     optimizer.zero_grad()
     with counted() as sent, meter(model, optimizer) as running:
@@ -364,4 +364,8 @@ def right_gradients() -> dict[str, Tensor]:
     """Return the gradients of all weights in one process."""
     model = Model(ONE)
     whole_step(model)
+    return gradients_of(model)
+
+
+def gradients_of(model: nn.Module) -> dict[str, Any]:
     return {name: weight.grad for name, weight in model.named_parameters()}

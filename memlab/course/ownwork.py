@@ -59,7 +59,7 @@ def watched(
 
     before, of_new_threads = sys.getprofile(), threading.getprofile()
 
-    def start_in_thread(frame: FrameType, event: str, called: Any) -> None:
+    def start_in_thread(frame: FrameType, event: Any, called: Any) -> None:
         own = trace_call if asked() else of_new_threads
         sys.setprofile(own)
         if own is not None:

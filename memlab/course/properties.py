@@ -182,7 +182,8 @@ def _ambient(rng: bool) -> Iterator[_Fact]:
     if rng:
         yield _Fact("state", "torch's random state", torch.get_rng_state())
         yield _Fact("state", "Python's random state", [random.getstate()])
-        yield _Fact("state", "numpy's random state", np.random.get_state()[1].copy())
+        of_numpy: Any = np.random.get_state()
+        yield _Fact("state", "numpy's random state", of_numpy[1].copy())
 
 
 def _copied(value: Any) -> Any:
@@ -336,7 +337,7 @@ def distinct_elements(got: Tensor, wanted: Tensor, most: int = 8) -> tuple[str, 
     begin = 0 if place < most else place
     shown = [x.detach().flatten()[begin : begin + most].tolist() for x in (got, wanted)]
     before, after = "…, " * (begin > 0), ", …" * (begin + most < got.numel())
-    mine, right = (f"[{before}{text[1:-1]}{after}]" for text in distinct(*shown))
+    mine, right = (f"[{before}{text[1:-1]}{after}]" for text in distinct(shown[0], shown[1]))
     return mine, right
 
 
@@ -450,6 +451,10 @@ def peaks(forward: Callable[[], Any], *, model: nn.Module | None = None) -> Peak
     def run() -> None:
         outputs[:] = _tensors_in(_as_tuple(forward()))
 
+    def run_and_clear() -> None:
+        run()
+        outputs.clear()
+
     def step() -> None:
         run()
         sent = [out for out in outputs if out.requires_grad]
@@ -462,7 +467,7 @@ def peaks(forward: Callable[[], Any], *, model: nn.Module | None = None) -> Peak
     has_graph = any(out.requires_grad for out in outputs)
     outputs.clear()
     # A Function whose ctx holds its own result keeps both, in a cycle.
-    left = new_bytes(measure(lambda: (run(), outputs.clear()), model=model))
+    left = new_bytes(measure(run_and_clear, model=model))
     if has_graph:
         trace = measure(step, model=model)
         left = max(left, left_bytes(trace))

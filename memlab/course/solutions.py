@@ -47,6 +47,9 @@ class ChangedSolution(WrongAnswer):
     """A wrong answer made by changing the solution. It is created when first used, because during a
     build the notebook may be older than the changes."""
 
+    id: str
+    change: Change
+
     def __init__(self, id_: str, remark: str, change: Change) -> None:
         self.__dict__.update(id=id_, remark=remark, change=change)  # the dataclass is frozen
 
@@ -58,7 +61,9 @@ class ChangedSolution(WrongAnswer):
 def changed(id_: str, change: Change) -> Any:
     """Return the answer that an exercise's solution gives after this change."""
     day = days.day_of(id_)
-    call, last = answering(_cells(day), id_)
+    found = answering(_cells(day), id_)
+    assert found is not None  # the notebook's lint requires one
+    call, last = found
     cells = _cells(day)[: last + 1]
     if change.code:
         place, source = last, f"{cells[last].source}\n\n{change.code}"

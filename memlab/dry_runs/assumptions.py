@@ -66,6 +66,7 @@ class Assumptions:
         return ", or set an assumption: --assume most, or a fraction (assume= in Python)"
 
     def _share(self, count: int) -> int:
+        assert self.fraction is not None
         return math.ceil(count * self.fraction)
 
     def __str__(self) -> str:

@@ -67,7 +67,7 @@ def _finished(func: Any, args: Any) -> Any:
     NCCL's until somebody waits for it.
     """
     outputs = args[0] if len(func._schema.returns) > 1 else None
-    future = torch.futures.Future()
+    future: torch.futures.Future[Any] = torch.futures.Future()
     if outputs is None:
         future.set_result(_Message(args[0]) if isinstance(args[0], list) else [None])
     else:  # DDP reads its buckets
@@ -179,12 +179,12 @@ def _moving_inputs(prepare: Callable[..., Any]) -> Callable[..., Any]:
     return prepared
 
 
-def _property_outside_modes(real: property) -> property:
+def _property_outside_modes(real: Any) -> property:
     return property(_outside_modes(real.fget))
 
 
 # Functions that torch imports by name, and what returns them.
-_OF_MESHES = {
+_OF_MESHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "_get_device_from_mesh": (fsdp2_device, _stand_in_of_mesh),
     "_get_compute_device": (fsdp1_device, _stand_in),
     "is_rng_supported_mesh": (is_rng_supported_mesh, _never),

@@ -48,5 +48,5 @@ def _loop_can_continue(near: list[FrameType], answer: bool | None) -> bool:
         if can_iterate_again(*place, answer):
             return True
         ends = set() if answer is None else ends_of(*place, answer)
-        answer = next(iter(ends)) if ends in ({True}, {False}) else None
+        answer = True in ends if ends in ({True}, {False}) else None
     return False

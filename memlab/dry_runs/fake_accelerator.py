@@ -83,8 +83,9 @@ def _unchanged(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 def on_stand_in(copy: torch.Tensor) -> torch.Tensor:
     """Return a copy to the stand-in. torch keeps a small literal's copy as a CPU constant."""
-    if isinstance(copy, FakeTensor) and StandIn.device != "cpu":
-        copy.fake_device, copy.constant = StandIn.device, None
+    device: Any = StandIn.device
+    if isinstance(copy, FakeTensor) and device != "cpu":
+        copy.fake_device, copy.constant = device, None
     return copy
 
 
@@ -224,7 +225,7 @@ def _enter_cpu_autocast_too(enter: Callable[[Any], Any]) -> Callable[[Any], Any]
 
 
 def _exit_cpu_autocast_too(leave: Callable[..., Any]) -> Callable[..., Any]:
-    def __exit__(autocast: torch.autocast, *exception: Any) -> Any:  # noqa: N807
+    def __exit__(autocast: Any, *exception: Any) -> Any:  # noqa: N807
         if autocast.__dict__.get("twins"):
             leave(autocast.twins.pop(), *exception)
         return leave(autocast, *exception)
@@ -260,7 +261,7 @@ def _cast_on_cpu(cast: Callable[..., Any]) -> Callable[..., Any]:
 
 class _Generator(torch.Generator):
     def __new__(cls, device: Any = "cpu") -> "_Generator":
-        return super().__new__(cls, _to_cpu(device))
+        return super().__new__(cls, _to_cpu(device))  # type: ignore[call-arg]  # not in the stubs
 
     def set_state(self, new_state: torch.Tensor) -> torch.Generator:
         """Leave the state as it is if a file's state has no values."""
@@ -288,7 +289,7 @@ class FinishedWork:
     def record_event(self, event: "FinishedWork | None" = None) -> "FinishedWork":
         return event or FinishedWork()
 
-    def elapsed_time(self, end: "FinishedWork") -> NoReturn:
+    def elapsed_time(self, end: "FinishedWork") -> float:
         _raise_unsupported("elapsed_time")
 
     synchronize = wait = wait_event = wait_stream = record = _nothing

@@ -100,7 +100,8 @@ def _mkldnn_rnn_layer(input: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[t
     output, hidden, cell, empty = aten.mkldnn_rnn_layer.default(input, *args, **kwargs)
     if not torch.is_grad_enabled():
         return output, hidden, cell, empty
-    count = lstm_workspace_bytes(*input.shape, output.shape[-1], input.element_size())
+    sizes = (*input.shape, output.shape[-1], input.element_size())
+    count = lstm_workspace_bytes(*sizes)
     return output, hidden, cell, torch.empty(count, dtype=torch.uint8, device=input.device)
 
 

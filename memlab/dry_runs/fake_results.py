@@ -72,7 +72,7 @@ class FakeResults:
         tensors: list[FakeTensor] = []
         key = self._key(func, alike, kwargs, tensors)
         recipe = None if key is None else self._recipes.get(key, _UNSEEN)
-        if recipe is None:
+        if key is None or recipe is None:
             return func(*args, **kwargs)
         if recipe is not _UNSEEN:
             return recipe.repeat(tensors, shift)

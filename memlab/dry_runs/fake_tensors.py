@@ -29,7 +29,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -157,7 +157,7 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
     shapes and for questions that only a real device can answer.
     """
 
-    _fake_kernels = KERNELS
+    _fake_kernels: ClassVar[dict[Any, Any]] = KERNELS
     _observer: Observer | None = None
 
     @exclude_from_dynamo
@@ -314,7 +314,7 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
             self._outside.note(tensor, self._fake_mode)
         return fake
 
-    def owns(self, tensor: torch.Tensor) -> bool:
+    def owns(self, tensor: Any) -> bool:
         return tensor.fake_mode is self._fake_mode
 
     def arguments(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -480,7 +480,7 @@ class _OutsideTensors:
         for stepped, state in self._states:
             stepped.state.clear()
             stepped.state.update(state)
-        self.__init__()  # drop the references
+        _OutsideTensors.__init__(self)  # drop the references
         self._hook.remove()
 
     def _note_state(self, stepping: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -512,7 +512,7 @@ class _DispatchMode(LightMode):
 class _FunctionMode(TorchFunctionMode):
     """Replace Python functions that do not work on fake tensors."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if answer := _FUNCTIONS.get(func):
             return answer(*args, **kwargs)
@@ -568,7 +568,8 @@ def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 def _isfinite(tensor: torch.Tensor) -> torch.Tensor:
     result = torch.isfinite(tensor)
-    dry_run.active._true[result] = True
+    active: Any = dry_run.active
+    active._true[result] = True
     return result
 
 
@@ -585,7 +586,8 @@ def _numpy(tensor: torch.Tensor, **kwargs: Any) -> np.ndarray:
             f"also in this dry run",
             stacklevel=2,
         )
-    number = dry_run.active._answer(aten.item.default, tensor)
+    active: Any = dry_run.active
+    number = active._answer(aten.item.default, tensor)
     with known_values.without_modes():
         made_up = torch.full(tensor.shape, number, dtype=tensor.dtype)
     return known_values.as_array(tensor, made_up)
@@ -622,7 +624,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **weight_files.FUNCTIONS,
     torch.Tensor.__format__: _format,
     torch.Tensor.__deepcopy__: _deepcopy,
-    torch.Tensor.data.__set__: _set_data,
+    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]  # a property
     torch.Tensor.numpy: _numpy,
     torch.Tensor.__array__: _array,
     torch.Tensor.isfinite: _isfinite,
@@ -668,8 +670,8 @@ def _apply_by_data(module: torch.nn.Module, fn: Callable[..., Any], recurse: boo
                 f"another thread; converting it here would change the real module; build or load "
                 f"it inside the dry run, or convert it before"
             )
-        converted = fn(parameter)
-        if is_traceable_wrapper_subclass(converted):  # as torch does
+        converted = made = fn(parameter)
+        if is_traceable_wrapper_subclass(made):  # as torch does
             converted = torch.nn.Parameter(converted, parameter.requires_grad)
             torch.utils.swap_tensors(parameter, converted)
             continue

@@ -31,7 +31,7 @@ from memlab.internals.torch_internals import (
     DisableTorchFunction,
     FakeTensor,
     OpOverload,
-    StorageBase,
+    resize_storage_,
 )
 
 aten = torch.ops.aten
@@ -408,7 +408,7 @@ def _to_fake(values: Any, assumed: bool = False) -> Any:
     if not isinstance(values, torch.Tensor):
         return values
     fake = aten.empty_strided.default(values.shape, values.stride(), dtype=values.dtype)
-    StorageBase.resize_(fake.untyped_storage(), values.untyped_storage().nbytes())
+    resize_storage_(fake.untyped_storage(), values.untyped_storage().nbytes())
     with without_modes():
         _store(fake, values, assumed)
     return fake

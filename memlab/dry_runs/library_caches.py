@@ -41,7 +41,8 @@ class _Divided(MutableMapping[Any, Any]):
     checks_thread = True  # for `replaced`
 
     def __init__(self, real: dict[Any, Any]) -> None:
-        self._real, self._own = real, {}
+        self._real = real
+        self._own: dict[Any, Any] = {}
 
     @property
     def _cache(self) -> dict[Any, Any]:

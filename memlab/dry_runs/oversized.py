@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memlab.internals.torch_internals import StorageBase
+from memlab.internals.torch_internals import resize_storage_
 
 aten = torch.ops.aten
 
@@ -22,7 +22,7 @@ def enlarge(func: Any, args: tuple[Any, ...], result: Any) -> None:
         tensor, num_bytes = rule(result, *args)
         if num_bytes > tensor.untyped_storage().nbytes():
             # bypasses the resize hook of the registry: the real storage has this size from birth
-            StorageBase.resize_(tensor.untyped_storage(), num_bytes)
+            resize_storage_(tensor.untyped_storage(), num_bytes)
 
 
 def _elementwise_loss(

@@ -26,7 +26,7 @@ from torch.serialization import save as save_archive
 from torch.serialization import skip_data
 
 from memlab.dry_runs import known_values
-from memlab.internals.replacing import replaced
+from memlab.internals.replacing import always, replaced
 from memlab.internals.torch_internals import ArchiveWriter, FakeTensor, StorageBase, torch_utils
 
 _HEADER_ALIGNMENT = 8  # of the first tensor in a file of safetensors
@@ -75,8 +75,8 @@ def _reduce(real: Callable[[torch.Tensor, Any], Any]) -> Callable[[torch.Tensor,
     def reduce(tensor: torch.Tensor, protocol: Any) -> Any:
         if not isinstance(tensor, torch.nn.Parameter):
             return real(tensor, protocol)
-        arguments = tensor.data, tensor.requires_grad, OrderedDict()
-        return torch_utils._rebuild_parameter, arguments
+        hooks: OrderedDict[Any, Any] = OrderedDict()
+        return torch_utils._rebuild_parameter, (tensor.data, tensor.requires_grad, hooks)
 
     return reduce
 
@@ -123,9 +123,7 @@ def _replacements_in_safetensors() -> dict[tuple[Any, str], Callable[[Any], Any]
         "serialize": serialize,
     }
     return {
-        (module, name): lambda real, function=function: function
-        for name, function in new.items()
-        if hasattr(module, name)
+        (module, name): always(function) for name, function in new.items() if hasattr(module, name)
     }
 
 
@@ -188,7 +186,7 @@ def _values(tensor: torch.Tensor) -> bytes:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    start = tensor.untyped_storage().data_ptr()
+    start: Any = tensor.untyped_storage().data_ptr()
     return start + tensor.storage_offset() * tensor.element_size() if start else 0
 
 

@@ -72,7 +72,8 @@ def _pad_packed_sequence(
     sizes = _real_values(batch_sizes, pad_packed_sequence).tolist()
     T, B = max(len(sizes), total_length), sizes[0]
     padded = torch.full((T, B, *data.shape[1:]), padding_value, dtype=data.dtype)
-    lengths, begin, offset = [], 0, 0
+    begin, offset = 0, 0
+    lengths: list[int] = []
     for end, (size, following) in enumerate(pairwise((*sizes, 0)), start=1):
         if size != following:
             block = data[offset : offset + (end - begin) * size]

@@ -70,7 +70,7 @@ def _set_state(generator: torch.Generator | None, state: torch.Tensor) -> None:
 @contextmanager
 def _restored(generator: torch.Generator | None) -> Iterator[None]:
     """Restore the generators after the block."""
-    state = None if generator is None else generator.get_state()
+    state: Any = None if generator is None else generator.get_state()
     with torch.random.fork_rng(devices=[]):
         yield
     if generator is not None:

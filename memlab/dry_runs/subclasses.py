@@ -25,7 +25,8 @@ def _fake_class(cls: type) -> type:
     if issubclass(cls, FakeTensor):
         return cls
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls)(cls.__name__, (cls, FakeTensor), body)
+    metaclass: Any = type(cls)
+    return metaclass(cls.__name__, (cls, FakeTensor), body)
 
 
 def _make_subclass(real: Callable[..., Any]) -> Callable[..., Any]:

@@ -44,7 +44,7 @@ def _certainly_raises(answer: bool) -> bool:
             return True
         if ends not in ({True}, {False}):
             return False
-        (answer,) = ends
+        answer = True in ends
     return False
 
 
@@ -62,7 +62,7 @@ def ends_of(code: CodeType, offset: int, answer: bool) -> frozenset[bool | str |
 
     Each end is _RAISES, a returned bool, or None for anything else.
     """
-    ends = set()
+    ends: set[bool | str | None] = set()
     for state in _states(code, offset, answer):
         name = _instructions(code)[state.offset][0].opname
         if name in _RAISE:
@@ -103,7 +103,8 @@ def _states(
     instructions = _instructions(code)
     if offset not in instructions:
         return []
-    todo, seen = [_start(code, offset, answer)], {}
+    todo = [_start(code, offset, answer)]
+    seen: dict[_BytecodeState, None] = {}
     while todo:
         state = todo.pop()
         if state not in seen:

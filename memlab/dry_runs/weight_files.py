@@ -141,7 +141,7 @@ class _Storages:
     """The storages of the file that `torch.load` is reading, each made once on its device."""
 
     def __init__(self) -> None:
-        self._made: dict[int, torch.Tensor] = {}  # bytes on the device, by the offset in the file
+        self._made: dict[Any, torch.Tensor] = {}  # bytes on the device, by the offset in the file
 
     def load(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def load(*args: Any, **options: Any) -> Any:

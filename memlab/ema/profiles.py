@@ -168,7 +168,9 @@ def solve_weights(profiles: Sequence[Profile], target: Profile) -> np.ndarray:
 
 
 def profile_error(
-    profiles: Sequence[Profile], target: Profile, weights: Sequence[float] | None = None
+    profiles: Sequence[Profile],
+    target: Profile,
+    weights: Sequence[float] | np.ndarray | None = None,
 ) -> float:
     """Return the relative squared error of the sum of profiles, ∫(Σ xᵢ·pᵢ − p)² / ∫p².
 
@@ -176,7 +178,7 @@ def profile_error(
     snapshot.
     """
     x = np.asarray(solve_weights(profiles, target) if weights is None else weights)
-    used = np.flatnonzero(x)
+    used = np.flatnonzero(x).tolist()
     terms = [*(profiles[i] for i in used), target]
     factors = np.append(x[used], -1.0)
     square = factors @ _inner_products(terms, terms) @ factors

@@ -85,14 +85,14 @@ def prune(snapshots: Sequence[Any], sigmas: Sequence[float], *, error: float) ->
     """
     if isinstance(snapshots, (str, os.PathLike)):
         raise TypeError(f"got {str(snapshots)!r}; give find_snapshots({str(snapshots)!r})")
-    sigmas = [sigmas] if isinstance(sigmas, Real) else sigmas
+    widths: Any = [sigmas] if isinstance(sigmas, Real) else sigmas
     times = sorted({_profile(snapshot).t for snapshot in snapshots})
     if not times:
         raise ValueError("got no snapshots to choose from; give some")
     for k in range(len(times), 0, -1):
         wanted = set(every_kth(times, k))
         kept = [snapshot for snapshot in snapshots if _profile(snapshot).t in wanted]
-        errors = errors_at_end(kept, sigmas)
+        errors = errors_at_end(kept, widths)
         if max(errors.values(), default=0.0) <= error:
             dropped = [snapshot for snapshot in snapshots if _profile(snapshot).t not in wanted]
             return Pruning(kept, dropped, k, errors)

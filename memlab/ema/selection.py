@@ -7,6 +7,7 @@ only=lambda name: "norm" in name   every name for which the function is true
 
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 Only = str | Iterable[str] | Callable[[str], bool] | None
 
@@ -36,7 +37,9 @@ def chosen(
 
 
 def _each(only: Only) -> list[str | Callable[[str], bool]]:
-    several = list(only) if isinstance(only, Iterable) and not isinstance(only, str) else [only]
+    several: list[Any] = (
+        list(only) if isinstance(only, Iterable) and not isinstance(only, str) else [only]
+    )
     if several and all(isinstance(one, str) or callable(one) for one in several):
         return several
     raise TypeError(

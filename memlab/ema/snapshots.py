@@ -74,7 +74,7 @@ def parts(
     name: str, shape: tuple[int, ...], encoding: Encoding
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return the dtypes and shapes of the file's tensors for one averaged tensor."""
-    if encoding != INT8:
+    if isinstance(encoding, torch.dtype):
         return {name: (encoding, shape)}
     if prod(shape) < SMALL:
         return {name: (torch.float32, shape)}
@@ -93,9 +93,11 @@ def encode(name: str, elements: Tensor, encoding: Encoding) -> Iterator[tuple[st
     for start in chunk_starts(flat, size):
         part = flat[start : start + size]
         if encoding != INT8 or len(flat) < SMALL:
-            yield name, start, _cast(name, part, torch.float32 if encoding == INT8 else encoding)
+            dtype = encoding if isinstance(encoding, torch.dtype) else torch.float32
+            yield name, start, _cast(name, part, dtype)
             continue
         q = quantize_blockwise(part.float(), block=BLOCK)
+        assert q.offsets is not None
         yield f"{name}#codes", start, q.codes
         yield f"{name}#scales", start // BLOCK, q.scales
         yield f"{name}#offsets", start // BLOCK, q.offsets
@@ -183,7 +185,7 @@ class Snapshot:
     def _require_stored_tensors(self) -> None:
         """Raise ValueError unless each tensor is stored as `encode` stores tensors."""
         places, shapes = self.file.places, self.shapes
-        wanted = {name: places.get(name) for name in self.followed}
+        wanted: dict[str, Any] = {name: places.get(name) for name in self.followed}
         for name, shape in shapes.items():
             if f"{name}#codes" in places:
                 wanted |= parts(name, shape, INT8)
@@ -226,9 +228,9 @@ class Snapshot:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype for reading: the stored one if not averaged, else float32 or float64."""
-        stored = self.file.places.get(name)
         if name in self.followed:
-            return stored.dtype
+            return self.file.places[name].dtype
+        stored = self.file.places.get(name)
         return torch.float64 if stored and stored.dtype == torch.float64 else torch.float32
 
     def reader(self, name: str) -> Reader:

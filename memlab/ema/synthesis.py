@@ -90,7 +90,8 @@ def synthesize(
     on the exception says so; repeat the call to complete them.
     """
     found = snapshots_of_one_run(snapshots)
-    sigmas = [sigma] if isinstance(sigma, Real) else list(sigma)
+    widths: Any = sigma
+    sigmas: list[float] = [widths] if isinstance(sigma, Real) else list(widths)
     outs = [out] if isinstance(sigma, Real) else _one_for_each(out, len(sigmas))
     _check_paths(outs, found)
     time_of = _checked_time(found, at)
@@ -186,7 +187,7 @@ def _weighted_sums(
 @contextmanager
 def _exact_matmuls() -> Iterator[None]:
     """Compute float32 matmuls in full precision, even if training allows TF32 or bfloat16."""
-    products = torch.backends.mkldnn.matmul
+    products: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # not in the stubs
     before = products.fp32_precision
     products.fp32_precision = "ieee"
     try:
@@ -325,15 +326,16 @@ def _progress_bar(pieces: int) -> Iterator[Callable[[int], None]]:
     """Yield a function that counts chunks. Show a progress bar on a terminal after two seconds."""
     console = Console(stderr=True, force_jupyter=False)  # a notebook's outputs stay the same
     with ExitStack() as stack:
-        begun, done, bar, task = time.monotonic(), 0, None, None
+        begun, done = time.monotonic(), 0
+        bar: Progress | None = None
 
         def advance(count: int) -> None:
-            nonlocal done, bar, task
+            nonlocal done, bar
             done += count
             if bar is None and time.monotonic() - begun > BAR_AFTER_SECONDS:
                 bar = stack.enter_context(Progress(console=console, transient=True))
-                task = bar.add_task("averaging", total=pieces)
+                bar.add_task("averaging", total=pieces)
             if bar is not None:
-                bar.update(task, completed=done)
+                bar.update(bar.task_ids[0], completed=done)
 
         yield advance

@@ -45,7 +45,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import floor
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -332,9 +332,9 @@ class PostHocEMA:
         if missing:
             raise ValueError(f"the model has no {min(missing)!r} any more; make a new PostHocEMA")
         away = (n for n in first if weights[n].untyped_storage().nbytes() < weights[n].nbytes)
-        if (name := next(away, None)) is not None:
+        if (lacking := next(away, None)) is not None:
             raise ValueError(
-                f"got {name!r} without its elements, as ZeRO stage 3 leaves it between steps; "
+                f"got {lacking!r} without its elements, as ZeRO stage 3 leaves it between steps; "
                 f"gather the weights before update()"
             )
         return {name: weights[name].detach() for name in first}
@@ -406,14 +406,18 @@ def _checked_sigmas(sigmas: Sequence[float]) -> tuple[float, ...]:
     return found
 
 
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def _checked_interval(name: str, interval: Any) -> Any:
-    if isinstance(interval, bool) or not isinstance(interval, Real) or not interval > 0:
+    if not _is_number(interval) or not interval > 0:
         raise ValueError(f"got {name}={interval!r}, wanted a number above 0; give 1 for each step")
     return interval
 
 
 def _checked_step(step: Any, last: float) -> int | float:
-    if isinstance(step, bool) or not isinstance(step, Real):
+    if not _is_number(step):
         raise TypeError(f"got {step!r} as a step, wanted a number; give the steps done so far")
     if not last < step < float("inf"):
         raise ValueError(

@@ -106,7 +106,7 @@ class Categories:
     @cached_property
     def _phase_ends(self) -> dict[Block, int]:
         """The position of the last allocation in each block's own run of a phase."""
-        ends = {}
+        ends: dict[Block, int] = {}
         merged = {"other": "forward"}
         runs = groupby(self._recorded, lambda b: merged.get(self.phases[b], self.phases[b]))
         for _, run in runs:

@@ -65,7 +65,7 @@ def explain_source(
     *,
     device: int | None = None,
     total_bytes: int | None = None,
-    on_remedy: Callable[[str], None] = str,
+    on_remedy: Callable[[str], object] = str,
 ) -> Explanation:
     """Explain what a file holds. `on_remedy` is called before each remedy is replayed."""
     if source.snapshot is None:

@@ -107,7 +107,8 @@ def _chunks(file: Any) -> Iterator[bytes]:
 def _decompressed(file: _Counted) -> Iterator[bytes]:
     made = 0
     try:
-        for chunk in _chunks(gzip.GzipFile(fileobj=file)):
+        readable: Any = file
+        for chunk in _chunks(gzip.GzipFile(fileobj=readable)):
             made += len(chunk)
             if made > max(MOST_TEXT_BYTES, EXPANSION * file.count):
                 raise ValueError(
@@ -234,7 +235,14 @@ def _are_segments(data: Any) -> bool:
 # ------------------------------------------------------------------ checks
 
 
-_SIZES = ("size", "total_size", "allocated_size", "active_size", "requested_size", "real_size")
+_SIZES: tuple[str, ...] = (
+    "size",
+    "total_size",
+    "allocated_size",
+    "active_size",
+    "requested_size",
+    "real_size",
+)
 _ADDRESSES = ("addr", "address")
 _INTEGERS = ("stream", "device", "device_free")
 _TEXTS = ("action", "segment_type", "state", "category")

@@ -67,7 +67,7 @@ class Replays:
     room_bytes: int | None  # what this process could reserve; None if the history does not say
 
 
-def replays(situation: Situation, on_remedy: Callable[[str], None] = str) -> Replays | None:
+def replays(situation: Situation, on_remedy: Callable[[str], object] = str) -> Replays | None:
     """Replay the history with each remedy. Return None if the history is too long.
 
     `on_remedy` is called with the name of each remedy before it is replayed.

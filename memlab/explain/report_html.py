@@ -62,8 +62,8 @@ def _finding(found: Explanation, number: int) -> dict[str, Any]:
 
 def _table(found: Explanation) -> list[list[str]]:
     if found.log:
-        rows = summary.size_rows(found.log.message)
-        return [["", "bytes"], *map(list, rows)]
+        sizes = summary.size_rows(found.log.message)
+        return [["", "bytes"], *map(list, sizes)]
     assert found.situation is not None
     rows = summary.peak_rows(found.situation)
     return [["category", "bytes", "share", "from sizes alone"], *map(list, rows)]

@@ -33,7 +33,7 @@ from memlab.explain.frames import (
     runs,
     user_line,
 )
-from memlab.explain.histories import NEVER, Block, History, free_memory, share
+from memlab.explain.histories import NEVER, Block, FreeMemory, History, free_memory, share
 
 SCORES_RATIO = 8  # nothing else in a layer is more than 8 times as large as its input
 LEAST_SIZES = 4  # of a cache that grows
@@ -108,7 +108,7 @@ class Situation:
         return unsure_bytes(self.categories, self.alive)
 
     @cached_property
-    def free(self):
+    def free(self) -> FreeMemory:
         """The free ranges of reserved memory."""
         return free_memory(self.history, self.moment)
 
@@ -311,7 +311,8 @@ class Situation:
         last = max(position for position in trained if position <= self.moment)
         end = min((p for p in trained if p > self.moment), default=self.history.length + 1)
         starts = [start for start in self.training.starts if start < last]
-        once, since = Counter(), Counter()
+        once: Counter[Stack] = Counter()
+        since: Counter[Stack] = Counter()
         for block, phase in phases.items():
             if phase == "forward" and starts and starts[-1] <= block.born < last:
                 once[_place(block)] += 1

@@ -176,7 +176,9 @@ def _effects_around(line: SourceLine) -> Iterator[Effect]:
     An unknown decorator has frames of its own in the traceback, so it is no gap.
     """
     file = _read(line.filename)
-    for block in _blocks_around(line) if file else ():
+    if file is None:
+        return
+    for block in _blocks_around(line):
         for expression in _expressions(block):
             effect = _effect(expression, file.tree)
             is_decorator = isinstance(block, Function)

@@ -58,7 +58,7 @@ class _Loader(Loader):
 
 def _is_the_librarys(spec: ModuleSpec) -> bool:
     library = spec.name.partition(".")[0]
-    return bool(spec.origin) and is_module_of(library, spec.origin)
+    return is_module_of(library, spec.origin) if spec.origin else False
 
 
 @contextmanager

@@ -70,6 +70,11 @@ def _place(owner: Any, name: str) -> "_Place":
         return place
 
 
+def always(new: Any) -> Callable[[Any], Any]:
+    """Return a replacement that is the same whatever it replaces."""
+    return lambda real: new
+
+
 class _Place:
     """An attribute of a module, class or object, and what replaces it: the last replacement acts.
 
@@ -117,6 +122,7 @@ class _Place:
         return value.__get__(None, self.owner) if is_descriptor else value
 
     def _install(self, new: Any) -> None:
+        installed: Any
         is_module, is_class = isinstance(self.owner, ModuleType), isinstance(self._original, type)
         if isinstance(self.owner, type):
             if type(new) is FunctionType and callable(self._original):

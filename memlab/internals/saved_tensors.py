@@ -207,7 +207,7 @@ def _layout(tensor: Tensor) -> _Layout:
 
 def _range(tensor: Tensor) -> tuple[int, int]:
     """Return the first element in the storage, and the one after the last."""
-    first = tensor.storage_offset()
+    first: Any = tensor.storage_offset()
     if not tensor.numel():
         return first, first
     steps = zip(tensor.size(), tensor.stride(), strict=True)
@@ -224,7 +224,7 @@ def is_filled_after_saving() -> bool:
     hooks see uninitialized memory. (BatchNorm's running statistics are saved before their update,
     but its backward pass in training does not read them.)
     """
-    node = current_autograd_node()
+    node: Any = current_autograd_node()
     return node is not None and node.name().startswith("RreluWithNoise") and node._saved_training
 
 
@@ -262,6 +262,7 @@ class _Encoding:
     def __init__(self, decode: Decode) -> None:
         self.decode = decode
         self._decoded: Callable[[], torch.UntypedStorage | None] = lambda: None
+        self._dtype_and_device: tuple[torch.dtype, torch.device]
 
     def flat(self) -> Tensor:
         """Return the decoded memory as a 1-D tensor (n,), shared with earlier calls while in use.

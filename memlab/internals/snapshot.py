@@ -11,22 +11,12 @@ Source torch.cuda.memory._snapshot's documentation, torch 2.13; read by torch.cu
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 FIRST_ADDRESS = 0x7F00_0000_0000  # as on CUDA
 ALIGNMENT = 512
+StorageEvent = Any  # memlab.trace.Event, which is above this layer
 PROTOCOL = 4  # pickle protocol; the viewer shows an empty page for newer ones
-
-
-class StorageEvent(Protocol):
-    """An allocation or free of a storage, such as memlab.trace.Event."""
-
-    bytes: int
-    storage: int
-    category: str
-    operator: str
-    module: str
-    line: str | None
 
 
 def snapshot(events: Iterable[StorageEvent]) -> dict[str, Any]:

@@ -264,9 +264,13 @@ def set_cuda_metadata(text: str) -> None:
     torch.cuda.memory._set_memory_metadata(text)
 
 
+# Sets a storage's size below the hooks of `torch.UntypedStorage.resize_`.
+resize_storage_: Callable[[Any, int], Any] = StorageBase.resize_  # type: ignore[attr-defined]
+
+
 def cuda_driver_version() -> int:
     """Return the driver's CUDA version; 12080 means 12.8."""
-    return torch._C._cuda_getDriverVersion()
+    return torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]  # not in the stubs
 
 
 def fake_process_group_store() -> Any:
@@ -278,7 +282,8 @@ def fake_process_group_store() -> Any:
 
 def finished_work(future: Any) -> Any:
     """Return the handle of a collective that has already finished."""
-    return torch._C._distributed_c10d._create_work_from_future(future).boxed()
+    c10d: Any = torch._C._distributed_c10d
+    return c10d._create_work_from_future(future).boxed()
 
 
 def sharding_propagator() -> Any:
@@ -328,7 +333,7 @@ def forget_meshes() -> None:
     ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
 
 
-def process_group_named(name: str) -> Any:
+def process_group_named(name: Any) -> Any:
     """Return the process group that functional collectives call by this name."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 

@@ -105,19 +105,18 @@ class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as ru
             stats = DeviceStats(device)  # the step ran on another device than the monitored one
         completed = complete(changes, stats)
         context = self._storages.context
-        is_dry = DryRun.active is not None
         misses_scratch = stats.history is None and context.has_large_workspace
         return Trace(
             completed.events,
             device=device.type,
-            dry=is_dry,
+            dry=DryRun.active is not None,
             memory=completed.memory,
             notes=(
                 *completed.notes,
                 *([SCRATCH_NOTE] if misses_scratch else []),
                 *([THREADS_NOTE] if self._storages.found_thread_gradients else []),
                 *formulas_note(self._storages.nodes),
-                *(DryRun.active.notes() if is_dry else ()),
+                *(DryRun.active.notes() if DryRun.active is not None else ()),
             ),
         )
 

@@ -167,7 +167,7 @@ class Context:
         """True while a module's forward runs."""
         return bool(self._running)
 
-    def _module_of(self, node: Node) -> str:
+    def _module_of(self, node: Any) -> str:
         if _is_accumulation(node):
             return self.names.owner_of(node.variable)
         position = bisect_right(self._numbers, node._sequence_nr())

@@ -92,6 +92,7 @@ class CudaMonitor(AllocatorMonitor):
     """
 
     granularity = GRANULARITY
+    _torch: Cuda
 
     def __init__(self, device: torch.device, functions: Cuda | None = None) -> None:
         super().__init__(device, functions or Cuda())
@@ -140,7 +141,8 @@ def read_history(
     """Yield allocations and frees, with block sizes and the operator that was about to run."""
     tag = HistoryTag()
     for entry in entries:
-        action, address, size = entry["action"], entry.get("addr"), entry["size"]
+        address: Any = entry.get("addr")
+        action, size = entry["action"], entry["size"]
         tag = _newest_tag(tag, entry.get("user_metadata", ""))
         if action == "alloc":
             yield HistoryEntry(False, address, blocks.allocate(address, size), tag)

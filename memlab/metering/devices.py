@@ -145,17 +145,17 @@ def _named(stats: DeviceStats, owners: "_BlockOwners") -> list[Event]:
     for number, (address, block) in enumerate(stats.blocks_at_start.items()):
         record = owners.at_start.get(address)
         if record is None and block.requested in WORKSPACE_BYTES:
-            position = len(stats.history) + number
+            position = len(stats.history or ()) + number
             ledger.allocate(address, _earlier_workspace(block, position), _rounding_of(block))
         elif record is None:
             ledger.allocate(address, _from_before(block.rounded))
         else:
             ledger.allocate(address, record.event(block.requested, "before"), _rounding_of(block))
-    for position, entry in enumerate(stats.history):
+    for position, entry in enumerate(stats.history or ()):
         record, original_address = owners.of.get(position, (None, None))
         if entry.is_free:
             ledger.free(entry.address, entry.tag.phase)
-        elif original_address in ledger:
+        elif original_address is not None and original_address in ledger:
             ledger.will_move(original_address, entry.address)
         elif record is None:
             ledger.allocate(entry.address, _workspace(entry, position), _rounding_of(entry.block))
@@ -177,7 +177,7 @@ class _BlockOwners:
         self.at_start: dict[int, Storage] = {}  # by address
         self.bytes_outside = 0  # bytes of storages in none of the allocator's blocks
         self._allocations: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for position, entry in enumerate(stats.history):
+        for position, entry in enumerate(stats.history or ()):
             if not entry.is_free:
                 self._allocations[entry.address].append((entry.tag.last_number, position))
         for record in {change.record.number: change.record for change in changes}.values():
@@ -196,7 +196,7 @@ class _BlockOwners:
             else:
                 at_start = known.address
             address = known.address
-        if at_start in blocks_at_start:
+        if at_start is not None and at_start in blocks_at_start:
             self.at_start[at_start] = record
         elif not found:
             self.bytes_outside += record.bytes
@@ -236,7 +236,7 @@ class _Ledger:
 def _history_peak(stats: DeviceStats) -> int:
     """Return the peak of the history, with the allocations that only the meter causes."""
     at_start = sum(block.rounded for block in stats.blocks_at_start.values())
-    changes = (-e.block.rounded if e.is_free else e.block.rounded for e in stats.history)
+    changes = (-e.block.rounded if e.is_free else e.block.rounded for e in stats.history or ())
     return max(accumulate(changes, initial=at_start))
 
 

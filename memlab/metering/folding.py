@@ -48,7 +48,8 @@ class Folding:
         """Make a result pending if it may replace the first input. Returns whether it did."""
         if func not in OUT_OF_PLACE or not tensors:
             return False
-        old, *others = [REGISTRY.find(tensor) for tensor in tensors]
+        found: list[Any] = [REGISTRY.find(tensor) for tensor in tensors]
+        old, *others = found
         if old in others or not self._is_in_place_without_mode(func, tensors[0], old, birth.record):
             return False
         self._pending = PendingPair(func, old, birth)

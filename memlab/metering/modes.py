@@ -56,7 +56,7 @@ class LightMode(TorchDispatchMode):
         return True
 
     @exclude_from_dynamo
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:
             return getattr(args[0], "fake_device", None) or func(*args)
         return self.handle(func, types, args, kwargs or {})

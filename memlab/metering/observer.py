@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node
 
 from memlab.internals.replacing import registered
 from memlab.internals.torch_internals import call_composite
@@ -115,7 +114,7 @@ COMPOSITE_TRACKER = CompositeTracker()
 
 
 def is_in_place_without_mode(
-    func: Any, first: torch.Tensor, old: Storage, new: Storage, node: Node
+    func: Any, first: torch.Tensor, old: Storage, new: Storage, node: Any
 ) -> bool:
     """Return whether the engine, without a mode, might write the result `new` into `first`.
 

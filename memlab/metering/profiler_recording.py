@@ -196,15 +196,15 @@ def with_workspace(trace: Trace, recording: AllocatorRecording) -> Trace:
         raise ValueError(
             f"the trace and the recording differ; pass a recording of the same step:\n{comparison}"
         )
-    recorded = [e for e in _comparable(trace, recording) if e.category != "workspace"]
+    recorded: list[Any] = [e for e in _comparable(trace, recording) if e.category != "workspace"]
     strays = Counter(e.bytes for e in recorded if e.bytes > 0) - _allocated(recording, "result")
     merged = [event for event in trace.events if event.phase == "before"]
     rest = [event for event in trace.events[len(merged) :] if event.category != "workspace"]
-    seen, recorded = iter(rest), iter(recorded)
+    seen, expected = iter(rest), iter(recorded)
     numbers: dict[int, int] = {}
     for event, is_visible in _with_visibility(recording.events, strays):
         if is_visible:
-            merged += _until(next(recorded), seen)
+            merged += _until(next(expected), seen)
         else:
             if event.bytes > 0:
                 numbers[event.address] = -1 - len(numbers)

@@ -54,7 +54,7 @@ class Storage:
     )
 
     def __init__(
-        self, number: int, tensor: "torch.Tensor | _BytesTensor", num_bytes: int, run: object
+        self, number: int, tensor: "torch.Tensor | _BytesTensor", num_bytes: int, run: Any
     ) -> None:
         self.number = number
         self.bytes = num_bytes
@@ -112,10 +112,13 @@ class _BytesTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-class _Reference(weakref.ref):  # type: ignore[type-arg]
+class _Reference(weakref.ref):
     """A weak reference to a torch storage, with its record."""
 
     __slots__ = ("key", "record")
+
+    key: int
+    record: Storage
 
 
 class Registry:

@@ -29,7 +29,7 @@ class MeteredRun:
 
     def set_subject(self, subject: Any) -> None:
         try:
-            self._subject = weakref.ref(subject)
+            self._subject: Callable[[], Any] = weakref.ref(subject)
         except TypeError:  # None, and objects without weak references
             self._subject = lambda: None
 
@@ -102,7 +102,7 @@ class ChangeStream:
         self._before.append(Change(record, record.bytes, "before"))
         return record
 
-    def include(self, record: Storage, tensor: torch.Tensor | None = None) -> None:
+    def include(self, record: Storage, tensor: Any = None) -> None:
         """Count a storage that an earlier meter saw, or that was resized before its first use."""
         _, num_bytes = self._alive_before.get(record.number, (record, record.bytes))
         if record.run is None:

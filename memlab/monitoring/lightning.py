@@ -23,7 +23,10 @@ def _callback_class() -> Any:
         return importlib.import_module("pytorch_lightning").Callback
 
 
-class MemoryCallback(_callback_class()):
+_Callback: Any = _callback_class()
+
+
+class MemoryCallback(_Callback):
     """Pass a monitor for other settings: `MemoryCallback(memlab.monitor(history=True))`.
 
     A step ends with the optimizer's step, as in `trainer.global_step`. With gradient accumulation,
@@ -53,6 +56,7 @@ class MemoryCallback(_callback_class()):
         self._since_log.add(self.monitor.step(step))
         if step % trainer.log_every_n_steps == 0:
             report = self._since_log.take()
+            assert report is not None  # it has this step
             for logger in trainer.loggers:
                 logger.log_metrics(report.values(), step=report.step)
 

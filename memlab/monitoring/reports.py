@@ -65,7 +65,9 @@ class Interval:
         self._peak_bytes = max(self._peak_bytes, step.peak_bytes)
         self._growth_bytes += step.growth_bytes
         if self._emit is not None and self._count == self._every:
-            self._emit(self.take())
+            report = self.take()
+            assert report is not None  # it has this step
+            self._emit(report)
 
     def take(self) -> Report | None:
         """Return a report of the collected steps and begin anew; None if there are none."""

@@ -148,7 +148,7 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
             self.peak_bytes, self.peak_step = peak, now.step
         for outlet in self._outlets:
             outlet.add(now)
-        self._watch(now, reading)
+        self._watch(counters, now, reading)
         return now
 
     def _start(self, optimizer: Any = None) -> Counters:
@@ -170,12 +170,12 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
 
     # ------------------------------------------------------------------ signs of trouble
 
-    def _watch(self, now: StepMemory, reading: Reading) -> None:
-        device, capacity = self._counters.device, self._capacity
+    def _watch(self, counters: Counters, now: StepMemory, reading: Reading) -> None:
+        device, capacity = counters.device, self._capacity
         if LeakWarning not in self._warned:
             leak = self._leaks.add(now.allocated_bytes, now.peak_bytes)
             if leak is not None and not is_harmless(leak, capacity):
-                self._warn(LeakWarning, leak_text(leak, device, self._counters.counts, capacity))
+                self._warn(LeakWarning, leak_text(leak, device, counters.counts, capacity))
         if FragmentationWarning not in self._warned and self._fragments is not None:
             found = self._fragments.add(reading, self.peak_bytes)
             if found is not None:
@@ -229,7 +229,7 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
         """Forget the steps found so far: from now on the caller marks them."""
         self._finds_steps = False
         self._remove_hook()
-        if self.num_steps:
+        if self._counters is not None and self.num_steps:
             self._carried_peak, self.peak_bytes = self.peak_bytes, 0
             self.num_steps = 0
             self.recent.clear()
@@ -255,7 +255,7 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
         return oom_text(device, self._oom.requested, self.recent, self.peak_bytes)
 
     def __str__(self) -> str:
-        if not self.recent:
+        if self._counters is None or not self.recent:
             return "no steps yet: call monitor.step() after each, or use a torch.optim optimizer"
         last = self.recent[-1]
         parts = [

@@ -79,7 +79,8 @@ def _report_errors() -> None:
             raise
 
     train_and_report.tells_memory_callbacks = True  # type: ignore[attr-defined]
-    Trainer.train = train_and_report
+    trainers: Any = Trainer
+    trainers.train = train_and_report
 
 
 def _move_to_front(callback: MemoryCallback, handler: Any) -> None:

@@ -377,9 +377,8 @@ def _call_if_alive(method: Any, *args: Any) -> None:
 
     Return None, so that the hook does not change the gradient.
     """
-    *args, _ = args
     if (function := method()) is not None:
-        function(*args)
+        function(*args[:-1])
 
 
 # ------------------------------------------------------------------ find the layers
@@ -400,7 +399,8 @@ def _with_weights(model: nn.Module, modules: list[nn.Module]) -> list[_Layer]:
         raise ValueError("got no layers to stream; pass modules in the order of execution")
     require_no_dtensors("a streamed layer", model.parameters())
     names = {id(module): name for name, module in model.named_modules()}
-    layers, owner = [], {}
+    layers: list[_Layer] = []
+    owner: dict[Any, int] = {}
     for number, module in enumerate(modules):
         layer = _Layer(module, [], [], [])
         for name, weight in module.named_parameters():

@@ -52,7 +52,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -146,7 +146,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._gradients.clear()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every weight that has a gradient, and commit; return the closure's result.
 
         If a step fails, only some weights have been stepped. It then refuses to step until
@@ -227,7 +227,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self._update_model(sub_group, [state[WEIGHT] for state in states])
 
     @torch.no_grad()
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state_dict, on the host; it can load it without offloading.
 
         With `weights`, "masters" has the master weights, in the order of the groups.
@@ -262,7 +262,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         numbers = [number for group in saved for number in group["params"]]
         masters = state_dict.get("masters")
-        settings = [{} for _ in saved]
+        settings: list[dict[str, Any]] = [{} for _ in saved]
         for sub_group in self._sub_groups:
             params = sub_group.weights
             if self.offloads_weights:
@@ -297,10 +297,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     # -------------------------------------------------------------- one step
 
     def _step_all(self, stepped: list[SubGroup]) -> None:
-        for group in stepped[:1]:
-            self._prefetch(group)
-        for group, following in pairwise((*stepped, None)):
-            assert group is not None
+        for first in stepped[:1]:
+            self._prefetch(first)
+        for group, following in zip_longest(stepped, stepped[1:]):
             self._step_group(group, following)
         self._gradients.clear()
 

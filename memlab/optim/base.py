@@ -136,9 +136,9 @@ class Optimizer(torch.optim.Optimizer):
             self.generator = generator
 
     def _step_weight(self, weight: Tensor, group: dict[str, Any]) -> None:
-        require_dense(weight.grad)
+        dense = require_dense(weight.grad)
         moments, state = self.moments(weight, group), self.state[weight]
-        shard, gradient = shard_of(weight), shard_of(weight.grad, weight).reshape(-1)
+        shard, gradient = shard_of(weight), shard_of(dense, weight).reshape(-1)
         if not state:
             state.update(self._new_state(weight, group, self.state.values()))
         state["step"] += 1
@@ -233,7 +233,8 @@ class Optimizer(torch.optim.Optimizer):
         state keep their value. Raise ValueError, with nothing changed, for a state of other weights
         or another optimizer.
         """
-        with self.register_load_state_dict_pre_hook(type(self)._key_states_by_weight):
+        hook: Any = type(self)._key_states_by_weight
+        with self.register_load_state_dict_pre_hook(hook):
             super().load_state_dict(state_dict)
 
     def _key_states_by_weight(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -282,13 +283,15 @@ class Optimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), "generator": self.generator, "chunk": self.chunk}
 
 
-def require_dense(gradient: Tensor) -> None:
-    """Raise TypeError for a sparse gradient."""
+def require_dense(gradient: Tensor | None) -> Tensor:
+    """Return the gradient; raise TypeError if it is sparse."""
+    assert gradient is not None
     if gradient.layout is not torch.strided:
         raise TypeError(
             "got a sparse gradient; give the layer sparse=False, or its weights to "
             "torch.optim.SparseAdam"
         )
+    return gradient
 
 
 def _require_floats(weight: Tensor, rounding: str) -> None:

@@ -89,8 +89,8 @@ class GaLore(MatrixOptimizer):
         self, weight: Tensor, gradient: Tensor, state: State, group: dict[str, Any]
     ) -> None:
         """Step the moments of the projected gradient, and the weight by their projection back."""
-        moments, rank, settings = self.matrix_moments(weight, group), group["rank"], {}
-        settings.update(adam_settings(group), step=state["step"], scale=group["scale"])
+        moments, rank = self.matrix_moments(weight, group), group["rank"]
+        settings = {**adam_settings(group), "step": state["step"], "scale": group["scale"]}
         weight, gradient = long_side_first(weight), long_side_first(gradient)  # (long, short)
         precision = torch.promote_types(weight.dtype, torch.float32)
         if (state["step"] - 1) % group["gap"] == 0:

@@ -62,7 +62,7 @@ def _tables(model: nn.Module) -> set[Tensor]:
         for module in model.modules()
         if isinstance(module, nn.Linear) and module.out_features == vocab_size
     ]
-    return {module.weight for module in (*embeddings, *outputs)}
+    return {each.weight for each in embeddings} | {each.weight for each in outputs}
 
 
 # ------------------------------------------------------------------ the loop
@@ -158,12 +158,12 @@ class MatrixOptimizer(AdamW):
         if not self.steps_as_matrix(weight, group):
             super()._step_weight(weight, group)
             return
-        require_dense(weight.grad)
+        gradient = require_dense(weight.grad)
         state = self.state[weight]
         if not state:
             state.update(self._new_state(weight, group, self.state.values()))
         state["step"] += 1
-        self.step_matrix(weight, weight.grad, state, group)
+        self.step_matrix(weight, gradient, state, group)
 
 
 def signed(gradient: Tensor, group: dict[str, Any], precision: torch.dtype) -> Tensor:

@@ -62,7 +62,7 @@ class Muon(MatrixOptimizer):
         eps: float = 1e-8,
         **base: Any,
     ) -> None:
-        own = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
+        own: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
         own["adjust_lr"] = adjust_lr
         super().__init__(params, lr, betas, eps, weight_decay, own=own, **base)
 

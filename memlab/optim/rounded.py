@@ -28,8 +28,7 @@ class RoundedAdamW(AdamW):
     """
 
     def __init__(self, params: Iterable[Any], *args: Any, **adamw: Any) -> None:
-        fixed = {"rounding": "stochastic", "moment_dtype": torch.bfloat16}
-        super().__init__(params, *args, **adamw, **fixed)
+        super().__init__(params, *args, rounding="stochastic", moment_dtype=torch.bfloat16, **adamw)
 
     def require_group(self, group: dict[str, Any]) -> None:
         """Raise TypeError also for weights of any dtype but bfloat16."""

@@ -40,7 +40,7 @@ class TraceSection:
     operations: int = 0
 
 
-def chain_costs(model: nn.Module, tokens: Tensor, targets: Tensor) -> Chain:
+def chain_costs(model: Any, tokens: Tensor, targets: Tensor) -> Chain:
     """Measure the costs of `model.blocks` and of the parts before and after them.
 
     `model(tokens, targets)` returns the loss. Operations count matmuls and attention, two

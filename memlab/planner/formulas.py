@@ -392,7 +392,8 @@ class StepFormula:
 
     @property
     def _by_other_weight(self) -> float:
-        known = self._fact("state_bytes")
+        known: Any = self._fact("state_bytes")
+        assert PLAIN.state_bytes is not None
         return PLAIN.state_bytes if known is None else known
 
     @property

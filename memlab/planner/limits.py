@@ -63,10 +63,10 @@ def largest(
 def _above(known: dict[int, int], budget: int, fits: int, slope: float | None) -> int:
     """Return a larger number, while all known ones fit: where the latest slope meets the budget."""
     below = max((number for number in known if number < fits), default=None)
-    if below is None and slope is None:
-        return 2 * fits
     if below is not None:
         slope = (known[fits] - known[below]) / (fits - below)
+    if slope is None:
+        return 2 * fits
     straight = fits + int((budget - known[fits]) / slope) if slope > 0 else FURTHEST * fits
     return straight if below is None else min(straight, FURTHEST * fits)
 
@@ -80,7 +80,8 @@ def _between(known: dict[int, int], budget: int, fits: int, too_many: int) -> in
     curve = np.polynomial.Polynomial.fit(
         numbers, [known[number] - budget for number in numbers], len(numbers) - 1
     )
-    roots = (root.real for root in curve.roots() if abs(root.imag) < 1e-6)
+    found: np.ndarray = curve.roots()
+    roots = (root.real for root in found if abs(root.imag) < 1e-6)
     inside = [root for root in roots if fits < root < too_many]
     if not inside:  # a line between the two
         share = (budget - known[fits]) / (known[too_many] - known[fits])

@@ -100,7 +100,7 @@ class Option:
     def empties_cache(self) -> bool:
         """Whether it only fits because torch releases unused memory and asks the driver again."""
         reserved = self.measured.reserved_bytes
-        return self.fits and bool(reserved) and reserved > self.budget_bytes
+        return self.fits and reserved is not None and reserved > self.budget_bytes
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ parameter groups.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,14 +68,14 @@ def stepped_by(
     return change
 
 
-def _redirected(stepping: Any, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+def _redirected(stepping: Any, optimizer: Any) -> Callable[..., Any]:
     """Return a replacement for the optimizer's step that satisfies learning rate schedulers."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
         optimizer._opt_called = True
         return stepping.step()
 
-    step._wrapped_by_lr_sched = True
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return step
 
 
@@ -141,7 +141,8 @@ def paths_of_layers(model: nn.Module, path: str = "") -> tuple[str, ...]:
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Return the layers in the lists that can be checkpointed."""
-    return [layer for path in paths_of_layers(model) for layer in model.get_submodule(path)]
+    lists: Iterable[Any] = map(model.get_submodule, paths_of_layers(model))
+    return [layer for each in lists for layer in each]
 
 
 def _can_recompute(layer: nn.Module) -> bool:

@@ -53,7 +53,7 @@ class _Context(SpawnContext):
     def __init__(self) -> None:
         self.started: list[_Worker] = []
 
-    def Process(self, **settings: Any) -> _Worker:  # noqa: N802 - the name that executors call
+    def Process(self, **settings: Any) -> _Worker:  # type: ignore[override]  # noqa: N802 - its name
         self.started.append(worker := _Worker(**settings))
         return worker
 

@@ -70,7 +70,7 @@ def extrapolate(
     try:
         made = _extrapolate(fewer, more, added + 1, unit)
     except NotRepeating:
-        made = _extrapolate(*map(sort_frees_by_age, (fewer, more)), added + 1, unit)
+        made = _extrapolate(sort_frees_by_age(fewer), sort_frees_by_age(more), added + 1, unit)
     return _simulated(_with_size(made, grown, added), more)
 
 
@@ -187,7 +187,7 @@ class _Sequence(NamedTuple):
     births: Numbers  # the position at which the event's storage was created
     blocks: Numbers
     bytes: Numbers
-    events: Sequence[Event | None]  # None is the mark
+    events: Sequence[Any]  # Event; None is the mark
 
 
 class _Tokens:
@@ -215,7 +215,9 @@ class _Tokens:
             births.append(_NONE if storage <= 0 else born.setdefault(storage, position))
             blocks.append(block)
         sizes = [event.bytes if event else 0 for event in events]
-        return _Sequence(*map(_numbers, (tokens, births, blocks, sizes)), events)
+        return _Sequence(
+            _numbers(tokens), _numbers(births), _numbers(blocks), _numbers(sizes), events
+        )
 
     def _split(self, module: str) -> tuple[str, int]:
         """Return a module's name with its block's number replaced by *, and the number."""

@@ -14,7 +14,7 @@ rows of a table counts only these rows. Views move nothing.
 Source   Williams et al. 2009, "Roofline" (doi 10.1145/1498765.1498785).
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +52,7 @@ class Roofline:
 
     def __init__(self, card: Card) -> None:
         self.card = card
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
 
     @property
     def total(self) -> float:

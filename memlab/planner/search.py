@@ -304,8 +304,9 @@ class _Search:
             too_large.sort(key=lambda c: (-c.step_seconds, needed(c)))
         else:
             too_large.sort(key=needed)
-        nearest = next(iter(too_large), None)
-        return nearest and (known.get(nearest.recipe) or self._tried(nearest))
+        if not too_large:
+            return None
+        return known.get(too_large[0].recipe) or self._tried(too_large[0])
 
     def as_it_is(self) -> Option | None:
         """Measure the training without techniques, whole on each GPU; None if that fails."""

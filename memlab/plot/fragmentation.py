@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from textwrap import wrap
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -160,8 +161,10 @@ def moment_of(blocks: Blocks) -> RunMoment:
         return RunMoment("when memory ran out", refused.event.phase, *sizes, blocks.at_end)
     index = blocks.peak_position - 1
     phase = blocks.events[index].phase
-    sizes = tuple(level[index] for level in _lists(blocks))
-    return RunMoment("at the reserved peak", phase, *sizes, blocks.at_peak)
+    reserved, allocated, largest_free = (level[index] for level in _lists(blocks))
+    return RunMoment(
+        "at the reserved peak", phase, reserved, allocated, largest_free, blocks.at_peak
+    )
 
 
 def limit_bytes(blocks: Blocks) -> int | None:
@@ -255,7 +258,7 @@ def _draw_run(axes: Axes, blocks: Blocks) -> None:
     _draw_marks(axes, marks(blocks), highest_bytes(blocks))
 
 
-def _draw_level(axes: Axes, edges: np.ndarray, level: np.ndarray, **how) -> None:
+def _draw_level(axes: Axes, edges: np.ndarray, level: np.ndarray, **how: Any) -> None:
     axes.add_artist(StepPatch(level, edges, **how))
 
 
@@ -281,8 +284,8 @@ def _draw_marks(axes: Axes, found: Sequence[RunMark], highest: int) -> None:
     tips = {}
     for mark in found:
         moment, height = mark.position + 0.5, min(mark.bytes, highest)
-        how = {"marker": CARETDOWN, "color": mark.colour, "markersize": 6, "clip_on": False}
-        axes.plot(moment, height, label=mark.words, **how)
+        how: dict[str, Any] = {"marker": CARETDOWN, "markersize": 6, "clip_on": False}
+        axes.plot(moment, height, label=mark.words, color=mark.colour, **how)
         tips[mark.words] = (*on_page(axes, moment, height), mark.colour)
     spans = sorted((Span(words, x, x) for words, (x, _, _) in tips.items()), key=lambda s: s.left)
     widths = {words: text_width(words, bold=True) for words in tips}

@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 import matplotlib
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import RendererAgg
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
@@ -118,7 +119,7 @@ def new_page(title: str, height: float) -> Picture:
     return figure
 
 
-def inches(figure: Figure) -> Transform:
+def inches(figure: Any) -> Transform:
     """Return the transform from inches to pixels. It stays correct in notebooks that crop."""
     width, height = figure.get_size_inches()
     return Affine2D().scale(1 / width, 1 / height) + figure.transFigure
@@ -145,13 +146,17 @@ def on_page(axes: Axes, x: float, y: float = 0) -> tuple[float, float]:
     return tuple(to_page.transform((x, y)))
 
 
-def write(figure: Figure, x: float, y: float, text: str, **how) -> None:
-    how = {"size": TEXT_POINTS, "va": "center"} | how
-    figure.text(x, y, text, transform=inches(figure), **how)
+def write(figure: Figure | SubFigure, x: float, y: float, text: str, **how: Any) -> None:
+    settings: dict[str, Any] = {"size": TEXT_POINTS, "va": "center", **how}
+    figure.text(x, y, text, transform=inches(figure), **settings)
 
 
 def draw_line(
-    figure: Figure, x: tuple[float, float], y: tuple[float, float], colour: str, points: float
+    figure: Figure | SubFigure,
+    x: tuple[float, float],
+    y: tuple[float, float],
+    colour: str,
+    points: float,
 ) -> None:
     line = Line2D(x, y, color=colour, linewidth=points, solid_capstyle="butt")
     line.set_transform(inches(figure))

@@ -324,7 +324,8 @@ class FP8Linear(nn.Linear):
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
     def weight_in_fp8(self, weight: Tensor) -> Scaled:
-        amax = None if self.weight_scale is None else self.weight_scale.amax(weight)
+        scale: Any = self.weight_scale
+        amax = None if scale is None else scale.amax(weight)
         return quantize_fp8(weight, E4M3, self.recipe.weights, amax=amax)
 
     def _input_in_fp8(self, x: Tensor) -> Scaled:
@@ -336,7 +337,8 @@ class FP8Linear(nn.Linear):
         return copy
 
     def _cast_input(self, x: Tensor) -> Scaled:
-        amax = None if self.input_scale is None else self.input_scale.amax(x)
+        scale: Any = self.input_scale
+        amax = None if scale is None else scale.amax(x)
         return quantize_fp8(x.detach().flatten(0, -2), E4M3, self.recipe.inputs, amax=amax)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -68,7 +68,8 @@ class MasterWeights:
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train further weights of the model with their own copies."""
         given = param_group["params"]
-        copies = self._add([given] if isinstance(given, torch.Tensor) else given)
+        models: Any = [given] if isinstance(given, torch.Tensor) else given
+        copies = self._add(models)
         self.optimizer.add_param_group({**param_group, "params": copies})
 
     @property
@@ -90,6 +91,7 @@ class MasterWeights:
 
         def evaluate() -> Any:
             self.copy_to_model()  # LBFGS evaluates again after it has moved the copies
+            assert closure is not None
             loss = closure()
             self.gather_gradients()
             return loss

@@ -151,7 +151,7 @@ def _with_cast(func: Any, cast: Callable[[list[torch.Tensor]], Callable[[Any], A
             each = partial(tree_map_only, torch.Tensor, cast(tensors))
             # torch casts inside one C++ call, whose arguments compilers evaluate from the last on.
             kwargs = {name: each(value) for name, value in reversed(kwargs.items())}
-            args = [each(value) for value in reversed(args)][::-1]
+            args = tuple([each(value) for value in reversed(args)][::-1])
             return func(*args, **kwargs)
 
     return run

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from memlab.internals.replacing import replaced
+from memlab.internals.replacing import always, replaced
 from memlab.internals.torch_internals import (
     DispatchKey,
     FakeTensor,
@@ -65,11 +65,11 @@ def _layers_on_cuda() -> dict[tuple[Any, str], Callable[[Any], Any]]:
     """Return the replacements of functions for the CPU, for `replaced`."""
     functions = sys.modules["bitsandbytes.autograd._functions"]
     layers = sys.modules["bitsandbytes.nn.modules"]
-    chosen = {
+    chosen: dict[tuple[Any, str], Any] = {
         (functions, "MatMul8bitFp"): functions.MatMul8bitLt,
         (layers, "_convert_weight_packed_for_cpu"): lambda weight, state, *options: (weight, state),
     }
-    return {key: (lambda real, new=new: new) for key, new in chosen.items() if hasattr(*key)}
+    return {key: always(new) for key, new in chosen.items() if hasattr(*key)}
 
 
 # ------------------------------------------------------------------ the private copy

@@ -224,7 +224,7 @@ def _build(build: Build) -> tuple[Callable[[], Any], torch.nn.Module | None, Any
 class _CudaDryRun(dry_run):
     """A dry run that behaves like CUDA."""
 
-    _fake_kernels: ClassVar = {**KERNELS, **recurrent.KERNELS}
+    _fake_kernels: ClassVar[dict[Any, Any]] = {**KERNELS, **recurrent.KERNELS}
 
     def __init__(
         self, kernels: Kernels, target: Target, assume: str | float | None, gpus: int
@@ -330,7 +330,10 @@ class _CudaDryRun(dry_run):
                     *([f"with the allocator settings {allocator}"] if allocator else []),
                     *self._notes(meter),
                 ),
-                history=tuple(record.event(*change) for record, *change in filter(counts, before)),
+                history=tuple(
+                    change.record.event(change.bytes, change.phase)
+                    for change in filter(counts, before)
+                ),
                 allocator=allocator,
             )
             blocks = simulate(trace)

@@ -25,7 +25,7 @@ import torch
 
 from memlab.configs.targets import Target
 from memlab.dry_runs.fake_accelerator import CUDA_REPLACEMENTS, FinishedWork
-from memlab.internals.replacing import replaced
+from memlab.internals.replacing import always, replaced
 from memlab.internals.torch_internals import torch_c, tree_leaves, tree_map_only
 
 _CACHING_MODULES = ("transformers.utils.import_utils", "accelerate.utils.imports")
@@ -73,7 +73,7 @@ def fake_gpu(target: Target, count: int = 1) -> Iterator[None]:
 
 def _replacements(target: Target, count: int) -> dict[tuple[Any, str], Callable[[Any], Any]]:
     memory = (target.total_bytes, target.total_bytes)
-    modules = {
+    modules: dict[Any, dict[str, Any]] = {
         torch.cuda: {"mem_get_info": memory, **_cuda_answers(target, count)},
         torch.cuda.memory: {"mem_get_info": memory, **_STATISTICS},
         torch.backends.cudnn: {"version": _CUDNN},
@@ -86,18 +86,18 @@ def _replacements(target: Target, count: int) -> dict[tuple[Any, str], Callable[
         torch.accelerator.memory: {"get_memory_info": memory},
     }
     answers = {
-        **{(torch.cuda, name): _replace_by(answer) for name, answer in CUDA_REPLACEMENTS.items()},
+        **{(torch.cuda, name): always(answer) for name, answer in CUDA_REPLACEMENTS.items()},
         # FSDP2 and DTensor ask for the device of a new mesh here
-        (torch_c, "_get_accelerator"): _replace_by(_always(torch.device("cuda"))),
-        (torch.cuda, "Event"): _replace_by(_Event),
-        (torch.cuda, "is_bf16_supported"): _replace_by(_bf16_support(target)),
+        (torch_c, "_get_accelerator"): always(_always(torch.device("cuda"))),
+        (torch.cuda, "Event"): always(_Event),
+        (torch.cuda, "is_bf16_supported"): always(_bf16_support(target)),
         **{
-            (torch.accelerator, name): _replace_by(CUDA_REPLACEMENTS[name])
+            (torch.accelerator, name): always(CUDA_REPLACEMENTS[name])
             for name in ("current_stream", "set_stream")
         },
-        (torch.nn.DataParallel, "forward"): _replace_by(_data_parallel(count)),
+        (torch.nn.DataParallel, "forward"): always(_data_parallel(count)),
         **{
-            (module, name): _replace_by(_always(answer))
+            (module, name): always(_always(answer))
             for module, named in modules.items()
             for name, answer in named.items()
         },
@@ -129,7 +129,7 @@ def _bf16_support(target: Target) -> Callable[..., bool]:
 
 
 _CUDNN = 91002  # 9.10.2, of torch 2.11's builds
-_STATISTICS = {"memory_summary": "", "memory_snapshot": [], "_dump_snapshot": None}
+_STATISTICS: dict[str, Any] = {"memory_summary": "", "memory_snapshot": [], "_dump_snapshot": None}
 # Functions that do nothing: the stand-in has its own generator, and no work to wait for.
 _GENERATOR_NO_OPS = (
     *("_lazy_init", "manual_seed", "manual_seed_all", "seed", "seed_all"),
@@ -192,17 +192,15 @@ def _always(answer: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: answer
 
 
-def _replace_by(answer: Any) -> Callable[[Any], Any]:
-    return lambda real: answer
-
-
 # ------------------------------------------------------------------ caches of libraries
 
 
 @contextmanager
 def _caches_cleared() -> Iterator[None]:
     """Give libraries caches and states of their own inside the block."""
-    states = {(kind, "_shared_state"): lambda real: {} for kind in _kinds_of_state()}
+    states: dict[tuple[Any, str], Any] = {
+        (kind, "_shared_state"): lambda real: {} for kind in _kinds_of_state()
+    }
     try:
         with replaced({**states, **_uncached()}):
             yield
@@ -218,7 +216,7 @@ def _uncached() -> dict[tuple[Any, str], Callable[[Any], Any]]:
     """Return a new cache for each function that caches its answers, in all modules that have it."""
     new = {id(function): cache(function.__wrapped__) for function in _cached_functions()}
     return {
-        (module, name): _replace_by(new[id(value)])
+        (module, name): always(new[id(value)])
         for module in list(sys.modules.values())
         for name, value in list(getattr(module, "__dict__", {}).items())
         if id(value) in new

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from memlab.internals.replacing import replaced
+from memlab.internals.replacing import always, replaced
 from memlab.internals.threads import only_where_asked
 from memlab.units import format_bytes
 
@@ -44,7 +44,7 @@ class PagedState:
         kept = optimizer.page_mng.paged_tensors  # of the process
         self._stack.callback(_shorten, kept, len(kept))
         own = {"get_paged": self._get_paged, "fill": _nothing, "prefetch_tensor": _nothing}
-        replacements = {(functional, name): lambda real, new=new: new for name, new in own.items()}
+        replacements = {(functional, name): always(new) for name, new in own.items()}
         self._stack.enter_context(replaced(replacements))
 
     def _get_paged(

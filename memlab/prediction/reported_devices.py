@@ -18,7 +18,7 @@ from memlab.internals.torch_internals import FakeTensor
 _REPORTED = torch.device("cuda", 0)
 
 
-def _device(real: property) -> property:
+def _device(real: Any) -> property:
     def device(tensor: FakeTensor) -> torch.device:
         found = real.fget(tensor)
         return _REPORTED if found == StandIn.device and not caller_is_trusted() else found

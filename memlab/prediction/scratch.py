@@ -222,7 +222,7 @@ def _topk(a: list[Any], result: Any, target: Target) -> tuple[int, ...]:
 
 
 def _index_put(a: list[Any], result: Any, target: Target) -> tuple[int, ...]:
-    return indexing.index_put_scratch(*a[:4], target)
+    return indexing.index_put_scratch(a[0], a[1], a[2], a[3], target)
 
 
 _KERNELS: dict[Any, _Kernel] = {
@@ -230,7 +230,9 @@ _KERNELS: dict[Any, _Kernel] = {
         lambda a, result, target: attention_backward.flash_scratch(*a[1:3])
     ),
     aten._scaled_dot_product_efficient_attention_backward.default: (
-        lambda a, result, target: attention_backward.efficient_scratch(*a[:4], target.capability)
+        lambda a, result, target: attention_backward.efficient_scratch(
+            a[0], a[1], a[2], a[3], target.capability
+        )
     ),
     aten._scaled_dot_product_cudnn_attention_backward.default: (
         lambda a, result, target: attention_backward.cudnn_scratch(a[1])
@@ -246,14 +248,14 @@ _KERNELS: dict[Any, _Kernel] = {
         lambda a, result, target: _softmax_backward_scratch(*a[:2])
     ),
     aten.native_batch_norm.default: (
-        lambda a, result, target: _batch_norm_scratch(*a[:3], is_training=a[5])
+        lambda a, result, target: _batch_norm_scratch(a[0], a[1], a[2], is_training=a[5])
     ),
     aten.native_batch_norm_backward.default: (
         lambda a, result, target: _batch_norm_backward_scratch(*a[:3])
     ),
     aten.native_group_norm.default: lambda a, result, target: _group_norm_scratch(*a[:6]),
     aten.native_group_norm_backward.default: (
-        lambda a, result, target: _group_norm_backward_scratch(a[0], *a[4:9], a[9])
+        lambda a, result, target: _group_norm_backward_scratch(a[0], *a[4:10])
     ),
     aten.native_layer_norm_backward.default: (
         lambda a, result, target: _norm_backward_scratch(a[1], a[2], result[1:], target)
@@ -272,7 +274,7 @@ _KERNELS: dict[Any, _Kernel] = {
         lambda a, result, target: sorting.randperm_scratch(a[0], result, target)
     ),
     aten.embedding_dense_backward.default: (
-        lambda a, result, target: indexing.embedding_backward_scratch(*a[:3], a[4])
+        lambda a, result, target: indexing.embedding_backward_scratch(a[0], a[1], a[2], a[4])
     ),
     **dict.fromkeys(
         (
@@ -281,13 +283,15 @@ _KERNELS: dict[Any, _Kernel] = {
         ),
         _index_put,
     ),
-    aten.index.Tensor: lambda a, result, target: indexing.index_scratch(*a, result),
+    aten.index.Tensor: lambda a, result, target: indexing.index_scratch(*[*a, result]),
     aten.masked_select.default: (
-        lambda a, result, target: indexing.masked_select_scratch(*a, result)
+        lambda a, result, target: indexing.masked_select_scratch(*[*a, result])
     ),
     **dict.fromkeys(
         (aten.masked_scatter.default, aten.masked_scatter_.default),
         lambda a, result, target: indexing.masked_scatter_scratch(result, *a[1:]),
     ),
-    aten._grouped_mm.default: lambda a, result, target: _grouped_matmul_scratch(*a[:3], target),
+    aten._grouped_mm.default: lambda a, result, target: _grouped_matmul_scratch(
+        a[0], a[1], a[2], target
+    ),
 }

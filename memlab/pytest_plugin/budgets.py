@@ -42,6 +42,7 @@ class Budget:
         """Run the test; return why it exceeds the budget, or None."""
         trace = _measured(test) if self.device is None else self._predicted(test)
         peak = trace.reserved_bytes if self.counts_reserved else trace.allocated_bytes
+        assert peak is not None  # a prediction for CUDA has both
         return None if peak <= self.limit_bytes else self._text(trace, peak)
 
     def _predicted(self, test: Callable[[], Any]) -> Trace:

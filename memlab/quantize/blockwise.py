@@ -90,8 +90,8 @@ def quantize_blockwise(
     """
     _check(x, block, bits, codebook, mode)
     out = _empty(x, block, bits, codebook)
-    for chunk, *views in _chunks(out, x.reshape(-1)):
-        _encode_chunk(chunk, *views, out, mode, generator)
+    for chunk, codes, scales, offsets in _chunks(out, x.reshape(-1)):
+        _encode_chunk(chunk, codes, scales, offsets, out, mode, generator)
     return out
 
 
@@ -99,8 +99,8 @@ def dequantize_blockwise(quantized: Quantized) -> Tensor:
     """Decode to the original shape and dtype."""
     q = quantized
     out = torch.empty(q.shape, dtype=q.dtype, device=q.codes.device)
-    for chunk, *views in _chunks(q, out.view(-1)):
-        chunk.copy_(_decode_chunk(q, *views).view(-1)[: len(chunk)])
+    for chunk, codes, scales, offsets in _chunks(q, out.view(-1)):
+        chunk.copy_(_decode_chunk(q, codes, scales, offsets).view(-1)[: len(chunk)])
     return out
 
 
@@ -136,10 +136,11 @@ def _encode_chunk(
 ) -> None:
     """Encode one chunk; its temporaries are freed before the next chunk."""
     blocks = _split_into_blocks(chunk, q.block)  # (blocks, block)
-    if q.codebook is None:
-        codes = _encode_affine(blocks, q.bits, mode, generator, scales, offsets)
-    else:
+    if q.codebook is not None:
         codes = _encode_with_codebook(blocks, q.codebook, mode, generator, scales)
+    else:
+        assert offsets is not None
+        codes = _encode_affine(blocks, q.bits, mode, generator, scales, offsets)
     packed.copy_(pack(codes.view(-1), q.bits, len(chunk)))
 
 
@@ -176,8 +177,9 @@ def _decode_chunk(q: Quantized, packed: Tensor, scales: Tensor, offsets: Tensor 
     """Return float32 (blocks, block)."""
     codes = unpack(packed, q.bits, len(scales) * q.block)
     scales = scales.float().view(-1, 1)
-    if offsets is None:
+    if q.codebook is not None:
         return q.codebook.index_select(0, codes.int()).view(-1, q.block).mul_(scales)
+    assert offsets is not None
     return torch.addcmul(offsets.float().view(-1, 1), codes.view(-1, q.block).float(), scales)
 
 

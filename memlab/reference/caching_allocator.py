@@ -80,6 +80,7 @@ class Cache:
             self.segments += 1
             self.reserved += segment_size
             address = allocate(pool, size)
+            assert address is not None
         self.active_blocks[storage] = pool, address
 
     def free(self, storage: int) -> None:

@@ -22,7 +22,8 @@ class Host:
     """Lists of tensors by key, in host memory."""
 
     def __init__(self, device: str = "cpu") -> None:
-        self.kept, self.device = {}, device
+        self.kept: dict[Any, list[Tensor]] = {}
+        self.device = device
 
     def put(self, key: Any, tensors: list[Tensor]) -> None:
         self.kept[key] = [tensor.to("cpu", copy=True) for tensor in tensors]
@@ -38,7 +39,8 @@ class OffloadedAdam:
     """AdamW over groups of weights, with the moments in `store`."""
 
     def __init__(self, groups: list[list[Tensor]], store: Any, lr: float) -> None:
-        self.groups, self.store, self.steps = groups, store, {}
+        self.groups, self.store = groups, store
+        self.steps: dict[int, list[Tensor]] = {}
         self.adams = [torch.optim.AdamW(group, lr=lr, foreach=False) for group in groups]
 
     def send(self, n: int) -> None:

@@ -20,6 +20,7 @@ version to train with.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,7 @@ class Mailbox:
 
     def __init__(self, like: Tensor) -> None:
         self.like = like
-        self.sending: dict[int, dist.Work] = {}  # a work holds its tensor
+        self.sending: dict[int, Any] = {}  # a work holds its tensor
 
     def send(self, x: Tensor, stage: int) -> None:
         self.wait(stage)
@@ -103,6 +104,7 @@ def run_stage(
             dy = mail.receive(stage + 1) if stage < last else losses[-1].new_ones(())
             torch.autograd.backward([node], [dy])
             if stage > 0:
+                assert x.grad is not None
                 mail.send(x.grad, stage - 1)
             del x, node, dy
     for other in list(mail.sending):

@@ -40,7 +40,7 @@ class Average:
     """An average with exponent γ, updated at any interval."""
 
     def __init__(self, weights: Iterable[Tensor], gamma: float) -> None:
-        self.gamma, self.time = gamma, 0
+        self.gamma, self.time = gamma, 0.0
         self.values = [weight.detach().clone() for weight in weights]
 
     def update(self, weights: Iterable[Tensor], time: float) -> None:

@@ -46,7 +46,7 @@ def pass_to_next(*tensors: Tensor) -> Callable[[], Sequence[Tensor]]:
     if ranks == 1:
         return lambda: tensors
     arriving = [x.new_empty(x.shape) for x in tensors]
-    works = [dist.isend(x.contiguous(), (rank + 1) % ranks) for x in tensors]
+    works: list[Any] = [dist.isend(x.contiguous(), (rank + 1) % ranks) for x in tensors]
     works += [dist.irecv(x, (rank - 1) % ranks) for x in arriving]
 
     def wait() -> Sequence[Tensor]:
@@ -96,7 +96,7 @@ class Ring(torch.autograd.Function):
             if step <= rank:
                 saved, shift = (q, keys, values, out, lse), step * length
                 block = SimpleNamespace(saved_tensors=saved, tile=ctx.tile, shift=shift)
-                parts = Flash.backward(block, dout)  # given the output and lse of all blocks
+                parts: Any = Flash.backward(block, dout)  # given the output and lse of all blocks
                 for total, part in zip((dq, dk, dv), parts, strict=False):
                     total += part
                 del saved, block, parts, part, total

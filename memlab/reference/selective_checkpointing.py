@@ -26,7 +26,8 @@ class Choosing(TorchDispatchMode):
 
     def __init__(self, chosen: Container[Any]) -> None:
         super().__init__()
-        self.chosen, self.kept, self.is_second = chosen, [], False
+        self.chosen, self.is_second = chosen, False
+        self.kept: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.is_second and func in self.chosen:

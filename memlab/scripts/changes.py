@@ -200,8 +200,8 @@ def changes_for(
         leave_out.add("logits released")
     if not trace.at_peak.get("optimizer_temporaries"):
         leave_out.add("fused optimizer")
-    is_highest = evaluation is not None and evaluation.peak_bytes >= trace.peak_bytes
-    if not is_highest or not evaluation.gradients:
+    is_lower = evaluation is None or evaluation.peak_bytes < trace.peak_bytes
+    if evaluation is None or is_lower or not evaluation.gradients:
         leave_out.add("no_grad in evaluation")
     return tuple(change for change in CHANGES if change.name not in leave_out)
 

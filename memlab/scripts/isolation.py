@@ -39,7 +39,7 @@ except ImportError:  # Python may be built without it
     sqlite3 = None  # type: ignore[assignment]
 
 from memlab.internals.libraries import is_librarys, is_pythons
-from memlab.internals.replacing import caller_of, importers, replaced
+from memlab.internals.replacing import always, caller_of, importers, replaced
 from memlab.world import confinement
 from memlab.world.confinement import PREFIX
 
@@ -165,7 +165,7 @@ class Isolation:
             (kind, os.path.relpath(what, self._start) if what.startswith("/") else what)
             for kind, what in self._supervised()
         ]
-        own = {
+        own: dict[str, Iterable[str]] = {
             "write": self.written,
             "delete": self.deleted,
             "change": self.changed,
@@ -240,7 +240,7 @@ class Isolation:
             (os, "_exit"): self._exit,
             **{(os, name): self._fork for name in ("fork", "forkpty") if hasattr(os, name)},
             **{
-                (os, name): lambda real, place=place: partial(self._refuse_at, place)
+                (os, name): always(partial(self._refuse_at, place))
                 for name, place in _STARTERS.items()
                 if hasattr(os, name)
             },

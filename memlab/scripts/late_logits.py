@@ -35,7 +35,8 @@ _QUESTIONS = frozenset(
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point),
     }
 )
-_DEVICES = frozenset({Tensor.device.__get__, Tensor.is_cuda.__get__, Tensor.get_device})
+_PROPERTIES: Any = Tensor
+_DEVICES = frozenset({_PROPERTIES.device.__get__, _PROPERTIES.is_cuda.__get__, Tensor.get_device})
 _RESHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten})
 _COPIES = frozenset({Tensor.contiguous, Tensor.clone, torch.clone})
 
@@ -107,7 +108,7 @@ def late_logits(layer: nn.Linear, *, in_chunks: bool = True) -> None:
     def late(input: Tensor) -> Tensor:
         return head(input) if torch.is_grad_enabled() else forward(input)
 
-    layer.forward = late  # type: ignore[method-assign]
+    layer.forward = late
 
 
 def _computed(arguments: Any) -> Any:
@@ -174,7 +175,10 @@ def _chunked(
         return None
     input.head.is_waiting = False
     if not input.head.in_chunks:
-        settings = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        settings: dict[str, Any] = {
+            "ignore_index": ignore_index,
+            "label_smoothing": label_smoothing,
+        }
         return F.cross_entropy(_computed(input), target, reduction=reduction, **settings)
     with input.head.autocast():
         return chunked_cross_entropy(

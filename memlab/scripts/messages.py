@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from memlab.internals.imports import when_imported
-from memlab.internals.replacing import importers, replaced
+from memlab.internals.replacing import always, importers, replaced
 from memlab.internals.torch_internals import stage_gradients, stage_has_shapes
 
 _STAGES = "torch.distributed.pipelining.stage"
@@ -83,7 +83,7 @@ class Messages:
             "scatter_object_list": _scatter,
         }
         return {
-            (module, name): lambda real, replacement=replacement: replacement
+            (module, name): always(replacement)
             for name, replacement in functions.items()
             for module in importers(name, getattr(dist, name))
         }
@@ -163,7 +163,7 @@ def _group(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {"group": kwargs["group"]} if "group" in kwargs else {}
 
 
-def _global_rank(rank: int | None, in_group: int | None, group: Any = None) -> int:
+def _global_rank(rank: int | None, in_group: Any, group: Any = None) -> int:
     if rank is not None:
         return rank
     return in_group if group is None else dist.get_global_rank(group, in_group)

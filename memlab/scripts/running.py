@@ -73,7 +73,7 @@ class Outcome:
 class _Metering(Protocol):
     """Meters a script: its history, then one step."""
 
-    history: StorageMeter
+    history: Any  # a StorageMeter or a PredictionMeter
     transfers: tuple[Transfer, ...]  # of the step
 
     def __enter__(self) -> Any: ...
@@ -187,7 +187,7 @@ def _outcome(
         rank,
         metering.transfers,
         notes,
-        evaluation=trace and highest_evaluation(trace, watcher.evaluations.found),
+        evaluation=highest_evaluation(trace, watcher.evaluations.found) if trace else None,
     )
 
 
@@ -254,10 +254,12 @@ class _Predicted:
 
     def begin_step(self, optimizers: Any, in_step: bool) -> None:
         self._run.begin_step(None, optimizers, subject=self, in_step=in_step, lines=True)
-        self._sent = len(DryRun.active.transfers)
+        active: Any = DryRun.active
+        self._sent = len(active.transfers)
 
     def end_step(self) -> Trace:
-        self.transfers = tuple(DryRun.active.transfers[self._sent :])
+        active: Any = DryRun.active
+        self.transfers = tuple(active.transfers[self._sent :])
         return self._run.end_step()
 
 

@@ -27,7 +27,7 @@ _SLEEP_SECONDS = 1e-3  # between two looks for an answer of another process
 _MOST_SLEEPS = 10  # of a script until the processes that wait run
 _MOST_VAIN_READS = 100  # with a time limit, one after another, until nothing is to come
 _MOST_UNREAD_BYTES = 2**15  # a pipe holds twice as much
-_PIPE = connection._ConnectionBase  # type: ignore[attr-defined]
+_PIPE = connection._ConnectionBase
 
 
 class NoAnswerError(BaseException):
@@ -240,7 +240,8 @@ class _Started:
         self.process, self._all = started, all_started
         names = ("_target", "_args", "_kwargs")  # which the process forgets when it has started
         self._what = {name: vars(started)[name] for name in names}
-        self.pid, self.returncode = os.getpid(), None
+        self.pid = os.getpid()
+        self.returncode: int | None = None
         self.sentinel, end = os.pipe()
         os.close(end)  # a caller that waits for the process goes on, and joins it
         self._all.waiting.append(self)

@@ -52,7 +52,9 @@ def lora(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
 
 def checkpointing(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     """Recompute layers in backward: by transformers' own method, or each layer of a list."""
-    own = next((m for m in model.modules() if hasattr(m, "gradient_checkpointing_enable")), None)
+    own: Any = next(
+        (m for m in model.modules() if hasattr(m, "gradient_checkpointing_enable")), None
+    )
     if own is not None and getattr(own, "supports_gradient_checkpointing", True):
         if any(getattr(m, "gradient_checkpointing", False) for m in own.modules()):
             raise NotPossibleError("the script checkpoints already")
@@ -101,11 +103,11 @@ def _autocast(model: nn.Module, dtype: torch.dtype) -> None:
     if torch.is_autocast_enabled(_device_type(model)):
         raise NotPossibleError("the script uses autocast already")
     context = torch.autocast(_device_type(model), dtype)
-    model.forward = context(model.forward)  # type: ignore[method-assign]
+    model.forward = context(model.forward)
     if getattr(model, "_is_accelerate_prepared", False):  # the Trainer's models, too
         from accelerate.utils import convert_outputs_to_fp32
 
-        model.forward = convert_outputs_to_fp32(model.forward)  # type: ignore[method-assign]
+        model.forward = convert_outputs_to_fp32(model.forward)
     for frame in frames():
         owner = frame.f_locals.get("self")
         if frame.f_code.co_name == "training_step" and isinstance(owner, nn.Module):
@@ -162,7 +164,7 @@ def no_grad_in_evaluation(model: nn.Module, optimizers: list[torch.optim.Optimiz
         with torch.set_grad_enabled(torch.is_grad_enabled() and model.training):
             return forward(*args, **kwargs)
 
-    model.forward = without_gradients  # type: ignore[method-assign]
+    model.forward = without_gradients
 
 
 def _own_head(model: nn.Module) -> nn.Linear:

@@ -134,8 +134,9 @@ class WordEncoding:
         return [self.encode_ordinary(each) for each in text]
 
     def encode_single_token(self, text_or_bytes: str | bytes) -> int:
-        is_text = isinstance(text_or_bytes, str)
-        return self._id_of(text_or_bytes.encode() if is_text else text_or_bytes)
+        if isinstance(text_or_bytes, str):
+            text_or_bytes = text_or_bytes.encode()
+        return self._id_of(text_or_bytes)
 
     def is_special_token(self, token: int) -> bool:
         return token in self._special_tokens.values()

@@ -130,7 +130,7 @@ def scheduled(
 ) -> Callable[[nn.Module], None]:
     """Return a change of a model: its blocks run by the schedule for their number."""
 
-    def change(model: nn.Module) -> None:
+    def change(model: Any) -> None:
         checkpoint_blocks(model, schedule(len(model.blocks)), using=using)
 
     return change
@@ -157,7 +157,7 @@ def _activations_on_disk() -> DiskStore:
     return DiskStore()
 
 
-def offloaded(optimizer: Optimizer, **settings: Any) -> OffloadedOptimizer:
+def offloaded(optimizer: torch.optim.Optimizer, **settings: Any) -> OffloadedOptimizer:
     """Keep optimizer state in a temporary folder, in sub-groups smaller than our models."""
     return OffloadedOptimizer(optimizer, DiskStore(), sub_group=2**20, **settings)
 
@@ -207,7 +207,7 @@ def of_matrices(made: Callable[..., Optimizer], **settings: Any) -> OptimizerFun
     A function as a setting gets the model's hidden size.
     """
 
-    def make(model: nn.Module) -> Optimizer:
+    def make(model: Any) -> Optimizer:
         hidden_size = model.config.hidden_size
         own = {name: got(hidden_size) if callable(got) else got for name, got in settings.items()}
         return made(optim.matrix_groups(model), rounding="stochastic", **own)
@@ -218,7 +218,7 @@ def of_matrices(made: Callable[..., Optimizer], **settings: Any) -> OptimizerFun
 apollo_mini = of_matrices(optim.Apollo, **MINI)
 
 
-def adam_mini(model: nn.Module) -> optim.AdamMini:
+def adam_mini(model: Any) -> optim.AdamMini:
     """Adam-mini of all the trained weights of our GPT; LoRA's factors by rows."""
     rules = optim.GPT_RULES | {"down": "row", "up": "row"}
     partition = optim.ByRules(rules, model.config.head_dim)

@@ -81,7 +81,7 @@ class Training:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     update: Callable[[], object]
-    batch: tuple[Tensor, Tensor]
+    batch: tuple[Tensor, ...]
 
 
 def build(

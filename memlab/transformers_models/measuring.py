@@ -6,7 +6,6 @@ and a decoder, are shortened together; others one after another, which takes twi
 each. If the shallow runs establish no rule, the whole model runs.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -30,12 +29,12 @@ class Prediction(NamedTuple):
     """The bytes of a step, and the estimated seconds by what bounds them."""
 
     measured: Measured
-    seconds: Counter[str]
+    seconds: dict[str, float]
 
 
 class _Run(NamedTuple):
     trace: Trace
-    seconds: Counter[str]
+    seconds: dict[str, float]
 
 
 def predicted(training: Training, recipe: Recipe, target: str, card: Card) -> Prediction:
@@ -93,10 +92,10 @@ class _Runs:
         trace = extrapolate(short.trace, long.trace, more, stack.count, unit=stack.unit)
         added = (stack.count - more) // stack.unit
         seconds = {
-            bound: long.seconds[bound] * (added + 1) - short.seconds[bound] * added
+            bound: long.seconds[bound] * (added + 1) - short.seconds.get(bound, 0) * added
             for bound in long.seconds
         }
-        return _Run(trace, Counter(seconds))
+        return _Run(trace, seconds)
 
     def run(self, depths: Mapping[str, int]) -> _Run:
         """Run a model whose stacks have these depths, by default all their layers."""

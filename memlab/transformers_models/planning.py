@@ -7,7 +7,6 @@ In each group, recipes are predicted in the order of their time until one fits. 
 weights, gradients and optimizer state alone exceed the budget is not predicted.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -86,7 +85,7 @@ class Option:
     needed_bytes: int
     budget_bytes: int
     measured: Measured | None = None
-    seconds: Counter[str] | None = None
+    seconds: dict[str, float] | None = None
     largest_batch: int | None = None
     longest: int | None = None
     notes: tuple[str, ...] = ()
@@ -113,8 +112,8 @@ class Option:
     @property
     def empties_cache(self) -> bool:
         """Whether it only fits because torch releases unused memory and asks the driver again."""
-        reserved = self.measured and self.measured.reserved_bytes
-        return self.fits and bool(reserved) and reserved > self.budget_bytes
+        reserved = self.measured.reserved_bytes if self.measured else None
+        return self.fits and reserved is not None and reserved > self.budget_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Return numbers and text for JSON, with the fields of memlab/cli/schema.json."""

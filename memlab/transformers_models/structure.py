@@ -27,7 +27,7 @@ class Stack(NamedTuple):
     """
 
     path: str
-    count: int
+    count: int  # type: ignore[assignment]  # replaces tuple.count
     head: int
     unit: int
 
@@ -91,7 +91,7 @@ def shorten(model: nn.Module, depths: Mapping[str, int]) -> None:
     """Keep only the first layers of the stacks at these paths."""
     for path, depth in depths.items():
         parent, _, name = path.rpartition(".")
-        layers = model.get_submodule(path)
+        layers: Any = model.get_submodule(path)
         setattr(model.get_submodule(parent), name, layers[:depth])
 
 
@@ -120,7 +120,7 @@ def with_fewer_layers(
 _LAYERS = re.compile(r"layers?$|^n_layer|depth|num_blocks")
 
 
-def is_shortened(model: nn.Module, whole: nn.Module, depths: Mapping[str, int]) -> bool:
+def is_shortened(model: Any, whole: Any, depths: Mapping[str, int]) -> bool:
     """Return whether the model is the whole one with only the first layers of these stacks."""
     kept = {
         name: parameter.shape

@@ -103,7 +103,7 @@ class Training:
         return completed(self.size, self.task, self.config)
 
     @cached_property
-    def skeleton(self) -> nn.Module:
+    def skeleton(self) -> Any:
         """The model on the meta device: shapes only. Raises ValueError if it cannot be built."""
         try:
             with torch.device("meta"), quiet():
@@ -214,7 +214,7 @@ def quiet() -> Iterator[None]:
             bars.enable_progress_bar()
 
 
-def _prepared(model: nn.Module, recipe: Recipe) -> nn.Module:
+def _prepared(model: Any, recipe: Recipe) -> Any:
     """Add adapters and checkpointing, if the recipe has them."""
     without_reentrance = {"use_reentrant": False}
     if recipe.method == "qlora":
@@ -237,9 +237,9 @@ def _moved(tensor: torch.Tensor, device: str, dtype: torch.dtype) -> torch.Tenso
     return tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
 
 
-def _in_four_bits(model: nn.Module, depths: Mapping[str, int], device: str) -> nn.Module:
+def _in_four_bits(model: Any, depths: Mapping[str, int], device: str) -> nn.Module:
     """Load the model's weights again as `from_pretrained` does, which quantizes them one by one."""
-    kind = type(model)
+    kind: Any = type(model)
 
     class Shortened(kind):
         def __init__(self, config: Any, *args: Any, **options: Any) -> None:

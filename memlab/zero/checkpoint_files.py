@@ -205,7 +205,7 @@ def _join_path(*parts: str) -> str:
     return "/".join(parts)
 
 
-_INDEX_TYPES = {
+_INDEX_TYPES: dict[tuple[str, str], Any] = {
     **{
         (kind.__module__, kind.__qualname__): kind
         for kind in (

@@ -91,7 +91,7 @@ class OwnedBoxes(Tensor):
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.parts: dict[tuple[int, ...], Tensor] = {}  # by the offsets of the box
 
-    def add(self, start: int, flat: Tensor) -> None:
+    def add_elements(self, start: int, flat: Tensor) -> None:
         """Add the elements from `start` on, as views."""
         at = 0
         for offsets, sizes in boxes(tuple(self.shape), start, start + flat.numel()):
@@ -117,15 +117,16 @@ class OwnedBoxes(Tensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
         return self.parts[tuple(index.offset)]
 
     @classmethod
-    def __torch_dispatch__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares another function
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function is torch.ops.aten.detach.default:
+        if func is torch.ops.aten.detach.default:
             return args[0]
-        raise NotImplementedError(f"{function} of a tensor sharded over several ranks")
+        raise NotImplementedError(f"{func} of a tensor sharded over several ranks")
 
 
 # ------------------------------------------------------------------ the state of a rank
@@ -167,7 +168,7 @@ def _add(
         if name not in found:
             found[name] = OwnedBoxes(chunk.weight.shape, values.dtype)
         span = slice(start - values_start, stop - values_start)
-        found[name].add(chunk.start + start - chunk.at, values[span])
+        found[name].add_elements(chunk.start + start - chunk.at, values[span])
 
 
 def _is_per_element(value: Any, parameter: Tensor) -> bool:

@@ -12,7 +12,7 @@ The communicator's own copies belong to no rank, so they are hidden from the mem
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,13 +92,13 @@ class Communicator:
         """Reset the traffic counters."""
         self.traffic = {rank: CollectiveTraffic() for rank in self.traffic}
 
-    def reduce_scatter(self, rank: int, bucket: Hashable, whole: Tensor) -> Pending:
+    def reduce_scatter(self, rank: int, bucket: Any, whole: Tensor) -> Pending:
         """Add a rank's gradients of a bucket to the running sum."""
         self.traffic[rank].count("reduce_scatter", "gradients", whole, self.ranks)
         self._add(bucket, whole)
         return no_wait
 
-    def all_reduce(self, rank: int, bucket: Hashable, whole: Tensor) -> Pending:
+    def all_reduce(self, rank: int, bucket: Any, whole: Tensor) -> Pending:
         """Add a rank's gradients of a bucket to the running sum; each rank reads all of it."""
         self.traffic[rank].count("all_reduce", "gradients", whole, self.ranks)
         self._add(bucket, whole)
@@ -120,7 +120,7 @@ class Communicator:
         """Register where a rank's shard of a bucket is stored; all-gathers read it there."""
         self._shards.setdefault(bucket, {})[rank] = shard
 
-    def all_gather(self, rank: int, bucket: Hashable, whole: Tensor) -> Pending:
+    def all_gather(self, rank: int, bucket: Any, whole: Tensor) -> Pending:
         """Copy the other ranks' shards into a rank's whole bucket, which holds its own."""
         self.traffic[rank].count("all_gather", "weights", whole, self.ranks)
         with untracked():

@@ -167,6 +167,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         else:
             process.kill()
+    assert process.stdin is not None
     process.stdin.close()
     process.wait()
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -191,8 +191,8 @@ def partition(
     if len({weight.name for weight in weights}) < len(weights):
         raise ValueError("got a weight twice; list a tied weight once")
     if stage == 3:
-        keys = [(weight.unit, weight.dtype) for weight in weights]
-        buckets = [row_bucket(grouped, ranks) for grouped in _grouped(weights, keys)]
+        keys: list[Any] = [(weight.unit, weight.dtype) for weight in weights]
+        buckets: list[Any] = [row_bucket(grouped, ranks) for grouped in _grouped(weights, keys)]
     else:
         weights = [weight for weight in weights if weight.trained]
         by_unit = stage == 2 if by_unit is None else by_unit

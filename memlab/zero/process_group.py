@@ -38,7 +38,7 @@ class ProcessGroupCommunicator(Communicator):
         super().__init__(dist.get_world_size(group))
         self.index = dist.get_rank(group)
         self.traffic = {self.index: CollectiveTraffic()}
-        self.plan: Partition | None = None
+        self.plan: Partition  # set once all ranks have agreed on it
         self.group, self._device = group, device
         # Pending works hold connections open. Keep them only here, so that they can be closed when
         # a rank is lost.

@@ -34,7 +34,7 @@ class OptimizerShard(NamedTuple):
 
     bucket: int
     span: slice  # in the shard
-    parameter: nn.Parameter
+    parameter: Any  # an nn.Parameter; its gradient is set whenever it is read
 
 
 class Rank:
@@ -228,7 +228,7 @@ class Rank:
         the scale.
         """
         if overflowed:
-            self.optimizer_shards[0].parameter.grad.view(-1)[:1].fill_(inf)
+            self._own_gradients()[0].view(-1)[:1].fill_(inf)
         scaler.unscale_(self.optimizer)
 
     @torch.no_grad()

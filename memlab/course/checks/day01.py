@@ -40,11 +40,18 @@ _SHAPES = (
 _REAL_SHAPES = ("124m", "llama-2-7b", "llama-3-405b")
 
 
+def _recorded(answer: Callable[[GPTConfig], int], shape: GPTConfig) -> tuple[int, int]:
+    """The count, and the peak bytes of counting."""
+    got: list[int] = []
+    peak_bytes = record(lambda: got.append(answer(shape))).peak_bytes
+    return got.pop(), peak_bytes
+
+
 def _check_parameter_count(answer: Callable[[GPTConfig], int]) -> str:
     for shape in _SHAPES:
-        call, got = f"parameter_count of {_in_words(shape)}", []
-        allocated = record(lambda shape=shape, got=got: got.append(answer(shape))).peak_bytes
-        equal(call, got.pop(), _count(shape), "weights")
+        call = f"parameter_count of {_in_words(shape)}"
+        got, allocated = _recorded(answer, shape)
+        equal(call, got, _count(shape), "weights")
         require(
             allocated < 4 * _count(shape),
             f"{call} allocates {allocated:,} bytes, as the model does; wanted the count without "
@@ -88,7 +95,7 @@ class _SharedMatrix(nn.Module):
         return self.second(self.first(x))
 
 
-def _trained(model: nn.Module, steps: int = 1, **settings: bool) -> Training:
+def _trained(model: nn.Module, steps: int = 1, **settings: Any) -> Training:
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False, **settings)
     for _ in range(steps):
         optimizer.zero_grad()

@@ -53,7 +53,7 @@ def _check_sizes(answer: Sizes) -> str:
 
 Pool = list[AllocatorBlock]
 Allocate = Callable[[Pool, int], int | None]
-FreeBlock = Callable[[Pool, int], None]
+FreeBlock = Callable[[Pool, int], Any]
 FREE, USED = True, False
 
 
@@ -189,7 +189,7 @@ def _check_free_block(answer: FreeBlock) -> str:
 
 def _rebinds(answer: FreeBlock) -> bool:
     """Whether a function assigns to its first parameter, which has no effect for the caller."""
-    code = getattr(answer, "__code__", None)
+    code: Any = getattr(answer, "__code__", None)
     stores = [s for s in dis.get_instructions(code) if "STORE" in s.opname] if code else []
     # Python 3.13 stores two names in one instruction.
     stored = {n for s in stores for n in (s.argval if isinstance(s.argval, tuple) else (s.argval,))}
@@ -236,7 +236,7 @@ def _against_cuda(allocate: Allocate, free_block: FreeBlock) -> str:
     held: list[tuple[Any, int]] = []
     for number, requested in enumerate(_random_requests(), 1):
         if requested:
-            block = cuda.malloc(requested)
+            block: Any = cuda.malloc(requested)
             held.append((block, requested))
             got = ours.malloc(requested)
             require(
@@ -454,7 +454,7 @@ def _require_all_else_unchanged(answer: TrainEpoch) -> None:
     for module in model:
         module.register_forward_hook(lambda module, args, output: None)
     text = _text(FEW, seed=7)
-    trained = {"model": model, "optimizer": optimizer}
+    trained: dict[str, Any] = {"model": model, "optimizer": optimizer}
     with (
         unchanged("train_epoch", may_change=("values", "gradients", "state"), **trained),
         unchanged("train_epoch", text=text),

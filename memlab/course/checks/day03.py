@@ -156,7 +156,7 @@ class _Trained(NamedTuple):
 
 def _trained(answer: TrainEpoch, epoch: _Epoch, *, frozen: bool = False) -> _Trained:
     """Train fresh weights, and require that nothing is read ahead or changed beside them."""
-    model = _with_gradients(_new_model(), 0.25)
+    model: Any = _with_gradients(_new_model(), 0.25)
     if frozen:
         model[0].requires_grad_(False).zero_grad()
     groups = [{"params": model[0].parameters()}, {"params": model[1:].parameters()}]
@@ -357,7 +357,7 @@ def _check_trained_bytes(answer: TrainedBytes) -> str:
 
 # ------------------------------------------------------------------ 3.3: LoRA
 
-LoRAClass = Callable[[nn.Linear, int, float], nn.Module]
+LoRAClass = Callable[[nn.Linear, int, float], Any]
 WIDE = 128  # the width of the layer in the memory check
 
 
@@ -399,10 +399,10 @@ def _check_one(answer: LoRAClass, rank: int, alpha: float, bias: bool) -> None:
     _changed_by(given, merged(x) - before, change, alpha / rank)
 
 
-def _trains(case: str, layer: nn.Module, rank: int) -> None:
+def _trains(case: str, layer: Any, rank: int) -> None:
     """Require that only `down` and `up` are trained, in the right shapes."""
     trained = {name: tuple(p.shape) for name, p in layer.named_parameters() if p.requires_grad}
-    wanted = {"down": (rank, 6), "up": (4, rank)}
+    wanted: dict[str, tuple[int, ...]] = {"down": (rank, 6), "up": (4, rank)}
     require(
         trained == wanted,
         f"{case} trains {_shapes(trained)}; wanted {_shapes(wanted)} and nothing else.",
@@ -415,7 +415,7 @@ def _shapes(weights: dict[str, tuple[int, ...]]) -> str:
     return ", ".join(named) or "nothing"
 
 
-def _all_float64(case: str, layer: nn.Module) -> None:
+def _all_float64(case: str, layer: Any) -> None:
     for name, weight in layer.named_parameters():
         require(
             weight.dtype == torch.float64,
@@ -424,7 +424,7 @@ def _all_float64(case: str, layer: nn.Module) -> None:
         )
 
 
-def _wraps_the_given(case: str, layer: nn.Module, frozen: nn.Linear) -> None:
+def _wraps_the_given(case: str, layer: Any, frozen: nn.Linear) -> None:
     require(
         not any(p.requires_grad for p in frozen.parameters())
         and any(p is frozen.weight for p in layer.parameters()),
@@ -439,7 +439,7 @@ def _wraps_the_given(case: str, layer: nn.Module, frozen: nn.Linear) -> None:
     )
 
 
-def _changes_nothing_at_first(case: str, layer: nn.Module, x: Tensor, before: Tensor) -> None:
+def _changes_nothing_at_first(case: str, layer: Any, x: Tensor, before: Tensor) -> None:
     out = layer(x)
     is_tensor(f"{case}(x)", out, dtype=x.dtype, shape=tuple(before.shape))
     same_values(f"{case}(x) at first", out, before, within=1e-12)
@@ -460,13 +460,13 @@ def _changed_by(what: str, got: Tensor, change: Tensor, scale: float) -> None:
     mine, right = distinct(times, scale, 3)
     gave = f"{mine} · B A x" if only_the_scale else f"values up to {difference:.2e} off"
     require(
-        difference < 1e-12 * scale * change.abs().max(),
+        bool(difference < 1e-12 * scale * change.abs().max()),
         f"{what} {gave}; wanted {right} · B A x: the scale is alpha / rank.",
         evidence=(what, gave),
     )
 
 
-def _merged(case: str, layer: nn.Module, bias: bool) -> nn.Linear:
+def _merged(case: str, layer: Any, bias: bool) -> nn.Linear:
     merged = layer.merge()
     require(
         isinstance(merged, nn.Linear),

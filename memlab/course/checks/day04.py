@@ -202,7 +202,8 @@ def scaler_steps(make: ScalerClass, case: ScalerCase) -> Iterator[_After]:
 def _loss(weights: list[nn.Parameter], factor: float, tensor: int) -> Tensor:
     factors = [torch.full_like(weight, 0.5) for weight in weights]
     factors[tensor][-1] = factor
-    return sum((weight * by).sum() for weight, by in zip(weights, factors, strict=True))
+    terms: list[Any] = [(weight * by).sum() for weight, by in zip(weights, factors, strict=True)]
+    return sum(terms)
 
 
 def _alike(got: _After, wanted: _After, clip: float) -> bool:
@@ -363,7 +364,7 @@ def _share_away(answer: Round, value: float) -> tuple[float, float]:
 
 def _neighbors(precise: Tensor) -> tuple[float, float]:
     """The two nearest bfloat16 values of a float32, the one nearer to zero first."""
-    bits = precise.view(torch.int32).item() & ~LOW_BITS
+    bits = int(precise.view(torch.int32)) & ~LOW_BITS
     both = torch.tensor([bits, bits + LOW_BITS + 1], dtype=torch.int32).view(torch.float32)
     below, above = both.tolist()
     return below, above
@@ -576,8 +577,8 @@ def _check_mixed(answer: MasterStep, dtype: torch.dtype) -> None:
     copies = [nn.Parameter(weight.detach().float()) for weight in weights]
     wanted = [nn.Parameter(copy.detach().clone()) for copy in copies]
     for n in (0, 2):
-        weights[n].grad = elements(*shapes[n], dtype=dtype, seed=9 + n)
-        wanted[n].grad = weights[n].grad.float() / 4
+        weights[n].grad = gradient = elements(*shapes[n], dtype=dtype, seed=9 + n)
+        wanted[n].grad = gradient.float() / 4
     adamw = partial(torch.optim.AdamW, lr=1.0, weight_decay=0.5, foreach=False)
     adamw(wanted).step()
     optimizer = adamw(copies)

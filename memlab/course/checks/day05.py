@@ -85,16 +85,14 @@ class _PassResult(NamedTuple):
     drawn_after: Tensor  # the next random numbers
 
 
-def _chain(
-    blocks: int, dropout: float = 0.0, requires_grad: bool = True
-) -> tuple[nn.ModuleList, Tensor]:
+def _chain(blocks: int, dropout: float = 0.0, requires_grad: bool = True) -> tuple[Any, Tensor]:
     torch.manual_seed(0)
     chain = nn.ModuleList(_ResidualMLP(dropout) for _ in range(blocks))
     return chain, torch.randn(ROWS, WIDTH, requires_grad=requires_grad)
 
 
 def _forward(
-    answer: Checkpointing, chain: nn.ModuleList, x: Tensor, *others: Tensor, case: str = ""
+    answer: Checkpointing, chain: Any, x: Tensor, *others: Tensor, case: str = ""
 ) -> Tensor:
     for block in chain:
         x = answer(_as_function(block) if block.dropout else block, x, *others)
@@ -190,9 +188,7 @@ def _in_words(error: Exception) -> str:
     return next(known, f"{type(error).__name__}: {first_line(error)}")
 
 
-def _backward(
-    loss: Tensor, chain: nn.ModuleList, case: str, hooks: _HookRecord, retain_graph: bool
-) -> None:
+def _backward(loss: Tensor, chain: Any, case: str, hooks: _HookRecord, retain_graph: bool) -> None:
     """loss.backward, with torch's errors explained."""
     hooks.entered = 0
     try:
@@ -223,7 +219,7 @@ def _plain(fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 def _check_values(answer: Checkpointing, name: str) -> None:
     """The output, every gradient and the random numbers drawn later match the plain pass."""
     rows = torch.arange(ROWS).flip(0)
-    for case, others, settings in (
+    cases: tuple[tuple[str, tuple[Tensor, ...], dict[str, Any]], ...] = (
         ("one block", (), {}),
         ("one block that also takes an integer tensor", (rows,), {}),
         (
@@ -231,7 +227,8 @@ def _check_values(answer: Checkpointing, name: str) -> None:
             (),
             {"blocks": 2, "dropout": 0.25},
         ),
-    ):
+    )
+    for case, others, settings in cases:
         case = f"{name} of {case}"
         got = _passed(answer, *others, case=case, **settings)
         wanted = _passed(_plain, *others, **settings)
@@ -417,7 +414,7 @@ def _check_function(answer: Checkpointing) -> str:
 
 
 def _check_is_a_function(answer: Checkpointing) -> None:
-    node = _of_one_block(answer).grad_fn
+    node: Any = _of_one_block(answer).grad_fn
     name = type(node).__name__
     require(
         isinstance(node, BackwardCFunction),
@@ -474,7 +471,7 @@ def _check_uses_own_hooks(answer: Checkpointing) -> None:
 def _check_without_input_gradient(answer: Checkpointing) -> None:
     """The weights get gradients even if no input requires one."""
     case = "forget_by_hooks of 2 blocks, x.requires_grad=False"
-    settings = {"blocks": 2, "dropout": 0.25, "requires_grad": False}
+    settings: dict[str, Any] = {"blocks": 2, "dropout": 0.25, "requires_grad": False}
     got = _passed(answer, case=case, **settings)
     same_gradients(case, got.gradients, _passed(_plain, **settings).gradients)
 
@@ -502,7 +499,7 @@ def _check_saved_twice(answer: Checkpointing) -> None:
 def _check_retained(answer: Checkpointing) -> None:
     """A second backward through a retained graph works, and the first one leaves nothing behind."""
     case = "forget_by_hooks of 2 blocks, a second backward through a retained graph"
-    settings = {"blocks": 2, "dropout": 0.25, "backwards": 2}
+    settings: dict[str, Any] = {"blocks": 2, "dropout": 0.25, "backwards": 2}
     got = _passed(answer, case=case, **settings)
     same_gradients(case, got.gradients, _passed(_plain, **settings).gradients)
     held, wanted = _held_when_retained(answer, _backward_of_all), BLOCKS * OUTPUT_BYTES
@@ -514,11 +511,11 @@ def _check_retained(answer: Checkpointing) -> None:
     )
 
 
-def _backward_of_all(output: Tensor, chain: nn.ModuleList) -> None:
+def _backward_of_all(output: Tensor, chain: Any) -> None:
     output.backward(torch.ones_like(output), retain_graph=True)
 
 
-def _backward_of_last_weight(output: Tensor, chain: nn.ModuleList) -> None:
+def _backward_of_last_weight(output: Tensor, chain: Any) -> None:
     torch.autograd.grad(output.sum(), chain[-1].down.weight, retain_graph=True)
 
 

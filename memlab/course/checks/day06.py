@@ -122,14 +122,9 @@ def random_chain(stages: int, seed: int) -> Chain:
 
     def costs(output: int) -> Costs:
         forward = rng.randint(5, 30)
-        return Costs(
-            forward,
-            2 * forward,
-            output,
-            output + rng.randint(10, 100),
-            *(rng.randint(0, 20) for _ in range(5)),
-            tail=rng.randint(0, 5),
-        )
+        saved = output + rng.randint(10, 100)
+        others = [rng.randint(0, 20) for _ in range(5)]
+        return Costs(forward, 2 * forward, output, saved, *[*others, rng.randint(0, 5)])
 
     return Chain(
         tuple(costs(8) for _ in range(stages)),

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ _LIBRARY = ("memlab.quantize", "memlab.compression")  # the modules that this da
 # ------------------------------------------------------------------ 7.1: quantize
 
 Kept = tuple[Tensor, Tensor, Tensor]  # codes, smallest, step
-Quantize = Callable[[Tensor, int, Round], Kept]
+Quantize = Callable[..., Kept]  # (groups, levels, round)
 
 
 def _groups(*ranges: tuple[float, float], size: int = GROUP) -> Tensor:
@@ -474,9 +475,14 @@ def _check_bytes_kept(answer: BytesKept) -> str:
     return f"{2 * len(cases) + 1} cases · in the last, {before:,} bytes become {after:,}"
 
 
+def _noted(seen: list[Tensor], tensor: Tensor) -> Tensor:
+    seen.append(tensor)
+    return tensor
+
+
 def _saved_by(layer: nn.Module) -> list[Tensor]:
     seen: list[Tensor] = []
-    with saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+    with saved_tensors_hooks(partial(_noted, seen), lambda t: t):
         layer(_input())
     return seen
 
@@ -683,7 +689,7 @@ def _require_calls_independent(answer: MakeHooks) -> None:
     seen: list[Tensor] = []
     pack, _ = _hooks_of(answer, [], *_EXACT)
     kept = pack(h)  # keeps the codes of the first pair alive
-    other, _ = _hooks_of(answer, [], lambda values: seen.append(values) or values, _EXACT[1])
+    other, _ = _hooks_of(answer, [], partial(_noted, seen), _EXACT[1])
     other(h)
     require(
         len(seen) == 1,

@@ -70,7 +70,8 @@ def _require_steps(
 
 def _require_in_place(answer: Step, **settings: Any) -> None:
     """Require that two steps change a weight at all."""
-    weight, state = torch.ones(1), {}
+    weight = torch.ones(1)
+    state: dict[str, Any] = {}
     with torch.no_grad():
         for _ in range(2):
             answer(weight, torch.full((1,), 0.5), state, lr=0.1, weight_decay=0.0, **settings)
@@ -145,7 +146,8 @@ def _require_kept(
 ) -> None:
     """Require the bytes that two steps leave alive, the keys of the state, and which of its tensors
     have the weight's shape."""
-    weight, state = torch.ones(_SHAPE), {}
+    weight = torch.ones(_SHAPE)
+    state: dict[str, Any] = {}
 
     def steps() -> None:
         for value in (0.1, 0.2):
@@ -325,9 +327,10 @@ _REFUSED: tuple[tuple[str, tuple[int, ...]], ...] = (
 def _check_block_size(answer: BlockSize) -> str:
     wider = ("attention.query.weight", (256, 96), 128)
     for name, shape, head in (*((*weight, _HEAD) for weight in _ACCEPTED), wider):
-        call, wanted = f"block_size({name!r}, {shape}, {head})", block_size(name, shape, head)
+        call, size = f"block_size({name!r}, {shape}, {head})", torch.Size(shape)
+        wanted = block_size(name, size, head)
         try:
-            got = answer(name, torch.Size(shape), head)
+            got = answer(name, size, head)
         except (LookupError, ValueError) as error:
             raise Wrong(f"{call} raised {type(error).__name__}, wanted {wanted:,}.") from None
         equal(call, got, wanted)
@@ -433,10 +436,11 @@ class _UpdateRecorder:
             f"{'freed before' if weight in self.complete else 'not stored yet'}.",
         )
         self.calls[number] += 1
+        gradient: Any = weight.grad
         if self.keeps_gradients:
-            self.gradients[number] = weight.grad
+            self.gradients[number] = gradient
         with torch.no_grad():
-            weight -= self.rate * weight.grad
+            weight -= self.rate * gradient
 
     def backward(self, seed: int = 0, layers: int = _LAYERS) -> None:
         tokens = torch.randint(_VOCABULARY, (16,), generator=torch.Generator().manual_seed(seed))

@@ -265,7 +265,8 @@ def _counted_calls(optimizer: Any) -> list[int]:
     kind = type(optimizer).__name__
     is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
     require(is_optimizer, f"Adam8bit([weight], …) gave {kind}; wanted an optimizer.")
-    encode_v, calls = getattr(optimizer, "encode_v", None), []
+    encode_v: Any = getattr(optimizer, "encode_v", None)
+    calls: list[int] = []
     require(
         callable(encode_v), "Adam8bit has no encode_v. Do not change the lines around your code."
     )
@@ -423,7 +424,7 @@ def longest_step(encode_v: Encode, n: int = 2 * SMALLEST, steps: int = 60) -> fl
     random = torch.Generator().manual_seed(0)
     size = (2 * torch.randn(n, generator=random)).exp()
     weight, lr, longest = nn.Parameter(torch.zeros(n)), 1e-3, 0.0
-    optimizer = Adam8bit([weight], lr=lr)
+    optimizer: Any = Adam8bit([weight], lr=lr)
     optimizer.encode_v = encode_v
     for _ in range(steps):
         before = weight.detach().clone()

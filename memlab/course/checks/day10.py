@@ -33,7 +33,7 @@ from memlab.trace import Trace
 Add = Callable[..., tuple[Tensor, Tensor, Tensor]]
 Planner = Callable[[int, int, int, int], list[tuple[slice, list[slice]]]]
 Attend = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
-Flash = Callable[[Tensor, Tensor, Tensor, int, int], Tensor]
+Flash = Callable[..., Tensor]  # (q, k, v, tile, shift)
 
 _TORCHS_OWN = "scaled_dot_product"
 _LIBRARIES = (
@@ -660,7 +660,8 @@ def _check_result(answer: Flash, case: AttentionCase) -> tuple[list[Tensor], Ten
 def _exactly(case: AttentionCase) -> tuple[list[Tensor], Tensor]:
     """q, k and v in float64, and the result from the whole score matrix."""
     exact = [x.double().requires_grad_() for x in _arguments(case)[:3]]
-    return exact, _whole(*exact, case.tile, case.shift)[0]
+    q, k, v = exact
+    return exact, _whole(q, k, v, case.tile, case.shift)[0]
 
 
 def _require_all_near(call: str, got: Iterable[Tensor], wanted: Iterable[Tensor]) -> None:

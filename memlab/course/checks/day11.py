@@ -141,7 +141,7 @@ def _ignored_column_named(call: str, targets: Tensor) -> Iterator[None]:
 def _require_right(call: str, losses: Any, x: Tensor, before: Tensor, targets: Tensor) -> None:
     """The losses, and their gradients in x, match float64."""
     _require_loss_tensor(call, losses, (len(before),))
-    exact = before.double().requires_grad_()
+    exact: Any = before.double().requires_grad_()
     wanted = F.cross_entropy(exact, targets, reduction="none", ignore_index=IGNORED)
     wanted.sum().backward()
     _require_elements(f"{call}: the losses are", losses, wanted.detach())
@@ -171,7 +171,7 @@ def _require_loss_tensor(call: str, got: Any, shape: tuple[int, ...]) -> None:
 def _require_elements(what: str, got: Tensor, wanted: Tensor) -> None:
     off = (got.double() - wanted).abs() > 1e-5 * (1 + wanted.abs())
     mine, right = distinct_elements(got, wanted)
-    require(got.isfinite().all() and not off.any(), f"{what} {mine}; wanted {right}.")
+    require(bool(got.isfinite().all() and not off.any()), f"{what} {mine}; wanted {right}.")
 
 
 def _check_bytes_per_row(answer: Gradient) -> None:
@@ -191,10 +191,10 @@ def _check_bytes_per_row(answer: Gradient) -> None:
             f"{x.nbytes:,} of x; wanted no second (n, V), at most {MOST_BYTES_PER_ROW} bytes per "
             f"row."
         )
-    taken = recording.peak_bytes / n
+    per_row = recording.peak_bytes / n
     require(
-        taken <= MOST_BYTES_PER_ROW,
-        f"{call} needs {taken:,.0f} more bytes per row; wanted at most {MOST_BYTES_PER_ROW}.",
+        per_row <= MOST_BYTES_PER_ROW,
+        f"{call} needs {per_row:,.0f} more bytes per row; wanted at most {MOST_BYTES_PER_ROW}.",
     )
     limited_outside_of_tensors(call, lambda: answer(before, targets), OUTSIDE)
 
@@ -337,7 +337,7 @@ def _require_value(
         _require_gradient(f"{case.call}: the gradient of {name}", x.grad, y.grad, tolerance)
 
 
-def _require_gradient(what: str, got: Tensor | None, wanted: Tensor, tolerance: float) -> None:
+def _require_gradient(what: str, got: Tensor | None, wanted: Any, tolerance: float) -> None:
     if got is None:
         raise Wrong(f"{what} is missing after backward.")
     size, length = wanted.norm().item(), got.double().norm().item()
@@ -409,7 +409,7 @@ def _check_sum(answer: Loss) -> None:
     """In bfloat16, where each row's share is less than the last bit of the sum."""
     rows = 400
     hidden = torch.ones(rows, 1, dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    weight: Any = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.zeros(rows, dtype=torch.long)
     call = f"chunked_loss of {rows} equal rows in bfloat16, one at a time"
     loss = _loss_of(answer, call, hidden, weight, targets, 1)

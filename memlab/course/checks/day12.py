@@ -1,6 +1,6 @@
 """Day 12: sharding with ZeRO."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate as running_sums
@@ -55,7 +55,7 @@ class RankTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = _tensors((args, kwargs))
-        ranks = sorted({self.rank_of(x) for x in given} - {None})
+        ranks = sorted({rank for x in given if (rank := self.rank_of(x)) is not None})
         if len(ranks) > 1:
             raise Wrong(
                 f"{func.__name__.split('.')[0]} was called on tensors of rank {ranks[0]} and of "
@@ -95,7 +95,7 @@ class CheckedCommunicator(Communicator):
         self.tracker.place(target, arrived)
         return arrived
 
-    def sum(self, values: Sequence[float]) -> float:
+    def sum(self, values: Iterable[float]) -> float:
         self.last_sum = super().sum(values)
         return self.last_sum
 
@@ -450,7 +450,7 @@ def _exact_pass(
     for w in weights:
         inputs.append(forward_of(w, inputs[-1]))
     dy = first = _dy(inputs.pop())
-    found = []
+    found: list[Any] = []
     for w, given in zip(reversed(weights), reversed(inputs), strict=True):
         dw, dy = backward_of(w, given, dy)
         found.insert(0, dw)

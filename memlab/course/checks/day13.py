@@ -156,11 +156,10 @@ class BackwardCase:
         return made.repeat(1, self.repeats)
 
     def sums(self) -> list[Tensor]:
-        ranks = range(len(self.orders))
-        return [
-            torch.cat([sum(self.gradient(n, r) for r in ranks).flatten() for n in bucket])
-            for bucket in self.buckets
-        ]
+        def summed(name: str) -> Any:
+            return sum(self.gradient(name, rank) for rank in range(len(self.orders)))
+
+        return [torch.cat([summed(n).flatten() for n in bucket]) for bucket in self.buckets]
 
     def last_needed(self, rank: int) -> list[str]:
         """Return the last gradient that each bucket needs before it can begin in list order."""
@@ -243,7 +242,7 @@ def _require_sums(at: str, got: Any, case: BackwardCase, added: int) -> None:
 class _WatchedRank(LightMode):
     """Yields a rank's gradients, and finds gradients held after sending."""
 
-    def __init__(self, at: str, case: BackwardCase, peer: Peer) -> None:
+    def __init__(self, at: str, case: BackwardCase, peer: Any) -> None:
         super().__init__()
         self._at, self._case, self._peer = at, case, peer
         self._made: dict[StorageWeakRef, torch.dtype] = {}  # by the answer, copies included
@@ -279,7 +278,8 @@ class _WatchedRank(LightMode):
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the gradients. Before each, require that sent gradients are freed."""
         storages: dict[str, StorageWeakRef] = {}
-        make, require_freed = map(self._unrecorded, (self._case.gradient, self._require_freed))
+        make = self._unrecorded(self._case.gradient)
+        require_freed = self._unrecorded(self._require_freed)
         for name in self._case.orders[self._peer.rank]:
             require_freed(storages, f"{name} is computed")
             self._peer.events.append(("made", name))
@@ -351,7 +351,8 @@ def _require_begun(at: str, peer: Peer, case: BackwardCase) -> None:
 
 def _require_waits(at: str, peer: Peer) -> None:
     """Require at most two in flight, and no wait before a third bucket begins."""
-    events, in_flight = peer.events, []
+    events = peer.events
+    in_flight: list[Any] = []
     last_made = max((n for n, (event, _) in enumerate(events) if event == "made"), default=0)
     for place, (event, value) in enumerate(events):
         following = [kind for kind, _ in events[place + 1 : place + 2]]

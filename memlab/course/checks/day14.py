@@ -142,7 +142,7 @@ def _traced_bytes(run: Callable[[], Any]) -> int:
     return traced
 
 
-def _require_close(what: str, got: Any, wanted: Tensor) -> None:
+def _require_close(what: str, got: Any, wanted: Any) -> None:
     same_values(
         what, got, wanted, within=rounding(wanted.dtype) if wanted.is_floating_point() else 0
     )

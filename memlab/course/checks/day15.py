@@ -142,7 +142,7 @@ def _check_response(answer: Any, times: Sequence[float]) -> None:
     )
 
 
-def _average_of(answer: Any, weights: list[Tensor], gamma: float) -> Any:
+def _average_of(answer: Any, weights: Sequence[Tensor], gamma: float) -> Any:
     average = answer(weights, gamma)
     require(
         isinstance(getattr(average, "values", None), list) and hasattr(average, "update"),
@@ -236,7 +236,7 @@ def _check_solve(answer: Solve) -> str:
     )
 
 
-def _require_error(answer: Solve, case: str, snapshots: Sequence[Profile], target: Profile) -> None:
+def _require_error(answer: Solve, case: str, snapshots: Sequence[Any], target: Any) -> None:
     weights = _weights_of(answer, case, snapshots, target)
     later = sum(x != 0 for x, s in zip(weights, snapshots, strict=True) if s.t > target.t)
     require(

@@ -55,7 +55,7 @@ def _check_levels(answer: Callable[[], Tensor]) -> str:
     got, wanted = answer(), levels()
     is_tensor("levels()", got, dtype=torch.float32, shape=(16,))
     increasing("levels()", got)
-    require((got == 0).any().item(), "levels() has no 0. Weights of exactly 0 need a level.")
+    require(bool((got == 0).any()), "levels() has no 0. Weights of exactly 0 need a level.")
     # A quantile is accurate to its own last bits; 0 is checked above.
     allowed = rounding(got.dtype, terms=16) * wanted.abs()
     require_none_wrong("levels()", got, wanted, ~((got - wanted).abs() <= allowed))
@@ -232,7 +232,7 @@ def _require_double(
     further = (decoded - centered).abs() - (nearest - centered).abs()
     off = (further > 4 * tolerance).nonzero().flatten().tolist()
     for k in off[:1]:
-        mine, right = distinct(*(float(part[k] + wanted_mean) for part in (decoded, nearest)))
+        mine, right = distinct(float(decoded[k] + wanted_mean), float(nearest[k] + wanted_mean))
         require(
             False,
             f"{call}: {exact[k]:.4g} decodes to {mine}; wanted {right}. {len(off)} of {len(exact)} "

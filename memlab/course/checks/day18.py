@@ -84,7 +84,8 @@ def _check_mlp(answer: Any) -> str:
         whole = [w.clone().requires_grad_() for w in (x, up, down)]
         y = F.gelu(whole[0] @ whole[1].T) @ whole[2].T
         y.backward(dy)
-        of_x, of_up, of_down = (w.grad for w in whole)
+        whole_gradients: list[Any] = [w.grad for w in whole]
+        of_x, of_up, of_down = whole_gradients
         for rank, outcome in enumerate(found):
             wanted = {
                 "Y": y.detach(),
@@ -234,7 +235,7 @@ def _check_gather(answer: Any) -> str:
         xs, ws = x.chunk(ranks), weight.chunk(ranks)
         given = [(xs[r], ws[r], dys[r]) for r in range(ranks)]
         found = case_in_turns(call, _gather_of_a_rank(answer), given)
-        of_x = sum(dy @ w for dy, w in zip(dys, ws, strict=True))
+        of_x: Any = sum(dy @ w for dy, w in zip(dys, ws, strict=True))
         for rank, outcome in enumerate(found):
             wanted = {
                 "output": x @ ws[rank].T,

@@ -257,7 +257,8 @@ def _check_matmul(answer: MatmulFunction) -> str:
 
 
 def _check_values(answer: MatmulFunction, case: MatmulCase) -> None:
-    call, given = f"matmul of {case}", {"x": case.x, "weight": case.weight}
+    call = f"matmul of {case}"
+    given: dict[str, Any] = {"x": case.x, "weight": case.weight}
 
     def scaled(multiply: MatmulFunction, x: Tensor, weight: Tensor) -> Tensor:
         return multiply(x, weight) * case.size
@@ -295,7 +296,7 @@ def _check_two_layers(answer: MatmulFunction) -> None:
     def through(multiply: MatmulFunction, x: Tensor, one: Tensor, two: Tensor) -> Tensor:
         return multiply(multiply(x, one), two)
 
-    given = {"x": first.x, "one": first.weight, "two": second}
+    given: dict[str, Any] = {"x": first.x, "one": first.weight, "two": second}
     wanted = gradients(partial(through, matmul), **given)
     got = gradients(partial(through, answer), **given)
     same_gradients(call, got, wanted, within=1e-4)

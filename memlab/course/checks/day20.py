@@ -112,7 +112,8 @@ def _run(
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
     """Return the weight and a copy of the state after each step. With `call`, require that the step
     is in place and does not change the gradient."""
-    weight, state = _random(*case.shape, dtype=dtype), {}
+    weight = _random(*case.shape, dtype=dtype)
+    state: dict[str, Any] = {}
     address, weights, states = weight.data_ptr(), [], []
     for seed in range(1, case.steps + 1):
         gradient = seed * _random(*case.shape, seed=seed, dtype=dtype)
