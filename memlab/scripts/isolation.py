@@ -30,6 +30,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import quote, unquote
 
 import torch
 
@@ -64,6 +65,9 @@ _STARTERS = {
 _READING_GIT = re.compile(
     r"git (rev-parse|describe|log|show|status|diff)( (?!--output)[\w./~^=%@:-]+)*"
     r"|git branch( (--show-current|--list|--all|-a|-r|-v|-vv))*"
+)
+_FILE_URI = re.compile(
+    r"file:(//(localhost)?(?=/))?(?P<path>(?!:memory:)[^?#]+)(?![^#]*mode=memory)"
 )
 # What a script may try, in words for a sentence.
 _ATTEMPTS = {
@@ -706,7 +710,10 @@ class _Files:
         """Redirect sqlite3, which opens files in C."""
 
         def connect(database: Any, *args: Any, **kwargs: Any) -> Any:
-            if database not in ("", ":memory:") and not kwargs.get("uri"):
+            if kwargs.get("uri") and (found := _FILE_URI.match(os.fsdecode(database))):
+                path = self.writable(unquote(found["path"]), keeps=True)
+                database = f"file:{quote(path)}{database[found.end() :]}"
+            elif database not in ("", ":memory:") and not kwargs.get("uri"):
                 database = self.writable(database, keeps=True)
             return real(database, *args, **kwargs)
 

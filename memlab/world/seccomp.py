@@ -2,7 +2,7 @@
 
 The kernel stops the process at such a call, and hands the parent its number and arguments. The
 parent lets it go on, fails it, or answers for it (supervisor.py). The filter sees numbers alone, so
-it cannot tell one path from another; it lets files that are opened for reading pass.
+it cannot tell one path from another.
 """
 
 import ctypes
@@ -15,9 +15,8 @@ from memlab.world.landlock import system_call, without_new_privileges
 
 _NEW_LISTENER, _SET_FILTER = 1 << 3, 1
 _ALLOW, _NOTIFY, _FAIL = 0x7FFF0000, 0x7FC00000, 0x00050000
-WRITING_FLAGS = 0o1103  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in what the filter sees
-_LOAD, _EQUAL, _ANY_BIT, _AT_LEAST, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
+_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _X32 = 0x40000000  # numbers of another set of calls on x86-64
 
 
@@ -27,21 +26,21 @@ class Call(NamedTuple):
     numbers    on x86-64 and aarch64; None: it does not exist there
     kind       what it does
     paths      the places of its paths among its arguments, each with its folder's place
-    unless_0   the place of an argument without which it does nothing that matters
+    unless_0   the place of an argument without which it does nothing that matters: an address
     """
 
     numbers: tuple[int | None, int | None]
     kind: str
     paths: tuple[tuple[int | None, int], ...] = ()
-    unless_0: tuple[int, int] | None = None  # place, and the bits that count
+    unless_0: int | None = None
 
 
-_ANY, _HERE, _AT = 0xFFFFFFFF, ((None, 0),), ((0, 1),)
+_HERE, _AT = ((None, 0),), ((0, 1),)
 CALLS = {
-    "open": Call((2, None), "open", _HERE, (1, WRITING_FLAGS)),
-    "creat": Call((85, None), "open", _HERE),
-    "openat": Call((257, 56), "open", _AT, (2, WRITING_FLAGS)),
-    "openat2": Call((437, 437), "open", _AT),
+    "open": Call((2, None), "open", _HERE),
+    "creat": Call((85, None), "create", _HERE),
+    "openat": Call((257, 56), "open", _AT),
+    "openat2": Call((437, 437), "open as described", _AT),
     "mkdir": Call((83, None), "mkdir", _HERE),
     "mkdirat": Call((258, 34), "mkdir", _AT),
     "mknod": Call((133, None), "make", _HERE),
@@ -76,7 +75,7 @@ CALLS = {
     "lremovexattr": Call((198, 15), "change", _HERE),
     "fremovexattr": Call((199, 16), "change of an open file"),
     "connect": Call((42, 203), "connect"),
-    "sendto": Call((44, 206), "send", unless_0=(4, _ANY)),
+    "sendto": Call((44, 206), "send", unless_0=4),
     "sendmsg": Call((46, 211), "send message"),
     "sendmmsg": Call((307, 269), "send message"),
     "kill": Call((62, 129), "signal"),
@@ -127,10 +126,9 @@ def _program(*, network: bool) -> list[bytes]:
             continue
         answer = [_operation(_RETURN, _NOTIFY)]
         if call.unless_0 is not None:
-            place, bits = call.unless_0
             answer = [
-                _operation(_LOAD, _ARGUMENTS + 8 * place),  # its lower half
-                _operation(_ANY_BIT, bits, 0, 1),
+                _operation(_LOAD, _ARGUMENTS + 8 * call.unless_0),  # its lower half
+                _operation(_EQUAL, 0, 1, 0),
                 *answer,
                 _operation(_RETURN, _ALLOW),
             ]

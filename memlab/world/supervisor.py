@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from memlab.world import UNLISTED, landlock
-from memlab.world.seccomp import WRITING_FLAGS, Call, calls_by_number
+from memlab.world.seccomp import Call, calls_by_number
 
 _RECEIVE, _SEND, _ADD_DESCRIPTOR = 0xC0502100, 0xC0182101, 0x40182103  # ioctls
 _CALL = struct.Struct("QIIiIQ6Q")  # seccomp_notif
 _ANSWER, _DESCRIPTOR = struct.Struct("QqiI"), struct.Struct("QIIII")
 _GO_ON, _AND_ANSWER = 1, 2
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _HERE = -100  # AT_FDCWD
 _LONGEST_PATH = 4096
 _LOCAL = (socket.AF_UNSPEC, socket.AF_UNIX, getattr(socket, "AF_NETLINK", 16))
@@ -65,6 +66,8 @@ class Supervisor:
         self._calls = calls_by_number()
         self._answers: dict[str, Callable[..., None]] = {
             "open": self._open,
+            "create": self._open,
+            "open as described": self._open,
             "mkdir": self._make_folder,
             "make": self._make,
             "remove": self._remove,
@@ -160,21 +163,21 @@ class Supervisor:
                 file.write(line)
 
     def _open(self, call: Call) -> None:
-        """Open a file that would be written where the script's files are, and hand it over."""
-        [path] = self._paths(call)
-        real, above = os.path.realpath(path), self._above(path)
+        """Open a file that the script writes, or has written, where its files are."""
         flags, mode = self._flags(call)
-        if not flags & WRITING_FLAGS or (self._is_allowed(path) and self._is_allowed(real)):
+        if not flags & _WRITING and not os.listdir(self._over):
+            return  # most files are read before the first is written
+        [path] = self._paths(call)
+        above = self._above(path)
+        if flags & _WRITING:
+            if not self._is_led_elsewhere(path, above, flags):
+                return
+            self._note("write", path)
+            os.makedirs(os.path.dirname(above), exist_ok=True)
+            if os.path.isfile(real := os.path.realpath(path)) and not os.path.lexists(above):
+                shutil.copyfile(real, above)
+        elif not os.path.isfile(above):
             return
-        is_new = not os.path.lexists(real) and not os.path.lexists(above)
-        if is_new != bool(flags & os.O_CREAT) and (is_new or flags & os.O_EXCL):
-            return  # the kernel says that it does not exist, or does
-        if not self._may_be_made(path) or (os.path.lexists(real) and not os.path.isfile(real)):
-            return
-        self._note("write", path)
-        os.makedirs(os.path.dirname(above), exist_ok=True)
-        if os.path.isfile(real) and not os.path.lexists(above):
-            shutil.copyfile(real, above)
         opened = os.open(above, flags, mode)
         try:
             added = _DESCRIPTOR.pack(self._id, _AND_ANSWER, opened, 0, flags & os.O_CLOEXEC)
@@ -183,15 +186,24 @@ class Supervisor:
             os.close(opened)
         raise _AnsweredError
 
+    def _is_led_elsewhere(self, path: str, above: str, flags: int) -> bool:
+        """Return whether a file to write lies outside, and can be written above."""
+        real = os.path.realpath(path)
+        if self._is_allowed(path) and self._is_allowed(real):
+            return False
+        is_new = not os.path.lexists(real) and not os.path.lexists(above)
+        if is_new != bool(flags & os.O_CREAT) and (is_new or flags & os.O_EXCL):
+            return False  # the kernel says that it does not exist, or does
+        return self._may_be_made(path) and (not os.path.lexists(real) or os.path.isfile(real))
+
     def _flags(self, call: Call) -> tuple[int, int]:
         """Return the flags and the mode of an open call."""
-        if call.unless_0 is not None:  # open, openat
-            place = call.unless_0[0]
-            flags, mode = self._arguments[place : place + 2]
-        elif call.paths[0][0] is None:  # creat
-            flags, mode = os.O_CREAT | os.O_WRONLY | os.O_TRUNC, self._arguments[1]
-        else:  # openat2
-            flags, mode = struct.unpack("QQ", self._read(self._arguments[2], 16))
+        after = call.paths[0][1] + 1
+        flags, mode = self._arguments[after : after + 2]
+        if call.kind == "create":
+            flags, mode = os.O_CREAT | os.O_WRONLY | os.O_TRUNC, flags
+        elif call.kind == "open as described":
+            flags, mode = struct.unpack("QQ", self._read(flags, 16))
         return flags & 0xFFFFFFFF, mode & 0o7777
 
     def _make_folder(self, call: Call) -> None:

@@ -214,7 +214,7 @@ class TestTheChild:
         assert "PermissionError: [Errno 13] Permission denied: 'train.py'" in err
         assert "memlab run refused it; --allow-writes permits it" in err
 
-    def test_finds_again_what_it_wrote_in_c(self, memlab, tmp_path):
+    def test_finds_again_in_c_what_it_wrote_there(self, memlab, tmp_path):
         source = (
             "import io, os, posix\n"
             "with io.FileIO('new', 'w') as file: file.write(b'text')\n"
@@ -222,11 +222,23 @@ class TestTheChild:
             "descriptor = posix.open('train.py', posix.O_RDWR)\n"
             "assert posix.read(descriptor, 6) == b'import'\n"
             "posix.mkdir('made'); posix.rename('new', 'made/new'); posix.unlink('made/new')\n"
+            "import sqlite3, tarfile, torch\n"
+            "torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), 'linear.pt')\n"
+            "torch.jit.load('linear.pt')\n"
+            "with tarfile.open('all.tar', 'w') as tar: tar.add('linear.pt')\n"
+            "assert tarfile.open('all.tar').getnames() == ['linear.pt']\n"
+            "for _ in range(2):\n"
+            "    database = sqlite3.connect('file:runs.db?mode=rwc', uri=True)\n"
+            "    database.execute('create table if not exists losses (loss real)')\n"
+            "    database.execute('insert into losses values (1)')\n"
+            "    database.commit()\n"
+            "assert len(database.execute('select * from losses').fetchall()) == 2\n"
         )
-        status, _, err = ended(memlab(source + TRAINING))
+        status, _, err = ended(memlab(source + TRAINING, "--real"))
         assert status == 0, err
         refused = (tmp_path / "work" / "run-refused.txt").read_text().split()[1::2]
-        assert refused == ["new", "train.py", "made", "made/new"]
+        written = {"new", "train.py", "made", "made/new", "linear.pt", "all.tar", "runs.db"}
+        assert {path for path in refused if not path.startswith("runs.db-")} == written
 
     def test_changes_its_own_temporary_files(self, memlab):
         source = (
