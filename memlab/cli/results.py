@@ -2,7 +2,10 @@
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -153,6 +156,18 @@ def _pictures(drawings: Mapping[str, Drawing]) -> dict[str, Writer]:
         note("no pictures: matplotlib is not installed; run pip install matplotlib")
         return {}
     return {f"{end}.png": partial(_draw, draw) for end, draw in drawings.items()}
+
+
+def fill_font_cache() -> None:
+    """Let matplotlib list the fonts in its cache, which a confined process cannot write. Another
+    process imports it, because the script may set variables that it reads when it is imported."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(os.environ.get("MPLCONFIGDIR") or os.path.join(caches, "matplotlib"))
+    if not any(folder.glob("fontlist-*.json")):
+        code = "import matplotlib.font_manager"
+        subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
 
 
 def _draw(draw: Drawing, path: Path) -> None:

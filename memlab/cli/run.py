@@ -19,7 +19,7 @@ from memlab.cli.errors import UsageError, quoted
 from memlab.cli.parsing import choose_folder
 from memlab.cli.plan import choose_memory
 from memlab.cli.plan_report import EMPTIES_CACHE, room
-from memlab.cli.results import write_run
+from memlab.cli.results import fill_font_cache, write_run
 from memlab.cli.rows import Row
 from memlab.cli.run_progress import announce, ended_by_a_signal, telling_where
 from memlab.cli.run_ranks import highest, show_ranks, show_transfers
@@ -100,6 +100,7 @@ def run_script(wanted: Wanted) -> int:
     check_assumption(wanted.assume)
     folder = choose_folder(wanted.out)
     if wanted.confinement is not None:
+        fill_font_cache()
         wanted.confinement.begin(folder, network=joins_others(launch, real=wanted.real))
     began = time.monotonic()
     outcomes = _outcomes(launch, wanted, target)

@@ -9,6 +9,7 @@ the child's system calls (supervisor.py), and removes its temporary folder, howe
 import os
 import signal
 import stat
+import subprocess
 import sys
 import tempfile
 import threading
@@ -55,6 +56,7 @@ class Confinement:
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.folder)  # torch's caches go there
         (self.folder / UNLISTED).mkdir()
         (self.folder / _OVER).symlink_to(UNLISTED)
+        _make_devices_of_gpus()
         own = [str(self.folder), str(folder)]
         landlock.restrict([*own, *_SHARED, *_devices(), "/proc/self", 1, 2], tcp=network)
         with suppress(OSError):  # another supervisor has this process
@@ -172,6 +174,14 @@ def _exit_as(status: int) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-status})
         os.kill(os.getpid(), -status)
     sys.exit(status)
+
+
+def _make_devices_of_gpus() -> None:
+    """Let NVIDIA's driver make its last device, if CUDA has not been used since the machine
+    started: a program with root's rights does it, and none starts in a confined process."""
+    if os.path.exists("/dev/nvidiactl") and not os.path.exists("/dev/nvidia-uvm"):
+        code = "import ctypes; ctypes.CDLL('libcuda.so.1').cuInit(0)"
+        subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
 
 
 def _devices() -> Iterator[str]:

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-CONNECTIONS, SIGNALS = 4, 6  # the versions that cover them
+MOVES, CONNECTIONS, SIGNALS = 2, 4, 6  # the versions that cover them
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446  # on every architecture
 _VERSION, _PATH_BENEATH = 1, 1
 _NO_NEW_PRIVILEGES, _SIGNAL_OF_PARENTS_DEATH = 38, 1  # of prctl
@@ -85,7 +85,7 @@ def restrict(paths: Iterable[str | int], *, tcp: bool = False) -> None:
     """
     version = abi()
     on_files = _WRITE | (_TRUNCATE if version >= 3 else 0)
-    everything = on_files | _IN_FOLDERS | (_REFER if version >= 2 else 0)
+    everything = on_files | _IN_FOLDERS | (_REFER if version >= MOVES else 0)
     rules = _Ruleset(
         everything,
         _CONNECT_TCP if version >= CONNECTIONS and not tcp else 0,

@@ -62,6 +62,7 @@ class Supervisor:
         self._listener, self._process = listener, process
         self._allowed = [os.path.realpath(each) for each in allowed]
         self._over, self._attempts = over, attempts
+        self._moves_between_folders = landlock.abi() >= landlock.MOVES
         self._scopes_signals = landlock.abi() >= landlock.SIGNALS
         self._calls = calls_by_number()
         self._answers: dict[str, Callable[..., None]] = {
@@ -235,11 +236,12 @@ class Supervisor:
 
     def _rename(self, call: Call) -> None:
         source, target = self._paths(call)
-        if self._is_allowed(source) and self._is_allowed(target):
+        if self._is_allowed(source) and self._is_allowed(target) and self._moves_between_folders:
             return
         found = source if self._is_allowed(source) else self._above(source)
         if os.path.lexists(found) and self._may_be_made(target):
-            self._note("write", target)
+            if not self._is_allowed(target):
+                self._note("write", target)
             above = target if self._is_allowed(target) else self._above(target)
             os.makedirs(os.path.dirname(above), exist_ok=True)
             os.replace(found, above)

@@ -35,10 +35,8 @@ DRY = ("run", "--device", "cpu")
 confines = pytest.mark.skipif(
     landlock.abi() < landlock.SIGNALS, reason="this kernel's Landlock does not cover all of it"
 )
-WITHOUT_LANDLOCK = (
-    "from memlab.world import landlock; landlock.abi = lambda: 0; "
-    "from memlab.__main__ import main; main()"
-)
+MAIN = "from memlab.__main__ import main; main()"
+WITHOUT_LANDLOCK = f"from memlab.world import landlock; landlock.abi = lambda: 0\n{MAIN}"
 
 
 def prepare(folder):
@@ -107,9 +105,11 @@ class Attempted:
         return name in self.reached or state(self.box / name) != self.before[name]
 
 
-@pytest.fixture(scope="module")
-def confined(tmp_path_factory):
-    return Attempted(tmp_path_factory.mktemp("confined"), "-m", "memlab", *DRY)
+@pytest.fixture(scope="module", params=["", "landlock.abi = lambda: 1"], ids=["", "Linux 5.13"])
+def confined(tmp_path_factory, request):
+    """By this kernel's Landlock, and by what its first version covers."""
+    code = f"from memlab.world import landlock; {request.param}\n{MAIN}"
+    return Attempted(tmp_path_factory.mktemp("confined"), "-c", code, *DRY)
 
 
 @pytest.fixture(scope="module")
