@@ -1,8 +1,8 @@
 """Keep a script from changing anything: its files go to a temporary folder.
 
     files         a file that the script writes is in the temporary folder, where the script also
-                  finds it again; a file that it deletes stays. Libraries that open files in C, such
-                  as HDF5, are not redirected (sqlite3 is)
+                  finds it again; a file that it deletes stays. What C code and programs write is
+                  led there by memlab/world where the kernel can confine; elsewhere only sqlite3 is
     connections   to other machines and ports are refused, as without a network; libraries fall
                   back on their caches
     programs      refused, as if they did not exist, except for git's commands that only read; so
@@ -10,7 +10,7 @@
                   `hostname` itself. What `memlab run` does with Python's own processes is in
                   processes.py
 
-What was redirected or refused is recorded, for one sentence each.
+What was redirected or refused is recorded, with what the operating system refused.
 """
 
 import builtins
