@@ -1,23 +1,11 @@
-"""A function is one thought: no more than 40 lines of it, or a reason why it reads best whole."""
+"""A function is one thought: no more than 40 lines of it."""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 MOST_LINES = 40
-
-OPTIONS = "typer reads a command's options from its signature"
-
-LONGER = {
-    "memlab.cli.measure_command": OPTIONS,
-    "memlab.cli.plan_command": OPTIONS,
-    "memlab.cli.train_command": OPTIONS,
-    "memlab.cli.plan.plan_model": "one argument for each of the command's options",
-    "memlab.cli.run_command": "one argument for each of the command's options",
-}
 
 
 def lengths(root: Path) -> Iterator[tuple[str, int]]:
@@ -49,13 +37,8 @@ def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 LENGTHS = dict(lengths(ROOT))
 
 
-def test_no_function_is_longer_without_a_reason():
-    assert {name: n for name, n in LENGTHS.items() if n > MOST_LINES and name not in LONGER} == {}
-
-
-@pytest.mark.parametrize("name", LONGER)
-def test_a_function_with_a_reason_to_be_longer_is_there_and_is_longer(name):
-    assert LENGTHS[name] > MOST_LINES
+def test_no_function_is_longer():
+    assert {name: n for name, n in LENGTHS.items() if n > MOST_LINES} == {}
 
 
 # ------------------------------------------------------------------ does it see them?

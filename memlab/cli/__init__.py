@@ -8,46 +8,26 @@ import codecs
 import errno
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from memlab.cli import adapter_options, terminal, torchrun
+from memlab.cli import terminal, torchrun
 from memlab.cli.errors import RankLostError, UsageError, error_line
-from memlab.cli.models import LIBRARY
-from memlab.cli.parsing import (
-    Command,
-    Commands,
-    ScriptCommand,
-    integer_option,
-    integer_parser,
-    integers_option,
+from memlab.cli.parsing import Command, Commands, ScriptCommand, integer_parser
+from memlab.cli.requests import (
+    ExplainRequest,
+    PlanRequest,
+    Request,
+    RunRequest,
+    TrainRequest,
+    takes,
 )
-from memlab.cli.requests import Request
 from memlab.internals.interrupts import INTERRUPTED, INTERRUPTED_MESSAGE
 from memlab.world.confinement import fork, unconfined_reason
 
-# A larger value is a typo, and would take too long to process.
-MAX_SEQUENCES, MAX_TOKENS, MAX_STEPS = 10**6, 10**8, 10**9
-MAX_PIXELS = 10**5
-MAX_RANKS = 100_000  # with more ranks, shards hold nothing but padding
-MAX_STAGE = 3  # of ZeRO
-MAX_RECIPES = 100
-MODEL = (
-    "a name listed below, a config.json in Hugging Face's format or its folder, or an id on the "
-    "Hub such as Qwen/Qwen2.5-7B, whose config.json is in the local cache."
-)
-WIDE = "Print each row of a table on one line, even if it is longer than 80 columns."
-AS_JSON = (
-    "Print one JSON document instead of text; progress goes to standard error. Its fields are "
-    "described in memlab/cli/schema.json."
-)
-ASSUME = (
-    "Size to assume if a tensor's size depends on its values, as with boolean indexing: 'most' "
-    "selects every element, 0.15 selects 15% of them, and imbalance:2 gives the busiest expert of "
-    "a mixture twice the average number of tokens. Only with --script."
-)
 # The parameters of `memlab plan` that --script allows.
 WITH_SCRIPT = (
     *("script", "gpus", "memory", "margin", "device", "assume"),
@@ -55,7 +35,7 @@ WITH_SCRIPT = (
 )
 # The parameters of `memlab plan` that --deepspeed allows.
 WITH_DEEPSPEED = (
-    *("deepspeed", "model", "gpus", "batch", "seq"),
+    *("deepspeed", "model", "gpus", "batch", "seq_len"),
     *("out", "wide", "as_json"),
 )
 IN_ASCII = {
@@ -121,83 +101,8 @@ class _WithNames(Command):
 
 
 @app.command("measure", cls=_WithNames)
-def measure_command(
-    context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Option(help=f"Model to measure: {MODEL}", metavar="NAME|PATH|ID"),
-    ] = None,
-    library: Annotated[str | None, typer.Option(help=LIBRARY, metavar="NAME")] = None,
-    image: Annotated[
-        int | None,
-        integer_option("--image", MAX_PIXELS, "Height and width of images, in pixels."),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        integer_option("--batch", MAX_SEQUENCES, "Sequences per batch."),
-    ] = None,
-    seq: Annotated[
-        int | None,
-        integer_option("--seq", MAX_TOKENS, "Tokens per sequence."),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Dtype of the weights: float32, bfloat16 or float16.", metavar="NAME"),
-    ] = None,
-    technique: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Technique to compare with the plain step (default: all of them). Join names "
-            "with + to combine techniques. Repeat the option to compare several.",
-            metavar="NAME",
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="cpu, cuda (also ROCm), mps or xpu. Default: the accelerator if there is one, "
-            "else the CPU. With --dry-run, cuda (most GPUs), cuda:hopper, a GPU such as "
-            "cuda:rtx3060 or cuda:t4, or an architecture such as cuda:sm_86 predicts the memory "
-            "needed there.",
-            metavar="NAME",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Compute nothing and allocate nothing: exact bytes for a model of any size.",
-        ),
-    ] = False,
-    ranks: Annotated[
-        int | None,
-        integer_option(
-            "--ranks",
-            MAX_RANKS,
-            "Show what one rank of this many holds and sends in each ZeRO stage. Uses a dry run "
-            "of one of the models. With --script: run the function as rank 0 of this many "
-            "processes, whose collectives send nothing.",
-        ),
-    ] = None,
-    script: Annotated[
-        str | None,
-        typer.Option(
-            help="Measure your own training step: a function that returns (step, model, "
-            "optimizer).",
-            metavar="PATH.py:FUNCTION",
-        ),
-    ] = None,
-    assume: Annotated[
-        str | None, typer.Option(help=ASSUME, metavar="most|FRACTION|imbalance:N")
-    ] = None,
-    lora_rank: adapter_options.Rank = None,
-    lora_targets: adapter_options.Targets = None,
-    out: Annotated[
-        str, typer.Option(help="Folder for the pictures and the results.", metavar="FOLDER")
-    ] = "work",
-    wide: Annotated[bool, typer.Option("--wide", help=WIDE)] = False,
-    as_json: Annotated[bool, typer.Option("--json", help=AS_JSON)] = False,
-) -> None:
+@takes(Request)
+def measure_command(request: Request) -> None:
     """Show where the bytes of one training step go, and what each technique saves and costs.
 
     Without options, memlab picks a model that suits this machine and takes a minute or two.
@@ -212,33 +117,16 @@ def measure_command(
 
     [bold]memlab measure --script train.py:build --dry-run --device cuda[/]
     """
-    request = Request(
-        model=model,
-        library=library,
-        image=image,
-        batch=batch,
-        seq_len=seq,
-        dtype=dtype,
-        techniques=tuple(technique or ()),
-        device=device,
-        dry=dry_run,
-        ranks=ranks,
-        script=script,
-        assume=assume,
-        lora_rank=lora_rank,
-        lora_targets=lora_targets,
-        out=out,
-    )
-    _refuse_conflicts(request, context)
-    _refuse_wide_json(wide, as_json)
+    _refuse_conflicts(request)
+    _refuse_wide_json(request.wide, request.as_json)
     _check_allocator_settings()
-    if script is not None:
+    if request.script is not None:
         from memlab.cli.script import measure_script as measure
-    elif ranks is not None:
+    elif request.ranks is not None:
         from memlab.cli.ranks import measure_ranks as measure
     else:
         from memlab.cli.measure import measure_model as measure
-    with terminal.style(wide=wide, as_json=as_json):
+    with terminal.style(wide=request.wide, as_json=request.as_json):
         status = measure(request)
     raise typer.Exit(status)
 
@@ -258,10 +146,10 @@ def _check_allocator_settings() -> None:
         raise UsageError(str(error)) from error
 
 
-def _refuse_conflicts(request: Request, context: typer.Context) -> None:
+def _refuse_conflicts(request: Request) -> None:
     """Raise UsageError for options of `memlab measure` that exclude each other."""
     if request.ranks is not None and request.script is None:
-        if given := " and ".join(_given(context, "device", "assume")):
+        if given := " and ".join(request.options_given("device", "assume")):
             raise UsageError(
                 f"got --ranks together with {given}; a rank is measured by a dry run of one of the "
                 f"models, without a device: leave {given} out"
@@ -275,7 +163,9 @@ def _refuse_conflicts(request: Request, context: typer.Context) -> None:
             "got --script together with --ranks; several ranks are predicted, so add --dry-run, or "
             "measure real ones with torchrun and memlab run --real"
         )
-    if given := ", ".join(_given(context, "model", "batch", "seq", "dtype", "technique")):
+    if given := ", ".join(
+        request.options_given("model", "batch", "seq_len", "dtype", "techniques")
+    ):
         raise UsageError(
             f"got --script together with {given}; a script brings its own model and batch, so "
             f"leave them out"
@@ -283,76 +173,8 @@ def _refuse_conflicts(request: Request, context: typer.Context) -> None:
 
 
 @app.command("train", cls=_WithNames)
-def train_command(
-    model: Annotated[
-        str | None,
-        typer.Option(help=f"Model to train: {MODEL}", metavar="NAME|PATH|ID"),
-    ] = None,
-    library: Annotated[str | None, typer.Option(help=LIBRARY, metavar="NAME")] = None,
-    image: Annotated[
-        int | None,
-        integer_option("--image", MAX_PIXELS, "Height and width of images, in pixels."),
-    ] = None,
-    technique: Annotated[
-        str,
-        typer.Option(
-            help="Technique to train with. Join names with + to combine techniques.", metavar="NAME"
-        ),
-    ] = "plain",
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Dtype of the weights: float32, bfloat16 or float16.", metavar="NAME"),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        integer_option("--batch", MAX_SEQUENCES, "Sequences per batch."),
-    ] = None,
-    seq: Annotated[
-        int | None,
-        integer_option("--seq", MAX_TOKENS, "Tokens per sequence."),
-    ] = None,
-    steps: Annotated[
-        int,
-        integer_option("--steps", MAX_STEPS, "Training steps to run, each on a new batch."),
-    ] = 10,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Limit on the memory that CUDA's caching allocator may reserve, such as 24GB. "
-            "The CUDA context needs memory in addition.",
-            metavar="BYTES",
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="cpu, cuda (also ROCm), mps or xpu. Default: the accelerator if there is one, "
-            "else the CPU.",
-            metavar="NAME",
-        ),
-    ] = None,
-    zero: Annotated[
-        int | None,
-        integer_option(
-            "--zero",
-            MAX_STAGE,
-            "Train on several GPUs with this stage of ZeRO, 0 (data parallel) to 3. Needs "
-            "torchrun.",
-            minimum=0,
-        ),
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        integer_option(
-            "--ranks",
-            MAX_RANKS,
-            "Processes that the recipe was planned for. With another number of them, nothing is "
-            "trained.",
-        ),
-    ] = None,
-    lora_rank: adapter_options.Rank = None,
-    lora_targets: adapter_options.Targets = None,
-) -> None:
+@takes(TrainRequest)
+def train_command(request: TrainRequest) -> None:
     """Run real training steps and print their loss, peak memory and time.
 
     The weights are random. The text is PyTorch's own source code, one byte per token.
@@ -374,151 +196,12 @@ def train_command(
     """
     from memlab.cli.train import train
 
-    request = Request(
-        model=model,
-        library=library,
-        image=image,
-        batch=batch,
-        seq_len=seq,
-        dtype=dtype,
-        techniques=(technique,),
-        device=device,
-        ranks=ranks,
-        zero=zero,
-        lora_rank=lora_rank,
-        lora_targets=lora_targets,
-    )
-    train(request, steps=steps, memory=memory)
+    train(request)
 
 
 @app.command("plan", cls=Command)
-def plan_command(
-    context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Model to plan for: a preset (memlab measure --help lists them), a config.json in "
-            "Hugging Face's format or its folder, or an id on the Hub such as Qwen/Qwen2.5-7B.",
-            metavar="NAME|PATH|ID",
-        ),
-    ] = None,
-    library: Annotated[str | None, typer.Option(help=LIBRARY, metavar="NAME")] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            "--memory",
-            "--gpu",
-            help="Memory of each GPU: 24GB (24·10⁹ bytes), 24GiB (24·2³⁰ bytes), or a GPU's name "
-            "such as rtx4090 or m3-max-64; list prints all names.",
-            metavar="BYTES|GPU|list",
-        ),
-    ] = None,
-    margin: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory to leave free: a percentage such as 2% or bytes such as 500MiB. Default: "
-            "as much as measured steps needed above their prediction.",
-            metavar="PERCENT|BYTES",
-        ),
-    ] = None,
-    gpus: Annotated[
-        int,
-        integer_option(
-            "--gpus",
-            MAX_RANKS,
-            "Number of GPUs. With --script: run the function as rank 0 of this many processes.",
-        ),
-    ] = 1,
-    batch: Annotated[
-        int,
-        integer_option("--batch", MAX_SEQUENCES, "Sequences per batch on each GPU."),
-    ] = 1,
-    seq: Annotated[
-        int | None,
-        integer_option(
-            "--seq",
-            MAX_TOKENS,
-            "Tokens per sequence. Default: 2048, or the model's maximum if it is smaller.",
-        ),
-    ] = None,
-    image: Annotated[
-        int | None,
-        integer_option("--image", MAX_PIXELS, "Height and width of images, in pixels."),
-    ] = None,
-    code: Annotated[
-        str | None,
-        typer.Option(
-            help="Whose techniques the printed code of a transformers model uses: production "
-            "(transformers, peft, bitsandbytes; the default) or memlab.",
-            metavar="NAME",
-        ),
-    ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            help="Consider only this precision: float32, autocast, bfloat16 or master-weights.",
-            metavar="NAME",
-        ),
-    ] = None,
-    optimizer: Annotated[
-        str | None,
-        typer.Option(
-            help="Consider only this optimizer: adamw, adam8bit, lion, lion8bit, adam-mini, muon, "
-            "galore or apollo-mini.",
-            metavar="NAME",
-        ),
-    ] = None,
-    lora: Annotated[
-        bool | None,
-        typer.Option("--lora/--full", help="Consider only LoRA, or only training all weights."),
-    ] = None,
-    qlora: Annotated[
-        bool,
-        typer.Option("--qlora", help="Consider only QLoRA: LoRA beside frozen 4-bit weights."),
-    ] = False,
-    lora_rank: adapter_options.Rank = None,
-    lora_targets: adapter_options.Targets = None,
-    count: Annotated[
-        int,
-        integer_option(
-            "--recipes",
-            MAX_RECIPES,
-            "Recipes to predict operator by operator, alternating between full fine-tuning, LoRA "
-            "and QLoRA. A formula only ranks them.",
-        ),
-    ] = 3,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="Device to predict for: cuda (most GPUs), cuda:hopper, a GPU such as "
-            "cuda:rtx3060, an architecture such as cuda:sm_86, or cpu for a machine without a "
-            "GPU. Default: the GPU given by --gpu, else cuda.",
-            metavar="NAME",
-        ),
-    ] = None,
-    script: Annotated[
-        str | None,
-        typer.Option(
-            help="Plan your own training step: a function that returns (step, model, optimizer).",
-            metavar="PATH.py:FUNCTION",
-        ),
-    ] = None,
-    assume: Annotated[
-        str | None, typer.Option(help=ASSUME, metavar="most|FRACTION|imbalance:N")
-    ] = None,
-    deepspeed: Annotated[
-        str | None,
-        typer.Option(
-            help="List what each key of a DeepSpeed config costs and saves in bytes, by formula.",
-            metavar="CONFIG.json",
-        ),
-    ] = None,
-    out: Annotated[
-        str, typer.Option(help="Folder for the picture and the results.", metavar="FOLDER")
-    ] = "work",
-    wide: Annotated[bool, typer.Option("--wide", help=WIDE)] = False,
-    as_json: Annotated[bool, typer.Option("--json", help=AS_JSON)] = False,
-) -> None:
+@takes(PlanRequest)
+def plan_command(request: PlanRequest) -> None:
     """Find recipes that make a model's training fit into a given amount of memory.
 
     memlab ranks all recipes by formula. It then predicts the fastest ones operator by
@@ -545,209 +228,49 @@ def plan_command(
 
     [bold]memlab plan --model llama-2-7b --deepspeed ds_config.json[/]
     """
-    _refuse_wide_json(wide, as_json)
+    _refuse_wide_json(request.wide, request.as_json)
     _check_allocator_settings()
-    if memory == "list":
-        others = [name for name in context.params if name != "memory"]
-        if given := ", ".join(_given(context, *others)):
-            raise UsageError(f"got {given} together with the list of GPUs; leave {given} out")
+    if request.memory == "list":
+        if others := ", ".join(request.options_given_beside("memory")):
+            raise UsageError(f"got {others} together with the list of GPUs; leave {others} out")
         from memlab.cli.gpu_list import show_gpus
 
         show_gpus()
         raise typer.Exit
-    if script is not None:
-        from memlab.cli.plan_script import plan_script
-
-        others = [n for n in context.params if n not in WITH_SCRIPT]
-        if given := ", ".join(_given(context, *others)):
-            raise UsageError(
-                f"got --script together with {given}; a script brings its own model, batch and "
-                f"optimizer, so leave them out"
-            )
-        with terminal.style(wide=wide, as_json=as_json):
-            status = plan_script(
-                script,
-                memory=memory,
-                target=device,
-                out=out,
-                assume=assume,
-                margin=margin,
-                ranks=gpus if _given(context, "gpus") else None,
-            )
-        raise typer.Exit(status)
-
-    _require_script_for(assume, script)
-    if deepspeed is not None:
-        others = [n for n in context.params if n not in WITH_DEEPSPEED]
-        if given := ", ".join(_given(context, *others)):
-            raise UsageError(
-                f"got --deepspeed together with {given}; the table follows from the model and the "
-                f"config alone, so leave them out"
-            )
-        from memlab.cli.plan_deepspeed import plan_deepspeed
-
-        with terminal.style(wide=wide, as_json=as_json):
-            plan_deepspeed(
-                deepspeed,
-                model=model,
-                gpus=gpus,
-                batch=batch if _given(context, "batch") else None,
-                seq_len=seq,
-                out=out,
-            )
-        raise typer.Exit
-    from memlab.cli.plan import plan_model
-
-    with terminal.style(wide=wide, as_json=as_json):
-        status = plan_model(
-            model=model,
-            memory=memory,
-            gpus=gpus,
-            batch=batch,
-            seq_len=seq,
-            precision=precision,
-            optimizer=optimizer,
-            group=_group(lora, qlora),
-            lora_rank=lora_rank,
-            lora_targets=lora_targets,
-            library=library,
-            image=image,
-            code=code,
-            count=count,
-            target=device,
-            margin=margin,
-            out=out,
-        )
+    _refuse_beside(
+        request, "script", WITH_SCRIPT, "a script brings its own model, batch and optimizer"
+    )
+    _require_script_for(request.assume, request.script)
+    _refuse_beside(
+        request,
+        "deepspeed",
+        WITH_DEEPSPEED,
+        "the table follows from the model and the config alone",
+    )
+    if request.script is not None:
+        from memlab.cli.plan_script import plan_script as plan
+    elif request.deepspeed is not None:
+        from memlab.cli.plan_deepspeed import plan_deepspeed as plan
+    else:
+        from memlab.cli.plan import plan_model as plan
+    with terminal.style(wide=request.wide, as_json=request.as_json):
+        status = plan(request)
     raise typer.Exit(status)
 
 
-def _group(lora: bool | None, qlora: bool) -> str | None:
-    """Return the group of recipes that the options ask for; None: all."""
-    if qlora and lora is not None:
-        raise UsageError("got --qlora together with --lora or --full; give one of them")
-    if qlora:
-        return "QLoRA"
-    return {None: None, True: "LoRA", False: "full fine-tuning"}[lora]
+def _refuse_beside(request: PlanRequest, name: str, allowed: Sequence[str], reason: str) -> None:
+    """Refuse options that make no sense beside one that decides what is planned."""
+    if getattr(request, name) is None:
+        return
+    if others := ", ".join(request.options_given_beside(*allowed)):
+        raise UsageError(
+            f"got {request.given[name]} together with {others}; {reason}, so leave them out"
+        )
 
 
 @app.command("run", cls=ScriptCommand)
-def run_command(
-    script: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="SCRIPT [ITS OWN ARGUMENTS]",
-            help="A script, -m and a module, or torchrun, accelerate launch or deepspeed with "
-            "their options and a script.",
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            "--memory",
-            "--gpu",
-            help="Memory that the step should fit into: 24GB (24·10⁹ bytes), 24GiB (24·2³⁰ bytes), "
-            "or a GPU's name such as rtx4090.",
-            metavar="BYTES|GPU",
-        ),
-    ] = None,
-    margin: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory to leave free: a percentage such as 2% or bytes such as 500MiB.",
-            metavar="PERCENT|BYTES",
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="Device to predict for: cuda (most GPUs), a GPU such as cuda:rtx3060, or cpu. "
-            "Default: the GPU given by --gpu, else cuda.",
-            metavar="NAME",
-        ),
-    ] = None,
-    gpus: Annotated[
-        int | None,
-        integer_option(
-            "--gpus",
-            MAX_RANKS,
-            "Number of GPUs that the script finds. memlab predicts the first one. Default: one, or "
-            "the number of processes that torchrun would start.",
-        ),
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        integer_option(
-            "--ranks",
-            MAX_RANKS,
-            "Run the script as one of this many torchrun processes, one rank at a time: rank 0, "
-            "and for a pipeline each stage that differs. Above 8 ranks, a node has 8.",
-        ),
-    ] = None,
-    rank: Annotated[
-        Any,
-        integers_option(
-            "--rank",
-            MAX_RANKS,
-            "Ranks to run instead of these, such as 0 or 0,960.",
-        ),
-    ] = None,
-    real: Annotated[
-        bool,
-        typer.Option("--real", help="Run the script for real, and measure it on its device."),
-    ] = False,
-    steps: Annotated[
-        int,
-        integer_option(
-            "--steps",
-            MAX_STEPS,
-            "Training steps to run. The last one is measured; the first allocates the optimizer's "
-            "state.",
-        ),
-    ] = 2,
-    assume: Annotated[
-        str | None,
-        typer.Option(help=ASSUME.removesuffix(" Only with --script."), metavar="most|FRACTION"),
-    ] = None,
-    allow_writes: Annotated[
-        bool,
-        typer.Option(
-            "--allow-writes",
-            help="Let the script write files, open connections and start programs.",
-        ),
-    ] = False,
-    advise: Annotated[
-        bool | None,
-        typer.Option(
-            "--advise/--no-advice",
-            help="Predict what LoRA, checkpointing, autocast, a chunked loss and a fused or 8-bit "
-            "optimizer would save, with their code. Takes one more run for each. Default: if the "
-            "step does not fit.",
-        ),
-    ] = None,
-    config: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="config.json, or its folder, of a Hub model missing on this machine. Its weights "
-            "are random. Can be repeated.",
-            metavar="NAME=PATH",
-        ),
-    ] = None,
-    batch_like: Annotated[
-        str | None,
-        typer.Option(
-            help="Columns of a Hub data set missing on this machine: "
-            "text=str:400 (400 words), label=int:2 (2 classes), input_ids=ids:1024, "
-            "image=image:512x512, audio=audio:16000 (samples at 16 kHz), values=float:10 or "
-            "messages=chat:400, joined by commas. Lists: tokens=list:20:str:1,"
-            "ner_tags=list:20:int:9. Dictionaries: translation.en=str:20,translation.de=str:20.",
-            metavar="COLUMNS",
-        ),
-    ] = None,
-    out: Annotated[
-        str, typer.Option(help="Folder for the pictures and the results.", metavar="FOLDER")
-    ] = "work",
-    as_json: Annotated[bool, typer.Option("--json", help=AS_JSON)] = False,
-) -> None:
+@takes(RunRequest)
+def run_command(request: RunRequest) -> None:
     """Find the memory that a training script needs, without changing a line.
 
     The script runs with fake tensors until the end of its second training step. Nothing is
@@ -777,67 +300,20 @@ def run_command(
     [bold]torchrun --nproc-per-node 2 -m memlab run --real train_ddp.py[/]
     """
     _check_allocator_settings()
-    confinement = None if allow_writes or unconfined_reason() else fork(out)  # before torch
+    confinement = None
+    if not (request.allow_writes or unconfined_reason()):
+        confinement = fork(request.out)  # before torch
 
-    from memlab.cli.run import Wanted, run_script
+    from memlab.cli.run import run_script
 
-    wanted = Wanted(
-        words=script or [],
-        memory=memory,
-        margin=margin,
-        device=device,
-        gpus=gpus,
-        ranks=ranks,
-        rank=rank,
-        real=real,
-        steps=steps,
-        assume=assume,
-        allow_writes=allow_writes,
-        advise=advise,
-        configs=config or (),
-        batch_like=batch_like,
-        out=out,
-        confinement=confinement,
-    )
-    with terminal.style(as_json=as_json):
-        status = run_script(wanted)
+    with terminal.style(as_json=request.as_json):
+        status = run_script(replace(request, confinement=confinement))
     raise typer.Exit(status)
 
 
 @app.command("explain", cls=Command)
-def explain_command(
-    file: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE",
-            help="A memory snapshot, a log with an out-of-memory message (- for standard input), "
-            "or a memlab trace as JSON.",
-        ),
-    ],
-    device: Annotated[
-        int | None,
-        integer_option(
-            "--device",
-            MAX_RANKS,
-            "The GPU's number, if a snapshot has several. Default: the GPU that ran out of memory.",
-            minimum=0,
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            "--memory",
-            "--gpu",
-            help="Memory of the GPU, which a snapshot does not state: 24GB, 24GiB, or a GPU's "
-            "name such as rtx4090. It shows what other processes used.",
-            metavar="BYTES|GPU",
-        ),
-    ] = None,
-    out: Annotated[
-        str, typer.Option(help="Folder for the report, explain.html.", metavar="FOLDER")
-    ] = "work",
-    as_json: Annotated[bool, typer.Option("--json", help=AS_JSON)] = False,
-) -> None:
+@takes(ExplainRequest)
+def explain_command(request: ExplainRequest) -> None:
     """Explain why a training ran out of memory.
 
     FILE is a snapshot from torch.cuda.memory._dump_snapshot, the text of a torch.OutOfMemoryError
@@ -855,10 +331,10 @@ def explain_command(
     torch.cuda.memory._record_memory_history(max_entries=200_000) before the model is made, and
     torch.cuda.memory._dump_snapshot("snapshot.pickle") when it fails.
     """
-    from memlab.cli.explain import Question, explain_file
+    from memlab.cli.explain import explain_file
 
-    with terminal.style(as_json=as_json):
-        explain_file(Question(file, device, memory, out))
+    with terminal.style(as_json=request.as_json):
+        explain_file(request)
 
 
 @app.command("doctor", cls=Command)
@@ -1018,13 +494,6 @@ def main() -> None:
     if status == INTERRUPTED:
         _fail(INTERRUPTED_MESSAGE, INTERRUPTED)
     sys.exit(status)
-
-
-def _given(context: typer.Context, *names: str) -> list[str]:
-    """Return the options among the parameters `names` that the user gave, with any value."""
-    option_of = {param.name: param.opts[0] for param in context.command.params}
-    source_of = context.get_parameter_source
-    return [option_of[n] for n in names if getattr(source_of(n), "name", "") == "COMMANDLINE"]
 
 
 def _require_script_for(assume: str | None, script: str | None) -> None:

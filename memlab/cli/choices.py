@@ -11,7 +11,7 @@ import torch
 from memlab.cli.adapter_options import choose_adapters
 from memlab.cli.errors import UsageError, quoted, suggestions
 from memlab.cli.machine import devices_present, memory_of
-from memlab.cli.requests import Request
+from memlab.cli.requests import StepRequest
 from memlab.cli.rows import dry_row
 from memlab.configs.config_json import config_named
 from memlab.configs.targets import accepted_devices, find_target
@@ -41,7 +41,7 @@ MAX_ELEMENTS = 2**59  # the largest tensor whose bytes torch can still count
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def choose_device(request: Request) -> str:
+def choose_device(request: StepRequest) -> str:
     """Return the requested device, or the accelerator, or the CPU. A dry run takes the CPU or a
     GPU to predict."""
     given = request.device
@@ -66,7 +66,7 @@ def choose_device(request: Request) -> str:
     return given or present[-1]
 
 
-def choose_setting(request: Request) -> Setting:
+def choose_setting(request: StepRequest) -> Setting:
     """Return the defaults for the request's device, overridden by the user's options.
 
     If the user gave no batch, an accelerator gets one that leaves half of its free memory to
@@ -97,7 +97,7 @@ def choose_setting(request: Request) -> Setting:
     return _with_fitting_batch(setting) if may_shrink else setting
 
 
-def choose_techniques(request: Request) -> dict[str, Plugs]:
+def choose_techniques(request: StepRequest) -> dict[str, Plugs]:
     """Return the plain step and the requested techniques, or all of them, in registry order.
 
     "a+b" combines two techniques.

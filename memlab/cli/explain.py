@@ -3,12 +3,12 @@
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from memlab.cli import terminal
 from memlab.cli.errors import UsageError, quoted
 from memlab.cli.parsing import choose_folder
+from memlab.cli.requests import ExplainRequest
 from memlab.cli.results import write_explanation
 from memlab.cli.terminal import echo, note, table_of
 from memlab.explain import (
@@ -28,39 +28,29 @@ PATIENCE_SECONDS = 2  # of silence
 MOST_ADVICE = 4  # lines for each of the first findings
 
 
-@dataclass(frozen=True)
-class Question:
-    """The arguments of `memlab explain`."""
-
-    file: str
-    device: int | None
-    memory: str | None
-    out: str
-
-
-def explain_file(question: Question) -> None:
+def explain_file(request: ExplainRequest) -> None:
     """Print the summary and write the report."""
-    folder = choose_folder(question.out)
-    found = _explanation(question)
+    folder = choose_folder(request.out)
+    found = _explanation(request)
     _show(found)
     echo("")
-    write_explanation(found, question.file, folder)
+    write_explanation(found, request.file, folder)
 
 
-def _explanation(question: Question) -> Explanation:
-    total = _total_bytes(question.memory)
+def _explanation(request: ExplainRequest) -> Explanation:
+    total = _total_bytes(request.memory)
     try:
         progress = Progress()
-        source = _source(question.file, progress.on_bytes)
-        _note_ignored(question, source)
-        return explain_source(source, device=question.device, total_bytes=total, on_remedy=progress)
+        source = _source(request.file, progress.on_bytes)
+        _note_ignored(request, source)
+        return explain_source(source, device=request.device, total_bytes=total, on_remedy=progress)
     except OSError as error:
         raise UsageError(
-            f"got {quoted(question.file)}, which cannot be read ({error.strerror}); name a "
+            f"got {quoted(request.file)}, which cannot be read ({error.strerror}); name a "
             f"snapshot, a log or a trace, or - for standard input"
         ) from error
     except ValueError as error:
-        raise UsageError(f"got {quoted(question.file)}: {error}") from error
+        raise UsageError(f"got {quoted(request.file)}: {error}") from error
 
 
 def _source(file: str, on_bytes: Callable[[int], None]) -> Source:
@@ -87,9 +77,9 @@ class Progress:
             terminal.announce(f"reading: {format_bytes(count)}")
 
 
-def _note_ignored(question: Question, source: Source) -> None:
+def _note_ignored(request: ExplainRequest, source: Source) -> None:
     """Say which options have no effect on a log."""
-    given = {"--device": question.device, "--memory": question.memory}
+    given = {"--device": request.device, "--memory": request.memory}
     ignored = [name for name, value in given.items() if value is not None]
     if source.kind == "log" and ignored:
         note(paragraph(f"ignored {' and '.join(ignored)}: a log states its own GPU and memory"))

@@ -11,7 +11,8 @@ from memlab.cli.adapter_options import choose_adapters
 from memlab.cli.errors import UsageError, quoted, suggestions
 from memlab.cli.models import choose_model
 from memlab.cli.parsing import choose_folder
-from memlab.configs.shapes import PRESETS
+from memlab.cli.requests import PlanRequest
+from memlab.configs.shapes import PRESETS, GPTConfig
 from memlab.configs.targets import accepted_devices, find_target
 from memlab.planner.cards import Memory, memory_named, with_margin
 from memlab.planner.processes import ProcessEndedError
@@ -19,91 +20,91 @@ from memlab.planner.recipes import OPTIMIZERS, PRECISIONS, USUAL_ADAPTERS, Recip
 from memlab.train.adapters import Adapters
 from memlab.transformers_models.sources import Source
 
+# Options of memlab's own recipes: with one of them, several GPUs share a recipe by ZeRO.
+OF_RECIPES = ("precision", "optimizer", "lora", "qlora", "lora_rank", "lora_targets")
 MAX_WORKERS = 4  # each imports torch, which takes seconds and about 300 MiB
 
 
-def plan_model(
-    *,
-    model: str | None,
-    memory: str | None,
-    gpus: int,
-    batch: int,
-    seq_len: int | None,
-    precision: str | None,
-    optimizer: str | None,
-    group: str | None,
-    lora_rank: int | None,
-    lora_targets: str | None,
-    library: str | None,
-    image: int | None,
-    code: str | None,
-    count: int,
-    target: str | None,
-    margin: str | None,
-    out: str,
-) -> int:
+def plan_model(request: PlanRequest) -> int:
     """Search, print what fits, write a picture and results; return 1 if nothing fits, else 0."""
-    if model is None:
+    if request.model is None:
         raise UsageError(
             f"got no --model; give one of {', '.join(PRESETS)}, a config.json, or --script"
         )
-    gpu_memory, target = choose_memory(memory, target, margin)
-    folder = choose_folder(out)
-    config = choose_model(model, library)
+    memory, target = choose_memory(request.memory, request.device, request.margin)
+    choose_folder(request.out)
+    config = choose_model(request.model, request.library)
+    group = _group(request)
     if isinstance(config, Source):
-        from memlab.cli.plan_transformers import CODE, choose_recipes, plan_transformers
-        from memlab.transformers_models.tasks import Size
-        from memlab.transformers_models.training import Training
-
-        if gpus != 1:
-            raise UsageError(
-                f"got --gpus for {model}, a model of transformers; it is planned for one GPU: "
-                f"leave it out"
-            )
-        if target == "cpu":
-            raise UsageError(
-                f"got --device cpu for {model}, a model of transformers, which is planned for a "
-                f"GPU; memlab measure --model {model} --dry-run counts a step on the CPU"
-            )
-        if code not in (None, *CODE):
-            raise UsageError(f"got --code {quoted(code)}; {suggestions(code, CODE)}")
-        training = Training(config, Size(batch, seq_len, image))
-        choice = choose_recipes(training, precision, optimizer, group, lora_rank, lora_targets)
-        return plan_transformers(training, choice, gpu_memory, target, out, code or CODE[0])
-    if image is not None:
-        raise UsageError(f"got --image {image}; {model} takes no images")
-    if code is not None:
+        return _plan_transformers(request, config, group, memory, target)
+    if request.image is not None:
+        raise UsageError(f"got --image {request.image}; {request.model} takes no images")
+    if request.code is not None:
         raise UsageError(
-            f"got --code {quoted(code)} for {model}, which memlab trains itself: leave it out, or "
-            f"add --library transformers"
+            f"got --code {quoted(request.code)} for {request.model}, which memlab trains itself: "
+            f"leave it out, or add --library transformers"
         )
-    chosen = (precision, optimizer, group, lora_rank, lora_targets)
-    if gpus > 1 and target.startswith("cuda") and all(each is None for each in chosen):
+    if request.gpus > 1 and target.startswith("cuda") and not request.options_given(*OF_RECIPES):
         from memlab.cli.plan_meshes import plan_meshes
         from memlab.planner.meshes import why_no_llama
 
         if why_no_llama(config) is None:
-            seq_len = choose_seq_len(seq_len, config.seq_len, model)
-            return plan_meshes(
-                config, model, gpu_memory, target, gpus, batch, seq_len, count=count, folder=folder
-            )
-    learned = choose_kinds(precision, optimizer, group, choose_adapters(lora_rank, lora_targets))
+            return plan_meshes(request, config, memory, target)
+    adapters = choose_adapters(request.lora_rank, request.lora_targets)
+    learned = choose_kinds(request.precision, request.optimizer, group, adapters)
+    return _plan_recipes(request, config, learned, memory, target)
+
+
+def _plan_transformers(
+    request: PlanRequest, source: Source, group: str | None, memory: Memory, target: str
+) -> int:
+    from memlab.cli.plan_transformers import CODE, choose_recipes, plan_transformers
+    from memlab.transformers_models.tasks import Size
+    from memlab.transformers_models.training import Training
+
+    model, code = request.model, request.code
+    if request.gpus != 1:
+        raise UsageError(
+            f"got --gpus for {model}, a model of transformers; it is planned for one GPU: leave it "
+            f"out"
+        )
+    if target == "cpu":
+        raise UsageError(
+            f"got --device cpu for {model}, a model of transformers, which is planned for a GPU; "
+            f"memlab measure --model {model} --dry-run counts a step on the CPU"
+        )
+    if code not in (None, *CODE):
+        raise UsageError(f"got --code {quoted(code)}; {suggestions(code, CODE)}")
+    training = Training(source, Size(request.batch, request.seq_len, request.image))
+    choice = choose_recipes(training, request, group)
+    return plan_transformers(training, choice, memory, target, request.out, code or CODE[0])
+
+
+def _plan_recipes(
+    request: PlanRequest,
+    config: GPTConfig,
+    learned: tuple[Recipe, ...],
+    memory: Memory,
+    target: str,
+) -> int:
     from memlab.cli.choices import require_countable
     from memlab.cli.plan_report import show
     from memlab.cli.results import write_plan
     from memlab.planner.search import USUAL_SEQ_LEN, plan
 
+    assert request.model is not None
     try:
-        require_countable(config, batch, min(seq_len or USUAL_SEQ_LEN, config.seq_len))
-        with terminal.progress(count + 2) as announce:
+        tokens = min(request.seq_len or USUAL_SEQ_LEN, config.seq_len)
+        require_countable(config, request.batch, tokens)
+        with terminal.progress(request.recipes + 2) as announce:
             found = plan(
-                model,
-                gpu_memory,
-                gpus=gpus,
-                batch=batch,
-                seq_len=seq_len,
+                request.model,
+                memory,
+                gpus=request.gpus,
+                batch=request.batch,
+                seq_len=request.seq_len,
                 learned=learned,
-                count=count,
+                count=request.recipes,
                 workers=min(MAX_WORKERS, os.cpu_count() or 1),
                 target=target,
                 announce=announce,
@@ -111,8 +112,17 @@ def plan_model(
     except (ValueError, ProcessEndedError) as error:
         raise UsageError(str(error)) from error
     show(found)
-    write_plan(found, folder)
+    write_plan(found, choose_folder(request.out))
     return 0 if found.best else 1
+
+
+def _group(request: PlanRequest) -> str | None:
+    """Return the group of recipes that the options ask for; None: all."""
+    if request.qlora and request.lora is not None:
+        raise UsageError("got --qlora together with --lora or --full; give one of them")
+    if request.qlora:
+        return "QLoRA"
+    return {None: None, True: "LoRA", False: "full fine-tuning"}[request.lora]
 
 
 def choose_seq_len(given: int | None, longest: int, model: str) -> int:

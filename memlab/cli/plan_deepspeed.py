@@ -7,6 +7,7 @@ from memlab.cli import terminal
 from memlab.cli.errors import UsageError, quoted
 from memlab.cli.models import choose_model
 from memlab.cli.parsing import choose_folder
+from memlab.cli.requests import PlanRequest
 from memlab.cli.results import write_formula_plan
 from memlab.configs.deepspeed import KEYS, DeepSpeedConfig, read_deepspeed
 from memlab.configs.shapes import PRESETS, GPTConfig
@@ -15,33 +16,34 @@ from memlab.planner.search import USUAL_SEQ_LEN
 from memlab.units import format_bytes, paragraph
 
 
-def plan_deepspeed(
-    path: str, *, model: str | None, gpus: int, batch: int | None, seq_len: int | None, out: str
-) -> None:
-    """Print and write what each key changes."""
+def plan_deepspeed(request: PlanRequest) -> int:
+    """Print and write what each key changes; return 0."""
+    path, model = request.deepspeed, request.model
+    assert path is not None
     if model is None:
         raise UsageError(
             f"got --deepspeed without --model; give one of {', '.join(PRESETS)}, or a config.json"
         )
-    folder = choose_folder(out)
-    step = _step_of(path, model, batch=batch, seq_len=seq_len, gpus=gpus)
+    folder = choose_folder(request.out)
+    step = _step_of(request, path, model)
     found = list(effects(step))
     _show(path, model, step, found)
     write_formula_plan(f"{model} with {path}", _numbers(path, model, step, found), folder)
+    return 0
 
 
-def _step_of(
-    path: str, model: str, *, batch: int | None, seq_len: int | None, gpus: int
-) -> DeepSpeedStep:
+def _step_of(request: PlanRequest, path: str, model: str) -> DeepSpeedStep:
     shape = choose_model(model)
     if not isinstance(shape, GPTConfig):
         raise UsageError(
             f"got --deepspeed for {quoted(model)}; its bytes are computed by formula, which memlab "
             f"has for Llama, Mistral, Qwen and Gemma"
         )
-    seq_len = min(USUAL_SEQ_LEN, shape.seq_len) if seq_len is None else seq_len
-    if seq_len > shape.seq_len:
-        raise UsageError(f"got --seq {seq_len}; {model} takes 1 to {shape.seq_len}")
+    gpus, longest = request.gpus, shape.seq_len
+    batch = request.batch if "batch" in request.given else None
+    seq_len = min(USUAL_SEQ_LEN, longest) if request.seq_len is None else request.seq_len
+    if seq_len > longest:
+        raise UsageError(f"got --seq {seq_len}; {model} takes 1 to {longest}")
     try:
         config = read_deepspeed(path, gpus=gpus, batch=batch, hidden_size=shape.hidden_size)
         return DeepSpeedStep(shape, config, seq_len=seq_len, gpus=gpus)

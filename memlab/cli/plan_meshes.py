@@ -13,7 +13,10 @@ from rich.table import Table
 
 from memlab.cli import terminal
 from memlab.cli.errors import UsageError, error_summary
+from memlab.cli.parsing import choose_folder
+from memlab.cli.plan import choose_seq_len
 from memlab.cli.plan_report import left_or_lacking, nccl_buffers, room
+from memlab.cli.requests import PlanRequest
 from memlab.cli.results import write_breakdown
 from memlab.configs.shapes import GPTConfig
 from memlab.configs.targets import target_named
@@ -75,28 +78,20 @@ class _Query:
         )
 
 
-def plan_meshes(
-    config: GPTConfig,
-    model: str,
-    memory: Memory,
-    target: str,
-    gpus: int,
-    sequences: int,
-    seq_len: int,
-    *,
-    count: int,
-    folder: Path,
-) -> int:
+def plan_meshes(request: PlanRequest, config: GPTConfig, memory: Memory, target: str) -> int:
     """Predict the scripts of the fastest meshes, print those, and write the best one's script.
 
     Returns 1 if none fits, else 0.
     """
-    query = _Query(config, model, memory, target, gpus, sequences, seq_len)
+    folder, gpus, count = choose_folder(request.out), request.gpus, request.recipes
+    assert request.model is not None
+    seq_len = choose_seq_len(request.seq_len, config.seq_len, request.model)
+    query = _Query(config, request.model, memory, target, gpus, request.batch, seq_len)
     options = mesh_options(
         config,
         gpus,
         memory.card_for_costs,
-        sequences=sequences,
+        sequences=request.batch,
         seq_len=seq_len,
         workspace=2 * target_named(target).workspace_bytes,
     )

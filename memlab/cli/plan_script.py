@@ -10,6 +10,7 @@ from memlab.cli.documents import room_numbers
 from memlab.cli.parsing import choose_folder
 from memlab.cli.plan import choose_memory
 from memlab.cli.plan_report import EMPTIES_CACHE, room, shares
+from memlab.cli.requests import PlanRequest
 from memlab.cli.results import write_script_plan
 from memlab.cli.rows import Row
 from memlab.cli.script import Script, assumed, find_script
@@ -26,20 +27,13 @@ from memlab.trace import Trace
 from memlab.units import format_bytes, paragraph
 
 
-def plan_script(
-    given: str,
-    *,
-    memory: str | None,
-    target: str | None,
-    out: str,
-    assume: str | None = None,
-    margin: str | None = None,
-    ranks: int | None = None,
-) -> int:
+def plan_script(request: PlanRequest) -> int:
     """Predict the step, then add techniques until it fits; return 1 if it never does."""
-    script = find_script(given, assume, ranks)
-    gpu_memory, target = choose_memory(memory, target, margin)
-    folder = choose_folder(out)
+    ranks = request.gpus if "gpus" in request.given else None
+    assert request.script is not None
+    script = find_script(request.script, request.assume, ranks)
+    gpu_memory, target = choose_memory(request.memory, request.device, request.margin)
+    folder = choose_folder(request.out)
     budget = budget_bytes(gpu_memory, target)
     with terminal.progress(3 * (len(ORDER) + 2 * MOST_PREDICTIONS)) as announce:
         found = search(script, target, budget, gpu_memory.card_for_costs, announce)

@@ -11,6 +11,7 @@ from memlab.cli.documents import room_numbers
 from memlab.cli.errors import UsageError, quoted, suggestions
 from memlab.cli.parsing import choose_folder
 from memlab.cli.plan_report import EMPTIES_CACHE, room, shares
+from memlab.cli.requests import PlanRequest
 from memlab.cli.results import write_breakdown
 from memlab.planner import Memory
 from memlab.planner.options import budget_bytes, verdict
@@ -71,28 +72,22 @@ def _best_options(
 _METHODS = {"full fine-tuning": "full", "LoRA": "lora", "QLoRA": "qlora"}  # by group of recipes
 
 
-def choose_recipes(
-    training: Training,
-    precision: str | None,
-    optimizer: str | None,
-    group: str | None,
-    rank: int | None,
-    targets: str | None,
-) -> Choice:
+def choose_recipes(training: Training, request: PlanRequest, group: str | None) -> Choice:
     """Return the recipes that the options allow, after checking that the model takes the size."""
     for option, got, known in (
-        ("--precision", precision, PRECISIONS),
-        ("--optimizer", optimizer, OPTIMIZERS),
+        ("--precision", request.precision, PRECISIONS),
+        ("--optimizer", request.optimizer, OPTIMIZERS),
     ):
         if got is not None and got not in known:
             raise UsageError(f"got {option} {quoted(got)}; {suggestions(got, known)}")
     methods = METHODS if group is None else (_METHODS[group],)
     try:
         _ = training.described
-        layers = adapted_layers(training.skeleton, targets or "all")
+        layers = adapted_layers(training.skeleton, request.lora_targets or "all")
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return Choice(methods, precision, optimizer, rank=rank or LORA_RANK, targets=layers)
+    rank = request.lora_rank or LORA_RANK
+    return Choice(methods, request.precision, request.optimizer, rank=rank, targets=layers)
 
 
 def _best(source: Source, size: Size, target: str, memory: Memory, group: list[Recipe]) -> Option:

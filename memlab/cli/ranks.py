@@ -41,7 +41,7 @@ class RankRow(Row):
 def measure_ranks(request: Request) -> int:
     """Measure one rank by dry runs, print a table, write pictures and results; return 1 if a stage
     of a technique failed, else 0."""
-    names, ranks = request.techniques or ("plain",), request.ranks
+    names, ranks = request.techniques or ["plain"], request.ranks
     assert ranks is not None
     request = replace(request, techniques=names, device="cpu", dry=True)
     chosen = choose_techniques(request)

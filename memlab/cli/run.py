@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from memlab.allocator.capacity import needed_bytes
 from memlab.cli import report, terminal
@@ -19,6 +19,7 @@ from memlab.cli.errors import UsageError, quoted
 from memlab.cli.parsing import choose_folder
 from memlab.cli.plan import choose_memory
 from memlab.cli.plan_report import EMPTIES_CACHE, room
+from memlab.cli.requests import RunRequest
 from memlab.cli.results import fill_font_cache, write_run
 from memlab.cli.rows import Row
 from memlab.cli.run_progress import announce, ended_by_a_signal, telling_where
@@ -35,7 +36,7 @@ from memlab.scripts.ranks import run_ranks
 from memlab.scripts.running import Outcome, joins_others, run
 from memlab.trace import Event, Trace
 from memlab.units import WIDTH, format_bytes, paragraph
-from memlab.world.confinement import Confinement, unconfined_reason
+from memlab.world.confinement import unconfined_reason
 
 LARGEST = 8  # rows in each list
 
@@ -72,65 +73,44 @@ _UNCONFINED = (
 )
 
 
-class Wanted(NamedTuple):
-    """What the options of `memlab run` ask for."""
-
-    words: Sequence[str]
-    memory: str | None = None
-    margin: str | None = None
-    device: str | None = None
-    gpus: int | None = None
-    ranks: int | None = None
-    rank: Sequence[int] | None = None
-    real: bool = False
-    steps: int = 2
-    assume: str | None = None
-    allow_writes: bool = False
-    advise: bool | None = None
-    configs: Sequence[str] = ()
-    batch_like: str | None = None
-    out: str = "work"
-    confinement: Confinement | None = None
-
-
-def run_script(wanted: Wanted) -> int:
+def run_script(request: RunRequest) -> int:
     """Run the script, print where its memory goes, write results; return 1 if it does not fit."""
-    launch = _launch(wanted)
-    memory, target = _target(wanted)
-    check_assumption(wanted.assume)
-    folder = choose_folder(wanted.out)
-    if wanted.confinement is not None:
+    launch = _launch(request)
+    memory, target = _target(request)
+    check_assumption(request.assume)
+    folder = choose_folder(request.out)
+    if request.confinement is not None:
         fill_font_cache()
-        wanted.confinement.begin(folder, network=joins_others(launch, real=wanted.real))
+        request.confinement.begin(folder, network=joins_others(launch, real=request.real))
     began = time.monotonic()
-    outcomes = _outcomes(launch, wanted, target)
+    outcomes = _outcomes(launch, request, target)
     seconds = time.monotonic() - began
     outcome = outcomes[highest(outcomes)]
     trace = outcome.trace
     assert trace is not None
-    if wanted.real and outcome.rank > 0:
+    if request.real and outcome.rank > 0:
         return _show_another_rank(launch, outcome, trace, folder)
-    terminal.echo(paragraph(f"{launch}: {_how(wanted, target, outcome)}"))
+    terminal.echo(paragraph(f"{launch}: {_how(request, target, outcome)}"))
     for note in (*assumed(trace), *outcome.notes):
         terminal.echo(paragraph(note))
     terminal.echo("")
     if len(outcomes) > 1:
         show_ranks(outcomes)
     status = 0 if memory is None else _show_verdict(trace, memory, target, outcome.steps)
-    _show_peak(trace, None if wanted.real else target, outcome.evaluation)
+    _show_peak(trace, None if request.real else target, outcome.evaluation)
     show_transfers(outcome, launch.ranks or outcome.ranks or 1)
     changed: dict[str, Trace] = {}
-    if wanted.advise or (wanted.advise is None and status):
+    if request.advise or (request.advise is None and status):
         budget = None if memory is None else budget_bytes(memory, target)
-        changed = show_advice(launch, _settings(wanted, target), outcome, budget, seconds)
-    elif not wanted.real:
+        changed = show_advice(launch, _settings(request, target), outcome, budget, seconds)
+    elif not request.real:
         terminal.echo("\n--advise predicts changes that save memory, and prints their code")
     if rest := [note for note in trace.notes if note not in assumed(trace)]:
         terminal.echo("\n" + "\n".join(paragraph(f"note: {note}") for note in rest))
     verdict = "measured" if memory is None else "does not fit" if status else "fits"
     rows = [Row(str(launch), trace), *(Row(f"with {name}", each) for name, each in changed.items())]
     attempts = [attempt for each in outcomes.values() for attempt in each.attempts]
-    write_run(rows, _title(launch, wanted, target), folder, verdict, attempts)
+    write_run(rows, _title(launch, request, target), folder, verdict, attempts)
     return status
 
 
@@ -145,26 +125,26 @@ def _show_another_rank(launch: Launch, outcome: Outcome, trace: Trace, folder: P
     return 0
 
 
-def _launch(wanted: Wanted) -> Launch:
+def _launch(request: RunRequest) -> Launch:
     try:
-        launch = launch_of(wanted.words)
+        launch = launch_of(request.words or [])
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if wanted.ranks is not None:
+    if request.ranks is not None:
         if launch.ranks is not None:
             raise UsageError("got --ranks with a launcher; leave --ranks out")
-        launch = launch.with_ranks(wanted.ranks)
-    if launch.visible_gpus == 0 and wanted.device != "cpu" and not wanted.real:
+        launch = launch.with_ranks(request.ranks)
+    if launch.visible_gpus == 0 and request.device != "cpu" and not request.real:
         raise UsageError(
             "got CUDA_VISIBLE_DEVICES without a GPU, so the script would use the CPU; pass "
             "--device cpu, or leave the variable out"
         )
-    if (most := max(wanted.rank or (0,))) >= (launch.ranks or 1) * launch.nodes:
+    if (most := max(request.rank or (0,))) >= (launch.ranks or 1) * launch.nodes:
         raise UsageError(
             f"got --rank {most} of {(launch.ranks or 1) * launch.nodes}; ranks count from "
             f"0, and --ranks says how many there are"
         )
-    if wanted.real and (launch.ranks or 1) > 1:
+    if request.real and (launch.ranks or 1) > 1:
         raise UsageError(
             "got --real with several ranks; start them with torchrun, such as torchrun "
             f"--nproc-per-node {launch.ranks} -m memlab run --real {launch}"
@@ -172,45 +152,47 @@ def _launch(wanted: Wanted) -> Launch:
     return launch
 
 
-def _target(wanted: Wanted) -> tuple[Memory | None, str]:
+def _target(request: RunRequest) -> tuple[Memory | None, str]:
     """Return the memory that the step has to fit into, if it is given, and what to predict for."""
-    if wanted.real and wanted.device:
+    if request.real and request.device:
         raise UsageError(
-            f"got --real together with --device {wanted.device}; a real run uses the device that "
+            f"got --real together with --device {request.device}; a real run uses the device that "
             f"the script chooses, so leave --device out"
         )
-    if wanted.real and wanted.assume:
+    if request.real and request.assume:
         raise UsageError("got --assume with --real; a real step knows its sizes, so leave it out")
-    if wanted.gpus and (wanted.real or wanted.device == "cpu"):
+    if request.gpus and (request.real or request.device == "cpu"):
         raise UsageError("got --gpus without a prediction for a GPU; leave it out")
-    if wanted.memory is not None:
-        return choose_memory(wanted.memory, wanted.device, wanted.margin)
-    if wanted.margin is not None:
+    if request.memory is not None:
+        return choose_memory(request.memory, request.device, request.margin)
+    if request.margin is not None:
         raise UsageError("got --margin without --gpu; name a GPU, such as --gpu rtx4090")
-    if wanted.device in (None, "cpu"):
-        return None, wanted.device or "cuda"
-    found = find_target(wanted.device)
+    if request.device in (None, "cpu"):
+        return None, request.device or "cuda"
+    found = find_target(request.device)
     if found is None:
-        raise UsageError(f"got --device {wanted.device}; {accepted_devices(wanted.device, 'cpu')}")
+        raise UsageError(
+            f"got --device {request.device}; {accepted_devices(request.device, 'cpu')}"
+        )
     return None, found.device
 
 
-def _outcomes(launch: Launch, wanted: Wanted, target: str) -> dict[int, Outcome]:
+def _outcomes(launch: Launch, request: RunRequest, target: str) -> dict[int, Outcome]:
     """Run the script; return the outcomes by rank. What it prints goes to standard error.
 
     A script that ends before the wanted step is run again, and measured from its start.
     """
-    settings = {**_settings(wanted, target), "announce": announce}
-    dry = "a run without --real" if wanted.real else ""
-    announce(f"running {launch} until step {wanted.steps} has ended")
-    if not wanted.allow_writes and wanted.confinement is None:
+    settings = {**_settings(request, target), "announce": announce}
+    dry = "a run without --real" if request.real else ""
+    announce(f"running {launch} until step {request.steps} has ended")
+    if not request.allow_writes and request.confinement is None:
         announce(_UNCONFINED.format(unconfined_reason()))
 
     def ran(steps: int) -> dict[int, Outcome]:
-        if wanted.real:
+        if request.real:
             return {0: run(launch, steps=steps, **settings)}
-        found = run_ranks(launch, wanted.rank or (), steps=steps, **settings)
-        return found if wanted.rank is None else {rank: found[rank] for rank in wanted.rank}
+        found = run_ranks(launch, request.rank or (), steps=steps, **settings)
+        return found if request.rank is None else {rank: found[rank] for rank in request.rank}
 
     with (
         ended_by_a_signal(),
@@ -218,7 +200,7 @@ def _outcomes(launch: Launch, wanted: Wanted, target: str) -> dict[int, Outcome]
         as_usage_errors(Path(launch.script), launch.folder, dry),
         redirect_stdout(sys.stderr),
     ):
-        outcomes = ran(wanted.steps)
+        outcomes = ran(request.steps)
         outcome = outcomes[highest(outcomes)]
         if outcome.trace is None and outcome.steps:
             announce(f"the script ended after step {outcome.steps}; running it again")
@@ -234,16 +216,16 @@ def _outcomes(launch: Launch, wanted: Wanted, target: str) -> dict[int, Outcome]
     return outcomes
 
 
-def _settings(wanted: Wanted, target: str) -> dict[str, Any]:
+def _settings(request: RunRequest, target: str) -> dict[str, Any]:
     """Return the arguments of `run` that the options choose."""
     return {
-        "device": None if wanted.real else target,
-        "gpus": wanted.gpus,
-        "real": wanted.real,
-        "assume": wanted.assume,
-        "allow_writes": wanted.allow_writes,
-        "configs": _configs(wanted.configs),
-        "columns": _columns(wanted.batch_like),
+        "device": None if request.real else target,
+        "gpus": request.gpus,
+        "real": request.real,
+        "assume": request.assume,
+        "allow_writes": request.allow_writes,
+        "configs": _configs(request.configs or ()),
+        "columns": _columns(request.batch_like),
     }
 
 
@@ -268,18 +250,18 @@ def _columns(given: str | None) -> Columns | None:
         raise UsageError(str(error)) from error
 
 
-def _how(wanted: Wanted, target: str, outcome: Outcome) -> str:
+def _how(request: RunRequest, target: str, outcome: Outcome) -> str:
     which = f"step {outcome.steps}" + (" (its only one)" if outcome.steps == 1 else "")
     if outcome.ranks is not None and outcome.ranks > 1:
         which += f" of rank {outcome.rank} of {outcome.ranks}"
-    if wanted.real:
+    if request.real:
         return f"{which}, measured on this machine"
     on = "the CPU's memory, in a dry run" if target == "cpu" else f"predicted for {target}"
     return f"{which}, {on}; nothing is computed, so a printed loss is meaningless"
 
 
-def _title(launch: Launch, wanted: Wanted, target: str) -> str:
-    return str(launch) if wanted.real else f"{launch}, predicted for {target}"
+def _title(launch: Launch, request: RunRequest, target: str) -> str:
+    return str(launch) if request.real else f"{launch}, predicted for {target}"
 
 
 # ------------------------------------------------------------------ the peak

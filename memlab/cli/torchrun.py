@@ -22,7 +22,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from memlab.cli.errors import UsageError, error_line
-from memlab.cli.requests import Request
+from memlab.cli.requests import TrainRequest
 from memlab.configs.torchrun import torchrun
 from memlab.internals.interrupts import INTERRUPTED, INTERRUPTED_MESSAGE
 
@@ -54,7 +54,7 @@ def find_rank() -> Rank | None:
         return None
 
 
-def choose_rank(request: Request) -> Rank | None:
+def choose_rank(request: TrainRequest) -> Rank | None:
     """Return this process's rank if the options train on several; None for a single process."""
     rank = find_rank()
     if request.zero is None:

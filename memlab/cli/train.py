@@ -20,7 +20,7 @@ from memlab.cli.choices import (
 from memlab.cli.errors import UsageError, is_out_of_memory
 from memlab.cli.memory_cap import choose_cap, memory_cap
 from memlab.cli.models import choose_model
-from memlab.cli.requests import Request
+from memlab.cli.requests import TrainRequest
 from memlab.cli.rows import Announce
 from memlab.cli.steps import (
     TEXT,
@@ -49,28 +49,28 @@ from memlab.transformers_models.sources import Source
 from memlab.units import format_bytes
 
 
-def train(request: Request, *, steps: int, memory: str | None) -> None:
+def train(request: TrainRequest) -> None:
     """Run the steps and print their losses, then the peak and the time."""
     rank = choose_rank(request)
     found = choose_model(request.model, request.library) if request.model else None
     if isinstance(found, Source):
         from memlab.cli.transformers_steps import train_transformers
 
-        train_transformers(request, found, steps=steps, memory=memory)
+        train_transformers(request, found)
     elif request.zero is not None:
         from memlab.cli.train_rank import train_rank
 
         assert rank is not None
-        train_rank(request, rank, steps=steps, memory=memory)
+        train_rank(request, rank)
     else:
-        _train(request, steps=steps, memory=memory)
+        _train(request)
 
 
-def _train(request: Request, *, steps: int, memory: str | None) -> None:
-    (technique,) = request.techniques
+def _train(request: TrainRequest) -> None:
+    technique, steps = request.technique, request.steps
     chosen = choose_techniques(request)[technique]
     device = choose_device(request)
-    cap_bytes = choose_cap(memory, device)
+    cap_bytes = choose_cap(request.memory, device)
     with terminal.progress(steps + 3) as announce:
         announce("checking memory")
         # A CPU step is checked below, with its technique, so skip the check of the plain step.

@@ -23,7 +23,7 @@ from memlab.cli.choices import (
 )
 from memlab.cli.errors import UsageError, is_out_of_memory
 from memlab.cli.memory_cap import choose_cap, memory_cap
-from memlab.cli.requests import Request
+from memlab.cli.requests import TrainRequest
 from memlab.cli.rows import Announce, silent
 from memlab.cli.steps import (
     TEXT,
@@ -52,10 +52,10 @@ class Peak(NamedTuple):
     reserved_bytes: int | None = None
 
 
-def train_rank(request: Request, rank: Rank, *, steps: int, memory: str | None) -> None:
+def train_rank(request: TrainRequest, rank: Rank) -> None:
     """Run this rank's steps; rank 0 prints the losses, the peaks and the time."""
     terminal.console.quiet = not rank.is_first
-    [name] = request.techniques
+    name, steps = request.technique, request.steps
     technique = choose_techniques(request)[name]
     stage = request.zero
     assert stage is not None
@@ -63,7 +63,7 @@ def train_rank(request: Request, rank: Rank, *, steps: int, memory: str | None) 
         raise _not_sharded(ValueError(reason))
     device = _choose_device(request, rank)
     setting = _choose_setting(replace(request, device=device))
-    cap_bytes = choose_cap(memory, device)
+    cap_bytes = choose_cap(request.memory, device)
     predicted_bytes = _require_memory(setting, technique, name, stage, rank)
     terminal.echo(
         f"{report.headline(setting, dry=False)}\ntechnique: {name}\n"
@@ -145,7 +145,7 @@ def _range(found: Sequence[int]) -> str:
 # ------------------------------------------------------------------ choices
 
 
-def _choose_device(request: Request, rank: Rank) -> str:
+def _choose_device(request: TrainRequest, rank: Rank) -> str:
     """Return the device; on CUDA, give this process a GPU of its own."""
     device = choose_device(request)
     if device not in BACKENDS:
@@ -163,7 +163,7 @@ def _choose_device(request: Request, rank: Rank) -> str:
     return device
 
 
-def _choose_setting(request: Request) -> Setting:
+def _choose_setting(request: TrainRequest) -> Setting:
     """Return the same setting on every rank: a batch that suits one GPU's free memory may not suit
     another's."""
     usual = SUITABLE["cpu" if request.device == "cpu" else "accelerator"]

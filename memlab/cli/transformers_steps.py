@@ -9,7 +9,7 @@ from memlab.cli.errors import UsageError, is_out_of_memory, quoted
 from memlab.cli.machine import memory_of
 from memlab.cli.memory_cap import choose_cap, memory_cap
 from memlab.cli.parsing import choose_folder
-from memlab.cli.requests import Request
+from memlab.cli.requests import Request, StepRequest, TrainRequest
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, measured_rows
 from memlab.cli.steps import peak, run_steps, summary, timed_step
@@ -43,12 +43,12 @@ def measure_transformers(request: Request, source: Source) -> int:
     return int(any(row.failure for row in rows))
 
 
-def train_transformers(request: Request, source: Source, *, steps: int, memory: str | None) -> None:
+def train_transformers(request: TrainRequest, source: Source) -> None:
     """Run the steps and print their losses, then the peak and the time."""
-    [name] = request.techniques
+    name, steps = request.technique, request.steps
     setting = _setting(request, source)
     recipe = _recipe(name, request, setting)
-    cap_bytes = choose_cap(memory, setting.device)
+    cap_bytes = choose_cap(request.memory, setting.device)
     _require_memory(setting, recipe)
     terminal.echo(f"{report.headline(setting, dry=False)}\ntechnique: {name}\n")
     with terminal.progress(steps + 2) as announce, memory_cap(cap_bytes):
@@ -64,7 +64,7 @@ def train_transformers(request: Request, source: Source, *, steps: int, memory: 
     terminal.echo(f"\n{done}")
 
 
-def _setting(request: Request, source: Source) -> TransformersSetting:
+def _setting(request: StepRequest, source: Source) -> TransformersSetting:
     options = {"--ranks": request.ranks, "--zero": request.zero}
     for option, given in options.items():
         if given is not None:
@@ -81,7 +81,7 @@ def _setting(request: Request, source: Source) -> TransformersSetting:
     return setting
 
 
-def _recipe(name: str, request: Request, setting: TransformersSetting) -> Recipe:
+def _recipe(name: str, request: StepRequest, setting: TransformersSetting) -> Recipe:
     if request.dtype not in (None, "float32", "bfloat16"):
         raise UsageError(f"got --dtype {quoted(request.dtype)}; give float32 or bfloat16")
     try:
