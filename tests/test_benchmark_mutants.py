@@ -56,7 +56,9 @@ def test_each_edit_is_one_step_and_differs():
     ids=["the solution", "another factor", "ends the process"],
 )
 def test_an_edit_is_checked_in_its_own_process(edit, accepted):
-    """From a fresh process, as the benchmark is: a fork has the state of its parent."""
+    """From a fresh process, as the benchmark is. Once autograd has started threads, as for a deep
+    chain of backward passes (tests/internals/test_replacing.py), torch refuses backward in a fork.
+    """
     code = (
         "import sys, mutants; from memlab.course.answers import cell_of; "
         "from memlab.course.days import exercise_of, notebook; "
