@@ -9,7 +9,7 @@ FOLDER = str(Path(__file__).parents[1] / "benchmarks")
 
 
 def script(name: str) -> ModuleType:
-    """The module of `benchmarks/<name>.py`; of a part of one, such as "gpu_sections.jobs"."""
+    """The module of `benchmarks/<name>.py`; of a part of one, such as "evidence_steps.own"."""
     if FOLDER not in sys.path:
         sys.path.insert(0, FOLDER)
     return importlib.import_module(name)

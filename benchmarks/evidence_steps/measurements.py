@@ -92,13 +92,18 @@ def xmem_runs() -> Iterator[Measurement]:
         )
 
 
+def kind_of(name: str) -> str:
+    """Return what decides the memory of one of our own steps."""
+    return next(kind for word, kind in OWN_KINDS.items() if word in name)
+
+
 def own_steps() -> Iterator[Measurement]:
     """Yield the steps that `put_own_steps` wrote, one file for each GPU."""
     for path in sorted(EVIDENCE.glob("own-*.json")):
         recorded = json.loads(path.read_text(encoding="utf-8"))
         for row in recorded["runs"]:
             name, gpu = row["configuration"], recorded["source"]["gpu"]
-            kind = next(kind for word, kind in OWN_KINDS.items() if word in name)
+            kind = kind_of(name)
             yield Measurement(
                 f"{name}, {gpu}",
                 gpu,
@@ -113,14 +118,29 @@ def own_steps() -> Iterator[Measurement]:
 def put_own_steps(
     folder: Path, device: str, source: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]
 ) -> Path:
-    """Write the steps that `python benchmarks/gpu.py` recorded on a GPU."""
-    figures = ("allocated_bytes", "reserved_bytes")
-    runs = [
-        {"configuration": row["configuration"], "measured": {name: row[name] for name in figures}}
-        for row in rows
-    ]
-    path = folder / f"own-{device}.json"
+    """Write the steps that `python benchmarks/gpu.py` recorded on a GPU.
+
+    Steps recorded earlier stay if they come from the same GPU, target, sizes and torch.
+    """
+    path, figures = folder / f"own-{device}.json", ("allocated_bytes", "reserved_bytes")
+    runs = _recorded_runs(path, source)
+    for row in rows:
+        runs[row["configuration"]] = {name: row[name] for name in figures}
+    content = {
+        "source": dict(source),
+        "runs": [{"configuration": name, "measured": it} for name, it in runs.items()],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
     with write_beside(path) as beside:
-        text = json.dumps({"source": dict(source), "runs": runs}, indent=1, ensure_ascii=False)
+        text = json.dumps(content, indent=1, ensure_ascii=False)
         beside.write_text(text + "\n", encoding="utf-8")
     return path
+
+
+def _recorded_runs(path: Path, source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of the steps recorded before from the same source, by name."""
+    recorded = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"source": {}}
+    same = ("gpu", "target", "small", "torch")
+    if any(recorded["source"].get(name) != source.get(name) for name in same):
+        return {}
+    return {run["configuration"]: run["measured"] for run in recorded["runs"]}

@@ -28,7 +28,7 @@ page.
   ([xMem](https://github.com/Stone-ResearchLife/xMem), MIT, Middleware 2025). NVML measured the
   whole device, so the figure is compared with reserved memory. The same authors published what four
   other estimators say about these trainings.
-- **own**: steps of `benchmarks/gpu_sections/configurations.py`, recorded on an NVIDIA H200 with
+- **own**: steps of `benchmarks/evidence_steps/own.py`, recorded on an NVIDIA H200 with
   torch 2.11 and cuDNN 9.19 on 2026-11-28. torch's own counters.
 
 NVML's figure is relative to its first sample. In the CNN trainings on the RTX 3060, the first

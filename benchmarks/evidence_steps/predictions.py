@@ -110,12 +110,11 @@ def _xmem(measurement: Measurement) -> Trace:
 
 
 def _own(measurement: Measurement) -> Trace:
-    from gpu_sections.configurations import CONFIGURATIONS, FULL, SMALL
-    from gpu_sections.predictions import step_predicted
+    from . import own
 
     source, row = measurement.facts
-    size = SMALL if source["small"] else FULL
-    return step_predicted(CONFIGURATIONS[row["configuration"]], size, source["target"])
+    size = own.SMALL if source["small"] else own.FULL
+    return own.predicted(row["configuration"], size, source["target"])
 
 
 def _kernels(trace: Trace) -> tuple[str, ...]:
