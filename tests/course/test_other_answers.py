@@ -8,13 +8,14 @@ They stand in answers/dayNN.toml, as changes of the solution (see memlab/course/
     [[unnamed]]        fails like a named wrong answer in some cases, and gets no remark
 """
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from memlab.course import exercises
+from memlab.course import days, exercises
 from memlab.course.days import exercise_of
 from memlab.course.exercises import OK, WRONG, Verdict, judge
 from memlab.course.solutions import changed
@@ -49,6 +50,22 @@ def each(kind: str) -> Any:
 
 def verdict_on(row: dict[str, Any], change: Change) -> Verdict:
     return judge(exercise_of(row["exercise"]), changed(row["exercise"], change))
+
+
+def test_no_answer_stands_twice():
+    named = [
+        (text.id, mistake.change)
+        for number in days.numbers()
+        for text in days.texts(number)
+        for mistake in text.mistakes
+    ]
+    others = [
+        (row["exercise"], change_of("", row, KINDS[kind])[1])
+        for _, found in FILES
+        for kind in ("right", "wrong", "told")
+        for row in found[kind]
+    ]
+    assert [each for each, n in Counter(named + others).items() if n > 1] == []
 
 
 @each("right")
