@@ -19,9 +19,9 @@
     '''
 
 A wrong answer has an `edit` or `code`. In an `edit`, the text of the lines that begin with "-" is
-replaced, wherever it stands in the solution's cell, by the text of the lines that begin with "+".
-Several such pairs apply in order, and a lone "+" removes text. `code` runs after the solution's cell: it defines the answer
-again, or a function that the answer calls.
+replaced, wherever it stands in the solution's cell, by the text of the lines that begin with "+";
+a lone "+" removes it. Several such pairs apply in order. `code` runs after the solution's cell: it
+defines the answer again, or a function that the answer calls.
 """
 
 import re
