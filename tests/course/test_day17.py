@@ -1,13 +1,13 @@
 """Day 17: what its checks tell a learner, and what the lesson claims."""
 
-import ast
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
 from close import assert_close
+from lesson_parts import lesson_part
 from torch import nn
 
 import memlab
@@ -121,42 +121,20 @@ def test_the_lessons_layer_has_the_librarys_gradients():
 # ------------------------------------------------------------------ figures of the lesson
 
 
-@cache
-def source() -> ast.Module:
-    path = days.notebook(17, "solutions").with_suffix(".py")
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@cache
-def constant(name: str):
-    """Evaluate a table of the lesson."""
-    assigned = [
-        node.value
-        for node in ast.walk(source())
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
-    ]
-    names = {"Setup": Setup, "Predicted": Predicted}
-    names |= {
-        n: constant(n) for n in ("STEPS", "BEST") if n != name and n in ast.unparse(*assigned)
-    }
-    return eval(compile(ast.Expression(*assigned), name, "eval"), names)
+STEPS, BEST, GROWN, ENDS, BIG = lesson_part(
+    17, "STEPS", "BEST", "GROWN", "ENDS", "BIG", Setup=Setup, Predicted=Predicted
+)
 
 
 def rows() -> dict[str, tuple]:
     """Every prediction that the lesson states: (config, setup, batch, length), bytes."""
-    best = constant("BEST")
-    found = {
-        f"7B {name}": ((SEVEN, setup, 4, 1024), step)
-        for name, (setup, step) in constant("STEPS").items()
-    }
+    found = {f"7B {name}": ((SEVEN, setup, 4, 1024), step) for name, (setup, step) in STEPS.items()}
     found |= {
-        f"7B {at}": ((SEVEN, best, *at), step)
-        for at, step in constant("GROWN").items()
-        if at != (4, 1024)
+        f"7B {at}": ((SEVEN, BEST, *at), step) for at, step in GROWN.items() if at != (4, 1024)
     }
-    ends = replace(constant("STEPS")["+ checkpointing"][0], ends=True)
-    found["7B ends"] = (SEVEN, ends, 4, 1024), constant("ENDS")
-    for name, (setup, step) in constant("BIG").items():
+    ends = replace(STEPS["+ checkpointing"][0], ends=True)
+    found["7B ends"] = (SEVEN, ends, 4, 1024), ENDS
+    for name, (setup, step) in BIG.items():
         config = THIRTEEN if name.startswith("13B") else SIXTY_FIVE
         batch, length = (4, 1024) if config is THIRTEEN else (1, 512)
         found[name] = (config, setup, batch, length), step
@@ -192,17 +170,15 @@ def test_two_blocks_and_all_blocks_give_the_same_peak():
 
 
 def test_the_table_says_what_the_text_says():
-    steps = [step.allocated for _, step in constant("STEPS").values()]
+    steps = [step.allocated for _, step in STEPS.values()]
     assert steps == sorted(steps, reverse=True)
     rtx4060, rtx4080, rtx4090, a6000 = (
         memory_named(name).budget_bytes for name in ("rtx4060", "rtx4080", "rtx4090", "a6000")
     )
-    grown = constant("GROWN")
-    assert grown[1, 512].reserved <= rtx4060
-    assert grown[16, 1024].reserved <= rtx4090 < grown[32, 1024].reserved
-    big = constant("BIG")
-    assert big["13B, 4 × 1,024, logits in chunks"][1].reserved <= rtx4080
-    assert big["65B, 1 × 512, logits in chunks"][1].reserved <= a6000
+    assert GROWN[1, 512].reserved <= rtx4060
+    assert GROWN[16, 1024].reserved <= rtx4090 < GROWN[32, 1024].reserved
+    assert BIG["13B, 4 × 1,024, logits in chunks"][1].reserved <= rtx4080
+    assert BIG["65B, 1 × 512, logits in chunks"][1].reserved <= a6000
 
 
 def test_the_models_of_the_table_have_their_sizes():

@@ -1,6 +1,5 @@
 """Day 18: what its checks tell a learner, and what the lesson claims."""
 
-import ast
 import warnings
 from functools import cache
 from math import ceil
@@ -12,9 +11,10 @@ import torch
 import torch.distributed.pipelining  # holds a tensor of its own, from its import on
 import torch.nn.functional as F
 from close import assert_close
+from lesson_parts import lesson_part
 
 import memlab
-from memlab.course import bill, days, model_parallel
+from memlab.course import days, model_parallel
 from memlab.course.peers import in_turns
 from memlab.course.solutions import given, solution
 from memlab.model import PRESETS
@@ -48,7 +48,7 @@ def test_saved_elements_are_the_planners(sequence):
 
 
 def test_the_order_is_the_references_and_has_the_planners_micro_batches_in_flight():
-    most_in_flight = named("most_in_flight")
+    most_in_flight = lesson_part(18, "most_in_flight")
     for stages, micro_batches in ((1, 4), (4, 8), (4, 2)):
         for stage in range(stages):
             order = solution("18.4")(stage, stages, micro_batches)
@@ -57,24 +57,9 @@ def test_the_order_is_the_references_and_has_the_planners_micro_batches_in_fligh
             assert most_in_flight(order) == expected
 
 
-def named(*names: str) -> Any:
-    """Definitions and constants that the lesson has after its exercises."""
-    source = next(Path(bill.__file__).parents[2].glob("solutions/day18_*.py")).read_text("utf-8")
-    wanted = [
-        node
-        for node in ast.parse(source).body
-        if getattr(node, "name", None) in names
-        or (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in names)
-    ]
-    found: dict[str, Any] = {"days": days, "memlab": memlab, "warnings": warnings}
-    found |= {"Launch": Launch, "dry_run_ranks": dry_run_ranks}
-    exec(compile(ast.Module(wanted, []), "day 18", "exec"), found)
-    return found[names[0]] if len(names) == 1 else [found[name] for name in names]
-
-
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 2), (4, 8), (5, 3)])
 def test_both_orders_have_the_bubble_of_the_formula(stages, micro_batches):
-    timeline, gpipe, _ = named("timeline", "gpipe", "UNITS")
+    timeline, gpipe, _ = lesson_part(18, "timeline", "gpipe", "UNITS")
     for order_of in (gpipe, pipeline.one_forward_one_backward):
         ends = timeline(order_of, stages, micro_batches)
         idle = 1 - 3 * micro_batches / max(ends.values())
@@ -227,7 +212,12 @@ def test_the_first_stage_makes_the_gradient_of_the_whole_embedding():
 
 @cache
 def the_lessons() -> tuple[Any, Any]:
-    rank_0, deeper, _ = named("rank_0", "deeper", "SCRIPTS")
+    rank_0, deeper, _ = lesson_part(
+        18,
+        *("rank_0", "deeper", "SCRIPTS"),
+        **{"days": days, "memlab": memlab, "warnings": warnings},
+        **{"Launch": Launch, "dry_run_ranks": dry_run_ranks},
+    )
     return rank_0, deeper
 
 

@@ -1,10 +1,10 @@
 """Day 19: what its checks tell a learner, and what the lesson claims."""
 
-import ast
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import pytest
+from lesson_parts import lesson_part
 
 import memlab
 from memlab.course import bill, days
@@ -35,22 +35,11 @@ def test_the_librarys_casts_pass_the_checks():
 # ------------------------------------------------------------------ figures of the lesson
 
 
-@cache
-def table(name: str) -> dict[str, tuple]:
-    """A table of the lesson: (recipe, (allocated, reserved)) by name."""
-    path = days.notebook(19, "solutions").with_suffix(".py")
-    (value,) = (
-        node.value
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
-    )
-    return eval(compile(ast.Expression(value), name, "eval"), {"FP8Recipe": FP8Recipe})
-
-
+COPIES, CHECKPOINTED = lesson_part(19, "COPIES", "CHECKPOINTED", FP8Recipe=FP8Recipe)
 ROWS = {
     (checkpointed, name): row
-    for checkpointed, rows in ((False, "COPIES"), (True, "CHECKPOINTED"))
-    for name, row in table(rows).items()
+    for checkpointed, rows in ((False, COPIES), (True, CHECKPOINTED))
+    for name, row in rows.items()
 }
 ROW_PARAMETERS = [  # in one argument
     pytest.param(row, marks=() if row == (False, "FP8, shared copies") else pytest.mark.slow)
@@ -81,12 +70,12 @@ def test_all_blocks_give_the_tables_peak():
 
 
 def test_the_table_says_what_the_text_says():
-    bf16, own, shared, kept_too = (row[1] for row in table("COPIES").values())
+    bf16, own, shared, kept_too = (row[1] for row in COPIES.values())
     assert shared[0] < own[0] < bf16[0] < kept_too[0]
     assert own[1] > bf16[1] > shared[1]
     assert [round(100 * (1 - way[0] / bf16[0])) for way in (own, shared)] == [1, 5]
     assert round(100 * (1 - shared[1] / bf16[1])) == 2
-    plain, fp8 = (row[1][0] for row in table("CHECKPOINTED").values())
+    plain, fp8 = (row[1][0] for row in CHECKPOINTED.values())
     assert abs(fp8 / plain - 1) < 1e-4
 
 

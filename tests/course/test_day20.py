@@ -1,16 +1,13 @@
 """Day 20: what its checks tell a learner, and what the lesson claims."""
 
-import ast
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from lesson_parts import lesson_part
 
 import memlab
 from memlab import optim
-from memlab.course import bill
 from memlab.course.solutions import given, solution
 from memlab.model import GPT, PRESETS
 from memlab.planner.formulas import training_bytes
@@ -18,36 +15,19 @@ from memlab.planner.recipes import Recipe
 
 SEVEN = PRESETS["llama-2-7b"]
 elements_kept, sides_of = given(20, "elements_kept", "sides_of")
-
-
-def after_the_exercises(*names: str) -> dict[str, Any]:
-    """Definitions and constants of the lesson's last part, which does not run here as a whole."""
-    source = next(Path(bill.__file__).parents[2].glob("solutions/day20_*.py")).read_text("utf-8")
-    tree = ast.parse(source)
-    named = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    named |= {
-        target.id: node
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    found = {"elements_kept": elements_kept, "sides_of": sides_of, "m": 4_096, "n": 11_008}
-    found |= {"GPT": GPT, "optim": optim, "torch": torch}
-    kept = ast.Module([named[name] for name in names], [])
-    exec(compile(kept, "day 20", "exec"), found)
-    return found
-
-
-LESSON = after_the_exercises("state_bytes", "TEMPORARIES", "galore_step", "RESERVED")
-TEMPORARIES, RESERVED = LESSON["TEMPORARIES"], LESSON["RESERVED"]
+state_bytes, TEMPORARIES, galore_step, RESERVED = lesson_part(
+    20,
+    *("state_bytes", "TEMPORARIES", "galore_step", "RESERVED"),
+    **{"elements_kept": elements_kept, "sides_of": sides_of, "m": 4_096, "n": 11_008},
+    **{"GPT": GPT, "optim": optim, "torch": torch},
+)
 
 # ------------------------------------------------------------------ the lesson's figures
 
 
 @pytest.mark.slow
 def test_the_step_of_7b_with_galore_reserves_what_the_lesson_says():
-    assert memlab.predict(partial(LESSON["galore_step"], SEVEN, 256)).reserved_bytes == RESERVED
+    assert memlab.predict(partial(galore_step, SEVEN, 256)).reserved_bytes == RESERVED
 
 
 @pytest.mark.parametrize(
@@ -64,7 +44,7 @@ def test_the_states_of_7b_are_the_planners(ours, rank, name):
     recipe = Recipe("float32", optimizer=name)
     terms = training_bytes(SEVEN, recipe, 1, 256).moments["optimizer"]
     norms = 4 * 224 if name == "apollo-mini" else 0
-    assert LESSON["state_bytes"](ours, SEVEN, rank) == terms["optimizer_state"] - norms
+    assert state_bytes(ours, SEVEN, rank) == terms["optimizer_state"] - norms
 
 
 def test_the_transient_of_muon_is_the_planners():

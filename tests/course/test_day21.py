@@ -1,14 +1,14 @@
 """Day 21: what its checks tell a learner, and what the lesson claims."""
 
-import ast
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from close import assert_close
+from lesson_parts import lesson_part
 
 import memlab
 from memlab.course import bill, days
@@ -53,31 +53,12 @@ def test_a_window_as_long_as_the_text_keeps_one_token_less():
 # ------------------------------------------------------------------ figures of the lesson
 
 
-@cache
-def source() -> ast.Module:
-    path = days.notebook(21, "solutions").with_suffix(".py")
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@cache
-def constant(name: str):
-    """Evaluate a table of the lesson."""
-    [assigned] = [
-        node.value
-        for node in ast.walk(source())
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
-    ]
-    names = {
-        "Setup": Setup,
-        "Predicted": Predicted,
-        "replace": replace,
-        "by_logsumexp": by_logsumexp,
-    }
-    names |= {"token_log_probs": token_log_probs, "LORA": Setup(lora=True)}
-    return eval(compile(ast.Expression(assigned), name, "eval"), names)
-
-
-STEPS = constant("STEPS")
+STEPS = lesson_part(
+    21,
+    "STEPS",
+    **{"Setup": Setup, "Predicted": Predicted, "replace": replace, "LORA": Setup(lora=True)},
+    **{"by_logsumexp": by_logsumexp, "token_log_probs": token_log_probs},
+)
 
 
 @pytest.mark.slow
