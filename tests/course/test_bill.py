@@ -72,6 +72,17 @@ def test_the_stored_labels_are_those_of_the_days():
     assert list(bill.written()) == [days.day(number).bill.label for number in days.numbers()]
 
 
+@pytest.mark.parametrize("number", [7, 10, 12, 13, 17, 18, 19, 20, 21])
+def test_a_day_that_changes_nothing_has_the_bill_of_the_day_before(number):
+    before, now = (days.day(n).bill for n in (number - 1, number))
+    assert now.measure is before.measure
+    assert bill.stored(now).at_peak == bill.stored(before).at_peak
+
+
+def test_the_last_bills_peak_is_the_optimizers():
+    assert "optimizer_temporaries" in bill.stored(days.day(19).bill).at_peak
+
+
 @cache
 def at_peak(measure):
     """Measure a line once; some days share a function."""

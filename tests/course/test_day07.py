@@ -14,10 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import memlab
 from memlab.checkpointing import checkpoint
 from memlab.compression import compressed_activations
-from memlab.course import days
 from memlab.course.bill import SETTING
-from memlab.course.bill_steps import attention_kept
-from memlab.course.checks import day07
 from memlab.course.checks.day07 import bytes_kept, compress, decompress, unpack
 from memlab.course.solutions import solution
 from memlab.model import GPT, PRESETS
@@ -164,7 +161,3 @@ def test_eight_bits_instead_of_recomputation_have_a_higher_peak_than_day_6():
     nothing_again, eight_again, nine_again, all_again = map(in_eight_bits, (0, 8, 9, 12))
     assert [format_bytes(nothing_again), format_bytes(all_again)] == ["1.45 GiB", "1.37 GiB"]
     assert eight_again > nine_again == all_again  # there is room for three of the twelve
-
-
-def test_the_bill_is_day_6s():
-    assert day07.DAY.bill.measure is attention_kept is days.day(6).bill.measure

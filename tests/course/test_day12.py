@@ -441,7 +441,3 @@ def test_sharding_lion_8bit_is_refused():
     model = GPT(PRESETS["tiny"])
     with pytest.raises(TypeError, match="use an elementwise optimizer"):
         simulate(model, Lion8bit(model.parameters()), 8, 1)
-
-
-def test_the_bill_is_the_previous_days():
-    assert days.day(12).bill.measure is days.day(11).bill.measure

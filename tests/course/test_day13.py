@@ -260,10 +260,6 @@ def test_405b_on_128_gpus_holds_and_sends_what_the_lesson_says():
     assert f"{found[1] / found[3]:.2f}" == "25.15"
 
 
-def test_the_bill_is_the_one_of_the_day_before():
-    assert days.day(13).bill.measure is days.day(12).bill.measure
-
-
 def test_two_buckets_in_flight_give_the_events_of_the_picture():
     """With two in flight, a bucket has the time of four gradients."""
 

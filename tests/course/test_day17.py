@@ -12,8 +12,6 @@ from torch import nn
 
 import memlab
 from memlab import quantize
-from memlab.course import bill, days
-from memlab.course.checks import day17
 from memlab.course.checks.day17 import DAY, held
 from memlab.course.exercises import WRONG, judge
 from memlab.course.solutions import given
@@ -205,9 +203,3 @@ def test_the_formula_is_what_the_meter_sees():
         counters = 4 * sum(w.requires_grad for w in model.parameters())
         learning = trace.at_end["gradients"] + trace.at_end["optimizer_state"] - counters
         assert learning == found["training"]
-
-
-def test_the_bill_is_day_16s():
-    before, now = (bill.stored(days.day(n).bill) for n in (16, 17))
-    assert before.at_peak == now.at_peak
-    assert day17.DAY.bill.measure is days.day(16).bill.measure

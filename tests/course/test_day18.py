@@ -244,10 +244,6 @@ def test_a_stage_of_405b_has_the_peak_that_one_and_two_blocks_give():
     assert ceil(PRESETS["llama-3-405b"].layers / 4) == 32
 
 
-def test_the_bill_is_the_one_of_the_day_before():
-    assert days.day(18).bill.measure is days.day(17).bill.measure
-
-
 def test_the_lessons_attention_is_causal():
     attend = given(18, "attend")
     q = torch.randn(3, 2, dtype=torch.float64)

@@ -7,7 +7,6 @@ import pytest
 from lesson_parts import lesson_part
 
 import memlab
-from memlab.course import bill, days
 from memlab.course.checks.day19 import DAY, saved_bytes
 from memlab.course.solutions import given
 from memlab.model import PRESETS
@@ -96,10 +95,3 @@ def test_the_shares_of_the_text_are_the_formulas():
         (2 * sizes[0], *sizes[1:])
     )
     assert eight_bits_a_token / 8192 == 4 * (2 * 32 + 32 + 86)
-
-
-def test_the_bill_is_day_16s():
-    before, now = (bill.stored(days.day(n).bill) for n in (16, 19))
-    assert before.at_peak == now.at_peak
-    assert days.day(19).bill.measure is days.day(16).bill.measure
-    assert "optimizer_temporaries" in now.at_peak  # the peak is the optimizer's

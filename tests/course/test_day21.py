@@ -11,8 +11,6 @@ from close import assert_close
 from lesson_parts import lesson_part
 
 import memlab
-from memlab.course import bill, days
-from memlab.course.checks import day21
 from memlab.course.checks.day21 import cache_bytes
 from memlab.course.solutions import given
 from memlab.lora import add_lora
@@ -194,9 +192,3 @@ def test_evaluation_with_a_cache_peaks_higher_by_the_cache():
 
         found[use_cache] = memlab.measure(evaluate, model=llama).peak_bytes
     assert found[True] - found[False] == cache_bytes([None] * 2, 2, 16, 40, 3, 4)
-
-
-def test_the_bill_is_day_16s():
-    before, now = (bill.stored(days.day(n).bill) for n in (16, 21))
-    assert before.at_peak == now.at_peak
-    assert day21.DAY.bill.measure is days.day(16).bill.measure
