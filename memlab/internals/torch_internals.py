@@ -378,6 +378,11 @@ def forbid_data_access(storage: torch.UntypedStorage, message: str) -> None:
         torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, message)
 
 
+def storage_users(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors have the storage, those that autograd saved among them."""
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # itself
+
+
 def allow_data_access(storage: torch.UntypedStorage) -> None:
     """Undo `forbid_data_access`."""
     if hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg"):

@@ -47,6 +47,7 @@ from memlab.internals.torch_internals import (
     allow_data_access,
     exclude_from_dynamo,
     in_backward,
+    storage_users,
     tree_leaves,
     when_backward_ends,
 )
@@ -107,9 +108,20 @@ class _Layer:
                 each.data = empty.set_(new, each.storage_offset(), each.shape, each.stride())
         self.storages[number] = new
 
+    def leave_kept_storages(self) -> None:
+        """Give up the storages that other tensors than the known readers share, such as a view or a
+        graph that a caller keeps: they keep their values, and the weights get storages anew."""
+        for number, storage in enumerate(self.storages):
+            if storage is None:
+                continue
+            at = storage._cdata
+            known = [each for each in self.readers() if each.untyped_storage()._cdata == at]
+            if storage_users(storage) > len(known):
+                self.storages[number] = None
+
     def readers(self, others: Iterable[Any] = ()) -> list[Tensor]:
         """Return the parameters, known aliases and `others` that share the stream's storages."""
-        own = {storage._cdata for storage in self.storages}
+        own = {storage._cdata for storage in self.storages if storage is not None}
         tensors = (*self.module.parameters(), *self.aliases, *others)
         return [
             tensor
@@ -177,6 +189,9 @@ class StreamedLayers:
             self._present -= 1
             for layer in self._layers:  # load_state_dict(assign=True) replaces parameters
                 layer.weights = [layer.module.get_parameter(name) for name in layer.names]
+            if not self._present:
+                for layer in self._layers:
+                    layer.leave_kept_storages()
             self._free_all()
 
     def read_weight(self, weight: Tensor) -> Tensor:

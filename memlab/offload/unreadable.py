@@ -2,8 +2,9 @@
 
 torch reads a tensor's storage without checking that it has memory. So an unreadable tensor has a
 class whose torch functions raise, except for those that need only its shape, dtype or gradient.
-Autograd and kernels ignore the class. A tensor's aliases keep their own class: they are unreadable
-only in torch's builds for GPUs, which let a storage itself raise.
+Autograd and kernels ignore the class. A tensor's aliases keep their own class. What a caller keeps
+of `present()` has its own storage afterwards; an alias made elsewhere, such as by `torch.vmap` over
+a weight, is unreadable only in torch's builds for GPUs, which let a storage itself raise.
 """
 
 from functools import cache

@@ -510,6 +510,33 @@ def test_a_state_dict_cannot_be_read_after_present():
         assert same(state.values(), small().state_dict().values())
 
 
+@pytest.mark.parametrize(
+    "view", [torch.detach, torch.t, lambda weight: weight.data.view(-1), lambda weight: weight[2:]]
+)
+def test_a_view_kept_from_present_keeps_its_values(view):
+    model, streamed = streamed_small()
+    with streamed.present():
+        kept = view(model[0].weight)
+    expected = view(small()[0].weight)
+    assert torch.equal(kept, expected)
+    gradients_of_small(model)
+    assert torch.equal(kept, expected)
+    assert [w.untyped_storage().nbytes() for w in model.parameters()] == [0] * 6
+    with streamed.present():
+        assert same(model.parameters(), small().parameters())
+
+
+def test_a_graph_kept_from_present_has_the_values_of_its_forward_pass():
+    x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+    model, streamed = streamed_small()
+    with streamed.present():
+        loss = model(x).square().sum()
+    loss.backward()
+    plain = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+    small()(plain).square().sum().backward()
+    assert torch.equal(x.grad, plain.grad)
+
+
 def test_parameters_that_share_a_storage_are_all_unreadable():
     model = small()
     flat = torch.arange(72.0)
