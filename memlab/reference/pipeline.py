@@ -20,7 +20,6 @@ version to train with.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,7 +54,7 @@ class Mailbox:
 
     def __init__(self, like: Tensor) -> None:
         self.like = like
-        self.sending: dict[int, Any] = {}  # a work holds its tensor
+        self.sending: dict[int, dist.Work | None] = {}  # a work holds its tensor
 
     def send(self, x: Tensor, stage: int) -> None:
         self.wait(stage)
@@ -63,8 +62,8 @@ class Mailbox:
 
     def wait(self, stage: int) -> None:
         """Wait until the stage has received what was sent, and free it."""
-        if stage in self.sending:
-            self.sending.pop(stage).wait()
+        if (work := self.sending.pop(stage, None)) is not None:
+            work.wait()
 
     def receive(self, stage: int) -> Tensor:
         x = self.like.new_empty(self.like.shape)
@@ -103,8 +102,7 @@ def run_stage(
             x, node = in_flight.pop(n)
             dy = mail.receive(stage + 1) if stage < last else losses[-1].new_ones(())
             torch.autograd.backward([node], [dy])
-            if stage > 0:
-                assert x.grad is not None
+            if stage > 0 and x.grad is not None:
                 mail.send(x.grad, stage - 1)
             del x, node, dy
     for other in list(mail.sending):
