@@ -48,7 +48,7 @@ evidence_stamp := .venv/.evidence-$(label)
 evidence_packages := $(wildcard benchmarks/evidence/packages/*.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help measure test slow evidence bench solutions lessons floats cpus lab site lessons-exist benchmarks-exist
+.PHONY: help measure check test static slow evidence bench solutions lessons floats cpus lab site lessons-exist benchmarks-exist
 
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /\1 /p' $(MAKEFILE_LIST) | \
@@ -60,12 +60,19 @@ help: ## list these targets
 measure: $(stamp) ## measure every technique on this machine
 	@.venv/bin/memlab measure
 
-test: $(stamp) $(evidence_stamp) ## format, lint, tests, every notebook
-	@$(VENV_PYTHON) -m ruff format --check .
-	@$(VENV_PYTHON) -m ruff check .
+check: static ## before each commit: format, lint, types, quick tests, one lesson
+	@$(RUN_TESTS) -q -m 'not slow' @tests/check.txt
+	@$(RUN_NOTEBOOKS) --nbval-lax $(ONE_LESSON)
+
+test: static $(evidence_stamp) ## the same, with all tests and every notebook
 	@$(RUN_TESTS) -m 'not slow'
 	@$(MAKE) --no-print-directory solutions
 	@$(RUN_NOTEBOOKS) --nbval-lax $(ONE_LESSON)
+
+static: $(stamp)
+	@$(VENV_PYTHON) -m ruff format --check .
+	@$(VENV_PYTHON) -m ruff check .
+	@$(VENV_PYTHON) -m mypy
 
 slow: $(stamp) $(evidence_stamp) ## every test, with every parameter: about an hour
 	@$(RUN_TESTS)

@@ -142,7 +142,7 @@ def test_make_asks_for_the_python_that_memlab_supports():
 def test_make_alone_lists_its_targets():
     listed = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert re.findall(r"^  make (\w+) +\S", listed, re.M) == [
-        *("help", "measure", "test", "slow", "evidence", "bench"),
+        *("help", "measure", "check", "test", "slow", "evidence", "bench"),
         *("solutions", "lessons", "cpus", "floats", "site", "lab"),
     ]
 

@@ -59,4 +59,13 @@ def test_the_changelog_begins_with_the_version():
 def test_each_hook_before_a_commit_runs_a_program_of_the_project():
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
     programs = {hook["entry"].split()[0] for repo in config["repos"] for hook in repo["hooks"]}
-    assert programs <= {"ruff", "python"}
+    assert programs <= {"ruff", "python", "make"}
+
+
+def test_types_are_checked_by_make_before_each_push_and_in_ci():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    rules = dict(re.findall(r"^(\w+):(.*(?:\n\t.*)*)", makefile, re.M))
+    assert "-m mypy" in rules["static"]
+    assert all(rules[target].split()[0] == "static" for target in ("check", "test"))
+    for name in (".pre-commit-config.yaml", ".github/workflows/tests.yml"):
+        assert "make check" in (ROOT / name).read_text(encoding="utf-8")
