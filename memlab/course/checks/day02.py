@@ -654,5 +654,5 @@ DAY = Day(
         checked("2.5", _check_train_epoch),
         checked("2.6", _check_diagnose, diagnose),
     ),
-    bill=Bill("day 2: measured, not changed", plain),
+    bill=Bill("day 2: measured, not changed", plain),  # the plain step: reading saves nothing
 )
