@@ -338,11 +338,16 @@ def explain_command(request: ExplainRequest) -> None:
 
 
 @app.command("doctor", cls=Command)
-def doctor_command() -> None:
+def doctor_command(
+    world: Annotated[
+        bool,
+        typer.Option("--world", help="Print what memlab run replaces in Python for a script."),
+    ] = False,
+) -> None:
     """Check this machine: print what it has and whether memlab works on it, OK or FAIL per line."""
-    from memlab.cli.doctor import examine
+    from memlab.cli.doctor import examine, show_world
 
-    raise typer.Exit(examine())
+    raise typer.Exit(show_world() if world else examine())
 
 
 # ------------------------------------------------------------------ the course

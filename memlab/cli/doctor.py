@@ -21,7 +21,9 @@ from memlab.cli.terminal import console, printable
 from memlab.configs.targets import target_of
 from memlab.internals.torch_internals import cuda_driver_version
 from memlab.train import TECHNIQUES, Plugs, Setting, Technique, build, measured
-from memlab.units import format_bytes
+from memlab.units import format_bytes, paragraph
+from memlab.world.confinement import unconfined_reason
+from memlab.world.table import TABLE, missing
 
 LOWEST_PYTHON, LOWEST_TORCH = (3, 11), (2, 11)
 OPTIONAL = {
@@ -51,6 +53,19 @@ def examine() -> int:
         console.print(mark, soft_wrap=True)
         failed |= finding.ok is False
     return int(failed)
+
+
+def show_world() -> int:
+    """Print what is replaced for a script, by what, why, and the version where it was seen."""
+    confines = unconfined_reason()
+    console.print("the kernel confines a script" if confines is None else f"here, {confines}")
+    for room, rows in TABLE.items():
+        console.print(f"\n{room}")
+        for row in rows:
+            names = ", ".join(name for name in row.names if name not in missing(row))
+            why = f"{row.stand_in}: {row.why} ({row.seen})"
+            console.print(paragraph(f"{row.owner}: {names}") + "\n" + paragraph(f"  {why}"))
+    return 0
 
 
 def _findings() -> Iterator[Finding]:

@@ -13,15 +13,12 @@
 What was redirected or refused is recorded, with what the operating system refused.
 """
 
-import builtins
 import errno
-import io
 import os
 import platform
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -32,17 +29,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import quote, unquote
 
-import torch
-
-try:
-    import sqlite3
-except ImportError:  # Python may be built without it
-    sqlite3 = None  # type: ignore[assignment]
-
 from memlab.internals.libraries import is_librarys, is_pythons
 from memlab.internals.replacing import always, caller_of, importers, replaced
 from memlab.world import confinement
 from memlab.world.confinement import PREFIX
+from memlab.world.table import replacements
 
 # No library asks the network, logs to a service, or writes to a shared cache of data sets.
 _ENVIRONMENT = {
@@ -54,13 +45,6 @@ _ENVIRONMENT = {
     "MLFLOW_TRACKING_URI": "",
     "TOKENIZERS_PARALLELISM": "false",
     "GIT_OPTIONAL_LOCKS": "0",  # git status then writes nothing
-}
-# Functions of `os` that start a program, in this process or another, and where its name is.
-_STARTERS = {
-    **dict.fromkeys(("execl", "execle", "execlp", "execlpe", "execv", "execve", "execvp"), 0),
-    **dict.fromkeys(("execvpe", "posix_spawn", "posix_spawnp", "startfile"), 0),
-    **dict.fromkeys(("spawnl", "spawnle", "spawnlp", "spawnlpe", "spawnv", "spawnve"), 1),
-    **dict.fromkeys(("spawnvp", "spawnvpe"), 1),
 }
 _READING_GIT = re.compile(
     r"git (rev-parse|describe|log|show|status|diff)( (?!--output)[\w./~^=%@:-]+)*"
@@ -234,21 +218,17 @@ class Isolation:
         )
 
     def _refusals(self) -> dict[tuple[Any, str], Callable[[Any], Any]]:
-        return {
-            **{
-                (socket.socket, name): self._connect for name in ("connect", "connect_ex", "sendto")
-            },
-            **{(socket, name): self._look_up for name in ("create_connection", "getaddrinfo")},
-            (subprocess.Popen, "__init__"): self._popen,
-            (os, "system"): lambda real: self._refuse_command,
-            (os, "_exit"): self._exit,
-            **{(os, name): self._fork for name in ("fork", "forkpty") if hasattr(os, name)},
-            **{
-                (os, name): always(partial(self._refuse_at, place))
-                for name, place in _STARTERS.items()
-                if hasattr(os, name)
-            },
+        stand_ins: dict[str, Callable[[Any], Any]] = {
+            "popen": self._popen,
+            "system": always(self._refuse_command),
+            "start_first": always(partial(self._refuse_at, 0)),
+            "start_second": always(partial(self._refuse_at, 1)),
+            "fork": self._fork,
+            "exit": self._exit,
+            "connect": self._connect,
+            "look_up": self._look_up,
         }
+        return replacements("processes", stand_ins) | replacements("network", stand_ins)
 
     def _connect(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """Refuse other machines; a socket between processes of this one may connect."""
@@ -555,28 +535,24 @@ class _Files:
     # ------------------------------------------------------------------ functions
 
     def replacements(self) -> dict[tuple[Any, str], Callable[[Any], Any]]:
-        reading = ("stat", "lstat", "access", "readlink", "listxattr", "getxattr")
-        changing = ("chmod", "chown", "lchown", "utime", "truncate", "setxattr")
-        return {
-            (builtins, "open"): self._open,
-            (io, "open"): self._open,
-            (os, "open"): self._os_open,
-            **{
-                (os, name): self._make for name in ("mkdir", "mkfifo", "mknod") if hasattr(os, name)
-            },
-            **{(os, name): self._remove for name in ("remove", "unlink", "rmdir")},
-            **{(os, name): self._rename for name in ("rename", "replace")},
-            (shutil, "rmtree"): self._rmtree,
-            **{(os, name): self._read for name in reading if hasattr(os, name)},
-            **{(os, name): self._list for name in ("listdir", "scandir")},
-            **{(os, name): self._change for name in changing if hasattr(os, name)},
-            (os, "link"): self._link,
-            (os, "symlink"): self._symlink,
-            (os, "chdir"): self._change_folder,
-            (os, "getcwd"): lambda real: lambda: self._current,
-            (torch, "save"): self._save,
-            **({} if sqlite3 is None else {(sqlite3, "connect"): self._database}),
+        stand_ins: dict[str, Callable[[Any], Any]] = {
+            "open": self._open,
+            "os_open": self._os_open,
+            "make": self._make,
+            "remove": self._remove,
+            "rename": self._rename,
+            "rmtree": self._rmtree,
+            "read": self._read,
+            "list": self._list,
+            "change": self._change,
+            "link": self._link,
+            "symlink": self._symlink,
+            "chdir": self._change_folder,
+            "getcwd": always(lambda: self._current),
+            "save": self._save,
+            "database": self._database,
         }
+        return replacements("files", stand_ins)
 
     def _open(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:

@@ -1115,7 +1115,7 @@ def test_a_read_error_is_refused(memlab_in, folder, monkeypatch):
             ["reset", "1", "--yes=no"],
             "got --yes with a value; it takes none: remove the value; see memlab reset --help",
         ),
-        (["doctor", "a b", "c"], "got extra arguments 'a b' c; memlab doctor takes no arguments; "
+        (["doctor", "a b", "c"], "got extra arguments 'a b' c; memlab doctor takes only options; "
          "see memlab doctor --help"),
         (["diff", "1.1", "1.2"], "got extra arguments 1.2; memlab diff takes only EXERCISE and "
          "options; see memlab diff --help"),

@@ -13,6 +13,7 @@ from memlab.cli import doctor, machine
 from memlab.model import PRESETS
 from memlab.train import TECHNIQUES, combined
 from memlab.units import format_bytes
+from memlab.world.table import TABLE
 
 GIB = 2**30
 
@@ -94,6 +95,13 @@ def test_every_technique_runs(report):
 
 
 @pytest.mark.usefixtures("cuda")
+def test_the_world_of_a_script_is_printed(memlab_command):
+    printed = memlab_command("doctor", "--world")
+    assert printed.status == 0
+    assert "\nos: remove, unlink, rmdir\n  remove: they would delete a real file" in printed.out
+    assert all(f"\n{row.owner}: " in printed.out for rows in TABLE.values() for row in rows)
+
+
 def test_each_gpu_is_listed_with_its_memory_and_driver():
     assert devices() == [
         ("device", True, "cuda:0 H200, 100.00 GiB free of 140.00 GiB, driver for CUDA 12.8"),
