@@ -7,8 +7,9 @@
     connections        refused as without a network; Landlock alone would refuse only TCP
     signals            to other processes are refused
 
-Everything that is refused or led elsewhere is written to a file, one attempt a line. A process that
-changes a path while its call is answered could mislead the list, but not Landlock.
+Everything that is refused or led elsewhere is written to a file, one attempt a line. The parent is
+not confined: links are followed before it writes, but a process that makes one in that moment could
+mislead it. This keeps mistakes from the machine, not an attacker.
 """
 
 import errno
@@ -142,13 +143,24 @@ class Supervisor:
     def _is_allowed(self, path: str) -> bool:
         """Return whether the process may change the file: it lies in an allowed folder."""
         real = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
-        return real.startswith(("/dev/", "/proc/")) or any(
-            real == each or real.startswith(each + os.sep) for each in self._allowed
-        )
+        return real.startswith(("/dev/", "/proc/")) or self._is_inside(real)
 
-    def _above(self, path: str) -> str:
-        """Return where the file lies if the script wrote it."""
-        return os.path.join(self._over, path.lstrip("/"))
+    def _above(self, path: str, links: int = 8) -> str:
+        """Return where the file lies if the script wrote it.
+
+        A folder that the script linked to a real one is followed, and then what lies over that
+        one: this process is not confined, so no path that it writes may lead outside.
+        """
+        parent, name = os.path.split(os.path.join(self._over, path.lstrip("/")))
+        parent = os.path.realpath(parent)
+        if self._is_inside(parent):
+            return os.path.join(parent, name)
+        if not links:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        return self._above(os.path.join(parent, name), links - 1)
+
+    def _is_inside(self, real: str) -> bool:
+        return any(real == each or real.startswith(each + os.sep) for each in self._allowed)
 
     def _may_be_made(self, path: str) -> bool:
         """Return whether the file's folder exists."""
@@ -175,8 +187,15 @@ class Supervisor:
                 return
             self._note("write", path)
             os.makedirs(os.path.dirname(above), exist_ok=True)
-            if os.path.isfile(real := os.path.realpath(path)) and not os.path.lexists(above):
+            real, target = os.path.realpath(path), os.path.realpath(above)
+            if self._is_inside(target):
+                above = target
+            else:  # a link that the script made becomes a copy
+                os.unlink(above)
+                real = target
+            if os.path.isfile(real) and not os.path.lexists(above):
                 shutil.copyfile(real, above)
+            flags |= os.O_NOFOLLOW
         elif not os.path.isfile(above):
             return
         opened = os.open(above, flags, mode)

@@ -134,6 +134,11 @@ define(
         "new", os.O_CREAT | os.O_WRONLY, dir_fd=opened(os.O_RDONLY, path(""))
     ),
     symlink=lambda: (os.symlink(kept(), new()), write(new())),
+    symlink_in_c=lambda: (os.symlink(kept(), new()), overwritten(io.FileIO(new(), "w"))),
+    linked_unlink=lambda: (os.symlink(folder(), new()), posix.unlink(path("new/inner"))),
+    linked_mkdir=lambda: (os.symlink(folder(), new()), posix.mkdir(path("new/made"))),
+    linked_rename=lambda: (os.symlink(folder(), new()), posix.rename(inner(), path("new/moved"))),
+    linked_open=lambda: (os.symlink(folder(), new()), opened(os.O_CREAT, path("new/made"))),
     existing_link=lambda: write(path("link")),
     posix_symlink=lambda: posix.symlink(kept(), new()),
     hard_link=lambda: (os.link(kept(), new()), write(new())),

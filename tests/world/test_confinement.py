@@ -29,6 +29,7 @@ IN_C = {
     *("posix_chmod", "posix_chown", "posix_utime", "posix_setxattr", "posix_mkfifo"),
     *("posix_mkdir", "posix_symlink", "posix_hard_link", "posix_spawn", "tcp_in_c"),
     *("udp_message", "unlink_beneath"),
+    *("symlink_in_c", "linked_unlink", "linked_mkdir", "linked_rename", "linked_open"),
 }
 SOCKETS = ("tcp", "tcp_in_c", "udp", "udp_message")
 DRY = ("run", "--device", "cpu")
