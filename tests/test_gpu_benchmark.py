@@ -22,6 +22,7 @@ from memlab.prediction.cuda import EVERYTHING_NOTE
 
 ROOT = Path(__file__).parents[1]
 MIB, GIB = 2**20, 2**30
+CIRCUMSTANCES = ("device", "torch", "python", "memlab", "date")
 
 gpu = script("gpu")
 own, measurements, predictions = (
@@ -65,11 +66,6 @@ def test_every_recorded_step_can_be_built_again():
     assert set(recorded) <= own.STEPS.keys()
 
 
-def test_every_step_belongs_to_one_section():
-    of_steps = [job for s in gpu.SECTIONS.values() if s.measure is gpu.record for job in s.jobs]
-    assert sorted(of_steps) == sorted(own.STEPS)
-
-
 def test_rows_are_what_the_evidence_reads(tmp_path, monkeypatch):
     for section, job in (("steps-perceptron", "AdamW, fused"), ("steps-transformers", "no_grad")):
         with monkeypatch.context() as context:
@@ -86,7 +82,7 @@ def test_rows_are_what_the_evidence_reads(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("torch_version", "left"), [("2.13", ["a", "b"]), ("2.14", ["b"])])
-def test_steps_of_an_earlier_run_stay_if_the_versions_agree(tmp_path, torch_version, left):
+def test_steps_of_an_earlier_run_stay_if_the_versions_agree(tmp_path, capsys, torch_version, left):
     source = {"gpu": "X", "target": "cuda", "small": False, "torch": "2.13"}
     rows = [{"configuration": n, "allocated_bytes": 5, "reserved_bytes": 7} for n in ("a", "b")]
     measurements.put_own_steps(tmp_path, "x", source, rows[:1])
@@ -94,6 +90,7 @@ def test_steps_of_an_earlier_run_stay_if_the_versions_agree(tmp_path, torch_vers
     found = json.loads(path.read_text(encoding="utf-8"))
     assert [run["configuration"] for run in found["runs"]] == left
     assert found["source"]["torch"] == torch_version
+    assert ("own-x.json is written anew" in capsys.readouterr().err) == (left == ["b"])
 
 
 # ------------------------------------------------------------------ recording
@@ -140,10 +137,15 @@ class FakeCuda:
         }
 
     def build(self, size):
-        """Allocate 3 MiB of weights; the first step allocates 5 MiB, the second 4 MiB."""
-        sizes = iter((5 * MIB, 4 * MIB))
+        """Allocate 3 MiB of weights; the first step takes 30 MiB for a while, the second 4 MiB."""
+        sizes = iter((30 * MIB, 4 * MIB))
         self.allocator.malloc(3 * MIB)
-        return lambda: self.allocator.free(self.allocator.malloc(next(sizes))), None, None
+
+        def step() -> None:
+            self.allocator.free(self.allocator.malloc(next(sizes)))
+            self.allocator.empty_cache()
+
+        return step, None, None
 
 
 @pytest.fixture
@@ -160,7 +162,7 @@ def test_the_figures_are_of_the_second_step_and_the_reserved_memory_of_both(reco
     assert card.calls[:3] == ["init", "synchronize", "record all None"]  # without stacks
     assert card.calls[-1] == "record None all"
     assert found["allocated_bytes"] == 7 * MIB
-    assert found["reserved_bytes"] == 20 * MIB
+    assert found["reserved_bytes"] == 50 * MIB
 
 
 def test_a_saved_history_is_replayed_from_an_empty_gpu(recorded, tmp_path):
@@ -291,7 +293,7 @@ def test_other_jobs_run_after_one_fails(only, tmp_path, capsys):
 
     only("time", "broken", "a", measure=measure)
     assert run("--out", tmp_path) == 0  # a rehearsal
-    assert saved(tmp_path)["time"]["a"] == 1.0
+    assert saved(tmp_path)["time"].keys() == {*CIRCUMSTANCES, "what", "a"}
     printed = capsys.readouterr()
     assert "| broken | failure | ZeroDivisionError: division by zero |" in printed.out
     assert "time 1/2, 0 s: broken: ZeroDivisionError: division by zero" in printed.err

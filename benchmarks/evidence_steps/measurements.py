@@ -1,6 +1,7 @@
 """Training steps that somebody measured on a GPU, read from benchmarks/evidence."""
 
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,8 +140,11 @@ def put_own_steps(
 
 def _recorded_runs(path: Path, source: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures of the steps recorded before from the same source, by name."""
-    recorded = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"source": {}}
+    if not path.exists():
+        return {}
+    recorded = json.loads(path.read_text(encoding="utf-8"))
     same = ("gpu", "target", "small", "torch")
     if any(recorded["source"].get(name) != source.get(name) for name in same):
+        print(f"{path.name} is written anew; it was from {recorded['source']}", file=sys.stderr)
         return {}
     return {run["configuration"]: run["measured"] for run in recorded["runs"]}
