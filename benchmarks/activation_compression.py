@@ -271,10 +271,7 @@ def training_table(losses: dict[str, list[float]]) -> str:
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = parser_with_results(__doc__)
-    parser.add_argument(
-        "--rounds", type=int, default=CompressionSizes.rounds, help="rounds of each comparison"
-    )
+    parser = parser_with_results(__doc__, CompressionSizes.rounds)
     parser.add_argument(
         "--steps", type=int, default=CompressionSizes.steps, help="steps of each training"
     )

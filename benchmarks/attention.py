@@ -27,10 +27,9 @@ from common import (
     THREADS,
     SectionReport,
     Spread,
-    heading,
     parser_of_sections,
+    print_reports,
     ratios,
-    reports,
     set_environment,
     side_by_side,
     table,
@@ -265,15 +264,10 @@ SECTIONS: dict[str, Callable[[AttentionSizes, Progress], SectionReport]] = {
 def main(words: Sequence[str] | None = None) -> int:
     set_environment()
     given = parser_of_sections(__doc__, SECTIONS, quick="short sequences").parse_args(words)
-    plan, results = (QUICK, None) if given.quick else (FULL, given.results)
     threads = torch.get_num_threads()
     torch.set_num_threads(int(THREADS))
-    print(heading("Attention"))
     try:
-        for name, report in reports(
-            "attention", SECTIONS, given.section or SECTIONS, plan, results
-        ):
-            print(f"\n## {name}\n\n{report}")
+        print_reports("Attention", "attention", SECTIONS, given, FULL, QUICK)
     finally:
         torch.set_num_threads(threads)
     return 0

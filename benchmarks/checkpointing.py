@@ -24,10 +24,9 @@ from common import (
     SectionReport,
     Spread,
     core_seconds,
-    heading,
     parser_of_sections,
+    print_reports,
     ratios,
-    reports,
     set_environment,
     side_by_side,
 )
@@ -371,12 +370,7 @@ def main(words: Sequence[str] | None = None) -> int:
     set_environment()
     given = parser_of_sections(__doc__, SECTIONS, quick="tiny models").parse_args(words)
     torch.set_num_threads(1)  # CPU time equals wall-clock time
-    print(heading("Checkpointing"))
-    plan, results = (QUICK, None) if given.quick else (FULL, given.results)
-    for name, report in reports(
-        "checkpointing", SECTIONS, given.section or SECTIONS, plan, results
-    ):
-        print(f"\n## {name}\n\n{report}")
+    print_reports("Checkpointing", "checkpointing", SECTIONS, given, FULL, QUICK)
     return 0
 
 

@@ -151,6 +151,15 @@ def core_seconds(run: Callable[[], object]) -> float:
         return time.process_time() - start
 
 
+def compared(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, Spread]:
+    """Return the time ratio of the first run to each other run, after one warm-up of each."""
+    for run in runs.values():
+        run()
+    first, *others = runs
+    seconds = side_by_side(runs, range(rounds))
+    return {name: ratios(seconds[first], seconds[name]) for name in others}
+
+
 def ratios(of: Sequence[float], to: Sequence[float]) -> Spread:
     """Return the spread of the time ratios of two runs, round by round."""
     return spread([a / b for a, b in zip(of, to, strict=True)])
@@ -230,9 +239,12 @@ def parser(doc: str) -> argparse.ArgumentParser:
     )
 
 
-def parser_with_results(doc: str) -> argparse.ArgumentParser:
+def parser_with_results(doc: str, rounds: int | None = None) -> argparse.ArgumentParser:
+    """Return a parser with --results, and with --rounds if it gets their default."""
     made = parser(doc)
     made.add_argument("--results", type=Path, default=RESULTS, help="folder for the results")
+    if rounds is not None:
+        made.add_argument("--rounds", type=int, default=rounds, help="rounds of each timing")
     return made
 
 
@@ -293,6 +305,21 @@ def reports(
             if results is not None:
                 save(results, benchmark, name, {"summary": report.sentence, **report.plain})
             yield name, report
+
+
+def print_reports(
+    title: str,
+    benchmark: str,
+    sections: Mapping[str, Callable[[Any, Progress], SectionReport]],
+    given: argparse.Namespace,
+    full: Any,
+    quick: Any,
+) -> None:
+    """Run the sections that `parser_of_sections` parsed, and print their reports as Markdown."""
+    print(heading(title))
+    plan, results = (quick, None) if given.quick else (full, given.results)
+    for name, report in reports(benchmark, sections, given.section or sections, plan, results):
+        print(f"\n## {name}\n\n{report}")
 
 
 def save(folder: Path, benchmark: str, section: str, content: Mapping[str, Any]) -> Path:

@@ -41,10 +41,9 @@ from common import (
     SectionReport,
     Spread,
     core_seconds,
-    heading,
     parser_of_sections,
+    print_reports,
     ratios,
-    reports,
     set_environment,
     side_by_side,
     table,
@@ -735,10 +734,7 @@ def main(words: Sequence[str] | None = None) -> int:
         plan = EmaSizes(int(layers), int(width), int(steps), 0, ())
         serve(plan, Path(folder), Task(place, int(count)), way)
         return 0
-    print(heading("Post-hoc EMA"))
-    plan, results = (QUICK, None) if given.quick else (FULL, given.results)
-    for name, report in reports("ema", SECTIONS, given.section or SECTIONS, plan, results):
-        print(f"\n## {name}\n\n{report}")
+    print_reports("Post-hoc EMA", "ema", SECTIONS, given, FULL, QUICK)
     return 0
 
 

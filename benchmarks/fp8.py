@@ -12,7 +12,6 @@
 Prints Markdown and writes `benchmarks/results/<machine>.json`.
 """
 
-import argparse
 import importlib
 import importlib.util
 import sys
@@ -21,13 +20,11 @@ from functools import partial
 
 import torch
 from common import (
-    Spread,
+    compared,
     heading,
     parser_with_results,
-    ratios,
     save,
     set_environment,
-    side_by_side,
     table,
     timed,
 )
@@ -111,15 +108,6 @@ def runs() -> dict[str, Callable[[], float]]:
     return {name: timed(partial(passes, layer, x, upstream)) for name, layer in layers.items()}
 
 
-def compared(rounds: int) -> dict[str, Spread]:
-    found = runs()
-    for run in found.values():
-        run()
-    seconds = side_by_side(found, range(rounds))
-    first, *others = found
-    return {name: ratios(seconds[first], seconds[name]) for name in others}
-
-
 def errors_table(found: dict[str, dict[int, dict[str, tuple[float, float]]]]) -> str:
     rows = [
         (way, f"{outlier:,} ×", *(f"{off:.2%}, {cosine:.5f}" for off, cosine in each.values()))
@@ -129,15 +117,9 @@ def errors_table(found: dict[str, dict[int, dict[str, tuple[float, float]]]]) ->
     return table(("scales", "outlier", *(f"{name}: error, cosine" for name in RESULTS)), rows)
 
 
-def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = parser_with_results(__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of each timing")
-    return parser.parse_args(words)
-
-
 def main(words: Sequence[str] | None = None) -> int:
     set_environment()
-    given = arguments(words)
+    given = parser_with_results(__doc__, ROUNDS).parse_args(words)
     print(heading("FP8 matmuls"), end="\n\n")
     found = {way: {n: errors(recipe, n) for n in OUTLIERS} for way, recipe in WAYS.items()}
     print(errors_table(found), end="\n\n")
@@ -145,7 +127,7 @@ def main(words: Sequence[str] | None = None) -> int:
     elements = TOKENS * IN
     rows = [(way, f"{count:,}", f"{count / elements:.4f}") for way, count in kept.items()]
     print(table(("scales", "bytes kept", "per input element"), rows), end="\n\n")
-    times = compared(given.rounds)
+    times = compared(runs(), given.rounds)
     rows = [(name, str(ratio)) for name, ratio in times.items()]
     print(table(("time of FP8 against", "ratio (quartiles)"), rows))
     save(given.results, "fp8", "errors", found)

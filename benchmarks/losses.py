@@ -163,10 +163,7 @@ def sentence(found: dict[str, LossRow]) -> str:
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = parser_with_results(__doc__)
-    parser.add_argument(
-        "--rounds", type=int, default=LossSizes.rounds, help="rounds of each comparison"
-    )
+    parser = parser_with_results(__doc__, LossSizes.rounds)
     parser.add_argument("--float32-only", action="store_true", help="leave out bfloat16")
     return parser.parse_args(words)
 

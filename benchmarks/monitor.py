@@ -130,9 +130,7 @@ def costs_table(costs: dict[str, Cost]) -> str:
 
 def main(words: Sequence[str] | None = None, preset: str = "5m") -> int:
     set_environment()
-    parser = parser_with_results(__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of each timing")
-    given = parser.parse_args(words)
+    given = parser_with_results(__doc__, ROUNDS).parse_args(words)
     print(heading("Monitor"), end="\n\n")
     step = training_step(preset)
     costs = {name: cost_of(step, monitor, given.rounds) for name, monitor in monitors().items()}

@@ -278,10 +278,7 @@ def sentence(found: dict[str, OffloadRow]) -> str:
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = parser_with_results(__doc__)
-    parser.add_argument(
-        "--rounds", type=int, default=OffloadSizes.rounds, help="rounds of the comparison"
-    )
+    parser = parser_with_results(__doc__, OffloadSizes.rounds)
     parser.add_argument(
         "--model",
         default=OffloadSizes.setting.model,

@@ -24,7 +24,6 @@ Missing packages are left out and listed. torchao's optimizers are compiled if a
 compiler is installed. Prints Markdown and writes `benchmarks/results/<machine>.json`.
 """
 
-import argparse
 import contextlib
 import importlib.util
 import io
@@ -32,7 +31,6 @@ import logging
 import math
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -48,6 +46,7 @@ from common import (
     save,
     set_environment,
     side_by_side,
+    timed,
 )
 from common import table as markdown
 from rich.progress import Progress
@@ -305,12 +304,6 @@ def bytes_of(build: Build, weight: nn.Parameter) -> dict[str, float]:
     }
 
 
-def seconds_of(optimizer: torch.optim.Optimizer) -> float:
-    start = time.perf_counter()
-    optimizer.step()
-    return time.perf_counter() - start
-
-
 def seconds(
     builds: Mapping[str, Build], weight: nn.Parameter, plan: OptimizerSizes, threads: int
 ) -> dict[str, list[float]]:
@@ -318,7 +311,7 @@ def seconds(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     optimizers = {name: ready(build, weight) for name, build in builds.items()}
-    runs = {name: partial(seconds_of, optimizer) for name, optimizer in optimizers.items()}
+    runs = {name: timed(optimizer.step) for name, optimizer in optimizers.items()}
     try:
         return side_by_side(runs, range(plan.rounds))
     finally:
@@ -407,17 +400,9 @@ def sentences(taken: dict[int, dict[str, list[float]]]) -> Iterator[str]:
         yield "No C++ compiler found: torchao's optimizer ran uncompiled."
 
 
-def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = parser_with_results(__doc__)
-    parser.add_argument(
-        "--rounds", type=int, default=OptimizerSizes.rounds, help="rounds of timed steps"
-    )
-    return parser.parse_args(words)
-
-
 def main(words: Sequence[str] | None = None, plan: OptimizerSizes | None = None) -> int:
     set_environment()
-    given = arguments(words)
+    given = parser_with_results(__doc__, OptimizerSizes.rounds).parse_args(words)
     plan = plan or OptimizerSizes(rounds=given.rounds)
     torch.compiler.set_stance("default" if has_compiler() else "force_eager")
     print(heading("Optimizers"), end="\n\n")

@@ -20,13 +20,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import (
-    Spread,
+    compared,
     heading,
     parser_with_results,
-    ratios,
     save,
     set_environment,
-    side_by_side,
     table,
     timed,
 )
@@ -201,21 +199,11 @@ def torchaos() -> Callable[[Tensor], Tensor] | None:
     return importlib.import_module("torchao.optim.quant_utils")._fp32_to_bf16_sr
 
 
-def compared(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, Spread]:
-    """Return the time ratio of the first run to each other run."""
-    for run in runs.values():
-        run()
-    first, *others = runs
-    seconds = side_by_side(runs, range(rounds))
-    return {name: ratios(seconds[first], seconds[name]) for name in others}
-
-
 # ------------------------------------------------------------------ the command
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = parser_with_results(__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of each timing")
+    parser = parser_with_results(__doc__, ROUNDS)
     parser.add_argument(
         "--steps", type=int, default=STEPS, help="training steps before the gradients are measured"
     )
