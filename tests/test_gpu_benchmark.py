@@ -30,6 +30,13 @@ own, measurements, predictions = (
 )
 
 
+@pytest.fixture(autouse=True)
+def own_folders(monkeypatch, tmp_path):
+    """Keep the repository's results out of reach."""
+    for folder in ("RESULTS", "EVIDENCE", "RECORDINGS"):
+        monkeypatch.setattr(gpu, folder, tmp_path / folder)
+
+
 @pytest.fixture
 def only(monkeypatch):
     """Return a function that leaves some jobs of one section."""
@@ -322,9 +329,7 @@ def test_an_interrupted_run_keeps_its_results(only, tmp_path, capsys):
     assert capsys.readouterr().err.endswith("stopped; finished jobs are saved\n")
 
 
-def test_without_a_gpu_nothing_is_written_unless_asked(only, tmp_path, monkeypatch):
-    for folder in ("RESULTS", "EVIDENCE", "RECORDINGS"):
-        monkeypatch.setattr(gpu, folder, tmp_path / folder)
+def test_without_a_gpu_nothing_is_written_unless_asked(only, tmp_path):
     only("steps-perceptron", "AdamW, fused")
     assert run("--only", "steps") == 0
     assert list(tmp_path.iterdir()) == []
