@@ -897,8 +897,7 @@ reveal("14.1", **found)
 # ## On your GPU
 #
 # On a GPU, copies run on their own streams, from **pinned** memory (from other memory,
-# "non-blocking" copies block). `benchmarks/gpu.py` measures the memory saved and the overlap on a
-# GPU, `benchmarks/offload.py` on a CPU with a disk.
+# "non-blocking" copies block). `benchmarks/offload.py` measures the overlap on a CPU with a disk.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if gpu := torch.accelerator.current_accelerator(check_available=True):
