@@ -176,6 +176,11 @@ def remarks(found: Plan) -> Iterator[str]:
             )
     if any(option.empties_cache for option in found.options):
         yield EMPTIES_CACHE
+    elif miss and (miss.measured.reserved_bytes or 0) > miss.needed_bytes:
+        yield (
+            "left: a full card needs less than is reserved on a larger one, because torch releases "
+            "its unused memory and requests again"
+        )
     if best and miss:
         yield (
             f"The next faster recipe, {miss.recipe.words}, would fit with "

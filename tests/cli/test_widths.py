@@ -48,10 +48,10 @@ def test_plans_of_models(widths):
     estimate = Estimate({"loss": {"weights": HUGE}})
     options = [
         Option(
-            Candidate(recipe, estimate, {"compute": 9.99 * n}), measured, HUGE, budget, 4096, 10**6
+            Candidate(recipe, estimate, {"compute": 9.99 * n}), MEASURED, HUGE, budget, 4096, 10**6
         )
         for n, recipe in enumerate(longest, start=1)
-        for measured, budget in ((MEASURED, 2 * HUGE), (None, 0))
+        for budget in (2 * HUGE, 0)
     ]
     assert max(widths(plan_report.table(options))) <= 80
 
