@@ -441,6 +441,7 @@ class _Files:
         self._own = str(folder)
         self._written, self._deleted, self._changed = written, deleted, changed
         self._removed: set[str] = set()
+        self._made_anew: set[str] = set()  # folders that were removed: nothing real shows in them
         self._current_real = os.getcwd
         self._start = self._current = os.getcwd()  # the script's current folder
         self._is_here = True  # else that folder is in the temporary one
@@ -481,7 +482,8 @@ class _Files:
 
     def _is_gone(self, absolute: str) -> bool:
         """Return whether the script removed the file or a folder that it is in."""
-        return any(str(each) in self._removed for each in (absolute, *Path(absolute).parents))
+        above = {str(each) for each in Path(absolute).parents}
+        return bool({absolute, *above} & self._removed or above & self._made_anew)
 
     def _outside(self, path: Any) -> Any:
         """Return a path of the machine's own files that holds in any folder."""
@@ -581,6 +583,8 @@ class _Files:
             if self._is_redirected(path):
                 if self._exists(self._absolute(path)):
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+                if (absolute := self._absolute(path)) in self._removed:
+                    self._made_anew.add(absolute)
                 path = self.writable(path)
             real(path, *args, **kwargs)
 
@@ -648,7 +652,8 @@ class _Files:
             if not self._real(os.lstat, above):
                 return real(self._outside(path))
             found = {_name(entry): entry for entry in real(above)}
-            if self._real(os.lstat, absolute) and absolute not in self._removed:
+            is_made = absolute in self._made_anew or self._is_gone(absolute)
+            if self._real(os.lstat, absolute) and not is_made:
                 for entry in real(self._outside(path)):
                     if os.path.join(absolute, os.fsdecode(_name(entry))) not in self._removed:
                         found.setdefault(_name(entry), entry)
@@ -676,7 +681,8 @@ class _Files:
                 self._current, self._is_here = self._current_real(), True
                 return
             absolute = self._absolute(path)
-            is_made = self._is_gone(absolute) or not self._real(os.stat, absolute)
+            is_made = absolute in self._made_anew or self._is_gone(absolute)
+            is_made = is_made or not self._real(os.stat, absolute)
             real(self._above(absolute) if is_made else absolute)
             self._current, self._is_here = absolute, not is_made
 

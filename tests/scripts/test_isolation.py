@@ -84,6 +84,21 @@ def test_deleted_and_renamed_files_are_gone_for_the_script_alone(folder):
         assert Path("kept.txt").read_text() == "again"
 
 
+def test_a_folder_that_is_removed_and_made_anew_is_empty(folder):
+    """As a script does that begins its run's folder anew: no old checkpoint is found."""
+    with Isolation().active():
+        shutil.rmtree("data")
+        os.makedirs("data")
+        assert (os.listdir("data"), os.path.exists("data/a.txt")) == ([], False)
+        Path("data/new.txt").write_text("new")
+        assert [path.name for path in Path("data").iterdir()] == ["new.txt"]
+        os.chdir("data")
+        assert os.listdir() == ["new.txt"]
+        with pytest.raises(FileNotFoundError):
+            Path("b.txt").read_text()
+        os.chdir("..")
+
+
 def test_a_temporary_file_may_replace_a_lasting_one(folder):
     with Isolation().active():
         with tempfile.NamedTemporaryFile("w", delete=False) as file:
