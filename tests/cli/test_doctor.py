@@ -94,7 +94,6 @@ def test_every_technique_runs(report):
 # ------------------------------------------------------------------ devices
 
 
-@pytest.mark.usefixtures("cuda")
 def test_the_world_of_a_script_is_printed(memlab_command):
     printed = memlab_command("doctor", "--world")
     assert printed.status == 0
@@ -102,6 +101,7 @@ def test_the_world_of_a_script_is_printed(memlab_command):
     assert all(f"\n{row.owner}: " in printed.out for rows in TABLE.values() for row in rows)
 
 
+@pytest.mark.usefixtures("cuda")
 def test_each_gpu_is_listed_with_its_memory_and_driver():
     assert devices() == [
         ("device", True, "cuda:0 H200, 100.00 GiB free of 140.00 GiB, driver for CUDA 12.8"),

@@ -373,7 +373,9 @@ def test_another_error_in_the_plain_step_keeps_its_traceback(monkeypatch):
 
 
 def choose(model=None, batch=None, seq_len=None, dtype=None, device="cpu", dry=True) -> Setting:
-    return choose_setting(Request(model, batch, seq_len, dtype, device=device, dry=dry))
+    return choose_setting(
+        Request(model, batch=batch, seq_len=seq_len, dtype=dtype, device=device, dry=dry)
+    )
 
 
 @pytest.mark.parametrize(("device", "suited"), [("cpu", "5m"), ("mps", "34m"), ("cuda", "124m")])
