@@ -9,23 +9,23 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
-from typing import Any
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from memlab.cli.rows import Row
 from memlab.configs.targets import find_target
 from memlab.explain import Explanation, summary
 from memlab.explain.messages import Message
 from memlab.explain.situation import Situation
-from memlab.planner import Memory
-from memlab.planner.cards import budget_bytes, margin_bytes
+from memlab.planner.cards import Memory, budget_bytes, margin_bytes
 from memlab.trace import Trace
+
+if TYPE_CHECKING:  # it imports torch, which `memlab explain` does not
+    from memlab.cli.rows import Row
 
 SCHEMA = 1  # increased when a field is removed, renamed or means something else
 
 
-def measure_document(what: str, rows: Sequence[Row], on_cuda: Sequence[Row]) -> dict[str, Any]:
+def measure_document(what: str, rows: Sequence["Row"], on_cuda: Sequence["Row"]) -> dict[str, Any]:
     """Return the document of `memlab measure`."""
     failed = any(row.failure for row in rows)
     return {
@@ -35,7 +35,7 @@ def measure_document(what: str, rows: Sequence[Row], on_cuda: Sequence[Row]) -> 
     }
 
 
-def run_document(what: str, rows: Sequence[Row], verdict: str) -> dict[str, Any]:
+def run_document(what: str, rows: Sequence["Row"], verdict: str) -> dict[str, Any]:
     """Return the document of `memlab run`."""
     return {**_head("run", verdict, what), "rows": list(map(row_numbers, rows))}
 
@@ -126,12 +126,12 @@ def _head(command: str, verdict: str, what: str) -> dict[str, Any]:
         "what": what,
         "date": date.today().isoformat(),
         "machine": f"{platform.system()} {platform.machine()}",
-        "torch": torch.__version__,
+        "torch": version("torch"),
         "python": platform.python_version(),
     }
 
 
-def row_numbers(row: Row) -> dict[str, Any]:
+def row_numbers(row: "Row") -> dict[str, Any]:
     """Return a measured row's fields. A row that failed has no bytes."""
     return {
         "technique": row.name,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memlab.allocator import simulate
 from memlab.cli.documents import (
@@ -20,28 +20,30 @@ from memlab.cli.documents import (
     run_document,
 )
 from memlab.cli.errors import UsageError
-from memlab.cli.rows import Row
 from memlab.cli.terminal import note, printable, show_document
 from memlab.explain import Explanation, summary
 from memlab.explain.report_html import report
 from memlab.internals.files import write_beside
 from memlab.internals.interrupts import interrupts_ignored
-from memlab.planner import Measured, Plan
 from memlab.trace import Event, Trace
 from memlab.units import paragraph
+
+if TYPE_CHECKING:  # they import torch, which `memlab explain` does not
+    from memlab.cli.rows import Row
+    from memlab.planner import Measured, Plan
 
 Drawing = Callable[[Any], Any]  # takes the module memlab.plot, returns a figure
 Writer = Callable[[Path], Any]
 
 
-def write(rows: Sequence[Row], title: str, folder: Path, predicted: Sequence[Row] = ()) -> None:
+def write(rows: Sequence["Row"], title: str, folder: Path, predicted: Sequence["Row"] = ()) -> None:
     """Write a measurement's document and, if matplotlib is installed, the pictures."""
     document = measure_document(title, rows, predicted)
     _write_all("measure", document, _pictures(_drawings(rows, predicted, title)), folder)
 
 
 def write_run(
-    rows: Sequence[Row],
+    rows: Sequence["Row"],
     title: str,
     folder: Path,
     verdict: str,
@@ -60,14 +62,14 @@ def write_run(
         (folder / "run-refused.txt").unlink(missing_ok=True)
 
 
-def write_script_plan(rows: Sequence[Row], numbers: Mapping[str, Any], folder: Path) -> None:
+def write_script_plan(rows: Sequence["Row"], numbers: Mapping[str, Any], folder: Path) -> None:
     """Write the plan of a script, with pictures of its attempts as of a measurement."""
     title = f"{numbers['script']}, planned for {numbers['memory']['name']}"
     pictures = _pictures(_drawings(rows, (), title))
     _write_all("plan", plan_document(title, numbers), pictures, folder)
 
 
-def write_plan(plan: Plan, folder: Path) -> None:
+def write_plan(plan: "Plan", folder: Path) -> None:
     """Write a plan's document and, if matplotlib is installed, a picture."""
     listed = [*plan.options, *([plan.miss] if plan.miss else [])]
     title = f"{plan.model}, {plan.batch} × {plan.seq_len} tokens, in {plan.memory.name}"
@@ -76,7 +78,7 @@ def write_plan(plan: Plan, folder: Path) -> None:
 
 
 def write_breakdown(
-    measured: Mapping[str, Measured], title: str, numbers: Mapping[str, Any], folder: Path
+    measured: Mapping[str, "Measured"], title: str, numbers: Mapping[str, Any], folder: Path
 ) -> None:
     """Write a plan's document, and a picture of the peaks with the limit `budget_bytes`."""
     traces = {name: _peak_trace(found) for name, found in measured.items()}
@@ -122,7 +124,7 @@ def _write_all(
     show_document(document)
 
 
-def _peak_trace(measured: Measured) -> Trace:
+def _peak_trace(measured: "Measured") -> Trace:
     """Return a trace of the peak alone, which is enough to draw it."""
     peak = enumerate(measured.at_peak.items())
     return Trace(
@@ -133,7 +135,9 @@ def _peak_trace(measured: Measured) -> Trace:
     )
 
 
-def _drawings(all_rows: Sequence[Row], predicted: Sequence[Row], title: str) -> dict[str, Drawing]:
+def _drawings(
+    all_rows: Sequence["Row"], predicted: Sequence["Row"], title: str
+) -> dict[str, Drawing]:
     """Return the figures by the suffix of their file: the peaks, the plain step's timeline, and the
     allocator's blocks on CUDA."""
     rows = [row for row in all_rows if row.trace is not None]

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from memlab.allocator import block_bytes
@@ -83,12 +84,12 @@ class History:
     @cached_property
     def allocated(self) -> list[int]:
         """Requested bytes alive after each position."""
-        return _running(((b.born, b.died, b.bytes) for b in self.blocks), self.length)
+        return bytes_over_time(self.blocks, self.length)
 
     @cached_property
     def reserved(self) -> list[int]:
         """Reserved bytes after each position."""
-        return _running(((s.born, s.died, s.bytes) for s in self.spans), self.length)
+        return bytes_over_time(self.spans, self.length)
 
     @cached_property
     def refusal(self) -> Refusal | None:
@@ -107,15 +108,14 @@ class History:
         return [block for block in self.blocks if block.alive(position)]
 
 
-def _running(changes: Iterable[tuple[int, int, int]], length: int) -> list[int]:
-    sums = [0] * (length + 1)
-    for born, died, size in changes:
-        sums[born] += size
-        if died <= length:
-            sums[died] -= size
-    for position in range(1, length + 1):
-        sums[position] += sums[position - 1]
-    return sums
+def bytes_over_time(parts: Iterable[Block | Span], length: int) -> list[int]:
+    """Return the bytes alive after each position from 0 to `length`."""
+    changes = [0] * (length + 1)
+    for part in parts:
+        changes[part.born] += part.bytes
+        if part.died <= length:
+            changes[part.died] -= part.bytes
+    return list(accumulate(changes))
 
 
 # ------------------------------------------------------------------ reading

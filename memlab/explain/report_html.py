@@ -5,16 +5,16 @@ findings as text, the timeline in columns, and the largest blocks with their sta
 """
 
 import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from memlab.explain import summary
 from memlab.explain.categories import CATEGORIES
 from memlab.explain.explanation import Explanation
 from memlab.explain.frames import user_line
-from memlab.explain.histories import Block
+from memlab.explain.histories import Block, bytes_over_time
 from memlab.explain.situation import Situation
 from memlab.units import format_bytes
 
@@ -87,19 +87,17 @@ def _remedies(found: Explanation) -> list[list[str]]:
 def _history(s: Situation) -> dict[str, Any]:
     history = s.history
     names = [name for name in CATEGORIES if _ever(s, name)]
-    levels = _levels(s, names)
-    totals = levels.sum(axis=0)
-    positions = _fullest(totals)
+    positions = _fullest(history.allocated)
     stacks = _Stacks()
     return {
         "moment": s.moment,
         "length": history.length,
         "has_segments": history.has_segments,
         "categories": names,
-        "positions": positions.tolist(),
-        "levels": levels[:, positions].tolist(),
-        "totals": totals[positions].tolist(),
-        "reserved": np.array(history.reserved)[positions].tolist(),
+        "positions": positions,
+        "levels": [[level[at] for at in positions] for level in _levels(s, names)],
+        "totals": [history.allocated[at] for at in positions],
+        "reserved": [history.reserved[at] for at in positions],
         "refusals": [{"position": r.position, "bytes": r.bytes} for r in history.refusals],
         "blocks": [_block(s, block, names, stacks) for block in _shown(s)],
         "spans": [[x.address, x.bytes, x.born, _end(x.died, history)] for x in history.spans],
@@ -111,21 +109,18 @@ def _ever(s: Situation, name: str) -> bool:
     return any(category.name == name for category in s.categories.of.values())
 
 
-def _levels(s: Situation, names: list[str]) -> np.ndarray:
-    """Return the bytes alive by category (rows) after each position (columns)."""
-    changes = np.zeros((len(names), s.history.length + 2), dtype=np.int64)
-    row = {name: number for number, name in enumerate(names)}
-    for block in s.history.blocks:
-        place = row[s.categories.name(block)]
-        changes[place, block.born] += block.bytes
-        changes[place, min(block.died, s.history.length + 1)] -= block.bytes
-    return changes.cumsum(axis=1)[:, :-1]
+def _levels(s: Situation, names: list[str]) -> Iterator[list[int]]:
+    """Yield the bytes of each category that are alive after each position."""
+    for name in names:
+        blocks = (b for b in s.history.blocks if s.categories.name(b) == name)
+        yield bytes_over_time(blocks, s.history.length)
 
 
-def _fullest(totals: np.ndarray) -> np.ndarray:
+def _fullest(totals: Sequence[int]) -> list[int]:
     """Return the position with the most bytes in each of at most COLUMNS equal ranges."""
-    parts = np.array_split(np.arange(len(totals)), min(COLUMNS, len(totals)))
-    return np.array([part[totals[part].argmax()] for part in parts])
+    count = min(COLUMNS, len(totals))
+    bounds = [len(totals) * number // count for number in range(count + 1)]
+    return [max(range(*each), key=totals.__getitem__) for each in pairwise(bounds)]
 
 
 def _shown(s: Situation) -> list[Block]:

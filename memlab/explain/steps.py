@@ -5,13 +5,13 @@ first line that repeats begins a step. Without stacks, a step is the period of t
 smallest distance at which the sequence of allocated bytes repeats itself.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from operator import eq
 from typing import NamedTuple
-
-import numpy as np
 
 from memlab.explain.frames import (
     Frame,
@@ -46,7 +46,7 @@ class Loop:
 
     def step_at(self, position: int) -> int:
         """Return the number of the step at a position."""
-        return int(np.searchsorted(self.starts, position, side="right")) - 1
+        return bisect_right(self.starts, position) - 1
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,7 @@ def loop_by_phase(phases: Sequence[tuple[int, str]], end: int) -> Loop | None:
 def _loops_by_size(history: History) -> list[Loop]:
     """Return the loop that the sizes show, if they repeat."""
     made = sorted((b for b in history.blocks if b.born), key=lambda b: b.born)
-    sizes = np.array([b.bytes for b in made], dtype=np.int64)
-    period = _period(sizes)
+    period = _period([b.bytes for b in made])
     if period is None:
         return []
     first = len(made) % period
@@ -163,18 +162,19 @@ def _loops_by_size(history: History) -> list[Loop]:
     return [Loop(None, starts, history.length, 0)]
 
 
-def _period(sizes: np.ndarray) -> int | None:
+def _period(sizes: Sequence[int]) -> int | None:
     """Return the smallest distance at which the last two thirds of the sizes repeat."""
     tail = sizes[len(sizes) // 3 :]
     if len(tail) < 8:
         return None
-    counts = Counter(tail.tolist())
+    counts = Counter(tail)
     rare = min(counts, key=lambda size: (abs(counts[size] - 4), -size))
-    places = np.flatnonzero(tail == rare)
-    last = int(places[-1])
-    for distance in sorted({last - int(place) for place in places[:-1]}):
-        same = tail[distance:] == tail[:-distance]
-        if distance >= 4 and len(same) >= distance and same.mean() >= AGREEMENT:
+    *places, last = (place for place, size in enumerate(tail) if size == rare)
+    for distance in (last - place for place in reversed(places)):
+        compared = len(tail) - distance
+        if not 4 <= distance <= compared:
+            continue
+        if sum(map(eq, tail[distance:], tail)) >= AGREEMENT * compared:
             return distance
     return None
 
@@ -209,7 +209,7 @@ def is_backward(block: Block, history: History) -> bool:
 
 
 def _any_within(positions: Sequence[int], first: int, last: int) -> bool:
-    index = int(np.searchsorted(positions, first))
+    index = bisect_left(positions, first)
     return index < len(positions) and positions[index] <= last
 
 
@@ -233,7 +233,7 @@ def leaks_of(history: History, loop: Loop, until: int) -> list[Leak]:
     by_line: dict[Frame | None, list[tuple[int, Block]]] = defaultdict(list)
     older: dict[Frame | None, list[Block]] = defaultdict(list)
     for block in history.blocks:
-        step = int(np.searchsorted(starts, block.born, side="right")) - 1
+        step = bisect_right(starts, block.born) - 1
         if not block.alive(until) or step + 2 > len(starts):
             continue
         if block.born and step >= 0:

@@ -1,5 +1,6 @@
-"""Help, hints, starting a lesson and usage errors do not import torch, which takes seconds."""
+"""Help, hints, explanations and usage errors do not import torch, which takes seconds."""
 
+import pickle
 import subprocess
 import sys
 
@@ -20,7 +21,9 @@ finally:
     ("command", "status"),
     [
         ("--version", 0),
+        ("", 2),
         ("--help", 0),
+        ("explain --help", 0),
         ("progress", 0),
         ("hint 1.2", 0),
         ("hint 1.9", 2),
@@ -49,6 +52,25 @@ def test_torch_is_not_imported(command, status, tmp_path):
     )
     assert ran.returncode == status, ran.stderr
     assert ran.stderr.splitlines()[-1] == "False"
+
+
+SNAPSHOT = pickle.dumps(
+    {
+        "segments": [],
+        "device_traces": [
+            [{"action": "alloc", "addr": 512 * n, "size": 512, "stream": 0} for n in range(1, 20)]
+        ],
+    }
+)
+
+
+@pytest.mark.parametrize(
+    "content", [b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", SNAPSHOT]
+)
+@pytest.mark.parametrize("option", ["--json", "--memory=24GB"])
+def test_explaining_imports_neither_torch_nor_numpy(content, option, tmp_path):
+    (tmp_path / "file").write_bytes(content)
+    test_torch_is_not_imported(f"explain file {option}", 0, tmp_path)
 
 
 def test_measuring_does_import_torch(tmp_path):
