@@ -15,6 +15,8 @@ LAYERS = (
     ("reference",),  # the techniques as their papers have them, in torch alone
     ("units",),
     ("internals",),  # what any part may need
+    # `world` is low because it has the table and its entrance; dry runs, predictions and scripts
+    # bring what stands in
     ("configs", "trace", "quantize", "rounding", "world"),
     (
         *("allocator", "model", "data", "checkpointing", "precision", "accumulation"),

@@ -8,6 +8,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +25,7 @@ from memlab.internals.torch_internals import cuda_driver_version
 from memlab.train import TECHNIQUES, Plugs, Setting, Technique, build, measured
 from memlab.units import format_bytes, paragraph
 from memlab.world.confinement import unconfined_reason
-from memlab.world.table import TABLE, missing
+from memlab.world.table import EVERY_CACHE, TABLE
 
 LOWEST_PYTHON, LOWEST_TORCH = (3, 11), (2, 11)
 OPTIONAL = {
@@ -59,12 +61,14 @@ def show_world() -> int:
     """Print what is replaced for a script, by what, why, and the version where it was seen."""
     confines = unconfined_reason()
     console.print("the kernel confines a script" if confines is None else f"here, {confines}")
-    for room, rows in TABLE.items():
+    for room, rows in groupby(TABLE, attrgetter("room")):
         console.print(f"\n{room}")
         for row in rows:
-            names = ", ".join(name for name in row.names if name not in missing(row))
-            why = f"{row.stand_in}: {row.why} ({row.seen})"
-            console.print(paragraph(f"{row.owner}: {names}") + "\n" + paragraph(f"  {why}"))
+            owner = row.owner.replace(":", ".") + (" and its importers" if row.also_in else "")
+            names = ", ".join("cached functions" if n == EVERY_CACHE else n for n in row.names)
+            seen = f"{row.seen}; not in {row.lacks}" if row.lacks else row.seen
+            why = f"{row.stand_in}: {row.why} ({seen})"
+            console.print(paragraph(f"{owner}: {names}") + "\n" + paragraph(f"  {why}"))
     return 0
 
 

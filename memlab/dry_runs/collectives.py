@@ -12,21 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 
 from memlab.dry_runs.fake_accelerator import StandIn
 from memlab.dry_runs.transfers import Transfer, transfer_of
-from memlab.internals.replacing import importers
 from memlab.internals.torch_internals import (
     DisableTorchFunction,
-    device_handle,
     disable_current_modes,
     finished_work,
-    fsdp1_device,
-    fsdp2_device,
-    is_rng_supported_mesh,
-    sharding_propagator,
-    tensor_of_dtensor,
+    load_parallel_parts,
     tree_map_only,
 )
 from memlab.metering.tensors import tensors_among
@@ -99,10 +92,6 @@ def _outside_modes(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def _nothing(real: Callable[..., Any]) -> Callable[..., None]:
-    return lambda *args, **kwargs: None
-
-
 def _stand_in_of_mesh(real: Callable[[DeviceMesh], torch.device]) -> Callable[..., Any]:
     """Make FSDP2 expect its parameters on the stand-in, which holds an accelerator's tensors."""
 
@@ -142,11 +131,6 @@ def _on_the_cpu(real: Any) -> Callable[[Any], torch.Tensor]:
     return rebuilt
 
 
-def _never(real: Callable[..., bool]) -> Callable[..., bool]:
-    """DTensor then leaves the state of an accelerator's random numbers alone: there are none."""
-    return lambda *args, **kwargs: False
-
-
 def _on_any_device(init: Callable[..., None]) -> Callable[..., None]:
     """Make DDP without `device_ids`, which it refuses for the stand-in of a GPU: that has the type
     of the CPU. They say where inputs go."""
@@ -183,17 +167,8 @@ def _property_outside_modes(real: Any) -> property:
     return property(_outside_modes(real.fget))
 
 
-# Functions that torch imports by name, and what returns them.
-_OF_MESHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "_get_device_from_mesh": (fsdp2_device, _stand_in_of_mesh),
-    "_get_compute_device": (fsdp1_device, _stand_in),
-    "is_rng_supported_mesh": (is_rng_supported_mesh, _never),
-    "_rebuild_tensor_from_dtensor_meta": (tensor_of_dtensor, _on_the_cpu),
-}
-
-
-def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
-    """Return replacements for DTensor's shape inference and for checks that read values.
+def stand_ins() -> dict[str, Callable[[Any], Any]]:
+    """Return stand-ins for DTensor's shape inference and for checks that read values.
 
     DTensor infers shapes on its own fake tensors, so it runs outside the dry run's modes. So does
     a device mesh, which computes with the numbers of ranks. DDP's check that all ranks have the
@@ -201,28 +176,15 @@ def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
     """
     if not dist.is_available():
         return {}
+    load_parallel_parts()
     return {
-        (sharding_propagator(), "_propagate_tensor_meta_non_cached"): _outside_modes,
-        **{
-            (module, name): replacement
-            for name, (function, replacement) in _OF_MESHES.items()
-            for module in importers(name, function())
-        },
-        **{
-            (module, "_get_device_handle"): _with_streams
-            for module in importers("_get_device_handle", device_handle())
-            if module.__name__.startswith("torch.distributed.fsdp.")
-        },
-        (DeviceMesh, "__init__"): _outside_modes,
-        (DeviceMesh, "mesh"): _property_outside_modes,
-        **{
-            (owner, "init_device_mesh"): _outside_modes
-            for owner in importers("init_device_mesh", dist.init_device_mesh)
-        },
-        (DistributedDataParallel, "__init__"): _on_any_device,
-        (DistributedDataParallel, "_pre_forward"): _moving_inputs,
-        (dist, "_verify_params_across_processes"): _nothing,
-        (dist.Work, "wait"): _letting_go,
-        # Keep DDP's initial buckets; rebuilding only reorders the same bytes.
-        (dist.Reducer, "_rebuild_buckets"): _nothing,
+        "outside_modes": _outside_modes,
+        "property_outside_modes": _property_outside_modes,
+        "mesh_device": _stand_in_of_mesh,
+        "compute_device": _stand_in,
+        "device_handle": _with_streams,
+        "shape_on_cpu": _on_the_cpu,
+        "ddp": _on_any_device,
+        "moving_inputs": _moving_inputs,
+        "work_wait": _letting_go,
     }

@@ -20,7 +20,6 @@ softmax, powers, exponentials, logarithms and sums in float32 (ATen/autocast_mod
 keeps their input dtype, so their results can be half as large as on CUDA.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, reduce
@@ -33,12 +32,12 @@ from memlab.dry_runs import known_values
 from memlab.internals.torch_internals import (
     DeviceContext,
     FakeTensor,
-    c_nn,
     device_constructors,
     get_current_function_mode_stack,
 )
 from memlab.metering.dry import DryRun
 from memlab.metering.frames import user_line
+from memlab.world.entering import ByName, Replacements
 
 _REAL_DEVICES = ("cpu", "meta")
 
@@ -362,75 +361,48 @@ def _capturable(supports_xla: bool = True) -> list[str]:  # a plain function for
     return ["cpu"]
 
 
-_UNSUPPORTED = (
-    *("get_device_name", "get_device_properties", "get_device_capability", "mem_get_info"),
-    *("memory_summary", "memory_snapshot", "_dump_snapshot"),
-)
-_NO_OPS = (
-    *("synchronize", "set_device", "init", "empty_cache", "ipc_collect"),
-    *("reset_peak_memory_stats", "reset_accumulated_memory_stats", "_record_memory_history"),
-    *("reset_max_memory_allocated", "reset_max_memory_cached", "set_per_process_memory_fraction"),
-    *("range_push", "range_pop", "mark"),
-)
+_UNSUPPORTED = ByName(lambda name: _always(partial(_raise_unsupported, name)))
 
 
-def _doing_nothing() -> Callable[..., None]:
+def nothing(real: Any) -> Callable[..., None]:
     """Return another function each time: dynamo has a rule for each function of torch."""
     return lambda *args, **kwargs: None
 
 
-CUDA_REPLACEMENTS: dict[str, Any] = {
-    **{name: partial(_raise_unsupported, name) for name in _UNSUPPORTED},
-    **{name: _doing_nothing() for name in _NO_OPS},
-    **dict.fromkeys(("Event", "device", "range"), FinishedWork),
-    "Stream": Stream,
-    "stream": _inside,
-    "current_stream": _current_stream,
-    "default_stream": _default_stream,
-    "set_stream": _set_stream,
-    "current_device": lambda: 0,
-    "is_current_stream_capturing": lambda: False,
+STAND_INS: Replacements = {
+    "marked": _mark_as_dry,
+    "enter_twin": _enter_cpu_autocast_too,
+    "exit_twin": _exit_cpu_autocast_too,
+    "cast": _cast_on_cpu,
+    "scale": _checked_scale,
+    "get_scale": _initial_scale,
+    "never": _always(lambda *args, **kwargs: False),
+    "bf16_supported": _always(lambda *args, **kwargs: True),
+    "parse_to": _to,
+    "generator": _always(_Generator),
+    "save": nothing,
+    "capturable": _always(_capturable),
+    "unchanged": _always(_unchanged),
+    "nothing": nothing,
+    "fact": _UNSUPPORTED,
+    "unsupported": _UNSUPPORTED,
+    "empty_cache": nothing,
+    "event": _always(FinishedWork),
+    "finished": _always(FinishedWork),
+    "stream": _always(Stream),
+    "in_stream": _always(_inside),
+    "current_stream": _always(_current_stream),
+    "default_stream": _always(_default_stream),
+    "set_stream": _always(_set_stream),
+    "first": _always(lambda: 0),
 }
-_MODULES = {  # modules with these functions, and their accelerators
-    torch.cuda: torch.cuda,
-    torch.cuda.memory: torch.cuda,
-    torch.cuda.nvtx: torch.cuda,
-    torch.xpu: torch.xpu,
-    torch.mps: torch.mps,
+_MODULES = {  # of each accelerator
+    torch.cuda: ("torch.cuda", "torch.cuda.memory", "torch.cuda.nvtx"),
+    torch.xpu: ("torch.xpu",),
+    torch.mps: ("torch.mps",),
 }
-_OPTIMIZERS_WITH_CAPTURABLE = [
-    module
-    for name, module in sys.modules.items()
-    if name.startswith("torch.optim.") and hasattr(module, "_get_capturable_supported_devices")
-]
 
 
-def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
-    """Return the replacements for accelerators, for `replaced`."""
-    return {
-        (torch.autocast, "__init__"): _mark_as_dry,
-        (torch.autocast, "__enter__"): _enter_cpu_autocast_too,
-        (torch.autocast, "__exit__"): _exit_cpu_autocast_too,
-        (torch.amp.autocast_mode, "_cast"): _cast_on_cpu,
-        (torch.amp.GradScaler, "__init__"): _mark_as_dry,
-        (torch.amp.GradScaler, "scale"): _checked_scale,
-        (torch.amp.GradScaler, "get_scale"): _initial_scale,
-        (torch.cuda.amp.common, "amp_definitely_not_available"): _always(lambda: False),
-        (torch.cuda, "is_bf16_supported"): _always(lambda *args, **kwargs: True),
-        (c_nn, "_parse_to"): _to,  # used by `Module.to`
-        (torch, "Generator"): _always(_Generator),
-        (torch, "save"): _always(_nothing),
-        **{
-            (module, "_get_capturable_supported_devices"): _always(_capturable)
-            for module in _OPTIMIZERS_WITH_CAPTURABLE
-        },
-        (torch.Tensor, "record_stream"): _always(_nothing),
-        (torch.Tensor, "share_memory_"): _always(_unchanged),  # no other process sees it
-        **{
-            (module, name): _always(answer)
-            for module, accelerator in _MODULES.items()
-            if not accelerator.is_available()
-            for name, answer in CUDA_REPLACEMENTS.items()
-            if hasattr(module, name)
-        },
-    }
+def modules_of_this_machines() -> set[str]:
+    """Return the modules of the accelerators that this machine has."""
+    return {name for kind, names in _MODULES.items() if kind.is_available() for name in names}

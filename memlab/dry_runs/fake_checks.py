@@ -10,17 +10,15 @@ Calling a fake parameter's type makes a parameter, as calling a real one's type 
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from memlab.internals.replacing import caller_of
 from memlab.internals.threads import asked
-from memlab.internals.torch_internals import FakeTensor, subclasses
+from memlab.internals.torch_internals import FakeTensor
 
-_NAME = "FakeTensor"
 _TRUSTED = ("torch", "memlab")
 
 
@@ -74,19 +72,7 @@ def _new(real: Callable[..., Any]) -> Callable[..., Any]:
     return new
 
 
-def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
-    """Return the places where the stand-in replaces FakeTensor, for `replaced`."""
-    return {
-        (FakeTensor, "__new__"): _new,
-        **{
-            (module, _NAME): lambda real: _FakeTensorProxy for module in (subclasses, *_importers())
-        },
-    }
-
-
-def _importers() -> Iterator[ModuleType]:
-    """Yield other libraries' modules that have imported FakeTensor under this name."""
-    for name, module in list(sys.modules.items()):
-        is_other = name.partition(".")[0] not in _TRUSTED
-        if is_other and getattr(module, "__dict__", {}).get(_NAME) is FakeTensor:
-            yield module
+STAND_INS: dict[str, Callable[[Any], Any]] = {
+    "of_parameter": _new,
+    "hidden": lambda real: _FakeTensorProxy,
+}

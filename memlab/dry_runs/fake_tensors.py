@@ -24,7 +24,6 @@ does is handled here:
                           are real if the values are known; otherwise an error names the line
 """
 
-import logging
 import operator
 import warnings
 from collections.abc import Callable, Iterator
@@ -62,7 +61,6 @@ from memlab.dry_runs.oversized import enlarge
 from memlab.dry_runs.routing import ASSUMED_ROUTING, Routing
 from memlab.dry_runs.transfers import Transfer
 from memlab.dry_runs.validations import valid_answer
-from memlab.internals.replacing import replaced
 from memlab.internals.threads import measurement, only_where_asked
 from memlab.internals.torch_internals import (
     DataDependentOutputException,
@@ -71,10 +69,8 @@ from memlab.internals.torch_internals import (
     EnableTorchFunction,
     FakeTensor,
     FakeTensorMode,
-    LibraryKernel,
     UnsupportedOperatorException,
     disable_fake_tensor_cache,
-    eval_frame,
     exclude_frame_from_dynamo,
     exclude_from_dynamo,
     foreach_utils,
@@ -92,13 +88,9 @@ from memlab.metering.frames import user_line
 from memlab.metering.modes import LightMode
 from memlab.metering.tensors import has_own_handler
 from memlab.units import format_bytes
+from memlab.world.entering import Replacements, enter
 
 aten = torch.ops.aten
-# The modules that replace functions during a dry run.
-_PARTS = (
-    *(fake_accelerator, legacy_types, fake_checks, collectives),
-    *(distributions, samplers, subclasses, weight_files),
-)
 STAND_IN_NOTE = (
     "the script uses an accelerator, but this dry run counts the memory of CPU kernels; use "
     "memlab.predict for CUDA (at the command line, --dry-run --device cuda)"
@@ -114,7 +106,6 @@ def is_assumption(note: str) -> bool:
     return note.startswith((ASSUMED, ASSUMED_ROUTING)) or note == UNCOMPILED
 
 
-_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 Observer = Callable[[Any, Any, Any, Any], None]  # (func, args, kwargs, result)
 # Integer arithmetic whose results may become sizes.
 _INTEGER_OPS: dict[Any, Callable[..., Any]] = {
@@ -204,23 +195,28 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         self._is_uncompiled = False  # whether compiled code ran uncompiled
         self._loop_guard = LoopGuard()
         self._loaders = Loaders()
-        stack.enter_context(library_caches.emptied())
-        stack.enter_context(triton_launches.skipped())
         load_dynamos_rules()  # before functions in it are replaced
-        own = {
-            (torch.autograd, "_engine_run_backward"): self._with_function_mode,
-            (LibraryKernel, "__call__"): self._with_function_mode,
-            (_LOG, "disabled"): lambda real: True,  # it would repeat the user's exception
-            (eval_frame(), "_callback_from_stance"): self._record_compiled,
-            # compiled kernels need addresses
-            (eval_frame().DynamoStance, "stance"): lambda real: _UNCOMPILED_STANCE,
-        }
-        parts = (*_PARTS, self._loaders)
-        replacements = {key: new for part in parts for key, new in part.replacements().items()}
-        stack.enter_context(replaced({**_REPLACEMENTS, **own, **replacements}))
+        stack.enter_context(enter(self._stand_ins(), leave=self._leave()))
         for kinds in _FOREACH_TYPES:
             kinds.append(FakeTensor)
             stack.callback(kinds.remove, FakeTensor)
+
+    def _stand_ins(self) -> Replacements:
+        """Return what the code finds in place of the machine's devices and of values."""
+        return {
+            **_STAND_INS,
+            **legacy_types.stand_ins(),
+            **collectives.stand_ins(),
+            **weight_files.stand_ins(),
+            **self._loaders.stand_ins(),
+            "with_mode": self._with_function_mode,
+            "noting_compiler": self._record_compiled,
+        }
+
+    def _leave(self) -> set[str]:
+        """Return the modules of devices that the code finds as they are."""
+        own = fake_accelerator.modules_of_this_machines()
+        return {"torch.accelerator", "torch.accelerator.memory", *own}
 
     @property
     def transfers(self) -> list[Transfer]:
@@ -687,7 +683,16 @@ def _apply_by_data(module: torch.nn.Module, fn: Callable[..., Any], recurse: boo
     return module
 
 
-_REPLACEMENTS: dict[tuple[Any, str], Callable[[Any], Any]] = {
-    (torch.nn.Module, "_apply"): lambda real: _apply_by_data,
-    (FakeTensor, "tolist"): _tolist,
+_STAND_INS: Replacements = {
+    **fake_accelerator.STAND_INS,
+    **fake_checks.STAND_INS,
+    **distributions.STAND_INS,
+    **samplers.STAND_INS,
+    **subclasses.STAND_INS,
+    **library_caches.STAND_INS,
+    **triton_launches.STAND_INS,
+    "apply": lambda real: _apply_by_data,
+    "tolist": _tolist,
+    "true": lambda real: True,
+    "uncompiled": lambda real: _UNCOMPILED_STANCE,
 }

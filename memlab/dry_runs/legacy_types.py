@@ -25,7 +25,6 @@ _DTYPES = {
     for name, kind in vars(torch).items()
     if name.endswith("Tensor") and isinstance(getattr(kind, "dtype", None), torch.dtype)
 }
-_ACCELERATORS = (torch.cuda, torch.xpu)
 _NAME = re.compile(r"torch\.(?:(?P<device>cuda|xpu)\.)?(?P<kind>\w+)")
 
 
@@ -137,16 +136,10 @@ def _stand_in(real: Any) -> _LegacyType:
 FUNCTIONS: dict[Any, Callable[..., Any]] = {torch.Tensor.new: _new, torch.Tensor.type: _type}
 
 
-def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
-    """Return the replacements of the types, for `replaced`."""
+def stand_ins() -> dict[str, Callable[[Any], Any]]:
     default = _DefaultType()
     return {
-        (torch, "set_default_tensor_type"): default.setter,
-        (torch.Tensor, "__new__"): default.constructor,
-        **{
-            (module, name): _stand_in
-            for module in (torch, *_ACCELERATORS)
-            for name in _DTYPES
-            if hasattr(module, name)
-        },
+        "legacy_type": _stand_in,
+        "default_type": default.setter,
+        "of_default_type": default.constructor,
     }

@@ -33,9 +33,8 @@ class Loaders:
     def __init__(self) -> None:
         self._workers: dict[str, int] = {}  # num_workers, by the line that iterates
 
-    def replacements(self) -> dict[tuple[Any, str], Callable[[Any], Any]]:
-        """Return the replacements, for `replaced`."""
-        return {(DataLoader, "_get_iterator"): self._in_this_process}
+    def stand_ins(self) -> dict[str, Callable[[Any], Any]]:
+        return {"without_workers": self._in_this_process}
 
     def _in_this_process(self, make: Callable[[DataLoader], Any]) -> Callable[[DataLoader], Any]:
         def get_iterator(loader: DataLoader) -> Any:

@@ -15,10 +15,9 @@ import io
 import json
 import os
 import struct
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from types import ModuleType
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -26,22 +25,11 @@ from torch.serialization import save as save_archive
 from torch.serialization import skip_data
 
 from memlab.dry_runs import known_values
-from memlab.internals.replacing import always, replaced
-from memlab.internals.torch_internals import ArchiveWriter, FakeTensor, StorageBase, torch_utils
+from memlab.internals.replacing import always
+from memlab.internals.torch_internals import FakeTensor, StorageBase, torch_utils
+from memlab.world.entering import enter
 
 _HEADER_ALIGNMENT = 8  # of the first tensor in a file of safetensors
-
-
-@contextmanager
-def saved() -> Iterator[None]:
-    """Let `torch.save` and safetensors write placeholders inside `with`, in a dry run."""
-    addresses: dict[tuple[Any, str], Callable[[Any], Any]] = {
-        (FakeTensor, "data_ptr"): lambda real: _address,
-        (torch.UntypedStorage, "data_ptr"): _address_of_storage,
-    }
-    archives = {(torch, "save"): lambda real: _save_archive}
-    with replaced({**addresses, **archives, **_replacements_in_safetensors()}):
-        yield
 
 
 # ------------------------------------------------------------------ torch.save
@@ -52,11 +40,8 @@ def _save_archive(
 ) -> None:
     """`torch.save`, without the bytes of storages. The format before torch 1.6 becomes today's."""
     archive = io.BytesIO()
-    own: dict[tuple[Any, str], Callable[[Any], Any]] = {
-        (ArchiveWriter, "write_record_metadata"): lambda real: _write_empty,
-        (FakeTensor, "__reduce_ex__"): _reduce,
-    }
-    with skip_data(materialize_fake_tensors=True), replaced(own):
+    own = {"empty_record": lambda real: _write_empty, "described": _reduce}
+    with skip_data(materialize_fake_tensors=True), enter(own):
         save_archive(saved, archive, *args, **options)
     if isinstance(f, (str, os.PathLike)):
         with open(f, "wb") as file:
@@ -95,41 +80,22 @@ class _Saved(NamedTuple):
         return self.tensor.numel() * self.tensor.element_size()
 
 
-def _replacements_in_safetensors() -> dict[tuple[Any, str], Callable[[Any], Any]]:
-    try:
-        import safetensors.torch as module
-    except ImportError:
-        return {}
-    names = {dtype: name for name, dtype in module._TYPES.items() if dtype is not None}
-
-    def flatten(tensors: Mapping[str, torch.Tensor], *kept: Any) -> list[_Saved]:
-        return _flatten(module, tensors)
-
-    def serialize_file(
-        tensors: list[_Saved], filename: Any, metadata: Mapping[str, str] | None = None
-    ) -> None:
-        with open(filename, "wb") as file:
-            _write(file, tensors, names, metadata)
-
-    def serialize(tensors: list[_Saved], metadata: Mapping[str, str] | None = None) -> bytes:
-        file = io.BytesIO()
-        _write(file, tensors, names, metadata)
-        return file.getvalue()
-
-    new = {
-        "_flatten_as_ptr": flatten,
-        "_flatten": flatten,  # before safetensors 0.8
-        "serialize_file": serialize_file,
-        "serialize": serialize,
-    }
-    return {
-        (module, name): always(function) for name, function in new.items() if hasattr(module, name)
-    }
+def _serialize_file(
+    tensors: list[_Saved], filename: Any, metadata: Mapping[str, str] | None = None
+) -> None:
+    with open(filename, "wb") as file:
+        _write(file, tensors, metadata)
 
 
-def _flatten(module: ModuleType, tensors: Mapping[str, torch.Tensor]) -> list[_Saved]:
+def _serialize(tensors: list[_Saved], metadata: Mapping[str, str] | None = None) -> bytes:
+    file = io.BytesIO()
+    _write(file, tensors, metadata)
+    return file.getvalue()
+
+
+def _flatten(tensors: Mapping[str, torch.Tensor], *_: Any) -> list[_Saved]:
     """Return the tensors on the CPU. Raises what safetensors raises for tensors that it rejects."""
-    if check := getattr(module, "_evaluate_tensors_for_save", None):
+    if check := getattr(sys.modules["safetensors.torch"], "_evaluate_tensors_for_save", None):
         check(tensors)
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
@@ -141,13 +107,10 @@ def _flatten(module: ModuleType, tensors: Mapping[str, torch.Tensor]) -> list[_S
     return sorted(kept, key=lambda saved: (-saved.tensor.element_size(), saved.name))
 
 
-def _write(
-    file: BinaryIO,
-    tensors: list[_Saved],
-    dtype_names: Mapping[torch.dtype, str],
-    metadata: Mapping[str, str] | None,
-) -> None:
+def _write(file: BinaryIO, tensors: list[_Saved], metadata: Mapping[str, str] | None) -> None:
     """Write the length of the header, the header in JSON, and the tensors one after another."""
+    names_of_dtypes = sys.modules["safetensors.torch"]._TYPES.items()
+    dtype_names = {dtype: name for name, dtype in names_of_dtypes}
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     start = 0
     for saved in tensors:
@@ -199,3 +162,13 @@ def _address_of_storage(real: Callable[[StorageBase], int]) -> Callable[[Storage
         return storage._cdata if storage.nbytes() else 0
 
     return address
+
+
+STAND_INS: dict[str, Callable[[Any], Any]] = {
+    "save": always(_save_archive),
+    "address": always(_address),
+    "storage_address": _address_of_storage,
+    "flatten": always(_flatten),
+    "serialize": always(_serialize),
+    "serialize_file": always(_serialize_file),
+}

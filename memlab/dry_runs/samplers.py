@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 from torch.utils import data
-from torch.utils.data import RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import Sampler
 
 from memlab.dry_runs import known_values
 from memlab.internals.torch_internals import FakeTensor
@@ -77,7 +76,4 @@ def _restored(generator: torch.Generator | None) -> Iterator[None]:
         generator.set_state(state)
 
 
-def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
-    """Return the replacements, for `replaced`."""
-    samplers = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-    return {(sampler, "__iter__"): _draw_real_samples for sampler in samplers}
+STAND_INS: dict[str, Callable[[Any], Any]] = {"real_samples": _draw_real_samples}

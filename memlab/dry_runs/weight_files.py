@@ -15,19 +15,17 @@ Small tensors, such as counters and the settings of quantized weights, have thei
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from memlab.dry_runs import fake_accelerator, known_values
 from memlab.dry_runs.fake_accelerator import to_stand_in
-from memlab.internals.replacing import importers
-from memlab.internals.torch_internals import FakeTensor, torch_utils
+from memlab.internals.torch_internals import FakeTensor
 from memlab.metering.dry import DryRun
 
 _NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # read by transformers 5 at each load
-_NAME = "safe_open"
 _TORCH = ("pt", "torch", "pytorch")
 
 
@@ -125,15 +123,6 @@ def python_path(filename: Any) -> str:
         return os.fspath(file.name)
 
 
-def users_of_safe_open() -> Iterator[Any]:
-    """Yield the modules that have safetensors' `safe_open`."""
-    try:
-        import safetensors
-    except ImportError:
-        return
-    yield from importers(_NAME, safetensors.safe_open)
-
-
 # ------------------------------------------------------------------ torch.load
 
 
@@ -181,14 +170,13 @@ def _set_rng_state(real: Callable[[torch.Tensor], None]) -> Callable[[torch.Tens
     return set_rng_state
 
 
-def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
-    """Return the functions to replace in a dry run, for `replaced`."""
+def stand_ins() -> dict[str, Callable[[Any], Any]]:
     storages = _Storages()
     return {
-        (torch.UntypedStorage, "from_file"): lambda real: _from_file,
-        (type(os.environ), "__getitem__"): _without_threads,
-        (torch, "load"): storages.load,
-        (torch_utils, "_restore_device_fake_mode"): storages.restore,
-        **{(module, "set_rng_state"): _set_rng_state for module in (torch, torch.random)},
-        **{(module, _NAME): in_dry_runs_too for module in users_of_safe_open()},
+        "file_bytes": lambda real: _from_file,
+        "without_threads": _without_threads,
+        "load": storages.load,
+        "restore": storages.restore,
+        "set_rng_state": _set_rng_state,
+        "safe_open": in_dry_runs_too,
     }

@@ -49,10 +49,15 @@ def replaced(replacements: Mapping[tuple[Any, str], Callable[[Any], Any]]) -> It
     unless a function replaces it.
     """
     with threads.scope(), ExitStack() as stack:
-        for (owner, name), replacement in replacements.items():
-            place = _place(owner, name)
-            stack.callback(place.remove, place.add(replacement))
+        install(replacements, stack)
         yield
+
+
+def install(replacements: Mapping[tuple[Any, str], Callable[[Any], Any]], stack: ExitStack) -> None:
+    """Replace each (owner, name) as `replaced` does, in an open scope, until `stack` ends."""
+    for (owner, name), replacement in replacements.items():
+        place = _place(owner, name)
+        stack.callback(place.remove, place.add(replacement))
 
 
 # ------------------------------------------------------------------ one attribute

@@ -286,39 +286,13 @@ def finished_work(future: Any) -> Any:
     return c10d._create_work_from_future(future).boxed()
 
 
-def sharding_propagator() -> Any:
-    """Return DTensor's class that computes the shape of a result."""
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    return ShardingPropagator
-
-
-def fsdp2_device() -> Any:
-    """Return FSDP2's function for the device of its parameters."""
-    from torch.distributed.fsdp._fully_shard._fsdp_init import _get_device_from_mesh
-
-    return _get_device_from_mesh
-
-
-def device_handle() -> Any:
-    """Return the function of torch.distributed for a device type's module, such as torch.cuda."""
-    from torch.distributed.device_mesh import _get_device_handle
-
-    return _get_device_handle
-
-
-def fsdp1_device() -> Any:
-    """Return FSDP1's function for the device of its parameters."""
-    from torch.distributed.fsdp._init_utils import _get_compute_device
-
-    return _get_compute_device
-
-
-def tensor_of_dtensor() -> Any:
-    """Return DTensor's function that makes a tensor to compute a result's shape with."""
-    from torch.distributed.tensor._op_schema import _rebuild_tensor_from_dtensor_meta
-
-    return _rebuild_tensor_from_dtensor_meta
+def load_parallel_parts() -> None:
+    """Import the parts of DTensor and FSDP whose names the world's table has."""
+    import torch.distributed.fsdp._fully_shard._fsdp_init
+    import torch.distributed.fsdp._init_utils
+    import torch.distributed.tensor._op_schema
+    import torch.distributed.tensor._random
+    import torch.distributed.tensor._sharding_prop
 
 
 def forget_meshes() -> None:
@@ -352,13 +326,6 @@ def stage_has_shapes(stage: Any, has_backward: bool) -> bool:
     from torch.distributed.pipelining._utils import InferenceMode
 
     return not InferenceMode.needs_dynamic(stage._user_meta, has_backward)
-
-
-def is_rng_supported_mesh() -> Any:
-    """Return DTensor's function that says whether it keeps random numbers equal on all ranks."""
-    from torch.distributed.tensor._random import is_rng_supported_mesh
-
-    return is_rng_supported_mesh
 
 
 def storage_from_weak_pointer(pointer: int) -> torch.UntypedStorage | None:

@@ -24,12 +24,8 @@ from typing import Any
 
 import torch
 
-from memlab.internals.replacing import always, replaced
-from memlab.internals.torch_internals import (
-    DispatchKey,
-    FakeTensor,
-    has_kernel,
-)
+from memlab.internals.torch_internals import DispatchKey, has_kernel
+from memlab.world.entering import enter
 
 _CUDA_MODULE = "bitsandbytes.backends.cuda.ops"
 Kernels = dict[str, Callable[..., Any]]  # by the operator's name
@@ -44,7 +40,12 @@ def is_operator(func: Any) -> bool:
 @contextmanager
 def cuda_kernels() -> Iterator[Kernels]:
     """Yield bitsandbytes' CUDA kernels. Inside `with`, its layers run as on CUDA."""
-    with replaced(_layers_on_cuda()):
+    functions = sys.modules["bitsandbytes.autograd._functions"]
+    on_cuda = {
+        "matmul_on_cuda": lambda real: functions.MatMul8bitLt,
+        "unpacked": lambda real: lambda weight, state, *options: (weight, state),
+    }
+    with enter(on_cuda):
         yield _load()
 
 
@@ -53,23 +54,12 @@ def run(kernels: Kernels, func: Any, args: Any, kwargs: Any) -> Any:
     kernel = kernels.get(func.name())
     if kernel is None and has_kernel(func.name(), "CompositeExplicitAutograd"):
         kernel = functools.partial(func._op_dk, DispatchKey.CompositeExplicitAutograd)
-    with replaced({(FakeTensor, "data_ptr"): lambda real: _no_address}):
+    with enter({"address": lambda real: _no_address}):
         return (kernel or func)(*args, **kwargs)
 
 
 def _no_address(tensor: torch.Tensor) -> int:
     return 0
-
-
-def _layers_on_cuda() -> dict[tuple[Any, str], Callable[[Any], Any]]:
-    """Return the replacements of functions for the CPU, for `replaced`."""
-    functions = sys.modules["bitsandbytes.autograd._functions"]
-    layers = sys.modules["bitsandbytes.nn.modules"]
-    chosen: dict[tuple[Any, str], Any] = {
-        (functions, "MatMul8bitFp"): functions.MatMul8bitLt,
-        (layers, "_convert_weight_packed_for_cpu"): lambda weight, state, *options: (weight, state),
-    }
-    return {key: always(new) for key, new in chosen.items() if hasattr(*key)}
 
 
 # ------------------------------------------------------------------ the private copy
@@ -106,12 +96,11 @@ def _load() -> Kernels:
     if spec is None or spec.loader is None:
         return kernels
     module = importlib.util.module_from_spec(spec)
-    package = sys.modules["bitsandbytes"]
-    substitutes = {
-        (package.cextension, "lib"): lambda real: _CompiledCode(),
-        (package._ops, "register_kernel"): lambda real: _collect(kernels),
+    own = {
+        "compiled_code": lambda real: _CompiledCode(),
+        "collect_kernel": lambda real: _collect(kernels),
     }
-    with replaced(substitutes):
+    with enter(own):
         spec.loader.exec_module(module)
     module.CUBLAS_Context = _NoContext  # type: ignore[attr-defined]
     return kernels

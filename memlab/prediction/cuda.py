@@ -30,14 +30,11 @@ from memlab.dry_runs.fake_accelerator import StandIn, on_stand_in
 from memlab.dry_runs.fake_kernels import KERNELS
 from memlab.dry_runs.fake_tensors import dry_run
 from memlab.internals.cycles import no_cycle_collection
-from memlab.internals.replacing import replaced
 from memlab.internals.scaled_mm import SCALED_MM
 from memlab.internals.torch_internals import (
     FakeTensor,
     exclude_from_dynamo,
     in_backward,
-    subclasses,
-    torch_c,
     tree_leaves,
 )
 from memlab.metering.cuda import GRANULARITY
@@ -54,17 +51,18 @@ from memlab.metering.storages import (
 from memlab.prediction import (
     bitsandbytes_kernels,
     convolutions,
+    fake_gpu,
     recurrent,
     reported_devices,
 )
 from memlab.prediction.accuracy import accuracy_note, unconfirmed_note
 from memlab.prediction.autocast_lists import cuda_autocast, forget_casts
-from memlab.prediction.fake_gpu import fake_gpu
 from memlab.prediction.meter import CUDA, PredictionMeter, buffer
 from memlab.prediction.optimizers import implementation, optimizer_defaults
 from memlab.prediction.paged_state import PagedState
 from memlab.prediction.substitutes import Substitutes
 from memlab.trace import DeviceMemory, Trace
+from memlab.world.entering import Replacements
 
 aten = torch.ops.aten
 
@@ -77,13 +75,7 @@ _MATMULS = frozenset(
     }
 )
 _CUBLASLT = frozenset({aten._addmm_activation.default, *SCALED_MM})
-_EMPTY_CACHE = tuple(
-    (module, "empty_cache")
-    for module in (torch.cuda, torch.cuda.memory, torch.accelerator, torch.accelerator.memory)
-)
-_FALLBACKS = tuple(
-    (module, "run_fallback_kernel") for module in (subclasses.fake_tensor, subclasses.fake_impls)
-)
+_OF_THE_TARGET = ("torch.cuda", "torch.accelerator")
 _COPIES = frozenset({aten._to_copy.default, aten.to.device, aten.to.dtype_layout})
 Build = Callable[[], tuple[Callable[[], Any], torch.nn.Module | None, Any]]
 
@@ -247,20 +239,28 @@ class _CudaDryRun(dry_run):
             self._installed = stack
             stack.enter_context(_cache_cleared(is_composite))
             stack.enter_context(StandIn.use(CUDA))
+            stack.enter_context(fake_gpu.caches_forgotten())
             stack.enter_context(self)
-            stack.enter_context(fake_gpu(self.target, self._gpus))
-            # bitsandbytes reads CUDA's current stream at its import
-            stack.enter_context(replaced({(torch_c, "_cuda_getCurrentRawStream"): _stream_0}))
-            stack.enter_context(replaced(reported_devices.replacements()))
-            stack.enter_context(replaced(dict.fromkeys(_EMPTY_CACHE, self._with_empty_cache)))
-            stack.enter_context(replaced(dict.fromkeys(_FALLBACKS, _with_device)))
             stack.enter_context(self.substitutes.installed())
             if self.kernels.autocast == "cuda":
                 stack.enter_context(cuda_autocast())
-                stack.enter_context(replaced({(torch, "clear_autocast_cache"): forget_casts}))
             stack.enter_context(optimizer_defaults(self.kernels.optimizer))
             stack.enter_context(self._paged_state.installed())
             yield
+
+    def _stand_ins(self) -> Replacements:
+        return {
+            **super()._stand_ins(),
+            **fake_gpu.stand_ins(self.target, self._gpus),
+            **reported_devices.STAND_INS,
+            "raw_stream": _stream_0,
+            "empty_cache": self._with_empty_cache,
+            "on_device": _with_device,
+            **({"forget_casts": forget_casts} if self.kernels.autocast == "cuda" else {}),
+        }
+
+    def _leave(self) -> set[str]:
+        return {name for name in super()._leave() if not name.startswith(_OF_THE_TARGET)}
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:

@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 import torch
 
 from memlab.configs.targets import Target
-from memlab.dry_runs.fake_accelerator import CUDA_REPLACEMENTS, FinishedWork
-from memlab.internals.replacing import always, replaced
-from memlab.internals.torch_internals import torch_c, tree_leaves, tree_map_only
+from memlab.dry_runs.fake_accelerator import FinishedWork
+from memlab.internals.replacing import always
+from memlab.internals.torch_internals import tree_leaves, tree_map_only
+from memlab.world.entering import ByName, Replacements
 
 _CACHING_MODULES = ("transformers.utils.import_utils", "accelerate.utils.imports")
 
@@ -64,49 +65,9 @@ def properties(target: Target) -> DeviceProperties:
     )
 
 
-@contextmanager
-def fake_gpu(target: Target, count: int = 1) -> Iterator[None]:
-    """Report so many of the target's card inside `with`."""
-    with _caches_cleared(), replaced(_replacements(target, count)):
-        yield
-
-
-def _replacements(target: Target, count: int) -> dict[tuple[Any, str], Callable[[Any], Any]]:
-    memory = (target.total_bytes, target.total_bytes)
-    modules: dict[Any, dict[str, Any]] = {
-        torch.cuda: {"mem_get_info": memory, **_cuda_answers(target, count)},
-        torch.cuda.memory: {"mem_get_info": memory, **_STATISTICS},
-        torch.backends.cudnn: {"version": _CUDNN},
-        torch.cuda.random: _RANDOM_STATES,
-        torch.accelerator: {
-            "get_memory_info": memory,
-            "device_count": count,
-            **_ACCELERATOR_ANSWERS,
-        },
-        torch.accelerator.memory: {"get_memory_info": memory},
-    }
+def stand_ins(target: Target, count: int) -> Replacements:
+    """Return what reports so many of the target's card."""
     answers = {
-        **{(torch.cuda, name): always(answer) for name, answer in CUDA_REPLACEMENTS.items()},
-        # FSDP2 and DTensor ask for the device of a new mesh here
-        (torch_c, "_get_accelerator"): always(_always(torch.device("cuda"))),
-        (torch.cuda, "Event"): always(_Event),
-        (torch.cuda, "is_bf16_supported"): always(_bf16_support(target)),
-        **{
-            (torch.accelerator, name): always(CUDA_REPLACEMENTS[name])
-            for name in ("current_stream", "set_stream")
-        },
-        (torch.nn.DataParallel, "forward"): always(_data_parallel(count)),
-        **{
-            (module, name): always(_always(answer))
-            for module, named in modules.items()
-            for name, answer in named.items()
-        },
-    }
-    return {key: answer for key, answer in answers.items() if hasattr(*key)}
-
-
-def _cuda_answers(target: Target, count: int) -> dict[str, Any]:
-    return {
         "is_available": True,
         "device_count": count,
         "_device_count_nvml": count,
@@ -116,10 +77,19 @@ def _cuda_answers(target: Target, count: int) -> dict[str, Any]:
         "get_device_properties": properties(target),
         "get_device_capability": target.capability,
         "get_arch_list": [target.chip.arch],
-        "can_device_access_peer": False,
-        **_RANDOM_STATES,
-        **dict.fromkeys(("utilization", "memory_usage", "temperature", "power_draw"), 0),
-        **_STATISTICS,
+        **dict.fromkeys(("mem_get_info", "get_memory_info"), (target.total_bytes,) * 2),
+        **_ANSWERS,
+    }
+
+    answered = ByName(lambda name: always(_always(answers[name])))
+    return {
+        "fact": answered,
+        "report": answered,
+        "event": always(_Event),
+        "bf16_supported": always(_bf16_support(target)),
+        "data_parallel": always(_data_parallel(count)),
+        "own_cache": _OwnCaches().of,
+        "own_state": lambda real: {},
     }
 
 
@@ -128,21 +98,18 @@ def _bf16_support(target: Target) -> Callable[..., bool]:
     return lambda including_emulation=True: including_emulation or target.has_bfloat16
 
 
-_CUDNN = 91002  # 9.10.2, of torch 2.11's builds
-_STATISTICS: dict[str, Any] = {"memory_summary": "", "memory_snapshot": [], "_dump_snapshot": None}
-# Functions that do nothing: the stand-in has its own generator, and no work to wait for.
-_GENERATOR_NO_OPS = (
-    *("_lazy_init", "manual_seed", "manual_seed_all", "seed", "seed_all"),
-    *("get_rng_state", "set_rng_state", "set_rng_state_all"),
-)
-_RANDOM_STATES: dict[str, Any] = {**dict.fromkeys(_GENERATOR_NO_OPS), "get_rng_state_all": []}
-_STREAM_NO_OPS = ("synchronize", "empty_cache", "set_device_index", "set_device_idx")
-_ACCELERATOR_ANSWERS = {
-    "is_available": True,
+# None is the answer of functions that do nothing: the stand-in has its own generator.
+_ANSWERS: dict[str, Any] = {
+    "version": 91002,  # cuDNN 9.10.2, of torch 2.11's builds
+    "can_device_access_peer": False,
+    **dict.fromkeys(("utilization", "memory_usage", "temperature", "power_draw"), 0),
+    **{"memory_summary": "", "memory_snapshot": [], "_dump_snapshot": None},
+    **dict.fromkeys(("_lazy_init", "manual_seed", "manual_seed_all", "seed", "seed_all")),
+    **dict.fromkeys(("get_rng_state", "set_rng_state", "set_rng_state_all")),
+    "get_rng_state_all": [],
     "current_accelerator": torch.device("cuda"),
-    "current_device_index": 0,
-    "current_device_idx": 0,
-    **dict.fromkeys(_STREAM_NO_OPS),
+    "_get_accelerator": torch.device("cuda"),
+    **dict.fromkeys(("current_device_index", "current_device_idx"), 0),
 }
 
 
@@ -195,43 +162,23 @@ def _always(answer: Any) -> Callable[..., Any]:
 # ------------------------------------------------------------------ caches of libraries
 
 
+class _OwnCaches:
+    """A new cache for each function that caches answers, the same in all modules that have it."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, Callable[..., Any]] = {}
+
+    def of(self, real: Any) -> Callable[..., Any]:
+        return self._made.setdefault(id(real), cache(real.__wrapped__))
+
+
 @contextmanager
-def _caches_cleared() -> Iterator[None]:
-    """Give libraries caches and states of their own inside the block."""
-    states: dict[tuple[Any, str], Any] = {
-        (kind, "_shared_state"): lambda real: {} for kind in _kinds_of_state()
-    }
+def caches_forgotten() -> Iterator[None]:
+    """Clear, at the end, what a library has cached while it was imported inside the block."""
+    names = [name for name in _CACHING_MODULES if name not in sys.modules]
     try:
-        with replaced({**states, **_uncached()}):
-            yield
+        yield
     finally:
-        for function in _cached_functions():  # imported since then, they have the block's answers
-            function.cache_clear()
-        for kind in _kinds_of_state():
-            if (kind, "_shared_state") not in states:
-                kind._shared_state.clear()
-
-
-def _uncached() -> dict[tuple[Any, str], Callable[[Any], Any]]:
-    """Return a new cache for each function that caches its answers, in all modules that have it."""
-    new = {id(function): cache(function.__wrapped__) for function in _cached_functions()}
-    return {
-        (module, name): always(new[id(value)])
-        for module in list(sys.modules.values())
-        for name, value in list(getattr(module, "__dict__", {}).items())
-        if id(value) in new
-    }
-
-
-def _cached_functions() -> Iterator[Any]:
-    for name in _CACHING_MODULES:
-        for function in list(vars(sys.modules.get(name, object)).values()):
+        for function in [f for name in names for f in vars(sys.modules.get(name, object)).values()]:
             if hasattr(function, "cache_clear"):
-                yield function
-
-
-def _kinds_of_state() -> Iterator[Any]:
-    """Yield accelerate's classes that have a process-wide state, such as the device."""
-    module = sys.modules.get("accelerate.state")
-    for name in ("PartialState", "AcceleratorState", "GradientState"):
-        yield from [getattr(module, name)] if module else []
+                function.cache_clear()

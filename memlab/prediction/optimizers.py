@@ -7,21 +7,15 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from memlab.internals.replacing import replaced
 from memlab.internals.threads import only_where_asked
-from memlab.internals.torch_internals import foreach_utils
+from memlab.world.entering import enter
 
 
 @contextmanager
 def optimizer_defaults(choice: str) -> Iterator[None]:
     """Make torch.optim and `clip_grad_norm_` use CUDA's default implementations."""
     kinds = [] if choice == "loop" else ["cpu"]
-    lists = (foreach_utils, torch_optimizer)
-    name = "_get_foreach_kernels_supported_devices"
-    with ExitStack() as stack:
-        stack.enter_context(
-            replaced({(owner, name): lambda real: lambda: kinds for owner in lists})
-        )
+    with enter({"foreach": lambda real: lambda: kinds}), ExitStack() as stack:
         if choice == "fused":
             chosen: list[dict[str, Any]] = []
             choose = only_where_asked(_choose_fused(chosen))

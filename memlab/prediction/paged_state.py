@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from memlab.internals.replacing import always, replaced
+from memlab.internals.replacing import always
 from memlab.internals.threads import only_where_asked
 from memlab.units import format_bytes
+from memlab.world.entering import enter
 
 
 class PagedState:
@@ -43,9 +44,8 @@ class PagedState:
         self._is_replaced = True
         kept = optimizer.page_mng.paged_tensors  # of the process
         self._stack.callback(_shorten, kept, len(kept))
-        own = {"get_paged": self._get_paged, "fill": _nothing, "prefetch_tensor": _nothing}
-        replacements = {(functional, name): always(new) for name, new in own.items()}
-        self._stack.enter_context(replaced(replacements))
+        own = {"paged": always(self._get_paged), "unpaged": always(_nothing)}
+        self._stack.enter_context(enter(own))
 
     def _get_paged(
         self, *shape: int, dtype: torch.dtype = torch.float32, device: Any = None

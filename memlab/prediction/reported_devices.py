@@ -46,11 +46,9 @@ def _is_type(wanted: str) -> Callable[[Any], property]:
     return replacement
 
 
-def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
-    """Return what to replace in a prediction, for `replaced`."""
-    return {
-        (torch, "get_default_device"): _default_device,
-        (FakeTensor, "device"): _device,
-        (FakeTensor, "is_cuda"): _is_type("cuda"),
-        (FakeTensor, "is_cpu"): _is_type("cpu"),
-    }
+STAND_INS: dict[str, Callable[[Any], Any]] = {
+    "default_device": _default_device,
+    "reported_device": _device,
+    "is_cuda": _is_type("cuda"),
+    "is_cpu": _is_type("cpu"),
+}

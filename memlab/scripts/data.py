@@ -1,19 +1,17 @@
 """Stand in for missing data, in its true shapes."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from types import ModuleType
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from memlab.internals.imports import when_imported
-from memlab.internals.replacing import replaced
 from memlab.scripts import vision_data
 from memlab.scripts.columns import Columns
 from memlab.scripts.hub import Hub
 from memlab.scripts.pretrained import Pretrained
 from memlab.scripts.tiktoken_encodings import Encodings
+from memlab.world.entering import Replacements, enter
 
 _LENGTH = 2**24  # elements of a file whose size is not known
 
@@ -32,35 +30,22 @@ class StandIns:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Replace missing data inside `with`."""
-        with ExitStack() as stack:
-            stack.enter_context(replaced({(np.memmap, "__new__"): self._memmap}))
-
-            def replacing(patch: Callable[[ModuleType], Any]) -> Callable[[ModuleType], None]:
-                return lambda module: stack.enter_context(replaced(dict(patch(module))))
-
-            stack.enter_context(replaced(dict(self._pretrained.replacements())))
-            patches = self.patches()
-            stack.enter_context(
-                when_imported({name: replacing(patch) for name, patch in patches.items()})
-            )
+        with enter(self._stand_ins()):
             yield
 
-    def patches(self) -> dict[str, Callable[[ModuleType], Any]]:
-        """Return what to replace in each module of a library, once it is imported."""
+    def _stand_ins(self) -> Replacements:
         return {
-            "torchvision.datasets": self._vision,
-            **self._hub.patches(),
-            **self._pretrained.patches(),
-            **self._encodings.patches(),
+            "memmap": self._memmap,
+            "images": vision_data.stand_in(self._note),
+            **self._hub.stand_ins(),
+            **self._pretrained.stand_ins(),
+            **self._encodings.stand_ins(),
         }
 
     def notes(self) -> Iterator[str]:
         """Yield a sentence for each stand-in."""
         for missing, instead in self._used:
             yield f"not on this machine: {missing}; instead: {instead}"
-
-    def _vision(self, datasets: ModuleType) -> Any:
-        return vision_data.replacements(datasets, self._note)
 
     def _note(self, missing: str, instead: str) -> None:
         self._used[missing, instead] = None

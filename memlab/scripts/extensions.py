@@ -3,31 +3,19 @@
 Many scripts catch the error, and go on without the extension.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from types import ModuleType
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
-from memlab.internals.imports import when_imported
-from memlab.internals.replacing import replaced
 from memlab.scripts.hub import UnavailableError
+from memlab.world.entering import enter
 
-_COMPILING = ("load", "load_inline")
 
-
-@contextmanager
-def refused(*, real: bool, allow_writes: bool) -> Iterator[None]:
+def refused(*, real: bool, allow_writes: bool) -> AbstractContextManager[None]:
     """Refuse to compile inside `with`, unless the run is real and may write files."""
-    with ExitStack() as stack:
-
-        def refuse(module: ModuleType) -> None:
-            stack.enter_context(
-                replaced({(module, name): _refusing(real=real) for name in _COMPILING})
-            )
-
-        if not (real and allow_writes):
-            stack.enter_context(when_imported({"torch.utils.cpp_extension": refuse}))
-        yield
+    if real and allow_writes:
+        return nullcontext()
+    return enter({"refused_extension": _refusing(real=real)})
 
 
 def _refusing(*, real: bool) -> Callable[[Any], Callable[..., NoReturn]]:

@@ -11,16 +11,16 @@ metrics      of `evaluate`, that compute nothing
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Mapping
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from memlab.scripts.columns import Columns, recording
 from memlab.scripts.word_tokenizer import Template, template_of, words_tokenizer
+from memlab.world.entering import Replacements
 
 Note = Callable[[str, str], None]  # (the missing thing, its stand-in)
-Replacement = tuple[tuple[Any, str], Callable[[Any], Any]]
 _NAME = "pretrained_model_name_or_path"
 FROM_A_FILE = "_has_weights_from_a_file"  # attribute of a transformers model that was loaded
 _FEWEST_TOKENS = 100  # of any tokenizer that has its files, beside special ones
@@ -42,30 +42,23 @@ class Hub:
     ) -> None:
         self._note, self._configs, self._columns = note, dict(configs or {}), columns
 
-    def patches(self) -> dict[str, Callable[[ModuleType], Iterator[Replacement]]]:
-        """Return what to replace in each module, once it is imported."""
+    def stand_ins(self) -> Replacements:
+        images = ("image_processing_auto", "IMAGE_PROCESSOR_MAPPING")
+        features = ("feature_extraction_auto", "FEATURE_EXTRACTOR_MAPPING")
         return {
-            "transformers.configuration_utils": self._configs_of_transformers,
-            "transformers.modeling_utils": self._weights_of_transformers,
-            "transformers.tokenization_utils_base": self._tokenizers,
-            "transformers.models.auto.tokenization_auto": self._auto_tokenizers,
-            "transformers.models.auto.image_processing_auto": self._image_processors,
-            "transformers.models.auto.feature_extraction_auto": self._feature_extractors,
-            "transformers.image_processing_base": self._image_processor_classes,
-            "transformers.feature_extraction_utils": self._feature_extractor_classes,
-            "diffusers.configuration_utils": self._configs_of_diffusers,
-            "diffusers.models.modeling_utils": self._weights_of_diffusers,
-            "datasets": self._data_sets,
-            "evaluate": self._metrics,
+            "config": _of_class(self._config_dict),
+            "transformers_model": _of_class(self._model_of_transformers),
+            "diffusers_model": _of_class(self._model_of_diffusers),
+            "tokenizer": _of_class(self._tokenizer),
+            "image_processor": _of_class(partial(self._auto_processor, images)),
+            "feature_extractor": _of_class(partial(self._auto_processor, features)),
+            "processor": _of_class(self._own_processor),
+            "data_set": self._loading,
+            "recording": _reading_recordings,
+            "metric": self._loading_metric,
         }
 
     # ------------------------------------------------------------------ configs
-
-    def _configs_of_transformers(self, module: ModuleType) -> Iterator[Replacement]:
-        yield (module.PreTrainedConfig, "get_config_dict"), _of_class(self._config_dict)
-
-    def _configs_of_diffusers(self, module: ModuleType) -> Iterator[Replacement]:
-        yield (module.ConfigMixin, "load_config"), _of_class(self._config_dict)
 
     def _config_dict(self, real: Callable[..., Any], cls: type, name: Any, **options: Any) -> Any:
         if (given := self._configs.get(str(name))) is not None:
@@ -79,9 +72,6 @@ class Hub:
             ) from error
 
     # ------------------------------------------------------------------ weights
-
-    def _weights_of_transformers(self, module: ModuleType) -> Iterator[Replacement]:
-        yield (module.PreTrainedModel, "from_pretrained"), _of_class(self._model_of_transformers)
 
     def _model_of_transformers(
         self, real: Callable[..., Any], cls: Any, name: Any, *args: Any, **options: Any
@@ -110,9 +100,6 @@ class Hub:
         setattr(model, FROM_A_FILE, True)
         return model
 
-    def _weights_of_diffusers(self, module: ModuleType) -> Iterator[Replacement]:
-        yield (module.ModelMixin, "from_pretrained"), _of_class(self._model_of_diffusers)
-
     def _model_of_diffusers(
         self, real: Callable[..., Any], cls: Any, name: Any, *args: Any, **options: Any
     ) -> Any:
@@ -126,12 +113,6 @@ class Hub:
         return model if dtype is None else model.to(dtype)
 
     # ------------------------------------------------------------------ tokenizers
-
-    def _tokenizers(self, module: ModuleType) -> Iterator[Replacement]:
-        yield (module.PreTrainedTokenizerBase, "from_pretrained"), _of_class(self._tokenizer)
-
-    def _auto_tokenizers(self, module: ModuleType) -> Iterator[Replacement]:
-        yield (module.AutoTokenizer, "from_pretrained"), _of_class(self._tokenizer)
 
     def _tokenizer(
         self, real: Callable[..., Any], cls: Any, name: Any, *args: Any, **options: Any
@@ -152,24 +133,9 @@ class Hub:
             {"model_max_length": positions, **options}, template, length=_vocabulary_of(config)
         )
 
-    def _image_processors(self, module: ModuleType) -> Iterator[Replacement]:
-        make = partial(self._auto_processor, "IMAGE_PROCESSOR_MAPPING", module)
-        yield (module.AutoImageProcessor, "from_pretrained"), _of_class(make)
-
-    def _feature_extractors(self, module: ModuleType) -> Iterator[Replacement]:
-        make = partial(self._auto_processor, "FEATURE_EXTRACTOR_MAPPING", module)
-        yield (module.AutoFeatureExtractor, "from_pretrained"), _of_class(make)
-
-    def _image_processor_classes(self, module: ModuleType) -> Iterator[Replacement]:
-        yield (module.ImageProcessingMixin, "from_pretrained"), _of_class(self._own_processor)
-
-    def _feature_extractor_classes(self, module: ModuleType) -> Iterator[Replacement]:
-        yield (module.FeatureExtractionMixin, "from_pretrained"), _of_class(self._own_processor)
-
     def _auto_processor(
         self,
-        mapping: str,
-        module: ModuleType,
+        mapping: tuple[str, str],
         real: Callable[..., Any],
         cls: Any,
         name: Any,
@@ -180,7 +146,9 @@ class Hub:
             return real(cls, name, **options)
         except (OSError, ValueError):
             config = _config_of(name)
-        found = getattr(module, mapping)[type(config)]
+        module, name_of_mapping = mapping
+        found = getattr(sys.modules[f"transformers.models.auto.{module}"], name_of_mapping)
+        found = found[type(config)]
         kinds = found.values() if isinstance(found, dict) else found
         kind = next(filter(None, kinds)) if isinstance(found, dict | tuple) else found
         return self._processor(kind, name, config)
@@ -201,11 +169,7 @@ class Hub:
 
     # ------------------------------------------------------------------ data sets and metrics
 
-    def _data_sets(self, module: ModuleType) -> Iterator[Replacement]:
-        yield (module, "load_dataset"), partial(self._loading, module)
-        yield (module.Audio, "decode_example"), _reading_recordings
-
-    def _loading(self, module: ModuleType, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _loading(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def load_dataset(path: str, name: str | None = None, *args: Any, **options: Any) -> Any:
             try:
                 return real(path, name, *args, **options)
@@ -220,12 +184,9 @@ class Hub:
                     ) from error
             self._note(f"the data set {called}", f"made-up rows of {self._columns}")
             split, streaming = options.get("split"), options.get("streaming", False)
-            return self._columns.data_set(module, split, streaming)
+            return self._columns.data_set(sys.modules["datasets"], split, streaming)
 
         return load_dataset
-
-    def _metrics(self, module: ModuleType) -> Iterator[Replacement]:
-        yield (module, "load"), self._loading_metric
 
     def _loading_metric(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def load(path: str, *args: Any, **options: Any) -> Any:

@@ -30,10 +30,10 @@ from typing import Any, NoReturn
 from urllib.parse import quote, unquote
 
 from memlab.internals.libraries import is_librarys, is_pythons
-from memlab.internals.replacing import always, caller_of, importers, replaced
+from memlab.internals.replacing import always, caller_of
 from memlab.world import confinement
 from memlab.world.confinement import PREFIX
-from memlab.world.table import replacements
+from memlab.world.entering import enter
 
 # No library asks the network, logs to a service, or writes to a shared cache of data sets.
 _ENVIRONMENT = {
@@ -142,9 +142,8 @@ class Isolation:
             stack.enter_context(_without_bytecode())
             stack.callback(setattr, tempfile, "tempdir", tempfile.tempdir)
             tempfile.tempdir = files.environment["TMPDIR"]
-            stack.enter_context(replaced(_offline_hub()))
             # last, because what comes before uses files
-            stack.enter_context(replaced({**files.replacements(), **self._refusals()}))
+            stack.enter_context(enter({**files.stand_ins(), **self._refusals()}))
             yield
 
     def attempts(self) -> list[tuple[str, str]]:
@@ -217,8 +216,8 @@ class Isolation:
             not error.filename or os.path.abspath(os.fsdecode(error.filename)) in refused
         )
 
-    def _refusals(self) -> dict[tuple[Any, str], Callable[[Any], Any]]:
-        stand_ins: dict[str, Callable[[Any], Any]] = {
+    def _refusals(self) -> dict[str, Callable[[Any], Any]]:
+        return {
             "popen": self._popen,
             "system": always(self._refuse_command),
             "start_first": always(partial(self._refuse_at, 0)),
@@ -227,8 +226,10 @@ class Isolation:
             "exit": self._exit,
             "connect": self._connect,
             "look_up": self._look_up,
+            # what huggingface_hub has read of its environment before
+            "yes": always(lambda: True),
+            "offline": always(True),
         }
-        return replacements("processes", stand_ins) | replacements("network", stand_ins)
 
     def _connect(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """Refuse other machines; a socket between processes of this one may connect."""
@@ -403,19 +404,6 @@ def _caches() -> dict[str, str]:
     return {"TIKTOKEN_CACHE_DIR": os.path.join(temporary, "data-gym-cache")}
 
 
-def _offline_hub() -> dict[tuple[Any, str], Callable[[Any], Any]]:
-    """Return what stops huggingface_hub from trying to connect, if it has read its environment.
-    It would try again and again, for minutes."""
-    constants = sys.modules.get("huggingface_hub.constants")
-    if constants is None:
-        return {}
-    name = "is_offline_mode"  # a function, because modules read the constant as their own global
-    asking = importers(name, vars(constants).get(name))
-    return {(module, name): lambda real: lambda: True for module in asking} | {
-        (constants, "HF_HUB_OFFLINE"): lambda real: True
-    }
-
-
 @contextmanager
 def _without_bytecode() -> Iterator[None]:
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
@@ -536,8 +524,8 @@ class _Files:
 
     # ------------------------------------------------------------------ functions
 
-    def replacements(self) -> dict[tuple[Any, str], Callable[[Any], Any]]:
-        stand_ins: dict[str, Callable[[Any], Any]] = {
+    def stand_ins(self) -> dict[str, Callable[[Any], Any]]:
+        return {
             "open": self._open,
             "os_open": self._os_open,
             "make": self._make,
@@ -554,7 +542,6 @@ class _Files:
             "save": self._save,
             "database": self._database,
         }
-        return replacements("files", stand_ins)
 
     def _open(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:

@@ -12,19 +12,15 @@ A rank that runs alone gets what the other ranks would send:
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from types import ModuleType
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from memlab.internals.imports import when_imported
-from memlab.internals.replacing import always, importers, replaced
+from memlab.internals.replacing import always
 from memlab.internals.torch_internals import stage_gradients, stage_has_shapes
-
-_STAGES = "torch.distributed.pipelining.stage"
+from memlab.world.entering import ByName, Replacements, enter
 
 
 class NotYetSentError(BaseException):
@@ -68,12 +64,10 @@ class Messages:
             }
             for wanted in (rank, None)
         )
-        with ExitStack() as stack:
-            stack.enter_context(replaced(self._replacements()))
-            stack.enter_context(when_imported({_STAGES: partial(_replace_in_stages, stack)}))
+        with enter(self._stand_ins()):
             yield
 
-    def _replacements(self) -> dict[tuple[Any, str], Callable[[Any], Any]]:
+    def _stand_ins(self) -> Replacements:
         functions = {
             "send_object_list": self._send,
             "recv_object_list": self._receive,
@@ -83,9 +77,10 @@ class Messages:
             "scatter_object_list": _scatter,
         }
         return {
-            (module, name): always(replacement)
-            for name, replacement in functions.items()
-            for module in importers(name, getattr(dist, name))
+            "objects": ByName(lambda name: always(functions[name])),
+            "receive_shapes": _with_gradients_of_outputs,
+            "vote": _own_vote,
+            "result_of_vote": _votes_alike,
         }
 
     def _send(self, objects: list[Any], dst: int | None = None, *args: Any, **kwargs: Any) -> None:
@@ -115,23 +110,6 @@ def _fill(objects: list[Any], unread_of: dict[int, deque[Any]], sender: int) -> 
     if len(unread) < len(objects):
         raise NotYetSentError(sender)
     objects[:] = [unread.popleft() for _ in objects]
-
-
-def _replace_in_stages(stack: ExitStack, module: ModuleType) -> None:
-    replacements = {
-        "_recv_meta": _with_gradients_of_outputs,
-        "_warmup_forward_vote": _own_vote,
-        "_warmup_backward_result": _votes_alike,
-    }
-    stack.enter_context(
-        replaced(
-            {
-                (module.PipelineStage, name): replacement
-                for name, replacement in replacements.items()
-                if hasattr(module.PipelineStage, name)  # torch 2.11 has no vote
-            }
-        )
-    )
 
 
 def _with_gradients_of_outputs(real: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:

@@ -14,18 +14,14 @@ torch.hub.load
 import functools
 import importlib
 import os
-import sys
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import hub, nn
-from torch.utils import model_zoo
 
-from memlab.scripts.hub import Note, Replacement, UnavailableError
+from memlab.scripts.hub import Note, UnavailableError
 
-_LOADER = "load_state_dict_from_url"
 _VISION = "pytorch/vision"
 _BRANCHES = ("main", "master")  # that torch.hub looks for
 
@@ -55,19 +51,14 @@ class Pretrained:
         self._note = note
         self._are_missing = False  # whether some weights of a URL were
 
-    def replacements(self) -> Iterator[Replacement]:
-        """Yield what to replace in torch, and in modules that hold a function of torch.hub."""
-        yield (hub, "load"), self._load
-        yield (nn.Module, "load_state_dict"), self._load_state_dict
-        yield (model_zoo, "load_url"), self._load_from_url  # its old name
-        real = _original(hub.load_state_dict_from_url)
-        for module in list(sys.modules.values()):
-            if _original(getattr(module, "__dict__", {}).get(_LOADER)) is real:
-                yield (module, _LOADER), self._load_from_url
-
-    def patches(self) -> dict[str, Callable[[ModuleType], Iterator[Replacement]]]:
-        """Return what to replace in each module, once it is imported."""
-        return {"timm.models._builder": self._loaders_of_timm}
+    def stand_ins(self) -> dict[str, Callable[[Any], Any]]:
+        return {
+            "hub_load": self._load,
+            "weights_of_url": self._load_from_url,
+            "load_state_dict": self._load_state_dict,
+            "original": _original,
+            "timm_weights": self._load_pretrained,
+        }
 
     # ------------------------------------------------------------------ torch.hub and torchvision
 
@@ -118,13 +109,6 @@ class Pretrained:
         return load
 
     # ------------------------------------------------------------------ timm
-
-    def _loaders_of_timm(self, module: ModuleType) -> Iterator[Replacement]:
-        # timm's own conversions of weights need entries, so let it get the error
-        yield (module, _LOADER), _original
-        for name in ("load_pretrained", "load_custom_pretrained"):
-            if hasattr(module, name):
-                yield (module, name), self._load_pretrained
 
     def _load_pretrained(self, real: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(real)

@@ -8,8 +8,6 @@ collectives                   finish at once; no other rank answers
 
 import inspect
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,18 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing.spawn
-from torch.nn.parallel import DistributedDataParallel
 
-from memlab.internals.replacing import importers, replaced
 from memlab.internals.torch_internals import (
     disable_current_modes,
     fake_process_group_store,
     forget_meshes,
 )
 from memlab.scripts.started import StartedProcesses
+from memlab.world.entering import enter
 
 RELEASE_SECONDS = 2e-3  # gloo's thread drops the tensors of finished work within this time
-_SPAWNING = sys.modules["torch.multiprocessing.spawn"]
 
 
 class Processes:
@@ -59,7 +55,7 @@ class Processes:
         it has said why.
         """
         keeps = self._joins
-        with replaced(self._replacements()), self._started.until_the_end():
+        with enter(self._stand_ins()), self._started.until_the_end():
             try:
                 yield
                 keeps = False
@@ -72,18 +68,14 @@ class Processes:
         """Run the processes that the script has started and not yet waited for."""
         self._started.run_waiting()
 
-    def _replacements(self) -> dict[tuple[Any, str], Callable[[Any], Any]]:
-        spawning = (_SPAWNING, torch.multiprocessing)
+    def _stand_ins(self) -> dict[str, Callable[[Any], Any]]:
         return {
-            **{(owner, "start_processes"): self._spawn for owner in spawning},
-            **self._started.replacements(),
-            (subprocess.Popen, "__init__"): self._start_program,
-            **({(dist.Work, "wait"): _unmetered} if self._joins else {}),
-            **({(DistributedDataParallel, "__init__"): _alone} if self._is_alone else {}),
-            **{
-                (owner, "init_process_group"): self._initialize
-                for owner in importers("init_process_group", dist.init_process_group)
-            },
+            **self._started.stand_ins(),
+            "spawn": self._spawn,
+            "popen": self._start_program,
+            "init_process_group": self._initialize,
+            **({"work_wait": _unmetered} if self._joins else {}),
+            **({"ddp": _alone} if self._is_alone else {}),
         }
 
     def _spawn(self, real: Any) -> Callable[..., Any]:

@@ -6,41 +6,19 @@ safetensors    in a dry run too; in a real run it opens files in Rust, and gets 
 tokenizers     opens files in Rust as well
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from types import ModuleType
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from memlab.dry_runs import placeholders
-from memlab.dry_runs.weight_files import in_dry_runs_too, python_path, users_of_safe_open
-from memlab.internals.imports import when_imported
-from memlab.internals.replacing import replaced
+from memlab.dry_runs.weight_files import in_dry_runs_too, python_path
+from memlab.world.entering import enter
 
 
-@contextmanager
-def redirected(*, real: bool) -> Iterator[None]:
+def redirected(*, real: bool) -> AbstractContextManager[None]:
     """Let the script save its model inside `with`; its files must be isolated already."""
-    weights = replaced(_paths_of_safetensors()) if real else placeholders.saved()
-    with ExitStack() as stack:
-        stack.enter_context(weights)
-
-        def redirect(tokenizers: ModuleType) -> None:
-            paths = {"save": _writing, "from_file": _reading}
-            stack.enter_context(
-                replaced({(tokenizers.Tokenizer, name): by for name, by in paths.items()})
-            )
-
-        stack.enter_context(when_imported({"tokenizers": redirect}))
-        yield
-
-
-def _paths_of_safetensors() -> dict[tuple[Any, str], Callable[[Any], Any]]:
-    try:
-        import safetensors.torch as module
-    except ImportError:
-        return {}
-    openers = {(owner, "safe_open"): in_dry_runs_too for owner in users_of_safe_open()}
-    return {(module, "serialize_file"): _writing, **openers}
+    weights = _REAL if real else placeholders.STAND_INS
+    return enter({**weights, "write_path": _writing, "read_path": _reading})
 
 
 def _writing(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,3 +32,9 @@ def _writing(real: Callable[..., Any]) -> Callable[..., Any]:
 
 def _reading(real: Callable[..., Any]) -> Callable[..., Any]:
     return lambda filename: real(python_path(filename))
+
+
+_REAL: dict[str, Callable[[Any], Any]] = {
+    "serialize_file": _writing,
+    "safe_open": in_dry_runs_too,
+}

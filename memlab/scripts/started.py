@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing import connection, context, process, queues, synchronize
+from multiprocessing import connection, process
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -102,22 +102,20 @@ class StartedProcesses:
         started.process._popen = Popen(started.process)  # type: ignore[attr-defined]
         self._forked.append(started.process)
 
-    def replacements(self) -> dict[tuple[Any, str], Callable[[Any], Any]]:
-        """Return what to replace in Python, for `replaced`."""
+    def stand_ins(self) -> dict[str, Callable[[Any], Any]]:
         return {
-            **{(kind, "_Popen"): self._start for kind in _kinds_of_process()},
-            # it would ask, and so run, every process at the start of another
-            (process, "_cleanup"): lambda real: lambda: None,
-            **{(kind, "get"): self._get for kind in (queues.Queue, queues.SimpleQueue)},
-            (queues.Queue, "put"): self._put,
-            (_PIPE, "recv"): self._receive,
-            (_PIPE, "poll"): self._poll,
-            (_PIPE, "send"): self._send,
-            (_PIPE, "send_bytes"): self._send_bytes,
-            (synchronize.Event, "wait"): self._wait,
+            "start_process": self._start,
+            "no_cleanup": lambda real: lambda: None,
+            "get": self._get,
+            "put": self._put,
+            "receive": self._receive,
+            "poll": self._poll,
+            "send": self._send,
+            "send_bytes": self._send_bytes,
+            "wait": self._wait,
             # as a collective, it finishes at once
-            (synchronize.Barrier, "wait"): lambda real: lambda barrier, timeout=None: 0,
-            (time, "sleep"): self._sleep,
+            "pass_barrier": lambda real: lambda barrier, timeout=None: 0,
+            "sleep": self._sleep,
         }
 
     def _start(self, real: Any) -> Any:
@@ -288,14 +286,6 @@ def _size(queue: Any) -> int:
         return queue.qsize()
     except (AttributeError, NotImplementedError):  # a SimpleQueue; macOS
         return len(getattr(queue, "_buffer", ())) + queue._reader._poll(0.0)
-
-
-def _kinds_of_process() -> set[type]:
-    return {
-        value
-        for value in vars(context).values()
-        if isinstance(value, type) and issubclass(value, BaseProcess) and "_Popen" in vars(value)
-    }
 
 
 def _file_of(started: Any) -> str | None:

@@ -6,15 +6,13 @@ tokens differs from that of tiktoken's gpt2 by at most 8% in English prose, Mark
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
-from types import ModuleType
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 
-from memlab.internals.replacing import importers
-from memlab.scripts.hub import Note, Replacement
+from memlab.scripts.hub import Note
 
 _END, _PROMPT = "<|endoftext|>", "<|endofprompt|>"
 _PREFIX, _MIDDLE, _SUFFIX = "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"
@@ -42,14 +40,8 @@ class Encodings:
         self._note = note
         self._made: dict[str, WordEncoding] = {}
 
-    def patches(self) -> dict[str, Callable[[ModuleType], Iterator[Replacement]]]:
-        """Return what to replace in each module, once it is imported."""
-        return {"tiktoken": self._in_tiktoken}
-
-    def _in_tiktoken(self, module: ModuleType) -> Iterator[Replacement]:
-        # tiktoken.model has the function too: encoding_for_model calls it
-        for importer in importers("get_encoding", module.get_encoding):
-            yield (importer, "get_encoding"), self._getting
+    def stand_ins(self) -> dict[str, Callable[[Any], Any]]:
+        return {"encoding": self._getting}
 
     def _getting(self, real: Callable[[str], Any]) -> Callable[[str], Any]:
         def get_encoding(encoding_name: str) -> Any:

@@ -4,8 +4,8 @@ The number of images, their size and the number of classes follow torchvision's 
 each data set. Folders of images have photographs of ImageNet's average size.
 """
 
-from collections.abc import Callable, Iterator
-from types import ModuleType
+import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,27 +51,21 @@ IMAGES = {
 _PARTS = ("train", "split", "image_set", "classes")
 
 
-def replacements(
-    datasets: ModuleType, note: Note
-) -> Iterator[tuple[tuple[Any, str], Callable[[Any], Any]]]:
-    """Yield replacements of the constructors in `torchvision.datasets`."""
-    for name, images in IMAGES.items():
-        kind = getattr(datasets, name, None)
-        if kind is not None and "__init__" in vars(kind):
-            yield (kind, "__init__"), _constructor(datasets, images, note)
+def stand_in(note: Note) -> Callable[[Any], Any]:
+    """Return a replacement of the constructors in `torchvision.datasets`."""
 
-
-def _constructor(datasets: ModuleType, images: Images, note: Note) -> Callable[[Any], Any]:
     def replacing(real: Callable[..., None]) -> Callable[..., None]:
         def initialize(self: Any, root: Any = None, *args: Any, **kwargs: Any) -> None:
             try:
                 real(self, root, *args, **kwargs)
             except (OSError, RuntimeError):
-                images_of = IMAGES.get(type(self).__name__, images)
-                _stand_in(datasets, self, images_of, root, args, kwargs)
+                images = next(
+                    IMAGES[k.__name__] for k in type(self).__mro__ if k.__name__ in IMAGES
+                )
+                _stand_in(self, images, root, args, kwargs)
                 note(
                     f"torchvision's {type(self).__name__} in {root}",
-                    f"{len(self):,} black images of {images_of.width} × {images_of.height}",
+                    f"{len(self):,} black images of {images.width} × {images.height}",
                 )
 
         return initialize
@@ -79,9 +73,7 @@ def _constructor(datasets: ModuleType, images: Images, note: Note) -> Callable[[
     return replacing
 
 
-def _stand_in(
-    datasets: ModuleType, made: Any, images: Images, root: Any, args: Any, kwargs: Any
-) -> None:
+def _stand_in(made: Any, images: Images, root: Any, args: Any, kwargs: Any) -> None:
     """Turn a data set that could not be loaded into one of black images."""
     transforms = {
         name: kwargs[name]
@@ -90,7 +82,7 @@ def _stand_in(
     }
     if callable(args[0] if args else None):  # ImageFolder(root, transform)
         transforms.setdefault("transform", args[0])
-    datasets.VisionDataset.__init__(made, root, **transforms)
+    sys.modules["torchvision.datasets"].VisionDataset.__init__(made, root, **transforms)
     given = (*(kwargs[name] for name in _PARTS if name in kwargs), *args[:1])
     part = next((each for each in given if isinstance(each, (bool, str))), True)
     is_training = "train" in part if isinstance(part, str) else part

@@ -1,11 +1,13 @@
-"""What a script may do to the machine.
+"""What a script or a dry run may see of the machine, and what it may do to it.
 
-confinement   the command's child process, which confines itself before the script's first line
+table         each replaced name, in table.csv: the owner, what stands in, and why
+entering      replaces them, for the threads that asked: `enter`
+confinement   the child process of `memlab run`, which confines itself before the script's first line
 landlock      the kernel's own rules: files, TCP connections, signals
 seccomp       which system calls of the child a supervisor answers
 supervisor    answers them: what Landlock does not cover, and a list of what was refused
 
-None of it imports torch.
+The last four do not import torch.
 """
 
 UNLISTED = "unlisted"  # the folder that gets what memlab itself writes, such as torch's caches

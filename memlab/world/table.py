@@ -1,92 +1,100 @@
-"""What `memlab run` replaces in Python so that a script goes on: files, processes, the network.
+"""What a script or a dry run finds in place of the machine: each replaced name, in table.csv.
 
-Where the kernel confines the script, these let it find its own files and say why a connection or a
-program is missing; elsewhere they also protect the machine.
+It has six rooms: devices, values, files, processes, network and data. A name has one row, and
+`enter` (entering.py) replaces it. Where the kernel confines a script, the rows of files, processes
+and the network let it go on: it finds its own files, and reads why a connection or a program is
+missing. Elsewhere they also protect the machine.
+
+Not in the table: the meter's hooks (memlab/metering) and operators with other kernels on CUDA
+(prediction/substitutes.py). A script finds the same with and without them.
 """
 
-import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+import csv
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
+
+EVERY_CACHE = "*"  # instead of names: the functions of a module that cache their answers
+_SEEN = {
+    "torch": "2.13",
+    "numpy": "2.4",
+    "accelerate": "1.15",
+    "bitsandbytes": "0.50",
+    "datasets": "5.2",
+    "diffusers": "0.42",
+    "evaluate": "0.4",
+    "huggingface_hub": "2.4",
+    "safetensors": "0.8",
+    "tiktoken": "0.14",
+    "timm": "1.0",
+    "tokenizers": "0.23",
+    "torchvision": "0.28",
+    "transformers": "5.23",
+    "triton": "3.7",
+}
 
 
 class Row(NamedTuple):
     """A replacement.
 
-    owner     the module or class
-    names     of its attributes
+    room      what it belongs to
+    owner     a module, or `module:Class`
+    names     of its attributes; `Class.method` where a module has many
     stand_in  the name of what replaces them
     why       what would happen otherwise
-    seen      the version of the owner's library that it was seen in
+    also_in   an expression for other modules that have imported the same object under its name
+    lacks     which versions or systems lack some of the names
     """
 
+    room: str
     owner: str
     names: tuple[str, ...]
     stand_in: str
     why: str
-    seen: str = "Python 3.11"
+    also_in: str
+    lacks: str
+
+    @property
+    def module(self) -> str:
+        return self.owner.partition(":")[0]
+
+    @property
+    def seen(self) -> str:
+        """The version of the owner's library that has the names."""
+        library = self.module.partition(".")[0]
+        return f"{library} {_SEEN[library]}" if library in _SEEN else "Python 3.11"
+
+    @property
+    def is_added(self) -> bool:
+        """Return whether the name is new where it is missing."""
+        return self.lacks.endswith("added there")
+
+    def places(self) -> Iterator[tuple[Any, str]]:
+        """Yield the owner of each name that exists, and the name; the module is imported."""
+        owner: Any = sys.modules[self.module]
+        for part in filter(None, self.owner.partition(":")[2].split(".")):
+            owner = getattr(owner, part, None)
+        for name in self.names:
+            if name == EVERY_CACHE:
+                yield from ((owner, n) for n, f in vars(owner).items() if hasattr(f, "cache_clear"))
+                continue
+            outer, _, last = name.rpartition(".")
+            holder = getattr(owner, outer, None) if outer else owner
+            if holder is not None and (self.is_added or hasattr(holder, last)):
+                yield holder, last
+
+    def is_in(self, module: str) -> bool:
+        """Return whether the row also replaces the name where this module has imported it."""
+        return re.fullmatch(self.also_in, module) is not None
 
 
-_READING = ("stat", "lstat", "access", "readlink", "listxattr", "getxattr")
-_CHANGING = ("chmod", "chown", "lchown", "utime", "truncate", "setxattr")
-_PROGRAM_FIRST = (
-    *("execl", "execle", "execlp", "execlpe", "execv", "execve", "execvp", "execvpe"),
-    *("posix_spawn", "posix_spawnp", "startfile"),
-)
-_PROGRAM_SECOND = (
-    *("spawnl", "spawnle", "spawnlp", "spawnlpe"),
-    *("spawnv", "spawnve", "spawnvp", "spawnvpe"),
-)
-TABLE: dict[str, tuple[Row, ...]] = {
-    "files": (
-        Row("builtins", ("open",), "open", "it would write a real file, or miss the script's own"),
-        Row("io", ("open",), "open", "pathlib and zipfile open files with it"),
-        Row("os", ("open",), "os_open", "tempfile and file locks open files with it"),
-        Row("os", ("mkdir", "mkfifo", "mknod"), "make", "they would make a real folder or file"),
-        Row("os", ("remove", "unlink", "rmdir"), "remove", "they would delete a real file"),
-        Row("os", ("rename", "replace"), "rename", "they would move a real file"),
-        Row("shutil", ("rmtree",), "rmtree", "it deletes by open folders, which have no paths"),
-        Row("os", _READING, "read", "they would not see the script's own files"),
-        Row("os", ("listdir", "scandir"), "list", "they would not list the script's own files"),
-        Row("os", _CHANGING, "change", "they would change a real file"),
-        Row("os", ("link",), "link", "a write to the link would change the real file"),
-        Row("os", ("symlink",), "symlink", "it would make a real link"),
-        Row("os", ("chdir",), "chdir", "a folder that the script made is elsewhere"),
-        Row("os", ("getcwd",), "getcwd", "it would return that other place"),
-        Row("torch", ("save",), "save", "it opens files in C++", "torch 2.13"),
-        Row("sqlite3", ("connect",), "database", "it opens files in C"),
-    ),
-    "processes": (
-        Row("subprocess.Popen", ("__init__",), "popen", "it would start a program"),
-        Row("os", ("system",), "system", "it would start a shell"),
-        Row("os", _PROGRAM_FIRST, "start_first", "they would start a program"),
-        Row("os", _PROGRAM_SECOND, "start_second", "they would start a program"),
-        Row("os", ("fork", "forkpty"), "fork", "the script would run on twice"),
-        Row("os", ("_exit",), "exit", "it would end memlab without a result"),
-    ),
-    "network": (
-        Row("socket.socket", ("connect", "connect_ex", "sendto"), "connect", "libraries wait"),
-        Row("socket", ("create_connection", "getaddrinfo"), "look_up", "libraries wait for names"),
-    ),
-}
+def _rows() -> Iterator[Row]:
+    lines = (Path(__file__).parent / "table.csv").read_text(encoding="utf-8").splitlines()
+    for row in csv.DictReader(line for line in lines if not line.startswith("#")):
+        room, owner, names, *others = row.values()
+        yield Row(room, owner, tuple(names.split()), *others)
 
 
-def missing(row: Row) -> Iterator[str]:
-    """Yield the names that this Python or this system lacks."""
-    try:
-        owner = pkgutil.resolve_name(row.owner)
-    except ImportError:
-        yield from row.names
-        return
-    yield from (name for name in row.names if not hasattr(owner, name))
-
-
-def replacements(
-    room: str, stand_ins: Mapping[str, Callable[[Any], Any]]
-) -> dict[tuple[Any, str], Callable[[Any], Any]]:
-    """Return the replacements of a room for `replaced`, with these stand-ins."""
-    return {
-        (pkgutil.resolve_name(row.owner), name): stand_ins[row.stand_in]
-        for row in TABLE[room]
-        for name in row.names
-        if name not in missing(row)
-    }
+TABLE = tuple(_rows())

@@ -3,6 +3,7 @@
 import functools
 import re
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -186,6 +187,8 @@ def test_libraries_have_caches_of_their_own_in_a_prediction(monkeypatch):
     shared = states.PartialState._shared_state
     shared["device"] = "cpu"
     for module in (library, user, states):
+        origin = f"/site-packages/{module.__name__.replace('.', '/')}.py"
+        module.__spec__ = ModuleSpec(module.__name__, None, origin=origin)
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
     def device() -> str:

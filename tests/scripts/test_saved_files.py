@@ -9,7 +9,6 @@ import torch
 
 import memlab
 from memlab.dry_runs import known_values
-from memlab.dry_runs.placeholders import saved
 from memlab.scripts.isolation import Isolation
 from memlab.scripts.launch import launch_of
 from memlab.scripts.running import run
@@ -193,7 +192,7 @@ def test_large_tensors_in_safetensors_stay_unknown(saving):
 
 def test_the_library_reads_a_placeholder_as_its_own_file(tmp_path):
     path = tmp_path / "saved.safetensors"
-    with memlab.dry_run(), saved():
+    with memlab.dry_run(), redirected(real=False):
         state = torch.nn.Linear(300, 400).state_dict()
         safetensors_torch.save_file(state, path, metadata={"step": "3"})
     found = safetensors_torch.load_file(path)
@@ -217,7 +216,7 @@ def test_bytes_of_safetensors_have_the_tensors_shapes(saving):
 
 
 def test_addresses_are_those_of_torch_after_the_dry_run():
-    with memlab.dry_run(), saved():
+    with memlab.dry_run(), redirected(real=False):
         first, second = torch.randn(4), torch.randn(4)
         assert first.data_ptr() != second.data_ptr()
         assert first[2:].data_ptr() == first.data_ptr() + 8
