@@ -969,42 +969,40 @@ verdict(
 )
 
 # %% [markdown]
-# The guide's examples are DeepSpeed configs. `memlab plan --deepspeed ds_config.json` explains what
-# each key costs and saves. Compare both examples for 7B on one GPU: unchanged, and with 16-bit
-# weights and checkpointing, as in the dry runs. (By formula; DeepSpeed itself does not run here.)
+# The guide's examples are DeepSpeed configs. `memlab plan --deepspeed ds_config.json` shows what a
+# training with such a config holds, without activations. Compare both examples for 7B on one GPU,
+# with 16-bit weights. (By formula; DeepSpeed itself does not run here.)
 
 # %%
-from memlab.configs.deepspeed import CHECKPOINTING, parse_deepspeed
-from memlab.planner.deepspeed import DeepSpeedStep
+from memlab.planner.deepspeed import held, parse_deepspeed
 
 CONFIGS = {
-    "CPU": """{"zero_optimization": {
+    "CPU": """{"bf16": {"enabled": true}, "zero_optimization": {
         "stage": 3,
         "offload_optimizer": {"device": "cpu", "pin_memory": true},
         "offload_param": {"device": "cpu", "pin_memory": true}}}""",
-    "NVMe": """{"zero_optimization": {
+    "NVMe": """{"bf16": {"enabled": true}, "zero_optimization": {
         "stage": 3,
         "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"}}}""",
 }
-in_deepspeed = {}
-for name, text in CONFIGS.items():
-    given = parse_deepspeed(text)
-    better = given.with_value("bf16.enabled", True).with_value(CHECKPOINTING, True)
-    for how, config in (("unchanged", given), ("bf16, checkpoints", better)):
-        step = in_deepspeed[name, how] = DeepSpeedStep(seven, config, seq_len=2048)
-        places = step.gpu_bytes, step.host_bytes, step.disk_bytes
-        print(f"{name:5}{how:18}", end="")
-        words = zip(("GPU", "host", "NVMe"), places, strict=True)
-        print(", ".join(f"{place} {count / 1e9:6.1f} GB" for place, count in words))
+in_deepspeed = {name: held(seven, parse_deepspeed(text)) for name, text in CONFIGS.items()}
+for name, parts in in_deepspeed.items():
+    for part in parts:
+        places = zip(("GPU", "host", "NVMe"), (part.gpu, part.host, part.disk), strict=True)
+        words = ", ".join(f"{place} {count / 1e9:5.1f} GB" for place, count in places if count)
+        print(f"{name:6}{part.part:22}{words}")
 
 # %%
-cpu, nvme = (in_deepspeed[name, "bf16, checkpoints"] for name in CONFIGS)
+on_gpu, on_host = (
+    {name: sum(getattr(part, place) for part in parts) for name, parts in in_deepspeed.items()}
+    for place in ("gpu", "host")
+)
 verdict(
     "23d",
-    nvme.gpu_bytes <= cpu.gpu_bytes,
-    f"7B, bf16: GPU {cpu.gpu_bytes / 1e9:.1f} GB with the first config, {nvme.gpu_bytes / 1e9:.1f} "
-    f"with the second (weights {nvme.terms['weights'] / 1e9:.1f} GB); host "
-    f"{cpu.host_bytes / 1e9:.1f} and {nvme.host_bytes / 1e9:.1f} GB",
+    on_gpu["NVMe"] <= on_gpu["CPU"],
+    f"7B, bf16, without activations: GPU {on_gpu['CPU'] / 1e9:.1f} GB with the first config, "
+    f"{on_gpu['NVMe'] / 1e9:.1f} with the second; host {on_host['CPU'] / 1e9:.1f} and "
+    f"{on_host['NVMe'] / 1e9:.1f} GB",
     otherwise="the second config keeps the weights on the GPU, so it fits smaller models; add "
     "offload_param",
 )

@@ -35,7 +35,7 @@ WITH_SCRIPT = (
 )
 # The parameters of `memlab plan` that --deepspeed allows.
 WITH_DEEPSPEED = (
-    *("deepspeed", "model", "gpus", "batch", "seq_len"),
+    *("deepspeed", "model", "gpus"),
     *("out", "wide", "as_json"),
 )
 IN_ASCII = {

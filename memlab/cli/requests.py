@@ -344,7 +344,7 @@ class PlanRequest(Options):
     deepspeed: Annotated[
         str | None,
         typer.Option(
-            help="List what each key of a DeepSpeed config costs and saves in bytes, by formula.",
+            help="List what a DeepSpeed training holds, and the keys that decide it, by formula.",
             metavar="CONFIG.json",
         ),
     ] = None

@@ -12,7 +12,7 @@ roofline     its estimated seconds, operator by operator
 repetition   the trace of a deep model, extrapolated from two shallow ones
 measuring    the bytes of a recipe, by a dry run or a prediction
 options      tried recipes, and the plan
-deepspeed    the bytes of a DeepSpeed config, key by key
+deepspeed    what a DeepSpeed training holds, and the keys that decide it
 meshes       the ways to divide a Llama over several GPUs, and mesh_script, which trains so
 processes    several measurements at once
 search       the fastest recipe measured to fit
