@@ -321,11 +321,19 @@ def stage_gradients(stage: Any) -> Any:
     return _StageBackwardMeta(_derive_grad_metas(stage._stage_meta.outputs))
 
 
-def stage_has_shapes(stage: Any, has_backward: bool) -> bool:
-    """Return whether a pipeline's stage was given the shapes that it receives and sends."""
+def has_inference_mode(stage: Any) -> bool:
+    """Return whether a stage can be given its shapes, or infers them from what it receives."""
+    from torch.distributed.pipelining import PipelineStage
+
+    return isinstance(stage, PipelineStage)
+
+
+def infer_shapes(stage: Any, has_backward: bool) -> None:
+    """Let a pipeline's stage infer the shapes that it was not given."""
     from torch.distributed.pipelining._utils import InferenceMode
 
-    return not InferenceMode.needs_dynamic(stage._user_meta, has_backward)
+    is_dynamic = InferenceMode.needs_dynamic(stage._user_meta, has_backward)
+    stage._inference_mode = InferenceMode.DYNAMIC if is_dynamic else InferenceMode.STATIC
 
 
 def storage_from_weak_pointer(pointer: int) -> torch.UntypedStorage | None:

@@ -64,8 +64,8 @@ def heads_last(*tensors: torch.Tensor) -> Sizes:
     return [tensor.nbytes for tensor in tensors if not _is_contiguous_as(tensor, (0, 2, 1, 3))]
 
 
-def adjacent(tensor: torch.Tensor) -> Sizes:
-    return [] if tensor.stride(-1) == 1 else [tensor.nbytes]
+def adjacent(*tensors: torch.Tensor) -> Sizes:
+    return [tensor.nbytes for tensor in tensors if tensor.stride(-1) != 1]
 
 
 def convolution(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor) -> Sizes:
@@ -162,6 +162,7 @@ def _is_contiguous_as(tensor: torch.Tensor, order: Sequence[int]) -> bool:
 # ------------------------------------------------------------------ operators
 
 _HAS_MKL = torch.backends.mkl.is_available()
+_IS_2_14 = torch.__version__ >= "2.14"
 _RESULTS = -1  # in place of an argument's position: the operator's results
 
 
@@ -212,6 +213,12 @@ _BOTH = {
         },
     ),
 }
+if _IS_2_14:  # before, autograd's formula copies, and the dispatcher sees it
+    _BOTH.update(_rows(contiguous, {(0, 1, 2, 3, 4): "native_group_norm_backward"}))
+_CPU_ATTENTION: dict[tuple[int, ...], str] = {  # before, the kernels read any strides
+    (0, 1, 2): "_scaled_dot_product_flash_attention_for_cpu",
+    (1, 2, 3): "_scaled_dot_product_flash_attention_for_cpu_backward",
+}
 _TABLES = {
     "cpu": {
         **_BOTH,
@@ -247,6 +254,7 @@ _TABLES = {
         **_rows(batches, {(0,): "tril triu linalg_cholesky_ex"}),
         **_rows(draws, {(0, 1, 2): "multinomial"}),
         **_rows(embeddings, {(0,): "_embedding_bag _embedding_bag_forward_only"}),
+        **(_rows(adjacent, _CPU_ATTENTION) if _IS_2_14 else {}),
         # Builds without MKL have another library, which reads any strides.
         **(_rows(transforms, {(0, 1): "_fft_r2c _fft_c2c _fft_c2r"}) if _HAS_MKL else {}),
     },

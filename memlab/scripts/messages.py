@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from memlab.internals.replacing import always
-from memlab.internals.torch_internals import stage_gradients, stage_has_shapes
+from memlab.internals.torch_internals import has_inference_mode, infer_shapes, stage_gradients
 from memlab.world.entering import ByName, Replacements, enter
 
 
@@ -79,8 +78,7 @@ class Messages:
         return {
             "objects": ByName(lambda name: always(functions[name])),
             "receive_shapes": _with_gradients_of_outputs,
-            "vote": _own_vote,
-            "result_of_vote": _votes_alike,
+            "votes": _with_own_votes,
         }
 
     def _send(self, objects: list[Any], dst: int | None = None, *args: Any, **kwargs: Any) -> None:
@@ -119,22 +117,21 @@ def _with_gradients_of_outputs(real: Callable[[Any, int], Any]) -> Callable[[Any
     return receive
 
 
-def _own_vote(real: Callable[..., Any]) -> Callable[..., torch.Tensor]:
-    """Stages vote on whether all were given their shapes, and this one assumes its own vote."""
+def _with_own_votes(real: Callable[..., None]) -> Callable[..., None]:
+    """Stages vote on whether all were given their shapes, and this rank's assume its own votes.
 
-    def vote(stage: Any, has_backward: bool, received_acc: Any = None) -> torch.Tensor:
-        stage.memlab_vote = stage_has_shapes(stage, has_backward)
-        return _as_tensor(stage.memlab_vote)
+    From 2.14 on, torch refuses to vote in a fake process group, which receives nothing; here a rank
+    receives what the ranks before it have sent.
+    """
+
+    def vote(schedule: Any, stages: list[Any], has_backward: bool, *args: Any) -> None:
+        if not all(map(has_inference_mode, stages)):
+            real(schedule, stages, has_backward, *args)
+            return
+        for stage in stages:
+            infer_shapes(stage, has_backward)
 
     return vote
-
-
-def _votes_alike(real: Callable[..., Any]) -> Callable[..., torch.Tensor]:
-    return lambda stage, received_result=None: _as_tensor(stage.memlab_vote)
-
-
-def _as_tensor(vote: bool) -> torch.Tensor:
-    return torch.tensor([int(vote)], dtype=torch.int32)
 
 
 def _group(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from memlab.cli import choices, doctor, machine
 from memlab.cli.errors import UsageError
 from memlab.cli.requests import Request
 from memlab.metering.devices import monitor_for
+from memlab.monitoring import snapshots
 from memlab.units import format_bytes
 
 DAY_2 = Path(__file__).parents[2] / "solutions" / "day02_reading_the_meter.py"
@@ -126,6 +127,8 @@ def answer_as_torch(found: Platform, allocator: FakeAllocator, monkeypatch: Any)
         monkeypatch.setattr(module, "get_device_name", lambda device: found.card)
         monkeypatch.setattr(module, "is_initialized", lambda: True)
         monkeypatch.setattr(module, "memory_stats", allocator.flat_stats)
+        # A CUDA build attaches it to the device, and there is none.
+        monkeypatch.setattr(snapshots, "attach_oom_observer", lambda observer: None)
 
     def memory(device=None):
         if found.type == "mps":

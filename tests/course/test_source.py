@@ -2,9 +2,9 @@
 
 import importlib.util
 import subprocess
+from importlib.metadata import version
 
 import pytest
-import torch
 
 from memlab.course.source import SourceError, in_bytes, lesson_notebook, solution_notebook
 
@@ -308,5 +308,5 @@ def test_the_cell_installs_memlab_beside_the_installed_torch(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     exec(source, {})
     [[_, *command]] = commands
-    packages = [f"memlab[plot]@git+{ADDRESS}", f"torch=={torch.__version__}"]
+    packages = [f"memlab[plot]@git+{ADDRESS}", f"torch=={version('torch')}"]
     assert command == ["-m", "pip", "install", "--quiet", *packages]
