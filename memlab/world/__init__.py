@@ -2,7 +2,7 @@
 
 table         each replaced name, in table.csv: the owner, what stands in, and why
 entering      replaces them, for the threads that asked: `enter`
-confinement   the child process of `memlab run`, which confines itself before the script's first line
+confinement   the child process of `memlab run`, which confines itself before the script begins
 landlock      the kernel's own rules: files, TCP connections, signals
 seccomp       which system calls of the child a supervisor answers
 supervisor    answers them: what Landlock does not cover, and a list of what was refused
