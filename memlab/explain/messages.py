@@ -13,11 +13,12 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from memlab.explain import tracebacks
 from memlab.explain.findings import CONTEXT_BYTES
 from memlab.explain.frames import is_user
-from memlab.explain.tracebacks import Line
+from memlab.explain.tracebacks import Line, Row
 
 _SIZE = r"(\d{1,20}(?:\.\d{1,9})?) ?(TiB|GiB|MiB|KiB|TB|GB|MB|KB|kB|bytes|B)(?![a-zA-Z])"
 _BINARY = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}  # by the unit's first letter
@@ -28,7 +29,9 @@ _FIELDS = {
         rf"[Tt]ried to allocate {_SIZE}",
         rf"you tried to allocate {_SIZE}",
         rf"Failed to allocate {_SIZE}",
-        rf"Requested {{1,20}}: {_SIZE}",  # of cudaMallocAsync, which writes one field a line
+        rf"Requested {{1,25}}: {_SIZE}",  # of cudaMallocAsync, which writes one field a line
+        rf"Unable to allocate {_SIZE}",  # of NumPy
+        rf"Invalid buffer size: {_SIZE}",  # of MPS
     ),
     "capacity": (
         rf"total capac?i?ty of {_SIZE}",
@@ -41,7 +44,7 @@ _FIELDS = {
         rf"Free \(according to CUDA\) ?: {_SIZE}",
     ),
     "process": (rf"this process has {_SIZE} memory in use",),
-    "allowed": (rf"{_SIZE} allowed;", rf"max allowed: {_SIZE}"),
+    "allowed": (rf"{_SIZE} allowed;", rf"max allowed: {_SIZE}", rf"memory fraction\) ?: {_SIZE}"),
     "allocated": (
         rf"Of the allocated memory {_SIZE} is allocated by PyTorch",
         rf"{_SIZE} already allocated",
@@ -56,30 +59,70 @@ _FIELDS = {
 _LISTED_PROCESS = re.compile(rf"Process (\d{{1,10}}) has {_SIZE} memory in use")
 _DEVICE = re.compile(r"\bGPU (\d{1,4})\b|\bon device (\d{1,4})\b")
 _VARIABLE = re.compile(r"PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF")
-_OUT_OF_MEMORY = re.compile(
-    r"(CUDA|HIP|XPU|MPS)(?: backend)? out of memory"
-    r"|(CUDA|HIP|cuda runtime|XPU) error.{0,20}out of memory"
-    r"|(DefaultCPUAllocator).{0,60}(?:allocate|memory)"
-    r"|Allocation on device \d{1,4} would exceed allowed memory"
-    r"|OutOfMemoryError"
-    r"|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED"
-    r"|Cuda failure '?out of memory"
-    r"|Tried to allocate [\d.]{1,20} ?[KMGT]?i?B"
+MOST_BYTES = 2**46  # more than a card has: a message states a wrapped negative number
+
+# What a log may end with, the most telling first, and the words that say so. Each wording is the
+# one of the software that prints it; text_causes.py says what follows from it.
+ERRORS = {
+    "sized": r"Tried to allocate (?:more than )?[\d.]{1,20} ?[KMGTE]?i?B"
+    r"|you tried to allocate %?\d|would exceed allowed memory"
+    r"|Unable to allocate [\d.]{1,20} ?[KMGT]i?B for an array"
+    r"|Invalid buffer size: [\d.]{1,20} ?[KMGT]i?B",
+    "vllm": r"No available memory for the cache blocks|KV cache is needed, which is larger than the"
+    r"|larger than the maximum number of tokens that can be stored in KV cache"
+    r"|when warming up sampler|increase --mem-fraction-static",
+    "vllm-shared": r"is less than desired GPU memory utilization|Error in memory profiling",
+    "cumem": r"cumem_allocator\.cpp|torch_memory_saver\.cpp",
+    "jax": r"XlaRuntimeError|JaxRuntimeError|RESOURCE_EXHAUSTED: (?:Out of memory|Failed to alloc)"
+    r"|external/org_tensorflow/|external/xla/|Out\s{1,9}of memory while trying to allocate",
+    "paddle": r"Out of memory error on GPU|paddle[./](?:fluid|phi)[./]\w",
+    "tensorflow": r"OOM when allocating tensor|ResourceExhaustedError|tensorflow/\w{1,40}/"
+    r"|failed to allocate [\d.]{1,20}[KMGT] \(|Could not create cudnn handle|GPU_\d_bfc",
+    "mlx": r"\[METAL\] Command buffer execution failed: Insufficient Memory|\[metal::malloc\]",
+    "library": r"(?:CUBLAS|CUDNN|CUSPARSE|CUSOLVER)_STATUS_ALLOC_FAILED|Failed to CUDA calloc"
+    r"|Cuda failure '?out of memory|Cuda failure 2\b|NCCL.{0,200}out of memory",
+    "bare": r"(?i:(?:CUDA|HIP|XPU|NPU|MPS)(?: backend)? out of memory|cuda driver error: out of mem"
+    r"ory|(?:CUDA|HIP|cuda runtime|XPU|NPU) error.{0,200}out of memory)"
+    r"|OutOfMemoryError\b(?!: Task)"
+    r"|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
+    r"|UR_RESULT_ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)|nvml.{0,60}CUDACachingAllocator",
+    "handle": r"(?:CUBLAS|CUDNN)_STATUS_NOT_INITIALIZED",
+    "shm": r"insufficient shared memory|signal: Bus error|out of shared memory|SIGBUS"
+    r"|unable to (?:write to|allocate shared memory).{0,20}(?:file|shm)",
+    "page-file": r"WinError 1455|os error 1455|paging file is too small",
+    "host": r"DefaultCPUAllocator|(?<!OutOf)\bMemoryError\b|std::bad_alloc|\[Errno 12\]"
+    r"|Cannot allocate memory|node running low on memory|unable to mmap|not enough memory: you",
+    "killed": r"signal: Killed|SIGKILL|exitcode ? ?: -9|return code = -9|exit code 137|oom-kill"
+    r"|oom_kill|OOMKilled|Out of memory: Kill|(?m:^[^\n]{0,80}\bKilled(?: {1,9}\S.{0,300})?$)"
+    r"|zsh: killed|exit(?:ed with)? status 137",
+    "fault": r"(?i:illegal memory access|device-side assert|no kernel image|invalid device (?:p|or)"
+    r"|misaligned address|unspecified launch failure|illegal instruction|error: invalid argument"
+    r"|Attempting to deserialize object on a CUDA device|not compiled with CUDA enabled"
+    r"|No CUDA GPUs are available|driver version is insufficient|signal: (?:Seg|Term|Abort)"
+    r"|SIGSEGV|SIGABRT|Segmentation fault|collective operation timeout|invalid configuration arg"
+    r"|expected all tensors to be on the same device|busy or unavailable"
+    r"|unhandled (?:cuda|system) error"
+    r"|Cuda failure (?:\d{1,4} )?'(?!out)|nccl(?:System|Internal|Remote)Error|ncclInvalid)"
+    r"|INTERNAL ASSERT FAILED|(?:CUBLAS|CUDNN)_STATUS_(?!ALLOC|NOT_INIT)|exitcode ? ?: -(?:6|11)",
+}
+_ERRORS = {kind: re.compile(pattern) for kind, pattern in ERRORS.items()}
+_EXCEPTION = re.compile(
+    r"(?m)^[ \t]{0,8}(?:\w{1,60}\.){0,6}\w{0,60}(?:Error|Exception)(?:: .{0,300})?$"
 )
-# Every match of _OUT_OF_MEMORY contains one of these. Searching for plain text is fast.
+# Every match of ERRORS that a long log is searched for contains one of these.
 KEYWORDS = (
     *("out of memory", "OutOfMemoryError", "ALLOC_FAILED", "DefaultCPUAllocator"),
-    *("Tried to allocate", "would exceed allowed memory"),
+    *("ried to allocate", "would exceed allowed memory", "Unable to allocate", "OOM when"),
+    *("No available memory", "RESOURCE_EXHAUSTED", "MemoryError", "Killed", "SIGKILL"),
+    *("exitcode", "return code = -9", "exit code 137", "oom-kill", "shared memory", "1455"),
 )
-_BACKENDS = {"cuda runtime": "CUDA", "DefaultCPUAllocator": "CPU", "CUBLAS": "CUDA"}
-_BACKENDS["CUDNN"] = "CUDA"
-_RANK = re.compile(r"^[ \t]{0,8}\[[a-z]{0,9}rank(\d{1,5})\]:?")
+_BACKENDS = {"HIP": "HIP", "XPU": "XPU", "MPS": "MPS", "NPU": "NPU", "hip": "HIP"}
+_RANK = re.compile(r"rank(\d{1,5})")
 WIDEST_MESSAGE = 2000  # characters after the match that may belong to the message
 WIDEST_PREFIX = 300  # characters of the message's line before the match
-NEAR_KEYWORD = 100  # characters around a keyword that a match may reach
+NEAR_KEYWORD = 200  # characters around a keyword that a match may reach
 MOST_HEAD = 2**16  # characters from the start of a log, where scripts print their settings
 MOST_BEFORE = 2**19  # characters before the message
-MOST_TRACEBACK = 2**18  # characters of a traceback
 
 
 @dataclass(frozen=True)
@@ -144,10 +187,12 @@ class Message:
 
 @dataclass(frozen=True)
 class Log:
-    """A text with an out-of-memory message."""
+    """A text that says why a program failed."""
 
     text: str  # what was read: the start, and the part before and after the message
+    kind: str  # of ERRORS, or "other": an exception that says nothing about memory
     message: Message
+    error: str  # the message's words on one line
     lines: tuple[Line, ...]  # of the traceback that ends with the message, outermost first
     before: str = field(repr=False)  # the text above the traceback
     rank: int | None = None  # of the process that printed the message, in a distributed run
@@ -182,7 +227,7 @@ class Log:
 
     @cached_property
     def steps_done(self) -> int | None:
-        """The last step or batch that a progress line names; None if no line names one."""
+        """The last step or batch that a training's line names; None if no line names one."""
         return _last_step(self.before)
 
     @cached_property
@@ -192,97 +237,63 @@ class Log:
         return bool(self.steps_done) or bool(first)
 
 
+class Error(NamedTuple):
+    """A place in a text where a program says why it failed."""
+
+    kind: str  # of ERRORS, or "other"
+    start: int
+    end: int
+
+
 def read_log(text: str, unread: int = 0) -> Log:
-    """Find the last out-of-memory message of a text. Raise ValueError if there is none.
+    """Find the words of a text that say most about its failure. Raise ValueError if none do.
 
     `unread` is how much of the log the text leaves out.
     """
-    found = list(messages_in(text))
+    found = list(messages_in(text)) or _failures_in(text)
     if not found:
         raise ValueError(
-            _other_failure(text)
-            or (
-                "it has no out-of-memory message; give a log that contains one, such as "
-                "'CUDA out of memory. Tried to allocate 2.00 GiB'"
-            )
+            "it has no out-of-memory message; give a log that contains one, such as 'CUDA out of "
+            "memory. Tried to allocate 2.00 GiB', or the last lines of a program that was killed"
         )
-    match = _best(text, found)
-    start = text.rfind("\n", 0, match.start()) + 1
-    start = max(start, match.start() - WIDEST_PREFIX)
+    error = _most_telling(found)
+    start = max(text.rfind("\n", 0, error.start) + 1, error.start - WIDEST_PREFIX)
     first = max(0, start - MOST_BEFORE)
     head, before = text[: min(first, MOST_HEAD)], text[first:start]
-    after = text[start : match.start() + WIDEST_MESSAGE]
-    if after.lstrip().startswith(">"):  # quoted in a forum or a mail
-        before, after = _unquoted(before), _unquoted(after)
-    message = _message(after, match)
-    rank = _RANK.search(after)
-    if rank:
-        before = _of_rank(before, rank[0])
-    above, lines = tracebacks.last(before, MOST_TRACEBACK)
+    after = text[start : error.start + WIDEST_MESSAGE]
+    above, below = tracebacks.rows_of(before)[:-1], tracebacks.rows_of(after)
+    writer = below[0].writer
+    above = [row for row in above if row.writer in (writer, "")] if writer else above
+    rest, lines = tracebacks.before(above)
+    if not lines and any(tracebacks.DEBUGGER in row.text for row in above[-3:]):
+        lines = tracebacks.reversed_lines(below)
+    lines += tuple(tracebacks.pytest_lines([*above[-8:], *below[:8]]))
+    lines = lines or tracebacks.below(below) or tracebacks.code_above(above)
+    rank = _RANK.search(writer)
+    message = _message(below, error.kind)
     return Log(
         head + before + after,
+        error.kind,
         message,
+        _flat(below),
         lines,
-        head + above,
+        head + "\n".join(row.text for row in rest),
         rank=int(rank[1]) if rank else None,
-        failures=_count_failures(text, found),
+        failures=max(1, len({e.end for e in found if e.kind == "sized"})),
         skipped_chars=first - len(head) + unread,
     )
 
 
-_RAM = "this is the computer's own memory (RAM), not the GPU's: "
-# Words of other failures, and what to say about them. The first that occurs counts.
-_OTHER_FAILURES = (
-    (
-        "No available memory for the cache blocks",
-        "vLLM has no room for the KV cache beside the weights: raise gpu_memory_utilization, "
-        "lower max_model_len, or load the model in fewer bits",
-    ),
-    (
-        "insufficient shared memory",
-        "a DataLoader worker ran out of shared memory (/dev/shm): start the container with "
-        "--shm-size=8g or --ipc=host, or set num_workers=0",
-    ),
-    (
-        "is killed by signal",
-        f"a DataLoader worker was killed; {_RAM}use fewer workers, or load less for each sample",
-    ),
-    (
-        "RESOURCE_EXHAUSTED",
-        "it has an out-of-memory message of JAX or TensorFlow; memlab only reads PyTorch's",
-    ),
-    (
-        "Unable to allocate",
-        f"numpy ran out of memory; {_RAM}load the data in parts (numpy.memmap), or use float32",
-    ),
-    ("MemoryError", f"Python ran out of memory; {_RAM}load less at once"),
-    (
-        "oom-kill",
-        f"the system killed the process; {_RAM}ask for more, use fewer DataLoader workers, or load "
-        f"the weights straight onto the GPU",
-    ),
-    (
-        "Killed",
-        f"the system killed the process; {_RAM}use fewer DataLoader workers, or load the weights "
-        f"straight onto the GPU",
-    ),
-)
-
-
-def _other_failure(text: str) -> str | None:
-    """Return a sentence about a failure outside PyTorch's GPU memory."""
-    return next((said for words, said in _OTHER_FAILURES if words in text), None)
-
-
-def messages_in(text: str) -> Iterator[re.Match[str]]:
-    """Yield the out-of-memory messages in order, each once."""
-    places = sorted(place for word in KEYWORDS for place in _places(text, word))
-    last = 0
+def messages_in(text: str) -> Iterator[Error]:
+    """Yield the places that say why a program failed, as far as a KEYWORD is near, in order."""
+    places = sorted({place for word in KEYWORDS for place in _places(text, word)})
+    seen: dict[str, int] = {}
     for place in places:
-        begin = max(last, place - NEAR_KEYWORD)
-        for match in _OUT_OF_MEMORY.finditer(text, begin, place + NEAR_KEYWORD):
-            last = match.end()
-            yield match
+        for kind, pattern in _ERRORS.items():
+            begin = max(seen.get(kind, 0), place - NEAR_KEYWORD)
+            for match in pattern.finditer(text, begin, place + NEAR_KEYWORD):
+                seen[kind] = match.end()
+                yield Error(kind, match.start(), match.end())
 
 
 def _places(text: str, word: str) -> Iterator[int]:
@@ -292,51 +303,63 @@ def _places(text: str, word: str) -> Iterator[int]:
         place = text.find(word, place + len(word))
 
 
-def _best(text: str, found: Sequence[re.Match[str]]) -> re.Match[str]:
-    """Return the match that states most: a retry or a summary may repeat the error's name."""
-    stated = [m for m in found if "allocate" in text[m.start() : m.start() + 150]]
-    named = [m for m in stated if m.group(0) != "OutOfMemoryError"]
-    return (named or stated or list(found))[-1]
+def _failures_in(text: str) -> list[Error]:
+    """Return the failures of the text's end that name no memory."""
+    start = max(0, len(text) - MOST_BEFORE)
+    found = [
+        Error(kind, match.start(), match.end())
+        for kind, pattern in _ERRORS.items()
+        for match in pattern.finditer(text, start)
+    ]
+    if not found and (tracebacks.HEAD in text or "----> " in text):
+        ends = list(_EXCEPTION.finditer(text, start))
+        found = [Error("other", match.start(), match.end()) for match in ends[-1:]]
+    return found
 
 
-def _count_failures(text: str, found: Sequence[re.Match[str]]) -> int:
-    """Return how many messages state a request; 1 if none does."""
-    ends = (m.end() for m in found if m.group(0).startswith("Tried to allocate"))
-    return max(1, len(set(ends)))
+def _most_telling(found: Sequence[Error]) -> Error:
+    """Return the last error of the kind that says most: a summary may repeat an error's name."""
+    kinds = [*ERRORS, "other"]
+    best = min(kinds.index(error.kind) for error in found)
+    return [error for error in found if kinds.index(error.kind) == best][-1]
 
 
-def _unquoted(text: str) -> str:
-    return re.sub(r"(?m)^[ \t]{0,8}> ?", "", text)
+def _flat(rows: Sequence[Row], between: str = " ") -> str:
+    text = between.join(row.text for row in rows)
+    return re.sub(r"\s+", " ", text) if between else text
 
 
-def _of_rank(text: str, prefix: str) -> str:
-    """Return the lines of one rank, and those without a rank. Ranks print at the same time."""
-    rows = text.split("\n")
-    kept = [row for row in rows if row.startswith(prefix) or not _RANK.search(row)]
-    return "\n".join(kept)
-
-
-def _message(text: str, match: re.Match[str]) -> Message:
-    flat = re.sub(r"\s+", " ", text)
-    backend = next((group for group in match.groups() if group), None)
-    if backend is None:
-        backend = next((b for b in ("HIP", "XPU", "MPS") if f"{b} " in flat[:80]), "CUDA")
+def _message(rows: Sequence[Row], kind: str) -> Message:
+    """Read the fields of a message. A terminal may have broken its words over rows."""
+    texts = _flat(rows), _flat(rows, "")
+    flat = texts[0]
+    host = kind == "host" or "DefaultCPUAllocator" in flat or "for an array" in flat
+    names = (word for word in re.findall(r"\w+", flat[:WIDEST_PREFIX]) if word in _BACKENDS)
     values = {}
     for name, wordings in _FIELDS.items():
-        hits = (re.search(wording, flat) for wording in wordings)
+        hits = (re.search(wording, text) for text in texts for wording in wordings)
         if hit := next(filter(None, hits), None):
             values[name] = _bytes(hit[1], hit[2])
     listed = tuple((int(pid), _bytes(n, u)) for pid, n, u in _LISTED_PROCESS.findall(flat))
     device, variable = _DEVICE.search(flat), _VARIABLE.search(flat)
     message = Message(
-        _BACKENDS.get(backend, backend),
-        **values,
+        _backend(names, host),
+        **{name: size for name, size in values.items() if _is_size(name, size)},
         processes=listed,
         device=int(device[1] or device[2]) if device else None,
         variable=variable[0] if variable else "",
         names_expandable="expandable_segments" in flat,
     )
     return _without_own_process(message)
+
+
+def _backend(names: Iterator[str], host: bool) -> str:
+    return "CPU" if host else _BACKENDS.get(next(names, ""), "CUDA")
+
+
+def _is_size(name: str, size: int) -> bool:
+    """Whether a field is a size: a container hides its processes, and 2⁶⁴ − n was negative."""
+    return (size < MOST_BYTES or name == "requested") and not (name == "process" and size == 0)
 
 
 def _without_own_process(message: Message) -> Message:
@@ -385,6 +408,11 @@ _STEP = re.compile(
     r"(?i)\b(?:step|iter(?:ation)?|batch|global_step|it|update)s?\b\s{0,4}[:=#\[(]?\s{0,4}(\d{1,12})"
     r"|\b(\d{1,12})/\d{1,12} \["
 )
+_OTHER_PROGRESS = re.compile(  # a bar of shards, downloads, images, samples of an evaluation
+    r"(?i)load|shard|sampl|generat|merg|tokeniz|eval|valid|predict|infer|test|decod|map\b|filter"
+    r"|convert|saving|quanti|caching|fetch|prepar"
+)
+_TRAINING = re.compile(r"(?i)train|loss|epoch|\blr\b|learning")
 _EPOCH = re.compile(r"(?i)\bepochs?\b.{0,40}\bloss\b|\bepoch\b[ \t:=#\[(]{0,4}\d")
 _FIRST_STEP = re.compile(r"(?i)\bstep[ \t:=#\[(]{0,4}0{1,12}\b.{0,40}\btrain")
 
@@ -415,7 +443,12 @@ def _printed_memory(text: str) -> Iterator[int]:
 
 
 def _last_step(text: str) -> int | None:
+    """Return the last step of a training. A bare progress bar may count anything else."""
     last = None
-    for match in _STEP.finditer(text):
-        last = int(match[1] or match[2])
+    trains = bool(_TRAINING.search(text))
+    for row in text.split("\n"):
+        if match := _STEP.search(row):
+            trained = trains or bool(match[1])
+            if _TRAINING.search(row) or (trained and not _OTHER_PROGRESS.search(row)):
+                last = int(match[1] or match[2])
     return last

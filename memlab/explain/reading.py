@@ -38,7 +38,7 @@ MOST_TEXT_BYTES = 2**26  # of a log, before its last message
 MOST_JSON_BYTES, MOST_PICKLE_BYTES = 2**29, 2**31
 EXPANSION = 200  # times as many bytes as a compressed file has; torch's snapshots reach 50
 CHUNK_BYTES = 2**24
-_JSON = re.compile(rb'\s*(\{\s*"|\[\s*[\[{])')  # a log may begin with [2026-01-01 or [rank0]
+_JSON = re.compile(rb'\s*(\{\s*["}]|\[\s*[\[{])')  # a log may begin with [2026-01-01 or [rank0]
 MOST_SIZE = 2**50  # of a block or segment
 WANTED = (
     "give a snapshot of torch.cuda.memory._dump_snapshot, a log with an out-of-memory message, or "
@@ -185,12 +185,12 @@ def _encoding(start: bytes) -> str:
 
 def of_text(text: str) -> Source:
     """Return the source of a text: JSON, or a log."""
-    if text.lstrip()[:1] in ("{", "["):
+    if _JSON.match(text[:MOST_HEAD].encode(errors="replace")):
         try:
             with no_cycle_collection():
                 data = json.loads(text)
         except (ValueError, RecursionError) as error:  # also for a number of too many digits
-            if "out of memory" not in text:
+            if not any(messages_in(text)):
                 raise ValueError(f"it is no complete JSON: {error}; {WANTED}") from error
         else:
             return of_data(data)

@@ -1,18 +1,21 @@
-"""One rule for each known cause, for an out-of-memory message and the log around it.
+"""What a log says about the moment when memory ran out, and the causes that follow from it.
 
-A text holds less than a snapshot: the sizes in the message, the failing line, the phase of the
-step, and what the log printed. Where it cannot decide, two causes get similar confidence, and the
-report says what to record next.
+The facts here are what the rows of rules.py ask for: sizes of the message that contradict or
+explain each other, the phase of the step, what the failing lines compute. A message, code lines,
+frames and printed lines are different parts of a log, and a fact reads one of them.
 """
 
+import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from memlab.explain import advice
-from memlab.explain.findings import CONTEXT_BYTES, Finding, finding, ranked, with_advice
+from memlab.explain.findings import CAUSES, CONTEXT_BYTES, Finding
 from memlab.explain.frames import (
     Frame,
     collecting_frame,
@@ -35,52 +38,32 @@ from memlab.explain.source_files import SourceLine, calls_backward, changed, gra
 from memlab.explain.tracebacks import Line
 from memlab.units import format_bytes
 
-TextRule = Callable[["TextSituation"], Finding | None]
+if TYPE_CHECKING:
+    from memlab.explain.rules import Rule
 
+COUNTS = Path(__file__).with_name("counts.json")  # of tests/explain/confidence.py
+MOST_CAUSES = 3
 MANY_STEPS = 20  # after these, what every step needs has been shown to fit
-LONG, VERY_LONG = 2048, 4096  # tokens
-LARGE_BATCH, SMALL_BATCH = 32, 4
-DEEP = 12  # layers
+LARGE_BATCH = 16
+GIB = 2**30
+LARGEST_CARD = 288 * GIB
+LARGE_REQUEST = 2**27  # that no segment for small requests has room for
+SMALL_REQUEST = 0.02  # of what was allocated: the last of many, which says little
 MOST_HEADS = 512
-LEAST_VOCABULARY = 8192  # columns: wider than layers are
 CONTEXT_SHARE = 0.05  # of a card: what a CUDA context takes at least
-READ = 0.94  # confidence in what the user's files show: above that in a line or a size
-LIMIT_SHARE = 0.9  # of the card: a smaller limit of the process is worth naming
 # No pattern repeats anything without a bound; see messages.
-_LOGITS = re.compile(
-    r"cross_entropy|CrossEntropy|log_softmax|nll_loss|lm_head|logits|vocab|unembed|loss_f(n|unction)"
-)
-_SCORES = re.compile(
-    r"attn_w|attn_scores|attention_scores|attention_probs|\bscores?\b|\batt\b|attn_prob|baddbmm"
-    r"|\b(q|query|query_states|query_layer|xq)[ \t]{0,4}(@|,[ \t]{0,4}k)|masked_fill"
-    r"|attn[ \t]{0,4}=|bmm\(q|einsum\([^)]{0,60}(qk|bhqk|bhij|bhtt|q[^)]{0,60}k)"
-)
-_ATTENTION_PLACE = re.compile(r"attn|attention", re.IGNORECASE)
 _CACHE = re.compile(r"past_key|key_cache|value_cache|kv_cache|k_cache|v_cache|\bcache\b|\bpast\b")
-_LAYER_CALL = re.compile(
-    r"\b(layer|block|blk|decoder_layer|encoder_layer|layer_module|module|mod|resblock|stage)"
-    r"(_\w{1,40}|\[\w{1,40}\])?\(|self\.(layers|blocks|h|layer|encoder|decoder|transformer)\b"
-)
 _MODEL_CALL = re.compile(r"\b(model|net|network|criterion|loss_fn|loss_func|forward)\(")
-_LOADS = re.compile(r"\bmodel\w{0,40}\.(to|cuda)\(|\bfrom_pretrained\(|\.(load_)?state_dict\(")
-_CONVOLUTION = re.compile(r"conv\d?d?|batchnorm|batch_norm|resnet|unet|vgg|pool", re.IGNORECASE)
-_NO_CHECKPOINTING = re.compile(
-    r"(?i)(gradient|activation)[_ ]?checkpointing['\"]?[ \t]{0,4}[=:][ \t]{0,4}"
-    r"(false|off|0|no|none)"
+_LOADS = re.compile(
+    r"\b(\w{0,40}model\w{0,40}|net|unet|pipe\w{0,20})\.(to|cuda)\(|\bfrom_pretrained\("
 )
 _CHECKPOINTING = re.compile(
     r"(?i)(gradient|activation)[_ ]?checkpointing['\"]?[ \t]{0,4}([=:][ \t]{0,4}|is )?"
     r"(true|on\b|1|yes|enabled)"
 )
-_KEPT_LOSS = re.compile(
-    r"retain_graph[ \t]{0,4}=[ \t]{0,4}True"
-    r"|(losses|history|outputs|all_\w{1,40})\.append\((?!.{0,200}(item|detach|float\())"
-    r"|\b(total|running|epoch|sum|avg|train)\w{0,40}loss[ \t]{0,4}\+=[ \t]{0,4}"
-    r"(?!.{0,200}(item|detach|float\())\w{0,40}loss"
-)
-_PRINTED_GRAPH = re.compile(r"tensor\([^()\n]{0,200}grad_fn=<\w{1,60}>\)")
-_TOO_LONG = re.compile(r"Token indices sequence length is longer|exceeds? the (model|maximum)")
+_WINDOWS = re.compile(r"(?m)\b[A-Za-z]:\\|\\site-packages\\|WSL|wsl|WinError|microsoft-standard")
 _BUFFER = re.compile(r"empty_strided\w{0,10}\(\((\d{1,12}), (\d{1,12})\)")  # of Inductor's code
+LEAST_VOCABULARY = 8192  # columns: wider than layers are
 
 
 @dataclass(frozen=True)
@@ -93,44 +76,86 @@ class TextSituation:
     def message(self) -> Message:
         return self.log.message
 
+    # ------------------------------------------------------------------ frames and code
+
     @cached_property
     def stack(self) -> tuple[Frame, ...]:
         """The traceback's frames, innermost first as in a snapshot."""
         return tuple(line.frame for line in reversed(self.log.lines))
 
     @cached_property
-    def sources(self) -> str:
-        """The source lines of the traceback."""
-        return "\n".join(line.source for line in self.log.lines)
+    def frames(self) -> str:
+        """A row for each frame: its file and function."""
+        return "\n".join(f"{f.filename.replace(chr(92), '/')} {f.name}" for f in self.stack)
 
     @cached_property
-    def inner_sources(self) -> str:
-        """The source lines around the failing operator: the user's last one, and all below."""
+    def failing(self) -> str:
+        """The rows around the failing operator: file, function and code, as in `frames`."""
+        return "\n".join(map(row_of, self.log.inner_lines))
+
+    @cached_property
+    def near(self) -> str:
+        """The last six frames, which may belong to one library."""
+        return "\n".join(map(row_of, self.log.lines[-6:]))
+
+    @cached_property
+    def code(self) -> str:
+        """The source lines around the failing operator."""
         return "\n".join(line.source for line in self.log.inner_lines)
 
-    def matching(self, pattern: re.Pattern[str]) -> Line | None:
-        """Return the innermost line whose source matches."""
-        return next((x for x in reversed(self.log.lines) if pattern.search(x.source)), None)
-
-    def line_of(self, frame: Frame) -> Line | Frame:
-        """Return a frame's line of the traceback."""
-        return next((line for line in reversed(self.log.lines) if line.frame == frame), frame)
+    @cached_property
+    def all_code(self) -> str:
+        return "\n".join(line.source for line in self.log.lines)
 
     @cached_property
     def phase(self) -> str:
         """setup, forward, backward, optimizer, other, or "" without a traceback."""
-        if in_optimizer(self.stack) or re.search(r"\boptim\w{0,40}\.step\(", self.inner_sources):
-            return "optimizer"
         names = {frame.name.rpartition(".")[2] for frame in self.stack}
-        if names & {"_engine_run_backward", "run_backward"} or ".backward(" in self.sources:
+        if names & {"_engine_run_backward", "run_backward"} or ".backward(" in self.all_code:
             return "backward"
+        if in_optimizer(self.stack) or re.search(r"\boptim\w{0,40}\.step\(", self.code):
+            return "optimizer"
         if in_forward(self.stack):
             return "forward"
-        if in_setup(self.stack) or _LOADS.search(self.inner_sources):
+        if in_setup(self.stack) or _LOADS.search(self.code):
             return "setup"
-        if names & {"_call_impl", "_wrapped_call_impl"} or _MODEL_CALL.search(self.inner_sources):
+        if names & {"_call_impl", "_wrapped_call_impl"} or _MODEL_CALL.search(self.code):
             return "forward"
+        return "backward" if "run_backward(" in self.log.before[-400:] else self._rest
+
+    @property
+    def _rest(self) -> str:
         return "other" if self.log.lines else ""
+
+    @property
+    def in_setup(self) -> bool:
+        return self.phase == "setup"
+
+    @property
+    def in_optimizer(self) -> bool:
+        return self.phase == "optimizer"
+
+    @property
+    def makes_state(self) -> bool:
+        return makes_state(self.stack) or "zeros_like" in self.code
+
+    @property
+    def in_step(self) -> bool:
+        return self.phase in ("forward", "backward")
+
+    @property
+    def in_backward(self) -> bool:
+        return self.phase == "backward"
+
+    @property
+    def in_worker(self) -> bool:
+        return in_worker(self.stack)
+
+    @property
+    def has_traceback(self) -> bool:
+        return bool(self.log.lines)
+
+    # ------------------------------------------------------------------ evaluation, generation
 
     @cached_property
     def evaluation(self) -> Frame | None:
@@ -139,6 +164,23 @@ class TextSituation:
         read = unchanged(self.source_lines)
         start = next((n for n, line in enumerate(read) if line[:3] == found), len(read))
         return None if calls_backward(read[start:]) else found
+
+    @property
+    def evaluates(self) -> bool:
+        return bool(self.evaluation or framework_without_grad(self.stack))
+
+    @property
+    def may_keep_graph(self) -> bool:
+        """Whether an evaluation runs the model, and nothing is seen to disable gradients."""
+        return self.evaluation is not None and not self.disables_grad
+
+    @property
+    def trained(self) -> bool:
+        return self.log.trained
+
+    @property
+    def joins_outputs(self) -> bool:
+        return collecting_frame(self.stack) is not None
 
     @cached_property
     def source_lines(self) -> list[SourceLine]:
@@ -161,51 +203,53 @@ class TextSituation:
         return whole and all(map(is_user, callers)) and gradients(self.source_lines) is True
 
     @cached_property
+    def disables_grad(self) -> bool:
+        return disables_grad(self.stack) or gradients(self.source_lines) is False
+
+    @cached_property
     def generation(self) -> Frame | None:
         """The function that generates text. A function called decode needs a cache beside it."""
         if self.phase in ("backward", "optimizer"):
             return None
-        caches = self.grows_cache or _CACHE.search(self.inner_sources)
+        caches = "cache_utils" in self.frames or _CACHE.search(self.code)
         return generation_frame(self.stack) or (decoding_frame(self.stack) if caches else None)
 
-    @cached_property
-    def grows_cache(self) -> bool:
-        """Whether the failing lines are a library's cache of keys and values."""
-        return any("cache_utils" in frame.filename for frame in self.stack)
+    @property
+    def generates(self) -> bool:
+        return self.generation is not None
 
-    @cached_property
-    def disables_grad(self) -> bool:
-        return disables_grad(self.stack) or gradients(self.source_lines) is False
+    @property
+    def infers(self) -> bool:
+        """Whether nothing trains: gradients are disabled, or an evaluation or loading ran."""
+        names = r"sampl|inference|pipeline|generate|predict|ComfyUI|/vllm/|webui|Fooocus"
+        seen = self.disables_grad or self.evaluates or self.in_setup or self.generates
+        return not self.in_backward and (seen or bool(re.search(names, self.frames)))
 
     @cached_property
     def recomputes(self) -> bool:
         return in_recompute(self.stack) or bool(_CHECKPOINTING.search(self.log.text))
 
-    @cached_property
-    def batch(self) -> int | None:
-        return self._number("batch")
-
-    @cached_property
-    def tokens(self) -> int | None:
-        return self._number("sequence")
-
-    @cached_property
-    def depth(self) -> int | None:
-        return self._number("layers")
+    # ------------------------------------------------------------------ printed numbers
 
     def _number(self, name: str) -> int | None:
         number = self.log.numbers.get(name)
         return int(number) if number else None
 
-    @cached_property
-    def layer_line(self) -> Line | None:
-        """The innermost line that calls a layer of a stack of layers."""
-        return self.matching(_LAYER_CALL) if self.phase in ("forward", "backward") else None
+    @property
+    def batch_of_one(self) -> bool:
+        return self._number("batch") == 1
 
-    @cached_property
-    def convolves(self) -> bool:
-        places = " ".join(f"{frame.filename} {frame.name}" for frame in self.stack)
-        return bool(_CONVOLUTION.search(self.sources) or _CONVOLUTION.search(places))
+    @property
+    def many_in_batch(self) -> bool:
+        return (self._number("batch") or 0) >= LARGE_BATCH
+
+    @property
+    def many_layers(self) -> bool:
+        return (self._number("layers") or 0) >= 12
+
+    @property
+    def long_sequence(self) -> bool:
+        return (self._number("sequence") or 0) >= 2048
 
     @cached_property
     def growing(self) -> list[int]:
@@ -217,440 +261,291 @@ class TextSituation:
         recent = len(levels) < 4 or levels[-1] > levels[len(levels) // 2]
         return levels if grew and recent else []
 
-    @cached_property
+    @property
+    def memory_grew(self) -> bool:
+        return bool(self.growing)
+
+    @property
     def ran_before(self) -> bool:
         """Whether many steps of the same kind were completed."""
         return (self.log.steps_done or 0) >= MANY_STEPS
 
-    @cached_property
-    def weight(self) -> float:
-        """How much the failing line says: a small request is only the last of many."""
-        portion = share(self.message.requested or 0, self.message.allocated or 0)
-        return 1 if portion > 0.03 or not portion else 0.85 if portion > 0.01 else 0.6
+    # ------------------------------------------------------------------ sizes of the message
 
     @property
-    def place(self) -> str:
-        return str(self.log.line) if self.log.line else "no traceback"
+    def backend(self) -> str:
+        return self.message.backend
+
+    @property
+    def on_mps(self) -> bool:
+        return self.backend == "MPS"
+
+    @property
+    def on_xpu(self) -> bool:
+        return self.backend == "XPU"
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.backend in ("CUDA", "HIP", "NPU")
+
+    @property
+    def on_hip(self) -> bool:
+        return self.backend == "HIP"
+
+    @property
+    def on_host(self) -> bool:
+        return self.backend == "CPU"
+
+    @cached_property
+    def windows(self) -> bool:
+        """Whether the log is of Windows or WSL: by a path, or since it states the card's full size.
+
+        Linux states some hundred MiB less than the GiB that a card is sold with.
+        """
+        whole = (self.message.capacity or GIB // 2) / GIB
+        full = whole > 1.9 and abs(whole - round(whole)) < 0.02
+        return bool(_WINDOWS.search(self.log.text)) or full
+
+    @property
+    def whole(self) -> int:
+        """The bytes that the process may use at most: of the card, or a limit. 0: not stated."""
+        return self.message.capacity or self.message.allowed or 0
+
+    @property
+    def wrapped_size(self) -> bool:
+        """Whether the request is a negative number that was read as an unsigned one."""
+        return (self.message.requested or 0) >= 2**46 or "more than 1EB" in self.log.error
+
+    @property
+    def larger_than_card(self) -> bool:
+        room = self.whole - min(CONTEXT_BYTES / 2, CONTEXT_SHARE * self.whole)
+        return (self.message.requested or 0) > (room or LARGEST_CARD)
+
+    @property
+    def more_free_than_card(self) -> bool:
+        return (self.message.free or 0) > (self.message.capacity or 2**63)
+
+    @property
+    def much_free(self) -> bool:
+        """Whether the driver refuses although much more than the request is free."""
+        free, requested = self.message.free or 0, self.message.requested or 0
+        enough = free >= 1.2 * requested and free > max(0.12 * self.whole, GIB / 2)
+        return bool(requested) and enough
+
+    @property
+    def at_a_fraction(self) -> bool:
+        """Whether the process holds a round share of the card, as with a memory fraction."""
+        held = share(self.message.reserved_bytes or 0, self.message.capacity or 0)
+        return 0.15 < held < 0.95 and abs(held * 20 - round(held * 20)) < 0.06
+
+    @property
+    def below_a_limit(self) -> bool:
+        allowed, whole = self.message.allowed or 0, self.message.capacity or 0
+        held = (self.message.reserved_bytes or 0) + (self.message.requested or 0)
+        return bool(allowed and whole) and allowed < 0.9 * whole and held > 0.95 * allowed
+
+    @property
+    def little_held(self) -> bool:
+        """Whether the request would fit beside all that this process holds."""
+        held = (self.message.reserved_bytes or 0) + (self.message.requested or 0)
+        return self.message.reserved_bytes is not None and 0 < held <= self.whole
+
+    @property
+    def spilled(self) -> bool:
+        """Whether more is allocated than the card has, as only Windows' driver allows."""
+        return (self.message.allocated or 0) > (self.message.capacity or 2**63)
+
+    @property
+    def fills_card(self) -> bool:
+        return share(self.message.allocated or 0, self.whole) > 0.85
+
+    @property
+    def small_request(self) -> bool:
+        requested = self.message.requested or 0
+        return requested <= SMALL_REQUEST * (self.message.allocated or 0)
+
+    @cached_property
+    def elsewhere(self) -> int:
+        """Bytes of the card that are neither this process's nor free, its CUDA context subtracted.
+
+        cudaMallocAsync's message states no reserved bytes: what is allocated is a lower bound.
+        """
+        message = self.message
+        if self.on_mps or not message.capacity or self.spilled:
+            return 0
+        ours = message.process if message.process is not None else message.reserved_bytes
+        if ours is None and message.free is not None and message.allocated is not None:
+            rest = message.capacity - message.free - message.allocated
+            return rest if rest > 0.5 * message.capacity else 0
+        rest = (message.elsewhere or 0) - CONTEXT_BYTES * message.has_context
+        named = sum(size for _, size in message.processes if size <= message.capacity)
+        return max(0, rest, named)
+
+    @property
+    def others_large(self) -> bool:
+        return share(self.elsewhere, self.message.capacity or 0) >= 0.25
+
+    @property
+    def others_some(self) -> bool:
+        return share(self.elsewhere, self.message.capacity or 0) >= 0.1
+
+    @property
+    def others_alike(self) -> bool:
+        """Whether three or more processes hold about the same, or a container hides what."""
+        sizes = [size for _, size in self.message.processes]
+        return len(sizes) >= 3 and max(sizes) <= 1.5 * max(min(sizes), 1)
+
+    @property
+    def mps_other(self) -> bool:
+        """Whether a fifth of what Metal allows is this process's, but no tensor's."""
+        return share(self.message.other_allocations or 0, self.message.allowed or 0) > 0.2
+
+    @property
+    def unallocated_serves(self) -> bool:
+        """Whether reserved but unallocated memory would hold the request in one piece."""
+        unused, requested = self.message.free_reserved or 0, self.message.requested or 0
+        wasted = share(unused, self.message.reserved_bytes or 0)
+        least = 0.04 if requested >= LARGE_REQUEST else 0.1
+        return bool(requested) and unused >= requested and wasted > least
+
+    @property
+    def unallocated_nearly_serves(self) -> bool:
+        """Whether it would hold the request together with what is free on the card."""
+        unused, free = self.message.free_reserved or 0, self.message.free or 0
+        wasted = share(unused, self.message.reserved_bytes or 0)
+        requested = self.message.requested or 0
+        return bool(requested) and unused + free >= requested and wasted > 0.2
+
+    # ------------------------------------------------------------------ shapes
+
+    @cached_property
+    def logits_product(self) -> str:
+        """The product of printed sizes that equals the request, or ""."""
+        vocabulary, requested = self.log.numbers.get("vocabulary"), self.message.requested
+        tokens, batch = self._number("sequence"), self._number("batch") or 1
+        if not requested or not vocabulary or not tokens:
+            return self._compiled_logits
+        for size, dtype in ((4, "float32"), (2, "16 bits")):
+            for count in (tokens, tokens - 1):
+                if abs(batch * count * vocabulary * size - requested) <= 0.01 * requested:
+                    return f"{batch} × {count:,} tokens × {int(vocabulary):,} logits in {dtype}"
+        return ""
+
+    @property
+    def _compiled_logits(self) -> str:
+        """The shape of a compiled step's buffer if it is as wide as a vocabulary, or ""."""
+        match = _BUFFER.search(self.log.line.source) if self.log.line else None
+        requested = self.message.requested or 0
+        if match is None or int(match[2]) < LEAST_VOCABULARY:
+            return ""
+        for size, dtype in ((4, "float32"), (2, "16 bits")):
+            if abs(int(match[1]) * int(match[2]) * size - requested) <= 0.01 * requested:
+                return f"a buffer of {int(match[1]):,} × {int(match[2]):,} in {dtype}"
+        return ""
+
+    @cached_property
+    def scores_product(self) -> str:
+        """Heads × tokens² as a product that equals the request, or ""."""
+        tokens, batch = self._number("sequence"), self._number("batch") or 1
+        if not tokens or tokens <= 256 or not self.message.requested:
+            return ""
+        for size, dtype in ((4, "float32"), (2, "16 bits")):
+            heads = self.message.requested / (batch * tokens**2 * size)
+            if round(heads) in range(1, MOST_HEADS) and abs(heads - round(heads)) < 0.01 * heads:
+                return f"{batch} × {round(heads)} heads × {tokens:,}² scores in {dtype}"
+        return ""
+
+    # ------------------------------------------------------------------ words for evidence
+
+    @property
+    def words(self) -> dict[str, str]:
+        """What a rule's evidence may quote; "" if the log does not say it."""
+        message = self.message
+        names = ("requested", "capacity", "free", "allocated", "allowed", "free_reserved")
+        sizes = {name: getattr(message, name) for name in names}
+        sizes |= {"whole": self.whole or None, "elsewhere": self.elsewhere or None}
+        sizes |= {"other": message.other_allocations, "process": message.process}
+        processes = [f"process {pid} has {format_bytes(size)}" for pid, size in message.processes]
+        steps = self.log.steps_done
+        grew = [format_bytes(level) for level in (*self.growing[:1], *self.growing[-1:])]
+        return {
+            **{name: format_bytes(n) if n is not None else "" for name, n in sizes.items()},
+            "place": str(self.log.line or ""),
+            "last": str(self.log.lines[-1].frame) if self.log.lines else "",
+            "phase": self.phase,
+            "share": f"{share(self.elsewhere, message.capacity or 0):.0%}",
+            "times": f"{(message.requested or 0) / self.whole:.1f}" if self.whole else "",
+            "processes": "; ".join(processes),
+            "function": self.evaluation.name if self.evaluation else "",
+            "gradients": self._gradients if self.evaluation else "",
+            "steps": f"{steps:,}" if steps else "",
+            "grew": f"from {grew[0]} to {grew[-1]}" if grew else "",
+            "logits": self.logits_product,
+            "scores": self.scores_product,
+            "tokens": f"{self._number('sequence') or 0:,}" if self.long_sequence else "",
+            "batch": str(self._number("batch") or ""),
+            "trained": "training ran before" if self.trained else "",
+        }
+
+    @property
+    def _gradients(self) -> str:
+        """Say that nothing disables gradients, and how far that was checked."""
+        names = [f.filename.replace("\\", "/").rpartition("/")[2] for f in self.source_lines]
+        if self.enables_grad:
+            return f"no torch.no_grad() around these lines in {', '.join(dict.fromkeys(names))}"
+        unseen = "a with statement would not show"
+        differ = [name.replace("\\", "/").rpartition("/")[2] for name in changed(self.source_lines)]
+        why = f"{unseen}, and {', '.join(differ)} differs from the traceback" if differ else unseen
+        return f"no torch.no_grad() decorator in the traceback ({why})"
+
+
+Fact = Callable[[TextSituation], Any]
 
 
 def text_findings(situation: TextSituation) -> tuple[Finding, ...]:
-    """Return the causes with evidence, the most confident first."""
-    found = [each for each in (rule(situation) for rule in RULES) if each is not None]
-    infers = situation.disables_grad or bool(situation.evaluation) or situation.phase == "setup"
-    return ranked([advice.for_log(each, situation.log, infers=infers) for each in found])
+    """Return the cause of the first rule that applies, and then those of the next ones."""
+    found: dict[str, Finding] = {}
+    for rule, match in matching_rules(situation):
+        if rule.cause not in found and len(found) < MOST_CAUSES:
+            found[rule.cause] = finding_of(rule, match, situation)
+    return tuple(found.values())
 
 
-def weights(s: TextSituation) -> Finding | None:
-    """The traceback builds, moves, loads or saves a model, and no step runs."""
-    if s.phase != "setup":
-        return None
-    message = s.message
-    needed = (message.allocated or 0) + (message.requested or 0)
-    filled = min(1.0, share(needed, message.capacity or message.allowed or 0))
-    found = finding(
-        "weights",
-        0.55 + 0.35 * filled,
-        f"memory ran out while a model was built, moved, loaded or saved: {s.place}",
-        f"{format_bytes(message.allocated)} were allocated before" if message.allocated else "",
+def matching_rules(situation: TextSituation) -> "Iterator[tuple[Rule, str]]":
+    """Yield the rules that apply, in their order, each with the line that it matched."""
+    from memlab.explain.rules import RULES
+
+    for rule in RULES:
+        match = rule.match(situation)
+        if match is not None:
+            yield rule, match
+
+
+def finding_of(rule: "Rule", match: str, situation: TextSituation) -> Finding:
+    words = situation.words | {"match": match}
+    right, called = counts().get(rule.example, (0, 0))
+    lines = [line for line in rule.evidence if all(words.get(key) for key in _keys(line))]
+    found = Finding(
+        CAUSES[rule.cause],
+        (right + 0.5) / (called + 1),
+        tuple(line.format_map(words) for line in lines),
+        counts=(right, called),
+        decide=rule.decide,
     )
-    if any("state_dict" in frame.name for frame in s.stack):
-        return with_advice(
-            found,
-            "Save shards instead of the whole model: StateDictType.SHARDED_STATE_DICT, or "
-            "torch.distributed.checkpoint.",
-            "Gather the weights on the CPU: offload_to_cpu=True.",
-        )
-    return found
+    return advice.for_log(found, situation)
 
 
-def large_request(s: TextSituation) -> Finding | None:
-    """The request is larger than the card, so no remedy that frees memory can help."""
-    message = s.message
-    whole, requested = message.capacity or message.allowed, message.requested
-    if not whole or not requested:
-        return None
-    if requested <= whole - min(CONTEXT_BYTES / 2, CONTEXT_SHARE * whole):
-        return None
-    return finding(
-        "request",
-        0.9,
-        f"the request of {format_bytes(requested)} is {requested / whole:.1f} times the card's "
-        f"{format_bytes(whole)}; it would not fit on an empty card",
-        f"the line that asks for it: {s.place}" if s.log.line else "",
-    )
+def _keys(line: str) -> list[str]:
+    return re.findall(r"\{(\w{1,40})\}", line)
 
 
-def limit(s: TextSituation) -> Finding | None:
-    """The driver has enough free memory, and yet the request was refused."""
-    message = s.message
-    if message.free is None or not message.requested or message.free < message.requested:
-        return None
-    if message.allowed is None or message.capacity is None:
-        return finding(
-            "limit",
-            0.3,
-            _enough_free(message),
-            "a memory limit would explain it, or free memory in several pieces",
-        )
-    if message.allowed > LIMIT_SHARE * message.capacity:
-        return None
-    return finding(
-        "limit",
-        0.95,
-        f"this process is allowed {format_bytes(message.allowed)} of the card's "
-        f"{format_bytes(message.capacity)}",
-        _enough_free(message),
-    )
+@cache
+def counts() -> dict[str, tuple[int, int]]:
+    """How often each rule was right, and called, on the reports of tests/explain/corpus.jsonl."""
+    read = json.loads(COUNTS.read_text(encoding="utf-8")) if COUNTS.exists() else {}
+    return {example: (right, called) for example, (right, called) in read.items()}
 
 
-def _enough_free(message: Message) -> str:
-    return (
-        f"{format_bytes(message.free or 0)} are free on the card, and the request of "
-        f"{format_bytes(message.requested or 0)} was refused"
-    )
-
-
-def predictions(s: TextSituation) -> Finding | None:
-    """An evaluation joins the outputs of its batches on the GPU."""
-    collecting = collecting_frame(s.stack)
-    evaluates = s.evaluation or framework_without_grad(s.stack)
-    if collecting is None or evaluates is None:
-        return None
-    return finding(
-        "predictions",
-        0.9,
-        f"memory ran out where {evaluates.name}() joins the outputs of its batches: "
-        f"{s.line_of(collecting)}",
-    )
-
-
-def optimizer_state(s: TextSituation) -> Finding | None:
-    """The traceback ends in the optimizer, most often where it makes its state."""
-    if s.phase != "optimizer":
-        return None
-    makes = makes_state(s.stack) or "zeros_like" in s.inner_sources
-    steps = s.log.steps_done or 0
-    strength = (0.95 if makes else 0.75) * (0.7 if steps > 2 and not makes else 1)
-    return finding(
-        "optimizer-state",
-        strength,
-        f"the traceback ends in the optimizer's step: {s.stack[0]}",
-        "that line creates the state, which only the first step does" if makes else "",
-        f"{format_bytes(s.message.allocated)} were allocated before" if s.message.allocated else "",
-    )
-
-
-def no_grad(s: TextSituation) -> Finding | None:
-    """The traceback passes a function that evaluates, and nothing in it disables gradients.
-
-    The name alone is weak evidence. That training ran before, and so fitted, makes it stronger. The
-    user's files, if they are here, decide.
-    """
-    if s.evaluation is None or s.disables_grad:
-        return None
-    is_generation = s.generation is not None or bool(_CACHE.search(s.inner_sources))
-    trained = s.log.trained
-    guess = 0.35 if is_generation else 0.82 if trained else 0.6
-    return finding(
-        "no-grad",
-        READ if s.enables_grad and s.phase == "forward" else guess,
-        f"memory ran out in {s.evaluation.name}(): {s.line_of(s.evaluation)}",
-        "the log shows that training ran before, so a training step fits" if trained else "",
-        _nothing_disables_grad(s),
-        f"printed memory grew from {format_bytes(s.growing[0])} to {format_bytes(s.growing[-1])}"
-        if s.growing
-        else "",
-    )
-
-
-def _nothing_disables_grad(s: TextSituation) -> str:
-    """Say that nothing disables gradients, and how far that was checked."""
-    if s.enables_grad:
-        files = _names(dict.fromkeys(line.filename for line in s.source_lines), "has", "have")
-        return f"{files} no torch.no_grad() or torch.inference_mode() around these lines"
-    here = changed(s.source_lines)
-    unseen = "a with statement would not show in it"
-    why = (
-        f"{unseen}, and {_names(here, 'differs', 'differ')} from the traceback" if here else unseen
-    )
-    return f"no torch.no_grad() decorator in the traceback ({why})"
-
-
-def _names(paths: Iterable[str], one: str, several: str) -> str:
-    """Return the names of files and a verb that fits their number."""
-    names = [path.replace("\\", "/").rpartition("/")[2] for path in paths]
-    return f"{', '.join(names)} {one if len(names) == 1 else several}"
-
-
-def kv_cache(s: TextSituation) -> Finding | None:
-    """The traceback passes a generating function, or concatenates keys and values."""
-    joins = re.compile(r"\bcat\(")
-    line = s.matching(joins) if joins.search(s.inner_sources) else None
-    keys = re.compile(rf"{_CACHE.pattern}|\b[kv]\b")
-    concatenates = line is not None and bool(keys.search(line.source))
-    if not (s.generation or concatenates or s.grows_cache):
-        return None
-    training = s.phase in ("backward", "optimizer")
-    strength = 0.6 * bool(s.generation) + 0.35 * (concatenates or s.grows_cache)
-    return finding(
-        "kv-cache",
-        max(0.6, strength + 0.15 * (concatenates or s.grows_cache)) * (0.3 if training else 1)
-        + 0.1 * bool(s.growing),
-        f"memory ran out in {s.generation.name}()" if s.generation else "",
-        f"the failing line concatenates keys or values: {line}" if concatenates else "",
-        "the traceback passes transformers' cache_utils" if s.grows_cache else "",
-    )
-
-
-def kept_graphs(s: TextSituation) -> Finding | None:
-    """Printed memory grew from step to step, or many steps ran before this one failed."""
-    training = not (s.evaluation or s.generation)
-    kept = _KEPT_LOSS.search(s.log.text) or _PRINTED_GRAPH.search(s.log.text)
-    if s.growing:
-        first, last = s.growing[0], s.growing[-1]
-        return finding(
-            "kept-graphs",
-            0.88 if training else 0.45,
-            f"printed memory grew in {len(s.growing)} lines of the log, from "
-            f"{format_bytes(first)} to {format_bytes(last)}",
-            f"the log shows code that keeps graphs: {kept.group(0).strip()}" if kept else "",
-        )
-    if kept and training:
-        sentence = f"the log shows code that keeps graphs: {kept.group(0).strip()}"
-        return finding("kept-graphs", 0.72, sentence)
-    if s.ran_before and training and s.phase not in ("optimizer", "setup"):
-        return finding(
-            "kept-graphs",
-            0.42,
-            f"{s.log.steps_done:,} steps ran before, so memory grew or this batch was larger",
-        )
-    return None
-
-
-def logits(s: TextSituation) -> Finding | None:
-    """The failing line computes the logits or their loss, or the request has their size."""
-    if s.phase in ("optimizer", "setup") or collecting_frame(s.stack):
-        return None
-    product = _logits_product(s)
-    line = s.matching(_LOGITS) if _LOGITS.search(s.inner_sources) else None
-    function = bool(s.stack) and _LOGITS.search(s.stack[0].name)
-    named = line or (s.line_of(s.stack[0]) if function else None)
-    if not product and (not named or s.phase == "backward"):
-        return None
-    size = format_bytes(s.message.requested or 0)
-    return finding(
-        "logits",
-        (0.93 if product and named else 0.85 if product else 0.8) * s.weight,
-        f"the refused request of {size} is {product}" if product else "",
-        f"the failing line works on logits: {named}" if named else "",
-    )
-
-
-def _logits_product(s: TextSituation) -> str:
-    """Return the product of printed sizes that equals the request, or ""."""
-    vocabulary, requested = s.log.numbers.get("vocabulary"), s.message.requested
-    if not requested:
-        return ""
-    if not vocabulary or not s.tokens:
-        return _compiled_logits(s, requested)
-    for size, dtype in ((4, "float32"), (2, "16 bits")):
-        for tokens in (s.tokens, s.tokens - 1):
-            product = (s.batch or 1) * tokens * vocabulary * size
-            if abs(product - requested) <= 0.01 * requested:
-                return f"{s.batch or 1} × {tokens:,} tokens × {int(vocabulary):,} logits in {dtype}"
-    return ""
-
-
-def _compiled_logits(s: TextSituation, requested: int) -> str:
-    """Return the shape of a compiled step's buffer if it is as wide as a vocabulary, or ""."""
-    line = s.log.line
-    match = _BUFFER.search(line.source) if line else None
-    if match is None or int(match[2]) < LEAST_VOCABULARY:
-        return ""
-    for size, dtype in ((4, "float32"), (2, "16 bits")):
-        if abs(int(match[1]) * int(match[2]) * size - requested) <= 0.01 * requested:
-            return f"a buffer of {int(match[1]):,} × {int(match[2]):,} in {dtype}"
-    return ""
-
-
-def sequence(s: TextSituation) -> Finding | None:
-    """The failing line computes attention scores, or the request has their size."""
-    if s.phase in ("optimizer", "setup"):
-        return None
-    product = _scores_product(s)
-    inner = s.inner_sources
-    attention = any(_ATTENTION_PLACE.search(f"{f.filename} {f.name}") for f in s.stack[:3])
-    line = s.matching(_SCORES) if _SCORES.search(inner) else None
-    if line is None and attention and "softmax" in inner:
-        line = s.matching(re.compile("softmax"))
-    if "scaled_dot_product" in inner:  # which stores no scores
-        line = None
-    warned = bool(_TOO_LONG.search(s.log.text))
-    long = (s.tokens or 0) >= LONG and (s.batch is None or s.batch <= SMALL_BATCH)
-    strength = max(
-        0.92 * bool(product and (line or attention)),
-        0.8 * bool(line and not _LOGITS.search(inner)),
-        0.5 * bool(product and (s.tokens or 0) > 256),
-        0.55 * warned,
-        (0.62 if (s.tokens or 0) >= VERY_LONG else 0.5) * long,
-    )
-    if not strength:
-        return None
-    return finding(
-        "sequence",
-        strength * s.weight,
-        f"the refused request of {format_bytes(s.message.requested or 0)} is {product}"
-        if product
-        else "",
-        f"the failing line computes attention scores: {line}" if line else "",
-        "the tokenizer warned of a sequence longer than the model's maximum" if warned else "",
-        f"the log prints {s.tokens:,} tokens per sequence" if s.tokens else "",
-    )
-
-
-def _scores_product(s: TextSituation) -> str:
-    """Return heads × tokens² as a product that equals the request, or ""."""
-    if not s.tokens or not s.message.requested:
-        return ""
-    for size, dtype in ((4, "float32"), (2, "16 bits")):
-        heads = s.message.requested / ((s.batch or 1) * s.tokens**2 * size)
-        if round(heads) in range(1, MOST_HEADS) and abs(heads - round(heads)) < 0.01 * heads:
-            return f"{s.batch or 1} × {round(heads)} heads × {s.tokens:,}² scores in {dtype}"
-    return ""
-
-
-def no_checkpointing(s: TextSituation) -> Finding | None:
-    """Forward or backward of a stack of layers, none of them recomputed.
-
-    An evaluation needs no activations, so recomputing them is no remedy for it.
-    """
-    if s.phase not in ("forward", "backward") or s.recomputes:
-        return None
-    if s.disables_grad or s.evaluation:
-        return None
-    off = bool(_NO_CHECKPOINTING.search(s.log.text))
-    deep, small = (s.depth or 0) >= DEEP, s.batch is not None and s.batch <= SMALL_BATCH
-    strength = 0.38 + 0.17 * bool(s.layer_line) + 0.2 * off + 0.17 * deep + 0.12 * small
-    return finding(
-        "no-checkpointing",
-        _static(s, strength - 0.2 * s.convolves),
-        f"memory ran out in {s.phase}, and no frame belongs to activation checkpointing",
-        f"this line calls a layer: {s.layer_line}" if s.layer_line else "",
-        "the log says that checkpointing is off" if off else "",
-        f"the log prints {s.depth} layers" if s.depth else "",
-    )
-
-
-def batch(s: TextSituation) -> Finding | None:
-    """Forward or backward with a large batch, or nothing more specific."""
-    if s.phase in ("optimizer", "setup"):
-        return None
-    large = (s.batch or 0) >= LARGE_BATCH
-    small = s.batch is not None and s.batch <= SMALL_BATCH
-    runs = s.phase in ("forward", "backward")
-    strength = (0.48 if runs else 0.3) + 0.3 * large - 0.3 * small + 0.17 * s.convolves
-    where = f"memory ran out in {s.phase}: {s.place}" if runs else f"memory ran out at {s.place}"
-    return finding(
-        "batch",
-        _static(s, strength),
-        where if s.log.lines else "there is no traceback; this is the most common cause",
-        f"the log prints a batch of {s.batch}" if s.batch else "",
-    )
-
-
-def _static(s: TextSituation, strength: float) -> float:
-    """Lower the confidence in what every step needs, if memory grew or many steps ran."""
-    return strength * (0.5 if s.growing else 0.75 if s.ran_before else 1)
-
-
-def fragmentation(s: TextSituation) -> Finding | None:
-    """The request would fit into reserved but unallocated memory, plus the card's free memory.
-
-    The allocator returned all unused segments to the driver before it gave up, so the rest lies in
-    partly used segments.
-    """
-    message = s.message
-    free, requested = message.free_reserved, message.requested
-    if requested and message.allowed is None and requested <= (message.free or 0):
-        found = finding(
-            "fragmentation",
-            0.45,
-            f"{_enough_free(message)}: the free memory may be in several pieces",
-        )
-        return with_advice(
-            found,
-            "Restart the program, and update torch and the driver: old versions can fail so.",
-        )
-    reserved = message.reserved_bytes
-    if not free or not requested or not reserved:
-        return None
-    wasted = share(free, reserved)
-    strength = 2 * wasted + 0.15 * (free >= 2 * requested and wasted > 0.1)
-    strength *= 0.6 if kv_cache(s) else 1  # a growing cache leaves its old blocks behind
-    if free < requested:
-        together = free + (message.free or 0)
-        if message.allowed is not None or together < requested:
-            return None
-        return finding(
-            "fragmentation",
-            strength,
-            f"{format_bytes(free)} are reserved but unallocated ({wasted:.0%} of reserved); with "
-            f"the card's free {format_bytes(message.free or 0)} they would hold the request of "
-            f"{format_bytes(requested)}",
-        )
-    return finding(
-        "fragmentation",
-        strength,
-        f"{format_bytes(free)} are reserved but unallocated ({wasted:.0%} of reserved), more than "
-        f"the request of {format_bytes(requested)}: no free block is large enough",
-    )
-
-
-def other_process(s: TextSituation) -> Finding | None:
-    """Much of the card belongs neither to this process nor to its CUDA context."""
-    message = s.message
-    whole = message.capacity or message.allowed
-    if not whole:
-        return None
-    if message.free is not None and message.free >= (message.requested or whole):
-        return None  # the request failed for another reason
-    if message.requested and message.requested > whole:
-        return None
-    named = [(pid, size) for pid, size in message.processes if size <= whole]
-    elsewhere = max(sum(size for _, size in named), _elsewhere(message))
-    if share(elsewhere, whole) < 0.05:
-        return None
-    ours = message.process or message.reserved_bytes
-    found = finding(
-        "other-process",
-        0.35 + 1.3 * share(elsewhere, whole) + 0.2 * bool(named),
-        f"{format_bytes(elsewhere)} of {format_bytes(whole)} ({share(elsewhere, whole):.0%}) "
-        f"are used outside this process",
-        *(f"process {pid} has {format_bytes(size)}" for pid, size in named),
-        f"this process has {format_bytes(ours)}" if ours else "",
-        "this process is a worker of a DataLoader; the training that started it is another process"
-        if in_worker(s.stack)
-        else "",
-    )
-    if in_worker(s.stack):
-        return with_advice(
-            found,
-            "Return CPU tensors from the dataset, and move the batch to the GPU in the training "
-            "loop: each worker that uses CUDA needs a context of its own.",
-            "If the workers must use CUDA, set num_workers=0 or make the batch of the training "
-            "smaller.",
-        )
-    return found
-
-
-def _elsewhere(message: Message) -> int:
-    """Return the bytes used outside this process, its own CUDA context subtracted."""
-    elsewhere = message.elsewhere or 0
-    return max(0, elsewhere - CONTEXT_BYTES) if message.has_context else elsewhere
-
-
-RULES: tuple[TextRule, ...] = (
-    *(large_request, limit, weights, predictions),
-    *(optimizer_state, no_grad, kv_cache, kept_graphs, logits),
-    *(sequence, no_checkpointing, batch, fragmentation, other_process),
-)
+def row_of(line: Line) -> str:
+    """Return a line of a traceback as rules read it."""
+    return f"{line.frame.filename.replace(chr(92), '/')} {line.frame.name}: {line.source}"

