@@ -123,6 +123,9 @@ class Trace:
 
         A real device's trace already contains this difference, as rounding.
         """
+        # CUDA's memory history has requested sizes, `max_memory_allocated` has blocks, and a large
+        # block is split only if more than 1 MiB remains: 7.59 and 7.63 GiB for a GPT of 124M
+        # weights at 8 × 640.
         simulated = self.memory.allocated_peak_bytes if self.dry else None
         return simulated or self.peak_bytes
 

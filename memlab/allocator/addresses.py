@@ -5,7 +5,7 @@ addresses decide which block is split, and with that how much is reserved.
 
 The driver takes ranges of whole 32 MiB, each at the top of the highest sufficient gap:
 in a new process, below all others. A segment goes into the newest range with enough room, there to
-the lowest address, and else into a new range. NVIDIA does not document this (docs/LOG.md).
+the lowest address, and else into a new range.
 """
 
 from bisect import insort
@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 
 from memlab.allocator.sizes import MIB, SEGMENT_GRANULE_BYTES, round_up
 
+# NVIDIA does not document this: 542 of 549 placements in three recordings agree. With ascending
+# addresses instead, the reserved memory of four of 14 LoRA steps on a T4 was 6.4 to 8.9 % too low;
+# so, 11 are exact and the worst is 0.28 % off (test_a_lora_step_on_a_t4_is_predicted_to_the_byte).
 RANGE_BYTES = 32 * MIB
 _TOP = 2**57  # the end of the addresses; only their order matters
 

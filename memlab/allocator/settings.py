@@ -11,6 +11,7 @@ from memlab.units import format_bytes
 
 UNLIMITED_BYTES = 2**50  # more than any card has
 SHARES = ("garbage_collection_threshold", "memory_fraction")  # fractions of device memory
+# In this order (CUDAAllocatorConfig.h); see test_the_environment_is_read_as_torch_reads_it.
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first one set
 
 # Options of PYTORCH_ALLOC_CONF that do not affect the simulation.

@@ -123,6 +123,9 @@ class Target:
     @property
     def lt_workspace_bytes(self) -> int:
         """The workspace of cuBLASLt or hipBLASLt, per thread."""
+        # 2.0 MiB of Qwen's memory on a T4 with torch 2.14: one for forward, one for backward. In
+        # 2.13 cuBLASLt shares cuBLAS's workspace (pytorch #168175, #173002), so there this may be
+        # too much.
         return 76 * 2**20 if self.gpu.is_amd else 2**20
 
     @property
@@ -158,6 +161,10 @@ class Target:
         them, torch uses math attention, which stores the scores. Masks, strides, user's settings
         and the shape of queries can rule out more."""
         width, value_width = head_dims
+        # Otherwise math attention casts to float32 and saves 4·H·T bytes of scores per token. For
+        # bfloat16 on a T4, that is 1,156 MB in a small model's step where flash attention needs 545
+        # MB. Float32 with grouped heads stores them too: 1.07 GB per block at 2 × 2,048 tokens and
+        # 32 heads (test_attention_runs_the_kernel_that_torch_would_choose).
         half = dtype == "float16" or (dtype == "bfloat16" and self.has_bfloat16)
         alignment = self.efficient_alignment(4 if dtype == "float32" else 2)
         takes = {

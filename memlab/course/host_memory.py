@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 PROCESSES = Path("/proc")
+# `RssAnon` and `Anonymous` count a page that a forked worker shares with its parent twice.
 _OWN = {"Pss_Anon", "Pss_Shmem", "SwapPss"}  # private pages, shared memory, and both swapped out
 
 

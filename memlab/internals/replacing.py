@@ -27,6 +27,9 @@ _MISSING: Any = object()
 def importers(name: str, value: Any) -> Iterator[ModuleType]:
     """Yield the modules that have this value under this name: its own, and all importers."""
     for module in list(sys.modules.values()):
+        # torch imports functions such as `init_process_group` into several modules by name. With
+        # only one of them replaced, `init_device_mesh` waited for other ranks forever
+        # (test_a_mesh_starts_the_process_group).
         if getattr(module, "__dict__", {}).get(name) is value:
             yield module
 
@@ -236,6 +239,10 @@ def registered(kernels: Mapping[tuple[Any, str], Callable[..., Any]]) -> Iterato
             yield
         finally:
             library._destroy()
+            # `OpOverload._dispatch_cache` still names the kernel. A later trace for torch.compile
+            # would get autograd's fallback, and `backward()` would return without gradients
+            # (test_pythons_dispatcher_forgets_a_kernel_that_is_gone,
+            # test_models_train_after_the_first_one_was_compiled_inside).
             for func, _ in kernels:
                 forget_python_dispatch(func)
 

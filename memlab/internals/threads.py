@@ -66,6 +66,8 @@ def scope() -> Iterator[Scope]:
         if mine is None or mine is not _open:
             _changed.wait_for(lambda: _open is None)
             _open = _own.scope = mine = Scope()
+            # Autograd's threads inherit these objects and all modes; Python's threads inherit
+            # neither (test_autograds_own_threads_work_for_the_thread_that_asked).
             stash_obj_in_tls(_KEY, mine)
             _let_threads_inherit(True)
         mine.users += 1

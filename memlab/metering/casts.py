@@ -53,6 +53,10 @@ class Casts:
             excluded = excluded.remove(_KEYS[device])
         included = dispatch_tls_local_include_set()
         try:
+            # Otherwise the matmuls inside einsum run in float32
+            # (test_a_metered_composite_has_the_same_result_as_without_the_meter). Kernels that call
+            # a matmul themselves, such as `_transformer_encoder_layer_fwd`, still run without the
+            # cast.
             with ForceDispatchKeyGuard(included, excluded):
                 yield
         finally:

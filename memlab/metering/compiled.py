@@ -50,6 +50,9 @@ class CompiledCode:
         guards, converter = sys.modules[GUARDS], sys.modules[CONVERT_FRAME].CatchErrorsWrapper
         allocators = [name for name in dir(guards) if name.startswith(f"_{_ALLOCATE}")]
         replacements = {
+            # Dynamo calls this before and after compiled code. With the meter's hooks in place the
+            # code would be compiled again, with graph breaks
+            # (test_compiling_during_a_measurement_does_not_change_it).
             (eval_frame, "_maybe_set_eval_frame"): self._reporting_runs,
             (converter, "__call__"): self._marking_compilation,
             **{(guards, name): self._reporting_buffers for name in allocators},

@@ -50,6 +50,9 @@ class Folding:
             return False
         found: list[Any] = [REGISTRY.find(tensor) for tensor in tensors]
         old, *others = found
+        # Folding each of the engine's `add`s whose first input dies next would be too simple: in a
+        # tiny GPT it folds 12 sums, but autograd adds only 4 in place
+        # (test_the_meter_equals_a_recording_without_it).
         if old in others or not self._is_in_place_without_mode(func, tensors[0], old, birth.record):
             return False
         self._pending = PendingPair(func, old, birth)

@@ -53,10 +53,15 @@ class LightMode(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let functions run compiled under this mode, in all threads: torch's flag is shared."""
+        # Otherwise Dynamo silently runs the Python code, and a meter reports eager memory: 5.31 MiB
+        # for a pointwise MLP whose compiled code needs 1.94 MiB
+        # (test_every_allocation_equals_the_compiled_codes).
         return True
 
     @exclude_from_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # 15,000 of the 25,000 calls in a dry step of a 7B model
+        # (test_a_fake_tensors_device_query_is_not_handled).
         if func is _DEVICE:
             return getattr(args[0], "fake_device", None) or func(*args)
         return self.handle(func, types, args, kwargs or {})

@@ -46,7 +46,8 @@ _IN_FORMULA = frozenset(
 )
 
 # Nodes that run entirely different operators under a mode. Without a mode, most of them check the
-# values for zeros or NaNs.
+# values for zeros or NaNs. A step with an orthogonal parametrization was 2.2 % too low. The test
+# test_a_note_names_a_gradient_that_is_computed_differently_under_the_meter has one kind for each.
 _OTHER_FORMULAS = {
     "AngleBackward0": "angle",
     "CumprodBackward0": "cumprod",
@@ -67,7 +68,8 @@ _OTHER_FORMULAS = {
 # All operators that can be in place without a mode.
 OUT_OF_PLACE = _INTO_ZEROS | {func for _, func in _IN_FORMULA} | {aten.add.Tensor}
 
-# Composite operators whose forward ends with `add_`, or with `add` under a mode.
+# Composite operators whose forward ends with `add_`, or with `add` under a mode: F.linear with a
+# bias and a non-contiguous 3-D input, math attention with a mask.
 _COMPOSITES = (aten.linear.default, aten._scaled_dot_product_attention_math.default)
 
 
@@ -124,6 +126,8 @@ def is_in_place_without_mode(
     if func is aten.add.Tensor:
         # a view's base is a second owner of the storage, so autograd does not write to views
         return not first._is_view() and _is_dense(first)
+    # In place only if the same formula made the zeros: the backward passes of Scatter and IndexPut
+    # really are out of place (test_gathers_backward_scatters_in_place).
     if func in _INTO_ZEROS:
         return old.node is not None and old.node == new.node
     return (node.name(), func) in _IN_FORMULA

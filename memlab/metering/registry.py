@@ -135,6 +135,8 @@ class Registry:
 
     def find(self, tensor: torch.Tensor) -> Storage | None:
         """Return the record of the tensor's storage, None if no meter has seen it."""
+        # `_cdata` is an address, reused within microseconds: it finds living storages only, and the
+        # number names a storage for good (test_numbers_are_never_reused_though_addresses_are).
         return self._alive.get(tensor.untyped_storage()._cdata)
 
     def add(self, tensor: torch.Tensor, run: object) -> Storage:

@@ -49,6 +49,8 @@ from memlab.metering.tensors import (
 
 aten = torch.ops.aten
 
+# 27 % of the peak in a UNet, 21 % in an LSTM, at most 0.02 % in transformers. Every storage is
+# exact without them, the peak only with them (test_with_kernel_scratch_the_peak_is_the_real_peak).
 SCRATCH_NOTE = (
     "kernel workspaces are not counted; in convolutions and recurrent layers they can raise the "
     "real peak by a quarter (memlab.metering.profiler_recording adds them)"
@@ -206,6 +208,8 @@ class StorageMeter(LightMode):
         inputs = [self._record_input(tensor, phase) for tensor in tensors]
         if phase == "backward" and func.namespace == "c10d":
             self._mark_buckets(inputs)
+        # An observer and not a second mode: a mode that counted operators added 1.5 MB to the peak
+        # of a checkpointed step.
         if self._on_operator is not None:
             self._on_operator(func, phase, self.context.module())
         result = self._execute(func, args, kwargs)
@@ -251,6 +255,7 @@ class StorageMeter(LightMode):
     def _execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._dry_run is not None:
             return self._dry_run.execute(func, args, kwargs)
+        # Autograd checks how many references the parts of a sparse gradient have.
         if func is aten.clone.default and self._becomes_sparse_grad(args[0]):
             return share_sparse_parts(args[0])
         return func(*args, **kwargs)

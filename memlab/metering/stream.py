@@ -122,8 +122,11 @@ class ChangeStream:
     def add(self, record: Storage) -> Change:
         """Count a storage as allocated now."""
         self._counted.add(record.number)
-        self._changes.append(Change(record, record.bytes, record.phase))
-        return self._changes[-1]
+        change = Change(record, record.bytes, record.phase)
+        # Python may collect a cycle after any call, and a storage in it then dies into the stream.
+        # So the last change may be another one (an index taken here failed one test in 2,300).
+        self._changes.append(change)
+        return change
 
     def add_scratch(self, sizes: Sequence[int], func: Any, device: torch.device) -> None:
         """Count buffers that an operator's kernel allocated together and has freed."""

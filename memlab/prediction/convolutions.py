@@ -49,6 +49,9 @@ def scratch_bytes(func: Any, args: Any, result: Any, target: Target) -> list[tup
     copies = tuple(copied_bytes(func, args, result, "cuda"))
     kernels = 1 if func is FORWARD else sum(args[-1][:2])
     if _copies_to_channels_last(call, target):
+        # With them, the reserved memory of VGG16 at batches of 480 to 684 on an RTX 3060 is within
+        # 1.5 %; without, 7 to 14 % too low. Tried and worse: workspaces in only some of the passes,
+        # Winograd's 2.25 × (test_a_measured_training_is_predicted_closely).
         return [(*copies, call.padded_bytes)] * kernels
     return [copies] if copies else []
 
@@ -56,6 +59,8 @@ def scratch_bytes(func: Any, args: Any, result: Any, target: Target) -> list[tup
 def largest_bytes(args: Any, result: Any, target: Target) -> int:
     """Return the largest workspace in backward: twice the copies of input and output."""
     call = _Call.of(BACKWARD, args, result, target)
+    # Unexplained: MnasNet at batches of 200 to 300 and MobileNetV2 at 251 to 317 need 15 to 21 %
+    # more than `scratch_bytes`, and nothing more from 377 on. This bound covers them.
     return max(2 * (call.x.nbytes + call.y.nbytes), call.padded_bytes)
 
 

@@ -23,6 +23,8 @@ _DIGITS = 2**_DIGIT_BITS
 _PADDING, _ALIGNMENT = 256, 255
 _PORTION = 2**28  # items that a radix sort handles at once
 _SCAN_PADDING_TILES = 32
+# With these tiles the formulas equal what CUB of CUDA 13.0 computed for 18 sizes, called without a
+# GPU (test_cub_returned_the_same_sizes).
 _SORT_TILES = {  # (bytes of a key, bytes of a value): items per tile before 8.0, before 9.0, later
     (8, 8): (2816, 3840, 4608),
     (4, 8): (2816, 3072, 5376),

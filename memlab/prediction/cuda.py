@@ -414,6 +414,8 @@ def _with_device(fallback: Callable[..., Any]) -> Callable[..., Any]:
             known = {id(argument) for argument in arguments}
             for tensor in tree_leaves(result):
                 if isinstance(tensor, FakeTensor) and id(tensor) not in known:
+                    # Otherwise `multi_margin_loss_backward` returned a CPU tensor, and the next
+                    # matmul was refused (test_losses_of_cuda_tensors_stay_on_cuda).
                     tensor.fake_device = CUDA
         return result
 

@@ -244,6 +244,8 @@ _KERNELS: dict[Any, _Kernel] = {
     aten.binary_cross_entropy_with_logits.default: (lambda a, result, target: 2 * (a[0].nbytes,)),
     aten.logsumexp.default: lambda a, result, target: (a[0].nbytes, result.nbytes),
     aten.im2col.default: lambda a, result, target: (a[0].nbytes,),
+    # One more tensor of the output's size is alive beside both gradients; log_softmax needs none
+    # (test_softmax_scratch_is_alive_with_both_gradients).
     aten._softmax_backward_data.default: (
         lambda a, result, target: _softmax_backward_scratch(*a[:2])
     ),

@@ -39,6 +39,9 @@ def sort_scratch(x: torch.Tensor, dim: int, target: Target) -> Sizes:
     length, count, size = x.shape[dim], x.numel(), x.element_size()
     if length <= _LONGEST_SMALL_ROW:
         return (_INDEX_BYTES * length,)  # the row's indices
+    # Beside these, CUB copies keys and values, because torch passes its inputs as const: a radix
+    # sort of n int64 pairs needs 16 more bytes per pair
+    # (test_a_radix_sort_copies_keys_and_values_unless_one_digit_is_enough).
     copies = () if x.stride(dim) == 1 else (count * size, count * size, count * _INDEX_BYTES)
     return (*copies, *_long_sort(count // length, length, size, target))
 
