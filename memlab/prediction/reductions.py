@@ -63,10 +63,6 @@ def reduction_bytes(
         return ()
     values = _ceil(inputs, step_input * height)
     grid = _ceil(outputs // vector, step_output)
-    # A multiprocessor has 1,024 threads (sm_75), 1,536 (sm_86, sm_89, sm_120) or 2,048, and a
-    # reduction is split among all. Unexplained: with the RTX 3060's 28 multiprocessors ConvNeXt's
-    # rows are 2 % off in both directions, with an A100's 108 only 0.7 %
-    # (test_a_gpu_with_fewer_and_smaller_multiprocessors_splits_a_reduction_less).
     wanted = multiprocessors * (threads_per_multiprocessor // (width * height))
     if values < _MAX_VALUES or grid > wanted:
         return ()
@@ -138,6 +134,10 @@ def reduction_scratch(func: Any, args: Any, kwargs: Any, gpu: Gpu) -> tuple[int,
         [dim % tensor.dim() for dim in dims],
         accumulator_bytes or max(4, tensor.element_size()),
         offset=tensor.storage_offset(),
+        # A reduction is split among all threads: 1,024 per multiprocessor on sm_75, 1,536 on sm_86,
+        # sm_89 and sm_120, else 2,048. Unexplained: ConvNeXt's rows are 2 % off in both directions
+        # with the RTX 3060's 28 multiprocessors, and only 0.7 % with an A100's 108
+        # (test_a_gpu_with_fewer_and_smaller_multiprocessors_splits_a_reduction_less).
         multiprocessors=gpu.multiprocessors,
         threads_per_multiprocessor=gpu.threads_per_multiprocessor,
     )
