@@ -37,6 +37,7 @@ class AmbientState:
     """The global state now. `with state.restored():` restores it temporarily."""
 
     def __init__(self, arguments: Iterable[Any], random: Iterable[str]) -> None:
+        # Even if the run leaves the states unchanged: the function may draw inside `fork_rng`.
         self._random = random_states.read(random, arguments)
         self._autocast = _autocast()
         self._default_device = _default_device()

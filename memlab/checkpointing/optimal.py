@@ -29,6 +29,8 @@ from memlab.checkpointing.costs import Chain, Costs, predicted_peak_bytes, recom
 from memlab.checkpointing.schedules import Schedule
 from memlab.units import format_bytes
 
+# 64 equal blocks take 1.2 s, 64 different ones 16 to 39 s
+# (test_sixty_four_equal_blocks_are_solved_exactly).
 EXACT_STAGES = 64  # with more distinct stages, bytes are rounded up to slots
 SLOTS = 1000  # per budget
 _IN_BYTES = ("_bytes", "_temporaries")

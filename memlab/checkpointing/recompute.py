@@ -267,6 +267,8 @@ class _SecondRun:
         if number < len(self.slots) and (slot := self.slots[number]) is not None:
             self.require_same(number, tensor)
             slot.fill(without_graph)
+        # Skips the last of equal matmuls: a SwiGLU block recomputes 26.3 % of its operations, 32.7
+        # % without; a two-matrix MLP 22 % (test_the_second_run_skips_the_last_matmul).
         if number == self.last and self.early_stop:
             raise AllFilled
         if number == len(self.slots) and self.call.is_finished and not self.early_stop:

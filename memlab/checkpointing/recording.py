@@ -311,6 +311,9 @@ class _CompositeInterceptor(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Otherwise "keep the matmuls" keeps the score tiles of any autograd.Function with matmuls,
+        # and memory grows with T² again, as with torch's own selection
+        # (test_flash_attention_keeps_its_results_but_no_tiles).
         if isinstance(func, FunctionType) and func.__module__.split(".")[0] != "torch":
             return self.run_composite(func, args, kwargs)
         return func(*args, **kwargs)
@@ -318,6 +321,7 @@ class _CompositeInterceptor(TorchFunctionMode):
 
 def _is_ignored(func: Any) -> bool:
     """Whether to ignore a call: hooks detach, and fake tensors query devices, in one run only."""
+    # In a dry run, torch.utils.checkpoint calls `prim.device` in only one of the two passes.
     return func is DETACH or func.namespace == "prim"
 
 
@@ -344,6 +348,9 @@ def _returns_more_than_tensors(
     """Whether new tensors cannot replace the results: they are only values read from a tensor, or
     include another layout or a mix of new and existing tensors. (CUDA's flash attention returns
     integers beside its tensors; these are recorded.)"""
+    # Every number beside a tensor was once taken for a value read from data. CUDA's flash attention
+    # then ran again, and no test on the CPU saw it, whose operator returns tensors alone
+    # (test_cudas_attention_kernels_are_recomputed_only_if_they_are_not_kept).
     is_told_of = (
         bool(inputs)
         and not fresh

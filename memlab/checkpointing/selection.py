@@ -153,6 +153,9 @@ def select_kept(calls: list[RecordedCall], wanted: Iterable[int]) -> list[Output
         for output in filter(None, call.outputs):
             output.is_needed = output.value_at_end in needed
         is_needed = call.must_run or not call.makes.isdisjoint(needed)
+        # torch keeps every chosen output. And if it keeps a dropout's, the second run draws that
+        # one's mask for the next dropout: a wrong gradient
+        # (test_torchs_selection_can_draw_a_kept_dropouts_numbers_for_the_next_dropout).
         call.is_replayed = call.is_replayable and (call.is_chosen or not is_needed)
         if call.is_replayed:
             kept += [output for output in call.outputs if output and output.is_needed]

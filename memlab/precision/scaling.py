@@ -85,6 +85,8 @@ class LossScaler:
             return type(loss)(map(self.scale, loss))
         if not isinstance(loss, Tensor):
             raise TypeError(f"got {type(loss).__name__}; give a tensor, or a list or tuple of them")
+        # float32, because float16 ends at 65,504: neither a float16 loss nor a sum of losses, whose
+        # gradient is 1 per token, can be scaled by 2¹⁶.
         return loss * torch.tensor(self._scale, dtype=torch.float32, device=loss.device)
 
     @torch.no_grad()
@@ -246,6 +248,8 @@ def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def _is_finite(gradient: Tensor) -> bool:
     """Check in one pass without a temporary: min and max reveal inf, and both are nan for nan."""
+    # `vector_norm(inf)` is 20 × slower on a CPU: with it, this scaler took 15 × the time of torch's
+    # GradScaler, with `aminmax` 1.5 × (benchmarks/precision.py).
     return not gradient.numel() or all(isfinite(n.item()) for n in torch.aminmax(gradient))
 
 

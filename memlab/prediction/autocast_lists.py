@@ -201,6 +201,7 @@ def _to_float32(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.T
 def _promote(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     widest = torch.get_autocast_dtype("cpu")
     if any(_is_eligible(tensor) and tensor.dtype != widest for tensor in tensors):
+        # So bfloat16 weights under float16 autocast give a residual stream of 4 bytes per element.
         widest = torch.float32  # also for bfloat16 with float16
     return partial(_to, dtype=widest)
 
@@ -236,6 +237,9 @@ def _is_cacheable(tensor: torch.Tensor) -> bool:
 
 def _cached(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if tensor not in _casts:
+        # torch caches a weight's cast with gradients on even under `no_grad`
+        # (test_a_cast_cached_under_no_grad_still_gets_a_gradient). It never caches activations, so
+        # a norm's output is saved once for each matmul that reads it.
         with torch.enable_grad():  # a later forward with gradients may use the cached cast
             _casts[tensor] = _to(tensor, dtype)
     return _casts[tensor]
