@@ -99,8 +99,12 @@ def kind_of(info: TensorInfo, min_numel: int, in_attention: bool = False) -> str
         return TWO_VALUE_MASKS if info.version else WITHOUT_GRADIENT
     if info.shape[-1:] == (1,):
         return "one element per row"
+    # In 8 bits log-probabilities double a gradient's error; in 2 bits attention's log-sum-exp
+    # multiplies it by four.
     if info.operator.startswith("Log"):  # LogSoftmaxBackward0, LogsumexpBackward0, LogBackward0
         return "logarithms"
+    # With both in 2 bits and an exact log-sum-exp, exp(q·k − lse) made the gradient 10⁵ times too
+    # large.
     if in_attention and not info.operator.startswith(_ATTENTION_OPERATORS):
         return QUERIES_AND_KEYS
     return RELU_OUTPUTS if info.operator == "ReluBackward0" else ACTIVATIONS

@@ -375,6 +375,8 @@ def row_losses_(x: Tensor, labels: Tensor, factors: Tensor | None, terms: LossTe
     z = x.exp_().sum(1, keepdim=True)  # at least 1, at most V
     log_z = z.log()
     lse = row_max.add_(log_z)
+    # log-sum-exp − x[y] would have a relative error of up to 1.1e-4 at logits of ten thousand, this
+    # has 4e-8 (test_a_loss_of_1_is_precise_at_logits_of_ten_thousand).
     losses = log_z - (1 - share) * at_label - share * mean + terms.z_loss * lse.square()
 
     if factors is not None:

@@ -159,6 +159,8 @@ def solve_weights(profiles: Sequence[Profile], target: Profile) -> np.ndarray:
     # Normalizing the profiles improves conditioning and cancels the clock's unit. The constraint
     # becomes Σ xᵢ = Σ yᵢ/normᵢ = 1.
     norms = np.sqrt(products.diagonal())
+    # Inside the least squares, because scaling x by 1/Σx afterwards is worse with few snapshots: an
+    # error of 0.049 instead of 0.043 with two per average at σ = 0.15, and equal from eight on.
     ones = norms.min() / norms
     system = np.block([[products / np.outer(norms, norms), ones[:, None]], [ones, 0.0]])
     wanted = np.append(_inner_products(terms, [target])[:, 0] / norms, norms.min())
@@ -187,6 +189,8 @@ def profile_error(
 
 def _usable(profiles: Sequence[Profile], target: Profile) -> list[int]:
     """Return the indices of profiles at or before the target's time."""
+    # So a target between two snapshots misses the steps since the last one: one snapshot 5 % too
+    # early makes an error of 0.86 at σ = 0.05.
     chosen = [i for i, profile in enumerate(profiles) if profile.t <= target.t]
     if not chosen:
         raise ValueError(

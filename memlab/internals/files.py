@@ -55,6 +55,9 @@ def write_beside(path: str | os.PathLike[str], *, durable: bool = True) -> Itera
                 sync(beside)
             beside.replace(path)
             if durable:
+                # A finished rename can be lost without this. torch's distributed checkpoint syncs
+                # neither the folder nor the rename
+                # (test_the_data_is_synced_before_the_rename_and_the_folder_after).
                 sync(path.parent)
         finally:
             beside.unlink(missing_ok=True)
@@ -78,6 +81,8 @@ def _locked(path: Path) -> Iterator[None]:
         return
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
+        # Not a process id: ids are reused, and on a shared disk they may belong to another machine
+        # (test_the_next_write_removes_files_of_killed_processes).
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:

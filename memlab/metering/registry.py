@@ -223,6 +223,9 @@ class Registry:
 
     def _wrapped_resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
         def resize_(untyped: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+            # FSDP2 frees a weight by resizing its storage to 0. A meter that took such storages for
+            # older ones was 15 to 24 % too high
+            # (test_an_unknown_storage_that_was_empty_before_the_step_is_new).
             if untyped._cdata not in self._alive:
                 as_bytes = _BytesTensor(untyped.device, torch.uint8, (untyped.nbytes(),))
                 self._add(untyped, as_bytes, run=None)  # so that its growth counts as new

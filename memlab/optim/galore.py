@@ -116,6 +116,9 @@ def largest_directions(gradient: Tensor, rank: int) -> Tensor:
 
     `gradient` is (long, short).
     """
+    # A view of all m² elements. galore-torch 1.0 stores it for float32: 6,400 bytes for 40 × 90 at
+    # rank 8, where a copy has 1,280. `.contiguous()` copies nothing for one column of a
+    # column-major matrix.
     return torch.linalg.svd(gradient.T, full_matrices=False)[0][:, :rank]
 
 

@@ -164,6 +164,8 @@ class InBackward:
             self._stepped.add(weight)
             with self._only(*position):
                 self.optimizer.step()
+            # A tied matrix needs three buffers for a moment: two parts of its gradient and their
+            # sum (test_a_tied_matrix_needs_two_gradients_and_briefly_their_sum).
             weight.grad = None
             # Fused kernels don't record the write, and backward must detect it.
             increment_version(weight)

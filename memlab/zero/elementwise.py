@@ -37,6 +37,7 @@ def _require_elementwise(optimizer: torch.optim.Optimizer) -> None:
     except Exception as error:  # an optimizer may raise anything for weights it does not support
         raise TypeError(_refusal(optimizer, f"could not step a shard ({error})")) from error
     for name, kept in state.items():
+        # Adam-mini, row norms, and 8-bit blocks that a shard's edge cuts through.
         if isinstance(kept, Tensor) and kept.numel() not in (1, whole.numel()):
             raise TypeError(_refusal(optimizer, f"keeps {name}, which several elements share"))
     if not torch.allclose(torch.cat(parts), expected.view(-1), rtol=1e-5, atol=1e-7):

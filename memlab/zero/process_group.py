@@ -104,6 +104,9 @@ class ProcessGroupCommunicator(Communicator):
     def gather_ints(self, mine: int) -> list[int]:
         """Return one integer per rank. Cheap enough for every step; not counted as traffic."""
         with untracked(), self.naming_lost_ranks("the count of micro-batches"):
+            # gloo aborts a process, with SIGABRT and no Python error, if the ranks' sizes differ.
+            # So they agree on the number of micro-batches first
+            # (test_every_rank_gets_an_error_that_shows_the_difference).
             sent = torch.tensor([mine], dtype=torch.int64, device=self._device)
             found = [torch.empty_like(sent) for _ in range(self.ranks)]
             dist.all_gather(found, sent, group=self.group)
@@ -164,6 +167,8 @@ class ProcessGroupCommunicator(Communicator):
             self._works.pop(number).wait()
         # A gloo thread releases the bucket a moment later, and until then its memory is not free.
         # Without this wait, the peak would vary from run to run.
+        # A second reference to the same tensor does not change the use count, so the collective got
+        # a view (test_each_rank_stores_what_the_simulation_stores).
         deadline = time.monotonic() + RELEASE_TIMEOUT_SECONDS
         while storage_use_count(storage) > users and time.monotonic() < deadline:
             time.sleep(RELEASE_POLL_SECONDS)
