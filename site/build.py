@@ -215,6 +215,8 @@ def staged_notebook(text: str, name: str, staged: set[str]) -> str:
 def unique_heading(line: str, seen: Counter[str]) -> str:
     """Return a heading that mkdocs-jupyter's table of contents can link to: without code, and
     numbered if it stands there again."""
+    # Its table of contents drops code and numbers repeated headings; nbconvert's ids do neither,
+    # and four links led nowhere.
     plain = line.replace("`", "")
     seen[plain] += 1
     return plain if seen[plain] == 1 else f"{plain} ({seen[plain]})"
@@ -284,6 +286,7 @@ def found(folder: Path, *patterns: str) -> Iterator[Path]:
 @cache
 def package() -> griffe.Object:
     """memlab, read without importing it."""
+    # Once: griffe reads the whole package at each load.
     return griffe.load("memlab", search_paths=[str(ROOT)], allow_inspection=False)
 
 

@@ -37,6 +37,8 @@ def prepare(number: int, shell: Any = None) -> None:
         shell = get_ipython()
     copy = workspace.start(number).path
     os.chdir(copy.parent)  # exercise and guess record their results here
+    # A notebook there is no file in the kernel's folder, which `memlab diff` and `check` could
+    # read.
     shell.events.register("post_run_cell", partial(_save, copy, days.notebook(number), shell))
     print(
         f"Ready. Type !memlab hint {number}.1 in a cell for a hint, !memlab check {number} to "

@@ -270,6 +270,7 @@ def day_of_file(file: str) -> int:
 _BADGES = """\
 [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/{github})
 [![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src={address})"""
+# torch with its local label (2.13.0+cpu): a pip that may choose would replace Colab's.
 _SET_UP = """\
 # On Colab and Kaggle: install memlab and keep the installed torch. Elsewhere: nothing happens.
 import importlib.util

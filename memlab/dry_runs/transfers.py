@@ -64,6 +64,9 @@ def transfer_of(func: Any, args: Any) -> Transfer | None:
     size = _bytes(args[1] if has_output else args[0])
     kind = _shortened(name)
     if kind in _KINDS and (splits := _splits(func, args)):
+        # Not (n − 1)/n of the tensor: a busy expert's rank sends back more, and torch's context
+        # parallelism is an all-to-all where no part stays on its rank
+        # (test_what_a_rank_sends_is_that_of_a_ring).
         own = size * splits[dist.get_rank(group)] // max(1, sum(splits))
         return Transfer("all-to-all", size - own, ranks, ranks)
     if kind in _KINDS:

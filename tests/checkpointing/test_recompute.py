@@ -556,6 +556,7 @@ def random_numbers_of_python_and_numpy(call: Call) -> list[Tensor]:
     return [y, x.grad, torch.tensor([random.random(), np.random.rand()]), torch.rand(3)]
 
 
+# Each is a case where memlab's gives the values of a run without a checkpoint.
 # torch's checkpoint raises an error or gives other values.
 TORCH_IS_WRONG = {
     "a_generator_as_argument",  # the generator advances in the second run too

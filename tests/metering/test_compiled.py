@@ -18,6 +18,8 @@ from memlab.model import GPT, PRESETS
 def compiler(tmp_path_factory):
     """Use a fresh cache directory: a shared one may have code for another CPU."""
     with pytest.MonkeyPatch.context() as patch:
+        # Inductor's precompiled headers belong to one ATEN_CPU_CAPABILITY; with another, compiling
+        # fails.
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
         try:
             with warnings.catch_warnings(action="ignore"):

@@ -4,6 +4,8 @@ import subprocess
 import sys
 
 import pytest
+
+# `torch._inductor.test_operators` registers operators and cannot be imported twice.
 import torch._dynamo  # noqa: F401 - pytester forgets imports, and this allows only one
 
 import memlab.pytest_plugin

@@ -93,6 +93,8 @@ def test_stages_wait_for_p_minus_1_micro_batches(order_of, stages, micro_batches
 
 def test_1f1b_deadlocks_if_a_send_waits_for_its_receiver():
     with pytest.raises(AssertionError, match="deadlock"):
+        # Stage 0 sends its second activation while stage 1 sends the first gradient. One tensor in
+        # flight per direction is enough for any number of stages and micro-batches.
         ticks(one_forward_one_backward, 2, 2, has_room=no_room)
     assert ticks(gpipe, 2, 2, has_room=no_room) == ticks(gpipe, 2, 2)
 
@@ -205,6 +207,8 @@ def test_torch_also_holds_outputs_and_a_buffer_for_each_micro_batch(stages, name
     for stage, found in enumerate(stages):
         theirs = found["torch"][name]
         weights = found[name]["at peak"]["parameters"]
+        # In 1F1B too, so these bytes grow with the micro-batches. Outputs need not stay: backward
+        # needs their node alone.
         buffers = MICRO_BATCHES * STREAM if stage > 0 else 0  # for activations to arrive
         assert theirs["at peak"]["parameters"] == weights + buffers
         assert theirs["peak"] > found[name]["peak"]

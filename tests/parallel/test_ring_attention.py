@@ -49,6 +49,8 @@ def test_torchs_ring_gives_the_same(ranks):
 
 def test_torchs_context_parallelism_does_not_take_the_cpus_attention(ranks):
     for found in ranks:
+        # Its ring, `_templated_ring_attention`, takes the operators as an argument and runs on
+        # gloo.
         assert "flash_attention_for_cpu" in found["not supported"]
 
 

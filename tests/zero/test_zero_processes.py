@@ -397,6 +397,7 @@ def test_torchrun_runs_the_example(tmp_path):
     """Run the example in the module's docstring like a user; its processes end."""
     example = re.search(r"train.py`:\n\n(.*?\n)\n\S", processes.__doc__, re.DOTALL)[1]
     script = tmp_path / "train.py"
+    # torchrun starts Python with -u, and `print("pid", pid)` makes several writes.
     # One os.write, because the unbuffered output of two processes could mix within a line.
     pid = r"import os; os.write(1, b'pid %d\n' % os.getpid())"
     script.write_text(f"{textwrap.dedent(example)}{pid}\n")
