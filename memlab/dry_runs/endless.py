@@ -26,10 +26,13 @@ class LoopGuard:
     def count(self, answer: bool) -> None:
         """Count an answer. Raises ValueError after too many iterations of a loop."""
         near = list(itertools.islice(frames(), _MAX_DISTANCE))
+        # Rounds of the `while` after the answer, not calls: `trunc_normal_` ends after its first
+        # round (test_loops_that_end_after_one_iteration_are_allowed).
         if not _loop_can_continue(near, answer):
             return
         place = near[0].f_code, near[0].f_lasti
         self._counts[place] = self._counts.get(place, 0) + 1
+        # Changing the answer from time to time would also end the loop, but change other branches.
         if self._counts[place] > MAX_ITERATIONS:
             raise ValueError(
                 f"{user_line()}: a loop here depends on a value that a dry run does not have, and "

@@ -44,6 +44,9 @@ class _AnswersByCaller(type):
         return FakeTensor(*args, **kwargs)
 
 
+# A check for the exact class never reaches a metaclass, so the name itself is replaced. Without it
+# transformers builds one more boolean mask per sequence
+# (test_transformers_checks_give_the_answers_of_a_real_run).
 class _FakeTensorProxy(metaclass=_AnswersByCaller):
     checks_thread = True  # for `replaced`
 

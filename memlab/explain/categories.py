@@ -229,6 +229,10 @@ class Categories:
         rest = [block for block in self.history.blocks if block not in self.of]
         older = [block for block in rest if not block.born and block.died > self.history.moment]
         known = {c.name for c in self.of.values() if c.sure}
+        # In a recording of a 3.4B GPT, 12.72 GiB of weights, 12.72 of gradients and 25.38 of
+        # AdamW's state. Every size has one vote: by bytes, four equal matrices in a layer look like
+        # a weight, a gradient and two moments
+        # (test_four_equal_matrices_in_a_layer_are_no_sign_of_adam).
         self.of |= split_by_counts(older, known)
         left = Counter(b.bytes for b, c in self.of.items() if c.name == "parameters")
         sizes = set(left)

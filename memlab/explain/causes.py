@@ -57,6 +57,8 @@ def kept_graphs(s: Situation) -> Finding | None:
 
 def kv_cache(s: Situation) -> Finding | None:
     """Blocks of one line are replaced by larger ones again and again, or pile up in generation."""
+    # A cache's block is freed after the larger one was allocated. Activations of growing batches
+    # are freed before.
     caches = [cache for cache in s.caches if cache.last_bytes > cache.first_bytes]
     held = sum(cache.alive_bytes for cache in caches)
     leaked = sum(block.bytes for block in s.leaked_blocks)
@@ -92,6 +94,7 @@ def no_grad(s: Situation) -> Finding | None:
         return None
     if s.share(held) < LEAST_SHARE:
         return None
+    # Without `no_grad`, 35 to 95 % of the forward pass's memory is still alive; with it, less.
     if s.kept_share < KEPT_WITHOUT_GRAD or (s.generation and s.caches):
         return None
     strength = 0.5 + 0.3 * s.share(held) + 0.2 * (s.evaluation is not None or repeated)
@@ -221,6 +224,7 @@ def _of_one_step(s: Situation, strength: float) -> float:
 
 def fragmentation(s: Situation) -> Finding | None:
     """Reserved memory has more free bytes than the request, but no free block holds it."""
+    # Waste alone proves nothing: with models of a few MiB, segments of 20 MiB waste up to 20 %.
     if not s.history.has_segments or not s.history.refusal:
         return None
     free, largest = s.free.free_bytes, s.free.largest_bytes

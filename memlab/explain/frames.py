@@ -34,6 +34,7 @@ _LIBRARY = re.compile(
     r"|(^|/)(transformers|accelerate|lightning|pytorch_lightning|peft|trl|deepspeed|timm)/\w"
     r"|^<frozen|^<__array_function__"
 )
+# A dispatch mode on the CPU adds these; they are not the step's own code.
 _DISPATCH = re.compile(  # Python code between an operator and the code that called it
     r"(^|/)torch/(_ops|_compile|utils/_python_dispatch|overrides|_dynamo/eval_frame)\.py$"
 )

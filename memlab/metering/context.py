@@ -140,6 +140,8 @@ class Context:
             return "optimizer" if self._step_in_backward else "backward"
         if self.in_backward:
             self._leave_backward()
+        # Lightning runs forward and backward in a closure, and its activations once counted as the
+        # optimizer's temporaries (test_a_closures_activations_are_activations).
         if self._step_depth:  # steps run without gradients, and their closures with them
             return "forward" if torch.is_grad_enabled() else "optimizer"
         if self._after_backward and (self._running or torch.is_grad_enabled()):

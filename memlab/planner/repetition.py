@@ -45,6 +45,8 @@ _MAX_EDGE_COPIES = 2  # copies at both ends together that may have rules of thei
 _BLOCK = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
+# Segments of √L and ZeRO's flat buckets in stages 0 to 2 change with the depth
+# (test_segments_that_change_with_the_depth_are_refused).
 class NotRepeating(ValueError):  # noqa: N818 - describes the traces
     """The two traces differ by more than copies of the same sections."""
 
@@ -66,10 +68,13 @@ def extrapolate(
     if (fewer.device, fewer.dry, fewer.notes) != (more.device, more.dry, more.notes):
         raise NotRepeating("the two traces have different devices or notes")
     grown = _first_growth(fewer, more)
+    # The loader's buffer grows with the depth, but does not repeat.
     fewer = _with_size(fewer, grown, 0)
     try:
         made = _extrapolate(fewer, more, added + 1, unit)
     except NotRepeating:
+        # Two complete runs differ as well, in the order of simultaneous frees
+        # (test_sorting_frees_by_age_does_not_change_the_allocators_blocks).
         made = _extrapolate(sort_frees_by_age(fewer), sort_frees_by_age(more), added + 1, unit)
     return _simulated(_with_size(made, grown, added), more)
 

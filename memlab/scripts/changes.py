@@ -295,6 +295,8 @@ def applied(
 
         return called
 
+    # With a hook, step 2 was right, but reserved memory kept the first step's peak: 24.7 instead of
+    # 20.4 GiB for autocast in a GPT (test_a_change_acts_from_the_first_step_on).
     with replaced({(nn.Module, "__call__"): changing} if waiting else {}):
         yield
 

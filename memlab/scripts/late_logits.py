@@ -56,6 +56,8 @@ class LateLogits(Tensor):
     def of(cls, hidden: Tensor, head: "_Head", dtype: torch.dtype) -> "LateLogits":
         shape = (*hidden.shape[:-1], head.layer.out_features)
         with disable_current_modes():  # no meter counts it, and it is not fake
+            # A fake tensor is a Python object already and cannot become another subclass
+            # (test_no_logits_are_made).
             logits = torch.empty((), dtype=dtype).expand(shape).as_subclass(cls)
         logits.hidden, logits.head = hidden, head
         return logits

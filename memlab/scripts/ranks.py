@@ -18,6 +18,8 @@ from memlab.scripts.messages import Messages, NotYetSentError
 from memlab.scripts.processes import Processes
 from memlab.scripts.running import Outcome, run
 
+# Of 405B on 16 stages, stages 1 to 14 peak at 21.85, 21.58, … 18.36 GB, in equal steps: three ranks
+# take 91 s, all 16 426 s (test_of_stages_with_the_same_weights_the_first_runs).
 MOST_STAGES = 64  # of a pipeline; a larger group sends from anybody to anybody
 
 Weights = tuple[tuple[tuple[int, ...], str], ...]  # shapes and dtypes

@@ -254,6 +254,8 @@ class _Started:
 
     def remember(self) -> None:
         """Give the process its function again."""
+        # `Process.start` deletes its `_target`, `_args` and `_kwargs`
+        # (test_a_started_process_trains_here).
         vars(self.process).update(self._what)
 
     def wait(self, timeout: float | None = None) -> int | None:

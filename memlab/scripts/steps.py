@@ -110,6 +110,8 @@ class StepWatcher:
             self.backwards += 1
             self.evaluations.backward_ran()
             if not self._made and not self._taken:
+                # No optimizer steps, as in PyTorch's word_language_model, which updates weights by
+                # hand.
                 # The first may be a warm-up before the model is made, as in modded-nanogpt.
                 self._end_step(self.backwards, may_be_last=self.backwards > 1)
 
@@ -123,6 +125,8 @@ class StepWatcher:
         if optimizer not in self._taken:
             self._taken[optimizer] = 0
             self._replaced.discard(optimizer)
+            # Adding a hook while the optimizer's own hooks run fails (`OrderedDict mutated during
+            # iteration`); torch runs those before the global ones.
             self.framework = running_framework()
             # What an optimizer's hooks reach counts as its own.
             hook = partial(_call_if_alive, WeakMethod(self._after_step))
@@ -132,6 +136,8 @@ class StepWatcher:
         self._taken[optimizer] += 1
         if self._last is None:
             waiting = set(self._made) - set(self._replaced) - set(self._taken)
+            # All optimizers of a GAN step first; else the second one would create its state in the
+            # measured step.
             unused = bool(waiting) and max(self._taken.values()) < _MOST_UNUSED
             if not unused:
                 self._last = optimizer

@@ -104,6 +104,9 @@ def _autocast(model: nn.Module, dtype: torch.dtype) -> None:
         raise NotPossibleError("the script uses autocast already")
     context = torch.autocast(_device_type(model), dtype)
     model.forward = context(model.forward)
+    # What a framework's autocast covers decides the peak: accelerate's casts the outputs to
+    # float32, Lightning's covers the loss, a plain loop's neither
+    # (test_autocast_from_outside_has_the_peak_of_the_frameworks_option).
     if getattr(model, "_is_accelerate_prepared", False):  # the Trainer's models, too
         from accelerate.utils import convert_outputs_to_fp32
 

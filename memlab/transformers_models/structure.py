@@ -77,6 +77,7 @@ def _settings(module: nn.Module) -> tuple[Any, ...]:
     )
 
 
+# Only the layer's index may differ.
 _POSITIONS = ("idx", "index", "layer_id", "layer_number")
 
 
