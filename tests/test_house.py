@@ -1,6 +1,9 @@
-"""A function is one thought: no more than 40 lines of it."""
+"""A function is one thought: no more than 40 lines of it. A comment names tests that exist."""
 
 import ast
+import io
+import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,3 +75,31 @@ def test_lines_are_counted_without_decorators_and_docstrings_wherever_a_function
         for folder in ("memlab", "benchmarks")
         for name, lines in expected.items()
     }
+
+
+# ------------------------------------------------------------------ tests that comments name
+
+
+def named_in_comments(source: str) -> set[str]:
+    """The words of a file's comments that look like tests."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = " ".join(token.string for token in tokens if token.type == tokenize.COMMENT)
+    return set(re.findall(r"(?<![\w.])test_\w+", comments))
+
+
+def test_every_test_that_a_comment_names_exists():
+    tests = [path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/*.py")]
+    known = {name for source in tests for name in re.findall(r"def (test_\w+)", source)}
+    known |= {path.stem for path in ROOT.glob("tests/**/test_*.py")}
+    missing = {
+        (path.relative_to(ROOT).as_posix(), name)
+        for folder in ("memlab", "benchmarks", "site", "tests")
+        for path in ROOT.glob(f"{folder}/**/*.py")
+        for name in named_in_comments(path.read_text(encoding="utf-8")) - known
+    }
+    assert missing == set()
+
+
+def test_a_name_in_a_comment_is_found_and_one_in_a_string_is_not():
+    source = 'x = "test_of_a_string"  # as (test_of_a_comment) shows\n'
+    assert named_in_comments(source) == {"test_of_a_comment"}
