@@ -164,12 +164,15 @@ def sequence(s: Situation) -> Finding | None:
     if s.share(s.score_bytes) < LEAST_SHARE:
         return None
     size = max(block.bytes for block in s.score_blocks)
+    tokens = s.score_tokens
     return finding(
         "sequence",
         _of_one_step(s, 0.3 + 0.9 * s.share(s.score_bytes)),
         f"{format_bytes(s.score_bytes)} ({s.share(s.score_bytes):.0%}) are attention scores, in "
         f"blocks of {format_bytes(size)}",
-        f"a layer's input is only {format_bytes(s.layer_bytes)}, so each score matrix is "
+        f"each block is batch × heads × {tokens:,}² scores"
+        if tokens
+        else f"a layer's input is only {format_bytes(s.layer_bytes)}, so each score matrix is "
         f"{share(size, s.layer_bytes):.0f}× larger",
     )
 

@@ -1,16 +1,24 @@
 """Stack frames of allocations: which part of a training step they belong to.
 
-A frame is (filename, line, name), innermost first in a stack. Snapshots recorded with stacks="all"
-mix C++ frames in. Snapshots recorded with stacks="python" have no frames for backward, because
-autograd's thread runs no Python code.
+A frame is (filename, line, name), innermost first in a stack. With stacks="all", torch's default,
+the first Python frame stands behind 20 to 40 C++ frames, and the interpreter's C functions stand
+between the Python frames. A stack keeps every Python frame, and of C++:
+
+    aten::mm                       an operator, the outermost one as Python called it
+    autograd::MmBackward0          the node of autograd that runs in backward
+    autograd::Engine               backward itself
+    at::cuda::getNewWorkspace      a function that asks for scratch memory
+
+With stacks="python" backward has no frames, because autograd's thread runs no Python code.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from itertools import takewhile
 from typing import Any, NamedTuple
 
-from memlab.explain.source_files import SourceLine, is_without_gradients
+from memlab.explain.source_files import SourceLine, class_of, is_without_gradients
 
 
 class Frame(NamedTuple):
@@ -21,6 +29,8 @@ class Frame(NamedTuple):
     name: str
 
     def __str__(self) -> str:
+        if is_cpp(self):
+            return self.name
         short = "/".join(self.filename.replace("\\", "/").split("/")[-2:])
         return f"{short}:{self.line} {self.name}"
 
@@ -32,13 +42,19 @@ _LIBRARY = re.compile(
     r"(^|/)(site-packages|dist-packages|lib/python3[.\d]*)/"
     r"|(^|/)torch/(nn|optim|autograd|utils|functional|amp|cuda|distributed|_\w+)[/.]"
     r"|(^|/)(transformers|accelerate|lightning|pytorch_lightning|peft|trl|deepspeed|timm)/\w"
-    r"|^<frozen|^<__array_function__"
+    r"|^<frozen|^<__array_function__|^<eval_with_key>|(^|/)torchinductor_[^/]+/"
+)
+_WRAPPER = re.compile(  # libraries around a model, and Python's own
+    r"/(torch|accelerate|peft|bitsandbytes|einops|triton|torchinductor_[^/]+)/|/lib/python3[.\d]*/(?!\w+-packages/)"
 )
 # A dispatch mode on the CPU adds these; they are not the step's own code.
 _DISPATCH = re.compile(  # Python code between an operator and the code that called it
     r"(^|/)torch/(_ops|_compile|utils/_python_dispatch|overrides|_dynamo/eval_frame)\.py$"
 )
-_CPP_FILE = re.compile(r"\.(cpp|cc|c|h|hpp|cu|cuh|so(\.\d+)*)$|^\?\?$|^:?\d*$")
+_CPP_FILE = re.compile(r"\.(cpp|cc|c|h|hpp|cu|cuh|o|so(\.\d+)*)$|^\?\?$|^:?\d*$")
+_OPERATOR = re.compile(r"\bat::_ops::(\w+)::call\b")
+_NODE = re.compile(r"\btorch::autograd::(?:generated::)?(?:(\w+)(?:<.*>)?::apply\b|(Engine)::)")
+_SCRATCH = re.compile(r"[\w:]*([Ww]orkspace|cudnn\w*[Pp]lan|getCUDABlas)\w*")
 _OPTIMIZER_FILE = re.compile(
     r"(^|/)(torch|torchao|bitsandbytes|apex|memlab|deepspeed)/(\w+/)*optim(izers?)?/"
     r"|(^|/)transformers/optimization\.py|(^|/)deepspeed/ops/adam"
@@ -48,11 +64,10 @@ _CHECKPOINT_FILE = re.compile(  # a user's utils/checkpoint.py saves weights
     r"|algorithms/_checkpoint/)"
 )
 _SCHEDULER_FILE = re.compile(r"lr_scheduler|swa_utils")
-_CPP_BACKWARD = re.compile(r"autograd::Engine|Backward\d*::apply|autograd::Node|AccumulateGrad")
-_CPP_WORKSPACE = re.compile(r"[Ww]orkspace|cudnn\w*[Pp]lan|getCUDABlas|getNewWorkspace")
 _LOSS = re.compile(r"cross_entropy|log_softmax|nll_loss|CrossEntropy|LogSoftmax|ForCausalLMLoss")
 _LOSS_FILE = re.compile(r"nn/modules/loss\.py|transformers/loss/|(^|/)\w*loss\w*\.py$")
 _ATTENTION = re.compile(r"attention|attn|(^|[_.:])softmax|masked_fill", re.IGNORECASE)
+_SOFTMAX = re.compile(r"(^|[.:_])softmax(_int)?$")
 _CAT = re.compile(r"(^|[_.:])cat(_out)?(_cuda)?($|[_.:(])|cache_utils")
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _EVALUATION = {
@@ -86,18 +101,29 @@ def stack_of(frames: Iterable[Mapping[str, Any]] | None) -> Stack:
 
     Some tools write the outermost frame first; it is the module's.
     """
-    every = [
-        _frame(str(f.get("filename", "")), f.get("line", 0), str(f.get("name", "")))
-        for f in frames or ()
-    ]
-    if every and every[0].name == "<module>" != every[-1].name:
-        every.reverse()
-    return tuple(frame for frame in every if not _DISPATCH.search(frame.filename))
+    kept: list[Frame] = []
+    for f in frames or ():
+        frame = _frame(str(f.get("filename", "")), f.get("line", 0), str(f.get("name", "")))
+        is_repeated = bool(kept) and frame == kept[-1] and not frame.filename
+        if frame and not is_repeated:
+            kept.append(frame)
+    if kept and kept[0].name == "<module>" != kept[-1].name:
+        kept.reverse()
+    return tuple(kept)
 
 
 @cache
-def _frame(filename: str, line: int, name: str) -> Frame:
-    return Frame(filename, line, name)
+def _frame(filename: str, line: int, name: str) -> Frame | None:
+    """Return the frame, its name short if it is C++; None if it says nothing about the code."""
+    frame = Frame(filename, line, name)
+    if not is_cpp(frame):
+        return None if _DISPATCH.search(filename) else frame
+    if found := _OPERATOR.search(name):
+        return Frame("", 0, f"aten::{found[1]}")
+    if found := _NODE.search(name):
+        return Frame("", 0, f"autograd::{found[1] or found[2]}")
+    found = _SCRATCH.search(name)
+    return Frame("", 0, found[0]) if found else None
 
 
 @cache
@@ -145,7 +171,7 @@ def in_backward(stack: Stack) -> bool:
     if stack[-1].filename.endswith(("torch/utils/checkpoint.py", "torch/autograd/function.py")):
         return True
     for inner, outer in zip(stack, (*stack[1:], None), strict=True):
-        if _CPP_BACKWARD.search(inner.name) or inner.name == "_engine_run_backward":
+        if inner.name.startswith("autograd::") or inner.name == "_engine_run_backward":
             return True
         called_by_autograd = outer is None or outer.filename.endswith("autograd/function.py")
         called_by_autograd |= inner.filename.endswith(("torch/_tensor.py", "autograd/__init__.py"))
@@ -190,6 +216,12 @@ def in_attention(stack: Stack) -> bool:
 
 
 @cache
+def in_softmax(stack: Stack) -> bool:
+    """Whether a softmax was running, of torch or of the user's own."""
+    return any(_SOFTMAX.search(f.name) for f in stack)
+
+
+@cache
 def in_cat(stack: Stack) -> bool:
     """Whether tensors were concatenated, or a library's cache of keys and values grew."""
     return any(_CAT.search(f.name) or "cache_utils" in f.filename for f in stack)
@@ -198,7 +230,7 @@ def in_cat(stack: Stack) -> bool:
 @cache
 def in_workspace(stack: Stack) -> bool:
     """Whether a library asked for scratch memory."""
-    return any(_CPP_WORKSPACE.search(f.name) for f in stack if is_cpp(f))
+    return any(_SCRATCH.search(f.name) for f in stack if is_cpp(f))
 
 
 @cache
@@ -293,3 +325,28 @@ def user_line(stack: Stack) -> Frame | None:
     if found:
         return found[-1]
     return next((f for f in stack if not is_cpp(f) and f.filename != MEMLAB), None)
+
+
+def model_line(stack: Stack) -> Frame | None:
+    """Return the line of a library's model that the user's line runs, such as modeling_llama.py's.
+
+    Libraries that wrap a model (torch's modules, accelerate's hooks, peft) are left out.
+    """
+    under_user = takewhile(lambda frame: not is_user(frame), stack)
+    paths = ((frame, frame.filename.replace("\\", "/")) for frame in under_user)
+    return next(
+        (f for f, path in paths if f.line and _LIBRARY.search(path) and not _WRAPPER.search(path)),
+        None,
+    )
+
+
+def with_class(frame: Frame) -> Frame:
+    """Return the frame with its module's class in the name, as far as its file is here."""
+    owner = class_of(SourceLine(*frame))
+    return frame._replace(name=f"{owner}.{frame.name}") if owner else frame
+
+
+def operator(stack: Stack) -> str:
+    """Return the operator that Python called, or the node of autograd that called it, or ""."""
+    names = [frame.name for frame in takewhile(is_cpp, stack) if frame.name != "autograd::Engine"]
+    return names[-1].removeprefix("autograd::") if names else ""

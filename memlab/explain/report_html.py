@@ -13,7 +13,7 @@ from typing import Any
 from memlab.explain import summary
 from memlab.explain.categories import CATEGORIES
 from memlab.explain.explanation import Explanation
-from memlab.explain.frames import user_line
+from memlab.explain.frames import model_line, operator, user_frames, user_line
 from memlab.explain.histories import Block, bytes_over_time
 from memlab.explain.situation import Situation
 from memlab.units import format_bytes
@@ -21,7 +21,6 @@ from memlab.units import format_bytes
 TEMPLATE = Path(__file__).with_name("report.html")
 COLUMNS = 800  # of the timeline; a column shows its fullest moment
 MOST_BLOCKS = 20_000  # the largest ones, which keeps the page below a few megabytes
-MOST_FRAMES = 12  # per stack
 
 
 def report(found: Explanation, title: str) -> str:
@@ -37,7 +36,7 @@ def page_data(found: Explanation, title: str) -> dict[str, Any]:
     return {
         "title": f"memlab explain: {title}",
         "headline": f"{summary.KINDS[found.kind]}: {summary.headline(found)}",
-        "place": summary.place(found),
+        "places": list(summary.places(found)),
         "notes": list(summary.notes(found)),
         "findings": [_finding(found, number) for number in range(len(found.findings))],
         "record": list(summary.record_next()) if summary.needs_recording(found) else [],
@@ -161,6 +160,11 @@ class _Stacks:
 
 
 def _stack_lines(block: Block) -> list[str]:
-    line = user_line(block.stack)
-    frames = [str(frame) for frame in block.stack[:MOST_FRAMES]]
-    return [str(line), *frames] if line else frames
+    """Return the user's line, the model's under it, and the frames in to where the user's begin."""
+    lines = [str(frame) for frame in (user_line(block.stack), model_line(block.stack)) if frame]
+    outermost = next((f for f in user_frames(block.stack)), None)
+    inside = block.stack[: block.stack.index(outermost) + 1] if outermost else block.stack
+    return [
+        " in ".join(lines) or operator(block.stack),
+        *(str(f) for f in inside if not f.name.endswith("_call_impl")),
+    ]

@@ -4,6 +4,7 @@ Every fact is about one moment: the refused request, or the peak if no request w
 `needed_bytes` is what is alive then plus the refused request; shares are relative to it.
 """
 
+import math
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -29,7 +30,11 @@ from memlab.explain.frames import (
     in_optimizer,
     in_recompute,
     in_setup,
+    in_softmax,
+    is_cpp,
     makes_state,
+    model_line,
+    operator,
     runs,
     user_line,
 )
@@ -38,6 +43,8 @@ from memlab.explain.histories import NEVER, Block, FreeMemory, History, free_mem
 SCORES_RATIO = 8  # nothing else in a layer is more than 8 times as large as its input
 LEAST_SIZES = 4  # of a cache that grows
 CONVOLUTION = "modules/conv.py"
+BATCHED_PRODUCTS = {"aten::bmm", "aten::baddbmm", "aten::matmul", "aten::einsum"}
+ROW_SUMS, MASKS = {"aten::sum_dim_IntList", "aten::amax"}, {"aten::eq_Scalar", "aten::logical_not"}
 
 
 @dataclass(frozen=True)
@@ -171,15 +178,24 @@ class Situation:
 
     @cached_property
     def context_stack(self) -> Stack:
-        """The stack at the moment, or in backward the one of the last forward block before it."""
-        if self.stack:
-            return self.stack
-        made = [b for b in self.history.blocks if 0 < b.born <= self.moment and b.stack]
-        return max(made, key=lambda b: b.born).stack if made else ()
+        """The stack at the moment, or in backward, which runs no Python code, the last one before
+        it with Python code."""
+        made = (b for b in self.history.blocks if 0 < b.born <= self.moment)
+        before = sorted(made, key=lambda b: -b.born)
+        stacks = (self.stack, *(block.stack for block in before))
+        return next((stack for stack in stacks if not all(map(is_cpp, stack))), self.stack)
 
     @property
     def line(self) -> Frame | None:
         return user_line(self.context_stack)
+
+    @property
+    def model_line(self) -> Frame | None:
+        return model_line(self.context_stack)
+
+    @property
+    def operator(self) -> str:
+        return operator(self.stack)
 
     # -------------------------------------------------------------- steps
 
@@ -351,9 +367,13 @@ class Situation:
 
     @cached_property
     def layer_bytes(self) -> int:
-        """The size that most of the current activations have: a layer's input and output."""
-        large = [b.bytes for b in self.activations if b.bytes >= 1024]
-        counts = Counter(large)
+        """The size that most of the current activations outside attention have: a layer's input and
+        output. Where all of them are attention's, the smallest product, which is its output."""
+        large = [b for b in self.activations if b.bytes >= 1024]
+        counts = Counter(b.bytes for b in large if not in_attention(b.stack))
+        if not counts:
+            products = [b.bytes for b in large if operator(b.stack) in BATCHED_PRODUCTS]
+            counts = Counter([min(products)] if products else [b.bytes for b in large])
         return max(counts, key=lambda size: (counts[size], size), default=0)
 
     @cached_property
@@ -364,30 +384,54 @@ class Situation:
 
     @cached_property
     def score_blocks(self) -> list[Block]:
-        """Blocks of attention scores: much larger than a layer's input, in every layer."""
-        convolutions = any(
-            frame.filename.endswith(CONVOLUTION)
-            for block in self.activations
-            for frame in block.stack
-        )
-        counts = Counter(b.bytes for b in self.activations)
+        """Blocks of attention scores alive, and in backward of their gradients.
+
+        Scores are much larger than a layer's input. Backward's blocks state no module: they count
+        if they are as large as scores, and as nothing else in forward.
+        """
+        names, phases = ("activations", "temporaries"), self.categories.phases
+        made = [
+            b
+            for b in self.history.blocks
+            if self.step_start <= b.born <= self.moment and self.categories.name(b) in names
+        ]
+        forward = [b for b in made if phases.get(b) not in ("backward", "optimizer")]
+        scores = {b for b in forward if self._is_score(b.stack, b.bytes)}
+        others = {b.bytes for b in forward if b not in scores}
+        sizes = {b.bytes for b in scores} - others
+        counts = Counter(b.bytes for b in self.alive)
         return [
-            block
-            for block in self.activations
-            if self.categories.name(block) == "activations"
-            and counts[block.bytes] > 1
-            and self._is_score(block.stack, block.bytes, convolutions)
+            b
+            for b in made
+            if b.alive(self.moment)
+            and counts[b.bytes] > 1
+            and (b in scores or (phases.get(b) == "backward" and b.bytes in sizes))
         ]
 
-    def _is_score(self, stack: Stack, size: int, convolutions: bool) -> bool:
+    def _is_score(self, stack: Stack, size: int) -> bool:
         if in_loss(stack):
             return False
-        softmax = any(f.name.rpartition(".")[2] in ("softmax", "_softmax") for f in stack)
-        if softmax and size >= self.layer_bytes:
+        if in_softmax(stack) and size >= self.layer_bytes:
             return True
         if in_attention(stack):
             return size > SCORES_RATIO / 2 * self.layer_bytes
-        return size > SCORES_RATIO * self.layer_bytes and not convolutions
+        is_product = not operator(stack) or operator(stack) in BATCHED_PRODUCTS
+        return size > SCORES_RATIO * self.layer_bytes and is_product and not self._has_convolutions
+
+    @cached_property
+    def _has_convolutions(self) -> bool:
+        frames = (frame for block in self.activations for frame in block.stack)
+        return any(frame.filename.endswith(CONVOLUTION) for frame in frames)
+
+    @cached_property
+    def score_tokens(self) -> int | None:
+        """T of the scores' T × T, if the softmax's row sums or the mask are in the record."""
+        size = max((b.bytes for b in self.score_blocks), default=0)
+        made = [b for b in self.history.blocks if in_attention(b.stack) and b.bytes < size]
+        sums = (size // b.bytes for b in made if operator(b.stack) in ROW_SUMS)
+        masks = (math.isqrt(b.bytes) for b in made if operator(b.stack) in MASKS)
+        found = [t for t in (*sums, *masks) if t > 1 and size % (t * t) == 0]
+        return found[-1] if found else None
 
     @cached_property
     def is_score_request(self) -> bool:

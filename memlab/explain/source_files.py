@@ -101,6 +101,19 @@ def is_without_gradients(line: SourceLine) -> bool:
     return gradients([line]) is False
 
 
+def class_of(line: SourceLine) -> str | None:
+    """Return the class whose method holds a line, such as an nn.Module's, if its file is here."""
+    file = _read(line.filename)
+    if file is None or not _is_as_it_ran(line):
+        return None
+    names = [
+        node.name  # outer before inner ones
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.ClassDef) and node.lineno <= line.line <= (node.end_lineno or 0)
+    ]
+    return names[-1] if names else None
+
+
 def calls_backward(lines: Sequence[SourceLine]) -> bool:
     """Whether a function that holds one of these lines calls backward."""
     functions = (_blocks_around(line)[:1] for line in lines)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from memlab.explain.categories import CATEGORIES
 from memlab.explain.explanation import RECORD_NEXT, Explanation
 from memlab.explain.findings import Finding
+from memlab.explain.frames import with_class
 from memlab.explain.histories import share
 from memlab.explain.messages import Log, Message
 from memlab.explain.remedies import Replays, outcome_for
@@ -107,6 +108,16 @@ def place(found: Explanation) -> str:
         return str(found.log.line or "")
     assert found.situation is not None
     return str(found.situation.line or "")
+
+
+def places(found: Explanation) -> Iterator[str]:
+    """Yield the failing line, and in a snapshot the model's line under it and the operator."""
+    s = found.situation
+    if s is None:
+        yield from filter(None, [place(found)])
+        return
+    lines = [str(with_class(line)) for line in (s.line, s.model_line) if line]
+    yield from [*lines, *filter(None, [s.operator])]
 
 
 def peak_rows(s: Situation) -> list[tuple[str, str, str, str]]:

@@ -3,7 +3,8 @@
 A dispatch mode sees every new storage, the simulated caching allocator serves it, and the history
 becomes a snapshot in the format of `torch.cuda.memory._dump_snapshot`, with the script's own Python
 frames. Allocations of backward have no Python frames, because on CUDA they come from autograd's
-thread. If the simulated card is full, the mode raises torch's own error with torch's own message.
+thread. With stacks="all", C++ frames as in public snapshots are around the Python frames. If
+the simulated card is full, the mode raises torch's own error with torch's own message.
 """
 
 import sys
@@ -11,6 +12,7 @@ import traceback
 import weakref
 from typing import Any
 
+import default_stacks
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -40,14 +42,14 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **kwargs or {})
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
-                self._see(tensor.untyped_storage())
+                self._see(tensor.untyped_storage(), func)
         return result
 
-    def _see(self, storage) -> None:
+    def _see(self, storage, func) -> None:
         key = storage._cdata
         if key in self._known or not storage.nbytes():
             return
-        frames = self._stack()
+        frames = self._stack(func)
         block = self._allocate(storage.nbytes(), frames)
         self._known[key] = weakref.finalize(storage, self._free, key, block)
 
@@ -74,20 +76,24 @@ class Recorder(TorchDispatchMode):
             entry = {"action": action, "addr": addr, "size": size, "stream": stream}
             self.entries.append({**entry, "time_us": len(self.entries), "frames": shown})
 
-    def _stack(self) -> list[dict[str, Any]]:
-        """Return the Python frames, innermost first, that CUDA would have recorded."""
+    def _stack(self, func) -> list[dict[str, Any]]:
+        """Return the frames, innermost first, that CUDA would have recorded."""
         found = []
         frame = sys._getframe(2)
         while frame is not None and frame.f_code is not record.__code__:  # not the test runner's
             code = frame.f_code
             if code.co_name == ENGINE:
-                backward = {"filename": "??", "line": 0, "name": "torch::autograd::Engine::execute"}
-                return [*found, backward] if self.stacks == "all" else found
+                break
             if not any(part in code.co_filename for part in SKIPPED):
-                line = frame.f_lineno
-                found.append({"filename": code.co_filename, "line": line, "name": code.co_name})
+                found.append((code.co_filename, frame.f_lineno, code.co_name))
             frame = frame.f_back
-        return found
+        if self.stacks == "python":
+            return default_stacks.as_dicts(*found)
+        op = str(func).removeprefix("aten.").removesuffix(".default").replace(".", "_")
+        if frame is None or frame.f_code.co_name != ENGINE:
+            return default_stacks.forward(*found, ops=(op,))
+        node = torch._C._current_autograd_node()
+        return default_stacks.backward(node.name().rpartition("::")[2], op, *found)
 
     def _raise_out_of_memory(self, size: int, frames: list) -> None:
         allocator, settings = self.allocator, self.allocator.settings
