@@ -1,19 +1,14 @@
-"""Checkpoint folders: atomic replacement, checksums, and loading without running pickled code.
+"""Checkpoint folders: atomic replacement, and loading without running pickled code.
 
 Ranks write a new checkpoint to a staging folder beside the target. Its files and names are synced
-to disk (fsync) before the folder is renamed. A killed rank leaves the staging folder, and the next
+to disk (fsync) before the folder is renamed. A killed save leaves the staging folder, and the next
 save to the same place removes it.
-
-`checksums.json` holds one checksum (XXH3) for each box. A box is a rectangular region of a tensor.
-Before any weight changes, the ranks share the verification of all boxes. Verification reads the
-checkpoint once more.
 
 torch unpickles the index and everything except tensors. This module reads both as plain data
 (memlab.internals.unpickling, `weights_only`), so an untrusted checkpoint cannot run code.
 """
 
 import io
-import json
 import pickle
 import shutil
 from pathlib import Path
@@ -21,8 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-import xxhash
-from filelock import FileLock
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -31,15 +24,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from xxhash import xxh3_64_intdigest as xxh3
 
-from memlab.internals.files import TEMPORARY_LOCK, remove_orphaned_folders, sync, write_beside
+from memlab.internals.files import sync
 from memlab.internals.torch_internals import get_layout
 from memlab.internals.unpickling import unpickle
-
-CHECKSUMS = "checksums.json"
-_READ_BYTES = 2**22
-
 
 # ------------------------------------------------------------------ atomic replacement
 
@@ -49,8 +37,8 @@ def staging_folder(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.partial")
 
 
-def prepare_save(folder: Path, staging: Path, lock: FileLock, also: dict[str, Any]) -> None:
-    """Create the staging folder and acquire its lock.
+def prepare_save(folder: Path, also: dict[str, Any]) -> None:
+    """Create the staging folder.
 
     Raises FileExistsError for a folder that holds other files, and ValueError for values in `also`
     that could not be loaded again.
@@ -62,25 +50,14 @@ def prepare_save(folder: Path, staging: Path, lock: FileLock, also: dict[str, An
             f"{folder} exists and is not a checkpoint; pass another folder to save to"
         )
     shutil.rmtree(_backup(folder), ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    remove_orphaned_folders(folder.parent, ".*.partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
-    lock.acquire(timeout=0)
+    shutil.rmtree(staging_folder(folder), ignore_errors=True)
+    staging_folder(folder).mkdir(parents=True)
 
 
-def commit(
-    folder: Path, staging: Path, lock: FileLock, checksums: list[dict[str, dict[str, int]]]
-) -> None:
-    """Write the checksums and rename the staging folder. The second rename commits the save."""
-    boxes = {file: of_file for of_rank in checksums for file, of_file in of_rank.items()}
-    index = xxh3((staging / ".metadata").read_bytes())
-    with write_beside(staging / CHECKSUMS) as path:
-        path.write_text(json.dumps({"index": index, "boxes": boxes}), encoding="utf-8")
-    lock.release()
-    (staging / TEMPORARY_LOCK).unlink(missing_ok=True)
+def commit(folder: Path) -> None:
+    """Rename the staging folder. The second rename commits the save."""
+    staging, old = staging_folder(folder), _backup(folder)
     sync(staging)
-    old = _backup(folder)
     if folder.exists():
         folder.rename(old)
     staging.rename(folder)
@@ -97,65 +74,6 @@ def recover(folder: Path) -> None:
     """Restore the previous checkpoint if a process was killed between the two renames."""
     if not folder.exists() and _backup(folder).exists():
         _backup(folder).rename(folder)
-
-
-# ------------------------------------------------------------------ checksums
-
-
-def _boxes_by_file(folder: Path) -> dict[str, dict[int, tuple[int, str]]]:
-    """Return {file: {start of a box: (its bytes, its tensor's name)}}."""
-    found: dict[str, dict[int, tuple[int, str]]] = {}
-    for box, place in read_index(folder).storage_data.items():
-        found.setdefault(place.relative_path, {})[place.offset] = place.length, box.fqn
-    return found
-
-
-def own_checksums(folder: Path, rank: int) -> dict[str, dict[str, int]]:
-    """Return {file: {start of a box: its checksum}} for the files that this rank wrote."""
-    return {
-        file: {str(at): _checksum(folder / file, at, size) for at, (size, _) in boxes.items()}
-        for file, boxes in _boxes_by_file(folder).items()
-        if file.startswith(f"__{rank}_")
-    }
-
-
-def _checksum(path: Path, start: int, size: int) -> int:
-    found = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        file.seek(start)
-        while size > 0 and (block := file.read(min(size, _READ_BYTES))):
-            found.update(block)
-            size -= len(block)
-    return found.intdigest()
-
-
-def verify_boxes(folder: Path, rank: int, ranks: int) -> None:
-    """Raise ValueError for a box whose checksum differs. Each rank reads its share of the boxes."""
-    path = folder / CHECKSUMS
-    if not path.exists():  # saved by torch or by an earlier version
-        return
-    try:
-        expected = json.loads(path.read_text(encoding="utf-8"))
-        index, boxes = expected["index"], expected["boxes"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, "it is not valid JSON") from error
-    if xxh3((folder / ".metadata").read_bytes()) != index:
-        raise _damaged(folder / ".metadata", "its checksum differs")
-    places = [
-        (file, at, size, name)
-        for file, of_file in sorted(_boxes_by_file(folder).items())
-        for at, (size, name) in sorted(of_file.items())
-    ]
-    for file, at, size, name in places[rank::ranks]:
-        if _checksum(folder / file, at, size) != boxes.get(file, {}).get(str(at)):
-            raise _damaged(folder / file, f"the checksum of {name} at byte {at:,} differs")
-
-
-def _damaged(path: Path, reason: str) -> ValueError:
-    return ValueError(
-        f"{path} is damaged: {reason}; load another checkpoint, or pass verify=False to skip the "
-        f"checksums"
-    )
 
 
 def _require_plain(also: dict[str, Any]) -> None:

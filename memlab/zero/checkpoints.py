@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
-from filelock import FileLock
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -30,17 +29,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from memlab.internals.files import TEMPORARY_LOCK
 from memlab.zero.checkpoint_files import (
     PlainLoadPlanner,
     PlainReader,
     commit,
-    own_checksums,
     prepare_save,
     read_index,
     recover,
     staging_folder,
-    verify_boxes,
 )
 from memlab.zero.partitioning import ShardChunk
 from memlab.zero.process_group import ProcessGroupCommunicator
@@ -194,35 +190,25 @@ def save(rank: Rank, comm: ProcessGroupCommunicator, folder: Path, also: dict[st
         groups = rank.optimizer.param_groups
         state["settings"] = [{k: v for k, v in g.items() if k != "params"} for g in groups]
         state["also"] = also
-    staging = staging_folder(folder)
-    lock = FileLock(staging / TEMPORARY_LOCK)
-    _on_rank_0(comm, lambda: prepare_save(folder, staging, lock, also))
-    try:
-        with comm.naming_lost_ranks("writing a checkpoint"):
-            planner = dcp.DefaultSavePlanner(**_AS_NAMED)
-            writer = dcp.FileSystemWriter(staging)
-            _without_planner_warnings(
-                lambda: dcp.save(
-                    state, storage_writer=writer, process_group=comm.group, planner=planner
-                )
+    _on_rank_0(comm, lambda: prepare_save(folder, also))
+    with comm.naming_lost_ranks("writing a checkpoint"):
+        planner = dcp.DefaultSavePlanner(**_AS_NAMED)
+        writer = dcp.FileSystemWriter(staging_folder(folder))
+        _without_planner_warnings(
+            lambda: dcp.save(
+                state, storage_writer=writer, process_group=comm.group, planner=planner
             )
-        checksums = comm.gather_objects(own_checksums(staging, comm.index))
-        _on_rank_0(comm, lambda: commit(folder, staging, lock, checksums))
-    finally:
-        lock.release()
+        )
+    _on_rank_0(comm, lambda: commit(folder))
 
 
-def load(
-    rank: Rank, comm: ProcessGroupCommunicator, folder: Path, *, verify: bool = True
-) -> dict[str, Any]:
+def load(rank: Rank, comm: ProcessGroupCommunicator, folder: Path) -> dict[str, Any]:
     """Read what each rank owns, and return what was saved as `also`.
 
     The optimizer has state afterwards only if it had state when it was saved. If one rank cannot
     read its part, every rank raises the same error.
     """
     _on_rank_0(comm, lambda: recover(folder))
-    if verify:
-        _agree(comm, lambda: verify_boxes(folder, comm.index, comm.ranks))
     state, with_copies = _agree(comm, lambda: _state_to_load(rank, folder))
     with comm.naming_lost_ranks("reading a checkpoint"):
         planner = PlainLoadPlanner(**_AS_NAMED)

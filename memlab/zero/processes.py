@@ -231,13 +231,13 @@ class Zero(RankGroup):
         """
         save(self.rank, self.comm, Path(folder), also)
 
-    def load(self, folder: Path | str, *, verify: bool = True) -> dict[str, Any]:
+    def load(self, folder: Path | str) -> dict[str, Any]:
         """Load what `save` wrote, with any number of ranks and any stage; return `also`.
 
-        Raises ValueError on every rank, before anything changes, for a damaged checkpoint. With
-        `verify=False` the checksums are not read.
+        Raises FileNotFoundError or ValueError on every rank if one of them finds no checkpoint of
+        this model.
         """
-        return self._each(lambda rank: load(rank, self.comm, Path(folder), verify=verify))[0]
+        return self._each(lambda rank: load(rank, self.comm, Path(folder)))[0]
 
     # -------------------------------------------------------------- parts of the step
 

@@ -1,7 +1,6 @@
 """Code that the tests run in real ranks: one function per launch, which returns its results."""
 
 import os
-import shutil
 import time
 import warnings
 from collections import Counter
@@ -432,34 +431,7 @@ def resumed(folder: str, stages: dict[str, int], group: Any) -> dict[str, Any]:
             zero.load(path)
         except (OSError, ValueError) as error:
             found[case] = f"{type(error).__name__}: {error}"
-    found["damaged"] = load_damaged(f"{folder}/stage 2", stages["stage 2"], group)
     return found
-
-
-def load_damaged(folder: str, stage: int, group: Any) -> tuple[str, bool, bool]:
-    """Load a checkpoint with a flipped bit.
-
-    Returns (the error, whether nothing changed, whether it loads with verify=False). Each group of
-    ranks has its own copy.
-    """
-    zero = to_save("stage 2", stage, group)
-    copy = Path(f"{folder}, damaged for {zero.comm.ranks}")
-    if zero.comm.index == 0:
-        shutil.copytree(folder, copy)
-        file = max(copy.glob("*.distcp"))
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
-    before = weights(zero)
-    try:
-        zero.load(copy)  # starts with a collective, so all ranks wait for the copy
-        said = "nothing"
-    except ValueError as error:
-        said = str(error)
-    after = weights(zero)
-    unchanged = all(torch.equal(after[name], one) for name, one in before.items())
-    zero.load(copy, verify=False)
-    return said, unchanged, zero.optimizer.state != {}
 
 
 # ------------------------------------------------------------------ comparison with FSDP2
