@@ -101,8 +101,8 @@ def _total_bytes(memory: str | None) -> int | None:
 
 def _show(found: Explanation) -> None:
     echo(paragraph(f"{summary.KINDS[found.kind]}: {summary.headline(found)}"))
-    for words, place in zip(("at", "in", "in"), summary.places(found), strict=False):
-        echo(paragraph(f"{words} {place}"))
+    for line in summary.places(found):
+        echo(paragraph(line))
     for line in summary.notes(found):
         echo(paragraph(line))
     _show_memory(found)

@@ -64,8 +64,10 @@ def _table(found: Explanation) -> list[list[str]]:
         sizes = summary.size_rows(found.log.message)
         return [["", "bytes"], *map(list, sizes)]
     assert found.situation is not None
-    rows = summary.peak_rows(found.situation)
-    return [["category", "bytes", "share", "from sizes alone"], *map(list, rows)]
+    rows = [("category", "bytes", "share", "from sizes alone")]
+    rows += summary.peak_rows(found.situation)
+    used = 4 if any(note for *_, note in rows[1:]) else 3
+    return [list(row[:used]) for row in rows]
 
 
 def _remedies(found: Explanation) -> list[list[str]]:
@@ -99,7 +101,10 @@ def _history(s: Situation) -> dict[str, Any]:
         "reserved": [history.reserved[at] for at in positions],
         "refusals": [{"position": r.position, "bytes": r.bytes} for r in history.refusals],
         "blocks": [_block(s, block, names, stacks) for block in _shown(s)],
-        "spans": [[x.address, x.bytes, x.born, _end(x.died, history)] for x in history.spans],
+        "spans": [
+            [x.address, x.bytes, x.born, _end(x.died, history), int(x.expandable)]
+            for x in history.spans
+        ],
         "stacks": stacks.found,
     }
 

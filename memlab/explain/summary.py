@@ -114,10 +114,11 @@ def places(found: Explanation) -> Iterator[str]:
     """Yield the failing line, and in a snapshot the model's line under it and the operator."""
     s = found.situation
     if s is None:
-        yield from filter(None, [place(found)])
+        yield from (f"at {line}" for line in [place(found)] if line)
         return
-    lines = [str(with_class(line)) for line in (s.line, s.model_line) if line]
-    yield from [*lines, *filter(None, [s.operator])]
+    words = [str(with_class(line)) for line in (s.line, s.model_line) if line]
+    words += [s.operator] if s.operator else []
+    yield from (f"{'in' if number else 'at'} {each}" for number, each in enumerate(words))
 
 
 def peak_rows(s: Situation) -> list[tuple[str, str, str, str]]:

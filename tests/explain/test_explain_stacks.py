@@ -17,6 +17,7 @@ from memlab.explain.frames import (
 )
 from memlab.explain.histories import history_of
 from memlab.explain.reading import of_data
+from memlab.explain.report_html import page_data
 
 MIB = 2**20
 SCRIPT, SITE = "/home/me/train.py", "/opt/env/lib/python3.10/site-packages"
@@ -139,7 +140,7 @@ def test_a_gather_of_a_graph_network_is_no_attention_score():
 
 def test_a_peak_in_backward_is_shown_at_the_line_that_called_it():
     found = written_out_attention(batch=8, tokens=1024).explained()
-    assert list(summary.places(found)) == ["me/train.py:47 main", "DivBackward0"]
+    assert list(summary.places(found)) == ["at me/train.py:47 main", "in DivBackward0"]
 
 
 def test_a_module_on_this_machine_is_named_by_its_class(tmp_path):
@@ -149,6 +150,22 @@ def test_a_module_on_this_machine_is_named_by_its_class(tmp_path):
     made.alloc(MIB, forward((str(file), 4, "forward"), ops=("linear",)))
     [place, _] = summary.places(made.explained())
     assert place.endswith("/model.py:4 Mlp.forward")
+
+
+def test_the_page_lists_a_stack_from_the_operator_to_where_the_users_code_begins():
+    made = Trace()
+    made.alloc(MIB, forward(*LORA, ops=("mm", "linear")))
+    page = page_data(made.explained(), "snapshot.pickle")
+    [[first, *frames]] = page["history"]["stacks"]
+    assert first == "ipykernel_114/3105878423.py:21 <module> in llama/modeling_llama.py:617 forward"
+    assert frames[:3] == ["aten::mm", "aten::linear", "modules/linear.py:114 forward"]
+    assert frames[-1] == "ipykernel_114/3105878423.py:21 <module>"
+
+
+def test_the_page_knows_which_ranges_are_parts_of_an_expandable_segment():
+    snapshot, _ = record(failing_scripts.large_batch_gpt, expandable_segments=True)
+    page = page_data(explain_source(of_data(snapshot)), "snapshot.pickle")
+    assert {expandable for *_, expandable in page["history"]["spans"]} == {1}
 
 
 # ------------------------------------------------------------------ torch's viewer
