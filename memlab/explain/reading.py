@@ -250,7 +250,7 @@ _TEXTS = ("action", "segment_type", "state", "category")
 
 def _checked(snapshot: Any) -> Mapping[str, Any]:
     """Return a snapshot or recording whose entries are those of torch. Raises ValueError."""
-    frames: set[int] = set()  # lists that were checked; entries share them
+    frames: set[int] = set()  # lists and frames that were checked; entries share them
     for name in ("segments", "segments_at_end"):
         for segment in _dicts(snapshot.get(name, []), name):
             _check_entry(segment, frames)
@@ -304,6 +304,9 @@ def _check_entry(entry: dict[str, Any], checked: set[int]) -> None:
         return
     checked.add(id(frames))
     for frame in _dicts(frames, "frames"):
+        if id(frame) in checked:
+            continue
+        checked.add(id(frame))
         is_text = all(isinstance(frame.get(key, ""), str) for key in ("filename", "name"))
         if not is_text or type(frame.get("line", 0)) is not int:
             raise ValueError(f"an entry has the frame {_short(frame)}; {WANTED}")
