@@ -40,8 +40,8 @@ def reserve_bytes(
     cells: int, hidden_size: int, layers: int, directions: int, mode: int, itemsize: int
 ) -> int:
     """Return the size of the reserve; `cells` is steps × sequences."""
-    # Without cuDNN's workspace, which is unknown: on an H200, predictions of steps with LSTM and GRU
-    # are 32 to 35 % too low.
+    # Without cuDNN's workspace, which is unknown: on an H200, predictions of steps with LSTM and
+    # GRU are 32 to 35 % too low.
     elements = _SAVED_ELEMENTS[mode] * layers + layers - 1
     return cells * hidden_size * directions * elements * itemsize
 
