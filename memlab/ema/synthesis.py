@@ -25,10 +25,9 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +90,9 @@ def synthesize(
     """
     found = snapshots_of_one_run(snapshots)
     widths: Any = sigma
-    sigmas: list[float] = [widths] if isinstance(sigma, Real) else list(widths)
-    outs = [out] if isinstance(sigma, Real) else _one_for_each(out, len(sigmas))
+    is_alone = isinstance(widths, str) or not isinstance(widths, Iterable)
+    sigmas: list[float] = [widths] if is_alone else list(widths)
+    outs = [out] if is_alone else _one_for_each(out, len(sigmas))
     _check_paths(outs, found)
     time_of = _checked_time(found, at)
     found = [snapshot for snapshot in found if snapshot.step <= time_of]
@@ -113,7 +113,7 @@ def synthesize(
         for name, shape in shapes.items():
             _write_tensor(name, prod(shape), found, weights, targets, advance)
     results = [target.result for target in targets]
-    return results[0] if isinstance(sigma, Real) else results
+    return results[0] if is_alone else results
 
 
 def _one_for_each(out: Any, count: int) -> list[Any]:
