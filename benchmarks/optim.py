@@ -142,6 +142,9 @@ CONTENDERS = {
     "memlab AdamMini": of_ours(AdamMini, partition=lambda name, shape: shape[-1]),
     "lion-pytorch Lion": of_package("lion_pytorch", "Lion", "Lion"),
     "memlab Lion": of_ours(Lion, "Lion"),
+    # On the CPU it moves weights without gradients by lr per step: its quantizer returns 2e-5 of
+    # absmax for 0, and Lion steps by the sign. Its Adam8bit drifts by 2 lr in 1,000 steps.
+    # torchao's AdamW8bit makes steps of 10⁶ lr if gradients differ by orders of magnitude.
     "bitsandbytes Lion8bit": of_package("bitsandbytes.optim", "Lion8bit", "Lion"),
     "memlab Lion8bit": of_ours(Lion8bit, "Lion"),
 }

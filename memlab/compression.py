@@ -219,6 +219,7 @@ def compressed_activations(
     bits, a group or a mode that `quantize_blockwise` does not support.
     """
     if mode is None:
+        # Stochastic rounding depends on the last bits of matmuls, so gradients differ between CPUs.
         mode = "nearest" if bits == 8 else "stochastic"
     quantize_blockwise(
         torch.empty(0, dtype=torch.float32, device="cpu"), bits=bits, block=group, mode=mode

@@ -36,6 +36,9 @@ def run_with_lines(step: Step, model: nn.Module, optimizer: Any) -> None:
 
 def run_tracked(step: Step, model: nn.Module, optimizer: Any) -> None:
     tracker = MemTracker()
+    # As documented. Its peak is right in 57 of 59 kinds (gathers +13 %, gradients with many sources
+    # +4 %), and it takes 18 × the time of a plain 7B dry step. It supports neither a second forward
+    # pass without a reset, nor sparse tensors, nor `autograd.grad`.
     tracker.track_external(model, optimizer)
     with tracker:
         step()

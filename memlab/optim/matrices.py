@@ -173,6 +173,7 @@ def signed(gradient: Tensor, group: dict[str, Any], precision: torch.dtype) -> T
 
 def long_side_first(matrix: Tensor) -> Tensor:
     """Return a matrix, or its transposed view, with at least as many rows as columns."""
+    # A square matrix counts as tall, as in galore-torch and apollo-torch.
     return matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
 
 

