@@ -7,6 +7,7 @@ from default_stacks import ALLOCATOR, START, as_dicts, backward, forward, operat
 from torch.cuda import _memory_viz
 
 from memlab.explain import explain_source, summary
+from memlab.explain.categories import split_by_counts
 from memlab.explain.frames import (
     in_backward,
     in_workspace,
@@ -15,7 +16,7 @@ from memlab.explain.frames import (
     stack_of,
     user_line,
 )
-from memlab.explain.histories import history_of
+from memlab.explain.histories import Block, history_of
 from memlab.explain.reading import of_data
 from memlab.explain.report_html import page_data
 
@@ -166,6 +167,38 @@ def test_the_page_knows_which_ranges_are_parts_of_an_expandable_segment():
     snapshot, _ = record(failing_scripts.large_batch_gpt, expandable_segments=True)
     page = page_data(explain_source(of_data(snapshot)), "snapshot.pickle")
     assert {expandable for *_, expandable in page["history"]["spans"]} == {1}
+
+
+# ------------------------------------------------------------------ blocks older than the record
+
+
+@pytest.mark.parametrize(
+    ("counts", "names"),
+    [  # {bytes: blocks}, as in the public snapshots named above and Wedsonlin/assignment2-systems
+        ({8192: 45, 131072: 66, 2097152: 44, 5767168: 66, 262144000: 2}, ("parameters",)),
+        (
+            {4096: 147, 262144: 1, 4194304: 288, 16777216: 216, 40960000: 6},
+            ("parameters", "optimizer_state", "optimizer_state"),
+        ),
+        ({1728: 3, 4096: 6, 8192: 6, 20352000: 1}, ("parameters",)),
+    ],
+)
+def test_counts_of_equal_sizes_tell_weights_from_optimizer_state(counts, names):
+    blocks = [
+        Block(512 * number, size, 0, 0, ())
+        for number, size in enumerate(size for size, n in counts.items() for _ in range(n))
+    ]
+    found = split_by_counts(blocks, set())
+    of_largest = [found[b].name for b in blocks if b.bytes == max(counts)]
+    assert of_largest == [name for name in names for _ in range(len(of_largest) // len(names))]
+
+
+def test_an_old_block_as_large_as_cublas_workspace_is_one():
+    old = {"address": 2**40, "size": 8_519_680, "requested_size": 8_519_680}
+    segment = {"address": 2**40, "total_size": 20 * MIB, "device": 0}
+    segment["blocks"] = [{**old, "state": "active_allocated"}]
+    found = explain_source(of_data({"segments": [segment], "device_traces": []}))
+    assert found.situation.by_category == {"workspaces": 8_519_680}
 
 
 # ------------------------------------------------------------------ torch's viewer
