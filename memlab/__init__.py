@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from memlab.internals.lazy import lazily
 
 if TYPE_CHECKING:  # for type checkers and editors
+    from memlab import explain as explain
     from memlab import plot as plot
     from memlab.configs.targets import Kernels as Kernels
     from memlab.dry_runs import dry_run as dry_run
@@ -37,7 +38,7 @@ _HOME_OF = {
     "predict": "memlab.prediction",
     **dict.fromkeys(
         (
-            *("allocator", "course", "dry_runs", "metering", "monitoring"),
+            *("allocator", "course", "dry_runs", "explain", "metering", "monitoring"),
             *("plot", "prediction", "trace"),
         ),
         "",
@@ -47,7 +48,7 @@ _HOME_OF = {
 __version__ = "0.1.0"
 __all__ = [
     *("BudgetExceeded", "Event", "Kernels", "Trace"),
-    *("budget", "dry_run", "measure", "meter", "monitor", "plot", "predict"),
+    *("budget", "dry_run", "explain", "measure", "meter", "monitor", "plot", "predict"),
 ]
 
 

@@ -72,6 +72,8 @@ def explain_document(what: str, found: Explanation) -> dict[str, Any]:
                 "confidence": each.confidence,
                 "evidence": list(each.evidence),
                 "advice": list(summary.advice(each, replayed)),
+                "code": each.code,
+                "decide": each.decide,
             }
             for each in found.findings
         ],

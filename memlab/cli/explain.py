@@ -21,6 +21,7 @@ from memlab.explain import (
     read_stream,
     summary,
 )
+from memlab.explain.answer import answer, titled
 from memlab.units import format_bytes, paragraph
 
 STANDARD_INPUT = "-"
@@ -32,7 +33,11 @@ def explain_file(request: ExplainRequest) -> None:
     """Print the summary and write the report."""
     folder = choose_folder(request.out)
     found = _explanation(request)
-    _show(found)
+    if request.all:
+        _show(found)
+    else:
+        echo(answer(found))
+        echo(paragraph("everything else: --all, and the report"))
     echo("")
     write_explanation(found, request.file, folder)
 
@@ -137,7 +142,7 @@ def _show_memory(found: Explanation) -> None:
 
 def _show_finding(found: Explanation, number: int, finding: Finding) -> None:
     title = summary.title_of_causes(found) if number == 0 else "or"
-    echo("\n" + paragraph(f"{title}: {finding.cause.title} ({finding.word})"))
+    echo("\n" + paragraph(f"{title}: {titled(finding)}"))
     for line in finding.evidence:
         echo(paragraph(f"  - {line}"))
     if number == 0:
@@ -145,6 +150,9 @@ def _show_finding(found: Explanation, number: int, finding: Finding) -> None:
             echo(paragraph(f"  → {line}"))
     elif first := next(summary.advice(finding, found.replays), None):
         echo(paragraph(f"  → {first}"))
+    echo("\n".join(f"      {line}" for line in finding.code.splitlines()))
+    if finding.decide:
+        echo(paragraph(f"  to find out: {finding.decide}"))
 
 
 def _show_recording(found: Explanation) -> None:

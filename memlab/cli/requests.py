@@ -509,6 +509,10 @@ class ExplainRequest(Options):
             metavar="BYTES|GPU",
         ),
     ] = None
+    all: Annotated[
+        bool,
+        typer.Option("--all", help="Print every cause, remedy and size, not one screen of them."),
+    ] = False
     out: Annotated[
         str, typer.Option(help="Folder for the report, explain.html.", metavar="FOLDER")
     ] = "work"

@@ -1,5 +1,7 @@
 """Explain a file: why memory ran out, with evidence and the predicted effect of each remedy."""
 
+import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +22,7 @@ RECORD_NEXT = (  # three lines for the user's script
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """The causes of one file, the most confident first.
 
@@ -38,6 +40,11 @@ class Explanation:
     def cause(self) -> str | None:
         """The name of the most confident cause, such as "logits"; None if nothing was found."""
         return self.findings[0].cause.name if self.findings else None
+
+    def __repr__(self) -> str:
+        from memlab.explain.answer import answer
+
+        return answer(self)
 
 
 def explain(
@@ -58,6 +65,14 @@ def explain(
 def explain_text(text: str) -> Explanation:
     """Explain an out-of-memory message or a log that contains one."""
     return explain_source(of_text(text))
+
+
+def explain_error(error: BaseException | None = None) -> Explanation:
+    """Explain an exception; by default the last one that a notebook or a prompt showed."""
+    error = error or getattr(sys, "last_value", None)
+    if error is None:
+        raise ValueError("no exception was shown before; pass one: memlab.explain(error)")
+    return explain_text("".join(traceback.format_exception(error)))
 
 
 def explain_source(

@@ -74,7 +74,7 @@ _SMALLER_GPU_SHARE = Fix(
 )
 _CPU_LOAD = Fix(
     'Load checkpoints on the CPU: torch.load(path, map_location="cpu"); load_state_dict copies them.',
-    "one copy of what the checkpoint holds: weights, and twice as much of AdamW's state",
+    "one copy of the weights and of AdamW's state",
     {
         "torch": 'checkpoint = torch.load(path, map_location="cpu")\n'
         'model.load_state_dict(checkpoint["model"])\n'
@@ -149,7 +149,7 @@ FIXES: dict[str, tuple[str, tuple[Fix, ...]]] = {
                 "almost all of tokens × vocabulary × 4 bytes, and as much for their gradient",
                 {
                     "torch": "from memlab.losses import chunked_cross_entropy\n\n"
-                    "loss = chunked_cross_entropy(hidden, lm_head.weight, labels, chunk_rows=1024)",
+                    "loss = chunked_cross_entropy(hidden, lm_head.weight, labels, chunk=1024)",
                     "trainer": "TrainingArguments(use_liger_kernel=True)",
                 },
             ),
@@ -182,8 +182,7 @@ FIXES: dict[str, tuple[str, tuple[Fix, ...]]] = {
                     "torch": "import bitsandbytes as bnb\n\n"
                     "optimizer = bnb.optim.AdamW8bit(model.parameters(), lr=1e-4)",
                     "trainer": 'TrainingArguments(optim="adamw_bnb_8bit")',
-                    "deepspeed": '{"zero_optimization": {"stage": 2, "offload_optimizer": '
-                    '{"device": "cpu"}}}',
+                    "deepspeed": '{"zero_optimization": {\n    "stage": 2,\n    "offload_optimizer": {"device": "cpu"},\n}}',
                 },
             ),
             Fix(
@@ -343,8 +342,7 @@ FIXES: dict[str, tuple[str, tuple[Fix, ...]]] = {
                 "With transformers' Trainer, set eval_accumulation_steps, or reduce the outputs in "
                 "preprocess_logits_for_metrics.",
                 code={
-                    "trainer": "Trainer(\n    preprocess_logits_for_metrics=lambda logits, labels: "
-                    "logits.argmax(-1),\n)",
+                    "trainer": "def best(logits, labels):\n    return logits.argmax(-1)\n\n\nTrainer(preprocess_logits_for_metrics=best)",
                 },
             ),
         ),
@@ -359,10 +357,8 @@ FIXES: dict[str, tuple[str, tuple[Fix, ...]]] = {
                 {
                     "torch": 'data = np.load(path, mmap_mode="r")\n'
                     "DataLoader(dataset, num_workers=2, prefetch_factor=2)",
-                    "trainer": "AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, "
-                    'device_map="cuda:0")',
-                    "deepspeed": '{"zero_optimization": {"stage": 3, "offload_optimizer": '
-                    '{"device": "nvme", "nvme_path": "/local"}}}',
+                    "trainer": 'AutoModelForCausalLM.from_pretrained(\n    name, dtype=torch.bfloat16, device_map="cuda:0"\n)',
+                    "deepspeed": '{"zero_optimization": {\n    "stage": 3,\n    "offload_optimizer": {"device": "nvme", "nvme_path": "/local"},\n}}',
                 },
             ),
             Fix(
@@ -522,10 +518,8 @@ FIXES: dict[str, tuple[str, tuple[Fix, ...]]] = {
                     "options = StateDictOptions(full_state_dict=True, cpu_offload=True)\n"
                     "state = get_model_state_dict(model, options=options)",
                     "accelerate": "FullyShardedDataParallelPlugin(\n"
-                    "    state_dict_config=FullStateDictConfig(offload_to_cpu=True, "
-                    "rank0_only=True)\n)",
-                    "deepspeed": '{"zero_optimization": {"stage": 3, '
-                    '"stage3_gather_16bit_weights_on_model_save": False}}\n'
+                    "    state_dict_config=FullStateDictConfig(\n        offload_to_cpu=True, rank0_only=True\n    )\n)",
+                    "deepspeed": '{"zero_optimization": {\n    "stage": 3,\n    "stage3_gather_16bit_weights_on_model_save": False,\n}}\n'
                     "# then: python zero_to_fp32.py CHECKPOINT OUTPUT",
                 },
             ),
@@ -657,8 +651,7 @@ FIXES: dict[str, tuple[str, tuple[Fix, ...]]] = {
                 "Train shorter sequences or fewer layers, and recompute activations.",
                 "",
                 {
-                    "torch": "$ mlx_lm.lora --max-seq-length 1024 --batch-size 1 --num-layers 8 "
-                    "--grad-checkpoint",
+                    "torch": "$ mlx_lm.lora --max-seq-length 1024 --batch-size 1 --grad-checkpoint",
                 },
             ),
         ),

@@ -193,6 +193,7 @@ class Log:
     kind: str  # of ERRORS, or "other": an exception that says nothing about memory
     message: Message
     error: str  # the message's words on one line
+    said: str  # the words that say what happened
     lines: tuple[Line, ...]  # of the traceback that ends with the message, outermost first
     before: str = field(repr=False)  # the text above the traceback
     rank: int | None = None  # of the process that printed the message, in a distributed run
@@ -276,6 +277,7 @@ def read_log(text: str, unread: int = 0) -> Log:
         error.kind,
         message,
         _flat(below),
+        _said(text, error),
         lines,
         head + "\n".join(row.text for row in rest),
         rank=int(rank[1]) if rank else None,
@@ -322,6 +324,16 @@ def _most_telling(found: Sequence[Error]) -> Error:
     kinds = [*ERRORS, "other"]
     best = min(kinds.index(error.kind) for error in found)
     return [error for error in found if kinds.index(error.kind) == best][-1]
+
+
+def _said(text: str, error: Error) -> str:
+    """Return the row of an error, or as much around its words as fits a line."""
+    start = max(text.rfind("\n", 0, error.start) + 1, error.start - 40)
+    end = text.find("\n", error.end)
+    cut = text[start : min(end % (len(text) + 1), start + 130)]
+    if start and text[start - 1] != "\n":
+        cut = "… " + cut.partition(" ")[2]
+    return _flat(tracebacks.rows_of(cut)).strip()
 
 
 def _flat(rows: Sequence[Row], between: str = " ") -> str:

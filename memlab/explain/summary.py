@@ -17,7 +17,17 @@ KINDS = {
     "snapshot": "memory snapshot",
     "recording": "recording of the allocator",
     "trace": "memlab trace",
-    "log": "log with an out-of-memory message",
+    "log": "log",
+}
+HEADLINES = {  # of a log that ends otherwise than with PyTorch's message; by messages.ERRORS
+    "killed": "a process was killed",
+    "host": "the computer's own memory ran out",
+    "shm": "shared memory ran out",
+    "page-file": "Windows refused memory",
+    "library": "a CUDA library ran out of memory",
+    "handle": "a CUDA library could not start",
+    "fault": "it ends with an error that names no memory",
+    "other": "it ends with an error that names no memory",
 }
 PHASES = {
     "setup": " while a model was loaded",
@@ -53,6 +63,8 @@ def _completed(s: Situation) -> str:
 
 def _log_headline(log: Log) -> str:
     message = log.message
+    if log.kind not in ("sized", "bare"):
+        return HEADLINES.get(log.kind, "out of memory, in the words of other software than PyTorch")
     if message.requested is None:
         return f"{message.backend} out of memory; the message states no sizes"
     parts = [f"{format_bytes(message.requested)} requested"]

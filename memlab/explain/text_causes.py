@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 COUNTS = Path(__file__).with_name("counts.json")  # of tests/explain/confidence.py
 MOST_CAUSES = 3
+MOST_SURE = 0.89  # of a rule that only says what is left: medium
 MANY_STEPS = 20  # after these, what every step needs has been shown to fit
 LARGE_BATCH = 16
 GIB = 2**30
@@ -314,12 +315,13 @@ class TextSituation:
     @property
     def wrapped_size(self) -> bool:
         """Whether the request is a negative number that was read as an unsigned one."""
-        return (self.message.requested or 0) >= 2**46 or "more than 1EB" in self.log.error
+        wrapped = (self.message.requested or 0) >= 2**46 or "more than 1EB" in self.log.error
+        return wrapped and not self.on_host
 
     @property
     def larger_than_card(self) -> bool:
         room = self.whole - min(CONTEXT_BYTES / 2, CONTEXT_SHARE * self.whole)
-        return (self.message.requested or 0) > (room or LARGEST_CARD)
+        return (self.message.requested or 0) > (room or LARGEST_CARD) and not self.on_host
 
     @property
     def more_free_than_card(self) -> bool:
@@ -470,6 +472,7 @@ class TextSituation:
         grew = [format_bytes(level) for level in (*self.growing[:1], *self.growing[-1:])]
         return {
             **{name: format_bytes(n) if n is not None else "" for name, n in sizes.items()},
+            "said": self.log.said,
             "place": str(self.log.line or ""),
             "last": str(self.log.lines[-1].frame) if self.log.lines else "",
             "phase": self.phase,
@@ -527,7 +530,7 @@ def finding_of(rule: "Rule", match: str, situation: TextSituation) -> Finding:
     lines = [line for line in rule.evidence if all(words.get(key) for key in _keys(line))]
     found = Finding(
         CAUSES[rule.cause],
-        (right + 0.5) / (called + 1),
+        min((right + 0.5) / (called + 1), MOST_SURE if rule.is_fallback else 1),
         tuple(line.format_map(words) for line in lines),
         counts=(right, called),
         decide=rule.decide,

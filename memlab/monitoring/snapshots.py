@@ -9,6 +9,7 @@ import importlib
 import os
 import subprocess
 import sys
+import traceback
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,10 @@ from memlab.units import format_bytes
 
 MAX_ENTRIES = 100_000  # of the history
 EXPLAIN = (sys.executable, "-m", "memlab", "explain")
+EXPLAIN_TEXT = (
+    *(sys.executable, "-c"),
+    "import sys, memlab; print(memlab.explain(sys.stdin.read()))",
+)
 EXPLAIN_SECONDS = 60
 _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory")
 
@@ -132,16 +137,22 @@ def snapshot_path(folder: str | os.PathLike[str], reason: str, step: int) -> Pat
     return Path(folder) / f"{'-'.join(words)}.pickle"
 
 
-def explanation(path: Path) -> str:
+def explanation(path: Path | None, error: BaseException | None = None) -> str:
     """Return what `memlab explain FILE` prints, or name that command if that takes too long.
 
-    It runs as a process of its own: this one has just run out of memory.
+    Without a snapshot, the error's own text is explained. It runs as a process of its own: this one
+    has just run out of memory.
     """
-    advice = f"Run `memlab explain {path}` to see what filled the memory."
+    log = "".join(traceback.format_exception(error)) if path is None and error else None
+    advice = f"Run `memlab explain {path}` to see what filled the memory." if path else ""
     try:
         importlib.import_module("memlab.explain")  # not every version of memlab has it
         result = subprocess.run(
-            [*EXPLAIN, str(path)], capture_output=True, text=True, timeout=EXPLAIN_SECONDS
+            EXPLAIN_TEXT if path is None else [*EXPLAIN, str(path)],
+            input=log,
+            capture_output=True,
+            text=True,
+            timeout=EXPLAIN_SECONDS,
         )
     except Exception:  # an explanation must not hide the memory error
         return advice

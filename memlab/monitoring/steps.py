@@ -210,7 +210,7 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
         self._remove_hook()
         if is_oom(error):
             try:
-                self._explain_oom()
+                self._explain_oom(error)
             except Exception as another:  # it must not replace the memory error
                 say(f"memlab: no report ({type(another).__name__}: {another})")
         elif self._prints:
@@ -242,14 +242,14 @@ class monitor:  # noqa: N801 - used as a function: `with memlab.monitor() as mon
             self._hook.remove()
             self._hook = None
 
-    def _explain_oom(self) -> None:
+    def _explain_oom(self, error: BaseException | None) -> None:
         """Print what filled the memory, after the error left `with`."""
         device = (self._counters or self._start()).device
         if not self._oom.has_seen_this_step():
             note = self._oom.dump(device, "oom", self._oom.next_step)
             say(self._describe_oom(device) + note)
-        if self._oom.path is not None:
-            say(explanation(self._oom.path))
+        if text := explanation(self._oom.path, error):
+            say(text)
 
     def _describe_oom(self, device: torch.device) -> str:
         return oom_text(device, self._oom.requested, self.recent, self.peak_bytes)

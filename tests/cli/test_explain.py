@@ -40,7 +40,7 @@ def trace_file(tmp_path):
 
 
 def test_a_trace_is_summarized_and_the_report_is_written(memlab_command, tmp_path, trace_file):
-    outcome = memlab_command("explain", trace_file)
+    outcome = memlab_command("explain", trace_file, "--all")
     assert outcome.status == 0
     assert "memlab trace: no request was refused; the peak is 80.00 MiB" in outcome.out
     assert re.search(r"activations +72\.00 MiB +90\.0%", outcome.out)
@@ -51,11 +51,21 @@ def test_a_trace_is_summarized_and_the_report_is_written(memlab_command, tmp_pat
 
 def test_a_message_from_standard_input_is_explained(memlab_command, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(MESSAGE))
-    outcome = memlab_command("explain", "-")
+    outcome = memlab_command("explain", "-", "--all")
     assert outcome.status == 0
     assert "cause: another process on the card" in outcome.out
     assert "process 1234" in outcome.out
     assert "_record_memory_history" in outcome.out
+
+
+def test_the_answer_fits_the_screen_and_names_one_remedy_with_its_code(memlab_command, tmp_path):
+    (tmp_path / "oom.txt").write_text(MESSAGE, encoding="utf-8")
+    rows = memlab_command("explain", "oom.txt").out.splitlines()
+    assert rows.index("everything else: --all, and the report") <= 12
+    assert [row for row in rows if row.startswith("  → ")] == [
+        "  → Run nvidia-smi and end the other process, or choose another card with"
+    ]
+    assert "      $ CUDA_VISIBLE_DEVICES=1 python train.py" in rows
 
 
 class Bytes(io.StringIO):
@@ -214,4 +224,4 @@ def test_a_recording_without_stacks_says_that_its_categories_are_ambiguous(
 ):
     path = tmp_path / "recording.json"
     path.write_text(json.dumps(history(trace())), encoding="utf-8")
-    assert "ambiguous" in memlab_command("explain", path).out
+    assert "ambiguous" in memlab_command("explain", path, "--all").out

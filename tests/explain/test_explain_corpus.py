@@ -17,6 +17,16 @@ def test_the_first_cause_of_a_public_report_is_right(name):
     assert explain_text(case["log"]).cause in (case["cause"], *case["acceptable"])
 
 
+MOST_ROWS = 15  # of 80 columns; most answers have eight to eleven
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_answer_to_a_public_report_fits_a_screen(name):
+    rows = repr(explain_text(CASES[name]["log"])).splitlines()
+    assert len(rows) <= MOST_ROWS
+    assert max(map(len, rows)) <= 80
+
+
 def test_the_confidence_of_a_rule_is_counted():
     """Run tests/explain/confidence.py after a change of the rules or the reports."""
     written = {name: list(counts) for name, counts in text_causes.counts().items()}

@@ -2,6 +2,7 @@
 
 import pytest
 
+import memlab
 from memlab.explain import explain_text
 from memlab.explain.messages import read_log
 
@@ -77,6 +78,39 @@ def test_the_last_message_of_a_log_counts():
 def test_a_text_without_a_message_is_refused():
     with pytest.raises(ValueError, match="no out-of-memory message"):
         read_log("step 1: loss 2.31")
+
+
+def test_an_exception_is_explained_in_a_notebook(monkeypatch):
+    """In the cell after an error, memlab.explain() explains the last one."""
+    try:
+        raise RuntimeError(TORCH_2_1)
+    except RuntimeError as error:
+        found = memlab.explain(error)
+        monkeypatch.setattr("sys.last_value", error, raising=False)
+    assert found.cause == memlab.explain().cause == "other-process"
+    assert "cause: another process on the card" in repr(found)
+    assert memlab.explain(TORCH_2_1).cause == "other-process"
+
+
+def test_a_notebook_without_an_error_is_told_what_to_pass(monkeypatch):
+    monkeypatch.setattr("sys.last_value", None, raising=False)
+    with pytest.raises(ValueError, match="no exception was shown before"):
+        memlab.explain()
+
+
+def test_colours_boxes_and_prefixes_are_no_part_of_a_log():
+    plain = "RuntimeError: " + TORCH_1_3.removeprefix("RuntimeError: ")
+    for dressed in (
+        f"\x1b[0;31mRuntimeError\x1b[0m: {plain.partition(': ')[2]}",
+        f"│ {plain} │",
+        f"(TrainWorker pid=812, ip=10.0.0.3) {plain}",
+        f"\x1b[36m(WorkerDict pid=812)\x1b[0m {plain}",
+        f"2024-05-06 07:08:09,123 - ERROR - {plain}",
+        f"[rank3]: {plain}",
+        f"E   {plain}",
+        f"> > {plain}",
+    ):
+        assert read_log(dressed).message == read_log(plain).message
 
 
 # ------------------------------------------------------------------ causes of logs

@@ -478,7 +478,15 @@ def test_an_out_of_memory_error_of_the_cpu_is_explained_without_a_snapshot(capsy
         torch.empty(2**50)
     printed = capsys.readouterr().err
     assert "out of memory in step 2 on cpu" in printed
-    assert "snapshot" not in printed
+    assert "snapshot    " not in printed
+
+
+def test_an_error_without_a_snapshot_gets_the_answer_to_its_text(capsys):
+    monitor = memlab.monitor("cpu")
+    with pytest.raises(RuntimeError), monitor:
+        torch.empty(2**42)
+    answer = capsys.readouterr().err.partition("cause: ")[2]
+    assert answer.startswith("the computer's own memory (RAM) ran out")
 
 
 def test_a_report_that_fails_does_not_replace_the_error(gpu, capsys, monkeypatch):
