@@ -477,7 +477,7 @@ def test_an_output_cannot_have_a_snapshots_name_in_their_folder(three):
 
 @pytest.mark.parametrize("sigma", [None, "0.1", 0.4, [0.1, None]])
 def test_a_width_that_is_none_is_refused(three, sigma):
-    with pytest.raises(ValueError, match="got sigma .*, wanted a value between 0 and"):
+    with pytest.raises(ValueError, match=r"got sigma .*, wanted a value between 0 and"):
         synthesize(three, sigma)
 
 
