@@ -209,10 +209,12 @@ def in_loss(stack: Stack) -> bool:
 
 @cache
 def in_attention(stack: Stack) -> bool:
-    """Whether the names mention attention or its softmax. A loss has a softmax too."""
+    """Whether functions or files, not folders, mention attention or its softmax. A loss has a
+    softmax too."""
     if in_loss(stack):
         return False
-    return any(_ATTENTION.search(f.name) or _ATTENTION.search(f.filename) for f in stack)
+    names = (name for f in stack for name in (f.name, re.split(r"[/\\]", f.filename)[-1]))
+    return any(map(_ATTENTION.search, names))
 
 
 @cache

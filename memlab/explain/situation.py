@@ -413,6 +413,8 @@ class Situation:
             return False
         if in_softmax(stack) and size >= self.layer_bytes:
             return True
+        if not self.layer_bytes:
+            return False
         if in_attention(stack):
             return size > SCORES_RATIO / 2 * self.layer_bytes
         is_product = not operator(stack) or operator(stack) in BATCHED_PRODUCTS

@@ -72,7 +72,7 @@ def loops_of(history: History) -> list[Loop]:
     made = [
         Made(position, user_frames(stack), in_forward(stack))
         for position, stack in sorted(stacks, key=lambda item: item[0])
-        if user_frames(stack)
+        if user_frames(stack) and not in_optimizer(stack)  # its loop is over parameters
     ]
     return list(_loops_within(made, 0, history.length))
 

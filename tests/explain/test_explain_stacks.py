@@ -139,6 +139,16 @@ def test_a_gather_of_a_graph_network_is_no_attention_score():
     assert found.cause == "batch"
 
 
+def test_the_folder_of_a_project_on_attention_makes_no_scores():
+    made, script = Trace(), ("/home/me/SQAttn/compression/entrance.py", 89, "compress_model")
+    mlp = [(f"{SITE}/transformers/models/qwen2/modeling_qwen2.py", 54, "forward"), script]
+    for op in ("linear", "silu", "mul_Tensor"):  # without gradients, each is freed soon
+        made.alloc(1024 * MIB, forward(*mlp, ops=(op,)))
+    for entry in made.entries[:]:
+        made.free(entry)
+    assert not made.explained().situation.score_blocks
+
+
 def test_a_peak_in_backward_is_shown_at_the_line_that_called_it():
     found = written_out_attention(batch=8, tokens=1024).explained()
     assert list(summary.places(found)) == ["at me/train.py:47 main", "in DivBackward0"]
