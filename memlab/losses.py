@@ -195,9 +195,9 @@ def chunked_cross_entropy(
     )
     (V, C), N = weight.shape, targets.numel()
     if chunk is None:
-        # Of 7B weights at 1 × 2,048 tokens chunks cost memory: 20.28 GiB instead of 19.95, because
-        # the weight's float32 gradient (500 MiB) is larger than the logits. At 8,192 tokens they
-        # pay.
+        # For a 7B model with 1 × 2,048 tokens chunks cost memory: 20.28 GiB instead of 19.95,
+        # because the weight's float32 gradient (500 MiB) is larger than the logits. With 8,192
+        # tokens they pay.
         chunk = chunk_rows(N, V, C)
     elif chunk < 1:
         raise ValueError(f"got chunk={chunk}; give at least 1 row, or None to choose it")

@@ -129,8 +129,9 @@ def used_bytes(row: Row, trace: Trace) -> int:
     limits = {"capacity_bytes": row["total_gpu_memory"], "occupied_bytes": CONTEXT_BYTES}
     blocks = simulate(whole, **limits)
     # On the RTX 3060, NVML's figure is below what torch reserves by the memory up to the first
-    # convolution's output: its first sample was taken while cuDNN was loading. That time was not
-    # recorded, so `first_sample` is an inference (8 rows of batch 377 and more: 0 to 16 MiB off).
+    # convolution's output, as if its first sample was taken while cuDNN was loading. That time was
+    # not recorded, so `first_sample` is an inference (8 rows of batch 377 and more: 0 to 16 MiB
+    # off).
     return blocks.reserved_bytes - _at_first_sample(row, whole)
 
 

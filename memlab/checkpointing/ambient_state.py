@@ -24,7 +24,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from memlab.checkpointing import random_states
 from memlab.internals.torch_internals import len_torch_function_stack
 
-# With `spectral_norm`, which changes a buffer as it reads it, a gradient was 21 % off.
+# `spectral_norm` is not among them: its result depends on the buffer that it changes, and its
+# gradient was 21 % off.
 STATISTICS = (nn.modules.batchnorm._NormBase,)  # base class of BatchNorm and InstanceNorm
 
 Copies = list[Tensor | None]

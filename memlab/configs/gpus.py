@@ -109,8 +109,6 @@ class Gpu:
     def bfloat16_flops(self) -> float:
         """Matmul operations per second in bfloat16: float32's where the GPU doesn't have it, which
         is an upper bound (openxla/xla #12429 measured less than half of it on a T4)."""
-        # At most: openxla/xla #12429 measured less than half of it on a T4, where plans had used
-        # float16's 65 TFLOPS.
         return self.flops if self.has_bfloat16 else self.float32_flops
 
     @property

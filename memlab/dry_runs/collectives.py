@@ -106,8 +106,8 @@ def _with_streams(real: Callable[..., Any]) -> Callable[..., Any]:
 
     def handle(device_type: str = "cuda") -> Any:
         # Gathered weights come from the copy-in stream's pool, reduced gradients from another, and
-        # neither serves an activation. For Llama 3 8B on 8 H100s torchtitan published 49.59 GiB:
-        # predicted 49.74 so, 43.84 with one pool
+        # neither serves an activation. For Llama 3 8B on 8 H100s, torchtitan published 49.59 GiB;
+        # the prediction is 49.74 with a pool for each stream and 43.84 with one
         # (test_fsdp2s_streams_have_pools_of_their_own_on_a_gpu).
         is_stand_in = device_type == "cpu" and StandIn.device != "cpu"
         return torch.cuda if is_stand_in else real(device_type)

@@ -49,8 +49,6 @@ _OVERWRITES = frozenset(
 )
 # In training they update the running statistics, which their schema does not declare.
 _BATCH_NORMS = frozenset({aten.native_batch_norm.default, aten.cudnn_batch_norm.default})
-# Also tricky: `lift_fresh` counts as a view, and readers.py has what reads memory without an
-# operator.
 # Factories of uninitialized tensors.
 _EMPTY = frozenset(
     {

@@ -284,8 +284,8 @@ class StorageMeter(LightMode):
             is_found = was_unknown
         elif record in self._stream:
             if record.category is None and isinstance(tensor, torch.nn.Parameter):
-                # `memlab run` called them activations, `memlab measure`, which knows the model,
-                # parameters.
+                # Otherwise `memlab run` would call gathered weights activations; `memlab measure`
+                # knows the model.
                 record.mark("parameters")  # FSDP has gathered them in this step
             return record
         else:

@@ -92,9 +92,8 @@ def nf4_code() -> Tensor:
 def _quantiles(count: int) -> list[float]:
     """Return quantiles at `count` probabilities, evenly spaced from above 1/2 to OUTERMOST."""
     step = (OUTERMOST - 0.5) / count
-    # Spaced evenly in float64, rounded to float32, the quantile in float64: any other order gives
-    # other levels, and so does the paper's unrounded probability
-    # (test_the_levels_equal_bitsandbytes_to_the_bit).
+    # Quantiles of float64 probabilities are other levels, and so are those of the paper's unrounded
+    # probability (test_the_levels_equal_bitsandbytes_to_the_bit).
     return [NormalDist().inv_cdf(_float32(0.5 + step * i)) for i in range(1, count + 1)]
 
 

@@ -96,7 +96,6 @@ class Hub:
             weights.pop(tied, None)
         del made
         model = real(cls, None, *args, config=config, state_dict=weights, **options)
-        # diffusers pads to the tokenizer's `model_max_length`, so that is kept too.
         model.name_or_path = model.config.name_or_path = name  # trl loads the tokenizer of it
         setattr(model, FROM_A_FILE, True)
         return model

@@ -125,11 +125,11 @@ class StepWatcher:
         if optimizer not in self._taken:
             self._taken[optimizer] = 0
             self._replaced.discard(optimizer)
-            # Adding a hook while the optimizer's own hooks run fails (`OrderedDict mutated during
-            # iteration`); torch runs those before the global ones.
             self.framework = running_framework()
             # What an optimizer's hooks reach counts as its own.
             hook = partial(_call_if_alive, WeakMethod(self._after_step))
+            # Not a global hook: adding a meter's global hooks while global ones run would fail
+            # (`OrderedDict mutated during iteration`).
             optimizer.register_step_post_hook(hook)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

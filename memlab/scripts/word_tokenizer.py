@@ -88,6 +88,7 @@ def words_tokenizer(
     numbers = {**_NUMBERS, **{f"<unused {number}>": number for number in unused}}
     words = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    # diffusers pads to the tokenizer's `model_max_length`.
     kept = {key: options[key] for key in ("padding_side", "model_max_length") if key in options}
     if template is not None:
         words.post_processor = processors.TemplateProcessing(

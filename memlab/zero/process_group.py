@@ -168,7 +168,7 @@ class ProcessGroupCommunicator(Communicator):
         # A gloo thread releases the bucket a moment later, and until then its memory is not free.
         # Without this wait, the peak would vary from run to run.
         # A second reference to the same tensor does not change the use count, so the collective got
-        # a view (test_each_rank_stores_what_the_simulation_stores).
+        # a view (test_without_overlap_the_peak_equals_the_simulations).
         deadline = time.monotonic() + RELEASE_TIMEOUT_SECONDS
         while storage_use_count(storage) > users and time.monotonic() < deadline:
             time.sleep(RELEASE_POLL_SECONDS)
