@@ -1,4 +1,4 @@
-"""A function is one thought: no more than 40 lines of it. A comment names tests that exist."""
+"""A function is one thought: no more than 40 lines of it. Comments name tests that exist."""
 
 import ast
 import io
@@ -103,3 +103,33 @@ def test_every_test_that_a_comment_names_exists():
 def test_a_name_in_a_comment_is_found_and_one_in_a_string_is_not():
     source = 'x = "test_of_a_string"  # as (test_of_a_comment) shows\n'
     assert named_in_comments(source) == {"test_of_a_comment"}
+
+
+# ------------------------------------------------------------------ what CONTRIBUTING.md names
+
+
+def defined_in(source: str) -> set[str]:
+    """The functions, classes, methods and variables of a module, methods with their class."""
+    names = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names |= {node.name}
+            names |= {f"{node.name}.{m.name}" for m in node.body if isinstance(m, ast.FunctionDef)}
+    return names
+
+
+def test_contributing_names_files_and_functions_that_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(
+        r"`((?:memlab|tests|benchmarks|site|docs)/[\w./]+\.\w+)(?:::([\w.]+))?`", text
+    )
+    assert len([name for _, name in named if name]) > 10
+    for path, name in named:
+        if "NN" in path or "NAME" in path:
+            continue
+        assert (ROOT / path).is_file(), path
+        if name:
+            assert name in defined_in((ROOT / path).read_text(encoding="utf-8")), (path, name)
