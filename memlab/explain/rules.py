@@ -130,7 +130,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "request",
         "warpctc-151",
-        ("the request of {requested} is a negative number: a size was computed wrong", _AT),
+        ("the request is a negative number: a size was computed wrong", _AT),
         SIZED,
         when=(_S.wrapped_size,),
     ),

@@ -7,7 +7,7 @@ from memlab.explain.explanation import RECORD_NEXT, Explanation
 from memlab.explain.findings import Finding
 from memlab.explain.frames import with_class
 from memlab.explain.histories import share
-from memlab.explain.messages import Log, Message
+from memlab.explain.messages import MOST_BYTES, Log, Message
 from memlab.explain.remedies import Replays, outcome_for
 from memlab.explain.situation import Situation
 from memlab.units import format_bytes, plural
@@ -67,7 +67,9 @@ def _log_headline(log: Log) -> str:
         return HEADLINES.get(log.kind, "out of memory, in the words of other software than PyTorch")
     if message.requested is None:
         return f"{message.backend} out of memory; the message states no sizes"
-    parts = [f"{format_bytes(message.requested)} requested"]
+    wrapped = message.requested >= MOST_BYTES
+    asked = "a negative size" if wrapped else format_bytes(message.requested)
+    parts = [f"{asked} requested"]
     for words, size in (("allocated", message.allocated), ("free", message.free)):
         if size is not None:
             parts.append(f"{format_bytes(size)} {words}")
@@ -158,7 +160,7 @@ def size_rows(message: Message) -> list[tuple[str, str]]:
             "contexts and other processes" if message.has_context else "outside this process",
             message.elsewhere,
         ),
-        ("the request", message.requested),
+        ("the request", message.requested if (message.requested or 0) < MOST_BYTES else None),
     )
     rows = [(words, format_bytes(size)) for words, size in fields if size is not None]
     return rows + [(f"process {pid}", format_bytes(size)) for pid, size in message.processes]

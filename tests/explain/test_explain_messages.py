@@ -75,6 +75,15 @@ def test_the_last_message_of_a_log_counts():
     assert read_log(text).message.requested == 2 * GIB
 
 
+def test_a_negative_size_is_not_printed_as_a_huge_one():
+    wrapped = TORCH_2_1.replace("2.00 GiB", "17179869113.53 GiB", 1)
+    wrapped = wrapped.replace("process has 12.40 GiB", "process has 17179869184.00 GiB")
+    assert explain_text(wrapped).cause == "request"
+    assert "a negative size requested" in repr(explain_text(wrapped))
+    assert "TiB" not in repr(explain_text(wrapped))
+    assert read_log(wrapped).message.process is None
+
+
 def test_a_text_without_a_message_is_refused():
     with pytest.raises(ValueError, match="no out-of-memory message"):
         read_log("step 1: loss 2.31")
