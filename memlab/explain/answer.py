@@ -27,10 +27,8 @@ def answer(found: Explanation) -> str:
 
 def _lines(found: Explanation, most_evidence: int) -> Iterator[str]:
     yield paragraph(f"{summary.KINDS[found.kind]}: {summary.headline(found)}")
-    if found.log is None and (place := summary.place(found)):
-        yield paragraph(f"at {place}")
-    for note in summary.notes(found) if found.log is None else ():
-        yield paragraph(note)
+    if found.log is None:
+        yield from map(paragraph, (*summary.places(found), *summary.notes(found)))
     if not found.findings:
         yield paragraph("no known cause was found")
         return
@@ -40,7 +38,9 @@ def _lines(found: Explanation, most_evidence: int) -> Iterator[str]:
     remedy = next(summary.advice(first, found.replays), "")
     yield paragraph(f"  → {remedy}")
     fix = next(iter(first.cause.fixes if first.fixes is None else first.fixes), None)
-    if first.code and fix and fix.do == remedy:
+    if found.situation and fix and fix.do != remedy:  # a replay says what it saves, not how
+        yield paragraph(f"  → {fix.do}")
+    if first.code and fix and (found.situation or fix.do == remedy):
         yield from (f"      {line}" for line in first.code.splitlines()[:MOST_CODE] if line)
     if found.log and fix and fix.saves:
         yield paragraph(f"  saves {fix.saves}")

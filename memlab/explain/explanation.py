@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from memlab.explain.advice import code_for
 from memlab.explain.causes import findings
 from memlab.explain.findings import Finding, ranked
 from memlab.explain.histories import history_of
@@ -90,8 +91,10 @@ def explain_source(
     if not situation.history.blocks:
         raise ValueError("no memory was allocated in it; record a step before you dump a snapshot")
     replayed = replays(situation, on_remedy)
-    found = tuple(_after_replay(each, replayed) for each in findings(situation))
-    return Explanation(source.kind, ranked(list(found)), situation, replayed)
+    files = "\n".join(frame.filename for frame in situation.context_stack)
+    after = (_after_replay(each, replayed) for each in findings(situation))
+    found = [replace(each, code=code_for(each.cause.fixes[0], files)) for each in after]
+    return Explanation(source.kind, ranked(found), situation, replayed)
 
 
 def _after_replay(found: Finding, replayed: Replays | None) -> Finding:

@@ -1,11 +1,12 @@
 """An explanation as lines of text, for the terminal and the report."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from memlab.explain.categories import CATEGORIES
 from memlab.explain.explanation import RECORD_NEXT, Explanation
 from memlab.explain.findings import Finding
-from memlab.explain.frames import with_class
+from memlab.explain.frames import Frame, model_line, user_line, with_class
 from memlab.explain.histories import share
 from memlab.explain.messages import MOST_BYTES, Log, Message
 from memlab.explain.remedies import Replays, outcome_for
@@ -125,14 +126,24 @@ def place(found: Explanation) -> str:
 
 
 def places(found: Explanation) -> Iterator[str]:
-    """Yield the failing line, and in a snapshot the model's line under it and the operator."""
+    """Yield the failing line, in a snapshot with the model's line under it and the operator, and
+    the lines that hold the most bytes."""
     s = found.situation
     if s is None:
         yield from (f"at {line}" for line in [place(found)] if line)
         return
-    words = [str(with_class(line)) for line in (s.line, s.model_line) if line]
-    words += [s.operator] if s.operator else []
+    words = [*_lines(s.line, s.model_line), *filter(None, [s.operator])]
     yield from (f"{'in' if number else 'at'} {each}" for number, each in enumerate(words))
+    held = Counter[tuple[Frame, Frame | None]]()
+    for block in s.alive:
+        if line := user_line(block.stack):
+            held[line, model_line(block.stack)] += block.bytes
+    for lines, size in held.most_common(1):
+        yield f"most is held by {' in '.join(_lines(*lines))}: {format_bytes(size)}"
+
+
+def _lines(*frames: Frame | None) -> list[str]:
+    return [str(with_class(frame)) for frame in frames if frame]
 
 
 def peak_rows(s: Situation) -> list[tuple[str, str, str, str]]:

@@ -7,6 +7,7 @@ from default_stacks import ALLOCATOR, START, as_dicts, backward, forward, operat
 from torch.cuda import _memory_viz
 
 from memlab.explain import explain_source, summary
+from memlab.explain.answer import answer
 from memlab.explain.categories import split_by_counts
 from memlab.explain.frames import (
     in_backward,
@@ -151,7 +152,11 @@ def test_the_folder_of_a_project_on_attention_makes_no_scores():
 
 def test_a_peak_in_backward_is_shown_at_the_line_that_called_it():
     found = written_out_attention(batch=8, tokens=1024).explained()
-    assert list(summary.places(found)) == ["at me/train.py:47 main", "in DivBackward0"]
+    assert list(summary.places(found)) == [
+        "at me/train.py:47 main",
+        "in DivBackward0",
+        "most is held by me/train.py:7 custom_softmax: 64.03 MiB",
+    ]
 
 
 def test_a_module_on_this_machine_is_named_by_its_class(tmp_path):
@@ -159,8 +164,16 @@ def test_a_module_on_this_machine_is_named_by_its_class(tmp_path):
     file.write_text("class Outer:\n    class Mlp:\n        def forward(self, x):\n            x\n")
     made = Trace()
     made.alloc(MIB, forward((str(file), 4, "forward"), ops=("linear",)))
-    [place, _] = summary.places(made.explained())
+    place, *_ = summary.places(made.explained())
     assert place.endswith("/model.py:4 Mlp.forward")
+
+
+def test_the_answer_to_a_snapshot_fits_a_screen_and_has_code():
+    lines = answer(written_out_attention(batch=8, tokens=1024).explained()).splitlines()
+    assert len(lines) <= 22
+    assert max(map(len, lines)) <= 80
+    assert "  → attention without stored scores: saves 160.00 MiB of what is allocated" in lines
+    assert "      y = F.scaled_dot_product_attention(q, k, v, is_causal=True)" in lines
 
 
 def test_the_page_lists_a_stack_from_the_operator_to_where_the_users_code_begins():
