@@ -67,7 +67,6 @@ DONE: dict[str, Callable[["TextSituation"], bool]] = {
     "16 bits": lambda s: uses_16_bits(s.log.text),
     "no diffusers": lambda s: "diffusers" not in s.log.text or not s.infers,
     "no cast": lambda s: not any(_CAST.search(line.source) for line in s.log.inner_lines),
-    "MPS": lambda s: False,
     "other fixes": lambda s: not s.batch_of_one,
 }
 

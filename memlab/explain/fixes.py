@@ -41,7 +41,7 @@ _HALVE = Fix(
         "deepspeed": '{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}',
         "accelerate": "Accelerator(gradient_accumulation_steps=2)",
     },
-    unless=("batch of 1", "inference", "MPS"),
+    unless=("batch of 1", "inference"),
 )
 _CHECKPOINT = Fix(
     "Use activation checkpointing: torch.utils.checkpoint.checkpoint around each layer, or "
@@ -100,7 +100,7 @@ FIXES: dict[str, tuple[str, tuple[Fix, ...]]] = {
                     "deepspeed": '{"bf16": {"enabled": True}}',
                     "accelerate": 'Accelerator(mixed_precision="bf16")',
                 },
-                unless=("16 bits", "inference", "MPS"),
+                unless=("16 bits", "inference"),
             ),
             Fix(
                 "With diffusers: pipe.vae.enable_tiling(), pipe.enable_model_cpu_offload().",

@@ -18,7 +18,6 @@ from memlab.explain import advice
 from memlab.explain.findings import CAUSES, CONTEXT_BYTES, Finding
 from memlab.explain.frames import (
     Frame,
-    collecting_frame,
     decoding_frame,
     disables_grad,
     evaluation_frame,
@@ -178,10 +177,6 @@ class TextSituation:
     @property
     def trained(self) -> bool:
         return self.log.trained
-
-    @property
-    def joins_outputs(self) -> bool:
-        return collecting_frame(self.stack) is not None
 
     @cached_property
     def source_lines(self) -> list[SourceLine]:
