@@ -16,7 +16,7 @@ parameter, one gradient and two moments of Adam have the same size.
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -234,7 +234,12 @@ class Categories:
         # AdamW's state. Every size has one vote: by bytes, four equal matrices in a layer look like
         # a weight, a gradient and two moments
         # (test_four_equal_matrices_in_a_layer_are_no_sign_of_adam).
-        self.of |= split_by_counts(older, known)
+        gradients = (
+            block.bytes
+            for block, category in self.of.items()
+            if category.name == "gradients" and block.alive(self.history.moment)
+        )
+        self.of |= split_by_counts(older, known, Counter(gradients))
         left = Counter(b.bytes for b, c in self.of.items() if c.name == "parameters")
         sizes = set(left)
         for block in sorted(rest, key=lambda block: block.born):
@@ -324,17 +329,20 @@ SHARES = {
 }
 
 
-def split_by_counts(blocks: Iterable[Block], known: set[str]) -> dict[Block, Category]:
+def split_by_counts(
+    blocks: Iterable[Block], known: set[str], gradients: Mapping[int, int]
+) -> dict[Block, Category]:
     """Split blocks older than the record by how often each size occurs.
 
     If every large size occurs a multiple of 4 times, Adam's state and the gradients were there.
+    Where the record has as many `gradients` by size as parameters, they tell how often each is.
     """
     by_size: dict[int, list[Block]] = {}
     for block in sorted(blocks, key=lambda block: block.address):
         by_size.setdefault(block.bytes, []).append(block)
     if not by_size:
         return {}
-    times = _common_count(by_size)
+    times = _common_count(by_size, gradients)
     names = SHARES[times]
     if times == 2 and "gradients" in known:
         names = ("parameters", "optimizer_state")
@@ -345,7 +353,7 @@ def split_by_counts(blocks: Iterable[Block], known: set[str]) -> dict[Block, Cat
     return found
 
 
-def _common_count(by_size: dict[int, list[Block]]) -> int:
+def _common_count(by_size: dict[int, list[Block]], gradients: Mapping[int, int]) -> int:
     """Return 4, 3, 2 or 1: what divides the count of every size that occurs often.
 
     One size is enough to refuse: a model of 22 layers has even counts, but 45 norms. Sizes that
@@ -356,6 +364,9 @@ def _common_count(by_size: dict[int, list[Block]]) -> int:
     held = sum(size * count for size, count in often.items())
     if not counts or held < sum(size * len(same) for size, same in by_size.items()) / 2:
         return 1
+    ratios = {count // gradients[size] if size in gradients else 0 for size, count in often.items()}
+    if len(ratios) == 1 and ratios <= SHARES.keys():
+        return ratios.pop()
     return next(times for times in (4, 3, 2, 1) if not any(count % times for count in counts))
 
 

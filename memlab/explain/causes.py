@@ -127,7 +127,7 @@ def optimizer_state(s: Situation) -> Finding | None:
     evidence = [f"{format_bytes(state)} ({s.share(state):.0%}) are optimizer state"]
     if weights:
         evidence.append(f"the weights are {format_bytes(weights)}; AdamW keeps twice their size")
-    if in_step and (s.makes_state_now or not s.stepped_before):
+    if in_step and not s.has_older_state and (s.makes_state_now or not s.stepped_before):
         strength = 0.95
         evidence.append(f"{_at_the_moment(s)} {s.stack[0].name}, in the optimizer's first step")
     elif s.steps_done == 1:

@@ -276,6 +276,11 @@ class Situation:
         return any(phases[b] == "optimizer" and b.born < self.step_start for b in phases)
 
     @cached_property
+    def has_older_state(self) -> bool:
+        """Whether optimizer state is older than the record, so that no step in it is the first."""
+        return any(not b.born and self.categories.name(b) == "optimizer_state" for b in self.alive)
+
+    @cached_property
     def makes_state_now(self) -> bool:
         """Whether the current step of the optimizer creates state."""
         if self.history.refusal and makes_state(self.stack) and not self.stepped_before:

@@ -196,22 +196,28 @@ def test_the_page_knows_which_ranges_are_parts_of_an_expandable_segment():
 
 
 @pytest.mark.parametrize(
-    ("counts", "names"),
+    ("counts", "gradients", "names"),
     [  # {bytes: blocks}, as in the public snapshots named above and Wedsonlin/assignment2-systems
-        ({8192: 45, 131072: 66, 2097152: 44, 5767168: 66, 262144000: 2}, ("parameters",)),
+        ({8192: 45, 131072: 66, 2097152: 44, 5767168: 66, 262144000: 2}, {}, ("parameters",)),
         (
             {4096: 147, 262144: 1, 4194304: 288, 16777216: 216, 40960000: 6},
+            {},
             ("parameters", "optimizer_state", "optimizer_state"),
         ),
-        ({1728: 3, 4096: 6, 8192: 6, 20352000: 1}, ("parameters",)),
+        (  # two inputs are as large as a norm's weight
+            {4096: 149, 4194304: 288, 16777216: 216, 40960000: 6},
+            {4096: 49, 4194304: 96, 16777216: 72, 40960000: 2},
+            ("parameters", "optimizer_state", "optimizer_state"),
+        ),
+        ({1728: 3, 4096: 6, 8192: 6, 20352000: 1}, {}, ("parameters",)),
     ],
 )
-def test_counts_of_equal_sizes_tell_weights_from_optimizer_state(counts, names):
+def test_counts_of_equal_sizes_tell_weights_from_optimizer_state(counts, gradients, names):
     blocks = [
         Block(512 * number, size, 0, 0, ())
         for number, size in enumerate(size for size, n in counts.items() for _ in range(n))
     ]
-    found = split_by_counts(blocks, set())
+    found = split_by_counts(blocks, set(), gradients)
     of_largest = [found[b].name for b in blocks if b.bytes == max(counts)]
     assert of_largest == [name for name in names for _ in range(len(of_largest) // len(names))]
 
