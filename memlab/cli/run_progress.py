@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import monotonic
 from types import FrameType
@@ -21,13 +21,24 @@ def announce(stage: str) -> None:
 
 @contextmanager
 def ended_by_a_signal() -> Iterator[None]:
-    """Let SIGTERM end the command as Ctrl-C does, so that temporary files go."""
+    """Let Ctrl-C end the command even if the script catches it, and SIGTERM do as Ctrl-C does, so
+    that temporary files go."""
+    is_interrupted = False
 
     def interrupt(*args: Any) -> NoReturn:
+        nonlocal is_interrupted
+        is_interrupted = True
         raise KeyboardInterrupt
 
-    with handled(signal.SIGTERM, interrupt):
-        yield
+    with ExitStack() as stack:
+        stack.enter_context(handled(signal.SIGTERM, interrupt))
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+            stack.enter_context(handled(signal.SIGINT, interrupt))
+        try:
+            yield
+        finally:
+            if is_interrupted:
+                raise KeyboardInterrupt
 
 
 @contextmanager
@@ -45,7 +56,7 @@ def telling_where(folder: Path) -> Iterator[None]:
     # A thread that looked every ten seconds held the frame of nanoGPT's evaluation: 15.7 GiB
     # reserved instead of 12.7.
     def tell(number: int, frame: FrameType | None) -> None:
-        where = next(_lines_of(frame, folder), "an import")
+        where = next(_lines_of(frame, folder), "still running")  # in no line of the user's code
         announce(f"{where} after {monotonic() - start:.0f} s")
 
     with handled(signal.SIGALRM, tell):

@@ -5,7 +5,8 @@
     autocast              an accelerator's autocast acts on the CPU, in the accelerator's dtype
     GradScaler("cuda")    is enabled, unless by its first step nothing else named an accelerator
     pin_memory            changes nothing, because pinned memory is not on the device
-    torch.save            writes nothing: there are no values, and the file to overwrite could be a
+    torch.save, torch.jit.save
+                          write nothing: there are no values, and the file to overwrite could be a
                           real checkpoint. `memlab run` has placeholders.py instead
     synchronize, streams  return at once; a storage's record has the stream that was current
     device name, free memory, elapsed time
@@ -384,6 +385,7 @@ STAND_INS: Replacements = {
     "parse_to": _to,
     "generator": _always(_Generator),
     "save": nothing,
+    "jit_save": nothing,
     "capturable": _always(_capturable),
     "unchanged": _always(_unchanged),
     "nothing": nothing,

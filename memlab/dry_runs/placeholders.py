@@ -2,6 +2,7 @@
 
     torch.save     writes the usual archive, with empty storages: `torch.load` takes the shapes from
                    the pickled object, and a dry run leaves the storages unread
+    torch.jit.save writes zeros
     safetensors    writes the usual header. Large tensors are holes in the file, which take no space
                    on most file systems. Small tensors have their values, because a dry run reads
                    them; unknown values are 0.5, or 1 for integers, as everywhere in a dry run
@@ -21,6 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
+from torch.jit import save as save_module
 from torch.serialization import save as save_archive
 from torch.serialization import skip_data
 
@@ -43,11 +45,7 @@ def _save_archive(
     own = {"empty_record": lambda real: _write_empty, "described": _reduce}
     with skip_data(materialize_fake_tensors=True), enter(own):
         save_archive(saved, archive, *args, **options)
-    if isinstance(f, (str, os.PathLike)):
-        with open(f, "wb") as file:
-            file.write(archive.getbuffer())
-    else:
-        f.write(archive.getvalue())
+    _write_to(f, archive)
 
 
 def _write_empty(writer: Any, name: str, count: int) -> None:
@@ -64,6 +62,37 @@ def _reduce(real: Callable[[torch.Tensor, Any], Any]) -> Callable[[torch.Tensor,
         return torch_utils._rebuild_parameter, (tensor.data, tensor.requires_grad, hooks)
 
     return reduce
+
+
+def _jit_save(m: Any, f: Any, *args: Any, **options: Any) -> None:
+    """`torch.jit.save` of zeros instead of fake tensors, whose memory C++ would read."""
+    places = [
+        (tensors, name)
+        for module in m.modules()
+        for tensors in (module._parameters, module._buffers)
+        for name, _ in tensors.items()
+    ]
+    fakes = [tensors[name] for tensors, name in places]
+    archive = io.BytesIO()
+    try:
+        with known_values.without_modes():
+            for (tensors, name), fake in zip(places, fakes, strict=True):
+                zeros = torch.zeros(fake.shape, dtype=fake.dtype)
+                tensors[name] = zeros.requires_grad_(fake.requires_grad)
+            save_module(m, archive, *args, **options)
+    finally:
+        for (tensors, name), fake in zip(places, fakes, strict=True):
+            tensors[name] = fake
+    _write_to(f, archive)
+
+
+def _write_to(f: Any, archive: io.BytesIO) -> None:
+    """Write to a path, or to an open file."""
+    if isinstance(f, (str, os.PathLike)):
+        with open(f, "wb") as file:
+            file.write(archive.getbuffer())
+    else:
+        f.write(archive.getvalue())
 
 
 # ------------------------------------------------------------------ safetensors
@@ -166,6 +195,7 @@ def _address_of_storage(real: Callable[[StorageBase], int]) -> Callable[[Storage
 
 STAND_INS: dict[str, Callable[[Any], Any]] = {
     "save": always(_save_archive),
+    "jit_save": always(_jit_save),
     "address": always(_address),
     "storage_address": _address_of_storage,
     "flatten": always(_flatten),

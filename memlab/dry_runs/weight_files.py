@@ -4,6 +4,7 @@
                    the file is not mapped, and the tensors are fake. For an accelerator it would
                    copy bytes to an address, so the file is opened for the CPU, and each tensor is
                    moved when it is read
+    torch.jit.load reads the file, and its tensors become fake
     torch.load     makes fake tensors itself, without a storage on their device; here they have one.
                    Files from before torch 1.6 give tensors on "meta". Random states in files have
                    no values, so setting one has no effect
@@ -167,6 +168,21 @@ class _Storages:
         return restored
 
 
+def _jit_load(real: Callable[..., Any]) -> Callable[..., Any]:
+    def load(f: Any, map_location: Any = None, *args: Any, **options: Any) -> Any:
+        with known_values.without_modes():  # C++ mixes fake tensors with storages of the file
+            path = python_path(f) if isinstance(f, (str, os.PathLike)) else f
+            loaded = real(path, "cpu", *args, **options)
+        for module in loaded.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    options = {"dtype": tensor.dtype, "requires_grad": tensor.requires_grad}
+                    tensors[name] = torch.empty(tensor.shape, device=map_location, **options)
+        return loaded
+
+    return load
+
+
 def _set_rng_state(real: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
     """Return a function that leaves the random state as it is if a file's state has no values."""
 
@@ -183,6 +199,7 @@ def stand_ins() -> dict[str, Callable[[Any], Any]]:
         "file_bytes": lambda real: _from_file,
         "without_threads": _without_threads,
         "load": storages.load,
+        "jit_load": _jit_load,
         "restore": storages.restore,
         "set_rng_state": _set_rng_state,
         "safe_open": in_dry_runs_too,

@@ -5,33 +5,33 @@
                   led there by memlab/world where the kernel can confine; elsewhere only sqlite3 is
     connections   to other machines and ports are refused, as without a network; libraries fall
                   back on their caches
-    programs      refused, as if they did not exist, except for git's commands that only read; so
-                  are `fork` and `exec`. memlab answers `stty size`, `tput lines`, `tput cols` and
-                  `hostname` itself. What `memlab run` does with Python's own processes is in
-                  processes.py
+    programs      refused, as if they did not exist, except for those that only read and those that
+                  memlab does itself (world/programs.py); so are `fork` and `exec`. What `memlab
+                  run` does with Python's own processes is in processes.py
 
 What was redirected or refused is recorded, with what the operating system refused.
 """
 
 import errno
 import os
-import platform
 import re
 import shutil
 import socket
+import stat
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 from urllib.parse import quote, unquote
 
 from memlab.internals.libraries import is_librarys, is_pythons
 from memlab.internals.replacing import always, caller_of
-from memlab.world import confinement
+from memlab.world import confinement, programs
 from memlab.world.confinement import PREFIX
 from memlab.world.entering import enter
 
@@ -46,10 +46,6 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "GIT_OPTIONAL_LOCKS": "0",  # git status then writes nothing
 }
-_READING_GIT = re.compile(
-    r"git (rev-parse|describe|log|show|status|diff)( (?!--output)[\w./~^=%@:-]+)*"
-    r"|git branch( (--show-current|--list|--all|-a|-r|-v|-vv))*"
-)
 _FILE_URI = re.compile(
     r"file:(//(localhost)?(?=/))?(?P<path>(?!:memory:)[^?#]+)(?![^#]*mode=memory)"
 )
@@ -63,17 +59,15 @@ _ATTEMPTS = {
     "start": "starting",
     "signal": "signalling",
 }
-# The default size of a terminal.
-_TERMINAL = {"stty size": "24 80", "tput lines": "24", "tput cols": "80"}
-_FROM_TERMINAL = re.compile(r" *(2>|<) */dev/(null|tty)")
 # Modules that try to load what is missing before they replace it.
 _STAND_INS = frozenset(
     f"memlab.scripts.{name}" for name in ("hub", "pretrained", "tiktoken_encodings", "vision_data")
 )
 _LAUNCHER = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed|(ba|z)?sh|uv")
-_OWN = (__file__, str(Path(__file__).parents[1] / "internals"))
+_OWN = str(Path(__file__).parents[1])
 _NOT_FOUND = 127  # a shell's exit status for a program that does not exist
 _FORKING = ("multiprocessing.popen_fork", "multiprocess.popen_fork")  # they run a given function
+_UNNAMED = getattr(os, "O_TMPFILE", 0)
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
 
 
@@ -110,6 +104,7 @@ class Isolation:
     changed      real files whose mode, owner, time or attributes it would have changed
     connections  hosts that it would have connected to
     processes    programs that it would have started
+    missing      files that it looked for and did not find
     """
 
     def __init__(self) -> None:
@@ -118,6 +113,7 @@ class Isolation:
         self.changed: dict[str, None] = {}
         self.connections: Counter[str] = Counter()
         self.processes: Counter[str] = Counter()
+        self.missing: dict[str, None] = {}
         self._commands: dict[str, None] = {}
         self._with_status: Counter[str] = Counter()  # programs of os.system
         self._start = os.getcwd()
@@ -135,7 +131,7 @@ class Isolation:
             inside = {"prefix": "", "dir": confined.folder} if confined else {"prefix": PREFIX}
             folder = stack.enter_context(tempfile.TemporaryDirectory(**inside))
             stack.callback(os.chdir, os.getcwd())
-            files = _Files(Path(folder), self.written, self.deleted, self.changed)
+            files = _Files(Path(folder), self)
             if confined:
                 stack.enter_context(confined.laid_over(files.over))
             stack.enter_context(environment({**_ENVIRONMENT, **_caches(), **files.environment}))
@@ -148,10 +144,7 @@ class Isolation:
 
     def attempts(self) -> list[tuple[str, str]]:
         """Return all that was refused, or done in the temporary folder: what it is, and to what."""
-        of_the_system = [
-            (kind, os.path.relpath(what, self._start) if what.startswith("/") else what)
-            for kind, what in self._supervised()
-        ]
+        of_the_system = [(kind, _shown(what, self._start)) for kind, what in self._supervised()]
         own: dict[str, Iterable[str]] = {
             "write": self.written,
             "delete": self.deleted,
@@ -172,6 +165,9 @@ class Isolation:
         kinds: dict[str, list[str]] = {}
         for kind, what in self.attempts():
             kinds.setdefault(kind, []).append(what)
+        written = kinds.get("write", ())
+        if missing := [each for each in self.missing if each not in written]:
+            yield f"missing files that the script looked for: {_first_of(missing)}"
         if kinds:
             parts = (f"{_ATTEMPTS[kind]} {_first_of(each)}" for kind, each in kinds.items())
             yield f"memlab kept the script from {', '.join(parts)}; --allow-writes permits it"
@@ -255,11 +251,15 @@ class Isolation:
     def _popen(self, real: Callable[..., None]) -> Callable[..., None]:
         def start(popen: Any, args: Any, *others: Any, **kwargs: Any) -> None:
             program = args if kwargs.get("shell") else kwargs.get("executable") or args
-            words = [program] if isinstance(program, (str, bytes, os.PathLike)) else program
-            command = " ".join(map(os.fsdecode, words))
-            if (answer := _answer(command)) is not None:
-                popen._execute_child = partial(_answer_instead, popen, answer)
-            elif not _READING_GIT.fullmatch(command):
+            is_one = isinstance(program, (str, bytes, os.PathLike))
+            words = [*map(os.fsdecode, [program] if is_one else program)]
+            command = words[0] if kwargs.get("shell") else words
+            folder = os.fsdecode(kwargs.get("cwd") or "")
+            needs_pid = _is_called_by({"asyncio.unix_events"})
+            done = None if needs_pid else programs.done_here(command, folder)
+            if done is not None:
+                popen._execute_child = partial(_end_at_once, popen, done)
+            elif not programs.only_reads(" ".join(words)):
                 self._refuse_program(program)
             real(popen, args, *others, **kwargs)
 
@@ -272,6 +272,9 @@ class Isolation:
         raise RefusedProcessError(self._note_program(command))
 
     def _refuse_command(self, command: Any) -> int:
+        if (done := programs.done_here(os.fsdecode(command))) is not None:
+            _print_of(done)
+            return done.status << 8  # where a wait has it
         self._with_status[os.path.basename(self._note_program(command))] += 1
         return _NOT_FOUND
 
@@ -307,6 +310,19 @@ class Isolation:
         return exit_at_once
 
 
+def _shown(what: str, start: str) -> str:
+    """Return what an attempt was to, as a person would write it."""
+    if what.lstrip("-").isdigit():
+        return "its parent process" if int(what) == os.getppid() else f"process {what}"
+    if not os.path.isabs(what):
+        return what
+    for folder, name in ((start, ""), (os.path.expanduser("~"), "~")):
+        inside = os.path.relpath(what, folder) if what.startswith(folder + os.sep) else ""
+        if inside:
+            return os.path.join(name, inside)
+    return what
+
+
 def _program_of(command: str) -> str:
     return os.path.basename(command.split(" ")[0])
 
@@ -337,47 +353,50 @@ def _may_make(files: list[Any], command: str) -> bool:
     )
 
 
-def _answer(command: str) -> str | None:
-    """Return the output of a command that only asks about the machine; None for other commands."""
-    if os.name != "posix":
-        return None
-    command = _FROM_TERMINAL.sub("", command)
-    return platform.node() if command == "hostname" else _TERMINAL.get(command)
-
-
-def _answer_instead(popen: Any, answer: str, *arguments: Any) -> None:
-    """Print the answer where the program would; replaces Popen's `_execute_child`, once."""
+def _end_at_once(popen: Any, done: programs.Done, *arguments: Any) -> None:
+    """Print what the program would, and end; replaces Popen's `_execute_child`, once."""
     pipes = arguments[10:16]  # p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite
-    output = pipes[3]
-    if output == -1:  # not redirected
-        print(answer)
-    else:
-        os.write(output, f"{answer}\n".encode())
+    _print_of(done, pipes[3], pipes[5])
     popen._close_pipe_fds(*pipes)
-    popen.returncode = 0
+    popen.returncode = done.status
     del popen._execute_child
+
+
+def _print_of(done: programs.Done, output: int = -1, errors: int = -1) -> None:
+    to = ((done.output, output, sys.stdout), (done.error, errors, sys.stderr))
+    for text, pipe, stream in to:
+        if pipe == -1:  # not redirected
+            print(text, end="", file=stream)
+        else:
+            os.write(pipe, text.encode())
 
 
 def _is_the_scripts_call() -> bool:
     """Return whether the script itself made the refused call, and no library of its
     own accord, such as one that looks for nvidia-smi."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
+    callers = list(_frames(sys._getframe(1)))
+    if any(frame.f_code is _is_the_scripts_call.__code__ for frame in callers):
+        return False  # this function looks for files, too
+    for frame in callers:
         file = frame.f_code.co_filename
         if not file.startswith(_OWN) and not is_pythons(file):
             return not is_librarys(file)
-        frame = frame.f_back
-    return True
+    return False
 
 
 def _is_a_stand_ins_call() -> bool:
     """Return whether memlab will replace what the refused call wants, such as weights."""
-    frame: Any = sys._getframe(1)
+    return _is_called_by(_STAND_INS)
+
+
+def _is_called_by(modules: Set[str]) -> bool:
+    return any(frame.f_globals.get("__name__") in modules for frame in _frames(sys._getframe(1)))
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
-        if frame.f_globals.get("__name__") in _STAND_INS:
-            return True
+        yield frame
         frame = frame.f_back
-    return False
 
 
 @contextmanager
@@ -416,18 +435,13 @@ def _without_bytecode() -> Iterator[None]:
 class _Files:
     """Files written since the start, in a folder that lies over the real ones."""
 
-    def __init__(
-        self,
-        folder: Path,
-        written: dict[str, None],
-        deleted: dict[str, None],
-        changed: dict[str, None],
-    ) -> None:
+    def __init__(self, folder: Path, attempts: Isolation) -> None:
         self.over, self._temporary = folder / "files", folder / "tmp"
         self.over.mkdir()
         self._temporary.mkdir()
         self._own = str(folder)
-        self._written, self._deleted, self._changed = written, deleted, changed
+        self._written, self._deleted = attempts.written, attempts.deleted
+        self._changed, self._missing = attempts.changed, attempts.missing
         self._removed: set[str] = set()
         self._made_anew: set[str] = set()  # folders that were removed: nothing real shows in them
         self._current_real = os.getcwd
@@ -500,7 +514,20 @@ class _Files:
         return above
 
     def _note(self, attempts: dict[str, None], absolute: str) -> None:
-        attempts.setdefault(os.path.relpath(absolute, self._start))
+        attempts.setdefault(_shown(absolute, self._start))
+
+    @contextmanager
+    def _missing_noted(self, path: Any) -> Iterator[None]:
+        """Note that the script looked for a file, if it is not there."""
+        try:
+            yield
+        except FileNotFoundError:
+            if self._is_redirected(path) and _is_the_scripts_call():
+                absolute = self._absolute(path)
+                searched = os.environ.get("PATH", "").split(os.pathsep)  # by shutil.which
+                if os.path.dirname(absolute) not in searched:
+                    self._note(self._missing, absolute)
+            raise
 
     def _remove_real(self, absolute: str) -> None:
         """Hide a file or folder from the script."""
@@ -510,6 +537,13 @@ class _Files:
 
     def _exists(self, path: str) -> bool:
         return bool(self._real(os.lstat, self.readable(path)))
+
+    def _is_folder(self, path: Any) -> bool:
+        """Return whether it is a folder; `tempfile` first tries to open an unnamed file in it."""
+        if not self._is_redirected(path):
+            return False
+        found = self._real(os.stat, self.readable(path))
+        return bool(found) and stat.S_ISDIR(found.st_mode)
 
     def _real(self, function: Callable[..., Any], path: str) -> Any:
         """Call the original of a replaced function, which follows no redirection."""
@@ -545,18 +579,20 @@ class _Files:
 
     def _open(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            if set(mode) & set("wxa+"):
+            if set(mode) & set("wxa+") and not self._is_folder(file):
                 if "x" in mode and self._is_redirected(file) and self._exists(self._absolute(file)):
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), file)
                 file = self.writable(file, keeps="w" not in mode)
-            else:
-                file = self.readable(file)
-            return real(file, mode, *args, **kwargs)
+                return real(file, mode, *args, **kwargs)
+            with self._missing_noted(file):
+                return real(self.readable(file), mode, *args, **kwargs)
 
         return _as(real, opened)
 
     def _os_open(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def opened(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+            if flags & _UNNAMED == _UNNAMED != 0:  # tempfile then makes one with a name
+                raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), path)
             if flags & _WRITES:
                 path = self.writable(path, keeps=not flags & os.O_TRUNC)
             else:
@@ -622,9 +658,10 @@ class _Files:
 
     def _read(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def read(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("dir_fd") is None:
-                path = self.readable(path)
-            return real(path, *args, **kwargs)
+            if kwargs.get("dir_fd") is not None:
+                return real(path, *args, **kwargs)
+            with self._missing_noted(path):
+                return real(self.readable(path), *args, **kwargs)
 
         return _as(real, read)
 

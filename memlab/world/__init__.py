@@ -2,6 +2,7 @@
 
 table         each replaced name, in table.csv: the owner, what stands in, and why
 entering      replaces them, for the threads that asked: `enter`
+programs      that a script may have
 confinement   the child process of `memlab run`, which confines itself before the script begins
 landlock      the kernel's own rules: files, TCP connections, signals
 seccomp       which system calls of the child a supervisor answers

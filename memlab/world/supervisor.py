@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from memlab.world import UNLISTED, landlock
-from memlab.world.seccomp import Call, calls_by_number
+from memlab.world.seccomp import CALLS, Call, calls_by_number
 
 _RECEIVE, _SEND, _ADD_DESCRIPTOR = 0xC0502100, 0xC0182101, 0x40182103  # ioctls
 _CALL = struct.Struct("QIIiIQ6Q")  # seccomp_notif
@@ -320,6 +320,8 @@ class Supervisor:
 
     def _signal(self, call: Call) -> None:
         receiver = _signed(self._arguments[0])
+        if not self._arguments[2 if call is CALLS["tgkill"] else 1]:
+            return  # it asks whether the process exists
         # Landlock leaves out the others of a group
         is_own = self._scopes_signals if receiver <= 0 else self._started(receiver)
         if not is_own:

@@ -44,6 +44,7 @@ def _with_or_without_a_driver(request, monkeypatch):
     for name in ("get_device_properties", "get_device_name", "mem_get_info", "_lazy_init"):
         monkeypatch.setattr(torch.cuda, name, fail)
     monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", fail)
+    monkeypatch.setattr(torch.cuda.memory, "reset_peak_memory_stats", fail)
 
 
 @pytest.mark.usefixtures("_with_or_without_a_driver")
@@ -55,6 +56,7 @@ def _with_or_without_a_driver(request, monkeypatch):
         (lambda: torch.cuda.is_bf16_supported(including_emulation=False), True),
         (lambda: torch.cuda.device_count(), 1),
         (lambda: torch.cuda.current_device(), 0),
+        (lambda: torch.cuda.memory.reset_peak_memory_stats(), None),
         (lambda: torch.cuda.is_initialized(), True),
         (lambda: torch.cuda.get_device_name(0), "NVIDIA A100-SXM4-80GB"),
         (lambda: torch.cuda.get_device_capability("cuda:0"), (8, 0)),

@@ -218,17 +218,17 @@ def test_sockets_within_the_machine_connect(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "start",
     [
-        lambda: os.execvp("touch", ["touch", "new.txt"]),
-        lambda: os.spawnlp(os.P_WAIT, "touch", "touch", "new.txt"),
-        lambda: os.posix_spawn("/bin/touch", ["touch", "new.txt"], {}),
-        lambda: os.popen("touch new.txt").read(),
+        lambda: os.execvp("wget", ["wget", "example.org"]),
+        lambda: os.spawnlp(os.P_WAIT, "wget", "wget", "example.org"),
+        lambda: os.posix_spawn("/bin/wget", ["wget", "example.org"], {}),
+        lambda: os.popen("wget example.org").read(),
     ],
 )
 def test_no_function_starts_a_program(folder, start):
     isolation = Isolation()
     with isolation.active(), pytest.raises(FileNotFoundError, match="does not start programs"):
         start()
-    assert list(isolation.processes) == ["touch"]
+    assert list(isolation.processes) == ["wget"]
 
 
 def test_a_script_does_not_fork(folder):
@@ -249,10 +249,15 @@ def test_git_may_read(folder):
         done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
         assert "not a git repository" in done.stderr
         assert "not a git repository" in subprocess.getoutput("git status --short")
-        for command in (["git", "commit"], ["git", "log", "; rm x"], "git log > log", ["rm", "x"]):
+        for command in (
+            ["git", "commit"],
+            ["git", "log", "; rm x"],
+            "git log > log",
+            ["wget", "x"],
+        ):
             with pytest.raises(FileNotFoundError):
                 subprocess.run(command, shell=isinstance(command, str))
-    assert isolation.processes == {"git": 3, "rm": 1}
+    assert isolation.processes == {"git": 3, "wget": 1}
 
 
 def _popened(command):
@@ -321,3 +326,37 @@ def test_what_a_library_asks_for_is_refused_without_a_note(tmp_path, monkeypatch
     with isolation.active(), pytest.raises(FileNotFoundError):
         looking.look()
     assert list(isolation.notes()) == []
+
+
+def test_what_was_kept_from_the_script_is_shown_as_a_person_writes_it(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.chdir("data")
+    isolation = Isolation()
+    with isolation.active():
+        Path("new.txt").write_text("")
+        os.makedirs(os.path.expanduser("~/.cache"))
+        Path("/opt/new.txt").write_text("")
+        tempfile.TemporaryFile(dir=".").close()  # first without a name
+        os.utime("a.txt")
+    assert [each for each in isolation.attempts() if not each[1].startswith("tmp")] == [
+        ("write", "new.txt"),
+        ("write", "~/.cache"),
+        ("write", "/opt/new.txt"),
+        ("change", "a.txt"),
+    ]
+
+
+def test_missing_files_that_the_script_itself_looked_for_are_named(folder):
+    isolation = Isolation()
+    with isolation.active():
+        if not os.path.exists("runs"):
+            os.mkdir("runs")
+        assert not os.path.isfile("data/train.bin")
+        with pytest.raises(FileNotFoundError):
+            Path("meta.pkl").read_text()
+        shutil.which("no_such_program")
+        import_module("json.tool")
+    assert next(isolation.notes()) == (
+        "missing files that the script looked for: data/train.bin and 1 more"
+    )
+    assert list(isolation.missing) == ["runs", "data/train.bin", "meta.pkl"]

@@ -215,6 +215,35 @@ def test_bytes_of_safetensors_have_the_tensors_shapes(saving):
     assert len(data) > 4 * 300 * 200
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_scripted_module_is_loaded_as_it_was_saved(tmp_path, monkeypatch):
+    """Its parameters are fake ones that move to the GPU and train."""
+    monkeypatch.chdir(tmp_path)
+    source = """
+    import torch
+    model = torch.nn.Sequential(torch.nn.Linear(300, 400), torch.nn.BatchNorm1d(400))
+    LINES
+    model = model.cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.randn(8, 300, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+    saved = 'torch.jit.save(torch.jit.script(model), "m.pt"); model = torch.jit.load("m.pt")'
+    found = [run(_written(source.replace("LINES", lines))) for lines in ("", saved)]
+    assert found[0].trace.at_peak == found[1].trace.at_peak
+    assert found[1].attempts == (("write", "m.pt"),)
+    assert os.listdir() == ["train.py"]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_dry_run_without_a_script_writes_no_scripted_module(tmp_path):
+    with memlab.dry_run():
+        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "m.pt")
+    assert not (tmp_path / "m.pt").exists()
+
+
 def test_addresses_are_those_of_torch_after_the_dry_run():
     with memlab.dry_run(), redirected(real=False):
         first, second = torch.randn(4), torch.randn(4)

@@ -205,6 +205,30 @@ class TestTheChild:
         assert "interrupted; nothing was written" in err
         assert left(tmp_path) == ["train.py"]
 
+    def test_cannot_catch_the_end_of_the_command(self, memlab, tmp_path):
+        source = (
+            "import sys, time\nprint('here', flush=True)\n"
+            "try:\n    while True: time.sleep(1)\nexcept KeyboardInterrupt: sys.exit(1)\n"
+        )
+        running = memlab(source)
+        while "here" not in running.stderr.readline():
+            pass
+        running.send_signal(signal.SIGINT)
+        status, out, err = ended(running)
+        assert (status, out, err) == (130, "", "memlab: interrupted; nothing was written\n")
+        assert left(tmp_path) == ["train.py"]
+
+    def test_may_ask_whether_a_process_exists(self, memlab, tmp_path):
+        source = (
+            "import os\n"
+            "for number in (0, 10):\n"
+            "    try: os.kill(os.getppid(), number)\n"
+            "    except PermissionError: pass\n"
+        )
+        assert ended(memlab(source + TRAINING))[0] == 0
+        refused = (tmp_path / "work" / "run-refused.txt").read_text()
+        assert refused == "signal   its parent process\n"
+
     def test_that_is_killed_ends_the_command_alike(self, memlab, tmp_path):
         assert ended(memlab("import os; os.kill(os.getpid(), 9)"))[0] == -9
         assert left(tmp_path) == ["train.py"]
