@@ -15,8 +15,8 @@ LAYERS = (
     ("reference",),  # the techniques as their papers have them, in torch alone
     ("units",),
     ("internals",),  # what any part may need
-    # `world` is low because it has the table and its entrance; dry runs, predictions and scripts
-    # bring what stands in
+    # `world` is low because dry runs and predictions enter it; their stand-ins of devices and
+    # values need the meter, and stay with them
     ("configs", "trace", "quantize", "rounding", "world"),
     (
         *("allocator", "model", "data", "checkpointing", "precision", "accumulation"),

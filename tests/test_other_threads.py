@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import memlab
-from memlab.scripts.isolation import Isolation
+from memlab.world.isolation import Isolation
 
 
 @pytest.fixture

@@ -29,7 +29,6 @@ from memlab.configs.evidence import doubt
 from memlab.configs.targets import accepted_devices, find_target
 from memlab.planner import Memory
 from memlab.planner.cards import budget_bytes
-from memlab.scripts.columns import Columns, columns_of
 from memlab.scripts.evaluations import Evaluation
 from memlab.scripts.launch import Launch, launch_of
 from memlab.scripts.ranks import run_ranks
@@ -37,6 +36,7 @@ from memlab.scripts.running import Outcome, joins_others, run
 from memlab.trace import Event, Trace
 from memlab.units import WIDTH, format_bytes, paragraph
 from memlab.world.confinement import unconfined_reason
+from memlab.world.data.columns import Columns, columns_of
 
 LARGEST = 8  # rows in each list
 

@@ -43,12 +43,12 @@ from memlab.dry_runs.fake_tensors import is_assumption
 from memlab.dry_runs.routing import imbalance_of
 from memlab.internals.imports import of_a_new_process
 from memlab.internals.libraries import is_librarys
-from memlab.scripts.hub import UnavailableError
-from memlab.scripts.messages import NotYetSentError
 from memlab.scripts.ranks import as_rank_0
-from memlab.scripts.started import NoAnswerError
 from memlab.trace import Trace
 from memlab.units import paragraph
+from memlab.world.data.hub import UnavailableError
+from memlab.world.messages import NotYetSentError
+from memlab.world.started import NoAnswerError
 
 _MEMLAB_FOLDER = Path(memlab.__file__).resolve().parent
 _OF_BACKENDS = re.compile(r"gloo|NCCL|TCPStore")  # in messages of failed collectives

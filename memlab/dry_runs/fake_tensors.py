@@ -82,6 +82,7 @@ from memlab.internals.torch_internals import (
     load_dynamos_rules,
     refuse_inside_compiled_code,
     tree_map_only,
+    without_modes,
 )
 from memlab.metering.dry import DryRun
 from memlab.metering.frames import user_line
@@ -595,7 +596,7 @@ def _numpy(tensor: torch.Tensor, **kwargs: Any) -> np.ndarray:
         )
     active: Any = dry_run.active
     number = active._answer(aten.item.default, tensor)
-    with known_values.without_modes():
+    with without_modes():
         made_up = torch.full(tensor.shape, number, dtype=tensor.dtype)
     return known_values.as_array(tensor, made_up)
 

@@ -18,20 +18,17 @@ elements is as fast as its fake version.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from memlab.internals.torch_internals import (
-    AutoDispatchBelowAutograd,
-    DisableTorchDispatch,
-    DisableTorchFunction,
     FakeTensor,
     OpOverload,
     resize_storage_,
+    without_modes,
 )
 
 aten = torch.ops.aten
@@ -420,17 +417,6 @@ def _to_fake(values: Any, assumed: bool = False) -> Any:
 
 
 # ------------------------------------------------------------------ running on real tensors
-
-
-@contextmanager
-def without_modes() -> Iterator[None]:
-    """Run operators on real tensors inside, without modes and without autograd."""
-    with (
-        DisableTorchFunction(),
-        DisableTorchDispatch(),
-        AutoDispatchBelowAutograd(),
-    ):
-        yield
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:

@@ -28,7 +28,7 @@ from torch.serialization import skip_data
 
 from memlab.dry_runs import known_values
 from memlab.internals.replacing import always
-from memlab.internals.torch_internals import FakeTensor, StorageBase, torch_utils
+from memlab.internals.torch_internals import FakeTensor, StorageBase, torch_utils, without_modes
 from memlab.world.entering import enter
 
 _HEADER_ALIGNMENT = 8  # of the first tensor in a file of safetensors
@@ -75,7 +75,7 @@ def _jit_save(m: Any, f: Any, *args: Any, **options: Any) -> None:
     fakes = [tensors[name] for tensors, name in places]
     archive = io.BytesIO()
     try:
-        with known_values.without_modes():
+        with without_modes():
             for (tensors, name), fake in zip(places, fakes, strict=True):
                 zeros = torch.zeros(fake.shape, dtype=fake.dtype)
                 tensors[name] = zeros.requires_grad_(fake.requires_grad)
@@ -168,9 +168,9 @@ def _values(tensor: torch.Tensor) -> bytes:
     else:
         answer = 0.5 if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 1
         answer = False if tensor.dtype is torch.bool else answer
-        with known_values.without_modes():
+        with without_modes():
             values = torch.full(tensor.shape, answer, dtype=torch.float64).to(tensor.dtype)
-    with known_values.without_modes():
+    with without_modes():
         return values.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 

@@ -12,6 +12,7 @@ import math
 import torch
 
 from memlab.dry_runs import known_values
+from memlab.internals.torch_internals import without_modes
 from memlab.metering.frames import user_line
 
 aten = torch.ops.aten
@@ -51,7 +52,7 @@ class Routing:
     def assume(self, scores: torch.Tensor, indices: torch.Tensor) -> None:
         """Give the result of `topk` values, if its input's values are unknown."""
         if indices.dim() and indices.numel() and not known_values.is_known(scores):
-            with known_values.without_modes():
+            with without_modes():
                 # With these indices every mask, `nonzero` and index of a loop over experts has its
                 # size. transformers' default experts are one grouped matmul, whose bytes do not
                 # depend on the routing (test_masks_have_known_sizes).

@@ -17,7 +17,7 @@ from torch.utils import data
 from torch.utils.data import Sampler
 
 from memlab.dry_runs import known_values
-from memlab.internals.torch_internals import FakeTensor
+from memlab.internals.torch_internals import FakeTensor, without_modes
 from memlab.metering.frames import frames
 
 _BLOCK = 4096  # samples drawn at once
@@ -47,7 +47,7 @@ def _drawn(iterate: Callable[[], Iterator[Any]], generator: torch.Generator | No
     # memory.
     samples, state, has_more = None, None, True
     while has_more:
-        with known_values.without_modes(), _restored(generator):
+        with without_modes(), _restored(generator):
             if state is not None:
                 _set_state(generator, state)
             samples = iterate() if samples is None else samples

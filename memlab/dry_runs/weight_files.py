@@ -23,7 +23,7 @@ import torch
 
 from memlab.dry_runs import fake_accelerator, known_values
 from memlab.dry_runs.fake_accelerator import to_stand_in
-from memlab.internals.torch_internals import FakeTensor
+from memlab.internals.torch_internals import FakeTensor, without_modes
 from memlab.metering.dry import DryRun
 
 _NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # read by transformers 5 at each load
@@ -67,7 +67,7 @@ def _asarray(data: Any, **options: Any) -> torch.Tensor:
         return fake_accelerator.FUNCTIONS[torch.asarray](data, **options)
     fake = torch.empty(data.nbytes, dtype=torch.uint8)
     if 0 < data.nbytes <= known_values.BOUND:
-        with known_values.without_modes():
+        with without_modes():
             values = torch.frombuffer(data.read(), dtype=torch.uint8)
         known_values.borrow(fake, values)
     return fake
@@ -170,7 +170,7 @@ class _Storages:
 
 def _jit_load(real: Callable[..., Any]) -> Callable[..., Any]:
     def load(f: Any, map_location: Any = None, *args: Any, **options: Any) -> Any:
-        with known_values.without_modes():  # C++ mixes fake tensors with storages of the file
+        with without_modes():  # C++ mixes fake tensors with storages of the file
             path = python_path(f) if isinstance(f, (str, os.PathLike)) else f
             loaded = real(path, "cpu", *args, **options)
         for module in loaded.modules():

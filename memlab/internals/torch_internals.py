@@ -286,6 +286,17 @@ def finished_work(future: Any) -> Any:
     return c10d._create_work_from_future(future).boxed()
 
 
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Run operators on real tensors inside, without modes and without autograd."""
+    with (
+        DisableTorchFunction(),
+        DisableTorchDispatch(),
+        AutoDispatchBelowAutograd(),
+    ):
+        yield
+
+
 def load_parallel_parts() -> None:
     """Import the parts of DTensor and FSDP whose names the world's table has."""
     import torch.distributed.fsdp._fully_shard._fsdp_init

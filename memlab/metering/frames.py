@@ -16,7 +16,7 @@ _MEMLAB_FOLDER = Path(__file__).parents[1]
 _INTERNAL_FRAMES = (
     *(
         f"{_MEMLAB_FOLDER / part}{os.sep}"
-        for part in ("metering", "dry_runs", "prediction", "scripts")
+        for part in ("metering", "dry_runs", "prediction", "scripts", "world")
     ),
     *(
         str(_MEMLAB_FOLDER / "internals" / file)

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from memlab.dry_runs.known_values import without_modes
 from memlab.internals.torch_internals import (
     call_composite,
     get_mkldnn_enabled,
     set_mkldnn_enabled,
+    without_modes,
 )
 
 aten = torch.ops.aten

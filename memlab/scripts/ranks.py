@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memlab.scripts.isolation import environment
 from memlab.scripts.launch import Launch
-from memlab.scripts.messages import Messages, NotYetSentError
-from memlab.scripts.processes import Processes
 from memlab.scripts.running import Outcome, run
+from memlab.world.isolation import environment
+from memlab.world.messages import Messages, NotYetSentError
+from memlab.world.processes import Processes
 
 MOST_STAGES = 64  # of a pipeline; a larger group sends from anybody to anybody
 

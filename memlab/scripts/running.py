@@ -22,16 +22,17 @@ from memlab.metering import meter
 from memlab.metering.dry import DryRun
 from memlab.metering.storages import StorageMeter
 from memlab.prediction import PredictedRun
-from memlab.scripts import data, extensions, saved_files
+from memlab.scripts import saved_files
 from memlab.scripts.changes import Change, applied
-from memlab.scripts.columns import Columns
 from memlab.scripts.evaluations import Evaluation, highest_evaluation
-from memlab.scripts.isolation import Isolation, environment
 from memlab.scripts.launch import Launch
-from memlab.scripts.messages import Messages
-from memlab.scripts.processes import Processes
 from memlab.scripts.steps import Finished, StepWatcher
 from memlab.trace import Trace
+from memlab.world import data, extensions
+from memlab.world.data.columns import Columns
+from memlab.world.isolation import Isolation, environment
+from memlab.world.messages import Messages
+from memlab.world.processes import Processes
 
 Announce = Callable[[str], object]
 

@@ -21,8 +21,8 @@ from memlab.planner.outside import (
     layers_of,
     stepped_by,
 )
-from memlab.scripts.hub import FROM_A_FILE
 from memlab.scripts.late_logits import late_logits
+from memlab.world.data.hub import FROM_A_FILE
 
 
 class NotPossibleError(Exception):

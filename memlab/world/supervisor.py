@@ -1,7 +1,7 @@
 """Answer the system calls of a confined process, in its parent.
 
     writes outside     go to the folder that lies over the real files, as Python's own do there
-                       (scripts/isolation.py), so that what C code or a program writes is no error
+                       (world/isolation.py), so that what C code or a program writes is no error
     other changes      Landlock refuses them, and here they are listed; it does not cover modes,
                        owners, times and attributes, nor truncating before its version 3
     connections        refused as without a network; Landlock alone would refuse only TCP

@@ -11,11 +11,11 @@ from torch import hub, nn
 from torch.utils import model_zoo
 
 import memlab
-from memlab.scripts.data import StandIns
-from memlab.scripts.hub import UnavailableError
-from memlab.scripts.isolation import Isolation
 from memlab.scripts.launch import launch_of
 from memlab.scripts.running import run
+from memlab.world.data import StandIns
+from memlab.world.data.hub import UnavailableError
+from memlab.world.isolation import Isolation
 
 URL = "https://example.org/models/small-0123abcd.pth"
 

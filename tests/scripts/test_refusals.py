@@ -6,9 +6,9 @@ from textwrap import dedent
 
 import pytest
 
-from memlab.scripts.hub import UnavailableError
 from memlab.scripts.launch import launch_of
 from memlab.scripts.running import run
+from memlab.world.data.hub import UnavailableError
 
 PERMITTED = "--allow-writes permits it"
 GIT = "the script asked for the program git, and was refused"

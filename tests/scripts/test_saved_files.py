@@ -9,10 +9,10 @@ import torch
 
 import memlab
 from memlab.dry_runs import known_values
-from memlab.scripts.isolation import Isolation
 from memlab.scripts.launch import launch_of
 from memlab.scripts.running import run
 from memlab.scripts.saved_files import redirected
+from memlab.world.isolation import Isolation
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 

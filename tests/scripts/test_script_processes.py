@@ -7,10 +7,10 @@ from textwrap import dedent
 import pytest
 import torch.distributed as dist
 
-from memlab.scripts.isolation import RefusedProcessError
 from memlab.scripts.launch import launch_of
 from memlab.scripts.running import run
-from memlab.scripts.started import NoAnswerError
+from memlab.world.isolation import RefusedProcessError
+from memlab.world.started import NoAnswerError
 
 LOOP = """
     import os, subprocess, sys, torch

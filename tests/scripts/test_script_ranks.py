@@ -9,8 +9,8 @@ import torch.distributed.pipelining  # noqa: F401 - as in in_ranks.py
 
 from memlab.allocator import simulate
 from memlab.scripts.launch import launch_of
-from memlab.scripts.messages import NotYetSentError
 from memlab.scripts.ranks import run_ranks as dry_ranks
+from memlab.world.messages import NotYetSentError
 from memlab.zero.launch import run_ranks as real_ranks
 from tests.quick import quick
 

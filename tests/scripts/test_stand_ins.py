@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from memlab.internals.imports import when_imported
-from memlab.scripts.columns import columns_of, recording
-from memlab.scripts.data import StandIns
-from memlab.scripts.hub import UnavailableError
-from memlab.scripts.isolation import Isolation
 from memlab.scripts.launch import launch_of
 from memlab.scripts.running import run
-from memlab.scripts.word_tokenizer import template_of, words_tokenizer
+from memlab.world.data import StandIns
+from memlab.world.data.columns import columns_of, recording
+from memlab.world.data.hub import UnavailableError
+from memlab.world.data.word_tokenizer import template_of, words_tokenizer
+from memlab.world.isolation import Isolation
 from memlab.world.table import TABLE
 from tests.transformers_models.configs import TINY
 

@@ -7,11 +7,11 @@ from textwrap import dedent
 
 import pytest
 
-from memlab.scripts.data import StandIns
-from memlab.scripts.isolation import Isolation
 from memlab.scripts.launch import launch_of
 from memlab.scripts.running import run
-from memlab.scripts.tiktoken_encodings import WordEncoding
+from memlab.world.data import StandIns
+from memlab.world.data.tiktoken_encodings import WordEncoding
+from memlab.world.isolation import Isolation
 
 # tiktoken's functions. requests' ConnectionError is an OSError too.
 TIKTOKEN = {

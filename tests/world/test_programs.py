@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memlab.scripts.isolation import Isolation
+from memlab.world.isolation import Isolation
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="these are programs of Unix")
 

@@ -22,8 +22,8 @@ from memlab.internals.torch_internals import (
     fake_process_group_store,
     forget_meshes,
 )
-from memlab.scripts.started import StartedProcesses
 from memlab.world.entering import enter
+from memlab.world.started import StartedProcesses
 
 RELEASE_SECONDS = 2e-3  # gloo's thread drops the tensors of finished work within this time
 

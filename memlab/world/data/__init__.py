@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from memlab.scripts import vision_data
-from memlab.scripts.columns import Columns
-from memlab.scripts.hub import Hub
-from memlab.scripts.pretrained import Pretrained
-from memlab.scripts.tiktoken_encodings import Encodings
+from memlab.world.data import vision_data
+from memlab.world.data.columns import Columns
+from memlab.world.data.hub import Hub
+from memlab.world.data.pretrained import Pretrained
+from memlab.world.data.tiktoken_encodings import Encodings
 from memlab.world.entering import Replacements, enter
 
 _LENGTH = 2**24  # elements of a file whose size is not known

@@ -12,7 +12,7 @@ from zlib import crc32
 
 import numpy as np
 
-from memlab.scripts.hub import Note
+from memlab.world.data.hub import Note
 
 _END, _PROMPT = "<|endoftext|>", "<|endofprompt|>"
 _PREFIX, _MIDDLE, _SUFFIX = "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"

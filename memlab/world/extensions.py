@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
-from memlab.scripts.hub import UnavailableError
+from memlab.world.data.hub import UnavailableError
 from memlab.world.entering import enter
 
 

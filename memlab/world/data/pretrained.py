@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import hub, nn
 
-from memlab.scripts.hub import Note, UnavailableError
+from memlab.world.data.hub import Note, UnavailableError
 
 _VISION = "pytorch/vision"
 _BRANCHES = ("main", "master")  # that torch.hub looks for

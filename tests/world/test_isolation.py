@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from memlab.scripts.isolation import Isolation
+from memlab.world.isolation import Isolation
 
 
 @pytest.fixture

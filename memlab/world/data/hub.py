@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from memlab.scripts.columns import Columns, recording
-from memlab.scripts.word_tokenizer import Template, template_of, words_tokenizer
+from memlab.world.data.columns import Columns, recording
+from memlab.world.data.word_tokenizer import Template, template_of, words_tokenizer
 from memlab.world.entering import Replacements
 
 Note = Callable[[str, str], None]  # (the missing thing, its stand-in)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from memlab.dry_runs import known_values
+from memlab.internals.torch_internals import without_modes
 
 Note = Callable[[str, str], None]  # (the missing thing, its stand-in)
 
@@ -90,7 +90,7 @@ def _stand_in(made: Any, images: Images, root: Any, args: Any, kwargs: Any) -> N
     made.__class__ = _standing_in(type(made), [str(number) for number in range(images.classes)])
     count = images.training if is_training else images.test
     made._images, made._count = images, count
-    with known_values.without_modes():
+    with without_modes():
         if images.channels == 1:
             made.data = torch.zeros(count, images.height, images.width, dtype=torch.uint8)
             made.targets = torch.arange(count, dtype=torch.int64) % images.classes
