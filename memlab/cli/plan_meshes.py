@@ -14,7 +14,7 @@ from rich.table import Table
 from memlab.cli import terminal
 from memlab.cli.errors import UsageError, error_summary
 from memlab.cli.parsing import choose_folder
-from memlab.cli.plan import choose_seq_len
+from memlab.cli.plan_options import choose_seq_len
 from memlab.cli.plan_report import left_or_lacking, nccl_buffers, room
 from memlab.cli.requests import PlanRequest
 from memlab.cli.results import write_breakdown

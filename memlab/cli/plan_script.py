@@ -8,7 +8,7 @@ from rich.table import Table
 from memlab.cli import report, terminal
 from memlab.cli.documents import room_numbers
 from memlab.cli.parsing import choose_folder
-from memlab.cli.plan import choose_memory
+from memlab.cli.plan_options import choose_memory
 from memlab.cli.plan_report import EMPTIES_CACHE, room, shares
 from memlab.cli.requests import PlanRequest
 from memlab.cli.results import write_script_plan

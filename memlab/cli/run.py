@@ -17,7 +17,7 @@ from memlab.cli import report, terminal
 from memlab.cli.advice import show_advice
 from memlab.cli.errors import UsageError, quoted
 from memlab.cli.parsing import choose_folder
-from memlab.cli.plan import choose_memory
+from memlab.cli.plan_options import choose_memory
 from memlab.cli.plan_report import EMPTIES_CACHE, room
 from memlab.cli.requests import RunRequest
 from memlab.cli.results import fill_font_cache, write_run

@@ -5,7 +5,7 @@ import pytest
 from memlab.cli.adapter_options import choose_adapters, list_adapters
 from memlab.cli.choices import choose_techniques
 from memlab.cli.errors import UsageError
-from memlab.cli.plan import choose_kinds
+from memlab.cli.plan_options import choose_kinds
 from memlab.cli.requests import Request
 from memlab.lora import LoRALinear
 from memlab.qlora import NF4Linear

@@ -1,0 +1,78 @@
+"""The options that several plans read: a typo is reported before torch is imported."""
+
+from dataclasses import replace
+
+from memlab.cli.errors import UsageError, quoted, suggestions
+from memlab.configs.targets import accepted_devices, find_target
+from memlab.planner.cards import Memory, memory_named, with_margin
+from memlab.planner.recipes import OPTIMIZERS, PRECISIONS, USUAL_ADAPTERS, Recipe, usual_kinds
+from memlab.train.adapters import Adapters
+
+
+def choose_seq_len(given: int | None, longest: int, model: str) -> int:
+    """Return the tokens of a sequence, by default the usual number, at most the model's longest."""
+    from memlab.planner.search import USUAL_SEQ_LEN
+
+    seq_len = min(USUAL_SEQ_LEN, longest) if given is None else given
+    if seq_len > longest:
+        raise UsageError(f"got sequences of {seq_len} tokens; {model} takes 1 to {longest}")
+    return seq_len
+
+
+def choose_memory(
+    given: str | None, target: str | None, margin: str | None = None
+) -> tuple[Memory, str]:
+    """Return the memory that the training has to fit into, and the kind of device, which depends
+    on the GPU unless the user gives it."""
+    if given is None:
+        raise UsageError("got no --memory; give it as 24GB, 24GiB or a GPU's name, such as rtx4090")
+    if target not in (None, "cpu"):
+        if (found := find_target(target)) is None:
+            raise UsageError(f"got --device {quoted(target)}; {accepted_devices(target, 'cpu')}")
+        target = found.device
+    try:
+        memory = memory_named(given, target)
+        target = target or memory.target
+        if margin is not None:
+            memory = with_margin(memory, margin, target)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return memory, target
+
+
+def choose_kinds(
+    precision: str | None,
+    optimizer: str | None,
+    group: str | None = None,
+    adapters: Adapters = USUAL_ADAPTERS,
+) -> tuple[Recipe, ...]:
+    """Return the kinds of training that the options allow. A combination that the options name
+    need not be among the usual kinds."""
+    for option, got, known in (
+        ("--precision", precision, PRECISIONS),
+        ("--optimizer", optimizer, OPTIMIZERS),
+    ):
+        if got is not None and got not in known:
+            raise UsageError(f"got {option} {quoted(got)}; {suggestions(got, known)}")
+    kinds = [
+        replace(each, adapters=adapters) if each.has_adapters else each
+        for each in usual_kinds()
+        if precision in (None, each.precision)
+        and optimizer in (None, each.optimizer)
+        and group in (None, each.group)
+    ]
+    if kinds:
+        return tuple(kinds)
+    try:
+        return (
+            replace(
+                Recipe(),
+                precision=precision or "bfloat16",
+                optimizer=optimizer or "adamw",
+                lora=group == "LoRA",
+                qlora=group == "QLoRA",
+                adapters=adapters,
+            ),
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
