@@ -7,22 +7,20 @@ from types import FrameType
 
 from memlab.internals.libraries import is_librarys, is_pythons
 
-_STARTS_SCRIPTS = "memlab.scripts.running"  # its calls are memlab's, whoever calls it
-_OWN = str(Path(__file__).parents[1])
+_MEMLAB = Path(__file__).parents[1]
+_REPLACING = (str(_MEMLAB / "world"), str(_MEMLAB / "internals" / "replacing.py"))
 
 
 def is_the_scripts_call() -> bool:
-    """Return whether the script itself made the refused call, and no library of its
-    own accord, such as one that looks for nvidia-smi."""
+    """Return whether the script itself made the call, and neither memlab nor a library of its own
+    accord, such as one that looks for nvidia-smi."""
     callers = list(_frames(sys._getframe(1)))
     if any(frame.f_code is is_the_scripts_call.__code__ for frame in callers):
         return False  # this function looks for files, too
     for frame in callers:
         file = frame.f_code.co_filename
-        if frame.f_globals.get("__name__") == _STARTS_SCRIPTS:
-            return False
-        if not file.startswith(_OWN) and not is_pythons(file):
-            return not is_librarys(file)
+        if not file.startswith(_REPLACING) and not is_pythons(file):
+            return not file.startswith(str(_MEMLAB)) and not is_librarys(file)
     return False
 
 
