@@ -362,7 +362,8 @@ def _common_count(by_size: dict[int, list[Block]], gradients: Mapping[int, int])
     often = {size: len(same) for size, same in by_size.items() if len(same) >= LEAST_VOTES}
     counts = [count for size, count in often.items() if size >= LEAST_VOTE_BYTES]
     held = sum(size * count for size, count in often.items())
-    if not counts or held < sum(size * len(same) for size, same in by_size.items()) / 2:
+    alone = len(counts) < 2 and len(often) < len(by_size)  # as four equal matrices in every layer
+    if alone or not counts or held < sum(size * len(same) for size, same in by_size.items()) / 2:
         return 1
     ratios = {count // gradients[size] if size in gradients else 0 for size, count in often.items()}
     if len(ratios) == 1 and ratios <= SHARES.keys():
