@@ -255,3 +255,22 @@ def test_a_request_equal_to_a_product_of_printed_sizes_is_named():
     )
     evidence = explain_text(text).findings[0].evidence
     assert any("8 × 4,096 tokens × 32,000 logits in float32" in line for line in evidence)
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("scores = torch.einsum('bqd,bkd->bqk', Q, K) / math.sqrt(d)", "sequence"),
+        ("return scaled_dot_product_attention(Q, K, V)", "batch"),
+    ],
+)
+def test_only_torchs_attention_stores_no_scores(line, cause):
+    log = (
+        "Traceback (most recent call last):\n"
+        '  File "train.py", line 13, in custom_scaled_dot_product_attention\n'
+        f"    {line}\n"
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a "
+        "total capacity of 8.00 GiB of which 100.00 MiB is free. Of the allocated memory 7.20 GiB "
+        "is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated."
+    )
+    assert explain_text(log).cause == cause
