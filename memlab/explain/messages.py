@@ -82,11 +82,12 @@ ERRORS = {
     "library": r"(?:CUBLAS|CUDNN|CUSPARSE|CUSOLVER)_STATUS_ALLOC_FAILED|Failed to CUDA calloc"
     r"|Cuda failure '?out of memory|Cuda failure 2\b|NCCL.{0,200}out of memory",
     "bare": r"(?i:(?:CUDA|HIP|XPU|NPU|MPS)(?: backend)? out of memory|cuda driver error: out of mem"
-    r"ory|(?:CUDA|HIP|cuda runtime|XPU|NPU) error.{0,200}out of memory)"
+    r"ory|(?:CUDA|HIP|cuda runtime|XPU|NPU) (?:error.{0,200}|failed with error )out of memory)"
     r"|OutOfMemoryError\b(?!: Task)"
     r"|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
     r"|UR_RESULT_ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)|nvml.{0,60}CUDACachingAllocator",
-    "handle": r"(?:CUBLAS|CUDNN)_STATUS_NOT_INITIALIZED",
+    # CTranslate2 says "failed with status" of a cuDNN that it cannot load.
+    "handle": r"(?<!failed with status )(?:CUBLAS|CUDNN)_STATUS_NOT_INITIALIZED",
     "shm": r"insufficient shared memory|signal: Bus error|out of shared memory|SIGBUS"
     r"|unable to (?:write to|allocate shared memory).{0,20}(?:file|shm)",
     "page-file": r"WinError 1455|os error 1455|paging file is too small",
@@ -95,15 +96,17 @@ ERRORS = {
     "killed": r"signal: Killed|SIGKILL|exitcode ? ?: -9|return code = -9|exit code 137|oom-kill"
     r"|oom_kill|OOMKilled|Out of memory: Kill|(?m:^[^\n]{0,80}\bKilled(?: {1,9}\S.{0,300})?$)"
     r"|zsh: killed|exit(?:ed with)? status 137",
-    "fault": r"(?i:illegal memory access|device-side assert|no kernel image|invalid device (?:p|or)"
-    r"|misaligned address|unspecified launch failure|illegal instruction|error: invalid argument"
+    "fault": r"(?i:illegal memory access|device-side assert(?!ions)|no kernel image"
+    r"|invalid device (?:p|or)|misaligned address|unspecified launch failure"
+    r"|illegal instruction|error: invalid argument"
     r"|Attempting to deserialize object on a CUDA device|not compiled with CUDA enabled"
     r"|No CUDA GPUs are available|driver version is insufficient|signal: (?:Seg|Term|Abort)"
     r"|SIGSEGV|SIGABRT|Segmentation fault|collective operation timeout|invalid configuration arg"
     r"|expected all tensors to be on the same device|busy or unavailable"
     r"|unhandled (?:cuda|system) error"
     r"|Cuda failure (?:\d{1,4} )?'(?!out)|nccl(?:System|Internal|Remote)Error|ncclInvalid)"
-    r"|INTERNAL ASSERT FAILED|(?:CUBLAS|CUDNN)_STATUS_(?!ALLOC|NOT_INIT)|exitcode ? ?: -(?:6|11)",
+    r"|INTERNAL ASSERT FAILED|(?:CUBLAS|CUDNN)_STATUS_(?!ALLOC|NOT_INIT)"
+    r"|failed with status CUDNN_STATUS_NOT_INIT|exitcode ? ?: -(?:6|11)",
 }
 _ERRORS = {kind: re.compile(pattern) for kind, pattern in ERRORS.items()}
 _EXCEPTION = re.compile(
@@ -417,7 +420,8 @@ _MEMORY = re.compile(  # as progress lines print it; without a unit, it is in Mi
     r"(\d{1,15}(?:\.\d{1,9})?) ?(TiB|GiB|MiB|KiB|TB|GB|MB|KB|G|M)?(?![a-zA-Z\d])"
 )
 _STEP = re.compile(
-    r"(?i)\b(?:step|iter(?:ation)?|batch|global_step|it|update)s?\b\s{0,4}[:=#\[(]?\s{0,4}(\d{1,12})"
+    r"(?i)(?<!total )(?<!max )(?<!num )\b(?:step|iter(?:ation)?|batch|global_step|it|update)s?\b"
+    r"\s{0,4}[:=#\[(]?\s{0,4}(\d{1,12})(?![\d%])"
     r"|\b(\d{1,12})/\d{1,12} \["
 )
 _OTHER_PROGRESS = re.compile(  # a bar of shards, downloads, images, samples of an evaluation

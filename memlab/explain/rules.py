@@ -101,6 +101,10 @@ _LOGITS = (
     r"|loss_utils|ForCausalLMLoss"
 )
 _LAYER = r"\b(layer|block|blk|decoder_layer|encoder_layer|layer_module|resblock)(\[\w{1,20}\])?\("
+_TRAINING_CODE = re.compile(
+    r"\.backward\(|cross_entropy|\bloss[=:]|softmax\(|optimizer\.step|training_step"
+    r"|[/\\]\w{0,20}train\w{0,20}\.py"
+)
 _LANGUAGE = r"transformers/|trl/|modeling_|llama|gpt|qwen|bert|/t5|liger|lm\b|llm|dpo|grpo|sft"
 
 RULES: tuple[Rule, ...] = (
@@ -117,6 +121,14 @@ RULES: tuple[Rule, ...] = (
         "lmmr1-43",
         ("vLLM's sleeping memory could not be mapped again: {said}",),
         "cumem",
+    ),
+    Rule(
+        "colocated-engine",
+        "verl-3366",
+        (
+            "{allocated} count as allocated on a card of {capacity}, with pools of a sleeping engine",
+        ),
+        when=(_S.spilled, lambda s: "private pools" in s.log.text),
     ),
     Rule("jax", "jaxprivacy-10", ("the message is JAX's: {said}",), "jax"),
     Rule(
@@ -180,7 +192,9 @@ RULES: tuple[Rule, ...] = (
         "dj-39",
         ("the system killed the process: {said}",),
         "killed",
-        decide="`dmesg | grep -i oom` names the killed process if memory was the reason.",
+        decide="`dmesg | grep -i oom` names the process if memory was the reason; if not, a limit of "
+        "the scheduler or somebody's kill was.",
+        is_fallback=True,  # the signal alone does not say why
     ),
     Rule(
         "outside-allocator",
@@ -260,13 +274,13 @@ RULES: tuple[Rule, ...] = (
         "rlinf-255",
         ("{elsewhere} of {whole} ({share}) are neither free nor PyTorch's", "the job: {match}"),
         frames=r"(?i)vllm|grpo|rlhf|sglang|rollout|ppo",
-        when=(_S.others_some,),
+        when=(_S.others_some, _S.states_own),
     ),
     Rule(
         "other-process",
         "cyclegan-962",
         ("{elsewhere} of {whole} ({share}) are used outside this process", "{processes}"),
-        when=(_S.others_large,),
+        when=(_S.others_large, _S.states_own),
     ),
     # ------------------------------------------------ saving, loading, building
     Rule(
@@ -341,7 +355,8 @@ RULES: tuple[Rule, ...] = (
         "lf-7781",
         ("memory ran out while a model was loaded: {match}", "{allocated} were allocated before"),
         frames=r"_load_state_dict_into|set_module_tensor_to_device|from_pretrained$|load_model_dict"
-        r"|create_weights|load_weights|_materialize_copy|create_quantized_param|load_model$",
+        r"|create_weights|load_weights|_materialize_copy|create_quantized_param|load_model$"
+        r"|bitsandbytes/functional\.py quantize_",
     ),
     Rule(
         "weights",
@@ -458,6 +473,8 @@ RULES: tuple[Rule, ...] = (
             "computer's memory",
         ),
         when=(_S.spilled,),
+        # A sleeping engine's pools count as allocated, although they are on the host.
+        unless=(_S.unix, lambda s: "private pools" in s.log.text),
     ),
     Rule(
         "mps-other",
@@ -495,7 +512,7 @@ RULES: tuple[Rule, ...] = (
         "other-process",
         "autotrain-737",
         ("{elsewhere} of {whole} ({share}) are used outside this process", "{processes}"),
-        when=(_S.others_some,),
+        when=(_S.others_some, _S.states_own),
     ),
     Rule(
         "sequence",
@@ -526,7 +543,7 @@ RULES: tuple[Rule, ...] = (
         "bare",
         failing=r"torch\.(cuda\.)?\w{0,20}(Tensor\(|zeros|ones|rand|tensor\()|\.cuda\(\)|set_device|device="
         r"|\.to\((device|.cuda)",
-        unless=(_S.trained, lambda s: s.in_step),
+        unless=(_S.trained, _S.in_step),
     ),
     # ------------------------------------------------ everything else: the step needs more
     Rule(
@@ -567,7 +584,7 @@ RULES: tuple[Rule, ...] = (
             _S.small_request,
             lambda s: s.infers or s.on_mps or not s.has_traceback,
         ),
-        unless=(_S.in_step,),
+        unless=(_S.in_step, lambda s: _TRAINING_CODE.search(s.log.text)),
         decide="Print torch.cuda.memory_allocated() after the model is loaded: near the card's size, "
         "it is the weights; far below, the batch.",
         is_fallback=True,

@@ -62,6 +62,7 @@ _CHECKPOINTING = re.compile(
     r"(true|on\b|1|yes|enabled)"
 )
 _WINDOWS = re.compile(r"(?m)\b[A-Za-z]:\\|\\site-packages\\|WSL|wsl|WinError|microsoft-standard")
+_UNIX = re.compile(r"(?<![\w.])/(?:home|root|usr|opt|data|content|workspace)/")
 _BUFFER = re.compile(r"empty_strided\w{0,10}\(\((\d{1,12}), (\d{1,12})\)")  # of Inductor's code
 LEAST_VOCABULARY = 8192  # columns: wider than layers are
 
@@ -300,7 +301,20 @@ class TextSituation:
         """
         whole = (self.message.capacity or GIB // 2) / GIB
         full = whole > 1.9 and abs(whole - round(whole)) < 0.02
-        return bool(_WINDOWS.search(self.log.text)) or full
+        return bool(_WINDOWS.search(self.log.text)) or (full and not self.unix)
+
+    @property
+    def unix(self) -> bool:
+        """Whether the log has a path of Linux or macOS."""
+        return bool(_UNIX.search(self.log.text))
+
+    @property
+    def states_own(self) -> bool:
+        """Whether the message states this process's own memory, by which others' is known.
+
+        A message that was cut before it may list this process as if it were another one.
+        """
+        return self.message.allocated is not None or self.message.process is not None
 
     @property
     def whole(self) -> int:

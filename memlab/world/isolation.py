@@ -271,7 +271,7 @@ class Isolation(FileAttempts):
         if is_the_scripts_call():
             self.processes[_program_of(text)] += 1
             self._commands[text] = None
-        return text.split(" ")[0]
+        return _program_of(text, whole=True)
 
     def _fork(self, real: Callable[[], Any]) -> Callable[[], Any]:
         """Let a library fork to call a function; a script would run on twice."""
@@ -296,8 +296,10 @@ class Isolation(FileAttempts):
         return exit_at_once
 
 
-def _program_of(command: str) -> str:
-    return os.path.basename(command.split(" ")[0])
+def _program_of(command: str, *, whole: bool = False) -> str:
+    """Return the program of a command that is not started, with its folder if `whole`."""
+    program = programs.refused_program(command) or command.split(" ")[0]
+    return program if whole else os.path.basename(program)
 
 
 def _refused(connections: Counter[str], processes: Counter[str]) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
     mkdir, cp, mv, ln, rm, touch   are done here, so that the script finds the files that they make
     stty size, tput, hostname      are answered here
-    git's commands that only read, cat, cut, grep, head, tail, tr and wc, and pipes of these   start
+    git's commands that only read, cat, cut, echo, grep, head, sort, tail, tr, uniq and wc, and
+                                   pipes and sequences of these start
 
 The kernel would confine every program, but one that does not list or stat the script's own files
 would not find them.
@@ -24,8 +25,10 @@ _NOISE = re.compile(r" *2> *(/dev/null|&1)")
 _READING = re.compile(
     r"git (rev-parse|describe|log|show|status|diff)( (?!--output)[\w./~^=%@:-]+)*"
     r"|git branch( (--show-current|--list|--all|-a|-r|-v|-vv))*"
-    r"|(cat|cut|grep|head|tail|tr|wc)( [^;&|<>$`(){}\n]*)?"
+    r"|(cat|cut|grep|head|tail|tr|wc|echo)( [^;&|<>$`(){}\n]*)?"
+    r"|(sort|uniq)( -[bcdfhinrtuV]+| --reverse| --unique)*"  # both write with other arguments
 )
+_BETWEEN = re.compile(r"\|\|?|&&|;")
 _LONG = {"--parents": "p", "--recursive": "r", "--archive": "a", "--force": "f", "--symbolic": "s"}
 
 
@@ -39,8 +42,15 @@ class Done(NamedTuple):
 
 def only_reads(command: str) -> bool:
     """Return whether a program, or a shell's pipe of programs, changes nothing."""
-    parts = _NOISE.sub("", command).split("|")
-    return all(_READING.fullmatch(part.strip()) for part in parts)
+    return refused_program(command) is None
+
+
+def refused_program(command: str) -> str | None:
+    """Return the first program of a shell's command that may change something; None if none may."""
+    for part in _BETWEEN.split(_NOISE.sub("", command)):
+        if not _READING.fullmatch(part.strip()):
+            return part.split()[0] if part.split() else part
+    return None
 
 
 def done_here(command: str | Sequence[str], folder: str = "") -> Done | None:

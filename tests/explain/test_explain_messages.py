@@ -274,3 +274,60 @@ def test_only_torchs_attention_stores_no_scores(line, cause):
         "is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated."
     )
     assert explain_text(log).cause == cause
+
+
+MOSTLY_FREE = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 60.00 MiB. GPU 0 has a total "
+    "capacity of 11.00 GiB of which 4.48 GiB is free. Of the allocated memory 5.19 GiB is "
+    "allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated."
+)
+
+
+@pytest.mark.parametrize(("folder", "is_windows"), [("C:\\sd\\", True), ("/home/u/sd/", False)])
+def test_a_folder_of_unix_is_none_of_windows(folder, is_windows):
+    text = f'Traceback (most recent call last):\n  File "{folder}train.py", line 1\n{MOSTLY_FREE}'
+    assert (explain_text(text).cause == "page-file") == is_windows
+
+
+def test_ctranslate2s_words_are_read():
+    """Its message for memory, and for a cuDNN that it cannot load (faster-whisper#408)."""
+    assert explain_text("RuntimeError: CUDA failed with error out of memory").cause != "not-oom"
+    words = "RuntimeError: cuDNN failed with status CUDNN_STATUS_NOT_INITIALIZED"
+    assert explain_text(words).cause == "not-oom"
+
+
+def test_a_percentage_before_the_count_of_steps_is_no_step():
+    bar = "steps:   0%|          | {n}/2100 [00:03<2:05:34,  3.59s/it, loss=0.473]\n"
+    assert [read_log(bar.format(n=n) + MOSTLY_FREE).steps_done for n in (0, 7)] == [0, 7]
+
+
+def test_a_signal_alone_does_not_say_why():
+    [first, *_] = explain_text("exitcode  : -9 (pid: 4711)").findings
+    assert first.cause.name == "host-ram"
+    assert first.confidence < 0.9
+
+
+def test_a_message_that_was_cut_does_not_tell_processes_apart():
+    """The process that it names may be this one: in a container, pids differ."""
+    whole = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9.47 GiB. GPU 0 has a total "
+        "capacity of 14.75 GiB of which 3.79 GiB is free. Process 2116 has 10.95 GiB memory in "
+        "use. "
+    )
+    own = "Of the allocated memory 1.20 GiB is allocated by PyTorch, and 0.10 GiB is reserved"
+    causes = [explain_text(text).cause for text in (whole + "Of th", f"{whole}{own} by PyTorch.")]
+    assert causes[0] != "other-process"
+    assert causes[1] == "other-process"
+
+
+@pytest.mark.parametrize("row", ["Total batch size = 8 | Total steps = 60", "max steps: 60"])
+def test_planned_steps_are_no_progress(row):
+    assert read_log(f"training, loss\n{row}\n{MOSTLY_FREE}").steps_done is None
+
+
+def test_the_hint_to_compile_with_assertions_is_no_evidence():
+    fault = "RuntimeError: CUDA error: device-side assert triggered\n"
+    hint = "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+    [first, *_] = explain_text(fault + hint).findings
+    assert first.cause.name == "not-oom"
+    assert "assert triggered" in first.evidence[0]

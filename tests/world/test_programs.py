@@ -88,6 +88,26 @@ def test_what_memlab_cannot_do_does_not_start(isolation, command):
         by_shell(command)
 
 
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [
+        ("git log --oneline | sort | tee log", "tee"),
+        ("git rev-parse HEAD || wget example.org", "wget"),
+        ("cat a | /usr/bin/sed -i s/a/b/ b", "/usr/bin/sed"),
+        ("uniq a b", "uniq"),
+    ],
+)
+def test_a_refusal_names_the_program_that_is_not_permitted(isolation, command, program):
+    with pytest.raises(FileNotFoundError, match=f"does not start programs: '{program}'"):
+        by_shell(command)
+
+
+def test_sequences_of_programs_that_only_read_start(isolation):
+    command = "git rev-parse HEAD 2>/dev/null || echo unknown | sort -u"
+    assert subprocess.check_output(command, shell=True, text=True).strip() == "unknown"
+    assert not isolation.processes
+
+
 def test_pipes_of_programs_that_only_read_start(isolation):
     command = "git rev-parse HEAD 2>&1 | grep repository | wc -l"
     assert subprocess.check_output(command, shell=True, text=True).strip() == "1"
