@@ -13,6 +13,7 @@
     weights left whole     w·P of tensors up to the threshold, stage 3
     second shard           w·Ψ/zero_hpz_partition_size, stage 3
     gradients              w·Ψ, from stage 2 on w·Ψ/S              offload_optimizer
+    stepped weights        w·Ψ/S on the host, in stages 1 and 2 with offload_optimizer
     reduce buckets         w·reduce_bucket_size, twice with overlap_comm in stages 1 and 2
     state                  K·Ψ, from stage 1 on K·Ψ/S              offload_optimizer
     the step's gradients   4·Ψ/S in float32, in stage 3 of a sub-group
@@ -46,6 +47,7 @@ MAX_BYTES = 2**20  # of a file; a config has a few kB
 ZERO = "zero_optimization"
 STATE, WEIGHTS = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"
 STAGE = f"{ZERO}.stage"
+_STEPS = "gradient_accumulation_steps"
 _ACCUMULATED = "data_types.grad_accum_dtype"
 _IN_16_BITS = "bf16.bf16_master_weights_and_grads"
 # Optimizer state in bytes per weight, in float32. SGD: with momentum.
@@ -70,6 +72,7 @@ KEYS = {
     _IN_16_BITS: Key(bool, False, (1, 2, 3)),
     "bf16.bf16_optimizer_states": Key(bool, False, (1, 2, 3)),
     _ACCUMULATED: Key(tuple(DTYPE_BYTES), None),
+    _STEPS: Key(int, 1),
     STAGE: Key(int, 0),
     f"{ZERO}.contiguous_gradients": Key(bool, True, (1, 2, 3)),
     f"{ZERO}.reduce_bucket_size": Key(int, 500_000_000, (1, 2, 3)),
@@ -95,7 +98,7 @@ amp autotuning communication_data_type compile compression_training curriculum_l
 data_efficiency eigenvalue elasticity expert_parallel graph_harvesting hybrid_engine pipeline
 progressive_layer_drop sparse_attention sparse_gradients sequence_parallel_size nebula bfloat16
 seq_parallel_communication_data_type weight_quantization tensor_parallel activation_checkpointing
-train_micro_batch_size_per_gpu gradient_accumulation_steps train_batch_size torch_autocast
+train_micro_batch_size_per_gpu train_batch_size torch_autocast
 gradient_clipping prescale_gradients gradient_predivide_factor steps_per_print scheduler
 wall_clock_breakdown memory_breakdown dump_state disable_allgather tensorboard wandb csv_monitor
 comet comms_logger flops_profiler logging checkpoint aio gradient_allreduce_op log_level seed
@@ -227,6 +230,9 @@ def _filled(config: DeepSpeedConfig, path: str, hidden_size: int) -> Any:
     switches = {"bf16.enabled": True, "fp16.enabled": False}
     if path in sizes:
         config.notes.append(f'{path} = "auto": {sizes[path]:,}, from the hidden size')
+    elif path == _STEPS:
+        config.notes.append(f'{path} = "auto": assumed 1')
+        return 1
     elif path in switches:
         config.notes.append(f'{path} = "auto": assumed {"on" if switches[path] else "off"}')
     else:
@@ -403,7 +409,10 @@ def _gradients(model: GPTConfig, config: DeepSpeedConfig, shard: int) -> Iterato
     summed = DTYPE_BYTES.get(config[_ACCUMULATED], size)
     keys = (STAGE, _ACCUMULATED, f"{STATE}.device")
     if config.place(STATE) != "none":
-        yield Held("gradients", 0, summed * shard, 0, keys)
+        if stage < 3:
+            yield Held("stepped weights", 0, size * shard, 0, (STAGE, f"{STATE}.device"))
+        if stage == 3 or config[_STEPS] > 1:  # else they go straight to the step's
+            yield Held("gradients", 0, summed * shard, 0, (*keys, _STEPS))
     else:
         yield Held("gradients", summed * (shard if stage > 1 else model.parameters), 0, 0, keys)
     overlap, bucket, copied = (

@@ -158,6 +158,14 @@ def test_weights_on_nvme_stay_on_the_host_up_to_max_in_cpu():
     assert parts["buffers for weights"] == (0, 2 * 3 * 200_000_000, 0)
 
 
+@pytest.mark.parametrize(("steps", "held"), [(1, 0), (4, 2 * SHARD)])
+def test_the_host_keeps_gradients_in_stage_2_between_micro_batches(steps, held):
+    zero = {"stage": 2, "offload_optimizer": ON_CPU}
+    parts = parts_of(zero, gradient_accumulation_steps=steps)
+    assert parts.get("gradients", (0, 0, 0)) == (0, held, 0)
+    assert parts["stepped weights"] == (0, 2 * SHARD, 0)
+
+
 def test_a_share_of_the_state_stays():
     parts = parts_of({"stage": 3, "offload_optimizer": {**ON_CPU, "ratio": 0.25}})
     away = round(0.25 * 12 * SHARD)
