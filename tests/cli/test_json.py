@@ -287,7 +287,8 @@ def test_an_error_of_a_script_is_one_line(usage_error, tmp_path):
 def test_an_explanation_is_a_document(memlab_command, tmp_path, file, verdict, kind):
     (tmp_path / "oom.txt").write_text(
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total "
-        "capacity of 23.65 GiB of which 1.20 GiB is free. Process 1234 has 10.00 GiB memory in use."
+        "capacity of 23.65 GiB of which 1.20 GiB is free. Process 1234 has 10.00 GiB memory in "
+        "use. Including non-PyTorch memory, this process has 12.40 GiB memory in use."
     )
     layers = [
         Event(2**23, n, "activations", "aten.mm", f"blocks.{n}", "forward", "float32", (2**21,))
@@ -305,6 +306,7 @@ def test_an_explanation_is_a_document(memlab_command, tmp_path, file, verdict, k
             "requested": 2 * 2**30,
             "capacity": round(23.65 * 2**30),
             "free": round(1.2 * 2**30),
+            "process": round(12.4 * 2**30),
         }
     else:
         assert (found["allocated_bytes"], found["alive"]) == (9 * 2**23, {"activations": 9 * 2**23})
