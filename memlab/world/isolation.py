@@ -268,10 +268,11 @@ class Isolation(FileAttempts):
         """Record a command if the script asked for it, and return its first word."""
         words = command if isinstance(command, (list, tuple)) else [command]
         text = " ".join(map(os.fsdecode, words))
+        program = os.fsdecode(words[0]) if len(words) > 1 else _program_of(text, whole=True)
         if is_the_scripts_call():
-            self.processes[_program_of(text)] += 1
+            self.processes[os.path.basename(program)] += 1
             self._commands[text] = None
-        return _program_of(text, whole=True)
+        return program
 
     def _fork(self, real: Callable[[], Any]) -> Callable[[], Any]:
         """Let a library fork to call a function; a script would run on twice."""
