@@ -95,6 +95,7 @@ def _quoted(part: str, pattern: re.Pattern[str], situation: TextSituation) -> st
 
 
 _ENOUGH = "{free} are free on the card, and the request of {requested} was refused"
+_BATCH_OF_ONE = "Run one step with batch 1: if it fits, it is the batch; if not, weights and state."
 _AT = "memory ran out at {place}"
 _LOGITS = (
     r"(?i)(?<!binary_)cross_?entropy|log_softmax|logsumexp|lm_head|(?<!with_)logits|logprobs|log_probs|\bvocab|unembed"
@@ -128,7 +129,7 @@ RULES: tuple[Rule, ...] = (
         (
             "{allocated} count as allocated on a card of {capacity}, with pools of a sleeping engine",
         ),
-        when=(_S.spilled, lambda s: "private pools" in s.log.text),
+        when=(_S.engine_sleeps,),
     ),
     Rule("jax", "jaxprivacy-10", ("the message is JAX's: {said}",), "jax"),
     Rule(
@@ -473,8 +474,7 @@ RULES: tuple[Rule, ...] = (
             "computer's memory",
         ),
         when=(_S.spilled,),
-        # A sleeping engine's pools count as allocated, although they are on the host.
-        unless=(_S.unix, lambda s: "private pools" in s.log.text),
+        unless=(_S.unix, _S.engine_sleeps),
     ),
     Rule(
         "mps-other",
@@ -572,7 +572,7 @@ RULES: tuple[Rule, ...] = (
         ),
         when=(_S.in_step, lambda s: re.search(_LAYER, s.all_code) or s.many_layers),
         unless=(_S.infers, _S.recomputes, lambda s: s.many_in_batch),
-        decide="Run one step with batch 1: if it fits, it is the batch; if not, weights and state.",
+        decide=_BATCH_OF_ONE,
         is_fallback=True,
     ),
     Rule(
@@ -594,14 +594,14 @@ RULES: tuple[Rule, ...] = (
         "generateu-10",
         ("memory ran out in {phase}: {place}", "the log prints a batch of {batch}"),
         when=(_S.in_step,),
-        decide="Run one step with batch 1: if it fits, it is the batch; if not, weights and state.",
+        decide=_BATCH_OF_ONE,
         is_fallback=True,
     ),
     Rule(
         "batch",
         "vox2cortex-7",
         ("memory ran out at {place}", "the log prints a batch of {batch}"),
-        decide="Run one step with batch 1: if it fits, it is the batch; if not, weights and state.",
+        decide=_BATCH_OF_ONE,
         is_fallback=True,
     ),
 )

@@ -7,12 +7,12 @@ frames and printed lines are different parts of a log, and a fact reads one of t
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from memlab.explain import advice
 from memlab.explain.findings import CAUSES, CONTEXT_BYTES, Finding
@@ -282,10 +282,6 @@ class TextSituation:
         return self.backend == "XPU"
 
     @property
-    def on_cuda(self) -> bool:
-        return self.backend in ("CUDA", "HIP", "NPU")
-
-    @property
     def on_hip(self) -> bool:
         return self.backend == "HIP"
 
@@ -365,6 +361,11 @@ class TextSituation:
     def spilled(self) -> bool:
         """Whether more is allocated than the card has, as only Windows' driver allows."""
         return (self.message.allocated or 0) > (self.message.capacity or 2**63)
+
+    @property
+    def engine_sleeps(self) -> bool:
+        """Whether a sleeping engine's pools count as allocated, although they are on the host."""
+        return self.spilled and "private pools" in self.log.text
 
     @property
     def fills_card(self) -> bool:
@@ -509,9 +510,6 @@ class TextSituation:
         differ = [name.replace("\\", "/").rpartition("/")[2] for name in changed(self.source_lines)]
         why = f"{unseen}, and {', '.join(differ)} differs from the traceback" if differ else unseen
         return f"no torch.no_grad() decorator in the traceback ({why})"
-
-
-Fact = Callable[[TextSituation], Any]
 
 
 def text_findings(situation: TextSituation) -> tuple[Finding, ...]:

@@ -388,8 +388,8 @@ def _weights(model: GPTConfig, config: DeepSpeedConfig, shard: int, group: int) 
         names = (f"{WEIGHTS}.buffer_count", f"{WEIGHTS}.buffer_size")
         yield Held("buffers for weights", 0, size * config[names[0]] * config[names[1]], 0, names)
     # At least the running layer's; prefetched and soon reused ones within max_live.
-    largest, *ahead = max(tensor_sizes(model)), *_values(config, *_AHEAD)
-    live = min(config[_LIVE], largest + max(ahead))
+    largest = max(tensor_sizes(model))
+    live = min(config[_LIVE], largest + max(config[path] for path in _AHEAD))
     gathered = min(model.parameters, max(largest, live))
     yield Held("gathered weights", size * gathered, 0, 0, (_LIVE, *_AHEAD))
     threshold = f"{ZERO}.stage3_param_persistence_threshold"
@@ -468,7 +468,3 @@ def _moments(config: DeepSpeedConfig) -> int:
     """Return the bytes of the optimizer's moments per weight."""
     in_float32 = STATE_BYTES[config["optimizer.type"]]
     return in_float32 // 2 if config["bf16.bf16_optimizer_states"] else in_float32
-
-
-def _values(config: DeepSpeedConfig, *paths: str) -> list[int]:
-    return [config[path] for path in paths]

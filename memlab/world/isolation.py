@@ -181,7 +181,9 @@ class Isolation(FileAttempts):
         missing = [each.filename for each in chain if isinstance(each, FileNotFoundError)]
         if missing:
             makers = Counter(
-                _program_of(command) for command in self._commands if _may_make(missing, command)
+                os.path.basename(_program_of(command))
+                for command in self._commands
+                if _may_make(missing, command)
             )
             for refused in _refused(self.connections, makers):
                 yield f"{refused}; if that makes the missing file, pass --allow-writes"
@@ -245,7 +247,7 @@ class Isolation(FileAttempts):
             done = None if needs_pid else programs.done_here(command, folder)
             if done is not None:
                 popen._execute_child = partial(_end_at_once, popen, done)
-            elif not programs.only_reads(" ".join(words)):
+            elif programs.refused_program(" ".join(words)) is not None:
                 self._refuse_program(program)
             real(popen, args, *others, **kwargs)
 
@@ -268,7 +270,7 @@ class Isolation(FileAttempts):
         """Record a command if the script asked for it, and return its first word."""
         words = command if isinstance(command, (list, tuple)) else [command]
         text = " ".join(map(os.fsdecode, words))
-        program = os.fsdecode(words[0]) if len(words) > 1 else _program_of(text, whole=True)
+        program = os.fsdecode(words[0]) if len(words) > 1 else _program_of(text)
         if is_the_scripts_call():
             self.processes[os.path.basename(program)] += 1
             self._commands[text] = None
@@ -297,10 +299,9 @@ class Isolation(FileAttempts):
         return exit_at_once
 
 
-def _program_of(command: str, *, whole: bool = False) -> str:
-    """Return the program of a command that is not started, with its folder if `whole`."""
-    program = programs.refused_program(command) or command.split(" ")[0]
-    return program if whole else os.path.basename(program)
+def _program_of(command: str) -> str:
+    """Return the program for which a command is not started, as the command has it."""
+    return programs.refused_program(command) or command.split(" ")[0]
 
 
 def _refused(connections: Counter[str], processes: Counter[str]) -> Iterator[str]:
@@ -324,7 +325,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def _may_make(files: list[Any], command: str) -> bool:
     """Return whether a command names one of the files or its folders, or runs other commands."""
     parts = {part for file in files if file for part in Path(os.fsdecode(file)).parts}
-    return bool(_LAUNCHER.fullmatch(_program_of(command))) or any(
+    return bool(_LAUNCHER.fullmatch(os.path.basename(_program_of(command)))) or any(
         part in command for part in parts if len(part) > 1
     )
 

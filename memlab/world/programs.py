@@ -40,11 +40,6 @@ class Done(NamedTuple):
     error: str = ""
 
 
-def only_reads(command: str) -> bool:
-    """Return whether a program, or a shell's pipe of programs, changes nothing."""
-    return refused_program(command) is None
-
-
 def refused_program(command: str) -> str | None:
     """Return the first program of a shell's command that may change something; None if none may."""
     for part in _BETWEEN.split(_NOISE.sub("", command)):
