@@ -19,6 +19,7 @@ HOMES = {
     "Kernels": targets,
     **dict.fromkeys(("Event", "Trace"), trace),
 }
+MODULES = ("explain", "plot")  # public as modules; `explain` is called, too
 
 
 @pytest.mark.parametrize("name", HOMES)
@@ -27,8 +28,10 @@ def test_a_public_name_is_what_its_home_calls_so(name):
 
 
 def test_every_public_name_is_found_and_listed():
-    assert set(HOMES) | {"plot"} == set(memlab.__all__)
-    assert memlab.plot.__name__ == "memlab.plot"
+    assert {*HOMES, *MODULES} == set(memlab.__all__)
+    for name in MODULES:
+        assert getattr(memlab, name).__name__ == f"memlab.{name}"
+    assert callable(memlab.explain)
     assert set(memlab.__all__) <= set(dir(memlab))
 
 
@@ -41,7 +44,8 @@ def test_type_checkers_find_each_name_where_it_is_found():
     tree = ast.parse(inspect.getsource(memlab))
     [block] = [node for node in tree.body if isinstance(node, ast.If)]
     read = {name.asname: line.module for line in block.body for name in line.names}
-    assert read == {**{name: home.__name__ for name, home in HOMES.items()}, "plot": "memlab"}
+    homes = {name: home.__name__ for name, home in HOMES.items()}
+    assert read == {**homes, **dict.fromkeys(MODULES, "memlab")}
 
 
 def test_importing_memlab_imports_no_torch():
