@@ -6,23 +6,19 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("griffe", reason="needs the extra `site`")
-DOCSTRINGS = runpy.run_path(str(Path(__file__).parents[1] / "site" / "docstrings.py"))
+paragraph = runpy.run_path(str(Path(__file__).parents[1] / "site" / "docstrings.py"))["paragraph"]
 
 
 @pytest.mark.parametrize(
     ("plain", "markdown"),
     [
-        ("import memlab\n\nprint(1)  # one", "```python\nimport memlab\n\nprint(1)  # one\n```"),
+        ("    import memlab\n    print(1)", "```python\nimport memlab\nprint(1)\n```"),
+        ("Saves    four bytes\nCosts    time", "```text\nSaves    four bytes\nCosts    time\n```"),
         ("0 < x and *args", "0 &lt; x and \\*args"),
         ("Bytes are *allocated*, not *2 * 3*.", "Bytes are *allocated*, not \\*2 \\* 3\\*."),
-        ("Measure.", "Measure."),
+        ("Args:\n    loss: a scalar", "Args:\n    loss: a scalar"),
+        ("Measure `a[0]`.", "Measure `a[0]`."),
     ],
 )
 def test_a_paragraph_becomes_code_or_prose(plain, markdown):
-    assert DOCSTRINGS["markdown"](plain) == markdown
-
-
-def test_a_name_as_long_as_its_column_is_a_row():
-    lines = ["lora       frozen weights", "           and adapters", "zero_stage what is sharded"]
-    rows = [("lora", "frozen weights and adapters"), ("zero_stage", "what is sharded")]
-    assert DOCSTRINGS["table_rows"](lines) == rows
+    assert paragraph(plain) == markdown
