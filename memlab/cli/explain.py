@@ -21,7 +21,7 @@ from memlab.explain import (
     read_stream,
     summary,
 )
-from memlab.explain.answer import answer, titled
+from memlab.explain.answer import answer, basis, titled
 from memlab.units import format_bytes, paragraph
 
 STANDARD_INPUT = "-"
@@ -153,6 +153,7 @@ def _show_finding(found: Explanation, number: int, finding: Finding) -> None:
     echo("\n".join(f"      {line}" for line in finding.code.splitlines()))
     if finding.decide:
         echo(paragraph(f"  to find out: {finding.decide}"))
+    echo(paragraph(f"  {basis(finding)}"))
 
 
 def _show_recording(found: Explanation) -> None:

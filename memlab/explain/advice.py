@@ -26,36 +26,32 @@ _CAST = re.compile(
     r"\.(float|double)\(\)|\bupcast|\.(to|type)\([^()\n]{0,60}\btorch\.(float32|float|double)\b"
     r"|\bdtype[ \t]{0,4}=[ \t]{0,4}torch\.(float32|float)\b"
 )
-_TOOLS = {  # by backend: the program that lists processes, the variable that chooses a card
-    "HIP": ("rocm-smi", "HIP_VISIBLE_DEVICES"),
-    "XPU": ("xpu-smi", "ZE_AFFINITY_MASK"),
-    "NPU": ("npu-smi info", "ASCEND_RT_VISIBLE_DEVICES"),
+_TOOL, _VARIABLE = "nvidia-smi", "CUDA_VISIBLE_DEVICES"
+_WORDS_OF = {  # by backend: what replaces the words of CUDA. ROCm's torch keeps torch.cuda.
+    "HIP": ((_TOOL, "rocm-smi"), (_VARIABLE, "HIP_VISIBLE_DEVICES")),
+    "XPU": ((_TOOL, "xpu-smi"), (_VARIABLE, "ZE_AFFINITY_MASK"), ("torch.cuda", "torch.xpu")),
+    "NPU": (
+        (_TOOL, "npu-smi info"),
+        (_VARIABLE, "ASCEND_RT_VISIBLE_DEVICES"),
+        ("torch.cuda", "torch.npu"),
+    ),
+    "MPS": (
+        ("torch.cuda.memory_allocated", "torch.mps.current_allocated_memory"),
+        ("torch.cuda", "torch.mps"),
+        ('"cuda"', '"mps"'),
+    ),
 }
-_MPS = (
-    Fix("Close other applications: they share this memory."),
-    Fix(
-        "PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 removes the limit, but the system may then swap or "
-        "stop."
-    ),
-)
-_WORKER = (
-    Fix(
-        "Return CPU tensors from the dataset, and move the batch to the GPU in the training loop: "
-        "each worker that uses CUDA needs a context of its own."
-    ),
-    Fix(
-        "If the workers must use CUDA, set num_workers=0 or make the batch of the training smaller."
-    ),
-)
+_CUDA_ALONE = re.compile(r"BitsAndBytes|bitsandbytes|bnb|liger")
 _FRAMEWORKS = (  # of a log's paths and lines, the most particular first
     ("vllm", r"/vllm/|\[vllm|vllm serve"),
     ("diffusers", r"diffusers"),
-    ("deepspeed", r"/deepspeed/|deepspeed\.|DeepSpeed"),
+    ("deepspeed", r"/deepspeed/|deepspeed\.|DeepSpeed|exits with return code"),
     ("lightning", r"pytorch_lightning|lightning/pytorch|lightning_fabric"),
     ("trainer", r"transformers/(trainer|modeling_utils|models)|/trl/|llamafactory|axolotl|/peft/"),
     ("accelerate", r"/accelerate/|accelerate launch"),
     ("tensorflow", r"tensorflow|keras"),
     ("jax", r"\bjax|XlaRuntimeError"),
+    ("ray", r"\bray\.|\braylet\b|/ray/|ray::"),
 )
 # What a log may show that makes a fix useless.
 DONE: dict[str, Callable[["TextSituation"], bool]] = {
@@ -68,31 +64,45 @@ DONE: dict[str, Callable[["TextSituation"], bool]] = {
     "no diffusers": lambda s: "diffusers" not in s.log.text or not s.infers,
     "no cast": lambda s: not any(_CAST.search(line.source) for line in s.log.inner_lines),
     "other fixes": lambda s: not s.batch_of_one,
+    "MPS": lambda s: s.on_mps,
+    "not MPS": lambda s: not s.on_mps,
+    "worker": lambda s: s.in_worker,
+    "no worker": lambda s: not s.in_worker,
+    "too large in 4 bits": lambda s: s.too_large_in_4_bits,
+    "card full before JAX": lambda s: bool(s.jax_found_no_room),
+    "no gather": lambda s: "partition_parameters.py" not in s.frames,
+    "no deepspeed": lambda s: "deepspeed" not in frameworks_in(s.log.text),
+    "no ray": lambda s: "ray" not in frameworks_in(s.log.text),
 }
 
 
 def for_log(found: Finding, situation: "TextSituation") -> Finding:
     """Return a finding with the fixes that fit its log, and the first one's code."""
-    fixes = tuple(fix for fix in found.cause.fixes if _fits(fix, situation))
-    if found.cause.name == "batch" and situation.on_mps:
-        fixes += _MPS
-    if found.cause.name == "other-process" and situation.in_worker:
-        fixes = _WORKER
-    fixes = tuple(_in_words_of(fix, situation.message) for fix in fixes or found.cause.fixes[-1:])
-    decide = found.decide.format_map(situation.words)
+    fits = [fix for fix in found.cause.fixes if _fits(fix, situation)] or found.cause.fixes[-1:]
+    fixes = tuple(in_words_of(fix, situation.message) for fix in fits)
+    decide = _renamed(found.decide.format_map(situation.words), situation.message)
     return replace(found, fixes=fixes, decide=decide, code=code_for(fixes[0], situation.log.text))
+
+
+def for_snapshot(found: Finding, files: str) -> Finding:
+    """Return a finding with the fixes that need no word of a log, and the first one's code."""
+    fixes = tuple(f for f in found.cause.fixes if not any(n.startswith("no") for n in f.unless))
+    return replace(found, fixes=fixes, code=code_for(fixes[0], files))
 
 
 def _fits(fix: Fix, situation: "TextSituation") -> bool:
     return not any(DONE[name](situation) for name in fix.unless)
 
 
+def frameworks_in(text: str) -> list[str]:
+    """Return the frameworks that a text names, the most particular first."""
+    return [name for name, pattern in _FRAMEWORKS if re.search(pattern, text)]
+
+
 def code_for(fix: Fix, text: str) -> str:
     """Return a fix's code for the framework that a text names, or else plain torch's."""
-    shown = (name for name, pattern in _FRAMEWORKS if re.search(pattern, text))
-    return next((fix.code[name] for name in shown if name in fix.code), "") or next(
-        iter(fix.code.values()), ""
-    )
+    shown = (fix.code[name] for name in frameworks_in(text) if name in fix.code)
+    return next(shown, "") or next(iter(fix.code.values()), "")
 
 
 def uses_16_bits(text: str) -> bool:
@@ -100,20 +110,22 @@ def uses_16_bits(text: str) -> bool:
     return bool(_SIXTEEN_BITS.search(text))
 
 
-def _in_words_of(fix: Fix, message: Message) -> Fix:
+def in_words_of(fix: Fix, message: Message) -> Fix:
     """Return a fix with the settings and tools of the torch that wrote the message."""
-    tool, variable = _TOOLS.get(message.backend, ("nvidia-smi", "CUDA_VISIBLE_DEVICES"))
-    pairs = [("nvidia-smi", tool), ("CUDA_VISIBLE_DEVICES", variable)]
-    pairs.append((f"{ALLOCATOR_VARIABLE}=expandable_segments:True", allocator_setting(message)))
+    codes = {
+        name: _renamed(code, message)
+        for name, code in fix.code.items()
+        if message.backend not in ("MPS", "NPU") or not _CUDA_ALONE.search(code)
+    }
+    return replace(fix, do=_renamed(fix.do, message), code=codes)
 
-    def renamed(text: str) -> str:
-        for old, new in pairs:
-            text = text.replace(old, new)
-        return text
 
-    return replace(
-        fix, do=renamed(fix.do), code={name: renamed(code) for name, code in fix.code.items()}
-    )
+def _renamed(text: str, message: Message) -> str:
+    """Return a sentence or code in the words of the message's backend."""
+    setting = (f"{ALLOCATOR_VARIABLE}=expandable_segments:True", allocator_setting(message))
+    for old, new in (*_WORDS_OF.get(message.backend, ()), setting):
+        text = text.replace(old, new)
+    return text
 
 
 def allocator_setting(message: Message) -> str:

@@ -51,10 +51,16 @@ def _lines(found: Explanation, most_evidence: int) -> Iterator[str]:
 
 
 def titled(finding: Finding) -> str:
-    """Return a cause with its confidence, and the reports that it was counted on."""
-    right, called = finding.counts or (0, 0)
-    counted = f": right in {right} of {called} reports" if called else ""
-    return f"{finding.cause.title} ({finding.word}{counted})"
+    """Return a cause with its confidence."""
+    return f"{finding.cause.title} ({finding.word}{'' if finding.counts else ', an estimate'})"
+
+
+def basis(finding: Finding) -> str:
+    """Say what a confidence rests on."""
+    if finding.counts is None:
+        return "confidence: estimated from shares and sizes, not counted on known cases"
+    right, called = finding.counts
+    return f"confidence: {right} of the {called} public reports that look like this had this cause"
 
 
 def clipped(line: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from memlab.explain.advice import code_for
+from memlab.explain.advice import for_snapshot
 from memlab.explain.causes import findings
 from memlab.explain.findings import Finding, ranked
 from memlab.explain.histories import history_of
@@ -93,7 +93,7 @@ def explain_source(
     replayed = replays(situation, on_remedy)
     files = "\n".join(frame.filename for frame in situation.context_stack)
     after = (_after_replay(each, replayed) for each in findings(situation))
-    found = [replace(each, code=code_for(each.cause.fixes[0], files)) for each in after]
+    found = [for_snapshot(each, files) for each in after]
     return Explanation(source.kind, ranked(found), situation, replayed)
 
 

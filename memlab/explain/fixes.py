@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 FRAMEWORKS = (
     *("torch", "trainer", "lightning", "deepspeed", "accelerate", "diffusers", "vllm"),
-    *("tensorflow", "jax"),
+    *("tensorflow", "jax", "ray"),
 )
 
 
@@ -62,6 +62,15 @@ _SMALLER_INPUT = Fix(
     "activations shrink in proportion",
     {"diffusers": "pipe(prompt, height=512, width=512, num_images_per_prompt=1)"},
     unless=("training",),
+)
+_WATERMARK = "PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0"
+_ON_MPS = (
+    Fix("Close other applications: they share this memory.", unless=("not MPS",)),
+    Fix(
+        f"{_WATERMARK} removes the limit, but the system may then swap or stop.",
+        code={"torch": f"$ export {_WATERMARK}"},
+        unless=("not MPS",),
+    ),
 )
 _SMALLER_GPU_SHARE = Fix(
     "Give the engine a smaller share of the card.",
@@ -114,6 +123,7 @@ FIXES: dict[str, tuple[str, tuple[Fix, ...]]] = {
                 {"torch": "with torch.autograd.graph.save_on_cpu():\n    loss = model(x)"},
                 unless=("other fixes",),
             ),
+            *_ON_MPS,
         ),
     ),
     "sequence": (
@@ -184,6 +194,7 @@ FIXES: dict[str, tuple[str, tuple[Fix, ...]]] = {
                     "trainer": 'TrainingArguments(optim="adamw_bnb_8bit")',
                     "deepspeed": '{"zero_optimization": {\n    "stage": 2,\n    "offload_optimizer": {"device": "cpu"},\n}}',
                 },
+                unless=("MPS",),  # for which bitsandbytes has no such optimizer
             ),
             Fix(
                 "Train fewer weights (LoRA), or shard or offload the state (ZeRO, FSDP).",
@@ -265,6 +276,17 @@ FIXES: dict[str, tuple[str, tuple[Fix, ...]]] = {
                 "CUDA_VISIBLE_DEVICES.",
                 "what it holds",
                 {"torch": "$ nvidia-smi\n$ CUDA_VISIBLE_DEVICES=1 python train.py"},
+                unless=("worker",),
+            ),
+            Fix(
+                "Return CPU tensors from the dataset, and move the batch to the GPU in the training "
+                "loop: each worker that uses CUDA needs a context of its own.",
+                unless=("no worker",),
+            ),
+            Fix(
+                "If the workers must use CUDA, set num_workers=0 or make the batch of the training "
+                "smaller.",
+                unless=("no worker",),
             ),
         ),
     ),
@@ -282,6 +304,16 @@ FIXES: dict[str, tuple[str, tuple[Fix, ...]]] = {
                     "torch_dtype=torch.float16)\npipe.enable_model_cpu_offload()",
                     "vllm": "$ vllm serve MODEL --tensor-parallel-size 2",
                 },
+                unless=("MPS", "too large in 4 bits"),
+            ),
+            Fix(
+                "Use a smaller model or one in 16 bits, and close other applications: they share this "
+                f"memory. {_WATERMARK} removes the limit, but the system may then swap or stop.",
+                "half of float32's bytes in 16 bits",
+                {
+                    "torch": f"model = model.to(dtype=torch.bfloat16)\n# or: export {_WATERMARK}",
+                },
+                unless=("not MPS",),
             ),
             Fix(
                 'Split it: device_map="auto" offloads layers to the CPU; FSDP or ZeRO-3 shards them '
@@ -290,7 +322,10 @@ FIXES: dict[str, tuple[str, tuple[Fix, ...]]] = {
                 {
                     "trainer": 'AutoModelForCausalLM.from_pretrained(name, device_map="auto")',
                     "deepspeed": '{"zero_optimization": {"stage": 3}}',
+                    "accelerate": "$ accelerate launch --use_fsdp --num_processes 8 train.py",
+                    "vllm": "$ vllm serve MODEL --tensor-parallel-size 8",
                 },
+                unless=("MPS",),
             ),
             Fix(
                 "If a first model is still on the card, delete it before the second is loaded.",
@@ -351,6 +386,21 @@ FIXES: dict[str, tuple[str, tuple[Fix, ...]]] = {
         "the computer's own memory (RAM) ran out, not the GPU's",
         (
             Fix(
+                "Let Ray start fewer tasks at once: state the memory that each of them needs.",
+                "the tasks that then wait for memory",
+                {"ray": "task.options(memory=16 * 2**30, num_cpus=4).remote(data)"},
+                unless=("no ray",),
+            ),
+            Fix(
+                "Offload less to RAM: AdamW's state there needs 12 bytes for each weight of the model, "
+                "and each rank may load a whole copy of the weights first.",
+                "12 bytes for each weight, if NVMe holds the state",
+                {
+                    "deepspeed": '{"zero_optimization": {\n    "stage": 3,\n    "offload_optimizer": {"device": "nvme", "nvme_path": "/local"},\n}}',
+                },
+                unless=("no deepspeed",),
+            ),
+            Fix(
                 "Keep less in RAM: fewer DataLoader workers, data read in parts (numpy.memmap), "
                 "weights loaded straight onto the GPU.",
                 "one copy of the data for each worker",
@@ -358,7 +408,6 @@ FIXES: dict[str, tuple[str, tuple[Fix, ...]]] = {
                     "torch": 'data = np.load(path, mmap_mode="r")\n'
                     "DataLoader(dataset, num_workers=2, prefetch_factor=2)",
                     "trainer": 'AutoModelForCausalLM.from_pretrained(\n    name, dtype=torch.bfloat16, device_map="cuda:0"\n)',
-                    "deepspeed": '{"zero_optimization": {\n    "stage": 3,\n    "offload_optimizer": {"device": "nvme", "nvme_path": "/local"},\n}}',
                 },
             ),
             Fix(
@@ -507,8 +556,17 @@ FIXES: dict[str, tuple[str, tuple[Fix, ...]]] = {
         ),
     ),
     "fsdp-state-dict": (
-        "the state dict: all ranks' weights are gathered on the GPU to be saved",
+        "the weights of all ranks are gathered on one GPU, to be saved or passed on",
         (
+            Fix(
+                "Gather the weights of one layer at a time (ms-swift: --move_model_batches 20).",
+                "the weights of all other layers",
+                {
+                    "deepspeed": "for layer in model.children():\n    weights = list(layer.parameters())\n"
+                    "    with deepspeed.zero.GatheredParameters(weights):\n        send(weights)",
+                },
+                unless=("no gather",),
+            ),
             Fix(
                 "Gather the weights on the CPU of rank 0.",
                 "the weights of all other ranks",
@@ -595,11 +653,7 @@ FIXES: dict[str, tuple[str, tuple[Fix, ...]]] = {
                 "what is reserved for heaps that no tensor uses",
                 {"torch": "torch.mps.empty_cache()"},
             ),
-            Fix(
-                "PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 removes the limit, but the system may then swap "
-                "or stop.",
-                code={"torch": "$ export PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0"},
-            ),
+            *_ON_MPS[1:],
         ),
     ),
     "tensorflow": (
@@ -626,11 +680,16 @@ FIXES: dict[str, tuple[str, tuple[Fix, ...]]] = {
                 "Halve the batch, or recompute: jax.checkpoint.",
                 "most activations of the functions that are recomputed",
                 {"jax": "loss = jax.checkpoint(loss_function)"},
+                unless=("card full before JAX",),
             ),
             Fix(
-                "JAX takes 75% of the card at its start: leave other programs and CUDA's libraries "
-                "room.",
-                code={"jax": "$ export XLA_PYTHON_CLIENT_MEM_FRACTION=.7"},
+                "JAX takes 75% of the card at its start: end other programs on it, or let JAX take "
+                "less, which also leaves room for CUDA's libraries.",
+                "",
+                {
+                    "jax": "$ nvidia-smi\n$ export XLA_PYTHON_CLIENT_PREALLOCATE=false\n"
+                    "$ export XLA_PYTHON_CLIENT_MEM_FRACTION=.5"
+                },
             ),
         ),
     ),

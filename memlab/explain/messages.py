@@ -73,7 +73,8 @@ ERRORS = {
     r"|when warming up sampler|increase --mem-fraction-static",
     "vllm-shared": r"is less than desired GPU memory utilization|Error in memory profiling",
     "cumem": r"cumem_allocator\.cpp|torch_memory_saver\.cpp",
-    "jax": r"XlaRuntimeError|JaxRuntimeError|RESOURCE_EXHAUSTED: (?:Out of memory|Failed to alloc)"
+    "jax": r"XlaRuntimeError|JaxRuntimeError|RESOURCE_EXHAUSTED: (?:Out of memory|Failed to alloc"
+    r"|Error (?:loading|allocating)|Attempting to|Allocation \(size|.{0,80}Ran out of memory in)"
     r"|external/org_tensorflow/|external/xla/|Out\s{1,9}of memory while trying to allocate",
     "paddle": r"Out of memory error on GPU|paddle[./](?:fluid|phi)[./]\w",
     "tensorflow": r"OOM when allocating tensor|ResourceExhaustedError|tensorflow/\w{1,40}/"
@@ -225,6 +226,11 @@ class Log:
         return dict(_settings_in(self.text))
 
     @cached_property
+    def model(self) -> tuple[str, float] | None:
+        """The largest model that the text names, and its number of weights."""
+        return _model_in(self.text)
+
+    @cached_property
     def memory_by_step(self) -> list[int]:
         """Bytes that the log's progress lines print, in order."""
         return list(_printed_memory(self.before))
@@ -273,6 +279,7 @@ def read_log(text: str, unread: int = 0) -> Log:
         lines = tracebacks.reversed_lines(below)
     lines += tuple(tracebacks.pytest_lines([*above[-8:], *below[:8]]))
     lines = lines or tracebacks.below(below) or tracebacks.code_above(above)
+    lines = lines or _lines_of_another(text, error, found)
     rank = _RANK.search(writer)
     message = _message(below, error.kind)
     return Log(
@@ -287,6 +294,13 @@ def read_log(text: str, unread: int = 0) -> Log:
         failures=max(1, len({e.end for e in found if e.kind == "sized"})),
         skipped_chars=first - len(head) + unread,
     )
+
+
+def _lines_of_another(text: str, error: Error, found: Sequence[Error]) -> tuple[Line, ...]:
+    """Return the traceback of a later message without sizes: another rank's, of the same job."""
+    others = [other.start for other in found if other.kind == "bare" and other.start > error.end]
+    rows = tracebacks.rows_of(text[error.end : others[-1]])[1:-1] if others else []
+    return tracebacks.before(rows)[1]
 
 
 def messages_in(text: str) -> Iterator[Error]:
@@ -414,6 +428,10 @@ _SETTING = re.compile(
     r"|(?:num[_-]?(?:hidden[_-])?|n[_-]?)?layers?|depth"
     r")\b['\"]?[ \t]{0,4}[=:]?[ \t]{0,4}(\d{1,12})\b"
 )
+_MODEL = re.compile(
+    r"(?<![\w.-])([A-Za-z][A-Za-z\d.]{0,30}[-_](?:[A-Za-z\d.]{1,30}[-_]){0,5}?"
+    r"(\d{1,3}(?:\.\d{1,2})?)[bB])(?![A-Za-z\d])"
+)
 _SYMBOL = re.compile(r"\b([BT])[ \t]{0,4}=[ \t]{0,4}(\d{1,12})\b")  # as many a script calls them
 _MEMORY = re.compile(  # as progress lines print it; without a unit, it is in MiB
     r"(?i)\b(?:(?:max|peak|gpu)_?)?(?:mem(?:ory)?|alloc(?:ated)?|reserved|vram|cuda(?!:\d))\w{0,20}[^\d\n]{0,20}"
@@ -431,6 +449,12 @@ _OTHER_PROGRESS = re.compile(  # a bar of shards, downloads, images, samples of 
 _TRAINING = re.compile(r"(?i)train|loss|epoch|\blr\b|learning")
 _EPOCH = re.compile(r"(?i)\bepochs?\b.{0,40}\bloss\b|\bepoch\b[ \t:=#\[(]{0,4}\d")
 _FIRST_STEP = re.compile(r"(?i)\bstep[ \t:=#\[(]{0,4}0{1,12}\b.{0,40}\btrain")
+
+
+def _model_in(text: str) -> tuple[str, float] | None:
+    """Return the largest model that a text names, such as Llama-2-70b, and its weights."""
+    found = ((match[1], float(match[2]) * 1e9) for match in _MODEL.finditer(text))
+    return max(found, key=lambda model: model[1], default=None)
 
 
 def _settings_in(text: str) -> Iterator[tuple[str, float]]:

@@ -97,6 +97,7 @@ def _quoted(part: str, pattern: re.Pattern[str], situation: TextSituation) -> st
 _ENOUGH = "{free} are free on the card, and the request of {requested} was refused"
 _BATCH_OF_ONE = "Run one step with batch 1: if it fits, it is the batch; if not, weights and state."
 _AT = "memory ran out at {place}"
+_WEIGHTS = "{model} has {weights} of weights in 16 bits, and the card {whole}"
 _LOGITS = (
     r"(?i)(?<!binary_)cross_?entropy|log_softmax|logsumexp|lm_head|(?<!with_)logits|logprobs|log_probs|\bvocab|unembed"
     r"|loss_utils|ForCausalLMLoss"
@@ -130,6 +131,13 @@ RULES: tuple[Rule, ...] = (
             "{allocated} count as allocated on a card of {capacity}, with pools of a sleeping engine",
         ),
         when=(_S.engine_sleeps,),
+    ),
+    Rule(
+        "jax",
+        "jax-17217",
+        ("the card was full before JAX took its share, or JAX took it all: {no_room}",),
+        "jax",
+        when=(_S.jax_found_no_room,),
     ),
     Rule("jax", "jaxprivacy-10", ("the message is JAX's: {said}",), "jax"),
     Rule(
@@ -187,7 +195,12 @@ RULES: tuple[Rule, ...] = (
         ("Windows says: {said}",),
         "page-file",
     ),
-    Rule("host-ram", "vin-7", ("the log ends with: {said}", _AT), "host"),
+    Rule(
+        "host-ram",
+        "vin-7",
+        ("the node used {node}, most of it {user}", "the log ends with: {said}", _AT),
+        "host",
+    ),
     Rule(
         "host-ram",
         "dj-39",
@@ -293,6 +306,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "fsdp-state-dict",
+        "swift-4023",
+        ("ZeRO-3 gathers weights outside a step: {match}",),
+        frames=r"partition_parameters\.py (_?all_?gather\w{0,40}|_allgather\w{0,40}|__enter__)",
+        unless=(lambda s: re.search(r"parameter_offload|param_coordinator", s.frames),),
+        decide="Look for GatheredParameters in the frames above.",
+    ),
+    Rule(
+        "fsdp-state-dict",
         "rrhf-30",
         ("FSDP could not copy a gathered weight: {match}",),
         error=r"Failed to clone\(\) tensor with name \S{1,80}",
@@ -354,7 +375,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "weights",
         "lf-7781",
-        ("memory ran out while a model was loaded: {match}", "{allocated} were allocated before"),
+        (
+            "memory ran out while a model was loaded: {match}",
+            _WEIGHTS,
+            "{allocated} were allocated",
+        ),
         frames=r"_load_state_dict_into|set_module_tensor_to_device|from_pretrained$|load_model_dict"
         r"|create_weights|load_weights|_materialize_copy|create_quantized_param|load_model$"
         r"|bitsandbytes/functional\.py quantize_",
@@ -362,14 +387,18 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "weights",
         "vllm-14095",
-        ("memory ran out while the model was loaded: {match}",),
+        ("memory ran out while the model was loaded: {match}", _WEIGHTS),
         log=r"processing method load_model|model failed to load|(?i:error loading model)|ggml-cuda\S{0,40}"
         r"|llama_model_load\S{0,40}",
     ),
     Rule(
         "weights",
         "reco-8",
-        ("memory ran out while a model was built or moved: {place}", "{allocated} were allocated"),
+        (
+            "memory ran out while a model was built or moved: {place}",
+            _WEIGHTS,
+            "{allocated} were allocated",
+        ),
         when=(_S.in_setup,),
     ),
     # ------------------------------------------------ evaluation
@@ -578,7 +607,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "weights",
         "slk-28",
-        ("{allocated} of {whole} are allocated, and only {requested} more were refused",),
+        (
+            "{allocated} of {whole} are allocated, and only {requested} more were refused",
+            _WEIGHTS,
+        ),
         when=(
             _S.fills_card,
             _S.small_request,

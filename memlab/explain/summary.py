@@ -52,7 +52,10 @@ def headline(found: Explanation) -> str:
             f"{format_bytes(s.allocated_bytes)} allocated, "
             f"{format_bytes(s.reserved_bytes)} reserved"
         )
-    return f"no request was refused; the peak is {format_bytes(s.allocated_bytes)} allocated"
+    return (
+        f"no memory problem (no request was refused); the peak is "
+        f"{format_bytes(s.allocated_bytes)} allocated"
+    )
 
 
 def _completed(s: Situation) -> str:

@@ -63,6 +63,14 @@ _CHECKPOINTING = re.compile(
 )
 _WINDOWS = re.compile(r"(?m)\b[A-Za-z]:\\|\\site-packages\\|WSL|wsl|WinError|microsoft-standard")
 _UNIX = re.compile(r"(?<![\w.])/(?:home|root|usr|opt|data|content|workspace)/")
+_JAX_START = re.compile(  # its share is refused, or CUDA's libraries find no room beside it
+    r"(?i)(unable to create StreamExecutor|failed call to cuDevicePrimaryCtxRetain"
+    r"|(before creating|could not create) cudnn|failed to create cu\w{3,8} handle"
+    r"|failed to allocate [^\n]{1,60} from device: CUDA_ERR|DNN library init"
+    r"|load in-memory CUBIN|no supported devices found)[^\n]{0,80}"
+)
+_NODE = re.compile(r"running was (\d[\d.]{0,9} ?GB) / (\d[\d.]{0,9} ?GB)")  # of Ray's message
+_NODE_USER = re.compile(r"(?m)\b\d{1,8}[ \t]{1,20}(\d{1,6}\.\d\d)[ \t]{1,20}(\S{1,60})")
 _BUFFER = re.compile(r"empty_strided\w{0,10}\(\((\d{1,12}), (\d{1,12})\)")  # of Inductor's code
 LEAST_VOCABULARY = 8192  # columns: wider than layers are
 
@@ -367,6 +375,21 @@ class TextSituation:
         """Whether a sleeping engine's pools count as allocated, although they are on the host."""
         return self.spilled and "private pools" in self.log.text
 
+    @cached_property
+    def jax_found_no_room(self) -> str:
+        """The line that shows that the card was full before JAX took its share, or ""."""
+        match = _JAX_START.search(self.log.text)
+        return match[0].strip() if match else ""
+
+    @property
+    def model_bits(self) -> float:
+        """The bits for each weight of the named model that the card has room for. 0: not known."""
+        return 8 * self.whole / self.log.model[1] if self.log.model else 0
+
+    @property
+    def too_large_in_4_bits(self) -> bool:
+        return 0 < self.model_bits < 4
+
     @property
     def fills_card(self) -> bool:
         return share(self.message.allocated or 0, self.whole) > 0.85
@@ -479,6 +502,9 @@ class TextSituation:
         sizes |= {"other": message.other_allocations, "process": message.process}
         processes = [f"process {pid} has {format_bytes(size)}" for pid, size in message.processes]
         steps = self.log.steps_done
+        model, weights = self.log.model if 0 < self.model_bits < 16 and self.log.model else ("", 0)
+        node = _NODE.search(self.log.text)
+        users = [(float(gb), name) for gb, name in _NODE_USER.findall(self.log.text)]
         grew = [format_bytes(level) for level in (*self.growing[:1], *self.growing[-1:])]
         return {
             **{name: format_bytes(n) if n is not None else "" for name, n in sizes.items()},
@@ -498,6 +524,11 @@ class TextSituation:
             "tokens": f"{self._number('sequence') or 0:,}" if self.long_sequence else "",
             "batch": str(self._number("batch") or ""),
             "trained": "training ran before" if self.trained else "",
+            "model": model,
+            "weights": format_bytes(round(2 * weights)),
+            "no_room": self.jax_found_no_room,
+            "node": f"{node[1]} of {node[2]}" if node else "",
+            "user": "{1} with {0:g} GB".format(*max(users)) if users else "",
         }
 
     @property

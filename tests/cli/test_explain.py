@@ -42,7 +42,10 @@ def trace_file(tmp_path):
 def test_a_trace_is_summarized_and_the_report_is_written(memlab_command, tmp_path, trace_file):
     outcome = memlab_command("explain", trace_file, "--all")
     assert outcome.status == 0
-    assert "memlab trace: no request was refused; the peak is 80.00 MiB" in outcome.out
+    assert (
+        "memlab trace: no memory problem (no request was refused); the peak is 80.00 MiB"
+        in outcome.out
+    )
     assert re.search(r"activations +72\.00 MiB +90\.0%", outcome.out)
     assert "written: work/explain.json, work/explain.html" in outcome.out
     assert max(map(len, outcome.out.split("\n"))) <= 80
@@ -68,6 +71,18 @@ def test_the_answer_fits_the_screen_and_names_one_remedy_with_its_code(memlab_co
     assert "      $ CUDA_VISIBLE_DEVICES=1 python train.py" in rows
 
 
+def test_all_says_what_a_confidence_rests_on_and_the_screen_does_not(
+    memlab_command, tmp_path, trace_file
+):
+    (tmp_path / "oom.txt").write_text(MESSAGE, encoding="utf-8")
+    assert "reports" not in memlab_command("explain", "oom.txt").out
+    every = memlab_command("explain", "oom.txt", "--all").out
+    assert re.search(r"confidence: \d+ of the \d+ public reports that look like this had", every)
+    of_a_trace = memlab_command("explain", trace_file, "--all").out
+    assert "confidence, an estimate)" in of_a_trace
+    assert "confidence: estimated from shares and sizes, not counted" in of_a_trace
+
+
 class Bytes(io.StringIO):
     """Standard input with bytes beneath."""
 
@@ -81,7 +96,7 @@ def test_a_snapshot_from_standard_input_is_explained(memlab_command, monkeypatch
     monkeypatch.setattr(sys, "stdin", Bytes(content))
     outcome = memlab_command("explain", "-")
     assert outcome.status == 0
-    assert "memory snapshot: no request was refused" in outcome.out
+    assert "memory snapshot: no memory problem (no request was refused)" in outcome.out
 
 
 def test_a_long_replay_names_its_remedies_on_standard_error(capsys):

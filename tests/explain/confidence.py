@@ -68,8 +68,9 @@ def table() -> list[str]:
         for word in WORDS
     ]
     total, sum_right = sum(called.values()), sum(right.values())
-    rows.append(f"| all | {total} | {sum_right} | {sum_right / total:.0%} |")
-    return ["| confidence | reports | right | share |", "| --- | --- | --- | --- |", *rows]
+    rows.append(f"| any | {total} | {sum_right} | {sum_right / total:.0%} |")
+    titles = "| the answer says | public reports | with the right cause | share |"
+    return [titles, "| --- | --- | --- | --- |", *rows]
 
 
 def written_table(page: str) -> list[str]:

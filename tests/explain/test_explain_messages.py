@@ -75,6 +75,18 @@ def test_the_last_message_of_a_log_counts():
     assert read_log(text).message.requested == 2 * GIB
 
 
+def test_a_traceback_whose_message_states_no_sizes_explains_the_sizes_of_another_rank():
+    frames = (
+        '  File "train.py", line 9, in <module>\n    optimizer.step()\n'
+        '  File "/lib/python3.8/site-packages/apex/optimizers/adam.py", line 112, in step\n'
+        "    state['exp_avg'] = torch.zeros_like(p)\n"
+    )
+    traceback = f"Traceback (most recent call last):\n{frames}"
+    found = explain_text(f"{TORCH_1_13}\n{traceback}RuntimeError: CUDA out of memory")
+    assert found.cause == "optimizer-state"
+    assert "2.00 GiB requested" in repr(found)
+
+
 def test_a_negative_size_is_not_printed_as_a_huge_one():
     wrapped = TORCH_2_1.replace("2.00 GiB", "17179869113.53 GiB", 1)
     wrapped = wrapped.replace("process has 12.40 GiB", "process has 17179869184.00 GiB")
@@ -287,6 +299,34 @@ MOSTLY_FREE = (
 def test_a_folder_of_unix_is_none_of_windows(folder, is_windows):
     text = f'Traceback (most recent call last):\n  File "{folder}train.py", line 1\n{MOSTLY_FREE}'
     assert (explain_text(text).cause == "page-file") == is_windows
+
+
+def test_a_gather_of_zero_3_is_the_cause_unless_a_step_runs_it():
+    files = ["zero/partition_parameters.py", "zero/partitioned_param_coordinator.py"]
+    inner, coordinator = (f"/lib/site-packages/deepspeed/runtime/{file}" for file in files)
+    gather = f'  File "{inner}", line 1522, in _all_gather\n    self._allgather(params)\n'
+    step = f'  File "{coordinator}", line 9, in fetch_sub_module\n    self.fetch(params)\n'
+    head = "Traceback (most recent call last):\n"
+    assert explain_text(f"{head}{gather}{TORCH_1_3}").cause == "fsdp-state-dict"
+    assert explain_text(f"{head}{step}{gather}{TORCH_1_3}").cause != "fsdp-state-dict"
+
+
+def test_jax_is_told_to_take_less_if_the_card_was_full_before():
+    small = "jaxlib.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 4096 bytes."
+    before = "cuda_dnn.cc:413] There was an error before creating cudnn handle (2): out of memory"
+    assert "jax.checkpoint" in repr(explain_text(small))
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in repr(explain_text(f"{before}\n{small}"))
+
+
+def test_rays_largest_process_is_named():
+    text = "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory."
+    text += (
+        "\nMemory on the node where the task was running was 215.43GB / 226.25GB (0.95). Top 10:"
+    )
+    text += "\nPID  MEM(GB) COMMAND\n81\t3.30\tray::Small\n13377  207.83 ray::Large.__call__"
+    answer = repr(explain_text(text))
+    assert "the node used 215.43GB of 226.25GB, most of it ray::Large.__call__" in answer
+    assert "task.options(memory=" in answer
 
 
 def test_ctranslate2s_words_are_read():

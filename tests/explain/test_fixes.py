@@ -4,7 +4,9 @@ import ast
 import gc
 import inspect
 import os
+import re
 import shlex
+import subprocess
 import warnings
 from unittest.mock import MagicMock
 
@@ -15,9 +17,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from memlab.explain import explain_text
-from memlab.explain.advice import DONE
+from memlab.explain.advice import DONE, in_words_of
 from memlab.explain.findings import CAUSES
 from memlab.explain.fixes import FRAMEWORKS, Fix
+from memlab.explain.messages import Message
+from memlab.explain.rules import RULES
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -30,9 +34,10 @@ CODES = {
 }
 PYTHON = {name: pair for name, pair in CODES.items() if not pair[1].startswith("$ ")}
 SHELL = {name: code for name, (_, code) in CODES.items() if code.startswith("$ ")}
-NOT_HERE = (  # of trl, vLLM, Lightning, diffusers, TensorFlow, JAX
+NOT_HERE = (  # of trl, vLLM, Lightning, diffusers, TensorFlow, JAX, Ray, DeepSpeed
     *("GRPOConfig", "LLM", "llm", "pipe", "unet", "vae", "DiffusionPipeline", "AttnProcessor2_0"),
     *("tf", "jax", "PeftModel", "get_peft_model", "trainer", "tokenizer", "tokenizer_of"),
+    *("task", "data", "deepspeed", "send"),
 )
 
 
@@ -105,11 +110,62 @@ def test_the_arguments_of_transformers_trainer_exist():
     assert "preprocess_logits_for_metrics" in known
 
 
+# Programs that a machine of tests lacks. Their options were tried once with their own parsers.
+STUBS = ("nvidia-smi", "docker", "sudo", "vllm", "mlx_lm.lora", "accelerate")
+
+
 @pytest.mark.parametrize("name", SHELL)
-def test_the_commands_of_a_remedy_are_shell_lines(name):
+def test_the_commands_of_a_remedy_run(name, tmp_path):
+    for program in (*STUBS, "python", "free"):
+        (tmp_path / program).write_text("#!/bin/sh\n", encoding="utf-8")
+        (tmp_path / program).chmod(0o755)
     for line in SHELL[name].splitlines():
         assert line.startswith("$ ")
-        assert shlex.split(line)
+        done = subprocess.run(["/bin/sh", "-c", line[2:]], env={"PATH": str(tmp_path)}, timeout=60)
+        assert done.returncode == 0, line
+
+
+def test_accelerate_knows_the_options_of_a_remedy():
+    from accelerate.commands.launch import launch_command_parser
+
+    lines = [line for code in SHELL.values() for line in code.splitlines() if "accelerate" in line]
+    assert lines
+    for line in lines:
+        launch_command_parser().parse_args(shlex.split(line.removeprefix("$ accelerate launch")))
+
+
+def test_the_words_of_another_backend_are_functions_of_its_torch():
+    for backend in ("MPS", "XPU"):
+        message = Message(backend, allocated=1)
+        codes = [code for fix in fixes() for code in in_words_of(fix, message).code.values()]
+        decide = [in_words_of(Fix(rule.decide), message).do for rule in RULES]
+        assert not any("torch.cuda" in text for text in (*codes, *decide))
+        names = re.findall(rf"torch\.{backend.lower()}\.(\w+)\(", "\n".join((*codes, *decide)))
+        owner = getattr(torch, backend.lower())
+        lacks = {"set_device"} if backend == "MPS" else set()  # a Mac has one GPU
+        assert {name for name in names if not hasattr(owner, name)} == lacks
+
+
+def test_a_remedy_on_mps_needs_no_package_of_cuda():
+    message = "MPS backend out of memory (MPS allocated: 17.00 GB, other allocations: 1.00 GB, max "
+    message += "allowed: 18.13 GB). Tried to allocate 256.00 MB on private pool."
+    frame = '  File "/lib/transformers/modeling_utils.py", line 9, in from_pretrained\n    x = y'
+    first = explain_text(f"Traceback (most recent call last):\n{frame}\n{message}").findings[0]
+    assert first.cause.name == "weights"
+    assert "PYTORCH_MPS_HIGH_WATERMARK_RATIO" in first.code
+    assert not any("BitsAndBytes" in code for fix in first.fixes for code in fix.code.values())
+
+
+def test_weights_that_fit_no_card_are_not_quantized_but_split():
+    message = "CUDA out of memory. Tried to allocate 448.00 MiB (GPU 0; 23.65 GiB total capacity; "
+    message += "23.10 GiB already allocated; 9.00 MiB free; 23.20 GiB reserved in total by PyTorch)"
+    for name, do in (("Llama-2-70b-hf", "Split it"), ("Qwen2.5-32B", "Load the model in 16 or 4")):
+        line = f'    model = AutoModelForCausalLM.from_pretrained("{name}")'
+        frame = f'  File "run.py", line 9, in <module>\n{line}'
+        first = explain_text(f"Traceback (most recent call last):\n{frame}\n{message}").findings[0]
+        assert first.cause.name == "weights"
+        assert first.todo[0].startswith(do)
+        assert any(f"{name.removesuffix('-hf')} has " in row for row in first.evidence)
 
 
 def test_code_fits_the_screen():
