@@ -11,11 +11,12 @@ import torch
 from memlab.cli.adapter_options import choose_adapters
 from memlab.cli.errors import UsageError, quoted, suggestions
 from memlab.cli.machine import devices_present, memory_of
+from memlab.cli.models import require_countable
 from memlab.cli.requests import StepRequest
 from memlab.cli.rows import dry_row
 from memlab.configs.config_json import config_named
 from memlab.configs.targets import accepted_devices, find_target
-from memlab.model import PRESETS, GPTConfig
+from memlab.model import PRESETS
 from memlab.train import (
     COMBINATIONS,
     TECHNIQUES,
@@ -36,8 +37,6 @@ TORCHS_NAMES = {
     **dict.fromkeys(("metal", "apple"), "mps"),
     **dict.fromkeys(("intel", "sycl"), "xpu"),
 }
-MAX_LAYERS = 10_000  # a dry run goes through every layer: more layers take hours
-MAX_ELEMENTS = 2**59  # the largest tensor whose bytes torch can still count
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -127,24 +126,6 @@ def choose_techniques(request: StepRequest) -> dict[str, Plugs]:
         raise UsageError(
             f"got --technique {' and '.join(map(quoted, several))}: {error}"
         ) from error
-
-
-def require_countable(config: GPTConfig, batch: int, seq_len: int) -> None:
-    """Limit the depth, which a dry run must walk, and the tensors, whose bytes torch must count."""
-    if config.layers > MAX_LAYERS:
-        raise UsageError(
-            f"got a model of {config.layers:,} layers; give one of at most {MAX_LAYERS:,}"
-        )
-    tokens = batch * seq_len
-    attention = config.heads * config.head_dim
-    rows = max(config.hidden_size, tokens)
-    columns = max(config.vocab_size, config.intermediate_size, attention)
-    largest = max(rows * columns, batch * config.heads * seq_len**2)
-    if largest > MAX_ELEMENTS:
-        raise UsageError(
-            f"got a tensor of {largest:.1e} elements, from this model with {batch:,} × {seq_len:,} "
-            f"tokens; torch counts up to {MAX_ELEMENTS:.1e}: give a smaller model or batch"
-        )
 
 
 def require_memory(what: str, setting: Setting, wanted: int, instead: str) -> None:

@@ -16,7 +16,6 @@ from memlab.configs.targets import find_target
 from memlab.explain import Explanation, summary
 from memlab.explain.messages import Message
 from memlab.explain.situation import Situation
-from memlab.planner.cards import Memory, budget_bytes, margin_bytes
 from memlab.trace import Trace
 
 if TYPE_CHECKING:  # it imports torch, which `memlab explain` does not
@@ -107,16 +106,6 @@ def _held(situation: Situation | None) -> dict[str, Any]:
             {"line": str(leak.frame or "") or None, "bytes": leak.bytes, "steps": leak.steps}
             for leak in situation.leaks
         ],
-    }
-
-
-def room_numbers(memory: Memory, target: str) -> dict[str, Any]:
-    """Return a plan's fields of the memory that it has to fit into."""
-    return {
-        "target": target,
-        "memory": {"name": memory.name, "total_bytes": memory.total_bytes},
-        "margin_bytes": margin_bytes(memory, target),
-        "budget_bytes": budget_bytes(memory, target),
     }
 
 

@@ -11,6 +11,8 @@ from memlab.configs.config_json import NoShapeHere, config_named
 from memlab.configs.shapes import PRESETS, GPTConfig
 from memlab.transformers_models.sources import Source, find_source
 
+MAX_LAYERS = 10_000  # a dry run goes through every layer: more layers take hours
+MAX_ELEMENTS = 2**59  # the largest tensor whose bytes torch can still count
 LIBRARIES = ("memlab", "transformers")
 LIBRARY = (
     "Implementation of the model: memlab (Llama, Mistral, Qwen and Gemma) or transformers "
@@ -69,3 +71,21 @@ def _find(given: str) -> Source:
 
 def _is_path(given: str) -> bool:
     return given.endswith(".json") or os.path.exists(os.path.expanduser(given))
+
+
+def require_countable(config: GPTConfig, batch: int, seq_len: int) -> None:
+    """Limit the depth, which a dry run must walk, and the tensors, whose bytes torch must count."""
+    if config.layers > MAX_LAYERS:
+        raise UsageError(
+            f"got a model of {config.layers:,} layers; give one of at most {MAX_LAYERS:,}"
+        )
+    tokens = batch * seq_len
+    attention = config.heads * config.head_dim
+    rows = max(config.hidden_size, tokens)
+    columns = max(config.vocab_size, config.intermediate_size, attention)
+    largest = max(rows * columns, batch * config.heads * seq_len**2)
+    if largest > MAX_ELEMENTS:
+        raise UsageError(
+            f"got a tensor of {largest:.1e} elements, from this model with {batch:,} × {seq_len:,} "
+            f"tokens; torch counts up to {MAX_ELEMENTS:.1e}: give a smaller model or batch"
+        )

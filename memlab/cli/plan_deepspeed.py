@@ -1,14 +1,14 @@
 """`memlab plan --deepspeed`: what the parts of a DeepSpeed training hold, and which keys decide."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from memlab.cli import terminal
 from memlab.cli.errors import UsageError, quoted
 from memlab.cli.models import choose_model
 from memlab.cli.parsing import choose_folder
+from memlab.cli.plan_report import Result, carry_out
 from memlab.cli.requests import PlanRequest
-from memlab.cli.results import write_formula_plan
 from memlab.configs.shapes import PRESETS, GPTConfig
 from memlab.planner.deepspeed import STAGE, DeepSpeedConfig, Held, held, read_deepspeed
 from memlab.units import format_bytes, paragraph
@@ -39,29 +39,74 @@ def plan_deepspeed(request: PlanRequest) -> int:
         parts = held(shape, config, gpus=request.gpus)
     except ValueError as error:
         raise UsageError(f"got --deepspeed {quoted(path)}: {error}") from error
-    title = f"{model} with {path}"
-    gpus = f"{request.gpus} GPU{'s' if request.gpus > 1 else ''}"
-    terminal.echo(paragraph(f"{title}: ZeRO stage {config[STAGE]} on {gpus}") + "\n")
-    terminal.show_table(_table(config, parts))
-    terminal.echo("\n" + "\n".join(map(paragraph, _remarks(config))) + "\n")
-    write_formula_plan(title, _numbers(request, shape, config, parts), folder)
-    return 0
+    return carry_out(OfDeepSpeed(model, shape, path, config, parts, request.gpus), folder)
 
 
-def _table(config: DeepSpeedConfig, parts: Sequence[Held]) -> Any:
+@dataclass(frozen=True)
+class OfDeepSpeed:
+    """List the parts of a training; nothing is predicted, and no option is tried."""
+
+    model: str
+    shape: GPTConfig
+    path: str
+    config: DeepSpeedConfig
+    parts: Sequence[Held]
+    gpus: int
+    stages: int = 0
+
+    def plan(self, announce: Callable[[str], None]) -> Result:
+        title, gpus = f"{self.model} with {self.path}", self.gpus
+        on = f"{gpus} GPU{'s' if gpus > 1 else ''}"
+        return Result(
+            title,
+            self._numbers(),
+            [f"{title}: ZeRO stage {self.config[STAGE]} on {on}"],
+            _columns(self.config, self.parts),
+            blocks=["\n".join(map(paragraph, _remarks(self.config))) + "\n"],
+        )
+
+    def _numbers(self) -> dict[str, Any]:
+        return {
+            "verdict": "not judged",
+            "model": self.model,
+            "library": "memlab",
+            "parameters": self.shape.parameters,
+            "gpus": self.gpus,
+            "target": "cuda",
+            **dict.fromkeys(("memory", "margin_bytes", "budget_bytes")),
+            **dict.fromkeys(("bytes_as_it_is", "chosen")),
+            "options": [],
+            "deepspeed": {
+                "config": self.path,
+                "parts": [
+                    {
+                        "part": each.part,
+                        "gpu_bytes": each.gpu,
+                        "host_bytes": each.host,
+                        "disk_bytes": each.disk,
+                        "keys": {path: self.config[path] for path in each.keys},
+                    }
+                    for each in self.parts
+                ],
+                "uncounted": self.config.uncounted,
+                "unknown": self.config.unknown,
+            },
+            "notes": self.config.notes,
+        }
+
+
+def _columns(config: DeepSpeedConfig, parts: Sequence[Held]) -> dict[str, list[str]]:
     places = {"GPU": "gpu", "host": "host", "NVMe": "disk"}
     counts = {title: [getattr(each, name) for each in parts] for title, name in places.items()}
-    return terminal.table_of(
-        {
-            "part: the keys that decide its bytes": [
-                f"{each.part}: {', '.join(_settings(config, each.keys))}" for each in parts
-            ],
-            **{
-                title: [format_bytes(count) if count else "" for count in of_place]
-                for title, of_place in counts.items()
-            },
-        }
-    )
+    return {
+        "part: the keys that decide its bytes": [
+            f"{each.part}: {', '.join(_settings(config, each.keys))}" for each in parts
+        ],
+        **{
+            title: [format_bytes(count) if count else "" for count in of_place]
+            for title, of_place in counts.items()
+        },
+    }
 
 
 def _settings(config: DeepSpeedConfig, keys: Sequence[str]) -> Iterator[str]:
@@ -84,35 +129,3 @@ def _remarks(config: DeepSpeedConfig) -> Iterator[str]:
         yield f"changes none of these bytes, or is not counted: {', '.join(config.uncounted)}"
     yield from (f"note: {note}" for note in config.notes)
     yield _FORMULA
-
-
-def _numbers(
-    request: PlanRequest, model: GPTConfig, config: DeepSpeedConfig, parts: Sequence[Held]
-) -> dict[str, Any]:
-    return {
-        "verdict": "not judged",
-        "model": request.model,
-        "library": "memlab",
-        "parameters": model.parameters,
-        "gpus": request.gpus,
-        "target": "cuda",
-        **dict.fromkeys(("batch", "seq_len", "memory", "margin_bytes", "budget_bytes")),
-        **dict.fromkeys(("bytes_as_it_is", "chosen")),
-        "options": [],
-        "deepspeed": {
-            "config": request.deepspeed,
-            "parts": [
-                {
-                    "part": each.part,
-                    "gpu_bytes": each.gpu,
-                    "host_bytes": each.host,
-                    "disk_bytes": each.disk,
-                    "keys": {path: config[path] for path in each.keys},
-                }
-                for each in parts
-            ],
-            "uncounted": config.uncounted,
-            "unknown": config.unknown,
-        },
-        "notes": config.notes,
-    }

@@ -1,22 +1,14 @@
 """The options that several plans read: a typo is reported before torch is imported."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from memlab.cli.errors import UsageError, quoted, suggestions
+from memlab.cli.requests import PlanRequest
 from memlab.configs.targets import accepted_devices, find_target
 from memlab.planner.cards import Memory, memory_named, with_margin
 from memlab.planner.recipes import OPTIMIZERS, PRECISIONS, USUAL_ADAPTERS, Recipe, usual_kinds
 from memlab.train.adapters import Adapters
-
-
-def choose_seq_len(given: int | None, longest: int, model: str) -> int:
-    """Return the tokens of a sequence, by default the usual number, at most the model's longest."""
-    from memlab.planner.search import USUAL_SEQ_LEN
-
-    seq_len = min(USUAL_SEQ_LEN, longest) if given is None else given
-    if seq_len > longest:
-        raise UsageError(f"got sequences of {seq_len} tokens; {model} takes 1 to {longest}")
-    return seq_len
 
 
 def choose_memory(
@@ -40,6 +32,21 @@ def choose_memory(
     return memory, target
 
 
+def choose_group(request: PlanRequest) -> str | None:
+    """Return the group of recipes that the options ask for; None: all."""
+    if request.qlora and request.lora is not None:
+        raise UsageError("got --qlora together with --lora or --full; give one of them")
+    if request.qlora:
+        return "QLoRA"
+    return {None: None, True: "LoRA", False: "full fine-tuning"}[request.lora]
+
+
+def require_known(option: str, given: str | None, known: Collection[str]) -> None:
+    """Raise UsageError for a value that is not among the known ones."""
+    if given is not None and given not in known:
+        raise UsageError(f"got {option} {quoted(given)}; {suggestions(given, known)}")
+
+
 def choose_kinds(
     precision: str | None,
     optimizer: str | None,
@@ -48,12 +55,8 @@ def choose_kinds(
 ) -> tuple[Recipe, ...]:
     """Return the kinds of training that the options allow. A combination that the options name
     need not be among the usual kinds."""
-    for option, got, known in (
-        ("--precision", precision, PRECISIONS),
-        ("--optimizer", optimizer, OPTIMIZERS),
-    ):
-        if got is not None and got not in known:
-            raise UsageError(f"got {option} {quoted(got)}; {suggestions(got, known)}")
+    require_known("--precision", precision, PRECISIONS)
+    require_known("--optimizer", optimizer, OPTIMIZERS)
     kinds = [
         replace(each, adapters=adapters) if each.has_adapters else each
         for each in usual_kinds()

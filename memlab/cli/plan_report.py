@@ -1,77 +1,151 @@
-"""What `memlab plan` prints: the question, a table of recipes, and remarks on its columns."""
+"""What `memlab plan` prints and writes, of whatever strategy: a Result has all of it."""
 
-from collections.abc import Iterator, Mapping
-
-from rich.table import Table
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
 from memlab.cli import terminal
+from memlab.cli.errors import UsageError
+from memlab.cli.results import write_plan
+from memlab.cli.rows import Row
 from memlab.configs.evidence import margin_share
 from memlab.configs.gpus import CONTEXT_BYTES
 from memlab.configs.nccl import CHANNELS, REPORTED_BYTES, ring_bytes
-from memlab.configs.targets import find_target
-from memlab.configs.torchrun import MAX_GPUS_PER_MACHINE
-from memlab.planner import Memory, Option, Plan
+from memlab.planner import Memory, Option
 from memlab.planner.cards import budget_bytes
-from memlab.planner.options import AS_IT_IS, command
-from memlab.planner.recipes import GROUPS
+from memlab.planner.options import NOTHING_FITS
+from memlab.planner.processes import ProcessEndedError
 from memlab.planner.search import MAX_SEQUENCES
 from memlab.units import format_bytes, paragraph
 
-COLUMNS = ("recipe", "allocated", "reserved", "left", "time", "batch up to", "length up to")
 EMPTIES_CACHE = (
     "reserved: as on a larger card. If this card has less, torch releases its unused memory and "
     "requests again, which takes time; the step still fits"
 )
+ON_EACH_MACHINE = "Run it on each machine; replace HOST by the name of the first."
 
 
-def show(found: Plan) -> None:
-    """Print the headline, the table of recipes, the remarks and the commands to train with."""
-    terminal.echo("\n".join(map(paragraph, headline(found))) + "\n")
-    if rows := [*found.options, *([found.miss] if found.miss else [])]:
-        terminal.show_table(table(rows))
-    sentences = "\n".join(map(paragraph, remarks(found)))
-    terminal.echo(f"\n{sentences}")
-    if found.as_it_is and found.as_it_is.fits:
-        terminal.echo(f"\nwithout techniques:\n  {command(found, AS_IT_IS)}")
-    for option in found.options:
-        terminal.echo(f"\n{option.recipe.words}:\n  {found.command(option)}")
-    if found.gpus > 1 and (stopped := list(_too_large_to_make(found))):
-        terminal.echo("\n" + "\n".join(map(paragraph, stopped)))
-    if found.gpus > MAX_GPUS_PER_MACHINE:
-        terminal.echo("\nRun it on each machine; replace HOST by the name of the first.")
+@dataclass(frozen=True)
+class Result:
+    """What a strategy found.
+
+    what      the title of the document and of the picture
+    numbers   the document's fields
+    headline  sentences above the table
+    columns   of the table
+    remarks   sentences below the table
+    blocks    texts below them, such as commands and code
+    options   whose peaks the picture shows, by name
+    rows      of a script, with the pictures of a measurement
+    """
+
+    what: str
+    numbers: Mapping[str, Any]
+    headline: Sequence[str]
+    columns: Mapping[str, Sequence[str]]
+    remarks: Sequence[str] = ()
+    blocks: Sequence[str] = ()
+    options: Mapping[str, Option] = field(default_factory=dict)
+    rows: Sequence[Row] = ()
 
 
-def _too_large_to_make(found: Plan) -> Iterator[str]:
-    """Say which recipes' ranks cannot make their model: it is whole before it is sharded."""
-    for option in found.options:
-        needed = found.config.parameters * option.recipe.dtype.itemsize
-        if needed > found.budget_bytes:
-            yield (
-                f"{option.recipe.words}: its command stops, because memlab makes the whole model, "
-                f"{format_bytes(needed)}, on each GPU before it shards it"
-            )
+class Strategy(Protocol):
+    """A way to plan, with all that it has to know; `stages` says how often it announces one."""
+
+    @property
+    def stages(self) -> int: ...
+
+    def plan(self, announce: Callable[[str], None]) -> Result: ...
 
 
-def headline(found: Plan) -> Iterator[str]:
-    """Yield the model, the memory and the unmodified training's need."""
-    many = f", on each of {found.gpus} GPUs" if found.gpus > 1 else ","
-    yield (
-        f"{found.model}{many} {found.batch} × {found.seq_len} tokens; "
-        f"{found.config.parameters:,} parameters"
-    )
-    how = f"predicted for {found.target} without running anything"
-    if found.target == "cpu":
-        how = "predicted by dry runs for the CPU"
-    yield room(found.memory, found.target)
-    yield how
-    if note := getattr(find_target(found.target), "note", None):
-        yield note
-    if plain := found.as_it_is:
-        lacks = f"lacks {format_bytes(plain.missing_bytes)}"
-        yield (
-            f"without techniques ({AS_IT_IS}): {format_bytes(plain.needed_bytes)}, "
-            f"{'fits' if plain.fits else lacks}"
-        )
+def carry_out(strategy: Strategy, folder: Path) -> int:
+    """Plan, print the result, write it; return 1 if nothing fits, else 0."""
+    try:
+        with terminal.progress(strategy.stages) as announce:
+            found = strategy.plan(announce)
+    except ProcessEndedError as error:
+        raise UsageError(str(error)) from error
+    show(found)
+    write_plan(found, folder)
+    return int(found.numbers["verdict"] == NOTHING_FITS)
+
+
+def show(found: Result) -> None:
+    """Print the sentences, the table and the texts below it."""
+    terminal.echo(_lines(found.headline) + "\n")
+    if any(found.columns.values()):
+        terminal.show_table(terminal.table_of(found.columns))
+    for text in (*filter(None, [_lines(found.remarks)]), *found.blocks):
+        terminal.echo(f"\n{text}")
+
+
+def _lines(sentences: Sequence[str]) -> str:
+    return "\n".join(map(paragraph, sentences))
+
+
+# ------------------------------------------------------------------ the table of options
+
+COLUMNS = ("allocated", "rank", "reserved", "left", "time", "batch up to", "length up to")
+
+
+@dataclass(frozen=True)
+class Section:
+    """Rows of the table, whose times are relative to the one of `first`."""
+
+    options: Sequence[Option]
+    first: Option | None
+    heading: str = ""
+
+
+def columns_of(
+    sections: Sequence[Section],
+    title: str = "recipe",
+    *,
+    name: Callable[[Option], str] = lambda option: option.recipe.words,
+    most: tuple[int, int] = (MAX_SEQUENCES, 2**62),
+) -> dict[str, list[str]]:
+    """Build a line for each option. `most` are the largest batch and length that were tried."""
+    lines: list[dict[str, str]] = []
+    for section in sections:
+        if section.heading:
+            lines.append({title: f"{section.heading}:"})
+        for each in section.options:
+            indent = "  " if section.heading else ""
+            lines.append({title: indent + name(each), **_line(each, section.first, most)})
+    return {title: [line.get(title, "") for line in lines] for title in (title, *COLUMNS)}
+
+
+def _line(option: Option, first: Option | None, most: tuple[int, int]) -> dict[str, str]:
+    """Return the cells of an option, relative to the first one's time."""
+    found, needed = option.measured, format_bytes(option.needed_bytes)
+    bound = f"≥ {needed}" if option.needed_bytes else "failed"
+    unit = first.step_seconds if first and option.seconds else 0
+    return {
+        "allocated": format_bytes(found.allocated_bytes) if found else bound,
+        "rank": "" if option.rank is None else str(option.rank),
+        "reserved": format_bytes(option.reserved_bytes) if option.reserved_bytes else "",
+        "left": _left(option),
+        "time": f"{option.step_seconds / unit:.2f} ×" if unit else "",
+        "batch up to": _up_to(option.largest_batch, most[0]),
+        "length up to": _up_to(option.longest, most[1]),
+    }
+
+
+def _left(option: Option) -> str:
+    if option.failure:
+        return "failed" if option.needed_bytes else ""
+    if option.fits:
+        return format_bytes(-option.missing_bytes)
+    return f"lacks {'' if option.measured else '≥ '}{format_bytes(option.missing_bytes)}"
+
+
+def _up_to(number: int | None, most: int) -> str:
+    """Format a limit; "+" if larger ones were not tried."""
+    return f"{number:,}{'+' if number >= most else ''}" if number else ""
+
+
+# ------------------------------------------------------------------ sentences
 
 
 def room(memory: Memory, target: str) -> str:
@@ -114,90 +188,6 @@ def nccl_buffers() -> str:
         f"the table excludes NCCL's buffers: {least} to {most} for the rings of each process "
         f"group, depending on the number of channels, and more for trees and networks (users "
         f"report {reported} on A100s); --margin leaves room for them"
-    )
-
-
-def table(rows: list[Option]) -> Table:
-    """Build a line for each recipe that fits, and for the smallest that does not, by group.
-
-    Times are relative to the first recipe of a group: the groups train different things.
-    """
-    lines: list[dict[str, str]] = []
-    for group in GROUPS:
-        if of_group := [row for row in rows if row.recipe.group == group]:
-            first = of_group[0].candidate.step_seconds
-            lines += [{"recipe": f"{group}:"}, *(_line(row, first) for row in of_group)]
-    return terminal.table_of({name: [line.get(name, "") for line in lines] for name in COLUMNS})
-
-
-def _line(row: Option, first: float) -> dict[str, str]:
-    """Return the cells of a recipe; `first` is the time of the first recipe of its group."""
-    found = row.measured
-    return {
-        "recipe": f"  {row.recipe.words}",
-        "allocated": format_bytes(found.allocated_bytes),
-        "reserved": format_bytes(found.reserved_bytes) if found.reserved_bytes else "",
-        "left": left_or_lacking(-row.missing_bytes),
-        "time": f"{row.candidate.step_seconds / first:.2f} ×",
-        "batch up to": _up_to(row.largest_batch),
-        "length up to": f"{row.longest:,}" if row.longest else "",
-    }
-
-
-def left_or_lacking(left: int) -> str:
-    return format_bytes(left) if left >= 0 else f"lacks {format_bytes(-left)}"
-
-
-def _up_to(batch: int | None) -> str:
-    """Format a batch; "+" if larger ones were not tried."""
-    return f"{batch:,}{'+' if batch == MAX_SEQUENCES else ''}" if batch else ""
-
-
-def remarks(found: Plan) -> Iterator[str]:
-    """Explain the table's columns, and its limits."""
-    best, miss = found.best, found.miss
-    if best is None:
-        yield f"Nothing fits {found.memory.name}{_smallest(found)}"
-    else:
-        yield (
-            f"time: estimated, relative to the first recipe of the same group, as if no copy "
-            f"overlapped with computation; the time of {best.recipe.words} is "
-            f"{shares(best.candidate.seconds)}"
-        )
-        yield (
-            "each row is the fastest recipe that fits for its precision and optimizer; --recipes "
-            "predicts more of them; full fine-tuning, LoRA and QLoRA train different weights, so "
-            "their times are not compared"
-        )
-        if any(option.largest_batch for option in found.options):
-            yield (
-                f"batch up to: predicted to fit at {found.seq_len} tokens per sequence; length up "
-                f"to: at batch {found.batch}, in steps of 128; a slightly larger value may fit"
-            )
-    if any(option.empties_cache for option in found.options):
-        yield EMPTIES_CACHE
-    elif miss and (miss.measured.reserved_bytes or 0) > miss.needed_bytes:
-        yield (
-            "left: a full card needs less than is reserved on a larger one, because torch releases "
-            "its unused memory and requests again"
-        )
-    if best and miss:
-        yield (
-            f"The next faster recipe, {miss.recipe.words}, would fit with "
-            f"{format_bytes(miss.missing_bytes)} more"
-        )
-    if found.gpus > 1 and found.target != "cpu":
-        yield nccl_buffers()
-    yield from found.failures
-
-
-def _smallest(found: Plan) -> str:
-    if found.miss is None:
-        return ""
-    return (
-        f": the smallest recipe tried, {found.miss.recipe.words}, lacks "
-        f"{format_bytes(found.miss.missing_bytes)} of {format_bytes(found.miss.needed_bytes)}; "
-        f"use a shorter sequence, more GPUs or a larger GPU"
     )
 
 

@@ -1,85 +1,88 @@
 """`memlab plan` for a model of transformers: a row for each group of recipes, and its code."""
 
-import os
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from textwrap import indent
-from typing import Any
 
-from memlab.cli import terminal
-from memlab.cli.documents import room_numbers
-from memlab.cli.errors import UsageError, quoted, suggestions
-from memlab.cli.parsing import choose_folder
-from memlab.cli.plan_report import EMPTIES_CACHE, room, shares
+from memlab.cli.errors import UsageError
+from memlab.cli.plan_options import require_known
+from memlab.cli.plan_report import EMPTIES_CACHE, Result, Section, columns_of, room, shares
 from memlab.cli.requests import PlanRequest
-from memlab.cli.results import write_breakdown
-from memlab.planner import Memory
-from memlab.planner.options import budget_bytes, verdict
-from memlab.planner.processes import ProcessEndedError, processes
+from memlab.planner import Memory, Option
+from memlab.planner.options import plan_numbers
 from memlab.train.adapters import LORA_RANK
 from memlab.transformers_models.memlab_code import memlab_code
-from memlab.transformers_models.planning import MAX_SEQUENCES, Choice, Option, Search
-from memlab.transformers_models.recipes import METHODS, OPTIMIZERS, PRECISIONS, Recipe
+from memlab.transformers_models.planning import Choice, best_options
+from memlab.transformers_models.recipes import METHODS, OPTIMIZERS, PRECISIONS
 from memlab.transformers_models.recipes import code as production_code
 from memlab.transformers_models.sources import Source
 from memlab.transformers_models.structure import adapted_layers, linear_share
 from memlab.transformers_models.tasks import Size
 from memlab.transformers_models.training import Training
-from memlab.units import format_bytes, paragraph
-
-NOTABLE_SHARE = 0.2  # of the weights: said if so many are not in 4 bits
-MAX_WORKERS = 2  # each imports torch and transformers, which takes seconds and about 700 MiB
-
-
-CODE = ("production", "memlab")  # whose techniques the printed code uses
-
-
-def plan_transformers(
-    training: Training, choice: Choice, memory: Memory, target: str, out: str, code: str
-) -> int:
-    """Search each group of recipes, print what fits, write results; return 1 if nothing fits."""
-    folder = choose_folder(out)
-    groups = choice.groups()
-    terminal.echo("\n".join(map(paragraph, _headline(training, memory, target))) + "\n")
-    try:
-        options = list(_best_options(groups, training, target, memory))
-    except ProcessEndedError as error:
-        raise UsageError(str(error)) from error
-    _show(training, options, code, memory)
-    write_breakdown(
-        {option.title: option.measured for option in options if option.measured},
-        f"{training}, in {memory.name}",
-        _numbers(training, groups, memory, target, options, code),
-        folder,
-    )
-    return 0 if any(option.fits for option in options) else 1
-
-
-def _best_options(
-    groups: list[list[Recipe]], training: Training, target: str, memory: Memory
-) -> Iterator[Option]:
-    """Search the groups, several at once."""
-    workers = min(MAX_WORKERS, os.cpu_count() or 1, len(groups))
-    with terminal.progress(len(groups) + 1) as announce, processes(workers) as map_:
-        announce(groups[0][0].group)
-        found = map_(partial(_best, training.source, training.size, target, memory), groups)
-        for number, option in enumerate(found, start=1):
-            if number < len(groups):
-                announce(groups[number][0].group)
-            yield option
-
 
 _METHODS = {"full fine-tuning": "full", "LoRA": "lora", "QLoRA": "qlora"}  # by group of recipes
+NOTABLE_SHARE = 0.2  # of the weights: said if so many are not in 4 bits
 
 
-def choose_recipes(training: Training, request: PlanRequest, group: str | None) -> Choice:
-    """Return the recipes that the options allow, after checking that the model takes the size."""
-    for option, got, known in (
-        ("--precision", request.precision, PRECISIONS),
-        ("--optimizer", request.optimizer, OPTIMIZERS),
-    ):
-        if got is not None and got not in known:
-            raise UsageError(f"got {option} {quoted(got)}; {suggestions(got, known)}")
+@dataclass(frozen=True)
+class OfTransformers:
+    """Search each group of recipes. `code` says whose techniques the printed code uses."""
+
+    training: Training
+    choice: Choice
+    memory: Memory
+    target: str
+    code: str
+
+    @property
+    def stages(self) -> int:
+        return len(self.choice.groups()) + 1
+
+    def plan(self, announce: Callable[[str], None]) -> Result:
+        training, memory, target = self.training, self.memory, self.target
+        found = best_options(training, self.choice, memory, target, announce)
+        options = [replace(each, code=self._lines(each)) if each.fits else each for each in found]
+        first = next((option for option in options if option.fits), None)
+        plainest = self.choice.groups()[0][0]
+        assumed = dict.fromkeys(note for option in options for note in option.notes)
+        return Result(
+            f"{training}, in {memory.name}",
+            plan_numbers(
+                memory,
+                target,
+                [option.to_dict() for option in options],
+                None if first is None else options.index(first),
+                options[0] if options[0].recipe == plainest else None,
+                model=training.source.name,
+                library="transformers",
+                parameters=training.parameters,
+                batch=training.size.batch,
+                seq_len=training.completed_size.seq_len,
+                notes=[f"{training.class_name}, {training.described}", *assumed],
+            ),
+            list(_headline(training, memory, target)),
+            columns_of([Section(options, first)], name=lambda option: str(option.recipe)),
+            list(_remarks(training, options, first)),
+            [f"{first.recipe}:\n\n{_indented(first)}\n"] if first else [],
+            {str(option.recipe): option for option in options},
+        )
+
+    def _lines(self, option: Option) -> list[str]:
+        """Return the code that trains with a recipe."""
+        card = self.memory.card
+        loaded = self.training.loaded("mps" if card and card.vendor == "Apple" else "cuda")
+        written = production_code if self.code == "production" else memlab_code
+        return list(written(option.recipe, loaded))
+
+
+def choose_recipes(
+    request: PlanRequest, source: Source, group: str | None
+) -> tuple[Training, Choice]:
+    """Return the training and the recipes that the options allow, after checking that the model
+    takes the size."""
+    require_known("--precision", request.precision, PRECISIONS)
+    require_known("--optimizer", request.optimizer, OPTIMIZERS)
+    training = Training(source, Size(request.batch, request.seq_len, request.image))
     methods = METHODS if group is None else (_METHODS[group],)
     try:
         _ = training.described
@@ -87,16 +90,13 @@ def choose_recipes(training: Training, request: PlanRequest, group: str | None) 
     except ValueError as error:
         raise UsageError(str(error)) from error
     rank = request.lora_rank or LORA_RANK
-    return Choice(methods, request.precision, request.optimizer, rank=rank, targets=layers)
-
-
-def _best(source: Source, size: Size, target: str, memory: Memory, group: list[Recipe]) -> Option:
-    """Search one group. Runs in another process."""
-    budget = budget_bytes(memory, target)
-    search = Search(
-        Training(source, size), target, memory.card_for_costs, budget, lambda stage: None
+    return training, Choice(
+        methods, request.precision, request.optimizer, rank=rank, targets=layers
     )
-    return search.best_of(group)
+
+
+def _indented(option: Option) -> str:
+    return indent("\n".join(option.code or ()), "  ")
 
 
 def _headline(training: Training, memory: Memory, target: str) -> Iterator[str]:
@@ -117,62 +117,6 @@ def _headline(training: Training, memory: Memory, target: str) -> Iterator[str]:
         yield f"the published weights are stored as {stored}; here they are counted as bfloat16"
     yield room(memory, target)
     yield f"predicted for {target} without running anything"
-
-
-def _show(training: Training, options: list[Option], code: str, memory: Memory) -> None:
-    first = next((option for option in options if option.fits), None)
-    terminal.show_table(_table(options, first))
-    sentences = "\n".join(map(paragraph, _remarks(training, options, first)))
-    terminal.echo(f"\n{sentences}")
-    if first is not None:
-        lines = "\n".join(_lines(training, first.recipe, code, memory))
-        terminal.echo(f"\n{first.title}:\n\n{indent(lines, '  ')}\n")
-
-
-def _lines(training: Training, recipe: Recipe, code: str, memory: Memory) -> list[str]:
-    """Return the code that trains with a recipe."""
-    is_apple = memory.card is not None and memory.card.vendor == "Apple"
-    loaded = training.loaded("mps" if is_apple else "cuda")
-    return list((production_code if code == "production" else memlab_code)(recipe, loaded))
-
-
-def _table(options: list[Option], first: Option | None) -> Any:
-    return terminal.table_of(
-        {
-            "recipe": [option.title for option in options],
-            "allocated": [_bytes_of(option, "allocated_bytes") for option in options],
-            "reserved": [_bytes_of(option, "reserved_bytes") for option in options],
-            "left": [_left(option) for option in options],
-            "time": [_time(option, first) for option in options],
-            "batch up to": [_number(option.largest_batch, MAX_SEQUENCES) for option in options],
-            "length up to": [_number(option.longest) for option in options],
-        }
-    )
-
-
-def _bytes_of(option: Option, field: str) -> str:
-    if option.measured is None:
-        return f"≥ {format_bytes(option.fixed_bytes)}" if field == "allocated_bytes" else ""
-    found = getattr(option.measured, field)
-    return "" if found is None else format_bytes(found)
-
-
-def _left(option: Option) -> str:
-    if option.failure:
-        return "failed"
-    at_least = "" if option.measured else "≥ "
-    missing = option.missing_bytes
-    return format_bytes(-missing) if option.fits else f"lacks {at_least}{format_bytes(missing)}"
-
-
-def _time(option: Option, first: Option | None) -> str:
-    if option.seconds is None or first is None:
-        return ""
-    return f"{option.total_seconds / first.total_seconds:.2f} ×"
-
-
-def _number(found: int | None, limit: int | None = None) -> str:
-    return "" if found is None else f"{found:,}{'+' if found == limit else ''}"
 
 
 def _remarks(training: Training, options: list[Option], first: Option | None) -> Iterator[str]:
@@ -214,43 +158,4 @@ def _remarks(training: Training, options: list[Option], first: Option | None) ->
     yield from dict.fromkeys(note for option in options for note in option.notes)
     for option in options:
         if option.failure:
-            yield f"{option.title} failed: {option.failure}"
-
-
-def _numbers(
-    training: Training,
-    groups: list[list[Recipe]],
-    memory: Memory,
-    target: str,
-    options: list[Option],
-    code: str,
-) -> dict[str, Any]:
-    """Return the plan's fields for JSON. The training as it is has the first recipe of all."""
-    chosen = next((number for number, option in enumerate(options) if option.fits), None)
-    as_it_is = options[0] if options[0].recipe == groups[0][0] else None
-    return {
-        **room_numbers(memory, target),
-        "verdict": verdict(chosen is not None, as_it_is is not None and as_it_is.fits),
-        "model": training.source.name,
-        "library": "transformers",
-        "parameters": training.parameters,
-        "batch": training.size.batch,
-        "seq_len": training.completed_size.seq_len,
-        "bytes_as_it_is": as_it_is and as_it_is.needed_bytes,
-        "chosen": chosen,
-        "options": [_option_numbers(training, option, code, memory) for option in options],
-        "notes": list(_notes(training, options)),
-    }
-
-
-def _option_numbers(
-    training: Training, option: Option, code: str, memory: Memory
-) -> dict[str, Any]:
-    lines = _lines(training, option.recipe, code, memory) if option.fits else None
-    return {**option.to_dict(), "code": lines}
-
-
-def _notes(training: Training, options: list[Option]) -> Iterator[str]:
-    """Yield what the predictions assumed."""
-    yield f"{training.class_name}, {training.described}"
-    yield from dict.fromkeys(note for option in options for note in option.notes)
+            yield f"{option.recipe} failed: {option.failure}"

@@ -29,8 +29,9 @@ from memlab.trace import Event, Trace
 from memlab.units import paragraph
 
 if TYPE_CHECKING:  # they import torch, which `memlab explain` does not
+    from memlab.cli.plan_report import Result
     from memlab.cli.rows import Row
-    from memlab.planner import Measured, Plan
+    from memlab.planner import Measured
 
 Drawing = Callable[[Any], Any]  # takes the module memlab.plot, returns a figure
 Writer = Callable[[Path], Any]
@@ -62,37 +63,17 @@ def write_run(
         (folder / "run-refused.txt").unlink(missing_ok=True)
 
 
-def write_script_plan(rows: Sequence["Row"], numbers: Mapping[str, Any], folder: Path) -> None:
-    """Write the plan of a script, with pictures of its attempts as of a measurement."""
-    title = f"{numbers['script']}, planned for {numbers['memory']['name']}"
-    pictures = _pictures(_drawings(rows, (), title))
-    _write_all("plan", plan_document(title, numbers), pictures, folder)
-
-
-def write_plan(plan: "Plan", folder: Path) -> None:
-    """Write a plan's document and, if matplotlib is installed, a picture."""
-    listed = [*plan.options, *([plan.miss] if plan.miss else [])]
-    title = f"{plan.model}, {plan.batch} × {plan.seq_len} tokens, in {plan.memory.name}"
-    measured = {o.recipe.words: o.measured for o in listed if o.measured}
-    write_breakdown(measured, title, {"library": "memlab", **plan.to_dict()}, folder)
-
-
-def write_breakdown(
-    measured: Mapping[str, "Measured"], title: str, numbers: Mapping[str, Any], folder: Path
-) -> None:
-    """Write a plan's document, and a picture of the peaks with the limit `budget_bytes`."""
-    traces = {name: _peak_trace(found) for name, found in measured.items()}
-    drawings: dict[str, Drawing] = {}
+def write_plan(found: "Result", folder: Path) -> None:
+    """Write a plan's document, and a picture of the options' peaks with the limit, or the pictures
+    of a script."""
+    traces = {name: _peak_trace(o.measured) for name, o in found.options.items() if o.measured}
+    drawings = _drawings(found.rows, (), found.what) if found.rows else {}
     if traces:
         drawings[""] = lambda plot: plot.breakdown(
-            traces, title=title, limit_bytes=numbers["budget_bytes"]
+            traces, title=found.what, limit_bytes=found.numbers["budget_bytes"]
         )
-    _write_all("plan", plan_document(title, numbers), _pictures(drawings), folder)
-
-
-def write_formula_plan(title: str, numbers: Mapping[str, Any], folder: Path) -> None:
-    """Write the document of a plan that nothing was predicted for, so that there is no picture."""
-    _write_all("plan", plan_document(title, numbers), {}, folder)
+    pictures = _pictures(drawings) if drawings else {}
+    _write_all("plan", plan_document(found.what, found.numbers), pictures, folder)
 
 
 def write_explanation(found: Explanation, file: str, folder: Path) -> None:

@@ -11,9 +11,10 @@ outside      techniques applied to a user's own training
 roofline     its estimated seconds, operator by operator
 repetition   the trace of a deep model, extrapolated from two shallow ones
 measuring    the bytes of a recipe, by a dry run or a prediction
-options      tried recipes, and the plan
+options      what planners take and return: a query, the options tried, the plan
 deepspeed    what a DeepSpeed training holds, and the keys that decide it
 meshes       the ways to divide a Llama over several GPUs, and mesh_script, which trains so
+mesh_search  the fastest of them predicted to fit
 processes    several measurements at once
 search       the fastest recipe measured to fit
 """

@@ -39,6 +39,7 @@ from memlab.planner.parallel import (
     saved_bytes,
     tensor_parallel_elements,
 )
+from memlab.planner.recipes import GROUPS
 from memlab.zero.formulas import ring_elements
 
 BFLOAT16, FLOAT32, INT64 = 2, 4, 8
@@ -82,6 +83,18 @@ class Mesh:
             "tensor": self.tensor,
         }
         return {name: size for name, size in sizes.items() if size > 1 or name == "data"}
+
+    @property
+    def words(self) -> str:
+        return f"{self}{', checkpointing' if self.checkpointed else ''}"
+
+    @property
+    def group(self) -> str:
+        return GROUPS[0]
+
+    @property
+    def settings(self) -> dict[str, int]:
+        return {**self.sizes, "checkpointed": self.checkpointed}
 
     def blocks(self, layers: int, stage: int) -> int:
         """Return the number of blocks of a stage, as the script divides them."""

@@ -13,7 +13,7 @@ fine-tuning, LoRA and QLoRA are separate groups: they learn different things at 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -174,6 +174,11 @@ class Recipe:
         ]
         learned = f"{self.precision} {self.optimizer}"
         return ", ".join([learned, *(word for word in how if word)])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return asdict(self)
 
     @property
     def _adapter_words(self) -> str | None:

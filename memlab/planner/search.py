@@ -16,19 +16,25 @@ from typing import NamedTuple
 
 from memlab.configs.config_json import config_named, name_of
 from memlab.configs.shapes import GPTConfig
-from memlab.planner.cards import Memory, budget_bytes, memory_named, with_margin
+from memlab.planner.cards import Memory, memory_named, with_margin
 from memlab.planner.costs import step_seconds
-from memlab.planner.formulas import Estimate, data_ranks, training_bytes
+from memlab.planner.formulas import data_ranks, training_bytes
 from memlab.planner.limits import largest
 from memlab.planner.measuring import measured
-from memlab.planner.options import AS_IT_IS, Candidate, Option, Plan
+from memlab.planner.options import (
+    AS_IT_IS,
+    Option,
+    Plan,
+    Query,
+    require_positive,
+    usual_seq_len,
+)
 from memlab.planner.processes import processes
 from memlab.planner.recipes import GROUPS, Recipe, recipes, usual_kinds
 from memlab.train import Setting
 
 MARGIN = 0.05  # of the memory: left free by the next recipe after one that was too large
 TRIES = 4  # recipes of one kind to measure before giving up on the kind
-USUAL_SEQ_LEN = 2048
 MAX_SEQUENCES = 4096
 TOKENS = 128  # granularity of the longest length
 
@@ -70,58 +76,34 @@ def plan(
     Raises ValueError for an unknown model or memory, or a number out of range.
     """
     config = config_named(model) if isinstance(model, str) else model
-    gpu_memory = _memory(memory, target)
+    gpu_memory = memory if isinstance(memory, Memory) else memory_named(str(memory), target)
     if margin is not None:
         gpu_memory = with_margin(gpu_memory, margin, target or gpu_memory.target)
-    seq_len = min(USUAL_SEQ_LEN, config.seq_len) if seq_len is None else seq_len
-    _require_numbers(count=count, batch=batch, seq_len=seq_len, gpus=gpus)
-    query = _Query(
+    query = Query(
         model if isinstance(model, str) else name_of(model),
         config,
         gpu_memory,
         gpus,
         batch,
-        seq_len,
+        usual_seq_len(config) if seq_len is None else seq_len,
         target or gpu_memory.target,
     )
-    kinds = usual_kinds() if learned is None else learned
-    return _Search(query, announce).plan(kinds, count, workers)
+    return search(query, learned, count, workers=workers, announce=announce)
 
 
-def _require_numbers(**given: int) -> None:
-    for what, got in given.items():
-        if not isinstance(got, int) or got < 1:
-            raise ValueError(f"got {what}={got!r}; give an integer from 1")
-
-
-def _memory(memory: str | int | Memory, target: str | None) -> Memory:
-    if isinstance(memory, Memory):
-        return memory
-    return memory_named(str(memory), target)
-
-
-@dataclass(frozen=True)
-class _Query:
-    """The user's request."""
-
-    model: str  # the name
-    config: GPTConfig
-    memory: Memory
-    gpus: int
-    batch: int
-    seq_len: int
-    target: str
-
-    def __post_init__(self) -> None:
-        longest = self.config.seq_len
-        if self.seq_len > longest:
-            raise ValueError(
-                f"got sequences of {self.seq_len} tokens; {self.model} takes 1 to {longest}"
-            )
-
-    @property
-    def budget_bytes(self) -> int:
-        return budget_bytes(self.memory, self.target)
+def search(
+    query: Query,
+    learned: Iterable[Recipe] | None = None,
+    count: int = len(GROUPS),
+    *,
+    workers: int = 1,
+    announce: Announce = lambda stage: None,
+) -> Plan:
+    """Find the recipes that fit, as `plan` does."""
+    require_positive(count=count)
+    return _Search(query, announce).plan(
+        usual_kinds() if learned is None else learned, count, workers
+    )
 
 
 class Found(NamedTuple):
@@ -132,16 +114,16 @@ class Found(NamedTuple):
     failures: list[str]  # recipes that raised an error, with the reason
 
 
-KindMap = Callable[[Callable[[list[Candidate]], Found], Iterable[list[Candidate]]], Iterable[Found]]
+KindMap = Callable[[Callable[[list[Option]], Found], Iterable[list[Option]]], Iterable[Found]]
 
 
 @dataclass(frozen=True)
 class _KindSearch:
     """Searches a kind of training. It can be sent to another process."""
 
-    query: _Query
+    query: Query
 
-    def __call__(self, kind: list[Candidate]) -> Found:
+    def __call__(self, kind: list[Option]) -> Found:
         search = _Search(self.query, lambda stage: None)
         return Found(search.search_kind(kind), search.misses, search.failures)
 
@@ -149,7 +131,7 @@ class _KindSearch:
 class _Search:
     """Tries recipes, and collects those too large or failing."""
 
-    def __init__(self, query: _Query, announce: Announce) -> None:
+    def __init__(self, query: Query, announce: Announce) -> None:
         self.query, self.announce = query, announce
         self.failures: list[str] = []
         self.misses: list[Option] = []
@@ -163,57 +145,50 @@ class _Search:
             kind = miss.recipe.learned
             options = [miss, *(option for option in options if option.recipe.learned != kind)]
             options, miss = sorted([self.with_limits(miss), *options[1:]], key=_by_group), None
+        as_it_is = self.as_it_is()
         return Plan(
-            query.model,
-            query.config,
-            query.memory,
-            query.gpus,
-            query.batch,
-            query.seq_len,
-            query.target,
-            tuple(options),
-            self.as_it_is(),
-            miss,
-            tuple(self.failures),
+            **vars(query),
+            options=tuple(options),
+            as_it_is=as_it_is,
+            miss=miss,
+            failures=tuple(self.failures),
         )
 
     # -------------------------------------------------------------- by formula
 
-    def kinds(self, learned: Iterable[Recipe]) -> list[list[Candidate]]:
+    def kinds(self, learned: Iterable[Recipe]) -> list[list[Option]]:
         """Return all recipes of each kind of training, the fastest first."""
         found = [self._candidates(each) for each in learned]
         return [kind for kind in found if kind]
 
-    def _candidates(self, learned: Recipe) -> list[Candidate]:
+    def _candidates(self, learned: Recipe) -> list[Option]:
         query = self.query
         ways = recipes(learned, sequences=query.batch, gpus=query.gpus)
         found = [self._candidate(recipe, query.batch, query.seq_len) for recipe in ways]
-        return sorted(found, key=lambda c: (c.step_seconds, c.estimate.peak_bytes))
+        return sorted(found, key=lambda c: (c.step_seconds, c.needed_bytes))
 
-    def _candidate(self, recipe: Recipe, batch: int, seq_len: int) -> Candidate:
+    def _candidate(self, recipe: Recipe, batch: int, seq_len: int) -> Option:
+        """Return the recipe with its bytes and seconds by formula."""
         query = self.query
-        estimate = self._estimate(recipe, batch, seq_len)
-        card = query.memory.card_for_costs
-        seconds = step_seconds(query.config, recipe, batch, seq_len, gpus=query.gpus, card=card)
-        return Candidate(recipe, estimate, seconds)
-
-    def _estimate(self, recipe: Recipe, batch: int, seq_len: int) -> Estimate:
-        query = self.query
-        return training_bytes(
-            query.config, recipe, batch, seq_len, gpus=query.gpus, target=query.target
+        sizes = query.config, recipe, batch, seq_len
+        estimate = training_bytes(*sizes, gpus=query.gpus, target=query.target)
+        seconds = step_seconds(*sizes, gpus=query.gpus, card=query.memory.card_for_costs)
+        return Option(
+            recipe,
+            estimate.peak_bytes,
+            query.budget_bytes,
+            seconds=seconds,
+            by_formula=estimate.moments,
         )
-
-    def _may_fit(self, candidate: Candidate) -> bool:
-        return candidate.estimate.peak_bytes <= self.query.budget_bytes
 
     # -------------------------------------------------------------- measured
 
-    def options(self, kinds: list[list[Candidate]], count: int, map_: KindMap) -> list[Option]:
+    def options(self, kinds: list[list[Option]], count: int, map_: KindMap) -> list[Option]:
         """Return the fastest fitting recipe of each kind, in the order of their group and time.
 
         Each group of kinds gets a turn before a group gets a second one.
         """
-        hopeful = [[c for c in kind if self._may_fit(c)] for kind in kinds]
+        hopeful = [[c for c in kind if c.missing_bytes <= 0] for kind in kinds]
         hopeful = _groups_in_turn(list(filter(None, hopeful)))
         tried: list[Option] = []
         while hopeful and len(tried) < count:
@@ -226,18 +201,18 @@ class _Search:
                     tried.append(found.option)
         return sorted(tried, key=_by_group)
 
-    def search_kind(self, kind: list[Candidate]) -> Option | None:
+    def search_kind(self, kind: list[Option]) -> Option | None:
         """Return the fastest recipe of a kind that fits, with its largest batch and length."""
         option = self._first_that_fits(kind)
         return None if option is None else self.with_limits(option)
 
-    def _first_that_fits(self, kind: list[Candidate]) -> Option | None:
+    def _first_that_fits(self, kind: list[Option]) -> Option | None:
         """Return the fastest that fits. After one too large, skip to smaller ones."""
         budget = self.query.budget_bytes
         bound = float(budget)
         tries = 0
         for candidate in kind:
-            if candidate.estimate.peak_bytes > bound or tries == TRIES:
+            if candidate.needed_bytes > bound or tries == TRIES:
                 continue
             tries += 1
             option = self._tried(candidate)
@@ -246,11 +221,11 @@ class _Search:
             if option.fits:
                 return option
             self.misses.append(option)
-            beyond_formula = option.needed_bytes / candidate.estimate.peak_bytes
+            beyond_formula = option.needed_bytes / candidate.needed_bytes
             bound = min(bound, (1 - MARGIN) * budget / max(1.0, beyond_formula))
         return None
 
-    def _tried(self, candidate: Candidate) -> Option | None:
+    def _tried(self, candidate: Option) -> Option | None:
         """Measure the recipe; return None if it fails."""
         query = self.query
         try:
@@ -259,7 +234,7 @@ class _Search:
             self.failures.append(f"{candidate.recipe}: {_message(error)}")
             return None
 
-    def _option(self, candidate: Candidate, batch: int, seq_len: int) -> Option:
+    def _option(self, candidate: Option, batch: int, seq_len: int) -> Option:
         """Measure the recipe."""
         query, recipe = self.query, candidate.recipe
         self.announce(f"{recipe.techniques}, {batch} × {seq_len}")
@@ -274,9 +249,9 @@ class _Search:
         )
         needed = found.needed_bytes(query.budget_bytes)
         # Drop the trace: it is long, and nothing else uses it.
-        return Option(candidate, replace(found, trace=None), needed, query.budget_bytes)
+        return replace(candidate, measured=replace(found, trace=None), needed_bytes=needed)
 
-    def miss(self, kinds: list[list[Candidate]], fitting: list[Option]) -> Option | None:
+    def miss(self, kinds: list[list[Option]], fitting: list[Option]) -> Option | None:
         """Measure the next recipe that more memory would allow.
 
         This is the slowest recipe of the best option's kind of training that is faster than the
@@ -284,7 +259,7 @@ class _Search:
         """
         candidates = [candidate for kind in kinds for candidate in kind]
         if fitting:
-            best = fitting[0].candidate
+            best = fitting[0]
             kind = best.recipe.learned
             candidates = [
                 c
@@ -295,9 +270,9 @@ class _Search:
             ]
         known = {option.recipe: option for option in self.misses}
 
-        def needed(candidate: Candidate) -> int:
+        def needed(candidate: Option) -> int:
             measured_one = known.get(candidate.recipe)
-            return measured_one.needed_bytes if measured_one else candidate.estimate.peak_bytes
+            return measured_one.needed_bytes if measured_one else candidate.needed_bytes
 
         too_large = [c for c in candidates if needed(c) > self.query.budget_bytes]
         if fitting:
@@ -310,10 +285,9 @@ class _Search:
 
     def as_it_is(self) -> Option | None:
         """Measure the training without techniques, whole on each GPU; None if that fails."""
-        search = _Search(replace(self.query, gpus=1), self.announce)
-        query = self.query
-        found = search._tried(search._candidate(AS_IT_IS, query.batch, query.seq_len))
-        self.failures += search.failures
+        alone, query = _Search(replace(self.query, gpus=1), self.announce), self.query
+        found = alone._tried(alone._candidate(AS_IT_IS, query.batch, query.seq_len))
+        self.failures += alone.failures
         return found
 
     # -------------------------------------------------------------- largest batch and length
@@ -340,14 +314,15 @@ class _Search:
             candidate = self._candidate(option.recipe, *size(number))
             return self._option(candidate, *size(number)).needed_bytes
 
-        more = self._estimate(option.recipe, *size(fits + step)).peak_bytes
-        slope = (more - option.candidate.estimate.peak_bytes) / step
-        budget = self.query.budget_bytes
+        query, budget = self.query, self.query.budget_bytes
+        now = self._candidate(option.recipe, query.batch, query.seq_len)
+        more = self._candidate(option.recipe, *size(fits + step))
+        slope = (more.needed_bytes - now.needed_bytes) / step
         known = {fits: option.needed_bytes}
         return largest(needed, known, budget, maximum, step=step, slope=slope).number
 
 
-def _groups_in_turn(kinds: list[list[Candidate]]) -> list[list[Candidate]]:
+def _groups_in_turn(kinds: list[list[Option]]) -> list[list[Option]]:
     """Order kinds by their fastest recipe's place in its group, then by group."""
     placed = []
     for group in GROUPS:
@@ -358,7 +333,7 @@ def _groups_in_turn(kinds: list[list[Candidate]]) -> list[list[Candidate]]:
 
 
 def _by_group(option: Option) -> tuple[int, float]:
-    return GROUPS.index(option.recipe.group), option.candidate.step_seconds
+    return GROUPS.index(option.recipe.group), option.step_seconds
 
 
 def _message(error: Exception) -> str:

@@ -7,16 +7,20 @@ In each group, recipes are predicted in the order of their time until one fits. 
 weights, gradients and optimizer state alone exceed the budget is not predicted.
 """
 
+import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from memlab.dry_runs.fake_tensors import is_assumption
+from memlab.planner.cards import Memory, budget_bytes
 from memlab.planner.limits import largest
-from memlab.planner.measuring import Measured
-from memlab.planner.options import option_numbers
+from memlab.planner.options import Option
+from memlab.planner.processes import processes
 from memlab.transformers_models.measuring import predicted
 from memlab.transformers_models.recipes import METHODS, STATE_BYTES, Recipe
+from memlab.transformers_models.sources import Source
 from memlab.transformers_models.tasks import Size, loops_over_tokens, positions
 from memlab.transformers_models.training import Training
 
@@ -24,7 +28,7 @@ NO_LIMITS = (
     "the largest batch and length were not searched: without the kernels of its own packages, this "
     "model loops over the tokens, so each prediction takes long"
 )
-Announce = Callable[[str], object]
+MAX_WORKERS = 2  # each imports torch and transformers, which takes seconds and about 700 MiB
 MAX_SEQUENCES = 4096
 TOKENS = 128  # granularity of the longest length
 _MOST_TOKENS = 2**20  # the longest length to try if the model has no limit
@@ -68,82 +72,39 @@ class Choice:
             yield {"checkpointing": True, "optimizer": "paged-adam8bit"}
 
 
-@dataclass(frozen=True)
-class Option:
-    """A recipe with its prediction, if it was predicted.
+def best_options(
+    training: Training,
+    choice: Choice,
+    memory: Memory,
+    target: str,
+    announce: Callable[[str], object],
+) -> list[Option]:
+    """Search the groups, several at once: the best option of each.
 
-    fixed_bytes     weights, gradients and optimizer state, without adapters: a lower bound
-    needed_bytes    the memory that a card must have
-    largest_batch   at this length; None if it was not searched
-    longest         at this batch
-    notes           what the prediction assumed
-    failure         why the prediction failed, in one sentence
+    Raises ProcessEndedError if a process of the search ends.
     """
+    groups = choice.groups()
+    workers = min(MAX_WORKERS, os.cpu_count() or 1, len(groups))
+    with processes(workers) as map_:
+        found = iter(map_(partial(_best, training.source, training.size, target, memory), groups))
+        options = []
+        for group in groups:
+            announce(group[0].group)
+            options.append(next(found))
+    return options
 
-    recipe: Recipe
-    fixed_bytes: int
-    needed_bytes: int
-    budget_bytes: int
-    measured: Measured | None = None
-    seconds: dict[str, float] | None = None
-    largest_batch: int | None = None
-    longest: int | None = None
-    notes: tuple[str, ...] = ()
-    failure: str | None = None
 
-    @property
-    def title(self) -> str:
-        return f"{self.recipe.group}: {self.recipe.words}"
-
-    @property
-    def total_seconds(self) -> float:
-        """The estimated time of a step; 0 if it was not predicted."""
-        return sum((self.seconds or {}).values())
-
-    @property
-    def fits(self) -> bool:
-        return self.measured is not None and self.needed_bytes <= self.budget_bytes
-
-    @property
-    def missing_bytes(self) -> int:
-        """How much the memory is too small; negative if the recipe fits."""
-        return self.needed_bytes - self.budget_bytes
-
-    @property
-    def empties_cache(self) -> bool:
-        """Whether it only fits because torch releases unused memory and asks the driver again."""
-        reserved = self.measured.reserved_bytes if self.measured else None
-        return self.fits and reserved is not None and reserved > self.budget_bytes
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return numbers and text for JSON, with the fields of memlab/cli/schema.json."""
-        return option_numbers(
-            self.recipe.words,
-            fits=self.fits,
-            measured=self.measured,
-            needed_bytes=self.needed_bytes,
-            missing_bytes=self.missing_bytes,
-            empties_cache=self.empties_cache,
-            group=self.recipe.group,
-            settings=asdict(self.recipe),
-            estimated_seconds=self.seconds and dict(self.seconds),
-            largest_batch=self.largest_batch,
-            longest_sequence=self.longest,
-            failure=self.failure,
-        )
+def _best(source: Source, size: Size, target: str, memory: Memory, group: list[Recipe]) -> Option:
+    """Search one group. Runs in another process."""
+    return Search(Training(source, size), target, memory).best_of(group)
 
 
 class Search:
-    """Predicts the recipes of a training for a budget.
+    """Predicts the recipes of a training for a memory."""
 
-    `announce` is called with the name of each prediction.
-    """
-
-    def __init__(
-        self, training: Training, target: str, card: Any, budget: int, announce: Announce
-    ) -> None:
-        self.training, self.target, self.card = training, target, card
-        self.budget, self.announce = budget, announce
+    def __init__(self, training: Training, target: str, memory: Memory) -> None:
+        self.training, self.target, self.card = training, target, memory.card_for_costs
+        self.budget = budget_bytes(memory, target)
 
     def best_of(self, group: list[Recipe]) -> Option:
         """Return the fastest option of a group that fits, with its limits; the smallest one tried
@@ -159,10 +120,9 @@ class Search:
     def option(self, recipe: Recipe) -> Option:
         """Predict the recipe, unless its fixed bytes exceed the budget."""
         fixed = fixed_bytes(self.training, recipe)
-        known = Option(recipe, fixed, fixed, self.budget)
+        known = Option(recipe, fixed, self.budget)
         if fixed > self.budget:
             return known
-        self.announce(f"{recipe.group}: {recipe.words}")
         try:
             found = predicted(self.training, recipe, self.target, self.card)
         except Exception as error:  # one failing recipe must not stop the search
@@ -184,7 +144,6 @@ class Search:
         size, recipe = self.training.completed_size, option.recipe
 
         def needed(changed: Size) -> int:
-            self.announce(f"{recipe.group}: {changed.batch} × {changed.seq_len or 1}")
             training = Training(self.training.source, changed)
             found = predicted(training, recipe, self.target, self.card)
             return found.measured.needed_bytes(self.budget)

@@ -9,7 +9,7 @@ This module does not import torch.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 METHODS = ("full", "lora", "qlora")
@@ -83,6 +83,14 @@ class Recipe:
         parts += ["checkpointing"] * self.checkpointing
         parts += ["eager attention"] * (self.attention == "eager")
         return ", ".join(parts)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.group}: {self.words}"
 
     @property
     def adapter_targets(self) -> str | list[str]:

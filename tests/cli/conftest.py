@@ -94,4 +94,4 @@ def by_formula(monkeypatch) -> None:
         return Measured(peak, peak, {"parameters": peak}, "backward", False, None)
 
     monkeypatch.setattr(search, "measured", answer)
-    monkeypatch.setattr("memlab.cli.plan.MAX_WORKERS", 1)
+    monkeypatch.setattr("memlab.cli.plan_recipes.MAX_WORKERS", 1)

@@ -123,7 +123,7 @@ def test_a_plan_of_a_model_is_a_document(by_formula, document, model, memory, st
 def test_a_plan_of_a_transformers_model_has_the_same_fields(
     free, verdict, document, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("memlab.cli.plan_transformers.MAX_WORKERS", 1)
+    monkeypatch.setattr("memlab.transformers_models.planning.MAX_WORKERS", 1)
     (tmp_path / "config.json").write_text(json.dumps({**TINY["gpt2"], "model_type": "gpt2"}))
     given = ("plan", "--model", "config.json", "--memory", free + CONTEXT_BYTES[1], "--margin", 0)
     status, found = document(*given, "--full", "--batch", 512, "--precision", "bfloat16")
@@ -166,7 +166,7 @@ def test_a_plan_of_a_script_has_the_same_fields(memory, status, verdict, documen
 
 
 def test_plans_of_all_kinds_have_the_same_fields(by_formula, document, tmp_path, monkeypatch):
-    monkeypatch.setattr("memlab.cli.plan_transformers.MAX_WORKERS", 1)
+    monkeypatch.setattr("memlab.transformers_models.planning.MAX_WORKERS", 1)
     (tmp_path / "own.py").write_text(SCRIPT)
     (tmp_path / "config.json").write_text(json.dumps({**TINY["gpt2"], "model_type": "gpt2"}))
     kinds = (

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:inner dimension")  # of tiny 4-b
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("memlab.cli.plan_transformers.MAX_WORKERS", 1)
+    monkeypatch.setattr("memlab.transformers_models.planning.MAX_WORKERS", 1)
 
 
 @pytest.fixture
@@ -147,8 +147,8 @@ def killed(*arguments):
 
 
 def test_a_killed_process_of_a_plan_is_reported_in_one_line(config, memlab_command, monkeypatch):
-    monkeypatch.setattr("memlab.cli.plan_transformers.MAX_WORKERS", 2)
-    monkeypatch.setattr("memlab.cli.plan_transformers._best", killed)
+    monkeypatch.setattr("memlab.transformers_models.planning.MAX_WORKERS", 2)
+    monkeypatch.setattr("memlab.transformers_models.planning._best", killed)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     outcome = memlab_command("plan", "--model", config("gpt2"), "--gpu", "t4")
     assert outcome.status == 2

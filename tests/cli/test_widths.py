@@ -1,24 +1,21 @@
 """Every table of `memlab plan` and `memlab measure` fits 80 columns, with the longest names."""
 
-from collections import Counter
-
 import pytest
 
-from memlab.cli import plan_report, plan_transformers, report, terminal
-from memlab.cli.plan_script import _table as script_table
+from memlab.cli import report, terminal
+from memlab.cli.plan_report import Section, columns_of
+from memlab.cli.plan_script import _options as script_options
 from memlab.cli.ranks import RankRow, columns
 from memlab.cli.rows import Row
 from memlab.cli.script_search import ScriptSearch
 from memlab.cli.script_sizes import Limits
-from memlab.planner.formulas import Estimate
 from memlab.planner.measuring import Measured
-from memlab.planner.options import Candidate, Option
+from memlab.planner.options import Option
 from memlab.planner.outside import ORDER, Attempt, Places
 from memlab.planner.recipes import recipes, usual_kinds
 from memlab.trace import DeviceMemory, Event, Trace
 from memlab.train import COMBINATIONS, TECHNIQUES
 from memlab.transformers_models.planning import Choice
-from memlab.transformers_models.planning import Option as TransformersOption
 
 HUGE = 1_099_000_000_000  # 1023.5 GiB, the most characters below a TiB
 MEASURED = Measured(HUGE, HUGE, {"parameters": HUGE}, "backward", False, None)
@@ -41,32 +38,36 @@ def widths(capsys):
     return of
 
 
+def option(recipe, budget: int, seconds: float) -> Option:
+    times = {"compute": seconds}
+    return Option(recipe, HUGE, budget, MEASURED, times, largest_batch=4096, longest=2**20)
+
+
+def table(options, heading="", **how):
+    return terminal.table_of(columns_of([Section(options, options[0], heading)], **how))
+
+
 def test_plans_of_models(widths):
     ways = [recipe for kind in usual_kinds() for recipe in recipes(kind, sequences=64, gpus=4096)]
     longest = sorted(set(ways), key=lambda recipe: -len(recipe.words))[:60]
     assert len(longest[0].words) > 80
-    estimate = Estimate({"loss": {"weights": HUGE}})
     options = [
-        Option(
-            Candidate(recipe, estimate, {"compute": 9.99 * n}), MEASURED, HUGE, budget, 4096, 10**6
-        )
+        option(recipe, budget, seconds=9.99 * n)
         for n, recipe in enumerate(longest, start=1)
         for budget in (2 * HUGE, 0)
     ]
-    assert max(widths(plan_report.table(options))) <= 80
+    assert max(widths(table(options, heading="full fine-tuning"))) <= 80
 
 
 def test_plans_of_transformers_models(widths):
     groups = Choice(rank=1024, targets="q_proj,k_proj,v_proj,o_proj", attention="eager").groups()
     options = [
-        TransformersOption(
-            recipe, HUGE, HUGE, budget, MEASURED, Counter(compute=123.0), 4096, 2**20
-        )
+        option(recipe, budget, seconds=123.0)
         for group in groups
         for recipe in group
         for budget in (0, 2 * HUGE)
     ]
-    assert max(widths(plan_transformers._table(options, options[1]))) <= 80
+    assert max(widths(table(options, name=lambda each: str(each.recipe)))) <= 80
 
 
 def trace(reserved: int | None = HUGE) -> Trace:
@@ -81,7 +82,7 @@ def test_plans_of_scripts(widths):
     limits = Limits(10**6, 2**20)
     found = ScriptSearch(rows, needed, attempts[-1], Places(), None, {}, limits)
     for budget in (0, 2 * HUGE):
-        assert max(widths(script_table(found, budget))) <= 80
+        assert max(widths(table(script_options(found, budget), title="with"))) <= 80
 
 
 NAMES = (*TECHNIQUES, *COMBINATIONS, "checkpointing+flash-attention+chunked-loss+lion8bit+autocast")

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from memlab.cli.plan_recipes import report
 from memlab.cli.plan_report import show
 from memlab.configs.torchrun import torchrun
 from memlab.planner import search
@@ -64,7 +65,7 @@ def by_formula(monkeypatch):
 
 def test_a_plan_for_several_machines_explains_the_host(by_formula, capsys):
     found = search.plan("25m", "24GB", gpus=16, count=1)
-    show(found)
+    show(report(found))
     printed = capsys.readouterr().out
     assert printed.count("torchrun --nnodes 2 ") == 2  # without techniques, and the recipe
     assert f" --zero {found.best.recipe.zero_stage} --ranks 16\n" in printed
@@ -76,7 +77,8 @@ def test_a_model_that_is_too_large_to_be_made_whole_is_named(monkeypatch, capsys
     monkeypatch.setattr(
         search, "measured", lambda *given, **more: Measured(1, 1, {}, "backward", False, None)
     )
-    show(search.plan(model, "a100-80", gpus=64, count=1, learned=(Recipe("master-weights"),)))
+    found = search.plan(model, "a100-80", gpus=64, count=1, learned=(Recipe("master-weights"),))
+    show(report(found))
     printed = " ".join(capsys.readouterr().out.split())
     assert ("its command stops, because memlab makes the whole model, 131.42 GiB" in printed) == (
         stops

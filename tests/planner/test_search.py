@@ -145,19 +145,19 @@ def test_each_technique_costs_only_its_own_traffic():
 def test_the_fastest_fitting_recipe_is_found(by_formula):
     found = search.plan("llama-2-7b", "24GB", learned=FULL, count=1)
     assert found.best.fits
-    assert found.miss.candidate.step_seconds < found.best.candidate.step_seconds
+    assert found.miss.step_seconds < found.best.step_seconds
     assert found.miss.missing_bytes > 0
     faster = [
         c
         for c in search._Search(_query(found), print).kinds(FULL)[0]
-        if c.step_seconds < found.best.candidate.step_seconds
+        if c.step_seconds < found.best.step_seconds
     ]
     budget = found.budget_bytes
-    assert all(1.05 * c.estimate.peak_bytes > 0.95 * budget for c in faster)
+    assert all(1.05 * c.needed_bytes > 0.95 * budget for c in faster)
 
 
 def _query(found):
-    return search._Query(
+    return search.Query(
         *(found.model, found.config, found.memory, found.gpus, found.batch, found.seq_len),
         found.target,
     )
@@ -230,8 +230,9 @@ def test_a_recipe_that_the_formula_calls_too_large_is_predicted_before_it_is_ref
     monkeypatch.setattr(search, "measured", answer)
     found = search.plan("llama-2-7b", "24GB", learned=FULL, count=1)
     slower = search.plan("llama-2-7b", "24GB", learned=FULL, count=1, margin="20GB")
-    assert found.best.candidate.step_seconds < slower.best.candidate.step_seconds
-    assert found.best.candidate.estimate.peak_bytes > found.budget_bytes
+    assert found.best.step_seconds < slower.best.step_seconds
+    by_formula = training_bytes(SEVEN_BILLION, found.best.recipe, 1, 2048).peak_bytes
+    assert by_formula > found.budget_bytes
     assert found.best.largest_batch >= 1
     assert found.miss is None
 
@@ -241,7 +242,7 @@ def test_groups_are_measured_in_turn_and_not_ranked_by_time(by_formula):
     found = search.plan("llama-2-7b", "24GB")
     groups = [option.recipe.group for option in found.options]
     assert groups == list(GROUPS)
-    full, lora, _ = (option.candidate.step_seconds for option in found.options)
+    full, lora, _ = (option.step_seconds for option in found.options)
     assert lora < full
     more = search.plan("llama-2-7b", "24GB", count=4)
     assert [o.recipe.group for o in more.options] == [GROUPS[0], *GROUPS]
