@@ -20,14 +20,16 @@ import memlab
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# What one benchmark alone imports, some gigabytes of it, and what `make site` installs.
-NOT_BY_MAKE = {"trainings", "site"}
+# What one benchmark alone imports, some gigabytes of it, what `make site` installs, and cuDNN: its
+# libraries have 1.6 GB, for one file of tests.
+NOT_BY_MAKE = {"trainings", "site", "cudnn"}
 CORE = [Requirement(text) for text in PROJECT["dependencies"]]
 EXTRAS = {
     extra: [Requirement(text) for text in texts]
     for extra, texts in PROJECT["optional-dependencies"].items()
 }
-DECLARED = [*CORE, *(requirement for extra in EXTRAS.values() for requirement in extra)]
+# cuDNN has no pin, which would contradict the one that a CUDA build of torch makes.
+DECLARED = [*CORE, *(r for extra, listed in EXTRAS.items() if extra != "cudnn" for r in listed)]
 PINS = [
     Requirement(line)
     for line in (ROOT / "constraints.txt").read_text().splitlines()

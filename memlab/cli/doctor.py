@@ -22,6 +22,7 @@ from memlab.cli.machine import devices_present, memory_of, name_of
 from memlab.cli.terminal import console, printable
 from memlab.configs.targets import target_of
 from memlab.internals.torch_internals import cuda_driver_version
+from memlab.prediction import cudnn
 from memlab.train import TECHNIQUES, Plugs, Setting, Technique, build, measured
 from memlab.units import format_bytes, paragraph
 from memlab.world.confinement import unconfined_reason
@@ -83,6 +84,7 @@ def _findings() -> Iterator[Finding]:
         yield _checked("techniques", _techniques_work, device)
     yield _checked("dry run", _dry_run_works)
     yield _predictions()
+    yield _cudnn()
     yield _disk()
     for package, use in OPTIONAL.items():
         yield _package(package, use)
@@ -151,6 +153,14 @@ def _predictions() -> Finding:
     if devices_present()[-1] != "cuda":
         return Finding("predictions", None, _DEFAULT_TARGET)
     return _checked("predictions", _target_here)
+
+
+def _cudnn() -> Finding:
+    """Say whether cuDNN can be asked for its workspaces."""
+    if version := cudnn.version():
+        return Finding("cudnn", True, f"{version}, chooses workspaces of predicted convolutions")
+    text = f"no cuDNN {cudnn.OLDEST_NAME} or newer; a rule predicts the workspaces of convolutions"
+    return Finding("cudnn", None, text)
 
 
 _DEFAULT_TARGET = "assume an A100 unless you pass --device cuda:rtx4090"

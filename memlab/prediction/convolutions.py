@@ -1,34 +1,52 @@
 """Workspaces of cuDNN's convolutions.
 
-cuDNN's fastest kernels run on tensor cores and need channels-last tensors. For channels-first
-tensors, cuDNN copies input, weight and output into a workspace, with channels padded to 16 bytes.
-torch allocates it for one call of cuDNN, through its caching allocator, and frees it right after
-(Conv_v8.cpp, `run_conv_plan`). So it counts as allocated and as reserved memory.
+torch allocates a workspace for one call of cuDNN, through its caching allocator, and frees it right
+after (Conv_v8.cpp, `run_conv_plan`). So it counts as allocated and as reserved memory. Before, it
+copies tensors in another layout than the kernel's. Which kernel cuDNN picks depends on the card,
+the shapes and cuDNN's version:
 
-    counted      these copies, in forward and twice in backward (input's and weight's gradient);
-                 torch's copies of tensors in another layout than the kernel's
-    not counted  1 × 1 kernels that are a plain matmul; depthwise convolutions; what a split sum for
-                 the weight's gradient adds (0 to 15% of most workspaces); forward if the input's
-                 channels need padding (the 3 of an image) and the kernel is smaller than 7 × 7,
-                 in float32 backward too
-    float32      before Hopper: no copy of the weight; none at all for 1 × 1 kernels and grouped
-                 convolutions
+    with cuDNN       it is asked (cudnn.py), for the convolutions that torch gives to it: torch has
+                     its own kernels for most depthwise convolutions, and where cuDNN is wrong
+    without cuDNN    a rule decides (convolution_rule.py)
 
-Which kernel cuDNN picks is not documented and depends on the card, the shapes and cuDNN's version,
-so this rule comes from measurements: 43 trainings of CNNs in float32 on an RTX 3060 and an RTX 4060
-(benchmarks/evidence/xmem.json), and 366 single convolutions on an H200. Small batches of two
-depthwise networks need more. Twice the copies in every convolution's backward exceed these too, so
-`largest_bytes` is the upper bound.
+torch takes the first plan of the heuristics that runs, then of the fallback list, without plans
+that round inputs, use TF32 against the setting, or sum in a random order in deterministic mode. A
+plan whose workspace doesn't fit is passed over; the simulated allocator goes on without a
+workspace. With `torch.backends.cudnn.benchmark` it runs them all once, with the largest workspace,
+and keeps the fastest of the first ten, which nobody can know; `largest_bytes` is the upper bound.
+
+Held against the 1,026 workspaces of 342 convolutions on an H200 (torch 2.11, cuDNN 9.19), relative
+to the bytes of input, weight and output:
+
+                     exact    within 2 %    nine of ten within
+    cuDNN 9.19         650         83 %                  6.5 %
+    cuDNN 9.24         505         72 %                   39 %
+    the rule           233         64 %                  100 %
+
+The rest is mostly this: without a driver, cuDNN has fewer plans than with one.
+
+    1 × 1 kernels       a matmul by cuBLASLt, which wants a driver: at most 4 MiB of workspace. So
+                        these are not asked
+    depthwise           kernels without copies, for weight gradients and for contiguous float16,
+                        which are not asked either
+    weight gradients    on Hopper, a sum split over all multiprocessors is split over about 18: up
+                        to a quarter of the bytes is missing. So the rule's upper bound is printed
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from itertools import chain
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from memlab.configs.gpus import Gpu
 from memlab.configs.targets import Target
+from memlab.internals.torch_internals import suggest_memory_format
 from memlab.metering.copies import copied_bytes
+from memlab.prediction import convolution_rule, cudnn
+from memlab.prediction.convolution_rule import Call
 from memlab.trace import Event
 from memlab.units import format_bytes
 
@@ -36,41 +54,45 @@ aten = torch.ops.aten
 
 FORWARD = aten.convolution.default
 BACKWARD = aten.convolution_backward.default
-_FIRST_TENSOR_CORES = {torch.float16: (7, 0), torch.bfloat16: (8, 0), torch.float32: (8, 0)}
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
+_GRADIENTS = ("data gradient", "weight gradient")
+_HALVES = (torch.float16, torch.bfloat16)
+_INT32 = 2**31
 _HOPPER = (9, 0)
-_LARGE_KERNEL = 7 * 7
-_LOADED_BYTES = 16  # channels are loaded in groups of 16 bytes
 
 
 def scratch_bytes(func: Any, args: Any, result: Any, target: Target) -> list[tuple[int, ...]]:
     """Return the buffers of each of a convolution's kernels, which run one after another."""
-    call = _Call.of(func, args, result, target)
+    call = _call(func, args, result, target)
     copies = tuple(copied_bytes(func, args, result, "cuda"))
-    kernels = 1 if func is FORWARD else sum(args[-1][:2])
-    if _copies_to_channels_last(call, target):
-        # With them, the reserved memory of VGG16 at batches of 480 to 684 on an RTX 3060 is within
-        # 1.5 %; without, 7 to 14 % too low. Tried and worse: workspaces in only some of the passes,
-        # Winograd's 2.25 × (test_a_measured_training_is_predicted_closely).
-        return [(*copies, call.padded_bytes)] * kernels
-    return [copies] if copies else []
+    sizes = _asked(call) if is_asked(target) else convolution_rule.workspaces(call)
+    if not any(sizes):
+        return [copies] if copies else []
+    return [(*copies, size) if size else copies for size in sizes]
 
 
-def largest_bytes(args: Any, result: Any, target: Target) -> int:
-    """Return the largest workspace in backward: twice the copies of input and output."""
-    call = _Call.of(BACKWARD, args, result, target)
-    # Unexplained: MnasNet at batches of 200 to 300 and MobileNetV2 at 251 to 317 need 15 to 21 %
-    # more than `scratch_bytes`, and nothing more from 377 on. This bound covers them.
-    return max(2 * (call.x.nbytes + call.y.nbytes), call.padded_bytes)
+def largest_bytes(func: Any, args: Any, result: Any, target: Target) -> int | None:
+    """Return the largest workspace that cuDNN may choose; None if the choice is known."""
+    call = _call(func, args, result, target)
+    if torch.backends.cudnn.benchmark and is_asked(target) and _uses_cudnn(call):
+        return max(chain([0], *(_tried(*_question(call, kernel)) for kernel in call.kernels)))
+    is_sure = is_asked(target) and target.capability < _HOPPER
+    return None if func is FORWARD or is_sure else convolution_rule.largest_bytes(call)
+
+
+def is_asked(target: Target) -> bool:
+    """Return whether cuDNN answers for this GPU."""
+    return cudnn.answers_for(target.chip)
 
 
 def with_largest(events: Iterable[Event], largest: Mapping[int, int]) -> Iterator[Event]:
-    """Replace the workspaces in backward by the largest ones.
+    """Replace the workspaces of convolutions by the largest ones.
 
     `largest` has their bytes by the storage that the convolution allocated last.
     """
+    events = tuple(events)
+    replaced = {event.operator for event in events if event.storage in largest}
     for event in events:
-        if event.category != "workspace" or event.operator != str(BACKWARD):
+        if event.category != "workspace" or event.operator not in replaced:
             yield event
         if event.bytes > 0 and event.storage in largest:
             size = largest[event.storage]
@@ -79,97 +101,150 @@ def with_largest(events: Iterable[Event], largest: Mapping[int, int]) -> Iterato
             yield workspace._replace(bytes=-size)
 
 
-def range_note(expected_bytes: int, most_bytes: int) -> list[str]:
-    """Return a note with both reserved peaks, if they differ."""
-    expected, most = format_bytes(expected_bytes), format_bytes(most_bytes)
-    if expected == most:
-        return []
-    return [
-        f"convolutions: {expected} are reserved if cuDNN copies input and output of a convolution "
-        f"into a workspace, as most measured trainings did; with other kernels up to {most}"
-    ]
-
-
-class _Call(NamedTuple):
-    """The operands of a convolution, forward or backward; `y` is the output or its gradient."""
-
-    is_forward: bool
-    is_old_float32: bool  # float32 before Hopper
-    x: torch.Tensor
-    weight: torch.Tensor
-    y: torch.Tensor
-    stride: Sequence[int]
-    groups: int
-
-    @classmethod
-    def of(cls, func: Any, args: Any, result: Any, target: Target) -> "_Call":
-        is_old = args[1].dtype == torch.float32 and target.capability < _HOPPER
-        if func is FORWARD:
-            return cls(True, is_old, args[0], args[1], result, args[3], args[8])
-        return cls(False, is_old, args[1], args[2], args[0], args[4], args[9])
-
-    @property
-    def padded_bytes(self) -> int:
-        """The bytes of input, output and weight with padded channels."""
-        tensors = [(self.x, self.x.shape[1:2]), (self.y, self.y.shape[1:2])]
-        if not self.is_old_float32:
-            tensors.append((self.weight, self.weight.shape[:2]))
-        return sum(
-            tensor.nbytes * prod(map(self._padded, channels)) // prod(channels)
-            for tensor, channels in tensors
-            if tensor.numel()
+def note(expected_bytes: int, most_bytes: int | None, target: Target) -> str:
+    """Return what decided the workspaces, and both reserved peaks if they differ."""
+    expected, most = format_bytes(expected_bytes), format_bytes(most_bytes or expected_bytes)
+    if is_asked(target):
+        asked = (
+            f"convolutions: workspaces as cuDNN {cudnn.version()} chooses them for this GPU; other "
+            f"versions may choose others"
         )
-
-    @property
-    def is_aligned(self) -> bool:
-        """Whether the input's channels need no padding."""
-        return self._padded(self.x.shape[1]) == self.x.shape[1]
-
-    @property
-    def is_large(self) -> bool:
-        """Whether the kernel is so large that copies pay off for few channels, too."""
-        return not self.is_old_float32 and prod(self.weight.shape[2:]) >= _LARGE_KERNEL
-
-    @property
-    def is_matmul(self) -> bool:
-        """Whether the convolution is a matmul of channels-first tensors."""
-        pixels = prod(self.x.shape[2:])
-        is_pointwise = prod(self.weight.shape[2:]) == 1
-        is_dense = max(self.stride) == 1 and self._padded(pixels) == pixels
-        return is_pointwise and (self.is_old_float32 or is_dense)
-
-    @property
-    def is_grouped(self) -> bool:
-        """Whether cuDNN uses kernels for grouped convolutions, which copy nothing."""
-        return self.groups > 1 and (self.is_old_float32 or self.weight.shape[1] == 1)
-
-    def _padded(self, count: int) -> int:
-        """Round up to a multiple of 16 bytes."""
-        step = max(1, _LOADED_BYTES // self.x.element_size())
-        return -(-count // step) * step
-
-
-def _copies_to_channels_last(call: _Call, target: Target) -> bool:
-    x, weight = call.x, call.weight
-    capability = _FIRST_TENSOR_CORES.get(x.dtype)
-    is_float32 = x.dtype == torch.float32
+        return asked if expected == most else f"{asked}: {expected} to {most} are reserved"
+    rule = (
+        f"convolutions: workspaces by a rule; cuDNN {cudnn.OLDEST_NAME} or newer would tell them "
+        f"(memlab[cudnn], on Linux)"
+    )
+    if expected == most:
+        return rule
     return (
-        torch.backends.cudnn.enabled
-        and capability is not None
-        and target.capability >= capability
-        and (not is_float32 or torch.backends.cudnn.allow_tf32)
-        and not call.is_grouped
-        and not call.is_matmul
-        and (call.is_aligned or call.is_large or not (call.is_forward or is_float32))
-        and not _is_channels_last(x)
-        and not _is_channels_last(weight)
+        f"{rule}: {expected} are reserved if cuDNN copies input and output of a convolution into a "
+        f"workspace, as most measured trainings did; with other kernels up to {most}"
     )
 
 
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    layout = _CHANNELS_LAST.get(tensor.dim())
-    return (
-        layout is not None
-        and not tensor.is_contiguous()
-        and tensor.is_contiguous(memory_format=layout)
+# ------------------------------------------------------------------ what torch asks cuDNN
+
+
+def _call(func: Any, args: Any, result: Any, target: Target) -> Call:
+    if func is FORWARD:
+        x, weight, _, *others = args
+        return Call(("forward",), target, x, weight, result, *others)
+    y, x, weight, _, *others, mask = args
+    kernels = tuple(name for name, wanted in zip(_GRADIENTS, mask, strict=False) if wanted)
+    return Call(kernels, target, x, weight, y, *others)
+
+
+def _asked(call: Call) -> list[int]:
+    """Return the workspace of each kernel: of the first plan that fits into the GPU."""
+    asked = _asked_kernels(call)
+    return [_first(*_question(call, kernel)) if kernel in asked else 0 for kernel in call.kernels]
+
+
+def _asked_kernels(call: Call) -> tuple[str, ...]:
+    if call.is_matmul or not _uses_cudnn(call):
+        return ()
+    if _is_depthwise(call):
+        return tuple(k for k in call.kernels if k != _GRADIENTS[1]) if _is_last(call) else ()
+    return call.kernels
+
+
+def _uses_cudnn(call: Call) -> bool:
+    """Return whether torch gives the convolution to cuDNN (Convolution.cpp, `use_cudnn`).
+
+    cuDNN 9.3 and newer also gets tensors of 2^31 elements and more, which older versions do not.
+    """
+    is_known = str(call.x.dtype).removeprefix("torch.") in cudnn.DTYPES
+    if not torch.backends.cudnn.enabled or not is_known or not call.x.numel() * call.y.numel():
+        return False
+    if call.x.dtype == torch.bfloat16 and call.target.capability < (8, 0):
+        return False
+    if any(out >= step for out, step in zip(call.output_padding, call.stride, strict=False)):
+        return False
+    if _is_depthwise(call):
+        return _is_large_depthwise(call) or _is_last(call)
+    # These versions return wrong results (pytorch #163539).
+    is_wrong = 90800 <= cudnn.number() < 91500 and not _is_last(call) and call.x.dtype in _HALVES
+    return not (is_wrong and call.x.dim() == 5 and prod(call.weight.shape[2:]) > 1)
+
+
+def _is_depthwise(call: Call) -> bool:
+    return call.groups == call.x.shape[1] > 1 and not call.transposed
+
+
+def _is_large_depthwise(call: Call) -> bool:
+    """Return whether torch's own depthwise kernels cannot index the tensors."""
+    is_broken = 91000 < cudnn.number() < 91500 and _is_last(call)
+    return max(call.x.numel(), call.weight.numel()) >= _INT32 and not is_broken
+
+
+def _is_last(call: Call) -> bool:
+    """Return whether cuDNN gets channels-last tensors (`cudnn_conv_suggest_memory_format`)."""
+    if call.x.dim() == 3 or call.x.dtype == torch.float64:
+        return False
+    formats = {suggest_memory_format(call.x), suggest_memory_format(call.weight)}
+    return formats != {torch.contiguous_format}
+
+
+def _question(call: Call, kernel: str) -> tuple[Gpu, cudnn.Convolution, frozenset[int]]:
+    """Return the card, the call of cuDNN and the numerical notes that torch refuses."""
+    operation = cudnn.OPERATIONS[kernel]
+    x, y = call.x, call.y
+    if call.transposed:  # the gradient of a convolution from its output to its input
+        x, y = y, x
+        operation = _TRANSPOSED.get(operation, operation)
+    dims, is_last = x.dim() - 2, _is_last(call)
+    convolution = cudnn.Convolution(
+        operation,
+        str(x.dtype).removeprefix("torch."),
+        _operand(x, is_last),
+        _operand(call.weight, is_last),
+        _operand(y, is_last),
+        *(
+            _in_two_dimensions(fill, tuple(map(int, values)) * (dims // len(values)))
+            for fill, values in ((1, call.stride), (0, call.padding), (1, call.dilation))
+        ),
     )
+    refused = {cudnn.DOWN_CONVERTS}
+    if x.dtype == torch.float32 and not torch.backends.cudnn.allow_tf32:
+        refused.add(cudnn.TENSOR_CORES)
+    if torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled():
+        refused.add(cudnn.NONDETERMINISTIC)
+    return call.target.chip, convolution, frozenset(refused)
+
+
+_TRANSPOSED = {cudnn.FORWARD: cudnn.DATA_GRADIENT, cudnn.DATA_GRADIENT: cudnn.FORWARD}
+
+
+def _in_two_dimensions(fill: int, values: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the values of a convolution along one dimension as torch runs it (`view1d_as_2d`)."""
+    return (fill, *values) if len(values) == 1 else values
+
+
+def _operand(tensor: torch.Tensor, is_last: bool) -> cudnn.Operand:
+    batch, channels, *pixels = map(int, tensor.shape)
+    shape = (batch, channels, *_in_two_dimensions(1, tuple(pixels)))
+    order = [0, *range(2, len(shape)), 1] if is_last else range(len(shape))
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim], step = step, step * shape[dim]
+    return cudnn.Operand(shape, tuple(strides))
+
+
+@cache
+def _first(gpu: Gpu, convolution: cudnn.Convolution, refused: frozenset[int]) -> int:
+    """Return the workspace of the first plan; 0 if cuDNN has none."""
+    return next(_fitting(gpu, convolution, refused), 0)
+
+
+@cache
+def _tried(gpu: Gpu, convolution: cudnn.Convolution, refused: frozenset[int]) -> tuple[int, ...]:
+    """Return the workspaces of all plans: `benchmark` allocates the largest of them."""
+    return tuple(_fitting(gpu, convolution, refused))
+
+
+def _fitting(gpu: Gpu, convolution: cudnn.Convolution, refused: frozenset[int]) -> Iterator[int]:
+    """Yield the workspaces that fit into the GPU, in torch's order."""
+    for mode in (cudnn.HEURISTICS, cudnn.FALLBACK):
+        for size in cudnn.workspaces(gpu, convolution, mode, refused):
+            if size <= gpu.total_bytes:
+                yield size

@@ -230,6 +230,7 @@ class _CudaDryRun(dry_run):
         self._bitsandbytes: bitsandbytes_kernels.Kernels | None = None
         self._paged_state = PagedState()
         self._emptied: list[torch.Tensor] = []  # of no bytes, one for each `empty_cache()`
+        self.has_convolutions = False
         self.largest_workspaces: dict[int, int] = {}  # of convolutions (convolutions.with_largest)
 
     @contextmanager
@@ -346,18 +347,19 @@ class _CudaDryRun(dry_run):
             return self._with_range(trace)
 
     def _with_range(self, trace: Trace) -> Trace:
-        """Add the memory that convolutions' largest workspaces would need, if there are any."""
-        if not self.largest_workspaces:
+        """Add what decided convolutions' workspaces, and the memory that the largest would need."""
+        if not self.has_convolutions:
             return trace
-        parts = [
-            tuple(convolutions.with_largest(events, self.largest_workspaces))
-            for events in (trace.events, trace.history)
-        ]
-        largest = simulate(replace(trace, events=parts[0], history=parts[1]))
-        most = max(largest.reserved_bytes, trace.memory.reserved_peak_bytes or 0)
-        note = convolutions.range_note(trace.memory.reserved_peak_bytes or 0, most)
-        memory = replace(trace.memory, reserved_most_bytes=most)
-        return replace(trace, memory=memory, notes=(*trace.notes, *note))
+        expected, memory = trace.memory.reserved_peak_bytes or 0, trace.memory
+        if self.largest_workspaces:
+            events, history = (
+                tuple(convolutions.with_largest(events, self.largest_workspaces))
+                for events in (trace.events, trace.history)
+            )
+            largest = simulate(replace(trace, events=events, history=history))
+            memory = replace(memory, reserved_most_bytes=max(largest.reserved_bytes, expected))
+        note = convolutions.note(expected, memory.reserved_most_bytes, self.target)
+        return replace(trace, memory=memory, notes=(*trace.notes, note))
 
     def _notes(self, meter: "PredictionMeter") -> tuple[str, ...]:
         kernels = self.substitutes.used | self._optimizer_kernels(meter)

@@ -22,6 +22,7 @@ from memlab.trace import EMPTY_CACHE
 
 # Fake tensors treat this device as different from "cpu"; the dispatcher treats both as the CPU.
 CUDA = torch.device("cpu", 0)
+_CONVOLUTIONS = (convolutions.FORWARD, convolutions.BACKWARD)
 
 
 class Prediction(Protocol):
@@ -31,6 +32,7 @@ class Prediction(Protocol):
     target: Target
     substitutes: Substitutes
     workspaces: dict[tuple[str, bool], torch.Tensor]
+    has_convolutions: bool
     largest_workspaces: dict[int, int]
     meter: "PredictionMeter | None"
 
@@ -72,8 +74,8 @@ class PredictionMeter(StorageMeter):
         result = super().handle(func, types, args, kwargs)
         if result is NotImplemented:  # a tensor subclass, such as DTensor, runs its own operators
             return result
-        if func is convolutions.BACKWARD:
-            self._note_largest(args, result)
+        if func in _CONVOLUTIONS:
+            self._note_largest(func, args, result)
         self._note_workspaces(func)
         return result
 
@@ -83,7 +85,7 @@ class PredictionMeter(StorageMeter):
         return results[::-1] if is_reversed else results
 
     def _scratch(self, func: Any, args: Any, kwargs: Any, result: Any) -> Iterator[Sequence[int]]:
-        if func in (convolutions.FORWARD, convolutions.BACKWARD):
+        if func in _CONVOLUTIONS:
             yield from convolutions.scratch_bytes(func, args, result, self._prediction.target)
         else:
             yield scratch_bytes(func, args, kwargs, result, self._prediction.target)
@@ -112,11 +114,13 @@ class PredictionMeter(StorageMeter):
                 self._enter_workspace(workspace, func)
             self._known_workspaces = len(workspaces)
 
-    def _note_largest(self, args: Any, result: Any) -> None:
-        """Note the largest workspaces of a convolution's backward, which cuDNN may choose."""
-        made = [tensor for tensor in result if isinstance(tensor, torch.Tensor)]
-        if made and (record := REGISTRY.find(made[-1])):
-            largest = convolutions.largest_bytes(args, result, self._prediction.target)
+    def _note_largest(self, func: Any, args: Any, result: Any) -> None:
+        """Note the largest workspace that cuDNN may choose for a convolution."""
+        self._prediction.has_convolutions = True
+        results = [result] if isinstance(result, torch.Tensor) else result
+        made = [tensor for tensor in results if isinstance(tensor, torch.Tensor)]
+        largest = convolutions.largest_bytes(func, args, result, self._prediction.target)
+        if largest is not None and made and (record := REGISTRY.find(made[-1])):
             # By number, not as an event after the convolution: the rules for in-place sums look at
             # the next operator. A marker there made gradients accumulate out of place, 2 to 3 %
             # more for ResNets.

@@ -1,4 +1,4 @@
-"""Tests of memlab/prediction/convolutions.py: cuDNN's workspaces."""
+"""Tests of cuDNN's workspaces by rule (memlab/prediction/convolution_rule.py), as without cuDNN."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from torch import nn
 
 import memlab
 from memlab.allocator import simulate
+from memlab.prediction import cudnn
 from memlab.trace import Event
 
 MIB = 2**20
@@ -13,6 +14,11 @@ BATCH, SIZE, CHANNELS = 8, 32, 16
 COPY_BYTES = 4 * BATCH * CHANNELS * SIZE * SIZE  # one tensor of activations
 WEIGHT_BYTES = 4 * CHANNELS * CHANNELS * 3 * 3
 FORWARD, BACKWARD = "aten.convolution.default", "aten.convolution_backward.default"
+
+
+@pytest.fixture(autouse=True)
+def no_cudnn(monkeypatch):
+    monkeypatch.setattr(cudnn, "library", lambda: None)
 
 
 def predicted(
