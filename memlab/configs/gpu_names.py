@@ -36,6 +36,37 @@ def find_gpu(name: str) -> Gpu | None:
     return found[0] if len(found) == 1 else None
 
 
+def gpu_named(name: str) -> Gpu:
+    """Find a GPU by any spelling: "rtx4090", "NVIDIA GeForce RTX 4090", "4090".
+
+    Raises ValueError for an unknown or ambiguous GPU, with the nearest known ones.
+    """
+    if gpu := find_gpu(name):
+        return gpu
+    remedy = did_you_mean(name) or "give its memory, such as 24GiB;"
+    raise ValueError(ambiguous(name) or f"got unknown GPU {name!r}; {remedy} {LIST_HINT}")
+
+
+def ambiguous(text: str) -> str | None:
+    """Ask which GPU is meant if the name has several; None otherwise."""
+    gpus = gpus_called(text)
+    if len(gpus) < 2:
+        return None
+    sizes = _listed(sorted({f"{gpu.advertised_gb}" for gpu in gpus}, key=int))
+    names = _listed([gpu.name for gpu in sorted(gpus, key=lambda gpu: gpu.total_bytes)])
+    return f"got {text!r}, which has {sizes} GB; give one of {names}"
+
+
+def did_you_mean(name: str) -> str:
+    """Ask whether one of the nearest GPUs is meant; "" if none is near."""
+    near = nearest_gpus(name)
+    return f"did you mean {' or '.join(near)}?" if near else ""
+
+
+def _listed(words: list[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
 def gpus_called(name: str) -> tuple[Gpu, ...]:
     """Return the GPUs that a spelling stands for: several if the memory size is missing."""
     return _spellings().get(_normalized(name), ())

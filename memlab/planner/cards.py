@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from memlab.configs.evidence import margin_share
-from memlab.configs.gpu_names import LIST_HINT, find_gpu, gpus_called, nearest_gpus
+from memlab.configs.gpu_names import LIST_HINT, ambiguous, did_you_mean, find_gpu, gpu_named
 from memlab.configs.gpus import CONTEXT_BYTES, GPUS, MIB, Gpu
 from memlab.units import format_bytes, parse_bytes
 
 Card = Gpu
 CARDS = GPUS
+card_named = gpu_named
 
 _PERCENT = re.compile(r"\s*(\d{1,3}(?:\.\d{1,6})?)\s*%\s*", re.ASCII)
 
@@ -61,16 +62,6 @@ class Memory:
         return min(usual, key=lambda card: abs(card.total_bytes - self.total_bytes))
 
 
-def card_named(name: str) -> Card:
-    """Find a card by any spelling: "rtx4090", "NVIDIA GeForce RTX 4090", "4090".
-
-    Raises ValueError for an unknown or ambiguous card, with the nearest known ones.
-    """
-    if gpu := find_gpu(name):
-        return gpu
-    raise ValueError(_ambiguous(name) or _unknown(name))
-
-
 def memory_named(text: str, target: str | None = None) -> Memory:
     """Parse "24GB" (24·10⁹ bytes), "24GiB" (24·2³⁰ bytes), a number of bytes, or a card's name.
 
@@ -79,28 +70,29 @@ def memory_named(text: str, target: str | None = None) -> Memory:
     """
     if gpu := find_gpu(text):
         return Memory(gpu.name, gpu.total_bytes, gpu)
-    if ambiguous := _ambiguous(text):
-        raise ValueError(ambiguous)
-    is_number = re.match(r"\s*[-+]?\.?[0-9]", text) is not None
-    near = nearest_gpus(text)
-    if near and not (is_number and _is_quantity(text)):
-        raise ValueError(_unknown(text))
-    if not is_number:
+    if several := ambiguous(text):
+        raise ValueError(several)
+    question = did_you_mean(text)
+    try:
+        total = parse_bytes(text)
+    except ValueError:
+        if question:
+            raise ValueError(f"got unknown GPU {text!r}; {question} {LIST_HINT}") from None
+        if re.match(r"\s*[-+]?\.?[0-9]", text):
+            raise
         raise ValueError(
             f"got {text!r} as a memory, which is neither a number with a unit, such as 24GB or "
             f"24GiB, nor a known GPU; {LIST_HINT}"
-        )
-    total = parse_bytes(text)
+        ) from None
     if target == "cpu" and total < MIB:
         why = "no training fits"
     elif target != "cpu" and total <= CONTEXT_BYTES[1]:
         why = f"the CUDA context needs up to {format_bytes(CONTEXT_BYTES[1])}"
     else:
         return Memory(text.strip(), total)
-    question = f", or a GPU: did you mean {' or '.join(near)}?" if near else ""
     raise ValueError(
         f"got {text!r} as a memory, which is {format_bytes(total)}, and {why}; give more, with a "
-        f"unit, such as 24GB or 24GiB{question}"
+        f"unit, such as 24GB or 24GiB{question and f', or a GPU: {question}'}"
     )
 
 
@@ -123,14 +115,14 @@ def with_margin(memory: Memory, margin: int | str, target: str) -> Memory:
 
     Raises ValueError for anything else, and for a margin that leaves nothing for tensors.
     """
-    found = replace(memory, margin_bytes=margin_named(margin, memory))
-    if budget_bytes(found, target) <= 0:
+    usable = budget_bytes(replace(memory, margin_bytes=0), target)
+    found = margin_named(margin, memory)
+    if found >= usable:
         raise ValueError(
-            f"got a margin of {margin!r}, which leaves nothing of the "
-            f"{format_bytes(budget_bytes(replace(memory, margin_bytes=0), target))} that tensors "
-            f"can use on {memory.name}; give less"
+            f"got a margin of {margin!r}, which leaves nothing of the {format_bytes(usable)} that "
+            f"tensors can use on {memory.name}; give less"
         )
-    return found
+    return replace(memory, margin_bytes=found)
 
 
 def margin_named(given: int | str, memory: Memory) -> int:
@@ -147,32 +139,3 @@ def margin_named(given: int | str, memory: Memory) -> int:
             f"got a margin of {given!r}; give a percentage of the memory, such as 2%, or bytes "
             f"with a unit, such as 500MiB"
         ) from None
-
-
-def _is_quantity(text: str) -> bool:
-    try:
-        parse_bytes(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _ambiguous(text: str) -> str | None:
-    """Ask which GPU is meant if the name has several; None otherwise."""
-    gpus = gpus_called(text)
-    if len(gpus) < 2:
-        return None
-    sizes = _listed(sorted({f"{gpu.advertised_gb}" for gpu in gpus}, key=int))
-    names = _listed([gpu.name for gpu in sorted(gpus, key=lambda gpu: gpu.total_bytes)])
-    return f"got {text!r}, which has {sizes} GB; give one of {names}"
-
-
-def _unknown(text: str) -> str:
-    near = nearest_gpus(text)
-    if near:
-        return f"got unknown GPU {text!r}; did you mean {' or '.join(near)}? {LIST_HINT}"
-    return f"got unknown GPU {text!r}; give its memory, such as 24GiB; {LIST_HINT}"
-
-
-def _listed(words: list[str]) -> str:
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
