@@ -11,17 +11,23 @@ from memlab.planner.recipes import OPTIMIZERS, PRECISIONS, USUAL_ADAPTERS, Recip
 from memlab.train.adapters import Adapters
 
 
+def choose_target(device: str | None) -> str | None:
+    """Return the device to predict for as `memlab.predict` has it; None if none is given."""
+    if device in (None, "cpu"):
+        return device
+    if (found := find_target(device)) is None:
+        raise UsageError(f"got --device {quoted(device)}; {accepted_devices(device, 'cpu')}")
+    return found.device
+
+
 def choose_memory(
-    given: str | None, target: str | None, margin: str | None = None
+    given: str | None, device: str | None, margin: str | None = None
 ) -> tuple[Memory, str]:
     """Return the memory that the training has to fit into, and the kind of device, which depends
     on the GPU unless the user gives it."""
     if given is None:
         raise UsageError("got no --memory; give it as 24GB, 24GiB or a GPU's name, such as rtx4090")
-    if target not in (None, "cpu"):
-        if (found := find_target(target)) is None:
-            raise UsageError(f"got --device {quoted(target)}; {accepted_devices(target, 'cpu')}")
-        target = found.device
+    target = choose_target(device)
     try:
         memory = memory_named(given, target)
         target = target or memory.target

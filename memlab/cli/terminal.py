@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -109,6 +109,15 @@ def echo(text: str) -> None:
     """Print the text without markup or line breaks. With `--json`, print nothing."""
     if _style.get().documents is None:
         note(text)
+
+
+def show(parts: Iterable[str | Table]) -> None:
+    """Print lines and tables."""
+    for part in parts:
+        if isinstance(part, str):
+            echo(part)
+        else:
+            show_table(part)
 
 
 @contextmanager

@@ -67,7 +67,9 @@ class Launch:
 
     def with_ranks(self, count: int) -> "Launch":
         """Return the same script as torchrun would start it: on nodes of 8 GPUs, if they fill them,
-        else on one."""
+        else on one. Raises ValueError if a launcher starts it."""
+        if self.ranks is not None:
+            raise ValueError("got --ranks with a launcher; leave --ranks out")
         nodes = count // GPUS_PER_NODE if count % GPUS_PER_NODE == 0 else 1
         return replace(self, ranks=count // nodes, nodes=nodes)
 
