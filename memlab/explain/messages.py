@@ -32,16 +32,19 @@ _FIELDS = {
         rf"Requested {{1,25}}: {_SIZE}",  # of cudaMallocAsync, which writes one field a line
         rf"Unable to allocate {_SIZE}",  # of NumPy
         rf"Invalid buffer size: {_SIZE}",  # of MPS
+        rf"trying to map {_SIZE}",  # of expandable segments; compiled C++ code states nothing else
     ),
     "capacity": (
         rf"total capac?i?ty of {_SIZE}",
         rf"{_SIZE} total capacity",
         rf"Device limit {{1,20}}: {_SIZE}",
+        r"\(free: \d{1,20}, total: (\d{1,20})()\)",
     ),
     "free": (
         rf"of which {_SIZE} is free",
         rf"; {_SIZE} free[;)]",
         rf"Free \(according to CUDA\) ?: {_SIZE}",
+        r"\(free: (\d{1,20})(), total:",
     ),
     "process": (rf"this process has {_SIZE} memory in use",),
     "allowed": (rf"{_SIZE} allowed;", rf"max allowed: {_SIZE}", rf"memory fraction\) ?: {_SIZE}"),
@@ -67,7 +70,7 @@ ERRORS = {
     "sized": r"Tried to allocate (?:more than )?[\d.]{1,20} ?[KMGTE]?i?B"
     r"|you tried to allocate %?\d|would exceed allowed memory"
     r"|Unable to allocate [\d.]{1,20} ?[KMGT]i?B for an array"
-    r"|Invalid buffer size: [\d.]{1,20} ?[KMGT]i?B",
+    r"|Invalid buffer size: [\d.]{1,20} ?[KMGT]i?B|memory mapping failed with OOM",
     "vllm": r"No available memory for the cache blocks|KV cache is needed, which is larger than the"
     r"|larger than the maximum number of tokens that can be stored in KV cache"
     r"|when warming up sampler|increase --mem-fraction-static",
@@ -115,7 +118,7 @@ _EXCEPTION = re.compile(
 )
 # Every match of ERRORS that a long log is searched for contains one of these.
 KEYWORDS = (
-    *("out of memory", "OutOfMemoryError", "ALLOC_FAILED", "DefaultCPUAllocator"),
+    *("out of memory", "OutOfMemoryError", "failed with OOM", "ALLOC_FAILED", "DefaultCPUAllocator"),
     *("ried to allocate", "would exceed allowed memory", "Unable to allocate", "OOM when"),
     *("No available memory", "RESOURCE_EXHAUSTED", "MemoryError", "Killed", "SIGKILL"),
     *("exitcode", "return code = -9", "exit code 137", "oom-kill", "shared memory", "1455"),
@@ -414,7 +417,7 @@ def _without_own_process(message: Message) -> Message:
 
 
 def _bytes(number: str, unit: str) -> int:
-    return round(float(number) * _BINARY[unit.lower()[0]])
+    return round(float(number) * _BINARY[unit.lower()[:1] or "b"])
 
 
 # ------------------------------------------------------------------ the rest of the log

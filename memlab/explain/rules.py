@@ -616,7 +616,7 @@ RULES: tuple[Rule, ...] = (
             _S.small_request,
             lambda s: s.infers or s.on_mps or not s.has_traceback,
         ),
-        unless=(_S.in_step, lambda s: _TRAINING_CODE.search(s.log.text)),
+        unless=(_S.in_step, _S.trains, lambda s: _TRAINING_CODE.search(s.log.text)),
         decide="Print torch.cuda.memory_allocated() after the model is loaded: near the card's size, "
         "it is the weights; far below, the batch.",
         is_fallback=True,

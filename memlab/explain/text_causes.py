@@ -47,7 +47,7 @@ MANY_STEPS = 20  # after these, what every step needs has been shown to fit
 LARGE_BATCH = 16
 GIB = 2**30
 LARGEST_CARD = 288 * GIB
-LARGE_REQUEST = 2**27  # that no segment for small requests has room for
+LARGE_REQUEST = 2**29  # that only a segment of its own has room for
 SMALL_REQUEST = 0.02  # of what was allocated: the last of many, which says little
 MOST_HEADS = 512
 CONTEXT_SHARE = 0.05  # of a card: what a CUDA context takes at least
@@ -243,6 +243,11 @@ class TextSituation:
     @property
     def batch_of_one(self) -> bool:
         return self._number("batch") == 1
+
+    @property
+    def trains(self) -> bool:
+        """Whether the log prints a batch, as settings of a training do, and infers nothing."""
+        return "batch" in self.log.numbers and not self.infers
 
     @property
     def many_in_batch(self) -> bool:

@@ -79,6 +79,8 @@ def written_table(page: str) -> list[str]:
 
 
 def main() -> None:
+    if not text_causes.COUNTS.is_relative_to(ROOT):
+        raise SystemExit(f"got memlab of another checkout, {text_causes.COUNTS}; set PYTHONPATH")
     text = ",\n".join(f'  "{name}": {counts}' for name, counts in counted().items())
     text_causes.COUNTS.write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
     text_causes.counts.cache_clear()
