@@ -96,6 +96,7 @@ FIXES: dict[str, tuple[str, tuple[Fix, ...]]] = {
         "the batch is too large",
         (
             _HALVE,
+            _CHECKPOINT,
             _SMALLER_INPUT,
             Fix(
                 "Use autocast in bfloat16, or in float16 before Ampere (T4, V100): most activations "

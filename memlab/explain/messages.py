@@ -32,6 +32,7 @@ _FIELDS = {
         rf"Requested {{1,25}}: {_SIZE}",  # of cudaMallocAsync, which writes one field a line
         rf"Unable to allocate {_SIZE}",  # of NumPy
         rf"Invalid buffer size: {_SIZE}",  # of MPS
+        rf"Requested size was {_SIZE}",  # of TensorRT
         rf"trying to map {_SIZE}",  # of expandable segments; compiled C++ code states nothing else
     ),
     "capacity": (
@@ -96,7 +97,8 @@ ERRORS = {
     r"|unable to (?:write to|allocate shared memory).{0,20}(?:file|shm)",
     "page-file": r"WinError 1455|os error 1455|paging file is too small",
     "host": r"DefaultCPUAllocator|(?<!OutOf)\bMemoryError\b|std::bad_alloc|\[Errno 12\]"
-    r"|Cannot allocate memory|node running low on memory|unable to mmap|not enough memory: you",
+    r"|Cannot allocate memory|node running low on memory|due to memory pressure"
+    r"|ray-oom-prevention|unable to mmap|not enough memory: you",
     "killed": r"signal: Killed|SIGKILL|exitcode ? ?: -9|return code = -9|exit code 137|oom-kill"
     r"|oom_kill|OOMKilled|Out of memory: Kill|(?m:^[^\n]{0,80}\bKilled(?: {1,9}\S.{0,300})?$)"
     r"|zsh: killed|exit(?:ed with)? status 137",
@@ -113,12 +115,21 @@ ERRORS = {
     r"|failed with status CUDNN_STATUS_NOT_INIT|exitcode ? ?: -(?:6|11)",
 }
 _ERRORS = {kind: re.compile(pattern) for kind, pattern in ERRORS.items()}
+_NAMED = re.compile(  # where nothing else says why: other software, or a message that was cut
+    r"(?i)\bout[ _-]?of[ _-]?memory|OutOfMemory|\bOOM\b|Allocation on device|failed to allocate"
+)
 _EXCEPTION = re.compile(
     r"(?m)^[ \t]{0,8}(?:\w{1,60}\.){0,6}\w{0,60}(?:Error|Exception)(?:: .{0,300})?$"
 )
 # Every match of ERRORS that a long log is searched for contains one of these.
 KEYWORDS = (
-    *("out of memory", "OutOfMemoryError", "failed with OOM", "ALLOC_FAILED", "DefaultCPUAllocator"),
+    *(
+        "out of memory",
+        "OutOfMemoryError",
+        "failed with OOM",
+        "ALLOC_FAILED",
+        "DefaultCPUAllocator",
+    ),
     *("ried to allocate", "would exceed allowed memory", "Unable to allocate", "OOM when"),
     *("No available memory", "RESOURCE_EXHAUSTED", "MemoryError", "Killed", "SIGKILL"),
     *("exitcode", "return code = -9", "exit code 137", "oom-kill", "shared memory", "1455"),
@@ -234,11 +245,6 @@ class Log:
         return _model_in(self.text)
 
     @cached_property
-    def memory_by_step(self) -> list[int]:
-        """Bytes that the log's progress lines print, in order."""
-        return list(_printed_memory(self.before))
-
-    @cached_property
     def steps_done(self) -> int | None:
         """The last step or batch that a training's line names; None if no line names one."""
         return _last_step(self.before)
@@ -336,6 +342,9 @@ def _failures_in(text: str) -> list[Error]:
     if not found and (tracebacks.HEAD in text or "----> " in text):
         ends = list(_EXCEPTION.finditer(text, start))
         found = [Error("other", match.start(), match.end()) for match in ends[-1:]]
+    if not found:
+        named = list(_NAMED.finditer(text, start))
+        found = [Error("bare", match.start(), match.end()) for match in named[-1:]]
     return found
 
 
@@ -428,7 +437,6 @@ _SETTING = re.compile(
     r"|(?:max[_-])?(?:seq(?:uence)?[_ -]?len(?:gth)?|context[_ -]?len(?:gth)?|block[_-]?size"
     r"|max[_-]?length|seqlen|ctx|tokens|prompt[_-]len(?:gth)?|max[_-]new[_-]tokens)"
     r"|vocab(?:ulary)?(?:[_ -]?size)?"
-    r"|(?:num[_-]?(?:hidden[_-])?|n[_-]?)?layers?|depth"
     r")\b['\"]?[ \t]{0,4}[=:]?[ \t]{0,4}(\d{1,12})\b"
 )
 _MODEL = re.compile(
@@ -436,10 +444,6 @@ _MODEL = re.compile(
     r"(\d{1,3}(?:\.\d{1,2})?)[bB])(?![A-Za-z\d])"
 )
 _SYMBOL = re.compile(r"\b([BT])[ \t]{0,4}=[ \t]{0,4}(\d{1,12})\b")  # as many a script calls them
-_MEMORY = re.compile(  # as progress lines print it; without a unit, it is in MiB
-    r"(?i)\b(?:(?:max|peak|gpu)_?)?(?:mem(?:ory)?|alloc(?:ated)?|reserved|vram|cuda(?!:\d))\w{0,20}[^\d\n]{0,20}"
-    r"(\d{1,15}(?:\.\d{1,9})?) ?(TiB|GiB|MiB|KiB|TB|GB|MB|KB|G|M)?(?![a-zA-Z\d])"
-)
 _STEP = re.compile(
     r"(?i)(?<!total )(?<!max )(?<!num )\b(?:step|iter(?:ation)?|batch|global_step|it|update)s?\b"
     r"\s{0,4}[:=#\[(]?\s{0,4}(\d{1,12})(?![\d%])"
@@ -469,20 +473,11 @@ def _settings_in(text: str) -> Iterator[tuple[str, float]]:
 
 
 def _kind_of(key: str) -> str:
-    """Return batch, sequence, vocabulary, new_tokens or layers."""
-    if "new" in key:
-        return "new_tokens"
-    for word, kind in (("vocab", "vocabulary"), ("layer", "layers"), ("depth", "layers")):
+    """Return batch, sequence, vocabulary or new_tokens."""
+    for word, kind in (("new", "new_tokens"), ("vocab", "vocabulary")):
         if word in key:
             return kind
     return "batch" if re.search(r"batch|\bbsz?\b|^bs", key) else "sequence"
-
-
-def _printed_memory(text: str) -> Iterator[int]:
-    for row in re.split(r"[\r\n]", text):
-        match = _MEMORY.search(row)
-        if match:
-            yield _bytes(match[1], match[2] or "MiB")
 
 
 def _last_step(text: str) -> int | None:

@@ -102,7 +102,6 @@ _LOGITS = (
     r"(?i)(?<!binary_)cross_?entropy|log_softmax|logsumexp|lm_head|(?<!with_)logits|logprobs|log_probs|\bvocab|unembed"
     r"|loss_utils|ForCausalLMLoss"
 )
-_LAYER = r"\b(layer|block|blk|decoder_layer|encoder_layer|layer_module|resblock)(\[\w{1,20}\])?\("
 _TRAINING_CODE = re.compile(
     r"\.backward\(|cross_entropy|\bloss[=:]|softmax\(|optimizer\.step|training_step"
     r"|[/\\]\w{0,20}train\w{0,20}\.py"
@@ -468,7 +467,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "logits",
-        "script:large_vocabulary",
+        "nanochat-443",
         ("the refused request of {requested} is {logits}",),
         when=(_S.logits_product,),
         unless=(_S.in_optimizer,),
@@ -481,14 +480,6 @@ RULES: tuple[Rule, ...] = (
         when=(lambda s: s.in_backward and (s.message.requested or 0) > 1.5 * 2**30,),
     ),
     # ------------------------------------------------ growth, outliers, fragmentation
-    Rule(
-        "kept-graphs",
-        "script:losses_kept",
-        ("printed memory grew from step to step, {grew}", "{steps} steps ran before"),
-        when=(_S.memory_grew,),
-        unless=(_S.evaluates, _S.generates),
-        decide="Print torch.cuda.memory_allocated() after each step: steady growth is this cause.",
-    ),
     Rule(
         "kept-graphs",
         "apegan-1",
@@ -542,6 +533,7 @@ RULES: tuple[Rule, ...] = (
         "autotrain-737",
         ("{elsewhere} of {whole} ({share}) are used outside this process", "{processes}"),
         when=(_S.others_some, _S.states_own),
+        unless=(_S.others_like_a_desktop,),
     ),
     Rule(
         "sequence",
@@ -567,6 +559,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "other-process",
+        "gpt2chitchat-19",
+        ("nvidia-smi shows a full card: {full_card}",),
+        "bare",
+        when=(_S.full_card,),
+        decide="Was the table printed before this program started? Then others hold that memory.",
+        is_fallback=True,
+    ),
+    Rule(
+        "other-process",
         "pytorch-1829",
         ("the very first use of the card fails: {match}",),
         "bare",
@@ -583,25 +584,6 @@ RULES: tuple[Rule, ...] = (
         unless=(_S.evaluates, _S.in_optimizer, _S.on_mps),
         decide="Print torch.cuda.memory_allocated() after each step: steady growth is this cause, one "
         "jump is a longer batch.",
-        is_fallback=True,
-    ),
-    Rule(
-        "kv-cache",
-        "script:generation",
-        ("memory ran out while text was generated: {place}",),
-        when=(_S.generates,),
-        is_fallback=True,
-    ),
-    Rule(
-        "no-checkpointing",
-        "script:deep_without_checkpointing",
-        (
-            "memory ran out in {phase}, in one of many layers: {place}",
-            "no frame recomputes a layer",
-        ),
-        when=(_S.in_step, lambda s: re.search(_LAYER, s.all_code) or s.many_layers),
-        unless=(_S.infers, _S.recomputes, lambda s: s.many_in_batch),
-        decide=_BATCH_OF_ONE,
         is_fallback=True,
     ),
     Rule(

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +43,6 @@ COUNTS = Path(__file__).with_name("counts.json")  # of tests/explain/confidence.
 MOST_CAUSES = 3
 MOST_SURE = 0.89  # of a rule that only says what is left: medium
 MANY_STEPS = 20  # after these, what every step needs has been shown to fit
-LARGE_BATCH = 16
 GIB = 2**30
 LARGEST_CARD = 288 * GIB
 LARGE_REQUEST = 2**29  # that only a segment of its own has room for
@@ -69,6 +67,7 @@ _JAX_START = re.compile(  # its share is refused, or CUDA's libraries find no ro
     r"|failed to allocate [^\n]{1,60} from device: CUDA_ERR|DNN library init"
     r"|load in-memory CUBIN|no supported devices found)[^\n]{0,80}"
 )
+_NVIDIA_SMI = re.compile(r"\b(\d{1,7})MiB / {1,4}(\d{1,7})MiB")
 _NODE = re.compile(r"running was (\d[\d.]{0,9} ?GB) / (\d[\d.]{0,9} ?GB)")  # of Ray's message
 _NODE_USER = re.compile(r"(?m)\b\d{1,8}[ \t]{1,20}(\d{1,6}\.\d\d)[ \t]{1,20}(\S{1,60})")
 _BUFFER = re.compile(r"empty_strided\w{0,10}\(\((\d{1,12}), (\d{1,12})\)")  # of Inductor's code
@@ -250,30 +249,8 @@ class TextSituation:
         return "batch" in self.log.numbers and not self.infers
 
     @property
-    def many_in_batch(self) -> bool:
-        return (self._number("batch") or 0) >= LARGE_BATCH
-
-    @property
-    def many_layers(self) -> bool:
-        return (self._number("layers") or 0) >= 12
-
-    @property
     def long_sequence(self) -> bool:
         return (self._number("sequence") or 0) >= 2048
-
-    @cached_property
-    def growing(self) -> list[int]:
-        """The printed memory, if it grew in most steps; else empty."""
-        levels = self.log.memory_by_step
-        rises = sum(after > before for before, after in pairwise(levels))
-        falls = sum(after < before for before, after in pairwise(levels))
-        grew = len(levels) >= 3 and levels[-1] > 1.15 * levels[0] and falls <= 0.2 * rises
-        recent = len(levels) < 4 or levels[-1] > levels[len(levels) // 2]
-        return levels if grew and recent else []
-
-    @property
-    def memory_grew(self) -> bool:
-        return bool(self.growing)
 
     @property
     def ran_before(self) -> bool:
@@ -430,6 +407,17 @@ class TextSituation:
         return share(self.elsewhere, self.message.capacity or 0) >= 0.1
 
     @property
+    def others_like_a_desktop(self) -> bool:
+        """Whether others hold no more than a desktop and CUDA's contexts may."""
+        return self.elsewhere < 2 * GIB
+
+    @cached_property
+    def full_card(self) -> str:
+        """The use of a card in a table of nvidia-smi, if almost all of it is used, or ""."""
+        used = ((int(m[1]), int(m[2]), m[0]) for m in _NVIDIA_SMI.finditer(self.log.before))
+        return next((text for held, whole, text in used if held > 0.9 * whole), "")
+
+    @property
     def others_alike(self) -> bool:
         """Whether three or more processes hold about the same, or a container hides what."""
         sizes = [size for _, size in self.message.processes]
@@ -510,7 +498,6 @@ class TextSituation:
         model, weights = self.log.model if 0 < self.model_bits < 16 and self.log.model else ("", 0)
         node = _NODE.search(self.log.text)
         users = [(float(gb), name) for gb, name in _NODE_USER.findall(self.log.text)]
-        grew = [format_bytes(level) for level in (*self.growing[:1], *self.growing[-1:])]
         return {
             **{name: format_bytes(n) if n is not None else "" for name, n in sizes.items()},
             "said": self.log.said,
@@ -523,7 +510,7 @@ class TextSituation:
             "function": self.evaluation.name if self.evaluation else "",
             "gradients": self._gradients if self.evaluation else "",
             "steps": f"{steps:,}" if steps else "",
-            "grew": f"from {grew[0]} to {grew[-1]}" if grew else "",
+            "full_card": self.full_card,
             "logits": self.logits_product,
             "scores": self.scores_product,
             "tokens": f"{self._number('sequence') or 0:,}" if self.long_sequence else "",

@@ -214,7 +214,6 @@ def test_predictions_joined_on_the_gpu_are_the_cause():
         ("decode", "h = self.up(h)", False),
         ("sample", "h = self.net(obs)", False),
         ("decode", "k = torch.cat([past_key, k], dim=2)", True),
-        ("generate", "h = self.net(x)", True),
     ],
 )
 def test_decode_and_sample_need_a_cache_to_be_a_generation(name, source, caches):
