@@ -6,7 +6,7 @@
 
 The file is a snapshot of `torch.cuda.memory._dump_snapshot`, a log with an out-of-memory message in
 any wording of torch, or `Trace.to_dict()` as JSON. The known causes are in `findings.CAUSES`. Most
-have a rule for histories (`causes`) and one for texts (`text_causes`), with evidence in bytes.
+have a rule for histories (`causes`) and one for texts (`rules`), with evidence in bytes.
 Where a history is available, remedies are replayed through the simulated allocator (`remedies`).
 
 Snapshots are pickles. They are read with an unpickler that allows plain data only.

@@ -7,14 +7,11 @@ A log may show that a fix is done already (a batch of 1, bfloat16), that it does
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from memlab.explain.findings import Finding
 from memlab.explain.fixes import Fix
 from memlab.explain.messages import Message
-
-if TYPE_CHECKING:
-    from memlab.explain.text_causes import TextSituation
+from memlab.explain.text_causes import TextSituation
 
 ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"  # which every version of torch reads
 _SIXTEEN_BITS = re.compile(
@@ -54,7 +51,7 @@ _FRAMEWORKS = (  # of a log's paths and lines, the most particular first
     ("ray", r"\bray\.|\braylet\b|/ray/|ray::"),
 )
 # What a log may show that makes a fix useless.
-DONE: dict[str, Callable[["TextSituation"], bool]] = {
+DONE: dict[str, Callable[[TextSituation], bool]] = {
     "batch of 1": lambda s: s.batch_of_one,
     "inference": lambda s: s.infers,
     "training": lambda s: not s.infers,
@@ -76,7 +73,7 @@ DONE: dict[str, Callable[["TextSituation"], bool]] = {
 }
 
 
-def for_log(found: Finding, situation: "TextSituation") -> Finding:
+def for_log(found: Finding, situation: TextSituation) -> Finding:
     """Return a finding with the fixes that fit its log, and the first one's code."""
     fits = [fix for fix in found.cause.fixes if _fits(fix, situation)] or found.cause.fixes[-1:]
     fixes = tuple(in_words_of(fix, situation.message) for fix in fits)
@@ -90,7 +87,7 @@ def for_snapshot(found: Finding, files: str) -> Finding:
     return replace(found, fixes=fixes, code=code_for(fixes[0], files))
 
 
-def _fits(fix: Fix, situation: "TextSituation") -> bool:
+def _fits(fix: Fix, situation: TextSituation) -> bool:
     return not any(DONE[name](situation) for name in fix.unless)
 
 

@@ -13,8 +13,9 @@ from memlab.explain.histories import history_of
 from memlab.explain.messages import Log, read_log
 from memlab.explain.reading import Source, of_text, read_file
 from memlab.explain.remedies import Replays, replays
+from memlab.explain.rules import text_findings
 from memlab.explain.situation import Situation
-from memlab.explain.text_causes import TextSituation, text_findings
+from memlab.explain.text_causes import TextSituation
 
 RECORD_NEXT = (  # three lines for the user's script
     "torch.cuda.memory._record_memory_history(max_entries=200_000)",

@@ -1,20 +1,15 @@
-"""What a log says about the moment when memory ran out, and the causes that follow from it.
+"""What a log says about the moment when memory ran out.
 
 The facts here are what the rows of rules.py ask for: sizes of the message that contradict or
 explain each other, the phase of the step, what the failing lines compute. A message, code lines,
 frames and printed lines are different parts of a log, and a fact reads one of them.
 """
 
-import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING
+from functools import cached_property
 
-from memlab.explain import advice
-from memlab.explain.findings import CAUSES, CONTEXT_BYTES, Finding
+from memlab.explain.findings import CONTEXT_BYTES
 from memlab.explain.frames import (
     Frame,
     decoding_frame,
@@ -36,12 +31,6 @@ from memlab.explain.source_files import SourceLine, calls_backward, changed, gra
 from memlab.explain.tracebacks import Line
 from memlab.units import format_bytes
 
-if TYPE_CHECKING:
-    from memlab.explain.rules import Rule
-
-COUNTS = Path(__file__).with_name("counts.json")  # of tests/explain/confidence.py
-MOST_CAUSES = 3
-MOST_SURE = 0.89  # of a rule that only says what is left: medium
 MANY_STEPS = 20  # after these, what every step needs has been shown to fit
 GIB = 2**30
 LARGEST_CARD = 288 * GIB
@@ -533,50 +522,6 @@ class TextSituation:
         differ = [name.replace("\\", "/").rpartition("/")[2] for name in changed(self.source_lines)]
         why = f"{unseen}, and {', '.join(differ)} differs from the traceback" if differ else unseen
         return f"no torch.no_grad() decorator in the traceback ({why})"
-
-
-def text_findings(situation: TextSituation) -> tuple[Finding, ...]:
-    """Return the cause of the first rule that applies, and then those of the next ones."""
-    found: dict[str, Finding] = {}
-    for rule, match in matching_rules(situation):
-        if rule.cause not in found and len(found) < MOST_CAUSES:
-            found[rule.cause] = finding_of(rule, match, situation)
-    return tuple(found.values())
-
-
-def matching_rules(situation: TextSituation) -> "Iterator[tuple[Rule, str]]":
-    """Yield the rules that apply, in their order, each with the line that it matched."""
-    from memlab.explain.rules import RULES
-
-    for rule in RULES:
-        match = rule.match(situation)
-        if match is not None:
-            yield rule, match
-
-
-def finding_of(rule: "Rule", match: str, situation: TextSituation) -> Finding:
-    words = situation.words | {"match": match}
-    right, called = counts().get(rule.example, (0, 0))
-    lines = [line for line in rule.evidence if all(words.get(key) for key in _keys(line))]
-    found = Finding(
-        CAUSES[rule.cause],
-        min((right + 0.5) / (called + 1), MOST_SURE if rule.is_fallback else 1),
-        tuple(line.format_map(words) for line in lines),
-        counts=(right, called),
-        decide=rule.decide,
-    )
-    return advice.for_log(found, situation)
-
-
-def _keys(line: str) -> list[str]:
-    return re.findall(r"\{(\w{1,40})\}", line)
-
-
-@cache
-def counts() -> dict[str, tuple[int, int]]:
-    """How often each rule was right, and called, on the reports of tests/explain/corpus.jsonl."""
-    read = json.loads(COUNTS.read_text(encoding="utf-8")) if COUNTS.exists() else {}
-    return {example: (right, called) for example, (right, called) in read.items()}
 
 
 def row_of(line: Line) -> str:

@@ -14,9 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from memlab.explain import text_causes
+from memlab.explain import rules
 from memlab.explain.messages import read_log
-from memlab.explain.text_causes import TextSituation, matching_rules, text_findings
+from memlab.explain.rules import matching_rules, text_findings
+from memlab.explain.text_causes import TextSituation
 
 ROOT = Path(__file__).parents[2]
 CORPUS = Path(__file__).with_name("corpus.jsonl")
@@ -79,11 +80,11 @@ def written_table(page: str) -> list[str]:
 
 
 def main() -> None:
-    if not text_causes.COUNTS.is_relative_to(ROOT):
-        raise SystemExit(f"got memlab of another checkout, {text_causes.COUNTS}; set PYTHONPATH")
+    if not rules.COUNTS.is_relative_to(ROOT):
+        raise SystemExit(f"got memlab of another checkout, {rules.COUNTS}; set PYTHONPATH")
     text = ",\n".join(f'  "{name}": {counts}' for name, counts in counted().items())
-    text_causes.COUNTS.write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
-    text_causes.counts.cache_clear()
+    rules.COUNTS.write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
+    rules.counts.cache_clear()
     page = PAGE.read_text(encoding="utf-8")
     block = "\n".join([START, "", f"Counted on {date.today().isoformat()}:", "", *table(), "", END])
     PAGE.write_text(re.sub(f"{START}.*?{END}", lambda _: block, page, flags=re.S), encoding="utf-8")

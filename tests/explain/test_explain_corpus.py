@@ -5,7 +5,7 @@ import re
 import confidence
 import pytest
 
-from memlab.explain import CAUSES, explain_text, text_causes
+from memlab.explain import CAUSES, explain_text, rules
 from memlab.explain.rules import RULES
 
 CASES = {case["id"]: case for case in confidence.corpus()}
@@ -29,7 +29,7 @@ def test_the_answer_to_a_public_report_fits_a_screen(name):
 
 def test_the_confidence_of_a_rule_is_counted():
     """Run tests/explain/confidence.py after a change of the rules or the reports."""
-    written = {name: list(counts) for name, counts in text_causes.counts().items()}
+    written = {name: list(counts) for name, counts in rules.counts().items()}
     assert written == confidence.counted()
 
 
