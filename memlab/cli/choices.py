@@ -11,7 +11,6 @@ import torch
 from memlab.cli.adapter_options import choose_adapters
 from memlab.cli.errors import UsageError, quoted, suggestions
 from memlab.cli.machine import devices_present, memory_of
-from memlab.cli.models import require_countable
 from memlab.cli.requests import StepRequest
 from memlab.cli.rows import dry_row
 from memlab.configs.config_json import config_named
@@ -87,9 +86,9 @@ def choose_setting(request: StepRequest) -> Setting:
     suitable = replace(suitable, device=device, seq_len=min(suitable.seq_len, longest))
     try:
         setting = replace(suitable, **given)
+        setting.config.require_countable(setting.batch, setting.seq_len)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    require_countable(setting.config, setting.batch, setting.seq_len)
     if not request.dry and device == "cpu" and given:
         require_memory("a plain step", setting, _step_bytes(setting), "add --dry-run")
     may_shrink = not (request.dry or device == "cpu" or request.batch)

@@ -3,12 +3,12 @@
 from collections.abc import Collection
 from dataclasses import replace
 
+from memlab.cli.adapter_options import choose_adapters
 from memlab.cli.errors import UsageError, quoted, suggestions
 from memlab.cli.requests import PlanRequest
 from memlab.configs.targets import accepted_devices, find_target
 from memlab.planner.cards import Memory, memory_named, with_margin
-from memlab.planner.recipes import OPTIMIZERS, PRECISIONS, USUAL_ADAPTERS, Recipe, usual_kinds
-from memlab.train.adapters import Adapters
+from memlab.planner.recipes import OPTIMIZERS, PRECISIONS, Recipe, usual_kinds
 
 
 def choose_target(device: str | None) -> str | None:
@@ -30,12 +30,11 @@ def choose_memory(
     target = choose_target(device)
     try:
         memory = memory_named(given, target)
-        target = target or memory.target
         if margin is not None:
-            memory = with_margin(memory, margin, target)
+            memory = with_margin(memory, margin, target or memory.target)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return memory, target
+    return memory, target or memory.target
 
 
 def choose_group(request: PlanRequest) -> str | None:
@@ -53,16 +52,13 @@ def require_known(option: str, given: str | None, known: Collection[str]) -> Non
         raise UsageError(f"got {option} {quoted(given)}; {suggestions(given, known)}")
 
 
-def choose_kinds(
-    precision: str | None,
-    optimizer: str | None,
-    group: str | None = None,
-    adapters: Adapters = USUAL_ADAPTERS,
-) -> tuple[Recipe, ...]:
+def choose_kinds(request: PlanRequest, group: str | None) -> tuple[Recipe, ...]:
     """Return the kinds of training that the options allow. A combination that the options name
     need not be among the usual kinds."""
+    precision, optimizer = request.precision, request.optimizer
     require_known("--precision", precision, PRECISIONS)
     require_known("--optimizer", optimizer, OPTIMIZERS)
+    adapters = choose_adapters(request.lora_rank, request.lora_targets)
     kinds = [
         replace(each, adapters=adapters) if each.has_adapters else each
         for each in usual_kinds()

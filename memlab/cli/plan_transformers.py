@@ -20,6 +20,7 @@ from memlab.transformers_models.structure import adapted_layers, linear_share
 from memlab.transformers_models.tasks import Size
 from memlab.transformers_models.training import Training
 
+CODE = ("production", "memlab")  # whose techniques the printed code uses
 _METHODS = {"full fine-tuning": "full", "LoRA": "lora", "QLoRA": "qlora"}  # by group of recipes
 NOTABLE_SHARE = 0.2  # of the weights: said if so many are not in 4 bits
 
@@ -75,24 +76,37 @@ class OfTransformers:
         return list(written(option.recipe, loaded))
 
 
-def choose_recipes(
-    request: PlanRequest, source: Source, group: str | None
-) -> tuple[Training, Choice]:
-    """Return the training and the recipes that the options allow, after checking that the model
-    takes the size."""
+def of_transformers(
+    request: PlanRequest, source: Source, group: str | None, memory: Memory, target: str
+) -> OfTransformers:
+    """Check the options, and that the model takes the size."""
+    if request.gpus != 1:
+        raise UsageError(
+            f"got --gpus for {source.name}, a model of transformers; it is planned for one GPU: "
+            f"leave it out"
+        )
+    if target == "cpu":
+        raise UsageError(
+            f"got --device cpu for {source.name}, a model of transformers, which is planned for a "
+            f"GPU; memlab measure --model {source.name} --dry-run counts a step on the CPU"
+        )
+    require_known("--code", request.code, CODE)
     require_known("--precision", request.precision, PRECISIONS)
     require_known("--optimizer", request.optimizer, OPTIMIZERS)
     training = Training(source, Size(request.batch, request.seq_len, request.image))
-    methods = METHODS if group is None else (_METHODS[group],)
     try:
         _ = training.described
         layers = adapted_layers(training.skeleton, request.lora_targets or "all")
     except ValueError as error:
         raise UsageError(str(error)) from error
-    rank = request.lora_rank or LORA_RANK
-    return training, Choice(
-        methods, request.precision, request.optimizer, rank=rank, targets=layers
+    choice = Choice(
+        METHODS if group is None else (_METHODS[group],),
+        request.precision,
+        request.optimizer,
+        rank=request.lora_rank or LORA_RANK,
+        targets=layers,
     )
+    return OfTransformers(training, choice, memory, target, request.code or CODE[0])
 
 
 def _indented(option: Option) -> str:

@@ -19,6 +19,9 @@ from dataclasses import dataclass
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
+MAX_LAYERS = 10_000  # a dry run goes through every layer: more layers take hours
+MAX_ELEMENTS = 2**59  # the largest tensor whose bytes torch can still count
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -69,6 +72,36 @@ class GPTConfig:
             raise ValueError(
                 f"got activation={self.activation!r}; choose one of {', '.join(ACTIVATIONS)}"
             )
+
+    def require_countable(self, batch: int, seq_len: int) -> None:
+        """Raise ValueError for a depth that no dry run can walk, or tensors that torch cannot
+        count."""
+        if self.layers > MAX_LAYERS:
+            raise ValueError(
+                f"got a model of {self.layers:,} layers; give one of at most {MAX_LAYERS:,}"
+            )
+        tokens = batch * seq_len
+        rows = max(self.hidden_size, tokens)
+        columns = max(self.vocab_size, self.intermediate_size, self.heads * self.head_dim)
+        largest = max(rows * columns, batch * self.heads * seq_len**2)
+        if largest > MAX_ELEMENTS:
+            raise ValueError(
+                f"got a tensor of {largest:.1e} elements, from this model with {batch:,} × "
+                f"{seq_len:,} tokens; torch counts up to {MAX_ELEMENTS:.1e}: give a smaller model "
+                f"or batch"
+            )
+
+    @property
+    def beyond_llama(self) -> str | None:
+        """What it has and a Llama does not; None if it is one."""
+        others = {
+            "biases": self.attention_biases,
+            "norms on heads": self.head_norms,
+            "norms after branches": self.post_norms,
+            "GELU": self.activation != "silu",
+            "scaled embeddings": self.scaled_embeddings,
+        }
+        return next((name for name, has in others.items() if has), None)
 
     def _check_head_dim(self) -> None:
         """Require an even head_dim, because rotary embeddings rotate pairs of elements."""

@@ -104,21 +104,9 @@ class Mesh:
         return ", ".join(f"{name} {size}" for name, size in self.sizes.items())
 
 
-def why_no_llama(config: GPTConfig) -> str | None:
-    """Return what the script's model does not have; None if it has all."""
-    others = {
-        "biases": config.attention_biases,
-        "norms on heads": config.head_norms,
-        "norms after branches": config.post_norms,
-        "GELU": config.activation != "silu",
-        "scaled embeddings": config.scaled_embeddings,
-    }
-    return next((name for name, has in others.items() if has), None)
-
-
 def require_llama(config: GPTConfig, mesh: Mesh, seq_len: int) -> None:
     """Raise ValueError for a model other than a Llama, and for a mesh that does not divide it."""
-    if missing := why_no_llama(config):
+    if missing := config.beyond_llama:
         raise ValueError(f"got a model with {missing}; meshes are for Llama's architecture")
     if reason := _indivisible(config, mesh, seq_len):
         raise ValueError(f"got a mesh of {mesh}, which {reason}; choose a divisor")

@@ -152,6 +152,7 @@ class Query:
             raise ValueError(
                 f"got sequences of {self.seq_len} tokens; {self.model} takes 1 to {longest}"
             )
+        self.config.require_countable(self.batch, self.seq_len)
 
     @property
     def budget_bytes(self) -> int:

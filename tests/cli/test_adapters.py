@@ -6,7 +6,7 @@ from memlab.cli.adapter_options import choose_adapters, list_adapters
 from memlab.cli.choices import choose_techniques
 from memlab.cli.errors import UsageError
 from memlab.cli.plan_options import choose_kinds
-from memlab.cli.requests import Request
+from memlab.cli.requests import PlanRequest, Request
 from memlab.lora import LoRALinear
 from memlab.qlora import NF4Linear
 from memlab.train import Adapters, Setting, build
@@ -61,12 +61,12 @@ def test_options_that_do_nothing_or_are_unknown_are_refused():
 
 @pytest.mark.parametrize("group", ["full fine-tuning", "LoRA", "QLoRA"])
 def test_a_group_selects_its_kinds(group):
-    kinds = choose_kinds(None, None, group, Adapters(4))
+    kinds = choose_kinds(PlanRequest(lora_rank=4), group)
     assert {kind.group for kind in kinds} == {group}
     assert all(
         kind.adapters == (Adapters(4) if kind.has_adapters else Adapters()) for kind in kinds
     )
-    [kind] = choose_kinds("autocast", "lion", group)
+    [kind] = choose_kinds(PlanRequest(precision="autocast", optimizer="lion"), group)
     assert (kind.group, kind.precision, kind.optimizer) == (group, "autocast", "lion")
 
 
