@@ -31,9 +31,15 @@ page.
 - **own**: steps of `benchmarks/evidence_steps/own.py`, recorded on an NVIDIA H200 with
   torch 2.11 and cuDNN 9.19 on 2026-11-28. torch's own counters.
 
-NVML's figure is relative to its first sample. In the CNN trainings on the RTX 3060, the first
-sample fell after the start of the training; what torch had reserved by then is inferred from the
-rows themselves.
+NVML's figure is relative to its first sample. In the CNN trainings, the first sample fell somewhere
+into the start of the training. That time was not recorded, so what torch had reserved once the
+model was on the GPU is taken off for all of them.
+
+The workspaces of convolutions are those of a rule. `pip install "memlab[cudnn]"` and
+`python benchmarks/evidence.py --only RTX` predict the rows of CNNs with the workspaces that cuDNN
+9.24 chooses (measured were 8.9 and 9.1, with older heuristics): median 2.98%, worst 18.93%, where
+the rule has 2.95% and 25.25%. `python benchmarks/convolutions.py` compares both with single
+convolutions on an H200.
 
 The summaries leave out the nine transformer trainings on fewer than 15 texts, because the lengths
 of these texts were drawn at random and not recorded. The builder of the QLoRA rows imitates the

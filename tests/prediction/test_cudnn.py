@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmark_scripts import script
 from torch import nn
 
 import memlab
@@ -192,3 +193,21 @@ def predicted(device):
 def convolution_note(trace):
     (note,) = (note for note in trace.notes if note.startswith("convolutions: "))
     return note
+
+
+# ------------------------------------------------------------------ held against an H200
+
+
+def found_on_an_h200():
+    benchmark = script("convolutions")
+    return {line[0]: line[1:4] for line in benchmark.lines()}
+
+
+def test_the_rule_gives_233_of_1026_workspaces_on_an_h200_to_the_byte():
+    assert found_on_an_h200()["the rule"] == ("1026", "233", "63.7%")
+
+
+@asks
+def test_cudnn_gives_more_workspaces_on_an_h200_to_the_byte_than_the_rule():
+    found = {name: int(exact) for name, (_, exact, _) in found_on_an_h200().items()}
+    assert found[f"cuDNN {cudnn.version()}"] > 2 * found["the rule"]
