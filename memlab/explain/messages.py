@@ -341,7 +341,8 @@ def _failures_in(text: str) -> list[Error]:
     ]
     if not found and (tracebacks.HEAD in text or "----> " in text):
         ends = list(_EXCEPTION.finditer(text, start))
-        found = [Error("other", match.start(), match.end()) for match in ends[-1:]]
+        kinds = ["bare" if _NAMED.search(match[0]) else "other" for match in ends[-1:]]
+        found = [Error(kind, m.start(), m.end()) for kind, m in zip(kinds, ends[-1:], strict=True)]
     if not found:
         named = list(_NAMED.finditer(text, start))
         found = [Error("bare", match.start(), match.end()) for match in named[-1:]]

@@ -594,6 +594,15 @@ RULES: tuple[Rule, ...] = (
         is_fallback=True,
     ),
     Rule(
+        "kv-cache",
+        "machinepy-40",
+        ("the log is one of text that is generated: {match}",),
+        log=r"Generate config GenerationConfig.{0,3}|\btext2?text_generation\.py|\binput_length: \d{1,9}",
+        unless=(_S.has_traceback, _S.trains, _S.trained),
+        decide="Generate for one short input: if that fits, it is the cache; if not, the weights.",
+        is_fallback=True,
+    ),
+    Rule(
         "weights",
         "slk-28",
         (

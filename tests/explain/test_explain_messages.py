@@ -373,6 +373,20 @@ def test_a_table_of_nvidia_smi_above_a_bare_error_shows_a_full_card():
     assert empty.cause != "other-process"
 
 
+def test_an_exception_in_unknown_words_for_out_of_memory_is_a_memory_problem():
+    frame = 'Traceback (most recent call last):\n  File "net.py", line 9, in <module>\n    run()\n'
+    words = "RuntimeError: [enforce fail at event_gpu.cc:17] error == cudaSuccess. 2 vs 0: {}"
+    assert explain_text(frame + words.format("out of memory")).cause != "not-oom"
+    assert explain_text(frame + words.format("invalid handle")).cause == "not-oom"
+
+
+def test_a_log_of_generated_text_without_a_traceback_blames_the_cache():
+    line = "[INFO|configuration_utils.py:577] Generate config GenerationConfig {\n"
+    full = TORCH_1_13.replace("21.10", "22.99").replace("2.00 GiB", "16.00 MiB")
+    assert explain_text(line + full).cause == "kv-cache"
+    assert explain_text(full).cause == "weights"
+
+
 def test_a_desktop_beside_the_training_is_not_blamed():
     text = TORCH_1_13.replace("23.65 GiB total", "{:.2f} GiB total")
     for whole, blamed in ((23.65 + 1.8, False), (23.65 + 3, True)):
