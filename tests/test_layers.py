@@ -97,6 +97,18 @@ def test_no_part_stands_in_two_layers():
     assert len(LAYER_OF) == sum(map(len, LAYERS))
 
 
+def test_what_plans_and_what_runs_scripts_prints_nothing():
+    """A command prints their results: as text, or as one document with --json."""
+    printing = [
+        f"{path.relative_to(ROOT).as_posix()}:{node.lineno}"
+        for part in ("planner", "scripts")
+        for path in sorted((ROOT / "memlab" / part).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Name) and node.id == "print"
+    ]
+    assert printing == []
+
+
 # ------------------------------------------------------------------ does it see them?
 
 

@@ -54,7 +54,8 @@ def _run(options: RunOptions) -> int:
     needed = 0 if budget is None else needed_bytes(trace, budget)
     fits = budget is None or needed <= budget
     terminal.show(run_report.of_step(options, outcomes, needed))
-    rows = [Row(str(script.launch), trace)]
+    name = str(script.launch)
+    rows = [Row(name, trace)]
     if options.advise or (options.advise is None and not fits):
         trials = _trials(script, outcome, seconds)
         terminal.show(advice(trials, outcome, budget))
@@ -64,7 +65,8 @@ def _run(options: RunOptions) -> int:
     terminal.show(run_report.notes(trace))
     verdict = "measured" if budget is None else "fits" if fits else "does not fit"
     attempts = [attempt for each in outcomes.values() for attempt in each.attempts]
-    write_run(rows, run_report.title(options), options.folder, verdict, attempts)
+    title = name if script.is_real else f"{name}, predicted for {options.target}"
+    write_run(rows, title, options.folder, verdict, attempts)
     return int(not fits)
 
 

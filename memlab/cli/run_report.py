@@ -78,11 +78,6 @@ def notes(trace: Trace) -> Iterator[str]:
         yield "\n" + "\n".join(paragraph(f"note: {note}") for note in rest)
 
 
-def title(options: RunOptions) -> str:
-    launch = str(options.script.launch)
-    return launch if options.script.is_real else f"{launch}, predicted for {options.target}"
-
-
 def _how(options: RunOptions, outcome: Outcome) -> str:
     which = f"step {outcome.steps}" + (" (its only one)" if outcome.steps == 1 else "")
     if outcome.ranks is not None and outcome.ranks > 1:

@@ -80,26 +80,22 @@ def find_limits(
     found: dict[str, int | None] = {}
     remarks: list[str] = []
     for what, size in sizes.items():
-        search = _Search(what, size, needed, known, budget)
+        search = _Search(what, size, needed, {size.default: known}, budget)
         found[what] = search.largest()
         remarks += search.remarks()
     return Limits(**found, remarks=tuple(remarks))
 
 
+@dataclass
 class _Search:
     """Searches one size, up to the memory or up to where the script fails."""
 
-    def __init__(
-        self,
-        what: str,
-        size: Size,
-        needed: Callable[[dict[str, int]], int],
-        known: int,
-        budget: int,
-    ) -> None:
-        self.what, self.size, self.needed, self.budget = what, size, needed, budget
-        self.known = {size.default: known}
-        self.failed: tuple[int, str] | None = None
+    what: str
+    size: Size
+    needed: Callable[[dict[str, int]], int]
+    known: dict[int, int]  # bytes by value
+    budget: int
+    failed: tuple[int, str] | None = None
 
     def largest(self) -> int | None:
         """Return the largest value found; None if the bytes do not depend on it."""
