@@ -448,7 +448,7 @@ _SYMBOL = re.compile(r"\b([BT])[ \t]{0,4}=[ \t]{0,4}(\d{1,12})\b")  # as many a 
 _STEP = re.compile(
     r"(?i)(?<!total )(?<!max )(?<!num )\b(?:step|iter(?:ation)?|batch|global_step|it|update)s?\b"
     r"\s{0,4}[:=#\[(]?\s{0,4}(\d{1,12})(?![\d%])"
-    r"|\b(\d{1,12})/\d{1,12} \["
+    r"|\b(\d{1,12}) ?/ ?\d{1,12} (?:\[|loss)"
 )
 _OTHER_PROGRESS = re.compile(  # a bar of shards, downloads, images, samples of an evaluation
     r"(?i)load|shard|sampl|generat|merg|tokeniz|eval|valid|predict|infer|test|decod|map\b|filter"

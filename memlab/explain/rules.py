@@ -540,7 +540,7 @@ RULES: tuple[Rule, ...] = (
         "autotrain-737",
         ("{elsewhere} of {whole} ({share}) are used outside this process", "{processes}"),
         when=(_S.others_some, _S.states_own),
-        unless=(_S.others_like_a_desktop,),
+        unless=(_S.others_like_a_desktop, _S.ran_before),  # many steps fitted beside the others
     ),
     Rule(
         "sequence",

@@ -422,7 +422,7 @@ class TextSituation:
         """Whether reserved but unallocated memory would hold the request in one piece."""
         unused, requested = self.message.free_reserved or 0, self.message.requested or 0
         wasted = share(unused, self.message.reserved_bytes or 0)
-        least = 0.04 if requested >= LARGE_REQUEST else 0.1
+        least = 0.04 if requested >= LARGE_REQUEST and not self.ran_before else 0.1
         return bool(requested) and unused >= requested and wasted > least
 
     @property

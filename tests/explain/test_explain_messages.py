@@ -387,6 +387,15 @@ def test_a_log_of_generated_text_without_a_traceback_blames_the_cache():
     assert explain_text(full).cause == "weights"
 
 
+def test_what_ran_for_many_steps_blames_neither_fragmentation_nor_others_at_once():
+    message = TORCH_1_13.replace("23.65", "26.65").replace("21.30 GiB res", "23.20 GiB res")
+    for before, cause in (
+        ("", "fragmentation"),
+        ("epoch 001: 11125 / 140589 loss=5.1", "kept-graphs"),
+    ):
+        assert explain_text(f"{before}\n{message}").cause == cause
+
+
 def test_a_desktop_beside_the_training_is_not_blamed():
     text = TORCH_1_13.replace("23.65 GiB total", "{:.2f} GiB total")
     for whole, blamed in ((23.65 + 1.8, False), (23.65 + 3, True)):
