@@ -14,6 +14,8 @@ that round inputs, use TF32 against the setting, or sum in a random order in det
 plan whose workspace doesn't fit is passed over; the simulated allocator goes on without a
 workspace. With `torch.backends.cudnn.benchmark` it runs them all once, with the largest workspace,
 and keeps the fastest of the first ten, which nobody can know; `largest_bytes` is the upper bound.
+It covers the plans that cuDNN lists without a driver: a residual network on an H200 reserved 5,408
+MiB in the trials, of which they explain 952.
 
 Held against the 1,026 workspaces of 342 convolutions on an H200 (torch 2.11, cuDNN 9.19), relative
 to the bytes of input, weight and output:

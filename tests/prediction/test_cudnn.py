@@ -11,6 +11,7 @@ import pytest
 import torch
 from benchmark_scripts import script
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memlab
 from memlab.configs.gpus import GPUS
@@ -146,6 +147,44 @@ def test_torch_gives_3d_convolutions_in_half_precision_to_cudnn_from_9_15_on(
         convolutions.FORWARD, (x, weight, None, *options), x, target_named("cuda:a100")
     )
     assert convolutions._uses_cudnn(call) is is_used
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="only a CUDA build of torch knows cuDNN")
+@asks
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+@pytest.mark.parametrize(
+    ("x", "weight", "options"),
+    [
+        ((8, 32, 28, 28), (64, 32, 3, 3), {}),
+        ((8, 32, 28, 28), (32, 1, 3, 3), {"groups": 32}),
+        ((8, 32, 28, 28), (64, 8, 3, 3), {"groups": 4}),
+        ((8, 32, 28, 28), (32, 16, 3, 3), {"transposed": True, "stride": 2, "output_padding": 1}),
+        ((8, 32, 28, 28), (32, 16, 3, 3), {"transposed": True, "output_padding": 1, "dilation": 2}),
+        ((1, 8, 2**14, 2**15), (8, 8, 3, 3), {}),
+        ((64, 32, 2**10, 2**10), (32, 1, 3, 3), {"groups": 32}),
+        ((2, 8, 8, 8, 8), (8, 8, 3, 3, 3), {}),
+        ((2, 8, 8, 8, 8), (8, 1, 3, 3, 3), {"groups": 8}),
+    ],
+    ids=lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else None,
+)
+def test_torch_gives_the_same_convolutions_to_cudnn(x, weight, options, last, dtype):
+    """Dilated ones and bfloat16 are left out: without a GPU, torch says that cuDNN lacks them."""
+    dims, layout = len(x) - 2, CHANNELS_LAST[len(x)] if last else torch.contiguous_format
+    given = {"stride": 1, "dilation": 1, "output_padding": 0, "groups": 1, **options}
+    stride, dilation, output_padding = ([given[k]] * dims for k in list(given)[:3])
+    rest = stride, [1] * dims, dilation, given.get("transposed", False), output_padding
+    rest = (*rest, given["groups"])
+    with FakeTensorMode():
+        x, weight = (
+            torch.empty(shape, device="cuda", dtype=dtype, memory_format=layout)
+            for shape in (x, weight)
+        )
+        chosen = torch._C._select_conv_backend(x, weight, None, *rest, None)
+        y = aten.convolution.default(x, weight, None, *rest)
+        target = target_named("cuda:a100-40")
+        call = convolutions._call(convolutions.FORWARD, (x, weight, None, *rest), y, target)
+        assert convolutions._uses_cudnn(call) is ("Cudnn" in str(chosen))
 
 
 @asks
