@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from memlab.internals.imports import when_imported
-from memlab.internals.replacing import importers, install
+from memlab.internals.replacing import install, modules_with
 from memlab.internals.threads import scope
 from memlab.world.table import TABLE, Row
 
@@ -71,14 +71,17 @@ def _in_library(
 def _replacements(
     rows: Iterable[Row], stand_ins: Replacements
 ) -> dict[tuple[Any, str], Replacement]:
+    places = [(row, owner, name) for row in rows for owner, name in row.places()]
+    importers = modules_with({name for row, _, name in places if row.also_in})
     found: dict[tuple[Any, str], Replacement] = {}
-    for row in rows:
+    for row, owner, name in places:
         stand_in = stand_ins[row.stand_in]
-        for owner, name in row.places():
-            new = stand_in.replacement(name) if isinstance(stand_in, ByName) else stand_in
-            found[owner, name] = new
-            if row.also_in:
-                for module in importers(name, getattr(owner, name)):
-                    if row.is_in(module.__name__):
-                        found[module, name] = new
+        new = stand_in.replacement(name) if isinstance(stand_in, ByName) else stand_in
+        found[owner, name] = new
+        # torch imports functions such as `init_process_group` into several modules by name. With
+        # only one of them replaced, `init_device_mesh` waited for other ranks forever
+        # (test_a_mesh_starts_the_process_group).
+        for module in importers[name] if row.also_in else ():
+            if vars(module)[name] is getattr(owner, name) and row.is_in(module.__name__):
+                found[module, name] = new
     return found
