@@ -1,6 +1,8 @@
-"""Which parameters of a test are tried by `make test`: the others wait for `make slow`."""
+"""Parameters of tests: which ones `make test` tries, and which ones share one test."""
 
-from collections.abc import Collection, Iterable
+import inspect
+from collections.abc import Callable, Collection, Iterable
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -15,3 +17,29 @@ def slow(value: Any) -> Any:
     """A parameter that `make test` leaves out; a tuple is several arguments."""
     arguments = value if isinstance(value, tuple) else (value,)
     return pytest.param(*arguments, marks=pytest.mark.slow)
+
+
+def together(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[..., Any]:
+    """Like `pytest.mark.parametrize`, with all values in one test. A failure names its values.
+
+    It is for checks of microseconds, because pytest itself needs milliseconds for each test.
+    """
+    names, cases = ((names,), [(v,) for v in values]) if isinstance(names, str) else (names, values)
+    cases = [dict(zip(names, case, strict=True)) for case in cases]
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @wraps(test)
+        def of_all(**fixtures: Any) -> None:
+            for case in cases:
+                try:
+                    test(**fixtures, **case)
+                except (Exception, pytest.fail.Exception) as error:
+                    error.add_note(f"with {case}")
+                    raise
+
+        signature = inspect.signature(test)
+        others = [p for name, p in signature.parameters.items() if name not in names]
+        of_all.__signature__ = signature.replace(parameters=others)
+        return of_all
+
+    return decorate

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from quick import quick
+from quick import quick, together
 from torch import Tensor
 
 from memlab import compression
@@ -59,7 +59,7 @@ def is_refused(pair: str) -> bool:
 TOGETHER = [pair for pair in PAIRS if not is_refused(pair)]
 
 
-@pytest.mark.parametrize("pair", [pair for pair in PAIRS if is_refused(pair)])
+@together("pair", [pair for pair in PAIRS if is_refused(pair)])
 def test_two_that_do_not_go_together_are_refused_in_a_sentence(pair):
     one, other = pair.split("+")
     with pytest.raises(

@@ -15,6 +15,7 @@ import torch
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from quick import together
 
 import memlab
 
@@ -54,12 +55,12 @@ def pin_of(requirement: Requirement) -> str | None:
 # ------------------------------------------------------------------ constraints.txt
 
 
-@pytest.mark.parametrize("requirement", DECLARED, ids=str)
+@together("requirement", DECLARED)
 def test_each_declared_dependency_is_pinned_to_a_version_that_it_allows(requirement):
     assert requirement.specifier.contains(pin_of(requirement))
 
 
-@pytest.mark.parametrize("pin", PINS, ids=str)
+@together("pin", PINS)
 def test_each_pin_is_one_version_of_any_build(pin):
     assert re.fullmatch(r"==[0-9.]+", str(pin.specifier))
     assert (pin.extras, pin.url, pin.marker) == (set(), None, None)

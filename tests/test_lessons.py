@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quick import quick
+from quick import quick, together
 
 from memlab.course import days
 from memlab.course.answers import judged
@@ -28,10 +28,6 @@ def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def name_of(path: Path) -> str:
-    return f"{path.parent.name}/{path.name}"
-
-
 def printed(path: Path) -> str:
     outputs = [output for cell in read(path)["cells"] for output in cell.get("outputs", ())]
     return "".join("".join(output.get("text", "")) for output in outputs)
@@ -41,7 +37,7 @@ def test_the_notebooks_are_what_their_sources_give():
     assert differences(ROOT) == []
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
+@together("path", NOTEBOOKS)
 def test_a_notebook_is_clean(path):
     assert lint(read(path), executed=path.parent.name == "solutions") == []
 
@@ -51,14 +47,14 @@ def test_each_day_has_a_lesson_and_each_lesson_a_day():
     assert sorted(numbers) == sorted(DAYS * 2)
 
 
-@pytest.mark.parametrize("number", DAYS)
+@together("number", DAYS)
 def test_a_lesson_says_its_question_and_its_minutes_first(number):
     first = "".join(read(days.notebook(number))["cells"][0]["source"])
     assert int(FIRST_WORDS.match(first)[1]) == number
 
 
 @pytest.mark.slow  # make test runs them in Jupyter
-@pytest.mark.parametrize("number", DAYS)
+@together("number", DAYS)
 def test_the_solution_s_answers_pass(number):
     exercises = days.day(number).exercises
     verdicts = list(judged(days.notebook(number, "solutions"), exercises))
@@ -93,13 +89,13 @@ def test_the_lesson_s_stubs_are_not_attempted(number):
     assert [(v.exercise.id, v.status) for v in verdicts] == wanted
 
 
-@pytest.mark.parametrize("number", DAYS)
+@together("number", DAYS)
 def test_the_solution_was_checked_when_it_ran(number):
     found = re.findall(r"^\[ok\] (\S+)", printed(days.notebook(number, "solutions")), re.M)
     assert found == [exercise.id for exercise in days.day(number).exercises]
 
 
-@pytest.mark.parametrize("number", DAYS)
+@together("number", DAYS)
 def test_what_is_guessed_is_revealed(number):
     cells = "\n".join(code_cells(days.notebook(number)))
     guessed, revealed = (re.findall(rf'^{word}\("(\S+?)"', cells, re.M) for word in GUESSING)
@@ -110,13 +106,13 @@ def test_what_is_guessed_is_revealed(number):
 GUESSING = ("guess", "reveal")
 
 
-@pytest.mark.parametrize("number", DAYS)
+@together("number", DAYS)
 def test_a_lesson_and_the_records_agree_on_the_minutes_of_an_exercise(number):
     prose = "\n".join("".join(c["source"]) for c in read(days.notebook(number))["cells"])
     stated = re.findall(r"^### Exercise (\S+): .+\n\nAbout (\d+) minutes", prose, re.M)
     assert stated == [(e.id, str(e.minutes)) for e in days.day(number).exercises]
 
 
-@pytest.mark.parametrize("number", DAYS)
+@together("number", DAYS)
 def test_a_day_ends_with_the_running_bill(number):
     assert code_cells(days.notebook(number))[-1].startswith(f"running_bill({number}")

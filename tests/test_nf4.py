@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from close import assert_close
+from quick import together
 from torch import Tensor
 
 import memlab
@@ -71,8 +72,8 @@ def assert_same(got: NF4, wanted: NF4) -> None:
 
 
 @each_dtype
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("zeros", [0, 64, 200])
+@together("shape", SHAPES)
+@together("zeros", [0, 64, 200])
 def test_codes_absmax_and_decoded_values_equal_bitsandbytes(dtype, shape, zeros):
     weight = weights(*shape, dtype=dtype)
     weight.view(-1)[:-1][:zeros] = 0  # the last block is not all zeros

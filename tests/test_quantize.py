@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from quick import quick
+from quick import quick, together
 
 import memlab
 from memlab.internals.chunks import CHUNK_SIZE
@@ -159,9 +159,9 @@ def test_a_lookup_table_lives_as_long_as_its_codebook():
 # ------------------------------------------------------------------ bytes
 
 
-@pytest.mark.parametrize("n", [0, 1, 3, 255, 256, 257, 4097, CHUNK_SIZE + 5])
-@pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("with_codebook", [True, False])
+@together("n", [0, 1, 3, 255, 256, 257, 4097, CHUNK_SIZE + 5])
+@together("bits", [8, 4, 2])
+@together("with_codebook", [True, False])
 def test_bytes_are_n_times_bits_over_8_plus_4_per_block(n, bits, with_codebook):
     codebook = linear_codebook(bits) if with_codebook else None
     quantized = quantize_blockwise(torch.randn(n), bits=bits, codebook=codebook)
@@ -197,9 +197,9 @@ def blocks_of(x: torch.Tensor, block: int) -> torch.Tensor:
     return torch.cat([flat, flat.new_full((-len(flat) % block,), math.nan)]).view(-1, block)
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (3, 5, 7), (256,), (33, 257), (CHUNK_SIZE + 300,)])
-@pytest.mark.parametrize("block", [4, 64, 256])
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@together("shape", [(), (7,), (3, 5, 7), (256,), (33, 257), (CHUNK_SIZE + 300,)])
+@together("block", [4, 64, 256])
+@together("bits", [8, 4, 2])
 def test_affine_errors_are_at_most_half_a_step(shape, block, bits):
     x = torch.randn(shape, generator=seeded()) * 3 + 1
     quantized = quantize_blockwise(x, bits=bits, block=block)

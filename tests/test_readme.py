@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from quick import slow
+from quick import slow, together
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md")))
@@ -175,7 +175,7 @@ def test_each_python_example_runs(example, copy_of_the_repository):
 LINKS = [(page, path) for page, text in PAGES.items() for path in local_links(text)]
 
 
-@pytest.mark.parametrize(("page", "path"), LINKS)
+@together(("page", "path"), LINKS)
 def test_each_local_link_and_image_leads_somewhere(page, path):
     assert ((ROOT / page).parent / path).exists()
 
@@ -187,7 +187,7 @@ ANCHORS = [
 ]
 
 
-@pytest.mark.parametrize(("page", "path", "anchor"), ANCHORS)
+@together(("page", "path", "anchor"), ANCHORS)
 def test_each_anchor_is_a_heading(page, path, anchor):
     text = ((ROOT / page).parent / path).read_text(encoding="utf-8")
     headings = re.findall(r"^#+ (.*)$", text, re.M)

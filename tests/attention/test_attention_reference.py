@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from close import assert_close
+from quick import together
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -63,10 +64,10 @@ def test_the_reference_equals_the_sum_written_out_by_hand(causal, kv_heads):
     assert_close(result, expected)
 
 
-@pytest.mark.parametrize("window", [None, (2, 1), (0, None), (None, 0), (1, 0)])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("alignment", ["top-left", "bottom-right"])
-@pytest.mark.parametrize(("queries", "keys"), [(6, 6), (2, 5), (5, 2), (6, 0)])
+@together("window", [None, (2, 1), (0, None), (None, 0), (1, 0)])
+@together("causal", [False, True])
+@together("alignment", ["top-left", "bottom-right"])
+@together(("queries", "keys"), [(6, 6), (2, 5), (5, 2), (6, 0)])
 def test_the_reference_equals_the_sum_by_hand_in_every_alignment_and_window(
     queries, keys, alignment, causal, window
 ):

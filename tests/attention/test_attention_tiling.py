@@ -3,6 +3,7 @@
 from itertools import product
 
 import pytest
+from quick import together
 
 from memlab.attention import band, tiles
 
@@ -21,10 +22,10 @@ def sees(i, j, queries, keys, causal, alignment, window):
     )
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("alignment", ALIGNMENTS)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("queries", "keys"), [(12, 12), (5, 13), (13, 5), (1, 9), (9, 1)])
+@together("window", WINDOWS)
+@together("alignment", ALIGNMENTS)
+@together("causal", [False, True])
+@together(("queries", "keys"), [(12, 12), (5, 13), (13, 5), (1, 9), (9, 1)])
 def test_the_kind_of_each_tile_follows_from_its_pairs(queries, keys, causal, alignment, window):
     for tile in (1, 3, 4, 16):
         plan = tiles(queries, keys, tile, causal=causal, alignment=alignment, window=window)
@@ -70,10 +71,10 @@ def test_tiles_come_in_row_order_and_the_last_ones_are_smaller():
     ]
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("alignment", ALIGNMENTS)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("queries", "keys"), [(6, 6), (2, 5), (5, 2), (1, 4)])
+@together("window", WINDOWS)
+@together("alignment", ALIGNMENTS)
+@together("causal", [False, True])
+@together(("queries", "keys"), [(6, 6), (2, 5), (5, 2), (1, 4)])
 def test_hides_any_and_has_blind_query_agree_with_all_pairs(
     queries, keys, causal, alignment, window
 ):

@@ -155,15 +155,6 @@ def test_a_full_disk_behind_the_output_is_one_line(arguments):
     assert (process.returncode, process.stderr) == (2, f"memlab: {sentence}\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status"), [(["--help"], 0), (["doctor", "--help"], 0), (["mesure"], 2), ([], 2)]
-)
-def test_commands_that_do_not_need_torch_do_not_import_it(interrupted_at, arguments, status):
-    got, out, err = interrupted_at("torch", sys.executable, "-m", "memlab", *arguments)
-    assert got == status
-    assert "memlab" in out + err  # the help, or the error
-
-
 # ------------------------------------------------------------------ terminals
 
 

@@ -124,19 +124,6 @@ def test_each_command_has_help_with_examples_that_parse(memlab_command, command)
         typer.main.get_command(app).commands[command].make_context(command, list(arguments))
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_needs_no_torch(tmp_path, command):
-    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    process = subprocess.run(
-        [sys.executable, "-m", "memlab", command, "--help"],
-        env={**os.environ, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8"},
-        capture_output=True,
-        check=True,
-    )
-    assert process.stderr == b""
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from quick import together
 
 from memlab.configs.config_json import FAMILIES, config_from, config_named, name_of
 from memlab.model import GPT, PRESETS, GPTConfig
@@ -470,8 +471,8 @@ def test_a_missing_field_is_named(name):
     assert message_of(config_from, LLAMA_3_8B | {name: None}) == wanted
 
 
-@pytest.mark.parametrize("value", ["4096", -8, 0, 1.5, 4096.0, True, [1], {"a": 1}])
-@pytest.mark.parametrize("name", [*NEEDED, "num_key_value_heads", "head_dim"])
+@together("value", ["4096", -8, 0, 1.5, 4096.0, True, [1], {"a": 1}])
+@together("name", [*NEEDED, "num_key_value_heads", "head_dim"])
 def test_an_invalid_count_is_shown(name, value):
     assert message_of(config_from, LLAMA_3_8B | {name: value}) == (
         f"config.json has {name} {json.dumps(value)}, wanted an integer from 1"

@@ -1,6 +1,7 @@
 """The GPUs of predictions: names, and the kernels and workspaces of each architecture."""
 
 import pytest
+from quick import together
 
 from memlab.configs.gpus import CONTEXT_BYTES, GIB, GPUS, MIB, NVLINK_C2C, PCIE_3, PCIE_4, PCIE_5
 from memlab.configs.targets import TARGETS, Target, find_target, target_named, target_of
@@ -176,7 +177,7 @@ def test_the_architectures_since_pascal_are_known():
     assert found == {f"sm_{number}" for number in known}
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@together("arch", ARCHITECTURES)
 def test_an_architecture_is_its_gpu_with_the_most_multiprocessors(arch):
     gpus = [gpu for gpu in GPUS.values() if gpu.arch == arch]
     assert target(arch).multiprocessors == max(gpu.multiprocessors for gpu in gpus)
@@ -192,7 +193,7 @@ def test_only_a_measured_context_replaces_the_range():
 # ------------------------------------------------------------------ names
 
 
-@pytest.mark.parametrize(
+@together(
     ("name", "device"),
     [
         *((device, device) for device in TARGETS),

@@ -8,7 +8,7 @@ import tempfile
 
 import pytest
 import torch._dynamo  # noqa: F401 - its first import creates temporary files
-from quick import quick
+from quick import quick, together
 
 from memlab.course import days
 from memlab.course.exercises import NOT_ATTEMPTED, OK, WRONG, Exercise, Verdict, Wrong, judge
@@ -25,6 +25,7 @@ WRONG_ANSWERS = [
     for place in range(len(exercise.wrong_answers))
 ]
 
+every_exercise = together("exercise", EXERCISES)
 each_exercise = pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.id)
 each_wrong_answer = pytest.mark.parametrize(("exercise", "place"), WRONG_ANSWERS)
 
@@ -64,12 +65,12 @@ def test_the_reference_passes_again_with_the_same_evidence(exercise):
     assert judge(exercise, exercise.reference) == judge(exercise, exercise.reference)
 
 
-@each_exercise
+@every_exercise
 def test_every_edit_of_the_solution_applies(exercise):
     assert all(callable(wrong.answer) for wrong in exercise.wrong_answers)
 
 
-@each_exercise
+@every_exercise
 def test_the_stub_is_not_attempted(exercise):
     def stub(*args, **kwargs):
         raise NotImplementedError(f"exercise {exercise.id}, about 6 lines")
@@ -90,8 +91,8 @@ def test_a_named_wrong_answer_fails_with_its_own_remark_and_no_other(
     assert_a_sentence(wrong.remark)
 
 
-@pytest.mark.parametrize("given", [None, 0, -1, 1.5, "", (), {}], ids=repr)
 @each_exercise
+@together("given", [None, 0, -1, 1.5, "", (), {}])
 def test_a_constant_answer_fails_in_one_sentence(exercise, given):
     def constant(*args, **kwargs):
         return given
@@ -107,7 +108,7 @@ def assert_a_sentence(text: str) -> None:
     assert text.endswith((".", "?"))
 
 
-@each_exercise
+@every_exercise
 def test_an_error_of_the_answer_is_reported_as_an_error(exercise):
     def failing(*args, **kwargs):
         raise ZeroDivisionError("of mine")
@@ -119,14 +120,14 @@ def test_an_error_of_the_answer_is_reported_as_an_error(exercise):
 # ------------------------------------------------------------------ hints, remarks and minutes
 
 
-@each_exercise
+@every_exercise
 def test_the_three_hints_differ_and_none_is_empty(exercise):
     hints = [hint.strip() for hint in exercise.hints]
     assert all(hints)
     assert len(set(hints)) == 3
 
 
-@pytest.mark.parametrize("number", days.numbers())
+@together("number", days.numbers())
 def test_no_hints_hold_the_whole_solution(number):
     """The last hint leaves a decision open: which term, which order, which dimension."""
     source, begin = days.notebook(number, "solutions").with_suffix(".py").read_text(), 0
@@ -144,31 +145,31 @@ def bare(text: str) -> str:
     return re.sub(r"#.*|[\s;`.,:]", "", text)
 
 
-@each_exercise
+@every_exercise
 def test_at_least_two_wrong_answers_have_different_remarks(exercise):
     remarks = [wrong.remark for wrong in exercise.wrong_answers]
     assert len(set(remarks)) == len(remarks) >= 2
 
 
-@each_exercise
+@every_exercise
 def test_no_remark_is_part_of_another(exercise):
     remarks = [wrong.remark for wrong in exercise.wrong_answers]
     assert not any(a in b for a in remarks for b in remarks if a is not b)
 
 
-@each_exercise
+@every_exercise
 def test_an_exercise_has_a_title_and_takes_minutes(exercise):
     assert exercise.title.strip()
     assert 1 <= exercise.minutes <= 45
 
 
-@pytest.mark.parametrize("number", days.numbers())
+@together("number", days.numbers())
 def test_a_days_exercises_are_three_to_six_and_numbered_in_order(number):
     ids = [exercise.id for exercise in days.day(number).exercises]
     assert ids == [f"{number}.{place}" for place in range(1, len(ids) + 1)]
     assert 3 <= len(ids) <= 6
 
 
-@pytest.mark.parametrize("number", days.numbers())
+@together("number", days.numbers())
 def test_a_days_exercises_take_no_longer_than_the_day(number):
     assert sum(exercise.minutes for exercise in days.day(number).exercises) <= 90

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from quick import together
 
 from memlab import train
 from memlab.course import bill, bill_steps, days
@@ -75,7 +76,7 @@ def test_a_rank_matches_the_library_except_for_the_last_norm():
     assert 0 <= wanted - found <= 5 * config.hidden_size
 
 
-@pytest.mark.parametrize("memory", ["24GB", "24GiB", "900 MiB", *CARDS])
+@together("memory", ["24GB", "24GiB", "900 MiB", *CARDS])
 def test_lacks_is_0_at_the_planners_budget_and_1_a_byte_above_it(memory):
     budget = memory_named(memory).budget_bytes
     assert lacks(memory, Predicted(0, budget)) == 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from quick import together
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -143,8 +144,8 @@ def test_foreach_and_fused_are_accepted_and_ignored(cls):
     assert_equal(plain, hinted)
 
 
-@pytest.mark.parametrize("cls", OURS)
-@pytest.mark.parametrize(
+@together("cls", OURS)
+@together(
     ("settings", "error", "message"),
     [
         ({"capturable": True}, ValueError, "capturable=True: a step here reads its count on the"),
@@ -172,8 +173,8 @@ def numeric_settings(cls: Any) -> dict[str, Any]:
     return {name: value for name, value in defaults.items() if type(value) in (float, tuple)}
 
 
-@pytest.mark.parametrize("cls", WITH_MOMENTUM)
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1)])
+@together("cls", WITH_MOMENTUM)
+@together("shape", [(), (1,), (1, 1), (1, 1, 1)])
 def test_every_number_may_be_a_tensor_of_one_element(cls, shape):
     def as_tensor(value: float) -> torch.Tensor:
         return torch.full(shape, value, dtype=torch.float64)
@@ -186,8 +187,8 @@ def test_every_number_may_be_a_tensor_of_one_element(cls, shape):
         assert_equal(plain, tensor)
 
 
-@pytest.mark.parametrize("cls", WITH_MOMENTUM)
-@pytest.mark.parametrize(
+@together("cls", WITH_MOMENTUM)
+@together(
     "value",
     ["x", None, {}, 1j, torch.ones(2), torch.tensor(1j), -0.5, math.nan, math.inf, (0.9, "x")],
 )

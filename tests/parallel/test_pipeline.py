@@ -14,13 +14,14 @@ from parallel_ranks import (
     loss_of,
     part_of_layers,
 )
+from quick import together
 
 from memlab.planner.parallel import micro_batches_in_flight, pipeline_elements
 from memlab.reference import pipeline
 from memlab.reference.pipeline import gpipe, most_in_flight, one_forward_one_backward
 
 SIZES = [(stages, m) for stages in range(1, 6) for m in range(1, 9)]
-each_size = pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+each_size = together(("stages", "micro_batches"), SIZES)
 each_order = pytest.mark.parametrize("order_of", ORDERS.values(), ids=ORDERS)
 
 

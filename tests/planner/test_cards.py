@@ -1,6 +1,7 @@
 """The table of cards against advertised memory, and parsing of memory sizes."""
 
 import pytest
+from quick import together
 
 from memlab.configs.evidence import margin_share
 from memlab.configs.gpus import CONTEXT_BYTES, GIB, GPUS, MIB, PCIE_3, PCIE_4, PCIE_5
@@ -38,7 +39,7 @@ def message_of(call, *given):
 # The table
 
 
-@pytest.mark.parametrize("name", SOLD_WITH_GIB)
+@together("name", SOLD_WITH_GIB)
 def test_a_card_has_a_little_less_than_its_advertised_memory(name):
     share = CARDS[name].total_bytes / (SOLD_WITH_GIB[name] * GIB)
     assert 0.9 < share < 1
@@ -48,7 +49,7 @@ def test_the_cards_of_plans_are_the_gpus_of_predictions():
     assert CARDS is GPUS
 
 
-@pytest.mark.parametrize("name", SOLD_WITH_GIB)
+@together("name", SOLD_WITH_GIB)
 def test_speeds_have_a_plausible_order(name):
     card = CARDS[name]
     assert card.flops > 10e12  # tensor cores
@@ -56,7 +57,7 @@ def test_speeds_have_a_plausible_order(name):
     assert card.host_bandwidth in (PCIE_3, PCIE_4, PCIE_5)
 
 
-@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+@together("card", CARDS.values())
 def test_a_card_is_its_own_prediction_target(card):
     assert TARGETS[card.target].gpu is GPUS[card.name]
     assert memory_named(card.name).target == card.target
@@ -74,7 +75,7 @@ def test_pcie_speeds_follow_from_16_lanes_and_their_encoding():
 # Names
 
 
-@pytest.mark.parametrize(
+@together(
     ("text", "name"),
     [
         ("rtx4090", "rtx4090"),
@@ -106,7 +107,7 @@ def test_a_card_is_found_by_any_spelling(text, name):
     assert card_named(text) is CARDS[name]
 
 
-@pytest.mark.parametrize("name", CARDS)
+@together("name", CARDS)
 def test_a_card_is_found_by_its_own_name(name):
     assert card_named(name) is CARDS[name]
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from beside import another_thread
+from quick import together
 
 import memlab
 from memlab.configs.targets import TARGETS
@@ -48,7 +49,7 @@ def _with_or_without_a_driver(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("_with_or_without_a_driver")
-@pytest.mark.parametrize(
+@together(
     ("ask", "answer"),
     [
         (lambda: torch.cuda.is_available(), True),

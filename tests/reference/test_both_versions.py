@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from close import assert_close
+from quick import together
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -100,12 +101,12 @@ def test_code_lines_exclude_comments_docstrings_and_blank_lines():
     assert code_lines('"""Doc.\n\nMore."""\n\nx = (\n    1  # one\n)\n# comment\n') == 3
 
 
-@each_reference
+@together("name", NAMES)
 def test_a_reference_has_at_most_sixty_lines_of_code(name):
     assert code_lines(source(name)) <= 60
 
 
-@each_reference
+@together("name", NAMES)
 def test_a_reference_imports_only_torch(name):
     nodes = list(ast.walk(ast.parse(source(name))))
     imported = [n.module for n in nodes if isinstance(n, ast.ImportFrom)]

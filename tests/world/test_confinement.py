@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from quick import together
 
 from memlab.world import landlock
 
@@ -125,13 +126,13 @@ def test_each_attempt_changes_something_by_itself(tmp_path):
 
 
 @confines
-@pytest.mark.parametrize("name", NAMES)
+@together("name", NAMES)
 def test_a_confined_script_changes_nothing_outside(confined, name):
     assert f"\n{name}: " in confined.done.stderr
     assert not confined.changes(name)
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - IN_C))
+@together("name", sorted(set(NAMES) - IN_C))
 def test_without_the_systems_help_pythons_functions_change_nothing(replaced, name):
     assert f"\n{name}: " in replaced.done.stderr
     assert not replaced.changes(name)

