@@ -62,7 +62,7 @@ def nothing_left_on() -> Iterator[None]:
 LONG = {
     *("test_zero_processes.py", "test_measure.py", "test_compositions.py", "test_checks.py"),
     *("test_readme.py", "test_zero_bytes.py", "test_exactness.py", "test_train.py"),
-    *("test_compiled.py", "test_benchmark_evidence.py", "test_optim_kernel.py"),
+    *("test_compiled.py", "test_benchmark_evidence.py"),
 }
 
 

@@ -33,18 +33,20 @@ FILES = [
 ]
 
 
+QUICK = 2  # of each kind and exercise, that `make test` tries
+
+
 def each(kind: str) -> Any:
     """Parametrize a test with the rows of this kind, as `row`, and their changes."""
-    rows = []
+    rows, counts = [], Counter()
     for path, found in FILES:
         for place, row in enumerate(found[kind], 1):
             where = f"answers/{path.name}, [[{kind}]] {place}"
             fields, change = change_of(where, row, KINDS[kind])
-            rows.append(
-                pytest.param(
-                    fields, change, id=f"{row['exercise']} {row.get('name') or row['told']}"
-                )
-            )
+            counts[row["exercise"]] += 1
+            marks = [pytest.mark.slow] if counts[row["exercise"]] > QUICK else []
+            name = f"{row['exercise']} {row.get('name') or row['told']}"
+            rows.append(pytest.param(fields, change, id=name, marks=marks))
     return pytest.mark.parametrize(("row", "change"), rows)
 
 
