@@ -1,21 +1,18 @@
 """Turn the command line's options into a Setting and techniques, or raise a UsageError."""
 
-import os
-from collections.abc import Collection
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from memlab.cli.adapter_options import choose_adapters
-from memlab.cli.errors import UsageError, quoted, suggestions
+from memlab.cli.errors import UsageError, quoted, require_known
 from memlab.cli.machine import devices_present, memory_of
+from memlab.cli.models import choose_model
 from memlab.cli.requests import StepRequest
 from memlab.cli.rows import dry_row
-from memlab.configs.config_json import config_named
+from memlab.configs.shapes import GPTConfig
 from memlab.configs.targets import accepted_devices, find_target
-from memlab.model import PRESETS
 from memlab.train import (
     COMBINATIONS,
     TECHNIQUES,
@@ -71,9 +68,11 @@ def choose_setting(request: StepRequest) -> Setting:
     the techniques that need more than the plain step.
     """
     device = request.device
-    _require_model(request.model)
-    _require_known("--dtype", request.dtype, DTYPES)
     assert device is not None
+    suitable = SUITABLE.get(device, SUITABLE["accelerator"])
+    shape = choose_model(request.model, "memlab") if request.model else suitable.config
+    assert isinstance(shape, GPTConfig)
+    require_known("--dtype", request.dtype, DTYPES)
     options: dict[str, Any] = {
         "model": request.model,
         "batch": request.batch,
@@ -81,9 +80,7 @@ def choose_setting(request: StepRequest) -> Setting:
         "dtype": DTYPES.get(request.dtype or ""),
     }
     given = {name: value for name, value in options.items() if value is not None}
-    suitable = SUITABLE.get(device, SUITABLE["accelerator"])
-    longest = config_named(given.get("model", suitable.model)).seq_len
-    suitable = replace(suitable, device=device, seq_len=min(suitable.seq_len, longest))
+    suitable = replace(suitable, device=device, seq_len=min(suitable.seq_len, shape.seq_len))
     try:
         setting = replace(suitable, **given)
         setting.config.require_countable(setting.batch, setting.seq_len)
@@ -109,7 +106,7 @@ def choose_techniques(request: StepRequest) -> dict[str, Plugs]:
             )
         parts = name.split("+")
         for part in parts:
-            _require_known("--technique", part, TECHNIQUES)
+            require_known("--technique", part, TECHNIQUES)
         if len(set(parts)) < len(parts):
             raise UsageError(
                 f"got --technique {quoted(name)}, which names a technique twice; give each once"
@@ -135,28 +132,6 @@ def require_memory(what: str, setting: Setting, wanted: int, instead: str) -> No
             f"{what} of {setting} needs {format_bytes(wanted)}; this machine has "
             f"{format_bytes(memory[1])}; make it smaller, or {instead}, which allocates nothing"
         )
-
-
-def _require_model(given: str | None) -> None:
-    """Require a preset's name, or the path of a valid config.json."""
-    if given is None or not _is_path(given):
-        _require_known("--model", given, PRESETS)
-        return
-    try:
-        config_named(given)
-    except (ValueError, OSError) as error:
-        raise UsageError(f"got --model {quoted(given)}: {error}") from error
-
-
-def _is_path(given: str) -> bool:
-    return given not in PRESETS and (
-        given.endswith(".json") or Path(given).name != given or os.path.exists(given)
-    )
-
-
-def _require_known(option: str, given: str | None, known: Collection[str]) -> None:
-    if given is not None and given not in known:
-        raise UsageError(f"got {option} {quoted(given)}; {suggestions(given, known)}")
 
 
 def _with_fitting_batch(setting: Setting) -> Setting:

@@ -33,6 +33,12 @@ def suggestions(given: str, known: Collection[str]) -> str:
     return f"{f'did you mean {near[0]}? Choose from' if near else 'choose from'} {', '.join(known)}"
 
 
+def require_known(option: str, given: str | None, known: Collection[str]) -> None:
+    """Raise UsageError for a value that is not among the known ones."""
+    if given is not None and given not in known:
+        raise UsageError(f"got {option} {quoted(given)}; {suggestions(given, known)}")
+
+
 def shortened(text: str, length: int) -> str:
     """Cut the middle out of a text longer than `length`."""
     if len(text) <= length:

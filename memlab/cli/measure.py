@@ -1,7 +1,9 @@
 """`memlab measure`: one training step, plain and with each technique, side by side."""
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -17,38 +19,78 @@ from memlab.cli.models import choose_model
 from memlab.cli.parsing import choose_folder
 from memlab.cli.requests import Request
 from memlab.cli.results import write
-from memlab.cli.rows import measured_rows
+from memlab.cli.rows import Row, measured_rows
 from memlab.cli.time_budget import MAX_SECONDS, TimeBudget
-from memlab.train import Plugs, Setting
+from memlab.train import Setting
 from memlab.transformers_models.sources import Source
 
 
+@dataclass(frozen=True)
+class Measurement:
+    """What to measure.
+
+    setting     memlab.train's, with plugs as techniques, or a TransformersSetting, with recipes
+    chosen      techniques, the plain one first
+    to_predict  those to predict for CUDA afterwards
+    adapters    a line about them
+    seconds     after which rows get dry runs
+    """
+
+    setting: Any
+    chosen: dict[str, Any]
+    dry: bool
+    to_predict: dict[str, Any] = field(default_factory=dict)
+    adapters: str = ""
+    seconds: float | None = None
+
+
 def measure_model(request: Request) -> int:
-    """Measure the model that `--model` names; return 1 if a technique failed."""
+    """Measure, print a table, write pictures and results; return 1 if a technique failed."""
+    what, folder = choose_measurement(request), choose_folder(request.out)
+    terminal.echo(report.headline(what.setting, what.dry) + "\n")
+    if what.adapters:
+        terminal.echo(what.adapters + "\n")
+    rows, predicted = _measured(what)
+    _show(what, rows, predicted)
+    write(rows, f"{what.setting}, dry run" if what.dry else str(what.setting), folder, predicted)
+    return int(any(row.failure for row in rows))
+
+
+def choose_measurement(request: Request) -> Measurement:
+    """Check all options, and return what they ask for. By default, only the plain step is predicted
+    for CUDA, and the time is limited: a user who chose a model gets all of it measured."""
     found = choose_model(request.model, request.library) if request.model else None
     if isinstance(found, Source):
-        from memlab.cli.transformers_steps import measure_transformers
+        from memlab.cli.transformers_steps import choose_transformers
 
-        return measure_transformers(request, found)
-    return measure_techniques(request)
-
-
-def measure_techniques(request: Request) -> int:
-    """Measure, print a table, write pictures and results; return 1 if a technique failed."""
+        return choose_transformers(request, found)
     chosen = choose_techniques(request)
-    folder = choose_folder(request.out)
-    request = replace(request, device=choose_device(request))
-    setting, dry = choose_setting(request), request.dry
-    on_cuda = replace(setting, device="cuda")
-    to_predict = _techniques_to_predict(setting, chosen, request)
-    terminal.echo(report.headline(setting, dry) + "\n")
-    if line := list_adapters(chosen, choose_adapters(request.lora_rank, request.lora_targets)):
-        terminal.echo(line + "\n")
-    time_budget = None if dry or request.techniques else _time_budget(setting, chosen)
-    with terminal.progress((1 if dry else 2) * len(chosen) + len(to_predict)) as announce:
-        rows = measured_rows(setting, chosen, dry, announce, time_budget)
-        predicted = measured_rows(on_cuda, to_predict, True, announce)
-    context = report.context_of(setting.device if dry else None)
+    adapters = list_adapters(chosen, choose_adapters(request.lora_rank, request.lora_targets))
+    setting = choose_setting(replace(request, device=choose_device(request)))
+    if setting.device != "cpu":
+        return Measurement(setting, chosen, request.dry, adapters=adapters)
+    to_predict = chosen if request.techniques else {"plain": chosen["plain"]}
+    seconds = MAX_SECONDS if setting == SUITABLE["cpu"] else math.inf
+    is_limited = not (request.dry or request.techniques)
+    return Measurement(
+        setting, chosen, request.dry, to_predict, adapters, seconds if is_limited else None
+    )
+
+
+def _measured(what: Measurement) -> tuple[list[Row], list[Row]]:
+    """Measure the rows, and predict those for CUDA."""
+    budget = None if what.seconds is None else TimeBudget(what.chosen, max_seconds=what.seconds)
+    stages = (1 if what.dry else 2) * len(what.chosen) + len(what.to_predict)
+    with terminal.progress(stages) as announce:
+        rows = measured_rows(what.setting, what.chosen, what.dry, announce, budget)
+        if not what.to_predict:
+            return rows, []
+        on_cuda = replace(what.setting, device="cuda")
+        return rows, measured_rows(on_cuda, what.to_predict, True, announce)
+
+
+def _show(what: Measurement, rows: Sequence[Row], predicted: Sequence[Row]) -> None:
+    context = report.context_of(what.setting.device if what.dry else None)
     parts = report.legend(rows, context), report.remarks(rows), report.dry_rows_note(rows)
     report.show(report.table(rows, context=context), *parts)
     terminal.echo(f"\nplain: {rows[0].trace}")
@@ -59,26 +101,8 @@ def measure_techniques(request: Request) -> int:
             report.legend(predicted),
             report.failures(predicted),
             report.notes(predicted[0]),
-            [f"more: memlab measure {options(setting)} --dry-run --device cuda"],
+            [f"more: memlab measure {options(what.setting)} --dry-run --device cuda"],
         )
-    write(rows, f"{setting}, dry run" if dry else str(setting), folder, predicted)
-    return int(any(row.failure for row in rows))
-
-
-def _time_budget(setting: Setting, chosen: dict[str, Plugs]) -> TimeBudget | None:
-    """Limit the time of the default run only: a user who chose a model gets all of it measured."""
-    if setting.device != "cpu":
-        return None
-    return TimeBudget(chosen, max_seconds=MAX_SECONDS if setting == SUITABLE["cpu"] else math.inf)
-
-
-def _techniques_to_predict(
-    setting: Setting, chosen: dict[str, Plugs], request: Request
-) -> dict[str, Plugs]:
-    """Choose what to predict for CUDA after a CPU run: by default only the plain step."""
-    if setting.device != "cpu":
-        return {}
-    return chosen if request.techniques else {"plain": chosen["plain"]}
 
 
 def options(setting: Setting) -> str:

@@ -6,7 +6,7 @@ This module does not import torch.
 import importlib.util
 import os
 
-from memlab.cli.errors import UsageError, quoted, suggestions
+from memlab.cli.errors import UsageError, quoted, require_known, suggestions
 from memlab.configs.config_json import NoShapeHere, config_named
 from memlab.configs.shapes import PRESETS, GPTConfig
 from memlab.transformers_models.sources import Source, find_source
@@ -23,8 +23,7 @@ def choose_model(given: str, library: str | None = None) -> GPTConfig | Source:
 
     A path, a folder, or an id in the local Hugging Face cache has a config.json.
     """
-    if library is not None and library not in LIBRARIES:
-        raise UsageError(f"got --library {quoted(library)}; {suggestions(library, LIBRARIES)}")
+    require_known("--library", library, LIBRARIES)
     if given in PRESETS:
         if library == "transformers":
             raise UsageError(

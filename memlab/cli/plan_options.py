@@ -1,10 +1,9 @@
 """The options that several plans read: a typo is reported before torch is imported."""
 
-from collections.abc import Collection
 from dataclasses import replace
 
 from memlab.cli.adapter_options import choose_adapters
-from memlab.cli.errors import UsageError, quoted, suggestions
+from memlab.cli.errors import UsageError, quoted, require_known
 from memlab.cli.requests import PlanRequest
 from memlab.configs.targets import accepted_devices, find_target
 from memlab.planner.cards import Memory, memory_named, with_margin
@@ -44,12 +43,6 @@ def choose_group(request: PlanRequest) -> str | None:
     if request.qlora:
         return "QLoRA"
     return {None: None, True: "LoRA", False: "full fine-tuning"}[request.lora]
-
-
-def require_known(option: str, given: str | None, known: Collection[str]) -> None:
-    """Raise UsageError for a value that is not among the known ones."""
-    if given is not None and given not in known:
-        raise UsageError(f"got {option} {quoted(given)}; {suggestions(given, known)}")
 
 
 def choose_kinds(request: PlanRequest, group: str | None) -> tuple[Recipe, ...]:

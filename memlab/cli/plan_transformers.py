@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from textwrap import indent
 
-from memlab.cli.errors import UsageError
-from memlab.cli.plan_options import require_known
+from memlab.cli.errors import UsageError, require_known
 from memlab.cli.plan_report import EMPTIES_CACHE, Result, Section, columns_of, room, shares
 from memlab.cli.requests import PlanRequest
 from memlab.planner import Memory, Option

@@ -7,11 +7,10 @@ from memlab.cli import report, terminal
 from memlab.cli.choices import choose_device
 from memlab.cli.errors import UsageError, is_out_of_memory, quoted
 from memlab.cli.machine import memory_of
+from memlab.cli.measure import Measurement
 from memlab.cli.memory_cap import choose_cap, memory_cap
-from memlab.cli.parsing import choose_folder
 from memlab.cli.requests import Request, StepRequest, TrainRequest
-from memlab.cli.results import write
-from memlab.cli.rows import Announce, measured_rows
+from memlab.cli.rows import Announce
 from memlab.cli.steps import peak, run_steps, summary, timed_step
 from memlab.metering import measure
 from memlab.train.adapters import LORA_RANK
@@ -24,23 +23,14 @@ from memlab.transformers_models.training import Training
 from memlab.units import format_bytes
 
 
-def measure_transformers(request: Request, source: Source) -> int:
-    """Measure, print a table, write pictures and results; return 1 if a technique failed."""
-    folder = choose_folder(request.out)
+def choose_transformers(request: Request, source: Source) -> Measurement:
+    """Check the options of `memlab measure`, and return what they ask for."""
     setting = _setting(request, source)
     names = dict.fromkeys(("plain", *(request.techniques or USUAL)))
     chosen = {name: _recipe(name, request, setting) for name in names}
     if not request.dry:
         _require_memory(setting, chosen["plain"])
-    terminal.echo(report.headline(setting, request.dry) + "\n")
-    with terminal.progress((1 if request.dry else 2) * len(chosen)) as announce:
-        rows = measured_rows(setting, chosen, request.dry, announce)
-    context = report.context_of(setting.device if request.dry else None)
-    parts = report.legend(rows, context), report.remarks(rows), report.dry_rows_note(rows)
-    report.show(report.table(rows, context=context), *parts)
-    terminal.echo(f"\nplain: {rows[0].trace}")
-    write(rows, f"{setting}, dry run" if request.dry else str(setting), folder)
-    return int(any(row.failure for row in rows))
+    return Measurement(setting, chosen, request.dry)
 
 
 def train_transformers(request: TrainRequest, source: Source) -> None:
