@@ -44,6 +44,7 @@ from memlab.configs.shapes import GPTConfig
 from memlab.planner.formulas import layer_shapes
 
 MAX_BYTES = 2**20  # of a file; a config has a few kB
+TYPO = 0.85  # a name this similar to a known one is mistyped
 ZERO = "zero_optimization"
 STATE, WEIGHTS = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"
 STAGE = f"{ZERO}.stage"
@@ -177,7 +178,7 @@ def parse_deepspeed(text: str, *, hidden_size: int = 1) -> DeepSpeedConfig:
     """Parse a config. `hidden_size` is what transformers computes values of "auto" from.
 
     Raises ValueError for text other than a JSON object, a value of the wrong type, an "auto" that
-    transformers does not fill, and values that make DeepSpeed stop.
+    transformers does not fill, values that make DeepSpeed stop, and mistyped keys.
     """
     lines = text.lstrip("\ufeff").splitlines()
     plain = "\n".join("" if line.lstrip().startswith(("#", "//")) else line for line in lines)
@@ -285,7 +286,7 @@ def _nearest(path: str, section: str) -> str:
 
 
 def _require_accepted(config: DeepSpeedConfig) -> None:
-    """Raise ValueError for what DeepSpeed raises an error for."""
+    """Raise ValueError for what DeepSpeed raises an error for, and for a mistyped key."""
     stage = config[STAGE]
     problems = {
         f"got {STAGE} = {stage}; ZeRO has stages 0 to 3": stage not in range(4),
@@ -308,6 +309,11 @@ def _require_accepted(config: DeepSpeedConfig) -> None:
     for complaint, is_true in problems.items():
         if is_true:
             raise ValueError(complaint)
+    for path, near in config.unknown.items():
+        name, known = (key.rpartition(".")[2] for key in (path, near))
+        if get_close_matches(name, [known], cutoff=TYPO):  # else of another version, or one's own
+            does = "refuses" if "." in path else "ignores"
+            raise ValueError(f"got the key {path}, which DeepSpeed {does}; did you mean {near}?")
 
 
 def _without_effect(config: DeepSpeedConfig) -> Iterator[str]:
@@ -355,7 +361,12 @@ def held(model: GPTConfig, config: DeepSpeedConfig, *, gpus: int = 1) -> list[He
     shard = -(-model.parameters // group)
     parts = (*_weights(model, config, shard, group), *_gradients(model, config, shard))
     parts = (*parts, *_state(model, config, shard))
-    return [each for each in parts if each.gpu or each.host or each.disk]
+    stage = config[STAGE]
+    return [
+        each._replace(keys=tuple(path for path in each.keys if stage in KEYS[path].stages))
+        for each in parts
+        if each.gpu or each.host or each.disk
+    ]
 
 
 def tensor_sizes(model: GPTConfig) -> Iterator[int]:

@@ -308,18 +308,37 @@ def test_auto_is_filled_by_the_installed_transformers_in_the_same_way():
 @pytest.mark.parametrize(
     ("config", "unknown"),
     [
-        (zero(overlap_com=True), {f"{ZERO}.overlap_com": f"{ZERO}.overlap_comm"}),
         (
             zero(max_live_parameters=1),
             {f"{ZERO}.max_live_parameters": f"{ZERO}.stage3_max_live_parameters"},
         ),
-        ({"zero_optimisation": {}}, {"zero_optimisation": "zero_optimization"}),
-        ({"stage": 3}, {"stage": STAGE}),
         ({"xyzzy": 3}, {"xyzzy": ""}),
     ],
 )
 def test_unknown_keys_are_named_with_the_nearest_known_one(config, unknown):
     assert parsed(config).unknown == unknown
+
+
+@pytest.mark.parametrize(
+    ("config", "typed", "does", "meant"),
+    [
+        (zero(overlap_com=True), f"{ZERO}.overlap_com", "refuses", f"{ZERO}.overlap_comm"),
+        ({"zero_optimisation": {}}, "zero_optimisation", "ignores", ZERO),
+        ({"stage": 3}, "stage", "ignores", STAGE),
+    ],
+)
+def test_a_mistyped_key_is_refused(config, typed, does, meant):
+    said = f"got the key {typed}, which DeepSpeed {does}; did you mean {meant}\\?"
+    with pytest.raises(ValueError, match=said):
+        parsed(config)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_only_keys_that_have_an_effect_in_the_stage_are_said_to_decide(stage):
+    config = parsed(zero(stage=stage, sub_group_size=10**6))
+    keys = {path for part in held(PRESETS["tiny"], config, gpus=2) for path in part.keys}
+    assert all(stage in KEYS[path].stages for path in keys)
+    assert (f"{ZERO}.sub_group_size" in keys) == (stage == 3)
 
 
 @pytest.mark.parametrize(
