@@ -9,6 +9,7 @@ has those that the user gave.
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, get_type_hints
@@ -547,7 +548,12 @@ _NAMED = inspect.Parameter.KEYWORD_ONLY
 
 def _given_by_the_user(context: typer.Context) -> dict[str, str]:
     """Return the option of each field that the user gave, in the order of the command line."""
-    option_of = {param.name: param.opts[0] for param in context.command.params}
+    typed = {word.partition("=")[0] for word in sys.argv}
+    option_of = {
+        param.name: next(filter(typed.__contains__, spellings), spellings[0])
+        for param in context.command.params
+        if (spellings := [*param.opts, *param.secondary_opts])
+    }
     source_of = context.get_parameter_source
     named = [name for name in context.params if getattr(source_of(name), "name", "") == _BY_USER]
     return {name: option_of[name] for name in named}
