@@ -102,7 +102,7 @@ def columns_of(
     sections: Sequence[Section],
     title: str = "recipe",
     *,
-    name: Callable[[Option], str] = lambda option: option.recipe.words,
+    named: Callable[[Option], str] = lambda option: option.recipe.words,
     most: tuple[int, int] = (MAX_SEQUENCES, 2**62),
 ) -> dict[str, list[str]]:
     """Build a line for each option. `most` are the largest batch and length that were tried."""
@@ -112,8 +112,8 @@ def columns_of(
             lines.append({title: f"{section.heading}:"})
         for each in section.options:
             indent = "  " if section.heading else ""
-            lines.append({title: indent + name(each), **_line(each, section.first, most)})
-    return {title: [line.get(title, "") for line in lines] for title in (title, *COLUMNS)}
+            lines.append({title: indent + named(each), **_line(each, section.first, most)})
+    return {name: [line.get(name, "") for line in lines] for name in (title, *COLUMNS)}
 
 
 def _line(option: Option, first: Option | None, most: tuple[int, int]) -> dict[str, str]:

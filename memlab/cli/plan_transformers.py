@@ -61,7 +61,7 @@ class OfTransformers:
                 notes=[f"{training.class_name}, {training.described}", *assumed],
             ),
             list(_headline(training, memory, target)),
-            columns_of([Section(options, first)], name=lambda option: str(option.recipe)),
+            columns_of([Section(options, first)], named=lambda option: str(option.recipe)),
             list(_remarks(training, options, first)),
             [f"{first.recipe}:\n\n{_indented(first)}\n"] if first else [],
             {str(option.recipe): option for option in options},

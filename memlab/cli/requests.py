@@ -42,6 +42,28 @@ ASSUME = (
     "a mixture twice the average number of tokens. Only with --script."
 )
 
+# Options of several commands.
+Library = Annotated[str | None, typer.Option(help=LIBRARY, metavar="NAME")]
+Image = Annotated[
+    int | None,
+    integer_option("--image", MAX_PIXELS, "Height and width of images, in pixels."),
+]
+Batch = Annotated[
+    int | None,
+    integer_option("--batch", MAX_SEQUENCES, "Sequences per batch."),
+]
+SeqLen = Annotated[
+    int | None,
+    integer_option("--seq", MAX_TOKENS, "Tokens per sequence."),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="Dtype of the weights: float32, bfloat16 or float16.", metavar="NAME"),
+]
+Assume = Annotated[str | None, typer.Option(help=ASSUME, metavar="most|FRACTION|imbalance:N")]
+Wide = Annotated[bool, typer.Option("--wide", help=WIDE)]
+AsJson = Annotated[bool, typer.Option("--json", help=AS_JSON)]
+
 
 @dataclass(frozen=True)
 class Options:
@@ -69,23 +91,11 @@ class Request(Options):
         str | None,
         typer.Option(help=f"Model to measure: {MODEL}", metavar="NAME|PATH|ID"),
     ] = None
-    library: Annotated[str | None, typer.Option(help=LIBRARY, metavar="NAME")] = None
-    image: Annotated[
-        int | None,
-        integer_option("--image", MAX_PIXELS, "Height and width of images, in pixels."),
-    ] = None
-    batch: Annotated[
-        int | None,
-        integer_option("--batch", MAX_SEQUENCES, "Sequences per batch."),
-    ] = None
-    seq_len: Annotated[
-        int | None,
-        integer_option("--seq", MAX_TOKENS, "Tokens per sequence."),
-    ] = None
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Dtype of the weights: float32, bfloat16 or float16.", metavar="NAME"),
-    ] = None
+    library: Library = None
+    image: Image = None
+    batch: Batch = None
+    seq_len: SeqLen = None
+    dtype: Dtype = None
     techniques: Annotated[
         list[str] | None,
         typer.Option(
@@ -130,16 +140,14 @@ class Request(Options):
             metavar="PATH.py:FUNCTION",
         ),
     ] = None
-    assume: Annotated[
-        str | None, typer.Option(help=ASSUME, metavar="most|FRACTION|imbalance:N")
-    ] = None
+    assume: Assume = None
     lora_rank: adapter_options.Rank = None
     lora_targets: adapter_options.Targets = None
     out: Annotated[
         str, typer.Option(help="Folder for the pictures and the results.", metavar="FOLDER")
     ] = "work"
-    wide: Annotated[bool, typer.Option("--wide", help=WIDE)] = False
-    as_json: Annotated[bool, typer.Option("--json", help=AS_JSON)] = False
+    wide: Wide = False
+    as_json: AsJson = False
     zero: int | None = None  # only of `memlab train`
 
 
@@ -151,29 +159,17 @@ class TrainRequest(Options):
         str | None,
         typer.Option(help=f"Model to train: {MODEL}", metavar="NAME|PATH|ID"),
     ] = None
-    library: Annotated[str | None, typer.Option(help=LIBRARY, metavar="NAME")] = None
-    image: Annotated[
-        int | None,
-        integer_option("--image", MAX_PIXELS, "Height and width of images, in pixels."),
-    ] = None
+    library: Library = None
+    image: Image = None
     technique: Annotated[
         str,
         typer.Option(
             help="Technique to train with. Join names with + to combine techniques.", metavar="NAME"
         ),
     ] = "plain"
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Dtype of the weights: float32, bfloat16 or float16.", metavar="NAME"),
-    ] = None
-    batch: Annotated[
-        int | None,
-        integer_option("--batch", MAX_SEQUENCES, "Sequences per batch."),
-    ] = None
-    seq_len: Annotated[
-        int | None,
-        integer_option("--seq", MAX_TOKENS, "Tokens per sequence."),
-    ] = None
+    dtype: Dtype = None
+    batch: Batch = None
+    seq_len: SeqLen = None
     steps: Annotated[
         int,
         integer_option("--steps", MAX_STEPS, "Training steps to run, each on a new batch."),
@@ -238,7 +234,7 @@ class PlanRequest(Options):
             metavar="NAME|PATH|ID",
         ),
     ] = None
-    library: Annotated[str | None, typer.Option(help=LIBRARY, metavar="NAME")] = None
+    library: Library = None
     memory: Annotated[
         str | None,
         typer.Option(
@@ -277,10 +273,7 @@ class PlanRequest(Options):
             "Tokens per sequence. Default: 2048, or the model's maximum if it is smaller.",
         ),
     ] = None
-    image: Annotated[
-        int | None,
-        integer_option("--image", MAX_PIXELS, "Height and width of images, in pixels."),
-    ] = None
+    image: Image = None
     code: Annotated[
         str | None,
         typer.Option(
@@ -339,9 +332,7 @@ class PlanRequest(Options):
             metavar="PATH.py:FUNCTION",
         ),
     ] = None
-    assume: Annotated[
-        str | None, typer.Option(help=ASSUME, metavar="most|FRACTION|imbalance:N")
-    ] = None
+    assume: Assume = None
     deepspeed: Annotated[
         str | None,
         typer.Option(
@@ -352,8 +343,8 @@ class PlanRequest(Options):
     out: Annotated[
         str, typer.Option(help="Folder for the picture and the results.", metavar="FOLDER")
     ] = "work"
-    wide: Annotated[bool, typer.Option("--wide", help=WIDE)] = False
-    as_json: Annotated[bool, typer.Option("--json", help=AS_JSON)] = False
+    wide: Wide = False
+    as_json: AsJson = False
 
 
 @dataclass(frozen=True)
@@ -475,7 +466,7 @@ class RunRequest(Options):
     out: Annotated[
         str, typer.Option(help="Folder for the pictures and the results.", metavar="FOLDER")
     ] = "work"
-    as_json: Annotated[bool, typer.Option("--json", help=AS_JSON)] = False
+    as_json: AsJson = False
     confinement: Confinement | None = None  # no option: of the child process
 
 
@@ -517,7 +508,7 @@ class ExplainRequest(Options):
     out: Annotated[
         str, typer.Option(help="Folder for the report, explain.html.", metavar="FOLDER")
     ] = "work"
-    as_json: Annotated[bool, typer.Option("--json", help=AS_JSON)] = False
+    as_json: AsJson = False
 
 
 def takes(record: type[Options]) -> Callable[[Callable[[Any], None]], Callable[..., None]]:

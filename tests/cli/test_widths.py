@@ -67,7 +67,7 @@ def test_plans_of_transformers_models(widths):
         for recipe in group
         for budget in (0, 2 * HUGE)
     ]
-    assert max(widths(table(options, name=lambda each: str(each.recipe)))) <= 80
+    assert max(widths(table(options, named=lambda each: str(each.recipe)))) <= 80
 
 
 def trace(reserved: int | None = HUGE) -> Trace:
