@@ -1,6 +1,7 @@
 """Recurrent layers on CUDA: one cuDNN call for all layers, directions and steps.
 
-cuDNN saves a buffer for backward, the reserve, whose size is undocumented. PyTorch issue 2895 has
+cuDNN saves a buffer for backward, the reserve, whose size is undocumented. cuDNN tells it
+(cudnnGetRNNTempSpaceSizes), but only with a handle, which needs a driver. PyTorch issue 2895 has
 two sizes (T × B = 25,000, H = 320, four layers, float32): 736,000,000 bytes for an LSTM and
 864,000,000 for a GRU. They equal 5 elements (LSTM: gates and cell) or 6 (GRU) per layer, step and
 hidden unit, plus 1 between two layers. A plain RNN is assumed to save 1 per layer.

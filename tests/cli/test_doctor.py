@@ -331,3 +331,15 @@ def test_a_device_that_does_not_report_its_memory_has_none(monkeypatch):
 def test_the_cpu_is_named_by_its_threads(monkeypatch, threads, name):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert machine.name_of(torch.device("cpu")) == name
+
+
+@pytest.mark.parametrize(
+    ("version", "ok", "text"),
+    [
+        ("9.24.1", True, "9.24.1, chooses workspaces of predicted convolutions"),
+        (None, None, "no cuDNN 9.11 or newer; a rule predicts the workspaces of convolutions"),
+    ],
+)
+def test_it_says_whether_cudnn_can_be_asked(monkeypatch, version, ok, text):
+    monkeypatch.setattr(doctor.cudnn, "version", lambda: version)
+    assert doctor._cudnn() == ("cudnn", ok, text)
