@@ -11,6 +11,7 @@ Calling a fake parameter's type makes a parameter, as calling a real one's type 
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from memlab.internals.replacing import caller_of
 from memlab.internals.threads import asked
 from memlab.internals.torch_internals import FakeTensor
 
-_TRUSTED = ("torch", "memlab")
+TRUSTED = ("torch", "memlab")
 
 
 class _AnswersByCaller(type):
@@ -58,9 +59,13 @@ def caller_is_trusted() -> bool:
     """
     if not asked():
         return True
-    caller = caller_of(sys._getframe(1))
-    name = "" if caller is None else caller.f_globals.get("__name__", "")
-    return name.partition(".")[0] in _TRUSTED
+    return caller_module(sys._getframe(1)).partition(".")[0] in TRUSTED
+
+
+def caller_module(frame: FrameType) -> str:
+    """Return the name of the module that called a replacement, given the replacement's frame."""
+    caller = caller_of(frame)
+    return "" if caller is None else caller.f_globals.get("__name__", "")
 
 
 def _new(real: Callable[..., Any]) -> Callable[..., Any]:

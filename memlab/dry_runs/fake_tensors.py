@@ -12,7 +12,7 @@ does is handled here:
                           arithmetic starts from 1, so `data[i : i + 256]` has the right length;
                           a note names the line
     DataLoaders           draw the samples that a real one would (samplers.py)
-    compiled code         runs uncompiled
+    compiled code         runs as the code that Inductor generates (compiled.py)
     Triton kernels        do nothing; what they write is unknown (triton_launches.py)
     converting a model    `.to()`, `.half()`, `.cuda()`: parameters stay the same objects
     files of weights      give tensors in their shapes; the bytes stay unread (weight_files.py)
@@ -52,6 +52,7 @@ from memlab.dry_runs import (
 )
 from memlab.dry_runs.assumptions import ASSUMED, Assumptions
 from memlab.dry_runs.collectives import COLLECTIVES, Collectives
+from memlab.dry_runs.compiled import COMPILED, UNCOMPILED, Compiler
 from memlab.dry_runs.endless import LoopGuard
 from memlab.dry_runs.fake_kernels import KERNELS
 from memlab.dry_runs.fake_results import FakeResults
@@ -96,15 +97,11 @@ STAND_IN_NOTE = (
     "the script uses an accelerator, but this dry run counts the memory of CPU kernels; use "
     "memlab.predict for CUDA (at the command line, --dry-run --device cuda)"
 )
-UNCOMPILED = (
-    "code under torch.compile is counted as it runs uncompiled; compiled code saves fewer tensors, "
-    "but compiling reserves more memory once, so use memlab.measure on a real step for its memory"
-)
 
 
 def is_assumption(note: str) -> bool:
     """Return whether a note says what a dry run assumed, which belongs in the first lines."""
-    return note.startswith((ASSUMED, ASSUMED_ROUTING)) or note == UNCOMPILED
+    return note.startswith((ASSUMED, ASSUMED_ROUTING, COMPILED, UNCOMPILED))
 
 
 Observer = Callable[[Any, Any, Any, Any], None]  # (func, args, kwargs, result)
@@ -197,7 +194,10 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         self._integers = WeakIdKeyDictionary()  # values of integers computed from unknown ones
         self.integer_reads: dict[str, None] = {}  # lines that read unknown integers, ordered
         self._collectives = Collectives()
-        self._is_uncompiled = False  # whether compiled code ran uncompiled
+        self._compiler = Compiler(
+            self._fake_mode, _FunctionMode, self._compilers_stand_ins(), self._device_of_buffers
+        )
+        stack.callback(self._compiler.forget)
         self._loop_guard = LoopGuard()
         self._loaders = Loaders()
         # dynamo stops with "Duplicate torch object" if two functions with different rules are one
@@ -219,7 +219,7 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
             **weight_files.stand_ins(),
             **self._loaders.stand_ins(),
             "with_mode": self._with_function_mode,
-            "noting_compiler": self._record_compiled,
+            **self._compiler.stand_ins(),
         }
 
     def _leave(self) -> set[str]:
@@ -245,7 +245,7 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         stands_in = fake_accelerator.StandIn.was_named and fake_accelerator.StandIn.device == "cpu"
         return (
             *([STAND_IN_NOTE] if stands_in else []),
-            *([UNCOMPILED] if self._is_uncompiled else []),
+            *self._compiler.notes(),
             *assumed,
             *self._routing.notes(),
             *self._integer_note(),
@@ -284,14 +284,12 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         finally:
             self._observer = None
 
-    def _record_compiled(self, choose: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Record calls of compiled functions, for which Dynamo looks up the compiler."""
+    def _compilers_stand_ins(self) -> Replacements:
+        """Return what torch.compile's compilers find in place of the machine."""
+        return {}
 
-        def choosing(compiler: Any) -> Any:
-            self._is_uncompiled |= compiler is not None and compiler is not False
-            return choose(compiler)
-
-        return choosing
+    def _device_of_buffers(self, device: str) -> torch.device:
+        return torch.device(device)
 
     def _with_function_mode(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Keep the function mode active in backward, for hooks and recomputation, and in fake
@@ -301,6 +299,8 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         """
 
         def running(*args: Any, **kwargs: Any) -> Any:
+            if Compiler.is_compiling:
+                return run(*args, **kwargs)
             with EnableTorchFunction():
                 if self._functions in get_current_function_mode_stack():
                     return run(*args, **kwargs)
@@ -445,13 +445,6 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
             return self._integers.get(tensor, 1)
         # Not 1.0, by which NAdam would divide by 1 − 1.0.
         return 0.0 if tensor in self._zeros else 0.5
-
-
-# Compiled kernels would get the addresses of fake tensors, and the process would crash.
-# `torch.compiler.set_stance` acts in all threads.
-_UNCOMPILED_STANCE = property(
-    lambda stance: "force_eager", lambda stance, new: vars(stance).update(stance=new)
-)
 
 
 class _FakeTensorMode(FakeTensorMode):
@@ -706,5 +699,4 @@ _STAND_INS: Replacements = {
     "apply": lambda real: _apply_by_data,
     "tolist": _tolist,
     "true": lambda real: True,
-    "uncompiled": lambda real: _UNCOMPILED_STANCE,
 }

@@ -189,6 +189,7 @@ class _Descriptor:
     def __init__(self, place: _Place) -> None:
         self._place = place
 
+    @exclude_frame_from_dynamo
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         value, name = self._place.value(), self._place.name
         if not hasattr(type(value), "__set__") and name in getattr(instance, "__dict__", ()):
@@ -199,6 +200,7 @@ class _Descriptor:
 class _DataDescriptor(_Descriptor):
     """A property, in the threads that asked or in the others."""
 
+    @exclude_frame_from_dynamo
     def __set__(self, instance: Any, new: Any) -> None:
         value = self._place.value()
         if hasattr(type(value), "__set__"):

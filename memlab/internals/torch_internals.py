@@ -8,9 +8,10 @@ the leading underscore.
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -93,6 +94,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher as MapDatasetFetche
 EVAL_FRAME, CODE_CACHE = "torch._dynamo.eval_frame", "torch._inductor.codecache"
 CONVERT_FRAME = "torch._dynamo.convert_frame"
 GUARDS = "torch._C._dynamo.guards"  # provides generated code's allocation function
+INDUCTOR_BACKEND = torch._TorchCompileInductorWrapper
 
 
 # ------------------------------------------------------------------ autograd's engine
@@ -143,6 +145,80 @@ def remove_obj_from_tls(key: str) -> None:
 def load_dynamos_rules() -> None:
     """Fill Dynamo's tables of torch functions, which otherwise happens on first use."""
     torch._dynamo.trace_rules.get_torch_obj_rule_map()
+
+
+def load_inductor() -> None:
+    """Import the modules of Inductor whose names the world's table has."""
+    import torch._inductor.async_compile
+    import torch._inductor.codegen.cuda.device_op_overrides
+    import torch._inductor.compile_fx
+    import torch._inductor.fx_passes.joint_graph
+    import torch._inductor.graph
+    import torch._inductor.scheduler
+
+
+def innermost_backend(compiler: Any) -> Any:
+    """Return the backend of torch.compile inside Dynamo's wrappers."""
+    while hasattr(compiler, "_torchdynamo_orig_backend"):
+        compiler = compiler._torchdynamo_orig_backend
+    return compiler
+
+
+def leave_uncompiled() -> Any:
+    """Return Dynamo's answer for a frame that runs as it is, this time."""
+    from torch._dynamo.types import ConvertFrameReturn
+
+    return ConvertFrameReturn(apply_to_code=False)
+
+
+def forget_compiled(codes: Iterable[CodeType]) -> None:
+    """Drop what Dynamo has compiled for these functions."""
+    from torch._C._dynamo.eval_frame import reset_code
+
+    for code in codes:
+        reset_code(code)
+
+
+@contextmanager
+def compile_ahead() -> Iterator[None]:
+    """Compile backward with forward, which can still run uncompiled if that fails."""
+    from torch._functorch import config
+
+    with config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False):
+        yield
+
+
+@contextmanager
+def without_function_mode(kind: type) -> Iterator[list[Any]]:
+    """Leave function modes of this class inside the block, which gets those from before."""
+    stack = get_current_function_mode_stack()
+    with _function_modes([mode for mode in stack if type(mode) is not kind]):
+        yield stack
+
+
+@contextmanager
+def in_modes(modes: list[Any], function_modes: list[Any]) -> Iterator[None]:
+    """Enter modes again that were left, the innermost first."""
+    for mode in reversed(modes):
+        python_dispatch._push_mode(mode)
+    try:
+        with _function_modes(function_modes):
+            yield
+    finally:
+        for mode in modes:
+            python_dispatch._pop_mode(getattr(mode, "_mode_key", None))
+
+
+@contextmanager
+def _function_modes(stack: list[Any]) -> Iterator[None]:
+    from torch._dynamo import utils
+
+    before = get_current_function_mode_stack()
+    utils.set_torch_function_mode_stack(stack)
+    try:
+        yield
+    finally:
+        utils.set_torch_function_mode_stack(before)
 
 
 def eval_frame() -> Any:

@@ -140,8 +140,7 @@ class StorageMeter(LightMode):
         stack.enter_context(self._stream.listening())
         stack.callback(self._scan_at_the_end)
         stack.enter_context(self.context.followed())
-        if self._dry_run is None:
-            stack.enter_context(self._compiled.reported())
+        stack.enter_context(self._compiled.reported())
         parts = (self._casts.replacements(), REGISTRY.replacements(), hook_warning())
         stack.enter_context(replaced({key: new for part in parts for key, new in part.items()}))
         stack.callback(self._folding.close)

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from memlab.configs.evidence import accuracy, confirmed_kernels
-from memlab.dry_runs.fake_tensors import UNCOMPILED
+from memlab.dry_runs.compiled import COMPILED, UNCOMPILED
 from memlab.trace import Trace
 
 _KINDS = {  # by parts of operators' names: all parts of one of the tuples
@@ -16,7 +16,7 @@ _KINDS = {  # by parts of operators' names: all parts of one of the tuples
 
 def kind_of(trace: Trace, has_four_bits: bool) -> str:
     """Return the kind of step, by its operators."""
-    if UNCOMPILED in trace.notes:
+    if any(note.startswith((COMPILED, UNCOMPILED)) for note in trace.notes):
         return "compiled code"
     if has_four_bits:
         return "4-bit weights"

@@ -15,7 +15,7 @@ The lower rule also replaces the CPU's own, so that all operators share one cast
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, partial, reduce
 from typing import Any, NoReturn
 
 import torch
@@ -76,6 +76,8 @@ PROMOTE = _words(
 UNSUPPORTED = ("binary_cross_entropy",)
 
 _KEY = DispatchKey.AutocastCPU
+# Python's dispatcher, which traces for torch.compile, would start from the first key again.
+_NEXT = (_KEY, DispatchKey.PythonDispatcher)
 _casts = WeakIdKeyDictionary()  # weight to cast, until autocast ends
 
 
@@ -179,7 +181,7 @@ def _reject(keys: Any, *args: Any, **kwargs: Any) -> NoReturn:
 
 def _untouched(func: Any) -> Any:
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        return func.redispatch(keys.remove(_KEY), *args, **kwargs)
+        return func.redispatch(reduce(DispatchKeySet.remove, _NEXT, keys), *args, **kwargs)
 
     return run
 

@@ -50,6 +50,7 @@ from memlab.metering.storages import (
 )
 from memlab.prediction import (
     bitsandbytes_kernels,
+    compiled,
     convolutions,
     fake_gpu,
     recurrent,
@@ -71,6 +72,7 @@ _MATMULS = frozenset(
         *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
         *(aten.addmv.default, aten.mv.default, aten.dot.default, aten.vdot.default),
         *(aten._addmm_activation.default, aten.addbmm.default),
+        *(aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out),  # of compiled code
         *SCALED_MM,
     }
 )
@@ -257,8 +259,15 @@ class _CudaDryRun(dry_run):
             "raw_stream": _stream_0,
             "empty_cache": self._with_empty_cache,
             "on_device": _with_device,
+            "cpu_generator": compiled.cpu_generator,
             **({"forget_casts": forget_casts} if self.kernels.autocast == "cuda" else {}),
         }
+
+    def _compilers_stand_ins(self) -> Replacements:
+        return compiled.stand_ins(self.target)
+
+    def _device_of_buffers(self, device: str) -> torch.device:
+        return compiled.device_of_buffers(device)
 
     def _leave(self) -> set[str]:
         return {name for name in super()._leave() if not name.startswith(_OF_THE_TARGET)}
@@ -433,9 +442,9 @@ def _is_grouped_cublas_matmul(func: Any, args: Any, target: Target) -> bool:
 
 def _uses_cublaslt(func: Any, args: Any) -> bool:
     """Return whether cuBLASLt runs the matmul, as one with a bias (`addmm_out_cuda_impl`)."""
-    if func is not aten.addmm.default:
+    if func not in (aten.addmm.default, aten.addmm.out):
         return func in _CUBLASLT
-    bias, _, right = args
+    bias, _, right = args[:3]
     return bias.dim() == 1 and bias.is_contiguous() and min(right.shape) > 1
 
 

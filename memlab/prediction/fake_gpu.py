@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memlab.configs.targets import Target
+from memlab.dry_runs.compiled import Compiler
 from memlab.dry_runs.fake_accelerator import FinishedWork
 from memlab.internals.replacing import always
 from memlab.internals.torch_internals import tree_leaves, tree_map_only
@@ -53,6 +54,14 @@ class DeviceProperties(NamedTuple):
     pci_bus_id: int = 0
     pci_device_id: int = 0
     pci_domain_id: int = 0
+    # of GPUs since Volta; Inductor reads them for the sizes of a kernel's blocks
+    max_threads_per_multi_processor: int = 2048
+    max_threads_per_block: int = 1024
+    regs_per_multiprocessor: int = 65_536
+    shared_memory_per_block_optin: int = 101_376
+    shared_memory_per_multiprocessor: int = 102_400
+    L2_cache_size: int = 2**22
+    gcnArchName: str = ""  # noqa: N815 - of AMD's, as torch has it
 
 
 def properties(target: Target) -> DeviceProperties:
@@ -86,6 +95,8 @@ def stand_ins(target: Target, count: int) -> Replacements:
         "fact": answered,
         "report": answered,
         "event": always(_Event),
+        # With one, Dynamo would follow its streams.
+        "accelerator_available": always(lambda: not Compiler.is_compiling),
         "bf16_supported": always(_bf16_support(target)),
         "data_parallel": always(_data_parallel(count)),
         "own_cache": _OwnCaches().of,

@@ -418,7 +418,7 @@ def test_an_assumption_is_in_the_first_lines(memlab_command, script, device, ass
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by torch.compile itself
-def test_compiled_code_counted_uncompiled_is_noted_in_the_first_lines(memlab_command, script):
+def test_how_compiled_code_is_counted_is_noted_in_the_first_lines(memlab_command, script):
     text = GOOD.replace("return step", "model.compile()\n    return step")
     assert text != GOOD
     outcome = memlab_command("measure", "--script", script(text), "--dry-run")

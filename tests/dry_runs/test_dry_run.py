@@ -117,19 +117,6 @@ def test_an_unknown_array_has_the_right_shape():
         assert np.asarray(torch.randn(2, 3), dtype=np.float64).tolist() == [[0.5] * 3] * 2
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from torch, within Inductor
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_code_runs_uncompiled(backend):
-    with memlab.dry_run():
-        model = nn.Linear(32, 48)
-        compiled = torch.compile(lambda x: model(x).relu(), backend=backend)
-        x = torch.randn(16, 32)
-        dry = memlab.measure(lambda: compiled(x).sum().backward(), model=model)
-        plain = memlab.measure(lambda: model(x).relu().sum().backward(), model=model)
-    assert dry.at_peak["parameters"] == plain.at_peak["parameters"]
-    assert [e.bytes for e in dry.events if e.bytes > 0][:5] == [6144, 192, 2048, 3072, 3072]
-
-
 def second_batch(data: torch.utils.data.Dataset, **settings) -> tuple[torch.Tensor, memlab.Trace]:
     loader = torch.utils.data.DataLoader(data, batch_size=4, **settings)
     batches = []

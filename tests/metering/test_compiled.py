@@ -9,7 +9,7 @@ from quick import quick
 from torch import nn
 
 import memlab
-from memlab.dry_runs.fake_tensors import UNCOMPILED
+from memlab.dry_runs.compiled import COMPILED, UNCOMPILED
 from memlab.metering.profiler_recording import compare, record
 from memlab.model import GPT, PRESETS
 
@@ -142,21 +142,67 @@ def test_compiling_during_a_measurement_does_not_change_it(build):
     assert first.peak_bytes == later.peak_bytes
 
 
-@pytest.mark.parametrize("is_compiled", [True, False])
-def test_a_dry_run_notes_that_it_runs_uncompiled(is_compiled):
+@pytest.mark.parametrize(
+    "build",
+    quick(
+        [pointwise, a_function],
+        [pointwise, gpt, graph_break, dynamic, without_gradients, a_function],
+    ),
+)
+def test_a_dry_run_counts_every_allocation_of_compiled_code(build):
+    step, model, optimizer = compiled(build)
+    real = memlab.measure(step, model=model, optimizer=optimizer)
+    with memlab.dry_run():
+        step, model, optimizer = build()
+        step()
+        dry = memlab.measure(step, model=model, optimizer=optimizer)
+    assert any(note.startswith(COMPILED) for note in dry.notes)
+    assert dry.peak_bytes == real.peak_bytes
+    assert allocations(dry) == allocations(real)
+
+
+def test_compiled_code_of_a_dry_run_is_forgotten_at_its_end():
+    step, model, optimizer = compiled(pointwise)
+    with memlab.dry_run():
+        pointwise()[0]()
+    assert memlab.measure(step, model=model, optimizer=optimizer).peak_bytes > 0
+
+
+def test_a_prediction_counts_the_code_that_inductor_generates_for_the_gpu():
+    trace = memlab.predict(pointwise)
+    assert any(note.startswith(COMPILED) for note in trace.notes)
+    saved = 512 * 256 * 4  # of a dozen pointwise operators, only the input
+    assert trace.at_peak["activations"] < 3 * saved
+    assert any(event.operator == "compiled code" for event in trace.events)
+
+
+def test_what_cannot_be_compiled_is_counted_uncompiled(monkeypatch):
     """Every allocation is as without torch.compile."""
+
+    def fail(*args):
+        raise NotImplementedError("no lowering")
+
+    monkeypatch.setattr(torch._inductor.graph.GraphLowering, "codegen", fail)
     with memlab.dry_run():
         model, x = Pointwise(), torch.randn(512, 32)
-        called = torch.compile(model) if is_compiled else model
+        called = torch.compile(model)
         trace = memlab.measure(lambda: called(x).backward(), model=model)
-    assert (UNCOMPILED in trace.notes) == is_compiled
+    assert [note for note in trace.notes if note.startswith(UNCOMPILED) and "no lowering" in note]
     plain, x = Pointwise(), torch.randn(512, 32)
     assert trace.peak_bytes == memlab.measure(lambda: plain(x).backward(), model=plain).peak_bytes
 
 
-def test_a_prediction_notes_it_too():
-    trace = memlab.predict(pointwise)
-    assert UNCOMPILED in trace.notes
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_other_backends_are_counted_uncompiled(backend):
+    with memlab.dry_run():
+        model, x = Pointwise(), torch.randn(512, 32)
+        called = torch.compile(model, backend=backend)
+        trace = memlab.measure(lambda: called(x).backward(), model=model)
+    assert any(note.startswith(UNCOMPILED) for note in trace.notes)
+
+
+def allocations(trace):
+    return Counter(event.bytes for event in trace.events if event.bytes > 0)
 
 
 def compiled(build):
