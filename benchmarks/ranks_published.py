@@ -132,8 +132,8 @@ predicted with one pool, GiB |
 AFTER = """
 Causes of the larger differences:
 
-- *compiled*: memlab predicts a compiled model as an uncompiled one. The 70B run also used float8
-  matmuls, which the script does not.
+- *compiled*: predicted as if it ran uncompiled, before memlab followed compiled code. The 70B run
+  also used float8 matmuls, which the script does not.
 - *7B, reserved*: allocated bytes agree, reserved bytes do not. The run predates FSDP2's release.
   It did not set `TORCH_NCCL_AVOID_RECORD_STREAMS`, so the allocator reused a collective's block
   only after the GPU had finished with it. That depends on timing, which a dry run does not have.

@@ -38,6 +38,7 @@ from memlab.world.entering import Replacements, enter
 
 COMPILED = "code under torch.compile is counted as the code that Inductor generates"
 UNCOMPILED = "code under torch.compile is counted as it runs uncompiled"
+_WITH_RNG_STATE = "torch.ops.higher_order.graphsafe_run_with_rng_state("
 _CONFIG = {
     "fx_graph_cache": False,
     "fx_graph_remote_cache": False,
@@ -208,7 +209,9 @@ class Compiler:
         module: Any = ModuleType("memlab.inductors_code")
         module.__file__ = module.key = "<code of Inductor>"
         module.get_raw_stream = lambda device: 0
-        exec(compile(code.value, module.__file__, "exec"), vars(module))
+        module.without_rng_state = lambda func, *args, rng_state, **kwargs: func(*args, **kwargs)
+        text = code.value.replace(_WITH_RNG_STATE, "without_rng_state(")  # no mode handles it
+        exec(compile(text, module.__file__, "exec"), vars(module))
         if not any(isinstance(size, torch.SymInt) for x in inputs for size in (x, *_shape(x))):
             self._try(module.call, inputs)
         self._graphs += 1
