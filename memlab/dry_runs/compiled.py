@@ -29,6 +29,7 @@ from memlab.internals.torch_internals import (
     forget_compiled,
     in_modes,
     innermost_backend,
+    is_traceable_wrapper_subclass,
     leave_uncompiled,
     load_inductor,
     without_function_mode,
@@ -99,6 +100,7 @@ class Compiler:
         return {
             "choosing": self._choosing,
             "compiling": self._compiling,
+            "stance": lambda real: self._stance(),
             "buffer_cpu": lambda real: self._make("cpu"),
             "buffer_cuda": lambda real: self._make("cuda"),
             "view_of_buffer": lambda real: _view,
@@ -135,6 +137,13 @@ class Compiler:
 
         return choosing
 
+    def _stance(self) -> property:
+        """Return how Dynamo runs: eagerly after a failure, or fullgraph=True would raise."""
+        return property(
+            lambda stance: "force_eager" if self._failures else vars(stance)["stance"],
+            lambda stance, new: vars(stance).update(stance=new),
+        )
+
     def _compiling(self, compile_frame: Callable[..., Any]) -> Callable[..., Any]:
         """Compile a frame outside the dry run's modes; if that fails, leave it uncompiled."""
 
@@ -153,10 +162,11 @@ class Compiler:
                 ):
                     return compile_frame(wrapper, frame, *others)
             except Exception as error:
-                while error.__cause__ or error.__context__:
-                    error = error.__cause__ or error.__context__
-                first = str(error).strip().partition("\n")[0]
-                self._failures[f"{type(error).__name__}: {first}"] = None
+                root: BaseException = error
+                while cause := root.__cause__ or root.__context__:
+                    root = cause
+                first = str(root).strip().partition("\n")[0]
+                self._failures[f"{type(root).__name__}: {first}"] = None
                 return leave_uncompiled()
             finally:
                 Compiler.is_compiling = outer
@@ -193,12 +203,14 @@ class Compiler:
     def _with_own_settings(self, compile_graph: Callable[..., Any]) -> Callable[..., Any]:
         """Compile without caches, CUDA graphs and autotuning, whatever the script's mode asks."""
 
-        def compiled(backend: Any, *args: Any, **kwargs: Any) -> Any:
+        def compiled(backend: Any, graph: Any, inputs: Sequence[Any], **kwargs: Any) -> Any:
+            if any(map(is_traceable_wrapper_subclass, inputs)):
+                raise NotImplementedError("it has tensor subclasses, which are not followed")
             before = backend.config
             self._others |= {n: None for key, n in _NOT_FOLLOWED.items() if before.get(key)}
             backend.config = {**before, **_CONFIG}
             try:
-                return compile_graph(backend, *args, **kwargs)
+                return compile_graph(backend, graph, inputs, **kwargs)
             finally:
                 backend.config = before
 
