@@ -458,6 +458,34 @@ FIXES: dict[str, tuple[str, tuple[Fix, ...]]] = {
             ),
         ),
     ),
+    "wsl": (
+        "WSL2's own memory limit, or Windows' commit limit",
+        (
+            Fix(
+                "In .wslconfig of your Windows folder, below [wsl2], raise memory= and swap= (half of "
+                "the RAM and a quarter are usual), then restart WSL2.",
+                code={"torch": "$ wsl.exe --shutdown"},
+            ),
+            Fix(
+                "Enlarge Windows' paging file ('System managed size'), and update the GPU's driver."
+            ),
+        ),
+    ),
+    "nvml": (
+        "memory ran out, and NVML could not say who holds it",
+        (
+            Fix(
+                "See what uses the memory, and end it or use less: nvidia-smi; on a Jetson, where CPU "
+                "and GPU share it, tegrastats.",
+                code={"torch": "$ nvidia-smi\n$ free -g"},
+            ),
+            Fix(
+                "If nvidia-smi fails too, restart: the driver was updated under a running system. On a "
+                "MIG slice, check CUDA_VISIBLE_DEVICES.",
+            ),
+            _SMALLER_INPUT,
+        ),
+    ),
     "wddm-spill": (
         "more is allocated than the card has: Windows spills it into the computer's memory",
         (
@@ -701,6 +729,36 @@ FIXES: dict[str, tuple[str, tuple[Fix, ...]]] = {
             Fix(
                 "Let Paddle take memory as it needs it.",
                 code={"torch": "$ export FLAGS_allocator_strategy=auto_growth"},
+            ),
+        ),
+    ),
+    "llama-cpp": (
+        "llama.cpp's buffers do not fit the GPU",
+        (
+            Fix(
+                "Build llama.cpp to keep one copy of the compute buffer.",
+                "the pipeline's other copies",
+                {"torch": "$ cmake -B build -DGGML_CUDA=ON -DGGML_SCHED_MAX_COPIES=1"},
+                unless=("one copy",),
+            ),
+            Fix(
+                "Process fewer tokens at once (-ub) with flash attention (-fa on), and shorten the "
+                "context (-c).",
+                "part of the compute buffer, which grows with -ub and, without flash attention, -c",
+                {"torch": "$ llama-server -m MODEL.gguf -ub 128 -c 8192 -fa on"},
+                unless=("llama.cpp's weights", "llama.cpp's KV cache"),
+            ),
+            Fix(
+                "Shorten the context (-c), and keep the KV cache in 8 bits (-ctk, -ctv).",
+                "half of the KV cache, and what the shorter context leaves",
+                {"torch": "$ llama-server -m MODEL.gguf -c 8192 -fa on -ctk q8_0 -ctv q8_0"},
+                unless=("llama.cpp's weights",),
+            ),
+            Fix(
+                "Keep fewer layers on the GPU (-ngl), or experts of the first layers on the CPU "
+                "(--n-cpu-moe).",
+                "the weights of these layers",
+                {"torch": "$ llama-server -m MODEL.gguf -ngl 20 --n-cpu-moe 20"},
             ),
         ),
     ),

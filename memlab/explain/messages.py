@@ -33,6 +33,8 @@ _FIELDS = {
         rf"Unable to allocate {_SIZE}",  # of NumPy
         rf"Invalid buffer size: {_SIZE}",  # of MPS
         rf"Requested size was {_SIZE}",  # of TensorRT
+        rf"allocating {_SIZE} on device",  # of llama.cpp
+        r"failed to allocate \w{1,20} buffer of size (\d{1,20})()",
         rf"trying to map {_SIZE}",  # of expandable segments; compiled C++ code states nothing else
     ),
     "capacity": (
@@ -86,11 +88,13 @@ ERRORS = {
     "mlx": r"\[METAL\] Command buffer execution failed: Insufficient Memory|\[metal::malloc\]",
     "library": r"(?:CUBLAS|CUDNN|CUSPARSE|CUSOLVER)_STATUS_ALLOC_FAILED|Failed to CUDA calloc"
     r"|Cuda failure '?out of memory|Cuda failure 2\b|NCCL.{0,200}out of memory",
+    "llama": r"ggml_\w{1,60}: (?:allocating|failed to allocate) "
+    r"|alloc_tensor_range: failed to allocate",
     "bare": r"(?i:(?:CUDA|HIP|XPU|NPU|MPS)(?: backend)? out of memory|cuda driver error: out of mem"
     r"ory|(?:CUDA|HIP|cuda runtime|XPU|NPU) (?:error.{0,200}|failed with error )out of memory)"
     r"|OutOfMemoryError\b(?!: Task)"
     r"|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
-    r"|UR_RESULT_ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)|nvml.{0,60}CUDACachingAllocator",
+    r"|UR_RESULT_ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)|(?i:nvml).{0,160}CUDACachingAllocator",
     # CTranslate2 says "failed with status" of a cuDNN that it cannot load.
     "handle": r"(?<!failed with status )(?:CUBLAS|CUDNN)_STATUS_NOT_INITIALIZED",
     "shm": r"insufficient shared memory|signal: Bus error|out of shared memory|SIGBUS"

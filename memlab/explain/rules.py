@@ -27,7 +27,7 @@ from typing import Any
 
 from memlab.explain.advice import for_log
 from memlab.explain.findings import CAUSES, Finding
-from memlab.explain.text_causes import TextSituation, row_of
+from memlab.explain.text_causes import WSL, TextSituation, row_of
 
 Fact = Callable[[TextSituation], Any] | property | cached_property[Any]
 _S = TextSituation
@@ -102,6 +102,7 @@ def _quoted(part: str, pattern: re.Pattern[str], situation: TextSituation) -> st
 
 
 _ENOUGH = "{free} are free on the card, and the request of {requested} was refused"
+_COMMITTED = "Task Manager, Performance, Memory: is 'committed' near its limit?"
 _BATCH_OF_ONE = "Run one step with batch 1: if it fits, it is the batch; if not, weights and state."
 _AT = "memory ran out at {place}"
 _WEIGHTS = "{model} has {weights} of weights in 16 bits, and the card {whole}"
@@ -153,6 +154,12 @@ RULES: tuple[Rule, ...] = (
         "tensorflow",
     ),
     Rule("paddle", "paddleocr-645", ("the message is Paddle's: {said}",), "paddle"),
+    Rule(
+        "llama-cpp",
+        "ikllama-749",
+        ("llama.cpp asks for {requested} for {llama_buffer}", "its pipeline keeps {copies} copies"),
+        "llama",
+    ),
     Rule("mlx", "mlx-236", ("the message is Metal's, from MLX: {said}",), "mlx"),
     Rule(
         "request",
@@ -228,6 +235,17 @@ RULES: tuple[Rule, ...] = (
     Rule("not-oom", "mathformula-19", ("the log ends with: {said}",), "other"),
     # ------------------------------------------------ limits, the driver, other processes
     Rule(
+        "nvml",
+        "fal-478",
+        (
+            "the assert is in the function that writes PyTorch's out-of-memory message: it asked NVML "
+            "for the other processes, and NVML failed",
+            _AT,
+        ),
+        "bare",
+        error=r"(?i)nvml.{0,160}CUDACachingAllocator",
+    ),
+    Rule(
         "allocation-limit",
         "xputriton-7477",
         (
@@ -257,12 +275,30 @@ RULES: tuple[Rule, ...] = (
         decide="Search the code for set_per_process_memory_fraction.",
     ),
     Rule(
+        "wsl",
+        "chatglm-28",
+        (_ENOUGH, "the log is of WSL2: {match}"),
+        log=WSL,
+        when=(_S.much_free,),
+        decide=_COMMITTED,
+    ),
+    Rule(
+        "page-file",
+        "yolov5-1698",
+        (_ENOUGH, "on Windows every allocation also needs room in the paging file"),
+        when=(_S.much_free, _S.names_windows),
+        unless=(_S.on_hip,),
+        decide=_COMMITTED,
+    ),
+    Rule(
         "page-file",
         "framepack-233",
-        (_ENOUGH, "on Windows every allocation also needs room in the paging file"),
+        (_ENOUGH, "the message states the card's full size, as it does on Windows"),
         when=(_S.much_free, _S.windows),
         unless=(_S.on_hip,),
-        decide="Task Manager, Performance, Memory: is 'committed' near its limit?",
+        decide="On Windows: Task Manager, Performance, Memory: is 'committed' near its limit? On "
+        "Linux: the driver or a limit; allocate the same size in a new process.",
+        is_fallback=True,  # a card of another size may be meant
     ),
     Rule(
         "driver",

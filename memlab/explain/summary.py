@@ -25,11 +25,13 @@ HEADLINES = {  # of a log that ends otherwise than with PyTorch's message; by me
     "host": "the computer's own memory ran out",
     "shm": "shared memory ran out",
     "page-file": "Windows refused memory",
+    "llama": "llama.cpp out of memory",
     "library": "a CUDA library ran out of memory",
     "handle": "a CUDA library could not start",
     "fault": "it ends with an error that names no memory",
     "other": "it ends with an error that names no memory",
 }
+OTHER_SOFTWARE = "out of memory, in the words of other software than PyTorch"
 PHASES = {
     "setup": " while a model was loaded",
     **{name: f" in {name}" for name in ("forward", "backward", "optimizer")},
@@ -67,10 +69,10 @@ def _completed(s: Situation) -> str:
 
 def _log_headline(log: Log) -> str:
     message = log.message
-    if log.kind not in ("sized", "bare"):
-        return HEADLINES.get(log.kind, "out of memory, in the words of other software than PyTorch")
+    torchs = f"{message.backend} out of memory" if log.kind in ("sized", "bare") else ""
+    what = torchs or HEADLINES.get(log.kind, OTHER_SOFTWARE)
     if message.requested is None:
-        return f"{message.backend} out of memory; the message states no sizes"
+        return f"{what}; the message states no sizes" if torchs else what
     wrapped = message.requested >= MOST_BYTES
     asked = "a negative size" if wrapped else format_bytes(message.requested)
     parts = [f"{asked} requested"]
@@ -81,7 +83,7 @@ def _log_headline(log: Log) -> str:
     of = f" of {format_bytes(whole)}" if whole else ""
     where = "" if message.device is None else f" on GPU {message.device}"
     rank = "" if log.rank is None else f" (rank {log.rank})"
-    return f"{message.backend} out of memory{where}{rank}: {', '.join(parts)}{of}"
+    return f"{what}{where}{rank}: {', '.join(parts)}{of}"
 
 
 def device(found: Explanation) -> int | None:

@@ -48,7 +48,10 @@ _CHECKPOINTING = re.compile(
     r"(?i)(gradient|activation)[_ ]?checkpointing['\"]?[ \t]{0,4}([=:][ \t]{0,4}|is )?"
     r"(true|on\b|1|yes|enabled)"
 )
-_WINDOWS = re.compile(r"(?m)\b[A-Za-z]:\\|\\site-packages\\|WSL|wsl|WinError|microsoft-standard")
+WSL = r"/mnt/[a-z]/[\w./-]{0,60}|@DESKTOP-\w{1,20}|\b(?:WSL|wsl)\d?\b|microsoft-standard\S{0,20}"
+_WINDOWS = re.compile(rf"\b[A-Za-z]:\\|\\site-packages\\|WinError|{WSL}")
+_LLAMA_CPP = re.compile(r"\bggml[-_]\w|\bllama_\w{1,60}: ")
+_COPIES = re.compile(r"n_copies=(\d{1,3})")  # of llama.cpp's pipeline
 _UNIX = re.compile(r"(?<![\w.])/(?:home|root|usr|opt|data|content|workspace)/")
 _JAX_START = re.compile(  # its share is refused, or CUDA's libraries find no room beside it
     r"(?i)(unable to create StreamExecutor|failed call to cuDevicePrimaryCtxRetain"
@@ -216,11 +219,27 @@ class TextSituation:
         """Whether nothing trains: gradients are disabled, or an evaluation or loading ran."""
         names = r"sampl|inference|pipeline|generate|predict|ComfyUI|/vllm/|webui|Fooocus"
         seen = self.disables_grad or self.evaluates or self.in_setup or self.generates
+        seen = seen or bool(_LLAMA_CPP.search(self.log.text))
         return not self.in_backward and (seen or bool(re.search(names, self.frames)))
 
     @cached_property
     def recomputes(self) -> bool:
         return in_recompute(self.stack) or bool(_CHECKPOINTING.search(self.log.text))
+
+    @cached_property
+    def llama_buffer(self) -> str:
+        """Which of llama.cpp's buffers found no room, or ""."""
+        if self.log.kind != "llama":
+            return ""
+        if re.search(r"alloc_tensor_range|error loading model: unable to", self.log.text):
+            return "weights"
+        return "the KV cache" if "buffer for kv cache" in self.log.text else "its compute buffer"
+
+    @property
+    def copies(self) -> int:
+        """How many compute buffers llama.cpp's pipeline keeps; 0 if the log does not say."""
+        found = _COPIES.findall(self.log.text)
+        return int(found[-1]) if found and self.llama_buffer == "its compute buffer" else 0
 
     # ------------------------------------------------------------------ printed numbers
 
@@ -270,13 +289,18 @@ class TextSituation:
 
     @cached_property
     def windows(self) -> bool:
-        """Whether the log is of Windows or WSL: by a path, or since it states the card's full size.
+        """Whether the log may be of Windows: by a path, or since it states the card's full size.
 
         Linux states some hundred MiB less than the GiB that a card is sold with.
         """
         whole = (self.message.capacity or GIB // 2) / GIB
         full = whole > 1.9 and abs(whole - round(whole)) < 0.02
-        return bool(_WINDOWS.search(self.log.text)) or (full and not self.unix)
+        return self.names_windows or (full and not self.unix)
+
+    @property
+    def names_windows(self) -> bool:
+        """Whether the log has a path or word of Windows or WSL."""
+        return bool(_WINDOWS.search(self.log.text))
 
     @property
     def unix(self) -> bool:
@@ -508,6 +532,8 @@ class TextSituation:
             "model": model,
             "weights": format_bytes(round(2 * weights)),
             "no_room": self.jax_found_no_room,
+            "llama_buffer": self.llama_buffer,
+            "copies": str(self.copies) if self.copies > 1 else "",
             "node": f"{node[1]} of {node[2]}" if node else "",
             "user": "{1} with {0:g} GB".format(*max(users)) if users else "",
         }

@@ -430,3 +430,59 @@ def test_the_hint_to_compile_with_assertions_is_no_evidence():
     [first, *_] = explain_text(fault + hint).findings
     assert first.cause.name == "not-oom"
     assert "assert triggered" in first.evidence[0]
+
+
+ASSERT = (
+    'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/opt/pytorch/c10/cuda/CUDACachingAllocator.cpp":9'
+)
+MUCH_FREE = (
+    "CUDA out of memory. Tried to allocate 128.00 MiB (GPU 0; 44.99 GiB total capacity; 6.15 GiB "
+    "already allocated; 37.32 GiB free; 6.15 GiB reserved in total by PyTorch)"
+)
+
+
+def test_an_assert_of_the_message_itself_is_out_of_memory():
+    answer = repr(explain_text(f"RuntimeError: {ASSERT}"))
+    assert "memory ran out, and NVML could not say who holds it" in answer
+    assert "no memory problem" not in answer
+
+
+def test_a_message_without_a_sign_of_windows_could_be_windows_or_the_driver():
+    found = explain_text(MUCH_FREE)
+    assert [each.cause.name for each in found.findings[:2]] == ["page-file", "driver"]
+    assert not any(each.word.startswith("high") for each in found.findings)
+    assert "On Linux" in repr(found)
+
+
+@pytest.mark.parametrize(
+    "sign", ["root@DESKTOP-A:~#", "cd /mnt/c/chat", "Linux-5.15-microsoft-standard-WSL2-x86"]
+)
+def test_much_free_memory_in_wsl_is_told_of_its_limit(sign):
+    answer = repr(explain_text(f"{MUCH_FREE}\n{sign}"))
+    assert "cause: WSL2" in answer
+    assert ".wslconfig" in answer
+
+
+ALLOCATING = "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 2048.00 MiB on device 0: "
+ALLOCATING += "cudaMalloc failed: out of memory\n"
+COMPUTE = "ggml_gallocr_reserve_n: failed to allocate CUDA0 buffer of size 2147483648\n"
+COMPUTE += "llama_new_context_with_model: failed to allocate compute buffers"
+KV_CACHE = "llama_kv_cache_init: failed to allocate buffer for kv cache"
+LOADING = "llama_model_load: error loading model: unable to allocate CUDA0 buffer"
+
+
+@pytest.mark.parametrize(
+    ("log", "of_what", "option"),
+    [
+        (ALLOCATING + COMPUTE, "its compute buffer", "-ub 128"),
+        (f"(n_copies=4)\n{ALLOCATING}{COMPUTE}", "its compute buffer", "MAX_COPIES=1"),
+        (ALLOCATING + KV_CACHE, "the KV cache", "-ctk q8_0"),
+        (ALLOCATING + LOADING, "weights", "-ngl 20"),
+    ],
+)
+def test_llama_cpp_is_told_the_option_of_the_buffer_that_failed(log, of_what, option):
+    answer = repr(explain_text(log))
+    assert f"llama.cpp asks for 2.00 GiB for {of_what}" in answer
+    assert "2.00 GiB requested" in answer
+    assert option in answer
+    assert "accumulate" not in answer

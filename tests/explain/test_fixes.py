@@ -111,7 +111,17 @@ def test_the_arguments_of_transformers_trainer_exist():
 
 
 # Programs that a machine of tests lacks. Their options were tried once with their own parsers.
-STUBS = ("nvidia-smi", "docker", "sudo", "vllm", "mlx_lm.lora", "accelerate")
+STUBS = (
+    "nvidia-smi",
+    "docker",
+    "sudo",
+    "vllm",
+    "mlx_lm.lora",
+    "accelerate",
+    "wsl.exe",
+    "cmake",
+    "llama-server",
+)
 
 
 @pytest.mark.parametrize("name", SHELL)
