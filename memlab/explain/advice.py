@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from memlab.explain.findings import Finding
-from memlab.explain.fixes import Fix
+from memlab.explain.fixes import LENGTH, Fix
 from memlab.explain.messages import Message
 from memlab.explain.text_causes import TextSituation
 
@@ -67,6 +67,9 @@ DONE: dict[str, Callable[[TextSituation], bool]] = {
     "no worker": lambda s: not s.in_worker,
     "too large in 4 bits": lambda s: s.too_large_in_4_bits,
     "card full before JAX": lambda s: bool(s.jax_found_no_room),
+    "no kernel line": lambda s: not s.killed_bytes,
+    "no joined outputs": lambda s: not s.joins_outputs,
+    "no buffer": lambda s: not s.makes_buffer,
     "one copy": lambda s: s.copies < 2,
     "llama.cpp's weights": lambda s: s.llama_buffer == "weights",
     "llama.cpp's KV cache": lambda s: s.llama_buffer == "the KV cache",
@@ -79,7 +82,7 @@ DONE: dict[str, Callable[[TextSituation], bool]] = {
 def for_log(found: Finding, situation: TextSituation) -> Finding:
     """Return a finding with the fixes that fit its log, and the first one's code."""
     fits = [fix for fix in found.cause.fixes if _fits(fix, situation)] or found.cause.fixes[-1:]
-    fixes = tuple(in_words_of(fix, situation.message) for fix in fits)
+    fixes = tuple(in_words_of(_fitted(fix, situation), situation.message) for fix in fits)
     decide = _renamed(found.decide.format_map(situation.words), situation.message)
     return replace(found, fixes=fixes, decide=decide, code=code_for(fixes[0], situation.log.text))
 
@@ -88,6 +91,14 @@ def for_snapshot(found: Finding, files: str) -> Finding:
     """Return a finding with the fixes that need no word of a log, and the first one's code."""
     fixes = tuple(f for f in found.cause.fixes if not any(n.startswith("no") for n in f.unless))
     return replace(found, fixes=fixes, code=code_for(fixes[0], files))
+
+
+def _fitted(fix: Fix, situation: TextSituation) -> Fix:
+    """Return a fix with the length that fits, if the log says it."""
+    length = situation.fitting_tokens or LENGTH
+    return replace(
+        fix, code={name: code.replace(LENGTH, length) for name, code in fix.code.items()}
+    )
 
 
 def _fits(fix: Fix, situation: TextSituation) -> bool:

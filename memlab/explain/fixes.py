@@ -28,6 +28,7 @@ class Fix:
     unless: tuple[str, ...] = ()
 
 
+LENGTH = "8192"  # of a context, in code; replaced by the one that a log says to fit
 _EXPANDABLE = "$ export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 _HALVE = Fix(
     "Halve the batch, and accumulate gradients over two batches.",
@@ -387,6 +388,23 @@ FIXES: dict[str, tuple[str, tuple[Fix, ...]]] = {
         "the computer's own memory (RAM) ran out, not the GPU's",
         (
             Fix(
+                "Add memory or swap, or start fewer processes: each of them holds its own copy.",
+                code={"torch": "$ free -g"},
+                unless=("no kernel line",),
+            ),
+            Fix(
+                "Keep no outputs: this line joins those of all batches. Update the metric after each "
+                "batch instead.",
+                "the outputs of all batches but one",
+                unless=("no joined outputs",),
+            ),
+            Fix(
+                "Make the buffer that this line makes smaller, or keep its arrays in a file "
+                "(numpy.memmap).",
+                "half of it with half of its length",
+                unless=("no buffer",),
+            ),
+            Fix(
                 "Let Ray start fewer tasks at once: state the memory that each of them needs.",
                 "the tasks that then wait for memory",
                 {"ray": "task.options(memory=16 * 2**30, num_cpus=4).remote(data)"},
@@ -562,7 +580,7 @@ FIXES: dict[str, tuple[str, tuple[Fix, ...]]] = {
             Fix(
                 "Shorten the context, or spread the weights over more GPUs. If nothing else uses the "
                 "card, raise --gpu-memory-utilization.",
-                "the KV cache shrinks with --max-model-len × --max-num-seqs",
+                "part of the KV cache, which shrinks with --max-model-len × --max-num-seqs",
                 {
                     "torch": "LLM(model, max_model_len=8192, max_num_seqs=64)",
                     "vllm": "$ vllm serve MODEL --max-model-len 8192 --max-num-seqs 64",

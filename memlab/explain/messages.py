@@ -32,6 +32,7 @@ _FIELDS = {
         rf"Requested {{1,25}}: {_SIZE}",  # of cudaMallocAsync, which writes one field a line
         rf"Unable to allocate {_SIZE}",  # of NumPy
         rf"Invalid buffer size: {_SIZE}",  # of MPS
+        rf"Cannot allocate {_SIZE} memory on GPU",  # of Paddle
         rf"Requested size was {_SIZE}",  # of TensorRT
         rf"allocating {_SIZE} on device",  # of llama.cpp
         r"failed to allocate \w{1,20} buffer of size (\d{1,20})()",
@@ -48,6 +49,7 @@ _FIELDS = {
         rf"; {_SIZE} free[;)]",
         rf"Free \(according to CUDA\) ?: {_SIZE}",
         r"\(free: (\d{1,20})(), total:",
+        rf"available memory is only {_SIZE}",
     ),
     "process": (rf"this process has {_SIZE} memory in use",),
     "allowed": (rf"{_SIZE} allowed;", rf"max allowed: {_SIZE}", rf"memory fraction\) ?: {_SIZE}"),
@@ -56,6 +58,7 @@ _FIELDS = {
         rf"{_SIZE} already allocated",
         rf"MPS allocated: {_SIZE}",
         rf"Currently allocated {{1,20}}: {_SIZE}",
+        rf"on GPU \d{{1,4}}, {_SIZE} memory has been allocated",
     ),
     "reserved": (rf"{_SIZE} reserved in total by PyTorch",),
     "unallocated": (rf"{_SIZE} is reserved by PyTorch but unallocated", rf"{_SIZE} cached[;)]"),
@@ -82,7 +85,8 @@ ERRORS = {
     "jax": r"XlaRuntimeError|JaxRuntimeError|RESOURCE_EXHAUSTED: (?:Out of memory|Failed to alloc"
     r"|Error (?:loading|allocating)|Attempting to|Allocation \(size|.{0,80}Ran out of memory in)"
     r"|external/org_tensorflow/|external/xla/|Out\s{1,9}of memory while trying to allocate",
-    "paddle": r"Out of memory error on GPU|paddle[./](?:fluid|phi)[./]\w",
+    "paddle": r"Out of memory error on GPU",
+    "paddle-path": r"paddle[./](?:fluid|phi)[./]\w",  # below the message, which may be cut off
     "tensorflow": r"OOM when allocating tensor|ResourceExhaustedError|tensorflow/\w{1,40}/"
     r"|failed to allocate [\d.]{1,20}[KMGT] \(|Could not create cudnn handle|GPU_\d_bfc",
     "mlx": r"\[METAL\] Command buffer execution failed: Insufficient Memory|\[metal::malloc\]",

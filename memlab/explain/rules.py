@@ -153,7 +153,7 @@ RULES: tuple[Rule, ...] = (
         ("the message is TensorFlow's: {said}",),
         "tensorflow",
     ),
-    Rule("paddle", "paddleocr-645", ("the message is Paddle's: {said}",), "paddle"),
+    Rule("paddle", "paddleocr-645", ("the message is Paddle's: {said}",), "paddle paddle-path"),
     Rule(
         "llama-cpp",
         "ikllama-749",
@@ -180,8 +180,8 @@ RULES: tuple[Rule, ...] = (
         (
             "the request of {requested} is {times} times the card's {whole}; it would not fit on an "
             "empty card",
+            "the line that asks for it: {asking}",
             "{requested} are requested at once",
-            "the line that asks for it: {place}",
         ),
         SIZED,
         when=(_S.larger_than_card,),
@@ -213,6 +213,13 @@ RULES: tuple[Rule, ...] = (
         "vin-7",
         ("the node used {node}, most of it {user}", "the log ends with: {said}", _AT),
         "host",
+    ),
+    Rule(
+        "host-ram",
+        "qwenvl-135",
+        ("the kernel killed a process that held {killed} of RAM", "the log says: {said}"),
+        "killed",
+        error=r"Out of memory: Killed process \d{1,9}",
     ),
     Rule(
         "host-ram",
@@ -577,6 +584,18 @@ RULES: tuple[Rule, ...] = (
         ("{elsewhere} of {whole} ({share}) are used outside this process", "{processes}"),
         when=(_S.others_some, _S.states_own),
         unless=(_S.others_like_a_desktop, _S.ran_before),  # many steps fitted beside the others
+    ),
+    Rule(
+        "batch",
+        "so-70074789",
+        ("the request of {requested} alone is larger than the {free} that are free",),
+        when=(
+            lambda s: (s.message.requested or 0) > (s.message.free or 2**63),
+            lambda s: (s.message.requested or 0) > 1.5 * (s.message.allocated or 2**63),
+        ),
+        unless=(_S.has_traceback, lambda s: re.search(_LANGUAGE + "|attn|atten", s.log.text)),
+        decide="Print the shapes of the failing line's tensors: which of them is that large?",
+        is_fallback=True,
     ),
     Rule(
         "sequence",

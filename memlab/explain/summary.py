@@ -70,7 +70,8 @@ def _completed(s: Situation) -> str:
 def _log_headline(log: Log) -> str:
     message = log.message
     torchs = f"{message.backend} out of memory" if log.kind in ("sized", "bare") else ""
-    what = torchs or HEADLINES.get(log.kind, OTHER_SOFTWARE)
+    sized = message.requested is not None
+    what = torchs or HEADLINES.get(log.kind, "out of memory" if sized else OTHER_SOFTWARE)
     if message.requested is None:
         return f"{what}; the message states no sizes" if torchs else what
     wrapped = message.requested >= MOST_BYTES
@@ -180,6 +181,11 @@ def size_rows(message: Message) -> list[tuple[str, str]]:
     )
     rows = [(words, format_bytes(size)) for words, size in fields if size is not None]
     return rows + [(f"process {pid}", format_bytes(size)) for pid, size in message.processes]
+
+
+def others(message: Message) -> str:
+    """Return the other processes that a message names, on one line."""
+    return "; ".join(f"process {pid} has {format_bytes(size)}" for pid, size in message.processes)
 
 
 def growth_lines(s: Situation) -> Iterator[str]:

@@ -51,6 +51,8 @@ _CHECKPOINTING = re.compile(
 WSL = r"/mnt/[a-z]/[\w./-]{0,60}|@DESKTOP-\w{1,20}|\b(?:WSL|wsl)\d?\b|microsoft-standard\S{0,20}"
 _WINDOWS = re.compile(rf"\b[A-Za-z]:\\|\\site-packages\\|WinError|{WSL}")
 _LLAMA_CPP = re.compile(r"\bggml[-_]\w|\bllama_\w{1,60}: ")
+_RSS = re.compile(r"(?:anon|file|shmem)-rss:(\d{1,12})kB")  # of the kernel's line
+_TORCH = re.compile(r"-packages/torch/")
 _COPIES = re.compile(r"n_copies=(\d{1,3})")  # of llama.cpp's pipeline
 _UNIX = re.compile(r"(?<![\w.])/(?:home|root|usr|opt|data|content|workspace)/")
 _JAX_START = re.compile(  # its share is refused, or CUDA's libraries find no room beside it
@@ -240,6 +242,26 @@ class TextSituation:
         """How many compute buffers llama.cpp's pipeline keeps; 0 if the log does not say."""
         found = _COPIES.findall(self.log.text)
         return int(found[-1]) if found and self.llama_buffer == "its compute buffer" else 0
+
+    @property
+    def killed_bytes(self) -> int:
+        """The RAM of the process that the kernel killed; 0 if no line of the kernel says it."""
+        return 1024 * sum(int(kib) for kib in _RSS.findall(self.log.error))
+
+    @property
+    def joins_outputs(self) -> bool:
+        return self.on_host and bool(re.search(r"\b(cat|concat\w{0,6}|v?stack)\(", self.code))
+
+    @property
+    def makes_buffer(self) -> bool:
+        """Whether a buffer of NumPy's arrays is made, such as the observations of a replay."""
+        return "for an array with shape" in self.log.error and "buffer_size" in self.code
+
+    @property
+    def fitting_tokens(self) -> str:
+        """The number of tokens that vLLM's KV cache has room for, or ""."""
+        match = re.search(r"stored in KV cache \((\d{1,9})\)", self.log.text)
+        return match[1] if match else ""
 
     # ------------------------------------------------------------------ printed numbers
 
@@ -515,6 +537,8 @@ class TextSituation:
             **{name: format_bytes(n) if n is not None else "" for name, n in sizes.items()},
             "said": self.log.said,
             "place": str(self.log.line or ""),
+            "asking": self._asking,
+            "killed": format_bytes(self.killed_bytes) if self.killed_bytes else "",
             "last": str(self.log.lines[-1].frame) if self.log.lines else "",
             "phase": self.phase,
             "share": f"{share(self.elsewhere, message.capacity or 0):.0%}",
@@ -537,6 +561,12 @@ class TextSituation:
             "node": f"{node[1]} of {node[2]}" if node else "",
             "user": "{1} with {0:g} GB".format(*max(users)) if users else "",
         }
+
+    @property
+    def _asking(self) -> str:
+        """The innermost line outside torch, which may be a library's."""
+        outside = (line for line in reversed(self.log.lines) if not _TORCH.search(row_of(line)))
+        return str(next(outside, ""))
 
     @property
     def _gradients(self) -> str:

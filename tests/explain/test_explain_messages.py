@@ -486,3 +486,92 @@ def test_llama_cpp_is_told_the_option_of_the_buffer_that_failed(log, of_what, op
     assert "2.00 GiB requested" in answer
     assert option in answer
     assert "accumulate" not in answer
+
+
+ON_HOST = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 24053760000 bytes."
+ARRAY = (
+    "numpy.core._exceptions._ArrayMemoryError: Unable to allocate 26.3 GiB for an array with shape "
+)
+ARRAY += "(1000000, 1, 4, 84, 84) and data type uint8"
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "remedy"),
+    [
+        ("out = torch.cat(v, dim=0)", ON_HOST, "Keep no outputs"),
+        ("self.obs = np.zeros((self.buffer_size, 4))", ARRAY, "Make the buffer"),
+        ("data = load(path)", ON_HOST, "Keep less in RAM"),
+    ],
+)
+def test_the_remedy_of_host_memory_is_about_the_line_that_asks(source, error, remedy):
+    frame = f'  File "run.py", line 9, in <module>\n    {source}'
+    first = explain_text(f"Traceback (most recent call last):\n{frame}\n{error}").findings[0]
+    assert first.cause.name == "host-ram"
+    assert first.todo[0].startswith(remedy)
+
+
+def test_a_line_of_the_kernel_says_what_the_killed_process_held():
+    line = "[8563.77] Out of memory: Killed process 41 (python) total-vm:79905000kB, "
+    line += "anon-rss:2097152kB, file-rss:0kB, shmem-rss:1048576kB, UID:1000"
+    answer = repr(explain_text(line))
+    assert "held 3.00 GiB of RAM" in answer
+    assert "Add memory or swap" in answer
+    assert "dmesg" not in answer
+
+
+def test_vllm_is_told_the_length_that_fits():
+    log = "ValueError: The model's max seq len (8192) is larger than the maximum number of tokens "
+    log += "that can be stored in KV cache (6048)."
+    [first, *_] = explain_text(log).findings
+    assert "6048" in first.code
+    assert "8192" not in first.code
+
+
+def test_a_request_larger_than_what_is_free_is_no_attention_without_a_sign_of_it():
+    message = (
+        "CUDA out of memory. Tried to allocate 5.37 GiB (GPU 0; 7.79 GiB total capacity; 742.54 "
+    )
+    message += "MiB already allocated; 5.13 GiB free; 792.00 MiB reserved in total by PyTorch)"
+    [first, *_] = explain_text(message).findings
+    assert first.cause.name == "batch"
+    assert first.evidence[0].startswith("the request of 5.37 GiB alone is larger than the 5.13 GiB")
+    attends = '  File "run.py", line 9, in attention\n    y = self.attention(x)\n'
+    traceback = f"Traceback (most recent call last):\n{attends}{message}"
+    assert explain_text(traceback).cause == "sequence"
+
+
+def test_a_request_larger_than_the_card_shows_the_line_of_the_library_that_asks():
+    cell = "RuntimeError    Traceback (most recent call last)\n"
+    cell += "Cell In[9], line 3\n----> 3 model.fit(x)\n\n"
+    library = "~/site-packages/geometric/dense.py in to_dense(edges)\n"
+    library += "---> 48     adj = torch.zeros(size)\n\n"
+    torchs = "~/site-packages/torch/functional.py in g(x)\n---> 7     return h(x)\n\n"
+    message = (
+        "RuntimeError: CUDA out of memory. Tried to allocate 597.53 GiB (GPU 0; 16.00 GiB total "
+    )
+    message += "capacity; 1.32 GiB already allocated; 12.78 GiB free; 1.35 GiB reserved in total)"
+    answer = repr(explain_text(cell + library + torchs + message))
+    assert "48 to_dense: adj = torch.zeros(size)" in answer.replace("\n  ", " ")
+
+
+def test_the_sizes_of_paddles_message_are_shown():
+    log = (
+        "Out of memory error on GPU 0. Cannot allocate 25.0MB memory on GPU 0, available memory is "
+    )
+    log += "only 15.0MB.\n(at /paddle/paddle/fluid/memory/allocation/cuda_allocator.cc:69)"
+    [headline, *_] = repr(explain_text(log)).splitlines()
+    assert headline == "log: out of memory on GPU 0: 25.00 MiB requested, 15.00 MiB free"
+
+
+def test_the_processes_that_a_message_names_are_in_the_answer():
+    message = (
+        "CUDA out of memory. Tried to allocate 26.00 MiB. GPU 0 has a total capacity of 11.66 GiB "
+    )
+    message += "of which 9.81 MiB is free. Process 89 has 618.00 MiB memory in use. Including "
+    message += (
+        "non-PyTorch memory, this process has 11.04 GiB memory in use. Of the allocated memory "
+    )
+    message += (
+        "10.60 GiB is allocated by PyTorch, and 163.19 MiB is reserved by PyTorch but unallocated."
+    )
+    assert repr(explain_text(message)).count("process 89 has 618.00 MiB") == 1
