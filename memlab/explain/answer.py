@@ -35,7 +35,7 @@ def _lines(found: Explanation, most_evidence: int) -> Iterator[str]:
     first, *others = found.findings
     yield paragraph(f"{summary.title_of_causes(found)}: {titled(first)}")
     yield from (clipped(f"  - {line}") for line in first.evidence[:most_evidence])
-    beside = summary.others(found.log.message) if found.log else ""
+    beside = found.log.message.others if found.log else ""
     if beside and beside not in first.evidence[:most_evidence]:
         yield clipped(f"  - beside it: {beside}")
     remedy = next(summary.advice(first, found.replays), "")

@@ -19,6 +19,7 @@ from memlab.explain import tracebacks
 from memlab.explain.findings import CONTEXT_BYTES
 from memlab.explain.frames import is_user
 from memlab.explain.tracebacks import Line, Row
+from memlab.units import format_bytes
 
 _SIZE = r"(\d{1,20}(?:\.\d{1,9})?) ?(TiB|GiB|MiB|KiB|TB|GB|MB|KB|kB|bytes|B)(?![a-zA-Z])"
 _BINARY = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}  # by the unit's first letter
@@ -197,6 +198,11 @@ class Message:
             return self.other_allocations
         ours = self.process if self.process is not None else self.reserved_bytes
         return None if ours is None else max(0, self.capacity - self.free - ours)
+
+    @property
+    def others(self) -> str:
+        """The other processes that the message names, on one line."""
+        return "; ".join(f"process {pid} has {format_bytes(size)}" for pid, size in self.processes)
 
     @property
     def outside_pytorch(self) -> int | None:

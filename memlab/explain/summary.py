@@ -183,11 +183,6 @@ def size_rows(message: Message) -> list[tuple[str, str]]:
     return rows + [(f"process {pid}", format_bytes(size)) for pid, size in message.processes]
 
 
-def others(message: Message) -> str:
-    """Return the other processes that a message names, on one line."""
-    return "; ".join(f"process {pid} has {format_bytes(size)}" for pid, size in message.processes)
-
-
 def growth_lines(s: Situation) -> Iterator[str]:
     """Yield the growth from step to step and the lines that leave memory behind."""
     steps = s.growth[1:]

@@ -528,7 +528,6 @@ class TextSituation:
         sizes = {name: getattr(message, name) for name in names}
         sizes |= {"whole": self.whole or None, "elsewhere": self.elsewhere or None}
         sizes |= {"other": message.other_allocations, "process": message.process}
-        processes = [f"process {pid} has {format_bytes(size)}" for pid, size in message.processes]
         steps = self.log.steps_done
         model, weights = self.log.model if 0 < self.model_bits < 16 and self.log.model else ("", 0)
         node = _NODE.search(self.log.text)
@@ -543,7 +542,7 @@ class TextSituation:
             "phase": self.phase,
             "share": f"{share(self.elsewhere, message.capacity or 0):.0%}",
             "times": f"{(message.requested or 0) / self.whole:.1f}" if self.whole else "",
-            "processes": "; ".join(processes),
+            "processes": message.others,
             "function": self.evaluation.name if self.evaluation else "",
             "gradients": self._gradients if self.evaluation else "",
             "steps": f"{steps:,}" if steps else "",
