@@ -145,12 +145,11 @@ def _show_finding(found: Explanation, number: int, finding: Finding) -> None:
     echo("\n" + paragraph(f"{title}: {titled(finding)}"))
     for line in finding.evidence:
         echo(paragraph(f"  - {line}"))
-    if number == 0:
-        for line in [*summary.advice(finding, found.replays)][: MOST_ADVICE + 1]:
-            echo(paragraph(f"  → {line}"))
-    elif first := next(summary.advice(finding, found.replays), None):
-        echo(paragraph(f"  → {first}"))
-    echo("\n".join(f"      {line}" for line in finding.code.splitlines()))
+    most = MOST_ADVICE + 1 if number == 0 else 1
+    for line in [*summary.advice(finding, found.replays)][:most]:
+        echo(paragraph(f"  → {line}"))
+        if line == finding.todo[0] and finding.code:  # it is the code of the first fix
+            echo("\n".join(f"      {row}" for row in finding.code.splitlines()))
     if finding.decide:
         echo(paragraph(f"  to find out: {finding.decide}"))
     echo(paragraph(f"  {basis(finding)}"))

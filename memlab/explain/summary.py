@@ -31,6 +31,7 @@ HEADLINES = {  # of a log that ends otherwise than with PyTorch's message; by me
     "fault": "it ends with an error that names no memory",
     "other": "it ends with an error that names no memory",
 }
+OF_OTHERS = ("jax", "paddle", "paddle-path", "tensorflow", "mlx", "llama")  # kinds of a log
 OTHER_SOFTWARE = "out of memory, in the words of other software than PyTorch"
 PHASES = {
     "setup": " while a model was loaded",
@@ -251,7 +252,8 @@ def replay_note(replayed: Replays | None, situation: Situation | None) -> str:
 def needs_recording(found: Explanation) -> bool:
     """Whether a snapshot of the next run would say more."""
     if found.log:
-        return found.log.message.backend in ("CUDA", "HIP")
+        torchs = found.log.kind not in OF_OTHERS
+        return torchs and found.log.message.backend in ("CUDA", "HIP")
     s = found.situation
     if found.kind == "snapshot" and s and s.history.has_frames and s.history.length:
         return False  # it is such a recording

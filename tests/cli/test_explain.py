@@ -240,3 +240,12 @@ def test_a_recording_without_stacks_says_that_its_categories_are_ambiguous(
     path = tmp_path / "recording.json"
     path.write_text(json.dumps(history(trace())), encoding="utf-8")
     assert "ambiguous" in memlab_command("explain", path, "--all").out
+
+
+def test_code_stands_below_the_remedy_that_it_belongs_to(memlab_command, tmp_path):
+    message = "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 23.65 GiB total capacity; "
+    message += "21.10 GiB already allocated; 1.20 GiB free; 21.30 GiB reserved in total by PyTorch)"
+    (tmp_path / "oom.txt").write_text(message, encoding="utf-8")
+    rows = memlab_command("explain", tmp_path / "oom.txt", "--all").out.splitlines()
+    place = rows.index("      (loss / 2).backward()")
+    assert rows[place - 1] == "  → Halve the batch, and accumulate gradients over two batches."

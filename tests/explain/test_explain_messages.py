@@ -5,6 +5,7 @@ import pytest
 import memlab
 from memlab.explain import explain_text
 from memlab.explain.messages import read_log
+from memlab.explain.summary import needs_recording
 
 GIB, MIB = 2**30, 2**20
 
@@ -575,3 +576,8 @@ def test_the_processes_that_a_message_names_are_in_the_answer():
         "10.60 GiB is allocated by PyTorch, and 163.19 MiB is reserved by PyTorch but unallocated."
     )
     assert repr(explain_text(message)).count("process 89 has 618.00 MiB") == 1
+
+
+def test_a_log_of_other_software_is_not_told_to_record_with_torch():
+    assert not needs_recording(explain_text(ALLOCATING + COMPUTE))
+    assert needs_recording(explain_text(TORCH_1_13))
