@@ -11,7 +11,7 @@ REASONS = {
     "CNN": "cuDNN's workspaces decide how freed blocks are used again",
     "own convolutions": "cuDNN chooses the workspaces; a rule predicts them",
     "own recurrent": "cuDNN's workspaces for recurrent layers are undocumented",
-    "own compiled": "predicted as if it ran uncompiled",
+    "own compiled": "the order of blocks; workspaces of convolutions; what a checkpoint keeps",
     "own transformers": "the order of some frees differs",
 }
 
