@@ -110,7 +110,8 @@ def test_the_arguments_of_transformers_trainer_exist():
     assert "preprocess_logits_for_metrics" in known
 
 
-# Programs that a machine of tests lacks. Their options were tried once with their own parsers.
+# Programs that a machine of tests lacks. docker's and mlx_lm's options were tried once with their
+# own parsers; the others' were read in their documentation.
 STUBS = (
     "nvidia-smi",
     "docker",
