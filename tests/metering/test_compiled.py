@@ -101,13 +101,13 @@ def a_function():
     return step, None, None
 
 
-@pytest.mark.parametrize(
-    "build",
-    quick(
-        [pointwise, a_function],
-        [pointwise, gpt, graph_break, dynamic, without_gradients, a_function],
-    ),
+COMPILED_STEPS = quick(
+    [pointwise, a_function],
+    [pointwise, gpt, graph_break, dynamic, without_gradients, a_function],
 )
+
+
+@pytest.mark.parametrize("build", COMPILED_STEPS)
 def test_every_allocation_equals_the_compiled_codes(build):
     step, model, optimizer = compiled(build)
     before = record(step, warm_up=step)
@@ -142,13 +142,7 @@ def test_compiling_during_a_measurement_does_not_change_it(build):
     assert first.peak_bytes == later.peak_bytes
 
 
-@pytest.mark.parametrize(
-    "build",
-    quick(
-        [pointwise, a_function],
-        [pointwise, gpt, graph_break, dynamic, without_gradients, a_function],
-    ),
-)
+@pytest.mark.parametrize("build", COMPILED_STEPS)
 def test_a_dry_run_counts_every_allocation_of_compiled_code(build):
     step, model, optimizer = compiled(build)
     real = memlab.measure(step, model=model, optimizer=optimizer)
