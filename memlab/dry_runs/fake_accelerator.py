@@ -262,8 +262,8 @@ def _cast_on_cpu(cast: Callable[..., Any]) -> Callable[..., Any]:
 # ------------------------------------------------------------------ torch.cuda and other backends
 
 
-class _Generator(torch.Generator):
-    def __new__(cls, device: Any = "cpu") -> "_Generator":
+class Generator(torch.Generator):
+    def __new__(cls, device: Any = "cpu") -> "Generator":
         return super().__new__(cls, _to_cpu(device))  # type: ignore[call-arg]  # not in the stubs
 
     def set_state(self, new_state: torch.Tensor) -> torch.Generator:
@@ -383,7 +383,7 @@ STAND_INS: Replacements = {
     "never": _always(lambda *args, **kwargs: False),
     "bf16_supported": _always(lambda *args, **kwargs: True),
     "parse_to": _to,
-    "generator": _always(_Generator),
+    "generator": _always(Generator),
     "save": nothing,
     "jit_save": nothing,
     "capturable": _always(_capturable),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from memlab.configs.targets import Target
-from memlab.dry_runs.fake_accelerator import StandIn
+from memlab.dry_runs.fake_accelerator import Generator, StandIn
 from memlab.internals.replacing import always
 from memlab.prediction.fake_gpu import properties
 from memlab.world.entering import ByName, Replacements
@@ -21,8 +21,8 @@ _CUDA = torch.device("cuda", 0)
 IMPLEMENTATION = ("torch._subclasses", "memlab")
 
 
-class _Generator(torch.Generator):
-    """A generator that graphs pass to random operators; nothing draws from it."""
+class _Generator(Generator):
+    """A GPU's generator. Compiled code passes it to random operators; nothing draws from it."""
 
     device = _CUDA
 
@@ -30,8 +30,9 @@ class _Generator(torch.Generator):
         return self
 
 
-def cpu_generator(real: Any) -> Callable[[Any], torch.Generator]:
-    return lambda device: _Generator()
+def generators(count: int) -> Callable[[Any], tuple[Generator, ...]]:
+    """Return what replaces the generators of this many GPUs."""
+    return always((_Generator(),) * count)
 
 
 def device_of_buffers(device: str) -> torch.device:
@@ -51,7 +52,6 @@ def stand_ins(target: Target) -> Replacements:
         "kernels_device": _on_stand_in,
         "graphs_device": _on_cuda,
         "folded_on_cpu": _folded,
-        "cpu_generator": cpu_generator,
         "compilers_gpu": ByName(
             lambda name: always(staticmethod(_answering(answers.get(name, 0))))
         ),

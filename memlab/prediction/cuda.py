@@ -259,7 +259,7 @@ class _CudaDryRun(dry_run):
             "raw_stream": _stream_0,
             "empty_cache": self._with_empty_cache,
             "on_device": _with_device,
-            "cpu_generator": compiled.cpu_generator,
+            "generators": compiled.generators(self._gpus),
             **({"forget_casts": forget_casts} if self.kernels.autocast == "cuda" else {}),
         }
 

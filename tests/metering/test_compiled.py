@@ -7,6 +7,8 @@ import pytest
 import torch
 from quick import quick
 from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import memlab
 from memlab.dry_runs.compiled import COMPILED, UNCOMPILED
@@ -76,6 +78,18 @@ def gpt():
     return trained(GPT(config), tokens, tokens)
 
 
+class Checkpointed(Pointwise):
+    """A recomputed layer with dropout, whose random state compiled code keeps."""
+
+    def forward(self, x):
+        h = checkpoint(lambda x: F.dropout(self.up(x).sin(), 0.5), x, use_reentrant=False)
+        return self.down(h).square().mean()
+
+
+def checkpointed():
+    return trained(Checkpointed(), torch.randn(512, 32))
+
+
 def graph_break():
     return trained(Broken(), torch.randn(512, 32))
 
@@ -103,7 +117,7 @@ def a_function():
 
 COMPILED_STEPS = quick(
     [pointwise, a_function],
-    [pointwise, gpt, graph_break, dynamic, without_gradients, a_function],
+    [pointwise, gpt, checkpointed, graph_break, dynamic, without_gradients, a_function],
 )
 
 
@@ -168,6 +182,12 @@ def test_a_prediction_counts_the_code_that_inductor_generates_for_the_gpu():
     saved = 512 * 256 * 4  # of a dozen pointwise operators, only the input
     assert trace.at_peak["activations"] < 3 * saved
     assert any(event.operator == "compiled code" for event in trace.events)
+
+
+def test_a_prediction_counts_what_compiled_code_recomputes():
+    trace = memlab.predict(checkpointed)
+    assert any(note.startswith(COMPILED) for note in trace.notes)
+    assert trace.at_peak["activations"] < 512 * 256 * 4 + 512 * 256  # the output and a mask
 
 
 def test_what_cannot_be_compiled_is_counted_uncompiled(monkeypatch):

@@ -207,3 +207,13 @@ def test_libraries_have_caches_of_their_own_in_a_prediction(monkeypatch):
         assert heard(ask)
     assert library.is_cuda() == before
     assert shared == {"device": "cpu"}
+
+
+def test_the_gpu_has_a_generator():
+    """torch.compile's functions take one, where checkpointed blocks draw random numbers."""
+
+    def build():
+        [generator] = torch.cuda.default_generators
+        return lambda: generator.clone_state().manual_seed(3), None, None
+
+    memlab.predict(build, device="cuda:h100")
