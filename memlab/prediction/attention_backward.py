@@ -4,10 +4,11 @@
                gradients of keys and values for all heads (flash_api.cpp, `mha_bwd`)
     efficient  a float32 row sum (B, H, T) and a workspace: float32 tiles of the queries' gradient,
                each with a lock of 16 bytes. Head dimensions above 128 also need tiles of the keys'
-               and values' gradients (attention_backward.cu, kernel_backward.h)
+               and values' gradients. For float32 inputs, torch's operators compute the row sum
+               first, from a product (attention_backward.cu, kernel_backward.h)
     cudnn      one workspace. cuDNN's frontend, which is open, puts a float32 gradient of the
-               queries and a row sum into it (scaled_dot_product_flash_attention.h). What the
-               closed kernels add is unknown
+               queries and a row sum into it (scaled_dot_product_flash_attention.h). The closed
+               kernels add 256 bytes on an H200, and need as many in forward (cuDNN 9.19)
 
 A tile of efficient attention has 64 × 64 elements. Head dimensions above 64 use larger tiles on
 GPUs with more shared memory per thread block (V100 and data center GPUs from A100).
@@ -35,10 +36,13 @@ def flash_scratch(query: torch.Tensor, key: torch.Tensor) -> Sizes:
     return tuple(buffers)
 
 
+CUDNN_FORWARD: Sizes = (256,)
+
+
 def cudnn_scratch(query: torch.Tensor) -> Sizes:
-    """Return the part of cuDNN's workspace that its frontend asks for."""
+    """Return cuDNN's workspace in backward."""
     B, H, T, D = query.shape
-    return (4 * B * H * T * D + 4 * B * H * T,)
+    return (4 * B * H * T * D + 4 * B * H * T + sum(CUDNN_FORWARD),)
 
 
 # ------------------------------------------------------------------ efficient attention
@@ -62,6 +66,15 @@ def efficient_scratch(
     copy = () if grad.transpose(1, 2).is_contiguous() else (grad.nbytes,)
     row_sums = 4 * B * H * T
     return (*copy, row_sums, _efficient_workspace(query, key, value, capability))
+
+
+def efficient_product(grad: torch.Tensor) -> Sizes:
+    """Return the product of output and its gradient, whose row sums a float32 kernel reads, the
+    sums, and their contiguous copy."""
+    if grad.dtype != torch.float32:
+        return ()  # the kernel computes the row sums
+    B, H, T, _ = grad.shape
+    return (grad.nbytes, *(4 * B * H * T,) * (1 if 1 in (H, T) else 2))
 
 
 def _efficient_workspace(

@@ -15,7 +15,7 @@ from memlab.internals.torch_internals import DisableTorchFunction
 from memlab.metering.casts import Casts
 from memlab.metering.registry import REGISTRY
 from memlab.metering.storages import StorageMeter
-from memlab.prediction import bitsandbytes_kernels, convolutions
+from memlab.prediction import attention_backward, bitsandbytes_kernels, convolutions
 from memlab.prediction.scratch import scratch_bytes
 from memlab.prediction.substitutes import Substitutes
 from memlab.trace import EMPTY_CACHE
@@ -23,6 +23,11 @@ from memlab.trace import EMPTY_CACHE
 # Fake tensors treat this device as different from "cpu"; the dispatcher treats both as the CPU.
 CUDA = torch.device("cpu", 0)
 _CONVOLUTIONS = (convolutions.FORWARD, convolutions.BACKWARD)
+_ALLOCATED_FIRST = {  # how many of the last results
+    torch.ops.aten.native_dropout.default: 1,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default: 2,
+}
+_EFFICIENT_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 
 
 class Prediction(Protocol):
@@ -80,14 +85,17 @@ class PredictionMeter(StorageMeter):
         return result
 
     def _in_order_of_allocation(self, func: Any, results: list[torch.Tensor]) -> list[torch.Tensor]:
-        # native/cuda/Dropout.cu allocates the mask, the second result, before the output.
-        is_reversed = func is torch.ops.aten.native_dropout.default
-        return results[::-1] if is_reversed else results
+        # native/cuda/Dropout.cu allocates the mask, the second result, before the output; cuDNN's
+        # attention its random seed and offset, the last ones (recorded on an H200).
+        last = _ALLOCATED_FIRST.get(func, 0)
+        return results[len(results) - last :] + results[: len(results) - last]
 
     def _scratch(self, func: Any, args: Any, kwargs: Any, result: Any) -> Iterator[Sequence[int]]:
         if func in _CONVOLUTIONS:
             yield from convolutions.scratch_bytes(func, args, result, self._prediction.target)
         else:
+            if func is _EFFICIENT_BACKWARD:
+                yield attention_backward.efficient_product(args[0])
             yield scratch_bytes(func, args, kwargs, result, self._prediction.target)
 
     def _decomposition(self, func: Any) -> Callable[..., Any] | None:

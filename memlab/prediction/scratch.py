@@ -234,6 +234,9 @@ _KERNELS: dict[Any, _Kernel] = {
             a[0], a[1], a[2], a[3], target.capability
         )
     ),
+    aten._scaled_dot_product_cudnn_attention.default: (
+        lambda a, result, target: attention_backward.CUDNN_FORWARD
+    ),
     aten._scaled_dot_product_cudnn_attention_backward.default: (
         lambda a, result, target: attention_backward.cudnn_scratch(a[1])
     ),

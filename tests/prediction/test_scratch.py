@@ -448,9 +448,18 @@ def test_efficient_attention_copies_an_expanded_output_gradient():
     assert got[0] == 4 * 2 * 4 * 100 * 64
 
 
-def test_cudnns_frontend_asks_for_a_float32_gradient_of_the_queries():
+def test_efficient_attention_multiplies_float32_outputs_and_their_gradients_for_the_row_sums():
+    """As a recorded step on an H200 does (32 MiB and twice 512 KiB, then the workspace)."""
+    row_sums, product = 4 * 2 * 4 * 100, 4 * 2 * 4 * 100 * 64
+    got = attention_scratch("efficient", dtype=torch.float32)
+    assert got[:3] == [product, row_sums, row_sums]
+    assert len(attention_scratch("efficient", dtype=torch.bfloat16)) == 2
+
+
+def test_cudnns_attention_asks_for_a_float32_gradient_of_the_queries():
+    """As all 18 calls recorded on an H200 (cuDNN 9.19), with head dimensions 64, 80 and 128."""
     got = attention_scratch("cudnn", device="cuda:hopper")
-    assert got == [4 * 2 * 4 * 100 * (64 + 1)]
+    assert got == [4 * 2 * 4 * 100 * (64 + 1) + 256]
 
 
 # ------------------------------------------------------------------ grouped matmuls
